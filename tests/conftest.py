@@ -97,6 +97,14 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 20, 20)
 
 
+@pytest.fixture(params=[2, 4])
+def gpus(request):
+    """A number of GPUs that there are."""
+    if gpu_count() < request.param:
+        pytest.skip(f"fewer than {request.param} GPUs")
+    return request.param
+
+
 @pytest.fixture(autouse=True, scope="module")
 def compiled_code_is_freed():
     """Linux lets a process map 65,530 pieces of memory.

@@ -14,8 +14,9 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from oracle import gradients_of, mesh_for, mesh_of
 
 from mlstm_pallas import (
     mlstm_chunkwise,
@@ -51,13 +52,6 @@ def lead(layout, S, B=B):
     return (B, NH, S) if layout == "BNTH" else (B, S, NH)
 
 
-def gradient(run):
-    def loss(*x):
-        return sum(jnp.sum(y) for y in jax.tree.leaves(run(*x)))
-
-    return jax.grad(loss, tuple(range(5)))
-
-
 def in_segments(layout):
     def run(*x):
         steps = x[3].shape[LAYOUTS.index(layout) + 1]
@@ -89,8 +83,8 @@ def calls(whole):
     sequence = functools.partial(
         mlstm_chunkwise_sequence_parallel, axis_name="x", chunk_size=L, return_last_states=True
     )
-    of_kind = itertools.product(LAYOUTS, (odd, even), (gradient, lambda run: run), ("manual", ""))
-    chosen = [*of_kind]
+    transforms = gradients_of, lambda run: run
+    chosen = [*itertools.product(LAYOUTS, (odd, even), transforms, ("manual", ""))]
     if not whole:  # each pair of values once
         chosen = [x for n, x in enumerate(chosen) if n in (0, 3, 5, 6, 9, 10, 12, 15)]
     for layout, steps, transform, manual in sorted(chosen, key=lambda x: not x[-1]):
@@ -101,7 +95,7 @@ def calls(whole):
         spec = P(None, "x") if layout == "BTNH" else P(None, None, "x")
         run = functools.partial(sequence, layout=layout)
         run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=(spec, P()), check_vma=checks)
-        for transform in (gradient, lambda run: run):
+        for transform in transforms:
             yield f"manual sequence {layout}", transform(run), lead(layout, 8 * steps(), 1), spec
     generated = triton_stablef._mlstm_chunkwise_fwbw_generator(None, chunk_size=L)
     systems = max_triton_fwbw_v3noslice, max_triton_fwbw_v5xlchunksize, triton_stablef
@@ -112,7 +106,7 @@ def calls(whole):
         yield f"{manual} steps", wrapped(mlstm_recurrent_sequence), lead("BNTH", odd()), P("x")
         yield (
             f"{manual} generator",
-            gradient(wrapped(lambda *x: generated(*x)[0])),
+            gradients_of(wrapped(lambda *x: generated(*x)[0])),
             (B, NH, even()),
             P("x"),
         )
@@ -141,21 +135,17 @@ if __name__ == "__main__":
     kind, backend, platform, *rest = sys.argv[1:]
     checks = backend != "interpret"
     jax.config.update("jax_num_cpu_devices", 8)
-    size, names, types = (8,), ("x",), (getattr(AxisType, kind),)
-    if platform == "cpu":
-        mesh = jax.make_mesh(size, names, axis_types=types)
-    else:
-        mesh = AbstractMesh(
-            size, names, types, abstract_device=AbstractDevice("NVIDIA H200", None, "gpu")
-        )
+    axis = getattr(AxisType, kind)
+    on_cpu = platform == "cpu"
+    mesh = mesh_of((8,), axis) if on_cpu else mesh_for("NVIDIA H200", (8,), "x", axis)
     count = 0
     with (
-        jax.set_mesh(mesh) if platform == "cpu" else jax.sharding.use_abstract_mesh(mesh),
+        jax.set_mesh(mesh) if on_cpu else jax.sharding.use_abstract_mesh(mesh),
         use_backend(None if backend == "None" else backend),
         jax.transfer_guard("disallow"),
     ):
         for name, run, axes, spec in calls(bool(rest)):
-            if platform != "cpu" and kind == "Auto" and not name.startswith("manual"):
+            if not on_cpu and kind == "Auto" and not name.startswith("manual"):
                 continue  # automatic axes need devices
             sharding = NamedSharding(mesh, spec)
             shapes = [(*axes, D)] * 3 + [axes] * 2

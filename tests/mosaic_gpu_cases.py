@@ -14,21 +14,18 @@ from oracle import (
     array,
     assert_below,
     assert_close,
-    assert_nothing_beyond,
     cotangents_for,
-    errors_of,
-    expected_of,
+    errors_against_float64,
     gradients_of_call,
+    in_float64,
     random_inputs,
-    recurrence_of_lengths,
     slow,
     tolerance,
-    with_garbage,
 )
 from test_float16 import backward_bound
-from test_gradients import BOUND
+from test_gradients import BOUND, BTNH, STORED
 
-from mlstm_pallas import KernelConfig, dispatch, planning, reference
+from mlstm_pallas import KernelConfig, dispatch, planning
 from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.entry import options_of, spec_for
 from mlstm_pallas.gpu import Gpu, gpu_of, known_gpu
@@ -73,13 +70,12 @@ def fused(num_splits=None, **scan):
     )
 
 
-def spec_of(inputs, config, layout="BNTH", **options) -> CallSpec:
-    """The spec of mlstm_chunkwise(**inputs, ...), whose arrays are (B, NH, S, ...)."""
-    sizes = dict(zip(("B", "NH", "S", "DHQK"), inputs["q"].shape, strict=True)) | {
-        "DHV": inputs["v"].shape[-1]
-    }
+def spec_of(x, config, layout="BNTH", **options) -> CallSpec:
+    """The spec of mlstm_chunkwise(*x, ...), whose arrays are (B, NH, S, ...)."""
+    q, _, v, _, _, *states = x
+    sizes = zip(("B", "NH", "S", "DHQK", "DHV"), (*q.shape, v.shape[-1]), strict=True)
     options = options_of(dict(config=config, layout=layout, **options))
-    return spec_for(options, inputs["q"].dtype, sizes, has_initial_state="c_initial" in inputs)
+    return spec_for(options, q.dtype, dict(sizes), has_initial_state=bool(states))
 
 
 def materialised(num_splits=None, **fields):
@@ -108,24 +104,24 @@ class Case:
     stages: Set[str] = frozenset(ALL)  # that run on Mosaic GPU, at the least
     splits: int = 1
     cotangents: float = 1.0  # their size
-    lengths: tuple[int, ...] | None = None  # of the batch entries
+    lengths: np.ndarray | None = None  # of the batch entries
 
 
 NARROW = dict(shape=(1, 2, 256, 128, 128))
 CASES = {
     # Chunks whose gamma is not nearly 0: 64 steps keep exp(-0.16) of the state.
-    "states_BTNH": Case(recipe=dict(f_shift=6.0), options=dict(layout="BTNH")),
-    "heads": Case(shape=(2, 2, 256, 256, 256), options=dict(layout="BTNH")),
+    "states_BTNH": Case(recipe=dict(f_shift=6.0), options=BTNH),
+    "heads": Case(shape=(2, 2, 256, 256, 256), options=BTNH),
     "no_states": Case(recipe=dict(states=False)),
     "packed": Case(packed=True),
     "unnormalised": Case(
         recipe=dict(m_initial=False), options=dict(input_gate="sigmoid", normalize=False)
     ),
-    "stored": Case(options=dict(recompute_states_in_bw=False)),
+    "stored": Case(options=STORED),
     "float16": Case(dtype="float16"),
-    "lengths": Case(shape=(2, 1, 256, 256, 256), packed=True, lengths=(200, 77)),
-    "lengths_of_one_block": Case(shape=(2, 1, 256, 64, 128), lengths=(200, 0)),
-    "padded": Case(shape=(1, 1, 201, 250, 200), options=dict(layout="BTNH")),
+    "lengths": Case(shape=(2, 1, 256, 256, 256), packed=True, lengths=np.array([200, 77])),
+    "lengths_of_one_block": Case(shape=(2, 1, 256, 64, 128), lengths=np.array([200, 0])),
+    "padded": Case(shape=(1, 1, 201, 250, 200), options=BTNH),
     "resets": Case(recipe=dict(resets=True)),
     "narrow": Case(**NARROW),
     # A CTA makes all gradients of a chunk, to which dn comes from the next one. r dh falls below
@@ -133,25 +129,21 @@ CASES = {
     "one_block_of_rows_stored_float16": Case(
         shape=(1, 2, 256, 64, 128),
         recipe=dict(f_shift=6.0),
-        options=dict(recompute_states_in_bw=False),
+        options=STORED,
         dtype="float16",
         cotangents=2.0**-10,
     ),
     "three_blocks_of_rows": Case(shape=(1, 2, 256, 192, 128), stages=ALL - {"parallel_bw_dQKV"}),
     "splits": Case(fused(num_splits=2), splits=2, **NARROW),
-    "splits_BTNH": Case(fused(num_splits=2), splits=2, options=dict(layout="BTNH"), **NARROW),
-    "stored_in_splits": Case(
-        fused(num_splits=2), splits=2, options=dict(recompute_states_in_bw=False), **NARROW
-    ),
+    "splits_BTNH": Case(fused(num_splits=2), splits=2, options=BTNH, **NARROW),
+    "stored_in_splits": Case(fused(num_splits=2), splits=2, options=STORED, **NARROW),
     "materialised": Case(
         materialised(),
         recipe=dict(f_shift=6.0),
         shape=(1, 2, 256, 64, 192),
         stages=ALL - {"parallel_bw_dQKV"},
     ),
-    "materialised_in_splits_BTNH": Case(
-        materialised(2), options=dict(layout="BTNH"), packed=True, **NARROW
-    ),
+    "materialised_in_splits_BTNH": Case(materialised(2), options=BTNH, packed=True, **NARROW),
     "two_launches": Case(fused(state_rows=64), **NARROW),
     "two_blocks_a_warpgroup": Case(fused(siz_b_DHHV=256), shape=(1, 1, 256, 128, 256)),
 }
@@ -171,32 +163,21 @@ def check_case(name, backend):
     inputs, ids = random_inputs(5, *case.shape, dtype=case.dtype, **case.recipe), ids_of(case)
     cotangents = [case.cotangents * x for x in cotangents_for(inputs, case.dtype)]
     options = dict(config=case.config, backend=backend) | case.options
-    spec = spec_of(inputs, return_last_states=True, **options)
+    spec = spec_of(inputs.values(), return_last_states=True, **options)
     p, plan = spec.problem, spec.plan
     sizes = p.L == 128, p.DHQK in (64, 128), p.DHHV % 128 == 0
     assert plan.recomputes_scores == all(sizes)
     of_call = {*plan.forward, *plan.backward}
     assert stages_on_mosaic_gpu(spec) >= case.stages & of_call
     assert (plan.fused, plan.num_splits) == (case.config.fused, case.splits)
-    lengths = None if case.lengths is None else np.asarray(case.lengths)
-    run = gradients_of_call(segment_ids=ids, sequence_lengths=lengths, **options)
-    of_inputs, recurrence = inputs, reference.recurrence
-    if lengths is not None:
-        of_inputs, recurrence = with_garbage(inputs, lengths), recurrence_of_lengths(lengths)
-    result = run(of_inputs, cotangents)
-    if lengths is not None:
-        assert_nothing_beyond(lengths, *result)
-    of_recurrence = {
-        name: x for name, x in case.options.items() if name in ("input_gate", "normalize")
-    }
-    expected = expected_of(inputs, cotangents, recurrence, segment_ids=ids, **of_recurrence)
-    outputs, gradients = errors_of(inputs, result, expected)
+    checked = errors_against_float64(inputs, cotangents, ids, case.lengths, **options)
+    (outputs, gradients), expected = checked
     terms = case.shape[2] + case.shape[3]
     half = case.dtype == "float16"
     # Small gradients and small dP are multiples of 2**-24, off by 2**-24 / sqrt(12); dq and dk have
     # sums of dP times keys and queries.
     for name, other in (("q", "k"), ("k", "q")) if half else ():
-        desired, x = expected[1][name], np.asarray(inputs[other].astype("float32"))
+        desired, x = expected[name], np.asarray(inputs[other].astype("float32"))
         size = desired.size + case.config.chunk_size * np.sum(x**2)
         floor = 2.0**-24 * math.sqrt(size / 12) / np.linalg.norm(desired)
         gradients[name] = max(0.0, gradients[name] - floor)
@@ -259,25 +240,21 @@ class Recurrences:
         return Launch(self.problem, tiles, None, lowering)
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """q, dh, k, v, r, abar, gamma, the last dC, the initial C, h."""
+        """q, dh, k, v, h, r, abar, gamma, the last dC, the initial C."""
         (B, NH, S, K, V), n = self.shape, self.problem.BNH
-        of_steps = {D: ((n, S, D), (B, S, NH, D))[self.layout == "BTNH"] for D in (K, V)}
-        ab = (
-            of_steps[K] if self.weighted else (n, S, K),
-            of_steps[V],
-        )  # parallel_bw_dP writes scaled operands in one layout
-        floats = [(n, S), (n, S), (n, self.problem.NC), (n, K, V), (n, K, V)]
-        result = [jax.ShapeDtypeStruct(x, self.dtype) for x in (*ab, *ab)] + [
-            jax.ShapeDtypeStruct(x, "float32") for x in floats
-        ]
-        return [*result, jax.ShapeDtypeStruct(ab[1], self.dtype)]
+        a, b = ((B, S, NH, D) if self.layout == "BTNH" else (n, S, D) for D in (K, V))
+        if not self.weighted:  # parallel_bw_dP writes scaled operands in one layout
+            a = n, S, K
+        floats = (n, S), (n, S), (n, self.problem.NC), (n, K, V), (n, K, V)
+        dtypes = [self.dtype] * 5 + ["float32"] * 5
+        return list(map(jax.ShapeDtypeStruct, (a, b, a, b, b, *floats), dtypes))
 
     def function(self, lowering=Lowering.MOSAIC_GPU):
         """A jitted function of arrays of these shapes."""
         desired = dict(return_initial=self.states, return_last=self.states)
         desired["call"] = self.launch(lowering)
 
-        def run(q, dh, k, v, r, abar, gamma, dC_last, C_initial, h):
+        def run(q, dh, k, v, h, r, abar, gamma, dC_last, C_initial):
             queries, keys = (
                 ScaledRows(x, w if self.weighted else None) for x, w in ((q, r), (k, abar))
             )
@@ -301,12 +278,10 @@ class Recurrences:
         """The outputs against the plain form in float64."""
         draw = np.random.default_rng(0)
         x = [draw.normal(size=y.shape) for y in self.shapes()]
-        x[4:7] = (draw.uniform(size=y.shape) for y in x[4:7])
+        x[5:8] = (draw.uniform(size=y.shape) for y in x[5:8])
         x = [array(y, shape.dtype) for y, shape in zip(x, self.shapes(), strict=True)]
         result = jax.jit(self.function(lowering))(*x)
-        with jax.enable_x64(True):
-            plain = jax.jit(self.function(Lowering.XLA))(*[array(y, "float64") for y in x])
-            expected = jax.tree.map(np.asarray, plain)
+        expected = in_float64(jax.jit(self.function(Lowering.XLA)), *x)
         # Roundings to the kernel dtype: of the weighted operand, and of the states that are stored.
         # Those of terms are independent.
         unit, sums = float(jnp.finfo(self.dtype).eps) / 2, math.sqrt(self.problem.S) * 2.0**-24

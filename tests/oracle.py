@@ -28,6 +28,7 @@ HELPERS = {
     "step_gradients",
     "split_products",
 }
+HEADS = [(64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512), (512, 512)]
 OUTPUTS = ("h", "c", "n", "m")
 NAMES = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
 
@@ -62,22 +63,24 @@ def random_inputs(
     q, k and n are positive, which keeps |z| away from zero: 1/|z| is heavy-tailed.
     """
     r = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return r.normal(size=(B, NH, *shape))
+
     x = {
-        "q": np.abs(r.normal(size=(B, NH, S, DHQK))) + 0.2,
-        "k": np.abs(r.normal(size=(B, NH, S, DHQK))) + 0.2,
-        "v": r.normal(size=(B, NH, S, DHHV)),
-        "i": r.normal(size=(B, NH, S)) * i_scale + i_shift,
-        "f": r.normal(size=(B, NH, S)) * f_scale + f_shift,
+        "q": np.abs(normal(S, DHQK)) + 0.2,
+        "k": np.abs(normal(S, DHQK)) + 0.2,
+        "v": normal(S, DHHV),
+        "i": normal(S) * i_scale + i_shift,
+        "f": normal(S) * f_scale + f_shift,
     }
-    if resets:
-        x["f"] = np.where(r.random((B, NH, S)) < 0.1, -np.inf, x["f"])
-        x["f"] = np.where(r.random((B, NH, S)) < 0.1, np.inf, x["f"])
-        x["i"] = np.where(r.random((B, NH, S)) < 0.3, -np.inf, x["i"])
+    shares = (("f", 0.1, -np.inf), ("f", 0.1, np.inf), ("i", 0.3, -np.inf))
+    for name, share, value in shares if resets else ():
+        x[name] = np.where(r.random((B, NH, S)) < share, value, x[name])
     if states:
-        x["c_initial"] = r.normal(size=(B, NH, DHQK, DHHV))
-        x["n_initial"] = np.abs(r.normal(size=(B, NH, DHQK)))
+        x |= dict(c_initial=normal(DHQK, DHHV), n_initial=np.abs(normal(DHQK)))
         if m_initial:
-            x["m_initial"] = r.normal(size=(B, NH))
+            x["m_initial"] = normal()
     return {name: array(value, dtype if name in "qkv" else "float32") for name, value in x.items()}
 
 
@@ -98,21 +101,28 @@ def gradients_of(run):
     return lambda *x: jax.grad(loss, tuple(range(len(x))))(*x)
 
 
+# Those of most functions.
+BACKENDS = ("xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu))
+
+
 def slow(*values):
     """A slow row of a parametrised test."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def run_python(*arguments, timeout=300, **settings):
-    """What a process prints that has to end well. Settings: of its environment."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env=os.environ | settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
+    """What a process prints that has to end well, and in time. Settings: of its environment."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            env=os.environ | settings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired as late:
+        pytest.fail(f"{arguments} does not end: {str(late.output)[-4000:]}")
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
 
@@ -124,14 +134,20 @@ def _recurrence(inputs, segment_ids, **options):
     return reference.recurrence(**inputs, segment_ids=segment_ids, **options)
 
 
+def in_float64(function, *x):
+    """What a function of arrays returns in float64, as numpy arrays."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda y: array(y, "float64"), x)
+        return jax.tree.map(np.asarray, function(*wide))
+
+
 def oracle(inputs, segment_ids=None, **options):
-    """reference.recurrence in float64: h, (c, n, m) as float64 numpy arrays.
+    """reference.recurrence in float64: h, c, n, m as float64 numpy arrays.
 
     Options: those of recurrence.
     """
-    with jax.enable_x64(True):
-        wide = {name: array(x, "float64") for name, x in inputs.items()}
-        return jax.tree.map(np.asarray, _recurrence(wide, segment_ids, **options))
+    run = functools.partial(_recurrence, segment_ids=segment_ids, **options)
+    return jax.tree.leaves(in_float64(run, inputs))
 
 
 def error(actual, expected):
@@ -172,10 +188,21 @@ def compare(names, actual, desired, bound):
         assert_close(x, np.asarray(y).astype("float64"), bound, name)
 
 
+def check_outputs(result, inputs, bound, **options):
+    """Compares h, (c, n, m) of a call with the recurrence in float64."""
+    compare(OUTPUTS, jax.tree.leaves(result), oracle(inputs, **options), bound)
+
+
 def assert_same_bits(a, b):
     """Two trees of arrays have equal bits."""
     for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
         assert np.array_equal(np.asarray(x), np.asarray(y))
+
+
+def emptied(inputs):
+    """The inputs with initial states in which nothing is stored."""
+    empty = {name: 0 * inputs[name] for name in ("c_initial", "n_initial")}
+    return inputs | empty | dict(m_initial=inputs["m_initial"] - jnp.inf)
 
 
 def step_names(inputs, t=None):
@@ -242,7 +269,7 @@ def sharded(arrays, mesh, *specs):
 def loss_of(h, states):
     """A loss of h and of the states."""
     finite = (jnp.where(jnp.isfinite(y), y, 0.0) for y in states)
-    h = h.astype(jnp.float64 if h.dtype == "float64" else jnp.float32)
+    h = h.astype(jnp.promote_types(h.dtype, "float32"))
     return jnp.sum(h * jnp.cos(h)) + sum(jnp.sum(jnp.sin(y)) for y in finite)
 
 
@@ -264,7 +291,7 @@ def results_of(run):
     @strict
     def results(*x):
         def loss(*x):
-            h, states = run(*x)
+            h, *states = jax.tree.leaves(run(*x))
             return loss_of(h, states), (h, *states)
 
         gradients, outputs = jax.grad(loss, tuple(range(len(x))), has_aux=True)(*x)
@@ -332,8 +359,8 @@ def outputs_and_gradients(run, layout="BNTH"):
 
 
 def gradients_of_call(**options):
-    """outputs_and_gradients of mlstm_chunkwise with these options."""
-    run = functools.partial(mlstm_chunkwise, return_last_states=True, **options)
+    """outputs_and_gradients of mlstm_chunkwise with these options, which are hashable."""
+    run = shared(mlstm_chunkwise, return_last_states=True, **options)
     return outputs_and_gradients(run, options.get("layout", "BNTH"))
 
 
@@ -350,11 +377,8 @@ def cotangents_for(inputs, dtype, states=True, seed=1):
 
 def expected_of(inputs, cotangents, run=reference.recurrence, segment_ids=None, **options):
     """Outputs and gradients of the recurrence in float64."""
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda y: array(y, "float64"), (inputs, cotangents))
-        run = outputs_and_gradients(shared(run, **options))
-        result = run(*wide, segment_ids=segment_ids)
-        return jax.tree.map(np.asarray, result)
+    run = outputs_and_gradients(shared(run, **options))
+    return in_float64(functools.partial(run, segment_ids=segment_ids), inputs, cotangents)
 
 
 def recurrence_of_lengths(lengths):
@@ -417,12 +441,36 @@ def assert_below(errors, bound):
     assert max(errors.values()) < bound, {name: f"{e:.1e}" for name, e in errors.items()}
 
 
-def check_call(inputs, of_outputs, of_gradients, **options):
-    """mlstm_chunkwise and its gradients against the recurrence in float64, within the bounds."""
-    cotangents = cotangents_for(inputs, inputs["q"].dtype)
-    outputs, gradients = result = gradients_of_call(**options)(inputs, cotangents)
-    assert outputs[0].dtype == inputs["q"].dtype
+OF_RECURRENCE = {"input_gate", "normalize", "eps", "stabilize_correctly", "norm_val"}
+
+
+def errors_against_float64(inputs, cotangents, segment_ids=None, lengths=None, **options):
+    """errors_of mlstm_chunkwise and its gradients against the recurrence in float64, and the
+    gradients of this.
+
+    With lengths all arrays have garbage beyond these, and results have zeros.
+    """
+    given, recurrence, dtype = (inputs, cotangents), reference.recurrence, inputs["q"].dtype
+    if lengths is not None:
+        large = np.where(beyond(lengths, cotangents[0]), 1e6, cotangents[0])
+        given = with_garbage(inputs, lengths), [array(large, "float32"), *cotangents[1:]]
+        recurrence = recurrence_of_lengths(lengths)
+    run = gradients_of_call(**options)
+    outputs, gradients = result = run(*given, segment_ids=segment_ids, sequence_lengths=lengths)
+    assert outputs[0].dtype == dtype
     assert all(gradients[name].dtype == x.dtype for name, x in inputs.items())
-    errors = errors_of(inputs, result, expected_of(inputs, cotangents))
+    if lengths is not None:
+        assert_nothing_beyond(lengths, *result)
+        for name, last in zip(NAMES[5:], outputs[1:], strict=True):
+            if name in inputs:
+                assert np.array_equal(last[lengths <= 0], inputs[name][lengths <= 0])
+    of_recurrence = {name: options[name] for name in OF_RECURRENCE & {*options}}
+    expected = expected_of(inputs, cotangents, recurrence, segment_ids, **of_recurrence)
+    return errors_of(inputs, result, expected), expected[1]
+
+
+def check_call(inputs, of_outputs, of_gradients, **options):
+    """Outputs and gradients of errors_against_float64 are within the bounds."""
+    errors, _ = errors_against_float64(inputs, cotangents_for(inputs, inputs["q"].dtype), **options)
     for of_all, bound in zip(errors, (of_outputs, of_gradients), strict=True):
         assert_below(of_all, bound)

@@ -51,9 +51,9 @@ def run_kernels():
             inputs = random_inputs(0, *sizes, dtype=dtype, resets=True, m_initial=not gate)
             ids = jnp.arange(S)[None] // 37 if "packed" in variant else None
             options = dict(chunk_size=chunk_size, config=config, backend="triton", **gate)
-            run = gradients_of_call(segment_ids=ids, **options)
+            run = gradients_of_call(**options)
             step = jax.jit(functools.partial(mlstm_recurrent_step, backend="triton", **gate))
-            _, gradients = run(inputs, cotangents_for(inputs, dtype))
+            _, gradients = run(inputs, cotangents_for(inputs, dtype), segment_ids=ids)
             h, _ = step(**step_names(inputs, 0))
             for x in (*gradients.values(), h):
                 assert jnp.isfinite(x.astype("float32")).all(), (dtype, S)

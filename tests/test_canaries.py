@@ -111,23 +111,14 @@ def written(name, outputs, L):
     if name != "parallel_bw_dP":
         return outputs
     P, dP, qbar, per_query, per_key, *others = outputs
-    block, tile = jnp.arange(L) // MAX_TILE, jnp.arange(L // TILE)
-
-    def of_chunk(x, where):
-        return jnp.where(where, x.reshape(HEADS, -1, *where.shape), 0.0).reshape(x.shape)
-
-    def of_tiles(x, where):
-        return jnp.where(
-            where[:, None, :, None], x.reshape(HEADS, len(tile), -1, len(tile), TILE), 0.0
-        ).reshape(x.shape)
-
-    return (
-        *(of_chunk(x, block[:, None] >= block) for x in (P, dP)),
-        qbar,
-        of_tiles(per_query, tile[:, None] <= tile),
-        of_tiles(per_key, tile[:, None] >= tile),
-        *others,
+    block, tile = np.arange(L) // MAX_TILE, np.arange(L // TILE)
+    below, after = block[:, None] >= block, tile[:, None] <= tile
+    P, dP = (jnp.where(below, x.reshape(HEADS, -1, L, L), 0.0) for x in (P, dP))
+    per_query, per_key = (
+        jnp.where(where[:, None, :, None], x, 0.0)
+        for where, x in ((after, per_query), (after.T, per_key))
     )
+    return P, dP, qbar, per_query, per_key, *others
 
 
 def check(run, outputs, arguments, L=None):

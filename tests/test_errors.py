@@ -50,6 +50,7 @@ PLAIN, BTNH, TOKEN = inputs(B, NH, S), inputs(B, S, NH), inputs(B, NH)
 STATES = dict(c=array(B, NH, DHQK, DHV), n=array(B, NH, DHQK), m=array(B, NH))
 INITIAL = {f"{name}_initial": x for name, x in STATES.items()}
 ARRAYS = PLAIN | INITIAL
+IDS = array(B, S, dtype="int32")
 
 
 def zeros(arrays):
@@ -179,12 +180,10 @@ VALUES = {
     f"segment_ids has shape (2, 3, 40), expected (B, S) = (2, 40), {Q}": {
         "segment_ids": array(2, 3, 40, dtype="int32")
     },
-    f"sequence_lengths has shape (2, 40), expected (B) = (2,), {Q}": {
-        "sequence_lengths": array(2, 40, dtype="int32")
-    },
+    f"sequence_lengths has shape (2, 40), expected (B) = (2,), {Q}": {"sequence_lengths": IDS},
     "c_initial has shape (2, 4, 3, 16, 24), expected (B, N, NH, DHQK, DHV) = (2, 2, 3, 16, 24)": {
         "num_segments": 2,
-        "segment_ids": array(2, 40, dtype="int32"),
+        "segment_ids": IDS,
         "return_last_states": True,
         "c_initial": array(2, 4, 3, 16, 24),
         "n_initial": array(2, 4, 3, 16),
@@ -200,7 +199,7 @@ VALUES = {
     },
     "num_segments is 2 with return_last_states=False, expected return_last_states=True": {
         "num_segments": 2,
-        "segment_ids": array(2, 40, dtype="int32"),
+        "segment_ids": IDS,
     },
     # scalars; every parameter of xlstm_jax has more below
     "chunk_size is 48, expected None or a power of two >= 16": {"chunk_size": 48},
@@ -602,18 +601,14 @@ def lowering_of(call):
 
 def test_the_backend_of_the_environment_comes_last(monkeypatch):
     """The variable is read when a function is traced."""
-    monkeypatch.setenv("MLSTM_PALLAS_BACKEND", "interpret")
     entry = triton_stablef.mlstm_chunkwise_triton_stablef
-    for call in (mlstm_chunkwise, entry):
-        assert lowering_of(call) == "kernels"
+    for value, expected in (("xla", "xla"), ("", "both"), ("interpret", "kernels")):
+        monkeypatch.setenv("MLSTM_PALLAS_BACKEND", value)
+        assert lowering_of(mlstm_chunkwise) == lowering_of(entry) == expected
     assert lowering_of(functools.partial(mlstm_chunkwise, backend="xla")) == "xla"
     for backend, expected in (("xla", "xla"), (None, "both")):
         with use_backend(backend):
             assert lowering_of(mlstm_chunkwise) == lowering_of(entry) == expected
-    monkeypatch.setenv("MLSTM_PALLAS_BACKEND", "xla")
-    assert lowering_of(mlstm_chunkwise) == lowering_of(entry) == "xla"
-    monkeypatch.setenv("MLSTM_PALLAS_BACKEND", "")
-    assert lowering_of(mlstm_chunkwise) == lowering_of(entry) == "both"
     monkeypatch.delenv("MLSTM_PALLAS_BACKEND")
     assert lowering_of(mlstm_chunkwise) == "both"
 

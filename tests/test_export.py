@@ -50,6 +50,12 @@ def function(*x):
 SHAPES = call_shapes(1, 2, 64, 16, 16)
 
 
+def reloaded(run, x, vjp_order=0, **options):
+    """An export, serialized and read again."""
+    pytest.importorskip("flatbuffers")
+    return jax.export.deserialize(export(run, *x, **options).serialize(vjp_order=vjp_order))
+
+
 def module_for_cuda():
     """The text of a gradient's module, traced anew: it names the lines from which the functions
     inside were traced first."""
@@ -113,24 +119,21 @@ def test_lowering_again_gives_the_same_module():
     ids=["triton", "mosaic_gpu"],
 )
 def test_an_export_for_cuda_is_made_and_read_without_a_gpu(backend, config):
-    pytest.importorskip("flatbuffers")
     run = functools.partial(mlstm_chunkwise, backend=backend, config=config)
     x = call_shapes(1, 1, 128, 256, 256)
-    exported = export(run, *x, platform="cuda", device_kind="NVIDIA H200")
-    text, is_triton = exported.mlir_module(), backend == "triton"
+    loaded = reloaded(run, x, 1, platform="cuda", device_kind="NVIDIA H200")
+    text, is_triton = loaded.mlir_module(), backend == "triton"
     assert (CUSTOM_CALL_TARGET in text, MOSAIC_CALL in text) == (is_triton, not is_triton)
-    loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
     assert loaded.platforms == ("cuda",)
     assert [(y.shape, y.dtype) for y in loaded.out_avals] == [(x[2].shape, x[2].dtype)]
     assert [(y.shape, y.dtype) for y in loaded.vjp().out_avals] == [(y.shape, y.dtype) for y in x]
 
 
 def test_shards_of_explicit_axes_are_exported():
-    pytest.importorskip("flatbuffers")
     mesh = mesh_of((8,), AxisType.Explicit)
     x = sharded([*random_inputs(0, 8, 1, 32, 8, 8, states=False).values()], mesh, P("x"))
     run = functools.partial(mlstm_chunkwise, chunk_size=16)
-    loaded = jax.export.deserialize(export(run, *x, platform="cpu").serialize())
+    loaded = reloaded(run, x, platform="cpu")
     with jax.set_mesh(mesh):
         result = jax.jit(loaded.call)(*x)
     assert result.sharding.spec[0] == "x"
@@ -213,10 +216,9 @@ def test_equal_static_arguments_are_traced_once():
 
 @pytest.mark.gpu
 def test_an_export_for_cuda_runs_with_its_gradients():
-    pytest.importorskip("flatbuffers")
     x = list(random_inputs(0, 2, 4, 1000, 128, 256, dtype="bfloat16").values())
     run = functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True)
-    loaded = jax.export.deserialize(export(run, *x, platform="cuda").serialize(vjp_order=1))
+    loaded = reloaded(run, x, 1, platform="cuda")
     result, expected = (results_of(y)(*x) for y in (loaded.call, run))
     assert all(map(np.array_equal, result[:4], expected[:4]))
     compare(NAMES, result[4:], expected[4:], 2e-2)

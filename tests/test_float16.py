@@ -54,7 +54,7 @@ def check_step(backend, states, DHQK, DHHV):
     whole |= {name: whole[name].astype(states) for name in ("c_initial", "n_initial", "m_initial")}
     run = jax.jit(functools.partial(mlstm_recurrent_step, backend=backend))
     h, new = run(**step_names(whole, 0))
-    expected_h, expected_states = oracle(whole)
+    expected_h, *expected_states = oracle(whole)
     sums = 4 * math.sqrt(DHQK) * 2.0**-24
     assert_close(h, expected_h[:, :, 0], UNIT + sums, "h")
     for name, actual, desired in zip("cnm", new, expected_states, strict=True):
@@ -70,11 +70,8 @@ def test_a_step(backend, states):
 
 def overflowing(S, q, k, v):
     """Constant rows with open gates: h is v at every step, whatever lies between."""
-    x = random_inputs(0, 1, 2, S, 16, 16, dtype="float16", states=False)
-    ones = jnp.ones_like
-    return x | dict(
-        q=q * ones(x["q"]), k=k * ones(x["k"]), v=v * ones(x["v"]), i=0 * x["i"], f=20 + 0 * x["f"]
-    )
+    x, rows = random_inputs(0, 1, 2, S, 16, 16, dtype="float16", states=False), (q, k, v, 0, 20)
+    return {name: jnp.full_like(x[name], y) for name, y in zip("qkvif", rows, strict=True)}
 
 
 @pytest.mark.parametrize("fused", [False, True])

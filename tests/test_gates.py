@@ -131,18 +131,15 @@ def check_gates(form, case, L, S=128, input_gate=InputGate.EXP, packed=False, le
 
         # Four roundings of float32 (2**-24 each): log sigmoid, m_c at a chunk boundary, their sum,
         # the result.
-        np.testing.assert_allclose(
-            of_head(result.scaM_states), boundaries, rtol=2.0**-22, atol=2.0**-22
-        )
-        np.testing.assert_allclose(of_head(result.vecM), m_t, rtol=2.0**-22, atol=2.0**-22)
+        for m, desired in ((result.scaM_states, boundaries), (result.vecM, m_t)):
+            np.testing.assert_allclose(of_head(m), desired, rtol=2.0**-22, atol=2.0**-22)
         # m_c is rounded to float32: decays relative to it, those to a u_t that comes from it
         # included, have that rounding.
         rounding = np.spacing(
             np.float32(np.max(np.abs(boundaries), where=np.isfinite(boundaries), initial=0))
         )
-        assert_decays(of_head(result.vecW), w, rounding)
-        assert_decays(of_head(result.scaGamma), gamma, rounding)
-        assert_decays(of_head(result.vecAbar), abar, rounding)
+        for y, desired in ((result.vecW, w), (result.scaGamma, gamma), (result.vecAbar, abar)):
+            assert_decays(of_head(y), desired, rounding)
         e_hi, e_lo, u_hi, u_lo = (of_head(y).reshape(-1, L) for y in (*result.vecE, *result.vecU))
         exponent = (e_hi[:, None, :] - u_hi[:, :, None]) + (e_lo[:, None, :] - u_lo[:, :, None])
         decays = np.exp(np.where(np.tri(L, dtype=bool), exponent, -np.inf)).reshape(S, L)
@@ -150,21 +147,13 @@ def check_gates(form, case, L, S=128, input_gate=InputGate.EXP, packed=False, le
 
 
 def test_exact_sums_are_exact():
+    """The compiler must not simplify (x + grid) - grid to x."""
     x = np.random.default_rng(0).normal(size=4096).astype("float32") * 1e3
-    hi, lo = gates.split_for_exact_sums(jnp.asarray(x), jnp.max(jnp.abs(x)), 4096)
-    assert np.array_equal(
-        np.asarray(hi, "float64") + np.asarray(lo, "float64"), x.astype("float64")
-    )
-    assert np.array_equal(
-        np.asarray(jnp.cumsum(hi), "float64"), np.cumsum(np.asarray(hi, "float64"))
-    )
-
-
-def test_split_survives_the_compiler():
-    """(x + grid) - grid must not be simplified to x under jit."""
-    x = jnp.asarray([0.1, 0.2, 0.3], jnp.float32)
-    _, lo = jax.jit(lambda x: gates.split_for_exact_sums(x, jnp.max(x), 64))(x)
-    assert bool((lo != 0).any())
+    split = jax.jit(lambda x: gates.split_for_exact_sums(x, jnp.max(jnp.abs(x)), 4096))
+    hi, lo = map(np.asarray, split(x))
+    assert lo.any()
+    assert np.array_equal(np.add(hi, lo, dtype="float64"), x)
+    assert np.array_equal(jnp.cumsum(hi), np.cumsum(hi, dtype="float64"))
 
 
 def test_log_forget_gate_has_its_derivative_at_0_and_far_out():
@@ -173,26 +162,20 @@ def test_log_forget_gate_has_its_derivative_at_0_and_far_out():
         assert float(result) == pytest.approx(float(jax.nn.sigmoid(jnp.float32(-f))), rel=1e-6), f
 
 
-def check_vector_states(vector_states, BNH, NC, D, backward):
-    r = np.random.default_rng(0)
-    added, gamma, x = (
-        y.astype("float32")
-        for y in (r.normal(size=(BNH, NC, D)), r.random((BNH, NC)), r.normal(size=(BNH, D)))
-    )
-    run = jax.jit(functools.partial(vector_states, backward=backward))
+def check_vector_states(call, backward):
+    p, r = call.problem, np.random.default_rng(0)
+    added, x = r.normal(size=(p.BNH, p.NC, p.DHQK)), r.normal(size=(p.BNH, p.DHQK))
+    added, gamma, x = (y.astype("float32") for y in (added, r.random((p.BNH, p.NC)), x))
+    run = jax.jit(functools.partial(dispatch.run, "vector_states", backward=backward, call=call))
     result, last = run(added=added, scaGamma=gamma, initial=x)
-    added, gamma, x = (y.astype("float64") for y in (added, gamma, x))
-    states = {}
-    for c in reversed(range(NC)) if backward else range(NC):
-        states[c] = x
-        x = gamma[:, c, None] * x + added[:, c]
-    assert_close(result, np.stack([states[c] for c in range(NC)], axis=1), tolerance("float32", NC))
-    assert_close(last, x, tolerance("float32", NC))
+    expected, x = np.zeros(added.shape), x.astype("float64")
+    for c in reversed(range(p.NC)) if backward else range(p.NC):
+        expected[:, c] = x
+        x = np.float64(gamma[:, c, None]) * x + added[:, c]
+    assert_close(result, expected, tolerance("float32", p.NC))
+    assert_close(last, x, tolerance("float32", p.NC))
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_vector_states(backward):
-    call = planning.plain(Problem(1, 6, 5, 8, 8, 1, 1.0))
-    check_vector_states(
-        functools.partial(dispatch.run, "vector_states", call=call), 6, 5, 8, backward
-    )
+    check_vector_states(planning.plain(Problem(1, 6, 5, 8, 8, 1, 1.0)), backward)

@@ -7,7 +7,6 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec as P
 from mosaic_gpu_cases import (
     ALL,
     CASES,
@@ -35,13 +34,13 @@ from oracle import (
     random_inputs,
     refused,
 )
+from test_distributed import h_over
 from test_gradients import BOUND
 from test_packed_sequences import check_prompts
 from test_stages import launch_of
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, use_backend
 from mlstm_pallas.backend import requested_backend
-from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.export import CUSTOM_CALL_TARGET
 from mlstm_pallas.gpu import known_gpu
 from mlstm_pallas.problem import make_problem
@@ -74,20 +73,12 @@ def small_inputs():
     return list(random_inputs(6, 1, 2, 128, 64, 128, dtype="bfloat16", states=False).values())
 
 
-def over(mesh, check_vma=True, **options):
-    """A sequence over the axis s."""
-    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", **options)
-    split = P(None, None, "s")
-    specs = dict(in_specs=(split,) * 5, out_specs=split)
-    return jax.shard_map(run, mesh=mesh, check_vma=check_vma, **specs)
-
-
 @needs_mosaic_gpu
 @pytest.mark.slow
 def test_sequence_parallelism_on_one_device():
     """The device's summaries are not read, and the scan starts from a state that is given."""
     x = small_inputs()
-    run = over(mesh_of((1,), names="s"), check_vma=False, **SMALL)
+    run = h_over(mesh_of((1,), names="s"), check_vma=False, **SMALL)
     result = jax.jit(gradients_of(run))(*x)
     expected = jax.jit(gradients_of(functools.partial(mlstm_chunkwise, **SMALL)))(*x)
     compare("qkvif", result, expected, BOUND["bfloat16"])
@@ -97,7 +88,7 @@ def test_sequence_parallelism_on_one_device():
 def test_shard_map_lowers():
     """Outputs and what is inside the kernels say over which mesh axes they vary."""
     mesh = mesh_for("NVIDIA H200", (2,), "s")
-    gradients = gradients_of(over(mesh, config=fused(), backend="mosaic_gpu"))
+    gradients = gradients_of(h_over(mesh, config=fused(), backend="mosaic_gpu"))
     text = lowered_for_cuda(jax.jit(gradients), *call_shapes(1, 1, 512, 256, 256), mesh=mesh)
     assert text.count(MOSAIC_CALL) >= len(SCAN) + 1
 
@@ -161,8 +152,8 @@ def test_another_gpu_is_refused(door, monkeypatch):
 
 def test_float32_runs_on_triton(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", MOSAIC_GPU_JAX[0])
-    inputs = dict(zip("qkvif", call_shapes(1, 1, 128, 256, 256, "float32"), strict=True))
-    spec = spec_of(inputs, KernelConfig(fused=True), backend="mosaic_gpu")
+    x = call_shapes(1, 1, 128, 256, 256, "float32")
+    spec = spec_of(x, KernelConfig(fused=True), backend="mosaic_gpu")
     assert not stages_on_mosaic_gpu(spec)
 
 
@@ -204,11 +195,11 @@ def test_gradients_trace_in_strict_modes(heads, config):
 
 def stages_of_call(B, NH, S, DHQK, DHHV, **config):
     """The stages that run on Mosaic GPU, with the fused scan and with materialised states."""
-    inputs = dict(zip("qkvif", call_shapes(B, NH, S, DHQK, DHHV), strict=True))
+    x = call_shapes(B, NH, S, DHQK, DHHV)
     with for_device("NVIDIA H200"):
         specs = (
-            spec_of(inputs, KernelConfig(fused=x, **config), backend="mosaic_gpu")
-            for x in (True, False)
+            spec_of(x, KernelConfig(fused=fused, **config), backend="mosaic_gpu")
+            for fused in (True, False)
         )
         return set.union(*map(stages_on_mosaic_gpu, specs)) & ALL
 

@@ -7,7 +7,7 @@ import importlib.util
 import compile_report
 import pytest
 from mosaic_gpu_cases import ALL, Recurrences, needs_mosaic_gpu, stages_on_mosaic_gpu
-from oracle import HELPERS
+from oracle import HEADS, HELPERS
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
@@ -20,7 +20,6 @@ needs_compiler = pytest.mark.skipif(
     not PLUGINS, reason="XLA's compiler for CUDA is in jax_cuda13_plugin, which is not installed"
 )
 H200 = compile_report.DEVICES["H200"]
-HEADS = [(64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512), (512, 512)]
 
 
 def max_spill_bytes(stage, spec):

@@ -2,9 +2,6 @@
 
 import functools
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -25,12 +22,12 @@ from mosaic_gpu_cases import (
     spec_of,
     stages_on_mosaic_gpu,
 )
-from oracle import assert_same_bits, call_shapes, random_inputs
+from oracle import assert_same_bits, call_shapes, random_inputs, run_python
 from test_gpu_huge import inputs_on_device
 from test_packed_sequences import ODD_ON_A_GPU, check_prompts
 from test_stages import launch_of
 
-from mlstm_pallas import KernelConfig, dispatch, mlstm_chunkwise
+from mlstm_pallas import KernelConfig, mlstm_chunkwise
 from mlstm_pallas.mosaic_gpu.limits import HEADS
 from mlstm_pallas.problem import make_problem
 from mlstm_pallas.stage import Lowering
@@ -45,27 +42,14 @@ def in_process(check, *arguments):
     tests = Path(__file__).parent
     path = tests, tests.parent, tests.parent / "benchmarks", os.environ.get("PYTHONPATH", "")
     code = f"import {MODULE}\n{MODULE}.{check}(*{arguments})\nprint('all ran')"
-    child = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = child.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        output, _ = child.communicate()
-        pytest.fail(f"{check}{arguments} does not end: {output[-4000:]}")
-    assert child.returncode == 0, output[-4000:]
+    folders = os.pathsep.join(map(str, path))
+    output = run_python("-c", code, timeout=SECONDS, PYTHONPATH=folders)
     assert output.rstrip().endswith("all ran")
 
 
 def test_a_check_that_does_not_end_is_stopped(monkeypatch):
     monkeypatch.setitem(globals(), "SECONDS", 0.1)
-    with pytest.raises(pytest.fail.Exception, match=r"extremes_on_a_gpu\(\) does not end"):
+    with pytest.raises(pytest.fail.Exception, match=r"extremes_on_a_gpu\(.*does not end"):
         in_process("extremes_on_a_gpu")
 
 
@@ -75,10 +59,10 @@ def cases_on_a_gpu(*names):
         check_case(name, "mosaic_gpu")
 
 
-def mosaic_stages(B, NH, S, DHQK, DHHV, config=None, **options):
+def mosaic_stages(*shape, config=None, **options):
     """The stages of a call in bfloat16 that run on Mosaic GPU."""
-    inputs = dict(zip("qkvif", call_shapes(B, NH, S, DHQK, DHHV), strict=True))
-    return stages_on_mosaic_gpu(spec_of(inputs, config, backend="mosaic_gpu", **options))
+    spec = spec_of(call_shapes(*shape), config, backend="mosaic_gpu", **options)
+    return stages_on_mosaic_gpu(spec)
 
 
 def recurrences_on_a_gpu():
@@ -92,15 +76,14 @@ def vector_states_on_a_gpu():
         problem = make_problem((1, heads, 64 * NC, 128), 128, 64, pad_heads=False)
         call = launch_of("vector_states", problem, "bfloat16", Lowering.MOSAIC_GPU)
         assert (call.tiles.num_splits > 1) == (NC == 1024)
-        run = functools.partial(dispatch.run, "vector_states", call=call)
-        test_gates.check_vector_states(run, heads, NC, 128, backward)
+        test_gates.check_vector_states(call, backward)
 
 
 def plan_on_a_gpu(S, *heads):
     """Outputs and all eight gradients against float64, with the bounds and the shapes of
     test_gpu.py; equal bits when computed again."""
     shape = 1, 2, S, *heads
-    assert mosaic_stages(*shape, FUSED) >= SCAN | {"parallel_bw_dQKV"}, shape
+    assert mosaic_stages(*shape, config=FUSED) >= SCAN | {"parallel_bw_dQKV"}, shape
     for options in (
         dict(config=FUSED, layout="BTNH"),
         dict(config=FUSED, recompute_states_in_bw=False),
@@ -113,12 +96,8 @@ def plan_on_a_gpu(S, *heads):
 def many_chunks_on_a_gpu(DHQK, DHHV):
     """More chunks of 128 steps than SMs: CTAs that own a chunk take another one after it."""
     shape = 1, 20, 1024, DHQK, DHHV
-    assert mosaic_stages(*shape, FUSED) >= SCAN | {"parallel_bw_dQKV"}
+    assert mosaic_stages(*shape, config=FUSED) >= SCAN | {"parallel_bw_dQKV"}
     test_gpu.check_gradients("bfloat16", *shape, backend="mosaic_gpu", config=FUSED)
-
-
-def neighbours_on_a_gpu():
-    check_neighbours("mosaic_gpu", (2, 3, 512, 256, 512))
 
 
 def outputs_and_gradients_on_a_gpu(**options):
@@ -204,7 +183,7 @@ GPU_CHECKS = [
     *((plan_on_a_gpu, 2048, *heads) for heads in ((256, 256), (128, 128), (512, 512))),
     (vector_states_on_a_gpu,),
     *((many_chunks_on_a_gpu, *heads) for heads in ((64, 128), (128, 256))),
-    (neighbours_on_a_gpu,),
+    (check_neighbours, "mosaic_gpu", (2, 3, 512, 256, 512)),
     (packed_resets_on_a_gpu,),
     (extremes_on_a_gpu,),
     *(

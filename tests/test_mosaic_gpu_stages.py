@@ -14,7 +14,7 @@ from mosaic_gpu_cases import (
     needs_mosaic_gpu,
     quick_and_slow,
 )
-from oracle import assert_same_bits, error, slow, tolerance
+from oracle import assert_same_bits, error, in_float64, slow, tolerance
 from test_stages import case, launch_of
 
 from mlstm_pallas import dispatch, gate_gradients, gates, planning
@@ -155,34 +155,28 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
         np.where(where.reshape(1, n, 1, n, 1), draw.normal(size=(BNH, n, NC, n, T)), np.nan)
         for where in (written.T, written)
     )
-    vectors = (draw.normal(size=shape) for shape in [(BNH, S)] * 4 + [(BNH, NC)])
-    x = (TileSums(per_query, per_key, draw.normal(size=(BNH, NC, n, T))), *vectors)
-    x = jax.tree.map(lambda y: y.astype("float32"), x)
+    names = ("vecF", "q_dot_dq_inter", "k_dot_dk_inter", *(["dm"] if has_dm else []))
+    x = {name: draw.normal(size=(BNH, S)) for name in names}
+    x["pairs"] = TileSums(per_query, per_key, draw.normal(size=(BNH, NC, n, T)))
+    x["through"] = draw.normal(size=(BNH, NC))
+    x = jax.tree.map(lambda y: y.astype("float32"), dict(dm=None) | x)
     carried, goes_on, passes = (draw.random((BNH, S)) < p for p in (share, 0.999, 0.95))
     goes_on &= carried
     flags = (M_FROM_PREVIOUS * carried + M_GRAD_FLOWS * goes_on + DECAY_NONZERO * passes).astype(
         "int32"
     )
     call = call_of("step_gradients", Problem(1, BNH, S, 64, 64, L, 1.0))
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(form, pairs, q_inter, k_inter, f, dm, through):
-        return form(
-            vecF=f,
-            pairs=pairs,
-            q_dot_dq_inter=q_inter,
-            k_dot_dk_inter=k_inter,
-            through=through,
-            flags=flags,
-            dm=dm if has_dm else None,
+    kernel, plain = (
+        jax.jit(run)
+        for run in (
+            functools.partial(dispatch.run, "step_gradients", call=call),
+            gate_gradients.step_gradients,
         )
-
-    result = run(functools.partial(dispatch.run, "step_gradients", call=call), *x)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda y: y.astype("float64"), x)
-        expected = run(gate_gradients.step_gradients, *wide)
-        for actual, desired in zip(result, map(np.asarray, expected), strict=True):
-            assert error(actual, desired) < tolerance("float32", S)
+    )
+    result = kernel(flags=flags, **x)
+    expected = in_float64(lambda x: plain(flags=flags, **x), x)
+    for actual, desired in zip(result, expected, strict=True):
+        assert error(actual, desired) < tolerance("float32", S)
 
 
 @pytest.mark.parametrize(
@@ -224,8 +218,7 @@ def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group():
 def test_vector_states(NC, backward):
     problem = make_problem((1, 2, 64 * NC, 128), 128, 64, pad_heads=False)
     call = call_of("vector_states", problem, num_splits=4 if NC == 100 else 1)
-    run = functools.partial(dispatch.run, "vector_states", call=call)
-    test_gates.check_vector_states(run, 2, NC, 128, backward)
+    test_gates.check_vector_states(call, backward)
 
 
 EXP, SIGMOID = InputGate

@@ -9,7 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import array, beyond, compare, in_layout, oracle, random_inputs, slow, tolerance
+from oracle import (
+    beyond,
+    compare,
+    in_float64,
+    in_layout,
+    oracle,
+    random_inputs,
+    recurrence_of_lengths,
+    slow,
+    tolerance,
+)
 
 from mlstm_pallas import mlstm_chunkwise, pack_lengths
 
@@ -42,7 +52,7 @@ def test_nothing_leaks_from_one_sequence_into_the_next(backend):
     h, states = run(large, packed_ids([40, 50]), backend)
     expected = oracle({name: inputs[name][:1, :, 40:] for name in "qkvif"})
     result = h[:1, :, 40:], *(y[:1] for y in states)
-    compare("hcnm", result, (expected[0], *expected[1]), tolerance("float32", S))
+    compare("hcnm", result, expected, tolerance("float32", S))
 
 
 def check_prompts(
@@ -84,27 +94,27 @@ def check_prompts(
             before = given[name][b, len(row) :] if go_on and name in given else 0
             np.testing.assert_allclose(y[b, len(row) :], before + 0 * y[b, len(row) :], rtol=1e-6)
 
-    alone = {}
     steps = np.minimum(starts[:, None] + np.arange(most), S - 1)
-    for name, y in x.items():  # each prompt, and steps that carry its states on
-        y = np.asarray(y)[batch]
+
+    def of_prompts(y):
+        """(prompts, NH, most, ...), with what is behind each prompt."""
+        pairs = zip(np.asarray(y)[batch], steps, strict=True)
+        return np.stack([of_row[:, t] for of_row, t in pairs])
+
+    alone = {}
+    for name, y in x.items():
         if name in "qkvif":
-            y = np.stack([of_prompt[:, t] for of_prompt, t in zip(y, steps, strict=True)])
-            y = np.where(beyond(lengths, y), {"i": -np.inf, "f": np.inf}.get(name, 0), y)
+            alone[name] = of_prompts(y)
         elif go_on:
-            y = y[np.arange(len(batch)), number]
+            alone[name] = y[batch, number]
         else:
-            y[number > 0] = 0
-        alone[name] = array(y, x[name].dtype)
-    expected, of_prompts = oracle(alone, **gate)
-
-    def of_steps(y, first):
-        rows = zip(y, first, lengths, strict=True)
-        return np.concatenate([row[:, t : t + size] for row, t, size in rows], axis=1)
-
-    result, expected = of_steps(h[batch], starts), of_steps(expected, 0 * starts)
-    result = result, *(y[batch, number] for y in states)
-    compare("hcnm", result, (expected, *of_prompts), tolerance(dtype, S + DHQK))
+            alone[name] = np.asarray(y)[batch]
+            alone[name][number > 0] = 0
+    recurrence = jax.jit(functools.partial(recurrence_of_lengths(lengths), **gate))
+    expected = jax.tree.leaves(in_float64(lambda x: recurrence(**x), alone))
+    h = np.where(beyond(lengths, expected[0]), 0, of_prompts(h))
+    result = h, *(y[batch, number] for y in states)
+    compare("hcnm", result, expected, tolerance(dtype, S + DHQK))
 
 
 ODD, ODD_ON_A_GPU = ([1, 2, 31, 32, 33], [65]), ([1, 2, 63, 64, 65, 1000], [130])

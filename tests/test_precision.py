@@ -17,6 +17,7 @@ SIX_PRODUCTS = DotAlgorithmPreset.BF16_BF16_F32_X6
 H200 = compile_report.DEVICES["H200"]
 
 CASES = {"materialised": dict(fused=False), "fused": dict(fused=True)}
+BOTH = pytest.mark.parametrize("case", CASES)
 
 
 @functools.cache
@@ -52,7 +53,7 @@ def multiplies(name):
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@BOTH
 def test_every_product_in_a_kernel_is_six_products_of_bfloat16(case):
     """The kernels of the stages and the ones between them, forward and backward."""
     kernels = kernels_of(jaxpr_of(case))
@@ -68,7 +69,7 @@ def test_every_product_in_a_kernel_is_six_products_of_bfloat16(case):
     assert ("recurrent_fw_H" in names) == (case == "fused")
 
 
-@pytest.mark.parametrize("case", CASES)
+@BOTH
 def test_every_product_of_an_interpreted_kernel_is_in_float32(case):
     """CPUs have no split algorithms, and jaxlib 0.10 lacks some products of bfloat16."""
     for call, dots in kernels_of(jaxpr_of(case, dtype="bfloat16", backend="interpret")):
@@ -77,7 +78,7 @@ def test_every_product_of_an_interpreted_kernel_is_in_float32(case):
             assert dot.params["precision"] == (Precision.HIGHEST, Precision.HIGHEST)
 
 
-@pytest.mark.parametrize("case", CASES)
+@BOTH
 def test_the_triton_ir_of_a_product_is_six_products_of_bfloat16(case):
     for call, dots in kernels_of(jaxpr_of(case)):
         kernel = compile_report.lower(call)
@@ -89,7 +90,7 @@ def test_the_triton_ir_of_a_product_is_six_products_of_bfloat16(case):
         )
 
 
-@pytest.mark.parametrize("case", CASES)
+@BOTH
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_outside_of_kernels_are_exact_to_float32(dtype, case):
     """The default of a GPU for float32 products is TF32."""

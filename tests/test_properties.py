@@ -14,6 +14,7 @@ from oracle import (
     array,
     cotangents_for,
     gradients_of_call,
+    in_float64,
     initial_state_scale,
     random_inputs,
     slow,
@@ -129,7 +130,7 @@ def compiled_oracle(case: Case):
     options = dict(case.options)
 
     @jax.jit
-    def expected(x, ids, cotangents):
+    def expected(ids, x, cotangents):
         run = functools.partial(reference.recurrence, segment_ids=ids, **options)
         numerator = functools.partial(run, normalize=False)
         outputs, gradients = value_and_gradients(run, x, cotangents)
@@ -152,20 +153,7 @@ def compiled_oracle(case: Case):
         terms = value_and_gradients(with_constant_denominator, x, cotangents)[1]
         return outputs, gradients, terms, jax.grad(through_denominator)(x), jnp.sum(dm, axis=-1)
 
-    def call(x, ids, cotangents):
-        with jax.enable_x64(True):
-            wide = {name: array(y, "float64") for name, y in x.items()}
-            return jax.tree.map(
-                np.asarray, expected(wide, ids, [array(w, "float64") for w in cotangents])
-            )
-
-    return call
-
-
-@functools.cache
-def compiled(case: Case, backend: str):
-    launch = dict(chunk_size=case.L, backend=backend, config=case.config)
-    return gradients_of_call(**launch, **dict(case.options))
+    return expected
 
 
 BOUND = {"float32": 1e-3, "bfloat16": 2e-2}
@@ -198,8 +186,12 @@ def check(case: Case, backend: str, x, ids=None, seed=1):
     x = {name: array(x[name], case.dtype if name in "qkv" else "float32") for name in case.names}
     *cotangents, of_m = cotangents_for(x, case.dtype, seed=seed)
     given = *cotangents, 0 * of_m
-    (h, c, n, m), gradients = compiled(case, backend)(x, given, segment_ids=ids)
-    expected, expected_gradients, terms, of_dz, of_dm = compiled_oracle(case)(x, ids, cotangents)
+    launch = dict(chunk_size=case.L, backend=backend, config=case.config)
+    run = gradients_of_call(**launch, **dict(case.options))
+    (h, c, n, m), gradients = run(x, given, segment_ids=ids)
+    recurrence = functools.partial(compiled_oracle(case), ids)
+    desired = in_float64(recurrence, x, cotangents)
+    expected, expected_gradients, terms, of_dz, of_dm = desired
 
     def compare(name, actual, desired, scale, bound, rounding=0.0):
         actual = np.asarray(actual).astype("float64")

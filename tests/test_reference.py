@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import array, compare, error, oracle, random_inputs, tolerance
+from oracle import check_outputs, error, in_float64, oracle, random_inputs, tolerance
 
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.normaliser import Normaliser
@@ -57,7 +57,7 @@ def by_definition(
 )
 def test_recurrence_is_the_unstabilised_definition(options):
     inputs = random_inputs(0, 1, 1, 40, 7, 5, m_initial="input_gate" not in options)
-    h, (c, n, m) = (jax.tree.map(lambda x: x[0, 0], y) for y in oracle(inputs, **options))
+    h, c, n, m = (y[0, 0] for y in oracle(inputs, **options))
     arrays = [np.asarray(x, "float64")[0, 0] for x in inputs.values()]
     result = h, np.exp(m) * c, np.exp(m) * n, m
     for actual, desired in zip(result, by_definition(*arrays, **options), strict=True):
@@ -67,14 +67,12 @@ def test_recurrence_is_the_unstabilised_definition(options):
 
 def test_chunkwise_in_float64_is_exact_to_rounding():
     inputs = random_inputs(2, 1, 2, 128, 16, 8, resets=True)
-    expected_h, expected_states = oracle(inputs)
-    with jax.enable_x64(True):
-        wide = {name: array(x, "float64") for name, x in inputs.items()}
-        h, states = mlstm_chunkwise(**wide, chunk_size=32, return_last_states=True, backend="xla")
-        assert h.dtype == jnp.float64
-        for actual, expected in zip((h, *states), (expected_h, *expected_states), strict=True):
-            # float64; sums of up to 128 steps in another order, and their exponents
-            np.testing.assert_allclose(np.asarray(actual), expected, rtol=1e-11, atol=1e-13)
+    options = dict(chunk_size=32, return_last_states=True, backend="xla")
+    result = in_float64(lambda x: mlstm_chunkwise(**x, **options), inputs)
+    for actual, expected in zip(jax.tree.leaves(result), oracle(inputs), strict=True):
+        assert actual.dtype == jnp.float64
+        # float64; sums of up to 128 steps in another order, and their exponents
+        np.testing.assert_allclose(actual, expected, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.slow
@@ -82,12 +80,9 @@ def test_a_chunk_of_4096_steps_loses_no_digits_of_its_gates():
     """b_t reaches -2e4 there, where float32 has steps of 2e-3."""
     inputs = random_inputs(3, 1, 1, 4096, 8, 8, f_shift=-5.0)
     options = {"stabilize_correctly": False, "norm_val": 3.0}
-    expected_h, expected_states = oracle(inputs, **options)
-    h, states = mlstm_chunkwise(
-        **inputs, chunk_size=4096, return_last_states=True, backend="xla", **options
-    )
-    bound = tolerance("float32", 4096)
-    compare("hcnm", (h, *states), (expected_h, *expected_states), bound)
+    call = dict(chunk_size=4096, return_last_states=True, backend="xla")
+    result = mlstm_chunkwise(**inputs, **call, **options)
+    check_outputs(result, inputs, tolerance("float32", 4096), **options)
 
 
 def test_normalise_has_no_nan_where_the_floor_overflows():

@@ -11,19 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import (
-    array,
-    assert_below,
     assert_close,
     assert_nothing_beyond,
-    beyond,
-    cotangents_for,
-    errors_of,
-    expected_of,
-    gradients_of_call,
+    check_call,
     random_inputs,
-    recurrence_of_lengths,
     tolerance,
-    with_garbage,
 )
 from test_gradients import BOUND
 
@@ -45,29 +37,12 @@ CASES = {
 }
 
 
-def check(inputs, lengths, bounds, **options):
-    """Outputs and all gradients against float64, with garbage beyond the lengths."""
-    cotangents = cotangents_for(inputs, inputs["q"].dtype)
-    large = np.where(beyond(lengths, cotangents[0]), 1e6, cotangents[0])
-    run = gradients_of_call(sequence_lengths=lengths, **options)
-    result = run(with_garbage(inputs, lengths), [array(large, "float32"), *cotangents[1:]])
-    assert_nothing_beyond(lengths, *result)
-    for start, last in zip(("c", "n", "m"), result[0][1:], strict=True):
-        if f"{start}_initial" in inputs:
-            empty = np.asarray(lengths) <= 0
-            assert np.array_equal(last[empty], inputs[f"{start}_initial"][empty])
-    names = "segment_ids", "input_gate", "normalize", "eps", "stabilize_correctly", "norm_val"
-    of_recurrence = {name: options[name] for name in names if name in options}
-    expected = expected_of(inputs, cotangents, recurrence_of_lengths(lengths), **of_recurrence)
-    for errors, bound in zip(errors_of(inputs, result, expected), bounds, strict=True):
-        assert_below(errors, bound)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_against_float64(case):
     options = dict(chunk_size=L) | CASES[case]
     inputs = random_inputs(0, len(LENGTHS), 2, S, 16, 32, m_initial="input_gate" not in options)
-    check(inputs, LENGTHS, (tolerance("float32", S + 16), BOUND["float32"]), **options)
+    bounds = tolerance("float32", S + 16), BOUND["float32"]
+    check_call(inputs, *bounds, lengths=LENGTHS, **options)
 
 
 @pytest.mark.slow

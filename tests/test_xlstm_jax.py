@@ -7,6 +7,7 @@ float64.
 
 import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from oracle import (
     assert_close,
     assert_same_bits,
     compare,
+    in_float64,
     oracle,
     random_inputs,
     refused,
@@ -30,69 +32,76 @@ from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5
 from mlstm_pallas.xlstm_jax import triton_stablef as stablef
 
-B, NH, S, L, DHQK, DHHV = 1, 2, 64, 16, 24, 40  # head dimensions that the kernels have to pad
+B, NH, S, DHQK, DHHV = SHAPE = 1, 2, 64, 24, 40  # head dimensions that the kernels have to pad
+L = 16
 NC = S // L
 BOUND = {"float32": 1e-5, "bfloat16": 2e-2}
 SYSTEMS = [v3, v5, stablef]
 
 # As in the documents.
+DOCUMENTED = {
+    v3: """
+        _mlstm_chunkwise__recurrent_fw_C(
+            matK, matV, vecB, vecI, matC_states=None, vecN_states=None, scaMinter_states=None,
+            matC_initial=None, vecN_initial=None, scaMinter_initial=None, qk_scale=None,
+            CHUNK_SIZE=64, NUM_CHUNKS=1
+        )
+        _mlstm_chunkwise__parallel_fw_H(
+            matQ, matK, matV, matC_states, vecN_states, scaMinter_states, vecI, vecB,
+            qk_scale=None, CHUNK_SIZE=64, NUM_CHUNKS=1, EPS=1e-06
+        )
+        _mlstm_chunkwise_fw(
+            matQ, matK, matV, vecI, vecF, matC_initial=None, vecN_initial=None,
+            scaM_initial=None, qk_scale=None, return_last_states=False, return_all_states=False,
+            CHUNK_SIZE=64, EPS=1e-06
+        )
+    """,
+    v5: """
+        mlstm_chunkwise__parallel_fw_Hintra(
+            matQ, matK, matV, vecI, vecF, matC_all, vecN_all, scaM_all, qk_scale=None,
+            chunk_size=64, siz_b_LQ=32, siz_b_LKV=32, siz_b_DHQK=None, siz_b_DHHV=None,
+            num_warps=None, num_stages=None, eps=1e-06, output_dtype=jnp.float32
+        )
+        mlstm_chunkwise__parallel_bw_dV(
+            matQ, matK, matV, vecI, vecA, vecB, matC_all, vecN_all, scaM_all, vecN_out,
+            vecM_out, matDeltaH, matDeltaC_states, qk_scale=None, chunk_size=64, siz_b_LQ=32,
+            siz_b_LKV=32, siz_b_DHQK=None, siz_b_DHHV=None, num_warps=None, num_stages=None,
+            eps=0.0, output_dtype=jnp.float32
+        )
+    """,
+    stablef: """
+        _mlstm_chunkwise__recurrent_bw_dC(
+            matQ, vecF, scaM_inter, vecM, vecN_out, matDeltaH, matDeltaC_last=None,
+            qk_scale=None, chunk_size=64, num_chunks=1, store_initial_state=False
+        )
+        _mlstm_chunkwise__parallel_bw_dQKV(
+            matQ, matK, matV, vecI, vecF, vecM_combine, scaM_inter, matC_states, matDeltaH,
+            vecN_out, matDeltaC_states, qk_scale=None, chunk_size=64, num_chunks=1
+        )
+        _mlstm_chunkwise_bw(
+            matQ, matK, matV, vecI, vecF, matC_initial=None, vecN_initial=None,
+            scaM_initial=None, qk_scale=None, matC_states=None, scaM_states=None, vecN_out=None,
+            vecM_out=None, matDeltaH=None, matDeltaC_last=None, chunk_size=64
+        )
+        _mlstm_chunkwise_fwbw_generator(
+            autocast_kernel_dtype=jnp.bfloat16, return_last_states=False,
+            recompute_states_in_bw=True, chunk_size=64, eps=1e-06, stabilize_correctly=True,
+            norm_val=1.0
+        )
+        _get_chunkwise_fwbw_kernel(
+            autocast_kernel_dtype, **kwargs
+        )
+        mlstm_chunkwise_triton_stablef(
+            q, k, v, i, f, c_initial=None, n_initial=None, m_initial=None,
+            return_last_states=False, eps=1e-06, chunk_size=64,
+            autocast_kernel_dtype=jnp.float32, stabilize_correctly=True, norm_val=1.0
+        )
+    """,
+}
 SIGNATURES = {
-    (v3, "_mlstm_chunkwise__recurrent_fw_C"): (
-        "matK, matV, vecB, vecI, matC_states = None, vecN_states = None, scaMinter_states = None, "
-        "matC_initial = None, "
-        "vecN_initial = None, scaMinter_initial = None, qk_scale = None, CHUNK_SIZE = 64, "
-        "NUM_CHUNKS = 1"
-    ),
-    (v3, "_mlstm_chunkwise__parallel_fw_H"): (
-        "matQ, matK, matV, matC_states, vecN_states, scaMinter_states, vecI, vecB, qk_scale = "
-        "None, CHUNK_SIZE = 64, NUM_CHUNKS = 1, "
-        "EPS = 1e-06"
-    ),
-    (v3, "_mlstm_chunkwise_fw"): (
-        "matQ, matK, matV, vecI, vecF, matC_initial = None, vecN_initial = None, scaM_initial = "
-        "None, qk_scale = None, "
-        "return_last_states = False, return_all_states = False, CHUNK_SIZE = 64, EPS = 1e-06"
-    ),
-    (v5, "mlstm_chunkwise__parallel_fw_Hintra"): (
-        "matQ, matK, matV, vecI, vecF, matC_all, vecN_all, scaM_all, qk_scale = None, chunk_size "
-        "= 64, siz_b_LQ = 32, siz_b_LKV = 32, "
-        "siz_b_DHQK = None, siz_b_DHHV = None, num_warps = None, num_stages = None, eps = 1e-06, "
-        "output_dtype = jnp.float32"
-    ),
-    (v5, "mlstm_chunkwise__parallel_bw_dV"): (
-        "matQ, matK, matV, vecI, vecA, vecB, matC_all, vecN_all, scaM_all, vecN_out, vecM_out, "
-        "matDeltaH, matDeltaC_states, "
-        "qk_scale = None, chunk_size = 64, siz_b_LQ = 32, siz_b_LKV = 32, siz_b_DHQK = None, "
-        "siz_b_DHHV = None, num_warps = None, "
-        "num_stages = None, eps = 0.0, output_dtype = jnp.float32"
-    ),
-    (stablef, "_mlstm_chunkwise__recurrent_bw_dC"): (
-        "matQ, vecF, scaM_inter, vecM, vecN_out, matDeltaH, matDeltaC_last = None, qk_scale = "
-        "None, chunk_size = 64, num_chunks = 1, "
-        "store_initial_state = False"
-    ),
-    (stablef, "_mlstm_chunkwise__parallel_bw_dQKV"): (
-        "matQ, matK, matV, vecI, vecF, vecM_combine, scaM_inter, matC_states, matDeltaH, "
-        "vecN_out, matDeltaC_states, qk_scale = None, "
-        "chunk_size = 64, num_chunks = 1"
-    ),
-    (stablef, "_mlstm_chunkwise_bw"): (
-        "matQ, matK, matV, vecI, vecF, matC_initial = None, vecN_initial = None, scaM_initial = "
-        "None, qk_scale = None, matC_states = None, "
-        "scaM_states = None, vecN_out = None, vecM_out = None, matDeltaH = None, matDeltaC_last = "
-        "None, chunk_size = 64"
-    ),
-    (stablef, "_mlstm_chunkwise_fwbw_generator"): (
-        "autocast_kernel_dtype=jnp.bfloat16, return_last_states=False, "
-        "recompute_states_in_bw=True, chunk_size=64, eps=1e-06, "
-        "stabilize_correctly=True, norm_val=1.0"
-    ),
-    (stablef, "_get_chunkwise_fwbw_kernel"): "autocast_kernel_dtype, **kwargs",
-    (stablef, "mlstm_chunkwise_triton_stablef"): (
-        "q, k, v, i, f, c_initial=None, n_initial=None, m_initial=None, return_last_states=False, "
-        "eps=1e-06, chunk_size=64, "
-        "autocast_kernel_dtype=jnp.float32, stabilize_correctly=True, norm_val=1.0"
-    ),
+    (system, name): arguments
+    for system, text in DOCUMENTED.items()
+    for name, arguments in re.findall(r"(\w+)\((.*?)\)", text, re.DOTALL)
 }
 
 
@@ -106,7 +115,7 @@ def test_signature_is_the_documented_one(module, name):
         [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
         for function in (
             getattr(module, name),
-            eval(f"lambda {SIGNATURES[module, name]}: None", {"jnp": jnp}),
+            eval(f"(lambda {SIGNATURES[module, name]}: None)", {"jnp": jnp}),
         )
     )
     assert signature == documented
@@ -141,7 +150,7 @@ def test_every_listed_function_has_a_docstring_and_the_defaults_of_its_system(sy
 
 def inputs_of(dtype="float32"):
     """q is small, so that both branches of the denominator are taken and the scale of q counts."""
-    x = random_inputs(11, B, NH, S, DHQK, DHHV, dtype=dtype)
+    x = random_inputs(11, *SHAPE, dtype=dtype)
     return x | {"q": (x["q"] * 0.2).astype(dtype)}
 
 
@@ -186,9 +195,8 @@ def case(dtype="float32", scale=None, eps=1e-6):
     x, r = inputs_of(dtype), np.random.default_rng(1)
     dh = array(r.normal(size=x["v"].shape), dtype)
     dC_last = array(r.normal(size=x["c_initial"].shape), "float32")
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda y: array(y, "float64"), ([*x.values()], dh, dC_last))
-        return x, dh, dC_last, jax.tree.map(np.asarray, documented(*wide, scale or DHQK**-0.5, eps))
+    arrays = [*x.values()], dh, dC_last, scale or DHQK**-0.5, eps
+    return x, dh, dC_last, in_float64(documented, *arrays)
 
 
 def fused(x):
@@ -233,14 +241,20 @@ SCALE = 0.7  # the whole passes have the documented one as well
 PREFIX = {v3: "_mlstm_chunkwise", v5: "mlstm_chunkwise", stablef: "_mlstm_chunkwise"}
 
 
-def run(system, name, dtype="float32", scale=SCALE, eps=1e-6, **changes):
+def run(system, name, dtype="float32", scale=SCALE, eps=1e-6, inputs=None, states=None, **changes):
     """What a function of a system makes of its arguments, which are found by their names, in lower
-    case."""
+    case.
+
+    Without inputs, and states at the boundaries, they are those of the case.
+    """
     function = getattr(system, PREFIX[system] + name)
     x, dh, dC_last, expected = case(dtype, scale, eps)
-    C, n, m = states_of(expected)
+    x = dict.fromkeys(NAMES) | (inputs or x)
+    C, n, m = states or states_of(expected)
     i_split, f_split = split(x["i"]), np.float32(split(-np.logaddexp(0, -np.float64(x["f"]))))
     b = np.cumsum(f_split, axis=-1)
+    with np.errstate(invalid="ignore"):  # at resets
+        a = b[..., -1:] - b + i_split
     # A whole pass has pre-activations.
     i, f = (i_split, f_split) if name.startswith("__") else (x["i"], x["f"])
     values = {
@@ -249,7 +263,7 @@ def run(system, name, dtype="float32", scale=SCALE, eps=1e-6, **changes):
         "matv": x["v"],
         "veci": i,
         "vecf": x["f"] if system is v5 else f,
-        "veca": b[..., -1:] - b + i_split,
+        "veca": a,
         "vecb": b,
         "matc_initial": x["c_initial"],
         "vecn_initial": x["n_initial"],
@@ -311,20 +325,14 @@ def test_tiles_and_output_dtype_of_Hintra():
     assert_close(H, h, 1.5 * tolerance("bfloat16", S), "H")
 
 
-def forward_of(system, *x, **flags):
-    run = getattr(system, f"{PREFIX[system]}_fw")
-    size = {"CHUNK_SIZE" if system is v3 else "chunk_size": L}
-    return run(*x, **size, **flags)
-
-
 BOTH = dict(return_last_states=True, return_all_states=True)
 
 
 @ALL_SYSTEMS
 def test_forward(system, backend):
     x, _, _, expected = case()
-    H, den, m, last, every = forward_of(system, *x.values(), **BOTH)
-    h, last_expected = oracle(x)
+    H, den, m, last, every = run(system, "_fw", scale=None, **BOTH)
+    h, *last_expected = oracle(x)
     if system is v3:
         assert_close(m, expected["m_boundaries"][..., -1], tolerance("float32", S), "M")
         m = None
@@ -336,40 +344,33 @@ def test_forward(system, backend):
 @ALL_SYSTEMS
 def test_forward_returns_what_is_asked_for(system):
     x = {name: y for name, y in inputs_of().items() if name in "qkvif"}
-    H, *others = forward_of(system, *x.values())
+    forward = functools.partial(run, system, "_fw", scale=None, inputs=x)
+    H, *others = forward()
     assert len(others) == 2
     assert_close(H, oracle(x)[0], tolerance("float32", S), "H without initial states")
-    last, every = (
-        jax.eval_shape(functools.partial(forward_of, system, **{flag: True}), *x.values())[3:]
-        for flag in BOTH
-    )
+    last, every = (jax.eval_shape(functools.partial(forward, **{flag: True}))[3:] for flag in BOTH)
     assert [len(y) for y in last] == [3]
     assert [y[0].shape[2] for y in every] == [(NC + 1) * DHQK]
 
 
 def test_resets_where_the_forget_gate_itself_comes_in():
     """As a pre-activation in v5, as its logarithm in stablef."""
-    x = random_inputs(14, B, NH, S, DHQK, DHHV, resets=True)
-    h, (C, n, m) = oracle(x)
-    H, den, rows, last, every = forward_of(v5, *x.values(), **BOTH)
-    (q, k, v, i, f), initial = (list(x.values())[part] for part in (slice(5), slice(5, None)))
-    i, log_f = split(i), np.float32(split(-np.logaddexp(0, -np.float64(f))))
-    again = v5.mlstm_chunkwise__parallel_fw_Hintra(q, k, v, i, f, *every, chunk_size=L)
-    stable, stable_den, _ = stablef._mlstm_chunkwise__parallel_fw_H(
-        q, k, v, i, log_f, *every, chunk_size=L, num_chunks=NC
-    )
-    desired = (h, h, h, C, n, m)
+    x = random_inputs(14, *SHAPE, resets=True)
+    h, *last_expected = oracle(x)
+    forward = functools.partial(run, scale=None, inputs=x)
+    H, den, rows, last, every = forward(v5, "_fw", **BOTH)
+    again = forward(v5, "__parallel_fw_Hintra", states=every)
+    stable, stable_den, _ = forward(stablef, "__parallel_fw_H", states=every)
+    desired = (h, h, h, *last_expected)
     compare("HHHCnm", (H, again[0], stable, *last), desired, tolerance("float32", S))
     assert np.array_equal(again[1], den)  # infinite where nothing is stored
     np.testing.assert_allclose(stable_den, den + 1e-6, rtol=2e-6)
-    states = stablef._mlstm_chunkwise__recurrent_fw_C(
-        k, v, log_f, i, *initial, chunk_size=L, num_chunks=NC
-    )
+    states = forward(stablef, "__recurrent_fw_C")
     compare("Cnm", states, every, tolerance("float32", S))
-    dC, _ = stablef._mlstm_chunkwise__recurrent_bw_dC(
-        q, log_f, every[2], rows, den, v, chunk_size=L, num_chunks=NC
+    backward = dict(vecm=rows, vecn_out=den, matdeltah=x["v"], matdeltac_last=None, eps=0.0)
+    (dC, _), expected = (
+        forward(system, "__recurrent_bw_dC", states=every, **backward) for system in (stablef, v5)
     )
-    expected = v5.mlstm_chunkwise__recurrent_bw_dC(q, i, f, every[2], den, v, chunk_size=L)
     assert_close(dC, np.float64(expected[:, :, DHQK:]), tolerance("float32", S), "dC")
 
 
@@ -447,9 +448,8 @@ def test_backward_without_initial_states_has_gradients_of_five_inputs_in_their_d
 
 def test_stages_take_float64_on_the_plain_path():
     x, _, _, expected = case()
-    with jax.enable_x64(True), use_backend("xla"):
-        wide = (array(y, "float64") for y in x.values())
-        built = np.asarray(forward_of(stablef, *wide)[0])
+    with use_backend("xla"):
+        built, *_ = in_float64(lambda x: run(stablef, "_fw", scale=None, inputs=x), x)
     assert np.linalg.norm(built - expected["h"]) < 1e-12 * np.linalg.norm(expected["h"])
 
 
@@ -544,10 +544,10 @@ def test_wrong_arrays_are_named(message):
 
 @ALL_SYSTEMS
 def test_derivatives_of_the_passes_are_refused(system):
-    q, *others = list(inputs_of().values())[:5]
+    q = case(scale=SCALE)[0]["q"]
 
     def loss(q):
-        return jnp.sum(forward_of(system, q, *others)[0])
+        return jnp.sum(run(system, "_fw", matq=q)[0])
 
     message = (
         "the documented stages and passes have no derivatives; use those of "
