@@ -111,12 +111,12 @@ def written(name, outputs, L):
     if name != "parallel_bw_dP":
         return outputs
     P, dP, qbar, per_query, per_key, *others = outputs
-    block, tile = np.arange(L) // MAX_TILE, np.arange(L // TILE)
-    below, after = block[:, None] >= block, tile[:, None] <= tile
+    block, tiles = np.arange(L) // MAX_TILE, L // TILE
+    below, before = block[:, None] >= block, np.tri(tiles, dtype=bool)
     P, dP = (jnp.where(below, x.reshape(HEADS, -1, L, L), 0.0) for x in (P, dP))
     per_query, per_key = (
-        jnp.where(where[:, None, :, None], x, 0.0)
-        for where, x in ((after, per_query), (after.T, per_key))
+        jnp.where(where[:, None, :, None], x.reshape(HEADS, tiles, -1, tiles, TILE), 0.0)
+        for where, x in ((before.T, per_query), (before, per_key))
     )
     return P, dP, qbar, per_query, per_key, *others
 

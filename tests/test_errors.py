@@ -194,7 +194,7 @@ VALUES = {
     "num_segments is 65534, expected at most 65533, the limit of a kernel's grid, or backend "
     "'xla'": {
         "num_segments": 65534,
-        "segment_ids": array(2, 40, dtype="int32"),
+        "segment_ids": IDS,
         "return_last_states": True,
     },
     "num_segments is 2 with return_last_states=False, expected return_last_states=True": {

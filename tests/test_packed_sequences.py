@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import (
+    NAMES,
     beyond,
     compare,
     in_float64,
@@ -24,6 +25,7 @@ from oracle import (
 from mlstm_pallas import mlstm_chunkwise, pack_lengths
 
 S, L = 90, 32
+STATES = NAMES[5:]
 
 
 def packed_ids(lengths):
@@ -55,6 +57,13 @@ def test_nothing_leaks_from_one_sequence_into_the_next(backend):
     compare("hcnm", result, expected, tolerance("float32", S))
 
 
+def states_of_segments(x, count):
+    """Other initial states, (B, count, NH, ...), of so many segments for each batch entry of x."""
+    (B, NH, _, DHQK), DHHV = x["q"].shape, x["v"].shape[-1]
+    drawn = random_inputs(5, B * count, NH, 1, DHQK, DHHV)
+    return {name: drawn[name].reshape(B, count, *x[name].shape[1:]) for name in x if name in STATES}
+
+
 def check_prompts(
     count, DHQK, DHHV, *, dtype="float32", layout="BNTH", go_on=False, rows=None, backend, **options
 ):
@@ -77,10 +86,7 @@ def check_prompts(
         4, len(rows), NH, S, DHQK, DHHV, dtype=dtype, m_initial="input_gate" not in gate
     )
     if go_on:
-        of_segments = random_inputs(5, len(rows) * (ends.shape[1] + 1), NH, 1, DHQK, DHHV)
-        for name in set(x) & {"c_initial", "n_initial", "m_initial"}:
-            y = of_segments[name]
-            x[name] = y.reshape(len(rows), -1, *y.shape[1:])
+        x |= states_of_segments(x, ends.shape[1] + 1)
     given = dict(zip(x, in_layout(layout, x, x.values()), strict=True))
     call = functools.partial(
         mlstm_chunkwise, segment_ids=ids, return_last_states=True, layout=layout, backend=backend
@@ -90,7 +96,7 @@ def check_prompts(
     h = np.swapaxes(h, 1, 2) if layout == "BTNH" else h
     for b, row in enumerate(rows):
         assert not np.any(h[b, :, sum(row) :])
-        for y, name in zip(states, ("c_initial", "n_initial", "m_initial"), strict=True):
+        for y, name in zip(states, STATES, strict=True):
             before = given[name][b, len(row) :] if go_on and name in given else 0
             np.testing.assert_allclose(y[b, len(row) :], before + 0 * y[b, len(row) :], rtol=1e-6)
 
@@ -145,10 +151,7 @@ def test_a_vmap_of_packed_prompts_equals_the_calls_one_by_one(backend, layout, g
     calls, B, NH, N = 2, 2, 2, 3
     x = random_inputs(6, calls * B, NH, S, 16, 16)
     if go_on:
-        of_segments = random_inputs(7, calls * B * N, NH, 1, 16, 16)
-        for name in ("c_initial", "n_initial", "m_initial"):
-            y = of_segments[name]
-            x[name] = y.reshape(-1, N, *y.shape[1:])
+        x |= states_of_segments(x, N)
     x = dict(zip(x, in_layout(layout, x, x.values()), strict=True))
     x = {name: y.reshape(calls, B, *y.shape[1:]) for name, y in x.items()} | dict(k=x["k"][:B])
     rows = [[5, 40, 30], [64, 1]], [[33], [10, 31, 32]]
