@@ -6,9 +6,9 @@ of v and h, NC chunks of L steps.
 
 import dataclasses
 import functools
-import types
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from types import FunctionType, MappingProxyType
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.validation import (
     INPUT_DTYPES,
     KERNEL_DTYPES,
+    Function,
     check_array,
     check_dtype,
     check_flag,
@@ -78,14 +79,12 @@ FLAGS = ("stabilize_correctly", "return_last_states", "return_all_states", "stor
 Arguments = Mapping[str, Any]  # of a documented function, by name
 Arrays = dict[str, Any]
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 
 def renamed(function: Function, name: str, module: str) -> Function:
     """A copy under another name, which error messages about its arguments then show."""
-    original = cast(types.FunctionType, function)
+    original = cast(FunctionType, function)
     code = original.__code__.replace(co_name=name, co_qualname=name)
-    copy = types.FunctionType(
+    copy = FunctionType(
         code, original.__globals__, name, original.__defaults__, original.__closure__
     )
     copy.__doc__, copy.__annotations__ = original.__doc__, original.__annotations__
@@ -161,17 +160,15 @@ def call_spec(
     arguments: Arguments,
     *,
     optional: tuple[str, ...] = (),
-    constant_denominator: bool = False,
-    stage: str | None = None,
-    renamed: Mapping[str, str] | None = None,
+    tiles_of: str | None = None,
+    renamed: Mapping[str, str] = MappingProxyType({}),
     **shapes: Shapes,
 ) -> CallSpec:
     """Checks the arguments and makes the CallSpec.
 
     Args:
       optional: arrays that may be None, beside OPTIONAL.
-      constant_denominator: the denominator is an argument, to which eps is added.
-      stage: the stage whose tiles the arguments replace, unless they are None. What its kernel
+      tiles_of: the stage whose tiles the arguments replace, unless they are None. What its kernel
         does not read is ignored.
       renamed: the arguments of tiles that have another name in the stage.
       shapes: shapes of arguments that replace those in CONTRACTS.
@@ -189,13 +186,13 @@ def call_spec(
     first = next(name for name in arguments if name in SEQUENCES)
     check_array(first, arguments[first], KERNEL_DTYPES, backend)
     overrides: dict[str, Any] = {}
-    if backend != "xla" and stage is not None and (kernel := tiles_class(stage, "triton")):
-        fields = (name for name in TILES if name in kernel.__dataclass_fields__)
-        tiles = {name: arguments.get((renamed or {}).get(name, name)) for name in fields}
-        overrides[f"triton_{stage}"] = {name: x for name, x in tiles.items() if x is not None}
+    if backend != "xla" and tiles_of and (kernel := tiles_class(tiles_of, "triton")):
+        fields = kernel.__dataclass_fields__
+        tiles = {name: arguments.get(renamed.get(name, name)) for name in fields}
+        overrides[f"triton_{tiles_of}"] = {name: x for name, x in tiles.items() if x is not None}
     options = {"eps": 0.0, **statics, "config": KernelConfig(fused=False, **overrides)}
     options |= dict(return_last_states=True, recompute_states_in_bw=False)
-    if constant_denominator:
+    if "vecN_out" in arguments:  # the denominator, to which eps is added, is a constant
         options["norm_val"] = 0.0
     dtype = arguments[first].dtype
     spec = spec_for(options_of(options), dtype, sizes, has_initial_state=True)
@@ -260,9 +257,21 @@ def _on_shard(
 
 
 def run_stage(
-    stage: Callable[..., Arrays], spec: CallSpec, arguments: Arguments, **statics: Any
+    stage: Callable[..., Arrays],
+    arguments: Arguments,
+    spec: CallSpec | None = None,
+    *,
+    output_dtype: Any = None,
+    **of_spec: Any,
 ) -> Arrays:
-    """The results of a stage by name. Initial states that are None are zeros."""
+    """The results of a stage by name. Initial states that are None are zeros.
+
+    Args:
+      spec: None: ``call_spec(arguments, **of_spec)``.
+      output_dtype: of H; None: the kernel's.
+    """
+    spec = spec or call_spec(arguments, **of_spec)
+    statics = {} if output_dtype is None else dict(output_dtype=output_dtype)
     x = {name: y for name, y in arguments.items() if name in CONTRACTS}
     for old, new in _STATES.items():
         x = {name.replace(old, new): y for name, y in x.items()}
@@ -337,9 +346,9 @@ def states(
     )
 
 
-def boundary_states(spec: CallSpec, arguments: Arguments) -> States:
+def boundary_states(arguments: Arguments, spec: CallSpec | None = None, **of_spec: Any) -> States:
     """C, n and m at the chunk boundaries."""
-    x = run_stage(states, spec, arguments)
+    x = run_stage(states, arguments, spec, **of_spec)
     return x["matC_states"], x["vecN_states"], x["scaM_states"]
 
 
@@ -400,9 +409,9 @@ def state_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     return dict(matDeltaC_states=dC, matDeltaC_initial=dC_initial)
 
 
-def boundary_gradients(spec: CallSpec, arguments: Arguments) -> jax.Array:
+def boundary_gradients(arguments: Arguments, **of_spec: Any) -> jax.Array:
     """The gradients of C at the chunk boundaries, in the kernel dtype."""
-    x = run_stage(state_gradients, spec, arguments)
+    x = run_stage(state_gradients, arguments, **of_spec)
     dC: jax.Array = x["matDeltaC_states"]
     return jnp.concatenate([x["matDeltaC_initial"].astype(dC.dtype), dC], axis=2)
 
@@ -452,8 +461,8 @@ def forward(arguments: Arguments) -> tuple[Any, ...]:
     These are the last (C, n, m), with return_last_states, and those at all chunk boundaries, with
     return_all_states.
     """
-    spec = call_spec(arguments, vecI=STEPS, vecF=STEPS)
-    x = run_stage(_forward, spec, arguments, output_dtype=arguments.get("output_dtype"))
+    output_dtype = arguments.get("output_dtype")
+    x = run_stage(_forward, arguments, output_dtype=output_dtype, vecI=STEPS, vecF=STEPS)
     asked = (
         tuple(x[f"{name}_{suffix}"] for name in ("matC", "vecN", "scaM"))
         for flag, suffix in (("return_last_states", "last"), ("return_all_states", "states"))
@@ -462,7 +471,7 @@ def forward(arguments: Arguments) -> tuple[Any, ...]:
     return x["matH"], x["vecN_out"], x["vecM_out"], x["scaM_last"], *asked
 
 
-def _forward(spec: CallSpec, lowering: Lowering, x: Arrays, output_dtype: Any) -> Arrays:
+def _forward(spec: CallSpec, lowering: Lowering, x: Arrays, output_dtype: Any = None) -> Arrays:
     g = run(
         "chunk_gates",
         **{name: x[name] for name in ("vecI", "vecF", "scaM_initial")},
@@ -480,7 +489,6 @@ def backward(arguments: Arguments) -> tuple[jax.Array, ...]:
     spec = call_spec(
         arguments,
         optional=("matC_states", "matC_all"),
-        constant_denominator=True,
         vecI=STEPS,
         vecF=STEPS,
     )
@@ -491,7 +499,7 @@ def backward(arguments: Arguments) -> tuple[jax.Array, ...]:
         return_last_states=False,
         recompute_states_in_bw=C is None,
     )
-    gradients, inputs = run_stage(_backward, spec, arguments), map(arguments.get, _INPUTS)
+    gradients, inputs = run_stage(_backward, arguments, spec), map(arguments.get, _INPUTS)
     return tuple(
         gradients[name].astype(x.dtype)
         for name, x in zip(_GRADIENTS, inputs, strict=True)

@@ -76,7 +76,7 @@ def _mlstm_chunkwise__recurrent_fw_C(
     buffers = [arguments.pop(name) for name in shapes]
     C, n, m = (
         x if buffer is None else x.astype(buffer.dtype)
-        for x, buffer in zip(_common.boundary_states(spec, arguments), buffers, strict=True)
+        for x, buffer in zip(_common.boundary_states(arguments, spec), buffers, strict=True)
     )
     return C, n, m
 
@@ -87,7 +87,7 @@ def _mlstm_chunkwise__parallel_fw_H(
     CHUNK_SIZE: int = 64, NUM_CHUNKS: int = 1, EPS: float = 1e-6,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """H (B, NH, S, DHHV) in the dtype of matQ, and vecN_out, from the states before each chunk."""
-    x = run_stage(_common.outputs, call_spec(locals()), locals())
+    x = run_stage(_common.outputs, locals())
     return x["matH"], x["vecN_out"]
 
 
@@ -116,7 +116,7 @@ def _mlstm_chunkwise__recurrent_bw_dC(
 
     matDeltaC_last: the gradient of the last C, (B, NH, DHQK, DHHV).
     """
-    return _common.boundary_gradients(call_spec(locals(), constant_denominator=True), locals())
+    return _common.boundary_gradients(locals())
 
 
 def _mlstm_chunkwise__parallel_bw_dQKV(
@@ -128,8 +128,7 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
 
     matC_states: before each chunk; matDeltaC_states: after each chunk; or both at all boundaries.
     """
-    spec = call_spec(locals(), constant_denominator=True)
-    x = run_stage(_common.input_gradients, spec, locals())
+    x = run_stage(_common.input_gradients, locals())
     return x["matDeltaQ"], x["matDeltaK"], x["matDeltaV"]
 
 

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from mlstm_pallas.annotations import Array, States
 from mlstm_pallas.xlstm_jax import _common
-from mlstm_pallas.xlstm_jax._common import STEPS, call_spec, renamed, run_stage
+from mlstm_pallas.xlstm_jax._common import STEPS, renamed, run_stage
 from mlstm_pallas.xlstm_jax.triton_stablef import (
     _get_chunkwise_fwbw_kernel,
     _mlstm_chunkwise_fwbw_generator,
@@ -64,8 +64,7 @@ def mlstm_chunkwise__recurrent_fw_C(
     num_stages: int | None = None,
 ) -> States:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
-    spec = call_spec(locals(), stage="recurrent_fw_C", vecF=STEPS)
-    return _common.boundary_states(spec, locals())
+    return _common.boundary_states(locals(), tiles_of="recurrent_fw_C", vecF=STEPS)
 
 
 def mlstm_chunkwise__parallel_fw_Hintra(
@@ -79,8 +78,8 @@ def mlstm_chunkwise__parallel_fw_Hintra(
 
     H is the whole output, with the inter-chunk part, despite the name.
     """
-    spec = call_spec(locals(), stage="parallel_fw_H", vecF=STEPS)
-    x = run_stage(_common.outputs, spec, locals(), output_dtype=output_dtype)
+    options: dict[str, Any] = dict(tiles_of="parallel_fw_H", output_dtype=output_dtype)
+    x = run_stage(_common.outputs, locals(), vecF=STEPS, **options)
     return x["matH"], x["vecN_out"]
 
 
@@ -108,11 +107,9 @@ def mlstm_chunkwise__recurrent_bw_dC(
 ) -> jax.Array:  # fmt: skip
     """The gradients of C at the chunk boundaries, shaped as matC_all, in the dtype of matQ."""
     # The steps of a tile are siz_b_LKV to the stage, which shares its kernel with recurrent_fw_C.
-    renamed = {"siz_b_LKV": "siz_b_LQ"}
-    spec = call_spec(
-        locals(), constant_denominator=True, stage="recurrent_bw_dC", renamed=renamed, vecF=STEPS
+    return _common.boundary_gradients(
+        locals(), tiles_of="recurrent_bw_dC", renamed={"siz_b_LKV": "siz_b_LQ"}, vecF=STEPS
     )
-    return _common.boundary_gradients(spec, locals())
 
 
 def _gradient(name: str) -> Callable[..., jax.Array]:
@@ -142,11 +139,11 @@ def _gradient(name: str) -> Callable[..., jax.Array]:
         arguments = locals()
         # parallel_bw_dQKV calls the rows of its output tiles siz_b_LQ, for keys too.
         tiles = {} if name == "Q" else {"siz_b_LQ": "siz_b_LKV"}
-        spec = call_spec(
-            arguments, constant_denominator=True, stage="parallel_bw_dQKV", renamed=tiles
+        x = run_stage(
+            _common.input_gradients, arguments, tiles_of="parallel_bw_dQKV", renamed=tiles
         )
-        x: jax.Array = run_stage(_common.input_gradients, spec, arguments)[f"matDelta{name}"]
-        return x.astype(output_dtype)
+        gradient: jax.Array = x[f"matDelta{name}"]
+        return gradient.astype(output_dtype)
 
     return renamed(gradient, f"mlstm_chunkwise__parallel_bw_d{name}", __name__)
 

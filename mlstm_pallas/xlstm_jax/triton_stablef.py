@@ -31,7 +31,7 @@ from mlstm_pallas.entry import Options, options_of, prepare
 from mlstm_pallas.fwbw import mlstm_forward
 from mlstm_pallas.validation import as_dtype
 from mlstm_pallas.xlstm_jax import _common
-from mlstm_pallas.xlstm_jax._common import call_spec, run_stage
+from mlstm_pallas.xlstm_jax._common import run_stage
 
 __all__ = [
     "_get_chunkwise_fwbw_kernel",
@@ -52,7 +52,7 @@ def _mlstm_chunkwise__recurrent_fw_C(
     qk_scale: float | None = None, chunk_size: int = 64, num_chunks: int = 1,
 ) -> States:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
-    return _common.boundary_states(call_spec(locals()), locals())
+    return _common.boundary_states(locals())
 
 
 def _mlstm_chunkwise__parallel_fw_H(
@@ -65,7 +65,7 @@ def _mlstm_chunkwise__parallel_fw_H(
 
     The states are those before each chunk.
     """
-    x = run_stage(_common.outputs, call_spec(locals()), locals())
+    x = run_stage(_common.outputs, locals())
     return x["matH"], x["vecN_out"] + eps, x["vecM_out"]
 
 
@@ -100,8 +100,7 @@ def _mlstm_chunkwise__recurrent_bw_dC(
       matDeltaC_last: the gradient of the last C (B, H, DHQK, DHHV).
       store_initial_state: not read; the gradient of the first C is always returned.
     """
-    spec = call_spec(locals(), constant_denominator=True)
-    x = run_stage(_common.state_gradients, spec, locals())
+    x = run_stage(_common.state_gradients, locals())
     return x["matDeltaC_states"], x["matDeltaC_initial"]
 
 
@@ -120,8 +119,7 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
       matDeltaC_states: the gradients of C after each chunk, as of
         ``_mlstm_chunkwise__recurrent_bw_dC``, or at all boundaries.
     """
-    spec = call_spec(locals(), constant_denominator=True)
-    x = run_stage(_common.input_gradients, spec, locals())
+    x = run_stage(_common.input_gradients, locals())
     return x["matDeltaQ"], x["matDeltaK"], x["matDeltaV"]
 
 
