@@ -177,20 +177,23 @@ def second_half(
     dm = of_normaliser.vecDm if spec.stabilised else None
     if dm is not None and spec.return_last_states:
         dm = last_stabiliser_cotangent(dm, last, C_last, stored.n_last)
-    starts = None if x.starts is None else spec.chunks(x.starts)
+    call = spec.launch("step_gradients", of_scores)
+    starts = None if x.starts is None else call.chunks(x.starts)
     di, df, dm_initial = gate_gradients(
         gates,
-        spec.chunks(x.i),
-        spec.chunks(x.f),
-        gradients.pairs if scores.pairs is None else scores.pairs,
-        gradients.q_dot_dq_inter,
-        gradients.k_dot_dk_inter,
-        gradients.inner_C_dC,
-        dm,
+        call.chunks(x.i),
+        call.chunks(x.f),
         starts,
         spec.input_gate,
-        step_gradients=functools.partial(
-            run, "step_gradients", call=spec.launch("step_gradients", of_scores)
+        functools.partial(
+            run,
+            "step_gradients",
+            pairs=scores.pairs or gradients.pairs,
+            q_dot_dq_inter=gradients.q_dot_dq_inter,
+            k_dot_dk_inter=gradients.k_dot_dk_inter,
+            through=gradients.inner_C_dC,
+            dm=dm,
+            call=call,
         ),
     )
     if not spec.has_initial_state:  # the caller drops these

@@ -173,39 +173,22 @@ def gate_gradients(
     gates: ChunkGates,
     vecI: Array,
     vecF: Array,
-    pairs: TileSums,
-    q_dot_dq_inter: Array,
-    k_dot_dk_inter: Array,
-    through: Array,
-    dm: Array | None,
-    starts: Array | None = None,
-    input_gate: InputGate = InputGate.EXP,
-    step_gradients: Callable[..., tuple[Array, Array, Array]] = step_gradients,
+    starts: Array | None,
+    input_gate: InputGate,
+    step_gradients: Callable[..., tuple[Array, Array, Array]],
 ) -> tuple[Array, Array, Array]:
     """The gradients of the gate pre-activations, and of m_initial except for ``<dC, C> + dn . n``.
 
     Args:
       gates, vecI, vecF, starts: of chunks, (B * NH, NC, L).
-      pairs: of parallel_bw_dP or parallel_bw_dQKV.
-      q_dot_dq_inter, k_dot_dk_inter: (B * NH, S), of parallel_bw_dQKV.
-      through: (B * NH, NC), what passes through each chunk.
-      dm: dm_t, (B * NH, S); None: m is a constant.
-      step_gradients: the function above, or a kernel for it.
+      step_gradients: the function above or a kernel for it, to which vecF and flags are passed.
 
     Returns:
       vecDeltaI, vecDeltaF: (B * NH, S); scaDeltaM: (B * NH,).
     """
     all_steps = vecF.shape[0], vecF.shape[1] * vecF.shape[2]
     flags = step_flags(gates, vecF, None if starts is None else starts > 0).reshape(all_steps)
-    di, df, first = step_gradients(
-        vecF=vecF.reshape(all_steps),
-        pairs=pairs,
-        q_dot_dq_inter=q_dot_dq_inter,
-        k_dot_dk_inter=k_dot_dk_inter,
-        through=through,
-        flags=flags,
-        dm=dm,
-    )
+    di, df, first = step_gradients(vecF=vecF.reshape(all_steps), flags=flags)
     if input_gate is InputGate.SIGMOID:
         vecI = vecI.reshape(all_steps)
         di = jnp.where(vecI <= MASKED, 0.0, di * jax.nn.sigmoid(-vecI))

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -60,14 +59,8 @@ class CallSpec:
     layout: Layout = Layout.BNTH
 
     def __str__(self) -> str:
-        p, plan = self.problem, self.plan
-        fused = f"fused scan in chunks of {plan.scan_problem.L} and {plan.num_splits} splits"
-        return (
-            f"{self.layout}, B {p.B}, NH {p.NH}, S {p.S}, {self.dtype.name} heads of "
-            f"{p.DHQK}/{p.DHHV} in chunks of {p.L}, backend {self.backend}; "
-            f"forward: {fused if plan.fused else 'materialised states'}; "
-            f"P and dP: {'recomputed' if plan.recomputes_scores else 'in memory'}"
-        )
+        """The fields and what follows from them, for the log."""
+        return str(self.plan)
 
     @property
     def lowering(self) -> Lowering:
@@ -79,10 +72,19 @@ class CallSpec:
         p = self.problem
         return tuned_config(self.gpu.name, p.DHQK, p.DHHV, self.dtype.name, lowering.folder)
 
-    @property
+    @functools.cached_property
     def plan(self) -> "Plan":
         """The plan of the call's kernels."""
-        return plan(self)
+        p, scan = self.problem, self.launch("recurrent_fw_H", self.lowering)
+        recomputes_scores = self.recomputes_scores(self.lowering)
+        if scan.tiles is None:
+            return Plan(self, False, 1, p, scan.lowering, recomputes_scores)
+        scan_problem = p.in_chunks_of(scan.tiles.siz_b_LKV)
+        splits = _scan_splits(self, scan_problem, scan.tiles)
+        stores = scan.tiles.state_rows == p.DHQK and p.NC % max(splits, 1) == 0
+        fused = splits > 0 and (self.recompute_states_in_bw or stores)
+        of_scan = splits if fused else 1, scan_problem, scan.lowering
+        return Plan(self, fused, *of_scan, recomputes_scores)
 
     @property
     def stabilised(self) -> bool:
@@ -107,7 +109,17 @@ class CallSpec:
           problem: in the chunks of the function; None: the call's.
           num_splits: of split_products.
         """
-        return launch(self, name, lowering, problem or self.problem, num_splits)
+        p = problem = problem or self.problem
+        if lowering is Lowering.XLA:
+            return plain(problem)
+        asked = asked_of(name, self, lowering)
+        if name == "split_products":
+            p = problem.split(num_splits).in_splits(1)
+        for possible in lowerings(lowering):
+            if tiles := _tiles(name, possible, p, self, asked):
+                precision = self.config.dot_precision(self.dtype, possible.interpret)
+                return Launch(problem, tiles, precision, possible)
+        return plain(problem)
 
     def packed(self, lowering: Lowering, S: int, num_segments: int) -> dict[str, Launch]:
         """The launches of a forward pass with the states of packed segments, in order.
@@ -133,10 +145,6 @@ class CallSpec:
         """
         tiles = self.launch("parallel_bw_dQKV", lowering).tiles
         return getattr(tiles, "recomputes_scores", False)
-
-    def chunks(self, x: jax.Array) -> jax.Array:
-        """(B * NH, S, ...) to (B * NH, NC, L, ...)."""
-        return x.reshape(x.shape[0], self.problem.NC, self.problem.L, *x.shape[2:])
 
 
 def chunk_size_for(spec: CallSpec) -> int:
@@ -185,21 +193,6 @@ def make_spec(
 def plain(problem: Problem) -> Launch:
     """The launch of a plain form."""
     return Launch(problem, None, lax.Precision.HIGHEST, Lowering.XLA)
-
-
-@functools.cache
-def launch(spec: CallSpec, name: str, first: Lowering, problem: Problem, num_splits: int) -> Launch:
-    """See ``CallSpec.launch``."""
-    if first is Lowering.XLA:
-        return plain(problem)
-    p, asked = problem, asked_of(name, spec, first)
-    if name == "split_products":
-        p = problem.split(num_splits).in_splits(1)
-    for lowering in lowerings(first):
-        if tiles := _tiles(name, lowering, p, spec, asked):
-            precision = spec.config.dot_precision(spec.dtype, lowering.interpret)
-            return Launch(problem, tiles, precision, lowering)
-    return plain(problem)
 
 
 def asked_of(name: str, spec: CallSpec, first: Lowering) -> dict[str, Any]:
@@ -295,21 +288,6 @@ class Plan:
         scores = () if self.recomputes_scores else ("parallel_bw_dP",)
         names = "chunk_gates", *scores, "recurrent_bw_dC", "parallel_bw_dQKV"
         return {name: self.spec.launch(name, self.spec.lowering) for name in names}
-
-
-@functools.cache
-def plan(spec: CallSpec) -> Plan:
-    """The plan of a call."""
-    p, scan = spec.problem, spec.launch("recurrent_fw_H", spec.lowering)
-    recomputes_scores = spec.recomputes_scores(spec.lowering)
-    if scan.tiles is None:
-        return Plan(spec, False, 1, p, scan.lowering, recomputes_scores)
-    scan_problem = p.in_chunks_of(scan.tiles.siz_b_LKV)
-    splits = _scan_splits(spec, scan_problem, scan.tiles)
-    stores = scan.tiles.state_rows == p.DHQK and p.NC % max(splits, 1) == 0
-    fused = splits > 0 and (spec.recompute_states_in_bw or stores)
-    of_scan = splits if fused else 1, scan_problem, scan.lowering
-    return Plan(spec, fused, *of_scan, recomputes_scores)
 
 
 def _scan_splits(spec: CallSpec, p: Problem, tiles: Any) -> int:

@@ -181,13 +181,13 @@ def _of_call(spec: CallSpec) -> CallPlan:
     outputs = 2 * p.BNH * p.S * (p.DHQK + p.DHHV) * spec.dtype.itemsize  # h and dv, dq and dk
     return CallPlan(
         spec.gpu,
-        p.L,
-        plan.fused,
-        plan.num_splits,
-        None,
-        (*forward, *backward),
-        outputs,
-        _temporary_bytes(spec),
+        chunk_size=p.L,
+        fused=plan.fused,
+        num_splits=plan.num_splits,
+        num_segments=None,
+        launches=(*forward, *backward),
+        output_bytes=outputs,
+        temporary_bytes=_temporary_bytes(spec),
     )
 
 
@@ -199,13 +199,13 @@ def _of_segments(spec: CallSpec, S: int, N: int) -> CallPlan:
     planned = (_planned(spec, name, x, num_segments=N) for name, x in launches.items())
     return CallPlan(
         spec.gpu,
-        p.L,
-        True,
-        1,
-        N,
-        tuple(planned),
-        p.BNH * S * p.DHHV * spec.dtype.itemsize + states,
-        _scan_bytes(spec, p, scan.lowering),
+        chunk_size=p.L,
+        fused=True,
+        num_splits=1,
+        num_segments=N,
+        launches=tuple(planned),
+        output_bytes=p.BNH * S * p.DHHV * spec.dtype.itemsize + states,
+        temporary_bytes=_scan_bytes(spec, p, scan.lowering),
     )
 
 

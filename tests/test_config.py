@@ -24,16 +24,12 @@ def row(tmp_path, monkeypatch):
             DHQK=heads[0], DHHV=heads[1], dtype=dtype, lowering="triton", config=fields, measured={}
         )
         (tmp_path / "tuning" / "nvidia_h200.json").write_text(json.dumps({"rows": [row]}))
-        clear()
-
-    def clear():
-        for cached in (config.tuned_rows, planning.launch, planning.plan):
-            cached.cache_clear()
+        config.tuned_rows.cache_clear()
 
     (tmp_path / "tuning").mkdir()
     monkeypatch.setattr(config.resources, "files", lambda package: tmp_path)
     yield write
-    clear()
+    config.tuned_rows.cache_clear()
 
 
 def planned(device, *args, heads=(64, 64), dtype="bfloat16"):

@@ -58,10 +58,13 @@ def _chunk_gates_kernel(
     num_tiles = blocks(call.problem.L, siz_b)
     sigmoid = input_gate is InputGate.SIGMOID
 
+    def load(tile):
+        steps = pl.ds(tile * siz_b, siz_b)
+        return steps, *log_gates(i_gmem[steps], f_gmem[steps], input_gate)
+
     def spread(tile, carry):
         i_min, i_max, decay = carry
-        steps = pl.ds(tile * siz_b, siz_b)
-        i, fbar, _ = log_gates(i_gmem[steps], f_gmem[steps], input_gate)
+        _, i, fbar, _ = load(tile)
         least = jnp.min(jnp.where(i > -_INF, i, _INF))
         largest = jnp.max(jnp.where(i > -_INF, i, -_INF))
         return jnp.minimum(i_min, least), jnp.maximum(i_max, largest), decay + jnp.sum(-fbar)
@@ -77,8 +80,7 @@ def _chunk_gates_kernel(
 
     def step(tile, carry):
         sum_hi, sum_lo, max_hi, max_lo, resets = carry
-        steps = pl.ds(tile * siz_b, siz_b)
-        i, fbar, reset = log_gates(i_gmem[steps], f_gmem[steps], input_gate)
+        steps, i, fbar, reset = load(tile)
         hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar)), siz_b)
         hi, lo = jnp.cumsum(hi), jnp.cumsum(lo)
         b = add_two_floats(

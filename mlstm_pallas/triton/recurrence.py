@@ -189,8 +189,7 @@ def split_products(
 ) -> Array:
     """Runs the stage: ``stages/split_products.py``."""
     a, b, r = (splits_as_heads(y, num_splits, call.problem.S) for y in x)
-    p = call.problem.split(num_splits)
-    p = dataclasses.replace(p, L=p.S)
+    p = call.problem.split(num_splits).in_splits(1)
     call = dataclasses.replace(call, problem=p)
     whole = Recurrence(a, b, jnp.ones((p.BNH, 1), jnp.float32), None, return_last=True, r=r)
     first, end = (0, num_splits) if all_splits else (backward, num_splits - 1 + backward)
