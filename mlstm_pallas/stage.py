@@ -144,7 +144,7 @@ class Launch:
     def chunks(self, x: jax.Array) -> jax.Array:
         """(B * NH, S, ...), or (B, S, NH, D), to (B * NH, NC, L, ...); zeros in steps beyond x."""
         p = self.problem
-        x = with_steps(x, p.S * self._splits(x))
+        x = with_steps(x, p.S)
         if x.ndim == 4:
             x = jnp.swapaxes(x, 1, 2)
         return x.reshape(p.BNH, p.NC, p.L, *x.shape[2 + (x.ndim == 4) :])
@@ -152,13 +152,8 @@ class Launch:
     def steps(self, x: jax.Array, like: jax.Array) -> jax.Array:
         """The inverse: (B * NH, NC, L, D) to the layout and the steps of ``like``."""
         B, S, *NH, _ = like.shape
-        x = x.reshape(B, *NH, self.problem.S * self._splits(like), x.shape[-1])
+        x = x.reshape(B, *NH, self.problem.S, x.shape[-1])
         return with_steps(jnp.swapaxes(x, 1, 2) if NH else x, S)
-
-    def _splits(self, x: jax.Array) -> int:
-        """Splits of each sequence of x, which count as heads of the problem."""
-        heads = x.shape[0] * (x.shape[2] if x.ndim == 4 else 1)
-        return self.problem.BNH // heads if heads else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +167,6 @@ class Stage:
       outputs: the name under which later stages have all of its outputs as one operand.
       fused: whether it runs in the chunks of the fused scan, not in the chunks of the call.
       decode: whether it is a stage of generation, not of mlstm_chunkwise.
-      helper: whether it is a small stage between the others.
     """
 
     name: str
@@ -180,7 +174,6 @@ class Stage:
     outputs: str = ""
     fused: bool = False
     decode: bool = False
-    helper: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jax import Array
 
-from mlstm_pallas.stage import Launch, Stage
+from mlstm_pallas.stage import Launch
 
 
 class Operands(NamedTuple):
@@ -17,6 +17,3 @@ def add_decayed(x: Operands, *, call: Launch) -> Array:
     """X_c + decays_c added, in the dtype of X."""
     X, added, decays = x
     return (X.astype(added.dtype) + decays[..., None, None] * added[:, None]).astype(X.dtype)
-
-
-STAGE = Stage("add_decayed", Operands, helper=True)

@@ -7,7 +7,7 @@ from jax import Array
 from mlstm_pallas import gates
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.problem import InputGate
-from mlstm_pallas.stage import Launch, Stage
+from mlstm_pallas.stage import Launch
 
 
 class Operands(NamedTuple):
@@ -41,6 +41,3 @@ def chunk_gates(
     joined = gates.join_chunks(local, m_states, input_gate, x.lengths)
     barred: ChunkGates = gates.fusion_barrier(joined, joined.scaGamma)
     return barred
-
-
-STAGE = Stage("chunk_gates", Operands, outputs="gates")

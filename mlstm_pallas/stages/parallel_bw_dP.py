@@ -25,7 +25,7 @@ from mlstm_pallas.normaliser import (
     normaliser_gradients,
     query_scale,
 )
-from mlstm_pallas.stage import Launch, ScaledRows, Stage, steps_of
+from mlstm_pallas.stage import Launch, ScaledRows, steps_of
 
 
 class Operands(NamedTuple):
@@ -114,6 +114,3 @@ def parallel_bw_dP(
     dn_added = None if dz_den is None else jnp.sum(qbar * dz_den[..., None], axis=2)
     keys = ScaledRows(K_scaled, None) if return_keys else None
     return ScoreGradients(P, dP, ScaledRows(Q_scaled, None), keys, pairs, delta, dn_added)
-
-
-STAGE = Stage("parallel_bw_dP", Operands, outputs="scores")

@@ -17,7 +17,7 @@ from jax import Array
 from mlstm_pallas.gate_gradients import inner
 from mlstm_pallas.gates import ChunkGates, causal
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
-from mlstm_pallas.stage import Launch, Stage
+from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 
 
@@ -71,6 +71,3 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     )
     through = gates.scaGamma * (inner(C, dC, 2) + inner(n, dn))
     return Gradients(dQ, dK, dV, q_inter, k_inter, through)
-
-
-STAGE = Stage("parallel_bw_dQKV", Operands)

@@ -16,7 +16,7 @@ from jax import Array
 
 from mlstm_pallas.gates import ChunkGates, causal, decay_matrix
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.stage import Launch, Stage
+from mlstm_pallas.stage import Launch
 
 
 class Operands(NamedTuple):
@@ -60,6 +60,3 @@ def parallel_fw_H(
     return Outputs(
         call.steps(num.astype(output_dtype), x.matV), None if z is None else z.reshape(p.BNH, p.S)
     )
-
-
-STAGE = Stage("parallel_fw_H", Operands)

@@ -16,7 +16,7 @@ from jax import Array
 from mlstm_pallas.chunk_list import ChunkList
 from mlstm_pallas.gates import ChunkGates, causal, decay_matrix
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.stage import Launch, ScaledRows, Stage
+from mlstm_pallas.stage import Launch, ScaledRows
 
 
 class Operands(NamedTuple):
@@ -64,6 +64,3 @@ def parallel_fw_P(
     )
     z = None if z is None else z.reshape(p.BNH, p.S)
     return ScanOperands(P, ScaledRows(kbar, None), r, z)
-
-
-STAGE = Stage("parallel_fw_P", Operands, outputs="scan", fused=True)

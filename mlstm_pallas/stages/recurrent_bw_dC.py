@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from mlstm_pallas.stage import Launch, ScaledRows, Stage
+from mlstm_pallas.stage import Launch, ScaledRows
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
 
 
@@ -65,6 +65,3 @@ def recurrent_bw_dC(
     of_C = Recurrence(keys.array, x.matV, gamma, x.matC_initial, return_last, r=keys.weights)
     C, dC = recurrences("recurrent_bw_dC", of_C, of_dC, call=call)
     return StateGradients(dC.X, dC.X_last, C.X, C.X_last, dC.inner)
-
-
-STAGE = Stage("recurrent_bw_dC", Operands)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from mlstm_pallas.stage import Launch, Stage
+from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
 
 
@@ -50,6 +50,3 @@ def recurrent_fw_C(
     )
     (outputs,) = recurrences("recurrent_fw_C", of_C, call=call)
     return ChunkStates(outputs.X, outputs.X_last, outputs.x, outputs.x_last)
-
-
-STAGE = Stage("recurrent_fw_C", Operands)

@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from mlstm_pallas.chunk_list import ChunkList
 from mlstm_pallas.gate_gradients import zero_states
-from mlstm_pallas.stage import Launch, Stage
+from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.parallel_fw_P import ScanOperands
 
 
@@ -50,55 +50,45 @@ def recurrent_fw_H(
       store_every: n, a divisor of NC: return C before chunks 0, n, 2n, ...; 0: before none. A
         kernel whose state needs several launches refuses it.
     """
-    p, acc = call.problem, x.scaGamma.dtype
-    product = functools.partial(jnp.einsum, preferred_element_type=acc, precision=call.precision)
+    p, chunks, heads = call.problem, x.chunks, jnp.arange(call.problem.BNH)
+    product = functools.partial(
+        jnp.einsum, preferred_element_type=x.scaGamma.dtype, precision=call.precision
+    )
+    shape = p.BNH, 1 if chunks is None else chunks.N, p.DHQK, p.DHHV
+    if x.matC_initial is None:
+        C = jnp.broadcast_to(zero_states(x.scaGamma[:, 0], *shape[2:])[:, None], shape)
+    else:
+        C = x.matC_initial if chunks is None else jnp.swapaxes(x.matC_initial, 1, 2)
+        C = C.reshape(shape)
+    if chunks is None:
+        q, v = map(call.chunks, (x.matQ, x.matV))
+        parts, sizes = jnp.zeros((p.BNH, p.NC), jnp.int32), jnp.full((p.BNH, p.NC), p.L)
+    else:
+        q, v = (chunks.gather(y, p.L) for y in (x.matQ, x.matV))
+        parts, sizes = chunks.part_of_entries(), chunks.entries.sizes
+        C = jnp.pad(C, [(0, 0), (0, 1), (0, 0), (0, 0)])  # the rest
 
-    def step(C: Array, chunk: Any) -> tuple[Array, tuple[Array, Array]]:
-        q, kbar, v, P, r, gamma = chunk
+    def step(states: Array, chunk: Any) -> tuple[Array, Any]:
+        """From the states of all parts; the chunk belongs to one of them."""
+        part, size, q, kbar, v, P, r, gamma = chunk
+        C = states[heads, part]
         h = product("ntk,nkv->ntv", q, C.astype(q.dtype)) * r[..., None]
         h += product("nts,nsv->ntv", P, v)
-        return gamma[:, None, None] * C + product("nsk,nsv->nkv", kbar, v), (h, C.astype(q.dtype))
+        after = gamma[:, None, None] * C + product("nsk,nsv->nkv", kbar, v)
+        after = jnp.where((size > 0)[:, None, None], after, C)
+        return states.at[heads, part].set(after), (h, C.astype(q.dtype) if store_every else None)
 
-    if x.chunks is not None:
-        return _in_list(x, x.chunks, step, return_last, call)
-    zeros = zero_states(x.scaGamma[:, 0], p.DHQK, p.DHHV)
-    C = zeros if x.matC_initial is None else x.matC_initial
-    steps = x.matQ, x.scan.keys.product(), x.matV, x.scan.matP, x.scan.vecR
-    chunks = *map(call.chunks, steps), x.scaGamma
-    C, (h, states) = lax.scan(step, C, tuple(jnp.moveaxis(y, 1, 0) for y in chunks))
-    H = call.steps(jnp.moveaxis(h, 0, 1).astype(x.matQ.dtype), x.matV)
+    kbar, P, r = map(call.chunks, (x.scan.keys.product(), x.scan.matP, x.scan.vecR))
+    operands = parts, sizes, q, kbar, v, P, r, x.scaGamma
+    C, (h, states) = lax.scan(step, C, tuple(jnp.moveaxis(y, 1, 0) for y in operands))
+    h = jnp.moveaxis(h, 0, 1).astype(x.matQ.dtype)
+    if chunks is None:
+        H, last = call.steps(h, x.matV), C[:, 0]
+    else:
+        H = chunks.scatter(h, x.matV, p.L)
+        last = jnp.swapaxes(C[:, :-1].reshape(p.B, p.NH, *shape[1:]), 1, 2)
     return FusedScan(
         H,
-        C if return_last else None,
+        last if return_last else None,
         jnp.moveaxis(states, 0, 1)[:, ::store_every] if store_every else None,
     )
-
-
-def _in_list(
-    x: Operands, chunks: ChunkList, step: Any, return_last: bool, call: Launch
-) -> FusedScan:
-    """The scan over a list of chunks, which carries the states of all parts."""
-    p = call.problem
-    shape = p.BNH, chunks.N, p.DHQK, p.DHHV
-    C = jnp.broadcast_to(zero_states(x.scaGamma[:, 0], *shape[2:])[:, None], shape)
-    if x.matC_initial is not None:
-        C = jnp.swapaxes(x.matC_initial, 1, 2).reshape(shape)
-    C = jnp.pad(C, [(0, 0), (0, 1), (0, 0), (0, 0)])  # the rest
-    heads = jnp.arange(p.BNH)
-
-    def entry(C: Array, operands: Any) -> tuple[Array, Array]:
-        part, size, *chunk = operands
-        before = C[heads, part]
-        after, (h, _) = step(before, chunk)
-        return C.at[heads, part].set(jnp.where((size > 0)[:, None, None], after, before)), h
-
-    q, v = (chunks.gather(y, p.L) for y in (x.matQ, x.matV))
-    kbar, P, r = map(call.chunks, (x.scan.keys.product(), x.scan.matP, x.scan.vecR))
-    operands = chunks.part_of_entries(), chunks.entries.sizes, q, kbar, v, P, r, x.scaGamma
-    C, h = lax.scan(entry, C, tuple(jnp.moveaxis(y, 1, 0) for y in operands))
-    H = chunks.scatter(jnp.moveaxis(h, 0, 1).astype(x.matQ.dtype), x.matV, p.L)
-    last = jnp.swapaxes(C[:, :-1].reshape(p.B, p.NH, *shape[1:]), 1, 2)
-    return FusedScan(H, last if return_last else None, None)
-
-
-STAGE = Stage("recurrent_fw_H", Operands, fused=True)

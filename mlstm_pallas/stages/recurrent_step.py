@@ -18,7 +18,7 @@ from jax import lax
 from mlstm_pallas.gates import MASKED, branchless_log1p, log_sigmoid
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.problem import accumulator_dtype
-from mlstm_pallas.stage import Launch, Stage
+from mlstm_pallas.stage import Launch
 
 _INF = float("inf")
 
@@ -89,6 +89,3 @@ def recurrent_step(
         n.astype(x.vecN.dtype),
         None if x.scaM is None else m_new.astype(x.scaM.dtype),
     )
-
-
-STAGE = Stage("recurrent_step", Operands, decode=True)

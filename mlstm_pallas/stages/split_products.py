@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.stage import Launch, ScaledRows, Stage
+from mlstm_pallas.stage import Launch, ScaledRows
 
 
 class Operands(NamedTuple):
@@ -36,6 +36,3 @@ def split_products(
         preferred_element_type=x.r.dtype,
     )
     return X if all_splits else X[:, 1:] if backward else X[:, :-1]
-
-
-STAGE = Stage("split_products", Operands, helper=True)

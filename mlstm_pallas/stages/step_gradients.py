@@ -6,7 +6,7 @@ from jax import Array
 
 from mlstm_pallas import gate_gradients
 from mlstm_pallas.gate_gradients import TileSums
-from mlstm_pallas.stage import Launch, Stage
+from mlstm_pallas.stage import Launch
 
 
 class Operands(NamedTuple):
@@ -22,6 +22,3 @@ class Operands(NamedTuple):
 def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
     """Runs the stage: ``gate_gradients.step_gradients``."""
     return gate_gradients.step_gradients(*x)
-
-
-STAGE = Stage("step_gradients", Operands, helper=True)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from jax import Array
 
 from mlstm_pallas.chunk_list import ChunkList
-from mlstm_pallas.stage import Launch, Stage, steps_like
+from mlstm_pallas.stage import Launch, steps_like
 from mlstm_pallas.stages.recurrence import chunk_sums
 
 
@@ -21,6 +21,3 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
     if chunks is not None:
         rows = chunks.gather(rows, call.problem.L).reshape(*weights.shape, -1)
     return chunk_sums(rows.astype(weights.dtype) * steps_like(weights, rows), call)
-
-
-STAGE = Stage("step_sums", Operands, helper=True)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from jax import Array
 
 from mlstm_pallas import gates
-from mlstm_pallas.stage import Launch, Stage
+from mlstm_pallas.stage import Launch
 
 
 class Operands(NamedTuple):
@@ -17,6 +17,3 @@ class Operands(NamedTuple):
 def vector_states(x: Operands, *, backward: bool = False, call: Launch) -> tuple[Array, Array]:
     """Runs the stage: ``gates.vector_states``."""
     return gates.vector_states(*x, backward=backward)
-
-
-STAGE = Stage("vector_states", Operands, helper=True)
