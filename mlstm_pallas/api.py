@@ -25,15 +25,8 @@ def mlstm_chunkwise(
 @overload
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None, *,
-    return_last_states: Literal[True], num_segments: int | None = None,
-    **keywords: Unpack[Keywords],
-) -> tuple[jax.Array, States]: ...  # fmt: skip
-@overload
-def mlstm_chunkwise(
-    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None,
-    n_initial: Array | None, m_initial: Array | None, return_last_states: Literal[True],
-    eps: float = 1e-6, chunk_size: int | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: Literal[True] = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
 ) -> tuple[jax.Array, States]: ...  # fmt: skip

@@ -73,9 +73,10 @@ def options_of(arguments: Mapping[str, Any]) -> Options:
     """
     names = {field.name for field in dataclasses.fields(Options)}
     options = Options(**{name: x for name, x in arguments.items() if name in names})
-    gate, normalize = validation.check_input_gate(options.input_gate, options.normalize)
-    changes: dict[str, Any] = dict(input_gate=gate, normalize=normalize)
-    changes["layout"] = validation.check_layout(options.layout)
+    gate = validation.check_choice("input_gate", options.input_gate, InputGate)
+    changes: dict[str, Any] = dict(input_gate=gate)
+    changes["normalize"] = validation.check_normalize(options.normalize, gate)
+    changes["layout"] = validation.check_choice("layout", options.layout, Layout)
     for name in ("return_last_states", "stabilize_correctly", "recompute_states_in_bw"):
         changes[name] = validation.check_flag(name, getattr(options, name))
     for name in ("eps", "norm_val"):
@@ -93,12 +94,12 @@ def spec_for(
     backend = requested_backend(options.backend)
     validation.check_constant(sizes, backend)
     dtype = validation.kernel_dtype(options.autocast_kernel_dtype, q_dtype, backend)
-    B, NH, S, DHQK, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
+    shape = [sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV")]
     return make_spec(
-        (B, NH, S, DHQK, DHV),
+        shape,
         dtype,
         target_gpu(),
-        "xla" if B * NH == 0 else backend,  # a kernel has no empty grid
+        "xla" if 0 in shape else backend,  # a kernel has no empty grid
         normaliser_of(options),
         options.chunk_size,
         options.config,
@@ -176,10 +177,10 @@ def prepare(
 
     B, NH, S, DHQK, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
     segments = None
-    if num_segments is not None and c_initial is not None and n_initial is not None:
+    if num_segments is not None and c_initial is not None:
         segments = _states_of_segments(c_initial, n_initial, m_initial, num_segments, p, acc)
         c_initial = n_initial = m_initial = None
-    if c_initial is None or n_initial is None:
+    if c_initial is None:
         c_initial, n_initial = jnp.zeros((B, NH, DHQK, DHV), acc), jnp.zeros((B, NH, DHQK), acc)
     if m_initial is None or not spec.stabilised:  # with the sigmoid gate m is 0
         m_initial = jnp.zeros((B, NH), acc)

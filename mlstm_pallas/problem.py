@@ -39,8 +39,8 @@ def next_power_of_two(x: int) -> int:
     return 1 << max(x - 1, 0).bit_length()
 
 
-def is_power_of_two(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x > 0 and x & (x - 1) == 0
+def is_power_of_two(x: int) -> bool:
+    return x > 0 and x & (x - 1) == 0
 
 
 def padded_head_dim(dim: int) -> int:

@@ -286,23 +286,17 @@ def _sharding_rule(mapped: int, mesh: Any, operands: Any, results: Any) -> tuple
 
 def _common_shardings(mapped: int, args: Any, results: Any) -> tuple[Any, Any]:
     """One sharding of the free axes and none of other axes, for all operands and results."""
-    leaves = jax.tree.leaves((results, args[1:]))
-    if isinstance(leaves[0].sharding, NamedSharding):
-        common = _common_spec([x.sharding.spec for x in leaves], mapped + 2)
-
-        def sharding(x: Any) -> Any:
-            return NamedSharding(leaves[0].sharding.mesh, _padded(common, len(x.shape)))
-    else:
-        # Inside a shard_map over some of the axes shardings have no names. Those of the results
-        # follow the rule.
-        of_rank = {len(x.shape): x.sharding for x in reversed(leaves)}
-
-        def sharding(x: Any) -> Any:
-            return of_rank[len(x.shape)]
-
     identity, *arrays = args
-    in_shardings = (identity.sharding, *jax.tree.map(sharding, arrays))
-    return in_shardings, jax.tree.map(sharding, results)
+    leaves = jax.tree.leaves((results, arrays))
+    # Inside a shard_map over some of the axes shardings have no names. Those of the results follow
+    # the rule.
+    of_rank = {len(x.shape): x.sharding for x in reversed(leaves)}
+    if isinstance(leaves[0].sharding, NamedSharding):
+        mesh = leaves[0].sharding.mesh
+        common = _common_spec([x.sharding.spec for x in leaves], mapped + 2)
+        of_rank = {rank: NamedSharding(mesh, _padded(common, rank)) for rank in of_rank}
+    arrays, results = jax.tree.map(lambda x: of_rank[len(x.shape)], (arrays, results))
+    return (identity.sharding, *arrays), results
 
 
 # What ``lax.platform_dependent`` does, but each function is lowered for its own platforms alone.

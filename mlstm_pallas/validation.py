@@ -75,6 +75,7 @@ PREDECESSORS = {
 }
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Choice = TypeVar("Choice", InputGate, Layout)
 
 
 def names_arguments(function: Function) -> Function:
@@ -245,12 +246,6 @@ class _DefaultLayout(str):
 DEFAULT_LAYOUT = cast(LayoutName, _DefaultLayout(Layout.BNTH))
 
 
-def check_layout(layout: Any) -> Layout:
-    if not isinstance(layout, str) or layout not in list(Layout):
-        raise ValueError(f"layout is {shown(layout)}, expected one of {', '.join(Layout)}")
-    return Layout(layout)
-
-
 def sequence_dims(layout: Layout) -> dict[str, Dims]:
     """SEQUENCE_DIMS in this layout."""
     if layout is Layout.BNTH:
@@ -268,15 +263,12 @@ def check_axes_of_gates(arrays: Mapping[str, Any], layout: Layout) -> None:
         x = arrays[name]
         if tuple(x.shape) == (B, second, first) != (B, first, second):
             axes, shape = ", ".join(sequence_dims(layout)[name]), (B, first, second)
+            other = next(y for y in Layout if y is not layout)
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, expected ({axes}) = {shape}, as q has shape "
-                f'{tuple(q.shape)}: axes 1 and 2 are swapped; layout="{_other(layout)}" has them '
+                f'{tuple(q.shape)}: axes 1 and 2 are swapped; layout="{other}" has them '
                 "so for all of q, k, v, i, f"
             )
-
-
-def _other(layout: Layout) -> Layout:
-    return next(y for y in Layout if y is not layout)
 
 
 def check_layout_is_meant(layout: Any, sizes: Mapping[str, int], *states: Any) -> None:
@@ -360,19 +352,23 @@ def check_inputs(
     return sizes
 
 
-def check_input_gate(input_gate: Any, normalize: Any) -> tuple[InputGate, bool]:
-    if not isinstance(input_gate, str):
-        raise TypeError(
-            f"input_gate is a {type_name(input_gate)}, expected one of {', '.join(InputGate)}"
-        )
-    if input_gate not in list(InputGate):
-        raise ValueError(f"input_gate is {input_gate!r}, expected one of {', '.join(InputGate)}")
-    normalize = check_flag("normalize", normalize)
-    if not normalize and input_gate != InputGate.SIGMOID:
+def check_choice(name: str, x: Any, kind: type[Choice]) -> Choice:
+    """x as a member of an enum of strings."""
+    expected = f"expected one of {', '.join(kind)}"
+    if not isinstance(x, str):
+        raise TypeError(f"{name} is a {type_name(x)}, {expected}")
+    if x not in list(kind):
+        raise ValueError(f"{name} is {x!r}, {expected}")
+    return kind(x)
+
+
+def check_normalize(x: Any, gate: InputGate) -> bool:
+    normalize = check_flag("normalize", x)
+    if not normalize and gate is not InputGate.SIGMOID:
         raise ValueError(
-            f'normalize is False with input_gate {input_gate!r}, expected input_gate="sigmoid"'
+            f"normalize is False with input_gate '{gate}', expected input_gate=\"sigmoid\""
         )
-    return InputGate(input_gate), normalize
+    return normalize
 
 
 def check_scalar(name: str, x: Any, *, signed: bool = False) -> float:
@@ -401,16 +397,6 @@ def check_scalar(name: str, x: Any, *, signed: bool = False) -> float:
     return number
 
 
-def as_integer(x: Any) -> Any:
-    """Any integer (NumPy's, a concrete JAX scalar) as an int; all else, bools too, unchanged."""
-    if isinstance(x, bool | np.bool_ | jax.core.Tracer):
-        return x
-    try:
-        return operator.index(x)
-    except TypeError:
-        return x
-
-
 def check_integer(
     name: str,
     x: Any,
@@ -420,22 +406,28 @@ def check_integer(
     power_of_two: bool = False,
     optional: bool = False,
 ) -> int:
-    """x as an int. optional: whether None, which the caller handles, is in the message."""
-    number = as_integer(x)
+    """x, Python's or NumPy's integer or a concrete JAX scalar, as an int.
+
+    optional: whether None, which the caller handles, is in the message.
+    """
     kind = "None or " * optional + ("a power of two" if power_of_two else "an integer")
     limits = f">= {least}" if most is None else f"from {least} to {most}"
     expected = f"expected {kind} {limits}"
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"{name} is traced, {expected}: mark it static in jit")
-    is_integer = isinstance(number, int) and not isinstance(number, bool)
+    try:
+        number = operator.index(x)
+    except TypeError:
+        number = None
     if (
-        not is_integer
+        number is None
+        or isinstance(x, bool | np.bool_)
         or number < least
         or (most is not None and number > most)
         or (power_of_two and not is_power_of_two(number))
     ):
         raise ValueError(f"{name} is {shown(x)}, {expected}")
-    return int(number)
+    return number
 
 
 def check_chunk_size(x: Any) -> int | None:
