@@ -103,15 +103,14 @@ def block(
 ) -> tuple[jax.Array, State]:
     """x (..., D) after an mLSTM layer and a feed-forward layer, and the states of ``mlstm``.
 
-    mlstm: (q, k, v, i, f) -> h and states; q, k, v, h (..., NH, DH*), i, f (..., NH).
+    mlstm: (qkvo, gates) -> h and states; qkvo (..., NH, 2 DHQK + 2 DHV), gates (..., NH, 2) with i
+    and f, h (..., NH, DHV).
     """
-    DHQK, DHV = config.head_dims
     y = rms_norm(x, p["norm_mlstm"], config.norm_eps)
-    qkvo = project(y, p["qkvo"])  # (..., NH, 2 DHQK + 2 DHV)
-    q, k, v, o = jnp.split(qkvo, (DHQK, 2 * DHQK, 2 * DHQK + DHV), axis=-1)
+    qkvo = project(y, p["qkvo"])
     gates = soft_cap(project(y, p["gates"], jnp.float32) + p["gate_bias"], config.gate_soft_cap)
-    h, states = mlstm(q, k, v, gates[..., 0], gates[..., 1])
-    h, o = h.astype(jnp.float32), o.astype(jnp.float32)
+    h, states = mlstm(qkvo, gates)
+    h, o = h.astype(jnp.float32), qkvo[..., -h.shape[-1] :].astype(jnp.float32)
     h = h - jnp.mean(h, axis=-1, keepdims=True)
     h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + config.norm_eps)
     h = (h * p["multihead_norm"] * jax.nn.sigmoid(o)).astype(x.dtype)
@@ -135,16 +134,24 @@ def prefill_block(
     config: Config, p: Params, x: jax.Array, segment_ids: jax.Array, ends: jax.Array
 ) -> tuple[jax.Array, State]:
     """x (1, S, D) after a block, and the states (B, ...) at the end of each prompt."""
-    B = len(ends)
+    B, (DHQK, DHV) = len(ends), config.head_dims
     packed = dict(segment_ids=segment_ids, num_segments=B) if B > 1 else {}
-    mlstm = functools.partial(
-        mlstm_chunkwise,
-        layout="BTNH",
-        eps=config.eps,
-        return_last_states=True,
-        sequence_lengths=ends[-1:],
-        **packed,
-    )
+
+    def mlstm(qkvo: jax.Array, gates: jax.Array) -> tuple[jax.Array, State]:
+        q, k, v, _ = jnp.split(qkvo, (DHQK, 2 * DHQK, 2 * DHQK + DHV), axis=-1)
+        return mlstm_chunkwise(
+            q,
+            k,
+            v,
+            gates[..., 0],
+            gates[..., 1],
+            layout="BTNH",
+            eps=config.eps,
+            return_last_states=True,
+            sequence_lengths=ends[-1:],
+            **packed,
+        )
+
     x, (c, n, m) = block(config, p, x, mlstm)
     c, n = (y.astype(config.inference_state_dtype) for y in (c, n))
     return x, (c.reshape(B, *c.shape[-3:]), n.reshape(B, *n.shape[-2:]), m.reshape(B, -1))
@@ -173,8 +180,8 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnums=0)
 def step_block(config: Config, p: Params, x: jax.Array, state: State) -> tuple[jax.Array, State]:
-    def mlstm(*token: jax.Array) -> tuple[jax.Array, State]:
-        return mlstm_recurrent_step(*token, *state, eps=config.eps)
+    def mlstm(qkvo: jax.Array, gates: jax.Array) -> tuple[jax.Array, State]:
+        return mlstm_recurrent_step(qkvo, None, None, gates, None, *state, eps=config.eps)
 
     return block(config, p, x, mlstm)
 

@@ -20,6 +20,7 @@ from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import InputGate, Layout, Problem, accumulator_dtype
 from mlstm_pallas.sharding import aligned, over_shards
 from mlstm_pallas.stage import Lowering
+from mlstm_pallas.stages.recurrent_step import split_token
 
 NO_DERIVATIVE = (
     "the kernels of mlstm_recurrent_step and mlstm_recurrent_sequence have no derivatives; "
@@ -34,13 +35,16 @@ class StepStates(NamedTuple):
 
 
 class Token(NamedTuple):
-    """q, k (B, NH, DHQK), v (B, NH, DHV), i, f (B, NH); several tokens have S after NH."""
+    """q, k (B, NH, DHQK), v (B, NH, DHV), i, f (B, NH); several tokens have S after NH.
+
+    With k, v and f None, q has q, k and v on its last axis and i is (B, NH, 2), with i and f.
+    """
 
     q: jax.Array
-    k: jax.Array
-    v: jax.Array
+    k: jax.Array | None
+    v: jax.Array | None
     i: jax.Array
-    f: jax.Array
+    f: jax.Array | None
 
 
 def _step(
@@ -85,6 +89,19 @@ def sequence(spec: CallSpec, x: Token, states: StepStates) -> tuple[jax.Array, S
     return jnp.moveaxis(h, 0, 2), states
 
 
+def _parts(x: Token, c: Any) -> Token:
+    """The token of joined arrays in parts, for the checks."""
+    q, i, of_c = (tuple(getattr(y, "shape", ())) for y in (x.q, x.i, c))
+    dims = len(q) == len(i) == 3 and len(of_c) == 4 and x.v is None and x.f is None
+    if not dims or i[2] != 2 or q[2] < 2 * of_c[2] + of_c[3]:
+        raise ValueError(
+            "k is None, expected v and f None too, q with q, k and v on its last axis, (B, NH, "
+            "2 * DHQK + DHV or more), i (B, NH, 2) and the states; the shapes of q, i and c are "
+            f"{q}, {i} and {of_c}"
+        )
+    return Token(*split_token(x.q, x.i, *of_c[2:]))
+
+
 def _run(arguments: Mapping[str, Any], *, steps: bool) -> tuple[jax.Array, States]:
     """arguments: of the public function, by name; steps: whether there is an axis of steps."""
     options = options_of(arguments)
@@ -92,17 +109,24 @@ def _run(arguments: Mapping[str, Any], *, steps: bool) -> tuple[jax.Array, State
     backend = requested_backend(options.backend, mosaic_gpu_kernels=False)
     x = Token(*(arguments[name] for name in Token._fields))
     c, n, m = (arguments[name] for name in StepStates._fields)
+    parts = x if steps or x.k is not None else _parts(x, c)
     sizes = validation.check_inputs(
-        x._asdict(), dict(c=c, n=n, m=m), gate, layout, backend=backend, initial=False, steps=steps
+        parts._asdict(),
+        dict(c=c, n=n, m=m),
+        gate,
+        layout,
+        backend=backend,
+        initial=False,
+        steps=steps,
     )
     validation.check_constant(sizes, backend)
-    validation.check_one_dtype(x._asdict())
+    validation.check_one_dtype(parts._asdict())
     if steps:
         validation.check_layout_is_meant(arguments["layout"], sizes, c)
 
     if layout is Layout.BTNH:
-        x = Token(*(jnp.swapaxes(y, 1, 2) for y in x))
-    (B, NH, *_, DHQK), DHV = x.q.shape, x.v.shape[-1]
+        x = jax.tree.map(lambda y: jnp.swapaxes(y, 1, 2), x)
+    B, NH, DHQK, DHV = (sizes[name] for name in ("B", "NH", "DHQK", "DHV"))
     zeros = functools.partial(jnp.zeros, dtype=accumulator_dtype(x.q.dtype))
     if c is None:
         c, n = zeros((B, NH, DHQK, DHV)), zeros((B, NH, DHQK))
@@ -131,10 +155,10 @@ def _run(arguments: Mapping[str, Any], *, steps: bool) -> tuple[jax.Array, State
 @validation.names_arguments
 def mlstm_recurrent_step(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Array | None,
+    v: Array | None,
     i: Array,
-    f: Array,
+    f: Array | None,
     c: Array | None = None,
     n: Array | None = None,
     m: Array | None = None,
@@ -179,6 +203,11 @@ def mlstm_recurrent_step(
     states. h is then off by 1.5e-3 relative, with float16 states by 2.1e-4; the
     error is the same after 64 and after 8192 steps of random tokens.
 
+    A model that computes q, k and v in one product passes them joined, without
+    the copies of slices: q is (B, NH, 2 DHQK + DHV) or wider, with q, k, v and
+    anything else on its last axis, i is (B, NH, 2), with i and f, k, v and f
+    are None, and the states are given.
+
     The kernels have no derivatives; backend "xla" has them, of every order.
 
     Example::
@@ -196,7 +225,7 @@ def mlstm_recurrent_step(
     Args:
       q: query, (B, NH, DHQK), bfloat16, float16 or float32; float64 with
         backend "xla" and jax_enable_x64.
-      k: key, shaped as q, in its dtype.
+      k: key, shaped as q, in its dtype. None: q and i are joined, see above.
       v: value, (B, NH, DHV), in the dtype of q.
       i: input gate pre-activation, natural log, (B, NH), any float dtype.
       f: forget gate pre-activation, (B, NH); sigmoid is applied here.

@@ -9,7 +9,7 @@
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,16 @@ _INF = float("inf")
 
 
 class Operands(NamedTuple):
+    """vecQ may hold q, k and v, on its last axis, and scaI then i and f: vecK, vecV, scaF are None.
+
+    A kernel reads its operands from memory, so XLA would copy slices of the joined arrays.
+    """
+
     vecQ: jax.Array  # (B * NH, DHQK), any float dtype of at most 32 bits, like all that follow
-    vecK: jax.Array  # (B * NH, DHQK)
-    vecV: jax.Array  # (B * NH, DHHV)
+    vecK: jax.Array | None  # (B * NH, DHQK)
+    vecV: jax.Array | None  # (B * NH, DHHV)
     scaI: jax.Array  # (B * NH,) pre-activations
-    scaF: jax.Array  # (B * NH,)
+    scaF: jax.Array | None  # (B * NH,)
     matC: jax.Array  # (B * NH, DHQK, DHHV)
     vecN: jax.Array  # (B * NH, DHQK)
     scaM: jax.Array | None  # (B * NH,); None: the sigmoid input gate
@@ -68,12 +73,20 @@ def step_gates(
     return jnp.exp(carried - m_safe), jnp.exp(i - m_safe), m_new
 
 
+def split_token(qkv: jax.Array, gates: jax.Array, DHQK: int, DHHV: int) -> tuple[jax.Array, ...]:
+    """q, k, v, i, f of the joined arrays."""
+    q, k, v = jnp.split(qkv[..., : 2 * DHQK + DHHV], (DHQK, 2 * DHQK), axis=-1)
+    return q, k, v, gates[..., 0], gates[..., 1]
+
+
 def recurrent_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
 ) -> Step:
     """Runs the stage."""
-    acc = accumulator_dtype(*(y.dtype for y in x[:-1]))
-    q, k, v, i, f, c, n = (y.astype(acc) for y in x[:-1])
+    token: Any = x[:5] if x.vecK is not None else split_token(x.vecQ, x.scaI, *x.matC.shape[-2:])
+    arrays = *token, x.matC, x.vecN
+    acc = accumulator_dtype(*(y.dtype for y in arrays))
+    q, k, v, i, f, c, n = (y.astype(acc) for y in arrays)
     m = None if x.scaM is None else x.scaM.astype(acc)
     m_dtype = acc if x.scaM is None else x.scaM.dtype
     decay, gain, m_new = step_gates(i, f, m, lambda y: rounded(y, m_dtype, compiled=False))

@@ -30,13 +30,13 @@ from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store, s
 
 def _recurrent_step_kernel(
     C_gmem: Any,  # (DHQK, DHHV), the whole head's
-    q_gmem: Any,  # (DHQK,)
-    k_gmem: Any,  # (DHQK,)
-    v_gmem: Any,  # (DHHV,)
     n_gmem: Any,  # (DHQK,)
-    i_gmem: Any,  # ()
-    f_gmem: Any,  # ()
     m_gmem: Any,  # (), or absent: the sigmoid input gate
+    q_gmem: Any,  # (DHQK,), or q, k and v, (2 * DHQK + DHHV or more,)
+    k_gmem: Any,  # (DHQK,), or absent: q_gmem has it
+    v_gmem: Any,  # (DHHV,), or absent: q_gmem has it
+    i_gmem: Any,  # (), or i and f, (2,)
+    f_gmem: Any,  # (), or absent: i_gmem has it
     before_gmem: Any,  # (DHQK + 1,), a copy of n and m; absent: the head has one CTA
     h_gmem: Any,  # out (DHHV,)
     C_new_gmem: Any,  # out (DHQK, DHHV), in place of C
@@ -52,13 +52,19 @@ def _recurrent_step_kernel(
     columns, in_columns = _block(pl.program_id(0), siz_b_DHHV, DHHV)
     num_blocks = -(-DHQK // siz_b_DHQK)
 
-    def load_vector(ref: Any, block: Any, inside: Any) -> jax.Array:
+    q_at, k_at, v_at = (q_gmem, 0), (k_gmem, 0), (v_gmem, 0)
+    if k_gmem is None:
+        k_at, v_at = (q_gmem, DHQK), (q_gmem, 2 * DHQK)
+
+    def load_vector(at: tuple[Any, int], block: Any, inside: Any) -> jax.Array:
+        ref, offset = at
+        block = pl.ds(block.start + offset, block.size)
         return masked_load(ref.at[block], inside).astype(jnp.float32)
 
     def load(ik: jax.Array) -> tuple[Any, ...]:
         rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
         C = masked_load(C_gmem.at[rows, columns], _outer(in_rows, in_columns))
-        q, k = (load_vector(ref, rows, in_rows)[:, None] for ref in (q_gmem, k_gmem))
+        q, k = (load_vector(at, rows, in_rows)[:, None] for at in (q_at, k_at))
         return C, q, k
 
     def update(ik: jax.Array, loaded: Any, num: jax.Array) -> jax.Array:
@@ -75,11 +81,12 @@ def _recurrent_step_kernel(
 
     # The first block is loaded before anything waits.
     loaded = load(jnp.zeros((), jnp.int32))
-    i, f = (ref[...].astype(jnp.float32) for ref in (i_gmem, f_gmem))
-    v = load_vector(v_gmem, columns, in_columns)
+    gates = (i_gmem[...], f_gmem[...]) if f_gmem is not None else (i_gmem[0], i_gmem[1])
+    i, f = (gate.astype(jnp.float32) for gate in gates)
+    v = load_vector(v_at, columns, in_columns)
     whole, in_whole = _block(jnp.zeros((), jnp.int32), _at_least_a_tile(DHQK), DHQK)
-    q, k = (load_vector(ref, whole, in_whole) for ref in (q_gmem, k_gmem))
-    n = load_vector(n_gmem if before_gmem is None else before_gmem, whole, in_whole)
+    q, k = (load_vector(at, whole, in_whole) for at in (q_at, k_at))
+    n = load_vector((n_gmem if before_gmem is None else before_gmem, 0), whole, in_whole)
     m = None
     if m_gmem is not None:
         m = (m_gmem[...] if before_gmem is None else before_gmem[DHQK]).astype(jnp.float32)
@@ -126,29 +133,29 @@ def recurrent_step(
     state, qk, hv = spec(DHQK, DHHV, at="b00"), spec(DHQK, at="b0"), spec(DHHV, at="b0")
     gate, before = spec(at="b"), None
     if call.tiles.siz_b_DHHV < DHHV:  # every CTA of a head reads n and m, and one updates them
-        last = scaI if scaM is None else scaM
+        last = jnp.zeros(len(vecN), jnp.float32) if scaM is None else scaM
         pair = vecN.astype(jnp.float32), last[:, None].astype(jnp.float32)
         before = jnp.concatenate(pair, axis=1)
     y = kernel_call(
         _recurrent_step_kernel,
         dict(
             C=(matC, state),
-            q=(vecQ, qk),
+            n=(vecN, qk),
+            m=(scaM, gate),
+            q=(vecQ, spec(vecQ.shape[1], at="b0")),
             k=(vecK, qk),
             v=(vecV, hv),
-            n=(vecN, qk),
-            i=(scaI, gate),
+            i=(scaI, gate if scaI.ndim == 1 else spec(2, at="b0")),
             f=(scaF, gate),
-            m=(scaM, gate),
             before=(before, spec(DHQK + 1, at="b0")),
         ),
         dict(
-            h=(jax.ShapeDtypeStruct(vecV.shape, vecQ.dtype), hv),
+            h=(jax.ShapeDtypeStruct((len(vecQ), DHHV), vecQ.dtype), hv),
             C_new=(matC, state),
             n_new=(vecN, qk),
             m_new=(scaM, gate),
         ),
-        aliases={0: 1, 4: 2} | ({} if scaM is None else {7: 3}),
+        aliases={0: 1, 1: 2} | ({} if scaM is None else {2: 3}),
         call=call,
         normaliser=normaliser,
         siz_b_DHQK=call.tiles.siz_b_DHQK,
