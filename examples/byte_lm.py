@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from byte_lm_mesh import HEADS, RESIDUAL_STREAM, constrained, specs
 from jax.sharding import Mesh
-from xlstm_model import Config, Params, block, next_logits
+from xlstm_model import Config, Params, block, next_logits, separate
 
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
@@ -74,15 +74,15 @@ def logits_of(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
     function = mlstm_chunkwise
     if model.mesh.shape["sequence"] > 1:
         function = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="sequence")
-    run = functools.partial(function, layout="BTNH")
+    config, run = model.config, functools.partial(function, layout="BTNH")
     mlstm = jax.shard_map(run, mesh=model.mesh, in_specs=HEADS, out_specs=HEADS)
     place = functools.partial(constrained, mesh=model.mesh, spec=RESIDUAL_STREAM)
     params = cast(params, model.dtype)
     x = place(params["embeddings"][tokens])
     for p in params["blocks"]:
-        x, _ = block(model.config, p, x, lambda *inputs: (mlstm(*inputs), None))
+        x, _ = block(config, p, x, lambda *joined: (mlstm(*separate(config, *joined)), None))
         x = place(x)
-    return next_logits(model.config, params, x)
+    return next_logits(config, params, x)
 
 
 @functools.partial(jax.jit, static_argnums=0)

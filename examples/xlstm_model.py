@@ -98,13 +98,19 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (y * weight).astype(x.dtype)
 
 
+def separate(config: Config, qkvo: jax.Array, gates: jax.Array) -> tuple[jax.Array, ...]:
+    """q, k, v, i, f of qkvo (..., NH, 2 DHQK + 2 DHV) and gates (..., NH, 2)."""
+    DHQK, DHV = config.head_dims
+    q, k, v, _ = jnp.split(qkvo, (DHQK, 2 * DHQK, 2 * DHQK + DHV), axis=-1)
+    return q, k, v, gates[..., 0], gates[..., 1]
+
+
 def block(
     config: Config, p: Params, x: jax.Array, mlstm: Callable[..., tuple[jax.Array, State]]
 ) -> tuple[jax.Array, State]:
     """x (..., D) after an mLSTM layer and a feed-forward layer, and the states of ``mlstm``.
 
-    mlstm: (qkvo, gates) -> h and states; qkvo (..., NH, 2 DHQK + 2 DHV), gates (..., NH, 2) with i
-    and f, h (..., NH, DHV).
+    mlstm: (qkvo, gates) -> h (..., NH, DHV) and states; ``separate`` has their shapes.
     """
     y = rms_norm(x, p["norm_mlstm"], config.norm_eps)
     qkvo = project(y, p["qkvo"])
@@ -134,17 +140,12 @@ def prefill_block(
     config: Config, p: Params, x: jax.Array, segment_ids: jax.Array, ends: jax.Array
 ) -> tuple[jax.Array, State]:
     """x (1, S, D) after a block, and the states (B, ...) at the end of each prompt."""
-    B, (DHQK, DHV) = len(ends), config.head_dims
+    B = len(ends)
     packed = dict(segment_ids=segment_ids, num_segments=B) if B > 1 else {}
 
     def mlstm(qkvo: jax.Array, gates: jax.Array) -> tuple[jax.Array, State]:
-        q, k, v, _ = jnp.split(qkvo, (DHQK, 2 * DHQK, 2 * DHQK + DHV), axis=-1)
         return mlstm_chunkwise(
-            q,
-            k,
-            v,
-            gates[..., 0],
-            gates[..., 1],
+            *separate(config, qkvo, gates),
             layout="BTNH",
             eps=config.eps,
             return_last_states=True,
