@@ -185,7 +185,7 @@ def of_lengths(lengths: Array, S: int, p: Problem) -> ChunkList:
     L, NC = p.L, p.NC
     zeros, ones = jnp.zeros_like(lengths), jnp.ones_like(lengths)
     begins = jnp.stack([zeros, lengths, lengths, S * ones], axis=1)
-    first = jnp.stack([zeros, NC * ones, zeros, zeros], axis=1)
+    first = jnp.stack([zeros, (NC + 1) * ones, zeros, zeros], axis=1)
     steps = lax.broadcasted_iota(jnp.int32, (len(lengths), NC), 1) * L
     sizes = jnp.clip(lengths[:, None] - steps, 0, L)
     return ChunkList(Parts(begins, first), Entries(steps, sizes))

@@ -65,7 +65,8 @@ def _part_of(parts, head, p: Problem) -> _Part:
     chunks, none = divide(end - begin + (p.L - 1), p.L), np.int32(0)
     has_steps, state = part <= N, state_of(p, N, head, part)
     counts = lax.select(has_steps, chunks, none), lax.select(has_steps, none, chunks)
-    return _Part(parts.first[head, part], counts[0], state, part < N, begin, end, counts[1])
+    first = lax.min(parts.first[head, part], np.int32(p.NC - 1))  # read ahead, also without chunks
+    return _Part(first, counts[0], state, part < N, begin, end, counts[1])
 
 
 def _initial(states, part, rows, columns):

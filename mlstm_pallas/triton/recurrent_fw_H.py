@@ -73,7 +73,9 @@ def _recurrent_fw_H_kernel(
     else:
         part, N = pl.program_id(1), parts_gmem.begins.shape[0] - 3
         begin, end = parts_gmem.begins[part], parts_gmem.begins[part + 1]
-        first, has_state = parts_gmem.first[part], part < N
+        # It is read ahead, also by a part without chunks.
+        first = lax.min(parts_gmem.first[part], np.int32(call.problem.NC - 1))
+        has_state = part < N
         q_gmem, v_gmem, partial_gmem, h_gmem = (
             x if x is None else up_to(end, x, call) for x in (q_gmem, v_gmem, partial_gmem, h_gmem)
         )
