@@ -64,7 +64,8 @@ def _recurrent_fw_H_kernel(
     (S, rows), L, precision = q_gmem.shape, call.problem.L, call.precision
     siz_b_DHQK = call.tiles.siz_b_DHQK
     row_tiles = [pl.ds(start, siz_b_DHQK) for start in range(0, rows, siz_b_DHQK)]
-    chunks, first, has_state = S // L, 0, True
+    first: Any = 0
+    chunks, has_state = S // L, True
     if parts_gmem is None:
 
         def steps_of(chunk):
