@@ -1,6 +1,7 @@
-"""xLSTM-7B (arXiv:2503.13427) for inference: prompts packed into one prefill, then token by token.
+"""xLSTM-7B (arXiv:2503.13427): a forward pass of packed sequences, then steps of one token.
 
-The model computes the same function as transformers' xLSTM. Dimensions, as in the shape comments:
+The model computes the same function as transformers' xLSTM. `xlstm_7b.py` generates text with it,
+and `train_byte_lm.py` trains a small one. Dimensions, as in the shape comments:
 
     B, S   prompts, steps of all packed prompts     D      width of the residual stream
     NH     heads                                    DHQK   head dimension of q and k

@@ -51,7 +51,7 @@ from mlstm_pallas.xlstm_jax import triton_stablef
 
 @needs_mosaic_gpu
 @pytest.mark.parametrize(
-    "name", quick_and_slow(CASES, quick=("states_BTNH", "one_block_of_rows_stored_float16"))
+    "name", quick_and_slow(CASES, quick=("states_BTNH", "one_block_of_rows_stored_float16", "lengths_of_one_block"))
 )
 def test_interpreted_kernels_against_float64(name, capsys):
     check_case(name, "mosaic_gpu_interpret")
