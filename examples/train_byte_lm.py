@@ -389,7 +389,7 @@ def run(stop: threading.Event) -> int:
     params = multihost_utils.process_allgather(training.state[0], tiled=True)
     if jax.process_index() == 0:
         plot(log, unigram, output / "loss.png")
-        params = jax.device_put(cast(params, FLAGS.dtype), jax.local_devices()[0])
+        params = jax.device_put(cast(params, FLAGS.dtype), mesh.local_devices[0])
         generated, speed = sample(config, params)
         text = generated.decode(errors="backslashreplace")
         log.write(step=training.step, generated_tokens_per_second=round(speed, 1))

@@ -269,7 +269,7 @@ def sharded(arrays, mesh, *specs):
 def loss_of(h, states):
     """A loss of h and of the states."""
     finite = (jnp.where(jnp.isfinite(y), y, 0.0) for y in states)
-    h = h.astype(jnp.promote_types(h.dtype, "float32"))
+    h = h if h.dtype == "float64" else h.astype("float32")
     return jnp.sum(h * jnp.cos(h)) + sum(jnp.sum(jnp.sin(y)) for y in finite)
 
 

@@ -48,11 +48,11 @@ from mlstm_pallas.stage import Lowering
 from mlstm_pallas.validation import MOSAIC_GPU_JAX
 from mlstm_pallas.xlstm_jax import triton_stablef
 
+QUICK = "states_BTNH", "one_block_of_rows_stored_float16", "lengths_of_one_block"
+
 
 @needs_mosaic_gpu
-@pytest.mark.parametrize(
-    "name", quick_and_slow(CASES, quick=("states_BTNH", "one_block_of_rows_stored_float16", "lengths_of_one_block"))
-)
+@pytest.mark.parametrize("name", quick_and_slow(CASES, quick=QUICK))
 def test_interpreted_kernels_against_float64(name, capsys):
     check_case(name, "mosaic_gpu_interpret")
     assert RACE not in capsys.readouterr().out
