@@ -4,7 +4,7 @@ A row is a JSON object, a line of a file in ``results/``. Every row has
 
     name, shape   as in shapes.py
     impl, direction, dtype
-    device, versions, commit
+    device, versions, commit, xla_flags (the variable XLA_FLAGS)
     status        "ok", "wrong", "failed" or "skipped"; note says why
 
 and those that were measured have
@@ -68,6 +68,7 @@ def new_row(options: flags.FlagValues, name: str, shape: Shape, impl: str, **mor
     device, versions = jax.devices()[0].device_kind, dict(jax=jax.__version__)
     versions["jaxlib"] = jaxlib.__version__
     where = dict(device=device, versions=versions, commit=options.commit or command.git_commit())
+    where["xla_flags"] = os.environ.get("XLA_FLAGS", "")
     return dict(name=name, shape=shape, impl=impl, **more, **where, status="ok", note="")
 
 
