@@ -11,7 +11,7 @@ from mlstm_pallas.stage import Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.add_decayed import Operands
 from mlstm_pallas.tiles import block_at, blocks, loop
-from mlstm_pallas.triton.launch import kernel_call, spec
+from mlstm_pallas.triton.launch import kernel_call
 
 
 def _add_decayed_kernel(
@@ -39,18 +39,18 @@ def add_decayed(x: Operands, *, call: Launch) -> Array:
 
     A chunk whose decay is 0 is neither read nor written.
     """
-    BNH, NC, DHQK, DHHV = x.X.shape
+    BNH, NC, DHQK, _ = x.X.shape
     siz_b = min(DHQK, 64)
-    of_chunk = spec(None, siz_b, DHHV, at="bci0")
     y: Array = kernel_call(
         _add_decayed_kernel,
         dict(
-            X=(x.X, of_chunk),
-            added=(x.added, spec(siz_b, DHHV, at="bi0")),
-            decays=(x.decays, spec(NC, at="b0")),
+            X=(x.X, "bci0"),
+            added=(x.added, "bi0"),
+            decays=(x.decays, "b0"),
         ),
-        dict(out=(jax.ShapeDtypeStruct(x.X.shape, x.X.dtype), of_chunk)),
+        dict(out=(jax.ShapeDtypeStruct(x.X.shape, x.X.dtype), "bci0")),
         grid=(blocks(DHQK, siz_b), NC, BNH),
+        sizes=dict(i=siz_b),
         call=call,
         aliases={0: 0},
     )["out"]

@@ -36,7 +36,7 @@ from mlstm_pallas.stage import Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.chunk_gates import Operands
 from mlstm_pallas.tiles import blocks, causal_mask, divide, loop
-from mlstm_pallas.triton.launch import floats, kernel_call, spec
+from mlstm_pallas.triton.launch import floats, kernel_call
 
 _INF = float("inf")
 _SCAN_BLOCK = 512  # chunks that a CTA of stabiliser_scan reads
@@ -174,12 +174,11 @@ def chunk_gates(
 
 
 def _local_gates(x: Operands, input_gate: InputGate, call: Launch) -> LocalGates:
-    p, chunk = call.problem, spec(call.problem.L, at="bc")
-    vec = floats(p.BNH, p.S)
+    vec = floats(call.problem.BNH, call.problem.S)
     y = kernel_call(
         _chunk_gates_kernel,
-        dict(i=(x.vecI, chunk), f=(x.vecF, chunk), starts=(x.starts, chunk)),
-        dict.fromkeys(("b", "e", "emax"), ((vec, vec), chunk)) | dict(offset=(vec, chunk)),
+        dict(i=(x.vecI, "bt"), f=(x.vecF, "bt"), starts=(x.starts, "bt")),
+        dict.fromkeys(("b", "e", "emax"), ((vec, vec), "bt")) | dict(offset=(vec, "bt")),
         call=call,
         input_gate=input_gate,
     )
@@ -196,14 +195,10 @@ def _stabiliser_scan(local: LocalGates, scaM_initial: Array, call: Launch) -> Ar
     )
 
     def scan(m_before, ctas, size):
-        def row(columns):
-            return spec(columns, at="b0")
-
-        chunks, m_before = row(padded), (m_before, row(m_before.shape[1]))
         return kernel_call(
             _stabiliser_scan_kernel,
-            dict(g=(g, chunks), a=(a, chunks), reset=(reset, chunks), m_before=m_before),
-            dict(m=(floats(p.BNH, size), row(size))),
+            dict(g=(g, "b0"), a=(a, "b0"), reset=(reset, "b0"), m_before=(m_before, "b0")),
+            dict(m=(floats(p.BNH, size), "b0")),
             grid=(ctas, p.BNH),
             call=call,
             block=block,

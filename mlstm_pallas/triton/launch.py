@@ -8,7 +8,7 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,21 +85,8 @@ def depth_and_stages(gpu: Gpu, elements: int, depth: int, dtype: Any) -> tuple[i
         depth //= 2
 
 
-class Block(NamedTuple):
-    """The block of an operand that a CTA reads or writes, without the leading axis of heads.
-
-    Attributes:
-      shape: of the block, with the layout "BNTH".
-      at: per axis, heads first, the letter of the index of its block, or 0 ("bc0").
-      in_layout: whether the array may have the layout "BTNH", or splits that count as heads.
-    """
-
-    shape: tuple[Any, ...]
-    at: str
-    in_layout: bool = False
-
-
-Operand = tuple[Any, Block | pl.BlockSpec]  # arrays, or shapes of outputs, and their block
+# Arrays, or shapes of outputs, and the letters of their axes with the layout "BNTH" ("bt0").
+Operand = tuple[Any, str]
 
 
 def kernel_call(
@@ -111,19 +98,24 @@ def kernel_call(
     name: str = "",
     grid: tuple[int, ...] = (),
     axes: str = "icb",
+    sizes: Mapping[str, int] = MappingProxyType({}),
     indices: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     aliases: Mapping[int, int] = MappingProxyType({}),
     **statics: Any,
 ) -> dict[str, Any]:
     """Launches ``kernel(**references, call=call, **statics)``; returns its outputs by name.
 
-    The reference to an operand x is x_gmem, and None if the operand is None.
+    The reference to an operand x is x_gmem, and None if the operand is None. The letter of an axis
+    says which block of it a CTA reads or writes: "0" the whole axis, "s" all steps, "t" the L steps
+    of chunk c. Other letters are indices of blocks. The reference lacks an axis whose letter has
+    no size.
 
     Args:
       name: of the launch; empty: the kernel's name.
       grid: on the GPU axis 0 varies fastest; empty: the grid of the call's tiles.
       axes: the letters of the grid's indices, of which the first may be missing: blocks of a chunk
         (i), chunks (c), heads (b).
+      sizes: of the blocks, by letter.
       indices: further letters, as functions of the grid's indices.
       aliases: {input: output} that share memory, by position without absent inputs.
     """
@@ -139,14 +131,17 @@ def kernel_call(
     arrays, tree = jax.tree.flatten(operands)
     num_inputs = len(jax.tree.leaves(operands[: len(inputs)]))
 
+    sizes = dict(s=call.problem.S, t=call.problem.L, **sizes)
+
     def index(letter, *grid):
+        letter = "c" if letter == "t" else letter
         if letter in indices:
             return indices[letter](*grid)
-        return 0 if letter == "0" else grid[axes.index(letter) - len(axes)]
+        return 0 if letter in "0s" else grid[axes.index(letter) - len(axes)]
 
     blocks = [
-        _block_spec(block, array, call.problem, index) if isinstance(block, Block) else block
-        for x, block in (*inputs.values(), *outputs.values())
+        _block_spec(at, array, call.problem, sizes, index)
+        for x, at in (*inputs.values(), *outputs.values())
         for array in jax.tree.leaves(x)
     ]
 
@@ -182,27 +177,22 @@ def kernel_call(
     return dict(zip(outputs, operands[len(inputs) :], strict=True))
 
 
-def spec(*shape: int | None, at: str) -> Block:
-    return Block(shape, at)
+def _block_spec(
+    at: str, x: Any, p: Problem, sizes: Mapping[str, int], index: Callable[..., Any]
+) -> pl.BlockSpec:
+    """The blocks of the array x; index: of a letter at the indices of the grid.
 
-
-def sequence_spec(rows: int, columns: int, at: str) -> Block:
-    """Blocks of q, k, v or another array of steps, in either layout.
-
-    The last block of a head may reach beyond its steps.
+    Rows of steps (s, t, or q for a tile of queries) may be in either layout, and splits of theirs
+    may count as heads. The last block of a head may reach beyond its steps.
     """
-    return Block((rows, columns), at, in_layout=True)
-
-
-def _block_spec(block: Block, x: Any, p: Problem, index: Callable[..., Any]) -> pl.BlockSpec:
-    """The blocks of the array x; index: of a letter at the indices of the grid."""
 
     def index_map(*grid):
-        return tuple(index(letter, *grid) for letter in block.at)
+        return tuple(index(letter, *grid) for letter in at)
 
-    if not block.in_layout:
-        return pl.BlockSpec((None, *block.shape), index_map)
-    rows, columns = block.shape
+    if len(at) != 3 or at[1] not in "stq":
+        shape = zip(at, x.shape, strict=True)
+        return pl.BlockSpec([y if a == "0" else sizes.get(a) for a, y in shape], index_map)
+    rows, columns = sizes[at[1]], sizes.get(at[2], x.shape[-1])
     heads = x.shape[0] if x.ndim == 3 else x.shape[0] * x.shape[2]
     num_splits, row_blocks = p.BNH // heads, p.S // rows
 
@@ -298,13 +288,6 @@ def rows_of_entry(entry: Any, call: Launch, *refs: Any) -> tuple[Any, ...]:
     start = entry.steps[...]
     end = start + entry.sizes[...]
     return pl.ds(start, call.problem.L), *(up_to(end, ref, call) for ref in refs)
-
-
-def chunk_spec(p: Problem, chunks: Any) -> Block:
-    """The chunk of q or k of a CTA; all steps if there is a list of chunks."""
-    if chunks is None:
-        return sequence_spec(p.L, p.DHQK, at="bc0")
-    return sequence_spec(p.S, p.DHQK, at="b00")
 
 
 def masked_load(ref: Any, mask: Array | None) -> Array:

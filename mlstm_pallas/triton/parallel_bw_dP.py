@@ -41,8 +41,6 @@ from mlstm_pallas.triton.launch import (
     floats,
     kernel_call,
     masked_store,
-    sequence_spec,
-    spec,
 )
 
 
@@ -156,39 +154,36 @@ def parallel_bw_dP(
     (delta, gradients), g = delta_and_gradients(x, normaliser), x.gates.per_step()
     p, T, dtype = call.problem, call.tiles.siz_b_LQ, x.matQ.dtype
     n, normalise = blocks(p.L, T), normaliser is not None
-    steps = spec(p.L, at="bc")
-    qk, hv = (sequence_spec(p.L, columns, at="bc0") for columns in (p.DHQK, p.DHHV))
-    tile = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype), spec(p.L, p.L, at="bc0")
+    tile = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype), "bt0"
     # It has the caller's steps, so that XLA can give it the memory of a gradient.
     scaled = jax.ShapeDtypeStruct((p.BNH, x.matQ.shape[1], p.DHQK), dtype)
-    sums = floats(p.BNH, n, p.S), spec(n, p.L, at="b0c")
+    sums = floats(p.BNH, n, p.S), "b0t"
     y = kernel_call(
         _parallel_bw_dP_kernel,
         dict(
-            q=(x.matQ, qk),
-            k=(x.matK, qk),
-            v=(x.matV, hv),
-            dh=(x.matDeltaH, hv),
-            e=(g.vecE, steps),
-            u=(g.vecU, steps),
-            w=(g.vecW, steps),
-            abar=(g.vecAbar, steps),
-            inv_den=(gradients.vecInvDen, steps),
-            dz_den=(gradients.vecDzDen, steps),
+            q=(x.matQ, "bt0"),
+            k=(x.matK, "bt0"),
+            v=(x.matV, "bt0"),
+            dh=(x.matDeltaH, "bt0"),
+            e=(g.vecE, "bt"),
+            u=(g.vecU, "bt"),
+            w=(g.vecW, "bt"),
+            abar=(g.vecAbar, "bt"),
+            inv_den=(gradients.vecInvDen, "bt"),
+            dz_den=(gradients.vecDzDen, "bt"),
         ),
         dict(
             P=tile,
             dP=tile,
-            qbar=(scaled, qk),
+            qbar=(scaled, "bt0"),
             per_query=sums,
             per_key=sums,
-            diagonal=(floats(p.BNH, p.S), steps),
-            kbar=(scaled if return_keys else None, qk),
-            dn_added=(
-                floats(p.BNH, p.NC * n, p.DHQK) if normalise else None,
-                spec(n, p.DHQK, at="bc0"),
-            ),
+            diagonal=(floats(p.BNH, p.S), "bt"),
+            kbar=(scaled if return_keys else None, "bt0"),
+            dn_added=(floats(p.BNH, p.NC * n, p.DHQK) if normalise else None, "bn0"),
         ),
+        sizes=dict(n=n),
+        indices=dict(n=lambda i, c, b: c),
         call=call,
     )
     keys, dn_added = y["kbar"], y["dn_added"]

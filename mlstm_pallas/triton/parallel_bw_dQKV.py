@@ -29,8 +29,6 @@ from mlstm_pallas.triton.launch import (
     depth_and_stages,
     floats,
     kernel_call,
-    sequence_spec,
-    spec,
     stages_that_fit,
 )
 from mlstm_pallas.triton.parallel_bw_dP import BlockedTiles
@@ -151,39 +149,33 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
     p, g, gradients, n = call.problem, x.gates.per_step(), x.normaliser_gradients, x.vecN_states
     K, V = blocks(p.DHQK, call.tiles.siz_b_DHQK), blocks(p.DHHV, call.tiles.siz_b_DHHV)
-    qk, hv = (sequence_spec(p.L, columns, at="bc0") for columns in (p.DHQK, p.DHHV))
-    tile = spec(p.L, p.L, at="bc0")
-    state = spec(None, p.DHQK, p.DHHV, at="bc00")
-    norm = spec(None, p.DHQK, at="bc0")
-    steps = spec(p.L, at="bc")
-    inter = floats(p.BNH, K, p.S), spec(K, p.L, at="b0c")
-    products = spec(None, K * V, at="bc0")
+    inter = floats(p.BNH, K, p.S), "b0t"
     dq, dk, dv = (sequence_shape(y, y.shape[-1], y.dtype) for y in (x.matQ, x.matK, x.matV))
     y = kernel_call(
         _parallel_bw_dQKV_kernel,
         dict(
-            q=(x.matQ, qk),
-            k=(x.matK, qk),
-            v=(x.matV, hv),
-            dh=(x.matDeltaH, hv),
-            C=(x.matC_states, state),
-            n=(None if gradients.vecInvDen is None else n, norm),
-            dC=(x.matDeltaC_states, state),
-            dn=(x.vecDeltaN_states, norm),
-            P=(x.scores.matP, tile),
-            dP=(x.scores.matDeltaP, tile),
-            w=(g.vecW, steps),
-            abar=(g.vecAbar, steps),
-            inv_den=(gradients.vecInvDen, steps),
-            dz_den=(gradients.vecDzDen, steps),
+            q=(x.matQ, "bt0"),
+            k=(x.matK, "bt0"),
+            v=(x.matV, "bt0"),
+            dh=(x.matDeltaH, "bt0"),
+            C=(x.matC_states, "bc00"),
+            n=(None if gradients.vecInvDen is None else n, "bc0"),
+            dC=(x.matDeltaC_states, "bc00"),
+            dn=(x.vecDeltaN_states, "bc0"),
+            P=(x.scores.matP, "bt0"),
+            dP=(x.scores.matDeltaP, "bt0"),
+            w=(g.vecW, "bt"),
+            abar=(g.vecAbar, "bt"),
+            inv_den=(gradients.vecInvDen, "bt"),
+            dz_den=(gradients.vecDzDen, "bt"),
         ),
         dict(
-            dq=(dq, qk),
+            dq=(dq, "bt0"),
             q_inter=inter,
-            dk=(dk, qk),
+            dk=(dk, "bt0"),
             k_inter=inter,
-            dv=(dv, hv),
-            states=(floats(p.BNH, p.NC, K * V), products),
+            dv=(dv, "bt0"),
+            states=(floats(p.BNH, p.NC, K * V), "bc0"),
         ),
         call=call,
     )

@@ -34,8 +34,6 @@ from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,
     kernel_call,
-    sequence_spec,
-    spec,
     stages_that_fit,
 )
 
@@ -129,31 +127,28 @@ def parallel_fw_H(
 ) -> Outputs:
     """Runs the stage: ``stages/parallel_fw_H.py``."""
     p, g, normalise = call.problem, x.gates.per_step(), normaliser is not None
-    LQ, BV = call.tiles.siz_b_LQ, call.tiles.siz_b_DHHV
+    LQ = call.tiles.siz_b_LQ
     output_dtype = x.matQ.dtype if output_dtype is None else output_dtype
     n = blocks(p.L, LQ)  # tiles of a chunk
-    queries, chunk = spec(LQ, at="bq"), spec(p.L, at="bc")
     y = kernel_call(
         _parallel_fw_H_kernel,
         dict(
-            q=(x.matQ, sequence_spec(LQ, p.DHQK, at="bq0")),
-            k=(x.matK, sequence_spec(p.L, p.DHQK, at="bc0")),
-            v=(x.matV, sequence_spec(p.L, BV, at="bcv")),
-            C=(x.matC_states, spec(None, p.DHQK, BV, at="bc0v")),
-            n=(x.vecN_states if normalise else None, spec(None, p.DHQK, at="bc0")),
-            e=(g.vecE, chunk),
-            u=(g.vecU, queries),
-            w=(g.vecW, queries),
-            m=(g.vecM if normaliser and normaliser.floor_needs_m else None, queries),
+            q=(x.matQ, "bq0"),
+            k=(x.matK, "bt0"),
+            v=(x.matV, "btv"),
+            C=(x.matC_states, "bc0v"),
+            n=(x.vecN_states if normalise else None, "bc0"),
+            e=(g.vecE, "bt"),
+            u=(g.vecU, "bq"),
+            w=(g.vecW, "bq"),
+            m=(g.vecM if normaliser and normaliser.floor_needs_m else None, "bq"),
         ),
         dict(
-            h=(
-                sequence_shape(x.matV, p.DHHV, output_dtype),
-                sequence_spec(LQ, BV, at="bqv"),
-            ),
-            z=(floats(p.BNH, p.S) if normalise else None, queries),
+            h=(sequence_shape(x.matV, p.DHHV, output_dtype), "bqv"),
+            z=(floats(p.BNH, p.S) if normalise else None, "bq"),
         ),
         axes="vqb",
+        sizes=dict(q=LQ, v=call.tiles.siz_b_DHHV),
         indices=dict(c=lambda iv, iq, b: iq // n),
         call=call,
         normaliser=normaliser,

@@ -20,14 +20,7 @@ from mlstm_pallas.stage import Launch, ScaledRows
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
 from mlstm_pallas.tiles import causal_mask, decay_tile, dot
-from mlstm_pallas.triton.launch import (
-    chunk_spec,
-    floats,
-    kernel_call,
-    rows_of_entry,
-    sequence_spec,
-    spec,
-)
+from mlstm_pallas.triton.launch import floats, kernel_call, rows_of_entry
 
 
 def _parallel_fw_P_kernel(
@@ -81,31 +74,26 @@ def parallel_fw_P(
 ) -> ScanOperands:
     """Runs the stage: ``stages/parallel_fw_P.py``."""
     p, g, normalise = call.problem, x.gates.per_step(), normaliser is not None
-    rows, chunk = sequence_spec(p.L, p.DHQK, at="bc0"), chunk_spec(p, x.chunks)
     kbar_steps = x.matK.shape[1] if x.chunks is None else p.S
-    norm = spec(None, p.DHQK, at="bc0")
-    steps, vector = spec(p.L, at="bc"), floats(p.BNH, p.S)
+    chunk, vector = "bt0" if x.chunks is None else "bs0", floats(p.BNH, p.S)
     y = kernel_call(
         _parallel_fw_P_kernel,
         dict(
-            entry=(None if x.chunks is None else x.chunks.entries, spec(None, at="bc")),
+            entry=(None if x.chunks is None else x.chunks.entries, "bc"),
             q=(x.matQ, chunk),
             k=(x.matK, chunk),
-            n=(x.vecN_states if normalise else None, norm),
-            e=(g.vecE, steps),
-            u=(g.vecU, steps),
-            w=(g.vecW, steps),
-            abar=(g.vecAbar, steps),
-            m=(g.vecM if normaliser and normaliser.floor_needs_m else None, steps),
+            n=(x.vecN_states if normalise else None, "bc0"),
+            e=(g.vecE, "bt"),
+            u=(g.vecU, "bt"),
+            w=(g.vecW, "bt"),
+            abar=(g.vecAbar, "bt"),
+            m=(g.vecM if normaliser and normaliser.floor_needs_m else None, "bt"),
         ),
         dict(
-            P=(
-                jax.ShapeDtypeStruct((p.BNH, p.S, p.L), x.matQ.dtype),
-                spec(p.L, p.L, at="bc0"),
-            ),
-            r=(vector, steps),
-            kbar=(jax.ShapeDtypeStruct((p.BNH, kbar_steps, p.DHQK), x.matQ.dtype), rows),
-            z=(vector if normalise else None, steps),
+            P=(jax.ShapeDtypeStruct((p.BNH, p.S, p.L), x.matQ.dtype), "bt0"),
+            r=(vector, "bt"),
+            kbar=(jax.ShapeDtypeStruct((p.BNH, kbar_steps, p.DHQK), x.matQ.dtype), "bt0"),
+            z=(vector if normalise else None, "bt"),
         ),
         call=call,
         normaliser=normaliser,

@@ -35,14 +35,11 @@ from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, chunk_
 from mlstm_pallas.stages.split_products import Operands
 from mlstm_pallas.tiles import block_at, blocks, divide, dot, loop, remainder
 from mlstm_pallas.triton.launch import (
-    Block,
     Operand,
     PipelinedTiles,
     depth_and_stages,
     floats,
     kernel_call,
-    sequence_spec,
-    spec,
 )
 
 CTAS_PER_SM = 2
@@ -124,7 +121,7 @@ def _launch(
     selected: tuple[range, int] | None = None,
 ) -> list[RecurrenceOutputs]:
     """One launch of the kernel. selected: (a range, n) runs only these heads of every n."""
-    p, BK, BV = call.problem, call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
+    p = call.problem
     these, of_each = selected or (range(1), 1)
     heads = p.BNH // of_each * len(these)
 
@@ -147,30 +144,25 @@ def _launch(
         for x in each
     ]
 
-    def operands(of: Sequence[Any], **blocks: Block) -> dict[str, Operand]:
-        return {field: ([getattr(x, field) for x in of], y) for field, y in blocks.items()}
+    def operands(of: Sequence[Any], **axes: str) -> dict[str, Operand]:
+        return {field: ([getattr(x, field) for x in of], at) for field, at in axes.items()}
 
     y = kernel_call(
         _recurrences_kernel,
         operands(
             each,
-            a=sequence_spec(p.S, BK, at="h0k"),
-            b=sequence_spec(p.S, BV, at="h0v"),
-            r=spec(p.S, at="h0"),
-            gamma=spec(p.NC, at="h0"),
-            X_initial=spec(BK, BV, at="hkv"),
-            x_initial=spec(BK, at="hk"),
+            a="hsk",
+            b="hsv",
+            r="hs",
+            gamma="h0",
+            X_initial="hkv",
+            x_initial="hk",
         ),
-        operands(
-            shapes,
-            X=spec(p.NC, BK, BV, at="o0kv"),
-            X_last=spec(BK, BV, at="okv"),
-            x=spec(p.NC, BK, at="o0k"),
-            x_last=spec(BK, at="ok"),
-        ),
+        operands(shapes, X="o0kv", X_last="okv", x="o0k", x_last="ok"),
         name=name,
         grid=(*call.tiles.grid(p)[:2], len(each) * heads),
         axes="vkn",
+        sizes=dict(k=call.tiles.siz_b_DHQK, v=call.tiles.siz_b_DHHV),
         indices=dict(h=head, o=output_head),
         call=call,
         backward=tuple(x.backward for x in each),

@@ -37,8 +37,6 @@ from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,
     kernel_call,
-    sequence_spec,
-    spec,
     stages_that_fit,
     up_to,
 )
@@ -168,51 +166,46 @@ def recurrent_fw_H(
     if store_every and launches > 1:
         raise ValueError(f"recurrent_fw_H stores states of up to {rows} rows, expected {p.DHQK}")
     axes, grid, chunks, C_initial = "ib", call.tiles.grid(p), x.chunks, x.matC_initial
-    parts, N, states = None, 1, "b"
+    parts, N, state = None, 1, "b"
     if chunks is not None:
-        parts, N, states, axes = chunks.parts, chunks.N, "s", "ipb"
+        parts, N, state, axes = chunks.parts, chunks.N, "n", "ipb"
         grid = grid[0], N + 2, grid[1]
         if C_initial is not None:
             C_initial = C_initial.reshape(-1, p.DHQK, p.DHHV)
-    values = sequence_spec(p.S, siz_b, at="b0i")
-    state = spec(rows, siz_b, at=f"{states}0i")
     stored = blocks(p.NC, store_every or p.NC)
     y: dict[str, Any] = dict(h=None)
     lasts = []
     for index in range(launches):
-        columns = sequence_spec(p.S, rows, at="b0n")
         # h is rounded at most twice, not once per launch, to keep its error bound.
         h_dtype = dtype if index == launches - 1 or launches == 2 else jnp.float32
         y = kernel_call(
             _recurrent_fw_H_kernel,
             dict(
-                parts=(parts, spec(N + 3, at="b0")),
-                q=(x.matQ, columns),
-                kbar=(kbar, columns),
-                v=(x.matV, values),
-                P=(
-                    None if index else x.scan.matP,
-                    spec(p.S, p.L, at="b00"),
-                ),
-                r=(x.scan.vecR, spec(p.S, at="b0")),
-                gamma=(x.scaGamma, spec(p.NC, at="b0")),
-                C_initial=(C_initial, spec(rows, siz_b, at=f"{states}ni")),
-                partial=(y["h"], values),
+                parts=(parts, "b0"),
+                q=(x.matQ, "bsk"),
+                kbar=(kbar, "bsk"),
+                v=(x.matV, "bsi"),
+                P=(None if index else x.scan.matP, "bs0"),
+                r=(x.scan.vecR, "bs"),
+                gamma=(x.scaGamma, "b0"),
+                C_initial=(C_initial, state + "ki"),
+                partial=(y["h"], "bsi"),
             ),
             dict(
-                h=(sequence_shape(x.matV, p.DHHV, h_dtype), values),
-                C_last=(floats(N * p.BNH, rows, p.DHHV) if return_last else None, state),
+                h=(sequence_shape(x.matV, p.DHHV, h_dtype), "bsi"),
+                C_last=(floats(N * p.BNH, rows, p.DHHV) if return_last else None, state + "0i"),
                 C=(
                     jax.ShapeDtypeStruct((p.BNH, stored, p.DHQK, p.DHHV), dtype)
                     if store_every
                     else None,
-                    spec(stored, p.DHQK, siz_b, at="b00i"),
+                    "b00i",
                 ),
             ),
             axes=axes,
+            sizes=dict(i=siz_b, k=rows),
             indices=dict(
-                n=lambda *at, index=index: index,
-                s=lambda i, part, b: state_of(p, N, b, part),
+                k=lambda *at, index=index: index,
+                n=lambda i, part, b: state_of(p, N, b, part),
             ),
             grid=grid,
             call=call,

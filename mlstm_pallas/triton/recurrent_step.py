@@ -25,7 +25,7 @@ from mlstm_pallas.stage import Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.recurrent_step import Operands, Step, rounded, step_gates
 from mlstm_pallas.tiles import block_at, loop
-from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store, spec
+from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store
 
 
 def _recurrent_step_kernel(
@@ -129,9 +129,7 @@ def recurrent_step(
 ) -> Step:
     """Runs the stage: ``stages/recurrent_step.py``."""
     vecQ, vecK, vecV, scaI, scaF, matC, vecN, scaM = x
-    _, DHQK, DHHV = matC.shape
-    state, qk, hv = spec(DHQK, DHHV, at="b00"), spec(DHQK, at="b0"), spec(DHHV, at="b0")
-    gate, before = spec(at="b"), None
+    DHHV, before = matC.shape[-1], None
     if call.tiles.siz_b_DHHV < DHHV:  # every CTA of a head reads n and m, and one updates them
         last = jnp.zeros(len(vecN), jnp.float32) if scaM is None else scaM
         pair = vecN.astype(jnp.float32), last[:, None].astype(jnp.float32)
@@ -139,21 +137,21 @@ def recurrent_step(
     y = kernel_call(
         _recurrent_step_kernel,
         dict(
-            C=(matC, state),
-            n=(vecN, qk),
-            m=(scaM, gate),
-            q=(vecQ, spec(vecQ.shape[1], at="b0")),
-            k=(vecK, qk),
-            v=(vecV, hv),
-            i=(scaI, gate if scaI.ndim == 1 else spec(2, at="b0")),
-            f=(scaF, gate),
-            before=(before, spec(DHQK + 1, at="b0")),
+            C=(matC, "b00"),
+            n=(vecN, "b0"),
+            m=(scaM, "b"),
+            q=(vecQ, "b0"),
+            k=(vecK, "b0"),
+            v=(vecV, "b0"),
+            i=(scaI, "b0"[: scaI.ndim]),
+            f=(scaF, "b"),
+            before=(before, "b0"),
         ),
         dict(
-            h=(jax.ShapeDtypeStruct((len(vecQ), DHHV), vecQ.dtype), hv),
-            C_new=(matC, state),
-            n_new=(vecN, qk),
-            m_new=(scaM, gate),
+            h=(jax.ShapeDtypeStruct((len(vecQ), DHHV), vecQ.dtype), "b0"),
+            C_new=(matC, "b00"),
+            n_new=(vecN, "b0"),
+            m_new=(scaM, "b"),
         ),
         aliases={0: 1, 1: 2} | ({} if scaM is None else {2: 3}),
         call=call,

@@ -12,13 +12,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.step_sums import Operands
-from mlstm_pallas.triton.launch import (
-    chunk_spec,
-    floats,
-    kernel_call,
-    rows_of_entry,
-    spec,
-)
+from mlstm_pallas.triton.launch import floats, kernel_call, rows_of_entry
 from mlstm_pallas.triton.parallel_fw_P import Tiles
 
 __all__ = ["Tiles", "step_sums"]
@@ -42,15 +36,14 @@ def _key_sums_kernel(
 def step_sums(x: Operands, *, call: Launch) -> Array:
     """Runs the stage: ``stages/step_sums.py``, for keys."""
     p = call.problem
-    sums = spec(None, p.DHQK, at="bc0")
     y: Array = kernel_call(
         _key_sums_kernel,
         dict(
-            entry=(None if x.chunks is None else x.chunks.entries, spec(None, at="bc")),
-            k=(x.rows, chunk_spec(p, x.chunks)),
-            abar=(x.weights, spec(p.L, at="bc")),
+            entry=(None if x.chunks is None else x.chunks.entries, "bc"),
+            k=(x.rows, "bt0" if x.chunks is None else "bs0"),
+            abar=(x.weights, "bt"),
         ),
-        dict(sums=(floats(p.BNH, p.NC, p.DHQK), sums)),
+        dict(sums=(floats(p.BNH, p.NC, p.DHQK), "bc0")),
         call=call,
     )["sums"]
     return y
