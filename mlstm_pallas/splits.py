@@ -69,7 +69,7 @@ def splits_as_heads(x: Array, num_splits: int, S: int) -> Array:
     """(B * NH, n, ...) to (B * NH * num_splits, n / num_splits, ...); n is S steps, or chunks.
 
     (B, S, NH, D) stays as it is, and so does (B * NH, S', D) with other steps than S, whose last
-    split is shorter: ``sequence_spec`` addresses their splits.
+    split is shorter: ``kernel_call`` addresses their splits.
     """
     if x.ndim == 4 or (x.ndim == 3 and x.shape[1] != S):
         return x

@@ -81,7 +81,7 @@ def each(count: int | Array) -> Callable[[Callable[[Array], None]], None]:
     return run
 
 
-def sum_of(count: int, product: Callable[[Array], Array], shape: tuple[int, int]) -> Array:
+def sum_of(count: int, product: Callable[[Array], Array], shape: tuple[int, ...]) -> Array:
     """product(0) + ... + product(count - 1), in float32."""
     return loop(count, lambda index, acc: acc + product(index), jnp.zeros(shape, jnp.float32))
 

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.add_decayed import Operands
-from mlstm_pallas.tiles import block_at, blocks, loop
+from mlstm_pallas.tiles import block_at, blocks, each
 from mlstm_pallas.triton.launch import kernel_call
 
 
@@ -24,14 +24,12 @@ def _add_decayed_kernel(
 ):
     decay, siz_b = decays_gmem[pl.program_id(1)], min(X_gmem.shape[1], 64)
 
-    def add(index, carry):
+    def add(index):
         at = slice(None), block_at(index, siz_b)
         out = X_gmem[at].astype(jnp.float32) + decay * added_gmem[at]
         out_gmem[at] = out.astype(out_gmem.dtype)
 
-    @pl.when(decay != 0)
-    def _():
-        loop(blocks(X_gmem.shape[1], siz_b), add, None)
+    pl.when(decay != 0)(lambda: each(blocks(X_gmem.shape[1], siz_b))(add))
 
 
 def add_decayed(x: Operands, *, call: Launch) -> Array:

@@ -32,7 +32,7 @@ from mlstm_pallas.tiles import (
     decay_tile,
     divide,
     dot,
-    loop,
+    each,
     sum_of,
 )
 from mlstm_pallas.triton.launch import (
@@ -129,7 +129,8 @@ def _parallel_bw_dP_kernel(
         r = query_scale(w, scale, None if inv_den_gmem is None else inv_den_gmem[steps])
         dz_den = None if dz_den_gmem is None else dz_den_gmem[steps][:, None]
 
-        def scaled(x, _):
+        @each(DHQK // block_k)
+        def _(x):
             columns = block_at(x, block_k)
             q = q_gmem[steps, columns].astype(jnp.float32) * r[:, None]
             qbar_gmem[steps, columns] = q.astype(qbar_gmem.dtype)
@@ -138,9 +139,6 @@ def _parallel_bw_dP_kernel(
                 kbar_gmem[steps, columns] = k.astype(kbar_gmem.dtype)
             if dn_added_gmem is not None:
                 dn_added_gmem[tile, columns] = jnp.sum(q * dz_den, axis=0)
-            return _
-
-        loop(DHQK // block_k, scaled, ())
 
 
 def parallel_bw_dP(

@@ -22,6 +22,7 @@ from mlstm_pallas.problem import Problem, is_power_of_two
 from mlstm_pallas.stage import Launch, clamped, sequence_shape
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
 from mlstm_pallas.tiles import (
+    block_at,
     blocks,
     causal_mask,
     decay_tile,
@@ -29,6 +30,7 @@ from mlstm_pallas.tiles import (
     dot,
     loop,
     remainder,
+    sum_of,
 )
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
@@ -63,16 +65,16 @@ def _parallel_fw_H_kernel(
     # q . n is a separate loop: if a pipelined tile feeds both a product and other arithmetic,
     # Triton gives it one buffer too few, and the copy of a later tile overwrites it under the
     # running product.
-    def add_norm(ik, z):
-        columns = pl.ds(ik * siz_b_DHQK, siz_b_DHQK)
+    def norm(ik):
+        columns = block_at(ik, siz_b_DHQK)
         q = q_gmem[:, columns].astype(jnp.float32)
-        return z + jnp.sum(q * n_gmem[columns][None, :], axis=1)
+        return jnp.sum(q * n_gmem[columns][None, :], axis=1)
 
-    def add_state(ik, num):
-        columns = pl.ds(ik * siz_b_DHQK, siz_b_DHQK)
-        return num + dot(q_gmem[:, columns], C_gmem[columns, :], precision)
+    def state(ik):
+        columns = block_at(ik, siz_b_DHQK)
+        return dot(q_gmem[:, columns], C_gmem[columns, :], precision)
 
-    num = loop(num_k, add_state, jnp.zeros((LQ, h_gmem.shape[1]), jnp.float32))
+    num = sum_of(num_k, state, h_gmem.shape)
     if keep_q:
         q_whole = q_gmem[...]
     if normaliser is None:
@@ -80,23 +82,23 @@ def _parallel_fw_H_kernel(
     elif keep_q:
         z = jnp.sum(q_whole.astype(jnp.float32) * n_gmem[...][None, :], axis=1)
     else:
-        z = loop(num_k, add_norm, jnp.zeros((LQ,), jnp.float32))
+        z = sum_of(num_k, norm, (LQ,))
     w = query_scale(w_gmem[...], p.qk_scale)
     num, z = num * w[:, None], None if z is None else z * w
     u = [ref[...] for ref in u_gmem]
 
     def add_keys(j, carry):
         num, z = carry
-        keys = pl.ds(j * siz_b_LKV, siz_b_LKV)
+        keys = block_at(j, siz_b_LKV)
         if keep_q:
             scores = dot(q_whole, k_gmem[keys, :], precision, b_axis=1)
         else:
 
-            def add_columns(ik, scores):
-                columns = pl.ds(ik * siz_b_DHQK, siz_b_DHQK)
-                return scores + dot(q_gmem[:, columns], k_gmem[keys, columns], precision, b_axis=1)
+            def columns_of_scores(ik):
+                columns = block_at(ik, siz_b_DHQK)
+                return dot(q_gmem[:, columns], k_gmem[keys, columns], precision, b_axis=1)
 
-            scores = loop(num_k, add_columns, jnp.zeros((LQ, siz_b_LKV), jnp.float32))
+            scores = sum_of(num_k, columns_of_scores, (LQ, siz_b_LKV))
         # Masked after the product, not before, so that a NaN in k reaches no earlier step.
         D = decay_tile((ref[keys] for ref in e_gmem), u, None)
         mask = causal_mask(LQ, siz_b_LKV, first - j * siz_b_LKV)

@@ -29,7 +29,13 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.gates import vector_states
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.splits import decays_in_splits, heads_of_splits, split_states, splits_as_heads
+from mlstm_pallas.splits import (
+    decays_in_splits,
+    heads_of_splits,
+    split_states,
+    splits_as_heads,
+    splits_of,
+)
 from mlstm_pallas.stage import Launch, clamped, steps_like
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, chunk_sums, with_inner
 from mlstm_pallas.stages.split_products import Operands
@@ -43,7 +49,6 @@ from mlstm_pallas.triton.launch import (
 )
 
 CTAS_PER_SM = 2
-MIN_SPLITS, MAX_SPLITS = 4, 16  # with fewer, a second launch costs more than it gains
 
 
 def _recurrence_kernel(
@@ -269,6 +274,5 @@ class Tiles(PipelinedTiles):
             K, V = (K, V // 2) if V >= K else (K // 2, V)
         # The pipeline copies one operand; the other one passes through registers.
         steps, stages = depth_and_stages(gpu, max(K, V), clamped(64, p.L), dtype)
-        most = min(CTAS_PER_SM * gpu.sms // max(ctas(), 1), MAX_SPLITS, p.NC & -p.NC)
-        splits = 1 << (most.bit_length() - 1) if most >= MIN_SPLITS else 1
+        splits = splits_of(p.NC, CTAS_PER_SM * gpu.sms // max(ctas(), 1))
         return cls(steps, K, V, num_warps=4, num_stages=stages, num_splits=splits)

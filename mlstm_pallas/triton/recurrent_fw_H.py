@@ -32,7 +32,7 @@ from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import Problem, next_power_of_two
 from mlstm_pallas.stage import Launch, clamped, largest_rows, sequence_shape
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
-from mlstm_pallas.tiles import block_at, blocks, divide, dot, loop
+from mlstm_pallas.tiles import block_at, blocks, divide, dot, each, loop
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,
@@ -84,10 +84,9 @@ def _recurrent_fw_H_kernel(
         def steps_of(chunk):
             return pl.ds(begin + chunk * L, L)
 
-        def store_zeros(chunk, carry):
+        @each(all_chunks - chunks)
+        def _(chunk):
             h_gmem[steps_of(chunk), :] = jnp.zeros((L, v_gmem.shape[1]), h_gmem.dtype)
-
-        loop(all_chunks - chunks, store_zeros, None)
 
     def entry_of(chunk):
         """The chunk in all other arrays."""

@@ -29,26 +29,25 @@ from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store
 
 
 def _recurrent_step_kernel(
-    C_gmem: Any,  # (DHQK, DHHV), the whole head's
-    n_gmem: Any,  # (DHQK,)
-    m_gmem: Any,  # (), or absent: the sigmoid input gate
-    q_gmem: Any,  # (DHQK,), or q, k and v, (2 * DHQK + DHHV or more,)
-    k_gmem: Any,  # (DHQK,), or absent: q_gmem has it
-    v_gmem: Any,  # (DHHV,), or absent: q_gmem has it
-    i_gmem: Any,  # (), or i and f, (2,)
-    f_gmem: Any,  # (), or absent: i_gmem has it
-    before_gmem: Any,  # (DHQK + 1,), a copy of n and m; absent: the head has one CTA
-    h_gmem: Any,  # out (DHHV,)
-    C_new_gmem: Any,  # out (DHQK, DHHV), in place of C
-    n_new_gmem: Any,  # out (DHQK,), in place of n
-    m_new_gmem: Any,  # out (), in place of m, or absent
+    C_gmem,  # (DHQK, DHHV), the whole head's
+    n_gmem,  # (DHQK,)
+    m_gmem,  # (), or absent: the sigmoid input gate
+    q_gmem,  # (DHQK,), or q, k and v, (2 * DHQK + DHHV or more,)
+    k_gmem,  # (DHQK,), or absent: q_gmem has it
+    v_gmem,  # (DHHV,), or absent: q_gmem has it
+    i_gmem,  # (), or i and f, (2,)
+    f_gmem,  # (), or absent: i_gmem has it
+    before_gmem,  # (DHQK + 1,), a copy of n and m; absent: the head has one CTA
+    h_gmem,  # out (DHHV,)
+    C_new_gmem,  # out (DHQK, DHHV), in place of C
+    n_new_gmem,  # out (DHQK,), in place of n
+    m_new_gmem,  # out (), in place of m, or absent
     *,
-    call: Launch,
-    normaliser: Normaliser | None,
-    siz_b_DHQK: int,
-    siz_b_DHHV: int,
-) -> None:
+    call,
+    normaliser,
+):
     (DHQK, DHHV), scale, compiled = C_gmem.shape, call.problem.qk_scale, not call.interpret
+    siz_b_DHQK, siz_b_DHHV = call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
     columns, in_columns = _block(pl.program_id(0), siz_b_DHHV, DHHV)
     num_blocks = -(-DHQK // siz_b_DHQK)
 
@@ -56,18 +55,18 @@ def _recurrent_step_kernel(
     if k_gmem is None:
         k_at, v_at = (q_gmem, DHQK), (q_gmem, 2 * DHQK)
 
-    def load_vector(at: tuple[Any, int], block: Any, inside: Any) -> jax.Array:
+    def load_vector(at, block, inside):
         ref, offset = at
         block = pl.ds(block.start + offset, block.size)
         return masked_load(ref.at[block], inside).astype(jnp.float32)
 
-    def load(ik: jax.Array) -> tuple[Any, ...]:
+    def load(ik):
         rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
         C = masked_load(C_gmem.at[rows, columns], _outer(in_rows, in_columns))
         q, k = (load_vector(at, rows, in_rows)[:, None] for at in (q_at, k_at))
         return C, q, k
 
-    def update(ik: jax.Array, loaded: Any, num: jax.Array) -> jax.Array:
+    def update(ik, loaded, num):
         rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
         C, q, k = loaded
         C = decay * C.astype(jnp.float32) + (gain * k) * v[None, :]
@@ -76,7 +75,7 @@ def _recurrent_step_kernel(
         )
         return num + jnp.sum(q * C, axis=0)
 
-    def step(ik: jax.Array, carry: Any) -> tuple[Any, ...]:
+    def step(ik, carry):
         return load(ik + 1), update(ik, *carry)
 
     # The first block is loaded before anything waits.
@@ -94,12 +93,12 @@ def _recurrent_step_kernel(
     n = decay * n + gain * k
 
     @pl.when(pl.program_id(0) == 0)
-    def _() -> None:
+    def _():
         masked_store(n_new_gmem.at[whole], n.astype(n_new_gmem.dtype), in_whole)
         if m_new_gmem is not None:
             m_new_gmem[...] = m_new.astype(m_new_gmem.dtype)
 
-    carry: Any = loaded, jnp.zeros((siz_b_DHHV,), jnp.float32)
+    carry = loaded, jnp.zeros((siz_b_DHHV,), jnp.float32)
     if num_blocks > 1:
         carry = loop(num_blocks - 1, step, carry)
     h = scale * update(jnp.full((), num_blocks - 1, jnp.int32), *carry)
@@ -108,7 +107,7 @@ def _recurrent_step_kernel(
     masked_store(h_gmem.at[columns], h.astype(h_gmem.dtype), in_columns)
 
 
-def _block(index: jax.Array, size: int, total: int) -> tuple[Any, jax.Array | None]:
+def _block(index, size: int, total: int):
     """The slice of a block, and a mask of its elements inside the axis; None: all are."""
     inside = None if total % size == 0 else index * size + lax.iota(jnp.int32, size) < total
     return block_at(index, size), inside
@@ -118,7 +117,7 @@ def _at_least_a_tile(size: int) -> int:
     return max(next_power_of_two(size), MIN_TILE)
 
 
-def _outer(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | None:
+def _outer(rows, columns):
     if rows is None:
         return None if columns is None else columns[None, :]
     return rows[:, None] if columns is None else rows[:, None] & columns[None, :]
@@ -156,8 +155,6 @@ def recurrent_step(
         aliases={0: 1, 1: 2} | ({} if scaM is None else {2: 3}),
         call=call,
         normaliser=normaliser,
-        siz_b_DHQK=call.tiles.siz_b_DHQK,
-        siz_b_DHHV=call.tiles.siz_b_DHHV,
     )
     return Step(*y.values())
 
