@@ -71,20 +71,19 @@ def options_of(arguments: Mapping[str, Any]) -> Options:
 
     The dtype is checked with the arrays, and num_segments with segment_ids.
     """
-    names = {field.name for field in dataclasses.fields(Options)}
-    options = Options(**{name: x for name, x in arguments.items() if name in names})
-    gate = validation.check_choice("input_gate", options.input_gate, InputGate)
-    changes: dict[str, Any] = dict(input_gate=gate)
-    changes["normalize"] = validation.check_normalize(options.normalize, gate)
-    changes["layout"] = validation.check_choice("layout", options.layout, Layout)
+    fields = dataclasses.fields(Options)
+    x: dict[str, Any] = {y.name: arguments.get(y.name, y.default) for y in fields}
+    x["input_gate"] = validation.check_choice("input_gate", x["input_gate"], InputGate)
+    x["normalize"] = validation.check_normalize(x["normalize"], x["input_gate"])
+    x["layout"] = validation.check_choice("layout", x["layout"], Layout)
     for name in ("return_last_states", "stabilize_correctly", "recompute_states_in_bw"):
-        changes[name] = validation.check_flag(name, getattr(options, name))
+        x[name] = validation.check_flag(name, x[name])
     for name in ("eps", "norm_val"):
-        changes[name] = validation.check_scalar(name, getattr(options, name))
-    changes["chunk_size"] = validation.check_chunk_size(options.chunk_size)
-    validation.check_backend(options.backend)
-    validation.check_instance("config", options.config, KernelConfig)
-    return dataclasses.replace(options, **changes)
+        x[name] = validation.check_scalar(name, x[name])
+    x["chunk_size"] = validation.check_chunk_size(x["chunk_size"])
+    validation.check_backend(x["backend"])
+    validation.check_instance("config", x["config"], KernelConfig)
+    return Options(**x)
 
 
 def spec_for(

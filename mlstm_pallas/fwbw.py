@@ -77,9 +77,15 @@ in_reverse_mode = _identity(
 not_differentiated = _identity("not_differentiated", _refuse)
 
 
-def operation(function: Callable[..., Any], spec: Any, *args: Any, **options: Any) -> Any:
-    """``over_shards`` without derivatives."""
-    return over_shards(function, spec, *not_differentiated(args), **options)
+def operation(
+    function: Callable[..., Any],
+    spec: Any,
+    *args: Any,
+    message: str = NO_SUCH_DERIVATIVE,
+    **options: Any,
+) -> Any:
+    """``over_shards`` without derivatives; message: of the TypeError that one raises."""
+    return over_shards(function, spec, *not_differentiated(args, message=message), **options)
 
 
 def forward(
@@ -125,6 +131,5 @@ def mlstm_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates
 @functools.partial(jax.jit, static_argnums=0)
 def mlstm_with_segments(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates]:
     """h and the states at the ends of the packed segments, (B, N, NH, ...), without derivatives."""
-    inputs = not_differentiated(inputs, message=NO_DERIVATIVE_OF_SEGMENTS)
-    outputs = over_shards(forward_schedule.packed, spec, inputs)
+    outputs = operation(forward_schedule.packed, spec, inputs, message=NO_DERIVATIVE_OF_SEGMENTS)
     return outputs.h, LastStates(*outputs.states)

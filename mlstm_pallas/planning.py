@@ -76,15 +76,14 @@ class CallSpec:
     def plan(self) -> "Plan":
         """The plan of the call's kernels."""
         p, scan = self.problem, self.launch("recurrent_fw_H", self.lowering)
-        recomputes_scores = self.recomputes_scores(self.lowering)
-        if scan.tiles is None:
-            return Plan(self, False, 1, p, scan.lowering, recomputes_scores)
-        scan_problem = p.in_chunks_of(scan.tiles.siz_b_LKV)
-        splits = _scan_splits(self, scan_problem, scan.tiles)
-        stores = scan.tiles.state_rows == p.DHQK and p.NC % max(splits, 1) == 0
-        fused = splits > 0 and (self.recompute_states_in_bw or stores)
-        of_scan = splits if fused else 1, scan_problem, scan.lowering
-        return Plan(self, fused, *of_scan, recomputes_scores)
+        splits, scan_problem = 0, p
+        if scan.tiles is not None:
+            scan_problem = p.in_chunks_of(scan.tiles.siz_b_LKV)
+            splits = _scan_splits(self, scan_problem, scan.tiles)
+            stores = scan.tiles.state_rows == p.DHQK and p.NC % max(splits, 1) == 0
+            splits *= self.recompute_states_in_bw or stores
+        of_scan = max(splits, 1), scan_problem, scan.lowering
+        return Plan(self, splits > 0, *of_scan, self.recomputes_scores(self.lowering))
 
     @property
     def stabilised(self) -> bool:

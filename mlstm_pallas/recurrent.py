@@ -14,11 +14,11 @@ from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import normaliser_of, options_of
-from mlstm_pallas.fwbw import not_differentiated
+from mlstm_pallas.fwbw import operation
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import InputGate, Layout, Problem, accumulator_dtype
-from mlstm_pallas.sharding import aligned, over_shards
+from mlstm_pallas.sharding import aligned
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.stages.recurrent_step import split_token
 
@@ -72,8 +72,7 @@ def step(spec: CallSpec, x: Token, states: StepStates) -> tuple[jax.Array, StepS
     # Only plain jnp is differentiable.
     if spec.backend == "xla":
         return _step(spec, Lowering.XLA, x, states)
-    arrays = not_differentiated((x, states), message=NO_DERIVATIVE)
-    outputs: tuple[jax.Array, StepStates] = over_shards(_step, spec, *arrays)
+    outputs: tuple[jax.Array, StepStates] = operation(_step, spec, x, states, message=NO_DERIVATIVE)
     return outputs
 
 

@@ -62,7 +62,7 @@ def over_shards(
 
     lowering: None: that of spec.backend on the platform of the computation.
     """
-    return Operation(function, spec, lowering, tuple(options.items())).mappable()(*args)
+    return Operation(function, spec, lowering, tuple(options.items()))(*args)
 
 
 def _map(spec: Any, function: Callable[[Array, int], Any], tree: Any) -> Any:
@@ -149,10 +149,8 @@ class Operation:
     options: tuple[tuple[str, Any], ...] = ()
     mapped: int = 0
 
-    def mappable(self) -> Callable[..., Any]:
-        @custom_vmap
-        def call(*args: Any) -> Any:
-            return self.on_mesh(*args)
+    def __call__(self, *args: Any) -> Any:
+        call = custom_vmap(self.on_mesh)
 
         @call.def_vmap
         def rule(axis_size: int, is_mapped: Sequence[Any], *args: Any) -> tuple[Any, Any]:
@@ -165,11 +163,11 @@ class Operation:
                 return x if axis_size else jnp.zeros((size, *x.shape[1:]), x.dtype)
 
             args = jax.tree.map(with_axis, args, tuple(is_mapped))
-            outputs = dataclasses.replace(self, mapped=self.mapped + 1).mappable()(*args)
+            outputs = dataclasses.replace(self, mapped=self.mapped + 1)(*args)
             outputs = outputs if axis_size else jax.tree.map(lambda x: x[:0], outputs)
             return outputs, jax.tree.map(lambda _: True, outputs)
 
-        return call
+        return call(*args)
 
     def on_mesh(self, *args: Any) -> Any:
         spec = self.spec

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mlstm_pallas.gpu import Gpu
-from mlstm_pallas.problem import MIN_TILE, Problem
+from mlstm_pallas.problem import MIN_TILE, Problem, accumulator_dtype
 from mlstm_pallas.tiles import Precision
 from mlstm_pallas.validation import check_flag, check_integer
 
@@ -149,8 +149,15 @@ class Launch:
             x = jnp.swapaxes(x, 1, 2)
         return x.reshape(p.BNH, p.NC, p.L, *x.shape[2 + (x.ndim == 4) :])
 
+    def product(self, subscripts: str, *operands: jax.Array) -> jax.Array:
+        """jnp.einsum in the launch's precision, summed in at least float32."""
+        acc = accumulator_dtype(operands[0].dtype)
+        return jnp.einsum(
+            subscripts, *operands, precision=self.precision, preferred_element_type=acc
+        )
+
     def steps(self, x: jax.Array, like: jax.Array) -> jax.Array:
-        """The inverse: (B * NH, NC, L, D) to the layout and the steps of ``like``."""
+        """The inverse of ``chunks``: (B * NH, NC, L, D) to the layout and the steps of ``like``."""
         B, S, *NH, _ = like.shape
         x = x.reshape(B, *NH, self.problem.S, x.shape[-1])
         return with_steps(jnp.swapaxes(x, 1, 2) if NH else x, S)
@@ -180,10 +187,6 @@ class Stage:
         """The operands without a default: inputs of the call, or outputs of earlier stages."""
         optional = self.operands._field_defaults
         return tuple(x for x in self.operands._fields if x not in optional)
-
-    @property
-    def backward(self) -> bool:
-        return "_bw_" in self.name
 
 
 # q, k, v, h and their gradients are (B * NH, S, D) in memory or, with the layout "BTNH",

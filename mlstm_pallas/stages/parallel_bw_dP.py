@@ -10,7 +10,6 @@
 The normaliser's gradients, dz among them, are multiples of delta, which is 0 without h.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -83,12 +82,8 @@ def parallel_bw_dP(
     delta, gradients = delta_and_gradients(x, normaliser)
     p, gates = call.problem, x.gates
     q, k, v, dh = map(call.chunks, (x.matQ, x.matK, x.matV, x.matDeltaH))
-    product = functools.partial(
-        jnp.einsum, preferred_element_type=gates.vecW.dtype, precision=call.precision
-    )
-
-    D, scores = decay_matrix(gates), product("nctk,ncsk->ncts", q, k) * p.qk_scale
-    P, dA = D * scores, product("nctv,ncsv->ncts", dh, v)
+    D, scores = decay_matrix(gates), call.product("nctk,ncsk->ncts", q, k) * p.qk_scale
+    P, dA = D * scores, call.product("nctv,ncsv->ncts", dh, v)
     inv_den = dz_den = None
     if gradients.vecInvDen is not None:
         inv_den, dz_den = fusion_barrier(

@@ -8,10 +8,8 @@
 parallel_bw_dP computes P, which includes 1 / den, and scale dP.
 """
 
-import functools
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.gate_gradients import inner
@@ -50,11 +48,9 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     C, n, dC, dn = x.matC_states, x.vecN_states, x.matDeltaC_states, x.vecDeltaN_states
     p, gates, gradients = call.problem, x.gates, x.normaliser_gradients
     q, k, v, dh = map(call.chunks, (x.matQ, x.matK, x.matV, x.matDeltaH))
-    P, dP, acc = call.chunks(x.scores.matP), call.chunks(x.scores.matDeltaP), gates.vecW.dtype
+    P, dP, product = call.chunks(x.scores.matP), call.chunks(x.scores.matDeltaP), call.product
     if p.L > p.T:  # parallel_bw_dP leaves tiles above the diagonal undefined
         P, dP = causal(P), causal(dP)
-    product = functools.partial(jnp.einsum, preferred_element_type=acc, precision=call.precision)
-
     abar, inv_den = gates.vecAbar[..., None], None
     dq = product("nctv,nckv->nctk", dh, C)
     if gradients.vecInvDen is not None:

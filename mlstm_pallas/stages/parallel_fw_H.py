@@ -8,7 +8,6 @@
 normaliser.py has den_t. Without a normaliser h_t is num_t, and z is not computed.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -43,15 +42,11 @@ def parallel_fw_H(
     """Runs the stage; h has output_dtype, by default the dtype of matQ."""
     output_dtype = x.matQ.dtype if output_dtype is None else output_dtype
     p, gates, (q, k, v) = call.problem, x.gates, map(call.chunks, (x.matQ, x.matK, x.matV))
-    product = functools.partial(
-        jnp.einsum, preferred_element_type=gates.vecW.dtype, precision=call.precision
-    )
-
     # Masked after the product, so that a NaN in k reaches no earlier step.
-    P = causal(product("nctk,ncsk->ncts", q, k) * (decay_matrix(gates) * p.qk_scale))
+    P = causal(call.product("nctk,ncsk->ncts", q, k) * (decay_matrix(gates) * p.qk_scale))
     w = query_scale(gates.vecW, p.qk_scale)
-    num = product("nctk,nckv->nctv", q, x.matC_states) * w[..., None]
-    num += product("ncts,ncsv->nctv", P.astype(q.dtype), v)
+    num = call.product("nctk,nckv->nctv", q, x.matC_states) * w[..., None]
+    num += call.product("ncts,ncsv->nctv", P.astype(q.dtype), v)
     z = None
     if normaliser is not None:
         z = jnp.sum(q.astype(w.dtype) * x.vecN_states[:, :, None], axis=-1) * w

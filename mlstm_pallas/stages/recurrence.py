@@ -74,17 +74,10 @@ def with_inner(x: Recurrence, outputs: RecurrenceOutputs, call: Launch) -> Recur
 
 
 def _recurrence(x: Recurrence, call: Launch) -> RecurrenceOutputs:
-    acc = x.gamma.dtype
     a = call.chunks(x.a)
     if x.r is not None:
-        a = a.astype(acc) * call.chunks(x.r)[..., None]
-    products = jnp.einsum(
-        "nclk,nclv->nckv",
-        a.astype(x.a.dtype),
-        call.chunks(x.b),
-        preferred_element_type=acc,
-        precision=call.precision,
-    )
+        a = a.astype(x.gamma.dtype) * call.chunks(x.r)[..., None]
+    products = call.product("nclk,nclv->nckv", a.astype(x.a.dtype), call.chunks(x.b))
     X_initial = jnp.zeros_like(products[:, 0]) if x.X_initial is None else x.X_initial
 
     def step(carry: Any, chunk: Any) -> tuple[Any, None]:

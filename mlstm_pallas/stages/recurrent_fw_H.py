@@ -6,7 +6,6 @@
 parallel_fw_P computes P, r and kbar.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -51,9 +50,6 @@ def recurrent_fw_H(
         kernel whose state needs several launches refuses it.
     """
     p, chunks, heads = call.problem, x.chunks, jnp.arange(call.problem.BNH)
-    product = functools.partial(
-        jnp.einsum, preferred_element_type=x.scaGamma.dtype, precision=call.precision
-    )
     shape = p.BNH, 1 if chunks is None else chunks.N, p.DHQK, p.DHHV
     if x.matC_initial is None:
         C = jnp.broadcast_to(zero_states(x.scaGamma[:, 0], *shape[2:])[:, None], shape)
@@ -72,9 +68,9 @@ def recurrent_fw_H(
         """From the states of all parts; the chunk belongs to one of them."""
         part, size, q, kbar, v, P, r, gamma = chunk
         C = states[heads, part]
-        h = product("ntk,nkv->ntv", q, C.astype(q.dtype)) * r[..., None]
-        h += product("nts,nsv->ntv", P, v)
-        after = gamma[:, None, None] * C + product("nsk,nsv->nkv", kbar, v)
+        h = call.product("ntk,nkv->ntv", q, C.astype(q.dtype)) * r[..., None]
+        h += call.product("nts,nsv->ntv", P, v)
+        after = gamma[:, None, None] * C + call.product("nsk,nsv->nkv", kbar, v)
         after = jnp.where((size > 0)[:, None, None], after, C)
         return states.at[heads, part].set(after), (h, C.astype(q.dtype) if store_every else None)
 

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.stage import Launch, ScaledRows
@@ -30,9 +29,5 @@ def split_products(
     """
     of_splits = dataclasses.replace(call, problem=call.problem.in_splits(num_splits))
     scaled = of_splits.chunks(ScaledRows(x.a, x.r).product())
-    X = jnp.einsum(
-        *("npsk,npsv->npkv", scaled, of_splits.chunks(x.b)),
-        precision=call.precision,
-        preferred_element_type=x.r.dtype,
-    )
+    X = call.product("npsk,npsv->npkv", scaled, of_splits.chunks(x.b))
     return X if all_splits else X[:, 1:] if backward else X[:, :-1]
