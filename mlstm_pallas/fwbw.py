@@ -13,7 +13,8 @@ from mlstm_pallas.arrays import Cotangents, Forward, Inputs, LastStates, Residua
 from mlstm_pallas.backward import backward
 from mlstm_pallas.forward import PrecomputedStates
 from mlstm_pallas.planning import CallSpec
-from mlstm_pallas.sharding import over_shards
+from mlstm_pallas.sharding import Operation
+from mlstm_pallas.stage import Lowering
 
 NO_SUCH_DERIVATIVE = (
     "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and "
@@ -81,11 +82,13 @@ def operation(
     function: Callable[..., Any],
     spec: Any,
     *args: Any,
+    lowering: Lowering | None = None,
     message: str = NO_SUCH_DERIVATIVE,
     **options: Any,
 ) -> Any:
-    """``over_shards`` without derivatives; message: of the TypeError that one raises."""
-    return over_shards(function, spec, *not_differentiated(args, message=message), **options)
+    """Runs an ``Operation`` without derivatives; message: of the TypeError that one raises."""
+    run = Operation(function, spec, lowering, tuple(options.items()))
+    return run(*not_differentiated(args, message=message))
 
 
 def forward(

@@ -1,6 +1,5 @@
 """Gradients of the gate pre-activations from the stages' sums, the normaliser and stabilisers."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,8 +8,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.gates import (
-    DECAY_NONZERO,
-    M_FROM_PREVIOUS,
     M_GRAD_FLOWS,
     MASKED,
     ChunkGates,
@@ -37,12 +34,12 @@ def inner(a: Array, b: Array, axes: int = 1) -> Array:
     return jnp.sum(a.astype(acc) * b.astype(acc), axis=tuple(range(-axes, 0)))
 
 
-def _later_tiles(n: int) -> Array:
+def later_tiles(n: int) -> Array:
     """[i, j]: whether tile i of a chunk is after tile j."""
     return jnp.tri(n, k=-1, dtype=bool)
 
 
-def _only(x: Array, where: Array, *axes: int) -> Array:
+def only(x: Array, where: Array, *axes: int) -> Array:
     """x where the mask, over these axes of x, holds, else 0: the rest of x may be undefined."""
     shape = [size if axis in axes else 1 for axis, size in enumerate(x.shape)]
     return jnp.where(jnp.broadcast_to(where.reshape(shape), x.shape), x, 0.0)
@@ -55,18 +52,18 @@ def through_tiles(
     BNH, NC, n, _ = pairs.diagonal.shape
     if n == 1:
         return through
-    later = _later_tiles(n)
+    later = later_tiles(n)
     read, written = (
         jnp.sum(x.reshape(pairs.diagonal.shape), axis=-1) for x in (q_dot_dq_inter, k_dot_dk_inter)
     )
-    between = jnp.sum(_only(pairs.per_query, later.T, 1, 3), axis=-1)  # [j, chunk, i]
+    between = jnp.sum(only(pairs.per_query, later.T, 1, 3), axis=-1)  # [j, chunk, i]
     # What tile i reads from before tile m, the state included: [m, chunk, i].
     before = read[:, None] + jnp.cumsum(
         jnp.pad(between[:, :-1], [(0, 0), (1, 0), (0, 0), (0, 0)]), axis=1
     )
-    before = jnp.swapaxes(jnp.sum(_only(before, later.T, 1, 3), axis=-1), 1, 2)
+    before = jnp.swapaxes(jnp.sum(only(before, later.T, 1, 3), axis=-1), 1, 2)
     written = jnp.sum(
-        _only(jnp.broadcast_to(written[..., None, :], (BNH, NC, n, n)), later, 2, 3), axis=-1
+        only(jnp.broadcast_to(written[..., None, :], (BNH, NC, n, n)), later, 2, 3), axis=-1
     )
     return (through[..., None] + before + written).reshape(BNH, NC * n)
 
@@ -105,70 +102,6 @@ def step_flags(gates: ChunkGates, vecF: Array, begins: Array | None) -> Array:
     return join_flags(gates.vecE, gates.vecU, gates.vecM, m_before, vecF, log_f, restarts, begins)
 
 
-def step_gradients(
-    vecF: Array,
-    pairs: TileSums,
-    q_dot_dq_inter: Array,
-    k_dot_dk_inter: Array,
-    through: Array,
-    flags: Array,
-    dm: Array | None,
-) -> tuple[Array, Array, Array]:
-    """The gradients of log i_t and f_t, and the gradient that reaches m_1.
-
-    f_r decays everything that passes from before r to r or later. In a tile of T steps these are
-    the pairs s < r <= t, what queries from r on read from before the tile, what keys before r add
-    beyond it, and what passes through the whole tile. No difference of long sums is taken.
-
-    m_t is i_t or log sigmoid(f_t) + m_{t-1}. In the first case the gradient that reaches m_t goes
-    to i_t. In the second it goes to f_t and, unless a packed segment begins at t, on to m_{t-1}.
-
-    Args:
-      vecF, dm: (B * NH, S); dm None: m is a constant.
-      q_dot_dq_inter, k_dot_dk_inter: (B * NH, S), of parallel_bw_dQKV, with the inter-chunk parts.
-      through: (B * NH, NC), what passes through each chunk.
-      flags: (B * NH, S), of ``step_flags``.
-
-    Returns:
-      (B * NH, S) twice, (B * NH,).
-    """
-    BNH, NC, n, T = pairs.diagonal.shape
-    later, same = _later_tiles(n), jnp.eye(n, dtype=bool)
-
-    def total(x: Array, where: Array) -> Array:
-        return jnp.sum(_only(x, where, 1, 3), axis=1)
-
-    keys_intra = total(pairs.per_key, same)
-    q_inter, k_inter = (x.reshape(pairs.diagonal.shape) for x in (q_dot_dq_inter, k_dot_dk_inter))
-    of_tiles = (
-        # At t: q_t with the part of dq_t from before the tile, and the sum of W_ts - W_st over the
-        # steps s of the tile.
-        q_inter + (total(pairs.per_query, ~later) - keys_intra),
-        # At s: k_s with the part of dk_s from beyond the tile, and with the rest of dk_s.
-        k_inter + total(pairs.per_key, later),
-        keys_intra + pairs.diagonal,
-    )
-    queries, keys, keys_intra = (x.reshape(BNH, NC * n, T) for x in of_tiles)
-    through = through_tiles(pairs, q_dot_dq_inter, k_dot_dk_inter, through)
-    triangle = jnp.tri(T, dtype=through.dtype)
-    product = functools.partial(jnp.matmul, precision="highest")  # exact to float32
-    # The queries from t on, the keys before t.
-    of_tile = product(queries, triangle) + product(keys, jnp.triu(jnp.ones_like(triangle), k=1))
-    dfbar = jnp.where(
-        (flags & DECAY_NONZERO) > 0, (of_tile + through[..., None]).reshape(vecF.shape), 0.0
-    )
-    di = (keys + keys_intra).reshape(vecF.shape)
-    first = jnp.zeros_like(through[:, 0])
-    if dm is not None:
-        flows, from_previous = (flags & M_GRAD_FLOWS) > 0, (flags & M_FROM_PREVIOUS) > 0
-        # At t: whether step t + 1 passes its gradient on to t.
-        sums_of_dm = segmented_suffix_sum(dm, jnp.pad(flows[:, 1:], [(0, 0), (0, 1)]))
-        di += jnp.where(from_previous, 0.0, sums_of_dm)
-        dfbar += jnp.where(from_previous, sums_of_dm, 0.0)
-        first = sums_of_dm[:, 0]
-    return di, dfbar * jax.nn.sigmoid(-vecF), first
-
-
 def gate_gradients(
     gates: ChunkGates,
     vecI: Array,
@@ -181,7 +114,7 @@ def gate_gradients(
 
     Args:
       gates, vecI, vecF, starts: of chunks, (B * NH, NC, L).
-      step_gradients: the function above or a kernel for it, to which vecF and flags are passed.
+      step_gradients: runs that stage, to whose operands vecF and flags are added.
 
     Returns:
       vecDeltaI, vecDeltaF: (B * NH, S); scaDeltaM: (B * NH,).

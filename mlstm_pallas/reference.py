@@ -174,6 +174,6 @@ def chunkwise(
       TypeError, ValueError: as ``mlstm_chunkwise``.
     """
     call = prepare({**locals(), "backend": "xla"})
-    # Without ``over_shards``, which has no derivatives.
+    # On one shard, because other operations have no derivatives.
     outputs = Operation(forward, call.spec, Lowering.XLA).on_shard(call.inputs)
     return call.results(outputs.h, outputs.last)

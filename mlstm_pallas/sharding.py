@@ -46,25 +46,6 @@ from mlstm_pallas.stage import Lowering
 from mlstm_pallas.version import __version__
 
 
-def over_shards(
-    function: Callable[..., Any],
-    spec: Any,
-    *args: Any,
-    lowering: Lowering | None = None,
-    **options: Any,
-) -> Any:
-    """function(spec, lowering, *args, **options) on shards of B and NH, the first axes of args.
-
-    The function gets B and NH as one axis. The fields q, k, v and h have the layout of the spec:
-    with "BTNH" they are (B, S, NH, D) here and in the function. Fields whose names end in
-    "_segments" are (B, N, NH, ...). A shard's spec is
-    spec.with_heads(B, NH).
-
-    lowering: None: that of spec.backend on the platform of the computation.
-    """
-    return Operation(function, spec, lowering, tuple(options.items()))(*args)
-
-
 def _map(spec: Any, function: Callable[[Array, int], Any], tree: Any) -> Any:
     """Applies function(array, number of leading axes of B and NH) to all arrays."""
 
@@ -83,7 +64,7 @@ def _heads_first(spec: Any, tree: Any, mapped: int = 0) -> Any:
 
 
 def aligned(spec: Any, tree: Any) -> Any:
-    """The arrays, as for ``over_shards``, with types that agree on the mesh.
+    """The arrays, as for an ``Operation``, with types that agree on the mesh.
 
     They are sharded over the same explicit axes in B and NH and over none in other axes, and vary
     over the same manual axes.
@@ -136,9 +117,14 @@ def _padded(spec: P, ndim: int) -> P:
 class Operation:
     """A function of arrays with the axes B and NH, any part of which it can compute by itself.
 
+    Called, it runs the function on shards of B and NH, the first axes of all arrays. The function
+    gets B and NH as one axis. The fields q, k, v and h have the layout of the spec: with "BTNH"
+    they are (B, S, NH, D) here and in the function. Fields whose names end in "_segments" are
+    (B, N, NH, ...). A shard's spec is spec.with_heads(B, NH).
+
     Attributes:
       function: (spec, lowering, *pytrees of arrays of a shard, **options) -> pytree of such arrays.
-      lowering: None: that of the spec's backend.
+      lowering: None: that of spec.backend on the platform of the computation.
       options: the keywords of the function, as items.
       mapped: axes of vmap before B and NH.
     """
@@ -230,8 +216,10 @@ class Operation:
         run = functools.partial(self.function, spec, **dict(self.options))
         args = _map(spec, flat, args)
         if self.lowering is None:
-            return _map(spec, split, on_backend(spec.backend, run, *args))
-        return _map(spec, split, run(self.lowering, *args))
+            outputs = on_backend(spec.backend, run, *args)
+        else:
+            outputs = run(self.lowering, *args)
+        return _map(spec, split, outputs)
 
     def identity(self) -> Any:
         """An operand that distinguishes operations in the compiled module.

@@ -538,17 +538,15 @@ def check_dtype(name: str, x: Any, dtypes: Sequence[str] = KERNEL_DTYPES) -> jnp
 
 def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) -> jnp.dtype:
     """The dtype of q, k, v in the matrix products."""
-    if autocast_kernel_dtype is None:
-        dtype: jnp.dtype = jnp.dtype(q_dtype)
-        is_float64 = dtype.name == "float64"
-        message = f"q has dtype {dtype.name}"
+    dtype: jnp.dtype = jnp.dtype(q_dtype)
+    message = f"q has dtype {dtype.name}"
+    hint = "; pass autocast_kernel_dtype to compute in another dtype"
+    if dtype.name == "float64":
         hint = ": cast q, k and v, or set autocast_kernel_dtype"
-        hint = hint if is_float64 else "; pass autocast_kernel_dtype to compute in another dtype"
-    else:
+    if autocast_kernel_dtype is not None:
         dtype = as_dtype("autocast_kernel_dtype", autocast_kernel_dtype)
-        is_float64 = dtype.name == "float64"
         message, hint = f"autocast_kernel_dtype is {dtype.name}", ""
     if dtype.name in KERNEL_DTYPES or float64_runs(dtype, backend):
         return dtype
-    hint += FLOAT64 if is_float64 else ""
+    hint += FLOAT64 if dtype.name == "float64" else ""
     raise TypeError(f"{message}, expected one of {', '.join(KERNEL_DTYPES)}{hint}")

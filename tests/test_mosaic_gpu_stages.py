@@ -170,7 +170,7 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
         jax.jit(run)
         for run in (
             functools.partial(dispatch.run, "step_gradients", call=call),
-            gate_gradients.step_gradients,
+            functools.partial(dispatch.run, "step_gradients", call=planning.plain(call.problem)),
         )
     )
     result = kernel(flags=flags, **x)

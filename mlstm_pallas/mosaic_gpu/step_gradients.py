@@ -1,6 +1,6 @@
 """step_gradients on Mosaic GPU: the gradients of the gates of every step.
 
-The kernel computes ``step_gradients`` of ``gate_gradients.py`` with tiles of 64 steps.
+The kernel computes what ``stages/step_gradients.py`` does, with tiles of 64 steps.
 
 Grid (B * NH * blocks of up to 512 steps). A CTA is one warpgroup and owns a block, in 128 rows of
 up to 4 steps. ``chunk_scans.py`` has the three scans over its steps: the sum over queries from each

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
@@ -39,20 +38,19 @@ def add_decayed(x: Operands, *, call: Launch) -> Array:
     """
     BNH, NC, DHQK, _ = x.X.shape
     siz_b = min(DHQK, 64)
-    y: Array = kernel_call(
+    return kernel_call(
         _add_decayed_kernel,
         dict(
             X=(x.X, "bci0"),
             added=(x.added, "bi0"),
             decays=(x.decays, "b0"),
         ),
-        dict(out=(jax.ShapeDtypeStruct(x.X.shape, x.X.dtype), "bci0")),
+        dict(out=(x.X, "bci0")),
         grid=(blocks(DHQK, siz_b), NC, BNH),
         sizes=dict(i=siz_b),
         call=call,
         aliases={0: 0},
     )["out"]
-    return y
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,12 +91,9 @@ def _chunk_gates_kernel(
         count = resets + jnp.cumsum(restarts.astype(jnp.float32))
         offset = count * offset_unit
 
-        (e_hi, e_lo), (source_hi, source_lo) = stabiliser_sources(
-            i, fbar, b, offset, reset, begins, input_gate
-        )
-        if sigmoid:
-            emax_hi, emax_lo = source_hi, source_lo
-        else:
+        e, emax = stabiliser_sources(i, fbar, b, offset, reset, begins, input_gate)
+        if not sigmoid:
+            source_hi, source_lo = emax
             seen = causal_mask(siz_b, siz_b, 0) & (count[None, :] == count[:, None])
             tile_max_hi = jnp.max(jnp.where(seen, source_hi[None, :], -_INF), axis=1)
             largest = seen & (source_hi[None, :] == tile_max_hi[:, None])
@@ -104,14 +101,14 @@ def _chunk_gates_kernel(
             before = count == resets  # the maximum so far still counts
             reaching = jnp.where(before, max_hi, -_INF), jnp.where(before, max_lo, 0.0)
             emax_hi, emax_lo = max_two_floats((tile_max_hi, tile_max_lo), reaching)
-            emax_lo = jnp.where(emax_hi == -_INF, 0.0, emax_lo)
+            emax = emax_hi, jnp.where(emax_hi == -_INF, 0.0, emax_lo)
 
         refs = *b_gmem, *e_gmem, *emax_gmem, offset_gmem
-        values = *b, e_hi, e_lo, emax_hi, emax_lo, offset
+        values = *b, *e, *emax, offset
         for ref, x in zip(refs, values, strict=True):
             ref[steps] = x
-        last_max = jnp.max(jnp.where(last, emax_hi, -_INF))
-        return last_of(b[0]), last_of(b[1]), last_max, last_of(emax_lo), last_of(count)
+        last_max = jnp.max(jnp.where(last, emax[0], -_INF))
+        return last_of(b[0]), last_of(b[1]), last_max, last_of(emax[1]), last_of(count)
 
     loop(num_tiles, step, (zero, zero, jnp.float32(-_INF), zero, zero))
 
@@ -208,8 +205,7 @@ def _stabiliser_scan(local: LocalGates, scaM_initial: Array, call: Launch) -> Ar
     m = scaM_initial[:, None]
     if padded > block:
         m = scan(m, 1, padded // block)
-    states: Array = scan(m, p.NC + 1, p.NC + 1)
-    return states
+    return scan(m, p.NC + 1, p.NC + 1)
 
 
 @dataclasses.dataclass(frozen=True)

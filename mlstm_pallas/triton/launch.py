@@ -46,8 +46,7 @@ class PipelinedTiles(Tiles):
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
         """The estimate of ``stages_that_fit``."""
         (iteration, kept), mma = self.elements(p), not asked["gpu"].multiplies_from_shared
-        size: int = ((self.num_stages - mma) * iteration + kept) * dtype.itemsize + 8192 * mma
-        return size
+        return ((self.num_stages - mma) * iteration + kept) * dtype.itemsize + 8192 * mma
 
 
 def stages_that_fit(
@@ -63,9 +62,8 @@ def stages_that_fit(
       kept_bytes: bytes of the tiles that stay in shared memory.
     """
     room = min(gpu.shared_bytes, gpu.sm_shared_bytes // ctas_per_sm) - 1024 - kept_bytes
-    if gpu.multiplies_from_shared:
-        return min(max((room - 2048) // iteration_bytes, 0), most)
-    return min(max((room - 8192) // iteration_bytes, 0) + 1, most)
+    in_registers, other = (0, 2048) if gpu.multiplies_from_shared else (1, 8192)
+    return min(max((room - other) // iteration_bytes, 0) + in_registers, most)
 
 
 def depth_and_stages(gpu: Gpu, elements: int, depth: int, dtype: Any) -> tuple[int, int]:
@@ -127,9 +125,9 @@ def kernel_call(
             "'mosaic_gpu' or 'xla'"
         )
     grid = grid or call.tiles.grid(call.problem)
-    operands = [x for x, _ in (*inputs.values(), *outputs.values())]
-    arrays, tree = jax.tree.flatten(operands)
-    num_inputs = len(jax.tree.leaves(operands[: len(inputs)]))
+    operands = {**inputs, **outputs}
+    arrays, tree = jax.tree.flatten([x for x, _ in operands.values()])
+    num_inputs = len(jax.tree.leaves([x for x, _ in inputs.values()]))
 
     sizes = dict(s=call.problem.S, t=call.problem.L, **sizes)
 
@@ -141,14 +139,14 @@ def kernel_call(
 
     blocks = [
         _block_spec(at, array, call.problem, sizes, index)
-        for x, at in (*inputs.values(), *outputs.values())
+        for x, at in operands.values()
         for array in jax.tree.leaves(x)
     ]
 
     def body(*refs):
         guarded = functools.partial(_guarded, grid=grid, interpret=call.interpret)
         refs = tuple(map(guarded, refs, blocks, arrays))
-        names = (f"{x}_gmem" for x in (*inputs, *outputs))
+        names = (f"{x}_gmem" for x in operands)
         by_name = dict(zip(names, jax.tree.unflatten(tree, refs), strict=True))
         kernel(**by_name, call=call, **statics)
 
@@ -173,8 +171,8 @@ def kernel_call(
         input_output_aliases=dict(aliases),
         name=name,
     )(*arrays[:num_inputs])
-    operands = jax.tree.unflatten(tree, [*arrays[:num_inputs], *results])
-    return dict(zip(outputs, operands[len(inputs) :], strict=True))
+    results = jax.tree.unflatten(tree, [*arrays[:num_inputs], *results])
+    return dict(zip(outputs, results[len(inputs) :], strict=True))
 
 
 def _block_spec(
@@ -292,8 +290,7 @@ def rows_of_entry(entry: Any, call: Launch, *refs: Any) -> tuple[Any, ...]:
 
 def masked_load(ref: Any, mask: Array | None) -> Array:
     """ref[...] where mask holds, else 0; mask None: ref[...]."""
-    x: Array = plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
-    return x
+    return plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
 
 
 def masked_store(ref: Any, x: Array, mask: Array | None) -> None:

@@ -209,8 +209,7 @@ class BlockedTiles(PipelinedTiles):
         """Also clamps the queries to a tile of ``Problem.T`` steps."""
         x: Any = super().clamped(p)
         block_k = min(clamped(x.block_k, p.DHQK), clamped(x.block_k, p.DHHV))
-        result: Self = dataclasses.replace(x, siz_b_LQ=min(x.siz_b_LQ, p.T), block_k=block_k)
-        return result
+        return dataclasses.replace(x, siz_b_LQ=min(x.siz_b_LQ, p.T), block_k=block_k)
 
 
 @dataclasses.dataclass(frozen=True)

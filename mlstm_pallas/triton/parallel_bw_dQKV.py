@@ -22,7 +22,7 @@ from mlstm_pallas.gate_gradients import inner
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch, sequence_shape
+from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
 from mlstm_pallas.tiles import block_at, blocks, divide, dot, loop, remainder, sum_of
 from mlstm_pallas.triton.launch import (
@@ -150,7 +150,6 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     p, g, gradients, n = call.problem, x.gates.per_step(), x.normaliser_gradients, x.vecN_states
     K, V = blocks(p.DHQK, call.tiles.siz_b_DHQK), blocks(p.DHHV, call.tiles.siz_b_DHHV)
     inter = floats(p.BNH, K, p.S), "b0t"
-    dq, dk, dv = (sequence_shape(y, y.shape[-1], y.dtype) for y in (x.matQ, x.matK, x.matV))
     y = kernel_call(
         _parallel_bw_dQKV_kernel,
         dict(
@@ -170,11 +169,11 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
             dz_den=(gradients.vecDzDen, "bt"),
         ),
         dict(
-            dq=(dq, "bt0"),
+            dq=(x.matQ, "bt0"),
             q_inter=inter,
-            dk=(dk, "bt0"),
+            dk=(x.matK, "bt0"),
             k_inter=inter,
-            dv=(dv, "bt0"),
+            dv=(x.matV, "bt0"),
             states=(floats(p.BNH, p.NC, K * V), "bc0"),
         ),
         call=call,

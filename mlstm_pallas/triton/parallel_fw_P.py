@@ -110,8 +110,7 @@ class Tiles(BaseTiles):
         return p.NC, p.BNH
 
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
-        size: int = 2 * p.L * self.siz_b_DHQK * dtype.itemsize
-        return size
+        return 2 * p.L * self.siz_b_DHQK * dtype.itemsize
 
     @classmethod
     def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:

@@ -36,7 +36,7 @@ def _key_sums_kernel(
 def step_sums(x: Operands, *, call: Launch) -> Array:
     """Runs the stage: ``stages/step_sums.py``, for keys."""
     p = call.problem
-    y: Array = kernel_call(
+    return kernel_call(
         _key_sums_kernel,
         dict(
             entry=(None if x.chunks is None else x.chunks.entries, "bc"),
@@ -46,4 +46,3 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
         dict(sums=(floats(p.BNH, p.NC, p.DHQK), "bc0")),
         call=call,
     )["sums"]
-    return y

@@ -22,12 +22,12 @@ from mlstm_pallas.backward import backward as backward_schedule
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import lowerings, run, tiles_class
 from mlstm_pallas.entry import options_of, pad, spec_for
-from mlstm_pallas.fwbw import not_differentiated
+from mlstm_pallas.fwbw import operation
 from mlstm_pallas.gates import ChunkGates, LocalGates
 from mlstm_pallas.normaliser import NormaliserGradients, at_least, query_scale
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import MIN_CHUNK_SIZE, InputGate, accumulator_dtype
-from mlstm_pallas.sharding import aligned, over_shards
+from mlstm_pallas.sharding import aligned
 from mlstm_pallas.stage import Lowering, ScaledRows, check_field
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.validation import (
@@ -287,8 +287,7 @@ def run_stage(
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("stage", "output_dtype"))
 def _run_stage(spec: CallSpec, x: Arrays, **statics: Any) -> Any:
-    arrays = not_differentiated(aligned(spec, x), message=_NO_DERIVATIVE)
-    return over_shards(_on_shard, spec, arrays, **statics)
+    return operation(_on_shard, spec, aligned(spec, x), message=_NO_DERIVATIVE, **statics)
 
 
 def gates_of(spec: CallSpec, x: Arrays) -> ChunkGates:
