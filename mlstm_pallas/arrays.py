@@ -2,15 +2,15 @@
 
 from typing import Any, NamedTuple
 
-import jax
+from jax import Array
 
 
 class SegmentStates(NamedTuple):
     """The states before or after the packed segments of each row."""
 
     c_segments: Any  # (B, N, NH, DHQK, DHHV)
-    n_segments: jax.Array  # (B, N, NH, DHQK)
-    m_segments: jax.Array  # (B, N, NH)
+    n_segments: Array  # (B, N, NH, DHQK)
+    m_segments: Array  # (B, N, NH)
 
 
 class Inputs(NamedTuple):
@@ -19,16 +19,16 @@ class Inputs(NamedTuple):
     Gates and starts have whole chunks of steps; q, k and v have the caller's steps and layout.
     """
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    i: jax.Array
-    f: jax.Array
+    q: Array
+    k: Array
+    v: Array
+    i: Array
+    f: Array
     c_initial: Any  # an array; None inside a pass that starts from zeros
-    n_initial: jax.Array
-    m_initial: jax.Array
-    starts: jax.Array | None = None  # int32, 1 where a packed segment begins
-    lengths: jax.Array | None = None  # (B, NH) int32, h is 0 from this step on; None: nowhere
+    n_initial: Array
+    m_initial: Array
+    starts: Array | None = None  # int32, 1 where a packed segment begins
+    lengths: Array | None = None  # (B, NH) int32, h is 0 from this step on; None: nowhere
     # (B, NH, N) int32, of ``gates.segment_ends``; None where no states of segments are asked for
     segment_ends: Any = None
     segments: SegmentStates | None = None  # initial states of segments, in place of c_initial
@@ -38,7 +38,7 @@ class LastStates(NamedTuple):
     """The last states, or their cotangents, whose c and m may be None: zeros."""
 
     c: Any  # (B, NH, DHQK, DHHV)
-    n: jax.Array  # (B, NH, DHQK)
+    n: Array  # (B, NH, DHQK)
     m: Any  # (B, NH)
 
 
@@ -58,14 +58,14 @@ class StoredStates(NamedTuple):
 class Forward(NamedTuple):
     """The outputs of a forward pass."""
 
-    h: jax.Array  # (B, NH, S, DHHV) or (B, S, NH, DHHV)
+    h: Array  # (B, NH, S, DHHV) or (B, S, NH, DHHV)
     last: LastStates | None  # None where they are not returned
-    z: jax.Array | None  # (B, NH, S); None without a normaliser
+    z: Array | None  # (B, NH, S); None without a normaliser
     states: StoredStates
 
 
 class Cotangents(NamedTuple):
-    h: jax.Array
+    h: Array
     last: Any  # LastStates; None where the last states are not returned
 
 
@@ -73,6 +73,6 @@ class Residuals(NamedTuple):
     """The parts of the forward pass that the backward pass reads; h and z are the normaliser's."""
 
     inputs: Inputs
-    h: jax.Array | None  # None without a normaliser, or where the denominator is a constant
-    z: jax.Array | None
+    h: Array | None  # None without a normaliser, or where the denominator is a constant
+    z: Array | None
     states: StoredStates

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
+from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -106,7 +107,7 @@ def residuals_of(spec: CallSpec, inputs: Inputs, outputs: Forward) -> Residuals:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlstm(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates | None]:
+def _mlstm(spec: CallSpec, inputs: Inputs) -> tuple[Array, LastStates | None]:
     outputs = forward(spec.forward_only, inputs)
     return outputs.h, outputs.last
 
@@ -117,7 +118,7 @@ def _mlstm_fwd(spec: CallSpec, inputs: Inputs) -> tuple[Any, ...]:
 
 
 def _mlstm_bwd(
-    spec: CallSpec, residuals: Residuals, cotangents: tuple[jax.Array, LastStates | None]
+    spec: CallSpec, residuals: Residuals, cotangents: tuple[Array, LastStates | None]
 ) -> tuple[Any, ...]:
     return (operation(backward, spec, residuals, Cotangents(*cotangents)),)
 
@@ -126,13 +127,13 @@ _mlstm.defvjp(_mlstm_fwd, _mlstm_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def mlstm_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates | None]:
+def mlstm_forward(spec: CallSpec, inputs: Inputs) -> tuple[Array, LastStates | None]:
     """h and the last states of the padded problem."""
     return _mlstm(spec, in_reverse_mode(inputs))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def mlstm_with_segments(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates]:
+def mlstm_with_segments(spec: CallSpec, inputs: Inputs) -> tuple[Array, LastStates]:
     """h and the states at the ends of the packed segments, (B, N, NH, ...), without derivatives."""
     outputs = operation(forward_schedule.packed, spec, inputs, message=NO_DERIVATIVE_OF_SEGMENTS)
     return outputs.h, LastStates(*outputs.states)

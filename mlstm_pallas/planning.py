@@ -109,8 +109,6 @@ class CallSpec:
           num_splits: of split_products.
         """
         p = problem = problem or self.problem
-        if lowering is Lowering.XLA:
-            return plain(problem)
         asked = asked_of(name, self, lowering)
         if name == "split_products":
             p = problem.split(num_splits).in_splits(1)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import MIN_TILE, Problem, accumulator_dtype
@@ -141,7 +142,7 @@ class Launch:
     def interpret(self) -> bool:
         return self.lowering.interpret
 
-    def chunks(self, x: jax.Array) -> jax.Array:
+    def chunks(self, x: Array) -> Array:
         """(B * NH, S, ...), or (B, S, NH, D), to (B * NH, NC, L, ...); zeros in steps beyond x."""
         p = self.problem
         x = with_steps(x, p.S)
@@ -149,14 +150,14 @@ class Launch:
             x = jnp.swapaxes(x, 1, 2)
         return x.reshape(p.BNH, p.NC, p.L, *x.shape[2 + (x.ndim == 4) :])
 
-    def product(self, subscripts: str, *operands: jax.Array) -> jax.Array:
+    def product(self, subscripts: str, *operands: Array) -> Array:
         """jnp.einsum in the launch's precision, summed in at least float32."""
         acc = accumulator_dtype(operands[0].dtype)
         return jnp.einsum(
             subscripts, *operands, precision=self.precision, preferred_element_type=acc
         )
 
-    def steps(self, x: jax.Array, like: jax.Array) -> jax.Array:
+    def steps(self, x: Array, like: Array) -> Array:
         """The inverse of ``chunks``: (B * NH, NC, L, D) to the layout and the steps of ``like``."""
         B, S, *NH, _ = like.shape
         x = x.reshape(B, *NH, self.problem.S, x.shape[-1])
@@ -197,7 +198,7 @@ class Stage:
 # Problem.S steps, whole chunks. The gates beyond the caller's steps store and decay nothing.
 
 
-def with_steps(x: jax.Array, S: int) -> jax.Array:
+def with_steps(x: Array, S: int) -> Array:
     """x with S steps along axis 1, padded with zeros or cut."""
     if x.shape[1] > S:
         return x[:, :S]
@@ -205,12 +206,12 @@ def with_steps(x: jax.Array, S: int) -> jax.Array:
     return jnp.pad(x, [(0, 0), (0, behind), *[(0, 0)] * (x.ndim - 2)]) if behind else x
 
 
-def sequence_shape(like: jax.Array, columns: int, dtype: Any) -> jax.ShapeDtypeStruct:
+def sequence_shape(like: Array, columns: int, dtype: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array in the layout of ``like``."""
     return jax.ShapeDtypeStruct((*like.shape[:-1], columns), dtype)
 
 
-def steps_like(vec: jax.Array, x: jax.Array) -> jax.Array:
+def steps_like(vec: Array, x: Array) -> Array:
     """One number per step, (B * NH, S), as a factor of x: (B * NH, S, 1) or (B, S, NH, 1)."""
     vec = with_steps(vec, x.shape[1])
     if x.ndim == 3:
@@ -219,7 +220,7 @@ def steps_like(vec: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.swapaxes(vec.reshape(B, NH, S), 1, 2)[..., None]
 
 
-def steps_of(vec: jax.Array, S: int) -> jax.Array:
+def steps_of(vec: Array, S: int) -> Array:
     """The inverse: (B, S', NH) or (B * NH, S') to (B * NH, S), padded with zeros."""
     if vec.ndim == 3:
         vec = jnp.swapaxes(vec, 1, 2).reshape(-1, vec.shape[1])
@@ -229,16 +230,16 @@ def steps_of(vec: jax.Array, S: int) -> jax.Array:
 class ScaledRows(NamedTuple):
     """An operand whose rows (steps) are scaled, in the kernel or before it."""
 
-    array: jax.Array  # (B * NH, S, D) or (B, S, NH, D)
-    weights: jax.Array | None  # (B * NH, S) float32; None: the array is already scaled
+    array: Array  # (B * NH, S, D) or (B, S, NH, D)
+    weights: Array | None  # (B * NH, S) float32; None: the array is already scaled
 
-    def product(self) -> jax.Array:
+    def product(self) -> Array:
         """The scaled array, in its dtype."""
         if self.weights is None:
             return self.array
         weights = steps_like(self.weights, self.array)
         return (self.array.astype(weights.dtype) * weights).astype(self.array.dtype)
 
-    def times(self, factors: jax.Array) -> jax.Array:
+    def times(self, factors: Array) -> Array:
         """The weights of ``array`` for the scaled array times the factors (B * NH, S)."""
         return factors if self.weights is None else factors * self.weights

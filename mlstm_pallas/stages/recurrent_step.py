@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from mlstm_pallas.gates import MASKED, branchless_log1p, log_sigmoid
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
@@ -29,26 +29,26 @@ class Operands(NamedTuple):
     A kernel reads its operands from memory, so XLA would copy slices of the joined arrays.
     """
 
-    vecQ: jax.Array  # (B * NH, DHQK), any float dtype of at most 32 bits, like all that follow
-    vecK: jax.Array | None  # (B * NH, DHQK)
-    vecV: jax.Array | None  # (B * NH, DHHV)
-    scaI: jax.Array  # (B * NH,) pre-activations
-    scaF: jax.Array | None  # (B * NH,)
-    matC: jax.Array  # (B * NH, DHQK, DHHV)
-    vecN: jax.Array  # (B * NH, DHQK)
-    scaM: jax.Array | None  # (B * NH,); None: the sigmoid input gate
+    vecQ: Array  # (B * NH, DHQK), any float dtype of at most 32 bits, like all that follow
+    vecK: Array | None  # (B * NH, DHQK)
+    vecV: Array | None  # (B * NH, DHHV)
+    scaI: Array  # (B * NH,) pre-activations
+    scaF: Array | None  # (B * NH,)
+    matC: Array  # (B * NH, DHQK, DHHV)
+    vecN: Array  # (B * NH, DHQK)
+    scaM: Array | None  # (B * NH,); None: the sigmoid input gate
 
 
 class Step(NamedTuple):
     """h and the new states, each in the dtype of the old one; C in its memory if that is free."""
 
-    vecH: jax.Array  # (B * NH, DHHV) in the dtype of vecQ
-    matC: jax.Array  # (B * NH, DHQK, DHHV)
-    vecN: jax.Array  # (B * NH, DHQK)
-    scaM: jax.Array | None  # (B * NH,); None: the sigmoid input gate
+    vecH: Array  # (B * NH, DHHV) in the dtype of vecQ
+    matC: Array  # (B * NH, DHQK, DHHV)
+    vecN: Array  # (B * NH, DHQK)
+    scaM: Array | None  # (B * NH,); None: the sigmoid input gate
 
 
-def rounded(x: jax.Array, dtype: jnp.dtype, compiled: bool) -> jax.Array:
+def rounded(x: Array, dtype: jnp.dtype, compiled: bool) -> Array:
     """x rounded to dtype. XLA may drop a cast there and back; Triton has no reduce_precision."""
     if compiled:
         return x.astype(dtype).astype(x.dtype)
@@ -57,8 +57,8 @@ def rounded(x: jax.Array, dtype: jnp.dtype, compiled: bool) -> jax.Array:
 
 
 def step_gates(
-    i: jax.Array, f: jax.Array, m: jax.Array | None, round_m: Callable[[jax.Array], jax.Array]
-) -> tuple[jax.Array, ...]:
+    i: Array, f: Array, m: Array | None, round_m: Callable[[Array], Array]
+) -> tuple[Array, ...]:
     """(decay, gain, m') of a step, in the dtype of i and f; m None: the sigmoid input gate.
 
     round_m: rounds m' to the precision in which it is stored. The states are scaled by the rounded
@@ -73,7 +73,7 @@ def step_gates(
     return jnp.exp(carried - m_safe), jnp.exp(i - m_safe), m_new
 
 
-def split_token(qkv: jax.Array, gates: jax.Array, DHQK: int, DHHV: int) -> tuple[jax.Array, ...]:
+def split_token(qkv: Array, gates: Array, DHQK: int, DHHV: int) -> tuple[Array, ...]:
     """q, k, v, i, f of the joined arrays."""
     q, k, v = jnp.split(qkv[..., : 2 * DHQK + DHHV], (DHQK, 2 * DHQK), axis=-1)
     return q, k, v, gates[..., 0], gates[..., 1]
