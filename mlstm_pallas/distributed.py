@@ -270,11 +270,10 @@ def _axis(name: str) -> Axis:
 def _shifted(x: Any, axis: Axis, distance: int) -> Any:
     """x of the device that many places before this one; undefined where there is none."""
     size = axis.size
-    pairs = [(j, j + distance) for j in range(size) if 0 <= j + distance < size]
-    if axis.mapped:
-        # A vmap accepts only whole permutations. On a mesh the first device would wait for the
-        # last one.
-        pairs = [(j, (j + distance) % size) for j in range(size)]
+    # A vmap accepts only whole permutations. On a mesh the first device would wait for the last.
+    pairs = [
+        (j, (j + distance) % size) for j in range(size) if axis.mapped or 0 <= j + distance < size
+    ]
     # XLA joins exchanges that are ready at the same time.
     return lax.ppermute(lax.optimization_barrier(x), axis.name, pairs)
 

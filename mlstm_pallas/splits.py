@@ -53,9 +53,7 @@ def split_states(
         zeros.
     """
     BNH, others = added.shape[:2]
-    gamma = jnp.prod(gamma.reshape(BNH, others + 1, gamma.shape[1] // (others + 1)), axis=-1)[
-        ..., None, None
-    ]
+    gamma = jnp.prod(gamma.reshape(BNH, others + 1, -1), axis=-1)[..., None, None]
     gamma = gamma[:, 1:] if backward else gamma[:, :-1]
     X = [jnp.zeros_like(added[:, 0]) if initial is None else initial]
     for j in reversed(range(others)) if backward else range(others):

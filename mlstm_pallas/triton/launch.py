@@ -128,7 +128,6 @@ def kernel_call(
     operands = {**inputs, **outputs}
     arrays, tree = jax.tree.flatten([x for x, _ in operands.values()])
     num_inputs = len(jax.tree.leaves([x for x, _ in inputs.values()]))
-
     sizes = dict(s=call.problem.S, t=call.problem.L, **sizes)
 
     def index(letter, *grid):

@@ -184,7 +184,7 @@ def parallel_bw_dP(
         indices=dict(n=lambda i, c, b: c),
         call=call,
     )
-    keys, dn_added = y["kbar"], y["dn_added"]
+    dn_added = y["dn_added"]
     if normalise:
         dn_added = jnp.sum(dn_added.reshape(p.BNH, p.NC, n, p.DHQK), axis=2)
     per_query, per_key = (
@@ -195,7 +195,7 @@ def parallel_bw_dP(
         y["P"],
         y["dP"],
         ScaledRows(y["qbar"], None),
-        ScaledRows(keys, None) if return_keys else None,
+        ScaledRows(y["kbar"], None) if return_keys else None,
         pairs,
         delta,
         dn_added,
