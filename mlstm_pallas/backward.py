@@ -11,9 +11,10 @@ from jax import Array, lax
 
 from mlstm_pallas.arrays import Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.dispatch import run
+from mlstm_pallas.forward import gates_of
 from mlstm_pallas.gate_gradients import (
     gate_gradients,
-    initial_stabiliser_gradient,
+    inner,
     last_stabiliser_cotangent,
     zero_states,
 )
@@ -73,18 +74,7 @@ def first_half(
     """
     (x, h, z, stored), (dh, last) = residuals, cotangents
     recompute = stored.C is None
-    gates: ChunkGates = run(
-        "chunk_gates",
-        vecI=x.i,
-        vecF=x.f,
-        scaM_initial=x.m_initial,
-        starts=x.starts,
-        scaM_states=stored.m,
-        lengths=x.lengths,
-        input_gate=spec.input_gate,
-        with_flags=True,
-        call=spec.launch("chunk_gates", lowering),
-    )
+    gates = gates_of(spec, spec.launch("chunk_gates", lowering), x, stored.m, with_flags=True)
     g = gates.per_step()
     of_normaliser = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
     r = query_scale(g.vecW, spec.problem.qk_scale, of_normaliser(delta=None).vecInvDen)
@@ -199,6 +189,7 @@ def second_half(
     if not spec.has_initial_state:  # the caller drops these
         dC_initial = zero_states(dm_initial, spec.problem.DHQK, spec.problem.DHHV)
     elif spec.stabilised:
-        dm_initial += initial_stabiliser_gradient(dC_initial, dn_initial, x.c_initial, x.n_initial)
+        # The initial m is also the scale of the initial states.
+        dm_initial += inner(dC_initial, x.c_initial, 2) + inner(dn_initial, x.n_initial)
     dq, dk, dv = gradients.matDeltaQ, gradients.matDeltaK, gradients.matDeltaV
     return Inputs(dq, dk, dv, di, df, dC_initial, dn_initial, dm_initial)

@@ -4,7 +4,7 @@ Arrays belong to a shard, (B * NH, ...); q, k, v and h are (B, S, NH, D) with la
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +44,10 @@ def forward(
     return materialised(spec, lowering, x)
 
 
-def gates_of(spec: CallSpec, call: Launch, x: Inputs, m_states: Array | None = None) -> ChunkGates:
-    """The gates in the chunks of the launch; m_states: if already computed."""
+def gates_of(
+    spec: CallSpec, call: Launch, x: Inputs, m_states: Array | None = None, **options: Any
+) -> ChunkGates:
+    """The gates in the chunks of the launch. m_states: if already known; options: the stage's."""
     gates: ChunkGates = run(
         "chunk_gates",
         vecI=x.i,
@@ -55,6 +57,7 @@ def gates_of(spec: CallSpec, call: Launch, x: Inputs, m_states: Array | None = N
         scaM_states=m_states,
         lengths=x.lengths,
         input_gate=spec.input_gate,
+        **options,
         call=call,
     )
     return gates

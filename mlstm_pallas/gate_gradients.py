@@ -136,11 +136,6 @@ def last_stabiliser_cotangent(dm: Array, last: Any, C_last: Array, n_last: Array
     return dm.at[..., -1].add(last.m - inner(last.c, C_last, 2) - inner(last.n, n_last))
 
 
-def initial_stabiliser_gradient(dC: Array, dn: Array, C: Array, n: Array) -> Array:
-    """The initial m's gradient as the scale of the initial states, <dC, C> + dn . n: (B * NH,)."""
-    return inner(dC, C, 2) + inner(dn, n)
-
-
 def zero_states(like: Array, DHQK: int, DHHV: int) -> Array:
     """Zeros (B * NH, DHQK, DHHV), varying over the same mesh axes as ``like``, (B * NH,)."""
     return jnp.zeros_like(jnp.broadcast_to(like[:, None, None], (like.shape[0], DHQK, DHHV)))

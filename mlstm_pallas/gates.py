@@ -207,7 +207,7 @@ def reset_offset(
     return power(jnp.maximum(i_max - i_min, 0.0) + total_decay + _UNDERFLOW)
 
 
-def _where_two_float(where: Array, x: TwoFloat) -> TwoFloat:
+def where_two_float(where: Array, x: TwoFloat) -> TwoFloat:
     """x, and -inf elsewhere."""
     return jnp.where(where, x[0], -_INF), jnp.where(where, x[1], 0.0)
 
@@ -231,12 +231,12 @@ def stabiliser_sources(
         return add_two_floats(two_sum(offset, log_gate), (-b[0], -b[1]))
 
     stored = i != -_INF
-    e = _where_two_float(stored, source(jnp.where(stored, i, 0.0)))
+    e = where_two_float(stored, source(jnp.where(stored, i, 0.0)))
     if input_gate is InputGate.SIGMOID:
         return e, source(jnp.zeros_like(i))
     if begins is None:
         return e, e
-    sources = max_two_floats(e, _where_two_float(begins, source(fbar)))
+    sources = max_two_floats(e, where_two_float(begins, source(fbar)))
     return e, (jnp.where(reset, e[0], sources[0]), jnp.where(reset, e[1], sources[1]))
 
 

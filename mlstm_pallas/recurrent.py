@@ -20,7 +20,7 @@ from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import InputGate, Layout, Problem, accumulator_dtype
 from mlstm_pallas.sharding import aligned
 from mlstm_pallas.stage import Lowering
-from mlstm_pallas.stages.recurrent_step import split_token
+from mlstm_pallas.stages.recurrent_step import Operands, split_token
 
 NO_DERIVATIVE = (
     "the kernels of mlstm_recurrent_step and mlstm_recurrent_sequence have no derivatives; "
@@ -50,20 +50,13 @@ class Token(NamedTuple):
 def _step(
     spec: CallSpec, lowering: Lowering, x: Token, states: StepStates
 ) -> tuple[jax.Array, StepStates]:
-    h, c, n, m = run(
+    h, *after = run(
         "recurrent_step",
-        vecQ=x.q,
-        vecK=x.k,
-        vecV=x.v,
-        scaI=x.i,
-        scaF=x.f,
-        matC=states.c,
-        vecN=states.n,
-        scaM=states.m,
+        **dict(zip(Operands._fields, (*x, *states), strict=True)),
         normaliser=spec.normaliser,
         call=spec.launch("recurrent_step", lowering),
     )
-    return h, StepStates(c, n, m)
+    return h, StepStates(*after)
 
 
 @functools.partial(jax.jit, static_argnums=0)

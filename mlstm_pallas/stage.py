@@ -102,8 +102,8 @@ class Tiles:
         return True
 
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
-        """The CTAs of a launch, by axis; p: with splits as heads."""
-        raise NotImplementedError
+        """The CTAs of a launch, by axis; p: with splits as heads. By default one per chunk."""
+        return p.NC, p.BNH
 
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
         """The shared memory of a CTA; an estimate for Triton, whose compiler decides."""

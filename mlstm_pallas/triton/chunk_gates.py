@@ -30,6 +30,7 @@ from mlstm_pallas.gates import (
     reset_offset,
     split_for_exact_sums,
     stabiliser_sources,
+    where_two_float,
 )
 from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
 from mlstm_pallas.stage import Launch
@@ -79,13 +80,12 @@ def _chunk_gates_kernel(
         return jnp.sum(jnp.where(last, x, 0.0))
 
     def step(tile, carry):
-        sum_hi, sum_lo, max_hi, max_lo, resets = carry
+        total, largest, resets = carry
         steps, i, fbar, reset = load(tile)
         hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar)), siz_b)
         hi, lo = jnp.cumsum(hi), jnp.cumsum(lo)
-        b = add_two_floats(
-            (hi, lo), (jnp.broadcast_to(sum_hi, hi.shape), jnp.broadcast_to(sum_lo, hi.shape))
-        )
+        total_hi, total_lo = (jnp.broadcast_to(x, hi.shape) for x in total)
+        b = add_two_floats((hi, lo), (total_hi, total_lo))
         begins = None if starts_gmem is None else starts_gmem[steps] > 0
         restarts = reset if begins is None else reset | begins
         count = resets + jnp.cumsum(restarts.astype(jnp.float32))
@@ -96,10 +96,9 @@ def _chunk_gates_kernel(
             source_hi, source_lo = emax
             seen = causal_mask(siz_b, siz_b, 0) & (count[None, :] == count[:, None])
             tile_max_hi = jnp.max(jnp.where(seen, source_hi[None, :], -_INF), axis=1)
-            largest = seen & (source_hi[None, :] == tile_max_hi[:, None])
-            tile_max_lo = jnp.max(jnp.where(largest, source_lo[None, :], -_INF), axis=1)
-            before = count == resets  # the maximum so far still counts
-            reaching = jnp.where(before, max_hi, -_INF), jnp.where(before, max_lo, 0.0)
+            equal = seen & (source_hi[None, :] == tile_max_hi[:, None])
+            tile_max_lo = jnp.max(jnp.where(equal, source_lo[None, :], -_INF), axis=1)
+            reaching = where_two_float(count == resets, largest)  # which still counts there
             emax_hi, emax_lo = max_two_floats((tile_max_hi, tile_max_lo), reaching)
             emax = emax_hi, jnp.where(emax_hi == -_INF, 0.0, emax_lo)
 
@@ -108,9 +107,9 @@ def _chunk_gates_kernel(
         for ref, x in zip(refs, values, strict=True):
             ref[steps] = x
         last_max = jnp.max(jnp.where(last, emax[0], -_INF))
-        return last_of(b[0]), last_of(b[1]), last_max, last_of(emax[1]), last_of(count)
+        return tuple(map(last_of, b)), (last_max, last_of(emax[1])), last_of(count)
 
-    loop(num_tiles, step, (zero, zero, jnp.float32(-_INF), zero, zero))
+    loop(num_tiles, step, ((zero, zero), (jnp.float32(-_INF), zero), zero))
 
 
 def _stabiliser_scan_kernel(
@@ -217,9 +216,6 @@ class Tiles(BaseTiles):
     @classmethod
     def plan(cls, p: Problem, *_: Any, **asked: Any) -> Self:
         return cls().clamped(p)
-
-    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
-        return p.NC, p.BNH
 
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
         return 4 * self.siz_b_LQ

@@ -125,9 +125,8 @@ def kernel_call(
             "'mosaic_gpu' or 'xla'"
         )
     grid = grid or call.tiles.grid(call.problem)
-    operands = {**inputs, **outputs}
-    arrays, tree = jax.tree.flatten([x for x, _ in operands.values()])
-    num_inputs = len(jax.tree.leaves([x for x, _ in inputs.values()]))
+    operands, count = {**inputs, **outputs}, len(inputs)
+    arrays = [x for x, _ in operands.values()]
     sizes = dict(s=call.problem.S, t=call.problem.L, **sizes)
 
     def index(letter, *grid):
@@ -137,31 +136,27 @@ def kernel_call(
         return 0 if letter in "0s" else grid[axes.index(letter) - len(axes)]
 
     blocks = [
-        _block_spec(at, array, call.problem, sizes, index)
+        jax.tree.map(functools.partial(_block_spec, at, call.problem, sizes, index), x)
         for x, at in operands.values()
-        for array in jax.tree.leaves(x)
     ]
 
     def body(*refs):
-        guarded = functools.partial(_guarded, grid=grid, interpret=call.interpret)
-        refs = tuple(map(guarded, refs, blocks, arrays))
+        guarded = functools.partial(_guarded, grid, call.interpret)
+        refs = jax.tree.map(guarded, [*refs], blocks, arrays)
         names = (f"{x}_gmem" for x in operands)
-        by_name = dict(zip(names, jax.tree.unflatten(tree, refs), strict=True))
-        kernel(**by_name, call=call, **statics)
+        kernel(**dict(zip(names, refs, strict=True)), call=call, **statics)
 
     # A shard_map with check_vma needs the axes over which outputs vary.
-    varying = frozenset().union(
-        *(jax.typeof(x).manual_axis_type.varying for x in arrays[:num_inputs])
-    )
+    types = map(jax.typeof, jax.tree.leaves(arrays[:count]))
+    varying = frozenset().union(*(x.manual_axis_type.varying for x in types))
     kind = jax.sharding.ManualAxisType(varying=varying)
     results = pl.pallas_call(
         body,
         grid=grid,
-        in_specs=blocks[:num_inputs],
-        out_specs=tuple(blocks[num_inputs:]),
-        out_shape=tuple(
-            jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind)
-            for x in arrays[num_inputs:]
+        in_specs=blocks[:count],
+        out_specs=blocks[count:],
+        out_shape=jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind), arrays[count:]
         ),
         compiler_params=plgpu.CompilerParams(
             num_warps=call.tiles.num_warps, num_stages=getattr(call.tiles, "num_stages", 1)
@@ -169,13 +164,12 @@ def kernel_call(
         interpret=call.interpret,
         input_output_aliases=dict(aliases),
         name=name,
-    )(*arrays[:num_inputs])
-    results = jax.tree.unflatten(tree, [*arrays[:num_inputs], *results])
-    return dict(zip(outputs, results[len(inputs) :], strict=True))
+    )(*arrays[:count])
+    return dict(zip(outputs, results, strict=True))
 
 
 def _block_spec(
-    at: str, x: Any, p: Problem, sizes: Mapping[str, int], index: Callable[..., Any]
+    at: str, p: Problem, sizes: Mapping[str, int], index: Callable[..., Any], x: Any
 ) -> pl.BlockSpec:
     """The blocks of the array x; index: of a letter at the indices of the grid.
 
@@ -249,7 +243,7 @@ class _PartialBlock:
             masked_store(part, x, inside)
 
 
-def _guarded(ref: Any, spec: Any, x: Any, *, grid: tuple[int, ...], interpret: bool) -> Any:
+def _guarded(grid: tuple[int, ...], interpret: bool, ref: Any, spec: Any, x: Any) -> Any:
     """The reference to a block of x, guarded if blocks reach beyond the steps of x.
 
     Blocks divide all other axes.

@@ -106,9 +106,6 @@ class Tiles(BaseTiles):
     siz_b_DHQK: int
     num_warps: int
 
-    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
-        return p.NC, p.BNH
-
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
         return 2 * p.L * self.siz_b_DHQK * dtype.itemsize
 
