@@ -20,7 +20,8 @@ LAYERS = (
     ("",),  # the package itself
     ("api", "recurrent", "distributed", "export", "preview", "reference", "xlstm_jax"),
     ("fwbw",),
-    ("entry", "forward", "backward"),
+    ("entry", "backward"),
+    ("forward",),
     ("arrays", "backend", "sharding"),
     ("planning",),
     ("config",),
