@@ -62,10 +62,6 @@ OF_STEPS = ("exp", "sigmoid", "unnormalised")
 COMPILE_SECONDS = 1800.0  # of the kernels of a call
 
 
-class CompileError(RuntimeError):
-    """The compiler refuses a kernel; the message is the cause, on one line."""
-
-
 NAMES = "A100", "A10", "RTX 3090", "L4", "L40S", "RTX 4090"
 NAMES += "H20", "H100", "GH200", "H200", "B200", "RTX 5090"
 DEVICES = {x.replace(" ", ""): gpu for x in NAMES if (gpu := known_gpu(f"NVIDIA {x}"))}
@@ -240,15 +236,12 @@ def _compile(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage
         start = time.perf_counter()
         options = dict(num_warps=num_warps, num_stages=num_stages)
         target = GPUTarget("cuda", capability, 32)
-        try:
-            _optimise(path, target, options)
-            kernel = triton.compile(str(path), target=target, options=options)
-        except Exception as error:  # some of triton's exceptions cannot be pickled
-            raise CompileError(one_line(error)) from None
+        _optimise(path, target, options)
+        kernel = triton.compile(str(path), target=target, options=options)
         seconds = time.perf_counter() - start
     if overwritten := overwritten_operands(kernel.asm["ttgir"], num_stages):
         what = "a copy may overwrite what a running product reads"
-        raise CompileError(f"{what}, in {len(overwritten)} pipelined tiles (pipelines.py)")
+        raise RuntimeError(f"{what}, in {len(overwritten)} pipelined tiles (pipelines.py)")
     return _usage(kernel.asm["ptx"], log.getvalue(), kernel.metadata.shared, seconds)
 
 
@@ -277,13 +270,14 @@ COMPILER = Worker(_compile)
 
 @functools.cache
 def compile_kernel(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage:
-    """Compiles Triton IR to machine code, each kernel once per process. Raises CompileError."""
+    """Compiles Triton IR to machine code, each kernel once per process.
+
+    Raises:
+      ProcessEnded: the compiler refuses the kernel; the message is the cause, on one line.
+    """
     if importlib.util.find_spec("triton") is None:
         raise RequestError("compiling needs the triton package: pip install 'mlstm_pallas[test]'")
-    try:
-        return COMPILER(ir, num_warps, num_stages, capability, seconds=COMPILE_SECONDS)
-    except ProcessEnded as error:
-        raise CompileError(str(error)) from None
+    return COMPILER(ir, num_warps, num_stages, capability, seconds=COMPILE_SECONDS)
 
 
 # ---------------------------------------------------------------- Mosaic GPU
@@ -375,7 +369,7 @@ def relocatable_log(ptx: Path) -> str:
     command = [ptxas, "-c", "-v", "-O3", "-arch=sm_90a", str(ptx), "-o", os.devnull]
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
     if done.returncode:
-        raise CompileError(one_line(RuntimeError(done.stderr)))
+        raise RuntimeError(done.stderr)
     return done.stderr + done.stdout
 
 
@@ -407,13 +401,8 @@ def mosaic_gpu_kernels(call: "Call") -> list[tuple[Lowered, Usage | None]]:
         raise RequestError(f"compiling Mosaic GPU kernels needs {packages}")
     with tempfile.TemporaryDirectory() as folder:
         variables = dumping_to(folder) | dict(JAX_PLATFORMS="cpu")
-        compiler = Worker(_compile_mosaic_gpu, variables)
-        try:
+        with contextlib.closing(Worker(_compile_mosaic_gpu, variables)) as compiler:
             return compiler(call, folder, seconds=COMPILE_SECONDS)
-        except ProcessEnded as error:
-            raise CompileError(str(error)) from None
-        finally:
-            compiler.close()
 
 
 # ---------------------------------------------------------------- the report
@@ -487,7 +476,7 @@ def compiled(kernel: Lowered, usage: Usage | None, device: Gpu) -> Row:
         try:
             launch = kernel.num_warps, kernel.num_stages
             usage = compile_kernel(kernel.ir, *launch, device.capability)
-        except CompileError as error:
+        except ProcessEnded as error:
             cause = str(error)
     cause = cause or (usage and too_much_shared_memory(usage, device)) or ""
     row = dict(status="failed" if cause else "ok", note=cause)

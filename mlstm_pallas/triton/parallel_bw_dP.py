@@ -211,6 +211,12 @@ class BlockedTiles(PipelinedTiles):
         block_k = min(clamped(x.block_k, p.DHQK), clamped(x.block_k, p.DHHV))
         return dataclasses.replace(x, siz_b_LQ=min(x.siz_b_LQ, p.T), block_k=block_k)
 
+    def fitted(self, p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Self:
+        """The tiles with the columns per iteration and the stages of ``depth_and_stages``."""
+        x: Any = self
+        depth, stages = depth_and_stages(gpu, x.elements(p)[0] // x.block_k, x.block_k, dtype)
+        return dataclasses.replace(x, block_k=depth, num_stages=stages)
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(BlockedTiles):
@@ -229,8 +235,6 @@ class Tiles(BlockedTiles):
     @classmethod
     def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
         """Tiles of 64 x 64; P, dP and their gradients take a third of an SM's registers."""
-        tiles = cls(64, 32 if dtype.itemsize > 2 else 128, 4, 3).clamped(p)
-        narrow = p.DHQK + p.DHHV <= 128  # for as many iterations as stages
-        depth = min(tiles.block_k, 32) if narrow else tiles.block_k
-        depth, stages = depth_and_stages(gpu, 2 * tiles.siz_b_LQ, depth, dtype)
-        return dataclasses.replace(tiles, block_k=depth, num_stages=stages)
+        # In narrow heads 32 columns, for as many iterations as stages.
+        depth = 32 if dtype.itemsize > 2 or p.DHQK + p.DHHV <= 128 else 128
+        return cls(64, depth, 4, 3).clamped(p).fitted(p, dtype, gpu)

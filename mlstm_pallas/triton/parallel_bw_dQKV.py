@@ -25,12 +25,7 @@ from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
 from mlstm_pallas.tiles import block_at, blocks, divide, dot, loop, remainder, sum_of
-from mlstm_pallas.triton.launch import (
-    depth_and_stages,
-    floats,
-    kernel_call,
-    stages_that_fit,
-)
+from mlstm_pallas.triton.launch import floats, kernel_call, stages_that_fit
 from mlstm_pallas.triton.parallel_bw_dP import BlockedTiles
 
 
@@ -70,15 +65,7 @@ def _parallel_bw_dQKV_kernel(
 
         return sum_of(a_gmem.shape[1] // tiles.block_k, product, (siz_b_LQ, size))
 
-    def plus_tiles(
-        acc,
-        row,
-        columns,
-        tile_gmem,
-        operand_gmem,
-        *,
-        transposed,
-    ):
+    def plus_tiles(acc, row, columns, tile_gmem, operand_gmem, *, transposed):
         """Adds the tiles times the keys for a row of queries, or transposed for a row of keys."""
         step, steps = min(tiles.block_k, siz_b_LQ), block_at(row, siz_b_LQ)
         first = row * (siz_b_LQ // step) if transposed else 0
@@ -119,30 +106,26 @@ def _parallel_bw_dQKV_kernel(
         C, dC = (ref[rows, columns].astype(jnp.float32) for ref in (C_gmem, dC_gmem))
         states_gmem[row * blocks(C_gmem.shape[1], siz_b_DHHV) + column] = jnp.sum(C * dC)
 
-    start, index = 0, pl.program_id(0)
-    of_L, of_DHQK = (L, siz_b_LQ), (q_gmem.shape[1], siz_b_DHQK)
-    of_DHHV = v_gmem.shape[1], siz_b_DHHV
-    for role, of_rows, of_columns in (
-        (dq, of_L, of_DHQK),
-        (dk, of_L, of_DHQK),
-        (dv, of_L, of_DHHV),
-        (states, of_DHQK, of_DHHV),
-    ):
+    index = pl.program_id(0)
+
+    def run(role, start, of_rows, of_columns):
+        """Runs a role in the CTAs from ``start`` on, one per block; returns their end."""
         columns = blocks(*of_columns)
         end = start + blocks(*of_rows) * columns
 
         @pl.when((start <= index) & (index < end))
-        def _(
-            role=role,
-            start=start,
-            columns=columns,
-            height=of_rows[1],
-            width=of_columns[1],
-        ):
+        def _():
             row, column = divide(index - start, columns), remainder(index - start, columns)
-            role(row, column, block_at(row, height), block_at(column, width))
+            role(row, column, block_at(row, of_rows[1]), block_at(column, of_columns[1]))
 
-        start = end
+        return end
+
+    of_L, of_DHQK = (L, siz_b_LQ), (q_gmem.shape[1], siz_b_DHQK)
+    of_DHHV = v_gmem.shape[1], siz_b_DHHV
+    end = run(dq, 0, of_L, of_DHQK)
+    end = run(dk, end, of_L, of_DHQK)
+    end = run(dv, end, of_L, of_DHHV)
+    run(states, end, of_DHQK, of_DHHV)
 
 
 def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
@@ -204,11 +187,11 @@ class Tiles(BlockedTiles):
         """Blocks of 128 x 128, or of 64 x 64 in float32 and for short chunks."""
         wide = dtype.itemsize > 2
         size = 64 if wide or p.L < 128 else 128
-        tiles = cls(size, size, size, 32 if wide or p.DHQK == 64 else 64, 4, 3).clamped(p)
-        rows = tiles.siz_b_LQ + max(tiles.siz_b_DHQK, tiles.siz_b_DHHV)
-        depth, stages = depth_and_stages(gpu, rows, tiles.block_k, dtype)
+        depth = 32 if wide or p.DHQK == 64 else 64
+        tiles = cls(size, size, size, depth, 4, 3).clamped(p).fitted(p, dtype, gpu)
+        stages = tiles.num_stages
         if wide:
-            stages = max(stages_that_fit(gpu, depth * rows * dtype.itemsize), 1)
-        elif size == depth == 64:
+            stages = max(stages_that_fit(gpu, tiles.elements(p)[0] * dtype.itemsize), 1)
+        elif size == tiles.block_k == 64:
             stages = 2  # for seven CTAs per SM
-        return dataclasses.replace(tiles, block_k=depth, num_stages=stages)
+        return dataclasses.replace(tiles, num_stages=stages)
