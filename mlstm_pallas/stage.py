@@ -191,6 +191,10 @@ class Stage:
         optional = self.operands._field_defaults
         return tuple(x for x in self.operands._fields if x not in optional)
 
+    @property
+    def backward(self) -> bool:
+        return "_bw_" in self.name
+
 
 # q, k, v, h and their gradients are (B * NH, S, D) in memory or, with the layout "BTNH",
 # (B, S, NH, D); the number of axes tells which. Gates, tiles and states have one layout.

@@ -13,12 +13,6 @@ import runner
 from absl import flags
 from compile_report import inner_jaxprs
 
-from mlstm_pallas.backend import jax_has_mosaic_gpu
-
-needs_mosaic_gpu = pytest.mark.skipif(
-    not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
-)
-
 
 def run(program, *arguments):
     """The exit code of a program (its module) with these flags, where a batch is one call."""

@@ -26,16 +26,12 @@ from test_float16 import backward_bound
 from test_gradients import BOUND, BTNH, STORED
 
 from mlstm_pallas import KernelConfig, dispatch, planning
-from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.entry import options_of, spec_for
 from mlstm_pallas.gpu import Gpu, gpu_of, known_gpu
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import Problem, make_problem
 from mlstm_pallas.stage import Launch, Lowering, ScaledRows
 
-needs_mosaic_gpu = pytest.mark.skipif(
-    not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
-)
 SCAN = {"parallel_fw_P", "recurrent_fw_H"}
 
 

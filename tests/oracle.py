@@ -1,7 +1,9 @@
 """Shared by the tests: random inputs, the float64 oracle, the error norm, the tolerances, and how
 tests trace, lower and start processes."""
 
+import contextlib
 import functools
+import importlib.util
 import math
 import os
 import re
@@ -15,8 +17,17 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 
-from mlstm_pallas import mlstm_chunkwise, reference
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
+from mlstm_pallas.backend import jax_has_mosaic_gpu
 
+needs_mosaic_gpu = pytest.mark.skipif(
+    not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
+)
+PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
+needs_compiler = pytest.mark.skipif(
+    not any(map(importlib.util.find_spec, PLUGINS)),
+    reason="XLA's compiler for CUDA is in jax_cuda13_plugin, which is not installed",
+)
 MOSAIC_CALL = "mosaic_gpu_v2"  # the target of the custom call of a Mosaic GPU kernel
 # Kernels that are no stages.
 HELPERS = {
@@ -185,7 +196,7 @@ def assert_close(actual, expected, bound, what=""):
 def compare(names, actual, desired, bound):
     """assert_close of each pair."""
     for name, x, y in zip(names, actual, desired, strict=True):
-        assert_close(x, np.asarray(y).astype("float64"), bound, name)
+        assert_close(x, y, bound, name)
 
 
 def check_outputs(result, inputs, bound, **options):
@@ -273,22 +284,33 @@ def loss_of(h, states):
     return jnp.sum(h * jnp.cos(h)) + sum(jnp.sum(jnp.sin(y)) for y in finite)
 
 
-def strict(function):
-    """Traces the function under the strict promotion modes of jax, as some models do."""
+@contextlib.contextmanager
+def strict():
+    """Everything inside traces under the strict promotion modes of jax, as in some models."""
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
 
-    @functools.wraps(function)
-    def traced(*args, **kwargs):
-        with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-            return function(*args, **kwargs)
 
-    return traced
+def config_in_splits(num_splits, fused=True, scan=None, **tiles):
+    """A config with all recurrences in so many splits, if these are whole chunks.
+
+    tiles: fields that the Triton kernels share; scan: others of the fused scan.
+    """
+    parts = tiles | dict(num_splits=num_splits)
+    return KernelConfig(
+        fused=fused,
+        num_splits=num_splits,
+        triton_recurrent_fw_H=tiles | (scan or {}),
+        triton_recurrent_fw_C=parts,
+        triton_recurrent_bw_dC=parts,
+    )
 
 
 def results_of(run):
     """A jitted function of up to eight arguments: h, c, n, m and the gradients of a loss that is
     not computed, because devices would exchange its sum."""
 
-    @strict
+    @strict()
     def results(*x):
         def loss(*x):
             h, *states = jax.tree.leaves(run(*x))
@@ -343,7 +365,7 @@ def outputs_and_gradients(run, layout="BNTH"):
     """
 
     @jax.jit
-    @strict
+    @strict()
     def both(x, cotangents, **traced):
         def outputs_of(x):
             given = zip(x, in_layout(layout, x, x.values()), strict=True)

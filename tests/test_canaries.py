@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from mosaic_gpu_cases import check_neighbours, needs_mosaic_gpu
-from oracle import HELPERS, random_inputs
+from mosaic_gpu_cases import check_neighbours
+from oracle import HELPERS, needs_mosaic_gpu, random_inputs
 
 from mlstm_pallas import KernelConfig, dispatch, triton
 from mlstm_pallas.arrays import Cotangents, Inputs

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from mosaic_gpu_cases import needs_mosaic_gpu, skip_unless_hopper
+from mosaic_gpu_cases import skip_unless_hopper
 from oracle import (
     COLLECTIVE,
     MOSAIC_CALL,
@@ -27,6 +27,7 @@ from oracle import (
     errors_of,
     in_layout,
     mesh_of,
+    needs_mosaic_gpu,
     random_inputs,
     results_of,
     sharded,

@@ -4,10 +4,10 @@ import itertools
 import re
 
 import pytest
+from oracle import needs_mosaic_gpu
 from test_import_graph import LAYER, PACKAGE
 
 from mlstm_pallas import KernelConfig, plan
-from mlstm_pallas.backend import jax_has_mosaic_gpu
 
 ROOT = PACKAGE.parent
 FILES = [x for y in ("mlstm_pallas", "[tbe]*") for x in ROOT.glob(f"{y}/**/*.py")]
@@ -47,7 +47,7 @@ def test_imports_run_from_left_to_right():
     assert all(max(a) < min(b) for a, b in itertools.pairwise(layers))
 
 
-@pytest.mark.skipif(not jax_has_mosaic_gpu(), reason="this jax has no Mosaic GPU")
+@needs_mosaic_gpu
 @pytest.mark.parametrize("kernel", ["recurrent_fw_H", "parallel_fw_H"])
 def test_limits_of_mosaic_gpu(kernel):
     """The widths DHQK in the row of a kernel, and one beyond them."""

@@ -1,6 +1,7 @@
 """Every bad call says, in one whole sentence, which argument is wrong, what came and what was
 expected. A plain import loads what it should."""
 
+import ast
 import functools
 import inspect
 import re
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import refused, run_python
+from oracle import assert_same_bits, refused, run_python
 
 import mlstm_pallas
 from mlstm_pallas import (
@@ -86,23 +87,19 @@ def enters(backend):
 class Param:
     """What a parameter of a module looks like: an array behind an attribute."""
 
-    def __init__(self, value):
-        self.value = value
+    value = np.zeros((B, NH, S, DHQK))
 
 
 class Variable:
     """What a variable of flax.nnx looks like: its value is deprecated."""
 
-    def __init__(self, value):
-        self._array = value
-
     def __getitem__(self, index):
-        return self._array[index]
+        return Param.value[index]
 
     @property
     def value(self):
         warnings.warn("'.value' access is now deprecated", DeprecationWarning, stacklevel=2)
-        return self._array
+        return Param.value
 
 
 class Foreign:
@@ -145,30 +142,60 @@ SWAPPED = (
 )
 FLOAT64 = '; float64 needs backend="xla" and jax_enable_x64'
 
-# Whole messages, and the changed arguments of mlstm_chunkwise, or another call.
+# Whole messages of mlstm_chunkwise that begin with the wrong argument and what came.
+SAID = (
+    "q has shape (2, 40, 16), expected (B, NH, S, DHQK)",
+    "q has shape (2, 3, 0, 16), expected (B, NH, S, DHQK) with S >= 1",
+    f"k has shape (2, 3, 41, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16), {Q}",
+    f"v has shape (2, 3, 40), expected (B, NH, S, DHV) = (2, 3, 40, DHV), {Q}",
+    "v has shape (2, 3, 40, 0), expected (B, NH, S, DHV) with DHV >= 1",
+    f"c_initial has shape (2, 3, 24, 16), expected (B, NH, DHQK, DHV) = (2, 3, 16, 24), {Q}",
+    f"segment_ids has shape (2, 3, 40), expected (B, S) = (2, 40), {Q}",
+    f"sequence_lengths has shape (2, 40), expected (B) = (2,), {Q}",
+    "layout is 'BSNH', expected one of BNTH, BTNH",
+    "input_gate is 'relu', expected one of exp, sigmoid",
+    "num_segments is 0, expected an integer from 1 to 2147483647",
+    # scalars; every parameter of xlstm_jax has more below
+    "chunk_size is 48, expected None or a power of two >= 16",
+    "eps is -1e-06, expected a finite number >= 0",
+    f"norm_val is 1e+39, {NORMAL}",
+    f"norm_val is 1e-40, {NORMAL}",  # below the normal numbers
+    f"backend is 'cuda', {BACKENDS}",
+)
+SAID_OF_TYPES = (
+    "sequence_lengths has dtype bool, expected an integer dtype",
+    "segment_ids has dtype float32, expected an integer dtype",
+    f"q has dtype int32, expected one of {KERNEL_DTYPES}",
+    "k has dtype bfloat16, expected float32, the dtype of q",
+    "v has dtype bfloat16, expected float32, the dtype of q",
+    "v has dtype float16, expected float32, the dtype of q",
+    "q has dtype bfloat16, expected float32, the dtype of k and v",
+    f"i has dtype int8, expected one of {INPUT_DTYPES}",
+    f"autocast_kernel_dtype is '(1,', expected None or one of {KERNEL_DTYPES}",
+    "autocast_kernel_dtype is 'fp8', expected None or one of float32, bfloat16, float16",
+)
+
+
+GOOD = ARRAYS | dict(segment_ids=IDS, sequence_lengths=array(B, dtype="int32"))
+
+
+def what_came(message):
+    """{argument: shape, dtype or value} of a message in SAID."""
+    pattern = r"(\w+) (?:has )?(shape|dtype|is) (.*?), expected"
+    name, what, came = re.match(pattern, message).groups()
+    came = came if what == "dtype" else ast.literal_eval(came)
+    return {name: came if what == "is" else GOOD[name].update(**{what: came})}
+
+
+# Other whole messages, and the changed arguments of mlstm_chunkwise, or another call.
 VALUES = {
-    "q has shape (2, 40, 16), expected (B, NH, S, DHQK)": {"q": array(2, 40, 16)},
-    "q has shape (2, 3, 0, 16), expected (B, NH, S, DHQK) with S >= 1": {"q": array(2, 3, 0, 16)},
-    f"k has shape (2, 3, 41, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16), {Q}": {
-        "k": array(2, 3, 41, 16)
-    },
-    f"v has shape (2, 3, 40), expected (B, NH, S, DHV) = (2, 3, 40, DHV), {Q}": {
-        "v": array(2, 3, 40)
-    },
-    "v has shape (2, 3, 40, 0), expected (B, NH, S, DHV) with DHV >= 1": {"v": array(2, 3, 40, 0)},
-    f"c_initial has shape (2, 3, 24, 16), expected (B, NH, DHQK, DHV) = (2, 3, 16, 24), {Q}": {
-        "c_initial": array(2, 3, 24, 16)
-    },
     "initial states come all three or not at all: got c_initial, m_initial without n_initial": {
         "n_initial": None
     },
-    "layout is 'BSNH', expected one of BNTH, BTNH": {"layout": "BSNH"},
     SWAPPED: BTNH | {"i": PLAIN["i"], "layout": "BTNH"},
     SWAPPED.replace("i has", "f has"): BTNH | {"f": PLAIN["f"], "layout": "BTNH"},
     "m_initial has shape (2, 40), expected (B, NH) = (2, 3), as q has shape (2, 40, 3, 16)": BTNH
     | {"m_initial": array(B, S), "layout": "BTNH"},
-    # gates and packed sequences
-    "input_gate is 'relu', expected one of exp, sigmoid": {"input_gate": "relu"},
     "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\"": {
         "normalize": False
     },
@@ -177,10 +204,6 @@ VALUES = {
         "m_initial": None,
         "c_initial": None,
     },
-    f"segment_ids has shape (2, 3, 40), expected (B, S) = (2, 40), {Q}": {
-        "segment_ids": array(2, 3, 40, dtype="int32")
-    },
-    f"sequence_lengths has shape (2, 40), expected (B) = (2,), {Q}": {"sequence_lengths": IDS},
     "c_initial has shape (2, 4, 3, 16, 24), expected (B, N, NH, DHQK, DHV) = (2, 2, 3, 16, 24)": {
         "num_segments": 2,
         "segment_ids": IDS,
@@ -189,7 +212,6 @@ VALUES = {
         "n_initial": array(2, 4, 3, 16),
         "m_initial": array(2, 4, 3),
     },
-    "num_segments is 0, expected an integer from 1 to 2147483647": {"num_segments": 0},
     "num_segments is 2 without segment_ids, expected both": {"num_segments": 2},
     "num_segments is 65534, expected at most 65533, the limit of a kernel's grid, or backend "
     "'xla'": {
@@ -201,17 +223,11 @@ VALUES = {
         "num_segments": 2,
         "segment_ids": IDS,
     },
-    # scalars; every parameter of xlstm_jax has more below
-    "chunk_size is 48, expected None or a power of two >= 16": {"chunk_size": 48},
     f"chunk_size is {np.int64(8)!r}, expected None or a power of two >= 16": {
         "chunk_size": np.int64(8)
     },
-    "eps is -1e-06, expected a finite number >= 0": {"eps": -1e-6},
-    f"norm_val is 1e+39, {NORMAL}": {"norm_val": 1e39},
-    f"norm_val is 1e-40, {NORMAL}": {"norm_val": 1e-40},  # below the normal numbers
     f"eps is an integer of 16610 bits, {NORMAL}": {"eps": 10**5000},
     "eps is nan, expected a finite number >= 0": {"eps": float("nan")},
-    f"backend is 'cuda', {BACKENDS}": {"backend": "cuda"},
     f"backend is an array of shape (2,), {BACKENDS}": {"backend": np.zeros(2)},
     # other calls
     "q has shape (2, 3, 1, 16), expected (B, NH, DHQK)": of_step(
@@ -257,36 +273,10 @@ VALUES = {
 TYPES = {
     "segment_ids is a list, expected an array": {"segment_ids": [[0] * 40] * 2},
     "sequence_lengths is a list, expected an array": {"sequence_lengths": [3, 4]},
-    "sequence_lengths has dtype bool, expected an integer dtype": {
-        "sequence_lengths": array(2, dtype="bool")
-    },
-    "segment_ids has dtype float32, expected an integer dtype": {"segment_ids": array(2, 40)},
-    f"q has dtype int32, expected one of {KERNEL_DTYPES}": {
-        "q": array(2, 3, 40, 16, dtype="int32")
-    },
-    **{
-        f"{name} has dtype bfloat16, expected float32, the dtype of q": {
-            name: array(*PLAIN[name].shape, dtype="bfloat16")
-        }
-        for name in "kv"
-    },
-    "v has dtype float16, expected float32, the dtype of q": {
-        "v": array(2, 3, 40, 24, dtype="float16")
-    },
-    "q has dtype bfloat16, expected float32, the dtype of k and v": {
-        "q": array(2, 3, 40, 16, dtype="bfloat16")
-    },
     "return_last_state is no argument of mlstm_chunkwise, expected return_last_states": {
         "return_last_state": True
     },
     "eps is a jax.Array, expected a float: pass float(eps)": {"eps": jnp.float32(1e-6)},
-    f"i has dtype int8, expected one of {INPUT_DTYPES}": {"i": array(2, 3, 40, dtype="int8")},
-    f"autocast_kernel_dtype is '(1,', expected None or one of {KERNEL_DTYPES}": {
-        "autocast_kernel_dtype": "(1,"
-    },
-    "autocast_kernel_dtype is 'fp8', expected None or one of float32, bfloat16, float16": {
-        "autocast_kernel_dtype": "fp8"
-    },
     f"autocast_kernel_dtype is float64, expected one of {KERNEL_DTYPES}{FLOAT64}": {
         "autocast_kernel_dtype": "float64",
         "backend": "xla",
@@ -302,10 +292,8 @@ TYPES = {
     "c_initial is a tuple, expected an array: pass the states one by one": {
         "c_initial": (1, np.zeros(1))
     },
-    "k is a Param, expected an array: pass its value": {"k": Param(np.zeros(PLAIN["k"].shape))},
-    "k is a Variable, expected an array: pass its array, x[...]": {
-        "k": Variable(np.zeros(PLAIN["k"].shape))
-    },
+    "k is a Param, expected an array: pass its value": {"k": Param()},
+    "k is a Variable, expected an array: pass its array, x[...]": {"k": Variable()},
     "q is a Foreign, expected an array": {"q": Foreign()},
     # other calls
     f"q has dtype float64, expected one of {KERNEL_DTYPES}{FLOAT64}": of_step(
@@ -369,9 +357,10 @@ TYPES = {
 }
 
 
-@pytest.mark.parametrize("message", [*VALUES, *TYPES])
+@pytest.mark.parametrize("message", [*SAID, *VALUES, *SAID_OF_TYPES, *TYPES])
 def test_bad_calls(message):
-    kind, bad = (ValueError if message in VALUES else TypeError), (VALUES | TYPES)[message]
+    kind = ValueError if message in (*SAID, *VALUES) else TypeError
+    bad = (VALUES | TYPES).get(message) or what_came(message)
     call = bad if callable(bad) else lambda: shapes_of(mlstm_chunkwise, ARRAYS | bad)
     refused(kind, message, call)
 
@@ -483,7 +472,7 @@ def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones():
     both = jax.jit(lambda m: [run(**x | {"m_initial": y}) for y in (m, None)])
     given, without = both(np.full((B, NH), 3.0, "float32"))
     assert not np.any(without[1][2])
-    assert jax.tree.all(jax.tree.map(np.array_equal, given, without))
+    assert_same_bits(given, without)
     jax.eval_shape(lambda: run(**x))  # an array of zeros
 
 

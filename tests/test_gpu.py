@@ -15,6 +15,7 @@ from oracle import (
     call_shapes,
     check_call,
     check_outputs,
+    config_in_splits,
     cotangents_for,
     errors_of,
     expected_of,
@@ -101,19 +102,12 @@ def test_the_plan_of_another_gpu_is_right_on_this_one(gpu, monkeypatch):
     check_gradients("bfloat16", 1, 40, 1000, 128, 256, backend="triton")  # the fused scan
 
 
-PARTS = dict(siz_b_LKV=32, num_splits=4)
 ALGORITHMS = {
     "default": None,
     "materialised64": KernelConfig(chunk_size=64, fused=False),
     "materialised256": KernelConfig(chunk_size=256, fused=False),
     "fused": KernelConfig(fused=True),
-    "splits": KernelConfig(
-        fused=True,
-        num_splits=4,
-        triton_recurrent_fw_H=dict(siz_b_LKV=32),
-        triton_recurrent_fw_C=PARTS,
-        triton_recurrent_bw_dC=PARTS,
-    ),
+    "splits": config_in_splits(4, siz_b_LKV=32),
 }
 
 

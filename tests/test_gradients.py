@@ -7,6 +7,7 @@ import pytest
 from oracle import (
     OUTPUTS,
     assert_close,
+    config_in_splits,
     cotangents_for,
     emptied,
     expected_of,
@@ -65,16 +66,9 @@ def tiles(scores, gradients):
 
 
 def splits(num_splits, fused=True):
-    """A config with all recurrences in so many splits, if these are whole chunks."""
+    """config_in_splits with small tiles."""
     tiles = dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16)
-    parts = tiles | dict(num_splits=num_splits)
-    return KernelConfig(
-        fused=fused,
-        num_splits=num_splits,
-        triton_recurrent_fw_H=tiles | dict(state_rows=32),
-        triton_recurrent_fw_C=parts,
-        triton_recurrent_bw_dC=parts,
-    )
+    return config_in_splits(num_splits, fused, dict(state_rows=32), **tiles)
 
 
 def interpreted(config, **options):

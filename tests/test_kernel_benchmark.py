@@ -12,8 +12,9 @@ import numpy as np
 import peers
 import pytest
 import roofline
-from benchmark_runs import needs_mosaic_gpu, records
+from benchmark_runs import records
 from calls import parse_config
+from oracle import needs_mosaic_gpu
 from shapes import SHAPES, Shape
 
 from mlstm_pallas import KernelConfig, reference

@@ -1,7 +1,6 @@
 """layout="BTNH" moves no array of q, k, v, h or their gradients, and neither does a length that
 does not fill a chunk: what is compiled for a GPU has no transpose, copy, pad or slice of one."""
 
-import importlib.util
 import math
 import re
 
@@ -9,28 +8,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compile_report import on_a_hopper
-from oracle import call_shapes, for_device, slow
+from oracle import call_shapes, config_in_splits, for_device, needs_compiler, slow
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
 
-PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-without_a_gpu = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None
-    or not any(map(importlib.util.find_spec, PLUGINS)),
-    reason="compiling for CUDA needs the CUDA plugin of jax",
-)
 MOVES = re.compile(r"^\s*(?:ROOT )?%?\S+ = (.*?) (transpose|copy|copy-start|pad|slice)\(")
 SHAPE = re.compile(r"\w+\[([\d,]+)\]")
 
 MATERIALISED, FUSED = KernelConfig(fused=False), KernelConfig(fused=True)
-SPLITS = dict(siz_b_LKV=32, num_splits=2)
-IN_SPLITS = KernelConfig(
-    fused=True,
-    num_splits=2,
-    triton_recurrent_fw_H=dict(siz_b_LKV=32),
-    triton_recurrent_fw_C=SPLITS,
-    triton_recurrent_bw_dC=SPLITS,
-)
+IN_SPLITS = config_in_splits(2, siz_b_LKV=32)
 WHOLE, PADDED = (2, 4, 256, 64, 128), (2, 4, 250, 80, 96)  # B, NH, S, DHQK, DHHV
 ODD = (2, 4, 509, 64, 128)
 CASES = {
@@ -39,10 +25,8 @@ CASES = {
     "default": ((2, 8, 1024, 256, 512), {}),
     "stored": (WHOLE, dict(config=MATERIALISED, recompute_states_in_bw=False)),
     "fused_stored": (WHOLE, dict(config=FUSED, recompute_states_in_bw=False)),
-    "splits": (
-        (2, 4, 512, 64, 128),
-        dict(config=IN_SPLITS),
-    ),  # so long that no state has as many elements as q
+    # So long that no state has as many elements as q.
+    "splits": ((2, 4, 512, 64, 128), dict(config=IN_SPLITS)),
     "last_states": (WHOLE, dict(config=MATERIALISED, return_last_states=True)),
     "sigmoid": (WHOLE, dict(config=MATERIALISED, input_gate="sigmoid", normalize=False)),
     "odd": (ODD, dict(config=MATERIALISED)),
@@ -111,10 +95,6 @@ SLOW = (
     ("splits_odd", "float16", True),
     *((case, "bfloat16", False) for case in ("materialised", "fused", "default")),
 )
-PARAMETERS = pytest.mark.parametrize(
-    ("case", "dtype", "backward"),
-    [*QUICK, *(slow(*x) for x in SLOW)],
-)
 
 
 def compiled_for_an_h200(*args, **options):
@@ -122,7 +102,7 @@ def compiled_for_an_h200(*args, **options):
         return compiled_text(*args, on_a_hopper(), **options)
 
 
-@without_a_gpu
+@needs_compiler
 def test_the_transposes_of_a_caller_are_seen():
     """The check finds the transposes of q, k, v and h around the other layout."""
     result = moves(
@@ -131,8 +111,8 @@ def test_the_transposes_of_a_caller_are_seen():
     assert len(result) >= 4
 
 
-@without_a_gpu
-@PARAMETERS
+@needs_compiler
+@pytest.mark.parametrize(("case", "dtype", "backward"), [*QUICK, *(slow(*x) for x in SLOW)])
 def test_nothing_moves_in_what_is_compiled_without_a_gpu(case, dtype, backward):
     shape, options = CASES[case]
     check(compiled_for_an_h200(shape, dtype, backward, **options), case)

@@ -16,7 +16,6 @@ from mosaic_gpu_cases import (
     fused,
     materialised,
     mosaic_gpu_tiles,
-    needs_mosaic_gpu,
     quick_and_slow,
     spec_of,
     stages_on_mosaic_gpu,
@@ -31,8 +30,10 @@ from oracle import (
     lowered_for_cuda,
     mesh_for,
     mesh_of,
+    needs_mosaic_gpu,
     random_inputs,
     refused,
+    strict,
 )
 from test_distributed import h_over
 from test_gradients import BOUND
@@ -183,11 +184,7 @@ def test_gradients_trace_in_strict_modes(heads, config):
     run = functools.partial(
         mlstm_chunkwise, backend="mosaic_gpu_interpret", config=config, recompute_states_in_bw=True
     )
-    with (
-        jax.enable_x64(True),
-        jax.numpy_rank_promotion("raise"),
-        jax.numpy_dtype_promotion("strict"),
-    ):
+    with jax.enable_x64(True), strict():
         x = call_shapes(1, 2, 256, *heads)
         result = jax.eval_shape(lambda dh, *x: jax.vjp(run, *x)[1](dh), x[2], *x)
     assert [*result] == x

@@ -2,23 +2,17 @@
 
 import dataclasses
 import functools
-import importlib.util
 
 import compile_report
 import pytest
-from mosaic_gpu_cases import ALL, Recurrences, needs_mosaic_gpu, stages_on_mosaic_gpu
-from oracle import HEADS, HELPERS
+from mosaic_gpu_cases import ALL, Recurrences, stages_on_mosaic_gpu
+from oracle import HEADS, HELPERS, needs_compiler, needs_mosaic_gpu
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV import by_chunk
 
-PLUGINS = [
-    name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if importlib.util.find_spec(name)
-]
-needs_compiler = pytest.mark.skipif(
-    not PLUGINS, reason="XLA's compiler for CUDA is in jax_cuda13_plugin, which is not installed"
-)
+pytestmark = [needs_mosaic_gpu, needs_compiler, pytest.mark.slow]
 H200 = compile_report.DEVICES["H200"]
 
 
@@ -46,9 +40,6 @@ def check_messages(kernel, usage):
     assert set(usage.messages) <= {"C7519"}, (kernel.name, usage.messages)
 
 
-@needs_mosaic_gpu
-@needs_compiler
-@pytest.mark.slow
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize(
     ("heads", "dtype", "variant"),
@@ -103,9 +94,6 @@ COMPILED_RECURRENCES = {
 }
 
 
-@needs_mosaic_gpu
-@needs_compiler
-@pytest.mark.slow
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("name", COMPILED_RECURRENCES)
 def test_weighted_recurrences_compile(name, compiler):
@@ -120,9 +108,6 @@ def test_weighted_recurrences_compile(name, compiler):
     assert usage.wgmma > 0
 
 
-@needs_mosaic_gpu
-@needs_compiler
-@pytest.mark.slow
 def test_the_compile_report_has_both_kinds_of_kernels():
     options = dict(config=KernelConfig(fused=True), stages=["recurrent_fw_H"])
     report = functools.partial(compile_report.report, backend="mosaic_gpu")

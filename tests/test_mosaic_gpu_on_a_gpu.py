@@ -17,12 +17,11 @@ from mosaic_gpu_cases import (
     SCAN,
     check_case,
     check_neighbours,
-    needs_mosaic_gpu,
     skip_unless_hopper,
     spec_of,
     stages_on_mosaic_gpu,
 )
-from oracle import assert_same_bits, call_shapes, random_inputs, run_python
+from oracle import assert_same_bits, call_shapes, needs_mosaic_gpu, random_inputs, run_python
 from test_gpu_huge import inputs_on_device
 from test_packed_sequences import ODD_ON_A_GPU, check_prompts
 from test_stages import launch_of

@@ -8,13 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_gates
-from mosaic_gpu_cases import (
-    RACE,
-    RECURRENCES,
-    needs_mosaic_gpu,
-    quick_and_slow,
-)
-from oracle import assert_same_bits, error, in_float64, slow, tolerance
+from mosaic_gpu_cases import RACE, RECURRENCES, quick_and_slow
+from oracle import assert_same_bits, error, in_float64, needs_mosaic_gpu, slow, tolerance
 from test_stages import case, launch_of
 
 from mlstm_pallas import dispatch, gate_gradients, gates, planning

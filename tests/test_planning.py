@@ -7,10 +7,9 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from oracle import call_shapes, gradients_of
+from oracle import call_shapes, for_device, gradients_of, needs_mosaic_gpu
 
 from mlstm_pallas import KernelConfig, dispatch, mlstm_chunkwise, plan
-from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.gpu import UNKNOWN, known_gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.planning import CallSpec, make_spec
@@ -79,11 +78,12 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize("case", LAUNCHES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=[needs_mosaic_gpu] * ("mosaic_gpu" in x)) for x in LAUNCHES],
+)
 def test_the_launches_of_a_call(case):
     *sizes, dtype, backend, gpu = case.split(" ", 7)
-    if backend == "mosaic_gpu" and jax.__version_info__ < (0, 11, 2):
-        pytest.skip("Mosaic GPU needs jax >= 0.11.2")
     call = planned(*map(int, sizes), dtype=dtype, backend=backend, gpu=gpu)
     assert ", ".join(f"{x.stage} {x.lowering} {x.ctas}" for x in call.launches) == LAUNCHES[case]
 
@@ -140,11 +140,9 @@ def test_the_grids_of_a_plan_are_those_that_run(recompute, fused):
     assert traced(gradients_of(run)) == expected(p.forward) | expected(p.backward)
 
 
-@pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
+@pytest.mark.parametrize("backend", ["triton", pytest.param("mosaic_gpu", marks=needs_mosaic_gpu)])
 def test_a_plan_shows_the_launches_of_a_call_with_num_segments(backend):
     """1001 steps are no whole chunks, and each of 13 segments has chunks of its own."""
-    if backend == "mosaic_gpu" and not jax_has_mosaic_gpu():
-        pytest.skip("this jax has no Mosaic GPU")
     sizes, N = (2, 4, 1001, *WIDE), 13
     call = planned(*sizes, num_segments=N, backend=backend)
     assert (call.fused, call.num_segments, call.launches[-1].grid[1]) == (True, N, N + 2)
@@ -156,8 +154,7 @@ def test_a_plan_shows_the_launches_of_a_call_with_num_segments(backend):
         options = dict(segment_ids=ids, return_last_states=True, num_segments=N, backend=backend)
         return mlstm_chunkwise(*x, **options)
 
-    device = jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+    with for_device("NVIDIA H200"):
         traced = str(jax.make_jaxpr(run)(*call_shapes(*sizes, "bfloat16")[:5]))
     steps = call.launches[0].grid[0] * call.chunk_size
     assert f"[8,{steps},{call.chunk_size}]" in traced  # P

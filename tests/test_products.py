@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from mosaic_gpu_cases import CASES, RACE, needs_mosaic_gpu
-from oracle import cotangents_for, gradients_of_call, random_inputs
+from mosaic_gpu_cases import CASES, RACE
+from oracle import cotangents_for, gradients_of_call, needs_mosaic_gpu, random_inputs
 
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from oracle import (
     array,
+    config_in_splits,
     cotangents_for,
     gradients_of_call,
     in_float64,
@@ -50,14 +51,7 @@ TILED = KernelConfig(
 )  # several in a chunk of 32
 SCAN = dict(siz_b_LKV=16, state_rows=16)  # two launches at 32 rows of the state
 FUSED = KernelConfig(fused=True, triton_recurrent_fw_H=SCAN)
-PARTS = dict(siz_b_LKV=16, num_splits=4)
-SPLITS = KernelConfig(
-    fused=True,
-    num_splits=4,
-    triton_recurrent_fw_H=SCAN,
-    triton_recurrent_fw_C=PARTS,
-    triton_recurrent_bw_dC=PARTS,
-)
+SPLITS = config_in_splits(4, scan=SCAN, siz_b_LKV=16)
 UNSTABILISED = (("stabilize_correctly", False), ("norm_val", 0.5), ("eps", 0.1))
 CASES = {
     "padded": Case(3, 2, 41, 12, 20, 32),

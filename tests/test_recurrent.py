@@ -25,6 +25,7 @@ from oracle import (
     outputs_and_gradients,
     random_inputs,
     step_names,
+    strict,
     swapped,
     tolerance,
 )
@@ -41,7 +42,7 @@ from mlstm_pallas.stages.recurrent_step import step_gates
 @pytest.fixture(autouse=True)
 def strict_modes():
     """Everything traces under the strict promotion modes of jax."""
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+    with strict():
         yield
 
 
@@ -358,8 +359,7 @@ def test_joined_arrays_are_their_parts(backend, input_gate, config):
     q, k, v, _ = jnp.split(qkvo, (DHQK, 2 * DHQK, 2 * DHQK + DHHV), axis=-1)
     expected = jax.jit(step)(q, k, v, gates[..., 0], gates[..., 1], *states)
     actual = jax.jit(step)(qkvo, None, None, gates, None, *states)
-    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_same_bits(actual, expected)
 
 
 def test_joined_arrays_of_wrong_shapes():

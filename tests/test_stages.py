@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import array, assert_close, in_float64, random_inputs, slow, tolerance
+from oracle import array, assert_close, assert_same_bits, in_float64, random_inputs, slow, tolerance
 
 from mlstm_pallas import KernelConfig, dispatch, planning
 from mlstm_pallas.gate_gradients import TileSums
@@ -323,4 +323,4 @@ def test_parallel_bw_dQKV_reads_nothing_above_the_diagonal_blocks():
         x.run("parallel_bw_dQKV", inputs, Lowering.INTERPRET, config)
         for inputs in (poisoned, x.inputs)
     )
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, result, expected))
+    assert_same_bits(result, expected)

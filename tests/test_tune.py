@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import pytest
 import tune
 import worker
-from benchmark_runs import needs_mosaic_gpu
 from candidates import Result
+from oracle import needs_mosaic_gpu
 from shapes import Shape
 from test_compile_report import NO_SPILL, SPILL, TWICE, usage
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from mosaic_gpu_cases import RACE, needs_mosaic_gpu, skip_unless_hopper
-from oracle import run_python, slow
+from mosaic_gpu_cases import RACE, skip_unless_hopper
+from oracle import needs_mosaic_gpu, run_python, slow
 
 SCRIPT = """
 import sys
