@@ -57,7 +57,6 @@ _BLOCK = dict(least=MIN_TILE, most=1024)
 _FIELDS: dict[str, dict[str, Any] | None] = {
     **dict.fromkeys(("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "block_k"), _SIZE),
     **dict.fromkeys(("state_rows", "state_columns"), _BLOCK),
-    "block_rows": dict(least=8, most=1024, power_of_two=True),
     "num_warps": dict(least=1, most=16, power_of_two=True),
     "num_stages": dict(least=1, most=8),
     "num_splits": dict(least=1, power_of_two=True),
@@ -84,7 +83,6 @@ class Tiles:
       siz_b_DHQK, siz_b_DHHV: columns of q and k, and of v and h, in a tile.
       block_k: columns that an iteration of a loop over a head dimension reads.
       state_rows, state_columns: the block of the state that a CTA holds in registers.
-      block_rows: rows of the state that an iteration of recurrent_step reads.
       num_splits: parts of the sequence that run at the same time.
       num_warps, num_stages: warps per CTA, and tiles in flight.
       num_ctas: CTAs of a persistent kernel.

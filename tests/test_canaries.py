@@ -31,8 +31,8 @@ FLOAT32 = jnp.dtype("float32")
 HEADS, DHQK, DHHV = 3, 32, 16
 MIDDLE = 1  # of the heads, which lie one after the other in every array
 TILE = 16
-SIZES = ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "block_k")
-TILES = dict.fromkeys((*SIZES, "state_rows", "block_rows"), TILE) | dict(keep_q=False, num_splits=1)
+SIZES = ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "block_k", "state_rows")
+TILES = dict.fromkeys(SIZES, TILE) | dict(keep_q=False, num_splits=1)
 
 
 def small(name, **changes):

@@ -330,7 +330,7 @@ TYPES = {
     ),
     f"{TILED}: keep_q is a int, expected a Python bool": lambda: tiles(keep_q=1),
     f"{TILED}: siz_b_loop is no field of tiles, expected one of siz_b_LQ, siz_b_LKV, siz_b_DHQK, "
-    "siz_b_DHHV, block_k, state_rows, state_columns, block_rows, num_warps, num_stages, "
+    "siz_b_DHHV, block_k, state_rows, state_columns, num_warps, num_stages, "
     "num_splits, num_ctas, keep_q, recomputes_scores": lambda: tiles(siz_b_loop=16),
     f"{TILED} has block_k, expected some of its fields siz_b_LQ, siz_b_LKV, siz_b_DHQK, "
     "siz_b_DHHV, num_warps, num_stages, keep_q": lambda: traced_with(tiles(block_k=16)),

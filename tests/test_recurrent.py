@@ -47,8 +47,8 @@ def strict_modes():
 
 
 STATES = ("c", "n", "m")
-SMALL = KernelConfig(triton_recurrent_step=dict(block_rows=8, siz_b_DHHV=16))
-ONE_CTA = KernelConfig(triton_recurrent_step=dict(block_rows=16, siz_b_DHHV=64))
+SMALL = KernelConfig(triton_recurrent_step=dict(siz_b_DHQK=16, siz_b_DHHV=16))
+ONE_CTA = KernelConfig(triton_recurrent_step=dict(siz_b_DHQK=16, siz_b_DHHV=64))
 
 
 def arguments(seed, B, NH, S, DHQK, DHHV, *, state_dtype="float32", **options):

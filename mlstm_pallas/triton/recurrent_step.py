@@ -1,7 +1,7 @@
 """recurrent_step in Triton.
 
 Grid (ceil(DHHV / siz_b_DHHV), B * NH). A CTA owns siz_b_DHHV columns of one head's C and loops over
-them in blocks of block_rows rows, each loaded while the preceding block is processed. Every CTA
+them in blocks of siz_b_DHQK rows, each loaded while the preceding block is processed. Every CTA
 computes n' and z; the CTAs of the first columns store n' and m'. All states are updated in place,
 so the CTAs of a head that has several read n and m from a copy. Sizes that the tiles do not divide
 are masked, because padding would copy the states.
@@ -47,9 +47,9 @@ def _recurrent_step_kernel(
     normaliser,
 ):
     (DHQK, DHHV), scale, compiled = C_gmem.shape, call.problem.qk_scale, not call.interpret
-    block_rows, siz_b_DHHV = call.tiles.block_rows, call.tiles.siz_b_DHHV
+    siz_b_DHQK, siz_b_DHHV = call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
     columns, in_columns = _block(pl.program_id(0), siz_b_DHHV, DHHV)
-    num_blocks = -(-DHQK // block_rows)
+    num_blocks = -(-DHQK // siz_b_DHQK)
 
     q_at, k_at, v_at = (q_gmem, 0), (k_gmem, 0), (v_gmem, 0)
     if k_gmem is None:
@@ -61,13 +61,13 @@ def _recurrent_step_kernel(
         return masked_load(ref.at[block], inside).astype(jnp.float32)
 
     def load(ik):
-        rows, in_rows = _block(ik, block_rows, DHQK)
+        rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
         C = masked_load(C_gmem.at[rows, columns], _outer(in_rows, in_columns))
         q, k = (load_vector(at, rows, in_rows)[:, None] for at in (q_at, k_at))
         return C, q, k
 
     def update(ik, loaded, num):
-        rows, in_rows = _block(ik, block_rows, DHQK)
+        rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
         C, q, k = loaded
         C = decay * C.astype(jnp.float32) + (gain * k) * v[None, :]
         masked_store(
@@ -163,7 +163,7 @@ def recurrent_step(
 class Tiles(BaseTiles):
     """A CTA has one block of C in use and the next in flight."""
 
-    block_rows: int = 64
+    siz_b_DHQK: int = 64
     siz_b_DHHV: int = 64
     num_warps: int = 4
 
@@ -173,12 +173,7 @@ class Tiles(BaseTiles):
         if dtype.itemsize == 2:
             fill = [(4, cls(16, 256, 1))]
         else:
-            fill = [
-                (12, cls(16, 128, 1)),
-                (8, cls(8, 128, 1)),
-                (6, cls(16, 64, 1)),
-                (1, cls(64, 128, 8)),
-            ]
+            fill = [(6, cls(16, 64, 1)), (1, cls(64, 128, 8))]
         for ctas_per_sm, tiles in fill:
             # With longer vectors or with masks, one warp spills registers.
             in_registers = p.DHQK <= 512 and p.DHHV % tiles.siz_b_DHHV == 0
@@ -192,6 +187,6 @@ class Tiles(BaseTiles):
 
     def clamped(self, p: Problem) -> Self:
         """Tiles no larger than a head; they need not divide it, because heads are not padded."""
-        rows = min(self.block_rows, _at_least_a_tile(p.DHQK))
+        rows = min(self.siz_b_DHQK, _at_least_a_tile(p.DHQK))
         columns = min(self.siz_b_DHHV, _at_least_a_tile(p.DHHV))
-        return dataclasses.replace(self, block_rows=rows, siz_b_DHHV=columns)
+        return dataclasses.replace(self, siz_b_DHQK=rows, siz_b_DHHV=columns)
