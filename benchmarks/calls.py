@@ -9,9 +9,10 @@ from roofline import FORWARD, backward_stages
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.planning import CallSpec
+from mlstm_pallas.problem import MIN_CHUNK_SIZE
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages import STAGES
-from mlstm_pallas.validation import check_chunk_size
+from mlstm_pallas.validation import check_power_of_two
 
 # Arguments of mlstm_chunkwise; packed has segment_ids as well, and the arrays of BTNH are
 # (B, S, NH, ...).
@@ -64,5 +65,9 @@ def parse_config(text: str) -> KernelConfig:
 def define_chunks(define: Define) -> None:
     """The flags --chunk_size and --config."""
     row = "keywords of KernelConfig as JSON, '{\"fused\": true}', or a file with them"
-    define.parsed("chunk_size", lambda x: check_chunk_size(int(x)), "Steps; none: the plan's.")
+    define.parsed(
+        "chunk_size",
+        lambda x: check_power_of_two("chunk_size", int(x), MIN_CHUNK_SIZE),
+        "Steps; none: the plan's.",
+    )
     define.parsed("config", parse_config, f"Of mlstm_pallas: {row}.")

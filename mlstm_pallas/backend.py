@@ -51,10 +51,10 @@ class use_backend:
       ValueError: for another backend.
     """
 
+    _entered = True  # no warning where check_backend raises
+
     def __init__(self, backend: BackendName | None):
-        self._entered = True  # no warning where check_backend raises
-        check_backend(backend)
-        self._backend, self._entered = backend, False
+        self._backend, self._entered = check_backend("backend", backend), False
         self._tokens: list[Token[str | None]] = []
 
     def __enter__(self) -> None:
@@ -87,7 +87,7 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
         backend = _default.get()
     if backend == _UNSET:
         name, backend = VARIABLE, os.environ.get(VARIABLE) or None
-        check_backend(backend, variable=VARIABLE)
+        check_backend(VARIABLE, backend)
     if backend is not None and Lowering(backend).folder == "mosaic_gpu" and mosaic_gpu_kernels:
         check_mosaic_gpu(name, Lowering(backend), target_gpu())
     # If jax has no Triton, None means "mosaic_gpu" on Hopper. Stages without such a kernel (all

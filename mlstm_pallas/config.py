@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.dispatch import kernels
-from mlstm_pallas.stage import check_field
+from mlstm_pallas.problem import MIN_CHUNK_SIZE
+from mlstm_pallas.stage import FIELDS
 from mlstm_pallas.tiles import Precision
-from mlstm_pallas.validation import check_chunk_size, check_instance, check_integer, shown
+from mlstm_pallas.validation import check_instance, check_power_of_two, shown
 
 Fields = tuple[tuple[str, Any], ...]
 
@@ -57,25 +58,26 @@ class KernelConfig:
             )
         if not isinstance(fused, bool | None):
             raise TypeError(f"config.fused is {shown(fused)}, expected None, True or False")
-        if num_splits is not None:
-            num_splits = check_integer(
-                "config.num_splits", num_splits, 1, power_of_two=True, optional=True
-            )
         known = kernels()
         for name, fields in tiles.items():
             if name not in known:
                 raise TypeError(f"config.{name} is no kernel, expected one of {', '.join(known)}")
-            check_instance(f"config.{name}", fields, Mapping)
+            for x in check_instance(f"config.{name}", fields, Mapping) or ():
+                if x not in FIELDS:
+                    raise TypeError(
+                        f"config.{name}: {x} is no field of tiles, expected one of "
+                        f"{', '.join(FIELDS)}"
+                    )
         checked = {
-            name: tuple((x, check_field(f"config.{name}", x, y)) for x, y in fields.items())
+            name: tuple((x, FIELDS[x](f"config.{name}: {x}", y)) for x, y in fields.items())
             for name in known
             if (fields := tiles.get(name))
         }
         vars(self).update(
-            chunk_size=check_chunk_size(chunk_size),
+            chunk_size=check_power_of_two("chunk_size", chunk_size, MIN_CHUNK_SIZE),
             precision=precision,
             fused=fused,
-            num_splits=num_splits,
+            num_splits=check_power_of_two("config.num_splits", num_splits, 1),
             tiles=tuple(checked.items()),
         )
 

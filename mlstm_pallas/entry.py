@@ -1,6 +1,7 @@
 """Before and after a call runs: checks, its CallSpec, casts, padding and what is cut off again."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypedDict
@@ -18,7 +19,7 @@ from mlstm_pallas.gates import segment_ends, segment_starts, steps_within
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.planning import CallSpec, make_spec
-from mlstm_pallas.problem import InputGate, Layout, Problem, accumulator_dtype
+from mlstm_pallas.problem import MIN_CHUNK_SIZE, InputGate, Layout, Problem, accumulator_dtype
 from mlstm_pallas.sharding import aligned
 
 _log = logging.getLogger("mlstm_pallas")
@@ -65,6 +66,27 @@ class Options:
     config: KernelConfig | None = None
     num_segments: int | None = None
 
+    @property
+    def normaliser(self) -> Normaliser | None:
+        # With the sigmoid gate m is 0, so the floor does not depend on it.
+        correctly = self.stabilize_correctly and self.input_gate is InputGate.EXP
+        return Normaliser(self.eps, self.norm_val, correctly) if self.normalize else None
+
+
+# Each checks an option by its name, and returns it as a Python object.
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(
+        ("return_last_states", "stabilize_correctly", "normalize", "recompute_states_in_bw"),
+        validation.check_flag,
+    ),
+    **dict.fromkeys(("eps", "norm_val"), validation.check_scalar),
+    "chunk_size": functools.partial(validation.check_power_of_two, least=MIN_CHUNK_SIZE),
+    "input_gate": functools.partial(validation.check_choice, kind=InputGate),
+    "layout": functools.partial(validation.check_choice, kind=Layout),
+    "backend": validation.check_backend,
+    "config": functools.partial(validation.check_instance, kind=KernelConfig),
+}
+
 
 def options_of(arguments: Mapping[str, Any]) -> Options:
     """The options among the arguments of a public function, checked and as Python objects.
@@ -73,16 +95,11 @@ def options_of(arguments: Mapping[str, Any]) -> Options:
     """
     fields = dataclasses.fields(Options)
     x: dict[str, Any] = {y.name: arguments.get(y.name, y.default) for y in fields}
-    x["input_gate"] = validation.check_choice("input_gate", x["input_gate"], InputGate)
-    x["normalize"] = validation.check_normalize(x["normalize"], x["input_gate"])
-    x["layout"] = validation.check_choice("layout", x["layout"], Layout)
-    for name in ("return_last_states", "stabilize_correctly", "recompute_states_in_bw"):
-        x[name] = validation.check_flag(name, x[name])
-    for name in ("eps", "norm_val"):
-        x[name] = validation.check_scalar(name, x[name])
-    x["chunk_size"] = validation.check_chunk_size(x["chunk_size"])
-    validation.check_backend(x["backend"])
-    validation.check_instance("config", x["config"], KernelConfig)
+    x |= {name: check(name, x[name]) for name, check in CHECKS.items()}
+    if not x["normalize"] and x["input_gate"] is InputGate.EXP:
+        raise ValueError(
+            "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\""
+        )
     return Options(**x)
 
 
@@ -92,14 +109,13 @@ def spec_for(
     """The CallSpec; raises for a dtype and for symbolic sizes that the backend does not support."""
     backend = requested_backend(options.backend)
     validation.check_constant(sizes, backend)
-    dtype = validation.kernel_dtype(options.autocast_kernel_dtype, q_dtype, backend)
     shape = [sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV")]
     return make_spec(
         shape,
-        dtype,
+        validation.kernel_dtype(options.autocast_kernel_dtype, q_dtype, backend),
         target_gpu(),
         "xla" if 0 in shape else backend,  # a kernel has no empty grid
-        normaliser_of(options),
+        options.normaliser,
         options.chunk_size,
         options.config,
         recompute_states_in_bw=options.recompute_states_in_bw,
@@ -108,12 +124,6 @@ def spec_for(
         return_last_states=options.return_last_states,
         layout=options.layout,
     )
-
-
-def normaliser_of(options: Options) -> Normaliser | None:
-    # With the sigmoid gate m is 0, so the floor does not depend on it.
-    correctly = options.stabilize_correctly and options.input_gate is InputGate.EXP
-    return Normaliser(options.eps, options.norm_val, correctly) if options.normalize else None
 
 
 class Call(NamedTuple):
@@ -148,25 +158,24 @@ def prepare(
     """
     options = options_of(arguments)
     layout, num_segments = options.layout, options.num_segments
-    sequences = {name: arguments[name] for name in ("q", "k", "v", "i", "f")}
+    sequences = {name: arguments[name] for name in "qkvif"}
     states = {name: arguments[name] for name in ("c_initial", "n_initial", "m_initial")}
-    integers = {name: arguments.get(name) for name in ("segment_ids", "sequence_lengths")}
+    segment_ids, sequence_lengths = map(arguments.get, ("segment_ids", "sequence_lengths"))
+    integers = dict(segment_ids=segment_ids, sequence_lengths=sequence_lengths)
     if num_segments is not None:
         num_segments = validation.check_num_segments(
-            num_segments, integers["segment_ids"], options.return_last_states
+            num_segments, segment_ids, options.return_last_states
         )
     sizes = validation.check_inputs(
-        sequences,
+        sequences | {name: x for name, x in integers.items() if x is not None},
         states,
         options.input_gate,
         layout,
-        integers=integers,
         num_segments=num_segments,
     )
     if options.autocast_kernel_dtype is None:
         validation.check_one_dtype(sequences)
     (q, k, v, i, f), (c_initial, n_initial, m_initial) = sequences.values(), states.values()
-    segment_ids, sequence_lengths = integers.values()
     spec = spec_for(options, q.dtype, sizes, has_initial_state=c_initial is not None)
     if num_segments is not None:
         validation.check_segments_fit(num_segments, spec.backend)
@@ -198,14 +207,14 @@ def prepare(
         within = steps_within(lengths, S)
         i, f = jnp.where(within, i, -jnp.inf), jnp.where(within, f, jnp.inf)
     inputs = Inputs(
-        pad(q.astype(dtype), p.DHQK),
-        pad(k.astype(dtype), p.DHQK),
-        pad(v.astype(dtype), p.DHHV),
-        pad(i.astype(acc), p.S, value=-jnp.inf),
-        pad(f.astype(acc), p.S, value=jnp.inf),
-        pad(c_initial.astype(acc), p.DHQK, p.DHHV),
-        pad(n_initial.astype(acc), p.DHQK),
-        m_initial.astype(acc),
+        pad(q, dtype, p.DHQK),
+        pad(k, dtype, p.DHQK),
+        pad(v, dtype, p.DHHV),
+        pad(i, acc, p.S, value=-jnp.inf),
+        pad(f, acc, p.S, value=jnp.inf),
+        pad(c_initial, acc, p.DHQK, p.DHHV),
+        pad(n_initial, acc, p.DHQK),
+        pad(m_initial, acc),
         lengths=lengths,
         segments=x.segments,
     )
@@ -214,7 +223,7 @@ def prepare(
         if num_segments is not None:
             inputs = inputs._replace(segment_ends=segment_ends(starts, num_segments, lengths))
         starts = starts if lengths is None else jnp.where(within, starts, 0)
-        inputs = inputs._replace(starts=pad(starts, p.S))
+        inputs = inputs._replace(starts=pad(starts, starts.dtype, p.S))
     return Call(spec, inputs, DHQK, DHV, q.dtype)
 
 
@@ -226,8 +235,7 @@ def _states_of_segments(c: Any, n: Any, m: Any, N: int, p: Problem, dtype: Any) 
         c, n, m = (
             jnp.pad(x[:, None], [(0, 0), (0, N - 1), *[(0, 0)] * (x.ndim - 1)]) for x in (c, n, m)
         )
-    c, n, m = (x.astype(dtype) for x in (c, n, m))
-    return SegmentStates(pad(c, p.DHQK, p.DHHV), pad(n, p.DHQK), m)
+    return SegmentStates(pad(c, dtype, p.DHQK, p.DHHV), pad(n, dtype, p.DHQK), pad(m, dtype))
 
 
 def _lengths_of_shard(sequence_lengths: Any, shard: Any, S: int) -> jax.Array:
@@ -237,8 +245,9 @@ def _lengths_of_shard(sequence_lengths: Any, shard: Any, S: int) -> jax.Array:
     return jnp.clip(lengths - shard * S, 0, S)
 
 
-def pad(x: jax.Array, *sizes: int, value: float = 0) -> jax.Array:
-    """Pads the last axes up to the sizes."""
+def pad(x: jax.Array, dtype: Any, *sizes: int, value: float = 0) -> jax.Array:
+    """x in the dtype, with its last axes padded up to the sizes."""
+    x = x.astype(dtype)
     shape = *x.shape[: x.ndim - len(sizes)], *sizes
     widths = [(0, padded - size) for padded, size in zip(shape, x.shape, strict=True)]
     return jnp.pad(x, widths, constant_values=value) if shape != x.shape else x

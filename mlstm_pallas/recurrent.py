@@ -13,7 +13,7 @@ from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutNa
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
-from mlstm_pallas.entry import normaliser_of, options_of
+from mlstm_pallas.entry import options_of
 from mlstm_pallas.fwbw import operation
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.planning import CallSpec
@@ -131,7 +131,7 @@ def _run(arguments: Mapping[str, Any], *, steps: bool) -> tuple[jax.Array, State
         problem,
         options.config or KernelConfig(),
         c.dtype,
-        normaliser_of(options),
+        options.normaliser,
         target_gpu(),
         backend=backend,
     )

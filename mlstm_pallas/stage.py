@@ -6,6 +6,8 @@ the same names, and ``dispatch.py`` finds them.
 
 import dataclasses
 import enum
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -51,27 +53,18 @@ def largest_rows(DHQK: int, most: int = 256) -> int:
     return max((rows for rows in range(64, most + 1, 64) if DHQK % rows == 0), default=0)
 
 
-# The limits of the values of each field of tiles; None: a flag.
-_SIZE = dict(least=MIN_TILE, most=MAX_TILE_SIZE, power_of_two=True)
-_BLOCK = dict(least=MIN_TILE, most=1024)
-_FIELDS: dict[str, dict[str, Any] | None] = {
+_SIZE = partial(check_integer, least=MIN_TILE, most=MAX_TILE_SIZE, power_of_two=True)
+_BLOCK = partial(check_integer, least=MIN_TILE, most=1024)
+# The checks of the fields of tiles. Each gets the field as messages name it, and its value.
+FIELDS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "block_k"), _SIZE),
     **dict.fromkeys(("state_rows", "state_columns"), _BLOCK),
-    "num_warps": dict(least=1, most=16, power_of_two=True),
-    "num_stages": dict(least=1, most=8),
-    "num_splits": dict(least=1, power_of_two=True),
-    "num_ctas": dict(least=1),
-    **dict.fromkeys(("keep_q", "recomputes_scores")),
+    "num_warps": partial(check_integer, least=1, most=16, power_of_two=True),
+    "num_stages": partial(check_integer, least=1, most=8),
+    "num_splits": partial(check_integer, least=1, power_of_two=True),
+    "num_ctas": partial(check_integer, least=1),
+    **dict.fromkeys(("keep_q", "recomputes_scores"), check_flag),
 }
-
-
-def check_field(kernel: str, name: str, value: Any) -> Any:
-    """The value of a field of tiles. The error names the kernel and the field."""
-    where = f"{kernel}: {name}" if kernel else name
-    if name not in _FIELDS:
-        raise TypeError(f"{where} is no field of tiles, expected one of {', '.join(_FIELDS)}")
-    limits = _FIELDS[name]
-    return check_integer(where, value, **limits) if limits else check_flag(where, value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numbers
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar, cast, get_args
 
 import jax
@@ -20,7 +21,7 @@ from jax import lax
 from jax.export import is_symbolic_dim
 
 from mlstm_pallas.annotations import BackendName, LayoutName
-from mlstm_pallas.problem import MIN_CHUNK_SIZE, InputGate, Layout, is_power_of_two
+from mlstm_pallas.problem import InputGate, Layout, is_power_of_two
 
 # The grid of the fused scan has the parts of a row on its second axis, which CUDA limits to 65,535;
 # two parts are behind the segments.
@@ -42,20 +43,19 @@ SYMBOLIC_HINTS = {
 
 Dims = Sequence[str]
 Shapes = Sequence[Dims]  # any of which an array may have
-# The dimensions of sequences and states, by the names of the arguments.
-SEQUENCE_DIMS: dict[str, Dims] = {
+# The dimensions of the arrays, by the names of the arguments; c stands for c_initial too.
+DIMS: dict[str, Dims] = {
     "q": ("B", "NH", "S", "DHQK"),
     "k": ("B", "NH", "S", "DHQK"),
     "v": ("B", "NH", "S", "DHV"),
     "i": ("B", "NH", "S"),
     "f": ("B", "NH", "S"),
-}
-STATE_DIMS: dict[str, Dims] = {
     "c": ("B", "NH", "DHQK", "DHV"),
     "n": ("B", "NH", "DHQK"),
     "m": ("B", "NH"),
+    "segment_ids": ("B", "S"),
+    "sequence_lengths": ("B",),
 }
-INTEGER_DIMS: dict[str, Shapes] = {"segment_ids": (("B", "S"),), "sequence_lengths": (("B",),)}
 
 # The arguments of other packages (docs/migrating.md) by the name that they have here. A state that
 # the function calls c or c_initial has one entry.
@@ -168,14 +168,17 @@ def check_zeros(name: str, x: Any) -> None:
 
 
 def check_shapes(
-    arrays: Mapping[str, Any], dims: Mapping[str, Shapes], sizes: Mapping[str, int] | None = None
+    arrays: Mapping[str, Any],
+    dims: Mapping[str, Shapes],
+    sizes: Mapping[str, int] = MappingProxyType({}),
+    hints: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Checks every array that is not None against its dimensions; returns their sizes.
 
     The first array that has a dimension sets its size, unless ``sizes`` does. All dimensions but B
-    and NH are at least 1.
+    and NH are at least 1. hints: the ends of messages, by array.
     """
-    sizes, sources = dict(sizes or {}), dict[str, str]()
+    sizes, sources = dict(sizes), dict[str, str]()
 
     def described(shape: Dims) -> str:
         text, end = f"({', '.join(shape)})", "," * (len(shape) == 1)
@@ -193,8 +196,9 @@ def check_shapes(
         if all(wrong):
             expected = " or ".join(map(described, dims[name]))
             source = sources.get(wrong[0][0])
-            hint = f", as {source} has shape {tuple(arrays[source].shape)}" if source else ""
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {expected}{hint}")
+            known = f", as {source} has shape {tuple(arrays[source].shape)}" if source else ""
+            hint = hints.get(name, "")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {expected}{known}{hint}")
         shape = dims[name][wrong.index(next(y for y in wrong if not y))]
         for dim, size in zip(shape, x.shape, strict=True):
             if size < 1 and dim not in ("B", "NH"):
@@ -215,18 +219,18 @@ def check_constant(sizes: Mapping[str, Any], backend: str | None) -> None:
             raise ValueError(f"q has a symbolic {dim} = {size}, expected a constant{hint}")
 
 
-def check_states_complete(states: Mapping[str, Any], kind: str = "states") -> bool:
-    """Whether there are states; raises if only some are there."""
-    present = [name for name, x in states.items() if x is not None]
-    for name in present:
-        check_is_array(name, states[name])
+def check_states_complete(states: Mapping[str, Any], kind: str = "states") -> dict[str, Any]:
+    """The states, or none if all are None; raises if only some are there."""
+    present = {name: x for name, x in states.items() if x is not None}
+    for name, x in present.items():
+        check_is_array(name, x)
     if present and len(present) < len(states):
         missing = ", ".join(name for name in states if name not in present)
         count = "all three" if len(states) == 3 else "both"
         raise ValueError(
             f"{kind} come {count} or not at all: got {', '.join(present)} without {missing}"
         )
-    return bool(present)
+    return present
 
 
 def check_one_dtype(arrays: Mapping[str, Any]) -> None:
@@ -246,29 +250,12 @@ class _DefaultLayout(str):
 DEFAULT_LAYOUT = cast(LayoutName, _DefaultLayout(Layout.BNTH))
 
 
-def sequence_dims(layout: Layout) -> dict[str, Dims]:
-    """SEQUENCE_DIMS in this layout."""
-    if layout is Layout.BNTH:
-        return SEQUENCE_DIMS
-    return {name: ("B", "S", "NH", *dims[3:]) for name, dims in SEQUENCE_DIMS.items()}
-
-
-def check_axes_of_gates(arrays: Mapping[str, Any], layout: Layout) -> None:
-    """Raises for gates whose axes 1 and 2 are swapped, the likeliest mistake with a layout."""
-    q = arrays["q"]
-    if len(q.shape) != 4:
-        return
-    B, first, second = q.shape[:3]
-    for name in "if":
-        x = arrays[name]
-        if tuple(x.shape) == (B, second, first) != (B, first, second):
-            axes, shape = ", ".join(sequence_dims(layout)[name]), (B, first, second)
-            other = next(y for y in Layout if y is not layout)
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}, expected ({axes}) = {shape}, as q has shape "
-                f'{tuple(q.shape)}: axes 1 and 2 are swapped; layout="{other}" has them '
-                "so for all of q, k, v, i, f"
-            )
+def dims_of(name: str, layout: Layout, *, steps: bool = True) -> Dims:
+    """The dimensions of an argument; steps: whether there is an axis of steps."""
+    dims = DIMS[name.removesuffix("_initial")]
+    if layout is Layout.BTNH and dims[1:3] == ("NH", "S"):
+        dims = "B", "S", "NH", *dims[3:]
+    return [dim for dim in dims if steps or dim != "S"]
 
 
 def check_layout_is_meant(layout: Any, sizes: Mapping[str, int], *states: Any) -> None:
@@ -297,7 +284,6 @@ def check_inputs(
     gate: InputGate,
     layout: Layout,
     *,
-    integers: Mapping[str, Any] | None = None,
     backend: str | None = None,
     initial: bool = True,
     steps: bool = True,
@@ -306,47 +292,43 @@ def check_inputs(
     """Checks the arrays of a public function; returns the sizes of their dimensions.
 
     Args:
-      arrays: q, k, v, i and f.
+      arrays: q, k, v, i and f, and what there is of segment_ids and sequence_lengths.
       states: c, n and m, by the names of the arguments.
-      integers: segment_ids and sequence_lengths.
       backend: that computes in the dtype of q.
       initial: whether the states are initial ones, and all arrays may be cast.
       steps: whether there is an axis of steps.
       num_segments: N; the initial states may then be (B, N, NH, ...).
     """
-    *_, (m_name, m) = states.items()
+    (c_name, c), _, (m_name, m) = states.items()
     sigmoid = gate is InputGate.SIGMOID
     needed = {
         name: x for name, x in states.items() if not (sigmoid and name == m_name and x is None)
     }
-    if check_states_complete(needed, "initial states" if initial else "states"):
-        arrays = {**arrays, **needed}
+    complete = check_states_complete(needed, "initial states" if initial else "states")
+    arrays = {**arrays, **complete}
     for name, x in arrays.items():
-        any_float = name in "if" or (initial and name in states)
-        dtypes = INPUT_DTYPES if any_float else KERNEL_DTYPES
-        check_array(name, x, dtypes, backend, cast_from=INPUT_DTYPES if initial else ())
-    integers = {name: x for name, x in (integers or {}).items() if x is not None}
-    for name, x in integers.items():
-        check_is_array(name, x)
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype")
-    if steps:
-        check_axes_of_gates(arrays, layout)
-    dims: dict[str, Shapes] = {
-        name: ([dim for dim in shape if steps or dim != "S"],)
-        for name, shape in sequence_dims(layout).items()
-    }
-    dims |= INTEGER_DIMS
-    dims |= {name: (STATE_DIMS[name[0]],) for name in states}
-    known = {} if num_segments is None else {"N": num_segments}
-    if num_segments is not None:
-        of_segments = {name: ("B", "N", *STATE_DIMS[name[0]][1:]) for name in states}
-        c_name, c = next(iter(states.items()))
-        if c is not None and c.ndim == len(of_segments[c_name]):
-            dims |= {name: (shape,) for name, shape in of_segments.items()}
+        if name in ("segment_ids", "sequence_lengths"):
+            check_is_array(name, x)
+            if not jnp.issubdtype(x.dtype, jnp.integer):
+                raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype")
         else:
-            dims[c_name] = *dims[c_name], of_segments[c_name]
-    sizes = check_shapes({**arrays, **integers}, dims, known)
+            any_float = name in "if" or (initial and name in states)
+            dtypes = INPUT_DTYPES if any_float else KERNEL_DTYPES
+            check_array(name, x, dtypes, backend, cast_from=INPUT_DTYPES if initial else ())
+    dims: dict[str, Shapes] = {name: (dims_of(name, layout, steps=steps),) for name in arrays}
+    for name in complete if num_segments is not None else ():
+        of_segments = "B", "N", *dims_of(name, layout)[1:]
+        if c.ndim == 5:
+            dims[name] = (of_segments,)
+        elif name == c_name:
+            dims[name] = *dims[name], of_segments
+    q, other = arrays["q"], next(x for x in Layout if x is not layout)
+    swapped = {  # the likeliest mistake with a layout
+        name: f': axes 1 and 2 are swapped; layout="{other}" has them so for all of q, k, v, i, f'
+        for name in "if"
+        if steps and tuple(arrays[name].shape) == (*q.shape[:1], *q.shape[2:0:-1])
+    }
+    sizes = check_shapes(arrays, dims, {"N": num_segments} if num_segments else {}, swapped)
     if sigmoid:
         check_zeros(m_name, m)
     return sizes
@@ -360,15 +342,6 @@ def check_choice(name: str, x: Any, kind: type[Choice]) -> Choice:
     if x not in list(kind):
         raise ValueError(f"{name} is {x!r}, {expected}")
     return kind(x)
-
-
-def check_normalize(x: Any, gate: InputGate) -> bool:
-    normalize = check_flag("normalize", x)
-    if not normalize and gate is not InputGate.SIGMOID:
-        raise ValueError(
-            f"normalize is False with input_gate '{gate}', expected input_gate=\"sigmoid\""
-        )
-    return normalize
 
 
 def check_scalar(name: str, x: Any, *, signed: bool = False) -> float:
@@ -430,11 +403,11 @@ def check_integer(
     return number
 
 
-def check_chunk_size(x: Any) -> int | None:
-    """The chunk size as an int or None."""
+def check_power_of_two(name: str, x: Any, least: int) -> int | None:
+    """x as an int or None."""
     if x is None:
         return None
-    return check_integer("chunk_size", x, MIN_CHUNK_SIZE, power_of_two=True, optional=True)
+    return check_integer(name, x, least, power_of_two=True, optional=True)
 
 
 def check_num_segments(x: Any, segment_ids: Any, return_last_states: bool) -> int:
@@ -489,11 +462,12 @@ def check_flag(name: str, x: Any) -> bool:
     return bool(x)
 
 
-def check_backend(backend: Any, *, variable: str | None = None) -> None:
-    """Checks a backend's name. variable: the environment variable that has it, if one has."""
-    if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
-        expected = f"{'None or ' if variable is None else ''}one of {', '.join(BACKENDS)}"
-        raise ValueError(f"{variable or 'backend'} is {shown(backend)}, expected {expected}")
+def check_backend(name: str, x: Any) -> str | None:
+    """x as a backend's name or None. name: of an argument, or the environment variable's."""
+    if x is None or (isinstance(x, str) and x in BACKENDS):
+        return x
+    none = "None or " * (name == "backend")
+    raise ValueError(f"{name} is {shown(x)}, expected {none}one of {', '.join(BACKENDS)}")
 
 
 def check_axis_name(x: Any) -> None:
@@ -510,9 +484,10 @@ def check_axis_name(x: Any) -> None:
         raise ValueError(f"axis_name is {x!r}, {expected}") from None
 
 
-def check_instance(name: str, x: Any, kind: type) -> None:
+def check_instance(name: str, x: Any, kind: type) -> Any:
     if x is not None and not isinstance(x, kind):
         raise TypeError(f"{name} is a {type_name(x)}, expected a {kind.__name__} or None")
+    return x
 
 
 def as_dtype(

@@ -21,14 +21,14 @@ from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.backward import backward as backward_schedule
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import lowerings, run, tiles_class
-from mlstm_pallas.entry import options_of, pad, spec_for
+from mlstm_pallas.entry import CHECKS, options_of, pad, spec_for
 from mlstm_pallas.fwbw import operation
 from mlstm_pallas.gates import ChunkGates, LocalGates
-from mlstm_pallas.normaliser import NormaliserGradients, at_least, query_scale
+from mlstm_pallas.normaliser import at_least, normaliser_gradients, query_scale
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import MIN_CHUNK_SIZE, InputGate, accumulator_dtype
 from mlstm_pallas.sharding import aligned
-from mlstm_pallas.stage import Lowering, ScaledRows, check_field
+from mlstm_pallas.stage import FIELDS, Lowering, ScaledRows
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.validation import (
     INPUT_DTYPES,
@@ -54,27 +54,25 @@ C_STATES: Shapes = (("B", "NH", "NC * DHQK", "DHHV"), ("B", "NH", "(NC + 1) * DH
 N_STATES: Shapes = (("B", "NH", "NC * DHQK"), ("B", "NH", "(NC + 1) * DHQK"))
 M_STATES: Shapes = (("B", "NH", "NC"), ("B", "NH", "(NC + 1)"))
 SEQUENCES = {"matQ": QUERIES, "matK": QUERIES, "matV": VALUES, "matDeltaH": VALUES}
+# Of arguments and results.
 CONTRACTS: dict[str, Shapes] = {
     **SEQUENCES,
+    **dict.fromkeys(("matDeltaQ", "matDeltaK"), QUERIES),
+    **dict.fromkeys(("matH", "matDeltaV"), VALUES),
     **dict.fromkeys(("vecI", "vecF", "vecA", "vecB"), CHUNKS),
     **dict.fromkeys(("vecN_out", "vecM_out", "vecM", "vecM_combine"), STEPS),
-    **dict.fromkeys(("matC_initial", "matDeltaC_last"), (("B", "NH", "DHQK", "DHHV"),)),
-    "vecN_initial": (("B", "NH", "DHQK"),),
+    **dict.fromkeys(
+        ("matC_initial", "matC_last", "matDeltaC_initial", "matDeltaC_last"),
+        (("B", "NH", "DHQK", "DHHV"),),
+    ),
+    **dict.fromkeys(("vecN_initial", "vecN_last", "vecDeltaN_initial"), (("B", "NH", "DHQK"),)),
     **dict.fromkeys(("scaM_initial", "scaMinter_initial"), (("B", "NH"),)),
     **dict.fromkeys(("matC_states", "matC_all", "matDeltaC_states"), C_STATES),
     **dict.fromkeys(("vecN_states", "vecN_all"), N_STATES),
     **dict.fromkeys(("scaM_states", "scaMinter_states", "scaM_inter", "scaM_all"), M_STATES),
 }
-RESULTS: dict[str, Shapes] = {
-    **dict.fromkeys(("matH", "matDeltaV"), VALUES),
-    **dict.fromkeys(("matDeltaQ", "matDeltaK"), QUERIES),
-    **dict.fromkeys(("matC_last", "matDeltaC_initial"), CONTRACTS["matC_initial"]),
-    **dict.fromkeys(("vecN_last", "vecDeltaN_initial"), CONTRACTS["vecN_initial"]),
-}
 # These, and initial states, may be None in every function that has them.
 OPTIONAL = ("scaM_states", "vecM_out", "matDeltaC_last")
-TILES = ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "num_warps", "num_stages")
-FLAGS = ("stabilize_correctly", "return_last_states", "return_all_states", "store_initial_state")
 
 Arguments = Mapping[str, Any]  # of a documented function, by name
 Arrays = dict[str, Any]
@@ -102,24 +100,26 @@ def check_output_dtype(name: str, x: Any) -> jnp.dtype:
     return dtype
 
 
+# Each checks an argument that is no array, under the name that it has in a function.
+STATICS: dict[str, Callable[[str, Any], Any]] = {
+    **CHECKS,
+    **FIELDS,
+    **dict.fromkeys(("return_all_states", "store_initial_state"), check_flag),
+    "qk_scale": functools.partial(check_scalar, signed=True),
+    "output_dtype": check_output_dtype,
+    "chunk_size": functools.partial(check_integer, least=MIN_CHUNK_SIZE, power_of_two=True),
+    "num_chunks": functools.partial(check_integer, least=1),
+}
+
+
 def check_statics(arguments: Arguments) -> dict[str, Any]:
     """Checks the arguments that are no arrays; returns them by lower-case name, a None left out."""
-    for name in TILES:
-        if arguments.get(name) is not None:
-            check_field("", name, arguments[name])
-    checks: dict[str, Callable[[str, Any], Any]] = {
-        **dict.fromkeys(FLAGS, check_flag),
-        **dict.fromkeys(("eps", "norm_val"), check_scalar),
-        "qk_scale": functools.partial(check_scalar, signed=True),
-        "output_dtype": check_output_dtype,
-        "chunk_size": functools.partial(check_integer, least=MIN_CHUNK_SIZE, power_of_two=True),
-        "num_chunks": functools.partial(check_integer, least=1),
-    }
-    return {
-        name.lower(): checks[name.lower()](name, x)
-        for name, x in arguments.items()
-        if name.lower() in checks and not (name == "qk_scale" and x is None)
-    }
+    checked = {}
+    for name, x in arguments.items():
+        key = name.lower() if name.isupper() else name
+        if key in STATICS and not (x is None and key in ("qk_scale", *FIELDS)):
+            checked[key] = STATICS[key](name, x)
+    return checked
 
 
 def check_arguments(
@@ -188,8 +188,10 @@ def call_spec(
     overrides: dict[str, Any] = {}
     if backend != "xla" and tiles_of and (kernel := tiles_class(tiles_of, "triton")):
         fields = kernel.__dataclass_fields__
-        tiles = {name: arguments.get(renamed.get(name, name)) for name in fields}
-        overrides[f"triton_{tiles_of}"] = {name: x for name, x in tiles.items() if x is not None}
+        arguments_of = {name: renamed.get(name, name) for name in fields}
+        overrides[f"triton_{tiles_of}"] = {
+            name: statics[x] for name, x in arguments_of.items() if x in statics
+        }
     options = {"eps": 0.0, **statics, "config": KernelConfig(fused=False, **overrides)}
     options |= dict(return_last_states=True, recompute_states_in_bw=False)
     if "vecN_out" in arguments:  # the denominator, to which eps is added, is a constant
@@ -215,7 +217,7 @@ _NO_DERIVATIVE = (
 
 def _head_dims(name: str) -> list[str]:
     """The head dimensions among the axes of an array, which are the last ones."""
-    (dims, *_) = CONTRACTS.get(name) or RESULTS.get(name, ((),))
+    (dims, *_) = CONTRACTS.get(name, ((),))
     return [dim[-4:] for dim in dims if dim[-4:] in ("DHQK", "DHHV")]
 
 
@@ -232,7 +234,7 @@ def _padded(spec: CallSpec, x: Arrays, DHQK: int) -> Arrays:
         if name.endswith("_states") and name != "scaM_states":
             y = y.reshape(p.BNH, -1, DHQK, *y.shape[2:])
         sizes = (getattr(p, dim) for dim in _head_dims(name))
-        return pad(y.astype(spec.dtype if in_kernel_dtype else acc), *sizes)
+        return pad(y, spec.dtype if in_kernel_dtype else acc, *sizes)
 
     return {name: of_stage(name, y) for name, y in x.items()}
 
@@ -291,13 +293,15 @@ def _run_stage(spec: CallSpec, x: Arrays, **statics: Any) -> Any:
 
 
 def gates_of(spec: CallSpec, x: Arrays) -> ChunkGates:
-    """The gates from vecI, vecF or vecB, and m.
+    """The gates, if a pass has them already, otherwise from vecI, vecF or vecB, and m.
 
     vecI may be the m_t of every step. m_t - b_t equals its running maximum, so with m_t all but e
     and abar are right. vecF is pre-activations (B * NH, S) or log sigmoid(f) (B * NH, NC, L). vecB
     is its running sums within each chunk, which are finite. m is the first one (B * NH,), or those
     of the chunk boundaries, (B * NH, NC) or (B * NH, NC + 1).
     """
+    if "gates" in x:
+        return cast(ChunkGates, x["gates"])
     chunks = spec.problem.BNH, spec.problem.NC, spec.problem.L
     i = x["vecI" if "vecI" in x else "vecM"].reshape(chunks)
     m = x["scaM_states" if "scaM_states" in x else "scaM_initial"]
@@ -320,11 +324,9 @@ def gates_of(spec: CallSpec, x: Arrays) -> ChunkGates:
     return gates.join_chunks(local, m)
 
 
-def states(
-    spec: CallSpec, lowering: Lowering, x: Arrays, of_chunks: ChunkGates | None = None
-) -> Arrays:
+def states(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     """The states at the chunk boundaries, C in the kernel dtype; the last C and n in float32."""
-    g = of_chunks or gates_of(spec, x)
+    g = gates_of(spec, x)
     C, C_last, n, n_last = run(
         "recurrent_fw_C",
         matK=x["matK"],
@@ -351,15 +353,9 @@ def boundary_states(arguments: Arguments, spec: CallSpec | None = None, **of_spe
     return x["matC_states"], x["vecN_states"], x["scaM_states"]
 
 
-def outputs(
-    spec: CallSpec,
-    lowering: Lowering,
-    x: Arrays,
-    of_chunks: ChunkGates | None = None,
-    output_dtype: Any = None,
-) -> Arrays:
+def outputs(spec: CallSpec, lowering: Lowering, x: Arrays, output_dtype: Any = None) -> Arrays:
     """H in the output dtype, None: the kernel's; its denominator without eps; m of every step."""
-    g, NC, normaliser = of_chunks or gates_of(spec, x), spec.problem.NC, spec.normaliser
+    g, NC, normaliser = gates_of(spec, x), spec.problem.NC, spec.normaliser
     assert normaliser is not None
     asked = {}
     if output_dtype is not None and jnp.dtype(output_dtype) != spec.dtype:
@@ -382,18 +378,12 @@ def outputs(
     return dict(matH=H, vecN_out=at_least(jnp.abs(z), normaliser.floor(m)), vecM_out=m)
 
 
-def _normaliser_gradients(spec: CallSpec, x: Arrays, g: ChunkGates) -> NormaliserGradients:
-    """The normaliser's gradients for delta = 0, with which the denominator is a constant."""
-    assert spec.normaliser is not None
-    z = x["vecN_out"]
-    return spec.normaliser.gradients(jnp.zeros_like(z), z, g.per_step().vecM)
-
-
 def state_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     """The gradients of C after each chunk, in the kernel dtype, and of the first C, float32."""
     g = gates_of(spec, x)
-    inv_den = _normaliser_gradients(spec, x, g).vecInvDen
-    r = query_scale(g.per_step().vecW, spec.problem.qk_scale, inv_den)
+    rows = g.per_step()
+    of_constant = normaliser_gradients(spec.normaliser, None, x["vecN_out"], rows.vecM)
+    r = query_scale(rows.vecW, spec.problem.qk_scale, of_constant.vecInvDen)
     dC, dC_initial, *_ = run(
         "recurrent_bw_dC",
         queries=ScaledRows(x["matQ"], r),
@@ -437,7 +427,9 @@ def input_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     dq, dk, dv, *_ = run(
         "parallel_bw_dQKV",
         **operands,
-        normaliser_gradients=_normaliser_gradients(spec, x, g),
+        normaliser_gradients=normaliser_gradients(
+            spec.normaliser, None, x["vecN_out"], g.per_step().vecM
+        ),
         scores=tiles,
         matC_states=C,
         vecN_states=n,
@@ -471,13 +463,14 @@ def forward(arguments: Arguments) -> tuple[Any, ...]:
 
 
 def _forward(spec: CallSpec, lowering: Lowering, x: Arrays, output_dtype: Any = None) -> Arrays:
-    g = run(
+    gates = run(
         "chunk_gates",
         **{name: x[name] for name in ("vecI", "vecF", "scaM_initial")},
         call=spec.launch("chunk_gates", lowering),
     )
-    made = states(spec, lowering, x, g)
-    return made | outputs(spec, lowering, x | made, g, output_dtype)
+    x = x | dict(gates=gates)
+    results = states(spec, lowering, x)
+    return results | outputs(spec, lowering, x | results, output_dtype)
 
 
 def backward(arguments: Arguments) -> tuple[jax.Array, ...]:
