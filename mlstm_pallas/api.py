@@ -156,9 +156,7 @@ def mlstm_chunkwise(
         may be "BTNH"; not with initial states or segment_ids, whose shapes
         confirm the layout.
     """
-    call = prepare(locals())
-    forward = mlstm_forward if num_segments is None else mlstm_with_segments
-    return call.results(*forward(call.spec, call.inputs))
+    return prepare(locals()).run(mlstm_forward if num_segments is None else mlstm_with_segments)
 
 
 def pack_lengths(

@@ -88,7 +88,7 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
     if backend == _UNSET:
         name, backend = VARIABLE, os.environ.get(VARIABLE) or None
         check_backend(VARIABLE, backend)
-    if backend is not None and Lowering(backend).folder == "mosaic_gpu" and mosaic_gpu_kernels:
+    if backend is not None and mosaic_gpu_kernels:
         check_mosaic_gpu(name, Lowering(backend), target_gpu())
     # If jax has no Triton, None means "mosaic_gpu" on Hopper. Stages without such a kernel (all
     # stages in float32, for one) run in plain jnp. This is decided when the call is traced, so pass
@@ -107,7 +107,7 @@ def jax_has_mosaic_gpu() -> bool:
 
 def check_mosaic_gpu(name: str, lowering: Lowering, gpu: Gpu) -> None:
     """Refuses the Mosaic GPU kernels for another jax, or for another GPU than Hopper."""
-    if not jax_has_mosaic_gpu():
+    if lowering.folder == "mosaic_gpu" and not jax_has_mosaic_gpu():
         first, end = (".".join(map(str, version)) for version in MOSAIC_GPU_JAX)
         # Not Triton, which needs a GPU.
         other = "None" if lowering is Lowering.MOSAIC_GPU else f"'{lowerings(lowering)[1]}'"

@@ -125,14 +125,3 @@ def tuned_rows(device_kind: str) -> tuple[dict[str, Any], ...]:
     """The rows of tuning/<device kind>.json, else none."""
     file = resources.files("mlstm_pallas") / "tuning" / f"{tuning_name(device_kind)}.json"
     return tuple(json.loads(file.read_text())["rows"]) if file.is_file() else ()
-
-
-def tuned_config(device_kind: str, DHQK: int, DHHV: int, dtype: str, folder: str) -> KernelConfig:
-    """The row of a device for these head dimensions and the kernels of a folder.
-
-    float16 has the size and the speed of bfloat16, and so its rows.
-    """
-    key = DHQK, DHHV, "bfloat16" if dtype == "float16" else dtype, folder
-    names = "DHQK", "DHHV", "dtype", "lowering"
-    rows = (x for x in tuned_rows(device_kind) if tuple(x[name] for name in names) == key)
-    return KernelConfig(**next(rows, {}).get("config", {}))

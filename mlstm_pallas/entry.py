@@ -135,10 +135,11 @@ class Call(NamedTuple):
     DHV: int
     dtype: Any  # of h
 
-    def results(
-        self, h: jax.Array, last: LastStates | None
+    def run(
+        self, function: Callable[[CallSpec, Inputs], tuple[jax.Array, LastStates | None]]
     ) -> jax.Array | tuple[jax.Array, States]:
-        """The public function's results, from those of the padded problem."""
+        """The public function's results, from those that function has of the padded problem."""
+        h, last = function(self.spec, self.inputs)
         h = h[..., : self.DHV].astype(self.dtype)
         if last is None or not self.spec.return_last_states:
             return h

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.chunk_list import num_entries
-from mlstm_pallas.config import KernelConfig, tuned_config
+from mlstm_pallas.config import KernelConfig, tuned_rows
 from mlstm_pallas.dispatch import lowerings, tiles_class
 from mlstm_pallas.gpu import HOPPER, UNKNOWN, Gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
@@ -68,22 +68,27 @@ class CallSpec:
         return Lowering(self.backend or Lowering.TRITON)
 
     def row(self, lowering: Lowering) -> KernelConfig:
-        """What the tuner found for the heads, the dtype and the GPU."""
-        p = self.problem
-        return tuned_config(self.gpu.name, p.DHQK, p.DHHV, self.dtype.name, lowering.folder)
+        """What the tuner found for the heads, the dtype and the GPU.
+
+        float16 has the size and the speed of bfloat16, and so its rows.
+        """
+        p, dtype = self.problem, "bfloat16" if self.dtype == "float16" else self.dtype.name
+        key = dict(DHQK=p.DHQK, DHHV=p.DHHV, dtype=dtype, lowering=lowering.folder)
+        rows = (x for x in tuned_rows(self.gpu.name) if key.items() <= x.items())
+        return KernelConfig(**next(rows, {}).get("config", {}))
 
     @functools.cached_property
     def plan(self) -> "Plan":
         """The plan of the call's kernels."""
-        p, scan = self.problem, self.launch("recurrent_fw_H", self.lowering)
-        splits, scan_problem = 0, p
-        if scan.tiles is not None:
-            scan_problem = p.in_chunks_of(scan.tiles.siz_b_LKV)
-            splits = _scan_splits(self, scan_problem, scan.tiles)
-            stores = scan.tiles.state_rows == p.DHQK and p.NC % max(splits, 1) == 0
+        scan = self.launch("recurrent_fw_H", self.lowering)
+        p, tiles, splits = self.problem, scan.tiles, 0
+        if tiles is not None:
+            p = p.in_chunks_of(tiles.siz_b_LKV)
+            splits = _scan_splits(self, p, tiles)
+            stores = tiles.state_rows == p.DHQK and self.problem.NC % max(splits, 1) == 0
             splits *= self.recompute_states_in_bw or stores
-        of_scan = max(splits, 1), scan_problem, scan.lowering
-        return Plan(self, splits > 0, *of_scan, self.recomputes_scores(self.lowering))
+        recomputes = self.recomputes_scores(self.lowering)
+        return Plan(self, splits > 0, max(splits, 1), p, scan.lowering, recomputes)
 
     @property
     def stabilised(self) -> bool:

@@ -11,7 +11,6 @@ from mlstm_pallas.costs import of_stage
 from mlstm_pallas.entry import options_of
 from mlstm_pallas.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
 from mlstm_pallas.planning import CallSpec, asked_of, make_spec
-from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.validation import check_dtype, check_integer, check_segments_fit
 
@@ -142,8 +141,7 @@ def plan(
     shape = [check_integer(name, x, 1) for name, x in sizes.items()]
     options, facts = options_of(locals()), _facts(gpu)
     lowering = Lowering(requested_backend(backend, mosaic_gpu_kernels=False) or "triton")
-    if lowering.folder == "mosaic_gpu":
-        check_mosaic_gpu("backend", lowering, facts)
+    check_mosaic_gpu("backend", lowering, facts)
     spec = make_spec(
         shape,
         check_dtype("dtype", dtype),
@@ -152,11 +150,10 @@ def plan(
         config=config,
         recompute_states_in_bw=options.recompute_states_in_bw,
     )
-    if num_segments is None:
-        return _of_call(spec)
-    num_segments = check_integer("num_segments", num_segments, 1)
-    check_segments_fit(num_segments, lowering)
-    return _of_segments(spec, S, num_segments)
+    if num_segments is not None:
+        num_segments = check_integer("num_segments", num_segments, 1)
+        check_segments_fit(num_segments, lowering)
+    return _call_plan(spec, S, num_segments)
 
 
 def _facts(gpu: str | None) -> Gpu:
@@ -174,45 +171,41 @@ def _facts(gpu: str | None) -> Gpu:
     return known
 
 
-def _of_call(spec: CallSpec) -> CallPlan:
-    plan, p = spec.plan, spec.problem
-    forward = [_planned(spec, name, x) for name, x in plan.forward.items()]
-    backward = [_planned(spec, name, x, backward=True) for name, x in plan.backward.items()]
-    outputs = 2 * p.BNH * p.S * (p.DHQK + p.DHHV) * spec.dtype.itemsize  # h and dv, dq and dk
+def _call_plan(spec: CallSpec, S: int, num_segments: int | None) -> CallPlan:
+    p, plan, itemsize = spec.problem, spec.plan, spec.dtype.itemsize
+    if num_segments is None:
+        forward, backward, num_splits = plan.forward, plan.backward, plan.num_splits
+        # h and dv, dq and dk
+        output_bytes = 2 * p.BNH * p.S * (p.DHQK + p.DHHV) * itemsize
+        temporary_bytes = _temporary_bytes(spec)
+    else:
+        forward, backward, num_splits = spec.packed(spec.lowering, S, num_segments), {}, 1
+        scan = forward["recurrent_fw_H"]
+        p = scan.problem
+        states = 4 * p.BNH * num_segments * (p.DHQK * p.DHHV + p.DHQK + 1)
+        output_bytes = p.BNH * S * p.DHHV * itemsize + states
+        temporary_bytes = _scan_bytes(scan, itemsize)
+    launches = (
+        _planned(spec, name, x, backward=of_pass is backward, num_segments=num_segments)
+        for of_pass in (forward, backward)
+        for name, x in of_pass.items()
+    )
     return CallPlan(
         spec.gpu,
         chunk_size=p.L,
-        fused=plan.fused,
-        num_splits=plan.num_splits,
-        num_segments=None,
-        launches=(*forward, *backward),
-        output_bytes=outputs,
-        temporary_bytes=_temporary_bytes(spec),
+        fused="recurrent_fw_H" in forward,
+        num_splits=num_splits,
+        num_segments=num_segments,
+        launches=tuple(launches),
+        output_bytes=output_bytes,
+        temporary_bytes=temporary_bytes,
     )
 
 
-def _of_segments(spec: CallSpec, S: int, N: int) -> CallPlan:
-    launches = spec.packed(spec.lowering, S, N)
-    scan = launches["recurrent_fw_H"]
-    p = scan.problem
-    states = 4 * p.BNH * N * (p.DHQK * p.DHHV + p.DHQK + 1)
-    planned = (_planned(spec, name, x, num_segments=N) for name, x in launches.items())
-    return CallPlan(
-        spec.gpu,
-        chunk_size=p.L,
-        fused=True,
-        num_splits=1,
-        num_segments=N,
-        launches=tuple(planned),
-        output_bytes=p.BNH * S * p.DHHV * spec.dtype.itemsize + states,
-        temporary_bytes=_scan_bytes(spec, p, scan.lowering),
-    )
-
-
-def _scan_bytes(spec: CallSpec, p: Problem, lowering: Lowering) -> int:
+def _scan_bytes(scan: Launch, itemsize: int) -> int:
     """The memory of the gates and of the operands of the fused scan: P, keys and n."""
-    keys = p.DHQK * (lowering.folder == Lowering.TRITON.folder)
-    operands = p.BNH * p.S * (p.L + keys) * spec.dtype.itemsize
+    p, triton = scan.problem, scan.lowering.folder == Lowering.TRITON.folder
+    operands = p.BNH * p.S * (p.L + p.DHQK * triton) * itemsize
     return 4 * 7 * p.BNH * p.S + operands + 4 * p.BNH * p.NC * p.DHQK
 
 
@@ -227,7 +220,7 @@ def _temporary_bytes(spec: CallSpec) -> int:
     C = n // 4 * p.DHHV * itemsize
     forward = 4 * 7 * steps + C + n
     if plan.fused:
-        forward = _scan_bytes(spec, plan.scan_problem, plan.scan_lowering)
+        forward = _scan_bytes(plan.forward["recurrent_fw_H"], itemsize)
         forward += 0 if spec.recompute_states_in_bw else C
     scores = 0 if plan.recomputes_scores else steps * p.L * itemsize
     # Gates, their gradients; P, C and n, with as many gradients.
@@ -235,19 +228,21 @@ def _temporary_bytes(spec: CallSpec) -> int:
 
 
 def _planned(
-    spec: CallSpec, name: str, x: Launch, *, backward: bool = False, num_segments: int | None = None
+    spec: CallSpec, name: str, x: Launch, *, backward: bool, num_segments: int | None
 ) -> PlannedLaunch:
     p, tiles = x.problem, x.tiles
     if name == "split_products":  # of all splits but the last
         splits = spec.plan.num_splits
         p = dataclasses.replace(p.split(splits), NH=p.NH * (splits - 1))
     flops, moved = of_stage(name, dataclasses.replace(x, problem=p), spec.dtype.itemsize)
-    if tiles is None:
-        return PlannedLaunch(name, backward, x.lowering, {}, (), 0, moved, flops)
-    asked = asked_of(name, spec, spec.lowering)
-    if name != "split_products":
-        p = p.split(getattr(tiles, "num_splits", 1))
-    grid, shared = tiles.grid(p, **asked), tiles.shared_bytes(p, spec.dtype, gpu=spec.gpu, **asked)
-    if num_segments is not None and name == "recurrent_fw_H":  # the rest and the tail are parts too
-        grid = grid[0], num_segments + 2, grid[1]
-    return PlannedLaunch(name, backward, x.lowering, dict(vars(tiles)), grid, shared, moved, flops)
+    fields, grid, shared = dict[str, Any](), tuple[int, ...](), 0
+    if tiles is not None:
+        fields, asked = dict(vars(tiles)), asked_of(name, spec, spec.lowering)
+        p = p.split(fields.get("num_splits", 1))
+        grid, shared = (
+            tiles.grid(p, **asked),
+            tiles.shared_bytes(p, spec.dtype, gpu=spec.gpu, **asked),
+        )
+        if num_segments is not None and name == "recurrent_fw_H":
+            grid = grid[0], num_segments + 2, grid[1]  # the rest and the tail are parts too
+    return PlannedLaunch(name, backward, x.lowering, fields, grid, shared, moved, flops)

@@ -6,8 +6,8 @@ the same names, and ``dispatch.py`` finds them.
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -53,16 +53,16 @@ def largest_rows(DHQK: int, most: int = 256) -> int:
     return max((rows for rows in range(64, most + 1, 64) if DHQK % rows == 0), default=0)
 
 
-_SIZE = partial(check_integer, least=MIN_TILE, most=MAX_TILE_SIZE, power_of_two=True)
-_BLOCK = partial(check_integer, least=MIN_TILE, most=1024)
+_SIZE = functools.partial(check_integer, least=MIN_TILE, most=MAX_TILE_SIZE, power_of_two=True)
+_BLOCK = functools.partial(check_integer, least=MIN_TILE, most=1024)
 # The checks of the fields of tiles. Each gets the field as messages name it, and its value.
 FIELDS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "block_k"), _SIZE),
     **dict.fromkeys(("state_rows", "state_columns"), _BLOCK),
-    "num_warps": partial(check_integer, least=1, most=16, power_of_two=True),
-    "num_stages": partial(check_integer, least=1, most=8),
-    "num_splits": partial(check_integer, least=1, power_of_two=True),
-    "num_ctas": partial(check_integer, least=1),
+    "num_warps": functools.partial(check_integer, least=1, most=16, power_of_two=True),
+    "num_stages": functools.partial(check_integer, least=1, most=8),
+    "num_splits": functools.partial(check_integer, least=1, power_of_two=True),
+    "num_ctas": functools.partial(check_integer, least=1),
     **dict.fromkeys(("keep_q", "recomputes_scores"), check_flag),
 }
 

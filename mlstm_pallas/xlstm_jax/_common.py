@@ -221,40 +221,34 @@ def _head_dims(name: str) -> list[str]:
     return [dim[-4:] for dim in dims if dim[-4:] in ("DHQK", "DHHV")]
 
 
-def _padded(spec: CallSpec, x: Arrays, DHQK: int) -> Arrays:
-    """The arguments as stages read them.
+def _on_shard(
+    spec: CallSpec, lowering: Lowering, x: Arrays, *, stage: Callable[..., Arrays], **statics: Any
+) -> Arrays:
+    """stage(spec, lowering, x, **statics) with arrays as the documents have them.
 
-    Heads are padded, and chunks and rows of states are two axes. q, k, v, dh and stored C and dC
-    have the kernel dtype, all other arrays the dtype of the accumulator.
+    In the stage heads are padded, and chunks and rows of states are two axes. q, k, v, dh and
+    stored C and dC have the kernel dtype, all other arrays the dtype of the accumulator.
     """
     p, acc = spec.problem, accumulator_dtype(spec.dtype)
+    DHQK = next(x[name] for name in ("matQ", "matK") if name in x).shape[-1]
+    DHHV = next(x[name] for name in ("matV", "matDeltaH") if name in x).shape[-1]
+    heads = dict(DHQK=DHQK, DHHV=DHHV)
 
-    def of_stage(name: str, y: jax.Array) -> jax.Array:
+    def has_rows(name: str) -> bool:
+        return name.endswith("_states") and name != "scaM_states"
+
+    def padded(name: str, y: jax.Array) -> jax.Array:
         in_kernel_dtype = name in SEQUENCES or CONTRACTS[name] is C_STATES
-        if name.endswith("_states") and name != "scaM_states":
+        if has_rows(name):
             y = y.reshape(p.BNH, -1, DHQK, *y.shape[2:])
         sizes = (getattr(p, dim) for dim in _head_dims(name))
         return pad(y, spec.dtype if in_kernel_dtype else acc, *sizes)
 
-    return {name: of_stage(name, y) for name, y in x.items()}
-
-
-def _on_shard(
-    spec: CallSpec, lowering: Lowering, x: Arrays, *, stage: Callable[..., Arrays], **statics: Any
-) -> Arrays:
-    """stage(spec, lowering, x, **statics) with arrays as the documents have them."""
-    heads = dict(
-        DHQK=next(x[name] for name in ("matQ", "matK") if name in x).shape[-1],
-        DHHV=next(x[name] for name in ("matV", "matDeltaH") if name in x).shape[-1],
-    )
-
     def documented(name: str, y: jax.Array) -> jax.Array:
         y = y[(..., *(slice(heads[dim]) for dim in _head_dims(name)))]
-        if name.endswith("_states") and name != "scaM_states":
-            y = y.reshape(y.shape[0], -1, *y.shape[3:])
-        return y
+        return y.reshape(y.shape[0], -1, *y.shape[3:]) if has_rows(name) else y
 
-    results = stage(spec, lowering, _padded(spec, x, heads["DHQK"]), **statics)
+    results = stage(spec, lowering, {name: padded(name, y) for name, y in x.items()}, **statics)
     return {name: documented(name, y) for name, y in results.items()}
 
 

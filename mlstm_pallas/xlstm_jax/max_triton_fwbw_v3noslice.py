@@ -23,9 +23,7 @@ import jax
 from mlstm_pallas.annotations import Array, States
 from mlstm_pallas.xlstm_jax import _common
 from mlstm_pallas.xlstm_jax._common import (
-    C_STATES,
-    M_STATES,
-    N_STATES,
+    CONTRACTS,
     call_spec,
     renamed,
     run_stage,
@@ -69,11 +67,10 @@ def _mlstm_chunkwise__recurrent_fw_C(
         all or none (zeros).
     """
     arguments = locals()
-    shapes: dict[str, Any] = dict(
-        matC_states=C_STATES[1:], vecN_states=N_STATES[1:], scaMinter_states=M_STATES[1:]
-    )
-    spec = call_spec(arguments, optional=tuple(shapes), **shapes)
-    buffers = [arguments.pop(name) for name in shapes]
+    names = "matC_states", "vecN_states", "scaMinter_states"
+    shapes: dict[str, Any] = {name: CONTRACTS[name][1:] for name in names}
+    spec = call_spec(arguments, optional=names, **shapes)
+    buffers = [arguments.pop(name) for name in names]
     C, n, m = (
         x if buffer is None else x.astype(buffer.dtype)
         for x, buffer in zip(_common.boundary_states(arguments, spec), buffers, strict=True)

@@ -78,8 +78,13 @@ def mlstm_chunkwise__parallel_fw_Hintra(
 
     H is the whole output, with the inter-chunk part, despite the name.
     """
-    options: dict[str, Any] = dict(tiles_of="parallel_fw_H", output_dtype=output_dtype)
-    x = run_stage(_common.outputs, locals(), vecF=STEPS, **options)
+    x = run_stage(
+        _common.outputs,
+        locals(),
+        output_dtype=output_dtype,
+        tiles_of="parallel_fw_H",
+        vecF=STEPS,
+    )
     return x["matH"], x["vecN_out"]
 
 

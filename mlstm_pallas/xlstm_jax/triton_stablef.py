@@ -194,8 +194,7 @@ def _forward_function(options: Options) -> Callable[..., tuple[jax.Array, Any, A
     ) -> tuple[jax.Array, Any, Any, Any]:
         arrays: dict[str, Any] = dict(q=matQ, k=matK, v=matV, i=vecI, f=vecF)
         arrays |= dict(c_initial=matC_initial, n_initial=vecN_initial, m_initial=scaM_initial)
-        call = prepare(vars(options) | arrays)
-        outputs: Any = call.results(*mlstm_forward(call.spec, call.inputs))
+        outputs: Any = prepare(vars(options) | arrays).run(mlstm_forward)
         h, states = outputs if options.return_last_states else (outputs, (None, None, None))
         return h, *states
 
@@ -250,5 +249,4 @@ def mlstm_chunkwise_triton_stablef(
       autocast_kernel_dtype: of q, k, v in the matrix products; gates and states stay float32.
       eps, chunk_size, stabilize_correctly, norm_val: as for ``mlstm_pallas.mlstm_chunkwise``.
     """
-    call = prepare(locals())
-    return call.results(*mlstm_forward(call.spec, call.inputs))
+    return prepare(locals()).run(mlstm_forward)
