@@ -243,7 +243,7 @@ class MlstmPallasStage(MlstmPallas):
             raise UnsupportedError(f"{stage} has no Mosaic GPU kernel for this shape and dtype")
 
     def phases(self, shape, itemsize, direction):
-        return (costs.of_stage(self.stage.name, self.call, itemsize, weighted=self.weighted),)
+        return (costs.launch_cost(self.stage.name, self.call, itemsize, weighted=self.weighted),)
 
     def computation(self, inputs, direction):
         arrays, name = dict(inputs), self.stage.name

@@ -112,7 +112,7 @@ class KernelConfig:
             return lax.Precision.HIGHEST
         if dtype != jnp.float32:
             return None
-        return lax.DotAlgorithmPreset.BF16_BF16_F32_X6 if self.precision is None else self.precision
+        return self.precision or lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 
 
 def tuning_name(device_kind: str) -> str:

@@ -75,7 +75,7 @@ def cost(name: str, p: Problem, itemsize: int) -> Cost:
     return Cost(flops, itemsize * numbers + 4 * floats)
 
 
-def of_stage(name: str, call: Launch, itemsize: int, *, weighted: bool = False) -> Cost:
+def launch_cost(name: str, call: Launch, itemsize: int, *, weighted: bool = False) -> Cost:
     """The cost of a stage as it runs.
 
     On Mosaic GPU recurrent_fw_H weights the keys: it reads abar, which parallel_fw_P does not, and

@@ -199,8 +199,8 @@ def prepare(
     if segment_ids is not None:
         ids = jnp.broadcast_to(segment_ids[:, None], (B, NH, S))
     if sequence_lengths is not None:
-        of_shard = _lengths_of_shard(sequence_lengths, shard, S)
-        lengths = jnp.broadcast_to(of_shard[:, None], (B, NH))
+        lengths = _lengths_of_shard(sequence_lengths, shard, S)
+        lengths = jnp.broadcast_to(lengths[:, None], (B, NH))
     x = Inputs(q, k, v, i, f, c_initial, n_initial, m_initial, lengths=lengths, segments=segments)
     x, ids = aligned(spec, (x, ids))
     (q, k, v, i, f, c_initial, n_initial, m_initial), lengths = x[:8], x.lengths

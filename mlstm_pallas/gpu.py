@@ -83,10 +83,10 @@ def gpu_of(device: Any) -> Gpu:
     if device.platform not in ("gpu", "cuda"):
         return UNKNOWN
     known = known_gpu(kind) or dataclasses.replace(UNKNOWN, name=kind)
-    given = str(getattr(device, "compute_capability", None) or known.capability / 10)
-    if not re.fullmatch(r"\d+\.\d+", given):
+    reported = str(getattr(device, "compute_capability", None) or known.capability / 10)
+    if not re.fullmatch(r"\d+\.\d+", reported):
         return UNKNOWN  # of another vendor: "gfx942"
-    capability, shared_bytes = round(10 * float(given)), known.shared_bytes
+    capability, shared_bytes = round(10 * float(reported)), known.shared_bytes
     if capability != known.capability:
         shared_bytes = _KIB.get(capability, shared_bytes // 1024) * 1024
     return Gpu(

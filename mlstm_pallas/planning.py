@@ -165,10 +165,10 @@ def chunk_size_for(spec: CallSpec) -> int:
         return size
     if spec.dtype.itemsize > 2:
         return 64
-    of_hopper = lowering.folder == "mosaic_gpu" and DHQK % 64 == DHHV % 64 == 0
-    if of_hopper and DHQK > 128 and (DHQK % 256 or DHHV % 256):
+    on_hopper = lowering.folder == "mosaic_gpu" and DHQK % 64 == DHHV % 64 == 0
+    if on_hopper and DHQK > 128 and (DHQK % 256 or DHHV % 256):
         size += 1
-    return min(max(next_power_of_two(size), 128 if of_hopper else 64), 256)
+    return min(max(next_power_of_two(size), 128 if on_hopper else 64), 256)
 
 
 def make_spec(

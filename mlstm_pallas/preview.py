@@ -7,7 +7,7 @@ from typing import Any
 from mlstm_pallas.annotations import BackendName, LayoutName
 from mlstm_pallas.backend import check_mosaic_gpu, requested_backend
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.costs import of_stage
+from mlstm_pallas.costs import launch_cost
 from mlstm_pallas.entry import options_of
 from mlstm_pallas.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
 from mlstm_pallas.planning import CallSpec, asked_of, make_spec
@@ -80,8 +80,10 @@ class CallPlan:
         rows = [("stage", "lowering", "CTAs", "per SM", "KiB", "MB", "GFLOP", "tiles")]
         for x in self.launches:
             tiles = ", ".join(f"{name} {value}" for name, value in x.tiles.items())
-            of_kernel = f"{x.ctas}", f"{x.ctas / self.gpu.sms:.1f}", f"{x.shared_bytes / 1024:.0f}"
-            counts = of_kernel if x.grid else ("", "", "")
+            counts = "", "", ""
+            if x.grid:
+                per_sm, KiB = x.ctas / self.gpu.sms, x.shared_bytes / 1024
+                counts = f"{x.ctas}", f"{per_sm:.1f}", f"{KiB:.0f}"
             sizes = f"{x.bytes / 1e6:.0f}", f"{x.flops / 1e9:.0f}"
             rows.append((x.stage, x.lowering, *counts, *sizes, tiles))
         formats = [
@@ -186,9 +188,9 @@ def _call_plan(spec: CallSpec, S: int, num_segments: int | None) -> CallPlan:
         output_bytes = p.BNH * S * p.DHHV * itemsize + states
         temporary_bytes = _scan_bytes(scan, itemsize)
     launches = (
-        _planned(spec, name, x, backward=of_pass is backward, num_segments=num_segments)
-        for of_pass in (forward, backward)
-        for name, x in of_pass.items()
+        _planned(spec, name, x, backward=schedule is backward, num_segments=num_segments)
+        for schedule in (forward, backward)
+        for name, x in schedule.items()
     )
     return CallPlan(
         spec.gpu,
@@ -234,7 +236,7 @@ def _planned(
     if name == "split_products":  # of all splits but the last
         splits = spec.plan.num_splits
         p = dataclasses.replace(p.split(splits), NH=p.NH * (splits - 1))
-    flops, moved = of_stage(name, dataclasses.replace(x, problem=p), spec.dtype.itemsize)
+    flops, moved = launch_cost(name, dataclasses.replace(x, problem=p), spec.dtype.itemsize)
     fields, grid, shared = dict[str, Any](), tuple[int, ...](), 0
     if tiles is not None:
         fields, asked = dict(vars(tiles)), asked_of(name, spec, spec.lowering)

@@ -83,15 +83,15 @@ def sequence(spec: CallSpec, x: Token, states: StepStates) -> tuple[jax.Array, S
 
 def _parts(x: Token, c: Any) -> Token:
     """The token of joined arrays in parts, for the checks."""
-    q, i, of_c = (tuple(getattr(y, "shape", ())) for y in (x.q, x.i, c))
-    dims = len(q) == len(i) == 3 and len(of_c) == 4 and x.v is None and x.f is None
-    if not dims or i[2] != 2 or q[2] < 2 * of_c[2] + of_c[3]:
+    q, i, states = (tuple(getattr(y, "shape", ())) for y in (x.q, x.i, c))
+    dims = len(q) == len(i) == 3 and len(states) == 4 and x.v is None and x.f is None
+    if not dims or i[2] != 2 or q[2] < 2 * states[2] + states[3]:
         raise ValueError(
             "k is None, expected v and f None too, q with q, k and v on its last axis, (B, NH, "
             "2 * DHQK + DHV or more), i (B, NH, 2) and the states; the shapes of q, i and c are "
-            f"{q}, {i} and {of_c}"
+            f"{q}, {i} and {states}"
         )
-    return Token(*split_token(x.q, x.i, *of_c[2:]))
+    return Token(*split_token(x.q, x.i, *states[2:]))
 
 
 def _run(arguments: Mapping[str, Any], *, steps: bool) -> tuple[jax.Array, States]:
@@ -100,11 +100,12 @@ def _run(arguments: Mapping[str, Any], *, steps: bool) -> tuple[jax.Array, State
     gate, layout = options.input_gate, options.layout
     backend = requested_backend(options.backend, mosaic_gpu_kernels=False)
     x = Token(*(arguments[name] for name in Token._fields))
-    c, n, m = (arguments[name] for name in StepStates._fields)
+    states = {name: arguments[name] for name in StepStates._fields}
+    c, n, m = states.values()
     parts = x if steps or x.k is not None else _parts(x, c)
     sizes = validation.check_inputs(
         parts._asdict(),
-        dict(c=c, n=n, m=m),
+        states,
         gate,
         layout,
         backend=backend,
@@ -136,12 +137,12 @@ def _run(arguments: Mapping[str, Any], *, steps: bool) -> tuple[jax.Array, State
         backend=backend,
     )
     x, c, n, m = aligned(spec, (x, c, n, m))
-    h, states = (sequence if steps else step)(
+    h, last = (sequence if steps else step)(
         spec, x, StepStates(c, n, None if gate is InputGate.SIGMOID else m)
     )
     if layout is Layout.BTNH:
         h = jnp.swapaxes(h, 1, 2)
-    return h, (states.c, states.n, m if states.m is None else states.m)
+    return h, (last.c, last.n, m if last.m is None else last.m)
 
 
 @validation.names_arguments

@@ -97,9 +97,9 @@ def names_arguments(function: Function) -> Function:
 
 def _nearest(name: str, parameters: Sequence[str]) -> str:
     """The parameter that another package calls so, or a similar name; otherwise all parameters."""
-    for ours, theirs in PREDECESSORS.items():
-        known = [x for x in (ours, f"{ours}_initial") if x in parameters]
-        if name in theirs and known:
+    for argument, predecessors in PREDECESSORS.items():
+        known = [x for x in (argument, f"{argument}_initial") if x in parameters]
+        if name in predecessors and known:
             return known[0]
     similar = difflib.get_close_matches(name, parameters, n=1)
     return similar[0] if similar else f"one of {', '.join(parameters)}"
@@ -107,7 +107,7 @@ def _nearest(name: str, parameters: Sequence[str]) -> str:
 
 def shown(x: Any) -> str:
     """repr, shortened where it may be long."""
-    if isinstance(x, jax.Array | np.ndarray) and x.ndim:
+    if is_array(x) and x.ndim:
         return f"an array of shape {x.shape}"
     if isinstance(x, int) and x.bit_length() > 128:  # repr refuses integers of 4300 digits
         return f"an integer of {x.bit_length()} bits"
@@ -118,13 +118,18 @@ def type_name(x: Any) -> str:
     return "jax.Array" if isinstance(x, jax.Array) else type(x).__name__
 
 
+def is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray)
+
+
 def check_is_array(name: str, x: Any) -> None:
     masked = isinstance(x, np.ma.MaskedArray)  # which jax refuses
-    if isinstance(x, jax.Array | np.ndarray) and not masked:
+    if is_array(x) and not masked:
         return
     hint = ": pass its values, x.filled()" if masked else ""
-    if isinstance(x, tuple | list) and any(isinstance(y, jax.Array | np.ndarray) for y in x):
-        hint = ": pass the states one by one" if name.startswith("c") else ""
+    has_arrays = isinstance(x, tuple | list) and any(map(is_array, x))
+    if has_arrays and name.startswith("c"):
+        hint = ": pass the states one by one"
     elif inspect.getattr_static(x, "value", None) is not None:  # reading it may be deprecated
         hint = ": pass its array, x[...]" if hasattr(type(x), "__getitem__") else ": pass its value"
     raise TypeError(f"{name} is a {type(x).__name__}, expected an array{hint}")
@@ -317,11 +322,11 @@ def check_inputs(
             check_array(name, x, dtypes, backend, cast_from=INPUT_DTYPES if initial else ())
     dims: dict[str, Shapes] = {name: (dims_of(name, layout, steps=steps),) for name in arrays}
     for name in complete if num_segments is not None else ():
-        of_segments = "B", "N", *dims_of(name, layout)[1:]
+        per_segment = "B", "N", *dims_of(name, layout)[1:]
         if c.ndim == 5:
-            dims[name] = (of_segments,)
+            dims[name] = (per_segment,)
         elif name == c_name:
-            dims[name] = *dims[name], of_segments
+            dims[name] = *dims[name], per_segment
     q, other = arrays["q"], next(x for x in Layout if x is not layout)
     swapped = {  # the likeliest mistake with a layout
         name: f': axes 1 and 2 are swapped; layout="{other}" has them so for all of q, k, v, i, f'
@@ -495,7 +500,7 @@ def as_dtype(
 ) -> jnp.dtype:
     try:
         # NumPy reads None as float64 and an array as its dtype.
-        if x is None or isinstance(x, jax.Array | np.ndarray):
+        if x is None or is_array(x):
             raise TypeError
         dtype: jnp.dtype = jnp.dtype(x)
     except (TypeError, ValueError, SyntaxError):  # NumPy parses strings with commas

@@ -90,7 +90,7 @@ def test_bytes_and_flops_of_a_stage_are_those_of_its_arrays_and_products(backend
         inputs[x] = [getattr(inputs[x], field) for field in fields]
     if stage == "recurrent_bw_dC":  # reads gamma once for each recurrence
         inputs["scaGamma"] = [inputs["scaGamma"]] * 2
-    cost = costs.of_stage(impl.stage.name, impl.call, 2, weighted=impl.weighted)
+    cost = costs.launch_cost(impl.stage.name, impl.call, 2, weighted=impl.weighted)
     assert cost.bytes == nbytes(inputs) + nbytes(outputs)
     pairs = sum(dict(k=shape.DHQK, v=shape.DHHV)[axis] for axis in intra)
     assert cost.flops == shape.steps * (2 * inter * p.DHQK * p.DHHV + (p.L + 1) * pairs)

@@ -161,7 +161,7 @@ def call_spec(
     *,
     optional: tuple[str, ...] = (),
     tiles_of: str | None = None,
-    renamed: Mapping[str, str] = MappingProxyType({}),
+    tile_arguments: Mapping[str, str] = MappingProxyType({}),
     **shapes: Shapes,
 ) -> CallSpec:
     """Checks the arguments and makes the CallSpec.
@@ -170,7 +170,7 @@ def call_spec(
       optional: arrays that may be None, beside OPTIONAL.
       tiles_of: the stage whose tiles the arguments replace, unless they are None. What its kernel
         does not read is ignored.
-      renamed: the arguments of tiles that have another name in the stage.
+      tile_arguments: the arguments whose tiles have another name in the stage, by that name.
       shapes: shapes of arguments that replace those in CONTRACTS.
     """
     statics = check_statics(arguments)
@@ -188,9 +188,9 @@ def call_spec(
     overrides: dict[str, Any] = {}
     if backend != "xla" and tiles_of and (kernel := tiles_class(tiles_of, "triton")):
         fields = kernel.__dataclass_fields__
-        arguments_of = {name: renamed.get(name, name) for name in fields}
+        names = {field: tile_arguments.get(field, field) for field in fields}
         overrides[f"triton_{tiles_of}"] = {
-            name: statics[x] for name, x in arguments_of.items() if x in statics
+            field: statics[name] for field, name in names.items() if name in statics
         }
     options = {"eps": 0.0, **statics, "config": KernelConfig(fused=False, **overrides)}
     options |= dict(return_last_states=True, recompute_states_in_bw=False)
@@ -257,17 +257,16 @@ def run_stage(
     arguments: Arguments,
     spec: CallSpec | None = None,
     *,
-    output_dtype: Any = None,
-    **of_spec: Any,
+    statics: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
 ) -> Arrays:
     """The results of a stage by name. Initial states that are None are zeros.
 
     Args:
-      spec: None: ``call_spec(arguments, **of_spec)``.
-      output_dtype: of H; None: the kernel's.
+      spec: None: ``call_spec(arguments, **options)``.
+      statics: keywords of the stage.
     """
-    spec = spec or call_spec(arguments, **of_spec)
-    statics = {} if output_dtype is None else dict(output_dtype=output_dtype)
+    spec = spec or call_spec(arguments, **options)
     x = {name: y for name, y in arguments.items() if name in CONTRACTS}
     for old, new in _STATES.items():
         x = {name.replace(old, new): y for name, y in x.items()}
@@ -341,9 +340,9 @@ def states(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     )
 
 
-def boundary_states(arguments: Arguments, spec: CallSpec | None = None, **of_spec: Any) -> States:
+def boundary_states(arguments: Arguments, spec: CallSpec | None = None, **options: Any) -> States:
     """C, n and m at the chunk boundaries."""
-    x = run_stage(states, arguments, spec, **of_spec)
+    x = run_stage(states, arguments, spec, **options)
     return x["matC_states"], x["vecN_states"], x["scaM_states"]
 
 
@@ -351,9 +350,9 @@ def outputs(spec: CallSpec, lowering: Lowering, x: Arrays, output_dtype: Any = N
     """H in the output dtype, None: the kernel's; its denominator without eps; m of every step."""
     g, NC, normaliser = gates_of(spec, x), spec.problem.NC, spec.normaliser
     assert normaliser is not None
-    asked = {}
+    options = {}
     if output_dtype is not None and jnp.dtype(output_dtype) != spec.dtype:
-        asked = {"output_dtype": output_dtype}
+        options = {"output_dtype": output_dtype}
         if lowering.folder == "mosaic_gpu":  # whose kernel writes H in its own dtype alone
             lowering = lowerings(lowering)[1]
     H, z = run(
@@ -365,7 +364,7 @@ def outputs(spec: CallSpec, lowering: Lowering, x: Arrays, output_dtype: Any = N
         matC_states=x["matC_states"][:, :NC],
         vecN_states=x["vecN_states"][:, :NC],
         normaliser=normaliser,
-        **asked,
+        **options,
         call=spec.launch("parallel_fw_H", lowering),
     )
     m = g.per_step().vecM
@@ -376,8 +375,8 @@ def state_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     """The gradients of C after each chunk, in the kernel dtype, and of the first C, float32."""
     g = gates_of(spec, x)
     rows = g.per_step()
-    of_constant = normaliser_gradients(spec.normaliser, None, x["vecN_out"], rows.vecM)
-    r = query_scale(rows.vecW, spec.problem.qk_scale, of_constant.vecInvDen)
+    gradients = normaliser_gradients(spec.normaliser, None, x["vecN_out"], rows.vecM)
+    r = query_scale(rows.vecW, spec.problem.qk_scale, gradients.vecInvDen)
     dC, dC_initial, *_ = run(
         "recurrent_bw_dC",
         queries=ScaledRows(x["matQ"], r),
@@ -392,9 +391,9 @@ def state_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     return dict(matDeltaC_states=dC, matDeltaC_initial=dC_initial)
 
 
-def boundary_gradients(arguments: Arguments, **of_spec: Any) -> jax.Array:
+def boundary_gradients(arguments: Arguments, **options: Any) -> jax.Array:
     """The gradients of C at the chunk boundaries, in the kernel dtype."""
-    x = run_stage(state_gradients, arguments, **of_spec)
+    x = run_stage(state_gradients, arguments, **options)
     dC: jax.Array = x["matDeltaC_states"]
     return jnp.concatenate([x["matDeltaC_initial"].astype(dC.dtype), dC], axis=2)
 
@@ -446,8 +445,8 @@ def forward(arguments: Arguments) -> tuple[Any, ...]:
     These are the last (C, n, m), with return_last_states, and those at all chunk boundaries, with
     return_all_states.
     """
-    output_dtype = arguments.get("output_dtype")
-    x = run_stage(_forward, arguments, output_dtype=output_dtype, vecI=STEPS, vecF=STEPS)
+    statics = dict(output_dtype=arguments.get("output_dtype"))
+    x = run_stage(_forward, arguments, statics=statics, vecI=STEPS, vecF=STEPS)
     asked = (
         tuple(x[f"{name}_{suffix}"] for name in ("matC", "vecN", "scaM"))
         for flag, suffix in (("return_last_states", "last"), ("return_all_states", "states"))

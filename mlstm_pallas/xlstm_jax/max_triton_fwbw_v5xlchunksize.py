@@ -81,7 +81,7 @@ def mlstm_chunkwise__parallel_fw_Hintra(
     x = run_stage(
         _common.outputs,
         locals(),
-        output_dtype=output_dtype,
+        statics=dict(output_dtype=output_dtype),
         tiles_of="parallel_fw_H",
         vecF=STEPS,
     )
@@ -145,7 +145,7 @@ def _gradient(name: str) -> Callable[..., jax.Array]:
         # parallel_bw_dQKV calls the rows of its output tiles siz_b_LQ, for keys too.
         tiles = {} if name == "Q" else {"siz_b_LQ": "siz_b_LKV"}
         x = run_stage(
-            _common.input_gradients, arguments, tiles_of="parallel_bw_dQKV", renamed=tiles
+            _common.input_gradients, arguments, tiles_of="parallel_bw_dQKV", tile_arguments=tiles
         )
         gradient: jax.Array = x[f"matDelta{name}"]
         return gradient.astype(output_dtype)
