@@ -109,7 +109,6 @@ def _run(arguments: Mapping[str, Any], *, steps: bool) -> tuple[jax.Array, State
         gate,
         layout,
         backend=backend,
-        initial=False,
         steps=steps,
     )
     validation.check_constant(sizes, backend)

@@ -224,16 +224,18 @@ def check_constant(sizes: Mapping[str, Any], backend: str | None) -> None:
             raise ValueError(f"q has a symbolic {dim} = {size}, expected a constant{hint}")
 
 
-def check_states_complete(states: Mapping[str, Any], kind: str = "states") -> dict[str, Any]:
+def check_states_complete(states: Mapping[str, Any]) -> dict[str, Any]:
     """The states, or none if all are None; raises if only some are there."""
     present = {name: x for name, x in states.items() if x is not None}
     for name, x in present.items():
         check_is_array(name, x)
     if present and len(present) < len(states):
-        missing = ", ".join(name for name in states if name not in present)
+        missing = [name for name in states if name not in present]
+        kind = "initial states" if missing[0].endswith("_initial") else "states"
         count = "all three" if len(states) == 3 else "both"
         raise ValueError(
-            f"{kind} come {count} or not at all: got {', '.join(present)} without {missing}"
+            f"{kind} come {count} or not at all: got {', '.join(present)} without "
+            f"{', '.join(missing)}"
         )
     return present
 
@@ -290,7 +292,6 @@ def check_inputs(
     layout: Layout,
     *,
     backend: str | None = None,
-    initial: bool = True,
     steps: bool = True,
     num_segments: int | None = None,
 ) -> dict[str, int]:
@@ -298,18 +299,18 @@ def check_inputs(
 
     Args:
       arrays: q, k, v, i and f, and what there is of segment_ids and sequence_lengths.
-      states: c, n and m, by the names of the arguments.
+      states: c, n and m, by the names of the arguments. Where these are initial states, all
+        arrays may be cast.
       backend: that computes in the dtype of q.
-      initial: whether the states are initial ones, and all arrays may be cast.
       steps: whether there is an axis of steps.
       num_segments: N; the initial states may then be (B, N, NH, ...).
     """
     (c_name, c), _, (m_name, m) = states.items()
-    sigmoid = gate is InputGate.SIGMOID
-    needed = {
-        name: x for name, x in states.items() if not (sigmoid and name == m_name and x is None)
-    }
-    complete = check_states_complete(needed, "initial states" if initial else "states")
+    sigmoid, initial = gate is InputGate.SIGMOID, c_name.endswith("_initial")
+    needed = dict(states)
+    if sigmoid and m is None:
+        del needed[m_name]
+    complete = check_states_complete(needed)
     arrays = {**arrays, **complete}
     for name, x in arrays.items():
         if name in ("segment_ids", "sequence_lengths"):

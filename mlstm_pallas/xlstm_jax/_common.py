@@ -132,7 +132,7 @@ def check_arguments(
     """Checks the arrays; returns the sizes of the dimensions."""
     arrays = {name: x for name, x in arguments.items() if name in contracts}
     initial = {name: x for name, x in arrays.items() if name.endswith("_initial")}
-    check_states_complete(initial, "initial states")
+    check_states_complete(initial)
     for name, x in list(arrays.items()):
         if x is not None:
             listed = KERNEL_DTYPES if name in SEQUENCES else INPUT_DTYPES
