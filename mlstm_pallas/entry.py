@@ -161,14 +161,15 @@ def prepare(
     layout, num_segments = options.layout, options.num_segments
     sequences = {name: arguments[name] for name in "qkvif"}
     states = {name: arguments[name] for name in ("c_initial", "n_initial", "m_initial")}
-    segment_ids, sequence_lengths = map(arguments.get, ("segment_ids", "sequence_lengths"))
-    integers = dict(segment_ids=segment_ids, sequence_lengths=sequence_lengths)
+    names = "segment_ids", "sequence_lengths"
+    integers = {name: x for name in names if (x := arguments.get(name)) is not None}
+    segment_ids, sequence_lengths = map(integers.get, names)
     if num_segments is not None:
         num_segments = validation.check_num_segments(
             num_segments, segment_ids, options.return_last_states
         )
     sizes = validation.check_inputs(
-        sequences | {name: x for name, x in integers.items() if x is not None},
+        sequences | integers,
         states,
         options.input_gate,
         layout,
