@@ -6,19 +6,15 @@ Arrays belong to a shard, as in the forward schedule.
 import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from mlstm_pallas.arrays import Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.forward import gates_of
-from mlstm_pallas.gate_gradients import (
-    gate_gradients,
-    inner,
-    last_stabiliser_cotangent,
-    zero_states,
-)
-from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.gate_gradients import inner, step_flags, zero_states
+from mlstm_pallas.gates import M_GRAD_FLOWS, MASKED, ChunkGates
 from mlstm_pallas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.stage import Lowering, ScaledRows
@@ -166,26 +162,23 @@ def second_half(
 
     dm = of_normaliser.vecDm if spec.stabilised else None
     if dm is not None and spec.return_last_states:
-        dm = last_stabiliser_cotangent(dm, last, C_last, stored.n_last)
-    call = spec.launch("step_gradients", of_scores)
-    starts = None if x.starts is None else call.chunks(x.starts)
-    di, df, dm_initial = gate_gradients(
-        gates,
-        call.chunks(x.i),
-        call.chunks(x.f),
-        starts,
-        spec.input_gate,
-        functools.partial(
-            run,
-            "step_gradients",
-            pairs=scores.pairs or gradients.pairs,
-            q_dot_dq_inter=gradients.q_dot_dq_inter,
-            k_dot_dk_inter=gradients.k_dot_dk_inter,
-            through=gradients.inner_C_dC,
-            dm=dm,
-            call=call,
-        ),
+        # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
+        dm = dm.at[..., -1].add(last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last))
+    flags = step_flags(gates, x.f, x.starts)
+    di, df, dm_first = run(
+        "step_gradients",
+        vecF=x.f,
+        pairs=scores.pairs or gradients.pairs,
+        q_dot_dq_inter=gradients.q_dot_dq_inter,
+        k_dot_dk_inter=gradients.k_dot_dk_inter,
+        through=gradients.inner_C_dC,
+        flags=flags,
+        dm=dm,
+        call=spec.launch("step_gradients", of_scores),
     )
+    if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm
+        di = jnp.where(x.i <= MASKED, 0.0, di * jax.nn.sigmoid(-x.i))
+    dm_initial = jnp.where((flags[:, 0] & M_GRAD_FLOWS) > 0, dm_first, 0.0)
     if not spec.has_initial_state:  # the caller drops these
         dC_initial = zero_states(dm_initial, spec.problem.DHQK, spec.problem.DHHV)
     elif spec.stabilised:

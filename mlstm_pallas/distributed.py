@@ -211,9 +211,7 @@ def _first_half(
         dn = dn + jnp.sum(decays[..., None] * dn_added, axis=1)
     if spec.stabilised:
         x = residuals.inputs
-        chunks = spec.launch("chunk_gates", lowering).chunks
-        begins = None if x.starts is None else chunks(x.starts) > 0
-        flags = step_flags(gates, chunks(x.f), begins).reshape(x.f.shape)
+        flags = step_flags(gates, x.f, x.starts)
         steps = lax.broadcasted_iota(jnp.int32, flags.shape, 1)
         S = flags.shape[1]
         unbroken = jnp.min(jnp.where((flags & M_GRAD_FLOWS) == 0, steps, S), axis=1)
