@@ -84,17 +84,13 @@ def aligned(spec: Any, tree: Any) -> Any:
 
 def _common_spec(specs: Iterable[P], count: int) -> P:
     """For each of the first ``count`` axes, the first mesh axes in the specs that are unused."""
-    specs = [_padded(spec, count) for spec in specs]
     used: set[str] = set()
-    common: list[tuple[str, ...] | None] = []
-    for axis in range(count):
-        choices = (
-            (entry,) if isinstance(entry, str) else entry or ()
-            for entry in (spec[axis] for spec in specs)
-        )
-        chosen = next((names for names in choices if names and not used.intersection(names)), None)
-        used.update(chosen or ())
-        common.append(chosen)
+    common = []
+    for entries in zip(*(_padded(spec, count) for spec in specs), strict=True):
+        choices = ({x} if isinstance(x, str) else x or () for x in entries)
+        names = next((x for x in choices if x and not used.intersection(x)), ())
+        used.update(names)
+        common.append(tuple(names) or None)
     return P(*common)
 
 
@@ -156,24 +152,10 @@ class Operation:
         return call(*args)
 
     def on_mesh(self, *args: Any) -> Any:
-        spec = self.spec
-        first = jax.typeof(jax.tree.leaves(args)[0]).sharding
+        mesh = jax.typeof(jax.tree.leaves(args)[0]).sharding.mesh
+        if mesh.explicit_axes:
+            return self.transposed(functools.partial(self.in_shard_map, mesh), *args)
         context = jax.sharding.get_abstract_mesh()
-        if axes := set(first.mesh.explicit_axes):
-            if len(axes) == len(first.mesh.axis_names):
-                axes = set()  # all axes but those that vmap holds, which only shard_map knows
-            args, common = _sharded_alike(
-                _heads_first(spec, args, self.mapped), first.mesh, self.mapped + 2
-            )
-            outputs = jax.shard_map(
-                self.on_transposed_shard,
-                mesh=None if context == first.mesh else first.mesh,
-                in_specs=common,
-                out_specs=common,
-                axis_names=axes,
-                check_vma=False,
-            )(*args)
-            return _heads_first(spec, outputs, self.mapped)
         one_device = (
             context.abstract_device is not None
             if context.empty
@@ -181,14 +163,31 @@ class Operation:
         )
         # Interpreted Mosaic GPU kernels run on one device: they use ordered callbacks, which
         # custom_partitioning does not allow.
-        if one_device or spec.backend == "mosaic_gpu_interpret":
+        if one_device or self.spec.backend == "mosaic_gpu_interpret":
             return self.on_shard(*args)
-        outputs = _partitioned(self)(self.identity(), *_heads_first(spec, args, self.mapped))
-        return _heads_first(spec, outputs, self.mapped)
+        return self.transposed(functools.partial(_partitioned(self), self.identity()), *args)
+
+    def transposed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs a function of arrays (B, NH, ...) on those of the layout, or the reverse."""
+        args = _heads_first(self.spec, args, self.mapped)
+        return _heads_first(self.spec, function(*args), self.mapped)
+
+    def in_shard_map(self, mesh: Any, *args: Any) -> Any:
+        """The operation on arrays (B, NH, ...) that are sharded over explicit axes."""
+        args, common = _sharded_alike(args, mesh, self.mapped + 2)
+        # An empty set is all axes but those that vmap holds, which only shard_map knows.
+        some = len(mesh.explicit_axes) < len(mesh.axis_names)
+        return jax.shard_map(
+            self.on_transposed_shard,
+            mesh=None if mesh == jax.sharding.get_abstract_mesh() else mesh,
+            in_specs=common,
+            out_specs=common,
+            axis_names=set(mesh.explicit_axes) if some else set(),
+            check_vma=False,
+        )(*args)
 
     def on_transposed_shard(self, *args: Any) -> Any:
-        args = _heads_first(self.spec, args, self.mapped)
-        return _heads_first(self.spec, self.on_shard(*args), self.mapped)
+        return self.transposed(self.on_shard, *args)
 
     def on_shard(self, *args: Any) -> Any:
         """The operation on the arrays of a shard, whose mapped axes, B and NH become one."""
@@ -296,26 +295,25 @@ _by_platform.def_impl(
 )
 
 
-def _lowering_of(platform: str) -> Callable[..., Any]:
-    def rule(ctx: Any, *args: Any, backend: str | None, cuda: Any, other: Any) -> Any:
-        if platform == "cpu" and other is None:
-            interpreted = "interpret" if backend == "triton" else "mosaic_gpu_interpret"
-            raise ValueError(
-                f"backend is {backend!r}, whose kernels are for GPUs, and the computation is "
-                "lowered for a CPU: expected backend None or 'xla' (plain jnp), or "
-                f"{interpreted!r} (the kernels, interpreted)"
-            )
-        module = ctx.module_context
-        # jax keeps the lowered form of inner jits without their platforms: the CPU would call a
-        # function lowered for CUDA, and XLA for CPUs aborts at the cumsum of jax 0.12 for GPUs.
-        lowered = module.cached_primitive_lowerings
-        if ctx.platforms is not None:
-            lowered = lowered.setdefault((_by_platform, *ctx.platforms), {})
-        ctx = ctx.replace(module_context=module.replace(cached_primitive_lowerings=lowered))
-        jaxpr = cuda if platform == "cuda" or other is None else other
-        return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *args)
-
-    return rule
+def _lowered(
+    platform: str | None, ctx: Any, *args: Any, backend: str | None, cuda: Any, other: Any
+) -> Any:
+    if platform == "cpu" and other is None:
+        interpreted = "interpret" if backend == "triton" else "mosaic_gpu_interpret"
+        raise ValueError(
+            f"backend is {backend!r}, whose kernels are for GPUs, and the computation is "
+            "lowered for a CPU: expected backend None or 'xla' (plain jnp), or "
+            f"{interpreted!r} (the kernels, interpreted)"
+        )
+    module = ctx.module_context
+    # jax keeps the lowered form of inner jits without their platforms: the CPU would call a
+    # function lowered for CUDA, and XLA for CPUs aborts at the cumsum of jax 0.12 for GPUs.
+    lowered = module.cached_primitive_lowerings
+    if ctx.platforms is not None:
+        lowered = lowered.setdefault((_by_platform, *ctx.platforms), {})
+    ctx = ctx.replace(module_context=module.replace(cached_primitive_lowerings=lowered))
+    jaxpr = cuda if platform == "cuda" or other is None else other
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *args)
 
 
 def _batched(axis: Any, args: Any, dims: Any, backend: Any, **jaxprs: Any) -> tuple[Any, Any]:
@@ -329,9 +327,9 @@ def _batched(axis: Any, args: Any, dims: Any, backend: Any, **jaxprs: Any) -> tu
 
 
 batching.fancy_primitive_batchers[_by_platform] = _batched
-mlir.register_lowering(_by_platform, _lowering_of("other"))
-for _platform in ("cpu", "cuda"):
-    mlir.register_lowering(_by_platform, _lowering_of(_platform), platform=_platform)
+for _platform in (None, "cpu", "cuda"):  # None: all others
+    _rule = functools.partial(_lowered, _platform)
+    mlir.register_lowering(_by_platform, _rule, platform=_platform)
 
 
 def on_backend(
