@@ -75,15 +75,6 @@ class Summary(NamedTuple):
     state: jax.Array  # from zeros: C (B, NH, DHQK, DHHV) or n (B, NH, DHQK)
 
 
-class ShardStates(NamedTuple):
-    """The PrecomputedStates of a shard from an empty start, and its log decays; float32."""
-
-    g: TwoFloat  # (B, NH, NC + 1) from the shard's start to the boundaries of chunks
-    m: jax.Array  # as what follows, of the PrecomputedStates
-    n: tuple[jax.Array, jax.Array]
-    X: jax.Array
-
-
 class GradientSummary(NamedTuple):
     """The function from the gradient of the state after a shard to the gradient of the one before.
 
@@ -143,9 +134,10 @@ def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
 
 def _from_empty(
     spec: CallSpec, lowering: Lowering, x: Inputs, *, num_splits: int, L: int
-) -> tuple[Summary, jax.Array, ShardStates]:
-    """The Summary of n, and C after the shard, from its keys, values and gates alone.
+) -> tuple[Summary, jax.Array, TwoFloat, PrecomputedStates]:
+    """What an empty start gives: the Summary of n, C after the shard, log decays, the states.
 
+    The log decays, (B * NH, NC + 1), are from the shard's start to the boundaries of its chunks.
     num_splits, L: of the call, as shards may plan for fewer heads.
     """
     p = spec.problem.in_chunks_of(L)
@@ -167,7 +159,7 @@ def _from_empty(
     )
     high, low = _log_decays(x, p.NC, spec.input_gate)
     of_n = Summary(m[:, -1], (high[:, -1], low[:, -1]), n[1])
-    return of_n, _state_after(gamma, X), ShardStates((high, low), m, n, X)
+    return of_n, _state_after(gamma, X), (high, low), PrecomputedStates(m, n, X)
 
 
 def _log_decays(x: Inputs, NC: int, input_gate: InputGate) -> TwoFloat:
@@ -183,11 +175,11 @@ def _log_decays(x: Inputs, NC: int, input_gate: InputGate) -> TwoFloat:
     return high, low
 
 
-def _precomputed(local: ShardStates, start: Summary) -> PrecomputedStates:
-    """The PrecomputedStates of a shard; start: m and n before it."""
+def _from_start(local: PrecomputedStates, g: TwoFloat, start: Summary) -> PrecomputedStates:
+    """The states of a shard after ``start``, m and n; local, g: of ``_from_empty``."""
     m_start = start.m[..., None]
-    m = _stabiliser_after(m_start, local.g, local.m)
-    scale, decay = _rescaling(local.m, m)[..., None], _decay(m_start, local.g, m)[..., None]
+    m = _stabiliser_after(m_start, g, local.m)
+    scale, decay = _rescaling(local.m, m)[..., None], _decay(m_start, g, m)[..., None]
     (n, n_last), n_start = local.n, start.state[..., None, :]
     n = scale[..., :-1, :] * n + decay[..., :-1, :] * n_start
     n_last = (scale[..., -1:, :] * n_last[..., None, :] + decay[..., -1:, :] * n_start)[..., 0, :]
@@ -334,7 +326,7 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
 
     unread: dict[str, Any] = dict.fromkeys(("q", "c_initial", "n_initial"))
     plan, of_keys = spec.plan, x._replace(**unread)
-    of_n, C, local = operation(
+    of_n, C, log_decays, local = operation(
         _from_empty, spec, of_keys, num_splits=plan.summary_splits, L=plan.scan_problem.L
     )
     start = before(of_n, x.n_initial)
@@ -342,9 +334,8 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     # which XLA would otherwise merge with the exchange of n.
     start, C = lax.optimization_barrier((start, C))
     C = before(of_n._replace(state=C), x.c_initial).state
-    precomputed = _precomputed(local, start)
     x = x._replace(c_initial=C, n_initial=start.state, m_initial=start.m)
-    outputs = forward(spec, x, precomputed)
+    outputs = forward(spec, x, _from_start(local, log_decays, start))
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
 

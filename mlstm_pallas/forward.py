@@ -15,12 +15,7 @@ from mlstm_pallas.chunk_list import ChunkList, of_lengths, of_segments
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.planning import CallSpec
-from mlstm_pallas.splits import (
-    decays_in_splits,
-    heads_of_splits,
-    split_states,
-    splits_as_heads,
-)
+from mlstm_pallas.splits import decays_in_splits, split_states, splits_as_heads
 from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.stages.parallel_fw_P import ScanOperands
 
@@ -91,23 +86,6 @@ def key_states(
     return states
 
 
-def scan_operands(
-    spec: CallSpec, call: Launch, x: Inputs, gates: ChunkGates, n: Array, chunks: ChunkList | None
-) -> ScanOperands:
-    """The operands of the fused scan."""
-    operands: ScanOperands = run(
-        "parallel_fw_P",
-        matQ=x.q,
-        matK=x.k,
-        gates=gates,
-        vecN_states=n,
-        chunks=chunks,
-        normaliser=spec.normaliser,
-        call=call,
-    )
-    return operands
-
-
 class Packed(NamedTuple):
     h: Array  # (B, NH, S, DHHV) or (B, S, NH, DHHV)
     states: SegmentStates
@@ -135,7 +113,16 @@ def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Packed:
     in_list = x._replace(i=i, f=f, starts=starts, lengths=None)
     gates = gates_of(spec, launches["chunk_gates"], in_list)
     n_states, _ = key_states(spec, call, x.k, gates, x.n_initial, chunks, n)
-    operands = scan_operands(spec, call, x, gates, n_states, chunks)
+    operands: ScanOperands = run(
+        "parallel_fw_P",
+        matQ=x.q,
+        matK=x.k,
+        gates=gates,
+        vecN_states=n_states,
+        chunks=chunks,
+        normaliser=spec.normaliser,
+        call=call,
+    )
     H, C_last, _ = run(
         "recurrent_fw_H",
         matQ=x.q,
@@ -205,7 +192,16 @@ def fused(spec: CallSpec, x: Inputs, precomputed: PrecomputedStates | None) -> F
         n, n_last = key_states(spec, call, x.k, gates, x.n_initial, chunks)
     else:
         n, n_last = precomputed.n
-    scan = scan_operands(spec, call, x, gates, n, chunks)
+    scan: ScanOperands = run(
+        "parallel_fw_P",
+        matQ=x.q,
+        matK=x.k,
+        gates=gates,
+        vecN_states=n,
+        chunks=chunks,
+        normaliser=spec.normaliser,
+        call=call,
+    )
     of_splits, keys = scan, scan.keys
     if num_splits > 1:
         if precomputed is not None and precomputed.X.shape[1] == num_splits:
@@ -240,11 +236,12 @@ def fused(spec: CallSpec, x: Inputs, precomputed: PrecomputedStates | None) -> F
     )
     last = None
     if C_last is not None:
-        C_last = C_last.reshape(p.BNH * num_splits, p.DHQK, p.DHHV)
-        C_last = heads_of_splits(C_last, num_splits)[:, -1]
+        C_last = C_last.reshape(p.BNH, num_splits, p.DHQK, p.DHHV)[:, -1]
         last = LastStates(C_last, n_last, gates.scaM_states[:, -1])
-    m = gates.scaM_states[:, ::stride]
-    stored = StoredStates(None, n[:, ::stride], m, None, n_last)
-    if C is not None:
-        stored = stored._replace(C=C.reshape(p.BNH, spec.problem.NC, *C.shape[2:]), C_last=C_last)
+    m, n = gates.scaM_states[:, ::stride], n[:, ::stride]
+    if C is None:
+        C_last = None
+    else:
+        C = C.reshape(p.BNH, spec.problem.NC, *C.shape[2:])
+    stored = StoredStates(C, n, m, C_last, n_last)
     return Forward(H.reshape(x.v.shape), last, scan.vecZ, stored)
