@@ -13,7 +13,7 @@ from jax import Array, lax
 from mlstm_pallas.arrays import Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.forward import gates_of
-from mlstm_pallas.gate_gradients import inner, step_flags, zero_states
+from mlstm_pallas.gate_gradients import inner, step_flags
 from mlstm_pallas.gates import M_GRAD_FLOWS, MASKED, ChunkGates
 from mlstm_pallas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
 from mlstm_pallas.planning import CallSpec
@@ -130,7 +130,7 @@ def second_half(
     cotangents: Cotangents,
     first: BackwardCarry,
 ) -> Inputs:
-    """The gradients of the inputs. The arrays are ``prepared``."""
+    """The gradients of the inputs; None: zeros. The arrays are ``prepared``."""
     (x, _, _, stored), (dh, last) = residuals, cotangents
     gates, scores, (dC, dC_initial, C, C_last, _), of_normaliser, dn_added = first
     if stored.C is not None:
@@ -179,9 +179,7 @@ def second_half(
     if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm
         di = jnp.where(x.i <= MASKED, 0.0, di * jax.nn.sigmoid(-x.i))
     dm_initial = jnp.where((flags[:, 0] & M_GRAD_FLOWS) > 0, dm_first, 0.0)
-    if not spec.has_initial_state:  # the caller drops these
-        dC_initial = zero_states(dm_initial, spec.problem.DHQK, spec.problem.DHHV)
-    elif spec.stabilised:
+    if spec.has_initial_state and spec.stabilised:
         # The initial m is also the scale of the initial states.
         dm_initial += inner(dC_initial, x.c_initial, 2) + inner(dn_initial, x.n_initial)
     dq, dk, dv = gradients.matDeltaQ, gradients.matDeltaK, gradients.matDeltaV

@@ -95,8 +95,3 @@ def step_flags(gates: ChunkGates, vecF: Array, starts: Array | None) -> Array:
     restarts = reset if begins is None else reset | begins
     flags = join_flags(gates.vecE, gates.vecU, gates.vecM, m_before, f, log_f, restarts, begins)
     return flags.reshape(vecF.shape)
-
-
-def zero_states(like: Array, DHQK: int, DHHV: int) -> Array:
-    """Zeros (B * NH, DHQK, DHHV), varying over the same mesh axes as ``like``, (B * NH,)."""
-    return jnp.zeros_like(jnp.broadcast_to(like[:, None, None], (like.shape[0], DHQK, DHHV)))
