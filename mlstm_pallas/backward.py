@@ -132,17 +132,17 @@ def second_half(
 ) -> Inputs:
     """The gradients of the inputs; None: zeros. The arrays are ``prepared``."""
     (x, _, _, stored), (dh, last) = residuals, cotangents
-    gates, scores, (dC, dC_initial, C, C_last, _), of_normaliser, dn_added = first
+    gates, scores, (dC, dC_initial, C, C_last, _), normaliser, dn_added = first
     if stored.C is not None:
         C, C_last = stored.C, stored.C_last
-    gamma, n, of_scores = gates.scaGamma, stored.n, _scores_lowering(spec, lowering)
+    gamma, n, scores_lowering = gates.scaGamma, stored.n, _scores_lowering(spec, lowering)
     dn, dn_initial = run(
         "vector_states",
         added=jnp.zeros_like(n) if dn_added is None else dn_added,
         scaGamma=gamma,
         initial=last.n,
         backward=True,
-        call=spec.launch("vector_states", of_scores),
+        call=spec.launch("vector_states", scores_lowering),
     )
     gradients: Gradients = run(
         "parallel_bw_dQKV",
@@ -151,7 +151,7 @@ def second_half(
         matV=x.v,
         matDeltaH=dh,
         gates=gates,
-        normaliser_gradients=of_normaliser,
+        normaliser_gradients=normaliser,
         scores=scores,
         matC_states=C,
         vecN_states=n,
@@ -160,7 +160,7 @@ def second_half(
         call=spec.launch("parallel_bw_dQKV", lowering),
     )
 
-    dm = of_normaliser.vecDm if spec.stabilised else None
+    dm = normaliser.vecDm if spec.stabilised else None
     if dm is not None and spec.return_last_states:
         # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
         dm = dm.at[..., -1].add(last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last))
@@ -174,7 +174,7 @@ def second_half(
         through=gradients.inner_C_dC,
         flags=flags,
         dm=dm,
-        call=spec.launch("step_gradients", of_scores),
+        call=spec.launch("step_gradients", scores_lowering),
     )
     if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm
         di = jnp.where(x.i <= MASKED, 0.0, di * jax.nn.sigmoid(-x.i))
