@@ -72,8 +72,8 @@ def first_half(
     recompute = stored.C is None
     gates = gates_of(spec, spec.launch("chunk_gates", lowering), x, stored.m, with_flags=True)
     g = gates.per_step()
-    of_normaliser = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
-    r = query_scale(g.vecW, spec.problem.qk_scale, of_normaliser(delta=None).vecInvDen)
+    gradients_for = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
+    r = query_scale(g.vecW, spec.problem.qk_scale, gradients_for(delta=None).vecInvDen)
     if spec.recomputes_scores(lowering):
         scores = ScoreGradients(queries=ScaledRows(x.q, r), keys=ScaledRows(x.k, g.vecAbar))
     else:
@@ -105,16 +105,16 @@ def first_half(
         call=spec.launch("recurrent_bw_dC", lowering),
     )
     delta = states.vecDelta if scores.vecDelta is None else scores.vecDelta
-    gradients, dn_added = of_normaliser(delta=delta), scores.vecDeltaN_added
-    if gradients.vecDzDen is not None and dn_added is None:
+    normaliser, dn_added = gradients_for(delta=delta), scores.vecDeltaN_added
+    if normaliser.vecDzDen is not None and dn_added is None:
         dn_added = run(
             "step_sums",
             rows=x.q,
-            weights=r * gradients.vecDzDen,
+            weights=r * normaliser.vecDzDen,
             call=spec.launch("step_sums", _scores_lowering(spec, lowering)),
         )
     scores = ScoreGradients(scores.matP, scores.matDeltaP, pairs=scores.pairs)
-    return BackwardCarry(gates, scores, states._replace(vecDelta=None), gradients, dn_added)
+    return BackwardCarry(gates, scores, states._replace(vecDelta=None), normaliser, dn_added)
 
 
 def _scores_lowering(spec: CallSpec, lowering: Lowering) -> Lowering:

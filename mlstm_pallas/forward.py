@@ -202,7 +202,7 @@ def fused(spec: CallSpec, x: Inputs, precomputed: PrecomputedStates | None) -> F
         normaliser=spec.normaliser,
         call=call,
     )
-    of_splits, keys = scan, scan.keys
+    split_scan, keys = scan, scan.keys
     if num_splits > 1:
         if precomputed is not None and precomputed.X.shape[1] == num_splits:
             added = precomputed.X[:, :-1]
@@ -217,7 +217,7 @@ def fused(spec: CallSpec, x: Inputs, precomputed: PrecomputedStates | None) -> F
                 call=launches["split_products"],
             )
         C_initial = split_states(added, gamma, C_initial)
-        q, v, gamma, of_splits = jax.tree.map(
+        q, v, gamma, split_scan = jax.tree.map(
             lambda y: splits_as_heads(y, num_splits, p.S),
             (q, v, gamma, scan._replace(vecZ=None)),
         )
@@ -226,7 +226,7 @@ def fused(spec: CallSpec, x: Inputs, precomputed: PrecomputedStates | None) -> F
         "recurrent_fw_H",
         matQ=q,
         matV=v,
-        scan=of_splits,
+        scan=split_scan,
         scaGamma=gamma,
         matC_initial=C_initial,
         chunks=chunks,

@@ -7,7 +7,10 @@ Inside a chunk of L steps, with b_t the running sum of log sigmoid(f) through t 
     m_{c+1} = m_L                               p   = m_{c+1} - b_L
     abar_t  = exp(e_t - p)                      gamma = exp(m_c - p)
 
-The stabilisers need no matrix product, so the kernels never rescale an accumulator.
+The stabilisers need no matrix product, so the kernels never rescale an accumulator. The functions
+come in the order of the computation: ``log_gates``, ``local_gates`` for b, e and its maxima in each
+chunk, ``stabiliser_scan`` for m_c at the boundaries, ``join_chunks`` for the rest. The kernels of
+chunk_gates call those of their parts that lower to them.
 
 With the sigmoid input gate (mLSTMsig of the TFLA paper) log sigmoid(i_t) replaces i_t, every m_t is
 0 and u_t = -b_t. A packed segment that begins at step r starts from m = 0, so m_r is at least

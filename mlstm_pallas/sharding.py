@@ -1,25 +1,26 @@
-"""Where an operation runs: every device computes its batch entries and heads, on its platform.
+"""Where an operation runs: on every device for its batch entries and heads, on its platform.
 
 A Triton kernel is a custom call, which XLA cannot partition: by default it gathers all shards on
-every device. Batch entries and heads are independent, so the operations of fwbw.py and recurrent.py
-run unchanged on shards of these two axes. How a call learns its shards depends on the mesh:
+every device. But batch entries and heads are independent, so an ``Operation``, which is a pass of
+fwbw.py or a step of recurrent.py, runs unchanged on shards of these two axes. How it learns its
+shards (``Operation.on_mesh``) depends on the axes of the mesh:
 
 * Auto axes: XLA propagates shardings long after tracing. JAX (0.10.2 to 0.12) has
-  ``custom_partitioning`` for this: a Shardy rule (the batch and head axes are free, all others need
-  replication) and a function that is traced again for the shapes of one shard. On one device it
-  lowers to the function itself. It has no batching rule, so ``custom_vmap`` around it turns a
-  mapped axis into one more free axis. Its callback cannot be exported and needs devices when it is
-  lowered.
+  ``custom_partitioning`` for this. It takes a Shardy rule (the batch and head axes are free, all
+  others need replication) and a function, which is traced again for the shapes of one shard. On one
+  device it lowers to the function itself. It has no batching rule, so ``custom_vmap`` around it
+  turns a mapped axis into one more free axis. Its callback cannot be exported and needs devices
+  when it is lowered.
 * Explicit axes: shardings are in the types of the arrays and are read when the call is traced.
   ``jax.shard_map`` over those axes lowers without devices (AbstractMesh), and exports.
 * Manual axes, inside the user's shard_map: the arrays are the shard.
 
 On auto axes (also those of a call without a mesh) and on explicit axes, arrays cross the boundary
 of the sharded region as (B, NH, ...) in either layout. They are transposed there and back, and XLA
-cancels the transposes.
+cancels the transposes. Shardings of other axes (sequence, head dimensions) are undone first: by XLA
+on auto axes, by ``jax.sharding.reshard`` on explicit ones.
 
-Shardings of other axes (sequence, head dimensions) are undone first: by XLA on auto axes, by
-``jax.sharding.reshard`` on explicit ones.
+On its shard an operation takes the lowering of the platform that it is lowered for: ``on_backend``.
 """
 
 import dataclasses
@@ -49,18 +50,21 @@ from mlstm_pallas.version import __version__
 def _map(spec: Any, function: Callable[[Array, int], Any], tree: Any) -> Any:
     """Applies function(array, number of leading axes of B and NH) to all arrays."""
 
-    def of_leaf(path: Any, x: Array) -> Any:
+    def apply(path: Any, x: Array) -> Any:
         name = str(path[-1])
         strided = spec.layout is Layout.BTNH and name in (".q", ".k", ".v", ".h")
         return function(x, 1 if strided or name.endswith("_segments") else 2)
 
-    return jax.tree.map_with_path(of_leaf, tree)
+    return jax.tree.map_with_path(apply, tree)
 
 
 def _heads_first(spec: Any, tree: Any, mapped: int = 0) -> Any:
     """Transposes the arrays to (B, NH, ...), or back, behind the mapped axes."""
-    axes_of = mapped + 1, mapped + 2
-    return _map(spec, lambda x, axes: x if axes == 2 else jnp.swapaxes(x, *axes_of), tree)
+
+    def transpose(x: Array, axes: int) -> Array:
+        return x if axes == 2 else jnp.swapaxes(x, mapped + 1, mapped + 2)
+
+    return _map(spec, transpose, tree)
 
 
 def aligned(spec: Any, tree: Any) -> Any:
@@ -241,14 +245,14 @@ def _partitioned(operation: Operation) -> Callable[..., Any]:
     static arguments are in closures, one set per operation.
     """
 
-    def of_shard(identity: Array, *args: Any) -> Any:
+    def run(identity: Array, *args: Any) -> Any:
         return operation.on_transposed_shard(*args)
 
     def partition(mesh: Any, args: Any, results: Any) -> tuple[Any, ...]:
         in_shardings, out_shardings = _common_shardings(operation.mapped, args, results)
-        return mesh, of_shard, out_shardings, in_shardings
+        return mesh, run, out_shardings, in_shardings
 
-    partitioned = custom_partitioning(of_shard)
+    partitioned = custom_partitioning(run)
     rule = functools.partial(_sharding_rule, operation.mapped)
     partitioned.def_partition(partition, sharding_rule=rule)
     return partitioned
@@ -275,12 +279,12 @@ def _common_shardings(mapped: int, args: Any, results: Any) -> tuple[Any, Any]:
     leaves = jax.tree.leaves((results, arrays))
     # Inside a shard_map over some of the axes shardings have no names. Those of the results follow
     # the rule.
-    of_rank = {len(x.shape): x.sharding for x in reversed(leaves)}
+    by_rank = {len(x.shape): x.sharding for x in reversed(leaves)}
     if isinstance(leaves[0].sharding, NamedSharding):
         mesh = leaves[0].sharding.mesh
         common = _common_spec([x.sharding.spec for x in leaves], mapped + 2)
-        of_rank = {rank: NamedSharding(mesh, _padded(common, rank)) for rank in of_rank}
-    arrays, results = jax.tree.map(lambda x: of_rank[len(x.shape)], (arrays, results))
+        by_rank = {rank: NamedSharding(mesh, _padded(common, rank)) for rank in by_rank}
+    arrays, results = jax.tree.map(lambda x: by_rank[len(x.shape)], (arrays, results))
     return (identity.sharding, *arrays), results
 
 
