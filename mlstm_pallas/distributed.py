@@ -42,7 +42,7 @@ from mlstm_pallas.backward import BackwardCarry, first_half, prepared, second_ha
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import Keywords, SequenceKeywords, prepare
-from mlstm_pallas.forward import PrecomputedStates, gates_of, key_states
+from mlstm_pallas.forward import KnownStates, gates_of, key_states
 from mlstm_pallas.fwbw import (
     forward,
     in_reverse_mode,
@@ -134,7 +134,7 @@ def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
 
 def _from_empty(
     spec: CallSpec, lowering: Lowering, x: Inputs, *, num_splits: int, L: int
-) -> tuple[Summary, jax.Array, TwoFloat, PrecomputedStates]:
+) -> tuple[Summary, jax.Array, TwoFloat, KnownStates]:
     """What an empty start gives: the Summary of n, C after the shard, log decays, the states.
 
     The log decays, (B * NH, NC + 1), are from the shard's start to the boundaries of its chunks.
@@ -159,7 +159,7 @@ def _from_empty(
     )
     high, low = _log_decays(x, p.NC, spec.input_gate)
     summary = Summary(m[:, -1], (high[:, -1], low[:, -1]), n[1])
-    return summary, _state_after(gamma, X), (high, low), PrecomputedStates(m, n, X)
+    return summary, _state_after(gamma, X), (high, low), KnownStates(m, n, X)
 
 
 def _log_decays(x: Inputs, NC: int, input_gate: InputGate) -> TwoFloat:
@@ -175,7 +175,7 @@ def _log_decays(x: Inputs, NC: int, input_gate: InputGate) -> TwoFloat:
     return high, low
 
 
-def _from_start(local: PrecomputedStates, g: TwoFloat, start: Summary) -> PrecomputedStates:
+def _from_start(local: KnownStates, g: TwoFloat, start: Summary) -> KnownStates:
     """The states of a shard after ``start``, m and n; local, g: of ``_from_empty``."""
     m_start = start.m[..., None]
     m = _stabiliser_after(m_start, g, local.m)
@@ -184,7 +184,7 @@ def _from_start(local: PrecomputedStates, g: TwoFloat, start: Summary) -> Precom
     n = scale[..., :-1, :] * n + decay[..., :-1, :] * n_start
     n_last = (scale[..., -1:, :] * n_last[..., None, :] + decay[..., -1:, :] * n_start)[..., 0, :]
     chunks = n.shape[2] // local.X.shape[2]  # of a split
-    return PrecomputedStates(m, (n, n_last), scale[..., chunks::chunks, :, None] * local.X)
+    return KnownStates(m, (n, n_last), scale[..., chunks::chunks, :, None] * local.X)
 
 
 def _first_half(
