@@ -156,6 +156,7 @@ class Operation:
         return call(*args)
 
     def on_mesh(self, *args: Any) -> Any:
+        """Finds the shards as the axes of the mesh ask; the module's docstring has the cases."""
         mesh = jax.typeof(jax.tree.leaves(args)[0]).sharding.mesh
         if mesh.explicit_axes:
             return self.transposed(functools.partial(self.in_shard_map, mesh), *args)
