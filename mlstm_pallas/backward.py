@@ -6,19 +6,15 @@ Arrays belong to a shard, as in the forward schedule.
 import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from mlstm_pallas.arrays import Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.forward import gates_of
-from mlstm_pallas.gate_gradients import (
-    gate_gradients,
-    inner,
-    last_stabiliser_cotangent,
-    zero_states,
-)
-from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.gate_gradients import inner, step_flags
+from mlstm_pallas.gates import M_GRAD_FLOWS, MASKED, ChunkGates
 from mlstm_pallas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.stage import Lowering, ScaledRows
@@ -76,8 +72,8 @@ def first_half(
     recompute = stored.C is None
     gates = gates_of(spec, spec.launch("chunk_gates", lowering), x, stored.m, with_flags=True)
     g = gates.per_step()
-    of_normaliser = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
-    r = query_scale(g.vecW, spec.problem.qk_scale, of_normaliser(delta=None).vecInvDen)
+    gradients_for = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
+    r = query_scale(g.vecW, spec.problem.qk_scale, gradients_for(delta=None).vecInvDen)
     if spec.recomputes_scores(lowering):
         scores = ScoreGradients(queries=ScaledRows(x.q, r), keys=ScaledRows(x.k, g.vecAbar))
     else:
@@ -109,16 +105,16 @@ def first_half(
         call=spec.launch("recurrent_bw_dC", lowering),
     )
     delta = states.vecDelta if scores.vecDelta is None else scores.vecDelta
-    gradients, dn_added = of_normaliser(delta=delta), scores.vecDeltaN_added
-    if gradients.vecDzDen is not None and dn_added is None:
+    normaliser, dn_added = gradients_for(delta=delta), scores.vecDeltaN_added
+    if normaliser.vecDzDen is not None and dn_added is None:
         dn_added = run(
             "step_sums",
             rows=x.q,
-            weights=r * gradients.vecDzDen,
+            weights=r * normaliser.vecDzDen,
             call=spec.launch("step_sums", _scores_lowering(spec, lowering)),
         )
     scores = ScoreGradients(scores.matP, scores.matDeltaP, pairs=scores.pairs)
-    return BackwardCarry(gates, scores, states._replace(vecDelta=None), gradients, dn_added)
+    return BackwardCarry(gates, scores, states._replace(vecDelta=None), normaliser, dn_added)
 
 
 def _scores_lowering(spec: CallSpec, lowering: Lowering) -> Lowering:
@@ -134,19 +130,19 @@ def second_half(
     cotangents: Cotangents,
     first: BackwardCarry,
 ) -> Inputs:
-    """The gradients of the inputs. The arrays are ``prepared``."""
+    """The gradients of the inputs; None: zeros. The arrays are ``prepared``."""
     (x, _, _, stored), (dh, last) = residuals, cotangents
-    gates, scores, (dC, dC_initial, C, C_last, _), of_normaliser, dn_added = first
+    gates, scores, (dC, dC_initial, C, C_last, _), normaliser, dn_added = first
     if stored.C is not None:
         C, C_last = stored.C, stored.C_last
-    gamma, n, of_scores = gates.scaGamma, stored.n, _scores_lowering(spec, lowering)
+    gamma, n, scores_lowering = gates.scaGamma, stored.n, _scores_lowering(spec, lowering)
     dn, dn_initial = run(
         "vector_states",
         added=jnp.zeros_like(n) if dn_added is None else dn_added,
         scaGamma=gamma,
         initial=last.n,
         backward=True,
-        call=spec.launch("vector_states", of_scores),
+        call=spec.launch("vector_states", scores_lowering),
     )
     gradients: Gradients = run(
         "parallel_bw_dQKV",
@@ -155,7 +151,7 @@ def second_half(
         matV=x.v,
         matDeltaH=dh,
         gates=gates,
-        normaliser_gradients=of_normaliser,
+        normaliser_gradients=normaliser,
         scores=scores,
         matC_states=C,
         vecN_states=n,
@@ -164,31 +160,26 @@ def second_half(
         call=spec.launch("parallel_bw_dQKV", lowering),
     )
 
-    dm = of_normaliser.vecDm if spec.stabilised else None
+    dm = normaliser.vecDm if spec.stabilised else None
     if dm is not None and spec.return_last_states:
-        dm = last_stabiliser_cotangent(dm, last, C_last, stored.n_last)
-    call = spec.launch("step_gradients", of_scores)
-    starts = None if x.starts is None else call.chunks(x.starts)
-    di, df, dm_initial = gate_gradients(
-        gates,
-        call.chunks(x.i),
-        call.chunks(x.f),
-        starts,
-        spec.input_gate,
-        functools.partial(
-            run,
-            "step_gradients",
-            pairs=scores.pairs or gradients.pairs,
-            q_dot_dq_inter=gradients.q_dot_dq_inter,
-            k_dot_dk_inter=gradients.k_dot_dk_inter,
-            through=gradients.inner_C_dC,
-            dm=dm,
-            call=call,
-        ),
+        # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
+        dm = dm.at[..., -1].add(last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last))
+    flags = step_flags(gates, x.f, x.starts)
+    di, df, dm_first = run(
+        "step_gradients",
+        vecF=x.f,
+        pairs=scores.pairs or gradients.pairs,
+        q_dot_dq_inter=gradients.q_dot_dq_inter,
+        k_dot_dk_inter=gradients.k_dot_dk_inter,
+        through=gradients.inner_C_dC,
+        flags=flags,
+        dm=dm,
+        call=spec.launch("step_gradients", scores_lowering),
     )
-    if not spec.has_initial_state:  # the caller drops these
-        dC_initial = zero_states(dm_initial, spec.problem.DHQK, spec.problem.DHHV)
-    elif spec.stabilised:
+    if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm
+        di = jnp.where(x.i <= MASKED, 0.0, di * jax.nn.sigmoid(-x.i))
+    dm_initial = jnp.where((flags[:, 0] & M_GRAD_FLOWS) > 0, dm_first, 0.0)
+    if spec.has_initial_state and spec.stabilised:
         # The initial m is also the scale of the initial states.
         dm_initial += inner(dC_initial, x.c_initial, 2) + inner(dn_initial, x.n_initial)
     dq, dk, dv = gradients.matDeltaQ, gradients.matDeltaK, gradients.matDeltaV

@@ -1,29 +1,29 @@
 """Sequence (context) parallelism: one sequence split over the devices of a mesh axis.
 
-The state after shard j is a function of the state before it and of four quantities of the shard:
-m_j, C_j and n_j, the state after it from an empty start (m = -inf, because 0 would enter the
-maximum), and g_j, its sum of log sigmoid(f):
+Every device holds a shard of consecutive steps and needs the state before them. The state after
+shard j is a function of the state before it and of four quantities of the shard alone
+(``_from_empty``): m_j, C_j and n_j, the state after it from an empty start (m = -inf, because 0
+would enter the maximum), and g_j, its sum of log sigmoid(f):
 
     m' = max(m_j, g_j + m)
     C' = exp(m_j - m') C_j + exp(g_j + m - m') C        n' likewise
 
-Such functions compose. C_j takes matrix products (splits.py), where c(t) is the chunk of step t:
+Such functions compose (``joined``), so a prefix over the devices (``_exclusive_prefix``) gives the
+state before each shard. m and n are exchanged first, C while stages run that do not read it. The
+forward pass then starts from that state. It reuses, rescaled (``_from_start``), the shard's states
+of n and what its splits add to C_j. With c(t) the chunk of step t (splits.py),
 
     C_j = sum_t [abar_t prod_{c' > c(t)} gamma_c'] k_t v_t^T
-
-A prefix over the devices gives the state before each shard, m and n first. C is exchanged while
-stages run that do not read it. The forward pass then starts from that state and reuses the
-contributions to C_j and the states of n, rescaled.
 
 The gradient of the state before a shard is a linear function of the gradient of the state after it:
 
     dC' = A_j + Gamma_j dC        dn' likewise        Gamma_j = prod_c gamma_c
 
-The first half of the backward pass starts from the cotangents of the shard's own outputs and
-yields A_j. A suffix over the devices gives dC, the contribution of all later shards, to each shard.
-The second half starts from the gradients after each chunk plus (prod_{c' > c} gamma_c') dC. The
-gradient dm follows the path of the stabilisers' maximum: it passes through a whole shard or not at
-all.
+So the backward pass has two halves. The first starts from the cotangents of the shard's own
+outputs and yields A_j. A suffix over the devices gives each shard dC, the contribution of all later
+shards. The second half starts from the gradients after each chunk plus (prod_{c' > c} gamma_c') dC.
+The gradient dm follows the path of the stabilisers' maximum: it passes through a whole shard or not
+at all.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from mlstm_pallas.backward import BackwardCarry, first_half, prepared, second_ha
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import Keywords, SequenceKeywords, prepare
-from mlstm_pallas.forward import PrecomputedStates, gates_of, key_states
+from mlstm_pallas.forward import KnownStates, gates_of, key_states
 from mlstm_pallas.fwbw import (
     forward,
     in_reverse_mode,
@@ -73,15 +73,6 @@ class Summary(NamedTuple):
     m: jax.Array  # (B, NH) the stabiliser, from -inf
     g: TwoFloat  # (B, NH) total log decay; -inf with a reset
     state: jax.Array  # from zeros: C (B, NH, DHQK, DHHV) or n (B, NH, DHQK)
-
-
-class ShardStates(NamedTuple):
-    """The PrecomputedStates of a shard from an empty start, and its log decays; float32."""
-
-    g: TwoFloat  # (B, NH, NC + 1) from the shard's start to the boundaries of chunks
-    m: jax.Array  # as what follows, of the PrecomputedStates
-    n: tuple[jax.Array, jax.Array]
-    X: jax.Array
 
 
 class GradientSummary(NamedTuple):
@@ -143,9 +134,10 @@ def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
 
 def _from_empty(
     spec: CallSpec, lowering: Lowering, x: Inputs, *, num_splits: int, L: int
-) -> tuple[Summary, jax.Array, ShardStates]:
-    """The Summary of n, and C after the shard, from its keys, values and gates alone.
+) -> tuple[Summary, jax.Array, TwoFloat, KnownStates]:
+    """What an empty start gives: the Summary of n, C after the shard, log decays, the states.
 
+    The log decays, (B * NH, NC + 1), are from the shard's start to the boundaries of its chunks.
     num_splits, L: of the call, as shards may plan for fewer heads.
     """
     p = spec.problem.in_chunks_of(L)
@@ -166,8 +158,8 @@ def _from_empty(
         call=spec.launch("split_products", lowering, p, num_splits),
     )
     high, low = _log_decays(x, p.NC, spec.input_gate)
-    of_n = Summary(m[:, -1], (high[:, -1], low[:, -1]), n[1])
-    return of_n, _state_after(gamma, X), ShardStates((high, low), m, n, X)
+    summary = Summary(m[:, -1], (high[:, -1], low[:, -1]), n[1])
+    return summary, _state_after(gamma, X), (high, low), KnownStates(m, n, X)
 
 
 def _log_decays(x: Inputs, NC: int, input_gate: InputGate) -> TwoFloat:
@@ -183,16 +175,16 @@ def _log_decays(x: Inputs, NC: int, input_gate: InputGate) -> TwoFloat:
     return high, low
 
 
-def _precomputed(local: ShardStates, start: Summary) -> PrecomputedStates:
-    """The PrecomputedStates of a shard; start: m and n before it."""
+def _from_start(local: KnownStates, g: TwoFloat, start: Summary) -> KnownStates:
+    """The states of a shard after ``start``, m and n; local, g: of ``_from_empty``."""
     m_start = start.m[..., None]
-    m = _stabiliser_after(m_start, local.g, local.m)
-    scale, decay = _rescaling(local.m, m)[..., None], _decay(m_start, local.g, m)[..., None]
+    m = _stabiliser_after(m_start, g, local.m)
+    scale, decay = _rescaling(local.m, m)[..., None], _decay(m_start, g, m)[..., None]
     (n, n_last), n_start = local.n, start.state[..., None, :]
     n = scale[..., :-1, :] * n + decay[..., :-1, :] * n_start
     n_last = (scale[..., -1:, :] * n_last[..., None, :] + decay[..., -1:, :] * n_start)[..., 0, :]
     chunks = n.shape[2] // local.X.shape[2]  # of a split
-    return PrecomputedStates(m, (n, n_last), scale[..., chunks::chunks, :, None] * local.X)
+    return KnownStates(m, (n, n_last), scale[..., chunks::chunks, :, None] * local.X)
 
 
 def _first_half(
@@ -202,7 +194,7 @@ def _first_half(
     last = cotangents.last
     arrays = prepared(spec, lowering, residuals, cotangents)
     first = first_half(spec, lowering, *arrays)
-    gates, _, states, gradients, dn_added = first
+    gates, _, states, normaliser, dn_added = first
     gamma = gates.scaGamma
     whole = jnp.prod(gamma, axis=-1)
     dn, dm, passes = whole[:, None] * last.n, last.m, jnp.ones_like(whole)
@@ -211,16 +203,14 @@ def _first_half(
         dn = dn + jnp.sum(decays[..., None] * dn_added, axis=1)
     if spec.stabilised:
         x = residuals.inputs
-        chunks = spec.launch("chunk_gates", lowering).chunks
-        begins = None if x.starts is None else chunks(x.starts) > 0
-        flags = step_flags(gates, chunks(x.f), begins).reshape(x.f.shape)
+        flags = step_flags(gates, x.f, x.starts)
         steps = lax.broadcasted_iota(jnp.int32, flags.shape, 1)
         S = flags.shape[1]
         unbroken = jnp.min(jnp.where((flags & M_GRAD_FLOWS) == 0, steps, S), axis=1)
         passes = (unbroken == S).astype(dm.dtype)
         dm = passes * dm
-        if gradients.vecDm is not None:
-            dm = dm + jnp.sum(jnp.where(steps < unbroken[:, None], gradients.vecDm, 0.0), axis=1)
+        if normaliser.vecDm is not None:
+            dm = dm + jnp.sum(jnp.where(steps < unbroken[:, None], normaliser.vecDm, 0.0), axis=1)
     return first, GradientSummary(states.matDeltaC_initial, dn, whole, dm, passes)
 
 
@@ -323,30 +313,32 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     """
     index = lax.axis_index(axis.name)
 
-    def before(local: Summary, initial: jax.Array) -> Summary:
-        """The joined summaries of all before the shard."""
+    def start(local: Summary, initial: jax.Array) -> Summary:
+        """The state before the shard; initial: C or n before the whole sequence."""
         zero = jnp.zeros_like(x.m_initial)
         whole = Summary(x.m_initial, (zero, zero), initial)
         empty = Summary(jnp.full_like(zero, -jnp.inf), whole.g, jnp.zeros_like(initial))
         choose = functools.partial(jax.tree.map, functools.partial(jnp.where, index == 0))
         local = choose(joined(whole, local), local)
-        others = _exclusive_prefix(joined, local, empty, axis, index)
-        start: Summary = choose(whole, others)
-        return start
+        before: Summary = choose(whole, _exclusive_prefix(joined, local, empty, axis, index))
+        return before
 
     unread: dict[str, Any] = dict.fromkeys(("q", "c_initial", "n_initial"))
-    plan, of_keys = spec.plan, x._replace(**unread)
-    of_n, C, local = operation(
-        _from_empty, spec, of_keys, num_splits=plan.summary_splits, L=plan.scan_problem.L
+    plan = spec.plan
+    summary, C, log_decays, local = operation(
+        _from_empty,
+        spec,
+        x._replace(**unread),
+        num_splits=plan.summary_splits,
+        L=plan.scan_problem.L,
     )
-    start = before(of_n, x.n_initial)
+    n = start(summary, x.n_initial)
     # parallel_fw_P reads m and n, but not C. Because of the barrier it hides the exchange of C,
     # which XLA would otherwise merge with the exchange of n.
-    start, C = lax.optimization_barrier((start, C))
-    C = before(of_n._replace(state=C), x.c_initial).state
-    precomputed = _precomputed(local, start)
-    x = x._replace(c_initial=C, n_initial=start.state, m_initial=start.m)
-    outputs = forward(spec, x, precomputed)
+    n, C = lax.optimization_barrier((n, C))
+    C = start(summary._replace(state=C), x.c_initial).state
+    x = x._replace(c_initial=C, n_initial=n.state, m_initial=n.m)
+    outputs = forward(spec, x, _from_start(local, log_decays, n))
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
 
@@ -370,27 +362,27 @@ def _backward(
     last: LastStates,
     index: jax.Array,
     dh: jax.Array,
-    of_last: LastStates,
+    dlast: LastStates,
 ) -> Inputs:
-    """The gradients of the inputs; dh, of_last: of h and the last states of the shard."""
-    dC, dn, dm = of_last
+    """The gradients of the inputs; dh, dlast: those of h and of the shard's last states."""
+    dC, dn, dm = dlast
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
-    of_shard = Cotangents(dh, LastStates(dC, dn, dm))
-    first, local = operation(_first_half, spec, residuals, of_shard, lowering=lowering)
+    cotangents = Cotangents(dh, LastStates(dC, dn, dm))
+    first, local = operation(_first_half, spec, residuals, cotangents, lowering=lowering)
     one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
     empty = GradientSummary(jnp.zeros_like(dC), jnp.zeros_like(dn), one, zero, one)
     after = _exclusive_prefix(joined_gradients, local, empty, axis, index, reverse=True)
     dC, dn = dC + after.dC, dn + after.dn
     dm = dm + after.dm + inner(dC, last.c, 2) + inner(dn, last.n)
-    whole = Cotangents(dh, LastStates(dC, dn, dm))
+    cotangents = Cotangents(dh, LastStates(dC, dn, dm))
     gradients: Inputs = operation(
-        _second_half, spec, residuals, whole, first, after.dC, lowering=lowering
+        _second_half, spec, residuals, cotangents, first, after.dC, lowering=lowering
     )
-    of_initial: dict[str, Any] = {
+    dinitial: dict[str, Any] = {
         name: jnp.where(index == 0, getattr(gradients, name), 0.0)
         for name in ("c_initial", "n_initial", "m_initial")
     }
-    return gradients._replace(**of_initial)
+    return gradients._replace(**dinitial)
 
 
 _sequence.defvjp(_sequence_fwd, _sequence_bwd)

@@ -15,32 +15,27 @@ from mlstm_pallas.chunk_list import ChunkList, of_lengths, of_segments
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.planning import CallSpec
-from mlstm_pallas.splits import (
-    decays_in_splits,
-    heads_of_splits,
-    split_states,
-    splits_as_heads,
-)
+from mlstm_pallas.splits import decays_in_splits, split_states, splits_as_heads
 from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.stages.parallel_fw_P import ScanOperands
 
 
-class PrecomputedStates(NamedTuple):
-    """The states at the chunk boundaries except C, and what splits add to C; float32."""
+class KnownStates(NamedTuple):
+    """What is known of the fused scan before it runs; float32. None: it computes this itself."""
 
-    m: Array  # (B * NH, NC + 1)
-    n: tuple[Array, Array]  # (B * NH, NC, DHQK) before each chunk, (B * NH, DHQK) the last
-    X: Array  # (B * NH, num_splits, DHQK, DHHV)
+    m: Any = None  # (B * NH, NC + 1)
+    n: Any = None  # (B * NH, NC, DHQK) before each chunk, (B * NH, DHQK) the last
+    X: Any = None  # (B * NH, num_splits, DHQK, DHHV), what each split adds to C
 
 
 def forward(
-    spec: CallSpec, lowering: Lowering, x: Inputs, precomputed: PrecomputedStates | None = None
+    spec: CallSpec, lowering: Lowering, x: Inputs, known: KnownStates | None = None
 ) -> Forward:
-    """The forward pass. precomputed: states of the fused scan, if already known."""
+    """The forward pass."""
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
     if spec.plan.fused and lowering is not Lowering.XLA:
-        return fused(spec, x, precomputed)
+        return fused(spec, x, known)
     return materialised(spec, lowering, x)
 
 
@@ -91,23 +86,6 @@ def key_states(
     return states
 
 
-def scan_operands(
-    spec: CallSpec, call: Launch, x: Inputs, gates: ChunkGates, n: Array, chunks: ChunkList | None
-) -> ScanOperands:
-    """The operands of the fused scan."""
-    operands: ScanOperands = run(
-        "parallel_fw_P",
-        matQ=x.q,
-        matK=x.k,
-        gates=gates,
-        vecN_states=n,
-        chunks=chunks,
-        normaliser=spec.normaliser,
-        call=call,
-    )
-    return operands
-
-
 class Packed(NamedTuple):
     h: Array  # (B, NH, S, DHHV) or (B, S, NH, DHHV)
     states: SegmentStates
@@ -135,7 +113,16 @@ def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Packed:
     in_list = x._replace(i=i, f=f, starts=starts, lengths=None)
     gates = gates_of(spec, launches["chunk_gates"], in_list)
     n_states, _ = key_states(spec, call, x.k, gates, x.n_initial, chunks, n)
-    operands = scan_operands(spec, call, x, gates, n_states, chunks)
+    operands: ScanOperands = run(
+        "parallel_fw_P",
+        matQ=x.q,
+        matK=x.k,
+        gates=gates,
+        vecN_states=n_states,
+        chunks=chunks,
+        normaliser=spec.normaliser,
+        call=call,
+    )
     H, C_last, _ = run(
         "recurrent_fw_H",
         matQ=x.q,
@@ -185,52 +172,55 @@ def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     return Forward(h, last, z, StoredStates(C, n, m, C_last, n_last))
 
 
-def fused(spec: CallSpec, x: Inputs, precomputed: PrecomputedStates | None) -> Forward:
+def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     """The fused scan, with the state on the chip. It has chunks of its own; splits count as heads.
 
     Stored states are those at the boundaries of the call's chunks.
     """
     plan = spec.plan
     p, num_splits, launches = plan.scan_problem, plan.num_splits, plan.forward
-    if precomputed is not None and precomputed.m.shape[1] != p.NC + 1:
-        precomputed = None  # in the chunks of a call with more heads than this shard
-    m_states = None if precomputed is None else precomputed.m
-    gates, call = gates_of(spec, launches["chunk_gates"], x, m_states), launches["parallel_fw_P"]
+    if known is None or known.m.shape[1] != p.NC + 1:
+        known = KnownStates()  # those of a call with more heads than this shard have other chunks
+    gates, call = gates_of(spec, launches["chunk_gates"], x, known.m), launches["parallel_fw_P"]
     q, v, gamma, C_initial, chunks = x.q, x.v, gates.scaGamma, x.c_initial, None
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
         chunks = of_lengths(x.lengths, v.shape[1], p)
         if C_initial is not None:
             C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHHV)
-    if precomputed is None:
-        n, n_last = key_states(spec, call, x.k, gates, x.n_initial, chunks)
-    else:
-        n, n_last = precomputed.n
-    scan = scan_operands(spec, call, x, gates, n, chunks)
-    of_splits, keys = scan, scan.keys
+    n, n_last = known.n or key_states(spec, call, x.k, gates, x.n_initial, chunks)
+    scan: ScanOperands = run(
+        "parallel_fw_P",
+        matQ=x.q,
+        matK=x.k,
+        gates=gates,
+        vecN_states=n,
+        chunks=chunks,
+        normaliser=spec.normaliser,
+        call=call,
+    )
+    z, scan = scan.vecZ, scan._replace(vecZ=None)
     if num_splits > 1:
-        if precomputed is not None and precomputed.X.shape[1] == num_splits:
-            added = precomputed.X[:, :-1]
+        if known.X is not None and known.X.shape[1] == num_splits:
+            added = known.X[:, :-1]
         else:
-            weights = keys.times(decays_in_splits(gamma, num_splits, p.S))
             added = run(
                 "split_products",
-                a=keys.array,
+                a=scan.keys.array,
                 b=v,
-                r=weights,
+                r=scan.keys.times(decays_in_splits(gamma, num_splits, p.S)),
                 num_splits=num_splits,
                 call=launches["split_products"],
             )
         C_initial = split_states(added, gamma, C_initial)
-        q, v, gamma, of_splits = jax.tree.map(
-            lambda y: splits_as_heads(y, num_splits, p.S),
-            (q, v, gamma, scan._replace(vecZ=None)),
+        q, v, gamma, scan = jax.tree.map(
+            lambda y: splits_as_heads(y, num_splits, p.S), (q, v, gamma, scan)
         )
     stride = spec.problem.L // p.L
     H, C_last, C = run(
         "recurrent_fw_H",
         matQ=q,
         matV=v,
-        scan=of_splits,
+        scan=scan,
         scaGamma=gamma,
         matC_initial=C_initial,
         chunks=chunks,
@@ -240,11 +230,12 @@ def fused(spec: CallSpec, x: Inputs, precomputed: PrecomputedStates | None) -> F
     )
     last = None
     if C_last is not None:
-        C_last = C_last.reshape(p.BNH * num_splits, p.DHQK, p.DHHV)
-        C_last = heads_of_splits(C_last, num_splits)[:, -1]
+        C_last = C_last.reshape(p.BNH, num_splits, p.DHQK, p.DHHV)[:, -1]
         last = LastStates(C_last, n_last, gates.scaM_states[:, -1])
-    m = gates.scaM_states[:, ::stride]
-    stored = StoredStates(None, n[:, ::stride], m, None, n_last)
-    if C is not None:
-        stored = stored._replace(C=C.reshape(p.BNH, spec.problem.NC, *C.shape[2:]), C_last=C_last)
-    return Forward(H.reshape(x.v.shape), last, scan.vecZ, stored)
+    m, n = gates.scaM_states[:, ::stride], n[:, ::stride]
+    if C is None:
+        C_last = None
+    else:
+        C = C.reshape(p.BNH, spec.problem.NC, *C.shape[2:])
+    stored = StoredStates(C, n, m, C_last, n_last)
+    return Forward(H.reshape(x.v.shape), last, z, stored)

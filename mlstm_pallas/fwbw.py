@@ -12,7 +12,7 @@ from jax.interpreters import ad, batching, mlir
 from mlstm_pallas import forward as forward_schedule
 from mlstm_pallas.arrays import Cotangents, Forward, Inputs, LastStates, Residuals
 from mlstm_pallas.backward import backward
-from mlstm_pallas.forward import PrecomputedStates
+from mlstm_pallas.forward import KnownStates
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.sharding import Operation
 from mlstm_pallas.stage import Lowering
@@ -92,11 +92,9 @@ def operation(
     return run(*not_differentiated(args, message=message))
 
 
-def forward(
-    spec: CallSpec, inputs: Inputs, precomputed: PrecomputedStates | None = None
-) -> Forward:
-    """The forward pass on shards. precomputed: of the fused scan, if already computed."""
-    outputs: Forward = operation(_forward, spec, inputs, precomputed)
+def forward(spec: CallSpec, inputs: Inputs, known: KnownStates | None = None) -> Forward:
+    """The forward pass on shards."""
+    outputs: Forward = operation(_forward, spec, inputs, known)
     return outputs
 
 

@@ -1,20 +1,12 @@
-"""Gradients of the gate pre-activations from the stages' sums, the normaliser and stabilisers."""
+"""The gradients of the gates: sums of tiles, and what all forms of step_gradients share."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.gates import (
-    M_GRAD_FLOWS,
-    MASKED,
-    ChunkGates,
-    join_flags,
-    log_forget_gate,
-)
-from mlstm_pallas.problem import InputGate, accumulator_dtype
+from mlstm_pallas.gates import ChunkGates, join_flags, log_forget_gate
+from mlstm_pallas.problem import accumulator_dtype
 
 
 class TileSums(NamedTuple):
@@ -92,50 +84,14 @@ def segmented_suffix_sum(x: Array, flows: Array) -> Array:
     return R.reshape(*groups[:-2], groups[-2] * size)[..., :n]
 
 
-def step_flags(gates: ChunkGates, vecF: Array, begins: Array | None) -> Array:
-    """``gates.join_flags`` of all steps, shaped as vecF: (B * NH, NC, L) int32."""
+def step_flags(gates: ChunkGates, vecF: Array, starts: Array | None) -> Array:
+    """``gates.join_flags`` of every step, like vecF and starts (B * NH, S)."""
     if gates.vecFlags is not None:
-        return gates.vecFlags
-    log_f, reset = log_forget_gate(vecF)
+        return gates.vecFlags.reshape(vecF.shape)
+    f = vecF.reshape(gates.vecM.shape)
+    begins = None if starts is None else starts.reshape(f.shape) > 0
+    log_f, reset = log_forget_gate(f)
     m_before = jnp.concatenate([gates.scaM_states[..., :-1, None], gates.vecM[..., :-1]], axis=-1)
     restarts = reset if begins is None else reset | begins
-    return join_flags(gates.vecE, gates.vecU, gates.vecM, m_before, vecF, log_f, restarts, begins)
-
-
-def gate_gradients(
-    gates: ChunkGates,
-    vecI: Array,
-    vecF: Array,
-    starts: Array | None,
-    input_gate: InputGate,
-    step_gradients: Callable[..., tuple[Array, Array, Array]],
-) -> tuple[Array, Array, Array]:
-    """The gradients of the gate pre-activations, and of m_initial except for ``<dC, C> + dn . n``.
-
-    Args:
-      gates, vecI, vecF, starts: of chunks, (B * NH, NC, L).
-      step_gradients: runs that stage, to whose operands vecF and flags are added.
-
-    Returns:
-      vecDeltaI, vecDeltaF: (B * NH, S); scaDeltaM: (B * NH,).
-    """
-    all_steps = vecF.shape[0], vecF.shape[1] * vecF.shape[2]
-    flags = step_flags(gates, vecF, None if starts is None else starts > 0).reshape(all_steps)
-    di, df, first = step_gradients(vecF=vecF.reshape(all_steps), flags=flags)
-    if input_gate is InputGate.SIGMOID:
-        vecI = vecI.reshape(all_steps)
-        di = jnp.where(vecI <= MASKED, 0.0, di * jax.nn.sigmoid(-vecI))
-    return di, df, jnp.where((flags[:, 0] & M_GRAD_FLOWS) > 0, first, 0.0)
-
-
-def last_stabiliser_cotangent(dm: Array, last: Any, C_last: Array, n_last: Array) -> Array:
-    """dm, (B * NH, S), with the last m's gradient at the last step; last: cotangents (c, n, m).
-
-    The true state is exp(m) (C, n), so the part of m's cotangent that rescales C and n is removed.
-    """
-    return dm.at[..., -1].add(last.m - inner(last.c, C_last, 2) - inner(last.n, n_last))
-
-
-def zero_states(like: Array, DHQK: int, DHHV: int) -> Array:
-    """Zeros (B * NH, DHQK, DHHV), varying over the same mesh axes as ``like``, (B * NH,)."""
-    return jnp.zeros_like(jnp.broadcast_to(like[:, None, None], (like.shape[0], DHQK, DHHV)))
+    flags = join_flags(gates.vecE, gates.vecU, gates.vecM, m_before, f, log_f, restarts, begins)
+    return flags.reshape(vecF.shape)

@@ -7,7 +7,10 @@ Inside a chunk of L steps, with b_t the running sum of log sigmoid(f) through t 
     m_{c+1} = m_L                               p   = m_{c+1} - b_L
     abar_t  = exp(e_t - p)                      gamma = exp(m_c - p)
 
-The stabilisers need no matrix product, so the kernels never rescale an accumulator.
+The stabilisers need no matrix product, so the kernels never rescale an accumulator. The functions
+come in the order of the computation: ``log_gates``, ``local_gates`` for b, e and its maxima in each
+chunk, ``stabiliser_scan`` for m_c at the boundaries, ``join_chunks`` for the rest. The kernels of
+chunk_gates call those of their parts that lower to them.
 
 With the sigmoid input gate (mLSTMsig of the TFLA paper) log sigmoid(i_t) replaces i_t, every m_t is
 0 and u_t = -b_t. A packed segment that begins at step r starts from m = 0, so m_r is at least
@@ -93,9 +96,13 @@ def add_two_floats(a: TwoFloat, b: TwoFloat) -> TwoFloat:
     return two_sum(s, error + (a[1] + b[1]))
 
 
+def where_two_float(where: Array, x: Any, y: Any = (-_INF, 0.0)) -> TwoFloat:
+    """x, and y elsewhere: two floats each, arrays or numbers."""
+    return jnp.where(where, x[0], y[0]), jnp.where(where, x[1], y[1])
+
+
 def max_two_floats(a: TwoFloat, b: TwoFloat) -> TwoFloat:
-    first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] >= b[1]))
-    return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
+    return where_two_float((a[0] > b[0]) | ((a[0] == b[0]) & (a[1] >= b[1])), a, b)
 
 
 def least_power_of_two(x: Array) -> Array:
@@ -207,11 +214,6 @@ def reset_offset(
     return power(jnp.maximum(i_max - i_min, 0.0) + total_decay + _UNDERFLOW)
 
 
-def where_two_float(where: Array, x: TwoFloat) -> TwoFloat:
-    """x, and -inf elsewhere."""
-    return jnp.where(where, x[0], -_INF), jnp.where(where, x[1], 0.0)
-
-
 def stabiliser_sources(
     i: Array,
     fbar: Array,
@@ -237,7 +239,7 @@ def stabiliser_sources(
     if begins is None:
         return e, e
     sources = max_two_floats(e, where_two_float(begins, source(fbar)))
-    return e, (jnp.where(reset, e[0], sources[0]), jnp.where(reset, e[1], sources[1]))
+    return e, where_two_float(reset, e, sources)
 
 
 def largest_since_reset(left: Any, x: Any) -> tuple[Any, ...]:
@@ -246,8 +248,7 @@ def largest_since_reset(left: Any, x: Any) -> tuple[Any, ...]:
     Lowers to Mosaic GPU.
     """
     same = left[2] == x[2]
-    largest = zip(max_two_floats(left[:2], x[:2]), x[:2], strict=True)
-    return *(jnp.where(same, *pair) for pair in largest), x[2]
+    return *where_two_float(same, max_two_floats(left[:2], x[:2]), x[:2]), x[2]
 
 
 def local_gates(
@@ -339,9 +340,8 @@ def without_outputs(gates: ChunkGates, lengths: Array | None) -> ChunkGates:
         return gates
     _, NC, L = gates.vecW.shape
     beyond = ~steps_within(lengths, NC * L).reshape(gates.vecW.shape)
-    u_hi, u_lo = gates.vecU
     return gates._replace(
-        vecU=(jnp.where(beyond, _INF, u_hi), jnp.where(beyond, 0.0, u_lo)),
+        vecU=where_two_float(beyond, (_INF, 0.0), gates.vecU),
         vecW=jnp.where(beyond, 0.0, gates.vecW),
     )
 
@@ -355,7 +355,7 @@ def join_ends(
     """
     nothing = m_end == -_INF
     p = add_two_floats(two_sum(offset, jnp.where(nothing, 0.0, m_end)), (-b_hi, -b_lo))
-    p = jnp.where(nothing, _INF, p[0]), jnp.where(nothing, 0.0, p[1])
+    p = where_two_float(nothing, (_INF, 0.0), p)
     return p, jnp.where(offset == 0, jnp.exp((m_start - p[0]) - p[1]), 0.0)
 
 

@@ -1,25 +1,26 @@
-"""Where an operation runs: every device computes its batch entries and heads, on its platform.
+"""Where an operation runs: on every device for its batch entries and heads, on its platform.
 
 A Triton kernel is a custom call, which XLA cannot partition: by default it gathers all shards on
-every device. Batch entries and heads are independent, so the operations of fwbw.py and recurrent.py
-run unchanged on shards of these two axes. How a call learns its shards depends on the mesh:
+every device. But batch entries and heads are independent, so an ``Operation``, which is a pass of
+fwbw.py or a step of recurrent.py, runs unchanged on shards of these two axes. How it learns its
+shards (``Operation.on_mesh``) depends on the axes of the mesh:
 
 * Auto axes: XLA propagates shardings long after tracing. JAX (0.10.2 to 0.12) has
-  ``custom_partitioning`` for this: a Shardy rule (the batch and head axes are free, all others need
-  replication) and a function that is traced again for the shapes of one shard. On one device it
-  lowers to the function itself. It has no batching rule, so ``custom_vmap`` around it turns a
-  mapped axis into one more free axis. Its callback cannot be exported and needs devices when it is
-  lowered.
+  ``custom_partitioning`` for this. It takes a Shardy rule (the batch and head axes are free, all
+  others need replication) and a function, which is traced again for the shapes of one shard. On one
+  device it lowers to the function itself. It has no batching rule, so ``custom_vmap`` around it
+  turns a mapped axis into one more free axis. Its callback cannot be exported and needs devices
+  when it is lowered.
 * Explicit axes: shardings are in the types of the arrays and are read when the call is traced.
   ``jax.shard_map`` over those axes lowers without devices (AbstractMesh), and exports.
 * Manual axes, inside the user's shard_map: the arrays are the shard.
 
 On auto axes (also those of a call without a mesh) and on explicit axes, arrays cross the boundary
 of the sharded region as (B, NH, ...) in either layout. They are transposed there and back, and XLA
-cancels the transposes.
+cancels the transposes. Shardings of other axes (sequence, head dimensions) are undone first: by XLA
+on auto axes, by ``jax.sharding.reshard`` on explicit ones.
 
-Shardings of other axes (sequence, head dimensions) are undone first: by XLA on auto axes, by
-``jax.sharding.reshard`` on explicit ones.
+On its shard an operation takes the lowering of the platform that it is lowered for: ``on_backend``.
 """
 
 import dataclasses
@@ -49,18 +50,21 @@ from mlstm_pallas.version import __version__
 def _map(spec: Any, function: Callable[[Array, int], Any], tree: Any) -> Any:
     """Applies function(array, number of leading axes of B and NH) to all arrays."""
 
-    def of_leaf(path: Any, x: Array) -> Any:
+    def apply(path: Any, x: Array) -> Any:
         name = str(path[-1])
         strided = spec.layout is Layout.BTNH and name in (".q", ".k", ".v", ".h")
         return function(x, 1 if strided or name.endswith("_segments") else 2)
 
-    return jax.tree.map_with_path(of_leaf, tree)
+    return jax.tree.map_with_path(apply, tree)
 
 
 def _heads_first(spec: Any, tree: Any, mapped: int = 0) -> Any:
     """Transposes the arrays to (B, NH, ...), or back, behind the mapped axes."""
-    axes_of = mapped + 1, mapped + 2
-    return _map(spec, lambda x, axes: x if axes == 2 else jnp.swapaxes(x, *axes_of), tree)
+
+    def transpose(x: Array, axes: int) -> Array:
+        return x if axes == 2 else jnp.swapaxes(x, mapped + 1, mapped + 2)
+
+    return _map(spec, transpose, tree)
 
 
 def aligned(spec: Any, tree: Any) -> Any:
@@ -84,17 +88,13 @@ def aligned(spec: Any, tree: Any) -> Any:
 
 def _common_spec(specs: Iterable[P], count: int) -> P:
     """For each of the first ``count`` axes, the first mesh axes in the specs that are unused."""
-    specs = [_padded(spec, count) for spec in specs]
     used: set[str] = set()
-    common: list[tuple[str, ...] | None] = []
-    for axis in range(count):
-        choices = (
-            (entry,) if isinstance(entry, str) else entry or ()
-            for entry in (spec[axis] for spec in specs)
-        )
-        chosen = next((names for names in choices if names and not used.intersection(names)), None)
-        used.update(chosen or ())
-        common.append(chosen)
+    common = []
+    for entries in zip(*(_padded(spec, count) for spec in specs), strict=True):
+        choices = ({x} if isinstance(x, str) else x or () for x in entries)
+        names = next((x for x in choices if x and not used.intersection(x)), ())
+        used.update(names)
+        common.append(tuple(names) or None)
     return P(*common)
 
 
@@ -156,24 +156,11 @@ class Operation:
         return call(*args)
 
     def on_mesh(self, *args: Any) -> Any:
-        spec = self.spec
-        first = jax.typeof(jax.tree.leaves(args)[0]).sharding
+        """Finds the shards as the axes of the mesh ask; the module's docstring has the cases."""
+        mesh = jax.typeof(jax.tree.leaves(args)[0]).sharding.mesh
+        if mesh.explicit_axes:
+            return self.transposed(functools.partial(self.in_shard_map, mesh), *args)
         context = jax.sharding.get_abstract_mesh()
-        if axes := set(first.mesh.explicit_axes):
-            if len(axes) == len(first.mesh.axis_names):
-                axes = set()  # all axes but those that vmap holds, which only shard_map knows
-            args, common = _sharded_alike(
-                _heads_first(spec, args, self.mapped), first.mesh, self.mapped + 2
-            )
-            outputs = jax.shard_map(
-                self.on_transposed_shard,
-                mesh=None if context == first.mesh else first.mesh,
-                in_specs=common,
-                out_specs=common,
-                axis_names=axes,
-                check_vma=False,
-            )(*args)
-            return _heads_first(spec, outputs, self.mapped)
         one_device = (
             context.abstract_device is not None
             if context.empty
@@ -181,14 +168,31 @@ class Operation:
         )
         # Interpreted Mosaic GPU kernels run on one device: they use ordered callbacks, which
         # custom_partitioning does not allow.
-        if one_device or spec.backend == "mosaic_gpu_interpret":
+        if one_device or self.spec.backend == "mosaic_gpu_interpret":
             return self.on_shard(*args)
-        outputs = _partitioned(self)(self.identity(), *_heads_first(spec, args, self.mapped))
-        return _heads_first(spec, outputs, self.mapped)
+        return self.transposed(functools.partial(_partitioned(self), self.identity()), *args)
+
+    def transposed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs a function of arrays (B, NH, ...) on those of the layout, or the reverse."""
+        args = _heads_first(self.spec, args, self.mapped)
+        return _heads_first(self.spec, function(*args), self.mapped)
+
+    def in_shard_map(self, mesh: Any, *args: Any) -> Any:
+        """The operation on arrays (B, NH, ...) that are sharded over explicit axes."""
+        args, common = _sharded_alike(args, mesh, self.mapped + 2)
+        # An empty set is all axes but those that vmap holds, which only shard_map knows.
+        some = len(mesh.explicit_axes) < len(mesh.axis_names)
+        return jax.shard_map(
+            self.on_transposed_shard,
+            mesh=None if mesh == jax.sharding.get_abstract_mesh() else mesh,
+            in_specs=common,
+            out_specs=common,
+            axis_names=set(mesh.explicit_axes) if some else set(),
+            check_vma=False,
+        )(*args)
 
     def on_transposed_shard(self, *args: Any) -> Any:
-        args = _heads_first(self.spec, args, self.mapped)
-        return _heads_first(self.spec, self.on_shard(*args), self.mapped)
+        return self.transposed(self.on_shard, *args)
 
     def on_shard(self, *args: Any) -> Any:
         """The operation on the arrays of a shard, whose mapped axes, B and NH become one."""
@@ -242,14 +246,14 @@ def _partitioned(operation: Operation) -> Callable[..., Any]:
     static arguments are in closures, one set per operation.
     """
 
-    def of_shard(identity: Array, *args: Any) -> Any:
+    def run(identity: Array, *args: Any) -> Any:
         return operation.on_transposed_shard(*args)
 
     def partition(mesh: Any, args: Any, results: Any) -> tuple[Any, ...]:
         in_shardings, out_shardings = _common_shardings(operation.mapped, args, results)
-        return mesh, of_shard, out_shardings, in_shardings
+        return mesh, run, out_shardings, in_shardings
 
-    partitioned = custom_partitioning(of_shard)
+    partitioned = custom_partitioning(run)
     rule = functools.partial(_sharding_rule, operation.mapped)
     partitioned.def_partition(partition, sharding_rule=rule)
     return partitioned
@@ -276,12 +280,12 @@ def _common_shardings(mapped: int, args: Any, results: Any) -> tuple[Any, Any]:
     leaves = jax.tree.leaves((results, arrays))
     # Inside a shard_map over some of the axes shardings have no names. Those of the results follow
     # the rule.
-    of_rank = {len(x.shape): x.sharding for x in reversed(leaves)}
+    by_rank = {len(x.shape): x.sharding for x in reversed(leaves)}
     if isinstance(leaves[0].sharding, NamedSharding):
         mesh = leaves[0].sharding.mesh
         common = _common_spec([x.sharding.spec for x in leaves], mapped + 2)
-        of_rank = {rank: NamedSharding(mesh, _padded(common, rank)) for rank in of_rank}
-    arrays, results = jax.tree.map(lambda x: of_rank[len(x.shape)], (arrays, results))
+        by_rank = {rank: NamedSharding(mesh, _padded(common, rank)) for rank in by_rank}
+    arrays, results = jax.tree.map(lambda x: by_rank[len(x.shape)], (arrays, results))
     return (identity.sharding, *arrays), results
 
 
@@ -296,26 +300,25 @@ _by_platform.def_impl(
 )
 
 
-def _lowering_of(platform: str) -> Callable[..., Any]:
-    def rule(ctx: Any, *args: Any, backend: str | None, cuda: Any, other: Any) -> Any:
-        if platform == "cpu" and other is None:
-            interpreted = "interpret" if backend == "triton" else "mosaic_gpu_interpret"
-            raise ValueError(
-                f"backend is {backend!r}, whose kernels are for GPUs, and the computation is "
-                "lowered for a CPU: expected backend None or 'xla' (plain jnp), or "
-                f"{interpreted!r} (the kernels, interpreted)"
-            )
-        module = ctx.module_context
-        # jax keeps the lowered form of inner jits without their platforms: the CPU would call a
-        # function lowered for CUDA, and XLA for CPUs aborts at the cumsum of jax 0.12 for GPUs.
-        lowered = module.cached_primitive_lowerings
-        if ctx.platforms is not None:
-            lowered = lowered.setdefault((_by_platform, *ctx.platforms), {})
-        ctx = ctx.replace(module_context=module.replace(cached_primitive_lowerings=lowered))
-        jaxpr = cuda if platform == "cuda" or other is None else other
-        return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *args)
-
-    return rule
+def _lowered(
+    platform: str | None, ctx: Any, *args: Any, backend: str | None, cuda: Any, other: Any
+) -> Any:
+    if platform == "cpu" and other is None:
+        interpreted = "interpret" if backend == "triton" else "mosaic_gpu_interpret"
+        raise ValueError(
+            f"backend is {backend!r}, whose kernels are for GPUs, and the computation is "
+            "lowered for a CPU: expected backend None or 'xla' (plain jnp), or "
+            f"{interpreted!r} (the kernels, interpreted)"
+        )
+    module = ctx.module_context
+    # jax keeps the lowered form of inner jits without their platforms: the CPU would call a
+    # function lowered for CUDA, and XLA for CPUs aborts at the cumsum of jax 0.12 for GPUs.
+    lowered = module.cached_primitive_lowerings
+    if ctx.platforms is not None:
+        lowered = lowered.setdefault((_by_platform, *ctx.platforms), {})
+    ctx = ctx.replace(module_context=module.replace(cached_primitive_lowerings=lowered))
+    jaxpr = cuda if platform == "cuda" or other is None else other
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *args)
 
 
 def _batched(axis: Any, args: Any, dims: Any, backend: Any, **jaxprs: Any) -> tuple[Any, Any]:
@@ -329,9 +332,9 @@ def _batched(axis: Any, args: Any, dims: Any, backend: Any, **jaxprs: Any) -> tu
 
 
 batching.fancy_primitive_batchers[_by_platform] = _batched
-mlir.register_lowering(_by_platform, _lowering_of("other"))
-for _platform in ("cpu", "cuda"):
-    mlir.register_lowering(_by_platform, _lowering_of(_platform), platform=_platform)
+for _platform in (None, "cpu", "cuda"):  # None: all others
+    _rule = functools.partial(_lowered, _platform)
+    mlir.register_lowering(_by_platform, _rule, platform=_platform)
 
 
 def on_backend(

@@ -254,9 +254,8 @@ def test_flags_are_those_of_the_plain_form(L, S):
     with mock.patch.object(gates, "log_sigmoid", lambda f, _: jnp.minimum(f, 0.0)):
         plain = run(planning.plain(p), x)
         result = run(call_of("chunk_gates", p), x, plain.scaM_states)
-        f, begins = (y.reshape(2, -1, L) for y in (f, starts > 0))
-        flags = gate_gradients.step_flags(result._replace(vecFlags=None), f, begins)
-    assert np.array_equal(result.vecFlags, flags)
+        flags = gate_gradients.step_flags(result._replace(vecFlags=None), f, starts)
+    assert np.array_equal(result.vecFlags.reshape(flags.shape), flags)
 
 
 def test_the_stabiliser_scan_of_many_chunks():

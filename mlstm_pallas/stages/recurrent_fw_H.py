@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mlstm_pallas.chunk_list import ChunkList
-from mlstm_pallas.gate_gradients import zero_states
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.parallel_fw_P import ScanOperands
 
@@ -52,7 +51,7 @@ def recurrent_fw_H(
     p, chunks, heads = call.problem, x.chunks, jnp.arange(call.problem.BNH)
     shape = p.BNH, 1 if chunks is None else chunks.N, p.DHQK, p.DHHV
     if x.matC_initial is None:
-        C = jnp.broadcast_to(zero_states(x.scaGamma[:, 0], *shape[2:])[:, None], shape)
+        C = jnp.broadcast_to(jnp.zeros_like(x.scaGamma[:, :1, None, None]), shape)
     else:
         C = x.matC_initial if chunks is None else jnp.swapaxes(x.matC_initial, 1, 2)
         C = C.reshape(shape)

@@ -502,4 +502,5 @@ def _backward(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     residuals = Residuals(Inputs(*(x[name] for name in _INPUTS)), None, x["vecN_out"], stored)
     last = LastStates(x.get("matDeltaC_last"), no_n, None)
     dx = backward_schedule(spec, lowering, residuals, Cotangents(x["matDeltaH"], last))
-    return dict(zip(_GRADIENTS, dx, strict=False))
+    named = zip(_GRADIENTS, dx, strict=False)
+    return {name: y for name, y in named if y is not None}
