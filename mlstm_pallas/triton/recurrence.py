@@ -150,7 +150,7 @@ def _launch(
     ]
 
     def operands(of: Sequence[Any], **axes: str) -> dict[str, Operand]:
-        return {field: ([getattr(x, field) for x in of], at) for field, at in axes.items()}
+        return {f"{y}_gmem": ([getattr(x, y) for x in of], at) for y, at in axes.items()}
 
     y = kernel_call(
         _recurrences_kernel,
