@@ -12,7 +12,6 @@ several blocks, a first launch with one CTA per head computes the stabilisers be
 """
 
 import dataclasses
-from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ from mlstm_pallas.gates import (
     stabiliser_sources,
     where_two_float,
 )
-from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
+from mlstm_pallas.problem import InputGate, next_power_of_two
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.chunk_gates import Operands
@@ -84,8 +83,8 @@ def _chunk_gates_kernel(
         steps, i, fbar, reset = load(tile)
         hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar)), siz_b)
         hi, lo = jnp.cumsum(hi), jnp.cumsum(lo)
-        total_hi, total_lo = (jnp.broadcast_to(x, hi.shape) for x in total)
-        b = add_two_floats((hi, lo), (total_hi, total_lo))
+        total = jax.tree.map(lambda x: jnp.broadcast_to(x, hi.shape), total)
+        b = add_two_floats((hi, lo), total)
         begins = None if starts is None else starts[steps] > 0
         restarts = reset if begins is None else reset | begins
         count = resets + jnp.cumsum(restarts.astype(jnp.float32))
@@ -213,10 +212,3 @@ class Tiles(BaseTiles):
     siz_b_LQ: int = 16
     num_warps: int = 1
     num_stages: int = 1
-
-    @classmethod
-    def plan(cls, p: Problem, *_: Any, **asked: Any) -> Self:
-        return cls().clamped(p)
-
-    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
-        return 4 * self.siz_b_LQ

@@ -37,6 +37,7 @@ from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,
     kernel_call,
+    operands,
     stages_that_fit,
     up_to,
 )
@@ -165,9 +166,9 @@ def recurrent_fw_H(
     if store_every and launches > 1:
         raise ValueError(f"recurrent_fw_H stores states of up to {rows} rows, expected {p.DHQK}")
     axes, grid, chunks, C_initial = "ib", call.tiles.grid(p), x.chunks, x.matC_initial
-    parts, N, state = None, 1, "b"
+    N, state = 1, "b"
     if chunks is not None:
-        parts, N, state, axes = chunks.parts, chunks.N, "n", "ipb"
+        N, state, axes = chunks.N, "n", "ipb"
         grid = grid[0], N + 2, grid[1]
         if C_initial is not None:
             C_initial = C_initial.reshape(-1, p.DHQK, p.DHHV)
@@ -179,8 +180,8 @@ def recurrent_fw_H(
         h_dtype = dtype if index == launches - 1 or launches == 2 else jnp.float32
         y = kernel_call(
             _recurrent_fw_H_kernel,
-            dict(
-                parts=(parts, "b0"),
+            operands(chunks, parts="b0")
+            | dict(
                 matQ=(x.matQ, "bsk"),
                 matKbar=(kbar, "bsk"),
                 matV=(x.matV, "bsi"),
