@@ -170,15 +170,13 @@ def parallel_bw_dP(
             per_key=sums,
             diagonal=(floats(p.BNH, p.S), "bt"),
             matKbar=(scaled if return_keys else None, "bt0"),
-            vecDeltaN_added=(floats(p.BNH, p.NC * n, p.DHQK) if normaliser else None, "bn0"),
+            vecDeltaN_added=(floats(p.BNH, p.NC, n, p.DHQK) if normaliser else None, "bc00"),
         ),
-        sizes=dict(n=n),
-        indices=dict(n=lambda i, c, b: c),
         call=call,
     )
     dn_added = y["vecDeltaN_added"]
     if dn_added is not None:
-        dn_added = jnp.sum(dn_added.reshape(p.BNH, p.NC, n, p.DHQK), axis=2)
+        dn_added = jnp.sum(dn_added, axis=2)
     per_query, per_key = (
         y[name].reshape(p.BNH, n, p.NC, n, T) for name in ("per_query", "per_key")
     )
