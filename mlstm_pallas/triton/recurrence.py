@@ -188,10 +188,13 @@ def split_products(
 
 
 def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
-    """``recurrences`` of stages/recurrence.py, in one launch, without inner products."""
+    """``recurrences`` of stages/recurrence.py, in one launch, without inner products.
+
+    Only a recurrence with x scales a in the kernel.
+    """
     num_splits, p = call.tiles.num_splits, call.problem
     if num_splits == 1:
-        return _launch(name, each, call)
+        return _launch(name, [x.scaled() if x.x_initial is None else x for x in each], call)
     parts = [_in_splits(x, num_splits, call) for x in each]
     results = _launch(name, parts, dataclasses.replace(call, problem=p.split(num_splits)))
     for index, (x, y) in enumerate(zip(each, results, strict=True)):
