@@ -60,8 +60,8 @@ def run_kernels():
 
 
 def run_fault():
-    def reads_beyond(x_gmem, y_gmem, *, call):
-        y_gmem[...] = x_gmem[pl.ds(pl.program_id(0) * 2**20, 1024)]
+    def reads_beyond(x, y, *, call):
+        y[...] = x[pl.ds(pl.program_id(0) * 2**20, 1024)]
 
     shape = jax.ShapeDtypeStruct((1024,), jnp.float32)
     problem = Problem(1, 1, 1024, 16, 16, 1024, 1.0)

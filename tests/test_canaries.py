@@ -189,8 +189,8 @@ def test_what_is_not_written_is_nan_when_interpreted():
     call = Launch(Problem(1, 1, 32, 16, 16, 32, 1.0), Tiles(), None, Lowering.INTERPRET)
     operands = dict(x=(jnp.zeros(32), "0")), dict(y=(HALF, "0"))
 
-    def kernel(x_gmem, y_gmem, *, call):
-        writes_half(x_gmem, y_gmem)
+    def kernel(x, y, *, call):
+        writes_half(x, y)
 
     assert_half_is_nan(launch.kernel_call(kernel, *operands, grid=(1,), call=call)["y"])
 

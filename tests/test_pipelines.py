@@ -19,16 +19,16 @@ from mlstm_pallas.triton.launch import kernel_call
 D, STEPS = 64, 8
 
 
-def product_and_sum(a_gmem, b_gmem, product_gmem, sum_gmem, *, call):
+def product_and_sum(matA, matB, products, sums, *, call):
     """a b, and the sums of a's rows: a tile of a feeds both in one loop."""
 
     def step(i, carry):
         product, total = carry
-        a, b = a_gmem[:, pl.ds(i * D, D)], b_gmem[pl.ds(i * D, D), :]
+        a, b = matA[:, pl.ds(i * D, D)], matB[pl.ds(i * D, D), :]
         return product + dot(a, b, None), total + jnp.sum(a.astype(jnp.float32), axis=1)
 
     zeros = jnp.zeros((D, D), jnp.float32), jnp.zeros(D, jnp.float32)
-    product_gmem[...], sum_gmem[...] = loop(STEPS, step, zeros)
+    products[...], sums[...] = loop(STEPS, step, zeros)
 
 
 @pytest.mark.slow
@@ -38,10 +38,12 @@ def test_a_tile_that_feeds_a_product_and_plain_arithmetic_is_found():
     arrays = list(map(jax.ShapeDtypeStruct, shapes, ["bfloat16"] * 2 + ["float32"] * 2))
     tiles, problem = Tiles(num_warps=4, num_stages=3), Problem(1, 1, D, D, D, D, 1.0)
     options = dict(grid=(1,), call=Launch(problem, tiles, None, Lowering.TRITON))
-    outputs = dict(product=(arrays[2], "00"), sum=(arrays[3], "0"))
+    outputs = dict(products=(arrays[2], "00"), sums=(arrays[3], "0"))
 
     def run(a, b):
-        return kernel_call(product_and_sum, dict(a=(a, "00"), b=(b, "00")), outputs, **options)
+        return kernel_call(
+            product_and_sum, dict(matA=(a, "00"), matB=(b, "00")), outputs, **options
+        )
 
     device = compile_report.DEVICES["H200"]
     traced = compile_report.trace(run, *arrays[:2], device=device)

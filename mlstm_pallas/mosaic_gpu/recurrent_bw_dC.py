@@ -4,13 +4,12 @@ They scale v and dh in registers instead of k and q. In float16 r dh would fall 
 numbers, so XLA scales q and k instead.
 """
 
-import dataclasses
 import functools
 
 import jax.numpy as jnp
 
 from mlstm_pallas.mosaic_gpu.recurrence import Tiles, recurrences
-from mlstm_pallas.stage import Launch, ScaledRows
+from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages import recurrent_bw_dC as stage
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 
@@ -19,7 +18,7 @@ __all__ = ["Tiles", "recurrent_bw_dC"]
 
 def _recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
     if each[0].a.dtype == jnp.float16:
-        each = tuple(dataclasses.replace(x, a=ScaledRows(x.a, x.r).product(), r=None) for x in each)
+        each = tuple(x.scaled() for x in each)
     return recurrences(name, *each, call=call)
 
 

@@ -8,15 +8,14 @@ With scaled operands there is no r: (X, a, b) is (C, kbar, v) or (dC, qbar, dh).
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.gate_gradients import inner
 from mlstm_pallas.gates import vector_states
-from mlstm_pallas.stage import Launch, steps_of, with_steps
+from mlstm_pallas.stage import Launch, ScaledRows
 
 _STATIC = dict(static=True)
 
@@ -47,6 +46,11 @@ class Recurrence:
     x_initial: Array | None = None
     h: Array | None = None
 
+    def scaled(self) -> Self:
+        """The recurrence with a already scaled, without r and x."""
+        a = ScaledRows(self.a, self.r).product()
+        return dataclasses.replace(self, a=a, r=None, x_initial=None)
+
 
 class RecurrenceOutputs(NamedTuple):
     """The states; X is in the kernel dtype, the rest float32.
@@ -58,19 +62,12 @@ class RecurrenceOutputs(NamedTuple):
     X_last: Any  # (B * NH, DHQK, DHHV) after the last chunk; None without return_last
     x: Any  # (B * NH, NC, DHQK); None without x_initial
     x_last: Any  # (B * NH, DHQK); None without x_initial
-    inner: Any = None  # (B * NH, S) b_t . h_t; None without h
+    inner: Any = None  # (B * NH, S) b_t . h_t; None without h, and where no kernel computes it
 
 
 def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
     """The recurrences of the stage ``name``, which are independent of each other."""
-    return [with_inner(x, _recurrence(x, call), call) for x in each]
-
-
-def with_inner(x: Recurrence, outputs: RecurrenceOutputs, call: Launch) -> RecurrenceOutputs:
-    """The outputs with the inner products, where x has h."""
-    if x.h is None:
-        return outputs
-    return outputs._replace(inner=steps_of(inner(x.b, x.h), call.problem.S))
+    return [_recurrence(x, call) for x in each]
 
 
 def _recurrence(x: Recurrence, call: Launch) -> RecurrenceOutputs:
@@ -96,13 +93,3 @@ def _recurrence(x: Recurrence, call: Launch) -> RecurrenceOutputs:
     if x.x_initial is not None:
         vectors = vector_states(jnp.sum(a, axis=2), x.gamma, x.x_initial, backward=x.backward)
     return RecurrenceOutputs(X, X_last if x.return_last else None, *vectors)
-
-
-def chunk_sums(x: Array, call: Launch) -> Array:
-    """Sums over the steps of each chunk, (B * NH, NC, D), of an array in either layout."""
-    p = call.problem
-    if x.ndim == 3:
-        return jnp.sum(call.chunks(x), axis=-2)
-    B, _, NH, D = x.shape
-    sums = jnp.sum(with_steps(x, p.S).reshape(B, p.NC, p.L, NH, D), axis=2)
-    return jnp.moveaxis(sums, 2, 1).reshape(p.BNH, p.NC, D)

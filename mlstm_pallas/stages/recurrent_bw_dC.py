@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from mlstm_pallas.stage import Launch, ScaledRows
+from mlstm_pallas.gate_gradients import inner
+from mlstm_pallas.stage import Launch, ScaledRows, steps_of
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
 
 
@@ -56,12 +57,14 @@ def recurrent_bw_dC(
       recurrences: ``recurrence.recurrences`` of a lowering.
     """
     (q, r), keys, gamma = x.queries, x.keys, x.scaGamma
-    of_dC = Recurrence(
-        *(q, x.matDeltaH, gamma, x.matDeltaC_last, return_initial), backward=True, r=r, h=x.matH
-    )
-    if keys is None or x.matV is None:
-        (dC,) = recurrences("recurrent_bw_dC", of_dC, call=call)
-        return StateGradients(dC.X, dC.X_last, None, None, dC.inner)
-    of_C = Recurrence(keys.array, x.matV, gamma, x.matC_initial, return_last, r=keys.weights)
-    C, dC = recurrences("recurrent_bw_dC", of_C, of_dC, call=call)
-    return StateGradients(dC.X, dC.X_last, C.X, C.X_last, dC.inner)
+    operands = q, x.matDeltaH, gamma, x.matDeltaC_last, return_initial
+    each = [Recurrence(*operands, backward=True, r=r, h=x.matH)]
+    if keys is not None and x.matV is not None:
+        operands = keys.array, x.matV, gamma, x.matC_initial, return_last
+        each = [Recurrence(*operands, r=keys.weights), *each]
+    *C, dC = recurrences("recurrent_bw_dC", *each, call=call)
+    delta = dC.inner
+    if x.matH is not None and delta is None:
+        delta = steps_of(inner(x.matDeltaH, x.matH), call.problem.S)
+    states = StateGradients(dC.X, dC.X_last, None, None, delta)
+    return states._replace(matC_states=C[0].X, matC_last=C[0].X_last) if C else states

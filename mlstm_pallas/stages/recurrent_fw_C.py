@@ -49,4 +49,4 @@ def recurrent_fw_C(
         x_initial=x.vecN_initial,
     )
     (outputs,) = recurrences("recurrent_fw_C", of_C, call=call)
-    return ChunkStates(outputs.X, outputs.X_last, outputs.x, outputs.x_last)
+    return ChunkStates(*outputs[:4])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.chunk_list import ChunkList
+from mlstm_pallas.chunk_list import ChunkList, of_lengths
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.parallel_fw_P import ScanOperands
 
@@ -49,19 +49,18 @@ def recurrent_fw_H(
         kernel whose state needs several launches refuses it.
     """
     p, chunks, heads = call.problem, x.chunks, jnp.arange(call.problem.BNH)
-    shape = p.BNH, 1 if chunks is None else chunks.N, p.DHQK, p.DHHV
+    if chunks is None:
+        S = x.matQ.shape[1]
+        chunks = of_lengths(jnp.full(p.BNH, S, jnp.int32), S, p)
+    shape = p.BNH, chunks.N, p.DHQK, p.DHHV
     if x.matC_initial is None:
         C = jnp.broadcast_to(jnp.zeros_like(x.scaGamma[:, :1, None, None]), shape)
     else:
-        C = x.matC_initial if chunks is None else jnp.swapaxes(x.matC_initial, 1, 2)
-        C = C.reshape(shape)
-    if chunks is None:
-        q, v = map(call.chunks, (x.matQ, x.matV))
-        parts, sizes = jnp.zeros((p.BNH, p.NC), jnp.int32), jnp.full((p.BNH, p.NC), p.L)
-    else:
-        q, v = (chunks.gather(y, p.L) for y in (x.matQ, x.matV))
-        parts, sizes = chunks.part_of_entries(), chunks.entries.sizes
-        C = jnp.pad(C, [(0, 0), (0, 1), (0, 0), (0, 0)])  # the rest
+        C = x.matC_initial.reshape(p.B, chunks.N, p.NH, *shape[2:])
+        C = jnp.swapaxes(C, 1, 2).reshape(shape)
+    q, v = (chunks.gather(y, p.L) for y in (x.matQ, x.matV))
+    parts, sizes = chunks.part_of_entries(), chunks.entries.sizes
+    C = jnp.pad(C, [(0, 0), (0, 1), (0, 0), (0, 0)])  # the rest
 
     def step(states: Array, chunk: Any) -> tuple[Array, Any]:
         """From the states of all parts; the chunk belongs to one of them."""
@@ -76,14 +75,9 @@ def recurrent_fw_H(
     kbar, P, r = map(call.chunks, (x.scan.keys.product(), x.scan.matP, x.scan.vecR))
     operands = parts, sizes, q, kbar, v, P, r, x.scaGamma
     C, (h, states) = lax.scan(step, C, tuple(jnp.moveaxis(y, 1, 0) for y in operands))
-    h = jnp.moveaxis(h, 0, 1).astype(x.matQ.dtype)
-    if chunks is None:
-        H, last = call.steps(h, x.matV), C[:, 0]
-    else:
-        H = chunks.scatter(h, x.matV, p.L)
+    H, last = chunks.scatter(jnp.moveaxis(h, 0, 1).astype(x.matQ.dtype), x.matV, p.L), None
+    if return_last:
         last = jnp.swapaxes(C[:, :-1].reshape(p.B, p.NH, *shape[1:]), 1, 2)
-    return FusedScan(
-        H,
-        last if return_last else None,
-        jnp.moveaxis(states, 0, 1)[:, ::store_every] if store_every else None,
-    )
+        last = last.reshape(p.BNH, *shape[2:]) if x.chunks is None else last
+    stored = jnp.moveaxis(states, 0, 1)[:, ::store_every] if store_every else None
+    return FusedScan(H, last, stored)

@@ -10,25 +10,24 @@ from mlstm_pallas.stage import Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.add_decayed import Operands
 from mlstm_pallas.tiles import block_at, blocks, each
-from mlstm_pallas.triton.launch import kernel_call
+from mlstm_pallas.triton.launch import kernel_call, operands
 
 
 def _add_decayed_kernel(
-    X_gmem,  # (siz_b, DHHV)
-    added_gmem,  # (siz_b, DHHV)
-    decays_gmem,  # (NC,)
-    out_gmem,  # the memory of X
+    X,  # (siz_b, DHHV)
+    added,  # (siz_b, DHHV)
+    decays,  # (NC,)
+    out,  # the memory of X
     *,
     call,
 ):
-    decay, siz_b = decays_gmem[pl.program_id(1)], min(X_gmem.shape[1], 64)
+    decay, siz_b = decays[pl.program_id(1)], min(X.shape[1], 64)
 
     def add(index):
         at = slice(None), block_at(index, siz_b)
-        out = X_gmem[at].astype(jnp.float32) + decay * added_gmem[at]
-        out_gmem[at] = out.astype(out_gmem.dtype)
+        out[at] = (X[at].astype(jnp.float32) + decay * added[at]).astype(out.dtype)
 
-    pl.when(decay != 0)(lambda: each(blocks(X_gmem.shape[1], siz_b))(add))
+    pl.when(decay != 0)(lambda: each(blocks(X.shape[1], siz_b))(add))
 
 
 def add_decayed(x: Operands, *, call: Launch) -> Array:
@@ -40,11 +39,7 @@ def add_decayed(x: Operands, *, call: Launch) -> Array:
     siz_b = min(DHQK, 64)
     return kernel_call(
         _add_decayed_kernel,
-        dict(
-            X=(x.X, "bci0"),
-            added=(x.added, "bi0"),
-            decays=(x.decays, "b0"),
-        ),
+        operands(x, X="bci0", added="bi0", decays="b0"),
         dict(out=(x.X, "bci0")),
         grid=(blocks(DHQK, siz_b), NC, BNH),
         sizes=dict(i=siz_b),

@@ -12,7 +12,6 @@ several blocks, a first launch with one CTA per head computes the stabilisers be
 """
 
 import dataclasses
-from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -32,25 +31,25 @@ from mlstm_pallas.gates import (
     stabiliser_sources,
     where_two_float,
 )
-from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
+from mlstm_pallas.problem import InputGate, next_power_of_two
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.chunk_gates import Operands
 from mlstm_pallas.tiles import blocks, causal_mask, divide, loop
-from mlstm_pallas.triton.launch import floats, kernel_call
+from mlstm_pallas.triton.launch import floats, kernel_call, operands
 
 _INF = float("inf")
 _SCAN_BLOCK = 512  # chunks that a CTA of stabiliser_scan reads
 
 
 def _chunk_gates_kernel(
-    i_gmem,  # (L,)
-    f_gmem,  # (L,)
-    starts_gmem,  # (L,) int32, 1 where a packed segment begins; may be absent
-    b_gmem,  # out two (L,); all outputs have this shape
-    e_gmem,  # out two
-    emax_gmem,  # out two
-    offset_gmem,  # out
+    vecI,  # (L,)
+    vecF,  # (L,)
+    starts,  # (L,) int32, 1 where a packed segment begins; may be absent
+    vecB,  # out two (L,); all outputs have this shape
+    vecE,  # out two
+    vecEmax,  # out two
+    vecOffset,  # out
     *,
     call,
     input_gate,
@@ -61,7 +60,7 @@ def _chunk_gates_kernel(
 
     def load(tile):
         steps = pl.ds(tile * siz_b, siz_b)
-        return steps, *log_gates(i_gmem[steps], f_gmem[steps], input_gate)
+        return steps, *log_gates(vecI[steps], vecF[steps], input_gate)
 
     def spread(tile, carry):
         i_min, i_max, decay = carry
@@ -71,7 +70,7 @@ def _chunk_gates_kernel(
         return jnp.minimum(i_min, least), jnp.maximum(i_max, largest), decay + jnp.sum(-fbar)
 
     # m = 0 is a source too with the sigmoid gate, and where a packed segment begins.
-    zero, bound = jnp.float32(0.0), 0.0 if sigmoid or starts_gmem is not None else _INF
+    zero, bound = jnp.float32(0.0), 0.0 if sigmoid or starts is not None else _INF
     i_min, i_max, decay = loop(num_tiles, spread, (jnp.float32(bound), jnp.float32(-bound), zero))
     offset_unit = reset_offset(i_min, i_max, decay)
     last = lax.iota(jnp.int32, siz_b) == siz_b - 1
@@ -84,9 +83,9 @@ def _chunk_gates_kernel(
         steps, i, fbar, reset = load(tile)
         hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar)), siz_b)
         hi, lo = jnp.cumsum(hi), jnp.cumsum(lo)
-        total_hi, total_lo = (jnp.broadcast_to(x, hi.shape) for x in total)
-        b = add_two_floats((hi, lo), (total_hi, total_lo))
-        begins = None if starts_gmem is None else starts_gmem[steps] > 0
+        total = jax.tree.map(lambda x: jnp.broadcast_to(x, hi.shape), total)
+        b = add_two_floats((hi, lo), total)
+        begins = None if starts is None else starts[steps] > 0
         restarts = reset if begins is None else reset | begins
         count = resets + jnp.cumsum(restarts.astype(jnp.float32))
         offset = count * offset_unit
@@ -102,7 +101,7 @@ def _chunk_gates_kernel(
             emax_hi, emax_lo = max_two_floats((tile_max_hi, tile_max_lo), reaching)
             emax = emax_hi, jnp.where(emax_hi == -_INF, 0.0, emax_lo)
 
-        refs = *b_gmem, *e_gmem, *emax_gmem, offset_gmem
+        refs = *vecB, *vecE, *vecEmax, vecOffset
         values = *b, *e, *emax, offset
         for ref, x in zip(refs, values, strict=True):
             ref[steps] = x
@@ -113,11 +112,11 @@ def _chunk_gates_kernel(
 
 
 def _stabiliser_scan_kernel(
-    g_gmem,  # (padded NC,) running sum of log sigmoid(f) over the chunk
-    a_gmem,  # (padded NC,) m after the chunk from an empty state
-    reset_gmem,  # (padded NC,) 1 where the chunk has a reset
-    m_before_gmem,  # (1,), or (blocks,) before each block
-    m_gmem,  # out (NC + 1,), or (blocks,) before each block
+    scaG,  # (padded NC,) running sum of log sigmoid(f) over the chunk
+    scaA,  # (padded NC,) m after the chunk from an empty state
+    scaReset,  # (padded NC,) 1 where the chunk has a reset
+    scaM_before,  # (1,), or (blocks,) before each block
+    scaM,  # out (NC + 1,), or (blocks,) before each block
     *,
     call,
     block,
@@ -127,14 +126,14 @@ def _stabiliser_scan_kernel(
         chunks = pl.ds(j * block, block)
         index = j * block + lax.iota(jnp.int32, block)
         before = index < boundary
-        g = jnp.where(before, g_gmem[chunks], 0.0)
-        resets = jnp.cumsum(jnp.where(before, reset_gmem[chunks], 0.0))
+        g = jnp.where(before, scaG[chunks], 0.0)
+        resets = jnp.cumsum(jnp.where(before, scaReset[chunks], 0.0))
         hi, lo = split_for_exact_sums(g, jnp.max(jnp.abs(g)), block)
         hi, lo, total_resets = jnp.cumsum(hi), jnp.cumsum(lo), jnp.max(resets)
         last = lax.iota(jnp.int32, block) == block - 1
         total_hi, total_lo = jnp.sum(jnp.where(last, hi, 0.0)), jnp.sum(jnp.where(last, lo, 0.0))
         reaches = before & (resets == total_resets)
-        a = jnp.where(reaches, a_gmem[chunks], -_INF) + ((total_hi - hi) + (total_lo - lo))
+        a = jnp.where(reaches, scaA[chunks], -_INF) + ((total_hi - hi) + (total_lo - lo))
         return jnp.maximum(
             jnp.where(total_resets > 0, -_INF, m + (total_hi + total_lo)), jnp.max(a)
         )
@@ -142,14 +141,14 @@ def _stabiliser_scan_kernel(
     if every_boundary:
         boundary = pl.program_id(0)
         of = divide(lax.max(boundary - 1, np.int32(0)), block)
-        m_gmem[boundary] = step(of, m_before_gmem[of], boundary)
+        scaM[boundary] = step(of, scaM_before[of], boundary)
         return
 
     def whole_block(j, m):
-        m_gmem[j] = m
+        scaM[j] = m
         return step(j, m, (j + 1) * block)
 
-    loop(m_gmem.shape[0], whole_block, m_before_gmem[0])
+    loop(scaM.shape[0], whole_block, scaM_before[0])
 
 
 def chunk_gates(
@@ -173,8 +172,9 @@ def _local_gates(x: Operands, input_gate: InputGate, call: Launch) -> LocalGates
     vec = floats(call.problem.BNH, call.problem.S)
     y = kernel_call(
         _chunk_gates_kernel,
-        dict(i=(x.vecI, "bt"), f=(x.vecF, "bt"), starts=(x.starts, "bt")),
-        dict.fromkeys(("b", "e", "emax"), ((vec, vec), "bt")) | dict(offset=(vec, "bt")),
+        operands(x, vecI="bt", vecF="bt", starts="bt"),
+        dict.fromkeys(("vecB", "vecE", "vecEmax"), ((vec, vec), "bt"))
+        | dict(vecOffset=(vec, "bt")),
         call=call,
         input_gate=input_gate,
     )
@@ -190,16 +190,16 @@ def _stabiliser_scan(local: LocalGates, scaM_initial: Array, call: Launch) -> Ar
         for x in gates.chunk_summaries(local)
     )
 
-    def scan(m_before, ctas, size):
+    def scan(m, ctas, size):
         return kernel_call(
             _stabiliser_scan_kernel,
-            dict(g=(g, "b0"), a=(a, "b0"), reset=(reset, "b0"), m_before=(m_before, "b0")),
-            dict(m=(floats(p.BNH, size), "b0")),
+            dict(scaG=(g, "b0"), scaA=(a, "b0"), scaReset=(reset, "b0"), scaM_before=(m, "b0")),
+            dict(scaM=(floats(p.BNH, size), "b0")),
             grid=(ctas, p.BNH),
             call=call,
             block=block,
             every_boundary=ctas > 1,
-        )["m"]
+        )["scaM"]
 
     m = scaM_initial[:, None]
     if padded > block:
@@ -212,10 +212,3 @@ class Tiles(BaseTiles):
     siz_b_LQ: int = 16
     num_warps: int = 1
     num_stages: int = 1
-
-    @classmethod
-    def plan(cls, p: Problem, *_: Any, **asked: Any) -> Self:
-        return cls().clamped(p)
-
-    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
-        return 4 * self.siz_b_LQ

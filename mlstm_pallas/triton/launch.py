@@ -87,6 +87,13 @@ def depth_and_stages(gpu: Gpu, elements: int, depth: int, dtype: Any) -> tuple[i
 Operand = tuple[Any, str]
 
 
+def operands(source: Any, **axes: str) -> dict[str, Operand]:
+    """Operands that are fields of a NamedTuple, by the letters of their axes; source None: None."""
+    return {
+        name: (None if source is None else getattr(source, name), at) for name, at in axes.items()
+    }
+
+
 def kernel_call(
     kernel: Callable[..., None],
     inputs: Mapping[str, Operand],
@@ -103,10 +110,10 @@ def kernel_call(
 ) -> dict[str, Any]:
     """Launches ``kernel(**references, call=call, **statics)``; returns its outputs by name.
 
-    The reference to an operand x is x_gmem, and None if the operand is None. The letter of an axis
-    says which block of it a CTA reads or writes: "0" the whole axis, "s" all steps, "t" the L steps
-    of chunk c. Other letters are indices of blocks. The reference lacks an axis whose letter has
-    no size.
+    References have the names of the operands, and are None if the operand is None. The letter of an
+    axis says which block of it a CTA reads or writes: "0" the whole axis, "s" all steps, "t" the L
+    steps of chunk c. Other letters are indices of blocks. The reference lacks an axis whose letter
+    has no size.
 
     Args:
       name: of the launch; empty: the kernel's name.
@@ -125,8 +132,8 @@ def kernel_call(
             "'mosaic_gpu' or 'xla'"
         )
     grid = grid or call.tiles.grid(call.problem)
-    operands, count = {**inputs, **outputs}, len(inputs)
-    arrays = [x for x, _ in operands.values()]
+    all_operands, count = {**inputs, **outputs}, len(inputs)
+    arrays = [x for x, _ in all_operands.values()]
     sizes = dict(s=call.problem.S, t=call.problem.L, **sizes)
 
     def index(letter, *grid):
@@ -137,14 +144,13 @@ def kernel_call(
 
     blocks = [
         jax.tree.map(functools.partial(_block_spec, at, call.problem, sizes, index), x)
-        for x, at in operands.values()
+        for x, at in all_operands.values()
     ]
 
     def body(*refs):
         guarded = functools.partial(_guarded, grid, call.interpret)
         refs = jax.tree.map(guarded, [*refs], blocks, arrays)
-        names = (f"{x}_gmem" for x in operands)
-        kernel(**dict(zip(names, refs, strict=True)), call=call, **statics)
+        kernel(**dict(zip(all_operands, refs, strict=True)), call=call, **statics)
 
     # A shard_map with check_vma needs the axes over which outputs vary.
     types = map(jax.typeof, jax.tree.leaves(arrays[:count]))

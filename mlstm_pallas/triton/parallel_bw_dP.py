@@ -41,32 +41,33 @@ from mlstm_pallas.triton.launch import (
     floats,
     kernel_call,
     masked_store,
+    operands,
 )
 
 
 def _parallel_bw_dP_kernel(
-    q_gmem,  # (L, DHQK)
-    k_gmem,  # (L, DHQK)
-    v_gmem,  # (L, DHHV)
-    dh_gmem,  # (L, DHHV)
-    e_gmem,  # two (L,); all inputs below are (L,)
-    u_gmem,  # two
-    w_gmem,
-    abar_gmem,
-    inv_den_gmem,  # absent without a normaliser
-    dz_den_gmem,  # absent without a normaliser
-    P_gmem,  # out (L, L)
-    dP_gmem,  # out (L, L)
-    qbar_gmem,  # out (L, DHQK)
-    per_query_gmem,  # out (n, L) sum of W_ts over s < t in each tile of keys
-    per_key_gmem,  # out (n, L) sum of W_ts over t > s in each tile of queries
-    diagonal_gmem,  # out (L,) W_tt
-    kbar_gmem,  # out (L, DHQK), may be absent
-    dn_added_gmem,  # out (n, DHQK), absent without a normaliser
+    matQ,  # (L, DHQK)
+    matK,  # (L, DHQK)
+    matV,  # (L, DHHV)
+    matDeltaH,  # (L, DHHV)
+    vecE,  # two (L,); all inputs below are (L,)
+    vecU,  # two
+    vecW,
+    vecAbar,
+    vecInvDen,  # absent without a normaliser
+    vecDzDen,  # absent without a normaliser
+    matP,  # out (L, L)
+    matDeltaP,  # out (L, L)
+    matQbar,  # out (L, DHQK)
+    per_query,  # out (n, L) sum of W_ts over s < t in each tile of keys
+    per_key,  # out (n, L) sum of W_ts over t > s in each tile of queries
+    diagonal,  # out (L,) W_tt
+    matKbar,  # out (L, DHQK), may be absent
+    vecDeltaN_added,  # out (n, DHQK), absent without a normaliser
     *,
     call,
 ):
-    L, DHQK = q_gmem.shape
+    L, DHQK = matQ.shape
     T, block_k, scale = call.tiles.siz_b_LQ, call.tiles.block_k, call.problem.qk_scale
     n = L // T
     index, num_tiles = pl.program_id(0), n * (n + 1) // 2
@@ -78,33 +79,33 @@ def _parallel_bw_dP_kernel(
     def _tile():
         queries, keys = block_at(i, T), block_at(j, T)
 
-        def product(rows_gmem, columns_gmem):
+        def product(matA, matB):
             def add(x):
-                rows = rows_gmem[queries, block_at(x, block_k)]
-                return dot(rows, columns_gmem[keys, block_at(x, block_k)], call.precision, b_axis=1)
+                rows = matA[queries, block_at(x, block_k)]
+                return dot(rows, matB[keys, block_at(x, block_k)], call.precision, b_axis=1)
 
-            return sum_of(rows_gmem.shape[1] // block_k, add, (T, T))
+            return sum_of(matA.shape[1] // block_k, add, (T, T))
 
-        dA = product(dh_gmem, v_gmem)
-        scores = product(q_gmem, k_gmem) * scale
+        dA = product(matDeltaH, matV)
+        scores = product(matQ, matK) * scale
         offset = (i - j) * T
-        e, u = [ref[keys] for ref in e_gmem], [ref[queries] for ref in u_gmem]
+        e, u = [ref[keys] for ref in vecE], [ref[queries] for ref in vecU]
         D = decay_tile(e, u, causal_mask(T, T, offset))
         P = D * scores
-        if inv_den_gmem is not None:
-            inv_den = inv_den_gmem[queries][:, None]
-            P, dA = P * inv_den, (dA + dz_den_gmem[queries][:, None]) * inv_den
+        if vecInvDen is not None:
+            inv_den = vecInvDen[queries][:, None]
+            P, dA = P * inv_den, (dA + vecDzDen[queries][:, None]) * inv_den
         dP = D * dA
         W, strict = dP * scores, causal_mask(T, T, offset - 1)
         before = jnp.where(strict, W, 0.0)
-        per_query_gmem[j, queries] = jnp.sum(before, axis=1)
-        per_key_gmem[i, keys] = jnp.sum(before, axis=0)
-        P_gmem[queries, keys] = P.astype(P_gmem.dtype)
-        dP_gmem[queries, keys] = (dP * scale).astype(P_gmem.dtype)
+        per_query[j, queries] = jnp.sum(before, axis=1)
+        per_key[i, keys] = jnp.sum(before, axis=0)
+        matP[queries, keys] = P.astype(matP.dtype)
+        matDeltaP[queries, keys] = (dP * scale).astype(matP.dtype)
 
         # Every tile computes this sum, because a branch that reads W would take fifty registers.
         masked_store(
-            diagonal_gmem.at[queries],
+            diagonal.at[queries],
             jnp.sum(jnp.where(strict, 0.0, W), axis=1),
             jnp.full((T,), i == j),
         )
@@ -112,9 +113,9 @@ def _parallel_bw_dP_kernel(
         whole = max(MAX_TILE // T, 1)  # tiles per side of a block
 
         def above(x, _):
-            zeros = jnp.zeros((T, T), P_gmem.dtype)
-            P_gmem[queries, block_at(x, T)] = zeros
-            dP_gmem[queries, block_at(x, T)] = zeros
+            zeros = jnp.zeros((T, T), matP.dtype)
+            matP[queries, block_at(x, T)] = zeros
+            matDeltaP[queries, block_at(x, T)] = zeros
             return _
 
         if whole > 1 and n > 1:
@@ -125,20 +126,20 @@ def _parallel_bw_dP_kernel(
     def _scaled_operands():
         tile = index - num_tiles
         steps = block_at(tile, T)
-        abar, w = abar_gmem[steps][:, None], w_gmem[steps]
-        r = query_scale(w, scale, None if inv_den_gmem is None else inv_den_gmem[steps])
-        dz_den = None if dz_den_gmem is None else dz_den_gmem[steps][:, None]
+        abar, w = vecAbar[steps][:, None], vecW[steps]
+        r = query_scale(w, scale, None if vecInvDen is None else vecInvDen[steps])
+        dz_den = None if vecDzDen is None else vecDzDen[steps][:, None]
 
         @each(DHQK // block_k)
         def _(x):
             columns = block_at(x, block_k)
-            q = q_gmem[steps, columns].astype(jnp.float32) * r[:, None]
-            qbar_gmem[steps, columns] = q.astype(qbar_gmem.dtype)
-            if kbar_gmem is not None:
-                k = k_gmem[steps, columns].astype(jnp.float32) * abar
-                kbar_gmem[steps, columns] = k.astype(kbar_gmem.dtype)
-            if dn_added_gmem is not None:
-                dn_added_gmem[tile, columns] = jnp.sum(q * dz_den, axis=0)
+            q = matQ[steps, columns].astype(jnp.float32) * r[:, None]
+            matQbar[steps, columns] = q.astype(matQbar.dtype)
+            if matKbar is not None:
+                k = matK[steps, columns].astype(jnp.float32) * abar
+                matKbar[steps, columns] = k.astype(matKbar.dtype)
+            if vecDeltaN_added is not None:
+                vecDeltaN_added[tile, columns] = jnp.sum(q * dz_den, axis=0)
 
 
 def parallel_bw_dP(
@@ -151,51 +152,40 @@ def parallel_bw_dP(
     """Runs the stage: ``stages/parallel_bw_dP.py``."""
     (delta, gradients), g = delta_and_gradients(x, normaliser), x.gates.per_step()
     p, T, dtype = call.problem, call.tiles.siz_b_LQ, x.matQ.dtype
-    n, normalise = blocks(p.L, T), normaliser is not None
+    n = blocks(p.L, T)
     tile = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype), "bt0"
     # It has the caller's steps, so that XLA can give it the memory of a gradient.
     scaled = jax.ShapeDtypeStruct((p.BNH, x.matQ.shape[1], p.DHQK), dtype)
     sums = floats(p.BNH, n, p.S), "b0t"
     y = kernel_call(
         _parallel_bw_dP_kernel,
+        operands(x, matQ="bt0", matK="bt0", matV="bt0", matDeltaH="bt0")
+        | operands(g, vecE="bt", vecU="bt", vecW="bt", vecAbar="bt")
+        | operands(gradients, vecInvDen="bt", vecDzDen="bt"),
         dict(
-            q=(x.matQ, "bt0"),
-            k=(x.matK, "bt0"),
-            v=(x.matV, "bt0"),
-            dh=(x.matDeltaH, "bt0"),
-            e=(g.vecE, "bt"),
-            u=(g.vecU, "bt"),
-            w=(g.vecW, "bt"),
-            abar=(g.vecAbar, "bt"),
-            inv_den=(gradients.vecInvDen, "bt"),
-            dz_den=(gradients.vecDzDen, "bt"),
-        ),
-        dict(
-            P=tile,
-            dP=tile,
-            qbar=(scaled, "bt0"),
+            matP=tile,
+            matDeltaP=tile,
+            matQbar=(scaled, "bt0"),
             per_query=sums,
             per_key=sums,
             diagonal=(floats(p.BNH, p.S), "bt"),
-            kbar=(scaled if return_keys else None, "bt0"),
-            dn_added=(floats(p.BNH, p.NC * n, p.DHQK) if normalise else None, "bn0"),
+            matKbar=(scaled if return_keys else None, "bt0"),
+            vecDeltaN_added=(floats(p.BNH, p.NC, n, p.DHQK) if normaliser else None, "bc00"),
         ),
-        sizes=dict(n=n),
-        indices=dict(n=lambda i, c, b: c),
         call=call,
     )
-    dn_added = y["dn_added"]
-    if normalise:
-        dn_added = jnp.sum(dn_added.reshape(p.BNH, p.NC, n, p.DHQK), axis=2)
+    dn_added = y["vecDeltaN_added"]
+    if dn_added is not None:
+        dn_added = jnp.sum(dn_added, axis=2)
     per_query, per_key = (
         y[name].reshape(p.BNH, n, p.NC, n, T) for name in ("per_query", "per_key")
     )
     pairs = TileSums(per_query, per_key, y["diagonal"].reshape(p.BNH, p.NC, n, T))
     return ScoreGradients(
-        y["P"],
-        y["dP"],
-        ScaledRows(y["qbar"], None),
-        ScaledRows(y["kbar"], None) if return_keys else None,
+        y["matP"],
+        y["matDeltaP"],
+        ScaledRows(y["matQbar"], None),
+        ScaledRows(y["matKbar"], None) if return_keys else None,
         pairs,
         delta,
         dn_added,

@@ -25,86 +25,87 @@ from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
 from mlstm_pallas.tiles import block_at, blocks, divide, dot, loop, remainder, sum_of
-from mlstm_pallas.triton.launch import floats, kernel_call, stages_that_fit
+from mlstm_pallas.triton.launch import floats, kernel_call, operands, stages_that_fit
 from mlstm_pallas.triton.parallel_bw_dP import BlockedTiles
 
 
 def _parallel_bw_dQKV_kernel(
-    q_gmem,  # (L, DHQK)
-    k_gmem,  # (L, DHQK)
-    v_gmem,  # (L, DHHV)
-    dh_gmem,  # (L, DHHV)
-    C_gmem,  # (DHQK, DHHV) before the chunk
-    n_gmem,  # (DHQK,) before the chunk, absent without a normaliser
-    dC_gmem,  # (DHQK, DHHV) after the chunk
-    dn_gmem,  # (DHQK,) after the chunk
-    P_gmem,  # (L, L)
-    dP_gmem,  # (L, L)
-    w_gmem,  # (L,), like all inputs below
-    abar_gmem,
-    inv_den_gmem,  # absent without a normaliser
-    dz_den_gmem,  # absent without a normaliser
-    dq_gmem,  # out (L, DHQK)
-    q_inter_gmem,  # out (column blocks, L)
-    dk_gmem,  # out (L, DHQK)
-    k_inter_gmem,  # out (column blocks, L)
-    dv_gmem,  # out (L, DHHV)
-    states_gmem,  # out (blocks,)
+    matQ,  # (L, DHQK)
+    matK,  # (L, DHQK)
+    matV,  # (L, DHHV)
+    matDeltaH,  # (L, DHHV)
+    matC_states,  # (DHQK, DHHV) before the chunk
+    vecN_states,  # (DHQK,) before the chunk
+    matDeltaC_states,  # (DHQK, DHHV) after the chunk
+    vecDeltaN_states,  # (DHQK,) after the chunk
+    matP,  # (L, L)
+    matDeltaP,  # (L, L)
+    vecW,  # (L,), like all inputs below
+    vecAbar,
+    vecInvDen,  # absent without a normaliser
+    vecDzDen,  # absent without a normaliser
+    matDeltaQ,  # out (L, DHQK)
+    q_dot_dq_inter,  # out (column blocks, L)
+    matDeltaK,  # out (L, DHQK)
+    k_dot_dk_inter,  # out (column blocks, L)
+    matDeltaV,  # out (L, DHHV)
+    inner_C_dC,  # out (blocks,)
     *,
     call,
 ):
-    L, scale, precision, tiles = q_gmem.shape[0], call.problem.qk_scale, call.precision, call.tiles
+    L, scale, precision, tiles = matQ.shape[0], call.problem.qk_scale, call.precision, call.tiles
     siz_b_LQ, siz_b_DHQK, siz_b_DHHV = tiles.siz_b_LQ, tiles.siz_b_DHQK, tiles.siz_b_DHHV
 
-    def times_state(steps, columns, a_gmem, X_gmem, size, *, transposed):
+    def times_state(steps, columns, matA, states, size, *, transposed):
         def product(x):
             rows = block_at(x, tiles.block_k)
-            X = X_gmem[columns, rows] if transposed else X_gmem[rows, columns]
-            a = a_gmem[steps, block_at(x, tiles.block_k)]
-            return dot(a, X, precision, b_axis=int(transposed))
+            X = states[columns, rows] if transposed else states[rows, columns]
+            return dot(
+                matA[steps, block_at(x, tiles.block_k)], X, precision, b_axis=int(transposed)
+            )
 
-        return sum_of(a_gmem.shape[1] // tiles.block_k, product, (siz_b_LQ, size))
+        return sum_of(matA.shape[1] // tiles.block_k, product, (siz_b_LQ, size))
 
-    def plus_tiles(acc, row, columns, tile_gmem, operand_gmem, *, transposed):
+    def plus_tiles(acc, row, columns, scores, matA, *, transposed):
         """Adds the tiles times the keys for a row of queries, or transposed for a row of keys."""
         step, steps = min(tiles.block_k, siz_b_LQ), block_at(row, siz_b_LQ)
         first = row * (siz_b_LQ // step) if transposed else 0
 
         def add(x, acc):
             others = block_at(first + x, step)
-            tile = tile_gmem[others, steps] if transposed else tile_gmem[steps, others]
-            operand, a_axis = operand_gmem[others, columns], 0 if transposed else 1
-            return acc + dot(tile, operand, precision, a_axis=a_axis)
+            tile = scores[others, steps] if transposed else scores[steps, others]
+            return acc + dot(tile, matA[others, columns], precision, a_axis=int(not transposed))
 
         return loop(L // step - first if transposed else (row + 1) * (siz_b_LQ // step), add, acc)
 
     def dq(row, column, steps, columns):
-        r = query_scale(w_gmem[steps], scale, None if inv_den_gmem is None else inv_den_gmem[steps])
-        acc = times_state(steps, columns, dh_gmem, C_gmem, siz_b_DHQK, transposed=True) * r[:, None]
-        if n_gmem is not None:
-            acc += (r * dz_den_gmem[steps])[:, None] * n_gmem[columns][None, :]
-        q = q_gmem[steps, columns].astype(jnp.float32)
-        q_inter_gmem[column, steps] = jnp.sum(acc * q, axis=1)
-        acc = plus_tiles(acc, row, columns, dP_gmem, k_gmem, transposed=False)
-        dq_gmem[steps, columns] = acc.astype(dq_gmem.dtype)
+        r = query_scale(vecW[steps], scale, None if vecInvDen is None else vecInvDen[steps])
+        acc = times_state(steps, columns, matDeltaH, matC_states, siz_b_DHQK, transposed=True)
+        acc *= r[:, None]
+        if vecDzDen is not None:
+            acc += (r * vecDzDen[steps])[:, None] * vecN_states[columns][None, :]
+        q = matQ[steps, columns].astype(jnp.float32)
+        q_dot_dq_inter[column, steps] = jnp.sum(acc * q, axis=1)
+        acc = plus_tiles(acc, row, columns, matDeltaP, matK, transposed=False)
+        matDeltaQ[steps, columns] = acc.astype(matDeltaQ.dtype)
 
     def dk(row, column, steps, columns):
-        acc = times_state(steps, columns, v_gmem, dC_gmem, siz_b_DHQK, transposed=True)
-        acc = (acc + dn_gmem[columns][None, :]) * abar_gmem[steps][:, None]
-        k = k_gmem[steps, columns].astype(jnp.float32)
-        k_inter_gmem[column, steps] = jnp.sum(acc * k, axis=1)
-        acc = plus_tiles(acc, row, columns, dP_gmem, q_gmem, transposed=True)
-        dk_gmem[steps, columns] = acc.astype(dk_gmem.dtype)
+        acc = times_state(steps, columns, matV, matDeltaC_states, siz_b_DHQK, transposed=True)
+        acc = (acc + vecDeltaN_states[columns][None, :]) * vecAbar[steps][:, None]
+        k = matK[steps, columns].astype(jnp.float32)
+        k_dot_dk_inter[column, steps] = jnp.sum(acc * k, axis=1)
+        acc = plus_tiles(acc, row, columns, matDeltaP, matQ, transposed=True)
+        matDeltaK[steps, columns] = acc.astype(matDeltaK.dtype)
 
     def dv(row, column, steps, columns):
-        acc = times_state(steps, columns, k_gmem, dC_gmem, siz_b_DHHV, transposed=False)
-        acc *= abar_gmem[steps][:, None]
-        acc = plus_tiles(acc, row, columns, P_gmem, dh_gmem, transposed=True)
-        dv_gmem[steps, columns] = acc.astype(dv_gmem.dtype)
+        acc = times_state(steps, columns, matK, matDeltaC_states, siz_b_DHHV, transposed=False)
+        acc *= vecAbar[steps][:, None]
+        acc = plus_tiles(acc, row, columns, matP, matDeltaH, transposed=True)
+        matDeltaV[steps, columns] = acc.astype(matDeltaV.dtype)
 
-    def states(row, column, rows, columns):
-        C, dC = (ref[rows, columns].astype(jnp.float32) for ref in (C_gmem, dC_gmem))
-        states_gmem[row * blocks(C_gmem.shape[1], siz_b_DHHV) + column] = jnp.sum(C * dC)
+    def inner_states(row, column, rows, columns):
+        C, dC = (ref[rows, columns].astype(jnp.float32) for ref in (matC_states, matDeltaC_states))
+        inner_C_dC[row * blocks(matC_states.shape[1], siz_b_DHHV) + column] = jnp.sum(C * dC)
 
     index = pl.program_id(0)
 
@@ -120,50 +121,47 @@ def _parallel_bw_dQKV_kernel(
 
         return end
 
-    of_L, of_DHQK = (L, siz_b_LQ), (q_gmem.shape[1], siz_b_DHQK)
-    of_DHHV = v_gmem.shape[1], siz_b_DHHV
+    of_L, of_DHQK = (L, siz_b_LQ), (matQ.shape[1], siz_b_DHQK)
+    of_DHHV = matV.shape[1], siz_b_DHHV
     end = run(dq, 0, of_L, of_DHQK)
     end = run(dk, end, of_L, of_DHQK)
     end = run(dv, end, of_L, of_DHHV)
-    run(states, end, of_DHQK, of_DHHV)
+    run(inner_states, end, of_DHQK, of_DHHV)
 
 
 def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
-    p, g, gradients, n = call.problem, x.gates.per_step(), x.normaliser_gradients, x.vecN_states
+    p = call.problem
     K, V = blocks(p.DHQK, call.tiles.siz_b_DHQK), blocks(p.DHHV, call.tiles.siz_b_DHHV)
     inter = floats(p.BNH, K, p.S), "b0t"
     y = kernel_call(
         _parallel_bw_dQKV_kernel,
+        operands(
+            x,
+            **dict.fromkeys(("matQ", "matK", "matV", "matDeltaH"), "bt0"),
+            matC_states="bc00",
+            vecN_states="bc0",
+            matDeltaC_states="bc00",
+            vecDeltaN_states="bc0",
+        )
+        | operands(x.scores, matP="bt0", matDeltaP="bt0")
+        | operands(x.gates.per_step(), vecW="bt", vecAbar="bt")
+        | operands(x.normaliser_gradients, vecInvDen="bt", vecDzDen="bt"),
         dict(
-            q=(x.matQ, "bt0"),
-            k=(x.matK, "bt0"),
-            v=(x.matV, "bt0"),
-            dh=(x.matDeltaH, "bt0"),
-            C=(x.matC_states, "bc00"),
-            n=(None if gradients.vecInvDen is None else n, "bc0"),
-            dC=(x.matDeltaC_states, "bc00"),
-            dn=(x.vecDeltaN_states, "bc0"),
-            P=(x.scores.matP, "bt0"),
-            dP=(x.scores.matDeltaP, "bt0"),
-            w=(g.vecW, "bt"),
-            abar=(g.vecAbar, "bt"),
-            inv_den=(gradients.vecInvDen, "bt"),
-            dz_den=(gradients.vecDzDen, "bt"),
-        ),
-        dict(
-            dq=(x.matQ, "bt0"),
-            q_inter=inter,
-            dk=(x.matK, "bt0"),
-            k_inter=inter,
-            dv=(x.matV, "bt0"),
-            states=(floats(p.BNH, p.NC, K * V), "bc0"),
+            matDeltaQ=(x.matQ, "bt0"),
+            q_dot_dq_inter=inter,
+            matDeltaK=(x.matK, "bt0"),
+            k_dot_dk_inter=inter,
+            matDeltaV=(x.matV, "bt0"),
+            inner_C_dC=(floats(p.BNH, p.NC, K * V), "bc0"),
         ),
         call=call,
     )
-    through = x.gates.scaGamma * (y["states"].sum(-1) + inner(n, x.vecDeltaN_states))
-    q_inter, k_inter = y["q_inter"].sum(1), y["k_inter"].sum(1)
-    return Gradients(y["dq"], y["dk"], y["dv"], q_inter, k_inter, through)
+    states = y["inner_C_dC"].sum(-1) + inner(x.vecN_states, x.vecDeltaN_states)
+    y["inner_C_dC"] = x.gates.scaGamma * states
+    for name in ("q_dot_dq_inter", "k_dot_dk_inter"):
+        y[name] = y[name].sum(1)
+    return Gradients(**y)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,29 +36,30 @@ from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,
     kernel_call,
+    operands,
     stages_that_fit,
 )
 
 
 def _parallel_fw_H_kernel(
-    q_gmem,  # (siz_b_LQ, DHQK)
-    k_gmem,  # (L, DHQK)
-    v_gmem,  # (L, siz_b_DHHV)
-    C_gmem,  # (DHQK, siz_b_DHHV)
-    n_gmem,  # (DHQK,), absent without a normaliser
-    e_gmem,  # two (L,)
-    u_gmem,  # two (siz_b_LQ,)
-    w_gmem,  # (siz_b_LQ,)
-    m_gmem,  # (siz_b_LQ,), absent if the floor does not need it
-    h_gmem,  # out (siz_b_LQ, siz_b_DHHV)
-    z_gmem,  # out (siz_b_LQ,), absent without a normaliser
+    matQ,  # (siz_b_LQ, DHQK)
+    matK,  # (L, DHQK)
+    matV,  # (L, siz_b_DHHV)
+    matC_states,  # (DHQK, siz_b_DHHV)
+    vecN_states,  # (DHQK,), absent without a normaliser
+    vecE,  # two (L,)
+    vecU,  # two (siz_b_LQ,)
+    vecW,  # (siz_b_LQ,)
+    vecM,  # (siz_b_LQ,), absent if the floor does not need it
+    matH,  # out (siz_b_LQ, siz_b_DHHV)
+    vecZ,  # out (siz_b_LQ,), absent without a normaliser
     *,
     call,
     normaliser,
 ):
     p, tiles, precision = call.problem, call.tiles, call.precision
     siz_b_LKV, siz_b_DHQK, keep_q = tiles.siz_b_LKV, tiles.siz_b_DHQK, tiles.keep_q
-    LQ, DHQK = q_gmem.shape
+    LQ, DHQK = matQ.shape
     first = remainder(pl.program_id(1), p.L // LQ) * LQ  # of the first query, inside its chunk
     num_k = DHQK // siz_b_DHQK
 
@@ -67,57 +68,57 @@ def _parallel_fw_H_kernel(
     # running product.
     def norm(ik):
         columns = block_at(ik, siz_b_DHQK)
-        q = q_gmem[:, columns].astype(jnp.float32)
-        return jnp.sum(q * n_gmem[columns][None, :], axis=1)
+        q = matQ[:, columns].astype(jnp.float32)
+        return jnp.sum(q * vecN_states[columns][None, :], axis=1)
 
     def state(ik):
         columns = block_at(ik, siz_b_DHQK)
-        return dot(q_gmem[:, columns], C_gmem[columns, :], precision)
+        return dot(matQ[:, columns], matC_states[columns, :], precision)
 
-    num = sum_of(num_k, state, h_gmem.shape)
+    num = sum_of(num_k, state, matH.shape)
     if keep_q:
-        q_whole = q_gmem[...]
+        q_whole = matQ[...]
     if normaliser is None:
         z = None
     elif keep_q:
-        z = jnp.sum(q_whole.astype(jnp.float32) * n_gmem[...][None, :], axis=1)
+        z = jnp.sum(q_whole.astype(jnp.float32) * vecN_states[...][None, :], axis=1)
     else:
         z = sum_of(num_k, norm, (LQ,))
-    w = query_scale(w_gmem[...], p.qk_scale)
+    w = query_scale(vecW[...], p.qk_scale)
     num, z = num * w[:, None], None if z is None else z * w
-    u = [ref[...] for ref in u_gmem]
+    u = [ref[...] for ref in vecU]
 
     def add_keys(j, carry):
         num, z = carry
         keys = block_at(j, siz_b_LKV)
         if keep_q:
-            scores = dot(q_whole, k_gmem[keys, :], precision, b_axis=1)
+            scores = dot(q_whole, matK[keys, :], precision, b_axis=1)
         else:
 
             def columns_of_scores(ik):
                 columns = block_at(ik, siz_b_DHQK)
-                return dot(q_gmem[:, columns], k_gmem[keys, columns], precision, b_axis=1)
+                return dot(matQ[:, columns], matK[keys, columns], precision, b_axis=1)
 
             scores = sum_of(num_k, columns_of_scores, (LQ, siz_b_LKV))
         # Masked after the product, not before, so that a NaN in k reaches no earlier step.
-        D = decay_tile((ref[keys] for ref in e_gmem), u, None)
+        D = decay_tile((ref[keys] for ref in vecE), u, None)
         mask = causal_mask(LQ, siz_b_LKV, first - j * siz_b_LKV)
         P = jnp.where(mask, scores * (D * p.qk_scale), 0.0)
-        num += dot(P.astype(v_gmem.dtype), v_gmem[keys, :], precision)
+        num += dot(P.astype(matV.dtype), matV[keys, :], precision)
         return num, None if z is None else z + jnp.sum(P, axis=1)
 
     num_keys = divide(first + LQ + siz_b_LKV - 1, siz_b_LKV)
     num, z = loop(num_keys, add_keys, (num, z))
     if normaliser is None:
-        h_gmem[...] = num.astype(h_gmem.dtype)
+        matH[...] = num.astype(matH.dtype)
         return
 
-    den = normaliser.denominator(z, None if m_gmem is None else m_gmem[...])
-    h_gmem[...] = (num / den[:, None]).astype(h_gmem.dtype)
+    den = normaliser.denominator(z, None if vecM is None else vecM[...])
+    matH[...] = (num / den[:, None]).astype(matH.dtype)
 
     @pl.when(pl.program_id(0) == 0)
     def _():
-        z_gmem[...] = z
+        vecZ[...] = z
 
 
 def parallel_fw_H(
@@ -128,26 +129,18 @@ def parallel_fw_H(
     call: Launch,
 ) -> Outputs:
     """Runs the stage: ``stages/parallel_fw_H.py``."""
-    p, g, normalise = call.problem, x.gates.per_step(), normaliser is not None
-    LQ = call.tiles.siz_b_LQ
+    p, g, LQ = call.problem, x.gates.per_step(), call.tiles.siz_b_LQ
     output_dtype = x.matQ.dtype if output_dtype is None else output_dtype
     n = blocks(p.L, LQ)  # tiles of a chunk
     y = kernel_call(
         _parallel_fw_H_kernel,
+        operands(x, matQ="bq0", matK="bt0", matV="btv", matC_states="bc0v")
+        | operands(normaliser and x, vecN_states="bc0")
+        | operands(g, vecE="bt", vecU="bq", vecW="bq")
+        | operands(g if normaliser and normaliser.floor_needs_m else None, vecM="bq"),
         dict(
-            q=(x.matQ, "bq0"),
-            k=(x.matK, "bt0"),
-            v=(x.matV, "btv"),
-            C=(x.matC_states, "bc0v"),
-            n=(x.vecN_states if normalise else None, "bc0"),
-            e=(g.vecE, "bt"),
-            u=(g.vecU, "bq"),
-            w=(g.vecW, "bq"),
-            m=(g.vecM if normaliser and normaliser.floor_needs_m else None, "bq"),
-        ),
-        dict(
-            h=(sequence_shape(x.matV, p.DHHV, output_dtype), "bqv"),
-            z=(floats(p.BNH, p.S) if normalise else None, "bq"),
+            matH=(sequence_shape(x.matV, p.DHHV, output_dtype), "bqv"),
+            vecZ=(floats(p.BNH, p.S) if normaliser else None, "bq"),
         ),
         axes="vqb",
         sizes=dict(q=LQ, v=call.tiles.siz_b_DHHV),
@@ -155,7 +148,7 @@ def parallel_fw_H(
         call=call,
         normaliser=normaliser,
     )
-    return Outputs(y["h"], y["z"])
+    return Outputs(**y)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,50 +20,50 @@ from mlstm_pallas.stage import Launch, ScaledRows
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
 from mlstm_pallas.tiles import causal_mask, decay_tile, dot
-from mlstm_pallas.triton.launch import floats, kernel_call, rows_of_entry
+from mlstm_pallas.triton.launch import floats, kernel_call, operands, rows_of_entry
 
 
 def _parallel_fw_P_kernel(
-    entry_gmem,  # of ``ChunkList``: () each; absent without a list
-    q_gmem,  # (L, DHQK), or (S, DHQK) with a list
-    k_gmem,
-    n_gmem,  # (DHQK,), absent without a normaliser
-    e_gmem,  # two (L,)
-    u_gmem,  # two (L,)
-    w_gmem,  # (L,)
-    abar_gmem,  # (L,)
-    m_gmem,  # (L,), absent if the floor does not need it
-    P_gmem,  # out (L, L)
-    r_gmem,  # out (L,)
-    kbar_gmem,  # out (L, DHQK)
-    z_gmem,  # out (L,), absent without a normaliser
+    entries,  # of ``ChunkList``: () each; absent without a list
+    matQ,  # (L, DHQK), or (S, DHQK) with a list
+    matK,
+    vecN_states,  # (DHQK,), absent without a normaliser
+    vecE,  # two (L,)
+    vecU,  # two (L,)
+    vecW,  # (L,)
+    vecAbar,  # (L,)
+    vecM,  # (L,), absent if the floor does not need it
+    matP,  # out (L, L)
+    vecR,  # out (L,)
+    matKbar,  # out (L, DHQK)
+    vecZ,  # out (L,), absent without a normaliser
     *,
     call,
     normaliser,
 ):
     L, scale, siz_b = call.problem.L, call.problem.qk_scale, call.tiles.siz_b_DHQK
-    DHQK = q_gmem.shape[1]
-    rows, q_gmem, k_gmem = rows_of_entry(entry_gmem, call, q_gmem, k_gmem)
+    DHQK = matQ.shape[1]
+    rows, matQ, matK = rows_of_entry(entries, call, matQ, matK)
     scores, q_n = jnp.zeros((L, L), jnp.float32), jnp.zeros((L,), jnp.float32)
     for start in range(0, DHQK, siz_b):
         columns = pl.ds(start, siz_b)
-        q, k = q_gmem[rows, columns], k_gmem[rows, columns]
+        q, k = matQ[rows, columns], matK[rows, columns]
         scores += dot(q, k, call.precision, b_axis=1)
-        if n_gmem is not None:
-            q_n += jnp.sum(q.astype(jnp.float32) * n_gmem[columns][None, :], axis=1)
-        kbar = k.astype(jnp.float32) * abar_gmem[...][:, None]
-        kbar_gmem[:, columns] = kbar.astype(kbar_gmem.dtype)
+        if vecN_states is not None:
+            q_n += jnp.sum(q.astype(jnp.float32) * vecN_states[columns][None, :], axis=1)
+        kbar = k.astype(jnp.float32) * vecAbar[...][:, None]
+        matKbar[:, columns] = kbar.astype(matKbar.dtype)
     # Masked after the product, not before, so that a NaN in k reaches no earlier step.
-    D = decay_tile((ref[...] for ref in e_gmem), (ref[...] for ref in u_gmem), None)
+    D = decay_tile((ref[...] for ref in vecE), (ref[...] for ref in vecU), None)
     P = jnp.where(causal_mask(L, L, 0), scores * (D * scale), 0.0)
-    r = query_scale(w_gmem[...], scale)
+    r = query_scale(vecW[...], scale)
     if normaliser is not None:
         z = r * q_n + jnp.sum(P, axis=1)
-        inv_den = 1.0 / normaliser.denominator(z, None if m_gmem is None else m_gmem[...])
+        inv_den = 1.0 / normaliser.denominator(z, None if vecM is None else vecM[...])
         P, r = P * inv_den[:, None], r * inv_den
-        z_gmem[...] = z
-    P_gmem[...] = P.astype(P_gmem.dtype)
-    r_gmem[...] = r
+        vecZ[...] = z
+    matP[...] = P.astype(matP.dtype)
+    vecR[...] = r
 
 
 def parallel_fw_P(
@@ -73,32 +73,26 @@ def parallel_fw_P(
     call: Launch,
 ) -> ScanOperands:
     """Runs the stage: ``stages/parallel_fw_P.py``."""
-    p, g, normalise = call.problem, x.gates.per_step(), normaliser is not None
+    p, g = call.problem, x.gates.per_step()
     kbar_steps = x.matK.shape[1] if x.chunks is None else p.S
     chunk, vector = "bt0" if x.chunks is None else "bs0", floats(p.BNH, p.S)
     y = kernel_call(
         _parallel_fw_P_kernel,
+        operands(x.chunks, entries="bc")
+        | operands(x, matQ=chunk, matK=chunk)
+        | operands(normaliser and x, vecN_states="bc0")
+        | operands(g, vecE="bt", vecU="bt", vecW="bt", vecAbar="bt")
+        | operands(g if normaliser and normaliser.floor_needs_m else None, vecM="bt"),
         dict(
-            entry=(None if x.chunks is None else x.chunks.entries, "bc"),
-            q=(x.matQ, chunk),
-            k=(x.matK, chunk),
-            n=(x.vecN_states if normalise else None, "bc0"),
-            e=(g.vecE, "bt"),
-            u=(g.vecU, "bt"),
-            w=(g.vecW, "bt"),
-            abar=(g.vecAbar, "bt"),
-            m=(g.vecM if normaliser and normaliser.floor_needs_m else None, "bt"),
-        ),
-        dict(
-            P=(jax.ShapeDtypeStruct((p.BNH, p.S, p.L), x.matQ.dtype), "bt0"),
-            r=(vector, "bt"),
-            kbar=(jax.ShapeDtypeStruct((p.BNH, kbar_steps, p.DHQK), x.matQ.dtype), "bt0"),
-            z=(vector if normalise else None, "bt"),
+            matP=(jax.ShapeDtypeStruct((p.BNH, p.S, p.L), x.matQ.dtype), "bt0"),
+            vecR=(vector, "bt"),
+            matKbar=(jax.ShapeDtypeStruct((p.BNH, kbar_steps, p.DHQK), x.matQ.dtype), "bt0"),
+            vecZ=(vector if normaliser else None, "bt"),
         ),
         call=call,
         normaliser=normaliser,
     )
-    return ScanOperands(y["P"], ScaledRows(y["kbar"], None), y["r"], y["z"])
+    return ScanOperands(y["matP"], ScaledRows(y["matKbar"], None), y["vecR"], y["vecZ"])
 
 
 @dataclasses.dataclass(frozen=True)

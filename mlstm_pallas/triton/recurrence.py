@@ -36,9 +36,11 @@ from mlstm_pallas.splits import (
     splits_as_heads,
     splits_of,
 )
-from mlstm_pallas.stage import Launch, clamped, steps_like
-from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, chunk_sums, with_inner
+from mlstm_pallas.stage import Launch, clamped
+from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
+from mlstm_pallas.stages.step_sums import Operands as StepSums
+from mlstm_pallas.stages.step_sums import step_sums
 from mlstm_pallas.tiles import block_at, blocks, divide, dot, loop, remainder
 from mlstm_pallas.triton.launch import (
     Operand,
@@ -52,67 +54,66 @@ CTAS_PER_SM = 2
 
 
 def _recurrence_kernel(
-    a_gmem,  # (S, siz_b_DHQK)
-    b_gmem,  # (S, siz_b_DHHV)
-    r_gmem,  # (S,), absent if a is scaled
-    gamma_gmem,  # (NC,)
-    X_initial_gmem,  # (siz_b_DHQK, siz_b_DHHV), may be absent
-    x_initial_gmem,  # (siz_b_DHQK,), may be absent
-    X_gmem,  # out (NC, siz_b_DHQK, siz_b_DHHV)
-    X_last_gmem,  # out (siz_b_DHQK, siz_b_DHHV), may be absent
-    x_gmem,  # out (NC, siz_b_DHQK), absent without x_initial
-    x_last_gmem,  # out (siz_b_DHQK,), absent without x_initial
+    a,  # (S, siz_b_DHQK)
+    b,  # (S, siz_b_DHHV)
+    r,  # (S,), absent if a is scaled
+    gamma,  # (NC,)
+    X_initial,  # (siz_b_DHQK, siz_b_DHHV), may be absent
+    x_initial,  # (siz_b_DHQK,), may be absent
+    X,  # out (NC, siz_b_DHQK, siz_b_DHHV)
+    X_last,  # out (siz_b_DHQK, siz_b_DHHV), may be absent
+    x,  # out (NC, siz_b_DHQK), absent without x_initial
+    x_last,  # out (siz_b_DHQK,), absent without x_initial
     *,
     call,
     backward,
 ):
-    num_chunks, siz_b_L = gamma_gmem.shape[0], call.tiles.siz_b_LKV
+    num_chunks, siz_b_L = gamma.shape[0], call.tiles.siz_b_LKV
     num_tiles = blocks(call.problem.L, siz_b_L)
     owns_x = pl.program_id(0) == 0
 
     def step(index, carry):
-        XT, x = carry
+        XT, vector = carry
         chunk = num_chunks - 1 - index if backward else index
-        X_gmem[chunk, :, :] = XT.astype(X_gmem.dtype).T
-        if x_initial_gmem is not None:
+        X[chunk, :, :] = XT.astype(X.dtype).T
+        if vector is not None:
 
             @pl.when(owns_x)
             def _():
-                x_gmem[chunk, :] = x
+                x[chunk, :] = vector
 
         def add(tile, carry):
-            XT, x = carry
+            XT, vector = carry
             steps = block_at(chunk * num_tiles + tile, siz_b_L)
-            a = a_gmem[steps, :]
-            if r_gmem is not None:
-                scaled = a.astype(jnp.float32) * r_gmem[steps][:, None]
-                a, x = scaled.astype(a.dtype), None if x is None else x + jnp.sum(scaled, axis=0)
-            return XT + dot(b_gmem[steps, :], a, call.precision, a_axis=0), x
+            rows = a[steps, :]
+            if r is not None:
+                scaled = rows.astype(jnp.float32) * r[steps][:, None]
+                rows = scaled.astype(rows.dtype)
+                vector = None if vector is None else vector + jnp.sum(scaled, axis=0)
+            return XT + dot(b[steps, :], rows, call.precision, a_axis=0), vector
 
-        gamma = gamma_gmem[chunk]
-        return loop(num_tiles, add, (XT * gamma, None if x is None else x * gamma))
+        decay = gamma[chunk]
+        return loop(num_tiles, add, (XT * decay, None if vector is None else vector * decay))
 
-    x = None if x_initial_gmem is None else x_initial_gmem[...]
-    if X_initial_gmem is None:
-        XT = jnp.zeros((b_gmem.shape[1], a_gmem.shape[1]), jnp.float32)
-    else:
-        XT = X_initial_gmem[...].T
-    XT, x = loop(num_chunks, step, (XT, x))
-    if X_last_gmem is not None:
-        X_last_gmem[...] = XT.T
-    if x_initial_gmem is not None:
+    vector = None if x_initial is None else x_initial[...]
+    zeros = jnp.zeros((b.shape[1], a.shape[1]), jnp.float32)
+    initial = zeros if X_initial is None else X_initial[...].T
+    XT, vector = loop(num_chunks, step, (initial, vector))
+    if X_last is not None:
+        X_last[...] = XT.T
+    if vector is not None:
 
         @pl.when(owns_x)
         def _():
-            x_last_gmem[...] = x
+            x_last[...] = vector
 
 
 def _recurrences_kernel(*, call, backward, heads, **refs):
     """refs: by field, one per recurrence; backward: one flag per recurrence."""
     current = divide(pl.program_id(2), heads)
-    for index, of_one in enumerate(backward):
-        refs_of_one = {name: of_each[index] for name, of_each in refs.items()}
-        run = functools.partial(_recurrence_kernel, **refs_of_one, call=call, backward=of_one)
+    for index, flag in enumerate(backward):
+        fields = {name: per_recurrence[index] for name, per_recurrence in refs.items()}
+        run = functools.partial(_recurrence_kernel, **fields, call=call, backward=flag)
         if len(backward) == 1:
             run()
         else:
@@ -123,21 +124,21 @@ def _launch(
     name: str,
     each: Sequence[Recurrence],
     call: Launch,
-    selected: tuple[range, int] | None = None,
+    splits: range = range(1),
+    num_splits: int = 1,
 ) -> list[RecurrenceOutputs]:
-    """One launch of the kernel. selected: (a range, n) runs only these heads of every n."""
+    """One launch of the kernel, for these splits of every ``num_splits`` heads."""
     p = call.problem
-    these, of_each = selected or (range(1), 1)
-    heads = p.BNH // of_each * len(these)
+    heads = p.BNH // num_splits * len(splits)
 
     def output_head(iv, ik, n):
         return n if len(each) == 1 else remainder(n, heads)
 
     def head(*grid):
         n = output_head(*grid)
-        if selected is None:
+        if num_splits == 1:
             return n
-        return divide(n, len(these)) * of_each + remainder(n, len(these)) + these.start
+        return divide(n, len(splits)) * num_splits + remainder(n, len(splits)) + splits.start
 
     shapes = [
         RecurrenceOutputs(
@@ -149,20 +150,12 @@ def _launch(
         for x in each
     ]
 
-    def operands(of: Sequence[Any], **axes: str) -> dict[str, Operand]:
-        return {field: ([getattr(x, field) for x in of], at) for field, at in axes.items()}
+    def operands(source: Sequence[Any], **axes: str) -> dict[str, Operand]:
+        return {name: ([getattr(x, name) for x in source], at) for name, at in axes.items()}
 
     y = kernel_call(
         _recurrences_kernel,
-        operands(
-            each,
-            a="hsk",
-            b="hsv",
-            r="hs",
-            gamma="h0",
-            X_initial="hkv",
-            x_initial="hk",
-        ),
+        operands(each, a="hsk", b="hsv", r="hs", gamma="h0", X_initial="hkv", x_initial="hk"),
         operands(shapes, X="o0kv", X_last="okv", x="o0k", x_last="ok"),
         name=name,
         grid=(*call.tiles.grid(p)[:2], len(each) * heads),
@@ -170,7 +163,7 @@ def _launch(
         sizes=dict(k=call.tiles.siz_b_DHQK, v=call.tiles.siz_b_DHHV),
         indices=dict(h=head, o=output_head),
         call=call,
-        backward=tuple(x.backward for x in each),
+        backward=[x.backward for x in each],
         heads=heads,
     )
     return [RecurrenceOutputs(*outputs) for outputs in zip(*y.values(), strict=True)]
@@ -189,50 +182,42 @@ def split_products(
     p = call.problem.split(num_splits).in_splits(1)
     call = dataclasses.replace(call, problem=p)
     whole = Recurrence(a, b, jnp.ones((p.BNH, 1), jnp.float32), None, return_last=True, r=r)
-    first, end = (0, num_splits) if all_splits else (backward, num_splits - 1 + backward)
-    (outputs,) = _launch("split_products", [whole], call, (range(first, end), num_splits))
-    return heads_of_splits(outputs.X_last, end - first)
+    splits = range(num_splits) if all_splits else range(backward, num_splits - 1 + backward)
+    (outputs,) = _launch("split_products", [whole], call, splits, num_splits)
+    return heads_of_splits(outputs.X_last, len(splits))
 
 
 def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
-    """As ``recurrences`` of stages/recurrence.py, in one launch; inner products by XLA."""
-    launch = _launch if call.tiles.num_splits == 1 else _launch_in_splits
-    outputs = launch(name, each, call)
-    return [with_inner(x, y, call) for x, y in zip(each, outputs, strict=True)]
+    """``recurrences`` of stages/recurrence.py, in one launch, without inner products.
 
-
-def _launch_in_splits(
-    name: str, each: Sequence[Recurrence], call: Launch
-) -> list[RecurrenceOutputs]:
-    num_splits = call.tiles.num_splits
-    parts, vectors = zip(*(_in_splits(x, num_splits, call) for x in each), strict=True)
-    split_call = dataclasses.replace(call, problem=call.problem.split(num_splits))
-    results = []
-    for x, y, of_x in zip(each, _launch(name, parts, split_call), vectors, strict=True):
-        X, X_last = heads_of_splits(y.X, num_splits), y.X_last
+    Only a recurrence with x scales a in the kernel.
+    """
+    num_splits, p = call.tiles.num_splits, call.problem
+    if num_splits == 1:
+        return _launch(name, [x.scaled() if x.x_initial is None else x for x in each], call)
+    parts = [_in_splits(x, num_splits, call) for x in each]
+    results = _launch(name, parts, dataclasses.replace(call, problem=p.split(num_splits)))
+    for index, (x, y) in enumerate(zip(each, results, strict=True)):
+        X, X_last = y.X.reshape(p.BNH, p.NC, p.DHQK, p.DHHV), y.X_last
         if X_last is not None:
             X_last = heads_of_splits(X_last, num_splits)[:, 0 if x.backward else -1]
-        results.append(RecurrenceOutputs(X.reshape(X.shape[0], -1, *X.shape[3:]), X_last, *of_x))
+        vectors: tuple[Any, Any] = (None, None)
+        if x.r is not None and x.x_initial is not None:
+            added = step_sums(StepSums(x.a, x.r), call=call)
+            vectors = vector_states(added, x.gamma, x.x_initial, backward=x.backward)
+        results[index] = RecurrenceOutputs(X, X_last, *vectors)
     return results
 
 
-def _in_splits(x: Recurrence, num_splits: int, call: Launch) -> tuple[Recurrence, tuple[Any, Any]]:
-    """The recurrence on splits, from the states before them; then x and x_last, if it has x."""
-    vectors: tuple[Any, Any] = (None, None)
-    if x.r is not None:
-        scaled = x.a.astype(jnp.float32) * steps_like(x.r, x.a)
-        if x.x_initial is not None:
-            vectors = vector_states(
-                chunk_sums(scaled, call), x.gamma, x.x_initial, backward=x.backward
-            )
-        x = dataclasses.replace(x, a=scaled.astype(x.a.dtype), r=None, x_initial=None)
-    S = call.problem.S
+def _in_splits(x: Recurrence, num_splits: int, call: Launch) -> Recurrence:
+    """The recurrence of C on splits, from the states before them."""
+    x, S = x.scaled(), call.problem.S
     decays = decays_in_splits(x.gamma, num_splits, S, backward=x.backward)
     operands = Operands(x.a, x.b, decays)
     products = split_products(operands, num_splits=num_splits, backward=x.backward, call=call)
     states = split_states(products, x.gamma, x.X_initial, backward=x.backward)
     a, b, gamma = (splits_as_heads(y, num_splits, S) for y in (x.a, x.b, x.gamma))
-    return dataclasses.replace(x, a=a, b=b, gamma=gamma, X_initial=states), vectors
+    return dataclasses.replace(x, a=a, b=b, gamma=gamma, X_initial=states)
 
 
 @dataclasses.dataclass(frozen=True)

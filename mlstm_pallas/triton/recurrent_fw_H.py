@@ -37,46 +37,47 @@ from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,
     kernel_call,
+    operands,
     stages_that_fit,
     up_to,
 )
 
 
 def _recurrent_fw_H_kernel(
-    parts_gmem,  # of ``ChunkList``: (N + 3,) each; absent without a list
-    q_gmem,  # (S, state_rows)
-    kbar_gmem,  # (S, state_rows)
-    v_gmem,  # (S, siz_b_DHHV)
-    P_gmem,  # (S, L), in the first launch
-    r_gmem,  # (S,)
-    gamma_gmem,  # (NC,)
-    C_initial_gmem,  # (state_rows, siz_b_DHHV), may be absent
-    partial_gmem,  # (S, siz_b_DHHV) h of the preceding launches, absent in the first
-    h_gmem,  # out (S, siz_b_DHHV)
-    C_last_gmem,  # out (state_rows, siz_b_DHHV), may be absent
-    C_gmem,  # out (NC / store_every, state_rows, siz_b_DHHV), absent if store_every is 0
+    parts,  # of ``ChunkList``: (N + 3,) each; absent without a list
+    matQ,  # (S, state_rows)
+    matKbar,  # (S, state_rows)
+    matV,  # (S, siz_b_DHHV)
+    matP,  # (S, L), in the first launch
+    vecR,  # (S,)
+    scaGamma,  # (NC,)
+    matC_initial,  # (state_rows, siz_b_DHHV), may be absent
+    matH_before,  # (S, siz_b_DHHV) h of the preceding launches, absent in the first
+    matH,  # out (S, siz_b_DHHV)
+    matC_last,  # out (state_rows, siz_b_DHHV), may be absent
+    matC_states,  # out (NC / store_every, state_rows, siz_b_DHHV), absent if store_every is 0
     *,
     call,
     store_every,
 ):
-    (S, rows), L, precision = q_gmem.shape, call.problem.L, call.precision
+    (S, rows), L, precision = matQ.shape, call.problem.L, call.precision
     siz_b_DHQK = call.tiles.siz_b_DHQK
     row_tiles = [pl.ds(start, siz_b_DHQK) for start in range(0, rows, siz_b_DHQK)]
     first: Any = 0
     chunks, has_state = S // L, True
-    if parts_gmem is None:
+    if parts is None:
 
         def steps_of(chunk):
             """The steps of a chunk in q, v and h."""
             return block_at(chunk, L)
     else:
-        part, N = pl.program_id(1), parts_gmem.begins.shape[0] - 3
-        begin, end = parts_gmem.begins[part], parts_gmem.begins[part + 1]
+        part, N = pl.program_id(1), parts.begins.shape[0] - 3
+        begin, end = parts.begins[part], parts.begins[part + 1]
         # It is read ahead, also by a part without chunks.
-        first = lax.min(parts_gmem.first[part], np.int32(call.problem.NC - 1))
+        first = lax.min(parts.first[part], np.int32(call.problem.NC - 1))
         has_state = part < N
-        q_gmem, v_gmem, partial_gmem, h_gmem = (
-            x if x is None else up_to(end, x, call) for x in (q_gmem, v_gmem, partial_gmem, h_gmem)
+        matQ, matV, matH_before, matH = (
+            x if x is None else up_to(end, x, call) for x in (matQ, matV, matH_before, matH)
         )
         all_chunks = divide(end - begin + (L - 1), L)
         chunks = lax.select(part > N, np.int32(0), all_chunks)
@@ -86,7 +87,7 @@ def _recurrent_fw_H_kernel(
 
         @each(all_chunks - chunks)
         def _(chunk):
-            h_gmem[steps_of(chunk), :] = jnp.zeros((L, v_gmem.shape[1]), h_gmem.dtype)
+            matH[steps_of(chunk), :] = jnp.zeros((L, matV.shape[1]), matH.dtype)
 
     def entry_of(chunk):
         """The chunk in all other arrays."""
@@ -97,42 +98,42 @@ def _recurrent_fw_H_kernel(
     # tiles, too much shared memory for two CTAs per SM.
     def prefetch(chunk):
         return (
-            gamma_gmem[first + chunk],
-            r_gmem[entry_of(chunk)],
-            None if partial_gmem is None else partial_gmem[steps_of(chunk), :],
-            None if P_gmem is None else P_gmem[entry_of(chunk), :],
+            scaGamma[first + chunk],
+            vecR[entry_of(chunk)],
+            None if matH_before is None else matH_before[steps_of(chunk), :],
+            None if matP is None else matP[entry_of(chunk), :],
         )
 
     def step(index, carry):
         CT, (gamma, r, partial, P) = carry
         steps = steps_of(index)
         following = prefetch(lax.min(index + 1, lax.convert_element_type(chunks - 1, np.int32)))
-        v = v_gmem[steps, :]
+        v = matV[steps, :]
         hT = jnp.zeros((v.shape[1], L), jnp.float32)
         for tile, block in zip(row_tiles, CT, strict=True):
-            hT += dot(block.astype(v.dtype), q_gmem[steps, tile], precision, b_axis=1)
+            hT += dot(block.astype(v.dtype), matQ[steps, tile], precision, b_axis=1)
         hT = hT * r[None, :]
         if P is not None:
             hT += dot(v, P, precision, a_axis=0, b_axis=1)
         if partial is None:
-            h_gmem[steps, :] = hT.astype(h_gmem.dtype).T
+            matH[steps, :] = hT.astype(matH.dtype).T
         else:
-            h_gmem[steps, :] = (hT.T + partial.astype(jnp.float32)).astype(h_gmem.dtype)
+            matH[steps, :] = (hT.T + partial.astype(jnp.float32)).astype(matH.dtype)
         CT = tuple(
-            block * gamma + dot(v, kbar_gmem[entry_of(index), tile], precision, a_axis=0)
+            block * gamma + dot(v, matKbar[entry_of(index), tile], precision, a_axis=0)
             for tile, block in zip(row_tiles, CT, strict=True)
         )
         return CT, following
 
     def initial(tile):
-        if C_initial_gmem is None:
-            return jnp.zeros((v_gmem.shape[1], siz_b_DHQK), jnp.float32)
-        C = C_initial_gmem[tile, :].T
+        if matC_initial is None:
+            return jnp.zeros((matV.shape[1], siz_b_DHQK), jnp.float32)
+        C = matC_initial[tile, :].T
         return C if has_state is True else jnp.where(has_state, C, 0.0)
 
     def store_and_step(index, carry):
         for tile, block in zip(row_tiles, carry[0], strict=True):
-            C_gmem[index, tile, :] = block.astype(C_gmem.dtype).T
+            matC_states[index, tile, :] = block.astype(matC_states.dtype).T
 
         def step_from_store(chunk, carry):
             return step(index * store_every + chunk, carry)
@@ -145,9 +146,9 @@ def _recurrent_fw_H_kernel(
 
     def store_last():
         for tile, block in zip(row_tiles, CT, strict=True):
-            C_last_gmem[tile, :] = block.T
+            matC_last[tile, :] = block.T
 
-    if C_last_gmem is not None:
+    if matC_last is not None:
         pl.when(has_state)(store_last)
 
 
@@ -165,35 +166,35 @@ def recurrent_fw_H(
     if store_every and launches > 1:
         raise ValueError(f"recurrent_fw_H stores states of up to {rows} rows, expected {p.DHQK}")
     axes, grid, chunks, C_initial = "ib", call.tiles.grid(p), x.chunks, x.matC_initial
-    parts, N, state = None, 1, "b"
+    N, state = 1, "b"
     if chunks is not None:
-        parts, N, state, axes = chunks.parts, chunks.N, "n", "ipb"
+        N, state, axes = chunks.N, "n", "ipb"
         grid = grid[0], N + 2, grid[1]
         if C_initial is not None:
             C_initial = C_initial.reshape(-1, p.DHQK, p.DHHV)
     stored = blocks(p.NC, store_every or p.NC)
-    y: dict[str, Any] = dict(h=None)
+    y: dict[str, Any] = dict(matH=None)
     lasts = []
     for index in range(launches):
         # h is rounded at most twice, not once per launch, to keep its error bound.
         h_dtype = dtype if index == launches - 1 or launches == 2 else jnp.float32
         y = kernel_call(
             _recurrent_fw_H_kernel,
-            dict(
-                parts=(parts, "b0"),
-                q=(x.matQ, "bsk"),
-                kbar=(kbar, "bsk"),
-                v=(x.matV, "bsi"),
-                P=(None if index else x.scan.matP, "bs0"),
-                r=(x.scan.vecR, "bs"),
-                gamma=(x.scaGamma, "b0"),
-                C_initial=(C_initial, state + "ki"),
-                partial=(y["h"], "bsi"),
+            operands(chunks, parts="b0")
+            | dict(
+                matQ=(x.matQ, "bsk"),
+                matKbar=(kbar, "bsk"),
+                matV=(x.matV, "bsi"),
+                matP=(None if index else x.scan.matP, "bs0"),
+                vecR=(x.scan.vecR, "bs"),
+                scaGamma=(x.scaGamma, "b0"),
+                matC_initial=(C_initial, state + "ki"),
+                matH_before=(y["matH"], "bsi"),
             ),
             dict(
-                h=(sequence_shape(x.matV, p.DHHV, h_dtype), "bsi"),
-                C_last=(floats(N * p.BNH, rows, p.DHHV) if return_last else None, state + "0i"),
-                C=(
+                matH=(sequence_shape(x.matV, p.DHHV, h_dtype), "bsi"),
+                matC_last=(floats(N * p.BNH, rows, p.DHHV) if return_last else None, state + "0i"),
+                matC_states=(
                     jax.ShapeDtypeStruct((p.BNH, stored, p.DHQK, p.DHHV), dtype)
                     if store_every
                     else None,
@@ -210,11 +211,11 @@ def recurrent_fw_H(
             call=call,
             store_every=store_every,
         )
-        lasts.append(y["C_last"])
+        lasts.append(y["matC_last"])
     last = jnp.concatenate(lasts, axis=-2) if return_last else None
     if last is not None and chunks is not None:
         last = last.reshape(p.B, N, p.NH, p.DHQK, p.DHHV)
-    return FusedScan(y["h"], last, y["C"])
+    return FusedScan(y["matH"], last, y["matC_states"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,35 +25,35 @@ from mlstm_pallas.stage import Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.recurrent_step import Operands, Step, rounded, step_gates
 from mlstm_pallas.tiles import block_at, loop
-from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store
+from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store, operands
 
 
 def _recurrent_step_kernel(
-    C_gmem,  # (DHQK, DHHV), the whole head's
-    n_gmem,  # (DHQK,)
-    m_gmem,  # (), or absent: the sigmoid input gate
-    q_gmem,  # (DHQK,), or q, k and v, (2 * DHQK + DHHV or more,)
-    k_gmem,  # (DHQK,), or absent: q_gmem has it
-    v_gmem,  # (DHHV,), or absent: q_gmem has it
-    i_gmem,  # (), or i and f, (2,)
-    f_gmem,  # (), or absent: i_gmem has it
-    before_gmem,  # (DHQK + 1,), a copy of n and m; absent: the head has one CTA
-    h_gmem,  # out (DHHV,)
-    C_new_gmem,  # out (DHQK, DHHV), in place of C
-    n_new_gmem,  # out (DHQK,), in place of n
-    m_new_gmem,  # out (), in place of m, or absent
+    matC,  # (DHQK, DHHV), the whole head's
+    vecN,  # (DHQK,)
+    scaM,  # (), or absent: the sigmoid input gate
+    vecQ,  # (DHQK,), or q, k and v, (2 * DHQK + DHHV or more,)
+    vecK,  # (DHQK,), or absent: vecQ has it
+    vecV,  # (DHHV,), or absent: vecQ has it
+    scaI,  # (), or i and f, (2,)
+    scaF,  # (), or absent: scaI has it
+    before,  # (DHQK + 1,), a copy of n and m; absent: the head has one CTA
+    vecH,  # out (DHHV,)
+    matC_new,  # out (DHQK, DHHV), in place of C
+    vecN_new,  # out (DHQK,), in place of n
+    scaM_new,  # out (), in place of m, or absent
     *,
     call,
     normaliser,
 ):
-    (DHQK, DHHV), scale, compiled = C_gmem.shape, call.problem.qk_scale, not call.interpret
+    (DHQK, DHHV), scale, compiled = matC.shape, call.problem.qk_scale, not call.interpret
     siz_b_DHQK, siz_b_DHHV = call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
     columns, in_columns = _block(pl.program_id(0), siz_b_DHHV, DHHV)
     num_blocks = -(-DHQK // siz_b_DHQK)
 
-    q_at, k_at, v_at = (q_gmem, 0), (k_gmem, 0), (v_gmem, 0)
-    if k_gmem is None:
-        k_at, v_at = (q_gmem, DHQK), (q_gmem, 2 * DHQK)
+    q_at, k_at, v_at = (vecQ, 0), (vecK, 0), (vecV, 0)
+    if vecK is None:
+        k_at, v_at = (vecQ, DHQK), (vecQ, 2 * DHQK)
 
     def load_vector(at, block, inside):
         ref, offset = at
@@ -62,7 +62,7 @@ def _recurrent_step_kernel(
 
     def load(ik):
         rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
-        C = masked_load(C_gmem.at[rows, columns], _outer(in_rows, in_columns))
+        C = masked_load(matC.at[rows, columns], _outer(in_rows, in_columns))
         q, k = (load_vector(at, rows, in_rows)[:, None] for at in (q_at, k_at))
         return C, q, k
 
@@ -71,7 +71,7 @@ def _recurrent_step_kernel(
         C, q, k = loaded
         C = decay * C.astype(jnp.float32) + (gain * k) * v[None, :]
         masked_store(
-            C_new_gmem.at[rows, columns], C.astype(C_new_gmem.dtype), _outer(in_rows, in_columns)
+            matC_new.at[rows, columns], C.astype(matC_new.dtype), _outer(in_rows, in_columns)
         )
         return num + jnp.sum(q * C, axis=0)
 
@@ -80,23 +80,23 @@ def _recurrent_step_kernel(
 
     # The first block is loaded before anything waits.
     loaded = load(jnp.zeros((), jnp.int32))
-    gates = (i_gmem[...], f_gmem[...]) if f_gmem is not None else (i_gmem[0], i_gmem[1])
+    gates = (scaI[...], scaF[...]) if scaF is not None else (scaI[0], scaI[1])
     i, f = (gate.astype(jnp.float32) for gate in gates)
     v = load_vector(v_at, columns, in_columns)
     whole, in_whole = _block(jnp.zeros((), jnp.int32), _at_least_a_tile(DHQK), DHQK)
     q, k = (load_vector(at, whole, in_whole) for at in (q_at, k_at))
-    n = load_vector((n_gmem if before_gmem is None else before_gmem, 0), whole, in_whole)
+    n = load_vector((vecN if before is None else before, 0), whole, in_whole)
     m = None
-    if m_gmem is not None:
-        m = (m_gmem[...] if before_gmem is None else before_gmem[DHQK]).astype(jnp.float32)
-    decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, m_new_gmem.dtype, compiled))
+    if scaM is not None:
+        m = (scaM[...] if before is None else before[DHQK]).astype(jnp.float32)
+    decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, scaM_new.dtype, compiled))
     n = decay * n + gain * k
 
     @pl.when(pl.program_id(0) == 0)
     def _():
-        masked_store(n_new_gmem.at[whole], n.astype(n_new_gmem.dtype), in_whole)
-        if m_new_gmem is not None:
-            m_new_gmem[...] = m_new.astype(m_new_gmem.dtype)
+        masked_store(vecN_new.at[whole], n.astype(vecN_new.dtype), in_whole)
+        if scaM_new is not None:
+            scaM_new[...] = m_new.astype(scaM_new.dtype)
 
     carry = loaded, jnp.zeros((siz_b_DHHV,), jnp.float32)
     if num_blocks > 1:
@@ -104,7 +104,7 @@ def _recurrent_step_kernel(
     h = scale * update(jnp.full((), num_blocks - 1, jnp.int32), *carry)
     if normaliser is not None:
         h = normaliser.normalise(h, scale * jnp.sum(q * n), m_new)
-    masked_store(h_gmem.at[columns], h.astype(h_gmem.dtype), in_columns)
+    masked_store(vecH.at[columns], h.astype(vecH.dtype), in_columns)
 
 
 def _block(index, size: int, total: int):
@@ -127,30 +127,21 @@ def recurrent_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
 ) -> Step:
     """Runs the stage: ``stages/recurrent_step.py``."""
-    vecQ, vecK, vecV, scaI, scaF, matC, vecN, scaM = x
-    DHHV, before = matC.shape[-1], None
+    DHHV, vecN, scaM, before = x.matC.shape[-1], x.vecN, x.scaM, None
     if call.tiles.siz_b_DHHV < DHHV:  # every CTA of a head reads n and m, and one updates them
         last = jnp.zeros(len(vecN), jnp.float32) if scaM is None else scaM
         pair = vecN.astype(jnp.float32), last[:, None].astype(jnp.float32)
         before = jnp.concatenate(pair, axis=1)
     y = kernel_call(
         _recurrent_step_kernel,
+        operands(x, matC="b00", vecN="b0", scaM="b", vecQ="b0", vecK="b0", vecV="b0")
+        | operands(x, scaI="b0"[: x.scaI.ndim], scaF="b")
+        | dict(before=(before, "b0")),
         dict(
-            C=(matC, "b00"),
-            n=(vecN, "b0"),
-            m=(scaM, "b"),
-            q=(vecQ, "b0"),
-            k=(vecK, "b0"),
-            v=(vecV, "b0"),
-            i=(scaI, "b0"[: scaI.ndim]),
-            f=(scaF, "b"),
-            before=(before, "b0"),
-        ),
-        dict(
-            h=(jax.ShapeDtypeStruct((len(vecQ), DHHV), vecQ.dtype), "b0"),
-            C_new=(matC, "b00"),
-            n_new=(vecN, "b0"),
-            m_new=(scaM, "b"),
+            vecH=(jax.ShapeDtypeStruct((len(x.vecQ), DHHV), x.vecQ.dtype), "b0"),
+            matC_new=(x.matC, "b00"),
+            vecN_new=(vecN, "b0"),
+            scaM_new=(scaM, "b"),
         ),
         aliases={0: 1, 1: 2} | ({} if scaM is None else {2: 3}),
         call=call,

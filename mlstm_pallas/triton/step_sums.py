@@ -12,25 +12,25 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.step_sums import Operands
-from mlstm_pallas.triton.launch import floats, kernel_call, rows_of_entry
+from mlstm_pallas.triton.launch import floats, kernel_call, operands, rows_of_entry
 from mlstm_pallas.triton.parallel_fw_P import Tiles
 
 __all__ = ["Tiles", "step_sums"]
 
 
 def _key_sums_kernel(
-    entry_gmem,  # of ``ChunkList``: () each; absent without a list
-    k_gmem,  # (L, DHQK), or (S, DHQK) with a list
-    abar_gmem,  # (L,)
-    sums_gmem,  # out (DHQK,)
+    entries,  # of ``ChunkList``: () each; absent without a list
+    rows,  # (L, DHQK), or (S, DHQK) with a list
+    weights,  # (L,)
+    sums,  # out (DHQK,)
     *,
     call,
 ):
-    abar, siz_b = abar_gmem[...][:, None], call.tiles.siz_b_DHQK
-    rows, k_gmem = rows_of_entry(entry_gmem, call, k_gmem)
+    abar, siz_b = weights[...][:, None], call.tiles.siz_b_DHQK
+    steps, rows = rows_of_entry(entries, call, rows)
     for start in range(0, call.problem.DHQK, siz_b):
         columns = pl.ds(start, siz_b)
-        sums_gmem[columns] = jnp.sum(k_gmem[rows, columns].astype(jnp.float32) * abar, axis=0)
+        sums[columns] = jnp.sum(rows[steps, columns].astype(jnp.float32) * abar, axis=0)
 
 
 def step_sums(x: Operands, *, call: Launch) -> Array:
@@ -38,11 +38,8 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
     p = call.problem
     return kernel_call(
         _key_sums_kernel,
-        dict(
-            entry=(None if x.chunks is None else x.chunks.entries, "bc"),
-            k=(x.rows, "bt0" if x.chunks is None else "bs0"),
-            abar=(x.weights, "bt"),
-        ),
+        operands(x.chunks, entries="bc")
+        | operands(x, rows="bt0" if x.chunks is None else "bs0", weights="bt"),
         dict(sums=(floats(p.BNH, p.NC, p.DHQK), "bc0")),
         call=call,
     )["sums"]
