@@ -47,7 +47,7 @@ from mlstm_pallas.mosaic_gpu.limits import (
     MOVES_REGISTERS,
     RingTiles,
 )
-from mlstm_pallas.mosaic_gpu.persistent import CTA, persistent_call
+from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel, persistent_call
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
@@ -126,11 +126,34 @@ class _Item(NamedTuple):
     column: Array
 
 
-@dataclasses.dataclass(frozen=True)
-class _CTA(CTA):
-    roles: Sequence[_Items]
-    ring: CopyRing
-    tile_rows: Any  # of the warpgroup
+class _Kernel(PersistentKernel):
+    """Runs a CTA.
+
+    Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
+      q_gmem, k_gmem: D = DHQK.
+      v_gmem, dh_gmem: D = DHHV.
+    Other inputs:
+      C_gmem, dC_gmem: (B * NH, NC, DHQK, DHHV).
+      n_gmem, dn_gmem: (B * NH, NC, DHQK); n is absent without a normaliser.
+      P_gmem, dP_gmem: (B * NH, S, L).
+      w_gmem, abar_gmem, inv_den_gmem, dz_den_gmem: (B * NH, S); the last two are absent without a
+        normaliser.
+    Outputs:
+      dq, dk, dv: like q, k and v.
+      q_inter, k_inter: (B * NH, column blocks, S).
+      states: (B * NH, NC, DHQK), sums over the columns.
+    Shared memory and barriers: see ``Tiles.scratch``.
+    """
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        refs = self.refs
+        self.roles = _items(self.p, refs.n_gmem is not None)
+        self.ring = CopyRing(refs.barriers, self.tiles.num_stages, None, None, readers=0)
+        self.tile_rows = block(self.wg, WG_ROWS)
+        left, right = refs.operands_smem
+        self.left, self.left_transposed = left
+        self.right, self.right_transposed, self.right_vector = right
 
     def in_chunk(self, x, item):
         return head_of(x, item.head, self.p).at[block(item.chunk, self.p.L)]
@@ -174,15 +197,34 @@ class _CTA(CTA):
 
         return loop(self.num_items, one, np.int32(0))
 
+    @staticmethod
+    def readers(p: Problem) -> int:
+        return 0
+
+    def copy(self) -> None:
+        def copy_item(item):
+            for role in _Role:
+                pl.when(item.role == role)(functools.partial(_copy_item, self, role, item))
+
+        self.ring.epilogue(self.for_each_item(copy_item))
+
+    def multiply(self) -> None:
+        def multiply_item(item):
+            is_states = item.role == _Role.STATES
+            pl.when(is_states)(functools.partial(_inner_states, self, item))
+            pl.when(~is_states)(functools.partial(_gradient, self, item))
+
+        self.for_each_item(multiply_item)
+
 
 def _halves(x, start, size: int, tile, *index) -> list[Any]:
     half = size // 2
     return [(x.at[(pl.ds(start + y, half), *index)], tile, slice(y, y + half)) for y in (0, half)]
 
 
-def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
+def _copy_item(cta: _Kernel, role: _Role, item: _Item) -> None:
     refs, steps = cta.refs, cta.roles[role]
-    (left, left_transposed), (right, right_transposed, right_vector) = refs.operands_smem
+    left, right = cta.left, cta.right
     tile_count, first = _tile_steps(role, item.row, cta.p)
     rows, columns = block(item.row, ROWS), block(item.column, COLUMNS)
     state = item.head, item.chunk
@@ -201,7 +243,7 @@ def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
     def both_states(j):
         columns = block(j, DEPTH)
         C, dC = (x.at[(*state, rows, columns)] for x in (refs.C_gmem, refs.dC_gmem))
-        return (C, left), (dC, right_transposed, slice(ROWS))
+        return (C, left), (dC, cta.right_transposed, slice(ROWS))
 
     if role == _Role.STATES:
         feed(0, steps.with_state, both_states)
@@ -220,7 +262,7 @@ def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
         depth = block(j, DEPTH)
         if role == _Role.DV:
             return (a.at[rows, depth], left), (X.at[(*state, depth, columns)], right)
-        return (a.at[rows, depth], left), (X.at[(*state, columns, depth)], right_transposed)
+        return (a.at[rows, depth], left), (X.at[(*state, columns, depth)], cta.right_transposed)
 
     def weighted(j):
         y = cta.in_chunk(x, item)
@@ -230,13 +272,13 @@ def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
 
     def norms(j):
         start = pl.multiple_of(item.column * COLUMNS, COLUMNS)
-        return _halves(norm.at[state], start, COLUMNS, right_vector)
+        return _halves(norm.at[state], start, COLUMNS, cta.right_vector)
 
     def with_tiles(j):
         others = block(first + j, DEPTH)
         if role == _Role.DQ:
             return (tiles.at[rows, others], left), (b.at[others, columns], right)
-        return (tiles.at[others, rows], left_transposed), (b.at[others, columns], right)
+        return (tiles.at[others, rows], cta.left_transposed), (b.at[others, columns], right)
 
     feed(0, steps.with_state, with_state)
     start = steps.with_state
@@ -247,23 +289,22 @@ def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
     feed(start, tile_count, with_tiles)
 
 
-def _inner_states(cta: _CTA, item: _Item) -> None:
-    refs, ring = cta.refs, cta.ring
-    (left, _), (_, right_transposed, _) = refs.operands_smem
+def _inner_states(cta: _Kernel, item: _Item) -> None:
+    ring = cta.ring
 
     def add(j, total):
         slot = ring.wait(item.step + j)
-        C, dC = (load_float32(x.at[slot, cta.tile_rows]) for x in (left, right_transposed))
+        C, dC = (load_float32(x.at[slot, cta.tile_rows]) for x in (cta.left, cta.right_transposed))
         ring.release(item.step + j)
         return total + C * dC
 
     total = loop(cta.roles[_Role.STATES].with_state, add, products.zeros(WG_ROWS, DEPTH))
     sums = products.sum_over_columns(total)
-    refs.states.at[item.head, item.chunk, cta.rows(item)][...] = sums
+    cta.refs.states.at[item.head, item.chunk, cta.rows(item)][...] = sums
 
 
 def _multiply(
-    cta: _CTA, start, count, operands: Callable[[Any], Sequence[Any]], accumulator
+    cta: _Kernel, start, count, operands: Callable[[Any], Sequence[Any]], accumulator
 ) -> None:
     """Adds the products of operands(slot) over ``count`` steps."""
     ring = cta.ring
@@ -285,7 +326,7 @@ def _scaled(acc: Array, weights: Array) -> list[Array]:
 
 
 def _scaled_with_sums(
-    cta: _CTA,
+    cta: _Kernel,
     item: _Item,
     is_dq: Array,
     first: Array,
@@ -301,7 +342,6 @@ def _scaled_with_sums(
       steps: the warpgroup's steps in the sequence.
     """
     refs, ring = cta.refs, cta.ring
-    right, _, right_vector = refs.operands_smem[1]
     parts = _scaled(acc, weights)
     count = cta.roles[_Role.DK].weighted + cta.roles[_Role.DK].norm
     for x in range(count - 1):
@@ -312,7 +352,7 @@ def _scaled_with_sums(
 
     def add_norm(*parts):
         slot = ring.wait(first + count - 1)
-        rows = [across_rows(load(right_vector.at[slot, part], BY_COLUMNS)) for part in _PARTS]
+        rows = [across_rows(load(cta.right_vector.at[slot, part], BY_COLUMNS)) for part in _PARTS]
         return [x + across_columns(norm_weights) * y for x, y in zip(parts, rows, strict=True)]
 
     if refs.n_gmem is None:
@@ -320,7 +360,7 @@ def _scaled_with_sums(
     else:
         parts = add_norm(*parts)
     slot = ring.slot(first + cta.wg)
-    tiles = (load_float32(right.at[slot, :, part]) for part in _PARTS)
+    tiles = (load_float32(cta.right.at[slot, :, part]) for part in _PARTS)
     sums = [products.sum_over_columns(x * y) for x, y in zip(parts, tiles, strict=True)]
     inter = functools.reduce(jnp.add, sums)
     ring.release(*(first + x for x in range(count - 1)))
@@ -338,7 +378,7 @@ def _scaled_with_sums(
     return jnp.concatenate(parts, axis=1)
 
 
-def _store(cta: _CTA, item: _Item, rows, acc: Array) -> None:
+def _store(cta: _Kernel, item: _Item, rows, acc: Array) -> None:
     refs = cta.refs
     for j, part in enumerate(_PARTS):
         tile = refs.out_smem.at[cta.wg, j % 2]
@@ -352,10 +392,9 @@ def _store(cta: _CTA, item: _Item, rows, acc: Array) -> None:
             )
 
 
-def _gradient(cta: _CTA, item: _Item) -> None:
+def _gradient(cta: _Kernel, item: _Item) -> None:
     """Runs an item of dq, dk or dv, all in one body because each body takes seconds to compile."""
     refs, roles, tile_rows = cta.refs, cta.roles, cta.tile_rows
-    (left, left_transposed), (right, right_transposed, _) = refs.operands_smem
     multiply, role = functools.partial(_multiply, cta), item.role
     is_dq, is_dv = role == _Role.DQ, role == _Role.DV
     rows = cta.rows(item)
@@ -365,13 +404,13 @@ def _gradient(cta: _CTA, item: _Item) -> None:
     tile_count = _by_role(role, [_tile_steps(kind, item.row, cta.p)[0] for kind in _Role])
 
     def plain(slot):
-        return left.at[slot, tile_rows], right.at[slot]
+        return cta.left.at[slot, tile_rows], cta.right.at[slot]
 
     def times_transposed(slot):
-        return left.at[slot, tile_rows], right_transposed.at[slot].T
+        return cta.left.at[slot, tile_rows], cta.right_transposed.at[slot].T
 
     def transposed_times(slot):
-        return left_transposed.at[slot, :, tile_rows].T, right.at[slot]
+        return cta.left_transposed.at[slot, :, tile_rows].T, cta.right.at[slot]
 
     of_dv, of_others = (roles[x].with_state for x in (_Role.DV, _Role.DQ))
     with_state = functools.partial(
@@ -406,82 +445,45 @@ def _gradient(cta: _CTA, item: _Item) -> None:
     _store(cta, item, rows, acc)
 
 
-def _kernel(cta: CTA) -> None:
-    """Runs a CTA.
-
-    Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
-      q_gmem, k_gmem: D = DHQK.
-      v_gmem, dh_gmem: D = DHHV.
-    Other inputs:
-      C_gmem, dC_gmem: (B * NH, NC, DHQK, DHHV).
-      n_gmem, dn_gmem: (B * NH, NC, DHQK); n is absent without a normaliser.
-      P_gmem, dP_gmem: (B * NH, S, L).
-      w_gmem, abar_gmem, inv_den_gmem, dz_den_gmem: (B * NH, S); the last two are absent without a
-        normaliser.
-    Outputs:
-      dq, dk, dv: like q, k and v.
-      q_inter, k_inter: (B * NH, column blocks, S).
-      states: (B * NH, NC, DHQK), sums over the columns.
-    Shared memory and barriers: see ``Tiles.scratch``.
-    """
-    roles = _items(cta.p, cta.refs.n_gmem is not None)
-    ring = CopyRing(cta.refs.barriers, cta.tiles.num_stages, None, None, readers=0)
-    cta = _CTA(**vars(cta), roles=roles, ring=ring, tile_rows=block(cta.wg, WG_ROWS))
-
-    def copy(item):
-        for role in _Role:
-            pl.when(item.role == role)(functools.partial(_copy_item, cta, role, item))
-
-    def multiply(item):
-        is_states = item.role == _Role.STATES
-        pl.when(is_states)(functools.partial(_inner_states, cta, item))
-        pl.when(~is_states)(functools.partial(_gradient, cta, item))
-
-    cta.run(
-        [],
-        lambda: cta.for_each_item(multiply),
-        copy=lambda: ring.epilogue(cta.for_each_item(copy)),
-    )
-
-
 def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
     p, dtype, g = call.problem, x.matQ.dtype, x.gates.per_step()
     normalise = x.normaliser_gradients.vecInvDen is not None
-    inputs = dict(
-        q=x.matQ,
-        k=x.matK,
-        v=x.matV,
-        dh=x.matDeltaH,
-        C=x.matC_states,
-        n=x.vecN_states if normalise else None,
-        dC=x.matDeltaC_states,
-        dn=x.vecDeltaN_states,
-        w=g.vecW,
-        abar=g.vecAbar,
-        inv_den=x.normaliser_gradients.vecInvDen,
-        dz_den=x.normaliser_gradients.vecDzDen,
-    )
     recomputes = x.scores.matP is None
     sums = float32(p.BNH, p.S) if recomputes else float32(p.BNH, p.DHQK // COLUMNS, p.S)
-    outputs = {
+    outputs: dict[str, Any] = {
         "dq": sequence_shape(x.matQ, p.DHQK, dtype),
         "q_inter": sums,
         "dk": sequence_shape(x.matK, p.DHQK, dtype),
         "k_inter": sums,
         "dv": sequence_shape(x.matV, p.DHHV, dtype),
         "states": float32(p.BNH, p.NC, chunkwise.CHUNK if recomputes else p.DHQK),
+        "pairs": w_sum_shapes(p) if recomputes else None,
     }
-    if recomputes:
-        inputs |= dict(e=g.vecE, u=g.vecU)
-        kernel, outputs = chunkwise.kernel, outputs | w_sum_shapes(p)
-        copies = not chunkwise.copying_warpgroups(p)
-    else:
-        inputs |= dict(P=x.scores.matP, dP=x.scores.matDeltaP)
-        kernel, copies = _kernel, True
-    shared = call.tiles.scratch(p, dtype, normalise=normalise)
-    run_kernel = persistent_call(kernel, "parallel_bw_dQKV", call, outputs, shared, copies=copies)
-    y = run_kernel(**{f"{name}_gmem": array for name, array in inputs.items()})
+    y = persistent_call(
+        chunkwise.Kernel if recomputes else _Kernel,
+        "parallel_bw_dQKV",
+        call,
+        outputs,
+        call.tiles.scratch(p, dtype, normalise=normalise),
+    )(
+        q_gmem=x.matQ,
+        k_gmem=x.matK,
+        v_gmem=x.matV,
+        dh_gmem=x.matDeltaH,
+        C_gmem=x.matC_states,
+        n_gmem=x.vecN_states if normalise else None,
+        dC_gmem=x.matDeltaC_states,
+        dn_gmem=x.vecDeltaN_states,
+        w_gmem=g.vecW,
+        abar_gmem=g.vecAbar,
+        inv_den_gmem=x.normaliser_gradients.vecInvDen,
+        dz_den_gmem=x.normaliser_gradients.vecDzDen,
+        e_gmem=g.vecE if recomputes else None,
+        u_gmem=g.vecU if recomputes else None,
+        P_gmem=x.scores.matP,
+        dP_gmem=x.scores.matDeltaP,
+    )
     # One sum over everything, because XLA runs it as one kernel.
     inner_n_dn = x.vecN_states * x.vecDeltaN_states
     if recomputes:
@@ -491,7 +493,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         inter = y["q_inter"].sum(1), y["k_inter"].sum(1)
         parts = y["states"] + inner_n_dn
     through = (x.gates.scaGamma[..., None] * parts).sum(-1)
-    pairs = tile_pairs(y, p) if recomputes else None
+    pairs = tile_pairs(y["pairs"], p) if recomputes else None
     return Gradients(y["dq"], y["dk"], y["dv"], *inter, through, pairs)
 
 
