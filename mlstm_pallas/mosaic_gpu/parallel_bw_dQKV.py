@@ -79,17 +79,16 @@ class _Items(NamedTuple):
     rows: int
     columns: int
     with_state: int
-    weighted: int  # the queries or keys of each warpgroup, for the gates' gradients
-    norm: int  # n or dn
+    for_sums: int  # the queries or keys of each warpgroup, for the gates' gradients, and n or dn
 
 
 def _items(p: Problem, normalise: bool) -> list[_Items]:
     of_L, of_DHQK, of_DHHV = blocks(p.L, ROWS), blocks(p.DHQK, COLUMNS), blocks(p.DHHV, COLUMNS)
     return [
-        _Items(of_L, of_DHQK, p.DHHV // DEPTH, 2, int(normalise)),
-        _Items(of_L, of_DHQK, p.DHHV // DEPTH, 2, 1),
-        _Items(of_L, of_DHHV, p.DHQK // DEPTH, 0, 0),
-        _Items(p.DHQK // ROWS, 1, p.DHHV // DEPTH, 0, 0),
+        _Items(of_L, of_DHQK, p.DHHV // DEPTH, 3 if normalise else 2),
+        _Items(of_L, of_DHQK, p.DHHV // DEPTH, 3),
+        _Items(of_L, of_DHHV, p.DHQK // DEPTH, 0),
+        _Items(p.DHQK // ROWS, 1, p.DHHV // DEPTH, 0),
     ]
 
 
@@ -162,6 +161,11 @@ class _Kernel(PersistentKernel):
         """The warpgroup's rows of an item."""
         return aligned(item.row * ROWS + self.wg * WG_ROWS, WG_ROWS)
 
+    def steps(self, item):
+        """These rows in the sequence."""
+        start = item.chunk * self.p.L + item.row * ROWS + self.wg * WG_ROWS
+        return aligned(start, WG_ROWS)
+
     def item(self, index, step):
         index, items_of_chunk = self.item_of(index), _items_of_chunk(self.roles)
         chunks = self.p.BNH * self.p.NC
@@ -190,7 +194,7 @@ class _Kernel(PersistentKernel):
             item = self.item(index, step)
             run(item)
             counts = [
-                x.with_state + x.weighted + x.norm + _tile_steps(role, item.row, self.p)[0]
+                x.with_state + x.for_sums + _tile_steps(role, item.row, self.p)[0]
                 for role, x in zip(_Role, self.roles, strict=True)
             ]
             return step + _by_role(item.role, counts)
@@ -217,9 +221,11 @@ class _Kernel(PersistentKernel):
         self.for_each_item(multiply_item)
 
 
-def _halves(x, start, size: int, tile, *index) -> list[Any]:
+def _copy_halves(copy, x, start, size: int, tile, *index) -> None:
+    """Copies a tile in two, because every step has two copies."""
     half = size // 2
-    return [(x.at[(pl.ds(start + y, half), *index)], tile, slice(y, y + half)) for y in (0, half)]
+    for y in (0, half):
+        copy(x.at[(pl.ds(start + y, half), *index)], tile, slice(y, y + half))
 
 
 def _copy_item(cta: _Kernel, role: _Role, item: _Item) -> None:
@@ -230,20 +236,16 @@ def _copy_item(cta: _Kernel, role: _Role, item: _Item) -> None:
     state = item.head, item.chunk
 
     def feed(start, count, copies):
-        """Loads ``count`` steps of the item; copies(j): the arguments of the copies of step j."""
+        """Loads ``count`` steps of the item; copies(j, copy) starts the copies of step j."""
 
         @each(count)
         def one(j):
-            def start_copies(_, copy):
-                for x in copies(j):
-                    copy(*x)
+            cta.ring.load(item.step + start + j, lambda _, copy: copies(j, copy))
 
-            cta.ring.load(item.step + start + j, start_copies)
-
-    def both_states(j):
-        columns = block(j, DEPTH)
-        C, dC = (x.at[(*state, rows, columns)] for x in (refs.C_gmem, refs.dC_gmem))
-        return (C, left), (dC, cta.right_transposed, slice(ROWS))
+    def both_states(j, copy):
+        place = *state, rows, block(j, DEPTH)
+        copy(refs.C_gmem.at[place], left)
+        copy(refs.dC_gmem.at[place], cta.right_transposed, slice(ROWS))
 
     if role == _Role.STATES:
         feed(0, steps.with_state, both_states)
@@ -258,35 +260,35 @@ def _copy_item(cta: _Kernel, role: _Role, item: _Item) -> None:
     a, X, tiles, b, x, norm = operands[role]
     a, tiles, b = (cta.in_chunk(y, item) for y in (a, tiles, b))
 
-    def with_state(j):
+    def with_state(j, copy):
         depth = block(j, DEPTH)
+        copy(a.at[rows, depth], left)
         if role == _Role.DV:
-            return (a.at[rows, depth], left), (X.at[(*state, depth, columns)], right)
-        return (a.at[rows, depth], left), (X.at[(*state, columns, depth)], cta.right_transposed)
+            copy(X.at[(*state, depth, columns)], right)
+        else:
+            copy(X.at[(*state, columns, depth)], cta.right_transposed)
 
-    def weighted(j):
-        y = cta.in_chunk(x, item)
-        return _halves(
-            y, pl.multiple_of(item.row * ROWS, ROWS) + j * WG_ROWS, WG_ROWS, right, columns
-        )
+    def weighted(j, copy):
+        start = rows.start + j * WG_ROWS
+        _copy_halves(copy, cta.in_chunk(x, item), start, WG_ROWS, right, columns)
 
-    def norms(j):
-        start = pl.multiple_of(item.column * COLUMNS, COLUMNS)
-        return _halves(norm.at[state], start, COLUMNS, cta.right_vector)
+    def norms(_, copy):
+        _copy_halves(copy, norm.at[state], columns.start, COLUMNS, cta.right_vector)
 
-    def with_tiles(j):
+    def with_tiles(j, copy):
         others = block(first + j, DEPTH)
         if role == _Role.DQ:
-            return (tiles.at[rows, others], left), (b.at[others, columns], right)
-        return (tiles.at[others, rows], cta.left_transposed), (b.at[others, columns], right)
+            copy(tiles.at[rows, others], left)
+        else:
+            copy(tiles.at[others, rows], cta.left_transposed)
+        copy(b.at[others, columns], right)
 
     feed(0, steps.with_state, with_state)
-    start = steps.with_state
-    for count, copies in ((steps.weighted, weighted), (steps.norm, norms)):
-        if count:
-            feed(start, count, copies)
-        start += count
-    feed(start, tile_count, with_tiles)
+    if steps.for_sums:
+        feed(steps.with_state, 2, weighted)
+    if steps.for_sums == 3:
+        feed(steps.with_state + 2, 1, norms)
+    feed(steps.with_state + steps.for_sums, tile_count, with_tiles)
 
 
 def _inner_states(cta: _Kernel, item: _Item) -> None:
@@ -304,7 +306,7 @@ def _inner_states(cta: _Kernel, item: _Item) -> None:
 
 
 def _multiply(
-    cta: _Kernel, start, count, operands: Callable[[Any], Sequence[Any]], accumulator
+    cta: _Kernel, accumulator, start, count, operands: Callable[[Any], Sequence[Any]]
 ) -> None:
     """Adds the products of operands(slot) over ``count`` steps."""
     ring = cta.ring
@@ -328,9 +330,7 @@ def _scaled(acc: Array, weights: Array) -> list[Array]:
 def _scaled_with_sums(
     cta: _Kernel,
     item: _Item,
-    is_dq: Array,
     first: Array,
-    steps,
     weights: Array,
     dz_den: Array | None,
     acc: Array,
@@ -339,19 +339,18 @@ def _scaled_with_sums(
 
     Args:
       first: the first step after those with states.
-      steps: the warpgroup's steps in the sequence.
     """
-    refs, ring = cta.refs, cta.ring
+    refs, ring, is_dq = cta.refs, cta.ring, item.role == _Role.DQ
     parts = _scaled(acc, weights)
-    count = cta.roles[_Role.DK].weighted + cta.roles[_Role.DK].norm
-    for x in range(count - 1):
-        ring.wait(first + x)
+    weighted, norm = (first, first + 1), first + 2
+    for step in weighted:
+        ring.wait(step)
     norm_weights = weights
     if dz_den is not None:
         norm_weights = lax.cond(is_dq, lambda: weights * dz_den, lambda: weights)
 
     def add_norm(*parts):
-        slot = ring.wait(first + count - 1)
+        slot = ring.wait(norm)
         rows = [across_rows(load(cta.right_vector.at[slot, part], BY_COLUMNS)) for part in _PARTS]
         return [x + across_columns(norm_weights) * y for x, y in zip(parts, rows, strict=True)]
 
@@ -363,23 +362,22 @@ def _scaled_with_sums(
     tiles = (load_float32(cta.right.at[slot, :, part]) for part in _PARTS)
     sums = [products.sum_over_columns(x * y) for x, y in zip(parts, tiles, strict=True)]
     inter = functools.reduce(jnp.add, sums)
-    ring.release(*(first + x for x in range(count - 1)))
-    release_norm = functools.partial(ring.release, first + count - 1)
+    ring.release(*weighted)
     if refs.n_gmem is None:
-        pl.when(~is_dq)(release_norm)
+        pl.when(~is_dq)(lambda: ring.release(norm))
     else:
-        release_norm()
+        ring.release(norm)
     for role, output in ((_Role.DQ, refs.q_inter), (_Role.DK, refs.k_inter)):
 
         @pl.when(item.role == role)
         def store(output=output):
-            output.at[item.head, item.column, steps][...] = inter
+            output.at[item.head, item.column, cta.steps(item)][...] = inter
 
     return jnp.concatenate(parts, axis=1)
 
 
-def _store(cta: _Kernel, item: _Item, rows, acc: Array) -> None:
-    refs = cta.refs
+def _store(cta: _Kernel, item: _Item, acc: Array) -> None:
+    refs, rows = cta.refs, cta.rows(item)
     for j, part in enumerate(_PARTS):
         tile = refs.out_smem.at[cta.wg, j % 2]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -394,13 +392,11 @@ def _store(cta: _Kernel, item: _Item, rows, acc: Array) -> None:
 
 def _gradient(cta: _Kernel, item: _Item) -> None:
     """Runs an item of dq, dk or dv, all in one body because each body takes seconds to compile."""
-    refs, roles, tile_rows = cta.refs, cta.roles, cta.tile_rows
-    multiply, role = functools.partial(_multiply, cta), item.role
+    refs, roles, role, tile_rows = cta.refs, cta.roles, item.role, cta.tile_rows
     is_dq, is_dv = role == _Role.DQ, role == _Role.DV
-    rows = cta.rows(item)
-    steps = aligned(item.chunk * cta.p.L + item.row * ROWS + cta.wg * WG_ROWS, WG_ROWS)
+    steps = cta.steps(item)
     after_state = item.step + _by_role(role, [x.with_state for x in roles])
-    before_tiles = after_state + _by_role(role, [x.weighted + x.norm for x in roles])
+    before_tiles = after_state + _by_role(role, [x.for_sums for x in roles])
     tile_count = _by_role(role, [_tile_steps(kind, item.row, cta.p)[0] for kind in _Role])
 
     def plain(slot):
@@ -412,19 +408,15 @@ def _gradient(cta: _Kernel, item: _Item) -> None:
     def transposed_times(slot):
         return cta.left_transposed.at[slot, :, tile_rows].T, cta.right.at[slot]
 
-    of_dv, of_others = (roles[x].with_state for x in (_Role.DV, _Role.DQ))
-    with_state = functools.partial(
-        products.cond,
-        is_dv,
-        functools.partial(multiply, item.step, of_dv, plain),
-        functools.partial(multiply, item.step, of_others, times_transposed),
-    )
-    with_tiles = functools.partial(
-        products.cond,
-        is_dq,
-        functools.partial(multiply, before_tiles, tile_count, plain),
-        functools.partial(multiply, before_tiles, tile_count, transposed_times),
-    )
+    def with_state(acc):
+        multiply = functools.partial(_multiply, cta, acc, item.step)
+        pl.when(is_dv)(lambda: multiply(roles[_Role.DV].with_state, plain))
+        pl.when(~is_dv)(lambda: multiply(roles[_Role.DQ].with_state, times_transposed))
+
+    def with_tiles(acc):
+        multiply = functools.partial(_multiply, cta, acc, before_tiles, tile_count)
+        pl.when(is_dq)(lambda: multiply(plain))
+        pl.when(~is_dq)(lambda: multiply(transposed_times))
 
     # Loaded before the product and used after it, so that their latency is hidden.
     query_weights, key_weights, inv_den, dz_den = (
@@ -438,11 +430,11 @@ def _gradient(cta: _Kernel, item: _Item) -> None:
     acc = lax.cond(
         is_dv,
         lambda acc: jnp.concatenate(_scaled(acc, weights), axis=1),
-        functools.partial(_scaled_with_sums, cta, item, is_dq, after_state, steps, weights, dz_den),
+        functools.partial(_scaled_with_sums, cta, item, after_state, weights, dz_den),
         acc,
     )
     (acc,) = products.onto(with_tiles, acc)
-    _store(cta, item, rows, acc)
+    _store(cta, item, acc)
 
 
 def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
