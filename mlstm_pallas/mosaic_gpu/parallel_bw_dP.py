@@ -187,8 +187,7 @@ def _scores_dA_and_delta(cta: _Kernel, index, first, tile_rows):
             delta = products.zeros(WG_ROWS, layout=BY_ROWS)
         delta = add(dA_acc, steps_k, cta.steps_v, delta)
         products.wait(0)
-        ring.release(first + steps_k + cta.steps_v - 1)
-        ring.refill(first + steps_k + cta.steps_v - 1, item=index)
+        ring.advance(first + cta.last - 1, item=index)
         return delta
 
     return products.all_from_zeros(issue, (WG_ROWS, TILE), (WG_ROWS, TILE))

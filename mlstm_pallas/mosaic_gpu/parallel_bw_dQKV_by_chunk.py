@@ -42,6 +42,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
     WG_ROWS,
+    aligned,
     block,
     load,
     load_float32,
@@ -233,18 +234,20 @@ class _Chunk(Kernel):
     def slot(self, step):
         return self.refs.tiles_smem.at[self.ring.slot(step)]
 
+    def advance(self, *steps):
+        self.ring.advance(*steps, item=self.index)
+
     def refill(self, *steps):
         self.ring.refill(*steps, item=self.index)
 
     def q_step(self, y):
         return self.first + self.last_q + y
 
-    def keys(self, start, count):
-        """A range of the chunk's keys, in the sequence."""
-        return pl.ds(pl.multiple_of(self.chunk * CHUNK + start, HALF), count)
-
-    def sum_over_queries(self, W):
-        return products.sum_over_rows(W, self.refs.staging_smem[1].at[self.wg, :SUM_SCRATCH])
+    def store_per_key(self, W, tile, start):
+        """Stores sums over the queries of a tile, for keys from ``start`` on in the chunk."""
+        sums = products.sum_over_rows(W, self.refs.staging_smem[1].at[self.wg, :SUM_SCRATCH])
+        keys = pl.ds(pl.multiple_of(self.chunk * CHUNK + start, HALF), W.shape[1])
+        self.refs.pairs.per_key.at[self.head, tile, keys][...] = sums
 
     def row_dots(self, x, tile):
         return products.sum_over_columns(x * load_float32(tile))
@@ -268,6 +271,7 @@ class _Block(NamedTuple):
     tile_rows: Any  # rows of the queries
     key: Any  # the first key
     keys: int
+    row: Any  # its row in the shared memory of P
     vectors: Sequence[Any]  # u_hi, u_lo, inv_den and dz_den of the queries
     scores: Any = None
     dA: Any = None
@@ -285,8 +289,8 @@ def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
         sources = *refs.u_gmem, refs.inv_den_gmem, refs.dz_den_gmem
         return [load_by_rows(x, c.head, rows) for x in sources]
 
-    diagonal = _Block(c.tile_rows, key, WG_ROWS, vectors(c.rows))
-    below = _Block(block(1, WG_ROWS), half, HALF, vectors(later))
+    diagonal = _Block(c.tile_rows, key, WG_ROWS, 2 * key, vectors(c.rows))
+    below = _Block(block(1, WG_ROWS), half, HALF, WG_ROWS + half, vectors(later))
     w = load_by_rows(refs.w_gmem, c.head, c.rows)
     weights = query_scale(w, c.p.qk_scale, diagonal.vectors[2])
     return diagonal, below, weights, load_by_rows(refs.abar_gmem, c.head, c.rows)
@@ -294,8 +298,7 @@ def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
 
 def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
     """The blocks with their q k^T and dh v^T."""
-    ring, first = c.ring, c.first
-    slots, first_q = c.refs.tiles_smem, c.first_q
+    ring, slots = c.ring, c.refs.tiles_smem
 
     def add_blocks(sums, left, right, start=0):
         for x, part in zip(sums, both, strict=True):
@@ -307,39 +310,37 @@ def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
 
         @each(c.steps)
         def add(x):
-            dh, v = first + 2 * x, first + 2 * x + 1
+            dh, v = c.first + 2 * x, c.first + 2 * x + 1
             add_blocks(dA, slots.at[ring.wait(dh)], slots.at[ring.wait(v)])
             products.wait(2)
 
-            @pl.when(x > 0)
-            def next_tiles():
-                ring.release(dh - 2, v - 2)
-                c.refill(dh - 2, v - 2)
-
+            pl.when(x > 0)(lambda: c.advance(dh - 2, v - 2))
             if ring.readers:
                 pl.when((x == 0) & (c.index > 0))(lambda: c.k_ring.refill(c.index - 1))
 
-        for y in range(c.parts):
-            slot = ring.wait(first + first_q + y)
+        last_dh, last_v, *q = (c.first + c.first_q + y for y in range(-2, c.parts))
+        for y, step in enumerate(q):
+            slot = ring.wait(step)
             if y == 0:
                 c.k_ring.wait(c.index)
             add_blocks(scores, slots.at[slot], c.k_tile, y * CHUNK)
             if y == 0:
                 products.wait(2)
-                ring.release(first + first_q - 2, first + first_q - 1)
+                ring.release(last_dh, last_v)
         products.wait(0)
-        ring.release(*(first + first_q + y for y in range(c.parts)))
-        c.refill(*(first + first_q + y for y in range(-2, c.parts)))
+        ring.release(*q)
+        c.refill(last_dh, last_v, *q)
 
     shapes = [(WG_ROWS, part.keys) for part in both]
     _, *sums = products.all_from_zeros(issue, *shapes, *shapes)
     return [x._replace(scores=sums[j], dA=sums[2 + j]) for j, x in enumerate(both)]
 
 
-def _write_keys(c: _Chunk, x: _Block, start: int, keys: int, at, mask: Array | None = None):
+def _write_keys(c: _Chunk, x: _Block, start: int, keys: int, mask: Array | None = None):
     """Stores P and dP of ``keys`` keys of a block, from ``start`` on; returns their W."""
     refs, columns = c.refs, slice(start, start + keys)
-    key = pl.multiple_of(x.key + start, HALF)
+    key, row = (pl.multiple_of(y + start, HALF) for y in (x.key, x.row))
+    at = pl.ds(row, keys)
     e = (c.vector(y, key, keys) for y in (_E_HI, _E_LO))
     tiles = refs.P_smem.at[at].T, refs.dP_smem.at[at].T
     scores, dA = x.scores[:, columns], x.dA[:, columns]
@@ -352,7 +353,7 @@ def _write_below(c: _Chunk, below: _Block):
     It returns the sums over keys.
     """
     refs = c.refs
-    W = _write_keys(c, below, 0, HALF, block(2 + c.wg, HALF))
+    W = _write_keys(c, below, 0, HALF)
     sums = products.sum_over_columns(W)
 
     @pl.when(c.wg == 0)
@@ -361,7 +362,7 @@ def _write_below(c: _Chunk, below: _Block):
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.tiles_full)
-    refs.pairs.per_key.at[c.head, 1, c.keys(below.key, HALF)][...] = c.sum_over_queries(W)
+    c.store_per_key(W, 1, below.key)
     return sums
 
 
@@ -372,13 +373,11 @@ def _write_diagonal(c: _Chunk, diagonal: _Block, keys: int) -> None:
     for start in range(0, WG_ROWS, keys):
         t, s = rows_and_columns(WG_ROWS, keys)
         s += start
-        at = pl.ds(pl.multiple_of(2 * c.wg * WG_ROWS + start, HALF), keys)
-        W = _write_keys(c, diagonal, start, keys, at, s <= t)
+        W = _write_keys(c, diagonal, start, keys, s <= t)
         of_diagonal.append(sum_over_columns(jnp.where(s == t, W, 0.0)))
         W = jnp.where(s < t, W, 0.0)
         of_earlier.append(sum_over_columns(W))
-        sums = c.sum_over_queries(W)
-        refs.pairs.per_key.at[c.head, c.wg, c.keys(c.wg * WG_ROWS + start, keys)][...] = sums
+        c.store_per_key(W, c.wg, diagonal.key + start)
     refs.pairs.diagonal.at[c.head, c.rows][...] = functools.reduce(jnp.add, of_diagonal)
     refs.pairs.per_query.at[c.head, c.wg, c.rows][...] = functools.reduce(jnp.add, of_earlier)
 
@@ -447,8 +446,7 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
         c.refill(v, dC, C)  # while the product runs
 
     (new,) = products.onto(multiply_P, new)
-    ring.release(dh)
-    c.refill(dh)
+    c.advance(dh)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     c.store([(new, c.out_tile, refs.dv, c.last_first(j))])
     return total, *sums
@@ -480,7 +478,7 @@ def _weighted(
 
 def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
     """Adds the intra-chunk parts to dq and dk and stores them."""
-    refs, ring, parts = c.refs, c.ring, range(c.parts)
+    refs, parts = c.refs, range(c.parts)
 
     def multiply_dP(*sums):
         for y in parts:
@@ -489,8 +487,7 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
 
     gradients = products.onto(multiply_dP, *inter)
     c.k_ring.release(c.index)
-    ring.release(*map(c.q_step, parts))
-    c.refill(*map(c.q_step, parts))
+    c.advance(*map(c.q_step, parts))
     if refs.tiles_empty is not None:
         products.release(refs.tiles_empty)
     outputs = [(x, (refs.dq, refs.dk)[j % 2], j // 2) for j, x in enumerate(gradients)]
@@ -515,7 +512,6 @@ def _multiply(c: _Chunk) -> None:
     # Computing half the keys of the block on the diagonal at a time takes fewer registers.
     keys = WG_ROWS if not c.ring.readers and MOVES_REGISTERS else HALF
     _write_diagonal(c, diagonal, keys)
-    corner = block(2 * c.wg, WG_ROWS)
     plgpu.commit_smem()
     products.acquire(refs.tiles_full, refs.tiles_empty)
     norm_weights = None if refs.n_gmem is None else weights * diagonal.vectors[3]
@@ -531,7 +527,7 @@ def _multiply(c: _Chunk) -> None:
         refs.pairs.per_query.at[c.head, 0, c.rows][...] = half_sums + other
 
     inter = _weighted(c, gradients, weights, norm_weights, key_weights)
-    _store_dq_and_dk(c, inter, corner)
+    _store_dq_and_dk(c, inter, aligned(diagonal.row, WG_ROWS))
 
 
 def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[str, Any]:
