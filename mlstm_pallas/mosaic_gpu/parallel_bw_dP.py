@@ -156,15 +156,6 @@ def _scores_dA_and_delta(cta: _Kernel, index, first, tile_rows):
     """
     ring, h_ring, steps_k = cta.ring, cta.h_ring, cta.steps_k
 
-    def delta_of(x, slot):
-        """dh_t . h_t over the columns of a step."""
-        step = index * cta.steps_v + x
-        h_slot = h_ring.wait(step)
-        tiles = cta.left.at[slot, tile_rows], cta.refs.h_smem.at[h_slot, tile_rows]
-        dh, h = map(load_float32, tiles)
-        h_ring.release(step)
-        return products.sum_over_columns(dh * h)
-
     def add(accumulator, start, count, delta=None):
         def one(x, delta):
             step = first + start + x
@@ -173,8 +164,13 @@ def _scores_dA_and_delta(cta: _Kernel, index, first, tile_rows):
             products.wait(1)
             pl.when(start + x > 0)(lambda: ring.release(step - 1))
             if delta is not None:
-                delta += delta_of(x, slot)
-                h_ring.refill(index * cta.steps_v + x)
+                h_step = index * cta.steps_v + x
+                h_slot = h_ring.wait(h_step)
+                dh = load_float32(cta.left.at[slot, tile_rows])
+                h = load_float32(cta.refs.h_smem.at[h_slot, tile_rows])
+                h_ring.release(h_step)
+                delta += products.sum_over_columns(dh * h)
+                h_ring.refill(h_step)
             pl.when(step > 0)(lambda: ring.refill(step - 1, item=index))
             return delta
 

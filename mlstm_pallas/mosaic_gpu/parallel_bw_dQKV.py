@@ -367,7 +367,7 @@ def _scaled_with_sums(
         pl.when(~is_dq)(lambda: ring.release(norm))
     else:
         ring.release(norm)
-    for role, output in ((_Role.DQ, refs.q_inter), (_Role.DK, refs.k_inter)):
+    for role, output in enumerate((refs.q_inter, refs.k_inter)):
 
         @pl.when(item.role == role)
         def store(output=output):
