@@ -57,12 +57,12 @@ def scan_buffer(arrays: int, rows: int, chunk_rows: int):
 
 
 def _neighbours(
-    buffer, columns: Sequence[Array], chunk_rows: int, backward: bool
-) -> Callable[[int], tuple[Any, list[Array]]]:
+    buffer, columns: Sequence[Array], edges: Sequence[Any], chunk_rows: int, backward: bool
+) -> Callable[[int], list[Array]]:
     """Writes columns (rows, 1) to a slot of a ``scan_buffer``.
 
-    Returns a function of a distance in rows. It tells where the chunk has a row at this distance
-    before each row (after it with backward), and what that row wrote.
+    Returns a function of a distance in rows. It returns what the row at this distance before each
+    row (after it with backward) wrote, and the edges where the chunk has no such row.
     """
     rows = columns[0].shape[0]
     copies = buffer.shape[-1] // len(columns)
@@ -75,7 +75,8 @@ def _neighbours(
         inside = row_of_chunk < chunk_rows - distance if backward else row_of_chunk >= distance
         first = start + distance if backward else start - distance
         x = load(buffer.at[pl.ds(first, rows)], rows_layout(), optimized=False)
-        return inside, split_columns(x)[: len(columns)]
+        # The columns beyond those with an edge are copies.
+        return [jnp.where(inside, *pair) for pair in zip(split_columns(x), edges, strict=False)]
 
     return at
 
@@ -106,19 +107,11 @@ def running(
 
     before, reach, slot = columns[-1], 1, 0
     while reach < chunk_rows:
-        at = _neighbours(buffer.at[slot], before, chunk_rows, backward)
+        at = _neighbours(buffer.at[slot], before, identities, chunk_rows, backward)
         # In the first round these are totals of rows, later totals of ``reach`` rows before each.
         shift = 1 if reach == 1 else 0
         distances = [shift + k * reach for k in reversed(range(_RADIX))]
-        totals = []
-        for distance in distances:
-            if distance == 0:
-                totals.append(before)
-            elif distance < chunk_rows:
-                inside, values = at(distance)
-                totals.append(
-                    [jnp.where(inside, *pair) for pair in zip(values, identities, strict=True)]
-                )
+        totals = [at(x) if x else before for x in distances if x < chunk_rows]
         before = functools.reduce(join, totals)
         reach, slot = reach * _RADIX, 1 - slot
     columns = [join(before, column) for column in columns]
@@ -134,8 +127,8 @@ def shifted(x: Array, edge, chunk_rows: int, buffer, *, backward: bool = False):
     """
     columns = split_columns(x)
     column = columns.pop(0 if backward else -1)
-    inside, (neighbour,) = _neighbours(buffer.at[0], [column], chunk_rows, backward)(1)
-    columns.insert(len(columns) if backward else 0, jnp.where(inside, neighbour, edge))
+    (neighbour,) = _neighbours(buffer.at[0], [column], [edge], chunk_rows, backward)(1)
+    columns.insert(len(columns) if backward else 0, neighbour)
     return jnp.concatenate(columns, axis=1)
 
 

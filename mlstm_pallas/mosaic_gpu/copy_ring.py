@@ -125,10 +125,10 @@ class CopyRing:
             )
             self._by_copier(self.slot(step), following < self.steps, load)
 
-    def advance(self, step) -> None:
-        """Releases a step and refills its slot."""
-        self.release(step)
-        self.refill(step)
+    def advance(self, *steps, item=None) -> None:
+        """Releases steps and refills their slots; item: see ``refill``."""
+        self.release(*steps)
+        self.refill(*steps, item=item)
 
     def epilogue(self, steps=None) -> None:
         """Waits for the last releases, because no barrier may end in the middle of a phase."""

@@ -1,8 +1,8 @@
 """Tiles of P and dP, and the sums of W = dP * scores over them, for the kernels that compute P."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -19,9 +19,7 @@ def write_tiles(
     scores: Array,
     dA: Array,
     e: Iterable[Array],
-    u: Sequence[Array],
-    inv_den: Array | None,
-    dz_den: Array | None,
+    queries: Sequence[Any],
     mask: Array | None,
     scale: float,
 ) -> Array:
@@ -30,11 +28,12 @@ def write_tiles(
     Args:
       P, dP: references to one tile each.
       scores, dA: q k^T and dh v^T.
-      e, u: see ``decay_tile``.
-      inv_den, dz_den: 1 / den_t and dz_t den_t; None without a normaliser. dz_den is also None if
-        it is 0 everywhere.
+      e: see ``decay_tile``.
+      queries: u_hi, u_lo, 1 / den_t and dz_t den_t. The last two are None without a normaliser; the
+        last one is also None if it is 0 everywhere.
       mask: where s <= t; None: everywhere.
     """
+    *u, inv_den, dz_den = queries
     columns = scores.shape[1]
 
     def scaled(x):
@@ -49,17 +48,17 @@ def write_tiles(
     return scores * dA
 
 
-def w_sum_shapes(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
-    """The outputs of a kernel that sums W.
+def w_sum_shapes(p: Problem) -> TileSums:
+    """The output "pairs" of a kernel that sums W.
 
     per_query: the sums of W_ts over s < t in each tile of 64 keys; per_key: the sums over t > s in
     each tile of 64 queries; diagonal: W_tt.
     """
-    per_tile = float32(p.BNH, p.L // WG_ROWS, p.S)
-    return {"per_query": per_tile, "per_key": per_tile, "diagonal": float32(p.BNH, p.S)}
+    per_tile: Any = float32(p.BNH, p.L // WG_ROWS, p.S)
+    per_step: Any = float32(p.BNH, p.S)
+    return TileSums(per_tile, per_tile, per_step)
 
 
-def tile_pairs(outputs: Mapping[str, Array], p: Problem) -> TileSums:
-    """The sums that a kernel wrote to outputs with ``w_sum_shapes``."""
-    sums = [outputs[name] for name in TileSums._fields]
+def tile_pairs(sums: TileSums, p: Problem) -> TileSums:
+    """The sums that a kernel wrote to outputs of ``w_sum_shapes``, by chunk."""
     return TileSums(*(x.reshape(*x.shape[:-1], p.NC, p.L // WG_ROWS, WG_ROWS) for x in sums))

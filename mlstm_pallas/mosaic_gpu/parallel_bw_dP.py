@@ -47,7 +47,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     tile_transforms,
 )
 from mlstm_pallas.mosaic_gpu.limits import RingTiles
-from mlstm_pallas.mosaic_gpu.persistent import CTA, persistent_call
+from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel, persistent_call
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
 from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGradients, query_scale
@@ -69,136 +69,141 @@ class _Item(NamedTuple):
     j: Any  # tile of keys, at most i
 
 
-class _Steps(NamedTuple):
-    """The steps of an item: products with k, products with v, and the last step."""
-
-    k: int
-    v: int
-
-    @property
-    def last(self):
-        return self.k + self.v
-
-
-def _steps(p: Problem) -> _Steps:
-    return _Steps(blocks(p.DHQK, DEPTH), blocks(p.DHHV, DEPTH))
-
-
 def _items_of_chunk(p: Problem) -> int:
     num_tiles = blocks(p.L, TILE)
     return num_tiles * (num_tiles + 1) // 2
 
 
-class _Loader(CTA):
-    """The items of a CTA, and the copies of their operands."""
+class _Kernel(PersistentKernel):
+    """Runs a CTA.
 
-    def item(self, index):
-        p, items_of_chunk = self.p, _items_of_chunk(self.p)
+    Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
+      q_gmem, k_gmem: D = DHQK.
+      v_gmem, dh_gmem, h_gmem: D = DHHV. h is absent if delta is not computed.
+    Inputs (B * NH, S): e_gmem and u_gmem, two each; inv_den_gmem, absent without a normaliser;
+      slope_gmem, absent without a normaliser or h.
+    Outputs: P, dP, (B * NH, S, L); pairs, see ``w_sum_shapes``; delta, (B * NH, S), absent without
+      h.
+    Shared memory and barriers: see ``Tiles.scratch``.
+    """
+
+    h_ring: Any  # None without h
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        refs, p = self.refs, self.p
+        (self.left, self.e_hi), (self.right, self.e_lo) = refs.operands_smem
+        # The steps of an item: products with k, products with v, and the last step.
+        self.steps_k, self.steps_v = blocks(p.DHQK, DEPTH), blocks(p.DHHV, DEPTH)
+        self.last = self.steps_k + self.steps_v
+        n, items = self.last + 1, self.num_items
+        self.ring = CopyRing(
+            refs.barriers, self.tiles.num_stages, items * n, self.copy_operands, steps_of_item=n
+        )
+        self.rings, self.h_ring = [self.ring], None
+        if refs.h_gmem is not None:
+            self.h_ring = CopyRing(refs.h_barriers, H_STAGES, items * self.steps_v, self.copy_h)
+            self.rings.append(self.h_ring)
+
+    def item(self, index) -> _Item:
+        items_of_chunk = _items_of_chunk(self.p)
         index = self.item_of(index)
         x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
-        later = (x >= m * (m + 1) // 2 for m in range(1, blocks(p.L, TILE)))
+        later = (x >= m * (m + 1) // 2 for m in range(1, blocks(self.p.L, TILE)))
         i: Any = sum((lax.convert_element_type(y, jnp.int32) for y in later), np.int32(0))
         j = x - divide(i * (i + 1), 2)
         return _Item(*self.head_and_chunk(chunk), i, j)
 
-    def copy(self, index, x, copy):
+    def tile(self, chunk, tile):
+        """The index of a chunk's tile in the sequence."""
+        return chunk * blocks(self.p.L, TILE) + tile
+
+    def copy_operands(self, index, x, copy) -> None:
         """Copies step x of an item: q and k, dh and v, or the vectors of the keys."""
-        refs, p, steps = self.refs, self.p, _steps(self.p)
+        refs, steps_k = self.refs, self.steps_k
         head, chunk, i, j = self.item(index)
-        queries, keys = (block(chunk * blocks(p.L, TILE) + y, TILE) for y in (i, j))
-        (left, left_vector), (right, right_vector) = refs.operands_smem
+        queries, keys = (block(self.tile(chunk, y), TILE) for y in (i, j))
 
         def tiles(a, b, x):
-            for y, rows, buffer in ((a, queries, left), (b, keys, right)):
-                copy(head_of(y, head, p).at[rows, block(x, DEPTH)], buffer)
+            for y, rows, buffer in ((a, queries, self.left), (b, keys, self.right)):
+                copy(head_of(y, head, self.p).at[rows, block(x, DEPTH)], buffer)
 
         def vectors():
-            for y, buffer in zip(refs.e_gmem, (left_vector, right_vector), strict=True):
+            for y, buffer in zip(refs.e_gmem, (self.e_hi, self.e_lo), strict=True):
                 copy(y.at[head, keys], buffer, slice(TILE))
 
-        pl.when(x < steps.k)(lambda: tiles(refs.q_gmem, refs.k_gmem, x))
-        with_v = (x >= steps.k) & (x < steps.last)
-        pl.when(with_v)(lambda: tiles(refs.dh_gmem, refs.v_gmem, x - steps.k))
-        pl.when(x == steps.last)(vectors)
+        pl.when(x < steps_k)(lambda: tiles(refs.q_gmem, refs.k_gmem, x))
+        with_v = (x >= steps_k) & (x < self.last)
+        pl.when(with_v)(lambda: tiles(refs.dh_gmem, refs.v_gmem, x - steps_k))
+        pl.when(x == self.last)(vectors)
 
-    def copy_h(self, step, copy):
-        steps_v = _steps(self.p).v
-        head, chunk, i, _ = self.item(divide(step, steps_v))
-        rows = block(chunk * blocks(self.p.L, TILE) + i, TILE)
-        columns = block(remainder(step, steps_v), DEPTH)
+    def copy_h(self, step, copy) -> None:
+        head, chunk, i, _ = self.item(divide(step, self.steps_v))
+        rows = block(self.tile(chunk, i), TILE)
+        columns = block(remainder(step, self.steps_v), DEPTH)
         copy(head_of(self.refs.h_gmem, head, self.p).at[rows, columns], self.refs.h_smem)
 
-
-class _Warpgroup(NamedTuple):
-    """An item, as one warpgroup sees it."""
-
-    refs: Any
-    p: Problem
-    ring: CopyRing
-    h_ring: Any  # None without h
-    wg: Any
-    index: Any  # among the CTA's items
-    item: _Item
-    tile_rows: Any  # the warpgroup's rows in the tile
-    rows: Any  # these rows in the sequence
-    first: Any  # the item's first step in the ring
+    def multiply(self) -> None:
+        each(self.num_items)(functools.partial(_multiply, self))
 
 
-def _scores_dA_and_delta(c: _Warpgroup):
-    """Returns delta, or None without h, and q k^T and dh v^T."""
-    refs, ring, h_ring, first, steps = c.refs, c.ring, c.h_ring, c.first, _steps(c.p)
-    (left, _), (right, _) = refs.operands_smem
+def _scores_dA_and_delta(cta: _Kernel, index, first, tile_rows):
+    """Returns delta, or None without h, and q k^T and dh v^T.
 
-    def delta_of(x, slot):
-        """dh_t . h_t over the columns of a step."""
-        step = c.index * steps.v + x
-        h_slot = h_ring.wait(step)
-        tiles = left.at[slot, c.tile_rows], refs.h_smem.at[h_slot, c.tile_rows]
-        dh, h = map(load_float32, tiles)
-        h_ring.release(step)
-        return products.sum_over_columns(dh * h)
+    Args:
+      first: the item's first step in the ring.
+      tile_rows: the warpgroup's rows in the tile.
+    """
+    ring, h_ring, steps_k = cta.ring, cta.h_ring, cta.steps_k
 
     def add(accumulator, start, count, delta=None):
         def one(x, delta):
             step = first + start + x
             slot = ring.wait(step)
-            products.add(accumulator, left.at[slot, c.tile_rows], right.at[slot].T)
+            products.add(accumulator, cta.left.at[slot, tile_rows], cta.right.at[slot].T)
             products.wait(1)
             pl.when(start + x > 0)(lambda: ring.release(step - 1))
             if delta is not None:
-                delta += delta_of(x, slot)
-                h_ring.refill(c.index * steps.v + x)
-            pl.when(step > 0)(lambda: ring.refill(step - 1, item=c.index))
+                h_step = index * cta.steps_v + x
+                h_slot = h_ring.wait(h_step)
+                dh = load_float32(cta.left.at[slot, tile_rows])
+                h = load_float32(cta.refs.h_smem.at[h_slot, tile_rows])
+                h_ring.release(h_step)
+                delta += products.sum_over_columns(dh * h)
+                h_ring.refill(h_step)
+            pl.when(step > 0)(lambda: ring.refill(step - 1, item=index))
             return delta
 
         return loop(count, one, delta)
 
     def issue(scores_acc, dA_acc):
-        add(scores_acc, 0, steps.k)
+        add(scores_acc, 0, steps_k)
         delta = None
         if h_ring is not None:
             delta = products.zeros(WG_ROWS, layout=BY_ROWS)
-        delta = add(dA_acc, steps.k, steps.v, delta)
+        delta = add(dA_acc, steps_k, cta.steps_v, delta)
         products.wait(0)
-        ring.release(first + steps.k + steps.v - 1)
-        ring.refill(first + steps.k + steps.v - 1, item=c.index)
+        ring.advance(first + cta.last - 1, item=index)
         return delta
 
     return products.all_from_zeros(issue, (WG_ROWS, TILE), (WG_ROWS, TILE))
 
 
-def _multiply(c: _Warpgroup) -> None:
+def _multiply(cta: _Kernel, index) -> None:
     """Computes and stores P, dP, the sums of W and delta of an item."""
-    refs, rows, (head, chunk, i, j) = c.refs, c.rows, c.item
-    (_, e_hi_smem), (_, e_lo_smem) = refs.operands_smem
+    refs, wg = cta.refs, cta.wg
+    head, chunk, i, j = cta.item(index)
+    tile_rows = block(wg, WG_ROWS)
+    rows = block(cta.tile(chunk, i) * (TILE // WG_ROWS) + wg, WG_ROWS)  # in the sequence
+    first = index * (cta.last + 1)
     # Loaded before the products and used after them, so that their latency is hidden.
     vectors = *refs.u_gmem, refs.inv_den_gmem, refs.slope_gmem
-    *u, inv_den, slope = (load_by_rows(x, head, rows) for x in vectors)
-    delta, scores, dA = _scores_dA_and_delta(c)
+    *queries, slope = (load_by_rows(x, head, rows) for x in vectors)
+    delta, scores, dA = _scores_dA_and_delta(cta, index, first, tile_rows)
     # No gradient flows back where the floor is larger, even if h is inf.
     dz_den = None if slope is None else jnp.where(slope == 0.0, 0.0, slope * delta)
-    last = c.first + _steps(c.p).last
-    slot = c.ring.wait(last)
+    last = first + cta.last
+    slot = cta.ring.wait(last)
     t, s = rows_and_columns(WG_ROWS, SLICE)
     on_diagonal = 0.0
 
@@ -206,15 +211,15 @@ def _multiply(c: _Warpgroup) -> None:
         """Writes P and dP of SLICE keys; returns the sums over them of W_tt and of W_ts, s < t."""
         columns = slice(start, start + SLICE)
         in_tile = pl.ds(start % WG_ROWS, SLICE)
-        last_seen = t + ((i - j) * TILE + c.wg * WG_ROWS - start)  # the key of a query's own step
-        e = (load(x.at[slot, columns], BY_COLUMNS) for x in (e_hi_smem, e_lo_smem))
-        P, dP = (refs.out_smem.at[c.wg, x, :, in_tile] for x in range(2))
-        operands = scores[:, columns], dA[:, columns], e, u, inv_den, dz_den, s <= last_seen
-        W = write_tiles(P, dP, *operands, c.p.qk_scale)
+        last_seen = t + ((i - j) * TILE + wg * WG_ROWS - start)  # the key of a query's own step
+        e = (load(x.at[slot, columns], BY_COLUMNS) for x in (cta.e_hi, cta.e_lo))
+        P, dP = (refs.out_smem.at[wg, x, :, in_tile] for x in range(2))
+        operands = scores[:, columns], dA[:, columns], e, (*queries, dz_den)
+        W = write_tiles(P, dP, *operands, s <= last_seen, cta.p.qk_scale)
         earlier = jnp.where(s < last_seen, W, 0.0)
-        keys = aligned((chunk * blocks(c.p.L, TILE) + j) * TILE + start, SLICE)
-        sums = products.sum_over_rows(earlier, refs.sums_smem.at[c.wg])
-        refs.per_key.at[head, i * (TILE // WG_ROWS) + c.wg, keys][...] = sums
+        keys = aligned(cta.tile(chunk, j) * TILE + start, SLICE)
+        sums = products.sum_over_rows(earlier, refs.sums_smem.at[wg])
+        refs.pairs.per_key.at[head, i * (TILE // WG_ROWS) + wg, keys][...] = sums
         at_t = products.sum_over_columns(jnp.where(s == last_seen, W, 0.0))
         return at_t, products.sum_over_columns(earlier)
 
@@ -224,47 +229,18 @@ def _multiply(c: _Warpgroup) -> None:
         diagonal, earlier = (functools.reduce(jnp.add, x) for x in zip(*sums, strict=True))
         on_diagonal += diagonal
         column = j * (TILE // WG_ROWS) + b
-        refs.per_query.at[head, column, rows][...] = earlier
+        refs.pairs.per_query.at[head, column, rows][...] = earlier
         plgpu.commit_smem()
         for x, output in enumerate((refs.P, refs.dP)):
             destination = output.at[head, rows, block(column, WG_ROWS)]
-            plgpu.copy_smem_to_gmem(refs.out_smem.at[c.wg, x], destination)
-    c.ring.release(last)
+            plgpu.copy_smem_to_gmem(refs.out_smem.at[wg, x], destination)
+    cta.ring.release(last)
 
     @pl.when(i == j)
     def store():
-        refs.diagonal.at[head, rows][...] = on_diagonal
+        refs.pairs.diagonal.at[head, rows][...] = on_diagonal
         if delta is not None:
             refs.delta.at[head, rows][...] = delta
-
-
-def _kernel(cta: CTA) -> None:
-    """Runs a CTA.
-
-    Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
-      q_gmem, k_gmem: D = DHQK.
-      v_gmem, dh_gmem, h_gmem: D = DHHV. h is absent if delta is not computed.
-    Inputs (B * NH, S): e_gmem and u_gmem, two each; inv_den_gmem, absent without a normaliser;
-      slope_gmem, absent without a normaliser or h.
-    Outputs: P, dP, (B * NH, S, L); per_query, per_key, diagonal, see ``w_sum_shapes``; delta,
-      (B * NH, S), absent without h.
-    Shared memory and barriers: see ``Tiles.scratch``.
-    """
-    loader, refs, p, wg, items = _Loader(**vars(cta)), cta.refs, cta.p, cta.wg, cta.num_items
-    steps, num_tiles = _steps(p), blocks(p.L, TILE)
-    n, num_stages = steps.last + 1, cta.tiles.num_stages
-    ring = CopyRing(refs.barriers, num_stages, items * n, loader.copy, steps_of_item=n)
-    rings, h_ring = [ring], None
-    if refs.h_gmem is not None:
-        h_ring = CopyRing(refs.h_barriers, H_STAGES, items * steps.v, loader.copy_h)
-        rings.append(h_ring)
-
-    def multiply(index):
-        item = loader.item(index)
-        rows = block(wg, WG_ROWS), block((item.chunk * num_tiles + item.i) * 2 + wg, WG_ROWS)
-        _multiply(_Warpgroup(refs, p, ring, h_ring, wg, index, item, *rows, index * n))
-
-    cta.run(rings, lambda: each(items)(multiply))
 
 
 def parallel_bw_dP(
@@ -285,12 +261,11 @@ def parallel_bw_dP(
     matrix = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype)
     delta = float32(p.BNH, p.S) if reads_h else None
     y = persistent_call(
-        _kernel,
+        _Kernel,
         "parallel_bw_dP",
         call,
-        {"P": matrix, "dP": matrix, **w_sum_shapes(p), "delta": delta},
+        {"P": matrix, "dP": matrix, "pairs": w_sum_shapes(p), "delta": delta},
         call.tiles.scratch(p, dtype, reads_h=reads_h),
-        copies=False,
     )(
         q_gmem=x.matQ,
         k_gmem=x.matK,
@@ -304,7 +279,7 @@ def parallel_bw_dP(
     )
     queries = ScaledRows(x.matQ, query_scale(g.vecW, p.qk_scale, slopes.vecInvDen))
     keys = ScaledRows(x.matK, g.vecAbar) if return_keys else None
-    return ScoreGradients(y["P"], y["dP"], queries, keys, tile_pairs(y, p), y["delta"])
+    return ScoreGradients(y["P"], y["dP"], queries, keys, tile_pairs(y["pairs"], p), y["delta"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,7 @@ from mlstm_pallas.mosaic_gpu.limits import (
     MOVES_REGISTERS,
     RingTiles,
 )
-from mlstm_pallas.mosaic_gpu.persistent import CTA, persistent_call
+from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel, persistent_call
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
@@ -79,17 +79,16 @@ class _Items(NamedTuple):
     rows: int
     columns: int
     with_state: int
-    weighted: int  # the queries or keys of each warpgroup, for the gates' gradients
-    norm: int  # n or dn
+    for_sums: int  # the queries or keys of each warpgroup, for the gates' gradients, and n or dn
 
 
 def _items(p: Problem, normalise: bool) -> list[_Items]:
     of_L, of_DHQK, of_DHHV = blocks(p.L, ROWS), blocks(p.DHQK, COLUMNS), blocks(p.DHHV, COLUMNS)
     return [
-        _Items(of_L, of_DHQK, p.DHHV // DEPTH, 2, int(normalise)),
-        _Items(of_L, of_DHQK, p.DHHV // DEPTH, 2, 1),
-        _Items(of_L, of_DHHV, p.DHQK // DEPTH, 0, 0),
-        _Items(p.DHQK // ROWS, 1, p.DHHV // DEPTH, 0, 0),
+        _Items(of_L, of_DHQK, p.DHHV // DEPTH, 3 if normalise else 2),
+        _Items(of_L, of_DHQK, p.DHHV // DEPTH, 3),
+        _Items(of_L, of_DHHV, p.DHQK // DEPTH, 0),
+        _Items(p.DHQK // ROWS, 1, p.DHHV // DEPTH, 0),
     ]
 
 
@@ -126,11 +125,34 @@ class _Item(NamedTuple):
     column: Array
 
 
-@dataclasses.dataclass(frozen=True)
-class _CTA(CTA):
-    roles: Sequence[_Items]
-    ring: CopyRing
-    tile_rows: Any  # of the warpgroup
+class _Kernel(PersistentKernel):
+    """Runs a CTA.
+
+    Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
+      q_gmem, k_gmem: D = DHQK.
+      v_gmem, dh_gmem: D = DHHV.
+    Other inputs:
+      C_gmem, dC_gmem: (B * NH, NC, DHQK, DHHV).
+      n_gmem, dn_gmem: (B * NH, NC, DHQK); n is absent without a normaliser.
+      P_gmem, dP_gmem: (B * NH, S, L).
+      w_gmem, abar_gmem, inv_den_gmem, dz_den_gmem: (B * NH, S); the last two are absent without a
+        normaliser.
+    Outputs:
+      dq, dk, dv: like q, k and v.
+      q_inter, k_inter: (B * NH, column blocks, S).
+      states: (B * NH, NC, DHQK), sums over the columns.
+    Shared memory and barriers: see ``Tiles.scratch``.
+    """
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        refs = self.refs
+        self.roles = _items(self.p, refs.n_gmem is not None)
+        self.ring = CopyRing(refs.barriers, self.tiles.num_stages, None, None, readers=0)
+        self.tile_rows = block(self.wg, WG_ROWS)
+        left, right = refs.operands_smem
+        self.left, self.left_transposed = left
+        self.right, self.right_transposed, self.right_vector = right
 
     def in_chunk(self, x, item):
         return head_of(x, item.head, self.p).at[block(item.chunk, self.p.L)]
@@ -138,6 +160,11 @@ class _CTA(CTA):
     def rows(self, item):
         """The warpgroup's rows of an item."""
         return aligned(item.row * ROWS + self.wg * WG_ROWS, WG_ROWS)
+
+    def steps(self, item):
+        """These rows in the sequence."""
+        start = item.chunk * self.p.L + item.row * ROWS + self.wg * WG_ROWS
+        return aligned(start, WG_ROWS)
 
     def item(self, index, step):
         index, items_of_chunk = self.item_of(index), _items_of_chunk(self.roles)
@@ -167,41 +194,58 @@ class _CTA(CTA):
             item = self.item(index, step)
             run(item)
             counts = [
-                x.with_state + x.weighted + x.norm + _tile_steps(role, item.row, self.p)[0]
+                x.with_state + x.for_sums + _tile_steps(role, item.row, self.p)[0]
                 for role, x in zip(_Role, self.roles, strict=True)
             ]
             return step + _by_role(item.role, counts)
 
         return loop(self.num_items, one, np.int32(0))
 
+    @staticmethod
+    def readers(p: Problem) -> int:
+        return 0
 
-def _halves(x, start, size: int, tile, *index) -> list[Any]:
+    def copy(self) -> None:
+        def copy_item(item):
+            for role in _Role:
+                pl.when(item.role == role)(functools.partial(_copy_item, self, role, item))
+
+        self.ring.epilogue(self.for_each_item(copy_item))
+
+    def multiply(self) -> None:
+        def multiply_item(item):
+            is_states = item.role == _Role.STATES
+            pl.when(is_states)(functools.partial(_inner_states, self, item))
+            pl.when(~is_states)(functools.partial(_gradient, self, item))
+
+        self.for_each_item(multiply_item)
+
+
+def _copy_halves(copy, x, start, size: int, tile, *index) -> None:
+    """Copies a tile in two, because every step has two copies."""
     half = size // 2
-    return [(x.at[(pl.ds(start + y, half), *index)], tile, slice(y, y + half)) for y in (0, half)]
+    for y in (0, half):
+        copy(x.at[(pl.ds(start + y, half), *index)], tile, slice(y, y + half))
 
 
-def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
+def _copy_item(cta: _Kernel, role: _Role, item: _Item) -> None:
     refs, steps = cta.refs, cta.roles[role]
-    (left, left_transposed), (right, right_transposed, right_vector) = refs.operands_smem
+    left, right = cta.left, cta.right
     tile_count, first = _tile_steps(role, item.row, cta.p)
     rows, columns = block(item.row, ROWS), block(item.column, COLUMNS)
     state = item.head, item.chunk
 
     def feed(start, count, copies):
-        """Loads ``count`` steps of the item; copies(j): the arguments of the copies of step j."""
+        """Loads ``count`` steps of the item; copies(j, copy) starts the copies of step j."""
 
         @each(count)
         def one(j):
-            def start_copies(_, copy):
-                for x in copies(j):
-                    copy(*x)
+            cta.ring.load(item.step + start + j, lambda _, copy: copies(j, copy))
 
-            cta.ring.load(item.step + start + j, start_copies)
-
-    def both_states(j):
-        columns = block(j, DEPTH)
-        C, dC = (x.at[(*state, rows, columns)] for x in (refs.C_gmem, refs.dC_gmem))
-        return (C, left), (dC, right_transposed, slice(ROWS))
+    def both_states(j, copy):
+        place = *state, rows, block(j, DEPTH)
+        copy(refs.C_gmem.at[place], left)
+        copy(refs.dC_gmem.at[place], cta.right_transposed, slice(ROWS))
 
     if role == _Role.STATES:
         feed(0, steps.with_state, both_states)
@@ -216,54 +260,53 @@ def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
     a, X, tiles, b, x, norm = operands[role]
     a, tiles, b = (cta.in_chunk(y, item) for y in (a, tiles, b))
 
-    def with_state(j):
+    def with_state(j, copy):
         depth = block(j, DEPTH)
+        copy(a.at[rows, depth], left)
         if role == _Role.DV:
-            return (a.at[rows, depth], left), (X.at[(*state, depth, columns)], right)
-        return (a.at[rows, depth], left), (X.at[(*state, columns, depth)], right_transposed)
+            copy(X.at[(*state, depth, columns)], right)
+        else:
+            copy(X.at[(*state, columns, depth)], cta.right_transposed)
 
-    def weighted(j):
-        y = cta.in_chunk(x, item)
-        return _halves(
-            y, pl.multiple_of(item.row * ROWS, ROWS) + j * WG_ROWS, WG_ROWS, right, columns
-        )
+    def weighted(j, copy):
+        start = rows.start + j * WG_ROWS
+        _copy_halves(copy, cta.in_chunk(x, item), start, WG_ROWS, right, columns)
 
-    def norms(j):
-        start = pl.multiple_of(item.column * COLUMNS, COLUMNS)
-        return _halves(norm.at[state], start, COLUMNS, right_vector)
+    def norms(_, copy):
+        _copy_halves(copy, norm.at[state], columns.start, COLUMNS, cta.right_vector)
 
-    def with_tiles(j):
+    def with_tiles(j, copy):
         others = block(first + j, DEPTH)
         if role == _Role.DQ:
-            return (tiles.at[rows, others], left), (b.at[others, columns], right)
-        return (tiles.at[others, rows], left_transposed), (b.at[others, columns], right)
+            copy(tiles.at[rows, others], left)
+        else:
+            copy(tiles.at[others, rows], cta.left_transposed)
+        copy(b.at[others, columns], right)
 
     feed(0, steps.with_state, with_state)
-    start = steps.with_state
-    for count, copies in ((steps.weighted, weighted), (steps.norm, norms)):
-        if count:
-            feed(start, count, copies)
-        start += count
-    feed(start, tile_count, with_tiles)
+    if steps.for_sums:
+        feed(steps.with_state, 2, weighted)
+    if steps.for_sums == 3:
+        feed(steps.with_state + 2, 1, norms)
+    feed(steps.with_state + steps.for_sums, tile_count, with_tiles)
 
 
-def _inner_states(cta: _CTA, item: _Item) -> None:
-    refs, ring = cta.refs, cta.ring
-    (left, _), (_, right_transposed, _) = refs.operands_smem
+def _inner_states(cta: _Kernel, item: _Item) -> None:
+    ring = cta.ring
 
     def add(j, total):
         slot = ring.wait(item.step + j)
-        C, dC = (load_float32(x.at[slot, cta.tile_rows]) for x in (left, right_transposed))
+        C, dC = (load_float32(x.at[slot, cta.tile_rows]) for x in (cta.left, cta.right_transposed))
         ring.release(item.step + j)
         return total + C * dC
 
     total = loop(cta.roles[_Role.STATES].with_state, add, products.zeros(WG_ROWS, DEPTH))
     sums = products.sum_over_columns(total)
-    refs.states.at[item.head, item.chunk, cta.rows(item)][...] = sums
+    cta.refs.states.at[item.head, item.chunk, cta.rows(item)][...] = sums
 
 
 def _multiply(
-    cta: _CTA, start, count, operands: Callable[[Any], Sequence[Any]], accumulator
+    cta: _Kernel, accumulator, start, count, operands: Callable[[Any], Sequence[Any]]
 ) -> None:
     """Adds the products of operands(slot) over ``count`` steps."""
     ring = cta.ring
@@ -285,11 +328,9 @@ def _scaled(acc: Array, weights: Array) -> list[Array]:
 
 
 def _scaled_with_sums(
-    cta: _CTA,
+    cta: _Kernel,
     item: _Item,
-    is_dq: Array,
     first: Array,
-    steps,
     weights: Array,
     dz_den: Array | None,
     acc: Array,
@@ -298,21 +339,19 @@ def _scaled_with_sums(
 
     Args:
       first: the first step after those with states.
-      steps: the warpgroup's steps in the sequence.
     """
-    refs, ring = cta.refs, cta.ring
-    right, _, right_vector = refs.operands_smem[1]
+    refs, ring, is_dq = cta.refs, cta.ring, item.role == _Role.DQ
     parts = _scaled(acc, weights)
-    count = cta.roles[_Role.DK].weighted + cta.roles[_Role.DK].norm
-    for x in range(count - 1):
-        ring.wait(first + x)
+    weighted, norm = (first, first + 1), first + 2
+    for step in weighted:
+        ring.wait(step)
     norm_weights = weights
     if dz_den is not None:
         norm_weights = lax.cond(is_dq, lambda: weights * dz_den, lambda: weights)
 
     def add_norm(*parts):
-        slot = ring.wait(first + count - 1)
-        rows = [across_rows(load(right_vector.at[slot, part], BY_COLUMNS)) for part in _PARTS]
+        slot = ring.wait(norm)
+        rows = [across_rows(load(cta.right_vector.at[slot, part], BY_COLUMNS)) for part in _PARTS]
         return [x + across_columns(norm_weights) * y for x, y in zip(parts, rows, strict=True)]
 
     if refs.n_gmem is None:
@@ -320,26 +359,25 @@ def _scaled_with_sums(
     else:
         parts = add_norm(*parts)
     slot = ring.slot(first + cta.wg)
-    tiles = (load_float32(right.at[slot, :, part]) for part in _PARTS)
+    tiles = (load_float32(cta.right.at[slot, :, part]) for part in _PARTS)
     sums = [products.sum_over_columns(x * y) for x, y in zip(parts, tiles, strict=True)]
     inter = functools.reduce(jnp.add, sums)
-    ring.release(*(first + x for x in range(count - 1)))
-    release_norm = functools.partial(ring.release, first + count - 1)
+    ring.release(*weighted)
     if refs.n_gmem is None:
-        pl.when(~is_dq)(release_norm)
+        pl.when(~is_dq)(lambda: ring.release(norm))
     else:
-        release_norm()
-    for role, output in ((_Role.DQ, refs.q_inter), (_Role.DK, refs.k_inter)):
+        ring.release(norm)
+    for role, output in enumerate((refs.q_inter, refs.k_inter)):
 
         @pl.when(item.role == role)
         def store(output=output):
-            output.at[item.head, item.column, steps][...] = inter
+            output.at[item.head, item.column, cta.steps(item)][...] = inter
 
     return jnp.concatenate(parts, axis=1)
 
 
-def _store(cta: _CTA, item: _Item, rows, acc: Array) -> None:
-    refs = cta.refs
+def _store(cta: _Kernel, item: _Item, acc: Array) -> None:
+    refs, rows = cta.refs, cta.rows(item)
     for j, part in enumerate(_PARTS):
         tile = refs.out_smem.at[cta.wg, j % 2]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -352,40 +390,33 @@ def _store(cta: _CTA, item: _Item, rows, acc: Array) -> None:
             )
 
 
-def _gradient(cta: _CTA, item: _Item) -> None:
+def _gradient(cta: _Kernel, item: _Item) -> None:
     """Runs an item of dq, dk or dv, all in one body because each body takes seconds to compile."""
-    refs, roles, tile_rows = cta.refs, cta.roles, cta.tile_rows
-    (left, left_transposed), (right, right_transposed, _) = refs.operands_smem
-    multiply, role = functools.partial(_multiply, cta), item.role
+    refs, roles, role, tile_rows = cta.refs, cta.roles, item.role, cta.tile_rows
     is_dq, is_dv = role == _Role.DQ, role == _Role.DV
-    rows = cta.rows(item)
-    steps = aligned(item.chunk * cta.p.L + item.row * ROWS + cta.wg * WG_ROWS, WG_ROWS)
+    steps = cta.steps(item)
     after_state = item.step + _by_role(role, [x.with_state for x in roles])
-    before_tiles = after_state + _by_role(role, [x.weighted + x.norm for x in roles])
+    before_tiles = after_state + _by_role(role, [x.for_sums for x in roles])
     tile_count = _by_role(role, [_tile_steps(kind, item.row, cta.p)[0] for kind in _Role])
 
     def plain(slot):
-        return left.at[slot, tile_rows], right.at[slot]
+        return cta.left.at[slot, tile_rows], cta.right.at[slot]
 
     def times_transposed(slot):
-        return left.at[slot, tile_rows], right_transposed.at[slot].T
+        return cta.left.at[slot, tile_rows], cta.right_transposed.at[slot].T
 
     def transposed_times(slot):
-        return left_transposed.at[slot, :, tile_rows].T, right.at[slot]
+        return cta.left_transposed.at[slot, :, tile_rows].T, cta.right.at[slot]
 
-    of_dv, of_others = (roles[x].with_state for x in (_Role.DV, _Role.DQ))
-    with_state = functools.partial(
-        products.cond,
-        is_dv,
-        functools.partial(multiply, item.step, of_dv, plain),
-        functools.partial(multiply, item.step, of_others, times_transposed),
-    )
-    with_tiles = functools.partial(
-        products.cond,
-        is_dq,
-        functools.partial(multiply, before_tiles, tile_count, plain),
-        functools.partial(multiply, before_tiles, tile_count, transposed_times),
-    )
+    def with_state(acc):
+        multiply = functools.partial(_multiply, cta, acc, item.step)
+        pl.when(is_dv)(lambda: multiply(roles[_Role.DV].with_state, plain))
+        pl.when(~is_dv)(lambda: multiply(roles[_Role.DQ].with_state, times_transposed))
+
+    def with_tiles(acc):
+        multiply = functools.partial(_multiply, cta, acc, before_tiles, tile_count)
+        pl.when(is_dq)(lambda: multiply(plain))
+        pl.when(~is_dq)(lambda: multiply(transposed_times))
 
     # Loaded before the product and used after it, so that their latency is hidden.
     query_weights, key_weights, inv_den, dz_den = (
@@ -399,89 +430,52 @@ def _gradient(cta: _CTA, item: _Item) -> None:
     acc = lax.cond(
         is_dv,
         lambda acc: jnp.concatenate(_scaled(acc, weights), axis=1),
-        functools.partial(_scaled_with_sums, cta, item, is_dq, after_state, steps, weights, dz_den),
+        functools.partial(_scaled_with_sums, cta, item, after_state, weights, dz_den),
         acc,
     )
     (acc,) = products.onto(with_tiles, acc)
-    _store(cta, item, rows, acc)
-
-
-def _kernel(cta: CTA) -> None:
-    """Runs a CTA.
-
-    Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
-      q_gmem, k_gmem: D = DHQK.
-      v_gmem, dh_gmem: D = DHHV.
-    Other inputs:
-      C_gmem, dC_gmem: (B * NH, NC, DHQK, DHHV).
-      n_gmem, dn_gmem: (B * NH, NC, DHQK); n is absent without a normaliser.
-      P_gmem, dP_gmem: (B * NH, S, L).
-      w_gmem, abar_gmem, inv_den_gmem, dz_den_gmem: (B * NH, S); the last two are absent without a
-        normaliser.
-    Outputs:
-      dq, dk, dv: like q, k and v.
-      q_inter, k_inter: (B * NH, column blocks, S).
-      states: (B * NH, NC, DHQK), sums over the columns.
-    Shared memory and barriers: see ``Tiles.scratch``.
-    """
-    roles = _items(cta.p, cta.refs.n_gmem is not None)
-    ring = CopyRing(cta.refs.barriers, cta.tiles.num_stages, None, None, readers=0)
-    cta = _CTA(**vars(cta), roles=roles, ring=ring, tile_rows=block(cta.wg, WG_ROWS))
-
-    def copy(item):
-        for role in _Role:
-            pl.when(item.role == role)(functools.partial(_copy_item, cta, role, item))
-
-    def multiply(item):
-        is_states = item.role == _Role.STATES
-        pl.when(is_states)(functools.partial(_inner_states, cta, item))
-        pl.when(~is_states)(functools.partial(_gradient, cta, item))
-
-    cta.run(
-        [],
-        lambda: cta.for_each_item(multiply),
-        copy=lambda: ring.epilogue(cta.for_each_item(copy)),
-    )
+    _store(cta, item, acc)
 
 
 def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
     p, dtype, g = call.problem, x.matQ.dtype, x.gates.per_step()
     normalise = x.normaliser_gradients.vecInvDen is not None
-    inputs = dict(
-        q=x.matQ,
-        k=x.matK,
-        v=x.matV,
-        dh=x.matDeltaH,
-        C=x.matC_states,
-        n=x.vecN_states if normalise else None,
-        dC=x.matDeltaC_states,
-        dn=x.vecDeltaN_states,
-        w=g.vecW,
-        abar=g.vecAbar,
-        inv_den=x.normaliser_gradients.vecInvDen,
-        dz_den=x.normaliser_gradients.vecDzDen,
-    )
     recomputes = x.scores.matP is None
     sums = float32(p.BNH, p.S) if recomputes else float32(p.BNH, p.DHQK // COLUMNS, p.S)
-    outputs = {
+    outputs: dict[str, Any] = {
         "dq": sequence_shape(x.matQ, p.DHQK, dtype),
         "q_inter": sums,
         "dk": sequence_shape(x.matK, p.DHQK, dtype),
         "k_inter": sums,
         "dv": sequence_shape(x.matV, p.DHHV, dtype),
         "states": float32(p.BNH, p.NC, chunkwise.CHUNK if recomputes else p.DHQK),
+        "pairs": w_sum_shapes(p) if recomputes else None,
     }
-    if recomputes:
-        inputs |= dict(e=g.vecE, u=g.vecU)
-        kernel, outputs = chunkwise.kernel, outputs | w_sum_shapes(p)
-        copies = not chunkwise.copying_warpgroups(p)
-    else:
-        inputs |= dict(P=x.scores.matP, dP=x.scores.matDeltaP)
-        kernel, copies = _kernel, True
-    shared = call.tiles.scratch(p, dtype, normalise=normalise)
-    run_kernel = persistent_call(kernel, "parallel_bw_dQKV", call, outputs, shared, copies=copies)
-    y = run_kernel(**{f"{name}_gmem": array for name, array in inputs.items()})
+    y = persistent_call(
+        chunkwise.Kernel if recomputes else _Kernel,
+        "parallel_bw_dQKV",
+        call,
+        outputs,
+        call.tiles.scratch(p, dtype, normalise=normalise),
+    )(
+        q_gmem=x.matQ,
+        k_gmem=x.matK,
+        v_gmem=x.matV,
+        dh_gmem=x.matDeltaH,
+        C_gmem=x.matC_states,
+        n_gmem=x.vecN_states if normalise else None,
+        dC_gmem=x.matDeltaC_states,
+        dn_gmem=x.vecDeltaN_states,
+        w_gmem=g.vecW,
+        abar_gmem=g.vecAbar,
+        inv_den_gmem=x.normaliser_gradients.vecInvDen,
+        dz_den_gmem=x.normaliser_gradients.vecDzDen,
+        e_gmem=g.vecE if recomputes else None,
+        u_gmem=g.vecU if recomputes else None,
+        P_gmem=x.scores.matP,
+        dP_gmem=x.scores.matDeltaP,
+    )
     # One sum over everything, because XLA runs it as one kernel.
     inner_n_dn = x.vecN_states * x.vecDeltaN_states
     if recomputes:
@@ -491,7 +485,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         inter = y["q_inter"].sum(1), y["k_inter"].sum(1)
         parts = y["states"] + inner_n_dn
     through = (x.gates.scaGamma[..., None] * parts).sum(-1)
-    pairs = tile_pairs(y, p) if recomputes else None
+    pairs = tile_pairs(y["pairs"], p) if recomputes else None
     return Gradients(y["dq"], y["dk"], y["dv"], *inter, through, pairs)
 
 

@@ -19,7 +19,6 @@ adds to dq, dk and <C_c, dC_{c+1}>, and computes 64 columns of dv. This phase re
 reverse order, because their last columns are still in the L2.
 """
 
-import dataclasses
 import enum
 import functools
 from collections.abc import Sequence
@@ -43,6 +42,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
     WG_ROWS,
+    aligned,
     block,
     load,
     load_float32,
@@ -52,7 +52,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     shared_tiles,
 )
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS, RingTiles
-from mlstm_pallas.mosaic_gpu.persistent import CTA
+from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.normaliser import query_scale
@@ -80,35 +80,51 @@ def _k_stages(p: Problem) -> int:
     return 128 // p.DHQK
 
 
-def copying_warpgroups(p: Problem) -> int:
-    """The number of warpgroups that share the copying; 0: a third warpgroup copies."""
-    return 0 if p.DHQK == 64 else 2
+class Kernel(PersistentKernel):
+    """Runs a CTA.
 
+    Inputs in global memory: all of ``parallel_bw_dQKV._Kernel`` except P and dP; and e_gmem and
+    u_gmem, two (B * NH, S) each.
+    Outputs:
+      dq, dk, dv: like q, k and v.
+      q_inter, k_inter: (B * NH, S).
+      states: (B * NH, NC, 128), parts of <C_c, dC_{c+1}>.
+      pairs: see ``w_sum_shapes``. The part of per_query whose keys are all later is scratch.
+    Shared memory and barriers: see ``scratch``.
+    """
 
-class _Order(NamedTuple):
-    """The order of a chunk's tiles: dh and v per step, q; then v, dC, C and dh per step, q."""
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        refs, p, chunks, readers = self.refs, self.p, self.num_items, self.readers(self.p)
+        # The order of a chunk's tiles: dh and v per step, q; then v, dC, C and dh per step, q.
+        self.steps, self.parts = 2 * blocks(p.DHHV, 2 * DEPTH), blocks(p.DHQK, DEPTH)
+        self.first_q = 2 * self.steps
+        self.second_phase = self.first_q + self.parts
+        self.last_q = self.second_phase + 4 * self.steps
+        self.num_tiles = n = self.last_q + self.parts
+        products.guard(refs.tiles_full, refs.P_smem, refs.dP_smem)
+        self.ring = CopyRing(
+            refs.barriers,
+            self.tiles.num_stages,
+            chunks * n,
+            self.copy_any_tile,
+            readers=readers,
+            steps_of_item=n,
+        )
+        self.k_ring = CopyRing(refs.k_barriers, _k_stages(p), chunks, self.copy_k, readers=readers)
+        self.rings = self.ring, self.k_ring
 
-    steps: int
-    parts: int  # tiles of q
-    first_q: int
-    gradients: int  # the first tile of the second phase
-    last_q: int
-    num_tiles: int
+    @staticmethod
+    def readers(p: Problem) -> int:
+        return 0 if p.DHQK == 64 else 2
 
-
-class _CTA(CTA):
-    """The chunks of a CTA, and the copies of their operands."""
-
-    @property
-    def order(self) -> _Order:
-        steps, parts = 2 * blocks(self.p.DHHV, 2 * DEPTH), blocks(self.p.DHQK, DEPTH)
-        gradients = 2 * steps + parts
-        last_q = gradients + 4 * steps
-        return _Order(steps, parts, 2 * steps, gradients, last_q, last_q + parts)
+    def place(self, index) -> tuple[Any, Any]:
+        """The head and the chunk of the CTA's index-th item."""
+        return self.head_and_chunk(self.item_of(index))
 
     def last_first(self, step):
         """The block of columns that a step of the second phase reads."""
-        return self.order.steps - 1 - step
+        return self.steps - 1 - step
 
     def copy_tile(self, copy, kind, head, chunk, column):
         refs = self.refs
@@ -120,14 +136,13 @@ class _CTA(CTA):
 
     def copy_any_tile(self, index, x, copy):
         """Copies tile x of a chunk."""
-        head, chunk = self.head_and_chunk(self.item_of(index))
-        order = self.order
-        y = x - order.gradients
-        in_first, in_second = x < order.first_q, (y >= 0) & (x < order.last_q)
+        head, chunk = self.place(index)
+        y = x - self.second_phase
+        in_first, in_second = x < self.first_q, (y >= 0) & (x < self.last_q)
         in_turn = 3 - 3 * remainder(x, 2)  # dh and v
         q = np.int32(_Tile.Q)
         kind = jnp.where(in_first, in_turn, jnp.where(in_second, remainder(y, 4), q))
-        of_q = x - jnp.where(y < 0, np.int32(order.first_q), np.int32(order.last_q))
+        of_q = x - jnp.where(y < 0, np.int32(self.first_q), np.int32(self.last_q))
         step = divide(x, 2)
         of_second = jnp.where(in_second, self.last_first(divide(y, 4)), of_q)
         column = jnp.where(in_first, step, of_second)
@@ -137,9 +152,9 @@ class _CTA(CTA):
 
     def copy_k(self, index, copy):
         """Copies k and the vectors of a chunk."""
-        head, chunk = self.head_and_chunk(self.item_of(index))
+        head, chunk = self.place(index)
         refs, rows = self.refs, block(chunk, CHUNK)
-        for y in range(self.order.parts):
+        for y in range(self.parts):
             source = head_of(refs.k_gmem, head, self.p).at[rows, block(y, DEPTH)]
             copy(source, refs.k_smem, block(y, CHUNK))
         for y, x in enumerate(refs.e_gmem):
@@ -148,56 +163,69 @@ class _CTA(CTA):
             if x is not None:
                 copy(x.at[head, chunk], refs.vectors_smem, y, slice(self.p.DHQK))
 
-    def copy_chunk(self, ring, k_ring, index):
+    def copy_chunk(self, index):
         """Loads a chunk in a dedicated warpgroup, in which no copy branches on its operand."""
-        head, chunk = self.head_and_chunk(self.item_of(index))
-        order = self.order
-        first = index * order.num_tiles
+        head, chunk = self.place(index)
+        first = index * self.num_tiles
 
         def load_tile(at, kind, column):
-            ring.load(first + at, lambda _, copy: self.copy_tile(copy, kind, head, chunk, column))
+            self.ring.load(
+                first + at, lambda _, copy: self.copy_tile(copy, kind, head, chunk, column)
+            )
 
         def load_q(at):
-            for y in range(order.parts):
+            for y in range(self.parts):
                 load_tile(at + y, _Tile.Q, y)
 
-        @each(order.steps)
+        @each(self.steps)
         def first_phase(x):
             load_tile(2 * x, _Tile.DH, x)
             load_tile(2 * x + 1, _Tile.V, x)
 
-        load_q(order.first_q)
-        k_ring.load(index)
+        load_q(self.first_q)
+        self.k_ring.load(index)
 
-        @each(order.steps)
-        def second_phase(j):
+        @each(self.steps)
+        def second(j):
             for kind in list(_Tile)[:4]:
-                load_tile(order.gradients + 4 * j + int(kind), kind, self.last_first(j))
+                load_tile(self.second_phase + 4 * j + int(kind), kind, self.last_first(j))
 
-        load_q(order.last_q)
+        load_q(self.last_q)
+
+    def copy(self) -> None:
+        move_registers(40)
+        each(self.num_items)(self.copy_chunk)
+
+    def multiply(self) -> None:
+        if not self.ring.readers:
+            move_registers(232)
+        each(self.num_items)(lambda index: _multiply(_Chunk(self, index)))
+        if self.refs.tiles_empty is not None:
+            plgpu.barrier_wait(self.refs.tiles_empty)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chunk(_CTA):
-    """A chunk, as one warpgroup sees it."""
+class _Chunk(Kernel):
+    """A chunk, as one warpgroup sees it.
 
-    ring: CopyRing
-    k_ring: CopyRing
-    index: Array  # among the CTA's chunks
-    head: Array
-    chunk: Array
-    tile_rows: Any  # the warpgroup's rows in the chunk
-    rows: Any  # these rows in the sequence
-    k_slot: Any
-    first: Array  # the first tile's step in the ring
+    Attributes:
+      index: among the CTA's chunks.
+      tile_rows: the warpgroup's rows in the chunk.
+      rows: these rows in the sequence.
+      first: the first tile's step in the ring.
+      out_tile: for an output.
+    """
 
-    @property
-    def k_tile(self):
-        return self.refs.k_smem.at[self.k_slot]
-
-    @property
-    def out_tile(self):
-        return self.refs.staging_smem[0].at[self.wg]
+    def __init__(self, cta: Kernel, index) -> None:
+        vars(self).update(vars(cta))
+        self.wg = lax.optimization_barrier(cta.wg)  # keeps what is derived from it out of registers
+        self.index = index
+        self.head, self.chunk = cta.place(index)
+        self.tile_rows = block(self.wg, WG_ROWS)
+        self.rows = block(self.chunk * 2 + self.wg, WG_ROWS)
+        self.k_slot = cta.k_ring.slot(index)
+        self.first = index * cta.num_tiles
+        self.k_tile = cta.refs.k_smem.at[self.k_slot]
+        self.out_tile = cta.refs.staging_smem[0].at[self.wg]
 
     def k_columns(self, y):
         """The warpgroup's rows of the y-th 64 columns of k."""
@@ -206,18 +234,20 @@ class _Chunk(_CTA):
     def slot(self, step):
         return self.refs.tiles_smem.at[self.ring.slot(step)]
 
+    def advance(self, *steps):
+        self.ring.advance(*steps, item=self.index)
+
     def refill(self, *steps):
         self.ring.refill(*steps, item=self.index)
 
-    def last_q(self, y):
-        return self.first + self.order.last_q + y
+    def q_step(self, y):
+        return self.first + self.last_q + y
 
-    def keys(self, start, count):
-        """A range of the chunk's keys, in the sequence."""
-        return pl.ds(pl.multiple_of(self.chunk * CHUNK + start, HALF), count)
-
-    def sum_over_queries(self, W):
-        return products.sum_over_rows(W, self.refs.staging_smem[1].at[self.wg, :SUM_SCRATCH])
+    def store_per_key(self, W, tile, start):
+        """Stores sums over the queries of a tile, for keys from ``start`` on in the chunk."""
+        sums = products.sum_over_rows(W, self.refs.staging_smem[1].at[self.wg, :SUM_SCRATCH])
+        keys = pl.ds(pl.multiple_of(self.chunk * CHUNK + start, HALF), W.shape[1])
+        self.refs.pairs.per_key.at[self.head, tile, keys][...] = sums
 
     def row_dots(self, x, tile):
         return products.sum_over_columns(x * load_float32(tile))
@@ -241,6 +271,7 @@ class _Block(NamedTuple):
     tile_rows: Any  # rows of the queries
     key: Any  # the first key
     keys: int
+    row: Any  # its row in the shared memory of P
     vectors: Sequence[Any]  # u_hi, u_lo, inv_den and dz_den of the queries
     scores: Any = None
     dA: Any = None
@@ -258,8 +289,8 @@ def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
         sources = *refs.u_gmem, refs.inv_den_gmem, refs.dz_den_gmem
         return [load_by_rows(x, c.head, rows) for x in sources]
 
-    diagonal = _Block(c.tile_rows, key, WG_ROWS, vectors(c.rows))
-    below = _Block(block(1, WG_ROWS), half, HALF, vectors(later))
+    diagonal = _Block(c.tile_rows, key, WG_ROWS, 2 * key, vectors(c.rows))
+    below = _Block(block(1, WG_ROWS), half, HALF, WG_ROWS + half, vectors(later))
     w = load_by_rows(refs.w_gmem, c.head, c.rows)
     weights = query_scale(w, c.p.qk_scale, diagonal.vectors[2])
     return diagonal, below, weights, load_by_rows(refs.abar_gmem, c.head, c.rows)
@@ -267,8 +298,7 @@ def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
 
 def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
     """The blocks with their q k^T and dh v^T."""
-    order, ring, first = c.order, c.ring, c.first
-    slots, first_q = c.refs.tiles_smem, order.first_q
+    ring, slots = c.ring, c.refs.tiles_smem
 
     def add_blocks(sums, left, right, start=0):
         for x, part in zip(sums, both, strict=True):
@@ -278,46 +308,43 @@ def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
     def issue(*sums):
         scores, dA = sums[:2], sums[2:]
 
-        @each(order.steps)
+        @each(c.steps)
         def add(x):
-            dh, v = first + 2 * x, first + 2 * x + 1
+            dh, v = c.first + 2 * x, c.first + 2 * x + 1
             add_blocks(dA, slots.at[ring.wait(dh)], slots.at[ring.wait(v)])
             products.wait(2)
 
-            @pl.when(x > 0)
-            def next_tiles():
-                ring.release(dh - 2, v - 2)
-                c.refill(dh - 2, v - 2)
-
+            pl.when(x > 0)(lambda: c.advance(dh - 2, v - 2))
             if ring.readers:
                 pl.when((x == 0) & (c.index > 0))(lambda: c.k_ring.refill(c.index - 1))
 
-        for y in range(order.parts):
-            slot = ring.wait(first + first_q + y)
+        last_dh, last_v, *q = (c.first + c.first_q + y for y in range(-2, c.parts))
+        for y, step in enumerate(q):
+            slot = ring.wait(step)
             if y == 0:
                 c.k_ring.wait(c.index)
             add_blocks(scores, slots.at[slot], c.k_tile, y * CHUNK)
             if y == 0:
                 products.wait(2)
-                ring.release(first + first_q - 2, first + first_q - 1)
+                ring.release(last_dh, last_v)
         products.wait(0)
-        ring.release(*(first + first_q + y for y in range(order.parts)))
-        c.refill(*(first + first_q + y for y in range(-2, order.parts)))
+        ring.release(*q)
+        c.refill(last_dh, last_v, *q)
 
     shapes = [(WG_ROWS, part.keys) for part in both]
     _, *sums = products.all_from_zeros(issue, *shapes, *shapes)
     return [x._replace(scores=sums[j], dA=sums[2 + j]) for j, x in enumerate(both)]
 
 
-def _write_keys(c: _Chunk, x: _Block, start: int, keys: int, at, mask: Array | None = None):
+def _write_keys(c: _Chunk, x: _Block, start: int, keys: int, mask: Array | None = None):
     """Stores P and dP of ``keys`` keys of a block, from ``start`` on; returns their W."""
     refs, columns = c.refs, slice(start, start + keys)
-    *u, inv_den, dz_den = x.vectors
-    key = pl.multiple_of(x.key + start, HALF)
+    key, row = (pl.multiple_of(y + start, HALF) for y in (x.key, x.row))
+    at = pl.ds(row, keys)
     e = (c.vector(y, key, keys) for y in (_E_HI, _E_LO))
     tiles = refs.P_smem.at[at].T, refs.dP_smem.at[at].T
     scores, dA = x.scores[:, columns], x.dA[:, columns]
-    return write_tiles(*tiles, scores, dA, e, u, inv_den, dz_den, mask, c.p.qk_scale)
+    return write_tiles(*tiles, scores, dA, e, x.vectors, mask, c.p.qk_scale)
 
 
 def _write_below(c: _Chunk, below: _Block):
@@ -326,16 +353,16 @@ def _write_below(c: _Chunk, below: _Block):
     It returns the sums over keys.
     """
     refs = c.refs
-    W = _write_keys(c, below, 0, HALF, block(2 + c.wg, HALF))
+    W = _write_keys(c, below, 0, HALF)
     sums = products.sum_over_columns(W)
 
     @pl.when(c.wg == 0)
     def hand_over():  # warpgroup 1 adds its own sums
-        refs.per_query.at[c.head, 1, c.rows][...] = sums
+        refs.pairs.per_query.at[c.head, 1, c.rows][...] = sums
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.tiles_full)
-    refs.per_key.at[c.head, 1, c.keys(below.key, HALF)][...] = c.sum_over_queries(W)
+    c.store_per_key(W, 1, below.key)
     return sums
 
 
@@ -346,15 +373,13 @@ def _write_diagonal(c: _Chunk, diagonal: _Block, keys: int) -> None:
     for start in range(0, WG_ROWS, keys):
         t, s = rows_and_columns(WG_ROWS, keys)
         s += start
-        at = pl.ds(pl.multiple_of(2 * c.wg * WG_ROWS + start, HALF), keys)
-        W = _write_keys(c, diagonal, start, keys, at, s <= t)
+        W = _write_keys(c, diagonal, start, keys, s <= t)
         of_diagonal.append(sum_over_columns(jnp.where(s == t, W, 0.0)))
         W = jnp.where(s < t, W, 0.0)
         of_earlier.append(sum_over_columns(W))
-        sums = c.sum_over_queries(W)
-        refs.per_key.at[c.head, c.wg, c.keys(c.wg * WG_ROWS + start, keys)][...] = sums
-    refs.diagonal.at[c.head, c.rows][...] = functools.reduce(jnp.add, of_diagonal)
-    refs.per_query.at[c.head, c.wg, c.rows][...] = functools.reduce(jnp.add, of_earlier)
+        c.store_per_key(W, c.wg, diagonal.key + start)
+    refs.pairs.diagonal.at[c.head, c.rows][...] = functools.reduce(jnp.add, of_diagonal)
+    refs.pairs.per_query.at[c.head, c.wg, c.rows][...] = functools.reduce(jnp.add, of_earlier)
 
 
 def _add_for_queries(c: _Chunk, accumulator, tile, x, first: int) -> None:
@@ -387,8 +412,8 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
     """
     refs, ring, DHQK = c.refs, c.ring, c.p.DHQK
     total, *sums = carry
-    parts = c.order.parts
-    v, dC, C, dh = (c.first + c.order.gradients + 4 * j + x for x in range(4))
+    parts = c.parts
+    v, dC, C, dh = (c.first + c.second_phase + 4 * j + x for x in range(4))
 
     def multiply_states(dq, dk, dv):
         ring.wait(v)
@@ -421,8 +446,7 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
         c.refill(v, dC, C)  # while the product runs
 
     (new,) = products.onto(multiply_P, new)
-    ring.release(dh)
-    c.refill(dh)
+    c.advance(dh)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     c.store([(new, c.out_tile, refs.dv, c.last_first(j))])
     return total, *sums
@@ -437,8 +461,8 @@ def _weighted(
 ) -> list[Array]:
     """The scaled inter-chunk parts of dq and dk, 64 columns each; stores q . dq and k . dk."""
     inter, of_q, of_k = [], [], []
-    for y in range(c.order.parts):
-        slot = c.ring.wait(c.last_q(y))
+    for y in range(c.parts):
+        slot = c.ring.wait(c.q_step(y))
         dq, dk = (x[:, y * DEPTH : (y + 1) * DEPTH] for x in gradients)
         dq *= across_columns(weights)
         if norm_weights is not None:
@@ -454,17 +478,16 @@ def _weighted(
 
 def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
     """Adds the intra-chunk parts to dq and dk and stores them."""
-    refs, ring, parts = c.refs, c.ring, range(c.order.parts)
+    refs, parts = c.refs, range(c.parts)
 
     def multiply_dP(*sums):
         for y in parts:
             _add_for_queries(c, sums[2 * y], refs.dP_smem, c.k_tile, y * (CHUNK // WG_ROWS))
-            _add_for_keys(c, sums[2 * y + 1], refs.dP_smem, c.slot(c.last_q(y)))
+            _add_for_keys(c, sums[2 * y + 1], refs.dP_smem, c.slot(c.q_step(y)))
 
     gradients = products.onto(multiply_dP, *inter)
     c.k_ring.release(c.index)
-    ring.release(*map(c.last_q, parts))
-    c.refill(*map(c.last_q, parts))
+    c.advance(*map(c.q_step, parts))
     if refs.tiles_empty is not None:
         products.release(refs.tiles_empty)
     outputs = [(x, (refs.dq, refs.dk)[j % 2], j // 2) for j, x in enumerate(gradients)]
@@ -476,7 +499,7 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
         c.store([(x, tile, *place) for (x, *place), tile in rest])
 
 
-def _multiply(c: _Chunk, keys: int) -> None:
+def _multiply(c: _Chunk) -> None:
     """Runs both phases of a chunk."""
     refs = c.refs
     diagonal, below, weights, key_weights = _blocks_and_weights(c)
@@ -486,77 +509,25 @@ def _multiply(c: _Chunk, keys: int) -> None:
     if refs.tiles_empty is not None:
         pl.when(c.index > 0)(lambda: plgpu.barrier_wait(refs.tiles_empty))
     half_sums = _write_below(c, below)
+    # Computing half the keys of the block on the diagonal at a time takes fewer registers.
+    keys = WG_ROWS if not c.ring.readers and MOVES_REGISTERS else HALF
     _write_diagonal(c, diagonal, keys)
-    corner = block(2 * c.wg, WG_ROWS)
     plgpu.commit_smem()
     products.acquire(refs.tiles_full, refs.tiles_empty)
     norm_weights = None if refs.n_gmem is None else weights * diagonal.vectors[3]
     zeros = products.zeros(WG_ROWS, c.p.DHQK)
     total = products.zeros(WG_ROWS, layout=BY_ROWS)
     step = functools.partial(_gradient_step, c, key_weights)
-    total, *gradients = loop(c.order.steps, step, (total, zeros, zeros))
+    total, *gradients = loop(c.steps, step, (total, zeros, zeros))
     refs.states.at[c.head, c.chunk, c.tile_rows][...] = total
 
     @pl.when(c.wg == 1)
     def add_halves():
-        other = load_by_rows(refs.per_query.at[:, 1], c.head, block(c.chunk * 2, WG_ROWS))
-        refs.per_query.at[c.head, 0, c.rows][...] = half_sums + other
+        other = load_by_rows(refs.pairs.per_query.at[:, 1], c.head, block(c.chunk * 2, WG_ROWS))
+        refs.pairs.per_query.at[c.head, 0, c.rows][...] = half_sums + other
 
     inter = _weighted(c, gradients, weights, norm_weights, key_weights)
-    _store_dq_and_dk(c, inter, corner)
-
-
-def kernel(cta: CTA) -> None:
-    """Runs a CTA.
-
-    Inputs in global memory: all of ``parallel_bw_dQKV._kernel`` except P and dP; and e_gmem and
-    u_gmem, two (B * NH, S) each.
-    Outputs:
-      dq, dk, dv: like q, k and v.
-      q_inter, k_inter: (B * NH, S).
-      states: (B * NH, NC, 128), parts of <C_c, dC_{c+1}>.
-      per_query, per_key, diagonal: see ``w_sum_shapes``. The part of per_query whose keys are all
-        later is scratch.
-    Shared memory and barriers: see ``scratch``.
-    """
-    cta, p, refs = _CTA(**vars(cta)), cta.p, cta.refs
-    chunks, copying = cta.num_items, copying_warpgroups(p)
-    products.guard(refs.tiles_full, refs.P_smem, refs.dP_smem)
-    n, stages, copy = cta.order.num_tiles, cta.tiles.num_stages, cta.copy_any_tile
-    ring = CopyRing(refs.barriers, stages, chunks * n, copy, readers=copying, steps_of_item=n)
-    k_ring = CopyRing(refs.k_barriers, _k_stages(p), chunks, cta.copy_k, readers=copying)
-    # Computing half the keys of the block on the diagonal at a time takes fewer registers.
-    keys = WG_ROWS if not copying and MOVES_REGISTERS else HALF
-
-    def multiply(index):
-        wg = lax.optimization_barrier(cta.wg)  # keeps what is derived from it out of registers
-        head, chunk = cta.head_and_chunk(cta.item_of(index))
-        c = _Chunk(
-            **vars(cta) | dict(wg=wg),
-            ring=ring,
-            k_ring=k_ring,
-            index=index,
-            head=head,
-            chunk=chunk,
-            tile_rows=block(wg, WG_ROWS),
-            rows=block(chunk * 2 + wg, WG_ROWS),
-            k_slot=k_ring.slot(index),
-            first=index * n,
-        )
-        _multiply(c, keys)
-
-    def multiply_all():
-        if not copying:
-            move_registers(232)
-        each(chunks)(multiply)
-        if refs.tiles_empty is not None:
-            plgpu.barrier_wait(refs.tiles_empty)
-
-    def copy_all():
-        move_registers(40)
-        each(chunks)(functools.partial(cta.copy_chunk, ring, k_ring))
-
-    cta.run((ring, k_ring), multiply_all, copy=None if copying else copy_all)
+    _store_dq_and_dk(c, inter, aligned(diagonal.row, WG_ROWS))
 
 
 def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[str, Any]:

@@ -4,12 +4,11 @@ There is one CTA per SM, and each processes every num_ctas-th item. Two warpgrou
 they also share the copying, or a third warpgroup copies.
 """
 
-import dataclasses
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jax import Array, lax
+from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing
@@ -20,22 +19,29 @@ from mlstm_pallas.stage import Launch
 from mlstm_pallas.tiles import divide, remainder
 
 
-@dataclasses.dataclass(frozen=True)
-class CTA:
-    """A CTA, as one of its warpgroups sees it.
+class PersistentKernel:
+    """A CTA of a kernel, as one of its warpgroups sees it.
 
     Attributes:
       refs: the references of the kernel, by name.
       program: the index of the CTA.
       num_items: the number of its items.
+      ring: of the operands.
+      rings: all rings whose number of steps is known from the start.
     """
 
-    refs: Any
-    p: Problem
-    tiles: RingTiles
-    wg: Array
-    program: Array
-    num_items: Array
+    ring: CopyRing
+    rings: Sequence[CopyRing] = ()
+
+    @staticmethod
+    def readers(p: Problem) -> int:
+        """The number of warpgroups that share the copying; 0: a third warpgroup copies."""
+        return 2
+
+    def __init__(self, refs, p: Problem, tiles: RingTiles) -> None:
+        self.refs, self.p, self.tiles = refs, p, tiles
+        self.wg, self.program = lax.axis_index("wg"), lax.axis_index("program")
+        self.num_items = divide(tiles.items(p) - 1 - self.program, tiles.num_ctas) + 1
 
     def item_of(self, index):
         """The CTA's index-th item."""
@@ -45,54 +51,49 @@ class CTA:
         """The place of the index-th chunk of all heads."""
         return divide(index, self.p.NC), remainder(index, self.p.NC)
 
-    def run(
-        self,
-        rings: Sequence[CopyRing],
-        multiply: Callable[[], Any],
-        copy: Callable[[], Any] | None = None,
-    ) -> None:
-        """Runs the warpgroup.
+    def multiply(self) -> None:
+        """The work of a warpgroup that multiplies: all items, with their outputs."""
+        raise NotImplementedError
 
-        copy: the work of the third warpgroup; None: the warpgroups that multiply refill the rings.
-        """
+    def copy(self) -> None:
+        """The work of the third warpgroup, if there is one."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Runs the warpgroup."""
 
         def main_loop():
-            multiply()
+            self.multiply()
             plgpu.wait_smem_to_gmem(0)
 
-        if copy is None:
-            for ring in rings:
+        if self.ring.readers:
+            for ring in self.rings:
                 ring.prologue()
             main_loop()
         else:
             pl.when(self.wg < 2)(main_loop)
-            pl.when(self.wg == 2)(copy)
-        for ring in rings:
+            pl.when(self.wg == 2)(self.copy)
+        for ring in self.rings:
             ring.epilogue()
 
 
 def persistent_call(
-    kernel: Callable[[CTA], None],
+    kernel: type[PersistentKernel],
     name: str,
     call: Launch,
     outputs: Mapping[str, Any],
     scratch: Mapping[str, Any],
-    *,
-    copies: bool,
 ) -> Callable[..., dict[str, Any]]:
-    """``mosaic_call`` of a kernel. copies: whether a third warpgroup copies."""
-    p, tiles = call.problem, call.tiles
+    """``mosaic_call`` of a kernel."""
 
     def entry(**refs):
-        wg, program = lax.axis_index("wg"), lax.axis_index("program")
-        num_items = divide(tiles.items(p) - 1 - program, tiles.num_ctas) + 1
-        kernel(CTA(types.SimpleNamespace(**refs), p, tiles, wg, program, num_items))
+        kernel(types.SimpleNamespace(**refs), call.problem, call.tiles).run()
 
     return mosaic_call(
         entry,
         name=name,
-        grid={"program": tiles.num_ctas},
-        warpgroups=2 + copies,
+        grid={"program": call.tiles.num_ctas},
+        warpgroups=2 if kernel.readers(call.problem) else 3,
         outputs=outputs,
         scratch=scratch,
         interpret=call.interpret,

@@ -120,9 +120,3 @@ def wait_empty(empty) -> None:
 def store(tile, value: jax.Array) -> None:
     """tile[...] = value; the tile is in shared memory."""
     tile[...] = value
-
-
-def cond(condition, this: Callable[[Any], None], that: Callable[[Any], None], accumulator) -> None:
-    """Runs this(accumulator) if the condition holds, else that(accumulator)."""
-    pl.when(condition)(lambda: this(accumulator))
-    pl.when(jnp.logical_not(condition))(lambda: that(accumulator))
