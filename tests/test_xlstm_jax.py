@@ -37,6 +37,7 @@ L = 16
 NC = S // L
 BOUND = {"float32": 1e-5, "bfloat16": 2e-2}
 SYSTEMS = [v3, v5, stablef]
+ALL_SYSTEMS = pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
 
 # As in the documents.
 DOCUMENTED = {
@@ -129,12 +130,12 @@ DEFAULTS = dict(
 )
 
 
-@pytest.mark.parametrize("system", SYSTEMS, ids=lambda x: x.__name__.split(".")[-1])
+@ALL_SYSTEMS
 def test_every_listed_function_has_a_docstring_and_the_defaults_of_its_system(system):
     for name in system.__all__:
         function, of_it = getattr(system, name), DEFAULTS
         assert function.__doc__
-        if system is v5 and "_bw" in name and "fwbw" not in name:
+        if system is v5 and "_bw" in name:
             of_it = of_it | dict(eps=0.0)
         if "__parallel" in name:
             of_it = of_it | dict(siz_b_lq=32, siz_b_lkv=32)
@@ -154,38 +155,38 @@ def inputs_of(dtype="float32"):
     return x | {"q": (x["q"] * 0.2).astype(dtype)}
 
 
+HEADS = functools.partial(jax.vmap, in_axes=(0, 0, 0, None, None))
+
+
 @jax.jit
+@HEADS
+@HEADS
 def documented(x, dh, dC_last, scale, eps):
-    """Everything that the stages make of inputs, in float64; gradients are of <dh, h> +
-    <dC_last, C_last> where the denominator and the stabilisers are constants."""
+    """Everything that the stages make of the inputs of a head, in float64; gradients are of
+    <dh, h> + <dC_last, C_last> where the denominator and the stabilisers are constants."""
+
+    def step(carry, x):
+        C, m = carry
+        q, k, v, i, f, added = x
+        log_decay = jax.nn.log_sigmoid(f) + m
+        m = jax.lax.stop_gradient(jnp.maximum(log_decay, i))
+        C = jnp.exp(log_decay - m) * (C + added) + jnp.exp(i - m) * jnp.outer(k, v)
+        num = scale * q @ C
+        den = jnp.maximum(jnp.abs(num[-1]), jnp.exp(-m))
+        h = num[:-1] / (jax.lax.stop_gradient(den) + eps)
+        return (C, m), (h, den, m, C)
 
     def run(q, k, v, i, f, C, n, m, added):
-        """added (B, NH, S, DHQK, DHHV + 1): to C and n, its last column, before each step."""
-        log_f = jax.nn.log_sigmoid(f)
-        b = jnp.cumsum(log_f, axis=-1)
-        rows = jax.lax.stop_gradient(b + jnp.maximum(m[..., None], jax.lax.cummax(i - b, axis=2)))
-        m = jnp.concatenate([m[..., None], rows], axis=-1)
+        """added (S, DHQK, DHHV + 1): to C and n, its last column, before each step."""
+        C, v = jnp.column_stack([C, n]), jnp.column_stack([v, jnp.ones(S)])
+        (last, _), (h, den, rows, C_rows) = jax.lax.scan(step, (C, m), (q, k, v, i, f, added))
+        C, m = jnp.append(C[None], C_rows[L - 1 :: L], axis=0), jnp.append(m, rows[L - 1 :: L])
+        values = dict(h=h, den=den, m=rows, m_boundaries=m, C=C[..., :-1], n=C[..., -1])
+        return (h, last[:, :-1]), values
 
-        def weighted(log, x):
-            """The sums over steps s <= t of x_s with the weights exp(log_s + b_t - m_t)."""
-            log = jnp.tril(log[..., None, :] + (b - rows)[..., None])
-            return jnp.einsum("bhts,bhskv->bhtkv", jnp.tril(jnp.exp(log)), x)
-
-        first = jnp.concatenate([C, n[..., None]], axis=-1)
-        v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
-        states = weighted(i - b, k[..., None] * v[..., None, :])
-        states += weighted(log_f - b + m[..., :-1], added.at[:, :, 0].add(first))
-        num = scale * jnp.einsum("bhtk,bhtkv->bhtv", q, states)
-        den = jnp.maximum(jnp.abs(num[..., -1]), jnp.exp(-rows))
-        h = num[..., :-1] / (jax.lax.stop_gradient(den) + eps)[..., None]
-        at = jnp.concatenate([first[:, :, None], states[:, :, L - 1 :: L]], axis=2)
-        values = dict(h=h, den=den, m=rows, m_boundaries=m[..., ::L], C=at[..., :-1], n=at[..., -1])
-        return (h, states[:, :, -1, :, :-1]), values
-
-    added = jnp.zeros((B, NH, S, DHQK, DHHV + 1), dh.dtype)
-    _, vjp, values = jax.vjp(run, *x, added, has_aux=True)
+    _, vjp, values = jax.vjp(run, *x, jnp.zeros((S, DHQK, DHHV + 1)), has_aux=True)
     *gradients, dC = vjp((dh, dC_last))
-    dC = jnp.concatenate([dC[:, :, ::L, :, :-1], dC_last[:, :, None]], axis=2)
+    dC = jnp.append(dC[::L, :, :-1], dC_last[None], axis=0)
     return values | {f"d{name}": y for name, y in zip(NAMES, gradients, strict=True)} | dict(dC=dC)
 
 
@@ -232,7 +233,6 @@ def backend(request):
         yield
 
 
-ALL_SYSTEMS = pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
 SCALE = 0.7  # the whole passes have the documented one as well
 
 # The stages, forward.
@@ -439,11 +439,10 @@ def test_backward(system, given, scale, backend):
 
 
 def test_backward_without_initial_states_has_gradients_of_five_inputs_in_their_dtypes():
-    x, dh, *_ = case("bfloat16")
-    x, den = [x[name] for name in "qkvif"], jnp.ones((B, NH, S))
-    backward = functools.partial(v3._mlstm_chunkwise_bw, CHUNK_SIZE=L)
-    built = jax.eval_shape(lambda *x: backward(*x, vecN_out=den, matDeltaH=dh), *x)
-    assert [(y.shape, y.dtype) for y in built] == [(y.shape, y.dtype) for y in x]
+    x = {name: y for name, y in case("bfloat16", SCALE, 1e-6)[0].items() if name in "qkvif"}
+    absent = dict.fromkeys(("matc_states", "scam_states", "vecm_out", "matdeltac_last"))
+    built = jax.eval_shape(lambda: run(v3, "_bw", "bfloat16", inputs=x, **absent))
+    assert [(y.shape, y.dtype) for y in built] == [(y.shape, y.dtype) for y in x.values()]
 
 
 def test_stages_take_float64_on_the_plain_path():
@@ -501,45 +500,31 @@ def test_generator_gives_the_same_function_for_the_same_arguments():
 # Errors.
 
 
-DQKV = stablef, "__parallel_bw_dQKV"
-# Functions and changed arguments.
+# Changed arguments of stablef's __parallel_bw_dQKV, or of another function of stablef.
 WRONG = {
-    r"matK has shape \(1, 2, 64, 8\), expected \(B, NH, S, DHQK\) = \(1, 2, 64, 24\)": (
-        *DQKV,
-        dict(matk=jnp.zeros((B, NH, S, 8))),
+    "matK has shape (1, 2, 64, 8), expected (B, NH, S, DHQK) = (1, 2, 64, 24), as matQ has shape "
+    "(1, 2, 64, 24)": dict(matk=jnp.zeros((B, NH, S, 8))),
+    "vecF has shape (1, 2, 64), expected (B, NH, NC, L) = (1, 2, 4, 16)": dict(
+        vecf=jnp.zeros((B, NH, S))
     ),
-    r"vecF has shape \(1, 2, 64\), expected \(B, NH, NC, L\) = \(1, 2, 4, 16\)": (
-        *DQKV,
-        dict(vecf=jnp.zeros((B, NH, S))),
+    "matC_states has shape (1, 2, 7, 40), expected (B, NH, NC * DHQK, DHHV) = (1, 2, 96, 40) or "
+    "(B, NH, (NC + 1) * DHQK, DHHV) = (1, 2, 120, 40)": dict(
+        matc_states=jnp.zeros((B, NH, 7, DHHV))
     ),
-    r"matC_states has shape .* expected \(B, NH, NC \* DHQK, DHHV\)": (
-        *DQKV,
-        dict(matc_states=jnp.zeros((B, NH, 7, DHHV))),
-    ),
-    r"scaM_inter has shape .* or \(B, NH, \(NC \+ 1\)\) = \(1, 2, 5\)": (
-        *DQKV,
-        dict(scam_inter=jnp.zeros((B, NH, 3))),
-    ),
-    r"vecI is None, expected an array of shape \(B, NH, NC, L\)": (*DQKV, dict(veci=None)),
-    r"matQ has shape \(1, 2, 64\), expected \(B, NH, S, DHQK\)": (
-        *DQKV,
-        dict(matq=jnp.zeros((B, NH, S))),
-    ),
-    r"matQ has shape .* expected S = 64 to be 1 chunks of 16 steps": (*DQKV, dict(num_chunks=1)),
-    "vecN_out is None": (stablef, "_bw", dict(vecn_out=None)),
-    "all three or not at all: got matC_initial without vecN_initial, scaM_initial": (
-        v3,
-        "_fw",
-        dict(vecn_initial=None, scam_initial=None),
-    ),
+    "scaM_inter has shape (1, 2, 3), expected (B, NH, NC) = (1, 2, 4) or "
+    "(B, NH, (NC + 1)) = (1, 2, 5)": dict(scam_inter=jnp.zeros((B, NH, 3))),
+    "vecI is None, expected an array of shape (B, NH, NC, L)": dict(veci=None),
+    "matQ has shape (1, 2, 64), expected (B, NH, S, DHQK)": dict(matq=jnp.zeros((B, NH, S))),
+    "matQ has shape (1, 2, 64, 24), expected S = 64 to be 1 chunks of 16 steps": dict(num_chunks=1),
+    "vecN_out is None, expected an array of shape (B, NH, S)": dict(name="_bw", vecn_out=None),
+    "initial states come all three or not at all: got matC_initial without vecN_initial, "
+    "scaM_initial": dict(name="_fw", vecn_initial=None, scam_initial=None),
 }
 
 
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_arrays_are_named(message):
-    system, name, changes = WRONG[message]
-    with pytest.raises(ValueError, match=message):
-        run(system, name, **changes)
+    refused(ValueError, message, run, stablef, **dict(name="__parallel_bw_dQKV") | WRONG[message])
 
 
 @ALL_SYSTEMS
