@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_same_bits, refused, run_python
+from oracle import PUBLIC, assert_same_bits, refused, run_python
 
 import mlstm_pallas
 from mlstm_pallas import (
@@ -73,15 +73,6 @@ PLANNED = parallel_fw_H.Tiles.plan(
 
 def tiles(**fields):
     return KernelConfig(fused=False, triton_parallel_fw_H=fields)
-
-
-def traced_with(config, **arrays):
-    shapes_of(mlstm_chunkwise, PLAIN | arrays | dict(backend="interpret", config=config))
-
-
-def enters(backend):
-    with use_backend(backend):
-        pass
 
 
 class Param:
@@ -237,7 +228,7 @@ VALUES = {
     "states come both or not at all: got n without c": of_step(
         c=None, m=None, input_gate="sigmoid"
     ),
-    f"backend is 'gpu', {BACKENDS}": lambda: enters("gpu"),
+    f"backend is 'gpu', {BACKENDS}": lambda: use_backend("gpu"),
     "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a CPU: "
     "expected backend None or 'xla' (plain jnp), or 'interpret' (the kernels, interpreted)": (
         lambda: (
@@ -254,9 +245,9 @@ VALUES = {
         lambda: KernelConfig(num_splits=3)
     ),
     f"{TILED} is {{'keep_q': True}}, expected tiles that the kernel has for heads of 192/32 in "
-    f"chunks of 64 steps, such as {PLANNED}": (
-        lambda: traced_with(tiles(keep_q=True), **dict.fromkeys("qk", array(2, 3, 40, 192)))
-    ),
+    f"chunks of 64 steps, such as {PLANNED}": dict.fromkeys(INITIAL)
+    | dict.fromkeys("qk", array(2, 3, 40, 192))
+    | {"backend": "interpret", "config": tiles(keep_q=True)},
     "chunk_size is 100, expected None or a power of two >= 16": (
         lambda: KernelConfig(chunk_size=100)
     ),
@@ -333,7 +324,10 @@ TYPES = {
     "siz_b_DHHV, block_k, state_rows, state_columns, num_warps, num_stages, "
     "num_splits, num_ctas, keep_q, recomputes_scores": lambda: tiles(siz_b_loop=16),
     f"{TILED} has block_k, expected some of its fields siz_b_LQ, siz_b_LKV, siz_b_DHQK, "
-    "siz_b_DHHV, num_warps, num_stages, keep_q": lambda: traced_with(tiles(block_k=16)),
+    "siz_b_DHHV, num_warps, num_stages, keep_q": {
+        "backend": "interpret",
+        "config": tiles(block_k=16),
+    },
     "config.precision is 'highest', expected None, a jax.lax.Precision or a "
     "jax.lax.DotAlgorithmPreset": lambda: KernelConfig(precision="highest"),
     "config.fused is 1, expected None, True or False": lambda: KernelConfig(fused=1),
@@ -395,22 +389,13 @@ def test_every_argument_of_the_functions_of_xlstm_jax_is_checked(system, name):
             shapes_of(getattr(system, name), good | {parameter: "foo"})
 
 
-@pytest.mark.parametrize(
-    ("function", "state"),
-    [
-        (mlstm_chunkwise, "c_initial"),
-        (mlstm_recurrent_step, "c"),
-        (mlstm_recurrent_sequence, "c"),
-        (mlstm_pallas.distributed.mlstm_chunkwise_sequence_parallel, "c_initial"),
-        (reference.chunkwise, "c_initial"),
-        (reference.recurrence, "c_initial"),
-    ],
-)
-def test_names_of_other_packages_are_answered_with_ours(function, state):
+@pytest.mark.parametrize("function", PUBLIC)
+def test_names_of_other_packages_are_answered_with_ours(function):
     """The message for any other name lists all parameters."""
-    renamed = {"matQ": "q", "key": "k", "igate_preact": "i", "fgate": "f", "matC_initial": state}
-    nobodys = {"zzz": f"one of {', '.join(inspect.signature(function).parameters)}"}
-    for name, expected in (renamed | nobodys).items():
+    ours = [*inspect.signature(function).parameters]
+    theirs = "matQ", "key", "matV", "igate_preact", "fgate", "matC_initial", "nstate", "mstate"
+    answers = dict(zip(theirs, ours, strict=False)) | {"zzz": f"one of {', '.join(ours)}"}
+    for name, expected in answers.items():
         message = f"{name} is no argument of {function.__name__}, expected {expected}"
         refused(TypeError, message, function, **{name: None})
 
@@ -517,10 +502,6 @@ def of_q(q):
     return mlstm_chunkwise(**SQUARE | {"q": q}, backend="xla")
 
 
-def loss(q):
-    return jnp.sum(of_q(q) ** 2)
-
-
 def layers(q):
     return jax.lax.scan(lambda x, _: (of_q(x), None), q, None, length=2)[0]
 
@@ -545,7 +526,7 @@ def test_a_derivative_that_does_not_exist_is_refused_by_name(transformation):
 
 
 def test_what_refuses_derivatives_is_not_in_programs():
-    for function in (of_q, jax.grad(loss)):
+    for function in (of_q, lambda q: jax.vjp(of_q, q)[1](q)):
         text = jax.jit(function).lower(SQUARE["q"]).as_text()
         assert not re.search("reverse_mode|not_differentiated", text)
 
