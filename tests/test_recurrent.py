@@ -277,8 +277,7 @@ def test_a_step_is_one_launch_in_place(input_gate, dtype, heads, copied):
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 37])
 def test_a_loop_with_one_step_per_iteration_copies_no_state(batch):
-    shapes = [(256,), (256,), (512,), (), (), (256, 512), (256,), ()]
-    x = [jax.ShapeDtypeStruct((batch, 8, *dims), "float32") for dims in shapes]
+    x = [*step_names(random_inputs(0, batch, 8, 1, 256, 512), 0).values()]
 
     def generate(token, states):
         def body(carry):
