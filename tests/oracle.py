@@ -220,6 +220,10 @@ def check_outputs(result, inputs, bound, **options):
     compare(OUTPUTS, jax.tree.leaves(result), oracle(inputs, **options), bound)
 
 
+def shapes_and_dtypes(arrays):
+    return [(x.shape, x.dtype) for x in arrays]
+
+
 def assert_same_bits(a, b):
     """Two trees of arrays have equal bits."""
     for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
-from benchmark_runs import records
+from benchmark_runs import error_of, records
 
 pytest.importorskip("optax")
 pytest.importorskip("matplotlib")
@@ -60,14 +60,6 @@ def train(folder, **changed):
     """The exit code of a run, or of the same command once more."""
     with flagsaver.flagsaver(output_dir=str(folder), **changed):
         return lm.main(["train_byte_lm.py"])
-
-
-def error_of(call, *args, **options):
-    with pytest.raises(SystemExit) as caught:
-        call(*args, **options)
-    # sys.exit prints a string on stderr and takes 1 as the exit code.
-    assert re.fullmatch("error: .*", caught.value.code)
-    return caught.value.code
 
 
 def read_log(folder, name=""):

@@ -23,6 +23,7 @@ from oracle import (
     oracle,
     random_inputs,
     refused,
+    shapes_and_dtypes,
     slow,
     tolerance,
 )
@@ -299,7 +300,7 @@ def test_buffers_of_recurrent_fw_C_set_the_dtypes():
     states = states_of(case()[-1])
     buffers = [jnp.zeros(x.shape, dtype) for x, dtype in zip(states, dtypes, strict=True)]
     built = run(v3, "__recurrent_fw_C", **dict(zip(BUFFERS, buffers, strict=True)))
-    assert [(y.shape, y.dtype) for y in built] == [(y.shape, y.dtype) for y in buffers]
+    assert shapes_and_dtypes(built) == shapes_and_dtypes(buffers)
     built = run(v3, "__recurrent_fw_C", "bfloat16", **dict.fromkeys(BUFFERS))
     assert [y.dtype for y in built] == ["bfloat16", "float32", "float32"]
 
@@ -442,7 +443,7 @@ def test_backward_without_initial_states_has_gradients_of_five_inputs_in_their_d
     x = {name: y for name, y in case("bfloat16", SCALE, 1e-6)[0].items() if name in "qkvif"}
     absent = dict.fromkeys(("matc_states", "scam_states", "vecm_out", "matdeltac_last"))
     built = jax.eval_shape(lambda: run(v3, "_bw", "bfloat16", inputs=x, **absent))
-    assert [(y.shape, y.dtype) for y in built] == [(y.shape, y.dtype) for y in x.values()]
+    assert shapes_and_dtypes(built) == shapes_and_dtypes(x.values())
 
 
 def test_stages_take_float64_on_the_plain_path():
