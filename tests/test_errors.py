@@ -359,34 +359,22 @@ def test_bad_calls(message):
     refused(kind, message, call)
 
 
-GENERATORS = ("_mlstm_chunkwise_fwbw_generator", "_get_chunkwise_fwbw_kernel")
-COPIES = ("mlstm_chunkwise_max_triton", "mlstm_chunkwise__xl_chunk")  # of the entry
-# Each function once: the systems share the generators and the entry.
-FUNCTIONS = {
-    getattr(system, name): (system, name)
-    for system in (v3noslice, v5xlchunksize, triton_stablef)
-    for name in system.__all__
-    if name not in COPIES
-}
+SYSTEMS = v3noslice, v5xlchunksize, triton_stablef
+FUNCTIONS = [getattr(system, name) for system in SYSTEMS for name in system.__all__]
 
 
-@pytest.mark.parametrize(
-    ("system", "name"),
-    [
-        pytest.param(*function, id=f"{function[0].__name__.split('.')[-1]}-{function[1]}")
-        for function in FUNCTIONS.values()
-    ],
-)
-def test_every_argument_of_the_functions_of_xlstm_jax_is_checked(system, name):
+@pytest.mark.parametrize("function", dict.fromkeys(FUNCTIONS), ids=lambda x: x.__name__)
+def test_every_argument_of_the_functions_of_xlstm_jax_is_checked(function):
     """test_bad_calls has the messages."""
-    function = getattr(system, GENERATORS[0] if name in GENERATORS else name)
-    parameters = inspect.signature(function).parameters
-    good = {key: x for key, x in (ARRAYS | of_stage(function)).items() if key in parameters}
-    if name == "_get_chunkwise_fwbw_kernel":  # which has no default
-        good["autocast_kernel_dtype"] = "float32"
-    for parameter in parameters:
-        with pytest.raises((TypeError, ValueError), match=rf"^{parameter} is (a str|'?foo)\b"):
-            shapes_of(getattr(system, name), good | {parameter: "foo"})
+    documented = function
+    if function is triton_stablef._get_chunkwise_fwbw_kernel:  # it hands its keywords on
+        documented = triton_stablef._mlstm_chunkwise_fwbw_generator
+    parameters = inspect.signature(documented).parameters
+    good = ARRAYS | of_stage(function) | dict(autocast_kernel_dtype="float32")
+    good = {name: x for name, x in good.items() if name in parameters}
+    for name in parameters:
+        with pytest.raises((TypeError, ValueError), match=rf"^{name} is (a str|'?foo)\b"):
+            shapes_of(function, good | {name: "foo"})
 
 
 @pytest.mark.parametrize("function", PUBLIC)

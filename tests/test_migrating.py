@@ -144,11 +144,6 @@ def results(layer, gradients=False):
         return jax.tree.map(np.asarray, jax.tree.leaves(jax.jit(run)(params, x)))
 
 
-@functools.cache
-def results_of_other_kernel(model):
-    return results(layer_of(model, other_kernel))
-
-
 def errors(result, expected):
     """Relative errors."""
     pairs = zip(result, expected, strict=True)
@@ -168,7 +163,7 @@ def bound(dtype):
 )
 def test_diff_keeps_the_function(model, diff):
     """Float64 tells functions apart."""
-    expected = results_of_other_kernel(model)
+    expected = results(layer_of(model, other_kernel))
     assert errors(results(layer_of(patched(model, diff))), expected) < bound("float64")
 
 
