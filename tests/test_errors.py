@@ -418,12 +418,9 @@ def test_a_stabiliser_other_than_zeros_is_refused_with_the_sigmoid_gate():
 
 def test_numbers_and_bools_of_numpy_are_taken():
     """The largest float32 is among them."""
-    largest = np.finfo("float32").max
-    options = dict(
-        return_last_states=np.bool_(True), eps=largest, norm_val=jnp.bfloat16.dtype.type(1)
-    )
-    numpys = functools.partial(mlstm_chunkwise, chunk_size=np.int64(16), **options)
-    h, states = jax.eval_shape(numpys, **PLAIN)
+    options = dict(chunk_size=np.int64(16), return_last_states=np.bool_(True))
+    options |= dict(eps=np.finfo("float32").max, norm_val=jnp.bfloat16.dtype.type(1))
+    h, states = shapes_of(mlstm_chunkwise, PLAIN | options)
     assert (h.shape, len(states)) == (PLAIN["v"].shape, 3)
     configs = (
         KernelConfig(
@@ -435,7 +432,7 @@ def test_numbers_and_bools_of_numpy_are_taken():
     )
     assert len({*configs}) == 1
     for function, shapes in ((mlstm_recurrent_step, TOKEN), (mlstm_recurrent_sequence, PLAIN)):
-        jax.eval_shape(functools.partial(function, eps=np.float16(0.5)), **shapes)
+        shapes_of(function, shapes | {"eps": np.float16(0.5)})
 
 
 def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones():
@@ -466,13 +463,13 @@ def test_more_heads_than_steps_get_a_warning_once_in_the_layout_that_nobody_chos
             jax.eval_shape(lambda: function(**zeros(BTNH)))
     assert [(str(x.message), x.filename) for x in caught] == [(message, __file__)]
     validation.warn_of_layout.cache_clear()
-    for layout, shapes in (("BNTH", inputs(B, NH, 1)), ("BTNH", inputs(B, 1, NH))):
-        jax.eval_shape(functools.partial(function, layout=layout), **shapes)
-    states = STATES if function is mlstm_recurrent_sequence else INITIAL
-    jax.eval_shape(function, **inputs(B, NH, 1), **states)
+    few = inputs(B, NH, 1)
+    shapes_of(function, few | {"layout": "BNTH"})
+    shapes_of(function, inputs(B, 1, NH) | {"layout": "BTNH"})
+    shapes_of(function, few | (STATES if function is mlstm_recurrent_sequence else INITIAL))
     if function is mlstm_chunkwise:
-        jax.eval_shape(function, **inputs(B, NH, 1), segment_ids=array(B, 1, dtype="int32"))
-        jax.eval_shape(triton_stablef.mlstm_chunkwise_triton_stablef, **BTNH)
+        shapes_of(function, few | {"segment_ids": array(B, 1, dtype="int32")})
+        shapes_of(triton_stablef.mlstm_chunkwise_triton_stablef, BTNH)
     default = inspect.signature(function).parameters["layout"]
     assert str(default) == "layout: Literal['BNTH', 'BTNH'] = 'BNTH'"
 
@@ -524,7 +521,7 @@ def test_the_plain_function_takes_the_call_as_it_is():
     x, ids = BTNH | INITIAL, jnp.zeros((B, S), "int32")
     options = dict(chunk_size=16, return_last_states=True, layout="BTNH", segment_ids=ids)
     options["sequence_lengths"] = ids[:, 0]
-    expected = jax.eval_shape(functools.partial(mlstm_chunkwise, **options), **x)
+    expected = shapes_of(mlstm_chunkwise, x | options)
     run = functools.partial(reference.chunkwise, **options, backend="interpret")
     h, tangent = jax.eval_shape(lambda x: jax.jvp(lambda x: run(**x), (x,), (x,)), x)
     assert h == tangent == expected
