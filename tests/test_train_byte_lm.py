@@ -226,7 +226,7 @@ def test_a_run_goes_on_along_the_curve_on_a_mesh(output, copied):
     assert_same_curve(copied, output)
 
 
-def end_of_processes(text_folder, folder, end=None):
+def end_of_processes(text_folder, folder, end=lambda *_: None):
     """Exit codes and what two processes printed; ``end`` gets them once they have logged a loss."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -245,10 +245,9 @@ def end_of_processes(text_folder, folder, end=None):
     count = lambda: len(read_log(folder, "loss")) if log.exists() else 0  # noqa: E731
     before = count()
     try:
-        while end and count() == before and time.monotonic() < until:
+        while count() == before and time.monotonic() < until:
             time.sleep(0.02)
-        if end:
-            end(*processes)
+        end(*processes)
         printed = [process.communicate(timeout=120) for process in processes]
         return [process.returncode for process in processes], *printed
     finally:
