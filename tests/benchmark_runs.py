@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import tempfile
 from unittest import mock
 
@@ -24,6 +25,15 @@ def run(program, *arguments):
         return error.code
     with mock.patch.object(runner, "MAX_CALLS", 1):
         return program.run(values)
+
+
+def error_of(call, *arguments, **options):
+    """The one line on stderr with which a call ends its process."""
+    with pytest.raises(SystemExit) as caught:
+        call(*arguments, **options)
+    # sys.exit prints a string on stderr and takes 1 as the exit code.
+    assert re.fullmatch("error: .*", caught.value.code)
+    return caught.value.code
 
 
 def records(path):

@@ -17,8 +17,15 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
+from mlstm_pallas import (
+    KernelConfig,
+    mlstm_chunkwise,
+    mlstm_recurrent_sequence,
+    mlstm_recurrent_step,
+    reference,
+)
 from mlstm_pallas.backend import jax_has_mosaic_gpu
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 
 needs_mosaic_gpu = pytest.mark.skipif(
     not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
@@ -39,6 +46,15 @@ HELPERS = {
     "step_gradients",
     "split_products",
 }
+# Their first parameters are q, k, v, i, f and three states.
+PUBLIC = (
+    mlstm_chunkwise,
+    mlstm_chunkwise_sequence_parallel,
+    mlstm_recurrent_sequence,
+    mlstm_recurrent_step,
+    reference.chunkwise,
+    reference.recurrence,
+)
 HEADS = [(64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512), (512, 512)]
 OUTPUTS = ("h", "c", "n", "m")
 NAMES = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
@@ -202,6 +218,10 @@ def compare(names, actual, desired, bound):
 def check_outputs(result, inputs, bound, **options):
     """Compares h, (c, n, m) of a call with the recurrence in float64."""
     compare(OUTPUTS, jax.tree.leaves(result), oracle(inputs, **options), bound)
+
+
+def shapes_and_dtypes(arrays):
+    return [(x.shape, x.dtype) for x in arrays]
 
 
 def assert_same_bits(a, b):

@@ -8,7 +8,7 @@ import compile_report
 import pytest
 import roofline
 from calls import config_row
-from oracle import HELPERS
+from oracle import HELPERS, slow
 from worker import ProcessEnded, Worker
 
 from mlstm_pallas import KernelConfig, costs
@@ -127,8 +127,8 @@ def checked_rows(device, heads, dtype, stages=(), **options):
         ("H200", (256, 512), "bfloat16", "exp", None),
         ("H200", (192, 320), "float32", "packed", KernelConfig(fused=True)),
         ("H200", (64, 64), "bfloat16", "unnormalised", KernelConfig(fused=False)),
-        pytest.param("A100", (256, 512), "float32", "BTNH", None, marks=pytest.mark.slow),
-        pytest.param("H200", (192, 320), "bfloat16", "sigmoid", None, marks=pytest.mark.slow),
+        slow("A100", (256, 512), "float32", "BTNH", None),
+        slow("H200", (192, 320), "bfloat16", "sigmoid", None),
     ],
 )
 def test_every_stage_lowers(device, heads, dtype, variant, config):

@@ -7,7 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from oracle import for_device
+from oracle import for_device, random_inputs, step_names
 
 from mlstm_pallas import KernelConfig, config, mlstm_recurrent_step, planning
 from mlstm_pallas.gpu import known_gpu
@@ -63,14 +63,13 @@ def test_a_step_has_the_tiles_of_its_row(dtype, row):
     """For the dtype of the states; columns that no tile divides take one more CTA per head."""
     of_dtype = "float32" if dtype == "float32" else "bfloat16"
     row(of_dtype, (64, 72), triton_recurrent_step=dict(siz_b_DHHV=16))
-    shapes = [(1, 3, 64)] * 2 + [(1, 3, 72)] + [(1, 3)] * 2 + [(1, 3, 64, 72), (1, 3, 64), (1, 3)]
-    dtypes = ["bfloat16"] * 3 + ["float32"] * 2 + [dtype] * 2 + ["float32"]
-    x = map(jax.ShapeDtypeStruct, shapes, dtypes)
+    x = step_names(random_inputs(0, 1, 3, 1, 64, 72, dtype="bfloat16"), 0)
+    x |= {name: x[name].astype(dtype) for name in "cn"}
     step = functools.partial(mlstm_recurrent_step, backend="triton")
     whole = KernelConfig(triton_recurrent_step=dict(siz_b_DHHV=64))
     explicit = functools.partial(step, config=whole)
     with for_device(H200):
-        text = str(jax.make_jaxpr(lambda *x: (step(*x), explicit(*x)))(*x))
+        text = str(jax.make_jaxpr(lambda x: (step(**x), explicit(**x)))(x))
     assert re.findall(r"grid=\(([\d, ]+)\)", text) == ["5, 3", "2, 3"]
 
 

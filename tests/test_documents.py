@@ -1,10 +1,12 @@
-"""The documents name files, identifiers and limits that exist."""
+"""The documents name files, identifiers and limits that exist; the README's example runs as it
+stands, and CI finds its test command."""
 
 import itertools
 import re
 
+import jax
 import pytest
-from oracle import needs_mosaic_gpu
+from oracle import needs_mosaic_gpu, shapes_and_dtypes
 from test_import_graph import LAYER, PACKAGE
 
 from mlstm_pallas import KernelConfig, plan
@@ -14,7 +16,7 @@ FILES = [x for y in ("mlstm_pallas", "[tbe]*") for x in ROOT.glob(f"{y}/**/*.py"
 WORDS = {x.name: {x.stem, *re.findall(r"\w+", x.read_text())} for x in FILES}
 # Names of jax, of LLVM, and of an experiment that failed.
 FOREIGN = {"async_prefetch", "barrier_arrive", "ClusterBarrier", "maxnumf", "operand_maps", "pth"}
-NOTES = (ROOT / "BUILD_NOTES.md").read_text()
+README, NOTES = ((ROOT / name).read_text() for name in ("README.md", "BUILD_NOTES.md"))
 PAGES = "README.md", "BUILD_NOTES.md", "CONTRIBUTING.md", "docs/kernels.md", "docs/arguments.md"
 PAGES += "docs/failed_experiments.md", "benchmarks/README.md"
 
@@ -36,7 +38,7 @@ def test_names_exist(page):
 
 
 def test_the_file_map_names_every_file():
-    block = (ROOT / "README.md").read_text().rpartition("## Files")[2].rpartition("```")[0]
+    block = README.rpartition("## Files")[2].rpartition("```")[0]
     files = {x.name + "/" * x.is_dir() for x in PACKAGE.glob("[a-z]*")} - {"py.typed", "tuning/"}
     assert files == {*re.findall(r"\w+(?:\.py|/(?!\n))", block)}
 
@@ -59,3 +61,27 @@ def test_limits_of_mosaic_gpu(kernel):
         launches = plan(**sizes, backend="mosaic_gpu", config=config).launches
         runs = (kernel, "mosaic_gpu") in [(x.stage, x.lowering) for x in launches]
         assert runs == (DHQK in widths)
+
+
+def of_example(text, *names):
+    """What the one example of a page calls so."""
+    [example] = re.findall(r"```python\n(.*?)```", text, re.S)
+
+    @jax.jit  # one program
+    def run():
+        variables: dict = {}
+        exec(compile(example, "example", "exec"), variables)
+        return [variables[name] for name in names]
+
+    return run()
+
+
+def test_the_example_of_the_readme_runs():
+    *inputs, gradients = of_example(README, *"qkvif", "gradients")
+    assert shapes_and_dtypes(gradients) == shapes_and_dtypes(inputs)
+
+
+def test_ci_finds_the_test_command():
+    joined = re.sub(r"\\\n *", "", README)  # a backslash continues a command
+    [command] = re.findall(r"^python3 -m venv .*-m pytest.*$", joined, re.M)
+    assert '".[test,benchmark]"' in command

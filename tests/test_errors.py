@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_same_bits, refused, run_python
+from oracle import PUBLIC, assert_same_bits, refused, run_python
 
 import mlstm_pallas
 from mlstm_pallas import (
@@ -73,15 +73,6 @@ PLANNED = parallel_fw_H.Tiles.plan(
 
 def tiles(**fields):
     return KernelConfig(fused=False, triton_parallel_fw_H=fields)
-
-
-def traced_with(config, **arrays):
-    shapes_of(mlstm_chunkwise, PLAIN | arrays | dict(backend="interpret", config=config))
-
-
-def enters(backend):
-    with use_backend(backend):
-        pass
 
 
 class Param:
@@ -237,7 +228,7 @@ VALUES = {
     "states come both or not at all: got n without c": of_step(
         c=None, m=None, input_gate="sigmoid"
     ),
-    f"backend is 'gpu', {BACKENDS}": lambda: enters("gpu"),
+    f"backend is 'gpu', {BACKENDS}": lambda: use_backend("gpu"),
     "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a CPU: "
     "expected backend None or 'xla' (plain jnp), or 'interpret' (the kernels, interpreted)": (
         lambda: (
@@ -254,9 +245,9 @@ VALUES = {
         lambda: KernelConfig(num_splits=3)
     ),
     f"{TILED} is {{'keep_q': True}}, expected tiles that the kernel has for heads of 192/32 in "
-    f"chunks of 64 steps, such as {PLANNED}": (
-        lambda: traced_with(tiles(keep_q=True), **dict.fromkeys("qk", array(2, 3, 40, 192)))
-    ),
+    f"chunks of 64 steps, such as {PLANNED}": dict.fromkeys(INITIAL)
+    | dict.fromkeys("qk", array(2, 3, 40, 192))
+    | {"backend": "interpret", "config": tiles(keep_q=True)},
     "chunk_size is 100, expected None or a power of two >= 16": (
         lambda: KernelConfig(chunk_size=100)
     ),
@@ -333,7 +324,10 @@ TYPES = {
     "siz_b_DHHV, block_k, state_rows, state_columns, num_warps, num_stages, "
     "num_splits, num_ctas, keep_q, recomputes_scores": lambda: tiles(siz_b_loop=16),
     f"{TILED} has block_k, expected some of its fields siz_b_LQ, siz_b_LKV, siz_b_DHQK, "
-    "siz_b_DHHV, num_warps, num_stages, keep_q": lambda: traced_with(tiles(block_k=16)),
+    "siz_b_DHHV, num_warps, num_stages, keep_q": {
+        "backend": "interpret",
+        "config": tiles(block_k=16),
+    },
     "config.precision is 'highest', expected None, a jax.lax.Precision or a "
     "jax.lax.DotAlgorithmPreset": lambda: KernelConfig(precision="highest"),
     "config.fused is 1, expected None, True or False": lambda: KernelConfig(fused=1),
@@ -365,52 +359,31 @@ def test_bad_calls(message):
     refused(kind, message, call)
 
 
-GENERATORS = ("_mlstm_chunkwise_fwbw_generator", "_get_chunkwise_fwbw_kernel")
-COPIES = ("mlstm_chunkwise_max_triton", "mlstm_chunkwise__xl_chunk")  # of the entry
-# Each function once: the systems share the generators and the entry.
-FUNCTIONS = {
-    getattr(system, name): (system, name)
-    for system in (v3noslice, v5xlchunksize, triton_stablef)
-    for name in system.__all__
-    if name not in COPIES
-}
+SYSTEMS = v3noslice, v5xlchunksize, triton_stablef
+FUNCTIONS = [getattr(system, name) for system in SYSTEMS for name in system.__all__]
 
 
-@pytest.mark.parametrize(
-    ("system", "name"),
-    [
-        pytest.param(*function, id=f"{function[0].__name__.split('.')[-1]}-{function[1]}")
-        for function in FUNCTIONS.values()
-    ],
-)
-def test_every_argument_of_the_functions_of_xlstm_jax_is_checked(system, name):
+@pytest.mark.parametrize("function", dict.fromkeys(FUNCTIONS), ids=lambda x: x.__name__)
+def test_every_argument_of_the_functions_of_xlstm_jax_is_checked(function):
     """test_bad_calls has the messages."""
-    function = getattr(system, GENERATORS[0] if name in GENERATORS else name)
-    parameters = inspect.signature(function).parameters
-    good = {key: x for key, x in (ARRAYS | of_stage(function)).items() if key in parameters}
-    if name == "_get_chunkwise_fwbw_kernel":  # which has no default
-        good["autocast_kernel_dtype"] = "float32"
-    for parameter in parameters:
-        with pytest.raises((TypeError, ValueError), match=rf"^{parameter} is (a str|'?foo)\b"):
-            shapes_of(getattr(system, name), good | {parameter: "foo"})
+    documented = function
+    if function is triton_stablef._get_chunkwise_fwbw_kernel:  # it hands its keywords on
+        documented = triton_stablef._mlstm_chunkwise_fwbw_generator
+    parameters = inspect.signature(documented).parameters
+    good = ARRAYS | of_stage(function) | dict(autocast_kernel_dtype="float32")
+    good = {name: x for name, x in good.items() if name in parameters}
+    for name in parameters:
+        with pytest.raises((TypeError, ValueError), match=rf"^{name} is (a str|'?foo)\b"):
+            shapes_of(function, good | {name: "foo"})
 
 
-@pytest.mark.parametrize(
-    ("function", "state"),
-    [
-        (mlstm_chunkwise, "c_initial"),
-        (mlstm_recurrent_step, "c"),
-        (mlstm_recurrent_sequence, "c"),
-        (mlstm_pallas.distributed.mlstm_chunkwise_sequence_parallel, "c_initial"),
-        (reference.chunkwise, "c_initial"),
-        (reference.recurrence, "c_initial"),
-    ],
-)
-def test_names_of_other_packages_are_answered_with_ours(function, state):
+@pytest.mark.parametrize("function", PUBLIC)
+def test_names_of_other_packages_are_answered_with_ours(function):
     """The message for any other name lists all parameters."""
-    renamed = {"matQ": "q", "key": "k", "igate_preact": "i", "fgate": "f", "matC_initial": state}
-    nobodys = {"zzz": f"one of {', '.join(inspect.signature(function).parameters)}"}
-    for name, expected in (renamed | nobodys).items():
+    ours = [*inspect.signature(function).parameters]
+    theirs = "matQ", "key", "matV", "igate_preact", "fgate", "matC_initial", "nstate", "mstate"
+    answers = dict(zip(theirs, ours, strict=False)) | {"zzz": f"one of {', '.join(ours)}"}
+    for name, expected in answers.items():
         message = f"{name} is no argument of {function.__name__}, expected {expected}"
         refused(TypeError, message, function, **{name: None})
 
@@ -445,12 +418,9 @@ def test_a_stabiliser_other_than_zeros_is_refused_with_the_sigmoid_gate():
 
 def test_numbers_and_bools_of_numpy_are_taken():
     """The largest float32 is among them."""
-    largest = np.finfo("float32").max
-    options = dict(
-        return_last_states=np.bool_(True), eps=largest, norm_val=jnp.bfloat16.dtype.type(1)
-    )
-    numpys = functools.partial(mlstm_chunkwise, chunk_size=np.int64(16), **options)
-    h, states = jax.eval_shape(numpys, **PLAIN)
+    options = dict(chunk_size=np.int64(16), return_last_states=np.bool_(True))
+    options |= dict(eps=np.finfo("float32").max, norm_val=jnp.bfloat16.dtype.type(1))
+    h, states = shapes_of(mlstm_chunkwise, PLAIN | options)
     assert (h.shape, len(states)) == (PLAIN["v"].shape, 3)
     configs = (
         KernelConfig(
@@ -462,7 +432,7 @@ def test_numbers_and_bools_of_numpy_are_taken():
     )
     assert len({*configs}) == 1
     for function, shapes in ((mlstm_recurrent_step, TOKEN), (mlstm_recurrent_sequence, PLAIN)):
-        jax.eval_shape(functools.partial(function, eps=np.float16(0.5)), **shapes)
+        shapes_of(function, shapes | {"eps": np.float16(0.5)})
 
 
 def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones():
@@ -493,13 +463,13 @@ def test_more_heads_than_steps_get_a_warning_once_in_the_layout_that_nobody_chos
             jax.eval_shape(lambda: function(**zeros(BTNH)))
     assert [(str(x.message), x.filename) for x in caught] == [(message, __file__)]
     validation.warn_of_layout.cache_clear()
-    for layout, shapes in (("BNTH", inputs(B, NH, 1)), ("BTNH", inputs(B, 1, NH))):
-        jax.eval_shape(functools.partial(function, layout=layout), **shapes)
-    states = STATES if function is mlstm_recurrent_sequence else INITIAL
-    jax.eval_shape(function, **inputs(B, NH, 1), **states)
+    few = inputs(B, NH, 1)
+    shapes_of(function, few | {"layout": "BNTH"})
+    shapes_of(function, inputs(B, 1, NH) | {"layout": "BTNH"})
+    shapes_of(function, few | (STATES if function is mlstm_recurrent_sequence else INITIAL))
     if function is mlstm_chunkwise:
-        jax.eval_shape(function, **inputs(B, NH, 1), segment_ids=array(B, 1, dtype="int32"))
-        jax.eval_shape(triton_stablef.mlstm_chunkwise_triton_stablef, **BTNH)
+        shapes_of(function, few | {"segment_ids": array(B, 1, dtype="int32")})
+        shapes_of(triton_stablef.mlstm_chunkwise_triton_stablef, BTNH)
     default = inspect.signature(function).parameters["layout"]
     assert str(default) == "layout: Literal['BNTH', 'BTNH'] = 'BNTH'"
 
@@ -515,10 +485,6 @@ SQUARE["v"] = SQUARE["q"]  # the output of a layer is the input of the next
 
 def of_q(q):
     return mlstm_chunkwise(**SQUARE | {"q": q}, backend="xla")
-
-
-def loss(q):
-    return jnp.sum(of_q(q) ** 2)
 
 
 def layers(q):
@@ -545,7 +511,7 @@ def test_a_derivative_that_does_not_exist_is_refused_by_name(transformation):
 
 
 def test_what_refuses_derivatives_is_not_in_programs():
-    for function in (of_q, jax.grad(loss)):
+    for function in (of_q, lambda q: jax.vjp(of_q, q)[1](q)):
         text = jax.jit(function).lower(SQUARE["q"]).as_text()
         assert not re.search("reverse_mode|not_differentiated", text)
 
@@ -555,7 +521,7 @@ def test_the_plain_function_takes_the_call_as_it_is():
     x, ids = BTNH | INITIAL, jnp.zeros((B, S), "int32")
     options = dict(chunk_size=16, return_last_states=True, layout="BTNH", segment_ids=ids)
     options["sequence_lengths"] = ids[:, 0]
-    expected = jax.eval_shape(functools.partial(mlstm_chunkwise, **options), **x)
+    expected = shapes_of(mlstm_chunkwise, x | options)
     run = functools.partial(reference.chunkwise, **options, backend="interpret")
     h, tangent = jax.eval_shape(lambda x: jax.jvp(lambda x: run(**x), (x,), (x,)), x)
     assert h == tangent == expected

@@ -69,22 +69,15 @@ def imports(node):
             yield from imports(child)
 
 
-def within_package(name):
-    """The module of the package that an imported name is, or is in; None for other packages."""
-    package, _, rest = name.partition(".")
-    if package != "mlstm_pallas":
-        return None
-    return rest if rest in modules() else rest.rpartition(".")[0]
-
-
 @functools.cache
 def graph():
     """{module: the modules of the package that it imports, lazily or not}."""
     targets = {}
     for name, tree in modules().items():
-        inside = set(map(within_package, imports(tree)))
+        inside = [x.partition(".")[2] for x in imports(tree) if folder(x) == PACKAGE.name]
+        direct = {x if x in modules() else x.rpartition(".")[0] for x in inside}
         lazy = {x for x in modules() if x != name and folder(x) in LAZY.get(name, ())}
-        targets[name] = (inside | lazy) - {None}
+        targets[name] = direct | lazy
     return targets
 
 

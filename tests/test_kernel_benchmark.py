@@ -14,7 +14,7 @@ import pytest
 import roofline
 from benchmark_runs import records
 from calls import parse_config
-from oracle import needs_mosaic_gpu
+from oracle import in_float64, needs_mosaic_gpu
 from shapes import SHAPES, Shape
 
 from mlstm_pallas import KernelConfig, reference
@@ -29,12 +29,10 @@ measured = functools.partial(benchmark_runs.measured, kernel_benchmark, "--repea
 def test_the_oracle_is_the_recurrence():
     functions = peers.exact, lambda *x: reference.recurrence(*x)[0]
     x = peers.random_inputs(jax.random.key(1), Shape(1, 2, 40, 8, 4), "float32")
-    with jax.enable_x64(True):
-        x = [np.float64(y) for y in x]
-        directed = (peers.directed(function, x, "fwbw")[0] for function in functions)
-        oracle, expected = (jax.jit(function)(*x) for function in directed)
-        equal = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12)
-        jax.tree.map(equal, oracle, expected)
+    directed = (peers.directed(function, x, "fwbw")[0] for function in functions)
+    oracle, expected = (in_float64(jax.jit(function), *x) for function in directed)
+    equal = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12)
+    jax.tree.map(equal, oracle, expected)
 
 
 # ---------------- refusals

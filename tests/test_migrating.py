@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import peers
 import pytest
-from oracle import cotangents_for, gradients_of_call, random_inputs
+from oracle import cotangents_for, gradients_of_call, in_float64, random_inputs
+from test_documents import of_example
 
 import mlstm_pallas
 from mlstm_pallas import mlstm_chunkwise, reference, use_backend
@@ -30,10 +31,6 @@ from mlstm_pallas.xlstm_jax import triton_stablef as stablef
 PAGE = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text()
 B, S, NH, E, DHQK, DHV = 2, 40, 2, 12, 4, 6
 OTHER_KERNELS = "xlstm_jax.kernels.mlstm_chunkwise.triton_stablef.triton_fwbw"
-
-
-def code_blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.S)
 
 
 # ---------------- models
@@ -85,7 +82,7 @@ MLSTM_KERNELS_SIGING = f"""{OF_TWO_PARTS}
     return output(params, x, h), (c, n)
 """
 MODELS = XLSTM_JAX, XLSTM_JAX, MLSTM_KERNELS, MLSTM_KERNELS_SIGING
-DIFFS = [*zip(MODELS, code_blocks("diff"), strict=True)]
+DIFFS = [*zip(MODELS, re.findall(r"```diff\n(.*?)```", PAGE, re.S), strict=True)]
 
 
 def patched(source, diff):
@@ -140,13 +137,8 @@ def results(layer, gradients=False):
         y, vjp = jax.vjp(layer, *args)
         return y, vjp(cotangent) if gradients else ()
 
-    with jax.enable_x64(True), use_backend("xla"):
-        return jax.tree.map(np.asarray, jax.tree.leaves(jax.jit(run)(params, x)))
-
-
-@functools.cache
-def results_of_other_kernel(model):
-    return results(layer_of(model, other_kernel))
+    with use_backend("xla"):
+        return jax.tree.leaves(in_float64(jax.jit(run), params, x))
 
 
 def errors(result, expected):
@@ -168,7 +160,7 @@ def bound(dtype):
 )
 def test_diff_keeps_the_function(model, diff):
     """Float64 tells functions apart."""
-    expected = results_of_other_kernel(model)
+    expected = results(layer_of(model, other_kernel))
     assert errors(results(layer_of(patched(model, diff))), expected) < bound("float64")
 
 
@@ -194,25 +186,9 @@ def test_constant_denominator_has_the_same_gradients_behind_a_norm_only():
 
 
 def test_the_example_runs():
-    [example] = code_blocks("python")
-
-    @jax.jit  # one program
-    def run():
-        names: dict = {}
-        exec(compile(example, "docs/migrating.md", "exec"), names)
-        return names["h"], mlstm_chunkwise(*names["tokens"], layout="BTNH")[:, -1]
-
-    result, expected = run()
-    assert errors([result], [expected]) < bound("float32")
-
-
-def test_states_of_another_stabiliser_are_the_same():
-    """The true state is exp(m) * (c, n)."""
-    x = random_inputs(1, B, NH, S, DHQK, DHV)
-    scaled = {name: x[name] * math.exp(-2) for name in ("c_initial", "n_initial")}
-    others = x | scaled | dict(m_initial=x["m_initial"] + 2)
-    run = functools.partial(mlstm_chunkwise, eps=0.0, backend="xla")
-    assert errors([run(**others)], [run(**x)]) < bound("float32")
+    h, tokens = of_example(PAGE, "h", "tokens")
+    expected = mlstm_chunkwise(*tokens, layout="BTNH")[:, -1]
+    assert errors([h], [expected]) < bound("float32")
 
 
 THEIRS = """

@@ -111,6 +111,12 @@ def test_the_tiles_fit_every_gpu(gpu, heads):
         assert all(x.ctas > 0 and x.shared_bytes <= call.gpu.shared_bytes for x in call.launches)
 
 
+def grids_in(jaxpr):
+    """The stages that have kernels in a jaxpr, with the grids of these."""
+    found = re.findall(r"grid=\(([\d, ]+)\)[\s\S]*?name=(\w+)", str(jaxpr))
+    return {(name, tuple(map(int, grid.split(", ")))) for grid, name in found if name in STAGES}
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["materialised", "fused"])
 @pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "stored"])
 def test_the_grids_of_a_plan_are_those_that_run(recompute, fused):
@@ -123,12 +129,6 @@ def test_the_grids_of_a_plan_are_those_that_run(recompute, fused):
     p = spec_of(2, 64, L=32, recompute=recompute, fused=fused, gpu=UNKNOWN).plan
     assert p.fused == fused
 
-    def traced(function):
-        found = re.findall(
-            r"grid=\(([\d, ]+)\)[\s\S]*?name=(\w+)", str(jax.make_jaxpr(function)(*shapes))
-        )
-        return {(name, tuple(map(int, grid.split(", ")))) for grid, name in found if name in STAGES}
-
     def expected(launches):
         asked = dict(recurrences=1 + recompute)
         return {
@@ -136,8 +136,9 @@ def test_the_grids_of_a_plan_are_those_that_run(recompute, fused):
             for name, x in launches.items()
         }
 
-    assert traced(run) == expected(p.forward)
-    assert traced(gradients_of(run)) == expected(p.forward) | expected(p.backward)
+    forward, both = (grids_in(jax.make_jaxpr(x)(*shapes)) for x in (run, gradients_of(run)))
+    assert forward == expected(p.forward)
+    assert both == expected(p.forward) | expected(p.backward)
 
 
 @pytest.mark.parametrize("backend", ["triton", pytest.param("mosaic_gpu", marks=needs_mosaic_gpu)])
@@ -155,12 +156,11 @@ def test_a_plan_shows_the_launches_of_a_call_with_num_segments(backend):
         return mlstm_chunkwise(*x, **options)
 
     with for_device("NVIDIA H200"):
-        traced = str(jax.make_jaxpr(run)(*call_shapes(*sizes, "bfloat16")[:5]))
+        traced = jax.make_jaxpr(run)(*call_shapes(*sizes))
     steps = call.launches[0].grid[0] * call.chunk_size
-    assert f"[8,{steps},{call.chunk_size}]" in traced  # P
+    assert f"[8,{steps},{call.chunk_size}]" in str(traced)  # P
     if backend == "triton":  # a Mosaic GPU kernel's grid is not in the trace
-        grids = re.findall(r"grid=\(([\d, ]+)\)", traced)
-        assert {", ".join(map(str, x.grid)) for x in call.launches} <= {*grids}
+        assert {(x.stage, x.grid) for x in call.launches} <= grids_in(traced)
 
 
 SPLITS = {  # of heads, steps, DHQK and DHHV; 0: the states are materialised
@@ -279,8 +279,6 @@ WRONG = {
 
 @pytest.mark.parametrize("message", WRONG)
 def test_a_plan_names_a_wrong_argument(message):
-    if "no GPU" in message and jax.devices()[0].platform == "gpu":
-        pytest.skip("there is a GPU")
     call = dict.fromkeys(SIZES, 64) | dict(gpu="NVIDIA H200") | WRONG[message]
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         plan(**call)

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import pytest
 import step_benchmark
 
-run = functools.partial(
-    benchmark_runs.run, step_benchmark, "--shape=1x2x9x16x16", "--steps=3", "--repeats=1"
-)
+request = step_benchmark, "--shape=1x2x9x16x16", "--steps=3", "--repeats=1"
+measured = functools.partial(benchmark_runs.measured, *request)
 PEER = "mlstm_kernels_triton_step"
 
 
@@ -19,11 +18,10 @@ def small_copy(monkeypatch):
 
 
 @pytest.mark.parametrize("variant", ["exp", "sigmoid", "unnormalised"])
-def test_measures_each_variant_and_skips_the_peer(variant, tmp_path, monkeypatch):
+def test_measures_each_variant_and_skips_the_peer(variant, monkeypatch):
     monkeypatch.setitem(step_benchmark.PEERS, PEER, benchmark_runs.missing)
-    path = tmp_path / "rows.jsonl"
-    assert run(f"--impl=xla,{PEER}", f"--variant={variant}", f"--jsonl={path}") == 0
-    ours, peer = benchmark_runs.records(path)
+    code, (ours, peer) = measured(f"--impl=xla,{PEER}", f"--variant={variant}")
+    assert code == 0
     assert (ours["status"], ours["variant"]) == ("ok", variant)
     assert 0 < ours["error"] < 1e-2
     moved = 2 * 2 * (16 * 16 + 16 + 1) * 4
@@ -34,24 +32,22 @@ def test_measures_each_variant_and_skips_the_peer(variant, tmp_path, monkeypatch
 
 def test_tokens_per_second_and_their_limit_by_batch(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    rows, path, plotted = tmp_path / "rows.jsonl", tmp_path / "plot.png", []
-    shapes = "--shape=1x2x1x16x16,2x2x1x16x16"
-    assert (
-        run(shapes, "--loop=scan,while", "--state_dtype=float32,bfloat16", f"--jsonl={rows}") == 0
-    )
-    measured = benchmark_runs.records(rows)
-    assert len({(*row["shape"], row["loop"], row["state_dtype"]) for row in measured}) == 8
+    stored, path, limits = tmp_path / "rows.jsonl", tmp_path / "plot.png", []
+    cases = "--shape=1x2x1x16x16,2x2x1x16x16", "--loop=scan,while"
+    cases += "--state_dtype=float32,bfloat16", f"--jsonl={stored}"
+    assert benchmark_runs.run(*request, *cases) == 0
     drawn = step_benchmark.reporting.plot
 
     def plot(rows, path, line, *args, **options):
-        plotted.extend((line(row), row["tokens/s"]) for row in rows)
+        limits.extend(row["tokens/s"] for row in rows if line(row) == "memory limit")
         drawn(rows, path, line, *args, **options)
 
     monkeypatch.setattr(step_benchmark.reporting, "plot", plot)
-    assert run(f"--from_jsonl={rows}", f"--plot={path}") == 0
+    code, rows = measured(f"--from_jsonl={stored}", f"--plot={path}")
+    assert code == 0
+    assert len({(*row["shape"], row["loop"], row["state_dtype"]) for row in rows}) == 8
     assert path.stat().st_size > 0
-    limits = [y for label, y in plotted if label == "memory limit"]
-    for row, y in zip(measured, limits, strict=True):
+    for row, y in zip(rows, limits, strict=True):
         B, _, _, K, V = row["shape"]
         moved = 2 * B * 2 * (K * V + K + 1) * (4 if row["state_dtype"] == "float32" else 2)
         assert row["tokens/s"] == pytest.approx(B / (row["ms"] * 1e-3))
@@ -59,7 +55,7 @@ def test_tokens_per_second_and_their_limit_by_batch(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("change", [1.03, jnp.nan])
-def test_a_wrong_step_is_not_timed(change, monkeypatch, capsys):
+def test_a_wrong_step_is_not_timed(change, monkeypatch):
     def wrong(*args, right=step_benchmark.mlstm_recurrent_step, **options):
         h, (c, n, m) = right(*args, **options)
         return h, (c * change, n, m)
@@ -67,5 +63,6 @@ def test_a_wrong_step_is_not_timed(change, monkeypatch, capsys):
     monkeypatch.setattr(step_benchmark, "mlstm_recurrent_step", wrong)
     benchmark_runs.not_to_be_timed(monkeypatch)
     monkeypatch.setattr(step_benchmark, "copy_rate", lambda repeats: 1e9)
-    assert run() == 1
-    assert "wrong: error" in capsys.readouterr().out
+    code, rows = measured()
+    assert code == 1
+    assert all(row["note"].startswith("wrong: error ") for row in rows)

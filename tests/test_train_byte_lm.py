@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
-from benchmark_runs import records
+from benchmark_runs import error_of, records
 
 pytest.importorskip("optax")
 pytest.importorskip("matplotlib")
@@ -60,14 +60,6 @@ def train(folder, **changed):
     """The exit code of a run, or of the same command once more."""
     with flagsaver.flagsaver(output_dir=str(folder), **changed):
         return lm.main(["train_byte_lm.py"])
-
-
-def error_of(call, *args, **options):
-    with pytest.raises(SystemExit) as caught:
-        call(*args, **options)
-    # sys.exit prints a string on stderr and takes 1 as the exit code.
-    assert re.fullmatch("error: .*", caught.value.code)
-    return caught.value.code
 
 
 def read_log(folder, name=""):
@@ -234,7 +226,7 @@ def test_a_run_goes_on_along_the_curve_on_a_mesh(output, copied):
     assert_same_curve(copied, output)
 
 
-def end_of_processes(text_folder, folder, end=None):
+def end_of_processes(text_folder, folder, end=lambda *_: None):
     """Exit codes and what two processes printed; ``end`` gets them once they have logged a loss."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -253,10 +245,9 @@ def end_of_processes(text_folder, folder, end=None):
     count = lambda: len(read_log(folder, "loss")) if log.exists() else 0  # noqa: E731
     before = count()
     try:
-        while end and count() == before and time.monotonic() < until:
+        while count() == before and time.monotonic() < until:
             time.sleep(0.02)
-        if end:
-            end(*processes)
+        end(*processes)
         printed = [process.communicate(timeout=120) for process in processes]
         return [process.returncode for process in processes], *printed
     finally:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import jax
 import pytest
-from oracle import run_python
+from oracle import PUBLIC, run_python
 
 import mlstm_pallas
-from mlstm_pallas import distributed, reference
+from mlstm_pallas import reference
 
 ROOT = Path(__file__).parents[1]
 # A line that is ignored has an error of that kind: --strict refuses an ignore that is not needed.
@@ -108,15 +108,7 @@ def test_a_client_passes_strict_mypy(tmp_path):
     run_python(*mypy, client, **settings)
 
 
-FUNCTIONS = (
-    mlstm_pallas.mlstm_chunkwise,
-    mlstm_pallas.pack_lengths,
-    mlstm_pallas.mlstm_recurrent_step,
-    mlstm_pallas.mlstm_recurrent_sequence,
-    distributed.mlstm_chunkwise_sequence_parallel,
-    reference.chunkwise,
-    reference.recurrence,
-)
+FUNCTIONS = *PUBLIC, mlstm_pallas.pack_lengths
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -1,6 +1,6 @@
 """What runs with a jax that has no Triton backend of Pallas."""
 
-from pathlib import Path
+import sys
 
 import pytest
 from mosaic_gpu_cases import RACE, skip_unless_hopper
@@ -56,8 +56,7 @@ for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
 # Calls in bfloat16 against float64, with the bounds of mosaic_gpu_cases.py.
 CASES = """
 import dataclasses
-sys.path.insert(0, {tests!r})
-sys.path.insert(0, {benchmarks!r})
+sys.path[:0] = {folders}
 jax.config.update("jax_disable_most_optimizations", {quick})
 import mosaic_gpu_cases
 
@@ -86,7 +85,6 @@ for name in {names}:
         mosaic_gpu_cases.CASES[name] = dataclasses.replace(cases[name], options=dict(layout=layout))
         mosaic_gpu_cases.check_case(name, {backend!r})
 """
-TESTS = Path(__file__).parent
 
 
 def run(body, timeout=300):
@@ -94,9 +92,8 @@ def run(body, timeout=300):
 
 
 def run_cases(backend, names, layouts):
-    folders = dict(tests=str(TESTS), benchmarks=str(TESTS.parent / "benchmarks"))
     options = dict(backend=backend, names=names, layouts=layouts, quick=backend != "mosaic_gpu")
-    return run(CASES.format(**options, **folders), timeout=600)
+    return run(CASES.format(**options, folders=sys.path), timeout=600)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,12 @@ import shutil
 from pathlib import Path
 from unittest import mock
 
+import benchmark_runs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracle import assert_close
 
 from mlstm_pallas import pack_lengths
 
@@ -57,10 +59,6 @@ def prefill(params, *prompts):
     return np.asarray(model.next_logits(CONFIG, params, x[0])), states, ends
 
 
-def norm_error(x, expected):
-    return np.linalg.norm(np.asarray(x) - expected) / np.linalg.norm(expected)
-
-
 def assert_states(states, expected, rtol):
     equal = functools.partial(np.testing.assert_allclose, rtol=rtol, atol=rtol / 10)
     jax.tree.map(equal, states, expected)
@@ -73,7 +71,7 @@ def test_logits_are_those_of_transformers(params):
     for n, prompt in enumerate(PROMPTS):
         logits, _, _ = prefill(params, prompt)
         logits, expected = logits[EXPECTED[f"positions_{n}"]], EXPECTED[f"logits_{n}"]
-        assert norm_error(logits, expected) < 1e-5
+        assert_close(logits, expected, 1e-5)
         assert np.abs(logits - expected).max() < 1e-5 * np.abs(expected).max()
 
 
@@ -92,14 +90,14 @@ def test_logits_in_bfloat16():
     assert params["out_norm"].dtype == params["blocks"][0]["gate_bias"].dtype == jnp.float32
     for n, prompt in enumerate(PROMPTS):
         logits, _, _ = prefill(params, prompt)
-        assert norm_error(logits[EXPECTED[f"positions_{n}"]], EXPECTED[f"logits_{n}"]) < bound
+        assert_close(logits[EXPECTED[f"positions_{n}"]], EXPECTED[f"logits_{n}"], bound)
 
 
 def test_packed_prompts_are_as_each_alone_and_as_transformers(params):
     logits, states, ends = prefill(params, *PROMPTS)
     for n, (prompt, end) in enumerate(zip(PROMPTS, ends, strict=True)):
         alone, of_one, _ = prefill(params, prompt)
-        assert norm_error(logits[end - len(prompt) : end], alone[: len(prompt)]) < 1e-6
+        assert_close(logits[end - len(prompt) : end], alone[: len(prompt)], 1e-6)
         assert_states(jax.tree.map(lambda x, n=n: x[n : n + 1], states), of_one, 2e-5)
     first = jnp.argmax(logits[ends - 1], -1)
     loop = CONFIG, model.Sampling(), LOOP, params, states, first, jax.random.key(0)
@@ -115,7 +113,7 @@ def test_prefix_then_steps_is_the_prefill_of_all(params):
     step = jax.jit(model.step, static_argnums=0)
     for t in range(len(prompt) - steps, len(prompt)):
         logits, states = step(CONFIG, params, states, prompt[t : t + 1])
-        assert norm_error(logits[0], expected[t]) < 1e-5
+        assert_close(logits[0], expected[t], 1e-5)
     assert_states(states, states_of_all, 1e-4)
 
 
@@ -129,11 +127,11 @@ def test_heads_on_several_devices(params):
     assert block["qkvo"].sharding.spec[0] == block["down"].sharding.spec[1] == "heads"
     logits, states, ends = prefill(sharded, PROMPTS[1])
     expected, of_one, _ = prefill(params, PROMPTS[1])
-    assert norm_error(logits[: ends[0]], expected[: ends[0]]) < 1e-6
+    assert_close(logits[: ends[0]], expected[: ends[0]], 1e-6)
     assert states[0][0].addressable_shards[0].data.shape[1] == CONFIG.num_heads // 2
     step, token = jax.jit(model.step, static_argnums=0), PROMPTS[1][:1]
     logits, states = step(CONFIG, sharded, states, token)
-    assert norm_error(logits, step(CONFIG, params, of_one, token)[0]) < 1e-6
+    assert_close(logits, step(CONFIG, params, of_one, token)[0], 1e-6)
     assert states[0][0].addressable_shards[0].data.shape[1] == CONFIG.num_heads // 2
 
 
@@ -168,11 +166,7 @@ def run(*arguments):
     xlstm_7b.main(xlstm_7b.FLAGS(["xlstm_7b.py", *arguments]))
 
 
-def error(*arguments):
-    with pytest.raises(SystemExit) as caught:
-        run(*arguments)
-    assert re.fullmatch("error: .*", caught.value.code)
-    return caught.value.code
+error = functools.partial(benchmark_runs.error_of, run)
 
 
 def text(tokens):
@@ -313,17 +307,28 @@ def test_memory_is_counted_before_anything_is_loaded(monkeypatch):
     assert "1.00 are free" in message
 
 
-def test_requests_that_make_no_sense(copied, tmp_path):
-    of_fixture = f"--checkpoint={FOLDER}"
-    assert "either --checkpoint" in error()
-    assert "either --checkpoint" in error("--random", of_fixture)
-    assert "no prompt" in error(of_fixture)
-    assert "prompt 0 has no token" in error(of_fixture, "--prompt=")
-    assert "--prompt=" in error(of_fixture, "hello")
-    assert "stop tokens are ids" in error(of_fixture, "--prompt=a", "--stop_tokens=end")
-    assert "--devices=3 do not divide num_heads" in error(of_fixture, "--prompt=a", "--devices=3")
-    assert "--devices=99, and there are" in error(of_fixture, "--prompt=a", "--devices=99")
-    assert "cannot read" in error(of_fixture, f"--prompts_file={tmp_path / 'none'}")
-    assert "config.json" in error(f"--checkpoint={tmp_path}")
+HERE = f"--checkpoint={FOLDER}"
+# arguments: what the message has.
+REQUESTS = f"""
+: either --checkpoint
+--random {HERE}: either --checkpoint
+{HERE}: no prompt
+{HERE} --prompt=: prompt 0 has no token
+{HERE} hello: --prompt=
+{HERE} --prompt=a --stop_tokens=end: stop tokens are ids
+{HERE} --prompt=a --devices=3: --devices=3 do not divide num_heads
+{HERE} --prompt=a --devices=99: --devices=99, and there are
+{HERE} --prompts_file=/no/such/file: cannot read
+--checkpoint=/no/such/folder: config.json
+"""
+
+
+@pytest.mark.parametrize("line", REQUESTS.strip("\n").splitlines())
+def test_requests_that_make_no_sense(line):
+    arguments, message = line.split(": ", 1)
+    assert message in error(*arguments.split())
+
+
+def test_a_folder_without_a_tokenizer(copied):
     (copied / "tokenizer.json").unlink()
     assert f"no tokenizer {copied}" in error(f"--checkpoint={copied}", "--prompt=a")

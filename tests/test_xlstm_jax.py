@@ -23,6 +23,7 @@ from oracle import (
     oracle,
     random_inputs,
     refused,
+    shapes_and_dtypes,
     slow,
     tolerance,
 )
@@ -37,6 +38,7 @@ L = 16
 NC = S // L
 BOUND = {"float32": 1e-5, "bfloat16": 2e-2}
 SYSTEMS = [v3, v5, stablef]
+ALL_SYSTEMS = pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
 
 # As in the documents.
 DOCUMENTED = {
@@ -129,12 +131,12 @@ DEFAULTS = dict(
 )
 
 
-@pytest.mark.parametrize("system", SYSTEMS, ids=lambda x: x.__name__.split(".")[-1])
+@ALL_SYSTEMS
 def test_every_listed_function_has_a_docstring_and_the_defaults_of_its_system(system):
     for name in system.__all__:
         function, of_it = getattr(system, name), DEFAULTS
         assert function.__doc__
-        if system is v5 and "_bw" in name and "fwbw" not in name:
+        if system is v5 and "_bw" in name:
             of_it = of_it | dict(eps=0.0)
         if "__parallel" in name:
             of_it = of_it | dict(siz_b_lq=32, siz_b_lkv=32)
@@ -154,38 +156,38 @@ def inputs_of(dtype="float32"):
     return x | {"q": (x["q"] * 0.2).astype(dtype)}
 
 
+HEADS = functools.partial(jax.vmap, in_axes=(0, 0, 0, None, None))
+
+
 @jax.jit
+@HEADS
+@HEADS
 def documented(x, dh, dC_last, scale, eps):
-    """Everything that the stages make of inputs, in float64; gradients are of <dh, h> +
-    <dC_last, C_last> where the denominator and the stabilisers are constants."""
+    """Everything that the stages make of the inputs of a head, in float64; gradients are of
+    <dh, h> + <dC_last, C_last> where the denominator and the stabilisers are constants."""
+
+    def step(carry, x):
+        C, m = carry
+        q, k, v, i, f, added = x
+        log_decay = jax.nn.log_sigmoid(f) + m
+        m = jax.lax.stop_gradient(jnp.maximum(log_decay, i))
+        C = jnp.exp(log_decay - m) * (C + added) + jnp.exp(i - m) * jnp.outer(k, v)
+        num = scale * q @ C
+        den = jnp.maximum(jnp.abs(num[-1]), jnp.exp(-m))
+        h = num[:-1] / (jax.lax.stop_gradient(den) + eps)
+        return (C, m), (h, den, m, C)
 
     def run(q, k, v, i, f, C, n, m, added):
-        """added (B, NH, S, DHQK, DHHV + 1): to C and n, its last column, before each step."""
-        log_f = jax.nn.log_sigmoid(f)
-        b = jnp.cumsum(log_f, axis=-1)
-        rows = jax.lax.stop_gradient(b + jnp.maximum(m[..., None], jax.lax.cummax(i - b, axis=2)))
-        m = jnp.concatenate([m[..., None], rows], axis=-1)
+        """added (S, DHQK, DHHV + 1): to C and n, its last column, before each step."""
+        C, v = jnp.column_stack([C, n]), jnp.column_stack([v, jnp.ones(S)])
+        (last, _), (h, den, rows, C_rows) = jax.lax.scan(step, (C, m), (q, k, v, i, f, added))
+        C, m = jnp.append(C[None], C_rows[L - 1 :: L], axis=0), jnp.append(m, rows[L - 1 :: L])
+        values = dict(h=h, den=den, m=rows, m_boundaries=m, C=C[..., :-1], n=C[..., -1])
+        return (h, last[:, :-1]), values
 
-        def weighted(log, x):
-            """The sums over steps s <= t of x_s with the weights exp(log_s + b_t - m_t)."""
-            log = jnp.tril(log[..., None, :] + (b - rows)[..., None])
-            return jnp.einsum("bhts,bhskv->bhtkv", jnp.tril(jnp.exp(log)), x)
-
-        first = jnp.concatenate([C, n[..., None]], axis=-1)
-        v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
-        states = weighted(i - b, k[..., None] * v[..., None, :])
-        states += weighted(log_f - b + m[..., :-1], added.at[:, :, 0].add(first))
-        num = scale * jnp.einsum("bhtk,bhtkv->bhtv", q, states)
-        den = jnp.maximum(jnp.abs(num[..., -1]), jnp.exp(-rows))
-        h = num[..., :-1] / (jax.lax.stop_gradient(den) + eps)[..., None]
-        at = jnp.concatenate([first[:, :, None], states[:, :, L - 1 :: L]], axis=2)
-        values = dict(h=h, den=den, m=rows, m_boundaries=m[..., ::L], C=at[..., :-1], n=at[..., -1])
-        return (h, states[:, :, -1, :, :-1]), values
-
-    added = jnp.zeros((B, NH, S, DHQK, DHHV + 1), dh.dtype)
-    _, vjp, values = jax.vjp(run, *x, added, has_aux=True)
+    _, vjp, values = jax.vjp(run, *x, jnp.zeros((S, DHQK, DHHV + 1)), has_aux=True)
     *gradients, dC = vjp((dh, dC_last))
-    dC = jnp.concatenate([dC[:, :, ::L, :, :-1], dC_last[:, :, None]], axis=2)
+    dC = jnp.append(dC[::L, :, :-1], dC_last[None], axis=0)
     return values | {f"d{name}": y for name, y in zip(NAMES, gradients, strict=True)} | dict(dC=dC)
 
 
@@ -232,7 +234,6 @@ def backend(request):
         yield
 
 
-ALL_SYSTEMS = pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
 SCALE = 0.7  # the whole passes have the documented one as well
 
 # The stages, forward.
@@ -296,10 +297,10 @@ def test_recurrent_fw_C(system, backend):
 
 def test_buffers_of_recurrent_fw_C_set_the_dtypes():
     dtypes = "bfloat16", "float32", "bfloat16"
-    states = states_of(case()[-1])
-    buffers = [jnp.zeros(x.shape, dtype) for x, dtype in zip(states, dtypes, strict=True)]
+    shapes = (x.shape for x in states_of(case()[-1]))
+    buffers = list(map(jnp.zeros, shapes, dtypes))
     built = run(v3, "__recurrent_fw_C", **dict(zip(BUFFERS, buffers, strict=True)))
-    assert [(y.shape, y.dtype) for y in built] == [(y.shape, y.dtype) for y in buffers]
+    assert shapes_and_dtypes(built) == shapes_and_dtypes(buffers)
     built = run(v3, "__recurrent_fw_C", "bfloat16", **dict.fromkeys(BUFFERS))
     assert [y.dtype for y in built] == ["bfloat16", "float32", "float32"]
 
@@ -333,10 +334,10 @@ def test_forward(system, backend):
     x, _, _, expected = case()
     H, den, m, last, every = run(system, "_fw", scale=None, **BOTH)
     h, *last_expected = oracle(x)
+    rows = expected | dict(h=h)
     if system is v3:
-        assert_close(m, expected["m_boundaries"][..., -1], tolerance("float32", S), "M")
-        m = None
-    assert_rows(expected | dict(h=h), H, den, m)
+        rows["m"] = expected["m_boundaries"][..., -1]
+    assert_rows(rows, H, den, m)
     compare("Cnm", last, last_expected, tolerance("float32", S))
     assert_states(every, expected)
 
@@ -348,9 +349,10 @@ def test_forward_returns_what_is_asked_for(system):
     H, *others = forward()
     assert len(others) == 2
     assert_close(H, oracle(x)[0], tolerance("float32", S), "H without initial states")
-    last, every = (jax.eval_shape(functools.partial(forward, **{flag: True}))[3:] for flag in BOTH)
-    assert [len(y) for y in last] == [3]
-    assert [y[0].shape[2] for y in every] == [(NC + 1) * DHQK]
+    [last], [every] = (
+        jax.eval_shape(functools.partial(forward, **{flag: True}))[3:] for flag in BOTH
+    )
+    assert (len(last), every[0].shape[2]) == (3, (NC + 1) * DHQK)
 
 
 def test_resets_where_the_forget_gate_itself_comes_in():
@@ -424,26 +426,23 @@ def test_the_lowering_platform_decides_on_the_kernels():
             assert (part in text) == there
 
 
-@pytest.mark.parametrize(
-    ("given", "scale"), [(True, SCALE), (False, None)], ids=["states", "no_states"]
-)
+@pytest.mark.parametrize("scale", [SCALE, None], ids=["states", "no_states"])
 @ALL_SYSTEMS
-def test_backward(system, given, scale, backend):
+def test_backward(system, scale, backend):
     expected = case(scale=scale, eps=0.05)[-1]
     C, _, m = states_of(expected, NC)
     arrays = dict(matc_states=C, matc_all=C, scam_states=m, vecm_out=np.float32(expected["m"]))
-    given = arrays if given else dict.fromkeys(arrays)
-    built = run(system, "_bw", scale=scale, eps=0.05, **given)
+    states = arrays if scale else dict.fromkeys(arrays)
+    built = run(system, "_bw", scale=scale, eps=0.05, **states)
     check_inputs(built, NAMES, expected, BOUND["float32"])
     assert not built[6].any()  # of n
 
 
 def test_backward_without_initial_states_has_gradients_of_five_inputs_in_their_dtypes():
-    x, dh, *_ = case("bfloat16")
-    x, den = [x[name] for name in "qkvif"], jnp.ones((B, NH, S))
-    backward = functools.partial(v3._mlstm_chunkwise_bw, CHUNK_SIZE=L)
-    built = jax.eval_shape(lambda *x: backward(*x, vecN_out=den, matDeltaH=dh), *x)
-    assert [(y.shape, y.dtype) for y in built] == [(y.shape, y.dtype) for y in x]
+    x = {name: y for name, y in case("bfloat16", SCALE, 1e-6)[0].items() if name in "qkvif"}
+    absent = dict.fromkeys(("matc_states", "scam_states", "vecm_out", "matdeltac_last"))
+    built = jax.eval_shape(lambda: run(v3, "_bw", "bfloat16", inputs=x, **absent))
+    assert shapes_and_dtypes(built) == shapes_and_dtypes(x.values())
 
 
 def test_stages_take_float64_on_the_plain_path():
@@ -501,56 +500,39 @@ def test_generator_gives_the_same_function_for_the_same_arguments():
 # Errors.
 
 
-DQKV = stablef, "__parallel_bw_dQKV"
-# Functions and changed arguments.
+# Changed arguments of stablef's __parallel_bw_dQKV, or of another function of stablef.
 WRONG = {
-    r"matK has shape \(1, 2, 64, 8\), expected \(B, NH, S, DHQK\) = \(1, 2, 64, 24\)": (
-        *DQKV,
-        dict(matk=jnp.zeros((B, NH, S, 8))),
+    "matK has shape (1, 2, 64, 8), expected (B, NH, S, DHQK) = (1, 2, 64, 24), as matQ has shape "
+    "(1, 2, 64, 24)": dict(matk=jnp.zeros((B, NH, S, 8))),
+    "vecF has shape (1, 2, 64), expected (B, NH, NC, L) = (1, 2, 4, 16)": dict(
+        vecf=jnp.zeros((B, NH, S))
     ),
-    r"vecF has shape \(1, 2, 64\), expected \(B, NH, NC, L\) = \(1, 2, 4, 16\)": (
-        *DQKV,
-        dict(vecf=jnp.zeros((B, NH, S))),
+    "matC_states has shape (1, 2, 7, 40), expected (B, NH, NC * DHQK, DHHV) = (1, 2, 96, 40) or "
+    "(B, NH, (NC + 1) * DHQK, DHHV) = (1, 2, 120, 40)": dict(
+        matc_states=jnp.zeros((B, NH, 7, DHHV))
     ),
-    r"matC_states has shape .* expected \(B, NH, NC \* DHQK, DHHV\)": (
-        *DQKV,
-        dict(matc_states=jnp.zeros((B, NH, 7, DHHV))),
-    ),
-    r"scaM_inter has shape .* or \(B, NH, \(NC \+ 1\)\) = \(1, 2, 5\)": (
-        *DQKV,
-        dict(scam_inter=jnp.zeros((B, NH, 3))),
-    ),
-    r"vecI is None, expected an array of shape \(B, NH, NC, L\)": (*DQKV, dict(veci=None)),
-    r"matQ has shape \(1, 2, 64\), expected \(B, NH, S, DHQK\)": (
-        *DQKV,
-        dict(matq=jnp.zeros((B, NH, S))),
-    ),
-    r"matQ has shape .* expected S = 64 to be 1 chunks of 16 steps": (*DQKV, dict(num_chunks=1)),
-    "vecN_out is None": (stablef, "_bw", dict(vecn_out=None)),
-    "all three or not at all: got matC_initial without vecN_initial, scaM_initial": (
-        v3,
-        "_fw",
-        dict(vecn_initial=None, scam_initial=None),
-    ),
+    "scaM_inter has shape (1, 2, 3), expected (B, NH, NC) = (1, 2, 4) or "
+    "(B, NH, (NC + 1)) = (1, 2, 5)": dict(scam_inter=jnp.zeros((B, NH, 3))),
+    "vecI is None, expected an array of shape (B, NH, NC, L)": dict(veci=None),
+    "matQ has shape (1, 2, 64), expected (B, NH, S, DHQK)": dict(matq=jnp.zeros((B, NH, S))),
+    "matQ has shape (1, 2, 64, 24), expected S = 64 to be 1 chunks of 16 steps": dict(num_chunks=1),
+    "vecN_out is None, expected an array of shape (B, NH, S)": dict(name="_bw", vecn_out=None),
+    "initial states come all three or not at all: got matC_initial without vecN_initial, "
+    "scaM_initial": dict(name="_fw", vecn_initial=None, scam_initial=None),
 }
 
 
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_arrays_are_named(message):
-    system, name, changes = WRONG[message]
-    with pytest.raises(ValueError, match=message):
-        run(system, name, **changes)
+    refused(ValueError, message, run, stablef, **dict(name="__parallel_bw_dQKV") | WRONG[message])
 
 
 @ALL_SYSTEMS
 def test_derivatives_of_the_passes_are_refused(system):
-    q = case(scale=SCALE)[0]["q"]
-
-    def loss(q):
-        return jnp.sum(run(system, "_fw", matq=q)[0])
-
+    q = case("float32", SCALE, 1e-6)[0]["q"]  # as run asks for it
+    gradient = jax.grad(lambda q: jnp.sum(run(system, "_fw", matq=q)[0]))
     message = (
         "the documented stages and passes have no derivatives; use those of "
         "mlstm_pallas.mlstm_chunkwise or of _mlstm_chunkwise_fwbw_generator"
     )
-    refused(TypeError, message, jax.eval_shape, jax.grad(loss), q)
+    refused(TypeError, message, jax.eval_shape, gradient, q)
