@@ -103,15 +103,6 @@ def call_shapes(B, NH, S, DHQK, DHHV, dtype="bfloat16", layout="BNTH", sharding=
     return [q, q, v, gate, gate]
 
 
-def gradients_of(run):
-    """The gradients of a sum of the outputs of run, by all arguments."""
-
-    def loss(*x):
-        return sum(jnp.sum(jnp.sin(y.astype("float32"))) for y in jax.tree.leaves(run(*x)))
-
-    return lambda *x: jax.grad(loss, tuple(range(len(x))))(*x)
-
-
 # Those of most functions.
 BACKENDS = ("xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu))
 
