@@ -1,7 +1,8 @@
-"""Gates and stabilisers: the plain form and the kernels against float64 sums written out step by
-step."""
+"""Gates, stabilisers, sums of gate gradients: the plain form and the kernels against float64 sums
+written out step by step."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from oracle import assert_close, random_inputs, tolerance
 
 from mlstm_pallas import KernelConfig, dispatch, gates, planning
+from mlstm_pallas.gate_gradients import inner, segmented_suffix_sum
 from mlstm_pallas.gpu import HOPPER
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import InputGate, Problem
@@ -179,3 +181,23 @@ def check_vector_states(call, backward):
 @pytest.mark.parametrize("backward", [False, True])
 def test_vector_states(backward):
     check_vector_states(planning.plain(Problem(1, 6, 5, 8, 8, 1, 1.0)), backward)
+
+
+@pytest.mark.parametrize("n", [1, 32, 33, 1000])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.97, 1.0])
+def test_sums_over_runs_of_steps(n, share):
+    """Runs within one group, over several, and over groups of groups."""
+    r = np.random.default_rng(n)
+    x, goes_on = r.normal(size=(6, n)), r.random((6, n)) < share
+    expected, after = np.zeros_like(x), np.zeros(6)
+    for t in reversed(range(n)):
+        after = expected[:, t] = x[:, t] + np.where(goes_on[:, t], after, 0.0)
+    result = jax.jit(segmented_suffix_sum)(x.astype("float32"), goes_on)
+    # One rounding of each x, and sums of n terms.
+    bound = (1 + math.sqrt(n)) * 2.0**-24 * np.linalg.norm(expected)
+    assert np.linalg.norm(np.asarray(result) - expected) <= bound
+
+
+def test_inner_products_of_float16_are_of_float32():
+    x = np.full((2, 3), 300, "float16")
+    assert np.array_equal(inner(x, x), np.full(2, 3 * 300.0**2))
