@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import assert_close, random_inputs, tolerance
+from test_stages import launch_of
 
-from mlstm_pallas import KernelConfig, dispatch, gates, planning
+from mlstm_pallas import dispatch, gates, planning
 from mlstm_pallas.gate_gradients import inner, segmented_suffix_sum
-from mlstm_pallas.gpu import HOPPER
-from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import InputGate, Problem
 from mlstm_pallas.stage import Lowering
 
@@ -65,9 +64,6 @@ MOSAIC_GPU = {"mosaic_gpu": Lowering.MOSAIC_GPU_INTERPRET}  # of test_mosaic_gpu
 def gates_of(i, f, m_initial, starts, states=None, lengths=None, *, L, form, input_gate):
     """chunk_gates of (heads, S)."""
     lowering, problem = (FORMS | MOSAIC_GPU)[form], Problem(1, *i.shape, 64, 64, L, 1.0)
-    spec = CallSpec(problem, KernelConfig(), jnp.dtype("bfloat16"), None, HOPPER, backend=lowering)
-    call = spec.launch("chunk_gates", lowering)
-    assert call.lowering is lowering
     return dispatch.run(
         "chunk_gates",
         vecI=i,
@@ -77,7 +73,7 @@ def gates_of(i, f, m_initial, starts, states=None, lengths=None, *, L, form, inp
         scaM_states=states,
         lengths=lengths,
         input_gate=input_gate,
-        call=call,
+        call=launch_of("chunk_gates", problem, "bfloat16", lowering),
     )
 
 
