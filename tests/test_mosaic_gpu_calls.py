@@ -16,9 +16,8 @@ from mosaic_gpu_cases import (
     fused,
     materialised,
     mosaic_gpu_tiles,
+    mosaic_stages,
     quick_and_slow,
-    spec_of,
-    stages_on_mosaic_gpu,
 )
 from oracle import (
     MOSAIC_CALL,
@@ -151,9 +150,7 @@ def test_another_gpu_is_refused(door, monkeypatch):
 
 def test_float32_runs_on_triton(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", MOSAIC_GPU_JAX[0])
-    x = call_shapes(1, 1, 128, 256, 256, "float32")
-    spec = spec_of(x, KernelConfig(fused=True), backend="mosaic_gpu")
-    assert not stages_on_mosaic_gpu(spec)
+    assert not mosaic_stages(1, 1, 128, 256, 256, dtype="float32", config=KernelConfig(fused=True))
 
 
 @needs_mosaic_gpu
@@ -187,15 +184,11 @@ def test_gradients_trace_in_strict_modes(heads, config):
         assert [*jax.eval_shape(results_of(run), *x)] == [x[2], *x]
 
 
-def stages_of_call(B, NH, S, DHQK, DHHV, **config):
+def stages_of_call(*shape, **config):
     """The stages that run on Mosaic GPU, with the fused scan and with materialised states."""
-    x = call_shapes(B, NH, S, DHQK, DHHV)
+    configs = (KernelConfig(fused=fused, **config) for fused in (True, False))
     with for_device("NVIDIA H200"):
-        specs = (
-            spec_of(x, KernelConfig(fused=fused, **config), backend="mosaic_gpu")
-            for fused in (True, False)
-        )
-        return set.union(*map(stages_on_mosaic_gpu, specs)) & ALL
+        return set.union(*(mosaic_stages(*shape, config=x) for x in configs)) & ALL
 
 
 BF16, H200 = jnp.dtype("bfloat16"), known_gpu("NVIDIA H200")

@@ -18,11 +18,10 @@ from mosaic_gpu_cases import (
     SCAN,
     check_case,
     fused,
+    mosaic_stages,
     skip_unless_hopper,
-    spec_of,
-    stages_on_mosaic_gpu,
 )
-from oracle import assert_same_bits, call_shapes, needs_mosaic_gpu, random_inputs, run_python
+from oracle import assert_same_bits, needs_mosaic_gpu, random_inputs, run_python
 from test_gpu_huge import inputs_on_device
 from test_packed_sequences import ODD_ON_A_GPU, check_prompts
 from test_stages import launch_of
@@ -57,12 +56,6 @@ def cases_on_a_gpu(*names):
     for name in names:
         print(name, flush=True)  # the last one is the one that fails
         check_case(name, "mosaic_gpu")
-
-
-def mosaic_stages(*shape, config=None, **options):
-    """The stages of a call in bfloat16 that run on Mosaic GPU."""
-    spec = spec_of(call_shapes(*shape), config, backend="mosaic_gpu", **options)
-    return stages_on_mosaic_gpu(spec)
 
 
 def recurrences_on_a_gpu():
