@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracle import gradients_of, mesh_for, mesh_of
+from oracle import mesh_for, mesh_of, results_of
 
 from mlstm_pallas import (
     mlstm_chunkwise,
@@ -83,7 +83,7 @@ def calls(whole):
     sequence = functools.partial(
         mlstm_chunkwise_sequence_parallel, axis_name="x", chunk_size=L, return_last_states=True
     )
-    transforms = gradients_of, lambda run: run
+    transforms = results_of, lambda run: run
     chosen = [*itertools.product(LAYOUTS, (odd, even), transforms, ("manual", ""))]
     if not whole:  # each pair of values once
         chosen = [x for n, x in enumerate(chosen) if n in (0, 3, 5, 6, 9, 10, 12, 15)]
@@ -106,7 +106,7 @@ def calls(whole):
         yield f"{manual} steps", wrapped(mlstm_recurrent_sequence), lead("BNTH", odd()), P("x")
         yield (
             f"{manual} generator",
-            gradients_of(wrapped(lambda *x: generated(*x)[0])),
+            results_of(wrapped(lambda *x: generated(*x)[0])),
             (B, NH, even()),
             P("x"),
         )

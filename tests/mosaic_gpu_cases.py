@@ -14,9 +14,10 @@ from oracle import (
     array,
     assert_below,
     assert_close,
+    beside_float64,
+    call_shapes,
     cotangents_for,
-    errors_against_float64,
-    gradients_of_call,
+    errors_of,
     in_float64,
     random_inputs,
     slow,
@@ -30,7 +31,7 @@ from mlstm_pallas.entry import options_of, spec_for
 from mlstm_pallas.gpu import Gpu, gpu_of, known_gpu
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import Problem, make_problem
-from mlstm_pallas.stage import Launch, Lowering, ScaledRows
+from mlstm_pallas.stage import Launch, Lowering, ScaledRows, largest_rows
 
 SCAN = {"parallel_fw_P", "recurrent_fw_H"}
 
@@ -87,6 +88,12 @@ def stages_on_mosaic_gpu(spec):
     return {name for name, x in launches if x.lowering.folder == "mosaic_gpu"}
 
 
+def mosaic_stages(*shape, config=None, dtype="bfloat16", **options):
+    """stages_on_mosaic_gpu of a call of this shape."""
+    spec = spec_of(call_shapes(*shape, dtype), config, backend="mosaic_gpu", **options)
+    return stages_on_mosaic_gpu(spec)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A call of mlstm_chunkwise."""
@@ -98,7 +105,6 @@ class Case:
     dtype: str = "bfloat16"
     packed: bool = False
     stages: Set[str] = frozenset(ALL)  # that run on Mosaic GPU, at the least
-    splits: int = 1
     cotangents: float = 1.0  # their size
     lengths: np.ndarray | None = None  # of the batch entries
 
@@ -130,9 +136,9 @@ CASES = {
         cotangents=2.0**-10,
     ),
     "three_blocks_of_rows": Case(shape=(1, 2, 256, 192, 128), stages=ALL - {"parallel_bw_dQKV"}),
-    "splits": Case(fused(num_splits=2), splits=2, **NARROW),
-    "splits_BTNH": Case(fused(num_splits=2), splits=2, options=BTNH, **NARROW),
-    "stored_in_splits": Case(fused(num_splits=2), splits=2, options=STORED, **NARROW),
+    "splits": Case(fused(num_splits=2), **NARROW),
+    "splits_BTNH": Case(fused(num_splits=2), options=BTNH, **NARROW),
+    "stored_in_splits": Case(fused(num_splits=2), options=STORED, **NARROW),
     "materialised": Case(
         materialised(),
         recipe=dict(f_shift=6.0),
@@ -145,18 +151,13 @@ CASES = {
 }
 
 
-def ids_of(case):
-    """Segments that begin inside a chunk and inside a tile, one over two chunks."""
-    B, _, S, *_ = case.shape
-    return (
-        jnp.asarray(np.repeat([[3, 0, 7]] * B, [100, 29, S - 129], axis=1)) if case.packed else None
-    )
-
-
 def check_case(name, backend):
     """Outputs and the gradients of all inputs of a case against float64."""
     case = CASES[name]
-    inputs, ids = random_inputs(5, *case.shape, dtype=case.dtype, **case.recipe), ids_of(case)
+    B, _, S, DHQK, _ = case.shape
+    inputs, ids = random_inputs(5, *case.shape, dtype=case.dtype, **case.recipe), None
+    if case.packed:  # segments that begin inside a chunk and inside a tile, one over two chunks
+        ids = jnp.asarray(np.repeat([[3, 0, 7]] * B, [100, 29, S - 129], axis=1))
     cotangents = [case.cotangents * x for x in cotangents_for(inputs, case.dtype)]
     options = dict(config=case.config, backend=backend) | case.options
     spec = spec_of(inputs.values(), return_last_states=True, **options)
@@ -165,15 +166,14 @@ def check_case(name, backend):
     assert plan.recomputes_scores == all(sizes)
     of_call = {*plan.forward, *plan.backward}
     assert stages_on_mosaic_gpu(spec) >= case.stages & of_call
-    assert (plan.fused, plan.num_splits) == (case.config.fused, case.splits)
-    checked = errors_against_float64(inputs, cotangents, ids, case.lengths, **options)
-    (outputs, gradients), expected = checked
-    terms = case.shape[2] + case.shape[3]
-    half = case.dtype == "float16"
+    assert (plan.fused, plan.num_splits) == (case.config.fused, case.config.num_splits or 1)
+    result, expected = beside_float64(inputs, cotangents, ids, case.lengths, **options)
+    outputs, gradients = errors_of(inputs, result, expected)
+    terms, half = S + DHQK, case.dtype == "float16"
     # Small gradients and small dP are multiples of 2**-24, off by 2**-24 / sqrt(12); dq and dk have
     # sums of dP times keys and queries.
     for name, other in (("q", "k"), ("k", "q")) if half else ():
-        desired, x = expected[name], np.asarray(inputs[other].astype("float32"))
+        desired, x = expected[1][name], np.asarray(inputs[other].astype("float32"))
         size = desired.size + case.config.chunk_size * np.sum(x**2)
         floor = 2.0**-24 * math.sqrt(size / 12) / np.linalg.norm(desired)
         gradients[name] = max(0.0, gradients[name] - floor)
@@ -183,21 +183,6 @@ def check_case(name, backend):
 
 def quick_and_slow(names, quick):
     return [name if name in quick else slow(name) for name in names]
-
-
-def check_neighbours(backend, shape):
-    """Heads next to one that is NaN have the bits that they have next to finite ones; outputs and
-    gradients."""
-    MIDDLE = 1
-    inputs = random_inputs(11, *shape, dtype="bfloat16")
-    cotangents = cotangents_for(inputs, "bfloat16")
-    run = gradients_of_call(config=fused(), backend=backend)
-    others = np.arange(shape[1]) != MIDDLE
-    poisoned = jax.tree.map(lambda x: x.at[:, others].set(jnp.nan), (inputs, cotangents))
-    for x, y in zip(*map(jax.tree.leaves, (run(inputs, cotangents), run(*poisoned))), strict=True):
-        x, y = (np.asarray(z[:, MIDDLE].astype("float32")) for z in (x, y))
-        assert np.isfinite(x).all()
-        assert np.array_equal(x, y)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +215,7 @@ class Recurrences:
         if lowering is Lowering.XLA:
             return planning.plain(self.problem)
         tiles_class, (*_, K, V) = mosaic_gpu_tiles("recurrent_bw_dC"), self.shape
-        rows = self.rows or max(x for x in range(64, 257, 64) if K % x == 0)
+        rows = self.rows or largest_rows(K)
         tiles = tiles_class(rows, 64 if V % 128 else 128, self.num_stages, self.num_splits)
         assert tiles.supports(self.problem, has_h=self.delta)
         return Launch(self.problem, tiles, None, lowering)

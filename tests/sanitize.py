@@ -21,35 +21,28 @@ from mlstm_pallas.triton.add_decayed import Tiles
 from mlstm_pallas.triton.launch import kernel_call
 
 KERNELS = (*STAGES, *HELPERS)
-# Options of a call; the sigmoid gate takes no m_initial.
-VARIANTS = [
-    {},
-    {"packed": True},
-    {"input_gate": "sigmoid"},
-    {"input_gate": "sigmoid", "normalize": False},
-]
 FUSED = KernelConfig(
     fused=True, triton_recurrent_fw_H=dict(siz_b_LKV=32, state_rows=64)
 )  # two launches at 128 rows
 SPLIT = dict(num_splits=2)
 SPLITS = KernelConfig(triton_recurrent_fw_C=SPLIT, triton_recurrent_bw_dC=SPLIT)
-# S, DHQK, DHHV, chunk size, config; with padding of steps and of columns, one chunk and several, a
-# chunk of several tiles
+SIGMOID = dict(input_gate="sigmoid")  # which takes no m_initial
+# S, DHQK, DHHV, chunk size, config, gate, whether sequences are packed; with padding of steps and
+# of columns, one chunk and several, a chunk of several tiles
 CASES = [
-    (100, 24, 40, 16, None),
-    (200, 80, 96, 64, FUSED),
-    (300, 32, 64, 256, SPLITS),
-    (150, 128, 256, None, FUSED),
+    (100, 24, 40, 16, None, {}, False),
+    (200, 80, 96, 64, FUSED, {}, True),
+    (300, 32, 64, 256, SPLITS, SIGMOID, False),
+    (150, 128, 256, None, FUSED, SIGMOID | dict(normalize=False), False),
 ]
 
 
 def run_kernels():
     for dtype in ("bfloat16", "float32"):
-        for (S, *heads, chunk_size, config), variant in zip(CASES, VARIANTS, strict=True):
-            gate = {name: x for name, x in variant.items() if name != "packed"}
+        for S, *heads, chunk_size, config, gate, packed in CASES:
             sizes = 1, 2, S, *heads
             inputs = random_inputs(0, *sizes, dtype=dtype, resets=True, m_initial=not gate)
-            ids = jnp.arange(S)[None] // 37 if "packed" in variant else None
+            ids = jnp.arange(S)[None] // 37 if packed else None
             options = dict(chunk_size=chunk_size, config=config, backend="triton", **gate)
             run = gradients_of_call(**options)
             step = jax.jit(functools.partial(mlstm_recurrent_step, backend="triton", **gate))

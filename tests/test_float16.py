@@ -48,7 +48,18 @@ def test_against_float64(algorithm):
     check((2, 2, 100, 24, 60), chunk_size=32, **ALGORITHMS[algorithm])
 
 
-def check_step(backend, states, DHQK, DHHV):
+@pytest.mark.parametrize(
+    ("backend", "states", "DHQK", "DHHV"),
+    [
+        ("xla", "float32", 32, 64),
+        ("interpret", "float16", 32, 64),
+        *(
+            pytest.param("triton", states, 128, 256, marks=pytest.mark.gpu)
+            for states in ("float16", "float32")
+        ),
+    ],
+)
+def test_a_step(backend, states, DHQK, DHHV):
     """In float32 throughout: h and states of float16 round once, at the end."""
     whole = random_inputs(5, 2, 4, 1, DHQK, DHHV, dtype="float16")
     whole |= {name: whole[name].astype(states) for name in ("c_initial", "n_initial", "m_initial")}
@@ -61,11 +72,6 @@ def check_step(backend, states, DHQK, DHHV):
         assert actual.dtype == jnp.dtype(states)
         # c and n are those of the m that is returned, which rounds once itself
         assert_close(actual, desired, (2 * UNIT if states == "float16" else 0.0) + sums, name)
-
-
-@pytest.mark.parametrize(("backend", "states"), [("xla", "float32"), ("interpret", "float16")])
-def test_a_step(backend, states):
-    check_step(backend, states, 32, 64)
 
 
 def overflowing(S, q, k, v):
@@ -119,9 +125,3 @@ def test_states_of_a_step_beyond_the_largest_number_are_inf():
 def test_compiled_kernels_against_float64(DHQK, DHHV, layout, fused):
     config = KernelConfig(fused=fused)
     check((1, 2, 250, DHQK, DHHV), layout=layout, backend="triton", config=config)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("states", ["float16", "float32"])
-def test_a_compiled_step(states):
-    check_step("triton", states, 128, 256)

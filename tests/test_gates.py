@@ -1,17 +1,18 @@
-"""Gates and stabilisers: the plain form and the kernels against float64 sums written out step by
-step."""
+"""Gates, stabilisers, sums of gate gradients: the plain form and the kernels against float64 sums
+written out step by step."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import assert_close, random_inputs, tolerance
+from test_stages import launch_of
 
-from mlstm_pallas import KernelConfig, dispatch, gates, planning
-from mlstm_pallas.gpu import HOPPER
-from mlstm_pallas.planning import CallSpec
+from mlstm_pallas import dispatch, gates, planning
+from mlstm_pallas.gate_gradients import inner, segmented_suffix_sum
 from mlstm_pallas.problem import InputGate, Problem
 from mlstm_pallas.stage import Lowering
 
@@ -63,9 +64,6 @@ MOSAIC_GPU = {"mosaic_gpu": Lowering.MOSAIC_GPU_INTERPRET}  # of test_mosaic_gpu
 def gates_of(i, f, m_initial, starts, states=None, lengths=None, *, L, form, input_gate):
     """chunk_gates of (heads, S)."""
     lowering, problem = (FORMS | MOSAIC_GPU)[form], Problem(1, *i.shape, 64, 64, L, 1.0)
-    spec = CallSpec(problem, KernelConfig(), jnp.dtype("bfloat16"), None, HOPPER, backend=lowering)
-    call = spec.launch("chunk_gates", lowering)
-    assert call.lowering is lowering
     return dispatch.run(
         "chunk_gates",
         vecI=i,
@@ -75,7 +73,7 @@ def gates_of(i, f, m_initial, starts, states=None, lengths=None, *, L, form, inp
         scaM_states=states,
         lengths=lengths,
         input_gate=input_gate,
-        call=call,
+        call=launch_of("chunk_gates", problem, "bfloat16", lowering),
     )
 
 
@@ -179,3 +177,23 @@ def check_vector_states(call, backward):
 @pytest.mark.parametrize("backward", [False, True])
 def test_vector_states(backward):
     check_vector_states(planning.plain(Problem(1, 6, 5, 8, 8, 1, 1.0)), backward)
+
+
+@pytest.mark.parametrize("n", [1, 32, 33, 1000])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.97, 1.0])
+def test_sums_over_runs_of_steps(n, share):
+    """Runs within one group, over several, and over groups of groups."""
+    r = np.random.default_rng(n)
+    x, goes_on = r.normal(size=(6, n)), r.random((6, n)) < share
+    expected, after = np.zeros_like(x), np.zeros(6)
+    for t in reversed(range(n)):
+        after = expected[:, t] = x[:, t] + np.where(goes_on[:, t], after, 0.0)
+    result = jax.jit(segmented_suffix_sum)(x.astype("float32"), goes_on)
+    # One rounding of each x, and sums of n terms.
+    bound = (1 + math.sqrt(n)) * 2.0**-24 * np.linalg.norm(expected)
+    assert np.linalg.norm(np.asarray(result) - expected) <= bound
+
+
+def test_inner_products_of_float16_are_of_float32():
+    x = np.full((2, 3), 300, "float16")
+    assert np.array_equal(inner(x, x), np.full(2, 3 * 300.0**2))

@@ -6,33 +6,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from oracle import run_python
+from oracle import run_python, slow
 
 SCRIPT = Path(__file__).with_name("mesh_calls.py")
 
 
-def run_calls(expected, *arguments):
-    settings = dict(PYTHONPATH=os.pathsep.join(sys.path), JAX_DISABLE_MOST_OPTIMIZATIONS="1")
-    assert run_python(SCRIPT, *arguments, **settings).splitlines()[-1] == f"{expected} calls"
-
-
 @pytest.mark.parametrize(
-    ("kind", "backend", "platform"), [("Explicit", "None", "cuda"), ("Auto", "interpret", "cpu")]
-)
-def test_calls_of_a_fresh_process_under_a_mesh(kind, backend, platform):
-    run_calls(20, kind, backend, platform)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "backend", "platform"),
+    ("count", "arguments"),
     [
-        ("Explicit", "None", "export"),  # which automatic axes refuse
-        ("Explicit", "interpret", "cpu"),
-        ("Auto", "interpret", "cpu"),
-        ("Auto", "None", "cuda"),
+        (20, "Explicit None cuda"),
+        (20, "Auto interpret cpu"),
+        slow(34, "Explicit None export all"),  # which automatic axes refuse
+        slow(34, "Explicit interpret cpu all"),
+        slow(34, "Auto interpret cpu all"),
+        slow(19, "Auto None cuda all"),  # manual axes: automatic ones lower with devices alone
     ],
 )
-def test_all_calls_of_a_fresh_process_under_a_mesh(kind, backend, platform):
-    manual_alone = kind == "Auto" and platform == "cuda"  # automatic axes lower with devices alone
-    run_calls(19 if manual_alone else 34, kind, backend, platform, "all")
+def test_calls_of_a_fresh_process_under_a_mesh(count, arguments):
+    settings = dict(PYTHONPATH=os.pathsep.join(sys.path), JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    output = run_python(SCRIPT, *arguments.split(), **settings)
+    assert output.splitlines()[-1] == f"{count} calls"

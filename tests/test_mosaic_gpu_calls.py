@@ -16,9 +16,8 @@ from mosaic_gpu_cases import (
     fused,
     materialised,
     mosaic_gpu_tiles,
+    mosaic_stages,
     quick_and_slow,
-    spec_of,
-    stages_on_mosaic_gpu,
 )
 from oracle import (
     MOSAIC_CALL,
@@ -26,14 +25,13 @@ from oracle import (
     call_shapes,
     compare,
     for_device,
-    gradients_of,
     lowered_for_cuda,
     mesh_for,
     mesh_of,
     needs_mosaic_gpu,
     random_inputs,
     refused,
-    strict,
+    results_of,
 )
 from test_distributed import h_over
 from test_gradients import BOUND
@@ -80,17 +78,16 @@ def test_sequence_parallelism_on_one_device():
     """The device's summaries are not read, and the scan starts from a state that is given."""
     x = small_inputs()
     run = h_over(mesh_of((1,), names="s"), check_vma=False, **SMALL)
-    result = jax.jit(gradients_of(run))(*x)
-    expected = jax.jit(gradients_of(functools.partial(mlstm_chunkwise, **SMALL)))(*x)
-    compare("qkvif", result, expected, BOUND["bfloat16"])
+    whole = functools.partial(mlstm_chunkwise, **SMALL)
+    compare("hqkvif", results_of(run)(*x), results_of(whole)(*x), BOUND["bfloat16"])
 
 
 @needs_mosaic_gpu
 def test_shard_map_lowers():
     """Outputs and what is inside the kernels say over which mesh axes they vary."""
     mesh = mesh_for("NVIDIA H200", (2,), "s")
-    gradients = gradients_of(h_over(mesh, config=fused(), backend="mosaic_gpu"))
-    text = lowered_for_cuda(jax.jit(gradients), *call_shapes(1, 1, 512, 256, 256), mesh=mesh)
+    run = results_of(h_over(mesh, config=fused(), backend="mosaic_gpu"))
+    text = lowered_for_cuda(run, *call_shapes(1, 1, 512, 256, 256), mesh=mesh)
     assert text.count(MOSAIC_CALL) >= len(SCAN) + 1
 
 
@@ -153,9 +150,7 @@ def test_another_gpu_is_refused(door, monkeypatch):
 
 def test_float32_runs_on_triton(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", MOSAIC_GPU_JAX[0])
-    x = call_shapes(1, 1, 128, 256, 256, "float32")
-    spec = spec_of(x, KernelConfig(fused=True), backend="mosaic_gpu")
-    assert not stages_on_mosaic_gpu(spec)
+    assert not mosaic_stages(1, 1, 128, 256, 256, dtype="float32", config=KernelConfig(fused=True))
 
 
 @needs_mosaic_gpu
@@ -184,21 +179,16 @@ def test_gradients_trace_in_strict_modes(heads, config):
     run = functools.partial(
         mlstm_chunkwise, backend="mosaic_gpu_interpret", config=config, recompute_states_in_bw=True
     )
-    with jax.enable_x64(True), strict():
-        x = call_shapes(1, 2, 256, *heads)
-        result = jax.eval_shape(lambda dh, *x: jax.vjp(run, *x)[1](dh), x[2], *x)
-    assert [*result] == x
+    x = call_shapes(1, 2, 256, *heads)
+    with jax.enable_x64(True):
+        assert [*jax.eval_shape(results_of(run), *x)] == [x[2], *x]
 
 
-def stages_of_call(B, NH, S, DHQK, DHHV, **config):
+def stages_of_call(*shape, **config):
     """The stages that run on Mosaic GPU, with the fused scan and with materialised states."""
-    x = call_shapes(B, NH, S, DHQK, DHHV)
+    configs = (KernelConfig(fused=fused, **config) for fused in (True, False))
     with for_device("NVIDIA H200"):
-        specs = (
-            spec_of(x, KernelConfig(fused=fused, **config), backend="mosaic_gpu")
-            for fused in (True, False)
-        )
-        return set.union(*map(stages_on_mosaic_gpu, specs)) & ALL
+        return set.union(*(mosaic_stages(*shape, config=x) for x in configs)) & ALL
 
 
 BF16, H200 = jnp.dtype("bfloat16"), known_gpu("NVIDIA H200")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_canaries
 import test_gates
 import test_gpu
 from mosaic_gpu_cases import (
@@ -16,12 +17,11 @@ from mosaic_gpu_cases import (
     RECURRENCES,
     SCAN,
     check_case,
-    check_neighbours,
+    fused,
+    mosaic_stages,
     skip_unless_hopper,
-    spec_of,
-    stages_on_mosaic_gpu,
 )
-from oracle import assert_same_bits, call_shapes, needs_mosaic_gpu, random_inputs, run_python
+from oracle import assert_same_bits, needs_mosaic_gpu, random_inputs, run_python
 from test_gpu_huge import inputs_on_device
 from test_packed_sequences import ODD_ON_A_GPU, check_prompts
 from test_stages import launch_of
@@ -56,12 +56,6 @@ def cases_on_a_gpu(*names):
     for name in names:
         print(name, flush=True)  # the last one is the one that fails
         check_case(name, "mosaic_gpu")
-
-
-def mosaic_stages(*shape, config=None, **options):
-    """The stages of a call in bfloat16 that run on Mosaic GPU."""
-    spec = spec_of(call_shapes(*shape), config, backend="mosaic_gpu", **options)
-    return stages_on_mosaic_gpu(spec)
 
 
 def recurrences_on_a_gpu():
@@ -171,6 +165,11 @@ def prompts_on_a_gpu():
     check_prompts(0, 384, 256, rows=ODD_ON_A_GPU, go_on=True, **options)
 
 
+def neighbours_on_a_gpu():
+    options = dict(dtype="bfloat16", backend="mosaic_gpu", config=fused())
+    test_canaries.check_call(2, 512, 256, 512, **options)
+
+
 # Of the quick selection.
 SMOKE = [(cases_on_a_gpu, "splits"), (recurrences_on_a_gpu,)]
 OTHERS = [name for name in CASES if not any(name in check for check in SMOKE)]
@@ -182,7 +181,7 @@ GPU_CHECKS = [
     *((plan_on_a_gpu, 2048, *heads) for heads in ((256, 256), (128, 128), (512, 512))),
     (vector_states_on_a_gpu,),
     *((many_chunks_on_a_gpu, *heads) for heads in ((64, 128), (128, 256))),
-    (check_neighbours, "mosaic_gpu", (2, 3, 512, 256, 512)),
+    (neighbours_on_a_gpu,),
     (packed_resets_on_a_gpu,),
     (extremes_on_a_gpu,),
     *(

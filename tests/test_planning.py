@@ -7,7 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from oracle import call_shapes, for_device, gradients_of, needs_mosaic_gpu
+from oracle import call_shapes, for_device, needs_mosaic_gpu, results_of
 
 from mlstm_pallas import KernelConfig, dispatch, mlstm_chunkwise, plan
 from mlstm_pallas.gpu import UNKNOWN, known_gpu
@@ -136,7 +136,7 @@ def test_the_grids_of_a_plan_are_those_that_run(recompute, fused):
             for name, x in launches.items()
         }
 
-    forward, both = (grids_in(jax.make_jaxpr(x)(*shapes)) for x in (run, gradients_of(run)))
+    forward, both = (grids_in(jax.make_jaxpr(x)(*shapes)) for x in (run, results_of(run)))
     assert forward == expected(p.forward)
     assert both == expected(p.forward) | expected(p.backward)
 

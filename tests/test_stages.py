@@ -79,11 +79,8 @@ class Case:
         self.inputs, self.result = jax.jit(self.with_outputs)(inputs), {}
 
     def with_outputs(self, inputs):
-        waiting = dict(STAGES)
-        while waiting:
-            ready = (name for name, stage in waiting.items() if inputs.keys() >= {*stage.inputs})
-            name = next(ready)
-            outputs = self.plain(waiting.pop(name).name, inputs)
+        for name, stage in STAGES.items():
+            outputs = self.plain(name, inputs)
             if name == "chunk_gates":
                 inputs["vecAbar"] = outputs.per_step().vecAbar
             if name == "parallel_bw_dP":
@@ -91,7 +88,7 @@ class Case:
                 inputs["normaliser_gradients"] = normaliser_gradients(
                     self.options["normaliser"], outputs.vecDelta, *of_z
                 )
-            inputs = {STAGES[name].outputs or name: outputs} | outputs._asdict() | inputs
+            inputs = {stage.outputs or name: outputs} | outputs._asdict() | inputs
         return inputs
 
     def run(self, name, inputs, lowering, tiles=None, **options):
