@@ -22,7 +22,6 @@ tokens, and its states twice. Where something is wrong, the exit code is 1 and s
 import dataclasses
 import itertools
 import json
-import math
 import statistics
 import sys
 import time
@@ -38,16 +37,19 @@ from tokenizers import Tokenizer
 from xlstm_checkpoint import (
     DTYPES,
     CheckpointError,
+    Tensors,
+    bytes_per_device,
     check_memory,
-    is_weight,
     load,
     mesh_of,
     open_tensors,
-    random_params,
+    random_tensors,
     read_config,
+    read_text,
+    read_tokenizer,
     state_bytes,
-    total_bytes,
-    weights_of,
+    stop_ids,
+    tensors_of,
 )
 from xlstm_model import Config, Params, Sampling, decode, next_logits, prefill, sample
 
@@ -87,15 +89,14 @@ MULTIPLE = 64  # of the steps of a prefill, so that prompts of similar lengths c
 @dataclasses.dataclass(frozen=True)
 class Model:
     config: Config
+    tensors: Tensors
     params: Params
     prompts: list[list[int]]
     stop_tokens: set[int]
-    tokenizer: Tokenizer | None = None
+    tokenizer: Tokenizer | None
 
     def text(self, tokens: list[int]) -> str:
-        if self.tokenizer is None:
-            return " ".join(map(str, tokens))
-        return self.tokenizer.decode(tokens)
+        return self.tokenizer.decode(tokens) if self.tokenizer else " ".join(map(str, tokens))
 
 
 def build() -> Model:
@@ -106,52 +107,33 @@ def build() -> Model:
     """
     if RANDOM.value == bool(CHECKPOINT.value):
         raise CheckpointError("give either --checkpoint=FOLDER or --random")
-    tokenizer, config, values = None, SIZES[SIZE.value], {}
+    folder, values, config = Path(CHECKPOINT.value or ""), {}, SIZES[SIZE.value]
     if not RANDOM.value:
-        folder = Path(CHECKPOINT.value)
         config, values = read_config(folder)
-        tensors = open_tensors(folder, weights_of(config))
-        tokenizer = None if BENCHMARK.value else read_tokenizer(folder / "tokenizer.json")
-    if tokenizer is None:
-        rng, shape = np.random.default_rng(SEED.value), (BATCH.value, PROMPT_LENGTH.value)
-        prompts = rng.integers(config.vocab_size, size=shape).tolist()
-    else:
+    tensors = tensors_of(config, DTYPE.value, mesh_of(config, DEVICES.value))
+    read = random_tensors(SEED.value) if RANDOM.value else open_tensors(folder, tensors)
+    tokenizer = None if RANDOM.value or BENCHMARK.value else read_tokenizer(folder)
+    if tokenizer:
         bos = [values.get("bos_token_id", 0)] if values.get("force_bos_token_insert") else []
         encode = tokenizer.encode
         prompts = [bos + encode(text, add_special_tokens=False).ids for text in read_prompts()]
+    else:
+        rng, shape = np.random.default_rng(SEED.value), (BATCH.value, PROMPT_LENGTH.value)
+        prompts = rng.integers(config.vocab_size, size=shape).tolist()
     for n, prompt in enumerate(prompts):
         if not prompt or max(prompt) >= config.vocab_size:
             raise CheckpointError(f"prompt {n} has no token, or one beyond vocab_size")
     eos = values.get("eos_token_id")
-    stop_tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if STOP_TOKENS.value is not None:
-        stop_tokens = STOP_TOKENS.value
-    if not all(str(token).isdecimal() for token in stop_tokens):
-        raise CheckpointError(f"stop tokens are ids, not {stop_tokens}")
-    mesh = mesh_of(config, DEVICES.value)
-    check_memory(config, DTYPE.value, len(prompts), sum(map(len, prompts)), mesh)
-    if RANDOM.value:
-        params = random_params(config, DTYPE.value, mesh, SEED.value)
-    else:
-        params = load(config, tensors, DTYPE.value, mesh)
-    return Model(config, params, prompts, set(map(int, stop_tokens)), tokenizer)
-
-
-def read_tokenizer(path: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises no other type
-        raise CheckpointError(f"no tokenizer {path}: {error}") from None
+    stop_tokens = stop_ids(eos if STOP_TOKENS.value is None else STOP_TOKENS.value)
+    check_memory(config, tensors, len(prompts), sum(map(len, prompts)))
+    params = load(config, tensors, read)
+    return Model(config, tensors, params, prompts, stop_tokens, tokenizer)
 
 
 def read_prompts() -> list[str]:
     texts = list(PROMPT.value)
-    if name := PROMPTS_FILE.value:
-        try:
-            text = sys.stdin.read() if name == "-" else Path(name).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"cannot read {name}: {error}") from None
-        texts += filter(None, text.splitlines())
+    if PROMPTS_FILE.value:
+        texts += filter(None, read_text(PROMPTS_FILE.value).splitlines())
     if not texts:
         raise CheckpointError("no prompt: give --prompt or --prompts_file")
     return texts
@@ -196,30 +178,24 @@ class Printer:
 
     def __init__(self, model: Model):
         self.model, self.printed = model, 0
-        self.answers: dict[int, list[int]] = {n: [] for n in range(len(model.prompts))}
-        self.running = set(self.answers)
+        self.answers: list[list[int]] = [[] for _ in model.prompts]
+        self.running = set(range(len(model.prompts)))
 
     def write(self, tokens: np.ndarray, last: bool = False) -> bool:
-        """Takes (steps, B), the last ones or not. Whether all prompts have ended."""
+        """Takes (steps, B), the last ones or not. Returns whether all prompts have ended."""
+        several, stop = len(self.answers) > 1, self.model.stop_tokens
         for n in sorted(self.running):
-            answer = [*itertools.takewhile(self.goes_on, tokens[:, n].tolist())]
-            self.answers[n] += answer
-            if last or len(answer) < len(tokens):
+            column = tokens[:, n].tolist()
+            self.answers[n] += itertools.takewhile(lambda token: token not in stop, column)
+            text = self.model.text(self.answers[n])
+            if last or not stop.isdisjoint(column):
                 self.running.remove(n)
-            self.show(n)
+                print(f"[{n}] {text}" if several else text[self.printed :], flush=True)
+            # After U+FFFD the rest of a character is still to come.
+            elif not several and not text.endswith("\ufffd"):
+                print(text[self.printed :], end="", flush=True)
+                self.printed = len(text)
         return not self.running
-
-    def goes_on(self, token: int) -> bool:
-        return token not in self.model.stop_tokens
-
-    def show(self, n: int) -> None:
-        text, ended = self.model.text(self.answers[n]), n not in self.running
-        if len(self.answers) > 1:
-            if ended:
-                print(f"[{n}] {text}", flush=True)
-        elif ended or not text.endswith("\ufffd"):  # the rest of a character is still to come
-            print(text[self.printed :], end="\n" if ended else "", flush=True)
-            self.printed = len(text)
 
 
 def copy_rate() -> float:
@@ -240,14 +216,14 @@ def benchmark(model: Model) -> dict[str, Any]:
     config, new_tokens, devices = model.config, NEW_TOKENS.value, DEVICES.value
     runs = [run(model, new_tokens) for _ in range(3)]
     first, rest = (statistics.median(column) for column in zip(*runs, strict=True))
-    B, steps, weights = len(model.prompts), sum(map(len, model.prompts)), weights_of(config)
+    B, steps, weights = len(model.prompts), sum(map(len, model.prompts)), dict(model.tensors)
     if not config.tie_word_embeddings:
-        del weights["embeddings"]
-    moved = total_bytes(weights, devices, DTYPE.value) + 2 * B * state_bytes(config, devices)
-    matrices = jax.tree.leaves(weights["blocks"], is_leaf=is_weight)
-    products = sum(math.prod(weight.shape) for weight in matrices if weight.columns)
+        del weights["backbone.embeddings.weight"]
+    moved = bytes_per_device(weights) + 2 * B * state_bytes(config, devices)
+    matrices = (x for name, x in weights.items() if ".blocks." in name and len(x.shape) == 2)
+    products = sum(x.size for x in matrices)
     # C + k v^T and C^T q. Only the last token of a prompt needs logits.
-    products += 2 * config.num_blocks * config.num_heads * math.prod(config.head_dims)
+    products += 2 * config.num_blocks * config.qk_dim * config.head_dims[1]
     flops = 2 * (steps * products + B * config.vocab_size * config.hidden_size)
     rate, per_token = copy_rate(), rest / max(new_tokens - 1, 1)
     return dict(
@@ -284,7 +260,7 @@ def main(argv: Sequence[str]) -> None:
     printer = Printer(model)
     first, rest = run(model, NEW_TOKENS.value, printer.write)
     printer.write(np.empty((0, len(model.prompts)), int), last=True)
-    tokens = sum(map(len, printer.answers.values())) - len(model.prompts)
+    tokens = sum(map(len, printer.answers)) - len(model.prompts)
     rate = f"{tokens / rest:.1f} tokens/s" if tokens > 0 else "no more"
     print(f"first token after {first:.3f} s, then {rate}", file=sys.stderr)
 
