@@ -353,14 +353,13 @@ class Case:
 
     def limits(self, names: Iterable[str]) -> dict[str, float]:
         """The largest errors that outputs may have."""
-        return {name: self._limit(name) for name in names}
-
-    def _limit(self, name: str) -> float:
         if not self.stage:
-            return TOLERANCES[self.dtype][name.startswith("d")]
+            return {name: TOLERANCES[self.dtype][name.startswith("d")] for name in names}
+        stage = STAGES[self.stage]
         # What has no matrices is float32, whatever the dtype.
-        matrices = any(name.startswith("mat") for name in STAGES[self.stage].inputs)
-        return TOLERANCES[self.dtype if matrices else "float32"][STAGES[self.stage].backward]
+        matrices = any(name.startswith("mat") for name in stage.inputs)
+        limit = TOLERANCES[self.dtype if matrices else "float32"][stage.backward]
+        return dict.fromkeys(names, limit)
 
 
 # ---------------------------------------------------------------- measuring
@@ -469,8 +468,7 @@ def define_flags(define: command.Define) -> None:
     calls.define_chunks(define)
 
 
-def run(options: flags.FlagValues) -> int:
-    return runner.run("kernel_benchmark", options, measured_rows, COLUMNS, plot=plot)
+run = functools.partial(runner.run, "kernel_benchmark", measured_rows, COLUMNS, plot=plot)
 
 
 if __name__ == "__main__":

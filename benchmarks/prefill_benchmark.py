@@ -19,6 +19,7 @@ and the states read and written, which are "state MiB". Exit code 1 when an outp
 mlstm_pallas fails, 2 when the request makes no sense, 130 after Ctrl-C.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -110,9 +111,8 @@ def define_flags(define: command.Define) -> None:
     define.shared("shape", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
 
 
-def run(options: flags.FlagValues) -> int:
-    report = dict(columns=COLUMNS, plot=kernel_benchmark.plot)
-    return runner.run("prefill_benchmark", options, measured_rows, **report)
+report = measured_rows, COLUMNS
+run = functools.partial(runner.run, "prefill_benchmark", *report, plot=kernel_benchmark.plot)
 
 
 if __name__ == "__main__":

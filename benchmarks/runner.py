@@ -176,9 +176,9 @@ def read_rows(path: str) -> Iterator[Row]:
 
 def run(
     name: str,
-    options: flags.FlagValues,
     measured: Callable[[flags.FlagValues], Iterator[Row]],
     columns: reporting.Columns,
+    options: flags.FlagValues,
     report: Callable[[Sequence[Row]], Any] = lambda rows: None,
     plot: Callable[[Sequence[Row], str], None] | None = None,
 ) -> int:

@@ -228,8 +228,7 @@ def define_flags(define: command.Define) -> None:
     define.shared("shape", "direction", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
 
 
-def run(options: flags.FlagValues) -> int:
-    return runner.run("scaling_benchmark", options, measured_rows, COLUMNS, plot=plot)
+run = functools.partial(runner.run, "scaling_benchmark", measured_rows, COLUMNS, plot=plot)
 
 
 if __name__ == "__main__":

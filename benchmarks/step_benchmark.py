@@ -76,10 +76,7 @@ def random_inputs(shape: Shape, dtype: str, state_dtype: str) -> tuple[Token, St
     """
     B, NH, _, K, V = shape
     dims = ((K,), (K,), (V,), (), (), (K, V), (K,), ())
-    keys = jax.random.split(jax.random.key(0), len(dims))
-    q, k, v, i, f, c, n, _ = (
-        jax.random.normal(key, (B, NH, *dim)) for key, dim in zip(keys, dims, strict=True)
-    )
+    q, k, v, i, f, c, n, _ = peers.normals(jax.random.key(0), *((B, NH, *dim) for dim in dims))
     token = Token((q + 0.5).astype(dtype), (k + 0.5).astype(dtype), v.astype(dtype), i, f + 4.0)
     return token, (c.astype(state_dtype), (n + 0.5).astype(state_dtype), jnp.zeros((B, NH)))
 
@@ -119,7 +116,7 @@ class MlstmKernelsStep(peers.TorchPeer):
     which every CTA of a head reads and one of them writes.
     """
 
-    modules = ("mlstm_kernels.torch.recurrent",)
+    module_name = "mlstm_kernels.torch.recurrent"
     in_place = False
 
     def build(self, token, states, steps):
@@ -216,8 +213,8 @@ def measure(row: Row, options: flags.FlagValues) -> None:
     expected = expected_h(token, states, index, variant)
     _, outputs = runner.first_call(row, impl, token, states, CHECKED_STEPS)
     [h] = impl.heads(outputs, index)
-    error = float(np.linalg.norm(h - expected) / np.linalg.norm(expected))
-    runner.check(row, dict(h=error), dict(h=max(TOLERANCES[dtype] for dtype in dtypes)))
+    limits = dict(h=max(TOLERANCES[dtype] for dtype in dtypes))
+    runner.check(row, dict(h=runner.relative_error(h, expected)), limits)
     call = impl.build(token, states, row["steps"])
     times = runner.time_calls(call, impl.synchronise, options.repeats)
     seconds = runner.store_times(row, [x / row["steps"] for x in times])
@@ -291,8 +288,7 @@ def define_flags(define: command.Define) -> None:
     define.shared("shape", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
 
 
-def run(options: flags.FlagValues) -> int:
-    return runner.run("step_benchmark", options, measured_rows, COLUMNS, plot=plot)
+run = functools.partial(runner.run, "step_benchmark", measured_rows, COLUMNS, plot=plot)
 
 
 if __name__ == "__main__":

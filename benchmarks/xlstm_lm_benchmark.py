@@ -230,7 +230,7 @@ def loss_of(network: LanguageModel, params: Any, tokens: jax.Array) -> jax.Array
 
 def train_step(network: LanguageModel, state: State, tokens: jax.Array) -> tuple[State, Metrics]:
     """One update; the metrics are those before it."""
-    loss, gradients = jax.value_and_grad(functools.partial(loss_of, network))(state.params, tokens)
+    loss, gradients = jax.value_and_grad(loss_of, 1)(network, state.params, tokens)
     updates, optimizer = OPTIMIZER.update(gradients, state.optimizer, state.params)
     metrics = Metrics(loss, optax.tree.norm(gradients))
     return State(optax.apply_updates(state.params, updates), optimizer), metrics
@@ -337,8 +337,7 @@ def define_flags(define: command.Define) -> None:
     define.shared("commit", "from_jsonl", "jsonl")
 
 
-def run(options: flags.FlagValues) -> int:
-    return runner.run("xlstm_lm_benchmark", options, measured_rows, COLUMNS)
+run = functools.partial(runner.run, "xlstm_lm_benchmark", measured_rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -608,8 +608,7 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
         yield runner.new_row(options, row["name"], row["shape"], row["impl"]) | row
 
 
-def run(options: flags.FlagValues) -> int:
-    return runner.run("compile_report", options, measured_rows, COLUMNS)
+run = functools.partial(runner.run, "compile_report", measured_rows, COLUMNS)
 
 
 if __name__ == "__main__":
