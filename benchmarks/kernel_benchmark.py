@@ -192,15 +192,20 @@ class MlstmPallas(peers.JaxImplementation):
         gpu: Gpu | None = None,
     ):
         self.name, self.variant, self.oracle = backend, variant, ORACLES.get(variant, peers.exact)
-        options = dict(chunk_size=chunk_size, config=config)
-        options["recompute_states_in_bw"] = variant != "states_kept"
-        what = shape, jnp.dtype(dtype), gpu or target_gpu(), backend
-        self.spec = planning.make_spec(*what, **options)
+        self.spec = planning.make_spec(
+            shape,
+            jnp.dtype(dtype),
+            gpu or target_gpu(),
+            backend,
+            chunk_size=chunk_size,
+            config=config,
+            recompute_states_in_bw=variant != "states_kept",
+        )
         self.config = config_row(self.spec)
 
     def computation(self, inputs, direction):
-        chunks = dict(chunk_size=self.spec.problem.L, config=self.spec.config)
-        options = dict(backend=self.name, **chunks, **VARIANTS[self.variant])
+        options = dict(backend=self.name, config=self.spec.config, **VARIANTS[self.variant])
+        options["chunk_size"] = self.spec.problem.L
         if self.variant == "packed":
             B, _, S, *_ = inputs.shape
             if S % peers.PACKED:
@@ -253,8 +258,8 @@ class MlstmPallasStage(MlstmPallas):
         if self.weighted and name == "recurrent_bw_dC":
             g, inverse = inputs["gates"].per_step(), inputs["normaliser_gradients"].vecInvDen
             r = query_scale(g.vecW, self.call.problem.qk_scale, inverse)
-            arrays |= dict(queries=ScaledRows(inputs["matQ"], r))
-            arrays |= dict(keys=ScaledRows(inputs["matK"], g.vecAbar))
+            arrays["queries"] = ScaledRows(inputs["matQ"], r)
+            arrays["keys"] = ScaledRows(inputs["matK"], g.vecAbar)
         return of_stage(self.stage, self.call), [arrays[name] for name in self.stage.inputs]
 
     def oracle_arguments(self, inputs):
@@ -369,8 +374,10 @@ def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
     """Fills the row; does not time a wrong output."""
     name, direction = row["impl"], row["direction"]
     if name in BACKENDS:
-        what = name, case.shape, case.dtype, options.chunk_size, options.config
-        impl: peers.Implementation = implementation(case.stage, *what, row["variant"] or "exp")
+        settings = options.chunk_size, options.config, row["variant"] or "exp"
+        impl: peers.Implementation = implementation(
+            case.stage, name, case.shape, case.dtype, *settings
+        )
     elif case.stage:
         raise UnsupportedError("only mlstm_pallas has stages")
     else:
@@ -410,8 +417,8 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
         for direction, impl in itertools.product(directions, impls):
             ours = impl in BACKENDS
             for variant in options.variant if ours and not stage else [None]:
-                what = dict(direction=direction, dtype=dtype, stage=stage, variant=variant)
-                row = runner.new_row(options, name, shape, impl, **what)
+                keys = dict(direction=direction, dtype=dtype, stage=stage, variant=variant)
+                row = runner.new_row(options, name, shape, impl, **keys)
                 yield runner.attempt(row, ours, measure, case, options)
 
 

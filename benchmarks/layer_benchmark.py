@@ -267,7 +267,7 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
         case = Case(shape, options.direction)
         for direction, impl in itertools.product(options.direction, impls):
             flops, moved = product_flops(shape, direction), elementwise_bytes(shape, direction)
-            what = dict(
+            keys = dict(
                 product_flops=flops,
                 elementwise_bytes=moved,
                 product_floor_ms=flops_rate and 1e3 * flops / flops_rate,
@@ -276,7 +276,7 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
                 dtype=DTYPE,
             )
             for layout in options.layout if impl in BACKENDS else [None]:
-                row = runner.new_row(options, name, shape, impl, layout=layout, **what)
+                row = runner.new_row(options, name, shape, impl, layout=layout, **keys)
                 yield runner.attempt(row, impl != PEER, measure, case, options)
 
 

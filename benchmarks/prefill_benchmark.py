@@ -93,9 +93,9 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     named = shapes.named(options.shape, *(("p64", "r8") if gpu else ("tiny",)))
     cases = itertools.product(named.items(), options.dtype, options.variant, backends)
     for (name, shape), dtype, variant, impl in cases:
-        what = dict(dtype=dtype, variant=variant, odd=options.odd, direction="fwd", stage="")
-        what["segments"] = options.segments or max(shape.S // 1024, 4)
-        row = runner.new_row(options, name, shape, impl, **what)
+        keys = dict(dtype=dtype, variant=variant, odd=options.odd, direction="fwd", stage="")
+        keys["segments"] = options.segments or max(shape.S // 1024, 4)
+        row = runner.new_row(options, name, shape, impl, **keys)
         yield runner.attempt(row, True, measure, options.odd, options.repeats)
 
 

@@ -235,10 +235,10 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     common = dict(direction="step", steps=steps, variant=options.variant, copy_gbps=copy_gbps)
     cases = itertools.product(named.items(), options.dtype, options.state_dtype, impls)
     for (name, whole), dtype, state_dtype, impl in cases:
-        shape, what = whole._replace(S=1), dict(dtype=dtype, state_dtype=state_dtype)
-        what["state_mib"] = state_bytes(shape, state_dtype) / 2**20
+        shape, keys = whole._replace(S=1), common | dict(dtype=dtype, state_dtype=state_dtype)
+        keys["state_mib"] = state_bytes(shape, state_dtype) / 2**20
         for loop in options.loop if impl in BACKENDS else ("graph",):
-            row = runner.new_row(options, name, shape, impl, loop=loop, **common, **what)
+            row = runner.new_row(options, name, shape, impl, loop=loop, **keys)
             yield runner.attempt(row, impl in BACKENDS, measure, options)
 
 

@@ -294,15 +294,15 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     batch, sequence = options.batch or (8 if gpu else 2), options.sequence or (8192 if gpu else 64)
     shape, flops = model.mlstm_shape(batch, sequence), model.flops(batch, sequence)
     parameters, _ = model.parameters()
-    what = dict(parameters=parameters, flops=flops, model=dataclasses.asdict(model))
-    what |= dict(direction="train", dtype=DTYPE)
+    keys = dict(parameters=parameters, flops=flops, model=dataclasses.asdict(model))
+    keys |= dict(direction="train", dtype=DTYPE)
     step = f"{batch * sequence:,} tokens and {flops:.3e} FLOP per step"
     print(f"{name}: {parameters:,} parameters, {step}", flush=True)
     first: Row = {}
     for impl in impls:
-        row, is_ours = runner.new_row(options, name, shape, impl, **what), impl in BACKENDS
-        mlstm = ours(impl) if is_ours else PEERS[impl]
-        yield runner.attempt(row, is_ours, measure, mlstm, model, first, options)
+        row = runner.new_row(options, name, shape, impl, **keys)
+        mlstm = PEERS.get(impl) or ours(impl)
+        yield runner.attempt(row, impl in BACKENDS, measure, mlstm, model, first, options)
         first = first or (row if row["status"] == "ok" else {})
 
 
