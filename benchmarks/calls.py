@@ -65,4 +65,4 @@ def define_chunks(define: Define) -> None:
     """The flags --chunk_size and --config."""
     row = "keywords of KernelConfig as JSON, '{\"fused\": true}', or a file with them"
     define.parsed("chunk_size", lambda x: check_chunk_size(int(x)), "Steps; none: the plan's.")
-    define.parsed("config", parse_config, f"Of mlstm_pallas: {row}.")
+    define.parsed("config", parse_config, f"For mlstm_pallas: {row}.")

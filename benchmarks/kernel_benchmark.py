@@ -470,7 +470,7 @@ def define_flags(define: command.Define) -> None:
     packed = f"packed: exp with {peers.PACKED} packed sequences; BTNH: exp with (B, S, NH, D)."
     define.names("impl", [], known, f"the last one is {default}.")
     define.names("stage", [], STAGES, "stages by themselves.")
-    define.names("variant", ["exp"], VARIANTS, f"of mlstm_pallas; {packed}")
+    define.names("variant", ["exp"], VARIANTS, f"what mlstm_pallas computes; {packed}")
     define.shared("shape", "direction", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
     calls.define_chunks(define)
 

@@ -333,7 +333,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
 
 def define_flags(define: command.Define) -> None:
     define.names("impl", [], (*BACKENDS, *WITHOUT, PEER), "none: all that the device runs.")
-    define.names("layout", ["BTNH"], ("BNTH", "BTNH"), "of the arrays of mlstm_pallas.")
+    define.names("layout", ["BTNH"], ("BNTH", "BTNH"), "layout of the arrays of mlstm_pallas.")
     define.shared("shape", "repeats", "commit", "from_jsonl", "jsonl", "plot", direction="fwd,fwbw")
 
 

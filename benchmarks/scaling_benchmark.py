@@ -223,7 +223,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
 def define_flags(define: command.Define) -> None:
     define.names("mode", list(MODES), MODES, "the dimension that is split, and whether it grows.")
     define.items("devices", [], int, "Numbers of devices; none: 1, 2, 4, ... up to those present.")
-    define.names("layout", ["BNTH"], ("BNTH", "BTNH"), "of the arrays.")
+    define.names("layout", ["BNTH"], ("BNTH", "BTNH"), "layout of the arrays.")
     define.enum("backend", None, BACKENDS, "None: triton, without a GPU xla.")
     define.shared("shape", "direction", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
 

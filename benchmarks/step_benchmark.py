@@ -281,10 +281,12 @@ COLUMNS = {
 
 def define_flags(define: command.Define) -> None:
     define.names("impl", [], (*BACKENDS, *PEERS), "none: triton and peers, without a GPU xla.")
-    define.names("state_dtype", ["float32"], TOLERANCES, "of C and n; m is float32.")
-    define.integer("steps", None, "Of a loop; none: 1000, without a GPU 10.", lower_bound=1)
-    define.names("loop", ["scan"], LOOPS, "of mlstm_pallas, lax.scan or lax.while_loop.")
-    define.enum("variant", "exp", ["exp", "sigmoid", "unnormalised"], "Of mlstm_pallas.")
+    define.names("state_dtype", ["float32"], TOLERANCES, "the dtype of C and n; m is float32.")
+    define.integer("steps", None, "Steps per loop; none: 1000, without a GPU 10.", lower_bound=1)
+    define.names(
+        "loop", ["scan"], LOOPS, "the loop around mlstm_pallas, lax.scan or lax.while_loop."
+    )
+    define.enum("variant", "exp", ["exp", "sigmoid", "unnormalised"], "What mlstm_pallas computes.")
     define.shared("shape", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
 
 

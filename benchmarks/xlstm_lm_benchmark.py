@@ -328,7 +328,7 @@ COLUMNS = {
 def define_flags(define: command.Define) -> None:
     warmup = "Steps that are not timed, the first call among them."
     default = "none: triton, mosaic_gpu and peers, without a GPU xla."
-    define.names("impl", [], (*BACKENDS, *PEERS), f"of the mLSTM; {default}")
+    define.names("impl", [], (*BACKENDS, *PEERS), f"implementation of the mLSTM; {default}")
     define.enum("model", None, list(MODELS), "None: 1.3b, without a GPU tiny.")
     define.integer("batch", None, "Sequences; none: 8, without a GPU 2.", lower_bound=1)
     define.integer("sequence", None, "Steps; none: 8192, without a GPU 64.", lower_bound=1)

@@ -61,7 +61,7 @@ for name, default, least, about in (
     ("seq_len", 256, 1, "Bytes in a sequence."),
     ("batch_size", 8, 1, "Sequences in a step."),
     ("steps", 1000, 1, "Training steps."),
-    ("seed", 0, 0, "Of the weights, the batches and the sample."),
+    ("seed", 0, 0, "Seed for the weights, the batches and the sample."),
     ("log_every", 10, 1, "Steps between log lines."),
     ("eval_every", 100, 1, "Steps between evaluations."),
     ("eval_batches", 32, 1, "Batches of held-out text in an evaluation."),
@@ -74,7 +74,7 @@ for name, default, least, about in (
 for name, default, about in (
     ("learning_rate", 4e-3, "Peak learning rate."),
     ("max_minutes", None, "End after so many minutes, with a checkpoint."),
-    ("temperature", 0.8, "Of the sampling; 0 takes the likeliest byte."),
+    ("temperature", 0.8, "Temperature of the sampling; 0 takes the likeliest byte."),
 ):
     flags.DEFINE_float(name, default, about, 0.0)
 for name, default, about in (
@@ -86,7 +86,7 @@ for name, default, about in (
      "this, num_processes and process_id (Slurm, MPI, clouds)."),
 ):  # fmt: skip
     flags.DEFINE_string(name, default, about)
-flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of products and activations.")
+flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of products and activations.")
 flags.DEFINE_bool("resume", True, "Continue from the last checkpoint; else remove all there.")
 # A run continues from a checkpoint with the same values of these; devices, backend, logging and
 # sampling may change.

@@ -25,6 +25,7 @@ import json
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,8 @@ from xlstm_checkpoint import (
     CheckpointError,
     Tensors,
     bytes_per_device,
-    check_memory,
+    check_prompts,
     load,
-    mesh_of,
     open_tensors,
     random_tensors,
     read_config,
@@ -63,26 +63,25 @@ SIZES = {
 FLAGS = flags.FLAGS if __name__ == "__main__" else flags.FlagValues()
 
 
-def define(kind: str, *arguments: Any, **options: Any) -> flags.FlagHolder:
-    return getattr(flags, f"DEFINE_{kind}")(*arguments, flag_values=FLAGS, **options)
-
-
-CHECKPOINT = define("string", "checkpoint", None, "Folder of a Hugging Face checkpoint.")
-RANDOM = define("boolean", "random", False, "Random weights and prompts; prints token ids.")
-SIZE = define("enum", "size", "7b", list(SIZES), "Of random weights.")
-PROMPT = define("multi_string", "prompt", [], "A prompt; may be repeated.")
-PROMPTS_FILE = define("string", "prompts_file", None, "A prompt per line; -: stdin.")
-NEW_TOKENS = define("integer", "new_tokens", 128, "Per prompt, at most.", lower_bound=1)
-TEMPERATURE = define("float", "temperature", 0.0, "0: the likeliest token.", lower_bound=0.0)
-TOP_P = define("float", "top_p", 1.0, "Draw from the likeliest tokens of this mass.", 0.0, 1.0)
-SEED = define("integer", "seed", 0, "Of sampling, random weights and prompts.", lower_bound=0)
-STOP_TOKENS = define("list", "stop_tokens", None, "Ids; none: eos_token_id of config.json.")
-DTYPE = define("enum", "dtype", "bfloat16", DTYPES, "Of the weights.")
-DEVICES = define("integer", "devices", 1, "The heads are split over them.", lower_bound=1)
-STREAM_EVERY = define("integer", "stream_every", 16, "Tokens of a loop.", lower_bound=1)
-BENCHMARK = define("boolean", "benchmark", False, "Measure, and print one row of JSON.")
-BATCH = define("integer", "batch", 1, "Random prompts.", lower_bound=1)
-PROMPT_LENGTH = define("integer", "prompt_length", 128, "Of random prompts.", lower_bound=1)
+for kind, *definition in (
+    ("string", "checkpoint", None, "Folder of a Hugging Face checkpoint."),
+    ("boolean", "random", False, "Random weights and prompts; prints token ids."),
+    ("enum", "size", "7b", list(SIZES), "Size of the model with random weights."),
+    ("multi_string", "prompt", [], "A prompt; may be repeated."),
+    ("string", "prompts_file", None, "A prompt per line; -: stdin."),
+    ("integer", "new_tokens", 128, "Most tokens to generate per prompt.", 1),
+    ("float", "temperature", 0.0, "0 takes the likeliest token.", 0.0),
+    ("float", "top_p", 1.0, "Draw from the likeliest tokens of this mass.", 0.0, 1.0),
+    ("integer", "seed", 0, "Seed for sampling, random weights and prompts.", 0),
+    ("list", "stop_tokens", None, "Ids; none: eos_token_id of config.json."),
+    ("enum", "dtype", "bfloat16", DTYPES, "Type of the weights."),
+    ("integer", "devices", 1, "The heads are split over them.", 1),
+    ("integer", "stream_every", 16, "Tokens per loop.", 1),
+    ("boolean", "benchmark", False, "Measure, and print one row of JSON."),
+    ("integer", "batch", 1, "Number of random prompts.", 1),
+    ("integer", "prompt_length", 128, "Tokens per random prompt.", 1),
+):
+    getattr(flags, f"DEFINE_{kind}")(*definition, flag_values=FLAGS)
 MULTIPLE = 64  # of the steps of a prefill, so that prompts of similar lengths compile once
 
 
@@ -105,35 +104,32 @@ def build() -> Model:
     Raises:
       CheckpointError: what is wrong.
     """
-    if RANDOM.value == bool(CHECKPOINT.value):
+    if FLAGS.random == bool(FLAGS.checkpoint):
         raise CheckpointError("give either --checkpoint=FOLDER or --random")
-    folder, values, config = Path(CHECKPOINT.value or ""), {}, SIZES[SIZE.value]
-    if not RANDOM.value:
+    folder, values, config = Path(FLAGS.checkpoint or ""), {}, SIZES[FLAGS.size]
+    if not FLAGS.random:
         config, values = read_config(folder)
-    tensors = tensors_of(config, DTYPE.value, mesh_of(config, DEVICES.value))
-    read = random_tensors(SEED.value) if RANDOM.value else open_tensors(folder, tensors)
-    tokenizer = None if RANDOM.value or BENCHMARK.value else read_tokenizer(folder)
+    tensors = tensors_of(config, FLAGS.dtype, FLAGS.devices)
+    read = random_tensors(FLAGS.seed) if FLAGS.random else open_tensors(folder, tensors)
+    tokenizer = None if FLAGS.random or FLAGS.benchmark else read_tokenizer(folder)
     if tokenizer:
         bos = [values.get("bos_token_id", 0)] if values.get("force_bos_token_insert") else []
         encode = tokenizer.encode
         prompts = [bos + encode(text, add_special_tokens=False).ids for text in read_prompts()]
     else:
-        rng, shape = np.random.default_rng(SEED.value), (BATCH.value, PROMPT_LENGTH.value)
+        rng, shape = np.random.default_rng(FLAGS.seed), (FLAGS.batch, FLAGS.prompt_length)
         prompts = rng.integers(config.vocab_size, size=shape).tolist()
-    for n, prompt in enumerate(prompts):
-        if not prompt or max(prompt) >= config.vocab_size:
-            raise CheckpointError(f"prompt {n} has no token, or one beyond vocab_size")
+    check_prompts(config, tensors, prompts)
     eos = values.get("eos_token_id")
-    stop_tokens = stop_ids(eos if STOP_TOKENS.value is None else STOP_TOKENS.value)
-    check_memory(config, tensors, len(prompts), sum(map(len, prompts)))
+    stop_tokens = stop_ids(eos if FLAGS.stop_tokens is None else FLAGS.stop_tokens)
     params = load(config, tensors, read)
     return Model(config, tensors, params, prompts, stop_tokens, tokenizer)
 
 
 def read_prompts() -> list[str]:
-    texts = list(PROMPT.value)
-    if PROMPTS_FILE.value:
-        texts += filter(None, read_text(PROMPTS_FILE.value).splitlines())
+    texts = list(FLAGS.prompt)
+    if FLAGS.prompts_file:
+        texts += filter(None, read_text(FLAGS.prompts_file).splitlines())
     if not texts:
         raise CheckpointError("no prompt: give --prompt or --prompts_file")
     return texts
@@ -142,19 +138,19 @@ def read_prompts() -> list[str]:
 def generate(model: Model, new_tokens: int) -> Iterator[np.ndarray]:
     """The next tokens of all prompts, (steps, B), as they come: first one, then --stream_every."""
     config, params, prompts = model.config, model.params, model.prompts
-    sampling = Sampling(TEMPERATURE.value, TOP_P.value)
+    sampling = Sampling(FLAGS.temperature, FLAGS.top_p)
     flat = np.concatenate(prompts)
     segment_ids, (ends,) = pack_lengths(
         [len(prompt) for prompt in prompts], S=-(-len(flat) // MULTIPLE) * MULTIPLE
     )
     row = np.resize(flat, segment_ids.shape)  # (1, S); no prompt sees what is behind the last one
     x, states = prefill(config, params, row, segment_ids, ends)
-    key = jax.random.key(SEED.value)
+    key = jax.random.key(FLAGS.seed)
     token = sample(sampling, next_logits(config, params, x[0, ends - 1]), key, 0)
     yield np.asarray(token)[None]
     coming = []
-    for number in range(1, new_tokens, STREAM_EVERY.value):
-        loop = config, sampling, STREAM_EVERY.value, params, states, token, key
+    for number in range(1, new_tokens, FLAGS.stream_every):
+        loop = config, sampling, FLAGS.stream_every, params, states, token, key
         states, token, tokens = decode(*loop, np.int32(number))
         yield from map(np.asarray, coming)
         coming = [tokens[: new_tokens - number]]
@@ -200,20 +196,21 @@ class Printer:
 
 def copy_rate() -> float:
     """Bytes per second that a copy on the device reads and writes."""
-    size, seconds = 2**28 if jax.devices()[0].platform == "gpu" else 2**22, []
-    copy, x, calls = jax.jit(lambda x: x + 1.0), jnp.zeros(size, jnp.float32), 10
-    for _ in range(5):
-        started = time.perf_counter()
+    x = jnp.zeros(2**28 if jax.devices()[0].platform == "gpu" else 2**22, jnp.float32)
+    copy, calls = jax.jit(lambda x: x + 1.0), 10
+
+    def copies() -> None:
+        y = x
         for _ in range(calls):
-            x = copy(x)
-        x.block_until_ready()
-        seconds.append((time.perf_counter() - started) / calls)
-    return 2 * x.nbytes / min(seconds)
+            y = copy(y)
+        y.block_until_ready()
+
+    return 2 * x.nbytes * calls / min(timeit.repeat(copies, number=1))
 
 
 def benchmark(model: Model) -> dict[str, Any]:
     """A row of measurements: medians of three runs."""
-    config, new_tokens, devices = model.config, NEW_TOKENS.value, DEVICES.value
+    config, new_tokens, devices = model.config, FLAGS.new_tokens, FLAGS.devices
     runs = [run(model, new_tokens) for _ in range(3)]
     first, rest = (statistics.median(column) for column in zip(*runs, strict=True))
     B, steps, weights = len(model.prompts), sum(map(len, model.prompts)), dict(model.tensors)
@@ -230,7 +227,7 @@ def benchmark(model: Model) -> dict[str, Any]:
         device=jax.devices()[0].device_kind,
         devices=devices,
         jax=jax.__version__,
-        dtype=DTYPE.value,
+        dtype=FLAGS.dtype,
         state_dtype=config.inference_state_dtype,
         batch=B,
         prompt_tokens=steps,
@@ -252,13 +249,13 @@ def main(argv: Sequence[str]) -> None:
         model = build()
     except CheckpointError as error:
         sys.exit(f"error: {error}")
-    compiled = sum(run(model, min(NEW_TOKENS.value, 1 + STREAM_EVERY.value)))
+    compiled = sum(run(model, min(FLAGS.new_tokens, 1 + FLAGS.stream_every)))
     print(f"compiled in {compiled:.1f} s", file=sys.stderr)
-    if BENCHMARK.value:
+    if FLAGS.benchmark:
         print(json.dumps(benchmark(model)))
         return
     printer = Printer(model)
-    first, rest = run(model, NEW_TOKENS.value, printer.write)
+    first, rest = run(model, FLAGS.new_tokens, printer.write)
     printer.write(np.empty((0, len(model.prompts)), int), last=True)
     tokens = sum(map(len, printer.answers)) - len(model.prompts)
     rate = f"{tokens / rest:.1f} tokens/s" if tokens > 0 else "no more"

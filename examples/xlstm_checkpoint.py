@@ -117,14 +117,14 @@ def mesh_of(config: Config, devices: int) -> Mesh:
     return jax.make_mesh((devices,), ("heads",), (AxisType.Auto,), devices=jax.devices()[:devices])
 
 
-def tensors_of(config: Config, dtype: str, mesh: Mesh) -> Tensors:
+def tensors_of(config: Config, dtype: str, devices: int) -> Tensors:
     """The tensors of a checkpoint by name: their shapes, and how they are placed on the devices.
 
     Matrices are cast to the dtype; norms and the biases of gates are float32.
     """
     D, F, V = config.hidden_size, config.ffn_dim, config.vocab_size
     NH, QK, H = config.num_heads, config.qk_dim, config.v_dim
-    whole, rows, columns = P(), P("heads"), P(None, "heads")
+    mesh, whole, rows, columns = mesh_of(config, devices), P(), P("heads"), P(None, "heads")
     block = {
         "norm_mlstm.weight": (whole, D),
         "mlstm_layer.q.weight": (rows, QK, D),
@@ -254,12 +254,16 @@ def free_bytes(mesh: Mesh) -> float:
     return min((x["bytes_limit"] - x["bytes_in_use"] for x in stats if x), default=math.inf)
 
 
-def check_memory(config: Config, tensors: Tensors, B: int, S: int) -> None:
-    """Whether the weights, the states of B prompts and a block's arrays of S steps fit.
+def check_prompts(config: Config, tensors: Tensors, prompts: list[list[int]]) -> None:
+    """Checks that the model can read prompts, and that their arrays fit beside its weights.
 
     Raises:
-      CheckpointError: they do not; the message has the sum.
+      CheckpointError: a prompt that is wrong, or too little memory; the message has the sum.
     """
+    for n, prompt in enumerate(prompts):
+        if not prompt or max(prompt) >= config.vocab_size:
+            raise CheckpointError(f"prompt {n} has no token, or one beyond vocab_size")
+    B, S = len(prompts), sum(map(len, prompts))
     embeddings = tensors["backbone.embeddings.weight"]
     mesh, itemsize = embeddings.sharding.mesh, embeddings.dtype.itemsize
     widest = max(3 * config.ffn_dim, 4 * (config.qk_dim + config.v_dim))  # what XLA holds at once

@@ -39,12 +39,8 @@ def one_length():
         yield
 
 
-def tensors_of(config, dtype="float32", devices=1):
-    return checkpoint.tensors_of(config, dtype, checkpoint.mesh_of(config, devices))
-
-
-def loaded(*args):
-    tensors = tensors_of(CONFIG, *args)
+def loaded(dtype="float32", devices=1):
+    tensors = checkpoint.tensors_of(CONFIG, dtype, devices)
     return checkpoint.load(CONFIG, tensors, checkpoint.open_tensors(FOLDER, tensors))
 
 
@@ -125,7 +121,7 @@ def test_prefix_then_steps_is_the_prefill_of_all(params):
 
 def test_heads_on_several_devices(params):
     """The function is the same, and no device has all of a weight that is split."""
-    tensors, sharded = tensors_of(CONFIG, "float32", 2), loaded("float32", 2)
+    tensors, sharded = checkpoint.tensors_of(CONFIG, "float32", 2), loaded(devices=2)
     block = sharded["blocks"][1]
     on_one = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(sharded))
     assert on_one == checkpoint.bytes_per_device(tensors)
@@ -234,7 +230,7 @@ def test_random_weights_are_measured(capsys, monkeypatch):
 
 
 def test_parameters_of_xlstm_7b():
-    tensors = tensors_of(model.Config(), "bfloat16")
+    tensors = checkpoint.tensors_of(model.Config(), "bfloat16", 1)
     assert checkpoint.bytes_per_device(tensors) == pytest.approx(13.73e9, rel=1e-3)
     assert checkpoint.state_bytes(model.Config(), 1) == 32 * 8 * (256 * 512 + 256 + 1) * 4
     assert tensors["backbone.blocks.0.ffn.proj_up.weight"].shape == (10944, 4096)

@@ -587,7 +587,7 @@ def define_flags(define: command.Define) -> None:
     direction = "Forward, gradient with it, or one recurrent step."
     variant = "Input gate, normaliser and layout; packed: exp with segment_ids."
     relocatable = "The kernels of mosaic_gpu as nvJitLink compiles them, for jax >= 0.12."
-    define.parsed("device", parse_device, f"To compile for: {', '.join(DEVICES)}; none: H200.")
+    define.parsed("device", parse_device, f"GPU to compile for: {', '.join(DEVICES)}; none: H200.")
     define.items("heads", "64/64,128/256,256/512", parse_heads, "Head sizes, DHQK/DHHV each.")
     define.list("stage", [], "Only these stages; empty: all.")
     define.integer("seqlen", 8192, "Steps of the sequence.", lower_bound=1)

@@ -379,7 +379,7 @@ def tuned_rows(
 def define_flags(define: command.Define) -> None:
     output = "Tuning file; none: the device's in mlstm_pallas/tuning."
     backends = ["triton", "mosaic_gpu", "interpret", "mosaic_gpu_interpret"]
-    backend = "Whose kernels. Interpreted ones are a dry run without a GPU, with --output."
+    backend = "The kernels to tune. Interpreted ones are a dry run without a GPU, with --output."
     threads = "Processes that compile, each with the memory of a call on the GPU."
     define.names("stage", [], STAGES, "search only these, in the rules' chunks; none: all.")
     define.float("minutes", 9.0, "Time for all cases together.", lower_bound=0.0)
