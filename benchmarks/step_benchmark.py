@@ -70,15 +70,12 @@ def state_bytes(shape: Shape, dtype: str) -> int:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def random_inputs(shape: Shape, dtype: str, state_dtype: str) -> tuple[Token, States]:
-    """q, k and n have a positive mean: near q.n = 0, h would have no digits to compare.
-
-    m is 0, as any gate has it.
-    """
+    """n has a positive mean, as q and k have; m is 0, as any gate has it."""
     B, NH, _, K, V = shape
-    dims = ((K,), (K,), (V,), (), (), (K, V), (K,), ())
-    q, k, v, i, f, c, n, _ = peers.normals(jax.random.key(0), *((B, NH, *dim) for dim in dims))
-    token = Token((q + 0.5).astype(dtype), (k + 0.5).astype(dtype), v.astype(dtype), i, f + 4.0)
-    return token, (c.astype(state_dtype), (n + 0.5).astype(state_dtype), jnp.zeros((B, NH)))
+    *token, _ = peers.random_inputs(jax.random.key(0), shape._replace(S=1), dtype)
+    c, n = peers.normals(jax.random.key(1), (B, NH, K, V), (B, NH, K))
+    states = c.astype(state_dtype), (n + 0.5).astype(state_dtype), jnp.zeros((B, NH))
+    return Token(*(x[:, :, 0] for x in token)), states
 
 
 class MlstmPallas(peers.JaxImplementation):

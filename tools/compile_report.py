@@ -474,13 +474,19 @@ def compiled(kernel: Lowered, usage: Usage | None, device: Gpu) -> Row:
     cause = kernel.cause
     if usage is None and not cause:
         try:
-            launch = kernel.num_warps, kernel.num_stages
-            usage = compile_kernel(kernel.ir, *launch, device.capability)
+            usage = compile_kernel(
+                kernel.ir, kernel.num_warps, kernel.num_stages, device.capability
+            )
         except ProcessEnded as error:
             cause = str(error)
     cause = cause or (usage and too_much_shared_memory(usage, device)) or ""
-    row = dict(status="failed" if cause else "ok", note=cause)
-    row |= dict(grid=kernel.grid, num_warps=kernel.num_warps, num_stages=kernel.num_stages)
+    row = dict(
+        status="failed" if cause else "ok",
+        note=cause,
+        grid=kernel.grid,
+        num_warps=kernel.num_warps,
+        num_stages=kernel.num_stages,
+    )
     return row | (vars(usage) if usage else {})
 
 
@@ -515,9 +521,16 @@ def report(
         call = Call(DEVICES[device], DHQK, DHHV, dtype, **options)
         if call.direction == "step" and call.variant not in OF_STEPS:
             raise RequestError(f"a step has no variant {call.variant}")
-        case: Row = dict(name=f"{DHQK}/{DHHV}", shape=call.shape, impl=call.backend, dtype=dtype)
-        case |= dict(device=device, direction=call.direction, variant=call.variant)
         spec = call.spec()
+        case: Row = dict(
+            name=f"{DHQK}/{DHHV}",
+            shape=call.shape,
+            impl=call.backend,
+            dtype=dtype,
+            device=device,
+            direction=call.direction,
+            variant=call.variant,
+        )
         try:
             kernels = call.kernels()
         except RequestError:
