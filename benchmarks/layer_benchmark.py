@@ -311,10 +311,10 @@ def remainders(rows: Sequence[Row]) -> None:
     panels: dict[str, dict[str, Row]] = {}
     for row in rows:
         panels.setdefault(panel(row), {})[row["impl"]] = row
-    for title, here in panels.items():
-        row = next(iter(here.values()))
+    for title, by_impl in panels.items():
+        row = next(iter(by_impl.values()))
         floor, rest = row["product_floor_ms"], row["elementwise_floor_ms"]
-        without, products = (here.get(x, {}).get("ms") for x in ("without_mlstm", "products"))
+        without, products = (by_impl.get(x, {}).get("ms") for x in ("without_mlstm", "products"))
         less = [None if None in (without, x) else without - x for x in (products, floor)]
         ms = ["-" if x is None else f"{x:.3f} ms" for x in (floor, rest, *less)]
         print(

@@ -74,15 +74,13 @@ def read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
         right = type(value) in (int if number else type(default), type(default))
         like = f"a positive number or of the type of {default!r}"
         check(name, right and (not number or 0 < value < math.inf), like)
-    for name, alias in ALIASES.items():
-        check(alias, values.setdefault(alias, values[name]) == values[name], values[name])
+    width = values["hidden_size"]
+    check("embedding_dim", values.setdefault("embedding_dim", width) == width, width)
     config = Config(**{name: values[name] for name in defaults})
     check("inference_state_dtype", config.inference_state_dtype in DTYPES, " or ".join(DTYPES))
     for width in (config.qk_dim, config.v_dim):
-        right = width > 0 and width % config.num_heads == 0
-        check(
-            "num_heads", right, f"a divisor of hidden_size * qk_dim_factor or v_dim_factor, {width}"
-        )
+        divides = width > 0 and width % config.num_heads == 0
+        check("num_heads", divides, f"a divisor of {width}, the width of all heads")
     return config, values
 
 
