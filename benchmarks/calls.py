@@ -70,4 +70,4 @@ def define_chunks(define: Define) -> None:
         lambda x: check_power_of_two("chunk_size", int(x), MIN_CHUNK_SIZE),
         "Steps; none: the plan's.",
     )
-    define.parsed("config", parse_config, f"Of mlstm_pallas: {row}.")
+    define.parsed("config", parse_config, f"For mlstm_pallas: {row}.")

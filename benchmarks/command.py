@@ -35,7 +35,7 @@ def known_name(known: Collection[str], text: str) -> str:
 SHARED: dict[str, tuple[Any, ...]] = {
     "shape": ("items", [], shapes.parse, f"{shapes.KNOWN}."),
     "direction": ("names", ["fwd"], ("fwd", "fwbw"), "forward, forward and backward."),
-    "dtype": ("names", ["bfloat16"], ("bfloat16", "float16", "float32"), "of q, k, v."),
+    "dtype": ("names", ["bfloat16"], ("bfloat16", "float16", "float32"), "the dtype of q, k, v."),
     "repeats": ("integer", 10, "Batches of calls; the median counts.", 1),
     "commit": ("string", None, "For the rows; none: the HEAD of the git working tree."),
     "from_jsonl": ("list", [], "Measure nothing; report the rows of these files."),

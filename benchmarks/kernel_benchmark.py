@@ -192,15 +192,20 @@ class MlstmPallas(peers.JaxImplementation):
         gpu: Gpu | None = None,
     ):
         self.name, self.variant, self.oracle = backend, variant, ORACLES.get(variant, peers.exact)
-        options = dict(chunk_size=chunk_size, config=config)
-        options["recompute_states_in_bw"] = variant != "states_kept"
-        what = shape, jnp.dtype(dtype), gpu or target_gpu(), backend
-        self.spec = planning.make_spec(*what, **options)
+        self.spec = planning.make_spec(
+            shape,
+            jnp.dtype(dtype),
+            gpu or target_gpu(),
+            backend,
+            chunk_size=chunk_size,
+            config=config,
+            recompute_states_in_bw=variant != "states_kept",
+        )
         self.config = config_row(self.spec)
 
     def computation(self, inputs, direction):
-        chunks = dict(chunk_size=self.spec.problem.L, config=self.spec.config)
-        options = dict(backend=self.name, **chunks, **VARIANTS[self.variant])
+        options = dict(backend=self.name, config=self.spec.config, **VARIANTS[self.variant])
+        options["chunk_size"] = self.spec.problem.L
         if self.variant == "packed":
             B, _, S, *_ = inputs.shape
             if S % peers.PACKED:
@@ -253,8 +258,8 @@ class MlstmPallasStage(MlstmPallas):
         if self.weighted and name == "recurrent_bw_dC":
             g, inverse = inputs["gates"].per_step(), inputs["normaliser_gradients"].vecInvDen
             r = query_scale(g.vecW, self.call.problem.qk_scale, inverse)
-            arrays |= dict(queries=ScaledRows(inputs["matQ"], r))
-            arrays |= dict(keys=ScaledRows(inputs["matK"], g.vecAbar))
+            arrays["queries"] = ScaledRows(inputs["matQ"], r)
+            arrays["keys"] = ScaledRows(inputs["matK"], g.vecAbar)
         return of_stage(self.stage, self.call), [arrays[name] for name in self.stage.inputs]
 
     def oracle_arguments(self, inputs):
@@ -353,14 +358,13 @@ class Case:
 
     def limits(self, names: Iterable[str]) -> dict[str, float]:
         """The largest errors that outputs may have."""
-        return {name: self._limit(name) for name in names}
-
-    def _limit(self, name: str) -> float:
         if not self.stage:
-            return TOLERANCES[self.dtype][name.startswith("d")]
+            return {name: TOLERANCES[self.dtype][name.startswith("d")] for name in names}
+        stage = STAGES[self.stage]
         # What has no matrices is float32, whatever the dtype.
-        matrices = any(name.startswith("mat") for name in STAGES[self.stage].inputs)
-        return TOLERANCES[self.dtype if matrices else "float32"][STAGES[self.stage].backward]
+        matrices = any(name.startswith("mat") for name in stage.inputs)
+        limit = TOLERANCES[self.dtype if matrices else "float32"][stage.backward]
+        return dict.fromkeys(names, limit)
 
 
 # ---------------------------------------------------------------- measuring
@@ -370,8 +374,10 @@ def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
     """Fills the row; does not time a wrong output."""
     name, direction = row["impl"], row["direction"]
     if name in BACKENDS:
-        what = name, case.shape, case.dtype, options.chunk_size, options.config
-        impl: peers.Implementation = implementation(case.stage, *what, row["variant"] or "exp")
+        settings = options.chunk_size, options.config, row["variant"] or "exp"
+        impl: peers.Implementation = implementation(
+            case.stage, name, case.shape, case.dtype, *settings
+        )
     elif case.stage:
         raise UnsupportedError("only mlstm_pallas has stages")
     else:
@@ -411,8 +417,8 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
         for direction, impl in itertools.product(directions, impls):
             ours = impl in BACKENDS
             for variant in options.variant if ours and not stage else [None]:
-                what = dict(direction=direction, dtype=dtype, stage=stage, variant=variant)
-                row = runner.new_row(options, name, shape, impl, **what)
+                keys = dict(direction=direction, dtype=dtype, stage=stage, variant=variant)
+                row = runner.new_row(options, name, shape, impl, **keys)
                 yield runner.attempt(row, ours, measure, case, options)
 
 
@@ -464,13 +470,12 @@ def define_flags(define: command.Define) -> None:
     packed = f"packed: exp with {peers.PACKED} packed sequences; BTNH: exp with (B, S, NH, D)."
     define.names("impl", [], known, f"the last one is {default}.")
     define.names("stage", [], STAGES, "stages by themselves.")
-    define.names("variant", ["exp"], VARIANTS, f"of mlstm_pallas; {packed}")
+    define.names("variant", ["exp"], VARIANTS, f"what mlstm_pallas computes; {packed}")
     define.shared("shape", "direction", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
     calls.define_chunks(define)
 
 
-def run(options: flags.FlagValues) -> int:
-    return runner.run("kernel_benchmark", options, measured_rows, COLUMNS, plot=plot)
+run = functools.partial(runner.run, "kernel_benchmark", measured_rows, COLUMNS, plot=plot)
 
 
 if __name__ == "__main__":

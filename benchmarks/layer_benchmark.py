@@ -39,7 +39,7 @@ mlstm_pallas fails, 2 when the request makes no sense, 130 after Ctrl-C.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import command
@@ -111,8 +111,7 @@ def random_inputs(shape: Shape) -> Inputs:
     gate, square, activation = ((E, NH), (NH,)), (E, E), (B, S, E)
     projections = (E, NH * K), (E, NH * K), square
     dims = (*projections, *gate, *gate, (E,), square, square, activation, activation)
-    keys = jax.random.split(jax.random.key(0), len(dims))
-    *params, x, dy = (jax.random.normal(key, dim) for key, dim in zip(keys, dims, strict=True))
+    *params, x, dy = peers.normals(jax.random.key(0), *dims)
     p = Params(*(y * E**-0.5 for y in params))
     p = p._replace(forget_bias=jnp.linspace(3.0, 6.0, NH), norm_scale=1.0 + p.norm_scale)
     return jax.tree.map(lambda y: y.astype(DTYPE), Inputs(p, x, dy))
@@ -181,26 +180,21 @@ def layer(
     return h.astype(x.dtype) @ p.output, unused
 
 
-def outputs_of(impl: str, layout: str, direction: str) -> Callable[[Inputs], Any]:
-    """inputs -> (y, unused projections), or (y, gradients of the parameters, gradient of x)."""
-    of_params_and_x = functools.partial(layer, impl, layout)
-
-    def forward_backward(inputs):
-        y, vjp, _ = jax.vjp(of_params_and_x, inputs.params, inputs.x, has_aux=True)
-        return y, *vjp(inputs.dy)
-
-    def forward(inputs):
-        return of_params_and_x(inputs.params, inputs.x)
-
-    return forward if direction == "fwd" else forward_backward
+def outputs(impl: str, layout: str, direction: str, inputs: Inputs) -> Any:
+    """(y, unused projections), or (y, gradients of the parameters, gradient of x)."""
+    function = functools.partial(layer, impl, layout)
+    if direction == "fwd":
+        return function(inputs.params, inputs.x)
+    y, vjp, _ = jax.vjp(function, inputs.params, inputs.x, has_aux=True)
+    return y, *vjp(inputs.dy)
 
 
 class Layer(peers.JaxImplementation):
-    def __init__(self, impl: str, layout: str):
-        self.function = functools.partial(outputs_of, impl, layout)
+    def __init__(self, *settings: str):
+        self.settings = settings  # impl, layout
 
     def computation(self, inputs, direction):
-        return self.function(direction), [inputs]
+        return functools.partial(outputs, *self.settings, direction), [inputs]
 
 
 # ---------------------------------------------------------------- checking and measuring
@@ -218,7 +212,7 @@ class Case:
     def _expected(self, impl: str) -> dict[str, np.ndarray]:
         p, x, dy = self.inputs
         inputs = jax.tree.map(lambda y: y.astype(jnp.float32), Inputs(p, x[:1], dy[:1]))
-        function = outputs_of(impl, "BNTH", self.direction)
+        function = functools.partial(outputs, impl, "BNTH", self.direction)
         with jax.default_matmul_precision("highest"):
             return named(jax.jit(function)(inputs))
 
@@ -267,18 +261,22 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     hopper = ["mosaic_gpu"] if gpu_of(device).hopper else []
     impls = options.impl or [*(["triton", *hopper] if gpu else ["xla"]), *WITHOUT, PEER]
     runner.check_gpu(impls)
-    rates = roofline.device_rates(device.device_kind, DTYPE)
+    flops_rate, bytes_rate = roofline.device_rates(device.device_kind, DTYPE)
     named_shapes = shapes.named(options.shape, "7b-8k" if gpu else "2x2x64x16x32")
     for name, shape in named_shapes.items():
         case = Case(shape, options.direction)
         for direction, impl in itertools.product(options.direction, impls):
-            need = product_flops(shape, direction), elementwise_bytes(shape, direction)
-            floors = [rate and 1e3 * x / rate for x, rate in zip(need, rates, strict=True)]
-            what = dict(zip(("product_flops", "elementwise_bytes"), need, strict=True))
-            what |= dict(zip(("product_floor_ms", "elementwise_floor_ms"), floors, strict=True))
-            what |= dict(direction=direction, dtype=DTYPE)
+            flops, moved = product_flops(shape, direction), elementwise_bytes(shape, direction)
+            keys = dict(
+                product_flops=flops,
+                elementwise_bytes=moved,
+                product_floor_ms=flops_rate and 1e3 * flops / flops_rate,
+                elementwise_floor_ms=bytes_rate and 1e3 * moved / bytes_rate,
+                direction=direction,
+                dtype=DTYPE,
+            )
             for layout in options.layout if impl in BACKENDS else [None]:
-                row = runner.new_row(options, name, shape, impl, layout=layout, **what)
+                row = runner.new_row(options, name, shape, impl, layout=layout, **keys)
                 yield runner.attempt(row, impl != PEER, measure, case, options)
 
 
@@ -313,10 +311,10 @@ def remainders(rows: Sequence[Row]) -> None:
     panels: dict[str, dict[str, Row]] = {}
     for row in rows:
         panels.setdefault(panel(row), {})[row["impl"]] = row
-    for title, here in panels.items():
-        row = next(iter(here.values()))
+    for title, by_impl in panels.items():
+        row = next(iter(by_impl.values()))
         floor, rest = row["product_floor_ms"], row["elementwise_floor_ms"]
-        without, products = (here.get(x, {}).get("ms") for x in ("without_mlstm", "products"))
+        without, products = (by_impl.get(x, {}).get("ms") for x in ("without_mlstm", "products"))
         less = [None if None in (without, x) else without - x for x in (products, floor)]
         ms = ["-" if x is None else f"{x:.3f} ms" for x in (floor, rest, *less)]
         print(
@@ -335,13 +333,12 @@ def plot(rows: Sequence[Row], path: str) -> None:
 
 def define_flags(define: command.Define) -> None:
     define.names("impl", [], (*BACKENDS, *WITHOUT, PEER), "none: all that the device runs.")
-    define.names("layout", ["BTNH"], ("BNTH", "BTNH"), "of the arrays of mlstm_pallas.")
+    define.names("layout", ["BTNH"], ("BNTH", "BTNH"), "layout of the arrays of mlstm_pallas.")
     define.shared("shape", "repeats", "commit", "from_jsonl", "jsonl", "plot", direction="fwd,fwbw")
 
 
-def run(options: flags.FlagValues) -> int:
-    what = measured_rows, COLUMNS, remainders, plot
-    return runner.run("layer_benchmark", options, *what)
+report = dict(report=remainders, plot=plot)
+run = functools.partial(runner.run, "layer_benchmark", measured_rows, COLUMNS, **report)
 
 
 if __name__ == "__main__":

@@ -38,15 +38,18 @@ class Inputs(NamedTuple):
         return Shape(*self.q.shape, self.v.shape[-1])
 
 
+def normals(key: jax.Array, *dims: Sequence[int]) -> list[jax.Array]:
+    """Standard normal float32 arrays of these dimensions."""
+    keys = jax.random.split(key, len(dims))
+    return [jax.random.normal(key, dim, jnp.float32) for key, dim in zip(keys, dims, strict=True)]
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def random_inputs(key: jax.Array, shape: Shape, dtype: str) -> Inputs:
     """q and k have a positive mean: near q.n = 0, h would have no digits to compare."""
     rows = shape[:3]
-    dims = ((*rows, shape.DHQK),) * 2 + ((*rows, shape.DHHV), rows, rows, (*rows, shape.DHHV))
-    q, k, v, i, f, dh = (
-        jax.random.normal(key, dim, jnp.float32)
-        for key, dim in zip(jax.random.split(key, 6), dims, strict=True)
-    )
+    keys, values = (*rows, shape.DHQK), (*rows, shape.DHHV)
+    q, k, v, i, f, dh = normals(key, keys, keys, values, rows, rows, values)
     q, k, v, dh = (x.astype(dtype) for x in (q + 0.5, k + 0.5, v, dh))
     return Inputs(q, k, v, i, f + 4.0, dh)
 
@@ -92,7 +95,7 @@ HUGE = 1e15
 
 def constant_normaliser(q, k, v, i, f):
     """The same values; the gradient takes the denominator for a constant."""
-    num = exact(q, k, v, i, f, eps=0.0, norm_val=HUGE) * HUGE
+    num = unnormalised(q, k, v, i, f)
     den = jnp.sum(num * num, -1) / jnp.sum(num * exact(q, k, v, i, f), -1)
     return num / lax.stop_gradient(den)[..., None]
 
@@ -195,12 +198,6 @@ class Implementation:
         return dict(zip(self.outputs, outputs, strict=False))
 
 
-def compiled_peak_bytes(compiled: Any) -> int:
-    """Peak memory of a jitted program beyond its inputs."""
-    memory = compiled.memory_analysis()
-    return memory.temp_size_in_bytes + memory.output_size_in_bytes
-
-
 def directed(
     forward: Callable[..., jax.Array], inputs: Sequence[Any], direction: str
 ) -> tuple[Callable[..., tuple[jax.Array, ...]], Sequence[Any]]:
@@ -234,7 +231,8 @@ class JaxImplementation(Implementation):
         jax.block_until_ready(outputs)
 
     def peak_memory_bytes(self, call):
-        return compiled_peak_bytes(self.compiled)
+        memory = self.compiled.memory_analysis()
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
     def finite(self, outputs):
         return all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(outputs))
@@ -253,16 +251,15 @@ class TorchPeer(Implementation):
     """forward(*arguments) is what it times."""
 
     forward: Callable[..., Any]
-    modules: Sequence[str]  # the last one has the function
+    module_name: str  # of the module that has the function
 
     def __init__(self):
-        self.torch, *others = (importlib.import_module(name) for name in ("torch", *self.modules))
-        self.module = others[-1] if others else self.torch
+        self.torch, self.module = map(importlib.import_module, ("torch", self.module_name))
         if not self.torch.cuda.is_available():
             raise RuntimeError("torch finds no GPU")
 
     def versions(self):
-        packages = ("torch", "triton", *(name.partition(".")[0] for name in self.modules))
+        packages = "torch", "triton", self.module_name.partition(".")[0]
         known = metadata.packages_distributions()
         return {name: metadata.version(known[name][0]) for name in packages if name in known}
 
@@ -327,7 +324,7 @@ class MlstmKernels(TorchPeer):
     # Its gate gradients are sums over the whole sequence of products that were rounded before. They
     # are reported and not checked.
     checked = ("h", "dq", "dk", "dv")
-    modules = ("mlstm_kernels.torch.chunkwise",)
+    module_name = "mlstm_kernels.torch.chunkwise"
     function: str
 
     def build(self, inputs, direction):
@@ -379,7 +376,7 @@ class XLChunkSiging(MlstmKernels):
 class SimpleGLA(TorchPeer):
     """flash-linear-attention: scalar forget gate, no input gate, no normaliser."""
 
-    name, modules = "fla_simple_gla", ("fla.ops.simple_gla",)
+    name, module_name = "fla_simple_gla", "fla.ops.simple_gla"
     oracle = staticmethod(no_input_gate)
     outputs = ("h", "dq", "dk", "dv")  # its last gradient is with respect to log sigmoid(f)
     config = MappingProxyType(dict(chunk_size=64))
@@ -409,7 +406,7 @@ def attention_heads(shape: Shape) -> int:
 class TorchAttentionCudnn(TorchPeer):
     """Causal softmax attention of the same width, by cuDNN."""
 
-    name, modules = "torch_sdpa_cudnn", ("torch.nn.attention",)
+    name, module_name = "torch_sdpa_cudnn", "torch.nn.attention"
     oracle = staticmethod(causal_attention)
     outputs = ("o", "dq", "dk", "dv")
 

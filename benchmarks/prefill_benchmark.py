@@ -19,6 +19,7 @@ and the states read and written, which are "state MiB". Exit code 1 when an outp
 mlstm_pallas fails, 2 when the request makes no sense, 130 after Ctrl-C.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -92,9 +93,9 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     named = shapes.named(options.shape, *(("p64", "r8") if gpu else ("tiny",)))
     cases = itertools.product(named.items(), options.dtype, options.variant, backends)
     for (name, shape), dtype, variant, impl in cases:
-        what = dict(dtype=dtype, variant=variant, odd=options.odd, direction="fwd", stage="")
-        what["segments"] = options.segments or max(shape.S // 1024, 4)
-        row = runner.new_row(options, name, shape, impl, **what)
+        keys = dict(dtype=dtype, variant=variant, odd=options.odd, direction="fwd", stage="")
+        keys["segments"] = options.segments or max(shape.S // 1024, 4)
+        row = runner.new_row(options, name, shape, impl, **keys)
         yield runner.attempt(row, True, measure, options.odd, options.repeats)
 
 
@@ -110,9 +111,8 @@ def define_flags(define: command.Define) -> None:
     define.shared("shape", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
 
 
-def run(options: flags.FlagValues) -> int:
-    report = dict(columns=COLUMNS, plot=kernel_benchmark.plot)
-    return runner.run("prefill_benchmark", options, measured_rows, **report)
+report = measured_rows, COLUMNS
+run = functools.partial(runner.run, "prefill_benchmark", *report, plot=kernel_benchmark.plot)
 
 
 if __name__ == "__main__":

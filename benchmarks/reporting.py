@@ -79,8 +79,8 @@ def plot(
         figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
     ):
         for n, label in enumerate(lines):
-            here = (row for row in rows if (line(row), panel(row)) == (label, title))
-            points = {x(row) if curves else xs.index(x(row)): row[key] for row in here}
+            curve = (row for row in rows if (line(row), panel(row)) == (label, title))
+            points = {x(row) if curves else xs.index(x(row)): row[key] for row in curve}
             style = dict(color=COLOURS[n % 10], marker=MARKERS[n % 10], label=label)
             columns = zip(*sorted(points.items()), strict=True) if points else ([], [])
             [handles[label]] = axes.plot(*columns, linestyle="-" if curves else "", **style)
@@ -98,6 +98,6 @@ def plot(
         axes.grid(which="both", alpha=0.3)
     legend = dict(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     figure.legend(handles.values(), handles, **legend)
-    what = dict.fromkeys(f"{row['dtype']} on {row['device']}" for row in rows)
-    figure.suptitle("; ".join(what), fontsize=10)
+    settings = dict.fromkeys(f"{row['dtype']} on {row['device']}" for row in rows)
+    figure.suptitle("; ".join(settings), fontsize=10)
     figure.savefig(path, dpi=130)

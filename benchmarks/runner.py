@@ -17,7 +17,6 @@ and those that were measured have
 Each benchmark adds keys of its own. A missing key or null was not measured.
 """
 
-import contextlib
 import json
 import os
 import statistics
@@ -65,11 +64,18 @@ def check_gpu(names: Sequence[str]) -> None:
 
 
 def new_row(options: flags.FlagValues, name: str, shape: Shape, impl: str, **more: Any) -> Row:
-    device, versions = jax.devices()[0].device_kind, dict(jax=jax.__version__)
-    versions["jaxlib"] = jaxlib.__version__
-    where = dict(device=device, versions=versions, commit=options.commit or command.git_commit())
-    where["xla_flags"] = os.environ.get("XLA_FLAGS", "")
-    return dict(name=name, shape=shape, impl=impl, **more, **where, status="ok", note="")
+    return dict(
+        name=name,
+        shape=shape,
+        impl=impl,
+        **more,
+        device=jax.devices()[0].device_kind,
+        versions=dict(jax=jax.__version__, jaxlib=jaxlib.__version__),
+        commit=options.commit or command.git_commit(),
+        xla_flags=os.environ.get("XLA_FLAGS", ""),
+        status="ok",
+        note="",
+    )
 
 
 def attempt(row: Row, ours: bool, measure: Callable[..., None], *arguments: Any) -> Row:
@@ -176,9 +182,9 @@ def read_rows(path: str) -> Iterator[Row]:
 
 def run(
     name: str,
-    options: flags.FlagValues,
     measured: Callable[[flags.FlagValues], Iterator[Row]],
     columns: reporting.Columns,
+    options: flags.FlagValues,
     report: Callable[[Sequence[Row]], Any] = lambda rows: None,
     plot: Callable[[Sequence[Row], str], None] | None = None,
 ) -> int:
@@ -194,10 +200,9 @@ def run(
     stored, path = options.from_jsonl, options.plot if plot else None
     code = 0
     try:
-        with contextlib.ExitStack() as stack:
-            reporting.check_plot(path)
-            read = [row for file in stored for row in read_rows(file)]
-            jsonl = stack.enter_context(open(options.jsonl or os.devnull, "a"))
+        reporting.check_plot(path)
+        read = [row for file in stored for row in read_rows(file)]
+        with open(options.jsonl or os.devnull, "a") as jsonl:
             for row in read if stored else measured(options):
                 rows.append(row)
                 if not stored:
@@ -213,8 +218,7 @@ def run(
     if rows:
         print(f"\n{reporting.table(rows, columns)}")
         report(rows)
-    timed = any(row.get("ms") for row in rows)
-    if path and plot and timed:
+    if path and any(row.get("ms") for row in rows):
         plot(rows, path)
     elif path and rows:
         print(f"nothing was measured: {path} is not written")

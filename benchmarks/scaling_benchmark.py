@@ -182,10 +182,10 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
         rows, calls = {}, dict[int, Any]()
         for n in counts:
             shape = MODES[name].whole(of, n)
-            what = dict(
+            keys = dict(
                 mode=name, of=of, devices=n, direction=direction, layout=layout, dtype=dtype
             )
-            rows[n] = runner.new_row(options, str(shape), shape, backend, **what)
+            rows[n] = runner.new_row(options, str(shape), shape, backend, **keys)
             runner.attempt(rows[n], True, prepare, of, options, calls)
         if calls:
             turns = list(calls.values()), jax.block_until_ready, options.repeats
@@ -213,8 +213,8 @@ def plot(rows: Sequence[Row], path: str) -> None:
     """Time and efficiency against the number of devices, a line for each mode and shape."""
 
     def label(row: Row) -> str:
-        what = row["mode"], str(Shape(*row["of"])) + " per device" * MODES[row["mode"]].grows
-        return " ".join((*what, *filter(None, [row.get("layout")])))
+        shape = str(Shape(*row["of"])) + " per device" * MODES[row["mode"]].grows
+        return " ".join(filter(None, (row["mode"], shape, row.get("layout"))))
 
     keys = "ms", "efficiency_pct"
     reporting.plot(rows, path, label, lambda row: row["devices"], keys=keys, xlabel="devices")
@@ -223,13 +223,12 @@ def plot(rows: Sequence[Row], path: str) -> None:
 def define_flags(define: command.Define) -> None:
     define.names("mode", list(MODES), MODES, "the dimension that is split, and whether it grows.")
     define.items("devices", [], int, "Numbers of devices; none: 1, 2, 4, ... up to those present.")
-    define.names("layout", ["BNTH"], ("BNTH", "BTNH"), "of the arrays.")
+    define.names("layout", ["BNTH"], ("BNTH", "BTNH"), "layout of the arrays.")
     define.enum("backend", None, BACKENDS, "None: triton, without a GPU xla.")
     define.shared("shape", "direction", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
 
 
-def run(options: flags.FlagValues) -> int:
-    return runner.run("scaling_benchmark", options, measured_rows, COLUMNS, plot=plot)
+run = functools.partial(runner.run, "scaling_benchmark", measured_rows, COLUMNS, plot=plot)
 
 
 if __name__ == "__main__":

@@ -70,18 +70,12 @@ def state_bytes(shape: Shape, dtype: str) -> int:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def random_inputs(shape: Shape, dtype: str, state_dtype: str) -> tuple[Token, States]:
-    """q, k and n have a positive mean: near q.n = 0, h would have no digits to compare.
-
-    m is 0, as any gate has it.
-    """
+    """n has a positive mean, as q and k have; m is 0, as any gate has it."""
     B, NH, _, K, V = shape
-    dims = ((K,), (K,), (V,), (), (), (K, V), (K,), ())
-    keys = jax.random.split(jax.random.key(0), len(dims))
-    q, k, v, i, f, c, n, _ = (
-        jax.random.normal(key, (B, NH, *dim)) for key, dim in zip(keys, dims, strict=True)
-    )
-    token = Token((q + 0.5).astype(dtype), (k + 0.5).astype(dtype), v.astype(dtype), i, f + 4.0)
-    return token, (c.astype(state_dtype), (n + 0.5).astype(state_dtype), jnp.zeros((B, NH)))
+    *token, _ = peers.random_inputs(jax.random.key(0), shape._replace(S=1), dtype)
+    c, n = peers.normals(jax.random.key(1), (B, NH, K, V), (B, NH, K))
+    states = c.astype(state_dtype), (n + 0.5).astype(state_dtype), jnp.zeros((B, NH))
+    return Token(*(x[:, :, 0] for x in token)), states
 
 
 class MlstmPallas(peers.JaxImplementation):
@@ -119,7 +113,7 @@ class MlstmKernelsStep(peers.TorchPeer):
     which every CTA of a head reads and one of them writes.
     """
 
-    modules = ("mlstm_kernels.torch.recurrent",)
+    module_name = "mlstm_kernels.torch.recurrent"
     in_place = False
 
     def build(self, token, states, steps):
@@ -216,8 +210,8 @@ def measure(row: Row, options: flags.FlagValues) -> None:
     expected = expected_h(token, states, index, variant)
     _, outputs = runner.first_call(row, impl, token, states, CHECKED_STEPS)
     [h] = impl.heads(outputs, index)
-    error = float(np.linalg.norm(h - expected) / np.linalg.norm(expected))
-    runner.check(row, dict(h=error), dict(h=max(TOLERANCES[dtype] for dtype in dtypes)))
+    limits = dict(h=max(TOLERANCES[dtype] for dtype in dtypes))
+    runner.check(row, dict(h=runner.relative_error(h, expected)), limits)
     call = impl.build(token, states, row["steps"])
     times = runner.time_calls(call, impl.synchronise, options.repeats)
     seconds = runner.store_times(row, [x / row["steps"] for x in times])
@@ -238,10 +232,10 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     common = dict(direction="step", steps=steps, variant=options.variant, copy_gbps=copy_gbps)
     cases = itertools.product(named.items(), options.dtype, options.state_dtype, impls)
     for (name, whole), dtype, state_dtype, impl in cases:
-        shape, what = whole._replace(S=1), dict(dtype=dtype, state_dtype=state_dtype)
-        what["state_mib"] = state_bytes(shape, state_dtype) / 2**20
+        shape, keys = whole._replace(S=1), common | dict(dtype=dtype, state_dtype=state_dtype)
+        keys["state_mib"] = state_bytes(shape, state_dtype) / 2**20
         for loop in options.loop if impl in BACKENDS else ("graph",):
-            row = runner.new_row(options, name, shape, impl, loop=loop, **common, **what)
+            row = runner.new_row(options, name, shape, impl, loop=loop, **keys)
             yield runner.attempt(row, impl in BACKENDS, measure, options)
 
 
@@ -284,15 +278,16 @@ COLUMNS = {
 
 def define_flags(define: command.Define) -> None:
     define.names("impl", [], (*BACKENDS, *PEERS), "none: triton and peers, without a GPU xla.")
-    define.names("state_dtype", ["float32"], TOLERANCES, "of C and n; m is float32.")
-    define.integer("steps", None, "Of a loop; none: 1000, without a GPU 10.", lower_bound=1)
-    define.names("loop", ["scan"], LOOPS, "of mlstm_pallas, lax.scan or lax.while_loop.")
-    define.enum("variant", "exp", ["exp", "sigmoid", "unnormalised"], "Of mlstm_pallas.")
+    define.names("state_dtype", ["float32"], TOLERANCES, "the dtype of C and n; m is float32.")
+    define.integer("steps", None, "Steps per loop; none: 1000, without a GPU 10.", lower_bound=1)
+    define.names(
+        "loop", ["scan"], LOOPS, "the loop around mlstm_pallas, lax.scan or lax.while_loop."
+    )
+    define.enum("variant", "exp", ["exp", "sigmoid", "unnormalised"], "What mlstm_pallas computes.")
     define.shared("shape", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
 
 
-def run(options: flags.FlagValues) -> int:
-    return runner.run("step_benchmark", options, measured_rows, COLUMNS, plot=plot)
+run = functools.partial(runner.run, "step_benchmark", measured_rows, COLUMNS, plot=plot)
 
 
 if __name__ == "__main__":

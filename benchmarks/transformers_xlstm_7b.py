@@ -19,7 +19,7 @@ import transformers
 from absl import app, flags
 
 BATCH = flags.DEFINE_integer("batch", 1, "Random prompts.", lower_bound=1)
-PROMPT_LENGTH = flags.DEFINE_integer("prompt_length", 128, "Of each.", lower_bound=1)
+PROMPT_LENGTH = flags.DEFINE_integer("prompt_length", 128, "Tokens per prompt.", lower_bound=1)
 NEW_TOKENS = flags.DEFINE_integer("new_tokens", 65, "Per prompt.", lower_bound=2)
 CHUNKWISE = flags.DEFINE_enum(
     "chunkwise", "limit_chunk", ["limit_chunk", "xl_chunk"], "Kernel of mlstm_kernels for prompts."

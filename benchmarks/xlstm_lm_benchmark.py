@@ -230,7 +230,7 @@ def loss_of(network: LanguageModel, params: Any, tokens: jax.Array) -> jax.Array
 
 def train_step(network: LanguageModel, state: State, tokens: jax.Array) -> tuple[State, Metrics]:
     """One update; the metrics are those before it."""
-    loss, gradients = jax.value_and_grad(functools.partial(loss_of, network))(state.params, tokens)
+    loss, gradients = jax.value_and_grad(loss_of, 1)(network, state.params, tokens)
     updates, optimizer = OPTIMIZER.update(gradients, state.optimizer, state.params)
     metrics = Metrics(loss, optax.tree.norm(gradients))
     return State(optax.apply_updates(state.params, updates), optimizer), metrics
@@ -294,15 +294,15 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     batch, sequence = options.batch or (8 if gpu else 2), options.sequence or (8192 if gpu else 64)
     shape, flops = model.mlstm_shape(batch, sequence), model.flops(batch, sequence)
     parameters, _ = model.parameters()
-    what = dict(parameters=parameters, flops=flops, model=dataclasses.asdict(model))
-    what |= dict(direction="train", dtype=DTYPE)
+    keys = dict(parameters=parameters, flops=flops, model=dataclasses.asdict(model))
+    keys |= dict(direction="train", dtype=DTYPE)
     step = f"{batch * sequence:,} tokens and {flops:.3e} FLOP per step"
     print(f"{name}: {parameters:,} parameters, {step}", flush=True)
     first: Row = {}
     for impl in impls:
-        row, is_ours = runner.new_row(options, name, shape, impl, **what), impl in BACKENDS
-        mlstm = ours(impl) if is_ours else PEERS[impl]
-        yield runner.attempt(row, is_ours, measure, mlstm, model, first, options)
+        row = runner.new_row(options, name, shape, impl, **keys)
+        mlstm = PEERS.get(impl) or ours(impl)
+        yield runner.attempt(row, impl in BACKENDS, measure, mlstm, model, first, options)
         first = first or (row if row["status"] == "ok" else {})
 
 
@@ -328,7 +328,7 @@ COLUMNS = {
 def define_flags(define: command.Define) -> None:
     warmup = "Steps that are not timed, the first call among them."
     default = "none: triton, mosaic_gpu and peers, without a GPU xla."
-    define.names("impl", [], (*BACKENDS, *PEERS), f"of the mLSTM; {default}")
+    define.names("impl", [], (*BACKENDS, *PEERS), f"implementation of the mLSTM; {default}")
     define.enum("model", None, list(MODELS), "None: 1.3b, without a GPU tiny.")
     define.integer("batch", None, "Sequences; none: 8, without a GPU 2.", lower_bound=1)
     define.integer("sequence", None, "Steps; none: 8192, without a GPU 64.", lower_bound=1)
@@ -337,8 +337,7 @@ def define_flags(define: command.Define) -> None:
     define.shared("commit", "from_jsonl", "jsonl")
 
 
-def run(options: flags.FlagValues) -> int:
-    return runner.run("xlstm_lm_benchmark", options, measured_rows, COLUMNS)
+run = functools.partial(runner.run, "xlstm_lm_benchmark", measured_rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The text that train_byte_lm.py learns: files, training and held-out text, windows of it."""
+"""The text that train_byte_lm.py learns: files, training and held-out text."""
 
 import sysconfig
 from pathlib import Path
@@ -49,11 +49,6 @@ def read_corpus(corpus: Path | None, seq_len: int) -> tuple[np.ndarray, np.ndarr
             size = f"{len(text)} bytes of {part} text"
             raise UserError(f"{source} has {size}, fewer than the {seq_len + 1} of one sequence")
     return np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8)
-
-
-def windows(text: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
-    """Sequences and the byte after each: uint8 (len(starts), seq_len + 1)."""
-    return text[starts[:, None] + np.arange(seq_len + 1)]
 
 
 def unigram_bits(train: np.ndarray, held_out: np.ndarray) -> float:

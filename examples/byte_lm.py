@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from byte_lm_mesh import HEADS, RESIDUAL_STREAM, constrained, specs
-from jax.sharding import Mesh
+from byte_lm_mesh import HEADS, RESIDUAL_STREAM, shardings
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
 from xlstm_model import Config, Params, block, next_logits, separate
 
 from mlstm_pallas import mlstm_chunkwise
@@ -27,8 +28,13 @@ class Model:
     dtype: str = "float32"
 
 
-def is_matrix(name: str) -> bool:
-    return "norm" not in name and name != "gate_bias"
+def matrices(params: Params) -> Params:
+    """Whether each parameter is a matrix, and not a norm or a bias."""
+
+    def is_matrix(path, _):
+        return "norm" not in path[-1].key and path[-1].key != "gate_bias"
+
+    return jax.tree.map_with_path(is_matrix, params)
 
 
 def initial_params(config: Config, key: jax.Array) -> Params:
@@ -58,15 +64,18 @@ def initial_params(config: Config, key: jax.Array) -> Params:
             down=matrix(D, F, scale=residual),
         )
 
-    params = dict(embeddings=matrix(V, D, scale=1e-2 * D), lm_head=matrix(V, D))
-    return params | dict(out_norm=jnp.ones(D), blocks=[weights() for _ in range(config.num_blocks)])
+    return dict(
+        embeddings=matrix(V, D, scale=1e-2 * D),
+        lm_head=matrix(V, D),
+        out_norm=jnp.ones(D),
+        blocks=[weights() for _ in range(config.num_blocks)],
+    )
 
 
 def cast(params: Params, dtype: str) -> Params:
     """Matrices in the dtype; norms and biases stay float32."""
-    return jax.tree.map_with_path(
-        lambda path, x: x.astype(dtype) if is_matrix(path[-1].key) else x, params
-    )
+    kinds = matrices(params)
+    return jax.tree.map(lambda x, matrix: x.astype(dtype) if matrix else x, params, kinds)
 
 
 def logits_of(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
@@ -76,12 +85,12 @@ def logits_of(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
         function = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="sequence")
     config, run = model.config, functools.partial(function, layout="BTNH")
     mlstm = jax.shard_map(run, mesh=model.mesh, in_specs=HEADS, out_specs=HEADS)
-    place = functools.partial(constrained, mesh=model.mesh, spec=RESIDUAL_STREAM)
+    place, where = lax.with_sharding_constraint, NamedSharding(model.mesh, RESIDUAL_STREAM)
     params = cast(params, model.dtype)
-    x = place(params["embeddings"][tokens])
+    x = place(params["embeddings"][tokens], where)
     for p in params["blocks"]:
         x, _ = block(config, p, x, lambda *joined: (mlstm(*separate(config, *joined)), None))
-        x = place(x)
+        x = place(x, where)
     return next_logits(config, params, x)
 
 
@@ -106,4 +115,4 @@ def train_step(
     updates, moments = optimizer.update(gradients, moments, params)
     state = optax.apply_updates(params, updates), moments
     # Without a constraint XLA may place the new state otherwise, and the next step compiles anew.
-    return constrained(state, model.mesh, specs(state)), loss
+    return lax.with_sharding_constraint(state, shardings(state, model.mesh)), loss

@@ -5,7 +5,6 @@ matrices before them and the inputs of those behind them, and likewise the hidde
 sequence splits the steps. Embedding and unembedding are on every device.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -27,8 +26,10 @@ def parse_mesh(text: str) -> dict[str, int]:
     Raises:
       ValueError: not of that form.
     """
-    parts = dict(part.split(":") for part in text.split(",")) if text else {}
-    sizes = {name: int(size) for name, size in (dict.fromkeys(AXES, "1") | parts).items()}
+    sizes = dict.fromkeys(AXES, 1)
+    for part in filter(None, text.split(",")):
+        name, size = part.split(":")
+        sizes[name] = int(size)
     if len(sizes) > len(AXES) or min(sizes.values()) < 1:
         raise ValueError(f"{text} does not name axes ({', '.join(AXES)}) and their sizes")
     return sizes
@@ -49,25 +50,17 @@ def make_mesh(text: str) -> Mesh:
     return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=jax.devices()[:size])
 
 
-def specs(state: Any) -> Any:
+def shardings(state: Any, mesh: Mesh) -> Any:
     """How parameters, and the optimizer's moments, which have the same names, are sharded."""
 
-    def spec(path, _):
+    def sharding(path, _):
         name = getattr(path[-1], "key", None)
-        if name in SPLIT_ROWS:
-            return P("tensor")
-        return P(None, "tensor") if name in SPLIT_COLUMNS else P()
+        spec = P("tensor") if name in SPLIT_ROWS else P()
+        return NamedSharding(mesh, P(None, "tensor") if name in SPLIT_COLUMNS else spec)
 
-    return jax.tree.map_with_path(spec, state)
-
-
-def constrained(x: Any, mesh: Mesh, spec: Any) -> Any:
-    """x in a jitted function, sharded by one or more specs."""
-    shardings = jax.tree.map(functools.partial(NamedSharding, mesh), spec)
-    return jax.lax.with_sharding_constraint(x, shardings)
+    return jax.tree.map_with_path(sharding, state)
 
 
 def shard(state: Any, mesh: Mesh) -> Any:
     """Arrays, the same in every process, on the devices of the mesh."""
-    place = jax.jit(functools.partial(constrained, mesh=mesh, spec=specs(state)))
-    return place(jax.device_get(state))
+    return jax.device_put(jax.device_get(state), shardings(state, mesh))

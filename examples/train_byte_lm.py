@@ -43,12 +43,13 @@ import jax
 import numpy as np
 import optax
 from absl import app, flags, logging
-from byte_corpus import VOCABULARY, UserError, read_corpus, unigram_bits, windows
-from byte_lm import Model, cast, cross_entropy, initial_params, is_matrix, train_step
+from byte_corpus import VOCABULARY, UserError, read_corpus, unigram_bits
+from byte_lm import Model, cast, cross_entropy, initial_params, matrices, train_step
 from byte_lm_checkpoints import Checkpoints
 from byte_lm_mesh import make_mesh, parse_mesh, shard
 from jax.experimental import multihost_utils
 from matplotlib.figure import Figure
+from numpy.lib.stride_tricks import sliding_window_view
 from tqdm import tqdm
 from xlstm_model import Config, Params, Sampling, decode, prefill
 
@@ -60,7 +61,7 @@ for name, default, least, about in (
     ("seq_len", 256, 1, "Bytes in a sequence."),
     ("batch_size", 8, 1, "Sequences in a step."),
     ("steps", 1000, 1, "Training steps."),
-    ("seed", 0, 0, "Of the weights, the batches and the sample."),
+    ("seed", 0, 0, "Seed for the weights, the batches and the sample."),
     ("log_every", 10, 1, "Steps between log lines."),
     ("eval_every", 100, 1, "Steps between evaluations."),
     ("eval_batches", 32, 1, "Batches of held-out text in an evaluation."),
@@ -73,7 +74,7 @@ for name, default, least, about in (
 for name, default, about in (
     ("learning_rate", 4e-3, "Peak learning rate."),
     ("max_minutes", None, "End after so many minutes, with a checkpoint."),
-    ("temperature", 0.8, "Of the sampling; 0 takes the likeliest byte."),
+    ("temperature", 0.8, "Temperature of the sampling; 0 takes the likeliest byte."),
 ):
     flags.DEFINE_float(name, default, about, 0.0)
 for name, default, about in (
@@ -85,7 +86,7 @@ for name, default, about in (
      "this, num_processes and process_id (Slurm, MPI, clouds)."),
 ):  # fmt: skip
     flags.DEFINE_string(name, default, about)
-flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of products and activations.")
+flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of products and activations.")
 flags.DEFINE_bool("resume", True, "Continue from the last checkpoint; else remove all there.")
 # A run continues from a checkpoint with the same values of these; devices, backend, logging and
 # sampling may change.
@@ -123,10 +124,6 @@ def make_optimizer() -> optax.GradientTransformation:
     The learning rate warms up linearly for a twentieth of the steps, then follows a cosine down to
     a tenth of the peak.
     """
-
-    def matrices(params: Params) -> Params:
-        return jax.tree.map_with_path(lambda path, _: is_matrix(path[-1].key), params)
-
     peak, steps = FLAGS.learning_rate, FLAGS.steps
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 20, steps, 0.1 * peak)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices)
@@ -169,7 +166,11 @@ class Training:
     """
 
     def __init__(self, model: Model, text: np.ndarray, held_out: np.ndarray, output: Path):
-        self.model, self.text, self.held_out = model, text, held_out
+        self.model, self.text = model, text
+        # All sequences of a text with the byte after each, (len(text) - seq_len, seq_len + 1).
+        self.sequences, self.held_out = (
+            sliding_window_view(x, FLAGS.seq_len + 1) for x in (text, held_out)
+        )
         self.optimizer = make_optimizer()
         params = initial_params(model.config, jax.random.key(FLAGS.seed))
         self.state = params, self.optimizer.init(params)
@@ -185,8 +186,7 @@ class Training:
 
     def advance(self) -> None:
         """One step."""
-        starts = self.rng.integers(0, len(self.text) - FLAGS.seq_len, FLAGS.batch_size)
-        batch = windows(self.text, starts, FLAGS.seq_len)
+        batch = self.sequences[self.rng.integers(len(self.sequences), size=FLAGS.batch_size)]
         self.state, loss = train_step(self.model, self.optimizer, self.state, batch)
         # On CPUs the collectives of two programs under way would wait for each other's threads.
         several = self.model.mesh.size > 1
@@ -217,10 +217,10 @@ class Training:
 
     def evaluate(self) -> None:
         """Logs the bits per byte of the same sequences, spread evenly over the held-out text."""
-        count, last = FLAGS.eval_batches, len(self.held_out) - FLAGS.seq_len - 1
-        starts = np.linspace(0, last, count * FLAGS.batch_size).astype(int)
-        batches = (windows(self.held_out, x, FLAGS.seq_len) for x in np.split(starts, count))
-        nats = [float(cross_entropy(self.model, self.state[0], x)) for x in batches]
+        count = FLAGS.eval_batches * FLAGS.batch_size
+        starts = np.linspace(0, len(self.held_out) - 1, count).astype(int)
+        batches = (self.held_out[x] for x in np.split(starts, FLAGS.eval_batches))
+        nats = [float(cross_entropy(self.model, self.state[0], batch)) for batch in batches]
         bits = float(np.mean(nats)) / math.log(2)
         self.log.write(step=self.step, held_out_bits_per_byte=bits)
         say(f"step {self.step}: {bits:.3f} held-out bits per byte")
@@ -371,14 +371,21 @@ def run(stop: threading.Event) -> int:
     output, unigram = Path(FLAGS.output_dir), unigram_bits(text, held_out)
     training = Training(Model(config, mesh, FLAGS.dtype), text, held_out, output)
     log, parameters = training.log, sum(x.size for x in jax.tree.leaves(training.state[0]))
-    facts = dict(device=jax.devices()[0].device_kind, devices=mesh.size, parameters=parameters)
-    facts |= dict(train_bytes=len(text), held_out_bytes=len(held_out))
-    sizes = "{parameters:,} parameters, {train_bytes:,} bytes to learn, {held_out_bytes:,} held out"
-    say(f"{sizes}, on {{devices}} x {{device}}".format(**facts))
+    device = jax.devices()[0].device_kind
+    corpus = f"{len(text):,} bytes to learn, {len(held_out):,} held out"
+    say(f"{parameters:,} parameters, {corpus}, on {mesh.size} x {device}")
     if not log.lines:
-        own = FLAGS.get_key_flags_for_module(sys.modules[__name__])
-        facts |= dict(jax=jax.__version__, unigram_bits_per_byte=unigram)
-        log.write(flags={flag.name: flag.value for flag in own}, **facts)
+        defined_here = FLAGS.get_key_flags_for_module(sys.modules[__name__])
+        log.write(
+            flags={flag.name: flag.value for flag in defined_here},
+            device=device,
+            devices=mesh.size,
+            parameters=parameters,
+            train_bytes=len(text),
+            held_out_bytes=len(held_out),
+            jax=jax.__version__,
+            unigram_bits_per_byte=unigram,
+        )
     train(training, functools.partial(asked_to_end, stop, deadline))
     code = 0
     if training.step < FLAGS.steps:

@@ -22,10 +22,10 @@ tokens, and its states twice. Where something is wrong, the exit code is 1 and s
 import dataclasses
 import itertools
 import json
-import math
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,16 +38,18 @@ from tokenizers import Tokenizer
 from xlstm_checkpoint import (
     DTYPES,
     CheckpointError,
-    check_memory,
-    is_weight,
+    Tensors,
+    bytes_per_device,
+    check_prompts,
     load,
-    mesh_of,
     open_tensors,
-    random_params,
+    random_tensors,
     read_config,
+    read_text,
+    read_tokenizer,
     state_bytes,
-    total_bytes,
-    weights_of,
+    stop_ids,
+    tensors_of,
 )
 from xlstm_model import Config, Params, Sampling, decode, next_logits, prefill, sample
 
@@ -61,41 +63,39 @@ SIZES = {
 FLAGS = flags.FLAGS if __name__ == "__main__" else flags.FlagValues()
 
 
-def define(kind: str, *arguments: Any, **options: Any) -> flags.FlagHolder:
-    return getattr(flags, f"DEFINE_{kind}")(*arguments, flag_values=FLAGS, **options)
-
-
-CHECKPOINT = define("string", "checkpoint", None, "Folder of a Hugging Face checkpoint.")
-RANDOM = define("boolean", "random", False, "Random weights and prompts; prints token ids.")
-SIZE = define("enum", "size", "7b", list(SIZES), "Of random weights.")
-PROMPT = define("multi_string", "prompt", [], "A prompt; may be repeated.")
-PROMPTS_FILE = define("string", "prompts_file", None, "A prompt per line; -: stdin.")
-NEW_TOKENS = define("integer", "new_tokens", 128, "Per prompt, at most.", lower_bound=1)
-TEMPERATURE = define("float", "temperature", 0.0, "0: the likeliest token.", lower_bound=0.0)
-TOP_P = define("float", "top_p", 1.0, "Draw from the likeliest tokens of this mass.", 0.0, 1.0)
-SEED = define("integer", "seed", 0, "Of sampling, random weights and prompts.", lower_bound=0)
-STOP_TOKENS = define("list", "stop_tokens", None, "Ids; none: eos_token_id of config.json.")
-DTYPE = define("enum", "dtype", "bfloat16", DTYPES, "Of the weights.")
-DEVICES = define("integer", "devices", 1, "The heads are split over them.", lower_bound=1)
-STREAM_EVERY = define("integer", "stream_every", 16, "Tokens of a loop.", lower_bound=1)
-BENCHMARK = define("boolean", "benchmark", False, "Measure, and print one row of JSON.")
-BATCH = define("integer", "batch", 1, "Random prompts.", lower_bound=1)
-PROMPT_LENGTH = define("integer", "prompt_length", 128, "Of random prompts.", lower_bound=1)
+for kind, *definition in (
+    ("string", "checkpoint", None, "Folder of a Hugging Face checkpoint."),
+    ("boolean", "random", False, "Random weights and prompts; prints token ids."),
+    ("enum", "size", "7b", list(SIZES), "Size of the model with random weights."),
+    ("multi_string", "prompt", [], "A prompt; may be repeated."),
+    ("string", "prompts_file", None, "A prompt per line; -: stdin."),
+    ("integer", "new_tokens", 128, "Most tokens to generate per prompt.", 1),
+    ("float", "temperature", 0.0, "0 takes the likeliest token.", 0.0),
+    ("float", "top_p", 1.0, "Draw from the likeliest tokens of this mass.", 0.0, 1.0),
+    ("integer", "seed", 0, "Seed for sampling, random weights and prompts.", 0),
+    ("list", "stop_tokens", None, "Ids; none: eos_token_id of config.json."),
+    ("enum", "dtype", "bfloat16", DTYPES, "Type of the weights."),
+    ("integer", "devices", 1, "The heads are split over them.", 1),
+    ("integer", "stream_every", 16, "Tokens per loop.", 1),
+    ("boolean", "benchmark", False, "Measure, and print one row of JSON."),
+    ("integer", "batch", 1, "Number of random prompts.", 1),
+    ("integer", "prompt_length", 128, "Tokens per random prompt.", 1),
+):
+    getattr(flags, f"DEFINE_{kind}")(*definition, flag_values=FLAGS)
 MULTIPLE = 64  # of the steps of a prefill, so that prompts of similar lengths compile once
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
     config: Config
+    tensors: Tensors
     params: Params
     prompts: list[list[int]]
     stop_tokens: set[int]
-    tokenizer: Tokenizer | None = None
+    tokenizer: Tokenizer | None
 
     def text(self, tokens: list[int]) -> str:
-        if self.tokenizer is None:
-            return " ".join(map(str, tokens))
-        return self.tokenizer.decode(tokens)
+        return self.tokenizer.decode(tokens) if self.tokenizer else " ".join(map(str, tokens))
 
 
 def build() -> Model:
@@ -104,54 +104,32 @@ def build() -> Model:
     Raises:
       CheckpointError: what is wrong.
     """
-    if RANDOM.value == bool(CHECKPOINT.value):
+    if FLAGS.random == bool(FLAGS.checkpoint):
         raise CheckpointError("give either --checkpoint=FOLDER or --random")
-    tokenizer, config, values = None, SIZES[SIZE.value], {}
-    if not RANDOM.value:
-        folder = Path(CHECKPOINT.value)
+    folder, values, config = Path(FLAGS.checkpoint or ""), {}, SIZES[FLAGS.size]
+    if not FLAGS.random:
         config, values = read_config(folder)
-        tensors = open_tensors(folder, weights_of(config))
-        tokenizer = None if BENCHMARK.value else read_tokenizer(folder / "tokenizer.json")
-    if tokenizer is None:
-        rng, shape = np.random.default_rng(SEED.value), (BATCH.value, PROMPT_LENGTH.value)
-        prompts = rng.integers(config.vocab_size, size=shape).tolist()
-    else:
+    tensors = tensors_of(config, FLAGS.dtype, FLAGS.devices)
+    read = random_tensors(FLAGS.seed) if FLAGS.random else open_tensors(folder, tensors)
+    tokenizer = None if FLAGS.random or FLAGS.benchmark else read_tokenizer(folder)
+    if tokenizer:
         bos = [values.get("bos_token_id", 0)] if values.get("force_bos_token_insert") else []
         encode = tokenizer.encode
         prompts = [bos + encode(text, add_special_tokens=False).ids for text in read_prompts()]
-    for n, prompt in enumerate(prompts):
-        if not prompt or max(prompt) >= config.vocab_size:
-            raise CheckpointError(f"prompt {n} has no token, or one beyond vocab_size")
-    eos = values.get("eos_token_id")
-    stop_tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if STOP_TOKENS.value is not None:
-        stop_tokens = STOP_TOKENS.value
-    if not all(str(token).isdecimal() for token in stop_tokens):
-        raise CheckpointError(f"stop tokens are ids, not {stop_tokens}")
-    mesh = mesh_of(config, DEVICES.value)
-    check_memory(config, DTYPE.value, len(prompts), sum(map(len, prompts)), mesh)
-    if RANDOM.value:
-        params = random_params(config, DTYPE.value, mesh, SEED.value)
     else:
-        params = load(config, tensors, DTYPE.value, mesh)
-    return Model(config, params, prompts, set(map(int, stop_tokens)), tokenizer)
-
-
-def read_tokenizer(path: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises no other type
-        raise CheckpointError(f"no tokenizer {path}: {error}") from None
+        rng, shape = np.random.default_rng(FLAGS.seed), (FLAGS.batch, FLAGS.prompt_length)
+        prompts = rng.integers(config.vocab_size, size=shape).tolist()
+    check_prompts(config, tensors, prompts)
+    eos = values.get("eos_token_id")
+    stop_tokens = stop_ids(eos if FLAGS.stop_tokens is None else FLAGS.stop_tokens)
+    params = load(config, tensors, read)
+    return Model(config, tensors, params, prompts, stop_tokens, tokenizer)
 
 
 def read_prompts() -> list[str]:
-    texts = list(PROMPT.value)
-    if name := PROMPTS_FILE.value:
-        try:
-            text = sys.stdin.read() if name == "-" else Path(name).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"cannot read {name}: {error}") from None
-        texts += filter(None, text.splitlines())
+    texts = list(FLAGS.prompt)
+    if FLAGS.prompts_file:
+        texts += filter(None, read_text(FLAGS.prompts_file).splitlines())
     if not texts:
         raise CheckpointError("no prompt: give --prompt or --prompts_file")
     return texts
@@ -160,19 +138,19 @@ def read_prompts() -> list[str]:
 def generate(model: Model, new_tokens: int) -> Iterator[np.ndarray]:
     """The next tokens of all prompts, (steps, B), as they come: first one, then --stream_every."""
     config, params, prompts = model.config, model.params, model.prompts
-    sampling = Sampling(TEMPERATURE.value, TOP_P.value)
+    sampling = Sampling(FLAGS.temperature, FLAGS.top_p)
     flat = np.concatenate(prompts)
     segment_ids, (ends,) = pack_lengths(
         [len(prompt) for prompt in prompts], S=-(-len(flat) // MULTIPLE) * MULTIPLE
     )
     row = np.resize(flat, segment_ids.shape)  # (1, S); no prompt sees what is behind the last one
     x, states = prefill(config, params, row, segment_ids, ends)
-    key = jax.random.key(SEED.value)
+    key = jax.random.key(FLAGS.seed)
     token = sample(sampling, next_logits(config, params, x[0, ends - 1]), key, 0)
     yield np.asarray(token)[None]
     coming = []
-    for number in range(1, new_tokens, STREAM_EVERY.value):
-        loop = config, sampling, STREAM_EVERY.value, params, states, token, key
+    for number in range(1, new_tokens, FLAGS.stream_every):
+        loop = config, sampling, FLAGS.stream_every, params, states, token, key
         states, token, tokens = decode(*loop, np.int32(number))
         yield from map(np.asarray, coming)
         coming = [tokens[: new_tokens - number]]
@@ -196,65 +174,60 @@ class Printer:
 
     def __init__(self, model: Model):
         self.model, self.printed = model, 0
-        self.answers: dict[int, list[int]] = {n: [] for n in range(len(model.prompts))}
-        self.running = set(self.answers)
+        self.answers: list[list[int]] = [[] for _ in model.prompts]
+        self.running = set(range(len(model.prompts)))
 
     def write(self, tokens: np.ndarray, last: bool = False) -> bool:
-        """Takes (steps, B), the last ones or not. Whether all prompts have ended."""
+        """Takes (steps, B), the last ones or not. Returns whether all prompts have ended."""
+        several, stop = len(self.answers) > 1, self.model.stop_tokens
         for n in sorted(self.running):
-            answer = [*itertools.takewhile(self.goes_on, tokens[:, n].tolist())]
-            self.answers[n] += answer
-            if last or len(answer) < len(tokens):
+            column = tokens[:, n].tolist()
+            self.answers[n] += itertools.takewhile(lambda token: token not in stop, column)
+            text = self.model.text(self.answers[n])
+            if last or not stop.isdisjoint(column):
                 self.running.remove(n)
-            self.show(n)
+                print(f"[{n}] {text}" if several else text[self.printed :], flush=True)
+            # After U+FFFD the rest of a character is still to come.
+            elif not several and not text.endswith("\ufffd"):
+                print(text[self.printed :], end="", flush=True)
+                self.printed = len(text)
         return not self.running
-
-    def goes_on(self, token: int) -> bool:
-        return token not in self.model.stop_tokens
-
-    def show(self, n: int) -> None:
-        text, ended = self.model.text(self.answers[n]), n not in self.running
-        if len(self.answers) > 1:
-            if ended:
-                print(f"[{n}] {text}", flush=True)
-        elif ended or not text.endswith("\ufffd"):  # the rest of a character is still to come
-            print(text[self.printed :], end="\n" if ended else "", flush=True)
-            self.printed = len(text)
 
 
 def copy_rate() -> float:
     """Bytes per second that a copy on the device reads and writes."""
-    size, seconds = 2**28 if jax.devices()[0].platform == "gpu" else 2**22, []
-    copy, x, calls = jax.jit(lambda x: x + 1.0), jnp.zeros(size, jnp.float32), 10
-    for _ in range(5):
-        started = time.perf_counter()
+    x = jnp.zeros(2**28 if jax.devices()[0].platform == "gpu" else 2**22, jnp.float32)
+    copy, calls = jax.jit(lambda x: x + 1.0), 10
+
+    def copies() -> None:
+        y = x
         for _ in range(calls):
-            x = copy(x)
-        x.block_until_ready()
-        seconds.append((time.perf_counter() - started) / calls)
-    return 2 * x.nbytes / min(seconds)
+            y = copy(y)
+        y.block_until_ready()
+
+    return 2 * x.nbytes * calls / min(timeit.repeat(copies, number=1))
 
 
 def benchmark(model: Model) -> dict[str, Any]:
     """A row of measurements: medians of three runs."""
-    config, new_tokens, devices = model.config, NEW_TOKENS.value, DEVICES.value
+    config, new_tokens, devices = model.config, FLAGS.new_tokens, FLAGS.devices
     runs = [run(model, new_tokens) for _ in range(3)]
     first, rest = (statistics.median(column) for column in zip(*runs, strict=True))
-    B, steps, weights = len(model.prompts), sum(map(len, model.prompts)), weights_of(config)
+    B, steps, weights = len(model.prompts), sum(map(len, model.prompts)), dict(model.tensors)
     if not config.tie_word_embeddings:
-        del weights["embeddings"]
-    moved = total_bytes(weights, devices, DTYPE.value) + 2 * B * state_bytes(config, devices)
-    matrices = jax.tree.leaves(weights["blocks"], is_leaf=is_weight)
-    products = sum(math.prod(weight.shape) for weight in matrices if weight.columns)
+        del weights["backbone.embeddings.weight"]
+    moved = bytes_per_device(weights) + 2 * B * state_bytes(config, devices)
+    matrices = (x for name, x in weights.items() if ".blocks." in name and len(x.shape) == 2)
+    products = sum(x.size for x in matrices)
     # C + k v^T and C^T q. Only the last token of a prompt needs logits.
-    products += 2 * config.num_blocks * config.num_heads * math.prod(config.head_dims)
+    products += 2 * config.num_blocks * config.qk_dim * config.head_dims[1]
     flops = 2 * (steps * products + B * config.vocab_size * config.hidden_size)
     rate, per_token = copy_rate(), rest / max(new_tokens - 1, 1)
     return dict(
         device=jax.devices()[0].device_kind,
         devices=devices,
         jax=jax.__version__,
-        dtype=DTYPE.value,
+        dtype=FLAGS.dtype,
         state_dtype=config.inference_state_dtype,
         batch=B,
         prompt_tokens=steps,
@@ -276,15 +249,15 @@ def main(argv: Sequence[str]) -> None:
         model = build()
     except CheckpointError as error:
         sys.exit(f"error: {error}")
-    compiled = sum(run(model, min(NEW_TOKENS.value, 1 + STREAM_EVERY.value)))
+    compiled = sum(run(model, min(FLAGS.new_tokens, 1 + FLAGS.stream_every)))
     print(f"compiled in {compiled:.1f} s", file=sys.stderr)
-    if BENCHMARK.value:
+    if FLAGS.benchmark:
         print(json.dumps(benchmark(model)))
         return
     printer = Printer(model)
-    first, rest = run(model, NEW_TOKENS.value, printer.write)
+    first, rest = run(model, FLAGS.new_tokens, printer.write)
     printer.write(np.empty((0, len(model.prompts)), int), last=True)
-    tokens = sum(map(len, printer.answers.values())) - len(model.prompts)
+    tokens = sum(map(len, printer.answers)) - len(model.prompts)
     rate = f"{tokens / rest:.1f} tokens/s" if tokens > 0 else "no more"
     print(f"first token after {first:.3f} s, then {rate}", file=sys.stderr)
 

@@ -80,13 +80,13 @@ class Sampling(NamedTuple):
 
 def project(x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
     """x (..., inputs) with a weight (*outputs, inputs): (..., *outputs), summed in float32."""
+    dtype = dtype or x.dtype
     if math.prod(x.shape[:-1]) == 1:  # XLA reads a weight faster in a sum than in a product
         y = x.astype(jnp.float32).reshape(*x.shape[:-1], *[1] * (weight.ndim - 1), -1)
-        return jnp.sum(y * weight.astype(jnp.float32), axis=-1).astype(dtype or x.dtype)
-    contracted = ((x.ndim - 1,), (weight.ndim - 1,)), ((), ())
+        return jnp.sum(y * weight.astype(jnp.float32), axis=-1).astype(dtype)
     precision = "highest" if weight.dtype == jnp.float32 else None  # a GPU's default is TF32
-    dtype = dtype or x.dtype
-    return lax.dot_general(x, weight, contracted, precision=precision, preferred_element_type=dtype)
+    options = dict(precision=precision, preferred_element_type=dtype)
+    return jnp.tensordot(x, weight, axes=(-1, -1), **options)
 
 
 def soft_cap(x: jax.Array, cap: float) -> jax.Array:
@@ -118,8 +118,8 @@ def block(
     gates = soft_cap(project(y, p["gates"], jnp.float32) + p["gate_bias"], config.gate_soft_cap)
     h, states = mlstm(qkvo, gates)
     h, o = h.astype(jnp.float32), qkvo[..., -h.shape[-1] :].astype(jnp.float32)
-    h = h - jnp.mean(h, axis=-1, keepdims=True)
-    h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + config.norm_eps)
+    variance = jnp.var(h, axis=-1, keepdims=True)
+    h = jax.nn.standardize(h, variance=variance, epsilon=config.norm_eps)
     h = (h * p["multihead_norm"] * jax.nn.sigmoid(o)).astype(x.dtype)
     x = x + project(h.reshape(*x.shape[:-1], config.v_dim), p["out_proj"])
     y = project(rms_norm(x, p["norm_ffn"], config.norm_eps), p["up"])  # (..., F, 2)
@@ -145,18 +145,14 @@ def prefill_block(
     packed = dict(segment_ids=segment_ids, num_segments=B) if B > 1 else {}
 
     def mlstm(qkvo: jax.Array, gates: jax.Array) -> tuple[jax.Array, State]:
-        return mlstm_chunkwise(
-            *separate(config, qkvo, gates),
-            layout="BTNH",
-            eps=config.eps,
-            return_last_states=True,
-            sequence_lengths=ends[-1:],
-            **packed,
-        )
+        options = dict(layout="BTNH", eps=config.eps, sequence_lengths=ends[-1:], **packed)
+        inputs = separate(config, qkvo, gates)
+        return mlstm_chunkwise(*inputs, return_last_states=True, **options)
 
-    x, (c, n, m) = block(config, p, x, mlstm)
-    c, n = (y.astype(config.inference_state_dtype) for y in (c, n))
-    return x, (c.reshape(B, *c.shape[-3:]), n.reshape(B, *n.shape[-2:]), m.reshape(B, -1))
+    x, states = block(config, p, x, mlstm)
+    c, n, m = (y[0] for y in states) if B > 1 else states
+    dtype = config.inference_state_dtype
+    return x, (c.astype(dtype), n.astype(dtype), m)
 
 
 def prefill(
@@ -182,10 +178,8 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnums=0)
 def step_block(config: Config, p: Params, x: jax.Array, state: State) -> tuple[jax.Array, State]:
-    def mlstm(qkvo: jax.Array, gates: jax.Array) -> tuple[jax.Array, State]:
-        return mlstm_recurrent_step(qkvo, None, None, gates, None, *state, eps=config.eps)
-
-    return block(config, p, x, mlstm)
+    step = functools.partial(mlstm_recurrent_step, eps=config.eps)
+    return block(config, p, x, lambda qkvo, gates: step(qkvo, None, None, gates, None, *state))
 
 
 def step(

@@ -21,7 +21,9 @@ run = functools.partial(benchmark_runs.measured, layer_benchmark, *request)
 def test_what_is_left_without_the_mlstm_are_the_counted_products(impl, direction):
     shape = Shape(2, 3, 32, 16, 24)
     inputs = jax.eval_shape(lambda: layer_benchmark.random_inputs(shape))
-    jaxpr = jax.make_jaxpr(layer_benchmark.outputs_of(impl, None, direction))(inputs)
+    jaxpr = jax.make_jaxpr(layer_benchmark.outputs, static_argnums=(0, 1, 2))(
+        impl, None, direction, inputs
+    )
     assert dot_flops(jaxpr.jaxpr) == layer_benchmark.product_flops(shape, direction)
 
 

@@ -41,9 +41,9 @@ def one_length():
         yield
 
 
-def loaded(dtype="float32", devices=1, folder=FOLDER):
-    tensors = checkpoint.open_tensors(folder, checkpoint.weights_of(CONFIG))
-    return checkpoint.load(CONFIG, tensors, dtype, checkpoint.mesh_of(CONFIG, devices))
+def loaded(dtype="float32", devices=1):
+    tensors = checkpoint.tensors_of(CONFIG, dtype, devices)
+    return checkpoint.load(CONFIG, tensors, checkpoint.open_tensors(FOLDER, tensors))
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +119,12 @@ def test_prefix_then_steps_is_the_prefill_of_all(params):
 
 def test_heads_on_several_devices(params):
     """The function is the same, and no device has all of a weight that is split."""
-    sharded = loaded(devices=2)
+    tensors, sharded = checkpoint.tensors_of(CONFIG, "float32", 2), loaded(devices=2)
     block = sharded["blocks"][1]
-    for name, weight in checkpoint.weights_of(CONFIG)["blocks"][1].items():
-        of_one = block[name].addressable_shards[0].data
-        assert of_one.nbytes == weight.bytes_on(2, "float32")
+    on_one = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(sharded))
+    assert on_one == checkpoint.bytes_per_device(tensors)
+    for name in {*block} - {"norm_mlstm", "norm_ffn"}:
+        assert block[name].addressable_shards[0].data.nbytes == block[name].nbytes // 2
     assert block["qkvo"].sharding.spec[0] == block["down"].sharding.spec[1] == "heads"
     logits, states, ends = prefill(sharded, PROMPTS[1])
     expected, of_one, _ = prefill(params, PROMPTS[1])
@@ -223,10 +224,10 @@ def test_random_weights_are_measured(capsys, monkeypatch):
 
 
 def test_parameters_of_xlstm_7b():
-    weights = checkpoint.weights_of(model.Config())
-    assert checkpoint.total_bytes(weights, 1, "bfloat16") == pytest.approx(13.73e9, rel=1e-3)
+    tensors = checkpoint.tensors_of(model.Config(), "bfloat16", 1)
+    assert checkpoint.bytes_per_device(tensors) == pytest.approx(13.73e9, rel=1e-3)
     assert checkpoint.state_bytes(model.Config(), 1) == 32 * 8 * (256 * 512 + 256 + 1) * 4
-    assert weights["blocks"][0]["up"].shape == (10944, 2, 4096)
+    assert tensors["backbone.blocks.0.ffn.proj_up.weight"].shape == (10944, 4096)
 
 
 # ---------------- errors
@@ -293,16 +294,9 @@ def test_older_names_of_the_config(copied):
 
 
 def test_memory_is_counted_before_anything_is_loaded(monkeypatch):
-    class Device:
-        def memory_stats(self):
-            return dict(bytes_limit=2**30, bytes_in_use=0)
-
-    class Mesh:
-        size, devices = 2, np.array([Device(), Device()])
-
-    monkeypatch.setattr(xlstm_7b, "mesh_of", lambda *_: Mesh())
-    monkeypatch.setattr(xlstm_7b, "random_params", lambda *_: pytest.fail("it was made"))
-    message = error("--random", "--batch=64", "--prompt_length=1024")
+    monkeypatch.setattr(checkpoint, "free_bytes", lambda mesh: 2**30)
+    monkeypatch.setattr(xlstm_7b, "load", lambda *_: pytest.fail("it was made"))
+    message = error("--random", "--devices=2", "--batch=64", "--prompt_length=1024")
     assert "per device (weights 6.59, states 4.01, prefill" in message
     assert "1.00 are free" in message
 

@@ -474,13 +474,19 @@ def compiled(kernel: Lowered, usage: Usage | None, device: Gpu) -> Row:
     cause = kernel.cause
     if usage is None and not cause:
         try:
-            launch = kernel.num_warps, kernel.num_stages
-            usage = compile_kernel(kernel.ir, *launch, device.capability)
+            usage = compile_kernel(
+                kernel.ir, kernel.num_warps, kernel.num_stages, device.capability
+            )
         except ProcessEnded as error:
             cause = str(error)
     cause = cause or (usage and too_much_shared_memory(usage, device)) or ""
-    row = dict(status="failed" if cause else "ok", note=cause)
-    row |= dict(grid=kernel.grid, num_warps=kernel.num_warps, num_stages=kernel.num_stages)
+    row = dict(
+        status="failed" if cause else "ok",
+        note=cause,
+        grid=kernel.grid,
+        num_warps=kernel.num_warps,
+        num_stages=kernel.num_stages,
+    )
     return row | (vars(usage) if usage else {})
 
 
@@ -515,9 +521,16 @@ def report(
         call = Call(DEVICES[device], DHQK, DHHV, dtype, **options)
         if call.direction == "step" and call.variant not in OF_STEPS:
             raise RequestError(f"a step has no variant {call.variant}")
-        case: Row = dict(name=f"{DHQK}/{DHHV}", shape=call.shape, impl=call.backend, dtype=dtype)
-        case |= dict(device=device, direction=call.direction, variant=call.variant)
         spec = call.spec()
+        case: Row = dict(
+            name=f"{DHQK}/{DHHV}",
+            shape=call.shape,
+            impl=call.backend,
+            dtype=dtype,
+            device=device,
+            direction=call.direction,
+            variant=call.variant,
+        )
         try:
             kernels = call.kernels()
         except RequestError:
@@ -587,7 +600,7 @@ def define_flags(define: command.Define) -> None:
     direction = "Forward, gradient with it, or one recurrent step."
     variant = "Input gate, normaliser and layout; packed: exp with segment_ids."
     relocatable = "The kernels of mosaic_gpu as nvJitLink compiles them, for jax >= 0.12."
-    define.parsed("device", parse_device, f"To compile for: {', '.join(DEVICES)}; none: H200.")
+    define.parsed("device", parse_device, f"GPU to compile for: {', '.join(DEVICES)}; none: H200.")
     define.items("heads", "64/64,128/256,256/512", parse_heads, "Head sizes, DHQK/DHHV each.")
     define.list("stage", [], "Only these stages; empty: all.")
     define.integer("seqlen", 8192, "Steps of the sequence.", lower_bound=1)
@@ -608,8 +621,7 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
         yield runner.new_row(options, row["name"], row["shape"], row["impl"]) | row
 
 
-def run(options: flags.FlagValues) -> int:
-    return runner.run("compile_report", options, measured_rows, COLUMNS)
+run = functools.partial(runner.run, "compile_report", measured_rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -112,8 +112,8 @@ class Calls:
         """The fields of a row that are searched for a stage, "" for whole calls, by name."""
         name = stage or SCAN
         kernel = f"{Lowering(self.backend).folder}_{name}"
-        found = {} if stage else {x: row[x] for x in SCHEDULE if x in row}
-        return found | {
+        schedule = {} if stage else {x: row[x] for x in SCHEDULE if x in row}
+        return schedule | {
             f"{kernel}.{field}": x
             for field, x in row.get(kernel, {}).items()
             if name != SCAN or (field == "siz_b_LKV") == (not stage)
@@ -150,8 +150,8 @@ class Search:
     @property
     def best(self) -> tuple[float | None, Overrides]:
         """The least ms, and the overrides that it is for; the start if nothing has a time."""
-        timed = [(x.ms, n, y) for n, (x, y) in enumerate(self.results.values()) if x.ms is not None]
-        return min(timed, default=(None, 0, self.start))[::2]
+        timed = [(x.ms, y) for x, y in self.results.values() if x.ms is not None]
+        return min(timed, key=lambda x: x[0], default=(None, self.start))
 
     def neighbours(self, overrides: Overrides) -> Iterator[Overrides]:
         """With one step of one field, then, of a stage, of two."""
@@ -250,15 +250,15 @@ class Tuner:
         """Results of candidates, from the log or measured; None: the time was up."""
         results = [self.log.get(str(self.calls), *x[1:3]) if resume else None for x in items]
         ready: dict[int, Result | None] = {}
+        count = len(self.workers)
 
         def prepare(worker: int) -> None:
             for n, item in enumerate(items):
-                mine = results[n] is None and item[0] % len(self.workers) == worker
-                if mine and time.monotonic() <= deadline:
-                    ready[n] = self._ask("prepare", COMPILE_SECONDS, *item)
+                if item[0] % count != worker or results[n] or time.monotonic() > deadline:
+                    continue
+                ready[n] = self._ask("prepare", COMPILE_SECONDS, *item)
 
         # Nothing is timed while others compile. After Ctrl-C the threads end with their workers.
-        count = len(self.workers)
         list(ThreadPoolExecutor(count).map(prepare, range(count)))
         for n, refused in sorted(ready.items()):
             results[n] = result = refused or self._judge(*items[n][:3])
@@ -269,21 +269,20 @@ class Tuner:
     def descend(self, searches: Sequence[Search], until: float) -> None:
         """Rounds of all searches, until no neighbour is left or the time is up."""
         while time.monotonic() <= until:
-            tried, items = [], list[Item]()
+            tries = []
             for n, search in enumerate(searches):
                 for k, (row, overrides) in enumerate(search.next_round()):
                     worker = n if search.stage else k  # a stage has its arrays in one process
                     prune = bool(search.stage and search.results)
-                    items.append((worker, search.stage, row, prune))
-                    tried.append((search, overrides))
-            if not items:
+                    tries.append((search, overrides, (worker, search.stage, row, prune)))
+            if not tries:
                 return
-            what = ", ".join(dict.fromkeys(stage or "calls" for _, stage, *_ in items))
-            self.bar.set_postfix_str(f"{self.calls} {what}", refresh=False)
-            results = self.evaluate(items, until)
-            for item, (search, overrides), result in zip(items, tried, results, strict=True):
+            stages = dict.fromkeys(search.stage or "calls" for search, *_ in tries)
+            self.bar.set_postfix_str(f"{self.calls} {', '.join(stages)}", refresh=False)
+            results = self.evaluate([item for *_, item in tries], until)
+            for (search, overrides, (*_, row, _)), result in zip(tries, results, strict=True):
                 if result is not None:
-                    search.results[json.dumps(item[2])] = result, overrides
+                    search.results[json.dumps(row)] = result, overrides
 
     def tune(self, stages: Sequence[str], seconds: float) -> tuple[Overrides, float, float]:
         """The best overrides, their ms, and the ms of the rules.
@@ -294,27 +293,26 @@ class Tuner:
         start, schedule = time.monotonic(), Search(self.calls, "", {})
         if not stages:
             self.descend([schedule], start + SCHEDULE_SHARE * seconds)
-        _, of_call = schedule.best
-        row = self.calls.row(of_call) or {}
+        _, best_call = schedule.best
+        row = self.calls.row(best_call) or {}
         names = [x for x in stages or STAGES if self.calls.fields(x, row)]
-        searches = [Search(self.calls, x, of_call) for x in names]
+        searches = [Search(self.calls, x, best_call) for x in names]
         self.descend(searches, start + SEARCH_SHARE * seconds)
-        tuned = of_call
+        tuned = best_call
         for search in filter(lambda x: x.results, searches):
             before, (after, best) = next(iter(search.results.values()))[0].ms, search.best
             if after and (before is None or after < (1 - MIN_STAGE_GAIN) * before):
                 tuned = tuned | best
             tried = f"{len(search.results)} tried, {before} ms, best {after}"
             tqdm.write(f"{self.calls} {search.stage}: {tried} with {keywords(best)}")
-        three: list[Overrides] = [{}, of_call, tuned]
-        candidates = [x for n, x in enumerate(three) if x not in three[:n]]
-        items = [(n, "", self.calls.row(x) or {}, False) for n, x in enumerate(candidates)]
+        calls: list[Overrides] = [{}, best_call, tuned]
+        calls = [x for n, x in enumerate(calls) if x not in calls[:n]]
+        items = [(n, "", self.calls.row(x) or {}, False) for n, x in enumerate(calls)]
         results = self.evaluate(items, resume=False)
-        times = [(x.ms, n) for n, x in enumerate(results) if x and x.ms is not None]
-        if not times or not results[0] or results[0].ms is None:
+        if results[0].ms is None:
             raise RuntimeError(f"the call of the rules has no time: {results[0]}")
-        ms, best_call = min(times)
-        return self.calls.needed(candidates[best_call]), ms, results[0].ms
+        ms, fastest = min((x.ms, n) for n, x in enumerate(results) if x.ms is not None)
+        return self.calls.needed(calls[fastest]), ms, results[0].ms
 
 
 # ---------------------------------------------------------------- tuning files
@@ -353,17 +351,26 @@ def tuned_rows(
     """The rows with the case's own, if it gains enough, in place of an earlier one."""
     overrides, ms, rules_ms = result
     gain, config = 1 - ms / rules_ms, keywords(overrides)
-    case = dict(DHQK=calls.shape.DHQK, DHHV=calls.shape.DHHV, dtype=calls.dtype)
-    case["lowering"] = Lowering(calls.backend).folder
-    measured = dict(shape=str(calls.shape), fwbw_ms=round(ms, 4))
-    measured |= dict(rules_fwbw_ms=round(rules_ms, 4), jax=jax.__version__)
-    measured |= dict(date=datetime.date.today().isoformat())
+    measured = dict(
+        shape=str(calls.shape),
+        fwbw_ms=round(ms, 4),
+        rules_fwbw_ms=round(rules_ms, 4),
+        jax=jax.__version__,
+        date=datetime.date.today().isoformat(),
+    )
+    row = dict(
+        DHQK=calls.shape.DHQK,
+        DHHV=calls.shape.DHHV,
+        dtype=calls.dtype,
+        lowering=Lowering(calls.backend).folder,
+        config=config,
+        measured=measured,
+    )
     verdict = f"row {config}" if gain >= MIN_GAIN else "no row: the rules are as good"
     best = f"best {ms:.3f} ({100 * gain:.1f} % less)"
     tqdm.write(f"{calls}: rules {rules_ms:.3f} ms, {best}: {verdict}")
-    others = [x for x in rows if row_key(x) != row_key(case)]
-    found = [case | dict(config=config, measured=measured)]
-    return others + found if gain >= MIN_GAIN else others
+    others = [x for x in rows if row_key(x) != row_key(row)]
+    return [*others, row] if gain >= MIN_GAIN else others
 
 
 # ---------------------------------------------------------------- the command
@@ -372,7 +379,7 @@ def tuned_rows(
 def define_flags(define: command.Define) -> None:
     output = "Tuning file; none: the device's in mlstm_pallas/tuning."
     backends = ["triton", "mosaic_gpu", "interpret", "mosaic_gpu_interpret"]
-    backend = "Whose kernels. Interpreted ones are a dry run without a GPU, with --output."
+    backend = "The kernels to tune. Interpreted ones are a dry run without a GPU, with --output."
     threads = "Processes that compile, each with the memory of a call on the GPU."
     define.names("stage", [], STAGES, "search only these, in the rules' chunks; none: all.")
     define.float("minutes", 9.0, "Time for all cases together.", lower_bound=0.0)
