@@ -252,11 +252,11 @@ def _kernel(cta: CTA) -> None:
     """
     loader, refs, p, wg, items = _Loader(**vars(cta)), cta.refs, cta.p, cta.wg, cta.num_items
     steps, num_tiles = _steps(p), blocks(p.L, TILE)
-    n, num_stages = steps.last + 1, cta.tiles.num_stages
-    ring = CopyRing(refs.barriers, num_stages, items * n, loader.copy, steps_of_item=n)
+    n = steps.last + 1
+    ring = CopyRing(refs.barriers, items * n, loader.copy, steps_of_item=n)
     rings, h_ring = [ring], None
     if refs.h_gmem is not None:
-        h_ring = CopyRing(refs.h_barriers, H_STAGES, items * steps.v, loader.copy_h)
+        h_ring = CopyRing(refs.h_barriers, items * steps.v, loader.copy_h)
         rings.append(h_ring)
 
     def multiply(index):

@@ -425,7 +425,7 @@ def _kernel(cta: CTA) -> None:
     Shared memory and barriers: see ``Tiles.scratch``.
     """
     roles = _items(cta.p, cta.refs.n_gmem is not None)
-    ring = CopyRing(cta.refs.barriers, cta.tiles.num_stages, None, None, readers=0)
+    ring = CopyRing(cta.refs.barriers, None, None, readers=0)
     cta = _CTA(**vars(cta), roles=roles, ring=ring, tile_rows=block(cta.wg, WG_ROWS))
 
     def copy(item):

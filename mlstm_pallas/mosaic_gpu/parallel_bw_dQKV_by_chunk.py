@@ -522,9 +522,9 @@ def kernel(cta: CTA) -> None:
     cta, p, refs = _CTA(**vars(cta)), cta.p, cta.refs
     chunks, copying = cta.num_items, copying_warpgroups(p)
     products.guard(refs.tiles_full, refs.P_smem, refs.dP_smem)
-    n, stages, copy = cta.order.num_tiles, cta.tiles.num_stages, cta.copy_any_tile
-    ring = CopyRing(refs.barriers, stages, chunks * n, copy, readers=copying, steps_of_item=n)
-    k_ring = CopyRing(refs.k_barriers, _k_stages(p), chunks, cta.copy_k, readers=copying)
+    n, copy = cta.order.num_tiles, cta.copy_any_tile
+    ring = CopyRing(refs.barriers, chunks * n, copy, readers=copying, steps_of_item=n)
+    k_ring = CopyRing(refs.k_barriers, chunks, cta.copy_k, readers=copying)
     # Computing half the keys of the block on the diagonal at a time takes fewer registers.
     keys = WG_ROWS if not copying and MOVES_REGISTERS else HALF
 

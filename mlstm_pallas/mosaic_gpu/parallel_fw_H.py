@@ -135,7 +135,7 @@ def _kernel(
     normaliser: Normaliser | None,
 ) -> None:
     wg, siz_b_DHHV = lax.axis_index("wg"), config.siz_b_DHHV
-    num_stages, warpgroups = config.num_stages, config.siz_b_LQ // WG_ROWS
+    warpgroups = config.siz_b_LQ // WG_ROWS
     column, i, head, chunk = _place_of_cta(p, config)
     num_tiles, steps_k = (i + 1) * warpgroups, p.DHQK // WG_ROWS
     q, k, v = (head_of(x, head, p) for x in (q_gmem, k_gmem, v_gmem))
@@ -154,8 +154,8 @@ def _kernel(
         pl.when(step < steps_k)(lambda: copy(of_C, v_smem))
         pl.when(step >= steps_k)(lambda: copy(of_v, v_smem))
 
-    k_ring = CopyRing(k_barriers, num_stages, num_tiles, load_k, readers=warpgroups)
-    v_ring = CopyRing(v_barriers, num_stages, num_tiles + steps_k, load_v, readers=warpgroups)
+    k_ring = CopyRing(k_barriers, num_tiles, load_k, readers=warpgroups)
+    v_ring = CopyRing(v_barriers, num_tiles + steps_k, load_v, readers=warpgroups)
     tile = i * warpgroups + wg  # the warpgroup's 64 queries in the chunk
     for x in range(steps_k):
         source = q.at[steps(tile), block(x, WG_ROWS)]

@@ -176,7 +176,7 @@ def _recurrence(
     h_barriers,  # of the ring of tiles of h, None if no recurrence has an h
 ):
     """A recurrence, as the warpgroup of 64 columns of a block of X runs it."""
-    wg, (num_stages, _, rows), columns = lax.axis_index("wg"), a_smem.shape, b_smem.shape[-1]
+    wg, rows, columns = lax.axis_index("wg"), a_smem.shape[-1], b_smem.shape[-1]
     readers, row_block, column_block = columns // WG_ROWS, *map(lax.axis_index, ("rows", "columns"))
     num_chunks, n = p.NC // splits.of_sequence, p.L // STEPS  # per split, and tiles per chunk
     of_rows, of_columns = block(row_block, rows), block(column_block, columns)
@@ -205,9 +205,9 @@ def _recurrence(
         copy(x.h.at[steps_at(step), of_columns], h_smem)
 
     total = num_chunks * n
-    rings = [CopyRing(barriers, num_stages, total, copy_operands, readers=readers)]
+    rings = [CopyRing(barriers, total, copy_operands, readers=readers)]
     if x.h is not None:
-        rings.append(CopyRing(h_barriers, H_STAGES, total, copy_h, readers=readers))
+        rings.append(CopyRing(h_barriers, total, copy_h, readers=readers))
     ring, h_ring = rings[0], rings[-1]
 
     def left(slot):

@@ -184,7 +184,7 @@ def _kernel(
         for b, x in enumerate(CT):
             store_transposed(C_last_gmem.at[part.state, :, columns[b]], x)
 
-    ring = CopyRing(barriers, config.num_stages, part.num_chunks, load_slot)
+    ring = CopyRing(barriers, part.num_chunks, load_slot)
     ring.prologue()
     columns = [columns_of(b)[1] for b in range(num_blocks)]
     CT = [_initial(C_initial_gmem, part, state_rows, x) for x in columns]
