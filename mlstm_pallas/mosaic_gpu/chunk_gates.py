@@ -203,8 +203,7 @@ def _gates_kernel(
     **scans_smem,  # see Tiles.scratch
 ):
     cta, rows, chunk_rows, chunks = lax.axis_index("cta"), _rows(p), p.L // STEPS, _chunks_of_cta(p)
-    known = m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem
-    bounds = _stabilisers(*known, chunks, p.NC)
+    bounds = _stabilisers(m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chunks, p.NC)
     m_start, m_end = of_chunks(list(zip(*bounds, strict=True)), rows)
     local, log_gates = _local_gates(vecs_gmem, scans_smem, p, input_gate)
     ends = ends_of_chunks(
@@ -218,9 +217,8 @@ def _gates_kernel(
     for ref, x in zip(per_step_gmem, (*local.vecE, *u, w, m, abar), strict=True):
         store_rows(ref.at[cta], x)
     if flags_gmem is not None:
-        m = plgpu.layout_cast(
-            m, rows_layout()
-        )  # with the sigmoid gate m is a constant without a layout
+        # With the sigmoid gate m is a constant without a layout.
+        m = plgpu.layout_cast(m, rows_layout())
         m_before = shifted(m, m_start, chunk_rows, scans_smem["sums"])
         store_rows(flags_gmem.at[cta], gates.join_flags(local.vecE, u, m, m_before, *log_gates))
     (decays,) = ends_of_chunks([decay], chunk_rows, scans_smem["ends"].at[0])
