@@ -146,7 +146,7 @@ class Interpreter:
             for row in range(tile.shape[0]):
                 sides = (x.at[pl.ds(row, 1)] for x in (tile, destination))
                 pl.when((row < size) & ~where)(functools.partial(copy, *sides))
-        pl.when(True if where is None else where)(lambda: copy(tile, destination))
+        pl.when(where is None or where)(lambda: copy(tile, destination))
 
     def guard(self, full, *buffers) -> None:
         filled = self._filled.setdefault(self._name(full), [])

@@ -21,10 +21,8 @@ from mlstm_pallas.mosaic_gpu.interpreter import Interpreter
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
 
 plgpu: Any = mosaic_gpu  # it has no type annotations
-BY_ROWS, BY_COLUMNS = (
-    plgpu.Layout.WGMMA.reduce(1),
-    plgpu.Layout.WGMMA.reduce(0),
-)  # layouts of a vector with one element per row or per column of a tile
+# The layouts of a vector with one element per row or per column of a tile.
+BY_ROWS, BY_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 WG_ROWS = 64  # rows of an accumulator in the registers of one warpgroup
 
 

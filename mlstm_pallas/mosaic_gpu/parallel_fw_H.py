@@ -86,9 +86,9 @@ def _add_q_C(acc, q_smem, C_smem, wg, ring):
         ring.advance(np.int32(steps - 1))
 
 
-def _add_q_k(acc, q, k_smem, slot):
+def _add_q_k(acc, q, k):
     """acc += q k^T."""
-    k, parts = k_smem.at[slot], k_smem.shape[1]
+    parts = k.shape[0]
     if parts == 1:
         for x in range(q.shape[0]):
             products.add(acc, q.at[x], k.at[0, :, block(x, WG_ROWS)].T)
@@ -175,7 +175,7 @@ def _kernel(
         e = [load(x.at[head, keys], BY_COLUMNS, optimized=False) for x in e_gmem]
         slot = k_ring.wait(j)
         S = products.from_zeros(
-            lambda acc: _add_q_k(acc, q_smem.at[wg], k_smem, slot), WG_ROWS, WG_ROWS
+            lambda acc: _add_q_k(acc, q_smem.at[wg], k_smem.at[slot]), WG_ROWS, WG_ROWS
         )
         k_ring.advance(j)
         t, s = rows_and_columns(WG_ROWS, WG_ROWS)

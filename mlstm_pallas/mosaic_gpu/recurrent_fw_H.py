@@ -310,6 +310,10 @@ class Tiles(HopperTiles):
         """
         L, columns, rows = min(p.L, self.siz_b_LKV), self.siz_b_DHHV, self.state_rows
         parts, rest = divmod(columns, WG_ROWS * WARPGROUPS)
-        if p.DHQK % rows or 2 * rows < p.DHQK or rows % WG_ROWS or p.BNH > HEADS:
-            return False
-        return L == WG_ROWS and p.DHHV % columns == rest == 0 and parts * rows <= 256
+        return (
+            p.DHQK % rows == rows % WG_ROWS == p.DHHV % columns == rest == 0
+            and L == WG_ROWS
+            and 2 * rows >= p.DHQK
+            and parts * rows <= 256
+            and p.BNH <= HEADS
+        )
