@@ -59,7 +59,7 @@ def sum_of_squares(**defects):
             for tiles in (left, right):
                 copy(x.at[pl.ds(step * R, R)], tiles)
 
-        ring = CopyRing(barriers, SLOTS, STEPS, copy_tiles)
+        ring = CopyRing(barriers, STEPS, copy_tiles)
 
         def multiply(in_loop=1, after_loop=0, unread=None, kept=None, last=STEPS - 1):
             def add(accumulator):

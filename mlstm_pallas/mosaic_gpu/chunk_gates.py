@@ -203,8 +203,7 @@ def _gates_kernel(
     **scans_smem,  # see Tiles.scratch
 ):
     cta, rows, chunk_rows, chunks = lax.axis_index("cta"), _rows(p), p.L // STEPS, _chunks_of_cta(p)
-    known = m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem
-    bounds = _stabilisers(*known, chunks, p.NC)
+    bounds = _stabilisers(m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chunks, p.NC)
     m_start, m_end = of_chunks(list(zip(*bounds, strict=True)), rows)
     local, log_gates = _local_gates(vecs_gmem, scans_smem, p, input_gate)
     ends = ends_of_chunks(
@@ -218,9 +217,8 @@ def _gates_kernel(
     for ref, x in zip(per_step_gmem, (*local.vecE, *u, w, m, abar), strict=True):
         store_rows(ref.at[cta], x)
     if flags_gmem is not None:
-        m = plgpu.layout_cast(
-            m, rows_layout()
-        )  # with the sigmoid gate m is a constant without a layout
+        # With the sigmoid gate m is a constant without a layout.
+        m = plgpu.layout_cast(m, rows_layout())
         m_before = shifted(m, m_start, chunk_rows, scans_smem["sums"])
         store_rows(flags_gmem.at[cta], gates.join_flags(local.vecE, u, m, m_before, *log_gates))
     (decays,) = ends_of_chunks([decay], chunk_rows, scans_smem["ends"].at[0])
@@ -243,6 +241,12 @@ def _rows(p: Problem) -> int:
     return max(LANES, p.L // STEPS)
 
 
+def _by_cta(p: Problem) -> tuple[int, int, int]:
+    """The shape of a vector of all steps: CTAs, rows and steps; the last CTA may have fewer."""
+    rows = _rows(p)
+    return -(-p.BNH * p.S // (rows * STEPS)), rows, STEPS
+
+
 def _launch(
     kernel: Callable[..., None],
     name: str,
@@ -253,17 +257,15 @@ def _launch(
     **inputs,
 ) -> dict[str, Any]:
     """Runs a kernel."""
-    p = call.problem
-    (ctas,) = call.tiles.grid(p)
+    p, shape = call.problem, _by_cta(call.problem)
 
     def by_cta(vec):
-        shape = ctas, _rows(p), STEPS
         return jnp.pad(vec.reshape(-1), (0, math.prod(shape) - vec.size)).reshape(shape)
 
     return mosaic_call(
         functools.partial(kernel, p=p, input_gate=input_gate),
         name=name,
-        grid={"cta": ctas},
+        grid={"cta": shape[0]},
         outputs=outputs,
         scratch=call.tiles.scratch(p, x.vecI.dtype, input_gate=input_gate),
         interpret=call.interpret,
@@ -281,7 +283,6 @@ def chunk_gates(
 ) -> ChunkGates:
     """Runs the stage: ``stages/chunk_gates.py``."""
     p, scaM_states = call.problem, x.scaM_states
-    (ctas,) = call.tiles.grid(p)
     if scaM_states is None and input_gate is InputGate.SIGMOID:
         scaM_states = jnp.zeros((p.BNH, p.NC + 1), x.scaM_initial.dtype)
     m: dict[str, Any] = dict.fromkeys(("m_initial_gmem", "summaries_gmem", "m_after_gmem"), None)
@@ -295,10 +296,9 @@ def chunk_gates(
             m["summaries_gmem"] = g, a
         else:
             m["m_after_gmem"] = stabiliser_scan(g, a, x.scaM_initial, call)
-    steps = ctas, _rows(p), STEPS
     outputs = {
-        "per_step_gmem": [float32(*steps)] * 7,
-        "flags_gmem": jax.ShapeDtypeStruct(steps, jnp.int32) if with_flags else None,
+        "per_step_gmem": [float32(*_by_cta(p))] * 7,
+        "flags_gmem": jax.ShapeDtypeStruct(_by_cta(p), jnp.int32) if with_flags else None,
         "gamma_gmem": float32(p.BNH, p.NC),
         "m_states_gmem": float32(p.BNH, p.NC + 1) if scaM_states is None else None,
     }
@@ -376,7 +376,7 @@ class Tiles(HopperTiles):
         return p.L % 64 == 0 and p.L <= 2048
 
     def grid(self, p: Problem, **asked) -> tuple[int, ...]:
-        return (-(-p.BNH * p.S // (_rows(p) * STEPS)),)
+        return _by_cta(p)[:1]
 
     def scratch(
         self, p: Problem, dtype, *, input_gate: InputGate = InputGate.EXP, **asked

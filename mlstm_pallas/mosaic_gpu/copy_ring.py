@@ -43,7 +43,6 @@ class CopyRing:
 
     Attributes:
       barriers: references to what ``ring_barriers`` declares.
-      num_slots: the number of slots.
       steps: the number of steps that go through the ring; None if ``load`` issues every copy and
         ``epilogue`` receives the number.
       copies: copies(step, copy) starts the copies of a step. It calls copy(source, buffer, *index)
@@ -54,28 +53,34 @@ class CopyRing:
     """
 
     barriers: RingBarriers
-    num_slots: int
     steps: Any
     copies: Any
     readers: int = 2
     steps_of_item: int | None = None
 
+    @property
+    def num_slots(self) -> int:
+        return self.barriers.full.shape[0]
+
     def slot(self, step):
         return remainder(step, self.num_slots)
 
-    def load(self, step, copies: Callable[..., None] | None = None) -> None:
+    def load(self, step, copies: Callable[..., None] | None = None, item=None) -> None:
         """Starts the copies of a step as soon as the slot's last reader has released it.
 
-        copies: replaces the ring's copies.
+        Args:
+          copies: copies(step, copy) replaces the ring's copies.
+          item: see ``_start``.
         """
         slot = self.slot(step)
+
+        def copy(source, buffer, *index):
+            copy_in(source, buffer.at[(slot, *index)], self.barriers.full.at[slot])
+
         pl.when(step >= self.num_slots)(lambda: products.wait_empty(self.barriers.empty.at[slot]))
-        (copies or self._start)(step, functools.partial(self._copy, slot))
+        (copies or functools.partial(self._start, item=item))(step, copy)
 
-    def _copy(self, slot, source, buffer, *index) -> None:
-        copy_in(source, buffer.at[(slot, *index)], self.barriers.full.at[slot])
-
-    def _start(self, step, copy: Callable[..., None], item=None) -> None:
+    def _start(self, step, copy: Callable[..., None], item) -> None:
         """Calls ``copies``. item: the step's item or the one before it, which saves a division."""
         n = self.steps_of_item
         if n is None:
@@ -120,9 +125,7 @@ class CopyRing:
         for step in steps:
             # The barrier keeps values derived from the step out of registers until this point.
             following = lax.optimization_barrier(step) + self.num_slots
-            load = functools.partial(
-                self.load, following, functools.partial(self._start, item=item)
-            )
+            load = functools.partial(self.load, following, item=item)
             self._by_copier(self.slot(step), following < self.steps, load)
 
     def advance(self, *steps, item=None) -> None:

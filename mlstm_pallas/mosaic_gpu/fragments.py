@@ -59,8 +59,7 @@ def q_times_n(q_tile: Callable[[Any], Any], n, *chunk) -> jax.Array:
         return total + q * across_rows(of_tile)
 
     tiles = blocks(n.shape[-1], WG_ROWS)
-    total: jax.Array = loop(tiles, add, products.zeros(WG_ROWS, WG_ROWS))
-    return total
+    return loop(tiles, add, products.zeros(WG_ROWS, WG_ROWS))
 
 
 def decay_tile(e: Iterable[jax.Array], u: Iterable[jax.Array]) -> jax.Array:

@@ -40,8 +40,7 @@ def barrier_address(barrier) -> jax.Array:
     base, index = barrier, 0
     if hasattr(barrier, "transforms"):
         base, ((index,),) = barrier.ref, (x.indices for x in barrier.transforms)
-    address: jax.Array = _barrier_address.bind(base, jnp.asarray(index, jnp.int32))
-    return address
+    return _barrier_address.bind(base, jnp.asarray(index, jnp.int32))
 
 
 def _lower_barrier_address(_, barriers, index):

@@ -29,8 +29,6 @@ from jax.experimental import pallas as pl
 
 gpu_interpreter: Any = gpu_callbacks  # jax 0.10 lacks parts of it
 Region = list[tuple[Any, Any]]  # start and size along the first axes; all other axes are whole
-
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 _current: ContextVar[Any] = ContextVar("interpreter", default=None)
 
@@ -48,7 +46,6 @@ def interpretable(function: Function) -> Function:
 
 
 class _Accumulator(NamedTuple):
-    name: str
     shape: tuple[int, ...]
 
 
@@ -100,7 +97,8 @@ class Interpreter:
         shared = [x for x in (a, b) if not isinstance(x, jax.Array)]
         names = [self._name(x) for x in shared]
         product = jnp.dot(_loaded(a), _loaded(b), preferred_element_type=jnp.float32)
-        self._call(self._add, accumulator.name, names, values=([*map(_region, shared)], product))
+        values = [*map(_region, shared)], product
+        self._call(self._add, self._name(accumulator), names, values=values)
 
     def wait(self, pending: int) -> None:
         self._call(self._wait, pending)
@@ -108,7 +106,7 @@ class Interpreter:
     def read(self, accumulator: _Accumulator, pending: int):
         self.wait(pending)
         value = jax.ShapeDtypeStruct(accumulator.shape, jnp.float32)
-        return self._call(self._read, accumulator.name, result=value)
+        return self._call(self._read, self._name(accumulator), result=value)
 
     def all_from_zeros(self, issue: Callable[..., Any], *shapes: tuple[int, int]):
         return self._accumulated(issue, [jnp.zeros(shape, jnp.float32) for shape in shapes])
@@ -148,7 +146,7 @@ class Interpreter:
             for row in range(tile.shape[0]):
                 sides = (x.at[pl.ds(row, 1)] for x in (tile, destination))
                 pl.when((row < size) & ~where)(functools.partial(copy, *sides))
-        pl.when(True if where is None else where)(lambda: copy(tile, destination))
+        pl.when(where is None or where)(lambda: copy(tile, destination))
 
     def guard(self, full, *buffers) -> None:
         filled = self._filled.setdefault(self._name(full), [])
@@ -163,10 +161,10 @@ class Interpreter:
             self.plgpu.barrier_wait(full)
         else:
             self._full[self._name(empty)] = self._name(full)
-            self._block(full, self._acquire, self._name(empty), values=_slot(empty))
+            self._block(full, self._acquire, empty)
 
     def wait_empty(self, empty) -> None:
-        self._block(empty, self._wait_empty, self._name(empty), values=_slot(empty))
+        self._block(empty, self._wait_empty, empty)
 
     def release(self, *barriers) -> None:
         for barrier in barriers:
@@ -187,20 +185,20 @@ class Interpreter:
         return self._names.setdefault(id(x), (x, unnamed))[1]
 
     def _accumulator(self, initial: jax.Array) -> _Accumulator:
-        name = f"accumulator {len(self._names)}"
-        self._names[id(name)] = name, name
-        self._call(self._start, name, values=initial)
-        return _Accumulator(name, initial.shape)
+        accumulator = _Accumulator(initial.shape)
+        self._call(self._start, self._name(accumulator), values=initial)
+        return accumulator
 
     def _call(self, function, *static, values=(), result=None):
         def on_host(wg, values):
-            return function(*static, self._warpgroups[int(wg)], values)
+            value = function(*static, self._warpgroups[int(wg)], values)
+            return result if value is None else value
 
         return io_callback(on_host, result, lax.axis_index("wg"), values, ordered=True)
 
-    def _block(self, barrier, *check, values) -> None:
+    def _block(self, barrier, check, empty) -> None:
         """Waits on the barrier after the check; the index depends on it, so XLA keeps the order."""
-        zero = self._call(*check, values=values, result=jax.ShapeDtypeStruct((), jnp.int32))
+        zero = self._call(check, self._name(empty), values=_slot(empty), result=np.int32(0))
         [(index, _)] = _slot(barrier) or [(0, 1)]
         self.plgpu.barrier_wait(_base(barrier).at[index + zero])
 
@@ -229,16 +227,14 @@ class Interpreter:
             if name in names and _overlap(own, region):
                 self._refuse(wg, f"{doing} {name}, which a running product reads")
 
-    def _acquire(self, name: str, wg: _Warpgroup, slot: Region) -> np.int32:
+    def _acquire(self, name: str, wg: _Warpgroup, slot: Region) -> None:
         if (barrier := _indexed(name, slot)) in wg.acquired:
             self._refuse(wg, f"acquires {barrier} again", "release")
         wg.acquired.append(barrier)
-        return np.int32(0)
 
-    def _wait_empty(self, name: str, wg: _Warpgroup, slot: Region) -> np.int32:
+    def _wait_empty(self, name: str, wg: _Warpgroup, slot: Region) -> None:
         if (barrier := _indexed(name, slot)) in wg.acquired:
             self._refuse(wg, f"waits for {barrier}, which it has itself", "release")
-        return np.int32(0)
 
     def _release(self, name: str, wg: _Warpgroup, slot: Region) -> None:
         if (barrier := _indexed(name, slot)) not in wg.acquired:
@@ -278,18 +274,19 @@ def _region(x) -> Region:
     axes: list[int] = []  # the axes of the buffer that the reference still has
     for transform in getattr(x, "transforms", ()):
         if hasattr(transform, "permutation"):
-            axes = axes or list(range(len(transform.permutation)))
+            axes = axes or [*range(len(transform.permutation))]
             axes = [axes[axis] for axis in transform.permutation]
         elif hasattr(transform, "indices"):
-            axes = axes or list(range(len(transform.shape)))
-            pairs = list(zip(axes, transform.indices, strict=True))
-            if not region:
-                region = [(0, n) for _, n in sorted(zip(axes, transform.shape, strict=True))]
-            for axis, index in pairs:
-                is_slice = isinstance(index, pl.Slice)
-                start, size = (index.start, index.size) if is_slice else (index, 1)
-                region[axis] = region[axis][0] + start, size
-            axes = [axis for axis, index in pairs if isinstance(index, pl.Slice)]
+            axes, kept = axes or [*range(len(transform.indices))], []
+            region = region or [(0, 0)] * len(axes)  # the first transform indexes all axes
+            for axis, index in zip(axes, transform.indices, strict=True):
+                first = region[axis][0]
+                if isinstance(index, pl.Slice):
+                    region[axis] = first + index.start, index.size
+                    kept.append(axis)
+                else:
+                    region[axis] = first + index, 1
+            axes = kept
     return region
 
 

@@ -21,10 +21,8 @@ from mlstm_pallas.mosaic_gpu.interpreter import Interpreter
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
 
 plgpu: Any = mosaic_gpu  # it has no type annotations
-BY_ROWS, BY_COLUMNS = (
-    plgpu.Layout.WGMMA.reduce(1),
-    plgpu.Layout.WGMMA.reduce(0),
-)  # layouts of a vector with one element per row or per column of a tile
+# The layouts of a vector with one element per row or per column of a tile.
+BY_ROWS, BY_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 WG_ROWS = 64  # rows of an accumulator in the registers of one warpgroup
 
 
@@ -55,7 +53,8 @@ def mosaic_call(
     shapes, out_tree = jax.tree.flatten([*outputs.values()])
 
     def launch(**inputs):
-        arrays, in_tree = jax.tree.flatten([*inputs.values()])
+        arrays = jax.tree.leaves([*inputs.values()])
+        tree = jax.tree.structure([*inputs.values(), *outputs.values()])
         # In a shard_map with check_vma, outputs must declare the axes over which they vary, and
         # plgpu.kernel knows of no such axes.
         axes = (jax.typeof(x).manual_axis_type.varying for x in arrays)
@@ -65,9 +64,8 @@ def mosaic_call(
 
         def entry(*refs, **scratch_refs):
             with interpreter.traced(scratch_refs) if interpreter else contextlib.nullcontext():
-                operands = jax.tree.unflatten(in_tree, refs[: len(arrays)])
-                results = jax.tree.unflatten(out_tree, refs[len(arrays) :])
-                names = zip((*inputs, *outputs), (*operands, *results), strict=True)
+                arguments = jax.tree.unflatten(tree, refs)
+                names = zip((*inputs, *outputs), arguments, strict=True)
                 kernel(**dict(names), **dict.fromkeys(scratch) | scratch_refs)
 
         buffers = {x: buffer for x, buffer in scratch.items() if buffer is not None}

@@ -44,8 +44,7 @@ class HopperTiles(Tiles):
         """Each array begins at a multiple of 1024 bytes; so do the barriers."""
         buffers = jax.tree.leaves(self.scratch(p, dtype, **asked))
         sizes = [math.prod(x.shape) * x.dtype.itemsize for x in buffers if hasattr(x, "dtype")]
-        total: int = 1024 + sum(-(-size // 1024) * 1024 for size in sizes)
-        return total
+        return 1024 + sum(-(-size // 1024) * 1024 for size in sizes)
 
     def divides(self, p: Problem, **asked) -> bool:
         """Whether whole tiles cover the problem and the grid stays within CUDA's limits."""

@@ -97,12 +97,10 @@ class _Kernel(PersistentKernel):
         self.steps_k, self.steps_v = blocks(p.DHQK, DEPTH), blocks(p.DHHV, DEPTH)
         self.last = self.steps_k + self.steps_v
         n, items = self.last + 1, self.num_items
-        self.ring = CopyRing(
-            refs.barriers, self.tiles.num_stages, items * n, self.copy_operands, steps_of_item=n
-        )
+        self.ring = CopyRing(refs.barriers, items * n, self.copy_operands, steps_of_item=n)
         self.rings, self.h_ring = [self.ring], None
         if refs.h_gmem is not None:
-            self.h_ring = CopyRing(refs.h_barriers, H_STAGES, items * self.steps_v, self.copy_h)
+            self.h_ring = CopyRing(refs.h_barriers, items * self.steps_v, self.copy_h)
             self.rings.append(self.h_ring)
 
     def item(self, index) -> _Item:

@@ -148,7 +148,7 @@ class _Kernel(PersistentKernel):
         super().__init__(*args)
         refs = self.refs
         self.roles = _items(self.p, refs.n_gmem is not None)
-        self.ring = CopyRing(refs.barriers, self.tiles.num_stages, None, None, readers=0)
+        self.ring = CopyRing(refs.barriers, None, None, readers=0)
         self.tile_rows = block(self.wg, WG_ROWS)
         left, right = refs.operands_smem
         self.left, self.left_transposed = left

@@ -105,13 +105,12 @@ class Kernel(PersistentKernel):
         products.guard(refs.tiles_full, refs.P_smem, refs.dP_smem)
         self.ring = CopyRing(
             refs.barriers,
-            self.tiles.num_stages,
             chunks * n,
             self.copy_any_tile,
             readers=readers,
             steps_of_item=n,
         )
-        self.k_ring = CopyRing(refs.k_barriers, _k_stages(p), chunks, self.copy_k, readers=readers)
+        self.k_ring = CopyRing(refs.k_barriers, chunks, self.copy_k, readers=readers)
         self.rings = self.ring, self.k_ring
 
     @staticmethod

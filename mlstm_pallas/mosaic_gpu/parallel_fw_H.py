@@ -86,9 +86,9 @@ def _add_q_C(acc, q_smem, C_smem, wg, ring):
         ring.advance(np.int32(steps - 1))
 
 
-def _add_q_k(acc, q, k_smem, slot):
+def _add_q_k(acc, q, k):
     """acc += q k^T."""
-    k, parts = k_smem.at[slot], k_smem.shape[1]
+    parts = k.shape[0]
     if parts == 1:
         for x in range(q.shape[0]):
             products.add(acc, q.at[x], k.at[0, :, block(x, WG_ROWS)].T)
@@ -135,7 +135,7 @@ def _kernel(
     normaliser: Normaliser | None,
 ) -> None:
     wg, siz_b_DHHV = lax.axis_index("wg"), config.siz_b_DHHV
-    num_stages, warpgroups = config.num_stages, config.siz_b_LQ // WG_ROWS
+    warpgroups = config.siz_b_LQ // WG_ROWS
     column, i, head, chunk = _place_of_cta(p, config)
     num_tiles, steps_k = (i + 1) * warpgroups, p.DHQK // WG_ROWS
     q, k, v = (head_of(x, head, p) for x in (q_gmem, k_gmem, v_gmem))
@@ -154,8 +154,8 @@ def _kernel(
         pl.when(step < steps_k)(lambda: copy(of_C, v_smem))
         pl.when(step >= steps_k)(lambda: copy(of_v, v_smem))
 
-    k_ring = CopyRing(k_barriers, num_stages, num_tiles, load_k, readers=warpgroups)
-    v_ring = CopyRing(v_barriers, num_stages, num_tiles + steps_k, load_v, readers=warpgroups)
+    k_ring = CopyRing(k_barriers, num_tiles, load_k, readers=warpgroups)
+    v_ring = CopyRing(v_barriers, num_tiles + steps_k, load_v, readers=warpgroups)
     tile = i * warpgroups + wg  # the warpgroup's 64 queries in the chunk
     for x in range(steps_k):
         source = q.at[steps(tile), block(x, WG_ROWS)]
@@ -175,7 +175,7 @@ def _kernel(
         e = [load(x.at[head, keys], BY_COLUMNS, optimized=False) for x in e_gmem]
         slot = k_ring.wait(j)
         S = products.from_zeros(
-            lambda acc: _add_q_k(acc, q_smem.at[wg], k_smem, slot), WG_ROWS, WG_ROWS
+            lambda acc: _add_q_k(acc, q_smem.at[wg], k_smem.at[slot]), WG_ROWS, WG_ROWS
         )
         k_ring.advance(j)
         t, s = rows_and_columns(WG_ROWS, WG_ROWS)
@@ -291,10 +291,7 @@ class Tiles(HopperTiles):
         columns = next((x for x in (256, 128) if p.DHHV % x == 0), 64)
         few = min(columns, 128)
         two = cls(WG_ROWS, columns, 2)
-        if (
-            p.DHQK % WG_ROWS == 0
-            and 2 * (two.shared_bytes(p, KERNEL_DTYPE) + 1024) <= gpu.sm_shared_bytes
-        ):
+        if 2 * (two.shared_bytes(p, KERNEL_DTYPE) + 1024) <= gpu.sm_shared_bytes:
             yield two
         for sizes in (
             (128, columns, 2),

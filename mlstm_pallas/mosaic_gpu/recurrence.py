@@ -47,10 +47,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     plgpu,
     shared_tiles,
 )
-from mlstm_pallas.mosaic_gpu.limits import (
-    HEADS,
-    HopperTiles,
-)
+from mlstm_pallas.mosaic_gpu.limits import HEADS, HopperTiles
 from mlstm_pallas.mosaic_gpu.products import BY_LANES, SUM_SCRATCH
 from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.problem import Problem
@@ -117,13 +114,9 @@ def _initial(x, at, X_columns, X_rows, x_rows):
 def _store_x(vector, x_gmem, rows):
     """Stores 64 rows of x. The warpgroups of a block of 64 rows have the same ones."""
 
+    @pl.when(rows > WG_ROWS or lax.axis_index("wg") == 0)
     def store():
         x_gmem[...] = vector
-
-    if rows == WG_ROWS:
-        pl.when(lax.axis_index("wg") == 0)(store)
-    else:
-        store()
 
 
 def _add_tiles(accumulator, first, n, ring, a_smem, left, scaled, meanwhile):
@@ -142,10 +135,7 @@ def _add_tiles(accumulator, first, n, ring, a_smem, left, scaled, meanwhile):
                 total += scaled(slot)
             products.wait(1)
             release = functools.partial(ring.release, step - 1)
-            if j == 0:
-                pl.when(i > 0)(release)
-            else:
-                release()
+            pl.when(j > 0 or i > 0)(release)
             if meanwhile is not None:
                 meanwhile(step, i * unrolled + j)
             pl.when(step > 0)(functools.partial(ring.refill, step - 1))
@@ -176,7 +166,7 @@ def _recurrence(
     h_barriers,  # of the ring of tiles of h, None if no recurrence has an h
 ):
     """A recurrence, as the warpgroup of 64 columns of a block of X runs it."""
-    wg, (num_stages, _, rows), columns = lax.axis_index("wg"), a_smem.shape, b_smem.shape[-1]
+    wg, rows, columns = lax.axis_index("wg"), a_smem.shape[-1], b_smem.shape[-1]
     readers, row_block, column_block = columns // WG_ROWS, *map(lax.axis_index, ("rows", "columns"))
     num_chunks, n = p.NC // splits.of_sequence, p.L // STEPS  # per split, and tiles per chunk
     of_rows, of_columns = block(row_block, rows), block(column_block, columns)
@@ -205,9 +195,9 @@ def _recurrence(
         copy(x.h.at[steps_at(step), of_columns], h_smem)
 
     total = num_chunks * n
-    rings = [CopyRing(barriers, num_stages, total, copy_operands, readers=readers)]
+    rings = [CopyRing(barriers, total, copy_operands, readers=readers)]
     if x.h is not None:
-        rings.append(CopyRing(h_barriers, H_STAGES, total, copy_h, readers=readers))
+        rings.append(CopyRing(h_barriers, total, copy_h, readers=readers))
     ring, h_ring = rings[0], rings[-1]
 
     def left(slot):
@@ -257,24 +247,24 @@ def _recurrence(
         sums = products.sum_over_rows(total, sum_smem.at[wg])
         return XT * decay + added, vector * decay + sums, following
 
-    def store_last(at, XT, vector):
-        if out.X_last is not None:
-            out.X_last[at, X_columns, of_rows] = XT
-        if owns_x:
-            _store_x(vector, out.x_last.at[at, x_rows], rows)
-
     for y in rings:
         y.prologue()
     gamma, at = x.gamma[head, chunk_at(np.int32(0))], head * splits.of_sequence + split
     initial = _initial(x, at, X_columns, of_rows, x_rows if owns_x else None)
     XT, vector, _ = loop(num_chunks, join, (*initial, gamma))
+    at, is_last = head, True
     if splits.sums:
-        store_last(head * splits.of_head + (split - splits.first(x.backward)), XT, vector)
-    elif splits.of_sequence == 1:
-        store_last(head, XT, vector)
-    else:
-        last = 0 if x.backward else splits.of_sequence - 1
-        pl.when(split == last)(functools.partial(store_last, head, XT, vector))
+        at = head * splits.of_head + (split - splits.first(x.backward))
+    elif splits.of_sequence > 1:
+        is_last = split == (0 if x.backward else splits.of_sequence - 1)
+
+    @pl.when(is_last)
+    def store_last():
+        if out.X_last is not None:
+            out.X_last[at, X_columns, of_rows] = XT
+        if owns_x:
+            _store_x(vector, out.x_last.at[at, x_rows], rows)
+
     plgpu.wait_smem_to_gmem(0)
     for y in rings:
         y.epilogue()
@@ -318,19 +308,16 @@ def _kernel(each, outputs, *, p, splits, **shared):
 def _launch(
     name: str, each: Sequence[Recurrence], splits: Splits, call: Launch
 ) -> list[RecurrenceOutputs]:
-    """One launch; X_initial and X_last are transposed, and each split has an X_initial."""
+    """One launch of recurrences of which all have r or none has.
+
+    X_initial and X_last are transposed, and each split has an X_initial.
+    """
     p, dtype = call.problem, each[0].a.dtype
     weighted = each[0].r is not None
     has_h, has_x = (any(getattr(x, y) is not None for x in each) for y in ("h", "x_initial"))
-    if any((x.r is not None) != weighted for x in each) or (has_x and not weighted):
-        raise NotImplementedError(
-            f"{name} has r in some of its recurrences alone, or x without r, expected r in all or "
-            "in none"
-        )
+    inputs = each
     if splits.sums:  # from zeros
         inputs = [dataclasses.replace(x, X_initial=None, x_initial=None) for x in each]
-    else:
-        inputs = [*each]
     lasts = p.BNH * (splits.of_head if splits.sums else 1)
     X = jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHHV), dtype)
     outputs = [
@@ -344,7 +331,7 @@ def _launch(
         for x in each
     ]
     heads, rows, columns = call.tiles.grid(p, recurrences=len(each))
-    results: list[RecurrenceOutputs] = mosaic_call(
+    return mosaic_call(
         functools.partial(_kernel, p=p, splits=splits),
         name=name,
         grid={"head": heads * splits.of_head, "rows": rows, "columns": columns},
@@ -355,11 +342,10 @@ def _launch(
         ),
         interpret=call.interpret,
     )(each=inputs)["outputs"]
-    return results
 
 
 def _sums_of_splits(
-    name: str, each: Sequence[Recurrence], splits: Splits, call: Launch
+    each: Sequence[Recurrence], splits: Splits, call: Launch
 ) -> list[tuple[jax.Array, Any]]:
     """What splits add to X and to x.
 
@@ -367,7 +353,7 @@ def _sums_of_splits(
     """
     each = [dataclasses.replace(x, h=None, return_last=True) for x in each]
     of_heads = functools.partial(heads_of_splits, num_splits=splits.of_head)
-    outputs = _launch(name, each, splits, call)
+    outputs = _launch("split_products", each, splits, call)
     return [jax.tree.map(of_heads, (y.X_last, y.x_last)) for y in outputs]
 
 
@@ -382,22 +368,19 @@ def _from_splits(x: Recurrence, added: tuple[jax.Array, Any]) -> Recurrence:
     return dataclasses.replace(x, x_initial=vectors[..., 0])
 
 
-def _transposed(X: jax.Array | None) -> jax.Array | None:
-    return None if X is None else X.mT
-
-
 def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
     """``recurrences`` of stages/recurrence.py, in one launch, or in two with splits."""
     num_splits = call.tiles.num_splits
-    inputs = [dataclasses.replace(x, X_initial=_transposed(x.X_initial)) for x in each]
+    transposed = functools.partial(jax.tree.map, jnp.matrix_transpose)
+    inputs = [dataclasses.replace(x, X_initial=transposed(x.X_initial)) for x in each]
     if num_splits > 1:
         of_sums = Splits(num_splits, sums=True, all=False)
-        added = _sums_of_splits("split_products", inputs, of_sums, call)
+        added = _sums_of_splits(inputs, of_sums, call)
         inputs = [*map(_from_splits, inputs, added)]
     return [
         x._replace(
             inner=None if x.inner is None else jnp.sum(x.inner, axis=1),
-            X_last=_transposed(x.X_last),
+            X_last=transposed(x.X_last),
         )
         for x in _launch(name, inputs, Splits(num_splits), call)
     ]
@@ -417,7 +400,7 @@ def split_products(
     gamma = jnp.ones((p.BNH, num_splits), jnp.float32)
     whole = Recurrence(x.a, x.b, gamma, None, return_last=True, backward=backward, r=x.r)
     splits = Splits(num_splits, sums=True, all=all_splits)
-    return _sums_of_splits("split_products", [whole], splits, call)[0][0].mT
+    return _sums_of_splits([whole], splits, call)[0][0].mT
 
 
 @dataclasses.dataclass(frozen=True)

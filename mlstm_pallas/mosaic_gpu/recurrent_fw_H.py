@@ -34,10 +34,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     plgpu,
     shared_tiles,
 )
-from mlstm_pallas.mosaic_gpu.limits import (
-    HEADS,
-    HopperTiles,
-)
+from mlstm_pallas.mosaic_gpu.limits import HEADS, HopperTiles
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of, load_transposed, store_transposed
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, largest_rows, sequence_shape
@@ -45,6 +42,18 @@ from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
 from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
 
 WARPGROUPS = 2
+
+
+class _Operands(NamedTuple):
+    """What is copied of every chunk, each to the tile of its name in shared memory."""
+
+    q: Any  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    k: Any
+    v: Any  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
+    partial: Any  # like v: h of the preceding launch, None in the first launch
+    P: Any  # (B * NH, S, L), None after the first launch
+    r: Any  # (B * NH, S)
+    abar: Any  # (B * NH, S)
 
 
 class _Part(NamedTuple):
@@ -89,15 +98,9 @@ def _store(value, tile, destination, pending, where=None, size=None):
 
 def _kernel(
     parts_gmem,  # of ``ChunkList``: (B * NH, N + 3) each, None without a list
-    q_gmem,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
-    k_gmem,
-    v_gmem,  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
-    P_gmem,  # (B * NH, S, L), None after the first launch
-    r_gmem,  # (B * NH, S)
-    abar_gmem,  # (B * NH, S)
+    operands,  # _Operands
     gamma_gmem,  # (B * NH, NC)
     C_initial_gmem,  # (B * NH, DHHV, DHQK), with a list (B * N * NH, DHQK, DHHV), may be None
-    partial_gmem,  # like v: h of the preceding launch, None in the first launch
     h_gmem,  # output, like v
     C_last_gmem,  # output (B * NH, state_rows, DHHV), with a list (B * N * NH, ...), may be None
     C_states_gmem,  # output (B * NH, stored, DHQK, DHHV), may be None
@@ -112,7 +115,7 @@ def _kernel(
     store_every: int,
 ) -> None:
     head, column_block, wg = (lax.axis_index(x) for x in ("head", "columns", "wg"))
-    L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, v_gmem.dtype
+    L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, h_smem.dtype
     num_blocks, in_list = siz_b_DHHV // (WARPGROUPS * WG_ROWS), parts_gmem is not None
     state_rows, v_columns = pl.ds(launch * rows, rows), block(column_block, siz_b_DHHV)
     of_head = functools.partial(head_of, n=head, p=p, any_step=in_list)
@@ -122,13 +125,12 @@ def _kernel(
         return pl.ds(part.begin + chunk * L, L) if in_list else block(chunk, L)
 
     def load_slot(chunk, copy):
-        for name, x in dict(q=q_gmem, k=k_gmem, v=v_gmem, partial=partial_gmem).items():
-            if x is not None:
+        for name, x in operands._asdict().items():
+            if name in ("P", "r", "abar") and x is not None:
+                copy(x.at[head, block(part.first + chunk, L)], slots[name])
+            elif x is not None:
                 columns = state_rows if name in "qk" else v_columns
                 copy(of_head(x).at[steps_of(chunk), columns], slots[name])
-        for name, x in dict(P=P_gmem, r=r_gmem, abar=abar_gmem).items():
-            if x is not None:
-                copy(x.at[head, block(part.first + chunk, L)], slots[name])
 
     def columns_of(b):
         """The columns of the warpgroup's block b, in the tile and in the array."""
@@ -161,13 +163,13 @@ def _kernel(
                         _store(CT_tile, C_smem.at[wg, j % 2], states, 1, here)
 
             hT = products.from_zeros(inter, WG_ROWS, L) * r
-            if partial_gmem is not None:
+            if operands.partial is not None:
                 hT += load_float32(tiles["partial"].at[:, in_tile].T)
             vT = load(tiles["v"].at[:, in_tile].T)
             scaled = (vT.astype(jnp.float32) * abar).astype(dtype)
 
             def intra(hT_acc, CT_acc):
-                if P_gmem is not None:
+                if operands.P is not None:
                     products.add(hT_acc, vT, tiles["P"].T)
                 products.add(CT_acc, scaled, tiles["k"])
                 hT = products.read(hT_acc, 1).astype(dtype)
@@ -184,7 +186,7 @@ def _kernel(
         for b, x in enumerate(CT):
             store_transposed(C_last_gmem.at[part.state, :, columns[b]], x)
 
-    ring = CopyRing(barriers, config.num_stages, part.num_chunks, load_slot)
+    ring = CopyRing(barriers, part.num_chunks, load_slot)
     ring.prologue()
     columns = [columns_of(b)[1] for b in range(num_blocks)]
     CT = [_initial(C_initial_gmem, part, state_rows, x) for x in columns]
@@ -214,7 +216,6 @@ def recurrent_fw_H(
     """Runs the stage: ``stages/recurrent_fw_H.py``."""
     matQ, matV, scores, scaGamma, matC_initial, chunks = x
     p, config, dtype, keys = call.problem, call.tiles, matQ.dtype, scores.keys
-    states = (p.BNH, p.NC // store_every, p.DHQK, p.DHHV) if store_every else None
     N, parts = (1, {}) if chunks is None else (chunks.N, {"part": chunks.N + 2})
     heads, columns = config.grid(p)
     C_initial = None
@@ -222,22 +223,15 @@ def recurrent_fw_H(
         C_initial = matC_initial.reshape(N * p.BNH, p.DHQK, p.DHHV)
         # XLA transposes a few states faster than the kernel reads them, and many more slowly.
         C_initial = C_initial.mT if chunks is None else C_initial
-    inputs = dict(
-        parts_gmem=None if chunks is None else chunks.parts,
-        q_gmem=matQ,
-        k_gmem=keys.array,
-        v_gmem=matV,
-        P_gmem=scores.matP,
-        r_gmem=scores.vecR,
-        abar_gmem=jnp.ones_like(scores.vecR) if keys.weights is None else keys.weights,
-        gamma_gmem=scaGamma,
-        C_initial_gmem=C_initial,
-        partial_gmem=None,
-    )
+    abar = jnp.ones_like(scores.vecR) if keys.weights is None else keys.weights
+    operands = _Operands(matQ, keys.array, matV, None, scores.matP, scores.vecR, abar)
+    states = None
+    if store_every:
+        states = jax.ShapeDtypeStruct((p.BNH, p.NC // store_every, p.DHQK, p.DHHV), dtype)
     outputs = {
         "h_gmem": sequence_shape(matV, p.DHHV, dtype),
         "C_last_gmem": float32(N * p.BNH, config.state_rows, p.DHHV) if return_last else None,
-        "C_states_gmem": None if states is None else jax.ShapeDtypeStruct(states, dtype),
+        "C_states_gmem": states,
     }
     lasts = []
     for launch in range(blocks(p.DHQK, config.state_rows)):
@@ -249,8 +243,13 @@ def recurrent_fw_H(
             outputs=outputs,
             scratch=config.scratch(p, dtype, first=launch == 0, stores=store_every > 0),
             interpret=call.interpret,
-        )(**inputs)
-        inputs |= dict(P_gmem=None, partial_gmem=y["h_gmem"])
+        )(
+            parts_gmem=None if chunks is None else chunks.parts,
+            operands=operands,
+            gamma_gmem=scaGamma,
+            C_initial_gmem=C_initial,
+        )
+        operands = operands._replace(partial=y["h_gmem"], P=None)
         lasts.append(y["C_last_gmem"])
     last = jnp.concatenate(lasts, axis=1) if return_last else None
     if last is not None and chunks is not None:
@@ -311,6 +310,10 @@ class Tiles(HopperTiles):
         """
         L, columns, rows = min(p.L, self.siz_b_LKV), self.siz_b_DHHV, self.state_rows
         parts, rest = divmod(columns, WG_ROWS * WARPGROUPS)
-        if p.DHQK % rows or 2 * rows < p.DHQK or rows % WG_ROWS or p.BNH > HEADS:
-            return False
-        return L == WG_ROWS and p.DHHV % columns == rest == 0 and parts * rows <= 256
+        return (
+            p.DHQK % rows == rows % WG_ROWS == p.DHHV % columns == rest == 0
+            and L == WG_ROWS
+            and 2 * rows >= p.DHQK
+            and parts * rows <= 256
+            and p.BNH <= HEADS
+        )

@@ -122,6 +122,6 @@ def copy_out(tile, destination, where=None, size=None) -> None:
     """Starts a copy to global memory, if the condition holds; size: of so many rows, None: all."""
     if isinstance(destination, Steps):
         start = functools.partial(copy_steps, destination, tile, size=size)
-        start() if where is None else pl.when(where)(start)
+        pl.when(where is None or where)(start)
     else:
         plgpu.copy_smem_to_gmem(tile, destination, predicate=where)
