@@ -18,6 +18,7 @@ from oracle import (
     call_shapes,
     cotangents_for,
     errors_of,
+    gradients_of_call,
     in_float64,
     random_inputs,
     slow,
@@ -183,6 +184,21 @@ def check_case(name, backend):
 
 def quick_and_slow(names, quick):
     return [name if name in quick else slow(name) for name in names]
+
+
+def check_neighbours(backend, shape):
+    """Heads next to one that is NaN have the bits that they have next to finite ones; outputs and
+    gradients."""
+    MIDDLE = 1
+    inputs = random_inputs(11, *shape, dtype="bfloat16")
+    cotangents = cotangents_for(inputs, "bfloat16")
+    run = gradients_of_call(config=fused(), backend=backend)
+    others = np.arange(shape[1]) != MIDDLE
+    poisoned = jax.tree.map(lambda x: x.at[:, others].set(jnp.nan), (inputs, cotangents))
+    for x, y in zip(*map(jax.tree.leaves, (run(inputs, cotangents), run(*poisoned))), strict=True):
+        x, y = (np.asarray(z[:, MIDDLE].astype("float32")) for z in (x, y))
+        assert np.isfinite(x).all()
+        assert np.array_equal(x, y)
 
 
 @dataclasses.dataclass(frozen=True)

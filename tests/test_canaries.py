@@ -1,35 +1,38 @@
-"""Every kernel writes what others read and reads nothing of its neighbours, which are NaN here, and
-repeated runs have equal bits."""
+"""Every kernel writes all of its outputs and reads nothing of its neighbours, which are NaN here,
+and repeated runs have equal bits."""
 
 import dataclasses
-import functools
-import re
+import importlib
+import pkgutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from mosaic_gpu_cases import fused
-from oracle import (
-    cotangents_for,
-    gradients_of_call,
-    needs_mosaic_gpu,
-    random_inputs,
-    slow,
-    step_names,
-)
+from mosaic_gpu_cases import check_neighbours
+from oracle import HELPERS, needs_mosaic_gpu, random_inputs
 
-from mlstm_pallas import KernelConfig, dispatch, mlstm_recurrent_step
-from mlstm_pallas.problem import Problem
+from mlstm_pallas import KernelConfig, dispatch, triton
+from mlstm_pallas.arrays import Cotangents, Inputs
+from mlstm_pallas.backward import backward
+from mlstm_pallas.forward import forward
+from mlstm_pallas.fwbw import residuals_of
+from mlstm_pallas.gpu import UNKNOWN
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER
+from mlstm_pallas.planning import CallSpec
+from mlstm_pallas.problem import MAX_TILE, Problem
 from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.triton import launch
 from mlstm_pallas.triton.add_decayed import Tiles
 
-HEADS, MIDDLE = 3, 1  # the heads lie one after the other in every array
+FLOAT32 = jnp.dtype("float32")
+HEADS, DHQK, DHHV = 3, 32, 16
+MIDDLE = 1  # of the heads, which lie one after the other in every array
+TILE = 16
 SIZES = ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "block_k", "state_rows")
-TILES = dict.fromkeys(SIZES, 16) | dict(keep_q=False, num_splits=1)
+TILES = dict.fromkeys(SIZES, TILE) | dict(keep_q=False, num_splits=1)
 
 
 def small(name, **changes):
@@ -39,68 +42,136 @@ def small(name, **changes):
     return {f"triton_{name}": tiles | changes}
 
 
-def check_neighbours(run, *arguments):
-    """What run returns for the middle head is finite, and has the same bits next to heads that are
-    NaN; so has what it returns for all heads when it runs again."""
-    others = np.arange(HEADS) != MIDDLE
-    poisoned = jax.tree.map(lambda x: x.at[:, others].set(jnp.nan), arguments)
-    runs = (jax.tree.leaves(run(*x)) for x in (arguments, poisoned, arguments))
-    for result in zip(*runs, strict=True):
-        x, y, z = (np.asarray(x.astype("float32")) for x in result)
-        assert np.isfinite(x).all(), "something is read that is not written"
-        assert np.array_equal(x[:, MIDDLE], y[:, MIDDLE]), "it depends on other heads"
-        assert np.array_equal(x, z), "it differs from run to run"
-
-
-def check_call(B, S, DHQK, DHHV, *, dtype="float32", **options):
-    """Outputs and gradients of a call. Returns the kernels of Triton."""
-    inputs = random_inputs(11, B, HEADS, S, DHQK, DHHV, dtype=dtype)
-    run, x = gradients_of_call(**options), (inputs, cotangents_for(inputs, dtype))
-    check_neighbours(run, *x)
-    return {*re.findall(r"name=(\w+)", str(jax.make_jaxpr(run)(*x)))}
-
-
-STORED, SPLIT = dict(recompute_states_in_bw=False), dict(num_splits=2)
-# Fields of the config, options of the call, and S.
+SPLIT = small("recurrent_fw_C", num_splits=2) | small("recurrent_bw_dC", num_splits=2)
+# Options of the config and of the spec, S and L.
 CASES = {
-    "materialised": ({}, {}, 64),
-    "materialised-long_chunks": (dict(chunk_size=256), {}, 256),
-    "materialised-splits": (
-        small("recurrent_fw_C", **SPLIT) | small("recurrent_bw_dC", **SPLIT),
-        {},
+    "materialised": ({}, {}, 64, 32),
+    "materialised-long_chunks": ({}, {}, 256, 256),
+    "materialised-splits": (SPLIT, {}, 64, 32),
+    "fused": (dict(fused=True), dict(recompute_states_in_bw=True), 64, 32),
+    "fused-stored": (
+        dict(fused=True) | small("recurrent_fw_H", state_rows=DHQK),
+        dict(recompute_states_in_bw=False),
         64,
+        32,
     ),
-    "fused": (dict(fused=True), {}, 64),
-    "fused-stored": (dict(fused=True) | small("recurrent_fw_H", state_rows=32), STORED, 64),
 }
+LOWERINGS = (Lowering.INTERPRET, pytest.param(Lowering.TRITON, marks=pytest.mark.gpu))
 QUICK = ("materialised", "fused-stored")
+CALLS = [
+    pytest.param(Lowering.INTERPRET, case, marks=[pytest.mark.slow] * (case not in QUICK))
+    for case in CASES
+]
+CALLS += [pytest.param(Lowering.TRITON, case, marks=pytest.mark.gpu) for case in CASES]
 
 
-@pytest.mark.parametrize(
-    ("backend", "case"),
-    [
-        *(("interpret", case) for case in QUICK),
-        *(slow("interpret", case) for case in CASES if case not in QUICK),
-        *(pytest.param("triton", case, marks=pytest.mark.gpu) for case in CASES),
-    ],
-)
-def test_kernels_read_nothing_that_is_not_theirs(backend, case):
-    config, options, S = CASES[case]
+@pytest.fixture
+def outputs(monkeypatch):
+    """{kernel: its outputs} of the last trace."""
+    result = {}
+
+    def recording(kernel, *operands, name="", **options):
+        outputs = launch.kernel_call(kernel, *operands, name=name, **options)
+        name = name or kernel.__name__.removeprefix("_").removesuffix("_kernel")
+        result[name] = jax.tree.leaves([*outputs.values()])
+        return outputs
+
+    for module in pkgutil.iter_modules(triton.__path__):
+        module = importlib.import_module(f"{triton.__name__}.{module.name}")
+        if hasattr(module, "kernel_call") and module is not launch:
+            monkeypatch.setattr(module, "kernel_call", recording)
+    return result
+
+
+def passes(lowering, case):
+    """Forward and backward pass of (inputs, gradient of h), and the spec."""
+    config, options, S, L = CASES[case]
     tiles = {name: x for stage in STAGES for name, x in small(stage).items()}
-    config = KernelConfig(**dict(chunk_size=32, fused=False) | tiles | config)
-    kernels = check_call(1, S, 32, 16, backend=backend, config=config, **options)
-    assert kernels >= {"chunk_gates", "parallel_bw_dP", "recurrent_bw_dC", "parallel_bw_dQKV"}
-    assert ("recurrent_fw_H" in kernels) == config.fused
+    config = KernelConfig(**dict(chunk_size=L, fused=False) | tiles | config)
+    problem = Problem(1, HEADS, S, DHQK, DHHV, L, DHQK**-0.5)
+    options = options | dict(backend=lowering)
+    spec = CallSpec(problem, config, FLOAT32, DEFAULT_NORMALISER, UNKNOWN, **options)
+
+    def run(inputs, dh):
+        x = Inputs(**inputs)
+        result = forward(spec, lowering, x)
+        backward(
+            spec,
+            lowering,
+            residuals_of(spec, x, result),
+            Cotangents(dh, jax.tree.map(jnp.ones_like, result.last)),
+        )
+
+    return run, spec
+
+
+def written(name, outputs, L):
+    """The outputs, with 0 where a kernel documents that it writes nothing: parallel_bw_dP above the
+    diagonal of a chunk."""
+    if name != "parallel_bw_dP":
+        return outputs
+    P, dP, qbar, per_query, per_key, *others = outputs
+    block, tiles = np.arange(L) // MAX_TILE, L // TILE
+    below, before = block[:, None] >= block, np.tri(tiles, dtype=bool)
+    P, dP = (jnp.where(below, x.reshape(HEADS, -1, L, L), 0.0) for x in (P, dP))
+    per_query, per_key = (
+        jnp.where(where[:, None, :, None], x.reshape(HEADS, tiles, -1, tiles, TILE), 0.0)
+        for where, x in ((before.T, per_query), (before, per_key))
+    )
+    return P, dP, qbar, per_query, per_key, *others
+
+
+def check(run, outputs, arguments, L=None):
+    """Runs on the arguments, then with NaN in all heads but the middle one, then on the arguments
+    again. Returns the kernels."""
+
+    @jax.jit
+    def recorded(*arguments):
+        outputs.clear()
+        run(*arguments)
+        return dict(outputs)
+
+    others = np.arange(HEADS) != MIDDLE
+    poisoned = jax.tree.map(lambda x: x.at[others].set(jnp.nan), arguments)
+    runs = [recorded(*arguments), recorded(*poisoned), recorded(*arguments)]
+    for name in runs[0]:
+        of_runs = (written(name, x[name], L) for x in runs)
+        for index, result in enumerate(zip(*of_runs, strict=True)):
+            assert result[0].shape[0] % HEADS == 0  # splits are heads
+            x, y, z = (np.asarray(x).reshape(HEADS, -1) for x in result)
+            what = f"output {index} of {name}"
+            assert np.isfinite(x).all(), f"{what} has elements that are not written"
+            assert np.array_equal(x[MIDDLE], y[MIDDLE]), f"{what} depends on other heads"
+            assert np.array_equal(x, z), f"{what} differs from run to run"
+    return {*runs[0]}
+
+
+@pytest.mark.parametrize(("lowering", "case"), CALLS)
+def test_kernels_write_everything_and_read_nothing_of_their_neighbours(lowering, case, outputs):
+    run, spec = passes(lowering, case)
+    x = random_inputs(0, 1, HEADS, spec.problem.S, DHQK, DHHV)
+    inputs = {name: y[0] for name, y in x.items()}
+    kernels = check(run, outputs, (inputs, jnp.cos(inputs["v"])), spec.problem.L)
+    assert spec.plan.fused == case.startswith("fused")
+    assert kernels - HELPERS == {*spec.plan.forward, *spec.plan.backward}
     assert ("split_products" in kernels) == case.endswith("splits")
 
 
-@pytest.mark.parametrize("backend", ["interpret", pytest.param("triton", marks=pytest.mark.gpu)])
-def test_a_step_reads_nothing_that_is_not_its_own(backend):
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_a_step_writes_everything_and_reads_nothing_of_its_neighbours(lowering, outputs):
     """The tiles do not divide rows and columns."""
-    token = step_names(random_inputs(0, 1, HEADS, 1, 40, 24), 0)
+    inputs = random_inputs(0, 1, HEADS, 1, 40, 24)
+    token = [x[0] if name.endswith("initial") else x[0, :, 0] for name, x in inputs.items()]
+    problem = Problem(1, HEADS, 1, 40, 24, 1, 40**-0.5)
     config = KernelConfig(**small("recurrent_step"))
-    run = functools.partial(mlstm_recurrent_step, backend=backend, config=config)
-    check_neighbours(jax.jit(lambda x: run(**x)), token)
+    spec = CallSpec(problem, config, FLOAT32, None, UNKNOWN, backend=lowering)
+    call = spec.launch("recurrent_step", lowering)
+
+    def run(*token):
+        operands = zip(STAGES["recurrent_step"].inputs, token, strict=True)
+        return dispatch.run("recurrent_step", call=call, **dict(operands))
+
+    assert check(run, outputs, tuple(token)) == {"recurrent_step"}
 
 
 def writes_half(x, y):
@@ -131,7 +202,7 @@ def test_what_is_not_written_is_nan_when_interpreted():
 @pytest.mark.slow
 def test_interpreted_mosaic_gpu_kernels_read_nothing_of_their_neighbours():
     """What they do not write is NaN, which the comparisons with float64 find."""
-    check_call(1, 256, 64, 128, dtype="bfloat16", backend="mosaic_gpu_interpret", config=fused())
+    check_neighbours("mosaic_gpu_interpret", (1, 3, 256, 64, 128))
 
 
 @needs_mosaic_gpu

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_canaries
 import test_gates
 import test_gpu
 from mosaic_gpu_cases import (
@@ -17,7 +16,7 @@ from mosaic_gpu_cases import (
     RECURRENCES,
     SCAN,
     check_case,
-    fused,
+    check_neighbours,
     mosaic_stages,
     skip_unless_hopper,
 )
@@ -165,11 +164,6 @@ def prompts_on_a_gpu():
     check_prompts(0, 384, 256, rows=ODD_ON_A_GPU, go_on=True, **options)
 
 
-def neighbours_on_a_gpu():
-    options = dict(dtype="bfloat16", backend="mosaic_gpu", config=fused())
-    test_canaries.check_call(2, 512, 256, 512, **options)
-
-
 # Of the quick selection.
 SMOKE = [(cases_on_a_gpu, "splits"), (recurrences_on_a_gpu,)]
 OTHERS = [name for name in CASES if not any(name in check for check in SMOKE)]
@@ -181,7 +175,7 @@ GPU_CHECKS = [
     *((plan_on_a_gpu, 2048, *heads) for heads in ((256, 256), (128, 128), (512, 512))),
     (vector_states_on_a_gpu,),
     *((many_chunks_on_a_gpu, *heads) for heads in ((64, 128), (128, 256))),
-    (neighbours_on_a_gpu,),
+    (check_neighbours, "mosaic_gpu", (2, 3, 512, 256, 512)),
     (packed_resets_on_a_gpu,),
     (extremes_on_a_gpu,),
     *(
