@@ -291,7 +291,10 @@ class Tiles(HopperTiles):
         columns = next((x for x in (256, 128) if p.DHHV % x == 0), 64)
         few = min(columns, 128)
         two = cls(WG_ROWS, columns, 2)
-        if 2 * (two.shared_bytes(p, KERNEL_DTYPE) + 1024) <= gpu.sm_shared_bytes:
+        if (
+            p.DHQK % WG_ROWS == 0
+            and 2 * (two.shared_bytes(p, KERNEL_DTYPE) + 1024) <= gpu.sm_shared_bytes
+        ):
             yield two
         for sizes in (
             (128, columns, 2),
