@@ -110,10 +110,10 @@ def kernel_call(
 ) -> dict[str, Any]:
     """Launches ``kernel(**references, call=call, **statics)``; returns its outputs by name.
 
-    References have the names of the operands, and are None if the operand is None. The letter of an
-    axis says which block of it a CTA reads or writes: "0" the whole axis, "s" all steps, "t" the L
-    steps of chunk c. Other letters are indices of blocks. The reference lacks an axis whose letter
-    has no size.
+    References are to global memory. They have the names of the operands, and are None where the
+    operand is None. The letter of an axis says which block of it a CTA reads or writes: "0" the
+    whole axis, "s" all steps, "t" the L steps of chunk c. Other letters are indices of blocks. The
+    reference lacks an axis whose letter has no size.
 
     Args:
       name: of the launch; empty: the kernel's name.
