@@ -86,6 +86,23 @@ def key_states(
     return states
 
 
+def scan_operands(
+    spec: CallSpec, call: Launch, x: Inputs, gates: ChunkGates, n: Array, chunks: ChunkList | None
+) -> ScanOperands:
+    """The operands of the fused scan, over the call's chunks or a list of chunks."""
+    operands: ScanOperands = run(
+        "parallel_fw_P",
+        matQ=x.q,
+        matK=x.k,
+        gates=gates,
+        vecN_states=n,
+        chunks=chunks,
+        normaliser=spec.normaliser,
+        call=call,
+    )
+    return operands
+
+
 class Packed(NamedTuple):
     h: Array  # (B, NH, S, DHHV) or (B, S, NH, DHHV)
     states: SegmentStates
@@ -113,16 +130,7 @@ def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Packed:
     in_list = x._replace(i=i, f=f, starts=starts, lengths=None)
     gates = gates_of(spec, launches["chunk_gates"], in_list)
     n_states, _ = key_states(spec, call, x.k, gates, x.n_initial, chunks, n)
-    operands: ScanOperands = run(
-        "parallel_fw_P",
-        matQ=x.q,
-        matK=x.k,
-        gates=gates,
-        vecN_states=n_states,
-        chunks=chunks,
-        normaliser=spec.normaliser,
-        call=call,
-    )
+    operands = scan_operands(spec, call, x, gates, n_states, chunks)
     H, C_last, _ = run(
         "recurrent_fw_H",
         matQ=x.q,
@@ -188,16 +196,7 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
         if C_initial is not None:
             C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHHV)
     n, n_last = known.n or key_states(spec, call, x.k, gates, x.n_initial, chunks)
-    scan: ScanOperands = run(
-        "parallel_fw_P",
-        matQ=x.q,
-        matK=x.k,
-        gates=gates,
-        vecN_states=n,
-        chunks=chunks,
-        normaliser=spec.normaliser,
-        call=call,
-    )
+    scan = scan_operands(spec, call, x, gates, n, chunks)
     z, scan = scan.vecZ, scan._replace(vecZ=None)
     if num_splits > 1:
         if known.X is not None and known.X.shape[1] == num_splits:
