@@ -4,16 +4,17 @@ Arrays belong to a shard, as in the forward schedule.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from mlstm_pallas.arrays import Cotangents, Inputs, LastStates, Residuals
+from mlstm_pallas.chunk_list import LiveChunks, live_chunks
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.forward import gates_of
-from mlstm_pallas.gate_gradients import inner, step_flags
+from mlstm_pallas.gate_gradients import TileSums, inner, only, step_flags
 from mlstm_pallas.gates import M_GRAD_FLOWS, MASKED, ChunkGates
 from mlstm_pallas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
 from mlstm_pallas.planning import CallSpec
@@ -69,7 +70,7 @@ def first_half(
     arrays are ``prepared``. The first stage that reads dh gets h as well, and returns delta.
     """
     (x, h, z, stored), (dh, last) = residuals, cotangents
-    recompute = stored.C is None
+    recompute, live = stored.C is None, _live(spec, lowering, x)
     gates = gates_of(spec, spec.launch("chunk_gates", lowering), x, stored.m, with_flags=True)
     g = gates.per_step()
     gradients_for = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
@@ -87,6 +88,7 @@ def first_half(
             matH=h,
             vecZ=z,
             normaliser=spec.normaliser,
+            live=live,
             return_keys=recompute,
             call=spec.launch("parallel_bw_dP", lowering),
         )
@@ -100,11 +102,13 @@ def first_half(
         matV=x.v,
         matC_initial=x.c_initial,
         matH=h if scores.vecDelta is None else None,
+        live=live,
         return_initial=spec.has_initial_state,
         return_last=spec.return_last_states,
         call=spec.launch("recurrent_bw_dC", lowering),
     )
     delta = states.vecDelta if scores.vecDelta is None else scores.vecDelta
+    delta = _of_live(live, delta)
     normaliser, dn_added = gradients_for(delta=delta), scores.vecDeltaN_added
     if normaliser.vecDzDen is not None and dn_added is None:
         dn_added = run(
@@ -115,6 +119,22 @@ def first_half(
         )
     scores = ScoreGradients(scores.matP, scores.matDeltaP, pairs=scores.pairs)
     return BackwardCarry(gates, scores, states._replace(vecDelta=None), normaliser, dn_added)
+
+
+def _live(spec: CallSpec, lowering: Lowering, x: Inputs) -> LiveChunks | None:
+    """The chunks that kernels compute; None: all. Plain jnp computes all."""
+    if x.lengths is None or lowering is Lowering.XLA:
+        return None
+    return live_chunks(x.lengths, spec.problem)
+
+
+def _of_live(live: LiveChunks | None, x: Any, axis: int = 1) -> Any:
+    """x, with 0 in chunks that are not live; axis: that of the chunks, or of all steps."""
+    if live is None or x is None:
+        return x
+    mask = live.mask
+    in_chunks = x.reshape(*x.shape[:axis], mask.shape[1], -1, *x.shape[axis + 1 :])
+    return only(in_chunks, mask, 0, axis).reshape(x.shape)
 
 
 def _scores_lowering(spec: CallSpec, lowering: Lowering) -> Lowering:
@@ -136,6 +156,7 @@ def second_half(
     if stored.C is not None:
         C, C_last = stored.C, stored.C_last
     gamma, n, scores_lowering = gates.scaGamma, stored.n, _scores_lowering(spec, lowering)
+    live = _live(spec, lowering, x)
     dn, dn_initial = run(
         "vector_states",
         added=jnp.zeros_like(n) if dn_added is None else dn_added,
@@ -157,6 +178,7 @@ def second_half(
         vecN_states=n,
         matDeltaC_states=dC,
         vecDeltaN_states=dn,
+        live=live,
         call=spec.launch("parallel_bw_dQKV", lowering),
     )
 
@@ -164,14 +186,15 @@ def second_half(
     if dm is not None and spec.return_last_states:
         # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
         dm = dm.at[..., -1].add(last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last))
+    pairs = scores.pairs or gradients.pairs
     flags = step_flags(gates, x.f, x.starts)
     di, df, dm_first = run(
         "step_gradients",
         vecF=x.f,
-        pairs=scores.pairs or gradients.pairs,
-        q_dot_dq_inter=gradients.q_dot_dq_inter,
-        k_dot_dk_inter=gradients.k_dot_dk_inter,
-        through=gradients.inner_C_dC,
+        pairs=TileSums(*(_of_live(live, y, axis) for y, axis in zip(pairs, (2, 2, 1), strict=True))),
+        q_dot_dq_inter=_of_live(live, gradients.q_dot_dq_inter),
+        k_dot_dk_inter=_of_live(live, gradients.k_dot_dk_inter),
+        through=_of_live(live, gradients.inner_C_dC),
         flags=flags,
         dm=dm,
         call=spec.launch("step_gradients", scores_lowering),

@@ -36,6 +36,33 @@ class Entries(NamedTuple):
     sizes: Array  # (B * NH, NC) int32, the number of steps, at most L; 0: no steps
 
 
+class LiveChunks(NamedTuple):
+    """The chunks that begin before the lengths of their rows, and the first one of every row.
+
+    All other chunks have no gradients: kernels skip them.
+    """
+
+    count: Array  # (B * NH,) int32, at least 1
+    total: Array  # (1,) int32, of all heads
+    order: Array  # (B * NH * NC,) int32, the chunks of all heads, live ones first
+
+    @property
+    def mask(self) -> Array:
+        """Which chunks are live, (B * NH, NC)."""
+        return _before(self.count, self.order.size // self.count.size)
+
+
+def _before(count: Array, NC: int) -> Array:
+    return lax.broadcasted_iota(jnp.int32, (count.size, NC), 1) < count[:, None]
+
+
+def live_chunks(lengths: Array, p: Problem) -> LiveChunks:
+    """The live chunks of rows of these lengths, (B * NH,) int32."""
+    count = jnp.clip(divide(lengths + (p.L - 1), p.L), 1, p.NC)
+    order = jnp.argsort(~_before(count, p.NC).reshape(-1), stable=True).astype(jnp.int32)
+    return LiveChunks(count, jnp.sum(count, dtype=jnp.int32, keepdims=True), order)
+
+
 class ChunkList(NamedTuple):
     parts: Parts
     entries: Entries

@@ -137,6 +137,7 @@ class _Kernel(PersistentKernel):
       P_gmem, dP_gmem: (B * NH, S, L).
       w_gmem, abar_gmem, inv_den_gmem, dz_den_gmem: (B * NH, S); the last two are absent without a
         normaliser.
+      live_gmem: ``LiveChunks``, absent if all are.
     Outputs:
       dq, dk, dv: like q, k and v.
       q_inter, k_inter: (B * NH, column blocks, S).
@@ -169,7 +170,7 @@ class _Kernel(PersistentKernel):
     def item(self, index, step):
         index, items_of_chunk = self.item_of(index), _items_of_chunk(self.roles)
         chunks = self.p.BNH * self.p.NC
-        few = items_of_chunk * chunks <= FEW_ITEMS * self.tiles.num_ctas
+        few = items_of_chunk * chunks <= FEW_ITEMS * self.tiles.num_ctas and self.live is None
         if few:
             # All chunks of a role and row are neighbours, so no CTA has several long items.
             x, chunk = divide(index, chunks), remainder(index, chunks)
@@ -219,6 +220,8 @@ class _Kernel(PersistentKernel):
             pl.when(~is_states)(functools.partial(_gradient, self, item))
 
         self.for_each_item(multiply_item)
+        refs = self.refs
+        self.clear(refs.out_smem.at[self.wg, 0], refs.dq, refs.dk, refs.dv)
 
 
 def _copy_halves(copy, x, start, size: int, tile, *index) -> None:
@@ -475,6 +478,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         u_gmem=g.vecU if recomputes else None,
         P_gmem=x.scores.matP,
         dP_gmem=x.scores.matDeltaP,
+        live_gmem=x.live,
     )
     # One sum over everything, because XLA runs it as one kernel.
     inner_n_dn = x.vecN_states * x.vecDeltaN_states

@@ -199,8 +199,11 @@ class Kernel(PersistentKernel):
         if not self.ring.readers:
             move_registers(232)
         each(self.num_items)(lambda index: _multiply(_Chunk(self, index)))
-        if self.refs.tiles_empty is not None:
-            plgpu.barrier_wait(self.refs.tiles_empty)
+        refs = self.refs
+        if refs.tiles_empty is not None:
+            last = functools.partial(plgpu.barrier_wait, refs.tiles_empty)
+            last() if self.live is None else pl.when(self.num_items > 0)(last)
+        self.clear(refs.staging_smem[0].at[self.wg], refs.dq, refs.dk, refs.dv)
 
 
 class _Chunk(Kernel):

@@ -11,12 +11,14 @@ from typing import Any
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing
-from mlstm_pallas.mosaic_gpu.launch import mosaic_call, plgpu
+from mlstm_pallas.mosaic_gpu.launch import WG_ROWS, block, mosaic_call, plgpu
 from mlstm_pallas.mosaic_gpu.limits import RingTiles
+from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch
-from mlstm_pallas.tiles import divide, remainder
+from mlstm_pallas.tiles import divide, each, remainder
 
 
 class PersistentKernel:
@@ -26,6 +28,7 @@ class PersistentKernel:
       refs: the references of the kernel, by name.
       program: the index of the CTA.
       num_items: the number of its items.
+      live: references to the ``LiveChunks``, whose items it has; None: it has those of all chunks.
       ring: of the operands.
       rings: all rings whose number of steps is known from the start.
     """
@@ -41,14 +44,24 @@ class PersistentKernel:
     def __init__(self, refs, p: Problem, tiles: RingTiles) -> None:
         self.refs, self.p, self.tiles = refs, p, tiles
         self.wg, self.program = lax.axis_index("wg"), lax.axis_index("program")
-        self.num_items = divide(tiles.items(p) - 1 - self.program, tiles.num_ctas) + 1
+        self.live, chunks = refs.live_gmem, p.BNH * p.NC
+        if self.live is None:
+            self.num_items = divide(tiles.items(p) - 1 - self.program, tiles.num_ctas) + 1
+        else:
+            self.num_items = self.share_of(self.live.total[0] * (tiles.items(p) // chunks))
+
+    def share_of(self, items):
+        """The CTA's number of items, which may be 0."""
+        return divide(items + (self.tiles.num_ctas - 1 - self.program), self.tiles.num_ctas)
 
     def item_of(self, index):
         """The CTA's index-th item."""
         return self.program + index * self.tiles.num_ctas
 
     def head_and_chunk(self, index) -> tuple[Any, Any]:
-        """The place of the index-th chunk of all heads."""
+        """The place of the index-th chunk of all heads, in the order of the live chunks."""
+        if self.live is not None:
+            index = self.live.order[index]
         return divide(index, self.p.NC), remainder(index, self.p.NC)
 
     def multiply(self) -> None:
@@ -58,6 +71,29 @@ class PersistentKernel:
     def copy(self) -> None:
         """The work of the third warpgroup, if there is one."""
         raise NotImplementedError
+
+    def clear(self, tile, *outputs) -> None:
+        """Stores zeros in the outputs in chunks that are not live; tile: (64, 64), of the warpgroup."""
+        if self.live is None:
+            return
+        p, first = self.p, self.live.total[0]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        products.store(tile, products.zeros(*tile.shape).astype(tile.dtype))
+        plgpu.commit_smem()
+
+        @each(self.share_of(p.BNH * p.NC - first))
+        def clear_chunk(index):
+            head, chunk = self.head_and_chunk(first + self.item_of(index))
+
+            @each(p.L // (2 * WG_ROWS))
+            def clear_rows(pair):
+                rows = block(chunk * (p.L // WG_ROWS) + 2 * pair + self.wg, WG_ROWS)
+                for x in outputs:
+                    steps = head_of(x, head, p)
+
+                    @each(x.shape[-1] // WG_ROWS)
+                    def clear_tile(column, steps=steps):
+                        copy_out(tile, steps.at[rows, block(column, WG_ROWS)])
 
     def run(self) -> None:
         """Runs the warpgroup."""

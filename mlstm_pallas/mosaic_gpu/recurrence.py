@@ -168,7 +168,8 @@ def _recurrence(
     """A recurrence, as the warpgroup of 64 columns of a block of X runs it."""
     wg, rows, columns = lax.axis_index("wg"), a_smem.shape[-1], b_smem.shape[-1]
     readers, row_block, column_block = columns // WG_ROWS, *map(lax.axis_index, ("rows", "columns"))
-    num_chunks, n = p.NC // splits.of_sequence, p.L // STEPS  # per split, and tiles per chunk
+    n = p.L // STEPS  # tiles per chunk
+    num_chunks: Any = p.NC // splits.of_sequence if x.count is None else x.count[head]  # per split
     of_rows, of_columns = block(row_block, rows), block(column_block, columns)
     part = column_block * readers + wg  # which 64 columns of X the warpgroup has
     X_columns, tile_columns = block(part, WG_ROWS), block(wg, WG_ROWS)
@@ -223,7 +224,8 @@ def _recurrence(
     def join(index, carry):
         """Stores X before a chunk, and adds the chunk; carry: X^T, x and the chunk's gamma."""
         XT, vector, decay = carry
-        chunk, last = chunk_at(index), np.int32(num_chunks - 1)
+        chunk = chunk_at(index)
+        last = lax.convert_element_type(num_chunks - 1, np.int32)
         following = x.gamma[head, chunk_at(lax.min(index + 1, last))]
         if out.X is not None:
             _store_state(index, XT, out.X.at[head, chunk], X_columns, out_smem.at[wg])
@@ -374,6 +376,7 @@ def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOu
     transposed = functools.partial(jax.tree.map, jnp.matrix_transpose)
     inputs = [dataclasses.replace(x, X_initial=transposed(x.X_initial)) for x in each]
     if num_splits > 1:
+        inputs = [dataclasses.replace(x, count=None) for x in inputs]
         of_sums = Splits(num_splits, sums=True, all=False)
         added = _sums_of_splits(inputs, of_sums, call)
         inputs = [*map(_from_splits, inputs, added)]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from mlstm_pallas.chunk_list import LiveChunks
 from mlstm_pallas.gate_gradients import TileSums, inner
 from mlstm_pallas.gates import ChunkGates, causal, decay_matrix, fusion_barrier
 from mlstm_pallas.normaliser import (
@@ -35,13 +36,15 @@ class Operands(NamedTuple):
     gates: ChunkGates
     matH: Array | None  # (B * NH, S, DHHV); None: delta is not computed, and 0 in dP
     vecZ: Any  # (B * NH, S) float32; not read without a normaliser
+    live: LiveChunks | None = None  # None: all chunks
 
 
 class ScoreGradients(NamedTuple):
     """Tiles and operands in the kernel dtype, sums in float32.
 
     A tile's column is s - the chunk's first step. Above the diagonal P and dP are 0 in the diagonal
-    blocks of MAX_TILE steps and undefined elsewhere. matP, matDeltaP and pairs are None if
+    blocks of MAX_TILE steps and undefined elsewhere. P, dP, pairs and delta of chunks that are not live
+    may be undefined. matP, matDeltaP and pairs are None if
     parallel_bw_dQKV computes them; it does not read the other fields.
     """
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from mlstm_pallas.gate_gradients import inner
+from mlstm_pallas.chunk_list import LiveChunks
+from mlstm_pallas.gate_gradients import inner, only
 from mlstm_pallas.gates import ChunkGates, causal
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.stage import Launch
@@ -31,9 +32,12 @@ class Operands(NamedTuple):
     vecN_states: Array  # (B * NH, NC, DHQK) float32
     matDeltaC_states: Array  # (B * NH, NC, DHQK, DHHV) after each chunk
     vecDeltaN_states: Array  # (B * NH, NC, DHQK) float32
+    live: LiveChunks | None = None  # None: all chunks
 
 
 class Gradients(NamedTuple):
+    """Those of q, k and v are 0 in chunks that are not live; all others may be undefined there."""
+
     matDeltaQ: Array  # (B * NH, S, DHQK) in the kernel dtype
     matDeltaK: Array  # (B * NH, S, DHQK)
     matDeltaV: Array  # (B * NH, S, DHHV)
@@ -49,6 +53,8 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     p, gates, gradients = call.problem, x.gates, x.normaliser_gradients
     q, k, v, dh = map(call.chunks, (x.matQ, x.matK, x.matV, x.matDeltaH))
     P, dP, product = call.chunks(x.scores.matP), call.chunks(x.scores.matDeltaP), call.product
+    if x.live is not None:  # what the kernels before leave undefined
+        C, dC, P, dP = (only(y, x.live.mask, 0, 1) for y in (C, dC, P, dP))
     if p.L > p.T:  # parallel_bw_dP leaves tiles above the diagonal undefined
         P, dP = causal(P), causal(dP)
     abar, inv_den = gates.vecAbar[..., None], None

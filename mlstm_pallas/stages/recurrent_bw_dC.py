@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
+from mlstm_pallas.chunk_list import LiveChunks
 from mlstm_pallas.gate_gradients import inner
 from mlstm_pallas.stage import Launch, ScaledRows, steps_of
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
@@ -29,10 +30,14 @@ class Operands(NamedTuple):
     matV: Array | None  # (B * NH, S, DHHV)
     matC_initial: Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
     matH: Array | None = None  # (B * NH, S, DHHV); None: delta is not computed
+    live: LiveChunks | None = None  # None: all chunks
 
 
 class StateGradients(NamedTuple):
-    """Gradients and states at the chunk boundaries; None: not computed."""
+    """Gradients and states at the chunk boundaries; None: not computed.
+
+    dC, C and delta of chunks that are not live may be undefined.
+    """
 
     matDeltaC_states: Array  # (B * NH, NC, DHQK, DHHV) after each chunk, in the kernel dtype
     matDeltaC_initial: Any  # (B * NH, DHQK, DHHV) float32
@@ -57,11 +62,12 @@ def recurrent_bw_dC(
       recurrences: ``recurrence.recurrences`` of a lowering.
     """
     (q, r), keys, gamma = x.queries, x.keys, x.scaGamma
+    count = None if x.live is None else x.live.count
     operands = q, x.matDeltaH, gamma, x.matDeltaC_last, return_initial
-    each = [Recurrence(*operands, backward=True, r=r, h=x.matH)]
+    each = [Recurrence(*operands, backward=True, r=r, h=x.matH, count=count)]
     if keys is not None and x.matV is not None:
         operands = keys.array, x.matV, gamma, x.matC_initial, return_last
-        each = [Recurrence(*operands, r=keys.weights), *each]
+        each = [Recurrence(*operands, r=keys.weights, count=count), *each]
     *C, dC = recurrences("recurrent_bw_dC", *each, call=call)
     delta = dC.inner
     if x.matH is not None and delta is None:

@@ -56,6 +56,7 @@ def _parallel_bw_dP_kernel(
     vecAbar,
     vecInvDen,  # absent without a normaliser
     vecDzDen,  # absent without a normaliser
+    count,  # the head's live chunks, absent if all are
     matP,  # out (L, L)
     matDeltaP,  # out (L, L)
     matQbar,  # out (L, DHQK)
@@ -75,7 +76,11 @@ def _parallel_bw_dP_kernel(
     i: Any = sum(((index >= m * (m + 1) // 2).astype(jnp.int32) for m in range(1, n)), np.int32(0))
     j = index - divide(i * (i + 1), 2)
 
-    @pl.when(index < num_tiles)
+    in_tile = index < num_tiles
+    if count is not None:
+        in_tile &= pl.program_id(1) < count[...]
+
+    @pl.when(in_tile)
     def _tile():
         queries, keys = block_at(i, T), block_at(j, T)
 
@@ -161,7 +166,8 @@ def parallel_bw_dP(
         _parallel_bw_dP_kernel,
         operands(x, matQ="bt0", matK="bt0", matV="bt0", matDeltaH="bt0")
         | operands(g, vecE="bt", vecU="bt", vecW="bt", vecAbar="bt")
-        | operands(gradients, vecInvDen="bt", vecDzDen="bt"),
+        | operands(gradients, vecInvDen="bt", vecDzDen="bt")
+        | operands(x.live, count="b"),
         dict(
             matP=tile,
             matDeltaP=tile,

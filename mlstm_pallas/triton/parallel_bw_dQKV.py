@@ -44,6 +44,7 @@ def _parallel_bw_dQKV_kernel(
     vecAbar,
     vecInvDen,  # absent without a normaliser
     vecDzDen,  # absent without a normaliser
+    count,  # the head's live chunks, absent if all are
     matDeltaQ,  # out (L, DHQK)
     q_dot_dq_inter,  # out (column blocks, L)
     matDeltaK,  # out (L, DHQK)
@@ -107,25 +108,39 @@ def _parallel_bw_dQKV_kernel(
         C, dC = (ref[rows, columns].astype(jnp.float32) for ref in (matC_states, matDeltaC_states))
         inner_C_dC[row * blocks(matC_states.shape[1], siz_b_DHHV) + column] = jnp.sum(C * dC)
 
-    index = pl.program_id(0)
+    index, is_live = pl.program_id(0), None
+    if count is not None:
+        is_live = pl.program_id(1) < count[...]
 
-    def run(role, start, of_rows, of_columns):
-        """Runs a role in the CTAs from ``start`` on, one per block; returns their end."""
+    def run(role, start, of_rows, of_columns, out=None):
+        """Runs a role in the CTAs from ``start`` on, one per block; returns their end.
+
+        out: the gradient, which is 0 in a chunk that is not live.
+        """
         columns = blocks(*of_columns)
         end = start + blocks(*of_rows) * columns
 
         @pl.when((start <= index) & (index < end))
         def _():
             row, column = divide(index - start, columns), remainder(index - start, columns)
-            role(row, column, block_at(row, of_rows[1]), block_at(column, of_columns[1]))
+            at = block_at(row, of_rows[1]), block_at(column, of_columns[1])
+            if is_live is None:
+                role(row, column, *at)
+                return
+            pl.when(is_live)(lambda: role(row, column, *at))
+            if out is not None:
+
+                @pl.when(~is_live)
+                def _():
+                    out[at] = jnp.zeros((of_rows[1], of_columns[1]), out.dtype)
 
         return end
 
     of_L, of_DHQK = (L, siz_b_LQ), (matQ.shape[1], siz_b_DHQK)
     of_DHHV = matV.shape[1], siz_b_DHHV
-    end = run(dq, 0, of_L, of_DHQK)
-    end = run(dk, end, of_L, of_DHQK)
-    end = run(dv, end, of_L, of_DHHV)
+    end = run(dq, 0, of_L, of_DHQK, matDeltaQ)
+    end = run(dk, end, of_L, of_DHQK, matDeltaK)
+    end = run(dv, end, of_L, of_DHHV, matDeltaV)
     run(inner_states, end, of_DHQK, of_DHHV)
 
 
@@ -146,7 +161,8 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         )
         | operands(x.scores, matP="bt0", matDeltaP="bt0")
         | operands(x.gates.per_step(), vecW="bt", vecAbar="bt")
-        | operands(x.normaliser_gradients, vecInvDen="bt", vecDzDen="bt"),
+        | operands(x.normaliser_gradients, vecInvDen="bt", vecDzDen="bt")
+        | operands(x.live, count="b"),
         dict(
             matDeltaQ=(x.matQ, "bt0"),
             q_dot_dq_inter=inter,
