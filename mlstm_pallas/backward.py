@@ -191,7 +191,9 @@ def second_half(
     di, df, dm_first = run(
         "step_gradients",
         vecF=x.f,
-        pairs=TileSums(*(_of_live(live, y, axis) for y, axis in zip(pairs, (2, 2, 1), strict=True))),
+        pairs=TileSums(
+            *(_of_live(live, y, axis) for y, axis in zip(pairs, (2, 2, 1), strict=True))
+        ),
         q_dot_dq_inter=_of_live(live, gradients.q_dot_dq_inter),
         k_dot_dk_inter=_of_live(live, gradients.k_dot_dk_inter),
         through=_of_live(live, gradients.inner_C_dC),

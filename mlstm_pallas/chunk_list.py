@@ -42,25 +42,25 @@ class LiveChunks(NamedTuple):
     All other chunks have no gradients: kernels skip them.
     """
 
-    count: Array  # (B * NH,) int32, at least 1
+    num_live: Array  # (B * NH,) int32, at least 1
     total: Array  # (1,) int32, of all heads
     order: Array  # (B * NH * NC,) int32, the chunks of all heads, live ones first
 
     @property
     def mask(self) -> Array:
         """Which chunks are live, (B * NH, NC)."""
-        return _before(self.count, self.order.size // self.count.size)
+        return _first(self.num_live, self.order.size // self.num_live.size)
 
 
-def _before(count: Array, NC: int) -> Array:
+def _first(count: Array, NC: int) -> Array:
     return lax.broadcasted_iota(jnp.int32, (count.size, NC), 1) < count[:, None]
 
 
 def live_chunks(lengths: Array, p: Problem) -> LiveChunks:
     """The live chunks of rows of these lengths, (B * NH,) int32."""
-    count = jnp.clip(divide(lengths + (p.L - 1), p.L), 1, p.NC)
-    order = jnp.argsort(~_before(count, p.NC).reshape(-1), stable=True).astype(jnp.int32)
-    return LiveChunks(count, jnp.sum(count, dtype=jnp.int32, keepdims=True), order)
+    num_live = jnp.clip(divide(lengths + (p.L - 1), p.L), 1, p.NC)
+    order = jnp.argsort(~_first(num_live, p.NC).reshape(-1), stable=True).astype(jnp.int32)
+    return LiveChunks(num_live, jnp.sum(num_live, dtype=jnp.int32, keepdims=True), order)
 
 
 class ChunkList(NamedTuple):

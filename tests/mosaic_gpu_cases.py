@@ -124,6 +124,9 @@ CASES = {
     "float16": Case(dtype="float16"),
     "lengths": Case(shape=(2, 1, 256, 256, 256), packed=True, lengths=np.array([200, 77])),
     "lengths_of_one_block": Case(shape=(2, 1, 256, 64, 128), lengths=np.array([200, 0])),
+    "lengths_of_heads_of_128": Case(
+        shape=(2, 2, 384, 128, 256), options=BTNH, lengths=np.array([130, 300])
+    ),
     "padded": Case(shape=(1, 1, 201, 250, 200), options=BTNH),
     "resets": Case(recipe=dict(resets=True)),
     "narrow": Case(**NARROW),

@@ -254,6 +254,16 @@ def test_lengths_and_states_of_packed_prompts(fused):
     check_prompts(0, 128, 256, dtype="bfloat16", rows=ODD_ON_A_GPU, go_on=fused, **options)
 
 
+@pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
+@pytest.mark.parametrize(("DHQK", "DHHV"), [(64, 128), (128, 256), (256, 512)])
+def test_gradients_of_lengths(DHQK, DHHV, backend):
+    """The backward pass skips whole chunks."""
+    inputs = random_inputs(7, 5, 2, 1000, DHQK, DHHV, dtype="bfloat16")
+    lengths = np.array([0, 1, 384, 700, 1000])
+    bounds = FORWARD["bfloat16"], BACKWARD["bfloat16"]
+    check_call(inputs, *bounds, lengths=lengths, backend=backend)
+
+
 # ---------------- one token at a time
 
 

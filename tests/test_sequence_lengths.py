@@ -33,6 +33,15 @@ CASES = {
         recompute_states_in_bw=False,
         config=KernelConfig(fused=True),
     ),
+    "tiles_and_splits": dict(
+        backend="interpret",
+        chunk_size=2 * L,
+        config=KernelConfig(
+            triton_parallel_bw_dP=dict(siz_b_LQ=16),
+            triton_parallel_bw_dQKV=dict(siz_b_LQ=16),
+            triton_recurrent_bw_dC=dict(num_splits=2),
+        ),
+    ),
     "plain": dict(backend="xla", segment_ids=IDS, input_gate="sigmoid", normalize=False),
 }
 

@@ -73,7 +73,10 @@ class PersistentKernel:
         raise NotImplementedError
 
     def clear(self, tile, *outputs) -> None:
-        """Stores zeros in the outputs in chunks that are not live; tile: (64, 64), of the warpgroup."""
+        """Stores zeros in the outputs in chunks that are not live.
+
+        tile: (64, 64) in shared memory, of the warpgroup.
+        """
         if self.live is None:
             return
         p, first = self.p, self.live.total[0]

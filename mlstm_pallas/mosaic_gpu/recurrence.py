@@ -169,7 +169,9 @@ def _recurrence(
     wg, rows, columns = lax.axis_index("wg"), a_smem.shape[-1], b_smem.shape[-1]
     readers, row_block, column_block = columns // WG_ROWS, *map(lax.axis_index, ("rows", "columns"))
     n = p.L // STEPS  # tiles per chunk
-    num_chunks: Any = p.NC // splits.of_sequence if x.count is None else x.count[head]  # per split
+    num_chunks: Any = p.NC // splits.of_sequence  # per split
+    if x.num_live is not None:
+        num_chunks = x.num_live[head]
     of_rows, of_columns = block(row_block, rows), block(column_block, columns)
     part = column_block * readers + wg  # which 64 columns of X the warpgroup has
     X_columns, tile_columns = block(part, WG_ROWS), block(wg, WG_ROWS)
@@ -376,7 +378,7 @@ def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOu
     transposed = functools.partial(jax.tree.map, jnp.matrix_transpose)
     inputs = [dataclasses.replace(x, X_initial=transposed(x.X_initial)) for x in each]
     if num_splits > 1:
-        inputs = [dataclasses.replace(x, count=None) for x in inputs]
+        inputs = [dataclasses.replace(x, num_live=None) for x in inputs]
         of_sums = Splits(num_splits, sums=True, all=False)
         added = _sums_of_splits(inputs, of_sums, call)
         inputs = [*map(_from_splits, inputs, added)]

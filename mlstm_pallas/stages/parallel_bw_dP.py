@@ -43,9 +43,9 @@ class ScoreGradients(NamedTuple):
     """Tiles and operands in the kernel dtype, sums in float32.
 
     A tile's column is s - the chunk's first step. Above the diagonal P and dP are 0 in the diagonal
-    blocks of MAX_TILE steps and undefined elsewhere. P, dP, pairs and delta of chunks that are not live
-    may be undefined. matP, matDeltaP and pairs are None if
-    parallel_bw_dQKV computes them; it does not read the other fields.
+    blocks of MAX_TILE steps and undefined elsewhere. P, dP, pairs and delta may be undefined in
+    chunks that are not live. matP, matDeltaP and pairs are None if parallel_bw_dQKV computes them;
+    it does not read the other fields.
     """
 
     matP: Any = None  # (B * NH, S, L)

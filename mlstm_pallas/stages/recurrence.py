@@ -34,7 +34,7 @@ class Recurrence:
       r: (B * NH, S) float32; None: a is already scaled.
       x_initial: (B * NH, DHQK) float32; needs r. None: x is not computed.
       h: shaped as b; None: the inner products are not computed.
-      count: (B * NH,) int32, the chunks from the first on that have products; a kernel may leave
+      num_live: (B * NH,) int32, the chunks from the first on that have products; a kernel may leave
         the states and inner products of others undefined. None: all.
     """
 
@@ -47,7 +47,7 @@ class Recurrence:
     r: Array | None = None
     x_initial: Array | None = None
     h: Array | None = None
-    count: Array | None = None
+    num_live: Array | None = None
 
     def scaled(self) -> Self:
         """The recurrence with a already scaled, without r and x."""

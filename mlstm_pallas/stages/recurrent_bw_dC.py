@@ -62,12 +62,12 @@ def recurrent_bw_dC(
       recurrences: ``recurrence.recurrences`` of a lowering.
     """
     (q, r), keys, gamma = x.queries, x.keys, x.scaGamma
-    count = None if x.live is None else x.live.count
+    num_live = None if x.live is None else x.live.num_live
     operands = q, x.matDeltaH, gamma, x.matDeltaC_last, return_initial
-    each = [Recurrence(*operands, backward=True, r=r, h=x.matH, count=count)]
+    each = [Recurrence(*operands, backward=True, r=r, h=x.matH, num_live=num_live)]
     if keys is not None and x.matV is not None:
         operands = keys.array, x.matV, gamma, x.matC_initial, return_last
-        each = [Recurrence(*operands, r=keys.weights, count=count), *each]
+        each = [Recurrence(*operands, r=keys.weights, num_live=num_live), *each]
     *C, dC = recurrences("recurrent_bw_dC", *each, call=call)
     delta = dC.inner
     if x.matH is not None and delta is None:

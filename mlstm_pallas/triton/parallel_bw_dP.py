@@ -56,7 +56,7 @@ def _parallel_bw_dP_kernel(
     vecAbar,
     vecInvDen,  # absent without a normaliser
     vecDzDen,  # absent without a normaliser
-    count,  # the head's live chunks, absent if all are
+    num_live,  # the head's live chunks, absent if all are
     matP,  # out (L, L)
     matDeltaP,  # out (L, L)
     matQbar,  # out (L, DHQK)
@@ -77,8 +77,8 @@ def _parallel_bw_dP_kernel(
     j = index - divide(i * (i + 1), 2)
 
     in_tile = index < num_tiles
-    if count is not None:
-        in_tile &= pl.program_id(1) < count[...]
+    if num_live is not None:
+        in_tile &= pl.program_id(1) < num_live[...]
 
     @pl.when(in_tile)
     def _tile():
@@ -167,7 +167,7 @@ def parallel_bw_dP(
         operands(x, matQ="bt0", matK="bt0", matV="bt0", matDeltaH="bt0")
         | operands(g, vecE="bt", vecU="bt", vecW="bt", vecAbar="bt")
         | operands(gradients, vecInvDen="bt", vecDzDen="bt")
-        | operands(x.live, count="b"),
+        | operands(x.live, num_live="b"),
         dict(
             matP=tile,
             matDeltaP=tile,

@@ -44,7 +44,7 @@ def _parallel_bw_dQKV_kernel(
     vecAbar,
     vecInvDen,  # absent without a normaliser
     vecDzDen,  # absent without a normaliser
-    count,  # the head's live chunks, absent if all are
+    num_live,  # the head's live chunks, absent if all are
     matDeltaQ,  # out (L, DHQK)
     q_dot_dq_inter,  # out (column blocks, L)
     matDeltaK,  # out (L, DHQK)
@@ -109,8 +109,8 @@ def _parallel_bw_dQKV_kernel(
         inner_C_dC[row * blocks(matC_states.shape[1], siz_b_DHHV) + column] = jnp.sum(C * dC)
 
     index, is_live = pl.program_id(0), None
-    if count is not None:
-        is_live = pl.program_id(1) < count[...]
+    if num_live is not None:
+        is_live = pl.program_id(1) < num_live[...]
 
     def run(role, start, of_rows, of_columns, out=None):
         """Runs a role in the CTAs from ``start`` on, one per block; returns their end.
@@ -162,7 +162,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         | operands(x.scores, matP="bt0", matDeltaP="bt0")
         | operands(x.gates.per_step(), vecW="bt", vecAbar="bt")
         | operands(x.normaliser_gradients, vecInvDen="bt", vecDzDen="bt")
-        | operands(x.live, count="b"),
+        | operands(x.live, num_live="b"),
         dict(
             matDeltaQ=(x.matQ, "bt0"),
             q_dot_dq_inter=inter,

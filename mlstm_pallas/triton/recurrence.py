@@ -60,7 +60,7 @@ def _recurrence_kernel(
     gamma,  # (NC,)
     X_initial,  # (siz_b_DHQK, siz_b_DHHV), may be absent
     x_initial,  # (siz_b_DHQK,), may be absent
-    count,  # the chunks that are computed, may be absent
+    num_live,  # the chunks that are computed, may be absent
     X,  # out (NC, siz_b_DHQK, siz_b_DHHV)
     X_last,  # out (siz_b_DHQK, siz_b_DHHV), may be absent
     x,  # out (NC, siz_b_DHQK), absent without x_initial
@@ -70,8 +70,8 @@ def _recurrence_kernel(
     backward,
 ):
     num_chunks, siz_b_L = gamma.shape[0], call.tiles.siz_b_LKV
-    if count is not None:
-        num_chunks = count[...]
+    if num_live is not None:
+        num_chunks = num_live[...]
     num_tiles = blocks(call.problem.L, siz_b_L)
     owns_x = pl.program_id(0) == 0
 
@@ -158,7 +158,16 @@ def _launch(
 
     y = kernel_call(
         _recurrences_kernel,
-        operands(each, a="hsk", b="hsv", r="hs", gamma="h0", X_initial="hkv", x_initial="hk", count="h"),
+        operands(
+            each,
+            a="hsk",
+            b="hsv",
+            r="hs",
+            gamma="h0",
+            X_initial="hkv",
+            x_initial="hk",
+            num_live="h",
+        ),
         operands(shapes, X="o0kv", X_last="okv", x="o0k", x_last="ok"),
         name=name,
         grid=(*call.tiles.grid(p)[:2], len(each) * heads),
@@ -220,7 +229,7 @@ def _in_splits(x: Recurrence, num_splits: int, call: Launch) -> Recurrence:
     products = split_products(operands, num_splits=num_splits, backward=x.backward, call=call)
     states = split_states(products, x.gamma, x.X_initial, backward=x.backward)
     a, b, gamma = (splits_as_heads(y, num_splits, S) for y in (x.a, x.b, x.gamma))
-    return dataclasses.replace(x, a=a, b=b, gamma=gamma, X_initial=states, count=None)
+    return dataclasses.replace(x, a=a, b=b, gamma=gamma, X_initial=states, num_live=None)
 
 
 @dataclasses.dataclass(frozen=True)
