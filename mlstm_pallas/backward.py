@@ -4,7 +4,7 @@ Arrays belong to a shard, as in the forward schedule.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from mlstm_pallas.arrays import Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.chunk_list import LiveChunks, live_chunks
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.forward import gates_of
-from mlstm_pallas.gate_gradients import TileSums, inner, only, step_flags
+from mlstm_pallas.gate_gradients import inner, only, step_flags
 from mlstm_pallas.gates import M_GRAD_FLOWS, MASKED, ChunkGates
 from mlstm_pallas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
 from mlstm_pallas.planning import CallSpec
@@ -108,7 +108,9 @@ def first_half(
         call=spec.launch("recurrent_bw_dC", lowering),
     )
     delta = states.vecDelta if scores.vecDelta is None else scores.vecDelta
-    delta = _of_live(live, delta)
+    if live is not None and delta is not None:
+        # Of what the kernels leave undefined it alone would reach other chunks, through dm.
+        delta = only(delta.reshape(gates.vecM.shape), live.mask, 0, 1).reshape(delta.shape)
     normaliser, dn_added = gradients_for(delta=delta), scores.vecDeltaN_added
     if normaliser.vecDzDen is not None and dn_added is None:
         dn_added = run(
@@ -126,15 +128,6 @@ def _live(spec: CallSpec, lowering: Lowering, x: Inputs) -> LiveChunks | None:
     if x.lengths is None or lowering is Lowering.XLA:
         return None
     return live_chunks(x.lengths, spec.problem)
-
-
-def _of_live(live: LiveChunks | None, x: Any, axis: int = 1) -> Any:
-    """x, with 0 in chunks that are not live; axis: that of the chunks, or of all steps."""
-    if live is None or x is None:
-        return x
-    mask = live.mask
-    in_chunks = x.reshape(*x.shape[:axis], mask.shape[1], -1, *x.shape[axis + 1 :])
-    return only(in_chunks, mask, 0, axis).reshape(x.shape)
 
 
 def _scores_lowering(spec: CallSpec, lowering: Lowering) -> Lowering:
@@ -186,17 +179,14 @@ def second_half(
     if dm is not None and spec.return_last_states:
         # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
         dm = dm.at[..., -1].add(last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last))
-    pairs = scores.pairs or gradients.pairs
     flags = step_flags(gates, x.f, x.starts)
     di, df, dm_first = run(
         "step_gradients",
         vecF=x.f,
-        pairs=TileSums(
-            *(_of_live(live, y, axis) for y, axis in zip(pairs, (2, 2, 1), strict=True))
-        ),
-        q_dot_dq_inter=_of_live(live, gradients.q_dot_dq_inter),
-        k_dot_dk_inter=_of_live(live, gradients.k_dot_dk_inter),
-        through=_of_live(live, gradients.inner_C_dC),
+        pairs=scores.pairs or gradients.pairs,
+        q_dot_dq_inter=gradients.q_dot_dq_inter,
+        k_dot_dk_inter=gradients.k_dot_dk_inter,
+        through=gradients.inner_C_dC,
         flags=flags,
         dm=dm,
         call=spec.launch("step_gradients", scores_lowering),
