@@ -109,7 +109,8 @@ def first_half(
     )
     delta = states.vecDelta if scores.vecDelta is None else scores.vecDelta
     if live is not None and delta is not None:
-        # Of what the kernels leave undefined it alone would reach other chunks, through dm.
+        # Undefined values of delta would reach live chunks, through dm and dn. All other undefined
+        # values stay in their chunks.
         delta = only(delta.reshape(gates.vecM.shape), live.mask, 0, 1).reshape(delta.shape)
     normaliser, dn_added = gradients_for(delta=delta), scores.vecDeltaN_added
     if normaliser.vecDzDen is not None and dn_added is None:
@@ -191,6 +192,9 @@ def second_half(
         dm=dm,
         call=spec.launch("step_gradients", scores_lowering),
     )
+    if live is not None:  # they are undefined in other chunks
+        shape = gates.vecM.shape
+        di, df = (only(y.reshape(shape), live.mask, 0, 1).reshape(y.shape) for y in (di, df))
     if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm
         di = jnp.where(x.i <= MASKED, 0.0, di * jax.nn.sigmoid(-x.i))
     dm_initial = jnp.where((flags[:, 0] & M_GRAD_FLOWS) > 0, dm_first, 0.0)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from mlstm_pallas.gates import steps_within
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.tiles import divide, remainder
 
@@ -37,9 +38,10 @@ class Entries(NamedTuple):
 
 
 class LiveChunks(NamedTuple):
-    """The chunks that begin before the lengths of their rows, and the first one of every row.
+    """The chunks that begin before the length of their row.
 
-    All other chunks have no gradients: kernels skip them.
+    The first chunk of a row always counts, so that every recurrence has one. All other chunks have
+    no gradients, and kernels skip them.
     """
 
     num_live: Array  # (B * NH,) int32, at least 1
@@ -49,17 +51,13 @@ class LiveChunks(NamedTuple):
     @property
     def mask(self) -> Array:
         """Which chunks are live, (B * NH, NC)."""
-        return _first(self.num_live, self.order.size // self.num_live.size)
-
-
-def _first(count: Array, NC: int) -> Array:
-    return lax.broadcasted_iota(jnp.int32, (count.size, NC), 1) < count[:, None]
+        return steps_within(self.num_live, self.order.size // self.num_live.size)
 
 
 def live_chunks(lengths: Array, p: Problem) -> LiveChunks:
     """The live chunks of rows of these lengths, (B * NH,) int32."""
     num_live = jnp.clip(divide(lengths + (p.L - 1), p.L), 1, p.NC)
-    order = jnp.argsort(~_first(num_live, p.NC).reshape(-1), stable=True).astype(jnp.int32)
+    order = jnp.argsort(~steps_within(num_live, p.NC).reshape(-1), stable=True).astype(jnp.int32)
     return LiveChunks(num_live, jnp.sum(num_live, dtype=jnp.int32, keepdims=True), order)
 
 

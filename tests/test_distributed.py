@@ -327,9 +327,10 @@ def test_gpus_give_the_numbers_of_one(gpus, backend, dtype):
     ("backend", "gate"),
     [
         ("xla", {}),
+        slow("interpret", {}),
         slow("interpret", {"input_gate": "sigmoid", "normalize": False}),
     ],
-    ids=["xla_exp", "interpret_sigmoid_unnormalised"],
+    ids=["xla_exp", "interpret_exp", "interpret_sigmoid_unnormalised"],
 )
 def test_packed_sequences_and_lengths_over_four_devices(backend, gate):
     """Sequences that begin inside a shard, at its first step, and one over three devices. One batch

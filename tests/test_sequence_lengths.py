@@ -22,7 +22,7 @@ from test_gradients import BOUND
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
 
 S, L = 70, 32
-LENGTHS = np.array([0, 1, 40, S + 29])
+LENGTHS = np.array([0, 1, 20, 40, S + 29])
 IDS = np.repeat([[0, 1, 0]] * len(LENGTHS), [20, 31, S - 51], axis=1)  # a start beyond 40
 CASES = {
     "materialised": dict(eps=0.0, stabilize_correctly=False, norm_val=0.0, backend="interpret"),
@@ -33,6 +33,8 @@ CASES = {
         recompute_states_in_bw=False,
         config=KernelConfig(fused=True),
     ),
+    # The steps beyond a length of 20 are no whole number of chunks.
+    "fused": dict(backend="interpret", chunk_size=16, config=KernelConfig(fused=True)),
     "tiles_and_splits": dict(
         backend="interpret",
         chunk_size=2 * L,
@@ -52,6 +54,16 @@ def test_against_float64(case):
     inputs = random_inputs(0, len(LENGTHS), 2, S, 16, 32, m_initial="input_gate" not in options)
     bounds = tolerance("float32", S + 16), BOUND["float32"]
     check_call(inputs, *bounds, lengths=LENGTHS, **options)
+
+
+def test_skipped_chunks_pass_jax_debug_nans():
+    """What kernels leave undefined is NaN in interpreted ones."""
+    *x, f = random_inputs(3, 2, 1, 48, 16, 16, states=False).values()
+    lengths = np.array([1, 20])
+    call = functools.partial(mlstm_chunkwise, *x, chunk_size=16, backend="interpret")
+    with jax.debug_nans(True):
+        gradient = jax.grad(lambda f: jnp.sum(call(f=f, sequence_lengths=lengths)))(f)
+    assert_nothing_beyond(lengths, [gradient], dict.fromkeys("qkvif", gradient))
 
 
 @pytest.mark.slow

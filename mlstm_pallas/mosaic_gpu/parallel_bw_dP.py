@@ -82,7 +82,7 @@ class _Kernel(PersistentKernel):
       v_gmem, dh_gmem, h_gmem: D = DHHV. h is absent if delta is not computed.
     Inputs (B * NH, S): e_gmem and u_gmem, two each; inv_den_gmem, absent without a normaliser;
       slope_gmem, absent without a normaliser or h.
-    Input live_gmem: ``LiveChunks``, absent if all are.
+    Input live_gmem: ``LiveChunks``, absent if all chunks are live.
     Outputs: P, dP, (B * NH, S, L); pairs, see ``w_sum_shapes``; delta, (B * NH, S), absent without
       h.
     Shared memory and barriers: see ``Tiles.scratch``.

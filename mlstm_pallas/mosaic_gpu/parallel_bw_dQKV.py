@@ -137,7 +137,7 @@ class _Kernel(PersistentKernel):
       P_gmem, dP_gmem: (B * NH, S, L).
       w_gmem, abar_gmem, inv_den_gmem, dz_den_gmem: (B * NH, S); the last two are absent without a
         normaliser.
-      live_gmem: ``LiveChunks``, absent if all are.
+      live_gmem: ``LiveChunks``, absent if all chunks are live.
     Outputs:
       dq, dk, dv: like q, k and v.
       q_inter, k_inter: (B * NH, column blocks, S).
@@ -170,6 +170,7 @@ class _Kernel(PersistentKernel):
     def item(self, index, step):
         index, items_of_chunk = self.item_of(index), _items_of_chunk(self.roles)
         chunks = self.p.BNH * self.p.NC
+        # With live chunks their number is not static.
         few = items_of_chunk * chunks <= FEW_ITEMS * self.tiles.num_ctas and self.live is None
         if few:
             # All chunks of a role and row are neighbours, so no CTA has several long items.

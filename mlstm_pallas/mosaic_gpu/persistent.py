@@ -28,7 +28,7 @@ class PersistentKernel:
       refs: the references of the kernel, by name.
       program: the index of the CTA.
       num_items: the number of its items.
-      live: references to the ``LiveChunks``, whose items it has; None: it has those of all chunks.
+      live: references to ``LiveChunks``: the CTAs share the items of these chunks; None: of all.
       ring: of the operands.
       rings: all rings whose number of steps is known from the start.
     """
@@ -59,7 +59,10 @@ class PersistentKernel:
         return self.program + index * self.tiles.num_ctas
 
     def head_and_chunk(self, index) -> tuple[Any, Any]:
-        """The place of the index-th chunk of all heads, in the order of the live chunks."""
+        """The head and the chunk at a place in the list of all chunks.
+
+        It begins with the live ones.
+        """
         if self.live is not None:
             index = self.live.order[index]
         return divide(index, self.p.NC), remainder(index, self.p.NC)
@@ -73,7 +76,7 @@ class PersistentKernel:
         raise NotImplementedError
 
     def clear(self, tile, *outputs) -> None:
-        """Stores zeros in the outputs in chunks that are not live.
+        """Stores zeros in the CTA's share of the chunks that are not live.
 
         tile: (64, 64) in shared memory, of the warpgroup.
         """

@@ -377,7 +377,7 @@ def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOu
     num_splits = call.tiles.num_splits
     transposed = functools.partial(jax.tree.map, jnp.matrix_transpose)
     inputs = [dataclasses.replace(x, X_initial=transposed(x.X_initial)) for x in each]
-    if num_splits > 1:
+    if num_splits > 1:  # splits run all their chunks
         inputs = [dataclasses.replace(x, num_live=None) for x in inputs]
         of_sums = Splits(num_splits, sums=True, all=False)
         added = _sums_of_splits(inputs, of_sums, call)

@@ -36,7 +36,10 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Those of q, k and v are 0 in chunks that are not live; all others may be undefined there."""
+    """In chunks that are not live the gradients of q, k and v are 0.
+
+    The other fields may be undefined there.
+    """
 
     matDeltaQ: Array  # (B * NH, S, DHQK) in the kernel dtype
     matDeltaK: Array  # (B * NH, S, DHQK)
@@ -53,7 +56,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     p, gates, gradients = call.problem, x.gates, x.normaliser_gradients
     q, k, v, dh = map(call.chunks, (x.matQ, x.matK, x.matV, x.matDeltaH))
     P, dP, product = call.chunks(x.scores.matP), call.chunks(x.scores.matDeltaP), call.product
-    if x.live is not None:  # what the kernels before leave undefined
+    if x.live is not None:  # undefined in other chunks
         C, dC, P, dP = (only(y, x.live.mask, 0, 1) for y in (C, dC, P, dP))
     if p.L > p.T:  # parallel_bw_dP leaves tiles above the diagonal undefined
         P, dP = causal(P), causal(dP)

@@ -34,8 +34,9 @@ class Recurrence:
       r: (B * NH, S) float32; None: a is already scaled.
       x_initial: (B * NH, DHQK) float32; needs r. None: x is not computed.
       h: shaped as b; None: the inner products are not computed.
-      num_live: (B * NH,) int32, the chunks from the first on that have products; a kernel may leave
-        the states and inner products of others undefined. None: all.
+      num_live: (B * NH,) int32, the number of leading chunks that may change X. In the others gamma
+        is 1 and the products are 0; a kernel skips them and leaves their states and inner products
+        undefined. None: all.
     """
 
     a: Array

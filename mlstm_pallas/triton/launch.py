@@ -244,6 +244,10 @@ class _PartialBlock:
     def __setitem__(self, index: Any, x: Array) -> None:
         part, inside = self._part(index)
         if self.interpret:
+            # The interpreter moves a part that reaches beyond the block up to the block's end.
+            end = part.transforms[-1].indices[0].start + part.shape[0]
+            moved = lax.max(end - np.int32(self.ref.shape[0]), np.int32(0))
+            x, inside = jnp.roll(x, moved, axis=0), jnp.roll(inside, moved, axis=0)
             self.ref[index] = jnp.where(inside, x, self.ref[index])
         else:
             masked_store(part, x, inside)

@@ -56,7 +56,7 @@ def _parallel_bw_dP_kernel(
     vecAbar,
     vecInvDen,  # absent without a normaliser
     vecDzDen,  # absent without a normaliser
-    num_live,  # the head's live chunks, absent if all are
+    num_live,  # number of the head's live chunks, absent if all chunks are live
     matP,  # out (L, L)
     matDeltaP,  # out (L, L)
     matQbar,  # out (L, DHQK)

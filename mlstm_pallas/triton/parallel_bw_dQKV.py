@@ -44,7 +44,7 @@ def _parallel_bw_dQKV_kernel(
     vecAbar,
     vecInvDen,  # absent without a normaliser
     vecDzDen,  # absent without a normaliser
-    num_live,  # the head's live chunks, absent if all are
+    num_live,  # number of the head's live chunks, absent if all chunks are live
     matDeltaQ,  # out (L, DHQK)
     q_dot_dq_inter,  # out (column blocks, L)
     matDeltaK,  # out (L, DHQK)
@@ -108,9 +108,8 @@ def _parallel_bw_dQKV_kernel(
         C, dC = (ref[rows, columns].astype(jnp.float32) for ref in (matC_states, matDeltaC_states))
         inner_C_dC[row * blocks(matC_states.shape[1], siz_b_DHHV) + column] = jnp.sum(C * dC)
 
-    index, is_live = pl.program_id(0), None
-    if num_live is not None:
-        is_live = pl.program_id(1) < num_live[...]
+    index = pl.program_id(0)
+    is_live: Any = True if num_live is None else pl.program_id(1) < num_live[...]
 
     def run(role, start, of_rows, of_columns, out=None):
         """Runs a role in the CTAs from ``start`` on, one per block; returns their end.
@@ -124,11 +123,8 @@ def _parallel_bw_dQKV_kernel(
         def _():
             row, column = divide(index - start, columns), remainder(index - start, columns)
             at = block_at(row, of_rows[1]), block_at(column, of_columns[1])
-            if is_live is None:
-                role(row, column, *at)
-                return
             pl.when(is_live)(lambda: role(row, column, *at))
-            if out is not None:
+            if out is not None and num_live is not None:
 
                 @pl.when(~is_live)
                 def _():
