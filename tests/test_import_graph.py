@@ -27,9 +27,8 @@ LAYERS = (
     ("dispatch",),
     ("triton", "mosaic_gpu"),
     ("stages", "costs"),
-    ("gate_gradients", "stage"),
+    ("chunk_list", "gate_gradients", "stage"),
     ("gates", "validation"),
-    ("chunk_list",),
     ("problem", "tiles", "normaliser", "splits", "annotations", "gpu", "version"),
 )
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}
