@@ -4,7 +4,7 @@ Arrays belong to a shard, as in the forward schedule.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,10 +108,9 @@ def first_half(
         call=spec.launch("recurrent_bw_dC", lowering),
     )
     delta = states.vecDelta if scores.vecDelta is None else scores.vecDelta
-    if live is not None and delta is not None:
-        # Undefined values of delta would reach live chunks, through dm and dn. All other undefined
-        # values stay in their chunks.
-        delta = only(delta.reshape(gates.vecM.shape), live.mask, 0, 1).reshape(delta.shape)
+    # Undefined values of delta would reach live chunks, through dm and dn. All other undefined
+    # values stay in their chunks.
+    delta = _of_live(live, delta)
     normaliser, dn_added = gradients_for(delta=delta), scores.vecDeltaN_added
     if normaliser.vecDzDen is not None and dn_added is None:
         dn_added = run(
@@ -129,6 +128,14 @@ def _live(spec: CallSpec, lowering: Lowering, x: Inputs) -> LiveChunks | None:
     if x.lengths is None or lowering is Lowering.XLA:
         return None
     return live_chunks(x.lengths, spec.problem)
+
+
+def _of_live(live: LiveChunks | None, x: Any) -> Any:
+    """x, (B * NH, S), with 0 in chunks that are not live, where it may be undefined."""
+    if live is None or x is None:
+        return x
+    mask = live.mask
+    return only(x.reshape(*mask.shape, -1), mask, 0, 1).reshape(x.shape)
 
 
 def _scores_lowering(spec: CallSpec, lowering: Lowering) -> Lowering:
@@ -192,9 +199,7 @@ def second_half(
         dm=dm,
         call=spec.launch("step_gradients", scores_lowering),
     )
-    if live is not None:  # they are undefined in other chunks
-        shape = gates.vecM.shape
-        di, df = (only(y.reshape(shape), live.mask, 0, 1).reshape(y.shape) for y in (di, df))
+    di, df = (_of_live(live, y) for y in (di, df))
     if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm
         di = jnp.where(x.i <= MASKED, 0.0, di * jax.nn.sigmoid(-x.i))
     dm_initial = jnp.where((flags[:, 0] & M_GRAD_FLOWS) > 0, dm_first, 0.0)
