@@ -255,11 +255,13 @@ def test_lengths_and_states_of_packed_prompts(fused):
 
 
 @pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
-@pytest.mark.parametrize(("DHQK", "DHHV"), [(64, 128), (128, 256), (256, 512)])
-def test_gradients_of_lengths(DHQK, DHHV, backend):
+@pytest.mark.parametrize(
+    ("S", "DHQK", "DHHV"), [(1000, 64, 128), (1001, 128, 256), (1000, 256, 512)]
+)
+def test_gradients_of_lengths(S, DHQK, DHHV, backend):
     """The backward pass skips whole chunks."""
-    inputs = random_inputs(7, 5, 2, 1000, DHQK, DHHV, dtype="bfloat16")
-    lengths = np.array([0, 1, 384, 700, 1000])
+    inputs = random_inputs(7, 5, 2, S, DHQK, DHHV, dtype="bfloat16")
+    lengths = np.array([0, 1, 384, 700, S])
     bounds = FORWARD["bfloat16"], BACKWARD["bfloat16"]
     check_call(inputs, *bounds, lengths=lengths, backend=backend)
 

@@ -44,11 +44,10 @@ class PersistentKernel:
     def __init__(self, refs, p: Problem, tiles: RingTiles) -> None:
         self.refs, self.p, self.tiles = refs, p, tiles
         self.wg, self.program = lax.axis_index("wg"), lax.axis_index("program")
-        self.live, chunks = refs.live_gmem, p.BNH * p.NC
-        if self.live is None:
-            self.num_items = divide(tiles.items(p) - 1 - self.program, tiles.num_ctas) + 1
-        else:
-            self.num_items = self.share_of(self.live.total[0] * (tiles.items(p) // chunks))
+        self.live, items = refs.live_gmem, tiles.items(p)
+        if self.live is not None:
+            items = self.live.total[0] * (items // (p.BNH * p.NC))
+        self.num_items = self.share_of(items)
 
     def share_of(self, items):
         """The CTA's number of items, which may be 0."""

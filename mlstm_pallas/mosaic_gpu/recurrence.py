@@ -83,6 +83,12 @@ class Splits(NamedTuple):
     def first(self, backward: bool) -> int:
         return int(backward and not self.all)
 
+    def last_state(self, head, split, backward: bool) -> tuple[Any, Any]:
+        """Where the last state of a split is stored, and whether it is."""
+        if self.sums:
+            return head * self.of_head + (split - self.first(backward)), True
+        return head, self.of_sequence == 1 or split == (0 if backward else self.of_sequence - 1)
+
 
 def _store_state(index, XT, X_gmem, X_columns, tiles_smem):
     """Stores X^T, (64, rows), before the index-th chunk in the order of the recurrence.
@@ -256,11 +262,7 @@ def _recurrence(
     gamma, at = x.gamma[head, chunk_at(np.int32(0))], head * splits.of_sequence + split
     initial = _initial(x, at, X_columns, of_rows, x_rows if owns_x else None)
     XT, vector, _ = loop(num_chunks, join, (*initial, gamma))
-    at, is_last = head, True
-    if splits.sums:
-        at = head * splits.of_head + (split - splits.first(x.backward))
-    elif splits.of_sequence > 1:
-        is_last = split == (0 if x.backward else splits.of_sequence - 1)
+    at, is_last = splits.last_state(head, split, x.backward)
 
     @pl.when(is_last)
     def store_last():
