@@ -100,7 +100,7 @@ def mlstm_chunkwise(
         autocast_kernel_dtype is set.
       v: values, (B, NH, S, DHV) or (B, S, NH, DHV).
       i: input gate pre-activations, natural log, (B, NH, S) or (B, S, NH), in
-        any float dtype; they are computed with in float32.
+        any float dtype; the arithmetic is float32.
       f: forget gate pre-activations, shaped as i; sigmoid is applied here.
       c_initial: state C before the first step, (B, NH, DHQK, DHV). None:
         zeros. Pass all three initial states or none.
@@ -108,8 +108,8 @@ def mlstm_chunkwise(
       m_initial: stabiliser m before the first step, (B, NH). The true states
         are exp(m) C and exp(m) n.
       return_last_states: whether to return the states after the last step.
-      eps: added to the denominator; like norm_val, 0 or a normal number of
-        float32.
+      eps: added to the denominator; eps and norm_val are 0 or normal float32
+        numbers.
       chunk_size: steps per chunk, a power of two from 16 up. None: chosen for
         the GPU and the shapes.
       autocast_kernel_dtype: dtype of q, k and v in matrix products. None: the
@@ -121,15 +121,16 @@ def mlstm_chunkwise(
         differs from the previous step's starts from zero states. Initial
         states belong to the first segment, last states to the last.
       sequence_lengths: (B,) integers, clipped to 0..S, for padded batches. The
-        last states are the states after sequence_lengths[b] steps. Beyond
-        them h and all gradients are 0, even if the padding holds NaN gates or
+        last states are the states after sequence_lengths[b] steps. Beyond these
+        steps h and all gradients are 0, even if the padding holds NaN gates or
         finite q, k and v up to 1e10.
       num_segments: N, with segment_ids and return_last_states, for packed
-        prompts. The call returns the states at the ends of the first N
-        segments of each batch entry, (B, N, NH, ...). The initial states may
-        then be (B, N, NH, ...) too: segment n starts from states n, as a
-        prompt that is prefilled in pieces; states of segments that do not occur
-        stay as they were. Fastest for multiples of 64 steps. No derivatives.
+        prompts. The call returns the states at the ends of the first N segments
+        of each batch entry, (B, N, NH, ...). The initial states may then be
+        (B, N, NH, ...) too: segment n starts from states n, as when a prompt is
+        prefilled in pieces; states of segments that do not occur stay as they
+        were. Segments of a multiple of 64 steps are the fastest. Such calls
+        have no derivatives.
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376), where
         log sigmoid(i_t) replaces i_t, every m_t is 0, and m_initial must be
         None or zeros.
@@ -144,8 +145,9 @@ def mlstm_chunkwise(
       config: overrides of the plan, which mlstm_pallas.plan shows.
 
     Returns:
-      h, shaped as v, in the dtype of q; with return_last_states
-      (h, (c, n, m)), the states in float32 and shaped as the initial ones.
+      h, shaped as v, in the dtype of q; with return_last_states (h, (c, n, m)),
+      the states in float32 (float64 for float64 inputs) and shaped as the
+      initial ones.
 
     Raises:
       TypeError, ValueError: at trace time. The message names the argument,
@@ -164,8 +166,8 @@ def pack_lengths(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Packs prompts into rows for one prefill: segment ids and prompt ends.
 
-    Prompt n of row b has steps ends[b, n] - lengths[b][n] to ends[b, n] - 1.
-    To get h of each prompt's last token and its last states::
+    Prompt n of row b takes steps ends[b, n] - lengths[b][n] to ends[b, n] - 1.
+    To get h of each prompt's last token and the prompt's last states::
 
       >>> import jax.numpy as jnp
       >>> import numpy as np
@@ -197,12 +199,13 @@ def pack_lengths(
       S: steps per row. None: as many as the longest row needs.
 
     Returns:
-      segment_ids (B, S), n at the steps of prompt n and N after the last
-      prompt, and ends (B, N), the number of steps up to the end of each
-      prompt, which repeats after the last prompt; int32 NumPy arrays.
+      Two int32 NumPy arrays: segment_ids (B, S), which is n at the steps of
+      prompt n and N after the last prompt, and ends (B, N), the number of steps
+      up to the end of each prompt; after a row's last prompt it repeats.
 
     Raises:
-      TypeError, ValueError: naming the argument and what was expected.
+      TypeError, ValueError: the message names the argument and what was
+        expected.
     """
     rows = validation.check_lengths(lengths)
     sizes = np.zeros((len(rows), max(map(len, rows))), int)

@@ -18,15 +18,15 @@ _default: ContextVar[str | None] = ContextVar("backend", default=_UNSET)
 
 
 class use_backend:
-    """Sets the backend of calls inside a with statement that pass none.
+    """Sets the backend of calls that pass none, inside a with statement.
 
     None: "triton" where the computation is lowered for an NVIDIA GPU, "xla"
       elsewhere.
     "triton": Triton kernels, the fastest in float32 and on GPUs before and
       after Hopper.
     "mosaic_gpu": Mosaic GPU kernels, the fastest on Hopper in 16-bit dtypes.
-      Stages without such a kernel run Triton's, or plain jnp if jax has no
-      Triton backend. Another GPU or an unsupported jax raises a ValueError.
+      Stages without such a kernel run the Triton kernel, or plain jnp if jax has
+      no Triton backend. Another GPU or an unsupported jax raises a ValueError.
     "xla": plain jnp, on any device.
     "interpret", "mosaic_gpu_interpret": the kernels interpreted on a CPU;
       slow, for tests. Inside a shard_map the former needs check_vma=False;
@@ -34,8 +34,8 @@ class use_backend:
 
     The argument ``backend`` of a call comes first, then the innermost
     use_backend, then the environment variable MLSTM_PALLAS_BACKEND. All are
-    read when a function is called, that is at trace time under jit, so they
-    do not change functions that were traced before.
+    read when a function is called, that is, at trace time under jit, so they do
+    not change functions that were traced before.
 
     use_backend applies to the thread or asyncio task that entered it. Threads
     started inside do not see it; for them, and for a whole program, set
@@ -48,7 +48,7 @@ class use_backend:
       ...     pass  # calls, or the first call of a jitted function
 
     Raises:
-      ValueError: for another backend.
+      ValueError: for the name of another backend.
     """
 
     _entered = True  # no warning where check_backend raises

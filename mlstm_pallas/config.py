@@ -21,20 +21,20 @@ Fields = tuple[tuple[str, Any], ...]
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class KernelConfig:
-    """Overrides of the plan. The rules of ``planning.py`` decide what is left None.
+    """Overrides of the plan. Tuned rows, then the rules of ``planning.py``, decide what is None.
 
         KernelConfig(chunk_size=128, triton_parallel_fw_H=dict(siz_b_LQ=128, num_warps=8))
 
     Attributes:
       chunk_size: L, a power of two >= 16.
-      precision: the precision of float32 products. None: true float32 quality, by six bfloat16
+      precision: the precision of float32 products. None: full float32 accuracy, by six bfloat16
         products on the tensor cores.
       fused: whether the forward pass is the fused scan (parallel_fw_P and recurrent_fw_H), which
         keeps the states on the chip. With False it writes them to memory (recurrent_fw_C and
         parallel_fw_H).
       num_splits: parts of a sequence that the fused scan runs at the same time, a power of two.
-      tiles: fields of a kernel's tiles, by lowering and kernel; keywords of the constructor. A
-        size beyond its axis is cut to the axis.
+      tiles: fields of a kernel's tiles, by lowering and kernel; keywords of the constructor. A size
+        is clamped to one that divides its axis.
     """
 
     chunk_size: int | None

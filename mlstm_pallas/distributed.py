@@ -8,10 +8,10 @@ would enter the maximum), and g_j, its sum of log sigmoid(f):
     m' = max(m_j, g_j + m)
     C' = exp(m_j - m') C_j + exp(g_j + m - m') C        n' likewise
 
-Such functions compose (``joined``), so a prefix over the devices (``_exclusive_prefix``) gives the
-state before each shard. m and n are exchanged first, C while stages run that do not read it. The
-forward pass then starts from that state. It reuses, rescaled (``_from_start``), the shard's states
-of n and what its splits add to C_j. With c(t) the chunk of step t (splits.py),
+Such functions compose (``joined``), so a prefix scan over the devices (``_exclusive_prefix``) gives
+the state before each shard. m and n are exchanged first, and C while stages that do not read C run.
+The forward pass then starts from that state. It reuses the shard's states of n and what its splits
+add to C_j, both rescaled (``_from_start``). With c(t) the chunk of step t (splits.py),
 
     C_j = sum_t [abar_t prod_{c' > c(t)} gamma_c'] k_t v_t^T
 
@@ -19,8 +19,8 @@ The gradient of the state before a shard is a linear function of the gradient of
 
     dC' = A_j + Gamma_j dC        dn' likewise        Gamma_j = prod_c gamma_c
 
-So the backward pass has two halves. The first starts from the cotangents of the shard's own
-outputs and yields A_j. A suffix over the devices gives each shard dC, the contribution of all later
+So the backward pass has two halves. The first starts from the cotangents of the shard's own outputs
+and yields A_j. A suffix scan over the devices gives each shard dC, the contribution of all later
 shards. The second half starts from the gradients after each chunk plus (prod_{c' > c} gamma_c') dC.
 The gradient dm follows the path of the stabilisers' maximum: it passes through a whole shard or not
 at all.
@@ -439,7 +439,7 @@ def mlstm_chunkwise_sequence_parallel(
 
     It is ``mlstm_chunkwise`` for use inside ``jax.shard_map``: device j of P
     holds steps j S / P to (j + 1) S / P of the whole sequence of S steps.
-    Gradients are exact, also those of the initial states. The dimensions
+    Gradients are exact, including those of the initial states. The dimensions
     are::
 
       B     batch
@@ -451,9 +451,9 @@ def mlstm_chunkwise_sequence_parallel(
 
     Each device sends 1 + ceil(log2(P - 1)) summaries of a shard in the forward
     pass and as many in the backward pass (none for P = 1). A summary has up to
-    DHQK DHV + DHQK + 6 floats of 4 bytes per batch entry and head. Head
-    dimensions count as the kernels see them: padded to a power of two from 16
-    to 64, beyond that to a multiple of 64, and not padded with backend "xla".
+    DHQK DHV + DHQK + 6 floats of 4 bytes per batch entry and head. DHQK and DHV
+    count here as the kernels see them: padded to a power of two from 16 to 64,
+    beyond that to a multiple of 64, and not padded with backend "xla".
     return_last_states adds one all-reduce of the states. The memory per device
     does not depend on P.
 
@@ -505,8 +505,8 @@ def mlstm_chunkwise_sequence_parallel(
       sequence_lengths: (B,) integers, of the whole sequence, the same on all
         devices of the axis.
       chunk_size: as for ``mlstm_chunkwise``; a chunk ends where a shard ends.
-      backend: as for ``mlstm_chunkwise``; "mosaic_gpu_interpret" for an axis
-        of one device only.
+      backend: as for ``mlstm_chunkwise``; "mosaic_gpu_interpret" runs on an
+        axis of one device only.
       eps, autocast_kernel_dtype, stabilize_correctly, norm_val, input_gate,
         normalize, recompute_states_in_bw, layout, config: as for
         ``mlstm_chunkwise``.
@@ -516,8 +516,8 @@ def mlstm_chunkwise_sequence_parallel(
       return_last_states (h, (c, n, m)), as ``mlstm_chunkwise``.
 
     Raises:
-      TypeError, ValueError: as ``mlstm_chunkwise``. ValueError for an
-        axis_name that is no axis of the surrounding shard_map.
+      TypeError, ValueError: as ``mlstm_chunkwise``. ValueError for an axis_name
+        that is not an axis of the surrounding shard_map.
     """
     check_axis_name(axis_name)
     axis = _axis(axis_name)

@@ -43,9 +43,9 @@ def export(
     chunks and the scans over them depend on it: make one export per length, or one for the longest,
     and pad shorter inputs and pass their sequence_lengths.
 
-    Functions of arrays sharded over several devices export with explicit mesh axes and shard_map,
-    but not with automatic axes: their partitioning calls back into this process, and jax.export
-    raises NotImplementedError.
+    Functions of arrays that are sharded over several devices can be exported with explicit mesh
+    axes and shard_map, but not with automatic axes: their partitioning calls back into this
+    process, so jax.export raises NotImplementedError.
 
     Args:
       function: the function to export; it is jitted here unless it already is.

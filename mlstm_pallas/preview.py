@@ -28,8 +28,8 @@ class PlannedLaunch:
       tiles: the sizes that the kernel reads, by name.
       grid: CTAs along each axis.
       shared_bytes: shared memory per CTA; an estimate for Triton.
-      bytes: of the inputs and outputs, each moved once.
-      flops: of matrix products.
+      bytes: bytes of the inputs and outputs, each moved once.
+      flops: FLOPs of the matrix products.
     """
 
     stage: str
@@ -52,15 +52,16 @@ class CallPlan:
 
     Attributes:
       gpu: the facts of the GPU that the plan is made for.
-      chunk_size: steps per chunk, L; with num_segments those of the fused scan.
+      chunk_size: steps per chunk, L; with num_segments, steps per chunk of the fused scan.
       fused: whether the forward pass is the fused scan, which keeps the states on the chip.
       num_splits: parts of a sequence in the fused scan.
-      num_segments: packed segments of a row, with their states; None: the call returns none.
-      launches: those of the forward, then of the backward pass, in order. Small kernels and XLA's
-        are left out: sums of vectors, gradients of the gates, the products of a recurrence's
-        splits, and further launches of a fused scan whose state needs several.
-      output_bytes: of h and of the gradients of q, k and v; with num_segments of h and the states.
-      temporary_bytes: the memory that the larger of both passes takes beside inputs and outputs.
+      num_segments: packed segments per row whose states the call returns; None: it returns none.
+      launches: launches of the forward pass, then of the backward pass, in order. Small kernels and
+        XLA's kernels are left out: sums of vectors, gradients of the gates, the products of a
+        recurrence's splits, and further launches of a fused scan whose state needs several.
+      output_bytes: bytes of h and of the gradients of q, k and v; with num_segments, of h and the
+        states.
+      temporary_bytes: bytes that the larger of the two passes takes beside inputs and outputs.
     """
 
     gpu: Gpu
@@ -123,14 +124,14 @@ def plan(
       DHQK, DHV: dimensions of the heads of q and k, and of v.
       dtype: the dtype of q, k and v.
       layout: the layout of q, k and v; it changes no launch.
-      num_segments: as for ``mlstm_chunkwise``: such a call has no backward pass.
+      num_segments: as for ``mlstm_chunkwise``; such a call has no backward pass.
       backend: as for ``mlstm_chunkwise``; None is "triton" here.
       gpu: the GPU's device_kind in jax, such as "NVIDIA H20"; None: the GPU of this process.
       recompute_states_in_bw, config: as for ``mlstm_chunkwise``.
 
     Raises:
-      ValueError, TypeError: for a wrong argument, for an unknown gpu, and for None if there is no
-        GPU.
+      ValueError, TypeError: for a wrong argument, for an unknown gpu, and if gpu is None and there
+        is no GPU.
 
     Example::
 

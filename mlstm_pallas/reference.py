@@ -45,8 +45,8 @@ def recurrence(
 ) -> tuple[jax.Array, States]:
     """The mLSTM as it is defined, one step at a time, in plain jnp.
 
-    Equations 19 to 27 of arXiv:2405.04517, as in ``mlstm_chunkwise``. It is
-    computed in the common dtype of the inputs, at least float32, and has
+    It computes equations 19 to 27 of arXiv:2405.04517, as ``mlstm_chunkwise``
+    does, in the common dtype of the inputs, at least float32, and has
     derivatives of every order in both modes. Arguments are not checked.
 
     Args:
@@ -55,9 +55,10 @@ def recurrence(
       v: values, (B, NH, S, DHV).
       i: input gate pre-activations, (B, NH, S).
       f: forget gate pre-activations, (B, NH, S).
-      c_initial: (B, NH, DHQK, DHV). None: zeros, as of the next two.
+      c_initial: (B, NH, DHQK, DHV). None: zeros, as for n_initial and
+        m_initial.
       n_initial: (B, NH, DHQK).
-      m_initial: (B, NH); with the sigmoid gate None or zeros.
+      m_initial: (B, NH); None or zeros with the sigmoid gate.
       segment_ids: (B, S) integers.
       eps, stabilize_correctly, norm_val, input_gate, normalize: as for
         ``mlstm_chunkwise``.
@@ -143,9 +144,9 @@ def chunkwise(
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """``mlstm_chunkwise`` in plain jnp, without a derivative rule of its own.
 
-    It takes the arguments of ``mlstm_chunkwise`` but num_segments, and has
+    It takes the arguments of ``mlstm_chunkwise`` except num_segments, and has
     derivatives of every order, in reverse and in forward mode. The chunkwise
-    form is that of arXiv:2503.14376, section 3: equal to ``recurrence`` up to
+    form is that of arXiv:2503.14376, section 3; it equals ``recurrence`` up to
     rounding.
 
     Example, a derivative in forward mode::
@@ -161,7 +162,7 @@ def chunkwise(
       (1, 2, 16, 8)
 
     Args:
-      recompute_states_in_bw, backend: not read.
+      recompute_states_in_bw, backend: accepted and ignored.
       q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
         chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
         segment_ids, sequence_lengths, input_gate, normalize, layout, config:

@@ -10,8 +10,8 @@ The arguments of a stage:
 * vecI, the input gate, and vecB, the running sums of log sigmoid(f) within each chunk, which are
   finite: (B, NH, NC, L).
 * States at the chunk boundaries: (B, NH, (NC + 1) * DHQK, DHHV), (B, NH, (NC + 1) * DHQK) and
-  (B, NH, NC + 1). States before each chunk have NC for NC + 1; where a stage reads these, it
-  accepts the former too.
+  (B, NH, NC + 1). Arrays of states before each chunk have NC in place of NC + 1; where a stage
+  reads those, it also accepts the states at all boundaries.
 * vecN_out, the N vector of the document: max(|q . n|, exp(-m)), (B, NH, S) float32, the denominator
   of H without EPS.
 """
@@ -95,10 +95,10 @@ def _mlstm_chunkwise_fw(
     return_last_states: bool = False, return_all_states: bool = False, CHUNK_SIZE: int = 64,
     EPS: float = 1e-6,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """H and vecN_out as of ``_mlstm_chunkwise__parallel_fw_H``, and the last m (B, NH).
+    """H and vecN_out as from ``_mlstm_chunkwise__parallel_fw_H``, and the last m (B, NH).
 
-    vecI, vecF: pre-activations (B, NH, S). return_last_states adds the last states (C, N, M),
-    float32, return_all_states those at all chunk boundaries.
+    vecI, vecF: pre-activations (B, NH, S). return_last_states adds the last states (C, N, M) in
+    float32, and return_all_states adds the states at all chunk boundaries.
     """
     H, vecN_out, _, scaM_last, *states = _common.forward(locals())
     return H, vecN_out, scaM_last, *states
@@ -123,7 +123,8 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """dQ, dK and dV in the dtype of matQ.
 
-    matC_states: before each chunk; matDeltaC_states: after each chunk; or both at all boundaries.
+    matC_states are before each chunk and matDeltaC_states after each chunk, or both are at all
+    boundaries.
     """
     x = run_stage(_common.input_gradients, locals())
     return x["matDeltaQ"], x["matDeltaK"], x["matDeltaV"]
@@ -139,7 +140,7 @@ def _mlstm_chunkwise_bw(
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """dQ, dK, dV, dI, dF and, with initial states, their dC, dN, dM.
 
-    See ``triton_stablef._mlstm_chunkwise_bw``. vecN_out, which is needed, is that of
-    ``_mlstm_chunkwise_fw``; EPS is added to it.
+    See ``triton_stablef._mlstm_chunkwise_bw``. vecN_out is required; it is the one that
+    ``_mlstm_chunkwise_fw`` returns, and EPS is added to it.
     """
     return _common.backward(locals())

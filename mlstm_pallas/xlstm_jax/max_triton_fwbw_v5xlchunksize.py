@@ -13,8 +13,8 @@ The arguments of a stage:
   (B, NH, (NC + 1) * DHQK) and (B, NH, NC + 1).
 * vecN_out, the N vector of the documents: max(|q . n|, exp(-m)), (B, NH, S) float32, the
   denominator of H without eps.
-* siz_b_*, num_warps, num_stages: replace those of the config unless None. A tile that does not
-  divide its axis is clamped.
+* siz_b_*, num_warps, num_stages replace the values of the config unless they are None. A tile that
+  does not divide its axis is clamped.
 """
 
 from collections.abc import Callable
@@ -97,8 +97,8 @@ def mlstm_chunkwise_fw(
 ) -> tuple[Any, ...]:  # fmt: skip
     """H (B, NH, S, DHHV) in output_dtype, vecN_out and the m of every step, (B, NH, S).
 
-    vecI, vecF: pre-activations (B, NH, S). return_last_states adds the last states (C, N, M),
-    float32, return_all_states those at all chunk boundaries.
+    vecI, vecF: pre-activations (B, NH, S). return_last_states adds the last states (C, N, M) in
+    float32, and return_all_states adds the states at all chunk boundaries.
     """
     H, vecN_out, vecM_out, _, *states = _common.forward(locals())
     return H, vecN_out, vecM_out, *states
@@ -131,15 +131,15 @@ def _gradient(name: str) -> Callable[..., jax.Array]:
     ) -> jax.Array:  # fmt: skip
         """The gradient of v, (B, NH, S, DHHV), of q or of k, (B, NH, S, DHQK), in output_dtype.
 
-        Its stages compute all three. The document of bw_dV is wrong to call the result "deltaK"
-        of DHQK columns, and about an eps of 1e-6.
+        The stages compute the gradients of q, k and v together. The document of bw_dV is wrong
+        where it calls the result "deltaK" with DHQK columns, and where it has an eps of 1e-6.
 
         Args:
           vecB: the running sums of log sigmoid(f) within each chunk, (B, NH, NC, L), finite.
           matDeltaC_states: the gradients of C at the chunk boundaries, shaped as matC_all.
           vecA (B, NH, NC, L), vecN_all, vecM_out (B, NH, S): not read. They follow from the other
             arguments, or their gradient is zero.
-          eps: that of the forward pass, which is added to vecN_out.
+          eps: the eps of the forward pass, which is added to vecN_out.
         """
         arguments = locals()
         # parallel_bw_dQKV calls the rows of its output tiles siz_b_LQ, for keys too.
@@ -167,7 +167,7 @@ def mlstm_chunkwise_bw(
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """dQ, dK, dV, dI, dF and, with initial states, their dC, dN, dM.
 
-    See ``triton_stablef._mlstm_chunkwise_bw``. vecN_out, which is needed, is that of
-    ``mlstm_chunkwise_fw``; the eps of the forward pass is added to it.
+    See ``triton_stablef._mlstm_chunkwise_bw``. vecN_out is required; it is the one that
+    ``mlstm_chunkwise_fw`` returns, and the eps of the forward pass is added to it.
     """
     return _common.backward(locals())

@@ -14,8 +14,8 @@ NT = num_chunks chunks of BT = chunk_size steps.
 * vecN_out (B, H, T) is the denominator of H with eps, since no backward function of this system has
   an eps. The document of ``_mlstm_chunkwise__recurrent_bw_dC`` calls it (B, H, NT * DHQK).
 * States at the chunk boundaries are (B, H, (NT + 1) * DHQK, DHHV), (B, H, (NT + 1) * DHQK) and
-  (B, H, NT + 1). States before each chunk have NT for NT + 1; where a stage reads these, it accepts
-  the former too.
+  (B, H, NT + 1). Arrays of states before each chunk have NT in place of NT + 1; where a stage reads
+  those, it also accepts the states at all boundaries.
 """
 
 import functools
@@ -76,10 +76,10 @@ def _mlstm_chunkwise_fw(
     return_last_states: bool = False, return_all_states: bool = False, chunk_size: int = 64,
     eps: float = 1e-6, stabilize_correctly: bool = True, norm_val: float = 1.0,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """H, vecN_out and m as of ``_mlstm_chunkwise__parallel_fw_H``.
+    """H, vecN_out and m as from ``_mlstm_chunkwise__parallel_fw_H``.
 
-    vecI, vecF: pre-activations (B, H, T). return_last_states adds the last states (C, N, M),
-    float32, return_all_states those at all chunk boundaries.
+    vecI, vecF: pre-activations (B, H, T). return_last_states adds the last states (C, N, M) in
+    float32, and return_all_states adds the states at all chunk boundaries.
     """
     H, vecN, vecM_out, _, *states = _common.forward(locals())
     return H, vecN + eps, vecM_out, *states
@@ -113,10 +113,10 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
     """dQ, dK (B, H, T, K) and dV (B, H, T, V) in the dtype of matQ.
 
     Args:
-      vecF: the document calls it summed; it is not.
+      vecF: not summed, although the document calls it summed.
       vecM_combine: (B, H, T), not read; m follows from the gates and scaM_inter, with more digits.
       scaM_inter, matC_states: before each chunk, or at all boundaries.
-      matDeltaC_states: the gradients of C after each chunk, as of
+      matDeltaC_states: the gradients of C after each chunk, as from
         ``_mlstm_chunkwise__recurrent_bw_dC``, or at all boundaries.
     """
     x = run_stage(_common.input_gradients, locals())
@@ -133,8 +133,8 @@ def _mlstm_chunkwise_bw(
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """dQ, dK, dV, dI, dF and, with initial states, their dC, dN, dM, shaped as the arguments.
 
-    They have the dtypes of the arguments. dN is zero, as only the denominator reads n. dM is
-    <dC_0, C_0>, as exp(m) scales the state.
+    They have the dtypes of the arguments. dN is zero, because only the denominator reads n. dM is
+    <dC_0, C_0>, because exp(m) scales the state.
 
     Args:
       vecI, vecF: pre-activations (B, H, T).
@@ -164,8 +164,8 @@ def _mlstm_chunkwise_fwbw_generator(
     Args:
       autocast_kernel_dtype: dtype of q, k, v in the matrix products; None: the dtype of matQ. Gates
         and states stay float32.
-      return_last_states: whether C, N and M of the last step are returned; else None in their
-        places.
+      return_last_states: whether C, N and M of the last step are returned; otherwise None takes
+        their places.
       recompute_states_in_bw, chunk_size, eps, stabilize_correctly, norm_val: as for
         ``mlstm_pallas.mlstm_chunkwise``.
 
@@ -246,7 +246,8 @@ def mlstm_chunkwise_triton_stablef(
       q, k: (B, NH, S, DHQK); v: (B, NH, S, DHV); i, f: gate pre-activations (B, NH, S).
       c_initial, n_initial, m_initial: (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH); all or none.
       return_last_states: whether to return the states after the last step too, in float32.
-      autocast_kernel_dtype: of q, k, v in the matrix products; gates and states stay float32.
+      autocast_kernel_dtype: the dtype of q, k, v in the matrix products; gates and states stay
+        float32.
       eps, chunk_size, stabilize_correctly, norm_val: as for ``mlstm_pallas.mlstm_chunkwise``.
     """
     return prepare(locals()).run(mlstm_forward)
