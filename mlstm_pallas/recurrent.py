@@ -188,12 +188,12 @@ def mlstm_recurrent_step(
     donated to jax.jit (donate_argnums). Otherwise they are copied first.
     In a loop whose body has few other operations, a small batch is faster with
     XLA_FLAGS=--xla_gpu_graph_min_graph_size=1, which makes a CUDA graph of the
-    body: 6.2 instead of 16 us per step at B = 1 on an H200.
+    body: 6.2 instead of 13 us per step at B = 1 on an H200.
 
     States in bfloat16 have half the bytes: on an H200, with 8 heads of 256/512,
-    a step takes 57 % (B = 37) and 54 % (B = 128) of its time with float32
-    states. The relative error of h is then 1.5e-3, and 2.1e-4 with float16
-    states; it is the same after 64 and after 8192 steps of random tokens.
+    a step takes 55 % of its time with float32 states at B = 37 and 128. The
+    relative error of h is then 1.5e-3, and 2.1e-4 with float16 states; it is
+    the same after 64 and after 8192 steps of random tokens.
 
     A model that computes q, k and v in one product can pass them joined, which
     avoids copies of slices: q is (B, NH, 2 DHQK + DHV) or wider, with q, k, v
