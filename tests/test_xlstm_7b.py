@@ -72,16 +72,16 @@ def assert_states(states, expected, rtol):
 # ---------------- the function
 
 
-def check_logits(params, bound):
-    """Logits are those of transformers, in their norm and one by one."""
+def check_logits(params, bound, of_largest):
+    """Logits are those of transformers, in their norm and, by the largest, one by one."""
     for prompt, positions, expected in zip(PROMPTS, POSITIONS, LOGITS, strict=True):
         logits = prefill(params, prompt)[0][positions]
         assert_close(logits, expected, bound)
-        assert np.abs(logits - expected).max() < bound * np.abs(expected).max()
+        assert np.abs(logits - expected).max() < of_largest * np.abs(expected).max()
 
 
 def test_logits_are_those_of_transformers(params):
-    check_logits(params, 1e-5)
+    check_logits(params, 1e-5, 1e-5)
 
 
 def test_logits_in_bfloat16():
@@ -97,7 +97,7 @@ def test_logits_in_bfloat16():
     assert {str(x.dtype) for x in jax.tree.leaves(params)} == {"bfloat16", "float32"}
     assert params["lm_head"].dtype == "bfloat16"  # norms and biases stay float32
     assert params["out_norm"].dtype == params["blocks"][0]["gate_bias"].dtype == "float32"
-    check_logits(params, bound)
+    check_logits(params, bound, 2 * bound)
 
 
 def test_packed_prompts_are_as_each_alone_and_as_transformers(params):
