@@ -45,6 +45,10 @@ BOUND = 1e-5  # gradients of either are held to 1e-4
 SEQUENCE, WHOLE = P(None, None, "s"), P()
 
 
+def mesh_of_shards(count, **options):
+    return mesh_of((count,), names="s", **options)
+
+
 def over(mesh, specs=(SEQUENCE, WHOLE), *, last=True, axis_names=(), check_vma=True, **options):
     """The sequence-parallel function of whole arrays.
 
@@ -82,9 +86,9 @@ alone = results_of(whole)  # values and gradients on one device
 
 # The mesh of each number of shards, and the sharding of its batch.
 MESHES = {
-    3: (mesh_of((3,), names="s"), None),
+    3: (mesh_of_shards(3), None),
     4: (mesh_of((2, 4), AxisType.Explicit, names="bs"), "b"),
-    6: (mesh_of((6,), names="s"), None),
+    6: (mesh_of_shards(6), None),
 }
 
 
@@ -161,7 +165,7 @@ def test_splits_of_a_shard_take_their_products_from_its_summary():
     scan = dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16)
     config = KernelConfig(fused=True, num_splits=2, triton_recurrent_fw_H=scan)
     # Chunks are two of the fused scan's.
-    split = over(mesh_of((2,), names="s"), config=config, **INTERPRETED | {"chunk_size": 32})
+    split = over(mesh_of_shards(2), config=config, **INTERPRETED | {"chunk_size": 32})
     x = random_inputs(0, 1, 1, 128, DHQK, DHHV, f_shift=6.0).values()
     traced = jax.jit(split).trace(*x)
     outputs = traced.lower().compile()(*x), jax.jit(whole)(*x)
@@ -172,7 +176,7 @@ def test_splits_of_a_shard_take_their_products_from_its_summary():
 
 def test_no_batch_at_all():
     x = [y[:0] for y in OPEN.values()]
-    h, _ = jax.jit(over(mesh_of((2,), names="s"), backend="xla", **OPTIONS))(*x)
+    h, _ = jax.jit(over(mesh_of_shards(2), backend="xla", **OPTIONS))(*x)
     assert h.shape == x[2].shape
 
 
@@ -181,7 +185,7 @@ def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():
     held = []
     for devices, rounds in ((2, 1), (8, 4)):
         x = random_inputs(0, B, NH, 16 * devices, DHQK, DHHV, states=False).values()
-        run = h_over(mesh_of((devices,), names="s"), chunk_size=16, backend="xla")
+        run = h_over(mesh_of_shards(devices), chunk_size=16, backend="xla")
         compiled = results_of(run).lower(*x).compile()
         assert {*collectives(compiled)} == {"collective-permute"}
         received = sum(
@@ -213,7 +217,7 @@ def test_an_axis_that_is_none_of_the_mesh_is_refused():
 )
 def test_derivatives_that_do_not_exist_are_refused(derivative):
     q, *others = random_inputs(0, 1, 1, 32, 8, 8, states=False).values()
-    run = h_over(mesh_of((2,), names="s"), chunk_size=16, backend="xla")
+    run = h_over(mesh_of_shards(2), chunk_size=16, backend="xla")
     with pytest.raises(TypeError, match=r"mlstm_pallas\.reference"):
         jax.eval_shape(derivative(lambda q: jnp.sum(run(q, *others))), q)
 
@@ -291,7 +295,7 @@ def test_gpus_give_the_numbers_of_one(gpus, backend, dtype):
     S = gpus * 2047
     shape = (1, 8, S, 256, 512) if backend == "mosaic_gpu" else (2, 4, S, 128, 256)
     x = list(random_inputs(0, *shape, dtype=dtype, f_shift=OPEN_GPU).values())
-    split = results_of(over(mesh_of((gpus,), names="s", platform="gpu"), backend=backend))
+    split = results_of(over(mesh_of_shards(gpus, platform="gpu"), backend=backend))
     compiled = split.lower(*x).compile()
     assert {*collectives(compiled)} <= {"collective-permute", "all-reduce"}
     assert (compiled.as_text().count(f'"{MOSAIC_CALL}"') >= 8) == (
@@ -322,7 +326,7 @@ def test_packed_sequences_and_lengths_over_four_devices(backend, gate):
     steps = P(None, "s")
 
     @jax.shard_map(
-        mesh=mesh_of((4,), names="s"),
+        mesh=mesh_of_shards(4),
         in_specs=(steps,) * 6 + (WHOLE,) * (len(x) - 5),
         out_specs=(steps, WHOLE),
         check_vma=backend == "xla",

@@ -1,10 +1,10 @@
 """FLOPs and bytes of stages, of whole calls and of attention; the least time."""
 
 import jax
-import kernel_benchmark
 import peers
 import pytest
 import roofline
+from kernel_benchmark import STAGES, MlstmPallasStage, stage_arrays
 from shapes import SHAPES, Shape
 
 from mlstm_pallas import KernelConfig, costs, dispatch
@@ -13,23 +13,18 @@ from mlstm_pallas.problem import Problem
 SMALL, WIDE = Shape(2, 3, 64, 16, 32), Shape(1, 64, 256, 256, 512)
 L = 32
 GATES = "vecE", "vecU", "vecW"
+OF_SCORES = {"gates": (*GATES, "vecAbar", "vecM")}
+OF_NORMALISER = {"normaliser_gradients": ("vecInvDen", "vecDzDen")}
 # What the kernel of a stage reads of a NamedTuple.
 READ = {
     "parallel_fw_H": {"gates": (*GATES, "vecM")},
-    "parallel_fw_P": {"gates": (*GATES, "vecAbar", "vecM")},
+    "parallel_fw_P": OF_SCORES,
     "recurrent_fw_H": {"scan": ("matP", "keys", "vecR")},
-    "parallel_bw_dP": {"gates": (*GATES, "vecAbar", "vecM")},
-    "parallel_bw_dQKV": {
-        "gates": ("vecW", "vecAbar"),
-        "normaliser_gradients": ("vecInvDen", "vecDzDen"),
-        "scores": ("matP", "matDeltaP"),
-    },
+    "parallel_bw_dP": OF_SCORES,
+    "parallel_bw_dQKV": OF_NORMALISER
+    | {"gates": ("vecW", "vecAbar"), "scores": ("matP", "matDeltaP")},
     # parallel_bw_dQKV on Mosaic GPU, where it makes P and dP.
-    "recomputes_scores": {
-        "gates": (*GATES, "vecAbar"),
-        "normaliser_gradients": ("vecInvDen", "vecDzDen"),
-        "scores": (),
-    },
+    "recomputes_scores": OF_NORMALISER | {"gates": (*GATES, "vecAbar"), "scores": ()},
 }
 # The products of a stage: inter-chunk ones, and the contracted or outer axis of the intra-chunk
 # ones, which count for s <= t alone.
@@ -44,7 +39,7 @@ PRODUCTS = {
     "parallel_bw_dQKV": (3, "kkv"),
     "recomputes_scores": (3, "kkvkv"),
 }
-MOSAIC_GPU = [name for name in kernel_benchmark.STAGES if dispatch.tiles_class(name, "mosaic_gpu")]
+MOSAIC_GPU = [name for name in STAGES if dispatch.tiles_class(name, "mosaic_gpu")]
 
 
 def nbytes(tree):
@@ -54,7 +49,7 @@ def nbytes(tree):
 @pytest.mark.parametrize(
     ("backend", "stage", "shape"),
     [
-        *(("interpret", name, SMALL) for name in kernel_benchmark.STAGES),
+        *(("interpret", name, SMALL) for name in STAGES),
         *(("mosaic_gpu", name, WIDE) for name in MOSAIC_GPU),
         ("mosaic_gpu", "recomputes_scores", Shape(1, 64, 256, 64, 128)),
     ],
@@ -64,7 +59,7 @@ def test_bytes_and_flops_of_a_stage_are_those_of_its_arrays_and_products(backend
     name = "parallel_bw_dQKV" if stage == "recomputes_scores" else stage
     on_mosaic_gpu = backend == "mosaic_gpu"
     chunks = 128 if on_mosaic_gpu else L
-    impl = kernel_benchmark.MlstmPallasStage(name, backend, shape, "bfloat16", chunks, config)
+    impl = MlstmPallasStage(name, backend, shape, "bfloat16", chunks, config)
     assert impl.call.lowering.folder in ("triton", backend)
     p = impl.call.problem
     # The fused scan has chunks of its own.
@@ -73,7 +68,7 @@ def test_bytes_and_flops_of_a_stage_are_those_of_its_arrays_and_products(backend
     @jax.eval_shape
     def arrays():
         x = peers.random_inputs(jax.random.key(0), shape, "bfloat16")
-        inputs = kernel_benchmark.stage_arrays(x, p.L, impl.stage.fused)
+        inputs = stage_arrays(x, p.L, impl.stage.fused)
         function, args = impl.computation(inputs, "fwd")
         if on_mosaic_gpu:
             return args, impl.reference(*impl.oracle_arguments(inputs)[0])._asdict()

@@ -36,6 +36,7 @@ from mlstm_pallas.sharding import Operation
 B, NH, S = 8, 4, 24
 BOUND = 4 * tolerance("float32", S + 16)  # the same sums in another order
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+BATCH, HEADS = P("x"), P("x", "y")  # the batch is sharded, or batch and heads
 
 
 INPUTS = [*random_inputs(0, B, NH, S, 16, 8).values()]
@@ -74,9 +75,9 @@ def check_in_shards(run, x, expected, *specs):
 @pytest.mark.parametrize(
     ("shape", "spec", "kind", "backend", "layout"),
     [
-        slow((8,), P("x"), AUTO, "interpret", "BTNH"),
+        slow((8,), BATCH, AUTO, "interpret", "BTNH"),
         ((2, 2, 2), P(("x", "y"), "z"), EXPLICIT, "xla", "BNTH"),
-        ((4, 2), P("x", "y"), EXPLICIT, "xla", "BTNH"),
+        ((4, 2), HEADS, EXPLICIT, "xla", "BTNH"),
     ],
     ids=str,
 )
@@ -98,8 +99,8 @@ STEPS, COLUMNS = P("x", None, "y"), P("x", None, None, "y")  # or rows of states
 @pytest.mark.parametrize(
     ("kind", "specs"),
     [
-        (EXPLICIT, (P(None, "x"), P("x"), P(), *[P("x", "y")] * 5)),
-        slow(AUTO, (STEPS, *[COLUMNS] * 2, P(), *[STEPS] * 3, P("x"))),
+        (EXPLICIT, (P(None, "x"), BATCH, P(), *[HEADS] * 5)),
+        slow(AUTO, (STEPS, *[COLUMNS] * 2, P(), *[STEPS] * 3, BATCH)),
     ],
     ids=["disagreement", "other_axes"],
 )
@@ -114,12 +115,12 @@ def test_shardings_that_cannot_be_kept_are_undone_with_the_right_numbers(expecte
 def test_inside_a_shard_map_over_all_or_some_axes(expected, axes):
     mesh, spec = mesh_of((4, 2)), P(*axes)
     run = jax.shard_map(run_on(), mesh=mesh, in_specs=spec, out_specs=spec, axis_names={*axes})
-    check_in_shards(run, sharded(INPUTS, mesh, P("x", "y")), expected)
+    check_in_shards(run, sharded(INPUTS, mesh, HEADS), expected)
 
 
 @pytest.mark.slow
 def test_an_argument_that_does_not_vary_gets_the_sum_of_its_gradients():
-    varies, f = [P("x")] * 8, INPUTS[4][: B // 4]
+    varies, f = [BATCH] * 8, INPUTS[4][: B // 4]
     varies[4] = P()
 
     @jax.shard_map(mesh=mesh_of((4,)), in_specs=(*varies,), out_specs=P())
@@ -133,7 +134,7 @@ def test_an_argument_that_does_not_vary_gets_the_sum_of_its_gradients():
 
 @pytest.mark.slow
 def test_a_mapped_axis_stays_sharded(expected):
-    x = sharded(INPUTS, mesh_of((4, 2), EXPLICIT), P("x", "y"))
+    x = sharded(INPUTS, mesh_of((4, 2), EXPLICIT), HEADS)
 
     def loss(*x):
         return loss_of(*run_on()(*(jnp.expand_dims(y, 1) for y in x)))
@@ -171,12 +172,12 @@ def test_remat_inside_a_scan_over_layers_stays_sharded(expected):
 
         return jax.tree.map(lambda y: y[0], jax.lax.scan(layer, x[2], length=1)[1])
 
-    check_in_shards(layers, sharded(INPUTS, mesh_of((4, 2), EXPLICIT, AUTO), P("x")), expected)
+    check_in_shards(layers, sharded(INPUTS, mesh_of((4, 2), EXPLICIT, AUTO), BATCH), expected)
 
 
 def test_one_of_several_devices_runs_the_plain_module():
     on_one = jax.device_put(INPUTS, jax.devices("cpu")[3])
-    on_eight = sharded(INPUTS, mesh_of((8,)), P("x"))
+    on_eight = sharded(INPUTS, mesh_of((8,)), BATCH)
     for x, partitioned in ((on_one, False), (on_eight, True)):
         text = jax.jit(run_on()).lower(*x).as_text()
         assert ("CustomSPMDPartitioning" in text) == partitioned
@@ -184,7 +185,7 @@ def test_one_of_several_devices_runs_the_plain_module():
 
 def test_shards_lower_for_cuda_without_a_device():
     mesh = mesh_for("NVIDIA H200", (4, 2), "xy", EXPLICIT)
-    x = call_shapes(B, NH, 64, 16, 16, sharding=NamedSharding(mesh, P("x", "y")))
+    x = call_shapes(B, NH, 64, 16, 16, sharding=NamedSharding(mesh, HEADS))
     text = lowered_for_cuda(results_of(mlstm_chunkwise), *x, mesh=mesh)
     calls = re.findall(r".*__gpu\$xla.gpu.triton.*", text)
     assert len(calls) == 8  # four kernels per pass
@@ -195,7 +196,7 @@ def test_shards_lower_for_cuda_without_a_device():
 
 def test_operations_that_differ_are_told_apart():
     """The persistent compilation cache may be asked to ignore the address of the callback."""
-    x = sharded(INPUTS, mesh_of((8,)), P("x"))
+    x = sharded(INPUTS, mesh_of((8,)), BATCH)
 
     def module(eps):
         text = jax.jit(run_on(eps=eps)).lower(*x).as_text()
@@ -220,7 +221,7 @@ def test_operations_under_different_vmaps_are_told_apart():
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("inside", ["jit", "shard_map"])
 def test_gpus_run_their_shards(gpus, kind, inside):
-    shape, spec = ((2,), P("x")) if gpus == 2 else ((2, 2), P("x", "y"))
+    shape, spec = ((2,), BATCH) if gpus == 2 else ((2, 2), HEADS)
     arrays = random_inputs(0, 4, 4, 1024, 128, 256).values()
     mesh = mesh_of(shape, kind, platform="gpu")
     run = functools.partial(mlstm_chunkwise, return_last_states=True, backend="triton")
@@ -241,7 +242,7 @@ def test_packed_sequences_stay_sharded():
         return jax.tree.leaves(run_on(**options)(*x))
 
     expected, mesh = run(ids, lengths, *INPUTS), mesh_of((4, 2))
-    x = sharded([ids, lengths, *INPUTS], mesh, *[P("x")] * 2, *[P("x", "y")] * 8)
+    x = sharded([ids, lengths, *INPUTS], mesh, *[BATCH] * 2, *[HEADS] * 8)
     compare(OUTPUTS, in_shards(run, x), expected, BOUND)
     over_the_sequence = sharded([ids], mesh, P(None, "x"))  # is undone first
     h, *_ = run(*over_the_sequence, *x[1:], num_segments=None)
@@ -252,6 +253,6 @@ def test_packed_sequences_stay_sharded():
 def test_a_recurrent_step_stays_sharded(backend, kind):
     token = [x[:, :, 0] for x in INPUTS[:5]] + INPUTS[5:]
     step = jax.jit(lambda *x: jax.tree.leaves(mlstm_recurrent_step(*x, backend=backend)))
-    spec = P("x", "y")
+    spec = HEADS
     x = sharded(token, mesh_of((4, 2), kind), spec)
     compare(OUTPUTS, in_shards(step, x, *[spec] * 4), step(*token), BOUND)
