@@ -190,20 +190,16 @@ def test_a_run_does_not_go_on_with_what_does_not_fit(text_folder, interrupted, t
     assert "cannot go on with other text in --corpus" in message
 
 
-def flip_a_bit(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def cut(path):
-    os.truncate(path, path.stat().st_size // 2)
-
-
-@pytest.mark.parametrize("damage", [flip_a_bit, cut])
+@pytest.mark.parametrize("damage", ["flip_a_bit", "cut"])
 def test_damaged_checkpoint(copied, interrupted, capfd, damage):
     checkpoint = copied / "checkpoints" / "13.npz"
-    damage(checkpoint)
+    data = bytearray(checkpoint.read_bytes())
+    middle = len(data) // 2
+    if damage == "cut":
+        del data[middle:]
+    else:
+        data[middle] ^= 1
+    checkpoint.write_bytes(data)
     assert f"the checkpoint {checkpoint} is damaged: " in error_of(train, copied)
     assert "Traceback" not in capfd.readouterr().err
     assert read_log(copied) == read_log(interrupted)
