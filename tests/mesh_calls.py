@@ -128,7 +128,7 @@ def lower(run, x, whole):
 
 
 if __name__ == "__main__":
-    kind, backend, platform, *rest = sys.argv[1:]
+    kind, backend, platform, *whole = sys.argv[1:]  # whole: whether there is "all"
     checks = backend != "interpret"
     jax.config.update("jax_num_cpu_devices", 8)
     axis = getattr(AxisType, kind)
@@ -140,13 +140,13 @@ if __name__ == "__main__":
         use_backend(None if backend == "None" else backend),
         jax.transfer_guard("disallow"),
     ):
-        for name, run, axes, spec in calls(bool(rest)):
+        for name, run, axes, spec in calls(whole):
             if not on_cpu and kind == "Auto" and not name.startswith("manual"):
                 continue  # automatic axes need devices
             sharding = NamedSharding(mesh, spec)
             shapes = [(*axes, D)] * 3 + [axes] * 2
             x = [jax.ShapeDtypeStruct(shape, "float32", sharding=sharding) for shape in shapes]
             print(name, axes, flush=True)
-            lower(run, x, bool(rest))
+            lower(run, x, whole)
             count += 1
     print(f"{count} calls")

@@ -15,7 +15,6 @@ B, NH, S, L = 2, 2, 64, 32
 BATCH, HEAD, COLUMN = 1, 0, 3
 STEP = 37  # inside the second chunk, inside a tile
 OTHERS = np.array([[True, True], [False, True]])  # the other heads
-chunkwise = functools.partial(mlstm_chunkwise, return_last_states=True)
 TILES = KernelConfig(
     triton_chunk_gates=dict(siz_b_LQ=16),
     triton_parallel_fw_H=dict(
@@ -25,6 +24,10 @@ TILES = KernelConfig(
 
 
 INPUTS = random_inputs(0, B, NH, S, 16, 16, resets=True)
+
+
+def chunkwise(*x, **options):
+    return mlstm_chunkwise(*x, return_last_states=True, **options)
 
 
 @functools.partial(jax.jit, static_argnames="backend")
