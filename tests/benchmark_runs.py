@@ -73,6 +73,5 @@ def dot_flops(jaxpr):
             ((contracted, _), _), (x, _) = eqn.params["dimension_numbers"], eqn.invars
             contracted_size = math.prod(x.aval.shape[axis] for axis in contracted)
             total += 2 * eqn.outvars[0].aval.size * contracted_size
-        inside = sum(map(dot_flops, inner_jaxprs(eqn)))
-        total += eqn.params.get("length", 1) * inside
+        total += eqn.params.get("length", 1) * sum(map(dot_flops, inner_jaxprs(eqn)))
     return total

@@ -33,7 +33,8 @@ from mlstm_pallas.xlstm_jax import (
 )
 
 B, NH, D, L = 8, 2, 16, 16
-LAYOUTS = "BTNH", "BNTH"
+BATCH = P("x")
+LAYOUTS, KINDS = ("BTNH", "BNTH"), ("manual", "")
 chunkwise = functools.partial(mlstm_chunkwise, chunk_size=L)
 halves = itertools.count(10)
 
@@ -52,14 +53,9 @@ def lead(layout, S, B=B):
     return (B, NH, S) if layout == "BNTH" else (B, S, NH)
 
 
-def in_segments(layout):
-    def run(*x):
-        steps = x[3].shape[LAYOUTS.index(layout) + 1]
-        ids = jnp.zeros((x[3].shape[0], steps), "int32")
-        options = dict(segment_ids=ids, num_segments=3, return_last_states=True, layout=layout)
-        return chunkwise(*x, **options)
-
-    return run
+def in_segments(*x):
+    options = dict(segment_ids=jnp.zeros(x[3].shape[:2], "int32"), num_segments=3)
+    return chunkwise(*x, **options, return_last_states=True, layout="BTNH")
 
 
 def both_passes(system):
@@ -84,39 +80,39 @@ def calls(whole):
         mlstm_chunkwise_sequence_parallel, axis_name="x", chunk_size=L, return_last_states=True
     )
     transforms = results_of, lambda run: run
-    chosen = [*itertools.product(LAYOUTS, (odd, even), transforms, ("manual", ""))]
+    chosen = [*itertools.product(KINDS, LAYOUTS, (odd, even), transforms)]
     if not whole:  # each pair of values once
-        chosen = [x for n, x in enumerate(chosen) if n in (0, 3, 5, 6, 9, 10, 12, 15)]
-    for layout, steps, transform, manual in sorted(chosen, key=lambda x: not x[-1]):
-        run = functools.partial(chunkwise, layout=layout)
-        run = transform(over_shards(run) if manual else run)
-        yield f"{manual} chunkwise {layout}", run, lead(layout, steps()), P("x")
+        chosen = [chosen[n] for n in (0, 3, 5, 6, 9, 10, 12, 15)]
+    for manual, layout, steps, transform in chosen:
+        run = transform(of_kind(manual, functools.partial(chunkwise, layout=layout)))
+        yield f"{manual} chunkwise {layout}", run, lead(layout, steps()), BATCH
     for layout, steps in [(LAYOUTS[0], odd), (LAYOUTS[1], even)][: 2 if whole else 1]:
         spec = P(None, "x") if layout == "BTNH" else P(None, None, "x")
-        run = functools.partial(sequence, layout=layout)
-        run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=(spec, P()), check_vma=checks)
+        run = over_shards(functools.partial(sequence, layout=layout), spec, (spec, P()))
         for transform in transforms:
             yield f"manual sequence {layout}", transform(run), lead(layout, 8 * steps(), 1), spec
     generated = triton_stablef._mlstm_chunkwise_fwbw_generator(None, chunk_size=L)
     systems = max_triton_fwbw_v3noslice, max_triton_fwbw_v5xlchunksize, triton_stablef
-    for manual in ("manual", ""):
-        wrapped = over_shards if manual else lambda run: run
-        yield f"{manual} segments", wrapped(in_segments("BTNH")), lead("BTNH", odd()), P("x")
-        yield f"{manual} step", wrapped(mlstm_recurrent_step), (B, NH), P("x")
-        yield f"{manual} steps", wrapped(mlstm_recurrent_sequence), lead("BNTH", odd()), P("x")
-        yield (
-            f"{manual} generator",
-            results_of(wrapped(lambda *x: generated(*x)[0])),
-            (B, NH, even()),
-            P("x"),
-        )
+    for manual in KINDS:
+        for name, run, axes in (
+            ("segments", in_segments, lead("BTNH", odd())),
+            ("step", mlstm_recurrent_step, (B, NH)),
+            ("steps", mlstm_recurrent_sequence, lead("BNTH", odd())),
+        ):
+            yield f"{manual} {name}", of_kind(manual, run), axes, BATCH
+        run = results_of(of_kind(manual, lambda *x: generated(*x)[0]))
+        yield f"{manual} generator", run, (B, NH, even()), BATCH
         for system in systems if whole else systems[bool(manual) :][:1]:
-            S = 64 * next(halves)  # whole chunks
-            yield f"{manual} {system.__name__}", wrapped(both_passes(system)), (B, NH, S), P("x")
+            S, run = 64 * next(halves), of_kind(manual, both_passes(system))  # whole chunks
+            yield f"{manual} {system.__name__}", run, (B, NH, S), BATCH
 
 
-def over_shards(run):
-    return jax.shard_map(run, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=checks)
+def over_shards(run, spec=BATCH, out_specs=BATCH):
+    return jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=out_specs, check_vma=checks)
+
+
+def of_kind(manual, run):
+    return over_shards(run) if manual else run
 
 
 def lower(run, x, whole):
@@ -132,7 +128,7 @@ def lower(run, x, whole):
 
 
 if __name__ == "__main__":
-    kind, backend, platform, *rest = sys.argv[1:]
+    kind, backend, platform, *whole = sys.argv[1:]  # whole: whether there is "all"
     checks = backend != "interpret"
     jax.config.update("jax_num_cpu_devices", 8)
     axis = getattr(AxisType, kind)
@@ -144,13 +140,13 @@ if __name__ == "__main__":
         use_backend(None if backend == "None" else backend),
         jax.transfer_guard("disallow"),
     ):
-        for name, run, axes, spec in calls(bool(rest)):
+        for name, run, axes, spec in calls(whole):
             if not on_cpu and kind == "Auto" and not name.startswith("manual"):
                 continue  # automatic axes need devices
             sharding = NamedSharding(mesh, spec)
             shapes = [(*axes, D)] * 3 + [axes] * 2
             x = [jax.ShapeDtypeStruct(shape, "float32", sharding=sharding) for shape in shapes]
             print(name, axes, flush=True)
-            lower(run, x, bool(rest))
+            lower(run, x, whole)
             count += 1
     print(f"{count} calls")

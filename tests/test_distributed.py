@@ -45,43 +45,38 @@ BOUND = 1e-5  # gradients of either are held to 1e-4
 SEQUENCE, WHOLE = P(None, None, "s"), P()
 
 
-def over(
-    mesh, *, sequence=SEQUENCE, states=WHOLE, count=8, axis_names=None, check_vma=True, **options
-):
-    """The sequence-parallel function of whole arrays; ``count`` arguments."""
-    last = options.setdefault("return_last_states", True)
+def mesh_of_shards(count, **options):
+    return mesh_of((count,), names="s", **options)
+
+
+def over(mesh, specs=(SEQUENCE, WHOLE), *, last=True, axis_names=(), check_vma=True, **options):
+    """The sequence-parallel function of whole arrays.
+
+    specs: of what has steps, and of states, which there are with last.
+    """
+    sequence, states = specs
+    options |= dict(axis_name="s", return_last_states=last)
     return jax.shard_map(
-        functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", **options),
+        functools.partial(mlstm_chunkwise_sequence_parallel, **options),
         mesh=mesh,
-        in_specs=((sequence,) * 5 + (states,) * 3)[:count],
-        out_specs=(sequence, states) if last else sequence,
-        axis_names=axis_names or {*mesh.axis_names},
+        in_specs=(sequence,) * 5 + (states,) * 3 * last,
+        out_specs=specs if last else sequence,
+        axis_names={*axis_names},
         check_vma=check_vma,
     )
 
 
-def h_over(mesh, **options):
-    """Like over, but returns h only and has no states."""
-    return over(mesh, return_last_states=False, count=5, **options)
-
-
-def exchanged(compiled):
-    """(collective, bytes that a device receives) of every collective of the compiled module."""
-    result = []
-    for shapes, name in COLLECTIVE.findall(compiled.as_text()):
-        floats = (
-            math.prod(int(n) for n in dims.split(",") if n)
-            for dims in re.findall(r"f32\[([\d,]*)\]", shapes)
-        )
-        result.append((name, 4 * sum(floats)))
-    return result
+h_over = functools.partial(over, last=False)  # without states
 
 
 def check(result, expected, x, bound=BOUND):
     """Checks the values and gradients of results_of; x: the arguments."""
-    x, *both = (dict(zip(NAMES, y, strict=True)) for y in (x, result[4:], expected[4:]))
-    pairs = zip((result, expected), both, strict=True)
-    for errors in errors_of(x, *((y[:4], gradients) for y, gradients in pairs)):
+
+    def named(arrays):
+        return dict(zip(NAMES, arrays, strict=True))
+
+    both = ((y[:4], named(y[4:])) for y in (result, expected))
+    for errors in errors_of(named(x), *both):
         assert_below(errors, bound)
 
 
@@ -89,12 +84,11 @@ whole = functools.partial(mlstm_chunkwise, backend="xla", return_last_states=Tru
 alone = results_of(whole)  # values and gradients on one device
 
 
-SHARDS = 6
 # The mesh of each number of shards, and the sharding of its batch.
 MESHES = {
-    3: (mesh_of((3,), names="s"), None),
+    3: (mesh_of_shards(3), None),
     4: (mesh_of((2, 4), AxisType.Explicit, names="bs"), "b"),
-    SHARDS: (mesh_of((SHARDS,), names="s"), None),
+    6: (mesh_of_shards(6), None),
 }
 
 
@@ -102,26 +96,27 @@ MESHES = {
 def compiled_over(shards):
     """Each shard is summarised in splits where it has several chunks, as long ones are."""
     mesh, batch = MESHES[shards]
-    specs = (P(batch, None, "s"),) * 5 + (P(batch),) * 3
+    specs = P(batch, None, "s"), P(batch)
+    shardings = mesh, *specs[:1] * 5, *specs[1:] * 3
     options = OPTIONS | dict(backend="xla", recompute_states_in_bw=batch is None)
-    run = results_of(over(mesh, sequence=specs[0], states=specs[-1], **options))
-    x = sharded(CASES["open"].values(), mesh, *specs)
+    run = results_of(over(mesh, specs, **options))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "SUMMARY_STEPS", 16)
-        return run.lower(*x).compile(), lambda x: sharded(x, mesh, *specs)
+        compiled = run.lower(*sharded(OPEN.values(), *shardings)).compile()
+    assert {*collectives(compiled)} == {"collective-permute", "all-reduce"}  # nothing is gathered
+    return lambda *x: compiled(*sharded(x, *shardings))
 
 
 def closed_shards(x):
-    """Device 2 stores nothing and forgets nothing, device 3 forgets all and stores nothing, device
-    5 has one reset and one mask."""
-    i, f = (np.array(x[name]) for name in "if")
-    n = S // SHARDS
-    i[:, :, 2 * n : 4 * n] = -np.inf
-    f[:, :, 2 * n : 3 * n] = np.inf
-    f[:, :, 3 * n : 4 * n] = -np.inf
-    f[:, :, 5 * n + 7] = -1e9
-    i[:, :, 5 * n + 3] = -1e30
-    return x | {"i": i, "f": f}
+    """Of six: device 2 stores nothing and forgets nothing, device 3 forgets all and stores nothing,
+    device 5 has one reset and one mask."""
+    i, f = gates = np.array([x["i"], x["f"]]).reshape(2, B, NH, 6, -1)
+    i[:, :, 2:4] = -np.inf
+    f[:, :, 2] = np.inf
+    f[:, :, 3] = -np.inf
+    f[:, :, 5, 7] = -1e9
+    i[:, :, 5, 3] = -1e30
+    return x | dict(zip("if", gates.reshape(2, B, NH, S), strict=True))
 
 
 def broken_at_its_last_step(x):
@@ -148,12 +143,7 @@ CASES = {
 @pytest.mark.parametrize("shards", MESHES)
 def test_shards_give_the_numbers_of_the_whole(shards, case):
     x = CASES[case].values()
-    run, sharded_as_compiled = compiled_over(shards)
-    check(run(*sharded_as_compiled(x)), alone(*x), x)
-
-
-def test_nothing_is_gathered():
-    assert {*collectives(compiled_over(SHARDS)[0])} == {"collective-permute", "all-reduce"}
+    check(compiled_over(shards)(*x), alone(*x), x)
 
 
 INTERPRETED = OPTIONS | dict(backend="interpret", check_vma=False)
@@ -165,8 +155,8 @@ def test_kernels_on_shards_that_are_no_multiple_of_the_chunk():
     batch left to the compiler."""
     mesh = mesh_of((2, 4), names="bs")
     x = CASES["resets"].values()
-    run = results_of(over(mesh, axis_names={"s"}, **INTERPRETED))
-    check(run(*sharded([*x], mesh, P("b"))), alone(*x), x)
+    run = results_of(over(mesh, axis_names="s", **INTERPRETED))
+    check(run(*sharded(x, mesh, P("b"))), alone(*x), x)
 
 
 def test_splits_of_a_shard_take_their_products_from_its_summary():
@@ -175,9 +165,8 @@ def test_splits_of_a_shard_take_their_products_from_its_summary():
     scan = dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16)
     config = KernelConfig(fused=True, num_splits=2, triton_recurrent_fw_H=scan)
     # Chunks are two of the fused scan's.
-    split = over(mesh_of((2,), names="s"), config=config, **INTERPRETED | {"chunk_size": 32})
-    # The last 128 steps.
-    x = [y[:1, :1, -128:] if y.shape[2:3] == (S,) else y[:1, :1] for y in OPEN.values()]
+    split = over(mesh_of_shards(2), config=config, **INTERPRETED | {"chunk_size": 32})
+    x = random_inputs(0, 1, 1, 128, DHQK, DHHV, f_shift=6.0).values()
     traced = jax.jit(split).trace(*x)
     outputs = traced.lower().compile()(*x), jax.jit(whole)(*x)
     compare(OUTPUTS, *map(jax.tree.leaves, outputs), BOUND)
@@ -186,35 +175,39 @@ def test_splits_of_a_shard_take_their_products_from_its_summary():
 
 
 def test_no_batch_at_all():
-    x = [y[:0] for y in random_inputs(0, 1, NH, 64, DHQK, DHHV).values()]
-    h, _ = jax.jit(over(mesh_of((2,), names="s"), backend="xla", **OPTIONS))(*x)
-    assert h.shape == (0, NH, 64, DHHV)
+    x = [y[:0] for y in OPEN.values()]
+    h, _ = jax.jit(over(mesh_of_shards(2), backend="xla", **OPTIONS))(*x)
+    assert h.shape == x[2].shape
 
 
 @pytest.mark.slow
 def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():
-    held = {}
+    held = []
     for devices, rounds in ((2, 1), (8, 4)):
-        x = list(random_inputs(0, B, NH, 16 * devices, DHQK, DHHV, states=False).values())
-        run = h_over(mesh_of((devices,), names="s"), chunk_size=16, backend="xla")
+        x = random_inputs(0, B, NH, 16 * devices, DHQK, DHHV, states=False).values()
+        run = h_over(mesh_of_shards(devices), chunk_size=16, backend="xla")
         compiled = results_of(run).lower(*x).compile()
-        result = exchanged(compiled)
-        assert {name for name, _ in result} == {"collective-permute"}
-        state, heads = DHQK * DHHV + DHQK, B * NH
-        of_states = 4 * 2 * rounds * heads * state
-        assert of_states < sum(size for _, size in result) <= of_states + 4 * 9 * rounds * heads
-        held[devices] = compiled.memory_analysis().temp_size_in_bytes
-    assert held[8] < 1.25 * held[2]
+        assert {*collectives(compiled)} == {"collective-permute"}
+        received = sum(
+            4 * math.prod(map(int, filter(None, dims.split(","))))
+            for shapes, _ in COLLECTIVE.findall(compiled.as_text())
+            for dims in re.findall(r"f32\[([\d,]*)\]", shapes)
+        )  # bytes of a device
+        of_rounds = 4 * rounds * B * NH
+        of_states = 2 * of_rounds * (DHQK * DHHV + DHQK)
+        assert of_states < received <= of_states + 9 * of_rounds
+        held.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert held[1] < 1.25 * held[0]
 
 
 def test_an_axis_that_is_none_of_the_mesh_is_refused():
-    x = list(CASES["open"].values())[:5]
+    x = [*OPEN.values()][:5]
     message = r"axis_name is 's', expected a mesh axis of the surrounding jax\.shard_map"
     run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s")
-    with pytest.raises(ValueError, match=message):
-        run(*x)
-    with pytest.raises(ValueError, match=message):
-        jax.shard_map(run, mesh=mesh_of((2,), names="t"), in_specs=P(), out_specs=P())(*x)
+    inside = jax.shard_map(run, mesh=mesh_of((2,), names="t"), in_specs=WHOLE, out_specs=WHOLE)
+    for call in (run, inside):
+        with pytest.raises(ValueError, match=message):
+            call(*x)
 
 
 @pytest.mark.parametrize(
@@ -224,56 +217,44 @@ def test_an_axis_that_is_none_of_the_mesh_is_refused():
 )
 def test_derivatives_that_do_not_exist_are_refused(derivative):
     q, *others = random_inputs(0, 1, 1, 32, 8, 8, states=False).values()
-    run = h_over(mesh_of((2,), names="s"), chunk_size=16, backend="xla")
+    run = h_over(mesh_of_shards(2), chunk_size=16, backend="xla")
     with pytest.raises(TypeError, match=r"mlstm_pallas\.reference"):
         jax.eval_shape(derivative(lambda q: jnp.sum(run(q, *others))), q)
 
 
-def on_one_device(shards, *, gradients="inside", **options):
+def on_one_device(shards, gradients="inside", **options):
     """As results_of(over(...)), the devices being a mapped axis of one.
 
-    gradients: whether they are taken inside or outside of the vmap.
+    gradients: whether they are taken inside or outside of the vmap. jax runs the backward pass of a
+    differentiated vmap without the axis.
     """
-    run = functools.partial(
-        mlstm_chunkwise_sequence_parallel, axis_name="s", return_last_states=True, **options
-    )
+    options |= dict(axis_name="s", return_last_states=True)
 
     def device(*x):
-        h, states = run(*x)  # all devices have the states
+        h, states = mlstm_chunkwise_sequence_parallel(*x, **options)  # all devices have the states
         return h, *(jnp.where(jax.lax.axis_index("s") == 0, y, 0.0) for y in states)
 
-    def mapped(function, *axes):
-        over_shards = jax.vmap(function, (2,) * 5 + (None,) * 3, axes, axis_name="s")
+    def mapped(function):
+        over_shards = jax.vmap(function, (0,) * 5 + (None,) * 3, axis_name="s")
 
         def whole(*x):
-            split = [y.reshape(*y.shape[:2], shards, -1, *y.shape[3:]) for y in x[:5]]
+            split = (jnp.stack(jnp.split(y, shards, axis=2)) for y in x[:5])
             return [
-                y.reshape(*y.shape[:2], -1, *y.shape[4:]) if axis else jnp.sum(y, axis=0)
-                for axis, y in zip(axes, over_shards(*split, *x[5:]), strict=True)
+                jnp.concatenate(y, axis=2) if name in "hqkvif" else jnp.sum(y, axis=0)
+                for name, y in zip(RESULTS, over_shards(*split, *x[5:]), strict=False)
             ]
 
         return whole
 
-    of_states = 0, 0, 0
     if gradients == "inside":
-        return jax.jit(mapped(results_of(device), 2, *of_states, *(2,) * 5, *of_states))
-    return results_of(mapped(device, 2, *of_states))
+        return jax.jit(mapped(results_of(device)))
+    return results_of(mapped(device))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("gradients", ["inside", "outside"])
 def test_a_mapped_axis_does_for_a_mesh_axis(gradients):
     x = CASES["resets"].values()
-    run = on_one_device(3, gradients=gradients, **OPTIONS)
-    check(run(*x), alone(*x), x)
-
-
-@pytest.mark.parametrize("gradients", ["inside", "outside"])
-def test_gradients_of_a_mapped_axis_trace(gradients):
-    """jax runs the backward pass of a differentiated vmap without the axis."""
-    run = on_one_device(3, gradients=gradients, chunk_size=16)
-    shapes = jax.eval_shape(run, *CASES["open"].values())
-    assert [y.shape for y in shapes[4:]] == [y.shape for y in CASES["open"].values()]
+    check(on_one_device(3, gradients, **OPTIONS)(*x), alone(*x), x)
 
 
 def test_a_mapped_axis_traces_where_fewer_heads_take_other_chunks():
@@ -314,7 +295,7 @@ def test_gpus_give_the_numbers_of_one(gpus, backend, dtype):
     S = gpus * 2047
     shape = (1, 8, S, 256, 512) if backend == "mosaic_gpu" else (2, 4, S, 128, 256)
     x = list(random_inputs(0, *shape, dtype=dtype, f_shift=OPEN_GPU).values())
-    split = results_of(over(mesh_of((gpus,), names="s", platform="gpu"), backend=backend))
+    split = results_of(over(mesh_of_shards(gpus, platform="gpu"), backend=backend))
     compiled = split.lower(*x).compile()
     assert {*collectives(compiled)} <= {"collective-permute", "all-reduce"}
     assert (compiled.as_text().count(f'"{MOSAIC_CALL}"') >= 8) == (
@@ -342,18 +323,16 @@ def test_packed_sequences_and_lengths_over_four_devices(backend, gate):
     options = dict(chunk_size=16, eps=0.1, return_last_states=True, sequence_lengths=lengths)
     whole = functools.partial(mlstm_chunkwise, segment_ids=ids, backend="xla", **options, **gate)
     options |= dict(axis_name="s", layout="BTNH", backend=backend, **gate)
-
-    def shard(ids, *x):
-        return mlstm_chunkwise_sequence_parallel(*x, segment_ids=ids, **options)
-
     steps = P(None, "s")
-    over_shards = jax.shard_map(
-        shard,
-        mesh=mesh_of((4,), names="s"),
+
+    @jax.shard_map(
+        mesh=mesh_of_shards(4),
         in_specs=(steps,) * 6 + (WHOLE,) * (len(x) - 5),
         out_specs=(steps, WHOLE),
         check_vma=backend == "xla",
     )
+    def over_shards(ids, *x):
+        return mlstm_chunkwise_sequence_parallel(*x, segment_ids=ids, **options)
 
     def split(*x):
         h, states = over_shards(ids, *in_layout("BTNH", NAMES, x))

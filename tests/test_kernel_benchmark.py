@@ -27,10 +27,11 @@ measured = functools.partial(benchmark_runs.measured, kernel_benchmark, "--repea
 
 
 def test_the_oracle_is_the_recurrence():
-    functions = peers.exact, lambda *x: reference.recurrence(*x)[0]
     x = peers.random_inputs(jax.random.key(1), Shape(1, 2, 40, 8, 4), "float32")
-    directed = (peers.directed(function, x, "fwbw")[0] for function in functions)
-    oracle, expected = (in_float64(jax.jit(function), *x) for function in directed)
+    oracle, expected = (
+        in_float64(jax.jit(peers.directed(function, x, "fwbw")[0]), *x)
+        for function in (peers.exact, lambda *x: reference.recurrence(*x)[0])
+    )
     equal = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12)
     jax.tree.map(equal, oracle, expected)
 
@@ -88,8 +89,7 @@ def test_without_a_gpu_the_default_says_so_and_leaves_records(monkeypatch, capsy
     assert code == 0
     assert "no GPU here: measuring xla on the CPU" in capsys.readouterr().out
     expected = dict(name="tiny", impl="xla", direction="fwd", dtype="bfloat16", status="ok")
-    expected |= dict(shape=list(SHAPES["tiny"]), commit="v7")
-    assert expected.items() <= record.items()
+    assert record == record | expected | dict(shape=[*SHAPES["tiny"]], commit="v7")
     assert min(record[name] for name in ("ms", "tbps", "peak_mib", "roofline_pct")) > 0
     assert 1e-4 < record["error"] < 5e-3
 
@@ -118,25 +118,23 @@ def test_a_config_reaches_the_stages(tmp_path):
     assert config == parse_config(str(file))
     build = functools.partial(kernel_benchmark.MlstmPallas, "interpret", WIDE, "bfloat16")
     found = build(64, config).config
-    assert dict(chunk_size=64, fused=True, num_splits=2).items() <= found.items()
-    assert scan.items() <= found["triton_recurrent_fw_H"].items()
+    tiles = found["triton_recurrent_fw_H"] | scan
+    assert found == found | row | dict(chunk_size=64, triton_recurrent_fw_H=tiles)
     assert build(None, KernelConfig(**found)).config == found
 
 
 @needs_mosaic_gpu
 def test_a_stage_on_mosaic_gpu_by_itself():
     """What it has no kernel for is skipped."""
-    request = "--impl=mosaic_gpu_interpret", "--chunk_size=64", f"--shape={WIDE}"
-    code, (scores, scan, none) = measured(
-        "--stage=parallel_fw_P,recurrent_fw_H,parallel_bw_dP", *request
-    )
+    stages = "--stage=parallel_fw_P,recurrent_fw_H,parallel_bw_dP"
+    request = stages, "--impl=mosaic_gpu_interpret", "--chunk_size=64", f"--shape={WIDE}"
+    code, (scores, scan, none) = measured(*request)
     assert code == 0
     assert "mosaic_gpu_recurrent_fw_H" in scan["config"]
     assert {*scores["errors"]} == {"matP", "keys", "vecR", "vecZ"}
     assert {*scan["errors"]} == {"matH", "matC_last"}
-    assert none["note"].startswith(
-        "skipped: UnsupportedError: parallel_bw_dP has no Mosaic GPU kernel"
-    )
+    message = "skipped: UnsupportedError: parallel_bw_dP has no Mosaic GPU kernel"
+    assert none["note"].startswith(message)
 
 
 # ---------------- reports

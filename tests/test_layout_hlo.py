@@ -5,10 +5,9 @@ import math
 import re
 
 import jax
-import jax.numpy as jnp
 import pytest
 from compile_report import on_a_hopper
-from oracle import call_shapes, config_in_splits, for_device, needs_compiler, slow
+from oracle import call_shapes, config_in_splits, for_device, needs_compiler, slow, swapped
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
 
@@ -19,43 +18,40 @@ MATERIALISED, FUSED = KernelConfig(fused=False), KernelConfig(fused=True)
 IN_SPLITS = config_in_splits(2, siz_b_LKV=32)
 WHOLE, PADDED = (2, 4, 256, 64, 128), (2, 4, 250, 80, 96)  # B, NH, S, DHQK, DHHV
 ODD = (2, 4, 509, 64, 128)
-CASES = {
-    "materialised": (WHOLE, dict(config=MATERIALISED)),
-    "fused": (WHOLE, dict(config=FUSED)),
-    "default": ((2, 8, 1024, 256, 512), {}),
-    "stored": (WHOLE, dict(config=MATERIALISED, recompute_states_in_bw=False)),
-    "fused_stored": (WHOLE, dict(config=FUSED, recompute_states_in_bw=False)),
+CASES = {  # shape, config, other options
+    "materialised": (WHOLE, MATERIALISED, {}),
+    "fused": (WHOLE, FUSED, {}),
+    "default": ((2, 8, 1024, 256, 512), None, {}),
+    "stored": (WHOLE, MATERIALISED, dict(recompute_states_in_bw=False)),
+    "fused_stored": (WHOLE, FUSED, dict(recompute_states_in_bw=False)),
     # So long that no state has as many elements as q.
-    "splits": ((2, 4, 512, 64, 128), dict(config=IN_SPLITS)),
-    "last_states": (WHOLE, dict(config=MATERIALISED, return_last_states=True)),
-    "sigmoid": (WHOLE, dict(config=MATERIALISED, input_gate="sigmoid", normalize=False)),
-    "odd": (ODD, dict(config=MATERIALISED)),
-    "fused_odd": (ODD, dict(config=FUSED)),
-    "splits_odd": (ODD, dict(config=IN_SPLITS)),
-    "padded": (PADDED, dict(config=MATERIALISED)),
-    "fused_padded": (PADDED, dict(config=FUSED)),
-    "one_head": ((2, 1, 256, 64, 128), dict(config=MATERIALISED)),
+    "splits": ((2, 4, 512, 64, 128), IN_SPLITS, {}),
+    "last_states": (WHOLE, MATERIALISED, dict(return_last_states=True)),
+    "sigmoid": (WHOLE, MATERIALISED, dict(input_gate="sigmoid", normalize=False)),
+    "odd": (ODD, MATERIALISED, {}),
+    "fused_odd": (ODD, FUSED, {}),
+    "splits_odd": (ODD, IN_SPLITS, {}),
+    "padded": (PADDED, MATERIALISED, {}),
+    "fused_padded": (PADDED, FUSED, {}),
+    "one_head": ((2, 1, 256, 64, 128), MATERIALISED, {}),
 }
 
 
-def compiled_text(shape, dtype, backward, sharding=None, *, transposed=False, **options):
-    """The compiled text of a call with arrays (B, S, NH, ...); transposed: in the other layout,
-    with transposes around it."""
+def compiled_text(case, dtype, backward, sharding=None, function=mlstm_chunkwise):
+    """The compiled text of a call with arrays (B, S, NH, ...)."""
+    shape, config, options = CASES[case]
+    options = dict(layout="BTNH", backend="triton", config=config) | options
 
     def run(*x):
-        x = [jnp.swapaxes(y, 1, 2) for y in x] if transposed else x
-        layout = "BNTH" if transposed else "BTNH"
-        h, *_ = jax.tree.leaves(mlstm_chunkwise(*x, layout=layout, backend="triton", **options))
-        return jnp.swapaxes(h, 1, 2) if transposed else h
+        return jax.tree.leaves(function(*x, **options))[0]
 
-    def both(*x):
-        *x, dh = x
+    def both(dh, *x):
         h, vjp = jax.vjp(run, *x)
-        return h, *vjp(dh)
+        return h, vjp(dh)
 
     x = call_shapes(*shape, dtype, "BTNH", sharding)
-    x += [x[2]] * backward
-    return jax.jit(both if backward else run).lower(*x).compile().as_text()
+    traced = jax.jit(both).trace(x[2], *x) if backward else jax.jit(run).trace(*x)
+    return traced.lower().compile().as_text()
 
 
 def moves(text, shape):
@@ -76,7 +72,7 @@ def moves(text, shape):
 
 
 def check(text, case):
-    shape, _ = CASES[case]
+    shape, *_ = CASES[case]
     result = moves(text, shape)
     assert {name for name, _ in result} <= ({"pad", "slice"} if shape == PADDED else set()), result
     assert text.count("__gpu$xla.gpu.triton") >= 3  # the kernels are there
@@ -105,22 +101,22 @@ def compiled_for_an_h200(*args, **options):
 @needs_compiler
 def test_the_transposes_of_a_caller_are_seen():
     """The check finds the transposes of q, k, v and h around the other layout."""
-    result = moves(
-        compiled_for_an_h200(WHOLE, "bfloat16", False, transposed=True, config=MATERIALISED), WHOLE
-    )
-    assert len(result) >= 4
+
+    def transposed(*x, **options):
+        return swapped(mlstm_chunkwise(*map(swapped, x), **options | {"layout": "BNTH"}))
+
+    text = compiled_for_an_h200("materialised", "bfloat16", False, function=transposed)
+    assert len(moves(text, WHOLE)) >= 4
 
 
 @needs_compiler
 @pytest.mark.parametrize(("case", "dtype", "backward"), [*QUICK, *(slow(*x) for x in SLOW)])
 def test_nothing_moves_in_what_is_compiled_without_a_gpu(case, dtype, backward):
-    shape, options = CASES[case]
-    check(compiled_for_an_h200(shape, dtype, backward, **options), case)
+    check(compiled_for_an_h200(case, dtype, backward), case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "dtype", "backward"), [*QUICK, *SLOW[::4]])
 def test_nothing_moves_in_what_is_compiled_on_the_gpu(case, dtype, backward):
     """The same program, with what XLA decides by measurements on the GPU."""
-    shape, options = CASES[case]
-    check(compiled_text(shape, dtype, backward, **options), case)
+    check(compiled_text(case, dtype, backward), case)

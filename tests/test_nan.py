@@ -9,16 +9,12 @@ import numpy as np
 import pytest
 from oracle import BACKENDS, OUTPUTS, RESULTS, loss_of, random_inputs, results_of
 
-from mlstm_pallas import (
-    KernelConfig,
-    mlstm_chunkwise,
-    mlstm_recurrent_sequence,
-    reference,
-)
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_sequence, reference
 
 B, NH, S, L = 2, 2, 64, 32
 BATCH, HEAD, COLUMN = 1, 0, 3
 STEP = 37  # inside the second chunk, inside a tile
+OTHERS = np.array([[True, True], [False, True]])  # the other heads
 TILES = KernelConfig(
     triton_chunk_gates=dict(siz_b_LQ=16),
     triton_parallel_fw_H=dict(
@@ -30,10 +26,13 @@ TILES = KernelConfig(
 INPUTS = random_inputs(0, B, NH, S, 16, 16, resets=True)
 
 
+def chunkwise(*x, **options):
+    return mlstm_chunkwise(*x, return_last_states=True, **options)
+
+
 @functools.partial(jax.jit, static_argnames="backend")
 def run(x, backend):
-    options = dict(chunk_size=L, config=TILES, return_last_states=True)
-    return mlstm_chunkwise(**x, **options, backend=backend)
+    return chunkwise(**x, chunk_size=L, config=TILES, backend=backend)
 
 
 @functools.cache
@@ -46,13 +45,11 @@ def clean(backend):
 def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, name):
     """In q it reaches its own step only; in v its own column, where 0 times NaN spares no earlier
     step of its chunk, see mlstm_chunkwise."""
-    where = (BATCH, HEAD, STEP, COLUMN) if name in "qkv" else (BATCH, HEAD, STEP)
-    x = {key: np.array(y) for key, y in INPUTS.items()}
-    x[name][where] = np.nan
-    h, states = run(x, backend)
-    others = np.arange(B * NH).reshape(B, NH) != BATCH * NH + HEAD
-    assert np.array_equal(np.asarray(h)[others], clean(backend)[others])
-    assert all(np.isfinite(np.asarray(y)[others]).all() for y in states[:2])
+    x = np.array(INPUTS[name])
+    x[BATCH, HEAD, STEP, COLUMN if name in "qkv" else ...] = np.nan
+    h, (c, n, _) = jax.device_get(run(INPUTS | {name: x}, backend))
+    assert np.array_equal(h[OTHERS], clean(backend)[OTHERS])
+    assert all(np.isfinite(y[OTHERS]).all() for y in (c, n))
     h, expected = np.array(h[BATCH, HEAD]), clean(backend)[BATCH, HEAD]
     reached = {"q": np.s_[STEP], "v": np.s_[STEP:, COLUMN]}.get(name, np.s_[STEP:])
     assert np.isnan(h[reached]).all()
@@ -65,9 +62,9 @@ def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, name):
 @pytest.mark.parametrize(
     ("function", "backend"),
     [
-        (mlstm_chunkwise, "xla"),
-        (mlstm_chunkwise, "interpret"),
-        pytest.param(mlstm_chunkwise, "triton", marks=pytest.mark.gpu),
+        (chunkwise, "xla"),
+        (chunkwise, "interpret"),
+        pytest.param(chunkwise, "triton", marks=pytest.mark.gpu),
         (mlstm_recurrent_sequence, "xla"),
         (mlstm_recurrent_sequence, "interpret"),
         pytest.param(mlstm_recurrent_sequence, "triton", marks=pytest.mark.gpu),
@@ -76,18 +73,15 @@ def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, name):
 )
 def test_a_nan_in_n_initial_reaches_all_of_its_head(function, backend):
     """All steps and all gradients, though no product of q, k and v has it."""
-    options = {} if backend is None else dict(backend=backend)
-    options |= dict(return_last_states=True) if function is mlstm_chunkwise else {}
-    run = functools.partial(function, **options)
+    run = functools.partial(function, backend=backend) if backend else function
+    if function is not mlstm_recurrent_sequence or backend == "xla":  # it has derivatives
+        run = results_of(run)
     x = random_inputs(2, B, NH, 32, 16, 16)
     x["n_initial"] = x["n_initial"].at[BATCH, HEAD, COLUMN].set(np.nan)
-    has_derivatives = function is not mlstm_recurrent_sequence or backend == "xla"
-    results = jax.tree.leaves((results_of(run) if has_derivatives else run)(*x.values()))
-    of_head = np.arange(B * NH).reshape(B, NH) == BATCH * NH + HEAD
-    for name, y in zip(RESULTS, map(np.isnan, results), strict=False):
+    for name, y in zip(RESULTS, jax.tree.leaves(run(*x.values())), strict=False):
         if name not in OUTPUTS[1:]:
-            assert y[of_head].all(), name
-            assert not y[~of_head].any(), name
+            assert np.isnan(y)[BATCH, HEAD].all(), name
+            assert not np.isnan(y)[OTHERS].any(), name
 
 
 @pytest.mark.slow
@@ -97,9 +91,8 @@ def test_nan_checks_of_jax_are_silent(backend):
 
     In one jit only what comes out is checked.
     """
-    x = list(random_inputs(1, 1, 2, 20, 12, 20, resets=True).values())
-    options = dict(chunk_size=16, backend=backend, return_last_states=True)
-    call = functools.partial(mlstm_chunkwise, **options)
+    x = random_inputs(1, 1, 2, 20, 12, 20, resets=True).values()
+    call = functools.partial(chunkwise, chunk_size=16, backend=backend)
     gradient = jax.grad(lambda *x: loss_of(*call(*x)), tuple(range(8)))
     with jax.debug_nans(True), jax.enable_checks(True):
         for f in (gradient, jax.jit(gradient)) if backend == "xla" else (gradient,):

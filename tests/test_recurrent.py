@@ -32,11 +32,7 @@ from oracle import (
     tolerance,
 )
 
-from mlstm_pallas import (
-    KernelConfig,
-    mlstm_recurrent_sequence,
-    mlstm_recurrent_step,
-)
+from mlstm_pallas import KernelConfig, mlstm_recurrent_sequence, mlstm_recurrent_step
 from mlstm_pallas.stages.recurrent_step import step_gates
 
 
@@ -47,44 +43,50 @@ def strict_modes():
         yield
 
 
-STATES = ("c", "n", "m")
-SMALL = KernelConfig(triton_recurrent_step=dict(siz_b_DHQK=16, siz_b_DHHV=16))
-ONE_CTA = KernelConfig(triton_recurrent_step=dict(siz_b_DHQK=16, siz_b_DHHV=64))
+STATES = OUTPUTS[1:]
+SMALL, ONE_CTA = (
+    KernelConfig(triton_recurrent_step=dict(siz_b_DHQK=16, siz_b_DHHV=columns))
+    for columns in (16, 64)
+)
 
 
-def arguments(seed, B, NH, S, DHQK, DHHV, *, state_dtype="float32", **options):
-    """Arguments of mlstm_recurrent_sequence, or for S = 0 of mlstm_recurrent_step, and those of the
-    oracle."""
-    x = random_inputs(seed, B, NH, max(S, 1), DHQK, DHHV, **options)
-    dtypes = dict.fromkeys(("c_initial", "n_initial"), jnp.dtype(state_dtype))
-    # Slices of numpy arrays are not compiled.
-    x = {name: np.asarray(y).astype(dtypes.get(name, y.dtype)) for name, y in x.items()}
-    return jax.device_put(step_names(x, None if S else 0)), x
+def a_token(whole):
+    """Arguments of mlstm_recurrent_step; slices of numpy arrays are not compiled."""
+    return step_names(jax.device_get(whole), 0)
+
+
+def random_token(seed, B, NH, DHQK, DHHV, **options):
+    return a_token(random_inputs(seed, B, NH, 1, DHQK, DHHV, **options))
 
 
 # ---------------- numbers
 
 
-SHAPES = {
-    "tiles_divide": ((2, 3, 32, 64), None),
-    "tiles_divide_neither": ((1, 2, 40, 37), SMALL),
-    "one_cta_per_head": ((1, 2, 40, 37), ONE_CTA),
-    "five_row_blocks": ((1, 1, 300, 64), None),
-    "one_by_one": ((1, 1, 1, 1), None),
+CASES = {
+    "tiles_divide": ((2, 3), (32, 64), None),
+    "tiles_divide_neither": ((1, 2), (40, 37), SMALL),
+    "one_cta_per_head": ((1, 2), (40, 37), ONE_CTA),
+    "five_row_blocks": ((1, 1), (300, 64), None),
+    "one_by_one": ((1, 1), (1, 1), None),
 }
-CASES = [("interpret", "float32", name) for name in SHAPES]
-CASES += [(backend, "bfloat16", "tiles_divide_neither") for backend in ("interpret", "xla")]
 
 
-@pytest.mark.parametrize(("backend", "dtype", "case"), CASES)
+@pytest.mark.parametrize(
+    ("backend", "dtype", "case"),
+    [
+        *(("interpret", "float32", case) for case in CASES),
+        ("interpret", "bfloat16", "tiles_divide_neither"),
+        ("xla", "bfloat16", "tiles_divide_neither"),
+    ],
+)
 def test_a_step_is_one_of_the_recurrence(backend, dtype, case):
-    shape, config = SHAPES[case]
-    B, NH, DHQK, DHHV = shape
-    x, whole = arguments(0, B, NH, 0, DHQK, DHHV, dtype=dtype, state_dtype=dtype)
-    h, states = mlstm_recurrent_step(**x, backend=backend, config=config)
+    lead, heads, config = CASES[case]
+    whole = random_inputs(0, *lead, 1, *heads, dtype=dtype)
+    whole |= {name: whole[name].astype(dtype) for name in ("c_initial", "n_initial")}
+    h, states = mlstm_recurrent_step(**a_token(whole), backend=backend, config=config)
     expected_h, *expected = oracle(whole)
-    assert (h.dtype, *(y.dtype for y in states)) == (*[jnp.dtype(dtype)] * 3, jnp.float32)
-    assert_close(h, expected_h[:, :, 0], tolerance(dtype, DHQK), "h")
+    assert [y.dtype for y in (h, *states)] == [*[dtype] * 3, "float32"]
+    assert_close(h, expected_h[:, :, 0], tolerance(dtype, heads[0]), "h")
     compare(STATES, states, expected, tolerance(dtype, 1))
 
 
@@ -96,11 +98,12 @@ def test_any_gates_and_stabilisers(backend):
         [-inf, -3e38, -40.0, 0.0, 5.0, inf],
         [-inf, -100.0, 0.0, 50.0],
     )
-    i, f, m = (jnp.asarray(y, "float32")[None] for y in zip(*gates, strict=True))
-    x, whole = arguments(1, 1, i.shape[1], 0, 16, 8)
-    whole |= dict(i=jnp.where(i <= -1e6, -inf, i)[..., None], f=f[..., None], m_initial=m)
+    i, f, m = np.array([*gates], "float32").T[:, None]
+    whole = random_inputs(1, 1, i.size, 1, 16, 8)
+    token = a_token(whole) | dict(i=i, f=f, m=m)
+    h, (c, n, m_new) = mlstm_recurrent_step(**token, backend=backend)
+    whole |= dict(i=np.where(i <= -1e6, -inf, i)[..., None], f=f[..., None], m_initial=m)
     *expected, M = oracle(whole)
-    h, (c, n, m_new) = mlstm_recurrent_step(**x | dict(i=i, f=f, m=m), backend=backend)
     np.testing.assert_allclose(m_new, M, rtol=1e-6)
     for name, actual, desired in zip("hcn", (h[:, :, None], c, n), expected, strict=True):
         wrong_by, size = (
@@ -108,10 +111,8 @@ def test_any_gates_and_stabilisers(backend):
         )
         # A sum of terms of 50 has roundings of 2e-6, which the exponential makes relative ones;
         # below 1e-37 float32 loses digits.
-        wrong = np.argwhere(~(wrong_by <= 1e-5 * size + 1e-37))
-        assert wrong.size == 0, (
-            f"{name} at (i, f, m) = {[tuple(float(y[*head]) for y in (i, f, m)) for head in wrong]}"
-        )
+        wrong = ~(wrong_by <= 1e-5 * size + 1e-37)
+        assert not wrong.any(), f"{name} at i, f, m = {i[wrong]}, {f[wrong]}, {m[wrong]}"
 
 
 SIGMOID = dict(eps=0.01, norm_val=2.0, input_gate="sigmoid")
@@ -131,11 +132,10 @@ OF_SIGMOID = dict(i_scale=3.0, resets=True, m_initial=False)
     ids=["no_floor", "unstabilised_floor", "unnormalised", "two_ctas", "sigmoid", "bfloat16"],
 )
 def test_a_sequence_is_the_recurrence(backend, options, recipe):
-    x, whole = arguments(5, 2, 4, 3, 20, 24, **recipe)
-    h, states = mlstm_recurrent_sequence(**x, **options, backend=backend)
-    of_recurrence = {name: y for name, y in options.items() if name != "config"}
-    expected_h, *expected = oracle(whole, **of_recurrence)
-    assert (h.dtype, {y.dtype.name for y in states}) == (x["q"].dtype, {"float32"})
+    x = random_inputs(5, 2, 4, 3, 20, 24, **recipe)
+    h, states = mlstm_recurrent_sequence(**step_names(x), **options, backend=backend)
+    expected_h, *expected = oracle(x, **{name: options[name] for name in {*options} - {"config"}})
+    assert [y.dtype for y in (h, *states)] == [x["q"].dtype, *["float32"] * 3]
     assert_close(h, expected_h, tolerance(h.dtype, 20), "h")
     compare(STATES, states, expected, tolerance("float32", 20))
 
@@ -143,16 +143,17 @@ def test_a_sequence_is_the_recurrence(backend, options, recipe):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_forget_gate_keeps_its_digits(dtype):
     bound = 5 * np.finfo(dtype).eps / 2  # exp, log1p and a sum: two roundings each but for the sum
+
+    @jax.jit
+    def gates(f):
+        return step_gates(jnp.full_like(f, -jnp.inf), f, jnp.zeros_like(f), lambda m: m)
+
+    f = np.linspace(-40.0, 40.0, 1001).astype(dtype)
     with jax.enable_x64(True):
-        f = jnp.asarray(np.linspace(-40.0, 40.0, 1001), dtype)
-        gates = jax.jit(
-            lambda f: step_gates(jnp.full_like(f, -jnp.inf), f, jnp.zeros_like(f), lambda m: m)
-        )
         decay, gain, m = map(np.asarray, gates(f))
-        slope = np.asarray(jax.jit(jax.vmap(jax.grad(lambda f: gates(f)[2])))(f))
-    f = np.asarray(f, "float64")
-    expected = np.minimum(f, 0) - np.log1p(np.exp(-np.abs(f)))
-    np.testing.assert_allclose(m, expected, rtol=bound)
+        slope = np.asarray(jax.grad(lambda f: jnp.sum(gates(f)[2]))(f))
+    f = f.astype("float64")
+    np.testing.assert_allclose(m, -np.logaddexp(0, -f), rtol=bound)
     # exp of 40 in one rounding of its exponent is off by 40 of them
     np.testing.assert_allclose(slope, 1 / (1 + np.exp(f)), rtol=10 * bound)
     assert np.all(decay == 1)
@@ -161,20 +162,19 @@ def test_the_forget_gate_keeps_its_digits(dtype):
 
 @pytest.mark.parametrize("input_gate", ["exp", "sigmoid"])
 def test_nothing_over_nothing_is_nothing(input_gate):
-    x, _ = arguments(3, 1, 2, 0, 16, 8, states=False, i_shift=-np.inf)
-    h, states = mlstm_recurrent_step(
-        **x, eps=0.0, norm_val=0.0, input_gate=input_gate, backend="interpret"
-    )
-    assert not any(map(np.any, (h, *states[:2])))  # a NaN is not 0
+    token = random_token(3, 1, 2, 16, 8, states=False, i_shift=-np.inf)
+    options = dict(eps=0.0, norm_val=0.0, input_gate=input_gate, backend="interpret")
+    h, (c, n, _) = mlstm_recurrent_step(**token, **options)
+    assert not any(map(np.any, (h, c, n)))  # a NaN is not 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_stabiliser_in_bfloat16_costs_no_digits(backend):
-    x, whole = arguments(4, 2, 4, 6, 16, 8, i_scale=4.0)
-    x["m"] = x["m"].astype("bfloat16")
-    h, (c, n, m) = mlstm_recurrent_sequence(**x, eps=0.0, backend=backend)
-    assert m.dtype == jnp.bfloat16
-    expected_h, C, N, M = oracle(whole | {"m_initial": x["m"].astype("float32")}, eps=0.0)
+    x = random_inputs(4, 2, 4, 6, 16, 8, i_scale=4.0)
+    x["m_initial"] = x["m_initial"].astype("bfloat16")
+    h, (c, n, m) = mlstm_recurrent_sequence(**step_names(x), eps=0.0, backend=backend)
+    assert m.dtype == "bfloat16"
+    expected_h, C, N, M = oracle(x, eps=0.0)
     factor = np.exp(np.asarray(m, "float64") - M)[..., None]
     assert_close(h, expected_h, 1e-6, "h")
     assert_close(np.asarray(c) * factor[..., None], C, 2e-6, "c")
@@ -182,19 +182,19 @@ def test_a_stabiliser_in_bfloat16_costs_no_digits(backend):
 
 
 def test_float64_through_xla():
-    x, whole = arguments(8, 1, 2, 3, 16, 8)
-    h, states = in_float64(lambda x: mlstm_recurrent_sequence(**x, backend="xla"), x)
-    for actual, y in zip((h, *states), oracle(whole), strict=True):
-        assert actual.dtype == jnp.float64
+    x = random_inputs(8, 1, 2, 3, 16, 8)
+    result = in_float64(lambda x: mlstm_recurrent_sequence(**x, backend="xla"), step_names(x))
+    for actual, y in zip(jax.tree.leaves(result), oracle(x), strict=True):
+        assert actual.dtype == "float64"
         # three steps and sums of 16, in another order
         np.testing.assert_allclose(actual, y, rtol=1e-13)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, None])
 def test_no_heads(backend):
-    x, _ = arguments(9, 0, 2, 0, 16, 8)
-    h, states = mlstm_recurrent_step(**x, backend=backend)
-    assert [y.shape for y in (h, *states)] == [x[name].shape for name in "vcnm"]
+    token = random_token(9, 0, 2, 16, 8)
+    h, states = mlstm_recurrent_step(**token, backend=backend)
+    assert [y.shape for y in (h, *states)] == [token[name].shape for name in "vcnm"]
 
 
 # ---------------- derivatives
@@ -220,15 +220,15 @@ def test_gradients_through_xla(input_gate, resets):
 
 
 @pytest.mark.parametrize(
-    ("function", "backend"),
+    ("function", "t", "backend"),
     [
-        (mlstm_recurrent_step, "triton"),
-        (mlstm_recurrent_sequence, "interpret"),
-        (mlstm_recurrent_step, None),
+        (mlstm_recurrent_step, 0, "triton"),
+        (mlstm_recurrent_sequence, None, "interpret"),
+        (mlstm_recurrent_step, 0, None),
     ],
 )
-def test_the_kernels_refuse_derivatives(function, backend):
-    x, _ = arguments(13, 1, 1, int(function is mlstm_recurrent_sequence), 16, 16)
+def test_the_kernels_refuse_derivatives(function, t, backend):
+    x = step_names(random_inputs(13, 1, 1, 1, 16, 16), t)
 
     def h(v):
         return jnp.sum(function(**x | dict(v=v), backend=backend)[0])
@@ -245,7 +245,7 @@ def test_the_kernels_refuse_derivatives(function, backend):
 
 
 def test_vmap():
-    x, _ = arguments(14, 2, 2, 0, 20, 17)
+    x = random_token(14, 2, 2, 20, 17)
     run = jax.jit(lambda x: jax.tree.leaves(mlstm_recurrent_step(**x, backend="interpret")))
     actual = jax.vmap(run)({name: y[:, None] for name, y in x.items()})
     compare(OUTPUTS, [y[:, 0] for y in actual], run(x), 1e-6)
@@ -262,12 +262,12 @@ def test_vmap():
 )
 def test_a_step_is_one_launch_in_place(input_gate, dtype, heads, copied):
     """Several CTAs of a head read n and m from a copy."""
-    x, _ = arguments(17, 1, 2, 0, *heads, dtype=dtype)
-    step = functools.partial(mlstm_recurrent_step, input_gate=input_gate, backend="triton")
-    text = lowered_for_cuda(jax.jit(lambda x: step(**x)), x)
-    copies = {"broadcast_in_dim", "concatenate", "constant", "convert"} if copied else set()
-    operations = set(re.findall(r"stablehlo\.(\w+)[ (]", text))
-    assert {"custom_call"} <= operations <= {"custom_call", "reshape"} | copies
+    token = random_token(17, 1, 2, *heads, dtype=dtype)
+    options = dict(input_gate=input_gate, backend="triton")
+    text = lowered_for_cuda(jax.jit(lambda x: mlstm_recurrent_step(**x, **options)), token)
+    operations = {*re.findall(r"stablehlo\.(\w+)[ (]", text)} - {"reshape"}
+    copies = {"broadcast_in_dim", "concatenate", "constant", "convert"}
+    assert operations <= {"custom_call"} | (copies if copied else set())
     assert ("concatenate" in operations) == copied
     [call] = [line for line in text.splitlines() if "custom_call" in line]
     aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", call)
@@ -277,7 +277,7 @@ def test_a_step_is_one_launch_in_place(input_gate, dtype, heads, copied):
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 37])
 def test_a_loop_with_one_step_per_iteration_copies_no_state(batch):
-    x = [*step_names(random_inputs(0, batch, 8, 1, 256, 512), 0).values()]
+    x = [*random_token(0, batch, 8, 256, 512).values()]
 
     def generate(token, states):
         def body(carry):
@@ -300,8 +300,8 @@ def test_compiles_without_spills(device, dtype):
 
 
 def test_a_sequence_in_the_layout_of_projections():
-    x, _ = arguments(20, 1, 3, 2, 16, 24)
-    tokens = {name: swapped(y) if name in "qkvif" else y for name, y in x.items()}
+    x = step_names(random_inputs(20, 1, 3, 2, 16, 24))
+    tokens = x | {name: swapped(x[name]) for name in "qkvif"}
     run = functools.partial(mlstm_recurrent_sequence, backend="xla")
     h, states = run(**x)
     assert_same_bits(run(**tokens, layout="BTNH"), (swapped(h), states))
@@ -317,14 +317,14 @@ def joined(x):
 @pytest.mark.parametrize("input_gate", ["exp", "sigmoid"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_joined_arrays_are_their_parts(backend, input_gate, config):
-    x, _ = arguments(3, 2, 3, 0, 48, 80, m_initial=input_gate == "exp")
+    token = random_token(3, 2, 3, 48, 80, m_initial=input_gate == "exp")
     options = dict(input_gate=input_gate, backend=backend, config=config)
     step = jax.jit(functools.partial(mlstm_recurrent_step, **options))
-    assert_same_bits(step(**joined(x)), step(**x))
+    assert_same_bits(step(**joined(token)), step(**token))
 
 
 def test_joined_arrays_of_wrong_shapes():
-    x, _ = arguments(3, 2, 3, 0, 48, 80)
+    x = random_token(3, 2, 3, 48, 80)
     token = joined(x)
     narrow = token["q"][..., :175]  # q, k and v have 176
     for wrong in (dict(q=narrow), dict(i=x["i"]), dict(v=x["v"]), dict.fromkeys(STATES)):

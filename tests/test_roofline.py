@@ -1,10 +1,10 @@
 """FLOPs and bytes of stages, of whole calls and of attention; the least time."""
 
 import jax
-import kernel_benchmark
 import peers
 import pytest
 import roofline
+from kernel_benchmark import STAGES, MlstmPallasStage, stage_arrays
 from shapes import SHAPES, Shape
 
 from mlstm_pallas import KernelConfig, costs, dispatch
@@ -13,23 +13,18 @@ from mlstm_pallas.problem import Problem
 SMALL, WIDE = Shape(2, 3, 64, 16, 32), Shape(1, 64, 256, 256, 512)
 L = 32
 GATES = "vecE", "vecU", "vecW"
+OF_SCORES = {"gates": (*GATES, "vecAbar", "vecM")}
+OF_NORMALISER = {"normaliser_gradients": ("vecInvDen", "vecDzDen")}
 # What the kernel of a stage reads of a NamedTuple.
 READ = {
     "parallel_fw_H": {"gates": (*GATES, "vecM")},
-    "parallel_fw_P": {"gates": (*GATES, "vecAbar", "vecM")},
+    "parallel_fw_P": OF_SCORES,
     "recurrent_fw_H": {"scan": ("matP", "keys", "vecR")},
-    "parallel_bw_dP": {"gates": (*GATES, "vecAbar", "vecM")},
-    "parallel_bw_dQKV": {
-        "gates": ("vecW", "vecAbar"),
-        "normaliser_gradients": ("vecInvDen", "vecDzDen"),
-        "scores": ("matP", "matDeltaP"),
-    },
+    "parallel_bw_dP": OF_SCORES,
+    "parallel_bw_dQKV": OF_NORMALISER
+    | {"gates": ("vecW", "vecAbar"), "scores": ("matP", "matDeltaP")},
     # parallel_bw_dQKV on Mosaic GPU, where it makes P and dP.
-    "recomputes_scores": {
-        "gates": (*GATES, "vecAbar"),
-        "normaliser_gradients": ("vecInvDen", "vecDzDen"),
-        "scores": (),
-    },
+    "recomputes_scores": OF_NORMALISER | {"gates": (*GATES, "vecAbar"), "scores": ()},
 }
 # The products of a stage: inter-chunk ones, and the contracted or outer axis of the intra-chunk
 # ones, which count for s <= t alone.
@@ -44,7 +39,7 @@ PRODUCTS = {
     "parallel_bw_dQKV": (3, "kkv"),
     "recomputes_scores": (3, "kkvkv"),
 }
-MOSAIC_GPU = [name for name in kernel_benchmark.STAGES if dispatch.tiles_class(name, "mosaic_gpu")]
+MOSAIC_GPU = [name for name in STAGES if dispatch.tiles_class(name, "mosaic_gpu")]
 
 
 def nbytes(tree):
@@ -54,7 +49,7 @@ def nbytes(tree):
 @pytest.mark.parametrize(
     ("backend", "stage", "shape"),
     [
-        *(("interpret", name, SMALL) for name in kernel_benchmark.STAGES),
+        *(("interpret", name, SMALL) for name in STAGES),
         *(("mosaic_gpu", name, WIDE) for name in MOSAIC_GPU),
         ("mosaic_gpu", "recomputes_scores", Shape(1, 64, 256, 64, 128)),
     ],
@@ -62,36 +57,38 @@ def nbytes(tree):
 def test_bytes_and_flops_of_a_stage_are_those_of_its_arrays_and_products(backend, stage, shape):
     config = KernelConfig(triton_recurrent_fw_H=dict(siz_b_LKV=L))
     name = "parallel_bw_dQKV" if stage == "recomputes_scores" else stage
-    chunks = L if backend == "interpret" else 128
-    impl = kernel_benchmark.MlstmPallasStage(name, backend, shape, "bfloat16", chunks, config)
+    on_mosaic_gpu = backend == "mosaic_gpu"
+    chunks = 128 if on_mosaic_gpu else L
+    impl = MlstmPallasStage(name, backend, shape, "bfloat16", chunks, config)
     assert impl.call.lowering.folder in ("triton", backend)
-    p, (inter, intra) = impl.call.problem, PRODUCTS[stage]
-    scan = backend == "mosaic_gpu" and impl.stage.fused
-    assert (64 if scan else chunks) == p.L  # the fused scan has chunks of its own
+    p = impl.call.problem
+    # The fused scan has chunks of its own.
+    assert (64 if on_mosaic_gpu and impl.stage.fused else chunks) == p.L
 
     @jax.eval_shape
     def arrays():
         x = peers.random_inputs(jax.random.key(0), shape, "bfloat16")
-        inputs = kernel_benchmark.stage_arrays(x, p.L, impl.stage.fused)
+        inputs = stage_arrays(x, p.L, impl.stage.fused)
         function, args = impl.computation(inputs, "fwd")
-        if backend == "interpret":
-            return args, function(*args)._asdict()
-        return args, impl.reference(*impl.oracle_arguments(inputs)[0])._asdict()
+        if on_mosaic_gpu:
+            return args, impl.reference(*impl.oracle_arguments(inputs)[0])._asdict()
+        return args, function(*args)._asdict()
 
     args, outputs = arrays
     if stage == "recomputes_scores":
         outputs |= dict(sums=[jax.ShapeDtypeStruct((3, shape.steps), "float32")])
-    elif backend == "mosaic_gpu":  # what is not weighted is not written
+    elif on_mosaic_gpu:  # what is not weighted is not written
         outputs = {x: y for x, y in outputs.items() if x not in ("queries", "keys")}
     # parallel_fw_P on Mosaic GPU writes no keys.
-    writes_no_keys = (backend, stage) == ("mosaic_gpu", "parallel_fw_P")
+    writes_no_keys = on_mosaic_gpu and stage == "parallel_fw_P"
     inputs = dict(zip(impl.stage.inputs, args, strict=True))
     for x, fields in READ.get("parallel_fw_H" if writes_no_keys else stage, {}).items():
         inputs[x] = [getattr(inputs[x], field) for field in fields]
     if stage == "recurrent_bw_dC":  # reads gamma once for each recurrence
         inputs["scaGamma"] = [inputs["scaGamma"]] * 2
     cost = costs.launch_cost(impl.stage.name, impl.call, 2, weighted=impl.weighted)
-    assert cost.bytes == nbytes(inputs) + nbytes(outputs)
+    assert cost.bytes == nbytes((inputs, outputs))
+    inter, intra = PRODUCTS[stage]
     pairs = sum(dict(k=shape.DHQK, v=shape.DHHV)[axis] for axis in intra)
     assert cost.flops == shape.steps * (2 * inter * p.DHQK * p.DHHV + (p.L + 1) * pairs)
 
@@ -101,7 +98,7 @@ def test_a_direction_has_the_flops_of_its_stages_and_the_bytes_of_its_arrays():
     forward, backward = roofline.mlstm(SMALL, 2, "fwbw")
     assert (forward,) == roofline.mlstm(SMALL, 2, "fwd")
     assert forward.bytes == nbytes(inputs)  # h is as large as its cotangent
-    assert backward.bytes == 2 * nbytes(inputs[:5]) + 2 * nbytes(inputs.dh) + 2 * 4 * SMALL.steps
+    assert backward.bytes == 2 * nbytes(inputs) + 2 * 4 * SMALL.steps
     problem = Problem(*SMALL, SMALL.S, 1.0)
     passes = roofline.FORWARD[False], roofline.backward_stages()
     for phase, stages in zip((forward, backward), passes, strict=True):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 import step_benchmark
 
-request = step_benchmark, "--shape=1x2x9x16x16", "--steps=3", "--repeats=1"
-measured = functools.partial(benchmark_runs.measured, *request)
+request = "--shape=1x2x9x16x16", "--steps=3", "--repeats=1"
+measured = functools.partial(benchmark_runs.measured, step_benchmark, *request)
 PEER = "mlstm_kernels_triton_step"
 
 
@@ -32,26 +32,23 @@ def test_measures_each_variant_and_skips_the_peer(variant, monkeypatch):
 
 def test_tokens_per_second_and_their_limit_by_batch(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    stored, path, limits = tmp_path / "rows.jsonl", tmp_path / "plot.png", []
-    cases = "--shape=1x2x1x16x16,2x2x1x16x16", "--loop=scan,while"
-    cases += "--state_dtype=float32,bfloat16", f"--jsonl={stored}"
-    assert benchmark_runs.run(*request, *cases) == 0
-    drawn = step_benchmark.reporting.plot
+    path, limits, drawn = tmp_path / "plot.png", [], step_benchmark.reporting.plot
 
     def plot(rows, path, line, *args, **options):
         limits.extend(row["tokens/s"] for row in rows if line(row) == "memory limit")
         drawn(rows, path, line, *args, **options)
 
     monkeypatch.setattr(step_benchmark.reporting, "plot", plot)
-    code, rows = measured(f"--from_jsonl={stored}", f"--plot={path}")
+    cases = "--shape=1x2x1x16x16,2x2x1x16x16", "--loop=scan,while"
+    code, rows = measured(*cases, "--state_dtype=float32,bfloat16", f"--plot={path}")
     assert code == 0
     assert len({(*row["shape"], row["loop"], row["state_dtype"]) for row in rows}) == 8
     assert path.stat().st_size > 0
     for row, y in zip(rows, limits, strict=True):
         B, _, _, K, V = row["shape"]
-        moved = 2 * B * 2 * (K * V + K + 1) * (4 if row["state_dtype"] == "float32" else 2)
+        per_token = 2 * 2 * (K * V + K + 1) * (4 if row["state_dtype"] == "float32" else 2)
         assert row["tokens/s"] == pytest.approx(B / (row["ms"] * 1e-3))
-        assert y == pytest.approx(row["copy_gbps"] * 1e9 / (moved / B))
+        assert y == pytest.approx(row["copy_gbps"] * 1e9 / per_token)
 
 
 @pytest.mark.parametrize("change", [1.03, jnp.nan])

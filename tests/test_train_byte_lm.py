@@ -77,8 +77,9 @@ def test_split_is_by_files(tmp_path):
     assert (len(train), len(held_out), train | held_out) == (42, 3, names)
     book = tmp_path / "book"  # a single file
     book.write_bytes(bytes(range(200)))
-    parts = corpus.read_corpus(book, 4)
-    assert [part.tobytes() for part in parts] == [bytes(range(190)), bytes(range(190, 200))]
+    train, held_out = corpus.read_corpus(book, 4)
+    assert [*train, *held_out] == [*range(200)]
+    assert len(held_out) == 10
 
 
 @pytest.mark.slow
@@ -99,9 +100,9 @@ def test_bfloat16_reaches_the_mlstm():
     config = Config(256, 16, num_blocks=1, num_heads=2)
     params = byte_lm.initial_params(config, jax.random.key(0))
     model = byte_lm.Model(config, make_mesh(""), "bfloat16")
-    loss = jax.make_jaxpr(functools.partial(byte_lm.cross_entropy, model))
+    loss = functools.partial(byte_lm.cross_entropy, model)
     chunks_of_values = "bf16[2,1,16,16]"  # (B * NH, NC, L, DHV), in the plain form alone
-    assert chunks_of_values in str(loss(params, jnp.ones((1, 17), jnp.int32)))
+    assert chunks_of_values in str(jax.make_jaxpr(loss)(params, np.ones((1, 17), "int32")))
 
 
 # ---------------- whole runs
@@ -150,8 +151,8 @@ def test_interrupted_run_has_learned(interrupted):
 
 def curve(folder):
     """The log without what depends on the clock and the folder."""
-    differ = {"seconds", "tokens_per_second", "generated_tokens_per_second", "flags"}
-    return [{name: line[name] for name in line.keys() - differ} for line in read_log(folder)]
+    differ = "seconds", "tokens_per_second", "generated_tokens_per_second", "flags"
+    return [line | dict.fromkeys(differ) for line in read_log(folder)]
 
 
 @pytest.mark.slow
@@ -189,20 +190,16 @@ def test_a_run_does_not_go_on_with_what_does_not_fit(text_folder, interrupted, t
     assert "cannot go on with other text in --corpus" in message
 
 
-def flip_a_bit(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def cut(path):
-    os.truncate(path, path.stat().st_size // 2)
-
-
-@pytest.mark.parametrize("damage", [flip_a_bit, cut])
+@pytest.mark.parametrize("damage", ["flip_a_bit", "cut"])
 def test_damaged_checkpoint(copied, interrupted, capfd, damage):
     checkpoint = copied / "checkpoints" / "13.npz"
-    damage(checkpoint)
+    data = bytearray(checkpoint.read_bytes())
+    middle = len(data) // 2
+    if damage == "cut":
+        del data[middle:]
+    else:
+        data[middle] ^= 1
+    checkpoint.write_bytes(data)
     assert f"the checkpoint {checkpoint} is damaged: " in error_of(train, copied)
     assert "Traceback" not in capfd.readouterr().err
     assert read_log(copied) == read_log(interrupted)
@@ -215,7 +212,7 @@ def assert_same_curve(folder, single):
     """As the job promises of its first 50 steps in float32."""
     for name in ("loss", "held_out_bits_per_byte"):
         expected = read_log(single, name)
-        np.testing.assert_allclose(read_log(folder, name)[-len(expected) :], expected, rtol=1e-3)
+        assert read_log(folder, name)[-len(expected) :] == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -231,21 +228,35 @@ def end_of_processes(text_folder, folder, end=lambda *_: None):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    options = TINY | dict(corpus=text_folder, output_dir=folder, mesh="data:2")
-    options |= dict(coordinator_address=address, num_processes=2)
-    settings = dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), JAX_PLATFORMS="cpu")
-    settings |= dict(JAX_DISABLE_MOST_OPTIMIZATIONS="1", JAX_NUM_CPU_DEVICES="1")
-    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    options = TINY | dict(
+        corpus=text_folder,
+        output_dir=folder,
+        mesh="data:2",
+        coordinator_address=address,
+        num_processes=2,
+    )
+    settings = dict(
+        PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
+        JAX_PLATFORMS="cpu",
+        JAX_DISABLE_MOST_OPTIMIZATIONS="1",
+        JAX_NUM_CPU_DEVICES="1",
+    )
     command = [sys.executable, lm.__file__, *(f"--{name}={x}" for name, x in options.items())]
     processes = [
-        subprocess.Popen([*command, f"--process_id={n}"], **streams, env=os.environ | settings)
+        subprocess.Popen(
+            [*command, f"--process_id={n}"],
+            env=os.environ | settings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for n in range(2)
     ]
     log, until = folder / "log.jsonl", time.monotonic() + 120
-    count = lambda: len(read_log(folder, "loss")) if log.exists() else 0  # noqa: E731
-    before = count()
+    log.touch()
+    before = len(read_log(folder, "loss"))
     try:
-        while count() == before and time.monotonic() < until:
+        while len(read_log(folder, "loss")) == before and time.monotonic() < until:
             time.sleep(0.02)
         end(*processes)
         printed = [process.communicate(timeout=120) for process in processes]

@@ -21,15 +21,17 @@ from mlstm_pallas import pack_lengths
 pytest.importorskip("safetensors")
 pytest.importorskip("tokenizers")
 pytest.importorskip("tqdm")
-import safetensors.numpy
 import xlstm_7b
 import xlstm_checkpoint as checkpoint
 import xlstm_model as model
+from safetensors.numpy import load_file, save_file
 
 FOLDER = Path(__file__).parent / "xlstm_7b"
 EXPECTED = np.load(FOLDER / "expected.npz")
-PROMPTS = [EXPECTED[f"prompt_{n}"].astype(np.int32) for n in range(4)]
-GREEDY = [EXPECTED[f"greedy_{n}"].tolist() for n in range(4)]
+PROMPTS, GREEDY, POSITIONS, LOGITS = (
+    [EXPECTED[f"{name}_{n}"] for n in range(4)]
+    for name in ("prompt", "greedy", "positions", "logits")
+)
 CONFIG, _ = checkpoint.read_config(FOLDER)
 # Tests share these, and so what is compiled: steps of a prefill, tokens of a loop.
 S, LOOP = 256, 23
@@ -51,10 +53,13 @@ def params():
     return loaded()
 
 
+step = functools.partial(jax.jit(model.step, static_argnums=0), CONFIG)
+
+
 def prefill(params, *prompts):
     """Logits (S, V) of a row of prompts, their states, the ends of the prompts."""
-    segment_ids, (ends,) = pack_lengths([len(prompt) for prompt in prompts], S=S)
-    row = np.resize(np.concatenate(prompts), (1, S))
+    segment_ids, (ends,) = pack_lengths([*map(len, prompts)], S=S)
+    row = np.resize(np.concatenate(prompts), (1, S)).astype("int32")
     x, states = model.prefill(CONFIG, params, row, segment_ids, ends)
     return np.asarray(model.next_logits(CONFIG, params, x[0])), states, ends
 
@@ -67,12 +72,16 @@ def assert_states(states, expected, rtol):
 # ---------------- the function
 
 
+def check_logits(params, bound, of_largest):
+    """Logits are those of transformers, in their norm and, by the largest, one by one."""
+    for prompt, positions, expected in zip(PROMPTS, POSITIONS, LOGITS, strict=True):
+        logits = prefill(params, prompt)[0][positions]
+        assert_close(logits, expected, bound)
+        assert np.abs(logits - expected).max() < of_largest * np.abs(expected).max()
+
+
 def test_logits_are_those_of_transformers(params):
-    for n, prompt in enumerate(PROMPTS):
-        logits, _, _ = prefill(params, prompt)
-        logits, expected = logits[EXPECTED[f"positions_{n}"]], EXPECTED[f"logits_{n}"]
-        assert_close(logits, expected, 1e-5)
-        assert np.abs(logits - expected).max() < 1e-5 * np.abs(expected).max()
+    check_logits(params, 1e-5, 1e-5)
 
 
 def test_logits_in_bfloat16():
@@ -86,33 +95,31 @@ def test_logits_in_bfloat16():
     bound = 2 * (2 * 14 + 2) ** 0.5 * 2.0**-9
     params = loaded("bfloat16")
     assert {str(x.dtype) for x in jax.tree.leaves(params)} == {"bfloat16", "float32"}
-    assert params["lm_head"].dtype == jnp.bfloat16  # norms and biases stay float32
-    assert params["out_norm"].dtype == params["blocks"][0]["gate_bias"].dtype == jnp.float32
-    for n, prompt in enumerate(PROMPTS):
-        logits, _, _ = prefill(params, prompt)
-        assert_close(logits[EXPECTED[f"positions_{n}"]], EXPECTED[f"logits_{n}"], bound)
+    assert params["lm_head"].dtype == "bfloat16"  # norms and biases stay float32
+    assert params["out_norm"].dtype == params["blocks"][0]["gate_bias"].dtype == "float32"
+    check_logits(params, bound, 2 * bound)
 
 
 def test_packed_prompts_are_as_each_alone_and_as_transformers(params):
     logits, states, ends = prefill(params, *PROMPTS)
-    for n, (prompt, end) in enumerate(zip(PROMPTS, ends, strict=True)):
+    for n, prompt in enumerate(PROMPTS):
         alone, of_one, _ = prefill(params, prompt)
-        assert_close(logits[end - len(prompt) : end], alone[: len(prompt)], 1e-6)
+        begin = ends[n] - len(prompt)
+        assert_close(logits[begin : ends[n]], alone[: len(prompt)], 1e-6)
         assert_states(jax.tree.map(lambda x, n=n: x[n : n + 1], states), of_one, 2e-5)
     first = jnp.argmax(logits[ends - 1], -1)
     loop = CONFIG, model.Sampling(), LOOP, params, states, first, jax.random.key(0)
     _, last, tokens = model.decode(*loop, np.int32(1))
-    assert np.vstack([first, tokens]).T.tolist() == GREEDY
-    assert last.tolist() == [tokens[-1] for tokens in GREEDY]
+    np.testing.assert_array_equal(np.vstack([first, tokens]).T, GREEDY)
+    np.testing.assert_array_equal(last, tokens[-1])
 
 
 def test_prefix_then_steps_is_the_prefill_of_all(params):
     prompt, steps = PROMPTS[3], 70
-    expected, states_of_all, _ = prefill(params, prompt)
+    expected, states_of_all, (end,) = prefill(params, prompt)
     _, states, _ = prefill(params, prompt[:-steps])
-    step = jax.jit(model.step, static_argnums=0)
-    for t in range(len(prompt) - steps, len(prompt)):
-        logits, states = step(CONFIG, params, states, prompt[t : t + 1])
+    for t in range(end - steps, end):
+        logits, states = step(params, states, prompt[t : t + 1])
         assert_close(logits[0], expected[t], 1e-5)
     assert_states(states, states_of_all, 1e-4)
 
@@ -121,19 +128,19 @@ def test_heads_on_several_devices(params):
     """The function is the same, and no device has all of a weight that is split."""
     tensors, sharded = checkpoint.tensors_of(CONFIG, "float32", 2), loaded(devices=2)
     block = sharded["blocks"][1]
-    on_one = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(sharded))
-    assert on_one == checkpoint.bytes_per_device(tensors)
+    on_one = jax.tree.map(lambda x: x.addressable_shards[0].data.nbytes, sharded)
+    assert sum(jax.tree.leaves(on_one)) == checkpoint.bytes_per_device(tensors)
     for name in {*block} - {"norm_mlstm", "norm_ffn"}:
-        assert block[name].addressable_shards[0].data.nbytes == block[name].nbytes // 2
+        assert on_one["blocks"][1][name] == block[name].nbytes // 2
     assert block["qkvo"].sharding.spec[0] == block["down"].sharding.spec[1] == "heads"
-    logits, states, ends = prefill(sharded, PROMPTS[1])
+    logits, states, (end,) = prefill(sharded, PROMPTS[1])
     expected, of_one, _ = prefill(params, PROMPTS[1])
-    assert_close(logits[: ends[0]], expected[: ends[0]], 1e-6)
-    assert states[0][0].addressable_shards[0].data.shape[1] == CONFIG.num_heads // 2
-    step, token = jax.jit(model.step, static_argnums=0), PROMPTS[1][:1]
-    logits, states = step(CONFIG, sharded, states, token)
-    assert_close(logits, step(CONFIG, params, of_one, token)[0], 1e-6)
-    assert states[0][0].addressable_shards[0].data.shape[1] == CONFIG.num_heads // 2
+    assert_close(logits[:end], expected[:end], 1e-6)
+    token = PROMPTS[1][:1]
+    logits, of_step = step(sharded, states, token)
+    assert_close(logits, step(params, of_one, token)[0], 1e-6)
+    for (c, *_), *_ in (states, of_step):
+        assert c.addressable_shards[0].data.shape[1] == CONFIG.num_heads // 2
 
 
 # ---------------- sampling
@@ -141,20 +148,20 @@ def test_heads_on_several_devices(params):
 
 def test_top_p_draws_from_the_fewest_likeliest_tokens_of_that_mass():
     probabilities = np.array([0.1, 0.5, 0.15, 0.25], np.float32)
-    draws = 2500
+    squared, draws = probabilities**2, 2500
+    most = 3 * 0.5 / draws**0.5  # three standard deviations of the share of a token
     logits = jnp.log(jnp.tile(probabilities, (draws, 1)))
-    most = 3 * 0.5 / np.sqrt(draws)  # three standard deviations of the share of a token
-    key = jax.random.key(0)
-
-    def drawn(temperature, top_p):
-        sampling = model.Sampling(temperature, top_p)
-        return np.bincount(model.sample(sampling, logits, key, 0), minlength=4) / len(logits)
-
-    np.testing.assert_allclose(drawn(1.0, 1.0), probabilities, atol=most)
-    np.testing.assert_allclose(drawn(1.0, 0.7), [0, 2 / 3, 0, 1 / 3], atol=most)
-    assert drawn(1.0, 0.0)[1] == drawn(1e-3, 1.0)[1] == drawn(0.0, 1.0)[1] == 1
-    squared = probabilities**2 / sum(probabilities**2)
-    np.testing.assert_allclose(drawn(0.5, 1.0), squared, atol=most)
+    for temperature, top_p, expected, atol in (
+        (1.0, 1.0, probabilities, most),
+        (1.0, 0.7, [0, 2 / 3, 0, 1 / 3], most),
+        (0.5, 1.0, squared / sum(squared), most),
+        (1.0, 0.0, [0, 1, 0, 0], 0),
+        (1e-3, 1.0, [0, 1, 0, 0], 0),
+        (0.0, 1.0, [0, 1, 0, 0], 0),
+    ):
+        drawn = model.sample(model.Sampling(temperature, top_p), logits, jax.random.key(0), 0)
+        shares = np.bincount(drawn, minlength=4) / draws
+        np.testing.assert_allclose(shares, expected, atol=atol)
 
 
 # ---------------- the command
@@ -170,6 +177,10 @@ def run(*arguments):
 error = functools.partial(benchmark_runs.error_of, run)
 
 
+def error_of_checkpoint(folder):
+    return error(f"--checkpoint={folder}", "--prompt=a")
+
+
 def text(tokens):
     return "".join(map(chr, tokens))
 
@@ -181,16 +192,16 @@ def test_command_streams_what_transformers_generates(capsys, tmp_path):
     """Up to a stop token, with a checkpoint in one file."""
     tensors = {}
     for path in FOLDER.glob("*.safetensors"):
-        tensors |= safetensors.numpy.load_file(path)
-    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+        tensors |= load_file(path)
+    save_file(tensors, tmp_path / "model.safetensors")
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(FOLDER / name, tmp_path)
-    expected, prompt = GREEDY[2], f"--prompt={text(PROMPTS[2])}"
+    prompt, expected = (text(tokens[2]) for tokens in (PROMPTS, GREEDY))
     stop = expected[12]
-    options = *FLOAT32, "--stream_every=5", f"--stop_tokens=5,{stop}"
-    run(f"--checkpoint={tmp_path}", prompt, *options)
+    options = *FLOAT32, "--stream_every=5", f"--stop_tokens=5,{ord(stop)}"
+    run(f"--checkpoint={tmp_path}", f"--prompt={prompt}", *options)
     output, errors = capsys.readouterr()
-    assert output == text(expected[: expected.index(stop)]) + "\n"
+    assert output == expected.split(stop)[0] + "\n"
     assert re.search(r"first token after [\d.]+ s, then [\d.]+ tokens/s", errors)
 
 
@@ -240,24 +251,24 @@ def copied(tmp_path):
 
 def test_wrong_tensors_are_named(copied):
     path = copied / "model-00002-of-00002.safetensors"
-    tensors = safetensors.numpy.load_file(path)
+    tensors = load_file(path)
     name = "backbone.blocks.1.ffn.proj_down.weight"
-    right = tensors[name]
+    right = tensors.pop(name)
 
-    def message(**changes):
-        changed = {k: v for k, v in (tensors | changes).items() if v is not None}
-        safetensors.numpy.save_file(changed, path)
-        return error(f"--checkpoint={copied}", "--prompt=a")
+    def message(**others):
+        save_file(tensors | others, path)
+        return error_of_checkpoint(copied)
 
-    assert message(**{name: None}) == f"error: {copied} lacks 1 tensors: {name}"
-    assert message(foreign=right) == f"error: {copied} has, unlike the model, 1 tensors: foreign"
+    assert message() == f"error: {copied} lacks 1 tensors: {name}"
+    both = message(**{name: right}, foreign=right)
+    assert both == f"error: {copied} has, unlike the model, 1 tensors: foreign"
     shapes = "BF16 [96, 64], and config.json makes it [64, 96]"
     assert message(**{name: right.T.copy()}) == f"error: {name} is {shapes}"
     assert f"{name} is I8" in message(**{name: right.astype(np.int8)})
     path.write_bytes(path.read_bytes()[:100])
-    assert f"cannot read {path}" in error(f"--checkpoint={copied}", "--prompt=a")
+    assert f"cannot read {path}" in error_of_checkpoint(copied)
     path.unlink()
-    assert "lacks" in error(f"--checkpoint={copied}", "--prompt=a")
+    assert "lacks" in error_of_checkpoint(copied)
 
 
 @pytest.mark.parametrize(
@@ -277,9 +288,8 @@ def test_wrong_tensors_are_named(copied):
 )
 def test_wrong_values_of_the_config_are_named(copied, name, value):
     path = copied / "config.json"
-    values = json.loads(path.read_text()) | {name: value}
-    path.write_text(json.dumps(values))
-    message = error(f"--checkpoint={copied}", "--prompt=a")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    message = error_of_checkpoint(copied)
     assert str(path) in message
     assert name in message
 
@@ -325,4 +335,4 @@ def test_requests_that_make_no_sense(line):
 
 def test_a_folder_without_a_tokenizer(copied):
     (copied / "tokenizer.json").unlink()
-    assert f"no tokenizer {copied}" in error(f"--checkpoint={copied}", "--prompt=a")
+    assert f"no tokenizer {copied}" in error_of_checkpoint(copied)
