@@ -117,9 +117,16 @@ def compiled_code_is_freed():
 
 # Modules that compile as users do. In the other modules compiling takes most of the time.
 AS_USERS_DO = {
-    *("test_gates", "test_reference", "test_precision", "test_layout_hlo"),
-    *("test_gpu", "test_gpu_huge", "test_gpu_sanitizer"),
-    *("test_products", "test_pipelines", "test_compile_report"),
+    "test_gates",
+    "test_reference",
+    "test_precision",
+    "test_layout_hlo",
+    "test_gpu",
+    "test_gpu_huge",
+    "test_gpu_sanitizer",
+    "test_products",
+    "test_pipelines",
+    "test_compile_report"
 }
 
 

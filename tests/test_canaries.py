@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from mosaic_gpu_cases import check_neighbours
+from mosaic_gpu_cases import check_neighbours, quick_and_slow
 from oracle import HELPERS, needs_mosaic_gpu, random_inputs
 
 from mlstm_pallas import KernelConfig, dispatch, triton
@@ -58,11 +58,6 @@ CASES = {
 }
 LOWERINGS = (Lowering.INTERPRET, pytest.param(Lowering.TRITON, marks=pytest.mark.gpu))
 QUICK = ("materialised", "fused-stored")
-CALLS = [
-    pytest.param(Lowering.INTERPRET, case, marks=[pytest.mark.slow] * (case not in QUICK))
-    for case in CASES
-]
-CALLS += [pytest.param(Lowering.TRITON, case, marks=pytest.mark.gpu) for case in CASES]
 
 
 @pytest.fixture
@@ -146,7 +141,8 @@ def check(run, outputs, arguments, L=None):
     return {*runs[0]}
 
 
-@pytest.mark.parametrize(("lowering", "case"), CALLS)
+@pytest.mark.parametrize("case", quick_and_slow(CASES, QUICK))
+@pytest.mark.parametrize("lowering", LOWERINGS)
 def test_kernels_write_everything_and_read_nothing_of_their_neighbours(lowering, case, outputs):
     run, spec = passes(lowering, case)
     x = random_inputs(0, 1, HEADS, spec.problem.S, DHQK, DHHV)

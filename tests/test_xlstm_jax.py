@@ -5,9 +5,9 @@ The gradients under the documented convention are ``constant_denominator_gradien
 float64.
 """
 
-import functools
 import inspect
 import re
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +110,7 @@ SIGNATURES = {
 @pytest.mark.parametrize(
     ("module", "name"),
     SIGNATURES,
-    ids=lambda x: x if isinstance(x, str) else x.__name__.split(".")[-1],
+    ids=lambda x: getattr(x, "__name__", x).split(".")[-1],
 )
 def test_signature_is_the_documented_one(module, name):
     signature, documented = (
@@ -125,23 +125,28 @@ def test_signature_is_the_documented_one(module, name):
 
 # Others than None, by the name in lower case.
 DEFAULTS = dict(
-    **dict(chunk_size=64, num_chunks=1, eps=1e-6, norm_val=1.0, stabilize_correctly=True),
+    chunk_size=64,
+    num_chunks=1,
+    eps=1e-6,
+    norm_val=1.0,
+    stabilize_correctly=True,
+    recompute_states_in_bw=True,
+    output_dtype=jnp.float32,
     **dict.fromkeys(("return_last_states", "return_all_states", "store_initial_state"), False),
-    **dict(recompute_states_in_bw=True, output_dtype=jnp.float32),
 )
 
 
 @ALL_SYSTEMS
 def test_every_listed_function_has_a_docstring_and_the_defaults_of_its_system(system):
     for name in system.__all__:
-        function, of_it = getattr(system, name), DEFAULTS
+        function, of_it = getattr(system, name), DEFAULTS.copy()
         assert function.__doc__
         if system is v5 and "_bw" in name:
-            of_it = of_it | dict(eps=0.0)
+            of_it["eps"] = 0.0
         if "__parallel" in name:
-            of_it = of_it | dict(siz_b_lq=32, siz_b_lkv=32)
+            of_it |= dict(siz_b_lq=32, siz_b_lkv=32)
         generator = name == "_mlstm_chunkwise_fwbw_generator"
-        of_it = of_it | dict(autocast_kernel_dtype=jnp.bfloat16 if generator else jnp.float32)
+        of_it["autocast_kernel_dtype"] = jnp.bfloat16 if generator else jnp.float32
         parameters = inspect.signature(function).parameters.values()
         result = {p.name.lower(): p.default for p in parameters if p.default is not p.empty}
         assert result == {key: of_it.get(key) for key in result}, name
@@ -156,7 +161,7 @@ def inputs_of(dtype="float32"):
     return x | {"q": (x["q"] * 0.2).astype(dtype)}
 
 
-HEADS = functools.partial(jax.vmap, in_axes=(0, 0, 0, None, None))
+HEADS = partial(jax.vmap, in_axes=(0, 0, 0, None, None))
 
 
 @jax.jit
@@ -191,7 +196,7 @@ def documented(x, dh, dC_last, scale, eps):
     return values | {f"d{name}": y for name, y in zip(NAMES, gradients, strict=True)} | dict(dC=dC)
 
 
-@functools.cache
+@cache
 def case(dtype="float32", scale=None, eps=1e-6):
     """Inputs, and in float64 everything that the stages make of them."""
     x, r = inputs_of(dtype), np.random.default_rng(1)
@@ -316,10 +321,10 @@ def test_parallel_fw_H(system, backend):
 
 def test_tiles_and_output_dtype_of_Hintra():
     tiles = dict(siz_b_lq=16, siz_b_lkv=16, siz_b_dhqk=16, siz_b_dhhv=32, num_warps=2, num_stages=1)
-    Hintra = functools.partial(run, v5, "__parallel_fw_Hintra", "bfloat16")
+    Hintra = partial(run, v5, "__parallel_fw_Hintra", "bfloat16")
     with use_backend("interpret"):
         H, _ = Hintra(**tiles)
-        half, _ = jax.eval_shape(functools.partial(Hintra, output_dtype=jnp.bfloat16))
+        half, _ = jax.eval_shape(partial(Hintra, output_dtype=jnp.bfloat16))
     assert (H.dtype, half.dtype) == ("float32", "bfloat16")
     # q is scaled for the padded head dimension: one rounding more
     h = case("bfloat16", SCALE)[-1]["h"]
@@ -345,13 +350,11 @@ def test_forward(system, backend):
 @ALL_SYSTEMS
 def test_forward_returns_what_is_asked_for(system):
     x = {name: y for name, y in inputs_of().items() if name in "qkvif"}
-    forward = functools.partial(run, system, "_fw", scale=None, inputs=x)
+    forward = partial(run, system, "_fw", scale=None, inputs=x)
     H, *others = forward()
     assert len(others) == 2
     assert_close(H, oracle(x)[0], tolerance("float32", S), "H without initial states")
-    [last], [every] = (
-        jax.eval_shape(functools.partial(forward, **{flag: True}))[3:] for flag in BOTH
-    )
+    [last], [every] = (jax.eval_shape(partial(forward, **{flag: True}))[3:] for flag in BOTH)
     assert (len(last), every[0].shape[2]) == (3, (NC + 1) * DHQK)
 
 
@@ -359,7 +362,7 @@ def test_resets_where_the_forget_gate_itself_comes_in():
     """As a pre-activation in v5, as its logarithm in stablef."""
     x = random_inputs(14, *SHAPE, resets=True)
     h, *last_expected = oracle(x)
-    forward = functools.partial(run, scale=None, inputs=x)
+    forward = partial(run, scale=None, inputs=x)
     H, den, rows, last, every = forward(v5, "_fw", **BOTH)
     again = forward(v5, "__parallel_fw_Hintra", states=every)
     stable, stable_den, _ = forward(stablef, "__parallel_fw_H", states=every)
@@ -397,7 +400,7 @@ def check_inputs(built, names, expected, bound):
 @pytest.mark.parametrize(("system", "dtype"), [(v3, "float32"), (stablef, "bfloat16")])
 def test_parallel_bw_dQKV(system, dtype, backend):
     expected = case(dtype, SCALE)[-1]
-    dQKV = functools.partial(run, system, "__parallel_bw_dQKV", dtype)
+    dQKV = partial(run, system, "__parallel_bw_dQKV", dtype)
     built = dQKV()
     assert {y.dtype.name for y in built} == {dtype}
     check_inputs(built, "qkv", expected, BOUND[dtype])
@@ -409,11 +412,11 @@ def test_parallel_bw_dQKV(system, dtype, backend):
 
 @pytest.mark.parametrize("name", "QKV")
 def test_parallel_bw_of_one_input(name, backend):
-    gradient = functools.partial(run, v5, f"__parallel_bw_d{name}")
+    gradient = partial(run, v5, f"__parallel_bw_d{name}")
     tiles = dict.fromkeys(("siz_b_lq", "siz_b_lkv", "siz_b_dhqk", "siz_b_dhhv"), 16)
     built = gradient(**tiles, output_dtype=jnp.float32)
     check_inputs([built], [name.lower()], case(scale=SCALE)[-1], BOUND["float32"])
-    half = functools.partial(gradient, output_dtype=jnp.bfloat16)
+    half = partial(gradient, output_dtype=jnp.bfloat16)
     assert jax.eval_shape(half).dtype == "bfloat16"
 
 
@@ -478,11 +481,11 @@ def test_entry(dtype):
     """Every option reaches mlstm_chunkwise, through the generator."""
     x = random_inputs(12, B, NH, 40, 16, 16)
     options = dict(chunk_size=16, eps=0.02, norm_val=50.0, stabilize_correctly=False)
-    options |= dict(autocast_kernel_dtype=dtype)
+    options["autocast_kernel_dtype"] = dtype
     result = entry(*x.values(), return_last_states=True, **options)
     expected = mlstm_chunkwise(**x, return_last_states=True, **options)
     assert_same_bits(result, expected)
-    h = jax.eval_shape(functools.partial(entry, **options), *x.values())
+    h = jax.eval_shape(partial(entry, **options), *x.values())
     generated = stablef._mlstm_chunkwise_fwbw_generator(dtype, chunk_size=16)
     assert jax.eval_shape(generated, *x.values()) == (h, None, None, None)
 
