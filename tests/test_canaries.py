@@ -84,18 +84,14 @@ def passes(lowering, case):
     tiles = {name: x for stage in STAGES for name, x in small(stage).items()}
     config = KernelConfig(**dict(chunk_size=L, fused=False) | tiles | config)
     problem = Problem(1, HEADS, S, DHQK, DHHV, L, DHQK**-0.5)
-    options = options | dict(backend=lowering)
-    spec = CallSpec(problem, config, FLOAT32, DEFAULT_NORMALISER, UNKNOWN, **options)
+    statics = problem, config, FLOAT32, DEFAULT_NORMALISER, UNKNOWN
+    spec = CallSpec(*statics, backend=lowering, **options)
 
     def run(inputs, dh):
         x = Inputs(**inputs)
         result = forward(spec, lowering, x)
-        backward(
-            spec,
-            lowering,
-            residuals_of(spec, x, result),
-            Cotangents(dh, jax.tree.map(jnp.ones_like, result.last)),
-        )
+        cotangents = Cotangents(dh, jax.tree.map(jnp.ones_like, result.last))
+        backward(spec, lowering, residuals_of(spec, x, result), cotangents)
 
     return run, spec
 
@@ -170,7 +166,7 @@ def test_a_step_writes_everything_and_reads_nothing_of_its_neighbours(lowering, 
     assert check(run, outputs, tuple(token)) == {"recurrent_step"}
 
 
-def writes_half(x, y):
+def writes_half(x, y, call=None):
     y[pl.ds(0, 16)] = x[pl.ds(0, 16)]
 
 
@@ -184,11 +180,7 @@ def assert_half_is_nan(result):
 def test_what_is_not_written_is_nan_when_interpreted():
     call = Launch(Problem(1, 1, 32, 16, 16, 32, 1.0), Tiles(), None, Lowering.INTERPRET)
     operands = dict(x=(jnp.zeros(32), "0")), dict(y=(HALF, "0"))
-
-    def kernel(x, y, *, call):
-        writes_half(x, y)
-
-    assert_half_is_nan(launch.kernel_call(kernel, *operands, grid=(1,), call=call)["y"])
+    assert_half_is_nan(launch.kernel_call(writes_half, *operands, grid=(1,), call=call)["y"])
 
 
 # ---------------- Mosaic GPU

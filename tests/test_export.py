@@ -178,10 +178,8 @@ def test_the_batch_may_be_symbolic_in_plain_jnp():
     ],
 )
 def test_a_symbolic_dimension_is_refused_by_name(dim, backend, message):
-    sizes = dict(B=1, S=64) | {dim: jax.export.symbolic_shape(dim)[0]}
-    B, S = sizes.values()
-    x = call_shapes(B, 2, S, 16, 16)
-    run = partial(mlstm_chunkwise, backend=backend)
+    sizes = dict(B=1, NH=2, S=64, DHQK=16, DHHV=16) | {dim: jax.export.symbolic_shape(dim)[0]}
+    x, run = call_shapes(**sizes), partial(mlstm_chunkwise, backend=backend)
     with pytest.raises(ValueError, match=message):
         export(run, *x, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
 
