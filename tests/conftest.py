@@ -105,16 +105,6 @@ def gpus(request):
     return request.param
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled_code_is_freed():
-    """Linux lets a process map 65,530 pieces of memory.
-
-    The code of all tests together is more, and XLA crashes on the next.
-    """
-    yield
-    jax.clear_caches()
-
-
 # Modules that compile as users do. In the other modules compiling takes most of the time.
 AS_USERS_DO = {
     "test_gates",
@@ -126,14 +116,17 @@ AS_USERS_DO = {
     "test_gpu_sanitizer",
     "test_products",
     "test_pipelines",
-    "test_compile_report"
+    "test_compile_report",
 }
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation(request):
+    """Compiled code is freed at the end: Linux lets a process map 65,530 pieces of memory, the code
+    of all tests together is more, and XLA crashes on the next."""
     before = jax.config.read("jax_disable_most_optimizations")
     quick = request.module.__name__ not in AS_USERS_DO
     jax.config.update("jax_disable_most_optimizations", quick)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+    jax.clear_caches()

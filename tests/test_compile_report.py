@@ -133,8 +133,7 @@ def checked_rows(device, heads, dtype, stages=(), **options):
 )
 def test_every_stage_lowers(device, heads, dtype, variant, config):
     """Every variant, with heads that are no powers of two."""
-    options = dict(seqlen=1024, config=config, variant=variant)
-    rows, _ = checked_rows(device, heads, dtype, **options)
+    rows, _ = checked_rows(device, heads, dtype, seqlen=1024, config=config, variant=variant)
     scans = any(row["stage"] == "stabiliser_scan" for row in rows)
     assert scans == (variant in ("exp", "packed", "BTNH"))
 
@@ -181,8 +180,11 @@ def test_compiles_and_fits(line):
     stage, heads, dtype, device = line.split()
     options = {}
     if facts := STAGES.get(stage):
-        options = dict(direction="fwbw" if "_bw_" in stage else "fwd", stages=[stage])
-        options["config"] = KernelConfig(fused=facts.fused)
+        options = dict(
+            direction="fwbw" if "_bw_" in stage else "fwd",
+            stages=[stage],
+            config=KernelConfig(fused=facts.fused),
+        )
     rows, spec = checked_rows(device, compile_report.parse_heads(heads), dtype, **options)
     for row in rows:
         assert row["shared_bytes"] <= compile_report.DEVICES[device].shared_bytes

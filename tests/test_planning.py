@@ -204,10 +204,11 @@ def test_splits_are_of_chunks_of_the_fused_scan():
 @pytest.mark.parametrize(
     ("S", "L", "DHQK", "stores"),
     [
-        pytest.param(8192, 256, 128, True, id="whole_chunks"),
-        pytest.param(8320, 128, 128, False, id="a_split_ends_inside_a_chunk"),
-        pytest.param(8192, 256, 512, False, id="two_launches"),
+        (8192, 256, 128, True),
+        (8320, 128, 128, False),
+        (8192, 256, 512, False),
     ],
+    ids=["whole_chunks", "a_split_ends_inside_a_chunk", "two_launches"],
 )
 def test_states_are_stored_by_one_launch_of_whole_chunks(S, L, DHQK, stores):
     spec = partial(spec_of, 8, S, (DHQK, 512), L, fused=True, num_splits=4)

@@ -37,6 +37,7 @@ B, NH, S, DHQK, DHHV = SHAPE = 1, 2, 64, 24, 40  # head dimensions that the kern
 L = 16
 NC = S // L
 BOUND = {"float32": 1e-5, "bfloat16": 2e-2}
+ROUNDING = tolerance("float32", S)
 SYSTEMS = [v3, v5, stablef]
 ALL_SYSTEMS = pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
 
@@ -115,10 +116,7 @@ SIGNATURES = {
 def test_signature_is_the_documented_one(module, name):
     signature, documented = (
         [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-        for function in (
-            getattr(module, name),
-            eval(f"(lambda {SIGNATURES[module, name]}: None)", {"jnp": jnp}),
-        )
+        for function in (getattr(module, name), eval(f"(lambda {SIGNATURES[module, name]}: None)"))
     )
     assert signature == documented
 
@@ -218,15 +216,15 @@ def states_of(expected, chunks=NC + 1):
 
 
 def assert_states(states, expected):
-    compare("Cnm", states, states_of(expected), tolerance("float32", S))
+    compare("Cnm", states, states_of(expected), ROUNDING)
 
 
 def assert_rows(expected, H, den, m=None):
     """The outputs of a step; m where there is one."""
-    assert_close(H, expected["h"], tolerance("float32", S), "H")
+    assert_close(H, expected["h"], ROUNDING, "H")
     assert_close(den, expected["den"], 2e-6, "N")  # stablef hands out eps = 1e-6 as well
     if m is not None:
-        assert_close(m, expected["m"], tolerance("float32", S), "m")
+        assert_close(m, expected["m"], ROUNDING, "m")
 
 
 def split(x):
@@ -343,7 +341,7 @@ def test_forward(system, backend):
     if system is v3:
         rows["m"] = expected["m_boundaries"][..., -1]
     assert_rows(rows, H, den, m)
-    compare("Cnm", last, last_expected, tolerance("float32", S))
+    compare("Cnm", last, last_expected, ROUNDING)
     assert_states(every, expected)
 
 
@@ -353,7 +351,7 @@ def test_forward_returns_what_is_asked_for(system):
     forward = partial(run, system, "_fw", scale=None, inputs=x)
     H, *others = forward()
     assert len(others) == 2
-    assert_close(H, oracle(x)[0], tolerance("float32", S), "H without initial states")
+    assert_close(H, oracle(x)[0], ROUNDING, "H without initial states")
     [last], [every] = (jax.eval_shape(partial(forward, **{flag: True}))[3:] for flag in BOTH)
     assert (len(last), every[0].shape[2]) == (3, (NC + 1) * DHQK)
 
@@ -366,17 +364,16 @@ def test_resets_where_the_forget_gate_itself_comes_in():
     H, den, rows, last, every = forward(v5, "_fw", **BOTH)
     again = forward(v5, "__parallel_fw_Hintra", states=every)
     stable, stable_den, _ = forward(stablef, "__parallel_fw_H", states=every)
-    desired = (h, h, h, *last_expected)
-    compare("HHHCnm", (H, again[0], stable, *last), desired, tolerance("float32", S))
+    compare("HHHCnm", (H, again[0], stable, *last), (h, h, h, *last_expected), ROUNDING)
     assert np.array_equal(again[1], den)  # infinite where nothing is stored
     np.testing.assert_allclose(stable_den, den + 1e-6, rtol=2e-6)
     states = forward(stablef, "__recurrent_fw_C")
-    compare("Cnm", states, every, tolerance("float32", S))
+    compare("Cnm", states, every, ROUNDING)
     backward = dict(vecm=rows, vecn_out=den, matdeltah=x["v"], matdeltac_last=None, eps=0.0)
     (dC, _), expected = (
         forward(system, "__recurrent_bw_dC", states=every, **backward) for system in (stablef, v5)
     )
-    assert_close(dC, np.float64(expected[:, :, DHQK:]), tolerance("float32", S), "dC")
+    assert_close(dC, np.float64(expected[:, :, DHQK:]), ROUNDING, "dC")
 
 
 # The stages, backward.
