@@ -18,16 +18,11 @@ QUICK_CODE = (
 )
 
 
-def plugins_installed() -> bool:
-    """Whether JAX finds plugins, in the two places where it looks for them."""
-    return importlib.util.find_spec("jax_plugins") is not None or bool(
-        metadata.entry_points(group="jax_plugins")
-    )
-
-
+# What JAX finds of plugins, in the two places where it looks for them.
+PLUGINS = importlib.util.find_spec("jax_plugins") or metadata.entry_points(group="jax_plugins")
 # XLA ends the process at a flag that it does not know. jaxlib 0.10 knows these, 0.11 does not, and
 # a GPU plugin has its own XLA.
-if metadata.version("jaxlib").startswith("0.10.") and not plugins_installed():
+if metadata.version("jaxlib").startswith("0.10.") and not PLUGINS:
     os.environ.setdefault("XLA_FLAGS", QUICK_CODE)  # with XLA_FLAGS= tests run what users get
 # Freed memory goes back to the GPU, which xdist's workers share with the processes that tests
 # start.
@@ -48,10 +43,6 @@ def gpu_count() -> int:
     return sum(device.platform == "gpu" for device in all_devices())
 
 
-def cpu_devices(backend=None):
-    return all_devices(backend or "cpu")
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """A test that is not marked runs on the CPU and sees no GPU even if there is one, and so do
@@ -66,7 +57,8 @@ def pytest_runtest_protocol(item):
         return (yield)
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_default_device", all_devices("cpu")[0])
-    with mock.patch.multiple(jax, devices=cpu_devices, default_backend=lambda: "cpu"):
+    devices = lambda backend=None: all_devices(backend or "cpu")  # noqa: E731
+    with mock.patch.multiple(jax, devices=devices, default_backend=lambda: "cpu"):
         return (yield)
 
 

@@ -3,9 +3,9 @@
 Gradients: test_gradients.py; errors: test_errors.py.
 """
 
-import functools
 import inspect
 import typing
+from functools import partial
 
 import jax
 import numpy as np
@@ -32,8 +32,8 @@ def test_dtypes(given, autocast):
     inputs = random_inputs(1, 1, 2, 16, 16, 16, dtype=given)
     if autocast:  # of any dtypes
         inputs["v"] = array(inputs["v"], autocast)
-    run = functools.partial(mlstm_chunkwise, autocast_kernel_dtype=autocast)
-    h, states = jax.eval_shape(functools.partial(run, return_last_states=True), *inputs.values())
+    run = partial(mlstm_chunkwise, autocast_kernel_dtype=autocast)
+    h, states = jax.eval_shape(partial(run, return_last_states=True), *inputs.values())
     assert (h.dtype, {x.dtype.name for x in states}) == (given, {"float32"})
     if autocast:
         rounded = {name: array(x, autocast) if name in "qkv" else x for name, x in inputs.items()}

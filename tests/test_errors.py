@@ -388,8 +388,12 @@ def test_a_stabiliser_other_than_zeros_is_refused_with_the_sigmoid_gate():
 
 def test_numbers_and_bools_of_numpy_are_taken():
     """The largest float32 is among them."""
-    options = dict(chunk_size=np.int64(16), return_last_states=np.bool_(True))
-    options |= dict(eps=np.finfo("float32").max, norm_val=jnp.bfloat16.dtype.type(1))
+    options = dict(
+        chunk_size=np.int64(16),
+        return_last_states=np.bool_(True),
+        eps=np.finfo("float32").max,
+        norm_val=jnp.bfloat16.dtype.type(1),
+    )
     h, states = shapes_of(mlstm_chunkwise, PLAIN | options)
     assert (h.shape, len(states)) == (PLAIN["v"].shape, 3)
     configs = (

@@ -164,9 +164,13 @@ def test_a_plan_shows_the_launches_of_a_call_with_num_segments(backend):
     assert {x.lowering for x in call.launches} == {backend}
     assert f"fused scan in {N} segments" in str(call)
 
-    ids = jnp.zeros((2, 1001), int)
-    run = partial(mlstm_chunkwise, segment_ids=ids, num_segments=N, backend=backend)
-    run = partial(run, return_last_states=True)
+    run = partial(
+        mlstm_chunkwise,
+        segment_ids=jnp.zeros((2, 1001), int),
+        return_last_states=True,
+        num_segments=N,
+        backend=backend,
+    )
     with for_device("NVIDIA H200"):
         traced = jax.make_jaxpr(run)(*call_shapes(*sizes))
     steps = call.launches[0].grid[0] * call.chunk_size

@@ -153,9 +153,9 @@ def test_every_listed_function_has_a_docstring_and_the_defaults_of_its_system(sy
 # The float64 forms.
 
 
-def inputs_of(dtype="float32"):
+def inputs_of(dtype="float32", **options):
     """q is small, so that both branches of the denominator are taken and the scale of q counts."""
-    x = random_inputs(11, *SHAPE, dtype=dtype)
+    x = random_inputs(11, *SHAPE, dtype=dtype, **options)
     return x | {"q": (x["q"] * 0.2).astype(dtype)}
 
 
@@ -200,8 +200,8 @@ def case(dtype="float32", scale=None, eps=1e-6):
     x, r = inputs_of(dtype), np.random.default_rng(1)
     dh = array(r.normal(size=x["v"].shape), dtype)
     dC_last = array(r.normal(size=x["c_initial"].shape), "float32")
-    arrays = [*x.values()], dh, dC_last, scale or DHQK**-0.5, eps
-    return x, dh, dC_last, in_float64(documented, *arrays)
+    scale = scale or DHQK**-0.5
+    return x, dh, dC_last, in_float64(documented, [*x.values()], dh, dC_last, scale, eps)
 
 
 def fused(x):
@@ -286,8 +286,8 @@ def run(system, name, dtype="float32", scale=SCALE, eps=1e-6, inputs=None, state
         "num_chunks": NC,
     }
     arguments = {name: y for names, y in values.items() for name in names.split()} | changes
-    names = {y: y.lower() for y in inspect.signature(function).parameters}
-    return function(**{y: arguments[key] for y, key in names.items() if key in arguments})
+    names = inspect.signature(function).parameters
+    return function(**{y: arguments[y.lower()] for y in names if y.lower() in arguments})
 
 
 BUFFERS = "matc_states", "vecn_states", "scaminter_states"
@@ -325,8 +325,7 @@ def test_tiles_and_output_dtype_of_Hintra():
         half, _ = jax.eval_shape(partial(Hintra, output_dtype=jnp.bfloat16))
     assert (H.dtype, half.dtype) == ("float32", "bfloat16")
     # q is scaled for the padded head dimension: one rounding more
-    h = case("bfloat16", SCALE)[-1]["h"]
-    assert_close(H, h, 1.5 * tolerance("bfloat16", S), "H")
+    assert_close(H, case("bfloat16", SCALE)[-1]["h"], 1.5 * tolerance("bfloat16", S), "H")
 
 
 BOTH = dict(return_last_states=True, return_all_states=True)
@@ -347,7 +346,7 @@ def test_forward(system, backend):
 
 @ALL_SYSTEMS
 def test_forward_returns_what_is_asked_for(system):
-    x = {name: y for name, y in inputs_of().items() if name in "qkvif"}
+    x = inputs_of(states=False)
     forward = partial(run, system, "_fw", scale=None, inputs=x)
     H, *others = forward()
     assert len(others) == 2
@@ -402,9 +401,8 @@ def test_parallel_bw_dQKV(system, dtype, backend):
     assert {y.dtype.name for y in built} == {dtype}
     check_inputs(built, "qkv", expected, BOUND[dtype])
     if system is stablef:
-        dC = fused(expected["dC"][:, :, 1:])
-        shorter = dQKV(matc_states=states_of(expected, NC)[0], matdeltac_states=dC)
-        assert_same_bits(built, shorter)
+        C, dC = states_of(expected, NC)[0], fused(expected["dC"][:, :, 1:])
+        assert_same_bits(built, dQKV(matc_states=C, matdeltac_states=dC))
 
 
 @pytest.mark.parametrize("name", "QKV")
@@ -439,7 +437,8 @@ def test_backward(system, scale, backend):
 
 
 def test_backward_without_initial_states_has_gradients_of_five_inputs_in_their_dtypes():
-    x = {name: y for name, y in case("bfloat16", SCALE, 1e-6)[0].items() if name in "qkvif"}
+    case("bfloat16", SCALE, 1e-6)  # made here, not while the function is traced
+    x = inputs_of("bfloat16", states=False)
     absent = dict.fromkeys(("matc_states", "scam_states", "vecm_out", "matdeltac_last"))
     built = jax.eval_shape(lambda: run(v3, "_bw", "bfloat16", inputs=x, **absent))
     assert shapes_and_dtypes(built) == shapes_and_dtypes(x.values())
