@@ -106,7 +106,7 @@ def checked_rows(device, heads, dtype, stages=(), **options):
     """The rows of a gradient, or of some stages of a call: they have the tiles of the call."""
     options = dict(direction="fwbw") | options
     rows = list(compile_report.report(device, [heads], [dtype], stages=stages, **options))
-    assert [(row["stage"], row["note"]) for row in rows if row["note"]] == []
+    assert not [(row["stage"], row["note"]) for row in rows if row["note"]]
     spec = compile_report.Call(compile_report.DEVICES[device], *heads, dtype, **options).spec()
     config = config_row(spec)
     for row in rows:

@@ -181,15 +181,16 @@ def what_came(message):
     return {name: came if what == "is" else GOOD[name].update(**{what: came})}
 
 
+IN_BTNH = BTNH | {"layout": "BTNH"}
 # Other whole messages, and the changed arguments of mlstm_chunkwise, or another call.
 VALUES = {
     "initial states come all three or not at all: got c_initial, m_initial without n_initial": {
         "n_initial": None
     },
-    SWAPPED: BTNH | {"i": PLAIN["i"], "layout": "BTNH"},
-    SWAPPED.replace("i has", "f has"): BTNH | {"f": PLAIN["f"], "layout": "BTNH"},
-    "m_initial has shape (2, 40), expected (B, NH) = (2, 3), as q has shape (2, 40, 3, 16)": BTNH
-    | {"m_initial": array(B, S), "layout": "BTNH"},
+    SWAPPED: IN_BTNH | {"i": PLAIN["i"]},
+    SWAPPED.replace("i has", "f has"): IN_BTNH | {"f": PLAIN["f"]},
+    "m_initial has shape (2, 40), expected (B, NH) = (2, 3), as q has shape (2, 40, 3, 16)": IN_BTNH
+    | {"m_initial": array(B, S)},
     "initial states come both or not at all: got n_initial without c_initial": {
         "input_gate": "sigmoid",
         "m_initial": None,
@@ -466,7 +467,8 @@ def layers(q):
 
 
 def tangent(function):
-    return lambda q: jax.jvp(function, (q,), (q,))
+    """Of a function of one argument, with its value."""
+    return lambda x: jax.jvp(function, (x,), (x,))
 
 
 DERIVATIVES = {
@@ -497,8 +499,8 @@ def test_the_plain_function_takes_the_call_as_it_is():
     options["sequence_lengths"] = ids[:, 0]
     expected = shapes_of(mlstm_chunkwise, x | options)
     run = partial(reference.chunkwise, **options, backend="interpret")
-    h, tangent = jax.eval_shape(lambda x: jax.jvp(lambda x: run(**x), (x,), (x,)), x)
-    assert h == tangent == expected
+    h, derivative = jax.eval_shape(tangent(lambda x: run(**x)), x)
+    assert h == derivative == expected
     refused(ValueError, SWAPPED, shapes_of, run, x | {"i": PLAIN["i"]})
 
 

@@ -91,9 +91,9 @@ def test_processes_run_an_export_lower_alike_and_share_the_compilation_cache(tmp
     """Two processes, one after the other, load the export, run it with its gradients and compile
     with one cache."""
     pytest.importorskip("flatbuffers")
-    tests = Path(__file__).parent
-    exported = export(function, *INPUTS.values(), platform="cpu")
-    (tmp_path / "exported").write_bytes(exported.serialize(vjp_order=1))
+    tests, x = Path(__file__).parent, INPUTS.values()
+    exported = export(function, *x, platform="cpu").serialize(vjp_order=1)
+    (tmp_path / "exported").write_bytes(exported)
     np.savez(tmp_path / "inputs.npz", **INPUTS)
     settings = dict(JAX_PLATFORMS="cpu", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     entries = []
@@ -105,8 +105,7 @@ def test_processes_run_an_export_lower_alike_and_share_the_compilation_cache(tmp
     assert any(name.startswith("jit_function") for name in entries[0])
     assert entries[1] == entries[0]
     result = np.load(tmp_path / "outputs.npz").values()
-    expected = results_of(function)(*INPUTS.values())
-    compare(RESULTS, result, expected, BOUND)
+    compare(RESULTS, result, results_of(function)(*x), BOUND)
 
 
 def test_lowering_again_gives_the_same_module():
@@ -216,7 +215,7 @@ def test_equal_static_arguments_are_traced_once():
 
 @pytest.mark.gpu
 def test_an_export_for_cuda_runs_with_its_gradients():
-    x = list(random_inputs(0, 2, 4, 1000, 128, 256, dtype="bfloat16").values())
+    x = random_inputs(0, 2, 4, 1000, 128, 256, dtype="bfloat16").values()
     run = partial(mlstm_chunkwise, backend="triton", return_last_states=True)
     loaded = reloaded(run, x, 1, platform="cuda")
     result, expected = (results_of(y)(*x) for y in (loaded.call, run))
