@@ -74,11 +74,6 @@ def usage(shared_bytes=0, spills=0):
     return compile_report.Usage(128, spills, 0, shared_bytes, 4, 0, 24, 0.1)
 
 
-@pytest.fixture
-def lowers_only(monkeypatch):
-    monkeypatch.setattr(compile_report, "compile_kernel", lambda *_: usage())
-
-
 @pytest.mark.parametrize(
     ("log", "expected", "messages"),
     [
@@ -120,7 +115,6 @@ def checked_rows(device, heads, dtype, stages=(), **options):
     return rows, spec
 
 
-@pytest.mark.usefixtures("lowers_only")
 @pytest.mark.parametrize(
     ("device", "heads", "dtype", "variant", "config"),
     [
@@ -131,8 +125,9 @@ def checked_rows(device, heads, dtype, stages=(), **options):
         slow("H200", (192, 320), "bfloat16", "sigmoid", None),
     ],
 )
-def test_every_stage_lowers(device, heads, dtype, variant, config):
+def test_every_stage_lowers(device, heads, dtype, variant, config, monkeypatch):
     """Every variant, with heads that are no powers of two."""
+    monkeypatch.setattr(compile_report, "compile_kernel", lambda *_: usage())
     rows, _ = checked_rows(device, heads, dtype, seqlen=1024, config=config, variant=variant)
     scans = any(row["stage"] == "stabiliser_scan" for row in rows)
     assert scans == (variant in ("exp", "packed", "BTNH"))

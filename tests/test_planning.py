@@ -255,23 +255,23 @@ CHUNKS = {  # of backend, DHQK, DHHV and steps
 }
 
 
-def test_the_chunk_grows_with_the_heads():
-    def chunk(case):
-        backend, *heads, S = case.split()
-        shape = 1, 1, *map(int, (S, *heads))
-        return make_spec(shape, jnp.dtype("bfloat16"), H200, backend).problem.L
+def chunk(S, heads=WIDE, backend="xla", **options):
+    shape = 1, 1, S, *heads
+    return make_spec(shape, jnp.dtype("bfloat16"), H200, backend, **options).problem.L
 
-    assert {case: chunk(case) for case in CHUNKS} == CHUNKS
+
+@pytest.mark.parametrize("case", CHUNKS)
+def test_the_chunk_grows_with_the_heads(case):
+    backend, *sizes = case.split()
+    *heads, S = map(int, sizes)
+    assert chunk(S, heads, backend) == CHUNKS[case]
 
 
 def test_the_chunk_is_explicit_before_the_rule_and_clamped_to_the_sequence():
-    def chunk(S, L=None, config=None):
-        options = dict(gpu=UNKNOWN, backend="xla", chunk_size=L, config=config)
-        return make_spec((1, 1, S, *WIDE), jnp.dtype("float32"), **options).problem.L
-
     config = KernelConfig(chunk_size=32)
-    assert (chunk(1024, 64), chunk(1024, None, config), chunk(1024, 64, config)) == (64, 32, 64)
-    assert (chunk(100, 1024), chunk(1)) == (128, 16)
+    assert chunk(1024, config=config) == 32
+    assert chunk(1024, chunk_size=64) == chunk(1024, chunk_size=64, config=config) == 64
+    assert (chunk(100, chunk_size=1024), chunk(1)) == (128, 16)
 
 
 def test_a_plan_says_what_memory_a_call_takes():

@@ -242,16 +242,13 @@ SCALE = 0.7  # the whole passes have the documented one as well
 # The stages, forward.
 
 
-PREFIX = {v3: "_mlstm_chunkwise", v5: "mlstm_chunkwise", stablef: "_mlstm_chunkwise"}
-
-
 def run(system, name, dtype="float32", scale=SCALE, eps=1e-6, inputs=None, states=None, **changes):
     """What a function of a system makes of its arguments, which are found by their names, in lower
     case.
 
     Without inputs, and states at the boundaries, they are those of the case.
     """
-    function = getattr(system, PREFIX[system] + name)
+    function = getattr(system, "_" * (system is not v5) + "mlstm_chunkwise" + name)
     x, dh, dC_last, expected = case(dtype, scale, eps)
     x = dict.fromkeys(NAMES) | (inputs or x)
     C, n, m = states or states_of(expected)
