@@ -68,12 +68,13 @@ def pytest_collection_modifyitems(items):
     interpreted Mosaic GPU kernels have a time limit of two minutes."""
     gpus = gpu_count()
     for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
         interpreted = item.module.__name__.startswith(("test_mosaic_gpu", "test_products"))
-        if interpreted and not any(map(item.get_closest_marker, ("slow", "gpu"))):
+        if interpreted and not marks & {"slow", "gpu"}:
             item.add_marker(pytest.mark.timeout(120))  # their warpgroups wait for each other
-        needed = 2 if item.get_closest_marker("gpu_multi") else 1
-        if needed == 2 or item.get_closest_marker("gpu"):
-            if not item.get_closest_marker("smoke"):
+        needed = 2 if "gpu_multi" in marks else int("gpu" in marks)
+        if needed:
+            if "smoke" not in marks:
                 item.add_marker(pytest.mark.slow)
             if gpus < needed:
                 reason = "no GPU" if needed == 1 else "fewer than two GPUs"

@@ -124,7 +124,7 @@ def check(run, outputs, arguments, L=None):
 
     others = np.arange(HEADS) != MIDDLE
     poisoned = jax.tree.map(lambda x: x.at[others].set(jnp.nan), arguments)
-    runs = [recorded(*arguments), recorded(*poisoned), recorded(*arguments)]
+    runs = [recorded(*x) for x in (arguments, poisoned, arguments)]
     for name in runs[0]:
         of_runs = (written(name, x[name], L) for x in runs)
         for index, result in enumerate(zip(*of_runs, strict=True)):
