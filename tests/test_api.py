@@ -57,7 +57,11 @@ def test_use_backend_is_left_by_an_exception():
     assert requested_backend() is None
 
 
-DEFAULTS = dict(
+NONE = (
+    *("c_initial", "n_initial", "m_initial", "c", "n", "m", "segment_ids", "sequence_lengths"),
+    *("num_segments", "chunk_size", "autocast_kernel_dtype", "backend", "config"),
+)
+DEFAULTS = dict.fromkeys(NONE) | dict(
     return_last_states=False,
     recompute_states_in_bw=True,
     layout="BNTH",
@@ -75,5 +79,5 @@ def test_the_defaults_of_every_function_are_those_of_mlstm_chunkwise(function):
     for signature in (*typing.get_overloads(function), function):
         parameters = inspect.signature(signature).parameters.values()
         result = {p.name: p.default for p in parameters if p.default not in (p.empty, ...)}
-        assert result == {name: DEFAULTS.get(name) for name in result}  # others are None
+        assert result == {name: DEFAULTS[name] for name in result}
     assert {"eps", "norm_val", "stabilize_correctly"} <= result.keys()
