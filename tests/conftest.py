@@ -18,16 +18,11 @@ QUICK_CODE = (
 )
 
 
-def plugins_installed() -> bool:
-    """Whether JAX finds plugins, in the two places where it looks for them."""
-    return importlib.util.find_spec("jax_plugins") is not None or bool(
-        metadata.entry_points(group="jax_plugins")
-    )
-
-
+# What JAX finds of plugins, in the two places where it looks for them.
+PLUGINS = importlib.util.find_spec("jax_plugins") or metadata.entry_points(group="jax_plugins")
 # XLA ends the process at a flag that it does not know. jaxlib 0.10 knows these, 0.11 does not, and
 # a GPU plugin has its own XLA.
-if metadata.version("jaxlib").startswith("0.10.") and not plugins_installed():
+if metadata.version("jaxlib").startswith("0.10.") and not PLUGINS:
     os.environ.setdefault("XLA_FLAGS", QUICK_CODE)  # with XLA_FLAGS= tests run what users get
 # Freed memory goes back to the GPU, which xdist's workers share with the processes that tests
 # start.
@@ -48,10 +43,6 @@ def gpu_count() -> int:
     return sum(device.platform == "gpu" for device in all_devices())
 
 
-def cpu_devices(backend=None):
-    return all_devices(backend or "cpu")
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """A test that is not marked runs on the CPU and sees no GPU even if there is one, and so do
@@ -66,7 +57,8 @@ def pytest_runtest_protocol(item):
         return (yield)
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_default_device", all_devices("cpu")[0])
-    with mock.patch.multiple(jax, devices=cpu_devices, default_backend=lambda: "cpu"):
+    devices = lambda backend=None: all_devices(backend or "cpu")  # noqa: E731
+    with mock.patch.multiple(jax, devices=devices, default_backend=lambda: "cpu"):
         return (yield)
 
 
@@ -76,12 +68,13 @@ def pytest_collection_modifyitems(items):
     interpreted Mosaic GPU kernels have a time limit of two minutes."""
     gpus = gpu_count()
     for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
         interpreted = item.module.__name__.startswith(("test_mosaic_gpu", "test_products"))
-        if interpreted and not any(map(item.get_closest_marker, ("slow", "gpu"))):
+        if interpreted and not marks & {"slow", "gpu"}:
             item.add_marker(pytest.mark.timeout(120))  # their warpgroups wait for each other
-        needed = 2 if item.get_closest_marker("gpu_multi") else 1
-        if needed == 2 or item.get_closest_marker("gpu"):
-            if not item.get_closest_marker("smoke"):
+        needed = 2 if "gpu_multi" in marks else int("gpu" in marks)
+        if needed:
+            if "smoke" not in marks:
                 item.add_marker(pytest.mark.slow)
             if gpus < needed:
                 reason = "no GPU" if needed == 1 else "fewer than two GPUs"
@@ -105,28 +98,28 @@ def gpus(request):
     return request.param
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled_code_is_freed():
-    """Linux lets a process map 65,530 pieces of memory.
-
-    The code of all tests together is more, and XLA crashes on the next.
-    """
-    yield
-    jax.clear_caches()
-
-
 # Modules that compile as users do. In the other modules compiling takes most of the time.
 AS_USERS_DO = {
-    *("test_gates", "test_reference", "test_precision", "test_layout_hlo"),
-    *("test_gpu", "test_gpu_huge", "test_gpu_sanitizer"),
-    *("test_products", "test_pipelines", "test_compile_report"),
+    "test_gates",
+    "test_reference",
+    "test_precision",
+    "test_layout_hlo",
+    "test_gpu",
+    "test_gpu_huge",
+    "test_gpu_sanitizer",
+    "test_products",
+    "test_pipelines",
+    "test_compile_report",
 }
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation(request):
+    """Compiled code is freed at the end: Linux lets a process map 65,530 pieces of memory, the code
+    of all tests together is more, and XLA crashes on the next."""
     before = jax.config.read("jax_disable_most_optimizations")
     quick = request.module.__name__ not in AS_USERS_DO
     jax.config.update("jax_disable_most_optimizations", quick)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+    jax.clear_caches()

@@ -3,20 +3,14 @@
 Gradients: test_gradients.py; errors: test_errors.py.
 """
 
-import functools
 import inspect
 import typing
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
-from oracle import (
-    PUBLIC,
-    array,
-    assert_close,
-    random_inputs,
-    tolerance,
-)
+from oracle import PUBLIC, array, assert_close, random_inputs, tolerance
 
 from mlstm_pallas import mlstm_chunkwise, use_backend
 from mlstm_pallas.backend import requested_backend
@@ -38,8 +32,8 @@ def test_dtypes(given, autocast):
     inputs = random_inputs(1, 1, 2, 16, 16, 16, dtype=given)
     if autocast:  # of any dtypes
         inputs["v"] = array(inputs["v"], autocast)
-    run = functools.partial(mlstm_chunkwise, autocast_kernel_dtype=autocast)
-    h, states = jax.eval_shape(functools.partial(run, return_last_states=True), *inputs.values())
+    run = partial(mlstm_chunkwise, autocast_kernel_dtype=autocast)
+    h, states = jax.eval_shape(partial(run, return_last_states=True), *inputs.values())
     assert (h.dtype, {x.dtype.name for x in states}) == (given, {"float32"})
     if autocast:
         rounded = {name: array(x, autocast) if name in "qkv" else x for name, x in inputs.items()}
@@ -63,12 +57,19 @@ def test_use_backend_is_left_by_an_exception():
     assert requested_backend() is None
 
 
-DEFAULTS = dict(
-    **dict.fromkeys(("c_initial", "n_initial", "m_initial", "c", "n", "m", "segment_ids")),
-    **dict.fromkeys(("chunk_size", "autocast_kernel_dtype", "backend", "config")),
-    **dict.fromkeys(("sequence_lengths", "num_segments")),
-    **dict(return_last_states=False, recompute_states_in_bw=True, layout="BNTH"),
-    **dict(eps=1e-6, norm_val=1.0, stabilize_correctly=True, input_gate="exp", normalize=True),
+NONE = (
+    *("c_initial", "n_initial", "m_initial", "c", "n", "m", "segment_ids", "sequence_lengths"),
+    *("num_segments", "chunk_size", "autocast_kernel_dtype", "backend", "config"),
+)
+DEFAULTS = dict.fromkeys(NONE) | dict(
+    return_last_states=False,
+    recompute_states_in_bw=True,
+    layout="BNTH",
+    eps=1e-6,
+    norm_val=1.0,
+    stabilize_correctly=True,
+    input_gate="exp",
+    normalize=True,
 )
 
 

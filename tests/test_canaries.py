@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from mosaic_gpu_cases import check_neighbours
+from mosaic_gpu_cases import check_neighbours, quick_and_slow
 from oracle import HELPERS, needs_mosaic_gpu, random_inputs
 
 from mlstm_pallas import KernelConfig, dispatch, triton
@@ -58,11 +58,6 @@ CASES = {
 }
 LOWERINGS = (Lowering.INTERPRET, pytest.param(Lowering.TRITON, marks=pytest.mark.gpu))
 QUICK = ("materialised", "fused-stored")
-CALLS = [
-    pytest.param(Lowering.INTERPRET, case, marks=[pytest.mark.slow] * (case not in QUICK))
-    for case in CASES
-]
-CALLS += [pytest.param(Lowering.TRITON, case, marks=pytest.mark.gpu) for case in CASES]
 
 
 @pytest.fixture
@@ -89,18 +84,14 @@ def passes(lowering, case):
     tiles = {name: x for stage in STAGES for name, x in small(stage).items()}
     config = KernelConfig(**dict(chunk_size=L, fused=False) | tiles | config)
     problem = Problem(1, HEADS, S, DHQK, DHHV, L, DHQK**-0.5)
-    options = options | dict(backend=lowering)
-    spec = CallSpec(problem, config, FLOAT32, DEFAULT_NORMALISER, UNKNOWN, **options)
+    statics = problem, config, FLOAT32, DEFAULT_NORMALISER, UNKNOWN
+    spec = CallSpec(*statics, backend=lowering, **options)
 
     def run(inputs, dh):
         x = Inputs(**inputs)
         result = forward(spec, lowering, x)
-        backward(
-            spec,
-            lowering,
-            residuals_of(spec, x, result),
-            Cotangents(dh, jax.tree.map(jnp.ones_like, result.last)),
-        )
+        cotangents = Cotangents(dh, jax.tree.map(jnp.ones_like, result.last))
+        backward(spec, lowering, residuals_of(spec, x, result), cotangents)
 
     return run, spec
 
@@ -133,7 +124,7 @@ def check(run, outputs, arguments, L=None):
 
     others = np.arange(HEADS) != MIDDLE
     poisoned = jax.tree.map(lambda x: x.at[others].set(jnp.nan), arguments)
-    runs = [recorded(*arguments), recorded(*poisoned), recorded(*arguments)]
+    runs = [recorded(*x) for x in (arguments, poisoned, arguments)]
     for name in runs[0]:
         of_runs = (written(name, x[name], L) for x in runs)
         for index, result in enumerate(zip(*of_runs, strict=True)):
@@ -146,7 +137,8 @@ def check(run, outputs, arguments, L=None):
     return {*runs[0]}
 
 
-@pytest.mark.parametrize(("lowering", "case"), CALLS)
+@pytest.mark.parametrize("case", quick_and_slow(CASES, QUICK))
+@pytest.mark.parametrize("lowering", LOWERINGS)
 def test_kernels_write_everything_and_read_nothing_of_their_neighbours(lowering, case, outputs):
     run, spec = passes(lowering, case)
     x = random_inputs(0, 1, HEADS, spec.problem.S, DHQK, DHHV)
@@ -174,7 +166,7 @@ def test_a_step_writes_everything_and_reads_nothing_of_its_neighbours(lowering, 
     assert check(run, outputs, tuple(token)) == {"recurrent_step"}
 
 
-def writes_half(x, y):
+def writes_half(x, y, call=None):
     y[pl.ds(0, 16)] = x[pl.ds(0, 16)]
 
 
@@ -188,11 +180,7 @@ def assert_half_is_nan(result):
 def test_what_is_not_written_is_nan_when_interpreted():
     call = Launch(Problem(1, 1, 32, 16, 16, 32, 1.0), Tiles(), None, Lowering.INTERPRET)
     operands = dict(x=(jnp.zeros(32), "0")), dict(y=(HALF, "0"))
-
-    def kernel(x, y, *, call):
-        writes_half(x, y)
-
-    assert_half_is_nan(launch.kernel_call(kernel, *operands, grid=(1,), call=call)["y"])
+    assert_half_is_nan(launch.kernel_call(writes_half, *operands, grid=(1,), call=call)["y"])
 
 
 # ---------------- Mosaic GPU

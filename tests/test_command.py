@@ -31,9 +31,11 @@ command.main(define_flags, lambda options: options.repeats)
 def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, argument, code, message):
     program = tmp_path / "stand_in.py"
     program.write_text(PROGRAM)
-    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS)}
     process = subprocess.run(
-        [sys.executable, program, argument], env=environment, capture_output=True, text=True
+        [sys.executable, program, argument],
+        env=os.environ | {"PYTHONPATH": str(BENCHMARKS)},
+        capture_output=True,
+        text=True,
     )
     assert (process.returncode, process.stdout, process.stderr) == (code, "", message)
 

@@ -56,9 +56,16 @@ def test_limits_of_mosaic_gpu(kernel):
     row = re.findall(rf"^\| {kernel} \| DHQK (.*?);", NOTES, re.M)[0]
     widths = [int(x) for x in re.findall(r"\d+", row)]
     for DHQK in (*widths, widths[-1] + 128):
-        sizes = dict(B=2, NH=8, S=2048, DHQK=DHQK, DHV=256, gpu="NVIDIA H200")
-        config = KernelConfig(fused=kernel == "recurrent_fw_H")
-        launches = plan(**sizes, backend="mosaic_gpu", config=config).launches
+        launches = plan(
+            B=2,
+            NH=8,
+            S=2048,
+            DHQK=DHQK,
+            DHV=256,
+            gpu="NVIDIA H200",
+            backend="mosaic_gpu",
+            config=KernelConfig(fused=kernel == "recurrent_fw_H"),
+        ).launches
         runs = (kernel, "mosaic_gpu") in [(x.stage, x.lowering) for x in launches]
         assert runs == (DHQK in widths)
 

@@ -2,11 +2,11 @@
 expected. A plain import loads what it should."""
 
 import ast
-import functools
 import inspect
 import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ PLAIN, BTNH, TOKEN = inputs(B, NH, S), inputs(B, S, NH), inputs(B, NH)
 STATES = dict(c=array(B, NH, DHQK, DHV), n=array(B, NH, DHQK), m=array(B, NH))
 INITIAL = {f"{name}_initial": x for name, x in STATES.items()}
 ARRAYS = PLAIN | INITIAL
-IDS = array(B, S, dtype="int32")
+SEGMENTS = dict(num_segments=2, segment_ids=array(B, S, dtype="int32"))
 
 
 def zeros(arrays):
@@ -60,10 +60,8 @@ def zeros(arrays):
 
 def shapes_of(function, arguments):
     """Traces function: shapes are arrays, the rest is static."""
-    traced = {name for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
-    others = {name: x for name, x in arguments.items() if name not in traced}
-    arrays = {name: arguments[name] for name in traced}
-    return jax.eval_shape(functools.partial(function, **others), **arrays)
+    traced = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    return jax.eval_shape(lambda **x: function(**arguments | x), **traced)
 
 
 PLANNED = parallel_fw_H.Tiles.plan(
@@ -71,8 +69,12 @@ PLANNED = parallel_fw_H.Tiles.plan(
 )
 
 
+config = partial(partial, KernelConfig)  # a call of it
+
+
 def tiles(**fields):
-    return KernelConfig(fused=False, triton_parallel_fw_H=fields)
+    """A call of KernelConfig with tiles of a kernel."""
+    return config(fused=False, triton_parallel_fw_H=fields)
 
 
 class Param:
@@ -101,25 +103,24 @@ class Foreign:
 
 def of_step(**changed):
     """A call of mlstm_recurrent_step with changed arguments."""
-    return lambda: mlstm_recurrent_step(**zeros(TOKEN | STATES) | changed)
+    return partial(mlstm_recurrent_step, **zeros(TOKEN | STATES) | changed)
 
 
 def of_stage(function):
     """Arrays for a documented stage; shapes, which do not fit, are checked last."""
-    names = inspect.signature(function).parameters
-    return {name: array(1) for name in names if name.startswith(("mat", "vec", "sca"))}
+    names = str(inspect.signature(function))
+    return dict.fromkeys(re.findall(r"\b(?:mat|vec|sca)\w+", names), array(1))
 
 
 def stage(**changed):
     """A call of a documented stage with changed arguments."""
     function = v5xlchunksize.mlstm_chunkwise__parallel_bw_dV
-    return lambda: shapes_of(function, of_stage(function) | changed)
+    return partial(shapes_of, function, of_stage(function) | changed)
 
 
 def traced(**options):
     """A call of mlstm_chunkwise whose options are traced."""
-    run = functools.partial(mlstm_chunkwise, **zeros(PLAIN))
-    return lambda: jax.eval_shape(lambda options: run(**options), options)
+    return partial(jax.eval_shape, partial(mlstm_chunkwise, **zeros(PLAIN)), **options)
 
 
 STATIC = "mark it static in jit"
@@ -146,6 +147,8 @@ SAID = (
     "layout is 'BSNH', expected one of BNTH, BTNH",
     "input_gate is 'relu', expected one of exp, sigmoid",
     "num_segments is 0, expected an integer from 1 to 2147483647",
+    "num_segments is 2 without segment_ids, expected both",
+    "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\"",
     # scalars; every parameter of xlstm_jax has more below
     "chunk_size is 48, expected None or a power of two >= 16",
     "eps is -1e-06, expected a finite number >= 0",
@@ -167,53 +170,38 @@ SAID_OF_TYPES = (
 )
 
 
-GOOD = ARRAYS | dict(segment_ids=IDS, sequence_lengths=array(B, dtype="int32"))
+GOOD = ARRAYS | SEGMENTS | dict(sequence_lengths=array(B, dtype="int32"))
 
 
 def what_came(message):
     """{argument: shape, dtype or value} of a message in SAID."""
-    pattern = r"(\w+) (?:has )?(shape|dtype|is) (.*?), expected"
+    pattern = r"(\w+) (?:has )?(shape|dtype|is) (.*?)(?: with.*)?, expected"
     name, what, came = re.match(pattern, message).groups()
     came = came if what == "dtype" else ast.literal_eval(came)
     return {name: came if what == "is" else GOOD[name].update(**{what: came})}
 
 
+IN_BTNH = BTNH | {"layout": "BTNH"}
 # Other whole messages, and the changed arguments of mlstm_chunkwise, or another call.
 VALUES = {
     "initial states come all three or not at all: got c_initial, m_initial without n_initial": {
         "n_initial": None
     },
-    SWAPPED: BTNH | {"i": PLAIN["i"], "layout": "BTNH"},
-    SWAPPED.replace("i has", "f has"): BTNH | {"f": PLAIN["f"], "layout": "BTNH"},
-    "m_initial has shape (2, 40), expected (B, NH) = (2, 3), as q has shape (2, 40, 3, 16)": BTNH
-    | {"m_initial": array(B, S), "layout": "BTNH"},
-    "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\"": {
-        "normalize": False
-    },
+    SWAPPED: IN_BTNH | {"i": PLAIN["i"]},
+    SWAPPED.replace("i has", "f has"): IN_BTNH | {"f": PLAIN["f"]},
+    "m_initial has shape (2, 40), expected (B, NH) = (2, 3), as q has shape (2, 40, 3, 16)": IN_BTNH
+    | {"m_initial": array(B, S)},
     "initial states come both or not at all: got n_initial without c_initial": {
         "input_gate": "sigmoid",
         "m_initial": None,
         "c_initial": None,
     },
-    "c_initial has shape (2, 4, 3, 16, 24), expected (B, N, NH, DHQK, DHV) = (2, 2, 3, 16, 24)": {
-        "num_segments": 2,
-        "segment_ids": IDS,
-        "return_last_states": True,
-        "c_initial": array(2, 4, 3, 16, 24),
-        "n_initial": array(2, 4, 3, 16),
-        "m_initial": array(2, 4, 3),
-    },
-    "num_segments is 2 without segment_ids, expected both": {"num_segments": 2},
+    "c_initial has shape (2, 4, 3, 16, 24), expected (B, N, NH, DHQK, DHV) = "
+    "(2, 2, 3, 16, 24)": SEGMENTS
+    | {"return_last_states": True, "c_initial": array(2, 4, 3, 16, 24)},
     "num_segments is 65534, expected at most 65533, the limit of a kernel's grid, or backend "
-    "'xla'": {
-        "num_segments": 65534,
-        "segment_ids": IDS,
-        "return_last_states": True,
-    },
-    "num_segments is 2 with return_last_states=False, expected return_last_states=True": {
-        "num_segments": 2,
-        "segment_ids": IDS,
-    },
+    "'xla'": SEGMENTS | {"num_segments": 65534, "return_last_states": True},
+    "num_segments is 2 with return_last_states=False, expected return_last_states=True": SEGMENTS,
     f"chunk_size is {np.int64(8)!r}, expected None or a power of two >= 16": {
         "chunk_size": np.int64(8)
     },
@@ -228,32 +216,24 @@ VALUES = {
     "states come both or not at all: got n without c": of_step(
         c=None, m=None, input_gate="sigmoid"
     ),
-    f"backend is 'gpu', {BACKENDS}": lambda: use_backend("gpu"),
+    f"backend is 'gpu', {BACKENDS}": partial(use_backend, "gpu"),
     "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a CPU: "
-    "expected backend None or 'xla' (plain jnp), or 'interpret' (the kernels, interpreted)": (
-        lambda: (
-            jax.jit(functools.partial(mlstm_chunkwise, backend="triton"))
-            .trace(**PLAIN)
-            .lower(lowering_platforms=("cpu",))
-        )
-    ),
-    f"{TILED}: siz_b_LQ is 48, {TILES}": lambda: tiles(siz_b_LQ=48),
-    f"{TILED}: siz_b_LQ is {2**40}, {TILES}": lambda: tiles(siz_b_LQ=2**40),
-    f"{TILED}: num_warps is 3, {WARPS}": lambda: tiles(num_warps=3),
-    f"{TILED}: num_stages is 0, expected an integer from 1 to 8": lambda: tiles(num_stages=0),
-    "config.num_splits is 3, expected None or a power of two >= 1": (
-        lambda: KernelConfig(num_splits=3)
-    ),
+    "expected backend None or 'xla' (plain jnp), or 'interpret' (the kernels, "
+    "interpreted)": partial(mlstm_chunkwise, **zeros(PLAIN), backend="triton"),
+    f"{TILED}: siz_b_LQ is 48, {TILES}": tiles(siz_b_LQ=48),
+    f"{TILED}: siz_b_LQ is {2**40}, {TILES}": tiles(siz_b_LQ=2**40),
+    f"{TILED}: num_warps is 3, {WARPS}": tiles(num_warps=3),
+    f"{TILED}: num_stages is 0, expected an integer from 1 to 8": tiles(num_stages=0),
+    "config.num_splits is 3, expected None or a power of two >= 1": config(num_splits=3),
     f"{TILED} is {{'keep_q': True}}, expected tiles that the kernel has for heads of 192/32 in "
     f"chunks of 64 steps, such as {PLANNED}": dict.fromkeys(INITIAL)
     | dict.fromkeys("qk", array(2, 3, 40, 192))
-    | {"backend": "interpret", "config": tiles(keep_q=True)},
-    "chunk_size is 100, expected None or a power of two >= 16": (
-        lambda: KernelConfig(chunk_size=100)
-    ),
+    | {"backend": "interpret", "config": tiles(keep_q=True)()},
+    "chunk_size is 100, expected None or a power of two >= 16": config(chunk_size=100),
     # the documented functions of xlstm_jax
-    "initial states come all three or not at all: got c_initial, n_initial without m_initial": (
-        lambda: shapes_of(v3noslice.mlstm_chunkwise_max_triton, ARRAYS | {"m_initial": None})
+    "initial states come all three or not at all: got c_initial, n_initial without "
+    "m_initial": partial(
+        shapes_of, v3noslice.mlstm_chunkwise_max_triton, ARRAYS | {"m_initial": None}
     ),
     "chunk_size is None, expected a power of two >= 16": stage(chunk_size=None),
     "chunk_size is True, expected a power of two >= 16": stage(chunk_size=True),
@@ -296,7 +276,7 @@ TYPES = {
     "c is a tuple, expected an array: pass the states one by one": of_step(c=(1, np.zeros(1))),
     **{
         f"axis_name is {axis!r}, expected a mesh axis of the surrounding jax.shard_map, by its "
-        "name": functools.partial(
+        "name": partial(
             mlstm_pallas.distributed.mlstm_chunkwise_sequence_parallel,
             *PLAIN.values(),
             axis_name=axis,
@@ -308,35 +288,31 @@ TYPES = {
     ),
     f"eps is traced, expected a Python float: {STATIC}": traced(eps=0.5),
     f"chunk_size is traced, expected None or a power of two >= 16: {STATIC}": traced(chunk_size=64),
-    "v is a ShapeDtypeStruct, expected an array": (
-        lambda: mlstm_chunkwise(**zeros(ARRAYS) | {"v": ARRAYS["v"]})
+    "v is a ShapeDtypeStruct, expected an array": partial(
+        mlstm_chunkwise, **zeros(ARRAYS) | {"v": ARRAYS["v"]}
     ),
     f"q has dtype float64, expected one of {KERNEL_DTYPES}: cast q, k and v, or set "
-    f"autocast_kernel_dtype{FLOAT64}": (
-        lambda: mlstm_chunkwise(**{name: np.float64(x) for name, x in zeros(PLAIN).items()})
+    f"autocast_kernel_dtype{FLOAT64}": partial(
+        mlstm_chunkwise, **jax.tree.map(np.float64, zeros(PLAIN))
     ),
-    f"q has dtype key<fry>, expected one of {KERNEL_DTYPES}": lambda: shapes_of(
-        mlstm_chunkwise,
-        PLAIN | {"q": array(2, 3, 40, 16, dtype=jax.eval_shape(jax.random.key, 0).dtype)},
-    ),
-    f"{TILED}: keep_q is a int, expected a Python bool": lambda: tiles(keep_q=1),
+    f"q has dtype key<fry>, expected one of {KERNEL_DTYPES}": dict.fromkeys(INITIAL)
+    | {"q": array(2, 3, 40, 16, dtype=jax.eval_shape(jax.random.key, 0).dtype)},
+    f"{TILED}: keep_q is a int, expected a Python bool": tiles(keep_q=1),
     f"{TILED}: siz_b_loop is no field of tiles, expected one of siz_b_LQ, siz_b_LKV, siz_b_DHQK, "
     "siz_b_DHHV, block_k, state_rows, state_columns, num_warps, num_stages, "
-    "num_splits, num_ctas, keep_q, recomputes_scores": lambda: tiles(siz_b_loop=16),
+    "num_splits, num_ctas, keep_q, recomputes_scores": tiles(siz_b_loop=16),
     f"{TILED} has block_k, expected some of its fields siz_b_LQ, siz_b_LKV, siz_b_DHQK, "
     "siz_b_DHHV, num_warps, num_stages, keep_q": {
         "backend": "interpret",
-        "config": tiles(block_k=16),
+        "config": tiles(block_k=16)(),
     },
     "config.precision is 'highest', expected None, a jax.lax.Precision or a "
-    "jax.lax.DotAlgorithmPreset": lambda: KernelConfig(precision="highest"),
-    "config.fused is 1, expected None, True or False": lambda: KernelConfig(fused=1),
-    f"config.parallel_fw_H is no kernel, expected one of {', '.join(dispatch.kernels())}": (
-        lambda: KernelConfig(parallel_fw_H={})
+    "jax.lax.DotAlgorithmPreset": config(precision="highest"),
+    "config.fused is 1, expected None, True or False": config(fused=1),
+    f"config.parallel_fw_H is no kernel, expected one of {', '.join(dispatch.kernels())}": config(
+        parallel_fw_H={}
     ),
-    f"{TILED} is a int, expected a Mapping or None": (
-        lambda: KernelConfig(triton_parallel_fw_H=64)
-    ),
+    f"{TILED} is a int, expected a Mapping or None": config(triton_parallel_fw_H=64),
     # the documented functions of xlstm_jax
     "eps is a list, expected a float": stage(eps=[1.0]),
     f"matQ has dtype int32, expected one of {KERNEL_DTYPES}": stage(matQ=array(1, dtype="int32")),
@@ -355,7 +331,7 @@ TYPES = {
 def test_bad_calls(message):
     kind = ValueError if message in (*SAID, *VALUES) else TypeError
     bad = (VALUES | TYPES).get(message) or what_came(message)
-    call = bad if callable(bad) else lambda: shapes_of(mlstm_chunkwise, ARRAYS | bad)
+    call = bad if callable(bad) else partial(shapes_of, mlstm_chunkwise, ARRAYS | bad)
     refused(kind, message, call)
 
 
@@ -393,9 +369,8 @@ def test_a_refused_flag_leaves_the_generator_as_it_was():
     generate = triton_stablef._mlstm_chunkwise_fwbw_generator
     with pytest.raises(TypeError, match="return_last_states is a int"):
         generate("float32", chunk_size=128, return_last_states=1)
-    h, *_ = jax.eval_shape(
-        generate("float32", chunk_size=128, return_last_states=True), *PLAIN.values()
-    )
+    run = generate("float32", chunk_size=128, return_last_states=True)
+    h, *_ = jax.eval_shape(run, *PLAIN.values())
     assert h.shape == PLAIN["v"].shape
     assert generate("float32", chunk_size=np.int64(128)) is generate("float32", chunk_size=128)
 
@@ -403,23 +378,23 @@ def test_a_refused_flag_leaves_the_generator_as_it_was():
 def test_a_stabiliser_other_than_zeros_is_refused_with_the_sigmoid_gate():
     """Every function refuses it; the values of a traced one are unknown."""
     message = "has values other than 0 with input_gate 'sigmoid', expected None or zeros"
-    x, m = zeros(ARRAYS), np.ones((B, NH), "float32")
-    for function in (mlstm_chunkwise, reference.chunkwise, reference.recurrence):
-        changed = x | {"m_initial": m}
-        refused(ValueError, f"m_initial {message}", function, **changed, input_gate="sigmoid")
-    for function, shapes in (
-        (mlstm_recurrent_step, TOKEN | STATES),
-        (mlstm_recurrent_sequence, PLAIN | STATES),
-    ):
-        run = functools.partial(function, **zeros(shapes), input_gate="sigmoid")
-        refused(ValueError, f"m {message}", run, m=m)
-        jax.eval_shape(lambda m, run=run: run(m=m), m)
+    m = np.ones((B, NH), "float32")
+    of_states = {mlstm_recurrent_step: TOKEN | STATES, mlstm_recurrent_sequence: PLAIN | STATES}
+    of_parts = mlstm_chunkwise, reference.chunkwise, reference.recurrence
+    for function, shapes in (dict.fromkeys(of_parts, ARRAYS) | of_states).items():
+        name, run = [*shapes][-1], partial(function, **zeros(shapes), input_gate="sigmoid")
+        refused(ValueError, f"{name} {message}", run, **{name: m})
+        jax.eval_shape(run, **{name: m})
 
 
 def test_numbers_and_bools_of_numpy_are_taken():
     """The largest float32 is among them."""
-    options = dict(chunk_size=np.int64(16), return_last_states=np.bool_(True))
-    options |= dict(eps=np.finfo("float32").max, norm_val=jnp.bfloat16.dtype.type(1))
+    options = dict(
+        chunk_size=np.int64(16),
+        return_last_states=np.bool_(True),
+        eps=np.finfo("float32").max,
+        norm_val=jnp.bfloat16.dtype.type(1),
+    )
     h, states = shapes_of(mlstm_chunkwise, PLAIN | options)
     assert (h.shape, len(states)) == (PLAIN["v"].shape, 3)
     configs = (
@@ -438,7 +413,7 @@ def test_numbers_and_bools_of_numpy_are_taken():
 def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones():
     """m is among them, which is 0 whatever the caller passes."""
     x = zeros(ARRAYS) | {"v": np.ones(PLAIN["v"].shape, "float32")}
-    run = functools.partial(mlstm_chunkwise, input_gate="sigmoid", return_last_states=True)
+    run = partial(mlstm_chunkwise, input_gate="sigmoid", return_last_states=True)
     both = jax.jit(lambda m: [run(**x | {"m_initial": y}) for y in (m, None)])
     given, without = both(np.full((B, NH), 3.0, "float32"))
     assert not np.any(without[1][2])
@@ -463,12 +438,12 @@ def test_more_heads_than_steps_get_a_warning_once_in_the_layout_that_nobody_chos
             jax.eval_shape(lambda: function(**zeros(BTNH)))
     assert [(str(x.message), x.filename) for x in caught] == [(message, __file__)]
     validation.warn_of_layout.cache_clear()
-    few = inputs(B, NH, 1)
-    shapes_of(function, few | {"layout": "BNTH"})
-    shapes_of(function, inputs(B, 1, NH) | {"layout": "BTNH"})
-    shapes_of(function, few | (STATES if function is mlstm_recurrent_sequence else INITIAL))
+    few, run = inputs(B, NH, 1), partial(shapes_of, function)
+    run(few | {"layout": "BNTH"})
+    run(inputs(B, 1, NH) | {"layout": "BTNH"})
+    run(few | (STATES if function is mlstm_recurrent_sequence else INITIAL))
     if function is mlstm_chunkwise:
-        shapes_of(function, few | {"segment_ids": array(B, 1, dtype="int32")})
+        run(few | {"segment_ids": array(B, 1, dtype="int32")})
         shapes_of(triton_stablef.mlstm_chunkwise_triton_stablef, BTNH)
     default = inspect.signature(function).parameters["layout"]
     assert str(default) == "layout: Literal['BNTH', 'BTNH'] = 'BNTH'"
@@ -492,7 +467,8 @@ def layers(q):
 
 
 def tangent(function):
-    return lambda q: jax.jvp(function, (q,), (q,))
+    """Of a function of one argument, with its value."""
+    return lambda x: jax.jvp(function, (x,), (x,))
 
 
 DERIVATIVES = {
@@ -522,9 +498,9 @@ def test_the_plain_function_takes_the_call_as_it_is():
     options = dict(chunk_size=16, return_last_states=True, layout="BTNH", segment_ids=ids)
     options["sequence_lengths"] = ids[:, 0]
     expected = shapes_of(mlstm_chunkwise, x | options)
-    run = functools.partial(reference.chunkwise, **options, backend="interpret")
-    h, tangent = jax.eval_shape(lambda x: jax.jvp(lambda x: run(**x), (x,), (x,)), x)
-    assert h == tangent == expected
+    run = partial(reference.chunkwise, **options, backend="interpret")
+    h, derivative = jax.eval_shape(tangent(lambda x: run(**x)), x)
+    assert h == derivative == expected
     refused(ValueError, SWAPPED, shapes_of, run, x | {"i": PLAIN["i"]})
 
 
@@ -557,11 +533,11 @@ def lowering_of(call):
 def test_the_backend_of_the_environment_comes_last(monkeypatch):
     """The variable is read when a function is traced."""
     entry = triton_stablef.mlstm_chunkwise_triton_stablef
-    for value, expected in (("xla", "xla"), ("", "both"), ("interpret", "kernels")):
+    for value, expected in {"xla": "xla", "": "both", "interpret": "kernels"}.items():
         monkeypatch.setenv("MLSTM_PALLAS_BACKEND", value)
         assert lowering_of(mlstm_chunkwise) == lowering_of(entry) == expected
-    assert lowering_of(functools.partial(mlstm_chunkwise, backend="xla")) == "xla"
-    for backend, expected in (("xla", "xla"), (None, "both")):
+    assert lowering_of(partial(mlstm_chunkwise, backend="xla")) == "xla"
+    for backend, expected in {"xla": "xla", None: "both"}.items():
         with use_backend(backend):
             assert lowering_of(mlstm_chunkwise) == lowering_of(entry) == expected
     monkeypatch.delenv("MLSTM_PALLAS_BACKEND")
@@ -570,9 +546,8 @@ def test_the_backend_of_the_environment_comes_last(monkeypatch):
 
 def test_a_wrong_backend_of_the_environment_is_named(monkeypatch):
     monkeypatch.setenv("MLSTM_PALLAS_BACKEND", "cuda")
-    calls = (mlstm_chunkwise, PLAIN), (mlstm_recurrent_step, TOKEN)
-    for function, shapes in calls:
-        message = "MLSTM_PALLAS_BACKEND is 'cuda', " + BACKENDS.replace("None or ", "")
+    message = "MLSTM_PALLAS_BACKEND is 'cuda', " + BACKENDS.replace("None or ", "")
+    for function, shapes in ((mlstm_chunkwise, PLAIN), (mlstm_recurrent_step, TOKEN)):
         refused(ValueError, message, function, **zeros(shapes))
     monkeypatch.setenv("MLSTM_PALLAS_BACKEND", "mosaic_gpu")
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))

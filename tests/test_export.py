@@ -1,8 +1,8 @@
 """Export, and what keeps compilations from being repeated."""
 
-import functools
 import hashlib
 import os
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -91,9 +91,9 @@ def test_processes_run_an_export_lower_alike_and_share_the_compilation_cache(tmp
     """Two processes, one after the other, load the export, run it with its gradients and compile
     with one cache."""
     pytest.importorskip("flatbuffers")
-    tests = Path(__file__).parent
-    exported = export(function, *INPUTS.values(), platform="cpu")
-    (tmp_path / "exported").write_bytes(exported.serialize(vjp_order=1))
+    tests, x = Path(__file__).parent, INPUTS.values()
+    exported = export(function, *x, platform="cpu").serialize(vjp_order=1)
+    (tmp_path / "exported").write_bytes(exported)
     np.savez(tmp_path / "inputs.npz", **INPUTS)
     settings = dict(JAX_PLATFORMS="cpu", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     entries = []
@@ -105,8 +105,7 @@ def test_processes_run_an_export_lower_alike_and_share_the_compilation_cache(tmp
     assert any(name.startswith("jit_function") for name in entries[0])
     assert entries[1] == entries[0]
     result = np.load(tmp_path / "outputs.npz").values()
-    expected = results_of(function)(*INPUTS.values())
-    compare(RESULTS, result, expected, BOUND)
+    compare(RESULTS, result, results_of(function)(*x), BOUND)
 
 
 def test_lowering_again_gives_the_same_module():
@@ -121,7 +120,7 @@ def test_lowering_again_gives_the_same_module():
     ids=["triton", "mosaic_gpu"],
 )
 def test_an_export_for_cuda_is_made_and_read_without_a_gpu(backend, config):
-    run = functools.partial(mlstm_chunkwise, backend=backend, config=config)
+    run = partial(mlstm_chunkwise, backend=backend, config=config)
     x = call_shapes(1, 1, 128, 256, 256)
     loaded = reloaded(run, x, 1, platform="cuda", device_kind="NVIDIA H200")
     text, is_triton = loaded.mlir_module(), backend == "triton"
@@ -135,7 +134,7 @@ def test_shards_of_explicit_axes_are_exported():
     mesh = mesh_of((8,), AxisType.Explicit)
     x = [*random_inputs(0, 8, 1, 32, 8, 8, states=False).values()]
     shards = sharded(x, mesh, P("x"))
-    run = functools.partial(mlstm_chunkwise, chunk_size=16)
+    run = partial(mlstm_chunkwise, chunk_size=16)
     loaded = reloaded(run, shards, platform="cpu")
     with jax.set_mesh(mesh):
         result = jax.jit(loaded.call)(*shards)
@@ -153,9 +152,8 @@ def test_an_export_for_cpu_and_cuda_has_the_kernels_and_runs_on_the_cpu():
 
 def test_each_platform_has_the_jitted_functions_lowered_for_it():
     """jax.jit caches lowered functions without their platforms."""
-    added = {platform: lambda x, n=n: x + n for n, platform in enumerate(("cpu", "cuda"))}
-    inner = jax.jit(lambda x: jax.lax.platform_dependent(x, **added))
-    call = functools.partial(on_backend, None, lambda lowering, x: inner(x))
+    inner = jax.jit(lambda x: jax.lax.platform_dependent(x, cpu=lambda x: x, cuda=lambda x: x + 1))
+    call = partial(on_backend, None, lambda lowering, x: inner(x))
     x = np.zeros(3, np.float32)
     exported = export(call, x, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
     np.testing.assert_array_equal(exported.call(x), x)
@@ -164,7 +162,7 @@ def test_each_platform_has_the_jitted_functions_lowered_for_it():
 def test_the_batch_may_be_symbolic_in_plain_jnp():
     (B,) = jax.export.symbolic_shape("B")
     x = random_inputs(0, 2, 2, 20, 16, 8, states=False).values()
-    run = functools.partial(mlstm_chunkwise, chunk_size=16)  # for a CPU alone this is "xla"
+    run = partial(mlstm_chunkwise, chunk_size=16)  # for a CPU alone this is "xla"
     results = results_of(run)
     of_any_batch = (jax.ShapeDtypeStruct((B, *y.shape[1:]), y.dtype) for y in x)
     exported = export(results, *of_any_batch, platform="cpu")
@@ -179,10 +177,8 @@ def test_the_batch_may_be_symbolic_in_plain_jnp():
     ],
 )
 def test_a_symbolic_dimension_is_refused_by_name(dim, backend, message):
-    sizes = dict(B=1, S=64) | {dim: jax.export.symbolic_shape(dim)[0]}
-    B, S = sizes.values()
-    x = call_shapes(B, 2, S, 16, 16)
-    run = functools.partial(mlstm_chunkwise, backend=backend)
+    sizes = dict(B=1, NH=2, S=64, DHQK=16, DHHV=16) | {dim: jax.export.symbolic_shape(dim)[0]}
+    x, run = call_shapes(**sizes), partial(mlstm_chunkwise, backend=backend)
     with pytest.raises(ValueError, match=message):
         export(run, *x, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
 
@@ -219,8 +215,8 @@ def test_equal_static_arguments_are_traced_once():
 
 @pytest.mark.gpu
 def test_an_export_for_cuda_runs_with_its_gradients():
-    x = list(random_inputs(0, 2, 4, 1000, 128, 256, dtype="bfloat16").values())
-    run = functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True)
+    x = random_inputs(0, 2, 4, 1000, 128, 256, dtype="bfloat16").values()
+    run = partial(mlstm_chunkwise, backend="triton", return_last_states=True)
     loaded = reloaded(run, x, 1, platform="cuda")
     result, expected = (results_of(y)(*x) for y in (loaded.call, run))
     assert_same_bits(result[:4], expected[:4])

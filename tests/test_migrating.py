@@ -217,18 +217,18 @@ def test_it_is_the_function_of_transformers():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that transformers looks for
         modeling = pytest.importorskip("transformers.models.xlstm.modeling_xlstm")
-        sizes = dict(hidden_size=NH * DHV, num_heads=NH, chunk_size=16)
-        config = modeling.xLSTMConfig(**sizes, mode="train", return_last_states=True)
+        config = modeling.xLSTMConfig(
+            hidden_size=NH * DHV, num_heads=NH, chunk_size=16, mode="train", return_last_states=True
+        )
     config.autocast_kernel_dtype = "float32"
     x = random_inputs(2, B, NH, 48, DHQK, DHV)
     *cotangents, dm = cotangents_for(x, "float32")
-    wide = {name: a[..., None] if a.ndim == 2 else a for name, a in x.items()}
-    y = [torch.tensor(np.asarray(a), requires_grad=True) for a in wide.values()]
+    wide = (a[..., None] if a.ndim == 2 else a for a in x.values())
+    y = [torch.tensor(np.asarray(a), requires_grad=True) for a in wide]
     h, (c, n, m) = modeling.xLSTMBackend(config)(*y)
     torch.autograd.backward([h, c, n], [torch.tensor(np.asarray(a)) for a in cotangents])
     expected = [a.detach().numpy() for a in (h, c, n, m[..., 0])]
     expected += [a.grad.numpy().reshape(b.shape) for a, b in zip(y, x.values(), strict=True)]
-    run = gradients_of_call(eps=config.eps)
-    outputs, gradients = run(x, [*cotangents, jnp.zeros_like(dm)])
+    outputs, gradients = gradients_of_call(eps=config.eps)(x, [*cotangents, jnp.zeros_like(dm)])
     result = *outputs, *(gradients[name] for name in x)
     assert max(errors(map(np.asarray, result), expected)) < bound("float32")

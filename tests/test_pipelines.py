@@ -34,19 +34,16 @@ def product_and_sum(matA, matB, products, sums, *, call):
 @pytest.mark.slow
 def test_a_tile_that_feeds_a_product_and_plain_arithmetic_is_found():
     pytest.importorskip("triton")
-    shapes = (D, D * STEPS), (D * STEPS, D), (D, D), (D,)
-    arrays = list(map(jax.ShapeDtypeStruct, shapes, ["bfloat16"] * 2 + ["float32"] * 2))
-    tiles, problem = Tiles(num_warps=4, num_stages=3), Problem(1, 1, D, D, D, D, 1.0)
-    options = dict(grid=(1,), call=Launch(problem, tiles, None, Lowering.TRITON))
-    outputs = dict(products=(arrays[2], "00"), sums=(arrays[3], "0"))
+    array, tiles = jax.ShapeDtypeStruct, Tiles(num_warps=4, num_stages=3)
+    outputs = dict(products=(array((D, D), "float32"), "00"), sums=(array((D,), "float32"), "0"))
+    call = Launch(Problem(1, 1, D, D, D, D, 1.0), tiles, None, Lowering.TRITON)
 
     def run(a, b):
-        return kernel_call(
-            product_and_sum, dict(matA=(a, "00"), matB=(b, "00")), outputs, **options
-        )
+        inputs = dict(matA=(a, "00"), matB=(b, "00"))
+        return kernel_call(product_and_sum, inputs, outputs, grid=(1,), call=call)
 
-    device = compile_report.DEVICES["H200"]
-    traced = compile_report.trace(run, *arrays[:2], device=device)
+    x = array((D, D * STEPS), "bfloat16"), array((D * STEPS, D), "bfloat16")
+    traced = compile_report.trace(run, *x, device=compile_report.DEVICES["H200"])
     [kernel] = compile_report.lowered_kernels(traced)
     message = "a copy may overwrite what a running product reads, in 1 pipelined tiles"
     with pytest.raises(ProcessEnded, match=message):

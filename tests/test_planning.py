@@ -1,8 +1,8 @@
 """planning.py: what runs where, in which chunks, splits and tiles, for a problem and a GPU."""
 
-import functools
 import math
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,16 @@ from mlstm_pallas.stages import STAGES
 SIZES = "B", "NH", "S", "DHQK", "DHV"
 WIDE = 256, 512  # heads wide enough for sequences to be split
 H200 = known_gpu("NVIDIA H200")
-GPUS = [
-    *("NVIDIA A100-SXM4-80GB", "NVIDIA A10", "NVIDIA L40S", "NVIDIA GeForce RTX 4090"),
-    *("NVIDIA GeForce RTX 5090", "NVIDIA H100 80GB HBM3", "NVIDIA H20", "NVIDIA B200"),
-]
+GPUS = (
+    "NVIDIA A100-SXM4-80GB",
+    "NVIDIA A10",
+    "NVIDIA L40S",
+    "NVIDIA GeForce RTX 4090",
+    "NVIDIA GeForce RTX 5090",
+    "NVIDIA H100 80GB HBM3",
+    "NVIDIA H20",
+    "NVIDIA B200",
+)
 HEADS = (64, 64), (80, 96), (128, 128), (128, 256), (192, 384), (256, 512), (512, 1024)
 
 
@@ -31,8 +37,14 @@ def spec_of(
     NH=8, S=8192, heads=(16, 32), L=64, recompute=True, gpu=H200, dtype="float32", **config
 ):
     p = Problem(1, NH, S, *heads, L, heads[0] ** -0.5)
-    statics = KernelConfig(**config), jnp.dtype(dtype), DEFAULT_NORMALISER, gpu
-    return CallSpec(p, *statics, recompute_states_in_bw=recompute)
+    return CallSpec(
+        p,
+        KernelConfig(**config),
+        jnp.dtype(dtype),
+        DEFAULT_NORMALISER,
+        gpu,
+        recompute_states_in_bw=recompute,
+    )
 
 
 def planned(*sizes, gpu="NVIDIA H200", **options):
@@ -121,10 +133,12 @@ def grids_in(jaxpr):
 @pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "stored"])
 def test_the_grids_of_a_plan_are_those_that_run(recompute, fused):
     """Each launch of the plan is one of the traced ones, with its grid, and no stage is left."""
-    config = KernelConfig(chunk_size=32, fused=fused)
     shapes = call_shapes(1, 2, 64, 16, 32, "float32")
-    run = functools.partial(
-        mlstm_chunkwise, config=config, recompute_states_in_bw=recompute, backend="interpret"
+    run = partial(
+        mlstm_chunkwise,
+        config=KernelConfig(chunk_size=32, fused=fused),
+        recompute_states_in_bw=recompute,
+        backend="interpret",
     )
     p = spec_of(2, 64, L=32, recompute=recompute, fused=fused, gpu=UNKNOWN).plan
     assert p.fused == fused
@@ -150,11 +164,13 @@ def test_a_plan_shows_the_launches_of_a_call_with_num_segments(backend):
     assert {x.lowering for x in call.launches} == {backend}
     assert f"fused scan in {N} segments" in str(call)
 
-    def run(*x):
-        ids = jnp.zeros((2, 1001), jnp.int32)
-        options = dict(segment_ids=ids, return_last_states=True, num_segments=N, backend=backend)
-        return mlstm_chunkwise(*x, **options)
-
+    run = partial(
+        mlstm_chunkwise,
+        segment_ids=jnp.zeros((2, 1001), int),
+        return_last_states=True,
+        num_segments=N,
+        backend=backend,
+    )
     with for_device("NVIDIA H200"):
         traced = jax.make_jaxpr(run)(*call_shapes(*sizes))
     steps = call.launches[0].grid[0] * call.chunk_size
@@ -192,14 +208,15 @@ def test_splits_are_of_chunks_of_the_fused_scan():
 @pytest.mark.parametrize(
     ("S", "L", "DHQK", "stores"),
     [
-        pytest.param(8192, 256, 128, True, id="whole_chunks"),
-        pytest.param(8320, 128, 128, False, id="a_split_ends_inside_a_chunk"),
-        pytest.param(8192, 256, 512, False, id="two_launches"),
+        (8192, 256, 128, True),
+        (8320, 128, 128, False),
+        (8192, 256, 512, False),
     ],
+    ids=["whole_chunks", "a_split_ends_inside_a_chunk", "two_launches"],
 )
 def test_states_are_stored_by_one_launch_of_whole_chunks(S, L, DHQK, stores):
-    spec = functools.partial(spec_of, 8, S, (DHQK, 512), L, fused=True, num_splits=4)
-    recomputes, stored = (spec(recompute=x) for x in (True, False))
+    spec = partial(spec_of, 8, S, (DHQK, 512), L, fused=True, num_splits=4)
+    recomputes, stored = spec(), spec(recompute=False)
     assert (recomputes.plan.fused, recomputes.plan.num_splits) == (True, 4)
     assert stored.plan.fused == stores
     assert stored.forward_only == recomputes
@@ -238,23 +255,23 @@ CHUNKS = {  # of backend, DHQK, DHHV and steps
 }
 
 
-def test_the_chunk_grows_with_the_heads():
-    def chunk(case):
-        backend, *heads, S = case.split()
-        shape = 1, 1, *map(int, (S, *heads))
-        return make_spec(shape, jnp.dtype("bfloat16"), H200, backend).problem.L
+def chunk(S, heads=WIDE, backend="xla", **options):
+    shape = 1, 1, S, *heads
+    return make_spec(shape, jnp.dtype("bfloat16"), H200, backend, **options).problem.L
 
-    assert {case: chunk(case) for case in CHUNKS} == CHUNKS
+
+@pytest.mark.parametrize("case", CHUNKS)
+def test_the_chunk_grows_with_the_heads(case):
+    backend, *sizes = case.split()
+    *heads, S = map(int, sizes)
+    assert chunk(S, heads, backend) == CHUNKS[case]
 
 
 def test_the_chunk_is_explicit_before_the_rule_and_clamped_to_the_sequence():
-    def chunk(S, L=None, config=None):
-        statics = jnp.dtype("float32"), UNKNOWN, "xla"
-        return make_spec((1, 1, S, *WIDE), *statics, chunk_size=L, config=config).problem.L
-
     config = KernelConfig(chunk_size=32)
-    assert (chunk(1024, 64), chunk(1024, None, config), chunk(1024, 64, config)) == (64, 32, 64)
-    assert (chunk(100, 1024), chunk(1)) == (128, 16)
+    assert chunk(1024, config=config) == 32
+    assert chunk(1024, chunk_size=64) == chunk(1024, chunk_size=64, config=config) == 64
+    assert (chunk(100, chunk_size=1024), chunk(1)) == (128, 16)
 
 
 def test_a_plan_says_what_memory_a_call_takes():

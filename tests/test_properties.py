@@ -2,8 +2,8 @@
 options, against the float64 recurrence."""
 
 import dataclasses
-import functools
 import os
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -89,15 +89,15 @@ def drawn(case, seed):
     r, shape = np.random.default_rng((seed, 1)), (case.B, case.NH, case.S)
     sizes = {name: r.choice([1.0, 1.0, 1.0, 1e-30, 1e-3, 1e4]) for name in "qkv"}
     sizes |= dict(c_initial=r.choice([0.0, 1.0]), m_initial=r.choice([0.0, 1.0, 100.0]))
-    states = dict(states=case.states, m_initial="input_gate" not in case.options)
-    x = random_inputs(seed, *shape, case.DHQK, case.DHHV, **states)
+    has_m = "input_gate" not in case.options
+    x = random_inputs(seed, *shape, case.DHQK, case.DHHV, states=case.states, m_initial=has_m)
     x |= {name: np.float64(x[name]) * sizes[name] for name in sizes.keys() & x}
     x |= {name: drawn_gates(r, shape, edges) for name, edges in EDGES.items()}
     starts = r.random((case.B, case.S)) < r.choice([0.0, 0.05, 0.3, 1.0])
     return x, np.cumsum(starts, axis=1).astype("int32") if case.packed else None
 
 
-@functools.cache
+@cache
 def compiled_oracle(case: Case):
     """Outputs, gradients, and how large the terms of these are: gradients with the denominator held
     constant, gradients through it if nothing cancelled in delta = dh . h, and the sum over the
@@ -106,8 +106,8 @@ def compiled_oracle(case: Case):
 
     @jax.jit
     def expected(ids, x, cotangents):
-        run = functools.partial(reference.recurrence, segment_ids=ids, **options)
-        numerator = functools.partial(run, normalize=False)
+        run = partial(reference.recurrence, segment_ids=ids, **options)
+        numerator = partial(run, normalize=False)
         outputs, gradients = outputs_and_gradients(run)(x, cotangents)
         h, num = outputs[0], numerator(**x)[0]
         size = jnp.sum(num**2, axis=-1)
@@ -142,8 +142,7 @@ FLOOR = 1e-26
 
 def norm(x):
     """Over all but batch and head."""
-    x = np.asarray(x, "float64")
-    return np.linalg.norm(x.reshape(x.shape[0], x.shape[1], -1), axis=-1)
+    return np.linalg.norm(np.float64(x).reshape(*x.shape[:2], -1), axis=-1)
 
 
 def passing(of_q, of_k, initial, last):
@@ -164,15 +163,14 @@ def check(case: Case, backend: str, x, ids=None, seed=1):
     x = {name: array(x[name], case.dtype if name in "qkv" else "float32") for name in x}
     *cotangents, of_m = cotangents_for(x, case.dtype, seed=seed)
     cotangents.append(0 * of_m)
-    launch = dict(chunk_size=case.L, backend=backend, config=case.config)
-    run = gradients_of_call(**launch, **case.options)
-    (h, c, n, m), gradients = run(x, cotangents, segment_ids=ids)
-    recurrence = functools.partial(compiled_oracle(case), ids)
-    desired = in_float64(recurrence, x, cotangents)
-    expected, expected_gradients, terms, of_dz, of_dm = desired
+    run = gradients_of_call(chunk_size=case.L, backend=backend, config=case.config, **case.options)
+    (*outputs, m), gradients = run(x, cotangents, segment_ids=ids)
+    (*expected, m_expected), expected_gradients, terms, of_dz, of_dm = in_float64(
+        partial(compiled_oracle(case), ids), x, cotangents
+    )
 
     def compare(name, actual, desired, scale, bound, rounding=0.0):
-        actual = np.asarray(actual).astype("float64")
+        actual = np.float64(actual)
         assert np.isfinite(desired).all(), f"{name}: the oracle is not finite"
         assert np.isfinite(actual).all(), f"{name} is not finite"
         off, allowed = norm(actual - desired), bound * (norm(desired) + scale) + rounding + FLOOR
@@ -180,18 +178,17 @@ def check(case: Case, backend: str, x, ids=None, seed=1):
 
     # m is float32, rounded at a few chunk boundaries, and c and n are relative to it: the state
     # itself is exp(m) c.
-    m, m_expected = np.asarray(m, "float64"), expected[3]
-    finite = np.isfinite(m_expected)
+    m, finite = np.float64(m), np.isfinite(m_expected)
     assert np.array_equal(np.isfinite(m), finite)
     off_m = np.abs(np.subtract(m, m_expected, where=finite, out=np.zeros_like(m)))
     largest = 1e4 + np.abs(np.where(finite, m_expected, 0.0))
     assert (off_m <= 1e-5 + 4 * 2.0**-24 * largest).all(), f"m is {m}, expected {m_expected}"
     bound = BOUND[case.dtype] + off_m
-    for name, actual, desired in zip("hcn", (h, c, n), expected[:3], strict=True):
+    for name, actual, desired in zip("hcn", outputs, expected, strict=True):
         compare(name, actual, desired, 0.0, BOUND[case.dtype] if name == "h" else bound)
     # The gates' gradients are sums of q . dq and k . dk, the forget gates' and m_initial's of many
     # of them, which may cancel.
-    wide = {name: np.asarray(y).astype("float64") for name, y in x.items()}
+    wide = {name: np.float64(y) for name, y in x.items()}
     of_q, of_k = (wide[name] * terms[name] for name in "qk")
     flow, initial = norm(of_q) + norm(of_k), np.zeros(of_q.shape[:2])
     last = initial_state_scale(
@@ -218,15 +215,13 @@ def check(case: Case, backend: str, x, ids=None, seed=1):
 @pytest.mark.slow
 def test_a_large_old_state_before_tiny_keys():
     """Found by these tests."""
-    gates = dict(i_scale=1e-2, f_scale=1e-2, f_shift=0.0)
-    x = random_inputs(140, 3, 2, 41, 12, 20, **gates)
+    x = random_inputs(140, 3, 2, 41, 12, 20, i_scale=1e-2, f_scale=1e-2, f_shift=0.0)
     sizes = dict(q=1e4, k=1e-30, m_initial=100.0)
     check(CASES["padded"], "xla", x | {name: x[name] * size for name, size in sizes.items()})
 
 
-QUICK = (("packed_tiles", "xla"), ("bfloat16_packed", "interpret"))
-OTHERS = [name for name in CASES if name not in ("padded", "bfloat16_packed")]
-SLOW = (("padded", "xla"), *((name, "interpret") for name in OTHERS))
+QUICK = {"packed_tiles": "xla", "bfloat16_packed": "interpret"}.items()
+SLOW = sorted((dict.fromkeys(CASES, "interpret") | {"padded": "xla"}).items() - QUICK)
 
 
 def check_examples(name, backend, count):

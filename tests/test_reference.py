@@ -67,8 +67,10 @@ def test_recurrence_is_the_unstabilised_definition(options):
 
 def test_chunkwise_in_float64_is_exact_to_rounding():
     inputs = random_inputs(2, 1, 2, 128, 16, 8, resets=True)
-    options = dict(chunk_size=32, return_last_states=True, backend="xla")
-    result = in_float64(lambda x: mlstm_chunkwise(**x, **options), inputs)
+    result = in_float64(
+        lambda x: mlstm_chunkwise(**x, chunk_size=32, return_last_states=True, backend="xla"),
+        inputs,
+    )
     for actual, expected in zip(jax.tree.leaves(result), oracle(inputs), strict=True):
         assert actual.dtype == jnp.float64
         # float64; sums of up to 128 steps in another order, and their exponents
@@ -80,8 +82,9 @@ def test_a_chunk_of_4096_steps_loses_no_digits_of_its_gates():
     """b_t reaches -2e4 there, where float32 has steps of 2e-3."""
     inputs = random_inputs(3, 1, 1, 4096, 8, 8, f_shift=-5.0)
     options = {"stabilize_correctly": False, "norm_val": 3.0}
-    call = dict(chunk_size=4096, return_last_states=True, backend="xla")
-    result = mlstm_chunkwise(**inputs, **call, **options)
+    result = mlstm_chunkwise(
+        **inputs, **options, chunk_size=4096, return_last_states=True, backend="xla"
+    )
     check_outputs(result, inputs, tolerance("float32", 4096), **options)
 
 
@@ -94,10 +97,10 @@ def test_normalise_has_no_nan_where_the_floor_overflows():
         return jnp.sum(Normaliser(eps=0.0).normalise(num, z, m)[1:5])
 
     h = Normaliser().normalise(num, z, m)
-    assert bool(jnp.isfinite(h).all())
-    assert float(h[0, 0]) == 0.0
+    assert jnp.isfinite(h).all()
+    assert h[0, 0] == 0.0
     for gradient in jax.jit(jax.grad(total, (0, 1, 2)))(num, z, m):
-        assert bool(jnp.isfinite(gradient).all())
+        assert jnp.isfinite(gradient).all()
 
 
 def test_the_error_norm_sees_a_wrong_token():

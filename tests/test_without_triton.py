@@ -92,8 +92,14 @@ def run(body, timeout=300):
 
 
 def run_cases(backend, names, layouts):
-    options = dict(backend=backend, names=names, layouts=layouts, quick=backend != "mosaic_gpu")
-    return run(CASES.format(**options, folders=sys.path), timeout=600)
+    body = CASES.format(
+        backend=backend,
+        names=names,
+        layouts=layouts,
+        quick=backend != "mosaic_gpu",
+        folders=sys.path,
+    )
+    return run(body, timeout=600)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ The gradients under the documented convention are ``constant_denominator_gradien
 float64.
 """
 
-import functools
 import inspect
 import re
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ B, NH, S, DHQK, DHHV = SHAPE = 1, 2, 64, 24, 40  # head dimensions that the kern
 L = 16
 NC = S // L
 BOUND = {"float32": 1e-5, "bfloat16": 2e-2}
+ROUNDING = tolerance("float32", S)
 SYSTEMS = [v3, v5, stablef]
 ALL_SYSTEMS = pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
 
@@ -110,38 +111,40 @@ SIGNATURES = {
 @pytest.mark.parametrize(
     ("module", "name"),
     SIGNATURES,
-    ids=lambda x: x if isinstance(x, str) else x.__name__.split(".")[-1],
+    ids=lambda x: getattr(x, "__name__", x).split(".")[-1],
 )
 def test_signature_is_the_documented_one(module, name):
     signature, documented = (
         [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-        for function in (
-            getattr(module, name),
-            eval(f"(lambda {SIGNATURES[module, name]}: None)", {"jnp": jnp}),
-        )
+        for function in (getattr(module, name), eval(f"(lambda {SIGNATURES[module, name]}: None)"))
     )
     assert signature == documented
 
 
 # Others than None, by the name in lower case.
 DEFAULTS = dict(
-    **dict(chunk_size=64, num_chunks=1, eps=1e-6, norm_val=1.0, stabilize_correctly=True),
+    chunk_size=64,
+    num_chunks=1,
+    eps=1e-6,
+    norm_val=1.0,
+    stabilize_correctly=True,
+    recompute_states_in_bw=True,
+    output_dtype=jnp.float32,
     **dict.fromkeys(("return_last_states", "return_all_states", "store_initial_state"), False),
-    **dict(recompute_states_in_bw=True, output_dtype=jnp.float32),
 )
 
 
 @ALL_SYSTEMS
 def test_every_listed_function_has_a_docstring_and_the_defaults_of_its_system(system):
     for name in system.__all__:
-        function, of_it = getattr(system, name), DEFAULTS
+        function, of_it = getattr(system, name), DEFAULTS.copy()
         assert function.__doc__
         if system is v5 and "_bw" in name:
-            of_it = of_it | dict(eps=0.0)
+            of_it["eps"] = 0.0
         if "__parallel" in name:
-            of_it = of_it | dict(siz_b_lq=32, siz_b_lkv=32)
+            of_it |= dict(siz_b_lq=32, siz_b_lkv=32)
         generator = name == "_mlstm_chunkwise_fwbw_generator"
-        of_it = of_it | dict(autocast_kernel_dtype=jnp.bfloat16 if generator else jnp.float32)
+        of_it["autocast_kernel_dtype"] = jnp.bfloat16 if generator else jnp.float32
         parameters = inspect.signature(function).parameters.values()
         result = {p.name.lower(): p.default for p in parameters if p.default is not p.empty}
         assert result == {key: of_it.get(key) for key in result}, name
@@ -150,13 +153,13 @@ def test_every_listed_function_has_a_docstring_and_the_defaults_of_its_system(sy
 # The float64 forms.
 
 
-def inputs_of(dtype="float32"):
+def inputs_of(dtype="float32", **options):
     """q is small, so that both branches of the denominator are taken and the scale of q counts."""
-    x = random_inputs(11, *SHAPE, dtype=dtype)
+    x = random_inputs(11, *SHAPE, dtype=dtype, **options)
     return x | {"q": (x["q"] * 0.2).astype(dtype)}
 
 
-HEADS = functools.partial(jax.vmap, in_axes=(0, 0, 0, None, None))
+HEADS = partial(jax.vmap, in_axes=(0, 0, 0, None, None))
 
 
 @jax.jit
@@ -191,14 +194,14 @@ def documented(x, dh, dC_last, scale, eps):
     return values | {f"d{name}": y for name, y in zip(NAMES, gradients, strict=True)} | dict(dC=dC)
 
 
-@functools.cache
+@cache
 def case(dtype="float32", scale=None, eps=1e-6):
     """Inputs, and in float64 everything that the stages make of them."""
     x, r = inputs_of(dtype), np.random.default_rng(1)
     dh = array(r.normal(size=x["v"].shape), dtype)
     dC_last = array(r.normal(size=x["c_initial"].shape), "float32")
-    arrays = [*x.values()], dh, dC_last, scale or DHQK**-0.5, eps
-    return x, dh, dC_last, in_float64(documented, *arrays)
+    scale = scale or DHQK**-0.5
+    return x, dh, dC_last, in_float64(documented, [*x.values()], dh, dC_last, scale, eps)
 
 
 def fused(x):
@@ -213,15 +216,15 @@ def states_of(expected, chunks=NC + 1):
 
 
 def assert_states(states, expected):
-    compare("Cnm", states, states_of(expected), tolerance("float32", S))
+    compare("Cnm", states, states_of(expected), ROUNDING)
 
 
 def assert_rows(expected, H, den, m=None):
     """The outputs of a step; m where there is one."""
-    assert_close(H, expected["h"], tolerance("float32", S), "H")
+    assert_close(H, expected["h"], ROUNDING, "H")
     assert_close(den, expected["den"], 2e-6, "N")  # stablef hands out eps = 1e-6 as well
     if m is not None:
-        assert_close(m, expected["m"], tolerance("float32", S), "m")
+        assert_close(m, expected["m"], ROUNDING, "m")
 
 
 def split(x):
@@ -239,16 +242,13 @@ SCALE = 0.7  # the whole passes have the documented one as well
 # The stages, forward.
 
 
-PREFIX = {v3: "_mlstm_chunkwise", v5: "mlstm_chunkwise", stablef: "_mlstm_chunkwise"}
-
-
 def run(system, name, dtype="float32", scale=SCALE, eps=1e-6, inputs=None, states=None, **changes):
     """What a function of a system makes of its arguments, which are found by their names, in lower
     case.
 
     Without inputs, and states at the boundaries, they are those of the case.
     """
-    function = getattr(system, PREFIX[system] + name)
+    function = getattr(system, "_" * (system is not v5) + "mlstm_chunkwise" + name)
     x, dh, dC_last, expected = case(dtype, scale, eps)
     x = dict.fromkeys(NAMES) | (inputs or x)
     C, n, m = states or states_of(expected)
@@ -283,8 +283,8 @@ def run(system, name, dtype="float32", scale=SCALE, eps=1e-6, inputs=None, state
         "num_chunks": NC,
     }
     arguments = {name: y for names, y in values.items() for name in names.split()} | changes
-    names = {y: y.lower() for y in inspect.signature(function).parameters}
-    return function(**{y: arguments[key] for y, key in names.items() if key in arguments})
+    names = inspect.signature(function).parameters
+    return function(**{y: arguments[y.lower()] for y in names if y.lower() in arguments})
 
 
 BUFFERS = "matc_states", "vecn_states", "scaminter_states"
@@ -316,14 +316,13 @@ def test_parallel_fw_H(system, backend):
 
 def test_tiles_and_output_dtype_of_Hintra():
     tiles = dict(siz_b_lq=16, siz_b_lkv=16, siz_b_dhqk=16, siz_b_dhhv=32, num_warps=2, num_stages=1)
-    Hintra = functools.partial(run, v5, "__parallel_fw_Hintra", "bfloat16")
+    Hintra = partial(run, v5, "__parallel_fw_Hintra", "bfloat16")
     with use_backend("interpret"):
         H, _ = Hintra(**tiles)
-        half, _ = jax.eval_shape(functools.partial(Hintra, output_dtype=jnp.bfloat16))
+        half, _ = jax.eval_shape(partial(Hintra, output_dtype=jnp.bfloat16))
     assert (H.dtype, half.dtype) == ("float32", "bfloat16")
     # q is scaled for the padded head dimension: one rounding more
-    h = case("bfloat16", SCALE)[-1]["h"]
-    assert_close(H, h, 1.5 * tolerance("bfloat16", S), "H")
+    assert_close(H, case("bfloat16", SCALE)[-1]["h"], 1.5 * tolerance("bfloat16", S), "H")
 
 
 BOTH = dict(return_last_states=True, return_all_states=True)
@@ -338,20 +337,18 @@ def test_forward(system, backend):
     if system is v3:
         rows["m"] = expected["m_boundaries"][..., -1]
     assert_rows(rows, H, den, m)
-    compare("Cnm", last, last_expected, tolerance("float32", S))
+    compare("Cnm", last, last_expected, ROUNDING)
     assert_states(every, expected)
 
 
 @ALL_SYSTEMS
 def test_forward_returns_what_is_asked_for(system):
-    x = {name: y for name, y in inputs_of().items() if name in "qkvif"}
-    forward = functools.partial(run, system, "_fw", scale=None, inputs=x)
+    x = inputs_of(states=False)
+    forward = partial(run, system, "_fw", scale=None, inputs=x)
     H, *others = forward()
     assert len(others) == 2
-    assert_close(H, oracle(x)[0], tolerance("float32", S), "H without initial states")
-    [last], [every] = (
-        jax.eval_shape(functools.partial(forward, **{flag: True}))[3:] for flag in BOTH
-    )
+    assert_close(H, oracle(x)[0], ROUNDING, "H without initial states")
+    [last], [every] = (jax.eval_shape(partial(forward, **{flag: True}))[3:] for flag in BOTH)
     assert (len(last), every[0].shape[2]) == (3, (NC + 1) * DHQK)
 
 
@@ -359,21 +356,20 @@ def test_resets_where_the_forget_gate_itself_comes_in():
     """As a pre-activation in v5, as its logarithm in stablef."""
     x = random_inputs(14, *SHAPE, resets=True)
     h, *last_expected = oracle(x)
-    forward = functools.partial(run, scale=None, inputs=x)
+    forward = partial(run, scale=None, inputs=x)
     H, den, rows, last, every = forward(v5, "_fw", **BOTH)
     again = forward(v5, "__parallel_fw_Hintra", states=every)
     stable, stable_den, _ = forward(stablef, "__parallel_fw_H", states=every)
-    desired = (h, h, h, *last_expected)
-    compare("HHHCnm", (H, again[0], stable, *last), desired, tolerance("float32", S))
+    compare("HHHCnm", (H, again[0], stable, *last), (h, h, h, *last_expected), ROUNDING)
     assert np.array_equal(again[1], den)  # infinite where nothing is stored
     np.testing.assert_allclose(stable_den, den + 1e-6, rtol=2e-6)
     states = forward(stablef, "__recurrent_fw_C")
-    compare("Cnm", states, every, tolerance("float32", S))
+    compare("Cnm", states, every, ROUNDING)
     backward = dict(vecm=rows, vecn_out=den, matdeltah=x["v"], matdeltac_last=None, eps=0.0)
     (dC, _), expected = (
         forward(system, "__recurrent_bw_dC", states=every, **backward) for system in (stablef, v5)
     )
-    assert_close(dC, np.float64(expected[:, :, DHQK:]), tolerance("float32", S), "dC")
+    assert_close(dC, np.float64(expected[:, :, DHQK:]), ROUNDING, "dC")
 
 
 # The stages, backward.
@@ -397,23 +393,22 @@ def check_inputs(built, names, expected, bound):
 @pytest.mark.parametrize(("system", "dtype"), [(v3, "float32"), (stablef, "bfloat16")])
 def test_parallel_bw_dQKV(system, dtype, backend):
     expected = case(dtype, SCALE)[-1]
-    dQKV = functools.partial(run, system, "__parallel_bw_dQKV", dtype)
+    dQKV = partial(run, system, "__parallel_bw_dQKV", dtype)
     built = dQKV()
     assert {y.dtype.name for y in built} == {dtype}
     check_inputs(built, "qkv", expected, BOUND[dtype])
     if system is stablef:
-        dC = fused(expected["dC"][:, :, 1:])
-        shorter = dQKV(matc_states=states_of(expected, NC)[0], matdeltac_states=dC)
-        assert_same_bits(built, shorter)
+        C, dC = states_of(expected, NC)[0], fused(expected["dC"][:, :, 1:])
+        assert_same_bits(built, dQKV(matc_states=C, matdeltac_states=dC))
 
 
 @pytest.mark.parametrize("name", "QKV")
 def test_parallel_bw_of_one_input(name, backend):
-    gradient = functools.partial(run, v5, f"__parallel_bw_d{name}")
+    gradient = partial(run, v5, f"__parallel_bw_d{name}")
     tiles = dict.fromkeys(("siz_b_lq", "siz_b_lkv", "siz_b_dhqk", "siz_b_dhhv"), 16)
     built = gradient(**tiles, output_dtype=jnp.float32)
     check_inputs([built], [name.lower()], case(scale=SCALE)[-1], BOUND["float32"])
-    half = functools.partial(gradient, output_dtype=jnp.bfloat16)
+    half = partial(gradient, output_dtype=jnp.bfloat16)
     assert jax.eval_shape(half).dtype == "bfloat16"
 
 
@@ -439,7 +434,8 @@ def test_backward(system, scale, backend):
 
 
 def test_backward_without_initial_states_has_gradients_of_five_inputs_in_their_dtypes():
-    x = {name: y for name, y in case("bfloat16", SCALE, 1e-6)[0].items() if name in "qkvif"}
+    case("bfloat16", SCALE, 1e-6)  # made here, not while the function is traced
+    x = inputs_of("bfloat16", states=False)
     absent = dict.fromkeys(("matc_states", "scam_states", "vecm_out", "matdeltac_last"))
     built = jax.eval_shape(lambda: run(v3, "_bw", "bfloat16", inputs=x, **absent))
     assert shapes_and_dtypes(built) == shapes_and_dtypes(x.values())
@@ -478,11 +474,11 @@ def test_entry(dtype):
     """Every option reaches mlstm_chunkwise, through the generator."""
     x = random_inputs(12, B, NH, 40, 16, 16)
     options = dict(chunk_size=16, eps=0.02, norm_val=50.0, stabilize_correctly=False)
-    options |= dict(autocast_kernel_dtype=dtype)
+    options["autocast_kernel_dtype"] = dtype
     result = entry(*x.values(), return_last_states=True, **options)
     expected = mlstm_chunkwise(**x, return_last_states=True, **options)
     assert_same_bits(result, expected)
-    h = jax.eval_shape(functools.partial(entry, **options), *x.values())
+    h = jax.eval_shape(partial(entry, **options), *x.values())
     generated = stablef._mlstm_chunkwise_fwbw_generator(dtype, chunk_size=16)
     assert jax.eval_shape(generated, *x.values()) == (h, None, None, None)
 
