@@ -165,7 +165,7 @@ def oracle(inputs, segment_ids=None, **options):
 
 def error(actual, expected):
     """||actual - expected|| / ||expected||; infinite where only one of the two is finite."""
-    actual = np.asarray(actual).astype("float32").astype("float64")
+    actual = np.asarray(actual).astype("float64")
     expected = np.asarray(expected, "float64")
     assert actual.shape == expected.shape
     finite = np.isfinite(expected)
