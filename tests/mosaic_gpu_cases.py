@@ -3,8 +3,6 @@ on a GPU."""
 
 import dataclasses
 import math
-from collections.abc import Set
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +16,7 @@ from oracle import (
     call_shapes,
     cotangents_for,
     errors_of,
+    for_device,
     gradients_of_call,
     in_float64,
     random_inputs,
@@ -29,9 +28,8 @@ from test_gradients import BOUND, BTNH, STORED
 
 from mlstm_pallas import KernelConfig, dispatch, planning
 from mlstm_pallas.entry import options_of, spec_for
-from mlstm_pallas.gpu import Gpu, gpu_of, known_gpu
-from mlstm_pallas.planning import CallSpec
-from mlstm_pallas.problem import Problem, make_problem
+from mlstm_pallas.gpu import gpu_of
+from mlstm_pallas.problem import make_problem
 from mlstm_pallas.stage import Launch, Lowering, ScaledRows, largest_rows
 
 SCAN = {"parallel_fw_P", "recurrent_fw_H"}
@@ -68,19 +66,22 @@ def fused(num_splits=None, **scan):
     )
 
 
-def spec_of(x, config, layout="BNTH", **options) -> CallSpec:
+def spec_of(x, **options):
     """The spec of mlstm_chunkwise(*x, ...), whose arrays are (B, NH, S, ...)."""
     q, _, v, _, _, *states = x
     sizes = zip(("B", "NH", "S", "DHQK", "DHV"), (*q.shape, v.shape[-1]), strict=True)
-    options = options_of(dict(config=config, layout=layout, **options))
-    return spec_for(options, q.dtype, dict(sizes), has_initial_state=bool(states))
+    return spec_for(options_of(options), q.dtype, dict(sizes), has_initial_state=bool(states))
 
 
-def materialised(num_splits=None, **fields):
+def materialised(num_splits=None):
     """Materialised states, in chunks of 128."""
-    names = ("recurrent_fw_C", "recurrent_bw_dC") if num_splits else ()
-    stages = {f"mosaic_gpu_{name}": dict(num_splits=num_splits) for name in names}
-    return KernelConfig(**dict(chunk_size=128, fused=False) | stages | fields)
+    splits = dict(num_splits=num_splits) if num_splits else {}
+    return KernelConfig(
+        chunk_size=128,
+        fused=False,
+        mosaic_gpu_recurrent_fw_C=splits,
+        mosaic_gpu_recurrent_bw_dC=splits,
+    )
 
 
 def stages_on_mosaic_gpu(spec):
@@ -89,10 +90,11 @@ def stages_on_mosaic_gpu(spec):
     return {name for name, x in launches if x.lowering.folder == "mosaic_gpu"}
 
 
-def mosaic_stages(*shape, config=None, dtype="bfloat16", **options):
+def mosaic_stages(*shape, dtype="bfloat16", **options):
     """stages_on_mosaic_gpu of a call of this shape."""
-    spec = spec_of(call_shapes(*shape, dtype), config, backend="mosaic_gpu", **options)
-    return stages_on_mosaic_gpu(spec)
+    return stages_on_mosaic_gpu(
+        spec_of(call_shapes(*shape, dtype), backend="mosaic_gpu", **options)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +102,12 @@ class Case:
     """A call of mlstm_chunkwise."""
 
     config: KernelConfig = fused()  # noqa: RUF009
-    shape: tuple[int, ...] = (1, 1, 256, 256, 256)  # B, NH, S, DHQK, DHHV
-    recipe: dict[str, Any] = dataclasses.field(default_factory=dict)  # of random_inputs
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    shape: tuple = (1, 1, 256, 256, 256)  # B, NH, S, DHQK, DHHV
+    recipe: dict = dataclasses.field(default_factory=dict)  # of random_inputs
+    options: dict = dataclasses.field(default_factory=dict)
     dtype: str = "bfloat16"
     packed: bool = False
-    stages: Set[str] = frozenset(ALL)  # that run on Mosaic GPU, at the least
+    stages: set = frozenset(ALL)  # that run on Mosaic GPU, at the least
     cotangents: float = 1.0  # their size
     lengths: np.ndarray | None = None  # of the batch entries
 
@@ -211,7 +213,7 @@ class Recurrences:
     rows: of a block of the state; None: the most, 256 or less.
     """
 
-    shape: tuple[int, ...] = (1, 2, 256, 128, 128)  # B, NH, S, DHQK, DHHV
+    shape: tuple = (1, 2, 256, 128, 128)  # B, NH, S, DHQK, DHHV
     L: int = 128
     rows: int | None = None
     num_stages: int = 3
@@ -222,14 +224,13 @@ class Recurrences:
     alone: bool = False  # dC without C
     delta: bool = False  # whether delta is wanted
     dtype: str = "bfloat16"
-    device: Gpu | None = known_gpu("NVIDIA H200")  # noqa: RUF009
     relocatable: bool = False
 
     @property
-    def problem(self) -> Problem:
+    def problem(self):
         return make_problem(self.shape[:-1], self.shape[-1], self.L, pad_heads=False)
 
-    def launch(self, lowering: Lowering) -> Launch:
+    def launch(self, lowering):
         """With blocks of as many columns as there can be."""
         if lowering is Lowering.XLA:
             return planning.plain(self.problem)
@@ -239,7 +240,7 @@ class Recurrences:
         assert tiles.supports(self.problem, has_h=self.delta)
         return Launch(self.problem, tiles, None, lowering)
 
-    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+    def shapes(self):
         """q, dh, k, v, h, r, abar, gamma, the last dC, the initial C."""
         (B, NH, S, K, V), n = self.shape, self.problem.BNH
         a, b = ((B, S, NH, D) if self.layout == "BTNH" else (n, S, D) for D in (K, V))
@@ -250,9 +251,7 @@ class Recurrences:
         return list(map(jax.ShapeDtypeStruct, (a, b, a, b, b, *floats), dtypes))
 
     def function(self, lowering=Lowering.MOSAIC_GPU):
-        """A jitted function of arrays of these shapes."""
-        desired = dict(return_initial=self.states, return_last=self.states)
-        desired["call"] = self.launch(lowering)
+        """A function of arrays of these shapes."""
 
         def run(q, dh, k, v, h, r, abar, gamma, dC_last, C_initial):
             queries, keys = (
@@ -269,17 +268,24 @@ class Recurrences:
                 matV=v,
                 matC_initial=C_initial,
                 matH=h if self.delta else None,
-                **desired,
+                return_initial=self.states,
+                return_last=self.states,
+                call=self.launch(lowering),
             )
 
         return run
 
+    def traced(self):
+        """The jaxpr whose kernels tools/compile_report.py compiles."""
+        with for_device("NVIDIA H200"):
+            return jax.make_jaxpr(self.function())(*self.shapes()).jaxpr
+
     def check(self, lowering):
         """The outputs against the plain form in float64."""
         draw = np.random.default_rng(0)
-        x = [draw.normal(size=y.shape) for y in self.shapes()]
-        x[5:8] = (draw.uniform(size=y.shape) for y in x[5:8])
-        x = [array(y, shape.dtype) for y, shape in zip(x, self.shapes(), strict=True)]
+        draws = [draw.normal] * 5 + [draw.uniform] * 3 + [draw.normal] * 2
+        x = zip(draws, self.shapes(), strict=True)
+        x = [array(drawn(size=y.shape), y.dtype) for drawn, y in x]
         result = jax.jit(self.function(lowering))(*x)
         expected = in_float64(jax.jit(self.function(Lowering.XLA)), *x)
         # Roundings to the kernel dtype: of the weighted operand, and of the states that are stored.
