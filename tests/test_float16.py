@@ -91,8 +91,7 @@ def test_what_is_beyond_the_largest_number_is_inf_or_right(fused):
     config = KernelConfig(chunk_size=16, fused=fused)
     run = jax.jit(functools.partial(mlstm_chunkwise, backend="interpret", config=config))
     of_states, of_scores = (
-        np.asarray(run(**overflowing(64, *x)).astype("float32"))
-        for x in ((1, 8, 2048), (256, 256, 1))
+        np.asarray(run(**overflowing(64, *x))) for x in ((1, 8, 2048), (256, 256, 1))
     )
     bound = tolerance("float16", 32)
     assert_close(of_states[:, :, :16], np.full((1, 2, 16, 16), 2048.0), bound)

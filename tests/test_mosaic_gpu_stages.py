@@ -225,7 +225,8 @@ EXP, SIGMOID = InputGate
 )
 def test_gates_are_those_of_the_recurrence(case, L, S, input_gate, packed):
     lengths = np.array([41, 170], "int32") if (case, S) == ("plain", 192) else None
-    test_gates.check_gates("mosaic_gpu", case, L, S, input_gate, packed, lengths)
+    form = Lowering.MOSAIC_GPU_INTERPRET
+    test_gates.check_gates(form, case, L, S, input_gate, packed, lengths)
 
 
 @pytest.mark.parametrize(("L", "S"), [(64, 448), slow(1024, 2048)])
