@@ -36,12 +36,12 @@ def call_of(name, lowering, *num_splits):
 def test_split_products(backward):
     """The kernel and the plain form: the products of every split but the last, backward but the
     first."""
-    dtype, num_splits, draw = "bfloat16", 4, np.random.default_rng(0)
-    a, b = (array(draw.normal(size=(HEADS, S, D)), dtype) for D in (DHQK, DHHV))
+    num_splits, draw = 4, np.random.default_rng(0)
+    a, b = (array(draw.normal(size=(HEADS, S, D)), BF16) for D in (DHQK, DHHV))
     r = draw.random((HEADS, S)).astype("float32")
     split = [
-        np.asarray(y, "float64").reshape(HEADS, num_splits, S // num_splits, -1)
-        for y in (a.astype("float32") * r[..., None], b.astype("float32"))
+        np.asarray(y).astype("float64").reshape(HEADS, num_splits, S // num_splits, -1)
+        for y in (a.astype("float32") * r[..., None], b)
     ]
     expected = np.einsum("npsk,npsv->npkv", *split)
     for lowering in (INTERPRETED, PLAIN):
@@ -49,12 +49,11 @@ def test_split_products(backward):
         options = dict(num_splits=num_splits, backward=backward, call=call)
         result = jax.jit(functools.partial(split_products, **options))(a=a, b=b, r=r)
         assert result.dtype == jnp.float32
-        assert_close(
-            result, expected[:, 1:] if backward else expected[:, :-1], tolerance(dtype, S), lowering
-        )
+        desired = expected[:, 1:] if backward else expected[:, :-1]
+        assert_close(result, desired, tolerance(BF16, S), lowering)
     options = dict(num_splits=num_splits, all_splits=True, call=planning.plain(PROBLEM))
     every = split_products(a=a, b=b, r=r, **options)
-    assert_close(every, expected, tolerance(dtype, S))
+    assert_close(every, expected, tolerance(BF16, S))
 
 
 @pytest.mark.parametrize("lowering", [INTERPRETED, Lowering.MOSAIC_GPU_INTERPRET, PLAIN])
@@ -66,9 +65,8 @@ def test_states_of_a_later_shard_are_added_where_they_have_not_decayed(lowering)
     run = functools.partial(dispatch.run, "add_decayed", call=call_of("add_decayed", lowering))
     x = dict(X=X, added=added, decays=decays)
     assert ("pallas_call" in str(jax.make_jaxpr(run)(**x))) == (lowering is not PLAIN)
-    result = np.asarray(jax.jit(run)(**x).astype("float32"))
-    start = np.asarray(X.astype("float32"))
-    expected = start + decays[..., None, None] * added[:, None].astype("float64")
+    result, start = (np.asarray(y).astype("float64") for y in (jax.jit(run)(**x), X))
+    expected = start + decays[..., None, None] * np.float64(added[:, None])
     assert np.abs(result - expected).max() <= 2.0**-8 * np.abs(expected).max()
     assert np.array_equal(result[decays == 0], start[decays == 0])
 
