@@ -252,17 +252,15 @@ class Recurrences:
         """A function of arrays of these shapes."""
 
         def run(q, dh, k, v, h, r, abar, gamma, dC_last, C_initial):
-            queries, keys = (
-                ScaledRows(x, w if self.weighted else None) for x, w in ((q, r), (k, abar))
-            )
+            r, abar = (r, abar) if self.weighted else (None, None)
             dC_last, C_initial = (dC_last, C_initial) if self.states else (None, None)
             return dispatch.run(
                 "recurrent_bw_dC",
-                queries=queries,
+                queries=ScaledRows(q, r),
                 matDeltaH=dh,
                 scaGamma=gamma,
                 matDeltaC_last=dC_last,
-                keys=None if self.alone else keys,
+                keys=None if self.alone else ScaledRows(k, abar),
                 matV=v,
                 matC_initial=C_initial,
                 matH=h if self.delta else None,

@@ -17,7 +17,7 @@ from mlstm_pallas.problem import InputGate, Problem
 from mlstm_pallas.stage import Lowering
 
 
-def assert_decays(result, expected, rounding=0.0):
+def assert_decays(result, expected, rounding):
     """exp(x) of an x rounded in float32, the last time at |x|: relative error (4 + |x|) 2^-23;
     below 1e-37 it may be 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -30,29 +30,26 @@ def by_definition(i, f, m_initial, starts, L, input_gate):
     fbar, i = -np.logaddexp(0.0, -np.asarray(f, "float64")), np.asarray(i, "float64")
     i = -np.logaddexp(0.0, -i) if input_gate is InputGate.SIGMOID else i
     m, S = float(m_initial), len(i)
-    m_t, w, D, boundaries = np.zeros(S), np.zeros(S), np.zeros((S, L)), [m]
-    gamma, abar = np.zeros(S // L), np.zeros(S)
-    for c in range(S // L):
-        logs, carried = np.full(L, -np.inf), m
-        for t in range(L):
-            s = c * L + t
-            if starts[s]:
-                logs[:t], carried, m = -np.inf, -np.inf, 0.0
-            # logs[r]: log weight of step r's input in the state after step t, and carried that of
-            # the state before the chunk
-            logs[:t] += fbar[s]
-            logs[t] = i[s]
-            carried += fbar[s]
-            if input_gate is InputGate.EXP:
-                m = max(fbar[s] + m, i[s])
-            m_t[s] = m
-            if m > -np.inf:
-                w[s] = np.exp(carried - m)
-                D[s, : t + 1] = np.exp(logs[: t + 1] - m)
-        gamma[c] = w[c * L + L - 1]
-        abar[c * L : (c + 1) * L] = D[c * L + L - 1]
-        boundaries.append(m)
-    return m_t, w, D, np.asarray(boundaries), gamma, abar
+    m_t, w, D = np.zeros(S), np.zeros(S), np.zeros((S, L))
+    for s in range(S):
+        t = s % L
+        if t == 0:
+            logs, carried = np.full(L, -np.inf), m
+        if starts[s]:
+            logs[:t], carried, m = -np.inf, -np.inf, 0.0
+        # logs[r]: log weight of step r's input in the state after step t, and carried that of the
+        # state before the chunk
+        logs[:t] += fbar[s]
+        logs[t] = i[s]
+        carried += fbar[s]
+        if input_gate is InputGate.EXP:
+            m = max(fbar[s] + m, i[s])
+        m_t[s] = m
+        if m > -np.inf:
+            w[s] = np.exp(carried - m)
+            D[s, : t + 1] = np.exp(logs[: t + 1] - m)
+    last = slice(L - 1, None, L)  # of each chunk
+    return m_t, w, D, np.append(m_initial, m_t[last]), w[last], D[last].ravel()
 
 
 FORMS = (Lowering.XLA, Lowering.INTERPRET)
@@ -113,30 +110,30 @@ def check_gates(form, case, L, S=128, input_gate=InputGate.EXP, packed=False, le
     i, f, m_initial, starts = x = drawn(L, S, input_gate, packed, CASES[case])
     result = gates_of(*x, lengths, L=L, form=form, input_gate=input_gate)
     starts = starts if packed else np.zeros((2, S), bool)
-    for head in range(2):
-        m_t, w, D, boundaries, gamma, abar = by_definition(
-            *(y[head] for y in (i, f, m_initial, starts)), L, input_gate
-        )
-        if lengths is not None:
-            w[lengths[head] :], D[lengths[head] :] = 0, 0
+    heads = zip(i, f, m_initial, starts, strict=True)
+    expected = (by_definition(*head, L, input_gate) for head in heads)
+    m_t, w, D, boundaries, gamma, abar = map(np.stack, zip(*expected, strict=True))
+    if lengths is not None:
+        beyond = np.arange(S) >= lengths[:, None]
+        w[beyond], D[beyond] = 0, 0
 
-        def of_head(y, head=head):
-            return np.asarray(y[head], "float64").ravel()
+    def of_heads(y):
+        return np.asarray(y, "float64").reshape(2, -1)
 
-        # Four roundings of float32 (2**-24 each): log sigmoid, m_c at a chunk boundary, their sum,
-        # the result.
-        for m, desired in ((result.scaM_states, boundaries), (result.vecM, m_t)):
-            np.testing.assert_allclose(of_head(m), desired, rtol=2.0**-22, atol=2.0**-22)
-        # m_c is rounded to float32: decays relative to it, those to a u_t that comes from it
-        # included, have that rounding.
-        largest = np.max(np.abs(boundaries), where=np.isfinite(boundaries), initial=0)
-        rounding = np.spacing(np.float32(largest))
-        for y, desired in ((result.vecW, w), (result.scaGamma, gamma), (result.vecAbar, abar)):
-            assert_decays(of_head(y), desired, rounding)
-        e_hi, e_lo, u_hi, u_lo = (of_head(y).reshape(-1, L) for y in (*result.vecE, *result.vecU))
-        exponent = (e_hi[:, None, :] - u_hi[:, :, None]) + (e_lo[:, None, :] - u_lo[:, :, None])
-        decays = np.exp(np.where(np.tri(L, dtype=bool), exponent, -np.inf)).reshape(S, L)
-        assert_decays(decays, D, rounding)
+    # Four roundings of float32 (2**-24 each): log sigmoid, m_c at a chunk boundary, their sum, the
+    # result.
+    for m, desired in ((result.scaM_states, boundaries), (result.vecM, m_t)):
+        np.testing.assert_allclose(of_heads(m), desired, rtol=2.0**-22, atol=2.0**-22)
+    # m_c is rounded to float32: decays relative to it, those to a u_t that comes from it included,
+    # have that rounding.
+    finite = np.where(np.isfinite(boundaries), boundaries, 0)
+    rounding = np.spacing(np.float32(np.max(np.abs(finite), axis=1, keepdims=True)))
+    e_hi, e_lo, u_hi, u_lo = (np.asarray(y, "float64") for y in (*result.vecE, *result.vecU))
+    exponent = (e_hi[..., None, :] - u_hi[..., None]) + (e_lo[..., None, :] - u_lo[..., None])
+    decays = np.exp(np.where(np.tri(L, dtype=bool), exponent, -np.inf))
+    pairs = (result.vecW, w), (result.scaGamma, gamma), (result.vecAbar, abar), (decays, D)
+    for y, desired in pairs:
+        assert_decays(of_heads(y), of_heads(desired), rounding)
 
 
 def test_exact_sums_are_exact():
