@@ -462,8 +462,8 @@ def beside_float64(inputs, cotangents, segment_ids=None, lengths=None, **options
         def with_garbage(x, value):
             return array(np.where(beyond(lengths, x), value, x), x.dtype)
 
-        garbage = dict.fromkeys("qkv", 1e10) | dict.fromkeys("if", np.nan)
-        garbage = {name: with_garbage(inputs[name], value) for name, value in garbage.items()}
+        garbage = {name: with_garbage(inputs[name], 1e10) for name in "qkv"}
+        garbage |= {name: with_garbage(inputs[name], np.nan) for name in "if"}
         given = inputs | garbage, [with_garbage(cotangents[0], 1e6), *cotangents[1:]]
         recurrence = recurrence_of_lengths(lengths)
     run = gradients_of_call(**options)

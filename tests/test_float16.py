@@ -8,15 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import (
-    assert_close,
-    check_call,
-    oracle,
-    random_inputs,
-    slow,
-    step_names,
-    tolerance,
-)
+from oracle import assert_close, check_call, oracle, random_inputs, slow, step_names, tolerance
 from test_gradients import ALGORITHMS
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
@@ -41,8 +33,7 @@ def check(shape, **options):
 
 
 @pytest.mark.parametrize(
-    "algorithm",
-    ["fused", *map(slow, ("xla", "materialised", "splits", "fused_stored"))],
+    "algorithm", ["fused", *map(slow, ("xla", "materialised", "splits", "fused_stored"))]
 )
 def test_against_float64(algorithm):
     check((2, 2, 100, 24, 60), chunk_size=32, **ALGORITHMS[algorithm])

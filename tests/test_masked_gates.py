@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_close, emptied, oracle, random_inputs, tolerance
+from oracle import assert_close, emptied, oracle, random_inputs, step_names, tolerance
 from test_gates import FORMS, gates_of
 
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
@@ -91,13 +91,10 @@ def test_gradients_of_a_gate_at_minus_1e6(backend, gate, value):
 @BOTH_GATES
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
 def test_a_recurrent_step_with_a_gate_at_minus_1e6(backend, gate, value):
-    token = [x[:, :, STEP] for name, x in call_with_gates(gate, value).items() if name in "qkvif"]
-    states = (
-        jnp.ones((1, 1, 16, 16)),
-        jnp.ones((1, 1, 16)),
-        jnp.full((1, 1), -jnp.inf if gate == "i" else 0.0),
-    )
-    h, (_, _, m) = mlstm_recurrent_step(*token, *states, norm_val=0.0, backend=backend)
+    x = step_names(call_with_gates(gate, value), STEP)
+    if gate == "f":
+        x["m"] *= 0
+    h, (_, _, m) = mlstm_recurrent_step(**x, norm_val=0.0, backend=backend)
     assert m.item() == (value if value == ABOVE else -math.inf)
     assert np.any(h != 0) == (value == ABOVE)
 

@@ -48,7 +48,8 @@ def multiplies(name):
 
 @BOTH
 def test_every_product_in_a_kernel_is_six_products_of_bfloat16(case):
-    """The kernels of the stages and the ones between them, forward and backward."""
+    """In the jaxpr and in the Triton IR; the kernels of the stages and the ones between them,
+    forward and backward."""
     kernels = kernels_of(jaxpr_of(case))
     for call, dots in kernels:
         name = call.params["name"]
@@ -57,6 +58,12 @@ def test_every_product_in_a_kernel_is_six_products_of_bfloat16(case):
             assert {x.aval.dtype for x in dot.invars} == {jnp.dtype("float32")}, name
             assert dot.params["precision"] == SIX_PRODUCTS, name
             assert dot.params["preferred_element_type"] == jnp.float32, name
+        kernel = compile_report.lower(call)
+        assert kernel.cause == "", name
+        lines = [line for line in kernel.ir.splitlines() if "tt.dot " in line]
+        assert len(lines) == 6 * len(dots), name
+        for line in lines:
+            assert (line.count("xbf16>"), line.count("xf32>")) == (2, 1), name
     names = {call.params["name"] for call, _ in kernels}
     assert "split_products" in names
     assert ("recurrent_fw_H" in names) == (case == "fused")
@@ -69,17 +76,6 @@ def test_every_product_of_an_interpreted_kernel_is_in_float32(case):
         for dot in dots:
             assert {x.aval.dtype for x in dot.invars} == {jnp.dtype("float32")}, call.params["name"]
             assert dot.params["precision"] == (Precision.HIGHEST, Precision.HIGHEST)
-
-
-@BOTH
-def test_the_triton_ir_of_a_product_is_six_products_of_bfloat16(case):
-    for call, dots in kernels_of(jaxpr_of(case)):
-        kernel = compile_report.lower(call)
-        assert kernel.cause == "", kernel.name
-        lines = [line for line in kernel.ir.splitlines() if "tt.dot " in line]
-        assert len(lines) == 6 * len(dots), kernel.name
-        for line in lines:
-            assert (line.count("xbf16>"), line.count("xf32>")) == (2, 1), kernel.name
 
 
 @BOTH
