@@ -409,9 +409,8 @@ def recurrence_of_lengths(lengths):
     def run(*, segment_ids=None, **x):
         gone = beyond(lengths, x["i"])
         if segment_ids is not None:  # no segment starts beyond a length
-            last = np.clip(lengths, 1, gone.shape[2])[:, None] - 1
-            steps = np.minimum(np.arange(gone.shape[2]), last)
-            segment_ids = jnp.take_along_axis(jnp.asarray(segment_ids), steps, axis=1)
+            starts = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
+            segment_ids = jnp.cumsum(starts & ~gone[:, 0], axis=1)
         x |= dict(i=jnp.where(gone, -jnp.inf, x["i"]), f=jnp.where(gone, jnp.inf, x["f"]))
         h, states = reference.recurrence(**x, segment_ids=segment_ids)
         return jnp.where(gone[..., None], 0.0, h), states

@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_close, check_call, oracle, random_inputs, slow, step_names, tolerance
+from oracle import (
+    assert_close,
+    check_call,
+    compare,
+    oracle,
+    random_inputs,
+    slow,
+    step_names,
+    tolerance,
+)
 from test_gradients import ALGORITHMS
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
@@ -59,10 +68,9 @@ def test_a_step(backend, states, DHQK, DHHV):
     expected_h, *expected_states = oracle(whole)
     sums = 4 * math.sqrt(DHQK) * 2.0**-24
     assert_close(h, expected_h[:, :, 0], UNIT + sums, "h")
-    for name, actual, desired in zip("cnm", new, expected_states, strict=True):
-        assert actual.dtype == jnp.dtype(states)
-        # c and n are those of the m that is returned, which rounds once itself
-        assert_close(actual, desired, (2 * UNIT if states == "float16" else 0.0) + sums, name)
+    assert {y.dtype.name for y in new} == {states}
+    # c and n are those of the m that is returned, which rounds once itself
+    compare("cnm", new, expected_states, (2 * UNIT if states == "float16" else 0.0) + sums)
 
 
 def overflowing(S, q, k, v):

@@ -77,25 +77,25 @@ def vector_states_on_a_gpu():
         test_gates.check_vector_states(call, backward)
 
 
-def plan_on_a_gpu(S, *heads):
-    """Outputs and all eight gradients against float64, with the bounds and the shapes of
+def check_plan(*shape, several=({},)):
+    """Outputs and all eight gradients against float64 with several options, with the bounds of
     test_gpu.py; equal bits when computed again."""
-    shape = 1, 2, S, *heads
     assert mosaic_stages(*shape, config=FUSED) >= SCAN | {"parallel_bw_dQKV"}, shape
-    for options in (
-        dict(config=FUSED, layout="BTNH"),
-        dict(config=FUSED, recompute_states_in_bw=False),
-        dict(config=None),
-    ):
+    for options in several:
+        options = dict(config=FUSED) | options
         if mosaic_stages(*shape, **options):
             test_gpu.check_gradients("bfloat16", *shape, backend="mosaic_gpu", **options)
 
 
-def many_chunks_on_a_gpu(DHQK, DHHV):
+def plan_on_a_gpu(S, *heads):
+    """With the shapes of test_gpu.py."""
+    several = dict(layout="BTNH"), dict(recompute_states_in_bw=False), dict(config=None)
+    check_plan(1, 2, S, *heads, several=several)
+
+
+def many_chunks_on_a_gpu(*heads):
     """More chunks of 128 steps than SMs: CTAs that own a chunk take another one after it."""
-    shape = 1, 20, 1024, DHQK, DHHV
-    assert mosaic_stages(*shape, config=FUSED) >= SCAN | {"parallel_bw_dQKV"}
-    test_gpu.check_gradients("bfloat16", *shape, backend="mosaic_gpu", config=FUSED)
+    check_plan(1, 20, 1024, *heads)
 
 
 def h_and_gradients(dh, segment_ids=None, config=FUSED, **x):
