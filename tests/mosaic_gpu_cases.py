@@ -297,19 +297,17 @@ class Recurrences:
 RECURRENCES = {
     "weighted": Recurrences(),
     "scaled_dC_alone_BTNH": Recurrences(weighted=False, alone=True, layout="BTNH"),
-    "rows_of_128": Recurrences(shape=(1, 1, 512, 256, 128), L=256, rows=128, num_stages=6),
-    "rows_of_192": Recurrences(shape=(1, 1, 256, 192, 128), L=64),
-    "rows_of_256": Recurrences(shape=(1, 1, 512, 512, 128), L=256),
-    "one_block_of_rows": Recurrences(shape=(1, 2, 64, 64, 128), L=64),
-    "delta": Recurrences(shape=(1, 2, 256, 64, 128), delta=True),
-    "delta_BTNH": Recurrences(shape=(2, 2, 256, 128, 256), layout="BTNH", delta=True),
+    "rows_of_128": Recurrences((1, 1, 512, 256, 128), L=256, rows=128, num_stages=6),
+    "rows_of_192": Recurrences((1, 1, 256, 192, 128), L=64),
+    "rows_of_256": Recurrences((1, 1, 512, 512, 128), L=256),
+    "one_block_of_rows": Recurrences((1, 2, 64, 64, 128), L=64),
+    "delta": Recurrences((1, 2, 256, 64, 128), delta=True),
+    "delta_BTNH": Recurrences((2, 2, 256, 128, 256), layout="BTNH", delta=True),
     "delta_rows_of_64": Recurrences(rows=64, num_stages=2, delta=True),
-    "delta_dC_alone": Recurrences(
-        shape=(1, 1, 512, 128, 128), alone=True, states=False, delta=True
-    ),
+    "delta_dC_alone": Recurrences((1, 1, 512, 128, 128), alone=True, states=False, delta=True),
     "splits": Recurrences(
-        shape=(1, 1, 256, 64, 64), L=64, num_stages=2, num_splits=4, layout="BTNH", delta=True
+        (1, 1, 256, 64, 64), L=64, num_stages=2, num_splits=4, layout="BTNH", delta=True
     ),
-    "columns_of_64": Recurrences(shape=(1, 2, 128, 64, 192), L=64, states=False),
+    "columns_of_64": Recurrences((1, 2, 128, 64, 192), L=64, states=False),
     "delta_scaled_float16": Recurrences(weighted=False, dtype="float16", delta=True),
 }

@@ -81,20 +81,16 @@ def test_the_kernels_compile_at_the_planned_tiles(heads, dtype, variant, compile
         assert (usage.wgmma > 0, usage.mma) == (multiplies, 0), kernel.name
 
 
-def recurrences(shape, rows, num_stages, **fields):
-    return Recurrences(shape=shape, rows=rows, num_stages=num_stages, **fields)
-
-
-COMPILED_RECURRENCES = {
-    "7b": recurrences((8, 8, 8192, 256, 512), 256, 4, L=256, layout="BTNH"),
-    "7b_states": recurrences((8, 8, 8192, 256, 512), 256, 4, L=256, alone=True),
-    "b1": recurrences((1, 8, 8192, 256, 512), 128, 6, L=256),
-    "tfla": recurrences((8, 16, 8192, 128, 256), 128, 4, delta=True),
-    "tfla_stored_BTNH": recurrences(
-        (8, 16, 8192, 128, 256), 128, 4, delta=True, alone=True, layout="BTNH"
+COMPILED_RECURRENCES = {  # shape, chunk size, rows of a block of the state, stages
+    "7b": Recurrences((8, 8, 8192, 256, 512), 256, 256, 4, layout="BTNH"),
+    "7b_states": Recurrences((8, 8, 8192, 256, 512), 256, 256, 4, alone=True),
+    "b1": Recurrences((1, 8, 8192, 256, 512), 256, 128, 6),
+    "tfla": Recurrences((8, 16, 8192, 128, 256), 128, 128, 4, delta=True),
+    "tfla_stored_BTNH": Recurrences(
+        (8, 16, 8192, 128, 256), 128, 128, 4, delta=True, alone=True, layout="BTNH"
     ),
-    "64_128": recurrences((8, 32, 8192, 64, 128), 64, 6, delta=True),
-    "few_heads": recurrences((1, 16, 8192, 128, 256), 64, 4, delta=True),
+    "64_128": Recurrences((8, 32, 8192, 64, 128), 128, 64, 6, delta=True),
+    "few_heads": Recurrences((1, 16, 8192, 128, 256), 128, 64, 4, delta=True),
 }
 
 
