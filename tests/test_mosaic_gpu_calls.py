@@ -225,10 +225,10 @@ def planned(stage, heads, DHQK, DHHV, L, **asked):
 def test_few_heads_have_blocks_of_few_rows(heads, DHQK, DHHV, rows):
     """One recurrence or two in a launch; with n blocks have at most as many rows as columns."""
     sizes = heads, DHQK, DHHV, 256
-    tiles = [planned("recurrent_bw_dC", *sizes, recurrences=n)[1] for n in (1, 2)]
-    assert tuple(x.state_rows for x in tiles) == rows
-    _, tiles = planned("recurrent_fw_C", *sizes, has_x=True)
-    assert tiles.state_rows == {128: 128, 256: 128, 192: 64, 64: 64}[rows[0]]
+    for n in (1, 2):
+        assert planned("recurrent_bw_dC", *sizes, recurrences=n)[1].state_rows == rows[n - 1]
+    of_states = {128: 128, 256: 128, 192: 64, 64: 64}[rows[0]]
+    assert planned("recurrent_fw_C", *sizes, has_x=True)[1].state_rows == of_states
 
 
 @needs_mosaic_gpu

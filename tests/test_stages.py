@@ -1,7 +1,6 @@
 """The kernel of every stage, interpreted, against the stage's plain jnp form in float64."""
 
 import functools
-import importlib
 import inspect
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from oracle import array, assert_close, assert_same_bits, in_float64, random_inputs, slow, tolerance
 
-from mlstm_pallas import KernelConfig, dispatch, planning
+from mlstm_pallas import KernelConfig, dispatch, planning, stages
 from mlstm_pallas.gate_gradients import TileSums, only
 from mlstm_pallas.gpu import UNKNOWN
 from mlstm_pallas.normaliser import Normaliser, normaliser_gradients
@@ -60,7 +59,7 @@ class Case:
 
         heads_first = [y.reshape(p.BNH, *y.shape[2:]) for y in x.values()]
         names = ("matQ", "matK", "matV", "vecI", "vecF")
-        names = (*names, "matC_initial", "vecN_initial", "scaM_initial", "matDeltaH")
+        names += ("matC_initial", "vecN_initial", "scaM_initial", "matDeltaH")
         inputs = dict(zip(names, heads_first, strict=True))
         if layout == "BTNH":
             for key, name in dict(matQ="q", matK="k", matV="v", matDeltaH="dh").items():
@@ -91,8 +90,7 @@ class Case:
 
     def run(self, name, inputs, lowering, tiles=None, **options):
         stage = STAGES[name]
-        module = importlib.import_module(f"mlstm_pallas.stages.{name}")
-        parameters = inspect.signature(getattr(module, name)).parameters
+        parameters = inspect.signature(getattr(getattr(stages, name), name)).parameters
         options = {key: x for key, x in self.options.items() if key in parameters} | options
         if name == "recurrent_bw_dC":
             options["matH"] = inputs["matH"]
@@ -243,8 +241,8 @@ def test_the_result_does_not_depend_on_the_tiles(dtype, stage, L, tiles):
 
 def test_tiles_of_every_product_stage_are_tested():
     """recurrent_step has tests of its own."""
-    stages = {stage for stage, *_ in TILINGS}
-    assert stages == {name for name, stage in STAGES.items() if not stage.decode}
+    tested = {stage for stage, *_ in TILINGS}
+    assert tested == {name for name, stage in STAGES.items() if not stage.decode}
 
 
 @pytest.mark.parametrize("stage", ["recurrent_fw_C", "recurrent_bw_dC"])
