@@ -109,8 +109,7 @@ def check_gates(form, case, L, S=128, input_gate=InputGate.EXP, packed=False, le
     """lengths: of the heads, beyond which a step reads nothing."""
     i, f, m_initial, starts = x = drawn(L, S, input_gate, packed, CASES[case])
     result = gates_of(*x, lengths, L=L, form=form, input_gate=input_gate)
-    starts = starts if packed else np.zeros((2, S), bool)
-    heads = zip(i, f, m_initial, starts, strict=True)
+    heads = zip(i, f, m_initial, starts if packed else np.zeros((2, S)), strict=True)
     expected = (by_definition(*head, L, input_gate) for head in heads)
     m_t, w, D, boundaries, gamma, abar = map(np.stack, zip(*expected, strict=True))
     if lengths is not None:

@@ -193,12 +193,12 @@ GPU_CHECKS = [
     ("check", "arguments"),
     [
         pytest.param(
-            check[0].__name__,
-            check[1:],
-            id="-".join(map(str, (check[0].__name__, *check[1:]))),
-            marks=[pytest.mark.smoke] * (check in SMOKE),
+            check.__name__,
+            arguments,
+            id="-".join(map(str, (check.__name__, *arguments))),
+            marks=[pytest.mark.smoke] * ((check, *arguments) in SMOKE),
         )
-        for check in GPU_CHECKS
+        for check, *arguments in GPU_CHECKS
     ],
 )
 def test_on_a_gpu(check, arguments):
