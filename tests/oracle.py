@@ -30,9 +30,8 @@ from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 needs_mosaic_gpu = pytest.mark.skipif(
     not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
 )
-PLUGINS = "jax_cuda12_plugin", "jax_cuda13_plugin"
 needs_compiler = pytest.mark.skipif(
-    not any(map(importlib.util.find_spec, PLUGINS)),
+    not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))),
     reason="XLA's compiler for CUDA is in jax_cuda13_plugin, which is not installed",
 )
 MOSAIC_CALL = "mosaic_gpu_v2"  # the target of the custom call of a Mosaic GPU kernel
@@ -101,9 +100,9 @@ def random_inputs(
         "i": normal(S) * i_scale + i_shift,
         "f": normal(S) * f_scale + f_shift,
     }
-    shares = (("f", 0.1, -np.inf), ("f", 0.1, np.inf), ("i", 0.3, -np.inf))
-    for name, share, value in shares if resets else ():
-        x[name] = np.where(r.random((B, NH, S)) < share, value, x[name])
+    if resets:
+        for name, share, value in ("f", 0.1, -np.inf), ("f", 0.1, np.inf), ("i", 0.3, -np.inf):
+            x[name] = np.where(r.random((B, NH, S)) < share, value, x[name])
     if states:
         x |= dict(c_initial=normal(DHQK, DHHV), n_initial=np.abs(normal(DHQK)))
         if m_initial:
@@ -145,11 +144,7 @@ def run_python(*arguments, timeout=300, **settings):
     return done.stdout
 
 
-@functools.partial(
-    jax.jit, static_argnames=("eps", "stabilize_correctly", "norm_val", "input_gate", "normalize")
-)
-def _recurrence(inputs, segment_ids, **options):
-    return reference.recurrence(**inputs, segment_ids=segment_ids, **options)
+shared = functools.cache(functools.partial)  # one object, so that it is compiled once
 
 
 def in_float64(function, *x):
@@ -164,19 +159,17 @@ def oracle(inputs, segment_ids=None, **options):
 
     Options: those of recurrence.
     """
-    run = functools.partial(_recurrence, segment_ids=segment_ids, **options)
-    return jax.tree.leaves(in_float64(run, inputs))
+    run = jax.jit(shared(reference.recurrence, **options))
+    return jax.tree.leaves(in_float64(lambda x: run(**x, segment_ids=segment_ids), inputs))
 
 
 def error(actual, expected):
     """||actual - expected|| / ||expected||; infinite where only one of the two is finite."""
-    actual = np.asarray(actual).astype("float32").astype("float64")
+    actual = np.asarray(actual).astype("float64")
     expected = np.asarray(expected, "float64")
     assert actual.shape == expected.shape
     finite = np.isfinite(expected)
-    if not np.array_equal(finite, np.isfinite(actual)):
-        return math.inf
-    if not np.array_equal(actual[~finite], expected[~finite]):
+    if not np.array_equal(*(np.where(np.isfinite(x), 0, x) for x in (actual, expected))):
         return math.inf
     difference = np.linalg.norm(actual[finite] - expected[finite])
     size = np.linalg.norm(expected[finite])
@@ -269,13 +262,12 @@ def collectives(compiled):
     return Counter(name for _, name in COLLECTIVE.findall(compiled.as_text()))
 
 
-def mesh_of(shape, *kinds, names="xyz", platform="cpu"):
-    """Axes of the kind, Auto without one, or of one kind each."""
-    kinds = kinds or (AxisType.Auto,)
+def mesh_of(shape, kind=AxisType.Auto, *kinds, names="xyz", platform="cpu"):
+    """Axes of the kind, or of one kind each."""
     return jax.make_mesh(
         shape,
         tuple(names[: len(shape)]),
-        axis_types=kinds if len(kinds) > 1 else kinds * len(shape),
+        axis_types=(kind, *kinds) if kinds else (kind,) * len(shape),
         devices=jax.devices(platform)[: math.prod(shape)],
     )
 
@@ -290,9 +282,9 @@ def sharded(arrays, mesh, *specs):
 
 def loss_of(h, states):
     """A loss of h and of the states."""
-    finite = (jnp.where(jnp.isfinite(y), y, 0.0) for y in states)
     h = h if h.dtype == "float64" else h.astype("float32")
-    return jnp.sum(h * jnp.cos(h)) + sum(jnp.sum(jnp.sin(y)) for y in finite)
+    of_states = (jnp.sum(jnp.sin(jnp.where(jnp.isfinite(y), y, 0.0))) for y in states)
+    return jnp.sum(h * jnp.cos(h)) + sum(of_states)
 
 
 @contextlib.contextmanager
@@ -344,6 +336,12 @@ def in_layout(layout, names, arrays):
     )
 
 
+def head_norms(x):
+    """The norms of x over all axes but batch and head."""
+    x = np.asarray(x, "float64")
+    return np.linalg.norm(x.reshape(*x.shape[:2], -1), axis=-1)
+
+
 def initial_state_scale(dc, dn, inputs):
     """The size of the terms of dm_initial = <dc, c> + dn . n that its error is relative to,
     per head (B, NH).
@@ -351,20 +349,12 @@ def initial_state_scale(dc, dn, inputs):
     The roundings of dc are independent, so their squares add in <dc, c>. Those of dn come from the
     same dz_t in every column and q is positive, so they add themselves: |dn| |n|.
     """
-    dc, dn, c, n = (
-        np.asarray(x, "float64").reshape(*np.shape(x)[:2], -1)
-        for x in (dc, dn, inputs["c_initial"], inputs["n_initial"])
-    )
-    return np.linalg.norm(dc * c, axis=-1) + np.linalg.norm(dn, axis=-1) * np.linalg.norm(
-        n, axis=-1
-    )
+    of_c = head_norms(np.multiply(dc, inputs["c_initial"]))
+    return of_c + head_norms(dn) * head_norms(inputs["n_initial"])
 
 
 def swapped(x):
     return jnp.swapaxes(x, 1, 2)
-
-
-shared = functools.cache(functools.partial)  # one object, so that it is compiled once
 
 
 @functools.cache
@@ -419,9 +409,8 @@ def recurrence_of_lengths(lengths):
     def run(*, segment_ids=None, **x):
         gone = beyond(lengths, x["i"])
         if segment_ids is not None:  # no segment starts beyond a length
-            last = np.clip(lengths, 1, gone.shape[2])[:, None] - 1
-            steps = np.minimum(np.arange(gone.shape[2]), last)
-            segment_ids = jnp.take_along_axis(jnp.asarray(segment_ids), steps, axis=1)
+            starts = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
+            segment_ids = jnp.cumsum(starts & ~gone[:, 0], axis=1)
         x |= dict(i=jnp.where(gone, -jnp.inf, x["i"]), f=jnp.where(gone, jnp.inf, x["f"]))
         h, states = reference.recurrence(**x, segment_ids=segment_ids)
         return jnp.where(gone[..., None], 0.0, h), states
@@ -431,41 +420,26 @@ def recurrence_of_lengths(lengths):
 
 def beyond(lengths, x):
     """Where a step of x, (B, NH, S, ...), is beyond the length of its batch entry."""
-    steps = np.arange(x.shape[2]) >= np.reshape(lengths, (-1, 1, 1))
-    return np.broadcast_to(steps.reshape(*steps.shape, *[1] * (x.ndim - 3)), x.shape)
-
-
-def with_garbage(inputs, lengths, size=1e10):
-    """The inputs with NaN gates and large q, k and v beyond the lengths."""
-    garbage = dict.fromkeys("qkv", size) | dict.fromkeys("if", np.nan)
-    return {
-        name: array(np.where(beyond(lengths, x), garbage[name], x), x.dtype)
-        if name in garbage
-        else x
-        for name, x in inputs.items()
-    }
+    return np.fromfunction(lambda b, head, s, *_: s >= np.take(lengths, b), x.shape, dtype=int)
 
 
 def assert_nothing_beyond(lengths, outputs, gradients):
     """h and the gradients beyond the lengths are 0, exactly."""
-    for name, x in {"h": outputs[0], **{name: gradients[name] for name in "qkvif"}}.items():
-        assert not np.any(np.asarray(x)[beyond(lengths, x)]), name
+    x = gradients | {"h": outputs[0]}
+    for name in "hqkvif":
+        assert not np.any(np.asarray(x[name])[beyond(lengths, x[name])]), name
 
 
 def errors_of(inputs, result, expected):
     """Relative errors of outputs and of gradients, by name; the error of dm_initial is relative to
     the size of its terms."""
-    (outputs, gradients), (desired, wanted_gradients) = result, expected
-    of_outputs = {name: error(x, y) for name, x, y in zip(OUTPUTS, outputs, desired, strict=True)}
-    of_gradients = {name: error(gradients[name], y) for name, y in wanted_gradients.items()}
-    if "m_initial" in of_gradients:
-        scale = np.linalg.norm(
-            initial_state_scale(
-                wanted_gradients["c_initial"], wanted_gradients["n_initial"], inputs
-            )
-        )
-        share = np.linalg.norm(wanted_gradients["m_initial"]) / scale if scale else 1.0
-        of_gradients["m_initial"] *= min(1.0, share)
+    (outputs, gradients), (desired, wanted) = result, expected
+    of_outputs = dict(zip(OUTPUTS, map(error, outputs, desired), strict=True))
+    of_gradients = {name: error(gradients[name], y) for name, y in wanted.items()}
+    if "m_initial" in wanted:
+        terms = initial_state_scale(wanted["c_initial"], wanted["n_initial"], inputs)
+        size, scale = map(np.linalg.norm, (wanted["m_initial"], terms))
+        of_gradients["m_initial"] *= size / scale if scale > size else 1.0
     return of_outputs, of_gradients
 
 
@@ -481,20 +455,24 @@ def beside_float64(inputs, cotangents, segment_ids=None, lengths=None, **options
 
     With lengths all arrays have garbage beyond these, and results have zeros.
     """
-    given, recurrence, dtype = (inputs, cotangents), reference.recurrence, inputs["q"].dtype
+    given, recurrence = (inputs, cotangents), reference.recurrence
     if lengths is not None:
-        large = np.where(beyond(lengths, cotangents[0]), 1e6, cotangents[0])
-        given = with_garbage(inputs, lengths), [array(large, "float32"), *cotangents[1:]]
+
+        def with_garbage(x, value):
+            return array(np.where(beyond(lengths, x), value, x), x.dtype)
+
+        garbage = {name: with_garbage(inputs[name], 1e10) for name in "qkv"}
+        garbage |= {name: with_garbage(inputs[name], np.nan) for name in "if"}
+        given = inputs | garbage, [with_garbage(cotangents[0], 1e6), *cotangents[1:]]
         recurrence = recurrence_of_lengths(lengths)
     run = gradients_of_call(**options)
     outputs, gradients = result = run(*given, segment_ids=segment_ids, sequence_lengths=lengths)
-    assert outputs[0].dtype == dtype
+    assert outputs[0].dtype == inputs["q"].dtype
     assert all(gradients[name].dtype == x.dtype for name, x in inputs.items())
     if lengths is not None:
         assert_nothing_beyond(lengths, *result)
-        for name, last in zip(NAMES[5:], outputs[1:], strict=True):
-            if name in inputs:
-                assert np.array_equal(last[lengths <= 0], inputs[name][lengths <= 0])
+        for first, last in zip([*inputs.values()][5:], outputs[1:], strict=False):
+            assert np.array_equal(last[lengths <= 0], first[lengths <= 0])
     of_recurrence = {name: options[name] for name in OF_RECURRENCE & {*options}}
     return result, expected_of(inputs, cotangents, recurrence, segment_ids, **of_recurrence)
 

@@ -17,7 +17,7 @@ from mlstm_pallas.problem import InputGate, Problem
 from mlstm_pallas.stage import Lowering
 
 
-def assert_decays(result, expected, rounding=0.0):
+def assert_decays(result, expected, rounding):
     """exp(x) of an x rounded in float32, the last time at |x|: relative error (4 + |x|) 2^-23;
     below 1e-37 it may be 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -30,50 +30,43 @@ def by_definition(i, f, m_initial, starts, L, input_gate):
     fbar, i = -np.logaddexp(0.0, -np.asarray(f, "float64")), np.asarray(i, "float64")
     i = -np.logaddexp(0.0, -i) if input_gate is InputGate.SIGMOID else i
     m, S = float(m_initial), len(i)
-    m_t, w, D, boundaries = np.zeros(S), np.zeros(S), np.zeros((S, L)), [m]
-    gamma, abar = np.zeros(S // L), np.zeros(S)
-    for c in range(S // L):
-        logs, carried, start = np.full(L, -np.inf), m, m
-        for t in range(L):
-            s = c * L + t
-            if starts[s]:
-                logs[:t], carried, m = -np.inf, -np.inf, 0.0
-            # logs[r]: log weight of step r's input in the state after step t, and carried that of
-            # the state before the chunk
-            logs[:t] += fbar[s]
-            logs[t] = i[s]
-            carried += fbar[s]
-            if input_gate is InputGate.EXP:
-                m = max(fbar[s] + m, i[s])
-            m_t[s] = m
-            if m > -np.inf:
-                w[s] = np.exp(carried - m)
-                D[s, : t + 1] = np.exp(logs[: t + 1] - m)
-        gamma[c] = w[c * L + L - 1]
-        abar[c * L : (c + 1) * L] = D[c * L + L - 1]
-        boundaries.append(m)
-        assert start == boundaries[c]
-    return m_t, w, D, np.asarray(boundaries), gamma, abar
+    m_t, w, D = np.zeros(S), np.zeros(S), np.zeros((S, L))
+    for s in range(S):
+        t = s % L
+        if t == 0:
+            logs, carried = np.full(L, -np.inf), m
+        if starts[s]:
+            logs[:t], carried, m = -np.inf, -np.inf, 0.0
+        # logs[r]: log weight of step r's input in the state after step t, and carried that of the
+        # state before the chunk
+        logs[:t] += fbar[s]
+        logs[t] = i[s]
+        carried += fbar[s]
+        if input_gate is InputGate.EXP:
+            m = max(fbar[s] + m, i[s])
+        m_t[s] = m
+        if m > -np.inf:
+            w[s] = np.exp(carried - m)
+            D[s, : t + 1] = np.exp(logs[: t + 1] - m)
+    last = slice(L - 1, None, L)  # of each chunk
+    return m_t, w, D, np.append(m_initial, m_t[last]), w[last], D[last].ravel()
 
 
-FORMS = {"plain": Lowering.XLA, "kernel": Lowering.INTERPRET}
-MOSAIC_GPU = {"mosaic_gpu": Lowering.MOSAIC_GPU_INTERPRET}  # of test_mosaic_gpu_stages.py
+FORMS = (Lowering.XLA, Lowering.INTERPRET)
 
 
 @functools.partial(jax.jit, static_argnames=("L", "form", "input_gate"))
-def gates_of(i, f, m_initial, starts, states=None, lengths=None, *, L, form, input_gate):
+def gates_of(i, f, m_initial, starts=None, lengths=None, *, L, form, input_gate=InputGate.EXP):
     """chunk_gates of (heads, S)."""
-    lowering, problem = (FORMS | MOSAIC_GPU)[form], Problem(1, *i.shape, 64, 64, L, 1.0)
     return dispatch.run(
         "chunk_gates",
         vecI=i,
         vecF=f,
         scaM_initial=m_initial,
         starts=starts,
-        scaM_states=states,
         lengths=lengths,
         input_gate=input_gate,
-        call=launch_of("chunk_gates", problem, "bfloat16", lowering),
+        call=launch_of("chunk_gates", Problem(1, *i.shape, 64, 64, L, 1.0), "bfloat16", form),
     )
 
 
@@ -94,7 +87,7 @@ LENGTHS = np.array([41, 128], "int32")
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("form", "L"), [("plain", 16), ("kernel", 64)])
+@pytest.mark.parametrize(("form", "L"), [*zip(FORMS, (16, 64), strict=True)])
 def test_gates_are_those_of_the_recurrence(form, case, L):
     check_gates(form, case, L, packed=True, lengths=LENGTHS if case == "plain" else None)
 
@@ -115,38 +108,36 @@ def drawn(L, S, input_gate, packed, recipe):
 def check_gates(form, case, L, S=128, input_gate=InputGate.EXP, packed=False, lengths=None):
     """lengths: of the heads, beyond which a step reads nothing."""
     i, f, m_initial, starts = x = drawn(L, S, input_gate, packed, CASES[case])
-    result = gates_of(*x, lengths=lengths, L=L, form=form, input_gate=input_gate)
-    starts = starts if packed else np.zeros((2, S), bool)
-    for head in range(2):
-        m_t, w, D, boundaries, gamma, abar = by_definition(
-            *(y[head] for y in (i, f, m_initial, starts)), L, input_gate
-        )
-        if lengths is not None:
-            w[lengths[head] :], D[lengths[head] :] = 0, 0
+    result = gates_of(*x, lengths, L=L, form=form, input_gate=input_gate)
+    heads = zip(i, f, m_initial, starts if packed else np.zeros((2, S)), strict=True)
+    expected = (by_definition(*head, L, input_gate) for head in heads)
+    m_t, w, D, boundaries, gamma, abar = map(np.stack, zip(*expected, strict=True))
+    if lengths is not None:
+        beyond = np.arange(S) >= lengths[:, None]
+        w[beyond], D[beyond] = 0, 0
 
-        def of_head(y, head=head):
-            return np.asarray(y[head], "float64").reshape(-1)
+    def of_heads(y):
+        return np.asarray(y, "float64").reshape(2, -1)
 
-        # Four roundings of float32 (2**-24 each): log sigmoid, m_c at a chunk boundary, their sum,
-        # the result.
-        for m, desired in ((result.scaM_states, boundaries), (result.vecM, m_t)):
-            np.testing.assert_allclose(of_head(m), desired, rtol=2.0**-22, atol=2.0**-22)
-        # m_c is rounded to float32: decays relative to it, those to a u_t that comes from it
-        # included, have that rounding.
-        rounding = np.spacing(
-            np.float32(np.max(np.abs(boundaries), where=np.isfinite(boundaries), initial=0))
-        )
-        for y, desired in ((result.vecW, w), (result.scaGamma, gamma), (result.vecAbar, abar)):
-            assert_decays(of_head(y), desired, rounding)
-        e_hi, e_lo, u_hi, u_lo = (of_head(y).reshape(-1, L) for y in (*result.vecE, *result.vecU))
-        exponent = (e_hi[:, None, :] - u_hi[:, :, None]) + (e_lo[:, None, :] - u_lo[:, :, None])
-        decays = np.exp(np.where(np.tri(L, dtype=bool), exponent, -np.inf)).reshape(S, L)
-        assert_decays(decays, D, rounding)
+    # Four roundings of float32 (2**-24 each): log sigmoid, m_c at a chunk boundary, their sum, the
+    # result.
+    for m, desired in ((result.scaM_states, boundaries), (result.vecM, m_t)):
+        np.testing.assert_allclose(of_heads(m), desired, rtol=2.0**-22, atol=2.0**-22)
+    # m_c is rounded to float32: decays relative to it, those to a u_t that comes from it included,
+    # have that rounding.
+    finite = np.where(np.isfinite(boundaries), boundaries, 0)
+    rounding = np.spacing(np.float32(np.max(np.abs(finite), axis=1, keepdims=True)))
+    e_hi, e_lo, u_hi, u_lo = (np.asarray(y, "float64") for y in (*result.vecE, *result.vecU))
+    exponent = (e_hi[..., None, :] - u_hi[..., None]) + (e_lo[..., None, :] - u_lo[..., None])
+    decays = np.exp(np.where(np.tri(L, dtype=bool), exponent, -np.inf))
+    pairs = (result.vecW, w), (result.scaGamma, gamma), (result.vecAbar, abar), (decays, D)
+    for y, desired in pairs:
+        assert_decays(of_heads(y), of_heads(desired), rounding)
 
 
 def test_exact_sums_are_exact():
     """The compiler must not simplify (x + grid) - grid to x."""
-    x = np.random.default_rng(0).normal(size=4096).astype("float32") * 1e3
+    x = np.float32(np.random.default_rng(0).normal(size=4096) * 1e3)
     split = jax.jit(lambda x: gates.split_for_exact_sums(x, jnp.max(jnp.abs(x)), 4096))
     hi, lo = map(np.asarray, split(x))
     assert lo.any()
@@ -155,21 +146,21 @@ def test_exact_sums_are_exact():
 
 
 def test_log_forget_gate_has_its_derivative_at_0_and_far_out():
-    for f in (-1e4, -2.0, 0.0, 2.0, 1e4, float("inf")):
-        result = jax.grad(lambda x: gates.log_forget_gate(x)[0])(jnp.float32(f))
-        assert float(result) == pytest.approx(float(jax.nn.sigmoid(jnp.float32(-f))), rel=1e-6), f
+    f = jnp.asarray([-1e4, -2.0, 0.0, 2.0, 1e4, jnp.inf])
+    result = jax.vmap(jax.grad(lambda x: gates.log_forget_gate(x)[0]))(f)
+    np.testing.assert_allclose(result, jax.nn.sigmoid(-f), rtol=1e-6, atol=1e-12)
 
 
 def check_vector_states(call, backward):
     p, r = call.problem, np.random.default_rng(0)
     added, x = r.normal(size=(p.BNH, p.NC, p.DHQK)), r.normal(size=(p.BNH, p.DHQK))
-    added, gamma, x = (y.astype("float32") for y in (added, r.random((p.BNH, p.NC)), x))
+    added, gamma, x = map(np.float32, (added, r.random((p.BNH, p.NC)), x))
     run = jax.jit(functools.partial(dispatch.run, "vector_states", backward=backward, call=call))
     result, last = run(added=added, scaGamma=gamma, initial=x)
     expected, x = np.zeros(added.shape), x.astype("float64")
     for c in reversed(range(p.NC)) if backward else range(p.NC):
         expected[:, c] = x
-        x = np.float64(gamma[:, c, None]) * x + added[:, c]
+        x = gamma[:, c, None] * x + added[:, c]
     assert_close(result, expected, tolerance("float32", p.NC))
     assert_close(last, x, tolerance("float32", p.NC))
 

@@ -28,10 +28,7 @@ def inputs_on_device(shape, dtype, f_shift):
 
     def one(key):
         keys = jax.random.split(key, 6)
-        q, k = (
-            jnp.abs(jax.random.normal(x, (S, DHQK), dtype)) + jnp.asarray(0.2, dtype)
-            for x in keys[:2]
-        )
+        q, k = (jnp.abs(jax.random.normal(x, (S, DHQK), dtype)) + 0.2 for x in keys[:2])
         v, dh = (jax.random.normal(x, (S, DHHV), dtype) for x in keys[2:4])
         i, f = (jax.random.normal(x, (S,)) for x in keys[4:])
         return q, k, v, i, f + f_shift, dh
@@ -41,9 +38,9 @@ def inputs_on_device(shape, dtype, f_shift):
     return x, dh
 
 
-def in_float64(x, head, part=slice(None)):
+def in_float64(x, head, part):
     """The steps of a head, (1, 1, steps, ...)."""
-    return [y[head[0], head[1], part][None, None].astype("float64") for y in x]
+    return [y[head][None, None, part].astype("float64") for y in x]
 
 
 @jax.jit
@@ -63,12 +60,12 @@ def recurrence_and_gradients(x, states, dh):
     return (h, *last), vjp((dh, jax.tree.map(jnp.zeros_like, last)))
 
 
-def check(shape, dtype, f_shift, heads, *, backend="triton", gradients=True, **options):
+def check(shape, dtype, f_shift, heads, *, gradients=True, **options):
     """Outputs, last states and gradients of the given heads at the last END steps, gradients at the
     first ones too."""
     S, DHQK = shape[2], shape[3]
     x, dh = inputs_on_device(shape, dtype, f_shift)
-    call = functools.partial(mlstm_chunkwise, backend=backend, return_last_states=True, **options)
+    call = functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True, **options)
 
     @jax.jit
     def run(x, dh):
@@ -77,17 +74,18 @@ def check(shape, dtype, f_shift, heads, *, backend="triton", gradients=True, **o
 
     h, last, result = run(x, dh)
     # What is farther away than END steps has decayed to nothing.
-    end, start, twice = slice(max(0, S - END), None), slice(END), slice(2 * END)
+    end, start = slice(max(0, S - END), None), slice(END)
+
+    def recurrence(head, steps, *states):
+        *inputs, cotangent = in_float64([*x, dh], head, steps)
+        return recurrence_and_gradients(inputs, states, cotangent)
+
     for head in heads:
-        states = of_start = None, None, None
         with jax.enable_x64(True):
-            if end.start:
-                states = state_after(*in_float64(x, head, slice(end.start))[1:])
-            part = in_float64([*x, dh], head, end)
-            expected, of_end = recurrence_and_gradients(part[:5], states, part[5])
-            if gradients:
-                part = in_float64([*x, dh], head, twice)
-                _, of_start = recurrence_and_gradients(part[:5], (None, None, None), part[5])
+            before = slice(end.start)
+            states = state_after(*in_float64(x[1:], head, before)) if end.start else ()
+            expected, of_end = recurrence(head, end, *states)
+            of_start = recurrence(head, slice(2 * END))[1] if gradients else ()
         outputs = h[head][None, None, end], *(y[head][None, None] for y in last)
         names = [f"{name} of head {head}" for name in "hcnm"]
         compare(names, outputs, expected, tolerance(dtype, S + DHQK))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from oracle import run_python
 from sanitize import KERNELS
 
 DRIVER = pathlib.Path(__file__).with_name("sanitize.py")
@@ -27,23 +28,21 @@ def sanitizer():
         *glob.glob(f"/usr/local/cuda*/bin/{name}"),
         *glob.glob(f"{sys.prefix}/**/{name}", recursive=True),
     ]
-    result = [path for path in installed if path and os.access(path, os.X_OK)]
-    if not result:
-        pytest.skip(
-            "compute-sanitizer is not installed (CUDA toolkit, or pip install "
-            "nvidia-cuda-sanitizer-api)"
-        )
-    return result[0]
+    runs = (path for path in installed if path and os.access(path, os.X_OK))
+    return next(runs, None) or pytest.skip(
+        f"{name} is not installed (CUDA toolkit, or pip install nvidia-cuda-sanitizer-api)"
+    )
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """Compiled once for all tools.
+def run(tmp_path_factory):
+    """Runs the driver, which is compiled once, under a tool: its exit code and its output.
 
     Every buffer is an allocation of its own, so that an access beyond it is found.
     """
+    path = sanitizer()
     paths = filter(None, [str(DRIVER.parent.parent), os.environ.get("PYTHONPATH")])
-    return os.environ | {
+    environment = {
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
@@ -51,18 +50,25 @@ def environment(tmp_path_factory):
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "PYTHONPATH": os.pathsep.join(paths),
     }
+    run_python(DRIVER, timeout=SECONDS, **environment)
 
+    def run(tool, *arguments):
+        done = subprocess.run(
+            [
+                *(path, "--tool", tool, "--report-api-errors", "no"),
+                sys.executable,
+                DRIVER,
+                *arguments,
+            ],
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+        )
+        return done.returncode, done.stdout
 
-def run(command, env):
-    done = subprocess.run(
-        command,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=SECONDS,
-    )
-    return done.returncode, done.stdout
+    return run
 
 
 def findings(output, names):
@@ -75,22 +81,14 @@ def findings(output, names):
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
-def test_the_kernels_are_clean(tool, environment):
-    path = sanitizer()
-    if not os.listdir(environment["JAX_COMPILATION_CACHE_DIR"]):
-        assert run([sys.executable, str(DRIVER)], environment)[0] == 0
-    code, output = run(
-        [path, "--tool", tool, "--report-api-errors", "no", sys.executable, str(DRIVER)],
-        environment,
-    )
+def test_the_kernels_are_clean(tool, run):
+    code, output = run(tool)
     assert code == 0, output[-4000:]
     assert "all ran" in output
     assert "SUMMARY" in output, output[-4000:]
     assert findings(output, KERNELS) == [], output[-4000:]
 
 
-def test_a_fault_is_found(environment):
-    _, output = run(
-        [sanitizer(), "--tool", "memcheck", sys.executable, str(DRIVER), "--fault"], environment
-    )
+def test_a_fault_is_found(run):
+    _, output = run("memcheck", "--fault")
     assert findings(output, ["reads_beyond"]), output[-4000:]

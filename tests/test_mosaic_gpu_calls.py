@@ -94,23 +94,20 @@ def test_shard_map_lowers():
 HALF = call_shapes(1, 1, 128, 256, 256)
 
 
-def under(backend, function):
-    def run(*args):
-        with use_backend(backend):
-            return function(*args)
-
-    return run
-
-
 def a_step(*x, **options):
     return mlstm_recurrent_step(*(y[:, :, 0] for y in x), **options)
 
 
-DOORS = {
-    "chunkwise": lambda backend: functools.partial(mlstm_chunkwise, backend=backend),
-    "step": lambda backend: functools.partial(a_step, backend=backend),
-    "adapter": lambda backend: under(backend, triton_stablef.mlstm_chunkwise_triton_stablef),
-}
+def adapter(*x, backend):
+    with use_backend(backend):
+        return triton_stablef.mlstm_chunkwise_triton_stablef(*x)
+
+
+DOORS = {"chunkwise": mlstm_chunkwise, "step": a_step, "adapter": adapter}
+
+
+def through(door, backend):
+    return functools.partial(DOORS[door], backend=backend)
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -123,7 +120,7 @@ def test_another_jax_is_refused(version, door, monkeypatch):
     versions = "jax >= 0.11.2 and < 0.13"
     versions += ", which needs Python >= 3.12" * (version < (0, 12))
     for backend, other in (("mosaic_gpu", "None"), ("mosaic_gpu_interpret", "'interpret'")):
-        run = functools.partial(jax.eval_shape, DOORS[door](backend), *HALF)
+        run = functools.partial(jax.eval_shape, through(door, backend), *HALF)
         message = (
             f"backend is '{backend}' and jax is {name}, expected {versions}, or backend {other}"
         )
@@ -142,7 +139,7 @@ def test_another_gpu_is_refused(door, monkeypatch):
             "H800, H20, GH200) or backend 'triton'"
         )
         with for_device(kind):
-            refused(ValueError, message, jax.eval_shape, DOORS[door]("mosaic_gpu"), *HALF)
+            refused(ValueError, message, jax.eval_shape, through(door, "mosaic_gpu"), *HALF)
     for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H20", "NVIDIA GH200 480GB"):
         with for_device(kind):
             assert requested_backend("mosaic_gpu") == "mosaic_gpu"
@@ -156,11 +153,9 @@ def test_float32_runs_on_triton(monkeypatch):
 @needs_mosaic_gpu
 @pytest.mark.parametrize("door", DOORS)
 def test_a_cpu_is_refused_when_lowered(door):
-    message = (
-        r"^backend is 'mosaic_gpu', whose kernels are for GPUs, and the computation is lowered"
-    )
+    message = "^backend is 'mosaic_gpu', whose kernels are for GPUs, and the computation is lowered"
     with pytest.raises(ValueError, match=message):
-        jax.jit(DOORS[door]("mosaic_gpu")).lower(*HALF)
+        jax.jit(through(door, "mosaic_gpu")).lower(*HALF)
 
 
 @needs_mosaic_gpu
@@ -169,7 +164,7 @@ def test_a_step_runs_its_triton_kernel():
     assert_same_bits(
         *(a_step(*x, backend=backend) for backend in ("mosaic_gpu_interpret", "interpret"))
     )
-    text = lowered_for_cuda(jax.jit(functools.partial(a_step, backend="mosaic_gpu")), *HALF)
+    text = lowered_for_cuda(jax.jit(through("step", "mosaic_gpu")), *HALF)
     assert (MOSAIC_CALL in text, CUSTOM_CALL_TARGET in text) == (False, True)
 
 
@@ -182,13 +177,6 @@ def test_gradients_trace_in_strict_modes(heads, config):
     x = call_shapes(1, 2, 256, *heads)
     with jax.enable_x64(True):
         assert [*jax.eval_shape(results_of(run), *x)] == [x[2], *x]
-
-
-def stages_of_call(*shape, **config):
-    """The stages that run on Mosaic GPU, with the fused scan and with materialised states."""
-    configs = (KernelConfig(fused=fused, **config) for fused in (True, False))
-    with for_device("NVIDIA H200"):
-        return set.union(*(mosaic_stages(*shape, config=x) for x in configs)) & ALL
 
 
 BF16, H200 = jnp.dtype("bfloat16"), known_gpu("NVIDIA H200")
@@ -237,10 +225,10 @@ def planned(stage, heads, DHQK, DHHV, L, **asked):
 def test_few_heads_have_blocks_of_few_rows(heads, DHQK, DHHV, rows):
     """One recurrence or two in a launch; with n blocks have at most as many rows as columns."""
     sizes = heads, DHQK, DHHV, 256
-    tiles = [planned("recurrent_bw_dC", *sizes, recurrences=n)[1] for n in (1, 2)]
-    assert tuple(x.state_rows for x in tiles) == rows
-    _, tiles = planned("recurrent_fw_C", *sizes, has_x=True)
-    assert tiles.state_rows == {128: 128, 256: 128, 192: 64, 64: 64}[rows[0]]
+    for n in (1, 2):
+        assert planned("recurrent_bw_dC", *sizes, recurrences=n)[1].state_rows == rows[n - 1]
+    of_states = {128: 128, 256: 128, 192: 64, 64: 64}[rows[0]]
+    assert planned("recurrent_fw_C", *sizes, has_x=True)[1].state_rows == of_states
 
 
 @needs_mosaic_gpu
@@ -265,11 +253,17 @@ def test_tiles_of_h_count_where_delta_is_computed():
 
 @needs_mosaic_gpu
 def test_heads_beyond_the_grid_run_on_triton():
-    heads, always = (64, 128), {"chunk_gates", "parallel_fw_H"}
-    recurrences = {"recurrent_fw_C", "recurrent_bw_dC"}
-    gradients = {"parallel_bw_dP", "parallel_bw_dQKV"}
-    assert stages_of_call(1, 32_767, 64, *heads) - gradients == always | SCAN | recurrences
-    assert stages_of_call(1, 32_768, 64, *heads) - gradients == always | SCAN
-    assert stages_of_call(1, 65_536, 64, *heads) - gradients == always
-    split = stages_of_call(1, 32_767, 8192, *heads, num_splits=4)
-    assert "recurrent_fw_H" not in split
+    always, recurrences = {"chunk_gates", "parallel_fw_H"}, {"recurrent_fw_C", "recurrent_bw_dC"}
+
+    def stages(NH, S, **config):
+        """Those on Mosaic GPU, with the fused scan and with materialised states, but for the
+        gradients of a chunk."""
+        configs = (KernelConfig(fused=fused, **config) for fused in (True, False))
+        with for_device("NVIDIA H200"):
+            both = set.union(*(mosaic_stages(1, NH, S, 64, 128, config=x) for x in configs))
+        return both & ALL - {"parallel_bw_dP", "parallel_bw_dQKV"}
+
+    assert stages(32_767, 64) == always | SCAN | recurrences
+    assert stages(32_768, 64) == always | SCAN
+    assert stages(65_536, 64) == always
+    assert "recurrent_fw_H" not in stages(32_767, 8192, num_splits=4)

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 from pathlib import Path
 
 import jax
@@ -20,12 +21,20 @@ from mosaic_gpu_cases import (
     mosaic_stages,
     skip_unless_hopper,
 )
-from oracle import assert_same_bits, needs_mosaic_gpu, random_inputs, run_python
+from oracle import (
+    array,
+    assert_same_bits,
+    cotangents_for,
+    gradients_of_call,
+    needs_mosaic_gpu,
+    random_inputs,
+    run_python,
+)
 from test_gpu_huge import inputs_on_device
 from test_packed_sequences import ODD_ON_A_GPU, check_prompts
 from test_stages import launch_of
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise
+from mlstm_pallas import KernelConfig
 from mlstm_pallas.mosaic_gpu.limits import HEADS
 from mlstm_pallas.problem import make_problem
 from mlstm_pallas.stage import Lowering
@@ -37,11 +46,8 @@ SECONDS = 300  # of a check: a kernel that waits for ever hangs its process
 
 def in_process(check, *arguments):
     """Runs a function of this module in a process of its own."""
-    tests = Path(__file__).parent
-    path = tests, tests.parent, tests.parent / "benchmarks", os.environ.get("PYTHONPATH", "")
     code = f"import {MODULE}\n{MODULE}.{check}(*{arguments})\nprint('all ran')"
-    folders = os.pathsep.join(map(str, path))
-    output = run_python("-c", code, timeout=SECONDS, PYTHONPATH=folders)
+    output = run_python("-c", code, timeout=SECONDS, PYTHONPATH=os.pathsep.join(sys.path))
     assert output.rstrip().endswith("all ran")
 
 
@@ -71,35 +77,32 @@ def vector_states_on_a_gpu():
         test_gates.check_vector_states(call, backward)
 
 
-def plan_on_a_gpu(S, *heads):
-    """Outputs and all eight gradients against float64, with the bounds and the shapes of
+def check_plan(*shape, several=({},)):
+    """Outputs and all eight gradients against float64 with several options, with the bounds of
     test_gpu.py; equal bits when computed again."""
-    shape = 1, 2, S, *heads
     assert mosaic_stages(*shape, config=FUSED) >= SCAN | {"parallel_bw_dQKV"}, shape
-    for options in (
-        dict(config=FUSED, layout="BTNH"),
-        dict(config=FUSED, recompute_states_in_bw=False),
-        dict(config=None),
-    ):
+    for options in several:
+        options = dict(config=FUSED) | options
         if mosaic_stages(*shape, **options):
             test_gpu.check_gradients("bfloat16", *shape, backend="mosaic_gpu", **options)
 
 
-def many_chunks_on_a_gpu(DHQK, DHHV):
+def plan_on_a_gpu(S, *heads):
+    """With the shapes of test_gpu.py."""
+    several = dict(layout="BTNH"), dict(recompute_states_in_bw=False), dict(config=None)
+    check_plan(1, 2, S, *heads, several=several)
+
+
+def many_chunks_on_a_gpu(*heads):
     """More chunks of 128 steps than SMs: CTAs that own a chunk take another one after it."""
-    shape = 1, 20, 1024, DHQK, DHHV
-    assert mosaic_stages(*shape, config=FUSED) >= SCAN | {"parallel_bw_dQKV"}
-    test_gpu.check_gradients("bfloat16", *shape, backend="mosaic_gpu", config=FUSED)
+    check_plan(1, 20, 1024, *heads)
 
 
-def outputs_and_gradients_on_a_gpu(**options):
-    """A jitted function of the five sequences and the cotangent of h."""
-
-    def both(dh, *x):
-        h, vjp = jax.vjp(functools.partial(mlstm_chunkwise, backend="mosaic_gpu", **options), *x)
-        return h, *vjp(dh)
-
-    return jax.jit(both)
+def h_and_gradients(dh, segment_ids=None, config=FUSED, **x):
+    """h, and the gradients of q, k, v, i and f, by name."""
+    run = gradients_of_call(return_last_states=False, config=config, backend="mosaic_gpu")
+    (h,), gradients = run(x, [dh], segment_ids=segment_ids)
+    return gradients | dict(h=h)
 
 
 def packed_resets_on_a_gpu():
@@ -107,37 +110,35 @@ def packed_resets_on_a_gpu():
     gradients of those before, of what follows."""
     S, start = 1024, 700
     x, other = (
-        list(random_inputs(seed, 2, 4, S, 256, 512, dtype="bfloat16", states=False).values())
-        for seed in (7, 8)
+        random_inputs(seed, 2, 4, S, 256, 512, dtype="bfloat16", states=False) for seed in (7, 8)
     )
-    draw = np.random.default_rng(0)
-    dh, other_dh = (jnp.asarray(draw.normal(size=x[2].shape), "bfloat16") for _ in range(2))
-    ids = jnp.broadcast_to((jnp.arange(S) >= start).astype("int32"), (2, S))
-    run = outputs_and_gradients_on_a_gpu(config=FUSED, segment_ids=ids)
+    x["dh"], other["dh"] = (cotangents_for(x, "bfloat16", seed=seed)[0] for seed in (0, 1))
+    is_second = jnp.arange(S) >= start
 
-    def joined(before, after):
-        return jnp.concatenate([before[:, :, :start], after[:, :, start:]], axis=2)
+    def run(first, second):
+        # The gates stay as they are: a chunk's stabilisers are of both segments and cancel but for
+        # their rounding.
+        joined = {
+            name: jnp.where(is_second[:, None], second[name], first[name])
+            for name in ("q", "k", "v", "dh")
+        }
+        ids = jnp.tile(is_second.astype("int32"), (2, 1))
+        result = h_and_gradients(**x | joined, segment_ids=ids)
+        return [result[name] for name in "hqkv"]
 
-    base = run(dh, *x)
-    # The gates stay as they are: a chunk's stabilisers are of both segments and cancel but for
-    # their rounding.
-    for part, sequences, cotangent in (
-        (slice(start, None), map(joined, other[:3], x[:3]), joined(other_dh, dh)),
-        (slice(start), map(joined, x[:3], other[:3]), joined(dh, other_dh)),
-    ):
-        result = run(cotangent, *sequences, *x[3:])
-        assert_same_bits(*([y[:, :, part] for y in z[:4]] for z in (base, result)))
+    base = run(x, x)
+    for part, result in ((slice(start, None), run(other, x)), (slice(start), run(x, other))):
+        assert_same_bits(*([y[:, :, part] for y in z] for z in (base, result)))
 
 
 def extremes_on_a_gpu():
     """Gates anywhere in [-1e4, 1e4], and infinite ones."""
-    run = outputs_and_gradients_on_a_gpu(config=FUSED)
     draw = np.random.default_rng(0)
-    q, k, v, i, _ = random_inputs(9, 2, 4, 1000, 256, 512, dtype="bfloat16", states=False).values()
+    x = random_inputs(9, 2, 4, 1000, 256, 512, dtype="bfloat16", states=False)
     for values in ([-1e4, 1e4], [-1e4, 0.0, 1e4], [-1e4, -30.0, 30.0, 1e4, -np.inf]):
-        gates = [jnp.asarray(draw.choice(values, size=i.shape), "float32") for _ in range(2)]
-        for x in run(jnp.ones_like(v), q, k, v, *gates):
-            assert bool(jnp.isfinite(x.astype("float32")).all()), values
+        x |= {name: array(draw.choice(values, size=x[name].shape), "float32") for name in "if"}
+        for y in h_and_gradients(jnp.ones_like(x["v"]), **x).values():
+            assert jnp.isfinite(y).all(), values
 
 
 def repeats_on_a_gpu(B, NH, S, DHQK, DHHV):
@@ -147,15 +148,12 @@ def repeats_on_a_gpu(B, NH, S, DHQK, DHHV):
     stages, states = mosaic_stages(*shape), {"recurrent_fw_C", "parallel_fw_H"}
     assert stages >= SCAN or stages >= states
     assert stages >= ALL - SCAN - states - {"parallel_bw_dP"}
-    run = outputs_and_gradients_on_a_gpu()
-    first = run(dh, *x)
-    same = jax.jit(
-        lambda a, b: jnp.stack(
-            [jnp.array_equal(x, y, equal_nan=True) for x, y in zip(a, b, strict=True)]
-        )
-    )
+    x = dict(zip("qkvif", x, strict=True))
+    run = functools.partial(h_and_gradients, dh, config=None, **x)
+    first = run()
+    equal = jax.jit(functools.partial(jnp.array_equal, equal_nan=True))
     for call in range(50):
-        assert same(run(dh, *x), first).all(), call
+        assert jax.tree.all(jax.tree.map(equal, run(), first)), call
 
 
 def prompts_on_a_gpu():
@@ -195,12 +193,12 @@ GPU_CHECKS = [
     ("check", "arguments"),
     [
         pytest.param(
-            check[0].__name__,
-            check[1:],
-            id="-".join(map(str, (check[0].__name__, *check[1:]))),
-            marks=[pytest.mark.smoke] * (check in SMOKE),
+            check.__name__,
+            arguments,
+            id="-".join(map(str, (check.__name__, *arguments))),
+            marks=[pytest.mark.smoke] * ((check, *arguments) in SMOKE),
         )
-        for check in GPU_CHECKS
+        for check, *arguments in GPU_CHECKS
     ],
 )
 def test_on_a_gpu(check, arguments):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import test_gates
 from mosaic_gpu_cases import RACE, RECURRENCES, quick_and_slow
-from oracle import assert_same_bits, error, in_float64, needs_mosaic_gpu, slow, tolerance
+from oracle import assert_close, assert_same_bits, in_float64, needs_mosaic_gpu, slow, tolerance
 from test_stages import case, launch_of
 
 from mlstm_pallas import dispatch, gate_gradients, gates, planning
@@ -18,6 +18,7 @@ from mlstm_pallas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Problem, make_problem
 from mlstm_pallas.stage import Lowering, ScaledRows
+from mlstm_pallas.stages import STAGES
 
 pytestmark = [pytest.mark.usefixtures("no_race"), needs_mosaic_gpu]
 ON = dict(lowering=Lowering.MOSAIC_GPU_INTERPRET)
@@ -46,80 +47,75 @@ DP, DQKV = ("parallel_bw_dP", dict(num_stages=3)), ("parallel_bw_dQKV", dict(num
 
 
 @pytest.mark.parametrize(
-    ("stage", "L", "chunks", "DHQK", "DHHV", "layout", "normalised"),
+    ("stage", "L", "chunks", "DHQK", "DHHV", "call"),
     [
         # Chunks of several tiles and of one; more items than CTAs.
-        (DP, 256, 2, 128, 128, "BNTH", True),
-        slow(DP, 128, 4, 128, 128, "BTNH", True),
-        slow(DP, 512, 1, 128, 128, "BTNH", False),
+        (DP, 256, 2, 128, 128, "BNTH"),
+        slow(DP, 128, 4, 128, 128, "BTNH"),
+        slow(DP, 512, 1, 128, 128, "BTNH_unnormalised"),
         # Two warpgroups, which have not as many keys, and two column blocks.
-        (fw_H(128, 128, 2), 256, 2, 128, 256, "BTNH", True),
-        (fw_H(64, 64, 1), 64, 2, 128, 64, "BNTH", True),  # two steps through one slot
-        slow(fw_H(64, 256, 1), 128, 2, 320, 256, "BNTH", False),
-        (fw_C(64, 64, num_splits=2), 64, 4, 64, 64, "BTNH", True),
+        (fw_H(128, 128, 2), 256, 2, 128, 256, "BTNH"),
+        (fw_H(64, 64, 1), 64, 2, 128, 64, "BNTH"),  # two steps through one slot
+        slow(fw_H(64, 256, 1), 128, 2, 320, 256, "BNTH_unnormalised"),
+        (fw_C(64, 64, num_splits=2), 64, 4, 64, 64, "BTNH"),
         # n in two column blocks, of which one stores it: once, or each warpgroup the half.
-        (fw_C(64, 128), 128, 2, 64, 256, "BNTH", True),
-        slow(fw_C(128, 128), 128, 2, 128, 256, "BNTH", True),
+        (fw_C(64, 128), 128, 2, 64, 256, "BNTH"),
+        slow(fw_C(128, 128), 128, 2, 128, 256, "BNTH"),
         # A CTA makes all gradients of a chunk, in the first four, and gets no tiles. More items,
         # or chunks, than CTAs, which have not all as many.
-        (DQKV, 128, 1, 128, 128, "BTNH", True),
-        (DQKV, 128, 2, 64, 256, "BNTH", True),
-        slow(DQKV, 128, 3, 128, 256, "BTNH", True),
-        slow(DQKV, 128, 3, 64, 512, "BNTH", False),
-        slow(DQKV, 256, 3, 256, 512, "BNTH", True),
-        slow(DQKV, 128, 3, 512, 256, "BNTH", False),
+        (DQKV, 128, 1, 128, 128, "BTNH"),
+        (DQKV, 128, 2, 64, 256, "BNTH"),
+        slow(DQKV, 128, 3, 128, 256, "BTNH"),
+        slow(DQKV, 128, 3, 64, 512, "BNTH_unnormalised"),
+        slow(DQKV, 256, 3, 256, 512, "BNTH"),
+        slow(DQKV, 128, 3, 512, 256, "BNTH_unnormalised"),
     ],
     ids=str,
 )
-def test_the_kernel_agrees_with_the_plain_form(stage, L, chunks, DHQK, DHHV, layout, normalised):
+def test_the_kernel_agrees_with_the_plain_form(stage, L, chunks, DHQK, DHHV, call):
+    layout, *unnormalised = call.split("_")
     heads = (1, 3) if stage is DQKV else (1, 2)
-    options = dict(heads=heads, f_shift=6.0, normalised=normalised, layout=layout)
+    options = dict(heads=heads, f_shift=6.0, normalised=not unnormalised, layout=layout)
     x = case("bfloat16", L, chunks * L, DHQK=DHQK, DHHV=DHHV, **options)
-    name, tiles = stage
-    tiles_inside = stage is DQKV and DHQK in (64, 128)
-    x.check(name, tiles, tiles_inside=tiles_inside, **ON)
+    x.check(*stage, tiles_inside=stage is DQKV and DHQK in (64, 128), **ON)
 
 
 def with_floors_of_one():
     """The inputs of a chunk of a head whose floor is larger than |z| in odd steps, h[33] = inf too.
 
-    Returns the gates with an m of 0, z, and the two h.
+    Returns its problem, the inputs with an m of 0, and the two h.
     """
-    x = case("bfloat16", 128, 128, heads=(1, 1), DHQK=64, DHHV=128).inputs
-    gates = x["gates"]
+    chunk = case("bfloat16", 128, heads=(1, 1), DHQK=64, DHHV=128)
+    gates, h = chunk.inputs["gates"], chunk.inputs["matH"]
     gates = gates._replace(vecM=jnp.zeros_like(gates.vecM))
     z = jnp.where(jnp.arange(128) % 2 == 0, 2.0, 0.5)[None]
-    return x, gates, z, (x["matH"], x["matH"].at[0, 33].set(jnp.inf))
-
-
-CHUNK = Problem(1, 1, 128, 64, 128, 128, 0.125)
+    hs = h, h.at[0, 33].set(jnp.inf)
+    return chunk.problem, chunk.inputs | dict(gates=gates, vecZ=z), hs
 
 
 def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
-    x, gates, z, hs = with_floors_of_one()
-    call = call_of("parallel_bw_dP", CHUNK, num_stages=2)
-    operands = {name: x[name] for name in ("matQ", "matK", "matV", "matDeltaH")}
+    problem, x, hs = with_floors_of_one()
+    call = call_of("parallel_bw_dP", problem, num_stages=2)
+    operands = {name: x[name] for name in STAGES["parallel_bw_dP"].inputs}
     stage = functools.partial(dispatch.run, "parallel_bw_dP", normaliser=Normaliser(), call=call)
-    run = jax.jit(lambda h: stage(**operands, gates=gates, matH=h, vecZ=z))
-    expected, result = map(run, hs)
+    expected, result = map(jax.jit(lambda h: stage(**operands | dict(matH=h))), hs)
     for name in ("matP", "matDeltaP", "pairs"):
         assert_same_bits(getattr(result, name), getattr(expected, name))
 
 
 def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger():
     """recurrent_bw_dC computes delta, and step_sums what dn is made of."""
-    x, gates, z, hs = with_floors_of_one()
-    q, dh = x["matQ"], x["matDeltaH"]
-    calls = call_of("recurrent_bw_dC", CHUNK, num_stages=2), call_of("step_sums", CHUNK)
+    problem, x, hs = with_floors_of_one()
+    calls = call_of("recurrent_bw_dC", problem, num_stages=2), call_of("step_sums", problem)
 
     @jax.jit
     def run(h):
-        g = gates.per_step()
-        queries = ScaledRows(q, g.vecW)
-        operands = dict(queries=queries, matDeltaH=dh, scaGamma=gates.scaGamma, matH=h)
-        of_C = dict.fromkeys(("matDeltaC_last", "keys", "matV", "matC_initial"))
-        delta = dispatch.run("recurrent_bw_dC", **operands, **of_C, call=calls[0]).vecDelta
-        gradients = Normaliser().gradients(delta, z, g.vecM)
+        g, q = x["gates"].per_step(), x["matQ"]
+        operands = dict.fromkeys(STAGES["recurrent_bw_dC"].inputs)
+        operands |= dict(queries=ScaledRows(q, g.vecW), matDeltaH=x["matDeltaH"], matH=h)
+        operands["scaGamma"] = x["gates"].scaGamma
+        delta = dispatch.run("recurrent_bw_dC", **operands, call=calls[0]).vecDelta
+        gradients = Normaliser().gradients(delta, x["vecZ"], g.vecM)
         weights = g.vecW * gradients.vecDzDen
         return delta, gradients, dispatch.run("step_sums", rows=q, weights=weights, call=calls[1])
 
@@ -147,31 +143,27 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
     draw, n, NC, T = np.random.default_rng(0), L // 64, S // L, 64
     written = np.tri(n, dtype=bool)
     per_query, per_key = (
-        np.where(where.reshape(1, n, 1, n, 1), draw.normal(size=(BNH, n, NC, n, T)), np.nan)
+        np.where(where[:, None, :, None], draw.normal(size=(BNH, n, NC, n, T)), np.nan)
         for where in (written.T, written)
     )
-    names = ("vecF", "q_dot_dq_inter", "k_dot_dk_inter", *(["dm"] if has_dm else []))
+    names = ("vecF", "q_dot_dq_inter", "k_dot_dk_inter", "dm")
     x = {name: draw.normal(size=(BNH, S)) for name in names}
+    x["dm"] = x["dm"] if has_dm else None
     x["pairs"] = TileSums(per_query, per_key, draw.normal(size=(BNH, NC, n, T)))
     x["through"] = draw.normal(size=(BNH, NC))
-    x = jax.tree.map(lambda y: y.astype("float32"), dict(dm=None) | x)
+    x = jax.tree.map(np.float32, x)
     carried, goes_on, passes = (draw.random((BNH, S)) < p for p in (share, 0.999, 0.95))
-    goes_on &= carried
-    flags = (M_FROM_PREVIOUS * carried + M_GRAD_FLOWS * goes_on + DECAY_NONZERO * passes).astype(
-        "int32"
-    )
+    flags = M_FROM_PREVIOUS * carried + M_GRAD_FLOWS * (goes_on & carried) + DECAY_NONZERO * passes
+    flags = np.int32(flags)
     call = call_of("step_gradients", Problem(1, BNH, S, 64, 64, L, 1.0))
     kernel, plain = (
-        jax.jit(run)
-        for run in (
-            functools.partial(dispatch.run, "step_gradients", call=call),
-            functools.partial(dispatch.run, "step_gradients", call=planning.plain(call.problem)),
-        )
+        jax.jit(functools.partial(dispatch.run, "step_gradients", call=each))
+        for each in (call, planning.plain(call.problem))
     )
     result = kernel(flags=flags, **x)
     expected = in_float64(lambda x: plain(flags=flags, **x), x)
     for actual, desired in zip(result, expected, strict=True):
-        assert error(actual, desired) < tolerance("float32", S)
+        assert_close(actual, desired, tolerance("float32", S))
 
 
 @pytest.mark.parametrize(
@@ -186,16 +178,14 @@ def test_step_sums_against_float64(shape, L, layout, dtype):
     *_, S, D = shape
     p, draw = make_problem(shape, D, L, pad_heads=False), np.random.default_rng(3)
     x = draw.normal(size=shape).astype(jnp.dtype(dtype))
-    weights = draw.normal(size=(p.BNH, S)).astype("float32")
+    weights = np.float32(draw.normal(size=(p.BNH, S)))
     given = np.swapaxes(x, 1, 2) if layout == "BTNH" else x.reshape(p.BNH, S, D)
     run = functools.partial(dispatch.run, "step_sums", call=call_of("step_sums", p))
     result = jax.jit(run)(rows=given, weights=weights)
-    tiles = p.BNH, p.NC, L
-    terms = x.astype("float64").reshape(*tiles, D) * weights.reshape(*tiles, 1)
+    chunks = p.BNH, p.NC, L
+    x, weights = np.float64(x).reshape(*chunks, D), weights.reshape(chunks)
     assert result.dtype == jnp.float32
-    # A product and a sum of L terms in float32, each rounded to 2**-24 of what it is at the most.
-    bound = L * 2.0**-24 * np.abs(terms).sum(axis=2)
-    assert (np.abs(np.asarray(result) - terms.sum(axis=2)) <= bound).all()
+    assert_close(result, np.einsum("nctd,nct->ncd", x, weights), tolerance("float32", L))
 
 
 def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group():
@@ -233,7 +223,8 @@ EXP, SIGMOID = InputGate
 )
 def test_gates_are_those_of_the_recurrence(case, L, S, input_gate, packed):
     lengths = np.array([41, 170], "int32") if (case, S) == ("plain", 192) else None
-    test_gates.check_gates("mosaic_gpu", case, L, S, input_gate, packed, lengths)
+    form = Lowering.MOSAIC_GPU_INTERPRET
+    test_gates.check_gates(form, case, L, S, input_gate, packed, lengths)
 
 
 @pytest.mark.parametrize(("L", "S"), [(64, 448), slow(1024, 2048)])
@@ -246,14 +237,13 @@ def test_flags_are_those_of_the_plain_form(L, S):
     x = dict(vecI=i, vecF=f, scaM_initial=m, starts=starts)
     p = Problem(1, 2, S, 64, 64, L, 1.0)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(call, x, m_states=None):
-        options = dict(scaM_states=m_states, with_flags=True, call=call)
-        return dispatch.run("chunk_gates", **x, **options)
+    def run(call, **m_states):
+        stage = functools.partial(dispatch.run, "chunk_gates", with_flags=True, call=call)
+        return jax.jit(stage)(**x, **m_states)
 
     with mock.patch.object(gates, "log_sigmoid", lambda f, _: jnp.minimum(f, 0.0)):
-        plain = run(planning.plain(p), x)
-        result = run(call_of("chunk_gates", p), x, plain.scaM_states)
+        plain = run(planning.plain(p))
+        result = run(call_of("chunk_gates", p), scaM_states=plain.scaM_states)
         flags = gate_gradients.step_flags(result._replace(vecFlags=None), f, starts)
     assert np.array_equal(result.vecFlags.reshape(flags.shape), flags)
 
@@ -263,16 +253,16 @@ def test_the_stabiliser_scan_of_many_chunks():
     from mlstm_pallas.mosaic_gpu.chunk_gates import stabiliser_scan
 
     heads, NC, draw = 2, 1100, np.random.default_rng(0)
-    g, a = (draw.normal(size=(heads, NC)).astype("float32") for _ in range(2))
+    g, a = np.float32(draw.normal(size=(2, heads, NC)))
     a[:, ::3], g[:, ::89] = -np.inf, -np.inf
-    m = initial = draw.normal(size=heads).astype("float32")
+    m = initial = np.float32(draw.normal(size=heads))
     padded = (np.pad(y, [(0, 0), (0, -NC % 1024)], constant_values=np.nan) for y in (g, a))
     call = call_of("chunk_gates", Problem(1, heads, 64 * NC, 64, 64, 64, 1.0))
     result = np.asarray(jax.jit(functools.partial(stabiliser_scan, call=call))(*padded, initial))
     # Sums of up to 89 numbers in float32, in a tree over all.
     bound = 2 * NC.bit_length() * 2.0**-24 * 89 * np.abs(g[np.isfinite(g)]).max()
     for c in range(NC):
-        m = np.maximum(g[:, c].astype("float64") + m, a[:, c])
+        m = np.maximum(np.float64(g[:, c]) + m, a[:, c])
         np.testing.assert_allclose(result[:, c], m, rtol=0, atol=bound)
 
 

@@ -3,13 +3,13 @@ wrong numbers, and what makes warpgroups wait for ever."""
 
 import functools
 
+import compile_report
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from mosaic_gpu_cases import CASES, RACE
 from oracle import cotangents_for, gradients_of_call, needs_mosaic_gpu, random_inputs
 
@@ -123,39 +123,48 @@ RIGHT = {
 STILL_READ = ", which a running product reads, expected wait before"
 DEFECTS = {
     "a product of one iteration, released in the next": (
-        *(sum_of_squares, dict(in_loop=2)),
+        sum_of_squares,
+        dict(in_loop=2),
         "releases barriers.empty of left" + STILL_READ,
     ),
     "no wait before a release": (
-        *(sum_of_squares, dict(after_loop=1)),
+        sum_of_squares,
+        dict(after_loop=1),
         "releases barriers.empty of left" + STILL_READ,
     ),
     "no wait for a copy": (
-        *(sum_of_squares, dict(unread=2)),
+        sum_of_squares,
+        dict(unread=2),
         RACE,  # of a slot that it copies itself; jax 0.12 raises it, 0.11 prints it
     ),
     "no release": (
-        *(sum_of_squares, dict(kept=1)),
+        sum_of_squares,
+        dict(kept=1),
         "acquires barriers.empty[1] again, expected release before",
     ),
     "no last release": (
-        *(sum_of_squares, dict(kept=STEPS - 1)),
+        sum_of_squares,
+        dict(kept=STEPS - 1),
         "waits for barriers.empty[0], which it has itself, expected release before",
     ),
     "no last release of a slot that the other warpgroup fills": (
-        *(sum_of_squares, dict(kept=STEPS - 2)),
+        sum_of_squares,
+        dict(kept=STEPS - 2),
         "ends with barriers.empty[1], expected release before",
     ),
     "a release of another slot": (
-        *(sum_of_squares, dict(last=STEPS - 2)),
+        sum_of_squares,
+        dict(last=STEPS - 2),
         "releases barriers.empty[1], expected acquire before",
     ),
     "no wait before the tile is written again": (
-        *(two_squares, dict(waits=False)),
+        two_squares,
+        dict(waits=False),
         "writes tile" + STILL_READ,
     ),
     "an accumulator that is read too early": (
-        *(two_squares, dict(waits=False, second=1, pending=2)),
+        two_squares,
+        dict(waits=False, second=1, pending=2),
         "reads accumulator 1, to which a running product adds, expected wait before",
     ),
 }
@@ -191,13 +200,11 @@ def test_what_guards_nothing_is_refused():
         launch(kernel, "guardless", **barriers)
 
 
-def jaxprs_in(jaxpr):
-    """A jaxpr, and those of its equations."""
-    yield jaxpr
-    of_equations = [eqn.params for eqn in jaxpr.eqns]
-    for x in jax.tree.leaves(of_equations, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)):
-        if isinstance(x, Jaxpr | ClosedJaxpr):
-            yield from jaxprs_in(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
+def blocks_of(jaxpr):
+    """The equations of a jaxpr, and those of each jaxpr inside."""
+    yield jaxpr.eqns
+    for inner in (x for eqn in jaxpr.eqns for x in compile_report.inner_jaxprs(eqn)):
+        yield from blocks_of(inner)
 
 
 @pytest.mark.parametrize("name", ["states_BTNH", "narrow"])
@@ -207,22 +214,14 @@ def test_kernels_with_products_write_shared_memory_by_products_store(name):
     inputs = random_inputs(5, *case.shape, dtype=case.dtype)
     run = gradients_of_call(config=case.config, backend="mosaic_gpu_interpret")
     traced = jax.make_jaxpr(run)(inputs, cotangents_for(inputs, case.dtype)).jaxpr
-    equations = [eqn for jaxpr in jaxprs_in(traced) for eqn in jaxpr.eqns]
-    checked, unchecked = 0, []
-    for kernel in (x.params["jaxprs"][0] for x in equations if x.primitive.name == "mpmd_map"):
-        blocks = [jaxpr.eqns for jaxpr in jaxprs_in(kernel)]
-        if not any(eqn.primitive.name == "dot_general" for eqns in blocks for eqn in eqns):
-            continue
-        for eqns in blocks:
-            names = [None, *(eqn.primitive.name for eqn in eqns)]
-            for before, eqn in zip(names, eqns, strict=False):
-                if eqn.primitive.name not in ("swap", "store"):
-                    continue
-                if eqn.invars[0].aval.memory_space != plgpu.SMEM:
-                    continue
-                if before == "io_callback":
-                    checked += 1
-                else:
-                    unchecked.append(str(eqn))
-    assert checked > 4
-    assert not unchecked
+    kernels = (x.params["jaxprs"][0] for x in compile_report.equations(traced, "mpmd_map"))
+    before_writes = [
+        before
+        for kernel in kernels
+        if any(compile_report.equations(kernel, "dot_general"))
+        for eqns in blocks_of(kernel)
+        for before, eqn in zip([None, *(x.primitive.name for x in eqns)], eqns, strict=False)
+        if eqn.primitive.name in ("swap", "store") and eqn.invars[0].aval.memory_space == plgpu.SMEM
+    ]
+    assert len(before_writes) > 4
+    assert {*before_writes} == {"io_callback"}

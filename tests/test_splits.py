@@ -36,39 +36,38 @@ def call_of(name, lowering, *num_splits):
 def test_split_products(backward):
     """The kernel and the plain form: the products of every split but the last, backward but the
     first."""
-    dtype, num_splits, draw = "bfloat16", 4, np.random.default_rng(0)
-    a, b = (array(draw.normal(size=(HEADS, S, D)), dtype) for D in (DHQK, DHHV))
-    r = draw.random((HEADS, S)).astype("float32")
+    num_splits, draw = 4, np.random.default_rng(0)
+    a, b = (array(draw.normal(size=(HEADS, S, D)), BF16) for D in (DHQK, DHHV))
+    r = np.float32(draw.random((HEADS, S)))
+    x = dict(a=a, b=b, r=r)
     split = [
-        np.asarray(y, "float64").reshape(HEADS, num_splits, S // num_splits, -1)
-        for y in (a.astype("float32") * r[..., None], b.astype("float32"))
+        np.asarray(y).astype("float64").reshape(HEADS, num_splits, S // num_splits, -1)
+        for y in (a.astype("float32") * r[..., None], b)
     ]
     expected = np.einsum("npsk,npsv->npkv", *split)
     for lowering in (INTERPRETED, PLAIN):
         call = call_of("split_products", lowering, num_splits)
         options = dict(num_splits=num_splits, backward=backward, call=call)
-        result = jax.jit(functools.partial(split_products, **options))(a=a, b=b, r=r)
+        result = jax.jit(functools.partial(split_products, **options))(**x)
         assert result.dtype == jnp.float32
-        assert_close(
-            result, expected[:, 1:] if backward else expected[:, :-1], tolerance(dtype, S), lowering
-        )
+        desired = expected[:, 1:] if backward else expected[:, :-1]
+        assert_close(result, desired, tolerance(BF16, S), lowering)
     options = dict(num_splits=num_splits, all_splits=True, call=planning.plain(PROBLEM))
-    every = split_products(a=a, b=b, r=r, **options)
-    assert_close(every, expected, tolerance(dtype, S))
+    every = split_products(**x, **options)
+    assert_close(every, expected, tolerance(BF16, S))
 
 
 @pytest.mark.parametrize("lowering", [INTERPRETED, Lowering.MOSAIC_GPU_INTERPRET, PLAIN])
 def test_states_of_a_later_shard_are_added_where_they_have_not_decayed(lowering):
     draw = np.random.default_rng(1)
     X = array(draw.normal(size=(HEADS, NC, DHQK, 2 * DHHV)), "bfloat16")
-    added = draw.normal(size=(HEADS, DHQK, 2 * DHHV)).astype("float32")
-    decays = np.maximum(draw.normal(size=(HEADS, NC)), 0).astype("float32")
+    added = np.float32(draw.normal(size=(HEADS, DHQK, 2 * DHHV)))
+    decays = np.float32(np.maximum(draw.normal(size=(HEADS, NC)), 0))
     run = functools.partial(dispatch.run, "add_decayed", call=call_of("add_decayed", lowering))
     x = dict(X=X, added=added, decays=decays)
     assert ("pallas_call" in str(jax.make_jaxpr(run)(**x))) == (lowering is not PLAIN)
-    result = np.asarray(jax.jit(run)(**x).astype("float32"))
-    start = np.asarray(X.astype("float32"))
-    expected = start + decays[..., None, None] * added[:, None].astype("float64")
+    result, start = (np.asarray(y).astype("float64") for y in (jax.jit(run)(**x), X))
+    expected = start + decays[..., None, None] * np.float64(added[:, None])
     assert np.abs(result - expected).max() <= 2.0**-8 * np.abs(expected).max()
     assert np.array_equal(result[decays == 0], start[decays == 0])
 
