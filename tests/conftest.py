@@ -57,7 +57,10 @@ def pytest_runtest_protocol(item):
         return (yield)
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_default_device", all_devices("cpu")[0])
-    devices = lambda backend=None: all_devices(backend or "cpu")  # noqa: E731
+
+    def devices(backend=None):
+        return all_devices(backend or "cpu")
+
     with mock.patch.multiple(jax, devices=devices, default_backend=lambda: "cpu"):
         return (yield)
 
