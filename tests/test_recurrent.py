@@ -277,7 +277,7 @@ def test_a_step_is_one_launch_in_place(input_gate, dtype, heads, copied):
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 37])
 def test_a_loop_with_one_step_per_iteration_copies_no_state(batch):
-    x = [*random_token(0, batch, 8, 256, 512).values()]
+    x = [*step_names(random_inputs(0, batch, 8, 1, 256, 512), 0).values()]
 
     def generate(token, states):
         def body(carry):
