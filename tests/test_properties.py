@@ -14,6 +14,7 @@ from oracle import (
     config_in_splits,
     cotangents_for,
     gradients_of_call,
+    head_norms,
     in_float64,
     initial_state_scale,
     outputs_and_gradients,
@@ -140,11 +141,6 @@ BOUND = {"float32": 1e-3, "bfloat16": 2e-2}
 FLOOR = 1e-26
 
 
-def norm(x):
-    """Over all but batch and head."""
-    return np.linalg.norm(np.float64(x).reshape(*x.shape[:2], -1), axis=-1)
-
-
 def passing(of_q, of_k, initial, last):
     """Norm over the steps r of what passes r at the most: all that is taken at r or later, or that
     was given before.
@@ -155,7 +151,7 @@ def passing(of_q, of_k, initial, last):
     taken, given = np.linalg.norm(of_q, axis=-1), np.linalg.norm(of_k, axis=-1)
     later = last[..., None] + np.cumsum(taken[..., ::-1], axis=-1)[..., ::-1]
     before = np.cumsum(np.concatenate([initial[..., None], given[..., :-1]], axis=-1), axis=-1)
-    return norm(np.minimum(later, before))
+    return head_norms(np.minimum(later, before))
 
 
 def check(case: Case, backend: str, x, ids=None, seed=1):
@@ -173,7 +169,8 @@ def check(case: Case, backend: str, x, ids=None, seed=1):
         actual = np.float64(actual)
         assert np.isfinite(desired).all(), f"{name}: the oracle is not finite"
         assert np.isfinite(actual).all(), f"{name} is not finite"
-        off, allowed = norm(actual - desired), bound * (norm(desired) + scale) + rounding + FLOOR
+        off = head_norms(actual - desired)
+        allowed = bound * (head_norms(desired) + scale) + rounding + FLOOR
         assert (off <= allowed).all(), f"{name} is off by {off}, allowed {allowed}"
 
     # m is float32, rounded at a few chunk boundaries, and c and n are relative to it: the state
@@ -190,22 +187,22 @@ def check(case: Case, backend: str, x, ids=None, seed=1):
     # of them, which may cancel.
     wide = {name: np.float64(y) for name, y in x.items()}
     of_q, of_k = (wide[name] * terms[name] for name in "qk")
-    flow, initial = norm(of_q) + norm(of_k), np.zeros(of_q.shape[:2])
+    flow, initial = head_norms(of_q) + head_norms(of_k), np.zeros(of_q.shape[:2])
     last = initial_state_scale(
         *cotangents[1:3], {"c_initial": expected[1], "n_initial": expected[2]}
     )
-    of_delta = of_dm + sum(norm(wide[name] * of_dz[name]) for name in "qk")
+    of_delta = of_dm + sum(head_norms(wide[name] * of_dz[name]) for name in "qk")
     if case.states:
         initial = initial_state_scale(
             expected_gradients["c_initial"], expected_gradients["n_initial"], x
         )
         flow = flow + initial
-        of_delta = of_delta + norm(wide["n_initial"] * of_dz["n_initial"])
+        of_delta = of_delta + head_norms(wide["n_initial"] * of_dz["n_initial"])
     # h, of which delta is made, is rounded to its dtype.
     unit = 0.0 if case.options == UNNORMALISED else tolerance(case.dtype, case.DHHV)
     for name in x:
         sums = name in ("i", "f", "m_initial")
-        scale, rounding = (flow, of_delta) if sums else (norm(terms[name]), norm(of_dz[name]))
+        scale, rounding = (flow, of_delta) if sums else map(head_norms, (terms[name], of_dz[name]))
         off = unit * rounding
         if name == "f":  # one source may pass every step, with the roundings that it has
             off = off + tolerance(case.dtype, case.DHHV) * passing(of_q, of_k, initial, last)

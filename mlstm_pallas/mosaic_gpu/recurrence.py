@@ -184,7 +184,7 @@ def _recurrence(
     x_part = wg if rows > WG_ROWS else 0  # which 64 rows of the block x is of
     x_rows = block(row_block * (rows // WG_ROWS) + x_part, WG_ROWS)
     x_columns = block(x_part, WG_ROWS)
-    owns_x = out.x_last is not None
+    sums_x = out.x_last is not None
 
     def chunk_at(index):
         index = num_chunks - 1 - index if x.backward else index
@@ -244,10 +244,10 @@ def _recurrence(
             ring=ring,
             a_smem=a_smem,
             left=left,
-            scaled=scaled if owns_x else None,
+            scaled=scaled if sums_x else None,
             meanwhile=functools.partial(store_inner, chunk * n) if x.h is not None else None,
         )
-        if not owns_x:
+        if not sums_x:
             (XT,) = products.onto(add, XT * decay)
             return XT, None, following
         if out.x is not None:
@@ -260,7 +260,7 @@ def _recurrence(
     for y in rings:
         y.prologue()
     gamma, at = x.gamma[head, chunk_at(np.int32(0))], head * splits.of_sequence + split
-    initial = _initial(x, at, X_columns, of_rows, x_rows if owns_x else None)
+    initial = _initial(x, at, X_columns, of_rows, x_rows if sums_x else None)
     XT, vector, _ = loop(num_chunks, join, (*initial, gamma))
     at, is_last = splits.last_state(head, split, x.backward)
 
@@ -268,7 +268,7 @@ def _recurrence(
     def store_last():
         if out.X_last is not None:
             out.X_last[at, X_columns, of_rows] = XT
-        if owns_x:
+        if sums_x:
             _store_x(vector, out.x_last.at[at, x_rows], rows)
 
     plgpu.wait_smem_to_gmem(0)

@@ -61,9 +61,9 @@ def stages_that_fit(
       iteration_bytes: bytes of the tiles that an iteration reads.
       kept_bytes: bytes of the tiles that stay in shared memory.
     """
-    room = min(gpu.shared_bytes, gpu.sm_shared_bytes // ctas_per_sm) - 1024 - kept_bytes
+    available = min(gpu.shared_bytes, gpu.sm_shared_bytes // ctas_per_sm) - 1024 - kept_bytes
     in_registers, other = (0, 2048) if gpu.multiplies_from_shared else (1, 8192)
-    return min(max((room - other) // iteration_bytes, 0) + in_registers, most)
+    return min(max((available - other) // iteration_bytes, 0) + in_registers, most)
 
 
 def depth_and_stages(gpu: Gpu, elements: int, depth: int, dtype: Any) -> tuple[int, int]:

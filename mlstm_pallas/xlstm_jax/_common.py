@@ -24,7 +24,7 @@ from mlstm_pallas.dispatch import lowerings, run, tiles_class
 from mlstm_pallas.entry import CHECKS, options_of, pad, spec_for
 from mlstm_pallas.fwbw import operation
 from mlstm_pallas.gates import ChunkGates, LocalGates
-from mlstm_pallas.normaliser import at_least, normaliser_gradients, query_scale
+from mlstm_pallas.normaliser import Normaliser, at_least, normaliser_gradients, query_scale
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import MIN_CHUNK_SIZE, InputGate, accumulator_dtype
 from mlstm_pallas.sharding import aligned
@@ -348,8 +348,8 @@ def boundary_states(arguments: Arguments, spec: CallSpec | None = None, **option
 
 def outputs(spec: CallSpec, lowering: Lowering, x: Arrays, output_dtype: Any = None) -> Arrays:
     """H in the output dtype, None: the kernel's; its denominator without eps; m of every step."""
-    g, NC, normaliser = gates_of(spec, x), spec.problem.NC, spec.normaliser
-    assert normaliser is not None
+    g, NC = gates_of(spec, x), spec.problem.NC
+    normaliser = cast(Normaliser, spec.normaliser)  # the documented stages always have one
     options = {}
     if output_dtype is not None and jnp.dtype(output_dtype) != spec.dtype:
         options = {"output_dtype": output_dtype}
