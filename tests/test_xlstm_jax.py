@@ -361,8 +361,10 @@ def test_resets_where_the_forget_gate_itself_comes_in():
     again = forward(v5, "__parallel_fw_Hintra", states=every)
     stable, stable_den, _ = forward(stablef, "__parallel_fw_H", states=every)
     compare("HHHCnm", (H, again[0], stable, *last), (h, h, h, *last_expected), ROUNDING)
-    assert np.array_equal(again[1], den)  # infinite where nothing is stored
-    np.testing.assert_allclose(stable_den, den + 1e-6, rtol=2e-6)
+    # Infinite where nothing is stored; elsewhere z is a sum of positive terms. Four standard
+    # deviations of each of two sums.
+    np.testing.assert_allclose(again[1], den, rtol=8 * ROUNDING)
+    np.testing.assert_allclose(stable_den, den + 1e-6, rtol=8 * ROUNDING)
     states = forward(stablef, "__recurrent_fw_C")
     compare("Cnm", states, every, ROUNDING)
     backward = dict(vecm=rows, vecn_out=den, matdeltah=x["v"], matdeltac_last=None, eps=0.0)
@@ -399,7 +401,7 @@ def test_parallel_bw_dQKV(system, dtype, backend):
     check_inputs(built, "qkv", expected, BOUND[dtype])
     if system is stablef:
         C, dC = states_of(expected, NC)[0], fused(expected["dC"][:, :, 1:])
-        assert_same_bits(built, dQKV(matc_states=C, matdeltac_states=dC))
+        compare("qkv", dQKV(matc_states=C, matdeltac_states=dC), built, tolerance(dtype, S))
 
 
 @pytest.mark.parametrize("name", "QKV")
