@@ -17,7 +17,6 @@ from oracle import (
     NAMES,
     array,
     assert_close,
-    assert_same_bits,
     compare,
     in_float64,
     oracle,
@@ -477,9 +476,11 @@ def test_entry(dtype):
     x = random_inputs(12, B, NH, 40, 16, 16)
     options = dict(chunk_size=16, eps=0.02, norm_val=50.0, stabilize_correctly=False)
     options["autocast_kernel_dtype"] = dtype
-    result = entry(*x.values(), return_last_states=True, **options)
-    expected = mlstm_chunkwise(**x, return_last_states=True, **options)
-    assert_same_bits(result, expected)
+    result, expected = (
+        str(jax.make_jaxpr(partial(call, return_last_states=True, **options))(*x.values()))
+        for call in (entry, mlstm_chunkwise)
+    )
+    assert result == expected
     h = jax.eval_shape(partial(entry, **options), *x.values())
     generated = stablef._mlstm_chunkwise_fwbw_generator(dtype, chunk_size=16)
     assert jax.eval_shape(generated, *x.values()) == (h, None, None, None)
