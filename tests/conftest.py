@@ -1,12 +1,14 @@
 """What all tests share: XLA's flags, the device that a test runs on, and what keeps compiling
 cheap."""
 
+import contextlib
 import functools
 import gc
 import importlib.util
 import os
 import re
 from importlib import metadata
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -42,13 +44,27 @@ jax.config.update(
 
 
 all_devices = jax.devices
+LOCKED = "conftest.py", "oracle.py"  # any two files
 
 
 def gpu_count() -> int:
     return sum(device.platform == "gpu" for device in all_devices())
 
 
-@pytest.hookimpl(wrapper=True)
+def beside_others(locks, alone):
+    """GPU tests of all processes run beside each other, but for one that runs alone: it waits for
+    those that run, and others wait for it, in the first lock."""
+    import fcntl  # of Unix
+
+    door, room = (locks.enter_context(open(Path(__file__).with_name(x))) for x in LOCKED)
+    fcntl.flock(door, fcntl.LOCK_EX)
+    fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    if not alone:
+        fcntl.flock(door, fcntl.LOCK_UN)
+
+
+# Before pytest-timeout starts its clock.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item):
     """A test that is not marked runs on the CPU and sees no GPU even if there is one, and so do
     the fixtures that it is the first to use.
@@ -59,7 +75,10 @@ def pytest_runtest_protocol(item):
     if marked or not gpu_count():
         os.environ["JAX_PLATFORMS"] = PLATFORMS
         jax.config.update("jax_default_device", None)
-        return (yield)
+        with contextlib.ExitStack() as locks:
+            if marked and gpu_count():
+                beside_others(locks, alone=item.get_closest_marker("alone"))
+            return (yield)
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_default_device", all_devices("cpu")[0])
 
