@@ -56,7 +56,7 @@ def beside_others(locks, alone):
     those that run, and others wait for it, in the first lock."""
     import fcntl  # of Unix
 
-    door, room = (locks.enter_context(open(Path(__file__).with_name(x))) for x in LOCKED)
+    door, room = (locks.enter_context(Path(__file__).with_name(x).open()) for x in LOCKED)
     fcntl.flock(door, fcntl.LOCK_EX)
     fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
     if not alone:
