@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from oracle import array, assert_close, tolerance
 
-from mlstm_pallas import KernelConfig, dispatch, planning, splits
+from mlstm_pallas import KernelConfig, dispatch, planning
 from mlstm_pallas.gpu import HOPPER, UNKNOWN
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering
@@ -30,52 +30,6 @@ def call_of(name, lowering, *num_splits):
     config = KernelConfig(triton_split_products=TILES)
     spec = planning.CallSpec(PROBLEM, config, BF16, None, UNKNOWN, backend=lowering)
     return spec.launch(name, lowering, None, *num_splits)
-
-
-GAMMA = np.float32([[0.5, 0.25, 2, 4], [1, 0, 3, 5]])
-OTHERS = {  # by whether time runs backward: prod of gamma over the other chunks, and in two splits
-    False: ([[2, 8, 4, 1], [0, 15, 5, 1]], [[0.25, 1, 4, 1], [0, 1, 5, 1]]),
-    True: ([[1, 0.5, 0.125, 0.25], [1, 1, 0, 0]], [[1, 0.5, 1, 2], [1, 1, 1, 3]]),
-}
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_decays_and_states_of_splits(backward):
-    """Of two heads with four chunks in two splits, on numbers written by hand."""
-    whole, in_splits = OTHERS[backward]
-    assert splits.decays_of_others(GAMMA, backward=backward).tolist() == whole
-    found = splits.decays_in_splits(GAMMA, 2, 8, backward=backward)
-    assert found.tolist() == np.repeat(in_splits, 2, axis=1).tolist()
-    added, initial = np.float32([[[[10]]], [[[20]]]]), np.float32([[[3]], [[7]]])
-    expected = {False: [3, 0.125 * 3 + 10, 7, 20], True: [8 * 3 + 10, 3, 15 * 7 + 20, 7]}[backward]
-    found = splits.split_states(added, GAMMA, initial, backward=backward)
-    assert (found.shape, found.ravel().tolist()) == ((4, 1, 1), expected)
-    found = splits.split_states(added, GAMMA, None, backward=backward)
-    assert found.ravel().tolist() == ([10, 0, 20, 0] if backward else [0, 10, 0, 20])
-
-
-def test_three_splits_follow_one_another():
-    gamma, added = np.float32([[2, 3, 5]]), np.float32([[[[10]], [[20]]]])
-    states = [
-        splits.split_states(added, gamma, np.float32([[[1]]]), backward=x) for x in (False, True)
-    ]
-    assert [x.ravel().tolist() for x in states] == [[1, 12, 56], [85, 25, 1]]
-
-
-def test_splits_as_heads_and_back():
-    x = np.arange(24).reshape(2, 12)
-    cut = splits.splits_as_heads(x, 3, 12)
-    assert (cut.shape, cut[1].tolist()) == ((6, 4), [4, 5, 6, 7])
-    assert splits.heads_of_splits(cut, 3).tolist() == x.reshape(2, 3, 4).tolist()
-    assert splits.splits_as_heads(x[..., None], 3, 12).shape == (6, 4, 1)
-    for kept in (x[..., None], x[:, None, None]):  # of other steps, or with an axis of heads
-        assert splits.splits_as_heads(kept, 3, 13) is kept
-
-
-def test_the_number_of_splits():
-    """Powers of two that divide the chunks, from 4 to 16."""
-    most = {(64, 3): 1, (64, 4): 4, (64, 7): 4, (64, 99): 16, (12, 99): 4, (6, 99): 1, (8, 0): 1}
-    assert {x: splits.splits_of(*x) for x in most} == most
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -127,9 +81,9 @@ def test_a_number_of_splits_is_cut_to_what_divides_the_chunks():
 
 def test_fewer_ctas_have_no_fewer_splits():
     plan = functools.partial(dispatch.tiles_class("recurrent_fw_C", "triton").plan, gpu=HOPPER)
-    found = [
+    splits = [
         plan(Problem(1, heads, 8192, 256, 512, 128, 1.0), BF16).num_splits
         for heads in (512, 64, 16, 8, 4, 1)
     ]
-    assert found == sorted(found)
-    assert found[0] == 1 < found[-1]
+    assert splits == sorted(splits)
+    assert splits[0] == 1 < splits[-1]
