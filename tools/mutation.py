@@ -33,9 +33,9 @@ ROOT = Path(__file__).parents[1]
 SECONDS = 120  # of a mutant, after which it counts as killed: it waits or it loops
 # By module, its tests, the quickest first, and the functions that count; none: all.
 MODULES = {
-    "mlstm_pallas/planning.py": ("planning.py config.py",),
-    "mlstm_pallas/config.py": ("config.py",),
-    "mlstm_pallas/gpu.py": ("gpu_facts.py planning.py",),
+    "mlstm_pallas/planning.py": ("by_hand.py::test_the_values_of[planning] planning.py config.py",),
+    "mlstm_pallas/config.py": ("by_hand.py::test_the_values_of[config] config.py",),
+    "mlstm_pallas/gpu.py": ("by_hand.py::test_the_values_of[gpu] gpu_facts.py planning.py",),
     "mlstm_pallas/problem.py": ("by_hand.py::test_the_values_of[problem]",),
     "mlstm_pallas/chunk_list.py": ("by_hand.py::test_the_values_of[chunk_list]",),
     "mlstm_pallas/splits.py": ("by_hand.py::test_the_values_of[splits]",),
@@ -128,7 +128,7 @@ def main() -> None:
     paths = [x for x in MODULES if any(y in x for y in options.modules) or not options.modules]
     waiting = (x for path in paths for x in mutants_of(path, options.every))
     running: dict[int, tuple[str, str]] = {}
-    counts, killed, survivors, start = Counter[str](), Counter[str](), list[str](), time.monotonic()
+    counts, killed, start = Counter[str](), Counter[str](), time.monotonic()
     while True:
         while len(running) < options.jobs and (mutant := next(waiting, None)):
             path, text, source = mutant
@@ -146,8 +146,7 @@ def main() -> None:
         counts[path] += 1
         killed[path] += status != 0
         if status == 0:
-            survivors.append(text)
-    print(*sorted(survivors), sep="\n")
+            print(text, flush=True)
     for path in paths:
         share = killed[path] / max(counts[path], 1)
         print(f"{path:32} {counts[path]:5} mutants {killed[path]:5} killed {share:6.1%}")
