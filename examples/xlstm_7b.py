@@ -115,8 +115,8 @@ def build() -> Model:
     tokenizer = None if FLAGS.random or FLAGS.benchmark else read_tokenizer(folder)
     if tokenizer:
         bos = [values.get("bos_token_id", 0)] if values.get("force_bos_token_insert") else []
-        encode = tokenizer.encode
-        prompts = [bos + encode(text, add_special_tokens=False).ids for text in read_prompts()]
+        prompts = [tokenizer.encode(text).ids for text in read_prompts()]
+        prompts = [ids if ids[:1] == bos else bos + ids for ids in prompts]
     else:
         rng, shape = np.random.default_rng(FLAGS.seed), (FLAGS.batch, FLAGS.prompt_length)
         prompts = rng.integers(config.vocab_size, size=shape).tolist()
