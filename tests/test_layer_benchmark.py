@@ -65,7 +65,9 @@ def test_figures_of_a_layer(monkeypatch, capsys):
 def test_what_is_left_beside_products_is_printed(capsys):
     row = dict(name="a", direction="fwd", product_flops=2e9, elementwise_bytes=3e6)
     row |= dict(product_floor_ms=0.5, elementwise_floor_ms=0.25)
-    rows = [row | dict(impl=impl, ms=ms) for impl, ms in (("without_mlstm", 4.0), ("products", 1.5))]
+    rows = [
+        row | dict(impl=impl, ms=ms) for impl, ms in (("without_mlstm", 4.0), ("products", 1.5))
+    ]
     layer_benchmark.remainders([*rows, dict(rows[0], name="b", product_floor_ms=None)])
     text = (
         "\n{}, forward: products 2.000e+09 FLOP, floor {}; the rest 3.000e+06 bytes, floor 0.250 ms; "

@@ -3,12 +3,10 @@
 import functools
 
 import benchmark_runs
-import numpy as np
 import prefill_benchmark
 import pytest
 from kernel_benchmark import TOLERANCES
 
-VARIANTS = "plain", "states", "initial", "lengths"
 flags = "--shape=2x2x64x16x32", "--segments=4", "--repeats=3"
 measured = functools.partial(benchmark_runs.measured, prefill_benchmark, *flags)
 
@@ -17,13 +15,18 @@ def test_figures_of_each_variant(monkeypatch):
     asked = []
 
     def stand_in(**options):
-        asked.append({name: getattr(x, "shape", x) for name, x in options.items()})
+        asked.append(
+            {name for name, x in options.items() if x is not False} - {*"qkvif", "backend"}
+        )
         return benchmark_runs.quick_mlstm(**options)
 
     monkeypatch.setattr(prefill_benchmark, "mlstm_chunkwise", stand_in)
     benchmark_runs.timed(monkeypatch)
     code, rows = measured("--backend=xla")
-    assert (code, [row["variant"] for row in rows]) == (0, [*VARIANTS])
+    assert (code, [row["variant"] for row in rows]) == (
+        0,
+        ["plain", "states", "initial", "lengths"],
+    )
     moves, tokens = (0, 1, 2, 1), (128, 128, 128, 57)  # 8 lengths from 1 to 0.9 * 16
     for row, moved, count in zip(rows, moves, tokens, strict=True):
         states = moved * 16 * 4 * (16 * 32 + 16 + 1)  # of 4 prompts in each of 4 rows of heads
@@ -38,19 +41,14 @@ def test_figures_of_each_variant(monkeypatch):
             tbps=(2 * count * per_step + states) / 3e12,
         )
         assert "".join(row["errors"]) == ("hcnm" if moved else "h")
-    B, NH, N, S, K, V = 2, 2, 4, 64, 16, 32
-    initial = dict(c_initial=(B, N, NH, K, V), n_initial=(B, N, NH, K), m_initial=(B, N, NH))
-    packed = dict(segment_ids=(B, S), return_last_states=False)
-    with_states = packed | dict(num_segments=N, return_last_states=True)
-    lengths = dict(sequence_lengths=(B * N,), return_last_states=True)
-    for options, of_measured in zip(
-        (packed, with_states, with_states | initial, lengths), asked[1::2], strict=True
-    ):
-        inputs = {name: of_measured.pop(name) for name in "qkvif"}
-        assert of_measured == options | dict(backend="xla")
-        rows = (B * N, NH, S // N) if options is lengths else (B, NH, S)
-        shapes = ((*rows, K), (*rows, K), (*rows, V), rows, rows)
-        assert [*inputs.values()] == [*shapes]
+    states = {"num_segments", "return_last_states"}
+    initial = {"c_initial", "n_initial", "m_initial"}
+    assert asked[1::2] == [
+        {"segment_ids"},
+        {"segment_ids", *states},
+        {"segment_ids", *states, *initial},
+        {"sequence_lengths", "return_last_states"},
+    ]
 
 
 @pytest.mark.slow
@@ -59,21 +57,3 @@ def test_measures_each_variant(odd):
     code, rows = measured("--backend=xla", f"--odd={odd}")
     assert (code, [row["status"] for row in rows]) == (0, ["ok"] * 4)
     assert all(0 < row["error"] <= TOLERANCES["bfloat16"][0] for row in rows)
-
-
-@pytest.mark.parametrize("odd", [True, False])
-def test_segments_of_a_row(odd, monkeypatch):
-    """Equal ones, or as many of random lengths."""
-    ids = []
-
-    def build(impl, arrays, options):
-        ids.append(arrays["segment_ids"])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(prefill_benchmark.Prefill, "build", build)
-    assert measured("--variant=plain", f"--odd={odd}")[0] == 130
-    [(first, second)] = ids
-    np.testing.assert_array_equal(first, second)
-    np.testing.assert_array_equal(np.unique(first), range(4))
-    assert (np.diff(first) >= 0).all()
-    assert odd != (np.bincount(first) == 16).all()

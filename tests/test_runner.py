@@ -208,7 +208,9 @@ long  3         -     -  skipped: x
 
 
 def run(rows, **options):
-    reports = dict(report=lambda rows: print(len(rows), "rows"), plot=lambda *x: print("plot", x[1]))
+    reports = dict(
+        report=lambda rows: print(len(rows), "rows"), plot=lambda *x: print("plot", x[1])
+    )
     options = SimpleNamespace(**OPTIONS | options)
     return runner.run("program", lambda _: iter(rows), COLUMNS, options, **reports)
 

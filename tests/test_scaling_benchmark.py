@@ -10,7 +10,7 @@ from benchmark_runs import quick_mlstm
 from kernel_benchmark import TOLERANCES
 from shapes import Shape
 
-OF = Shape(2, 1, 32, 16, 16)
+OF = Shape(2, 2, 32, 16, 16)
 run = functools.partial(benchmark_runs.measured, scaling, f"--shape={OF}", "--backend=xla")
 
 
@@ -68,7 +68,7 @@ def test_figures_of_the_devices_that_could_run(monkeypatch):
 
 def test_shapes_of_two_devices_and_reduced_ones_that_keep_the_head_dimensions():
     big, modes = Shape(8, 8, 8192, 256, 512), scaling.MODES
-    grown = dict(B=4), dict(NH=2), dict(S=64), {}
+    grown = dict(B=4), dict(NH=4), dict(S=64), {}
     assert [mode.whole(OF, 2) for mode in modes.values()] == [OF._replace(**x) for x in grown]
     sequence = modes["strong-sequence"]
     assert modes["weak-heads"].reduced(big, 4) == Shape(1, 4, 256, 256, 512)

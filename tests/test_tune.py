@@ -229,10 +229,14 @@ def test_candidates_are_distinct_and_possible(backend, stage):
         (0.011, 0.031, "best 0.969 (3.1 % less): row {"),
     ],
 )
-def test_a_row_needs_gains_of_a_stage_and_of_the_call(of_stage, of_call, message, run, fake, capsys):
+def test_a_row_needs_gains_of_a_stage_and_of_the_call(
+    of_stage, of_call, message, run, fake, capsys
+):
     """1 % and 3 %."""
     rules = tune.Calls("interpret", SHAPE, "bfloat16").row({})
-    fake.hook = lambda stage, row: Result("ok", 1 - (of_stage if stage else of_call) * (row != rules))
+    fake.hook = lambda stage, row: Result(
+        "ok", 1 - (of_stage if stage else of_call) * (row != rules)
+    )
     keys = "DHQK", "DHHV", "dtype", "lowering"
     of_case = 64, 128, "bfloat16", "triton"
     others = [(*of_case[:3], "mosaic_gpu"), (64, 128, "float32", "triton")]
@@ -243,7 +247,7 @@ def test_a_row_needs_gains_of_a_stage_and_of_the_call(of_stage, of_call, message
     assert f"{SHAPE} bfloat16: rules 1.000 ms, {message}" in capsys.readouterr().out
     rows = {tuple(map(row.get, keys)): [*row["config"]] for row in run.rows()}
     kept = {} if "no row" in message else {of_case: ["triton_chunk_gates"]}
-    assert rows == dict.fromkeys(others, []) | kept  # the present ones of other cases stay
+    assert rows == {x: [] for x in others} | kept  # the present ones of other cases stay
     [context] = {json.dumps(line[0]) for line in run.log()}
     assert {*json.loads(context)} == {"device", "jax", "source", "backend"}
 

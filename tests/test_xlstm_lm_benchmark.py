@@ -58,11 +58,11 @@ def test_measures_a_model_refuses_a_peer_that_differs_and_skips_one_that_is_not_
 
 
 def test_figures_of_a_training_step(monkeypatch):
-    """5 s to compile and four steps of 9, 2, 7 and 3 s, the first of which is not timed."""
+    """5 s to compile and four steps of 9, 2, 3 and 7 s, the first of which is not timed."""
     device = benchmark_runs.Device(monkeypatch, benchmark)
     sizes = dict(argument=7, output=6, temp=3, alias=5)
     memory = {f"{name}_size_in_bytes": x * 2**20 for name, x in sizes.items()}
-    steps = iter([(9.0, 4.0), (2.0, 3.5), (7.0, 3.0), (3.0, 2.5)])
+    steps = iter([(9.0, 4.0), (2.0, 3.5), (3.0, 3.0), (7.0, 2.5)])
 
     def step(*_):
         seconds, loss = next(steps)
