@@ -79,9 +79,8 @@ def read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
     check("embedding_dim", values.setdefault("embedding_dim", width) == width, width)
     config = Config(**{name: values[name] for name in defaults})
     check("inference_state_dtype", config.inference_state_dtype in DTYPES, " or ".join(DTYPES))
-    for name in (x for x in values if x.endswith("_kernel")):
-        exponential = "siging" not in str(values[name])
-        check(name, exponential, "a kernel with the exponential input gate")
+    for name in {"chunkwise_kernel", "sequence_kernel", "step_kernel"} & {*values}:
+        check(name, "siging" not in str(values[name]), "a kernel with the exponential input gate")
     for width in (config.qk_dim, config.v_dim):
         divides = width > 0 and width % config.num_heads == 0
         check("num_heads", divides, f"a divisor of {width}, the width of all heads")
@@ -240,8 +239,9 @@ def random_tensors(seed: int) -> Reader:
 
 
 def bytes_per_device(tensors: Tensors) -> int:
-    shards = ((x.dtype, x.sharding.shard_shape(x.shape)) for x in tensors.values())
-    return sum(dtype.itemsize * math.prod(shape) for dtype, shape in shards)
+    return sum(
+        x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in tensors.values()
+    )
 
 
 def state_bytes(config: Config, devices: int) -> int:

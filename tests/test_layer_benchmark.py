@@ -70,8 +70,8 @@ def test_what_is_left_beside_products_is_printed(capsys):
     ]
     layer_benchmark.remainders([*rows, dict(rows[0], name="b", product_floor_ms=None)])
     text = (
-        "\n{}, forward: products 2.000e+09 FLOP, floor {}; the rest 3.000e+06 bytes, floor 0.250 ms; "
-        "without_mlstm less products {}, less the floor of products {}\n"
+        "\n{}, forward: products 2.000e+09 FLOP, floor {}; the rest 3.000e+06 bytes, floor "
+        "0.250 ms; without_mlstm less products {}, less the floor of products {}\n"
     ).format
     expected = text("a", "0.500 ms", "2.500 ms", "3.500 ms") + text("b", "-", "-", "-")
     assert capsys.readouterr().out == expected

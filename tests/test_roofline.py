@@ -114,7 +114,7 @@ def test_attention_counts_pairs_once():
 
 
 def test_flops_of_7b_8k():
-    """In chunks of 128 steps, by step and head; the fused scan and recomputed scores add nothing."""
+    """In chunks of 128 steps, by step and head, whichever kernels run."""
     steps, inter, triangle = 8 * 8 * 8192, 2 * 256 * 512, 129
     forward, backward = roofline.mlstm(SHAPES["7b-8k"], 2, "fwbw")
     assert forward.flops == steps * (2 * inter + triangle * (256 + 512))
