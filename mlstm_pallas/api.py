@@ -136,8 +136,8 @@ def mlstm_chunkwise(
         None or zeros.
       normalize: False leaves out the denominator; with the sigmoid gate only.
       recompute_states_in_bw: False keeps C at the chunk boundaries for the
-        backward pass, which is then faster, at the cost of DHQK * DHV elements
-        per chunk and head. Use it under jax.checkpoint or when memory allows.
+        backward pass, DHQK * DHV elements per chunk and head. On an H200 calls
+        then take from 9 % less to 1 % more time, depending on jax and shape.
       layout: "BNTH", or "BTNH", the layout of a model's projections.
       backend: "triton", "mosaic_gpu", "xla", or a backend for tests;
         ``use_backend`` lists them. None: Triton on an NVIDIA GPU and plain jnp

@@ -1,7 +1,7 @@
 """The adapters for the documented systems of xlstm_jax: their signatures, and their values against
 float64 forms made here, step by step.
 
-The gradients under the documented convention are ``constant_denominator_gradients``, by autodiff in
+The gradients hold the denominator constant, as documented: autodiff of ``documented`` in
 float64.
 """
 
