@@ -179,23 +179,3 @@ def test_steps_behind_an_id_that_descends_are_in_no_segment():
     h, (c, *_) = run(**x, segment_ids=ids)
     assert np.flatnonzero(np.any(c, axis=(0, 2, 3, 4))).tolist() == [2, 3]
     assert_close(h, mlstm_chunkwise(**x, segment_ids=ids), tolerance("float32", 5))
-
-
-@pytest.mark.parametrize(
-    ("lengths", "S", "message"),
-    [
-        (3, None, "lengths is 3, expected the steps of each prompt, integers >= 0, of one row"),
-        ([3, -1, 2], None, r"lengths is \[3, -1, 2\], expected"),
-        ([[], []], None, r"lengths is \[\[\], \[\]\], expected"),
-        ([], None, r"lengths is \[\], expected"),
-        ([1.5], None, r"lengths is \[1.5\], expected"),
-        ([[1], 2], None, r"lengths is \[\[1\], 2\], expected"),
-        ([[3, 5], [6]], 7, "S is 7, expected an integer >= 8"),
-    ],
-)
-def test_lengths_that_cannot_be_packed(lengths, S, message):
-    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        pack_lengths(lengths, S)
-    if S is None and lengths:
-        with pytest.raises(TypeError, match="lengths is traced, expected integers: pack prompts"):
-            jax.jit(pack_lengths)(jnp.ones(3, int))
