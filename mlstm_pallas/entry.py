@@ -223,7 +223,7 @@ def prepare(
     if ids is not None:
         starts = starts_of(ids).astype(jnp.int32)
         if num_segments is not None:
-            inputs = inputs._replace(segment_ends=segment_ends(starts, num_segments, lengths))
+            inputs = inputs._replace(segment_ends=segment_ends(ids, num_segments, lengths))
         starts = starts if lengths is None else jnp.where(within, starts, 0)
         inputs = inputs._replace(starts=pad(starts, starts.dtype, p.S))
     return Call(spec, inputs, DHQK, DHV, q.dtype)

@@ -156,7 +156,7 @@ def plan(
     if num_segments is not None:
         num_segments = check_integer("num_segments", num_segments, 1)
         check_segments_fit(num_segments, lowering)
-    return _call_plan(spec, S, num_segments)
+    return _call_plan(spec, shape[2], num_segments)
 
 
 def _facts(gpu: str | None) -> Gpu:

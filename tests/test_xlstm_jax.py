@@ -1,8 +1,8 @@
 """The adapters for the documented systems of xlstm_jax: their signatures, and their values against
 float64 forms made here, step by step.
 
-The gradients under the documented convention are ``constant_denominator_gradients``, by autodiff in
-float64.
+Their gradients hold the denominator constant, as documented: they are derivatives of a form in
+which it is.
 """
 
 import inspect
