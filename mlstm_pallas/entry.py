@@ -283,6 +283,10 @@ def _as_int32(lengths: Any) -> Any:
     return lengths.clip(0, largest).astype("int32")
 
 
+# Without jit jnp.zeros transfers its number, which jax_transfer_guard may refuse.
+zeros_of = jax.jit(jnp.zeros, static_argnames=("shape", "dtype"))
+
+
 def pad(x: jax.Array, dtype: Any, *sizes: int, value: float = 0) -> jax.Array:
     """x in the dtype, with its last axes padded up to the sizes."""
     x = x.astype(dtype)

@@ -238,7 +238,7 @@ class Operation:
         return np.frombuffer(hashlib.sha256(identity.encode()).digest(), np.uint32)
 
 
-@functools.cache
+@functools.lru_cache(256)  # shapes are among the keys
 def _partitioned(operation: Operation) -> Callable[..., Any]:
     """The operation on its identity and arrays, which XLA can partition.
 
