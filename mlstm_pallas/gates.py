@@ -47,6 +47,8 @@ _INF = float("inf")
 # values (-1e9, the least of a dtype), which as ordinary gates would cost the chunk's sums their
 # digits.
 MASKED = -1e6
+# i and f of a step that carries the states on. They count as infinite, and pass jax_debug_infs.
+CARRIES_ON = -1e30, 1e30
 # exp of the negative is 0 in float32 and float64.
 _UNDERFLOW = 1024.0
 # exp of anything below these is 0, subnormals included.

@@ -21,7 +21,7 @@ from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.backward import backward as backward_schedule
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import lowerings, run, tiles_class
-from mlstm_pallas.entry import CHECKS, options_of, pad, spec_for
+from mlstm_pallas.entry import CHECKS, options_of, pad, spec_for, zeros_of
 from mlstm_pallas.fwbw import operation
 from mlstm_pallas.gates import ChunkGates, LocalGates
 from mlstm_pallas.normaliser import Normaliser, at_least, normaliser_gradients, query_scale
@@ -274,7 +274,7 @@ def run_stage(
         (*heads, _, DHQK), DHHV = x["matK"].shape, x["matV"].shape[-1]
         acc = accumulator_dtype(spec.dtype)
         shapes = (DHQK, DHHV), (DHQK,), ()
-        x |= {n: jnp.zeros((*heads, *s), acc) for n, s in zip(_INITIAL, shapes, strict=True)}
+        x |= {n: zeros_of((*heads, *s), acc) for n, s in zip(_INITIAL, shapes, strict=True)}
     x = {name: jnp.asarray(y) for name, y in x.items() if y is not None}
     results: Arrays = _run_stage(spec, x, stage=stage, **statics)
     return results
