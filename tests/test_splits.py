@@ -59,9 +59,10 @@ def test_split_products(backward):
 
 @pytest.mark.parametrize("lowering", [INTERPRETED, Lowering.MOSAIC_GPU_INTERPRET, PLAIN])
 def test_states_of_a_later_shard_are_added_where_they_have_not_decayed(lowering):
+    """In blocks of 64 x 64."""
     draw = np.random.default_rng(1)
-    X = array(draw.normal(size=(HEADS, NC, DHQK, 2 * DHHV)), "bfloat16")
-    added = np.float32(draw.normal(size=(HEADS, DHQK, 2 * DHHV)))
+    X = array(draw.normal(size=(HEADS, NC, 128, 128)), "bfloat16")
+    added = np.float32(draw.normal(size=(HEADS, 128, 128)))
     decays = np.float32(np.maximum(draw.normal(size=(HEADS, NC)), 0))
     run = functools.partial(dispatch.run, "add_decayed", call=call_of("add_decayed", lowering))
     x = dict(X=X, added=added, decays=decays)
