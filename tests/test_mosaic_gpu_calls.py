@@ -36,7 +36,7 @@ from oracle import (
 from test_distributed import h_over
 from test_gradients import BOUND
 from test_packed_sequences import check_prompts
-from test_stages import launch_of
+from test_stages import launch_of, roundings
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, use_backend
 from mlstm_pallas.backend import requested_backend
@@ -177,6 +177,20 @@ def test_gradients_trace_in_strict_modes(heads, config):
     x = call_shapes(1, 2, 256, *heads)
     with jax.enable_x64(True):
         assert [*jax.eval_shape(results_of(run), *x)] == [x[2], *x]
+
+
+@needs_mosaic_gpu
+def test_what_mosaic_gpu_kernels_round():
+    gates, sums = "chunk_summaries ff 0, chunk_gates fffffffff 0, ", "step_sums f 0, "
+    sums += "vector_states ff 0, "
+    scan, states = "parallel_fw_P hff 1, recurrent_fw_H h 4, ", "recurrent_fw_C hff 6, "
+    states += "parallel_fw_H hf 5, "
+    dP, dC = "parallel_bw_dP hhffff 8, ", "recurrent_bw_dC hh 6, "
+    last = "parallel_bw_dQKV hfhfhf 4, step_gradients fff 0, XLA 1"
+    tiles = dict(state_rows=128)
+    fused_plan = roundings("mosaic_gpu", fused=True, mosaic_gpu_recurrent_fw_H=tiles)
+    assert fused_plan == gates + sums + scan + dP + dC + last
+    assert roundings("mosaic_gpu", fused=False) == gates + states + dP + dC + sums + last
 
 
 BF16, H200 = jnp.dtype("bfloat16"), known_gpu("NVIDIA H200")
