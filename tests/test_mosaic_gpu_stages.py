@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_gates
+from jax.experimental import pallas as pl
 from mosaic_gpu_cases import RACE, RECURRENCES, quick_and_slow
 from oracle import assert_close, assert_same_bits, in_float64, needs_mosaic_gpu, slow, tolerance
 from test_stages import case, launch_of
@@ -191,6 +192,62 @@ def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group():
             whole = first + 64 <= S // 8 * 8
             assert groups_alone(first, S, 64) == (0 if whole else 8), (S, first)
         assert groups_alone(3, S, 64) == 8  # it begins inside a group
+
+
+@pytest.mark.parametrize(("B", "NH", "num_splits"), [(2, 3, 1), (2, 1, 2)])
+def test_tiles_that_are_copied_by_groups_are_where_they_should_be(B, NH, num_splits):
+    """The array, index by index, of a tile that is selected in two steps."""
+    from mlstm_pallas.mosaic_gpu.tile_copies import head_of
+
+    S, D, rows, columns = 102, 64, 16, 32
+    p = Problem(B, NH * num_splits, S // num_splits, D, D, S // num_splits, 1.0)
+    x = np.arange(B * NH * S * D).reshape(B * NH, num_splits, p.S, D)
+    for array in (x.reshape(-1, S, D), np.swapaxes(x.reshape(B, NH, S, D), 1, 2)):
+        for n in range(p.BNH):
+            steps = head_of(array, n, p)
+            assert steps.shape == (p.S, D)
+            steps = steps.at[pl.ds(8, 2 * rows)].at[pl.ds(rows, rows), pl.ds(columns, columns)]
+            at = *steps.before, slice(steps.start, steps.start + rows), *steps.behind
+            tile = array[*at, steps.column : steps.column + columns]
+            head = x.reshape(-1, p.S, D)[n]
+            assert np.array_equal(tile, head[8 + rows : 8 + 2 * rows, columns : 2 * columns])
+            assert (steps.S, steps.shape) == (S, (rows, columns))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_scans_over_the_steps_of_chunks(backward):
+    """Of 2 to 512 rows of 4 steps: the number of marks so far, and the last
+    mark, which does not commute."""
+    from mlstm_pallas.mosaic_gpu import chunk_scans
+    from mlstm_pallas.mosaic_gpu.launch import float32, mosaic_call
+
+    rows, sizes = 512, [2**j for j in range(1, 10)]
+
+    def join(left, x):
+        return left[0] + x[0], jnp.where(x[0] > 0, x[1], left[1])
+
+    def kernel(x, y, buffer):
+        tiles = [chunk_scans.load_rows(x.at[j]) for j in range(2)]
+        for j, size in enumerate(sizes):
+            scan = functools.partial(chunk_scans.running, backward=backward)
+            for k, result in enumerate(scan(join, tiles, (0.0, 0.0), size, buffer)):
+                chunk_scans.store_rows(y.at[j, k], result)
+
+    scratch = dict(buffer=chunk_scans.scan_buffer(2, rows, rows))
+    outputs = dict(y=float32(len(sizes), 2, rows, chunk_scans.STEPS))
+    call = mosaic_call(
+        kernel, name="scans", grid={"cta": 1}, outputs=outputs, scratch=scratch, interpret=True
+    )
+    marks = np.random.default_rng(0).random(rows * chunk_scans.STEPS) < 0.3
+    x = np.float32([marks, marks * np.arange(marks.size)])
+    result = jax.jit(lambda x: call(x=x)["y"])(x.reshape(2, rows, -1))
+    order = np.s_[:, ::-1] if backward else np.s_[:]
+    for size, (count, last) in zip(sizes, np.asarray(result), strict=True):
+        marked, numbers = (y.reshape(-1, 4 * size)[order] for y in x)
+        assert np.array_equal(count.reshape(marked.shape)[order], np.cumsum(marked, axis=1))
+        at = np.maximum.accumulate(np.where(marked > 0, np.arange(4 * size), -1), axis=1)
+        expected = np.where(at < 0, 0, np.take_along_axis(numbers, np.maximum(at, 0), axis=1))
+        assert np.array_equal(last.reshape(marked.shape)[order], expected)
 
 
 # Less than a group of chunks, one, and four splits of two with five chunks more.
