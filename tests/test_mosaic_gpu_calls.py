@@ -3,10 +3,14 @@ refused."""
 
 import functools
 import re
+import threading
+import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 from mosaic_gpu_cases import (
     ALL,
     CASES,
@@ -32,6 +36,7 @@ from oracle import (
     random_inputs,
     refused,
     results_of,
+    run_python,
 )
 from test_distributed import h_over
 from test_gradients import BOUND
@@ -191,6 +196,58 @@ def test_what_mosaic_gpu_kernels_round():
     fused_plan = roundings("mosaic_gpu", fused=True, mosaic_gpu_recurrent_fw_H=tiles)
     assert fused_plan == gates + sums + scan + dP + dC + last
     assert roundings("mosaic_gpu", fused=False) == gates + states + dP + dC + sums + last
+
+
+def lowers_a_kernel_of_its_own(size):
+    from jax.experimental.pallas import triton
+
+    def kernel(x, y):
+        y[...] = x[...] + 1
+
+    x = jax.ShapeDtypeStruct((size,), jnp.float32)
+    run = pl.pallas_call(kernel, out_shape=x, compiler_params=triton.CompilerParams(num_warps=1))
+    lowered_for_cuda(jax.jit(run), x)
+
+
+def lowers_a_call(size):
+    lowered_for_cuda(jax.jit(functools.partial(mlstm_chunkwise, chunk_size=size)), *HALF)
+
+
+@needs_mosaic_gpu
+def test_the_deprecation_of_triton_is_said_of_kernels_of_users_alone():
+    """Also while another thread lowers a call."""
+    lowers = lowers_a_kernel_of_its_own, lowers_a_call, lowers_a_kernel_of_its_own
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        threads = [threading.Thread(target=x, args=[64]) for x in lowers]
+        for x in threads:
+            x.start()
+        for x in threads:
+            x.join()
+    assert ["Triton backend is deprecated" in str(x.message) for x in said] == [True] * 2
+
+
+INTERPRETS = """
+import functools, sys, jax, jax.numpy as jnp, mlstm_pallas
+from jax.sharding import AbstractDevice, AbstractMesh
+
+H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+shape = dict(B=1, NH=1, S=128, DHQK=64, DHV=64)
+assert mlstm_pallas.plan(**shape, backend="mosaic_gpu", gpu="NVIDIA H200").launches
+x, gate = jnp.zeros((1, 1, 128, 64), jnp.bfloat16), jnp.zeros((1, 1, 128))
+for backend in ("mosaic_gpu", "mosaic_gpu_interpret"):
+    run = functools.partial(mlstm_pallas.mlstm_chunkwise, backend=backend)
+    with jax.sharding.use_abstract_mesh(H200):
+        traced = str(jax.make_jaxpr(run)(x, x, x, gate, gate))
+    print("mpmd_map" in traced, "mlstm_pallas.mosaic_gpu.interpreter" in sys.modules)
+"""
+
+
+@needs_mosaic_gpu
+def test_the_interpreter_is_imported_when_something_is_interpreted():
+    root = str(Path(__file__).parents[1])
+    out = run_python("-c", INTERPRETS, PYTHONPATH=root).splitlines()
+    assert out[-2:] == ["True False", "True True"]
 
 
 BF16, H200 = jnp.dtype("bfloat16"), known_gpu("NVIDIA H200")

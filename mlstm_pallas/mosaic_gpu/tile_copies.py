@@ -22,7 +22,7 @@ from mlstm_pallas.mosaic_gpu.inline_mlir import (
     inline_load_transposed,
     inline_store_transposed,
 )
-from mlstm_pallas.mosaic_gpu.interpreter import interpretable
+from mlstm_pallas.mosaic_gpu.interpretable import interpretable
 from mlstm_pallas.mosaic_gpu.launch import plgpu
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.tiles import divide, remainder
