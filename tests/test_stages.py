@@ -259,10 +259,11 @@ def test_tiles_of_every_product_stage_are_tested():
 
 @pytest.mark.parametrize("stage", ["recurrent_fw_C", "recurrent_bw_dC"])
 @pytest.mark.parametrize(
-    ("dtype", "num_splits", "resets"), [("float32", 8, True), ("bfloat16", 2, False)]
+    ("dtype", "L", "num_splits", "resets"),
+    [("float32", 16, 8, True), ("bfloat16", 128, 2, False)],
 )
-def test_recurrences_in_splits(stage, dtype, num_splits, resets):
-    x = case(dtype, 16, resets=resets, f_shift=6.0)
+def test_recurrences_in_splits(stage, dtype, L, num_splits, resets):
+    x = case(dtype, L, num_splits * L, resets=resets, f_shift=6.0)
     tiles = dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32, num_splits=num_splits)
     x.check(stage, tiles)
 

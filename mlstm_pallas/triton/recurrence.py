@@ -40,8 +40,8 @@ from mlstm_pallas.stage import Launch, clamped
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
 from mlstm_pallas.stages.step_sums import Operands as StepSums
-from mlstm_pallas.stages.step_sums import step_sums
 from mlstm_pallas.tiles import block_at, blocks, divide, dot, loop, remainder
+from mlstm_pallas.triton import step_sums
 from mlstm_pallas.triton.launch import (
     Operand,
     PipelinedTiles,
@@ -215,10 +215,18 @@ def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOu
             X_last = heads_of_splits(X_last, num_splits)[:, 0 if x.backward else -1]
         vectors: tuple[Any, Any] = (None, None)
         if x.r is not None and x.x_initial is not None:
-            added = step_sums(StepSums(x.a, x.r), call=call)
+            added = _sums(x.a, x.r, call)
             vectors = vector_states(added, x.gamma, x.x_initial, backward=x.backward)
         results[index] = RecurrenceOutputs(X, X_last, *vectors)
     return results
+
+
+def _sums(a: Array, r: Array, call: Launch) -> Array:
+    """sum_t r_t a_t of each chunk, (B * NH, NC, DHQK), in tiles of up to 64 x 64."""
+    p, tiles = call.problem, step_sums.Tiles(clamped(64, call.problem.DHQK), num_warps=4)
+    call = dataclasses.replace(call, problem=p.in_chunks_of(64), tiles=tiles)
+    sums = step_sums.step_sums(StepSums(a, r), call=call)
+    return jnp.sum(sums.reshape(p.BNH, p.NC, -1, p.DHQK), axis=2)
 
 
 def _in_splits(x: Recurrence, num_splits: int, call: Launch) -> Recurrence:
