@@ -336,12 +336,12 @@ BACKWARD = "parallel_bw_dP hhhfffhf 4, {}recurrent_bw_dC hh 2, parallel_bw_dQKV 
 def test_what_triton_kernels_round():
     """h once, not in each of eight launches of the scan."""
     gates, split_products = "chunk_gates fffffff 0, stabiliser_scan f 0, ", "split_products hf 2, "
-    scan = "key_sums f 0, parallel_fw_P hfhf 3, recurrent_fw_H f 1, recurrent_fw_H h 2, "
-    states = "recurrent_fw_C h 1, parallel_fw_H hf 2, "
+    sums, scan = "key_sums f 0, ", "parallel_fw_P hfhf 3, recurrent_fw_H f 1, recurrent_fw_H h 2, "
+    states, H = "recurrent_fw_C h 1, ", "parallel_fw_H hf 2, "
     tiles = dict(state_rows=32)
     assert roundings("triton", fused=True, triton_recurrent_fw_H=tiles) == (
-        gates + scan + BACKWARD.format(split_products) + "XLA 1"
+        gates + sums + scan + BACKWARD.format(split_products) + "XLA 1"
     )
     assert roundings("triton", fused=False) == (
-        gates + split_products + states + BACKWARD.format("") + "XLA 2"
+        gates + split_products + states + sums + H + BACKWARD.format("") + "XLA 2"
     )
