@@ -43,7 +43,13 @@ from test_gradients import BOUND
 from test_packed_sequences import check_prompts
 from test_stages import launch_of, roundings
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, use_backend
+from mlstm_pallas import (
+    KernelConfig,
+    mlstm_chunkwise,
+    mlstm_recurrent_step,
+    plan,
+    use_backend,
+)
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.export import CUSTOM_CALL_TARGET
 from mlstm_pallas.gpu import known_gpu
@@ -323,8 +329,9 @@ def test_tiles_of_h_count_where_delta_is_computed():
 
 
 @needs_mosaic_gpu
-def test_heads_beyond_the_grid_run_on_triton():
-    always, recurrences = {"chunk_gates", "parallel_fw_H"}, {"recurrent_fw_C", "recurrent_bw_dC"}
+def test_recurrences_of_heads_beyond_the_grid_run_on_triton():
+    always = {"chunk_gates", "parallel_fw_H"} | SCAN
+    recurrences = {"recurrent_fw_C", "recurrent_bw_dC"}
 
     def stages(NH, S, **config):
         """Those on Mosaic GPU, with the fused scan and with materialised states, but for the
@@ -334,7 +341,10 @@ def test_heads_beyond_the_grid_run_on_triton():
             both = set.union(*(mosaic_stages(1, NH, S, 64, 128, config=x) for x in configs))
         return both & ALL - {"parallel_bw_dP", "parallel_bw_dQKV"}
 
-    assert stages(32_767, 64) == always | SCAN | recurrences
-    assert stages(32_768, 64) == always | SCAN
-    assert stages(65_536, 64) == always
-    assert "recurrent_fw_H" not in stages(32_767, 8192, num_splits=4)
+    assert stages(32_767, 64) == always | recurrences
+    assert stages(32_768, 64) == stages(65_536, 64) == always
+    assert "recurrent_fw_H" in stages(32_767, 8192, num_splits=4)
+    segments = plan(
+        B=8, NH=8, S=8192, DHQK=256, DHV=512, num_segments=2000, backend="mosaic_gpu", gpu=H200.name
+    )
+    assert {x.lowering for x in segments.launches} == {"mosaic_gpu"}
