@@ -54,13 +54,13 @@ CTAS_PER_SM = 2
 
 
 def _recurrence_kernel(
-    a,  # (S, siz_b_DHQK)
+    a,  # (S, siz_b_DHQK), S and NC of a split, which is one chunk in split_products
     b,  # (S, siz_b_DHHV)
     r,  # (S,), absent if a is scaled
     gamma,  # (NC,)
     X_initial,  # (siz_b_DHQK, siz_b_DHHV), may be absent
     x_initial,  # (siz_b_DHQK,), may be absent
-    num_live,  # the chunks that are computed, may be absent
+    num_live,  # () the chunks that are computed, may be absent
     X,  # out (NC, siz_b_DHQK, siz_b_DHHV)
     X_last,  # out (siz_b_DHQK, siz_b_DHHV), may be absent
     x,  # out (NC, siz_b_DHQK), absent without x_initial
@@ -200,9 +200,11 @@ def split_products(
 
 
 def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
-    """``recurrences`` of stages/recurrence.py, in one launch, without inner products.
+    """``recurrences`` of stages/recurrence.py, without inner products.
 
-    Only a recurrence with x scales a in the kernel.
+    One launch has all of them. With splits, one launch per recurrence before it computes what the
+    splits add, and n has kernels of its own. Without splits, a recurrence with x scales a in the
+    kernel; any other gets a scaled.
     """
     num_splits, p = call.tiles.num_splits, call.problem
     if num_splits == 1:
