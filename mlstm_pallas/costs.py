@@ -68,7 +68,7 @@ def cost(name: str, p: Problem, itemsize: int) -> Cost:
             steps * (4 * K + 3 * V + 2 * p.L) + 2 * states,
             2 * chunks * K + 6 * steps + chunks,
         ),
-        # q, k, v, h and n twice; itemsize is that of every array
+        # C, n and m twice, q, k, v, h, i and f, as if all had this itemsize
         "recurrent_step": (4 * initial, 2 * initial + p.BNH * (4 * K + 2 * V + 4), 0),
     }
     flops, numbers, floats = costs[name]

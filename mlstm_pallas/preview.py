@@ -215,7 +215,8 @@ def _scan_bytes(scan: Launch, itemsize: int) -> int:
 def _temporary_bytes(spec: CallSpec) -> int:
     """The most memory that the arrays between the launches of a pass take.
 
-    In the backward pass qbar and kbar have the memory of dq and dk.
+    In the backward pass qbar and kbar have the memory of dq and dk. The forward pass is the larger
+    one where values are much narrower than keys.
     """
     p, plan = spec.problem, spec.plan
     steps, itemsize = p.BNH * p.S, spec.dtype.itemsize

@@ -305,7 +305,7 @@ RECURRENCES = {
     "delta_rows_of_64": Recurrences(rows=64, num_stages=2, delta=True),
     "delta_dC_alone": Recurrences((1, 1, 512, 128, 128), alone=True, states=False, delta=True),
     "splits": Recurrences(
-        (1, 1, 256, 64, 64), L=64, num_stages=2, num_splits=4, layout="BTNH", delta=True
+        (1, 2, 512, 64, 64), L=64, num_stages=2, num_splits=4, layout="BTNH", delta=True
     ),
     "columns_of_64": Recurrences((1, 2, 128, 64, 192), L=64, states=False),
     "delta_scaled_float16": Recurrences(weighted=False, dtype="float16", delta=True),

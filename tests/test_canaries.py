@@ -4,6 +4,7 @@ and repeated runs have equal bits."""
 import dataclasses
 import importlib
 import pkgutil
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -181,6 +182,33 @@ def test_what_is_not_written_is_nan_when_interpreted():
     call = Launch(Problem(1, 1, 32, 16, 16, 32, 1.0), Tiles(), None, Lowering.INTERPRET)
     operands = dict(x=(jnp.zeros(32), "0")), dict(y=(HALF, "0"))
     assert_half_is_nan(launch.kernel_call(writes_half, *operands, grid=(1,), call=call)["y"])
+
+
+def copies_some(x, y, call=None):
+    """Rows 24 to 27 of 0 to 27, and what is read of rows 24 to 39."""
+    rows, end = pl.ds(24, 16), np.int32(28)
+    read = launch.up_to(end, x, call)[rows, :]
+    launch.up_to(end, y, call)[rows, :] = read
+    y[pl.ds(0, 16), :] = read
+
+
+@pytest.mark.parametrize("lowering", [Lowering.INTERPRET, Lowering.TRITON])
+def test_rows_beyond_an_end_are_neither_read_nor_written(lowering):
+    """Compiled kernels have masked stores, which are interpreted here."""
+    call = Launch(Problem(1, 1, 48, 16, 16, 48, 1.0), Tiles(), None, lowering)
+    shape = jax.ShapeDtypeStruct((1, 48, 16), jnp.float32)
+    operands = dict(x=(jnp.ones(shape.shape), "bs0")), dict(y=(shape, "bs0"))
+    pallas_call = pl.pallas_call
+
+    def interpreted(*args, **options):
+        return pallas_call(*args, **options | dict(interpret=True))
+
+    with mock.patch.object(pl, "pallas_call", interpreted):
+        y = launch.kernel_call(copies_some, *operands, grid=(1,), axes="b", call=call)["y"][0, :, 0]
+    expected = np.full(48, np.nan)
+    expected[:16] = np.arange(16) < 4
+    expected[24:28] = 1
+    np.testing.assert_array_equal(y, expected)
 
 
 # ---------------- Mosaic GPU

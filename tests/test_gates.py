@@ -92,6 +92,19 @@ def test_gates_are_those_of_the_recurrence(form, case, L):
     check_gates(form, case, L, packed=True, lengths=LENGTHS if case == "plain" else None)
 
 
+def test_stabilisers_of_many_chunks_are_those_of_the_recurrence():
+    """In three blocks of 512 chunks; the initial state is forgotten in the second one."""
+    r, S, L = np.random.default_rng(0), 1040 * 16, 16
+    i, f = np.float32(r.normal(size=(2, 1, S)))
+    m, f = np.float32([40.0]), f + 9
+    f[0, 9000] = -np.inf
+    result = gates_of(i, f, m, L=L, form=Lowering.INTERPRET).scaM_states
+    expected, fbar = [m], -np.logaddexp(0.0, -np.float64(f))
+    for t in range(S):
+        expected.append(np.maximum(fbar[:, t] + expected[-1], i[:, t]))
+    np.testing.assert_allclose(result.T, expected[::L], rtol=2.0**-22, atol=2.0**-22)
+
+
 def test_sigmoid_gates_are_those_of_the_recurrence():
     for form in FORMS:
         check_gates(form, "resets", 64, 128, InputGate.SIGMOID)
@@ -168,6 +181,29 @@ def check_vector_states(call, backward):
 @pytest.mark.parametrize("backward", [False, True])
 def test_vector_states(backward):
     check_vector_states(planning.plain(Problem(1, 6, 5, 8, 8, 1, 1.0)), backward)
+
+
+def check_step_sums(shape, layout, dtype, call):
+    """shape: B, NH, S and D."""
+    p, draw = call.problem, np.random.default_rng(3)
+    x = draw.normal(size=shape).astype(jnp.dtype(dtype))
+    weights = np.float32(draw.normal(size=(p.BNH, p.S)))
+    rows = np.swapaxes(x, 1, 2) if layout == "BTNH" else x.reshape(p.BNH, p.S, -1)
+    result = jax.jit(functools.partial(dispatch.run, "step_sums", call=call))(
+        rows=rows, weights=weights
+    )
+    chunks = p.BNH, p.NC, p.L
+    x, weights = np.float64(x).reshape(*chunks, -1), weights.reshape(chunks)
+    assert result.dtype == jnp.float32
+    assert_close(result, np.einsum("nctd,nct->ncd", x, weights), tolerance("float32", p.L))
+
+
+@pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
+def test_step_sums_against_float64(layout):
+    """In three blocks of columns."""
+    p = Problem(2, 2, 64, 48, 16, 32, 1.0)
+    call = launch_of("step_sums", p, "bfloat16", Lowering.INTERPRET, dict(siz_b_DHQK=16))
+    check_step_sums((2, 2, 64, 48), layout, "bfloat16", call)
 
 
 @pytest.mark.parametrize("n", [1, 32, 33, 1000])

@@ -3,10 +3,14 @@ refused."""
 
 import functools
 import re
+import threading
+import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 from mosaic_gpu_cases import (
     ALL,
     CASES,
@@ -32,14 +36,21 @@ from oracle import (
     random_inputs,
     refused,
     results_of,
+    run_python,
     tolerance,
 )
 from test_distributed import h_over
 from test_gradients import BOUND
 from test_packed_sequences import check_prompts
-from test_stages import launch_of
+from test_stages import launch_of, roundings
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, use_backend
+from mlstm_pallas import (
+    KernelConfig,
+    mlstm_chunkwise,
+    mlstm_recurrent_step,
+    plan,
+    use_backend,
+)
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.export import CUSTOM_CALL_TARGET
 from mlstm_pallas.gpu import known_gpu
@@ -179,6 +190,72 @@ def test_gradients_trace_in_strict_modes(heads, config):
         assert [*jax.eval_shape(results_of(run), *x)] == [x[2], *x]
 
 
+@needs_mosaic_gpu
+def test_what_mosaic_gpu_kernels_round():
+    gates, sums = "chunk_summaries ff 0, chunk_gates fffffffff 0, ", "step_sums f 0, "
+    sums += "vector_states ff 0, "
+    scan, states = "parallel_fw_P hff 1, recurrent_fw_H h 4, ", "recurrent_fw_C hff 6, "
+    states += "parallel_fw_H hf 5, "
+    dP, dC = "parallel_bw_dP hhffff 8, ", "recurrent_bw_dC hh 6, "
+    last = "parallel_bw_dQKV hfhfhf 4, step_gradients fff 0, XLA 1"
+    tiles = dict(state_rows=128)
+    fused_plan = roundings("mosaic_gpu", fused=True, mosaic_gpu_recurrent_fw_H=tiles)
+    assert fused_plan == gates + sums + scan + dP + dC + last
+    assert roundings("mosaic_gpu", fused=False) == gates + states + dP + dC + sums + last
+
+
+def lowers_a_kernel_of_its_own(size):
+    from jax.experimental.pallas import triton
+
+    def kernel(x, y):
+        y[...] = x[...] + 1
+
+    x = jax.ShapeDtypeStruct((size,), jnp.float32)
+    run = pl.pallas_call(kernel, out_shape=x, compiler_params=triton.CompilerParams(num_warps=1))
+    lowered_for_cuda(jax.jit(run), x)
+
+
+def lowers_a_call(size):
+    lowered_for_cuda(jax.jit(functools.partial(mlstm_chunkwise, chunk_size=size)), *HALF)
+
+
+@needs_mosaic_gpu
+def test_the_deprecation_of_triton_is_said_of_kernels_of_users_alone():
+    """Also while another thread lowers a call."""
+    lowers = lowers_a_kernel_of_its_own, lowers_a_call, lowers_a_kernel_of_its_own
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        threads = [threading.Thread(target=x, args=[64]) for x in lowers]
+        for x in threads:
+            x.start()
+        for x in threads:
+            x.join()
+    assert ["Triton backend is deprecated" in str(x.message) for x in said] == [True] * 2
+
+
+INTERPRETS = """
+import functools, sys, jax, jax.numpy as jnp, mlstm_pallas
+from jax.sharding import AbstractDevice, AbstractMesh
+
+H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+shape = dict(B=1, NH=1, S=128, DHQK=64, DHV=64)
+assert mlstm_pallas.plan(**shape, backend="mosaic_gpu", gpu="NVIDIA H200").launches
+x, gate = jnp.zeros((1, 1, 128, 64), jnp.bfloat16), jnp.zeros((1, 1, 128))
+for backend in ("mosaic_gpu", "mosaic_gpu_interpret"):
+    run = functools.partial(mlstm_pallas.mlstm_chunkwise, backend=backend)
+    with jax.sharding.use_abstract_mesh(H200):
+        traced = str(jax.make_jaxpr(run)(x, x, x, gate, gate))
+    print("mpmd_map" in traced, "mlstm_pallas.mosaic_gpu.interpreter" in sys.modules)
+"""
+
+
+@needs_mosaic_gpu
+def test_the_interpreter_is_imported_when_something_is_interpreted():
+    root = str(Path(__file__).parents[1])
+    out = run_python("-c", INTERPRETS, PYTHONPATH=root).splitlines()
+    assert out[-2:] == ["True False", "True True"]
+
+
 BF16, H200 = jnp.dtype("bfloat16"), known_gpu("NVIDIA H200")
 HEADS_OF_7B, NARROW_HEADS = (8, 8, 8192, 256, 512), (8, 16, 8192, 128, 256)
 
@@ -252,8 +329,9 @@ def test_tiles_of_h_count_where_delta_is_computed():
 
 
 @needs_mosaic_gpu
-def test_heads_beyond_the_grid_run_on_triton():
-    always, recurrences = {"chunk_gates", "parallel_fw_H"}, {"recurrent_fw_C", "recurrent_bw_dC"}
+def test_recurrences_of_heads_beyond_the_grid_run_on_triton():
+    always = {"chunk_gates", "parallel_fw_H"} | SCAN
+    recurrences = {"recurrent_fw_C", "recurrent_bw_dC"}
 
     def stages(NH, S, **config):
         """Those on Mosaic GPU, with the fused scan and with materialised states, but for the
@@ -263,7 +341,10 @@ def test_heads_beyond_the_grid_run_on_triton():
             both = set.union(*(mosaic_stages(1, NH, S, 64, 128, config=x) for x in configs))
         return both & ALL - {"parallel_bw_dP", "parallel_bw_dQKV"}
 
-    assert stages(32_767, 64) == always | SCAN | recurrences
-    assert stages(32_768, 64) == always | SCAN
-    assert stages(65_536, 64) == always
-    assert "recurrent_fw_H" not in stages(32_767, 8192, num_splits=4)
+    assert stages(32_767, 64) == always | recurrences
+    assert stages(32_768, 64) == stages(65_536, 64) == always
+    assert "recurrent_fw_H" in stages(32_767, 8192, num_splits=4)
+    segments = plan(
+        B=8, NH=8, S=8192, DHQK=256, DHV=512, num_segments=2000, backend="mosaic_gpu", gpu=H200.name
+    )
+    assert {x.lowering for x in segments.launches} == {"mosaic_gpu"}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_gates
+from jax.experimental import pallas as pl
 from mosaic_gpu_cases import RACE, RECURRENCES, quick_and_slow
 from oracle import assert_close, assert_same_bits, in_float64, needs_mosaic_gpu, slow, tolerance
 from test_stages import case, launch_of
@@ -55,9 +56,11 @@ DP, DQKV = ("parallel_bw_dP", dict(num_stages=3)), ("parallel_bw_dQKV", dict(num
         slow(DP, 512, 1, 128, 128, "BTNH_unnormalised"),
         # Two warpgroups, which have not as many keys, and two column blocks.
         (fw_H(128, 128, 2), 256, 2, 128, 256, "BTNH"),
-        (fw_H(64, 64, 1), 64, 2, 128, 64, "BNTH"),  # two steps through one slot
+        # Two steps through one slot, and two parts of h through the memory of one part of q.
+        (fw_H(64, 128, 1), 64, 2, 64, 128, "BNTH"),
+        (("parallel_fw_P", {}), 64, 2, 384, 64, "BNTH"),  # q and k in two copies
         slow(fw_H(64, 256, 1), 128, 2, 320, 256, "BNTH_unnormalised"),
-        (fw_C(64, 64, num_splits=2), 64, 4, 64, 64, "BTNH"),
+        (fw_C(64, 64, num_splits=4), 64, 4, 64, 64, "BTNH"),
         # n in two column blocks, of which one stores it: once, or each warpgroup the half.
         (fw_C(64, 128), 128, 2, 64, 256, "BNTH"),
         slow(fw_C(128, 128), 128, 2, 128, 256, "BNTH"),
@@ -132,6 +135,7 @@ def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger(
     [
         (2, 384, 128, 1.0, True),  # blocks of 128 steps, runs over several of them
         (1, 1536, 512, 0.99, True),  # one chunk per block, each of which joins the later ones
+        (2, 640, 128, 1.0, True),  # XLA joins more than four blocks
         slow(1, 1024, 1024, 0.5, False),  # two blocks per chunk
     ],
 )
@@ -153,6 +157,7 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
     x["through"] = draw.normal(size=(BNH, NC))
     x = jax.tree.map(np.float32, x)
     carried, goes_on, passes = (draw.random((BNH, S)) < p for p in (share, 0.999, 0.95))
+    carried[0, 2 * L] = False  # behind a whole block
     flags = M_FROM_PREVIOUS * carried + M_GRAD_FLOWS * (goes_on & carried) + DECAY_NONZERO * passes
     flags = np.int32(flags)
     call = call_of("step_gradients", Problem(1, BNH, S, 64, 64, L, 1.0))
@@ -175,17 +180,8 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
     ],
 )
 def test_step_sums_against_float64(shape, L, layout, dtype):
-    *_, S, D = shape
-    p, draw = make_problem(shape, D, L, pad_heads=False), np.random.default_rng(3)
-    x = draw.normal(size=shape).astype(jnp.dtype(dtype))
-    weights = np.float32(draw.normal(size=(p.BNH, S)))
-    given = np.swapaxes(x, 1, 2) if layout == "BTNH" else x.reshape(p.BNH, S, D)
-    run = functools.partial(dispatch.run, "step_sums", call=call_of("step_sums", p))
-    result = jax.jit(run)(rows=given, weights=weights)
-    chunks = p.BNH, p.NC, L
-    x, weights = np.float64(x).reshape(*chunks, D), weights.reshape(chunks)
-    assert result.dtype == jnp.float32
-    assert_close(result, np.einsum("nctd,nct->ncd", x, weights), tolerance("float32", L))
+    p = make_problem(shape, shape[-1], L, pad_heads=False)
+    test_gates.check_step_sums(shape, layout, dtype, call_of("step_sums", p))
 
 
 def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group():
@@ -198,11 +194,67 @@ def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group():
         assert groups_alone(3, S, 64) == 8  # it begins inside a group
 
 
-# Less than a group of chunks, one, and four splits of one with nine chunks more.
-@pytest.mark.parametrize(("NC", "backward"), [(5, False), (16, True), (100, False), (100, True)])
+@pytest.mark.parametrize(("B", "NH", "num_splits"), [(2, 3, 1), (2, 1, 2)])
+def test_tiles_that_are_copied_by_groups_are_where_they_should_be(B, NH, num_splits):
+    """The array, index by index, of a tile that is selected in two steps."""
+    from mlstm_pallas.mosaic_gpu.tile_copies import head_of
+
+    S, D, rows, columns = 102, 64, 16, 32
+    p = Problem(B, NH * num_splits, S // num_splits, D, D, S // num_splits, 1.0)
+    x = np.arange(B * NH * S * D).reshape(B * NH, num_splits, p.S, D)
+    for array in (x.reshape(-1, S, D), np.swapaxes(x.reshape(B, NH, S, D), 1, 2)):
+        for n in range(p.BNH):
+            steps = head_of(array, n, p)
+            assert steps.shape == (p.S, D)
+            steps = steps.at[pl.ds(8, 2 * rows)].at[pl.ds(rows, rows), pl.ds(columns, columns)]
+            at = *steps.before, slice(steps.start, steps.start + rows), *steps.behind
+            tile = array[*at, steps.column : steps.column + columns]
+            head = x.reshape(-1, p.S, D)[n]
+            assert np.array_equal(tile, head[8 + rows : 8 + 2 * rows, columns : 2 * columns])
+            assert (steps.S, steps.shape) == (S, (rows, columns))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_scans_over_the_steps_of_chunks(backward):
+    """Of 2 to 512 rows of 4 steps: the number of marks so far, and the last
+    mark, which does not commute."""
+    from mlstm_pallas.mosaic_gpu import chunk_scans
+    from mlstm_pallas.mosaic_gpu.launch import float32, mosaic_call
+
+    rows, sizes = 512, [2**j for j in range(1, 10)]
+
+    def join(left, x):
+        return left[0] + x[0], jnp.where(x[0] > 0, x[1], left[1])
+
+    def kernel(x, y, buffer):
+        tiles = [chunk_scans.load_rows(x.at[j]) for j in range(2)]
+        for j, size in enumerate(sizes):
+            scan = functools.partial(chunk_scans.running, backward=backward)
+            for k, result in enumerate(scan(join, tiles, (0.0, 0.0), size, buffer)):
+                chunk_scans.store_rows(y.at[j, k], result)
+
+    scratch = dict(buffer=chunk_scans.scan_buffer(2, rows, rows))
+    outputs = dict(y=float32(len(sizes), 2, rows, chunk_scans.STEPS))
+    call = mosaic_call(
+        kernel, name="scans", grid={"cta": 1}, outputs=outputs, scratch=scratch, interpret=True
+    )
+    marks = np.random.default_rng(0).random(rows * chunk_scans.STEPS) < 0.3
+    x = np.float32([marks, marks * np.arange(marks.size)])
+    result = jax.jit(lambda x: call(x=x)["y"])(x.reshape(2, rows, -1))
+    order = np.s_[:, ::-1] if backward else np.s_[:]
+    for size, (count, last) in zip(sizes, np.asarray(result), strict=True):
+        marked, numbers = (y.reshape(-1, 4 * size)[order] for y in x)
+        assert np.array_equal(count.reshape(marked.shape)[order], np.cumsum(marked, axis=1))
+        at = np.maximum.accumulate(np.where(marked > 0, np.arange(4 * size), -1), axis=1)
+        expected = np.where(at < 0, 0, np.take_along_axis(numbers, np.maximum(at, 0), axis=1))
+        assert np.array_equal(last.reshape(marked.shape)[order], expected)
+
+
+# Less than a group of chunks, one, and four splits of two with five chunks more.
+@pytest.mark.parametrize(("NC", "backward"), [(5, False), (16, True), (148, False), (148, True)])
 def test_vector_states(NC, backward):
     problem = make_problem((1, 2, 64 * NC, 128), 128, 64, pad_heads=False)
-    call = call_of("vector_states", problem, num_splits=4 if NC == 100 else 1)
+    call = call_of("vector_states", problem, num_splits=4 if NC == 148 else 1)
     test_gates.check_vector_states(call, backward)
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import array, assert_close, tolerance
+from test_packed_sequences import check_prompts
 
 from mlstm_pallas import KernelConfig, dispatch, planning
 from mlstm_pallas.gpu import HOPPER, UNKNOWN
@@ -59,9 +60,10 @@ def test_split_products(backward):
 
 @pytest.mark.parametrize("lowering", [INTERPRETED, Lowering.MOSAIC_GPU_INTERPRET, PLAIN])
 def test_states_of_a_later_shard_are_added_where_they_have_not_decayed(lowering):
+    """In blocks of 64 x 64."""
     draw = np.random.default_rng(1)
-    X = array(draw.normal(size=(HEADS, NC, DHQK, 2 * DHHV)), "bfloat16")
-    added = np.float32(draw.normal(size=(HEADS, DHQK, 2 * DHHV)))
+    X = array(draw.normal(size=(HEADS, NC, 128, 128)), "bfloat16")
+    added = np.float32(draw.normal(size=(HEADS, 128, 128)))
     decays = np.float32(np.maximum(draw.normal(size=(HEADS, NC)), 0))
     run = functools.partial(dispatch.run, "add_decayed", call=call_of("add_decayed", lowering))
     x = dict(X=X, added=added, decays=decays)
@@ -70,6 +72,14 @@ def test_states_of_a_later_shard_are_added_where_they_have_not_decayed(lowering)
     expected = start + decays[..., None, None] * np.float64(added[:, None])
     assert np.abs(result - expected).max() <= 2.0**-8 * np.abs(expected).max()
     assert np.array_equal(result[decays == 0], start[decays == 0])
+
+
+def test_states_of_packed_prompts_in_several_blocks():
+    """Two launches of the scan, each with two blocks of columns."""
+    tiles = dict(siz_b_DHQK=16, siz_b_DHHV=16, state_rows=16)
+    config = KernelConfig(chunk_size=16, triton_recurrent_fw_H=tiles)
+    rows = [1, 2, 15, 16, 17], [33]
+    check_prompts(0, 32, 32, rows=rows, go_on=True, backend="interpret", config=config)
 
 
 def test_a_number_of_splits_is_cut_to_what_divides_the_chunks():

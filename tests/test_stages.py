@@ -3,13 +3,25 @@
 import functools
 import inspect
 
+import compile_report
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import array, assert_close, assert_same_bits, in_float64, random_inputs, slow, tolerance
+from oracle import (
+    array,
+    assert_close,
+    assert_same_bits,
+    call_shapes,
+    for_device,
+    in_float64,
+    random_inputs,
+    results_of,
+    slow,
+    tolerance,
+)
 
-from mlstm_pallas import KernelConfig, dispatch, planning, stages
+from mlstm_pallas import KernelConfig, dispatch, mlstm_chunkwise, planning, stages
 from mlstm_pallas.gate_gradients import TileSums, only
 from mlstm_pallas.gpu import UNKNOWN
 from mlstm_pallas.normaliser import Normaliser, normaliser_gradients
@@ -247,10 +259,11 @@ def test_tiles_of_every_product_stage_are_tested():
 
 @pytest.mark.parametrize("stage", ["recurrent_fw_C", "recurrent_bw_dC"])
 @pytest.mark.parametrize(
-    ("dtype", "num_splits", "resets"), [("float32", 8, True), ("bfloat16", 2, False)]
+    ("dtype", "L", "num_splits", "resets"),
+    [("float32", 16, 8, True), ("bfloat16", 128, 2, False)],
 )
-def test_recurrences_in_splits(stage, dtype, num_splits, resets):
-    x = case(dtype, 16, resets=resets, f_shift=6.0)
+def test_recurrences_in_splits(stage, dtype, L, num_splits, resets):
+    x = case(dtype, L, num_splits * L, resets=resets, f_shift=6.0)
     tiles = dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32, num_splits=num_splits)
     x.check(stage, tiles)
 
@@ -288,3 +301,47 @@ def test_parallel_bw_dQKV_reads_nothing_above_the_diagonal_blocks():
         for inputs in (poisoned, x.inputs)
     )
     assert_same_bits(result, expected)
+
+
+def count_roundings(equations):
+    names = (x.outvars[0].aval.dtype.name for x in equations)
+    return sum(name == "bfloat16" for name in names)
+
+
+def roundings(backend, **config):
+    """The launches of a call in bfloat16 and of its gradients, each with the dtypes of its outputs
+    (h for half) and how often its kernel rounds to bfloat16; then how often XLA does.
+
+    Equal launches are listed once.
+    """
+    run = functools.partial(mlstm_chunkwise, backend=backend, config=KernelConfig(**config))
+    with for_device("NVIDIA H200"):
+        traced = jax.make_jaxpr(results_of(run))(*call_shapes(1, 2, 512, 256, 256)).jaxpr
+    find, result, inside = compile_report.equations, [], 0
+    assert all(x.outvars[0].aval.dtype == jnp.float32 for x in find(traced, "dot_general"))
+    launch = "pallas_call" if backend == "triton" else "mpmd_map"
+    for x in find(traced, launch):
+        kernel = compile_report.inner_jaxprs(x)[0]
+        count = count_roundings(find(kernel, "convert_element_type"))
+        inside += count
+        dtypes = "".join({"bfloat16": "h"}.get(y.aval.dtype.name, "f") for y in x.outvars)
+        result.append(f"{x.params['name']} {dtypes} {count}")
+    between = count_roundings(find(traced, "convert_element_type")) - inside
+    return ", ".join([*dict.fromkeys(result), f"XLA {between}"])
+
+
+BACKWARD = "parallel_bw_dP hhhfffhf 4, {}recurrent_bw_dC hh 2, parallel_bw_dQKV hfhfhf 3, "
+
+
+def test_what_triton_kernels_round():
+    """h once, not in each of eight launches of the scan."""
+    gates, split_products = "chunk_gates fffffff 0, stabiliser_scan f 0, ", "split_products hf 2, "
+    sums, scan = "key_sums f 0, ", "parallel_fw_P hfhf 3, recurrent_fw_H f 1, recurrent_fw_H h 2, "
+    states, H = "recurrent_fw_C h 1, ", "parallel_fw_H hf 2, "
+    tiles = dict(state_rows=32)
+    assert roundings("triton", fused=True, triton_recurrent_fw_H=tiles) == (
+        gates + sums + scan + BACKWARD.format(split_products) + "XLA 1"
+    )
+    assert roundings("triton", fused=False) == (
+        gates + split_products + states + sums + H + BACKWARD.format("") + "XLA 2"
+    )

@@ -7,6 +7,9 @@ steps is no multiple of 8. plgpu's TMA copies refuse such an array, because they
 groups of 8 rows. ``inline_sum_over_rows`` sums over the rows of a tile. jnp.sum cannot be used for
 it, because it has one scratch in shared memory for all warpgroups of a CTA, which is a race. A
 search for a jax issue about either found none (November 2026). When jax has both, this file can go.
+
+The lowering rule of ``barrier_address`` needs jax._src: inline_mgpu passes arrays and references to
+memory, no barriers, and jax has no public way to register a primitive for kernels.
 """
 
 from typing import Any
@@ -48,7 +51,7 @@ def _lower_barrier_address(_, barriers, index):
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), barriers[index].get_ptr())
 
 
-_barrier_address = Primitive("barrier_address")  # jax has no public API for its lowering
+_barrier_address = Primitive("barrier_address")
 _barrier_address.def_abstract_eval(lambda barriers, index: jax.core.ShapedArray((), jnp.int32))
 lowering.register_lowering_rule(_barrier_address, plgpu.LoweringSemantics.Warpgroup)(
     _lower_barrier_address

@@ -1,7 +1,9 @@
 """GPU interpret mode: replacements of operations that only a GPU has, and protocol checks.
 
-``mosaic_call`` makes an ``Interpreter`` current while it traces an interpreted kernel. An
-``interpretable`` function then runs as the method of the same name, without the kernel's knowledge.
+``mosaic_call`` imports this module, and makes an ``Interpreter`` current, while it traces an
+interpreted kernel. An ``interpretable`` function then runs as the method of the same name, without
+the kernel's knowledge. jax has no public way to wake the interpreted warpgroups that wait for one
+that fails, hence jax._src.
 
 On the GPU a product reads shared memory and adds to its accumulator until a wait for it returns.
 jax's interpreter supports neither an accumulator that starts from a value nor a left operand in
@@ -16,8 +18,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -27,22 +28,10 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.mosaic_gpu.interpretable import current
+
 gpu_interpreter: Any = gpu_callbacks  # jax 0.10 lacks parts of it
 Region = list[tuple[Any, Any]]  # start and size along the first axes; all other axes are whole
-Function = TypeVar("Function", bound=Callable[..., Any])
-_current: ContextVar[Any] = ContextVar("interpreter", default=None)
-
-
-def interpretable(function: Function) -> Function:
-    """Makes interpreted kernels run the method of ``Interpreter`` with the same name instead."""
-
-    @functools.wraps(function)
-    def run(*args, **options):
-        interpreter = _current.get()
-        form = function if interpreter is None else getattr(interpreter, function.__name__)
-        return form(*args, **options)
-
-    return cast(Function, run)
 
 
 class _Accumulator(NamedTuple):
@@ -84,13 +73,13 @@ class Interpreter:
         for path, x in jax.tree.leaves_with_path(dict(scratch)):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             self._names[id(_base(x))] = _base(x), name
-        token = _current.set(self)
+        token = current.set(self)
         try:
             self._call(self._begin)
             yield
             self._call(self._finish)
         finally:
-            _current.reset(token)
+            current.reset(token)
             self._names.clear()
 
     def add(self, accumulator: _Accumulator, a, b) -> None:

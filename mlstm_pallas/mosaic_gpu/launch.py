@@ -17,7 +17,6 @@ from jax.experimental.pallas import mosaic_gpu
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from mlstm_pallas.mosaic_gpu.interpreter import Interpreter
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
 
 plgpu: Any = mosaic_gpu  # it has no type annotations
@@ -60,7 +59,11 @@ def mosaic_call(
         axes = (jax.typeof(x).manual_axis_type.varying for x in arrays)
         varying = tuple(frozenset().union(*axes))
 
-        interpreter = Interpreter(plgpu, name, warpgroups) if interpret else None
+        interpreter = None
+        if interpret:
+            from mlstm_pallas.mosaic_gpu.interpreter import Interpreter
+
+            interpreter = Interpreter(plgpu, name, warpgroups)
 
         def entry(*refs, **scratch_refs):
             with interpreter.traced(scratch_refs) if interpreter else contextlib.nullcontext():

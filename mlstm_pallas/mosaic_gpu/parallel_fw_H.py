@@ -6,8 +6,8 @@ state of the chunk, 64 rows at a time, and then the keys and values up to its qu
 time. P stays in registers. Keys go through a ring of num_stages slots, rows of the state and values
 through another one. h leaves through the shared memory of the queries.
 
-FLOPs: 2 R K V + R (L + 1) (K + V), because each column block repeats q.k. Bytes: q, k, v, h and C,
-(R (2 K + 2 V) + B NH NC K V) itemsize, with repeats from the L2.
+FLOPs: 2 tokens K V + tokens (L + 1) (K DHHV / siz_b_DHHV + V), because each column block repeats
+q.k. Bytes: q, k, v, h and C, (tokens (2 K + 2 V) + B NH NC K V) itemsize, with repeats from the L2.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
-"""parallel_fw_P on Mosaic GPU: the scores, r, z and n of ``stages/parallel_fw_P.py``.
+"""parallel_fw_P on Mosaic GPU: the scores, r and z of ``stages/parallel_fw_P.py``.
 
 The kernel does not scale the keys.
 
-Grid (B * NH, NC). A CTA is one warpgroup and owns one chunk of 64 steps. It has no pipeline,
+Grid (B * NH * NC). A CTA is one warpgroup and owns one chunk of 64 steps. It has no pipeline,
 because up to DHQK = 256 an SM holds three CTAs, and the copies of one run while another one
 computes.
 """
@@ -34,7 +34,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     plgpu,
     shared_tiles,
 )
-from mlstm_pallas.mosaic_gpu.limits import HEADS, HopperTiles
+from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
@@ -45,11 +45,17 @@ from mlstm_pallas.tiles import divide, remainder
 COLUMNS = 256, 192, 128, 64  # the choices per copy
 
 
+def _place_of_cta(p: Problem):
+    """A CTA's head and chunk."""
+    index = lax.axis_index("program")
+    return divide(index, p.NC), remainder(index, p.NC)
+
+
 def _kernel(entries_gmem, **refs) -> None:
     """The chunk of a CTA, or zeros of r and z for an entry without steps."""
     if entries_gmem is None:
         return _chunk(None, **refs)
-    head, chunk = lax.axis_index("head"), lax.axis_index("chunk")
+    head, chunk = _place_of_cta(refs["p"])
     size, steps = entries_gmem.sizes[head, chunk], block(chunk, WG_ROWS)
     pl.when(size > 0)(functools.partial(_chunk, entries_gmem, **refs))
 
@@ -80,7 +86,7 @@ def _chunk(
     p: Problem,
     normaliser: Normaliser | None,
 ) -> None:
-    head, chunk = lax.axis_index("head"), lax.axis_index("chunk")
+    head, chunk = _place_of_cta(p)
     steps = in_row = block(chunk, WG_ROWS)
     if entries_gmem is not None:
         in_row = pl.ds(entries_gmem.steps[head, chunk], WG_ROWS)
@@ -136,7 +142,7 @@ def parallel_fw_P(
     y = mosaic_call(
         functools.partial(_kernel, p=p, normaliser=normaliser),
         name="parallel_fw_P",
-        grid={"head": p.BNH, "chunk": p.NC},
+        grid={"program": p.BNH * p.NC},
         outputs={
             "P_gmem": jax.ShapeDtypeStruct((p.BNH, p.S, WG_ROWS), dtype),
             "r_gmem": per_step,
@@ -178,4 +184,4 @@ class Tiles(HopperTiles):
 
     def divides(self, p: Problem, **asked) -> bool:
         """Shared memory holds all of q and k of a chunk."""
-        return p.BNH <= HEADS and p.L == WG_ROWS and p.DHQK % 64 == 0
+        return p.L == WG_ROWS and p.DHQK % 64 == 0

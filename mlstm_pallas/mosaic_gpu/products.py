@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.inline_mlir import by_lanes, inline_sum_over_rows
-from mlstm_pallas.mosaic_gpu.interpreter import interpretable
+from mlstm_pallas.mosaic_gpu.interpretable import interpretable
 from mlstm_pallas.mosaic_gpu.launch import BY_ROWS, WG_ROWS, plgpu
 
 SUM_SCRATCH = 4 * WG_ROWS  # float32 elements, for ``sum_over_rows``

@@ -163,9 +163,9 @@ def _recurrence(
     head,
     split,
     a_smem,  # (stages, 64, rows)
-    b_smem,  # (stages, 64, 128)
+    b_smem,  # (stages, 64, columns), 128 or 64 of them, 64 per warpgroup
     weights_smem,  # (stages, 64) float32, None without r
-    h_smem,  # (H_STAGES, 64, 128), None if no recurrence has an h
+    h_smem,  # (H_STAGES, 64, columns), None if no recurrence has an h
     out_smem,  # (warpgroups, 2, 64, 64), None if X is not stored
     sum_smem,  # (warpgroups, SUM_SCRATCH) float32, None if no recurrence has an x
     barriers,  # of the ring of operands

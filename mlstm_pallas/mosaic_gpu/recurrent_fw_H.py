@@ -1,7 +1,7 @@
 """recurrent_fw_H on Mosaic GPU: the fused scan of ``stages/recurrent_fw_H.py``.
 
-Grid (B * NH, DHHV / siz_b_DHHV); with a list of chunks (B * NH, N + 2, DHHV / siz_b_DHHV), because
-its parts run side by side. A CTA has two warpgroups. Each owns siz_b_DHHV / 2 columns of C
+Grid (B * NH * DHHV / siz_b_DHHV); with a list of chunks (B * NH * (N + 2) * DHHV / siz_b_DHHV),
+because its parts run side by side. A CTA has two warpgroups. Each owns siz_b_DHHV / 2 columns of C
 and of h, in blocks of 64. A block of C stays transposed in registers, 64 x state_rows floats, as
 the left operand of C^T q. Copies run up to num_stages chunks ahead. The outputs of a chunk are
 stored while the product of the state runs.
@@ -9,6 +9,7 @@ stored while the product of the state runs.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -34,7 +35,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     plgpu,
     shared_tiles,
 )
-from mlstm_pallas.mosaic_gpu.limits import HEADS, HopperTiles
+from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of, load_transposed, store_transposed
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, largest_rows, sequence_shape
@@ -68,8 +69,8 @@ class _Part(NamedTuple):
     zeros: Any = None  # how many chunks of zeros to write to h
 
 
-def _part_of(parts, head, p: Problem) -> _Part:
-    part, N = lax.axis_index("part"), parts.begins.shape[1] - 3
+def _part_of(parts, head, part, p: Problem) -> _Part:
+    N = parts.begins.shape[1] - 3
     begin, end = (parts.begins[head, part + x] for x in range(2))
     chunks, none = divide(end - begin + (p.L - 1), p.L), np.int32(0)
     has_steps, state = part <= N, state_of(p, N, head, part)
@@ -114,12 +115,18 @@ def _kernel(
     config: "Tiles",
     store_every: int,
 ) -> None:
-    head, column_block, wg = (lax.axis_index(x) for x in ("head", "columns", "wg"))
+    index, wg = lax.axis_index("program"), lax.axis_index("wg")
+    of_h = blocks(p.DHHV, config.siz_b_DHHV)
+    head, column_block = divide(index, of_h), remainder(index, of_h)
     L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, h_smem.dtype
     num_blocks, in_list = siz_b_DHHV // (WARPGROUPS * WG_ROWS), parts_gmem is not None
     state_rows, v_columns = pl.ds(launch * rows, rows), block(column_block, siz_b_DHHV)
+    part = _Part(0, np.int32(p.NC), head)
+    if in_list:
+        parts = parts_gmem.begins.shape[1] - 1
+        head, of_row = divide(head, parts), remainder(head, parts)
+        part = _part_of(parts_gmem, head, of_row, p)
     of_head = functools.partial(head_of, n=head, p=p, any_step=in_list)
-    part = _part_of(parts_gmem, head, p) if in_list else _Part(0, np.int32(p.NC), head)
 
     def steps_of(chunk):  # in q, k, v and h
         return pl.ds(part.begin + chunk * L, L) if in_list else block(chunk, L)
@@ -216,8 +223,7 @@ def recurrent_fw_H(
     """Runs the stage: ``stages/recurrent_fw_H.py``."""
     matQ, matV, scores, scaGamma, matC_initial, chunks = x
     p, config, dtype, keys = call.problem, call.tiles, matQ.dtype, scores.keys
-    N, parts = (1, {}) if chunks is None else (chunks.N, {"part": chunks.N + 2})
-    heads, columns = config.grid(p)
+    N, parts = (1, 1) if chunks is None else (chunks.N, chunks.N + 2)
     C_initial = None
     if matC_initial is not None:
         C_initial = matC_initial.reshape(N * p.BNH, p.DHQK, p.DHHV)
@@ -238,7 +244,7 @@ def recurrent_fw_H(
         y = mosaic_call(
             functools.partial(_kernel, p=p, launch=launch, config=config, store_every=store_every),
             name="recurrent_fw_H",
-            grid={"head": heads, **parts, "columns": columns},
+            grid={"program": parts * math.prod(config.grid(p))},
             warpgroups=WARPGROUPS,
             outputs=outputs,
             scratch=config.scratch(p, dtype, first=launch == 0, stores=store_every > 0),
@@ -315,5 +321,4 @@ class Tiles(HopperTiles):
             and L == WG_ROWS
             and 2 * rows >= p.DHQK
             and parts * rows <= 256
-            and p.BNH <= HEADS
         )

@@ -22,7 +22,7 @@ from mlstm_pallas.mosaic_gpu.inline_mlir import (
     inline_load_transposed,
     inline_store_transposed,
 )
-from mlstm_pallas.mosaic_gpu.interpreter import interpretable
+from mlstm_pallas.mosaic_gpu.interpretable import interpretable
 from mlstm_pallas.mosaic_gpu.launch import plgpu
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.tiles import divide, remainder
@@ -65,7 +65,7 @@ def _start_and_size(index, size: int) -> tuple[Any, int]:
 
 
 def head_of(ref, n, p: Problem, *, any_step: bool = False):
-    """Head n, (S, D), of an array in the layouts of Triton's ``sequence_spec``.
+    """Head n, (S, D), of an array (B * NH, S, D) or (B, S, NH, D).
 
     Splits count as heads. The array may have fewer steps than S, because TMA copies read zeros
     beyond them and write nothing there.

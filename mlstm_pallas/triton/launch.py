@@ -5,7 +5,6 @@ Every Triton kernel is launched through ``kernel_call``: compiled on a GPU, or i
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -26,12 +25,6 @@ try:
     from jax.experimental.pallas import triton as plgpu
 except ImportError:  # jax will remove this backend; the plain forms need no kernels
     plgpu = None
-
-# jax >= 0.11 warns at each lowering that Pallas' Triton backend is deprecated. Users of the package
-# can do nothing about it.
-warnings.filterwarnings(
-    "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
-)
 
 
 class PipelinedTiles(Tiles):

@@ -40,8 +40,8 @@ from mlstm_pallas.stage import Launch, clamped
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
 from mlstm_pallas.stages.step_sums import Operands as StepSums
-from mlstm_pallas.stages.step_sums import step_sums
 from mlstm_pallas.tiles import block_at, blocks, divide, dot, loop, remainder
+from mlstm_pallas.triton import step_sums
 from mlstm_pallas.triton.launch import (
     Operand,
     PipelinedTiles,
@@ -54,13 +54,13 @@ CTAS_PER_SM = 2
 
 
 def _recurrence_kernel(
-    a,  # (S, siz_b_DHQK)
+    a,  # (S, siz_b_DHQK), S and NC of a split, which is one chunk in split_products
     b,  # (S, siz_b_DHHV)
     r,  # (S,), absent if a is scaled
     gamma,  # (NC,)
     X_initial,  # (siz_b_DHQK, siz_b_DHHV), may be absent
     x_initial,  # (siz_b_DHQK,), may be absent
-    num_live,  # the chunks that are computed, may be absent
+    num_live,  # () the chunks that are computed, may be absent
     X,  # out (NC, siz_b_DHQK, siz_b_DHHV)
     X_last,  # out (siz_b_DHQK, siz_b_DHHV), may be absent
     x,  # out (NC, siz_b_DHQK), absent without x_initial
@@ -200,9 +200,11 @@ def split_products(
 
 
 def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
-    """``recurrences`` of stages/recurrence.py, in one launch, without inner products.
+    """``recurrences`` of stages/recurrence.py, without inner products.
 
-    Only a recurrence with x scales a in the kernel.
+    One launch has all of them. With splits, one launch per recurrence before it computes what the
+    splits add, and n has kernels of its own. Without splits, a recurrence with x scales a in the
+    kernel; any other gets a scaled.
     """
     num_splits, p = call.tiles.num_splits, call.problem
     if num_splits == 1:
@@ -215,10 +217,18 @@ def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOu
             X_last = heads_of_splits(X_last, num_splits)[:, 0 if x.backward else -1]
         vectors: tuple[Any, Any] = (None, None)
         if x.r is not None and x.x_initial is not None:
-            added = step_sums(StepSums(x.a, x.r), call=call)
+            added = _sums(x.a, x.r, call)
             vectors = vector_states(added, x.gamma, x.x_initial, backward=x.backward)
         results[index] = RecurrenceOutputs(X, X_last, *vectors)
     return results
+
+
+def _sums(a: Array, r: Array, call: Launch) -> Array:
+    """sum_t r_t a_t of each chunk, (B * NH, NC, DHQK), in tiles of up to 64 x 64."""
+    p, tiles = call.problem, step_sums.Tiles(clamped(64, call.problem.DHQK), num_warps=4)
+    call = dataclasses.replace(call, problem=p.in_chunks_of(64), tiles=tiles)
+    sums = step_sums.step_sums(StepSums(a, r), call=call)
+    return jnp.sum(sums.reshape(p.BNH, p.NC, -1, p.DHQK), axis=2)
 
 
 def _in_splits(x: Recurrence, num_splits: int, call: Launch) -> Recurrence:
