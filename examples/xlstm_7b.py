@@ -115,14 +115,14 @@ def build() -> Model:
     tokenizer = None if FLAGS.random or FLAGS.benchmark else read_tokenizer(folder)
     if tokenizer:
         bos = [values.get("bos_token_id", 0)] if values.get("force_bos_token_insert") else []
-        encode = tokenizer.encode
-        prompts = [bos + encode(text, add_special_tokens=False).ids for text in read_prompts()]
+        encoded = (tokenizer.encode(text).ids for text in read_prompts())
+        prompts = [ids if ids[:1] == bos else bos + ids for ids in encoded]
     else:
-        rng, shape = np.random.default_rng(FLAGS.seed), (FLAGS.batch, FLAGS.prompt_length)
-        prompts = rng.integers(config.vocab_size, size=shape).tolist()
+        draw = np.random.default_rng(FLAGS.seed).integers
+        prompts = draw(config.vocab_size, size=(FLAGS.batch, FLAGS.prompt_length)).tolist()
     check_prompts(config, tensors, prompts)
-    eos = values.get("eos_token_id")
-    stop_tokens = stop_ids(eos if FLAGS.stop_tokens is None else FLAGS.stop_tokens)
+    stop = FLAGS.stop_tokens
+    stop_tokens = stop_ids(values.get("eos_token_id") if stop is None else stop)
     params = load(config, tensors, read)
     return Model(config, tensors, params, prompts, stop_tokens, tokenizer)
 
@@ -142,7 +142,7 @@ def generate(model: Model, new_tokens: int) -> Iterator[np.ndarray]:
     sampling = Sampling(FLAGS.temperature, FLAGS.top_p)
     flat = np.concatenate(prompts)
     segment_ids, (ends,) = pack_lengths(
-        [len(prompt) for prompt in prompts], S=-(-len(flat) // MULTIPLE) * MULTIPLE
+        [*map(len, prompts)], S=-(-len(flat) // MULTIPLE) * MULTIPLE
     )
     row = np.resize(flat, segment_ids.shape)  # (1, S); no prompt sees what is behind the last one
     x, states = prefill(config, params, row, segment_ids, ends)
@@ -218,8 +218,9 @@ def benchmark(model: Model) -> dict[str, Any]:
     if not config.tie_word_embeddings:
         del weights["backbone.embeddings.weight"]
     moved = bytes_per_device(weights) + 2 * B * state_bytes(config, devices)
-    matrices = (x for name, x in weights.items() if ".blocks." in name and len(x.shape) == 2)
-    products = sum(x.size for x in matrices)
+    products = sum(
+        x.size for name, x in weights.items() if ".blocks." in name and len(x.shape) == 2
+    )
     # C + k v^T and C^T q. Only the last token of a prompt needs logits.
     products += 2 * config.num_blocks * config.qk_dim * config.head_dims[1]
     flops = 2 * (steps * products + B * config.vocab_size * config.hidden_size)

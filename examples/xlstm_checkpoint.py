@@ -70,14 +70,17 @@ def read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
     for name, value in REQUIRED.items():
         check(name, values[name] == value, repr(value))
     for name, default in defaults.items():
-        value, number = values[name], type(default) in (int, float)
-        right = type(value) in (int if number else type(default), type(default))
+        value, kind = values[name], type(default)
+        number = kind in (int, float)
+        right = type(value) in (int if number else kind, kind)
         like = f"a positive number or of the type of {default!r}"
         check(name, right and (not number or 0 < value < math.inf), like)
     width = values["hidden_size"]
     check("embedding_dim", values.setdefault("embedding_dim", width) == width, width)
     config = Config(**{name: values[name] for name in defaults})
     check("inference_state_dtype", config.inference_state_dtype in DTYPES, " or ".join(DTYPES))
+    for name in {"chunkwise_kernel", "sequence_kernel", "step_kernel"} & {*values}:
+        check(name, "siging" not in str(values[name]), "a kernel with the exponential input gate")
     for width in (config.qk_dim, config.v_dim):
         divides = width > 0 and width % config.num_heads == 0
         check("num_heads", divides, f"a divisor of {width}, the width of all heads")
@@ -212,10 +215,10 @@ def open_tensors(folder: Path, tensors: Tensors) -> Reader:
     if "lm_head.weight" not in tensors:
         slices.pop("lm_head.weight", None)  # tied, and saved all the same
     missing, foreign = tensors.keys() - slices.keys(), slices.keys() - tensors.keys()
-    for problem, names in {"lacks": missing, "has, unlike the model,": foreign}.items():
-        if names:
-            some = ", ".join(sorted(names)[:4])
-            raise CheckpointError(f"{folder} {problem} {len(names)} tensors: {some}")
+    if names := missing or foreign:
+        problem = "lacks" if missing else "has, unlike the model,"
+        some = ", ".join(sorted(names)[:4])
+        raise CheckpointError(f"{folder} {problem} {len(names)} tensors: {some}")
     for name, x in tensors.items():
         shape, dtype, expected = slices[name].get_shape(), slices[name].get_dtype(), [*x.shape]
         if shape != expected or dtype not in ("F32", "BF16", "F16"):
@@ -236,8 +239,9 @@ def random_tensors(seed: int) -> Reader:
 
 
 def bytes_per_device(tensors: Tensors) -> int:
-    shards = ((x.dtype, x.sharding.shard_shape(x.shape)) for x in tensors.values())
-    return sum(dtype.itemsize * math.prod(shape) for dtype, shape in shards)
+    return sum(
+        x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in tensors.values()
+    )
 
 
 def state_bytes(config: Config, devices: int) -> int:

@@ -124,20 +124,20 @@ def mlstm_chunkwise(
         last states are the states after sequence_lengths[b] steps. Beyond these
         steps h and all gradients are 0, even if the padding holds NaN gates or
         finite q, k and v up to 1e10.
-      num_segments: N, with segment_ids and return_last_states, for packed
-        prompts. The call returns the states at the ends of the first N segments
-        of each batch entry, (B, N, NH, ...). The initial states may then be
-        (B, N, NH, ...) too: segment n starts from states n, as when a prompt is
-        prefilled in pieces; states of segments that do not occur stay as they
-        were. Segments of a multiple of 64 steps are the fastest. Such calls
-        have no derivatives.
+      num_segments: N, with return_last_states, for packed prompts. Segment n is
+        the steps with id n; ids ascend in a batch entry, as pack_lengths makes
+        them. The call returns the states at the ends of segments 0 to N - 1,
+        (B, N, NH, ...). The initial states may be (B, N, NH, ...) too: segment
+        n starts from states n, as when a prompt is prefilled in pieces; states
+        of a segment without steps stay as they were. Segments of a multiple of
+        64 steps are the fastest. Such calls have no derivatives.
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376), where
         log sigmoid(i_t) replaces i_t, every m_t is 0, and m_initial must be
         None or zeros.
       normalize: False leaves out the denominator; with the sigmoid gate only.
       recompute_states_in_bw: False keeps C at the chunk boundaries for the
-        backward pass, which is then faster, at the cost of DHQK * DHV elements
-        per chunk and head. Use it under jax.checkpoint or when memory allows.
+        backward pass, DHQK * DHV elements per chunk and head. On an H200 calls
+        then take from 9 % less to 1 % more time, depending on jax and shape.
       layout: "BNTH", or "BTNH", the layout of a model's projections.
       backend: "triton", "mosaic_gpu", "xla", or a backend for tests;
         ``use_backend`` lists them. None: Triton on an NVIDIA GPU and plain jnp
@@ -191,12 +191,13 @@ def pack_lengths(
       ((2, 2, 4, 16), (2, 2, 4, 16, 16), (2, 2, 4))
 
     c[1, 1] is zeros here, because row 1 has only one prompt, and h_last[1, 1]
-    repeats h_last[1, 0].
+    repeats h_last[1, 0]. A prompt without steps is alike: its states are its
+    initial states, and no h is its own.
 
     Args:
-      lengths: steps of each prompt, at least 1, for one row, (N,), or for
+      lengths: steps of each prompt, at least 0, for one row, (N,), or for
         each of B rows, as lists or as (B, N) with zeros after the last prompt.
-      S: steps per row. None: as many as the longest row needs.
+      S: steps per row. None: as many as the longest row needs, at least 1.
 
     Returns:
       Two int32 NumPy arrays: segment_ids (B, S), which is n at the steps of
@@ -212,7 +213,7 @@ def pack_lengths(
     for b, row in enumerate(rows):
         sizes[b, : len(row)] = row
     ends = np.cumsum(sizes, axis=1)
-    longest = int(ends.max())
-    steps = np.arange(longest if S is None else validation.check_integer("S", S, longest))
+    least = max(int(ends.max()), 1)
+    steps = np.arange(least if S is None else validation.check_integer("S", S, least))
     segment_ids = [np.searchsorted(row, steps, side="right") for row in ends]
     return np.asarray(segment_ids, np.int32), ends.astype(np.int32)

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 
 import jax
 
@@ -13,8 +13,9 @@ from mlstm_pallas.stage import Lowering
 from mlstm_pallas.validation import MOSAIC_GPU_JAX, check_backend
 
 VARIABLE = "MLSTM_PALLAS_BACKEND"
-_UNSET = ""
-_default: ContextVar[str | None] = ContextVar("backend", default=_UNSET)
+# The backends of the with statements that a thread or task is in, the innermost last. None of them
+# is kept on a use_backend, which several threads may have entered.
+_entered: ContextVar[tuple[str | None, ...]] = ContextVar("entered", default=())
 
 
 class use_backend:
@@ -51,21 +52,20 @@ class use_backend:
       ValueError: for the name of another backend.
     """
 
-    _entered = True  # no warning where check_backend raises
+    _used = True  # no warning where check_backend raises
 
     def __init__(self, backend: BackendName | None):
-        self._backend, self._entered = check_backend("backend", backend), False
-        self._tokens: list[Token[str | None]] = []
+        self._backend, self._used = check_backend("backend", backend), False
 
     def __enter__(self) -> None:
-        self._entered = True
-        self._tokens.append(_default.set(self._backend))
+        self._used = True
+        _entered.set((*_entered.get(), self._backend))
 
     def __exit__(self, *_: object) -> None:
-        _default.reset(self._tokens.pop())
+        _entered.set(_entered.get()[:-1])
 
     def __del__(self) -> None:
-        if not self._entered:
+        if not self._used:
             warnings.warn(
                 f"use_backend({self._backend!r}) did nothing: it is for a with statement",
                 RuntimeWarning,
@@ -82,10 +82,10 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
     Raises:
       ValueError: where the Mosaic GPU kernels cannot run, and for a wrong MLSTM_PALLAS_BACKEND.
     """
-    name = "backend"
-    if backend is None:
-        backend = _default.get()
-    if backend == _UNSET:
+    name, entered = "backend", _entered.get()
+    if backend is None and entered:
+        backend = entered[-1]
+    elif backend is None:
         name, backend = VARIABLE, os.environ.get(VARIABLE) or None
         check_backend(VARIABLE, backend)
     if backend is not None and mosaic_gpu_kernels:

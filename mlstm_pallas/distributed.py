@@ -403,6 +403,9 @@ def _starts(axis: Axis, segment_ids: jax.Array) -> jax.Array:
     return segment_starts(segment_ids).at[..., 0].set(begins)
 
 
+_of_axis = functools.lru_cache(functools.partial)  # equal at equal calls
+
+
 @overload
 def mlstm_chunkwise_sequence_parallel(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
@@ -521,6 +524,5 @@ def mlstm_chunkwise_sequence_parallel(
     """
     check_axis_name(axis_name)
     axis = _axis(axis_name)
-    shard = 0 if sequence_lengths is None else lax.axis_index(axis_name)
-    call = prepare(locals(), functools.partial(_starts, axis), shard)
-    return call.run(functools.partial(_whole, axis))
+    whole, starts = _of_axis(_whole, axis), _of_axis(_starts, axis)
+    return prepare(locals()).run(whole, starts_of=starts, shard=_of_axis(lax.axis_index, axis.name))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from mlstm_pallas import validation
@@ -15,7 +16,7 @@ from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutNa
 from mlstm_pallas.arrays import Inputs, LastStates, SegmentStates
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gates import segment_ends, segment_starts, steps_within
+from mlstm_pallas.gates import CARRIES_ON, segment_ends, segment_starts, steps_within
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.planning import CallSpec, make_spec
@@ -126,44 +127,52 @@ def spec_for(
     )
 
 
+OfPadded = Callable[[CallSpec, Inputs], tuple[jax.Array, LastStates | None]]
+_INITIAL = "c_initial", "n_initial", "m_initial"
+_INTEGERS = "segment_ids", "sequence_lengths"
+
+
 class Call(NamedTuple):
-    """A call of a function of sequences, ready to run."""
+    """A call of a function of sequences, whose arguments are checked."""
 
     spec: CallSpec
-    inputs: Inputs  # cast and padded
-    DHQK: int
-    DHV: int
-    dtype: Any  # of h
+    arrays: dict[str, Any]  # the arguments by name
+    num_segments: int | None
 
-    def run(
-        self, function: Callable[[CallSpec, Inputs], tuple[jax.Array, LastStates | None]]
-    ) -> jax.Array | tuple[jax.Array, States]:
-        """The public function's results, from those that function has of the padded problem."""
-        h, last = function(self.spec, self.inputs)
-        h = h[..., : self.DHV].astype(self.dtype)
-        if last is None or not self.spec.return_last_states:
-            return h
-        return h, (last.c[..., : self.DHQK, : self.DHV], last.n[..., : self.DHQK], last.m)
+    def run(self, function: OfPadded, **options: Any) -> jax.Array | tuple[jax.Array, States]:
+        """The public function's results, from those that function has of the padded problem.
+
+        options: others of ``inputs_of``. They and function are equal at equal calls, which are
+        compiled once.
+        """
+        options |= dict(num_segments=self.num_segments)
+        results: jax.Array | tuple[jax.Array, States]
+        results = mlstm_call(self.spec, self.arrays, function, **options)
+        return results
 
 
-def prepare(
-    arguments: Mapping[str, Any],
-    starts_of: Callable[[jax.Array], jax.Array] = segment_starts,
-    shard: Any = 0,
-) -> Call:
-    """Checks, casts and pads the arguments of ``mlstm_chunkwise``, by name.
+# One program also where the caller does not jit: no array is transferred for it, and what is inf in
+# it stays inside.
+@functools.partial(
+    jax.jit, static_argnums=(0, 2), static_argnames=("num_segments", "starts_of", "shard")
+)
+def mlstm_call(spec: CallSpec, arrays: dict[str, Any], function: OfPadded, **options: Any) -> Any:
+    q, DHQK, DHV = arrays["q"], arrays["q"].shape[-1], arrays["v"].shape[-1]
+    h, last = function(spec, inputs_of(spec, arrays, **options))
+    h = h[..., :DHV].astype(q.dtype)
+    if last is None or not spec.return_last_states:
+        return h
+    return h, (last.c[..., :DHQK, :DHV], last.n[..., :DHQK], last.m)
 
-    Args:
-      starts_of: segment_ids, (B, NH, S), to where segments begin.
-      shard: of the sequence, which has S steps; sequence_lengths are those of all shards.
-    """
+
+def prepare(arguments: Mapping[str, Any]) -> Call:
+    """Checks the arguments of ``mlstm_chunkwise``, by name."""
     options = options_of(arguments)
     layout, num_segments = options.layout, options.num_segments
     sequences = {name: arguments[name] for name in "qkvif"}
-    states = {name: arguments[name] for name in ("c_initial", "n_initial", "m_initial")}
-    names = "segment_ids", "sequence_lengths"
-    integers = {name: x for name in names if (x := arguments.get(name)) is not None}
-    segment_ids, sequence_lengths = map(integers.get, names)
+    states = {name: arguments[name] for name in _INITIAL}
+    integers = {name: x for name in _INTEGERS if (x := arguments.get(name)) is not None}
+    segment_ids, sequence_lengths = map(integers.get, _INTEGERS)
     if num_segments is not None:
         num_segments = validation.check_num_segments(
             num_segments, segment_ids, options.return_last_states
@@ -177,15 +186,37 @@ def prepare(
     )
     if options.autocast_kernel_dtype is None:
         validation.check_one_dtype(sequences)
-    (q, k, v, i, f), (c_initial, n_initial, m_initial) = sequences.values(), states.values()
-    spec = spec_for(options, q.dtype, sizes, has_initial_state=c_initial is not None)
+    c_initial = states["c_initial"]
+    spec = spec_for(options, sequences["q"].dtype, sizes, has_initial_state=c_initial is not None)
     if num_segments is not None:
         validation.check_segments_fit(num_segments, spec.backend)
     validation.check_layout_is_meant(arguments.get("layout"), sizes, c_initial, segment_ids)
     _log.debug("%s", spec)
-    p, dtype, acc = spec.problem, spec.dtype, accumulator_dtype(spec.dtype)
+    if isinstance(sequence_lengths, np.ndarray):  # jit would wrap 64 bits around
+        integers["sequence_lengths"] = _as_int32(sequence_lengths)
+    return Call(spec, sequences | states | integers, num_segments)
 
-    B, NH, S, DHQK, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
+
+def inputs_of(
+    spec: CallSpec,
+    arrays: Mapping[str, Any],
+    num_segments: int | None,
+    starts_of: Callable[[jax.Array], jax.Array] = segment_starts,
+    shard: Callable[[], Any] = int,
+) -> Inputs:
+    """The arrays of a ``Call``, cast and padded.
+
+    Args:
+      starts_of: segment_ids, (B, NH, S), to where segments begin.
+      shard: the number of the shard of the sequence that has the S steps; sequence_lengths are
+        those of all shards.
+    """
+    q, k, v, i, f = (arrays[name] for name in "qkvif")
+    c_initial, n_initial, m_initial = (arrays[name] for name in _INITIAL)
+    segment_ids, sequence_lengths = map(arrays.get, _INTEGERS)
+    p, dtype, acc = spec.problem, spec.dtype, accumulator_dtype(spec.dtype)
+    B, NH, S = p.B, p.NH, i.shape[2 if spec.layout is Layout.BNTH else 1]
+    DHQK, DHV = q.shape[-1], v.shape[-1]
     segments = None
     if num_segments is not None and c_initial is not None:
         segments = _states_of_segments(c_initial, n_initial, m_initial, num_segments, p, acc)
@@ -194,26 +225,27 @@ def prepare(
         c_initial, n_initial = jnp.zeros((B, NH, DHQK, DHV), acc), jnp.zeros((B, NH, DHQK), acc)
     if m_initial is None or not spec.stabilised:  # with the sigmoid gate m is 0
         m_initial = jnp.zeros((B, NH), acc)
-    if layout is Layout.BTNH:
+    if spec.layout is Layout.BTNH:
         i, f = jnp.swapaxes(i, 1, 2), jnp.swapaxes(f, 1, 2)
     ids = lengths = None
     if segment_ids is not None:
         ids = jnp.broadcast_to(segment_ids[:, None], (B, NH, S))
     if sequence_lengths is not None:
-        lengths = _lengths_of_shard(sequence_lengths, shard, S)
+        lengths = _lengths_of_shard(sequence_lengths, shard(), S)
         lengths = jnp.broadcast_to(lengths[:, None], (B, NH))
     x = Inputs(q, k, v, i, f, c_initial, n_initial, m_initial, lengths=lengths, segments=segments)
     x, ids = aligned(spec, (x, ids))
     (q, k, v, i, f, c_initial, n_initial, m_initial), lengths = x[:8], x.lengths
     if lengths is not None:  # as the padding does, these gates carry the states on
         within = steps_within(lengths, S)
-        i, f = jnp.where(within, i, -jnp.inf), jnp.where(within, f, jnp.inf)
+        i = jnp.where(within, i.astype(acc), CARRIES_ON[0])
+        f = jnp.where(within, f.astype(acc), CARRIES_ON[1])
     inputs = Inputs(
         pad(q, dtype, p.DHQK),
         pad(k, dtype, p.DHQK),
         pad(v, dtype, p.DHHV),
-        pad(i, acc, p.S, value=-jnp.inf),
-        pad(f, acc, p.S, value=jnp.inf),
+        pad(i, acc, p.S, value=CARRIES_ON[0]),
+        pad(f, acc, p.S, value=CARRIES_ON[1]),
         pad(c_initial, acc, p.DHQK, p.DHHV),
         pad(n_initial, acc, p.DHQK),
         pad(m_initial, acc),
@@ -223,10 +255,10 @@ def prepare(
     if ids is not None:
         starts = starts_of(ids).astype(jnp.int32)
         if num_segments is not None:
-            inputs = inputs._replace(segment_ends=segment_ends(starts, num_segments, lengths))
+            inputs = inputs._replace(segment_ends=segment_ends(ids, num_segments, lengths))
         starts = starts if lengths is None else jnp.where(within, starts, 0)
         inputs = inputs._replace(starts=pad(starts, starts.dtype, p.S))
-    return Call(spec, inputs, DHQK, DHV, q.dtype)
+    return inputs
 
 
 def _states_of_segments(c: Any, n: Any, m: Any, N: int, p: Problem, dtype: Any) -> SegmentStates:
@@ -242,9 +274,17 @@ def _states_of_segments(c: Any, n: Any, m: Any, N: int, p: Problem, dtype: Any) 
 
 def _lengths_of_shard(sequence_lengths: Any, shard: Any, S: int) -> jax.Array:
     """The steps of each batch entry in a shard of S steps, (B,) int32."""
-    largest = min(jnp.iinfo(sequence_lengths.dtype).max, 2**31 - 1)  # not all dtypes have S
-    lengths = jnp.asarray(sequence_lengths.clip(0, largest).astype("int32"))
-    return jnp.clip(lengths - shard * S, 0, S)
+    return jnp.clip(_as_int32(sequence_lengths) - shard * S, 0, S)
+
+
+def _as_int32(lengths: Any) -> Any:
+    """The lengths in int32; which cuts those beyond it off."""
+    largest = min(jnp.iinfo(lengths.dtype).max, 2**31 - 1)  # not all dtypes have S
+    return lengths.clip(0, largest).astype("int32")
+
+
+# Without jit jnp.zeros transfers its number, which jax_transfer_guard may refuse.
+zeros_of = jax.jit(jnp.zeros, static_argnames=("shape", "dtype"))
 
 
 def pad(x: jax.Array, dtype: Any, *sizes: int, value: float = 0) -> jax.Array:

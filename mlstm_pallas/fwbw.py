@@ -124,13 +124,11 @@ def _mlstm_bwd(
 _mlstm.defvjp(_mlstm_fwd, _mlstm_bwd)
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def mlstm_forward(spec: CallSpec, inputs: Inputs) -> tuple[Array, LastStates | None]:
     """h and the last states of the padded problem."""
     return _mlstm(spec, in_reverse_mode(inputs))
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def mlstm_with_segments(spec: CallSpec, inputs: Inputs) -> tuple[Array, LastStates]:
     """h and the states at the ends of the packed segments, (B, N, NH, ...), without derivatives."""
     outputs = operation(forward_schedule.packed, spec, inputs, message=NO_DERIVATIVE_OF_SEGMENTS)

@@ -47,6 +47,8 @@ _INF = float("inf")
 # values (-1e9, the least of a dtype), which as ordinary gates would cost the chunk's sums their
 # digits.
 MASKED = -1e6
+# i and f of a step that carries the states on. They count as infinite, and pass jax_debug_infs.
+CARRIES_ON = -1e30, 1e30
 # exp of the negative is 0 in float32 and float64.
 _UNDERFLOW = 1024.0
 # exp of anything below these is 0, subnormals included.
@@ -187,17 +189,25 @@ def steps_within(lengths: Array, S: int) -> Array:
     return steps < lengths[..., None]
 
 
-def segment_ends(starts: Array, num_segments: int, lengths: Array | None) -> Array:
-    """The number of steps up to the end of each of the first segments, ascending.
+def segment_ends(ids: Array, num_segments: int, lengths: Array | None) -> Array:
+    """The number of steps up to the end of each segment, ascending, (B, NH, num_segments) int32.
 
-    starts: (B, NH, S) int32, 1 where segments begin; lengths: (B, NH), the steps that count; None:
-    all. Returns (B, NH, num_segments) int32.
+    Segment n is the steps with id n, before the first id that is negative or less than the previous
+    one. It has no steps if no id is n, and ends where the previous segment does.
+
+    ids: (B, NH, S) integers; lengths: (B, NH), the steps that count; None: all.
     """
-    index = jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
+    zero = 0 * ids[..., :1]
+    outside = jnp.cumsum(ids < jnp.concatenate([zero, ids[..., :-1]], axis=-1), axis=-1) > 0
     if lengths is not None:
-        index = jnp.where(steps_within(lengths, starts.shape[-1]), index, num_segments)
-    segments = lax.broadcasted_iota(jnp.int32, (1, 1, num_segments, 1), 2)
-    return jnp.sum(index[..., None, :] <= segments, axis=-1, dtype=jnp.int32)
+        outside |= ~steps_within(lengths, ids.shape[-1])
+    most = min(num_segments, jnp.iinfo(ids.dtype).max)
+    ids = jnp.where(outside, num_segments, jnp.minimum(ids, most).astype(jnp.int32))
+    # Sorted among the ids, the end n stands behind n other ends.
+    numbers = lax.broadcasted_iota(jnp.int32, (1, 1, num_segments), 2)
+    both = jnp.concatenate([ids, zero.astype(jnp.int32) + numbers], axis=-1)
+    places = jnp.argsort(jnp.argsort(both, axis=-1), axis=-1)
+    return places[..., ids.shape[-1] :].astype(jnp.int32) - numbers
 
 
 def reset_offset(

@@ -106,11 +106,11 @@ class CallSpec:
     def launch(
         self, name: str, lowering: Lowering, problem: Problem | None = None, num_splits: int = 1
     ) -> Launch:
-        """How a function of ``dispatch.py`` runs.
+        """How a stage runs.
 
         Args:
-          lowering: the first to try, or that of the kernel whose outputs the function reads.
-          problem: in the chunks of the function; None: the call's.
+          lowering: the first to try, or that of the kernel whose outputs the stage reads.
+          problem: in the chunks of the stage; None: the call's.
           num_splits: of split_products.
         """
         p = problem = problem or self.problem

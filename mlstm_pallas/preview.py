@@ -156,7 +156,7 @@ def plan(
     if num_segments is not None:
         num_segments = check_integer("num_segments", num_segments, 1)
         check_segments_fit(num_segments, lowering)
-    return _call_plan(spec, S, num_segments)
+    return _call_plan(spec, shape[2], num_segments)
 
 
 def _facts(gpu: str | None) -> Gpu:
@@ -222,13 +222,13 @@ def _temporary_bytes(spec: CallSpec) -> int:
     steps, itemsize = p.BNH * p.S, spec.dtype.itemsize
     n = 4 * p.BNH * p.NC * p.DHQK
     C = n // 4 * p.DHHV * itemsize
-    forward = 4 * 7 * steps + C + n
-    if plan.fused:
-        forward = _scan_bytes(plan.forward["recurrent_fw_H"], itemsize)
-        forward += 0 if spec.recompute_states_in_bw else C
     scores = 0 if plan.recomputes_scores else steps * p.L * itemsize
     # Gates, their gradients; P, C and n, with as many gradients.
-    return max(forward, 4 * 16 * steps + 2 * (scores + C + n))
+    backward = 4 * 16 * steps + 2 * (scores + C + n)
+    if not plan.fused:  # C, n and fewer gates
+        return backward
+    forward = _scan_bytes(plan.forward["recurrent_fw_H"], itemsize)
+    return max(forward + (0 if spec.recompute_states_in_bw else C), backward)
 
 
 def _planned(

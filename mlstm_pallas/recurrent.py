@@ -13,7 +13,7 @@ from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutNa
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
-from mlstm_pallas.entry import options_of
+from mlstm_pallas.entry import options_of, zeros_of
 from mlstm_pallas.fwbw import operation
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.planning import CallSpec
@@ -119,7 +119,7 @@ def _run(arguments: Mapping[str, Any], *, steps: bool) -> tuple[jax.Array, State
     if layout is Layout.BTNH:
         x = jax.tree.map(lambda y: jnp.swapaxes(y, 1, 2), x)
     B, NH, DHQK, DHV = (sizes[name] for name in ("B", "NH", "DHQK", "DHV"))
-    zeros = functools.partial(jnp.zeros, dtype=accumulator_dtype(x.q.dtype))
+    zeros = functools.partial(zeros_of, dtype=accumulator_dtype(x.q.dtype))
     if c is None:
         c, n = zeros((B, NH, DHQK, DHV)), zeros((B, NH, DHQK))
     if m is None:

@@ -12,11 +12,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
+from mlstm_pallas.arrays import Forward, Inputs, LastStates
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.entry import Keywords, SequenceKeywords, prepare
 from mlstm_pallas.forward import forward
 from mlstm_pallas.gates import log_forget_gate, log_input_gate, segment_starts
 from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import InputGate, accumulator_dtype
 from mlstm_pallas.sharding import Operation
 from mlstm_pallas.stage import Lowering
@@ -174,6 +176,10 @@ def chunkwise(
     Raises:
       TypeError, ValueError: as ``mlstm_chunkwise``.
     """
-    call = prepare({**locals(), "backend": "xla"})
+    return prepare({**locals(), "backend": "xla"}).run(_forward)
+
+
+def _forward(spec: CallSpec, x: Inputs) -> tuple[jax.Array, LastStates | None]:
     # On one shard, because other operations have no derivatives.
-    return call.run(lambda spec, x: Operation(forward, spec, Lowering.XLA).on_shard(x)[:2])
+    outputs: Forward = Operation(forward, spec, Lowering.XLA).on_shard(x)
+    return outputs[:2]

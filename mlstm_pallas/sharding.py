@@ -240,7 +240,7 @@ class Operation:
         return np.frombuffer(hashlib.sha256(identity.encode()).digest(), np.uint32)
 
 
-@functools.cache
+@functools.lru_cache(256)  # shapes are among the keys
 def _partitioned(operation: Operation) -> Callable[..., Any]:
     """The operation on its identity and arrays, which XLA can partition.
 
@@ -297,9 +297,14 @@ def _common_shardings(mapped: int, args: Any, results: Any) -> tuple[Any, Any]:
 _by_platform = Primitive("by_platform")
 _by_platform.multiple_results = True
 _by_platform.def_abstract_eval(lambda *_, backend, cuda, other: (other or cuda).out_avals)
-_by_platform.def_impl(
-    lambda *args, **params: jax.jit(functools.partial(_by_platform.bind, **params))(*args)
-)
+
+
+def _evaluated(*args: Any, **params: Any) -> Any:
+    with jax.disable_jit(False):  # jax_disable_jit would lead here again
+        return jax.jit(functools.partial(_by_platform.bind, **params))(*args)
+
+
+_by_platform.def_impl(_evaluated)
 
 
 # Whether this thread lowers a call of the package.

@@ -439,10 +439,10 @@ def check_segments_fit(num_segments: int, backend: str | None) -> None:
 
 
 def check_lengths(lengths: Any) -> list[np.ndarray]:
-    """The lengths of packed prompts as one array per row, without the zeros at its end."""
+    """The lengths of packed prompts as one array per row."""
     if isinstance(lengths, jax.core.Tracer):
         raise TypeError("lengths is traced, expected integers: pack prompts outside of jit")
-    expected = "expected the steps of each prompt, integers >= 1, of one row or of each of several"
+    expected = "expected the steps of each prompt, integers >= 0, of one row or of each of several"
     if isinstance(lengths, jax.Array):
         lengths = np.asarray(lengths)
     try:
@@ -454,9 +454,8 @@ def check_lengths(lengths: Any) -> list[np.ndarray]:
     for row in rows:
         if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
             raise TypeError(f"lengths is {lengths!r}, {expected}")
-    rows = [np.trim_zeros(row, "b") for row in rows]
-    if not any(row.size for row in rows) or any(np.any(row < 1) for row in rows):
-        raise ValueError(f"lengths is {lengths!r}, {expected}; zeros may stand behind the last one")
+    if not any(row.size for row in rows) or any(np.any(row < 0) for row in rows):
+        raise ValueError(f"lengths is {lengths!r}, {expected}")
     return rows
 
 

@@ -9,6 +9,7 @@ from unittest import mock
 import command
 import jax
 import jax.numpy as jnp
+import peers
 import pytest
 import runner
 from absl import flags
@@ -47,8 +48,65 @@ def measured(program, *arguments):
         return code, list(map(json.loads, file))
 
 
+class Device:
+    """A device with the only clock, which runs while a program waits for calls that it has made.
+
+    modules: programs that read this clock.
+    """
+
+    def __init__(self, monkeypatch, *modules):
+        self.now = self.pending = 0.0
+        for module in modules:
+            monkeypatch.setattr(module, "time", self)
+        monkeypatch.setattr(jax, "block_until_ready", self.wait)
+
+    def perf_counter(self):
+        return self.now
+
+    def call(self, seconds, outputs=None):
+        self.pending += seconds
+        return outputs
+
+    def wait(self, outputs=None):
+        self.now, self.pending = self.now + self.pending, 0.0
+        return outputs
+
+
+# In seconds: of the first three the median is 3 and the spread 5 / 3.
+BATCHES = 2.0, 3.0, 7.0, 1e3, 1e3
+
+
+def timed(monkeypatch):
+    """Calls have the times BATCHES, the second of several twice these, if they are waited for."""
+    waited, wait = [], jax.block_until_ready
+
+    def block_until_ready(outputs):
+        waited.append(outputs)
+        return wait(outputs)
+
+    def time_in_turns(calls, synchronise, repeats):
+        for call in calls:
+            outputs = call()
+            waited.clear()
+            synchronise(outputs)
+            assert any(x is outputs for x in waited)
+        return [[x * n for x in BATCHES[:repeats]] for n, _ in enumerate(calls, 1)]
+
+    monkeypatch.setattr(jax, "block_until_ready", block_until_ready)
+    monkeypatch.setattr(runner, "time_in_turns", time_in_turns)
+    monkeypatch.setattr(peers.JaxImplementation, "peak_memory_bytes", lambda *_: 3 * 2**19)
+
+
+TIMED = dict(ms=3e3, spread=5 / 3, peak_mib=1.5)
+
+
+def assert_row(row, **expected):
+    """Floats of a row are compared within their own rounding."""
+    assert {name: row.get(name) for name in expected} == pytest.approx(expected, rel=1e-12)
+
+
 def not_to_be_timed(monkeypatch):
-    monkeypatch.setattr(runner, "time_calls", lambda *_: pytest.fail("it was timed"))
+    monkeypatch.setattr(runner, "time_in_turns", lambda *_: pytest.fail("it was timed"))
 
 
 def missing(*_, **__):
@@ -59,10 +117,11 @@ def missing(*_, **__):
 MISSING = "skipped: ModuleNotFoundError: No module named 'torch'"
 
 
-def quick_mlstm(q, k, v, i, f, *, layout="BNTH", **_):
+def quick_mlstm(q, k, v, i, f, *, layout="BNTH", return_last_states=False, **_):
     """A recurrence without decay, which compiles quickly."""
     weights = jnp.exp(i) * jax.nn.sigmoid(f) * jnp.sum(q.astype(jnp.float32) * k, -1)
-    return jnp.cumsum(weights[..., None] * v, axis=layout.index("T")).astype(q.dtype)
+    h = jnp.cumsum(weights[..., None] * v, axis=layout.index("T")).astype(q.dtype)
+    return (h, (h, i, f)) if return_last_states else h
 
 
 def dot_flops(jaxpr):

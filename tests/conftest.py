@@ -1,13 +1,19 @@
 """What all tests share: XLA's flags, the device that a test runs on, and what keeps compiling
 cheap."""
 
+import contextlib
+import functools
 import gc
 import importlib.util
 import os
+import re
 from importlib import metadata
+from pathlib import Path
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 # The older of XLA's code generators for CPUs compiles in half the time. One LLVM module per program
@@ -21,9 +27,10 @@ QUICK_CODE = (
 # What JAX finds of plugins, in the two places where it looks for them.
 PLUGINS = importlib.util.find_spec("jax_plugins") or metadata.entry_points(group="jax_plugins")
 # XLA ends the process at a flag that it does not know. jaxlib 0.10 knows these, 0.11 does not, and
-# a GPU plugin has its own XLA.
-if metadata.version("jaxlib").startswith("0.10.") and not PLUGINS:
-    os.environ.setdefault("XLA_FLAGS", QUICK_CODE)  # with XLA_FLAGS= tests run what users get
+# a GPU plugin has its own XLA. With XLA_FLAGS= tests run what users get.
+flags = os.environ.get("XLA_FLAGS", " ")
+if metadata.version("jaxlib").startswith("0.10.") and not PLUGINS and flags:
+    os.environ["XLA_FLAGS"] = f"{QUICK_CODE} {flags}"
 # Freed memory goes back to the GPU, which xdist's workers share with the processes that tests
 # start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
@@ -37,13 +44,27 @@ jax.config.update(
 
 
 all_devices = jax.devices
+LOCKED = "conftest.py", "oracle.py"  # any two files
 
 
 def gpu_count() -> int:
     return sum(device.platform == "gpu" for device in all_devices())
 
 
-@pytest.hookimpl(wrapper=True)
+def beside_others(locks, alone):
+    """GPU tests of all processes run beside each other, but for one that runs alone: it waits for
+    those that run, and others wait for it, in the first lock."""
+    import fcntl  # of Unix
+
+    door, room = (locks.enter_context(Path(__file__).with_name(x).open()) for x in LOCKED)
+    fcntl.flock(door, fcntl.LOCK_EX)
+    fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    if not alone:
+        fcntl.flock(door, fcntl.LOCK_UN)
+
+
+# Before pytest-timeout starts its clock.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item):
     """A test that is not marked runs on the CPU and sees no GPU even if there is one, and so do
     the fixtures that it is the first to use.
@@ -54,7 +75,10 @@ def pytest_runtest_protocol(item):
     if marked or not gpu_count():
         os.environ["JAX_PLATFORMS"] = PLATFORMS
         jax.config.update("jax_default_device", None)
-        return (yield)
+        with contextlib.ExitStack() as locks:
+            if marked and gpu_count():
+                beside_others(locks, alone=item.get_closest_marker("alone"))
+            return (yield)
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_default_device", all_devices("cpu")[0])
 
@@ -91,6 +115,22 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
+
+
+@functools.cache
+def compiles_float16():
+    try:
+        jax.jit(jnp.square)(np.float16(2))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+@pytest.fixture(autouse=True)
+def float16(request):
+    """Tests with float16 in their file or their id need a CPU that has its conversions."""
+    if re.search("(?<!b)float16", request.node.nodeid) and not compiles_float16():
+        pytest.skip("XLA compiles no float16 for this CPU")
 
 
 @pytest.fixture(params=[2, 4])

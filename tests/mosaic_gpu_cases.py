@@ -222,7 +222,6 @@ class Recurrences:
     alone: bool = False  # dC without C
     delta: bool = False  # whether delta is wanted
     dtype: str = "bfloat16"
-    relocatable: bool = False
 
     @property
     def problem(self):

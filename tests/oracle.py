@@ -182,10 +182,10 @@ def tolerance(dtype, terms):
 
     Four independent roundings to the kernel dtype lie on the way to h (an operand, a weight or the
     state, the other operand's weight, the result), each of at most u / sqrt(3) in the mean; float32
-    sums of n terms add sqrt(n) roundings of float32.
+    sums of n terms add sqrt(n) roundings of float32, or of float64.
     """
-    unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}[jnp.dtype(dtype).name]
-    return math.sqrt(4 / 3) * unit + math.sqrt(terms) * 2.0**-24
+    bits = dict(bfloat16=8, float16=11, float32=24, float64=53)[jnp.dtype(dtype).name]
+    return math.sqrt(4 / 3) * 2.0**-bits + math.sqrt(terms) * 2.0 ** -max(bits, 24)
 
 
 def assert_close(actual, expected, bound, what=""):

@@ -95,6 +95,7 @@ def check(shape, dtype, f_shift, heads, *, gradients=True, **options):
             compare(names, actual, [g[:, :, :END] for g in desired], BACKWARD[dtype])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("dtype", "NH"), [("bfloat16", 9), ("float32", 5)])
 def test_values_outputs_and_states_beyond_32_bits(dtype, NH):
     """2.4e9 elements of v, h and C in bfloat16; 5.4 GB of each of v and h in float32.

@@ -18,6 +18,7 @@ from oracle import in_float64, needs_mosaic_gpu
 from shapes import SHAPES, Shape
 
 from mlstm_pallas import KernelConfig, reference
+from mlstm_pallas.costs import Cost
 
 WIDE = Shape(1, 2, 128, 128, 128)
 measured = functools.partial(benchmark_runs.measured, kernel_benchmark, "--repeats=1")
@@ -43,6 +44,7 @@ class Doubling(peers.JaxImplementation):
     """A stand-in for a peer: (times q, gradient * dh), whose oracle is (2 q, 2 dh)."""
 
     name, oracle = "doubling", staticmethod(lambda q: 2 * q)
+    phases = staticmethod(lambda *_: (Cost(flops=9, bytes=5), Cost(flops=1, bytes=40)))
 
     def oracle_arguments(self, inputs):
         return inputs[:1], inputs.dh
@@ -62,13 +64,19 @@ class Doubling(peers.JaxImplementation):
     ],
 )
 def test_a_wrong_output_is_not_timed(times, gradient, checked, note, monkeypatch, capsys):
+    """With a right one all figures are those of both phases, at rates of 12 FLOP/s and 20 bytes/s:
+    0.75 and 2 seconds."""
     peer = type("Peer", (Doubling,), dict(times=times, gradient=gradient, checked=checked))
     monkeypatch.setitem(peers.PEERS, "doubling", peer)
+    monkeypatch.setattr(roofline, "DEVICE_RATES", {jax.devices()[0].device_kind: (12.0, 20.0)})
     wrong = note.startswith("wrong")
-    if wrong:
-        benchmark_runs.not_to_be_timed(monkeypatch)
-    code, [record] = measured("--impl=doubling", "--direction=fwbw", "--shape=1x1x16x16x16")
-    assert (code, record["note"], "ms" in record) == (wrong, note, not wrong)
+    [benchmark_runs.timed, benchmark_runs.not_to_be_timed][wrong](monkeypatch)
+    request = "--direction=fwbw", "--shape=1x1x16x16x16", "--repeats=3"
+    code, [record] = measured("--impl=doubling", *request)
+    assert (code, record["note"]) == (wrong, note)
+    if not wrong:
+        rates = dict(tflops=10 / 3e12, tbps=45 / 3e12, roofline_pct=100 * 2.75 / 3)
+        benchmark_runs.assert_row(record, **benchmark_runs.TIMED, **rates)
     assert note in capsys.readouterr().out
 
 
@@ -84,14 +92,19 @@ def test_a_peer_is_not_run_beyond_its_offsets():
 
 
 def test_without_a_gpu_the_default_says_so_and_leaves_records(monkeypatch, capsys):
-    monkeypatch.setattr(roofline, "DEVICE_RATES", {jax.devices()[0].device_kind: (1e12, 1e12)})
-    code, [record] = measured("--commit=v7")
+    monkeypatch.setattr(roofline, "DEVICE_RATES", {jax.devices()[0].device_kind: (1e7, 4e4)})
+    benchmark_runs.timed(monkeypatch)
+    code, [record] = measured("--commit=v7", "--repeats=3")
     assert code == 0
     assert "no GPU here: measuring xla on the CPU" in capsys.readouterr().out
     expected = dict(name="tiny", impl="xla", direction="fwd", dtype="bfloat16", status="ok")
     assert record == record | expected | dict(shape=[*SHAPES["tiny"]], commit="v7")
-    assert min(record[name] for name in ("ms", "tbps", "peak_mib", "roofline_pct")) > 0
     assert 1e-4 < record["error"] < 5e-3
+    assert record["first_call_s"] > 0
+    # 256 steps of heads of 32/64, in one chunk of 128 steps; at 4e4 bytes/s they take 2.5 s.
+    nbytes, flops = 256 * (2 * 2 * (32 + 64) + 8), 256 * (4 * 32 * 64 + 129 * (32 + 64))
+    rates = dict(tbps=nbytes / 3e12, tflops=flops / 3e12, roofline_pct=100 * nbytes / 4e4 / 3)
+    benchmark_runs.assert_row(record, **benchmark_runs.TIMED, **rates)
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """The Mosaic GPU kernels compiled for Hopper without a GPU: spills, messages, shared memory."""
 
-import dataclasses
-
 import compile_report
 import pytest
 from mosaic_gpu_cases import ALL, Recurrences, stages_on_mosaic_gpu
@@ -25,10 +23,9 @@ def max_spill_bytes(stage, spec):
     return 112 if stage == "parallel_bw_dQKV" and by_chunk(spec.problem) else 64
 
 
-# As the installed jax compiles, and as nvJitLink does, which jax takes from 0.12 on where it finds
-# the library: see compile_report.
-NVJITLINK = pytest.mark.skipif(MOVES_REGISTERS, reason="jax < 0.12 compiles with ptxas")
-COMPILERS = ["installed", pytest.param("nvjitlink", marks=NVJITLINK)]
+# As the installed jax compiles, and relocatable as nvJitLink does, which jax takes from 0.12 on
+# where it finds the library: see compile_report.
+RELOCATABLE = [False] if MOVES_REGISTERS else [False, True]
 
 
 def check(kernel, usage, most_spilled):
@@ -44,7 +41,6 @@ def check(kernel, usage, most_spilled):
     assert usage.shared_bytes <= H200.shared_bytes
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize(
     ("heads", "dtype", "variant"),
     [
@@ -58,7 +54,7 @@ def check(kernel, usage, most_spilled):
     ],
     ids=str,
 )
-def test_the_kernels_compile_at_the_planned_tiles(heads, dtype, variant, compiler):
+def test_the_kernels_compile_at_the_planned_tiles(heads, dtype, variant):
     is_odd, fused = variant.startswith("odd"), not variant.endswith("materialised")
     call = compile_report.Call(
         H200,
@@ -69,12 +65,11 @@ def test_the_kernels_compile_at_the_planned_tiles(heads, dtype, variant, compile
         direction="fwbw",
         variant="BTNH" if is_odd else variant if fused else "exp",
         backend="mosaic_gpu",
-        relocatable=compiler == "nvjitlink",
     )
     spec = call.spec()
-    kernels = compile_report.mosaic_gpu_kernels(call)
-    assert {kernel.name for kernel, _ in kernels} - HELPERS == stages_on_mosaic_gpu(spec) & ALL
-    for kernel, usage in kernels:
+    kernels = compile_report.mosaic_gpu_kernels(call, RELOCATABLE)
+    assert {kernel.name for kernel, *_ in kernels} - HELPERS == stages_on_mosaic_gpu(spec) & ALL
+    for kernel, usage in ((kernel, usage) for kernel, *usages in kernels for usage in usages):
         check(kernel, usage, max_spill_bytes(kernel.name, spec))
         assert 32 * kernel.num_warps * usage.registers <= 65_536, (kernel.name, usage.registers)
         multiplies = kernel.name not in {"chunk_gates", *HELPERS} - {"split_products"}
@@ -94,15 +89,15 @@ COMPILED_RECURRENCES = {  # shape, chunk size, rows of a block of the state, sta
 }
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("name", COMPILED_RECURRENCES)
-def test_weighted_recurrences_compile(name, compiler):
+def test_weighted_recurrences_compile(name):
     """Scaled operands come from registers, of which there are enough, and products do not wait for
     each other."""
-    call = dataclasses.replace(COMPILED_RECURRENCES[name], relocatable=compiler == "nvjitlink")
-    [(kernel, usage)] = compile_report.mosaic_gpu_kernels(call)
-    check(kernel, usage, 0)
-    assert usage.wgmma > 0
+    call = COMPILED_RECURRENCES[name]
+    [(kernel, *usages)] = compile_report.mosaic_gpu_kernels(call, RELOCATABLE)
+    for usage in usages:
+        check(kernel, usage, 0)
+        assert usage.wgmma > 0
 
 
 def test_the_compile_report_has_both_kinds_of_kernels():

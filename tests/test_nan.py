@@ -7,7 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import BACKENDS, OUTPUTS, RESULTS, loss_of, random_inputs, results_of
+from oracle import (
+    BACKENDS,
+    OUTPUTS,
+    RESULTS,
+    assert_close,
+    loss_of,
+    random_inputs,
+    results_of,
+    tolerance,
+)
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_sequence, reference
 
@@ -55,8 +64,8 @@ def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, name):
     assert np.isnan(h[reached]).all()
     may_be = np.s_[STEP // L * L :, COLUMN] if name == "v" else reached
     h[may_be] = expected[may_be]
-    tolerances = dict(rtol=0) if name in "qv" else dict(rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(h, expected, **tolerances)
+    # A NaN in k or in a gate changes how other steps of its chunk are rounded.
+    assert_close(h, expected, 0.0 if name in "qv" else tolerance("float32", S + 16))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from kernel_benchmark import STAGES, MlstmPallasStage, stage_arrays
 from shapes import SHAPES, Shape
 
 from mlstm_pallas import KernelConfig, costs, dispatch
+from mlstm_pallas.costs import Cost
 from mlstm_pallas.problem import Problem
 
 SMALL, WIDE = Shape(2, 3, 64, 16, 32), Shape(1, 64, 256, 256, 512)
@@ -86,7 +87,7 @@ def test_bytes_and_flops_of_a_stage_are_those_of_its_arrays_and_products(backend
         inputs[x] = [getattr(inputs[x], field) for field in fields]
     if stage == "recurrent_bw_dC":  # reads gamma once for each recurrence
         inputs["scaGamma"] = [inputs["scaGamma"]] * 2
-    cost = costs.launch_cost(impl.stage.name, impl.call, 2, weighted=impl.weighted)
+    [cost] = impl.phases(shape, 2, "fwd")
     assert cost.bytes == nbytes((inputs, outputs))
     inter, intra = PRODUCTS[stage]
     pairs = sum(dict(k=shape.DHQK, v=shape.DHHV)[axis] for axis in intra)
@@ -109,14 +110,20 @@ def test_attention_counts_pairs_once():
     pairs, array = 2 * 3 * (1 + 2 + 3 + 4 + 5), 2 * 2 * 3 * 5 * 16
     phases = (pairs * 2 * 2 * 16, 4 * array), (pairs * 5 * 2 * 16, 8 * array)
     assert roofline.attention(2, 3, 5, 16, 2, "fwbw") == phases
+    assert roofline.attention(2, 3, 5, 16, 2, "fwd") == phases[:1]
 
 
-def test_floor_of_7b_8k():
-    """Milliseconds worked out by hand: 3.27e11 + 8.08e11 FLOP at 790 TFLOP/s."""
-    for dtype, products in (("bfloat16", 1), ("float32", 6)):
-        rates = roofline.device_rates("NVIDIA H200", dtype)
-        for direction, expected in (("fwd", 0.414), ("fwbw", 1.437)):
-            phases = roofline.mlstm(SHAPES["7b-8k"], 2, direction)
-            milliseconds = 1e3 * roofline.floor_seconds(phases, *rates)
-            assert milliseconds == pytest.approx(products * expected, rel=0.02)
-    assert roofline.device_rates("cpu", dtype) == (None, None)  # nobody measured them
+def test_flops_of_7b_8k():
+    """In chunks of 128 steps, by step and head, whichever kernels run."""
+    steps, inter, triangle = 8 * 8 * 8192, 2 * 256 * 512, 129
+    forward, backward = roofline.mlstm(SHAPES["7b-8k"], 2, "fwbw")
+    assert forward.flops == steps * (2 * inter + triangle * (256 + 512))
+    assert backward.flops == steps * (5 * inter + triangle * (3 * 256 + 2 * 512))
+    assert roofline.backward_stages(True) == ("chunk_gates", "recurrent_bw_dC", "parallel_bw_dQKV")
+
+
+def test_the_floor_is_the_slower_of_products_and_traffic_in_each_phase():
+    assert roofline.floor_seconds([Cost(6, 1), Cost(1, 8)], 2.0, 4.0) == 3.0 + 2.0
+    rates = [roofline.device_rates("NVIDIA H200", x) for x in ("bfloat16", "float16", "float32")]
+    assert rates == [(790e12, 4.27e12)] * 2 + [(790e12 / 6, 4.27e12)]
+    assert roofline.device_rates("cpu", "float32") == (None, None)  # nobody measured them

@@ -3,29 +3,41 @@
 import functools
 
 import benchmark_runs
-import jax.numpy as jnp
 import pytest
 import step_benchmark
 
-request = "--shape=1x2x9x16x16", "--steps=3", "--repeats=1"
+request = "--shape=2x3x9x16x32", "--steps=3", "--repeats=3"
 measured = functools.partial(benchmark_runs.measured, step_benchmark, *request)
 PEER = "mlstm_kernels_triton_step"
 
 
 @pytest.fixture(autouse=True)
-def small_copy(monkeypatch):
+def timed(monkeypatch):
+    """A copy moves 8 times 1 KiB there and back in 3 s."""
     monkeypatch.setitem(step_benchmark.COPIED_BYTES, "cpu", 2**10)
+    benchmark_runs.timed(monkeypatch)
+
+
+COPIED = 8 * 2 * 2**10 / 3.0
+
+
+def check_figures(row):
+    """A loop of three steps takes 3 s."""
+    B, NH, S, K, V = row["shape"]
+    nbytes = B * NH * (K * V + K + 1) * {"float32": 4, "bfloat16": 2}[row["state_dtype"]]
+    rates = {"gbps": 2 * nbytes / 1e9, "copy_gbps": COPIED / 1e9, "tokens/s": B}
+    figures = dict(ms=1e3, spread=5 / 3, state_mib=nbytes / 2**20, copy_pct=200 * nbytes / COPIED)
+    benchmark_runs.assert_row(row, **figures, **rates)
+    assert S == 1
 
 
 @pytest.mark.parametrize("variant", ["exp", "sigmoid", "unnormalised"])
 def test_measures_each_variant_and_skips_the_peer(variant, monkeypatch):
     monkeypatch.setitem(step_benchmark.PEERS, PEER, benchmark_runs.missing)
     code, (ours, peer) = measured(f"--impl=xla,{PEER}", f"--variant={variant}")
-    assert code == 0
-    assert (ours["status"], ours["variant"]) == ("ok", variant)
+    assert (code, ours["status"], ours["variant"]) == (0, "ok", variant)
     assert 0 < ours["error"] < 1e-2
-    moved = 2 * 2 * (16 * 16 + 16 + 1) * 4
-    assert ours["gbps"] == pytest.approx(moved / (ours["ms"] * 1e6))
+    check_figures(ours)
     none = f"skipped: UnsupportedError: it has no variant {variant}"
     assert peer["note"] == (benchmark_runs.MISSING if variant == "exp" else none)
 
@@ -40,26 +52,11 @@ def test_tokens_per_second_and_their_limit_by_batch(tmp_path, monkeypatch):
 
     monkeypatch.setattr(step_benchmark.reporting, "plot", plot)
     cases = "--shape=1x2x1x16x16,2x2x1x16x16", "--loop=scan,while"
-    code, rows = measured(*cases, "--state_dtype=float32,bfloat16", f"--plot={path}")
+    code, rows = measured(*cases, "--state_dtype=bfloat16", f"--plot={path}")
     assert code == 0
-    assert len({(*row["shape"], row["loop"], row["state_dtype"]) for row in rows}) == 8
+    assert len({(*row["shape"], row["loop"], row["state_dtype"]) for row in rows}) == 4
     assert path.stat().st_size > 0
-    for row, y in zip(rows, limits, strict=True):
-        B, _, _, K, V = row["shape"]
-        per_token = 2 * 2 * (K * V + K + 1) * (4 if row["state_dtype"] == "float32" else 2)
-        assert row["tokens/s"] == pytest.approx(B / (row["ms"] * 1e-3))
-        assert y == pytest.approx(row["copy_gbps"] * 1e9 / per_token)
-
-
-@pytest.mark.parametrize("change", [1.03, jnp.nan])
-def test_a_wrong_step_is_not_timed(change, monkeypatch):
-    def wrong(*args, right=step_benchmark.mlstm_recurrent_step, **options):
-        h, (c, n, m) = right(*args, **options)
-        return h, (c * change, n, m)
-
-    monkeypatch.setattr(step_benchmark, "mlstm_recurrent_step", wrong)
-    benchmark_runs.not_to_be_timed(monkeypatch)
-    monkeypatch.setattr(step_benchmark, "copy_rate", lambda repeats: 1e9)
-    code, rows = measured()
-    assert code == 1
-    assert all(row["note"].startswith("wrong: error ") for row in rows)
+    for row, limit in zip(rows, limits, strict=True):
+        check_figures(row)
+        per_token = 2 * row["state_mib"] * 2**20 / row["shape"][0]
+        assert limit == pytest.approx(COPIED / per_token)

@@ -51,7 +51,7 @@ found, expected = (
     for backend in ("mosaic_gpu_interpret", "xla")
 )
 for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-    assert jnp.array_equal(x, y)
+    assert np.linalg.norm(x - y) <= 1e-6 * np.linalg.norm(y)
 """
 # Calls in bfloat16 against float64, with the bounds of mosaic_gpu_cases.py.
 CASES = """

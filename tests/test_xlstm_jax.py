@@ -1,8 +1,8 @@
 """The adapters for the documented systems of xlstm_jax: their signatures, and their values against
 float64 forms made here, step by step.
 
-The gradients under the documented convention are ``constant_denominator_gradients``, by autodiff in
-float64.
+Their gradients hold the denominator constant, as documented: they are derivatives of a form in
+which it is.
 """
 
 import inspect
@@ -17,7 +17,6 @@ from oracle import (
     NAMES,
     array,
     assert_close,
-    assert_same_bits,
     compare,
     in_float64,
     oracle,
@@ -361,8 +360,10 @@ def test_resets_where_the_forget_gate_itself_comes_in():
     again = forward(v5, "__parallel_fw_Hintra", states=every)
     stable, stable_den, _ = forward(stablef, "__parallel_fw_H", states=every)
     compare("HHHCnm", (H, again[0], stable, *last), (h, h, h, *last_expected), ROUNDING)
-    assert np.array_equal(again[1], den)  # infinite where nothing is stored
-    np.testing.assert_allclose(stable_den, den + 1e-6, rtol=2e-6)
+    # Infinite where nothing is stored; elsewhere z is a sum of positive terms. Four standard
+    # deviations of each of two sums.
+    np.testing.assert_allclose(again[1], den, rtol=8 * ROUNDING)
+    np.testing.assert_allclose(stable_den, den + 1e-6, rtol=8 * ROUNDING)
     states = forward(stablef, "__recurrent_fw_C")
     compare("Cnm", states, every, ROUNDING)
     backward = dict(vecm=rows, vecn_out=den, matdeltah=x["v"], matdeltac_last=None, eps=0.0)
@@ -399,7 +400,7 @@ def test_parallel_bw_dQKV(system, dtype, backend):
     check_inputs(built, "qkv", expected, BOUND[dtype])
     if system is stablef:
         C, dC = states_of(expected, NC)[0], fused(expected["dC"][:, :, 1:])
-        assert_same_bits(built, dQKV(matc_states=C, matdeltac_states=dC))
+        compare("qkv", dQKV(matc_states=C, matdeltac_states=dC), built, tolerance(dtype, S))
 
 
 @pytest.mark.parametrize("name", "QKV")
@@ -475,9 +476,11 @@ def test_entry(dtype):
     x = random_inputs(12, B, NH, 40, 16, 16)
     options = dict(chunk_size=16, eps=0.02, norm_val=50.0, stabilize_correctly=False)
     options["autocast_kernel_dtype"] = dtype
-    result = entry(*x.values(), return_last_states=True, **options)
-    expected = mlstm_chunkwise(**x, return_last_states=True, **options)
-    assert_same_bits(result, expected)
+    result, expected = (
+        str(jax.make_jaxpr(partial(call, return_last_states=True, **options))(*x.values()))
+        for call in (entry, mlstm_chunkwise)
+    )
+    assert result == expected
     h = jax.eval_shape(partial(entry, **options), *x.values())
     generated = stablef._mlstm_chunkwise_fwbw_generator(dtype, chunk_size=16)
     assert jax.eval_shape(generated, *x.values()) == (h, None, None, None)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import benchmark_runs
 import runner
 import xlstm_lm_benchmark as benchmark
 from benchmark_runs import quick_mlstm
+from shapes import Shape
 from xlstm_lm_benchmark import MODELS
 
 
@@ -53,6 +55,32 @@ def test_measures_a_model_refuses_a_peer_that_differs_and_skips_one_that_is_not_
     assert ours["peak_mib"] * 2**20 > 3 * 4 * ours["parameters"]  # with the two moments
     assert wrong["note"].startswith("wrong: error ")
     assert skipped["note"] == benchmark_runs.MISSING
+
+
+def test_figures_of_a_training_step(monkeypatch):
+    """5 s to compile and four steps of 9, 2, 3 and 7 s, the first of which is not timed."""
+    device = benchmark_runs.Device(monkeypatch, benchmark)
+    sizes = dict(argument=7, output=6, temp=3, alias=5)
+    memory = {f"{name}_size_in_bytes": x * 2**20 for name, x in sizes.items()}
+    steps = iter([(9.0, 4.0), (2.0, 3.5), (3.0, 3.0), (7.0, 2.5)])
+
+    def step(*_):
+        seconds, loss = next(steps)
+        return device.call(seconds, ("state", benchmark.Metrics(loss, 0.5)))
+
+    def compiled(*_):
+        device.now += 5.0
+        return mock.Mock(side_effect=step, memory_analysis=lambda: mock.Mock(**memory))
+
+    monkeypatch.setattr(benchmark, "initial_state", lambda _: "state")
+    lowered = mock.Mock(compile=compiled)
+    monkeypatch.setattr(jax, "jit", lambda *_, **__: mock.Mock(lower=lambda *_: lowered))
+    row = dict(impl="xla", device="NVIDIA H200", shape=Shape(2, 4, 16, 8, 8), flops=6e12)
+    options = mock.Mock(warmup=1, steps=3)
+    benchmark.measure(row, None, MODELS["tiny"], {}, options)
+    figures = dict(first_call_s=14.0, ms=3e3, spread=5 / 3, tokens_per_s=32 / 3, peak_mib=11)
+    benchmark_runs.assert_row(row, **figures, mfu_pct=200 / 989, measured_pct=200 / 790)
+    assert (row["losses"], row["gradient_norms"]) == ([4.0, 3.5, 3.0, 2.5], [0.5] * 4)
 
 
 @pytest.mark.parametrize(

@@ -330,8 +330,8 @@ def on_a_hopper() -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def _compile_mosaic_gpu(call: "Call", folder: str) -> list[tuple[Lowered, Usage | None]]:
-    """The distinct Mosaic GPU kernels of a call.
+def _compile_mosaic_gpu(call: "Call", relocatable: Sequence[bool], folder: str) -> list[tuple]:
+    """The distinct Mosaic GPU kernels of a call, each with its usages.
 
     It runs in another process, started with MOSAIC_GPU_DUMP_TO=folder.
     """
@@ -347,13 +347,14 @@ def _compile_mosaic_gpu(call: "Call", folder: str) -> list[tuple[Lowered, Usage 
         avals = [x.aval for x in equation.invars]
         args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in avals]
         function = functools.partial(equation.primitive.bind, **equation.params)
-        start, usage = time.perf_counter(), None
+        start, usages = time.perf_counter(), [None for _ in relocatable]
         try:
             jax.jit(function).lower(*args).compile()
-            usage = _dumped_usage(folder, time.perf_counter() - start, call.relocatable)
+            seconds = time.perf_counter() - start
+            usages = [_dumped_usage(folder, seconds, mode) for mode in relocatable]
         except Exception as error:
             kernel = dataclasses.replace(kernel, cause=one_line(error))
-        kernels[str(equation)] = kernel, usage
+        kernels[str(equation)] = kernel, *usages
     return list(kernels.values())
 
 
@@ -394,15 +395,19 @@ def parse_resources(text: str) -> int:
     return int(scratch[1]) + 8 * sum(int(size) * int(count) for size, count in barriers)
 
 
-def mosaic_gpu_kernels(call: "Call") -> list[tuple[Lowered, Usage | None]]:
-    """The distinct Mosaic GPU kernels of a call, compiled in another process."""
+def mosaic_gpu_kernels(call: "Call", relocatable: Sequence[bool] = ()) -> list[tuple]:
+    """The distinct Mosaic GPU kernels of a call, compiled in another process.
+
+    Each comes with its usage, or with one per value of ``relocatable``.
+    """
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         packages = "JAX's CUDA packages: pip install 'mlstm_pallas[cuda]'"
         raise RequestError(f"compiling Mosaic GPU kernels needs {packages}")
     with tempfile.TemporaryDirectory() as folder:
         variables = dumping_to(folder) | dict(JAX_PLATFORMS="cpu")
         with contextlib.closing(Worker(_compile_mosaic_gpu, variables)) as compiler:
-            return compiler(call, folder, seconds=COMPILE_SECONDS)
+            relocatable = relocatable or [call.relocatable]
+            return compiler(call, relocatable, folder, seconds=COMPILE_SECONDS)
 
 
 # ---------------------------------------------------------------- the report

@@ -21,7 +21,7 @@ from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.backward import backward as backward_schedule
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import lowerings, run, tiles_class
-from mlstm_pallas.entry import CHECKS, options_of, pad, spec_for
+from mlstm_pallas.entry import CHECKS, options_of, pad, spec_for, zeros_of
 from mlstm_pallas.fwbw import operation
 from mlstm_pallas.gates import ChunkGates, LocalGates
 from mlstm_pallas.normaliser import Normaliser, at_least, normaliser_gradients, query_scale
@@ -71,6 +71,8 @@ CONTRACTS: dict[str, Shapes] = {
     **dict.fromkeys(("vecN_states", "vecN_all"), N_STATES),
     **dict.fromkeys(("scaM_states", "scaMinter_states", "scaM_inter", "scaM_all"), M_STATES),
 }
+# What replaces those of the gates where they are pre-activations.
+PREACTIVATIONS = {"vecI": STEPS, "vecF": STEPS}
 # These, and initial states, may be None in every function that has them.
 OPTIONAL = ("scaM_states", "vecM_out", "matDeltaC_last")
 
@@ -162,15 +164,15 @@ def call_spec(
     optional: tuple[str, ...] = (),
     tiles_of: str | None = None,
     tile_arguments: Mapping[str, str] = MappingProxyType({}),
-    **shapes: Shapes,
+    shapes: Mapping[str, Shapes] = MappingProxyType({}),
 ) -> CallSpec:
     """Checks the arguments and makes the CallSpec.
 
     Args:
       optional: arrays that may be None, beside OPTIONAL.
-      tiles_of: the stage whose tiles the arguments replace, unless they are None. What its kernel
-        does not read is ignored.
-      tile_arguments: the arguments whose tiles have another name in the stage, by that name.
+      tiles_of: the stage whose Triton kernel has the arguments as tiles, unless they are None.
+        What the kernel does not read is ignored.
+      tile_arguments: the arguments whose tiles have another name in the kernel, by that name.
       shapes: shapes of arguments that replace those in CONTRACTS.
     """
     statics = check_statics(arguments)
@@ -178,7 +180,7 @@ def call_spec(
         arguments,
         statics["chunk_size"],
         statics.get("num_chunks"),
-        CONTRACTS | shapes,
+        {**CONTRACTS, **shapes},
         optional,
     )
     sizes["DHV"] = sizes["DHHV"]
@@ -256,17 +258,15 @@ def run_stage(
     stage: Callable[..., Arrays],
     arguments: Arguments,
     spec: CallSpec | None = None,
-    *,
-    statics: Mapping[str, Any] = MappingProxyType({}),
-    **options: Any,
+    **statics: Any,
 ) -> Arrays:
     """The results of a stage by name. Initial states that are None are zeros.
 
     Args:
-      spec: None: ``call_spec(arguments, **options)``.
+      spec: None: ``call_spec(arguments)``.
       statics: keywords of the stage.
     """
-    spec = spec or call_spec(arguments, **options)
+    spec = spec or call_spec(arguments)
     x = {name: y for name, y in arguments.items() if name in CONTRACTS}
     for old, new in _STATES.items():
         x = {name.replace(old, new): y for name, y in x.items()}
@@ -274,7 +274,7 @@ def run_stage(
         (*heads, _, DHQK), DHHV = x["matK"].shape, x["matV"].shape[-1]
         acc = accumulator_dtype(spec.dtype)
         shapes = (DHQK, DHHV), (DHQK,), ()
-        x |= {n: jnp.zeros((*heads, *s), acc) for n, s in zip(_INITIAL, shapes, strict=True)}
+        x |= {n: zeros_of((*heads, *s), acc) for n, s in zip(_INITIAL, shapes, strict=True)}
     x = {name: jnp.asarray(y) for name, y in x.items() if y is not None}
     results: Arrays = _run_stage(spec, x, stage=stage, **statics)
     return results
@@ -340,9 +340,9 @@ def states(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     )
 
 
-def boundary_states(arguments: Arguments, spec: CallSpec | None = None, **options: Any) -> States:
+def boundary_states(arguments: Arguments, spec: CallSpec | None = None) -> States:
     """C, n and m at the chunk boundaries."""
-    x = run_stage(states, arguments, spec, **options)
+    x = run_stage(states, arguments, spec)
     return x["matC_states"], x["vecN_states"], x["scaM_states"]
 
 
@@ -391,9 +391,9 @@ def state_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     return dict(matDeltaC_states=dC, matDeltaC_initial=dC_initial)
 
 
-def boundary_gradients(arguments: Arguments, **options: Any) -> jax.Array:
+def boundary_gradients(arguments: Arguments, spec: CallSpec | None = None) -> jax.Array:
     """The gradients of C at the chunk boundaries, in the kernel dtype."""
-    x = run_stage(state_gradients, arguments, **options)
+    x = run_stage(state_gradients, arguments, spec)
     dC: jax.Array = x["matDeltaC_states"]
     return jnp.concatenate([x["matDeltaC_initial"].astype(dC.dtype), dC], axis=2)
 
@@ -445,8 +445,8 @@ def forward(arguments: Arguments) -> tuple[Any, ...]:
     These are the last (C, n, m), with return_last_states, and those at all chunk boundaries, with
     return_all_states.
     """
-    statics = dict(output_dtype=arguments.get("output_dtype"))
-    x = run_stage(_forward, arguments, statics=statics, vecI=STEPS, vecF=STEPS)
+    spec = call_spec(arguments, shapes=PREACTIVATIONS)
+    x = run_stage(_forward, arguments, spec, output_dtype=arguments.get("output_dtype"))
     asked = (
         tuple(x[f"{name}_{suffix}"] for name in ("matC", "vecN", "scaM"))
         for flag, suffix in (("return_last_states", "last"), ("return_all_states", "states"))
@@ -474,8 +474,7 @@ def backward(arguments: Arguments) -> tuple[jax.Array, ...]:
     spec = call_spec(
         arguments,
         optional=("matC_states", "matC_all"),
-        vecI=STEPS,
-        vecF=STEPS,
+        shapes=PREACTIVATIONS,
     )
     C = arguments.get("matC_states", arguments.get("matC_all"))
     spec = dataclasses.replace(

@@ -68,8 +68,8 @@ def _mlstm_chunkwise__recurrent_fw_C(
     """
     arguments = locals()
     names = "matC_states", "vecN_states", "scaMinter_states"
-    shapes: dict[str, Any] = {name: CONTRACTS[name][1:] for name in names}
-    spec = call_spec(arguments, optional=names, **shapes)
+    shapes = {name: CONTRACTS[name][1:] for name in names}
+    spec = call_spec(arguments, optional=names, shapes=shapes)
     buffers = [arguments.pop(name) for name in names]
     C, n, m = (
         x if buffer is None else x.astype(buffer.dtype)

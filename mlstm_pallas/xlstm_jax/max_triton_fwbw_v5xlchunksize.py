@@ -13,8 +13,8 @@ The arguments of a stage:
   (B, NH, (NC + 1) * DHQK) and (B, NH, NC + 1).
 * vecN_out, the N vector of the documents: max(|q . n|, exp(-m)), (B, NH, S) float32, the
   denominator of H without eps.
-* siz_b_*, num_warps, num_stages replace the values of the config unless they are None. A tile that
-  does not divide its axis is clamped.
+* siz_b_*, num_warps, num_stages: the tiles and the launch of the stage's Triton kernel, where it
+  runs; None: those of the plan. A tile is clamped to a power of two that divides its axis.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from mlstm_pallas.annotations import Array, States
 from mlstm_pallas.xlstm_jax import _common
-from mlstm_pallas.xlstm_jax._common import STEPS, renamed, run_stage
+from mlstm_pallas.xlstm_jax._common import STEPS, call_spec, renamed, run_stage
 from mlstm_pallas.xlstm_jax.triton_stablef import (
     _get_chunkwise_fwbw_kernel,
     _mlstm_chunkwise_fwbw_generator,
@@ -48,6 +48,8 @@ __all__ = [
     "mlstm_chunkwise_max_triton",
 ]
 
+SHAPES = {"vecF": STEPS}  # of the stages that have it
+
 mlstm_chunkwise_max_triton = renamed(
     mlstm_chunkwise_triton_stablef, "mlstm_chunkwise_max_triton", __name__
 )
@@ -64,7 +66,9 @@ def mlstm_chunkwise__recurrent_fw_C(
     num_stages: int | None = None,
 ) -> States:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
-    return _common.boundary_states(locals(), tiles_of="recurrent_fw_C", vecF=STEPS)
+    arguments = locals()
+    spec = call_spec(arguments, tiles_of="recurrent_fw_C", shapes=SHAPES)
+    return _common.boundary_states(arguments, spec)
 
 
 def mlstm_chunkwise__parallel_fw_Hintra(
@@ -78,13 +82,9 @@ def mlstm_chunkwise__parallel_fw_Hintra(
 
     H is the whole output, with the inter-chunk part, despite the name.
     """
-    x = run_stage(
-        _common.outputs,
-        locals(),
-        statics=dict(output_dtype=output_dtype),
-        tiles_of="parallel_fw_H",
-        vecF=STEPS,
-    )
+    arguments = locals()
+    spec = call_spec(arguments, tiles_of="parallel_fw_H", shapes=SHAPES)
+    x = run_stage(_common.outputs, arguments, spec, output_dtype=output_dtype)
     return x["matH"], x["vecN_out"]
 
 
@@ -111,10 +111,15 @@ def mlstm_chunkwise__recurrent_bw_dC(
     num_warps: int | None = None, num_stages: int | None = None, eps: float = 0.0,
 ) -> jax.Array:  # fmt: skip
     """The gradients of C at the chunk boundaries, shaped as matC_all, in the dtype of matQ."""
-    # The steps of a tile are siz_b_LKV to the stage, which shares its kernel with recurrent_fw_C.
-    return _common.boundary_gradients(
-        locals(), tiles_of="recurrent_bw_dC", renamed={"siz_b_LKV": "siz_b_LQ"}, vecF=STEPS
+    arguments = locals()
+    # The steps of a tile are siz_b_LKV to the kernel, which is the one of recurrent_fw_C.
+    spec = call_spec(
+        arguments,
+        tiles_of="recurrent_bw_dC",
+        tile_arguments={"siz_b_LKV": "siz_b_LQ"},
+        shapes=SHAPES,
     )
+    return _common.boundary_gradients(arguments, spec)
 
 
 def _gradient(name: str) -> Callable[..., jax.Array]:
@@ -139,14 +144,14 @@ def _gradient(name: str) -> Callable[..., jax.Array]:
           matDeltaC_states: the gradients of C at the chunk boundaries, shaped as matC_all.
           vecA (B, NH, NC, L), vecN_all, vecM_out (B, NH, S): not read. They follow from the other
             arguments, or their gradient is zero.
+          siz_b_LKV, for Q siz_b_LQ: the rows of the gradient in a tile. The other one is not read.
           eps: the eps of the forward pass, which is added to vecN_out.
         """
         arguments = locals()
         # parallel_bw_dQKV calls the rows of its output tiles siz_b_LQ, for keys too.
         tiles = {} if name == "Q" else {"siz_b_LQ": "siz_b_LKV"}
-        x = run_stage(
-            _common.input_gradients, arguments, tiles_of="parallel_bw_dQKV", tile_arguments=tiles
-        )
+        spec = call_spec(arguments, tiles_of="parallel_bw_dQKV", tile_arguments=tiles)
+        x = run_stage(_common.input_gradients, arguments, spec)
         gradient: jax.Array = x[f"matDelta{name}"]
         return gradient.astype(output_dtype)
 

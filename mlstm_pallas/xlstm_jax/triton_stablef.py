@@ -19,6 +19,7 @@ NT = num_chunks chunks of BT = chunk_size steps.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -45,6 +46,9 @@ __all__ = [
     "mlstm_chunkwise_triton_stablef",
 ]
 
+# jit, so that jax_transfer_guard does not see eps.
+_plus = jax.jit(operator.add, static_argnums=1)
+
 
 def _mlstm_chunkwise__recurrent_fw_C(
     matK: Array, matV: Array, vecF: Array, vecI: Array, matC_initial: Array | None = None,
@@ -66,7 +70,7 @@ def _mlstm_chunkwise__parallel_fw_H(
     The states are those before each chunk.
     """
     x = run_stage(_common.outputs, locals())
-    return x["matH"], x["vecN_out"] + eps, x["vecM_out"]
+    return x["matH"], _plus(x["vecN_out"], eps), x["vecM_out"]
 
 
 def _mlstm_chunkwise_fw(
@@ -82,7 +86,7 @@ def _mlstm_chunkwise_fw(
     float32, and return_all_states adds the states at all chunk boundaries.
     """
     H, vecN, vecM_out, _, *states = _common.forward(locals())
-    return H, vecN + eps, vecM_out, *states
+    return H, _plus(vecN, eps), vecM_out, *states
 
 
 def _mlstm_chunkwise__recurrent_bw_dC(
@@ -180,7 +184,7 @@ def _mlstm_chunkwise_fwbw_generator(
     return _forward_function(options_of(locals()))  # checked: to the cache 1 equals True
 
 
-@functools.cache
+@functools.lru_cache(256)
 def _forward_function(options: Options) -> Callable[..., tuple[jax.Array, Any, Any, Any]]:
     def forward(
         matQ: jax.Array,

@@ -1,0 +1,154 @@
+"""Every public function under the debug modes of jax, jitted and not, and the state of the process.
+
+As a script, test_modes.py MODE VALUE, it makes the calls of a mode.
+"""
+
+import functools
+import os
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from mesh_calls import both_passes
+from oracle import assert_close, mesh_of, random_inputs, run_python, sharded, tolerance
+
+from mlstm_pallas import (
+    mlstm_chunkwise,
+    mlstm_recurrent_sequence,
+    mlstm_recurrent_step,
+    reference,
+    use_backend,
+)
+from mlstm_pallas.backend import requested_backend
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
+from mlstm_pallas.xlstm_jax import (
+    max_triton_fwbw_v3noslice,
+    max_triton_fwbw_v5xlchunksize,
+    triton_stablef,
+)
+
+BOUND = 4 * tolerance("float32", 64)
+STEPS = P(None, None, "s")
+chunkwise = functools.partial(mlstm_chunkwise, chunk_size=16)
+over_shards = functools.partial(
+    mlstm_chunkwise_sequence_parallel, chunk_size=16, axis_name="s", return_last_states=True
+)
+on_mapped_shards = jax.vmap(over_shards, axis_name="s")
+
+
+def inputs(S, **options):
+    return [*random_inputs(0, 1, 1, S, 8, 8, **options).values()]
+
+
+def with_gradients(run):
+    """The results of run and its gradients at cotangents that are these results."""
+
+    def both(*x):
+        results, vjp = jax.vjp(run, *x)
+        return results, vjp(results)
+
+    return both
+
+
+def calls():
+    """(name, function, arguments), without numbers of Python that jax would transfer."""
+    x, plain = inputs(20), inputs(20, states=False)  # no multiple of the chunk
+    token = [y[:, :, 0] for y in x[:5]] + x[5:]
+    ids, lengths = map(jax.device_put, (np.arange(20, dtype="int32")[None] // 12, np.array([17])))
+    shards = [jax.device_put(np.stack(np.split(np.asarray(y), 2, axis=2))) for y in plain]
+    mesh = mesh_of((2,), names="s")
+    on_mesh = jax.shard_map(over_shards, mesh=mesh, in_specs=STEPS, out_specs=(STEPS, P()))
+    packed = functools.partial(chunkwise, return_last_states=True)
+    generated = triton_stablef._mlstm_chunkwise_fwbw_generator(None, True, chunk_size=16)
+    yield "chunkwise", with_gradients(packed), x
+    yield "without_states", with_gradients(chunkwise), plain
+    ids = dict(segment_ids=ids, sequence_lengths=lengths)
+    yield "segments", functools.partial(packed, num_segments=2, **ids), plain
+    yield "packed", with_gradients(functools.partial(packed, **ids)), plain
+    yield "step", mlstm_recurrent_step, token
+    yield "first_step", mlstm_recurrent_step, token[:5]
+    yield "steps", mlstm_recurrent_sequence, [y[:, :, :3] for y in plain]
+    yield "mapped_shards", with_gradients(on_mapped_shards), shards
+    yield "mesh", with_gradients(on_mesh), sharded(plain, mesh, STEPS)
+    yield "reference", with_gradients(reference.chunkwise), x
+    yield "recurrence", with_gradients(reference.recurrence), x
+    yield "generator", with_gradients(generated), plain
+    for system in (max_triton_fwbw_v3noslice, max_triton_fwbw_v5xlchunksize, triton_stablef):
+        yield system.__name__, both_passes(system), inputs(64)[:5]
+
+
+MODES = (
+    "jax_disable_jit",
+    "jax_debug_nans",
+    "jax_debug_infs",
+    "jax_check_tracer_leaks",
+    "jax_transfer_guard",
+    "jax_explain_cache_misses",
+    "jax_log_compiles",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_calls_of_a_fresh_process_in_a_mode(mode):
+    settings = dict(PYTHONPATH=os.pathsep.join(sys.path), JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    output = run_python(__file__, mode, **settings)
+    assert output.splitlines()[-1] == "15 calls"
+
+
+def test_a_step_without_jit():
+    x = [y[:, :, 0] for y in inputs(1, states=False)]
+    with jax.disable_jit():
+        h, _ = mlstm_recurrent_step(*x)
+    assert_close(h, mlstm_recurrent_step(*x)[0], BOUND)
+
+
+def test_nothing_that_leaves_a_program_is_infinite_or_no_number():
+    x = inputs(20, states=False)
+    with jax.debug_nans(True), jax.debug_infs(True), jax.transfer_guard("disallow"):
+        jax.block_until_ready(with_gradients(chunkwise)(*x))
+
+
+def test_a_use_backend_is_entered_twice_and_by_two_threads():
+    xla, interpret, seen = use_backend("xla"), use_backend("interpret"), []
+    entered, left = threading.Event(), threading.Event()
+
+    def other():
+        with xla, interpret:
+            entered.set()
+            left.wait(60)
+            seen.append(requested_backend())
+        seen.append(requested_backend())
+
+    thread = threading.Thread(target=other)
+    with interpret:
+        thread.start()
+        entered.wait(60)
+        with xla:
+            with interpret:
+                assert requested_backend() == "interpret"
+            assert requested_backend() == "xla"
+        assert requested_backend() == "interpret"
+    left.set()
+    thread.join(60)
+    assert seen == ["interpret", None]
+    assert requested_backend() is None
+
+
+if __name__ == "__main__":
+    mode = sys.argv[1]
+    jax.config.update("jax_num_cpu_devices", 2)
+    prepared = [*calls()]
+    jax.config.update(mode, "disallow" if mode == "jax_transfer_guard" else True)
+    for name, run, x in prepared:
+        print(name, flush=True)
+        results = jax.tree.leaves(jax.jit(run)(*x))
+        # The recurrence is no program of its own: jax transfers its numbers.
+        if (name, mode) != ("recurrence", "jax_transfer_guard"):
+            for y, expected in zip(jax.tree.leaves(run(*x)), results, strict=True):
+                with jax.transfer_guard("allow"), jax.disable_jit(False):
+                    assert_close(y, expected, BOUND, name)
+    print(f"{len(prepared)} calls")

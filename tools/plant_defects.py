@@ -1,0 +1,108 @@
+"""Plants defects in the package, one at a time, and runs the tests that have to catch them.
+
+    python tools/plant_defects.py --mosaic_gpu_python=python3.12 [--seconds=60] [PATCH ...]
+
+A PATCH is a file for `git apply`, or a folder of such files; without one, tools/planted_defects/.
+Each is applied to a copy of the project that is thrown away. Its tests run there in a process group
+of their own. Prints caught, survived or hung for each, and the seconds: "no test" where none was
+selected, "broken" where the tests could not be collected or the patch does not apply. The exit code
+is 1 unless all are caught.
+
+Before its diff, a patch may name its tests, as pytest takes them; without them the whole quick
+selection runs, which has to last at most 15 minutes. It may also say that it needs interpreted
+Mosaic GPU kernels: it is left out without --mosaic_gpu_python, an interpreter with jax >= 0.11.2.
+
+    Tests: tests/test_products.py -k waits_is_right
+    Needs: mosaic_gpu
+
+Name so few tests that they take less than a minute. A defect that does not change what the package
+computes does not belong there. With --check, patches are applied and no test runs.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "results")
+VERDICTS = {0: "survived", 1: "caught", 5: "no test"}  # by exit codes of pytest
+QUICK, QUICK_SECONDS = ["-n", "auto", "--dist", "worksteal"], 900.0
+
+
+def headers(patch: Path) -> dict[str, str]:
+    before_diff = re.split(r"^(?:diff|---) ", patch.read_text(), maxsplit=1, flags=re.MULTILINE)[0]
+    return dict(re.findall(r"^(\w+): (.*)$", before_diff, flags=re.MULTILINE))
+
+
+def outcome(patch: Path, python: str, tests: list[str], seconds: float) -> tuple[str, str]:
+    """caught, survived or hung, and the first test that failed; without seconds, whether the patch
+    applies."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT, folder, ignore=LEFT_OUT, dirs_exist_ok=True)
+        apply = ["git", "apply", str(patch.resolve())]
+        applied = subprocess.run(apply, cwd=folder, capture_output=True, text=True)
+        if applied.returncode:
+            return "broken", applied.stderr.splitlines()[0]
+        if not seconds:
+            return "applies", ""
+        command = [python, "-m", "pytest", "-qx", "-m", "not slow", "-p", "no:cacheprovider"]
+        run = subprocess.Popen(
+            command + tests,
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": folder, "JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            lines = run.communicate(timeout=seconds)[0].splitlines()
+        except subprocess.TimeoutExpired:
+            return "hung", ""
+        finally:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGKILL)
+                run.communicate()
+    detail = next((line for line in lines if line.startswith("FAILED tests")), lines[-1])
+    return VERDICTS.get(run.returncode, "broken"), detail
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("patches", nargs="*", metavar="PATCH", type=Path)
+    parser.add_argument("--mosaic_gpu_python", metavar="PYTHON")
+    parser.add_argument("--seconds", type=float, default=60.0, help="per defect, at the most")
+    parser.add_argument("--check", action="store_true", help="whether the patches apply")
+    args = parser.parse_args()
+    paths = args.patches or [Path(__file__).with_name("planted_defects")]
+    chosen = [y for x in paths for y in (sorted(x.glob("*.patch")) if x.is_dir() else [x])]
+    missed = 0
+    for patch in chosen:
+        said = headers(patch)
+        python = args.mosaic_gpu_python if "Needs" in said and not args.check else sys.executable
+        if python is None:
+            print(f"{patch.stem:36} left out", flush=True)
+            continue
+        tests = shlex.split(said["Tests"]) if "Tests" in said else QUICK
+        most = args.seconds if "Tests" in said else max(args.seconds, QUICK_SECONDS)
+        start = time.monotonic()
+        verdict, detail = outcome(patch, python, tests, 0.0 if args.check else most)
+        missed += verdict not in ("caught", "applies")
+        seconds = time.monotonic() - start
+        print(f"{patch.stem:36} {verdict:8} {seconds:3.0f} s  {detail[:150]}", flush=True)
+    print(f"{missed} of {len(chosen)} not caught" if not args.check else f"{missed} do not apply")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
