@@ -44,13 +44,7 @@ from test_gradients import BOUND
 from test_packed_sequences import check_prompts
 from test_stages import launch_of, roundings
 
-from mlstm_pallas import (
-    KernelConfig,
-    mlstm_chunkwise,
-    mlstm_recurrent_step,
-    plan,
-    use_backend,
-)
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, use_backend
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.export import CUSTOM_CALL_TARGET
 from mlstm_pallas.gpu import known_gpu
@@ -290,32 +284,6 @@ def planned(stage, heads, DHQK, DHHV, L, **asked):
 
 
 @needs_mosaic_gpu
-@pytest.mark.parametrize(
-    ("heads", "DHQK", "DHHV", "rows"),
-    [
-        (64, 256, 512, (256, 256)),
-        (16, 256, 512, (128, 256)),
-        (3, 256, 512, (64, 64)),
-        (512, 192, 128, (192, 192)),
-    ],
-)
-def test_few_heads_have_blocks_of_few_rows(heads, DHQK, DHHV, rows):
-    """One recurrence or two in a launch; with n blocks have at most as many rows as columns."""
-    sizes = heads, DHQK, DHHV, 256
-    for n in (1, 2):
-        assert planned("recurrent_bw_dC", *sizes, recurrences=n)[1].state_rows == rows[n - 1]
-    of_states = {128: 128, 256: 128, 192: 64, 64: 64}[rows[0]]
-    assert planned("recurrent_fw_C", *sizes, has_x=True)[1].state_rows == of_states
-
-
-@needs_mosaic_gpu
-@pytest.mark.parametrize(("chunks", "splits"), [(8, 8), (5, 1), (12, 4)])
-def test_splits_of_few_heads_are_of_whole_chunks(chunks, splits):
-    p = make_problem((1, 2, 1024 * chunks, 64), 64, 1024, pad_heads=True)
-    assert mosaic_gpu_tiles("recurrent_bw_dC").plan(p, BF16, H200).num_splits == splits
-
-
-@needs_mosaic_gpu
 def test_tiles_of_h_count_where_delta_is_computed():
     tiles_class = mosaic_gpu_tiles("recurrent_bw_dC")
     p, _ = planned("recurrent_bw_dC", 128, 128, 256, 128)
@@ -344,7 +312,3 @@ def test_recurrences_of_heads_beyond_the_grid_run_on_triton():
     assert stages(32_767, 64) == always | recurrences
     assert stages(32_768, 64) == stages(65_536, 64) == always
     assert "recurrent_fw_H" in stages(32_767, 8192, num_splits=4)
-    segments = plan(
-        B=8, NH=8, S=8192, DHQK=256, DHV=512, num_segments=2000, backend="mosaic_gpu", gpu=H200.name
-    )
-    assert {x.lowering for x in segments.launches} == {"mosaic_gpu"}

@@ -14,7 +14,7 @@ from oracle import array, assert_close, tolerance
 from test_packed_sequences import check_prompts
 
 from mlstm_pallas import KernelConfig, dispatch, planning
-from mlstm_pallas.gpu import HOPPER, UNKNOWN
+from mlstm_pallas.gpu import UNKNOWN
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering
 
@@ -87,13 +87,3 @@ def test_a_number_of_splits_is_cut_to_what_divides_the_chunks():
     for chunks, expected in ((2, 2), (63, 1), (12, 4), (64, 8)):
         problem = Problem(1, 8, 128 * chunks, 256, 512, 128, 1.0)
         assert tiles.clamped(problem).num_splits == expected, chunks
-
-
-def test_fewer_ctas_have_no_fewer_splits():
-    plan = functools.partial(dispatch.tiles_class("recurrent_fw_C", "triton").plan, gpu=HOPPER)
-    splits = [
-        plan(Problem(1, heads, 8192, 256, 512, 128, 1.0), BF16).num_splits
-        for heads in (512, 64, 16, 8, 4, 1)
-    ]
-    assert splits == sorted(splits)
-    assert splits[0] == 1 < splits[-1]
