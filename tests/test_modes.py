@@ -17,6 +17,7 @@ from mesh_calls import both_passes
 from oracle import assert_close, mesh_of, random_inputs, run_python, sharded, tolerance
 
 from mlstm_pallas import (
+    KernelConfig,
     mlstm_chunkwise,
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
@@ -112,7 +113,13 @@ def test_nothing_that_leaves_a_program_is_infinite_or_no_number():
         jax.block_until_ready(with_gradients(chunkwise)(*x))
 
 
-@pytest.mark.parametrize("call", [on_mapped_shards, chunkwise, mlstm_recurrent_sequence])
+def configured(*x):
+    """A call whose static arguments are equal each time, but no objects of the call before."""
+    config = KernelConfig(fused=False)
+    return mlstm_chunkwise(*x, eps=1e-3, autocast_kernel_dtype="float32", config=config)
+
+
+@pytest.mark.parametrize("call", [on_mapped_shards, configured, mlstm_recurrent_sequence])
 def test_a_second_call_without_jit_compiles_nothing(caplog, call):
     x = inputs(16, states=False)
     x = [jnp.stack([y, y]) for y in x] if call is on_mapped_shards else x
