@@ -351,7 +351,8 @@ def test_packed_sequences_and_lengths_over_four_devices(backend, gate):
         return swapped(h), states
 
     compiled = results_of(split).lower(*x).compile()
-    assert collectives(compiled) == exchanged(4, sums=2, starts=1)
+    sums = 2 if backend == "xla" else 3  # without check_vma jax sums the states' cotangents too
+    assert collectives(compiled) == exchanged(4, sums=sums, starts=1)
     result, expected = compiled(*x), results_of(whole)(*x)
     assert_nothing_beyond(lengths, result, dict(zip(NAMES, result[4:], strict=False)))
     # The gradient of m_initial is one number per head, zero but for rounding.
