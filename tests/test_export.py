@@ -31,7 +31,7 @@ from oracle import (
     tolerance,
 )
 
-from mlstm_pallas import KernelConfig, fwbw, mlstm_chunkwise
+from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.export import CUSTOM_CALL_TARGET, export
 from mlstm_pallas.sharding import on_backend
 
@@ -184,15 +184,6 @@ def test_a_symbolic_dimension_is_refused_by_name(dim, backend, message):
 def test_a_device_of_this_process_is_taken():
     kind = jax.devices()[0].device_kind
     assert export(jnp.sin, 1.0, platform="cpu", device_kind=kind).platforms == ("cpu",)
-
-
-def test_equal_static_arguments_are_traced_once():
-    x = random_inputs(0, 2, 2, 16, 16, 8, states=False)
-    fwbw.mlstm_forward.clear_cache()
-    for eps, expected in ((1e-3, 1), (1e-3, 1), (1e-4, 2)):
-        config = KernelConfig(fused=False)
-        mlstm_chunkwise(**x, eps=eps, autocast_kernel_dtype="float32", config=config)
-        assert fwbw.mlstm_forward._cache_size() == expected
 
 
 @pytest.mark.gpu

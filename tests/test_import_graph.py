@@ -2,16 +2,11 @@
 
 import ast
 import functools
-import importlib
-import inspect
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from oracle import needs_mosaic_gpu, run_python
-
-from mlstm_pallas import dispatch
-from mlstm_pallas.stages import HELPERS, STAGES
+from oracle import run_python
 
 PACKAGE = Path(__file__).parents[1] / "mlstm_pallas"
 # From the public modules down. A module imports modules of lower layers, and of its own folder.
@@ -162,19 +157,3 @@ def test_what_does_not_run_is_not_imported():
     assert "mlstm_pallas.triton.recurrent_fw_H" in planned
     mosaic_gpu = "mlstm_pallas.mosaic_gpu", f"{PALLAS}.mosaic_gpu"
     assert not [x for x in planned if x.startswith(mosaic_gpu)]
-
-
-def signature(lowering, stage):
-    """The signature of a stage's function, without the keywords that only some lowerings read."""
-    function = getattr(importlib.import_module(f"mlstm_pallas.{lowering}.{stage}"), stage)
-    whole, some = inspect.signature(function), ("recurrences", "output_dtype")
-    parameters = [x for x in whole.parameters.values() if x.name not in some]
-    return str(whole.replace(parameters=parameters))
-
-
-@pytest.mark.parametrize("stage", [*STAGES, *HELPERS])
-@pytest.mark.parametrize("lowering", ["triton", pytest.param("mosaic_gpu", marks=needs_mosaic_gpu)])
-def test_a_stage_has_one_signature_in_every_lowering(lowering, stage):
-    if f"{lowering}_{stage}" not in dispatch.kernels():
-        pytest.skip("no kernel")
-    assert signature(lowering, stage) == signature("stages", stage)

@@ -9,6 +9,7 @@ import sys
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -16,6 +17,7 @@ from mesh_calls import both_passes
 from oracle import assert_close, mesh_of, random_inputs, run_python, sharded, tolerance
 
 from mlstm_pallas import (
+    KernelConfig,
     mlstm_chunkwise,
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
@@ -69,7 +71,6 @@ def calls():
     yield "segments", functools.partial(packed, num_segments=2, **ids), plain
     yield "packed", with_gradients(functools.partial(packed, **ids)), plain
     yield "step", mlstm_recurrent_step, token
-    yield "first_step", mlstm_recurrent_step, token[:5]
     yield "steps", mlstm_recurrent_sequence, [y[:, :, :3] for y in plain]
     yield "mapped_shards", with_gradients(on_mapped_shards), shards
     yield "mesh", with_gradients(on_mesh), sharded(plain, mesh, STEPS)
@@ -96,7 +97,7 @@ MODES = (
 def test_calls_of_a_fresh_process_in_a_mode(mode):
     settings = dict(PYTHONPATH=os.pathsep.join(sys.path), JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     output = run_python(__file__, mode, **settings)
-    assert output.splitlines()[-1] == "15 calls"
+    assert output.splitlines()[-1] == "14 calls"
 
 
 def test_a_step_without_jit():
@@ -110,6 +111,24 @@ def test_nothing_that_leaves_a_program_is_infinite_or_no_number():
     x = inputs(20, states=False)
     with jax.debug_nans(True), jax.debug_infs(True), jax.transfer_guard("disallow"):
         jax.block_until_ready(with_gradients(chunkwise)(*x))
+
+
+def configured(*x):
+    """A call whose static arguments are equal each time, but no objects of the call before."""
+    config = KernelConfig(fused=False)
+    return mlstm_chunkwise(*x, eps=1e-3, autocast_kernel_dtype="float32", config=config)
+
+
+@pytest.mark.parametrize("call", [on_mapped_shards, configured, mlstm_recurrent_sequence])
+def test_a_second_call_without_jit_compiles_nothing(caplog, call):
+    x = inputs(16, states=False)
+    x = [jnp.stack([y, y]) for y in x] if call is on_mapped_shards else x
+    with jax.log_compiles(True):
+        call(*x)
+        assert "Finished XLA compilation" in caplog.text
+        caplog.clear()
+        call(*x)
+    assert "Finished XLA compilation" not in caplog.text
 
 
 def test_a_use_backend_is_entered_twice_and_by_two_threads():

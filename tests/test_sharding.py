@@ -31,7 +31,9 @@ from oracle import (
 )
 
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
-from mlstm_pallas.sharding import Operation
+from mlstm_pallas.fwbw import operation
+from mlstm_pallas.gpu import UNKNOWN
+from mlstm_pallas.planning import make_spec
 
 B, NH, S = 8, 4, 24
 BOUND = 4 * tolerance("float32", S + 16)  # the same sums in another order
@@ -40,6 +42,7 @@ BATCH, HEADS = P("x"), P("x", "y")  # the batch is sharded, or batch and heads
 
 
 INPUTS = [*random_inputs(0, B, NH, S, 16, 8).values()]
+SPEC = make_spec((B, NH, S, 16, 8), jnp.dtype("float32"), UNKNOWN, "xla")
 
 
 def run_on(backend="xla", **options):
@@ -132,15 +135,10 @@ def test_an_argument_that_does_not_vary_gets_the_sum_of_its_gradients():
     assert_close(result, np.reshape(df, (4, *f.shape)).sum(axis=0), BOUND)
 
 
-@pytest.mark.slow
-def test_a_mapped_axis_stays_sharded(expected):
-    x = sharded(INPUTS, mesh_of((4, 2), EXPLICIT), HEADS)
-
-    def loss(*x):
-        return loss_of(*run_on()(*(jnp.expand_dims(y, 1) for y in x)))
-
-    result = in_shards(jax.jit(jax.vmap(jax.grad(loss, tuple(range(8))), 1, 1)), x)
-    compare(NAMES, result, expected[4:], BOUND)
+def test_vmap_over_an_axis_that_is_sharded_explicitly(expected):
+    x = [y[:, None] for y in sharded(INPUTS, mesh_of((4, 2), EXPLICIT), HEADS)]
+    result = in_shards(jax.jit(jax.vmap(results_of(run_on()))), x, P("x", None, "y"))
+    compare(RESULTS, [y[:, 0] for y in result], expected, BOUND)
 
 
 def test_vmap_over_some_arguments():
@@ -194,27 +192,43 @@ def test_shards_lower_for_cuda_without_a_device():
     assert "tensor<32x" not in str(calls)
 
 
-def test_operations_that_differ_are_told_apart():
+def scaled(spec, lowering, x, *, L=1):
+    return [L * x]
+
+
+def halved(spec, lowering, x):
+    return [x / 2]
+
+
+OPERATION = functools.partial(operation, scaled, SPEC)
+APART = {
+    "eps": (run_on(eps=1e-3), run_on(eps=1e-6), INPUTS),
+    "options": (functools.partial(OPERATION, L=16), functools.partial(OPERATION, L=32), INPUTS[:1]),
+    "functions": (functools.partial(operation, halved, SPEC), OPERATION, INPUTS[:1]),
+    "mapped": (jax.vmap(OPERATION), OPERATION, INPUTS[:1]),
+}
+
+
+@pytest.mark.parametrize("case", APART)
+def test_operations_that_differ_are_told_apart(case):
     """The persistent compilation cache may be asked to ignore the address of the callback."""
-    x = sharded(INPUTS, mesh_of((8,)), BATCH)
+    *runs, x = APART[case]
+    x = sharded(x, mesh_of((8,)), BATCH)
 
-    def module(eps):
-        text = jax.jit(run_on(eps=eps)).lower(*x).as_text()
-        return re.sub(r'backend_config = "\d+"', "", text)
+    def module(run):
+        operations = re.sub(r'backend_config = "\d+"', "", jax.jit(run).lower(*x).as_text())
+        return re.sub(r"@jit_\w+", "", operations)
 
-    assert module(1e-6) == module(1e-6)
-    assert module(1e-6) != module(1e-3)
+    first, second = map(module, runs)
+    assert "CustomSPMDPartitioning" in first
+    assert first == module(runs[0])
+    assert first != second
 
 
 def test_nothing_leaks_from_a_trace():
     """The check of jax 0.12 fails for custom_partitioning with static_argnums."""
     with jax.checking_leaks():
         jax.make_jaxpr(run_on(eps=0.125))(*INPUTS)  # was not traced before
-
-
-def test_operations_under_different_vmaps_are_told_apart():
-    one, other = (Operation(run_on, "spec", mapped=mapped).identity() for mapped in (0, 1))
-    assert not np.array_equal(one, other)
 
 
 @pytest.mark.gpu_multi
