@@ -14,7 +14,7 @@ TINY, MOST = np.finfo("float32").tiny, np.finfo("float32").max
 FLOAT = (TRACED, -1e-6, float("nan"), 1e39, TINY / 2, True, "1", jnp.ones(())), (TINY, MOST)
 FLAG = (TRACED, 1, "no"), (np.bool_(True), True)
 SIZE = (TRACED, 0, True, 1.5), (1, np.uint8(1))
-TILE = (8, 48, 2**17, [64]), (16, 2**16)
+TILE = (8, 48, 2**17, [64]), (np.uint8(16), 2**16)
 # By argument, in lower case: values that are refused, and accepted ones, at the bounds.
 OPTIONS = {
     **dict.fromkeys(("eps", "norm_val"), FLOAT),

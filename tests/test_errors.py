@@ -294,29 +294,6 @@ def test_a_stabiliser_other_than_zeros_is_refused_with_the_sigmoid_gate():
         jax.eval_shape(run, **{name: m})
 
 
-def test_numbers_and_bools_of_numpy_are_taken():
-    """The largest float32 is among them."""
-    options = dict(
-        chunk_size=np.int64(16),
-        return_last_states=np.bool_(True),
-        eps=np.finfo("float32").max,
-        norm_val=jnp.bfloat16.dtype.type(1),
-    )
-    h, states = shapes_of(mlstm_chunkwise, PLAIN | options)
-    assert (h.shape, len(states)) == (PLAIN["v"].shape, 3)
-    configs = (
-        KernelConfig(
-            number(64),
-            num_splits=number(2),
-            triton_parallel_fw_H=dict(siz_b_LQ=number(64), keep_q=flag(True)),
-        )
-        for number, flag in ((int, bool), (np.uint8, np.bool_))
-    )
-    assert len({*configs}) == 1
-    for function, shapes in ((mlstm_recurrent_step, TOKEN), (mlstm_recurrent_sequence, PLAIN)):
-        shapes_of(function, shapes | {"eps": np.float16(0.5)})
-
-
 def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones():
     """m is among them, which is 0 whatever the caller passes."""
     x = zeros(ARRAYS) | {"v": np.ones(PLAIN["v"].shape, "float32")}
