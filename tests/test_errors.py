@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arguments import OPTIONS, check_arguments
+from arguments import OPTIONS, check_arguments, shapes_of
 from oracle import PUBLIC, assert_same_bits, refused, run_python
 
 import mlstm_pallas
@@ -31,8 +31,6 @@ from mlstm_pallas import (
 from mlstm_pallas.gpu import UNKNOWN
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.triton import parallel_fw_H
-from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3noslice
-from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5xlchunksize
 from mlstm_pallas.xlstm_jax import triton_stablef
 
 B, NH, S, DHQK, DHV = 2, 3, 40, 16, 24
@@ -59,12 +57,6 @@ SEGMENTS = dict(num_segments=2, segment_ids=array(B, S, dtype="int32"), return_l
 
 def zeros(arrays):
     return {name: np.zeros(x.shape, x.dtype) for name, x in arrays.items()}
-
-
-def shapes_of(function, arguments):
-    """Traces function: shapes are arrays, the rest is static."""
-    traced = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
-    return jax.eval_shape(lambda **x: function(**arguments | x), **traced)
 
 
 PLANNED = parallel_fw_H.Tiles.plan(
@@ -109,12 +101,6 @@ def of_step(**changed):
     return partial(mlstm_recurrent_step, **zeros(TOKEN | STATES) | changed)
 
 
-def of_stage(function):
-    """Arrays for a documented stage; shapes, which do not fit, are checked last."""
-    names = str(inspect.signature(function))
-    return dict.fromkeys(re.findall(r"\b(?:mat|vec|sca)\w+", names), array(1))
-
-
 def traced(**options):
     """A call of mlstm_chunkwise whose options are traced."""
     return partial(jax.eval_shape, partial(mlstm_chunkwise, **zeros(PLAIN)), **options)
@@ -142,7 +128,11 @@ def on_an_axis(function):
     return lambda **x: jax.vmap(lambda _: function(**x), axis_name="s")(jnp.zeros(1))
 
 
-@pytest.mark.parametrize("function", PUBLIC[:-1])  # the recurrence does not check its arguments
+# The recurrence does not check its arguments.
+ENTRY = triton_stablef.mlstm_chunkwise_triton_stablef
+
+
+@pytest.mark.parametrize("function", [*PUBLIC[:-1], ENTRY])
 def test_every_argument_is_refused_by_name_and_accepted_at_its_bounds(function):
     arrays = {mlstm_recurrent_step: TOKEN | STATES, mlstm_recurrent_sequence: PLAIN | STATES}
     ignored = "recompute_states_in_bw", "backend"
@@ -155,7 +145,9 @@ def test_every_argument_is_refused_by_name_and_accepted_at_its_bounds(function):
 
 
 def test_arguments_without_arrays_are_refused_by_name_and_accepted_at_their_bounds():
-    """Of plans, configs, exports and packed prompts."""
+    """Of plans, configs, exports, packed prompts and the generator of xlstm_jax."""
+    generate = triton_stablef._mlstm_chunkwise_fwbw_generator
+    check_arguments(generate, arguments_of(generate, without=["autocast_kernel_dtype"]))
     check_arguments(plan, arguments_of(plan))
     check_arguments(pack_lengths, arguments_of(pack_lengths, without=["S"]))
     check_arguments(partial(pack_lengths, [1]), arguments_of(pack_lengths, without=["lengths"]))
@@ -268,24 +260,6 @@ def test_bad_calls(message):
     refused(ValueError if message in VALUES else TypeError, message, call)
 
 
-SYSTEMS = v3noslice, v5xlchunksize, triton_stablef
-FUNCTIONS = [getattr(system, name) for system in SYSTEMS for name in system.__all__]
-
-
-@pytest.mark.parametrize("function", dict.fromkeys(FUNCTIONS), ids=lambda x: x.__name__)
-def test_every_argument_of_the_functions_of_xlstm_jax_is_checked(function):
-    """test_bad_calls has the messages."""
-    documented = function
-    if function is triton_stablef._get_chunkwise_fwbw_kernel:  # it hands its keywords on
-        documented = triton_stablef._mlstm_chunkwise_fwbw_generator
-    parameters = inspect.signature(documented).parameters
-    good = ARRAYS | of_stage(function) | dict(autocast_kernel_dtype="float32")
-    good = {name: x for name, x in good.items() if name in parameters}
-    for name in parameters:
-        with pytest.raises((TypeError, ValueError), match=rf"^{name} is (a str|'?foo)\b"):
-            shapes_of(function, good | {name: "foo"})
-
-
 @pytest.mark.parametrize("function", PUBLIC)
 def test_names_of_other_packages_are_answered_with_ours(function):
     """The message for any other name lists all parameters."""
@@ -318,29 +292,6 @@ def test_a_stabiliser_other_than_zeros_is_refused_with_the_sigmoid_gate():
         name, run = [*shapes][-1], partial(function, **zeros(shapes), input_gate="sigmoid")
         refused(ValueError, f"{name} {message}", run, **{name: m})
         jax.eval_shape(run, **{name: m})
-
-
-def test_numbers_and_bools_of_numpy_are_taken():
-    """The largest float32 is among them."""
-    options = dict(
-        chunk_size=np.int64(16),
-        return_last_states=np.bool_(True),
-        eps=np.finfo("float32").max,
-        norm_val=jnp.bfloat16.dtype.type(1),
-    )
-    h, states = shapes_of(mlstm_chunkwise, PLAIN | options)
-    assert (h.shape, len(states)) == (PLAIN["v"].shape, 3)
-    configs = (
-        KernelConfig(
-            number(64),
-            num_splits=number(2),
-            triton_parallel_fw_H=dict(siz_b_LQ=number(64), keep_q=flag(True)),
-        )
-        for number, flag in ((int, bool), (np.uint8, np.bool_))
-    )
-    assert len({*configs}) == 1
-    for function, shapes in ((mlstm_recurrent_step, TOKEN), (mlstm_recurrent_sequence, PLAIN)):
-        shapes_of(function, shapes | {"eps": np.float16(0.5)})
 
 
 def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones():

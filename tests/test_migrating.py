@@ -36,7 +36,14 @@ OTHER_KERNELS = "xlstm_jax.kernels.mlstm_chunkwise.triton_stablef.triton_fwbw"
 # ---------------- models
 
 
-def other_kernel(*args, return_last_states=False, sigmoid=False, eps=1e-6, **_):
+def other_kernel(
+    *args,
+    return_last_states=False,
+    sigmoid=False,
+    eps=1e-6,
+    chunk_size=64,  # changes nothing, like the dtype
+    autocast_kernel_dtype=None,
+):
     """mLSTMsig has no stabiliser: two states, in and out."""
     options = dict(input_gate="sigmoid") if sigmoid else {}
     h, states = reference.recurrence(*args, eps=eps, **options)
@@ -166,7 +173,7 @@ def test_diff_keeps_the_function(model, diff):
 
 @pytest.mark.slow
 def test_constant_denominator_has_the_same_gradients_behind_a_norm_only():
-    def constant(*args, **_):
+    def constant(*args, chunk_size, autocast_kernel_dtype):
         return peers.constant_normaliser(*args)
 
     source = patched(*DIFFS[0])

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arguments import OPTIONS, check_arguments, shapes_of
 from oracle import (
     NAMES,
     array,
@@ -120,33 +121,19 @@ def test_signature_is_the_documented_one(module, name):
     assert signature == documented
 
 
-# Others than None, by the name in lower case.
-DEFAULTS = dict(
-    chunk_size=64,
-    num_chunks=1,
-    eps=1e-6,
-    norm_val=1.0,
-    stabilize_correctly=True,
-    recompute_states_in_bw=True,
-    output_dtype=jnp.float32,
-    **dict.fromkeys(("return_last_states", "return_all_states", "store_initial_state"), False),
-)
-
-
 @ALL_SYSTEMS
-def test_every_listed_function_has_a_docstring_and_the_defaults_of_its_system(system):
+def test_every_listed_function_has_a_docstring_and_the_defaults_of_the_documents(system):
+    """Of any document, by the name in lower case; eps is 0 in the backward functions of v5."""
+    documented = {
+        (y.name.lower(), y.default)
+        for module, name in SIGNATURES
+        for y in inspect.signature(getattr(module, name)).parameters.values()
+    }
     for name in system.__all__:
-        function, of_it = getattr(system, name), DEFAULTS.copy()
-        assert function.__doc__
-        if system is v5 and "_bw" in name:
-            of_it["eps"] = 0.0
-        if "__parallel" in name:
-            of_it |= dict(siz_b_lq=32, siz_b_lkv=32)
-        generator = name == "_mlstm_chunkwise_fwbw_generator"
-        of_it["autocast_kernel_dtype"] = jnp.bfloat16 if generator else jnp.float32
-        parameters = inspect.signature(function).parameters.values()
-        result = {p.name.lower(): p.default for p in parameters if p.default is not p.empty}
-        assert result == {key: of_it.get(key) for key in result}, name
+        assert getattr(system, name).__doc__
+        for y in inspect.signature(getattr(system, name)).parameters.values():
+            assert (y.name.lower(), y.default) in documented or y.default is None, (name, y)
+            assert y.name.lower() != "eps" or (y.default == 0) == (system is v5 and "_bw" in name)
 
 
 # The float64 forms.
@@ -241,9 +228,10 @@ SCALE = 0.7  # the whole passes have the documented one as well
 # The stages, forward.
 
 
-def run(system, name, dtype="float32", scale=SCALE, eps=1e-6, inputs=None, states=None, **changes):
-    """What a function of a system makes of its arguments, which are found by their names, in lower
-    case.
+def call_of(
+    system, name, dtype="float32", scale=SCALE, eps=1e-6, inputs=None, states=None, **changes
+):
+    """A function of a system and its arguments, which are found by their names, in lower case.
 
     Without inputs, and states at the boundaries, they are those of the case.
     """
@@ -283,7 +271,13 @@ def run(system, name, dtype="float32", scale=SCALE, eps=1e-6, inputs=None, state
     }
     arguments = {name: y for names, y in values.items() for name in names.split()} | changes
     names = inspect.signature(function).parameters
-    return function(**{y: arguments[y.lower()] for y in names if y.lower() in arguments})
+    return function, {y: arguments[y.lower()] for y in names if y.lower() in arguments}
+
+
+def run(*case, **changes):
+    """What a function of a system makes of its arguments."""
+    function, arguments = call_of(*case, **changes)
+    return function(**arguments)
 
 
 BUFFERS = "matc_states", "vecn_states", "scaminter_states"
@@ -499,21 +493,29 @@ def test_generator_gives_the_same_function_for_the_same_arguments():
 # Errors.
 
 
+STAGES = [
+    (system, name.partition("chunkwise")[2])
+    for system in SYSTEMS
+    for name in system.__all__
+    if re.search("_[fb]w(_|$)", name)
+]
+
+
+@pytest.mark.parametrize(("system", "name"), STAGES)
+def test_every_argument_is_refused_by_name_and_accepted_at_its_bounds(system, name):
+    function, arguments = call_of(system, name)
+    names = inspect.signature(function).parameters
+    good = {y: OPTIONS[y.lower()][1][0] for y in names if y.lower() in OPTIONS}
+    good |= jax.eval_shape(lambda: {y: x for y, x in arguments.items() if y not in good})
+    check_arguments(lambda **x: shapes_of(function, x), good)
+
+
 # Changed arguments of stablef's __parallel_bw_dQKV, or of another function of stablef.
 WRONG = {
-    "matK has shape (1, 2, 64, 8), expected (B, NH, S, DHQK) = (1, 2, 64, 24), as matQ has shape "
-    "(1, 2, 64, 24)": dict(matk=jnp.zeros((B, NH, S, 8))),
-    "vecF has shape (1, 2, 64), expected (B, NH, NC, L) = (1, 2, 4, 16)": dict(
-        vecf=jnp.zeros((B, NH, S))
-    ),
     "matC_states has shape (1, 2, 7, 40), expected (B, NH, NC * DHQK, DHHV) = (1, 2, 96, 40) or "
     "(B, NH, (NC + 1) * DHQK, DHHV) = (1, 2, 120, 40)": dict(
         matc_states=jnp.zeros((B, NH, 7, DHHV))
     ),
-    "scaM_inter has shape (1, 2, 3), expected (B, NH, NC) = (1, 2, 4) or "
-    "(B, NH, (NC + 1)) = (1, 2, 5)": dict(scam_inter=jnp.zeros((B, NH, 3))),
-    "vecI is None, expected an array of shape (B, NH, NC, L)": dict(veci=None),
-    "matQ has shape (1, 2, 64), expected (B, NH, S, DHQK)": dict(matq=jnp.zeros((B, NH, S))),
     "matQ has shape (1, 2, 64, 24), expected S = 64 to be 1 chunks of 16 steps": dict(num_chunks=1),
     "vecN_out is None, expected an array of shape (B, NH, S)": dict(name="_bw", vecn_out=None),
     "initial states come all three or not at all: got matC_initial without vecN_initial, "
@@ -524,6 +526,37 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_arrays_are_named(message):
     refused(ValueError, message, run, stablef, **dict(name="__parallel_bw_dQKV") | WRONG[message])
+
+
+# The arrays of v5's stages in two chunks of 64 steps, with heads of 64.
+WIDE = {
+    (128, 64): "matQ matK matV matDeltaH",
+    (192, 64): "matC_all matDeltaC_states",
+    (2, 64): "vecI vecA vecB",
+    (128,): "vecF vecN_out vecM_out",
+    (192,): "vecN_all",
+    (3,): "scaM_all",
+}
+NOT_READ = dict(dQ="siz_b_LKV", dK="siz_b_LQ", dV="siz_b_LQ")
+
+
+@pytest.mark.parametrize("name", [name for name in v5.__all__ if re.search("__[pr]", name)])
+def test_every_documented_tile_changes_the_launch(name):
+    function = getattr(v5, name)
+    arrays = {y: jnp.zeros((1, 1, *shape)) for shape, names in WIDE.items() for y in names.split()}
+    names = inspect.signature(function).parameters
+    arrays = {y: arrays[y] for y in names if y in arrays}
+    tiles = [y for y in names if y.startswith(("siz_b", "num_"))]
+
+    def text(**tile):
+        with use_backend("interpret"):
+            return str(jax.make_jaxpr(lambda: function(**arrays, **tile))())
+
+    read = [y for y in tiles if y != NOT_READ.get(name[-2:])]
+    texts = [text(), *(text(**{y: 16 if y.startswith("siz") else 8}) for y in read)]
+    assert len({*texts}) == len(texts)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        text(siz_b_L=16)
 
 
 @ALL_SYSTEMS
