@@ -193,11 +193,13 @@ def segment_ends(starts: Array, num_segments: int, lengths: Array | None) -> Arr
     starts: (B, NH, S) int32, 1 where segments begin; lengths: (B, NH), the steps that count; None:
     all. Returns (B, NH, num_segments) int32.
     """
-    index = jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
-    if lengths is not None:
-        index = jnp.where(steps_within(lengths, starts.shape[-1]), index, num_segments)
-    segments = lax.broadcasted_iota(jnp.int32, (1, 1, num_segments, 1), 2)
-    return jnp.sum(index[..., None, :] <= segments, axis=-1, dtype=jnp.int32)
+    S = starts.shape[-1]
+    end = jnp.full((1, 1), S, jnp.int32) if lengths is None else lengths
+    # A sort, because explicit axes of a mesh let no scatter or binary search pass.
+    begins = jnp.where(starts > 0, lax.broadcasted_iota(jnp.int32, (1, 1, S), 2), S)
+    ends = jnp.sort(jnp.minimum(begins, end[..., None]))[..., :num_segments]
+    missing = [(0, 0), (0, 0), (0, num_segments - ends.shape[-1])]
+    return jnp.minimum(jnp.pad(ends, missing, constant_values=S), end[..., None])
 
 
 def reset_offset(
