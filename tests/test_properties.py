@@ -237,6 +237,11 @@ def rounded_once_more(x, dh, unit):
     def z_of(x):
         return num(x | {"v": jnp.ones_like(x["v"][..., :1])})[..., 0]
 
+    def m_of(x):
+        """m, which scales num and z: in sums of the gates their derivatives by it cancel."""
+        b = jnp.cumsum(jax.nn.log_sigmoid(x["f"]), axis=-1)
+        return b + jnp.maximum(jax.lax.cummax(x["i"] - b, axis=2), 0.0)
+
     h, vjp = jax.vjp(lambda x: reference.recurrence(**x)[0], x)
     numerator, z, sums = num(x), z_of(x), z_of(x | {name: abs(x[name]) for name in "qk"})
     size = jnp.sum(numerator**2, axis=-1)
@@ -254,9 +259,11 @@ def rounded_once_more(x, dh, unit):
         inverse = rounded(inv_den, 2.0**-24 * sums * inv_den)
         numerator, num_vjp = jax.vjp(num, operands)
         h = rounded(numerator * inverse[..., None])
-        (through_num,) = num_vjp(dh * inverse[..., None])
-        (through_z,) = jax.vjp(z_of, of_z)[1](-sign * jnp.sum(dh * h, axis=-1) * inverse)
-        return {"h": h} | jax.tree.map(jnp.add, through_num, through_z)
+        z, z_vjp = jax.vjp(z_of, of_z)
+        dz = -sign * jnp.sum(dh * h, axis=-1) * inverse
+        dm = jnp.sum(dh * numerator, axis=-1) * inverse + dz * z
+        each = num_vjp(dh * inverse[..., None]), z_vjp(dz), jax.vjp(m_of, x)[1](dm)
+        return {"h": h} | jax.tree.map(lambda *y: sum(y), *(y for (y,) in each))
 
     many = jax.vmap(results)(jax.random.split(jax.random.key(0), 9), jnp.arange(9) > 0)
     rms = jax.tree.map(lambda y: jnp.sqrt(jnp.mean((y[1:] - y[0]) ** 2, axis=0)), many)
@@ -277,16 +284,8 @@ def check_wide(case, backend, seed):
         (h,), gradients = run(x, [dh])
     expected, rms = in_float64(partial(rounded_once_more, unit=unit), x, dh)
     for name, actual in ({"h": h} | gradients).items():
-        actual = np.float64(actual)
-        if name == "f":  # the gradient of log sigmoid(f), or one step may have all of the norm
-            f = np.float64(x["f"])
-            of_log = np.where(f < 60, 1 + np.exp(np.minimum(f, 60)), 0)
-            actual, expected[name], rms[name] = (
-                y * of_log for y in (actual, expected[name], rms[name])
-            )
-        off = head_norms(actual - expected[name])
-        # A few roundings; more in dq and dk, and those of a step may be in all sums of the gates.
-        factor = {"h": 3, "v": 3, "q": 8, "k": 8}.get(name, 4 * np.sqrt(case.S))
+        off = head_norms(np.float64(actual) - expected[name])
+        factor = 3 if name in "hv" else 8 if name in "qk" else 32  # as documented
         allowed = factor * (head_norms(rms[name]) + unit * head_norms(expected[name])) + FLOOR
         assert (off <= allowed).all(), f"{name} is off by {off}, allowed {allowed}"
 
