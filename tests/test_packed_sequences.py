@@ -4,6 +4,7 @@ Their gradients: test_gradients.py, test_gradients_of_gates.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from oracle import (
 )
 
 from mlstm_pallas import mlstm_chunkwise, pack_lengths
+from mlstm_pallas.gates import segment_ends
 
 S, L = 90, 32
 STATES = NAMES[5:]
@@ -150,6 +152,24 @@ def test_the_states_of_a_segment_see_no_nan_of_the_next(backend):
     (_, states), (_, of_poisoned) = run(**inputs), run(**poisoned)
     assert all(np.isfinite(y).all() for y in states)
     assert_same_bits(of_poisoned, states)
+
+
+@pytest.mark.parametrize("lengths", [None, (0, 3, 7, 24, 60)])
+@pytest.mark.parametrize("count", [1, 6, 70])
+def test_ends_of_segments_take_no_array_of_steps_by_segments(count, lengths):
+    """Ids come in any order, and again."""
+    ids = np.random.default_rng(0).integers(3, size=(5, 15)).repeat(4, axis=1)
+    starts = np.diff(ids, axis=1, prepend=ids[:, :1]) != 0
+    number = np.cumsum(starts, axis=1)
+    if lengths is not None:
+        lengths = np.array(lengths, "int32")[:, None]
+        number[np.arange(60) >= lengths] = count
+    run = functools.partial(segment_ends, num_segments=count, lengths=lengths)
+    starts = starts[:, None].astype("int32")
+    expected = [[[np.sum(row <= n) for n in range(count)]] for row in number]
+    assert np.array_equal(run(starts), expected)
+    shapes = re.findall(r"\[([\d,]+)\]", str(jax.make_jaxpr(run)(starts)))
+    assert max(np.prod([*map(int, shape.split(","))]) for shape in shapes) <= 5 * max(60, count)
 
 
 def test_states_of_segments_have_no_derivatives():
