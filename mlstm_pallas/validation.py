@@ -23,8 +23,8 @@ from jax.export import is_symbolic_dim
 from mlstm_pallas.annotations import BackendName, LayoutName
 from mlstm_pallas.problem import InputGate, Layout, is_power_of_two
 
-# The grid of the fused scan has the parts of a row on its second axis, which CUDA limits to 65,535;
-# two parts are behind the segments.
+# On Triton the grid of the fused scan has the parts of a row on its second axis, which CUDA limits
+# to 65,535; two parts are behind the segments.
 MAX_SEGMENTS = 2**16 - 3
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 INPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")

@@ -40,14 +40,17 @@ MODULES = {
     "mlstm_pallas/chunk_list.py": ("by_hand.py::test_the_values_of[chunk_list]",),
     "mlstm_pallas/splits.py": ("by_hand.py::test_the_values_of[splits]",),
     "mlstm_pallas/normaliser.py": ("by_hand.py::test_the_values_of[normaliser]",),
-    "mlstm_pallas/preview.py": ("planning.py",),
+    "mlstm_pallas/preview.py": (
+        "planning.py "
+        "errors.py::test_arguments_without_arrays_are_refused_by_name_and_accepted_at_their_bounds",
+    ),
     "mlstm_pallas/distributed.py": (
         "distributed.py",
         "_stabiliser_after _decay _rescaling joined joined_gradients _state_after _log_decays "
         "_from_start _shifted _exclusive_prefix",
     ),
     "examples/xlstm_checkpoint.py": ("xlstm_7b.py",),
-    "benchmarks/runner.py": ("command.py kernel_benchmark.py",),
+    "benchmarks/runner.py": ("runner.py command.py kernel_benchmark.py",),
     "benchmarks/roofline.py": ("roofline.py",),
 }
 # What takes longest to import, and imports nothing of the package.
