@@ -157,7 +157,7 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
     x["through"] = draw.normal(size=(BNH, NC))
     x = jax.tree.map(np.float32, x)
     carried, goes_on, passes = (draw.random((BNH, S)) < p for p in (share, 0.999, 0.95))
-    carried[0, 2 * L] = False  # behind a whole block
+    carried[0, 2 * L : 2 * L + 1] = False  # behind a whole block, if there is one
     flags = M_FROM_PREVIOUS * carried + M_GRAD_FLOWS * (goes_on & carried) + DECAY_NONZERO * passes
     flags = np.int32(flags)
     call = call_of("step_gradients", Problem(1, BNH, S, 64, 64, L, 1.0))
