@@ -96,5 +96,7 @@ def test_after_ctrl_c_what_was_measured_is_there(monkeypatch, tmp_path, capsys):
     rows = tmp_path / "rows"
     assert benchmark_runs.run(program, "--shape=tiny,7b-8k", f"--jsonl={rows}") == 130
     assert [record["ms"] for record in benchmark_runs.records(rows)] == [1.5]
-    *_, line = capsys.readouterr().out.rstrip().splitlines()
+    printed = capsys.readouterr()
+    *_, line = printed.out.rstrip().splitlines()
     assert " ".join(line.split()).startswith("tiny xla fwd bfloat16 1.500 ")
+    assert printed.err == "interrupted\n"

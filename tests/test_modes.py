@@ -164,7 +164,7 @@ if __name__ == "__main__":
     jax.config.update(mode, "disallow" if mode == "jax_transfer_guard" else True)
     for name, run, x in prepared:
         print(name, flush=True)
-        # jax finds a leak in the jitted gradient of any shard_map that sums what axis_index chooses.
+        # jax finds a leak in the jitted gradient of every shard_map that sums by axis_index.
         leaks = mode == "jax_check_tracer_leaks" and name != "mesh"
         with jax.check_tracer_leaks(leaks):
             results = jax.tree.leaves(jax.jit(run)(*x))

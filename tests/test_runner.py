@@ -40,10 +40,12 @@ def test_times_are_per_call_of_batches_that_end_when_the_device_is_done(device):
         number = order.count(name)
         order.append(name)
         rounds = max(number - 3, 0) // counts[name] + 1
-        device.call(9.0 if number < 2 else rounds * seconds[name])
+        return device.call(9.0 if number < 2 else rounds * seconds[name], name)
 
     calls = [lambda name=name: call(name) for name in counts]
-    times = runner.time_in_turns(calls, device.wait, 3)
+    waited = []
+    times = runner.time_in_turns(calls, lambda x: device.wait(waited.append(x)), 3)
+    assert {*waited} == {*seconds}
     assert times == [pytest.approx([x, 2 * x, 3 * x]) for x in seconds.values()]
     batches = [(name, len([*calls])) for name, calls in itertools.groupby(order)]
     first = [(name, 3) for name in counts]
