@@ -29,8 +29,8 @@ class Inputs(NamedTuple):
     m_initial: Array
     starts: Array | None = None  # int32, 1 where a packed segment begins
     lengths: Array | None = None  # (B, NH) int32, h is 0 from this step on; None: nowhere
-    # (B, NH, N) int32, of ``gates.segment_ends``; None where no states of segments are asked for
-    segment_ends: Any = None
+    # (B, NH, S) int32, where states of segments are asked for
+    segment_ids: Any = None
     segments: SegmentStates | None = None  # initial states of segments, in place of c_initial
 
 

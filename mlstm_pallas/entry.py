@@ -16,7 +16,7 @@ from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutNa
 from mlstm_pallas.arrays import Inputs, LastStates, SegmentStates
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gates import CARRIES_ON, segment_ends, segment_starts, steps_within
+from mlstm_pallas.gates import CARRIES_ON, segment_starts, steps_within
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.planning import CallSpec, make_spec
@@ -127,7 +127,8 @@ def spec_for(
     )
 
 
-OfPadded = Callable[[CallSpec, Inputs], tuple[jax.Array, LastStates | None]]
+# (spec, inputs) and, where it is not None, num_segments
+OfPadded = Callable[..., tuple[jax.Array, LastStates | None]]
 _INITIAL = "c_initial", "n_initial", "m_initial"
 _INTEGERS = "segment_ids", "sequence_lengths"
 
@@ -145,9 +146,9 @@ class Call(NamedTuple):
         options: others of ``inputs_of``. They and function are equal at equal calls, which are
         compiled once.
         """
-        options |= dict(num_segments=self.num_segments)
-        results: jax.Array | tuple[jax.Array, States]
-        results = mlstm_call(self.spec, self.arrays, function, **options)
+        results: jax.Array | tuple[jax.Array, States] = mlstm_call(
+            self.spec, self.arrays, function, num_segments=self.num_segments, **options
+        )
         return results
 
 
@@ -156,9 +157,18 @@ class Call(NamedTuple):
 @functools.partial(
     jax.jit, static_argnums=(0, 2), static_argnames=("num_segments", "starts_of", "shard")
 )
-def mlstm_call(spec: CallSpec, arrays: dict[str, Any], function: OfPadded, **options: Any) -> Any:
+def mlstm_call(
+    spec: CallSpec,
+    arrays: dict[str, Any],
+    function: OfPadded,
+    *,
+    num_segments: int | None,
+    **options: Any,
+) -> Any:
     q, DHQK, DHV = arrays["q"], arrays["q"].shape[-1], arrays["v"].shape[-1]
-    h, last = function(spec, inputs_of(spec, arrays, **options))
+    inputs = inputs_of(spec, arrays, num_segments, **options)
+    segments = {} if num_segments is None else dict(num_segments=num_segments)
+    h, last = function(spec, inputs, **segments)
     h = h[..., :DHV].astype(q.dtype)
     if last is None or not spec.return_last_states:
         return h
@@ -255,7 +265,9 @@ def inputs_of(
     if ids is not None:
         starts = starts_of(ids).astype(jnp.int32)
         if num_segments is not None:
-            inputs = inputs._replace(segment_ends=segment_ends(ids, num_segments, lengths))
+            # Not all dtypes have N: an id beyond it is N.
+            most = min(num_segments, jnp.iinfo(ids.dtype).max)
+            inputs = inputs._replace(segment_ids=jnp.minimum(ids, most).astype(jnp.int32))
         starts = starts if lengths is None else jnp.where(within, starts, 0)
         inputs = inputs._replace(starts=pad(starts, starts.dtype, p.S))
     return inputs

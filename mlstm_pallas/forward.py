@@ -13,7 +13,7 @@ from jax import Array
 from mlstm_pallas.arrays import Forward, Inputs, LastStates, SegmentStates, StoredStates
 from mlstm_pallas.chunk_list import ChunkList, of_lengths, of_segments
 from mlstm_pallas.dispatch import run
-from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.gates import ChunkGates, segment_ends
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.splits import decays_in_splits, split_states, splits_as_heads
 from mlstm_pallas.stage import Launch, Lowering
@@ -108,18 +108,18 @@ class Packed(NamedTuple):
     states: SegmentStates
 
 
-def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Packed:
+def packed(spec: CallSpec, lowering: Lowering, x: Inputs, *, num_segments: int) -> Packed:
     """The forward pass of rows of packed segments, with the states before and after each.
 
     It is the fused scan over a list of chunks, whose segments run side by side. Segments beyond
     the first N have no states; they reset them where they begin.
     """
-    S, N = x.v.shape[1], x.segment_ends.shape[1]
+    S, N = x.v.shape[1], num_segments
     launches = spec.packed(lowering, S, N)
     scan, call = launches["recurrent_fw_H"], launches["parallel_fw_P"]
     p = scan.problem
     end = jnp.full((p.BNH,), S, jnp.int32) if x.lengths is None else x.lengths
-    chunks = of_segments(x.segment_ends, end, S, p.L)
+    chunks = of_segments(segment_ends(x.segment_ids, N, x.lengths), end, S, p.L)
     n, m = jnp.zeros((p.BNH, N, p.DHQK), x.f.dtype), jnp.zeros((p.BNH, N), x.f.dtype)
     if x.segments is not None:
         n, m = (

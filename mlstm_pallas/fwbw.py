@@ -129,7 +129,15 @@ def mlstm_forward(spec: CallSpec, inputs: Inputs) -> tuple[Array, LastStates | N
     return _mlstm(spec, in_reverse_mode(inputs))
 
 
-def mlstm_with_segments(spec: CallSpec, inputs: Inputs) -> tuple[Array, LastStates]:
+def mlstm_with_segments(
+    spec: CallSpec, inputs: Inputs, num_segments: int
+) -> tuple[Array, LastStates]:
     """h and the states at the ends of the packed segments, (B, N, NH, ...), without derivatives."""
-    outputs = operation(forward_schedule.packed, spec, inputs, message=NO_DERIVATIVE_OF_SEGMENTS)
+    outputs = operation(
+        forward_schedule.packed,
+        spec,
+        inputs,
+        message=NO_DERIVATIVE_OF_SEGMENTS,
+        num_segments=num_segments,
+    )
     return outputs.h, LastStates(*outputs.states)

@@ -30,6 +30,7 @@ Two precautions keep the matrix kernels simple:
 Arrays are (B * NH, NC, L), or (B * NH, NC) for one number per chunk. Any leading axes will do.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -190,24 +191,21 @@ def steps_within(lengths: Array, S: int) -> Array:
 
 
 def segment_ends(ids: Array, num_segments: int, lengths: Array | None) -> Array:
-    """The number of steps up to the end of each segment, ascending, (B, NH, num_segments) int32.
+    """The number of steps up to the end of each segment, ascending: (B * NH, num_segments) int32.
 
     Segment n is the steps with id n, before the first id that is negative or less than the previous
     one. It has no steps if no id is n, and ends where the previous segment does.
 
-    ids: (B, NH, S) integers; lengths: (B, NH), the steps that count; None: all.
+    ids: (B * NH, S) int32; lengths: (B * NH,), the steps that count; None: all.
     """
-    zero = 0 * ids[..., :1]
-    outside = jnp.cumsum(ids < jnp.concatenate([zero, ids[..., :-1]], axis=-1), axis=-1) > 0
+    descends = ids < jnp.pad(ids[:, :-1], [(0, 0), (1, 0)])
+    outside = jnp.cumsum(descends, axis=1) > 0
     if lengths is not None:
-        outside |= ~steps_within(lengths, ids.shape[-1])
-    most = min(num_segments, jnp.iinfo(ids.dtype).max)
-    ids = jnp.where(outside, num_segments, jnp.minimum(ids, most).astype(jnp.int32))
-    # Sorted among the ids, the end n stands behind n other ends.
-    numbers = lax.broadcasted_iota(jnp.int32, (1, 1, num_segments), 2)
-    both = jnp.concatenate([ids, zero.astype(jnp.int32) + numbers], axis=-1)
-    places = jnp.argsort(jnp.argsort(both, axis=-1), axis=-1)
-    return places[..., ids.shape[-1] :].astype(jnp.int32) - numbers
+        outside |= ~steps_within(lengths, ids.shape[1])
+    ends: Array = jax.vmap(
+        functools.partial(jnp.searchsorted, side="right", method="scan_unrolled"), (0, None)
+    )(jnp.where(outside, num_segments, ids), jnp.arange(num_segments, dtype=jnp.int32))
+    return ends
 
 
 def reset_offset(

@@ -346,7 +346,7 @@ def _lowered(
     jaxpr = cuda if platform == "cuda" or other is None else other
     filters: Any = warnings.filters
     if filters[:1] != [_FILTER]:  # filters of users come and go
-        filters.insert(0, _FILTER)
+        filters[:] = [_FILTER, *(x for x in filters if x != _FILTER)]
     token = _lowers.set(True)
     try:
         return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *args)

@@ -56,11 +56,11 @@ def beside_others(locks, alone):
     those that run, and others wait for it, in the first lock."""
     import fcntl  # of Unix
 
-    door, room = (locks.enter_context(Path(__file__).with_name(x).open()) for x in LOCKED)
-    fcntl.flock(door, fcntl.LOCK_EX)
-    fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    entry, run = (locks.enter_context(Path(__file__).with_name(x).open()) for x in LOCKED)
+    fcntl.flock(entry, fcntl.LOCK_EX)
+    fcntl.flock(run, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
     if not alone:
-        fcntl.flock(door, fcntl.LOCK_UN)
+        fcntl.flock(entry, fcntl.LOCK_UN)
 
 
 # Before pytest-timeout starts its clock.

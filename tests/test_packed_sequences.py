@@ -162,11 +162,11 @@ def test_ends_of_segments_take_no_array_of_steps_by_segments(count, lengths):
     ids[1, 40:44] = 0
     number = np.where(np.logical_or.accumulate(np.diff(ids, prepend=0) < 0, axis=1), count, ids)
     if lengths is not None:
-        lengths = np.array(lengths, "int32")[:, None]
-        number[np.arange(60) >= lengths] = count
+        lengths = np.array(lengths, "int32")
+        number[np.arange(60) >= lengths[:, None]] = count
     run = functools.partial(segment_ends, num_segments=count, lengths=lengths)
-    ids = ids[:, None].astype("int32")
-    expected = [[[np.sum(row <= n) for n in range(count)]] for row in number]
+    ids = ids.astype("int32")
+    expected = [[np.sum(row <= n) for n in range(count)] for row in number]
     assert np.array_equal(run(ids), expected)
     shapes = re.findall(r"\[([\d,]+)\]", str(jax.make_jaxpr(run)(ids)))
     assert max(np.prod([*map(int, shape.split(","))]) for shape in shapes) <= 5 * (60 + count)
