@@ -30,7 +30,6 @@ Two precautions keep the matrix kernels simple:
 Arrays are (B * NH, NC, L), or (B * NH, NC) for one number per chunk. Any leading axes will do.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -202,9 +201,15 @@ def segment_ends(ids: Array, num_segments: int, lengths: Array | None) -> Array:
     outside = jnp.cumsum(descends, axis=1) > 0
     if lengths is not None:
         outside |= ~steps_within(lengths, ids.shape[1])
-    ends: Array = jax.vmap(
-        functools.partial(jnp.searchsorted, side="right", method="scan_unrolled"), (0, None)
-    )(jnp.where(outside, num_segments, ids), jnp.arange(num_segments, dtype=jnp.int32))
+    ids = jnp.where(outside, num_segments, ids)
+    numbers = lax.broadcasted_iota(jnp.int32, (len(ids), num_segments), 1)
+    # A binary search, bit by bit. jnp.searchsorted has a primitive (jax 0.12) that
+    # custom_partitioning cannot lower here.
+    S, ends = ids.shape[1], jnp.zeros_like(numbers)
+    for bit in reversed(range(S.bit_length())):
+        further = ends + (1 << bit)
+        last = jnp.take_along_axis(ids, further - 1, axis=1, mode="clip")
+        ends = jnp.where((further <= S) & (last <= numbers), further, ends)
     return ends
 
 
