@@ -10,9 +10,10 @@ from jax.typing import DTypeLike
 from mlstm_pallas import validation
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.entry import Keywords, SequenceKeywords, prepare
-from mlstm_pallas.fwbw import mlstm_forward, mlstm_with_segments
-from mlstm_pallas.validation import DEFAULT_LAYOUT, names_arguments
+from mlstm_pallas.fwbw import mlstm
+from mlstm_pallas.options import Options
+from mlstm_pallas.prepare import Arguments, Keywords, SequenceKeywords, prepare
+from mlstm_pallas.validation import DEFAULT_LAYOUT
 
 
 @overload
@@ -38,7 +39,6 @@ def mlstm_chunkwise(
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
-@names_arguments
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None,
@@ -158,7 +158,16 @@ def mlstm_chunkwise(
         may be "BTNH"; not with initial states or segment_ids, whose shapes
         confirm the layout.
     """
-    return prepare(locals()).run(mlstm_forward if num_segments is None else mlstm_with_segments)
+    options = Options(
+        return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
+        input_gate, normalize, recompute_states_in_bw, layout, backend, config, num_segments,
+    )  # fmt: skip
+    arguments = Arguments(
+        q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths
+    )
+    spec, arguments = prepare(arguments, options, layout)
+    outputs: jax.Array | tuple[jax.Array, States] = mlstm(spec, arguments)
+    return outputs
 
 
 def pack_lengths(

@@ -1,16 +1,21 @@
-"""The arrays of a call, and the residuals of its forward pass."""
+"""The arrays of a call, and the residuals of its forward pass.
+
+B and NH are the first axes of all arrays, but for fields of the types in ``IN_LAYOUT``.
+"""
 
 from typing import Any, NamedTuple
 
 from jax import Array
 
+from mlstm_pallas.problem import Layout
+
 
 class SegmentStates(NamedTuple):
     """The states before or after the packed segments of each row."""
 
-    c_segments: Any  # (B, N, NH, DHQK, DHHV)
-    n_segments: Array  # (B, N, NH, DHQK)
-    m_segments: Array  # (B, N, NH)
+    c: Any  # (B, N, NH, DHQK, DHHV)
+    n: Array  # (B, N, NH, DHQK)
+    m: Array  # (B, N, NH)
 
 
 class Inputs(NamedTuple):
@@ -64,6 +69,13 @@ class Forward(NamedTuple):
     states: StoredStates
 
 
+class Packed(NamedTuple):
+    """The outputs of a forward pass with the states of packed segments."""
+
+    h: Array  # (B, NH, S, DHHV) or (B, S, NH, DHHV)
+    states: SegmentStates
+
+
 class Cotangents(NamedTuple):
     h: Array
     last: Any  # LastStates; None where the last states are not returned
@@ -76,3 +88,19 @@ class Residuals(NamedTuple):
     h: Array | None  # None without a normaliser, or where the denominator is a constant
     z: Array | None
     states: StoredStates
+
+
+# The fields that have the layout of the call; with "BTNH" they are (B, S, NH, D). All fields of
+# SegmentStates are (B, N, NH, ...).
+IN_LAYOUT: dict[type, tuple[str, ...]] = {
+    Inputs: ("q", "k", "v"),
+    SegmentStates: (),
+    **dict.fromkeys((Forward, Packed, Cotangents, Residuals), ("h",)),
+}
+
+
+def heads_behind(x: Any, layout: Layout) -> tuple[str, ...]:
+    """The fields of x, of a type in ``IN_LAYOUT``, whose axis NH is not next to B."""
+    if isinstance(x, SegmentStates):
+        return x._fields
+    return IN_LAYOUT[type(x)] if layout is Layout.BTNH else ()

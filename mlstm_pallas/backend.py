@@ -8,7 +8,7 @@ import jax
 
 from mlstm_pallas.annotations import BackendName
 from mlstm_pallas.dispatch import HAS_TRITON, lowerings
-from mlstm_pallas.gpu import UNKNOWN, Gpu, target_gpu
+from mlstm_pallas.gpu import UNKNOWN, Gpu
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.validation import MOSAIC_GPU_JAX, check_backend
 
@@ -73,11 +73,12 @@ class use_backend:
             )
 
 
-def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = True) -> str | None:
+def requested_backend(backend: str | None = None, gpu: Gpu | None = None) -> str | None:
     """The backend of a call, from its argument, ``use_backend`` or the environment.
 
     Args:
-      mosaic_gpu_kernels: whether the call has any; others run on backend "mosaic_gpu" too.
+      gpu: that Mosaic GPU kernels are compiled for. None: the call has none of them, so that it
+        runs on backend "mosaic_gpu" anywhere.
 
     Raises:
       ValueError: where the Mosaic GPU kernels cannot run, and for a wrong MLSTM_PALLAS_BACKEND.
@@ -88,15 +89,14 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
     elif backend is None:
         name, backend = VARIABLE, os.environ.get(VARIABLE) or None
         check_backend(VARIABLE, backend)
-    if backend is not None and mosaic_gpu_kernels:
-        check_mosaic_gpu(name, Lowering(backend), target_gpu())
+    if backend is not None and gpu is not None:
+        check_mosaic_gpu(name, Lowering(backend), gpu)
     # If jax has no Triton, None means "mosaic_gpu" on Hopper. Stages without such a kernel (all
     # stages in float32, for one) run in plain jnp. This is decided when the call is traced, so pass
     # "xla" for a computation on the CPU of such a machine.
-    without_triton = (
-        backend is None and not HAS_TRITON and mosaic_gpu_kernels and jax_has_mosaic_gpu()
-    )
-    return "mosaic_gpu" if without_triton and target_gpu().hopper else backend
+    if backend is None and gpu is not None and gpu.hopper:
+        return None if HAS_TRITON or not jax_has_mosaic_gpu() else "mosaic_gpu"
+    return backend
 
 
 def jax_has_mosaic_gpu() -> bool:

@@ -12,13 +12,20 @@ from jax import Array, lax
 
 from mlstm_pallas.arrays import Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.chunk_list import LiveChunks, live_chunks
-from mlstm_pallas.dispatch import run
-from mlstm_pallas.forward import gates_of
+from mlstm_pallas.forward import gate_operands
 from mlstm_pallas.gate_gradients import inner, only, step_flags
 from mlstm_pallas.gates import M_GRAD_FLOWS, MASKED, ChunkGates
 from mlstm_pallas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.stage import Lowering, ScaledRows
+from mlstm_pallas.stages import (
+    parallel_bw_dP,
+    parallel_bw_dQKV,
+    recurrent_bw_dC,
+    step_gradients,
+    step_sums,
+    vector_states,
+)
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.recurrent_bw_dC import StateGradients
@@ -71,41 +78,36 @@ def first_half(
     """
     (x, h, z, stored), (dh, last) = residuals, cotangents
     recompute, live = stored.C is None, _live(spec, lowering, x)
-    gates = gates_of(spec, spec.launch("chunk_gates", lowering), x, stored.m, with_flags=True)
+    gates = spec.stage("chunk_gates", lowering)(
+        gate_operands(x, stored.m), input_gate=spec.input_gate, with_flags=True
+    )
     g = gates.per_step()
     gradients_for = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
     r = query_scale(g.vecW, spec.problem.qk_scale, gradients_for(delta=None).vecInvDen)
     if spec.recomputes_scores(lowering):
         scores = ScoreGradients(queries=ScaledRows(x.q, r), keys=ScaledRows(x.k, g.vecAbar))
     else:
-        scores = run(
-            "parallel_bw_dP",
-            matQ=x.q,
-            matK=x.k,
-            matV=x.v,
-            matDeltaH=dh,
-            gates=gates,
-            matH=h,
-            vecZ=z,
+        scores = spec.stage("parallel_bw_dP", lowering)(
+            parallel_bw_dP.Operands(
+                matQ=x.q, matK=x.k, matV=x.v, matDeltaH=dh, gates=gates, matH=h, vecZ=z, live=live
+            ),
             normaliser=spec.normaliser,
-            live=live,
             return_keys=recompute,
-            call=spec.launch("parallel_bw_dP", lowering),
         )
-    states: StateGradients = run(
-        "recurrent_bw_dC",
-        queries=scores.queries,
-        matDeltaH=dh,
-        scaGamma=gates.scaGamma,
-        matDeltaC_last=last.c,
-        keys=scores.keys if recompute else None,
-        matV=x.v,
-        matC_initial=x.c_initial,
-        matH=h if scores.vecDelta is None else None,
-        live=live,
+    states: StateGradients = spec.stage("recurrent_bw_dC", lowering)(
+        recurrent_bw_dC.Operands(
+            queries=scores.queries,
+            matDeltaH=dh,
+            scaGamma=gates.scaGamma,
+            matDeltaC_last=last.c,
+            keys=scores.keys if recompute else None,
+            matV=x.v,
+            matC_initial=x.c_initial,
+            matH=h if scores.vecDelta is None else None,
+            live=live,
+        ),
         return_initial=spec.has_initial_state,
         return_last=spec.return_last_states,
-        call=spec.launch("recurrent_bw_dC", lowering),
     )
     delta = states.vecDelta if scores.vecDelta is None else scores.vecDelta
     # Undefined values of delta would reach live chunks, through dm and dn. All other undefined
@@ -113,11 +115,8 @@ def first_half(
     delta = _of_live(live, delta)
     normaliser, dn_added = gradients_for(delta=delta), scores.vecDeltaN_added
     if normaliser.vecDzDen is not None and dn_added is None:
-        dn_added = run(
-            "step_sums",
-            rows=x.q,
-            weights=r * normaliser.vecDzDen,
-            call=spec.launch("step_sums", _scores_lowering(spec, lowering)),
+        dn_added = spec.stage("step_sums", _scores_lowering(spec, lowering))(
+            step_sums.Operands(rows=x.q, weights=r * normaliser.vecDzDen)
         )
     scores = ScoreGradients(scores.matP, scores.matDeltaP, pairs=scores.pairs)
     return BackwardCarry(gates, scores, states._replace(vecDelta=None), normaliser, dn_added)
@@ -158,29 +157,29 @@ def second_half(
         C, C_last = stored.C, stored.C_last
     gamma, n, scores_lowering = gates.scaGamma, stored.n, _scores_lowering(spec, lowering)
     live = _live(spec, lowering, x)
-    dn, dn_initial = run(
-        "vector_states",
-        added=jnp.zeros_like(n) if dn_added is None else dn_added,
-        scaGamma=gamma,
-        initial=last.n,
+    dn, dn_initial = spec.stage("vector_states", scores_lowering)(
+        vector_states.Operands(
+            added=jnp.zeros_like(n) if dn_added is None else dn_added,
+            scaGamma=gamma,
+            initial=last.n,
+        ),
         backward=True,
-        call=spec.launch("vector_states", scores_lowering),
     )
-    gradients: Gradients = run(
-        "parallel_bw_dQKV",
-        matQ=x.q,
-        matK=x.k,
-        matV=x.v,
-        matDeltaH=dh,
-        gates=gates,
-        normaliser_gradients=normaliser,
-        scores=scores,
-        matC_states=C,
-        vecN_states=n,
-        matDeltaC_states=dC,
-        vecDeltaN_states=dn,
-        live=live,
-        call=spec.launch("parallel_bw_dQKV", lowering),
+    gradients: Gradients = spec.stage("parallel_bw_dQKV", lowering)(
+        parallel_bw_dQKV.Operands(
+            matQ=x.q,
+            matK=x.k,
+            matV=x.v,
+            matDeltaH=dh,
+            gates=gates,
+            normaliser_gradients=normaliser,
+            scores=scores,
+            matC_states=C,
+            vecN_states=n,
+            matDeltaC_states=dC,
+            vecDeltaN_states=dn,
+            live=live,
+        )
     )
 
     dm = normaliser.vecDm if spec.stabilised else None
@@ -188,16 +187,16 @@ def second_half(
         # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
         dm = dm.at[..., -1].add(last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last))
     flags = step_flags(gates, x.f, x.starts)
-    di, df, dm_first = run(
-        "step_gradients",
-        vecF=x.f,
-        pairs=scores.pairs or gradients.pairs,
-        q_dot_dq_inter=gradients.q_dot_dq_inter,
-        k_dot_dk_inter=gradients.k_dot_dk_inter,
-        through=gradients.inner_C_dC,
-        flags=flags,
-        dm=dm,
-        call=spec.launch("step_gradients", scores_lowering),
+    di, df, dm_first = spec.stage("step_gradients", scores_lowering)(
+        step_gradients.Operands(
+            vecF=x.f,
+            pairs=scores.pairs or gradients.pairs,
+            q_dot_dq_inter=gradients.q_dot_dq_inter,
+            k_dot_dk_inter=gradients.k_dot_dk_inter,
+            through=gradients.inner_C_dC,
+            flags=flags,
+            dm=dm,
+        )
     )
     di, df = (_of_live(live, y) for y in (di, df))
     if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm

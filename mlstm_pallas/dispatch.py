@@ -1,14 +1,15 @@
 """Where a stage runs: in plain jnp, or as a kernel of a lowering.
 
 A stage has one name and one signature in every folder: ``stages/`` (plain jnp), ``triton/`` and
-``mosaic_gpu/``, whose file of the stage's name has its kernel, if there is one. A folder is
-imported when ``planning.py``, which decides what runs where, first asks for one of its kernels.
+``mosaic_gpu/``, whose file of the stage has its kernel, if there is one. A folder is imported when
+``planning.py``, which decides what runs where, first asks for one of its kernels.
 """
 
 import functools
 import importlib.util
 import os
 import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 from mlstm_pallas.stage import Launch, Lowering, Tiles
@@ -24,16 +25,21 @@ _HERE = os.path.dirname(__file__)
 @functools.cache
 def kernels() -> tuple[str, ...]:
     """The kernels as KernelConfig names them: folder and stage."""
-    return tuple(
-        f"{folder}_{module.name}"
+    folders = {
+        folder: {module.name for module in pkgutil.iter_modules([os.path.join(_HERE, folder)])}
         for folder in ("triton", "mosaic_gpu")
-        for module in pkgutil.iter_modules([os.path.join(_HERE, folder)])
-        if module.name in _STAGES
+    }
+    return tuple(
+        f"{folder}_{name}"
+        for folder, files in folders.items()
+        for name in sorted(_STAGES)
+        if _STAGES[name].file in files
     )
 
 
 def _module(folder: str, name: str) -> Any:
-    return importlib.import_module(f"mlstm_pallas.{folder}.{name}")
+    file = name if folder == "stages" else _STAGES[name].file
+    return importlib.import_module(f"mlstm_pallas.{folder}.{file}")
 
 
 @functools.cache
@@ -53,10 +59,6 @@ def lowerings(first: Lowering) -> tuple[Lowering, ...]:
     return (first, triton, Lowering.XLA) if HAS_TRITON else (first, Lowering.XLA)
 
 
-def run(name: str, *, call: Launch, **inputs: Any) -> Any:
-    """Runs a stage as its launch says; inputs: its operands and its options."""
-    operands = _STAGES[name].operands
-    arrays = {x: inputs.pop(x) for x in operands._fields if x in inputs}
-    return getattr(_module(call.lowering.folder, name), name)(
-        operands(**arrays), call=call, **inputs
-    )
+def stage(name: str, call: Launch) -> Callable[..., Any]:
+    """The function that runs a stage as its launch says: (operands, **options) -> its results."""
+    return functools.partial(getattr(_module(call.lowering.folder, name), name), call=call)

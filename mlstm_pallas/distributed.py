@@ -37,18 +37,12 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
-from mlstm_pallas.arrays import Cotangents, Inputs, LastStates, Residuals
+from mlstm_pallas.arrays import Cotangents, Forward, Inputs, LastStates, Residuals
 from mlstm_pallas.backward import BackwardCarry, first_half, prepared, second_half
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.dispatch import run
-from mlstm_pallas.entry import Keywords, SequenceKeywords, prepare
-from mlstm_pallas.forward import KnownStates, gates_of, key_states
-from mlstm_pallas.fwbw import (
-    forward,
-    in_reverse_mode,
-    operation,
-    residuals_of,
-)
+from mlstm_pallas.derivatives import in_reverse_mode
+from mlstm_pallas.forward import KnownStates, gate_operands, key_states
+from mlstm_pallas.fwbw import forward_once, residuals_of
 from mlstm_pallas.gate_gradients import inner, step_flags
 from mlstm_pallas.gates import (
     M_GRAD_FLOWS,
@@ -59,12 +53,22 @@ from mlstm_pallas.gates import (
     split_for_exact_sums,
     two_sum,
 )
+from mlstm_pallas.options import Options
 from mlstm_pallas.planning import CallSpec
+from mlstm_pallas.prepare import (
+    Arguments,
+    Keywords,
+    SequenceKeywords,
+    padded,
+    prepare,
+    results,
+)
 from mlstm_pallas.problem import InputGate
-from mlstm_pallas.sharding import on_backend
+from mlstm_pallas.sharding import by_platform, known_lowering, on_shards
 from mlstm_pallas.splits import decays_in_splits, decays_of_others
 from mlstm_pallas.stage import Lowering
-from mlstm_pallas.validation import DEFAULT_LAYOUT, check_axis_name, names_arguments
+from mlstm_pallas.stages import add_decayed, split_products
+from mlstm_pallas.validation import DEFAULT_LAYOUT, check_axis_name
 
 
 class Summary(NamedTuple):
@@ -142,20 +146,18 @@ def _from_empty(
     """
     p = spec.problem.in_chunks_of(L)
     nothing = x._replace(m_initial=jnp.full_like(x.m_initial, -jnp.inf), lengths=None)
-    gates = gates_of(spec, spec.launch("chunk_gates", lowering, p), nothing)
+    gates = spec.stage("chunk_gates", lowering, p)(
+        gate_operands(nothing), input_gate=spec.input_gate
+    )
     abar, gamma, m = gates.per_step().vecAbar, gates.scaGamma, gates.scaM_states
     first = lowering if lowering is Lowering.XLA else spec.plan.scan_lowering
     call = spec.launch("parallel_fw_P", first, p)
     empty = jnp.broadcast_to(jnp.zeros_like(gamma[:, :1]), (p.BNH, p.DHQK))
     n = key_states(spec, call, x.k, gates, empty)
-    X = run(
-        "split_products",
-        a=x.k,
-        b=x.v,
-        r=abar * decays_in_splits(gamma, num_splits, p.S),
+    X = spec.stage("split_products", lowering, p, num_splits)(
+        split_products.Operands(a=x.k, b=x.v, r=abar * decays_in_splits(gamma, num_splits, p.S)),
         num_splits=num_splits,
         all_splits=True,
-        call=spec.launch("split_products", lowering, p, num_splits),
     )
     high, low = _log_decays(x, p.NC, spec.input_gate)
     summary = Summary(m[:, -1], (high[:, -1], low[:, -1]), n[1])
@@ -224,12 +226,10 @@ def _second_half(
 ) -> Inputs:
     """The gradients of the inputs; dC_after: what the later shards add to dC, (B * NH, ...)."""
     gamma, states = first.gates.scaGamma, first.states
-    dC = run(
-        "add_decayed",
-        X=states.matDeltaC_states,
-        added=dC_after,
-        decays=decays_of_others(gamma),
-        call=spec.launch("add_decayed", lowering),
+    dC = spec.stage("add_decayed", lowering)(
+        add_decayed.Operands(
+            X=states.matDeltaC_states, added=dC_after, decays=decays_of_others(gamma)
+        )
     )
     whole = jnp.prod(gamma, axis=-1)[:, None, None]
     dC_initial = states.matDeltaC_initial + whole * dC_after
@@ -325,7 +325,7 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
 
     unread: dict[str, Any] = dict.fromkeys(("q", "c_initial", "n_initial"))
     plan = spec.plan
-    summary, C, log_decays, local = operation(
+    summary, C, log_decays, local = on_shards(
         _from_empty,
         spec,
         x._replace(**unread),
@@ -338,7 +338,8 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     n, C = lax.optimization_barrier((n, C))
     C = start(summary._replace(state=C), x.c_initial).state
     x = x._replace(c_initial=C, n_initial=n.state, m_initial=n.m)
-    outputs = forward(spec, x, _from_start(local, log_decays, n))
+    known = _from_start(local, log_decays, n)
+    outputs: Forward = on_shards(forward_once, spec, x, known)
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
 
@@ -350,8 +351,11 @@ def _sequence_bwd(
 ) -> tuple[Any, ...]:
     # The arrays that the halves exchange depend on the lowering.
     run = functools.partial(_backward, axis, spec)
+    args = *residuals_and_last, *cotangents
+    if lowering := known_lowering(spec.backend):
+        return (run(lowering, *args),)
     mapped = [(axis.name, axis.size)] if axis.mapped else []
-    return (on_backend(spec.backend, run, *residuals_and_last, *cotangents, mapped=mapped),)
+    return (by_platform(spec.backend, run, *args, mapped=mapped),)
 
 
 def _backward(
@@ -368,14 +372,14 @@ def _backward(
     dC, dn, dm = dlast
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
     cotangents = Cotangents(dh, LastStates(dC, dn, dm))
-    first, local = operation(_first_half, spec, residuals, cotangents, lowering=lowering)
+    first, local = on_shards(_first_half, spec, residuals, cotangents, lowering=lowering)
     one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
     empty = GradientSummary(jnp.zeros_like(dC), jnp.zeros_like(dn), one, zero, one)
     after = _exclusive_prefix(joined_gradients, local, empty, axis, index, reverse=True)
     dC, dn = dC + after.dC, dn + after.dn
     dm = dm + after.dm + inner(dC, last.c, 2) + inner(dn, last.n)
     cotangents = Cotangents(dh, LastStates(dC, dn, dm))
-    gradients: Inputs = operation(
+    gradients: Inputs = on_shards(
         _second_half, spec, residuals, cotangents, first, after.dC, lowering=lowering
     )
     dinitial: dict[str, Any] = {
@@ -388,12 +392,17 @@ def _backward(
 _sequence.defvjp(_sequence_fwd, _sequence_bwd)
 
 
-def _whole(axis: Axis, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates]:
-    """h of the shard and the last states of the whole sequence, on every device."""
-    spec = dataclasses.replace(spec, has_initial_state=True, return_last_states=True)
-    h, states = _sequence(axis, spec, in_reverse_mode(inputs))
-    last = lax.axis_index(axis.name) == axis.size - 1
-    return h, jax.tree.map(lambda x: lax.psum(jnp.where(last, x, 0.0), axis.name), states)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _mlstm(axis: Axis, spec: CallSpec, x: Arguments) -> Any:
+    """h of the shard and, if asked for, the last states of the whole sequence, on every device."""
+    index = lax.axis_index(axis.name)
+    inputs = padded(spec, x, functools.partial(_starts, axis), index)
+    whole = dataclasses.replace(spec, has_initial_state=True, return_last_states=True)
+    h, states = _sequence(axis, whole, in_reverse_mode(inputs))
+    last = LastStates(
+        *(lax.psum(jnp.where(index == axis.size - 1, y, 0.0), axis.name) for y in states)
+    )
+    return results(spec, x, h, last)
 
 
 def _starts(axis: Axis, segment_ids: jax.Array) -> jax.Array:
@@ -401,9 +410,6 @@ def _starts(axis: Axis, segment_ids: jax.Array) -> jax.Array:
     before = _shifted(segment_ids[..., -1], axis, 1)
     begins = (segment_ids[..., 0] != before) & (lax.axis_index(axis.name) > 0)
     return segment_starts(segment_ids).at[..., 0].set(begins)
-
-
-_of_axis = functools.lru_cache(functools.partial)  # equal at equal calls
 
 
 @overload
@@ -426,7 +432,6 @@ def mlstm_chunkwise_sequence_parallel(
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, axis_name: str, **keywords: Unpack[SequenceKeywords],
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
-@names_arguments
 def mlstm_chunkwise_sequence_parallel(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None,
@@ -523,6 +528,13 @@ def mlstm_chunkwise_sequence_parallel(
         that is not an axis of the surrounding shard_map.
     """
     check_axis_name(axis_name)
-    axis = _axis(axis_name)
-    whole, starts = _of_axis(_whole, axis), _of_axis(_starts, axis)
-    return prepare(locals()).run(whole, starts_of=starts, shard=_of_axis(lax.axis_index, axis.name))
+    options = Options(
+        return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
+        input_gate, normalize, recompute_states_in_bw, layout, backend, config,
+    )  # fmt: skip
+    arguments = Arguments(
+        q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths
+    )
+    spec, arguments = prepare(arguments, options, layout)
+    outputs: jax.Array | tuple[jax.Array, States] = _mlstm(_axis(axis_name), spec, arguments)
+    return outputs

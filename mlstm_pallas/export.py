@@ -86,7 +86,7 @@ def export(
         if (
             set(platforms) == {"cpu"}
             and any(map(is_symbolic_dim, dims))
-            and requested_backend(mosaic_gpu_kernels=False) is None
+            and requested_backend() is None
         ):
             contexts.enter_context(use_backend("xla"))
         return jax_export(

@@ -8,19 +8,21 @@ launchers and schedules read what is decided here.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
+from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.chunk_list import num_entries
 from mlstm_pallas.config import KernelConfig, tuned_rows
-from mlstm_pallas.dispatch import lowerings, tiles_class
-from mlstm_pallas.gpu import HOPPER, UNKNOWN, Gpu
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
-from mlstm_pallas.problem import InputGate, Layout, Problem, make_problem, next_power_of_two
+from mlstm_pallas.dispatch import lowerings, stage, tiles_class
+from mlstm_pallas.gpu import HOPPER, UNKNOWN, Gpu, target_gpu
+from mlstm_pallas.options import Options
+from mlstm_pallas.problem import Problem, make_problem, next_power_of_two
 from mlstm_pallas.stage import Launch, Lowering
+from mlstm_pallas.validation import check_constant, kernel_dtype
 
 # Splits of the fused scan cost a launch and a product over their steps, which shorter splits and
 # narrower heads (a smaller DHQK * DHHV) do not repay.
@@ -30,33 +32,23 @@ SCAN_SHARE = 0.6  # the share of the places for CTAs that the fused scan should 
 SUMMARY_STEPS = 4096  # of a split of a shard's summary: enough work per CTA, and enough CTAs
 
 
-@dataclasses.dataclass(frozen=True)
-class CallSpec:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallSpec(Options):
     """What a call is asked for, from which its plan follows.
+
+    backend is the one that ``requested_backend`` found; None: the platform of the lowering decides.
 
     Attributes:
       problem: padded.
-      config: the caller's overrides.
       dtype: the dtype of q, k, v in the matrix products.
-      normaliser: None: h is the numerator.
       gpu: the GPU that the kernels are planned for.
-      backend: the caller's; None: the platform of the lowering decides.
       has_initial_state: False: the states start from zeros, which have no gradients.
-      return_last_states: whether the call returns the last states.
-      layout: the layout of q, k, v, h and their gradients.
     """
 
     problem: Problem
-    config: KernelConfig
     dtype: jnp.dtype
-    normaliser: Normaliser | None
     gpu: Gpu
-    recompute_states_in_bw: bool = True
-    backend: str | None = None
-    input_gate: InputGate = InputGate.EXP
     has_initial_state: bool = True
-    return_last_states: bool = True
-    layout: Layout = Layout.BNTH
 
     def __str__(self) -> str:
         """The fields and what follows from them, for the log."""
@@ -91,10 +83,6 @@ class CallSpec:
         return Plan(self, splits > 0, max(splits, 1), p, scan.lowering, recomputes)
 
     @property
-    def stabilised(self) -> bool:
-        return self.input_gate is InputGate.EXP
-
-    @property
     def forward_only(self) -> "CallSpec":
         """The spec of a forward pass without a backward pass, which stores no states."""
         return dataclasses.replace(self, recompute_states_in_bw=True)
@@ -123,17 +111,23 @@ class CallSpec:
                 return Launch(problem, tiles, precision, possible)
         return plain(problem)
 
-    def packed(self, lowering: Lowering, S: int, num_segments: int) -> dict[str, Launch]:
+    def stage(
+        self, name: str, lowering: Lowering, problem: Problem | None = None, num_splits: int = 1
+    ) -> Callable[..., Any]:
+        """The function of a stage's operands and options that runs it as ``launch`` says."""
+        return stage(name, self.launch(name, lowering, problem, num_splits))
+
+    def packed(self, lowering: Lowering, S: int) -> dict[str, Launch]:
         """The launches of a forward pass with the states of packed segments, in order.
 
         It is the fused scan over a ``ChunkList`` of rows of S steps. Its segments run side by side,
         as heads do.
         """
-        p = self.problem
-        segments_as_heads = dataclasses.replace(p, NH=p.NH * num_segments)
+        p, N = self.problem, self.num_segments or 0
+        segments_as_heads = dataclasses.replace(p, NH=p.NH * N)
         scan = self.launch("recurrent_fw_H", lowering, segments_as_heads)
         L = scan.tiles.siz_b_LKV if scan.tiles else p.L
-        p = dataclasses.replace(p, S=num_entries(S, num_segments, L) * L, L=L)
+        p = dataclasses.replace(p, S=num_entries(S, N, L) * L, L=L)
         return {
             "chunk_gates": self.launch("chunk_gates", lowering, p),
             "parallel_fw_P": self.launch("parallel_fw_P", scan.lowering, p),
@@ -171,24 +165,38 @@ def chunk_size_for(spec: CallSpec) -> int:
     return min(max(next_power_of_two(size), 128 if on_hopper else 64), 256)
 
 
-def make_spec(
-    shape: Sequence[int],
-    dtype: jnp.dtype,
-    gpu: Gpu,
-    backend: str | None,
-    normaliser: Normaliser | None = DEFAULT_NORMALISER,
-    chunk_size: int | None = None,
-    config: KernelConfig | None = None,
-    **options: Any,
+def call_spec(
+    options: Options,
+    sizes: Mapping[str, Any],
+    q_dtype: Any,
+    *,
+    gpu: Gpu | None = None,
+    has_initial_state: bool = True,
 ) -> CallSpec:
-    """The spec of a call for a shape (B, NH, S, DHQK, DHHV), not padded.
+    """The spec of a call with B, NH, S, DHQK and DHV of these sizes.
 
-    chunk_size: the caller's, before that of the config, of a tuned row, and of the rule.
+    The chunk size is that of the options, of their config, of a tuned row or of the rule: the first
+    that there is.
+
+    Raises:
+      TypeError, ValueError: for a dtype and for symbolic sizes that the backend does not support.
     """
-    (*q_shape, DHHV), config = shape, config or KernelConfig()
-    make = functools.partial(make_problem, q_shape, DHHV, pad_heads=backend != Lowering.XLA)
-    spec = CallSpec(make(1), config, dtype, normaliser, gpu, backend=backend, **options)
-    L = chunk_size or config.chunk_size or spec.row(spec.lowering).chunk_size
+    gpu = gpu or target_gpu()
+    backend = requested_backend(options.backend, gpu)
+    check_constant(sizes, backend)
+    *shape, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
+    dtype = kernel_dtype(options.autocast_kernel_dtype, q_dtype, backend)
+    if 0 in shape:
+        backend = "xla"  # a kernel has no empty grid
+    make = functools.partial(make_problem, shape, DHV, pad_heads=backend != Lowering.XLA)
+    spec = CallSpec(
+        **vars(options) | dict(backend=backend),
+        problem=make(1),
+        dtype=dtype,
+        gpu=gpu,
+        has_initial_state=has_initial_state,
+    )
+    L = options.chunk_size or spec.config.chunk_size or spec.row(spec.lowering).chunk_size
     return dataclasses.replace(spec, problem=make(L or chunk_size_for(spec)))
 
 

@@ -5,12 +5,12 @@ import math
 from typing import Any
 
 from mlstm_pallas.annotations import BackendName, LayoutName
-from mlstm_pallas.backend import check_mosaic_gpu, requested_backend
+from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.costs import launch_cost
-from mlstm_pallas.entry import options_of
 from mlstm_pallas.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
-from mlstm_pallas.planning import CallSpec, asked_of, make_spec
+from mlstm_pallas.options import Options
+from mlstm_pallas.planning import CallSpec, asked_of, call_spec
 from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.validation import check_dtype, check_integer, check_segments_fit
 
@@ -141,22 +141,19 @@ def plan(
       (256, True)
     """
     sizes = dict(B=B, NH=NH, S=S, DHQK=DHQK, DHV=DHV)
-    shape = [check_integer(name, x, 1) for name, x in sizes.items()]
-    options, facts = options_of(locals()), _facts(gpu)
-    lowering = Lowering(requested_backend(backend, mosaic_gpu_kernels=False) or "triton")
-    check_mosaic_gpu("backend", lowering, facts)
-    spec = make_spec(
-        shape,
-        check_dtype("dtype", dtype),
-        facts,
-        lowering,
+    sizes = {name: check_integer(name, x, 1) for name, x in sizes.items()}
+    facts = _facts(gpu)
+    options = Options(
+        recompute_states_in_bw=recompute_states_in_bw,
+        layout=layout,
+        backend=requested_backend(backend, facts) or "triton",
         config=config,
-        recompute_states_in_bw=options.recompute_states_in_bw,
+        num_segments=num_segments,
     )
-    if num_segments is not None:
-        num_segments = check_integer("num_segments", num_segments, 1)
-        check_segments_fit(num_segments, lowering)
-    return _call_plan(spec, shape[2], num_segments)
+    spec = call_spec(options, sizes, check_dtype("dtype", dtype), gpu=facts)
+    if spec.num_segments is not None:
+        check_segments_fit(spec.num_segments, spec.backend)
+    return _call_plan(spec, sizes["S"])
 
 
 def _facts(gpu: str | None) -> Gpu:
@@ -174,22 +171,27 @@ def _facts(gpu: str | None) -> Gpu:
     return known
 
 
-def _call_plan(spec: CallSpec, S: int, num_segments: int | None) -> CallPlan:
-    p, plan, itemsize = spec.problem, spec.plan, spec.dtype.itemsize
+def _call_plan(spec: CallSpec, S: int) -> CallPlan:
+    p, plan, itemsize, num_segments = (
+        spec.problem,
+        spec.plan,
+        spec.dtype.itemsize,
+        spec.num_segments,
+    )
     if num_segments is None:
         forward, backward, num_splits = plan.forward, plan.backward, plan.num_splits
         # h and dv, dq and dk
         output_bytes = 2 * p.BNH * p.S * (p.DHQK + p.DHHV) * itemsize
         temporary_bytes = _temporary_bytes(spec)
     else:
-        forward, backward, num_splits = spec.packed(spec.lowering, S, num_segments), {}, 1
+        forward, backward, num_splits = spec.packed(spec.lowering, S), {}, 1
         scan = forward["recurrent_fw_H"]
         p = scan.problem
         states = 4 * p.BNH * num_segments * (p.DHQK * p.DHHV + p.DHQK + 1)
         output_bytes = p.BNH * S * p.DHHV * itemsize + states
         temporary_bytes = _scan_bytes(scan, itemsize)
     launches = (
-        _planned(spec, name, x, backward=schedule is backward, num_segments=num_segments)
+        _planned(spec, name, x, backward=schedule is backward)
         for schedule in (forward, backward)
         for name, x in schedule.items()
     )
@@ -231,9 +233,7 @@ def _temporary_bytes(spec: CallSpec) -> int:
     return max(forward + (0 if spec.recompute_states_in_bw else C), backward)
 
 
-def _planned(
-    spec: CallSpec, name: str, x: Launch, *, backward: bool, num_segments: int | None
-) -> PlannedLaunch:
+def _planned(spec: CallSpec, name: str, x: Launch, *, backward: bool) -> PlannedLaunch:
     p, tiles = x.problem, x.tiles
     if name == "split_products":  # of all splits but the last
         splits = spec.plan.num_splits
@@ -247,6 +247,6 @@ def _planned(
             tiles.grid(p, **asked),
             tiles.shared_bytes(p, spec.dtype, gpu=spec.gpu, **asked),
         )
-        if num_segments is not None and name == "recurrent_fw_H":
-            grid = grid[0], num_segments + 2, grid[1]  # the rest and the tail are parts too
+        if spec.num_segments is not None and name == "recurrent_fw_H":
+            grid = grid[0], spec.num_segments + 2, grid[1]  # the rest and the tail are parts too
     return PlannedLaunch(name, backward, x.lowering, fields, grid, shared, moved, flops)

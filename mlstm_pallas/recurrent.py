@@ -1,7 +1,6 @@
 """mlstm_recurrent_step, mlstm_recurrent_sequence: the mLSTM token by token, as in generation."""
 
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +11,12 @@ from mlstm_pallas import validation
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.dispatch import run
-from mlstm_pallas.entry import options_of, zeros_of
-from mlstm_pallas.fwbw import operation
 from mlstm_pallas.gpu import target_gpu
+from mlstm_pallas.options import Options
 from mlstm_pallas.planning import CallSpec
-from mlstm_pallas.problem import InputGate, Layout, Problem, accumulator_dtype
-from mlstm_pallas.sharding import aligned
+from mlstm_pallas.prepare import zeros_of
+from mlstm_pallas.problem import Layout, Problem, accumulator_dtype
+from mlstm_pallas.sharding import on_shards, sharded_alike
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.stages.recurrent_step import Operands, split_token
 
@@ -40,22 +38,18 @@ class Token(NamedTuple):
     With k, v and f None, q has q, k and v on its last axis and i is (B, NH, 2), with i and f.
     """
 
-    q: jax.Array
-    k: jax.Array | None
-    v: jax.Array | None
-    i: jax.Array
-    f: jax.Array | None
+    q: Any
+    k: Any
+    v: Any
+    i: Any
+    f: Any
 
 
 def _step(
     spec: CallSpec, lowering: Lowering, x: Token, states: StepStates
 ) -> tuple[jax.Array, StepStates]:
-    h, *after = run(
-        "recurrent_step",
-        **dict(zip(Operands._fields, (*x, *states), strict=True)),
-        normaliser=spec.normaliser,
-        call=spec.launch("recurrent_step", lowering),
-    )
+    run = spec.stage("recurrent_step", lowering)
+    h, *after = run(Operands(*x, *states), normaliser=spec.normaliser)
     return h, StepStates(*after)
 
 
@@ -65,7 +59,7 @@ def step(spec: CallSpec, x: Token, states: StepStates) -> tuple[jax.Array, StepS
     # Only plain jnp is differentiable.
     if spec.backend == "xla":
         return _step(spec, Lowering.XLA, x, states)
-    outputs: tuple[jax.Array, StepStates] = operation(_step, spec, x, states, message=NO_DERIVATIVE)
+    outputs: tuple[jax.Array, StepStates] = on_shards(_step, spec, x, states, message=NO_DERIVATIVE)
     return outputs
 
 
@@ -94,29 +88,27 @@ def _parts(x: Token, c: Any) -> Token:
     return Token(*split_token(x.q, x.i, *states[2:]))
 
 
-def _run(arguments: Mapping[str, Any], *, steps: bool) -> tuple[jax.Array, States]:
-    """arguments: of the public function, by name; steps: whether there is an axis of steps."""
-    options = options_of(arguments)
-    gate, layout = options.input_gate, options.layout
-    backend = requested_backend(options.backend, mosaic_gpu_kernels=False)
-    x = Token(*(arguments[name] for name in Token._fields))
-    states = {name: arguments[name] for name in StepStates._fields}
-    c, n, m = states.values()
-    parts = x if steps or x.k is not None else _parts(x, c)
+def _run(
+    x: Token, c: Any, n: Any, m: Any, options: Options, *, steps: bool, layout: Any = None
+) -> tuple[jax.Array, States]:
+    """steps: whether there is an axis of steps; layout: as the caller passed it."""
+    backend = requested_backend(options.backend)
+    parts = (x if steps or x.k is not None else _parts(x, c))._asdict()
     sizes = validation.check_inputs(
-        parts._asdict(),
-        states,
-        gate,
-        layout,
+        parts,
+        dict(c_initial=c, n_initial=n, m_initial=m),
+        options.input_gate,
+        options.layout,
         backend=backend,
+        cast=False,
         steps=steps,
     )
     validation.check_constant(sizes, backend)
-    validation.check_one_dtype(parts._asdict())
-    if steps:
-        validation.check_layout_is_meant(arguments["layout"], sizes, c)
+    validation.check_one_dtype(parts)
+    validation.check_layout_is_meant(layout, sizes, c)
 
-    if layout is Layout.BTNH:
+    swap = options.layout is Layout.BTNH
+    if swap:
         x = jax.tree.map(lambda y: jnp.swapaxes(y, 1, 2), x)
     B, NH, DHQK, DHV = (sizes[name] for name in ("B", "NH", "DHQK", "DHV"))
     zeros = functools.partial(zeros_of, dtype=accumulator_dtype(x.q.dtype))
@@ -126,34 +118,29 @@ def _run(arguments: Mapping[str, Any], *, steps: bool) -> tuple[jax.Array, State
         m = zeros((B, NH))
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
-    problem = Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5)
     spec = CallSpec(
-        problem,
-        options.config or KernelConfig(),
-        c.dtype,
-        options.normaliser,
-        target_gpu(),
-        backend=backend,
+        **vars(options) | dict(backend=backend),
+        problem=Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5),
+        dtype=c.dtype,
+        gpu=target_gpu(),
     )
-    x, c, n, m = aligned(spec, (x, c, n, m))
-    h, last = (sequence if steps else step)(
-        spec, x, StepStates(c, n, None if gate is InputGate.SIGMOID else m)
-    )
-    if layout is Layout.BTNH:
+    x, c, n, m = sharded_alike(spec, (x, c, n, m))
+    states = StepStates(c, n, m if options.stabilised else None)
+    h, last = (sequence if steps else step)(spec, x, states)
+    if swap:
         h = jnp.swapaxes(h, 1, 2)
     return h, (last.c, last.n, m if last.m is None else last.m)
 
 
-@validation.names_arguments
 def mlstm_recurrent_step(
     q: Array,
     k: Array | None,
     v: Array | None,
     i: Array,
     f: Array | None,
-    c: Array | None = None,
-    n: Array | None = None,
-    m: Array | None = None,
+    c_initial: Array | None = None,
+    n_initial: Array | None = None,
+    m_initial: Array | None = None,
     *,
     eps: float = 1e-6,
     norm_val: float = 1.0,
@@ -227,12 +214,12 @@ def mlstm_recurrent_step(
       v: value, (B, NH, DHV), in the dtype of q.
       i: input gate pre-activation, natural log, (B, NH), any float dtype.
       f: forget gate pre-activation, (B, NH); sigmoid is applied here.
-      c: state C before the token, (B, NH, DHQK, DHV), float32, bfloat16 or
+      c_initial: state C before the token, (B, NH, DHQK, DHV), float32, bfloat16 or
         float16 (float64 with backend "xla"), as ``mlstm_chunkwise`` and this
         function return it. None: zeros, in float32. Pass all three states or
         none.
-      n: state n before the token, (B, NH, DHQK).
-      m: stabiliser m before the token, (B, NH). The true states are exp(m) C
+      n_initial: state n before the token, (B, NH, DHQK).
+      m_initial: stabiliser m before the token, (B, NH). The true states are exp(m) C
         and exp(m) n.
       eps: added to the denominator.
       norm_val: factor in the floor of the denominator, at least 0.
@@ -264,19 +251,22 @@ def mlstm_recurrent_step(
         what was passed and what was expected. TypeError for a derivative on
         any backend but "xla".
     """
-    return _run(locals(), steps=False)
+    options = Options(
+        eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
+        input_gate=input_gate, normalize=normalize, backend=backend, config=config,
+    )  # fmt: skip
+    return _run(Token(q, k, v, i, f), c_initial, n_initial, m_initial, options, steps=False)
 
 
-@validation.names_arguments
 def mlstm_recurrent_sequence(
     q: Array,
     k: Array,
     v: Array,
     i: Array,
     f: Array,
-    c: Array | None = None,
-    n: Array | None = None,
-    m: Array | None = None,
+    c_initial: Array | None = None,
+    n_initial: Array | None = None,
+    m_initial: Array | None = None,
     *,
     eps: float = 1e-6,
     norm_val: float = 1.0,
@@ -313,4 +303,9 @@ def mlstm_recurrent_sequence(
     Warns:
       UserWarning: as ``mlstm_chunkwise``, where layout is left out.
     """
-    return _run(locals(), steps=True)
+    options = Options(
+        eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
+        input_gate=input_gate, normalize=normalize, layout=layout, backend=backend, config=config,
+    )  # fmt: skip
+    states = c_initial, n_initial, m_initial
+    return _run(Token(q, k, v, i, f), *states, options, steps=True, layout=layout)

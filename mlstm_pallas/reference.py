@@ -4,6 +4,7 @@ Both have derivatives of every order, in reverse and forward mode, and run in fl
 jax_enable_x64 is set. ``recurrence`` is the oracle of the tests.
 """
 
+import functools
 from typing import Any, Literal, Unpack, overload
 
 import jax
@@ -12,22 +13,29 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
-from mlstm_pallas.arrays import Forward, Inputs, LastStates
+from mlstm_pallas.arrays import Forward
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.entry import Keywords, SequenceKeywords, prepare
 from mlstm_pallas.forward import forward
 from mlstm_pallas.gates import log_forget_gate, log_input_gate, segment_starts
 from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.options import Options
 from mlstm_pallas.planning import CallSpec
+from mlstm_pallas.prepare import (
+    Arguments,
+    Keywords,
+    SequenceKeywords,
+    padded,
+    prepare,
+    results,
+)
 from mlstm_pallas.problem import InputGate, accumulator_dtype
-from mlstm_pallas.sharding import Operation
+from mlstm_pallas.sharding import Work, on_shard
 from mlstm_pallas.stage import Lowering
-from mlstm_pallas.validation import DEFAULT_LAYOUT, check_zeros, names_arguments
+from mlstm_pallas.validation import DEFAULT_LAYOUT, check_zeros
 
 _INF = float("inf")
 
 
-@names_arguments
 def recurrence(
     q: Array,
     k: Array,
@@ -132,7 +140,6 @@ def chunkwise(
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, **keywords: Unpack[SequenceKeywords],
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
-@names_arguments
 def chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None,
@@ -176,10 +183,21 @@ def chunkwise(
     Raises:
       TypeError, ValueError: as ``mlstm_chunkwise``.
     """
-    return prepare({**locals(), "backend": "xla"}).run(_forward)
+    options = Options(
+        return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
+        input_gate, normalize, recompute_states_in_bw, layout, "xla", config,
+    )  # fmt: skip
+    arguments = Arguments(
+        q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths
+    )
+    spec, arguments = prepare(arguments, options, layout)
+    outputs: jax.Array | tuple[jax.Array, States] = _chunkwise(spec, arguments)
+    return outputs
 
 
-def _forward(spec: CallSpec, x: Inputs) -> tuple[jax.Array, LastStates | None]:
-    # On one shard, because other operations have no derivatives.
-    outputs: Forward = Operation(forward, spec, Lowering.XLA).on_shard(x)
-    return outputs[:2]
+@functools.partial(jax.jit, static_argnums=0)
+def _chunkwise(spec: CallSpec, x: Arguments) -> Any:
+    # On one shard, because ``on_shards`` has no derivatives.
+    work = Work(forward, spec, Lowering.XLA)
+    outputs: Forward = on_shard(work, False, None, padded(spec, x))
+    return results(spec, x, outputs.h, outputs.last)

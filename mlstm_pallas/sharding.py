@@ -1,9 +1,8 @@
-"""Where an operation runs: on every device for its batch entries and heads, on its platform.
+"""Where a pass or a step runs: on every device for its batch entries and heads, on its platform.
 
 A Triton kernel is a custom call, which XLA cannot partition: by default it gathers all shards on
-every device. But batch entries and heads are independent, so an ``Operation``, which is a pass of
-fwbw.py or a step of recurrent.py, runs unchanged on shards of these two axes. How it learns its
-shards (``Operation.on_mesh``) depends on the axes of the mesh:
+every device. But batch entries and heads are independent, so a function of them runs unchanged on
+shards of these two axes (``on_shards``). How it learns its shards depends on the axes of the mesh:
 
 * Auto axes: XLA propagates shardings long after tracing. JAX (0.10.2 to 0.12) has
   ``custom_partitioning`` for this. It takes a Shardy rule (the batch and head axes are free, all
@@ -20,7 +19,7 @@ of the sharded region as (B, NH, ...) in either layout. They are transposed ther
 cancels the transposes. Shardings of other axes (sequence, head dimensions) are undone first: by XLA
 on auto axes, by ``jax.sharding.reshard`` on explicit ones.
 
-On its shard an operation takes the lowering of the platform that it is lowered for: ``on_backend``.
+On its shard a function takes the lowering of the platform that it is lowered for: ``by_platform``.
 """
 
 import dataclasses
@@ -43,21 +42,27 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mlstm_pallas.arrays import IN_LAYOUT, heads_behind
+from mlstm_pallas.derivatives import NO_SUCH_DERIVATIVE, not_differentiated
 from mlstm_pallas.dispatch import HAS_TRITON
-from mlstm_pallas.problem import Layout
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.version import __version__
 
 
-def _map(spec: Any, function: Callable[[Array, int], Any], tree: Any) -> Any:
+def _map(spec: Any, function: Callable[[Array, int], Any], tree: Any, axes: int = 2) -> Any:
     """Applies function(array, number of leading axes of B and NH) to all arrays."""
 
-    def apply(path: Any, x: Array) -> Any:
-        name = str(path[-1])
-        strided = spec.layout is Layout.BTNH and name in (".q", ".k", ".v", ".h")
-        return function(x, 1 if strided or name.endswith("_segments") else 2)
+    def has_layout(x: Any) -> bool:
+        return type(x) in IN_LAYOUT
 
-    return jax.tree.map_with_path(apply, tree)
+    def apply(x: Any) -> Any:
+        if not has_layout(x):
+            return function(x, axes)
+        behind = heads_behind(x, spec.layout)
+        fields = zip(x._fields, x, strict=True)
+        return type(x)(*(_map(spec, function, y, 2 - (name in behind)) for name, y in fields))
+
+    return jax.tree.map(apply, tree, is_leaf=has_layout)
 
 
 def _heads_first(spec: Any, tree: Any, mapped: int = 0) -> Any:
@@ -69,8 +74,8 @@ def _heads_first(spec: Any, tree: Any, mapped: int = 0) -> Any:
     return _map(spec, transpose, tree)
 
 
-def aligned(spec: Any, tree: Any) -> Any:
-    """The arrays, as for an ``Operation``, with types that agree on the mesh.
+def sharded_alike(spec: Any, tree: Any) -> Any:
+    """The arrays, as for ``on_shards``, with types that agree on the mesh.
 
     They are sharded over the same explicit axes in B and NH and over none in other axes, and vary
     over the same manual axes.
@@ -78,7 +83,7 @@ def aligned(spec: Any, tree: Any) -> Any:
     types = [jax.typeof(x) for x in jax.tree.leaves(tree)]
     mesh = types[0].sharding.mesh
     if mesh.explicit_axes:
-        return _heads_first(spec, _sharded_alike(_heads_first(spec, tree), mesh, 2)[0])
+        return _heads_first(spec, _resharded(_heads_first(spec, tree), mesh, 2)[0])
     varying = frozenset().union(*(x.manual_axis_type.varying for x in types))
 
     def cast(x: Array) -> Array:
@@ -100,7 +105,7 @@ def _common_spec(specs: Iterable[P], count: int) -> P:
     return P(*common)
 
 
-def _sharded_alike(tree: Any, mesh: Any, count: int) -> tuple[Any, P]:
+def _resharded(tree: Any, mesh: Any, count: int) -> tuple[Any, P]:
     """The arrays with one sharding of their first ``count`` axes, and that sharding."""
     common = _common_spec([jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)], count)
 
@@ -116,17 +121,10 @@ def _padded(spec: P, ndim: int) -> P:
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
-    """A function of arrays with the axes B and NH, any part of which it can compute by itself.
-
-    Called, it runs the function on shards of B and NH, the first axes of all arrays. The function
-    gets B and NH as one axis. The fields q, k, v and h have the layout of the spec: with "BTNH"
-    they are (B, S, NH, D) here and in the function. Fields whose names end in "_segments" are
-    (B, N, NH, ...). A shard's spec is spec.with_heads(B, NH).
+class Work:
+    """What runs on shards: the arguments of ``on_shards`` without the arrays.
 
     Attributes:
-      function: (spec, lowering, *pytrees of arrays of a shard, **options) -> pytree of such arrays.
-      lowering: None: that of spec.backend on the platform of the computation.
       options: the keywords of the function, as items.
       mapped: axes of vmap before B and NH.
     """
@@ -137,98 +135,8 @@ class Operation:
     options: tuple[tuple[str, Any], ...] = ()
     mapped: int = 0
 
-    def __call__(self, *args: Any) -> Any:
-        call = custom_vmap(self.on_mesh)
-
-        @call.def_vmap
-        def rule(axis_size: int, is_mapped: Sequence[Any], *args: Any) -> tuple[Any, Any]:
-            # A grid cannot be empty, so an axis of size 0 runs with size 1, whose results are cut.
-            size = max(axis_size, 1)
-
-            def with_axis(x: Array, at: bool) -> Array:
-                if not at:
-                    return jnp.broadcast_to(x, (size, *x.shape))
-                return x if axis_size else jnp.zeros((size, *x.shape[1:]), x.dtype)
-
-            args = jax.tree.map(with_axis, args, tuple(is_mapped))
-            outputs = dataclasses.replace(self, mapped=self.mapped + 1)(*args)
-            outputs = outputs if axis_size else jax.tree.map(lambda x: x[:0], outputs)
-            return outputs, jax.tree.map(lambda _: True, outputs)
-
-        return call(*args)
-
-    def on_mesh(self, *args: Any) -> Any:
-        """Finds the shards as the axes of the mesh ask; the module's docstring has the cases."""
-        mesh = jax.typeof(jax.tree.leaves(args)[0]).sharding.mesh
-        if mesh.explicit_axes:
-            return self.transposed(functools.partial(self.in_shard_map, mesh), *args)
-        context = jax.sharding.get_abstract_mesh()
-        one_device = (
-            context.abstract_device is not None
-            if context.empty
-            else math.prod(context.shape[axis] for axis in context.auto_axes) == 1
-        )
-        # Interpreted Mosaic GPU kernels run on one device: they use ordered callbacks, which
-        # custom_partitioning does not allow.
-        if one_device or self.spec.backend == "mosaic_gpu_interpret":
-            return self.on_shard(*args)
-        return self.transposed(functools.partial(_partitioned(self), self.identity()), *args)
-
-    def transposed(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Runs a function of arrays (B, NH, ...) on those of the layout, or the reverse."""
-        args = _heads_first(self.spec, args, self.mapped)
-        return _heads_first(self.spec, function(*args), self.mapped)
-
-    def in_shard_map(self, mesh: Any, *args: Any) -> Any:
-        """The operation on arrays (B, NH, ...) that are sharded over explicit axes."""
-        args, common = _sharded_alike(args, mesh, self.mapped + 2)
-        # An empty set is all axes but those that vmap holds, which only shard_map knows.
-        some = len(mesh.explicit_axes) < len(mesh.axis_names)
-        return jax.shard_map(
-            self.on_transposed_shard,
-            mesh=None if mesh == jax.sharding.get_abstract_mesh() else mesh,
-            in_specs=common,
-            out_specs=common,
-            axis_names=set(mesh.explicit_axes) if some else set(),
-            check_vma=False,
-        )(*args)
-
-    def on_transposed_shard(self, *args: Any) -> Any:
-        return self.transposed(self.on_shard, *args)
-
-    def on_shard(self, *args: Any) -> Any:
-        """The operation on the arrays of a shard, whose mapped axes, B and NH become one."""
-        heads_first = jax.eval_shape(
-            functools.partial(_heads_first, self.spec, mapped=self.mapped), args
-        )
-        shapes = {x.shape[: self.mapped + 2] for x in jax.tree.leaves(heads_first)}
-        if len(shapes) > 1:
-            raise ValueError(
-                f"arguments have shards of {' and '.join(map(str, sorted(shapes)))} batch entries "
-                "and heads, expected one: inside a shard_map that leaves mesh axes to the compiler "
-                "constrain them with jax.lax.with_sharding_constraint"
-            )
-        (heads,) = shapes
-        *batch, NH = heads
-
-        def flat(x: Array, axes: int) -> Array:
-            axes += self.mapped
-            return x.reshape(math.prod(heads[:axes]), *x.shape[axes:])
-
-        def split(x: Array, axes: int) -> Array:
-            return x.reshape(*heads[: self.mapped + axes], *x.shape[1:])
-
-        spec = self.spec.with_heads(math.prod(batch), NH)
-        run = functools.partial(self.function, spec, **dict(self.options))
-        args = _map(spec, flat, args)
-        if self.lowering is None:
-            outputs = on_backend(spec.backend, run, *args)
-        else:
-            outputs = run(self.lowering, *args)
-        return _map(spec, split, outputs)
-
     def identity(self) -> Any:
-        """An operand that distinguishes operations in the compiled module.
+        """An operand that distinguishes what runs in the compiled module.
 
         Otherwise only the address of a callback differs there, which
         jax_remove_custom_partitioning_ptr_from_cache_key removes from the key of the persistent
@@ -240,23 +148,134 @@ class Operation:
         return np.frombuffer(hashlib.sha256(identity.encode()).digest(), np.uint32)
 
 
+def on_shards(
+    function: Callable[..., Any],
+    spec: Any,
+    *args: Any,
+    lowering: Lowering | None = None,
+    message: str = NO_SUCH_DERIVATIVE,
+    **options: Any,
+) -> Any:
+    """Runs a function on shards of B and NH, the first axes of all arrays, without derivatives.
+
+    The function gets B and NH as one axis. Fields of the types in ``arrays.IN_LAYOUT`` may be
+    (B, S, NH, D) or (B, N, NH, ...), here and in the function. A shard's spec is
+    spec.with_heads(B, NH).
+
+    Args:
+      function: (spec, lowering, *pytrees of arrays of a shard, **options) -> pytree of such arrays.
+      lowering: None: that of spec.backend on the platform of the computation.
+      message: of the TypeError that a derivative raises.
+      options: static keywords of the function.
+    """
+    work = Work(function, spec, lowering, tuple(options.items()))
+    return _mappable(work)(*not_differentiated(args, message=message))
+
+
+def _mappable(work: Work) -> Callable[..., Any]:
+    """The work on arrays; a mapped axis becomes one more axis before B and NH."""
+    call = custom_vmap(functools.partial(_on_mesh, work))
+
+    @call.def_vmap
+    def rule(axis_size: int, is_mapped: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+        # A grid cannot be empty, so an axis of size 0 runs with size 1, whose results are cut.
+        size = max(axis_size, 1)
+
+        def with_axis(x: Array, at: bool) -> Array:
+            if not at:
+                return jnp.broadcast_to(x, (size, *x.shape))
+            return x if axis_size else jnp.zeros((size, *x.shape[1:]), x.dtype)
+
+        args = jax.tree.map(with_axis, args, tuple(is_mapped))
+        outputs = _mappable(dataclasses.replace(work, mapped=work.mapped + 1))(*args)
+        outputs = outputs if axis_size else jax.tree.map(lambda x: x[:0], outputs)
+        return outputs, jax.tree.map(lambda _: True, outputs)
+
+    return call
+
+
+def _on_mesh(work: Work, *args: Any) -> Any:
+    """Finds the shards as the axes of the mesh ask; the module's docstring has the cases."""
+    mesh = jax.typeof(jax.tree.leaves(args)[0]).sharding.mesh
+    context = jax.sharding.get_abstract_mesh()
+    one_device = (
+        context.abstract_device is not None
+        if context.empty
+        else math.prod(context.shape[axis] for axis in context.auto_axes) == 1
+    )
+    # Interpreted Mosaic GPU kernels run on one device: they use ordered callbacks, which
+    # custom_partitioning does not allow.
+    one_device |= work.spec.backend == "mosaic_gpu_interpret"
+    if one_device and not mesh.explicit_axes:
+        return on_shard(work, False, None, *args)
+    args = _heads_first(work.spec, args, work.mapped)
+    if mesh.explicit_axes:
+        args, common = _resharded(args, mesh, work.mapped + 2)
+        # An empty set is all axes but those that vmap holds, which only shard_map knows.
+        some = len(mesh.explicit_axes) < len(mesh.axis_names)
+        outputs = jax.shard_map(
+            functools.partial(on_shard, work, True, None),
+            mesh=None if mesh == context else mesh,
+            in_specs=common,
+            out_specs=common,
+            axis_names=set(mesh.explicit_axes) if some else set(),
+            check_vma=False,
+        )(*args)
+    else:
+        outputs = _partitioned(work)(work.identity(), *args)
+    return _heads_first(work.spec, outputs, work.mapped)
+
+
+def on_shard(work: Work, heads_first: bool, identity: Any, *args: Any) -> Any:
+    """The work on the arrays of a shard, whose mapped axes, B and NH become one.
+
+    heads_first: whether the arguments and the results are (B, NH, ...) in any layout.
+    """
+    mapped, spec = work.mapped, work.spec
+    if heads_first:
+        args = _heads_first(spec, args, mapped)
+    shapes = set[tuple[int, ...]]()
+
+    def flat(x: Array, axes: int) -> Array:
+        at = mapped + 1 if axes == 2 else mapped + 2  # of NH
+        shapes.add((*x.shape[: mapped + 1], x.shape[at]))
+        return x.reshape(math.prod(x.shape[: mapped + axes]), *x.shape[mapped + axes :])
+
+    def split(x: Array, axes: int) -> Array:
+        return x.reshape(*heads[: mapped + axes], *x.shape[1:])
+
+    args = _map(spec, flat, args)
+    if len(shapes) > 1:
+        raise ValueError(
+            f"arguments have shards of {' and '.join(map(str, sorted(shapes)))} batch entries "
+            "and heads, expected one: inside a shard_map that leaves mesh axes to the compiler "
+            "constrain them with jax.lax.with_sharding_constraint"
+        )
+    (heads,) = shapes
+    *batch, NH = heads
+    spec = spec.with_heads(math.prod(batch), NH)
+    run = functools.partial(work.function, spec, **dict(work.options))
+    lowering = work.lowering or known_lowering(spec.backend)
+    outputs = run(lowering, *args) if lowering else by_platform(spec.backend, run, *args)
+    outputs = _map(spec, split, outputs)
+    return _heads_first(spec, outputs, mapped) if heads_first else outputs
+
+
 @functools.lru_cache(256)  # shapes are among the keys
-def _partitioned(operation: Operation) -> Callable[..., Any]:
-    """The operation on its identity and arrays, which XLA can partition.
+def _partitioned(work: Work) -> Callable[..., Any]:
+    """The work on its identity and arrays (B, NH, ...), which XLA can partition.
 
     custom_partitioning with static_argnums fails under jax_check_tracer_leaks (jax 0.12). So the
-    static arguments are in closures, one set per operation.
+    static arguments are in closures, one set per kind of work.
     """
-
-    def run(identity: Array, *args: Any) -> Any:
-        return operation.on_transposed_shard(*args)
+    run = functools.partial(on_shard, work, True)
 
     def partition(mesh: Any, args: Any, results: Any) -> tuple[Any, ...]:
-        in_shardings, out_shardings = _common_shardings(operation.mapped, args, results)
+        in_shardings, out_shardings = _common_shardings(work.mapped, args, results)
         return mesh, run, out_shardings, in_shardings
 
     partitioned = custom_partitioning(run)
-    rule = functools.partial(_sharding_rule, operation.mapped)
+    rule = functools.partial(_sharding_rule, work.mapped)
     partitioned.def_partition(partition, sharding_rule=rule)
     return partitioned
 
@@ -370,22 +389,25 @@ for _platform in (None, "cpu", "cuda"):  # None: all others
     mlir.register_lowering(_by_platform, _rule, platform=_platform)
 
 
-def on_backend(
+def known_lowering(backend: str | None) -> Lowering | None:
+    """The lowering on every platform; None: ``by_platform`` decides or refuses one."""
+    lowering = Lowering(backend or (Lowering.TRITON if HAS_TRITON else Lowering.XLA))
+    return lowering if lowering.interpret or lowering is Lowering.XLA else None
+
+
+def by_platform(
     backend: str | None,
     run: Callable[..., Any],
     *args: Any,
     mapped: Sequence[tuple[str, int]] = (),
 ) -> Any:
-    """run(lowering, *args).
+    """run(lowering, *args), for a backend without a ``known_lowering``.
 
     mapped: (name, size) of the axes of a vmap that run names, where jax may have left the vmap.
 
     None is Triton where the computation is lowered for CUDA, else XLA. Where jax has no Triton it
     is XLA, unless ``requested_backend`` chose "mosaic_gpu".
     """
-    lowering = Lowering(backend or (Lowering.TRITON if HAS_TRITON else Lowering.XLA))
-    if lowering.interpret or lowering is Lowering.XLA:
-        return run(lowering, *args)
     leaves, tree = jax.tree.flatten(args)
 
     def traced(lowering: Lowering) -> Any:
@@ -395,7 +417,7 @@ def on_backend(
             return_shape=True,
         )(*leaves)
 
-    (cuda, outputs), other = traced(lowering), None  # None: the kernels, on any GPU
+    (cuda, outputs), other = traced(Lowering(backend or "triton")), None  # None: on any GPU
     if backend is None:
         other, outputs = traced(Lowering.XLA)
     results = _by_platform.bind(*leaves, backend=backend, cuda=cuda, other=other)

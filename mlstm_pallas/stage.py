@@ -162,9 +162,10 @@ class Stage:
     """The name and operands of a stage.
 
     Attributes:
-      name: of the file, the function, the kernels, the field of KernelConfig, the benchmark's
-        flag, the test id and the profile.
+      name: of the contract's file, the function, the kernels, the field of KernelConfig, the
+        benchmark's flag, the test id and the profile.
       operands: the NamedTuple of its operands.
+      file: the file of its kernels in the folder of a lowering.
       outputs: the name under which later stages have all of its outputs as one operand.
       fused: whether it runs in the chunks of the fused scan, not in the chunks of the call.
       decode: whether it is a stage of generation, not of mlstm_chunkwise.
@@ -172,6 +173,7 @@ class Stage:
 
     name: str
     operands: type[Any]
+    file: str
     outputs: str = ""
     fused: bool = False
     decode: bool = False

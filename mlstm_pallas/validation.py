@@ -3,14 +3,13 @@
 A wrong argument is a TypeError or ValueError with its name, what came and what was expected.
 """
 
-import difflib
 import functools
 import inspect
 import math
 import numbers
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar, cast, get_args
 
@@ -43,66 +42,21 @@ SYMBOLIC_HINTS = {
 
 Dims = Sequence[str]
 Shapes = Sequence[Dims]  # any of which an array may have
-# The dimensions of the arrays, by the names of the arguments; c stands for c_initial too.
+# The dimensions of the arrays, by the names of the arguments.
 DIMS: dict[str, Dims] = {
     "q": ("B", "NH", "S", "DHQK"),
     "k": ("B", "NH", "S", "DHQK"),
     "v": ("B", "NH", "S", "DHV"),
     "i": ("B", "NH", "S"),
     "f": ("B", "NH", "S"),
-    "c": ("B", "NH", "DHQK", "DHV"),
-    "n": ("B", "NH", "DHQK"),
-    "m": ("B", "NH"),
+    "c_initial": ("B", "NH", "DHQK", "DHV"),
+    "n_initial": ("B", "NH", "DHQK"),
+    "m_initial": ("B", "NH"),
     "segment_ids": ("B", "S"),
     "sequence_lengths": ("B",),
 }
 
-# The arguments of other packages (docs/migrating.md) by the name that they have here. A state that
-# the function calls c or c_initial has one entry.
-PREDECESSORS = {
-    "q": ("query", "queries", "matQ", "vecQ"),
-    "k": ("key", "keys", "matK", "vecK"),
-    "v": ("value", "values", "matV", "vecV"),
-    "i": ("igate", "igate_preact", "vecI", "scaI"),
-    "f": ("fgate", "fgate_preact", "vecF", "scaF"),
-    "c": ("c_state", "cstate", "matC_initial", "matC_old", "c", "c_initial"),
-    "n": ("n_state", "nstate", "vecN_initial", "vecN_old", "n", "n_initial"),
-    "m": ("m_state", "mstate", "scaM_initial", "scaM_old", "m", "m_initial"),
-    "chunk_size": ("CHUNK_SIZE", "chunk_size_inter", "chunk_size_intra"),
-    "eps": ("EPS",),
-    "return_last_states": ("output_final_state",),
-    "segment_ids": ("cu_seqlens",),
-}
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 Choice = TypeVar("Choice", InputGate, Layout)
-
-
-def names_arguments(function: Function) -> Function:
-    """A decorator that answers an unknown keyword with the argument that is probably meant."""
-    parameters = tuple(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        for name in kwargs:
-            if name not in parameters:
-                raise TypeError(
-                    f"{name} is no argument of {function.__name__}, "
-                    f"expected {_nearest(name, parameters)}"
-                )
-        return function(*args, **kwargs)
-
-    return cast(Function, checked)
-
-
-def _nearest(name: str, parameters: Sequence[str]) -> str:
-    """The parameter that another package calls so, or a similar name; otherwise all parameters."""
-    for argument, predecessors in PREDECESSORS.items():
-        known = [x for x in (argument, f"{argument}_initial") if x in parameters]
-        if name in predecessors and known:
-            return known[0]
-    similar = difflib.get_close_matches(name, parameters, n=1)
-    return similar[0] if similar else f"one of {', '.join(parameters)}"
 
 
 def shown(x: Any) -> str:
@@ -231,10 +185,9 @@ def check_states_complete(states: Mapping[str, Any]) -> dict[str, Any]:
         check_is_array(name, x)
     if present and len(present) < len(states):
         missing = [name for name in states if name not in present]
-        kind = "initial states" if missing[0].endswith("_initial") else "states"
         count = "all three" if len(states) == 3 else "both"
         raise ValueError(
-            f"{kind} come {count} or not at all: got {', '.join(present)} without "
+            f"initial states come {count} or not at all: got {', '.join(present)} without "
             f"{', '.join(missing)}"
         )
     return present
@@ -259,7 +212,7 @@ DEFAULT_LAYOUT = cast(LayoutName, _DefaultLayout(Layout.BNTH))
 
 def dims_of(name: str, layout: Layout, *, steps: bool = True) -> Dims:
     """The dimensions of an argument; steps: whether there is an axis of steps."""
-    dims = DIMS[name.removesuffix("_initial")]
+    dims = DIMS[name]
     if layout is Layout.BTNH and dims[1:3] == ("NH", "S"):
         dims = "B", "S", "NH", *dims[3:]
     return [dim for dim in dims if steps or dim != "S"]
@@ -277,11 +230,11 @@ def check_layout_is_meant(layout: Any, sizes: Mapping[str, int], *states: Any) -
 
 @functools.cache
 def warn_of_layout() -> None:
-    """Warns once, at the line of the caller five frames up."""
+    """Warns once, at the line of the caller four frames up."""
     warnings.warn(
         'layout="BNTH", the default, reads q as (B, NH, S, DHQK) and finds S < NH, fewer steps '
         'than heads: pass layout="BTNH" if it is (B, S, NH, DHQK), else layout="BNTH"',
-        stacklevel=6,
+        stacklevel=5,
     )
 
 
@@ -292,6 +245,7 @@ def check_inputs(
     layout: Layout,
     *,
     backend: str | None = None,
+    cast: bool = True,
     steps: bool = True,
     num_segments: int | None = None,
 ) -> dict[str, int]:
@@ -299,17 +253,15 @@ def check_inputs(
 
     Args:
       arrays: q, k, v, i and f, and what there is of segment_ids and sequence_lengths.
-      states: c, n and m, by the names of the arguments. Where these are initial states, all
-        arrays may be cast.
+      states: c_initial, n_initial and m_initial.
       backend: that computes in the dtype of q.
+      cast: whether the call casts all arrays; otherwise gates alone.
       steps: whether there is an axis of steps.
       num_segments: N; the initial states may then be (B, N, NH, ...).
     """
-    (c_name, c), _, (m_name, m) = states.items()
-    sigmoid, initial = gate is InputGate.SIGMOID, c_name.endswith("_initial")
-    needed = dict(states)
-    if sigmoid and m is None:
-        del needed[m_name]
+    needed, sigmoid = dict(states), gate is InputGate.SIGMOID
+    if sigmoid and states["m_initial"] is None:
+        del needed["m_initial"]
     complete = check_states_complete(needed)
     arrays = {**arrays, **complete}
     for name, x in arrays.items():
@@ -318,15 +270,15 @@ def check_inputs(
             if not jnp.issubdtype(x.dtype, jnp.integer):
                 raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype")
         else:
-            any_float = name in "if" or (initial and name in states)
+            any_float = name in "if" or (cast and name in states)
             dtypes = INPUT_DTYPES if any_float else KERNEL_DTYPES
-            check_array(name, x, dtypes, backend, cast_from=INPUT_DTYPES if initial else ())
+            check_array(name, x, dtypes, backend, cast_from=INPUT_DTYPES if cast else ())
     dims: dict[str, Shapes] = {name: (dims_of(name, layout, steps=steps),) for name in arrays}
     for name in complete if num_segments is not None else ():
         per_segment = "B", "N", *dims_of(name, layout)[1:]
-        if c.ndim == 5:
+        if complete["c_initial"].ndim == 5:
             dims[name] = (per_segment,)
-        elif name == c_name:
+        elif name == "c_initial":
             dims[name] = *dims[name], per_segment
     q, other = arrays["q"], next(x for x in Layout if x is not layout)
     swapped = {  # the likeliest mistake with a layout
@@ -336,7 +288,7 @@ def check_inputs(
     }
     sizes = check_shapes(arrays, dims, {"N": num_segments} if num_segments else {}, swapped)
     if sigmoid:
-        check_zeros(m_name, m)
+        check_zeros("m_initial", states["m_initial"])
     return sizes
 
 
@@ -416,17 +368,19 @@ def check_power_of_two(name: str, x: Any, least: int) -> int | None:
     return check_integer(name, x, least, power_of_two=True, optional=True)
 
 
-def check_num_segments(x: Any, segment_ids: Any, return_last_states: bool) -> int:
-    """num_segments as an int; checks the arguments that it needs."""
-    num_segments = check_integer("num_segments", x, 1, 2**31 - 1)  # indices are int32
+def check_num_segments(name: str, x: Any) -> int | None:
+    return None if x is None else check_integer(name, x, 1, 2**31 - 1)  # indices are int32
+
+
+def check_segments(num_segments: int, segment_ids: Any, return_last_states: bool) -> None:
+    """Checks what num_segments needs."""
     if segment_ids is None:
-        raise ValueError(f"num_segments is {shown(x)} without segment_ids, expected both")
+        raise ValueError(f"num_segments is {num_segments} without segment_ids, expected both")
     if not return_last_states:
         raise ValueError(
-            f"num_segments is {shown(x)} with return_last_states=False, expected "
+            f"num_segments is {num_segments} with return_last_states=False, expected "
             "return_last_states=True"
         )
-    return num_segments
 
 
 def check_segments_fit(num_segments: int, backend: str | None) -> None:
@@ -516,7 +470,13 @@ def check_dtype(name: str, x: Any, dtypes: Sequence[str] = KERNEL_DTYPES) -> jnp
     return dtype
 
 
-def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) -> jnp.dtype:
+def check_optional_dtype(name: str, x: Any) -> jnp.dtype | None:
+    return None if x is None else as_dtype(name, x)
+
+
+def kernel_dtype(
+    autocast_kernel_dtype: jnp.dtype | None, q_dtype: Any, backend: str | None
+) -> jnp.dtype:
     """The dtype of q, k, v in the matrix products."""
     dtype: jnp.dtype = jnp.dtype(q_dtype)
     message = f"q has dtype {dtype.name}"
@@ -524,7 +484,7 @@ def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) 
     if dtype.name == "float64":
         hint = ": cast q, k and v, or set autocast_kernel_dtype"
     if autocast_kernel_dtype is not None:
-        dtype = as_dtype("autocast_kernel_dtype", autocast_kernel_dtype)
+        dtype = autocast_kernel_dtype
         message, hint = f"autocast_kernel_dtype is {dtype.name}", ""
     if dtype.name in KERNEL_DTYPES or float64_runs(dtype, backend):
         return dtype

@@ -53,6 +53,8 @@ from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import heads_of_splits, split_states, splits_of
 from mlstm_pallas.stage import Launch, largest_rows
+from mlstm_pallas.stages import recurrent_bw_dC as dC
+from mlstm_pallas.stages import recurrent_fw_C as fw_C
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
@@ -375,8 +377,14 @@ def _from_splits(x: Recurrence, added: tuple[jax.Array, Any]) -> Recurrence:
 
 
 def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
-    """``recurrences`` of stages/recurrence.py, in one launch, or in two with splits."""
+    """``recurrences`` of stages/recurrence.py, in one launch, or in two with splits.
+
+    They scale v and dh in registers instead of k and q. In float16 r dh would fall below the normal
+    numbers, so there XLA scales q and k.
+    """
     num_splits = call.tiles.num_splits
+    if each[-1].backward and each[0].a.dtype == jnp.float16:
+        each = tuple(x.scaled() for x in each)
     transposed = functools.partial(jax.tree.map, jnp.matrix_transpose)
     inputs = [dataclasses.replace(x, X_initial=transposed(x.X_initial)) for x in each]
     if num_splits > 1:  # splits run all their chunks
@@ -391,6 +399,10 @@ def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOu
         )
         for x in _launch(name, inputs, Splits(num_splits), call)
     ]
+
+
+recurrent_fw_C = functools.partial(fw_C.recurrent_fw_C, recurrences=recurrences)
+recurrent_bw_dC = functools.partial(dC.recurrent_bw_dC, recurrences=recurrences)
 
 
 def split_products(

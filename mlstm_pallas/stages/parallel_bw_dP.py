@@ -50,7 +50,7 @@ class ScoreGradients(NamedTuple):
 
     matP: Any = None  # (B * NH, S, L)
     matDeltaP: Any = None  # (B * NH, S, L), times scale
-    queries: ScaledRows | None = None  # (B * NH, S, DHQK), scaled: qbar
+    queries: Any = None  # (B * NH, S, DHQK), scaled: qbar
     keys: ScaledRows | None = None  # (B * NH, S, DHQK), scaled: kbar; None if C is not recomputed
     pairs: Any = None  # TileSums
     vecDelta: Array | None = None  # (B * NH, S); None without matH

@@ -37,6 +37,8 @@ from mlstm_pallas.splits import (
     splits_of,
 )
 from mlstm_pallas.stage import Launch, clamped
+from mlstm_pallas.stages import recurrent_bw_dC as dC
+from mlstm_pallas.stages import recurrent_fw_C as fw_C
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
 from mlstm_pallas.stages.step_sums import Operands as StepSums
@@ -221,6 +223,10 @@ def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOu
             vectors = vector_states(added, x.gamma, x.x_initial, backward=x.backward)
         results[index] = RecurrenceOutputs(X, X_last, *vectors)
     return results
+
+
+recurrent_fw_C = functools.partial(fw_C.recurrent_fw_C, recurrences=recurrences)
+recurrent_bw_dC = functools.partial(dC.recurrent_bw_dC, recurrences=recurrences)
 
 
 def _sums(a: Array, r: Array, call: Launch) -> Array:

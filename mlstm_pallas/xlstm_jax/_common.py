@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from types import FunctionType, MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +20,28 @@ from mlstm_pallas.arrays import Cotangents, Inputs, LastStates, Residuals, Store
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.backward import backward as backward_schedule
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.dispatch import lowerings, run, tiles_class
-from mlstm_pallas.entry import CHECKS, options_of, pad, spec_for, zeros_of
-from mlstm_pallas.fwbw import operation
+from mlstm_pallas.dispatch import lowerings, tiles_class
 from mlstm_pallas.gates import ChunkGates, LocalGates
 from mlstm_pallas.normaliser import Normaliser, at_least, normaliser_gradients, query_scale
+from mlstm_pallas.options import Options, option_checks
 from mlstm_pallas.planning import CallSpec
+from mlstm_pallas.planning import call_spec as plan_call
+from mlstm_pallas.prepare import pad, zeros_of
 from mlstm_pallas.problem import MIN_CHUNK_SIZE, InputGate, accumulator_dtype
-from mlstm_pallas.sharding import aligned
+from mlstm_pallas.sharding import on_shards, sharded_alike
 from mlstm_pallas.stage import FIELDS, Lowering, ScaledRows
+from mlstm_pallas.stages import (
+    chunk_gates,
+    parallel_bw_dP,
+    parallel_bw_dQKV,
+    parallel_fw_H,
+    recurrent_bw_dC,
+    recurrent_fw_C,
+)
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.validation import (
     INPUT_DTYPES,
     KERNEL_DTYPES,
-    Function,
     check_array,
     check_dtype,
     check_flag,
@@ -76,6 +84,7 @@ PREACTIVATIONS = {"vecI": STEPS, "vecF": STEPS}
 # These, and initial states, may be None in every function that has them.
 OPTIONAL = ("scaM_states", "vecM_out", "matDeltaC_last")
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Arguments = Mapping[str, Any]  # of a documented function, by name
 Arrays = dict[str, Any]
 
@@ -104,7 +113,7 @@ def check_output_dtype(name: str, x: Any) -> jnp.dtype:
 
 # Each checks an argument that is no array, under the name that it has in a function.
 STATICS: dict[str, Callable[[str, Any], Any]] = {
-    **CHECKS,
+    **dict(option_checks()),
     **FIELDS,
     **dict.fromkeys(("return_all_states", "store_initial_state"), check_flag),
     "qk_scale": functools.partial(check_scalar, signed=True),
@@ -199,7 +208,8 @@ def call_spec(
     if "vecN_out" in arguments:  # the denominator, to which eps is added, is a constant
         options["norm_val"] = 0.0
     dtype = arguments[first].dtype
-    spec = spec_for(options_of(options), dtype, sizes, has_initial_state=True)
+    known = {x.name for x in dataclasses.fields(Options)}
+    spec = plan_call(Options(**{x: y for x, y in options.items() if x in known}), sizes, dtype)
     if "qk_scale" in statics:
         problem = dataclasses.replace(spec.problem, qk_scale=statics["qk_scale"])
         spec = dataclasses.replace(spec, problem=problem)
@@ -282,7 +292,8 @@ def run_stage(
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("stage", "output_dtype"))
 def _run_stage(spec: CallSpec, x: Arrays, **statics: Any) -> Any:
-    return operation(_on_shard, spec, aligned(spec, x), message=_NO_DERIVATIVE, **statics)
+    x = sharded_alike(spec, x)
+    return on_shards(_on_shard, spec, x, message=_NO_DERIVATIVE, **statics)
 
 
 def gates_of(spec: CallSpec, x: Arrays) -> ChunkGates:
@@ -320,15 +331,15 @@ def gates_of(spec: CallSpec, x: Arrays) -> ChunkGates:
 def states(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     """The states at the chunk boundaries, C in the kernel dtype; the last C and n in float32."""
     g = gates_of(spec, x)
-    C, C_last, n, n_last = run(
-        "recurrent_fw_C",
-        matK=x["matK"],
-        matV=x["matV"],
-        vecAbar=g.per_step().vecAbar,
-        scaGamma=g.scaGamma,
-        matC_initial=x["matC_initial"],
-        vecN_initial=x["vecN_initial"],
-        call=spec.launch("recurrent_fw_C", lowering),
+    C, C_last, n, n_last = spec.stage("recurrent_fw_C", lowering)(
+        recurrent_fw_C.Operands(
+            matK=x["matK"],
+            matV=x["matV"],
+            vecAbar=g.per_step().vecAbar,
+            scaGamma=g.scaGamma,
+            matC_initial=x["matC_initial"],
+            vecN_initial=x["vecN_initial"],
+        )
     )
     return dict(
         matC_states=jnp.concatenate([C, C_last[:, None].astype(C.dtype)], axis=1),
@@ -355,17 +366,17 @@ def outputs(spec: CallSpec, lowering: Lowering, x: Arrays, output_dtype: Any = N
         options = {"output_dtype": output_dtype}
         if lowering.folder == "mosaic_gpu":  # whose kernel writes H in its own dtype alone
             lowering = lowerings(lowering)[1]
-    H, z = run(
-        "parallel_fw_H",
-        matQ=x["matQ"],
-        matK=x["matK"],
-        matV=x["matV"],
-        gates=g,
-        matC_states=x["matC_states"][:, :NC],
-        vecN_states=x["vecN_states"][:, :NC],
+    H, z = spec.stage("parallel_fw_H", lowering)(
+        parallel_fw_H.Operands(
+            **options,
+            matQ=x["matQ"],
+            matK=x["matK"],
+            matV=x["matV"],
+            gates=g,
+            matC_states=x["matC_states"][:, :NC],
+            vecN_states=x["vecN_states"][:, :NC],
+        ),
         normaliser=normaliser,
-        **options,
-        call=spec.launch("parallel_fw_H", lowering),
     )
     m = g.per_step().vecM
     return dict(matH=H, vecN_out=at_least(jnp.abs(z), normaliser.floor(m)), vecM_out=m)
@@ -377,16 +388,16 @@ def state_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     rows = g.per_step()
     gradients = normaliser_gradients(spec.normaliser, None, x["vecN_out"], rows.vecM)
     r = query_scale(rows.vecW, spec.problem.qk_scale, gradients.vecInvDen)
-    dC, dC_initial, *_ = run(
-        "recurrent_bw_dC",
-        queries=ScaledRows(x["matQ"], r),
-        matDeltaH=x["matDeltaH"],
-        scaGamma=g.scaGamma,
-        matDeltaC_last=x.get("matDeltaC_last"),
-        keys=None,
-        matV=None,
-        matC_initial=None,
-        call=spec.launch("recurrent_bw_dC", lowering),
+    dC, dC_initial, *_ = spec.stage("recurrent_bw_dC", lowering)(
+        recurrent_bw_dC.Operands(
+            queries=ScaledRows(x["matQ"], r),
+            matDeltaH=x["matDeltaH"],
+            scaGamma=g.scaGamma,
+            matDeltaC_last=x.get("matDeltaC_last"),
+            keys=None,
+            matV=None,
+            matC_initial=None,
+        )
     )
     return dict(matDeltaC_states=dC, matDeltaC_initial=dC_initial)
 
@@ -405,30 +416,26 @@ def input_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     if spec.recomputes_scores(lowering):
         tiles = ScoreGradients()
     else:
-        tiles = run(
-            "parallel_bw_dP",
-            **operands,
-            matH=None,
-            vecZ=x["vecN_out"],
+        tiles = spec.stage("parallel_bw_dP", lowering)(
+            parallel_bw_dP.Operands(**operands, matH=None, vecZ=x["vecN_out"]),
             normaliser=spec.normaliser,
             return_keys=False,
-            call=spec.launch("parallel_bw_dP", lowering),
         )
     # dz is 0, so n does not matter, and its gradient is 0.
     n = jnp.zeros((p.BNH, p.NC, p.DHQK), g.vecW.dtype)
     C, dC = x["matC_states"][:, : p.NC], x["matDeltaC_states"][:, -p.NC :]
-    dq, dk, dv, *_ = run(
-        "parallel_bw_dQKV",
-        **operands,
-        normaliser_gradients=normaliser_gradients(
-            spec.normaliser, None, x["vecN_out"], g.per_step().vecM
-        ),
-        scores=tiles,
-        matC_states=C,
-        vecN_states=n,
-        matDeltaC_states=dC,
-        vecDeltaN_states=n,
-        call=spec.launch("parallel_bw_dQKV", lowering),
+    dq, dk, dv, *_ = spec.stage("parallel_bw_dQKV", lowering)(
+        parallel_bw_dQKV.Operands(
+            **operands,
+            normaliser_gradients=normaliser_gradients(
+                spec.normaliser, None, x["vecN_out"], g.per_step().vecM
+            ),
+            scores=tiles,
+            matC_states=C,
+            vecN_states=n,
+            matDeltaC_states=dC,
+            vecDeltaN_states=n,
+        )
     )
     return dict(matDeltaQ=dq, matDeltaK=dk, matDeltaV=dv)
 
@@ -456,10 +463,8 @@ def forward(arguments: Arguments) -> tuple[Any, ...]:
 
 
 def _forward(spec: CallSpec, lowering: Lowering, x: Arrays, output_dtype: Any = None) -> Arrays:
-    gates = run(
-        "chunk_gates",
-        **{name: x[name] for name in ("vecI", "vecF", "scaM_initial")},
-        call=spec.launch("chunk_gates", lowering),
+    gates = spec.stage("chunk_gates", lowering)(
+        chunk_gates.Operands(**{name: x[name] for name in ("vecI", "vecF", "scaM_initial")})
     )
     x = x | dict(gates=gates)
     results = states(spec, lowering, x)

@@ -28,9 +28,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mlstm_pallas.annotations import Array, States
-from mlstm_pallas.entry import Options, options_of, prepare
-from mlstm_pallas.fwbw import mlstm_forward
-from mlstm_pallas.validation import as_dtype
+from mlstm_pallas.fwbw import mlstm
+from mlstm_pallas.options import Options
+from mlstm_pallas.prepare import Arguments, prepare
 from mlstm_pallas.xlstm_jax import _common
 from mlstm_pallas.xlstm_jax._common import run_stage
 
@@ -179,9 +179,12 @@ def _mlstm_chunkwise_fwbw_generator(
       (B, NH, S, DHV), vecI and vecF (B, NH, S), and the states (B, NH, DHQK, DHV), (B, NH, DHQK)
       and (B, NH). H has the dtype of matQ, the returned states are float32.
     """
-    if autocast_kernel_dtype is not None:
-        autocast_kernel_dtype = as_dtype("autocast_kernel_dtype", autocast_kernel_dtype)
-    return _forward_function(options_of(locals()))  # checked: to the cache 1 equals True
+    return _forward_function(  # of checked options: to the cache 1 equals True
+        Options(
+            return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly,
+            norm_val, recompute_states_in_bw=recompute_states_in_bw,
+        )
+    )  # fmt: skip
 
 
 @functools.lru_cache(256)
@@ -196,9 +199,10 @@ def _forward_function(options: Options) -> Callable[..., tuple[jax.Array, Any, A
         vecN_initial: jax.Array | None = None,
         scaM_initial: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, Any, Any]:
-        arrays: dict[str, Any] = dict(q=matQ, k=matK, v=matV, i=vecI, f=vecF)
-        arrays |= dict(c_initial=matC_initial, n_initial=vecN_initial, m_initial=scaM_initial)
-        outputs: Any = prepare(vars(options) | arrays).run(mlstm_forward)
+        states = matC_initial, vecN_initial, scaM_initial
+        arguments = Arguments(matQ, matK, matV, vecI, vecF, *states)
+        spec, arguments = prepare(arguments, options, options.layout)
+        outputs: Any = mlstm(spec, arguments)
         h, states = outputs if options.return_last_states else (outputs, (None, None, None))
         return h, *states
 
@@ -254,4 +258,10 @@ def mlstm_chunkwise_triton_stablef(
         float32.
       eps, chunk_size, stabilize_correctly, norm_val: as for ``mlstm_pallas.mlstm_chunkwise``.
     """
-    return prepare(locals()).run(mlstm_forward)
+    options = Options(
+        return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val
+    )
+    arguments = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial)
+    spec, arguments = prepare(arguments, options, options.layout)
+    outputs: jax.Array | tuple[jax.Array, States] = mlstm(spec, arguments)
+    return outputs
