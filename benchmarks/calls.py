@@ -8,11 +8,11 @@ from command import Define
 from roofline import FORWARD, backward_stages
 
 from mlstm_pallas import KernelConfig
-from mlstm_pallas.planning import CallSpec
-from mlstm_pallas.problem import MIN_CHUNK_SIZE
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.planning.call_spec import CallSpec
+from mlstm_pallas.problem.dimensions import MIN_CHUNK_SIZE
+from mlstm_pallas.problem.validation import check_power_of_two
 from mlstm_pallas.stages import STAGES
-from mlstm_pallas.validation import check_power_of_two
+from mlstm_pallas.stages.stage import Launch
 
 # Arguments of mlstm_chunkwise; packed has segment_ids as well, and the arrays of BTNH are
 # (B, S, NH, ...).

@@ -50,18 +50,20 @@ from roofline import backward_stages
 from runner import Row, UnsupportedError, WrongOutputError
 from shapes import Shape
 
-from mlstm_pallas import costs, dispatch, mlstm_chunkwise, planning, stages
-from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gate_gradients import TileSums
-from mlstm_pallas.gates import vector_states
-from mlstm_pallas.gpu import Gpu, target_gpu
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER, query_scale
-from mlstm_pallas.problem import MAX_TILE, Problem
-from mlstm_pallas.stage import Launch, Lowering, ScaledRows, Stage
+from mlstm_pallas import mlstm_chunkwise, stages
+from mlstm_pallas.formulas.gate_gradients import TileSums
+from mlstm_pallas.formulas.gates import vector_states
+from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, query_scale
+from mlstm_pallas.planning import call_spec as planning
+from mlstm_pallas.planning import costs, dispatch
+from mlstm_pallas.planning.config import KernelConfig
+from mlstm_pallas.problem.dimensions import MAX_TILE, Problem
+from mlstm_pallas.problem.gpu import Gpu, target_gpu
+from mlstm_pallas.problem.validation import BACKENDS
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.parallel_fw_P import ScanOperands
-from mlstm_pallas.validation import BACKENDS
+from mlstm_pallas.stages.stage import Launch, Lowering, ScaledRows, Stage
 
 # Relative norms of the error, of outputs and of gradients. bfloat16 has steps of 2**-8, and its
 # gradients are made of products of rounded products; float16 has steps of an eighth of that;

@@ -58,8 +58,8 @@ from runner import Row
 from shapes import Shape
 
 from mlstm_pallas import mlstm_chunkwise
-from mlstm_pallas.gpu import gpu_of
-from mlstm_pallas.validation import BACKENDS
+from mlstm_pallas.problem.gpu import gpu_of
+from mlstm_pallas.problem.validation import BACKENDS
 
 DTYPE = "bfloat16"
 NORM_EPS, GATE_CAP = 1e-6, 15.0

@@ -19,8 +19,8 @@ import roofline
 from jax import lax
 from shapes import Shape
 
-from mlstm_pallas.costs import Cost
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER as NORMALISER
+from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER as NORMALISER
+from mlstm_pallas.planning.costs import Cost
 
 
 class Inputs(NamedTuple):

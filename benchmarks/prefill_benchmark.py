@@ -36,7 +36,7 @@ from absl import flags
 from runner import Row
 
 from mlstm_pallas import mlstm_chunkwise
-from mlstm_pallas.validation import BACKENDS
+from mlstm_pallas.problem.validation import BACKENDS
 
 VARIANTS = {"plain": 0, "states": 1, "initial": 2, "lengths": 1}  # how often states are moved
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from shapes import Shape
 
-from mlstm_pallas.costs import Cost, cost
-from mlstm_pallas.problem import Problem
+from mlstm_pallas.planning.costs import Cost, cost
+from mlstm_pallas.problem.dimensions import Problem
 
 # Whole functions are counted at one chunk size, whatever chunk size runs: more work for the same
 # result is not a better rate.

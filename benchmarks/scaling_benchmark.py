@@ -44,7 +44,7 @@ from shapes import Shape
 
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
-from mlstm_pallas.validation import BACKENDS
+from mlstm_pallas.problem.validation import BACKENDS
 
 AXIS = "devices"
 

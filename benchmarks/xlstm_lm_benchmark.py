@@ -46,7 +46,7 @@ from runner import Row
 from shapes import Shape
 
 from mlstm_pallas import mlstm_chunkwise
-from mlstm_pallas.validation import BACKENDS
+from mlstm_pallas.problem.validation import BACKENDS
 
 DTYPE = "bfloat16"
 GATE_CAP, LOGIT_CAP = 15.0, 30.0

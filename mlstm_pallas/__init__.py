@@ -2,11 +2,11 @@
 
 from mlstm_pallas import distributed, export, reference, xlstm_jax
 from mlstm_pallas.api import mlstm_chunkwise, pack_lengths
-from mlstm_pallas.backend import use_backend
-from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.preview import plan
+from mlstm_pallas.planning.backend import use_backend
+from mlstm_pallas.planning.config import KernelConfig
+from mlstm_pallas.planning.preview import plan
+from mlstm_pallas.problem.version import __version__
 from mlstm_pallas.recurrent import mlstm_recurrent_sequence, mlstm_recurrent_step
-from mlstm_pallas.version import __version__
 
 __all__ = [
     "KernelConfig",

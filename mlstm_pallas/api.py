@@ -7,13 +7,13 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from mlstm_pallas import validation
-from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
-from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.fwbw import mlstm
-from mlstm_pallas.options import Options
+from mlstm_pallas.planning.config import KernelConfig
+from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import Arguments, Keywords, SequenceKeywords, prepare
-from mlstm_pallas.validation import DEFAULT_LAYOUT
+from mlstm_pallas.problem import validation
+from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
+from mlstm_pallas.problem.validation import DEFAULT_LAYOUT
 
 
 @overload

@@ -36,15 +36,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
-from mlstm_pallas.arrays import Cotangents, Forward, Inputs, LastStates, Residuals
-from mlstm_pallas.backward import BackwardCarry, first_half, prepared, second_half
-from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.derivatives import in_reverse_mode
-from mlstm_pallas.forward import KnownStates, gate_operands, key_states
-from mlstm_pallas.fwbw import forward_once, residuals_of
-from mlstm_pallas.gate_gradients import inner, step_flags
-from mlstm_pallas.gates import (
+from mlstm_pallas.formulas.gate_gradients import inner, step_flags
+from mlstm_pallas.formulas.gates import (
     M_GRAD_FLOWS,
     TwoFloat,
     add_two_floats,
@@ -53,8 +46,11 @@ from mlstm_pallas.gates import (
     split_for_exact_sums,
     two_sum,
 )
-from mlstm_pallas.options import Options
-from mlstm_pallas.planning import CallSpec
+from mlstm_pallas.formulas.splits import decays_in_splits, decays_of_others
+from mlstm_pallas.fwbw import forward_once, residuals_of
+from mlstm_pallas.planning.call_spec import CallSpec
+from mlstm_pallas.planning.config import KernelConfig
+from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import (
     Arguments,
     Keywords,
@@ -63,12 +59,16 @@ from mlstm_pallas.prepare import (
     prepare,
     results,
 )
-from mlstm_pallas.problem import InputGate
-from mlstm_pallas.sharding import by_platform, known_lowering, on_shards
-from mlstm_pallas.splits import decays_in_splits, decays_of_others
-from mlstm_pallas.stage import Lowering
+from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
+from mlstm_pallas.problem.arrays import Cotangents, Forward, Inputs, LastStates, Residuals
+from mlstm_pallas.problem.dimensions import InputGate
+from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_axis_name
+from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half
+from mlstm_pallas.schedules.derivatives import in_reverse_mode
+from mlstm_pallas.schedules.forward import KnownStates, gate_operands, key_states
+from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shards
 from mlstm_pallas.stages import add_decayed, split_products
-from mlstm_pallas.validation import DEFAULT_LAYOUT, check_axis_name
+from mlstm_pallas.stages.stage import Lowering
 
 
 class Summary(NamedTuple):

@@ -9,9 +9,9 @@ from jax.export import DisabledSafetyCheck, Exported, is_symbolic_dim
 from jax.export import export as jax_export
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from mlstm_pallas.backend import requested_backend, use_backend
-from mlstm_pallas.gpu import UNKNOWN, known_gpu, target_gpu
-from mlstm_pallas.validation import shown
+from mlstm_pallas.planning.backend import requested_backend, use_backend
+from mlstm_pallas.problem.gpu import UNKNOWN, known_gpu, target_gpu
+from mlstm_pallas.problem.validation import shown
 
 PLATFORMS = ("cpu", "cuda")
 # The call target of Triton kernels; importing jax's constant for it would import that backend.

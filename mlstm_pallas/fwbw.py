@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 
-from mlstm_pallas.arrays import Cotangents, Forward, Inputs, LastStates, Residuals
-from mlstm_pallas.backward import backward
-from mlstm_pallas.derivatives import in_reverse_mode
-from mlstm_pallas.forward import forward, packed
-from mlstm_pallas.planning import CallSpec
+from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.prepare import Arguments, padded, results
-from mlstm_pallas.sharding import on_shards
+from mlstm_pallas.problem.arrays import Cotangents, Forward, Inputs, LastStates, Residuals
+from mlstm_pallas.schedules.backward import backward
+from mlstm_pallas.schedules.derivatives import in_reverse_mode
+from mlstm_pallas.schedules.forward import forward, packed
+from mlstm_pallas.schedules.sharding import on_shards
 
 NO_DERIVATIVE_OF_SEGMENTS = (
     "mlstm_chunkwise with num_segments has no derivatives; leave num_segments out for them"

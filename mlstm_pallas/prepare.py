@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from mlstm_pallas import validation
-from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
-from mlstm_pallas.arrays import Inputs, LastStates, SegmentStates
-from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gates import CARRIES_ON, segment_starts, steps_within
-from mlstm_pallas.options import Options
-from mlstm_pallas.planning import CallSpec, call_spec
-from mlstm_pallas.problem import Layout, Problem, accumulator_dtype
-from mlstm_pallas.sharding import sharded_alike
+from mlstm_pallas.formulas.gates import CARRIES_ON, segment_starts, steps_within
+from mlstm_pallas.planning.call_spec import CallSpec, call_spec
+from mlstm_pallas.planning.config import KernelConfig
+from mlstm_pallas.planning.options import Options
+from mlstm_pallas.problem import validation
+from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
+from mlstm_pallas.problem.arrays import Inputs, LastStates, SegmentStates
+from mlstm_pallas.problem.dimensions import Layout, Problem, accumulator_dtype
+from mlstm_pallas.schedules.sharding import sharded_alike
 
 _log = logging.getLogger("mlstm_pallas")
 

@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas import validation
-from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
-from mlstm_pallas.backend import requested_backend
-from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gpu import target_gpu
-from mlstm_pallas.options import Options
-from mlstm_pallas.planning import CallSpec
+from mlstm_pallas.planning.backend import requested_backend
+from mlstm_pallas.planning.call_spec import CallSpec
+from mlstm_pallas.planning.config import KernelConfig
+from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import zeros_of
-from mlstm_pallas.problem import Layout, Problem, accumulator_dtype
-from mlstm_pallas.sharding import on_shards, sharded_alike
-from mlstm_pallas.stage import Lowering
+from mlstm_pallas.problem import validation
+from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
+from mlstm_pallas.problem.dimensions import Layout, Problem, accumulator_dtype
+from mlstm_pallas.problem.gpu import target_gpu
+from mlstm_pallas.schedules.sharding import on_shards, sharded_alike
 from mlstm_pallas.stages.recurrent_step import Operands, split_token
+from mlstm_pallas.stages.stage import Lowering
 
 NO_DERIVATIVE = (
     "the kernels of mlstm_recurrent_step and mlstm_recurrent_sequence have no derivatives; "

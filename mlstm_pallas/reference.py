@@ -12,14 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
-from mlstm_pallas.arrays import Forward
-from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.forward import forward
-from mlstm_pallas.gates import log_forget_gate, log_input_gate, segment_starts
-from mlstm_pallas.normaliser import Normaliser
-from mlstm_pallas.options import Options
-from mlstm_pallas.planning import CallSpec
+from mlstm_pallas.formulas.gates import log_forget_gate, log_input_gate, segment_starts
+from mlstm_pallas.formulas.normaliser import Normaliser
+from mlstm_pallas.planning.call_spec import CallSpec
+from mlstm_pallas.planning.config import KernelConfig
+from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import (
     Arguments,
     Keywords,
@@ -28,10 +25,13 @@ from mlstm_pallas.prepare import (
     prepare,
     results,
 )
-from mlstm_pallas.problem import InputGate, accumulator_dtype
-from mlstm_pallas.sharding import Work, on_shard
-from mlstm_pallas.stage import Lowering
-from mlstm_pallas.validation import DEFAULT_LAYOUT, check_zeros
+from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
+from mlstm_pallas.problem.arrays import Forward
+from mlstm_pallas.problem.dimensions import InputGate, accumulator_dtype
+from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_zeros
+from mlstm_pallas.schedules.forward import forward
+from mlstm_pallas.schedules.sharding import Work, on_shard
+from mlstm_pallas.stages.stage import Lowering
 
 _INF = float("inf")
 

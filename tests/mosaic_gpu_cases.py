@@ -27,11 +27,13 @@ from oracle import (
 from test_float16 import backward_bound
 from test_gradients import BOUND, BTNH, STORED
 
-from mlstm_pallas import KernelConfig, dispatch, planning
-from mlstm_pallas.entry import options_of, spec_for
-from mlstm_pallas.gpu import gpu_of
-from mlstm_pallas.problem import make_problem
-from mlstm_pallas.stage import Launch, Lowering, ScaledRows, largest_rows
+from mlstm_pallas import KernelConfig
+from mlstm_pallas.planning import call_spec as planning
+from mlstm_pallas.planning import dispatch
+from mlstm_pallas.prepare import options_of, spec_for
+from mlstm_pallas.problem.dimensions import make_problem
+from mlstm_pallas.problem.gpu import gpu_of
+from mlstm_pallas.stages.stage import Launch, Lowering, ScaledRows, largest_rows
 
 SCAN = {"parallel_fw_P", "recurrent_fw_H"}
 

@@ -24,8 +24,8 @@ from mlstm_pallas import (
     mlstm_recurrent_step,
     reference,
 )
-from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
+from mlstm_pallas.planning.backend import jax_has_mosaic_gpu
 
 needs_mosaic_gpu = pytest.mark.skipif(
     not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"

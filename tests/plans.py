@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas import plan as plan_of
-from mlstm_pallas.gpu import UNKNOWN, known_gpu
-from mlstm_pallas.planning import make_spec
-from mlstm_pallas.problem import make_problem
+from mlstm_pallas.planning.call_spec import make_spec
+from mlstm_pallas.problem.dimensions import make_problem
+from mlstm_pallas.problem.gpu import UNKNOWN, known_gpu
 
 TABLE = Path(__file__).with_suffix(".txt")
 LEFT_OUT = "stage", "backward", "launches"

@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from oracle import HELPERS, cotangents_for, gradients_of_call, random_inputs, step_names
 
 from mlstm_pallas import KernelConfig, mlstm_recurrent_step
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch, Lowering
+from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages import STAGES
+from mlstm_pallas.stages.stage import Launch, Lowering
 from mlstm_pallas.triton.add_decayed import Tiles
 from mlstm_pallas.triton.launch import kernel_call
 

@@ -14,7 +14,7 @@ import pytest
 from oracle import PUBLIC, array, assert_close, call_shapes, random_inputs, tolerance
 
 from mlstm_pallas import mlstm_chunkwise, use_backend
-from mlstm_pallas.backend import requested_backend
+from mlstm_pallas.planning.backend import requested_backend
 
 
 def test_default_backend_on_a_cpu_is_xla():

@@ -14,17 +14,18 @@ from jax.experimental import pallas as pl
 from mosaic_gpu_cases import check_neighbours, quick_and_slow
 from oracle import HELPERS, needs_mosaic_gpu, random_inputs
 
-from mlstm_pallas import KernelConfig, dispatch, triton
-from mlstm_pallas.arrays import Cotangents, Inputs
-from mlstm_pallas.backward import backward
-from mlstm_pallas.forward import forward
+from mlstm_pallas import KernelConfig, triton
+from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.fwbw import residuals_of
-from mlstm_pallas.gpu import UNKNOWN
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER
-from mlstm_pallas.planning import CallSpec
-from mlstm_pallas.problem import MAX_TILE, Problem
-from mlstm_pallas.stage import Launch, Lowering
+from mlstm_pallas.planning import dispatch
+from mlstm_pallas.planning.call_spec import CallSpec
+from mlstm_pallas.problem.arrays import Cotangents, Inputs
+from mlstm_pallas.problem.dimensions import MAX_TILE, Problem
+from mlstm_pallas.problem.gpu import UNKNOWN
+from mlstm_pallas.schedules.backward import backward
+from mlstm_pallas.schedules.forward import forward
 from mlstm_pallas.stages import STAGES
+from mlstm_pallas.stages.stage import Launch, Lowering
 from mlstm_pallas.triton import launch
 from mlstm_pallas.triton.add_decayed import Tiles
 

@@ -11,7 +11,8 @@ from calls import config_row
 from oracle import HELPERS, slow
 from worker import ProcessEnded, Worker
 
-from mlstm_pallas import KernelConfig, costs
+from mlstm_pallas import KernelConfig
+from mlstm_pallas.planning import costs
 from mlstm_pallas.stages import STAGES
 
 # All kernels of a gradient for an H200; for every dtype and device, the stage that takes most

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import pytest
 from oracle import for_device, random_inputs, step_names
 
-from mlstm_pallas import KernelConfig, config, mlstm_recurrent_step, planning
-from mlstm_pallas.gpu import known_gpu
+from mlstm_pallas import KernelConfig, mlstm_recurrent_step
+from mlstm_pallas.planning import call_spec as planning
+from mlstm_pallas.planning import config
+from mlstm_pallas.problem.gpu import known_gpu
 
 H200 = "NVIDIA H200"
 

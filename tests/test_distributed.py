@@ -36,8 +36,9 @@ from oracle import (
     swapped,
 )
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, planning
+from mlstm_pallas import KernelConfig, mlstm_chunkwise
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
+from mlstm_pallas.planning import call_spec as planning
 
 B, NH, S, DHQK, DHHV = SHAPE = 2, 2, 144, 16, 8
 # h depends on the stabilisers themselves, through this eps and this floor

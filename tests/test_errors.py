@@ -17,7 +17,6 @@ from oracle import PUBLIC, assert_same_bits, refused, run_python
 import mlstm_pallas
 from mlstm_pallas import (
     KernelConfig,
-    dispatch,
     export,
     mlstm_chunkwise,
     mlstm_recurrent_sequence,
@@ -26,10 +25,11 @@ from mlstm_pallas import (
     plan,
     reference,
     use_backend,
-    validation,
 )
-from mlstm_pallas.gpu import UNKNOWN
-from mlstm_pallas.problem import Problem
+from mlstm_pallas.planning import dispatch
+from mlstm_pallas.problem import validation
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.gpu import UNKNOWN
 from mlstm_pallas.triton import parallel_fw_H
 from mlstm_pallas.xlstm_jax import triton_stablef
 

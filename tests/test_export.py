@@ -33,7 +33,7 @@ from oracle import (
 
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.export import CUSTOM_CALL_TARGET, export
-from mlstm_pallas.sharding import on_backend
+from mlstm_pallas.schedules.sharding import on_backend
 
 INPUTS = random_inputs(0, 2, 2, 40, 16, 8)
 A_GPU = (

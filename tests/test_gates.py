@@ -11,10 +11,12 @@ import pytest
 from oracle import assert_close, random_inputs, tolerance
 from test_stages import launch_of
 
-from mlstm_pallas import dispatch, gates, planning
-from mlstm_pallas.gate_gradients import inner, segmented_suffix_sum
-from mlstm_pallas.problem import InputGate, Problem
-from mlstm_pallas.stage import Lowering
+from mlstm_pallas.formulas import gates
+from mlstm_pallas.formulas.gate_gradients import inner, segmented_suffix_sum
+from mlstm_pallas.planning import call_spec as planning
+from mlstm_pallas.planning import dispatch
+from mlstm_pallas.problem.dimensions import InputGate, Problem
+from mlstm_pallas.stages.stage import Lowering
 
 
 def assert_decays(result, expected, rounding):

@@ -27,13 +27,13 @@ from test_packed_sequences import ODD_ON_A_GPU, check_prompts
 
 from mlstm_pallas import (
     KernelConfig,
-    entry,
     mlstm_chunkwise,
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
     reference,
 )
-from mlstm_pallas.gpu import known_gpu
+from mlstm_pallas import prepare as entry
+from mlstm_pallas.problem.gpu import known_gpu
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from mlstm_pallas.gpu import UNKNOWN, Gpu, gpu_of, known_gpu, target_gpu
+from mlstm_pallas.problem.gpu import UNKNOWN, Gpu, gpu_of, known_gpu, target_gpu
 
 H200 = Gpu("NVIDIA H200", 90, 132, 227 * 1024)
 

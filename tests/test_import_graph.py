@@ -128,8 +128,8 @@ SCRIPT = """
 import sys, {public}
 import jax, jax.numpy as jnp
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step, plan, use_backend
-from mlstm_pallas.gpu import HOPPER
-from mlstm_pallas.planning import make_spec
+from mlstm_pallas.problem.gpu import HOPPER
+from mlstm_pallas.planning.call_spec import make_spec
 
 print(*sys.modules)
 x, gate = jnp.zeros((1, 2, 32, 64)), jnp.zeros((1, 2, 32))

@@ -18,7 +18,7 @@ from oracle import in_float64, needs_mosaic_gpu
 from shapes import SHAPES, Shape
 
 from mlstm_pallas import KernelConfig, reference
-from mlstm_pallas.costs import Cost
+from mlstm_pallas.planning.costs import Cost
 
 WIDE = Shape(1, 2, 128, 128, 128)
 measured = functools.partial(benchmark_runs.measured, kernel_benchmark, "--repeats=1")

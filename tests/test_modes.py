@@ -24,8 +24,8 @@ from mlstm_pallas import (
     reference,
     use_backend,
 )
-from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
+from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.xlstm_jax import (
     max_triton_fwbw_v3noslice,
     max_triton_fwbw_v5xlchunksize,

@@ -45,12 +45,12 @@ from test_packed_sequences import check_prompts
 from test_stages import launch_of, roundings
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, use_backend
-from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.export import CUSTOM_CALL_TARGET
-from mlstm_pallas.gpu import known_gpu
-from mlstm_pallas.problem import make_problem
-from mlstm_pallas.stage import Lowering
-from mlstm_pallas.validation import MOSAIC_GPU_JAX
+from mlstm_pallas.planning.backend import requested_backend
+from mlstm_pallas.problem.dimensions import make_problem
+from mlstm_pallas.problem.gpu import known_gpu
+from mlstm_pallas.problem.validation import MOSAIC_GPU_JAX
+from mlstm_pallas.stages.stage import Lowering
 from mlstm_pallas.xlstm_jax import triton_stablef
 
 QUICK = "states_BTNH", "one_block_of_rows_stored_float16", "lengths_of_one_block"

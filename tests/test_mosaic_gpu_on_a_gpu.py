@@ -36,8 +36,8 @@ from test_stages import launch_of
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.mosaic_gpu.limits import HEADS
-from mlstm_pallas.problem import make_problem
-from mlstm_pallas.stage import Lowering
+from mlstm_pallas.problem.dimensions import make_problem
+from mlstm_pallas.stages.stage import Lowering
 
 MODULE = Path(__file__).stem
 FUSED = KernelConfig(fused=True)

@@ -13,13 +13,15 @@ from mosaic_gpu_cases import RACE, RECURRENCES, quick_and_slow
 from oracle import assert_close, assert_same_bits, in_float64, needs_mosaic_gpu, slow, tolerance
 from test_stages import case, launch_of
 
-from mlstm_pallas import dispatch, gate_gradients, gates, planning
-from mlstm_pallas.gate_gradients import TileSums
-from mlstm_pallas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
-from mlstm_pallas.normaliser import Normaliser
-from mlstm_pallas.problem import InputGate, Problem, make_problem
-from mlstm_pallas.stage import Lowering, ScaledRows
+from mlstm_pallas.formulas import gate_gradients, gates
+from mlstm_pallas.formulas.gate_gradients import TileSums
+from mlstm_pallas.formulas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
+from mlstm_pallas.formulas.normaliser import Normaliser
+from mlstm_pallas.planning import call_spec as planning
+from mlstm_pallas.planning import dispatch
+from mlstm_pallas.problem.dimensions import InputGate, Problem, make_problem
 from mlstm_pallas.stages import STAGES
+from mlstm_pallas.stages.stage import Lowering, ScaledRows
 
 pytestmark = [pytest.mark.usefixtures("no_race"), needs_mosaic_gpu]
 ON = dict(lowering=Lowering.MOSAIC_GPU_INTERPRET)

@@ -25,7 +25,7 @@ from oracle import (
 )
 
 from mlstm_pallas import mlstm_chunkwise, pack_lengths
-from mlstm_pallas.gates import segment_ends
+from mlstm_pallas.formulas.gates import segment_ends
 
 S, L = 90, 32
 STATES = NAMES[5:]

@@ -10,9 +10,9 @@ import pytest
 from jax.experimental import pallas as pl
 from worker import ProcessEnded
 
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch, Lowering
-from mlstm_pallas.tiles import dot, loop
+from mlstm_pallas.formulas.tiles import dot, loop
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.stages.stage import Launch, Lowering
 from mlstm_pallas.triton.add_decayed import Tiles
 from mlstm_pallas.triton.launch import kernel_call
 

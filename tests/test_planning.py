@@ -11,11 +11,12 @@ import plans
 import pytest
 from oracle import call_shapes, for_device, needs_mosaic_gpu, results_of
 
-from mlstm_pallas import KernelConfig, dispatch, mlstm_chunkwise, plan
-from mlstm_pallas.gpu import UNKNOWN, known_gpu
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER
-from mlstm_pallas.planning import CallSpec, make_spec
-from mlstm_pallas.problem import Problem
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, plan
+from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER
+from mlstm_pallas.planning import dispatch
+from mlstm_pallas.planning.call_spec import CallSpec, make_spec
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.gpu import UNKNOWN, known_gpu
 from mlstm_pallas.stages import STAGES
 
 SIZES = "B", "NH", "S", "DHQK", "DHV"
@@ -44,7 +45,7 @@ def planned(*sizes, gpu="NVIDIA H200", **options):
 @pytest.fixture
 def any_jax(monkeypatch):
     """Plans of Mosaic GPU kernels, by a jax that need not have them."""
-    monkeypatch.setattr("mlstm_pallas.preview.check_mosaic_gpu", lambda *_: None)
+    monkeypatch.setattr("mlstm_pallas.planning.preview.check_mosaic_gpu", lambda *_: None)
 
 
 def test_the_table_of_plans(any_jax):

@@ -9,8 +9,9 @@ import pytest
 from jax.lax import DotAlgorithmPreset, Precision
 from oracle import HELPERS, random_inputs, results_of
 
-from mlstm_pallas import KernelConfig, costs, mlstm_chunkwise
-from mlstm_pallas.problem import Problem
+from mlstm_pallas import KernelConfig, mlstm_chunkwise
+from mlstm_pallas.planning import costs
+from mlstm_pallas.problem.dimensions import Problem
 
 SIX_PRODUCTS = DotAlgorithmPreset.BF16_BF16_F32_X6
 H200 = compile_report.DEVICES["H200"]

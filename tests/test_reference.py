@@ -17,7 +17,7 @@ from oracle import (
 )
 
 from mlstm_pallas import mlstm_chunkwise
-from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.formulas.normaliser import Normaliser
 
 
 def by_definition(

@@ -7,9 +7,10 @@ import roofline
 from kernel_benchmark import STAGES, MlstmPallasStage, stage_arrays
 from shapes import SHAPES, Shape
 
-from mlstm_pallas import KernelConfig, costs, dispatch
-from mlstm_pallas.costs import Cost
-from mlstm_pallas.problem import Problem
+from mlstm_pallas import KernelConfig
+from mlstm_pallas.planning import costs, dispatch
+from mlstm_pallas.planning.costs import Cost
+from mlstm_pallas.problem.dimensions import Problem
 
 SMALL, WIDE = Shape(2, 3, 64, 16, 32), Shape(1, 64, 256, 256, 512)
 L = 32

@@ -32,8 +32,8 @@ from oracle import (
 
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
 from mlstm_pallas.fwbw import operation
-from mlstm_pallas.gpu import UNKNOWN
-from mlstm_pallas.planning import make_spec
+from mlstm_pallas.planning.call_spec import make_spec
+from mlstm_pallas.problem.gpu import UNKNOWN
 
 B, NH, S = 8, 4, 24
 BOUND = 4 * tolerance("float32", S + 16)  # the same sums in another order

@@ -13,10 +13,12 @@ import pytest
 from oracle import array, assert_close, tolerance
 from test_packed_sequences import check_prompts
 
-from mlstm_pallas import KernelConfig, dispatch, planning
-from mlstm_pallas.gpu import UNKNOWN
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering
+from mlstm_pallas import KernelConfig
+from mlstm_pallas.planning import call_spec as planning
+from mlstm_pallas.planning import dispatch
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.gpu import UNKNOWN
+from mlstm_pallas.stages.stage import Lowering
 
 HEADS, S, L, DHQK, DHHV = 2, 128, 16, 32, 64
 NC = S // L

@@ -21,14 +21,16 @@ from oracle import (
     tolerance,
 )
 
-from mlstm_pallas import KernelConfig, dispatch, mlstm_chunkwise, planning, stages
-from mlstm_pallas.gate_gradients import TileSums, only
-from mlstm_pallas.gpu import UNKNOWN
-from mlstm_pallas.normaliser import Normaliser, normaliser_gradients
-from mlstm_pallas.planning import CallSpec
-from mlstm_pallas.problem import MAX_TILE, InputGate, Problem
-from mlstm_pallas.stage import Lowering, ScaledRows
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, stages
+from mlstm_pallas.formulas.gate_gradients import TileSums, only
+from mlstm_pallas.formulas.normaliser import Normaliser, normaliser_gradients
+from mlstm_pallas.planning import call_spec as planning
+from mlstm_pallas.planning import dispatch
+from mlstm_pallas.planning.call_spec import CallSpec
+from mlstm_pallas.problem.dimensions import MAX_TILE, InputGate, Problem
+from mlstm_pallas.problem.gpu import UNKNOWN
 from mlstm_pallas.stages import STAGES
+from mlstm_pallas.stages.stage import Lowering, ScaledRows
 
 HEADS, DHQK, DHHV = 2, 32, 64
 

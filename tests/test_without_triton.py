@@ -60,7 +60,7 @@ sys.path[:0] = {folders}
 jax.config.update("jax_disable_most_optimizations", {quick})
 import mosaic_gpu_cases
 
-assert not mlstm_pallas.dispatch.HAS_TRITON
+assert not mlstm_pallas.planning.dispatch.HAS_TRITON
 fused = mosaic_gpu_cases.fused()
 cases = dict(
     fused=mosaic_gpu_cases.Case(fused),
@@ -117,7 +117,7 @@ def test_the_plain_form_runs_and_a_triton_kernel_says_what_is_missing(backends):
 
 DEFAULT = """
 from jax.sharding import AbstractDevice, AbstractMesh
-from mlstm_pallas.backend import requested_backend
+from mlstm_pallas.planning.backend import requested_backend
 
 config = mlstm_pallas.KernelConfig(fused=True)
 call = jax.jit(lambda *x: mlstm_pallas.mlstm_chunkwise(*x, config=config))

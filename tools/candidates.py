@@ -20,9 +20,9 @@ from kernel_benchmark import Case, MlstmPallas, implementation, written
 from shapes import Shape
 from worker import Worker
 
-from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gpu import target_gpu
-from mlstm_pallas.stage import Lowering
+from mlstm_pallas.planning.config import KernelConfig
+from mlstm_pallas.problem.gpu import target_gpu
+from mlstm_pallas.stages.stage import Lowering
 
 RUNS = 3  # that must have the same bits
 SPILLS = 512  # bytes per thread; candidates with more are not run

@@ -50,8 +50,8 @@ from shapes import Shape
 from worker import ProcessEnded, Worker
 
 from mlstm_pallas import KernelConfig, mlstm_recurrent_step
-from mlstm_pallas.gpu import Gpu, known_gpu
-from mlstm_pallas.planning import CallSpec
+from mlstm_pallas.planning.call_spec import CallSpec
+from mlstm_pallas.problem.gpu import Gpu, known_gpu
 from mlstm_pallas.stages import STAGES
 
 # Enough to make every stage's grid three-dimensional. The code of a kernel depends on them only

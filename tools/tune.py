@@ -52,10 +52,10 @@ from shapes import Shape
 from worker import NoAnswer, ProcessEnded, Worker
 
 import mlstm_pallas
-from mlstm_pallas.backend import requested_backend
-from mlstm_pallas.config import KernelConfig, tuning_name
-from mlstm_pallas.gpu import target_gpu
-from mlstm_pallas.stage import Lowering
+from mlstm_pallas.planning.backend import requested_backend
+from mlstm_pallas.planning.config import KernelConfig, tuning_name
+from mlstm_pallas.problem.gpu import target_gpu
+from mlstm_pallas.stages.stage import Lowering
 
 MIN_GAIN = 0.03  # of a whole call over the rules' call
 MIN_STAGE_GAIN = 0.01  # of a stage: less is noise

@@ -27,8 +27,8 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas import gates
-from mlstm_pallas.gates import (
+from mlstm_pallas.formulas import gates
+from mlstm_pallas.formulas.gates import (
     ChunkGates,
     LocalGates,
     branchless_log1p,
@@ -36,6 +36,7 @@ from mlstm_pallas.gates import (
     stabiliser_sources,
     two_sum,
 )
+from mlstm_pallas.formulas.tiles import divide, loop, remainder
 from mlstm_pallas.mosaic_gpu.chunk_scans import (
     LANES,
     STEPS,
@@ -52,10 +53,9 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
 )
 from mlstm_pallas.mosaic_gpu.launch import block, float32, mosaic_call, plgpu
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
-from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.problem.dimensions import InputGate, Problem, next_power_of_two
 from mlstm_pallas.stages.chunk_gates import Operands
-from mlstm_pallas.tiles import divide, loop, remainder
+from mlstm_pallas.stages.stage import Launch
 
 _INF = float("inf")
 _SCAN_BLOCK = 1024  # chunks that a CTA of the stabiliser scan holds

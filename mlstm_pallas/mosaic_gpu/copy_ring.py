@@ -20,10 +20,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.formulas.tiles import divide, each, remainder
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.launch import plgpu
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_in
-from mlstm_pallas.tiles import divide, each, remainder
 
 
 class RingBarriers(NamedTuple):

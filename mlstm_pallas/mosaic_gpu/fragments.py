@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mlstm_pallas.formulas.tiles import blocks, loop
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
@@ -21,7 +22,6 @@ from mlstm_pallas.mosaic_gpu.launch import (
     load_float32,
     plgpu,
 )
-from mlstm_pallas.tiles import blocks, loop
 
 _LOG2_E = float(np.log2(np.e))
 

@@ -6,11 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.gate_gradients import TileSums
+from mlstm_pallas.formulas.gate_gradients import TileSums
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.fragments import across_columns, decay_tile
 from mlstm_pallas.mosaic_gpu.launch import WG_ROWS, float32
-from mlstm_pallas.problem import Problem
+from mlstm_pallas.problem.dimensions import Problem
 
 
 def write_tiles(

@@ -24,8 +24,8 @@ from jax.extend.core import Primitive
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 
+from mlstm_pallas.formulas.tiles import remainder
 from mlstm_pallas.mosaic_gpu.launch import plgpu, tile_transforms
-from mlstm_pallas.tiles import remainder
 
 GROUP = 8  # rows per group
 THREADS = 128  # per warpgroup; all of them arrive on a barrier

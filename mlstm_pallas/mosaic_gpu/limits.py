@@ -8,9 +8,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from mlstm_pallas.gpu import Gpu
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Tiles
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.gpu import Gpu
+from mlstm_pallas.stages.stage import Tiles
 
 KERNEL_DTYPE = jnp.dtype("bfloat16")  # float16 has the same size
 SHARED_BYTES = 232_448  # the most per CTA

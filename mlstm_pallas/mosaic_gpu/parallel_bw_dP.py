@@ -27,7 +27,13 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.formulas.normaliser import (
+    DEFAULT_NORMALISER,
+    Normaliser,
+    NormaliserGradients,
+    query_scale,
+)
+from mlstm_pallas.formulas.tiles import blocks, divide, each, loop, remainder
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import load_by_rows, rows_and_columns
@@ -50,11 +56,10 @@ from mlstm_pallas.mosaic_gpu.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel, persistent_call
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
 from mlstm_pallas.mosaic_gpu.tile_copies import head_of
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGradients, query_scale
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch, ScaledRows
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients
-from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
+from mlstm_pallas.stages.stage import Launch, ScaledRows
 
 TILE = 128  # queries per item, and keys
 DEPTH = 64  # columns that a step multiplies

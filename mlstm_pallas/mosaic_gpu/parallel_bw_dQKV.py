@@ -25,7 +25,8 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.formulas.normaliser import query_scale
+from mlstm_pallas.formulas.tiles import blocks, divide, each, loop, remainder
 from mlstm_pallas.mosaic_gpu import parallel_bw_dQKV_by_chunk as chunkwise
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
@@ -49,11 +50,10 @@ from mlstm_pallas.mosaic_gpu.limits import (
 )
 from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel, persistent_call
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
-from mlstm_pallas.normaliser import query_scale
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch, sequence_shape
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
-from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
+from mlstm_pallas.stages.stage import Launch, sequence_shape
 
 ROWS, COLUMNS = 128, 256  # per item
 DEPTH = 64  # columns that a step multiplies

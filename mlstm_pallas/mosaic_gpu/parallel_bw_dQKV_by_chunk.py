@@ -29,6 +29,8 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.formulas.normaliser import query_scale
+from mlstm_pallas.formulas.tiles import blocks, divide, each, loop, remainder
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import (
@@ -55,9 +57,7 @@ from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS, RingTiles
 from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
-from mlstm_pallas.normaliser import query_scale
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
+from mlstm_pallas.problem.dimensions import Problem
 
 CHUNK = 128  # steps of a chunk
 DEPTH = 64  # columns of a tile

@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.formulas.tiles import blocks, divide, each, loop, remainder
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import (
@@ -43,11 +44,10 @@ from mlstm_pallas.mosaic_gpu.launch import (
 )
 from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, HopperTiles
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, copy_out, head_of
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch, sequence_shape
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
-from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
+from mlstm_pallas.stages.stage import Launch, sequence_shape
 
 FEW_CTAS = 528  # four per SM of an H200
 

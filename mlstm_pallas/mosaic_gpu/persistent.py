@@ -11,14 +11,14 @@ from typing import Any
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.formulas.tiles import divide, each, remainder
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing
 from mlstm_pallas.mosaic_gpu.launch import WG_ROWS, block, mosaic_call, plgpu
 from mlstm_pallas.mosaic_gpu.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch
-from mlstm_pallas.tiles import divide, each, remainder
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.stages.stage import Launch
 
 
 class PersistentKernel:

@@ -31,7 +31,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.formulas.splits import heads_of_splits, split_states, splits_of
+from mlstm_pallas.formulas.tiles import blocks, divide, loop, remainder
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows
@@ -50,14 +51,13 @@ from mlstm_pallas.mosaic_gpu.launch import (
 from mlstm_pallas.mosaic_gpu.limits import HEADS, HopperTiles
 from mlstm_pallas.mosaic_gpu.products import BY_LANES, SUM_SCRATCH
 from mlstm_pallas.mosaic_gpu.tile_copies import head_of
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.splits import heads_of_splits, split_states, splits_of
-from mlstm_pallas.stage import Launch, largest_rows
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages import recurrent_bw_dC as dC
 from mlstm_pallas.stages import recurrent_fw_C as fw_C
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
-from mlstm_pallas.tiles import blocks, divide, loop, remainder
+from mlstm_pallas.stages.stage import Launch, largest_rows
 
 STEPS, COLUMNS = 64, 128  # steps per tile, and columns of X per CTA if they divide DHHV
 H_STAGES = 3  # tiles of h in shared memory

@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.chunk_list import state_of
-from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.formulas.chunk_list import state_of
+from mlstm_pallas.formulas.tiles import blocks, divide, each, loop, remainder
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import across_rows
@@ -37,10 +37,10 @@ from mlstm_pallas.mosaic_gpu.launch import (
 )
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of, load_transposed, store_transposed
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch, largest_rows, sequence_shape
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
-from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
+from mlstm_pallas.stages.stage import Launch, largest_rows, sequence_shape
 
 WARPGROUPS = 2
 

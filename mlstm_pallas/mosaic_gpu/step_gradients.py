@@ -27,8 +27,9 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gate_gradients import segmented_suffix_sum, through_tiles
-from mlstm_pallas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
+from mlstm_pallas.formulas.gate_gradients import segmented_suffix_sum, through_tiles
+from mlstm_pallas.formulas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
+from mlstm_pallas.formulas.tiles import blocks, divide, remainder
 from mlstm_pallas.mosaic_gpu.chunk_scans import (
     LANES,
     STEPS,
@@ -44,10 +45,9 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
 )
 from mlstm_pallas.mosaic_gpu.launch import WG_ROWS, aligned, float32, mosaic_call, plgpu, write
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.stages.stage import Launch
 from mlstm_pallas.stages.step_gradients import Operands
-from mlstm_pallas.tiles import blocks, divide, remainder
 
 T = WG_ROWS
 _FEW_BLOCKS = (

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.formulas.tiles import blocks, divide, each, loop, remainder
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.fragments import across_columns
 from mlstm_pallas.mosaic_gpu.launch import (
@@ -33,10 +34,9 @@ from mlstm_pallas.mosaic_gpu.launch import (
 )
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, head_of
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.stages.stage import Launch
 from mlstm_pallas.stages.step_sums import Operands
-from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
 
 ELEMENTS = 2**15  # of x per CTA, at most
 STEPS, COLUMNS = 512, (256, 192, 128, 64)  # at most per sum; the choices per CTA

@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.formulas.tiles import divide, remainder
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.inline_mlir import (
     GROUP,
@@ -24,8 +25,7 @@ from mlstm_pallas.mosaic_gpu.inline_mlir import (
 )
 from mlstm_pallas.mosaic_gpu.interpretable import interpretable
 from mlstm_pallas.mosaic_gpu.launch import plgpu
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.tiles import divide, remainder
+from mlstm_pallas.problem.dimensions import Problem
 
 
 @dataclasses.dataclass(frozen=True)

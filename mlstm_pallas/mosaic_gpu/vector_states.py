@@ -22,15 +22,15 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.formulas.splits import split_states, splits_of
+from mlstm_pallas.formulas.tiles import blocks, divide, loop, remainder
 from mlstm_pallas.mosaic_gpu.launch import block, float32, load, mosaic_call
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.mosaic_gpu.products import BY_LANES
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.splits import split_states, splits_of
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.gpu import Gpu
+from mlstm_pallas.stages.stage import Launch
 from mlstm_pallas.stages.vector_states import Operands
-from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 COLUMNS = 64  # per CTA
 AHEAD = 16  # chunks

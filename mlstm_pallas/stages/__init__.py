@@ -1,9 +1,12 @@
-"""The contracts of the stages, one file each: equations, operands, outputs, plain jnp form."""
+"""The contracts of the stages, one file each: equations, operands, outputs, plain jnp form.
+
+stage.py says what a stage and a launch are. It imports formulas/ and below.
+"""
 
 import importlib
 from typing import Any
 
-from mlstm_pallas.stage import Stage
+from mlstm_pallas.stages.stage import Stage
 
 
 def _stages(**facts: dict[str, Any]) -> dict[str, Stage]:

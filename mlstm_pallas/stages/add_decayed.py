@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jax import Array
 
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.stages.stage import Launch
 
 
 class Operands(NamedTuple):

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from jax import Array
 
-from mlstm_pallas import gates
-from mlstm_pallas.gates import ChunkGates
-from mlstm_pallas.problem import InputGate
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.formulas import gates
+from mlstm_pallas.formulas.gates import ChunkGates
+from mlstm_pallas.problem.dimensions import InputGate
+from mlstm_pallas.stages.stage import Launch
 
 
 class Operands(NamedTuple):

@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.chunk_list import LiveChunks
-from mlstm_pallas.gate_gradients import TileSums, inner
-from mlstm_pallas.gates import ChunkGates, causal, decay_matrix, fusion_barrier
-from mlstm_pallas.normaliser import (
+from mlstm_pallas.formulas.chunk_list import LiveChunks
+from mlstm_pallas.formulas.gate_gradients import TileSums, inner
+from mlstm_pallas.formulas.gates import ChunkGates, causal, decay_matrix, fusion_barrier
+from mlstm_pallas.formulas.normaliser import (
     DEFAULT_NORMALISER,
     Normaliser,
     NormaliserGradients,
     normaliser_gradients,
     query_scale,
 )
-from mlstm_pallas.stage import Launch, ScaledRows, steps_of
+from mlstm_pallas.stages.stage import Launch, ScaledRows, steps_of
 
 
 class Operands(NamedTuple):

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from mlstm_pallas.chunk_list import LiveChunks
-from mlstm_pallas.gate_gradients import inner, only
-from mlstm_pallas.gates import ChunkGates, causal
-from mlstm_pallas.normaliser import NormaliserGradients, query_scale
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.formulas.chunk_list import LiveChunks
+from mlstm_pallas.formulas.gate_gradients import inner, only
+from mlstm_pallas.formulas.gates import ChunkGates, causal
+from mlstm_pallas.formulas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
+from mlstm_pallas.stages.stage import Launch
 
 
 class Operands(NamedTuple):

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.gates import ChunkGates, causal, decay_matrix
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.formulas.gates import ChunkGates, causal, decay_matrix
+from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.stages.stage import Launch
 
 
 class Operands(NamedTuple):

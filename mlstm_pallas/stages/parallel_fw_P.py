@@ -13,10 +13,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.chunk_list import ChunkList
-from mlstm_pallas.gates import ChunkGates, causal, decay_matrix
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.stage import Launch, ScaledRows
+from mlstm_pallas.formulas.chunk_list import ChunkList
+from mlstm_pallas.formulas.gates import ChunkGates, causal, decay_matrix
+from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.stages.stage import Launch, ScaledRows
 
 
 class Operands(NamedTuple):

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.gates import vector_states
-from mlstm_pallas.stage import Launch, ScaledRows
+from mlstm_pallas.formulas.gates import vector_states
+from mlstm_pallas.stages.stage import Launch, ScaledRows
 
 _STATIC = dict(static=True)
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from mlstm_pallas.chunk_list import LiveChunks
-from mlstm_pallas.gate_gradients import inner
-from mlstm_pallas.stage import Launch, ScaledRows, steps_of
+from mlstm_pallas.formulas.chunk_list import LiveChunks
+from mlstm_pallas.formulas.gate_gradients import inner
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
+from mlstm_pallas.stages.stage import Launch, ScaledRows, steps_of
 
 
 class Operands(NamedTuple):

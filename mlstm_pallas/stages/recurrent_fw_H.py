@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.chunk_list import ChunkList, of_lengths
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.formulas.chunk_list import ChunkList, of_lengths
 from mlstm_pallas.stages.parallel_fw_P import ScanOperands
+from mlstm_pallas.stages.stage import Launch
 
 
 class Operands(NamedTuple):

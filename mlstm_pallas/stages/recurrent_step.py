@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.gates import MASKED, branchless_log1p, log_sigmoid
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
-from mlstm_pallas.problem import accumulator_dtype
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.formulas.gates import MASKED, branchless_log1p, log_sigmoid
+from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
+from mlstm_pallas.problem.dimensions import accumulator_dtype
+from mlstm_pallas.stages.stage import Launch
 
 _INF = float("inf")
 

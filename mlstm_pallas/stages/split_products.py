@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jax import Array
 
-from mlstm_pallas.stage import Launch, ScaledRows
+from mlstm_pallas.stages.stage import Launch, ScaledRows
 
 
 class Operands(NamedTuple):

@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.gate_gradients import (
+from mlstm_pallas.formulas.gate_gradients import (
     TileSums,
     later_tiles,
     only,
     segmented_suffix_sum,
     through_tiles,
 )
-from mlstm_pallas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.formulas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
+from mlstm_pallas.stages.stage import Launch
 
 
 class Operands(NamedTuple):

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.chunk_list import ChunkList
-from mlstm_pallas.stage import Launch, steps_like, with_steps
+from mlstm_pallas.formulas.chunk_list import ChunkList
+from mlstm_pallas.stages.stage import Launch, steps_like, with_steps
 
 
 class Operands(NamedTuple):

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from jax import Array
 
-from mlstm_pallas import gates
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.formulas import gates
+from mlstm_pallas.stages.stage import Launch
 
 
 class Operands(NamedTuple):

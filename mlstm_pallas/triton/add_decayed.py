@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.stage import Launch
-from mlstm_pallas.stage import Tiles as BaseTiles
+from mlstm_pallas.formulas.tiles import block_at, blocks, each
 from mlstm_pallas.stages.add_decayed import Operands
-from mlstm_pallas.tiles import block_at, blocks, each
+from mlstm_pallas.stages.stage import Launch
+from mlstm_pallas.stages.stage import Tiles as BaseTiles
 from mlstm_pallas.triton.launch import kernel_call, operands
 
 

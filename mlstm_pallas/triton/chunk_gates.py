@@ -19,8 +19,8 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas import gates
-from mlstm_pallas.gates import (
+from mlstm_pallas.formulas import gates
+from mlstm_pallas.formulas.gates import (
     ChunkGates,
     LocalGates,
     add_two_floats,
@@ -31,11 +31,11 @@ from mlstm_pallas.gates import (
     stabiliser_sources,
     where_two_float,
 )
-from mlstm_pallas.problem import InputGate, next_power_of_two
-from mlstm_pallas.stage import Launch
-from mlstm_pallas.stage import Tiles as BaseTiles
+from mlstm_pallas.formulas.tiles import blocks, causal_mask, divide, loop
+from mlstm_pallas.problem.dimensions import InputGate, next_power_of_two
 from mlstm_pallas.stages.chunk_gates import Operands
-from mlstm_pallas.tiles import blocks, causal_mask, divide, loop
+from mlstm_pallas.stages.stage import Launch
+from mlstm_pallas.stages.stage import Tiles as BaseTiles
 from mlstm_pallas.triton.launch import floats, kernel_call, operands
 
 _INF = float("inf")

@@ -15,10 +15,10 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gpu import Gpu
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch, Tiles
-from mlstm_pallas.tiles import divide, remainder
+from mlstm_pallas.formulas.tiles import divide, remainder
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.gpu import Gpu
+from mlstm_pallas.stages.stage import Launch, Tiles
 
 plgpu: Any
 try:

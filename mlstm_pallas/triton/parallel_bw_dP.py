@@ -19,13 +19,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gate_gradients import TileSums
-from mlstm_pallas.gpu import Gpu
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.problem import MAX_TILE, Problem
-from mlstm_pallas.stage import Launch, ScaledRows, clamped
-from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients, delta_and_gradients
-from mlstm_pallas.tiles import (
+from mlstm_pallas.formulas.gate_gradients import TileSums
+from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.formulas.tiles import (
     block_at,
     blocks,
     causal_mask,
@@ -35,6 +31,10 @@ from mlstm_pallas.tiles import (
     each,
     sum_of,
 )
+from mlstm_pallas.problem.dimensions import MAX_TILE, Problem
+from mlstm_pallas.problem.gpu import Gpu
+from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients, delta_and_gradients
+from mlstm_pallas.stages.stage import Launch, ScaledRows, clamped
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     depth_and_stages,

@@ -18,13 +18,13 @@ from typing import Any, Self
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gate_gradients import inner
-from mlstm_pallas.gpu import Gpu
-from mlstm_pallas.normaliser import query_scale
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.formulas.gate_gradients import inner
+from mlstm_pallas.formulas.normaliser import query_scale
+from mlstm_pallas.formulas.tiles import block_at, blocks, divide, dot, loop, remainder, sum_of
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
-from mlstm_pallas.tiles import block_at, blocks, divide, dot, loop, remainder, sum_of
+from mlstm_pallas.stages.stage import Launch
 from mlstm_pallas.triton.launch import floats, kernel_call, operands, stages_that_fit
 from mlstm_pallas.triton.parallel_bw_dP import BlockedTiles
 

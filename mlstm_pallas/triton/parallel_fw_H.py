@@ -16,12 +16,8 @@ from typing import Any, Self
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gpu import Gpu
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.problem import Problem, is_power_of_two
-from mlstm_pallas.stage import Launch, clamped, sequence_shape
-from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
-from mlstm_pallas.tiles import (
+from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.formulas.tiles import (
     block_at,
     blocks,
     causal_mask,
@@ -32,6 +28,10 @@ from mlstm_pallas.tiles import (
     remainder,
     sum_of,
 )
+from mlstm_pallas.problem.dimensions import Problem, is_power_of_two
+from mlstm_pallas.problem.gpu import Gpu
+from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
+from mlstm_pallas.stages.stage import Launch, clamped, sequence_shape
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,

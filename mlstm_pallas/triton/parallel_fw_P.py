@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gpu import Gpu
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch, ScaledRows
-from mlstm_pallas.stage import Tiles as BaseTiles
+from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.formulas.tiles import causal_mask, decay_tile, dot
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
-from mlstm_pallas.tiles import causal_mask, decay_tile, dot
+from mlstm_pallas.stages.stage import Launch, ScaledRows
+from mlstm_pallas.stages.stage import Tiles as BaseTiles
 from mlstm_pallas.triton.launch import floats, kernel_call, operands, rows_of_entry
 
 

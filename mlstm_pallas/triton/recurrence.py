@@ -26,23 +26,23 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gates import vector_states
-from mlstm_pallas.gpu import Gpu
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.splits import (
+from mlstm_pallas.formulas.gates import vector_states
+from mlstm_pallas.formulas.splits import (
     decays_in_splits,
     heads_of_splits,
     split_states,
     splits_as_heads,
     splits_of,
 )
-from mlstm_pallas.stage import Launch, clamped
+from mlstm_pallas.formulas.tiles import block_at, blocks, divide, dot, loop, remainder
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages import recurrent_bw_dC as dC
 from mlstm_pallas.stages import recurrent_fw_C as fw_C
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
+from mlstm_pallas.stages.stage import Launch, clamped
 from mlstm_pallas.stages.step_sums import Operands as StepSums
-from mlstm_pallas.tiles import block_at, blocks, divide, dot, loop, remainder
 from mlstm_pallas.triton import step_sums
 from mlstm_pallas.triton.launch import (
     Operand,

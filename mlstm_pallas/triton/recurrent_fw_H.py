@@ -27,12 +27,12 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.chunk_list import state_of
-from mlstm_pallas.gpu import Gpu
-from mlstm_pallas.problem import Problem, next_power_of_two
-from mlstm_pallas.stage import Launch, clamped, largest_rows, sequence_shape
+from mlstm_pallas.formulas.chunk_list import state_of
+from mlstm_pallas.formulas.tiles import block_at, blocks, divide, dot, each, loop
+from mlstm_pallas.problem.dimensions import Problem, next_power_of_two
+from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
-from mlstm_pallas.tiles import block_at, blocks, divide, dot, each, loop
+from mlstm_pallas.stages.stage import Launch, clamped, largest_rows, sequence_shape
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gpu import Gpu
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
-from mlstm_pallas.problem import MIN_TILE, Problem, next_power_of_two
-from mlstm_pallas.stage import Launch
-from mlstm_pallas.stage import Tiles as BaseTiles
+from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
+from mlstm_pallas.formulas.tiles import block_at, loop
+from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
+from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_step import Operands, Step, rounded, step_gates
-from mlstm_pallas.tiles import block_at, loop
+from mlstm_pallas.stages.stage import Launch
+from mlstm_pallas.stages.stage import Tiles as BaseTiles
 from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store, operands
 
 

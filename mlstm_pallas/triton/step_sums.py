@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.stages.stage import Launch
 from mlstm_pallas.stages.step_sums import Operands
 from mlstm_pallas.triton.launch import floats, kernel_call, operands, rows_of_entry
 from mlstm_pallas.triton.parallel_fw_P import Tiles

@@ -14,32 +14,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas import gates
-from mlstm_pallas.annotations import States
-from mlstm_pallas.arrays import Cotangents, Inputs, LastStates, Residuals, StoredStates
-from mlstm_pallas.backend import requested_backend
-from mlstm_pallas.backward import backward as backward_schedule
-from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.dispatch import lowerings, tiles_class
-from mlstm_pallas.gates import ChunkGates, LocalGates
-from mlstm_pallas.normaliser import Normaliser, at_least, normaliser_gradients, query_scale
-from mlstm_pallas.options import Options, option_checks
-from mlstm_pallas.planning import CallSpec
-from mlstm_pallas.planning import call_spec as plan_call
+from mlstm_pallas.formulas import gates
+from mlstm_pallas.formulas.gates import ChunkGates, LocalGates
+from mlstm_pallas.formulas.normaliser import Normaliser, at_least, normaliser_gradients, query_scale
+from mlstm_pallas.planning.backend import requested_backend
+from mlstm_pallas.planning.call_spec import CallSpec
+from mlstm_pallas.planning.call_spec import call_spec as plan_call
+from mlstm_pallas.planning.config import KernelConfig
+from mlstm_pallas.planning.dispatch import lowerings, tiles_class
+from mlstm_pallas.planning.options import Options, option_checks
 from mlstm_pallas.prepare import pad, zeros_of
-from mlstm_pallas.problem import MIN_CHUNK_SIZE, InputGate, accumulator_dtype
-from mlstm_pallas.sharding import on_shards, sharded_alike
-from mlstm_pallas.stage import FIELDS, Lowering, ScaledRows
-from mlstm_pallas.stages import (
-    chunk_gates,
-    parallel_bw_dP,
-    parallel_bw_dQKV,
-    parallel_fw_H,
-    recurrent_bw_dC,
-    recurrent_fw_C,
-)
-from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
-from mlstm_pallas.validation import (
+from mlstm_pallas.problem.annotations import States
+from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals, StoredStates
+from mlstm_pallas.problem.dimensions import MIN_CHUNK_SIZE, InputGate, accumulator_dtype
+from mlstm_pallas.problem.validation import (
     INPUT_DTYPES,
     KERNEL_DTYPES,
     check_array,
@@ -50,6 +38,18 @@ from mlstm_pallas.validation import (
     check_shapes,
     check_states_complete,
 )
+from mlstm_pallas.schedules.backward import backward as backward_schedule
+from mlstm_pallas.schedules.sharding import on_shards, sharded_alike
+from mlstm_pallas.stages import (
+    chunk_gates,
+    parallel_bw_dP,
+    parallel_bw_dQKV,
+    parallel_fw_H,
+    recurrent_bw_dC,
+    recurrent_fw_C,
+)
+from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
+from mlstm_pallas.stages.stage import FIELDS, Lowering, ScaledRows
 
 # The dimensions of each array. States at chunk boundaries may include the last one.
 

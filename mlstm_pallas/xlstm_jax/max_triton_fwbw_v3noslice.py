@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from mlstm_pallas.annotations import Array, States
+from mlstm_pallas.problem.annotations import Array, States
 from mlstm_pallas.xlstm_jax import _common
 from mlstm_pallas.xlstm_jax._common import (
     CONTRACTS,

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mlstm_pallas.annotations import Array, States
+from mlstm_pallas.problem.annotations import Array, States
 from mlstm_pallas.xlstm_jax import _common
 from mlstm_pallas.xlstm_jax._common import STEPS, call_spec, renamed, run_stage
 from mlstm_pallas.xlstm_jax.triton_stablef import (

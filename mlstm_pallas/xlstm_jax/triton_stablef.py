@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mlstm_pallas.annotations import Array, States
 from mlstm_pallas.fwbw import mlstm
-from mlstm_pallas.options import Options
+from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import Arguments, prepare
+from mlstm_pallas.problem.annotations import Array, States
 from mlstm_pallas.xlstm_jax import _common
 from mlstm_pallas.xlstm_jax._common import run_stage
 

@@ -4,15 +4,15 @@ import dataclasses
 import math
 from typing import Any
 
-from mlstm_pallas.annotations import BackendName, LayoutName
-from mlstm_pallas.backend import requested_backend
-from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.costs import launch_cost
-from mlstm_pallas.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
-from mlstm_pallas.options import Options
-from mlstm_pallas.planning import CallSpec, asked_of, call_spec
-from mlstm_pallas.stage import Launch, Lowering
-from mlstm_pallas.validation import check_dtype, check_integer, check_segments_fit
+from mlstm_pallas.planning.backend import requested_backend
+from mlstm_pallas.planning.call_spec import CallSpec, asked_of, call_spec
+from mlstm_pallas.planning.config import KernelConfig
+from mlstm_pallas.planning.costs import launch_cost
+from mlstm_pallas.planning.options import Options
+from mlstm_pallas.problem.annotations import BackendName, LayoutName
+from mlstm_pallas.problem.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
+from mlstm_pallas.problem.validation import check_dtype, check_integer, check_segments_fit
+from mlstm_pallas.stages.stage import Launch, Lowering
 
 MIB = 2**20
 

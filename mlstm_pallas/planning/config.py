@@ -10,11 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.dispatch import kernels
-from mlstm_pallas.problem import MIN_CHUNK_SIZE
-from mlstm_pallas.stage import FIELDS
-from mlstm_pallas.tiles import Precision
-from mlstm_pallas.validation import check_instance, check_power_of_two, shown
+from mlstm_pallas.formulas.tiles import Precision
+from mlstm_pallas.planning.dispatch import kernels
+from mlstm_pallas.problem.dimensions import MIN_CHUNK_SIZE
+from mlstm_pallas.problem.validation import check_instance, check_power_of_two, shown
+from mlstm_pallas.stages.stage import FIELDS
 
 Fields = tuple[tuple[str, Any], ...]
 

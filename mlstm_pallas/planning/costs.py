@@ -6,8 +6,8 @@ count for s <= t only. Bytes: each input is read once, each output is written on
 
 from typing import NamedTuple
 
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.stages.stage import Launch
 
 
 class Cost(NamedTuple):

@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 from jax.export import is_symbolic_dim
 
-from mlstm_pallas.annotations import BackendName, LayoutName
-from mlstm_pallas.problem import InputGate, Layout, is_power_of_two
+from mlstm_pallas.problem.annotations import BackendName, LayoutName
+from mlstm_pallas.problem.dimensions import InputGate, Layout, is_power_of_two
 
 # On Triton the grid of the fused scan has the parts of a row on its second axis, which CUDA limits
 # to 65,535; two parts are behind the segments.

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.gates import ChunkGates, join_flags, log_forget_gate
-from mlstm_pallas.problem import accumulator_dtype
+from mlstm_pallas.formulas.gates import ChunkGates, join_flags, log_forget_gate
+from mlstm_pallas.problem.dimensions import accumulator_dtype
 
 
 class TileSums(NamedTuple):

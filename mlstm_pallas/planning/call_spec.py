@@ -14,15 +14,15 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.backend import requested_backend
-from mlstm_pallas.chunk_list import num_entries
-from mlstm_pallas.config import KernelConfig, tuned_rows
-from mlstm_pallas.dispatch import lowerings, stage, tiles_class
-from mlstm_pallas.gpu import HOPPER, UNKNOWN, Gpu, target_gpu
-from mlstm_pallas.options import Options
-from mlstm_pallas.problem import Problem, make_problem, next_power_of_two
-from mlstm_pallas.stage import Launch, Lowering
-from mlstm_pallas.validation import check_constant, kernel_dtype
+from mlstm_pallas.formulas.chunk_list import num_entries
+from mlstm_pallas.planning.backend import requested_backend
+from mlstm_pallas.planning.config import KernelConfig, tuned_rows
+from mlstm_pallas.planning.dispatch import lowerings, stage, tiles_class
+from mlstm_pallas.planning.options import Options
+from mlstm_pallas.problem.dimensions import Problem, make_problem, next_power_of_two
+from mlstm_pallas.problem.gpu import HOPPER, UNKNOWN, Gpu, target_gpu
+from mlstm_pallas.problem.validation import check_constant, kernel_dtype
+from mlstm_pallas.stages.stage import Launch, Lowering
 
 # Splits of the fused scan cost a launch and a product over their steps, which shorter splits and
 # narrower heads (a smaller DHQK * DHHV) do not repay.

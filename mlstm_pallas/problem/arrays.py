@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from mlstm_pallas.problem import Layout
+from mlstm_pallas.problem.dimensions import Layout
 
 
 class SegmentStates(NamedTuple):

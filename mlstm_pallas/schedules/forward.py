@@ -10,7 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.arrays import (
+from mlstm_pallas.formulas.chunk_list import ChunkList, of_lengths, of_segments
+from mlstm_pallas.formulas.gates import ChunkGates, segment_ends
+from mlstm_pallas.formulas.splits import decays_in_splits, split_states, splits_as_heads
+from mlstm_pallas.planning.call_spec import CallSpec
+from mlstm_pallas.planning.dispatch import stage
+from mlstm_pallas.problem.arrays import (
     Forward,
     Inputs,
     LastStates,
@@ -18,12 +23,6 @@ from mlstm_pallas.arrays import (
     SegmentStates,
     StoredStates,
 )
-from mlstm_pallas.chunk_list import ChunkList, of_lengths, of_segments
-from mlstm_pallas.dispatch import stage
-from mlstm_pallas.gates import ChunkGates, segment_ends
-from mlstm_pallas.planning import CallSpec
-from mlstm_pallas.splits import decays_in_splits, split_states, splits_as_heads
-from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.stages import (
     chunk_gates,
     parallel_fw_H,
@@ -34,6 +33,7 @@ from mlstm_pallas.stages import (
     step_sums,
     vector_states,
 )
+from mlstm_pallas.stages.stage import Launch, Lowering
 
 
 class KnownStates(NamedTuple):

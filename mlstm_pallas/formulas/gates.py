@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.problem import InputGate
+from mlstm_pallas.problem.dimensions import InputGate
 
 TwoFloat = tuple[Array, Array]  # an unevaluated sum hi + lo
 Elementwise = Callable[[Array], Array]

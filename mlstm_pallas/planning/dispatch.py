@@ -2,7 +2,7 @@
 
 A stage has one name and one signature in every folder: ``stages/`` (plain jnp), ``triton/`` and
 ``mosaic_gpu/``, whose file of the stage has its kernel, if there is one. A folder is imported when
-``planning.py``, which decides what runs where, first asks for one of its kernels.
+``call_spec.py``, which decides what runs where, first asks for one of its kernels.
 """
 
 import functools
@@ -12,21 +12,21 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from mlstm_pallas.stage import Launch, Lowering, Tiles
 from mlstm_pallas.stages import HELPERS, STAGES
+from mlstm_pallas.stages.stage import Launch, Lowering, Tiles
 
 # jax will remove the Triton backend of Pallas; importing it here would import Triton's folder.
 HAS_TRITON = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 _STAGES = STAGES | HELPERS
-_HERE = os.path.dirname(__file__)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 
 @functools.cache
 def kernels() -> tuple[str, ...]:
     """The kernels as KernelConfig names them: folder and stage."""
     folders = {
-        folder: {module.name for module in pkgutil.iter_modules([os.path.join(_HERE, folder)])}
+        folder: {module.name for module in pkgutil.iter_modules([os.path.join(_PACKAGE, folder)])}
         for folder in ("triton", "mosaic_gpu")
     }
     return tuple(

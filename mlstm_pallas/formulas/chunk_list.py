@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mlstm_pallas.gates import steps_within
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.tiles import divide, remainder
+from mlstm_pallas.formulas.gates import steps_within
+from mlstm_pallas.formulas.tiles import divide, remainder
+from mlstm_pallas.problem.dimensions import Problem
 
 
 class Parts(NamedTuple):

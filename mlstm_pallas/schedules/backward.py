@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.arrays import Cotangents, Inputs, LastStates, Residuals
-from mlstm_pallas.chunk_list import LiveChunks, live_chunks
-from mlstm_pallas.forward import gate_operands
-from mlstm_pallas.gate_gradients import inner, only, step_flags
-from mlstm_pallas.gates import M_GRAD_FLOWS, MASKED, ChunkGates
-from mlstm_pallas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
-from mlstm_pallas.planning import CallSpec
-from mlstm_pallas.stage import Lowering, ScaledRows
+from mlstm_pallas.formulas.chunk_list import LiveChunks, live_chunks
+from mlstm_pallas.formulas.gate_gradients import inner, only, step_flags
+from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, MASKED, ChunkGates
+from mlstm_pallas.formulas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
+from mlstm_pallas.planning.call_spec import CallSpec
+from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals
+from mlstm_pallas.schedules.forward import gate_operands
 from mlstm_pallas.stages import (
     parallel_bw_dP,
     parallel_bw_dQKV,
@@ -29,6 +28,7 @@ from mlstm_pallas.stages import (
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.recurrent_bw_dC import StateGradients
+from mlstm_pallas.stages.stage import Lowering, ScaledRows
 
 
 class BackwardCarry(NamedTuple):

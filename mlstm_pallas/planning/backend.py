@@ -6,11 +6,11 @@ from contextvars import ContextVar
 
 import jax
 
-from mlstm_pallas.annotations import BackendName
-from mlstm_pallas.dispatch import HAS_TRITON, lowerings
-from mlstm_pallas.gpu import UNKNOWN, Gpu
-from mlstm_pallas.stage import Lowering
-from mlstm_pallas.validation import MOSAIC_GPU_JAX, check_backend
+from mlstm_pallas.planning.dispatch import HAS_TRITON, lowerings
+from mlstm_pallas.problem.annotations import BackendName
+from mlstm_pallas.problem.gpu import UNKNOWN, Gpu
+from mlstm_pallas.problem.validation import MOSAIC_GPU_JAX, check_backend
+from mlstm_pallas.stages.stage import Lowering
 
 VARIABLE = "MLSTM_PALLAS_BACKEND"
 # The backends of the with statements that a thread or task is in, the innermost last. None of them

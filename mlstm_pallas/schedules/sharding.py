@@ -42,11 +42,11 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mlstm_pallas.arrays import IN_LAYOUT, heads_behind
-from mlstm_pallas.derivatives import NO_SUCH_DERIVATIVE, not_differentiated
-from mlstm_pallas.dispatch import HAS_TRITON
-from mlstm_pallas.stage import Lowering
-from mlstm_pallas.version import __version__
+from mlstm_pallas.planning.dispatch import HAS_TRITON
+from mlstm_pallas.problem.arrays import IN_LAYOUT, heads_behind
+from mlstm_pallas.problem.version import __version__
+from mlstm_pallas.schedules.derivatives import NO_SUCH_DERIVATIVE, not_differentiated
+from mlstm_pallas.stages.stage import Lowering
 
 
 def _map(spec: Any, function: Callable[[Array, int], Any], tree: Any, axes: int = 2) -> Any:

@@ -5,10 +5,10 @@ import functools
 from collections.abc import Callable
 from typing import Annotated, Any, get_type_hints
 
-from mlstm_pallas import validation
-from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.normaliser import Normaliser
-from mlstm_pallas.problem import MIN_CHUNK_SIZE, InputGate, Layout
+from mlstm_pallas.formulas.normaliser import Normaliser
+from mlstm_pallas.planning.config import KernelConfig
+from mlstm_pallas.problem import validation
+from mlstm_pallas.problem.dimensions import MIN_CHUNK_SIZE, InputGate, Layout
 
 
 def _config(name: str, x: Any) -> KernelConfig:

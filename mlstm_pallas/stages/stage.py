@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.gpu import Gpu
-from mlstm_pallas.problem import MIN_TILE, Problem, accumulator_dtype
-from mlstm_pallas.tiles import Precision
-from mlstm_pallas.validation import check_flag, check_integer
+from mlstm_pallas.formulas.tiles import Precision
+from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, accumulator_dtype
+from mlstm_pallas.problem.gpu import Gpu
+from mlstm_pallas.problem.validation import check_flag, check_integer
 
 
 class Lowering(enum.StrEnum):

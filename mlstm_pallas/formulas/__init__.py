@@ -1,0 +1,4 @@
+"""The arithmetic that plain forms and kernels share: gates, normaliser, splits, lists of chunks.
+
+It imports problem/.
+"""
