@@ -75,9 +75,8 @@ def mlstm_chunkwise(
     and below count as -inf. A NaN stays in its batch entry and head.
 
     First derivatives in reverse mode are exact, with respect to all float
-    arrays. Other derivatives raise a TypeError; use
-    ``mlstm_pallas.reference.chunkwise`` for them. jit, vmap, remat, scan and
-    shard_map work. Shards of B and NH stay on their devices;
+    arrays; ``mlstm_pallas.reference.chunkwise`` has all others. jit, vmap,
+    remat, scan and shard_map work. Shards of B and NH stay on their devices;
     ``mlstm_pallas.distributed`` shards S. docs/arguments.md in the repository
     describes the edge cases.
 
@@ -108,14 +107,12 @@ def mlstm_chunkwise(
       m_initial: stabiliser m before the first step, (B, NH). The true states
         are exp(m) C and exp(m) n.
       return_last_states: whether to return the states after the last step.
-      eps: added to the denominator; eps and norm_val are 0 or normal float32
-        numbers.
-      chunk_size: steps per chunk, a power of two from 16 up. None: chosen for
-        the GPU and the shapes.
+      eps: added to the denominator. eps, norm_val: 0 or normal in float32.
+      chunk_size: steps per chunk, a power of two from 16 up. None: planned.
       autocast_kernel_dtype: dtype of q, k and v in matrix products. None: the
         dtype of q.
-      stabilize_correctly: True: the floor of the denominator is
-        norm_val exp(-m_t). False: it is norm_val.
+      stabilize_correctly: False: the floor of the denominator is norm_val, not
+        norm_val exp(-m_t).
       norm_val: factor in the floor of the denominator, at least 0.
       segment_ids: (B, S) integers, for packed segments. A step whose id
         differs from the previous step's starts from zero states. Initial
@@ -131,42 +128,36 @@ def mlstm_chunkwise(
         n starts from states n, as when a prompt is prefilled in pieces; states
         of a segment without steps stay as they were. Segments of a multiple of
         64 steps are the fastest. Such calls have no derivatives.
-      input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376), where
-        log sigmoid(i_t) replaces i_t, every m_t is 0, and m_initial must be
-        None or zeros.
+      input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376): i_t becomes
+        log sigmoid(i_t), every m_t is 0, and m_initial None or zeros.
       normalize: False leaves out the denominator; with the sigmoid gate only.
-      recompute_states_in_bw: False keeps C at the chunk boundaries for the
-        backward pass, DHQK * DHV elements per chunk and head. On an H200 calls
-        then take from 9 % less to 1 % more time, depending on jax and shape.
+      recompute_states_in_bw: False keeps C at the chunk boundaries, DHQK * DHV
+        elements per chunk and head, which saves up to 9 % of the time.
       layout: "BNTH", or "BTNH", the layout of a model's projections.
-      backend: "triton", "mosaic_gpu", "xla", or a backend for tests;
-        ``use_backend`` lists them. None: Triton on an NVIDIA GPU and plain jnp
-        elsewhere, unless use_backend or MLSTM_PALLAS_BACKEND names another.
+      backend: one that ``use_backend`` lists. None: Triton on an NVIDIA GPU
+        and plain jnp elsewhere, unless use_backend or MLSTM_PALLAS_BACKEND
+        names another.
       config: overrides of the plan, which mlstm_pallas.plan shows.
 
     Returns:
       h, shaped as v, in the dtype of q; with return_last_states (h, (c, n, m)),
-      the states in float32 (float64 for float64 inputs) and shaped as the
-      initial ones.
+      the states shaped as the initial ones, in float32 (float64 for float64).
 
     Raises:
       TypeError, ValueError: at trace time. The message names the argument,
-        what was passed and what was expected.
+        what was passed and what was expected. TypeError for other derivatives.
 
     Warns:
-      UserWarning: once, if layout is left out and S < NH, because the arrays
-        may be "BTNH"; not with initial states or segment_ids, whose shapes
-        confirm the layout.
+      UserWarning: once, if layout is left out and S < NH, unless the shapes of
+        initial states or segment_ids confirm it.
     """
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
         input_gate, normalize, recompute_states_in_bw, layout, backend, config, num_segments,
     )  # fmt: skip
-    arguments = Arguments(
-        q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths
-    )
-    spec, arguments = prepare(arguments, options, layout)
-    outputs: jax.Array | tuple[jax.Array, States] = mlstm(spec, arguments)
+    x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
+    spec, x = prepare(x, options, layout)
+    outputs: jax.Array | tuple[jax.Array, States] = mlstm(spec, x)
     return outputs
 
 

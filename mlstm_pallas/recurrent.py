@@ -133,23 +133,12 @@ def _run(
 
 
 def mlstm_recurrent_step(
-    q: Array,
-    k: Array | None,
-    v: Array | None,
-    i: Array,
-    f: Array | None,
-    c_initial: Array | None = None,
-    n_initial: Array | None = None,
-    m_initial: Array | None = None,
-    *,
-    eps: float = 1e-6,
-    norm_val: float = 1.0,
-    stabilize_correctly: bool = True,
-    input_gate: InputGateName = "exp",
-    normalize: bool = True,
-    backend: BackendName | None = None,
-    config: KernelConfig | None = None,
-) -> tuple[jax.Array, States]:
+    q: Array, k: Array | None, v: Array | None, i: Array, f: Array | None,
+    c_initial: Array | None = None, n_initial: Array | None = None,
+    m_initial: Array | None = None, *, eps: float = 1e-6, norm_val: float = 1.0,
+    stabilize_correctly: bool = True, input_gate: InputGateName = "exp", normalize: bool = True,
+    backend: BackendName | None = None, config: KernelConfig | None = None,
+) -> tuple[jax.Array, States]:  # fmt: skip
     """Advances the mLSTM of xLSTM by one token, for generation.
 
     It returns h of the token and the states after the token. For every batch
@@ -259,24 +248,12 @@ def mlstm_recurrent_step(
 
 
 def mlstm_recurrent_sequence(
-    q: Array,
-    k: Array,
-    v: Array,
-    i: Array,
-    f: Array,
-    c_initial: Array | None = None,
-    n_initial: Array | None = None,
-    m_initial: Array | None = None,
-    *,
-    eps: float = 1e-6,
-    norm_val: float = 1.0,
-    stabilize_correctly: bool = True,
-    input_gate: InputGateName = "exp",
-    normalize: bool = True,
-    layout: LayoutName = validation.DEFAULT_LAYOUT,
-    backend: BackendName | None = None,
-    config: KernelConfig | None = None,
-) -> tuple[jax.Array, States]:
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None, *, eps: float = 1e-6,
+    norm_val: float = 1.0, stabilize_correctly: bool = True, input_gate: InputGateName = "exp",
+    normalize: bool = True, layout: LayoutName = validation.DEFAULT_LAYOUT,
+    backend: BackendName | None = None, config: KernelConfig | None = None,
+) -> tuple[jax.Array, States]:  # fmt: skip
     """Advances the mLSTM by a few tokens, one after the other.
 
     It is ``mlstm_recurrent_step`` in a loop, for speculative tokens and short
@@ -290,8 +267,8 @@ def mlstm_recurrent_sequence(
       f: forget gate pre-activations, shaped as i.
       layout: "BNTH" or "BTNH", of q, k, v, i, f and h. The states have the
         same shapes in both.
-      c, n, m, eps, norm_val, stabilize_correctly, input_gate, normalize,
-        backend, config: as for ``mlstm_recurrent_step``.
+      c_initial, n_initial, m_initial, eps, norm_val, stabilize_correctly,
+        input_gate, normalize, backend, config: as for ``mlstm_recurrent_step``.
 
     Returns:
       h, shaped as v, in the dtype of q, and the states (c, n, m) after the last

@@ -187,11 +187,9 @@ def chunkwise(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
         input_gate, normalize, recompute_states_in_bw, layout, "xla", config,
     )  # fmt: skip
-    arguments = Arguments(
-        q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths
-    )
-    spec, arguments = prepare(arguments, options, layout)
-    outputs: jax.Array | tuple[jax.Array, States] = _chunkwise(spec, arguments)
+    x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
+    spec, x = prepare(x, options, layout)
+    outputs: jax.Array | tuple[jax.Array, States] = _chunkwise(spec, x)
     return outputs
 
 
