@@ -203,20 +203,20 @@ def mlstm_recurrent_step(
       v: value, (B, NH, DHV), in the dtype of q.
       i: input gate pre-activation, natural log, (B, NH), any float dtype.
       f: forget gate pre-activation, (B, NH); sigmoid is applied here.
-      c_initial: state C before the token, (B, NH, DHQK, DHV), float32, bfloat16 or
-        float16 (float64 with backend "xla"), as ``mlstm_chunkwise`` and this
+      c_initial: state C before the token, (B, NH, DHQK, DHV), float32, bfloat16
+        or float16 (float64 with backend "xla"), as ``mlstm_chunkwise`` and this
         function return it. None: zeros, in float32. Pass all three states or
         none.
       n_initial: state n before the token, (B, NH, DHQK).
-      m_initial: stabiliser m before the token, (B, NH). The true states are exp(m) C
-        and exp(m) n.
+      m_initial: stabiliser m before the token, (B, NH). The true states are
+        exp(m) C and exp(m) n.
       eps: added to the denominator.
       norm_val: factor in the floor of the denominator, at least 0.
       stabilize_correctly: True: the floor of the denominator is
         norm_val exp(-m'). False: it is norm_val.
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376), where
         sigmoid(i) replaces exp(i - m'), sigmoid(f) is the decay and the floor
-        is norm_val. m must then be None or zeros; it is not read and is
+        is norm_val. m_initial is None or zeros; it is not read and is
         returned unchanged. A traced m cannot be checked.
       normalize: False leaves out the denominator: h = scale C'^T q. For the
         sigmoid gate only.

@@ -296,7 +296,7 @@ def _run_stage(spec: CallSpec, x: Arrays, **statics: Any) -> Any:
     return on_shards(_on_shard, spec, x, message=_NO_DERIVATIVE, **statics)
 
 
-def gates_of(spec: CallSpec, x: Arrays) -> ChunkGates:
+def documented_gates(spec: CallSpec, x: Arrays) -> ChunkGates:
     """The gates, if a pass has them already, otherwise from vecI, vecF or vecB, and m.
 
     vecI may be the m_t of every step. m_t - b_t equals its running maximum, so with m_t all but e
@@ -330,7 +330,7 @@ def gates_of(spec: CallSpec, x: Arrays) -> ChunkGates:
 
 def states(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     """The states at the chunk boundaries, C in the kernel dtype; the last C and n in float32."""
-    g = gates_of(spec, x)
+    g = documented_gates(spec, x)
     C, C_last, n, n_last = spec.stage("recurrent_fw_C", lowering)(
         recurrent_fw_C.Operands(
             matK=x["matK"],
@@ -359,7 +359,7 @@ def boundary_states(arguments: Arguments, spec: CallSpec | None = None) -> State
 
 def outputs(spec: CallSpec, lowering: Lowering, x: Arrays, output_dtype: Any = None) -> Arrays:
     """H in the output dtype, None: the kernel's; its denominator without eps; m of every step."""
-    g, NC = gates_of(spec, x), spec.problem.NC
+    g, NC = documented_gates(spec, x), spec.problem.NC
     normaliser = cast(Normaliser, spec.normaliser)  # the documented stages always have one
     options = {}
     if output_dtype is not None and jnp.dtype(output_dtype) != spec.dtype:
@@ -368,7 +368,6 @@ def outputs(spec: CallSpec, lowering: Lowering, x: Arrays, output_dtype: Any = N
             lowering = lowerings(lowering)[1]
     H, z = spec.stage("parallel_fw_H", lowering)(
         parallel_fw_H.Operands(
-            **options,
             matQ=x["matQ"],
             matK=x["matK"],
             matV=x["matV"],
@@ -377,6 +376,7 @@ def outputs(spec: CallSpec, lowering: Lowering, x: Arrays, output_dtype: Any = N
             vecN_states=x["vecN_states"][:, :NC],
         ),
         normaliser=normaliser,
+        **options,
     )
     m = g.per_step().vecM
     return dict(matH=H, vecN_out=at_least(jnp.abs(z), normaliser.floor(m)), vecM_out=m)
@@ -384,7 +384,7 @@ def outputs(spec: CallSpec, lowering: Lowering, x: Arrays, output_dtype: Any = N
 
 def state_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     """The gradients of C after each chunk, in the kernel dtype, and of the first C, float32."""
-    g = gates_of(spec, x)
+    g = documented_gates(spec, x)
     rows = g.per_step()
     gradients = normaliser_gradients(spec.normaliser, None, x["vecN_out"], rows.vecM)
     r = query_scale(rows.vecW, spec.problem.qk_scale, gradients.vecInvDen)
@@ -411,7 +411,7 @@ def boundary_gradients(arguments: Arguments, spec: CallSpec | None = None) -> ja
 
 def input_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     """dQ, dK and dV in the kernel dtype, from C before and the gradients of C after each chunk."""
-    p, g = spec.problem, gates_of(spec, x)
+    p, g = spec.problem, documented_gates(spec, x)
     operands = {name: x[name] for name in ("matQ", "matK", "matV", "matDeltaH")} | dict(gates=g)
     if spec.recomputes_scores(lowering):
         tiles = ScoreGradients()
