@@ -1,0 +1,44 @@
+"""The way of a call to its kernels: the package's frames on the stack when Pallas is called."""
+
+import traceback
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+
+import mlstm_pallas
+
+PACKAGE = mlstm_pallas.__path__[0]
+MOST_FRAMES, MOST_FILES = 11, 8
+
+
+@pytest.mark.parametrize(
+    "config",
+    [dict(fused=True), dict(fused=False), dict(fused=True, num_splits=2)],
+    ids=["fused", "materialised", "splits"],
+)
+def test_a_launch_is_at_most_eleven_frames_in_eight_files_from_the_call(config, monkeypatch):
+    pallas_call, seen = pl.pallas_call, {}
+
+    def spy(kernel, *args, **kwargs):
+        frames = [x for x in traceback.extract_stack() if x.filename.startswith(PACKAGE)]
+        seen[kwargs["name"]] = [f"{x.filename.removeprefix(PACKAGE)}:{x.name}" for x in frames]
+        return pallas_call(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(pl, "pallas_call", spy)
+    x, gates = jnp.ones((1, 128, 2, 64)), jnp.ones((1, 128, 2))
+    jax.make_jaxpr(
+        jax.grad(
+            lambda q: jnp.sum(
+                mlstm_pallas.mlstm_chunkwise(
+                    q, x, x, gates, gates, layout="BTNH", backend="interpret",
+                    config=mlstm_pallas.KernelConfig(**config),
+                )
+            )
+        )
+    )(x)  # fmt: skip
+    assert {"chunk_gates", "recurrent_bw_dC", "parallel_bw_dQKV"} < seen.keys()
+    for frames in seen.values():
+        assert len(frames) <= MOST_FRAMES, frames
+        assert len({x.split(":")[0] for x in frames}) <= MOST_FILES, frames
