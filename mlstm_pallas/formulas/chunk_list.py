@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mlstm_pallas.formulas.gates import steps_within
 from mlstm_pallas.formulas.tiles import divide, remainder
 from mlstm_pallas.problem.dimensions import Problem
 
@@ -37,30 +36,6 @@ class Entries(NamedTuple):
     sizes: Array  # (B * NH, NC) int32, the number of steps, at most L; 0: no steps
 
 
-class LiveChunks(NamedTuple):
-    """The chunks that begin before the length of their row.
-
-    The first chunk of a row always counts, so that every recurrence has one. All other chunks have
-    no gradients, and kernels skip them.
-    """
-
-    num_live: Array  # (B * NH,) int32, at least 1
-    total: Array  # (1,) int32, of all heads
-    order: Array  # (B * NH * NC,) int32, the chunks of all heads, live ones first
-
-    @property
-    def mask(self) -> Array:
-        """Which chunks are live, (B * NH, NC)."""
-        return steps_within(self.num_live, self.order.size // self.num_live.size)
-
-
-def live_chunks(lengths: Array, p: Problem) -> LiveChunks:
-    """The live chunks of rows of these lengths, (B * NH,) int32."""
-    num_live = jnp.clip(divide(lengths + (p.L - 1), p.L), 1, p.NC)
-    order = jnp.argsort(~steps_within(num_live, p.NC).reshape(-1), stable=True).astype(jnp.int32)
-    return LiveChunks(num_live, jnp.sum(num_live, dtype=jnp.int32, keepdims=True), order)
-
-
 class ChunkList(NamedTuple):
     parts: Parts
     entries: Entries
@@ -74,6 +49,20 @@ class ChunkList(NamedTuple):
     def NC(self) -> int:
         """The number of entries."""
         return self.entries.sizes.shape[1]
+
+    @property
+    def live(self) -> Array:
+        """Which entries have steps, (B * NH, NC)."""
+        return self.entries.sizes > 0
+
+    def live_first(self) -> tuple[Array, Array]:
+        """The number of entries with steps, (1,), and the entries of all rows, those first; int32.
+
+        An entry is a place in (B * NH, NC).
+        """
+        live = self.live.reshape(-1)
+        order = jnp.argsort(~live, stable=True).astype(jnp.int32)
+        return jnp.sum(live, dtype=jnp.int32, keepdims=True), order
 
     def part_of_entries(self) -> Array:
         """The part of each entry, (B * NH, NC) int32."""
@@ -202,6 +191,8 @@ def of_segments(ends: Array, end: Array, S: int, L: int) -> ChunkList:
 
 def of_lengths(lengths: Array, S: int, p: Problem) -> ChunkList:
     """The list of rows with one segment, from step 0 on, without an entry before it.
+
+    Entry c is chunk c, and those beyond the length have no steps.
 
     Args:
       lengths: (B * NH,) int32, of the segments.

@@ -45,6 +45,17 @@ def decay_tile(e: Iterable[Array], u: Iterable[Array], mask: Array | None) -> Ar
     return jnp.exp2(exponent if mask is None else jnp.where(mask, exponent, _NEG_INF))
 
 
+def causal_scores(
+    scores: Array, e: Iterable[Any], u: Iterable[Any], scale: float, offset: Any
+) -> Array:
+    """P_ts = D_ts scale q_t . k_s where s <= t + offset, else 0.
+
+    It is masked after the product, not before, so that a NaN in k reaches no earlier step.
+    """
+    (rows, columns), D = scores.shape, decay_tile(e, u, None)
+    return jnp.where(causal_mask(rows, columns, offset), scores * (D * scale), 0.0)
+
+
 Carry = TypeVar("Carry")
 Index = TypeVar("Index", int, Array)
 
@@ -84,6 +95,22 @@ def each(count: int | Array) -> Callable[[Callable[[Array], None]], None]:
 def sum_of(count: int, product: Callable[[Array], Array], shape: tuple[int, ...]) -> Array:
     """product(0) + ... + product(count - 1), in float32."""
     return loop(count, lambda index, acc: acc + product(index), jnp.zeros(shape, jnp.float32))
+
+
+def product(
+    a: Any, b: Any, rows: Any, columns: Any, block: int, precision: Precision, *, b_axis: int = 0
+) -> Array:
+    """Rows of a times columns of b (with b_axis 1 rows of b^T), in float32; both are references.
+
+    An iteration reads ``block`` elements of the axis that is contracted.
+    """
+
+    def of_block(index: Array) -> Array:
+        inner = block_at(index, block)
+        at = (columns, inner) if b_axis else (inner, columns)
+        return dot(a[rows, inner], b[at], precision, b_axis=b_axis)
+
+    return sum_of(a.shape[1] // block, of_block, (rows.size, columns.size))
 
 
 def block_at(index: Array, size: int) -> Any:

@@ -87,7 +87,7 @@ class _Kernel(PersistentKernel):
       v_gmem, dh_gmem, h_gmem: D = DHHV. h is absent if delta is not computed.
     Inputs (B * NH, S): e_gmem and u_gmem, two each; inv_den_gmem, absent without a normaliser;
       slope_gmem, absent without a normaliser or h.
-    Input live_gmem: ``LiveChunks``, absent if all chunks are live.
+    Input live_gmem: ``ChunkList.live_first``, absent if all chunks are live.
     Outputs: P, dP, (B * NH, S, L); pairs, see ``w_sum_shapes``; delta, (B * NH, S), absent without
       h.
     Shared memory and barriers: see ``Tiles.scratch``.
@@ -280,7 +280,7 @@ def parallel_bw_dP(
         u_gmem=g.vecU,
         inv_den_gmem=slopes.vecInvDen,
         slope_gmem=slopes.vecDzDen if reads_h else None,
-        live_gmem=x.live,
+        live_gmem=x.live and x.live.live_first(),
     )
     queries = ScaledRows(x.matQ, query_scale(g.vecW, p.qk_scale, slopes.vecInvDen))
     keys = ScaledRows(x.matK, g.vecAbar) if return_keys else None

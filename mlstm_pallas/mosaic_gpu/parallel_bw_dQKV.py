@@ -137,7 +137,7 @@ class _Kernel(PersistentKernel):
       P_gmem, dP_gmem: (B * NH, S, L).
       w_gmem, abar_gmem, inv_den_gmem, dz_den_gmem: (B * NH, S); the last two are absent without a
         normaliser.
-      live_gmem: ``LiveChunks``, absent if all chunks are live.
+      live_gmem: ``ChunkList.live_first``, absent if all chunks are live.
     Outputs:
       dq, dk, dv: like q, k and v.
       q_inter, k_inter: (B * NH, column blocks, S).
@@ -479,7 +479,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         u_gmem=g.vecU if recomputes else None,
         P_gmem=x.scores.matP,
         dP_gmem=x.scores.matDeltaP,
-        live_gmem=x.live,
+        live_gmem=x.live and x.live.live_first(),
     )
     # One sum over everything, because XLA runs it as one kernel.
     inner_n_dn = x.vecN_states * x.vecDeltaN_states

@@ -28,7 +28,8 @@ class PersistentKernel:
       refs: the references of the kernel, by name.
       program: the index of the CTA.
       num_items: the number of its items.
-      live: references to ``LiveChunks``: the CTAs share the items of these chunks; None: of all.
+      live: references to ``ChunkList.live_first``: the CTAs share the items of the live chunks;
+        None: of all.
       ring: of the operands.
       rings: all rings whose number of steps is known from the start.
     """
@@ -46,7 +47,7 @@ class PersistentKernel:
         self.wg, self.program = lax.axis_index("wg"), lax.axis_index("program")
         self.live, items = refs.live_gmem, tiles.items(p)
         if self.live is not None:
-            items = self.live.total[0] * (items // (p.BNH * p.NC))
+            items = self.live[0][0] * (items // (p.BNH * p.NC))
         self.num_items = self.share_of(items)
 
     def share_of(self, items):
@@ -63,7 +64,7 @@ class PersistentKernel:
         It begins with the live ones.
         """
         if self.live is not None:
-            index = self.live.order[index]
+            index = self.live[1][index]
         return divide(index, self.p.NC), remainder(index, self.p.NC)
 
     def multiply(self) -> None:
@@ -81,7 +82,7 @@ class PersistentKernel:
         """
         if self.live is None:
             return
-        p, first = self.p, self.live.total[0]
+        p, first = self.p, self.live[0][0]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         products.store(tile, products.zeros(*tile.shape).astype(tile.dtype))
         plgpu.commit_smem()

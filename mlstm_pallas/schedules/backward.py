@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.formulas.chunk_list import LiveChunks, live_chunks
+from mlstm_pallas.formulas.chunk_list import ChunkList, of_lengths
 from mlstm_pallas.formulas.gate_gradients import inner, only, step_flags
 from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, MASKED, ChunkGates
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
@@ -122,19 +122,23 @@ def first_half(
     return BackwardCarry(gates, scores, states._replace(vecDelta=None), normaliser, dn_added)
 
 
-def _live(spec: CallSpec, lowering: Lowering, x: Inputs) -> LiveChunks | None:
-    """The chunks that kernels compute; None: all. Plain jnp computes all."""
+def _live(spec: CallSpec, lowering: Lowering, x: Inputs) -> ChunkList | None:
+    """The chunks that kernels compute, those with steps; None: all. Plain jnp computes all.
+
+    The first chunk of a row is always one, so that every recurrence has one. All others have no
+    gradients.
+    """
     if x.lengths is None or lowering is Lowering.XLA:
         return None
-    return live_chunks(x.lengths, spec.problem)
+    return of_lengths(jnp.maximum(x.lengths, 1), x.f.shape[1], spec.problem)
 
 
-def _of_live(live: LiveChunks | None, x: Any) -> Any:
+def _of_live(chunks: ChunkList | None, x: Any) -> Any:
     """x, (B * NH, S), with 0 in chunks that are not live, where it may be undefined."""
-    if live is None or x is None:
+    if chunks is None or x is None:
         return x
-    mask = live.mask
-    return only(x.reshape(*mask.shape, -1), mask, 0, 1).reshape(x.shape)
+    live = chunks.live
+    return only(x.reshape(*live.shape, -1), live, 0, 1).reshape(x.shape)
 
 
 def _scores_lowering(spec: CallSpec, lowering: Lowering) -> Lowering:

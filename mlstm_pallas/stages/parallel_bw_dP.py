@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.formulas.chunk_list import LiveChunks
+from mlstm_pallas.formulas.chunk_list import ChunkList
 from mlstm_pallas.formulas.gate_gradients import TileSums, inner
 from mlstm_pallas.formulas.gates import ChunkGates, causal, decay_matrix, fusion_barrier
 from mlstm_pallas.formulas.normaliser import (
@@ -36,7 +36,7 @@ class Operands(NamedTuple):
     gates: ChunkGates
     matH: Array | None  # (B * NH, S, DHHV); None: delta is not computed, and 0 in dP
     vecZ: Any  # (B * NH, S) float32; not read without a normaliser
-    live: LiveChunks | None = None  # None: all chunks
+    live: ChunkList | None = None  # the chunks with steps are live; None: all
 
 
 class ScoreGradients(NamedTuple):

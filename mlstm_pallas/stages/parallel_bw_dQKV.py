@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from mlstm_pallas.formulas.chunk_list import LiveChunks
+from mlstm_pallas.formulas.chunk_list import ChunkList
 from mlstm_pallas.formulas.gate_gradients import inner, only
 from mlstm_pallas.formulas.gates import ChunkGates, causal
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, query_scale
@@ -32,7 +32,7 @@ class Operands(NamedTuple):
     vecN_states: Array  # (B * NH, NC, DHQK) float32
     matDeltaC_states: Array  # (B * NH, NC, DHQK, DHHV) after each chunk
     vecDeltaN_states: Array  # (B * NH, NC, DHQK) float32
-    live: LiveChunks | None = None  # None: all chunks
+    live: ChunkList | None = None  # the chunks with steps are live; None: all
 
 
 class Gradients(NamedTuple):
@@ -57,7 +57,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     q, k, v, dh = map(call.chunks, (x.matQ, x.matK, x.matV, x.matDeltaH))
     P, dP, product = call.chunks(x.scores.matP), call.chunks(x.scores.matDeltaP), call.product
     if x.live is not None:  # undefined in other chunks
-        C, dC, P, dP = (only(y, x.live.mask, 0, 1) for y in (C, dC, P, dP))
+        C, dC, P, dP = (only(y, x.live.live, 0, 1) for y in (C, dC, P, dP))
     if p.L > p.T:  # parallel_bw_dP leaves tiles above the diagonal undefined
         P, dP = causal(P), causal(dP)
     abar, inv_den = gates.vecAbar[..., None], None

@@ -13,9 +13,10 @@ stage needs it then.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.formulas.chunk_list import LiveChunks
+from mlstm_pallas.formulas.chunk_list import ChunkList
 from mlstm_pallas.formulas.gate_gradients import inner
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
 from mlstm_pallas.stages.stage import Launch, ScaledRows, steps_of
@@ -30,7 +31,7 @@ class Operands(NamedTuple):
     matV: Array | None  # (B * NH, S, DHHV)
     matC_initial: Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
     matH: Array | None = None  # (B * NH, S, DHHV); None: delta is not computed
-    live: LiveChunks | None = None  # None: all chunks
+    live: ChunkList | None = None  # the chunks with steps are live; None: all
 
 
 class StateGradients(NamedTuple):
@@ -62,7 +63,7 @@ def recurrent_bw_dC(
       recurrences: ``recurrence.recurrences`` of a lowering.
     """
     (q, r), keys, gamma = x.queries, x.keys, x.scaGamma
-    num_live = None if x.live is None else x.live.num_live
+    num_live = None if x.live is None else jnp.sum(x.live.live, axis=1, dtype=jnp.int32)
     operands = q, x.matDeltaH, gamma, x.matDeltaC_last, return_initial
     each = [Recurrence(*operands, backward=True, r=r, h=x.matH, num_live=num_live)]
     if keys is not None and x.matV is not None:

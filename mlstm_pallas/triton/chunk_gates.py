@@ -16,7 +16,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas import gates
@@ -101,9 +101,9 @@ def _chunk_gates_kernel(
             emax_hi, emax_lo = max_two_floats((tile_max_hi, tile_max_lo), reaching)
             emax = emax_hi, jnp.where(emax_hi == -_INF, 0.0, emax_lo)
 
-        refs = *vecB, *vecE, *vecEmax, vecOffset
-        values = *b, *e, *emax, offset
-        for ref, x in zip(refs, values, strict=True):
+        for ref, x in zip(
+            (*vecB, *vecE, *vecEmax, vecOffset), (*b, *e, *emax, offset), strict=True
+        ):
             ref[steps] = x
         last_max = jnp.max(jnp.where(last, emax[0], -_INF))
         return tuple(map(last_of, b)), (last_max, last_of(emax[1])), last_of(count)
@@ -159,17 +159,8 @@ def chunk_gates(
     call: Launch,
 ) -> ChunkGates:
     """Runs the stage: ``stages/chunk_gates.py``."""
-    local, m_states = _local_gates(x, input_gate, call), x.scaM_states
-    if m_states is None:
-        if input_gate is InputGate.SIGMOID:  # zeros, without a kernel
-            m_states = gates.stabiliser_scan(local, x.scaM_initial, input_gate)
-        else:
-            m_states = _stabiliser_scan(local, x.scaM_initial, call)
-    return gates.join_chunks(local, m_states, input_gate, x.lengths)
-
-
-def _local_gates(x: Operands, input_gate: InputGate, call: Launch) -> LocalGates:
-    vec = floats(call.problem.BNH, call.problem.S)
+    p, m = call.problem, x.scaM_states
+    vec = floats(p.BNH, p.S)
     y = kernel_call(
         _chunk_gates_kernel,
         operands(x, vecI="bt", vecF="bt", starts="bt"),
@@ -178,33 +169,31 @@ def _local_gates(x: Operands, input_gate: InputGate, call: Launch) -> LocalGates
         call=call,
         input_gate=input_gate,
     )
-    return LocalGates(*jax.tree.map(call.chunks, tuple(y.values())))
-
-
-def _stabiliser_scan(local: LocalGates, scaM_initial: Array, call: Launch) -> Array:
-    p = call.problem
-    block = min(next_power_of_two(p.NC), _SCAN_BLOCK)
-    padded = -(-p.NC // block) * block
-    g, a, reset = (
-        jnp.pad(x.astype(jnp.float32), [(0, 0), (0, padded - p.NC)])
-        for x in gates.chunk_summaries(local)
-    )
-
-    def scan(m, ctas, size):
-        return kernel_call(
-            _stabiliser_scan_kernel,
-            dict(scaG=(g, "b0"), scaA=(a, "b0"), scaReset=(reset, "b0"), scaM_before=(m, "b0")),
-            dict(scaM=(floats(p.BNH, size), "b0")),
-            grid=(ctas, p.BNH),
-            call=call,
-            block=block,
-            every_boundary=ctas > 1,
-        )["scaM"]
-
-    m = scaM_initial[:, None]
-    if padded > block:
-        m = scan(m, 1, padded // block)
-    return scan(m, p.NC + 1, p.NC + 1)
+    local = LocalGates(*jax.tree.map(call.chunks, tuple(y.values())))
+    if m is None and input_gate is InputGate.SIGMOID:  # zeros, without a kernel
+        m = gates.stabiliser_scan(local, x.scaM_initial, input_gate)
+    elif m is None:
+        block, m = min(next_power_of_two(p.NC), _SCAN_BLOCK), x.scaM_initial[:, None]
+        padding = [(0, 0), (0, -p.NC % block)]
+        summaries = {
+            name: (jnp.pad(y.astype(jnp.float32), padding), "b0")
+            for name, y in zip(
+                ("scaG", "scaA", "scaReset"), gates.chunk_summaries(local), strict=True
+            )
+        }
+        num_blocks = -(-p.NC // block)
+        # With one block, m before it is the initial one.
+        for ctas, size in [(1, num_blocks), (p.NC + 1, p.NC + 1)][num_blocks == 1 :]:
+            m = kernel_call(
+                _stabiliser_scan_kernel,
+                summaries | dict(scaM_before=(m, "b0")),
+                dict(scaM=(floats(p.BNH, size), "b0")),
+                grid=(ctas, p.BNH),
+                call=call,
+                block=block,
+                every_boundary=ctas > 1,
+            )["scaM"]
+    return gates.join_chunks(local, m, input_gate, x.lengths)
 
 
 @dataclasses.dataclass(frozen=True)

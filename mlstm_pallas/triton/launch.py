@@ -5,6 +5,7 @@ Every Triton kernel is launched through ``kernel_call``: compiled on a GPU, or i
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -183,24 +184,18 @@ def _block_spec(
         shape = zip(at, x.shape, strict=True)
         return pl.BlockSpec([y if a == "0" else sizes.get(a) for a, y in shape], index_map)
     rows, columns = sizes[at[1]], sizes.get(at[2], x.shape[-1])
-    heads = x.shape[0] if x.ndim == 3 else x.shape[0] * x.shape[2]
-    num_splits, row_blocks = p.BNH // heads, p.S // rows
+    B, _, *NH, _ = x.shape
+    num_splits, row_blocks = p.BNH // math.prod(NH, start=B), p.S // rows
 
     def of_whole_heads(*grid):
         n, row, column = index_map(*grid)
-        if num_splits == 1:
+        if num_splits > 1:
+            n, row = divide(n, num_splits), remainder(n, num_splits) * row_blocks + row
+        if not NH:
             return n, row, column
-        return divide(n, num_splits), remainder(n, num_splits) * row_blocks + row, column
+        return divide(n, *NH), row, remainder(n, *NH), column
 
-    if x.ndim == 3:
-        return pl.BlockSpec((None, rows, columns), of_whole_heads)
-    NH = x.shape[2]
-
-    def strided(*grid):
-        head, row, column = of_whole_heads(*grid)
-        return divide(head, NH), row, remainder(head, NH), column
-
-    return pl.BlockSpec((None, rows, None, columns), strided)
+    return pl.BlockSpec((None, rows, *[None for _ in NH], columns), of_whole_heads)
 
 
 def floats(*shape: int) -> jax.ShapeDtypeStruct:

@@ -27,9 +27,8 @@ from mlstm_pallas.formulas.tiles import (
     causal_mask,
     decay_tile,
     divide,
-    dot,
     each,
-    sum_of,
+    product,
 )
 from mlstm_pallas.problem.dimensions import MAX_TILE, Problem
 from mlstm_pallas.problem.gpu import Gpu
@@ -56,7 +55,7 @@ def _parallel_bw_dP_kernel(
     vecAbar,
     vecInvDen,  # absent without a normaliser
     vecDzDen,  # absent without a normaliser
-    num_live,  # number of the head's live chunks, absent if all chunks are live
+    sizes,  # () steps of the chunk in the list; absent if all chunks are live
     matP,  # out (L, L)
     matDeltaP,  # out (L, L)
     matQbar,  # out (L, DHQK)
@@ -77,22 +76,18 @@ def _parallel_bw_dP_kernel(
     j = index - divide(i * (i + 1), 2)
 
     in_tile = index < num_tiles
-    if num_live is not None:
-        in_tile &= pl.program_id(1) < num_live[...]
+    if sizes is not None:
+        in_tile &= sizes[...] > 0
 
     @pl.when(in_tile)
     def _tile():
         queries, keys = block_at(i, T), block_at(j, T)
 
-        def product(matA, matB):
-            def add(x):
-                rows = matA[queries, block_at(x, block_k)]
-                return dot(rows, matB[keys, block_at(x, block_k)], call.precision, b_axis=1)
-
-            return sum_of(matA.shape[1] // block_k, add, (T, T))
-
-        dA = product(matDeltaH, matV)
-        scores = product(matQ, matK) * scale
+        dA, scores = (
+            product(a, b, queries, keys, block_k, call.precision, b_axis=1)
+            for a, b in ((matDeltaH, matV), (matQ, matK))
+        )
+        scores *= scale
         offset = (i - j) * T
         e, u = [ref[keys] for ref in vecE], [ref[queries] for ref in vecU]
         D = decay_tile(e, u, causal_mask(T, T, offset))
@@ -167,7 +162,7 @@ def parallel_bw_dP(
         operands(x, matQ="bt0", matK="bt0", matV="bt0", matDeltaH="bt0")
         | operands(g, vecE="bt", vecU="bt", vecW="bt", vecAbar="bt")
         | operands(gradients, vecInvDen="bt", vecDzDen="bt")
-        | operands(x.live, num_live="b"),
+        | operands(x.live and x.live.entries, sizes="bc"),
         dict(
             matP=tile,
             matDeltaP=tile,

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.gate_gradients import inner
 from mlstm_pallas.formulas.normaliser import query_scale
-from mlstm_pallas.formulas.tiles import block_at, blocks, divide, dot, loop, remainder, sum_of
+from mlstm_pallas.formulas.tiles import block_at, blocks, divide, dot, loop, product, remainder
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
@@ -44,7 +44,7 @@ def _parallel_bw_dQKV_kernel(
     vecAbar,
     vecInvDen,  # absent without a normaliser
     vecDzDen,  # absent without a normaliser
-    num_live,  # number of the head's live chunks, absent if all chunks are live
+    sizes,  # () steps of the chunk in the list; absent if all chunks are live
     matDeltaQ,  # out (L, DHQK)
     q_dot_dq_inter,  # out (column blocks, L)
     matDeltaK,  # out (L, DHQK)
@@ -55,21 +55,11 @@ def _parallel_bw_dQKV_kernel(
     call,
 ):
     L, scale, precision, tiles = matQ.shape[0], call.problem.qk_scale, call.precision, call.tiles
-    siz_b_LQ, siz_b_DHQK, siz_b_DHHV = tiles.siz_b_LQ, tiles.siz_b_DHQK, tiles.siz_b_DHHV
-
-    def times_state(steps, columns, matA, states, size, *, transposed):
-        def product(x):
-            rows = block_at(x, tiles.block_k)
-            X = states[columns, rows] if transposed else states[rows, columns]
-            return dot(
-                matA[steps, block_at(x, tiles.block_k)], X, precision, b_axis=int(transposed)
-            )
-
-        return sum_of(matA.shape[1] // tiles.block_k, product, (siz_b_LQ, size))
+    siz_b_LQ, block_k = tiles.siz_b_LQ, tiles.block_k
 
     def plus_tiles(acc, row, columns, scores, matA, *, transposed):
         """Adds the tiles times the keys for a row of queries, or transposed for a row of keys."""
-        step, steps = min(tiles.block_k, siz_b_LQ), block_at(row, siz_b_LQ)
+        step, steps = min(block_k, siz_b_LQ), block_at(row, siz_b_LQ)
         first = row * (siz_b_LQ // step) if transposed else 0
 
         def add(x, acc):
@@ -81,7 +71,7 @@ def _parallel_bw_dQKV_kernel(
 
     def dq(row, column, steps, columns):
         r = query_scale(vecW[steps], scale, None if vecInvDen is None else vecInvDen[steps])
-        acc = times_state(steps, columns, matDeltaH, matC_states, siz_b_DHQK, transposed=True)
+        acc = product(matDeltaH, matC_states, steps, columns, block_k, precision, b_axis=1)
         acc *= r[:, None]
         if vecDzDen is not None:
             acc += (r * vecDzDen[steps])[:, None] * vecN_states[columns][None, :]
@@ -91,7 +81,7 @@ def _parallel_bw_dQKV_kernel(
         matDeltaQ[steps, columns] = acc.astype(matDeltaQ.dtype)
 
     def dk(row, column, steps, columns):
-        acc = times_state(steps, columns, matV, matDeltaC_states, siz_b_DHQK, transposed=True)
+        acc = product(matV, matDeltaC_states, steps, columns, block_k, precision, b_axis=1)
         acc = (acc + vecDeltaN_states[columns][None, :]) * vecAbar[steps][:, None]
         k = matK[steps, columns].astype(jnp.float32)
         k_dot_dk_inter[column, steps] = jnp.sum(acc * k, axis=1)
@@ -99,17 +89,17 @@ def _parallel_bw_dQKV_kernel(
         matDeltaK[steps, columns] = acc.astype(matDeltaK.dtype)
 
     def dv(row, column, steps, columns):
-        acc = times_state(steps, columns, matK, matDeltaC_states, siz_b_DHHV, transposed=False)
+        acc = product(matK, matDeltaC_states, steps, columns, block_k, precision)
         acc *= vecAbar[steps][:, None]
         acc = plus_tiles(acc, row, columns, matP, matDeltaH, transposed=True)
         matDeltaV[steps, columns] = acc.astype(matDeltaV.dtype)
 
     def inner_states(row, column, rows, columns):
         C, dC = (ref[rows, columns].astype(jnp.float32) for ref in (matC_states, matDeltaC_states))
-        inner_C_dC[row * blocks(matC_states.shape[1], siz_b_DHHV) + column] = jnp.sum(C * dC)
+        inner_C_dC[row * blocks(*of_DHHV) + column] = jnp.sum(C * dC)
 
     index = pl.program_id(0)
-    is_live: Any = True if num_live is None else pl.program_id(1) < num_live[...]
+    is_live: Any = True if sizes is None else sizes[...] > 0
 
     def run(role, start, of_rows, of_columns, out=None):
         """Runs a role in the CTAs from ``start`` on, one per block; returns their end.
@@ -124,7 +114,7 @@ def _parallel_bw_dQKV_kernel(
             row, column = divide(index - start, columns), remainder(index - start, columns)
             at = block_at(row, of_rows[1]), block_at(column, of_columns[1])
             pl.when(is_live)(lambda: role(row, column, *at))
-            if out is not None and num_live is not None:
+            if out is not None and sizes is not None:
 
                 @pl.when(~is_live)
                 def _():
@@ -132,8 +122,8 @@ def _parallel_bw_dQKV_kernel(
 
         return end
 
-    of_L, of_DHQK = (L, siz_b_LQ), (matQ.shape[1], siz_b_DHQK)
-    of_DHHV = matV.shape[1], siz_b_DHHV
+    of_L, of_DHQK = (L, siz_b_LQ), (matQ.shape[1], tiles.siz_b_DHQK)
+    of_DHHV = matV.shape[1], tiles.siz_b_DHHV
     end = run(dq, 0, of_L, of_DHQK, matDeltaQ)
     end = run(dk, end, of_L, of_DHQK, matDeltaK)
     end = run(dv, end, of_L, of_DHHV, matDeltaV)
@@ -158,7 +148,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         | operands(x.scores, matP="bt0", matDeltaP="bt0")
         | operands(x.gates.per_step(), vecW="bt", vecAbar="bt")
         | operands(x.normaliser_gradients, vecInvDen="bt", vecDzDen="bt")
-        | operands(x.live, num_live="b"),
+        | operands(x.live and x.live.entries, sizes="bc"),
         dict(
             matDeltaQ=(x.matQ, "bt0"),
             q_dot_dq_inter=inter,

@@ -20,11 +20,11 @@ from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, que
 from mlstm_pallas.formulas.tiles import (
     block_at,
     blocks,
-    causal_mask,
-    decay_tile,
+    causal_scores,
     divide,
     dot,
     loop,
+    product,
     remainder,
     sum_of,
 )
@@ -50,7 +50,7 @@ def _parallel_fw_H_kernel(
     vecE,  # two (L,)
     vecU,  # two (siz_b_LQ,)
     vecW,  # (siz_b_LQ,)
-    vecM,  # (siz_b_LQ,), absent if the floor does not need it
+    vecM,  # (siz_b_LQ,), absent without a normaliser
     matH,  # out (siz_b_LQ, siz_b_DHHV)
     vecZ,  # out (siz_b_LQ,), absent without a normaliser
     *,
@@ -59,33 +59,27 @@ def _parallel_fw_H_kernel(
 ):
     p, tiles, precision = call.problem, call.tiles, call.precision
     siz_b_LKV, siz_b_DHQK, keep_q = tiles.siz_b_LKV, tiles.siz_b_DHQK, tiles.keep_q
-    LQ, DHQK = matQ.shape
+    (LQ, DHQK), columns = matQ.shape, pl.ds(0, matH.shape[1])
     first = remainder(pl.program_id(1), p.L // LQ) * LQ  # of the first query, inside its chunk
-    num_k = DHQK // siz_b_DHQK
+    num_k, queries = DHQK // siz_b_DHQK, pl.ds(0, LQ)
 
     # q . n is a separate loop: if a pipelined tile feeds both a product and other arithmetic,
     # Triton gives it one buffer too few, and the copy of a later tile overwrites it under the
     # running product.
-    def norm(ik):
-        columns = block_at(ik, siz_b_DHQK)
-        q = matQ[:, columns].astype(jnp.float32)
-        return jnp.sum(q * vecN_states[columns][None, :], axis=1)
+    def norm(q, n):
+        return jnp.sum(q.astype(jnp.float32) * n[None, :], axis=1)
 
-    def state(ik):
-        columns = block_at(ik, siz_b_DHQK)
-        return dot(matQ[:, columns], matC_states[columns, :], precision)
+    def norm_of(ik):
+        at = block_at(ik, siz_b_DHQK)
+        return norm(matQ[:, at], vecN_states[at])
 
-    num = sum_of(num_k, state, matH.shape)
+    num, z = product(matQ, matC_states, queries, columns, siz_b_DHQK, precision), []
     if keep_q:
         q_whole = matQ[...]
-    if normaliser is None:
-        z = None
-    elif keep_q:
-        z = jnp.sum(q_whole.astype(jnp.float32) * vecN_states[...][None, :], axis=1)
-    else:
-        z = sum_of(num_k, norm, (LQ,))
+    if normaliser is not None:
+        z = [norm(q_whole, vecN_states[...]) if keep_q else sum_of(num_k, norm_of, (LQ,))]
     w = query_scale(vecW[...], p.qk_scale)
-    num, z = num * w[:, None], None if z is None else z * w
+    num, z = num * w[:, None], [x * w for x in z]
     u = [ref[...] for ref in vecU]
 
     def add_keys(j, carry):
@@ -94,18 +88,11 @@ def _parallel_fw_H_kernel(
         if keep_q:
             scores = dot(q_whole, matK[keys, :], precision, b_axis=1)
         else:
-
-            def columns_of_scores(ik):
-                columns = block_at(ik, siz_b_DHQK)
-                return dot(matQ[:, columns], matK[keys, columns], precision, b_axis=1)
-
-            scores = sum_of(num_k, columns_of_scores, (LQ, siz_b_LKV))
-        # Masked after the product, not before, so that a NaN in k reaches no earlier step.
-        D = decay_tile((ref[keys] for ref in vecE), u, None)
-        mask = causal_mask(LQ, siz_b_LKV, first - j * siz_b_LKV)
-        P = jnp.where(mask, scores * (D * p.qk_scale), 0.0)
+            scores = product(matQ, matK, queries, keys, siz_b_DHQK, precision, b_axis=1)
+        e = [ref[keys] for ref in vecE]
+        P = causal_scores(scores, e, u, p.qk_scale, first - j * siz_b_LKV)
         num += dot(P.astype(matV.dtype), matV[keys, :], precision)
-        return num, None if z is None else z + jnp.sum(P, axis=1)
+        return num, [x + jnp.sum(P, axis=1) for x in z]
 
     num_keys = divide(first + LQ + siz_b_LKV - 1, siz_b_LKV)
     num, z = loop(num_keys, add_keys, (num, z))
@@ -113,12 +100,12 @@ def _parallel_fw_H_kernel(
         matH[...] = num.astype(matH.dtype)
         return
 
-    den = normaliser.denominator(z, None if vecM is None else vecM[...])
+    den = normaliser.denominator(*z, vecM[...])
     matH[...] = (num / den[:, None]).astype(matH.dtype)
 
     @pl.when(pl.program_id(0) == 0)
     def _():
-        vecZ[...] = z
+        (vecZ[...],) = z
 
 
 def parallel_fw_H(
@@ -137,7 +124,7 @@ def parallel_fw_H(
         operands(x, matQ="bq0", matK="bt0", matV="btv", matC_states="bc0v")
         | operands(normaliser and x, vecN_states="bc0")
         | operands(g, vecE="bt", vecU="bq", vecW="bq")
-        | operands(g if normaliser and normaliser.floor_needs_m else None, vecM="bq"),
+        | operands(normaliser and g, vecM="bq"),
         dict(
             matH=(sequence_shape(x.matV, p.DHHV, output_dtype), "bqv"),
             vecZ=(floats(p.BNH, p.S) if normaliser else None, "bq"),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.formulas.tiles import causal_mask, decay_tile, dot
+from mlstm_pallas.formulas.tiles import causal_scores, dot
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
@@ -32,7 +32,7 @@ def _parallel_fw_P_kernel(
     vecU,  # two (L,)
     vecW,  # (L,)
     vecAbar,  # (L,)
-    vecM,  # (L,), absent if the floor does not need it
+    vecM,  # (L,), absent without a normaliser
     matP,  # out (L, L)
     vecR,  # out (L,)
     matKbar,  # out (L, DHQK)
@@ -53,13 +53,12 @@ def _parallel_fw_P_kernel(
             q_n += jnp.sum(q.astype(jnp.float32) * vecN_states[columns][None, :], axis=1)
         kbar = k.astype(jnp.float32) * vecAbar[...][:, None]
         matKbar[:, columns] = kbar.astype(matKbar.dtype)
-    # Masked after the product, not before, so that a NaN in k reaches no earlier step.
-    D = decay_tile((ref[...] for ref in vecE), (ref[...] for ref in vecU), None)
-    P = jnp.where(causal_mask(L, L, 0), scores * (D * scale), 0.0)
+    e, u = ([ref[...] for ref in pair] for pair in (vecE, vecU))
+    P = causal_scores(scores, e, u, scale, 0)
     r = query_scale(vecW[...], scale)
     if normaliser is not None:
         z = r * q_n + jnp.sum(P, axis=1)
-        inv_den = 1.0 / normaliser.denominator(z, None if vecM is None else vecM[...])
+        inv_den = 1.0 / normaliser.denominator(z, vecM[...])
         P, r = P * inv_den[:, None], r * inv_den
         vecZ[...] = z
     matP[...] = P.astype(matP.dtype)
@@ -82,7 +81,7 @@ def parallel_fw_P(
         | operands(x, matQ=chunk, matK=chunk)
         | operands(normaliser and x, vecN_states="bc0")
         | operands(g, vecE="bt", vecU="bt", vecW="bt", vecAbar="bt")
-        | operands(g if normaliser and normaliser.floor_needs_m else None, vecM="bt"),
+        | operands(normaliser and g, vecM="bt"),
         dict(
             matP=(jax.ShapeDtypeStruct((p.BNH, p.S, p.L), x.matQ.dtype), "bt0"),
             vecR=(vector, "bt"),

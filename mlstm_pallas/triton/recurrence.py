@@ -18,7 +18,6 @@ the states once: (tokens (K + V) + B NH NC K V) itemsize.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
@@ -45,7 +44,6 @@ from mlstm_pallas.stages.stage import Launch, clamped
 from mlstm_pallas.stages.step_sums import Operands as StepSums
 from mlstm_pallas.triton import step_sums
 from mlstm_pallas.triton.launch import (
-    Operand,
     PipelinedTiles,
     depth_and_stages,
     floats,
@@ -67,9 +65,9 @@ def _recurrence_kernel(
     X_last,  # out (siz_b_DHQK, siz_b_DHHV), may be absent
     x,  # out (NC, siz_b_DHQK), absent without x_initial
     x_last,  # out (siz_b_DHQK,), absent without x_initial
+    backward,
     *,
     call,
-    backward,
 ):
     num_chunks, siz_b_L = gamma.shape[0], call.tiles.siz_b_LKV
     if num_live is not None:
@@ -77,110 +75,50 @@ def _recurrence_kernel(
     num_tiles = blocks(call.problem.L, siz_b_L)
     owns_x = pl.program_id(0) == 0
 
-    def step(index, carry):
-        XT, vector = carry
-        chunk = num_chunks - 1 - index if backward else index
-        X[chunk, :, :] = XT.astype(X.dtype).T
-        if vector is not None:
+    def store(ref, at, vectors):
+        for vector in vectors:
 
             @pl.when(owns_x)
-            def _():
-                x[chunk, :] = vector
+            def _(vector=vector):
+                ref[at] = vector
+
+    def step(index, carry):
+        XT, vectors = carry
+        chunk = num_chunks - 1 - index if backward else index
+        X[chunk, :, :] = XT.astype(X.dtype).T
+        store(x, chunk, vectors)
 
         def add(tile, carry):
-            XT, vector = carry
+            XT, vectors = carry
             steps = block_at(chunk * num_tiles + tile, siz_b_L)
             rows = a[steps, :]
             if r is not None:
                 scaled = rows.astype(jnp.float32) * r[steps][:, None]
                 rows = scaled.astype(rows.dtype)
-                vector = None if vector is None else vector + jnp.sum(scaled, axis=0)
-            return XT + dot(b[steps, :], rows, call.precision, a_axis=0), vector
+                vectors = [vector + jnp.sum(scaled, axis=0) for vector in vectors]
+            return XT + dot(b[steps, :], rows, call.precision, a_axis=0), vectors
 
         decay = gamma[chunk]
-        return loop(num_tiles, add, (XT * decay, None if vector is None else vector * decay))
+        return loop(num_tiles, add, (XT * decay, [vector * decay for vector in vectors]))
 
-    vector = None if x_initial is None else x_initial[...]
+    vectors = [] if x_initial is None else [x_initial[...]]
     zeros = jnp.zeros((b.shape[1], a.shape[1]), jnp.float32)
     initial = zeros if X_initial is None else X_initial[...].T
-    XT, vector = loop(num_chunks, step, (initial, vector))
+    XT, vectors = loop(num_chunks, step, (initial, vectors))
     if X_last is not None:
         X_last[...] = XT.T
-    if vector is not None:
-
-        @pl.when(owns_x)
-        def _():
-            x_last[...] = vector
+    store(x_last, ..., vectors)
 
 
-def _recurrences_kernel(*, call, backward, heads, **refs):
-    """refs: by field, one per recurrence; backward: one flag per recurrence."""
-    current = divide(pl.program_id(2), heads)
-    for index, flag in enumerate(backward):
-        fields = {name: per_recurrence[index] for name, per_recurrence in refs.items()}
-        run = functools.partial(_recurrence_kernel, **fields, call=call, backward=flag)
-        if len(backward) == 1:
+def _recurrences_kernel(*, call, heads, **fields):
+    """fields: the arguments of ``_recurrence_kernel``, one per recurrence each."""
+    current, each = divide(pl.program_id(2), heads), [*zip(*fields.values(), strict=True)]
+    for index, arguments in enumerate(each):
+        run = functools.partial(_recurrence_kernel, *arguments, call=call)
+        if len(each) == 1:
             run()
         else:
             pl.when(current == index)(run)
-
-
-def _launch(
-    name: str,
-    each: Sequence[Recurrence],
-    call: Launch,
-    splits: range = range(1),
-    num_splits: int = 1,
-) -> list[RecurrenceOutputs]:
-    """One launch of the kernel, for these splits of every ``num_splits`` heads."""
-    p = call.problem
-    heads = p.BNH // num_splits * len(splits)
-
-    def output_head(iv, ik, n):
-        return n if len(each) == 1 else remainder(n, heads)
-
-    def head(*grid):
-        n = output_head(*grid)
-        if num_splits == 1:
-            return n
-        return divide(n, len(splits)) * num_splits + remainder(n, len(splits)) + splits.start
-
-    shapes = [
-        RecurrenceOutputs(
-            X=jax.ShapeDtypeStruct((heads, p.NC, p.DHQK, p.DHHV), x.a.dtype),
-            X_last=floats(heads, p.DHQK, p.DHHV) if x.return_last else None,
-            x=None if x.x_initial is None else floats(heads, p.NC, p.DHQK),
-            x_last=None if x.x_initial is None else floats(heads, p.DHQK),
-        )
-        for x in each
-    ]
-
-    def operands(source: Sequence[Any], **axes: str) -> dict[str, Operand]:
-        return {name: ([getattr(x, name) for x in source], at) for name, at in axes.items()}
-
-    y = kernel_call(
-        _recurrences_kernel,
-        operands(
-            each,
-            a="hsk",
-            b="hsv",
-            r="hs",
-            gamma="h0",
-            X_initial="hkv",
-            x_initial="hk",
-            num_live="h",
-        ),
-        operands(shapes, X="o0kv", X_last="okv", x="o0k", x_last="ok"),
-        name=name,
-        grid=(*call.tiles.grid(p)[:2], len(each) * heads),
-        axes="vkn",
-        sizes=dict(k=call.tiles.siz_b_DHQK, v=call.tiles.siz_b_DHHV),
-        indices=dict(h=head, o=output_head),
-        call=call,
-        backward=[x.backward for x in each],
-        heads=heads,
-    )
-    return [RecurrenceOutputs(*outputs) for outputs in zip(*y.values(), strict=True)]
 
 
 def split_products(
@@ -194,58 +132,100 @@ def split_products(
     """Runs the stage: ``stages/split_products.py``."""
     a, b, r = (splits_as_heads(y, num_splits, call.problem.S) for y in x)
     p = call.problem.split(num_splits).in_splits(1)
-    call = dataclasses.replace(call, problem=p)
+    tiles = dataclasses.replace(call.tiles, num_splits=num_splits)
     whole = Recurrence(a, b, jnp.ones((p.BNH, 1), jnp.float32), None, return_last=True, r=r)
     splits = range(num_splits) if all_splits else range(backward, num_splits - 1 + backward)
-    (outputs,) = _launch("split_products", [whole], call, splits, num_splits)
+    call = dataclasses.replace(call, problem=p, tiles=tiles)
+    (outputs,) = recurrences("split_products", whole, call=call, splits=splits)
     return heads_of_splits(outputs.X_last, len(splits))
 
 
-def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
+def recurrences(
+    name: str, *each: Recurrence, call: Launch, splits: range | None = None
+) -> list[RecurrenceOutputs]:
     """``recurrences`` of stages/recurrence.py, without inner products.
 
     One launch has all of them. With splits, one launch per recurrence before it computes what the
     splits add, and n has kernels of its own. Without splits, a recurrence with x scales a in the
     kernel; any other gets a scaled.
+
+    splits: the call's heads are splits, of which the launch computes these of every num_splits.
     """
-    num_splits, p = call.tiles.num_splits, call.problem
-    if num_splits == 1:
-        return _launch(name, [x.scaled() if x.x_initial is None else x for x in each], call)
-    parts = [_in_splits(x, num_splits, call) for x in each]
-    results = _launch(name, parts, dataclasses.replace(call, problem=p.split(num_splits)))
-    for index, (x, y) in enumerate(zip(each, results, strict=True)):
-        X, X_last = y.X.reshape(p.BNH, p.NC, p.DHQK, p.DHHV), y.X_last
-        if X_last is not None:
-            X_last = heads_of_splits(X_last, num_splits)[:, 0 if x.backward else -1]
-        vectors: tuple[Any, Any] = (None, None)
-        if x.r is not None and x.x_initial is not None:
-            added = _sums(x.a, x.r, call)
-            vectors = vector_states(added, x.gamma, x.x_initial, backward=x.backward)
-        results[index] = RecurrenceOutputs(X, X_last, *vectors)
-    return results
+    whole, num_splits = call.problem, call.tiles.num_splits
+    in_splits = splits is None and num_splits > 1
+    if in_splits:
+        parts = [_in_splits(x, call) for x in each]
+        call = dataclasses.replace(call, problem=whole.split(num_splits))
+    else:
+        parts = [x.scaled() if x.x_initial is None and splits is None else x for x in each]
+    p, splits, count = call.problem, splits or range(num_splits), len(parts)
+    heads, n = p.BNH // num_splits * len(splits), len(splits)
+
+    def output_head(iv, ik, index):
+        return index if count == 1 else remainder(index, heads)
+
+    def head(*grid):
+        index = output_head(*grid)
+        if n == num_splits:
+            return index
+        return divide(index, n) * num_splits + remainder(index, n) + splits.start
+
+    axes = dict(a="hsk", b="hsv", r="hs", gamma="h0", X_initial="hkv", x_initial="hk", num_live="h")
+    X = jax.ShapeDtypeStruct((heads, p.NC, p.DHQK, p.DHHV), parts[0].a.dtype)
+    has_x = parts[0].x_initial is not None
+    X_last = [floats(heads, p.DHQK, p.DHHV) if x.return_last else None for x in parts]
+    y = kernel_call(
+        _recurrences_kernel,
+        {field: ([getattr(x, field) for x in parts], at) for field, at in axes.items()},
+        dict(
+            X=([X] * count, "o0kv"),
+            X_last=(X_last, "okv"),
+            x=([floats(heads, p.NC, p.DHQK) if has_x else None] * count, "o0k"),
+            x_last=([floats(heads, p.DHQK) if has_x else None] * count, "ok"),
+        ),
+        name=name,
+        grid=(*call.tiles.grid(p)[:2], count * heads),
+        axes="vkn",
+        sizes=dict(k=call.tiles.siz_b_DHQK, v=call.tiles.siz_b_DHHV),
+        indices=dict(h=head, o=output_head),
+        call=call,
+        backward=[x.backward for x in parts],
+        heads=heads,
+    )
+    outputs = [RecurrenceOutputs(*x) for x in zip(*y.values(), strict=True)]
+    if in_splits:
+        return [_of_heads(x, y, whole, call) for x, y in zip(each, outputs, strict=True)]
+    return outputs
 
 
 recurrent_fw_C = functools.partial(fw_C.recurrent_fw_C, recurrences=recurrences)
 recurrent_bw_dC = functools.partial(dC.recurrent_bw_dC, recurrences=recurrences)
 
 
-def _sums(a: Array, r: Array, call: Launch) -> Array:
-    """sum_t r_t a_t of each chunk, (B * NH, NC, DHQK), in tiles of up to 64 x 64."""
-    p, tiles = call.problem, step_sums.Tiles(clamped(64, call.problem.DHQK), num_warps=4)
-    call = dataclasses.replace(call, problem=p.in_chunks_of(64), tiles=tiles)
-    sums = step_sums.step_sums(StepSums(a, r), call=call)
-    return jnp.sum(sums.reshape(p.BNH, p.NC, -1, p.DHQK), axis=2)
-
-
-def _in_splits(x: Recurrence, num_splits: int, call: Launch) -> Recurrence:
+def _in_splits(x: Recurrence, call: Launch) -> Recurrence:
     """The recurrence of C on splits, from the states before them."""
-    x, S = x.scaled(), call.problem.S
+    x, S, num_splits = x.scaled(), call.problem.S, call.tiles.num_splits
     decays = decays_in_splits(x.gamma, num_splits, S, backward=x.backward)
     operands = Operands(x.a, x.b, decays)
     products = split_products(operands, num_splits=num_splits, backward=x.backward, call=call)
     states = split_states(products, x.gamma, x.X_initial, backward=x.backward)
     a, b, gamma = (splits_as_heads(y, num_splits, S) for y in (x.a, x.b, x.gamma))
     return dataclasses.replace(x, a=a, b=b, gamma=gamma, X_initial=states, num_live=None)
+
+
+def _of_heads(x: Recurrence, y: RecurrenceOutputs, p: Problem, call: Launch) -> RecurrenceOutputs:
+    """The outputs of whole heads, from those of splits; x is computed here."""
+    X, X_last = y.X.reshape(p.BNH, p.NC, p.DHQK, p.DHHV), y.X_last
+    if X_last is not None:
+        X_last = heads_of_splits(X_last, call.tiles.num_splits)[:, 0 if x.backward else -1]
+    vectors: tuple[Any, Any] = (None, None)
+    if x.r is not None and x.x_initial is not None:
+        tiles = step_sums.Tiles(clamped(64, p.DHQK), num_warps=4)  # of up to 64 x 64
+        call = dataclasses.replace(call, problem=p.in_chunks_of(64), tiles=tiles)
+        sums = step_sums.step_sums(StepSums(x.a, x.r), call=call)
+        added = jnp.sum(sums.reshape(p.BNH, p.NC, -1, p.DHQK), axis=2)
+        vectors = vector_states(added, x.gamma, x.x_initial, backward=x.backward)
+    return RecurrenceOutputs(X, X_last, *vectors)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,12 +65,12 @@ def _recurrent_fw_H_kernel(
     row_tiles = [pl.ds(start, siz_b_DHQK) for start in range(0, rows, siz_b_DHQK)]
     first: Any = 0
     chunks, has_state = S // L, True
-    if parts is None:
 
-        def steps_of(chunk):
-            """The steps of a chunk in q, v and h."""
-            return block_at(chunk, L)
-    else:
+    def steps_of(chunk):
+        """The steps of a chunk in q, v and h."""
+        return block_at(chunk, L) if parts is None else pl.ds(begin + chunk * L, L)
+
+    if parts is not None:
         part, N = pl.program_id(1), parts.begins.shape[0] - 3
         begin, end = parts.begins[part], parts.begins[part + 1]
         # It is read ahead, also by a part without chunks.
@@ -81,9 +81,6 @@ def _recurrent_fw_H_kernel(
         )
         all_chunks = divide(end - begin + (L - 1), L)
         chunks = lax.select(part > N, np.int32(0), all_chunks)
-
-        def steps_of(chunk):
-            return pl.ds(begin + chunk * L, L)
 
         @each(all_chunks - chunks)
         def _(chunk):
@@ -170,8 +167,8 @@ def recurrent_fw_H(
     if chunks is not None:
         N, state, axes = chunks.N, "n", "ipb"
         grid = grid[0], N + 2, grid[1]
-        if C_initial is not None:
-            C_initial = C_initial.reshape(-1, p.DHQK, p.DHHV)
+    if C_initial is not None:
+        C_initial = C_initial.reshape(-1, p.DHQK, p.DHHV)
     stored = blocks(p.NC, store_every or p.NC)
     y: dict[str, Any] = dict(matH=None)
     lasts = []

@@ -51,9 +51,9 @@ def _recurrent_step_kernel(
     columns, in_columns = _block(pl.program_id(0), siz_b_DHHV, DHHV)
     num_blocks = -(-DHQK // siz_b_DHQK)
 
-    q_at, k_at, v_at = (vecQ, 0), (vecK, 0), (vecV, 0)
+    *qk, v_at = (vecQ, 0), (vecK, 0), (vecV, 0)
     if vecK is None:
-        k_at, v_at = (vecQ, DHQK), (vecQ, 2 * DHQK)
+        *qk, v_at = (vecQ, 0), (vecQ, DHQK), (vecQ, 2 * DHQK)
 
     def load_vector(at, block, inside):
         ref, offset = at
@@ -63,7 +63,7 @@ def _recurrent_step_kernel(
     def load(ik):
         rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
         C = masked_load(matC.at[rows, columns], _outer(in_rows, in_columns))
-        q, k = (load_vector(at, rows, in_rows)[:, None] for at in (q_at, k_at))
+        q, k = (load_vector(at, rows, in_rows)[:, None] for at in qk)
         return C, q, k
 
     def update(ik, loaded, num):
@@ -80,11 +80,11 @@ def _recurrent_step_kernel(
 
     # The first block is loaded before anything waits.
     loaded = load(jnp.zeros((), jnp.int32))
-    gates = (scaI[...], scaF[...]) if scaF is not None else (scaI[0], scaI[1])
+    gates = (scaI[0], scaI[1]) if scaF is None else (scaI[...], scaF[...])
     i, f = (gate.astype(jnp.float32) for gate in gates)
     v = load_vector(v_at, columns, in_columns)
     whole, in_whole = _block(jnp.zeros((), jnp.int32), _at_least_a_tile(DHQK), DHQK)
-    q, k = (load_vector(at, whole, in_whole) for at in (q_at, k_at))
+    q, k = (load_vector(at, whole, in_whole) for at in qk)
     n = load_vector((vecN if before is None else before, 0), whole, in_whole)
     m = None
     if scaM is not None:
