@@ -14,7 +14,7 @@ from mosaic_gpu_cases import CASES, RACE
 from oracle import cotangents_for, gradients_of_call, needs_mosaic_gpu, random_inputs
 
 from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.copies import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.launch import mosaic_call, plgpu, tile_transforms
 
 pytestmark = needs_mosaic_gpu

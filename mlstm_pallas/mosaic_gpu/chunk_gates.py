@@ -19,7 +19,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from mlstm_pallas.formulas.gates import (
     stabiliser_sources,
     two_sum,
 )
-from mlstm_pallas.formulas.tiles import divide, loop, remainder
+from mlstm_pallas.formulas.tiles import loop
 from mlstm_pallas.mosaic_gpu.chunk_scans import (
     LANES,
     STEPS,
@@ -51,7 +51,7 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
     shifted,
     store_rows,
 )
-from mlstm_pallas.mosaic_gpu.launch import block, float32, mosaic_call, plgpu
+from mlstm_pallas.mosaic_gpu.launch import block, float32, mosaic_call, plgpu, unravel
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import InputGate, Problem, next_power_of_two
 from mlstm_pallas.stages.chunk_gates import Operands
@@ -115,28 +115,20 @@ def _local_gates(vecs_gmem, scans_smem, p, input_gate):
     return LocalGates(b, e, largest, offset), (f, log_f, restarts, begins)
 
 
-class _Chunk(NamedTuple):
-    """A chunk of a CTA. One beyond the last chunk has the head and the index of the last one."""
-
-    exists: Array
-    head: Array
-    c: Array
-
-
 def _chunks_of_cta(p):
+    """Whether each chunk of a CTA exists, its head, and its index.
+
+    One beyond the last chunk has the head and the index of the last one.
+    """
     chunks, last = _rows(p) * STEPS // p.L, p.BNH * p.NC - 1
     first = lax.axis_index("cta") * chunks
     indices = [first + chunk for chunk in range(chunks)]
-    clamped = [lax.min(index, np.int32(last)) for index in indices]
-    return [
-        _Chunk(index <= last, divide(at, p.NC), remainder(at, p.NC))
-        for index, at in zip(indices, clamped, strict=True)
-    ]
+    return [(x <= last, *unravel(lax.min(x, np.int32(last)), p.NC)) for x in indices]
 
 
 def _store_per_chunk(chunks, store):
-    for j, chunk in enumerate(chunks):
-        pl.when(chunk.exists)(functools.partial(store, j, chunk))
+    for j, (exists, *place) in enumerate(chunks):
+        pl.when(exists)(functools.partial(store, j, *place))
 
 
 def _summaries_kernel(
@@ -154,9 +146,9 @@ def _summaries_kernel(
     summaries = jnp.where(reset, -_INF, added), largest
     ends = ends_of_chunks(summaries, p.L // STEPS, scans_smem["ends"].at[1])
 
-    def store(j, chunk):
+    def store(j, head, c):
         for ref, x in zip((g_gmem, a_gmem), ends, strict=True):
-            ref[chunk.head, chunk.c] = x[j]
+            ref[head, c] = x[j]
 
     _store_per_chunk(_chunks_of_cta(p), store)
 
@@ -223,8 +215,7 @@ def _gates_kernel(
         store_rows(flags_gmem.at[cta], gates.join_flags(local.vecE, u, m, m_before, *log_gates))
     (decays,) = ends_of_chunks([decay], chunk_rows, scans_smem["ends"].at[0])
 
-    def store(j, chunk):
-        _, head, c = chunk
+    def store(j, head, c):
         gamma_gmem[head, c] = decays[j]
         if m_states_gmem is not None:
             m_states_gmem[head, c + 1] = bounds[j][1]
@@ -285,7 +276,7 @@ def chunk_gates(
     p, scaM_states = call.problem, x.scaM_states
     if scaM_states is None and input_gate is InputGate.SIGMOID:
         scaM_states = jnp.zeros((p.BNH, p.NC + 1), x.scaM_initial.dtype)
-    m: dict[str, Any] = dict.fromkeys(("m_initial_gmem", "summaries_gmem", "m_after_gmem"), None)
+    m: dict[str, Any] = dict.fromkeys(("m_initial_gmem", "summaries_gmem", "m_after_gmem"))
     if scaM_states is None:
         m["m_initial_gmem"] = x.scaM_initial
         summaries = dict.fromkeys(("g_gmem", "a_gmem"), float32(p.BNH, _padded_chunks(p)))

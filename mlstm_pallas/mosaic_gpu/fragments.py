@@ -1,16 +1,20 @@
 """Tiles in the registers of a warpgroup, in the layout of an accumulator, and vectors beside them.
 
-A vector has one element per row of a tile (BY_ROWS) or per column (BY_COLUMNS).
+A vector has one element per row of a tile (BY_ROWS) or per column (BY_COLUMNS). The kernels that
+compute P write tiles of P and dP, and sum W = dP * scores over them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
+from mlstm_pallas.formulas.gate_gradients import TileSums
+from mlstm_pallas.formulas.normaliser import Normaliser
 from mlstm_pallas.formulas.tiles import blocks, loop
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.launch import (
@@ -18,10 +22,12 @@ from mlstm_pallas.mosaic_gpu.launch import (
     BY_ROWS,
     WG_ROWS,
     block,
+    float32,
     load,
     load_float32,
     plgpu,
 )
+from mlstm_pallas.problem.dimensions import Problem
 
 _LOG2_E = float(np.log2(np.e))
 
@@ -31,9 +37,17 @@ def across_columns(x: jax.Array, columns: int = WG_ROWS) -> jax.Array:
     return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
 
 
-def across_rows(x: jax.Array, rows: int = WG_ROWS) -> jax.Array:
+def across_rows(x: jax.Array) -> jax.Array:
     """x[None, :], repeated; x is BY_COLUMNS."""
-    return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
+    return lax.broadcast_in_dim(x, (WG_ROWS, x.shape[0]), [1])
+
+
+def load_or_zeros(ref, index, layout=plgpu.Layout.WGMMA):
+    """A part of an array in global memory; zeros if the reference is absent."""
+    if ref is None:
+        shape: Any = [x.size for x in index if isinstance(x, pl.Slice)]
+        return products.zeros(*shape, layout=layout)
+    return load(ref.at[index], layout, optimized=False)
 
 
 def load_by_rows(ref, *index):
@@ -62,13 +76,78 @@ def q_times_n(q_tile: Callable[[Any], Any], n, *chunk) -> jax.Array:
     return loop(tiles, add, products.zeros(WG_ROWS, WG_ROWS))
 
 
+def score_operands(x, normaliser: Normaliser | None) -> dict[str, Any]:
+    """The inputs, by name, of a kernel that computes P: queries, keys and what weights them.
+
+    n_gmem is None without a normaliser, and m_gmem also if the floor does not need it.
+    """
+    g, needs_m = x.gates.per_step(), normaliser is not None and normaliser.floor_needs_m
+    return dict(
+        q_gmem=x.matQ,
+        k_gmem=x.matK,
+        n_gmem=None if normaliser is None else x.vecN_states,
+        e_gmem=g.vecE,
+        u_gmem=g.vecU,
+        w_gmem=g.vecW,
+        m_gmem=g.vecM if needs_m else None,
+    )
+
+
 def decay_tile(e: Iterable[jax.Array], u: Iterable[jax.Array]) -> jax.Array:
     """exp(e_s - u_t) with queries t in rows and keys s in columns; e and u are (hi, lo).
 
     It is unbounded where s > t.
     """
-    hi, lo = (
-        across_rows(x, y.shape[0]) - across_columns(y, x.shape[0])
-        for x, y in zip(e, u, strict=True)
-    )
+    hi, lo = (across_rows(x) - across_columns(y, x.size) for x, y in zip(e, u, strict=True))
     return jnp.exp2(hi * _LOG2_E + lo * _LOG2_E)
+
+
+def write_tiles(
+    P,
+    dP,
+    scores: jax.Array,
+    dA: jax.Array,
+    e: Iterable[jax.Array],
+    queries: Sequence[Any],
+    mask: jax.Array | None,
+    scale: float,
+) -> jax.Array:
+    """Writes P and dP to shared memory; returns W.
+
+    Args:
+      P, dP: references to one tile each.
+      scores, dA: q k^T and dh v^T.
+      e: see ``decay_tile``.
+      queries: u_hi, u_lo, 1 / den_t and dz_t den_t. The last two are None without a normaliser; the
+        last one is also None if it is 0 everywhere.
+      mask: where s <= t; None: everywhere.
+    """
+    *u, inv_den, dz_den = queries
+    columns = scores.shape[1]
+
+    def scaled(x):
+        return x * (scale if inv_den is None else across_columns(inv_den * scale, columns))
+
+    D = decay_tile(e, u)
+    D = D if mask is None else jnp.where(mask, D, 0.0)
+    scores = D * scores
+    products.store(P, scaled(scores).astype(P.dtype))
+    dA = scaled(dA if dz_den is None else dA + across_columns(dz_den, columns))
+    products.store(dP, (D * dA).astype(dP.dtype))
+    return scores * dA
+
+
+def w_sum_shapes(p: Problem) -> TileSums:
+    """The output "pairs" of a kernel that sums W.
+
+    per_query: the sums of W_ts over s < t in each tile of 64 keys; per_key: the sums over t > s in
+    each tile of 64 queries; diagonal: W_tt.
+    """
+    per_tile: Any = float32(p.BNH, p.L // WG_ROWS, p.S)
+    per_step: Any = float32(p.BNH, p.S)
+    return TileSums(per_tile, per_tile, per_step)
+
+
+def tile_pairs(sums: TileSums, p: Problem) -> TileSums:
+    """The sums that a kernel wrote to outputs of ``w_sum_shapes``, by chunk."""
+    return TileSums(*(x.reshape(*x.shape[:-1], p.NC, p.L // WG_ROWS, WG_ROWS) for x in sums))

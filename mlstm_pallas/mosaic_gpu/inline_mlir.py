@@ -77,6 +77,8 @@ def copy_steps(steps, tile, barrier=None, size=None) -> None:
     # A group consists of parts as wide as the swizzle, one after another.
     parts = launch_context.TileTransform(tiling[1:]), launch_context.TransposeTransform((1, 0, 2))
 
+    one_part = columns == tiling[1]
+
     def start(context, array, tile, *scalars):
         index = ir.IndexType.get()
         *at, count, address = (x.registers.item() for x in scalars)
@@ -107,31 +109,27 @@ def copy_steps(steps, tile, barrier=None, size=None) -> None:
             )
 
         leader = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
-        one_part = columns == tiling[1]
         whole, transform, rows_of_piece = ((), (), 1) if one_part else (groups, parts, GROUP)
         if one_part:
             tile = utils.memref_reshape(tile, (rows, columns))
-        if one_part and size is None:
-            copy(tile, first, rows, whole, leader)
-        else:
-            at_once = arith.cmpi(arith.CmpIPredicate.eq, count, _i32(0))
-            copy(tile, first, rows, whole, arith.andi(leader, at_once))
+        at_once = arith.cmpi(arith.CmpIPredicate.eq, count, _i32(0))
+        copy(tile, first, rows, whole, arith.andi(leader, at_once))
 
-            def piece(g, carry):
-                row = arith.addi(first, arith.muli(g, _i32(rows_of_piece)))
-                place = arith.index_cast(index, g)
-                part = utils.memref_slice(tile, utils.ds(place, 1) if one_part else place)
-                copy(part, row, rows_of_piece, transform, leader)
-                return carry
+        def piece(g, carry):
+            row = arith.addi(first, arith.muli(g, _i32(rows_of_piece)))
+            place = arith.index_cast(index, g)
+            part = utils.memref_slice(tile, utils.ds(place, 1) if one_part else place)
+            copy(part, row, rows_of_piece, transform, leader)
+            return carry
 
-            utils.fori(count, [])(piece)
+        utils.fori(count, [])(piece)
 
         if full is None:
             nvvm.cp_async_bulk_commit_group()
 
     address = 0 if barrier is None else barrier_address(barrier)
     at = *steps.before, steps.start, *steps.behind, steps.column
-    count = groups_alone(steps.start, steps.S, rows)
+    count = 0 if one_part else groups_alone(steps.start, steps.S, rows)
     if size is not None:
         count = jnp.where(size == rows, np.int32(0), size)
     scalars = [jnp.asarray(x, jnp.int32) for x in (*at, count, address)]

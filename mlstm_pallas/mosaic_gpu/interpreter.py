@@ -28,14 +28,11 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.mosaic_gpu.interpretable import current
+from mlstm_pallas.mosaic_gpu.launch import plgpu
+from mlstm_pallas.mosaic_gpu.products import interpreter
 
 gpu_interpreter: Any = gpu_callbacks  # jax 0.10 lacks parts of it
 Region = list[tuple[Any, Any]]  # start and size along the first axes; all other axes are whole
-
-
-class _Accumulator(NamedTuple):
-    shape: tuple[int, ...]
 
 
 class _Product(NamedTuple):
@@ -59,8 +56,7 @@ class Interpreter:
     Methods that take a ``_Warpgroup`` run on the host, in the order of the calls.
     """
 
-    def __init__(self, plgpu, kernel: str, warpgroups: int) -> None:
-        self.plgpu = plgpu  # only launch.py imports it
+    def __init__(self, kernel: str, warpgroups: int) -> None:
         self.kernel = kernel
         self._warpgroups = [_Warpgroup(wg, {}, [], []) for wg in range(warpgroups)]
         self._names: dict[int, tuple[Any, str]] = {}  # by id: the object and its name
@@ -73,29 +69,29 @@ class Interpreter:
         for path, x in jax.tree.leaves_with_path(dict(scratch)):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             self._names[id(_base(x))] = _base(x), name
-        token = current.set(self)
+        token = interpreter.set(self)
         try:
             self._call(self._begin)
             yield
             self._call(self._finish)
         finally:
-            current.reset(token)
+            interpreter.reset(token)
             self._names.clear()
 
-    def add(self, accumulator: _Accumulator, a, b) -> None:
+    def add(self, accumulator: jax.ShapeDtypeStruct, a, b) -> None:
         shared = [x for x in (a, b) if not isinstance(x, jax.Array)]
         names = [self._name(x) for x in shared]
-        product = jnp.dot(_loaded(a), _loaded(b), preferred_element_type=jnp.float32)
+        loaded = (x if isinstance(x, jax.Array) else x[...] for x in (a, b))
+        product = jnp.dot(*loaded, preferred_element_type=jnp.float32)
         values = [*map(_region, shared)], product
         self._call(self._add, self._name(accumulator), names, values=values)
 
     def wait(self, pending: int) -> None:
         self._call(self._wait, pending)
 
-    def read(self, accumulator: _Accumulator, pending: int):
+    def read(self, accumulator: jax.ShapeDtypeStruct, pending: int):
         self.wait(pending)
-        value = jax.ShapeDtypeStruct(accumulator.shape, jnp.float32)
-        return self._call(self._read, self._name(accumulator), result=value)
+        return self._call(self._read, self._name(accumulator), result=accumulator)
 
     def all_from_zeros(self, issue: Callable[..., Any], *shapes: tuple[int, int]):
         return self._accumulated(issue, [jnp.zeros(shape, jnp.float32) for shape in shapes])
@@ -106,7 +102,7 @@ class Interpreter:
     def _accumulated(self, issue: Callable[..., Any], initial: Sequence[jax.Array]):
         sums = [*map(self._accumulator, initial)]
         results = issue(*sums), *(self.read(x, 0) for x in sums)
-        self.plgpu.commit_smem()
+        plgpu.commit_smem()
         return results
 
     def sum_over_rows(self, x: jax.Array, scratch) -> jax.Array:
@@ -126,10 +122,10 @@ class Interpreter:
 
     def copy_in(self, source, tile, barrier) -> None:
         self.guard(barrier, tile)
-        self.plgpu.copy_gmem_to_smem(source, tile, barrier)
+        plgpu.copy_gmem_to_smem(source, tile, barrier)
 
     def copy_out(self, tile, destination, where=None, size=None) -> None:
-        copy = self.plgpu.copy_smem_to_gmem
+        copy = plgpu.copy_smem_to_gmem
         if size is not None:
             where = size == tile.shape[0]
             for row in range(tile.shape[0]):
@@ -147,34 +143,33 @@ class Interpreter:
 
     def acquire(self, full, empty) -> None:
         if empty is None:
-            self.plgpu.barrier_wait(full)
+            plgpu.barrier_wait(full)
         else:
             self._full[self._name(empty)] = self._name(full)
-            self._block(full, self._acquire, empty)
+            self._block(full, empty)
 
     def wait_empty(self, empty) -> None:
-        self._block(empty, self._wait_empty, empty)
+        self._block(empty, empty)
 
     def release(self, *barriers) -> None:
         for barrier in barriers:
             self._call(self._release, self._name(barrier), values=_slot(barrier))
-        self.plgpu.commit_smem()
+        plgpu.commit_smem()
         for barrier in barriers:
-            self.plgpu.barrier_arrive(barrier)
+            plgpu.barrier_arrive(barrier)
 
     def separate(self, scratch: Mapping[str, Any]):
         """The scratch with each ``one_of`` as a list: the race detector does not know slots."""
         return jax.tree.map(
-            lambda x: list(x.refs) if isinstance(x, self.plgpu.RefUnion) else x, dict(scratch)
+            lambda x: list(x.refs) if isinstance(x, plgpu.RefUnion) else x, dict(scratch)
         )
 
     def _name(self, x) -> str:
         x = _base(x)
-        unnamed = f"{type(x).__name__.strip('_').lower()} {len(self._names)}"
-        return self._names.setdefault(id(x), (x, unnamed))[1]
+        return self._names.setdefault(id(x), (x, f"accumulator {len(self._names)}"))[1]
 
-    def _accumulator(self, initial: jax.Array) -> _Accumulator:
-        accumulator = _Accumulator(initial.shape)
+    def _accumulator(self, initial: jax.Array) -> jax.ShapeDtypeStruct:
+        accumulator = jax.ShapeDtypeStruct(initial.shape, jnp.float32)
         self._call(self._start, self._name(accumulator), values=initial)
         return accumulator
 
@@ -185,11 +180,12 @@ class Interpreter:
 
         return io_callback(on_host, result, lax.axis_index("wg"), values, ordered=True)
 
-    def _block(self, barrier, check, empty) -> None:
-        """Waits on the barrier after the check; the index depends on it, so XLA keeps the order."""
-        zero = self._call(check, self._name(empty), values=_slot(empty), result=np.int32(0))
+    def _block(self, barrier, empty) -> None:
+        """Waits on the barrier after a check; the index depends on it, so XLA keeps the order."""
+        check = functools.partial(self._may_wait, self._name(empty), barrier is not empty)
+        zero = self._call(check, values=_slot(empty), result=np.int32(0))
         [(index, _)] = _slot(barrier) or [(0, 1)]
-        self.plgpu.barrier_wait(_base(barrier).at[index + zero])
+        plgpu.barrier_wait(_base(barrier).at[index + zero])
 
     def _begin(self, wg: _Warpgroup, _) -> None:
         self._warpgroups[wg.index] = _Warpgroup(wg.index, {}, [], [])
@@ -216,14 +212,12 @@ class Interpreter:
             if name in names and _overlap(own, region):
                 self._refuse(wg, f"{doing} {name}, which a running product reads")
 
-    def _acquire(self, name: str, wg: _Warpgroup, slot: Region) -> None:
+    def _may_wait(self, name: str, acquires: bool, wg: _Warpgroup, slot: Region) -> None:
         if (barrier := _indexed(name, slot)) in wg.acquired:
-            self._refuse(wg, f"acquires {barrier} again", "release")
-        wg.acquired.append(barrier)
-
-    def _wait_empty(self, name: str, wg: _Warpgroup, slot: Region) -> None:
-        if (barrier := _indexed(name, slot)) in wg.acquired:
-            self._refuse(wg, f"waits for {barrier}, which it has itself", "release")
+            waits = f"waits for {barrier}, which it has itself"
+            self._refuse(wg, f"acquires {barrier} again" if acquires else waits, "release")
+        if acquires:
+            wg.acquired.append(barrier)
 
     def _release(self, name: str, wg: _Warpgroup, slot: Region) -> None:
         if (barrier := _indexed(name, slot)) not in wg.acquired:
@@ -246,10 +240,6 @@ class Interpreter:
         alone = len(self._warpgroups) == 1
         gpu_interpreter._get_shared_memory().set_failed(error, top_level=alone)
         raise error
-
-
-def _loaded(x) -> jax.Array:
-    return x if isinstance(x, jax.Array) else x[...]
 
 
 def _base(x):

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from mlstm_pallas.formulas.tiles import divide, remainder
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
 
 plgpu: Any = mosaic_gpu  # it has no type annotations
@@ -63,7 +64,7 @@ def mosaic_call(
         if interpret:
             from mlstm_pallas.mosaic_gpu.interpreter import Interpreter
 
-            interpreter = Interpreter(plgpu, name, warpgroups)
+            interpreter = Interpreter(name, warpgroups)
 
         def entry(*refs, **scratch_refs):
             with interpreter.traced(scratch_refs) if interpreter else contextlib.nullcontext():
@@ -163,6 +164,11 @@ def block(index, size: int):
 def aligned(start, size: int):
     """The slice of ``size`` elements from a multiple of ``size`` on."""
     return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, size), size)
+
+
+def unravel(index, n: int) -> tuple[Any, Any]:
+    """The row and the column of an element of an array with n columns."""
+    return divide(index, n), remainder(index, n)
 
 
 def one_of(*tiles):

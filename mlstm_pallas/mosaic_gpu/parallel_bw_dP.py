@@ -19,7 +19,7 @@ twice as much through the L2.
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,16 @@ from mlstm_pallas.formulas.normaliser import (
     NormaliserGradients,
     query_scale,
 )
-from mlstm_pallas.formulas.tiles import blocks, divide, each, loop, remainder
+from mlstm_pallas.formulas.tiles import blocks, divide, each
 from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
-from mlstm_pallas.mosaic_gpu.fragments import load_by_rows, rows_and_columns
-from mlstm_pallas.mosaic_gpu.gradient_tiles import tile_pairs, w_sum_shapes, write_tiles
+from mlstm_pallas.mosaic_gpu.copies import CopyRing, head_of, ring_barriers
+from mlstm_pallas.mosaic_gpu.fragments import (
+    load_by_rows,
+    rows_and_columns,
+    tile_pairs,
+    w_sum_shapes,
+    write_tiles,
+)
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
@@ -51,11 +56,11 @@ from mlstm_pallas.mosaic_gpu.launch import (
     plgpu,
     shared_tiles,
     tile_transforms,
+    unravel,
 )
 from mlstm_pallas.mosaic_gpu.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel, persistent_call
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
-from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients
@@ -65,13 +70,6 @@ TILE = 128  # queries per item, and keys
 DEPTH = 64  # columns that a step multiplies
 H_STAGES = 3  # tiles of h in shared memory
 SLICE = 32  # keys whose P and dP a warpgroup computes at a time; more would take too many registers
-
-
-class _Item(NamedTuple):
-    head: Any
-    chunk: Any
-    i: Any  # tile of queries
-    j: Any  # tile of keys, at most i
 
 
 def _items_of_chunk(p: Problem) -> int:
@@ -109,14 +107,12 @@ class _Kernel(PersistentKernel):
             self.h_ring = CopyRing(refs.h_barriers, items * self.steps_v, self.copy_h)
             self.rings.append(self.h_ring)
 
-    def item(self, index) -> _Item:
-        items_of_chunk = _items_of_chunk(self.p)
-        index = self.item_of(index)
-        x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
+    def item(self, index):
+        """The head, the chunk, the tile of queries and the tile of keys, which is not later."""
+        chunk, x = unravel(self.item_of(index), _items_of_chunk(self.p))
         later = (x >= m * (m + 1) // 2 for m in range(1, blocks(self.p.L, TILE)))
         i: Any = sum((lax.convert_element_type(y, jnp.int32) for y in later), np.int32(0))
-        j = x - divide(i * (i + 1), 2)
-        return _Item(*self.head_and_chunk(chunk), i, j)
+        return *self.head_and_chunk(chunk), i, x - divide(i * (i + 1), 2)
 
     def tile(self, chunk, tile):
         """The index of a chunk's tile in the sequence."""
@@ -142,10 +138,10 @@ class _Kernel(PersistentKernel):
         pl.when(x == self.last)(vectors)
 
     def copy_h(self, step, copy) -> None:
-        head, chunk, i, _ = self.item(divide(step, self.steps_v))
-        rows = block(self.tile(chunk, i), TILE)
-        columns = block(remainder(step, self.steps_v), DEPTH)
-        copy(head_of(self.refs.h_gmem, head, self.p).at[rows, columns], self.refs.h_smem)
+        index, x = unravel(step, self.steps_v)
+        head, chunk, i, _ = self.item(index)
+        place = block(self.tile(chunk, i), TILE), block(x, DEPTH)
+        copy(head_of(self.refs.h_gmem, head, self.p).at[place], self.refs.h_smem)
 
     def multiply(self) -> None:
         each(self.num_items)(functools.partial(_multiply, self))
@@ -158,36 +154,38 @@ def _scores_dA_and_delta(cta: _Kernel, index, first, tile_rows):
       first: the item's first step in the ring.
       tile_rows: the warpgroup's rows in the tile.
     """
-    ring, h_ring, steps_k = cta.ring, cta.h_ring, cta.steps_k
+    ring, h_ring = dataclasses.replace(cta.ring, item=index), cta.h_ring
 
-    def add(accumulator, start, count, delta=None):
-        def one(x, delta):
-            step = first + start + x
-            slot = ring.wait(step)
+    def issue_to(accumulator):
+        def issue(_, slot, delta):
             products.add(accumulator, cta.left.at[slot, tile_rows], cta.right.at[slot].T)
-            products.wait(1)
-            pl.when(start + x > 0)(lambda: ring.release(step - 1))
-            if delta is not None:
-                h_step = index * cta.steps_v + x
-                h_slot = h_ring.wait(h_step)
-                dh = load_float32(cta.left.at[slot, tile_rows])
-                h = load_float32(cta.refs.h_smem.at[h_slot, tile_rows])
-                h_ring.release(h_step)
-                delta += products.sum_over_columns(dh * h)
-                h_ring.refill(h_step)
-            pl.when(step > 0)(lambda: ring.refill(step - 1, item=index))
             return delta
 
-        return loop(count, one, delta)
+        return issue
+
+    def add_delta(x, slot, delta):
+        step = index * cta.steps_v + x
+        h_slot = h_ring.wait(step)
+        dh = load_float32(cta.left.at[slot, tile_rows])
+        h = load_float32(cta.refs.h_smem.at[h_slot, tile_rows])
+        h_ring.release(step)
+        delta += products.sum_over_columns(dh * h)
+        h_ring.refill(step)
+        return delta
 
     def issue(scores_acc, dA_acc):
-        add(scores_acc, 0, steps_k)
-        delta = None
-        if h_ring is not None:
-            delta = products.zeros(WG_ROWS, layout=BY_ROWS)
-        delta = add(dA_acc, steps_k, cta.steps_v, delta)
+        ring.multiply(first, cta.steps_k, issue_to(scores_acc))
+        delta = products.zeros(WG_ROWS, layout=BY_ROWS) if h_ring else None
+        delta = ring.multiply(
+            first + cta.steps_k,
+            cta.steps_v,
+            issue_to(dA_acc),
+            add_delta if h_ring else None,
+            delta,
+            follows=True,
+        )
         products.wait(0)
-        ring.advance(first + cta.last - 1, item=index)
+        ring.advance(first + cta.last - 1)
         return delta
 
     return products.all_from_zeros(issue, (WG_ROWS, TILE), (WG_ROWS, TILE))
@@ -267,20 +265,15 @@ def parallel_bw_dP(
     y = persistent_call(
         _Kernel,
         "parallel_bw_dP",
+        x,
         call,
         {"P": matrix, "dP": matrix, "pairs": w_sum_shapes(p), "delta": delta},
         call.tiles.scratch(p, dtype, reads_h=reads_h),
-    )(
-        q_gmem=x.matQ,
-        k_gmem=x.matK,
-        v_gmem=x.matV,
-        dh_gmem=x.matDeltaH,
         h_gmem=x.matH,
         e_gmem=g.vecE,
         u_gmem=g.vecU,
         inv_den_gmem=slopes.vecInvDen,
         slope_gmem=slopes.vecDzDen if reads_h else None,
-        live_gmem=x.live and x.live.live_first(),
     )
     queries = ScaledRows(x.matQ, query_scale(g.vecW, p.qk_scale, slopes.vecInvDen))
     keys = ScaledRows(x.matK, g.vecAbar) if return_keys else None

@@ -15,7 +15,6 @@ what two items of 128 x 128 read, and the rate of the L2 limits this stage.
 """
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
@@ -26,12 +25,17 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
-from mlstm_pallas.formulas.tiles import blocks, divide, each, loop, remainder
+from mlstm_pallas.formulas.tiles import blocks, each, loop
 from mlstm_pallas.mosaic_gpu import parallel_bw_dQKV_by_chunk as chunkwise
 from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
-from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows, load_by_rows
-from mlstm_pallas.mosaic_gpu.gradient_tiles import tile_pairs, w_sum_shapes
+from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_out, head_of, ring_barriers, write_out
+from mlstm_pallas.mosaic_gpu.fragments import (
+    across_columns,
+    across_rows,
+    load_by_rows,
+    tile_pairs,
+    w_sum_shapes,
+)
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     WG_ROWS,
@@ -43,13 +47,10 @@ from mlstm_pallas.mosaic_gpu.launch import (
     one_of,
     plgpu,
     shared_tiles,
+    unravel,
 )
-from mlstm_pallas.mosaic_gpu.limits import (
-    MOVES_REGISTERS,
-    RingTiles,
-)
+from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS, RingTiles
 from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel, persistent_call
-from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
@@ -61,13 +62,7 @@ FEW_ITEMS = 3  # per CTA
 _PARTS = [slice(j, j + WG_ROWS) for j in range(0, COLUMNS, WG_ROWS)]
 
 
-class _Role(enum.IntEnum):
-    """The output to which an item belongs."""
-
-    DQ = 0
-    DK = 1
-    DV = 2
-    STATES = 3
+_DQ, _DK, _DV, _STATES = _ROLES = range(4)  # the output to which an item belongs
 
 
 class _Items(NamedTuple):
@@ -96,33 +91,31 @@ def _items_of_chunk(roles: Sequence[_Items]) -> int:
     return sum(x.rows * x.columns for x in roles)
 
 
-def _by_role(role: Array, values: Sequence[Any]):
-    x: Any = np.int32(0)
-    for kind, value in enumerate(values):
-        x = jnp.where(role == kind, value, x)
-    return x
-
-
-def _tile_steps(role: _Role, row, p: Problem) -> tuple[Any, Any]:
+def _tile_steps(role: int, row, p: Problem) -> tuple[Any, Any]:
     """The number of steps with tiles of P and dP, and the first tile.
 
     Queries see the keys up to their own step, and keys see the queries from their own step on.
     """
     steps_of_rows = ROWS // DEPTH
-    if role == _Role.STATES:
+    if role == _STATES:
         return np.int32(0), np.int32(0)
-    if role == _Role.DQ:
+    if role == _DQ:
         return (row + 1) * steps_of_rows, np.int32(0)
     return p.L // DEPTH - row * steps_of_rows, row * steps_of_rows
 
 
 class _Item(NamedTuple):
-    step: Array  # the item's first step among all steps of the CTA
+    """The first steps of an item's parts are counted among all steps of the CTA."""
+
     head: Array
     chunk: Array
     role: Array
     row: Array
     column: Array
+    first: Array
+    after_state: Array
+    tiles: Array  # steps with tiles of P or dP
+    num_tiles: Array
 
 
 class _Kernel(PersistentKernel):
@@ -174,20 +167,23 @@ class _Kernel(PersistentKernel):
         few = items_of_chunk * chunks <= FEW_ITEMS * self.tiles.num_ctas and self.live is None
         if few:
             # All chunks of a role and row are neighbours, so no CTA has several long items.
-            x, chunk = divide(index, chunks), remainder(index, chunks)
+            x, chunk = unravel(index, chunks)
         else:  # the items of a chunk are neighbours, so that they share the L2
-            x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
-        role: Any = np.int32(0)
-        start, row, column = 0, x, role
-        for kind, items in enumerate(self.roles):
-            here, row_here = x >= start, divide(x - start, items.columns)
-            if few and kind in (_Role.DK, _Role.DV):  # a CTA's third item follows short ones
-                row_here = items.rows - 1 - row_here
-            role = jnp.where(here, np.int32(kind), role)
-            row = jnp.where(here, row_here, row)
-            column = jnp.where(here, remainder(x - start, items.columns), column)
+            chunk, x = unravel(index, items_of_chunk)
+        start = 0
+        fields: Any = [np.int32(0)] * 6
+        for role, items in enumerate(self.roles):
+            row, column = unravel(x - start, items.columns)
+            if few and role in (_DK, _DV):  # a CTA's third item follows short ones
+                row = items.rows - 1 - row
+            steps = items.with_state, items.for_sums, _tile_steps(role, row, self.p)[0]
+            new, here = (role, row, column, *steps), x >= start
+            fields = [jnp.where(here, *pair) for pair in zip(new, fields, strict=True)]
             start += items.rows * items.columns
-        return _Item(step, *self.head_and_chunk(chunk), role, row, column)
+        role, row, column, with_state, for_sums, num_tiles = fields
+        place = *self.head_and_chunk(chunk), role, row, column
+        after_state = step + with_state
+        return _Item(*place, step, after_state, after_state + for_sums, num_tiles)
 
     def for_each_item(self, run):
         """Runs all items; returns the number of their steps."""
@@ -195,11 +191,7 @@ class _Kernel(PersistentKernel):
         def one(index, step):
             item = self.item(index, step)
             run(item)
-            counts = [
-                x.with_state + x.for_sums + _tile_steps(role, item.row, self.p)[0]
-                for role, x in zip(_Role, self.roles, strict=True)
-            ]
-            return step + _by_role(item.role, counts)
+            return item.tiles + item.num_tiles
 
         return loop(self.num_items, one, np.int32(0))
 
@@ -209,14 +201,14 @@ class _Kernel(PersistentKernel):
 
     def copy(self) -> None:
         def copy_item(item):
-            for role in _Role:
+            for role in _ROLES:
                 pl.when(item.role == role)(functools.partial(_copy_item, self, role, item))
 
         self.ring.epilogue(self.for_each_item(copy_item))
 
     def multiply(self) -> None:
         def multiply_item(item):
-            is_states = item.role == _Role.STATES
+            is_states = item.role == _STATES
             pl.when(is_states)(functools.partial(_inner_states, self, item))
             pl.when(~is_states)(functools.partial(_gradient, self, item))
 
@@ -232,7 +224,7 @@ def _copy_halves(copy, x, start, size: int, tile, *index) -> None:
         copy(x.at[(pl.ds(start + y, half), *index)], tile, slice(y, y + half))
 
 
-def _copy_item(cta: _Kernel, role: _Role, item: _Item) -> None:
+def _copy_item(cta: _Kernel, role: int, item: _Item) -> None:
     refs, steps = cta.refs, cta.roles[role]
     left, right = cta.left, cta.right
     tile_count, first = _tile_steps(role, item.row, cta.p)
@@ -244,14 +236,14 @@ def _copy_item(cta: _Kernel, role: _Role, item: _Item) -> None:
 
         @each(count)
         def one(j):
-            cta.ring.load(item.step + start + j, lambda _, copy: copies(j, copy))
+            cta.ring.load(item.first + start + j, functools.partial(copies, j))
 
     def both_states(j, copy):
         place = *state, rows, block(j, DEPTH)
         copy(refs.C_gmem.at[place], left)
         copy(refs.dC_gmem.at[place], cta.right_transposed, slice(ROWS))
 
-    if role == _Role.STATES:
+    if role == _STATES:
         feed(0, steps.with_state, both_states)
         return
     # By role: a X with weighted rows, plus weighted norms, whose products with x are summed; then
@@ -267,7 +259,7 @@ def _copy_item(cta: _Kernel, role: _Role, item: _Item) -> None:
     def with_state(j, copy):
         depth = block(j, DEPTH)
         copy(a.at[rows, depth], left)
-        if role == _Role.DV:
+        if role == _DV:
             copy(X.at[(*state, depth, columns)], right)
         else:
             copy(X.at[(*state, columns, depth)], cta.right_transposed)
@@ -281,7 +273,7 @@ def _copy_item(cta: _Kernel, role: _Role, item: _Item) -> None:
 
     def with_tiles(j, copy):
         others = block(first + j, DEPTH)
-        if role == _Role.DQ:
+        if role == _DQ:
             copy(tiles.at[rows, others], left)
         else:
             copy(tiles.at[others, rows], cta.left_transposed)
@@ -299,12 +291,12 @@ def _inner_states(cta: _Kernel, item: _Item) -> None:
     ring = cta.ring
 
     def add(j, total):
-        slot = ring.wait(item.step + j)
+        slot = ring.wait(item.first + j)
         C, dC = (load_float32(x.at[slot, cta.tile_rows]) for x in (cta.left, cta.right_transposed))
-        ring.release(item.step + j)
+        ring.release(item.first + j)
         return total + C * dC
 
-    total = loop(cta.roles[_Role.STATES].with_state, add, products.zeros(WG_ROWS, DEPTH))
+    total = loop(cta.roles[_STATES].with_state, add, products.zeros(WG_ROWS, DEPTH))
     sums = products.sum_over_columns(total)
     cta.refs.states.at[item.head, item.chunk, cta.rows(item)][...] = sums
 
@@ -313,17 +305,9 @@ def _multiply(
     cta: _Kernel, accumulator, start, count, operands: Callable[[Any], Sequence[Any]]
 ) -> None:
     """Adds the products of operands(slot) over ``count`` steps."""
-    ring = cta.ring
-
-    @each(count)
-    def one(j):
-        slot = ring.wait(start + j)
-        products.add(accumulator, *operands(slot))
-        products.wait(1)
-        pl.when(j > 0)(lambda: ring.release(start + j - 1))
-
+    cta.ring.multiply(start, count, lambda _, slot, __: products.add(accumulator, *operands(slot)))
     products.wait(0)
-    ring.release(start + count - 1)
+    cta.ring.release(start + count - 1)
 
 
 def _scaled(acc: Array, weights: Array) -> list[Array]:
@@ -331,20 +315,10 @@ def _scaled(acc: Array, weights: Array) -> list[Array]:
     return [acc[:, part] * across_columns(weights) for part in _PARTS]
 
 
-def _scaled_with_sums(
-    cta: _Kernel,
-    item: _Item,
-    first: Array,
-    weights: Array,
-    dz_den: Array | None,
-    acc: Array,
-):
-    """The inter-chunk part of dq or dk; stores its inner products with the queries or keys.
-
-    Args:
-      first: the first step after those with states.
-    """
-    refs, ring, is_dq = cta.refs, cta.ring, item.role == _Role.DQ
+def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array | None, acc: Array):
+    """The inter-chunk part of dq or dk; stores its inner products with the queries or keys."""
+    refs, ring, is_dq, first = cta.refs, cta.ring, item.role == _DQ, item.after_state
+    has_norm = ~is_dq if refs.n_gmem is None else True
     parts = _scaled(acc, weights)
     weighted, norm = (first, first + 1), first + 2
     for step in weighted:
@@ -358,19 +332,13 @@ def _scaled_with_sums(
         rows = [across_rows(load(cta.right_vector.at[slot, part], BY_COLUMNS)) for part in _PARTS]
         return [x + across_columns(norm_weights) * y for x, y in zip(parts, rows, strict=True)]
 
-    if refs.n_gmem is None:
-        parts = lax.cond(is_dq, lambda *parts: list(parts), add_norm, *parts)
-    else:
-        parts = add_norm(*parts)
+    parts = lax.cond(has_norm, add_norm, lambda *parts: list(parts), *parts)
     slot = ring.slot(first + cta.wg)
     tiles = (load_float32(cta.right.at[slot, :, part]) for part in _PARTS)
     sums = [products.sum_over_columns(x * y) for x, y in zip(parts, tiles, strict=True)]
     inter = functools.reduce(jnp.add, sums)
     ring.release(*weighted)
-    if refs.n_gmem is None:
-        pl.when(~is_dq)(lambda: ring.release(norm))
-    else:
-        ring.release(norm)
+    pl.when(has_norm)(lambda: ring.release(norm))
     for role, output in enumerate((refs.q_inter, refs.k_inter)):
 
         @pl.when(item.role == role)
@@ -384,9 +352,7 @@ def _store(cta: _Kernel, item: _Item, acc: Array) -> None:
     refs, rows = cta.refs, cta.rows(item)
     for j, part in enumerate(_PARTS):
         tile = refs.out_smem.at[cta.wg, j % 2]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        products.store(tile, acc[:, part].astype(tile.dtype))
-        plgpu.commit_smem()
+        write_out(tile, acc[:, part], 1)
         columns = aligned(item.column * COLUMNS + j * WG_ROWS, WG_ROWS)
         for role, x in enumerate((refs.dq, refs.dk, refs.dv)):
             pl.when(item.role == role)(
@@ -396,12 +362,8 @@ def _store(cta: _Kernel, item: _Item, acc: Array) -> None:
 
 def _gradient(cta: _Kernel, item: _Item) -> None:
     """Runs an item of dq, dk or dv, all in one body because each body takes seconds to compile."""
-    refs, roles, role, tile_rows = cta.refs, cta.roles, item.role, cta.tile_rows
-    is_dq, is_dv = role == _Role.DQ, role == _Role.DV
-    steps = cta.steps(item)
-    after_state = item.step + _by_role(role, [x.with_state for x in roles])
-    before_tiles = after_state + _by_role(role, [x.for_sums for x in roles])
-    tile_count = _by_role(role, [_tile_steps(kind, item.row, cta.p)[0] for kind in _Role])
+    refs, roles, tile_rows = cta.refs, cta.roles, cta.tile_rows
+    is_dq, is_dv = item.role == _DQ, item.role == _DV
 
     def plain(slot):
         return cta.left.at[slot, tile_rows], cta.right.at[slot]
@@ -413,18 +375,18 @@ def _gradient(cta: _Kernel, item: _Item) -> None:
         return cta.left_transposed.at[slot, :, tile_rows].T, cta.right.at[slot]
 
     def with_state(acc):
-        multiply = functools.partial(_multiply, cta, acc, item.step)
-        pl.when(is_dv)(lambda: multiply(roles[_Role.DV].with_state, plain))
-        pl.when(~is_dv)(lambda: multiply(roles[_Role.DQ].with_state, times_transposed))
+        multiply = functools.partial(_multiply, cta, acc, item.first)
+        pl.when(is_dv)(lambda: multiply(roles[_DV].with_state, plain))
+        pl.when(~is_dv)(lambda: multiply(roles[_DQ].with_state, times_transposed))
 
     def with_tiles(acc):
-        multiply = functools.partial(_multiply, cta, acc, before_tiles, tile_count)
+        multiply = functools.partial(_multiply, cta, acc, item.tiles, item.num_tiles)
         pl.when(is_dq)(lambda: multiply(plain))
         pl.when(~is_dq)(lambda: multiply(transposed_times))
 
     # Loaded before the product and used after it, so that their latency is hidden.
     query_weights, key_weights, inv_den, dz_den = (
-        load_by_rows(x, item.head, steps)
+        load_by_rows(x, item.head, cta.steps(item))
         for x in (refs.w_gmem, refs.abar_gmem, refs.inv_den_gmem, refs.dz_den_gmem)
     )
     acc = products.from_zeros(with_state, WG_ROWS, COLUMNS)
@@ -434,7 +396,7 @@ def _gradient(cta: _Kernel, item: _Item) -> None:
     acc = lax.cond(
         is_dv,
         lambda acc: jnp.concatenate(_scaled(acc, weights), axis=1),
-        functools.partial(_scaled_with_sums, cta, item, after_state, weights, dz_den),
+        functools.partial(_scaled_with_sums, cta, item, weights, dz_den),
         acc,
     )
     (acc,) = products.onto(with_tiles, acc)
@@ -446,7 +408,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     p, dtype, g = call.problem, x.matQ.dtype, x.gates.per_step()
     normalise = x.normaliser_gradients.vecInvDen is not None
     recomputes = x.scores.matP is None
-    sums = float32(p.BNH, p.S) if recomputes else float32(p.BNH, p.DHQK // COLUMNS, p.S)
+    sums = float32(p.BNH, 1 if recomputes else p.DHQK // COLUMNS, p.S)
     outputs: dict[str, Any] = {
         "dq": sequence_shape(x.matQ, p.DHQK, dtype),
         "q_inter": sums,
@@ -459,14 +421,10 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     y = persistent_call(
         chunkwise.Kernel if recomputes else _Kernel,
         "parallel_bw_dQKV",
+        x,
         call,
         outputs,
         call.tiles.scratch(p, dtype, normalise=normalise),
-    )(
-        q_gmem=x.matQ,
-        k_gmem=x.matK,
-        v_gmem=x.matV,
-        dh_gmem=x.matDeltaH,
         C_gmem=x.matC_states,
         n_gmem=x.vecN_states if normalise else None,
         dC_gmem=x.matDeltaC_states,
@@ -479,17 +437,15 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         u_gmem=g.vecU if recomputes else None,
         P_gmem=x.scores.matP,
         dP_gmem=x.scores.matDeltaP,
-        live_gmem=x.live and x.live.live_first(),
     )
     # One sum over everything, because XLA runs it as one kernel.
     inner_n_dn = x.vecN_states * x.vecDeltaN_states
     if recomputes:
         parts = jnp.concatenate([y["states"], inner_n_dn], axis=-1)
-        inter = y["q_inter"], y["k_inter"]
     else:
-        inter = y["q_inter"].sum(1), y["k_inter"].sum(1)
         parts = y["states"] + inner_n_dn
     through = (x.gates.scaGamma[..., None] * parts).sum(-1)
+    inter = y["q_inter"].sum(1), y["k_inter"].sum(1)
     pairs = tile_pairs(y["pairs"], p) if recomputes else None
     return Gradients(y["dq"], y["dk"], y["dv"], *inter, through, pairs)
 

@@ -19,7 +19,7 @@ adds to dq, dk and <C_c, dC_{c+1}>, and computes 64 columns of dv. This phase re
 reverse order, because their last columns are still in the L2.
 """
 
-import enum
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,14 +32,14 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.normaliser import query_scale
 from mlstm_pallas.formulas.tiles import blocks, divide, each, loop, remainder
 from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import (
     across_columns,
     across_rows,
     load_by_rows,
     rows_and_columns,
+    write_tiles,
 )
-from mlstm_pallas.mosaic_gpu.gradient_tiles import write_tiles
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
@@ -56,7 +56,6 @@ from mlstm_pallas.mosaic_gpu.launch import (
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS, RingTiles
 from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
-from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.problem.dimensions import Problem
 
 CHUNK = 128  # steps of a chunk
@@ -65,19 +64,8 @@ HALF = 32  # keys of the block below the diagonal, per warpgroup
 _E_HI, _E_LO, _DN, _N = range(4)  # rows of the vectors in shared memory; N only with a normaliser
 
 
-class _Tile(enum.IntEnum):
-    """The operand that a tile belongs to, in the order of a step of the second phase."""
-
-    V = 0
-    DC = 1
-    C = 2
-    DH = 3
-    Q = 4
-
-
-def _k_stages(p: Problem) -> int:
-    """The number of chunks whose k is in shared memory."""
-    return 128 // p.DHQK
+# The operand that a tile belongs to, in the order of a step of the second phase.
+_V, _DC, _C, _DH, _Q = _OPERANDS = range(5)
 
 
 class Kernel(PersistentKernel):
@@ -87,7 +75,7 @@ class Kernel(PersistentKernel):
     u_gmem, two (B * NH, S) each.
     Outputs:
       dq, dk, dv: like q, k and v.
-      q_inter, k_inter: (B * NH, S).
+      q_inter, k_inter: (B * NH, 1, S).
       states: (B * NH, NC, 128), parts of <C_c, dC_{c+1}>.
       pairs: see ``w_sum_shapes``. The part of per_query whose keys are all later is scratch.
     Shared memory and barriers: see ``scratch``.
@@ -125,10 +113,10 @@ class Kernel(PersistentKernel):
         """The block of columns that a step of the second phase reads."""
         return self.steps - 1 - step
 
-    def copy_tile(self, copy, kind, head, chunk, column):
+    def copy_tile(self, kind, head, chunk, column, copy):
         refs = self.refs
         x = (refs.v_gmem, refs.dC_gmem, refs.C_gmem, refs.dh_gmem, refs.q_gmem)[kind]
-        is_state = kind in (_Tile.DC, _Tile.C)
+        is_state = kind in (_DC, _C)
         rows = x.at[head, chunk] if is_state else head_of(x, head, self.p).at[block(chunk, CHUNK)]
         source = rows.at[:, block(column, DEPTH)]
         copy(source, refs.tiles_smem, slice(self.p.DHQK if is_state else CHUNK))
@@ -139,15 +127,14 @@ class Kernel(PersistentKernel):
         y = x - self.second_phase
         in_first, in_second = x < self.first_q, (y >= 0) & (x < self.last_q)
         in_turn = 3 - 3 * remainder(x, 2)  # dh and v
-        q = np.int32(_Tile.Q)
-        kind = jnp.where(in_first, in_turn, jnp.where(in_second, remainder(y, 4), q))
+        kind = jnp.where(in_first, in_turn, jnp.where(in_second, remainder(y, 4), np.int32(_Q)))
         of_q = x - jnp.where(y < 0, np.int32(self.first_q), np.int32(self.last_q))
         step = divide(x, 2)
         of_second = jnp.where(in_second, self.last_first(divide(y, 4)), of_q)
         column = jnp.where(in_first, step, of_second)
-        for tile in _Tile:
-            start = functools.partial(self.copy_tile, copy, tile, head, chunk, column)
-            pl.when(kind == tile)(start)
+        for x in _OPERANDS:
+            start = functools.partial(self.copy_tile, x, head, chunk, column, copy)
+            pl.when(kind == x)(start)
 
     def copy_k(self, index, copy):
         """Copies k and the vectors of a chunk."""
@@ -165,31 +152,20 @@ class Kernel(PersistentKernel):
     def copy_chunk(self, index):
         """Loads a chunk in a dedicated warpgroup, in which no copy branches on its operand."""
         head, chunk = self.place(index)
-        first = index * self.num_tiles
 
-        def load_tile(at, kind, column):
-            self.ring.load(
-                first + at, lambda _, copy: self.copy_tile(copy, kind, head, chunk, column)
-            )
+        def load_tiles(first, count, column_of, *operands):
+            @each(count)
+            def load(j):
+                for y, x in enumerate(operands):
+                    step = index * self.num_tiles + first + len(operands) * j + y
+                    copies = functools.partial(self.copy_tile, x, head, chunk, column_of(j))
+                    self.ring.load(step, copies)
 
-        def load_q(at):
-            for y in range(self.parts):
-                load_tile(at + y, _Tile.Q, y)
-
-        @each(self.steps)
-        def first_phase(x):
-            load_tile(2 * x, _Tile.DH, x)
-            load_tile(2 * x + 1, _Tile.V, x)
-
-        load_q(self.first_q)
+        load_tiles(0, self.steps, lambda j: j, _DH, _V)
+        load_tiles(self.first_q, self.parts, lambda j: j, _Q)
         self.k_ring.load(index)
-
-        @each(self.steps)
-        def second(j):
-            for kind in list(_Tile)[:4]:
-                load_tile(self.second_phase + 4 * j + int(kind), kind, self.last_first(j))
-
-        load_q(self.last_q)
+        load_tiles(self.second_phase, self.steps, self.last_first, _V, _DC, _C, _DH)
+        load_tiles(self.last_q, self.parts, lambda j: j, _Q)
 
     def copy(self) -> None:
         move_registers(40)
@@ -201,8 +177,8 @@ class Kernel(PersistentKernel):
         each(self.num_items)(lambda index: _multiply(_Chunk(self, index)))
         refs = self.refs
         if refs.tiles_empty is not None:
-            last = functools.partial(plgpu.barrier_wait, refs.tiles_empty)
-            last() if self.live is None else pl.when(self.num_items > 0)(last)
+            has_items = self.live is None or self.num_items > 0
+            pl.when(has_items)(lambda: plgpu.barrier_wait(refs.tiles_empty))
         self.clear(refs.staging_smem[0].at[self.wg], refs.dq, refs.dk, refs.dv)
 
 
@@ -220,7 +196,7 @@ class _Chunk(Kernel):
     def __init__(self, cta: Kernel, index) -> None:
         vars(self).update(vars(cta))
         self.wg = lax.optimization_barrier(cta.wg)  # keeps what is derived from it out of registers
-        self.index = index
+        self.index, self.ring = index, dataclasses.replace(cta.ring, item=index)
         self.head, self.chunk = cta.place(index)
         self.tile_rows = block(self.wg, WG_ROWS)
         self.rows = block(self.chunk * 2 + self.wg, WG_ROWS)
@@ -235,12 +211,6 @@ class _Chunk(Kernel):
 
     def slot(self, step):
         return self.refs.tiles_smem.at[self.ring.slot(step)]
-
-    def advance(self, *steps):
-        self.ring.advance(*steps, item=self.index)
-
-    def refill(self, *steps):
-        self.ring.refill(*steps, item=self.index)
 
     def q_step(self, y):
         return self.first + self.last_q + y
@@ -316,7 +286,7 @@ def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
             add_blocks(dA, slots.at[ring.wait(dh)], slots.at[ring.wait(v)])
             products.wait(2)
 
-            pl.when(x > 0)(lambda: c.advance(dh - 2, v - 2))
+            pl.when(x > 0)(lambda: c.ring.advance(dh - 2, v - 2))
             if ring.readers:
                 pl.when((x == 0) & (c.index > 0))(lambda: c.k_ring.refill(c.index - 1))
 
@@ -331,7 +301,7 @@ def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
                 ring.release(last_dh, last_v)
         products.wait(0)
         ring.release(*q)
-        c.refill(last_dh, last_v, *q)
+        c.ring.refill(last_dh, last_v, *q)
 
     shapes = [(WG_ROWS, part.keys) for part in both]
     _, *sums = products.all_from_zeros(issue, *shapes, *shapes)
@@ -384,19 +354,6 @@ def _write_diagonal(c: _Chunk, diagonal: _Block, keys: int) -> None:
     refs.pairs.per_query.at[c.head, c.wg, c.rows][...] = functools.reduce(jnp.add, of_earlier)
 
 
-def _add_for_queries(c: _Chunk, accumulator, tile, x, first: int) -> None:
-    """Adds the transposed tile times x, over the keys up to the warpgroup's queries.
-
-    first: the block of 64 rows of x that has the first keys.
-    """
-
-    @each(c.wg + 1)
-    def add(j):
-        products.add(
-            accumulator, tile.at[block(c.wg + j, WG_ROWS)].T, x.at[block(first + j, WG_ROWS)]
-        )
-
-
 def _add_for_keys(c: _Chunk, accumulator, tile, x) -> None:
     """Adds the tile times x, over the queries from the warpgroup's keys on."""
 
@@ -445,10 +402,10 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
 
     def multiply_P(dv):
         _add_for_keys(c, dv, refs.P_smem, c.slot(dh))
-        c.refill(v, dC, C)  # while the product runs
+        c.ring.refill(v, dC, C)  # while the product runs
 
     (new,) = products.onto(multiply_P, new)
-    c.advance(dh)
+    c.ring.advance(dh)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     c.store([(new, c.out_tile, refs.dv, c.last_first(j))])
     return total, *sums
@@ -473,8 +430,8 @@ def _weighted(
         of_q.append(c.row_dots(dq, c.refs.tiles_smem.at[slot, c.tile_rows]))
         of_k.append(c.row_dots(dk, c.k_columns(y)))
         inter += [dq, dk]
-    c.refs.q_inter.at[c.head, c.rows][...] = functools.reduce(jnp.add, of_q)
-    c.refs.k_inter.at[c.head, c.rows][...] = functools.reduce(jnp.add, of_k)
+    c.refs.q_inter.at[c.head, 0, c.rows][...] = functools.reduce(jnp.add, of_q)
+    c.refs.k_inter.at[c.head, 0, c.rows][...] = functools.reduce(jnp.add, of_k)
     return inter
 
 
@@ -484,12 +441,18 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
 
     def multiply_dP(*sums):
         for y in parts:
-            _add_for_queries(c, sums[2 * y], refs.dP_smem, c.k_tile, y * (CHUNK // WG_ROWS))
+
+            @each(c.wg + 1)
+            def add_keys(j, y=y):
+                """The keys up to the warpgroup's queries."""
+                dP = refs.dP_smem.at[block(c.wg + j, WG_ROWS)].T
+                products.add(sums[2 * y], dP, c.k_tile.at[block(2 * y + j, WG_ROWS)])
+
             _add_for_keys(c, sums[2 * y + 1], refs.dP_smem, c.slot(c.q_step(y)))
 
     gradients = products.onto(multiply_dP, *inter)
     c.k_ring.release(c.index)
-    c.advance(*map(c.q_step, parts))
+    c.ring.advance(*map(c.q_step, parts))
     if refs.tiles_empty is not None:
         products.release(refs.tiles_empty)
     outputs = [(x, (refs.dq, refs.dk)[j % 2], j // 2) for j, x in enumerate(gradients)]
@@ -534,7 +497,7 @@ def _multiply(c: _Chunk) -> None:
 
 def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[str, Any]:
     """Shared memory of the kernel."""
-    k_stages, parts = _k_stages(p), p.DHQK // DEPTH
+    k_stages, parts = 128 // p.DHQK, p.DHQK // DEPTH  # stages: chunks whose k is in shared memory
     blocks_of_P = shared_tiles(3 * WG_ROWS, DEPTH, dtype=dtype)
     sums = plgpu.SMEM((2, WG_ROWS * DEPTH * dtype.itemsize // 4), jnp.float32)
     return {

@@ -21,15 +21,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.formulas.tiles import blocks, divide, each, loop, remainder
+from mlstm_pallas.formulas.tiles import blocks, each, loop
 from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.copies import (
+    CopyRing,
+    copy_in,
+    copy_out,
+    head_of,
+    ring_barriers,
+    write_out,
+)
 from mlstm_pallas.mosaic_gpu.fragments import (
     across_columns,
     decay_tile,
     load_by_rows,
     q_times_n,
     rows_and_columns,
+    score_operands,
 )
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
@@ -41,9 +49,9 @@ from mlstm_pallas.mosaic_gpu.launch import (
     mosaic_call,
     plgpu,
     shared_tiles,
+    unravel,
 )
 from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, HopperTiles
-from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, copy_out, head_of
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
@@ -56,33 +64,23 @@ def _place_of_cta(p: Problem, config: "Tiles"):
     """A CTA's column block of h, block of queries in the chunk, head and chunk."""
     index = lax.axis_index("program")
     of_h, of_chunk = blocks(p.DHHV, config.siz_b_DHHV), blocks(p.L, config.siz_b_LQ)
-    column, index = remainder(index, of_h), divide(index, of_h)
+    index, column = unravel(index, of_h)
     # Blocks with the most keys come first. If there are many CTAs, those of one chunk are
     # neighbours, so that they share the L2.
     chunks = p.BNH * p.NC
     if chunks * of_chunk * of_h <= FEW_CTAS:
-        i, index = of_chunk - 1 - divide(index, chunks), remainder(index, chunks)
+        i, index = unravel(index, chunks)
     else:
-        i, index = of_chunk - 1 - remainder(index, of_chunk), divide(index, of_chunk)
-    return column, i, divide(index, p.NC), remainder(index, p.NC)
+        index, i = unravel(index, of_chunk)
+    return column, of_chunk - 1 - i, *unravel(index, p.NC)
 
 
 def _add_q_C(acc, q_smem, C_smem, wg, ring):
     """acc += q C, over the first steps of the ring."""
-    steps, pending = q_smem.shape[1], 0 if ring.num_slots == 1 else 1
-
-    @each(steps)
-    def add(x):
-        slot = ring.wait(x)
-        products.add(acc, q_smem.at[wg, x], C_smem.at[slot])
-        products.wait(pending)
-        if pending:
-            pl.when(x > 0)(lambda: ring.advance(x - 1))
-        else:
-            ring.advance(x)
-
+    steps = q_smem.shape[1]
+    ring.multiply(0, steps, lambda x, slot, _: products.add(acc, q_smem.at[wg, x], C_smem.at[slot]))
     products.wait(0)
-    if pending:
+    if ring.num_slots > 1:
         ring.advance(np.int32(steps - 1))
 
 
@@ -104,9 +102,7 @@ def _store_h(num, buffers, h, rows, column):
     parts = num.shape[1] // WG_ROWS
     for x in range(parts):
         h_smem = buffers[x % len(buffers)]
-        plgpu.wait_smem_to_gmem(len(buffers) - 1, wait_read_only=True)
-        products.store(h_smem, num[:, x * WG_ROWS : (x + 1) * WG_ROWS].astype(h_smem.dtype))
-        plgpu.commit_smem()
+        write_out(h_smem, num[:, x * WG_ROWS : (x + 1) * WG_ROWS], len(buffers) - 1)
         copy_out(h_smem, h.at[rows, block(column * parts + x, WG_ROWS)])
     plgpu.wait_smem_to_gmem(0)
 
@@ -233,30 +229,19 @@ def parallel_fw_H(
     call: Launch,
 ) -> Outputs:
     """Runs the stage: ``stages/parallel_fw_H.py``."""
-    matQ, matK, matV, gates, matC_states, vecN_states = x
-    p, config, g = call.problem, call.tiles, gates.per_step()
+    p, config, dtype = call.problem, call.tiles, x.matQ.dtype
     y = mosaic_call(
         functools.partial(_kernel, p=p, config=config, normaliser=normaliser),
         name="parallel_fw_H",
         grid={"program": config.grid(p)[0]},
         warpgroups=config.siz_b_LQ // WG_ROWS,
         outputs={
-            "h_gmem": sequence_shape(matV, p.DHHV, matQ.dtype),
+            "h_gmem": sequence_shape(x.matV, p.DHHV, dtype),
             "z_gmem": None if normaliser is None else float32(p.BNH, p.S),
         },
-        scratch=config.scratch(p, matQ.dtype),
+        scratch=config.scratch(p, dtype),
         interpret=call.interpret,
-    )(
-        q_gmem=matQ,
-        k_gmem=matK,
-        v_gmem=matV,
-        C_gmem=matC_states,
-        n_gmem=None if normaliser is None else vecN_states,
-        e_gmem=g.vecE,
-        u_gmem=g.vecU,
-        w_gmem=g.vecW,
-        m_gmem=g.vecM if normaliser is not None and normaliser.floor_needs_m else None,
-    )
+    )(**score_operands(x, normaliser), v_gmem=x.matV, C_gmem=x.matC_states)
     return Outputs(y["h_gmem"], y["z_gmem"])
 
 

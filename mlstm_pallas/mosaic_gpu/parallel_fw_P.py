@@ -16,14 +16,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.formulas.tiles import divide, remainder
 from mlstm_pallas.mosaic_gpu import products
+from mlstm_pallas.mosaic_gpu.copies import copy_in, head_of
 from mlstm_pallas.mosaic_gpu.fragments import (
     across_columns,
     decay_tile,
     load_by_rows,
     q_times_n,
     rows_and_columns,
+    score_operands,
 )
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
@@ -35,9 +36,9 @@ from mlstm_pallas.mosaic_gpu.launch import (
     mosaic_call,
     plgpu,
     shared_tiles,
+    unravel,
 )
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
-from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, head_of
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
 from mlstm_pallas.stages.stage import Launch, ScaledRows
@@ -45,29 +46,29 @@ from mlstm_pallas.stages.stage import Launch, ScaledRows
 COLUMNS = 256, 192, 128, 64  # the choices per copy
 
 
-def _place_of_cta(p: Problem):
-    """A CTA's head and chunk."""
-    index = lax.axis_index("program")
-    return divide(index, p.NC), remainder(index, p.NC)
-
-
-def _kernel(entries_gmem, **refs) -> None:
+def _kernel(entries_gmem, r_gmem, z_gmem, *, p: Problem, **refs) -> None:
     """The chunk of a CTA, or zeros of r and z for an entry without steps."""
+    head, chunk = unravel(lax.axis_index("program"), p.NC)
+    run = functools.partial(_chunk, head, chunk, entries_gmem, r_gmem, z_gmem, p=p, **refs)
     if entries_gmem is None:
-        return _chunk(None, **refs)
-    head, chunk = _place_of_cta(refs["p"])
-    size, steps = entries_gmem.sizes[head, chunk], block(chunk, WG_ROWS)
-    pl.when(size > 0)(functools.partial(_chunk, entries_gmem, **refs))
+        return run()
+    size = entries_gmem.sizes[head, chunk]
+    pl.when(size > 0)(run)
 
     @pl.when(size == 0)
     def _() -> None:
-        for x in (refs["r_gmem"], refs["z_gmem"]):
+        for x in (r_gmem, z_gmem):
             if x is not None:
-                x.at[head, steps][...] = products.zeros(WG_ROWS, layout=BY_ROWS)
+                zeros = products.zeros(WG_ROWS, layout=BY_ROWS)
+                x.at[head, block(chunk, WG_ROWS)][...] = zeros
 
 
 def _chunk(
+    head,
+    chunk,
     entries_gmem,  # of ``ChunkList``: (B * NH, NC) each, None without a list
+    r_gmem,  # output (B * NH, S)
+    z_gmem,  # output (B * NH, S), None without a normaliser
     q_gmem,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
     k_gmem,
     n_gmem,  # (B * NH, NC, DHQK), None without a normaliser
@@ -76,8 +77,6 @@ def _chunk(
     w_gmem,
     m_gmem,  # None if the floor does not need it
     P_gmem,  # output (B * NH, S, L)
-    r_gmem,  # output (B * NH, S)
-    z_gmem,  # output (B * NH, S), None without a normaliser
     q_smem,  # (copies, L, columns)
     k_smem,
     P_smem,  # (L, L)
@@ -86,7 +85,6 @@ def _chunk(
     p: Problem,
     normaliser: Normaliser | None,
 ) -> None:
-    head, chunk = _place_of_cta(p)
     steps = in_row = block(chunk, WG_ROWS)
     if entries_gmem is not None:
         in_row = pl.ds(entries_gmem.steps[head, chunk], WG_ROWS)
@@ -113,8 +111,8 @@ def _chunk(
     if normaliser is not None:
 
         def q_tile(x):
-            in_tile = block(remainder(x, columns // WG_ROWS), WG_ROWS)
-            return q_smem.at[divide(x, columns // WG_ROWS), :, in_tile]
+            copy, part = unravel(x, columns // WG_ROWS)
+            return q_smem.at[copy, :, block(part, WG_ROWS)]
 
         # A loop, because unrolled, with all of n in registers, an SM would hold only two CTAs.
         q_n = q_times_n(q_tile, n_gmem, head, chunk)
@@ -136,8 +134,7 @@ def parallel_fw_P(
     call: Launch,
 ) -> ScanOperands:
     """Runs the stage: ``stages/parallel_fw_P.py``. It returns unscaled keys with their weights."""
-    matQ, matK, gates, vecN_states, chunks = x
-    p, dtype, g = call.problem, matQ.dtype, gates.per_step()
+    p, dtype = call.problem, x.matQ.dtype
     per_step = float32(p.BNH, p.S)
     y = mosaic_call(
         functools.partial(_kernel, p=p, normaliser=normaliser),
@@ -151,16 +148,12 @@ def parallel_fw_P(
         scratch=call.tiles.scratch(p, dtype),
         interpret=call.interpret,
     )(
-        entries_gmem=None if chunks is None else chunks.entries,
-        q_gmem=matQ,
-        k_gmem=matK,
-        n_gmem=None if normaliser is None else vecN_states,
-        e_gmem=g.vecE,
-        u_gmem=g.vecU,
-        w_gmem=g.vecW,
-        m_gmem=g.vecM if normaliser is not None and normaliser.floor_needs_m else None,
+        entries_gmem=None if x.chunks is None else x.chunks.entries,
+        **score_operands(x, normaliser),
     )
-    return ScanOperands(y["P_gmem"], ScaledRows(matK, g.vecAbar), y["r_gmem"], y["z_gmem"])
+    return ScanOperands(
+        y["P_gmem"], ScaledRows(x.matK, x.gates.per_step().vecAbar), y["r_gmem"], y["z_gmem"]
+    )
 
 
 class Tiles(HopperTiles):

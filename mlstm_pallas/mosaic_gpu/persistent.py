@@ -5,18 +5,17 @@ they also share the copying, or a third warpgroup copies.
 """
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.tiles import divide, each, remainder
+from mlstm_pallas.formulas.tiles import divide, each
 from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing
-from mlstm_pallas.mosaic_gpu.launch import WG_ROWS, block, mosaic_call, plgpu
+from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_out, head_of, write_out
+from mlstm_pallas.mosaic_gpu.launch import WG_ROWS, block, mosaic_call, plgpu, unravel
 from mlstm_pallas.mosaic_gpu.limits import RingTiles
-from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.stage import Launch
 
@@ -65,7 +64,7 @@ class PersistentKernel:
         """
         if self.live is not None:
             index = self.live[1][index]
-        return divide(index, self.p.NC), remainder(index, self.p.NC)
+        return unravel(index, self.p.NC)
 
     def multiply(self) -> None:
         """The work of a warpgroup that multiplies: all items, with their outputs."""
@@ -83,9 +82,7 @@ class PersistentKernel:
         if self.live is None:
             return
         p, first = self.p, self.live[0][0]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        products.store(tile, products.zeros(*tile.shape).astype(tile.dtype))
-        plgpu.commit_smem()
+        write_out(tile, products.zeros(*tile.shape), 0)
 
         @each(self.share_of(p.BNH * p.NC - first))
         def clear_chunk(index):
@@ -108,9 +105,9 @@ class PersistentKernel:
             self.multiply()
             plgpu.wait_smem_to_gmem(0)
 
+        for ring in self.rings:
+            ring.prologue()
         if self.ring.readers:
-            for ring in self.rings:
-                ring.prologue()
             main_loop()
         else:
             pl.when(self.wg < 2)(main_loop)
@@ -122,11 +119,13 @@ class PersistentKernel:
 def persistent_call(
     kernel: type[PersistentKernel],
     name: str,
+    x,
     call: Launch,
     outputs: Mapping[str, Any],
     scratch: Mapping[str, Any],
-) -> Callable[..., dict[str, Any]]:
-    """``mosaic_call`` of a kernel."""
+    **inputs,
+) -> dict[str, Any]:
+    """Runs a kernel, with ``mosaic_call``; x: the operands of a backward stage."""
 
     def entry(**refs):
         kernel(types.SimpleNamespace(**refs), call.problem, call.tiles).run()
@@ -139,4 +138,11 @@ def persistent_call(
         outputs=outputs,
         scratch=scratch,
         interpret=call.interpret,
+    )(
+        q_gmem=x.matQ,
+        k_gmem=x.matK,
+        v_gmem=x.matV,
+        dh_gmem=x.matDeltaH,
+        live_gmem=x.live and x.live.live_first(),
+        **inputs,
     )

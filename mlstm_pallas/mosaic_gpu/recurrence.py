@@ -23,7 +23,7 @@ of the first column block do this, in blocks of at most 64 rows per warpgroup.
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +32,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.splits import heads_of_splits, split_states, splits_of
-from mlstm_pallas.formulas.tiles import blocks, divide, loop, remainder
+from mlstm_pallas.formulas.tiles import blocks, loop, remainder
 from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
-from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows
+from mlstm_pallas.mosaic_gpu.copies import CopyRing, head_of, ring_barriers, write_out
+from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows, load_or_zeros
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
@@ -47,10 +47,10 @@ from mlstm_pallas.mosaic_gpu.launch import (
     mosaic_call,
     plgpu,
     shared_tiles,
+    unravel,
 )
 from mlstm_pallas.mosaic_gpu.limits import HEADS, HopperTiles
 from mlstm_pallas.mosaic_gpu.products import BY_LANES, SUM_SCRATCH
-from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages import recurrent_bw_dC as dC
@@ -64,34 +64,6 @@ H_STAGES = 3  # tiles of h in shared memory
 MIN_SPLIT_STEPS = 1024  # shorter splits gain less than the second launch and their sums cost
 
 
-class Splits(NamedTuple):
-    """The splits of a launch.
-
-    Attributes:
-      of_sequence: the number of equal parts of a sequence, each of whole chunks.
-      sums: whether the launch computes what each split adds, starting from zeros.
-      all: whether it computes that also for the split that no other split follows.
-    """
-
-    of_sequence: int = 1
-    sums: bool = False
-    all: bool = True
-
-    @property
-    def of_head(self) -> int:
-        """Splits per head in the launch."""
-        return self.of_sequence - (not self.all)
-
-    def first(self, backward: bool) -> int:
-        return int(backward and not self.all)
-
-    def last_state(self, head, split, backward: bool) -> tuple[Any, Any]:
-        """Where the last state of a split is stored, and whether it is."""
-        if self.sums:
-            return head * self.of_head + (split - self.first(backward)), True
-        return head, self.of_sequence == 1 or split == (0 if backward else self.of_sequence - 1)
-
-
 def _store_state(index, XT, X_gmem, X_columns, tiles_smem):
     """Stores X^T, (64, rows), before the index-th chunk in the order of the recurrence.
 
@@ -100,23 +72,9 @@ def _store_state(index, XT, X_gmem, X_columns, tiles_smem):
     n = XT.shape[1] // WG_ROWS
     for j in range(n):
         tile = tiles_smem.at[remainder(index * n + j, 2)]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        products.store(tile.T, XT[:, j * WG_ROWS : (j + 1) * WG_ROWS].astype(tile.dtype))
-        plgpu.commit_smem()
+        write_out(tile.T, XT[:, j * WG_ROWS : (j + 1) * WG_ROWS], 1)
         at = block(lax.axis_index("rows") * n + j, WG_ROWS)
         plgpu.copy_smem_to_gmem(tile, X_gmem.at[at, X_columns])
-
-
-def _initial(x, at, X_columns, X_rows, x_rows):
-    """X^T and x before the first chunk; x_rows None: x is not computed."""
-    XT, vector = products.zeros(WG_ROWS, X_rows.size), None
-    if x.X_initial is not None:
-        XT = load(x.X_initial.at[at, X_columns, X_rows], optimized=False)
-    if x_rows is not None and x.x_initial is None:
-        vector = products.zeros(WG_ROWS, layout=BY_LANES)
-    elif x_rows is not None:
-        vector = load(x.x_initial.at[at, x_rows], BY_LANES, optimized=False)
-    return XT, vector
 
 
 def _store_x(vector, x_gmem, rows):
@@ -127,43 +85,15 @@ def _store_x(vector, x_gmem, rows):
         x_gmem[...] = vector
 
 
-def _add_tiles(accumulator, first, n, ring, a_smem, left, scaled, meanwhile):
-    """Adds left(slot) a of the tiles first to first + n - 1, and returns the sum of scaled(slot).
-
-    scaled and meanwhile(step, tile) run while the tile's product does; None: they do not.
-    """
-    unrolled = 2 - n % 2  # steps whose left operands have registers of their own
-
-    def some(i, total):
-        for j in range(unrolled):
-            step = first + i * unrolled + j
-            slot = ring.wait(step)
-            products.add(accumulator, left(slot), a_smem.at[slot])
-            if scaled is not None:
-                total += scaled(slot)
-            products.wait(1)
-            release = functools.partial(ring.release, step - 1)
-            pl.when(j > 0 or i > 0)(release)
-            if meanwhile is not None:
-                meanwhile(step, i * unrolled + j)
-            pl.when(step > 0)(functools.partial(ring.refill, step - 1))
-        return total
-
-    total = None if scaled is None else products.zeros(WG_ROWS, WG_ROWS)
-    total = loop(n // unrolled, some, total)
-    products.wait(0)
-    ring.release(first + n - 1)
-    return total
-
-
 def _recurrence(
-    x,  # a Recurrence whose a, b and h are of the head; X_initial is transposed, one per split
+    x,  # a Recurrence; X_initial is transposed, one per split
     out,  # RecurrenceOutputs
+    is_first,  # whether the CTA computes b . h or x, if any
+    head,  # splits count as heads
+    at,  # where the last state is stored, if it is
     *,
     p,
-    splits,
-    head,
-    split,
+    num_splits,
     a_smem,  # (stages, 64, rows)
     b_smem,  # (stages, 64, columns), 128 or 64 of them, 64 per warpgroup
     weights_smem,  # (stages, 64) float32, None without r
@@ -177,37 +107,37 @@ def _recurrence(
     wg, rows, columns = lax.axis_index("wg"), a_smem.shape[-1], b_smem.shape[-1]
     readers, row_block, column_block = columns // WG_ROWS, *map(lax.axis_index, ("rows", "columns"))
     n = p.L // STEPS  # tiles per chunk
-    num_chunks: Any = p.NC // splits.of_sequence  # per split
-    if x.num_live is not None:
-        num_chunks = x.num_live[head]
+    num_chunks: Any = p.NC if x.num_live is None else x.num_live[head]
     of_rows, of_columns = block(row_block, rows), block(column_block, columns)
     part = column_block * readers + wg  # which 64 columns of X the warpgroup has
     X_columns, tile_columns = block(part, WG_ROWS), block(wg, WG_ROWS)
     x_part = wg if rows > WG_ROWS else 0  # which 64 rows of the block x is of
     x_rows = block(row_block * (rows // WG_ROWS) + x_part, WG_ROWS)
     x_columns = block(x_part, WG_ROWS)
-    sums_x = out.x_last is not None
+    a, b = head_of(x.a, head, p), head_of(x.b, head, p)
+    h: Any = head_of(x.h, head, p) if is_first and x.h is not None else None
+    sums_x = is_first and out.x_last is not None
 
     def chunk_at(index):
-        index = num_chunks - 1 - index if x.backward else index
-        return index if splits.of_sequence == 1 else split * num_chunks + index
+        return num_chunks - 1 - index if x.backward else index
 
     def steps_at(step):
-        return block(chunk_at(divide(step, n)) * n + remainder(step, n), STEPS)
+        index, tile = unravel(step, n)
+        return block(chunk_at(index) * n + tile, STEPS)
 
     def copy_operands(step, copy):
         steps = steps_at(step)
-        copy(x.a.at[steps, of_rows], a_smem)
-        copy(x.b.at[steps, of_columns], b_smem)
+        copy(a.at[steps, of_rows], a_smem)
+        copy(b.at[steps, of_columns], b_smem)
         if x.r is not None:
             copy(x.r.at[head, steps], weights_smem)
 
     def copy_h(step, copy):
-        copy(x.h.at[steps_at(step), of_columns], h_smem)
+        copy(h.at[steps_at(step), of_columns], h_smem)
 
     total = num_chunks * n
     rings = [CopyRing(barriers, total, copy_operands, readers=readers)]
-    if x.h is not None:
+    if h is not None:
         rings.append(CopyRing(h_barriers, total, copy_h, readers=readers))
     ring, h_ring = rings[0], rings[-1]
 
@@ -223,14 +153,6 @@ def _recurrence(
         a = load_float32(a_smem.at[slot, :, x_columns])
         return a * across_columns(load(weights_smem.at[slot], BY_ROWS))
 
-    def store_inner(first, step, tile):
-        """Stores the sums of b h over the warpgroup's columns, for a tile of a chunk's steps."""
-        tiles = b_smem.at[ring.slot(step)], h_smem.at[h_ring.wait(step)]
-        b, h = (load_float32(y.at[:, tile_columns]) for y in tiles)
-        h_ring.release(step)
-        out.inner.at[head, part, block(first + tile, STEPS)][...] = products.sum_over_columns(b * h)
-        h_ring.refill(step)
-
     def join(index, carry):
         """Stores X before a chunk, and adds the chunk; carry: X^T, x and the chunk's gamma."""
         XT, vector, decay = carry
@@ -239,16 +161,38 @@ def _recurrence(
         following = x.gamma[head, chunk_at(lax.min(index + 1, last))]
         if out.X is not None:
             _store_state(index, XT, out.X.at[head, chunk], X_columns, out_smem.at[wg])
-        add = functools.partial(
-            _add_tiles,
-            first=index * n,
-            n=n,
-            ring=ring,
-            a_smem=a_smem,
-            left=left,
-            scaled=scaled if sums_x else None,
-            meanwhile=functools.partial(store_inner, chunk * n) if x.h is not None else None,
-        )
+        first = index * n
+
+        def store_inner(tile, slot, carry):
+            """Stores the sums of b h over the warpgroup's columns, for a tile of the chunk."""
+            step = first + tile
+            b_tile = load_float32(b_smem.at[slot, :, tile_columns])
+            h_tile = load_float32(h_smem.at[h_ring.wait(step), :, tile_columns])
+            h_ring.release(step)
+            sums = products.sum_over_columns(b_tile * h_tile)
+            out.inner.at[head, part, block(chunk * n + tile, STEPS)][...] = sums
+            h_ring.refill(step)
+            return carry
+
+        def add(accumulator):
+            """Adds b^T a, and with an x returns the sum of r a."""
+
+            def issue(_, slot, total):
+                products.add(accumulator, left(slot), a_smem.at[slot])
+                return total + scaled(slot) if sums_x else None
+
+            total = ring.multiply(
+                first,
+                n,
+                issue,
+                store_inner if h is not None else None,
+                products.zeros(WG_ROWS, WG_ROWS) if sums_x else None,
+                unrolled=2 - n % 2,
+            )
+            products.wait(0)
+            ring.release(first + n - 1)
+            return total
+
         if not sums_x:
             (XT,) = products.onto(add, XT * decay)
             return XT, None, following
@@ -261,12 +205,13 @@ def _recurrence(
 
     for y in rings:
         y.prologue()
-    gamma, at = x.gamma[head, chunk_at(np.int32(0))], head * splits.of_sequence + split
-    initial = _initial(x, at, X_columns, of_rows, x_rows if sums_x else None)
-    XT, vector, _ = loop(num_chunks, join, (*initial, gamma))
-    at, is_last = splits.last_state(head, split, x.backward)
+    gamma = x.gamma[head, chunk_at(np.int32(0))]
+    XT = load_or_zeros(x.X_initial, (head, X_columns, of_rows))
+    vector = load_or_zeros(x.x_initial, (head, x_rows), BY_LANES) if sums_x else None
+    XT, vector, _ = loop(num_chunks, join, (XT, vector, gamma))
+    last_split = 0 if x.backward else num_splits - 1
 
-    @pl.when(is_last)
+    @pl.when(out.X is None or remainder(head, num_splits) == last_split)
     def store_last():
         if out.X_last is not None:
             out.X_last[at, X_columns, of_rows] = XT
@@ -278,102 +223,84 @@ def _recurrence(
         y.epilogue()
 
 
-def _kernel(each, outputs, *, p, splits, **shared):
+def _kernel(each, outputs, *, p, num_splits, computed, **shared):
+    """num_splits: in p they count as heads; computed: the splits per sequence that run."""
     rows, columns = (shared[x].shape[-1] for x in ("a_smem", "b_smem"))
-    index = lax.axis_index("head")
-    head = remainder(index, p.BNH * splits.of_head)
-    split: Any = np.int32(0)
-    if splits.of_head > 1:
-        head, split = divide(head, splits.of_head), remainder(head, splits.of_head)
-
-    def run(x, out, first):
-        a, b = head_of(x.a, head, p), head_of(x.b, head, p)
-        h = head_of(x.h, head, p) if first and x.h is not None else None
-        _recurrence(
-            dataclasses.replace(x, a=a, b=b, h=h),
-            out if first else out._replace(x_last=None),
-            p=p,
-            splits=splits,
-            head=head,
-            split=split + splits.first(x.backward),
-            **shared,
-        )
-
+    which, index = unravel(lax.axis_index("head"), p.BNH // num_splits * computed)
+    sequence, split = unravel(index, computed)
     for j, (x, out) in enumerate(zip(each, outputs, strict=True)):
-        here, axis = divide(index, p.BNH * splits.of_head) == j, ""
+        # With backward no split follows the first one, otherwise the last one.
+        head = sequence * num_splits + split + (num_splits - computed if x.backward else 0)
+        place = head, index if out.X is None else sequence
+        axis, here = "", which == j
         if x.h is not None and rows < p.DHQK:
             axis = "rows"
         elif out.x_last is not None and columns < p.DHHV:
             axis = "columns"
-        if not axis:
-            pl.when(here)(functools.partial(run, x, out, True))
-            continue
-        for first in (True, False):  # so that the loop over steps has no branch
-            firsts = (lax.axis_index(axis) == 0) == first
-            pl.when(here & firsts)(functools.partial(run, x, out, first))
+        # Several bodies, so that the loop over steps has no branch.
+        for first in (True, False) if axis else (True,):
+            firsts = here & ((lax.axis_index(axis) == 0) == first) if axis else here
+            run = functools.partial(_recurrence, x, out, first, *place, p=p, num_splits=num_splits)
+            pl.when(firsts)(functools.partial(run, **shared))
 
 
 def _launch(
-    name: str, each: Sequence[Recurrence], splits: Splits, call: Launch
+    name: str, each: Sequence[Recurrence], call: Launch, num_splits: int, sums: int = 0
 ) -> list[RecurrenceOutputs]:
     """One launch of recurrences of which all have r or none has.
 
     X_initial and X_last are transposed, and each split has an X_initial.
+
+    sums: of so many splits per sequence the launch computes what they add to X and x, as the last
+      states of (B * NH * sums); 0: it computes the states.
     """
-    p, dtype = call.problem, each[0].a.dtype
+    p, dtype = call.problem.split(num_splits), each[0].a.dtype
     weighted = each[0].r is not None
     has_h, has_x = (any(getattr(x, y) is not None for x in each) for y in ("h", "x_initial"))
-    inputs = each
-    if splits.sums:  # from zeros
-        inputs = [dataclasses.replace(x, X_initial=None, x_initial=None) for x in each]
-    lasts = p.BNH * (splits.of_head if splits.sums else 1)
+    as_heads = functools.partial(jax.tree.map, lambda x: x.reshape(p.BNH, -1))
+    inputs = [dataclasses.replace(x, gamma=as_heads(x.gamma), r=as_heads(x.r)) for x in each]
+    if sums:  # from zeros
+        inputs = [dataclasses.replace(x, X_initial=None, x_initial=None) for x in inputs]
+    lasts = call.problem.BNH * (sums or 1)
     X = jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHHV), dtype)
     outputs = [
         RecurrenceOutputs(
-            X=None if splits.sums else X,
+            X=None if sums else X,
             X_last=float32(lasts, p.DHHV, p.DHQK) if x.return_last else None,
-            x=None if splits.sums or x.x_initial is None else float32(p.BNH, p.NC, p.DHQK),
+            x=None if sums or x.x_initial is None else float32(p.BNH, p.NC, p.DHQK),
             x_last=None if x.x_initial is None else float32(lasts, p.DHQK),
             inner=None if x.h is None else float32(p.BNH, blocks(p.DHHV, WG_ROWS), p.S),
         )
         for x in each
     ]
-    heads, rows, columns = call.tiles.grid(p, recurrences=len(each))
-    return mosaic_call(
-        functools.partial(_kernel, p=p, splits=splits),
+    computed, tiles = sums or num_splits, call.tiles
+    heads, rows, columns = tiles.grid(call.problem, recurrences=len(each))
+    y: list[RecurrenceOutputs] = mosaic_call(
+        functools.partial(_kernel, p=p, num_splits=num_splits, computed=computed),
         name=name,
-        grid={"head": heads * splits.of_head, "rows": rows, "columns": columns},
-        warpgroups=call.tiles.state_columns // WG_ROWS,
+        grid={"head": heads * computed, "rows": rows, "columns": columns},
+        warpgroups=tiles.state_columns // WG_ROWS,
         outputs={"outputs": outputs},
-        scratch=call.tiles.scratch(
-            p, dtype, weighted=weighted, has_h=has_h, has_x=has_x, stores_X=not splits.sums
+        scratch=tiles.scratch(
+            p, dtype, weighted=weighted, has_h=has_h, has_x=has_x, stores_X=not sums
         ),
         interpret=call.interpret,
     )(each=inputs)["outputs"]
+    return y
 
 
-def _sums_of_splits(
-    each: Sequence[Recurrence], splits: Splits, call: Launch
-) -> list[tuple[jax.Array, Any]]:
-    """What splits add to X and to x.
+def _with_states(x: Recurrence, added: RecurrenceOutputs, others: int) -> Recurrence:
+    """The recurrence with the states before every split, from what all other splits add."""
 
-    They are (B * NH, splits.of_head, DHHV, DHQK), transposed, and (B * NH, splits.of_head, DHQK).
-    """
-    each = [dataclasses.replace(x, h=None, return_last=True) for x in each]
-    of_heads = functools.partial(heads_of_splits, num_splits=splits.of_head)
-    outputs = _launch("split_products", each, splits, call)
-    return [jax.tree.map(of_heads, (y.X_last, y.x_last)) for y in outputs]
+    def states(added, initial):
+        added = heads_of_splits(added, others)
+        return split_states(added, x.gamma, initial, backward=x.backward)
 
-
-def _from_splits(x: Recurrence, added: tuple[jax.Array, Any]) -> Recurrence:
-    """The recurrence with the states before every split, from what splits add."""
-    of_X, of_x = added
-    states = functools.partial(split_states, gamma=x.gamma, backward=x.backward)
-    x = dataclasses.replace(x, X_initial=states(of_X, initial=x.X_initial))
-    if x.x_initial is None:
-        return x
-    vectors = states(of_x[..., None], initial=x.x_initial[..., None])
-    return dataclasses.replace(x, x_initial=vectors[..., 0])
+    x_initial = x.x_initial
+    if x_initial is not None:
+        x_initial = states(added.x_last[..., None], x_initial[..., None])[..., 0]
+    X_initial = states(added.X_last, x.X_initial)
+    return dataclasses.replace(x, X_initial=X_initial, x_initial=x_initial)
 
 
 def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
@@ -382,22 +309,26 @@ def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOu
     They scale v and dh in registers instead of k and q. In float16 r dh would fall below the normal
     numbers, so there XLA scales q and k.
     """
-    num_splits = call.tiles.num_splits
+    num_splits, p = call.tiles.num_splits, call.problem
     if each[-1].backward and each[0].a.dtype == jnp.float16:
         each = tuple(x.scaled() for x in each)
     transposed = functools.partial(jax.tree.map, jnp.matrix_transpose)
     inputs = [dataclasses.replace(x, X_initial=transposed(x.X_initial)) for x in each]
     if num_splits > 1:  # splits run all their chunks
         inputs = [dataclasses.replace(x, num_live=None) for x in inputs]
-        of_sums = Splits(num_splits, sums=True, all=False)
-        added = _sums_of_splits(inputs, of_sums, call)
-        inputs = [*map(_from_splits, inputs, added)]
+        of_sums = [dataclasses.replace(x, h=None, return_last=True) for x in inputs]
+        sums = _launch("split_products", of_sums, call, num_splits, num_splits - 1)
+        with_states = functools.partial(_with_states, others=num_splits - 1)
+        inputs = [*map(with_states, inputs, sums)]
+    whole = functools.partial(jax.tree.map, lambda x: x.reshape(p.BNH, -1, *x.shape[2:]))
     return [
         x._replace(
-            inner=None if x.inner is None else jnp.sum(x.inner, axis=1),
+            X=whole(x.X),
+            x=whole(x.x),
+            inner=None if x.inner is None else jnp.sum(x.inner, axis=1).reshape(p.BNH, p.S),
             X_last=transposed(x.X_last),
         )
-        for x in _launch(name, inputs, Splits(num_splits), call)
+        for x in _launch(name, inputs, call, num_splits)
     ]
 
 
@@ -418,8 +349,9 @@ def split_products(
     call = dataclasses.replace(call, problem=p)
     gamma = jnp.ones((p.BNH, num_splits), jnp.float32)
     whole = Recurrence(x.a, x.b, gamma, None, return_last=True, backward=backward, r=x.r)
-    splits = Splits(num_splits, sums=True, all=all_splits)
-    return _sums_of_splits([whole], splits, call)[0][0].mT
+    computed = num_splits - (not all_splits)
+    [sums] = _launch("split_products", [whole], call, num_splits, computed)
+    return heads_of_splits(sums.X_last, computed).mT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,8 +22,16 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.chunk_list import state_of
 from mlstm_pallas.formulas.tiles import blocks, divide, each, loop, remainder
 from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
-from mlstm_pallas.mosaic_gpu.fragments import across_rows
+from mlstm_pallas.mosaic_gpu.copies import (
+    CopyRing,
+    copy_out,
+    head_of,
+    load_transposed,
+    ring_barriers,
+    store_transposed,
+    write_out,
+)
+from mlstm_pallas.mosaic_gpu.fragments import across_rows, load_or_zeros
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     WG_ROWS,
@@ -34,9 +42,9 @@ from mlstm_pallas.mosaic_gpu.launch import (
     mosaic_call,
     plgpu,
     shared_tiles,
+    unravel,
 )
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
-from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of, load_transposed, store_transposed
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
@@ -81,20 +89,10 @@ def _part_of(parts, head, part, p: Problem) -> _Part:
 
 def _initial(states, part, rows, columns):
     """The transposed block of the initial state."""
-    if states is None:
-        return products.zeros(columns.size, rows.size)
-    if part.begin is None:
-        return load(states.at[part.state, columns, rows], optimized=False)
+    if states is None or part.begin is None:
+        return load_or_zeros(states, (part.state, columns, rows))
     CT = load_transposed(states.at[part.state, rows, columns])
     return jnp.where(jnp.broadcast_to(part.has_state, CT.shape), CT, 0.0)
-
-
-def _store(value, tile, destination, pending, where=None, size=None):
-    """Copies the transposed value out, while up to ``pending`` earlier copies may still run."""
-    plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-    products.store(tile.T, value)
-    plgpu.commit_smem()
-    copy_out(tile, destination, where, size)
 
 
 def _kernel(
@@ -117,14 +115,14 @@ def _kernel(
 ) -> None:
     index, wg = lax.axis_index("program"), lax.axis_index("wg")
     of_h = blocks(p.DHHV, config.siz_b_DHHV)
-    head, column_block = divide(index, of_h), remainder(index, of_h)
+    head, column_block = unravel(index, of_h)
     L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, h_smem.dtype
     num_blocks, in_list = siz_b_DHHV // (WARPGROUPS * WG_ROWS), parts_gmem is not None
     state_rows, v_columns = pl.ds(launch * rows, rows), block(column_block, siz_b_DHHV)
     part = _Part(0, np.int32(p.NC), head)
     if in_list:
         parts = parts_gmem.begins.shape[1] - 1
-        head, of_row = divide(head, parts), remainder(head, parts)
+        head, of_row = unravel(head, parts)
         part = _part_of(parts_gmem, head, of_row, p)
     of_head = functools.partial(head_of, n=head, p=p, any_step=in_list)
 
@@ -167,7 +165,9 @@ def _kernel(
                         stored = divide(chunk, store_every)
                         states = C_states_gmem.at[head, stored, of_tile, columns]
                         here = remainder(chunk, store_every) == 0
-                        _store(CT_tile, C_smem.at[wg, j % 2], states, 1, here)
+                        tile = C_smem.at[wg, j % 2]
+                        write_out(tile.T, CT_tile, 1)
+                        copy_out(tile, states, here)
 
             hT = products.from_zeros(inter, WG_ROWS, L) * r
             if operands.partial is not None:
@@ -179,9 +179,9 @@ def _kernel(
                 if operands.P is not None:
                     products.add(hT_acc, vT, tiles["P"].T)
                 products.add(CT_acc, scaled, tiles["k"])
-                hT = products.read(hT_acc, 1).astype(dtype)
-                h = of_head(h_gmem).at[steps_of(chunk), columns]
-                _store(hT, h_smem.at[wg * num_blocks + b], h, num_blocks - 1, size=size)
+                tile = h_smem.at[wg * num_blocks + b]
+                write_out(tile.T, products.read(hT_acc, 1), num_blocks - 1)
+                copy_out(tile, of_head(h_gmem).at[steps_of(chunk), columns], size=size)
 
             return products.onto(intra, hT, CT * gamma)[1]
 

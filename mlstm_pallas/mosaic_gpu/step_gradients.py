@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.gate_gradients import segmented_suffix_sum, through_tiles
 from mlstm_pallas.formulas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
-from mlstm_pallas.formulas.tiles import blocks, divide, remainder
+from mlstm_pallas.formulas.tiles import blocks, divide
 from mlstm_pallas.mosaic_gpu.chunk_scans import (
     LANES,
     STEPS,
@@ -43,7 +43,15 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
     split_columns,
     store_rows,
 )
-from mlstm_pallas.mosaic_gpu.launch import WG_ROWS, aligned, float32, mosaic_call, plgpu, write
+from mlstm_pallas.mosaic_gpu.launch import (
+    WG_ROWS,
+    aligned,
+    float32,
+    mosaic_call,
+    plgpu,
+    unravel,
+    write,
+)
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.stage import Launch
@@ -133,15 +141,19 @@ def _kernel(
 ) -> None:
     _, n, head_rows, steps = per_query.shape
     head_blocks, num_tiles = head_rows // LANES, LANES // tile_rows
-    program = lax.axis_index("block")
-    head, block = divide(program, head_blocks), remainder(program, head_blocks)
+    head, block = unravel(lax.axis_index("block"), head_blocks)
     rows = aligned(block * LANES, LANES)
 
     def vector(ref):
         return load_rows(ref.at[rows])
 
-    def add(left, x):
-        return (left[0] + x[0],)
+    def sums(x, buffer, **options):
+        """From the first step of each tile to each step."""
+
+        def add(left, x):
+            return (left[0] + x[0],)
+
+        return running(add, [x], [0.0], tile_rows, buffer, **options)[0]
 
     row = row_index((LANES, steps))
     first_tile = block * num_tiles
@@ -161,9 +173,8 @@ def _kernel(
     if other_tiles is not None:
         between = _between_tiles(read, written, tile, other_tiles)
         queries, keys = queries + between, keys + between
-    (from_step,) = running(add, [queries], [0.0], tile_rows, scans.at[0], backward=True)
-    keys = shifted(keys, 0.0, tile_rows, scans.at[1])
-    (before_step,) = running(add, [keys], [0.0], tile_rows, scans.at[2])
+    from_step = sums(queries, scans.at[0], backward=True)
+    before_step = sums(shifted(keys, 0.0, tile_rows, scans.at[1]), scans.at[2])
     chunks = range(0, num_tiles, through_size)
     whole = of_chunks(
         [[through[head, divide(first_tile + j, through_size)] for j in chunks]], LANES
@@ -176,9 +187,9 @@ def _kernel(
         else:
             carry = carries[head, block]
         dm_block = vector(dm.at[head])
-        sums, flows = _to_previous_step(dm_block, flag, scans.at[0])
-        sums += jnp.where(flows > 0, carry, 0.0)
-        dm_total = dm_block + shifted(sums, carry, LANES, scans.at[1], backward=True)
+        later, flows = _to_previous_step(dm_block, flag, scans.at[0])
+        later += jnp.where(flows > 0, carry, 0.0)
+        dm_total = dm_block + shifted(later, carry, LANES, scans.at[1], backward=True)
         write(scans.at[2, 0, :LANES], across(split_columns(dm_total)[0], 2))
         plgpu.commit_smem()
         dm_first[head, block] = scans[2, 0, 0, 0]

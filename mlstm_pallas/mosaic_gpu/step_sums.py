@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.tiles import blocks, divide, each, loop, remainder
+from mlstm_pallas.formulas.tiles import blocks, each, loop
 from mlstm_pallas.mosaic_gpu import products
+from mlstm_pallas.mosaic_gpu.copies import copy_in, head_of
 from mlstm_pallas.mosaic_gpu.fragments import across_columns
 from mlstm_pallas.mosaic_gpu.launch import (
     block,
@@ -31,9 +32,9 @@ from mlstm_pallas.mosaic_gpu.launch import (
     mosaic_call,
     plgpu,
     shared_tiles,
+    unravel,
 )
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
-from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, head_of
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.stage import Launch
 from mlstm_pallas.stages.step_sums import Operands
@@ -65,9 +66,9 @@ def _kernel(
     tiles_of_sum = blocks(p.S, TILE) // rows
     sums_of_cta = num_tiles // tiles_of_sum
     of_head, of_columns = p.S // (num_tiles * TILE), D // columns
-    index = lax.axis_index("program")
-    head, part = divide(index, of_head * of_columns), remainder(divide(index, of_columns), of_head)
-    of_cta = block(remainder(index, of_columns), columns)
+    index, column = unravel(lax.axis_index("program"), of_columns)
+    head, part = unravel(index, of_head)
+    of_cta = block(column, columns)
 
     def unless_empty(j, action, carry):
         """action(j, carry), or carry if tile j is an entry without steps."""

@@ -23,8 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.splits import split_states, splits_of
-from mlstm_pallas.formulas.tiles import blocks, divide, loop, remainder
-from mlstm_pallas.mosaic_gpu.launch import block, float32, load, mosaic_call
+from mlstm_pallas.formulas.tiles import blocks, loop
+from mlstm_pallas.mosaic_gpu.launch import block, float32, load, mosaic_call, unravel
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.mosaic_gpu.products import BY_LANES
 from mlstm_pallas.problem.dimensions import Problem
@@ -48,8 +48,8 @@ def _kernel(
     backward: bool,
 ) -> None:
     _, NC, D = added.shape
-    index, of_head = lax.axis_index("program"), blocks(D, COLUMNS)
-    head, columns = divide(index, of_head), block(remainder(index, of_head), COLUMNS)
+    head, column = unravel(lax.axis_index("program"), blocks(D, COLUMNS))
+    columns = block(column, COLUMNS)
     groups, rest = divmod(NC, AHEAD)
 
     def chunks_from(first, count):

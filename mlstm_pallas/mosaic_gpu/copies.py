@@ -1,0 +1,303 @@
+"""Copies of tiles between global and shared memory, and rings of slots into which they run ahead.
+
+wgmma reads tiles in groups of 8 rows, so a TMA copy of such a tile views its array as groups of 8
+rows too. plgpu's copies refuse an array whose number of steps is no multiple of 8, so
+``inline_mlir.py`` has the copies for such arrays. A tile within whole groups of the array is copied
+at once. The last tile of a head, which reaches beyond them, is copied one group at a time, from and
+to the rows as they are. A tile with one swizzled part, 128 bytes wide, is stored row by row, so one
+copy is always enough. Reads beyond the array return zeros, and nothing is written there.
+
+The steps of a sequence go through the slots of a ``CopyRing`` in order: step x uses slot x mod
+num_slots. Each slot has two barriers. Its copies arrive on ``full``, and every reading warpgroup
+arrives on ``empty`` when it has read the slot.
+
+Which warpgroups issue the copies is a static choice. Shared: each reader issues the copies of its
+share of the slots, so no warpgroup stalls more often than another. Dedicated: a further warpgroup,
+number 2, calls ``load`` for every step. A CTA of two warpgroups has 255 registers per thread from
+the launch on, and a CTA of three has 168.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.formulas.tiles import divide, each, loop, remainder
+from mlstm_pallas.mosaic_gpu import products
+from mlstm_pallas.mosaic_gpu.inline_mlir import (
+    GROUP,
+    copy_steps,
+    inline_load_transposed,
+    inline_store_transposed,
+)
+from mlstm_pallas.mosaic_gpu.launch import plgpu, unravel
+from mlstm_pallas.mosaic_gpu.products import interpretable
+from mlstm_pallas.problem.dimensions import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """Steps and columns of a head, of an array whose number of steps is no multiple of 8.
+
+    Like a reference it has ``at``, which selects a block of the steps, or of the steps and columns.
+    """
+
+    array: Any  # (..., S, ..., D), as the kernel receives it
+    before: tuple[Any, ...]  # indices of the axes before the steps, and of the axes behind
+    behind: tuple[Any, ...]
+    start: Any
+    column: Any
+    shape: tuple[int, int]
+
+    @property
+    def at(self) -> "Steps":
+        return self
+
+    def __getitem__(self, index) -> "Steps":
+        steps, columns = index if isinstance(index, tuple) else (index, slice(None))
+        starts, shape = zip(*map(_start_and_size, (steps, columns), self.shape), strict=True)
+        place = self.start + starts[0], self.column + starts[1]
+        return Steps(self.array, self.before, self.behind, *place, shape)
+
+    @property
+    def S(self) -> int:
+        return int(self.array.shape[len(self.before)])
+
+
+def _start_and_size(index, size: int) -> tuple[Any, int]:
+    if isinstance(index, slice):
+        start, stop, _ = index.indices(size)
+        return start, stop - start
+    return index.start, index.size
+
+
+def head_of(ref, n, p: Problem, *, any_step: bool = False):
+    """Head n, (S, D), of an array (B * NH, S, D) or (B, S, NH, D).
+
+    Splits count as heads. The array may have fewer steps than S, because TMA copies read zeros
+    beyond them and write nothing there.
+
+    any_step: whether tiles begin at any step, not only at multiples of 8.
+    """
+    strided = len(ref.shape) == 4
+    B, NH = ref.shape[0], ref.shape[2] if strided else 1
+    num_splits = p.BNH // (B * NH)
+    steps: Any = slice(None)
+    if num_splits > 1:
+        n, part = unravel(n, num_splits)
+        steps = pl.ds(part * p.S, p.S)
+    before, behind = ((x,) for x in unravel(n, NH)) if strided else ((n,), ())
+    if not copied_by_groups(1 if any_step else ref.shape[1]):
+        return ref.at[(*before, steps, *behind)]
+    start, size = _start_and_size(steps, ref.shape[1])
+    return Steps(ref, before, behind, start, 0, (size, ref.shape[-1]))
+
+
+@interpretable
+def load_transposed(array):
+    """The transposed tile of float32 in global memory, in the layout of an accumulator."""
+    shape = plgpu.ShapeDtypeStruct(array.shape[::-1], jnp.float32, layout=plgpu.Layout.WGMMA)
+    types = plgpu.Layout.WGMMA, plgpu.RefType()
+    load = plgpu.inline_mgpu(arg_types=types, return_type=shape)(inline_load_transposed)
+    return load(products.zeros(*shape.shape), array)
+
+
+@interpretable
+def store_transposed(array, tile) -> None:
+    """Stores the transpose of an accumulator's value in global memory."""
+    types = plgpu.Layout.WGMMA, plgpu.RefType()
+    plgpu.inline_mgpu(arg_types=types)(inline_store_transposed)(tile, array)
+
+
+@interpretable
+def copied_by_groups(steps: int) -> bool:
+    """Whether plgpu's copies refuse this number of steps; in GPU interpret mode they never do."""
+    return steps % GROUP != 0
+
+
+@interpretable
+def copy_in(source, tile, barrier) -> None:
+    """Starts a copy to shared memory that arrives on the barrier."""
+    if isinstance(source, Steps):
+        copy_steps(source, tile, barrier)
+    else:
+        plgpu.copy_gmem_to_smem(source, tile, barrier)
+
+
+@interpretable
+def copy_out(tile, destination, where=None, size=None) -> None:
+    """Starts a copy to global memory, if the condition holds; size: of so many rows, None: all."""
+    if isinstance(destination, Steps):
+        start = functools.partial(copy_steps, destination, tile, size=size)
+        pl.when(where is None or where)(start)
+    else:
+        plgpu.copy_smem_to_gmem(tile, destination, predicate=where)
+
+
+def write_out(tile, value, pending: int) -> None:
+    """Stores a value for copies out, once at most ``pending`` earlier copies still read tiles."""
+    plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+    products.store(tile, value.astype(tile.dtype))
+    plgpu.commit_smem()
+
+
+class RingBarriers(NamedTuple):
+    full: Any  # one per slot
+    empty: Any
+
+
+def ring_barriers(num_slots: int, copies: int, readers: int = 2) -> RingBarriers:
+    """The barriers of a ring in which each step issues ``copies`` copies."""
+    full = plgpu.Barrier(num_arrivals=copies, num_barriers=num_slots)
+    return RingBarriers(full, plgpu.Barrier(num_arrivals=readers, num_barriers=num_slots))
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyRing:
+    """A ring, as one CTA sees it.
+
+    Attributes:
+      barriers: references to what ``ring_barriers`` declares.
+      steps: the number of steps that go through the ring; None if ``load`` issues every copy and
+        ``epilogue`` receives the number.
+      copies: copies(step, copy) starts the copies of a step. It calls copy(source, buffer, *index)
+        for each, where index selects a part of the buffer's slot. It is None if ``steps`` is.
+      readers: the number of warpgroups that share the copying; 0: a dedicated warpgroup copies.
+      steps_of_item: the number of steps per item. ``copies`` is then copies(item, step, copy),
+        where the step is counted from the item's first.
+      item: the item of the steps that are released, or the item before; None: not known. It saves a
+        division per refill.
+    """
+
+    barriers: RingBarriers
+    steps: Any
+    copies: Any
+    readers: int = 2
+    steps_of_item: int | None = None
+    item: Any = None
+
+    @property
+    def num_slots(self) -> int:
+        return self.barriers.full.shape[0]
+
+    def slot(self, step):
+        return remainder(step, self.num_slots)
+
+    def load(self, step, copies: Callable[..., None] | None = None) -> None:
+        """Starts the copies of a step as soon as the slot's last reader has released it.
+
+        copies: copies(copy) replaces the ring's copies.
+        """
+        slot = self.slot(step)
+
+        def copy(source, buffer, *index):
+            copy_in(source, buffer.at[(slot, *index)], self.barriers.full.at[slot])
+
+        pl.when(step >= self.num_slots)(lambda: products.wait_empty(self.barriers.empty.at[slot]))
+        (copies or functools.partial(self.copies, *self._place(step)))(copy)
+
+    def _place(self, step) -> tuple[Any, ...]:
+        """The arguments of ``copies`` that name a step."""
+        n, item = self.steps_of_item, self.item
+        if n is None:
+            return (step,)
+        if item is None:
+            return unravel(step, n)
+        x = step - lax.optimization_barrier(item) * n
+        here = x < n
+        return jnp.where(here, item, item + 1), jnp.where(here, x, x - n)
+
+    def wait(self, step):
+        """Waits for the copies of a step and returns its slot."""
+        slot = self.slot(step)
+        products.acquire(self.barriers.full.at[slot], self.barriers.empty.at[slot])
+        return slot
+
+    def release(self, *steps) -> None:
+        """Tells the ring that this warpgroup has read these steps."""
+        products.release(*(self.barriers.empty.at[self.slot(step)] for step in steps))
+
+    def _by_copier(self, slot, condition, run: Callable[[], None]) -> None:
+        """Calls ``run`` in the warpgroup that copies into the slot, if the condition holds."""
+        copier = remainder(slot, self.readers) if self.readers else np.int32(2)
+        pl.when((lax.axis_index("wg") == copier) & condition)(run)
+
+    def prologue(self) -> None:
+        """Starts the copies of the first steps, one per slot."""
+        if self.readers:
+
+            @each(self.num_slots)
+            def first(step):
+                self._by_copier(step, step < self.steps, lambda: self.load(step))
+
+    def refill(self, *steps) -> None:
+        """Starts the next copies into the slots of these steps, which this warpgroup has released.
+
+        A dedicated warpgroup does that without being asked.
+        """
+        for step in steps if self.readers else ():
+            # The barrier keeps values derived from the step out of registers until this point.
+            following = lax.optimization_barrier(step) + self.num_slots
+            load = functools.partial(self.load, following)
+            self._by_copier(self.slot(step), following < self.steps, load)
+
+    def advance(self, *steps) -> None:
+        """Releases steps and refills their slots."""
+        self.release(*steps)
+        self.refill(*steps)
+
+    def multiply(
+        self,
+        first,
+        count,
+        issue,
+        work=None,
+        carry=None,
+        *,
+        unrolled: int = 1,
+        follows: bool = False,
+    ):
+        """Starts the products of ``count`` steps from ``first`` on, two of which run at a time.
+
+        A step is released, and its slot refilled, while the product of the next one runs. The
+        caller waits for the last product and releases its step. With a single slot each product
+        ends before the next one starts, and every step is released.
+
+        Args:
+          issue: issue(index, slot, carry) starts a product; it returns the carry.
+          work: work(index, slot, carry) runs beside the product; it returns the carry.
+          unrolled: the number of steps per iteration, whose left operands have their own registers.
+          follows: whether the product of the preceding step runs and is not released.
+        """
+        ahead = min(self.num_slots - 1, 1)
+
+        def some(i, carry):
+            for j in range(unrolled):
+                index = i * unrolled + j
+                step = first + index
+                carry = issue(index, self.wait(step), carry)
+                products.wait(ahead)
+                read = step - ahead
+                release = functools.partial(self.release, read)
+                pl.when(not ahead or follows or j > 0 or i > 0)(release)
+                if work is not None:
+                    carry = work(index, self.slot(step), carry)
+                if self.readers:
+                    pl.when(step >= ahead)(functools.partial(self.refill, read))
+            return carry
+
+        return loop(divide(count, unrolled), some, carry)
+
+    def epilogue(self, steps=None) -> None:
+        """Waits for the last releases, because no barrier may end in the middle of a phase."""
+        total = lax.convert_element_type(self.steps if steps is None else steps, np.int32)
+        for x in range(self.num_slots):
+            step = total - np.int32(self.num_slots - x)
+            slot = self.slot(step)
+            wait = functools.partial(products.wait_empty, self.barriers.empty.at[slot])
+            self._by_copier(slot, step >= 0, wait)
