@@ -18,7 +18,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from mlstm_pallas.formulas.tiles import divide, remainder
-from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
 
 plgpu: Any = mosaic_gpu  # it has no type annotations
 # The layouts of a vector with one element per row or per column of a tile.
@@ -132,16 +131,6 @@ def load(ref, layout=plgpu.Layout.WGMMA, *, optimized: bool = True):
 def load_float32(ref, layout=plgpu.Layout.WGMMA):
     """Loads a tile as float32."""
     return load(ref, layout).astype(jnp.float32)
-
-
-def move_registers(count: int) -> None:
-    """Gives the warpgroup ``count`` registers per thread, where the compiler can.
-
-    It is for a kernel whose copying warpgroup leaves too few registers to the other warpgroups. All
-    other kernels have enough without it.
-    """
-    if MOVES_REGISTERS:
-        plgpu.set_max_registers(count, action="increase" if count > 168 else "decrease")
 
 
 def write(ref, x: jax.Array) -> None:

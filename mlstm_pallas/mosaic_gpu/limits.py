@@ -16,11 +16,6 @@ KERNEL_DTYPE = jnp.dtype("bfloat16")  # float16 has the same size
 SHARED_BYTES = 232_448  # the most per CTA
 HEADS = 65_535  # the most CTAs along a CUDA grid axis other than the first
 
-# ptxas moves registers between warpgroups (setmaxnreg). From 0.12 on jax compiles with nvJitLink if
-# it finds that library. nvJitLink ignores setmaxnreg, so every thread keeps the registers that it
-# has at the launch.
-MOVES_REGISTERS = jax.__version_info__ < (0, 12)
-
 
 class HopperTiles(Tiles):
     """The tiles of a Hopper kernel for 16-bit dtypes."""

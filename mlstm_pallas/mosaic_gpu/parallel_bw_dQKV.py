@@ -49,7 +49,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     shared_tiles,
     unravel,
 )
-from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS, RingTiles
+from mlstm_pallas.mosaic_gpu.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel, persistent_call
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
@@ -195,9 +195,7 @@ class _Kernel(PersistentKernel):
 
         return loop(self.num_items, one, np.int32(0))
 
-    @staticmethod
-    def readers(p: Problem) -> int:
-        return 0
+    readers = 0
 
     def copy(self) -> None:
         def copy_item(item):
@@ -490,12 +488,11 @@ class Tiles(RingTiles):
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
-        """By chunk, six stages if registers spill, because more would leave them too little L1."""
+        """At DHQK 128, six stages by chunk: more would leave spilled registers too little L1."""
         if not _divides(p):
             return
-        if by_chunk(p):
-            stages = 7 if p.DHQK == 64 and MOVES_REGISTERS else 6
-        else:
+        stages = 7 if p.DHQK == 64 else 6
+        if not by_chunk(p):
             stages = 3 if p.DHQK >= 512 else 4
         for num_stages in range(stages, 2, -1):
             yield cls(num_stages, gpu.sms, by_chunk(p)).clamped(p)

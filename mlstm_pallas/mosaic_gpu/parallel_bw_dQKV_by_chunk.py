@@ -5,9 +5,7 @@ each for 64 rows of the chunk. Tiles of 64 columns are copied num_stages tiles a
 too. k stays in shared memory for the whole chunk. At DHQK 64 there is room for the k of the next
 chunk as well; at 128 its copy waits for the end of the chunk.
 
-At DHQK 128 the two warpgroups share the copying and have 255 registers per thread. At 64 a third
-warpgroup copies. If the compiler does not move registers between warpgroups, each of the three has
-168, so the block of P and dP on the diagonal is computed in two halves.
+The two warpgroups share the copying and have 255 registers per thread.
 
 The first phase of a chunk computes dh . v over DHHV and q . k over DHQK, and from these P, dP and
 the sums of W. P and dP stay in shared memory. Each warpgroup computes the block of 64 x 64 on the
@@ -48,12 +46,11 @@ from mlstm_pallas.mosaic_gpu.launch import (
     block,
     load,
     load_float32,
-    move_registers,
     one_of,
     plgpu,
     shared_tiles,
 )
-from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS, RingTiles
+from mlstm_pallas.mosaic_gpu.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
@@ -83,7 +80,7 @@ class Kernel(PersistentKernel):
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
-        refs, p, chunks, readers = self.refs, self.p, self.num_items, self.readers(self.p)
+        refs, p, chunks = self.refs, self.p, self.num_items
         # The order of a chunk's tiles: dh and v per step, q; then v, dC, C and dh per step, q.
         self.steps, self.parts = 2 * blocks(p.DHHV, 2 * DEPTH), blocks(p.DHQK, DEPTH)
         self.first_q = 2 * self.steps
@@ -91,19 +88,9 @@ class Kernel(PersistentKernel):
         self.last_q = self.second_phase + 4 * self.steps
         self.num_tiles = n = self.last_q + self.parts
         products.guard(refs.tiles_full, refs.P_smem, refs.dP_smem)
-        self.ring = CopyRing(
-            refs.barriers,
-            chunks * n,
-            self.copy_any_tile,
-            readers=readers,
-            steps_of_item=n,
-        )
-        self.k_ring = CopyRing(refs.k_barriers, chunks, self.copy_k, readers=readers)
+        self.ring = CopyRing(refs.barriers, chunks * n, self.copy_any_tile, steps_of_item=n)
+        self.k_ring = CopyRing(refs.k_barriers, chunks, self.copy_k)
         self.rings = self.ring, self.k_ring
-
-    @staticmethod
-    def readers(p: Problem) -> int:
-        return 0 if p.DHQK == 64 else 2
 
     def place(self, index) -> tuple[Any, Any]:
         """The head and the chunk of the CTA's index-th item."""
@@ -149,31 +136,7 @@ class Kernel(PersistentKernel):
             if x is not None:
                 copy(x.at[head, chunk], refs.vectors_smem, y, slice(self.p.DHQK))
 
-    def copy_chunk(self, index):
-        """Loads a chunk in a dedicated warpgroup, in which no copy branches on its operand."""
-        head, chunk = self.place(index)
-
-        def load_tiles(first, count, column_of, *operands):
-            @each(count)
-            def load(j):
-                for y, x in enumerate(operands):
-                    step = index * self.num_tiles + first + len(operands) * j + y
-                    copies = functools.partial(self.copy_tile, x, head, chunk, column_of(j))
-                    self.ring.load(step, copies)
-
-        load_tiles(0, self.steps, lambda j: j, _DH, _V)
-        load_tiles(self.first_q, self.parts, lambda j: j, _Q)
-        self.k_ring.load(index)
-        load_tiles(self.second_phase, self.steps, self.last_first, _V, _DC, _C, _DH)
-        load_tiles(self.last_q, self.parts, lambda j: j, _Q)
-
-    def copy(self) -> None:
-        move_registers(40)
-        each(self.num_items)(self.copy_chunk)
-
     def multiply(self) -> None:
-        if not self.ring.readers:
-            move_registers(232)
         each(self.num_items)(lambda index: _multiply(_Chunk(self, index)))
         refs = self.refs
         if refs.tiles_empty is not None:
@@ -287,8 +250,7 @@ def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
             products.wait(2)
 
             pl.when(x > 0)(lambda: c.ring.advance(dh - 2, v - 2))
-            if ring.readers:
-                pl.when((x == 0) & (c.index > 0))(lambda: c.k_ring.refill(c.index - 1))
+            pl.when((x == 0) & (c.index > 0))(lambda: c.k_ring.refill(c.index - 1))
 
         last_dh, last_v, *q = (c.first + c.first_q + y for y in range(-2, c.parts))
         for y, step in enumerate(q):
@@ -308,12 +270,12 @@ def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
     return [x._replace(scores=sums[j], dA=sums[2 + j]) for j, x in enumerate(both)]
 
 
-def _write_keys(c: _Chunk, x: _Block, start: int, keys: int, mask: Array | None = None):
-    """Stores P and dP of ``keys`` keys of a block, from ``start`` on; returns their W."""
-    refs, columns = c.refs, slice(start, start + keys)
+def _write_keys(c: _Chunk, x: _Block, start: int, mask: Array | None = None):
+    """Stores P and dP of half a block, the keys from ``start`` on; returns their W."""
+    refs, columns = c.refs, slice(start, start + HALF)
     key, row = (pl.multiple_of(y + start, HALF) for y in (x.key, x.row))
-    at = pl.ds(row, keys)
-    e = (c.vector(y, key, keys) for y in (_E_HI, _E_LO))
+    at = pl.ds(row, HALF)
+    e = (c.vector(y, key, HALF) for y in (_E_HI, _E_LO))
     tiles = refs.P_smem.at[at].T, refs.dP_smem.at[at].T
     scores, dA = x.scores[:, columns], x.dA[:, columns]
     return write_tiles(*tiles, scores, dA, e, x.vectors, mask, c.p.qk_scale)
@@ -325,7 +287,7 @@ def _write_below(c: _Chunk, below: _Block):
     It returns the sums over keys.
     """
     refs = c.refs
-    W = _write_keys(c, below, 0, HALF)
+    W = _write_keys(c, below, 0)
     sums = products.sum_over_columns(W)
 
     @pl.when(c.wg == 0)
@@ -338,14 +300,17 @@ def _write_below(c: _Chunk, below: _Block):
     return sums
 
 
-def _write_diagonal(c: _Chunk, diagonal: _Block, keys: int) -> None:
-    """Stores P, dP and the sums of W of the block on the diagonal, ``keys`` keys at a time."""
+def _write_diagonal(c: _Chunk, diagonal: _Block) -> None:
+    """Stores P, dP and the sums of W of the block on the diagonal.
+
+    Computing half the keys at a time takes fewer registers.
+    """
     refs, sum_over_columns = c.refs, products.sum_over_columns
     of_diagonal, of_earlier = [], []
-    for start in range(0, WG_ROWS, keys):
-        t, s = rows_and_columns(WG_ROWS, keys)
+    for start in range(0, WG_ROWS, HALF):
+        t, s = rows_and_columns(WG_ROWS, HALF)
         s += start
-        W = _write_keys(c, diagonal, start, keys, s <= t)
+        W = _write_keys(c, diagonal, start, s <= t)
         of_diagonal.append(sum_over_columns(jnp.where(s == t, W, 0.0)))
         W = jnp.where(s < t, W, 0.0)
         of_earlier.append(sum_over_columns(W))
@@ -474,9 +439,7 @@ def _multiply(c: _Chunk) -> None:
     if refs.tiles_empty is not None:
         pl.when(c.index > 0)(lambda: plgpu.barrier_wait(refs.tiles_empty))
     half_sums = _write_below(c, below)
-    # Computing half the keys of the block on the diagonal at a time takes fewer registers.
-    keys = WG_ROWS if not c.ring.readers and MOVES_REGISTERS else HALF
-    _write_diagonal(c, diagonal, keys)
+    _write_diagonal(c, diagonal)
     plgpu.commit_smem()
     products.acquire(refs.tiles_full, refs.tiles_empty)
     norm_weights = None if refs.n_gmem is None else weights * diagonal.vectors[3]

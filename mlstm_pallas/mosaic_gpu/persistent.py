@@ -24,6 +24,7 @@ class PersistentKernel:
     """A CTA of a kernel, as one of its warpgroups sees it.
 
     Attributes:
+      readers: the number of warpgroups that share the copying; 0: a third warpgroup copies.
       refs: the references of the kernel, by name.
       program: the index of the CTA.
       num_items: the number of its items.
@@ -33,13 +34,9 @@ class PersistentKernel:
       rings: all rings whose number of steps is known from the start.
     """
 
+    readers = 2
     ring: CopyRing
     rings: Sequence[CopyRing] = ()
-
-    @staticmethod
-    def readers(p: Problem) -> int:
-        """The number of warpgroups that share the copying; 0: a third warpgroup copies."""
-        return 2
 
     def __init__(self, refs, p: Problem, tiles: RingTiles) -> None:
         self.refs, self.p, self.tiles = refs, p, tiles
@@ -134,7 +131,7 @@ def persistent_call(
         entry,
         name=name,
         grid={"program": call.tiles.num_ctas},
-        warpgroups=2 if kernel.readers(call.problem) else 3,
+        warpgroups=2 if kernel.readers else 3,
         outputs=outputs,
         scratch=scratch,
         interpret=call.interpret,
