@@ -6,6 +6,7 @@ from typing import Any
 
 from command import Define
 from roofline import FORWARD, backward_stages
+from shapes import Shape
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.planning.call_spec import CallSpec
@@ -49,6 +50,13 @@ def config_row(spec: CallSpec, stages: Sequence[str] = ()) -> dict[str, Any]:
         if launch.tiles is not None:
             row[f"{launch.lowering.folder}_{stage}"] = dict(vars(launch.tiles))
     return row
+
+
+def padded(spec: CallSpec, shape: Shape) -> str:
+    """The sizes with which the kernels run a shape, if they are others."""
+    p = spec.problem
+    sizes = p.S, p.DHQK, p.DHHV
+    return "" if shape[2:] == sizes else "S, DHQK, DHHV = {}, {}, {}".format(*sizes)
 
 
 def parse_config(text: str) -> KernelConfig:

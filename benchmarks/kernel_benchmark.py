@@ -43,7 +43,7 @@ import roofline
 import runner
 import shapes
 from absl import flags
-from calls import config_row, launch_of
+from calls import config_row, launch_of, padded
 from command import RequestError
 from peers import Inputs, random_inputs
 from roofline import backward_stages
@@ -236,9 +236,7 @@ class MlstmPallasStage(MlstmPallas):
     def __init__(self, stage: str, backend: str, shape: Shape, dtype: str, *args: Any):
         super().__init__(backend, shape, dtype, *args)
         self.stage = STAGES[stage]
-        p = self.spec.problem
-        if shape != (p.B, p.NH, p.S, p.DHQK, p.DHHV):
-            sizes = f"S, DHQK, DHHV = {p.S}, {p.DHQK}, {p.DHHV}"
+        if sizes := padded(self.spec, shape):
             raise ValueError(f"a stage by itself is not padded: its tiles need {sizes}")
         self.call = launch_of(self.spec, stage)
         self.config |= config_row(self.spec, [stage])
@@ -250,7 +248,10 @@ class MlstmPallasStage(MlstmPallas):
             raise UnsupportedError(f"{stage} has no Mosaic GPU kernel for this shape and dtype")
 
     def phases(self, shape, itemsize, direction):
-        return (costs.launch_cost(self.stage.name, self.call, itemsize, weighted=self.weighted),)
+        cost = costs.launch_cost(self.stage.name, self.call, itemsize)
+        if self.weighted and self.stage.name == "recurrent_bw_dC":  # reads r and abar
+            cost = cost._replace(bytes=cost.bytes + 8 * shape.steps)
+        return (cost,)
 
     def computation(self, inputs, direction):
         arrays, name = dict(inputs), self.stage.name
@@ -298,47 +299,42 @@ def implementation(stage: str, *args: Any) -> MlstmPallas:
 
 
 class Case:
-    """Inputs and expected outputs of one shape and dtype, for all implementations.
+    """Inputs and expected outputs of one shape and dtype, for all implementations and stages.
 
     Args:
-      stage: or "", whole calls.
       gradients: whether the gradients of whole calls are checked too.
     """
 
-    def __init__(self, shape: Shape, dtype: str, stage: str = "", *, gradients: bool = False):
-        self.shape, self.dtype, self.stage, self.gradients = shape, dtype, stage, gradients
-        self._arrays: dict[tuple[int, bool], dict[str, Any]] = {}
+    def __init__(self, shape: Shape, dtype: str, *, gradients: bool = False):
+        self.shape, self.dtype, self.gradients = shape, dtype, gradients
         self._expected: dict[Any, tuple[np.ndarray, Any]] = {}
+        self.arrays = functools.lru_cache(maxsize=1)(self._arrays)
 
     @functools.cached_property
     def inputs(self) -> Inputs:
         return jax.block_until_ready(random_inputs(jax.random.key(0), self.shape, self.dtype))
 
-    def arrays(self, L: int) -> dict[str, Any]:
-        """The inputs of the stage in chunks of L steps; the arrays of the last L are kept."""
-        key = L, STAGES[self.stage].fused
-        if key not in self._arrays:
-            self._arrays.clear()
-            self._arrays[key] = jax.block_until_ready(stage_arrays(self.inputs, *key))
-        return self._arrays[key]
+    def _arrays(self, L: int, fused: bool) -> dict[str, Any]:
+        return jax.block_until_ready(stage_arrays(self.inputs, L, fused))
 
     def inputs_of(self, impl: Any) -> Any:
-        """The inputs of impl.build."""
-        return self.arrays(impl.call.problem.L) if self.stage else self.inputs
+        """The inputs of impl.build; those of stages in chunks of L steps, for the last L."""
+        return self.arrays(impl.call.problem.L, impl.stage.fused) if impl.stage else self.inputs
 
     def expected(self, impl: Any) -> tuple[np.ndarray, Any]:
         """Indices of the checked heads, and the expected outputs of these, float64."""
-        key = (self.stage, impl.call.problem.L) if self.stage else impl.oracle
+        key = (impl.stage.name, impl.call.problem.L) if impl.stage else impl.oracle
         if key not in self._expected:
             args, cotangent = impl.oracle_arguments(self.inputs_of(impl))
             index = self.checked_heads(math.prod(jax.tree.leaves(args)[0].shape[: impl.head_axes]))
 
             @jax.jit
             def outputs(args, cotangent):
-                if self.gradients:
-                    h, vjp = jax.vjp(impl.reference, *args)
-                    return h, *vjp(cotangent)
-                return impl.reference(*args) if self.stage else (impl.reference(*args),)
+                if impl.stage:
+                    return impl.reference(*args)
+                direction = "fwbw" if self.gradients else "fwd"
+                function, args = peers.directed(impl.reference, [*args, cotangent], direction)
+                return function(*args)
 
             args, cotangent = peers.take_heads((args, cotangent), index, axes=impl.head_axes)
             with jax.enable_x64(True):
@@ -354,19 +350,18 @@ class Case:
         """By output, the norm of its error over its norm."""
         index, expected = self.expected(impl)
         named, expected = impl.named(impl.heads(outputs, index)), impl.named(expected)
-        if direction == "fwd" and not self.stage:
+        if direction == "fwd" and not impl.stage:
             expected = dict(list(expected.items())[:1])
         return {name: runner.relative_error(named[name], y) for name, y in expected.items()}
 
-    def limits(self, names: Iterable[str]) -> dict[str, float]:
+    def limits(self, impl: peers.Implementation, names: Iterable[str]) -> dict[str, float]:
         """The largest errors that outputs may have."""
-        if not self.stage:
+        if not impl.stage:
             return {name: TOLERANCES[self.dtype][name.startswith("d")] for name in names}
-        stage = STAGES[self.stage]
         # What has no matrices is float32, whatever the dtype.
-        matrices = any(name.startswith("mat") for name in stage.inputs)
-        limit = TOLERANCES[self.dtype if matrices else "float32"][stage.backward]
-        return dict.fromkeys(names, limit)
+        matrices = any(name.startswith("mat") for name in impl.stage.inputs)
+        limits = TOLERANCES[self.dtype if matrices else "float32"]
+        return dict.fromkeys(names, limits[impl.stage.backward])
 
 
 # ---------------------------------------------------------------- measuring
@@ -378,9 +373,9 @@ def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
     if name in BACKENDS:
         settings = options.chunk_size, options.config, row["variant"] or "exp"
         impl: peers.Implementation = implementation(
-            case.stage, name, case.shape, case.dtype, *settings
+            row["stage"], name, case.shape, case.dtype, *settings
         )
-    elif case.stage:
+    elif row["stage"]:
         raise UnsupportedError("only mlstm_pallas has stages")
     else:
         impl = peers.PEERS[name]()
@@ -389,7 +384,7 @@ def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
     if not impl.finite(outputs):
         raise WrongOutputError("not finite")
     errors = case.errors(impl, outputs, direction)
-    runner.check(row, errors, case.limits(impl.checked or errors))
+    runner.check(row, errors, case.limits(impl, impl.checked or errors))
     row["note"] = "" if impl.oracle in peers.MLSTM else "other function"
     del outputs
     seconds = runner.measure(row, impl, call, options.repeats)
@@ -415,7 +410,7 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
         named.items(), options.dtype, options.stage or [""]
     ):
         directions = [("bwd" if STAGES[stage].backward else "fwd")] if stage else options.direction
-        case = Case(shape, dtype, stage, gradients="fwbw" in directions)
+        case = Case(shape, dtype, gradients="fwbw" in directions)
         for direction, impl in itertools.product(directions, impls):
             ours = impl in BACKENDS
             for variant in options.variant if ours and not stage else [None]:
@@ -446,21 +441,24 @@ def plot(rows: Sequence[Row], path: str) -> None:
     reporting.plot(rows, path, lambda row: label(row, *parts), x, xlabel=title)
 
 
-COLUMNS = {
-    "shape": ("name", ""),
-    "impl": ("impl", ""),
-    "what": (lambda row: row["stage"] or label(row, "direction"), ""),
-    "dtype": ("dtype", ""),
-    "ms": ("ms", ".3f"),
-    "spread %": ("spread", ".1%"),
-    "TFLOP/s": ("tflops", ".3g"),
-    "TB/s": ("tbps", ".3g"),
-    "roofline %": ("roofline_pct", ".0f"),
-    "peak MiB": ("peak_mib", ".1f"),
-    "first call s": ("first_call_s", ".1f"),
-    "error": ("error", ".1e"),
-    "note": ("note", ""),
-}
+COLUMNS = reporting.columns(
+    """
+shape         name
+impl          impl
+what          what
+dtype         dtype
+ms            ms            .3f
+spread %      spread        .1%
+TFLOP/s       tflops        .3g
+TB/s          tbps          .3g
+roofline %    roofline_pct  .0f
+peak MiB      peak_mib      .1f
+first call s  first_call_s  .1f
+error         error         .1e
+note          note
+""",
+    what=lambda row: row["stage"] or label(row, "direction"),
+)
 
 
 # ---------------------------------------------------------------- the command

@@ -287,19 +287,22 @@ def label(row: Row) -> str:
     return " ".join(filter(None, (row["impl"], row.get("layout"))))
 
 
-COLUMNS = {
-    "shape": ("name", ""),
-    "direction": ("direction", ""),
-    "impl": (label, ""),
-    "ms": ("ms", ".3f"),
-    "spread %": ("spread", ".1%"),
-    "products %": ("product_pct", ".0f"),
-    "tokens/s": ("tokens_per_s", ".3g"),
-    "peak MiB": ("peak_mib", ".1f"),
-    "first call s": ("first_call_s", ".1f"),
-    "error": ("error", ".1e"),
-    "note": ("note", ""),
-}
+COLUMNS = reporting.columns(
+    """
+shape         name
+direction     direction
+impl          label
+ms            ms            .3f
+spread %      spread        .1%
+products %    product_pct   .0f
+tokens/s      tokens_per_s  .3g
+peak MiB      peak_mib      .1f
+first call s  first_call_s  .1f
+error         error         .1e
+note          note
+""",
+    label=label,
+)
 
 
 def panel(row: Row) -> str:

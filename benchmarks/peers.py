@@ -171,6 +171,7 @@ class Implementation:
       checked: the outputs that have to be within the tolerance; empty: all.
       config: for the record.
       head_axes: leading axes of the oracle's arguments and results that are heads: B, NH.
+      stage: if it is a stage of mlstm_pallas by itself.
     """
 
     name: str
@@ -179,6 +180,7 @@ class Implementation:
     checked: Sequence[str] = ()
     config: Mapping[str, Any] = MappingProxyType({})
     head_axes = 2
+    stage: Any = None
 
     def versions(self) -> dict[str, str]:
         return {}

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,13 @@ Row = dict[str, Any]
 # Title -> key or function of a row, and format specification, which is empty for text.
 Columns = Mapping[str, tuple[str | Callable[[Row], Any], str]]
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwbw": "forward + backward"}
-COLOURS, MARKERS = [f"C{n}" for n in range(10)], "osD^vP*X<>"
+MARKERS = "osD^vP*X<>"
+
+
+def columns(lines: str, **functions: Callable[[Row], Any]) -> Columns:
+    """From lines of a title, a key or the name of a function, and a format, two spaces apart."""
+    split = (re.split("  +", line) for line in lines.strip().splitlines())
+    return {title: (functions.get(x, x), "".join(rest)) for title, x, *rest in split}
 
 
 def cells(row: Row, columns: Columns) -> list[str]:
@@ -81,7 +88,7 @@ def plot(
         for n, label in enumerate(lines):
             curve = (row for row in rows if (line(row), panel(row)) == (label, title))
             points = {x(row) if curves else xs.index(x(row)): row[key] for row in curve}
-            style = dict(color=COLOURS[n % 10], marker=MARKERS[n % 10], label=label)
+            style = dict(color=f"C{n}", marker=MARKERS[n % len(MARKERS)], label=label)
             columns = zip(*sorted(points.items()), strict=True) if points else ([], [])
             [handles[label]] = axes.plot(*columns, linestyle="-" if curves else "", **style)
         if curves:

@@ -4,7 +4,8 @@ The least time is what a device needs for them at its full rates. ``mlstm_pallas
 cost of a stage.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shapes import Shape
 
@@ -77,14 +78,18 @@ def attention(
     return phases if direction == "fwbw" else phases[:1]
 
 
+def of_device(table: Mapping[str, Any], device_kind: str) -> Any:
+    """The value for a device, by a part of its name; None if it is not known."""
+    return next((x for part, x in table.items() if part in device_kind), None)
+
+
 def device_rates(device_kind: str, dtype: str) -> tuple[float | None, float | None]:
     """(FLOP/s, bytes/s) of a device; None if they were not measured.
 
     float16 products are as fast as bfloat16's. A float32 product counts as six of these, which is
     the fastest way to float32 quality on a known device.
     """
-    known = (rates for part, rates in DEVICE_RATES.items() if part in device_kind)
-    flops, bandwidth = next(known, (None, None))
+    flops, bandwidth = of_device(DEVICE_RATES, device_kind) or (None, None)
     products = {"bfloat16": 1, "float16": 1, "float32": 6}[dtype]
     return flops and flops / products, bandwidth
 

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import command
 import jax
-import kernel_benchmark
 import numpy as np
 import peers
 import reporting
@@ -37,7 +36,7 @@ from absl import flags
 from command import RequestError
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from kernel_benchmark import swap_heads
+from kernel_benchmark import Case, swap_heads
 from peers import Inputs, random_inputs
 from runner import Row, UnsupportedError
 from shapes import Shape
@@ -119,23 +118,17 @@ class Spread(peers.JaxImplementation):
         return lambda: jax.block_until_ready(call())
 
 
-class ReducedCase(kernel_benchmark.Case):
-    """A small problem, of which all heads are checked."""
-
-    def checked_heads(self, heads: int) -> np.ndarray:
-        return np.arange(heads)
-
-
 def prepare(row: Row, of: Shape, options: flags.FlagValues, calls: dict[int, Any]) -> None:
     """Adds the call to time, by its number of devices, if the outputs of a small one are right."""
     n, mode, direction = row["devices"], MODES[row["mode"]], row["direction"]
-    case = ReducedCase(mode.reduced(of, n), row["dtype"], gradients=direction == "fwbw")
+    case = Case(mode.reduced(of, n), row["dtype"], gradients=direction == "fwbw")
+    case.checked_heads = np.arange  # all of a small problem
     impl = Spread(row["impl"], mode.dim, jax.local_devices()[:n], row["layout"])
     try:
         reduced = impl.inputs(case.shape, case.dtype)
         call, outputs = runner.first_call(row, impl, reduced, direction)
         errors = case.errors(impl, outputs, direction)
-        runner.check(row, errors, case.limits(errors))
+        runner.check(row, errors, case.limits(impl, errors))
         del outputs
         if row["shape"] != case.shape:
             call = impl.build(impl.inputs(row["shape"], case.dtype), direction)
@@ -193,20 +186,22 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
         yield from rows.values()
 
 
-COLUMNS = {
-    "mode": ("mode", ""),
-    "shape": ("shape", ""),
-    "direction": ("direction", ""),
-    "layout": ("layout", ""),
-    "devices": ("devices", "d"),
-    "ms": ("ms", ".3f"),
-    "spread %": ("spread", ".1%"),
-    "tokens/s": ("tokens_per_second", ".4g"),
-    "efficiency %": ("efficiency_pct", ".1f"),
-    "peak MiB": ("peak_mib", ".1f"),
-    "error": ("error", ".1e"),
-    "note": ("note", ""),
-}
+COLUMNS = reporting.columns(
+    """
+mode          mode
+shape         shape
+direction     direction
+layout        layout
+devices       devices            d
+ms            ms                 .3f
+spread %      spread             .1%
+tokens/s      tokens_per_second  .4g
+efficiency %  efficiency_pct     .1f
+peak MiB      peak_mib           .1f
+error         error              .1e
+note          note
+""",
+)
 
 
 def plot(rows: Sequence[Row], path: str) -> None:

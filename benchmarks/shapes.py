@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Shape(NamedTuple):
@@ -23,40 +23,50 @@ class Shape(NamedTuple):
         return "x".join(map(str, self))
 
 
-HEADS = [(64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512), (512, 512)]
 # The states of 256mib, 256mib-tfla and 1gib have that size in float32.
-SHAPES: dict[str, Any] = {
-    "7b-8k": Shape(8, 8, 8192, 256, 512),
-    "tfla-8k": Shape(8, 16, 8192, 128, 256),
-    "b1-8k": Shape(1, 8, 8192, 256, 512),
-    "small-8k": Shape(8, 32, 8192, 64, 128),
-    "p64": Shape(1, 8, 65536, 256, 512),
-    "r8": Shape(8, 8, 8192, 256, 512),
-    "few-2k": Shape(1, 4, 2048, 256, 512),
-    "small-64": Shape(8, 16, 8192, 64, 64),
-    "small-128": Shape(8, 16, 8192, 128, 128),
-    "256mib": Shape(64, 8, 1, 256, 512),
-    "256mib-tfla": Shape(128, 16, 1, 128, 256),
-    "1gib": Shape(256, 8, 1, 256, 512),
-    "tiny": Shape(1, 2, 128, 32, 64),
-    "seqlen": [Shape(2**17 // S, 8, S, 256, 512) for S in (2**n for n in range(9, 18))],
-    "long": [Shape(1, 8, S, 256, 512) for S in (2**16, 2**18, 2**20)],
-    "batch": [Shape(B, 8, 8192, 256, 512) for B in (1, 2, 4, 8, 16)],
-    "decode": [Shape(B, 8, 1, 256, 512) for B in (1, 2, 4, 8, 16, 37, 64, 128)],
-    "heads": [Shape(8, 4096 // max(V, 256), 8192, K, V) for K, V in HEADS],
+NAMED = {
+    "7b-8k": "8x8x8192x256x512",
+    "tfla-8k": "8x16x8192x128x256",
+    "b1-8k": "1x8x8192x256x512",
+    "small-8k": "8x32x8192x64x128",
+    "p64": "1x8x65536x256x512",
+    "r8": "8x8x8192x256x512",
+    "few-2k": "1x4x2048x256x512",
+    "small-64": "8x16x8192x64x64",
+    "small-128": "8x16x8192x128x128",
+    "256mib": "64x8x1x256x512",
+    "256mib-tfla": "128x16x1x128x256",
+    "1gib": "256x8x1x256x512",
+    "tiny": "1x2x128x32x64",
+    "seqlen": (
+        "256x8x512x256x512 128x8x1024x256x512 64x8x2048x256x512 32x8x4096x256x512 "
+        "16x8x8192x256x512 8x8x16384x256x512 4x8x32768x256x512 2x8x65536x256x512 "
+        "1x8x131072x256x512"
+    ),
+    "long": "1x8x65536x256x512 1x8x262144x256x512 1x8x1048576x256x512",
+    "batch": (
+        "1x8x8192x256x512 2x8x8192x256x512 4x8x8192x256x512 8x8x8192x256x512 16x8x8192x256x512"
+    ),
+    "decode": (
+        "1x8x1x256x512 2x8x1x256x512 4x8x1x256x512 8x8x1x256x512 16x8x1x256x512 "
+        "37x8x1x256x512 64x8x1x256x512 128x8x1x256x512"
+    ),
+    "heads": (
+        "8x16x8192x64x64 8x16x8192x64x128 8x16x8192x128x128 8x16x8192x128x256 "
+        "8x16x8192x256x256 8x8x8192x256x512 8x8x8192x512x512"
+    ),
 }
-KNOWN = f"{', '.join(SHAPES)} and BxNHxSxDHQKxDHHV"
+KNOWN = f"{', '.join(NAMED)} and BxNHxSxDHQKxDHHV"
 
 
 def parse(text: str) -> dict[str, Shape]:
     """The shapes of one name, or of BxNHxSxDHQKxDHHV, each by its name in tables."""
-    if isinstance(shape := SHAPES.get(text), list):
-        return {str(x): x for x in shape}
-    if shape is None:
-        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){4}", text):
+    known = {}
+    for shape in NAMED.get(text, text).split(" "):
+        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){4}", shape):
             raise ValueError(f"unknown shape {text!r}, known are {KNOWN}")
-        shape = Shape(*map(int, text.split("x")))
-    return {text: shape}
+        known[shape] = Shape(*map(int, shape.split("x")))
+    return known if len(known) > 1 else dict.fromkeys([text], *known.values())
 
 
 def named(parts: Sequence[dict[str, Shape]], *default: str) -> dict[str, Shape]:

@@ -259,21 +259,23 @@ def plot(rows: Sequence[Row], path: str) -> None:
     )
 
 
-COLUMNS = {
-    "shape": ("name", ""),
-    "impl": ("impl", ""),
-    "loop": ("loop", ""),
-    "dtype": ("dtype", ""),
-    "states": ("state_dtype", ""),
-    "state MiB": ("state_mib", ".4g"),
-    "ms/step": ("ms", ".5f"),
-    "spread %": ("spread", ".1%"),
-    "GB/s": ("gbps", ".4g"),
-    "copy %": ("copy_pct", ".0f"),
-    "tokens/s": ("tokens/s", ".4g"),
-    "error": ("error", ".1e"),
-    "note": ("note", ""),
-}
+COLUMNS = reporting.columns(
+    """
+shape      name
+impl       impl
+loop       loop
+dtype      dtype
+states     state_dtype
+state MiB  state_mib  .4g
+ms/step    ms         .5f
+spread %   spread     .1%
+GB/s       gbps       .4g
+copy %     copy_pct   .0f
+tokens/s   tokens/s   .4g
+error      error      .1e
+note       note
+""",
+)
 
 
 def define_flags(define: command.Define) -> None:

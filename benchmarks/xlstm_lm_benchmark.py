@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import peers
+import reporting
 import roofline
 import runner
 from absl import flags
@@ -258,7 +259,7 @@ def measure(row: Row, mlstm: MLSTM, model: Model, first: Row, options: flags.Fla
     seconds = runner.store_times(row, times[options.warmup :])
     memory = compiled.memory_analysis()
     arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    peak = next((x for part, x in PEAK_FLOPS.items() if part in row["device"]), None)
+    peak = roofline.of_device(PEAK_FLOPS, row["device"])
     measured, _ = roofline.device_rates(row["device"], DTYPE)
     row |= dict(
         first_call_s=times[0],
@@ -309,20 +310,23 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
 # ---------------------------------------------------------------- the command
 
 
-COLUMNS = {
-    "model": ("name", ""),
-    "tokens": (lambda row: f"{row['shape'].B} x {row['shape'].S}", ""),
-    "impl": ("impl", ""),
-    "ms": ("ms", ".1f"),
-    "spread %": ("spread", ".1%"),
-    "tokens/s": ("tokens_per_s", ".0f"),
-    "MFU %": ("mfu_pct", ".1f"),
-    "of measured %": ("measured_pct", ".1f"),
-    "peak MiB": ("peak_mib", ".0f"),
-    "first call s": ("first_call_s", ".1f"),
-    "error": ("error", ".1e"),
-    "note": ("note", ""),
-}
+COLUMNS = reporting.columns(
+    """
+model          name
+tokens         tokens
+impl           impl
+ms             ms            .1f
+spread %       spread        .1%
+tokens/s       tokens_per_s  .0f
+MFU %          mfu_pct       .1f
+of measured %  measured_pct  .1f
+peak MiB       peak_mib      .0f
+first call s   first_call_s  .1f
+error          error         .1e
+note           note
+""",
+    tokens=lambda row: f"{row['shape'].B} x {row['shape'].S}",
+)
 
 
 def define_flags(define: command.Define) -> None:

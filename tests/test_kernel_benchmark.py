@@ -6,7 +6,6 @@ from pathlib import Path
 
 import benchmark_runs
 import jax
-import jax.numpy as jnp
 import kernel_benchmark
 import numpy as np
 import peers
@@ -15,7 +14,7 @@ import roofline
 from benchmark_runs import records
 from calls import parse_config
 from oracle import in_float64, needs_mosaic_gpu
-from shapes import SHAPES, Shape
+from shapes import Shape, parse
 
 from mlstm_pallas import KernelConfig, reference
 from mlstm_pallas.planning.costs import Cost
@@ -29,12 +28,10 @@ measured = functools.partial(benchmark_runs.measured, kernel_benchmark, "--repea
 
 def test_the_oracle_is_the_recurrence():
     x = peers.random_inputs(jax.random.key(1), Shape(1, 2, 40, 8, 4), "float32")
-    oracle, expected = (
-        in_float64(jax.jit(peers.directed(function, x, "fwbw")[0]), *x)
-        for function in (peers.exact, lambda *x: reference.recurrence(*x)[0])
-    )
+    functions = peers.exact, lambda *x: reference.recurrence(*x)[0]
+    both = (in_float64(jax.jit(peers.directed(f, x, "fwbw")[0]), *x) for f in functions)
     equal = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12)
-    jax.tree.map(equal, oracle, expected)
+    jax.tree.map(equal, *both)
 
 
 # ---------------- refusals
@@ -53,21 +50,25 @@ class Doubling(peers.JaxImplementation):
         return lambda q, dh: (self.times * q, self.gradient * dh), (inputs.q, inputs.dh)
 
 
-@pytest.mark.parametrize(
-    ("times", "gradient", "checked", "note"),
-    [
-        (2.0, 2.0, (), "other function"),
-        (2.0, 3.0, ("h",), "other function"),  # its gradient is known to be another
-        (2.5, 2.0, (), "wrong: error 2.5e-01 in h, at most 5e-03"),
-        (2.0, 3.0, (), "wrong: error 5.0e-01 in dq, at most 2e-02"),
-        (jnp.nan, 2.0, (), "wrong: not finite"),
-    ],
-)
-def test_a_wrong_output_is_not_timed(times, gradient, checked, note, monkeypatch, capsys):
+# Factors, the outputs that are checked, if not all: the note. The gradient of the second is known
+# to be another.
+PEERS = """
+2 2: other function
+2 3 h: other function
+2.5 2: wrong: error 2.5e-01 in h, at most 5e-03
+2 3: wrong: error 5.0e-01 in dq, at most 2e-02
+nan 2: wrong: not finite
+"""
+
+
+@pytest.mark.parametrize("line", PEERS.strip().splitlines())
+def test_a_wrong_output_is_not_timed(line, monkeypatch, capsys):
     """With a right one all figures are those of both phases, at rates of 12 FLOP/s and 20 bytes/s:
     0.75 and 2 seconds."""
-    peer = type("Peer", (Doubling,), dict(times=times, gradient=gradient, checked=checked))
-    monkeypatch.setitem(peers.PEERS, "doubling", peer)
+    peer, note = line.split(": ", 1)
+    times, gradient, *checked = peer.split()
+    peer = dict(times=float(times), gradient=float(gradient), checked=checked)
+    monkeypatch.setitem(peers.PEERS, "doubling", type("Peer", (Doubling,), peer))
     monkeypatch.setattr(roofline, "DEVICE_RATES", {jax.devices()[0].device_kind: (12.0, 20.0)})
     wrong = note.startswith("wrong")
     [benchmark_runs.timed, benchmark_runs.not_to_be_timed][wrong](monkeypatch)
@@ -98,7 +99,7 @@ def test_without_a_gpu_the_default_says_so_and_leaves_records(monkeypatch, capsy
     assert code == 0
     assert "no GPU here: measuring xla on the CPU" in capsys.readouterr().out
     expected = dict(name="tiny", impl="xla", direction="fwd", dtype="bfloat16", status="ok")
-    assert record == record | expected | dict(shape=[*SHAPES["tiny"]], commit="v7")
+    assert record == record | expected | dict(shape=[*parse("tiny")["tiny"]], commit="v7")
     assert 1e-4 < record["error"] < 5e-3
     assert record["first_call_s"] > 0
     # 256 steps of heads of 32/64, in one chunk of 128 steps; at 4e4 bytes/s they take 2.5 s.

@@ -1,46 +1,47 @@
 """FLOPs and bytes of stages, of whole calls and of attention; the least time."""
 
+import re
+
 import jax
 import peers
 import pytest
 import roofline
 from kernel_benchmark import STAGES, MlstmPallasStage, stage_arrays
-from shapes import SHAPES, Shape
+from shapes import Shape
 
 from mlstm_pallas import KernelConfig
-from mlstm_pallas.planning import costs, dispatch
+from mlstm_pallas.planning import dispatch
 from mlstm_pallas.planning.costs import Cost
-from mlstm_pallas.problem.dimensions import Problem
 
 SMALL, WIDE = Shape(2, 3, 64, 16, 32), Shape(1, 64, 256, 256, 512)
 L = 32
-GATES = "vecE", "vecU", "vecW"
-OF_SCORES = {"gates": (*GATES, "vecAbar", "vecM")}
-OF_NORMALISER = {"normaliser_gradients": ("vecInvDen", "vecDzDen")}
-# What the kernel of a stage reads of a NamedTuple.
-READ = {
-    "parallel_fw_H": {"gates": (*GATES, "vecM")},
-    "parallel_fw_P": OF_SCORES,
-    "recurrent_fw_H": {"scan": ("matP", "keys", "vecR")},
-    "parallel_bw_dP": OF_SCORES,
-    "parallel_bw_dQKV": OF_NORMALISER
-    | {"gates": ("vecW", "vecAbar"), "scores": ("matP", "matDeltaP")},
-    # parallel_bw_dQKV on Mosaic GPU, where it makes P and dP.
-    "recomputes_scores": OF_NORMALISER | {"gates": (*GATES, "vecAbar"), "scores": ()},
-}
+# What the kernel of a stage reads of a NamedTuple; recomputes_scores: parallel_bw_dQKV on Mosaic
+# GPU, where it makes P and dP.
+READ = """
+parallel_fw_H gates vecE vecU vecW vecM
+parallel_fw_P gates vecE vecU vecW vecAbar vecM
+recurrent_fw_H scan matP keys vecR
+parallel_bw_dP gates vecE vecU vecW vecAbar vecM
+parallel_bw_dQKV normaliser_gradients vecInvDen vecDzDen
+parallel_bw_dQKV gates vecW vecAbar
+parallel_bw_dQKV scores matP matDeltaP
+recomputes_scores normaliser_gradients vecInvDen vecDzDen
+recomputes_scores gates vecE vecU vecW vecAbar
+recomputes_scores scores
+"""
 # The products of a stage: inter-chunk ones, and the contracted or outer axis of the intra-chunk
 # ones, which count for s <= t alone.
-PRODUCTS = {
-    "chunk_gates": (0, ""),
-    "recurrent_fw_C": (1, ""),
-    "parallel_fw_H": (1, "kv"),
-    "parallel_fw_P": (0, "k"),
-    "recurrent_fw_H": (2, "v"),
-    "parallel_bw_dP": (0, "kv"),
-    "recurrent_bw_dC": (2, ""),
-    "parallel_bw_dQKV": (3, "kkv"),
-    "recomputes_scores": (3, "kkvkv"),
-}
+PRODUCTS = """
+chunk_gates 0
+recurrent_fw_C 1
+parallel_fw_H 1 kv
+parallel_fw_P 0 k
+recurrent_fw_H 2 v
+parallel_bw_dP 0 kv
+recurrent_bw_dC 2
+parallel_bw_dQKV 3 kkv
+recomputes_scores 3 kkvkv
+"""
 MOSAIC_GPU = [name for name in STAGES if dispatch.tiles_class(name, "mosaic_gpu")]
 
 
@@ -84,27 +85,24 @@ def test_bytes_and_flops_of_a_stage_are_those_of_its_arrays_and_products(backend
     # parallel_fw_P on Mosaic GPU writes no keys.
     writes_no_keys = on_mosaic_gpu and stage == "parallel_fw_P"
     inputs = dict(zip(impl.stage.inputs, args, strict=True))
-    for x, fields in READ.get("parallel_fw_H" if writes_no_keys else stage, {}).items():
-        inputs[x] = [getattr(inputs[x], field) for field in fields]
+    reads = "parallel_fw_H" if writes_no_keys else stage
+    for x, fields in re.findall(rf"^{reads} (\w+)(.*)", READ, re.MULTILINE):
+        inputs[x] = [getattr(inputs[x], field) for field in fields.split()]
     if stage == "recurrent_bw_dC":  # reads gamma once for each recurrence
         inputs["scaGamma"] = [inputs["scaGamma"]] * 2
     [cost] = impl.phases(shape, 2, "fwd")
     assert cost.bytes == nbytes((inputs, outputs))
-    inter, intra = PRODUCTS[stage]
-    pairs = sum(dict(k=shape.DHQK, v=shape.DHHV)[axis] for axis in intra)
-    assert cost.flops == shape.steps * (2 * inter * p.DHQK * p.DHHV + (p.L + 1) * pairs)
+    inter, intra = re.search(rf"{stage} (\d) ?(.*)", PRODUCTS).groups()
+    pairs = intra.count("k") * p.DHQK + intra.count("v") * p.DHHV
+    assert cost.flops == shape.steps * (2 * int(inter) * p.DHQK * p.DHHV + (p.L + 1) * pairs)
 
 
-def test_a_direction_has_the_flops_of_its_stages_and_the_bytes_of_its_arrays():
+def test_a_direction_has_the_bytes_of_its_arrays():
     inputs = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), SMALL, "bfloat16"))
     forward, backward = roofline.mlstm(SMALL, 2, "fwbw")
     assert (forward,) == roofline.mlstm(SMALL, 2, "fwd")
     assert forward.bytes == nbytes(inputs)  # h is as large as its cotangent
     assert backward.bytes == 2 * nbytes(inputs) + 2 * 4 * SMALL.steps
-    problem = Problem(*SMALL, SMALL.S, 1.0)
-    passes = roofline.FORWARD[False], roofline.backward_stages()
-    for phase, stages in zip((forward, backward), passes, strict=True):
-        assert phase.flops == sum(costs.cost(stage, problem, 2).flops for stage in stages)
 
 
 def test_attention_counts_pairs_once():
@@ -117,7 +115,7 @@ def test_attention_counts_pairs_once():
 def test_flops_of_7b_8k():
     """In chunks of 128 steps, by step and head, whichever kernels run."""
     steps, inter, triangle = 8 * 8 * 8192, 2 * 256 * 512, 129
-    forward, backward = roofline.mlstm(SHAPES["7b-8k"], 2, "fwbw")
+    forward, backward = roofline.mlstm(Shape(8, 8, 8192, 256, 512), 2, "fwbw")
     assert forward.flops == steps * (2 * inter + triangle * (256 + 512))
     assert backward.flops == steps * (5 * inter + triangle * (3 * 256 + 2 * 512))
     assert roofline.backward_stages(True) == ("chunk_gates", "recurrent_bw_dC", "parallel_bw_dQKV")

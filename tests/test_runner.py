@@ -16,6 +16,7 @@ import jaxlib
 import numpy as np
 import peers
 import pytest
+import reporting
 import runner
 from shapes import Shape
 
@@ -190,13 +191,16 @@ def test_a_row_says_what_was_measured_where(monkeypatch):
     assert runner.new_row(options, "name", SHAPE, "xla")["commit"] == "v7"
 
 
-COLUMNS = {
-    "name": ("name", ""),
-    "S": (lambda row: row["shape"].S, "d"),
-    "spread %": ("spread", ".1%"),
-    "ms": ("ms", ".2f"),
-    "note": ("note", ""),
-}
+COLUMNS = reporting.columns(
+    """
+name      name
+S         steps   d
+spread %  spread  .1%
+ms        ms      .2f
+note      note
+""",
+    steps=lambda row: row["shape"].S,
+)
 ROW = dict(name="a", shape=SHAPE, direction="fwd", dtype="float32", device="cpu", note="")
 ROWS = [
     ROW | dict(status="ok", ms=1.0, spread=0.125),
@@ -242,7 +246,7 @@ def test_rows_are_printed_stored_and_reported(tmp_path, capsys):
 
 def test_a_line_that_is_no_row_is_named(tmp_path, capsys):
     rows, right = tmp_path / "rows", json.dumps(ROWS[0])
-    lacking = json.dumps({x: y for x, y in ROWS[0].items() if x not in ("dtype", "status")})
+    lacking = json.dumps({x: y for x, y in ROW.items() if x != "dtype"})
     reasons = {
         lacking: "it has no dtype, status",
         json.dumps(dict(name="a")): "'shape'",

@@ -303,14 +303,13 @@ def test_clocks_are_read_when_tokens_and_copies_are_there(monkeypatch):
 
 @pytest.mark.parametrize("bos", [None, "inserted", "added", "both"])
 def test_prompts_begin_with_the_bos_of_tokenizer_or_config(bos, copied, monkeypatch):
-    config, tokenizer = (copied / f"{name}.json" for name in ("config", "tokenizer"))
     if bos in ("inserted", "both"):
-        values = dict(force_bos_token_insert=True, bos_token_id=ord("~"))
-        config.write_text(json.dumps(json.loads(config.read_text()) | values))
+        change_config(copied, force_bos_token_insert=True, bos_token_id=ord("~"))
     if bos in ("added", "both"):
-        adding = Tokenizer.from_file(str(tokenizer))
+        tokenizer = str(copied / "tokenizer.json")
+        adding = Tokenizer.from_file(tokenizer)
         adding.post_processor = TemplateProcessing(single="~ $A", special_tokens=[("~", 126)])
-        adding.save(str(tokenizer))
+        adding.save(tokenizer)
     monkeypatch.setattr(xlstm_7b, "load", lambda *_: {})
     parse(f"--checkpoint={copied}", "--prompt=ab", "--prompt=c")
     prompts = ["ab", "c"] if bos is None else ["~ab", "~c"]
@@ -422,41 +421,44 @@ def test_wrong_tensors_are_named(copied):
     assert re.search(r" lacks \d+ tensors: (\S+, ){3}\S+$", error_of_checkpoint(copied))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("model_type", "llama"),
-        ("use_bias", True),
-        ("add_out_norm", False),
-        ("add_qk_norm", True),
-        ("weight_mode", "fused"),
-        ("num_heads", 3),
-        ("num_heads", 0),
-        ("num_heads", 4.0),
-        ("num_heads", True),
-        ("v_dim_factor", -1.0),
-        ("gate_soft_cap", float("inf")),
-        ("hidden_size", "64"),
-        ("norm_eps", None),
-        ("inference_state_dtype", "int8"),
-        ("embedding_dim", 128),
-        ("tie_word_embeddings", 1),
-        ("chunkwise_kernel", "chunkwise--triton_xl_chunk_siging"),
-        ("chunkwise_kernel", "parallel--native_siging_autograd"),
-    ],
-)
-def test_wrong_values_of_the_config_are_named(copied, name, value):
-    path = copied / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+WRONG_VALUES = """
+"model_type": "llama"
+"use_bias": true
+"add_out_norm": false
+"add_qk_norm": true
+"weight_mode": "fused"
+"num_heads": 3
+"num_heads": 0
+"num_heads": 4.0
+"num_heads": true
+"v_dim_factor": -1.0
+"gate_soft_cap": Infinity
+"hidden_size": "64"
+"norm_eps": null
+"inference_state_dtype": "int8"
+"embedding_dim": 128
+"tie_word_embeddings": 1
+"chunkwise_kernel": "chunkwise--triton_xl_chunk_siging"
+"chunkwise_kernel": "parallel--native_siging_autograd"
+"""
+
+
+def change_config(folder, without=(), **values):
+    path = folder / "config.json"
+    before = {name: x for name, x in json.loads(path.read_text()).items() if name not in without}
+    path.write_text(json.dumps(before | values))
+    return path
+
+
+@pytest.mark.parametrize("line", WRONG_VALUES.strip().splitlines())
+def test_wrong_values_of_the_config_are_named(copied, line):
+    values = json.loads(f"{{{line}}}")
+    path, [(name, value)] = change_config(copied, **values), values.items()
     assert f"{path}: {name} is {value!r} and must be " in error_of_checkpoint(copied)
 
 
 def test_older_names_of_the_config(copied):
-    path = copied / "config.json"
-    values = json.loads(path.read_text())
-    for name in ("hidden_size", "num_hidden_layers"):
-        del values[name]
-    path.write_text(json.dumps(values | dict(v_dim_factor=2)))
+    change_config(copied, ("hidden_size", "num_hidden_layers"), v_dim_factor=2)
     assert checkpoint.read_config(copied)[0] == CONFIG
 
 

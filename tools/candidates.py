@@ -1,7 +1,6 @@
 """Candidates of the tuner: compiled, checked and timed, each in the process of a worker."""
 
 import atexit
-import copy
 import dataclasses
 import importlib.util
 import shutil
@@ -68,17 +67,15 @@ class Bench:
         *args: Any,
     ) -> Result | None:
         if self.case is None or (self.case.shape, self.case.dtype) != (shape, dtype):
-            self.case = Case(shape, dtype)
+            self.case = Case(shape, dtype, gradients=True)
             self.prepared: dict[Any, tuple[MlstmPallas, Callable[[], Any]]] = {}
-        case = copy.copy(self.case)  # all stages share inputs and arrays
-        case.stage, case.gradients = stage, not stage
-        return getattr(self, what)(case, KernelConfig(**row), *args)
+        return getattr(self, what)(self.case, stage, KernelConfig(**row), *args)
 
-    def prepare(self, case: Case, config: KernelConfig, prune: bool) -> Result | None:
+    def prepare(self, case: Case, stage: str, config: KernelConfig, prune: bool) -> Result | None:
         """Compiles; returns a result if there is nothing to judge."""
         try:
-            impl = implementation(case.stage, self.backend, case.shape, case.dtype, None, config)
-            inputs, direction = case.inputs_of(impl), "fwd" if case.stage else "fwbw"
+            impl = implementation(stage, self.backend, case.shape, case.dtype, None, config)
+            inputs, direction = case.inputs_of(impl), "fwd" if stage else "fwbw"
             for path in self.logs():
                 path.unlink()
             pruned = prune and self.refused_triton(*impl.computation(inputs, direction))
@@ -86,7 +83,7 @@ class Bench:
             if pruned := pruned or (prune and self.refused_mosaic_gpu()):
                 return Result("pruned", note=pruned)
             case.expected(impl)
-            self.prepared[case.stage, config] = impl, call
+            self.prepared[stage, config] = impl, call
         except Exception as error:
             return Result("failed", note=one_line(error))
         return None
@@ -122,15 +119,15 @@ class Bench:
                 return f"every product waits for the one before: {', '.join(codes)}"
         return ""
 
-    def judge(self, case: Case, config: KernelConfig) -> Result | None:
+    def judge(self, case: Case, *candidate: Any) -> Result | None:
         """Checks, then times; None for what this process has not prepared."""
-        if (case.stage, config) not in self.prepared:
+        if candidate not in self.prepared:
             return None
-        impl, call = self.prepared.pop((case.stage, config))
+        impl, call = self.prepared.pop(candidate)
         try:
             outputs = jax.block_until_ready(call())
             errors = case.errors(impl, outputs, "fwbw")
-            if wrong := runner.beyond(errors, case.limits(errors)):
+            if wrong := runner.beyond(errors, case.limits(impl, errors)):
                 return Result("wrong", note=wrong)
             outputs = written(outputs)
             for _ in range(RUNS - 1):

@@ -197,52 +197,39 @@ def parse_ptxas(log: str) -> tuple[int, int, int]:
     return max(map(int, registers)), stores, loads
 
 
-def _optimise(path: Path, target, options: dict[str, int]) -> None:
-    """Runs Triton's first passes on the IR in the file, in place.
-
-    XLA runs them too, and triton.compile skips them for a .ttir file. Without them a product is not
-    folded into the accumulator that it is added to, and accumulators are counted twice.
-    """
+def _compile(text: str, num_warps: int, num_stages: int, capability: int) -> Usage:
+    from triton import knobs
     from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget, Language
     from triton.compiler.compiler import make_backend
 
-    backend = make_backend(target)
-    context = ir.context()
+    backend = make_backend(GPUTarget("cuda", capability, 32))
+    options = backend.parse_options(dict(num_warps=num_warps, num_stages=num_stages))
+    context, log, start = ir.context(), io.StringIO(), time.perf_counter()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    module = ir.parse_mlir_module(str(path), context)
-    module.context = context
-    optimised = backend.make_ttir(module, {}, backend.parse_options(dict(options)), target.arch)
-    path.write_text(str(optimised))
-
-
-def _compile(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage:
-    import triton
-    from triton import knobs
-    from triton.backends.compiler import GPUTarget
-
-    log = io.StringIO()
+    stages, metadata, asm = {}, {}, {}
+    # All stages, as XLA runs them: triton.compile takes a file with IR for the result of the first.
+    # Without the first a product is not folded into the accumulator that it is added to, and
+    # accumulators are counted twice.
+    backend.add_stages(stages, options, Language.TRITON)
     with (
-        tempfile.TemporaryDirectory() as folder,
-        knobs.cache.scope(),
+        tempfile.NamedTemporaryFile("w", suffix=".ttir") as file,
         knobs.nvidia.scope(),
         contextlib.redirect_stdout(log),
     ):
-        # A hit in the user's cache would have neither a log nor a compile time.
-        knobs.cache.dir = folder
         knobs.nvidia.dump_ptxas_log = True
-        path = Path(folder, "kernel.ttir")
-        path.write_text(ir)
-        start = time.perf_counter()
-        options = dict(num_warps=num_warps, num_stages=num_stages)
-        target = GPUTarget("cuda", capability, 32)
-        _optimise(path, target, options)
-        kernel = triton.compile(str(path), target=target, options=options)
-        seconds = time.perf_counter() - start
-    if overwritten := overwritten_operands(kernel.asm["ttgir"], num_stages):
+        print(text, file=file, flush=True)
+        module = ir.parse_mlir_module(file.name, context)
+        module.context = context
+        for name, stage in stages.items():
+            module = stage(module, metadata)
+            asm[name] = str(module)  # the next stage changes it
+    seconds = time.perf_counter() - start
+    if overwritten := overwritten_operands(asm["ttgir"], num_stages):
         what = "a copy may overwrite what a running product reads"
         raise RuntimeError(f"{what}, in {len(overwritten)} pipelined tiles (pipelines.py)")
-    return _usage(kernel.asm["ptx"], log.getvalue(), kernel.metadata.shared, seconds)
+    return _usage(asm["ptx"], log.getvalue(), metadata["shared"], seconds)
 
 
 def _usage(ptx: str, log: str, shared_bytes: int, seconds: float) -> Usage:
@@ -474,33 +461,22 @@ def too_much_shared_memory(usage: Usage, device: Gpu) -> str:
     return f"takes {usage.shared_bytes} bytes of shared memory, {limit}"
 
 
-def compiled(kernel: Lowered, usage: Usage | None, device: Gpu) -> Row:
-    """The launch and the resources of a kernel, as keys of a row."""
-    cause = kernel.cause
-    if usage is None and not cause:
+def row_of(kernel: Lowered, usage: Usage | None, call: Call, spec: CallSpec) -> Row:
+    """A kernel, the tiles that its stage reads (none for helpers), and what it takes."""
+    cause, tiles = kernel.cause, dict(chunk_size=spec.problem.L, config={})
+    if kernel.name in STAGES:
+        launch = launch_of(spec, kernel.name)
+        tiles = dict(chunk_size=launch.problem.L, config=dict(vars(launch.tiles)))
+    if not (usage or cause):
+        how = kernel.num_warps, kernel.num_stages, call.device.capability
         try:
-            usage = compile_kernel(
-                kernel.ir, kernel.num_warps, kernel.num_stages, device.capability
-            )
+            usage = compile_kernel(kernel.ir, *how)
         except ProcessEnded as error:
             cause = str(error)
-    cause = cause or (usage and too_much_shared_memory(usage, device)) or ""
-    row = dict(
-        status="failed" if cause else "ok",
-        note=cause,
-        grid=kernel.grid,
-        num_warps=kernel.num_warps,
-        num_stages=kernel.num_stages,
-    )
-    return row | (vars(usage) if usage else {})
-
-
-def tiling(name: str, spec: CallSpec) -> Row:
-    """The chunk size and the tiles that a stage reads; no tiles for helper kernels."""
-    if name not in STAGES:
-        return dict(chunk_size=spec.problem.L, config={})
-    launch = launch_of(spec, name)
-    return dict(chunk_size=launch.problem.L, config=dict(vars(launch.tiles)))
+    cause = cause or (usage and too_much_shared_memory(usage, call.device)) or ""
+    row: Row = {x: y for x, y in vars(kernel).items() if x not in ("name", "ir", "cause")}
+    row |= dict(stage=kernel.name, status="failed" if cause else "ok", note=cause)
+    return row | tiles | (vars(usage) if usage else {})
 
 
 def report(
@@ -549,8 +525,7 @@ def report(
             raise RequestError(f"{absent}, there are {', '.join(names)}")
         for kernel, usage in kernels:
             if not stages or kernel.name in stages:
-                row = case | dict(stage=kernel.name) | tiling(kernel.name, spec)
-                yield row | compiled(kernel, usage, call.device)
+                yield case | row_of(kernel, usage, call, spec)
 
 
 def tiles_of(row: Row) -> str:
@@ -570,24 +545,31 @@ def shared_of(row: Row) -> str | None:
     return f"{row['shared_bytes'] / 1024:.1f}/{available}" if "registers" in row else None
 
 
-COLUMNS: reporting.Columns = {
-    "heads": ("name", ""),
-    "dtype": ("dtype", ""),
-    "stage": ("stage", ""),
-    "L": ("chunk_size", "d"),
-    "grid": (lambda row: "x".join(map(str, row.get("grid", ()))), "s"),
-    "tiles": (tiles_of, ""),
-    "warps": ("num_warps", "d"),
-    "regs": ("registers", "d"),
-    "spill B": (spills_of, "s"),
-    "shared KiB": (shared_of, "s"),
-    "wgmma": ("wgmma", "d"),
-    "mma": ("mma", "d"),
-    "cp.async": ("cp_async", "d"),
-    "s": ("compile_seconds", ".1f"),
-    "ptxas": (lambda row: " ".join(row.get("messages", ())), "s"),
-    "note": ("note", ""),
-}
+COLUMNS = reporting.columns(
+    """
+heads       name
+dtype       dtype
+stage       stage
+L           chunk_size       d
+grid        grid             s
+tiles       tiles
+warps       num_warps        d
+regs        registers        d
+spill B     spills           s
+shared KiB  shared           s
+wgmma       wgmma            d
+mma         mma              d
+cp.async    cp_async         d
+s           compile_seconds  .1f
+ptxas       ptxas            s
+note        note
+""",
+    grid=lambda row: "x".join(map(str, row.get("grid", ()))),
+    tiles=tiles_of,
+    spills=spills_of,
+    shared=shared_of,
+    ptxas=lambda row: " ".join(row.get("messages", ())),
+)
 
 
 def parse_device(text: str) -> str:

@@ -7,29 +7,21 @@ their tests catch.
 
 The defects are those of mutmut. It cannot run them here: it forks a process in which tests have
 run, where JAX's threads deadlock, and it leaves out properties, cached functions and constants.
-Here each mutant is a fork of a process that has only imported jax, and imports the package, one
-module of which is mutated.
+Here each mutant is planted in a copy of the project, as plant_defects.py plants patches.
 """
 
 import argparse
-import contextlib
-import importlib
 import os
-import signal
 import sys
 import time
-import warnings
-from collections import Counter
-from collections.abc import Iterator
-from importlib.machinery import SourceFileLoader
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import libcst
-import pytest
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
+from plant_defects import ROOT, outcome
 
-ROOT = Path(__file__).parents[1]
 SECONDS = 120  # of a mutant, after which it counts as killed: it waits or it loops
 # By module, its tests, the quickest first, and the functions that count; none: all.
 MODULES = {
@@ -53,8 +45,6 @@ MODULES = {
     "benchmarks/runner.py": ("runner.py command.py kernel_benchmark.py",),
     "benchmarks/roofline.py": ("roofline.py",),
 }
-# What takes longest to import, and imports nothing of the package.
-PRELOADED = "jax.export", "jax.experimental.pallas.triton", "jax.experimental.pallas.mosaic_gpu"
 
 
 class Mutants(libcst.CSTVisitor):
@@ -62,7 +52,7 @@ class Mutants(libcst.CSTVisitor):
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
-    def __init__(self, functions: str):
+    def __init__(self, functions: str = ""):
         super().__init__()
         self.functions = functions.split()
         self.depth = 0 if functions else 1
@@ -88,33 +78,35 @@ class Mutants(libcst.CSTVisitor):
         return isinstance(node, libcst.FunctionDef) and node.name.value in self.functions
 
 
-def run_tests(path: str, source: str, tests: str) -> None:
-    """Ends the process with 0 if all tests pass where the file has this source."""
-    signal.alarm(SECONDS)
-    for stream in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    read = SourceFileLoader.get_code
+def verdict(path: str, source: str) -> tuple[str, str]:
+    """What the tests of a file say where it has this source, as plant_defects says it."""
 
-    def get_code(self, name):
-        mutated = Path(self.path) == ROOT / path
-        return compile(source, self.path, "exec") if mutated else read(self, name)
+    def plant(folder: str) -> str:
+        Path(folder, path).write_text(source)
+        return ""
 
-    SourceFileLoader.get_code = get_code
-    files = [f"tests/test_{name}" for name in tests.split()]
-    options = "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"
-    os._exit(pytest.main([*options, *files]))
+    tests = [f"tests/test_{name}" for name in MODULES[path][0].split()]
+    return outcome(plant, tests, SECONDS)
 
 
-def mutants_of(path: str, every: int) -> Iterator[tuple[str, str, str]]:
-    """The path, a text and the source of the unchanged file and then of its mutants."""
-    _, functions = (*MODULES[path], "")[:2]
+def mutate(path: str, pool: ThreadPoolExecutor, every: int) -> str:
+    """Prints the mutants of a file that survive; returns a line with their numbers."""
     wrapper = MetadataWrapper(libcst.parse_module((ROOT / path).read_text()))
-    visitor, module = Mutants(functions), wrapper.module
+    visitor, module = Mutants(*MODULES[path][1:]), wrapper.module
     wrapper.visit(visitor)
-    yield path, "", module.code
-    for node, mutated, line in visitor.found[::every]:
-        old, new = (" ".join(module.code_for_node(x).split()) for x in (node, mutated))
-        yield path, f"{path}:{line}: {old} -> {new}", module.deep_replace(node, mutated).code
+    chosen, survived = visitor.found[::every], 0
+
+    def survives(mutant: tuple[libcst.CSTNode, libcst.CSTNode, int]) -> bool:
+        return verdict(path, module.deep_replace(*mutant[:2]).code)[0] == "survived"
+
+    for (*nodes, line), alive in zip(chosen, pool.map(survives, chosen), strict=True):
+        if alive:
+            survived += 1
+            old, new = (" ".join(module.code_for_node(x).split()) for x in nodes)
+            print(f"{path}:{line}: {old} -> {new}", flush=True)
+    killed = len(chosen) - survived
+    share = killed / max(len(chosen), 1)
+    return f"{path:32} {len(chosen):5} mutants {killed:5} killed {share:6.1%}"
 
 
 def main() -> None:
@@ -123,37 +115,15 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="a sample: one mutant of so many")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     options = parser.parse_args()
-    os.chdir(ROOT)
-    warnings.filterwarnings("ignore", message=".*fork")
-    for name in PRELOADED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    paths = [x for x in MODULES if any(y in x for y in options.modules) or not options.modules]
-    waiting = (x for path in paths for x in mutants_of(path, options.every))
-    running: dict[int, tuple[str, str]] = {}
-    counts, killed, start = Counter[str](), Counter[str](), time.monotonic()
-    while True:
-        while len(running) < options.jobs and (mutant := next(waiting, None)):
-            path, text, source = mutant
-            if (pid := os.fork()) == 0:
-                run_tests(path, source, MODULES[path][0])
-            running[pid] = path, text
-        if not running:
-            break
-        pid, status = os.wait()
-        path, text = running.pop(pid)
-        if not text:
-            if status:
-                sys.exit(f"{path}: its tests fail without a mutant")
-            continue
-        counts[path] += 1
-        killed[path] += status != 0
-        if status == 0:
-            print(text, flush=True)
-    for path in paths:
-        share = killed[path] / max(counts[path], 1)
-        print(f"{path:32} {counts[path]:5} mutants {killed[path]:5} killed {share:6.1%}")
-    print(f"{time.monotonic() - start:.0f} s")
+    paths = [x for x in MODULES if any(y in x for y in options.modules or [""])]
+    start = time.monotonic()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        unchanged = pool.map(lambda path: verdict(path, (ROOT / path).read_text()), paths)
+        for path, (said, detail) in zip(paths, unchanged, strict=True):
+            if said != "survived":
+                sys.exit(f"{path}: its tests fail without a mutant: {detail}")
+        lines = [mutate(path, pool, options.every) for path in paths]
+    print(*lines, f"{time.monotonic() - start:.0f} s", sep="\n")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,19 @@ result is then wrong, differently in each run, and right when interpreted. The T
 the race, so no GPU is needed.
 """
 
+import itertools
 import re
 
 _BUFFERS = re.compile(r"(%\w+) = ttg\.local_alloc\s*:.*memdesc<(\d+)x")
 _VIEW = re.compile(r"(%\w+) = ttg\.memdesc_\w+ (%\w+)")
-_PRODUCT = re.compile(r"(%\w+) = ttng\.warp_group_dot (%\w+), (%\w+),.*isAsync = true")
-_WAIT = re.compile(r"ttng\.warp_group_dot_wait .*pendings = (\d+)")
-_COPY = re.compile(r"ttg\.async_copy_global_to_local %\w+, (%\w+)")
+# A loop, up to the brace that is indented as it is; loops in it are found too.
+_LOOP = re.compile(r"^(?=( *)[^\n]*scf\.for(.*?)^\1})", re.MULTILINE | re.DOTALL)
+# Operands of a product, what a wait leaves running, and where a copy goes.
+_STEP = re.compile(
+    r"%\w+ = ttng\.warp_group_dot (%\w+), (%\w+),.*isAsync = true"
+    r"|ttng\.warp_group_dot_wait .*pendings = (\d+)"
+    r"|ttg\.async_copy_global_to_local %\w+, (%\w+)"
+)
 
 
 def overwritten_operands(ir: str, num_stages: int) -> list[str]:
@@ -23,30 +29,24 @@ def overwritten_operands(ir: str, num_stages: int) -> list[str]:
     iterations before, which nothing has waited for, where num_stages - 1 + d is a multiple of the
     number of buffers.
     """
-    lines = ir.splitlines()
-    number = {match[1]: int(match[2]) for match in map(_BUFFERS.search, lines) if match}
+    number = {name: int(x) for name, x in _BUFFERS.findall(ir)}
     whole: dict[str, str] = {}  # view -> its buffers
-    for match in filter(None, map(_VIEW.search, lines)):
-        whole[match[1]] = whole.get(match[2], match[2])
+    for view, of in _VIEW.findall(ir):
+        whole[view] = whole.get(of, of)
     overwritten = set()
-    for start, line in enumerate(lines):
-        if "scf.for" not in line:
-            continue
-        indent = line[: len(line) - len(line.lstrip())]
-        end = next(n for n in range(start, len(lines)) if lines[n].startswith(indent + "}"))
+    for _, loop in _LOOP.findall(ir):
         # (iteration, buffers) of products that nothing has waited for, two operands each.
         running: list[tuple[int, str]] = []
-        for iteration in range(2):
-            for inner in lines[start + 1 : end]:
-                if wait := _WAIT.search(inner):
-                    running = running[len(running) - 2 * int(wait[1]) :] if int(wait[1]) else []
-                elif product := _PRODUCT.search(inner):
-                    operands = (whole.get(product[n], product[n]) for n in (2, 3))
-                    running += [(iteration, operand) for operand in operands]
-                elif copy := _COPY.search(inner):
-                    buffers = whole.get(copy[1], copy[1])
-                    reads = [read for read, operand in running if operand == buffers]
-                    ahead = [num_stages - 1 + iteration - read for read in reads]
-                    if any(distance % number.get(buffers, 1) == 0 for distance in ahead):
-                        overwritten.add(buffers)
+        for iteration, step in itertools.product(range(2), _STEP.findall(loop)):
+            *operands, pendings, target = step
+            if pendings:
+                running = running[len(running) - 2 * int(pendings) :] if int(pendings) else []
+            elif target:
+                buffers = whole.get(target, target)
+                reads = [read for read, operand in running if operand == buffers]
+                ahead = [num_stages - 1 + iteration - read for read in reads]
+                if any(distance % number.get(buffers, 1) == 0 for distance in ahead):
+                    overwritten.add(buffers)
+            else:
+                running += [(iteration, whole.get(x, x)) for x in operands]
     return sorted(overwritten)

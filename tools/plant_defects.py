@@ -20,6 +20,7 @@ computes does not belong there. With --check, patches are applied and no test ru
 """
 
 import argparse
+import functools
 import os
 import re
 import shlex
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -42,15 +44,25 @@ def headers(patch: Path) -> dict[str, str]:
     return dict(re.findall(r"^(\w+): (.*)$", before_diff, flags=re.MULTILINE))
 
 
-def outcome(patch: Path, python: str, tests: list[str], seconds: float) -> tuple[str, str]:
-    """caught, survived or hung, and the first test that failed; without seconds, whether the patch
-    applies."""
+def applied(patch: Path, folder: str) -> str:
+    """Applies a patch there; returns the first line of an error."""
+    apply = ["git", "apply", str(patch.resolve())]
+    run = subprocess.run(apply, cwd=folder, capture_output=True, text=True)
+    return run.stderr.splitlines()[0] if run.returncode else ""
+
+
+def outcome(
+    plant: Callable[[str], str], tests: list[str], seconds: float, python: str = sys.executable
+) -> tuple[str, str]:
+    """caught, survived or hung, and the first test that failed; without seconds, whether a defect
+    can be planted.
+
+    plant: plants it in a copy of the project and returns why it cannot, or "".
+    """
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(ROOT, folder, ignore=LEFT_OUT, dirs_exist_ok=True)
-        apply = ["git", "apply", str(patch.resolve())]
-        applied = subprocess.run(apply, cwd=folder, capture_output=True, text=True)
-        if applied.returncode:
-            return "broken", applied.stderr.splitlines()[0]
+        if broken := plant(folder):
+            return "broken", broken
         if not seconds:
             return "applies", ""
         command = [python, "-m", "pytest", "-qx", "-m", "not slow", "-p", "no:cacheprovider"]
@@ -96,7 +108,8 @@ def main() -> int:
         tests = shlex.split(said["Tests"]) if "Tests" in said else QUICK
         most = args.seconds if "Tests" in said else max(args.seconds, QUICK_SECONDS)
         start = time.monotonic()
-        verdict, detail = outcome(patch, python, tests, 0.0 if args.check else most)
+        plant = functools.partial(applied, patch)
+        verdict, detail = outcome(plant, tests, 0.0 if args.check else most, python)
         missed += verdict not in ("caught", "applies")
         seconds = time.monotonic() - start
         print(f"{patch.stem:36} {verdict:8} {seconds:3.0f} s  {detail[:150]}", flush=True)

@@ -36,7 +36,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from absl import flags
@@ -45,6 +45,7 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import command
 import shapes
+from calls import padded
 from candidates import Result, start_workers
 from command import RequestError
 from kernel_benchmark import STAGES, MlstmPallas
@@ -60,8 +61,9 @@ from mlstm_pallas.stages.stage import Lowering
 MIN_GAIN = 0.03  # of a whole call over the rules' call
 MIN_STAGE_GAIN = 0.01  # of a stage: less is noise
 ROUND = 8  # candidates
-COMPILE_SECONDS = 120  # per candidate; the first one of a process with what it is checked against
-RUN_SECONDS = 60  # likewise; then it is killed
+# Per candidate, after which it is killed; the first one of a process with what it is checked
+# against.
+SECONDS = dict(prepare=120, judge=60)
 SCHEDULE_SHARE, SEARCH_SHARE = 0.35, 0.9  # of a case's time, from its start
 SCAN = "recurrent_fw_H"  # its siz_b_LKV is the chunk size of the fused stages
 LARGEST = 512  # value of a field that is tried
@@ -76,11 +78,8 @@ def keywords(overrides: Overrides) -> dict[str, Any]:
     """The keywords of a config."""
     row: dict[str, Any] = {}
     for name, x in overrides.items():
-        kernel, _, field = name.partition(".")
-        if field:
-            row.setdefault(kernel, {})[field] = x
-        else:
-            row[name] = x
+        *kernels, field = name.split(".")
+        (row.setdefault(*kernels, {}) if kernels else row)[field] = x
     return row
 
 
@@ -100,13 +99,13 @@ class Calls:
         config = KernelConfig(**keywords(overrides))
         return MlstmPallas(self.backend, self.shape, self.dtype, config=config, gpu=gpu)
 
-    def row(self, overrides: Overrides) -> dict[str, Any] | None:
-        """All keywords of the config of a call; None: it is not possible."""
-        try:
+    def row(self, overrides: Overrides) -> dict[str, Any]:
+        """All keywords of the config of a call; none: it is not possible."""
+        with contextlib.suppress(ValueError):
             impl = self.implementation(overrides)
-            return impl.config if impl.spec.problem.S == self.shape.S else None
-        except ValueError:
-            return None
+            if impl.spec.problem.S == self.shape.S:
+                return impl.config
+        return {}
 
     def fields(self, stage: str, row: dict[str, Any]) -> dict[str, Any]:
         """The fields of a row that are searched for a stage, "" for whole calls, by name."""
@@ -140,11 +139,29 @@ def steps_of(name: str, x: Any) -> list[Any]:
     return [y for y in steps if 1 <= y <= most]
 
 
-class Search:
-    """Coordinate descent of a stage, or of whole calls."""
+class Candidate(NamedTuple):
+    """A row to try for a search, in the process of this worker."""
 
-    def __init__(self, calls: Calls, stage: str, start: Overrides):
-        self.calls, self.stage, self.start = calls, stage, start
+    search: "Search"
+    worker: int
+    overrides: Overrides
+    row: dict[str, Any]
+    prune: bool = False
+
+
+@dataclasses.dataclass
+class Search:
+    """Coordinate descent of a stage, or of whole calls.
+
+    worker: a stage has its arrays in one process.
+    """
+
+    calls: Calls
+    stage: str
+    start: Overrides
+    worker: int = 0
+
+    def __post_init__(self):
         self.results: dict[str, tuple[Result, Overrides]] = {}  # by row
 
     @property
@@ -155,23 +172,28 @@ class Search:
 
     def neighbours(self, overrides: Overrides) -> Iterator[Overrides]:
         """With one step of one field, then, of a stage, of two."""
-        fields = self.calls.fields(self.stage, self.calls.row(overrides) or {})
+        fields = self.calls.fields(self.stage, self.calls.row(overrides))
         steps = [(name, y) for name, x in fields.items() for y in steps_of(name, x)]
         for count in (1, 2) if self.stage else (1,):
             for changes in itertools.combinations(steps, count):
                 if len(dict(changes)) == count:
                     yield overrides | dict(changes)
 
-    def next_round(self) -> list[tuple[dict[str, Any], Overrides]]:
-        """Rows to try next, with their overrides; none where no neighbour of the best is left."""
+    def next_round(self) -> list[Candidate]:
+        """What to try next; none where no neighbour of the best is left."""
         tries = self.neighbours(self.best[1]) if self.results else [self.start]
-        rows: dict[str, tuple[dict[str, Any], Overrides]] = {}
+        rows: dict[str, tuple[Overrides, dict[str, Any]]] = {}
         for overrides in tries:
-            if (row := self.calls.row(overrides)) and json.dumps(row) not in self.results:
-                rows.setdefault(json.dumps(row), (row, overrides))
+            row = self.calls.row(overrides)
+            if row and json.dumps(row) not in self.results:
+                rows.setdefault(json.dumps(row), (overrides, row))
             if len(rows) == ROUND:
                 break
-        return list(rows.values())
+        prune = bool(self.stage and self.results)
+        return [
+            Candidate(self, self.worker if self.stage else n, *x, prune)
+            for n, x in enumerate(rows.values())
+        ]
 
 
 # ---------------------------------------------------------------- results of earlier runs
@@ -217,9 +239,6 @@ class Log:
 # ---------------------------------------------------------------- a case
 
 
-Item = tuple[int, str, dict[str, Any], bool]  # number of the worker, stage, row, whether to prune
-
-
 @dataclasses.dataclass
 class Tuner:
     """The searches of one case."""
@@ -229,60 +248,54 @@ class Tuner:
     log: Log
     bar: tqdm
 
-    def _ask(self, what: str, seconds: float, n: int, *args: Any) -> Result | None:
-        worker, case = self.workers[n % len(self.workers)], (self.calls.shape, self.calls.dtype)
+    def _ask(self, what: str, x: Candidate, *args: Any) -> Result | None:
+        case = self.calls.shape, self.calls.dtype, x.search.stage, x.row
+        worker = self.workers[x.worker % len(self.workers)]
         try:
-            return worker(what, *case, *args, seconds=seconds)
+            return worker(what, *case, *args, seconds=SECONDS[what])
         except ProcessEnded as error:
             status = "hangs" if isinstance(error, NoAnswer) else "failed"
             return Result(status, note=f"{what}: {error}")
 
-    def _judge(self, n: int, stage: str, row: dict[str, Any]) -> Result:
-        while not (result := self._ask("judge", RUN_SECONDS, n, stage, row)):
+    def _judge(self, x: Candidate) -> Result:
+        while not (result := self._ask("judge", x)):
             # Its process was killed with another candidate.
-            if result := self._ask("prepare", COMPILE_SECONDS, n, stage, row, False):
+            if result := self._ask("prepare", x, False):
                 break
         return result
 
     def evaluate(
-        self, items: Sequence[Item], deadline: float = float("inf"), *, resume: bool = True
+        self, tries: Sequence[Candidate], deadline: float = float("inf"), *, resume: bool = True
     ) -> list[Result | None]:
         """Results of candidates, from the log or measured; None: the time was up."""
-        results = [self.log.get(str(self.calls), *x[1:3]) if resume else None for x in items]
+        keys = [(str(self.calls), x.search.stage, x.row) for x in tries]
+        results = [self.log.get(*key) if resume else None for key in keys]
         ready: dict[int, Result | None] = {}
         count = len(self.workers)
 
         def prepare(worker: int) -> None:
-            for n, item in enumerate(items):
-                if item[0] % count != worker or results[n] or time.monotonic() > deadline:
-                    continue
-                ready[n] = self._ask("prepare", COMPILE_SECONDS, *item)
+            for n, x in enumerate(tries):
+                if x.worker % count == worker and not results[n] and time.monotonic() <= deadline:
+                    ready[n] = self._ask("prepare", x, x.prune)
 
         # Nothing is timed while others compile. After Ctrl-C the threads end with their workers.
         list(ThreadPoolExecutor(count).map(prepare, range(count)))
         for n, refused in sorted(ready.items()):
-            results[n] = result = refused or self._judge(*items[n][:3])
-            self.log.put(result, str(self.calls), *items[n][1:3])
+            results[n] = result = refused or self._judge(tries[n])
+            self.log.put(result, *keys[n])
             self.bar.update()
         return results
 
     def descend(self, searches: Sequence[Search], until: float) -> None:
         """Rounds of all searches, until no neighbour is left or the time is up."""
         while time.monotonic() <= until:
-            tries = []
-            for n, search in enumerate(searches):
-                for k, (row, overrides) in enumerate(search.next_round()):
-                    worker = n if search.stage else k  # a stage has its arrays in one process
-                    prune = bool(search.stage and search.results)
-                    tries.append((search, overrides, (worker, search.stage, row, prune)))
-            if not tries:
+            if not (tries := [x for search in searches for x in search.next_round()]):
                 return
-            stages = dict.fromkeys(search.stage or "calls" for search, *_ in tries)
+            stages = dict.fromkeys(x.search.stage or "calls" for x in tries)
             self.bar.set_postfix_str(f"{self.calls} {', '.join(stages)}", refresh=False)
-            results = self.evaluate([item for *_, item in tries], until)
-            for (search, overrides, (*_, row, _)), result in zip(tries, results, strict=True):
+            for x, result in zip(tries, self.evaluate(tries, until), strict=True):
                 if result is not None:
-                    search.results[json.dumps(row)] = result, overrides
+                    x.search.results[json.dumps(x.row)] = result, x.overrides
 
     def tune(self, stages: Sequence[str], seconds: float) -> tuple[Overrides, float, float]:
         """The best overrides, their ms, and the ms of the rules.
@@ -293,22 +306,20 @@ class Tuner:
         start, schedule = time.monotonic(), Search(self.calls, "", {})
         if not stages:
             self.descend([schedule], start + SCHEDULE_SHARE * seconds)
-        _, best_call = schedule.best
-        row = self.calls.row(best_call) or {}
-        names = [x for x in stages or STAGES if self.calls.fields(x, row)]
-        searches = [Search(self.calls, x, best_call) for x in names]
+        _, tuned = schedule.best
+        calls = [{}, tuned]
+        names = [x for x in stages or STAGES if self.calls.fields(x, self.calls.row(tuned))]
+        searches = [Search(self.calls, x, tuned, n) for n, x in enumerate(names)]
         self.descend(searches, start + SEARCH_SHARE * seconds)
-        tuned = best_call
         for search in filter(lambda x: x.results, searches):
             before, (after, best) = next(iter(search.results.values()))[0].ms, search.best
             if after and (before is None or after < (1 - MIN_STAGE_GAIN) * before):
                 tuned = tuned | best
             tried = f"{len(search.results)} tried, {before} ms, best {after}"
             tqdm.write(f"{self.calls} {search.stage}: {tried} with {keywords(best)}")
-        calls: list[Overrides] = [{}, best_call, tuned]
-        calls = [x for n, x in enumerate(calls) if x not in calls[:n]]
-        items = [(n, "", self.calls.row(x) or {}, False) for n, x in enumerate(calls)]
-        results = self.evaluate(items, resume=False)
+        calls = [x for n, x in enumerate([*calls, tuned]) if x not in [*calls, tuned][:n]]
+        tries = [Candidate(schedule, n, x, self.calls.row(x)) for n, x in enumerate(calls)]
+        results = self.evaluate(tries, resume=False)
         if results[0].ms is None:
             raise RuntimeError(f"the call of the rules has no time: {results[0]}")
         ms, fastest = min((x.ms, n) for n, x in enumerate(results) if x.ms is not None)
@@ -404,10 +415,8 @@ def parse_request(options: flags.FlagValues) -> tuple[list[Calls], str]:
     cases = []
     for name, shape in shapes.named(options.shape).items():
         cases += [Calls(options.backend, shape, dtype) for dtype in options.dtype]
-        p = cases[-1].implementation({}).spec.problem
-        if shape[2:] != (p.S, p.DHQK, p.DHHV):
-            sizes = f"tune S, DHQK, DHHV = {p.S}, {p.DHQK}, {p.DHHV}"
-            raise RequestError(f"shape {name} is padded when it runs: {sizes}")
+        if sizes := padded(cases[-1].implementation({}).spec, shape):
+            raise RequestError(f"shape {name} is padded when it runs: tune {sizes}")
     output = options.output or str(folder / f"{tuning_name(device.device_kind)}.json")
     os.makedirs(os.path.dirname(os.path.abspath(output)), exist_ok=True)
     return cases, output

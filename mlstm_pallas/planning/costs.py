@@ -1,4 +1,4 @@
-"""What a stage multiplies and moves, in its own chunks.
+"""What a stage of mlstm_chunkwise multiplies and moves, in its own chunks.
 
 A FLOP is a multiplication or an addition of a matrix product; products of two steps of one chunk
 count for s <= t only. Bytes: each input is read once, each output is written once.
@@ -68,27 +68,25 @@ def cost(name: str, p: Problem, itemsize: int) -> Cost:
             steps * (4 * K + 3 * V + 2 * p.L) + 2 * states,
             2 * chunks * K + 6 * steps + chunks,
         ),
-        # C, n and m twice, q, k, v, h, i and f, as if all had this itemsize
-        "recurrent_step": (4 * initial, 2 * initial + p.BNH * (4 * K + 2 * V + 4), 0),
     }
     flops, numbers, floats = costs[name]
     return Cost(flops, itemsize * numbers + 4 * floats)
 
 
-def launch_cost(name: str, call: Launch, itemsize: int, *, weighted: bool = False) -> Cost:
+def launch_cost(name: str, call: Launch, itemsize: int) -> Cost:
     """The cost of a stage as it runs.
 
     On Mosaic GPU recurrent_fw_H weights the keys: it reads abar, which parallel_fw_P does not, and
-    parallel_fw_P writes no keys. Likewise parallel_bw_dP writes no queries and keys. With weighted,
-    recurrent_bw_dC reads r and abar. If parallel_bw_dQKV recomputes P and dP, it has their FLOPs
-    too: it reads e and u, of two floats each, in place of P and dP, and writes three sums.
+    parallel_fw_P writes no keys. Likewise parallel_bw_dP writes no queries and keys. If
+    parallel_bw_dQKV recomputes P and dP, it has their FLOPs too: it reads e and u, of two floats
+    each, in place of P and dP, and writes three sums.
     """
     p = call.problem
     flops, moved = cost(name, p, itemsize)
-    more = {"recurrent_bw_dC": 8} if weighted else {}
+    more: dict[str, int] = {}  # bytes per step
     if call.lowering.folder == "mosaic_gpu":
-        more |= {"parallel_fw_P": -itemsize * p.DHQK - 4, "recurrent_fw_H": 4}
-        more |= {"parallel_bw_dP": -2 * itemsize * p.DHQK}
+        more = {"parallel_fw_P": -itemsize * p.DHQK - 4, "recurrent_fw_H": 4}
+        more["parallel_bw_dP"] = -2 * itemsize * p.DHQK
     if getattr(call.tiles, "recomputes_scores", False):
         flops += cost("parallel_bw_dP", p, itemsize).flops
         more[name] = 4 * (4 + 3) - 2 * itemsize * p.L
