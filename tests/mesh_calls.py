@@ -1,4 +1,5 @@
-"""Every public function under a mesh of eight CPU devices, in a process of its own: test_mesh.py.
+"""Every public function under a mesh of eight CPU devices, in a process of its own: test_mesh.py;
+and how other tests run a call on a mesh, ``on_mesh``.
 
 usage: mesh_calls.py KIND BACKEND PLATFORM [all]
 
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracle import mesh_for, mesh_of, results_of
+from oracle import collectives, mesh_for, mesh_of, results_of, sharded
 
 from mlstm_pallas import (
     mlstm_chunkwise,
@@ -38,6 +39,28 @@ BATCH = P("x")
 LAYOUTS, KINDS = ("BTNH", "BNTH"), ("manual", "")
 chunkwise = functools.partial(mlstm_chunkwise, chunk_size=L)
 halves = itertools.count(10)
+
+
+def compiled_for(run, x, exchanged=()):
+    """A jitted function compiled for these arrays; exchanged: how many collectives of each kind its
+    devices run, exactly."""
+    compiled = run.lower(*x).compile()
+    assert collectives(compiled) == dict(exchanged)
+    return compiled
+
+
+def on_mesh(run, x, specs, mesh, results=(), exchanged=()):
+    """What a jitted function returns of arrays that are sharded by the one spec, or by one each.
+
+    Args:
+      results: the specs of the first results.
+      exchanged: as for compiled_for.
+    """
+    x = sharded(x, mesh, *specs)
+    result = compiled_for(run, x, exchanged)(*x)
+    for y, spec in zip(jax.tree.leaves(result), results, strict=False):
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), y.ndim)
+    return result
 
 
 def odd():

@@ -24,16 +24,21 @@ from oracle import (
     slow,
     tolerance,
 )
+from stage_calls import (
+    Launch,
+    Lowering,
+    ScaledRows,
+    gpu_of,
+    largest_rows,
+    make_problem,
+    plain,
+    run_stage,
+    tiles_class,
+)
 from test_float16 import backward_bound
 from test_gradients import BOUND, BTNH, STORED
 
 from mlstm_pallas import KernelConfig
-from mlstm_pallas.planning import call_spec as planning
-from mlstm_pallas.planning import dispatch
-from mlstm_pallas.prepare import options_of, spec_for
-from mlstm_pallas.problem.dimensions import make_problem
-from mlstm_pallas.problem.gpu import gpu_of
-from mlstm_pallas.stages.stage import Launch, Lowering, ScaledRows, largest_rows
 
 SCAN = {"parallel_fw_P", "recurrent_fw_H"}
 
@@ -46,7 +51,7 @@ def skip_unless_hopper():
 
 def mosaic_gpu_tiles(stage):
     """The class of the tiles of a stage's Mosaic GPU kernel; None without one."""
-    return dispatch.tiles_class(stage, "mosaic_gpu")
+    return tiles_class(stage, "mosaic_gpu")
 
 
 # Literally: a kernel that is lost from the table of dispatch.py is missed here.
@@ -232,7 +237,7 @@ class Recurrences:
     def launch(self, lowering):
         """With blocks of as many columns as there can be."""
         if lowering is Lowering.XLA:
-            return planning.plain(self.problem)
+            return plain(self.problem)
         tiles_class, (*_, K, V) = mosaic_gpu_tiles("recurrent_bw_dC"), self.shape
         rows = self.rows or largest_rows(K)
         tiles = tiles_class(rows, 64 if V % 128 else 128, self.num_stages, self.num_splits)
@@ -255,8 +260,9 @@ class Recurrences:
         def run(q, dh, k, v, h, r, abar, gamma, dC_last, C_initial):
             r, abar = (r, abar) if self.weighted else (None, None)
             dC_last, C_initial = (dC_last, C_initial) if self.states else (None, None)
-            return dispatch.run(
+            return run_stage(
                 "recurrent_bw_dC",
+                self.launch(lowering),
                 queries=ScaledRows(q, r),
                 matDeltaH=dh,
                 scaGamma=gamma,
@@ -267,7 +273,6 @@ class Recurrences:
                 matH=h if self.delta else None,
                 return_initial=self.states,
                 return_last=self.states,
-                call=self.launch(lowering),
             )
 
         return run

@@ -11,13 +11,10 @@ import dataclasses
 import functools
 from pathlib import Path
 
-import jax.numpy as jnp
+from stage_calls import UNKNOWN, known_gpu, make_problem, spec_of
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas import plan as plan_of
-from mlstm_pallas.planning.call_spec import make_spec
-from mlstm_pallas.problem.dimensions import make_problem
-from mlstm_pallas.problem.gpu import UNKNOWN, known_gpu
 
 TABLE = Path(__file__).with_suffix(".txt")
 LEFT_OUT = "stage", "backward", "launches"
@@ -44,7 +41,7 @@ def launch_lines(name, sizes, gpu, dtype="bfloat16", backend="triton", **config)
     """Of a kernel that is in no plan, or for a GPU that is not known."""
     *q_sizes, DHV = sizes
     facts, config = (gpu and known_gpu(gpu)) or UNKNOWN, KernelConfig(**config)
-    spec = make_spec(sizes, jnp.dtype(dtype), facts, backend, config=config)
+    spec = spec_of(sizes, dtype, facts, backend, config=config)
     if name == "recurrent_step":  # whose heads are not padded
         p = make_problem(q_sizes, DHV, 1, pad_heads=False)
         spec = dataclasses.replace(spec, problem=p)

@@ -4,14 +4,17 @@ refused."""
 import functools
 import math
 import re
+from collections import Counter
 from importlib import metadata
 
+import compile_report
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from mesh_calls import compiled_for
 from mosaic_gpu_cases import skip_unless_hopper
 from oracle import (
     COLLECTIVE,
@@ -35,10 +38,10 @@ from oracle import (
     slow,
     swapped,
 )
+from stage_calls import planning
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
-from mlstm_pallas.planning import call_spec as planning
 
 B, NH, S, DHQK, DHHV = SHAPE = 2, 2, 144, 16, 8
 # h depends on the stabilisers themselves, through this eps and this floor
@@ -119,8 +122,8 @@ def compiled_over(shards):
     run = results_of(over(mesh, specs, **options))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "SUMMARY_STEPS", 16)
-        compiled = run.lower(*sharded(OPEN.values(), *shardings)).compile()
-    assert collectives(compiled) == exchanged(shards, sums=2)  # nothing is gathered
+        x = sharded(OPEN.values(), *shardings)
+        compiled = compiled_for(run, x, exchanged(shards, sums=2))  # nothing is gathered
     return lambda *x: compiled(*sharded(x, *shardings))
 
 
@@ -184,12 +187,12 @@ def test_splits_of_a_shard_take_their_products_from_its_summary():
     # Chunks are two of the fused scan's.
     split = over(mesh_of_shards(2), config=config, **INTERPRETED | {"chunk_size": 32})
     x = random_inputs(0, 1, 1, 128, DHQK, DHHV, f_shift=6.0).values()
-    traced = jax.jit(split).trace(*x)
-    compiled = traced.lower().compile()
-    assert collectives(compiled) == exchanged(2, passes=1, sums=1)
-    compare(OUTPUTS, *map(jax.tree.leaves, (compiled(*x), jax.jit(whole)(*x))), BOUND)
-    summands = re.findall(r"\b(key_sums|split_products)\b", str(traced.jaxpr))
-    assert sorted(summands) == ["key_sums", "split_products"]
+    run = jax.jit(split)
+    result = compiled_for(run, x, exchanged(2, passes=1, sums=1))(*x)
+    compare(OUTPUTS, *map(jax.tree.leaves, (result, jax.jit(whole)(*x))), BOUND)
+    launches = compile_report.equations(run.trace(*x).jaxpr.jaxpr, "pallas_call")
+    names = Counter(x.params["name"] for x in launches)
+    assert (names["key_sums"], names["split_products"]) == (1, 1)
 
 
 def test_no_batch_at_all():
@@ -204,8 +207,7 @@ def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():
     for devices, rounds in ((2, 1), (8, 4)):
         x = random_inputs(0, B, NH, 16 * devices, DHQK, DHHV, states=False).values()
         run = h_over(mesh_of_shards(devices), chunk_size=16, backend="xla")
-        compiled = results_of(run).lower(*x).compile()
-        assert collectives(compiled) == exchanged(devices)
+        compiled = compiled_for(results_of(run), x, exchanged(devices))
         received = sum(
             4 * math.prod(map(int, filter(None, dims.split(","))))
             for shapes, _ in COLLECTIVE.findall(compiled.as_text())
@@ -356,10 +358,9 @@ def test_packed_sequences_and_lengths_over_four_devices(backend, gate):
         h, states = over_shards(ids, *in_layout("BTNH", NAMES, x))
         return swapped(h), states
 
-    compiled = results_of(split).lower(*x).compile()
     sums = 2 if backend == "xla" else 3  # without check_vma jax sums the states' cotangents too
-    assert collectives(compiled) == exchanged(4, sums=sums, starts=1, dm=not gate)
-    result, expected = compiled(*x), results_of(whole)(*x)
+    counts = exchanged(4, sums=sums, starts=1, dm=not gate)
+    result, expected = compiled_for(results_of(split), x, counts)(*x), results_of(whole)(*x)
     assert_nothing_beyond(lengths, result, dict(zip(NAMES, result[4:], strict=False)))
     # The gradient of m_initial is one number per head, zero but for rounding.
     compare(RESULTS[:11], result[:11], expected[:11], BOUND)

@@ -8,15 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_close, random_inputs, tolerance
-from test_stages import launch_of
-
-from mlstm_pallas.formulas import gates
-from mlstm_pallas.formulas.gate_gradients import inner, segmented_suffix_sum
-from mlstm_pallas.planning import call_spec as planning
-from mlstm_pallas.planning import dispatch
-from mlstm_pallas.problem.dimensions import InputGate, Problem
-from mlstm_pallas.stages.stage import Lowering
+from oracle import random_inputs, tolerance
+from stage_calls import (
+    InputGate,
+    Lowering,
+    Problem,
+    check_drawn,
+    gate_gradients,
+    gates,
+    launch_of,
+    run_stage,
+)
 
 
 def assert_decays(result, expected, rounding):
@@ -60,16 +62,9 @@ FORMS = (Lowering.XLA, Lowering.INTERPRET)
 @functools.partial(jax.jit, static_argnames=("L", "form", "input_gate"))
 def gates_of(i, f, m_initial, starts=None, lengths=None, *, L, form, input_gate=InputGate.EXP):
     """chunk_gates of (heads, S)."""
-    return dispatch.run(
-        "chunk_gates",
-        vecI=i,
-        vecF=f,
-        scaM_initial=m_initial,
-        starts=starts,
-        lengths=lengths,
-        input_gate=input_gate,
-        call=launch_of("chunk_gates", Problem(1, *i.shape, 64, 64, L, 1.0), "bfloat16", form),
-    )
+    call = launch_of("chunk_gates", Problem(1, *i.shape, 64, 64, L, 1.0), "bfloat16", form)
+    x = dict(vecI=i, vecF=f, scaM_initial=m_initial, starts=starts, lengths=lengths)
+    return run_stage("chunk_gates", call, input_gate=input_gate, **x)
 
 
 CASES = {
@@ -167,37 +162,7 @@ def test_log_forget_gate_has_its_derivative_at_0_and_far_out():
 
 
 def check_vector_states(call, backward):
-    p, r = call.problem, np.random.default_rng(0)
-    added, x = r.normal(size=(p.BNH, p.NC, p.DHQK)), r.normal(size=(p.BNH, p.DHQK))
-    added, gamma, x = map(np.float32, (added, r.random((p.BNH, p.NC)), x))
-    run = jax.jit(functools.partial(dispatch.run, "vector_states", backward=backward, call=call))
-    result, last = run(added=added, scaGamma=gamma, initial=x)
-    expected, x = np.zeros(added.shape), x.astype("float64")
-    for c in reversed(range(p.NC)) if backward else range(p.NC):
-        expected[:, c] = x
-        x = gamma[:, c, None] * x + added[:, c]
-    assert_close(result, expected, tolerance("float32", p.NC))
-    assert_close(last, x, tolerance("float32", p.NC))
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_vector_states(backward):
-    check_vector_states(planning.plain(Problem(1, 6, 5, 8, 8, 1, 1.0)), backward)
-
-
-def check_step_sums(shape, layout, dtype, call):
-    """shape: B, NH, S and D."""
-    p, draw = call.problem, np.random.default_rng(3)
-    x = draw.normal(size=shape).astype(jnp.dtype(dtype))
-    weights = np.float32(draw.normal(size=(p.BNH, p.S)))
-    rows = np.swapaxes(x, 1, 2) if layout == "BTNH" else x.reshape(p.BNH, p.S, -1)
-    result = jax.jit(functools.partial(dispatch.run, "step_sums", call=call))(
-        rows=rows, weights=weights
-    )
-    chunks = p.BNH, p.NC, p.L
-    x, weights = np.float64(x).reshape(*chunks, -1), weights.reshape(chunks)
-    assert result.dtype == jnp.float32
-    assert_close(result, np.einsum("nctd,nct->ncd", x, weights), tolerance("float32", p.L))
+    check_drawn("vector_states", call, tolerance("float32", call.problem.NC), backward=backward)
 
 
 @pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
@@ -205,7 +170,7 @@ def test_step_sums_against_float64(layout):
     """In three blocks of columns."""
     p = Problem(2, 2, 64, 48, 16, 32, 1.0)
     call = launch_of("step_sums", p, "bfloat16", Lowering.INTERPRET, dict(siz_b_DHQK=16))
-    check_step_sums((2, 2, 64, 48), layout, "bfloat16", call)
+    check_drawn("step_sums", call, tolerance("float32", p.L), layout=layout)
 
 
 @pytest.mark.parametrize("n", [1, 32, 33, 1000])
@@ -217,7 +182,7 @@ def test_sums_over_runs_of_steps(n, share):
     expected, after = np.zeros_like(x), np.zeros(6)
     for t in reversed(range(n)):
         after = expected[:, t] = x[:, t] + np.where(goes_on[:, t], after, 0.0)
-    result = jax.jit(segmented_suffix_sum)(x.astype("float32"), goes_on)
+    result = jax.jit(gate_gradients.segmented_suffix_sum)(x.astype("float32"), goes_on)
     # One rounding of each x, and sums of n terms.
     bound = (1 + math.sqrt(n)) * 2.0**-24 * np.linalg.norm(expected)
     assert np.linalg.norm(np.asarray(result) - expected) <= bound
@@ -225,4 +190,4 @@ def test_sums_over_runs_of_steps(n, share):
 
 def test_inner_products_of_float16_are_of_float32():
     x = np.full((2, 3), 300, "float16")
-    assert np.array_equal(inner(x, x), np.full(2, 3 * 300.0**2))
+    assert np.array_equal(gate_gradients.inner(x, x), np.full(2, 3 * 300.0**2))

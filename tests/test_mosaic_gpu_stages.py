@@ -10,18 +10,26 @@ import pytest
 import test_gates
 from jax.experimental import pallas as pl
 from mosaic_gpu_cases import RACE, RECURRENCES, quick_and_slow
-from oracle import assert_close, assert_same_bits, in_float64, needs_mosaic_gpu, slow, tolerance
-from test_stages import case, launch_of
-
-from mlstm_pallas.formulas import gate_gradients, gates
-from mlstm_pallas.formulas.gate_gradients import TileSums
-from mlstm_pallas.formulas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
-from mlstm_pallas.formulas.normaliser import Normaliser
-from mlstm_pallas.planning import call_spec as planning
-from mlstm_pallas.planning import dispatch
-from mlstm_pallas.problem.dimensions import InputGate, Problem, make_problem
-from mlstm_pallas.stages import STAGES
-from mlstm_pallas.stages.stage import Lowering, ScaledRows
+from oracle import needs_mosaic_gpu, slow, tolerance
+from stage_calls import (
+    InputGate,
+    Lowering,
+    Normaliser,
+    Problem,
+    TileSums,
+    check_drawn,
+    check_isolated,
+    check_stage,
+    gate_gradients,
+    gates,
+    launch_of,
+    make_problem,
+    plain,
+    row_of,
+    rows_of,
+    run_stage,
+)
+from test_stages import case
 
 pytestmark = [pytest.mark.usefixtures("no_race"), needs_mosaic_gpu]
 ON = dict(lowering=Lowering.MOSAIC_GPU_INTERPRET)
@@ -37,99 +45,84 @@ def no_race(capsys):
     assert RACE not in capsys.readouterr().out
 
 
-def fw_H(LQ, DHHV, num_stages):
-    return "parallel_fw_H", dict(siz_b_LQ=LQ, siz_b_DHHV=DHHV, num_stages=num_stages)
+# Stage, chunk size, chunks, DHQK, DHHV, layout, tiles.
+CALLS = """
+parallel_bw_dP 256-2-128-128 BNTH num_stages=3  # chunks of several tiles, more items than CTAs
+# Two warpgroups, which have not as many keys, and two column blocks.
+parallel_fw_H 256-2-128-256 BNTH siz_b_LQ=128, siz_b_DHHV=128, num_stages=2
+# Two steps through one slot, and two parts of h through the memory of one part of q.
+parallel_fw_H 64-2-64-128 BNTH siz_b_LQ=64, siz_b_DHHV=128, num_stages=1
+parallel_fw_P 64-2-384-64 BNTH  # q and k in two copies
+recurrent_fw_C 64-4-64-64 BTNH state_rows=64, state_columns=64, num_stages=2, num_splits=4
+# n in two column blocks, of which one stores it: once, or each warpgroup the half.
+recurrent_fw_C 128-2-64-256 BNTH state_rows=64, state_columns=128, num_stages=2, num_splits=1
+# A CTA makes all gradients of a chunk and gets no tiles, also in the first two slow calls.
+parallel_bw_dQKV 128-1-128-128 BNTH num_stages=4
+parallel_bw_dQKV 128-2-64-256 BNTH num_stages=4
+"""
+SLOW_CALLS = """
+parallel_bw_dP 128-4-128-128 BTNH num_stages=3  # chunks of one tile
+parallel_bw_dP 512-1-128-128 BTNH_unnormalised num_stages=3
+parallel_fw_H 128-2-320-256 BNTH_unnormalised siz_b_LQ=64, siz_b_DHHV=256, num_stages=1
+recurrent_fw_C 128-2-128-256 BNTH state_rows=128, state_columns=128, num_stages=2, num_splits=1
+# More items, or chunks, than CTAs, which have not all as many.
+parallel_bw_dQKV 128-3-128-256 BNTH num_stages=4
+parallel_bw_dQKV 128-3-64-512 BNTH_unnormalised num_stages=4
+parallel_bw_dQKV 256-3-256-512 BNTH num_stages=4
+parallel_bw_dQKV 128-3-512-256 BNTH_unnormalised num_stages=4
+"""
 
 
-def fw_C(rows, columns, num_splits=1):
-    sizes = dict(state_rows=rows, state_columns=columns, num_splits=num_splits)
-    return "recurrent_fw_C", dict(num_stages=2, **sizes)
-
-
-DP, DQKV = ("parallel_bw_dP", dict(num_stages=3)), ("parallel_bw_dQKV", dict(num_stages=4))
-
-
-@pytest.mark.parametrize(
-    ("stage", "L", "chunks", "DHQK", "DHHV", "call"),
-    [
-        # Chunks of several tiles and of one; more items than CTAs.
-        (DP, 256, 2, 128, 128, "BNTH"),
-        slow(DP, 128, 4, 128, 128, "BTNH"),
-        slow(DP, 512, 1, 128, 128, "BTNH_unnormalised"),
-        # Two warpgroups, which have not as many keys, and two column blocks.
-        (fw_H(128, 128, 2), 256, 2, 128, 256, "BTNH"),
-        # Two steps through one slot, and two parts of h through the memory of one part of q.
-        (fw_H(64, 128, 1), 64, 2, 64, 128, "BNTH"),
-        (("parallel_fw_P", {}), 64, 2, 384, 64, "BNTH"),  # q and k in two copies
-        slow(fw_H(64, 256, 1), 128, 2, 320, 256, "BNTH_unnormalised"),
-        (fw_C(64, 64, num_splits=4), 64, 4, 64, 64, "BTNH"),
-        # n in two column blocks, of which one stores it: once, or each warpgroup the half.
-        (fw_C(64, 128), 128, 2, 64, 256, "BNTH"),
-        slow(fw_C(128, 128), 128, 2, 128, 256, "BNTH"),
-        # A CTA makes all gradients of a chunk, in the first four, and gets no tiles. More items,
-        # or chunks, than CTAs, which have not all as many.
-        (DQKV, 128, 1, 128, 128, "BTNH"),
-        (DQKV, 128, 2, 64, 256, "BNTH"),
-        slow(DQKV, 128, 3, 128, 256, "BTNH"),
-        slow(DQKV, 128, 3, 64, 512, "BNTH_unnormalised"),
-        slow(DQKV, 256, 3, 256, 512, "BNTH"),
-        slow(DQKV, 128, 3, 512, 256, "BNTH_unnormalised"),
-    ],
-    ids=str,
-)
-def test_the_kernel_agrees_with_the_plain_form(stage, L, chunks, DHQK, DHHV, call):
+@pytest.mark.parametrize("line", [*rows_of(CALLS), *map(slow, rows_of(SLOW_CALLS))])
+def test_the_kernel_agrees_with_the_plain_form(line):
+    stage, shape, call, tiles = row_of(line, 3)
+    L, chunks, *columns = map(int, shape.split("-"))
     layout, *unnormalised = call.split("_")
-    heads = (1, 3) if stage is DQKV else (1, 2)
-    options = dict(heads=heads, f_shift=6.0, normalised=not unnormalised, layout=layout)
-    x = case("bfloat16", L, chunks * L, DHQK=DHQK, DHHV=DHHV, **options)
-    x.check(*stage, tiles_inside=stage is DQKV and DHQK in (64, 128), **ON)
+    gradients = stage == "parallel_bw_dQKV"
+    options = dict(layout=layout, normalised=not unnormalised, f_shift=6.0)
+    x = case("bfloat16", L, chunks * L, (1, 3 if gradients else 2), *columns, **options)
+    x.check(stage, tiles, tiles_inside=gradients and columns[0] in (64, 128), **ON)
 
 
 def with_floors_of_one():
-    """The inputs of a chunk of a head whose floor is larger than |z| in odd steps, h[33] = inf too.
+    """A chunk of a head whose floor is larger than |z| in odd steps, h[33] = inf too.
 
-    Returns its problem, the inputs with an m of 0, and the two h.
+    Returns a function that runs a stage of the case with an h, its inputs, and the two h.
     """
     chunk = case("bfloat16", 128, heads=(1, 1), DHQK=64, DHHV=128)
     gates, h = chunk.inputs["gates"], chunk.inputs["matH"]
-    gates = gates._replace(vecM=jnp.zeros_like(gates.vecM))
     z = jnp.where(jnp.arange(128) % 2 == 0, 2.0, 0.5)[None]
-    hs = h, h.at[0, 33].set(jnp.inf)
-    return chunk.problem, chunk.inputs | dict(gates=gates, vecZ=z), hs
+    x = chunk.inputs | dict(gates=gates._replace(vecM=jnp.zeros_like(gates.vecM)), vecZ=z)
+
+    def run(name, h, **options):
+        return chunk.run(name, x | dict(matH=h), tiles=dict(num_stages=2), **options, **ON)
+
+    return run, x, (h, h.at[0, 33].set(jnp.inf))
 
 
 def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
-    problem, x, hs = with_floors_of_one()
-    call = call_of("parallel_bw_dP", problem, num_stages=2)
-    operands = {name: x[name] for name in STAGES["parallel_bw_dP"].inputs}
-    stage = functools.partial(dispatch.run, "parallel_bw_dP", normaliser=Normaliser(), call=call)
-    expected, result = map(jax.jit(lambda h: stage(**operands | dict(matH=h))), hs)
-    for name in ("matP", "matDeltaP", "pairs"):
-        assert_same_bits(getattr(result, name), getattr(expected, name))
+    run, _, hs = with_floors_of_one()
+    stage = functools.partial(run, "parallel_bw_dP", normaliser=Normaliser())
+    check_isolated(stage, *hs, lambda y: (y.matP, y.matDeltaP, y.pairs))
 
 
 def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger():
     """recurrent_bw_dC computes delta, and step_sums what dn is made of."""
-    problem, x, hs = with_floors_of_one()
-    calls = call_of("recurrent_bw_dC", problem, num_stages=2), call_of("step_sums", problem)
+    stage, x, hs = with_floors_of_one()
+    g, sums = x["gates"].per_step(), call_of("step_sums", Problem(1, 1, 128, 64, 128, 128, 1.0))
 
-    @jax.jit
     def run(h):
-        g, q = x["gates"].per_step(), x["matQ"]
-        operands = dict.fromkeys(STAGES["recurrent_bw_dC"].inputs)
-        operands |= dict(queries=ScaledRows(q, g.vecW), matDeltaH=x["matDeltaH"], matH=h)
-        operands["scaGamma"] = x["gates"].scaGamma
-        delta = dispatch.run("recurrent_bw_dC", **operands, call=calls[0]).vecDelta
+        delta = stage("recurrent_bw_dC", h).vecDelta
         gradients = Normaliser().gradients(delta, x["vecZ"], g.vecM)
-        weights = g.vecW * gradients.vecDzDen
-        return delta, gradients, dispatch.run("step_sums", rows=q, weights=weights, call=calls[1])
+        rows = dict(rows=x["matQ"], weights=g.vecW * gradients.vecDzDen)
+        return delta, gradients[:3], jax.jit(lambda: run_stage("step_sums", sums, **rows))()
 
-    (expected_delta, *expected), (delta, *result) = map(run, hs)
+    def unaffected(result):
+        return result[0].at[0, 33].set(0.0), *result[1:]
+
+    (_, gradients, _), (delta, *_) = check_isolated(run, *hs, unaffected)
     assert not np.isfinite(delta[0, 33])
-    assert_same_bits(delta.at[0, 33].set(0.0), expected_delta.at[0, 33].set(0.0))
-    assert np.any(expected[0].vecDzDen)
-    assert_same_bits(result[0][:3], expected[0][:3])
-    assert_same_bits(result[1], expected[1])
+    assert np.any(gradients[2])
 
 
 @pytest.mark.parametrize(
@@ -153,24 +146,16 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
         for where in (written.T, written)
     )
     names = ("vecF", "q_dot_dq_inter", "k_dot_dk_inter", "dm")
-    x = {name: draw.normal(size=(BNH, S)) for name in names}
-    x["dm"] = x["dm"] if has_dm else None
+    x = {name: draw.normal(size=(BNH, S)) for name in names[: 3 + has_dm]}
     x["pairs"] = TileSums(per_query, per_key, draw.normal(size=(BNH, NC, n, T)))
     x["through"] = draw.normal(size=(BNH, NC))
-    x = jax.tree.map(np.float32, x)
     carried, goes_on, passes = (draw.random((BNH, S)) < p for p in (share, 0.999, 0.95))
     carried[0, 2 * L : 2 * L + 1] = False  # behind a whole block, if there is one
-    flags = M_FROM_PREVIOUS * carried + M_GRAD_FLOWS * (goes_on & carried) + DECAY_NONZERO * passes
-    flags = np.int32(flags)
+    weights = gates.M_FROM_PREVIOUS, gates.M_GRAD_FLOWS, gates.DECAY_NONZERO
+    flags = np.int32(np.tensordot(weights, (carried, goes_on & carried, passes), 1))
     call = call_of("step_gradients", Problem(1, BNH, S, 64, 64, L, 1.0))
-    kernel, plain = (
-        jax.jit(functools.partial(dispatch.run, "step_gradients", call=each))
-        for each in (call, planning.plain(call.problem))
-    )
-    result = kernel(flags=flags, **x)
-    expected = in_float64(lambda x: plain(flags=flags, **x), x)
-    for actual, desired in zip(result, expected, strict=True):
-        assert_close(actual, desired, tolerance("float32", S))
+    x, options = jax.tree.map(np.float32, x), dict(flags=flags) | ({} if has_dm else dict(dm=None))
+    check_stage("step_gradients", call, x, tolerance("float32", S), **options)
 
 
 @pytest.mark.parametrize(
@@ -182,8 +167,8 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
     ],
 )
 def test_step_sums_against_float64(shape, L, layout, dtype):
-    p = make_problem(shape, shape[-1], L, pad_heads=False)
-    test_gates.check_step_sums(shape, layout, dtype, call_of("step_sums", p))
+    call = call_of("step_sums", make_problem(shape, shape[-1], L, pad_heads=False))
+    check_drawn("step_sums", call, tolerance("float32", L), dtype, layout)
 
 
 def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group():
@@ -214,42 +199,6 @@ def test_tiles_that_are_copied_by_groups_are_where_they_should_be(B, NH, num_spl
             head = x.reshape(-1, p.S, D)[n]
             assert np.array_equal(tile, head[8 + rows : 8 + 2 * rows, columns : 2 * columns])
             assert (steps.S, steps.shape) == (S, (rows, columns))
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_scans_over_the_steps_of_chunks(backward):
-    """Of 2 to 512 rows of 4 steps: the number of marks so far, and the last
-    mark, which does not commute."""
-    from mlstm_pallas.mosaic_gpu import chunk_scans
-    from mlstm_pallas.mosaic_gpu.launch import float32, mosaic_call
-
-    rows, sizes = 512, [2**j for j in range(1, 10)]
-
-    def join(left, x):
-        return left[0] + x[0], jnp.where(x[0] > 0, x[1], left[1])
-
-    def kernel(x, y, buffer):
-        tiles = [chunk_scans.load_rows(x.at[j]) for j in range(2)]
-        for j, size in enumerate(sizes):
-            scan = functools.partial(chunk_scans.running, backward=backward)
-            for k, result in enumerate(scan(join, tiles, (0.0, 0.0), size, buffer)):
-                chunk_scans.store_rows(y.at[j, k], result)
-
-    scratch = dict(buffer=chunk_scans.scan_buffer(2, rows, rows))
-    outputs = dict(y=float32(len(sizes), 2, rows, chunk_scans.STEPS))
-    call = mosaic_call(
-        kernel, name="scans", grid={"cta": 1}, outputs=outputs, scratch=scratch, interpret=True
-    )
-    marks = np.random.default_rng(0).random(rows * chunk_scans.STEPS) < 0.3
-    x = np.float32([marks, marks * np.arange(marks.size)])
-    result = jax.jit(lambda x: call(x=x)["y"])(x.reshape(2, rows, -1))
-    order = np.s_[:, ::-1] if backward else np.s_[:]
-    for size, (count, last) in zip(sizes, np.asarray(result), strict=True):
-        marked, numbers = (y.reshape(-1, 4 * size)[order] for y in x)
-        assert np.array_equal(count.reshape(marked.shape)[order], np.cumsum(marked, axis=1))
-        at = np.maximum.accumulate(np.where(marked > 0, np.arange(4 * size), -1), axis=1)
-        expected = np.where(at < 0, 0, np.take_along_axis(numbers, np.maximum(at, 0), axis=1))
-        assert np.array_equal(last.reshape(marked.shape)[order], expected)
 
 
 # Less than a group of chunks, one, and four splits of two with five chunks more.
@@ -288,16 +237,15 @@ def test_flags_are_those_of_the_plain_form(L, S):
     The forms take different logarithms.
     """
     i, f, m, starts = test_gates.drawn(L, S, EXP, True, dict(resets=True))
-    x = dict(vecI=i, vecF=f, scaM_initial=m, starts=starts)
     p = Problem(1, 2, S, 64, 64, L, 1.0)
 
     def run(call, **m_states):
-        stage = functools.partial(dispatch.run, "chunk_gates", with_flags=True, call=call)
-        return jax.jit(stage)(**x, **m_states)
+        x = dict(vecI=i, vecF=f, scaM_initial=m, starts=starts) | m_states
+        return jax.jit(functools.partial(run_stage, "chunk_gates", call, with_flags=True))(**x)
 
     with mock.patch.object(gates, "log_sigmoid", lambda f, _: jnp.minimum(f, 0.0)):
-        plain = run(planning.plain(p))
-        result = run(call_of("chunk_gates", p), scaM_states=plain.scaM_states)
+        m_states = run(plain(p)).scaM_states
+        result = run(call_of("chunk_gates", p), scaM_states=m_states)
         flags = gate_gradients.step_flags(result._replace(vecFlags=None), f, starts)
     assert np.array_equal(result.vecFlags.reshape(flags.shape), flags)
 

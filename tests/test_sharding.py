@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from mesh_calls import on_mesh
 from oracle import (
     NAMES,
     OUTPUTS,
     RESULTS,
     assert_close,
     call_shapes,
-    collectives,
     compare,
     in_layout,
     loss_of,
@@ -31,9 +32,6 @@ from oracle import (
 )
 
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
-from mlstm_pallas.fwbw import operation
-from mlstm_pallas.planning.call_spec import make_spec
-from mlstm_pallas.problem.gpu import UNKNOWN
 
 B, NH, S = 8, 4, 24
 BOUND = 4 * tolerance("float32", S + 16)  # the same sums in another order
@@ -42,7 +40,6 @@ BATCH, HEADS = P("x"), P("x", "y")  # the batch is sharded, or batch and heads
 
 
 INPUTS = [*random_inputs(0, B, NH, S, 16, 8).values()]
-SPEC = make_spec((B, NH, S, 16, 8), jnp.dtype("float32"), UNKNOWN, "xla")
 
 
 def run_on(backend="xla", **options):
@@ -58,21 +55,9 @@ def expected():
     return single(*INPUTS)
 
 
-def in_shards(run, x, *specs):
-    """What a jitted function returns, whose devices exchange nothing.
-
-    specs: of the first results.
-    """
-    compiled = run.lower(*x).compile()
-    assert not collectives(compiled)
-    result = compiled(*x)
-    for y, spec in zip(result, specs, strict=False):
-        assert y.sharding.is_equivalent_to(NamedSharding(x[0].sharding.mesh, spec), y.ndim)
-    return result
-
-
-def check_in_shards(run, x, expected, *specs):
-    compare(RESULTS, in_shards(results_of(run), x, *specs), expected, BOUND)
+def check(run, x, expected, specs, mesh, *others):
+    """Values and gradients of a function are the expected ones; others: arguments of on_mesh."""
+    compare(RESULTS, on_mesh(results_of(run), x, specs, mesh, *others), expected, BOUND)
 
 
 @pytest.mark.parametrize(
@@ -87,38 +72,42 @@ def check_in_shards(run, x, expected, *specs):
 def test_shards_of_batch_and_heads_stay_where_they_are(
     expected, shape, spec, kind, backend, layout
 ):
-    mesh, sequence = mesh_of(shape, kind), spec
-    if layout == "BTNH":
-        sequence = P(spec[0], None, *spec[1:])
-    specs = [sequence, *[spec] * 3, *[sequence] * 5, *[spec] * 3]  # of the results
-    x = sharded(in_layout(layout, NAMES, INPUTS), mesh, *specs[4:])
+    sequence = P(spec[0], None, *spec[1:]) if layout == "BTNH" else spec
+    results = [sequence, *[spec] * 3, *[sequence] * 5, *[spec] * 3]
+    x, expected = in_layout(layout, NAMES, INPUTS), in_layout(layout, RESULTS, expected)
     run = run_on(backend, layout=layout)
-    check_in_shards(run, x, in_layout(layout, RESULTS, expected), *specs)
+    check(run, x, expected, results[4:], mesh_of(shape, kind), results)
 
 
 STEPS, COLUMNS = P("x", None, "y"), P("x", None, None, "y")  # or rows of states
 
 
+GATHERED = {"all-gather": 6, "collective-permute": 1}
+
+
 @pytest.mark.parametrize(
-    ("kind", "specs"),
+    ("kind", "specs", "exchanged"),
     [
-        (EXPLICIT, (P(None, "x"), BATCH, P(), *[HEADS] * 5)),
-        slow(AUTO, (STEPS, *[COLUMNS] * 2, P(), *[STEPS] * 3, BATCH)),
+        (
+            EXPLICIT,
+            (P(None, "x"), BATCH, P(), *[HEADS] * 5),
+            GATHERED | {"all-gather": 4, "all-to-all": 2},
+        ),
+        slow(AUTO, (STEPS, *[COLUMNS] * 2, P(), *[STEPS] * 3, BATCH), GATHERED),
     ],
     ids=["disagreement", "other_axes"],
 )
-def test_shardings_that_cannot_be_kept_are_undone_with_the_right_numbers(expected, kind, specs):
-    x = sharded(INPUTS, mesh_of((4, 2), kind), *specs)
-    compiled = results_of(run_on()).lower(*x).compile()
-    assert collectives(compiled)
-    compare(RESULTS, compiled(*x), expected, BOUND)
+def test_shardings_that_cannot_be_kept_are_undone_with_the_right_numbers(
+    expected, kind, specs, exchanged
+):
+    check(run_on(), INPUTS, expected, specs, mesh_of((4, 2), kind), (), exchanged)
 
 
 @pytest.mark.parametrize("axes", ["xy", slow("x")])
 def test_inside_a_shard_map_over_all_or_some_axes(expected, axes):
     mesh, spec = mesh_of((4, 2)), P(*axes)
     run = jax.shard_map(run_on(), mesh=mesh, in_specs=spec, out_specs=spec, axis_names={*axes})
-    check_in_shards(run, sharded(INPUTS, mesh, HEADS), expected)
+    check(run, INPUTS, expected, [HEADS], mesh)
 
 
 @pytest.mark.slow
@@ -136,8 +125,9 @@ def test_an_argument_that_does_not_vary_gets_the_sum_of_its_gradients():
 
 
 def test_vmap_over_an_axis_that_is_sharded_explicitly(expected):
-    x = [y[:, None] for y in sharded(INPUTS, mesh_of((4, 2), EXPLICIT), HEADS)]
-    result = in_shards(jax.jit(jax.vmap(results_of(run_on()))), x, P("x", None, "y"))
+    specs, x = [P("x", None, "y")], [y[:, None] for y in INPUTS]
+    run = jax.jit(jax.vmap(results_of(run_on())))
+    result = on_mesh(run, x, specs, mesh_of((4, 2), EXPLICIT), specs)
     compare(RESULTS, [y[:, 0] for y in result], expected, BOUND)
 
 
@@ -170,7 +160,7 @@ def test_remat_inside_a_scan_over_layers_stays_sharded(expected):
 
         return jax.tree.map(lambda y: y[0], jax.lax.scan(layer, x[2], length=1)[1])
 
-    check_in_shards(layers, sharded(INPUTS, mesh_of((4, 2), EXPLICIT, AUTO), BATCH), expected)
+    check(layers, INPUTS, expected, [BATCH], mesh_of((4, 2), EXPLICIT, AUTO))
 
 
 def test_one_of_several_devices_runs_the_plain_module():
@@ -192,37 +182,30 @@ def test_shards_lower_for_cuda_without_a_device():
     assert "tensor<32x" not in str(calls)
 
 
-def scaled(spec, lowering, x, *, L=1):
-    return [L * x]
+@pytest.fixture
+def entries(tmp_path):
+    """How many programs the compilation cache has; it is set up as docs/arguments.md says."""
+    options = dict(
+        jax_compilation_cache_dir=str(tmp_path),
+        jax_persistent_cache_min_compile_time_secs=0,
+        jax_persistent_cache_min_entry_size_bytes=-1,
+        jax_remove_custom_partitioning_ptr_from_cache_key=True,
+    )
+    before = {name: getattr(jax.config, name) for name in options}
+    for settings in (options, before):
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        reset_cache()
+        if settings is options:
+            yield lambda: len([*tmp_path.glob("jit_results*-cache")])
 
 
-def halved(spec, lowering, x):
-    return [x / 2]
-
-
-OPERATION = functools.partial(operation, scaled, SPEC)
-APART = {
-    "eps": (run_on(eps=1e-3), run_on(eps=1e-6), INPUTS),
-    "options": (functools.partial(OPERATION, L=16), functools.partial(OPERATION, L=32), INPUTS[:1]),
-    "functions": (functools.partial(operation, halved, SPEC), OPERATION, INPUTS[:1]),
-    "mapped": (jax.vmap(OPERATION), OPERATION, INPUTS[:1]),
-}
-
-
-@pytest.mark.parametrize("case", APART)
-def test_operations_that_differ_are_told_apart(case):
-    """The persistent compilation cache may be asked to ignore the address of the callback."""
-    *runs, x = APART[case]
-    x = sharded(x, mesh_of((8,)), BATCH)
-
-    def module(run):
-        operations = re.sub(r'backend_config = "\d+"', "", jax.jit(run).lower(*x).as_text())
-        return re.sub(r"@jit_\w+", "", operations)
-
-    first, second = map(module, runs)
-    assert "CustomSPMDPartitioning" in first
-    assert first == module(runs[0])
-    assert first != second
+def test_operations_that_differ_are_told_apart_in_the_compilation_cache(entries):
+    """Its keys are without the addresses of callbacks. A program is for one device, or for all."""
+    for eps, count in ((0.5, 2), (0.25, 4), (0.5, 4)):
+        run = run_on(eps=eps)
+        check(run, INPUTS, results_of(run)(*INPUTS), [BATCH], mesh_of((8,)))
+        assert entries() == count
 
 
 def test_nothing_leaks_from_a_trace():
@@ -242,7 +225,7 @@ def test_gpus_run_their_shards(gpus, kind, inside):
     expected = results_of(run)(*arrays)
     if inside == "shard_map":
         run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
-    check_in_shards(run, sharded(arrays, mesh, spec), expected, spec)
+    check(run, arrays, expected, [spec], mesh, [spec])
 
 
 @pytest.mark.slow
@@ -256,11 +239,11 @@ def test_packed_sequences_stay_sharded():
         options = dict(segment_ids=ids, sequence_lengths=lengths, num_segments=num_segments)
         return jax.tree.leaves(run_on(**options)(*x))
 
-    expected, mesh = run(ids, lengths, *INPUTS), mesh_of((4, 2))
-    x = sharded([ids, lengths, *INPUTS], mesh, *[BATCH] * 2, *[HEADS] * 8)
-    compare(OUTPUTS, in_shards(run, x), expected, BOUND)
-    over_the_sequence = sharded([ids], mesh, P(None, "x"))  # is undone first
-    h, *_ = run(*over_the_sequence, *x[1:], num_segments=None)
+    x, mesh, specs = [ids, lengths, *INPUTS], mesh_of((4, 2)), [BATCH] * 2 + [HEADS] * 8
+    expected = run(*x)
+    compare(OUTPUTS, on_mesh(run, x, specs, mesh), expected, BOUND)
+    specs[0] = P(None, "x")  # over the sequence, which is undone first
+    h, *_ = run(*sharded(x, mesh, *specs), num_segments=None)
     assert_close(h, expected[0], BOUND)
 
 
@@ -268,6 +251,5 @@ def test_packed_sequences_stay_sharded():
 def test_a_recurrent_step_stays_sharded(backend, kind):
     token = [x[:, :, 0] for x in INPUTS[:5]] + INPUTS[5:]
     step = jax.jit(lambda *x: jax.tree.leaves(mlstm_recurrent_step(*x, backend=backend)))
-    spec = HEADS
-    x = sharded(token, mesh_of((4, 2), kind), spec)
-    compare(OUTPUTS, in_shards(step, x, *[spec] * 4), step(*token), BOUND)
+    result = on_mesh(step, token, [HEADS], mesh_of((4, 2), kind), [HEADS] * 4)
+    compare(OUTPUTS, result, step(*token), BOUND)

@@ -4,76 +4,38 @@ those.
 The recurrences in splits: test_stages.py.
 """
 
-import functools
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import array, assert_close, tolerance
+from oracle import tolerance
+from stage_calls import Lowering, Problem, check_drawn, launch_of, tiles_class
 from test_packed_sequences import check_prompts
 
 from mlstm_pallas import KernelConfig
-from mlstm_pallas.planning import call_spec as planning
-from mlstm_pallas.planning import dispatch
-from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import UNKNOWN
-from mlstm_pallas.stages.stage import Lowering
 
-HEADS, S, L, DHQK, DHHV = 2, 128, 16, 32, 64
-NC = S // L
-PROBLEM = Problem(1, HEADS, S, DHQK, DHHV, L, 1.0)
-split_products = functools.partial(dispatch.run, "split_products")
-INTERPRETED, PLAIN = Lowering.INTERPRET, Lowering.XLA
-BF16 = jnp.dtype("bfloat16")
-TILES = dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32)
+HEADS, S, L = 2, 128, 16
 
 
-def call_of(name, lowering, *num_splits):
-    config = KernelConfig(triton_split_products=TILES)
-    spec = planning.CallSpec(PROBLEM, config, BF16, None, UNKNOWN, backend=lowering)
-    return spec.launch(name, lowering, None, *num_splits)
+@pytest.mark.parametrize("options", [{}, dict(backward=True), dict(all_splits=True)], ids=str)
+def test_split_products(options):
+    """Those of every split but the last, backward but the first; or of all."""
+    p, tiles = (
+        Problem(1, HEADS, S, 32, 64, L, 1.0),
+        dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32),
+    )
+    sizes = dict(num_splits=4)
+    call = launch_of("split_products", p, "bfloat16", Lowering.INTERPRET, tiles, **sizes)
+    check_drawn("split_products", call, tolerance("bfloat16", S), **sizes, **options)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_split_products(backward):
-    """The kernel and the plain form: the products of every split but the last, backward but the
-    first."""
-    num_splits, draw = 4, np.random.default_rng(0)
-    a, b = (array(draw.normal(size=(HEADS, S, D)), BF16) for D in (DHQK, DHHV))
-    r = np.float32(draw.random((HEADS, S)))
-    x = dict(a=a, b=b, r=r)
-    split = [
-        np.asarray(y).astype("float64").reshape(HEADS, num_splits, S // num_splits, -1)
-        for y in (a.astype("float32") * r[..., None], b)
-    ]
-    expected = np.einsum("npsk,npsv->npkv", *split)
-    for lowering in (INTERPRETED, PLAIN):
-        call = call_of("split_products", lowering, num_splits)
-        options = dict(num_splits=num_splits, backward=backward, call=call)
-        result = jax.jit(functools.partial(split_products, **options))(**x)
-        assert result.dtype == jnp.float32
-        desired = expected[:, 1:] if backward else expected[:, :-1]
-        assert_close(result, desired, tolerance(BF16, S), lowering)
-    options = dict(num_splits=num_splits, all_splits=True, call=planning.plain(PROBLEM))
-    every = split_products(**x, **options)
-    assert_close(every, expected, tolerance(BF16, S))
-
-
-@pytest.mark.parametrize("lowering", [INTERPRETED, Lowering.MOSAIC_GPU_INTERPRET, PLAIN])
-def test_states_of_a_later_shard_are_added_where_they_have_not_decayed(lowering):
+def test_states_of_a_later_shard_are_added_where_they_have_not_decayed():
     """In blocks of 64 x 64."""
-    draw = np.random.default_rng(1)
-    X = array(draw.normal(size=(HEADS, NC, 128, 128)), "bfloat16")
-    added = np.float32(draw.normal(size=(HEADS, 128, 128)))
-    decays = np.float32(np.maximum(draw.normal(size=(HEADS, NC)), 0))
-    run = functools.partial(dispatch.run, "add_decayed", call=call_of("add_decayed", lowering))
-    x = dict(X=X, added=added, decays=decays)
-    assert ("pallas_call" in str(jax.make_jaxpr(run)(**x))) == (lowering is not PLAIN)
-    result, start = (np.asarray(y).astype("float64") for y in (jax.jit(run)(**x), X))
-    expected = start + decays[..., None, None] * np.float64(added[:, None])
-    assert np.abs(result - expected).max() <= 2.0**-8 * np.abs(expected).max()
-    assert np.array_equal(result[decays == 0], start[decays == 0])
+    p = Problem(1, HEADS, S, 128, 128, L, 1.0)
+    call = launch_of("add_decayed", p, "bfloat16", Lowering.INTERPRET)
+    x, result, expected = check_drawn("add_decayed", call, tolerance("bfloat16", 1))
+    wrong_by, decayed = np.abs(np.float64(result) - expected), x["decays"] == 0
+    assert wrong_by.max() <= 2.0**-8 * np.abs(expected).max()
+    assert np.any(decayed)
+    assert not np.any(wrong_by[decayed])
 
 
 def test_states_of_packed_prompts_in_several_blocks():
@@ -85,7 +47,7 @@ def test_states_of_packed_prompts_in_several_blocks():
 
 
 def test_a_number_of_splits_is_cut_to_what_divides_the_chunks():
-    tiles = dispatch.tiles_class("recurrent_fw_C", "triton")(64, 64, 64, 4, 3, num_splits=8)
+    tiles = tiles_class("recurrent_fw_C", "triton")(64, 64, 64, 4, 3, num_splits=8)
     for chunks, expected in ((2, 2), (63, 1), (12, 4), (64, 8)):
         problem = Problem(1, 8, 128 * chunks, 256, 512, 128, 1.0)
         assert tiles.clamped(problem).num_splits == expected, chunks

@@ -10,38 +10,39 @@ import numpy as np
 import pytest
 from oracle import (
     array,
-    assert_close,
-    assert_same_bits,
     call_shapes,
     for_device,
     in_float64,
     random_inputs,
     results_of,
     slow,
+    swapped,
     tolerance,
+)
+from stage_calls import (
+    MAX_TILE,
+    STAGES,
+    InputGate,
+    Lowering,
+    Normaliser,
+    Problem,
+    ScaledRows,
+    TileSums,
+    assert_dtypes,
+    check_isolated,
+    compare_outputs,
+    launch_of,
+    normaliser_gradients,
+    only,
+    plain,
+    row_of,
+    rows_of,
+    run_stage,
 )
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, stages
-from mlstm_pallas.formulas.gate_gradients import TileSums, only
-from mlstm_pallas.formulas.normaliser import Normaliser, normaliser_gradients
-from mlstm_pallas.planning import call_spec as planning
-from mlstm_pallas.planning import dispatch
-from mlstm_pallas.planning.call_spec import CallSpec
-from mlstm_pallas.problem.dimensions import MAX_TILE, InputGate, Problem
-from mlstm_pallas.problem.gpu import UNKNOWN
-from mlstm_pallas.stages import STAGES
-from mlstm_pallas.stages.stage import Lowering, ScaledRows
 
 HEADS, DHQK, DHHV = 2, 32, 64
-
-
-def launch_of(name, problem, dtype, lowering, tiles=None, **options):
-    """How a function runs in this lowering; tiles: fields that differ from the plan."""
-    config = KernelConfig(**{f"{lowering.folder}_{name}": tiles} if tiles else {})
-    spec = CallSpec(problem, config, jnp.dtype(dtype), None, UNKNOWN, backend=lowering)
-    call = spec.launch(name, lowering, **options)
-    assert call.lowering is lowering, (name, call)
-    return call
 
 
 class Case:
@@ -53,7 +54,6 @@ class Case:
         dtype,
         L,
         S=128,
-        *,
         heads=(1, HEADS),
         DHQK=DHQK,
         DHHV=DHHV,
@@ -61,8 +61,8 @@ class Case:
         normalised=True,
         **recipe,
     ):
-        p = Problem(*heads, S, DHQK, DHHV, L, DHQK**-0.5)
-        self.dtype, self.problem, self.chunks = jnp.dtype(dtype), p, planning.plain(p).chunks
+        p = self.problem = Problem(*heads, S, DHQK, DHHV, L, DHQK**-0.5)
+        self.dtype, self.chunks = jnp.dtype(dtype), plain(p).chunks
         self.options = dict(normaliser=Normaliser(eps=0.1), input_gate=InputGate.EXP)
         if not normalised:
             self.options = dict(normaliser=None, input_gate=InputGate.SIGMOID)
@@ -70,15 +70,14 @@ class Case:
         x = random_inputs(L, *heads, S, DHQK, DHHV, dtype=dtype, **recipe)
         x["dh"] = array(r.normal(size=x["v"].shape), dtype)
         x["m_initial"] *= normalised
-
         heads_first = [y.reshape(p.BNH, *y.shape[2:]) for y in x.values()]
+        token = *(y[:, 0] for y in heads_first[:5]), *heads_first[5:8]
         names = ("matQ", "matK", "matV", "vecI", "vecF")
         names += ("matC_initial", "vecN_initial", "scaM_initial", "matDeltaH")
         inputs = dict(zip(names, heads_first, strict=True))
         if layout == "BTNH":
-            for key, name in dict(matQ="q", matK="k", matV="v", matDeltaH="dh").items():
-                inputs[key] = jnp.swapaxes(x[name], 1, 2)
-        token = *(y[:, 0] for y in heads_first[:5]), *heads_first[5:8]
+            inputs |= {f"mat{y.upper()}": swapped(x[y]) for y in "qkv"}
+            inputs["matDeltaH"] = swapped(x["dh"])
         inputs |= zip(STAGES["recurrent_step"].inputs, token, strict=True)
 
         def normal(*shape):
@@ -91,7 +90,7 @@ class Case:
 
     def with_outputs(self, inputs):
         for name, stage in STAGES.items():
-            outputs = self.plain(name, inputs)
+            outputs = self.run(name, inputs)
             if name == "chunk_gates":
                 inputs["vecAbar"] = outputs.per_step().vecAbar
             if name == "parallel_bw_dP":
@@ -102,23 +101,19 @@ class Case:
             inputs = {stage.outputs or name: outputs} | outputs._asdict() | inputs
         return inputs
 
-    def run(self, name, inputs, lowering, tiles=None, **options):
-        stage = STAGES[name]
+    def run(self, name, inputs, lowering=Lowering.XLA, tiles=None, **options):
         parameters = inspect.signature(getattr(getattr(stages, name), name)).parameters
         options = {key: x for key, x in self.options.items() if key in parameters} | options
         if name == "recurrent_bw_dC":
             options["matH"] = inputs["matH"]
         call = launch_of(name, self.problem, self.dtype, lowering, tiles)
-        run = functools.partial(dispatch.run, name, **options, call=call)
-        return jax.jit(run)(**{key: inputs.get(key) for key in stage.inputs})
-
-    def plain(self, name, inputs, **options):
-        return self.run(name, inputs, Lowering.XLA, **options)
+        run = functools.partial(run_stage, name, call, **options)
+        return jax.jit(run)(**{key: inputs.get(key) for key in STAGES[name].inputs})
 
     def in_float64(self, name, **options):
         """The outputs of the plain form in float64."""
         inputs = {key: self.inputs[key] for key in (*STAGES[name].inputs, "matH")}
-        return in_float64(functools.partial(self.plain, name, **options), inputs)
+        return in_float64(functools.partial(self.run, name, **options), inputs)
 
     def check(self, name, tiles=None, lowering=Lowering.INTERPRET, tiles_inside=False, **options):
         """The kernel agrees with the plain form, every output in dtype and within its bound.
@@ -133,31 +128,36 @@ class Case:
         Returns:
           The kernel's outputs.
         """
-        inputs, p, expected = dict(self.inputs), self.problem, self.expected(name, **options)
-        plain = jax.eval_shape(lambda x: self.products(self.plain(name, x, **options)), inputs)
-        expected = self.products(expected)
-        if name == "parallel_bw_dP" and lowering.folder == "mosaic_gpu":
-            plain, expected = (x._replace(vecDeltaN_added=None) for x in (plain, expected))
+        inputs, p, scores = dict(self.inputs), self.problem, name == "parallel_bw_dP"
+        dtypes = jax.eval_shape(lambda x: self.products(self.run(name, x, **options)), inputs)
+        expected = self.products(self.expected(name, **options))
+        if scores and lowering.folder == "mosaic_gpu":
+            dtypes, expected = (x._replace(vecDeltaN_added=None) for x in (dtypes, expected))
         if tiles_inside:
             inputs["scores"] = jax.tree.map(lambda _: None, inputs["scores"])
         result = returned = self.products(self.run(name, inputs, lowering, tiles, **options))
         own = result._replace(pairs=None) if tiles_inside else result
-        dtypes = [y.dtype for y in jax.tree.leaves(own)]
-        assert dtypes == [y.dtype for y in jax.tree.leaves(plain)]
-        if name == "parallel_bw_dP":
-            result, expected = self.written(result), self.written(expected)
-        if name == "parallel_bw_dP" or tiles_inside:
-            expected = expected._replace(pairs=self.tile_pairs(result.pairs.diagonal.shape[-1]))
-            result = result._replace(pairs=below_the_diagonal(result.pairs))
-        for key, actual, desired in zip(result._fields, result, expected, strict=True):
-            assert (actual is None) == (desired is None), key
-            terms = p.DHQK * p.DHHV if key == "inner_C_dC" else p.S + p.DHQK + p.DHHV
-            if key in ("vecE", "vecU"):  # unevaluated sums
-                actual, desired = (np.asarray(y[0], "float64") + y[1] for y in (actual, desired))
-            for one, other in zip(*map(jax.tree.leaves, (actual, desired)), strict=True):
-                rounded = key.startswith("mat") or one.dtype == self.dtype
-                bound = tolerance(self.dtype if rounded else "float32", terms)
-                assert_close(one, other, bound, f"{name}: {key}")
+        assert_dtypes(own, dtypes)
+        if name == "chunk_gates":
+            result, expected = map(summed, (result, expected))
+        if scores:
+            result, expected = map(self.written, (result, expected))
+        if scores or tiles_inside:
+            pairs, after = (
+                result.pairs,
+                np.tri(result.pairs.diagonal.shape[2], dtype=bool),
+            )  # [i, j]
+            # Where queries lie before the tile of keys nothing is written.
+            per_query, per_key = only(pairs[0], after.T, 1, 3), only(pairs[1], after, 1, 3)
+            result = result._replace(pairs=TileSums(per_query, per_key, pairs.diagonal))
+            expected = expected._replace(pairs=self.tile_pairs(pairs.diagonal.shape[-1]))
+
+        def bound(path, dtype):
+            terms = p.DHQK * p.DHHV if path == ".inner_C_dC" else p.S + p.DHQK + p.DHHV
+            rounded = path.startswith(".mat") or dtype == self.dtype
+            return tolerance(self.dtype if rounded else "float32", terms)
+
+        compare_outputs(name, result, expected, bound)
         return returned
 
     def products(self, outputs):
@@ -181,8 +181,7 @@ class Case:
 
     def tile_pairs(self, T):
         """The sums for tiles of T steps, from W_ts = (scale dP_ts) q_t . k_s."""
-        names = ("matQ", "matK")
-        q, k = (np.asarray(self.chunks(self.inputs[name])).astype("float64") for name in names)
+        q, k = (np.float64(self.chunks(self.inputs[name])) for name in ("matQ", "matK"))
         dP = self.chunks(self.expected("parallel_bw_dP").matDeltaP)
         W = np.tril(dP) * np.einsum("nctk,ncsk->ncts", q, k)
         tiles = *W.shape[:2], W.shape[2] // T, T
@@ -194,11 +193,10 @@ class Case:
 case = functools.cache(Case)
 
 
-def below_the_diagonal(pairs):
-    """The sums, with 0 for queries that lie before the tile of keys, where none are written."""
-    after = np.tri(pairs.diagonal.shape[2], dtype=bool)  # [i, j]
-    per_query, per_key = only(pairs.per_query, after.T, 1, 3), only(pairs.per_key, after, 1, 3)
-    return TileSums(per_query, per_key, pairs.diagonal)
+def summed(gates):
+    """With the unevaluated sums of two numbers as one number."""
+    e, u = (np.float64(hi) + np.float64(lo) for hi, lo in (gates.vecE, gates.vecU))
+    return gates._replace(vecE=e, vecU=u)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -208,54 +206,45 @@ def test_the_kernel_agrees_with_the_plain_form(stage):
 
 
 # Stage, chunk size, tiles.
-TILINGS = [
-    ("chunk_gates", 64, dict(siz_b_LQ=16)),
-    ("recurrent_fw_C", 16, dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_splits=1)),
-    ("recurrent_fw_C", 64, dict(siz_b_LKV=32, siz_b_DHQK=64, siz_b_DHHV=64)),
-    ("parallel_fw_H", 64, dict(siz_b_LQ=16, siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16)),
-    ("parallel_fw_H", 64, dict(siz_b_LQ=64, siz_b_LKV=16, siz_b_DHQK=32, siz_b_DHHV=16)),
-    (
-        "parallel_fw_H",
-        64,
-        dict(siz_b_LQ=16, siz_b_LKV=32, siz_b_DHQK=16, siz_b_DHHV=32, keep_q=True),
-    ),
-    ("parallel_fw_P", 16, dict(siz_b_DHQK=16)),
-    # Two launches.
-    ("recurrent_fw_H", 16, dict(siz_b_DHQK=16, siz_b_DHHV=16, state_rows=16)),
-    ("recurrent_fw_H", 64, dict(siz_b_DHQK=16, siz_b_DHHV=64, state_rows=32)),
-    ("parallel_bw_dP", 16, dict(siz_b_LQ=16, block_k=16)),
-    ("parallel_bw_dP", 256, dict(siz_b_LQ=32, block_k=16)),
-    ("recurrent_bw_dC", 64, dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32)),
-    ("parallel_bw_dQKV", 64, dict(siz_b_LQ=64, siz_b_DHQK=16, siz_b_DHHV=64, block_k=16)),
-    ("parallel_bw_dQKV", 256, dict(siz_b_LQ=32, siz_b_DHQK=32, siz_b_DHHV=16, block_k=32)),
-]
+TILINGS = """
+chunk_gates 64 siz_b_LQ=16
+recurrent_fw_C 16 siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_splits=1
+recurrent_fw_C 64 siz_b_LKV=32, siz_b_DHQK=64, siz_b_DHHV=64
+parallel_fw_H 64 siz_b_LQ=16, siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16
+parallel_fw_H 64 siz_b_LQ=64, siz_b_LKV=16, siz_b_DHQK=32, siz_b_DHHV=16
+parallel_fw_H 64 siz_b_LQ=16, siz_b_LKV=32, siz_b_DHQK=16, siz_b_DHHV=32, keep_q=True
+parallel_fw_P 16 siz_b_DHQK=16
+recurrent_fw_H 16 siz_b_DHQK=16, siz_b_DHHV=16, state_rows=16  # two launches
+recurrent_fw_H 64 siz_b_DHQK=16, siz_b_DHHV=64, state_rows=32
+parallel_bw_dP 16 siz_b_LQ=16, block_k=16
+parallel_bw_dP 256 siz_b_LQ=32, block_k=16
+recurrent_bw_dC 64 siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32
+parallel_bw_dQKV 64 siz_b_LQ=64, siz_b_DHQK=16, siz_b_DHHV=64, block_k=16
+parallel_bw_dQKV 256 siz_b_LQ=32, siz_b_DHQK=32, siz_b_DHHV=16, block_k=32
+"""
 # MAX_TILE steps per CTA.
-LARGE_TILINGS = [
-    (
-        "parallel_fw_H",
-        256,
-        dict(siz_b_LQ=64, siz_b_LKV=16, siz_b_DHQK=32, siz_b_DHHV=16, keep_q=True),
-    ),
-    ("parallel_bw_dP", 256, dict(siz_b_LQ=128, block_k=32)),
-    ("parallel_bw_dQKV", 256, dict(siz_b_LQ=256, siz_b_DHQK=32, siz_b_DHHV=64, block_k=32)),
-]
+LARGE_TILINGS = """
+parallel_fw_H 256 siz_b_LQ=64, siz_b_LKV=16, siz_b_DHQK=32, siz_b_DHHV=16, keep_q=True
+parallel_bw_dP 256 siz_b_LQ=128, block_k=32
+parallel_bw_dQKV 256 siz_b_LQ=256, siz_b_DHQK=32, siz_b_DHHV=64, block_k=32
+"""
 
 
 @pytest.mark.parametrize(
-    ("dtype", "stage", "L", "tiles"),
+    ("dtype", "line"),
     [
-        *(("float32", *tiling) for tiling in TILINGS),
-        *(slow("bfloat16", *tiling) for tiling in LARGE_TILINGS),
+        *(("float32", line) for line in rows_of(TILINGS)),
+        *(slow("bfloat16", line) for line in rows_of(LARGE_TILINGS)),
     ],
-    ids=str,
 )
-def test_the_result_does_not_depend_on_the_tiles(dtype, stage, L, tiles):
-    case(dtype, L, max(L, 128)).check(stage, tiles)
+def test_the_result_does_not_depend_on_the_tiles(dtype, line):
+    stage, L, tiles = row_of(line, 2)
+    case(dtype, int(L), max(int(L), 128)).check(stage, tiles)
 
 
 def test_tiles_of_every_product_stage_are_tested():
     """recurrent_step has tests of its own."""
-    tested = {stage for stage, *_ in TILINGS}
+    tested = {line.split()[0] for line in rows_of(TILINGS)}
     assert tested == {name for name, stage in STAGES.items() if not stage.decode}
 
 
@@ -290,19 +279,14 @@ def test_parallel_bw_dP_returns_keys_where_C_is_recomputed():
 
 def test_parallel_bw_dQKV_reads_nothing_above_the_diagonal_blocks():
     x = case("float32", 256, 256)
-    block = np.arange(256) // MAX_TILE
-    tiles = x.inputs["scores"]
+    tiles, block = x.inputs["scores"], np.arange(256) // MAX_TILE
     P, dP = (
-        jnp.where(block[:, None] < block, jnp.nan, y.reshape(HEADS, 256, 256))
-        for y in (tiles.matP, tiles.matDeltaP)
+        jnp.where(block[:, None] < block, jnp.nan, y.reshape(HEADS, 256, 256)) for y in tiles[:2]
     )
     poisoned = x.inputs | dict(scores=tiles._replace(matP=P, matDeltaP=dP))
     config = dict(siz_b_LQ=32, siz_b_DHQK=32, siz_b_DHHV=64, block_k=32)
-    result, expected = (
-        x.run("parallel_bw_dQKV", inputs, Lowering.INTERPRET, config)
-        for inputs in (poisoned, x.inputs)
-    )
-    assert_same_bits(result, expected)
+    run = functools.partial(x.run, "parallel_bw_dQKV", lowering=Lowering.INTERPRET, tiles=config)
+    check_isolated(run, x.inputs, poisoned, lambda y: y)
 
 
 def count_roundings(equations):
@@ -332,18 +316,16 @@ def roundings(backend, **config):
     return ", ".join([*dict.fromkeys(result), f"XLA {between}"])
 
 
-BACKWARD = "parallel_bw_dP hhhfffhf 4, {}recurrent_bw_dC hh 2, parallel_bw_dQKV hfhfhf 3, "
+BACKWARD = "parallel_bw_dP hhhfffhf 4, {}recurrent_bw_dC hh 2, parallel_bw_dQKV hfhfhf 3, XLA {}"
 
 
 def test_what_triton_kernels_round():
     """h once, not in each of eight launches of the scan."""
-    gates, split_products = "chunk_gates fffffff 0, stabiliser_scan f 0, ", "split_products hf 2, "
-    sums, scan = "key_sums f 0, ", "parallel_fw_P hfhf 3, recurrent_fw_H f 1, recurrent_fw_H h 2, "
-    states, H = "recurrent_fw_C h 1, ", "parallel_fw_H hf 2, "
-    tiles = dict(state_rows=32)
-    assert roundings("triton", fused=True, triton_recurrent_fw_H=tiles) == (
-        gates + sums + scan + BACKWARD.format(split_products) + "XLA 1"
+    assert roundings("triton", fused=True, triton_recurrent_fw_H=dict(state_rows=32)) == (
+        "chunk_gates fffffff 0, stabiliser_scan f 0, key_sums f 0, parallel_fw_P hfhf 3, "
+        "recurrent_fw_H f 1, recurrent_fw_H h 2, " + BACKWARD.format("split_products hf 2, ", 1)
     )
     assert roundings("triton", fused=False) == (
-        gates + split_products + states + sums + H + BACKWARD.format("") + "XLA 2"
+        "chunk_gates fffffff 0, stabiliser_scan f 0, split_products hf 2, recurrent_fw_C h 1, "
+        "key_sums f 0, parallel_fw_H hf 2, " + BACKWARD.format("", 2)
     )
