@@ -1,4 +1,4 @@
-"""The contract of mlstm_chunkwise: transformations, platforms and dtypes.
+"""The contract of mlstm_chunkwise: backends, dtypes and defaults.
 
 Gradients: test_gradients.py; errors: test_errors.py.
 """
@@ -7,14 +7,19 @@ import inspect
 import re
 import typing
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
 import pytest
-from oracle import PUBLIC, array, assert_close, call_shapes, random_inputs, tolerance
+from arguments import option
+from oracle import PUBLIC, array, assert_close, call_shapes, random_inputs, refused, tolerance
 
-from mlstm_pallas import mlstm_chunkwise, use_backend
-from mlstm_pallas.planning.backend import requested_backend
+from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step, use_backend
+from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef
+
+VARIABLE = "MLSTM_PALLAS_BACKEND"
+SMALL = random_inputs(1, 1, 1, 16, 16, 16, states=False).values()
 
 
 def test_default_backend_on_a_cpu_is_xla():
@@ -26,6 +31,66 @@ def test_default_backend_on_a_cpu_is_xla():
         return Counter(re.findall(r"stablehlo\.\w+", text))
 
     assert operations(None) == operations("xla") != operations("interpret")
+
+
+def traced(call=mlstm_chunkwise, **options):
+    """How a call runs: with "compiled" or "interpreted" kernels, or in "xla"."""
+    text = str(jax.make_jaxpr(lambda: call(*SMALL, **options))())
+    kernels = "interpreted" if "interpret=True" in text else "compiled"
+    return kernels if "pallas_call" in text else "xla"
+
+
+def both():
+    """Of mlstm_chunkwise and the adapter."""
+    (how,) = {traced(), traced(mlstm_chunkwise_triton_stablef)}
+    return how
+
+
+def fails():
+    with use_backend("triton"):
+        assert both() == "compiled"
+        assert traced(backend="interpret") == "interpreted"
+        raise KeyError
+
+
+def test_the_backend_is_the_argument_then_that_of_use_backend_then_that_of_the_environment(
+    monkeypatch,
+):
+    """The variable is read when a function is traced; use_backend holds in its thread, until it is
+    left, even by an exception."""
+    assert traced() == "compiled"
+    for value, expected in {"xla": "xla", "": "compiled", "interpret": "interpreted"}.items():
+        monkeypatch.setenv(VARIABLE, value)
+        assert both() == expected
+        assert traced(backend="xla") == "xla"
+    with use_backend("xla"), ThreadPoolExecutor() as threads:
+        assert both() == "xla"
+        assert threads.submit(traced).result() == "interpreted"
+        with use_backend(None):
+            assert both() == "compiled"
+        with pytest.raises(KeyError):
+            fails()
+        assert both() == "xla"
+    assert both() == "interpreted"
+
+
+def test_a_wrong_backend_of_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "cuda")
+    message = f"{VARIABLE} is 'cuda', expected {option('backend')['expected'][8:]}"
+    refused(ValueError, message, mlstm_chunkwise, *SMALL)
+    refused(ValueError, message, mlstm_recurrent_step, *(x[:, :, 0] for x in SMALL))
+    monkeypatch.setenv(VARIABLE, "mosaic_gpu")
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
+    with pytest.raises(ValueError, match=rf"^{VARIABLE} is 'mosaic_gpu' and jax is "):
+        mlstm_chunkwise(*SMALL)
+
+
+def test_use_backend_that_is_never_entered_warns():
+    message = r"^use_backend\('interpret'\) did nothing: it is for a with statement$"
+    with pytest.warns(RuntimeWarning, match=message):
+        use_backend("interpret")
+    with use_backend("xla"):  # and one that is entered does not
+        pass
 
 
 @pytest.mark.parametrize(
@@ -45,27 +110,7 @@ def test_dtypes(given, autocast):
         assert_close(run(**inputs), array(mlstm_chunkwise(**rounded), "float32"), bound)
 
 
-def test_use_backend_is_left_by_an_exception():
-    def fails():
-        with use_backend("interpret"):
-            assert requested_backend() == "interpret"
-            assert requested_backend("triton") == "triton"
-            raise KeyError
-
-    with use_backend("xla"):
-        with pytest.raises(KeyError):
-            fails()
-        assert requested_backend() == "xla"
-        with use_backend(None):
-            assert requested_backend() is None
-    assert requested_backend() is None
-
-
-NONE = (
-    *("c_initial", "n_initial", "m_initial", "c", "n", "m", "segment_ids", "sequence_lengths"),
-    *("num_segments", "chunk_size", "autocast_kernel_dtype", "backend", "config"),
-)
-DEFAULTS = dict.fromkeys(NONE) | dict(
+DEFAULTS = dict(
     return_last_states=False,
     recompute_states_in_bw=True,
     layout="BNTH",
@@ -79,9 +124,9 @@ DEFAULTS = dict.fromkeys(NONE) | dict(
 
 @pytest.mark.parametrize("function", PUBLIC, ids=lambda function: function.__name__)
 def test_the_defaults_of_every_function_are_those_of_mlstm_chunkwise(function):
-    """The documented ones; test_xlstm_jax.py has those of the adapters."""
+    """The documented ones, None but for these; test_xlstm_jax.py has those of the adapters."""
     for signature in (*typing.get_overloads(function), function):
         parameters = inspect.signature(signature).parameters.values()
         result = {p.name: p.default for p in parameters if p.default not in (p.empty, ...)}
-        assert result == {name: DEFAULTS[name] for name in result}
+        assert result == {name: DEFAULTS.get(name) for name in result}
     assert {"eps", "norm_val", "stabilize_correctly"} <= result.keys()

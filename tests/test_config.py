@@ -1,17 +1,15 @@
-"""KernelConfig: explicit before the row of the device before the rule; a value that is its repr."""
+"""Rows of a device: explicit before the row before the rule; by_hand/config.txt has values."""
 
 import json
 import re
 
 import jax
-import jax.numpy as jnp
 import pytest
-from oracle import for_device, random_inputs, step_names
+import test_planning
+from oracle import for_device, random_inputs
 
 from mlstm_pallas import KernelConfig, mlstm_recurrent_step
-from mlstm_pallas.planning import call_spec as planning
 from mlstm_pallas.planning import config
-from mlstm_pallas.problem.gpu import known_gpu
 
 H200 = "NVIDIA H200"
 
@@ -27,33 +25,36 @@ def row(tmp_path, monkeypatch):
 
     (tmp_path / "tuning").mkdir()
     monkeypatch.setattr(config.resources, "files", lambda package: tmp_path)
+    config.tuned_rows.cache_clear()
     yield write
     config.tuned_rows.cache_clear()
 
 
-def planned(device, *args, heads=(64, 64), dtype="bfloat16"):
-    """L, whether the forward pass is fused, and the warps of parallel_fw_H."""
-    shape = 8, 64, 8192, *heads
-    spec = planning.make_spec(shape, jnp.dtype(dtype), known_gpu(device), "triton", None, *args)
-    tiles = spec.launch("parallel_fw_H", spec.lowering).tiles
-    return spec.problem.L, spec.plan.fused, tiles.num_warps
+def planned(stage="parallel_bw_dQKV", heads=(64, 64), **options):
+    """L, whether the forward pass is fused, and the warps of a stage."""
+    call = test_planning.planned(8, 64, 8192, *heads, **options)
+    [warps] = (x.tiles["num_warps"] for x in call.launches if x.stage == stage)
+    return call.chunk_size, call.fused, warps
+
+
+OTHERS = dict(gpu="NVIDIA H20"), dict(dtype="float32"), dict(heads=(64, 128))
 
 
 def test_explicit_beats_the_row_beats_the_rule(row):
-    row("bfloat16", chunk_size=128, fused=False, triton_parallel_fw_H=dict(num_warps=2))
-    explicit = KernelConfig(fused=True, triton_parallel_fw_H=dict(num_warps=8))
-
-    assert planned(H200) == planned(H200, dtype="float16") == (128, False, 2)
-    assert planned(H200, None, explicit) == (128, True, 8)
-    assert planned(H200, 32) == (32, False, 2)
-    assert planned("NVIDIA H20") == planned(H200, dtype="float32") == (64, False, 4)
-    assert planned(H200, heads=(64, 128)) == (64, True, 4)
+    rules = [planned(**x) for x in OTHERS]
+    row("bfloat16", chunk_size=128, fused=False, triton_parallel_bw_dQKV=dict(num_warps=2))
+    assert planned() == planned(dtype="float16") == (128, False, 2)
+    explicit = KernelConfig(fused=True, triton_parallel_bw_dQKV=dict(num_warps=8))
+    assert planned(config=explicit) == (128, True, 8)
+    assert planned(config=KernelConfig(chunk_size=32)) == (32, False, 2)
+    assert [planned(**x) for x in OTHERS] == rules
+    assert (128, False, 2) not in rules
 
 
 def test_a_row_that_does_not_fit_a_problem_is_left_out(row):
     """keep_q needs heads of a power of two."""
-    row("bfloat16", 192, triton_parallel_fw_H=dict(keep_q=True, num_warps=8))
-    assert planned(H200, heads=(192, 64))[-1] == 4
+    row("bfloat16", 192, fused=False, triton_parallel_fw_H=dict(keep_q=True, num_warps=8))
+    assert planned("parallel_fw_H", (192, 64), config=KernelConfig(fused=False))[-1] == 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -61,35 +62,13 @@ def test_a_step_has_the_tiles_of_its_row(dtype, row):
     """For the dtype of the states; columns that no tile divides take one more CTA per head."""
     of_dtype = "float32" if dtype == "float32" else "bfloat16"
     row(of_dtype, DHHV=72, triton_recurrent_step=dict(siz_b_DHHV=16))
-    x = step_names(random_inputs(0, 1, 3, 1, 64, 72, dtype="bfloat16"), 0)
-    x |= {name: x[name].astype(dtype) for name in "cn"}
+    *x, m = random_inputs(0, 1, 3, 1, 64, 72, dtype="bfloat16").values()
+    x = [*(y[:, :, 0] for y in x[:5]), *(y.astype(dtype) for y in x[5:]), m]
     explicit = KernelConfig(triton_recurrent_step=dict(siz_b_DHHV=64))
 
     def steps(x):
-        return [mlstm_recurrent_step(**x, backend="triton", config=y) for y in (None, explicit)]
+        return [mlstm_recurrent_step(*x, backend="triton", config=y) for y in (None, explicit)]
 
     with for_device(H200):
         text = str(jax.make_jaxpr(steps)(x))
     assert re.findall(r"grid=\(([\d, ]+)\)", text) == ["5, 3", "2, 3"]
-
-
-def test_configs_are_equal_and_hashable_by_value():
-    tiles = dict(triton_parallel_fw_H=dict(siz_b_LQ=32), triton_chunk_gates=dict(num_warps=1))
-    one = KernelConfig(64, **tiles)
-    other = KernelConfig(64, **dict(reversed(tiles.items())), triton_recurrent_fw_C=None)
-    assert (
-        {one, other} == {one} != {KernelConfig(64, triton_chunk_gates=tiles["triton_chunk_gates"])}
-    )
-
-
-CONFIGS = {
-    "fields": "chunk_size=64, precision=jax.lax.Precision.HIGHEST, fused=False",
-    "tiles": "precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3, num_splits=2, "
-    "triton_recurrent_fw_H={'num_warps': 8}, mosaic_gpu_recurrent_fw_H={'state_rows': 64}",
-}
-
-
-@pytest.mark.parametrize("case", CONFIGS)
-def test_repr_is_the_call_that_makes_it(case):
-    call = f"KernelConfig({CONFIGS[case]})"
-    assert repr(eval(call)) == call

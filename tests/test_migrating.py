@@ -1,10 +1,10 @@
-"""docs/migrating.md: its diffs keep the function of a model, its example runs, its names exist.
+"""docs/migrating.md: its diffs keep the function of a model, each row of its tables is a call that
+computes the same, its example runs, its names exist.
 
 The models are written for this file, the kernel of the other packages is the recurrence; only names
 and arguments are those of the packages.
 """
 
-import functools
 import importlib
 import inspect
 import math
@@ -12,6 +12,7 @@ import re
 import sys
 import types
 import warnings
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -19,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 import peers
 import pytest
-from oracle import cotangents_for, gradients_of_call, in_float64, random_inputs
+from oracle import NAMES, cotangents_for, gradients_of_call, in_float64, random_inputs
 from test_documents import of_example
 
 import mlstm_pallas
-from mlstm_pallas import mlstm_chunkwise, reference, use_backend
+from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step, reference, use_backend
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5xl
 from mlstm_pallas.xlstm_jax import triton_stablef as stablef
@@ -124,9 +125,7 @@ def layer_of(source, kernel=None, normed=False):
         return jnp.einsum("bshd,ehd->bse", gate * h, params[6])
 
     names = dict(jnp=jnp, projections=projections, output=output, mlstm_chunkwise=mlstm_chunkwise)
-    names["get_mlstm_kernel"] = lambda name: functools.partial(
-        kernel, sigmoid=name.endswith("_siging")
-    )
+    names["get_mlstm_kernel"] = lambda name: partial(kernel, sigmoid=name.endswith("_siging"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, OTHER_KERNELS, package)
         exec(compile(source, "model", "exec"), names)
@@ -189,6 +188,79 @@ def test_constant_denominator_has_the_same_gradients_behind_a_norm_only():
     assert min(bare[[1, 2, 4, 5]]) > 0.1  # of queries, keys and gates
 
 
+# ---------------- the tables
+
+
+def rows(package):
+    """The first cell, and the arguments in the second, of each row that has any."""
+    head = rf"^\| {package} \| mlstm_pallas \|\n\|---\|---\|\n"
+    [table] = re.findall(rf"{head}((?:\|.*\n)*)", PAGE, re.M)
+    return re.findall(r"^\| (.*?) \| `(\w+=.*)` \|$", table, re.M)
+
+
+def arguments(code, theirs):
+    """Ours, with the names of a package for its values."""
+    return eval(f"dict({code})", dict(vars(mlstm_pallas), jnp=jnp, np=np, DHQK=DHQK) | theirs)
+
+
+# What the packages call our arguments.
+THEIRS = """
+q matQ vecQ query queries: q
+matK vecK key keys: k
+matV vecV value values: v
+i scaI igate_preact: i[..., None]
+f scaF fgate_preact: f[..., None]
+vecI: i
+vecF: f
+igate: i[..., None] if step else i
+fgate: f[..., None] if step else f
+c matC_initial matC_old cstate: c
+n vecN_initial vecN_old nstate: n
+m m_initial scaM_old mstate: m[..., None]
+scaM_initial: m
+c_state: c / DHQK**0.5
+n_state: n[..., None] / DHQK**0.5
+m_state: m[..., None, None]
+qk_scale: DHQK**-0.5
+EPS: 1e-6
+CHUNK_SIZE: 32
+autocast_kernel_dtype: jnp.float32
+"""
+
+
+@pytest.mark.parametrize("package", ["xlstm-jax", "mlstm_kernels", "transformers", "xlstm"])
+def test_each_row_is_our_call(package):
+    inputs = random_inputs(3, B, NH, S, DHQK, DHV)
+    lines = [line.split(": ") for line in THEIRS.strip().splitlines()]
+    for cell, code in rows(package):
+        step = cell.startswith("step")
+        call = mlstm_recurrent_step if step else partial(mlstm_chunkwise, return_last_states=True)
+        ours = {x: y[:, :, 0] if step and x in "qkvif" else y for x, y in inputs.items()}
+        short = {x[0]: y for x, y in ours.items()} | dict(step=step, DHQK=DHQK, jnp=jnp)
+        theirs = {x: eval(y, short) for names, y in lines for x in names.split()}
+        changed = ours | arguments(code, theirs)
+        result = call(*[changed.pop(x) for x in NAMES], **changed)
+        difference = errors(*map(jax.tree.leaves, (result, call(*ours.values()))))
+        assert max(difference) < bound("float32"), cell
+
+
+def test_the_rows_of_fla_are_its_function():
+    """With two sequences, of which the second goes on from the state after the first."""
+    x = random_inputs(3, 1, NH, S, DHQK, DHV, states=False).values()
+    q, k, v, _, f = (np.swapaxes(y, 1, 2) for y in x)
+    g = jax.nn.log_sigmoid(f)
+    weights = jnp.exp(jnp.cumsum(g[:, 14::-1], axis=1)[:, ::-1] - g[:, :15])  # of 15 steps
+    state = jnp.einsum("bth,bthk,bthv->bhkv", weights, k[:, :15], v[:, :15])
+    arrays, states = dict(q=q, k=k, v=v), jnp.stack([0 * state, state], axis=1)
+    theirs = arrays | dict(g=g, scale=2 * DHQK**-0.5, cu_seqlens=[0, 15, S], initial_state=states)
+    for _, code in rows("FLA"):
+        arrays |= arguments(code, theirs | dict(output_final_state=True))
+    h, (c, *_) = mlstm_chunkwise(**arrays)
+    expected = 2 * in_float64(jax.jit(peers.no_input_gate), *x)
+    assert max(errors([np.swapaxes(h, 1, 2)], [expected])) < bound("float32")
+    assert c.shape == states.shape
+
+
 # ---------------- the rest of the page
 
 
@@ -198,17 +270,17 @@ def test_the_example_runs():
     assert errors([h], [expected]) < bound("float32")
 
 
-THEIRS = """
+FOREIGN = """
 get_mlstm_kernel max_triton_fwbw_v3 v3noslice mLSTMBackend xLSTMBackend parallel_stabilized_simple
 reduce_slicing store_final_state save_states_every_nth_chunk chunk_size_inter chunk_size_intra
-vecN_all scaM_all vecM_out matC_all vecM_combine scaMinter_initial cu_seqlens
+vecN_all scaM_all vecM_out matC_all vecM_combine scaMinter_initial chunk_simple_gla
 """
 
 
 def test_names_exist():
     """But for tables, which have names of the other packages."""
     text = "\n".join(line for line in PAGE.splitlines() if not line.startswith("|"))
-    names = set(re.findall(r"`([a-zA-Z]\w+)[`=]", text)) - set(THEIRS.split())
+    names = set(re.findall(r"`([a-zA-Z]\w+)[`=]", text)) - set(FOREIGN.split())
     functions = [getattr(x, name) for x in (v3, v5xl, stablef) for name in x.__all__]
     parameters = (inspect.signature(x).parameters for x in (mlstm_chunkwise, *functions))
     assert names <= {*dir(mlstm_pallas), *v5xl.__all__, *stablef.__all__}.union(*parameters)

@@ -2,6 +2,7 @@
 refused."""
 
 import functools
+import itertools
 import re
 import threading
 import warnings
@@ -9,20 +10,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import plans
 import pytest
 from jax.experimental import pallas as pl
-from mosaic_gpu_cases import (
-    ALL,
-    CASES,
-    RACE,
-    SCAN,
-    check_case,
-    fused,
-    materialised,
-    mosaic_gpu_tiles,
-    mosaic_stages,
-    quick_and_slow,
-)
+from mosaic_gpu_cases import ALL, CASES, RACE, SCAN, check_case, fused, materialised, quick_and_slow
 from oracle import (
     MOSAIC_CALL,
     OUTPUTS,
@@ -42,15 +33,11 @@ from oracle import (
 from test_distributed import h_over
 from test_gradients import BOUND
 from test_packed_sequences import check_prompts
-from test_stages import launch_of, roundings
+from test_planning import planned
+from test_stages import roundings
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, use_backend
 from mlstm_pallas.export import CUSTOM_CALL_TARGET
-from mlstm_pallas.planning.backend import requested_backend
-from mlstm_pallas.problem.dimensions import make_problem
-from mlstm_pallas.problem.gpu import known_gpu
-from mlstm_pallas.problem.validation import MOSAIC_GPU_JAX
-from mlstm_pallas.stages.stage import Lowering
 from mlstm_pallas.xlstm_jax import triton_stablef
 
 QUICK = "states_BTNH", "one_block_of_rows_stored_float16", "lengths_of_one_block"
@@ -116,44 +103,33 @@ def through(door, backend):
     return functools.partial(DOORS[door], backend=backend)
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("version", [(0, 11, 1), (0, 13, 0)], ids=["older", "newer"])
-def test_another_jax_is_refused(version, door, monkeypatch):
+JAX = "expected jax >= 0.11.2 and < 0.13"
+OLDER = f"jax is 0.11.1, {JAX}, which needs Python >= 3.12"
+HOPPER = "expected a Hopper GPU (H100, H200, H800, H20, GH200)"
+A100, B200 = "NVIDIA A100-SXM4-80GB", "NVIDIA B200"
+
+
+@pytest.mark.parametrize(
+    ("jax_version", "gpu", "backend", "message"),
+    [
+        ((0, 11, 1), "NVIDIA H200", "mosaic_gpu", f"{OLDER}, or backend None"),
+        ((0, 11, 1), A100, "mosaic_gpu_interpret", f"{OLDER}, or backend 'interpret'"),
+        ((0, 13, 0), A100, "mosaic_gpu", f"jax is 0.13.0, {JAX}, or backend None"),
+        ((0, 11, 2), A100, "mosaic_gpu", f"the GPU is a {A100}, {HOPPER} or backend 'triton'"),
+        ((0, 12, 9), B200, "mosaic_gpu", f"the GPU is a {B200}, {HOPPER} or backend 'triton'"),
+    ],
+)
+def test_another_jax_or_gpu_is_refused(jax_version, gpu, backend, message, monkeypatch):
     """A step is not refused, because it has no Mosaic GPU kernel."""
-    name = ".".join(map(str, version))
-    monkeypatch.setattr(jax, "__version_info__", version)
-    monkeypatch.setattr(jax, "__version__", name)
-    versions = "jax >= 0.11.2 and < 0.13"
-    versions += ", which needs Python >= 3.12" * (version < (0, 12))
-    for backend, other in (("mosaic_gpu", "None"), ("mosaic_gpu_interpret", "'interpret'")):
-        run = functools.partial(jax.eval_shape, through(door, backend), *HALF)
-        message = (
-            f"backend is '{backend}' and jax is {name}, expected {versions}, or backend {other}"
-        )
-        if door == "step":
-            assert run()[0].shape == (1, 1, 256)
-        else:
-            refused(ValueError, message, run)
-
-
-@pytest.mark.parametrize("door", ["chunkwise", "adapter"])
-def test_another_gpu_is_refused(door, monkeypatch):
-    monkeypatch.setattr(jax, "__version_info__", MOSAIC_GPU_JAX[0])
-    for kind in ("NVIDIA A100-SXM4-80GB", "NVIDIA B200"):
-        message = (
-            f"backend is 'mosaic_gpu' and the GPU is a {kind}, expected a Hopper GPU (H100, H200, "
-            "H800, H20, GH200) or backend 'triton'"
-        )
-        with for_device(kind):
-            refused(ValueError, message, jax.eval_shape, through(door, "mosaic_gpu"), *HALF)
-    for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H20", "NVIDIA GH200 480GB"):
-        with for_device(kind):
-            assert requested_backend("mosaic_gpu") == "mosaic_gpu"
-
-
-def test_float32_runs_on_triton(monkeypatch):
-    monkeypatch.setattr(jax, "__version_info__", MOSAIC_GPU_JAX[0])
-    assert not mosaic_stages(1, 1, 128, 256, 256, dtype="float32", config=KernelConfig(fused=True))
+    monkeypatch.setattr(jax, "__version_info__", jax_version)
+    monkeypatch.setattr(jax, "__version__", ".".join(map(str, jax_version)))
+    with for_device(gpu):
+        for door in "chunkwise", "adapter":
+            call = through(door, backend)
+            refused(
+                ValueError, f"backend is '{backend}' and {message}", jax.eval_shape, call, *HALF
+            )
+        assert jax.eval_shape(through("step", backend), *HALF)[0].shape == (1, 1, 256)
 
 
 @needs_mosaic_gpu
@@ -250,8 +226,16 @@ def test_the_interpreter_is_imported_when_something_is_interpreted():
     assert out[-2:] == ["True False", "True True"]
 
 
-BF16, H200 = jnp.dtype("bfloat16"), known_gpu("NVIDIA H200")
 HEADS_OF_7B, NARROW_HEADS = (8, 8, 8192, 256, 512), (8, 16, 8192, 128, 256)
+
+
+TILES_OF_H = dict(state_rows=128, state_columns=128)  # recurrent_bw_dC computes delta of h
+
+
+def launch(stage, shape, tiles):
+    """The launch of a stage in chunks of as many steps as the heads have rows."""
+    config = {"chunk_size": shape[3], f"mosaic_gpu_{stage}": tiles}
+    return plans.launch_lines(stage, shape, "NVIDIA H200", backend="mosaic_gpu", **config)
 
 
 @needs_mosaic_gpu
@@ -267,33 +251,27 @@ HEADS_OF_7B, NARROW_HEADS = (8, 8, 8192, 256, 512), (8, 16, 8192, 128, 256)
         (HEADS_OF_7B, "recurrent_bw_dC", dict(num_splits=64)),  # of 32 chunks
         (HEADS_OF_7B, "vector_states", dict(num_splits=64)),
         (HEADS_OF_7B, "recurrent_fw_H", dict(siz_b_DHHV=256)),  # too few registers
+        *((NARROW_HEADS, "recurrent_bw_dC", TILES_OF_H | dict(num_stages=x)) for x in (5, 6)),
     ],
     ids=str,
 )
 def test_tiles_that_a_kernel_cannot_have_are_refused(shape, stage, tiles):
-    p = make_problem(shape[:-1], shape[-1], 256 if shape is HEADS_OF_7B else 128, pad_heads=True)
     message = f"config.mosaic_gpu_{stage} is {tiles}, expected tiles that the kernel has for heads"
     with pytest.raises(ValueError, match=re.escape(message)):
-        launch_of(stage, p, BF16, Lowering.MOSAIC_GPU, tiles)
+        launch(stage, shape, tiles)
 
 
-def planned(stage, heads, DHQK, DHHV, L, **asked):
-    """The problem of so many heads and 8192 steps, and the tiles of a recurrence there."""
-    p = make_problem((1, heads, 8192, DHQK), DHHV, L, pad_heads=True)
-    return p, mosaic_gpu_tiles(stage).plan(p, BF16, H200, **asked)
+def mosaic_stages(*shape, **config):
+    """The stages of a plan on Mosaic GPU."""
+    call = planned(*shape, backend="mosaic_gpu", config=KernelConfig(**config))
+    return {x.stage for x in call.launches if x.lowering == "mosaic_gpu"}
 
 
 @needs_mosaic_gpu
-def test_tiles_of_h_count_where_delta_is_computed():
-    tiles_class = mosaic_gpu_tiles("recurrent_bw_dC")
-    p, _ = planned("recurrent_bw_dC", 128, 128, 256, 128)
-    for stages, with_h in ((4, True), (5, False), (6, False)):
-        tiles = tiles_class(128, 128, stages)
-        assert tiles.supports(p), stages
-        assert tiles.supports(p, has_h=True) == with_h, stages
-    for heads in (2, 16, 128, 512):
-        for DHQK in (64, 128):
-            assert planned("recurrent_bw_dC", heads, DHQK, 2 * DHQK, 128, has_h=True)[1]
+def test_tiles_of_h_fit_where_delta_is_computed():
+    launch("recurrent_bw_dC", NARROW_HEADS, TILES_OF_H | dict(num_stages=4))
+    for heads, DHQK in itertools.product((2, 16, 128, 512), (64, 128)):
+        assert "recurrent_bw_dC" in mosaic_stages(1, heads, 8192, DHQK, 2 * DHQK)
 
 
 @needs_mosaic_gpu
@@ -302,12 +280,10 @@ def test_recurrences_of_heads_beyond_the_grid_run_on_triton():
     recurrences = {"recurrent_fw_C", "recurrent_bw_dC"}
 
     def stages(NH, S, **config):
-        """Those on Mosaic GPU, with the fused scan and with materialised states, but for the
-        gradients of a chunk."""
-        configs = (KernelConfig(fused=fused, **config) for fused in (True, False))
-        with for_device("NVIDIA H200"):
-            both = set.union(*(mosaic_stages(1, NH, S, 64, 128, config=x) for x in configs))
-        return both & ALL - {"parallel_bw_dP", "parallel_bw_dQKV"}
+        """Those with the fused scan and with materialised states, but for the gradients of a
+        chunk."""
+        both = (mosaic_stages(1, NH, S, 64, 128, fused=x, **config) for x in (True, False))
+        return set.union(*both) & ALL - {"parallel_bw_dP", "parallel_bw_dQKV"}
 
     assert stages(32_767, 64) == always | recurrences
     assert stages(32_768, 64) == stages(65_536, 64) == always
