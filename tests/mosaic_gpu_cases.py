@@ -3,20 +3,17 @@ on a GPU."""
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from call_checks import BTNH, PROMISED, STORED, UNNORMALISED, check_call, check_isolated
 from oracle import (
     array,
-    assert_below,
     assert_close,
-    assert_same_bits,
-    beside_float64,
-    call_shapes,
     cotangents_for,
-    errors_of,
     for_device,
     gradients_of_call,
     in_float64,
@@ -35,9 +32,8 @@ from stage_calls import (
     run_stage,
     tiles_class,
 )
-from test_float16 import backward_bound
-from test_gradients import BOUND, BTNH, STORED
 
+import mlstm_pallas
 from mlstm_pallas import KernelConfig
 
 SCAN = {"parallel_fw_P", "recurrent_fw_H"}
@@ -74,13 +70,6 @@ def fused(num_splits=None, **scan):
     )
 
 
-def spec_of(x, **options):
-    """The spec of mlstm_chunkwise(*x, ...), whose arrays are (B, NH, S, ...)."""
-    q, _, v, _, _, *states = x
-    sizes = zip(("B", "NH", "S", "DHQK", "DHV"), (*q.shape, v.shape[-1]), strict=True)
-    return spec_for(options_of(options), q.dtype, dict(sizes), has_initial_state=bool(states))
-
-
 def materialised(num_splits=None):
     """Materialised states, in chunks of 128."""
     splits = dict(num_splits=num_splits) if num_splits else {}
@@ -98,100 +87,83 @@ def stages_on_mosaic_gpu(spec):
     return {name for name, x in launches if x.lowering.folder == "mosaic_gpu"}
 
 
-def mosaic_stages(*shape, dtype="bfloat16", **options):
-    """stages_on_mosaic_gpu of a call of this shape."""
-    return stages_on_mosaic_gpu(
-        spec_of(call_shapes(*shape, dtype), backend="mosaic_gpu", **options)
-    )
+def planned(B, NH, S, DHQK, DHV, **options):
+    """The plan of a call, for an H200 where there is no GPU; and its stages that run on Mosaic GPU,
+    in one pass or in both."""
+    gpu = None if jax.default_backend() == "gpu" else "NVIDIA H200"
+    result = mlstm_pallas.plan(B=B, NH=NH, S=S, DHQK=DHQK, DHV=DHV, gpu=gpu, **options)
+    return result, {x.stage for x in result.launches if x.lowering.startswith("mosaic_gpu")}
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call of mlstm_chunkwise."""
-
-    config: KernelConfig = fused()  # noqa: RUF009
-    shape: tuple = (1, 1, 256, 256, 256)  # B, NH, S, DHQK, DHHV
-    recipe: dict = dataclasses.field(default_factory=dict)  # of random_inputs
-    options: dict = dataclasses.field(default_factory=dict)
-    dtype: str = "bfloat16"
-    packed: bool = False
-    stages: set = frozenset(ALL)  # that run on Mosaic GPU, at the least
-    cotangents: float = 1.0  # their size
-    lengths: np.ndarray | None = None  # of the batch entries
+def mosaic_stages(*shape, **options):
+    """The stages of a call of this shape that run on Mosaic GPU."""
+    return planned(*shape, backend="mosaic_gpu", **options)[1]
 
 
 NARROW = dict(shape=(1, 2, 256, 128, 128))
+
+
+def small_cotangents(*of):
+    return [2.0**-10 * x for x in cotangents_for(*of)]
+
+
+GATES, NO_CHUNKS = dict(recipe=dict(f_shift=6.0)), dict(stages=ALL - {"parallel_bw_dQKV"})
+
+
+def case(config=None, **call):
+    """Arguments of check_call, and the stages that run on Mosaic GPU at the least."""
+    default = dict(shape=(1, 1, 256, 256, 256), dtype="bfloat16", stages=ALL)
+    return SimpleNamespace(config=config or fused(), **default | call)
+
+
 CASES = {
     # Chunks whose gamma is not nearly 0: 64 steps keep exp(-0.16) of the state.
-    "states_BTNH": Case(recipe=dict(f_shift=6.0), options=BTNH),
-    "heads": Case(shape=(2, 2, 256, 256, 256), options=BTNH),
-    "no_states": Case(recipe=dict(states=False)),
-    "packed": Case(packed=True),
-    "unnormalised": Case(
-        recipe=dict(m_initial=False), options=dict(input_gate="sigmoid", normalize=False)
+    "states_BTNH": case(**GATES, **BTNH),
+    "heads": case(shape=(2, 2, 256, 256, 256), **BTNH),
+    "no_states": case(recipe=dict(states=False)),
+    "packed": case(packed=True),
+    "unnormalised": case(recipe=dict(m_initial=False), **UNNORMALISED),
+    "stored": case(**STORED),
+    "float16": case(dtype="float16"),
+    "lengths": case(shape=(2, 1, 256, 256, 256), packed=True, lengths=np.array([200, 77])),
+    "lengths_of_one_block": case(shape=(2, 1, 256, 64, 128), lengths=np.array([200, 0])),
+    "lengths_of_heads_of_128": case(
+        shape=(2, 2, 384, 128, 256), lengths=np.array([130, 300]), **BTNH
     ),
-    "stored": Case(options=STORED),
-    "float16": Case(dtype="float16"),
-    "lengths": Case(shape=(2, 1, 256, 256, 256), packed=True, lengths=np.array([200, 77])),
-    "lengths_of_one_block": Case(shape=(2, 1, 256, 64, 128), lengths=np.array([200, 0])),
-    "lengths_of_heads_of_128": Case(
-        shape=(2, 2, 384, 128, 256), options=BTNH, lengths=np.array([130, 300])
-    ),
-    "padded": Case(shape=(1, 1, 201, 250, 200), options=BTNH),
-    "resets": Case(recipe=dict(resets=True)),
-    "narrow": Case(**NARROW),
+    "padded": case(shape=(1, 1, 201, 250, 200), **BTNH),
+    "resets": case(recipe=dict(resets=True)),
+    "narrow": case(**NARROW),
     # A CTA makes all gradients of a chunk, to which dn comes from the next one. r dh falls below
     # the normal numbers of float16.
-    "one_block_of_rows_stored_float16": Case(
-        shape=(1, 2, 256, 64, 128),
-        recipe=dict(f_shift=6.0),
-        options=STORED,
-        dtype="float16",
-        cotangents=2.0**-10,
+    "one_block_of_rows_stored_float16": case(
+        shape=(1, 2, 256, 64, 128), dtype="float16", draw=small_cotangents, **GATES, **STORED
     ),
-    "three_blocks_of_rows": Case(shape=(1, 2, 256, 192, 128), stages=ALL - {"parallel_bw_dQKV"}),
-    "splits": Case(fused(2), **NARROW),
-    "splits_BTNH": Case(fused(2), options=BTNH, **NARROW),
-    "stored_in_splits": Case(fused(2), options=STORED, **NARROW),
-    "materialised": Case(
-        materialised(),
-        recipe=dict(f_shift=6.0),
-        shape=(1, 2, 256, 64, 192),
-        stages=ALL - {"parallel_bw_dQKV"},
-    ),
-    "materialised_in_splits_BTNH": Case(materialised(2), options=BTNH, packed=True, **NARROW),
-    "two_launches": Case(fused(state_rows=64), **NARROW),
-    "two_blocks_a_warpgroup": Case(fused(siz_b_DHHV=256), shape=(1, 1, 256, 128, 256)),
+    "three_blocks_of_rows": case(shape=(1, 2, 256, 192, 128), **NO_CHUNKS),
+    "splits": case(fused(2), **NARROW),
+    "splits_BTNH": case(fused(2), **BTNH, **NARROW),
+    "stored_in_splits": case(fused(2), **STORED, **NARROW),
+    "materialised": case(materialised(), shape=(1, 2, 256, 64, 192), **GATES, **NO_CHUNKS),
+    "materialised_in_splits_BTNH": case(materialised(2), packed=True, **BTNH, **NARROW),
+    "two_launches": case(fused(state_rows=64), **NARROW),
+    "two_blocks_a_warpgroup": case(fused(siz_b_DHHV=256), shape=(1, 1, 256, 128, 256)),
 }
 
 
 def check_case(name, backend):
     """Outputs and the gradients of all inputs of a case against float64."""
-    case = CASES[name]
-    B, _, S, DHQK, _ = case.shape
-    inputs, ids = random_inputs(5, *case.shape, dtype=case.dtype, **case.recipe), None
-    if case.packed:  # segments that begin inside a chunk and inside a tile, one over two chunks
-        ids = jnp.asarray(np.repeat([[3, 0, 7]] * B, [100, 29, S - 129], axis=1))
-    cotangents = [case.cotangents * x for x in cotangents_for(inputs, case.dtype)]
-    options = dict(config=case.config, backend=backend) | case.options
-    spec = spec_of(inputs.values(), return_last_states=True, **options)
-    p, plan = spec.problem, spec.plan
-    chunk_per_cta = p.L == 128 and p.DHQK in (64, 128) and p.DHHV % 128 == 0
-    assert plan.recomputes_scores == chunk_per_cta
-    assert stages_on_mosaic_gpu(spec) >= case.stages & {*plan.forward, *plan.backward}
-    assert (plan.fused, plan.num_splits) == (case.config.fused, case.config.num_splits or 1)
-    result, expected = beside_float64(inputs, cotangents, ids, case.lengths, **options)
-    outputs, gradients = errors_of(inputs, result, expected)
-    terms, half = S + DHQK, case.dtype == "float16"
-    # Small gradients and small dP are multiples of 2**-24, off by 2**-24 / sqrt(12); dq and dk have
-    # sums of dP times keys and queries.
-    for name, other in (("q", "k"), ("k", "q")) if half else ():
-        desired, x = expected[1][name], inputs[other].astype("float32")
-        size = desired.size + case.config.chunk_size * jnp.sum(x**2)
-        floor = 2.0**-24 * math.sqrt(size / 12) / np.linalg.norm(desired)
-        gradients[name] = max(0.0, gradients[name] - floor)
-    assert_below(outputs, tolerance(case.dtype, terms))
-    assert_below(gradients, backward_bound(terms) if half else BOUND[case.dtype])
+    call = dict(seed=5, packed=False, backend=backend) | vars(CASES[name])
+    stages, config, (B, _, S, DHQK, DHHV) = call.pop("stages"), call["config"], call["shape"]
+    if call.pop("packed"):  # segments that begin inside a chunk and inside a tile, one over two
+        call["segment_ids"] = np.repeat([[3, 0, 7]] * B, [100, 29, S - 129], axis=1)
+    of_plan = {name: call[name] for name in ("dtype", "config", "backend", *STORED) if name in call}
+    plan, on_mosaic_gpu = planned(*call["shape"], **of_plan)
+    chunk_per_cta = plan.chunk_size == 128 and DHQK in (64, 128) and DHHV % 128 == 0
+    assert chunk_per_cta == ("parallel_bw_dP" not in {x.stage for x in plan.launches})
+    assert on_mosaic_gpu >= stages & {x.stage for x in plan.launches}
+    assert (plan.fused, plan.num_splits) == (config.fused, config.num_splits or 1)
+    if call["dtype"] == "bfloat16":
+        call["bounds"] = tolerance("bfloat16", S + DHQK), PROMISED["bfloat16"][1]
+    check_call(**call)
 
 
 def quick_and_slow(names, quick):
@@ -202,13 +174,10 @@ def check_neighbours(backend, shape):
     """The second of three heads has the same bits beside finite ones and beside NaN; outputs and
     gradients."""
     inputs = random_inputs(11, *shape, dtype="bfloat16")
-    cotangents = cotangents_for(inputs, "bfloat16")
+    x = inputs, cotangents_for(inputs, "bfloat16")
     run = gradients_of_call(config=fused(), backend=backend)
-    poisoned = jax.tree.map(lambda x: x.at[:, ::2].set(jnp.nan), (inputs, cotangents))
-    results = run(inputs, cotangents), run(*poisoned)
-    second, beside_nan = (jax.tree.map(lambda x: x[:, 1], y) for y in results)
-    assert_same_bits(second, beside_nan)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(second))
+    poisoned = jax.tree.map(lambda x: x.at[:, ::2].set(jnp.nan), x)
+    check_isolated(lambda x: run(*x), x, poisoned, lambda y: jax.tree.map(lambda x: x[:, 1], y))
 
 
 @dataclasses.dataclass(frozen=True)

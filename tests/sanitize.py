@@ -11,14 +11,11 @@ import sys
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 from oracle import HELPERS, cotangents_for, gradients_of_call, random_inputs, step_names
 
 from mlstm_pallas import KernelConfig, mlstm_recurrent_step
-from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages import STAGES
-from mlstm_pallas.stages.stage import Launch, Lowering
-from mlstm_pallas.triton.add_decayed import Tiles
-from mlstm_pallas.triton.launch import kernel_call
 
 KERNELS = (*STAGES, *HELPERS)
 FUSED = KernelConfig(
@@ -51,14 +48,13 @@ def run_kernels():
 
 
 def run_fault():
-    def reads_beyond(x, y, *, call):
+    def reads_beyond(x, y):
         y[...] = x[pl.ds(pl.program_id(0) * 2**20, 1024)]
 
-    shape = jax.ShapeDtypeStruct((1024,), jnp.float32)
-    problem = Problem(1, 1, 1024, 16, 16, 1024, 1.0)
-    call = Launch(problem, Tiles(), None, Lowering.TRITON)
-    operands = dict(x=(jnp.zeros((1024,)), "0")), dict(y=(shape, "0"))
-    jax.block_until_ready(kernel_call(reads_beyond, *operands, grid=(2,), call=call))
+    x = jnp.zeros((1024,))
+    params = triton.CompilerParams()
+    run = pl.pallas_call(reads_beyond, out_shape=x, grid=(2,), compiler_params=params)
+    jax.block_until_ready(run(x))
 
 
 if __name__ == "__main__":

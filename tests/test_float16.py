@@ -4,48 +4,23 @@ inf."""
 import functools
 import math
 
+import call_checks
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import (
-    assert_close,
-    check_call,
-    compare,
-    oracle,
-    random_inputs,
-    slow,
-    step_names,
-    tolerance,
-)
-from test_gradients import ALGORITHMS
+from oracle import assert_close, compare, oracle, random_inputs, step_names, tolerance
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
 
 UNIT = 2.0**-11
 
 
-def backward_bound(terms):
-    """Eight roundings on the way to a gradient: the four of h, which dz is made of, and again four
-    of its own products.
-
-    As those of oracle.tolerance, each is u / sqrt(3) in the mean. A gradient of q, k or a gate is a
-    difference of two terms of like size, through the numerator and through the denominator: the
-    squares of their errors add.
-    """
-    return math.sqrt(2 * 8 / 3) * UNIT + 2 * math.sqrt(terms) * 2.0**-24
-
-
-def check(shape, **options):
-    inputs, terms = random_inputs(3, *shape, dtype="float16"), sum(shape[2:4])
-    check_call(inputs, tolerance("float16", terms), backward_bound(terms), **options)
-
-
 @pytest.mark.parametrize(
-    "algorithm", ["fused", *map(slow, ("xla", "materialised", "splits", "fused_stored"))]
+    "call", [*call_checks.float16_calls(), *call_checks.float16_calls_on_a_gpu()]
 )
-def test_against_float64(algorithm):
-    check((2, 2, 100, 24, 60), chunk_size=32, **ALGORITHMS[algorithm])
+def test_against_float64(call):
+    call_checks.check_call(**call)
 
 
 @pytest.mark.parametrize(
@@ -108,18 +83,3 @@ def test_states_of_a_step_beyond_the_largest_number_are_inf():
     assert jnp.isposinf(c).all()  # 64 * 2048
     assert (n == 64).all()
     assert_close(h, np.full(h.shape, 2048.0), UNIT, "h")  # of float32 states
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("DHQK", "DHHV", "layout", "fused"),
-    [
-        *((*heads, "BNTH", None) for heads in ((64, 64), (128, 256), (256, 512))),
-        (64, 64, "BNTH", True),
-        (128, 256, "BTNH", False),
-        (256, 512, "BTNH", True),
-    ],
-)
-def test_compiled_kernels_against_float64(DHQK, DHHV, layout, fused):
-    config = KernelConfig(fused=fused)
-    check((1, 2, 250, DHQK, DHHV), layout=layout, backend="triton", config=config)

@@ -10,10 +10,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from oracle import compare, tolerance
-from test_gpu import BACKWARD
+from call_checks import PROMISED
+from oracle import NAMES, OUTPUTS, compare, cotangents_for, expected_of, in_float64, tolerance
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
+from mlstm_pallas import KernelConfig, mlstm_chunkwise
 
 pytestmark = pytest.mark.gpu
 
@@ -38,11 +38,6 @@ def inputs_on_device(shape, dtype, f_shift):
     return x, dh
 
 
-def in_float64(x, head, part):
-    """The steps of a head, (1, 1, steps, ...)."""
-    return [y[head][None, None, part].astype("float64") for y in x]
-
-
 @jax.jit
 def state_after(k, v, i, f):
     """(c, n, m) after the last step, from (0, 0, 0); of one head, in the dtype of the arguments."""
@@ -52,12 +47,6 @@ def state_after(k, v, i, f):
     weighted = jnp.exp(stored - m)[:, None] * k
     c = jnp.einsum("sk,sv->kv", weighted, v, precision="highest")
     return c[None, None], jnp.sum(weighted, axis=0)[None, None], m[None, None]
-
-
-@jax.jit
-def recurrence_and_gradients(x, states, dh):
-    (h, last), vjp = jax.vjp(lambda *x: reference.recurrence(*x, *states), *x)
-    return (h, *last), vjp((dh, jax.tree.map(jnp.zeros_like, last)))
 
 
 def check(shape, dtype, f_shift, heads, *, gradients=True, **options):
@@ -76,23 +65,29 @@ def check(shape, dtype, f_shift, heads, *, gradients=True, **options):
     # What is farther away than END steps has decayed to nothing.
     end, start = slice(max(0, S - END), None), slice(END)
 
+    def of_head(arrays, head, steps):
+        return [y[head][None, None, steps] for y in arrays]
+
     def recurrence(head, steps, *states):
-        *inputs, cotangent = in_float64([*x, dh], head, steps)
-        return recurrence_and_gradients(inputs, states, cotangent)
+        *inputs, cotangent = of_head([*x, dh], head, steps)
+        inputs = dict(zip(NAMES, (*inputs, *states), strict=False))
+        zeros = cotangents_for(inputs, "float32", states=False)[1:]
+        return expected_of(inputs, [cotangent, *zeros])
 
     for head in heads:
-        with jax.enable_x64(True):
-            before = slice(end.start)
-            states = state_after(*in_float64(x[1:], head, before)) if end.start else ()
-            expected, of_end = recurrence(head, end, *states)
-            of_start = recurrence(head, slice(2 * END))[1] if gradients else ()
+        before = of_head(x[1:], head, slice(end.start))
+        states = in_float64(state_after, *before) if end.start else ()
+        expected, of_end = recurrence(head, end, *states)
         outputs = h[head][None, None, end], *(y[head][None, None] for y in last)
-        names = [f"{name} of head {head}" for name in "hcnm"]
+        names = [f"{name} of head {head}" for name in OUTPUTS]
         compare(names, outputs, expected, tolerance(dtype, S + DHQK))
-        for part, desired in ((end, of_end), (start, of_start)) if gradients else ():
+        if not gradients:
+            continue
+        of_start = recurrence(head, slice(2 * END))[1]
+        for part, desired in (end, of_end), (start, of_start):
             names = [f"d{name} of head {head}, {part}" for name in "qkvif"]
-            actual = [g[head][None, None, part] for g in result]
-            compare(names, actual, [g[:, :, :END] for g in desired], BACKWARD[dtype])
+            actual = of_head(result, head, part)
+            compare(names, actual, [desired[x][:, :, :END] for x in "qkvif"], PROMISED[dtype][1])
 
 
 @pytest.mark.alone

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_gates
-import test_gpu
+from call_checks import BTNH, STORED, check_call, check_isolated, gpu_call
 from mosaic_gpu_cases import (
     ALL,
     CASES,
@@ -23,7 +23,6 @@ from mosaic_gpu_cases import (
 )
 from oracle import (
     array,
-    assert_same_bits,
     cotangents_for,
     gradients_of_call,
     needs_mosaic_gpu,
@@ -78,19 +77,16 @@ def vector_states_on_a_gpu():
 
 
 def check_plan(*shape, several=({},)):
-    """Outputs and all eight gradients against float64 with several options, with the bounds of
-    test_gpu.py; equal bits when computed again."""
+    """Outputs and all eight gradients against float64 with several options."""
     assert mosaic_stages(*shape, config=FUSED) >= SCAN | {"parallel_bw_dQKV"}, shape
-    for options in several:
-        options = dict(config=FUSED) | options
-        if mosaic_stages(*shape, **options):
-            test_gpu.check_gradients("bfloat16", *shape, backend="mosaic_gpu", **options)
+    several = (dict(config=FUSED) | options for options in several)
+    several = [options for options in several if mosaic_stages(*shape, **options)]
+    check_call(**gpu_call("bfloat16", *shape, backend="mosaic_gpu", several=several))
 
 
 def plan_on_a_gpu(S, *heads):
     """With the shapes of test_gpu.py."""
-    several = dict(layout="BTNH"), dict(recompute_states_in_bw=False), dict(config=None)
-    check_plan(1, 2, S, *heads, several=several)
+    check_plan(1, 2, S, *heads, several=[BTNH, STORED, dict(config=None)])
 
 
 def many_chunks_on_a_gpu(*heads):
@@ -113,22 +109,20 @@ def packed_resets_on_a_gpu():
         random_inputs(seed, 2, 4, S, 256, 512, dtype="bfloat16", states=False) for seed in (7, 8)
     )
     x["dh"], other["dh"] = (cotangents_for(x, "bfloat16", seed=seed)[0] for seed in (0, 1))
-    is_second = jnp.arange(S) >= start
-
-    def run(first, second):
+    is_second = np.arange(S) >= start
+    ids = np.tile(is_second.astype("int32"), (2, 1))
+    for changed, part in ((~is_second, np.s_[start:]), (is_second, np.s_[:start])):
         # The gates stay as they are: a chunk's stabilisers are of both segments and cancel but for
         # their rounding.
-        joined = {
-            name: jnp.where(is_second[:, None], second[name], first[name])
+        poisoned = x | {
+            name: jnp.where(changed[:, None], other[name], x[name])
             for name in ("q", "k", "v", "dh")
         }
-        ids = jnp.tile(is_second.astype("int32"), (2, 1))
-        result = h_and_gradients(**x | joined, segment_ids=ids)
-        return [result[name] for name in "hqkv"]
-
-    base = run(x, x)
-    for part, result in ((slice(start, None), run(other, x)), (slice(start), run(x, other))):
-        assert_same_bits(*([y[:, :, part] for y in z] for z in (base, result)))
+        check_isolated(
+            lambda x: h_and_gradients(**x, segment_ids=ids),
+            *(x, poisoned),
+            lambda y, part=part: [y[name][:, :, part] for name in "hqkv"],
+        )
 
 
 def extremes_on_a_gpu():

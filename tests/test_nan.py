@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from call_checks import check_isolated
 from oracle import (
     BACKENDS,
-    OUTPUTS,
-    RESULTS,
     assert_close,
     loss_of,
     random_inputs,
@@ -39,14 +38,10 @@ def chunkwise(*x, **options):
     return mlstm_chunkwise(*x, return_last_states=True, **options)
 
 
-@functools.partial(jax.jit, static_argnames="backend")
-def run(x, backend):
-    return chunkwise(**x, chunk_size=L, config=TILES, backend=backend)
-
-
 @functools.cache
-def clean(backend):
-    return np.asarray(run(INPUTS, backend)[0])
+def jitted(backend):
+    run = functools.partial(chunkwise, chunk_size=L, config=TILES, backend=backend)
+    return jax.jit(lambda x: run(**x))
 
 
 @pytest.mark.parametrize("name", "qkvif")
@@ -56,10 +51,13 @@ def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, name):
     step of its chunk, see mlstm_chunkwise."""
     x = np.array(INPUTS[name])
     x[BATCH, HEAD, STEP, COLUMN if name in "qkv" else ...] = np.nan
-    h, (c, n, _) = jax.device_get(run(INPUTS | {name: x}, backend))
-    assert np.array_equal(h[OTHERS], clean(backend)[OTHERS])
-    assert all(np.isfinite(y[OTHERS]).all() for y in (c, n))
-    h, expected = np.array(h[BATCH, HEAD]), clean(backend)[BATCH, HEAD]
+
+    def of_others(results):
+        h, (c, n, _) = results
+        return [y[OTHERS] for y in (h, c, n)]
+
+    results = check_isolated(jitted(backend), INPUTS, INPUTS | {name: x}, of_others)
+    expected, h = (np.array(h[BATCH, HEAD]) for h, _ in results)
     reached = {"q": np.s_[STEP], "v": np.s_[STEP:, COLUMN]}.get(name, np.s_[STEP:])
     assert np.isnan(h[reached]).all()
     may_be = np.s_[STEP // L * L :, COLUMN] if name == "v" else reached
@@ -86,11 +84,14 @@ def test_a_nan_in_n_initial_reaches_all_of_its_head(function, backend):
     if function is not mlstm_recurrent_sequence or backend == "xla":  # it has derivatives
         run = results_of(run)
     x = random_inputs(2, B, NH, 32, 16, 16)
-    x["n_initial"] = x["n_initial"].at[BATCH, HEAD, COLUMN].set(np.nan)
-    for name, y in zip(RESULTS, jax.tree.leaves(run(*x.values())), strict=False):
-        if name not in OUTPUTS[1:]:
-            assert np.isnan(y)[BATCH, HEAD].all(), name
-            assert not np.isnan(y)[OTHERS].any(), name
+    poisoned = x | dict(n_initial=x["n_initial"].at[BATCH, HEAD, COLUMN].set(np.nan))
+
+    def h_and_gradients(x):
+        h, _, _, _, *gradients = jax.tree.leaves(run(*x.values()))
+        return h, *gradients
+
+    _, reached = check_isolated(h_and_gradients, x, poisoned, lambda y: [z[OTHERS] for z in y])
+    assert all(np.isnan(y[BATCH, HEAD]).all() for y in reached)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Packed sequences (segment_ids): each is computed as if it were alone. The states of each.
 
-Their gradients: test_gradients.py, test_gradients_of_gates.
+Their gradients: test_gradients.py, the rows gradients_of_gates.
 """
 
 import functools
@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from call_checks import check_isolated
 from oracle import (
     NAMES,
     OUTPUTS,
     assert_close,
-    assert_same_bits,
     beyond,
     compare,
     in_layout,
@@ -147,11 +147,9 @@ def test_a_vmap_of_packed_prompts_equals_the_calls_one_by_one(backend, layout, g
 def test_the_states_of_a_segment_see_no_nan_of_the_next(backend):
     inputs, ids = random_inputs(5, 1, 2, S, 16, 16, states=False), np.repeat([0, 1], [40, 50])
     options = dict(return_last_states=True, num_segments=1, backend=backend)
-    run = jax.jit(functools.partial(mlstm_chunkwise, segment_ids=ids[None], **options))
+    run = jax.jit(lambda x: mlstm_chunkwise(**x, segment_ids=ids[None], **options)[1])
     poisoned = {name: x.at[:, :, 40:].set(jnp.nan) for name, x in inputs.items()}
-    (_, states), (_, of_poisoned) = run(**inputs), run(**poisoned)
-    assert all(np.isfinite(y).all() for y in states)
-    assert_same_bits(of_poisoned, states)
+    check_isolated(run, inputs, poisoned, lambda states: states)
 
 
 @pytest.mark.parametrize("lengths", [None, (0, 3, 7, 24, 60)])

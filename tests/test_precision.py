@@ -47,6 +47,13 @@ def multiplies(name):
     )
 
 
+def check_float32(call, dots, precision):
+    """The products of a kernel have float32 operands and this precision."""
+    for dot in dots:
+        assert {x.aval.dtype for x in dot.invars} == {jnp.dtype("float32")}, call.params["name"]
+        assert dot.params["precision"] == precision, call.params["name"]
+
+
 @BOTH
 def test_every_product_in_a_kernel_is_six_products_of_bfloat16(case):
     """In the jaxpr and in the Triton IR; the kernels of the stages and the ones between them,
@@ -55,9 +62,8 @@ def test_every_product_in_a_kernel_is_six_products_of_bfloat16(case):
     for call, dots in kernels:
         name = call.params["name"]
         assert bool(dots) == multiplies(name), name
+        check_float32(call, dots, SIX_PRODUCTS)
         for dot in dots:
-            assert {x.aval.dtype for x in dot.invars} == {jnp.dtype("float32")}, name
-            assert dot.params["precision"] == SIX_PRODUCTS, name
             assert dot.params["preferred_element_type"] == jnp.float32, name
         kernel = compile_report.lower(call)
         assert kernel.cause == "", name
@@ -73,10 +79,8 @@ def test_every_product_in_a_kernel_is_six_products_of_bfloat16(case):
 @BOTH
 def test_every_product_of_an_interpreted_kernel_is_in_float32(case):
     """CPUs have no split algorithms, and jaxlib 0.10 lacks some products of bfloat16."""
-    for call, dots in kernels_of(jaxpr_of(case, dtype="bfloat16", backend="interpret")):
-        for dot in dots:
-            assert {x.aval.dtype for x in dot.invars} == {jnp.dtype("float32")}, call.params["name"]
-            assert dot.params["precision"] == (Precision.HIGHEST, Precision.HIGHEST)
+    for kernel in kernels_of(jaxpr_of(case, dtype="bfloat16", backend="interpret")):
+        check_float32(*kernel, (Precision.HIGHEST, Precision.HIGHEST))
 
 
 @BOTH

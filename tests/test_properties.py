@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from call_checks import UNNORMALISED, fused, tiles
 from oracle import (
     array,
     config_in_splits,
@@ -46,13 +47,8 @@ class Case:
     options: dict[str, object] = dataclasses.field(default_factory=dict)
 
 
-UNNORMALISED = dict(input_gate="sigmoid", normalize=False)
-TILES = dict(siz_b_LQ=16)
-TILED = KernelConfig(
-    triton_parallel_bw_dP=TILES, triton_parallel_bw_dQKV=TILES
-)  # several in a chunk of 32
+TILED = tiles(16, 16)  # several in a chunk of 32
 SCAN = dict(siz_b_LKV=16, state_rows=16)  # two launches at 32 rows of the state
-FUSED = KernelConfig(fused=True, triton_recurrent_fw_H=SCAN)
 SPLITS = config_in_splits(4, scan=SCAN, siz_b_LKV=16)
 UNSTABILISED = dict(stabilize_correctly=False, norm_val=0.5, eps=0.1)
 CASES = {
@@ -62,7 +58,7 @@ CASES = {
     ),
     "bfloat16": Case(1, 2, 64, 16, 16, 32, dtype="bfloat16"),
     "bfloat16_packed": Case(2, 1, 48, 16, 16, 32, dtype="bfloat16", packed=True, config=TILED),
-    "fused": Case(1, 2, 50, 24, 16, 32, packed=True, config=FUSED),
+    "fused": Case(1, 2, 50, 24, 16, 32, packed=True, config=fused(**SCAN)),
     "splits": Case(1, 2, 64, 16, 32, 16, packed=True, config=SPLITS),
     "sigmoid": Case(1, 2, 64, 16, 16, 32, packed=True, options=UNNORMALISED),
 }

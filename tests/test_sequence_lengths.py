@@ -6,46 +6,19 @@ test_distributed.py.
 
 import functools
 
+import call_checks
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_close, beyond, check_call, random_inputs, tolerance
-from test_gradients import BOUND
+from oracle import assert_close, beyond, random_inputs, tolerance
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
-
-S, L = 70, 32
-LENGTHS = np.array([0, 1, 20, 40, S + 29])
-IDS = np.repeat([[0, 1, 0]] * len(LENGTHS), [20, 31, S - 51], axis=1)  # a start beyond 40
-CASES = {
-    "materialised": dict(eps=0.0, stabilize_correctly=False, norm_val=0.0),
-    "fused_stored_BTNH": dict(
-        segment_ids=IDS,
-        layout="BTNH",
-        recompute_states_in_bw=False,
-        config=KernelConfig(fused=True),
-    ),
-    # The steps beyond a length of 20 are no whole number of chunks.
-    "fused": dict(chunk_size=16, config=KernelConfig(fused=True)),
-    "tiles_and_splits": dict(
-        chunk_size=2 * L,
-        config=KernelConfig(
-            triton_parallel_bw_dP=dict(siz_b_LQ=16),
-            triton_parallel_bw_dQKV=dict(siz_b_LQ=16),
-            triton_recurrent_bw_dC=dict(num_splits=2),
-        ),
-    ),
-    "plain": dict(backend="xla", segment_ids=IDS, input_gate="sigmoid", normalize=False),
-}
+from mlstm_pallas import mlstm_chunkwise, reference
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_against_float64(case):
-    options = dict(chunk_size=L, backend="interpret") | CASES[case]
-    inputs = random_inputs(0, len(LENGTHS), 2, S, 16, 32, m_initial="input_gate" not in options)
-    bounds = tolerance("float32", S + 16), BOUND["float32"]
-    check_call(inputs, *bounds, lengths=LENGTHS, **options)
+@pytest.mark.parametrize("call", [*call_checks.calls_of_lengths()])
+def test_against_float64(call):
+    call_checks.check_call(**call)
 
 
 def test_skipped_chunks_pass_jax_debug_nans():
@@ -73,7 +46,8 @@ def test_jit_vmap_scan_remat_and_the_plain_function():
         jax.jit(jax.vmap(jax.grad(functools.partial(loss, run))))(values, lengths)
         for run in (mlstm_chunkwise, reference.chunkwise)
     )
-    assert_close(result, expected, BOUND["float32"])
+    # Two layers, both results in float32.
+    assert_close(result, expected, 4 * call_checks.backward_bound("float32", 24 + 2 * 16))
     for dv, each in zip(result, lengths, strict=True):
         assert not np.any(dv[beyond(each, dv)])
 
@@ -90,4 +64,4 @@ def test_any_integer_dtype_is_clipped(of_dtype, dtype):
             jnp.array([0, min(bounds.max, 300)]),
         )
     )
-    assert_close(result, expected, BOUND["float32"])
+    assert_close(result, expected, tolerance("float32", 300 + 16))

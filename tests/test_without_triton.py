@@ -55,17 +55,15 @@ for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
 """
 # Calls in bfloat16 against float64, with the bounds of mosaic_gpu_cases.py.
 CASES = """
-import dataclasses
 sys.path[:0] = {folders}
 jax.config.update("jax_disable_most_optimizations", {quick})
-import mosaic_gpu_cases
+from mosaic_gpu_cases import CASES, SCAN, case, check_case, fused, materialised
 
 assert not mlstm_pallas.planning.dispatch.HAS_TRITON
-fused = mosaic_gpu_cases.fused()
-cases = dict(
-    fused=mosaic_gpu_cases.Case(fused),
+CASES.update(
+    fused=case(),
     # parallel_bw_dP and parallel_bw_dQKV have no kernel for chunks of 64.
-    plain_stages=mosaic_gpu_cases.Case(
+    plain_stages=case(
         mlstm_pallas.KernelConfig(
             chunk_size=64,
             fused=True,
@@ -73,17 +71,15 @@ cases = dict(
             mosaic_gpu_recurrent_bw_dC=dict(state_columns=128),
         ),
         shape=(1, 2, 128, 64, 128),
-        stages=mosaic_gpu_cases.SCAN | {{"chunk_gates", "recurrent_bw_dC"}},
+        stages=SCAN | {{"chunk_gates", "recurrent_bw_dC"}},
     ),
-    few_heads=mosaic_gpu_cases.Case(
-        mosaic_gpu_cases.materialised(2), shape=(1, 1, 256, 64, 128)
-    ),
-    splits=dataclasses.replace(mosaic_gpu_cases.CASES["splits"], shape=(1, 1, 256, 128, 128)),
+    few_heads=case(materialised(2), shape=(1, 1, 256, 64, 128)),
+    splits=case(fused(2), shape=(1, 1, 256, 128, 128)),
 )
 for name in {names}:
     for layout in {layouts}:
-        mosaic_gpu_cases.CASES[name] = dataclasses.replace(cases[name], options=dict(layout=layout))
-        mosaic_gpu_cases.check_case(name, {backend!r})
+        CASES[name].layout = layout
+        check_case(name, {backend!r})
 """
 
 

@@ -1,0 +1,485 @@
+"""Calls of mlstm_chunkwise, the table of those that the tests compare with the recurrence in
+float64, and the comparison."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import (
+    HEADS,
+    NAMES,
+    array,
+    assert_below,
+    assert_nothing_beyond,
+    assert_same_bits,
+    beyond,
+    config_in_splits,
+    cotangents_for,
+    emptied,
+    errors_of,
+    expected_of,
+    gradients_of_call,
+    random_inputs,
+    tolerance,
+)
+
+from mlstm_pallas import KernelConfig, reference
+
+# ---------------- bounds
+
+# What the README promises of outputs and of gradients.
+PROMISED = {"bfloat16": (5e-3, 2e-2), "float16": (1e-3, 4e-3), "float32": (1e-5, 1e-4)}
+
+
+def backward_bound(dtype, terms):
+    """Bound on the relative norm of the error of a gradient.
+
+    Eight roundings lie on the way to it: the four of h, which dz is made of, and again four of its
+    own products. As those of oracle.tolerance, each is u / sqrt(3) in the mean. A gradient of q, k
+    or a gate is a difference of two terms of like size, through the numerator and through the
+    denominator: the squares of their errors add. Each term is behind two float32 sums.
+    """
+    unit = float(jnp.finfo(dtype).eps) / 2
+    return math.sqrt(2 * 8 / 3) * unit + 4 * math.sqrt(terms) * 2.0**-24
+
+
+def spacing_of(*x):
+    """The distance of float32 numbers at the largest finite one."""
+    finite = (np.abs(y)[np.isfinite(y)] for y in map(np.asarray, x))
+    return np.spacing(np.float32(max(np.max(y, initial=0) for y in finite)))
+
+
+def bounds_of(inputs, outputs):
+    """Bounds on outputs and on gradients: the roundings of products and sums, and of exponents.
+
+    States are relative to a float32 m, and gradients to sums of the gates.
+    """
+    q, v, i, f = (inputs[name] for name in "qvif")
+    terms, of_m = sum(q.shape[2:]), spacing_of(*outputs[3:])
+    derived = (
+        tolerance(q.dtype, terms) + of_m,
+        backward_bound(q.dtype, terms + v.shape[-1]) + max(of_m, spacing_of(i, f)),
+    )
+    return map(min, derived, PROMISED[q.dtype.name])
+
+
+def without_floor(gradients, desired, inputs):
+    """Errors of gradients in float16, less what rounds to multiples of 2**-24.
+
+    Small gradients and small dP are off by 2**-24 / sqrt(12); dq and dk have sums of dP times up
+    to 128 keys and queries.
+    """
+    result = dict(gradients)
+    for name, other in ("q", "k"), ("k", "q"):
+        y, x = desired[name], inputs[other].astype("float32")
+        floor = 2.0**-24 * math.sqrt((y.size + 128 * jnp.sum(x**2)) / 12) / np.linalg.norm(y)
+        result[name] = max(0.0, result[name] - floor)
+    return result
+
+
+# ---------------- the comparison
+
+
+def recurrence(segment_ids=None, **x):
+    """reference.recurrence, whose backward pass holds the states of 512 steps only if sequences are
+    long and not packed."""
+    S, run, hs = x["q"].shape[2], jax.checkpoint(reference.recurrence), []
+    if S <= 512 or segment_ids is not None:
+        return reference.recurrence(**x, segment_ids=segment_ids)
+    for start in range(0, S, 512):
+        h, states = run(**x | {name: x[name][:, :, start : start + 512] for name in "qkvif"})
+        x |= zip(NAMES[5:], states, strict=True)
+        hs.append(h)
+    return jnp.concatenate(hs, axis=2), states
+
+
+def recurrence_of_lengths(lengths):
+    """The recurrence whose steps beyond the lengths keep the state and have h = 0."""
+
+    def run(*, segment_ids=None, **x):
+        gone = beyond(lengths, x["i"])
+        if segment_ids is not None:  # no segment starts beyond a length
+            starts = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
+            segment_ids = jnp.cumsum(starts & ~gone[:, 0], axis=1)
+        x |= dict(i=jnp.where(gone, -jnp.inf, x["i"]), f=jnp.where(gone, jnp.inf, x["f"]))
+        h, states = recurrence(**x, segment_ids=segment_ids)
+        return jnp.where(gone[..., None], 0.0, h), states
+
+    return run
+
+
+def with_garbage(lengths, inputs, cotangents):
+    """Inputs and cotangents with values beyond the lengths that nothing may read."""
+
+    def changed(x, value):
+        return array(np.where(beyond(lengths, x), value, x), x.dtype)
+
+    garbage = {name: changed(inputs[name], np.nan if name in "if" else 1e10) for name in "qkvif"}
+    return inputs | garbage, [changed(cotangents[0], 1e6), *cotangents[1:]]
+
+
+OF_RECURRENCE = {"input_gate", "normalize", "eps", "stabilize_correctly", "norm_val"}
+
+
+def check_call(
+    shape,
+    dtype="float32",
+    *,
+    seed=1,
+    recipe=(),
+    change=lambda x: x,
+    draw=cotangents_for,
+    segment_ids=None,
+    lengths=None,
+    skip=(),
+    bounds=None,
+    several=({},),
+    repeated=False,
+    **options,
+):
+    """Compares h, the last states and the gradients of all inputs with those of the recurrence in
+    float64; returns the relative errors of outputs and of gradients, by name.
+
+    With lengths all arrays have garbage beyond these, and results have zeros.
+
+    Args:
+      shape: B, NH, S, DHQK, DHHV.
+      recipe: options of random_inputs.
+      change: a function of the inputs.
+      draw: a function like cotangents_for.
+      skip: gradients that are rounding alone, and need only be finite.
+      bounds: on the errors; None: those of bounds_of.
+      several: further options of the calls that are compared.
+      repeated: whether a second call has to return the same bits.
+      options: those of mlstm_chunkwise.
+    """
+    inputs = change(random_inputs(seed, *shape, dtype=dtype, **dict(recipe)))
+    options = dict(return_last_states=True) | options
+    cotangents = draw(inputs, dtype, options["return_last_states"])
+    arrays, run = (inputs, cotangents), recurrence
+    if lengths is not None:
+        arrays, run = with_garbage(lengths, *arrays), recurrence_of_lengths(lengths)
+    of_recurrence = {name: options[name] for name in OF_RECURRENCE & {*options}}
+    expected = expected_of(inputs, cotangents, run, segment_ids, **of_recurrence)
+    for more in several:
+        call = functools.partial(
+            *(gradients_of_call(**options | more), *arrays),
+            segment_ids=segment_ids,
+            sequence_lengths=lengths,
+        )
+        outputs, gradients = result = call()
+        if repeated:
+            assert_same_bits(call(), result)
+        assert len(outputs) == (4 if options["return_last_states"] else 1)
+        assert outputs[0].dtype == dtype
+        for name, x in inputs.items():
+            assert gradients[name].dtype == x.dtype
+            assert jnp.isfinite(gradients[name]).all(), name
+        if lengths is not None:
+            assert_nothing_beyond(lengths, *result)
+            for first, last in zip([*inputs.values()][5:], outputs[1:], strict=False):
+                assert np.array_equal(last[lengths <= 0], first[lengths <= 0])
+        of_outputs, of_gradients = errors = errors_of(inputs, result, expected)
+        if dtype == "float16":
+            of_gradients = without_floor(of_gradients, expected[1], inputs)
+        of_gradients = {name: x for name, x in of_gradients.items() if name not in skip}
+        each = bounds or bounds_of(inputs, expected[0])
+        for x, bound in zip((of_outputs, of_gradients), each, strict=True):
+            assert_below(x, bound)
+    return errors
+
+
+def check_isolated(run, x, poisoned, unaffected):
+    """What is unaffected, a function of a result, is finite and has the same bits if x is poisoned;
+    returns both results."""
+    results = run(x), run(poisoned)
+    clean, beside = map(unaffected, results)
+    assert_same_bits(beside, clean)
+    assert all(np.isfinite(y).all() for y in jax.tree.leaves(clean))
+    return results
+
+
+# ---------------- the calls
+
+
+def interpreted(config, **options):
+    return dict(backend="interpret", config=config, **options)
+
+
+def tiles(scores, gradients):
+    """A config with so many rows per tile of parallel_bw_dP and of parallel_bw_dQKV."""
+    of_gradients = dict(siz_b_LQ=gradients, siz_b_DHQK=16, siz_b_DHHV=16, block_k=16)
+    return KernelConfig(
+        triton_parallel_bw_dP=dict(siz_b_LQ=scores, block_k=16),
+        triton_parallel_bw_dQKV=of_gradients,
+    )
+
+
+def splits(num_splits, fused=True):
+    """config_in_splits with small tiles."""
+    tiles = dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16)
+    return config_in_splits(num_splits, fused, dict(state_rows=32), **tiles)
+
+
+def fused(**scan):
+    return KernelConfig(fused=True, triton_recurrent_fw_H=scan)
+
+
+MATERIALISED, BTNH = KernelConfig(fused=False), dict(layout="BTNH")
+STORED = dict(recompute_states_in_bw=False)
+UNNORMALISED = dict(input_gate="sigmoid", normalize=False)
+ALGORITHMS = {
+    "xla": dict(backend="xla", **BTNH),
+    "xla_stored": dict(backend="xla", **STORED),
+    "materialised": interpreted(MATERIALISED, **BTNH),
+    "materialised_stored": interpreted(MATERIALISED, **STORED),
+    "tiles16x32": interpreted(tiles(16, 32)),
+    "tiles32x16": interpreted(tiles(32, 16), **BTNH),
+    "tiles128": interpreted(tiles(128, 128)),
+    "fused": interpreted(fused(siz_b_LKV=32)),
+    "fused_stored": interpreted(splits(1), **STORED),
+    "fused_two_launches": interpreted(fused(siz_b_DHQK=16, state_rows=16), **BTNH),
+    "splits": interpreted(splits(4), **BTNH),
+    "splits_materialised": interpreted(splits(2, fused=False), **BTNH),
+    "splits_stored": interpreted(splits(2), **STORED),
+}
+
+
+def rows(name, chunk_size, algorithms, **call):
+    """Parameters of a test: a call by several algorithms; those with ~ are slow."""
+    for word in algorithms.split():
+        algorithm, options = word.strip("~"), dict(chunk_size=chunk_size)
+        yield pytest.param(
+            ALGORITHMS[algorithm] | options | call,
+            id=f"{name}-{algorithm}-{chunk_size}",
+            marks=[pytest.mark.slow] * (word != algorithm),
+        )
+
+
+def behind_a_norm(inputs, dtype, states):
+    """Cotangents, of which that of h is orthogonal to h."""
+    dh, *of_states = cotangents_for(inputs, dtype, states)
+    h = expected_of(inputs, [dh, *of_states])[0][0].astype("float32")
+    total = functools.partial(np.sum, axis=-1, keepdims=True)
+    return [dh - total(dh * h) / total(h * h) * h, *of_states]
+
+
+def states_alone(*of):
+    dh, *of_states = cotangents_for(*of)
+    return [0 * dh, *of_states]
+
+
+def both_closed(x):
+    """Both gates of a step are closed."""
+    return x | dict.fromkeys("if", jnp.asarray([[[0.0, -61.0, 0.0]]]))
+
+
+def nearly_closed(gate, x):
+    """Next to nothing passes at some steps."""
+    return x | dict(f=jnp.where(jnp.arange(x["f"].shape[2]) % 37 == 5, gate, x["f"]))
+
+
+def interpreted_calls():
+    """Those of test_gradients.py."""
+    # Whole blocks of the fused scan and no whole chunks; padded heads.
+    shape = dict(shape=(2, 3, 96, 40, 24))
+    plain = "~xla ~xla_stored"
+    yield from rows("float32", 64, f"materialised fused ~materialised_stored {plain}", **shape)
+    in_splits = "~splits ~splits_materialised ~splits_stored"
+    others = f"~materialised ~fused_stored ~fused_two_launches {in_splits}"
+    yield from rows("float32", 16, others, **shape)
+    # test_float16.py has quick ones of kernels.
+    yield from rows("bfloat16", 64, "~xla ~materialised ~fused", dtype="bfloat16", **shape)
+
+    # With C = n = 0 it equals a first step of i = -inf that resets; m = 0 would win.
+    recipe = dict(i_shift=-20.0, i_scale=0.1, f_shift=5.0)
+    empty = dict(recipe=recipe, change=emptied)
+    yield from rows("m_of_minus_infinity", 64, "materialised fused", **empty, **shape)
+    norm = dict(draw=behind_a_norm, skip=["n_initial"])
+    yield from rows("behind_a_norm", 64, "materialised", **norm, **shape)
+    yield from rows("states_alone", 64, "materialised", draw=states_alone, skip="q", **shape)
+
+    # There are no initial states, and the last ones are not returned: neither is read or written.
+    alone = dict(return_last_states=False, seed=13, shape=(1, 2, 64, 16, 16))
+    for gates, recipe in (
+        ("ordinary", {}),
+        ("resets", dict(resets=True)),
+        ("closed_input_gates", dict(i_scale=30.0)),
+    ):
+        alone["recipe"] = dict(states=False) | recipe
+        yield from rows(f"h_alone-{gates}", 16, "splits", **alone, **UNNORMALISED)
+        yield from rows(f"h_alone-{gates}", 16, "~materialised", **alone)
+    # Without a floor of the denominator, h is old and new content by their ratio, however small
+    # both are.
+    alone |= dict(seed=5, shape=(1, 1, 3, 16, 4), change=both_closed, eps=0.0, norm_val=0.0)
+    yield from rows("both_gates_closed", 16, "xla", input_gate="sigmoid", **alone)
+
+    # With a finite m at the end.
+    long = dict(seed=3, shape=(1, 1, 512, 16, 16), recipe=dict(resets=True))
+    yield from rows("several_tiles", 256, "~tiles32x16 ~tiles16x32 ~tiles128", **long)
+
+    # Ids of 70 steps: sequences of one step, several in a chunk, one at a chunk boundary, one over
+    # two chunks; an eps through which m has a gradient at every step.
+    ids = np.repeat([3, 3, 0, 7, 8, 7], [5, 4, 1, 22, 36, 2])[None]
+    steps, states = dict(seed=3, shape=(1, 2, 70, 16, 16)), ("c_initial", "n_initial")
+    for case, recipe, skip in (
+        ("ordinary", {}, states),
+        ("resets", dict(resets=True), ()),
+        ("closed_forget_gates", dict(f_shift=-30.0), ()),
+        ("open_forget_gates", dict(f_shift=10.0), states),
+        ("wild_gates", dict(f_scale=1e3, i_scale=1e3), ("f", *states, "m_initial")),
+    ):
+        call = dict(recipe=recipe, skip=skip, segment_ids=ids, eps=0.1) | steps
+        yield from rows(f"gradients_of_gates-{case}", 32, "materialised ~fused", **call)
+
+    # test_properties.py draws the gates of these.
+    floor = dict(norm_val=50.0, skip=["n_initial"])  # of the denominator, at most steps
+    no_m = dict(input_gate="sigmoid", recipe=dict(m_initial=False))
+    for case, algorithms, options in (
+        ("eps0", "~xla", dict(eps=0.0)),
+        ("floor", "~materialised", floor),
+        ("unstabilised_floor", "fused ~materialised", dict(stabilize_correctly=False) | floor),
+        ("sigmoid", "~xla", dict(eps=0.1) | no_m),
+        ("unnormalised", "~materialised", UNNORMALISED | no_m),
+    ):
+        yield from rows(case, 32, algorithms, **options, **steps)
+
+    # Next to nothing passes where most of the gradient is: what passes elsewhere must not leave its
+    # rounding there.
+    call = dict(seed=11, shape=(1, 1, 256, 16, 16), dtype="bfloat16")
+    for shift, gate, algorithm in (
+        (6.0, -20.0, "xla"),
+        (12.0, -10.0, "~materialised"),
+        (9.0, -6.0, "~splits"),
+    ):
+        gates = dict(recipe=dict(f_shift=shift), change=functools.partial(nearly_closed, gate))
+        yield from rows(f"nearly_closed_at{gate}", 64, algorithm, **call, **gates)
+
+    # Interpreted, what a kernel reads beyond an array is NaN.
+    for S, chunk_size, algorithm in (
+        (1, 32, "tiles16x32"),
+        (61, 16, "splits"),
+        (17, 32, "~materialised"),
+        (48, 32, "~fused"),  # whole blocks of the scan, no whole chunk
+        (127, 32, "~fused_two_launches"),
+        (129, 16, "~splits_stored"),
+        (2, 16, "~splits_stored"),
+    ):
+        heads = (1, 17) if S == 1 else (32, 16)
+        yield from rows(f"odd_lengths-{S}", chunk_size, algorithm, seed=S, shape=(2, 3, S, *heads))
+
+
+def float16_calls():
+    call = dict(seed=3, shape=(2, 2, 100, 24, 60), dtype="float16")
+    return rows("float16", 32, "fused ~xla ~materialised ~splits ~fused_stored", **call)
+
+
+def calls_of_lengths():
+    """Those of test_sequence_lengths.py."""
+    lengths, S = np.array([0, 1, 20, 40, 99]), 70
+    # One segment starts beyond 40.
+    ids = dict(segment_ids=np.repeat([[0, 1, 0]] * len(lengths), [20, 31, S - 51], axis=1))
+    small, two = dict(siz_b_LQ=16), dict(num_splits=2)
+    config = KernelConfig(
+        triton_parallel_bw_dP=small, triton_parallel_bw_dQKV=small, triton_recurrent_bw_dC=two
+    )
+    for name, chunk_size, options in (
+        ("materialised", 32, dict(eps=0.0, stabilize_correctly=False, norm_val=0.0)),
+        ("fused_stored_BTNH", 32, interpreted(fused(), **ids, **BTNH, **STORED)),
+        # The steps beyond a length of 20 are no whole number of chunks.
+        ("fused", 16, interpreted(fused())),
+        ("tiles_and_splits", 64, interpreted(config)),
+        ("plain", 32, dict(backend="xla", recipe=dict(m_initial=False)) | ids | UNNORMALISED),
+    ):
+        call = dict(
+            seed=0, shape=(len(lengths), 2, S, 16, 32), lengths=lengths, backend="interpret"
+        )
+        yield pytest.param(call | dict(chunk_size=chunk_size) | options, id=name)
+
+
+# ---------------- on a GPU
+
+GPU_CONFIGS = {
+    "default": None,
+    "materialised64": KernelConfig(chunk_size=64, fused=False),
+    "materialised256": KernelConfig(chunk_size=256, fused=False),
+    "fused": fused(),
+    "splits": config_in_splits(4, siz_b_LKV=32),
+}
+BOTH_BACKENDS = [dict(backend=backend) for backend in ("triton", "mosaic_gpu")]
+MORE_HEADS = [(80, 96), (96, 192), (192, 320), (1024, 1024)]
+
+
+def gpu_call(dtype, *shape, **call):
+    """A call that is repeated, within the bounds that are promised."""
+    bounds = dict(bounds=PROMISED[dtype], repeated=True)
+    return dict(shape=shape, dtype=dtype, backend="triton") | bounds | call
+
+
+def on_a_gpu(name, *call, marks=(), **options):
+    """A gpu_call as the parameter of a test."""
+    id = "-".join(map(str, (name, *call)))
+    return pytest.param(gpu_call(*call, **options), id=id, marks=[pytest.mark.gpu, *marks])
+
+
+def gpu_calls():
+    """Those of test_gpu.py: at real sizes, with the configs that users get."""
+    both = "bfloat16", "float32"
+    for dtype in both:
+        for heads in HEADS + MORE_HEADS:  # one of them in the quick selection, in both dtypes
+            smoke = [pytest.mark.smoke] * (heads == (128, 256))
+            yield on_a_gpu("heads", dtype, 1, 2, 500, *heads, marks=smoke)
+    for name, dtype, *heads in (
+        *(("default", dtype, *heads) for dtype in both for heads in ((64, 64), (256, 512))),
+        ("materialised64", "bfloat16", 256, 512),
+        ("materialised64", "float32", 128, 256),
+        ("materialised256", "bfloat16", 128, 256),
+        ("materialised256", "float32", 64, 64),
+        ("fused", "bfloat16", 256, 512),
+        ("fused", "bfloat16", 64, 64),
+        ("fused", "float32", 128, 256),
+        ("splits", "bfloat16", 128, 256),
+        ("splits", "float32", 256, 512),
+    ):
+        yield on_a_gpu(name, dtype, 1, 2, 2048, *heads, config=GPU_CONFIGS[name])
+    for dtype, *heads, num_splits in (
+        ("bfloat16", 64, 64, 1),
+        ("bfloat16", 256, 512, 4),
+        ("float32", 128, 256, 1),
+        ("float32", 128, 256, 4),
+    ):  # the states that the fused scan stored
+        scan = dict(siz_b_LKV=32, state_rows=256, num_stages=3 if dtype == "bfloat16" else 2)
+        config = KernelConfig(fused=True, num_splits=num_splits, triton_recurrent_fw_H=scan)
+        name = f"stored_in_{num_splits}_splits"
+        yield on_a_gpu(name, dtype, 1, 2, 2048, *heads, config=config, **STORED)
+    for dtype, size in ("bfloat16", 16), ("float32", 1024), ("bfloat16", 2048):
+        yield on_a_gpu(f"chunks_of_{size}", dtype, 1, 2, 2048, 128, 256, chunk_size=size)
+    for *shape, layout in (
+        *((4, 12, S, 64, 128, "BNTH") for S in (1, 17, 129)),
+        *((4, 12, S, 64, 128, "BTNH") for S in (2, 127)),
+        (1, 24, 992, 256, 256, "BTNH"),
+        (1, 24, 1001, 256, 256, "BNTH"),
+        *((1, 8, 4095, 64, 128, layout) for layout in ("BNTH", "BTNH")),
+    ):  # a store beyond an array would be in the next head
+        call = dict(layout=layout, several=BOTH_BACKENDS, config=fused())
+        yield on_a_gpu(f"odd_lengths-{layout}", "bfloat16", *shape, **call)
+    # One long reversed cumulative sum would lose all digits of the gradient of f here.
+    yield on_a_gpu("long", "bfloat16", 1, 1, 32768, 64, 64, recipe=dict(f_shift=4.0))
+    # The backward pass skips whole chunks.
+    for S, *heads in (1000, 64, 128), (1001, 128, 256), (1000, 256, 512):
+        call = dict(lengths=np.array([0, 1, 384, 700, S]), several=BOTH_BACKENDS)
+        yield on_a_gpu("lengths", "bfloat16", 5, 2, S, *heads, **call)
+
+
+def float16_calls_on_a_gpu():
+    for *heads, layout, config in (
+        *((*heads, "BNTH", None) for heads in ((64, 64), (128, 256), (256, 512))),
+        (64, 64, "BNTH", fused()),
+        (128, 256, "BTNH", MATERIALISED),
+        (256, 512, "BTNH", fused()),
+    ):
+        call = dict(layout=layout, config=config, bounds=None, seed=3)
+        yield on_a_gpu(f"{layout}", "float16", 1, 2, 250, *heads, **call)
