@@ -57,8 +57,9 @@ from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, query_scale
 from mlstm_pallas.planning import call_spec as planning
 from mlstm_pallas.planning import costs, dispatch
 from mlstm_pallas.planning.config import KernelConfig
+from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.dimensions import MAX_TILE, Problem
-from mlstm_pallas.problem.gpu import Gpu, target_gpu
+from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.problem.validation import BACKENDS
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
@@ -86,7 +87,8 @@ def of_stage(stage: Stage, call: Launch) -> Callable[..., Any]:
     """The stage as a function of its inputs by position."""
 
     def run(*args):
-        return dispatch.run(stage.name, call=call, **dict(zip(stage.inputs, args, strict=True)))
+        operands = stage.operands(**dict(zip(stage.inputs, args, strict=True)))
+        return dispatch.stage(stage.name, call)(operands)
 
     return run
 
@@ -194,15 +196,15 @@ class MlstmPallas(peers.JaxImplementation):
         gpu: Gpu | None = None,
     ):
         self.name, self.variant, self.oracle = backend, variant, ORACLES.get(variant, peers.exact)
-        self.spec = planning.make_spec(
-            shape,
-            jnp.dtype(dtype),
-            gpu or target_gpu(),
-            backend,
+        options = Options(
+            return_last_states=True,
             chunk_size=chunk_size,
-            config=config,
             recompute_states_in_bw=variant != "states_kept",
+            backend=backend,
+            config=config,
         )
+        sizes = dict(zip(("B", "NH", "S", "DHQK", "DHV"), shape, strict=True))
+        self.spec = planning.call_spec(options, sizes, jnp.dtype(dtype), gpu=gpu)
         self.config = config_row(self.spec)
 
     def computation(self, inputs, direction):

@@ -25,14 +25,18 @@ from plant_defects import ROOT, outcome
 SECONDS = 120  # of a mutant, after which it counts as killed: it waits or it loops
 # By module, its tests, the quickest first, and the functions that count; none: all.
 MODULES = {
-    "mlstm_pallas/planning.py": ("by_hand.py::test_the_values_of[planning] planning.py config.py",),
-    "mlstm_pallas/config.py": ("by_hand.py::test_the_values_of[config] config.py",),
-    "mlstm_pallas/gpu.py": ("by_hand.py::test_the_values_of[gpu] gpu_facts.py planning.py",),
-    "mlstm_pallas/problem.py": ("by_hand.py::test_the_values_of[problem]",),
-    "mlstm_pallas/chunk_list.py": ("by_hand.py::test_the_values_of[chunk_list]",),
-    "mlstm_pallas/splits.py": ("by_hand.py::test_the_values_of[splits]",),
-    "mlstm_pallas/normaliser.py": ("by_hand.py::test_the_values_of[normaliser]",),
-    "mlstm_pallas/preview.py": (
+    "mlstm_pallas/planning/call_spec.py": (
+        "by_hand.py::test_the_values_of[planning] planning.py config.py",
+    ),
+    "mlstm_pallas/planning/config.py": ("by_hand.py::test_the_values_of[config] config.py",),
+    "mlstm_pallas/problem/gpu.py": (
+        "by_hand.py::test_the_values_of[gpu] gpu_facts.py planning.py",
+    ),
+    "mlstm_pallas/problem/dimensions.py": ("by_hand.py::test_the_values_of[problem]",),
+    "mlstm_pallas/formulas/chunk_list.py": ("by_hand.py::test_the_values_of[chunk_list]",),
+    "mlstm_pallas/formulas/splits.py": ("by_hand.py::test_the_values_of[splits]",),
+    "mlstm_pallas/formulas/normaliser.py": ("by_hand.py::test_the_values_of[normaliser]",),
+    "mlstm_pallas/planning/preview.py": (
         "planning.py "
         "errors.py::test_arguments_without_arrays_are_refused_by_name_and_accepted_at_their_bounds",
     ),
