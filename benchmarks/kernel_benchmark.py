@@ -52,7 +52,6 @@ from shapes import Shape
 
 from mlstm_pallas import mlstm_chunkwise, stages
 from mlstm_pallas.formulas.gate_gradients import TileSums
-from mlstm_pallas.formulas.gates import vector_states
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, query_scale
 from mlstm_pallas.planning import call_spec as planning
 from mlstm_pallas.planning import costs, dispatch
@@ -86,9 +85,9 @@ STAGES = {name: stage for name, stage in stages.STAGES.items() if not stage.deco
 def of_stage(stage: Stage, call: Launch) -> Callable[..., Any]:
     """The stage as a function of its inputs by position."""
 
-    def run(*args):
+    def run(*args, **options):
         operands = stage.operands(**dict(zip(stage.inputs, args, strict=True)))
-        return dispatch.stage(stage.name, call)(operands)
+        return dispatch.stage(stage.name, call)(operands, **options)
 
     return run
 
@@ -112,6 +111,9 @@ def stage_arrays(x: Inputs, L: int, fused: bool) -> dict[str, Any]:
     known: dict[str, Any] = dict(matQ=q, matK=k, matV=v, vecI=i, vecF=f, matDeltaH=dh)
     known |= dict(matC_initial=C, vecN_initial=n, scaM_initial=m, matDeltaC_last=C)
     required = {name for stage in STAGES.values() if stage.fused == fused for name in stage.inputs}
+    step_sums, vector_states = (
+        plain(stages.HELPERS[name], problem) for name in ("step_sums", "vector_states")
+    )
     waiting = [name for name, stage in STAGES.items() if fused or not stage.fused]
     while unknown := required - known.keys():
         name = next((name for name in waiting if known.keys() >= set(STAGES[name].inputs)), None)
@@ -124,7 +126,7 @@ def stage_arrays(x: Inputs, L: int, fused: bool) -> dict[str, Any]:
         match name:  # what no stage returns
             case "chunk_gates":
                 abar, gamma = outputs.per_step().vecAbar, outputs.scaGamma
-                added = plain(stages.HELPERS["step_sums"], problem)(k, abar)
+                added = step_sums(k, abar)
                 known |= dict(vecAbar=abar, vecN_states=vector_states(added, gamma, n)[0])
             case "parallel_bw_dP":
                 delta, terms, gamma = outputs.vecDelta, outputs.vecDeltaN_added, known["scaGamma"]

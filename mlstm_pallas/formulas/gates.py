@@ -450,31 +450,3 @@ def fusion_barrier(tree: Any, at_least_zero: Array) -> Any:
     return lax.cond(
         jnp.any(at_least_zero < 0), lambda x: jax.tree.map(jnp.zeros_like, x), lambda x: x, tree
     )
-
-
-def vector_states(
-    added: Array, gamma: Array, initial: Array, *, backward: bool = False
-) -> tuple[Array, Array]:
-    """x_{next} = gamma_c x_c + added_c, the recurrence of n; that of C is in stages/recurrence.py.
-
-    Args:
-      added: (B * NH, NC, DHQK), gamma: (B * NH, NC), initial: (B * NH, DHQK), float32.
-
-    Returns:
-      x before each chunk (after it with backward), (B * NH, NC, DHQK), and x after the last chunk
-      (before the first); float32.
-    """
-
-    def join(left: Any, right: Any) -> tuple[Any, ...]:
-        return left[0] * right[0], left[1] * right[0] + right[1]
-
-    def entering(first: Array, x: Array) -> Array:
-        """x of the chunk before each (after it with backward); ``first`` at the first one."""
-        return jnp.concatenate([x[:, 1:], first] if backward else [first, x[:, :-1]], axis=1)
-
-    factors = entering(jnp.ones_like(gamma[:, :1]), gamma)[..., None]
-    _, x = lax.associative_scan(
-        join, (factors, entering(initial[:, None], added)), reverse=backward, axis=1
-    )
-    end = 0 if backward else -1
-    return x, gamma[:, end, None] * x[:, end] + added[:, end]

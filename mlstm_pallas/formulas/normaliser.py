@@ -62,8 +62,7 @@ class Normaliser:
         else:
             factor, floor = jnp.ones_like(m), jnp.full_like(m, self.norm_val)
         den = at_least(jnp.abs(z) * factor, floor) + self.eps * factor
-        empty = den == 0  # False for NaN, which reaches h
-        return num * jnp.where(empty, 0.0, factor / jnp.where(empty, 1.0, den))[..., None]
+        return num * inverse(den, factor)[..., None]
 
     def gradients(self, delta: Array, z: Array, m: Array) -> NormaliserGradients:
         """delta_t = dh_t . h_t; delta, z and m have one shape."""
@@ -96,9 +95,9 @@ def at_least(x: Array, floor: Any) -> Array:
     return jnp.where(x < floor, floor, x)
 
 
-def inverse(den: Array) -> Array:
-    """1 / den, and 0 where den is 0."""
-    return jnp.where(den == 0, 0.0, 1.0 / jnp.where(den == 0, 1.0, den))
+def inverse(den: Array, factor: Any = 1.0) -> Array:
+    """factor / den, and 0 where den is 0; NaN where den is NaN."""
+    return jnp.where(den == 0, 0.0, factor / jnp.where(den == 0, 1.0, den))
 
 
 def query_scale(w: Array, qk_scale: float, inv_den: Array | None = None) -> Array:

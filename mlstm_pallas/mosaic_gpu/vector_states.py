@@ -1,4 +1,4 @@
-"""The recurrence of n and dn over the chunks on Mosaic GPU: ``vector_states`` of ``gates.py``.
+"""The recurrence of n and dn over the chunks on Mosaic GPU: ``stages/vector_states.py``.
 
 Grid (B * NH * DHQK / 64). A CTA is one warpgroup and owns 64 columns; its four warps compute the
 same numbers. It loads the terms of the next AHEAD chunks before it joins the present ones, so it

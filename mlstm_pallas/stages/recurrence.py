@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.formulas.gates import vector_states
 from mlstm_pallas.stages.stage import Launch, ScaledRows
+from mlstm_pallas.stages.vector_states import Operands, vector_states
 
 _STATIC = dict(static=True)
 
@@ -95,5 +95,6 @@ def _recurrence(x: Recurrence, call: Launch) -> RecurrenceOutputs:
     X = jnp.concatenate([y.astype(x.a.dtype) for y in states], axis=1)
     vectors: tuple[Any, Any] = (None, None)
     if x.x_initial is not None:
-        vectors = vector_states(jnp.sum(a, axis=2), x.gamma, x.x_initial, backward=x.backward)
+        added = Operands(jnp.sum(a, axis=2), x.gamma, x.x_initial)
+        vectors = vector_states(added, backward=x.backward, call=call)
     return RecurrenceOutputs(X, X_last if x.return_last else None, *vectors)

@@ -1,10 +1,10 @@
 """Stage vector_states: the recurrence of n over the chunks; with backward, of dn."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 
-from mlstm_pallas.formulas import gates
 from mlstm_pallas.stages.stage import Launch
 
 
@@ -15,5 +15,24 @@ class Operands(NamedTuple):
 
 
 def vector_states(x: Operands, *, backward: bool = False, call: Launch) -> tuple[Array, Array]:
-    """Runs the stage: ``gates.vector_states``."""
-    return gates.vector_states(*x, backward=backward)
+    """x_{next} = gamma_c x_c + added_c; the recurrence of C is in stages/recurrence.py.
+
+    Returns:
+      x before each chunk (after it with backward), (B * NH, NC, DHQK), and x after the last chunk
+      (before the first); float32.
+    """
+    added, gamma, initial = x
+
+    def join(left: Any, right: Any) -> tuple[Any, ...]:
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    def entering(first: Array, x: Array) -> Array:
+        """x of the chunk before each (after it with backward); ``first`` at the first one."""
+        return jnp.concatenate([x[:, 1:], first] if backward else [first, x[:, :-1]], axis=1)
+
+    factors = entering(jnp.ones_like(gamma[:, :1]), gamma)[..., None]
+    _, states = lax.associative_scan(
+        join, (factors, entering(initial[:, None], added)), reverse=backward, axis=1
+    )
+    end = 0 if backward else -1
+    return states, gamma[:, end, None] * states[:, end] + added[:, end]

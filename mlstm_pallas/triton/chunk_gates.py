@@ -31,7 +31,7 @@ from mlstm_pallas.formulas.gates import (
     stabiliser_sources,
     where_two_float,
 )
-from mlstm_pallas.formulas.tiles import blocks, causal_mask, divide, loop
+from mlstm_pallas.formulas.tiles import block_at, blocks, causal_mask, divide, loop
 from mlstm_pallas.problem.dimensions import InputGate, next_power_of_two
 from mlstm_pallas.stages.chunk_gates import Operands
 from mlstm_pallas.stages.stage import Launch
@@ -59,7 +59,7 @@ def _chunk_gates_kernel(
     sigmoid = input_gate is InputGate.SIGMOID
 
     def load(tile):
-        steps = pl.ds(tile * siz_b, siz_b)
+        steps = block_at(tile, siz_b)
         return steps, *log_gates(vecI[steps], vecF[steps], input_gate)
 
     def spread(tile, carry):
@@ -123,15 +123,14 @@ def _stabiliser_scan_kernel(
     every_boundary,
 ):
     def step(j, m, boundary):
-        chunks = pl.ds(j * block, block)
-        index = j * block + lax.iota(jnp.int32, block)
-        before = index < boundary
+        chunks = block_at(j, block)
+        before = chunks.start + lax.iota(jnp.int32, block) < boundary
         g = jnp.where(before, scaG[chunks], 0.0)
         resets = jnp.cumsum(jnp.where(before, scaReset[chunks], 0.0))
         hi, lo = split_for_exact_sums(g, jnp.max(jnp.abs(g)), block)
         hi, lo, total_resets = jnp.cumsum(hi), jnp.cumsum(lo), jnp.max(resets)
         last = lax.iota(jnp.int32, block) == block - 1
-        total_hi, total_lo = jnp.sum(jnp.where(last, hi, 0.0)), jnp.sum(jnp.where(last, lo, 0.0))
+        total_hi, total_lo = (jnp.sum(jnp.where(last, x, 0.0)) for x in (hi, lo))
         reaches = before & (resets == total_resets)
         a = jnp.where(reaches, scaA[chunks], -_INF) + ((total_hi - hi) + (total_lo - lo))
         return jnp.maximum(

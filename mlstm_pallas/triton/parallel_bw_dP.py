@@ -199,7 +199,7 @@ class BlockedTiles(PipelinedTiles):
     def clamped(self, p: Problem) -> Self:
         """Also clamps the queries to a tile of ``Problem.T`` steps."""
         x: Any = super().clamped(p)
-        block_k = min(clamped(x.block_k, p.DHQK), clamped(x.block_k, p.DHHV))
+        block_k = clamped(x.block_k, p.DHQK | p.DHHV)  # which divides both
         return dataclasses.replace(x, siz_b_LQ=min(x.siz_b_LQ, p.T), block_k=block_k)
 
     def fitted(self, p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Self:

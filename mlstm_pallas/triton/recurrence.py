@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.gates import vector_states
 from mlstm_pallas.formulas.splits import (
     decays_in_splits,
     heads_of_splits,
@@ -42,6 +41,8 @@ from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
 from mlstm_pallas.stages.stage import Launch, clamped
 from mlstm_pallas.stages.step_sums import Operands as StepSums
+from mlstm_pallas.stages.vector_states import Operands as VectorStates
+from mlstm_pallas.stages.vector_states import vector_states
 from mlstm_pallas.triton import step_sums
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
@@ -224,7 +225,8 @@ def _of_heads(x: Recurrence, y: RecurrenceOutputs, p: Problem, call: Launch) -> 
         call = dataclasses.replace(call, problem=p.in_chunks_of(64), tiles=tiles)
         sums = step_sums.step_sums(StepSums(x.a, x.r), call=call)
         added = jnp.sum(sums.reshape(p.BNH, p.NC, -1, p.DHQK), axis=2)
-        vectors = vector_states(added, x.gamma, x.x_initial, backward=x.backward)
+        n = VectorStates(added, x.gamma, x.x_initial)
+        vectors = vector_states(n, backward=x.backward, call=call)
     return RecurrenceOutputs(X, X_last, *vectors)
 
 

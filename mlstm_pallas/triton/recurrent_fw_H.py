@@ -141,12 +141,12 @@ def _recurrent_fw_H_kernel(
     iteration = store_and_step if store_every else step
     CT, _ = loop(chunks // store_every if store_every else chunks, iteration, carry)
 
-    def store_last():
-        for tile, block in zip(row_tiles, CT, strict=True):
-            matC_last[tile, :] = block.T
-
     if matC_last is not None:
-        pl.when(has_state)(store_last)
+
+        @pl.when(has_state)
+        def _():
+            for tile, block in zip(row_tiles, CT, strict=True):
+                matC_last[tile, :] = block.T
 
 
 def recurrent_fw_H(

@@ -75,9 +75,6 @@ def _recurrent_step_kernel(
         )
         return num + jnp.sum(q * C, axis=0)
 
-    def step(ik, carry):
-        return load(ik + 1), update(ik, *carry)
-
     # The first block is loaded before anything waits.
     loaded = load(jnp.zeros((), jnp.int32))
     gates = (scaI[0], scaI[1]) if scaF is None else (scaI[...], scaF[...])
@@ -100,7 +97,7 @@ def _recurrent_step_kernel(
 
     carry = loaded, jnp.zeros((siz_b_DHHV,), jnp.float32)
     if num_blocks > 1:
-        carry = loop(num_blocks - 1, step, carry)
+        carry = loop(num_blocks - 1, lambda ik, x: (load(ik + 1), update(ik, *x)), carry)
     h = scale * update(jnp.full((), num_blocks - 1, jnp.int32), *carry)
     if normaliser is not None:
         h = normaliser.normalise(h, scale * jnp.sum(q * n), m_new)
