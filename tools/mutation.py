@@ -38,7 +38,7 @@ MODULES = {
     "mlstm_pallas/formulas/normaliser.py": ("by_hand.py::test_the_values_of[normaliser]",),
     "mlstm_pallas/planning/preview.py": (
         "planning.py "
-        "errors.py::test_arguments_without_arrays_are_refused_by_name_and_accepted_at_their_bounds",
+        "errors.py::test_every_argument_is_refused_by_name_and_accepted_at_its_bounds[plan]",
     ),
     "mlstm_pallas/distributed.py": (
         "distributed.py",
