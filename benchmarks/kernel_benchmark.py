@@ -101,8 +101,8 @@ def plain(stage: Stage, problem: Problem) -> Callable[..., Any]:
 def stage_arrays(x: Inputs, L: int, fused: bool) -> dict[str, Any]:
     """The inputs of the stages in chunks of L steps, by their names in ``Stage.inputs``.
 
-    fused: the stages of the fused scan, or all others. The plain form of a stage runs when its
-    inputs are known. Its outputs are then known by ``Stage.outputs``, and its fields by theirs.
+    fused: the stages of the fused scan, or all others. The plain forms of the stages run in
+    order. The outputs of a stage are then known by ``Stage.outputs``, and its fields by theirs.
     """
     B, NH, S, K, V = x.shape
     problem = Problem(B, NH, S, K, V, L, K**-0.5)
@@ -114,15 +114,12 @@ def stage_arrays(x: Inputs, L: int, fused: bool) -> dict[str, Any]:
     step_sums, vector_states = (
         plain(stages.HELPERS[name], problem) for name in ("step_sums", "vector_states")
     )
-    waiting = [name for name, stage in STAGES.items() if fused or not stage.fused]
-    while unknown := required - known.keys():
-        name = next((name for name in waiting if known.keys() >= set(STAGES[name].inputs)), None)
-        if name is None:
-            raise ValueError(f"no stage returns {', '.join(sorted(unknown))}")
-        waiting.remove(name)
-        outputs = plain(STAGES[name], problem)(*(known[x] for x in STAGES[name].inputs))
+    for name, stage in STAGES.items():  # a stage reads what those before it return
+        if required <= known.keys() or (stage.fused and not fused):
+            continue
+        outputs = plain(stage, problem)(*(known[x] for x in stage.inputs))
         fields = {field: y for field, y in outputs._asdict().items() if y is not None}
-        known = {STAGES[name].outputs or name: outputs} | fields | known
+        known = {stage.outputs or name: outputs} | fields | known
         match name:  # what no stage returns
             case "chunk_gates":
                 abar, gamma = outputs.per_step().vecAbar, outputs.scaGamma

@@ -81,16 +81,14 @@ def plot(
     panels = [(title, key) for key in keys for title in dict.fromkeys(map(panel, rows))]
     size = 1.5 + 5.5 * len(panels), 4.2 + 0.22 * -(-len(lines) // 3)
     figure = Figure(figsize=size, layout="constrained")
-    handles: dict[str, Any] = {}
-    for axes, (title, key) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
+    all_axes = figure.subplots(1, len(panels), squeeze=False).flat
+    for axes, (title, key) in zip(all_axes, panels, strict=True):
         for n, label in enumerate(lines):
             curve = (row for row in rows if (line(row), panel(row)) == (label, title))
-            points = {x(row) if curves else xs.index(x(row)): row[key] for row in curve}
+            points = ((x(row) if curves else xs.index(x(row)), row[key]) for row in curve)
+            points = dict(sorted(dict(points).items()))
             style = dict(color=f"C{n}", marker=MARKERS[n % len(MARKERS)], label=label)
-            columns = zip(*sorted(points.items()), strict=True) if points else ([], [])
-            [handles[label]] = axes.plot(*columns, linestyle="-" if curves else "", **style)
+            axes.plot([*points], [*points.values()], linestyle="-" if curves else "", **style)
         if curves:
             axes.set_xscale("log", base=2)
         axes.set_xticks(xs if curves else range(len(xs)), map(_thousands, xs))
@@ -104,7 +102,7 @@ def plot(
         axes.set(title=title, xlabel=xlabel, ylabel=key)
         axes.grid(which="both", alpha=0.3)
     legend = dict(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    figure.legend(handles.values(), handles, **legend)
+    figure.legend(*axes.get_legend_handles_labels(), **legend)
     settings = dict.fromkeys(f"{row['dtype']} on {row['device']}" for row in rows)
     figure.suptitle("; ".join(settings), fontsize=10)
     figure.savefig(path, dpi=130)

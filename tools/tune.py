@@ -214,11 +214,10 @@ class Log:
     def __init__(self, path: str, context: dict[str, str]):
         self.path, self.context = path, context
         self.known: dict[str, Result] = {}
-        with open(path, "a+") as file:
+        with open(path, "a+b") as file:
             file.seek(0)
-            text = file.read()
-            whole = text[: text.rfind("\n") + 1]
-            file.truncate(len(whole.encode()))  # the last write was interrupted
+            whole = b"".join(line for line in file if line.endswith(b"\n"))
+            file.truncate(len(whole))  # the last write was interrupted
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 *candidate, result = json.loads(line)
