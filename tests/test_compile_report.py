@@ -9,11 +9,11 @@ import pytest
 import roofline
 from calls import config_row
 from oracle import HELPERS, slow
+from stage_calls import STAGES, row_of
 from worker import ProcessEnded, Worker
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.planning import costs
-from mlstm_pallas.stages import STAGES
 
 # All kernels of a gradient for an H200; for every dtype and device, the stage that takes most
 # shared memory.
@@ -100,7 +100,7 @@ def test_an_output_without_numbers_is_refused(parse):
 
 def checked_rows(device, heads, dtype, stages=(), **options):
     """The rows of a gradient, or of some stages of a call: they have the tiles of the call."""
-    options = dict(direction="fwbw") | options
+    heads, options = compile_report.parse_heads(heads), dict(direction="fwbw") | options
     rows = list(compile_report.report(device, [heads], [dtype], stages=stages, **options))
     assert not [(row["stage"], row["note"]) for row in rows if row["note"]]
     spec = compile_report.Call(compile_report.DEVICES[device], *heads, dtype, **options).spec()
@@ -117,19 +117,21 @@ def checked_rows(device, heads, dtype, stages=(), **options):
 
 
 @pytest.mark.parametrize(
-    ("device", "heads", "dtype", "variant", "config"),
+    "line",
     [
-        ("H200", (256, 512), "bfloat16", "exp", None),
-        ("H200", (192, 320), "float32", "packed", KernelConfig(fused=True)),
-        ("H200", (64, 64), "bfloat16", "unnormalised", KernelConfig(fused=False)),
-        slow("A100", (256, 512), "float32", "BTNH", None),
-        slow("H200", (192, 320), "bfloat16", "sigmoid", None),
+        "H200 256/512 bfloat16 exp",
+        "H200 192/320 float32 packed fused=True",
+        "H200 64/64 bfloat16 unnormalised fused=False",
+        slow("A100 256/512 float32 BTNH"),
+        slow("H200 192/320 bfloat16 sigmoid"),
     ],
 )
-def test_every_stage_lowers(device, heads, dtype, variant, config, monkeypatch):
+def test_every_stage_lowers(line, monkeypatch):
     """Every variant, with heads that are no powers of two."""
+    *call, variant, fields = row_of(line, 4)
+    config = KernelConfig(**fields) if fields else None
     monkeypatch.setattr(compile_report, "compile_kernel", lambda *_: usage())
-    rows, _ = checked_rows(device, heads, dtype, seqlen=1024, config=config, variant=variant)
+    rows, _ = checked_rows(*call, seqlen=1024, config=config, variant=variant)
     scans = any(row["stage"] == "stabiliser_scan" for row in rows)
     assert scans == (variant in ("exp", "packed", "BTNH"))
 
@@ -181,7 +183,7 @@ def test_compiles_and_fits(line):
             stages=[stage],
             config=KernelConfig(fused=facts.fused),
         )
-    rows, spec = checked_rows(device, compile_report.parse_heads(heads), dtype, **options)
+    rows, spec = checked_rows(device, heads, dtype, **options)
     for row in rows:
         assert row["shared_bytes"] <= compile_report.DEVICES[device].shared_bytes
         assert 16 <= row["registers"] <= 255

@@ -8,39 +8,48 @@ import jax
 import pytest
 from compile_report import on_a_hopper
 from oracle import call_shapes, config_in_splits, for_device, needs_compiler, slow, swapped
+from stage_calls import row_of, rows_of
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
 
 MOVES = re.compile(r"^\s*(?:ROOT )?%?\S+ = (.*?) (transpose|copy|copy-start|pad|slice)\(")
 SHAPE = re.compile(r"\w+\[([\d,]+)\]")
 
-MATERIALISED, FUSED = KernelConfig(fused=False), KernelConfig(fused=True)
-IN_SPLITS = config_in_splits(2, siz_b_LKV=32)
-WHOLE, PADDED = (2, 4, 256, 64, 128), (2, 4, 250, 80, 96)  # B, NH, S, DHQK, DHHV
-ODD = (2, 4, 509, 64, 128)
-CASES = {  # shape, config, other options
-    "materialised": (WHOLE, MATERIALISED, {}),
-    "fused": (WHOLE, FUSED, {}),
-    "default": ((2, 8, 1024, 256, 512), None, {}),
-    "stored": (WHOLE, MATERIALISED, dict(recompute_states_in_bw=False)),
-    "fused_stored": (WHOLE, FUSED, dict(recompute_states_in_bw=False)),
-    # So long that no state has as many elements as q.
-    "splits": ((2, 4, 512, 64, 128), IN_SPLITS, {}),
-    "last_states": (WHOLE, MATERIALISED, dict(return_last_states=True)),
-    "sigmoid": (WHOLE, MATERIALISED, dict(input_gate="sigmoid", normalize=False)),
-    "odd": (ODD, MATERIALISED, {}),
-    "fused_odd": (ODD, FUSED, {}),
-    "splits_odd": (ODD, IN_SPLITS, {}),
-    "padded": (PADDED, MATERIALISED, {}),
-    "fused_padded": (PADDED, FUSED, {}),
-    "one_head": ((2, 1, 256, 64, 128), MATERIALISED, {}),
+CONFIGS = {
+    "materialised": KernelConfig(fused=False),
+    "fused": KernelConfig(fused=True),
+    "splits": config_in_splits(2, siz_b_LKV=32),
+    "default": None,
 }
+# Name, config, B,NH,S,DHQK,DHHV, other options. The splits are so long that no state has as many
+# elements as q.
+TABLE = """
+materialised materialised 2,4,256,64,128
+fused fused 2,4,256,64,128
+default default 2,8,1024,256,512
+stored materialised 2,4,256,64,128 recompute_states_in_bw=False
+fused_stored fused 2,4,256,64,128 recompute_states_in_bw=False
+splits splits 2,4,512,64,128
+last_states materialised 2,4,256,64,128 return_last_states=True
+sigmoid materialised 2,4,256,64,128 input_gate="sigmoid", normalize=False
+odd materialised 2,4,509,64,128
+fused_odd fused 2,4,509,64,128
+splits_odd splits 2,4,509,64,128
+padded materialised 2,4,250,80,96
+fused_padded fused 2,4,250,80,96
+one_head materialised 2,1,256,64,128
+"""
+CASES = {name: row for name, *row in (row_of(line, 3) for line in rows_of(TABLE))}
+
+
+def shape_of(case):
+    return [*map(int, CASES[case][1].split(","))]
 
 
 def compiled_text(case, dtype, backward, sharding=None, function=mlstm_chunkwise):
     """The compiled text of a call with arrays (B, S, NH, ...)."""
-    shape, config, options = CASES[case]
-    options = dict(layout="BTNH", backend="triton", config=config) | options
+    config, _, options = CASES[case]
+    options = dict(layout="BTNH", backend="triton", config=CONFIGS[config]) | options
 
     def run(*x):
         return jax.tree.leaves(function(*x, **options))[0]
@@ -49,7 +58,7 @@ def compiled_text(case, dtype, backward, sharding=None, function=mlstm_chunkwise
         h, vjp = jax.vjp(run, *x)
         return h, vjp(dh)
 
-    x = call_shapes(*shape, dtype, "BTNH", sharding)
+    x = call_shapes(*shape_of(case), dtype, "BTNH", sharding)
     traced = jax.jit(both).trace(x[2], *x) if backward else jax.jit(run).trace(*x)
     return traced.lower().compile().as_text()
 
@@ -72,9 +81,8 @@ def moves(text, shape):
 
 
 def check(text, case):
-    shape, *_ = CASES[case]
-    result = moves(text, shape)
-    assert {name for name, _ in result} <= ({"pad", "slice"} if shape == PADDED else set()), result
+    result = moves(text, shape_of(case))
+    assert {name for name, _ in result} <= ({"pad", "slice"} if "padded" in case else set()), result
     assert text.count("__gpu$xla.gpu.triton") >= 3  # the kernels are there
 
 
@@ -106,7 +114,7 @@ def test_the_transposes_of_a_caller_are_seen():
         return swapped(mlstm_chunkwise(*map(swapped, x), **options | {"layout": "BNTH"}))
 
     text = compiled_for_an_h200("materialised", "bfloat16", False, function=transposed)
-    assert len(moves(text, WHOLE)) >= 4
+    assert len(moves(text, shape_of("materialised"))) >= 4
 
 
 @needs_compiler

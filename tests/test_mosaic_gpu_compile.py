@@ -1,10 +1,13 @@
 """The Mosaic GPU kernels compiled for Hopper without a GPU: spills, messages, shared memory."""
 
+import itertools
+
 import compile_report
 import jax
 import pytest
 from mosaic_gpu_cases import ALL, Recurrences, stages_on_mosaic_gpu
 from oracle import HEADS, HELPERS, needs_compiler, needs_mosaic_gpu
+from stage_calls import row_of, rows_of
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV import by_chunk
@@ -41,20 +44,27 @@ def check(kernel, usage, most_spilled):
     assert usage.shared_bytes <= H200.shared_bytes
 
 
+# For all heads: dtype and variant; for one: what is the same for others.
+VARIANTS = """
+bfloat16 exp
+bfloat16 BTNH
+bfloat16 materialised
+bfloat16 odd
+bfloat16 odd_materialised
+float16 unnormalised
+"""
+
+
 @pytest.mark.parametrize(
-    ("heads", "dtype", "variant"),
+    ("heads", "variant"),
     [
-        *(
-            (heads, "bfloat16", variant)
-            for heads in HEADS
-            for variant in ("exp", "BTNH", "materialised", "odd", "odd_materialised")
-        ),
-        *((heads, "float16", "unnormalised") for heads in HEADS),
-        *(((64, 128), "bfloat16", variant) for variant in ("packed", "sigmoid")),
+        *itertools.product(HEADS, rows_of(VARIANTS)),
+        *(((64, 128), f"bfloat16 {variant}") for variant in ("packed", "sigmoid")),
     ],
     ids=str,
 )
-def test_the_kernels_compile_at_the_planned_tiles(heads, dtype, variant):
+def test_the_kernels_compile_at_the_planned_tiles(heads, variant):
+    dtype, variant = variant.split()
     is_odd, fused = variant.startswith("odd"), not variant.endswith("materialised")
     call = compile_report.Call(
         H200,
@@ -76,24 +86,24 @@ def test_the_kernels_compile_at_the_planned_tiles(heads, dtype, variant):
         assert (usage.wgmma > 0, usage.mma) == (multiplies, 0), kernel.name
 
 
-COMPILED_RECURRENCES = {  # shape, chunk size, rows of a block of the state, stages
-    "7b": Recurrences((8, 8, 8192, 256, 512), 256, 256, 4, layout="BTNH"),
-    "7b_states": Recurrences((8, 8, 8192, 256, 512), 256, 256, 4, alone=True),
-    "b1": Recurrences((1, 8, 8192, 256, 512), 256, 128, 6),
-    "tfla": Recurrences((8, 16, 8192, 128, 256), 128, 128, 4, delta=True),
-    "tfla_stored_BTNH": Recurrences(
-        (8, 16, 8192, 128, 256), 128, 128, 4, delta=True, alone=True, layout="BTNH"
-    ),
-    "64_128": Recurrences((8, 32, 8192, 64, 128), 128, 64, 6, delta=True),
-    "few_heads": Recurrences((1, 16, 8192, 128, 256), 128, 64, 4, delta=True),
-}
+# Shape; chunk size, rows of a block of the state, stages.
+RECURRENCES = """
+8,8,8192,256,512 L=256, rows=256, num_stages=4, layout="BTNH"
+8,8,8192,256,512 L=256, rows=256, num_stages=4, alone=True
+1,8,8192,256,512 L=256, rows=128, num_stages=6
+8,16,8192,128,256 rows=128, num_stages=4, delta=True
+8,16,8192,128,256 rows=128, num_stages=4, delta=True, alone=True, layout="BTNH"
+8,32,8192,64,128 rows=64, num_stages=6, delta=True
+1,16,8192,128,256 rows=64, num_stages=4, delta=True
+"""
 
 
-@pytest.mark.parametrize("name", COMPILED_RECURRENCES)
-def test_weighted_recurrences_compile(name):
+@pytest.mark.parametrize("line", rows_of(RECURRENCES))
+def test_weighted_recurrences_compile(line):
     """Scaled operands come from registers, of which there are enough, and products do not wait for
     each other."""
-    call = COMPILED_RECURRENCES[name]
+    shape, options = row_of(line, 1)
+    call = Recurrences((*map(int, shape.split(",")),), **options)
     [(kernel, *usages)] = compile_report.mosaic_gpu_kernels(call, RELOCATABLE)
     for usage in usages:
         check(kernel, usage, 0)

@@ -209,25 +209,33 @@ def test_vector_states(NC, backward):
     test_gates.check_vector_states(call, backward)
 
 
-EXP, SIGMOID = InputGate
+# Inputs, chunk size and steps; the gate; whether sequences are packed.
+GATES = """
+resets-64-192 sigmoid
+resets-64-448 exp  # two CTAs, of which the second has fewer chunks
+plain-128-1024 exp packed  # two CTAs, which join the chunks of their head
+plain-1024-2048 exp packed  # one long chunk per CTA
+"""
+SLOW_GATES = """
+plain-512-1024 exp  # one chunk per CTA
+plain-2048-2048 exp  # five rounds
+"""
 
 
 @pytest.mark.parametrize(
-    ("case", "L", "S", "input_gate", "packed"),
+    "line",
     [
-        *((case, 64, 192, EXP, True) for case in test_gates.CASES),
-        ("resets", 64, 192, SIGMOID, False),
-        ("resets", 64, 448, EXP, False),  # two CTAs, of which the second has fewer chunks
-        ("plain", 128, 1024, EXP, True),  # two CTAs, which join the chunks of their head
-        slow("plain", 512, 1024, EXP, False),  # one chunk per CTA
-        ("plain", 1024, 2048, EXP, True),  # one long chunk per CTA
-        slow("plain", 2048, 2048, EXP, False),  # five rounds
+        *(f"{case}-64-192 exp packed" for case in test_gates.CASES),
+        *rows_of(GATES),
+        *map(slow, rows_of(SLOW_GATES)),
     ],
 )
-def test_gates_are_those_of_the_recurrence(case, L, S, input_gate, packed):
-    lengths = np.array([41, 170], "int32") if (case, S) == ("plain", 192) else None
-    form = Lowering.MOSAIC_GPU_INTERPRET
-    test_gates.check_gates(form, case, L, S, input_gate, packed, lengths)
+def test_gates_are_those_of_the_recurrence(line):
+    x, gate, *packed = line.split()
+    case, L, S = x.rsplit("-", 2)
+    lengths = np.array([41, 170], "int32") if x == "plain-64-192" else None
+    form, x = Lowering.MOSAIC_GPU_INTERPRET, (case, int(L), int(S), InputGate(gate))
+    test_gates.check_gates(form, *x, bool(packed), lengths)
 
 
 @pytest.mark.parametrize(("L", "S"), [(64, 448), slow(1024, 2048)])
@@ -236,7 +244,7 @@ def test_flags_are_those_of_the_plain_form(L, S):
 
     The forms take different logarithms.
     """
-    i, f, m, starts = test_gates.drawn(L, S, EXP, True, dict(resets=True))
+    i, f, m, starts = test_gates.drawn(L, S, InputGate.EXP, True, dict(resets=True))
     p = Problem(1, 2, S, 64, 64, L, 1.0)
 
     def run(call, **m_states):
