@@ -4,7 +4,6 @@ import dataclasses
 import math
 from typing import Any
 
-from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.planning.call_spec import CallSpec, asked_of, call_spec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.costs import launch_cost
@@ -146,7 +145,7 @@ def plan(
     options = Options(
         recompute_states_in_bw=recompute_states_in_bw,
         layout=layout,
-        backend=requested_backend(backend, facts) or "triton",
+        backend=backend,
         config=config,
         num_segments=num_segments,
     )

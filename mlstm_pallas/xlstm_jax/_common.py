@@ -6,9 +6,10 @@ of v and h, NC chunks of L steps.
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping
-from types import FunctionType, MappingProxyType
-from typing import Any, TypeVar, cast
+from types import FunctionType
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +17,19 @@ from jax import lax
 
 from mlstm_pallas.formulas import gates
 from mlstm_pallas.formulas.gates import ChunkGates, LocalGates
-from mlstm_pallas.formulas.normaliser import Normaliser, at_least, normaliser_gradients, query_scale
+from mlstm_pallas.formulas.normaliser import at_least, normaliser_gradients, query_scale
 from mlstm_pallas.planning.backend import requested_backend
-from mlstm_pallas.planning.call_spec import CallSpec
-from mlstm_pallas.planning.call_spec import call_spec as plan_call
+from mlstm_pallas.planning.call_spec import CallSpec, call_spec
 from mlstm_pallas.planning.config import KernelConfig
-from mlstm_pallas.planning.dispatch import lowerings, tiles_class
+from mlstm_pallas.planning.dispatch import lowerings
 from mlstm_pallas.planning.options import Options, option_checks
-from mlstm_pallas.prepare import pad, zeros_of
-from mlstm_pallas.problem.annotations import States
+from mlstm_pallas.prepare import pad
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals, StoredStates
 from mlstm_pallas.problem.dimensions import MIN_CHUNK_SIZE, InputGate, accumulator_dtype
 from mlstm_pallas.problem.validation import (
     INPUT_DTYPES,
     KERNEL_DTYPES,
+    Shapes,
     check_array,
     check_dtype,
     check_flag,
@@ -40,49 +40,33 @@ from mlstm_pallas.problem.validation import (
 )
 from mlstm_pallas.schedules.backward import backward as backward_schedule
 from mlstm_pallas.schedules.sharding import on_shards, sharded_alike
-from mlstm_pallas.stages import (
-    chunk_gates,
-    parallel_bw_dP,
-    parallel_bw_dQKV,
-    parallel_fw_H,
-    recurrent_bw_dC,
-    recurrent_fw_C,
-)
+from mlstm_pallas.stages import STAGES
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.stage import FIELDS, Lowering, ScaledRows
 
-# The dimensions of each array. States at chunk boundaries may include the last one.
-
-Shapes = tuple[tuple[str, ...], ...]
-STEPS: Shapes = (("B", "NH", "S"),)
-CHUNKS: Shapes = (("B", "NH", "NC", "L"),)
-QUERIES: Shapes = (("B", "NH", "S", "DHQK"),)
-VALUES: Shapes = (("B", "NH", "S", "DHHV"),)
-C_STATES: Shapes = (("B", "NH", "NC * DHQK", "DHHV"), ("B", "NH", "(NC + 1) * DHQK", "DHHV"))
-N_STATES: Shapes = (("B", "NH", "NC * DHQK"), ("B", "NH", "(NC + 1) * DHQK"))
-M_STATES: Shapes = (("B", "NH", "NC"), ("B", "NH", "(NC + 1)"))
-SEQUENCES = {"matQ": QUERIES, "matK": QUERIES, "matV": VALUES, "matDeltaH": VALUES}
-# Of arguments and results.
+# The dimensions of arguments and results. States at chunk boundaries may include the last one.
 CONTRACTS: dict[str, Shapes] = {
-    **SEQUENCES,
-    **dict.fromkeys(("matDeltaQ", "matDeltaK"), QUERIES),
-    **dict.fromkeys(("matH", "matDeltaV"), VALUES),
-    **dict.fromkeys(("vecI", "vecF", "vecA", "vecB"), CHUNKS),
-    **dict.fromkeys(("vecN_out", "vecM_out", "vecM", "vecM_combine"), STEPS),
-    **dict.fromkeys(
-        ("matC_initial", "matC_last", "matDeltaC_initial", "matDeltaC_last"),
-        (("B", "NH", "DHQK", "DHHV"),),
-    ),
-    **dict.fromkeys(("vecN_initial", "vecN_last", "vecDeltaN_initial"), (("B", "NH", "DHQK"),)),
-    **dict.fromkeys(("scaM_initial", "scaMinter_initial"), (("B", "NH"),)),
-    **dict.fromkeys(("matC_states", "matC_all", "matDeltaC_states"), C_STATES),
-    **dict.fromkeys(("vecN_states", "vecN_all"), N_STATES),
-    **dict.fromkeys(("scaM_states", "scaMinter_states", "scaM_inter", "scaM_all"), M_STATES),
+    name: [dims.split(", ") for dims in shapes.split(" or ")]
+    for shapes, names in {
+        "B, NH, S, DHQK": "matQ matK matDeltaQ matDeltaK",
+        "B, NH, S, DHHV": "matV matH matDeltaH matDeltaV",
+        "B, NH, NC, L": "vecI vecF vecA vecB",
+        "B, NH, S": "vecN_out vecN_with_eps vecM_out vecM vecM_combine vecDeltaI vecDeltaF",
+        "B, NH, NC * DHQK, DHHV or B, NH, (NC + 1) * DHQK, DHHV": (
+            "matC_states matC_all matDeltaC_states matDeltaC_all"
+        ),
+        "B, NH, NC * DHQK or B, NH, (NC + 1) * DHQK": "vecN_states vecN_all",
+        "B, NH, NC or B, NH, (NC + 1)": "scaM_states scaM_all scaM_inter scaMinter_states",
+        "B, NH, DHQK, DHHV": "matC_initial matC_last matDeltaC_initial matDeltaC_last",
+        "B, NH, DHQK": "vecN_initial vecN_last vecDeltaN_initial",
+        "B, NH": "scaM_initial scaMinter_initial scaM_last scaDeltaM_initial",
+    }.items()
+    for name in names.split()
 }
-# What replaces those of the gates where they are pre-activations.
-PREACTIVATIONS = {"vecI": STEPS, "vecF": STEPS}
-# These, and initial states, may be None in every function that has them.
-OPTIONAL = ("scaM_states", "vecM_out", "matDeltaC_last")
+SEQUENCES = "matQ", "matK", "matV", "matDeltaH"
+STATES = "matC_states", "vecN_states", "scaM_states"
+# What the flags add to the results.
+ASKED = {"return_last_states": ("matC_last", "vecN_last", "scaM_last"), "return_all_states": STATES}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Arguments = Mapping[str, Any]  # of a documented function, by name
@@ -91,14 +75,15 @@ Arrays = dict[str, Any]
 
 def renamed(function: Function, name: str, module: str) -> Function:
     """A copy under another name, which error messages about its arguments then show."""
-    original = cast(FunctionType, function)
+    original: Any = function
     code = original.__code__.replace(co_name=name, co_qualname=name)
-    copy = FunctionType(
+    copy: Any = FunctionType(
         code, original.__globals__, name, original.__defaults__, original.__closure__
     )
     copy.__doc__, copy.__annotations__ = original.__doc__, original.__annotations__
     copy.__module__ = module
-    return cast(Function, copy)
+    renamed: Function = copy
+    return renamed
 
 
 def check_output_dtype(name: str, x: Any) -> jnp.dtype:
@@ -123,6 +108,11 @@ STATICS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
+def canonical(name: str) -> str:
+    """The name of an argument of a stage in all systems."""
+    return re.sub("_(all|inter)$", "_states", name.replace("scaMinter", "scaM"))
+
+
 def check_statics(arguments: Arguments) -> dict[str, Any]:
     """Checks the arguments that are no arrays; returns them by lower-case name, a None left out."""
     checked = {}
@@ -133,342 +123,241 @@ def check_statics(arguments: Arguments) -> dict[str, Any]:
     return checked
 
 
-def check_arguments(
-    arguments: Arguments,
-    chunk_size: int,
-    num_chunks: int | None,
-    contracts: Mapping[str, Shapes],
-    optional: tuple[str, ...],
+def check_arrays(
+    arrays: Arguments, contracts: Mapping[str, Shapes], statics: Arguments
 ) -> dict[str, int]:
-    """Checks the arrays; returns the sizes of the dimensions."""
-    arrays = {name: x for name, x in arguments.items() if name in contracts}
+    """Checks the arrays, of which some may be None; returns the sizes of the dimensions.
+
+    The first is q or k, in whose dtype the stages compute.
+    """
     initial = {name: x for name, x in arrays.items() if name.endswith("_initial")}
     check_states_complete(initial)
-    for name, x in list(arrays.items()):
+    first, optional = next(iter(arrays)), "vecM_out|matDeltaC_last|.*_initial"
+    if initial:  # from which the other states follow
+        optional += "|.*_states|.*_all"
+    for name, x in arrays.items():
         if x is not None:
             listed = KERNEL_DTYPES if name in SEQUENCES else INPUT_DTYPES
-            check_array(name, x, listed, cast_from=INPUT_DTYPES)
-        elif name in (*OPTIONAL, *optional, *initial):
-            del arrays[name]
-        else:
+            cast_from = () if name == first else INPUT_DTYPES
+            check_array(name, x, listed, requested_backend(), cast_from=cast_from)
+        elif not re.fullmatch(optional, name):
             raise ValueError(
                 f"{name} is None, expected an array of shape ({', '.join(contracts[name][0])})"
             )
-    sizes = check_shapes({name: x for name, x in arrays.items() if name in SEQUENCES}, SEQUENCES)
-    S, DHQK, NC = sizes["S"], sizes["DHQK"], sizes["S"] // chunk_size
-    if S % chunk_size or num_chunks not in (None, NC):
-        name, count = next(iter(arrays)), "" if num_chunks is None else f"{num_chunks} "
+    sizes = check_shapes({name: arrays[name] for name in SEQUENCES if name in arrays}, contracts)
+    S, DHQK, L = sizes["S"], sizes["DHQK"], statics["chunk_size"]
+    NC = S // L
+    if S % L or statics.get("num_chunks", NC) != NC:
+        count = f"{statics['num_chunks']} " if "num_chunks" in statics else ""
         raise ValueError(
-            f"{name} has shape {tuple(arrays[name].shape)}, expected S = {S} to be {count}chunks "
-            f"of {chunk_size} steps"
+            f"{first} has shape {tuple(arrays[first].shape)}, expected S = {S} to be {count}chunks "
+            f"of {L} steps"
         )
-    sizes |= {"NC": NC, "(NC + 1)": NC + 1, "L": chunk_size}
-    sizes |= {f"{n} * DHQK": sizes[n] * DHQK for n in ("NC", "(NC + 1)")}
+    sizes |= {"NC": NC, "(NC + 1)": NC + 1, "L": L, "DHV": sizes["DHHV"]}
+    sizes |= {"NC * DHQK": NC * DHQK, "(NC + 1) * DHQK": (NC + 1) * DHQK}
     return check_shapes(arrays, contracts, sizes)
 
 
-def call_spec(
-    arguments: Arguments,
-    *,
-    optional: tuple[str, ...] = (),
-    tiles_of: str | None = None,
-    tile_arguments: Mapping[str, str] = MappingProxyType({}),
-    shapes: Mapping[str, Shapes] = MappingProxyType({}),
-) -> CallSpec:
-    """Checks the arguments and makes the CallSpec.
+def run(
+    stage: Callable[..., Arrays], arguments: Arguments, *names: Any, **tiles: str
+) -> tuple[Any, ...]:
+    """The results of a stage for the arguments of a documented function, which it checks.
+
+    Initial states that are None are zeros.
 
     Args:
-      optional: arrays that may be None, beside OPTIONAL.
-      tiles_of: the stage whose Triton kernel has the arguments as tiles, unless they are None.
-        What the kernel does not read is ignored.
-      tile_arguments: the arguments whose tiles have another name in the kernel, by that name.
-      shapes: shapes of arguments that replace those in CONTRACTS.
+      stage: one of this module. It has the name of the kernel whose tiles the arguments may have.
+      names: of the results. An argument of the name of a result is a buffer, which is not read.
+        Flags among the arguments add ``ASKED``.
+      tiles: the arguments that are fields of the kernel's tiles under another name, by field; "":
+        none is.
     """
     statics = check_statics(arguments)
-    sizes = check_arguments(
-        arguments,
-        statics["chunk_size"],
-        statics.get("num_chunks"),
-        {**CONTRACTS, **shapes},
-        optional,
+    arrays = {name: x for name, x in arguments.items() if name in CONTRACTS}
+    contracts = {name: CONTRACTS[name][canonical(name) in names :] for name in arrays}
+    if "num_chunks" not in statics:
+        contracts["vecF"] = CONTRACTS["vecM"]
+    if stage.__name__ not in STAGES:
+        contracts["vecI"] = CONTRACTS["vecM"]
+    sizes = check_arrays(arrays, contracts, statics)
+    fields: Arrays = {x: statics[name] for x in FIELDS if (name := tiles.get(x, x)) in statics}
+    fields = {f"triton_{stage.__name__}": fields} if fields else {}
+    # In the backward functions the denominator, to which eps is added, is a constant.
+    options = dict(eps=0.0, norm_val=float("vecN_out" not in arrays)) | statics
+    options |= dict(config=KernelConfig(**fields), recompute_states_in_bw=False)
+    spec = call_spec(
+        Options(**{name: options[name] for name in vars(Options()) if name in options}),
+        sizes,
+        next(iter(arrays.values())).dtype,
+        has_initial_state=arrays.get("matC_initial") is not None,
     )
-    sizes["DHV"] = sizes["DHHV"]
-    backend = requested_backend()
-    first = next(name for name in arguments if name in SEQUENCES)
-    check_array(first, arguments[first], KERNEL_DTYPES, backend)
-    overrides: dict[str, Any] = {}
-    if backend != "xla" and tiles_of and (kernel := tiles_class(tiles_of, "triton")):
-        fields = kernel.__dataclass_fields__
-        names = {field: tile_arguments.get(field, field) for field in fields}
-        overrides[f"triton_{tiles_of}"] = {
-            field: statics[name] for field, name in names.items() if name in statics
-        }
-    options = {"eps": 0.0, **statics, "config": KernelConfig(fused=False, **overrides)}
-    options |= dict(return_last_states=True, recompute_states_in_bw=False)
-    if "vecN_out" in arguments:  # the denominator, to which eps is added, is a constant
-        options["norm_val"] = 0.0
-    dtype = arguments[first].dtype
-    known = {x.name for x in dataclasses.fields(Options)}
-    spec = plan_call(Options(**{x: y for x, y in options.items() if x in known}), sizes, dtype)
     if "qk_scale" in statics:
         problem = dataclasses.replace(spec.problem, qk_scale=statics["qk_scale"])
         spec = dataclasses.replace(spec, problem=problem)
-    return spec
-
-
-# The stages. They read the arrays of a shard, (B * NH, ...), from a dict. In all systems the states
-# are called matC_states, vecN_states and scaM_states there, and the initial m scaM_initial.
-
-_STATES = {"_all": "_states", "_inter": "_states", "scaMinter": "scaM"}
-_INITIAL = "matC_initial", "vecN_initial", "scaM_initial"
-_NO_DERIVATIVE = (
-    "the documented stages and passes have no derivatives; use those of "
-    "mlstm_pallas.mlstm_chunkwise or of _mlstm_chunkwise_fwbw_generator"
-)
-
-
-def _head_dims(name: str) -> list[str]:
-    """The head dimensions among the axes of an array, which are the last ones."""
-    (dims, *_) = CONTRACTS.get(name, ((),))
-    return [dim[-4:] for dim in dims if dim[-4:] in ("DHQK", "DHHV")]
-
-
-def _on_shard(
-    spec: CallSpec, lowering: Lowering, x: Arrays, *, stage: Callable[..., Arrays], **statics: Any
-) -> Arrays:
-    """stage(spec, lowering, x, **statics) with arrays as the documents have them.
-
-    In the stage heads are padded, and chunks and rows of states are two axes. q, k, v, dh and
-    stored C and dC have the kernel dtype, all other arrays the dtype of the accumulator.
-    """
-    p, acc = spec.problem, accumulator_dtype(spec.dtype)
-    DHQK = next(x[name] for name in ("matQ", "matK") if name in x).shape[-1]
-    DHHV = next(x[name] for name in ("matV", "matDeltaH") if name in x).shape[-1]
-    heads = dict(DHQK=DHQK, DHHV=DHHV)
-
-    def has_rows(name: str) -> bool:
-        return name.endswith("_states") and name != "scaM_states"
-
-    def padded(name: str, y: jax.Array) -> jax.Array:
-        in_kernel_dtype = name in SEQUENCES or CONTRACTS[name] is C_STATES
-        if has_rows(name):
-            y = y.reshape(p.BNH, -1, DHQK, *y.shape[2:])
-        sizes = (getattr(p, dim) for dim in _head_dims(name))
-        return pad(y, spec.dtype if in_kernel_dtype else acc, *sizes)
-
-    def documented(name: str, y: jax.Array) -> jax.Array:
-        y = y[(..., *(slice(heads[dim]) for dim in _head_dims(name)))]
-        return y.reshape(y.shape[0], -1, *y.shape[3:]) if has_rows(name) else y
-
-    results = stage(spec, lowering, {name: padded(name, y) for name, y in x.items()}, **statics)
-    return {name: documented(name, y) for name, y in results.items()}
-
-
-def run_stage(
-    stage: Callable[..., Arrays],
-    arguments: Arguments,
-    spec: CallSpec | None = None,
-    **statics: Any,
-) -> Arrays:
-    """The results of a stage by name. Initial states that are None are zeros.
-
-    Args:
-      spec: None: ``call_spec(arguments)``.
-      statics: keywords of the stage.
-    """
-    spec = spec or call_spec(arguments)
-    x = {name: y for name, y in arguments.items() if name in CONTRACTS}
-    for old, new in _STATES.items():
-        x = {name.replace(old, new): y for name, y in x.items()}
-    if _INITIAL[0] in x and x[_INITIAL[0]] is None:
-        (*heads, _, DHQK), DHHV = x["matK"].shape, x["matV"].shape[-1]
-        acc = accumulator_dtype(spec.dtype)
-        shapes = (DHQK, DHHV), (DHQK,), ()
-        x |= {n: zeros_of((*heads, *s), acc) for n, s in zip(_INITIAL, shapes, strict=True)}
-    x = {name: jnp.asarray(y) for name, y in x.items() if y is not None}
-    results: Arrays = _run_stage(spec, x, stage=stage, **statics)
+    results: tuple[Any, ...] = _run(
+        spec,
+        {canonical(name): x for name, x in arrays.items() if canonical(name) not in names},
+        stage=stage,
+        names=(*names, *(ASKED[flag] for flag in ASKED if statics.get(flag))),
+        output_dtype=statics.get("output_dtype", spec.dtype),
+    )
     return results
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("stage", "output_dtype"))
-def _run_stage(spec: CallSpec, x: Arrays, **statics: Any) -> Any:
-    x = sharded_alike(spec, x)
-    return on_shards(_on_shard, spec, x, message=_NO_DERIVATIVE, **statics)
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("stage", "names", "output_dtype"))
+def _run(spec: CallSpec, x: Arrays, **statics: Any) -> Any:
+    message = (
+        "the documented stages and passes have no derivatives; use those of "
+        "mlstm_pallas.mlstm_chunkwise or of _mlstm_chunkwise_fwbw_generator"
+    )
+    return on_shards(_on_shard, spec, sharded_alike(spec, x), message=message, **statics)
 
 
-def documented_gates(spec: CallSpec, x: Arrays) -> ChunkGates:
-    """The gates, if a pass has them already, otherwise from vecI, vecF or vecB, and m.
+def _on_shard(
+    spec: CallSpec, lowering: Lowering, x: Arrays, *, stage: Any, names: Any, output_dtype: Any
+) -> Any:
+    """The results of a stage, as the documents have them.
+
+    In the stage heads are padded, and chunks and rows of states are two axes. q, k, v, dh and C and
+    dC before and after each chunk have the kernel dtype, all other arrays that of the accumulator.
+    """
+    p, acc = spec.problem, accumulator_dtype(spec.dtype)
+    heads = {CONTRACTS[name][0][-1]: y.shape[-1] for name, y in x.items() if name in SEQUENCES}
+
+    def head_dims(name: str) -> list[str]:
+        return [dim[-4:] for dim in CONTRACTS[name][0] if dim[-4:] in heads]
+
+    def padded(name: str, y: jax.Array | None) -> jax.Array:
+        if y is None:
+            y = jnp.zeros((p.BNH, *map(heads.get, head_dims(name))))
+        if "NC * DHQK" in CONTRACTS[name][0]:
+            rows = p.NC * heads["DHQK"]
+            y = y[:, -rows:] if "Delta" in name else y[:, :rows]
+            y = y.reshape(p.BNH, p.NC, heads["DHQK"], *y.shape[2:])
+        dtype = spec.dtype if name in SEQUENCES or name.endswith("C_states") else acc
+        return pad(y, dtype, *(getattr(p, dim) for dim in head_dims(name)))
+
+    def documented(name: str) -> jax.Array:
+        y: jax.Array = results[name][(..., *(slice(heads[dim]) for dim in head_dims(name)))]
+        return lax.collapse(y, 1, 3) if "NC * DHQK" in CONTRACTS[name][0] else y
+
+    given = {name: padded(name, y) for name, y in x.items() if y is not None or "_initial" in name}
+    if stage.__name__ in STAGES:
+        given |= _with_fields(_gates(spec, given))
+    results = stage(spec, lowering, given | dict(output_dtype=output_dtype))
+    return jax.tree.map(documented, names)
+
+
+def _gates(spec: CallSpec, x: Arrays) -> ChunkGates:
+    """The gates from vecI, vecF or vecB, and m.
 
     vecI may be the m_t of every step. m_t - b_t equals its running maximum, so with m_t all but e
     and abar are right. vecF is pre-activations (B * NH, S) or log sigmoid(f) (B * NH, NC, L). vecB
     is its running sums within each chunk, which are finite. m is the first one (B * NH,), or those
     of the chunk boundaries, (B * NH, NC) or (B * NH, NC + 1).
     """
-    if "gates" in x:
-        return cast(ChunkGates, x["gates"])
-    chunks = spec.problem.BNH, spec.problem.NC, spec.problem.L
-    i = x["vecI" if "vecI" in x else "vecM"].reshape(chunks)
-    m = x["scaM_states" if "scaM_states" in x else "scaM_initial"]
+    p = spec.problem
+    i = x["vecI"] if "vecI" in x else x["vecM"].reshape(p.BNH, p.NC, p.L)
+    m = x["scaM_initial"][:, None] if "scaM_initial" in x else x["scaM_states"]
     if "vecB" in x:
-        zeros = jnp.zeros_like(i)
-        b = x["vecB"], zeros
-        e = gates.add_two_floats((i, zeros), (-b[0], -b[1]))
-        local = LocalGates(b, e, lax.associative_scan(gates.max_two_floats, e, axis=-1), zeros)
+        e, zeros = gates.two_sum(i, -x["vecB"]), jnp.zeros_like(i)
+        e_max = lax.associative_scan(gates.max_two_floats, e, axis=-1)
+        local = LocalGates((x["vecB"], zeros), e, e_max, zeros)
     elif x["vecF"].ndim == 2:
-        logs = gates.log_gates(i, x["vecF"].reshape(chunks), InputGate.EXP)
+        logs = gates.log_gates(i, x["vecF"].reshape(i.shape), InputGate.EXP)
         local = gates.local_gates(*logs)
     else:
         reset = x["vecF"] <= gates.MASKED
         local = gates.local_gates(i, jnp.where(reset, 0.0, x["vecF"]), reset)
-    if m.ndim == 1:
-        m = gates.stabiliser_scan(local, m)
-    elif m.shape[-1] == chunks[1]:
-        last_chunk = jax.tree.map(lambda y: y[:, -1:], local)
-        m = jnp.concatenate([m[:, :-1], gates.stabiliser_scan(last_chunk, m[:, -1])], axis=-1)
+    known = m.shape[1] - 1
+    rest = jax.tree.map(lambda y: y[:, known:], local)
+    m = jnp.append(m[:, :known], gates.stabiliser_scan(rest, m[:, known]), axis=1)
     return gates.join_chunks(local, m)
 
 
-def states(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
+def _with_fields(g: ChunkGates) -> Arrays:
+    """The gates, and their fields per step."""
+    return dict(gates=g, **g.per_step()._asdict())
+
+
+# The stages: from arrays of a shard, (B * NH, ...), by name, to their results by name.
+
+
+def _core(spec: CallSpec, lowering: Lowering, name: str, x: Arrays, **options: Any) -> Any:
+    """Runs a stage of the core. Its operands are found in x by name; None: x lacks them."""
+    operands = STAGES[name].operands
+    return spec.stage(name, lowering)(operands(*map(x.get, operands._fields)), **options)
+
+
+def recurrent_fw_C(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     """The states at the chunk boundaries, C in the kernel dtype; the last C and n in float32."""
-    g = documented_gates(spec, x)
-    C, C_last, n, n_last = spec.stage("recurrent_fw_C", lowering)(
-        recurrent_fw_C.Operands(
-            matK=x["matK"],
-            matV=x["matV"],
-            vecAbar=g.per_step().vecAbar,
-            scaGamma=g.scaGamma,
-            matC_initial=x["matC_initial"],
-            vecN_initial=x["vecN_initial"],
-        )
-    )
+    C, C_last, n, n_last = _core(spec, lowering, "recurrent_fw_C", x)
     return dict(
-        matC_states=jnp.concatenate([C, C_last[:, None].astype(C.dtype)], axis=1),
-        vecN_states=jnp.concatenate([n, n_last[:, None]], axis=1),
-        scaM_states=g.scaM_states,
+        matC_states=jnp.append(C, C_last[:, None].astype(C.dtype), axis=1),
+        vecN_states=jnp.append(n, n_last[:, None], axis=1),
+        scaM_states=x["scaM_states"],
         matC_last=C_last,
         vecN_last=n_last,
-        scaM_last=g.scaM_states[:, -1],
+        scaM_last=x["scaM_states"][:, -1],
     )
 
 
-def boundary_states(arguments: Arguments, spec: CallSpec | None = None) -> States:
-    """C, n and m at the chunk boundaries."""
-    x = run_stage(states, arguments, spec)
-    return x["matC_states"], x["vecN_states"], x["scaM_states"]
-
-
-def outputs(spec: CallSpec, lowering: Lowering, x: Arrays, output_dtype: Any = None) -> Arrays:
-    """H in the output dtype, None: the kernel's; its denominator without eps; m of every step."""
-    g, NC = documented_gates(spec, x), spec.problem.NC
-    normaliser = cast(Normaliser, spec.normaliser)  # the documented stages always have one
+def parallel_fw_H(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
+    """H in the output dtype; its denominator without and with eps; m of every step."""
+    normaliser: Any = spec.normaliser
     options = {}
-    if output_dtype is not None and jnp.dtype(output_dtype) != spec.dtype:
-        options = {"output_dtype": output_dtype}
+    if x["output_dtype"] != spec.dtype:
+        options = {"output_dtype": x["output_dtype"]}
         if lowering.folder == "mosaic_gpu":  # whose kernel writes H in its own dtype alone
             lowering = lowerings(lowering)[1]
-    H, z = spec.stage("parallel_fw_H", lowering)(
-        parallel_fw_H.Operands(
-            matQ=x["matQ"],
-            matK=x["matK"],
-            matV=x["matV"],
-            gates=g,
-            matC_states=x["matC_states"][:, :NC],
-            vecN_states=x["vecN_states"][:, :NC],
-        ),
-        normaliser=normaliser,
-        **options,
-    )
-    m = g.per_step().vecM
-    return dict(matH=H, vecN_out=at_least(jnp.abs(z), normaliser.floor(m)), vecM_out=m)
+    H, z = _core(spec, lowering, "parallel_fw_H", x, normaliser=normaliser, **options)
+    den, m = at_least(jnp.abs(z), normaliser.floor(x["vecM"])), x["vecM"]
+    return dict(matH=H, vecN_out=den, vecN_with_eps=den + spec.eps, vecM_out=m)
 
 
-def state_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
-    """The gradients of C after each chunk, in the kernel dtype, and of the first C, float32."""
-    g = documented_gates(spec, x)
-    rows = g.per_step()
-    gradients = normaliser_gradients(spec.normaliser, None, x["vecN_out"], rows.vecM)
-    r = query_scale(rows.vecW, spec.problem.qk_scale, gradients.vecInvDen)
-    dC, dC_initial, *_ = spec.stage("recurrent_bw_dC", lowering)(
-        recurrent_bw_dC.Operands(
-            queries=ScaledRows(x["matQ"], r),
-            matDeltaH=x["matDeltaH"],
-            scaGamma=g.scaGamma,
-            matDeltaC_last=x.get("matDeltaC_last"),
-            keys=None,
-            matV=None,
-            matC_initial=None,
-        )
-    )
-    return dict(matDeltaC_states=dC, matDeltaC_initial=dC_initial)
+def recurrent_bw_dC(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
+    """The gradients of C after each chunk, in the kernel dtype, and of the first C, float32.
+
+    Also those at all chunk boundaries, in the kernel dtype.
+    """
+    gradients = normaliser_gradients(spec.normaliser, None, x["vecN_out"], x["vecM"])
+    r = query_scale(x["vecW"], spec.problem.qk_scale, gradients.vecInvDen)
+    x |= dict(queries=ScaledRows(x["matQ"], r))
+    dC, dC_initial, *_ = _core(spec, lowering, "recurrent_bw_dC", x)
+    every = jnp.append(dC_initial[:, None].astype(dC.dtype), dC, axis=1)
+    return dict(matDeltaC_states=dC, matDeltaC_initial=dC_initial, matDeltaC_all=every)
 
 
-def boundary_gradients(arguments: Arguments, spec: CallSpec | None = None) -> jax.Array:
-    """The gradients of C at the chunk boundaries, in the kernel dtype."""
-    x = run_stage(state_gradients, arguments, spec)
-    dC: jax.Array = x["matDeltaC_states"]
-    return jnp.concatenate([x["matDeltaC_initial"].astype(dC.dtype), dC], axis=2)
-
-
-def input_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
+def parallel_bw_dQKV(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     """dQ, dK and dV in the kernel dtype, from C before and the gradients of C after each chunk."""
-    p, g = spec.problem, documented_gates(spec, x)
-    operands = {name: x[name] for name in ("matQ", "matK", "matV", "matDeltaH")} | dict(gates=g)
-    if spec.recomputes_scores(lowering):
-        tiles = ScoreGradients()
-    else:
-        tiles = spec.stage("parallel_bw_dP", lowering)(
-            parallel_bw_dP.Operands(**operands, matH=None, vecZ=x["vecN_out"]),
-            normaliser=spec.normaliser,
-            return_keys=False,
-        )
+    p, scores = spec.problem, ScoreGradients()
+    if not spec.recomputes_scores(lowering):
+        options = dict(normaliser=spec.normaliser, return_keys=False)
+        scores = _core(spec, lowering, "parallel_bw_dP", x | dict(vecZ=x["vecN_out"]), **options)
     # dz is 0, so n does not matter, and its gradient is 0.
-    n = jnp.zeros((p.BNH, p.NC, p.DHQK), g.vecW.dtype)
-    C, dC = x["matC_states"][:, : p.NC], x["matDeltaC_states"][:, -p.NC :]
-    dq, dk, dv, *_ = spec.stage("parallel_bw_dQKV", lowering)(
-        parallel_bw_dQKV.Operands(
-            **operands,
-            normaliser_gradients=normaliser_gradients(
-                spec.normaliser, None, x["vecN_out"], g.per_step().vecM
-            ),
-            scores=tiles,
-            matC_states=C,
-            vecN_states=n,
-            matDeltaC_states=dC,
-            vecDeltaN_states=n,
-        )
+    n = jnp.zeros((p.BNH, p.NC, p.DHQK), x["vecW"].dtype)
+    x |= dict(
+        scores=scores,
+        normaliser_gradients=normaliser_gradients(spec.normaliser, None, x["vecN_out"], x["vecM"]),
+        vecN_states=n,
+        vecDeltaN_states=n,
     )
+    dq, dk, dv, *_ = _core(spec, lowering, "parallel_bw_dQKV", x)
     return dict(matDeltaQ=dq, matDeltaK=dk, matDeltaV=dv)
 
 
 # The passes: vecI, vecF are pre-activations (B, NH, S), infinite ones included.
 
-_INPUTS = ("matQ", "matK", "matV", "vecI", "vecF", *_INITIAL)
-_GRADIENTS = tuple(f"{name[:3]}Delta{name[3:]}" for name in _INPUTS)
+_INPUTS = "matQ", "matK", "matV", "vecI", "vecF", "matC_initial", "vecN_initial", "scaM_initial"
+_GRADIENTS = {name: f"{name[:3]}Delta{name[3:]}" for name in _INPUTS}
 
 
-def forward(arguments: Arguments) -> tuple[Any, ...]:
-    """H, its denominator without eps, every m, the last m; then states as the arguments ask.
-
-    These are the last (C, n, m), with return_last_states, and those at all chunk boundaries, with
-    return_all_states.
-    """
-    spec = call_spec(arguments, shapes=PREACTIVATIONS)
-    x = run_stage(_forward, arguments, spec, output_dtype=arguments.get("output_dtype"))
-    asked = (
-        tuple(x[f"{name}_{suffix}"] for name in ("matC", "vecN", "scaM"))
-        for flag, suffix in (("return_last_states", "last"), ("return_all_states", "states"))
-        if arguments[flag]
-    )
-    return x["matH"], x["vecN_out"], x["vecM_out"], x["scaM_last"], *asked
-
-
-def _forward(spec: CallSpec, lowering: Lowering, x: Arrays, output_dtype: Any = None) -> Arrays:
-    gates = spec.stage("chunk_gates", lowering)(
-        chunk_gates.Operands(**{name: x[name] for name in ("vecI", "vecF", "scaM_initial")})
-    )
-    x = x | dict(gates=gates)
-    results = states(spec, lowering, x)
-    return results | outputs(spec, lowering, x | results, output_dtype)
+def forward(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
+    """The results of recurrent_fw_C and parallel_fw_H."""
+    x |= _with_fields(_core(spec, lowering, "chunk_gates", x))
+    states = recurrent_fw_C(spec, lowering, x)
+    x |= {name: states[name][:, : spec.problem.NC] for name in ("matC_states", "vecN_states")}
+    return states | parallel_fw_H(spec, lowering, x)
 
 
 def backward(arguments: Arguments) -> tuple[jax.Array, ...]:
@@ -476,35 +365,19 @@ def backward(arguments: Arguments) -> tuple[jax.Array, ...]:
 
     The states before each chunk are recomputed where they are None.
     """
-    spec = call_spec(
-        arguments,
-        optional=("matC_states", "matC_all"),
-        shapes=PREACTIVATIONS,
-    )
-    C = arguments.get("matC_states", arguments.get("matC_all"))
-    spec = dataclasses.replace(
-        spec,
-        has_initial_state=arguments["matC_initial"] is not None,
-        return_last_states=False,
-        recompute_states_in_bw=C is None,
-    )
-    gradients, inputs = run_stage(_backward, arguments, spec), map(arguments.get, _INPUTS)
-    return tuple(
-        gradients[name].astype(x.dtype)
-        for name, x in zip(_GRADIENTS, inputs, strict=True)
-        if x is not None
-    )
+    inputs = {name: arguments[name] for name in _INPUTS if arguments[name] is not None}
+    gradients = run(_backward, arguments, *map(_GRADIENTS.get, inputs))
+    return tuple(y.astype(x.dtype) for x, y in zip(inputs.values(), gradients, strict=True))
 
 
 def _backward(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     """The exact backward pass with a constant denominator, vecN_out + eps."""
+    spec = dataclasses.replace(spec, recompute_states_in_bw="matC_states" not in x)
     p, n = spec.problem, x["vecN_initial"]
-    C = x["matC_states"][:, : p.NC] if "matC_states" in x else None
     # dz is 0, so n does not matter.
-    no_n = jnp.zeros_like(n)
-    stored = StoredStates(C, jnp.zeros((p.BNH, p.NC, p.DHQK), n.dtype), None, None, no_n)
+    n_states = jnp.zeros((p.BNH, p.NC, p.DHQK), n.dtype)
+    stored = StoredStates(x.get("matC_states"), n_states, None, None, None)
+    last = LastStates(x.get("matDeltaC_last"), jnp.zeros_like(n), None)
     residuals = Residuals(Inputs(*(x[name] for name in _INPUTS)), None, x["vecN_out"], stored)
-    last = LastStates(x.get("matDeltaC_last"), no_n, None)
     dx = backward_schedule(spec, lowering, residuals, Cotangents(x["matDeltaH"], last))
-    named = zip(_GRADIENTS, dx, strict=False)
-    return {name: y for name, y in named if y is not None}
+    return dict(zip(_GRADIENTS.values(), dx, strict=False))

@@ -21,12 +21,16 @@ from typing import Any
 import jax
 
 from mlstm_pallas.problem.annotations import Array, States
-from mlstm_pallas.xlstm_jax import _common
 from mlstm_pallas.xlstm_jax._common import (
-    CONTRACTS,
-    call_spec,
+    STATES,
+    backward,
+    forward,
+    parallel_bw_dQKV,
+    parallel_fw_H,
+    recurrent_bw_dC,
+    recurrent_fw_C,
     renamed,
-    run_stage,
+    run,
 )
 from mlstm_pallas.xlstm_jax.triton_stablef import (
     _get_chunkwise_fwbw_kernel,
@@ -66,16 +70,9 @@ def _mlstm_chunkwise__recurrent_fw_C(
       matC_initial, vecN_initial, scaMinter_initial: (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH);
         all or none (zeros).
     """
-    arguments = locals()
-    names = "matC_states", "vecN_states", "scaMinter_states"
-    shapes = {name: CONTRACTS[name][1:] for name in names}
-    spec = call_spec(arguments, optional=names, shapes=shapes)
-    buffers = [arguments.pop(name) for name in names]
-    C, n, m = (
-        x if buffer is None else x.astype(buffer.dtype)
-        for x, buffer in zip(_common.boundary_states(arguments, spec), buffers, strict=True)
-    )
-    return C, n, m
+    states = run(recurrent_fw_C, locals(), *STATES)
+    pairs = zip(states, (matC_states, vecN_states, scaMinter_states), strict=True)
+    return tuple(x if buffer is None else x.astype(buffer.dtype) for x, buffer in pairs)
 
 
 def _mlstm_chunkwise__parallel_fw_H(
@@ -84,8 +81,7 @@ def _mlstm_chunkwise__parallel_fw_H(
     CHUNK_SIZE: int = 64, NUM_CHUNKS: int = 1, EPS: float = 1e-6,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """H (B, NH, S, DHHV) in the dtype of matQ, and vecN_out, from the states before each chunk."""
-    x = run_stage(_common.outputs, locals())
-    return x["matH"], x["vecN_out"]
+    return run(parallel_fw_H, locals(), "matH", "vecN_out")
 
 
 def _mlstm_chunkwise_fw(
@@ -100,8 +96,7 @@ def _mlstm_chunkwise_fw(
     vecI, vecF: pre-activations (B, NH, S). return_last_states adds the last states (C, N, M) in
     float32, and return_all_states adds the states at all chunk boundaries.
     """
-    H, vecN_out, _, scaM_last, *states = _common.forward(locals())
-    return H, vecN_out, scaM_last, *states
+    return run(forward, locals(), "matH", "vecN_out", "scaM_last")
 
 
 def _mlstm_chunkwise__recurrent_bw_dC(
@@ -113,7 +108,8 @@ def _mlstm_chunkwise__recurrent_bw_dC(
 
     matDeltaC_last: the gradient of the last C, (B, NH, DHQK, DHHV).
     """
-    return _common.boundary_gradients(locals())
+    dC: jax.Array = run(recurrent_bw_dC, locals(), "matDeltaC_all")[0]
+    return dC
 
 
 def _mlstm_chunkwise__parallel_bw_dQKV(
@@ -126,8 +122,7 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
     matC_states are before each chunk and matDeltaC_states after each chunk, or both are at all
     boundaries.
     """
-    x = run_stage(_common.input_gradients, locals())
-    return x["matDeltaQ"], x["matDeltaK"], x["matDeltaV"]
+    return run(parallel_bw_dQKV, locals(), "matDeltaQ", "matDeltaK", "matDeltaV")
 
 
 def _mlstm_chunkwise_bw(
@@ -143,4 +138,4 @@ def _mlstm_chunkwise_bw(
     See ``triton_stablef._mlstm_chunkwise_bw``. vecN_out is required; it is the one that
     ``_mlstm_chunkwise_fw`` returns, and EPS is added to it.
     """
-    return _common.backward(locals())
+    return backward(locals())

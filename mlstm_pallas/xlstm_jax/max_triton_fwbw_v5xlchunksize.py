@@ -25,8 +25,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mlstm_pallas.problem.annotations import Array, States
-from mlstm_pallas.xlstm_jax import _common
-from mlstm_pallas.xlstm_jax._common import STEPS, call_spec, renamed, run_stage
+from mlstm_pallas.xlstm_jax._common import (
+    STATES,
+    backward,
+    forward,
+    parallel_bw_dQKV,
+    parallel_fw_H,
+    recurrent_bw_dC,
+    recurrent_fw_C,
+    renamed,
+    run,
+)
 from mlstm_pallas.xlstm_jax.triton_stablef import (
     _get_chunkwise_fwbw_kernel,
     _mlstm_chunkwise_fwbw_generator,
@@ -48,7 +57,6 @@ __all__ = [
     "mlstm_chunkwise_max_triton",
 ]
 
-SHAPES = {"vecF": STEPS}  # of the stages that have it
 
 mlstm_chunkwise_max_triton = renamed(
     mlstm_chunkwise_triton_stablef, "mlstm_chunkwise_max_triton", __name__
@@ -66,9 +74,7 @@ def mlstm_chunkwise__recurrent_fw_C(
     num_stages: int | None = None,
 ) -> States:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
-    arguments = locals()
-    spec = call_spec(arguments, tiles_of="recurrent_fw_C", shapes=SHAPES)
-    return _common.boundary_states(arguments, spec)
+    return run(recurrent_fw_C, locals(), *STATES)
 
 
 def mlstm_chunkwise__parallel_fw_Hintra(
@@ -82,10 +88,7 @@ def mlstm_chunkwise__parallel_fw_Hintra(
 
     H is the whole output, with the inter-chunk part, despite the name.
     """
-    arguments = locals()
-    spec = call_spec(arguments, tiles_of="parallel_fw_H", shapes=SHAPES)
-    x = run_stage(_common.outputs, arguments, spec, output_dtype=output_dtype)
-    return x["matH"], x["vecN_out"]
+    return run(parallel_fw_H, locals(), "matH", "vecN_out")
 
 
 def mlstm_chunkwise_fw(
@@ -100,8 +103,7 @@ def mlstm_chunkwise_fw(
     vecI, vecF: pre-activations (B, NH, S). return_last_states adds the last states (C, N, M) in
     float32, and return_all_states adds the states at all chunk boundaries.
     """
-    H, vecN_out, vecM_out, _, *states = _common.forward(locals())
-    return H, vecN_out, vecM_out, *states
+    return run(forward, locals(), "matH", "vecN_out", "vecM_out")
 
 
 def mlstm_chunkwise__recurrent_bw_dC(
@@ -111,15 +113,10 @@ def mlstm_chunkwise__recurrent_bw_dC(
     num_warps: int | None = None, num_stages: int | None = None, eps: float = 0.0,
 ) -> jax.Array:  # fmt: skip
     """The gradients of C at the chunk boundaries, shaped as matC_all, in the dtype of matQ."""
-    arguments = locals()
     # The steps of a tile are siz_b_LKV to the kernel, which is the one of recurrent_fw_C.
-    spec = call_spec(
-        arguments,
-        tiles_of="recurrent_bw_dC",
-        tile_arguments={"siz_b_LKV": "siz_b_LQ"},
-        shapes=SHAPES,
-    )
-    return _common.boundary_gradients(arguments, spec)
+    tiles = dict(siz_b_LKV="siz_b_LQ", siz_b_LQ="")
+    dC: jax.Array = run(recurrent_bw_dC, locals(), "matDeltaC_all", **tiles)[0]
+    return dC
 
 
 def _gradient(name: str) -> Callable[..., jax.Array]:
@@ -147,13 +144,10 @@ def _gradient(name: str) -> Callable[..., jax.Array]:
           siz_b_LKV, for Q siz_b_LQ: the rows of the gradient in a tile. The other one is not read.
           eps: the eps of the forward pass, which is added to vecN_out.
         """
-        arguments = locals()
         # parallel_bw_dQKV calls the rows of its output tiles siz_b_LQ, for keys too.
-        tiles = {} if name == "Q" else {"siz_b_LQ": "siz_b_LKV"}
-        spec = call_spec(arguments, tiles_of="parallel_bw_dQKV", tile_arguments=tiles)
-        x = run_stage(_common.input_gradients, arguments, spec)
-        gradient: jax.Array = x[f"matDelta{name}"]
-        return gradient.astype(output_dtype)
+        tiles = dict(siz_b_LQ="siz_b_LQ" if name == "Q" else "siz_b_LKV", siz_b_LKV="")
+        x: jax.Array = run(parallel_bw_dQKV, locals(), f"matDelta{name}", **tiles)[0]
+        return x.astype(output_dtype)
 
     return renamed(gradient, f"mlstm_chunkwise__parallel_bw_d{name}", __name__)
 
@@ -175,4 +169,4 @@ def mlstm_chunkwise_bw(
     See ``triton_stablef._mlstm_chunkwise_bw``. vecN_out is required; it is the one that
     ``mlstm_chunkwise_fw`` returns, and the eps of the forward pass is added to it.
     """
-    return _common.backward(locals())
+    return backward(locals())

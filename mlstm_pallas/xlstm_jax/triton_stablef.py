@@ -19,7 +19,6 @@ NT = num_chunks chunks of BT = chunk_size steps.
 """
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -31,8 +30,16 @@ from mlstm_pallas.fwbw import mlstm
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import Arguments, prepare
 from mlstm_pallas.problem.annotations import Array, States
-from mlstm_pallas.xlstm_jax import _common
-from mlstm_pallas.xlstm_jax._common import run_stage
+from mlstm_pallas.xlstm_jax._common import (
+    STATES,
+    backward,
+    forward,
+    parallel_bw_dQKV,
+    parallel_fw_H,
+    recurrent_bw_dC,
+    recurrent_fw_C,
+    run,
+)
 
 __all__ = [
     "_get_chunkwise_fwbw_kernel",
@@ -46,9 +53,6 @@ __all__ = [
     "mlstm_chunkwise_triton_stablef",
 ]
 
-# jit, so that jax_transfer_guard does not see eps.
-_plus = jax.jit(operator.add, static_argnums=1)
-
 
 def _mlstm_chunkwise__recurrent_fw_C(
     matK: Array, matV: Array, vecF: Array, vecI: Array, matC_initial: Array | None = None,
@@ -56,7 +60,7 @@ def _mlstm_chunkwise__recurrent_fw_C(
     qk_scale: float | None = None, chunk_size: int = 64, num_chunks: int = 1,
 ) -> States:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
-    return _common.boundary_states(locals())
+    return run(recurrent_fw_C, locals(), *STATES)
 
 
 def _mlstm_chunkwise__parallel_fw_H(
@@ -69,8 +73,7 @@ def _mlstm_chunkwise__parallel_fw_H(
 
     The states are those before each chunk.
     """
-    x = run_stage(_common.outputs, locals())
-    return x["matH"], _plus(x["vecN_out"], eps), x["vecM_out"]
+    return run(parallel_fw_H, locals(), "matH", "vecN_with_eps", "vecM_out")
 
 
 def _mlstm_chunkwise_fw(
@@ -85,8 +88,7 @@ def _mlstm_chunkwise_fw(
     vecI, vecF: pre-activations (B, H, T). return_last_states adds the last states (C, N, M) in
     float32, and return_all_states adds the states at all chunk boundaries.
     """
-    H, vecN, vecM_out, _, *states = _common.forward(locals())
-    return H, _plus(vecN, eps), vecM_out, *states
+    return run(forward, locals(), "matH", "vecN_with_eps", "vecM_out")
 
 
 def _mlstm_chunkwise__recurrent_bw_dC(
@@ -104,8 +106,7 @@ def _mlstm_chunkwise__recurrent_bw_dC(
       matDeltaC_last: the gradient of the last C (B, H, DHQK, DHHV).
       store_initial_state: not read; the gradient of the first C is always returned.
     """
-    x = run_stage(_common.state_gradients, locals())
-    return x["matDeltaC_states"], x["matDeltaC_initial"]
+    return run(recurrent_bw_dC, locals(), "matDeltaC_states", "matDeltaC_initial")
 
 
 def _mlstm_chunkwise__parallel_bw_dQKV(
@@ -123,8 +124,7 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
       matDeltaC_states: the gradients of C after each chunk, as from
         ``_mlstm_chunkwise__recurrent_bw_dC``, or at all boundaries.
     """
-    x = run_stage(_common.input_gradients, locals())
-    return x["matDeltaQ"], x["matDeltaK"], x["matDeltaV"]
+    return run(parallel_bw_dQKV, locals(), "matDeltaQ", "matDeltaK", "matDeltaV")
 
 
 def _mlstm_chunkwise_bw(
@@ -149,7 +149,7 @@ def _mlstm_chunkwise_bw(
       vecN_out, matDeltaH: (B, H, T), (B, H, T, V); needed, despite their defaults.
       matDeltaC_last: the gradient of the last C (B, H, DHQK, DHHV).
     """
-    return _common.backward(locals())
+    return backward(locals())
 
 
 def _mlstm_chunkwise_fwbw_generator(
@@ -188,21 +188,16 @@ def _mlstm_chunkwise_fwbw_generator(
 
 
 @functools.lru_cache(256)
-def _forward_function(options: Options) -> Callable[..., tuple[jax.Array, Any, Any, Any]]:
+def _forward_function(options: Options) -> Callable[..., tuple[Any, ...]]:
     def forward(
-        matQ: jax.Array,
-        matK: jax.Array,
-        matV: jax.Array,
-        vecI: jax.Array,
-        vecF: jax.Array,
-        matC_initial: jax.Array | None = None,
-        vecN_initial: jax.Array | None = None,
-        scaM_initial: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any, Any, Any]:
+        matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array,
+        matC_initial: Array | None = None, vecN_initial: Array | None = None,
+        scaM_initial: Array | None = None,
+    ) -> tuple[Any, ...]:  # fmt: skip
         states = matC_initial, vecN_initial, scaM_initial
-        arguments = Arguments(matQ, matK, matV, vecI, vecF, *states)
-        spec, arguments = prepare(arguments, options, options.layout)
-        outputs: Any = mlstm(spec, arguments)
+        x = Arguments(matQ, matK, matV, vecI, vecF, *states)
+        spec, x = prepare(x, options, options.layout)
+        outputs: Any = mlstm(spec, x)
         h, states = outputs if options.return_last_states else (outputs, (None, None, None))
         return h, *states
 
@@ -261,7 +256,5 @@ def mlstm_chunkwise_triton_stablef(
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val
     )
-    arguments = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial)
-    spec, arguments = prepare(arguments, options, options.layout)
-    outputs: jax.Array | tuple[jax.Array, States] = mlstm(spec, arguments)
-    return outputs
+    x = _forward_function(options)(q, k, v, i, f, c_initial, n_initial, m_initial)
+    return (x[0], x[1:]) if options.return_last_states else x[0]
