@@ -35,8 +35,8 @@ from mlstm_pallas.mosaic_gpu.inline_mlir import (
     inline_load_transposed,
     inline_store_transposed,
 )
+from mlstm_pallas.mosaic_gpu.interpretable import interpretable
 from mlstm_pallas.mosaic_gpu.launch import plgpu, unravel
-from mlstm_pallas.mosaic_gpu.products import interpretable
 from mlstm_pallas.problem.dimensions import Problem
 
 

@@ -28,8 +28,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.mosaic_gpu.launch import plgpu
-from mlstm_pallas.mosaic_gpu.products import interpreter
+from mlstm_pallas.mosaic_gpu.interpretable import current
 
 gpu_interpreter: Any = gpu_callbacks  # jax 0.10 lacks parts of it
 Region = list[tuple[Any, Any]]  # start and size along the first axes; all other axes are whole
@@ -56,7 +55,8 @@ class Interpreter:
     Methods that take a ``_Warpgroup`` run on the host, in the order of the calls.
     """
 
-    def __init__(self, kernel: str, warpgroups: int) -> None:
+    def __init__(self, plgpu, kernel: str, warpgroups: int) -> None:
+        self.plgpu = plgpu  # only launch.py imports it
         self.kernel = kernel
         self._warpgroups = [_Warpgroup(wg, {}, [], []) for wg in range(warpgroups)]
         self._names: dict[int, tuple[Any, str]] = {}  # by id: the object and its name
@@ -69,13 +69,13 @@ class Interpreter:
         for path, x in jax.tree.leaves_with_path(dict(scratch)):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             self._names[id(_base(x))] = _base(x), name
-        token = interpreter.set(self)
+        token = current.set(self)
         try:
             self._call(self._begin)
             yield
             self._call(self._finish)
         finally:
-            interpreter.reset(token)
+            current.reset(token)
             self._names.clear()
 
     def add(self, accumulator: jax.ShapeDtypeStruct, a, b) -> None:
@@ -102,7 +102,7 @@ class Interpreter:
     def _accumulated(self, issue: Callable[..., Any], initial: Sequence[jax.Array]):
         sums = [*map(self._accumulator, initial)]
         results = issue(*sums), *(self.read(x, 0) for x in sums)
-        plgpu.commit_smem()
+        self.plgpu.commit_smem()
         return results
 
     def sum_over_rows(self, x: jax.Array, scratch) -> jax.Array:
@@ -122,10 +122,10 @@ class Interpreter:
 
     def copy_in(self, source, tile, barrier) -> None:
         self.guard(barrier, tile)
-        plgpu.copy_gmem_to_smem(source, tile, barrier)
+        self.plgpu.copy_gmem_to_smem(source, tile, barrier)
 
     def copy_out(self, tile, destination, where=None, size=None) -> None:
-        copy = plgpu.copy_smem_to_gmem
+        copy = self.plgpu.copy_smem_to_gmem
         if size is not None:
             where = size == tile.shape[0]
             for row in range(tile.shape[0]):
@@ -143,7 +143,7 @@ class Interpreter:
 
     def acquire(self, full, empty) -> None:
         if empty is None:
-            plgpu.barrier_wait(full)
+            self.plgpu.barrier_wait(full)
         else:
             self._full[self._name(empty)] = self._name(full)
             self._block(full, empty)
@@ -154,14 +154,14 @@ class Interpreter:
     def release(self, *barriers) -> None:
         for barrier in barriers:
             self._call(self._release, self._name(barrier), values=_slot(barrier))
-        plgpu.commit_smem()
+        self.plgpu.commit_smem()
         for barrier in barriers:
-            plgpu.barrier_arrive(barrier)
+            self.plgpu.barrier_arrive(barrier)
 
     def separate(self, scratch: Mapping[str, Any]):
         """The scratch with each ``one_of`` as a list: the race detector does not know slots."""
         return jax.tree.map(
-            lambda x: list(x.refs) if isinstance(x, plgpu.RefUnion) else x, dict(scratch)
+            lambda x: list(x.refs) if isinstance(x, self.plgpu.RefUnion) else x, dict(scratch)
         )
 
     def _name(self, x) -> str:
@@ -185,7 +185,7 @@ class Interpreter:
         check = functools.partial(self._may_wait, self._name(empty), barrier is not empty)
         zero = self._call(check, values=_slot(empty), result=np.int32(0))
         [(index, _)] = _slot(barrier) or [(0, 1)]
-        plgpu.barrier_wait(_base(barrier).at[index + zero])
+        self.plgpu.barrier_wait(_base(barrier).at[index + zero])
 
     def _begin(self, wg: _Warpgroup, _) -> None:
         self._warpgroups[wg.index] = _Warpgroup(wg.index, {}, [], [])

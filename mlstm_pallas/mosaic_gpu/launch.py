@@ -63,7 +63,7 @@ def mosaic_call(
         if interpret:
             from mlstm_pallas.mosaic_gpu.interpreter import Interpreter
 
-            interpreter = Interpreter(name, warpgroups)
+            interpreter = Interpreter(plgpu, name, warpgroups)
 
         def entry(*refs, **scratch_refs):
             with interpreter.traced(scratch_refs) if interpreter else contextlib.nullcontext():

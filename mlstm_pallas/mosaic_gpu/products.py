@@ -4,34 +4,19 @@ The products of a warpgroup run asynchronously: see ``read`` and ``wait``. Inter
 replace the ``interpretable`` operations: ``interpreter.py``, imported when one is traced.
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.inline_mlir import by_lanes, inline_sum_over_rows
+from mlstm_pallas.mosaic_gpu.interpretable import interpretable
 from mlstm_pallas.mosaic_gpu.launch import BY_ROWS, WG_ROWS, plgpu
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 SUM_SCRATCH = 4 * WG_ROWS  # float32 elements, for ``sum_over_rows``
 BY_LANES = by_lanes(64)
-interpreter: ContextVar[Any] = ContextVar("interpreter", default=None)  # of the traced kernel
-
-
-def interpretable(function: Function) -> Function:
-    """Makes interpreted kernels run the method of ``Interpreter`` with the same name instead."""
-
-    @functools.wraps(function)
-    def run(*args, **options):
-        current = interpreter.get()
-        form = function if current is None else getattr(current, function.__name__)
-        return form(*args, **options)
-
-    return cast(Function, run)
 
 
 @interpretable

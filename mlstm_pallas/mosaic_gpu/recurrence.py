@@ -85,6 +85,18 @@ def _store_x(vector, x_gmem, rows):
         x_gmem[...] = vector
 
 
+def _left(bT, weights):
+    """The left operand of a step's product, a tile of b^T scaled by r."""
+    if weights is None:
+        return bT
+    return (load_float32(bT) * across_rows(load(weights, BY_COLUMNS))).astype(bT.dtype)
+
+
+def _scaled(a, weights):
+    """A tile of a, (64 steps, 64 rows of x), whose steps are scaled by r."""
+    return load_float32(a) * across_columns(load(weights, BY_ROWS))
+
+
 def _recurrence(
     x,  # a Recurrence; X_initial is transposed, one per split
     out,  # RecurrenceOutputs
@@ -135,28 +147,17 @@ def _recurrence(
     def copy_h(step, copy):
         copy(h.at[steps_at(step), of_columns], h_smem)
 
-    total = num_chunks * n
-    rings = [CopyRing(barriers, total, copy_operands, readers=readers)]
-    if h is not None:
-        rings.append(CopyRing(h_barriers, total, copy_h, readers=readers))
+    copies = [(barriers, copy_operands), (h_barriers, copy_h)][: 1 if h is None else 2]
+    rings = [CopyRing(x, num_chunks * n, y, readers=readers) for x, y in copies]
     ring, h_ring = rings[0], rings[-1]
 
     def left(slot):
-        bT = b_smem.at[slot, :, tile_columns].T
-        if weights_smem is None:
-            return bT
-        weights = across_rows(load(weights_smem.at[slot], BY_COLUMNS))
-        return (load_float32(bT) * weights).astype(bT.dtype)
-
-    def scaled(slot):
-        """A tile of a, (64 steps, 64 rows of x), whose steps are scaled by r."""
-        a = load_float32(a_smem.at[slot, :, x_columns])
-        return a * across_columns(load(weights_smem.at[slot], BY_ROWS))
+        weights = None if weights_smem is None else weights_smem.at[slot]
+        return _left(b_smem.at[slot, :, tile_columns].T, weights)
 
     def join(index, carry):
         """Stores X before a chunk, and adds the chunk; carry: X^T, x and the chunk's gamma."""
-        XT, vector, decay = carry
-        chunk = chunk_at(index)
+        (XT, vector, decay), chunk = carry, chunk_at(index)
         last = lax.convert_element_type(num_chunks - 1, np.int32)
         following = x.gamma[head, chunk_at(lax.min(index + 1, last))]
         if out.X is not None:
@@ -165,12 +166,11 @@ def _recurrence(
 
         def store_inner(tile, slot, carry):
             """Stores the sums of b h over the warpgroup's columns, for a tile of the chunk."""
-            step = first + tile
+            step, steps = first + tile, block(chunk * n + tile, STEPS)
             b_tile = load_float32(b_smem.at[slot, :, tile_columns])
             h_tile = load_float32(h_smem.at[h_ring.wait(step), :, tile_columns])
             h_ring.release(step)
-            sums = products.sum_over_columns(b_tile * h_tile)
-            out.inner.at[head, part, block(chunk * n + tile, STEPS)][...] = sums
+            out.inner.at[head, part, steps][...] = products.sum_over_columns(b_tile * h_tile)
             h_ring.refill(step)
             return carry
 
@@ -179,16 +179,12 @@ def _recurrence(
 
             def issue(_, slot, total):
                 products.add(accumulator, left(slot), a_smem.at[slot])
-                return total + scaled(slot) if sums_x else None
+                a = a_smem.at[slot, :, x_columns]
+                return total + _scaled(a, weights_smem.at[slot]) if sums_x else None
 
-            total = ring.multiply(
-                first,
-                n,
-                issue,
-                store_inner if h is not None else None,
-                products.zeros(WG_ROWS, WG_ROWS) if sums_x else None,
-                unrolled=2 - n % 2,
-            )
+            meanwhile = None if h is None else store_inner
+            total = products.zeros(WG_ROWS, WG_ROWS) if sums_x else None
+            total = ring.multiply(first, n, issue, meanwhile, total, unrolled=2 - n % 2)
             products.wait(0)
             ring.release(first + n - 1)
             return total
