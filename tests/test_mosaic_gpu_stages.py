@@ -49,7 +49,7 @@ def no_race(capsys):
 CALLS = """
 parallel_bw_dP 256-2-128-128 BNTH num_stages=3  # chunks of several tiles, more items than CTAs
 # Two warpgroups, which have not as many keys, and two column blocks.
-parallel_fw_H 256-2-128-256 BNTH siz_b_LQ=128, siz_b_DHHV=128, num_stages=2
+parallel_fw_H 256-2-128-256 BTNH siz_b_LQ=128, siz_b_DHHV=128, num_stages=2
 # Two steps through one slot, and two parts of h through the memory of one part of q.
 parallel_fw_H 64-2-64-128 BNTH siz_b_LQ=64, siz_b_DHHV=128, num_stages=1
 parallel_fw_P 64-2-384-64 BNTH  # q and k in two copies
@@ -57,7 +57,7 @@ recurrent_fw_C 64-4-64-64 BTNH state_rows=64, state_columns=64, num_stages=2, nu
 # n in two column blocks, of which one stores it: once, or each warpgroup the half.
 recurrent_fw_C 128-2-64-256 BNTH state_rows=64, state_columns=128, num_stages=2, num_splits=1
 # A CTA makes all gradients of a chunk and gets no tiles, also in the first two slow calls.
-parallel_bw_dQKV 128-1-128-128 BNTH num_stages=4
+parallel_bw_dQKV 128-1-128-128 BTNH num_stages=4
 parallel_bw_dQKV 128-2-64-256 BNTH num_stages=4
 """
 SLOW_CALLS = """
@@ -66,7 +66,7 @@ parallel_bw_dP 512-1-128-128 BTNH_unnormalised num_stages=3
 parallel_fw_H 128-2-320-256 BNTH_unnormalised siz_b_LQ=64, siz_b_DHHV=256, num_stages=1
 recurrent_fw_C 128-2-128-256 BNTH state_rows=128, state_columns=128, num_stages=2, num_splits=1
 # More items, or chunks, than CTAs, which have not all as many.
-parallel_bw_dQKV 128-3-128-256 BNTH num_stages=4
+parallel_bw_dQKV 128-3-128-256 BTNH num_stages=4
 parallel_bw_dQKV 128-3-64-512 BNTH_unnormalised num_stages=4
 parallel_bw_dQKV 256-3-256-512 BNTH num_stages=4
 parallel_bw_dQKV 128-3-512-256 BNTH_unnormalised num_stages=4

@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
+from stage_calls import Launch, Lowering, Problem, tiles_class
 from worker import ProcessEnded
 
 from mlstm_pallas.formulas.tiles import dot, loop
-from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.stage import Launch, Lowering
-from mlstm_pallas.triton.add_decayed import Tiles
 from mlstm_pallas.triton.launch import kernel_call
 
 D, STEPS = 64, 8
@@ -34,7 +32,8 @@ def product_and_sum(matA, matB, products, sums, *, call):
 @pytest.mark.slow
 def test_a_tile_that_feeds_a_product_and_plain_arithmetic_is_found():
     pytest.importorskip("triton")
-    array, tiles = jax.ShapeDtypeStruct, Tiles(num_warps=4, num_stages=3)
+    array = jax.ShapeDtypeStruct
+    tiles = tiles_class("add_decayed", "triton")(num_warps=4, num_stages=3)
     outputs = dict(products=(array((D, D), "float32"), "00"), sums=(array((D,), "float32"), "0"))
     call = Launch(Problem(1, 1, D, D, D, D, 1.0), tiles, None, Lowering.TRITON)
 
