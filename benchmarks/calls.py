@@ -44,7 +44,7 @@ def config_row(spec: CallSpec, stages: Sequence[str] = ()) -> dict[str, Any]:
     row: dict[str, Any] = dict(chunk_size=spec.problem.L, fused=plan.fused)
     if plan.fused:
         row["num_splits"] = plan.num_splits
-    of_call = *FORWARD[plan.fused], *backward_stages(plan.recomputes_scores)
+    of_call = *FORWARD[plan.fused], *backward_stages(plan.computes_scores)
     for stage in stages or dict.fromkeys(of_call):
         launch = launch_of(spec, stage)
         if launch.tiles is not None:
@@ -55,8 +55,8 @@ def config_row(spec: CallSpec, stages: Sequence[str] = ()) -> dict[str, Any]:
 def padded(spec: CallSpec, shape: Shape) -> str:
     """The sizes with which the kernels run a shape, if they are others."""
     p = spec.problem
-    sizes = p.S, p.DHQK, p.DHHV
-    return "" if shape[2:] == sizes else "S, DHQK, DHHV = {}, {}, {}".format(*sizes)
+    sizes = p.S, p.DHQK, p.DHV
+    return "" if shape[2:] == sizes else "S, DHQK, DHV = {}, {}, {}".format(*sizes)
 
 
 def parse_config(text: str) -> KernelConfig:

@@ -241,7 +241,7 @@ class MlstmPallasStage(MlstmPallas):
             raise ValueError(f"a stage by itself is not padded: its tiles need {sizes}")
         self.call = launch_of(self.spec, stage)
         self.config |= config_row(self.spec, [stage])
-        scores = backward_stages(self.spec.plan.recomputes_scores)[1]
+        scores = backward_stages(self.spec.plan.computes_scores)[1]
         # Whether recurrent_bw_dC has queries and keys with their weights.
         calls = (launch_of(self.spec, name) for name in (scores, "recurrent_bw_dC"))
         self.weighted = all(call.lowering.folder == "mosaic_gpu" for call in calls)

@@ -6,7 +6,7 @@ It runs with mlstm_pallas, with mlstm_kernels, and without its mLSTM.
     python benchmarks/layer_benchmark.py --impl=triton,without_mlstm,products --layout=BNTH,BTNH
     python benchmarks/layer_benchmark.py --from_jsonl=layer.jsonl,peers.jsonl --plot=layer.png
 
-The layer takes and returns (B, S, E), E = NH * DHHV: projections to q, k, v, input and forget gates
+The layer takes and returns (B, S, E), E = NH * DHV: projections to q, k, v, input and forget gates
 15 tanh((x W + b) / 15), mLSTM, RMS norm of each head with a scale, times the sigmoid of an output
 gate, output projection. Parameters and projections are bfloat16, input and forget gates float32.
 
@@ -119,14 +119,14 @@ def random_inputs(shape: Shape) -> Inputs:
 
 def product_flops(shape: Shape, direction: str) -> int:
     """FLOPs of the matrix products outside of the mLSTM: one per matrix forward, two backward."""
-    E = shape.NH * shape.DHHV
+    E = shape.NH * shape.DHV
     columns = 2 * shape.NH * shape.DHQK + 3 * E + 2 * shape.NH
     return 2 * shape.B * shape.S * E * columns * {"fwd": 1, "fwbw": 3}[direction]
 
 
 def elementwise_bytes(shape: Shape, direction: str) -> int:
     """The least traffic beside products and mLSTM; the terms are in the docstring of the module."""
-    wide, gates = 2 * shape.steps * shape.DHHV, 2 * shape.steps
+    wide, gates = 2 * shape.steps * shape.DHV, 2 * shape.steps
     forward, backward = 3 * wide + 6 * gates, 5 * wide + 8 * gates
     return {"fwd": forward, "fwbw": forward + backward}[direction]
 
@@ -147,7 +147,7 @@ first.defvjp(lambda x, *others: (x, others), lambda others, dx: (dx, *others))
 
 
 def mlstm(impl: str, layout: str, *inputs: jax.Array) -> jax.Array:
-    """h (B, S, NH, DHHV) of q, k, v, i, f, all (B, S, NH, ...)."""
+    """h (B, S, NH, DHV) of q, k, v, i, f, all (B, S, NH, ...)."""
     if impl == PEER:
         return peers.limit_chunk(*inputs)
     if layout == "BTNH":

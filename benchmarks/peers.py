@@ -24,7 +24,7 @@ from mlstm_pallas.planning.costs import Cost
 
 
 class Inputs(NamedTuple):
-    """q, k (B, NH, S, DHQK), v (B, NH, S, DHHV), i, f (B, NH, S) float32, and the cotangent dh."""
+    """q, k (B, NH, S, DHQK), v (B, NH, S, DHV), i, f (B, NH, S) float32, and the cotangent dh."""
 
     q: jax.Array
     k: jax.Array
@@ -48,7 +48,7 @@ def normals(key: jax.Array, *dims: Sequence[int]) -> list[jax.Array]:
 def random_inputs(key: jax.Array, shape: Shape, dtype: str) -> Inputs:
     """q and k have a positive mean: near q.n = 0, h would have no digits to compare."""
     rows = shape[:3]
-    keys, values = (*rows, shape.DHQK), (*rows, shape.DHHV)
+    keys, values = (*rows, shape.DHQK), (*rows, shape.DHV)
     q, k, v, i, f, dh = normals(key, keys, keys, values, rows, rows, values)
     q, k, v, dh = (x.astype(dtype) for x in (q + 0.5, k + 0.5, v, dh))
     return Inputs(q, k, v, i, f + 4.0, dh)
@@ -314,7 +314,7 @@ def check_state_size(shape: Shape, chunk_size: int) -> None:
 
     It writes to other addresses then, and no CUDA call of the process works any more.
     """
-    states = shape.B * shape.NH * (shape.S // chunk_size + 1) * shape.DHQK * shape.DHHV
+    states = shape.B * shape.NH * (shape.S // chunk_size + 1) * shape.DHQK * shape.DHV
     if states > 2**31:
         raise ValueError(f"its states would have {states} elements, beyond its offsets of 32 bits")
 
@@ -399,9 +399,9 @@ ATTENTION_HEAD = 128
 
 def attention_heads(shape: Shape) -> int:
     """The number of heads of 128 that have the width of h together."""
-    width = shape.NH * shape.DHHV
+    width = shape.NH * shape.DHV
     if width % ATTENTION_HEAD:
-        raise ValueError(f"the width NH * DHHV = {width} has no heads of {ATTENTION_HEAD}")
+        raise ValueError(f"the width NH * DHV = {width} has no heads of {ATTENTION_HEAD}")
     return width // ATTENTION_HEAD
 
 

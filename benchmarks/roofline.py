@@ -27,15 +27,15 @@ FORWARD = {
 }
 
 
-def backward_stages(recomputes_scores: bool = False) -> tuple[str, ...]:
-    """The stages of the backward pass; recomputes_scores: whether parallel_bw_dQKV makes P, dP."""
-    scores = () if recomputes_scores else ("parallel_bw_dP",)
+def backward_stages(computes_scores: bool = False) -> tuple[str, ...]:
+    """The stages of the backward pass; computes_scores: whether parallel_bw_dQKV makes P, dP."""
+    scores = () if computes_scores else ("parallel_bw_dP",)
     return "chunk_gates", *scores, "recurrent_bw_dC", "parallel_bw_dQKV"
 
 
 def _flops(shape: Shape, stages: Sequence[str]) -> int:
     L = min(REFERENCE_CHUNK, shape.S)
-    chunk = Problem(1, 1, L, shape.DHQK, shape.DHHV, L, 1.0)
+    chunk = Problem(1, 1, L, shape.DHQK, shape.DHV, L, 1.0)
     per_chunk = sum(cost(name, chunk, 2).flops for name in stages)
     return per_chunk // L * shape.steps  # the FLOPs are proportional to the steps
 
@@ -45,7 +45,7 @@ def forward(shape: Shape, itemsize: int) -> Cost:
 
     Bytes: q, k, v, h and, in float32, i, f. The states stay on the chip.
     """
-    moved = itemsize * (2 * shape.DHQK + 2 * shape.DHHV) + 8
+    moved = itemsize * (2 * shape.DHQK + 2 * shape.DHV) + 8
     return Cost(_flops(shape, FORWARD[False]), shape.steps * moved)
 
 
@@ -55,7 +55,7 @@ def backward(shape: Shape, itemsize: int) -> Cost:
     Bytes: q, k, v, h, dh, dq, dk, dv and, in float32, i, f, z, m, di, df. States and tiles stay on
     the chip.
     """
-    moved = itemsize * (4 * shape.DHQK + 4 * shape.DHHV) + 24
+    moved = itemsize * (4 * shape.DHQK + 4 * shape.DHV) + 24
     return Cost(_flops(shape, backward_stages()), shape.steps * moved)
 
 

@@ -12,7 +12,7 @@ class Shape(NamedTuple):
     NH: int
     S: int
     DHQK: int
-    DHHV: int
+    DHV: int
 
     @property
     def steps(self) -> int:

@@ -10,7 +10,7 @@ one jitted loop of --steps steps that updates its states in place, a peer in tor
 of as many launches. The outputs after a few steps are checked against the float64 recurrence, on
 the first, a middle and the last head. A wrong output is not timed.
 
-Bytes are those of the states, read once and written once, 2 B NH (DHQK DHHV + DHQK + 1) itemsize,
+Bytes are those of the states, read once and written once, 2 B NH (DHQK DHV + DHQK + 1) itemsize,
 whatever an implementation moves. "copy" is the rate at which a loop updates 512 MiB of the device's
 memory in place, bytes read and written, measured in the same run; at that rate the states allow the
 tokens per second of the "memory limit". A token is a step of one sequence in one layer. States that
@@ -55,7 +55,7 @@ COPIED_BYTES, COPIES = {"gpu": 2**29, "cpu": 2**24}, 8
 class Token(NamedTuple):
     q: jax.Array  # (B, NH, DHQK)
     k: jax.Array
-    v: jax.Array  # (B, NH, DHHV)
+    v: jax.Array  # (B, NH, DHV)
     i: jax.Array  # (B, NH)
     f: jax.Array
 
@@ -64,7 +64,7 @@ States = tuple[jax.Array, jax.Array, jax.Array]  # c, n, m
 
 
 def state_bytes(shape: Shape, dtype: str) -> int:
-    per_head = shape.DHQK * shape.DHHV + shape.DHQK + 1
+    per_head = shape.DHQK * shape.DHV + shape.DHQK + 1
     return shape.B * shape.NH * per_head * jnp.dtype(dtype).itemsize
 
 

@@ -58,7 +58,7 @@ PEAK_FLOPS = {"H200": 989e12}
 # the gradient's size is, so the losses of later steps also differ by updates of noise.
 FIRST_TOLERANCE, LATER_TOLERANCE, GRADIENT_NORM_TOLERANCE = 1e-3, 1e-2, 2e-2
 
-MLSTM = Callable[..., jax.Array]  # q, k, v, i, f as (B, S, NH, ...) -> h (B, S, NH, DHHV)
+MLSTM = Callable[..., jax.Array]  # q, k, v, i, f as (B, S, NH, ...) -> h (B, S, NH, DHV)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,17 +24,17 @@ FORWARD_MATERIALISED = [
         KERNEL,
         "recurrent_fw_C",
         [
-            "matK (B, NH, S, DHQK)   matV (B, NH, S, DHHV)",
+            "matK (B, NH, S, DHQK)   matV (B, NH, S, DHV)",
             "matC_initial, vecN_initial   vecAbar, scaGamma",
         ],
     ),
     [
-        "matC_states (B, NH, NC, DHQK, DHHV)",
+        "matC_states (B, NH, NC, DHQK, DHV)",
         "vecN_states (B, NH, NC, DHQK)",
-        "matC_last (B, NH, DHQK, DHHV)   vecN_last (B, NH, DHQK)",
+        "matC_last (B, NH, DHQK, DHV)   vecN_last (B, NH, DHQK)",
     ],
     (KERNEL, "parallel_fw_H", ["matQ (B, NH, S, DHQK)   matK, matV   gates"]),
-    ["matH (B, NH, S, DHHV)   vecZ (B, NH, S)"],
+    ["matH (B, NH, S, DHV)   vecZ (B, NH, S)"],
 ]
 FORWARD_FUSED = [
     (KERNEL, "chunk_gates, stabiliser_scan", ["vecI, vecF (B, NH, S)   scaM_initial (B, NH)"]),
@@ -56,10 +56,10 @@ FORWARD_FUSED = [
     (
         SOME,
         "split_products, split_states: if num_splits > 1",
-        ["keys   matV (B, NH, S, DHHV)   scaGamma"],
+        ["keys   matV (B, NH, S, DHV)   scaGamma"],
     ),
     [
-        "C before each split (B, NH, num_splits, DHQK, DHHV)",
+        "C before each split (B, NH, num_splits, DHQK, DHV)",
         "splits are heads: (B, NH * num_splits, S / num_splits, ...)",
     ],
     (
@@ -68,8 +68,8 @@ FORWARD_FUSED = [
         ["matQ, matV   matP, keys, vecR   scaGamma", "matC_initial, or C before each split"],
     ),
     [
-        "matH (B, NH, S, DHHV)   matC_last (B, NH, DHQK, DHHV)",
-        "matC_states (B, NH, NC, DHQK, DHHV)",
+        "matH (B, NH, S, DHV)   matC_last (B, NH, DHQK, DHV)",
+        "matC_states (B, NH, NC, DHQK, DHV)",
         "    if recompute_states_in_bw=False",
     ],
 ]
@@ -80,7 +80,7 @@ BACKWARD = [
         SOME,
         "parallel_bw_dP",
         [
-            "matQ, matK, matV   matDeltaH, matH (B, NH, S, DHHV)   vecZ",
+            "matQ, matK, matV   matDeltaH, matH (B, NH, S, DHV)   vecZ",
             "not run where parallel_bw_dQKV makes P and dP",
         ],
     ),
@@ -98,8 +98,8 @@ BACKWARD = [
         ],
     ),
     [
-        "matC_states, matDeltaC_states (B, NH, NC, DHQK, DHHV)",
-        "matDeltaC_initial (B, NH, DHQK, DHHV)",
+        "matC_states, matDeltaC_states (B, NH, NC, DHQK, DHV)",
+        "matDeltaC_initial (B, NH, DHQK, DHV)",
     ],
     (
         KERNEL,
@@ -110,7 +110,7 @@ BACKWARD = [
         ],
     ),
     [
-        "matDeltaQ, matDeltaK (B, NH, S, DHQK)   matDeltaV (B, NH, S, DHHV)",
+        "matDeltaQ, matDeltaK (B, NH, S, DHQK)   matDeltaV (B, NH, S, DHV)",
         "q_dot_dq_inter, k_dot_dk_inter (B, NH, S)   inner_C_dC (B, NH, NC)",
     ],
     (

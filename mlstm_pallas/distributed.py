@@ -76,7 +76,7 @@ class Summary(NamedTuple):
 
     m: jax.Array  # (B, NH) the stabiliser, from -inf
     g: TwoFloat  # (B, NH) total log decay; -inf with a reset
-    state: jax.Array  # from zeros: C (B, NH, DHQK, DHHV) or n (B, NH, DHQK)
+    state: jax.Array  # from zeros: C (B, NH, DHQK, DHV) or n (B, NH, DHQK)
 
 
 class GradientSummary(NamedTuple):
@@ -85,7 +85,7 @@ class GradientSummary(NamedTuple):
     All fields are float32.
     """
 
-    dC: jax.Array  # (B, NH, DHQK, DHHV)
+    dC: jax.Array  # (B, NH, DHQK, DHV)
     dn: jax.Array  # (B, NH, DHQK)
     gamma: jax.Array  # (B, NH)
     dm: jax.Array  # (B, NH) without m's part as the scale of C and n
@@ -130,7 +130,7 @@ def joined_gradients(later: GradientSummary, earlier: GradientSummary) -> Gradie
 
 
 def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
-    """The state after all splits, from an empty one: (B * NH, DHQK, DHHV)."""
+    """The state after all splits, from an empty one: (B * NH, DHQK, DHV)."""
     by_split = gamma.reshape(*products.shape[:2], gamma.shape[1] // products.shape[1])
     weights = decays_of_others(jnp.prod(by_split, axis=-1))
     return jnp.sum(weights[..., None, None] * products, axis=1)

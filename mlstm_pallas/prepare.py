@@ -127,10 +127,10 @@ def padded(
     inputs = Inputs(
         pad(q, dtype, p.DHQK),
         pad(k, dtype, p.DHQK),
-        pad(v, dtype, p.DHHV),
+        pad(v, dtype, p.DHV),
         pad(i, acc, p.S, value=CARRIES_ON[0]),
         pad(f, acc, p.S, value=CARRIES_ON[1]),
-        pad(c_initial, acc, p.DHQK, p.DHHV),
+        pad(c_initial, acc, p.DHQK, p.DHV),
         pad(n_initial, acc, p.DHQK),
         pad(m_initial, acc),
         lengths=lengths,
@@ -166,7 +166,7 @@ def _states_of_segments(c: Any, n: Any, m: Any, N: int, p: Problem, dtype: Any) 
         c, n, m = (
             jnp.pad(x[:, None], [(0, 0), (0, N - 1), *[(0, 0)] * (x.ndim - 1)]) for x in (c, n, m)
         )
-    return SegmentStates(pad(c, dtype, p.DHQK, p.DHHV), pad(n, dtype, p.DHQK), pad(m, dtype))
+    return SegmentStates(pad(c, dtype, p.DHQK, p.DHV), pad(n, dtype, p.DHQK), pad(m, dtype))
 
 
 def _as_int32(lengths: Any) -> Any:

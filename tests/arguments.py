@@ -261,21 +261,21 @@ def check_arguments(function, good, prefix=""):
 # The arrays of the documented stages, behind B and NH.
 STAGE_DIMS = """
 matQ matK: S DHQK
-matV matDeltaH: S DHHV
-matC_initial matDeltaC_last: DHQK DHHV
+matV matDeltaH: S DHV
+matC_initial matDeltaC_last: DHQK DHV
 vecN_initial: DHQK
 scaM_initial scaMinter_initial:
 vecI vecF vecA vecB: NC L
 vecN_out vecM vecM_out vecM_combine: S
-matC_states matC_all matDeltaC_states: ROWS DHHV
+matC_states matC_all matDeltaC_states: ROWS DHV
 vecN_states vecN_all: ROWS
 scaM_states scaM_all scaM_inter scaMinter_states: BOUNDARIES
 """
 
 
-def stage_arrays(function, NC=4, L=16, DHQK=24, DHHV=40):
+def stage_arrays(function, NC=4, L=16, DHQK=24, DHV=40):
     """The arrays of a documented function by name, as shapes."""
-    sizes = dict(NC=NC, L=L, S=NC * L, DHQK=DHQK, DHHV=DHHV, ROWS=(NC + 1) * DHQK)
+    sizes = dict(NC=NC, L=L, S=NC * L, DHQK=DHQK, DHV=DHV, ROWS=(NC + 1) * DHQK)
     sizes["BOUNDARIES"] = NC + 1
     lines = (line.split(":") for line in STAGE_DIMS.strip().splitlines())
     dims = {name: dims for names, dims in lines for name in names.split()}

@@ -146,7 +146,7 @@ def check_call(
     With lengths all arrays have garbage beyond these, and results have zeros.
 
     Args:
-      shape: B, NH, S, DHQK, DHHV.
+      shape: B, NH, S, DHQK, DHV.
       recipe: options of random_inputs.
       change: a function of the inputs.
       draw: a function like cotangents_for.
@@ -220,7 +220,7 @@ def tiles(scores, gradients):
 
 def splits(num_splits, fused=True):
     """config_in_splits with small tiles."""
-    tiles = dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16)
+    tiles = dict(siz_b_L=16, siz_b_DHQK=16, siz_b_DHHV=16)
     return config_in_splits(num_splits, fused, dict(state_rows=32), **tiles)
 
 
@@ -239,7 +239,7 @@ ALGORITHMS = {
     "tiles16x32": interpreted(tiles(16, 32)),
     "tiles32x16": interpreted(tiles(32, 16), **BTNH),
     "tiles128": interpreted(tiles(128, 128)),
-    "fused": interpreted(fused(siz_b_LKV=32)),
+    "fused": interpreted(fused(siz_b_L=32)),
     "fused_stored": interpreted(splits(1), **STORED),
     "fused_two_launches": interpreted(fused(siz_b_DHQK=16, state_rows=16), **BTNH),
     "splits": interpreted(splits(4), **BTNH),
@@ -407,7 +407,7 @@ GPU_CONFIGS = {
     "materialised64": KernelConfig(chunk_size=64, fused=False),
     "materialised256": KernelConfig(chunk_size=256, fused=False),
     "fused": fused(),
-    "splits": config_in_splits(4, siz_b_LKV=32),
+    "splits": config_in_splits(4, siz_b_L=32),
 }
 BOTH_BACKENDS = [dict(backend=backend) for backend in ("triton", "mosaic_gpu")]
 MORE_HEADS = [(80, 96), (96, 192), (192, 320), (1024, 1024)]
@@ -451,7 +451,7 @@ def gpu_calls():
         ("float32", 128, 256, 1),
         ("float32", 128, 256, 4),
     ):  # the states that the fused scan stored
-        scan = dict(siz_b_LKV=32, state_rows=256, num_stages=3 if dtype == "bfloat16" else 2)
+        scan = dict(siz_b_L=32, state_rows=256, num_stages=3 if dtype == "bfloat16" else 2)
         config = KernelConfig(fused=True, num_splits=num_splits, triton_recurrent_fw_H=scan)
         name = f"stored_in_{num_splits}_splits"
         yield on_a_gpu(name, dtype, 1, 2, 2048, *heads, config=config, **STORED)

@@ -152,12 +152,12 @@ CASES = {
 def check_case(name, backend):
     """Outputs and the gradients of all inputs of a case against float64."""
     call = dict(seed=5, packed=False, backend=backend) | vars(CASES[name])
-    stages, config, (B, _, S, DHQK, DHHV) = call.pop("stages"), call["config"], call["shape"]
+    stages, config, (B, _, S, DHQK, DHV) = call.pop("stages"), call["config"], call["shape"]
     if call.pop("packed"):  # segments that begin inside a chunk and inside a tile, one over two
         call["segment_ids"] = np.repeat([[3, 0, 7]] * B, [100, 29, S - 129], axis=1)
     of_plan = {name: call[name] for name in ("dtype", "config", "backend", *STORED) if name in call}
     plan, on_mosaic_gpu = planned(*call["shape"], **of_plan)
-    chunk_per_cta = plan.chunk_size == 128 and DHQK in (64, 128) and DHHV % 128 == 0
+    chunk_per_cta = plan.chunk_size == 128 and DHQK in (64, 128) and DHV % 128 == 0
     assert chunk_per_cta == ("parallel_bw_dP" not in {x.stage for x in plan.launches})
     assert on_mosaic_gpu >= stages & {x.stage for x in plan.launches}
     assert (plan.fused, plan.num_splits) == (config.fused, config.num_splits or 1)
@@ -187,7 +187,7 @@ class Recurrences:
     rows: of a block of the state; None: the most, 256 or less.
     """
 
-    shape: tuple = (1, 2, 256, 128, 128)  # B, NH, S, DHQK, DHHV
+    shape: tuple = (1, 2, 256, 128, 128)  # B, NH, S, DHQK, DHV
     L: int = 128
     rows: int | None = None
     num_stages: int = 3

@@ -73,7 +73,7 @@ def random_inputs(
     NH,
     S,
     DHQK,
-    DHHV,
+    DHV,
     *,
     dtype="float32",
     states=True,
@@ -96,7 +96,7 @@ def random_inputs(
     x = {
         "q": np.abs(normal(S, DHQK)) + 0.2,
         "k": np.abs(normal(S, DHQK)) + 0.2,
-        "v": normal(S, DHHV),
+        "v": normal(S, DHV),
         "i": normal(S) * i_scale + i_shift,
         "f": normal(S) * f_scale + f_shift,
     }
@@ -104,16 +104,16 @@ def random_inputs(
         for name, share, value in ("f", 0.1, -np.inf), ("f", 0.1, np.inf), ("i", 0.3, -np.inf):
             x[name] = np.where(r.random((B, NH, S)) < share, value, x[name])
     if states:
-        x |= dict(c_initial=normal(DHQK, DHHV), n_initial=np.abs(normal(DHQK)))
+        x |= dict(c_initial=normal(DHQK, DHV), n_initial=np.abs(normal(DHQK)))
         if m_initial:
             x["m_initial"] = normal()
     return {name: array(value, dtype if name in "qkv" else "float32") for name, value in x.items()}
 
 
-def call_shapes(B, NH, S, DHQK, DHHV, dtype="bfloat16", layout="BNTH", sharding=None):
+def call_shapes(B, NH, S, DHQK, DHV, dtype="bfloat16", layout="BNTH", sharding=None):
     """q, k, v, i and f of a call, as shapes."""
     lead = (B, NH, S) if layout == "BNTH" else (B, S, NH)
-    q, v = (jax.ShapeDtypeStruct((*lead, D), dtype, sharding=sharding) for D in (DHQK, DHHV))
+    q, v = (jax.ShapeDtypeStruct((*lead, D), dtype, sharding=sharding) for D in (DHQK, DHV))
     gate = jax.ShapeDtypeStruct(lead, "float32", sharding=sharding)
     return [q, q, v, gate, gate]
 
@@ -388,11 +388,11 @@ def gradients_of_call(**options):
 
 def cotangents_for(inputs, dtype, states=True, seed=1):
     """Cotangents of h, c, n and m, exact in the dtype; zeros for states that nobody reads."""
-    (B, NH, S, DHQK), DHHV = inputs["q"].shape, inputs["v"].shape[-1]
+    (B, NH, S, DHQK), DHV = inputs["q"].shape, inputs["v"].shape[-1]
     draw = np.random.default_rng(seed)
     result = [
         array(array(draw.normal(size=size), dtype), "float32")
-        for size in ((B, NH, S, DHHV), (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH))
+        for size in ((B, NH, S, DHV), (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH))
     ]
     return result if states else [result[0], *map(jnp.zeros_like, result[1:])]
 

@@ -19,12 +19,12 @@ from mlstm_pallas.stages import STAGES
 
 KERNELS = (*STAGES, *HELPERS)
 FUSED = KernelConfig(
-    fused=True, triton_recurrent_fw_H=dict(siz_b_LKV=32, state_rows=64)
+    fused=True, triton_recurrent_fw_H=dict(siz_b_L=32, state_rows=64)
 )  # two launches at 128 rows
 SPLIT = dict(num_splits=2)
 SPLITS = KernelConfig(triton_recurrent_fw_C=SPLIT, triton_recurrent_bw_dC=SPLIT)
 SIGMOID = dict(input_gate="sigmoid")  # which takes no m_initial
-# S, DHQK, DHHV, chunk size, config, gate, whether sequences are packed; with padding of steps and
+# S, DHQK, DHV, chunk size, config, gate, whether sequences are packed; with padding of steps and
 # of columns, one chunk and several, a chunk of several tiles
 CASES = [
     (100, 24, 40, 16, None, {}, False),

@@ -42,7 +42,7 @@ def launch_of(name, problem, dtype, lowering, tiles=None, **options):
     """How a stage runs in this lowering; tiles: fields that differ from the plan."""
     p = problem
     config = KernelConfig(**{f"{lowering.folder}_{name}": tiles} if tiles else {})
-    shape = p.B, p.NH, p.S, p.DHQK, p.DHHV
+    shape = p.B, p.NH, p.S, p.DHQK, p.DHV
     spec = spec_of(shape, dtype, backend=lowering, config=config)
     call = dataclasses.replace(spec, problem=p).launch(name, lowering, **options)
     assert call.lowering is lowering, (name, call)
@@ -105,7 +105,7 @@ def check_drawn(name, call, bound, dtype="bfloat16", layout="BNTH", **options):
     Returns the operands too.
     """
     p, draw, x = call.problem, np.random.default_rng(0), {}
-    sizes = dict(n=p.BNH, c=p.NC, s=p.S, k=p.DHQK, v=p.DHHV)
+    sizes = dict(n=p.BNH, c=p.NC, s=p.S, k=p.DHQK, v=p.DHV)
     for key, axes in DRAWN[name].items():
         shape = [sizes[axis] for axis in axes]
         y = draw.normal(size=shape)

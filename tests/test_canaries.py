@@ -25,8 +25,8 @@ from stage_calls import STAGES, Launch, Lowering, Problem, check_isolated, tiles
 from mlstm_pallas import KernelConfig, mlstm_recurrent_step
 from mlstm_pallas.triton import launch
 
-HEADS, DHQK, DHHV = 3, 32, 16
-SIZES = ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "block_k", "state_rows")
+HEADS, DHQK, DHV = 3, 32, 16
+SIZES = ("siz_b_LQ", "siz_b_LKV", "siz_b_L", "siz_b_DHQK", "siz_b_DHHV", "block_k", "state_rows")
 TILES = dict.fromkeys(SIZES, 16) | dict(keep_q=False, num_splits=1)
 
 
@@ -70,7 +70,7 @@ def test_kernels_write_everything_and_read_nothing_of_their_neighbours(backend, 
     tiles = {name: x for stage in STAGES for name, x in small(stage).items()}
     config = KernelConfig(**dict(chunk_size=L, fused=False) | tiles | changes)
     options = dict(config=config, backend=backend, recompute_states_in_bw=not stored)
-    inputs = random_inputs(0, 1, HEADS, S, DHQK, DHHV)
+    inputs = random_inputs(0, 1, HEADS, S, DHQK, DHV)
     x, run = (inputs, cotangents_for(inputs, "float32")), gradients_of_call(**options)
     calls = compile_report.equations(jax.make_jaxpr(run)(*x).jaxpr, "pallas_call")
     kernels, fused = {call.params["name"] for call in calls}, case.startswith("fused")

@@ -45,7 +45,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, line):
 REQUESTS = f"""
 compile_report --device=K80: flag --device=K80: unknown K80, known are A100,
 compile_report --chunk_size=48: chunk_size is 48, expected None or a power of two
-compile_report --heads=64: flag --heads=64: cannot read the head sizes '64', expected DHQK/DHHV
+compile_report --heads=64: flag --heads=64: cannot read the head sizes '64', expected DHQK/DHV
 compile_report --stage=nonsense: no stage nonsense in fwd, there are chunk_gates,
 compile_report --direction=step --variant=packed: a step has no variant packed
 kernel_benchmark --shape=8k: flag --shape=8k: unknown shape '8k', known are 7b-8k
@@ -64,7 +64,7 @@ step_benchmark --impl=mosaic_gpu: unknown mosaic_gpu, known are triton, interpre
 tune --backend=triton: there is no GPU here to tune for
 tune --backend=interpret: times of interpreted kernels do not belong in mlstm_pallas/tuning
 tune --backend=interpret --output=x --log=/no/such/x: No such file or directory: '/no/such/x'
-tune --backend=interpret --output=x --shape=1x1x500x65x64: tune S, DHQK, DHHV = 512, 128, 64
+tune --backend=interpret --output=x --shape=1x1x500x65x64: tune S, DHQK, DHV = 512, 128, 64
 tune --backend=interpret --output=x --log={__file__}: line 1 is no result of this program
 tune --backend=interpret --output={__file__}: is no tuning file
 xlstm_lm_benchmark --impl=triton: triton needs a GPU

@@ -16,10 +16,10 @@ H200 = "NVIDIA H200"
 
 @pytest.fixture
 def row(tmp_path, monkeypatch):
-    """Writes the row of a device for heads of 64/64, or of DHQK/DHHV."""
+    """Writes the row of a device for heads of 64/64, or of DHQK/DHV."""
 
-    def write(dtype, DHQK=64, DHHV=64, **fields):
-        row = dict(DHQK=DHQK, DHHV=DHHV, dtype=dtype, lowering="triton", config=fields, measured={})
+    def write(dtype, DHQK=64, DHV=64, **fields):
+        row = dict(DHQK=DHQK, DHV=DHV, dtype=dtype, lowering="triton", config=fields, measured={})
         (tmp_path / "tuning" / "nvidia_h200.json").write_text(json.dumps({"rows": [row]}))
         config.tuned_rows.cache_clear()
 
@@ -61,7 +61,7 @@ def test_a_row_that_does_not_fit_a_problem_is_left_out(row):
 def test_a_step_has_the_tiles_of_its_row(dtype, row):
     """For the dtype of the states; columns that no tile divides take one more CTA per head."""
     of_dtype = "float32" if dtype == "float32" else "bfloat16"
-    row(of_dtype, DHHV=72, triton_recurrent_step=dict(siz_b_DHHV=16))
+    row(of_dtype, DHV=72, triton_recurrent_step=dict(siz_b_DHHV=16))
     *x, m = random_inputs(0, 1, 3, 1, 64, 72, dtype="bfloat16").values()
     x = [*(y[:, :, 0] for y in x[:5]), *(y.astype(dtype) for y in x[5:]), m]
     explicit = KernelConfig(triton_recurrent_step=dict(siz_b_DHHV=64))

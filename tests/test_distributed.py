@@ -43,7 +43,7 @@ from stage_calls import planning
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 
-B, NH, S, DHQK, DHHV = SHAPE = 2, 2, 144, 16, 8
+B, NH, S, DHQK, DHV = SHAPE = 2, 2, 144, 16, 8
 # h depends on the stabilisers themselves, through this eps and this floor
 OPTIONS = dict(chunk_size=16, eps=0.1, stabilize_correctly=False, norm_val=5.0)
 BOUND = 1e-5  # gradients of either are held to 1e-4
@@ -183,11 +183,11 @@ def test_kernels_on_shards_that_are_no_multiple_of_the_chunk():
 def test_splits_of_a_shard_take_their_products_from_its_summary():
     """The fused scan, interpreted, on two devices: two splits each in the forward pass, whose
     products are computed once."""
-    scan = dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16)
+    scan = dict(siz_b_L=16, siz_b_DHQK=16, siz_b_DHHV=16)
     config = KernelConfig(fused=True, num_splits=2, triton_recurrent_fw_H=scan)
     # Chunks are two of the fused scan's.
     split = over(mesh_of_shards(2), config=config, **INTERPRETED | {"chunk_size": 32})
-    x = random_inputs(0, 1, 1, 128, DHQK, DHHV, f_shift=6.0).values()
+    x = random_inputs(0, 1, 1, 128, DHQK, DHV, f_shift=6.0).values()
     run = jax.jit(split)
     result = compiled_for(run, x, exchanged(2, passes=1, sums=1))(*x)
     compare(OUTPUTS, *map(jax.tree.leaves, (result, jax.jit(whole)(*x))), BOUND)
@@ -206,7 +206,7 @@ def test_no_batch_at_all():
 def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():
     held = []
     for devices, rounds in ((2, 1), (8, 4)):
-        x = random_inputs(0, B, NH, 16 * devices, DHQK, DHHV, states=False).values()
+        x = random_inputs(0, B, NH, 16 * devices, DHQK, DHV, states=False).values()
         run = h_over(mesh_of_shards(devices), chunk_size=16, backend="xla")
         compiled = compiled_for(results_of(run), x, exchanged(devices))
         received = sum(
@@ -215,7 +215,7 @@ def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():
             for dims in re.findall(r"f32\[([\d,]*)\]", shapes)
         )  # bytes of a device
         of_rounds = 4 * rounds * B * NH
-        of_states = 2 * of_rounds * (DHQK * DHHV + DHQK)
+        of_states = 2 * of_rounds * (DHQK * DHV + DHQK)
         assert of_states < received <= of_states + 9 * of_rounds
         held.append(compiled.memory_analysis().temp_size_in_bytes)
     assert held[1] < 1.25 * held[0]

@@ -160,7 +160,7 @@ def test_the_batch_may_be_symbolic_in_plain_jnp():
     ],
 )
 def test_a_symbolic_dimension_is_refused_by_name(dim, backend, message):
-    sizes = dict(B=1, NH=2, S=64, DHQK=16, DHHV=16) | {dim: jax.export.symbolic_shape(dim)[0]}
+    sizes = dict(B=1, NH=2, S=64, DHQK=16, DHV=16) | {dim: jax.export.symbolic_shape(dim)[0]}
     run = partial(mlstm_chunkwise, backend=backend)
     with pytest.raises(ValueError, match=message):
         export(run, *call_shapes(**sizes), platform="cuda", device_kind="NVIDIA H200")

@@ -24,7 +24,7 @@ def test_against_float64(call):
 
 
 @pytest.mark.parametrize(
-    ("backend", "states", "DHQK", "DHHV"),
+    ("backend", "states", "DHQK", "DHV"),
     [
         ("xla", "float32", 32, 64),
         ("interpret", "float16", 32, 64),
@@ -34,9 +34,9 @@ def test_against_float64(call):
         ),
     ],
 )
-def test_a_step(backend, states, DHQK, DHHV):
+def test_a_step(backend, states, DHQK, DHV):
     """In float32 throughout: h and states of float16 round once, at the end."""
-    whole = random_inputs(5, 2, 4, 1, DHQK, DHHV, dtype="float16")
+    whole = random_inputs(5, 2, 4, 1, DHQK, DHV, dtype="float16")
     whole |= {name: whole[name].astype(states) for name in ("c_initial", "n_initial", "m_initial")}
     run = jax.jit(functools.partial(mlstm_recurrent_step, backend=backend))
     h, new = run(**step_names(whole, 0))

@@ -9,8 +9,8 @@ from oracle import assert_close, call_shapes, random_inputs
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
 
-S, L, DHQK, DHHV = 64, 16, 16, 24
-SCAN = KernelConfig(fused=True, triton_recurrent_fw_H=dict(siz_b_LKV=16))
+S, L, DHQK, DHV = 64, 16, 16, 24
+SCAN = KernelConfig(fused=True, triton_recurrent_fw_H=dict(siz_b_L=16))
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["recomputed", "stored"])
@@ -21,7 +21,7 @@ def test_the_forward_pass_holds_what_the_backward_pass_reads(config, normaliser,
     they are not recomputed."""
     options = dict(chunk_size=L, backend="interpret", config=config, **normaliser)
     run = functools.partial(mlstm_chunkwise, recompute_states_in_bw=not stored, **options)
-    x = call_shapes(1, 2, S, DHQK, DHHV, "float32")
+    x = call_shapes(1, 2, S, DHQK, DHV, "float32")
     residuals = jax.eval_shape(lambda *x: jax.tree.leaves(jax.vjp(run, *x)[1]), *x)
     shapes, normalised = [y.shape for y in residuals], not normaliser
     # v is padded to the shape of h: one more of that shape is h.

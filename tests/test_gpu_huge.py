@@ -24,12 +24,12 @@ END = 1024  # steps that are compared
 def inputs_on_device(shape, dtype, f_shift):
     """q, k, v, i, f and the gradient of h, like those of oracle.random_inputs; one head at a time,
     as random bits take memory too."""
-    B, NH, S, DHQK, DHHV = shape
+    B, NH, S, DHQK, DHV = shape
 
     def one(key):
         keys = jax.random.split(key, 6)
         q, k = (jnp.abs(jax.random.normal(x, (S, DHQK), dtype)) + 0.2 for x in keys[:2])
-        v, dh = (jax.random.normal(x, (S, DHHV), dtype) for x in keys[2:4])
+        v, dh = (jax.random.normal(x, (S, DHV), dtype) for x in keys[2:4])
         i, f = (jax.random.normal(x, (S,)) for x in keys[4:])
         return q, k, v, i, f + f_shift, dh
 

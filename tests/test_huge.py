@@ -29,7 +29,7 @@ def test_outputs_and_gradients_of_an_empty_batch_are_empty(backend, B, NH):
     assert jax.tree.map(jnp.shape, result) == jax.tree.map(jnp.shape, (cotangents, inputs))
 
 
-# Shapes (B, NH, S, DHQK, DHHV), dtype, and options of mlstm_chunkwise; what is larger than 32 bits
+# Shapes (B, NH, S, DHQK, DHV), dtype, and options of mlstm_chunkwise; what is larger than 32 bits
 # can number, or a grid's limits.
 SHAPES = {"states_and_values": (1, 9, 2**20, 128, 256), "tokens": (2**14, 2**7, 2**10, 16, 16)}
 HUGE = {

@@ -124,7 +124,7 @@ def test_directions_and_variants_in_one_run():
 
 def test_a_config_reaches_the_stages(tmp_path):
     """As JSON, or as a file; the row has the tiles that run, and is a config itself."""
-    scan = {"siz_b_LKV": 16, "num_warps": 8}
+    scan = {"siz_b_L": 16, "num_warps": 8}
     row = {"fused": True, "num_splits": 2, "triton_recurrent_fw_H": scan}
     file, text = tmp_path / "row.json", json.dumps(row)
     file.write_text(text)

@@ -18,10 +18,10 @@ SHAPE = re.compile(r"\w+\[([\d,]+)\]")
 CONFIGS = {
     "materialised": KernelConfig(fused=False),
     "fused": KernelConfig(fused=True),
-    "splits": config_in_splits(2, siz_b_LKV=32),
+    "splits": config_in_splits(2, siz_b_L=32),
     "default": None,
 }
-# Name, config, B,NH,S,DHQK,DHHV, other options. The splits are so long that no state has as many
+# Name, config, B,NH,S,DHQK,DHV, other options. The splits are so long that no state has as many
 # elements as q.
 TABLE = """
 materialised materialised 2,4,256,64,128
@@ -66,7 +66,7 @@ def compiled_text(case, dtype, backward, sharding=None, function=mlstm_chunkwise
 def moves(text, shape):
     """(instruction, shape) of all that moves as many elements as q, k, v or h have, or more, also
     inside fusions, where what is padded or cut for a sum is not in memory."""
-    B, NH, S, DHQK, DHHV = shape
+    B, NH, S, DHQK, DHV = shape
     result, fused = [], False
     for line in text.splitlines():
         if line.endswith("{"):
@@ -75,7 +75,7 @@ def moves(text, shape):
             fused and match[2] in ("pad", "slice") and "ROOT" not in line
         ):
             sizes = [math.prod(map(int, dims.split(","))) for dims in SHAPE.findall(match[1])]
-            if max(sizes, default=0) >= B * NH * S * min(DHQK, DHHV):
+            if max(sizes, default=0) >= B * NH * S * min(DHQK, DHV):
                 result.append((match[2], match[1]))
     return result
 

@@ -135,9 +135,9 @@ def extremes_on_a_gpu():
             assert jnp.isfinite(y).all(), values
 
 
-def repeats_on_a_gpu(B, NH, S, DHQK, DHHV):
+def repeats_on_a_gpu(B, NH, S, DHQK, DHV):
     """50 calls return equal bits."""
-    shape = B, NH, S, DHQK, DHHV
+    shape = B, NH, S, DHQK, DHV
     x, dh = inputs_on_device(shape, "bfloat16", 4.0)
     stages, states = mosaic_stages(*shape), {"recurrent_fw_C", "parallel_fw_H"}
     assert stages >= SCAN or stages >= states

@@ -45,7 +45,7 @@ def no_race(capsys):
     assert RACE not in capsys.readouterr().out
 
 
-# Stage, chunk size, chunks, DHQK, DHHV, layout, tiles.
+# Stage, chunk size, chunks, DHQK, DHV, layout, tiles.
 CALLS = """
 parallel_bw_dP 256-2-128-128 BNTH num_stages=3  # chunks of several tiles, more items than CTAs
 # Two warpgroups, which have not as many keys, and two column blocks.
@@ -89,7 +89,7 @@ def with_floors_of_one():
 
     Returns a function that runs a stage of the case with an h, its inputs, and the two h.
     """
-    chunk = case("bfloat16", 128, heads=(1, 1), DHQK=64, DHHV=128)
+    chunk = case("bfloat16", 128, heads=(1, 1), DHQK=64, DHV=128)
     gates, h = chunk.inputs["gates"], chunk.inputs["matH"]
     z = jnp.where(jnp.arange(128) % 2 == 0, 2.0, 0.5)[None]
     x = chunk.inputs | dict(gates=gates._replace(vecM=jnp.zeros_like(gates.vecM)), vecZ=z)

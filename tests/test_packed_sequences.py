@@ -51,13 +51,13 @@ def test_nothing_leaks_from_one_sequence_into_the_next(backend):
 
 def states_of_segments(x, count):
     """Other initial states, (B, count, NH, ...), of so many segments for each batch entry of x."""
-    (B, NH, _, DHQK), DHHV = x["q"].shape, x["v"].shape[-1]
-    drawn = random_inputs(5, B * count, NH, 1, DHQK, DHHV)
+    (B, NH, _, DHQK), DHV = x["q"].shape, x["v"].shape[-1]
+    drawn = random_inputs(5, B * count, NH, 1, DHQK, DHV)
     return {name: drawn[name].reshape(B, count, *x[name].shape[1:]) for name in {*STATES} & {*x}}
 
 
 def check_prompts(
-    count, DHQK, DHHV, *, dtype="float32", layout="BNTH", go_on=False, rows=None, **options
+    count, DHQK, DHV, *, dtype="float32", layout="BNTH", go_on=False, rows=None, **options
 ):
     """A prefill of packed prompts: h and the states of each prompt are those of the prompt alone in
     float64.
@@ -72,7 +72,7 @@ def check_prompts(
     sizes = np.diff(ends, axis=1, prepend=0, append=ends[:, -1:])
     (B, S), segments = ids.shape, sizes.shape[1]
     gate = {name: options[name] for name in {"input_gate", "normalize"} & {*options}}
-    x = random_inputs(4, B, 2, S, DHQK, DHHV, dtype=dtype, m_initial="input_gate" not in gate)
+    x = random_inputs(4, B, 2, S, DHQK, DHV, dtype=dtype, m_initial="input_gate" not in gate)
     initial = states_of_segments(x, segments)
     given = dict(zip(x, in_layout(layout, x, x.values()), strict=True))
     if go_on:

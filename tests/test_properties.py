@@ -38,7 +38,7 @@ class Case:
     NH: int
     S: int
     DHQK: int
-    DHHV: int
+    DHV: int
     L: int
     dtype: str = "float32"
     states: bool = True
@@ -48,8 +48,8 @@ class Case:
 
 
 TILED = tiles(16, 16)  # several in a chunk of 32
-SCAN = dict(siz_b_LKV=16, state_rows=16)  # two launches at 32 rows of the state
-SPLITS = config_in_splits(4, scan=SCAN, siz_b_LKV=16)
+SCAN = dict(siz_b_L=16, state_rows=16)  # two launches at 32 rows of the state
+SPLITS = config_in_splits(4, scan=SCAN, siz_b_L=16)
 UNSTABILISED = dict(stabilize_correctly=False, norm_val=0.5, eps=0.1)
 CASES = {
     "padded": Case(3, 2, 41, 12, 20, 32),
@@ -87,7 +87,7 @@ def drawn(case, seed):
     sizes = {name: r.choice([1.0, 1.0, 1.0, 1e-30, 1e-3, 1e4]) for name in "qkv"}
     sizes |= dict(c_initial=r.choice([0.0, 1.0]), m_initial=r.choice([0.0, 1.0, 100.0]))
     has_m = "input_gate" not in case.options
-    x = random_inputs(seed, *shape, case.DHQK, case.DHHV, states=case.states, m_initial=has_m)
+    x = random_inputs(seed, *shape, case.DHQK, case.DHV, states=case.states, m_initial=has_m)
     x |= {name: np.float64(x[name]) * sizes[name] for name in sizes.keys() & x}
     x |= {name: drawn_gates(r, shape, edges) for name, edges in EDGES.items()}
     starts = r.random((case.B, case.S)) < r.choice([0.0, 0.05, 0.3, 1.0])
@@ -195,13 +195,13 @@ def check(case: Case, backend: str, x, ids=None, seed=1):
         flow = flow + initial
         of_delta = of_delta + head_norms(wide["n_initial"] * of_dz["n_initial"])
     # h, of which delta is made, is rounded to its dtype.
-    unit = 0.0 if case.options == UNNORMALISED else tolerance(case.dtype, case.DHHV)
+    unit = 0.0 if case.options == UNNORMALISED else tolerance(case.dtype, case.DHV)
     for name in x:
         sums = name in ("i", "f", "m_initial")
         scale, rounding = (flow, of_delta) if sums else map(head_norms, (terms[name], of_dz[name]))
         off = unit * rounding
         if name == "f":  # one source may pass every step, with the roundings that it has
-            off = off + tolerance(case.dtype, case.DHHV) * passing(of_q, of_k, initial, last)
+            off = off + tolerance(case.dtype, case.DHV) * passing(of_q, of_k, initial, last)
         compare(f"d{name}", gradients[name], expected_gradients[name], scale, bound, off)
 
 
@@ -212,7 +212,7 @@ def drawn_wide(case, seed):
     """Inputs with gates of models and wider ones, fast and no forgetting, n . q that cancels or
     not. In float16, where gradients would be inf, it does not."""
     r = np.random.default_rng((seed, 2))
-    x = random_inputs(seed, 1, case.NH, case.S, case.DHQK, case.DHHV, states=False)
+    x = random_inputs(seed, 1, case.NH, case.S, case.DHQK, case.DHV, states=False)
     x = {name: np.float64(y) for name, y in x.items()}
     for name, centres in dict(i=[0.0], f=[0.0, 4.0, 10.0, 40.0]).items():
         x[name] = r.choice(centres) + r.choice([1.0, 5.0, 15.0]) * r.normal(size=x[name].shape)

@@ -55,13 +55,13 @@ def arguments(x, t=None):
 
 
 def random_token(seed, *shape, **options):
-    """shape: B, NH, S = 1, DHQK, DHHV."""
+    """shape: B, NH, S = 1, DHQK, DHV."""
     return arguments(random_inputs(seed, *shape, **options), 0)
 
 
 # ---------------- numbers
 
-# B, NH, S, DHQK, DHHV, options of check and of the call. One step is a token, several a sequence.
+# B, NH, S, DHQK, DHV, options of check and of the call. One step is a token, several a sequence.
 OF_SIGMOID = 'input_gate="sigmoid", recipe=dict(m_initial=False, i_scale=3.0, resets=True)'
 EMPTY = 'eps=0.0, norm_val=0.0, recipe=dict(states=False, i_shift=float("-inf"))'
 CALLS = f"""

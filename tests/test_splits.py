@@ -20,7 +20,7 @@ def test_split_products(options):
     """Those of every split but the last, backward but the first; or of all."""
     p, tiles = (
         Problem(1, HEADS, S, 32, 64, L, 1.0),
-        dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32),
+        dict(siz_b_L=16, siz_b_DHQK=16, siz_b_DHHV=32),
     )
     sizes = dict(num_splits=4)
     call = launch_of("split_products", p, "bfloat16", Lowering.INTERPRET, tiles, **sizes)

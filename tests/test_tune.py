@@ -237,8 +237,8 @@ def test_a_row_needs_gains_of_a_stage_and_of_the_call(line, run, fake, capsys):
     fake.hook = lambda stage, row: Result(
         "ok", 1 - (of_stage if stage else of_call) * (row != rules)
     )
-    case = dict(DHQK=64, DHHV=128, dtype="bfloat16", lowering="triton", config={}, measured={})
-    others = dict(lowering="mosaic_gpu"), dict(dtype="float32"), dict(DHHV=64), dict(DHQK=32)
+    case = dict(DHQK=64, DHV=128, dtype="bfloat16", lowering="triton", config={}, measured={})
+    others = dict(lowering="mosaic_gpu"), dict(dtype="float32"), dict(DHV=64), dict(DHQK=32)
     others = [case | x for x in others]
     tune.write_tuning("rows.json", "cpu", [case, *others])
     assert run("--stage=chunk_gates") == 0

@@ -406,7 +406,7 @@ class Call:
 
     device: Gpu
     DHQK: int
-    DHHV: int
+    DHV: int
     dtype: str
     seqlen: int = 8192
     chunk_size: int | None = None
@@ -419,7 +419,7 @@ class Call:
     @property
     def shape(self) -> Shape:
         steps = 1 if self.direction == "step" else self.seqlen
-        return Shape(BATCH, NUM_HEADS, steps, self.DHQK, self.DHHV)
+        return Shape(BATCH, NUM_HEADS, steps, self.DHQK, self.DHV)
 
     def implementation(self) -> MlstmPallas:
         chunks = self.chunk_size, self.config
@@ -493,18 +493,18 @@ def report(
 
     Args:
       device: a name in DEVICES; also chooses the tuned config.
-      heads: (DHQK, DHHV) of each call.
+      heads: (DHQK, DHV) of each call.
       dtypes: of q, k, v of each call.
       stages: only these; empty: all.
       options: fields of Call.
     """
-    for (DHQK, DHHV), dtype in itertools.product(heads, dtypes):
-        call = Call(DEVICES[device], DHQK, DHHV, dtype, **options)
+    for (DHQK, DHV), dtype in itertools.product(heads, dtypes):
+        call = Call(DEVICES[device], DHQK, DHV, dtype, **options)
         if call.direction == "step" and call.variant not in OF_STEPS:
             raise RequestError(f"a step has no variant {call.variant}")
         spec = call.spec()
         case: Row = dict(
-            name=f"{DHQK}/{DHHV}",
+            name=f"{DHQK}/{DHV}",
             shape=call.shape,
             impl=call.backend,
             dtype=dtype,
@@ -579,7 +579,7 @@ def parse_device(text: str) -> str:
 def parse_heads(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text.strip())
     if not match:
-        raise ValueError(f"cannot read the head sizes {text!r}, expected DHQK/DHHV as in 128/256")
+        raise ValueError(f"cannot read the head sizes {text!r}, expected DHQK/DHV as in 128/256")
     return int(match[1]), int(match[2])
 
 
@@ -588,7 +588,7 @@ def define_flags(define: command.Define) -> None:
     variant = "Input gate, normaliser and layout; packed: exp with segment_ids."
     relocatable = "The kernels of mosaic_gpu as nvJitLink compiles them, for jax >= 0.12."
     define.parsed("device", parse_device, f"GPU to compile for: {', '.join(DEVICES)}; none: H200.")
-    define.items("heads", "64/64,128/256,256/512", parse_heads, "Head sizes, DHQK/DHHV each.")
+    define.items("heads", "64/64,128/256,256/512", parse_heads, "Head sizes, DHQK/DHV each.")
     define.list("stage", [], "Only these stages; empty: all.")
     define.integer("seqlen", 8192, "Steps of the sequence.", lower_bound=1)
     define.enum("direction", "fwd", ["fwd", "fwbw", "step"], direction)

@@ -65,7 +65,7 @@ ROUND = 8  # candidates
 # against.
 SECONDS = dict(prepare=120, judge=60)
 SCHEDULE_SHARE, SEARCH_SHARE = 0.35, 0.9  # of a case's time, from its start
-SCAN = "recurrent_fw_H"  # its siz_b_LKV is the chunk size of the fused stages
+SCAN = "recurrent_fw_H"  # its siz_b_L is the chunk size of the fused stages
 LARGEST = 512  # value of a field that is tried
 MOST_WARPS = 8
 SCHEDULE = ("chunk_size", "fused", "num_splits")
@@ -115,7 +115,7 @@ class Calls:
         return schedule | {
             f"{kernel}.{field}": x
             for field, x in row.get(kernel, {}).items()
-            if name != SCAN or (field == "siz_b_LKV") == (not stage)
+            if name != SCAN or (field == "siz_b_L") == (not stage)
         }
 
     def needed(self, overrides: Overrides) -> Overrides:
@@ -329,7 +329,7 @@ class Tuner:
 
 
 def row_key(row: dict[str, Any]) -> tuple[str, str, int, int]:
-    return row["lowering"], row["dtype"], row["DHQK"], row["DHHV"]
+    return row["lowering"], row["dtype"], row["DHQK"], row["DHV"]
 
 
 def read_tuning(path: str, device_kind: str) -> list[dict[str, Any]]:
@@ -370,7 +370,7 @@ def tuned_rows(
     )
     row = dict(
         DHQK=calls.shape.DHQK,
-        DHHV=calls.shape.DHHV,
+        DHV=calls.shape.DHV,
         dtype=calls.dtype,
         lowering=Lowering(calls.backend).folder,
         config=config,

@@ -50,7 +50,7 @@ class Normaliser:
         return jnp.where(den == 0, 1.0, den) if self.eps == 0 else den
 
     def normalise(self, num: Array, z: Array, m: Array) -> Array:
-        """h = num / den; num: (..., DHHV), z and m: (...).
+        """h = num / den; num: (..., DHV), z and m: (...).
 
         Differentiable, and finite for any m: numerator and denominator are scaled by
         exp(min(m, 0)), so that neither the floor nor its derivative overflows.

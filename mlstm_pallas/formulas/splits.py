@@ -43,13 +43,13 @@ def decays_in_splits(gamma: Array, num_splits: int, S: int, *, backward: bool = 
 def split_states(
     added: Array, gamma: Array, initial: Array | None, *, backward: bool = False
 ) -> Array:
-    """X before each split, after it with backward: (B * NH * num_splits, DHQK, DHHV) float32.
+    """X before each split, after it with backward: (B * NH * num_splits, DHQK, DHV) float32.
 
     Args:
-      added: (B * NH, num_splits - 1, DHQK, DHHV) float32, what each split adds to X: all splits but
+      added: (B * NH, num_splits - 1, DHQK, DHV) float32, what each split adds to X: all splits but
         the last, with backward all but the first.
       gamma: (B * NH, NC) float32, NC a multiple of num_splits.
-      initial: X before the sequence, after it with backward: (B * NH, DHQK, DHHV) float32; None:
+      initial: X before the sequence, after it with backward: (B * NH, DHQK, DHV) float32; None:
         zeros.
     """
     BNH, others = added.shape[:2]

@@ -12,7 +12,7 @@ larger than |z_t|. While a product with a tile of dh runs, its warpgroup multipl
 tile with the same rows of h for delta. The tiles of h have a ring of their own. All items of a tile
 of queries compute bit-identical delta, and the item on the diagonal stores it.
 
-An item reads 256 (DHQK + DHHV) elements, and 128 DHHV elements of h. Tiles of 64 x 64 would read
+An item reads 256 (DHQK + DHV) elements, and 128 DHV elements of h. Tiles of 64 x 64 would read
 twice as much through the L2.
 """
 
@@ -82,7 +82,7 @@ class _Kernel(PersistentKernel):
 
     Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
       q_gmem, k_gmem: D = DHQK.
-      v_gmem, dh_gmem, h_gmem: D = DHHV. h is absent if delta is not computed.
+      v_gmem, dh_gmem, h_gmem: D = DHV. h is absent if delta is not computed.
     Inputs (B * NH, S): e_gmem and u_gmem, two each; inv_den_gmem, absent without a normaliser;
       slope_gmem, absent without a normaliser or h.
     Input live_gmem: ``ChunkList.live_first``, absent if all chunks are live.
@@ -98,7 +98,7 @@ class _Kernel(PersistentKernel):
         refs, p = self.refs, self.p
         (self.left, self.e_hi), (self.right, self.e_lo) = refs.operands_smem
         # The steps of an item: products with k, products with v, and the last step.
-        self.steps_k, self.steps_v = blocks(p.DHQK, DEPTH), blocks(p.DHHV, DEPTH)
+        self.steps_k, self.steps_v = blocks(p.DHQK, DEPTH), blocks(p.DHV, DEPTH)
         self.last = self.steps_k + self.steps_v
         n, items = self.last + 1, self.num_items
         self.ring = CopyRing(refs.barriers, items * n, self.copy_operands, steps_of_item=n)
@@ -306,4 +306,4 @@ class Tiles(RingTiles):
             yield cls(4, num_ctas=gpu.sms).clamped(p)
 
     def divides(self, p: Problem, **asked) -> bool:
-        return self.num_stages >= 2 and p.DHQK % 64 == p.DHHV % 64 == p.L % TILE == 0
+        return self.num_stages >= 2 and p.DHQK % 64 == p.DHV % 64 == p.L % TILE == 0

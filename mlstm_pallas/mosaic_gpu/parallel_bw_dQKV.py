@@ -1,7 +1,7 @@
 """parallel_bw_dQKV on Mosaic GPU: the products of ``stages/parallel_bw_dQKV.py``.
 
 If the stage gets no P and dP, the kernel of ``parallel_bw_dQKV_by_chunk`` computes them and all
-gradients of a chunk in one CTA. The kernel here requires multiples of 256 for DHQK and DHHV.
+gradients of a chunk in one CTA. The kernel here requires multiples of 256 for DHQK and DHV.
 
 An item of ``persistent.py`` is a block of 128 x 256 elements of dq, dk or dv, or 128 rows of the
 states for <C_c, dC_{c+1}>. It is a sequence of steps, each with one tile of the left operand and
@@ -78,12 +78,12 @@ class _Items(NamedTuple):
 
 
 def _items(p: Problem, normalise: bool) -> list[_Items]:
-    of_L, of_DHQK, of_DHHV = blocks(p.L, ROWS), blocks(p.DHQK, COLUMNS), blocks(p.DHHV, COLUMNS)
+    of_L, of_DHQK, of_DHHV = blocks(p.L, ROWS), blocks(p.DHQK, COLUMNS), blocks(p.DHV, COLUMNS)
     return [
-        _Items(of_L, of_DHQK, p.DHHV // DEPTH, 3 if normalise else 2),
-        _Items(of_L, of_DHQK, p.DHHV // DEPTH, 3),
+        _Items(of_L, of_DHQK, p.DHV // DEPTH, 3 if normalise else 2),
+        _Items(of_L, of_DHQK, p.DHV // DEPTH, 3),
         _Items(of_L, of_DHHV, p.DHQK // DEPTH, 0),
-        _Items(p.DHQK // ROWS, 1, p.DHHV // DEPTH, 0),
+        _Items(p.DHQK // ROWS, 1, p.DHV // DEPTH, 0),
     ]
 
 
@@ -123,9 +123,9 @@ class _Kernel(PersistentKernel):
 
     Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
       q_gmem, k_gmem: D = DHQK.
-      v_gmem, dh_gmem: D = DHHV.
+      v_gmem, dh_gmem: D = DHV.
     Other inputs:
-      C_gmem, dC_gmem: (B * NH, NC, DHQK, DHHV).
+      C_gmem, dC_gmem: (B * NH, NC, DHQK, DHV).
       n_gmem, dn_gmem: (B * NH, NC, DHQK); n is absent without a normaliser.
       P_gmem, dP_gmem: (B * NH, S, L).
       w_gmem, abar_gmem, inv_den_gmem, dz_den_gmem: (B * NH, S); the last two are absent without a
@@ -412,7 +412,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         "q_inter": sums,
         "dk": sequence_shape(x.matK, p.DHQK, dtype),
         "k_inter": sums,
-        "dv": sequence_shape(x.matV, p.DHHV, dtype),
+        "dv": sequence_shape(x.matV, p.DHV, dtype),
         "states": float32(p.BNH, p.NC, chunkwise.CHUNK if recomputes else p.DHQK),
         "pairs": w_sum_shapes(p) if recomputes else None,
     }
@@ -459,21 +459,21 @@ def by_chunk(p: Problem) -> bool:
 def _divides(p: Problem) -> bool:
     """Whether whole tiles make up the chunks and the heads."""
     if by_chunk(p):
-        return p.DHHV % 128 == 0
-    return p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0
+        return p.DHV % 128 == 0
+    return p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHV % 256 == 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(RingTiles):
-    """recomputes_scores: whether one CTA computes P, dP and all gradients of a chunk."""
+    """computes_scores: whether one CTA computes P, dP and all gradients of a chunk."""
 
-    recomputes_scores: bool
+    computes_scores: bool
 
     def items(self, p: Problem) -> int:
         return p.BNH * p.NC * (1 if by_chunk(p) else _items_of_chunk(_items(p, normalise=True)))
 
     def scratch(self, p: Problem, dtype, *, normalise: bool = True, **asked) -> dict[str, Any]:
-        if self.recomputes_scores:
+        if self.computes_scores:
             return chunkwise.scratch(p, self, dtype, normalise=normalise)
         tiles = functools.partial(shared_tiles, self.num_stages, dtype=dtype)
         # All shapes of a tile have equally many bytes, so a slot has the same place in all of them.
@@ -500,4 +500,4 @@ class Tiles(RingTiles):
     def divides(self, p: Problem, **asked) -> bool:
         """With fewer stages than a step holds at once the kernel would deadlock."""
         least = 4 if by_chunk(p) else 3
-        return _divides(p) and self.recomputes_scores == by_chunk(p) and self.num_stages >= least
+        return _divides(p) and self.computes_scores == by_chunk(p) and self.num_stages >= least

@@ -7,7 +7,7 @@ chunk as well; at 128 its copy waits for the end of the chunk.
 
 The two warpgroups share the copying and have 255 registers per thread.
 
-The first phase of a chunk computes dh . v over DHHV and q . k over DHQK, and from these P, dP and
+The first phase of a chunk computes dh . v over DHV and q . k over DHQK, and from these P, dP and
 the sums of W. P and dP stay in shared memory. Each warpgroup computes the block of 64 x 64 on the
 diagonal that has its queries, and half the keys of the block below the diagonal.
 
@@ -82,7 +82,7 @@ class Kernel(PersistentKernel):
         super().__init__(*args)
         refs, p, chunks = self.refs, self.p, self.num_items
         # The order of a chunk's tiles: dh and v per step, q; then v, dC, C and dh per step, q.
-        self.steps, self.parts = 2 * blocks(p.DHHV, 2 * DEPTH), blocks(p.DHQK, DEPTH)
+        self.steps, self.parts = 2 * blocks(p.DHV, 2 * DEPTH), blocks(p.DHQK, DEPTH)
         self.first_q = 2 * self.steps
         self.second_phase = self.first_q + self.parts
         self.last_q = self.second_phase + 4 * self.steps

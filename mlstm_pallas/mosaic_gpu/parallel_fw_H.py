@@ -1,12 +1,12 @@
 """parallel_fw_H on Mosaic GPU: the outputs of ``stages/parallel_fw_H.py``.
 
-Grid (B * NH * NC * L / siz_b_LQ * DHHV / siz_b_DHHV). A CTA owns siz_b_LQ queries of a chunk and
+Grid (B * NH * NC * L / siz_b_LQ * DHV / siz_b_DHHV). A CTA owns siz_b_LQ queries of a chunk and
 siz_b_DHHV columns of h, and each of its warpgroups owns 64 of the queries. A CTA first reads the
 state of the chunk, 64 rows at a time, and then the keys and values up to its queries, 64 steps at a
 time. P stays in registers. Keys go through a ring of num_stages slots, rows of the state and values
 through another one. h leaves through the shared memory of the queries.
 
-FLOPs: 2 tokens K V + tokens (L + 1) (K DHHV / siz_b_DHHV + V), because each column block repeats
+FLOPs: 2 tokens K V + tokens (L + 1) (K DHV / siz_b_DHHV + V), because each column block repeats
 q.k. Bytes: q, k, v, h and C, (tokens (2 K + 2 V) + B NH NC K V) itemsize, with repeats from the L2.
 """
 
@@ -63,7 +63,7 @@ FEW_CTAS = 528  # four per SM of an H200
 def _place_of_cta(p: Problem, config: "Tiles"):
     """A CTA's column block of h, block of queries in the chunk, head and chunk."""
     index = lax.axis_index("program")
-    of_h, of_chunk = blocks(p.DHHV, config.siz_b_DHHV), blocks(p.L, config.siz_b_LQ)
+    of_h, of_chunk = blocks(p.DHV, config.siz_b_DHHV), blocks(p.L, config.siz_b_LQ)
     index, column = unravel(index, of_h)
     # Blocks with the most keys come first. If there are many CTAs, those of one chunk are
     # neighbours, so that they share the L2.
@@ -110,8 +110,8 @@ def _store_h(num, buffers, h, rows, column):
 def _kernel(
     q_gmem,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
     k_gmem,
-    v_gmem,  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
-    C_gmem,  # (B * NH, NC, DHQK, DHHV)
+    v_gmem,  # (B * NH, S, DHV) or (B, S, NH, DHV)
+    C_gmem,  # (B * NH, NC, DHQK, DHV)
     n_gmem,  # (B * NH, NC, DHQK), None without a normaliser
     e_gmem,  # hi and lo, (B * NH, S) each, like u, w and m
     u_gmem,  # hi and lo
@@ -236,7 +236,7 @@ def parallel_fw_H(
         grid={"program": config.grid(p)[0]},
         warpgroups=config.siz_b_LQ // WG_ROWS,
         outputs={
-            "h_gmem": sequence_shape(x.matV, p.DHHV, dtype),
+            "h_gmem": sequence_shape(x.matV, p.DHV, dtype),
             "z_gmem": None if normaliser is None else float32(p.BNH, p.S),
         },
         scratch=config.scratch(p, dtype),
@@ -252,7 +252,7 @@ class Tiles(HopperTiles):
     num_stages: int
 
     def grid(self, p: Problem, **asked) -> tuple[int, ...]:
-        return (p.BNH * p.NC * blocks(p.L, self.siz_b_LQ) * blocks(p.DHHV, self.siz_b_DHHV),)
+        return (p.BNH * p.NC * blocks(p.L, self.siz_b_LQ) * blocks(p.DHV, self.siz_b_DHHV),)
 
     def scratch(self, p: Problem, dtype, **asked) -> dict[str, Any]:
         tiles, warpgroups, n = shared_tiles, self.siz_b_LQ // WG_ROWS, self.num_stages
@@ -273,7 +273,7 @@ class Tiles(HopperTiles):
 
         With 64 queries, DHQK 256 and 256 columns ptxas spills at least 132 bytes.
         """
-        columns = next((x for x in (256, 128) if p.DHHV % x == 0), 64)
+        columns = next((x for x in (256, 128) if p.DHV % x == 0), 64)
         few = min(columns, 128)
         two = cls(WG_ROWS, columns, 2)
         if (
@@ -293,4 +293,4 @@ class Tiles(HopperTiles):
     def divides(self, p: Problem, **asked) -> bool:
         LQ, columns = self.siz_b_LQ, self.siz_b_DHHV
         known = columns in (64, 128, 256) and LQ in (WG_ROWS, 2 * WG_ROWS)
-        return known and p.DHQK % WG_ROWS == p.DHHV % columns == p.L % LQ == 0
+        return known and p.DHQK % WG_ROWS == p.DHV % columns == p.L % LQ == 0

@@ -1,8 +1,8 @@
 """The recurrences of ``stages/recurrence.py`` on Mosaic GPU.
 
-Grid (B * NH times the number of recurrences and of splits, DHQK / rows, DHHV / 128). A CTA owns up
+Grid (B * NH times the number of recurrences and of splits, DHQK / rows, DHV / 128). A CTA owns up
 to 256 rows and 128 columns of X. It has two warpgroups, and each keeps 64 columns transposed in
-registers. If CTAs are few, or 128 does not divide DHHV, a CTA has 64 columns and one warpgroup. The
+registers. If CTAs are few, or 128 does not divide DHV, a CTA has 64 columns and one warpgroup. The
 warpgroups share the copying, num_stages tiles of 64 steps ahead.
 
 If that makes too few CTAs, the sequence is cut into splits. A preceding launch of the same kernel
@@ -59,7 +59,7 @@ from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
 from mlstm_pallas.stages.stage import Launch, largest_rows
 
-STEPS, COLUMNS = 64, 128  # steps per tile, and columns of X per CTA if they divide DHHV
+STEPS, COLUMNS = 64, 128  # steps per tile, and columns of X per CTA if they divide DHV
 H_STAGES = 3  # tiles of h in shared memory
 MIN_SPLIT_STEPS = 1024  # shorter splits gain less than the second launch and their sums cost
 
@@ -67,7 +67,7 @@ MIN_SPLIT_STEPS = 1024  # shorter splits gain less than the second launch and th
 def _store_state(index, XT, X_gmem, X_columns, tiles_smem):
     """Stores X^T, (64, rows), before the index-th chunk in the order of the recurrence.
 
-    X_gmem: (DHQK, DHHV); tiles_smem: (2, 64, 64).
+    X_gmem: (DHQK, DHV); tiles_smem: (2, 64, 64).
     """
     n = XT.shape[1] // WG_ROWS
     for j in range(n):
@@ -231,7 +231,7 @@ def _kernel(each, outputs, *, p, num_splits, computed, **shared):
         axis, here = "", which == j
         if x.h is not None and rows < p.DHQK:
             axis = "rows"
-        elif out.x_last is not None and columns < p.DHHV:
+        elif out.x_last is not None and columns < p.DHV:
             axis = "columns"
         # Several bodies, so that the loop over steps has no branch.
         for first in (True, False) if axis else (True,):
@@ -258,14 +258,14 @@ def _launch(
     if sums:  # from zeros
         inputs = [dataclasses.replace(x, X_initial=None, x_initial=None) for x in inputs]
     lasts = call.problem.BNH * (sums or 1)
-    X = jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHHV), dtype)
+    X = jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHV), dtype)
     outputs = [
         RecurrenceOutputs(
             X=None if sums else X,
-            X_last=float32(lasts, p.DHHV, p.DHQK) if x.return_last else None,
+            X_last=float32(lasts, p.DHV, p.DHQK) if x.return_last else None,
             x=None if sums or x.x_initial is None else float32(p.BNH, p.NC, p.DHQK),
             x_last=None if x.x_initial is None else float32(lasts, p.DHQK),
-            inner=None if x.h is None else float32(p.BNH, blocks(p.DHHV, WG_ROWS), p.S),
+            inner=None if x.h is None else float32(p.BNH, blocks(p.DHV, WG_ROWS), p.S),
         )
         for x in each
     ]
@@ -360,7 +360,7 @@ class Tiles(HopperTiles):
     num_splits: int = 1
 
     def grid(self, p: Problem, *, recurrences: int = 1, **asked) -> tuple[int, ...]:
-        rows, columns = blocks(p.DHQK, self.state_rows), blocks(p.DHHV, self.state_columns)
+        rows, columns = blocks(p.DHQK, self.state_rows), blocks(p.DHV, self.state_columns)
         return recurrences * p.BNH, rows, columns
 
     def scratch(
@@ -392,12 +392,12 @@ class Tiles(HopperTiles):
         cls, p: Problem, gpu: Gpu, *, recurrences: int = 1, has_x: bool = False, **asked
     ) -> Iterable[Self]:
         """The most rows per block with which the launch fills the GPU; else splits."""
-        columns = next((x for x in (COLUMNS, WG_ROWS) if p.DHHV % x == 0), 0)
+        columns = next((x for x in (COLUMNS, WG_ROWS) if p.DHV % x == 0), 0)
         if p.DHQK % WG_ROWS or not columns:
             return
         most = columns if has_x else 256
         sizes = [largest_rows(p.DHQK, min(size, most)) for size in (256, 128, WG_ROWS)]
-        most_ctas = recurrences * p.BNH * p.DHQK * (p.DHHV // columns)  # with blocks of one row
+        most_ctas = recurrences * p.BNH * p.DHQK * (p.DHV // columns)  # with blocks of one row
         rows = next((x for x in sizes if gpu.filled_by(most_ctas // x)), sizes[-1])
         ctas = most_ctas // rows
         splits = splits_of(p.NC, min(gpu.sms // max(ctas, 1), p.S // MIN_SPLIT_STEPS))
@@ -408,7 +408,7 @@ class Tiles(HopperTiles):
     def divides(self, p: Problem, *, has_x: bool = False, **asked) -> bool:
         rows, columns = self.state_rows, self.state_columns
         return (
-            rows % WG_ROWS == p.DHQK % rows == p.DHHV % columns == p.L % STEPS == 0
+            rows % WG_ROWS == p.DHQK % rows == p.DHV % columns == p.L % STEPS == 0
             and rows <= (columns if has_x else 256)
             and columns in (WG_ROWS, COLUMNS)
             and self.num_stages >= 2  # a slot becomes free while the next step's product runs

@@ -1,6 +1,6 @@
 """recurrent_fw_H on Mosaic GPU: the fused scan of ``stages/recurrent_fw_H.py``.
 
-Grid (B * NH * DHHV / siz_b_DHHV); with a list of chunks (B * NH * (N + 2) * DHHV / siz_b_DHHV),
+Grid (B * NH * DHV / siz_b_DHHV); with a list of chunks (B * NH * (N + 2) * DHV / siz_b_DHHV),
 because its parts run side by side. A CTA has two warpgroups. Each owns siz_b_DHHV / 2 columns of C
 and of h, in blocks of 64. A block of C stays transposed in registers, 64 x state_rows floats, as
 the left operand of C^T q. Copies run up to num_stages chunks ahead. The outputs of a chunk are
@@ -58,7 +58,7 @@ class _Operands(NamedTuple):
 
     q: Any  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
     k: Any
-    v: Any  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
+    v: Any  # (B * NH, S, DHV) or (B, S, NH, DHV)
     partial: Any  # like v: h of the preceding launch, None in the first launch
     P: Any  # (B * NH, S, L), None after the first launch
     r: Any  # (B * NH, S)
@@ -99,10 +99,10 @@ def _kernel(
     parts_gmem,  # of ``ChunkList``: (B * NH, N + 3) each, None without a list
     operands,  # _Operands
     gamma_gmem,  # (B * NH, NC)
-    C_initial_gmem,  # (B * NH, DHHV, DHQK), with a list (B * N * NH, DHQK, DHHV), may be None
+    C_initial_gmem,  # (B * NH, DHV, DHQK), with a list (B * N * NH, DHQK, DHV), may be None
     h_gmem,  # output, like v
-    C_last_gmem,  # output (B * NH, state_rows, DHHV), with a list (B * N * NH, ...), may be None
-    C_states_gmem,  # output (B * NH, stored, DHQK, DHHV), may be None
+    C_last_gmem,  # output (B * NH, state_rows, DHV), with a list (B * N * NH, ...), may be None
+    C_states_gmem,  # output (B * NH, stored, DHQK, DHV), may be None
     slots,  # by name: the tiles of the chunks in flight in shared memory, (num_stages, ...) each
     barriers,  # of the ring of slots
     h_smem,  # (blocks of 64 columns, L, 64)
@@ -114,7 +114,7 @@ def _kernel(
     store_every: int,
 ) -> None:
     index, wg = lax.axis_index("program"), lax.axis_index("wg")
-    of_h = blocks(p.DHHV, config.siz_b_DHHV)
+    of_h = blocks(p.DHV, config.siz_b_DHHV)
     head, column_block = unravel(index, of_h)
     L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, h_smem.dtype
     num_blocks, in_list = siz_b_DHHV // (WARPGROUPS * WG_ROWS), parts_gmem is not None
@@ -226,17 +226,17 @@ def recurrent_fw_H(
     N, parts = (1, 1) if chunks is None else (chunks.N, chunks.N + 2)
     C_initial = None
     if matC_initial is not None:
-        C_initial = matC_initial.reshape(N * p.BNH, p.DHQK, p.DHHV)
+        C_initial = matC_initial.reshape(N * p.BNH, p.DHQK, p.DHV)
         # XLA transposes a few states faster than the kernel reads them, and many more slowly.
         C_initial = C_initial.mT if chunks is None else C_initial
     abar = jnp.ones_like(scores.vecR) if keys.weights is None else keys.weights
     operands = _Operands(matQ, keys.array, matV, None, scores.matP, scores.vecR, abar)
     states = None
     if store_every:
-        states = jax.ShapeDtypeStruct((p.BNH, p.NC // store_every, p.DHQK, p.DHHV), dtype)
+        states = jax.ShapeDtypeStruct((p.BNH, p.NC // store_every, p.DHQK, p.DHV), dtype)
     outputs = {
-        "h_gmem": sequence_shape(matV, p.DHHV, dtype),
-        "C_last_gmem": float32(N * p.BNH, config.state_rows, p.DHHV) if return_last else None,
+        "h_gmem": sequence_shape(matV, p.DHV, dtype),
+        "C_last_gmem": float32(N * p.BNH, config.state_rows, p.DHV) if return_last else None,
         "C_states_gmem": states,
     }
     lasts = []
@@ -259,15 +259,15 @@ def recurrent_fw_H(
         lasts.append(y["C_last_gmem"])
     last = jnp.concatenate(lasts, axis=1) if return_last else None
     if last is not None and chunks is not None:
-        last = last.reshape(p.B, N, p.NH, p.DHQK, p.DHHV)
+        last = last.reshape(p.B, N, p.NH, p.DHQK, p.DHV)
     return FusedScan(y["h_gmem"], last, y["C_states_gmem"])
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(HopperTiles):
-    """siz_b_LKV: steps per chunk; state_rows: rows of C per launch."""
+    """siz_b_L: steps of its chunks; state_rows: rows of C per launch."""
 
-    siz_b_LKV: int
+    siz_b_L: int
     siz_b_DHHV: int
     state_rows: int
     num_stages: int
@@ -275,14 +275,14 @@ class Tiles(HopperTiles):
     least_share: ClassVar[float] = 0.48
 
     def grid(self, p: Problem, **asked) -> tuple[int, ...]:
-        return p.BNH, blocks(p.DHHV, self.siz_b_DHHV)
+        return p.BNH, blocks(p.DHV, self.siz_b_DHHV)
 
     def shared_bytes(self, p: Problem, dtype, **asked) -> int:
         """The first launch reads P, and the second one reads h of the first.
 
         Only a single launch stores states.
         """
-        p, one = p.in_chunks_of(self.siz_b_LKV), self.state_rows == p.DHQK
+        p, one = p.in_chunks_of(self.siz_b_L), self.state_rows == p.DHQK
         bytes_of = super().shared_bytes
         return max(bytes_of(p, dtype, first=x, stores=one) for x in {True, one})
 
@@ -314,10 +314,10 @@ class Tiles(HopperTiles):
 
         parallel_fw_P supports only chunks of 64 steps.
         """
-        L, columns, rows = min(p.L, self.siz_b_LKV), self.siz_b_DHHV, self.state_rows
+        L, columns, rows = min(p.L, self.siz_b_L), self.siz_b_DHHV, self.state_rows
         parts, rest = divmod(columns, WG_ROWS * WARPGROUPS)
         return (
-            p.DHQK % rows == rows % WG_ROWS == p.DHHV % columns == rest == 0
+            p.DHQK % rows == rows % WG_ROWS == p.DHV % columns == rest == 0
             and L == WG_ROWS
             and 2 * rows >= p.DHQK
             and parts * rows <= 256

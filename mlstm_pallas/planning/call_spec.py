@@ -25,9 +25,9 @@ from mlstm_pallas.problem.validation import check_constant, kernel_dtype
 from mlstm_pallas.stages.stage import Launch, Lowering
 
 # Splits of the fused scan cost a launch and a product over their steps, which shorter splits and
-# narrower heads (a smaller DHQK * DHHV) do not repay.
+# narrower heads (a smaller DHQK * DHV) do not repay.
 MIN_SPLIT_STEPS, MIN_SPLIT_STATE = 1024, 2**15
-MIN_FUSED_STATE = 2**13  # DHQK * DHHV
+MIN_FUSED_STATE = 2**13  # DHQK * DHV
 SCAN_SHARE = 0.6  # the share of the places for CTAs that the fused scan should fill
 SUMMARY_STEPS = 4096  # of a split of a shard's summary: enough work per CTA, and enough CTAs
 
@@ -65,7 +65,7 @@ class CallSpec(Options):
         float16 has the size and the speed of bfloat16, and so its rows.
         """
         p, dtype = self.problem, "bfloat16" if self.dtype == "float16" else self.dtype.name
-        key = dict(DHQK=p.DHQK, DHHV=p.DHHV, dtype=dtype, lowering=lowering.folder)
+        key = dict(DHQK=p.DHQK, DHV=p.DHV, dtype=dtype, lowering=lowering.folder)
         rows = (x for x in tuned_rows(self.gpu.name) if key.items() <= x.items())
         return KernelConfig(**next(rows, {}).get("config", {}))
 
@@ -75,11 +75,11 @@ class CallSpec(Options):
         scan = self.launch("recurrent_fw_H", self.lowering)
         p, tiles, splits = self.problem, scan.tiles, 0
         if tiles is not None:
-            p = p.in_chunks_of(tiles.siz_b_LKV)
+            p = p.in_chunks_of(tiles.siz_b_L)
             splits = _scan_splits(self, p, tiles)
             stores = tiles.state_rows == p.DHQK and self.problem.NC % max(splits, 1) == 0
             splits *= self.recompute_states_in_bw or stores
-        recomputes = self.recomputes_scores(self.lowering)
+        recomputes = self.computes_scores(self.lowering)
         return Plan(self, splits > 0, max(splits, 1), p, scan.lowering, recomputes)
 
     @property
@@ -126,7 +126,7 @@ class CallSpec(Options):
         p, N = self.problem, self.num_segments or 0
         segments_as_heads = dataclasses.replace(p, NH=p.NH * N)
         scan = self.launch("recurrent_fw_H", lowering, segments_as_heads)
-        L = scan.tiles.siz_b_LKV if scan.tiles else p.L
+        L = scan.tiles.siz_b_L if scan.tiles else p.L
         p = dataclasses.replace(p, S=num_entries(S, N, L) * L, L=L)
         return {
             "chunk_gates": self.launch("chunk_gates", lowering, p),
@@ -134,13 +134,13 @@ class CallSpec(Options):
             "recurrent_fw_H": dataclasses.replace(scan, problem=p),
         }
 
-    def recomputes_scores(self, lowering: Lowering) -> bool:
+    def computes_scores(self, lowering: Lowering) -> bool:
         """Whether parallel_bw_dQKV computes P and dP, and recurrent_bw_dC before it delta.
 
         Otherwise parallel_bw_dP computes all three, and P and dP are in memory.
         """
         tiles = self.launch("parallel_bw_dQKV", lowering).tiles
-        return getattr(tiles, "recomputes_scores", False)
+        return getattr(tiles, "computes_scores", False)
 
 
 def chunk_size_for(spec: CallSpec) -> int:
@@ -150,8 +150,8 @@ def chunk_size_for(spec: CallSpec) -> int:
     short chunks have fewer. Mosaic GPU's gradients need at least 128 steps; if parallel_bw_dQKV
     runs on Triton, fewer states make it faster.
     """
-    p, lowering, DHQK, DHHV = spec.problem, spec.lowering, spec.problem.DHQK, spec.problem.DHHV
-    size = DHQK * DHHV // (DHQK + DHHV)
+    p, lowering, DHQK, DHV = spec.problem, spec.lowering, spec.problem.DHQK, spec.problem.DHV
+    size = DHQK * DHV // (DHQK + DHV)
     if lowering is Lowering.XLA or (spec.gpu is UNKNOWN and lowering.folder == "triton"):
         size = min(max(next_power_of_two(size), 64), 256)
         while -p.S % size > -p.S % 64:  # no more padding than chunks of 64 need
@@ -159,8 +159,8 @@ def chunk_size_for(spec: CallSpec) -> int:
         return size
     if spec.dtype.itemsize > 2:
         return 64
-    on_hopper = lowering.folder == "mosaic_gpu" and DHQK % 64 == DHHV % 64 == 0
-    if on_hopper and DHQK > 128 and (DHQK % 256 or DHHV % 256):
+    on_hopper = lowering.folder == "mosaic_gpu" and DHQK % 64 == DHV % 64 == 0
+    if on_hopper and DHQK > 128 and (DHQK % 256 or DHV % 256):
         size += 1
     return min(max(next_power_of_two(size), 128 if on_hopper else 64), 256)
 
@@ -210,7 +210,7 @@ def asked_of(name: str, spec: CallSpec, first: Lowering) -> dict[str, Any]:
     if name == "recurrent_fw_C":
         return dict(has_x=True)
     if name == "recurrent_bw_dC":
-        has_h = spec.recomputes_scores(first)
+        has_h = spec.computes_scores(first)
         return dict(recurrences=1 + spec.recompute_states_in_bw, has_h=has_h)
     return dict(stores_X=False) if name == "split_products" else {}
 
@@ -240,7 +240,7 @@ def _tiles(name: str, lowering: Lowering, p: Problem, spec: CallSpec, asked: dic
             return tiles
     raise ValueError(
         f"config.{field} is {fields}, expected tiles that the kernel has for heads of "
-        f"{p.DHQK}/{p.DHHV} in chunks of {p.L} steps, such as {planned}"
+        f"{p.DHQK}/{p.DHV} in chunks of {p.L} steps, such as {planned}"
     )
 
 
@@ -253,7 +253,7 @@ class Plan:
       num_splits: of each sequence in the fused scan.
       scan_problem: the problem in the chunks of the fused scan, used or not.
       scan_lowering: of the fused scan.
-      recomputes_scores: see ``CallSpec``.
+      computes_scores: see ``CallSpec``.
     """
 
     spec: CallSpec
@@ -261,7 +261,7 @@ class Plan:
     num_splits: int
     scan_problem: Problem
     scan_lowering: Lowering
-    recomputes_scores: bool
+    computes_scores: bool
 
     @property
     def summary_splits(self) -> int:
@@ -295,7 +295,7 @@ class Plan:
     @property
     def backward(self) -> dict[str, Launch]:
         """The launches of the backward pass."""
-        scores = () if self.recomputes_scores else ("parallel_bw_dP",)
+        scores = () if self.computes_scores else ("parallel_bw_dP",)
         names = "chunk_gates", *scores, "recurrent_bw_dC", "parallel_bw_dQKV"
         return {name: self.spec.launch(name, self.spec.lowering) for name in names}
 
@@ -313,13 +313,13 @@ def _scan_splits(spec: CallSpec, p: Problem, tiles: Any) -> int:
         return 0
     if config.num_splits is not None or config.fused:
         return min(config.num_splits or 1, whole_chunks)
-    if p.DHQK * p.DHHV < MIN_FUSED_STATE or 2 * tiles.state_rows < p.DHQK:
+    if p.DHQK * p.DHV < MIN_FUSED_STATE or 2 * tiles.state_rows < p.DHQK:
         return 0
-    ctas, places = p.BNH * (p.DHHV // tiles.siz_b_DHHV), tiles.ctas_per_sm * spec.gpu.sms
+    ctas, places = p.BNH * (p.DHV // tiles.siz_b_DHHV), tiles.ctas_per_sm * spec.gpu.sms
     if ctas >= SCAN_SHARE * places:
         return 1
     splits = next_power_of_two(math.ceil(SCAN_SHARE * places / max(ctas, 1)))
-    long = p.DHQK * p.DHHV >= MIN_SPLIT_STATE and p.S // splits >= MIN_SPLIT_STEPS
+    long = p.DHQK * p.DHV >= MIN_SPLIT_STATE and p.S // splits >= MIN_SPLIT_STEPS
     if long and splits <= whole_chunks:
         return splits
     return int(ctas >= tiles.least_share * places)

@@ -19,7 +19,7 @@ class Cost(NamedTuple):
 
 def cost(name: str, p: Problem, itemsize: int) -> Cost:
     """The cost of a stage in the chunks of p; itemsize: of the kernel dtype."""
-    steps, chunks, K, V = p.BNH * p.S, p.BNH * p.NC, p.DHQK, p.DHHV
+    steps, chunks, K, V = p.BNH * p.S, p.BNH * p.NC, p.DHQK, p.DHV
     pairs = steps * (p.L + 1)  # of steps s <= t, twice
     inter, states, initial = 2 * steps * K * V, chunks * K * V, p.BNH * K * V
     # FLOPs, numbers of the kernel dtype, and those of float32, of which the comments name most.
@@ -87,7 +87,7 @@ def launch_cost(name: str, call: Launch, itemsize: int) -> Cost:
     if call.lowering.folder == "mosaic_gpu":
         more = {"parallel_fw_P": -itemsize * p.DHQK - 4, "recurrent_fw_H": 4}
         more["parallel_bw_dP"] = -2 * itemsize * p.DHQK
-    if getattr(call.tiles, "recomputes_scores", False):
+    if getattr(call.tiles, "computes_scores", False):
         flops += cost("parallel_bw_dP", p, itemsize).flops
         more[name] = 4 * (4 + 3) - 2 * itemsize * p.L
     return Cost(flops, moved + more.get(name, 0) * p.BNH * p.S)

@@ -180,14 +180,14 @@ def _call_plan(spec: CallSpec, S: int) -> CallPlan:
     if num_segments is None:
         forward, backward, num_splits = plan.forward, plan.backward, plan.num_splits
         # h and dv, dq and dk
-        output_bytes = 2 * p.BNH * p.S * (p.DHQK + p.DHHV) * itemsize
+        output_bytes = 2 * p.BNH * p.S * (p.DHQK + p.DHV) * itemsize
         temporary_bytes = _temporary_bytes(spec)
     else:
         forward, backward, num_splits = spec.packed(spec.lowering, S), {}, 1
         scan = forward["recurrent_fw_H"]
         p = scan.problem
-        states = 4 * p.BNH * num_segments * (p.DHQK * p.DHHV + p.DHQK + 1)
-        output_bytes = p.BNH * S * p.DHHV * itemsize + states
+        states = 4 * p.BNH * num_segments * (p.DHQK * p.DHV + p.DHQK + 1)
+        output_bytes = p.BNH * S * p.DHV * itemsize + states
         temporary_bytes = _scan_bytes(scan, itemsize)
     launches = (
         _planned(spec, name, x, backward=schedule is backward)
@@ -222,8 +222,8 @@ def _temporary_bytes(spec: CallSpec) -> int:
     p, plan = spec.problem, spec.plan
     steps, itemsize = p.BNH * p.S, spec.dtype.itemsize
     n = 4 * p.BNH * p.NC * p.DHQK
-    C = n // 4 * p.DHHV * itemsize
-    scores = 0 if plan.recomputes_scores else steps * p.L * itemsize
+    C = n // 4 * p.DHV * itemsize
+    scores = 0 if plan.computes_scores else steps * p.L * itemsize
     # Gates, their gradients; P, C and n, with as many gradients.
     backward = 4 * 16 * steps + 2 * (scores + C + n)
     if not plan.fused:  # C, n and fewer gates

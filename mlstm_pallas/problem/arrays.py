@@ -13,7 +13,7 @@ from mlstm_pallas.problem.dimensions import Layout
 class SegmentStates(NamedTuple):
     """The states before or after the packed segments of each row."""
 
-    c: Any  # (B, N, NH, DHQK, DHHV)
+    c: Any  # (B, N, NH, DHQK, DHV)
     n: Array  # (B, N, NH, DHQK)
     m: Array  # (B, N, NH)
 
@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 class LastStates(NamedTuple):
     """The last states, or their cotangents, whose c and m may be None: zeros."""
 
-    c: Any  # (B, NH, DHQK, DHHV)
+    c: Any  # (B, NH, DHQK, DHV)
     n: Array  # (B, NH, DHQK)
     m: Any  # (B, NH)
 
@@ -53,17 +53,17 @@ class StoredStates(NamedTuple):
     C is in the kernel dtype, the rest float32.
     """
 
-    C: Any  # (B, NH, NC, DHQK, DHHV); None: recomputed
+    C: Any  # (B, NH, NC, DHQK, DHV); None: recomputed
     n: Any  # (B, NH, NC, DHQK)
     m: Any  # (B, NH, NC + 1); None: recomputed
-    C_last: Any  # (B, NH, DHQK, DHHV); None where C is None or the last states are not returned
+    C_last: Any  # (B, NH, DHQK, DHV); None where C is None or the last states are not returned
     n_last: Any  # (B, NH, DHQK)
 
 
 class Forward(NamedTuple):
     """The outputs of a forward pass."""
 
-    h: Array  # (B, NH, S, DHHV) or (B, S, NH, DHHV)
+    h: Array  # (B, NH, S, DHV) or (B, S, NH, DHV)
     last: LastStates | None  # None where they are not returned
     z: Array | None  # (B, NH, S); None without a normaliser
     states: StoredStates
@@ -72,7 +72,7 @@ class Forward(NamedTuple):
 class Packed(NamedTuple):
     """The outputs of a forward pass with the states of packed segments."""
 
-    h: Array  # (B, NH, S, DHHV) or (B, S, NH, DHHV)
+    h: Array  # (B, NH, S, DHV) or (B, S, NH, DHV)
     states: SegmentStates
 
 

@@ -1,6 +1,6 @@
 """The dimensions of a call as the kernels see them, and the allowed chunk sizes and head sizes.
 
-Notation: B batch, NH heads, S sequence length, DHQK head dimension of q and k, DHHV head dimension
+Notation: B batch, NH heads, S sequence length, DHQK head dimension of q and k, DHV head dimension
 of v and h, NC chunks of L steps.
 """
 
@@ -56,7 +56,7 @@ class Problem:
     NH: int
     S: int
     DHQK: int
-    DHHV: int
+    DHV: int
     L: int
     qk_scale: float  # DHQK ** -0.5 of the unpadded head dimension
 
@@ -89,12 +89,12 @@ class Problem:
         return dataclasses.replace(self, NH=self.NH * num_splits, S=self.S // num_splits)
 
 
-def make_problem(q_shape: Sequence[int], DHHV: int, L: int, *, pad_heads: bool) -> Problem:
-    """The padded problem for q (B, NH, S, DHQK) and value dimension DHHV.
+def make_problem(q_shape: Sequence[int], DHV: int, L: int, *, pad_heads: bool) -> Problem:
+    """The padded problem for q (B, NH, S, DHQK) and value dimension DHV.
 
     A chunk size L beyond S is clamped to the next power of two >= S.
     """
     B, NH, S, DHQK = q_shape
     L = min(L, max(next_power_of_two(S), MIN_CHUNK_SIZE))
     pad = padded_head_dim if pad_heads else int
-    return Problem(B, NH, -(-S // L) * L, pad(DHQK), pad(DHHV), L, DHQK**-0.5)
+    return Problem(B, NH, -(-S // L) * L, pad(DHQK), pad(DHV), L, DHQK**-0.5)

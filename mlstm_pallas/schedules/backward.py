@@ -84,7 +84,7 @@ def first_half(
     g = gates.per_step()
     gradients_for = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
     r = query_scale(g.vecW, spec.problem.qk_scale, gradients_for(delta=None).vecInvDen)
-    if spec.recomputes_scores(lowering):
+    if spec.computes_scores(lowering):
         scores = ScoreGradients(queries=ScaledRows(x.q, r), keys=ScaledRows(x.k, g.vecAbar))
     else:
         scores = spec.stage("parallel_bw_dP", lowering)(
@@ -143,7 +143,7 @@ def _of_live(chunks: ChunkList | None, x: Any) -> Any:
 
 def _scores_lowering(spec: CallSpec, lowering: Lowering) -> Lowering:
     """The lowering of the kernel that computes P and dP."""
-    name = "parallel_bw_dQKV" if spec.recomputes_scores(lowering) else "parallel_bw_dP"
+    name = "parallel_bw_dQKV" if spec.computes_scores(lowering) else "parallel_bw_dP"
     return spec.launch(name, lowering).lowering
 
 
@@ -197,7 +197,7 @@ def second_half(
             pairs=scores.pairs or gradients.pairs,
             q_dot_dq_inter=gradients.q_dot_dq_inter,
             k_dot_dk_inter=gradients.k_dot_dk_inter,
-            through=gradients.inner_C_dC,
+            through=gradients.through,
             flags=flags,
             dm=dm,
         )

@@ -41,7 +41,7 @@ class KnownStates(NamedTuple):
 
     m: Any = None  # (B * NH, NC + 1)
     n: Any = None  # (B * NH, NC, DHQK) before each chunk, (B * NH, DHQK) the last
-    X: Any = None  # (B * NH, num_splits, DHQK, DHHV), what each split adds to C
+    X: Any = None  # (B * NH, num_splits, DHQK, DHV), what each split adds to C
 
 
 def forward(
@@ -171,7 +171,7 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
         chunks = of_lengths(x.lengths, v.shape[1], p)
         if C_initial is not None:
-            C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHHV)
+            C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHV)
     call = launches["parallel_fw_P"]
     n, n_last = known.n or key_states(spec, call, x.k, gates, x.n_initial, chunks)
     scan = stage("parallel_fw_P", call)(
@@ -204,7 +204,7 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     )
     last = None
     if C_last is not None:
-        C_last = C_last.reshape(p.BNH, num_splits, p.DHQK, p.DHHV)[:, -1]
+        C_last = C_last.reshape(p.BNH, num_splits, p.DHQK, p.DHV)[:, -1]
         last = LastStates(C_last, n_last, gates.scaM_states[:, -1])
     m, n = gates.scaM_states[:, ::stride], n[:, ::stride]
     if C is None:

@@ -8,8 +8,8 @@ from mlstm_pallas.stages.stage import Launch
 
 
 class Operands(NamedTuple):
-    X: Array  # (B * NH, NC, DHQK, DHHV) in the kernel dtype
-    added: Array  # (B * NH, DHQK, DHHV) float32
+    X: Array  # (B * NH, NC, DHQK, DHV) in the kernel dtype
+    added: Array  # (B * NH, DHQK, DHV) float32
     decays: Array  # (B * NH, NC) float32
 
 

@@ -25,16 +25,16 @@ from mlstm_pallas.formulas.normaliser import (
     normaliser_gradients,
     query_scale,
 )
-from mlstm_pallas.stages.stage import Launch, ScaledRows, steps_of
+from mlstm_pallas.stages.stage import Launch, ScaledRows, by_head
 
 
 class Operands(NamedTuple):
     matQ: Array  # (B * NH, S, DHQK) in the kernel dtype, like all matrices
     matK: Array  # (B * NH, S, DHQK)
-    matV: Array  # (B * NH, S, DHHV)
-    matDeltaH: Array  # (B * NH, S, DHHV)
+    matV: Array  # (B * NH, S, DHV)
+    matDeltaH: Array  # (B * NH, S, DHV)
     gates: ChunkGates
-    matH: Array | None  # (B * NH, S, DHHV); None: delta is not computed, and 0 in dP
+    matH: Array | None  # (B * NH, S, DHV); None: delta is not computed, and 0 in dP
     vecZ: Any  # (B * NH, S) float32; not read without a normaliser
     live: ChunkList | None = None  # the chunks with steps are live; None: all
 
@@ -65,7 +65,7 @@ def delta_and_gradients(
     """delta by XLA, and the normaliser's gradients; delta is None without matH."""
     g, delta = x.gates.per_step(), None
     if x.matH is not None:
-        delta = steps_of(inner(x.matDeltaH, x.matH), g.vecM.shape[-1])
+        delta = by_head(inner(x.matDeltaH, x.matH), g.vecM.shape[-1])
     return delta, normaliser_gradients(normaliser, delta, x.vecZ, g.vecM)
 
 

@@ -23,14 +23,14 @@ from mlstm_pallas.stages.stage import Launch
 class Operands(NamedTuple):
     matQ: Array  # (B * NH, S, DHQK) in the kernel dtype, like all matrices
     matK: Array  # (B * NH, S, DHQK)
-    matV: Array  # (B * NH, S, DHHV)
-    matDeltaH: Array  # (B * NH, S, DHHV)
+    matV: Array  # (B * NH, S, DHV)
+    matDeltaH: Array  # (B * NH, S, DHV)
     gates: ChunkGates
     normaliser_gradients: NormaliserGradients
     scores: ScoreGradients  # its matP is None if the kernel computes P and dP
-    matC_states: Array  # (B * NH, NC, DHQK, DHHV) before each chunk
+    matC_states: Array  # (B * NH, NC, DHQK, DHV) before each chunk
     vecN_states: Array  # (B * NH, NC, DHQK) float32
-    matDeltaC_states: Array  # (B * NH, NC, DHQK, DHHV) after each chunk
+    matDeltaC_states: Array  # (B * NH, NC, DHQK, DHV) after each chunk
     vecDeltaN_states: Array  # (B * NH, NC, DHQK) float32
     live: ChunkList | None = None  # the chunks with steps are live; None: all
 
@@ -43,10 +43,10 @@ class Gradients(NamedTuple):
 
     matDeltaQ: Array  # (B * NH, S, DHQK) in the kernel dtype
     matDeltaK: Array  # (B * NH, S, DHQK)
-    matDeltaV: Array  # (B * NH, S, DHHV)
+    matDeltaV: Array  # (B * NH, S, DHV)
     q_dot_dq_inter: Array  # (B * NH, S) float32: q_t with the inter-chunk part of dq_t
     k_dot_dk_inter: Array  # (B * NH, S) float32: k_s with the inter-chunk part of dk_s
-    inner_C_dC: Array  # (B * NH, NC) float32: gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1})
+    through: Array  # (B * NH, NC) float32: gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1})
     pairs: Any = None  # TileSums, with n = 2; None if parallel_bw_dP returns them
 
 
@@ -72,7 +72,8 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     dq += product("ncts,ncsk->nctk", dP, k)
     dk += product("ncts,nctk->ncsk", dP, q)
     dQ, dK, dV = (
-        call.steps(dy, y).astype(y.dtype) for dy, y in ((dq, x.matQ), (dk, x.matK), (dv, x.matV))
+        call.unchunked(dy, y).astype(y.dtype)
+        for dy, y in ((dq, x.matQ), (dk, x.matK), (dv, x.matV))
     )
     through = gates.scaGamma * (inner(C, dC, 2) + inner(n, dn))
     return Gradients(dQ, dK, dV, q_inter, k_inter, through)

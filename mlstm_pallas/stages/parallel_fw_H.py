@@ -21,14 +21,14 @@ from mlstm_pallas.stages.stage import Launch
 class Operands(NamedTuple):
     matQ: Array  # (B * NH, S, DHQK) in the kernel dtype, like all matrices
     matK: Array  # (B * NH, S, DHQK)
-    matV: Array  # (B * NH, S, DHHV)
+    matV: Array  # (B * NH, S, DHV)
     gates: ChunkGates
-    matC_states: Array  # (B * NH, NC, DHQK, DHHV) before each chunk
+    matC_states: Array  # (B * NH, NC, DHQK, DHV) before each chunk
     vecN_states: Array  # (B * NH, NC, DHQK) before each chunk, float32
 
 
 class Outputs(NamedTuple):
-    matH: Array  # (B * NH, S, DHHV) in the output dtype; the numerator without a normaliser
+    matH: Array  # (B * NH, S, DHV) in the output dtype; the numerator without a normaliser
     vecZ: Array | None  # (B * NH, S) float32, the signed z_t; None without a normaliser
 
 
@@ -53,5 +53,6 @@ def parallel_fw_H(
         z += jnp.sum(P, axis=-1)
         num = normaliser.normalise(num, z, gates.vecM)
     return Outputs(
-        call.steps(num.astype(output_dtype), x.matV), None if z is None else z.reshape(p.BNH, p.S)
+        call.unchunked(num.astype(output_dtype), x.matV),
+        None if z is None else z.reshape(p.BNH, p.S),
     )

@@ -26,9 +26,9 @@ class Recurrence:
     """One recurrence; in a kernel, of references.
 
     Attributes:
-      a, b: (B * NH, S, DHQK), (B * NH, S, DHHV) in the kernel dtype, or (B, S, NH, ...).
+      a, b: (B * NH, S, DHQK), (B * NH, S, DHV) in the kernel dtype, or (B, S, NH, ...).
       gamma: (B * NH, NC) float32.
-      X_initial: (B * NH, DHQK, DHHV) float32; None: zeros.
+      X_initial: (B * NH, DHQK, DHV) float32; None: zeros.
       return_last: whether to return X after the last chunk.
       backward: whether it runs backward in time.
       r: (B * NH, S) float32; None: a is already scaled.
@@ -62,8 +62,8 @@ class RecurrenceOutputs(NamedTuple):
     With backward, X and x are states after each chunk, X_last and x_last before the first one.
     """
 
-    X: Any  # (B * NH, NC, DHQK, DHHV) before each chunk
-    X_last: Any  # (B * NH, DHQK, DHHV) after the last chunk; None without return_last
+    X: Any  # (B * NH, NC, DHQK, DHV) before each chunk
+    X_last: Any  # (B * NH, DHQK, DHV) after the last chunk; None without return_last
     x: Any  # (B * NH, NC, DHQK); None without x_initial
     x_last: Any  # (B * NH, DHQK); None without x_initial
     inner: Any = None  # (B * NH, S) b_t . h_t; None without h, and where no kernel computes it

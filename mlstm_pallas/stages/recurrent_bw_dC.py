@@ -19,18 +19,18 @@ from jax import Array
 from mlstm_pallas.formulas.chunk_list import ChunkList
 from mlstm_pallas.formulas.gate_gradients import inner
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
-from mlstm_pallas.stages.stage import Launch, ScaledRows, steps_of
+from mlstm_pallas.stages.stage import Launch, ScaledRows, by_head
 
 
 class Operands(NamedTuple):
     queries: ScaledRows  # (B * NH, S, DHQK) in the kernel dtype
-    matDeltaH: Array  # (B * NH, S, DHHV)
+    matDeltaH: Array  # (B * NH, S, DHV)
     scaGamma: Array  # (B * NH, NC) float32
-    matDeltaC_last: Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
+    matDeltaC_last: Array | None  # (B * NH, DHQK, DHV) float32; None: zeros
     keys: ScaledRows | None  # (B * NH, S, DHQK); None: C is not computed
-    matV: Array | None  # (B * NH, S, DHHV)
-    matC_initial: Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
-    matH: Array | None = None  # (B * NH, S, DHHV); None: delta is not computed
+    matV: Array | None  # (B * NH, S, DHV)
+    matC_initial: Array | None  # (B * NH, DHQK, DHV) float32; None: zeros
+    matH: Array | None = None  # (B * NH, S, DHV); None: delta is not computed
     live: ChunkList | None = None  # the chunks with steps are live; None: all
 
 
@@ -40,10 +40,10 @@ class StateGradients(NamedTuple):
     dC, C and delta of chunks that are not live may be undefined.
     """
 
-    matDeltaC_states: Array  # (B * NH, NC, DHQK, DHHV) after each chunk, in the kernel dtype
-    matDeltaC_initial: Any  # (B * NH, DHQK, DHHV) float32
-    matC_states: Any  # (B * NH, NC, DHQK, DHHV) before each chunk, in the kernel dtype
-    matC_last: Any  # (B * NH, DHQK, DHHV) float32
+    matDeltaC_states: Array  # (B * NH, NC, DHQK, DHV) after each chunk, in the kernel dtype
+    matDeltaC_initial: Any  # (B * NH, DHQK, DHV) float32
+    matC_states: Any  # (B * NH, NC, DHQK, DHV) before each chunk, in the kernel dtype
+    matC_last: Any  # (B * NH, DHQK, DHV) float32
     vecDelta: Any  # (B * NH, S) float32
 
 
@@ -72,6 +72,6 @@ def recurrent_bw_dC(
     *C, dC = recurrences("recurrent_bw_dC", *each, call=call)
     delta = dC.inner
     if x.matH is not None and delta is None:
-        delta = steps_of(inner(x.matDeltaH, x.matH), call.problem.S)
+        delta = by_head(inner(x.matDeltaH, x.matH), call.problem.S)
     states = StateGradients(dC.X, dC.X_last, None, None, delta)
     return states._replace(matC_states=C[0].X, matC_last=C[0].X_last) if C else states

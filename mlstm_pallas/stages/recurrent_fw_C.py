@@ -16,16 +16,16 @@ from mlstm_pallas.stages.stage import Launch
 
 class Operands(NamedTuple):
     matK: Array  # (B * NH, S, DHQK) in the kernel dtype
-    matV: Array  # (B * NH, S, DHHV)
+    matV: Array  # (B * NH, S, DHV)
     vecAbar: Array  # (B * NH, S) float32, like what follows
     scaGamma: Array  # (B * NH, NC)
-    matC_initial: Array | None  # (B * NH, DHQK, DHHV); None: zeros
+    matC_initial: Array | None  # (B * NH, DHQK, DHV); None: zeros
     vecN_initial: Array  # (B * NH, DHQK)
 
 
 class ChunkStates(NamedTuple):
-    matC_states: Array  # (B * NH, NC, DHQK, DHHV) before each chunk, in the kernel dtype
-    matC_last: Any  # (B * NH, DHQK, DHHV) float32, like what follows; None without return_last
+    matC_states: Array  # (B * NH, NC, DHQK, DHV) before each chunk, in the kernel dtype
+    matC_last: Any  # (B * NH, DHQK, DHV) float32, like what follows; None without return_last
     vecN_states: Array  # (B * NH, NC, DHQK)
     vecN_last: Array  # (B * NH, DHQK)
 

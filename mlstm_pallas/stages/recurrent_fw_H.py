@@ -18,19 +18,19 @@ from mlstm_pallas.stages.stage import Launch
 
 class Operands(NamedTuple):
     matQ: Array  # (B * NH, S, DHQK) in the kernel dtype
-    matV: Array  # (B * NH, S, DHHV)
+    matV: Array  # (B * NH, S, DHV)
     scan: ScanOperands
     scaGamma: Array  # (B * NH, NC) float32
-    # (B * NH, DHQK, DHHV) float32, with a list of chunks (B, N, NH, DHQK, DHHV); None: zeros
+    # (B * NH, DHQK, DHV) float32, with a list of chunks (B, N, NH, DHQK, DHV); None: zeros
     matC_initial: Array | None
     # None: chunk c of q, v and h begins at step c L. Everything else is in the chunks of the list.
     chunks: ChunkList | None = None
 
 
 class FusedScan(NamedTuple):
-    matH: Array  # (B * NH, S, DHHV) in the dtype of q
+    matH: Array  # (B * NH, S, DHV) in the dtype of q
     matC_last: Array | None  # shaped as the initial one, float32; None without return_last
-    # (B * NH, NC / store_every, DHQK, DHHV) in the kernel dtype; None without store_every
+    # (B * NH, NC / store_every, DHQK, DHV) in the kernel dtype; None without store_every
     matC_states: Array | None
 
 
@@ -52,7 +52,7 @@ def recurrent_fw_H(
     if chunks is None:
         S = x.matQ.shape[1]
         chunks = of_lengths(jnp.full(p.BNH, S, jnp.int32), S, p)
-    shape = p.BNH, chunks.N, p.DHQK, p.DHHV
+    shape = p.BNH, chunks.N, p.DHQK, p.DHV
     if x.matC_initial is None:
         C = jnp.broadcast_to(jnp.zeros_like(x.scaGamma[:, :1, None, None]), shape)
     else:

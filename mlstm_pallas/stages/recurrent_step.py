@@ -31,10 +31,10 @@ class Operands(NamedTuple):
 
     vecQ: Array  # (B * NH, DHQK), any float dtype of at most 32 bits, like all that follow
     vecK: Array | None  # (B * NH, DHQK)
-    vecV: Array | None  # (B * NH, DHHV)
+    vecV: Array | None  # (B * NH, DHV)
     scaI: Array  # (B * NH,) pre-activations
     scaF: Array | None  # (B * NH,)
-    matC: Array  # (B * NH, DHQK, DHHV)
+    matC: Array  # (B * NH, DHQK, DHV)
     vecN: Array  # (B * NH, DHQK)
     scaM: Array | None  # (B * NH,); None: the sigmoid input gate
 
@@ -42,8 +42,8 @@ class Operands(NamedTuple):
 class Step(NamedTuple):
     """h and the new states, each in the dtype of the old one; C in its memory if that is free."""
 
-    vecH: Array  # (B * NH, DHHV) in the dtype of vecQ
-    matC: Array  # (B * NH, DHQK, DHHV)
+    vecH: Array  # (B * NH, DHV) in the dtype of vecQ
+    matC: Array  # (B * NH, DHQK, DHV)
     vecN: Array  # (B * NH, DHQK)
     scaM: Array | None  # (B * NH,); None: the sigmoid input gate
 
@@ -73,9 +73,9 @@ def step_gates(
     return jnp.exp(carried - m_safe), jnp.exp(i - m_safe), m_new
 
 
-def split_token(qkv: Array, gates: Array, DHQK: int, DHHV: int) -> tuple[Array, ...]:
+def split_token(qkv: Array, gates: Array, DHQK: int, DHV: int) -> tuple[Array, ...]:
     """q, k, v, i, f of the joined arrays."""
-    q, k, v = jnp.split(qkv[..., : 2 * DHQK + DHHV], (DHQK, 2 * DHQK), axis=-1)
+    q, k, v = jnp.split(qkv[..., : 2 * DHQK + DHV], (DHQK, 2 * DHQK), axis=-1)
     return q, k, v, gates[..., 0], gates[..., 1]
 
 

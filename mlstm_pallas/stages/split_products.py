@@ -10,7 +10,7 @@ from mlstm_pallas.stages.stage import Launch, ScaledRows
 
 class Operands(NamedTuple):
     a: Array  # (B * NH, S, DHQK) or (B, S, NH, DHQK) in the kernel dtype
-    b: Array  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
+    b: Array  # (B * NH, S, DHV) or (B, S, NH, DHV)
     r: Array  # (B * NH, S) float32
 
 
@@ -22,7 +22,7 @@ def split_products(
     all_splits: bool = False,
     call: Launch,
 ) -> Array:
-    """sum_t r_t a_t b_t^T over each split, (B * NH, num_splits - 1, DHQK, DHHV) in the dtype of r.
+    """sum_t r_t a_t b_t^T over each split, (B * NH, num_splits - 1, DHQK, DHV) in the dtype of r.
 
     No split reads the last split's product (with backward the first one's), so it is left out
     unless all_splits. The call's tiles need not be clamped.

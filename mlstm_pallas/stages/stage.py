@@ -57,13 +57,15 @@ _SIZE = functools.partial(check_integer, least=MIN_TILE, most=MAX_TILE_SIZE, pow
 _BLOCK = functools.partial(check_integer, least=MIN_TILE, most=1024)
 # The checks of the fields of tiles. Each gets the field as messages name it, and its value.
 FIELDS: dict[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "block_k"), _SIZE),
+    **dict.fromkeys(
+        ("siz_b_LQ", "siz_b_LKV", "siz_b_L", "siz_b_DHQK", "siz_b_DHHV", "block_k"), _SIZE
+    ),
     **dict.fromkeys(("state_rows", "state_columns"), _BLOCK),
     "num_warps": functools.partial(check_integer, least=1, most=16, power_of_two=True),
     "num_stages": functools.partial(check_integer, least=1, most=8),
     "num_splits": functools.partial(check_integer, least=1, power_of_two=True),
     "num_ctas": functools.partial(check_integer, least=1),
-    **dict.fromkeys(("keep_q", "recomputes_scores"), check_flag),
+    **dict.fromkeys(("keep_q", "computes_scores"), check_flag),
 }
 
 
@@ -72,7 +74,7 @@ class Tiles:
     """The base of the tiles of a kernel: what it reads, and what planning asks of it.
 
     Fields of several kernels:
-      siz_b_LQ, siz_b_LKV: queries and keys in a tile, along the sequence.
+      siz_b_LQ, siz_b_LKV, siz_b_L: queries, keys, or both in a tile, along the sequence.
       siz_b_DHQK, siz_b_DHHV: columns of q and k, and of v and h, in a tile.
       block_k: columns that an iteration of a loop over a head dimension reads.
       state_rows, state_columns: the block of the state that a CTA holds in registers.
@@ -104,8 +106,9 @@ class Tiles:
 
     def clamped(self, p: Problem) -> Self:
         """The tiles with every size clamped to what divides the (padded) dimensions."""
-        L, K, V = p.L, p.DHQK, p.DHHV
-        sizes = dict(siz_b_LQ=L, siz_b_LKV=L, siz_b_DHQK=K, siz_b_DHHV=V)
+        L, K, V = p.L, p.DHQK, p.DHV
+        sizes = dict.fromkeys(("siz_b_LQ", "siz_b_LKV", "siz_b_L"), L)
+        sizes |= dict(siz_b_DHQK=K, siz_b_DHHV=V)
         sizes |= dict(state_rows=K, state_columns=V)  # which need not be powers of two
         fields = {
             name: min(x, sizes[name]) if "state" in name else clamped(x, sizes[name])
@@ -150,7 +153,7 @@ class Launch:
             subscripts, *operands, precision=self.precision, preferred_element_type=acc
         )
 
-    def steps(self, x: Array, like: Array) -> Array:
+    def unchunked(self, x: Array, like: Array) -> Array:
         """The inverse of ``chunks``: (B * NH, NC, L, D) to the layout and the steps of ``like``."""
         B, S, *NH, _ = like.shape
         x = x.reshape(B, *NH, self.problem.S, x.shape[-1])
@@ -210,7 +213,7 @@ def sequence_shape(like: Array, columns: int, dtype: Any) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct((*like.shape[:-1], columns), dtype)
 
 
-def steps_like(vec: Array, x: Array) -> Array:
+def as_factors(vec: Array, x: Array) -> Array:
     """One number per step, (B * NH, S), as a factor of x: (B * NH, S, 1) or (B, S, NH, 1)."""
     vec = with_steps(vec, x.shape[1])
     if x.ndim == 3:
@@ -219,7 +222,7 @@ def steps_like(vec: Array, x: Array) -> Array:
     return jnp.swapaxes(vec.reshape(B, NH, S), 1, 2)[..., None]
 
 
-def steps_of(vec: Array, S: int) -> Array:
+def by_head(vec: Array, S: int) -> Array:
     """The inverse: (B, S', NH) or (B * NH, S') to (B * NH, S), padded with zeros."""
     if vec.ndim == 3:
         vec = jnp.swapaxes(vec, 1, 2).reshape(-1, vec.shape[1])
@@ -236,7 +239,7 @@ class ScaledRows(NamedTuple):
         """The scaled array, in its dtype."""
         if self.weights is None:
             return self.array
-        weights = steps_like(self.weights, self.array)
+        weights = as_factors(self.weights, self.array)
         return (self.array.astype(weights.dtype) * weights).astype(self.array.dtype)
 
     def times(self, factors: Array) -> Array:

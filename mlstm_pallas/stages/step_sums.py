@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.formulas.chunk_list import ChunkList
-from mlstm_pallas.stages.stage import Launch, steps_like, with_steps
+from mlstm_pallas.stages.stage import Launch, as_factors, with_steps
 
 
 class Operands(NamedTuple):
@@ -20,7 +20,7 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
     (rows, weights, chunks), p = x, call.problem
     if chunks is not None:
         rows = chunks.gather(rows, p.L).reshape(*weights.shape, -1)
-    rows = rows.astype(weights.dtype) * steps_like(weights, rows)
+    rows = rows.astype(weights.dtype) * as_factors(weights, rows)
     if rows.ndim == 3:
         return jnp.sum(call.chunks(rows), axis=-2)
     B, _, NH, D = rows.shape  # summed before they are transposed

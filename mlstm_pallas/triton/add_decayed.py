@@ -14,8 +14,8 @@ from mlstm_pallas.triton.launch import kernel_call, operands
 
 
 def _add_decayed_kernel(
-    X,  # (siz_b, DHHV)
-    added,  # (siz_b, DHHV)
+    X,  # (siz_b, DHV)
+    added,  # (siz_b, DHV)
     decays,  # (NC,)
     out,  # the memory of X
     *,

@@ -47,8 +47,8 @@ from mlstm_pallas.triton.launch import (
 def _parallel_bw_dP_kernel(
     matQ,  # (L, DHQK)
     matK,  # (L, DHQK)
-    matV,  # (L, DHHV)
-    matDeltaH,  # (L, DHHV)
+    matV,  # (L, DHV)
+    matDeltaH,  # (L, DHV)
     vecE,  # two (L,); all inputs below are (L,)
     vecU,  # two
     vecW,
@@ -199,7 +199,7 @@ class BlockedTiles(PipelinedTiles):
     def clamped(self, p: Problem) -> Self:
         """Also clamps the queries to a tile of ``Problem.T`` steps."""
         x: Any = super().clamped(p)
-        block_k = clamped(x.block_k, p.DHQK | p.DHHV)  # which divides both
+        block_k = clamped(x.block_k, p.DHQK | p.DHV)  # which divides both
         return dataclasses.replace(x, siz_b_LQ=min(x.siz_b_LQ, p.T), block_k=block_k)
 
     def fitted(self, p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Self:
@@ -227,5 +227,5 @@ class Tiles(BlockedTiles):
     def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
         """Tiles of 64 x 64; P, dP and their gradients take a third of an SM's registers."""
         # In narrow heads 32 columns, for as many iterations as stages.
-        depth = 32 if dtype.itemsize > 2 or p.DHQK + p.DHHV <= 128 else 128
+        depth = 32 if dtype.itemsize > 2 or p.DHQK + p.DHV <= 128 else 128
         return cls(64, depth, 4, 3).clamped(p).fitted(p, dtype, gpu)

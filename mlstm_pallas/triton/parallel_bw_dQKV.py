@@ -32,11 +32,11 @@ from mlstm_pallas.triton.parallel_bw_dP import BlockedTiles
 def _parallel_bw_dQKV_kernel(
     matQ,  # (L, DHQK)
     matK,  # (L, DHQK)
-    matV,  # (L, DHHV)
-    matDeltaH,  # (L, DHHV)
-    matC_states,  # (DHQK, DHHV) before the chunk
+    matV,  # (L, DHV)
+    matDeltaH,  # (L, DHV)
+    matC_states,  # (DHQK, DHV) before the chunk
     vecN_states,  # (DHQK,) before the chunk
-    matDeltaC_states,  # (DHQK, DHHV) after the chunk
+    matDeltaC_states,  # (DHQK, DHV) after the chunk
     vecDeltaN_states,  # (DHQK,) after the chunk
     matP,  # (L, L)
     matDeltaP,  # (L, L)
@@ -49,7 +49,7 @@ def _parallel_bw_dQKV_kernel(
     q_dot_dq_inter,  # out (column blocks, L)
     matDeltaK,  # out (L, DHQK)
     k_dot_dk_inter,  # out (column blocks, L)
-    matDeltaV,  # out (L, DHHV)
+    matDeltaV,  # out (L, DHV)
     inner_C_dC,  # out (blocks,)
     *,
     call,
@@ -133,7 +133,7 @@ def _parallel_bw_dQKV_kernel(
 def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
     p = call.problem
-    K, V = blocks(p.DHQK, call.tiles.siz_b_DHQK), blocks(p.DHHV, call.tiles.siz_b_DHHV)
+    K, V = blocks(p.DHQK, call.tiles.siz_b_DHQK), blocks(p.DHV, call.tiles.siz_b_DHHV)
     inter = floats(p.BNH, K, p.S), "b0t"
     y = kernel_call(
         _parallel_bw_dQKV_kernel,
@@ -159,8 +159,8 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         ),
         call=call,
     )
-    states = y["inner_C_dC"].sum(-1) + inner(x.vecN_states, x.vecDeltaN_states)
-    y["inner_C_dC"] = x.gates.scaGamma * states
+    states = y.pop("inner_C_dC").sum(-1) + inner(x.vecN_states, x.vecDeltaN_states)
+    y["through"] = x.gates.scaGamma * states
     for name in ("q_dot_dq_inter", "k_dot_dk_inter"):
         y[name] = y[name].sum(1)
     return Gradients(**y)
@@ -176,7 +176,7 @@ class Tiles(BlockedTiles):
     num_stages: int
 
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
-        K, V = blocks(p.DHQK, self.siz_b_DHQK), blocks(p.DHHV, self.siz_b_DHHV)
+        K, V = blocks(p.DHQK, self.siz_b_DHQK), blocks(p.DHV, self.siz_b_DHHV)
         return blocks(p.L, self.siz_b_LQ) * (2 * K + V) + K * V, p.NC, p.BNH
 
     def elements(self, p: Problem) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """parallel_fw_H in Triton.
 
-Grid (DHHV / siz_b_DHHV, S / siz_b_LQ, B * NH). A CTA owns siz_b_LQ queries and siz_b_DHHV columns
+Grid (DHV / siz_b_DHHV, S / siz_b_LQ, B * NH). A CTA owns siz_b_LQ queries and siz_b_DHHV columns
 of h, in float32 registers. It loops over DHQK in steps of siz_b_DHQK for the inter-chunk part, then
 over the chunk's tiles of siz_b_LKV keys up to its queries. The stabilisers are known, so nothing is
 rescaled on the way. The column blocks of the same queries run next to each other: q, k and the
@@ -126,7 +126,7 @@ def parallel_fw_H(
         | operands(g, vecE="bt", vecU="bq", vecW="bq")
         | operands(normaliser and g, vecM="bq"),
         dict(
-            matH=(sequence_shape(x.matV, p.DHHV, output_dtype), "bqv"),
+            matH=(sequence_shape(x.matV, p.DHV, output_dtype), "bqv"),
             vecZ=(floats(p.BNH, p.S) if normaliser else None, "bq"),
         ),
         axes="vqb",
@@ -151,7 +151,7 @@ class Tiles(PipelinedTiles):
     keep_q: bool
 
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
-        return blocks(p.DHHV, self.siz_b_DHHV), p.NC * blocks(p.L, self.siz_b_LQ), p.BNH
+        return blocks(p.DHV, self.siz_b_DHHV), p.NC * blocks(p.L, self.siz_b_LQ), p.BNH
 
     def elements(self, p: Problem) -> tuple[int, int]:
         """The elements that the loop over keys reads, and those that stay."""
@@ -168,10 +168,10 @@ class Tiles(PipelinedTiles):
         wide, itemsize = dtype.itemsize > 2, dtype.itemsize
         depth = clamped(32 if wide else 64, p.DHQK)
         keep_q = not wide and p.DHQK <= 256 and is_power_of_two(p.DHQK)
-        columns = clamped(128 if wide else 256, p.DHHV)
+        columns = clamped(128 if wide else 256, p.DHV)
         low = 64, 32, min(columns, 128), 4
         sizes = [(*low, 3), (*low, 2), (64, 32, 64, 4, 2)]
-        if wide or p.DHQK + p.DHHV <= 128:
+        if wide or p.DHQK + p.DHV <= 128:
             sizes = sizes[1:]
         elif columns == 256 and p.DHQK > 128 and p.L >= 128:
             sizes = [(128, 32, columns, 8, 3), (128, 32, columns, 8, 2), *sizes]

@@ -1,8 +1,8 @@
 """The recurrence over chunks in Triton, for recurrent_fw_C and recurrent_bw_dC.
 
-Grid (DHHV / siz_b_DHHV, DHQK / siz_b_DHQK, B * NH), times the number of recurrences in the launch.
+Grid (DHV / siz_b_DHHV, DHQK / siz_b_DHQK, B * NH), times the number of recurrences in the launch.
 A CTA owns a siz_b_DHQK x siz_b_DHHV block of X, in float32 registers, and loops over the sequence
-in tiles of siz_b_LKV steps. At each chunk boundary it stores the block in the kernel dtype. Within
+in tiles of siz_b_L steps. At each chunk boundary it stores the block in the kernel dtype. Within
 a chunk no sum is read before the last tile. The CTAs of the first column block own x.
 
 The block is kept transposed, so that a is the right operand: a scaled a goes from registers to
@@ -70,7 +70,7 @@ def _recurrence_kernel(
     *,
     call,
 ):
-    num_chunks, siz_b_L = gamma.shape[0], call.tiles.siz_b_LKV
+    num_chunks, siz_b_L = gamma.shape[0], call.tiles.siz_b_L
     if num_live is not None:
         num_chunks = num_live[...]
     num_tiles = blocks(call.problem.L, siz_b_L)
@@ -172,9 +172,9 @@ def recurrences(
         return divide(index, n) * num_splits + remainder(index, n) + splits.start
 
     axes = dict(a="hsk", b="hsv", r="hs", gamma="h0", X_initial="hkv", x_initial="hk", num_live="h")
-    X = jax.ShapeDtypeStruct((heads, p.NC, p.DHQK, p.DHHV), parts[0].a.dtype)
+    X = jax.ShapeDtypeStruct((heads, p.NC, p.DHQK, p.DHV), parts[0].a.dtype)
     has_x = parts[0].x_initial is not None
-    X_last = [floats(heads, p.DHQK, p.DHHV) if x.return_last else None for x in parts]
+    X_last = [floats(heads, p.DHQK, p.DHV) if x.return_last else None for x in parts]
     y = kernel_call(
         _recurrences_kernel,
         {field: ([getattr(x, field) for x in parts], at) for field, at in axes.items()},
@@ -216,7 +216,7 @@ def _in_splits(x: Recurrence, call: Launch) -> Recurrence:
 
 def _of_heads(x: Recurrence, y: RecurrenceOutputs, p: Problem, call: Launch) -> RecurrenceOutputs:
     """The outputs of whole heads, from those of splits; x is computed here."""
-    X, X_last = y.X.reshape(p.BNH, p.NC, p.DHQK, p.DHHV), y.X_last
+    X, X_last = y.X.reshape(p.BNH, p.NC, p.DHQK, p.DHV), y.X_last
     if X_last is not None:
         X_last = heads_of_splits(X_last, call.tiles.num_splits)[:, 0 if x.backward else -1]
     vectors: tuple[Any, Any] = (None, None)
@@ -232,7 +232,7 @@ def _of_heads(x: Recurrence, y: RecurrenceOutputs, p: Problem, call: Launch) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(PipelinedTiles):
-    siz_b_LKV: int
+    siz_b_L: int
     siz_b_DHQK: int
     siz_b_DHHV: int
     num_warps: int
@@ -240,11 +240,11 @@ class Tiles(PipelinedTiles):
     num_splits: int = 1
 
     def grid(self, p: Problem, *, recurrences: int = 1, **asked: Any) -> tuple[int, ...]:
-        columns, rows = blocks(p.DHHV, self.siz_b_DHHV), blocks(p.DHQK, self.siz_b_DHQK)
+        columns, rows = blocks(p.DHV, self.siz_b_DHHV), blocks(p.DHQK, self.siz_b_DHQK)
         return columns, rows, recurrences * p.BNH
 
     def elements(self, p: Problem) -> tuple[int, int]:
-        return self.siz_b_LKV * (self.siz_b_DHQK + self.siz_b_DHHV), 0
+        return self.siz_b_L * (self.siz_b_DHQK + self.siz_b_DHHV), 0
 
     def clamped(self, p: Problem) -> Self:
         """Allows only splits of whole chunks."""
@@ -260,10 +260,10 @@ class Tiles(PipelinedTiles):
 
         They are halved where CTAs are few. If that is not enough the sequence is split.
         """
-        K, V = (clamped(64 if dtype.itemsize > 2 else 128, size) for size in (p.DHQK, p.DHHV))
+        K, V = (clamped(64 if dtype.itemsize > 2 else 128, size) for size in (p.DHQK, p.DHV))
 
         def ctas():
-            return recurrences * p.BNH * (p.DHQK // K) * (p.DHHV // V)
+            return recurrences * p.BNH * (p.DHQK // K) * (p.DHV // V)
 
         while max(K, V) > 64 and not gpu.filled_by(ctas(), CTAS_PER_SM):
             K, V = (K, V // 2) if V >= K else (K // 2, V)

@@ -1,6 +1,6 @@
 """recurrent_fw_H in Triton.
 
-Grid (DHHV / siz_b_DHHV, B * NH); with a list of chunks (DHHV / siz_b_DHHV, N + 2, B * NH), because
+Grid (DHV / siz_b_DHHV, B * NH); with a list of chunks (DHV / siz_b_DHHV, N + 2, B * NH), because
 its parts run side by side. A CTA owns siz_b_DHHV columns of C, in float32 registers, and of
 h, and loops over the chunks. The state is kept transposed, as the left operand of C^T q: the next
 product reads it from registers, rounded to the kernel dtype, and no state goes through shared
@@ -168,7 +168,7 @@ def recurrent_fw_H(
         N, state, axes = chunks.N, "n", "ipb"
         grid = grid[0], N + 2, grid[1]
     if C_initial is not None:
-        C_initial = C_initial.reshape(-1, p.DHQK, p.DHHV)
+        C_initial = C_initial.reshape(-1, p.DHQK, p.DHV)
     stored = blocks(p.NC, store_every or p.NC)
     y: dict[str, Any] = dict(matH=None)
     lasts = []
@@ -189,10 +189,10 @@ def recurrent_fw_H(
                 matH_before=(y["matH"], "bsi"),
             ),
             dict(
-                matH=(sequence_shape(x.matV, p.DHHV, h_dtype), "bsi"),
-                matC_last=(floats(N * p.BNH, rows, p.DHHV) if return_last else None, state + "0i"),
+                matH=(sequence_shape(x.matV, p.DHV, h_dtype), "bsi"),
+                matC_last=(floats(N * p.BNH, rows, p.DHV) if return_last else None, state + "0i"),
                 matC_states=(
-                    jax.ShapeDtypeStruct((p.BNH, stored, p.DHQK, p.DHHV), dtype)
+                    jax.ShapeDtypeStruct((p.BNH, stored, p.DHQK, p.DHV), dtype)
                     if store_every
                     else None,
                     "b00i",
@@ -211,15 +211,15 @@ def recurrent_fw_H(
         lasts.append(y["matC_last"])
     last = jnp.concatenate(lasts, axis=-2) if return_last else None
     if last is not None and chunks is not None:
-        last = last.reshape(p.B, N, p.NH, p.DHQK, p.DHHV)
+        last = last.reshape(p.B, N, p.NH, p.DHQK, p.DHV)
     return FusedScan(y["matH"], last, y["matC_states"])
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(PipelinedTiles):
-    """siz_b_LKV: steps per chunk; state_rows: rows of C per launch, in tiles of siz_b_DHQK."""
+    """siz_b_L: steps of its chunks; state_rows: rows of C per launch, in tiles of siz_b_DHQK."""
 
-    siz_b_LKV: int
+    siz_b_L: int
     siz_b_DHQK: int
     siz_b_DHHV: int
     state_rows: int
@@ -229,10 +229,10 @@ class Tiles(PipelinedTiles):
     least_share: ClassVar[float] = 0.6
 
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
-        return blocks(p.DHHV, self.siz_b_DHHV), p.BNH
+        return blocks(p.DHV, self.siz_b_DHHV), p.BNH
 
     def elements(self, p: Problem) -> tuple[int, int]:
-        return self.siz_b_LKV * (2 * self.state_rows + self.siz_b_DHHV), 0
+        return self.siz_b_L * (2 * self.state_rows + self.siz_b_DHHV), 0
 
     def clamped(self, p: Problem) -> Self:
         narrow = clamped(next_power_of_two(self.state_rows), p.DHQK)
@@ -249,8 +249,8 @@ class Tiles(PipelinedTiles):
         """
         wide = dtype.itemsize > 2
         rows = largest_rows(p.DHQK, 128 if wide else 256) or clamped(256, p.DHQK)
-        V = clamped(64 if wide or rows > 128 or p.DHHV <= p.DHQK else 128, p.DHHV)
-        if rows == V == 128 and not gpu.filled_by(p.BNH * (p.DHHV // V), per_sm=2):
+        V = clamped(64 if wide or rows > 128 or p.DHV <= p.DHQK else 128, p.DHV)
+        if rows == V == 128 and not gpu.filled_by(p.BNH * (p.DHV // V), per_sm=2):
             V = 64
         steps = 64 if rows * V <= 8192 and not wide else 32
         if V > 64 and not gpu.multiplies_from_shared:

@@ -1,6 +1,6 @@
 """recurrent_step in Triton.
 
-Grid (ceil(DHHV / siz_b_DHHV), B * NH). A CTA owns siz_b_DHHV columns of one head's C and loops over
+Grid (ceil(DHV / siz_b_DHHV), B * NH). A CTA owns siz_b_DHHV columns of one head's C and loops over
 them in blocks of siz_b_DHQK rows, each loaded while the preceding block is processed. Every CTA
 computes n' and z; the CTAs of the first columns store n' and m'. All states are updated in place,
 so the CTAs of a head that has several read n and m from a copy. Sizes that the tiles do not divide
@@ -29,26 +29,26 @@ from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store, o
 
 
 def _recurrent_step_kernel(
-    matC,  # (DHQK, DHHV), the whole head's
+    matC,  # (DHQK, DHV), the whole head's
     vecN,  # (DHQK,)
     scaM,  # (), or absent: the sigmoid input gate
-    vecQ,  # (DHQK,), or q, k and v, (2 * DHQK + DHHV or more,)
+    vecQ,  # (DHQK,), or q, k and v, (2 * DHQK + DHV or more,)
     vecK,  # (DHQK,), or absent: vecQ has it
-    vecV,  # (DHHV,), or absent: vecQ has it
+    vecV,  # (DHV,), or absent: vecQ has it
     scaI,  # (), or i and f, (2,)
     scaF,  # (), or absent: scaI has it
     before,  # (DHQK + 1,), a copy of n and m; absent: the head has one CTA
-    vecH,  # out (DHHV,)
-    matC_new,  # out (DHQK, DHHV), in place of C
+    vecH,  # out (DHV,)
+    matC_new,  # out (DHQK, DHV), in place of C
     vecN_new,  # out (DHQK,), in place of n
     scaM_new,  # out (), in place of m, or absent
     *,
     call,
     normaliser,
 ):
-    (DHQK, DHHV), scale, compiled = matC.shape, call.problem.qk_scale, not call.interpret
+    (DHQK, DHV), scale, compiled = matC.shape, call.problem.qk_scale, not call.interpret
     siz_b_DHQK, siz_b_DHHV = call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
-    columns, in_columns = _block(pl.program_id(0), siz_b_DHHV, DHHV)
+    columns, in_columns = _block(pl.program_id(0), siz_b_DHHV, DHV)
     num_blocks = -(-DHQK // siz_b_DHQK)
 
     *qk, v_at = (vecQ, 0), (vecK, 0), (vecV, 0)
@@ -124,8 +124,8 @@ def recurrent_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
 ) -> Step:
     """Runs the stage: ``stages/recurrent_step.py``."""
-    DHHV, vecN, scaM, before = x.matC.shape[-1], x.vecN, x.scaM, None
-    if call.tiles.siz_b_DHHV < DHHV:  # every CTA of a head reads n and m, and one updates them
+    DHV, vecN, scaM, before = x.matC.shape[-1], x.vecN, x.scaM, None
+    if call.tiles.siz_b_DHHV < DHV:  # every CTA of a head reads n and m, and one updates them
         last = jnp.zeros(len(vecN), jnp.float32) if scaM is None else scaM
         pair = vecN.astype(jnp.float32), last[:, None].astype(jnp.float32)
         before = jnp.concatenate(pair, axis=1)
@@ -135,7 +135,7 @@ def recurrent_step(
         | operands(x, scaI="b0"[: x.scaI.ndim], scaF="b")
         | dict(before=(before, "b0")),
         dict(
-            vecH=(jax.ShapeDtypeStruct((len(x.vecQ), DHHV), x.vecQ.dtype), "b0"),
+            vecH=(jax.ShapeDtypeStruct((len(x.vecQ), DHV), x.vecQ.dtype), "b0"),
             matC_new=(x.matC, "b00"),
             vecN_new=(vecN, "b0"),
             scaM_new=(scaM, "b"),
@@ -164,17 +164,17 @@ class Tiles(BaseTiles):
             fill = [(6, cls(16, 64, 1)), (1, cls(64, 128, 8))]
         for ctas_per_sm, tiles in fill:
             # With longer vectors or with masks, one warp spills registers.
-            in_registers = p.DHQK <= 512 and p.DHHV % tiles.siz_b_DHHV == 0
+            in_registers = p.DHQK <= 512 and p.DHV % tiles.siz_b_DHHV == 0
             fills = gpu.filled_by(math.prod(tiles.grid(p)), ctas_per_sm)
             if fills and (in_registers or tiles.num_warps > 1):
                 return tiles
         return cls(32, 128) if dtype.itemsize == 2 else cls()
 
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
-        return -(-p.DHHV // self.siz_b_DHHV), p.BNH
+        return -(-p.DHV // self.siz_b_DHHV), p.BNH
 
     def clamped(self, p: Problem) -> Self:
         """Tiles no larger than a head; they need not divide it, because heads are not padded."""
         rows = min(self.siz_b_DHQK, _at_least_a_tile(p.DHQK))
-        columns = min(self.siz_b_DHHV, _at_least_a_tile(p.DHHV))
+        columns = min(self.siz_b_DHHV, _at_least_a_tile(p.DHV))
         return dataclasses.replace(self, siz_b_DHQK=rows, siz_b_DHHV=columns)

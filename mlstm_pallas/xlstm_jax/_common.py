@@ -331,7 +331,7 @@ def recurrent_bw_dC(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
 def parallel_bw_dQKV(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     """dQ, dK and dV in the kernel dtype, from C before and the gradients of C after each chunk."""
     p, scores = spec.problem, ScoreGradients()
-    if not spec.recomputes_scores(lowering):
+    if not spec.computes_scores(lowering):
         options = dict(normaliser=spec.normaliser, return_keys=False)
         scores = _core(spec, lowering, "parallel_bw_dP", x | dict(vecZ=x["vecN_out"]), **options)
     # dz is 0, so n does not matter, and its gradient is 0.

@@ -74,7 +74,7 @@ def mlstm_chunkwise__recurrent_fw_C(
     num_stages: int | None = None,
 ) -> States:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
-    return run(recurrent_fw_C, locals(), *STATES)
+    return run(recurrent_fw_C, locals(), *STATES, siz_b_L="siz_b_LKV", siz_b_LKV="")
 
 
 def mlstm_chunkwise__parallel_fw_Hintra(
@@ -113,8 +113,7 @@ def mlstm_chunkwise__recurrent_bw_dC(
     num_warps: int | None = None, num_stages: int | None = None, eps: float = 0.0,
 ) -> jax.Array:  # fmt: skip
     """The gradients of C at the chunk boundaries, shaped as matC_all, in the dtype of matQ."""
-    # The steps of a tile are siz_b_LKV to the kernel, which is the one of recurrent_fw_C.
-    tiles = dict(siz_b_LKV="siz_b_LQ", siz_b_LQ="")
+    tiles = dict(siz_b_L="siz_b_LQ", siz_b_LQ="")
     dC: jax.Array = run(recurrent_bw_dC, locals(), "matDeltaC_all", **tiles)[0]
     return dC
 
