@@ -1,4 +1,4 @@
-"""planning.py: what runs where, in which chunks, splits and tiles, for a problem and a GPU."""
+"""call_spec.py: what runs where, in which chunks, splits and tiles, for a problem and a GPU."""
 
 import math
 import re
