@@ -220,12 +220,9 @@ def emptied(inputs):
     return inputs | empty | dict(m_initial=inputs["m_initial"] - jnp.inf)
 
 
-def step_names(inputs, t=None):
+def token_at(inputs, t=None):
     """Arguments of mlstm_recurrent_step, of the token t; of mlstm_recurrent_sequence without it."""
-    return {
-        name.removesuffix("_initial"): x if t is None or "initial" in name else x[:, :, t]
-        for name, x in inputs.items()
-    }
+    return {name: x if t is None or "initial" in name else x[:, :, t] for name, x in inputs.items()}
 
 
 def refused(kind, message, call, *args, **kwargs):

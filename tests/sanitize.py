@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from oracle import HELPERS, cotangents_for, gradients_of_call, random_inputs, step_names
+from oracle import HELPERS, cotangents_for, gradients_of_call, random_inputs, token_at
 
 from mlstm_pallas import KernelConfig, mlstm_recurrent_step
 from mlstm_pallas.stages import STAGES
@@ -42,7 +42,7 @@ def run_kernels():
             run = gradients_of_call(chunk_size=chunk_size, config=config, backend="triton", **gate)
             step = jax.jit(functools.partial(mlstm_recurrent_step, backend="triton", **gate))
             _, gradients = run(inputs, cotangents_for(inputs, dtype), segment_ids=ids)
-            h, _ = step(**step_names(inputs, 0))
+            h, _ = step(**token_at(inputs, 0))
             for x in (*gradients.values(), h):
                 assert jnp.isfinite(x).all(), (dtype, S)
 

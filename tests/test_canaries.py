@@ -18,7 +18,7 @@ from oracle import (
     gradients_of_call,
     needs_mosaic_gpu,
     random_inputs,
-    step_names,
+    token_at,
 )
 from stage_calls import STAGES, Launch, Lowering, Problem, check_isolated, tiles_class
 
@@ -88,7 +88,7 @@ def test_kernels_write_everything_and_read_nothing_of_their_neighbours(backend, 
 def test_a_step_writes_everything_and_reads_nothing_of_its_neighbours(backend):
     """The tiles do not divide rows and columns."""
     options = dict(backend=backend, config=KernelConfig(**small("recurrent_step")))
-    token = step_names(random_inputs(0, 1, HEADS, 1, 40, 24), 0)
+    token = token_at(random_inputs(0, 1, HEADS, 1, 40, 24), 0)
     check(lambda x: mlstm_recurrent_step(*x, **options), [*token.values()])
 
 

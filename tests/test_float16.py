@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_close, compare, oracle, random_inputs, step_names, tolerance
+from oracle import assert_close, compare, oracle, random_inputs, token_at, tolerance
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
 
@@ -39,7 +39,7 @@ def test_a_step(backend, states, DHQK, DHV):
     whole = random_inputs(5, 2, 4, 1, DHQK, DHV, dtype="float16")
     whole |= {name: whole[name].astype(states) for name in ("c_initial", "n_initial", "m_initial")}
     run = jax.jit(functools.partial(mlstm_recurrent_step, backend=backend))
-    h, new = run(**step_names(whole, 0))
+    h, new = run(**token_at(whole, 0))
     expected_h, *expected_states = oracle(whole)
     sums = 4 * math.sqrt(DHQK) * 2.0**-24
     assert_close(h, expected_h[:, :, 0], UNIT + sums, "h")
@@ -76,8 +76,8 @@ def test_what_is_beyond_the_largest_number_is_inf_or_right(fused):
 
 
 def test_states_of_a_step_beyond_the_largest_number_are_inf():
-    x = step_names(overflowing(1, q=1, k=64, v=2048), 0)
-    for name, shape in dict(c=(16, 16), n=(16,), m=()).items():
+    x = token_at(overflowing(1, q=1, k=64, v=2048), 0)
+    for name, shape in dict(c_initial=(16, 16), n_initial=(16,), m_initial=()).items():
         x[name] = jnp.zeros((1, 2, *shape), "float16")
     h, (c, n, _) = mlstm_recurrent_step(**x, backend="interpret")
     assert jnp.isposinf(c).all()  # 64 * 2048

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from call_checks import PROMISED, check_call, gpu_call
 from jax.lax import DotAlgorithmPreset
-from oracle import assert_same_bits, call_shapes, check_outputs, random_inputs, step_names
+from oracle import assert_same_bits, call_shapes, check_outputs, random_inputs, token_at
 from test_packed_sequences import ODD_ON_A_GPU, check_prompts
 
 from mlstm_pallas import (
@@ -147,16 +147,18 @@ def test_recurrent_steps(dtype, DHQK, DHV):
     inputs |= {name: inputs[name].astype(dtype) for name in ("c_initial", "n_initial")}
 
     def run(**x):
-        return mlstm_recurrent_sequence(**step_names(x), backend="triton")
+        return mlstm_recurrent_sequence(**x, backend="triton")
 
     check_repeated(run, inputs, PROMISED[dtype][0])
 
 
 @pytest.mark.parametrize("backend", ["triton", None])
 def test_a_recurrent_step_is_in_place(backend):
-    x = step_names(random_inputs(4, 4, 8, 1, 256, 512), 0)
-    c = x.pop("c")
-    run = jax.jit(lambda c, x: mlstm_recurrent_step(**x, c=c, backend=backend), donate_argnums=0)
+    x = token_at(random_inputs(4, 4, 8, 1, 256, 512), 0)
+    c = x.pop("c_initial")
+    run = jax.jit(
+        lambda c, x: mlstm_recurrent_step(**x, c_initial=c, backend=backend), donate_argnums=0
+    )
     before, size = c.unsafe_buffer_pointer(), c.nbytes
     assert run.lower(c, x).compile().memory_analysis().temp_size_in_bytes < size
     _, (c, _, _) = run(c, x)

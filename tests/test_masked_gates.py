@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_close, emptied, oracle, random_inputs, step_names, tolerance
+from oracle import assert_close, emptied, oracle, random_inputs, token_at, tolerance
 from test_gates import FORMS, gates_of
 
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
@@ -91,9 +91,9 @@ def test_gradients_of_a_gate_at_minus_1e6(backend, gate, value):
 @BOTH_GATES
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
 def test_a_recurrent_step_with_a_gate_at_minus_1e6(backend, gate, value):
-    x = step_names(call_with_gates(gate, value), STEP)
+    x = token_at(call_with_gates(gate, value), STEP)
     if gate == "f":
-        x["m"] *= 0
+        x["m_initial"] *= 0
     h, (_, _, m) = mlstm_recurrent_step(**x, norm_val=0.0, backend=backend)
     assert m.item() == (value if value == ABOVE else -math.inf)
     assert np.any(h != 0) == (value == ABOVE)

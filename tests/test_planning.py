@@ -35,13 +35,6 @@ def test_the_table_of_plans(any_jax):
         assert (call, *plans.planned(call)) == (call, *lines)
 
 
-@pytest.mark.parametrize(("moves", "stages"), [(True, 7), (False, 6)])
-def test_the_stages_of_gradients_of_narrow_heads(moves, stages, any_jax, monkeypatch):
-    monkeypatch.setattr("mlstm_pallas.mosaic_gpu.parallel_bw_dQKV.MOVES_REGISTERS", moves)
-    call = planned(8, 16, 4096, 64, 128, backend="mosaic_gpu")
-    assert call.launches[-1].tiles["num_stages"] == stages
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "gpu", "heads"),

@@ -27,7 +27,7 @@ from oracle import (
     outputs_and_gradients,
     random_inputs,
     refused,
-    step_names,
+    token_at,
     strict,
     tolerance,
 )
@@ -51,7 +51,7 @@ def arguments(x, t=None):
 
     Slices of numpy arrays are not compiled.
     """
-    return [*step_names({name: np.asarray(y) for name, y in x.items()}, t).values()]
+    return [*token_at({name: np.asarray(y) for name, y in x.items()}, t).values()]
 
 
 def random_token(seed, *shape, **options):

@@ -7,7 +7,6 @@ of v and h, NC chunks of L steps.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -17,7 +16,11 @@ from jax import lax
 
 from mlstm_pallas.formulas import gates
 from mlstm_pallas.formulas.gates import ChunkGates, LocalGates
-from mlstm_pallas.formulas.normaliser import at_least, normaliser_gradients, query_scale
+from mlstm_pallas.formulas.normaliser import (
+    at_least,
+    normaliser_gradients,
+    query_scale,
+)
 from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.planning.call_spec import CallSpec, call_spec
 from mlstm_pallas.planning.config import KernelConfig
@@ -65,12 +68,13 @@ CONTRACTS: dict[str, Shapes] = {
 }
 SEQUENCES = "matQ", "matK", "matV", "matDeltaH"
 STATES = "matC_states", "vecN_states", "scaM_states"
+INPUTS = "matQ", "matK", "matV", "vecI", "vecF", "matC_initial", "vecN_initial", "scaM_initial"
+GRADIENTS = {name: f"{name[:3]}Delta{name[3:]}" for name in INPUTS}
 # What the flags add to the results.
 ASKED = {"return_last_states": ("matC_last", "vecN_last", "scaM_last"), "return_all_states": STATES}
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-Arguments = Mapping[str, Any]  # of a documented function, by name
-Arrays = dict[str, Any]
+Function = TypeVar("Function")
+Arrays = dict[str, Any]  # by name, of a documented function with its other arguments
 
 
 def renamed(function: Function, name: str, module: str) -> Function:
@@ -82,8 +86,8 @@ def renamed(function: Function, name: str, module: str) -> Function:
     )
     copy.__doc__, copy.__annotations__ = original.__doc__, original.__annotations__
     copy.__module__ = module
-    renamed: Function = copy
-    return renamed
+    result: Function = copy
+    return result
 
 
 def check_output_dtype(name: str, x: Any) -> jnp.dtype:
@@ -97,10 +101,11 @@ def check_output_dtype(name: str, x: Any) -> jnp.dtype:
 
 
 # Each checks an argument that is no array, under the name that it has in a function.
-STATICS: dict[str, Callable[[str, Any], Any]] = {
+STATICS: dict[str, Any] = {
     **dict(option_checks()),
     **FIELDS,
-    **dict.fromkeys(("return_all_states", "store_initial_state"), check_flag),
+    "return_all_states": check_flag,
+    "store_initial_state": check_flag,
     "qk_scale": functools.partial(check_scalar, signed=True),
     "output_dtype": check_output_dtype,
     "chunk_size": functools.partial(check_integer, least=MIN_CHUNK_SIZE, power_of_two=True),
@@ -113,19 +118,17 @@ def canonical(name: str) -> str:
     return re.sub("_(all|inter)$", "_states", name.replace("scaMinter", "scaM"))
 
 
-def check_statics(arguments: Arguments) -> dict[str, Any]:
+def check_statics(arguments: Arrays) -> dict[str, Any]:
     """Checks the arguments that are no arrays; returns them by lower-case name, a None left out."""
     checked = {}
     for name, x in arguments.items():
-        key = name.lower() if name.isupper() else name
+        key = name if name in STATICS else name.lower()
         if key in STATICS and not (x is None and key in ("qk_scale", *FIELDS)):
             checked[key] = STATICS[key](name, x)
     return checked
 
 
-def check_arrays(
-    arrays: Arguments, contracts: Mapping[str, Shapes], statics: Arguments
-) -> dict[str, int]:
+def check_arrays(arrays: Arrays, contracts: dict[str, Shapes], statics: Arrays) -> dict[str, int]:
     """Checks the arrays, of which some may be None; returns the sizes of the dimensions.
 
     The first is q or k, in whose dtype the stages compute.
@@ -137,9 +140,13 @@ def check_arrays(
         optional += "|.*_states|.*_all"
     for name, x in arrays.items():
         if x is not None:
-            listed = KERNEL_DTYPES if name in SEQUENCES else INPUT_DTYPES
-            cast_from = () if name == first else INPUT_DTYPES
-            check_array(name, x, listed, requested_backend(), cast_from=cast_from)
+            check_array(
+                name,
+                x,
+                KERNEL_DTYPES if name in SEQUENCES else INPUT_DTYPES,
+                requested_backend(),
+                cast_from=() if name == first else INPUT_DTYPES,
+            )
         elif not re.fullmatch(optional, name):
             raise ValueError(
                 f"{name} is None, expected an array of shape ({', '.join(contracts[name][0])})"
@@ -153,20 +160,24 @@ def check_arrays(
             f"{first} has shape {tuple(arrays[first].shape)}, expected S = {S} to be {count}chunks "
             f"of {L} steps"
         )
-    sizes |= {"NC": NC, "(NC + 1)": NC + 1, "L": L, "DHV": sizes["DHHV"]}
-    sizes |= {"NC * DHQK": NC * DHQK, "(NC + 1) * DHQK": (NC + 1) * DHQK}
+    sizes |= {
+        "NC": NC,
+        "(NC + 1)": NC + 1,
+        "NC * DHQK": NC * DHQK,
+        "(NC + 1) * DHQK": (NC + 1) * DHQK,
+        "L": L,
+        "DHV": sizes["DHHV"],
+    }
     return check_shapes(arrays, contracts, sizes)
 
 
-def run(
-    stage: Callable[..., Arrays], arguments: Arguments, *names: Any, **tiles: str
-) -> tuple[Any, ...]:
+def run(stage: str, arguments: Arrays, *names: Any, **tiles: str) -> tuple[Any, ...]:
     """The results of a stage for the arguments of a documented function, which it checks.
 
     Initial states that are None are zeros.
 
     Args:
-      stage: one of this module. It has the name of the kernel whose tiles the arguments may have.
+      stage: a method of ``_Shard``; the kernel of this name may have tiles among the arguments.
       names: of the results. An argument of the name of a result is a buffer, which is not read.
         Flags among the arguments add ``ASKED``.
       tiles: the arguments that are fields of the kernel's tiles under another name, by field; "":
@@ -177,14 +188,19 @@ def run(
     contracts = {name: CONTRACTS[name][canonical(name) in names :] for name in arrays}
     if "num_chunks" not in statics:
         contracts["vecF"] = CONTRACTS["vecM"]
-    if stage.__name__ not in STAGES:
+    if stage not in STAGES:
         contracts["vecI"] = CONTRACTS["vecM"]
     sizes = check_arrays(arrays, contracts, statics)
     fields: Arrays = {x: statics[name] for x in FIELDS if (name := tiles.get(x, x)) in statics}
-    fields = {f"triton_{stage.__name__}": fields} if fields else {}
+    fields = {f"triton_{stage}": fields} if fields else {}
     # In the backward functions the denominator, to which eps is added, is a constant.
-    options = dict(eps=0.0, norm_val=float("vecN_out" not in arrays)) | statics
-    options |= dict(config=KernelConfig(**fields), recompute_states_in_bw=False)
+    options: Arrays = dict(
+        eps=0.0,
+        norm_val=float("vecN_out" not in arrays),
+        recompute_states_in_bw=False,
+        config=KernelConfig(**fields),
+    )
+    options |= statics
     spec = call_spec(
         Options(**{name: options[name] for name in vars(Options()) if name in options}),
         sizes,
@@ -194,190 +210,205 @@ def run(
     if "qk_scale" in statics:
         problem = dataclasses.replace(spec.problem, qk_scale=statics["qk_scale"])
         spec = dataclasses.replace(spec, problem=problem)
-    results: tuple[Any, ...] = _run(
+    results = _run(
         spec,
         {canonical(name): x for name, x in arrays.items() if canonical(name) not in names},
         stage=stage,
         names=(*names, *(ASKED[flag] for flag in ASKED if statics.get(flag))),
         output_dtype=statics.get("output_dtype", spec.dtype),
     )
-    return results
+    return tuple(results)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("stage", "names", "output_dtype"))
+@functools.partial(jax.jit, static_argnames=("spec", "stage", "names", "output_dtype"))
 def _run(spec: CallSpec, x: Arrays, **statics: Any) -> Any:
-    message = (
-        "the documented stages and passes have no derivatives; use those of "
-        "mlstm_pallas.mlstm_chunkwise or of _mlstm_chunkwise_fwbw_generator"
+    return on_shards(
+        _on_shard,
+        spec,
+        sharded_alike(spec, x),
+        message="the documented stages and passes have no derivatives; use those of "
+        "mlstm_pallas.mlstm_chunkwise or of _mlstm_chunkwise_fwbw_generator",
+        **statics,
     )
-    return on_shards(_on_shard, spec, sharded_alike(spec, x), message=message, **statics)
 
 
 def _on_shard(
-    spec: CallSpec, lowering: Lowering, x: Arrays, *, stage: Any, names: Any, output_dtype: Any
+    spec: CallSpec, lowering: Lowering, x: Arrays, *, stage: str, names: Any, output_dtype: Any
 ) -> Any:
     """The results of a stage, as the documents have them.
 
     In the stage heads are padded, and chunks and rows of states are two axes. q, k, v, dh and C and
     dC before and after each chunk have the kernel dtype, all other arrays that of the accumulator.
     """
-    p, acc = spec.problem, accumulator_dtype(spec.dtype)
+    p = spec.problem
     heads = {CONTRACTS[name][0][-1]: y.shape[-1] for name, y in x.items() if name in SEQUENCES}
 
     def head_dims(name: str) -> list[str]:
         return [dim[-4:] for dim in CONTRACTS[name][0] if dim[-4:] in heads]
 
-    def padded(name: str, y: jax.Array | None) -> jax.Array:
-        if y is None:
-            y = jnp.zeros((p.BNH, *map(heads.get, head_dims(name))))
+    def padded(name: str, y: Any) -> jax.Array:
+        if y is None:  # zeros that vary over the same axes of a shard_map as the other arrays
+            dims = [heads[dim] for dim in head_dims(name)]
+            y = jnp.zeros_like(next(iter(x.values())).reshape(p.BNH, -1)[:, 0])
+            y = jnp.broadcast_to(y.reshape(p.BNH, *(1 for _ in dims)), (p.BNH, *dims))
         if "NC * DHQK" in CONTRACTS[name][0]:
             rows = p.NC * heads["DHQK"]
             y = y[:, -rows:] if "Delta" in name else y[:, :rows]
             y = y.reshape(p.BNH, p.NC, heads["DHQK"], *y.shape[2:])
-        dtype = spec.dtype if name in SEQUENCES or name.endswith("C_states") else acc
-        return pad(y, dtype, *(getattr(p, dim) for dim in head_dims(name)))
+        in_kernel_dtype = name in SEQUENCES or name.endswith("C_states")
+        dtype = spec.dtype if in_kernel_dtype else accumulator_dtype(spec.dtype)
+        return pad(y, dtype, *(p.DHQK if dim == "DHQK" else p.DHV for dim in head_dims(name)))
 
-    def documented(name: str) -> jax.Array:
-        y: jax.Array = results[name][(..., *(slice(heads[dim]) for dim in head_dims(name)))]
+    def documented(name: str) -> Any:
+        y = results[name][(..., *(slice(heads[dim]) for dim in head_dims(name)))]
         return lax.collapse(y, 1, 3) if "NC * DHQK" in CONTRACTS[name][0] else y
 
-    given = {name: padded(name, y) for name, y in x.items() if y is not None or "_initial" in name}
-    if stage.__name__ in STAGES:
-        given |= _with_fields(_gates(spec, given))
-    results = stage(spec, lowering, given | dict(output_dtype=output_dtype))
+    given = {name: padded(name, y) for name, y in x.items() if y is not None or "initial" in name}
+    shard = _Shard(spec, lowering, given, output_dtype)
+    if stage in STAGES:
+        shard.set_gates(shard.gates())
+    results = getattr(shard, stage)()
     return jax.tree.map(documented, names)
 
 
-def _gates(spec: CallSpec, x: Arrays) -> ChunkGates:
-    """The gates from vecI, vecF or vecB, and m.
+@dataclasses.dataclass
+class _Shard:
+    """The stages and passes of a shard: from x to results, arrays (B * NH, ...) by name.
 
-    vecI may be the m_t of every step. m_t - b_t equals its running maximum, so with m_t all but e
-    and abar are right. vecF is pre-activations (B * NH, S) or log sigmoid(f) (B * NH, NC, L). vecB
-    is its running sums within each chunk, which are finite. m is the first one (B * NH,), or those
-    of the chunk boundaries, (B * NH, NC) or (B * NH, NC + 1).
+    The arrays of a stage include its gates.
     """
-    p = spec.problem
-    i = x["vecI"] if "vecI" in x else x["vecM"].reshape(p.BNH, p.NC, p.L)
-    m = x["scaM_initial"][:, None] if "scaM_initial" in x else x["scaM_states"]
-    if "vecB" in x:
-        e, zeros = gates.two_sum(i, -x["vecB"]), jnp.zeros_like(i)
-        e_max = lax.associative_scan(gates.max_two_floats, e, axis=-1)
-        local = LocalGates((x["vecB"], zeros), e, e_max, zeros)
-    elif x["vecF"].ndim == 2:
-        logs = gates.log_gates(i, x["vecF"].reshape(i.shape), InputGate.EXP)
-        local = gates.local_gates(*logs)
-    else:
-        reset = x["vecF"] <= gates.MASKED
-        local = gates.local_gates(i, jnp.where(reset, 0.0, x["vecF"]), reset)
-    known = m.shape[1] - 1
-    rest = jax.tree.map(lambda y: y[:, known:], local)
-    m = jnp.append(m[:, :known], gates.stabiliser_scan(rest, m[:, known]), axis=1)
-    return gates.join_chunks(local, m)
+
+    spec: CallSpec
+    lowering: Lowering
+    x: Arrays
+    output_dtype: Any
+
+    def core(self, name: str, **options: Any) -> Any:
+        """Runs a stage of the core. Its operands are found in x by name; None: x lacks them."""
+        operands = STAGES[name].operands
+        return self.spec.stage(name, self.lowering)(
+            operands(*map(self.x.get, operands._fields)), **options
+        )
+
+    def set_gates(self, g: ChunkGates) -> None:
+        """Adds the gates, and their fields per step."""
+        self.x |= dict(gates=g, **g.per_step()._asdict())
+
+    def gates(self) -> ChunkGates:
+        """The gates from vecI, vecF or vecB, and m.
+
+        vecI may be the m_t of every step. m_t - b_t equals its running maximum, so with m_t all but
+        e and abar are right. vecF is pre-activations (B * NH, S) or log sigmoid(f)
+        (B * NH, NC, L). vecB is its running sums within each chunk, which are finite. m is the
+        first one (B * NH,), or those of the chunk boundaries, (B * NH, NC) or (B * NH, NC + 1).
+        """
+        x, p = self.x, self.spec.problem
+        i = x["vecI"] if "vecI" in x else x["vecM"].reshape(p.BNH, p.NC, p.L)
+        m = x["scaM_initial"][:, None] if "scaM_initial" in x else x["scaM_states"]
+        if "vecB" in x:
+            e, zeros = gates.two_sum(i, -x["vecB"]), jnp.zeros_like(i)
+            e_max = lax.associative_scan(gates.max_two_floats, e, axis=-1)
+            local = LocalGates((x["vecB"], zeros), e, e_max, zeros)
+        elif x["vecF"].ndim == 2:
+            f = x["vecF"].reshape(i.shape)
+            local = gates.local_gates(*gates.log_gates(i, f, InputGate.EXP))
+        else:
+            reset = x["vecF"] <= gates.MASKED
+            local = gates.local_gates(i, jnp.where(reset, 0.0, x["vecF"]), reset)
+        known = m.shape[1] - 1
+        rest = jax.tree.map(lambda y: y[:, known:], local)
+        m = jnp.append(m[:, :known], gates.stabiliser_scan(rest, m[:, known]), axis=1)
+        return gates.join_chunks(local, m)
+
+    def recurrent_fw_C(self) -> Arrays:
+        """The states at the chunk boundaries, C in the kernel dtype; the last ones in float32."""
+        m = self.x["scaM_states"]
+        C, C_last, n, n_last = self.core("recurrent_fw_C")
+        return dict(
+            matC_states=jnp.append(C, C_last[:, None].astype(C.dtype), axis=1),
+            vecN_states=jnp.append(n, n_last[:, None], axis=1),
+            scaM_states=m,
+            matC_last=C_last,
+            vecN_last=n_last,
+            scaM_last=m[:, -1],
+        )
+
+    def parallel_fw_H(self) -> Arrays:
+        """H in the output dtype; its denominator without and with eps; m of every step."""
+        normaliser: Any = self.spec.normaliser
+        options = dict(normaliser=normaliser)
+        if self.output_dtype != self.spec.dtype:
+            options |= dict(output_dtype=self.output_dtype)
+            if self.lowering.folder == "mosaic_gpu":  # whose kernel writes H in its own dtype alone
+                self.lowering = lowerings(self.lowering)[1]
+        H, z = self.core("parallel_fw_H", **options)
+        m = self.x["vecM"]
+        den = at_least(jnp.abs(z), normaliser.floor(m))
+        return dict(matH=H, vecN_out=den, vecN_with_eps=den + normaliser.eps, vecM_out=m)
+
+    def recurrent_bw_dC(self) -> Arrays:
+        """The gradients of C after each chunk, in the kernel dtype, and of the first C, float32.
+
+        Also those at all chunk boundaries, in the kernel dtype.
+        """
+        spec, x = self.spec, self.x
+        gradients = normaliser_gradients(spec.normaliser, None, x["vecN_out"], x["vecM"])
+        r = query_scale(x["vecW"], spec.problem.qk_scale, gradients.vecInvDen)
+        x["queries"] = ScaledRows(x["matQ"], r)
+        dC, dC_initial, *_ = self.core("recurrent_bw_dC")
+        every = jnp.append(dC_initial[:, None].astype(dC.dtype), dC, axis=1)
+        return dict(matDeltaC_states=dC, matDeltaC_initial=dC_initial, matDeltaC_all=every)
+
+    def parallel_bw_dQKV(self) -> Arrays:
+        """dQ, dK and dV in the kernel dtype, from C before and dC after each chunk."""
+        spec, x, scores = self.spec, self.x, ScoreGradients()
+        if not spec.computes_scores(self.lowering):
+            x["vecZ"] = x["vecN_out"]
+            scores = self.core("parallel_bw_dP", normaliser=spec.normaliser, return_keys=False)
+        # dz is 0, so n does not matter, and its gradient is 0.
+        p = spec.problem
+        n = jnp.zeros((p.BNH, p.NC, p.DHQK), x["vecW"].dtype)
+        x |= dict(
+            scores=scores,
+            normaliser_gradients=normaliser_gradients(
+                spec.normaliser, None, x["vecN_out"], x["vecM"]
+            ),
+            vecN_states=n,
+            vecDeltaN_states=n,
+        )
+        dq, dk, dv, *_ = self.core("parallel_bw_dQKV")
+        return dict(matDeltaQ=dq, matDeltaK=dk, matDeltaV=dv)
+
+    def forward(self) -> Arrays:
+        """The results of recurrent_fw_C and parallel_fw_H."""
+        self.set_gates(self.core("chunk_gates"))
+        states, p = self.recurrent_fw_C(), self.spec.problem
+        self.x |= {name: states[name][:, : p.NC] for name in ("matC_states", "vecN_states")}
+        return states | self.parallel_fw_H()
+
+    def backward(self) -> Arrays:
+        """The exact backward pass with a constant denominator, vecN_out + eps."""
+        x, p = self.x, self.spec.problem
+        C, n = x.get("matC_states"), x["vecN_initial"]
+        spec = dataclasses.replace(self.spec, recompute_states_in_bw=C is None)
+        # dz is 0, so n does not matter.
+        n_states = jnp.zeros((p.BNH, p.NC, p.DHQK), n.dtype)
+        residuals = Residuals(
+            Inputs(*(x[name] for name in GRADIENTS)),
+            None,
+            x["vecN_out"],
+            StoredStates(C, n_states, None, None, None),
+        )
+        last = LastStates(x.get("matDeltaC_last"), jnp.zeros_like(n), None)
+        dx = backward_schedule(spec, self.lowering, residuals, Cotangents(x["matDeltaH"], last))
+        return dict(zip(GRADIENTS.values(), dx, strict=False))
 
 
-def _with_fields(g: ChunkGates) -> Arrays:
-    """The gates, and their fields per step."""
-    return dict(gates=g, **g.per_step()._asdict())
-
-
-# The stages: from arrays of a shard, (B * NH, ...), by name, to their results by name.
-
-
-def _core(spec: CallSpec, lowering: Lowering, name: str, x: Arrays, **options: Any) -> Any:
-    """Runs a stage of the core. Its operands are found in x by name; None: x lacks them."""
-    operands = STAGES[name].operands
-    return spec.stage(name, lowering)(operands(*map(x.get, operands._fields)), **options)
-
-
-def recurrent_fw_C(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
-    """The states at the chunk boundaries, C in the kernel dtype; the last C and n in float32."""
-    C, C_last, n, n_last = _core(spec, lowering, "recurrent_fw_C", x)
-    return dict(
-        matC_states=jnp.append(C, C_last[:, None].astype(C.dtype), axis=1),
-        vecN_states=jnp.append(n, n_last[:, None], axis=1),
-        scaM_states=x["scaM_states"],
-        matC_last=C_last,
-        vecN_last=n_last,
-        scaM_last=x["scaM_states"][:, -1],
-    )
-
-
-def parallel_fw_H(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
-    """H in the output dtype; its denominator without and with eps; m of every step."""
-    normaliser: Any = spec.normaliser
-    options = {}
-    if x["output_dtype"] != spec.dtype:
-        options = {"output_dtype": x["output_dtype"]}
-        if lowering.folder == "mosaic_gpu":  # whose kernel writes H in its own dtype alone
-            lowering = lowerings(lowering)[1]
-    H, z = _core(spec, lowering, "parallel_fw_H", x, normaliser=normaliser, **options)
-    den, m = at_least(jnp.abs(z), normaliser.floor(x["vecM"])), x["vecM"]
-    return dict(matH=H, vecN_out=den, vecN_with_eps=den + spec.eps, vecM_out=m)
-
-
-def recurrent_bw_dC(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
-    """The gradients of C after each chunk, in the kernel dtype, and of the first C, float32.
-
-    Also those at all chunk boundaries, in the kernel dtype.
-    """
-    gradients = normaliser_gradients(spec.normaliser, None, x["vecN_out"], x["vecM"])
-    r = query_scale(x["vecW"], spec.problem.qk_scale, gradients.vecInvDen)
-    x |= dict(queries=ScaledRows(x["matQ"], r))
-    dC, dC_initial, *_ = _core(spec, lowering, "recurrent_bw_dC", x)
-    every = jnp.append(dC_initial[:, None].astype(dC.dtype), dC, axis=1)
-    return dict(matDeltaC_states=dC, matDeltaC_initial=dC_initial, matDeltaC_all=every)
-
-
-def parallel_bw_dQKV(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
-    """dQ, dK and dV in the kernel dtype, from C before and the gradients of C after each chunk."""
-    p, scores = spec.problem, ScoreGradients()
-    if not spec.computes_scores(lowering):
-        options = dict(normaliser=spec.normaliser, return_keys=False)
-        scores = _core(spec, lowering, "parallel_bw_dP", x | dict(vecZ=x["vecN_out"]), **options)
-    # dz is 0, so n does not matter, and its gradient is 0.
-    n = jnp.zeros((p.BNH, p.NC, p.DHQK), x["vecW"].dtype)
-    x |= dict(
-        scores=scores,
-        normaliser_gradients=normaliser_gradients(spec.normaliser, None, x["vecN_out"], x["vecM"]),
-        vecN_states=n,
-        vecDeltaN_states=n,
-    )
-    dq, dk, dv, *_ = _core(spec, lowering, "parallel_bw_dQKV", x)
-    return dict(matDeltaQ=dq, matDeltaK=dk, matDeltaV=dv)
-
-
-# The passes: vecI, vecF are pre-activations (B, NH, S), infinite ones included.
-
-_INPUTS = "matQ", "matK", "matV", "vecI", "vecF", "matC_initial", "vecN_initial", "scaM_initial"
-_GRADIENTS = {name: f"{name[:3]}Delta{name[3:]}" for name in _INPUTS}
-
-
-def forward(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
-    """The results of recurrent_fw_C and parallel_fw_H."""
-    x |= _with_fields(_core(spec, lowering, "chunk_gates", x))
-    states = recurrent_fw_C(spec, lowering, x)
-    x |= {name: states[name][:, : spec.problem.NC] for name in ("matC_states", "vecN_states")}
-    return states | parallel_fw_H(spec, lowering, x)
-
-
-def backward(arguments: Arguments) -> tuple[jax.Array, ...]:
+def backward(arguments: Arrays) -> tuple[jax.Array, ...]:
     """The gradients of q, k, v, i, f and, if there are any, of the initial states.
 
     The states before each chunk are recomputed where they are None.
     """
-    inputs = {name: arguments[name] for name in _INPUTS if arguments[name] is not None}
-    gradients = run(_backward, arguments, *map(_GRADIENTS.get, inputs))
+    inputs = {name: arguments[name] for name in GRADIENTS if arguments[name] is not None}
+    gradients = run("backward", arguments, *map(GRADIENTS.get, inputs))
     return tuple(y.astype(x.dtype) for x, y in zip(inputs.values(), gradients, strict=True))
-
-
-def _backward(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
-    """The exact backward pass with a constant denominator, vecN_out + eps."""
-    spec = dataclasses.replace(spec, recompute_states_in_bw="matC_states" not in x)
-    p, n = spec.problem, x["vecN_initial"]
-    # dz is 0, so n does not matter.
-    n_states = jnp.zeros((p.BNH, p.NC, p.DHQK), n.dtype)
-    stored = StoredStates(x.get("matC_states"), n_states, None, None, None)
-    last = LastStates(x.get("matDeltaC_last"), jnp.zeros_like(n), None)
-    residuals = Residuals(Inputs(*(x[name] for name in _INPUTS)), None, x["vecN_out"], stored)
-    dx = backward_schedule(spec, lowering, residuals, Cotangents(x["matDeltaH"], last))
-    return dict(zip(_GRADIENTS.values(), dx, strict=False))

@@ -21,17 +21,7 @@ from typing import Any
 import jax
 
 from mlstm_pallas.problem.annotations import Array, States
-from mlstm_pallas.xlstm_jax._common import (
-    STATES,
-    backward,
-    forward,
-    parallel_bw_dQKV,
-    parallel_fw_H,
-    recurrent_bw_dC,
-    recurrent_fw_C,
-    renamed,
-    run,
-)
+from mlstm_pallas.xlstm_jax._common import STATES, backward, renamed, run
 from mlstm_pallas.xlstm_jax.triton_stablef import (
     _get_chunkwise_fwbw_kernel,
     _mlstm_chunkwise_fwbw_generator,
@@ -70,7 +60,7 @@ def _mlstm_chunkwise__recurrent_fw_C(
       matC_initial, vecN_initial, scaMinter_initial: (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH);
         all or none (zeros).
     """
-    states = run(recurrent_fw_C, locals(), *STATES)
+    states = run("recurrent_fw_C", locals(), *STATES)
     pairs = zip(states, (matC_states, vecN_states, scaMinter_states), strict=True)
     return tuple(x if buffer is None else x.astype(buffer.dtype) for x, buffer in pairs)
 
@@ -81,7 +71,7 @@ def _mlstm_chunkwise__parallel_fw_H(
     CHUNK_SIZE: int = 64, NUM_CHUNKS: int = 1, EPS: float = 1e-6,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """H (B, NH, S, DHHV) in the dtype of matQ, and vecN_out, from the states before each chunk."""
-    return run(parallel_fw_H, locals(), "matH", "vecN_out")
+    return run("parallel_fw_H", locals(), "matH", "vecN_out")
 
 
 def _mlstm_chunkwise_fw(
@@ -96,7 +86,7 @@ def _mlstm_chunkwise_fw(
     vecI, vecF: pre-activations (B, NH, S). return_last_states adds the last states (C, N, M) in
     float32, and return_all_states adds the states at all chunk boundaries.
     """
-    return run(forward, locals(), "matH", "vecN_out", "scaM_last")
+    return run("forward", locals(), "matH", "vecN_out", "scaM_last")
 
 
 def _mlstm_chunkwise__recurrent_bw_dC(
@@ -108,7 +98,7 @@ def _mlstm_chunkwise__recurrent_bw_dC(
 
     matDeltaC_last: the gradient of the last C, (B, NH, DHQK, DHHV).
     """
-    dC: jax.Array = run(recurrent_bw_dC, locals(), "matDeltaC_all")[0]
+    dC: jax.Array = run("recurrent_bw_dC", locals(), "matDeltaC_all")[0]
     return dC
 
 
@@ -122,7 +112,7 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
     matC_states are before each chunk and matDeltaC_states after each chunk, or both are at all
     boundaries.
     """
-    return run(parallel_bw_dQKV, locals(), "matDeltaQ", "matDeltaK", "matDeltaV")
+    return run("parallel_bw_dQKV", locals(), "matDeltaQ", "matDeltaK", "matDeltaV")
 
 
 def _mlstm_chunkwise_bw(

@@ -25,17 +25,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mlstm_pallas.problem.annotations import Array, States
-from mlstm_pallas.xlstm_jax._common import (
-    STATES,
-    backward,
-    forward,
-    parallel_bw_dQKV,
-    parallel_fw_H,
-    recurrent_bw_dC,
-    recurrent_fw_C,
-    renamed,
-    run,
-)
+from mlstm_pallas.xlstm_jax._common import STATES, backward, renamed, run
 from mlstm_pallas.xlstm_jax.triton_stablef import (
     _get_chunkwise_fwbw_kernel,
     _mlstm_chunkwise_fwbw_generator,
@@ -74,7 +64,8 @@ def mlstm_chunkwise__recurrent_fw_C(
     num_stages: int | None = None,
 ) -> States:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
-    return run(recurrent_fw_C, locals(), *STATES, siz_b_L="siz_b_LKV", siz_b_LKV="")
+    tiles = dict(siz_b_L="siz_b_LKV", siz_b_LKV="")
+    return run("recurrent_fw_C", locals(), *STATES, **tiles)
 
 
 def mlstm_chunkwise__parallel_fw_Hintra(
@@ -88,7 +79,7 @@ def mlstm_chunkwise__parallel_fw_Hintra(
 
     H is the whole output, with the inter-chunk part, despite the name.
     """
-    return run(parallel_fw_H, locals(), "matH", "vecN_out")
+    return run("parallel_fw_H", locals(), "matH", "vecN_out")
 
 
 def mlstm_chunkwise_fw(
@@ -103,7 +94,7 @@ def mlstm_chunkwise_fw(
     vecI, vecF: pre-activations (B, NH, S). return_last_states adds the last states (C, N, M) in
     float32, and return_all_states adds the states at all chunk boundaries.
     """
-    return run(forward, locals(), "matH", "vecN_out", "vecM_out")
+    return run("forward", locals(), "matH", "vecN_out", "vecM_out")
 
 
 def mlstm_chunkwise__recurrent_bw_dC(
@@ -113,8 +104,8 @@ def mlstm_chunkwise__recurrent_bw_dC(
     num_warps: int | None = None, num_stages: int | None = None, eps: float = 0.0,
 ) -> jax.Array:  # fmt: skip
     """The gradients of C at the chunk boundaries, shaped as matC_all, in the dtype of matQ."""
-    tiles = dict(siz_b_L="siz_b_LQ", siz_b_LQ="")
-    dC: jax.Array = run(recurrent_bw_dC, locals(), "matDeltaC_all", **tiles)[0]
+    dC: jax.Array
+    (dC,) = run("recurrent_bw_dC", locals(), "matDeltaC_all", siz_b_L="siz_b_LQ", siz_b_LQ="")
     return dC
 
 
@@ -144,9 +135,9 @@ def _gradient(name: str) -> Callable[..., jax.Array]:
           eps: the eps of the forward pass, which is added to vecN_out.
         """
         # parallel_bw_dQKV calls the rows of its output tiles siz_b_LQ, for keys too.
-        tiles = dict(siz_b_LQ="siz_b_LQ" if name == "Q" else "siz_b_LKV", siz_b_LKV="")
-        x: jax.Array = run(parallel_bw_dQKV, locals(), f"matDelta{name}", **tiles)[0]
-        return x.astype(output_dtype)
+        rows = "siz_b_LQ" if name == "Q" else "siz_b_LKV"
+        (x,) = run("parallel_bw_dQKV", locals(), f"matDelta{name}", siz_b_LQ=rows, siz_b_LKV="")
+        return jnp.astype(x, output_dtype)
 
     return renamed(gradient, f"mlstm_chunkwise__parallel_bw_d{name}", __name__)
 

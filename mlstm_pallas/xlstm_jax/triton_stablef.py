@@ -30,16 +30,7 @@ from mlstm_pallas.fwbw import mlstm
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import Arguments, prepare
 from mlstm_pallas.problem.annotations import Array, States
-from mlstm_pallas.xlstm_jax._common import (
-    STATES,
-    backward,
-    forward,
-    parallel_bw_dQKV,
-    parallel_fw_H,
-    recurrent_bw_dC,
-    recurrent_fw_C,
-    run,
-)
+from mlstm_pallas.xlstm_jax._common import STATES, backward, run
 
 __all__ = [
     "_get_chunkwise_fwbw_kernel",
@@ -60,7 +51,7 @@ def _mlstm_chunkwise__recurrent_fw_C(
     qk_scale: float | None = None, chunk_size: int = 64, num_chunks: int = 1,
 ) -> States:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
-    return run(recurrent_fw_C, locals(), *STATES)
+    return run("recurrent_fw_C", locals(), *STATES)
 
 
 def _mlstm_chunkwise__parallel_fw_H(
@@ -73,7 +64,7 @@ def _mlstm_chunkwise__parallel_fw_H(
 
     The states are those before each chunk.
     """
-    return run(parallel_fw_H, locals(), "matH", "vecN_with_eps", "vecM_out")
+    return run("parallel_fw_H", locals(), "matH", "vecN_with_eps", "vecM_out")
 
 
 def _mlstm_chunkwise_fw(
@@ -88,7 +79,7 @@ def _mlstm_chunkwise_fw(
     vecI, vecF: pre-activations (B, H, T). return_last_states adds the last states (C, N, M) in
     float32, and return_all_states adds the states at all chunk boundaries.
     """
-    return run(forward, locals(), "matH", "vecN_with_eps", "vecM_out")
+    return run("forward", locals(), "matH", "vecN_with_eps", "vecM_out")
 
 
 def _mlstm_chunkwise__recurrent_bw_dC(
@@ -106,7 +97,7 @@ def _mlstm_chunkwise__recurrent_bw_dC(
       matDeltaC_last: the gradient of the last C (B, H, DHQK, DHHV).
       store_initial_state: not read; the gradient of the first C is always returned.
     """
-    return run(recurrent_bw_dC, locals(), "matDeltaC_states", "matDeltaC_initial")
+    return run("recurrent_bw_dC", locals(), "matDeltaC_states", "matDeltaC_initial")
 
 
 def _mlstm_chunkwise__parallel_bw_dQKV(
@@ -124,7 +115,7 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
       matDeltaC_states: the gradients of C after each chunk, as from
         ``_mlstm_chunkwise__recurrent_bw_dC``, or at all boundaries.
     """
-    return run(parallel_bw_dQKV, locals(), "matDeltaQ", "matDeltaK", "matDeltaV")
+    return run("parallel_bw_dQKV", locals(), "matDeltaQ", "matDeltaK", "matDeltaV")
 
 
 def _mlstm_chunkwise_bw(
@@ -194,10 +185,9 @@ def _forward_function(options: Options) -> Callable[..., tuple[Any, ...]]:
         matC_initial: Array | None = None, vecN_initial: Array | None = None,
         scaM_initial: Array | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
-        states = matC_initial, vecN_initial, scaM_initial
-        x = Arguments(matQ, matK, matV, vecI, vecF, *states)
+        x = Arguments(matQ, matK, matV, vecI, vecF, matC_initial, vecN_initial, scaM_initial)
         spec, x = prepare(x, options, options.layout)
-        outputs: Any = mlstm(spec, x)
+        outputs = mlstm(spec, x)
         h, states = outputs if options.return_last_states else (outputs, (None, None, None))
         return h, *states
 

@@ -1,0 +1,219 @@
+"""mlstm_chunkwise: the chunkwise mLSTM of whole sequences; pack_lengths: its packed prompts."""
+
+from collections.abc import Sequence
+from typing import Literal, Unpack, overload
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from mlstm_pallas import validation
+from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
+from mlstm_pallas.config import KernelConfig
+from mlstm_pallas.entry import Keywords, SequenceKeywords, prepare
+from mlstm_pallas.fwbw import mlstm_forward, mlstm_with_segments
+from mlstm_pallas.validation import DEFAULT_LAYOUT, names_arguments
+
+
+@overload
+def mlstm_chunkwise(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None, *,
+    return_last_states: Literal[False] = False, num_segments: int | None = None,
+    **keywords: Unpack[Keywords],
+) -> jax.Array: ...  # fmt: skip
+@overload
+def mlstm_chunkwise(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: Literal[True] = ..., eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, *, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
+) -> tuple[jax.Array, States]: ...  # fmt: skip
+@overload
+def mlstm_chunkwise(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, *, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
+) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
+@names_arguments
+def mlstm_chunkwise(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: bool = False, eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, *, segment_ids: Array | None = None,
+    sequence_lengths: Array | None = None, num_segments: int | None = None,
+    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
+    layout: LayoutName = DEFAULT_LAYOUT, backend: BackendName | None = None,
+    config: KernelConfig | None = None,
+) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
+    """Applies the mLSTM of xLSTM to whole sequences, for training and prefill.
+
+    The layer's outputs, and on request its last states, are computed in chunks
+    of the sequence (arXiv:2503.14376). For every batch entry and head
+    (arXiv:2405.04517, equations 19 to 27), with scale = DHQK ** -0.5::
+
+      m_t = max(log sigmoid(f_t) + m_{t-1}, i_t)
+      d_t = exp(log sigmoid(f_t) + m_{t-1} - m_t)
+      C_t = d_t C_{t-1} + exp(i_t - m_t) k_t v_t^T
+      n_t = d_t n_{t-1} + exp(i_t - m_t) k_t
+      h_t = scale C_t^T q_t
+            / (max(|scale n_t . q_t|, norm_val exp(-m_t)) + eps)
+
+    The dimensions are::
+
+      B     batch
+      S     steps of a sequence, any number from 1
+      NH    heads
+      DHQK  head dimension of q and k
+      DHV   head dimension of v and h
+
+    f_t = -inf resets the state and i_t = -inf stores nothing; values of -1e6
+    and below count as -inf. A NaN stays in its batch entry and head.
+
+    First derivatives in reverse mode are exact, with respect to all float
+    arrays. Other derivatives raise a TypeError; use
+    ``mlstm_pallas.reference.chunkwise`` for them. jit, vmap, remat, scan and
+    shard_map work. Shards of B and NH stay on their devices;
+    ``mlstm_pallas.distributed`` shards S. docs/arguments.md in the repository
+    describes the edge cases.
+
+    Example::
+
+      >>> import jax.numpy as jnp
+      >>> from mlstm_pallas import mlstm_chunkwise
+      >>> q = k = jnp.ones((2, 100, 4, 16))  # B, S, NH, DHQK
+      >>> v, i = jnp.ones((2, 100, 4, 32)), jnp.zeros((2, 100, 4))
+      >>> h, (c, n, m) = mlstm_chunkwise(
+      ...     q, k, v, i, i + 4.0, return_last_states=True, layout="BTNH"
+      ... )
+      >>> h.shape, c.shape, n.shape, m.shape
+      ((2, 100, 4, 32), (2, 4, 16, 32), (2, 4, 16), (2, 4))
+
+    Args:
+      q: unscaled queries, (B, NH, S, DHQK), or (B, S, NH, DHQK) with layout
+        "BTNH", in bfloat16, float16 or float32; in float64 with backend "xla".
+      k: keys, shaped as q. k and v have the dtype of q, unless
+        autocast_kernel_dtype is set.
+      v: values, (B, NH, S, DHV) or (B, S, NH, DHV).
+      i: input gate pre-activations, natural log, (B, NH, S) or (B, S, NH), in
+        any float dtype; the arithmetic is float32.
+      f: forget gate pre-activations, shaped as i; sigmoid is applied here.
+      c_initial: state C before the first step, (B, NH, DHQK, DHV). None:
+        zeros. Pass all three initial states or none.
+      n_initial: state n before the first step, (B, NH, DHQK).
+      m_initial: stabiliser m before the first step, (B, NH). The true states
+        are exp(m) C and exp(m) n.
+      return_last_states: whether to return the states after the last step.
+      eps: added to the denominator; eps and norm_val are 0 or normal float32
+        numbers.
+      chunk_size: steps per chunk, a power of two from 16 up. None: chosen for
+        the GPU and the shapes.
+      autocast_kernel_dtype: dtype of q, k and v in matrix products. None: the
+        dtype of q.
+      stabilize_correctly: True: the floor of the denominator is
+        norm_val exp(-m_t). False: it is norm_val.
+      norm_val: factor in the floor of the denominator, at least 0.
+      segment_ids: (B, S) integers, for packed segments. A step whose id
+        differs from the previous step's starts from zero states. Initial
+        states belong to the first segment, last states to the last.
+      sequence_lengths: (B,) integers, clipped to 0..S, for padded batches. The
+        last states are the states after sequence_lengths[b] steps. Beyond these
+        steps h and all gradients are 0, even if the padding holds NaN gates or
+        finite q, k and v up to 1e10.
+      num_segments: N, with return_last_states, for packed prompts. Segment n is
+        the steps with id n; ids ascend in a batch entry, as pack_lengths makes
+        them. The call returns the states at the ends of segments 0 to N - 1,
+        (B, N, NH, ...). The initial states may be (B, N, NH, ...) too: segment
+        n starts from states n, as when a prompt is prefilled in pieces; states
+        of a segment without steps stay as they were. Segments of a multiple of
+        64 steps are the fastest. Such calls have no derivatives.
+      input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376), where
+        log sigmoid(i_t) replaces i_t, every m_t is 0, and m_initial must be
+        None or zeros.
+      normalize: False leaves out the denominator; with the sigmoid gate only.
+      recompute_states_in_bw: False keeps C at the chunk boundaries for the
+        backward pass, DHQK * DHV elements per chunk and head. On an H200 calls
+        then take from 9 % less to 1 % more time, depending on jax and shape.
+      layout: "BNTH", or "BTNH", the layout of a model's projections.
+      backend: "triton", "mosaic_gpu", "xla", or a backend for tests;
+        ``use_backend`` lists them. None: Triton on an NVIDIA GPU and plain jnp
+        elsewhere, unless use_backend or MLSTM_PALLAS_BACKEND names another.
+      config: overrides of the plan, which mlstm_pallas.plan shows.
+
+    Returns:
+      h, shaped as v, in the dtype of q; with return_last_states (h, (c, n, m)),
+      the states in float32 (float64 for float64 inputs) and shaped as the
+      initial ones.
+
+    Raises:
+      TypeError, ValueError: at trace time. The message names the argument,
+        what was passed and what was expected.
+
+    Warns:
+      UserWarning: once, if layout is left out and S < NH, because the arrays
+        may be "BTNH"; not with initial states or segment_ids, whose shapes
+        confirm the layout.
+    """
+    return prepare(locals()).run(mlstm_forward if num_segments is None else mlstm_with_segments)
+
+
+def pack_lengths(
+    lengths: Sequence[int] | Sequence[Sequence[int]] | Array, S: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Packs prompts into rows for one prefill: segment ids and prompt ends.
+
+    Prompt n of row b takes steps ends[b, n] - lengths[b][n] to ends[b, n] - 1.
+    To get h of each prompt's last token and the prompt's last states::
+
+      >>> import jax.numpy as jnp
+      >>> import numpy as np
+      >>> from mlstm_pallas import mlstm_chunkwise, pack_lengths
+      >>> segment_ids, ends = pack_lengths([[3, 5], [6]], S=10)
+      >>> segment_ids
+      array([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2],
+             [0, 0, 0, 0, 0, 0, 2, 2, 2, 2]], dtype=int32)
+      >>> ends
+      array([[3, 8],
+             [6, 6]], dtype=int32)
+      >>> q = k = v = jnp.ones((2, 10, 4, 16))  # B, S, NH, DHQK
+      >>> i, f = jnp.zeros((2, 10, 4)), jnp.ones((2, 10, 4))
+      >>> h, (c, n, m) = mlstm_chunkwise(
+      ...     q, k, v, i, f, return_last_states=True, layout="BTNH",
+      ...     segment_ids=segment_ids, num_segments=ends.shape[1],
+      ...     sequence_lengths=ends[:, -1],  # h is 0 beyond the prompts
+      ... )
+      >>> h_last = h[np.arange(2)[:, None], ends - 1]
+      >>> h_last.shape, c.shape, m.shape  # (B, N, NH, ...)
+      ((2, 2, 4, 16), (2, 2, 4, 16, 16), (2, 2, 4))
+
+    c[1, 1] is zeros here, because row 1 has only one prompt, and h_last[1, 1]
+    repeats h_last[1, 0]. A prompt without steps is alike: its states are its
+    initial states, and no h is its own.
+
+    Args:
+      lengths: steps of each prompt, at least 0, for one row, (N,), or for
+        each of B rows, as lists or as (B, N) with zeros after the last prompt.
+      S: steps per row. None: as many as the longest row needs, at least 1.
+
+    Returns:
+      Two int32 NumPy arrays: segment_ids (B, S), which is n at the steps of
+      prompt n and N after the last prompt, and ends (B, N), the number of steps
+      up to the end of each prompt; after a row's last prompt it repeats.
+
+    Raises:
+      TypeError, ValueError: the message names the argument and what was
+        expected.
+    """
+    rows = validation.check_lengths(lengths)
+    sizes = np.zeros((len(rows), max(map(len, rows))), int)
+    for b, row in enumerate(rows):
+        sizes[b, : len(row)] = row
+    ends = np.cumsum(sizes, axis=1)
+    least = max(int(ends.max()), 1)
+    steps = np.arange(least if S is None else validation.check_integer("S", S, least))
+    segment_ids = [np.searchsorted(row, steps, side="right") for row in ends]
+    return np.asarray(segment_ids, np.int32), ends.astype(np.int32)

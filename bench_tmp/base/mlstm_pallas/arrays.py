@@ -1,0 +1,78 @@
+"""The arrays of a call, and the residuals of its forward pass."""
+
+from typing import Any, NamedTuple
+
+from jax import Array
+
+
+class SegmentStates(NamedTuple):
+    """The states before or after the packed segments of each row."""
+
+    c_segments: Any  # (B, N, NH, DHQK, DHHV)
+    n_segments: Array  # (B, N, NH, DHQK)
+    m_segments: Array  # (B, N, NH)
+
+
+class Inputs(NamedTuple):
+    """Padded and cast: q, k, v in the kernel dtype, gates and states float32.
+
+    Gates and starts have whole chunks of steps; q, k and v have the caller's steps and layout.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    i: Array
+    f: Array
+    c_initial: Any  # an array; None inside a pass that starts from zeros
+    n_initial: Array
+    m_initial: Array
+    starts: Array | None = None  # int32, 1 where a packed segment begins
+    lengths: Array | None = None  # (B, NH) int32, h is 0 from this step on; None: nowhere
+    # (B, NH, S) int32, where states of segments are asked for
+    segment_ids: Any = None
+    segments: SegmentStates | None = None  # initial states of segments, in place of c_initial
+
+
+class LastStates(NamedTuple):
+    """The last states, or their cotangents, whose c and m may be None: zeros."""
+
+    c: Any  # (B, NH, DHQK, DHHV)
+    n: Array  # (B, NH, DHQK)
+    m: Any  # (B, NH)
+
+
+class StoredStates(NamedTuple):
+    """The states at the boundaries of the call's chunks; the true ones are these times exp(m).
+
+    C is in the kernel dtype, the rest float32.
+    """
+
+    C: Any  # (B, NH, NC, DHQK, DHHV); None: recomputed
+    n: Any  # (B, NH, NC, DHQK)
+    m: Any  # (B, NH, NC + 1); None: recomputed
+    C_last: Any  # (B, NH, DHQK, DHHV); None where C is None or the last states are not returned
+    n_last: Any  # (B, NH, DHQK)
+
+
+class Forward(NamedTuple):
+    """The outputs of a forward pass."""
+
+    h: Array  # (B, NH, S, DHHV) or (B, S, NH, DHHV)
+    last: LastStates | None  # None where they are not returned
+    z: Array | None  # (B, NH, S); None without a normaliser
+    states: StoredStates
+
+
+class Cotangents(NamedTuple):
+    h: Array
+    last: Any  # LastStates; None where the last states are not returned
+
+
+class Residuals(NamedTuple):
+    """The parts of the forward pass that the backward pass reads; h and z are the normaliser's."""
+
+    inputs: Inputs
+    h: Array | None  # None without a normaliser, or where the denominator is a constant
+    z: Array | None
+    states: StoredStates

@@ -1,0 +1,124 @@
+"""The backend that a call asks for: its argument, ``use_backend`` or the environment."""
+
+import os
+import warnings
+from contextvars import ContextVar
+
+import jax
+
+from mlstm_pallas.annotations import BackendName
+from mlstm_pallas.dispatch import HAS_TRITON, lowerings
+from mlstm_pallas.gpu import UNKNOWN, Gpu, target_gpu
+from mlstm_pallas.stage import Lowering
+from mlstm_pallas.validation import MOSAIC_GPU_JAX, check_backend
+
+VARIABLE = "MLSTM_PALLAS_BACKEND"
+# The backends of the with statements that a thread or task is in, the innermost last. None of them
+# is kept on a use_backend, which several threads may have entered.
+_entered: ContextVar[tuple[str | None, ...]] = ContextVar("entered", default=())
+
+
+class use_backend:
+    """Sets the backend of calls that pass none, inside a with statement.
+
+    None: "triton" where the computation is lowered for an NVIDIA GPU, "xla"
+      elsewhere.
+    "triton": Triton kernels, the fastest in float32 and on GPUs before and
+      after Hopper.
+    "mosaic_gpu": Mosaic GPU kernels, the fastest on Hopper in 16-bit dtypes.
+      Stages without such a kernel run the Triton kernel, or plain jnp if jax has
+      no Triton backend. Another GPU or an unsupported jax raises a ValueError.
+    "xla": plain jnp, on any device.
+    "interpret", "mosaic_gpu_interpret": the kernels interpreted on a CPU;
+      slow, for tests. Inside a shard_map the former needs check_vma=False;
+      the latter runs on one device only.
+
+    The argument ``backend`` of a call comes first, then the innermost
+    use_backend, then the environment variable MLSTM_PALLAS_BACKEND. All are
+    read when a function is called, that is, at trace time under jit, so they do
+    not change functions that were traced before.
+
+    use_backend applies to the thread or asyncio task that entered it. Threads
+    started inside do not see it; for them, and for a whole program, set
+    MLSTM_PALLAS_BACKEND.
+
+    Example::
+
+      >>> from mlstm_pallas import use_backend
+      >>> with use_backend("xla"):
+      ...     pass  # calls, or the first call of a jitted function
+
+    Raises:
+      ValueError: for the name of another backend.
+    """
+
+    _used = True  # no warning where check_backend raises
+
+    def __init__(self, backend: BackendName | None):
+        self._backend, self._used = check_backend("backend", backend), False
+
+    def __enter__(self) -> None:
+        self._used = True
+        _entered.set((*_entered.get(), self._backend))
+
+    def __exit__(self, *_: object) -> None:
+        _entered.set(_entered.get()[:-1])
+
+    def __del__(self) -> None:
+        if not self._used:
+            warnings.warn(
+                f"use_backend({self._backend!r}) did nothing: it is for a with statement",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = True) -> str | None:
+    """The backend of a call, from its argument, ``use_backend`` or the environment.
+
+    Args:
+      mosaic_gpu_kernels: whether the call has any; others run on backend "mosaic_gpu" too.
+
+    Raises:
+      ValueError: where the Mosaic GPU kernels cannot run, and for a wrong MLSTM_PALLAS_BACKEND.
+    """
+    name, entered = "backend", _entered.get()
+    if backend is None and entered:
+        backend = entered[-1]
+    elif backend is None:
+        name, backend = VARIABLE, os.environ.get(VARIABLE) or None
+        check_backend(VARIABLE, backend)
+    if backend is not None and mosaic_gpu_kernels:
+        check_mosaic_gpu(name, Lowering(backend), target_gpu())
+    # If jax has no Triton, None means "mosaic_gpu" on Hopper. Stages without such a kernel (all
+    # stages in float32, for one) run in plain jnp. This is decided when the call is traced, so pass
+    # "xla" for a computation on the CPU of such a machine.
+    without_triton = (
+        backend is None and not HAS_TRITON and mosaic_gpu_kernels and jax_has_mosaic_gpu()
+    )
+    return "mosaic_gpu" if without_triton and target_gpu().hopper else backend
+
+
+def jax_has_mosaic_gpu() -> bool:
+    """Whether the installed jax compiles the Mosaic GPU kernels."""
+    version: tuple[int, ...] = jax.__version_info__
+    return MOSAIC_GPU_JAX[0] <= version < MOSAIC_GPU_JAX[1]
+
+
+def check_mosaic_gpu(name: str, lowering: Lowering, gpu: Gpu) -> None:
+    """Refuses the Mosaic GPU kernels for another jax, or for another GPU than Hopper."""
+    if lowering.folder == "mosaic_gpu" and not jax_has_mosaic_gpu():
+        first, end = (".".join(map(str, version)) for version in MOSAIC_GPU_JAX)
+        # Not Triton, which needs a GPU.
+        other = "None" if lowering is Lowering.MOSAIC_GPU else f"'{lowerings(lowering)[1]}'"
+        python = ", which needs Python >= 3.12" if jax.__version_info__ < MOSAIC_GPU_JAX[0] else ""
+        versions = f"jax >= {first} and < {end}{python}"
+        raise ValueError(
+            f"{name} is '{lowering}' and jax is {jax.__version__}, expected {versions}, "
+            f"or backend {other}"
+        )
+    if lowering is Lowering.MOSAIC_GPU and gpu is not UNKNOWN and not gpu.hopper:
+        raise ValueError(
+            f"{name} is '{lowering}' and the GPU is a {gpu.name}, expected a Hopper GPU "
+            f"(H100, H200, H800, H20, GH200) or backend '{lowerings(lowering)[1]}'"
+        )

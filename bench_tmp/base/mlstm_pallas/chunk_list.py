@@ -1,0 +1,216 @@
+"""Lists of chunks: the chunks of a row whose parts do not begin at multiples of L steps.
+
+A row of S steps has N segments, each with states of its own, a rest, and a tail in which h is 0.
+The parts follow one another. Each of the first N + 1 has chunks of its own, the last of which may
+have fewer than L steps. The list has all chunks of a row. Gates, P and all else that is computed
+per step are in the chunks of the list. q, k, v and h stay as they are: the kernels read and write
+the steps of a chunk where they are in the row.
+
+``of_segments`` puts an entry without steps before each part. The gates of this entry reset the
+state, and its input gate is the m with which the part begins. So the recurrences over chunks need
+not know where parts begin.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from mlstm_pallas.gates import steps_within
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.tiles import divide, remainder
+
+
+class Parts(NamedTuple):
+    """The parts of each row: N segments, the rest, the tail, and the end of the row."""
+
+    begins: Array  # (B * NH, N + 3) int32, in steps
+    first: Array  # (B * NH, N + 3) int32, the entry of the first chunk; the last two are not read
+
+
+class Entries(NamedTuple):
+    """The entries of each list."""
+
+    steps: Array  # (B * NH, NC) int32, the first step
+    sizes: Array  # (B * NH, NC) int32, the number of steps, at most L; 0: no steps
+
+
+class LiveChunks(NamedTuple):
+    """The chunks that begin before the length of their row.
+
+    The first chunk of a row always counts, so that every recurrence has one. All other chunks have
+    no gradients, and kernels skip them.
+    """
+
+    num_live: Array  # (B * NH,) int32, at least 1
+    total: Array  # (1,) int32, of all heads
+    order: Array  # (B * NH * NC,) int32, the chunks of all heads, live ones first
+
+    @property
+    def mask(self) -> Array:
+        """Which chunks are live, (B * NH, NC)."""
+        return steps_within(self.num_live, self.order.size // self.num_live.size)
+
+
+def live_chunks(lengths: Array, p: Problem) -> LiveChunks:
+    """The live chunks of rows of these lengths, (B * NH,) int32."""
+    num_live = jnp.clip(divide(lengths + (p.L - 1), p.L), 1, p.NC)
+    order = jnp.argsort(~steps_within(num_live, p.NC).reshape(-1), stable=True).astype(jnp.int32)
+    return LiveChunks(num_live, jnp.sum(num_live, dtype=jnp.int32, keepdims=True), order)
+
+
+class ChunkList(NamedTuple):
+    parts: Parts
+    entries: Entries
+
+    @property
+    def N(self) -> int:
+        """The number of segments with states."""
+        return self.parts.begins.shape[1] - 3
+
+    @property
+    def NC(self) -> int:
+        """The number of entries."""
+        return self.entries.sizes.shape[1]
+
+    def part_of_entries(self) -> Array:
+        """The part of each entry, (B * NH, NC) int32."""
+        return _part_of_entries(self.parts.first[:, : self.N + 1], self.NC)
+
+    def gates(
+        self, i: Array, f: Array, starts: Any, m: Array, L: int
+    ) -> tuple[Array, Array, Array]:
+        """The gates and the resets of the entries' steps, (B * NH, NC * L).
+
+        The entry before a segment resets the state and stores something with the input gate m,
+        (B * NH, N): the segment begins with this stabiliser. Before the rest m is 0.
+        """
+        index, within = self.steps(L)
+
+        def gathered(x: Array, where: Array, beyond: float) -> Array:
+            return jnp.where(where, jnp.take_along_axis(x, index, axis=1, mode="clip"), beyond)
+
+        in_rest = within & (index > self.parts.begins[:, self.N, None])
+        i, f = gathered(i, within, -jnp.inf), gathered(f, within, jnp.inf)
+        rows, first = self._before_parts()
+        i = i.at[rows, first * L].set(jnp.pad(m, [(0, 0), (0, 1)]))
+        return i, f.at[rows, first * L].set(-jnp.inf), gathered(starts, in_rest, 0)
+
+    def with_initial(self, x: Array, initial: Array) -> Array:
+        """x, (B * NH, NC, ...), with ``initial``, (B * NH, N, ...), before the segments.
+
+        It is 0 before the rest.
+        """
+        initial = jnp.pad(initial, [(0, 0), (0, 1), *[(0, 0)] * (initial.ndim - 2)])
+        return x.at[self._before_parts()].set(initial)
+
+    def _before_parts(self) -> tuple[Array, Array]:
+        """The rows and the entries before the segments and the rest."""
+        rows = lax.broadcasted_iota(jnp.int32, (len(self.parts.first), 1), 0)
+        return rows, self.parts.first[:, : self.N + 1] - 1
+
+    def steps(self, L: int) -> tuple[Array, Array]:
+        """The steps of all entries, and which of them are of the entry: (B * NH, NC * L) each."""
+        steps, sizes = self.entries
+        in_chunk = lax.broadcasted_iota(jnp.int32, (1, 1, L), 2)
+        index, within = steps[..., None] + in_chunk, in_chunk < sizes[..., None]
+        return index.reshape(len(steps), -1), within.reshape(len(steps), -1)
+
+    def behind_segments(self, x: Array) -> Array:
+        """x, (B * NH, NC, ...), of the entry behind each segment: (B * NH, N, ...)."""
+        rows, entries = self._before_parts()
+        return x[rows, entries[:, 1:]]
+
+    def gather(self, x: Array, L: int) -> Array:
+        """The steps of x, (B * NH, S, D) or (B, S, NH, D), in chunks: (B * NH, NC, L, D).
+
+        Steps that an entry does not have are zeros.
+        """
+        index, within = self.steps(L)
+        rows = jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], x.shape[3]) if x.ndim == 4 else x
+        y = jnp.take_along_axis(rows, index[..., None], axis=1, mode="clip")
+        y = jnp.where(within[..., None], y, 0)
+        return y.reshape(*self.entries.sizes.shape, L, x.shape[-1])
+
+    def scatter(self, y: Array, like: Array, L: int) -> Array:
+        """The inverse of ``gather``, in the layout of ``like``; zeros in steps of no entry."""
+        index, within = self.steps(L)
+        S, D = like.shape[1], y.shape[-1]
+        index = jnp.where(within, index, S)
+        x = jnp.zeros((len(y), S, D), y.dtype)
+        x = jax.vmap(lambda x, index, y: x.at[index].set(y, mode="drop"))(
+            x, index, y.reshape(len(y), -1, D)
+        )
+        if like.ndim == 4:
+            x = jnp.swapaxes(x.reshape(len(like), -1, S, D), 1, 2)
+        return x
+
+
+def state_of(p: Problem, N: int, head: Array, part: Array) -> Array:
+    """The place of a segment's state in an array (B, N, NH, ...), as if its axes were one.
+
+    It is the last segment's for the rest and the tail, which have no states.
+    """
+    segment = lax.min(part, np.int32(N - 1))
+    return (divide(head, p.NH) * N + segment) * p.NH + remainder(head, p.NH)
+
+
+def _part_of_entries(first: Array, NC: int) -> Array:
+    entries = lax.broadcasted_iota(jnp.int32, (1, NC, 1), 1)
+    return jnp.sum(first[:, None, 1:] - 1 <= entries, axis=-1, dtype=jnp.int32)
+
+
+def num_entries(S: int, N: int, L: int) -> int:
+    """The entries of the list of a row of S steps with N segments.
+
+    Each part has an entry without steps, and its chunks hold at most L - 1 steps more than it has.
+    One more entry follows, and kernels of the gates prefer multiples of 8.
+    """
+    return -(-(S // L + 2 * (N + 1) + 1) // 8) * 8
+
+
+def of_segments(ends: Array, end: Array, S: int, L: int) -> ChunkList:
+    """The list of rows with N segments.
+
+    Args:
+      ends: (B * NH, N) int32, the number of steps up to the end of each segment, ascending.
+      end: (B * NH,) int32, the end of the rest.
+      S: steps of a row.
+    """
+    rows, N = ends.shape
+    begins = jnp.concatenate(
+        [jnp.zeros((rows, 1), jnp.int32), ends, end[:, None], jnp.full((rows, 1), S, jnp.int32)],
+        axis=1,
+    )
+    counts = lax.div(begins[:, 1:] - begins[:, :-1] + np.int32(L - 1), np.int32(L))
+    first = jnp.cumsum(counts + 1, axis=1, dtype=jnp.int32) - counts
+    first = jnp.pad(first, [(0, 0), (0, 1)])
+    NC = num_entries(S, N, L)
+    part = _part_of_entries(first[:, : N + 1], NC)
+
+    def of_part(x: Array) -> Array:
+        return jnp.take_along_axis(x, part, axis=1)
+
+    chunk = lax.broadcasted_iota(jnp.int32, (1, NC), 1) - of_part(first)
+    steps = of_part(begins) + chunk * L
+    sizes = jnp.where(chunk < 0, 0, jnp.clip(of_part(begins[:, 1:]) - steps, 0, L))
+    entries = Entries(jnp.where(sizes > 0, steps, 0), sizes)
+    return ChunkList(Parts(begins, first), entries)
+
+
+def of_lengths(lengths: Array, S: int, p: Problem) -> ChunkList:
+    """The list of rows with one segment, from step 0 on, without an entry before it.
+
+    Args:
+      lengths: (B * NH,) int32, of the segments.
+      S: steps of a row.
+    """
+    L, NC = p.L, p.NC
+    zeros, ones = jnp.zeros_like(lengths), jnp.ones_like(lengths)
+    begins = jnp.stack([zeros, lengths, lengths, S * ones], axis=1)
+    first = jnp.stack([zeros, (NC + 1) * ones, zeros, zeros], axis=1)
+    steps = lax.broadcasted_iota(jnp.int32, (len(lengths), NC), 1) * L
+    sizes = jnp.clip(lengths[:, None] - steps, 0, L)
+    return ChunkList(Parts(begins, first), Entries(steps, sizes))

@@ -1,0 +1,127 @@
+"""KernelConfig, with which a caller overrides the plan, and the rows that tune.py writes."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from mlstm_pallas.dispatch import kernels
+from mlstm_pallas.problem import MIN_CHUNK_SIZE
+from mlstm_pallas.stage import FIELDS
+from mlstm_pallas.tiles import Precision
+from mlstm_pallas.validation import check_instance, check_power_of_two, shown
+
+Fields = tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
+class KernelConfig:
+    """Overrides of the plan. Tuned rows, then the rules of ``planning.py``, decide what is None.
+
+        KernelConfig(chunk_size=128, triton_parallel_fw_H=dict(siz_b_LQ=128, num_warps=8))
+
+    Attributes:
+      chunk_size: L, a power of two >= 16.
+      precision: the precision of float32 products. None: full float32 accuracy, by six bfloat16
+        products on the tensor cores.
+      fused: whether the forward pass is the fused scan (parallel_fw_P and recurrent_fw_H), which
+        keeps the states on the chip. With False it writes them to memory (recurrent_fw_C and
+        parallel_fw_H).
+      num_splits: parts of a sequence that the fused scan runs at the same time, a power of two.
+      tiles: fields of a kernel's tiles, by lowering and kernel; keywords of the constructor. A size
+        is clamped to one that divides its axis.
+    """
+
+    chunk_size: int | None
+    precision: Precision
+    fused: bool | None
+    num_splits: int | None
+    tiles: tuple[tuple[str, Fields], ...]
+
+    def __init__(
+        self,
+        chunk_size: int | None = None,
+        precision: Precision = None,
+        fused: bool | None = None,
+        num_splits: int | None = None,
+        **tiles: Mapping[str, Any] | None,
+    ):
+        if not isinstance(precision, Precision):
+            raise TypeError(
+                f"config.precision is {shown(precision)}, expected None, a jax.lax.Precision or a "
+                "jax.lax.DotAlgorithmPreset"
+            )
+        if not isinstance(fused, bool | None):
+            raise TypeError(f"config.fused is {shown(fused)}, expected None, True or False")
+        known = kernels()
+        for name, fields in tiles.items():
+            if name not in known:
+                raise TypeError(f"config.{name} is no kernel, expected one of {', '.join(known)}")
+            for x in check_instance(f"config.{name}", fields, Mapping) or ():
+                if x not in FIELDS:
+                    raise TypeError(
+                        f"config.{name}: {x} is no field of tiles, expected one of "
+                        f"{', '.join(FIELDS)}"
+                    )
+        checked = {
+            name: tuple((x, FIELDS[x](f"config.{name}: {x}", y)) for x, y in fields.items())
+            for name in known
+            if (fields := tiles.get(name))
+        }
+        vars(self).update(
+            chunk_size=check_power_of_two("chunk_size", chunk_size, MIN_CHUNK_SIZE),
+            precision=precision,
+            fused=fused,
+            num_splits=check_power_of_two("config.num_splits", num_splits, 1),
+            tiles=tuple(checked.items()),
+        )
+
+    def _keywords(self) -> dict[str, Any]:
+        """The keywords of the constructor call that are not None."""
+        fields = vars(self) | {name: dict(x) for name, x in self.tiles}
+        return {name: x for name, x in fields.items() if x is not None and name != "tiles"}
+
+    def __repr__(self) -> str:
+        """The constructor call."""
+        fields = self._keywords()
+        if x := self.precision:
+            fields["precision"] = f"jax.lax.{type(x).__name__}.{x.name}"
+        return f"KernelConfig({', '.join(f'{name}={x}' for name, x in fields.items())})"
+
+    def __or__(self, other: "KernelConfig") -> "KernelConfig":
+        """The other config, with what it leaves None from this one."""
+        return KernelConfig(**self._keywords() | other._keywords())
+
+    def tiles_of(self, kernel: str) -> dict[str, Any]:
+        """The fields of a kernel's tiles that the config has."""
+        return dict(dict(self.tiles).get(kernel, ()))
+
+    def dot_precision(self, dtype: jnp.dtype, interpret: bool) -> Precision:
+        """The precision of products of tiles of dtype.
+
+        Interpreted on a CPU, products are in full float32, of 16-bit tiles too: XLA has no split
+        algorithms there, and jaxlib 0.10 lacks some products of bfloat16 (DotThunk).
+        """
+        chosen = isinstance(self.precision, lax.Precision) and dtype == jnp.float32
+        if interpret and not chosen:
+            return lax.Precision.HIGHEST
+        if dtype != jnp.float32:
+            return None
+        return self.precision or lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+
+
+def tuning_name(device_kind: str) -> str:
+    """The name of a device's file in tuning/, without .json."""
+    return device_kind.lower().replace(" ", "_")
+
+
+@functools.cache
+def tuned_rows(device_kind: str) -> tuple[dict[str, Any], ...]:
+    """The rows of tuning/<device kind>.json, else none."""
+    file = resources.files("mlstm_pallas") / "tuning" / f"{tuning_name(device_kind)}.json"
+    return tuple(json.loads(file.read_text())["rows"]) if file.is_file() else ()

@@ -1,0 +1,106 @@
+"""Functions that call mlstm_chunkwise, exported with jax.export."""
+
+import contextlib
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import jax
+from jax.export import DisabledSafetyCheck, Exported, is_symbolic_dim
+from jax.export import export as jax_export
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from mlstm_pallas.backend import requested_backend, use_backend
+from mlstm_pallas.gpu import UNKNOWN, known_gpu, target_gpu
+from mlstm_pallas.validation import shown
+
+PLATFORMS = ("cpu", "cuda")
+# The call target of Triton kernels; importing jax's constant for it would import that backend.
+CUSTOM_CALL_TARGET = "__gpu$xla.gpu.triton"
+
+
+def export(
+    function: Callable[..., Any],
+    *args: Any,
+    platform: str | Sequence[str],
+    device_kind: str | None = None,
+    **kwargs: Any,
+) -> Exported:
+    """Exports a function that calls mlstm_pallas, to run it in another process.
+
+    It is ``jax.export`` without the safety check that refuses the custom calls of Triton kernels.
+    An export for CUDA holds the Triton IR of the kernels (with backend "mosaic_gpu" the Mosaic GPU
+    IR of some), which is compiled where it is loaded. Load it with the version of jax that made it;
+    mlstm_pallas is not needed there.
+
+        exported = export(function, *arguments, platform="cuda", device_kind="NVIDIA H200")
+        # Needs the package flatbuffers. vjp_order=1 includes gradients.
+        file.write_bytes(exported.serialize(vjp_order=1))
+        # In another process.
+        jax.jit(jax.export.deserialize(file.read_bytes()).call)(*arguments)
+
+    The batch dimension may be symbolic (jax.export.symbolic_shape) for platform "cpu", and for
+    "cuda" with backend "xla", because kernels need constant shapes. S must be constant, because the
+    chunks and the scans over them depend on it: make one export per length, or one for the longest,
+    and pad shorter inputs and pass their sequence_lengths.
+
+    Functions of arrays that are sharded over several devices can be exported with explicit mesh
+    axes and shard_map, but not with automatic axes: their partitioning calls back into this
+    process, so jax.export raises NotImplementedError.
+
+    Args:
+      function: the function to export; it is jitted here unless it already is.
+      args, kwargs: its arguments, or jax.ShapeDtypeStructs of them.
+      platform: "cpu", "cuda", or both, ("cpu", "cuda"); no GPU is needed to export for "cuda".
+      device_kind: the GPU that tiles are chosen for and kernels are lowered for ("NVIDIA H200").
+        None: this process's first GPU.
+
+    Raises:
+      ValueError: for another platform, for a device_kind that is neither a known GPU nor a device
+        of this process, and without device_kind for "cuda" where there is no GPU.
+    """
+    if not callable(function):
+        raise TypeError(f"function is {shown(function)}, expected a callable")
+    platforms: tuple[str, ...] = ()
+    if isinstance(platform, Sequence | Set):
+        platforms = (platform,) if isinstance(platform, str) else tuple(platform)
+    if not platforms or not all(isinstance(x, str) and x in PLATFORMS for x in platforms):
+        raise ValueError(
+            f"platform is {shown(platform)}, expected one of {', '.join(PLATFORMS)}, or a sequence "
+            "of them"
+        )
+    _check_device_kind(device_kind)
+    jitted: Any = function if hasattr(function, "trace") else jax.jit(function)
+    if device_kind is None and "cuda" in platforms and target_gpu() is UNKNOWN:
+        raise ValueError(
+            "device_kind is None and this process has no GPU, expected the device_kind of the GPU "
+            "to export for, such as 'NVIDIA H200'"
+        )
+    dims = [dim for x in jax.tree.leaves((args, kwargs)) for dim in getattr(x, "shape", ())]
+    with contextlib.ExitStack() as contexts:
+        if device_kind is not None:
+            device = AbstractDevice(device_kind, None, "gpu" if "cuda" in platforms else "cpu")
+            mesh = AbstractMesh((), (), abstract_device=device)
+            contexts.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        # Backend None also traces the kernels. Calls of constant shapes must not be traced for
+        # "xla" alone: jit would use that trace for the same call on a GPU.
+        if (
+            set(platforms) == {"cpu"}
+            and any(map(is_symbolic_dim, dims))
+            and requested_backend(mosaic_gpu_kernels=False) is None
+        ):
+            contexts.enter_context(use_backend("xla"))
+        return jax_export(
+            jitted,
+            platforms=platforms,
+            disabled_checks=[DisabledSafetyCheck.custom_call(CUSTOM_CALL_TARGET)],
+        )(*args, **kwargs)
+
+
+def _check_device_kind(x: Any) -> None:
+    kinds = [device.device_kind for device in jax.devices()]
+    known = isinstance(x, str) and (known_gpu(x) is not None or x in kinds)
+    if x is not None and not known:
+        raise ValueError(
+            f"device_kind is {shown(x)}, expected None or the device_kind of an NVIDIA GPU from "
+            "compute capability 8.0, such as 'NVIDIA H200' or 'NVIDIA A100-SXM4-80GB'"
+        )

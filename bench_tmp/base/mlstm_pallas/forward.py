@@ -1,0 +1,240 @@
+"""The forward schedule: the order of the stages, and the arrays between them.
+
+Arrays belong to a shard, (B * NH, ...); q, k, v and h are (B, S, NH, D) with layout="BTNH".
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mlstm_pallas.arrays import Forward, Inputs, LastStates, SegmentStates, StoredStates
+from mlstm_pallas.chunk_list import ChunkList, of_lengths, of_segments
+from mlstm_pallas.dispatch import run
+from mlstm_pallas.gates import ChunkGates, segment_ends
+from mlstm_pallas.planning import CallSpec
+from mlstm_pallas.splits import decays_in_splits, split_states, splits_as_heads
+from mlstm_pallas.stage import Launch, Lowering
+from mlstm_pallas.stages.parallel_fw_P import ScanOperands
+
+
+class KnownStates(NamedTuple):
+    """What is known of the fused scan before it runs; float32. None: it computes this itself."""
+
+    m: Any = None  # (B * NH, NC + 1)
+    n: Any = None  # (B * NH, NC, DHQK) before each chunk, (B * NH, DHQK) the last
+    X: Any = None  # (B * NH, num_splits, DHQK, DHHV), what each split adds to C
+
+
+def forward(
+    spec: CallSpec, lowering: Lowering, x: Inputs, known: KnownStates | None = None
+) -> Forward:
+    """The forward pass."""
+    if not spec.has_initial_state:
+        x = x._replace(c_initial=None)
+    if spec.plan.fused and lowering is not Lowering.XLA:
+        return fused(spec, x, known)
+    return materialised(spec, lowering, x)
+
+
+def gates_of(
+    spec: CallSpec, call: Launch, x: Inputs, m_states: Array | None = None, **options: Any
+) -> ChunkGates:
+    """The gates in the chunks of the launch. m_states: if already known; options: the stage's."""
+    gates: ChunkGates = run(
+        "chunk_gates",
+        vecI=x.i,
+        vecF=x.f,
+        scaM_initial=x.m_initial,
+        starts=x.starts,
+        scaM_states=m_states,
+        lengths=x.lengths,
+        input_gate=spec.input_gate,
+        **options,
+        call=call,
+    )
+    return gates
+
+
+def key_states(
+    spec: CallSpec,
+    call: Launch,
+    k: Array,
+    gates: ChunkGates,
+    n_initial: Array,
+    chunks: ChunkList | None = None,
+    n_of_segments: Array | None = None,
+) -> tuple[Array, Array]:
+    """n before each chunk, (B * NH, NC, DHQK), and the last one; call: of what reads them.
+
+    n_of_segments: with a list of chunks, n before each segment, (B * NH, N, DHQK).
+    """
+    launch = functools.partial(spec.launch, lowering=call.lowering, problem=call.problem)
+    abar = gates.per_step().vecAbar
+    added = run("step_sums", rows=k, weights=abar, chunks=chunks, call=launch("step_sums"))
+    if chunks is not None and n_of_segments is not None:
+        added = chunks.with_initial(added, n_of_segments)
+    states: tuple[Array, Array] = run(
+        "vector_states",
+        added=added,
+        scaGamma=gates.scaGamma,
+        initial=n_initial,
+        call=launch("vector_states"),
+    )
+    return states
+
+
+def scan_operands(
+    spec: CallSpec, call: Launch, x: Inputs, gates: ChunkGates, n: Array, chunks: ChunkList | None
+) -> ScanOperands:
+    """The operands of the fused scan, over the call's chunks or a list of chunks."""
+    operands: ScanOperands = run(
+        "parallel_fw_P",
+        matQ=x.q,
+        matK=x.k,
+        gates=gates,
+        vecN_states=n,
+        chunks=chunks,
+        normaliser=spec.normaliser,
+        call=call,
+    )
+    return operands
+
+
+class Packed(NamedTuple):
+    h: Array  # (B, NH, S, DHHV) or (B, S, NH, DHHV)
+    states: SegmentStates
+
+
+def packed(spec: CallSpec, lowering: Lowering, x: Inputs, *, num_segments: int) -> Packed:
+    """The forward pass of rows of packed segments, with the states before and after each.
+
+    It is the fused scan over a list of chunks, whose segments run side by side. Segments beyond
+    the first N have no states; they reset them where they begin.
+    """
+    S, N = x.v.shape[1], num_segments
+    launches = spec.packed(lowering, S, N)
+    scan, call = launches["recurrent_fw_H"], launches["parallel_fw_P"]
+    p = scan.problem
+    end = jnp.full((p.BNH,), S, jnp.int32) if x.lengths is None else x.lengths
+    chunks = of_segments(segment_ends(x.segment_ids, N, x.lengths), end, S, p.L)
+    n, m = jnp.zeros((p.BNH, N, p.DHQK), x.f.dtype), jnp.zeros((p.BNH, N), x.f.dtype)
+    if x.segments is not None:
+        n, m = (
+            jnp.swapaxes(y, 1, 2).reshape(p.BNH, N, *y.shape[3:])
+            for y in (x.segments.n_segments, x.segments.m_segments)
+        )
+    i, f, starts = chunks.gates(x.i, x.f, x.starts, m, p.L)
+    in_list = x._replace(i=i, f=f, starts=starts, lengths=None)
+    gates = gates_of(spec, launches["chunk_gates"], in_list)
+    n_states, _ = key_states(spec, call, x.k, gates, x.n_initial, chunks, n)
+    operands = scan_operands(spec, call, x, gates, n_states, chunks)
+    H, C_last, _ = run(
+        "recurrent_fw_H",
+        matQ=x.q,
+        matV=x.v,
+        scan=operands._replace(vecZ=None),
+        scaGamma=gates.scaGamma,
+        matC_initial=None if x.segments is None else x.segments.c_segments,
+        chunks=chunks,
+        call=scan,
+    )
+    n, m = (
+        jnp.swapaxes(chunks.behind_segments(y).reshape(p.B, p.NH, N, *y.shape[2:]), 1, 2)
+        for y in (n_states, gates.scaM_states)
+    )
+    return Packed(H, SegmentStates(C_last, n, m))
+
+
+def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
+    """The forward pass with the state of every chunk in memory."""
+    gates = gates_of(spec, spec.launch("chunk_gates", lowering), x)
+    C, C_last, n, n_last = run(
+        "recurrent_fw_C",
+        matK=x.k,
+        matV=x.v,
+        vecAbar=gates.per_step().vecAbar,
+        scaGamma=gates.scaGamma,
+        matC_initial=x.c_initial,
+        vecN_initial=x.n_initial,
+        return_last=spec.return_last_states,
+        call=spec.launch("recurrent_fw_C", lowering),
+    )
+    h, z = run(
+        "parallel_fw_H",
+        matQ=x.q,
+        matK=x.k,
+        matV=x.v,
+        gates=gates,
+        matC_states=C,
+        vecN_states=n,
+        normaliser=spec.normaliser,
+        call=spec.launch("parallel_fw_H", lowering),
+    )
+    m = gates.scaM_states
+    last = LastStates(C_last, n_last, m[:, -1]) if C_last is not None else None
+    if spec.recompute_states_in_bw:
+        C = C_last = None
+    return Forward(h, last, z, StoredStates(C, n, m, C_last, n_last))
+
+
+def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
+    """The fused scan, with the state on the chip. It has chunks of its own; splits count as heads.
+
+    Stored states are those at the boundaries of the call's chunks.
+    """
+    plan = spec.plan
+    p, num_splits, launches = plan.scan_problem, plan.num_splits, plan.forward
+    if known is None or known.m.shape[1] != p.NC + 1:
+        known = KnownStates()  # those of a call with more heads than this shard have other chunks
+    gates, call = gates_of(spec, launches["chunk_gates"], x, known.m), launches["parallel_fw_P"]
+    q, v, gamma, C_initial, chunks = x.q, x.v, gates.scaGamma, x.c_initial, None
+    if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
+        chunks = of_lengths(x.lengths, v.shape[1], p)
+        if C_initial is not None:
+            C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHHV)
+    n, n_last = known.n or key_states(spec, call, x.k, gates, x.n_initial, chunks)
+    scan = scan_operands(spec, call, x, gates, n, chunks)
+    z, scan = scan.vecZ, scan._replace(vecZ=None)
+    if num_splits > 1:
+        if known.X is not None and known.X.shape[1] == num_splits:
+            added = known.X[:, :-1]
+        else:
+            added = run(
+                "split_products",
+                a=scan.keys.array,
+                b=v,
+                r=scan.keys.times(decays_in_splits(gamma, num_splits, p.S)),
+                num_splits=num_splits,
+                call=launches["split_products"],
+            )
+        C_initial = split_states(added, gamma, C_initial)
+        q, v, gamma, scan = jax.tree.map(
+            lambda y: splits_as_heads(y, num_splits, p.S), (q, v, gamma, scan)
+        )
+    stride = spec.problem.L // p.L
+    H, C_last, C = run(
+        "recurrent_fw_H",
+        matQ=q,
+        matV=v,
+        scan=scan,
+        scaGamma=gamma,
+        matC_initial=C_initial,
+        chunks=chunks,
+        return_last=spec.return_last_states,
+        store_every=0 if spec.recompute_states_in_bw else stride,
+        call=launches["recurrent_fw_H"],
+    )
+    last = None
+    if C_last is not None:
+        C_last = C_last.reshape(p.BNH, num_splits, p.DHQK, p.DHHV)[:, -1]
+        last = LastStates(C_last, n_last, gates.scaM_states[:, -1])
+    m, n = gates.scaM_states[:, ::stride], n[:, ::stride]
+    if C is None:
+        C_last = None
+    else:
+        C = C.reshape(p.BNH, spec.problem.NC, *C.shape[2:])
+    stored = StoredStates(C, n, m, C_last, n_last)
+    return Forward(H.reshape(x.v.shape), last, z, stored)

@@ -1,0 +1,480 @@
+"""Gates and stabilisers of the chunkwise form: all that depends on the gate pre-activations alone.
+
+Inside a chunk of L steps, with b_t the running sum of log sigmoid(f) through t and e_t = i_t - b_t:
+
+    u_t     = max(m_c, max_{s <= t} e_s)        m_t = b_t + u_t
+    D_ts    = exp(e_s - u_t)                    w_t = exp(m_c - u_t)
+    m_{c+1} = m_L                               p   = m_{c+1} - b_L
+    abar_t  = exp(e_t - p)                      gamma = exp(m_c - p)
+
+The stabilisers need no matrix product, so the kernels never rescale an accumulator. The functions
+come in the order of the computation: ``log_gates``, ``local_gates`` for b, e and its maxima in each
+chunk, ``stabiliser_scan`` for m_c at the boundaries, ``join_chunks`` for the rest. The kernels of
+chunk_gates call those of their parts that lower to them.
+
+With the sigmoid input gate (mLSTMsig of the TFLA paper) log sigmoid(i_t) replaces i_t, every m_t is
+0 and u_t = -b_t. A packed segment that begins at step r starts from m = 0, so m_r is at least
+log sigmoid(f_r), and the maxima have a second source beside e_r.
+
+Two precautions keep the matrix kernels simple:
+
+* Running sums are carried in two floats. The sum over a long chunk is large, the differences that
+  enter the exponentials are small, and one float would lose their digits. Each log gate is split
+  into a multiple of a coarse grid, whose sums are exact, and a small rest (Rump, Ogita, Oishi:
+  "Accurate floating-point summation", 2008).
+* A reset (f at or below MASKED, or the first step of a packed segment) adds an offset to every
+  later e_t of its chunk. The offset exceeds the spread of e: decays across the reset underflow to
+  exactly 0, and later ones keep all digits. Where nothing is stored yet u_t is +inf, and all
+  decays to it are 0.
+
+Arrays are (B * NH, NC, L), or (B * NH, NC) for one number per chunk. Any leading axes will do.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mlstm_pallas.problem import InputGate
+
+TwoFloat = tuple[Array, Array]  # an unevaluated sum hi + lo
+Elementwise = Callable[[Array], Array]
+
+_INF = float("inf")
+# A gate at or below this counts as -inf: i stores nothing, f resets. Callers mask with finite
+# values (-1e9, the least of a dtype), which as ordinary gates would cost the chunk's sums their
+# digits.
+MASKED = -1e6
+# i and f of a step that carries the states on. They count as infinite, and pass jax_debug_infs.
+CARRIES_ON = -1e30, 1e30
+# exp of the negative is 0 in float32 and float64.
+_UNDERFLOW = 1024.0
+# exp of anything below these is 0, subnormals included.
+LEAST_EXPONENT = {"float32": -104.0, "float64": -746.0}
+
+
+class LocalGates(NamedTuple):
+    """The gates of chunks without their initial states: (B * NH, NC, L), dtypes as ChunkGates."""
+
+    vecB: TwoFloat  # b_t, resets left out
+    vecE: TwoFloat  # e_t, reset offset included
+    vecEmax: TwoFloat  # max of e_s over s <= t and since the last reset
+    vecOffset: Array  # reset offset in e_t: > 0 where a reset is between the chunk's start and t
+
+
+class ChunkGates(NamedTuple):
+    """Gates of all chunks: float32 (float64 for float64 gates)."""
+
+    vecE: TwoFloat  # (B * NH, NC, L) e_t
+    vecU: TwoFloat  # (B * NH, NC, L) u_t; +inf where nothing is stored
+    vecW: Array  # (B * NH, NC, L) w_t
+    vecM: Array  # (B * NH, NC, L) m_t
+    vecAbar: Array  # (B * NH, NC, L) abar_t
+    scaGamma: Array  # (B * NH, NC) gamma_c
+    scaM_states: Array  # (B * NH, NC + 1) m_c at the chunk boundaries
+    # (B * NH, NC, L) int32, of ``join_flags``; None: not computed
+    vecFlags: Array | None = None
+
+    def per_step(self) -> "ChunkGates":
+        """The gates of every step as (B * NH, S)."""
+        BNH, NC, L = self.vecW.shape
+        flat: ChunkGates = jax.tree.map(
+            lambda x: x.reshape(BNH, NC * L) if x.ndim == 3 else x, self
+        )
+        return flat
+
+
+def two_sum(a: Array, b: Array) -> TwoFloat:
+    """fl(a + b) and its rounding error (Knuth); the error is 0 where the sum is not finite."""
+    s = a + b
+    t = s - a
+    return s, jnp.where(jnp.abs(s) < _INF, (a - (s - t)) + (b - t), 0.0)
+
+
+def add_two_floats(a: TwoFloat, b: TwoFloat) -> TwoFloat:
+    s, error = two_sum(a[0], b[0])
+    return two_sum(s, error + (a[1] + b[1]))
+
+
+def where_two_float(where: Array, x: Any, y: Any = (-_INF, 0.0)) -> TwoFloat:
+    """x, and y elsewhere: two floats each, arrays or numbers."""
+    return jnp.where(where, x[0], y[0]), jnp.where(where, x[1], y[1])
+
+
+def max_two_floats(a: TwoFloat, b: TwoFloat) -> TwoFloat:
+    return where_two_float((a[0] > b[0]) | ((a[0] == b[0]) & (a[1] >= b[1])), a, b)
+
+
+def least_power_of_two(x: Array) -> Array:
+    """The least power of two >= x > 0, up to the rounding of log2; without a derivative."""
+    return jnp.exp2(jnp.ceil(jnp.log2(lax.stop_gradient(x))))
+
+
+def exact_sum_grid(largest: Array, count: int, power: Elementwise = least_power_of_two) -> Array:
+    """The ``split_at`` grid for which sums of up to ``count`` hi are exact; ``largest`` >= |x|."""
+    return 3.0 * power(jnp.maximum(largest, 1e-30) * count)
+
+
+def split_at(x: Array, grid: Array) -> TwoFloat:
+    """x = hi + lo, with hi a multiple of the spacing of floats at ``grid``."""
+    hi = (x + grid) - grid
+    return hi, x - hi
+
+
+def split_for_exact_sums(x: Array, largest: Array, count: int) -> TwoFloat:
+    """x = hi + lo, where every sum of up to ``count`` hi is exact; ``largest`` bounds |x|."""
+    return split_at(x, exact_sum_grid(largest, count))
+
+
+def log_sigmoid(f: Array, log1p: Elementwise = jnp.log1p) -> Array:
+    """log sigmoid(f). Without abs and minimum its derivative is right at 0 too."""
+    below = f <= 0
+    return jnp.where(below, f, 0.0) - log1p(jnp.exp(jnp.where(below, f, -f)))
+
+
+def branchless_log1p(x: Array) -> Array:
+    """log1p(x) for x in [0, 1]: log(y) with a correction for the rounding of y = 1 + x.
+
+    Mosaic GPU has no log1p. Triton's branches, and its compiler moves earlier loads behind the
+    branch.
+    """
+    one = jnp.where(x > 1.0, x, 1.0)  # XLA cancels (1 + x) - 1
+    y = one + x
+    return jnp.log(y) + (x - (y - one)) / y
+
+
+def log_forget_gate(f: Array, log1p: Elementwise = jnp.log1p) -> tuple[Array, Array]:
+    """log sigmoid(f), 0 at a reset, and where the resets are."""
+    reset = f <= MASKED
+    return jnp.where(reset, 0.0, log_sigmoid(jnp.where(reset, 0.0, f), log1p)), reset
+
+
+def log_input_gate(i: Array, input_gate: InputGate, log1p: Elementwise = jnp.log1p) -> Array:
+    """The logarithm of the input gate, -inf where nothing is stored. A NaN stays."""
+    masked = i <= MASKED
+    if input_gate is InputGate.SIGMOID:
+        i = log_forget_gate(i, log1p)[0]
+    return jnp.where(masked, -_INF, i)
+
+
+def log_gates(
+    i: Array,
+    f: Array,
+    input_gate: InputGate,
+    log1p: Elementwise = jnp.log1p,
+) -> tuple[Array, Array, Array]:
+    """The logarithms of the input and the forget gate, and where the resets are.
+
+    A NaN in f is moved to i. There it reaches every later step but no sum over the chunk, and so no
+    earlier step.
+    """
+    nan = jnp.isnan(f)
+    return log_input_gate(jnp.where(nan, f, i), input_gate, log1p), *log_forget_gate(
+        jnp.where(nan, 0.0, f), log1p
+    )
+
+
+def segment_starts(segment_ids: Array) -> Array:
+    """Where the id, (..., S), differs from the previous step's; False at the first step."""
+    return jnp.pad(
+        segment_ids[..., 1:] != segment_ids[..., :-1], [(0, 0)] * (segment_ids.ndim - 1) + [(1, 0)]
+    )
+
+
+def steps_within(lengths: Array, S: int) -> Array:
+    """Which of S steps are within lengths, (...,): (..., S)."""
+    steps = lax.broadcasted_iota(jnp.int32, (1,) * lengths.ndim + (S,), lengths.ndim)
+    return steps < lengths[..., None]
+
+
+def segment_ends(ids: Array, num_segments: int, lengths: Array | None) -> Array:
+    """The number of steps up to the end of each segment, ascending: (B * NH, num_segments) int32.
+
+    Segment n is the steps with id n, before the first id that is negative or less than the previous
+    one. It has no steps if no id is n, and ends where the previous segment does.
+
+    ids: (B * NH, S) int32; lengths: (B * NH,), the steps that count; None: all.
+    """
+    descends = ids < jnp.pad(ids[:, :-1], [(0, 0), (1, 0)])
+    outside = jnp.cumsum(descends, axis=1) > 0
+    if lengths is not None:
+        outside |= ~steps_within(lengths, ids.shape[1])
+    ids = jnp.where(outside, num_segments, ids)
+    numbers = lax.broadcasted_iota(jnp.int32, (len(ids), num_segments), 1)
+    # A binary search, bit by bit. jnp.searchsorted has a primitive (jax 0.12) that
+    # custom_partitioning cannot lower here.
+    S, ends = ids.shape[1], jnp.zeros_like(numbers)
+    for bit in reversed(range(S.bit_length())):
+        further = ends + (1 << bit)
+        last = jnp.take_along_axis(ids, further - 1, axis=1, mode="clip")
+        ends = jnp.where((further <= S) & (last <= numbers), further, ends)
+    return ends
+
+
+def reset_offset(
+    i_min: Array,
+    i_max: Array,
+    total_decay: Array,
+    power: Elementwise = least_power_of_two,
+) -> Array:
+    """A power of two that exceeds the spread of e_t in a chunk by enough for exp to underflow.
+
+    i_min and i_max bound the finite input gates (inf, -inf if there are none), and total_decay is
+    the sum of |log sigmoid(f)|.
+    """
+    return power(jnp.maximum(i_max - i_min, 0.0) + total_decay + _UNDERFLOW)
+
+
+def stabiliser_sources(
+    i: Array,
+    fbar: Array,
+    b: TwoFloat,
+    offset: Array,
+    reset: Array,
+    begins: Array | None,
+    input_gate: InputGate,
+) -> tuple[TwoFloat, TwoFloat]:
+    """e_t, and the values whose running maximum is emax; with the sigmoid gate emax itself.
+
+    i, fbar: logarithms of the gates; offset: reset offset of e_t; begins: where packed segments
+    begin. Lowers to Triton and Mosaic GPU.
+    """
+
+    def source(log_gate: Array) -> TwoFloat:
+        return add_two_floats(two_sum(offset, log_gate), (-b[0], -b[1]))
+
+    stored = i != -_INF
+    e = where_two_float(stored, source(jnp.where(stored, i, 0.0)))
+    if input_gate is InputGate.SIGMOID:
+        return e, source(jnp.zeros_like(i))
+    if begins is None:
+        return e, e
+    sources = max_two_floats(e, where_two_float(begins, source(fbar)))
+    return e, where_two_float(reset, e, sources)
+
+
+def largest_since_reset(left: Any, x: Any) -> tuple[Any, ...]:
+    """Joins maxima (hi, lo, number of resets) of consecutive steps: none of before the last reset.
+
+    Lowers to Mosaic GPU.
+    """
+    same = left[2] == x[2]
+    return *where_two_float(same, max_two_floats(left[:2], x[:2]), x[:2]), x[2]
+
+
+def local_gates(
+    i: Array,
+    fbar: Array,
+    reset: Array,
+    starts: Array | None = None,
+    input_gate: InputGate = InputGate.EXP,
+) -> LocalGates:
+    """The gates of every chunk by itself.
+
+    i, fbar, reset: (B * NH, NC, L), of ``log_gates``; starts: 1 where a packed segment begins.
+    """
+    i_min = jnp.min(jnp.where(i > -_INF, i, _INF), axis=-1, keepdims=True)
+    i_max = jnp.max(jnp.where(i > -_INF, i, -_INF), axis=-1, keepdims=True)
+    begins = None if starts is None else starts > 0
+    if begins is not None or input_gate is InputGate.SIGMOID:
+        i_min, i_max = jnp.minimum(i_min, 0.0), jnp.maximum(i_max, 0.0)  # m = 0 is a source as well
+    offset_unit = reset_offset(i_min, i_max, jnp.sum(-fbar, axis=-1, keepdims=True))
+    largest = jnp.max(jnp.abs(fbar), axis=-1, keepdims=True)
+    hi, lo = split_for_exact_sums(fbar, largest, fbar.shape[-1])
+    b = two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
+    restarts = reset if begins is None else reset | begins
+    count = jnp.cumsum(restarts, axis=-1, dtype=i.dtype)
+    offset = count * offset_unit
+    e, sources = stabiliser_sources(i, fbar, b, offset, reset, begins, input_gate)
+    if input_gate is InputGate.SIGMOID:
+        return LocalGates(b, e, sources, offset)
+
+    *emax, _ = lax.associative_scan(largest_since_reset, (*sources, count), axis=-1)
+    return LocalGates(b, e, (emax[0], emax[1]), offset)
+
+
+def chunk_summaries(local: LocalGates) -> tuple[Array, Array, Array]:
+    """(g, a, reset), (B * NH, NC) each: m_{c+1} is a after a reset, else max(g + m_c, a)."""
+    ends = local.vecB, local.vecEmax, local.vecOffset
+    return summary(*jax.tree.map(lambda x: x[..., -1], ends))
+
+
+def summary(b: TwoFloat, emax: TwoFloat, offset: Array) -> tuple[Array, Array, Array]:
+    """``chunk_summaries`` from the last step of each chunk. Lowers to Mosaic GPU."""
+    return b[0] + b[1], (emax[0] - offset) + b[0] + (emax[1] + b[1]), offset > 0
+
+
+def join_summaries(left: Any, x: Any) -> tuple[Array, Array]:
+    """Joins (g, a) of consecutive chunks; g is -inf if they hold a reset. Lowers to Mosaic GPU."""
+    return left[0] + x[0], jnp.maximum(left[1] + x[0], x[1])
+
+
+def stabiliser_scan(
+    local: LocalGates, scaM_initial: Array, input_gate: InputGate = InputGate.EXP
+) -> Array:
+    """m_c at all chunk boundaries, (B * NH, NC + 1): a prefix in (max, +) over the chunks."""
+    g, a, reset = chunk_summaries(local)
+    if input_gate is InputGate.SIGMOID:
+        return jnp.zeros((*g.shape[:-1], g.shape[-1] + 1), scaM_initial.dtype)
+    g = jnp.concatenate(
+        [jnp.zeros_like(scaM_initial)[..., None], jnp.where(reset, -_INF, g)], axis=-1
+    )
+    a = jnp.concatenate([scaM_initial[..., None], a], axis=-1)
+    m: Array = lax.associative_scan(join_summaries, (g, a), axis=-1)[1]
+    return m
+
+
+def join_chunks(
+    local: LocalGates,
+    scaM_states: Array,
+    input_gate: InputGate = InputGate.EXP,
+    lengths: Array | None = None,
+) -> ChunkGates:
+    """Completes the local gates with the chunk boundaries' m_c, scaM_states: (B * NH, NC + 1).
+
+    lengths: as of ``without_outputs``.
+    """
+    m_start = scaM_states[..., :-1, None]
+    b_hi, b_lo, offset = (y[..., -1:] for y in (*local.vecB, local.vecOffset))
+    p, gamma = join_ends(b_hi, b_lo, offset, m_start, scaM_states[..., 1:, None])
+    u, w, m, abar = join_steps(local, m_start, p, input_gate)
+    gates = ChunkGates(local.vecE, u, w, m, abar, gamma[..., 0], scaM_states)
+    return without_outputs(gates, lengths)
+
+
+def without_outputs(gates: ChunkGates, lengths: Array | None) -> ChunkGates:
+    """The gates with h_t = 0 for t >= lengths, (B * NH,) int32; None: unchanged.
+
+    With u_t = +inf and w_t = 0 a step reads neither keys nor states, and its dh reaches nothing.
+    """
+    if lengths is None:
+        return gates
+    _, NC, L = gates.vecW.shape
+    beyond = ~steps_within(lengths, NC * L).reshape(gates.vecW.shape)
+    return gates._replace(
+        vecU=where_two_float(beyond, (_INF, 0.0), gates.vecU),
+        vecW=jnp.where(beyond, 0.0, gates.vecW),
+    )
+
+
+def join_ends(
+    b_hi: Array, b_lo: Array, offset: Array, m_start: Array, m_end: Array
+) -> tuple[TwoFloat, Array]:
+    """p (+inf where nothing is stored) and gamma of each chunk. Lowers to Mosaic GPU.
+
+    b and offset are those of the chunk's last step, m_start and m_end those of its boundaries.
+    """
+    nothing = m_end == -_INF
+    p = add_two_floats(two_sum(offset, jnp.where(nothing, 0.0, m_end)), (-b_hi, -b_lo))
+    p = where_two_float(nothing, (_INF, 0.0), p)
+    return p, jnp.where(offset == 0, jnp.exp((m_start - p[0]) - p[1]), 0.0)
+
+
+def join_steps(
+    local: LocalGates, m_start: Array, p: TwoFloat, input_gate: InputGate
+) -> tuple[TwoFloat, Array, Array, Array]:
+    """u, w, m and abar of every step; m_start and p as of ``join_ends``. Lowers to Mosaic GPU."""
+    (b_hi, b_lo), e, emax, offset = local
+    carried = offset == 0
+    u = max_two_floats(emax, (jnp.where(carried, m_start, -_INF), jnp.zeros_like(m_start)))
+    empty = u[0] == -_INF
+    u = (jnp.where(empty, _INF, u[0]), u[1])
+    w = jnp.where(carried, jnp.exp((m_start - u[0]) - u[1]), 0.0)
+    if input_gate is InputGate.SIGMOID:
+        m = jnp.zeros_like(b_hi)
+    else:
+        m = jnp.where(empty, -_INF, ((jnp.where(empty, 0.0, u[0]) - offset) + b_hi) + (u[1] + b_lo))
+    return u, w, m, jnp.exp((e[0] - p[0]) + (e[1] - p[1]))
+
+
+M_FROM_PREVIOUS, M_GRAD_FLOWS, DECAY_NONZERO = 1, 2, 4  # bits of ``join_flags``
+
+
+def join_flags(
+    e: TwoFloat,
+    u: TwoFloat,
+    m: Array,
+    m_before: Array,
+    f: Array,
+    log_f: Array,
+    restarts: Array,
+    begins: Array | None,
+) -> Array:
+    """The bits that the gate gradients read of every step, int32. Lowers to Mosaic GPU.
+
+    M_FROM_PREVIOUS: m_t is log sigmoid(f_t) + m_{t-1}, not i_t.
+    M_GRAD_FLOWS: M_FROM_PREVIOUS, and no packed segment begins at t, so the gradient of m_t reaches
+    m_{t-1}.
+    DECAY_NONZERO: some decay from before t to t or later is not 0. Without it the sums for f_t hold
+    only rounding errors.
+
+    Args:
+      m_before: m_{t-1}.
+      f, log_f: the pre-activation, and the logarithm of the gate.
+      restarts: where resets are and where packed segments begin.
+      begins: where packed segments begin; None: nowhere.
+    """
+
+    def bits(where: Array, flag: int) -> Array:
+        return jnp.where(where, jnp.full(m.shape, flag, jnp.int32), 0)
+
+    from_previous = ((e[0] != u[0]) | (e[1] != u[1])) & (f > MASKED)
+    # A NaN, hence False, where nothing was stored.
+    nonzero = log_f + m_before - m > LEAST_EXPONENT[m.dtype.name]
+    flows, flags = bits(from_previous, M_GRAD_FLOWS), bits(from_previous, M_FROM_PREVIOUS)
+    flags += flows if begins is None else jnp.where(begins, 0, flows)
+    return flags + jnp.where(restarts, 0, bits(nonzero, DECAY_NONZERO))
+
+
+def causal(x: Array, *, offset: int = 0, fill: float = 0.0) -> Array:
+    """x_ts where s <= t + offset, else fill; (..., L, L)."""
+    return jnp.where(jnp.broadcast_to(jnp.tri(x.shape[-1], k=offset, dtype=bool), x.shape), x, fill)
+
+
+def decay_matrix(gates: ChunkGates) -> Array:
+    """D_ts = exp(e_s - u_t) for s <= t, else 0: (B * NH, NC, L, L)."""
+    (e_hi, e_lo), (u_hi, u_lo) = gates.vecE, gates.vecU
+    exponent = (e_hi[..., None, :] - u_hi[..., :, None]) + (e_lo[..., None, :] - u_lo[..., :, None])
+    return jnp.exp(causal(exponent, fill=-_INF))
+
+
+def fusion_barrier(tree: Any, at_least_zero: Array) -> Any:
+    """The tree, unchanged, computed before it is used; ``at_least_zero`` is any array that is >= 0.
+
+    XLA for CPUs fuses the computation of vectors into the loops over L x L tiles and repeats it for
+    every element, which takes up to five times as long as the whole forward pass. It looks through
+    optimization barriers, but not into a conditional.
+    """
+    return lax.cond(
+        jnp.any(at_least_zero < 0), lambda x: jax.tree.map(jnp.zeros_like, x), lambda x: x, tree
+    )
+
+
+def vector_states(
+    added: Array, gamma: Array, initial: Array, *, backward: bool = False
+) -> tuple[Array, Array]:
+    """x_{next} = gamma_c x_c + added_c, the recurrence of n; that of C is in stages/recurrence.py.
+
+    Args:
+      added: (B * NH, NC, DHQK), gamma: (B * NH, NC), initial: (B * NH, DHQK), float32.
+
+    Returns:
+      x before each chunk (after it with backward), (B * NH, NC, DHQK), and x after the last chunk
+      (before the first); float32.
+    """
+
+    def join(left: Any, right: Any) -> tuple[Any, ...]:
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    def entering(first: Array, x: Array) -> Array:
+        """x of the chunk before each (after it with backward); ``first`` at the first one."""
+        return jnp.concatenate([x[:, 1:], first] if backward else [first, x[:, :-1]], axis=1)
+
+    factors = entering(jnp.ones_like(gamma[:, :1]), gamma)[..., None]
+    _, x = lax.associative_scan(
+        join, (factors, entering(initial[:, None], added)), reverse=backward, axis=1
+    )
+    end = 0 if backward else -1
+    return x, gamma[:, end, None] * x[:, end] + added[:, end]

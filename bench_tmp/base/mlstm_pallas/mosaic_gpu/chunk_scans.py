@@ -1,0 +1,167 @@
+"""Scans over the steps of each chunk, for ``chunk_gates.py`` and ``step_gradients.py``.
+
+A thread holds whole rows of up to 4 consecutive steps, 16 bytes, which it reads and writes at once.
+A scan first runs inside the rows. The totals of the rows then meet in shared memory, in
+log4(rows per chunk) rounds.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.mosaic_gpu.launch import load, plgpu, write
+
+LANES = 128  # per warpgroup
+STEPS = 4  # per row
+_RADIX = 4  # rows, or groups of rows, that are joined per round
+
+
+def rows_layout(vector: int = 1):
+    """The layout of a tile whose whole rows are in one thread each, ``vector`` columns per access.
+
+    Blackwell's tensor memory, which gave the layout its name, is not involved.
+    """
+    return plgpu.Layout.TCGEN05_TMEM_NATIVE(vector)
+
+
+def load_rows(tile):
+    layout = rows_layout(tile.shape[-1])
+    return plgpu.layout_cast(load(tile, layout, optimized=False), rows_layout())
+
+
+def store_rows(tile, x: Array) -> None:
+    tile[...] = plgpu.layout_cast(x, rows_layout(x.shape[1]))
+
+
+def row_index(shape: tuple[int, int]):
+    """The index of the row of each element."""
+    return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), rows_layout())
+
+
+def split_columns(x: Array) -> list[Array]:
+    return [lax.slice(x, (0, k), (x.shape[0], k + 1)) for k in range(x.shape[1])]
+
+
+def scan_buffer(arrays: int, rows: int, chunk_rows: int):
+    """Shared memory of ``running``, in two slots.
+
+    A chunk of rows before or behind those of the scan is read but not used. Each row has the
+    elements of all arrays side by side. There are at least two, because a single contiguous column
+    would be read by ldmatrix, which starts only at multiples of 16 bytes.
+    """
+    return plgpu.SMEM((2, chunk_rows + rows, max(arrays, 2)), jnp.float32)
+
+
+def _neighbours(
+    buffer, columns: Sequence[Array], edges: Sequence[Any], chunk_rows: int, backward: bool
+) -> Callable[[int], list[Array]]:
+    """Writes columns (rows, 1) to a slot of a ``scan_buffer``.
+
+    Returns a function of a distance in rows. It returns what the row at this distance before each
+    row (after it with backward) wrote, and the edges where the chunk has no such row.
+    """
+    rows = columns[0].shape[0]
+    copies = buffer.shape[-1] // len(columns)
+    start = 0 if backward else chunk_rows
+    write(buffer.at[pl.ds(start, rows)], jnp.concatenate([*columns] * copies, axis=1))
+    plgpu.commit_smem()
+    row_of_chunk = row_index((rows, 1)) & (chunk_rows - 1)
+
+    def at(distance):
+        inside = row_of_chunk < chunk_rows - distance if backward else row_of_chunk >= distance
+        first = start + distance if backward else start - distance
+        x = load(buffer.at[pl.ds(first, rows)], rows_layout(), optimized=False)
+        # The columns beyond those with an edge are copies.
+        return [jnp.where(inside, *pair) for pair in zip(split_columns(x), edges, strict=False)]
+
+    return at
+
+
+def running(
+    join: Callable[..., Sequence[Array]],
+    x: Sequence[Array],
+    identities: Sequence[float],
+    chunk_rows: int,
+    buffer,
+    *,
+    backward: bool = False,
+) -> Sequence[Array]:
+    """Inclusive scans over the steps of each chunk, with join(steps so far, further ones).
+
+    Args:
+      x: tiles (rows, steps), float32.
+      identities: the neutral element of join, per tile.
+      chunk_rows: rows of a chunk, a power of two.
+      buffer: a ``scan_buffer``.
+      backward: from the last step of each chunk to its first.
+    """
+    columns: list[Sequence[Array]] = list(zip(*map(split_columns, x), strict=True))
+    if backward:
+        columns.reverse()
+    for k in range(1, len(columns)):
+        columns[k] = join(columns[k - 1], columns[k])
+
+    before, reach, slot = columns[-1], 1, 0
+    while reach < chunk_rows:
+        at = _neighbours(buffer.at[slot], before, identities, chunk_rows, backward)
+        # In the first round these are totals of rows, later totals of ``reach`` rows before each.
+        shift = 1 if reach == 1 else 0
+        distances = [shift + k * reach for k in reversed(range(_RADIX))]
+        totals = [at(x) if x else before for x in distances if x < chunk_rows]
+        before = functools.reduce(join, totals)
+        reach, slot = reach * _RADIX, 1 - slot
+    columns = [join(before, column) for column in columns]
+    if backward:
+        columns.reverse()
+    return [jnp.concatenate(y, axis=1) for y in zip(*columns, strict=True)]
+
+
+def shifted(x: Array, edge, chunk_rows: int, buffer, *, backward: bool = False):
+    """x of the preceding step, or with backward of the next one; ``edge`` where the chunk has none.
+
+    x: (rows, steps); edge: (rows, 1) or a number; buffer: a ``scan_buffer``.
+    """
+    columns = split_columns(x)
+    column = columns.pop(0 if backward else -1)
+    (neighbour,) = _neighbours(buffer.at[0], [column], [edge], chunk_rows, backward)(1)
+    columns.insert(len(columns) if backward else 0, neighbour)
+    return jnp.concatenate(columns, axis=1)
+
+
+def ends_of_chunks(columns: Sequence[Array], chunk_rows: int, buffer) -> list[list[Array]]:
+    """The elements of each column in the last row of each chunk, as scalars.
+
+    columns: (rows, 1); buffer: shared (rows, columns or more).
+    """
+    write(buffer.at[:, : len(columns)], jnp.concatenate(columns, axis=1))
+    plgpu.commit_smem()
+    ends = range(chunk_rows - 1, columns[0].shape[0], chunk_rows)
+    return [[buffer[end, k] for end in ends] for k in range(len(columns))]
+
+
+def of_chunks(columns: Sequence[Sequence[Array]], rows: int) -> list[Array]:
+    """Arrays (rows, 1), from one scalar per chunk."""
+    num_chunks, row = len(columns[0]), row_index((rows, 1))
+    # Compared once for all columns, because Mosaic GPU repeats equal operations, which takes
+    # compile time.
+    from_chunk = [row >= chunk * (rows // num_chunks) for chunk in range(1, num_chunks)]
+
+    def column(first, *others):
+        x = plgpu.layout_cast(jnp.full((rows, 1), first, jnp.float32), rows_layout())
+        for here, value in zip(from_chunk, others, strict=True):
+            x = jnp.where(here, value, x)
+        return x
+
+    return [column(*values) for values in columns]
+
+
+def across(column: Array, steps: int = STEPS):
+    return jnp.concatenate([column] * steps, axis=1)
+
+
+def last_columns(*x: Array) -> list[Array]:
+    return [split_columns(y)[-1] for y in x]

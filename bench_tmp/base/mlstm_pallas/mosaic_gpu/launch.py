@@ -1,0 +1,170 @@
+"""The parts of Pallas Mosaic GPU that the kernels share: launches, tile layouts and references.
+
+Only this module imports jax.experimental.pallas.mosaic_gpu, because its interface changes between
+versions of jax. It needs a Hopper GPU and jax >= 0.11.2. ``mosaic_gpu/products.py`` has the
+products on the tensor cores.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
+
+plgpu: Any = mosaic_gpu  # it has no type annotations
+# The layouts of a vector with one element per row or per column of a tile.
+BY_ROWS, BY_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+WG_ROWS = 64  # rows of an accumulator in the registers of one warpgroup
+
+
+def mosaic_call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    grid: Mapping[str, int],
+    warpgroups: int = 1,
+    outputs: Mapping[str, Any],
+    scratch: Mapping[str, Any],
+    interpret: bool,
+    infer_layouts: bool = True,
+    approx_math: bool = True,
+) -> Callable[..., dict[str, Any]]:
+    """Wraps ``kernel(**refs)`` in plgpu.kernel; the last grid axis varies fastest.
+
+    The function returned takes its inputs by name and returns its outputs by name. Each is an array
+    or a tree of arrays. An absent one is None, and so is its reference in the kernel. The axis of
+    the warpgroups is called "wg".
+
+    Args:
+      infer_layouts: False for a kernel that states the layouts of all its arrays. Inferring them
+        may take seconds of Python time. LLVM unrolls loops around products without it.
+      approx_math: False for exp and log that are accurate to one or two units in the last place.
+    """
+    semantics = plgpu.LoweringSemantics
+    shapes, out_tree = jax.tree.flatten([*outputs.values()])
+
+    def launch(**inputs):
+        arrays = jax.tree.leaves([*inputs.values()])
+        tree = jax.tree.structure([*inputs.values(), *outputs.values()])
+        # In a shard_map with check_vma, outputs must declare the axes over which they vary, and
+        # plgpu.kernel knows of no such axes.
+        axes = (jax.typeof(x).manual_axis_type.varying for x in arrays)
+        varying = tuple(frozenset().union(*axes))
+
+        interpreter = None
+        if interpret:
+            from mlstm_pallas.mosaic_gpu.interpreter import Interpreter
+
+            interpreter = Interpreter(plgpu, name, warpgroups)
+
+        def entry(*refs, **scratch_refs):
+            with interpreter.traced(scratch_refs) if interpreter else contextlib.nullcontext():
+                arguments = jax.tree.unflatten(tree, refs)
+                names = zip((*inputs, *outputs), arguments, strict=True)
+                kernel(**dict(names), **dict.fromkeys(scratch) | scratch_refs)
+
+        buffers = {x: buffer for x, buffer in scratch.items() if buffer is not None}
+        results = plgpu.kernel(
+            entry,
+            out_type=shapes,
+            grid=tuple(grid.values()),
+            grid_names=tuple(grid),
+            num_threads=warpgroups,
+            thread_name="wg",
+            scratch_types=interpreter.separate(buffers) if interpreter else buffers,
+            # Each kernel orders its accesses to shared memory itself: a barrier separates every
+            # read from the copy that overwrites what was read.
+            compiler_params=plgpu.CompilerParams(
+                approx_math=approx_math,
+                unsafe_no_auto_barriers=True,
+                lowering_semantics=semantics.Warpgroup if infer_layouts else semantics.Lane,
+            ),
+            interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+            kernel_name=name,
+        )(*(_varying_nowhere.bind(x) if varying else x for x in arrays))
+        if varying:
+            results = [lax.pcast(x, varying, to="varying") for x in results]
+        return dict(zip(outputs, jax.tree.unflatten(out_tree, results), strict=True))
+
+    return launch
+
+
+# The identity, except that its result varies over no manual axis.
+_varying_nowhere = Primitive("varying_nowhere")
+_varying_nowhere.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+_varying_nowhere.def_impl(lambda x: x)
+batching.defvectorized(_varying_nowhere)
+mlir.register_lowering(_varying_nowhere, lambda _, x: [x])
+
+
+def tile_transforms(columns: int, itemsize: int) -> tuple[Any, ...]:
+    """The layout in shared memory of tiles that wgmma reads, for this number of columns."""
+    swizzle = min(columns * itemsize, 128)
+    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def shared_tiles(*shape: int, dtype):
+    """Tiles in shared memory that wgmma reads; the last two axes are those of a tile."""
+    return plgpu.SMEM(shape, dtype, transforms=tile_transforms(shape[-1], dtype.itemsize))
+
+
+def float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def load(ref, layout=plgpu.Layout.WGMMA, *, optimized: bool = True):
+    """Loads a tile in the layout of an accumulator, or in the given layout a vector beside one.
+
+    optimized: False for loads from global memory, which are element by element.
+    """
+    return plgpu.load(ref, layout=layout, optimized=optimized)
+
+
+def load_float32(ref, layout=plgpu.Layout.WGMMA):
+    """Loads a tile as float32."""
+    return load(ref, layout).astype(jnp.float32)
+
+
+def move_registers(count: int) -> None:
+    """Gives the warpgroup ``count`` registers per thread, where the compiler can.
+
+    It is for a kernel whose copying warpgroup leaves too few registers to the other warpgroups. All
+    other kernels have enough without it.
+    """
+    if MOVES_REGISTERS:
+        plgpu.set_max_registers(count, action="increase" if count > 168 else "decrease")
+
+
+def write(ref, x: jax.Array) -> None:
+    """Writes to shared memory in a kernel that states its layouts, even if banks conflict.
+
+    jax 0.12 refuses a store with bank conflicts unless optimized is False; jax 0.11 has no such
+    option.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
+def block(index, size: int):
+    """The slice of an axis that is block ``index`` of ``size`` elements."""
+    return aligned(index * size, size)
+
+
+def aligned(start, size: int):
+    """The slice of ``size`` elements from a multiple of ``size`` on."""
+    return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, size), size)
+
+
+def one_of(*tiles):
+    """Arrays that share their memory slot by slot; their slots have the same number of bytes."""
+    return plgpu.RefUnion(*tiles)

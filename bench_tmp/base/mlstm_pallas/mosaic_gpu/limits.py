@@ -1,0 +1,74 @@
+"""Limits of a Hopper GPU, and the base classes of the kernels' tiles."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Tiles
+
+KERNEL_DTYPE = jnp.dtype("bfloat16")  # float16 has the same size
+SHARED_BYTES = 232_448  # the most per CTA
+HEADS = 65_535  # the most CTAs along a CUDA grid axis other than the first
+
+# ptxas moves registers between warpgroups (setmaxnreg). From 0.12 on jax compiles with nvJitLink if
+# it finds that library. nvJitLink ignores setmaxnreg, so every thread keeps the registers that it
+# has at the launch.
+MOVES_REGISTERS = jax.__version_info__ < (0, 12)
+
+
+class HopperTiles(Tiles):
+    """The tiles of a Hopper kernel for 16-bit dtypes."""
+
+    @classmethod
+    def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
+        """Tiles to choose from, the best first."""
+        return [cls()]
+
+    @classmethod
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked) -> Self | None:
+        if dtype.itemsize != 2:
+            return None
+        return next((x for x in cls.candidates(p, gpu, **asked) if x.supports(p, **asked)), None)
+
+    def scratch(self, p: Problem, dtype, **asked) -> dict[str, Any]:
+        """The kernel's shared memory and barriers by name, at most what a call may need."""
+        return {}
+
+    def shared_bytes(self, p: Problem, dtype, **asked) -> int:
+        """Each array begins at a multiple of 1024 bytes; so do the barriers."""
+        buffers = jax.tree.leaves(self.scratch(p, dtype, **asked))
+        sizes = [math.prod(x.shape) * x.dtype.itemsize for x in buffers if hasattr(x, "dtype")]
+        return 1024 + sum(-(-size // 1024) * 1024 for size in sizes)
+
+    def divides(self, p: Problem, **asked) -> bool:
+        """Whether whole tiles cover the problem and the grid stays within CUDA's limits."""
+        raise NotImplementedError
+
+    def supports(self, p: Problem, **asked) -> bool:
+        fits = self.divides(p, **asked)
+        return fits and self.shared_bytes(p, KERNEL_DTYPE, **asked) <= SHARED_BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class RingTiles(HopperTiles):
+    """The tiles of a persistent kernel: the slots of its copy ring, and its CTAs."""
+
+    num_stages: int
+    num_ctas: int
+
+    def items(self, p: Problem) -> int:
+        """The number of items that the CTAs share."""
+        raise NotImplementedError
+
+    def grid(self, p: Problem, **asked) -> tuple[int, ...]:
+        return (self.num_ctas,)
+
+    def clamped(self, p: Problem) -> Self:
+        """Leaves out CTAs that would have no item."""
+        return dataclasses.replace(self, num_ctas=min(self.num_ctas, self.items(p)))

@@ -1,0 +1,311 @@
+"""parallel_bw_dP on Mosaic GPU: P, dP, the sums of W and delta of ``stages/parallel_bw_dP.py``.
+
+The kernel does not scale queries and keys.
+
+An item of ``persistent.py`` is a tile of 128 queries and 128 keys of a chunk. Its operands are
+copied num_stages steps ahead, across items too. A step has 64 columns of q and k, or of dh and v,
+and the last step has e_s. Each of the two warpgroups has 64 queries. It accumulates the scores and
+dh . v in two accumulators, from which it computes the outputs for 32 keys at a time.
+
+With a normaliser, dz_t den_t = slope_t delta_t, where slope_t is -sign(z_t), or 0 if the floor is
+larger than |z_t|. While a product with a tile of dh runs, its warpgroup multiplies its rows of that
+tile with the same rows of h for delta. The tiles of h have a ring of their own. All items of a tile
+of queries compute bit-identical delta, and the item on the diagonal stores it.
+
+An item reads 256 (DHQK + DHHV) elements, and 128 DHHV elements of h. Tiles of 64 x 64 would read
+twice as much through the L2.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.mosaic_gpu import products
+from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.fragments import load_by_rows, rows_and_columns
+from mlstm_pallas.mosaic_gpu.gradient_tiles import tile_pairs, w_sum_shapes, write_tiles
+from mlstm_pallas.mosaic_gpu.launch import (
+    BY_COLUMNS,
+    BY_ROWS,
+    WG_ROWS,
+    aligned,
+    block,
+    float32,
+    load,
+    load_float32,
+    one_of,
+    plgpu,
+    shared_tiles,
+    tile_transforms,
+)
+from mlstm_pallas.mosaic_gpu.limits import RingTiles
+from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel, persistent_call
+from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
+from mlstm_pallas.mosaic_gpu.tile_copies import head_of
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGradients, query_scale
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Launch, ScaledRows
+from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients
+from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
+
+TILE = 128  # queries per item, and keys
+DEPTH = 64  # columns that a step multiplies
+H_STAGES = 3  # tiles of h in shared memory
+SLICE = 32  # keys whose P and dP a warpgroup computes at a time; more would take too many registers
+
+
+class _Item(NamedTuple):
+    head: Any
+    chunk: Any
+    i: Any  # tile of queries
+    j: Any  # tile of keys, at most i
+
+
+def _items_of_chunk(p: Problem) -> int:
+    num_tiles = blocks(p.L, TILE)
+    return num_tiles * (num_tiles + 1) // 2
+
+
+class _Kernel(PersistentKernel):
+    """Runs a CTA.
+
+    Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
+      q_gmem, k_gmem: D = DHQK.
+      v_gmem, dh_gmem, h_gmem: D = DHHV. h is absent if delta is not computed.
+    Inputs (B * NH, S): e_gmem and u_gmem, two each; inv_den_gmem, absent without a normaliser;
+      slope_gmem, absent without a normaliser or h.
+    Input live_gmem: ``LiveChunks``, absent if all chunks are live.
+    Outputs: P, dP, (B * NH, S, L); pairs, see ``w_sum_shapes``; delta, (B * NH, S), absent without
+      h.
+    Shared memory and barriers: see ``Tiles.scratch``.
+    """
+
+    h_ring: Any  # None without h
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        refs, p = self.refs, self.p
+        (self.left, self.e_hi), (self.right, self.e_lo) = refs.operands_smem
+        # The steps of an item: products with k, products with v, and the last step.
+        self.steps_k, self.steps_v = blocks(p.DHQK, DEPTH), blocks(p.DHHV, DEPTH)
+        self.last = self.steps_k + self.steps_v
+        n, items = self.last + 1, self.num_items
+        self.ring = CopyRing(refs.barriers, items * n, self.copy_operands, steps_of_item=n)
+        self.rings, self.h_ring = [self.ring], None
+        if refs.h_gmem is not None:
+            self.h_ring = CopyRing(refs.h_barriers, items * self.steps_v, self.copy_h)
+            self.rings.append(self.h_ring)
+
+    def item(self, index) -> _Item:
+        items_of_chunk = _items_of_chunk(self.p)
+        index = self.item_of(index)
+        x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
+        later = (x >= m * (m + 1) // 2 for m in range(1, blocks(self.p.L, TILE)))
+        i: Any = sum((lax.convert_element_type(y, jnp.int32) for y in later), np.int32(0))
+        j = x - divide(i * (i + 1), 2)
+        return _Item(*self.head_and_chunk(chunk), i, j)
+
+    def tile(self, chunk, tile):
+        """The index of a chunk's tile in the sequence."""
+        return chunk * blocks(self.p.L, TILE) + tile
+
+    def copy_operands(self, index, x, copy) -> None:
+        """Copies step x of an item: q and k, dh and v, or the vectors of the keys."""
+        refs, steps_k = self.refs, self.steps_k
+        head, chunk, i, j = self.item(index)
+        queries, keys = (block(self.tile(chunk, y), TILE) for y in (i, j))
+
+        def tiles(a, b, x):
+            for y, rows, buffer in ((a, queries, self.left), (b, keys, self.right)):
+                copy(head_of(y, head, self.p).at[rows, block(x, DEPTH)], buffer)
+
+        def vectors():
+            for y, buffer in zip(refs.e_gmem, (self.e_hi, self.e_lo), strict=True):
+                copy(y.at[head, keys], buffer, slice(TILE))
+
+        pl.when(x < steps_k)(lambda: tiles(refs.q_gmem, refs.k_gmem, x))
+        with_v = (x >= steps_k) & (x < self.last)
+        pl.when(with_v)(lambda: tiles(refs.dh_gmem, refs.v_gmem, x - steps_k))
+        pl.when(x == self.last)(vectors)
+
+    def copy_h(self, step, copy) -> None:
+        head, chunk, i, _ = self.item(divide(step, self.steps_v))
+        rows = block(self.tile(chunk, i), TILE)
+        columns = block(remainder(step, self.steps_v), DEPTH)
+        copy(head_of(self.refs.h_gmem, head, self.p).at[rows, columns], self.refs.h_smem)
+
+    def multiply(self) -> None:
+        each(self.num_items)(functools.partial(_multiply, self))
+
+
+def _scores_dA_and_delta(cta: _Kernel, index, first, tile_rows):
+    """Returns delta, or None without h, and q k^T and dh v^T.
+
+    Args:
+      first: the item's first step in the ring.
+      tile_rows: the warpgroup's rows in the tile.
+    """
+    ring, h_ring, steps_k = cta.ring, cta.h_ring, cta.steps_k
+
+    def add(accumulator, start, count, delta=None):
+        def one(x, delta):
+            step = first + start + x
+            slot = ring.wait(step)
+            products.add(accumulator, cta.left.at[slot, tile_rows], cta.right.at[slot].T)
+            products.wait(1)
+            pl.when(start + x > 0)(lambda: ring.release(step - 1))
+            if delta is not None:
+                h_step = index * cta.steps_v + x
+                h_slot = h_ring.wait(h_step)
+                dh = load_float32(cta.left.at[slot, tile_rows])
+                h = load_float32(cta.refs.h_smem.at[h_slot, tile_rows])
+                h_ring.release(h_step)
+                delta += products.sum_over_columns(dh * h)
+                h_ring.refill(h_step)
+            pl.when(step > 0)(lambda: ring.refill(step - 1, item=index))
+            return delta
+
+        return loop(count, one, delta)
+
+    def issue(scores_acc, dA_acc):
+        add(scores_acc, 0, steps_k)
+        delta = None
+        if h_ring is not None:
+            delta = products.zeros(WG_ROWS, layout=BY_ROWS)
+        delta = add(dA_acc, steps_k, cta.steps_v, delta)
+        products.wait(0)
+        ring.advance(first + cta.last - 1, item=index)
+        return delta
+
+    return products.all_from_zeros(issue, (WG_ROWS, TILE), (WG_ROWS, TILE))
+
+
+def _multiply(cta: _Kernel, index) -> None:
+    """Computes and stores P, dP, the sums of W and delta of an item."""
+    refs, wg = cta.refs, cta.wg
+    head, chunk, i, j = cta.item(index)
+    tile_rows = block(wg, WG_ROWS)
+    rows = block(cta.tile(chunk, i) * (TILE // WG_ROWS) + wg, WG_ROWS)  # in the sequence
+    first = index * (cta.last + 1)
+    # Loaded before the products and used after them, so that their latency is hidden.
+    vectors = *refs.u_gmem, refs.inv_den_gmem, refs.slope_gmem
+    *queries, slope = (load_by_rows(x, head, rows) for x in vectors)
+    delta, scores, dA = _scores_dA_and_delta(cta, index, first, tile_rows)
+    # No gradient flows back where the floor is larger, even if h is inf.
+    dz_den = None if slope is None else jnp.where(slope == 0.0, 0.0, slope * delta)
+    last = first + cta.last
+    slot = cta.ring.wait(last)
+    t, s = rows_and_columns(WG_ROWS, SLICE)
+    on_diagonal = 0.0
+
+    def write(start):
+        """Writes P and dP of SLICE keys; returns the sums over them of W_tt and of W_ts, s < t."""
+        columns = slice(start, start + SLICE)
+        in_tile = pl.ds(start % WG_ROWS, SLICE)
+        last_seen = t + ((i - j) * TILE + wg * WG_ROWS - start)  # the key of a query's own step
+        e = (load(x.at[slot, columns], BY_COLUMNS) for x in (cta.e_hi, cta.e_lo))
+        P, dP = (refs.out_smem.at[wg, x, :, in_tile] for x in range(2))
+        operands = scores[:, columns], dA[:, columns], e, (*queries, dz_den)
+        W = write_tiles(P, dP, *operands, s <= last_seen, cta.p.qk_scale)
+        earlier = jnp.where(s < last_seen, W, 0.0)
+        keys = aligned(cta.tile(chunk, j) * TILE + start, SLICE)
+        sums = products.sum_over_rows(earlier, refs.sums_smem.at[wg])
+        refs.pairs.per_key.at[head, i * (TILE // WG_ROWS) + wg, keys][...] = sums
+        at_t = products.sum_over_columns(jnp.where(s == last_seen, W, 0.0))
+        return at_t, products.sum_over_columns(earlier)
+
+    for b in range(TILE // WG_ROWS):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        sums = [write(start) for start in range(b * WG_ROWS, (b + 1) * WG_ROWS, SLICE)]
+        diagonal, earlier = (functools.reduce(jnp.add, x) for x in zip(*sums, strict=True))
+        on_diagonal += diagonal
+        column = j * (TILE // WG_ROWS) + b
+        refs.pairs.per_query.at[head, column, rows][...] = earlier
+        plgpu.commit_smem()
+        for x, output in enumerate((refs.P, refs.dP)):
+            destination = output.at[head, rows, block(column, WG_ROWS)]
+            plgpu.copy_smem_to_gmem(refs.out_smem.at[wg, x], destination)
+    cta.ring.release(last)
+
+    @pl.when(i == j)
+    def store():
+        refs.pairs.diagonal.at[head, rows][...] = on_diagonal
+        if delta is not None:
+            refs.delta.at[head, rows][...] = delta
+
+
+def parallel_bw_dP(
+    x: Operands,
+    *,
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    return_keys: bool = True,
+    call: Launch,
+) -> ScoreGradients:
+    """Runs the stage: ``stages/parallel_bw_dP.py``.
+
+    It returns unscaled queries and keys with their weights, and sums of W in tiles of 64 steps.
+    """
+    p, dtype, g, z = call.problem, x.matQ.dtype, x.gates.per_step(), x.vecZ
+    reads_h, slopes = x.matH is not None, NormaliserGradients()
+    if normaliser is not None:  # the gradients are linear in delta
+        slopes = normaliser.gradients(jnp.ones_like(z), z, g.vecM)
+    matrix = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype)
+    delta = float32(p.BNH, p.S) if reads_h else None
+    y = persistent_call(
+        _Kernel,
+        "parallel_bw_dP",
+        call,
+        {"P": matrix, "dP": matrix, "pairs": w_sum_shapes(p), "delta": delta},
+        call.tiles.scratch(p, dtype, reads_h=reads_h),
+    )(
+        q_gmem=x.matQ,
+        k_gmem=x.matK,
+        v_gmem=x.matV,
+        dh_gmem=x.matDeltaH,
+        h_gmem=x.matH,
+        e_gmem=g.vecE,
+        u_gmem=g.vecU,
+        inv_den_gmem=slopes.vecInvDen,
+        slope_gmem=slopes.vecDzDen if reads_h else None,
+        live_gmem=x.live,
+    )
+    queries = ScaledRows(x.matQ, query_scale(g.vecW, p.qk_scale, slopes.vecInvDen))
+    keys = ScaledRows(x.matK, g.vecAbar) if return_keys else None
+    return ScoreGradients(y["P"], y["dP"], queries, keys, tile_pairs(y["pairs"], p), y["delta"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles(RingTiles):
+    def items(self, p: Problem) -> int:
+        return p.BNH * p.NC * _items_of_chunk(p)
+
+    def scratch(self, p: Problem, dtype, *, reads_h: bool = True, **asked) -> dict[str, Any]:
+        # The tile and the vector have equally many bytes, so a slot has the same place in both.
+        tile = shared_tiles(self.num_stages, TILE, DEPTH, dtype=dtype)
+        vector = plgpu.SMEM((self.num_stages, TILE * DEPTH * dtype.itemsize // 4), jnp.float32)
+        transforms = tile_transforms(SLICE, dtype.itemsize)
+        return {
+            "operands_smem": [one_of(tile, vector) for _ in range(2)],  # left and right
+            "h_smem": shared_tiles(H_STAGES, TILE, DEPTH, dtype=dtype) if reads_h else None,
+            # One entry per warpgroup:
+            "out_smem": plgpu.SMEM((2, 2, WG_ROWS, WG_ROWS), dtype, transforms=transforms),  # P, dP
+            "sums_smem": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
+            "barriers": ring_barriers(self.num_stages, copies=2),
+            "h_barriers": ring_barriers(H_STAGES, copies=1) if reads_h else None,
+        }
+
+    @classmethod
+    def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
+        if p.L % TILE == 0:
+            yield cls(4, num_ctas=gpu.sms).clamped(p)
+
+    def divides(self, p: Problem, **asked) -> bool:
+        return self.num_stages >= 2 and p.DHQK % 64 == p.DHHV % 64 == p.L % TILE == 0

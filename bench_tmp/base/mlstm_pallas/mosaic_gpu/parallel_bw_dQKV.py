@@ -1,0 +1,550 @@
+"""parallel_bw_dQKV on Mosaic GPU: the products of ``stages/parallel_bw_dQKV.py``.
+
+If the stage gets no P and dP, the kernel of ``parallel_bw_dQKV_by_chunk`` computes them and all
+gradients of a chunk in one CTA. The kernel here requires multiples of 256 for DHQK and DHHV.
+
+An item of ``persistent.py`` is a block of 128 x 256 elements of dq, dk or dv, or 128 rows of the
+states for <C_c, dC_{c+1}>. It is a sequence of steps, each with one tile of the left operand and
+one of the right operand. One warpgroup copies the tiles num_stages steps ahead, across items too.
+Two warpgroups multiply, 64 rows each. The accumulator gets the product with the state, which is
+then scaled, and after that the products with the tiles of P or dP. Between the two it is read 64
+columns at a time, so that 168 registers per thread are enough.
+
+128 x 256 is the largest item for which two warpgroups have registers. It reads three quarters of
+what two items of 128 x 128 read, and the rate of the L2 limits this stage.
+"""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.mosaic_gpu import parallel_bw_dQKV_by_chunk as chunkwise
+from mlstm_pallas.mosaic_gpu import products
+from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows, load_by_rows
+from mlstm_pallas.mosaic_gpu.gradient_tiles import tile_pairs, w_sum_shapes
+from mlstm_pallas.mosaic_gpu.launch import (
+    BY_COLUMNS,
+    WG_ROWS,
+    aligned,
+    block,
+    float32,
+    load,
+    load_float32,
+    one_of,
+    plgpu,
+    shared_tiles,
+)
+from mlstm_pallas.mosaic_gpu.limits import (
+    MOVES_REGISTERS,
+    RingTiles,
+)
+from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel, persistent_call
+from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
+from mlstm_pallas.normaliser import query_scale
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Launch, sequence_shape
+from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
+from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
+
+ROWS, COLUMNS = 128, 256  # per item
+DEPTH = 64  # columns that a step multiplies
+FEW_ITEMS = 3  # per CTA
+_PARTS = [slice(j, j + WG_ROWS) for j in range(0, COLUMNS, WG_ROWS)]
+
+
+class _Role(enum.IntEnum):
+    """The output to which an item belongs."""
+
+    DQ = 0
+    DK = 1
+    DV = 2
+    STATES = 3
+
+
+class _Items(NamedTuple):
+    """The items of a role per chunk, rows x columns, and the numbers of an item's steps, in order.
+
+    Steps with tiles of P and dP come last; see ``_tile_steps``.
+    """
+
+    rows: int
+    columns: int
+    with_state: int
+    for_sums: int  # the queries or keys of each warpgroup, for the gates' gradients, and n or dn
+
+
+def _items(p: Problem, normalise: bool) -> list[_Items]:
+    of_L, of_DHQK, of_DHHV = blocks(p.L, ROWS), blocks(p.DHQK, COLUMNS), blocks(p.DHHV, COLUMNS)
+    return [
+        _Items(of_L, of_DHQK, p.DHHV // DEPTH, 3 if normalise else 2),
+        _Items(of_L, of_DHQK, p.DHHV // DEPTH, 3),
+        _Items(of_L, of_DHHV, p.DHQK // DEPTH, 0),
+        _Items(p.DHQK // ROWS, 1, p.DHHV // DEPTH, 0),
+    ]
+
+
+def _items_of_chunk(roles: Sequence[_Items]) -> int:
+    return sum(x.rows * x.columns for x in roles)
+
+
+def _by_role(role: Array, values: Sequence[Any]):
+    x: Any = np.int32(0)
+    for kind, value in enumerate(values):
+        x = jnp.where(role == kind, value, x)
+    return x
+
+
+def _tile_steps(role: _Role, row, p: Problem) -> tuple[Any, Any]:
+    """The number of steps with tiles of P and dP, and the first tile.
+
+    Queries see the keys up to their own step, and keys see the queries from their own step on.
+    """
+    steps_of_rows = ROWS // DEPTH
+    if role == _Role.STATES:
+        return np.int32(0), np.int32(0)
+    if role == _Role.DQ:
+        return (row + 1) * steps_of_rows, np.int32(0)
+    return p.L // DEPTH - row * steps_of_rows, row * steps_of_rows
+
+
+class _Item(NamedTuple):
+    step: Array  # the item's first step among all steps of the CTA
+    head: Array
+    chunk: Array
+    role: Array
+    row: Array
+    column: Array
+
+
+class _Kernel(PersistentKernel):
+    """Runs a CTA.
+
+    Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
+      q_gmem, k_gmem: D = DHQK.
+      v_gmem, dh_gmem: D = DHHV.
+    Other inputs:
+      C_gmem, dC_gmem: (B * NH, NC, DHQK, DHHV).
+      n_gmem, dn_gmem: (B * NH, NC, DHQK); n is absent without a normaliser.
+      P_gmem, dP_gmem: (B * NH, S, L).
+      w_gmem, abar_gmem, inv_den_gmem, dz_den_gmem: (B * NH, S); the last two are absent without a
+        normaliser.
+      live_gmem: ``LiveChunks``, absent if all chunks are live.
+    Outputs:
+      dq, dk, dv: like q, k and v.
+      q_inter, k_inter: (B * NH, column blocks, S).
+      states: (B * NH, NC, DHQK), sums over the columns.
+    Shared memory and barriers: see ``Tiles.scratch``.
+    """
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        refs = self.refs
+        self.roles = _items(self.p, refs.n_gmem is not None)
+        self.ring = CopyRing(refs.barriers, None, None, readers=0)
+        self.tile_rows = block(self.wg, WG_ROWS)
+        left, right = refs.operands_smem
+        self.left, self.left_transposed = left
+        self.right, self.right_transposed, self.right_vector = right
+
+    def in_chunk(self, x, item):
+        return head_of(x, item.head, self.p).at[block(item.chunk, self.p.L)]
+
+    def rows(self, item):
+        """The warpgroup's rows of an item."""
+        return aligned(item.row * ROWS + self.wg * WG_ROWS, WG_ROWS)
+
+    def steps(self, item):
+        """These rows in the sequence."""
+        start = item.chunk * self.p.L + item.row * ROWS + self.wg * WG_ROWS
+        return aligned(start, WG_ROWS)
+
+    def item(self, index, step):
+        index, items_of_chunk = self.item_of(index), _items_of_chunk(self.roles)
+        chunks = self.p.BNH * self.p.NC
+        # With live chunks their number is not static.
+        few = items_of_chunk * chunks <= FEW_ITEMS * self.tiles.num_ctas and self.live is None
+        if few:
+            # All chunks of a role and row are neighbours, so no CTA has several long items.
+            x, chunk = divide(index, chunks), remainder(index, chunks)
+        else:  # the items of a chunk are neighbours, so that they share the L2
+            x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
+        role: Any = np.int32(0)
+        start, row, column = 0, x, role
+        for kind, items in enumerate(self.roles):
+            here, row_here = x >= start, divide(x - start, items.columns)
+            if few and kind in (_Role.DK, _Role.DV):  # a CTA's third item follows short ones
+                row_here = items.rows - 1 - row_here
+            role = jnp.where(here, np.int32(kind), role)
+            row = jnp.where(here, row_here, row)
+            column = jnp.where(here, remainder(x - start, items.columns), column)
+            start += items.rows * items.columns
+        return _Item(step, *self.head_and_chunk(chunk), role, row, column)
+
+    def for_each_item(self, run):
+        """Runs all items; returns the number of their steps."""
+
+        def one(index, step):
+            item = self.item(index, step)
+            run(item)
+            counts = [
+                x.with_state + x.for_sums + _tile_steps(role, item.row, self.p)[0]
+                for role, x in zip(_Role, self.roles, strict=True)
+            ]
+            return step + _by_role(item.role, counts)
+
+        return loop(self.num_items, one, np.int32(0))
+
+    @staticmethod
+    def readers(p: Problem) -> int:
+        return 0
+
+    def copy(self) -> None:
+        def copy_item(item):
+            for role in _Role:
+                pl.when(item.role == role)(functools.partial(_copy_item, self, role, item))
+
+        self.ring.epilogue(self.for_each_item(copy_item))
+
+    def multiply(self) -> None:
+        def multiply_item(item):
+            is_states = item.role == _Role.STATES
+            pl.when(is_states)(functools.partial(_inner_states, self, item))
+            pl.when(~is_states)(functools.partial(_gradient, self, item))
+
+        self.for_each_item(multiply_item)
+        refs = self.refs
+        self.clear(refs.out_smem.at[self.wg, 0], refs.dq, refs.dk, refs.dv)
+
+
+def _copy_halves(copy, x, start, size: int, tile, *index) -> None:
+    """Copies a tile in two, because every step has two copies."""
+    half = size // 2
+    for y in (0, half):
+        copy(x.at[(pl.ds(start + y, half), *index)], tile, slice(y, y + half))
+
+
+def _copy_item(cta: _Kernel, role: _Role, item: _Item) -> None:
+    refs, steps = cta.refs, cta.roles[role]
+    left, right = cta.left, cta.right
+    tile_count, first = _tile_steps(role, item.row, cta.p)
+    rows, columns = block(item.row, ROWS), block(item.column, COLUMNS)
+    state = item.head, item.chunk
+
+    def feed(start, count, copies):
+        """Loads ``count`` steps of the item; copies(j, copy) starts the copies of step j."""
+
+        @each(count)
+        def one(j):
+            cta.ring.load(item.step + start + j, lambda _, copy: copies(j, copy))
+
+    def both_states(j, copy):
+        place = *state, rows, block(j, DEPTH)
+        copy(refs.C_gmem.at[place], left)
+        copy(refs.dC_gmem.at[place], cta.right_transposed, slice(ROWS))
+
+    if role == _Role.STATES:
+        feed(0, steps.with_state, both_states)
+        return
+    # By role: a X with weighted rows, plus weighted norms, whose products with x are summed; then
+    # tiles b is added.
+    operands: Any = (
+        (refs.dh_gmem, refs.C_gmem, refs.dP_gmem, refs.k_gmem, refs.q_gmem, refs.n_gmem),
+        (refs.v_gmem, refs.dC_gmem, refs.dP_gmem, refs.q_gmem, refs.k_gmem, refs.dn_gmem),
+        (refs.k_gmem, refs.dC_gmem, refs.P_gmem, refs.dh_gmem, None, None),
+    )
+    a, X, tiles, b, x, norm = operands[role]
+    a, tiles, b = (cta.in_chunk(y, item) for y in (a, tiles, b))
+
+    def with_state(j, copy):
+        depth = block(j, DEPTH)
+        copy(a.at[rows, depth], left)
+        if role == _Role.DV:
+            copy(X.at[(*state, depth, columns)], right)
+        else:
+            copy(X.at[(*state, columns, depth)], cta.right_transposed)
+
+    def weighted(j, copy):
+        start = rows.start + j * WG_ROWS
+        _copy_halves(copy, cta.in_chunk(x, item), start, WG_ROWS, right, columns)
+
+    def norms(_, copy):
+        _copy_halves(copy, norm.at[state], columns.start, COLUMNS, cta.right_vector)
+
+    def with_tiles(j, copy):
+        others = block(first + j, DEPTH)
+        if role == _Role.DQ:
+            copy(tiles.at[rows, others], left)
+        else:
+            copy(tiles.at[others, rows], cta.left_transposed)
+        copy(b.at[others, columns], right)
+
+    feed(0, steps.with_state, with_state)
+    if steps.for_sums:
+        feed(steps.with_state, 2, weighted)
+    if steps.for_sums == 3:
+        feed(steps.with_state + 2, 1, norms)
+    feed(steps.with_state + steps.for_sums, tile_count, with_tiles)
+
+
+def _inner_states(cta: _Kernel, item: _Item) -> None:
+    ring = cta.ring
+
+    def add(j, total):
+        slot = ring.wait(item.step + j)
+        C, dC = (load_float32(x.at[slot, cta.tile_rows]) for x in (cta.left, cta.right_transposed))
+        ring.release(item.step + j)
+        return total + C * dC
+
+    total = loop(cta.roles[_Role.STATES].with_state, add, products.zeros(WG_ROWS, DEPTH))
+    sums = products.sum_over_columns(total)
+    cta.refs.states.at[item.head, item.chunk, cta.rows(item)][...] = sums
+
+
+def _multiply(
+    cta: _Kernel, accumulator, start, count, operands: Callable[[Any], Sequence[Any]]
+) -> None:
+    """Adds the products of operands(slot) over ``count`` steps."""
+    ring = cta.ring
+
+    @each(count)
+    def one(j):
+        slot = ring.wait(start + j)
+        products.add(accumulator, *operands(slot))
+        products.wait(1)
+        pl.when(j > 0)(lambda: ring.release(start + j - 1))
+
+    products.wait(0)
+    ring.release(start + count - 1)
+
+
+def _scaled(acc: Array, weights: Array) -> list[Array]:
+    """The scaled accumulator, 64 columns at a time because few registers are left for weights."""
+    return [acc[:, part] * across_columns(weights) for part in _PARTS]
+
+
+def _scaled_with_sums(
+    cta: _Kernel,
+    item: _Item,
+    first: Array,
+    weights: Array,
+    dz_den: Array | None,
+    acc: Array,
+):
+    """The inter-chunk part of dq or dk; stores its inner products with the queries or keys.
+
+    Args:
+      first: the first step after those with states.
+    """
+    refs, ring, is_dq = cta.refs, cta.ring, item.role == _Role.DQ
+    parts = _scaled(acc, weights)
+    weighted, norm = (first, first + 1), first + 2
+    for step in weighted:
+        ring.wait(step)
+    norm_weights = weights
+    if dz_den is not None:
+        norm_weights = lax.cond(is_dq, lambda: weights * dz_den, lambda: weights)
+
+    def add_norm(*parts):
+        slot = ring.wait(norm)
+        rows = [across_rows(load(cta.right_vector.at[slot, part], BY_COLUMNS)) for part in _PARTS]
+        return [x + across_columns(norm_weights) * y for x, y in zip(parts, rows, strict=True)]
+
+    if refs.n_gmem is None:
+        parts = lax.cond(is_dq, lambda *parts: list(parts), add_norm, *parts)
+    else:
+        parts = add_norm(*parts)
+    slot = ring.slot(first + cta.wg)
+    tiles = (load_float32(cta.right.at[slot, :, part]) for part in _PARTS)
+    sums = [products.sum_over_columns(x * y) for x, y in zip(parts, tiles, strict=True)]
+    inter = functools.reduce(jnp.add, sums)
+    ring.release(*weighted)
+    if refs.n_gmem is None:
+        pl.when(~is_dq)(lambda: ring.release(norm))
+    else:
+        ring.release(norm)
+    for role, output in enumerate((refs.q_inter, refs.k_inter)):
+
+        @pl.when(item.role == role)
+        def store(output=output):
+            output.at[item.head, item.column, cta.steps(item)][...] = inter
+
+    return jnp.concatenate(parts, axis=1)
+
+
+def _store(cta: _Kernel, item: _Item, acc: Array) -> None:
+    refs, rows = cta.refs, cta.rows(item)
+    for j, part in enumerate(_PARTS):
+        tile = refs.out_smem.at[cta.wg, j % 2]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        products.store(tile, acc[:, part].astype(tile.dtype))
+        plgpu.commit_smem()
+        columns = aligned(item.column * COLUMNS + j * WG_ROWS, WG_ROWS)
+        for role, x in enumerate((refs.dq, refs.dk, refs.dv)):
+            pl.when(item.role == role)(
+                functools.partial(copy_out, tile, cta.in_chunk(x, item).at[rows, columns])
+            )
+
+
+def _gradient(cta: _Kernel, item: _Item) -> None:
+    """Runs an item of dq, dk or dv, all in one body because each body takes seconds to compile."""
+    refs, roles, role, tile_rows = cta.refs, cta.roles, item.role, cta.tile_rows
+    is_dq, is_dv = role == _Role.DQ, role == _Role.DV
+    steps = cta.steps(item)
+    after_state = item.step + _by_role(role, [x.with_state for x in roles])
+    before_tiles = after_state + _by_role(role, [x.for_sums for x in roles])
+    tile_count = _by_role(role, [_tile_steps(kind, item.row, cta.p)[0] for kind in _Role])
+
+    def plain(slot):
+        return cta.left.at[slot, tile_rows], cta.right.at[slot]
+
+    def times_transposed(slot):
+        return cta.left.at[slot, tile_rows], cta.right_transposed.at[slot].T
+
+    def transposed_times(slot):
+        return cta.left_transposed.at[slot, :, tile_rows].T, cta.right.at[slot]
+
+    def with_state(acc):
+        multiply = functools.partial(_multiply, cta, acc, item.step)
+        pl.when(is_dv)(lambda: multiply(roles[_Role.DV].with_state, plain))
+        pl.when(~is_dv)(lambda: multiply(roles[_Role.DQ].with_state, times_transposed))
+
+    def with_tiles(acc):
+        multiply = functools.partial(_multiply, cta, acc, before_tiles, tile_count)
+        pl.when(is_dq)(lambda: multiply(plain))
+        pl.when(~is_dq)(lambda: multiply(transposed_times))
+
+    # Loaded before the product and used after it, so that their latency is hidden.
+    query_weights, key_weights, inv_den, dz_den = (
+        load_by_rows(x, item.head, steps)
+        for x in (refs.w_gmem, refs.abar_gmem, refs.inv_den_gmem, refs.dz_den_gmem)
+    )
+    acc = products.from_zeros(with_state, WG_ROWS, COLUMNS)
+    weights = lax.cond(
+        is_dq, lambda: query_scale(query_weights, cta.p.qk_scale, inv_den), lambda: key_weights
+    )
+    acc = lax.cond(
+        is_dv,
+        lambda acc: jnp.concatenate(_scaled(acc, weights), axis=1),
+        functools.partial(_scaled_with_sums, cta, item, after_state, weights, dz_den),
+        acc,
+    )
+    (acc,) = products.onto(with_tiles, acc)
+    _store(cta, item, acc)
+
+
+def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
+    """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
+    p, dtype, g = call.problem, x.matQ.dtype, x.gates.per_step()
+    normalise = x.normaliser_gradients.vecInvDen is not None
+    recomputes = x.scores.matP is None
+    sums = float32(p.BNH, p.S) if recomputes else float32(p.BNH, p.DHQK // COLUMNS, p.S)
+    outputs: dict[str, Any] = {
+        "dq": sequence_shape(x.matQ, p.DHQK, dtype),
+        "q_inter": sums,
+        "dk": sequence_shape(x.matK, p.DHQK, dtype),
+        "k_inter": sums,
+        "dv": sequence_shape(x.matV, p.DHHV, dtype),
+        "states": float32(p.BNH, p.NC, chunkwise.CHUNK if recomputes else p.DHQK),
+        "pairs": w_sum_shapes(p) if recomputes else None,
+    }
+    y = persistent_call(
+        chunkwise.Kernel if recomputes else _Kernel,
+        "parallel_bw_dQKV",
+        call,
+        outputs,
+        call.tiles.scratch(p, dtype, normalise=normalise),
+    )(
+        q_gmem=x.matQ,
+        k_gmem=x.matK,
+        v_gmem=x.matV,
+        dh_gmem=x.matDeltaH,
+        C_gmem=x.matC_states,
+        n_gmem=x.vecN_states if normalise else None,
+        dC_gmem=x.matDeltaC_states,
+        dn_gmem=x.vecDeltaN_states,
+        w_gmem=g.vecW,
+        abar_gmem=g.vecAbar,
+        inv_den_gmem=x.normaliser_gradients.vecInvDen,
+        dz_den_gmem=x.normaliser_gradients.vecDzDen,
+        e_gmem=g.vecE if recomputes else None,
+        u_gmem=g.vecU if recomputes else None,
+        P_gmem=x.scores.matP,
+        dP_gmem=x.scores.matDeltaP,
+        live_gmem=x.live,
+    )
+    # One sum over everything, because XLA runs it as one kernel.
+    inner_n_dn = x.vecN_states * x.vecDeltaN_states
+    if recomputes:
+        parts = jnp.concatenate([y["states"], inner_n_dn], axis=-1)
+        inter = y["q_inter"], y["k_inter"]
+    else:
+        inter = y["q_inter"].sum(1), y["k_inter"].sum(1)
+        parts = y["states"] + inner_n_dn
+    through = (x.gates.scaGamma[..., None] * parts).sum(-1)
+    pairs = tile_pairs(y["pairs"], p) if recomputes else None
+    return Gradients(y["dq"], y["dk"], y["dv"], *inter, through, pairs)
+
+
+def by_chunk(p: Problem) -> bool:
+    """Whether one CTA computes P, dP and all gradients of a chunk.
+
+    A warpgroup has registers for 64 x 128 elements of dq and of dk.
+    """
+    return p.L == 128 and p.DHQK in (64, 128)
+
+
+def _divides(p: Problem) -> bool:
+    """Whether whole tiles make up the chunks and the heads."""
+    if by_chunk(p):
+        return p.DHHV % 128 == 0
+    return p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles(RingTiles):
+    """recomputes_scores: whether one CTA computes P, dP and all gradients of a chunk."""
+
+    recomputes_scores: bool
+
+    def items(self, p: Problem) -> int:
+        return p.BNH * p.NC * (1 if by_chunk(p) else _items_of_chunk(_items(p, normalise=True)))
+
+    def scratch(self, p: Problem, dtype, *, normalise: bool = True, **asked) -> dict[str, Any]:
+        if self.recomputes_scores:
+            return chunkwise.scratch(p, self, dtype, normalise=normalise)
+        tiles = functools.partial(shared_tiles, self.num_stages, dtype=dtype)
+        # All shapes of a tile have equally many bytes, so a slot has the same place in all of them.
+        left = tiles(ROWS, DEPTH), tiles(DEPTH, ROWS)
+        vector = plgpu.SMEM((self.num_stages, DEPTH * COLUMNS * dtype.itemsize // 4), jnp.float32)
+        right = tiles(DEPTH, COLUMNS), tiles(COLUMNS, DEPTH), vector
+        return {
+            "operands_smem": [one_of(*left), one_of(*right)],
+            "out_smem": shared_tiles(2, 2, WG_ROWS, WG_ROWS, dtype=dtype),  # per warpgroup
+            "barriers": ring_barriers(self.num_stages, copies=2),
+        }
+
+    @classmethod
+    def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
+        """By chunk, six stages if registers spill, because more would leave them too little L1."""
+        if not _divides(p):
+            return
+        if by_chunk(p):
+            stages = 7 if p.DHQK == 64 and MOVES_REGISTERS else 6
+        else:
+            stages = 3 if p.DHQK >= 512 else 4
+        for num_stages in range(stages, 2, -1):
+            yield cls(num_stages, gpu.sms, by_chunk(p)).clamped(p)
+
+    def divides(self, p: Problem, **asked) -> bool:
+        """With fewer stages than a step holds at once the kernel would deadlock."""
+        least = 4 if by_chunk(p) else 3
+        return _divides(p) and self.recomputes_scores == by_chunk(p) and self.num_stages >= least

@@ -1,0 +1,556 @@
+"""parallel_bw_dQKV on Mosaic GPU, with one CTA that computes P, dP and all gradients of a chunk.
+
+L is 128, and DHQK is 64 or 128. An item of ``persistent.py`` is a chunk. Two warpgroups multiply,
+each for 64 rows of the chunk. Tiles of 64 columns are copied num_stages tiles ahead, across chunks
+too. k stays in shared memory for the whole chunk. At DHQK 64 there is room for the k of the next
+chunk as well; at 128 its copy waits for the end of the chunk.
+
+At DHQK 128 the two warpgroups share the copying and have 255 registers per thread. At 64 a third
+warpgroup copies. If the compiler does not move registers between warpgroups, each of the three has
+168, so the block of P and dP on the diagonal is computed in two halves.
+
+The first phase of a chunk computes dh . v over DHHV and q . k over DHQK, and from these P, dP and
+the sums of W. P and dP stay in shared memory. Each warpgroup computes the block of 64 x 64 on the
+diagonal that has its queries, and half the keys of the block below the diagonal.
+
+In the second phase a warpgroup keeps its rows of dq and dk, 64 x DHQK each, in registers, and the
+columns of v and dh are read once more. A step reads tiles of v, dC, C and dh from shared memory,
+adds to dq, dk and <C_c, dC_{c+1}>, and computes 64 columns of dv. This phase reads v and dh in
+reverse order, because their last columns are still in the L2.
+"""
+
+import enum
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.mosaic_gpu import products
+from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.fragments import (
+    across_columns,
+    across_rows,
+    load_by_rows,
+    rows_and_columns,
+)
+from mlstm_pallas.mosaic_gpu.gradient_tiles import write_tiles
+from mlstm_pallas.mosaic_gpu.launch import (
+    BY_COLUMNS,
+    BY_ROWS,
+    WG_ROWS,
+    aligned,
+    block,
+    load,
+    load_float32,
+    move_registers,
+    one_of,
+    plgpu,
+    shared_tiles,
+)
+from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS, RingTiles
+from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel
+from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
+from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
+from mlstm_pallas.normaliser import query_scale
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
+
+CHUNK = 128  # steps of a chunk
+DEPTH = 64  # columns of a tile
+HALF = 32  # keys of the block below the diagonal, per warpgroup
+_E_HI, _E_LO, _DN, _N = range(4)  # rows of the vectors in shared memory; N only with a normaliser
+
+
+class _Tile(enum.IntEnum):
+    """The operand that a tile belongs to, in the order of a step of the second phase."""
+
+    V = 0
+    DC = 1
+    C = 2
+    DH = 3
+    Q = 4
+
+
+def _k_stages(p: Problem) -> int:
+    """The number of chunks whose k is in shared memory."""
+    return 128 // p.DHQK
+
+
+class Kernel(PersistentKernel):
+    """Runs a CTA.
+
+    Inputs in global memory: all of ``parallel_bw_dQKV._Kernel`` except P and dP; and e_gmem and
+    u_gmem, two (B * NH, S) each.
+    Outputs:
+      dq, dk, dv: like q, k and v.
+      q_inter, k_inter: (B * NH, S).
+      states: (B * NH, NC, 128), parts of <C_c, dC_{c+1}>.
+      pairs: see ``w_sum_shapes``. The part of per_query whose keys are all later is scratch.
+    Shared memory and barriers: see ``scratch``.
+    """
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        refs, p, chunks, readers = self.refs, self.p, self.num_items, self.readers(self.p)
+        # The order of a chunk's tiles: dh and v per step, q; then v, dC, C and dh per step, q.
+        self.steps, self.parts = 2 * blocks(p.DHHV, 2 * DEPTH), blocks(p.DHQK, DEPTH)
+        self.first_q = 2 * self.steps
+        self.second_phase = self.first_q + self.parts
+        self.last_q = self.second_phase + 4 * self.steps
+        self.num_tiles = n = self.last_q + self.parts
+        products.guard(refs.tiles_full, refs.P_smem, refs.dP_smem)
+        self.ring = CopyRing(
+            refs.barriers,
+            chunks * n,
+            self.copy_any_tile,
+            readers=readers,
+            steps_of_item=n,
+        )
+        self.k_ring = CopyRing(refs.k_barriers, chunks, self.copy_k, readers=readers)
+        self.rings = self.ring, self.k_ring
+
+    @staticmethod
+    def readers(p: Problem) -> int:
+        return 0 if p.DHQK == 64 else 2
+
+    def place(self, index) -> tuple[Any, Any]:
+        """The head and the chunk of the CTA's index-th item."""
+        return self.head_and_chunk(self.item_of(index))
+
+    def last_first(self, step):
+        """The block of columns that a step of the second phase reads."""
+        return self.steps - 1 - step
+
+    def copy_tile(self, copy, kind, head, chunk, column):
+        refs = self.refs
+        x = (refs.v_gmem, refs.dC_gmem, refs.C_gmem, refs.dh_gmem, refs.q_gmem)[kind]
+        is_state = kind in (_Tile.DC, _Tile.C)
+        rows = x.at[head, chunk] if is_state else head_of(x, head, self.p).at[block(chunk, CHUNK)]
+        source = rows.at[:, block(column, DEPTH)]
+        copy(source, refs.tiles_smem, slice(self.p.DHQK if is_state else CHUNK))
+
+    def copy_any_tile(self, index, x, copy):
+        """Copies tile x of a chunk."""
+        head, chunk = self.place(index)
+        y = x - self.second_phase
+        in_first, in_second = x < self.first_q, (y >= 0) & (x < self.last_q)
+        in_turn = 3 - 3 * remainder(x, 2)  # dh and v
+        q = np.int32(_Tile.Q)
+        kind = jnp.where(in_first, in_turn, jnp.where(in_second, remainder(y, 4), q))
+        of_q = x - jnp.where(y < 0, np.int32(self.first_q), np.int32(self.last_q))
+        step = divide(x, 2)
+        of_second = jnp.where(in_second, self.last_first(divide(y, 4)), of_q)
+        column = jnp.where(in_first, step, of_second)
+        for tile in _Tile:
+            start = functools.partial(self.copy_tile, copy, tile, head, chunk, column)
+            pl.when(kind == tile)(start)
+
+    def copy_k(self, index, copy):
+        """Copies k and the vectors of a chunk."""
+        head, chunk = self.place(index)
+        refs, rows = self.refs, block(chunk, CHUNK)
+        for y in range(self.parts):
+            source = head_of(refs.k_gmem, head, self.p).at[rows, block(y, DEPTH)]
+            copy(source, refs.k_smem, block(y, CHUNK))
+        for y, x in enumerate(refs.e_gmem):
+            copy(x.at[head, rows], refs.vectors_smem, y)
+        for y, x in enumerate((refs.dn_gmem, refs.n_gmem), _DN):
+            if x is not None:
+                copy(x.at[head, chunk], refs.vectors_smem, y, slice(self.p.DHQK))
+
+    def copy_chunk(self, index):
+        """Loads a chunk in a dedicated warpgroup, in which no copy branches on its operand."""
+        head, chunk = self.place(index)
+        first = index * self.num_tiles
+
+        def load_tile(at, kind, column):
+            self.ring.load(
+                first + at, lambda _, copy: self.copy_tile(copy, kind, head, chunk, column)
+            )
+
+        def load_q(at):
+            for y in range(self.parts):
+                load_tile(at + y, _Tile.Q, y)
+
+        @each(self.steps)
+        def first_phase(x):
+            load_tile(2 * x, _Tile.DH, x)
+            load_tile(2 * x + 1, _Tile.V, x)
+
+        load_q(self.first_q)
+        self.k_ring.load(index)
+
+        @each(self.steps)
+        def second(j):
+            for kind in list(_Tile)[:4]:
+                load_tile(self.second_phase + 4 * j + int(kind), kind, self.last_first(j))
+
+        load_q(self.last_q)
+
+    def copy(self) -> None:
+        move_registers(40)
+        each(self.num_items)(self.copy_chunk)
+
+    def multiply(self) -> None:
+        if not self.ring.readers:
+            move_registers(232)
+        each(self.num_items)(lambda index: _multiply(_Chunk(self, index)))
+        refs = self.refs
+        if refs.tiles_empty is not None:
+            last = functools.partial(plgpu.barrier_wait, refs.tiles_empty)
+            last() if self.live is None else pl.when(self.num_items > 0)(last)
+        self.clear(refs.staging_smem[0].at[self.wg], refs.dq, refs.dk, refs.dv)
+
+
+class _Chunk(Kernel):
+    """A chunk, as one warpgroup sees it.
+
+    Attributes:
+      index: among the CTA's chunks.
+      tile_rows: the warpgroup's rows in the chunk.
+      rows: these rows in the sequence.
+      first: the first tile's step in the ring.
+      out_tile: for an output.
+    """
+
+    def __init__(self, cta: Kernel, index) -> None:
+        vars(self).update(vars(cta))
+        self.wg = lax.optimization_barrier(cta.wg)  # keeps what is derived from it out of registers
+        self.index = index
+        self.head, self.chunk = cta.place(index)
+        self.tile_rows = block(self.wg, WG_ROWS)
+        self.rows = block(self.chunk * 2 + self.wg, WG_ROWS)
+        self.k_slot = cta.k_ring.slot(index)
+        self.first = index * cta.num_tiles
+        self.k_tile = cta.refs.k_smem.at[self.k_slot]
+        self.out_tile = cta.refs.staging_smem[0].at[self.wg]
+
+    def k_columns(self, y):
+        """The warpgroup's rows of the y-th 64 columns of k."""
+        return self.k_tile.at[block(y * (CHUNK // WG_ROWS) + self.wg, WG_ROWS)]
+
+    def slot(self, step):
+        return self.refs.tiles_smem.at[self.ring.slot(step)]
+
+    def advance(self, *steps):
+        self.ring.advance(*steps, item=self.index)
+
+    def refill(self, *steps):
+        self.ring.refill(*steps, item=self.index)
+
+    def q_step(self, y):
+        return self.first + self.last_q + y
+
+    def store_per_key(self, W, tile, start):
+        """Stores sums over the queries of a tile, for keys from ``start`` on in the chunk."""
+        sums = products.sum_over_rows(W, self.refs.staging_smem[1].at[self.wg, :SUM_SCRATCH])
+        keys = pl.ds(pl.multiple_of(self.chunk * CHUNK + start, HALF), W.shape[1])
+        self.refs.pairs.per_key.at[self.head, tile, keys][...] = sums
+
+    def row_dots(self, x, tile):
+        return products.sum_over_columns(x * load_float32(tile))
+
+    def vector(self, x, start, size=WG_ROWS):
+        return load(self.refs.vectors_smem.at[self.k_slot, x, pl.ds(start, size)], BY_COLUMNS)
+
+    def store(self, gradients):
+        """Stores (64, 64) values to columns of outputs, through tiles that no copy reads now."""
+        for x, tile, _, _ in gradients:
+            products.store(tile, x.astype(tile.dtype))
+        plgpu.commit_smem()
+        for _, tile, out, column in gradients:
+            destination = head_of(out, self.head, self.p).at[self.rows, block(column, WG_ROWS)]
+            copy_out(tile, destination)
+
+
+class _Block(NamedTuple):
+    """The block of P and dP on the diagonal, or half of the block below it."""
+
+    tile_rows: Any  # rows of the queries
+    key: Any  # the first key
+    keys: int
+    row: Any  # its row in the shared memory of P
+    vectors: Sequence[Any]  # u_hi, u_lo, inv_den and dz_den of the queries
+    scores: Any = None
+    dA: Any = None
+
+
+def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
+    """The block on the diagonal, the one below, and the weights of queries and keys.
+
+    The vectors are loaded before the products and used after them, so their latency is hidden.
+    """
+    refs, later = c.refs, block(c.chunk * 2 + 1, WG_ROWS)
+    half, key = (pl.multiple_of(c.wg * keys, keys) for keys in (HALF, WG_ROWS))
+
+    def vectors(rows):
+        sources = *refs.u_gmem, refs.inv_den_gmem, refs.dz_den_gmem
+        return [load_by_rows(x, c.head, rows) for x in sources]
+
+    diagonal = _Block(c.tile_rows, key, WG_ROWS, 2 * key, vectors(c.rows))
+    below = _Block(block(1, WG_ROWS), half, HALF, WG_ROWS + half, vectors(later))
+    w = load_by_rows(refs.w_gmem, c.head, c.rows)
+    weights = query_scale(w, c.p.qk_scale, diagonal.vectors[2])
+    return diagonal, below, weights, load_by_rows(refs.abar_gmem, c.head, c.rows)
+
+
+def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
+    """The blocks with their q k^T and dh v^T."""
+    ring, slots = c.ring, c.refs.tiles_smem
+
+    def add_blocks(sums, left, right, start=0):
+        for x, part in zip(sums, both, strict=True):
+            keys = pl.ds(start + part.key, part.keys)
+            products.add(x, left.at[part.tile_rows], right.T.at[:, keys])
+
+    def issue(*sums):
+        scores, dA = sums[:2], sums[2:]
+
+        @each(c.steps)
+        def add(x):
+            dh, v = c.first + 2 * x, c.first + 2 * x + 1
+            add_blocks(dA, slots.at[ring.wait(dh)], slots.at[ring.wait(v)])
+            products.wait(2)
+
+            pl.when(x > 0)(lambda: c.advance(dh - 2, v - 2))
+            if ring.readers:
+                pl.when((x == 0) & (c.index > 0))(lambda: c.k_ring.refill(c.index - 1))
+
+        last_dh, last_v, *q = (c.first + c.first_q + y for y in range(-2, c.parts))
+        for y, step in enumerate(q):
+            slot = ring.wait(step)
+            if y == 0:
+                c.k_ring.wait(c.index)
+            add_blocks(scores, slots.at[slot], c.k_tile, y * CHUNK)
+            if y == 0:
+                products.wait(2)
+                ring.release(last_dh, last_v)
+        products.wait(0)
+        ring.release(*q)
+        c.refill(last_dh, last_v, *q)
+
+    shapes = [(WG_ROWS, part.keys) for part in both]
+    _, *sums = products.all_from_zeros(issue, *shapes, *shapes)
+    return [x._replace(scores=sums[j], dA=sums[2 + j]) for j, x in enumerate(both)]
+
+
+def _write_keys(c: _Chunk, x: _Block, start: int, keys: int, mask: Array | None = None):
+    """Stores P and dP of ``keys`` keys of a block, from ``start`` on; returns their W."""
+    refs, columns = c.refs, slice(start, start + keys)
+    key, row = (pl.multiple_of(y + start, HALF) for y in (x.key, x.row))
+    at = pl.ds(row, keys)
+    e = (c.vector(y, key, keys) for y in (_E_HI, _E_LO))
+    tiles = refs.P_smem.at[at].T, refs.dP_smem.at[at].T
+    scores, dA = x.scores[:, columns], x.dA[:, columns]
+    return write_tiles(*tiles, scores, dA, e, x.vectors, mask, c.p.qk_scale)
+
+
+def _write_below(c: _Chunk, below: _Block):
+    """Stores P, dP and sums of W of half the block below the diagonal.
+
+    It returns the sums over keys.
+    """
+    refs = c.refs
+    W = _write_keys(c, below, 0, HALF)
+    sums = products.sum_over_columns(W)
+
+    @pl.when(c.wg == 0)
+    def hand_over():  # warpgroup 1 adds its own sums
+        refs.pairs.per_query.at[c.head, 1, c.rows][...] = sums
+
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs.tiles_full)
+    c.store_per_key(W, 1, below.key)
+    return sums
+
+
+def _write_diagonal(c: _Chunk, diagonal: _Block, keys: int) -> None:
+    """Stores P, dP and the sums of W of the block on the diagonal, ``keys`` keys at a time."""
+    refs, sum_over_columns = c.refs, products.sum_over_columns
+    of_diagonal, of_earlier = [], []
+    for start in range(0, WG_ROWS, keys):
+        t, s = rows_and_columns(WG_ROWS, keys)
+        s += start
+        W = _write_keys(c, diagonal, start, keys, s <= t)
+        of_diagonal.append(sum_over_columns(jnp.where(s == t, W, 0.0)))
+        W = jnp.where(s < t, W, 0.0)
+        of_earlier.append(sum_over_columns(W))
+        c.store_per_key(W, c.wg, diagonal.key + start)
+    refs.pairs.diagonal.at[c.head, c.rows][...] = functools.reduce(jnp.add, of_diagonal)
+    refs.pairs.per_query.at[c.head, c.wg, c.rows][...] = functools.reduce(jnp.add, of_earlier)
+
+
+def _add_for_queries(c: _Chunk, accumulator, tile, x, first: int) -> None:
+    """Adds the transposed tile times x, over the keys up to the warpgroup's queries.
+
+    first: the block of 64 rows of x that has the first keys.
+    """
+
+    @each(c.wg + 1)
+    def add(j):
+        products.add(
+            accumulator, tile.at[block(c.wg + j, WG_ROWS)].T, x.at[block(first + j, WG_ROWS)]
+        )
+
+
+def _add_for_keys(c: _Chunk, accumulator, tile, x) -> None:
+    """Adds the tile times x, over the queries from the warpgroup's keys on."""
+
+    @each(2 - c.wg)
+    def add(j):
+        products.add(
+            accumulator, tile.at[block(2 * c.wg + j, WG_ROWS)], x.at[block(c.wg + j, WG_ROWS)]
+        )
+
+
+def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
+    """Adds to the inter-chunk parts of dq and dk and to <C, dC>; stores 64 columns of dv.
+
+    carry: <C, dC>, dq, dk.
+    """
+    refs, ring, DHQK = c.refs, c.ring, c.p.DHQK
+    total, *sums = carry
+    parts = c.parts
+    v, dC, C, dh = (c.first + c.second_phase + 4 * j + x for x in range(4))
+
+    def multiply_states(dq, dk, dv):
+        ring.wait(v)
+        ring.wait(dC)
+        products.add(dk, c.slot(v).at[c.tile_rows], c.slot(dC).at[:DHQK].T)
+        for y in range(parts):
+            products.add(dv, c.k_columns(y), c.slot(dC).at[block(y, WG_ROWS)])
+        ring.wait(C)
+        ring.wait(dh)
+        products.add(dq, c.slot(dh).at[c.tile_rows], c.slot(C).at[:DHQK].T)
+
+    *sums, new = products.onto(multiply_states, *sums, products.zeros(WG_ROWS, DEPTH))
+
+    def inner(total):
+        rows = block(c.wg if parts == 2 else 0, WG_ROWS)
+        x, y = (load_float32(z.at[rows]) for z in (c.slot(dC), c.slot(C)))
+        return total + products.sum_over_columns(x * y)
+
+    # A warpgroup sums 64 of the 128 rows of a state. If a state has only 64 rows, the two
+    # warpgroups take turns.
+    if parts == 2:
+        total = inner(total)
+    else:
+        total = lax.cond(remainder(j, 2) == c.wg, inner, lambda total: total, total)
+    ring.release(v, dC, C)
+    new *= across_columns(key_weights)
+
+    def multiply_P(dv):
+        _add_for_keys(c, dv, refs.P_smem, c.slot(dh))
+        c.refill(v, dC, C)  # while the product runs
+
+    (new,) = products.onto(multiply_P, new)
+    c.advance(dh)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    c.store([(new, c.out_tile, refs.dv, c.last_first(j))])
+    return total, *sums
+
+
+def _weighted(
+    c: _Chunk,
+    gradients: Sequence[Array],
+    weights: Array,
+    norm_weights: Array | None,
+    key_weights: Array,
+) -> list[Array]:
+    """The scaled inter-chunk parts of dq and dk, 64 columns each; stores q . dq and k . dk."""
+    inter, of_q, of_k = [], [], []
+    for y in range(c.parts):
+        slot = c.ring.wait(c.q_step(y))
+        dq, dk = (x[:, y * DEPTH : (y + 1) * DEPTH] for x in gradients)
+        dq *= across_columns(weights)
+        if norm_weights is not None:
+            dq += across_columns(norm_weights) * across_rows(c.vector(_N, y * WG_ROWS))
+        dk = (dk + across_rows(c.vector(_DN, y * WG_ROWS))) * across_columns(key_weights)
+        of_q.append(c.row_dots(dq, c.refs.tiles_smem.at[slot, c.tile_rows]))
+        of_k.append(c.row_dots(dk, c.k_columns(y)))
+        inter += [dq, dk]
+    c.refs.q_inter.at[c.head, c.rows][...] = functools.reduce(jnp.add, of_q)
+    c.refs.k_inter.at[c.head, c.rows][...] = functools.reduce(jnp.add, of_k)
+    return inter
+
+
+def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
+    """Adds the intra-chunk parts to dq and dk and stores them."""
+    refs, parts = c.refs, range(c.parts)
+
+    def multiply_dP(*sums):
+        for y in parts:
+            _add_for_queries(c, sums[2 * y], refs.dP_smem, c.k_tile, y * (CHUNK // WG_ROWS))
+            _add_for_keys(c, sums[2 * y + 1], refs.dP_smem, c.slot(c.q_step(y)))
+
+    gradients = products.onto(multiply_dP, *inter)
+    c.k_ring.release(c.index)
+    c.advance(*map(c.q_step, parts))
+    if refs.tiles_empty is not None:
+        products.release(refs.tiles_empty)
+    outputs = [(x, (refs.dq, refs.dk)[j % 2], j // 2) for j, x in enumerate(gradients)]
+    # Only the warpgroup that wrote a corner block of P or dP reads it.
+    free_tiles = c.out_tile, refs.P_smem.at[corner], refs.dP_smem.at[corner]
+    for start in range(0, len(outputs), len(free_tiles)):
+        plgpu.wait_smem_to_gmem(2 if start else 0, wait_read_only=True)  # for one tile, or for all
+        rest = zip(outputs[start:], free_tiles, strict=False)
+        c.store([(x, tile, *place) for (x, *place), tile in rest])
+
+
+def _multiply(c: _Chunk) -> None:
+    """Runs both phases of a chunk."""
+    refs = c.refs
+    diagonal, below, weights, key_weights = _blocks_and_weights(c)
+    diagonal, below = _scores_and_dA(c, (diagonal, below))
+    # Waits because the previous chunk stores its gradients from the shared memory of P and dP.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if refs.tiles_empty is not None:
+        pl.when(c.index > 0)(lambda: plgpu.barrier_wait(refs.tiles_empty))
+    half_sums = _write_below(c, below)
+    # Computing half the keys of the block on the diagonal at a time takes fewer registers.
+    keys = WG_ROWS if not c.ring.readers and MOVES_REGISTERS else HALF
+    _write_diagonal(c, diagonal, keys)
+    plgpu.commit_smem()
+    products.acquire(refs.tiles_full, refs.tiles_empty)
+    norm_weights = None if refs.n_gmem is None else weights * diagonal.vectors[3]
+    zeros = products.zeros(WG_ROWS, c.p.DHQK)
+    total = products.zeros(WG_ROWS, layout=BY_ROWS)
+    step = functools.partial(_gradient_step, c, key_weights)
+    total, *gradients = loop(c.steps, step, (total, zeros, zeros))
+    refs.states.at[c.head, c.chunk, c.tile_rows][...] = total
+
+    @pl.when(c.wg == 1)
+    def add_halves():
+        other = load_by_rows(refs.pairs.per_query.at[:, 1], c.head, block(c.chunk * 2, WG_ROWS))
+        refs.pairs.per_query.at[c.head, 0, c.rows][...] = half_sums + other
+
+    inter = _weighted(c, gradients, weights, norm_weights, key_weights)
+    _store_dq_and_dk(c, inter, aligned(diagonal.row, WG_ROWS))
+
+
+def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[str, Any]:
+    """Shared memory of the kernel."""
+    k_stages, parts = _k_stages(p), p.DHQK // DEPTH
+    blocks_of_P = shared_tiles(3 * WG_ROWS, DEPTH, dtype=dtype)
+    sums = plgpu.SMEM((2, WG_ROWS * DEPTH * dtype.itemsize // 4), jnp.float32)
+    return {
+        # Columns of q, v or dh, or of a state, which has DHQK rows.
+        "tiles_smem": shared_tiles(config.num_stages, CHUNK, DEPTH, dtype=dtype),
+        "k_smem": shared_tiles(k_stages, parts * CHUNK, DEPTH, dtype=dtype),
+        # Blocks of 64 x 64, transposed: block s + t has the keys of block s and the queries of t.
+        "P_smem": blocks_of_P,
+        "dP_smem": blocks_of_P,
+        # Per warpgroup a tile (64, 64) of outputs, or sums over queries in the same place.
+        "staging_smem": one_of(shared_tiles(2, WG_ROWS, DEPTH, dtype=dtype), sums),
+        "vectors_smem": plgpu.SMEM((k_stages, 4, CHUNK), jnp.float32),  # see _E_HI
+        "barriers": ring_barriers(config.num_stages, copies=1),
+        "k_barriers": ring_barriers(k_stages, copies=parts + 3 + normalise),
+        # P and dP are written, and so are the sums that warpgroup 0 hands to warpgroup 1.
+        "tiles_full": plgpu.Barrier(num_arrivals=2, num_barriers=1),
+        # With one stage of k both warpgroups wait for the next k anyway before they write.
+        "tiles_empty": plgpu.Barrier(num_arrivals=2, num_barriers=1) if k_stages > 1 else None,
+    }

@@ -1,0 +1,311 @@
+"""parallel_fw_H on Mosaic GPU: the outputs of ``stages/parallel_fw_H.py``.
+
+Grid (B * NH * NC * L / siz_b_LQ * DHHV / siz_b_DHHV). A CTA owns siz_b_LQ queries of a chunk and
+siz_b_DHHV columns of h, and each of its warpgroups owns 64 of the queries. A CTA first reads the
+state of the chunk, 64 rows at a time, and then the keys and values up to its queries, 64 steps at a
+time. P stays in registers. Keys go through a ring of num_stages slots, rows of the state and values
+through another one. h leaves through the shared memory of the queries.
+
+FLOPs: 2 tokens K V + tokens (L + 1) (K DHHV / siz_b_DHHV + V), because each column block repeats
+q.k. Bytes: q, k, v, h and C, (tokens (2 K + 2 V) + B NH NC K V) itemsize, with repeats from the L2.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.mosaic_gpu import products
+from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.fragments import (
+    across_columns,
+    decay_tile,
+    load_by_rows,
+    q_times_n,
+    rows_and_columns,
+)
+from mlstm_pallas.mosaic_gpu.launch import (
+    BY_COLUMNS,
+    BY_ROWS,
+    WG_ROWS,
+    block,
+    float32,
+    load,
+    mosaic_call,
+    plgpu,
+    shared_tiles,
+)
+from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, HopperTiles
+from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, copy_out, head_of
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Launch, sequence_shape
+from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
+from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
+
+FEW_CTAS = 528  # four per SM of an H200
+
+
+def _place_of_cta(p: Problem, config: "Tiles"):
+    """A CTA's column block of h, block of queries in the chunk, head and chunk."""
+    index = lax.axis_index("program")
+    of_h, of_chunk = blocks(p.DHHV, config.siz_b_DHHV), blocks(p.L, config.siz_b_LQ)
+    column, index = remainder(index, of_h), divide(index, of_h)
+    # Blocks with the most keys come first. If there are many CTAs, those of one chunk are
+    # neighbours, so that they share the L2.
+    chunks = p.BNH * p.NC
+    if chunks * of_chunk * of_h <= FEW_CTAS:
+        i, index = of_chunk - 1 - divide(index, chunks), remainder(index, chunks)
+    else:
+        i, index = of_chunk - 1 - remainder(index, of_chunk), divide(index, of_chunk)
+    return column, i, divide(index, p.NC), remainder(index, p.NC)
+
+
+def _add_q_C(acc, q_smem, C_smem, wg, ring):
+    """acc += q C, over the first steps of the ring."""
+    steps, pending = q_smem.shape[1], 0 if ring.num_slots == 1 else 1
+
+    @each(steps)
+    def add(x):
+        slot = ring.wait(x)
+        products.add(acc, q_smem.at[wg, x], C_smem.at[slot])
+        products.wait(pending)
+        if pending:
+            pl.when(x > 0)(lambda: ring.advance(x - 1))
+        else:
+            ring.advance(x)
+
+    products.wait(0)
+    if pending:
+        ring.advance(np.int32(steps - 1))
+
+
+def _add_q_k(acc, q, k):
+    """acc += q k^T."""
+    parts = k.shape[0]
+    if parts == 1:
+        for x in range(q.shape[0]):
+            products.add(acc, q.at[x], k.at[0, :, block(x, WG_ROWS)].T)
+        return
+
+    @each(parts)  # a loop, because eight unrolled products spill
+    def add(x):
+        products.add(acc, q.at[x], k.at[x].T)
+
+
+def _store_h(num, buffers, h, rows, column):
+    """Stores 64 rows of h, 64 columns at a time, through the buffers in turn."""
+    parts = num.shape[1] // WG_ROWS
+    for x in range(parts):
+        h_smem = buffers[x % len(buffers)]
+        plgpu.wait_smem_to_gmem(len(buffers) - 1, wait_read_only=True)
+        products.store(h_smem, num[:, x * WG_ROWS : (x + 1) * WG_ROWS].astype(h_smem.dtype))
+        plgpu.commit_smem()
+        copy_out(h_smem, h.at[rows, block(column * parts + x, WG_ROWS)])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _kernel(
+    q_gmem,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    k_gmem,
+    v_gmem,  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
+    C_gmem,  # (B * NH, NC, DHQK, DHHV)
+    n_gmem,  # (B * NH, NC, DHQK), None without a normaliser
+    e_gmem,  # hi and lo, (B * NH, S) each, like u, w and m
+    u_gmem,  # hi and lo
+    w_gmem,
+    m_gmem,  # None if the floor does not need it
+    h_gmem,  # output, like v
+    z_gmem,  # output (B * NH, S), None without a normaliser
+    q_smem,  # (warpgroups, DHQK / 64, 64, 64)
+    k_smem,  # (num_stages, parts, 64, columns of a part)
+    v_smem,  # (num_stages, 64, siz_b_DHHV): rows of C, then v
+    q_full,  # one barrier per warpgroup
+    k_barriers,
+    v_barriers,
+    *,
+    p: Problem,
+    config: "Tiles",
+    normaliser: Normaliser | None,
+) -> None:
+    wg, siz_b_DHHV = lax.axis_index("wg"), config.siz_b_DHHV
+    warpgroups = config.siz_b_LQ // WG_ROWS
+    column, i, head, chunk = _place_of_cta(p, config)
+    num_tiles, steps_k = (i + 1) * warpgroups, p.DHQK // WG_ROWS
+    q, k, v = (head_of(x, head, p) for x in (q_gmem, k_gmem, v_gmem))
+
+    def steps(tile):
+        return block(chunk * (p.L // WG_ROWS) + tile, WG_ROWS)
+
+    def load_k(j, copy):
+        _, parts, _, of_part = k_smem.shape
+        for x in range(parts):
+            copy(k.at[steps(j), block(x, of_part)], k_smem, x)
+
+    def load_v(step, copy):
+        of_C = C_gmem.at[head, chunk, block(step, WG_ROWS), block(column, siz_b_DHHV)]
+        of_v = v.at[steps(step - steps_k), block(column, siz_b_DHHV)]
+        pl.when(step < steps_k)(lambda: copy(of_C, v_smem))
+        pl.when(step >= steps_k)(lambda: copy(of_v, v_smem))
+
+    k_ring = CopyRing(k_barriers, num_tiles, load_k, readers=warpgroups)
+    v_ring = CopyRing(v_barriers, num_tiles + steps_k, load_v, readers=warpgroups)
+    tile = i * warpgroups + wg  # the warpgroup's 64 queries in the chunk
+    for x in range(steps_k):
+        source = q.at[steps(tile), block(x, WG_ROWS)]
+        copy_in(source, q_smem.at[wg, x], q_full.at[wg])
+    v_ring.prologue()
+    k_ring.prologue()
+    rows = steps(tile)
+    # Loaded before the products and used after them, so that their latency is hidden.
+    u = [load_by_rows(x, head, rows) for x in u_gmem]
+    w, m = (load_by_rows(x, head, rows) for x in (w_gmem, m_gmem))
+    row_scale = query_scale(w, p.qk_scale)
+
+    def join_keys(j, carry):
+        """Adds a tile of keys and values to the numerators and to the sums of P."""
+        num, z = carry
+        keys = steps(j)
+        e = [load(x.at[head, keys], BY_COLUMNS, optimized=False) for x in e_gmem]
+        slot = k_ring.wait(j)
+        S = products.from_zeros(
+            lambda acc: _add_q_k(acc, q_smem.at[wg], k_smem.at[slot]), WG_ROWS, WG_ROWS
+        )
+        k_ring.advance(j)
+        t, s = rows_and_columns(WG_ROWS, WG_ROWS)
+        # Masked after the product, not before, so that a NaN in k reaches no earlier step.
+        seen = s <= t + (tile - j) * WG_ROWS
+        P = jnp.where(seen, S * (decay_tile(e, u) * p.qk_scale), 0.0)
+        if normaliser is not None:
+            z += products.sum_over_columns(P)
+        step = j + steps_k
+        slot_v = v_ring.wait(step)
+
+        def add(acc):
+            products.add(acc, P.astype(q_gmem.dtype), v_smem.at[slot_v])
+            products.wait(0)
+
+        (num,) = products.onto(add, num)
+        v_ring.advance(step)
+        return num, z
+
+    def skip_keys(x):
+        """Skips a tile of keys that only the other warpgroup reads."""
+        j = tile + 1 + x
+        for ring, step in ((k_ring, j), (v_ring, j + steps_k)):
+            ring.wait(step)
+            ring.advance(step)
+
+    plgpu.barrier_wait(q_full.at[wg])
+    z = products.zeros(WG_ROWS, layout=BY_ROWS)
+    if normaliser is not None:
+        q_n = q_times_n(lambda x: q_smem.at[wg, x], n_gmem, head, chunk)
+        z += products.sum_over_columns(q_n) * row_scale
+    num = products.from_zeros(
+        lambda acc: _add_q_C(acc, q_smem, v_smem, wg, v_ring), WG_ROWS, siz_b_DHHV
+    )
+    num *= across_columns(row_scale, siz_b_DHHV)
+    num, z = loop(tile + 1, join_keys, (num, z))
+    each(num_tiles - tile - 1)(skip_keys)
+    if normaliser is not None:
+        num *= across_columns(1.0 / normaliser.denominator(z, m), siz_b_DHHV)
+
+        @pl.when(column == 0)
+        def _():
+            z_gmem.at[head, rows][...] = z
+
+    free = [q_smem.at[wg, x] for x in range(steps_k)]  # no product reads the queries any more
+    _store_h(num, free, head_of(h_gmem, head, p), rows, column)
+    k_ring.epilogue()
+    v_ring.epilogue()
+
+
+def parallel_fw_H(
+    x: Operands,
+    *,
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    call: Launch,
+) -> Outputs:
+    """Runs the stage: ``stages/parallel_fw_H.py``."""
+    matQ, matK, matV, gates, matC_states, vecN_states = x
+    p, config, g = call.problem, call.tiles, gates.per_step()
+    y = mosaic_call(
+        functools.partial(_kernel, p=p, config=config, normaliser=normaliser),
+        name="parallel_fw_H",
+        grid={"program": config.grid(p)[0]},
+        warpgroups=config.siz_b_LQ // WG_ROWS,
+        outputs={
+            "h_gmem": sequence_shape(matV, p.DHHV, matQ.dtype),
+            "z_gmem": None if normaliser is None else float32(p.BNH, p.S),
+        },
+        scratch=config.scratch(p, matQ.dtype),
+        interpret=call.interpret,
+    )(
+        q_gmem=matQ,
+        k_gmem=matK,
+        v_gmem=matV,
+        C_gmem=matC_states,
+        n_gmem=None if normaliser is None else vecN_states,
+        e_gmem=g.vecE,
+        u_gmem=g.vecU,
+        w_gmem=g.vecW,
+        m_gmem=g.vecM if normaliser is not None and normaliser.floor_needs_m else None,
+    )
+    return Outputs(y["h_gmem"], y["z_gmem"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles(HopperTiles):
+    siz_b_LQ: int
+    siz_b_DHHV: int
+    num_stages: int
+
+    def grid(self, p: Problem, **asked) -> tuple[int, ...]:
+        return (p.BNH * p.NC * blocks(p.L, self.siz_b_LQ) * blocks(p.DHHV, self.siz_b_DHHV),)
+
+    def scratch(self, p: Problem, dtype, **asked) -> dict[str, Any]:
+        tiles, warpgroups, n = shared_tiles, self.siz_b_LQ // WG_ROWS, self.num_stages
+        of_part = p.DHQK if p.DHQK <= 256 else WG_ROWS
+        parts = p.DHQK // of_part
+        return {
+            "q_smem": tiles(warpgroups, p.DHQK // WG_ROWS, WG_ROWS, WG_ROWS, dtype=dtype),
+            "k_smem": tiles(n, parts, WG_ROWS, of_part, dtype=dtype),
+            "v_smem": tiles(n, WG_ROWS, self.siz_b_DHHV, dtype=dtype),
+            "q_full": plgpu.Barrier(num_arrivals=p.DHQK // WG_ROWS, num_barriers=warpgroups),
+            "k_barriers": ring_barriers(n, copies=parts, readers=warpgroups),
+            "v_barriers": ring_barriers(n, copies=1, readers=warpgroups),
+        }
+
+    @classmethod
+    def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
+        """Tiles with which an SM has room for two CTAs of 64 queries, or else for one of 128.
+
+        With 64 queries, DHQK 256 and 256 columns ptxas spills at least 132 bytes.
+        """
+        columns = next((x for x in (256, 128) if p.DHHV % x == 0), 64)
+        few = min(columns, 128)
+        two = cls(WG_ROWS, columns, 2)
+        if (
+            p.DHQK % WG_ROWS == 0
+            and 2 * (two.shared_bytes(p, KERNEL_DTYPE) + 1024) <= gpu.sm_shared_bytes
+        ):
+            yield two
+        for sizes in (
+            (128, columns, 2),
+            (128, columns, 1),
+            (WG_ROWS, few, 2),
+            (WG_ROWS, few, 1),
+            (WG_ROWS, 64, 1),
+        ):
+            yield cls(*sizes)
+
+    def divides(self, p: Problem, **asked) -> bool:
+        LQ, columns = self.siz_b_LQ, self.siz_b_DHHV
+        known = columns in (64, 128, 256) and LQ in (WG_ROWS, 2 * WG_ROWS)
+        return known and p.DHQK % WG_ROWS == p.DHHV % columns == p.L % LQ == 0

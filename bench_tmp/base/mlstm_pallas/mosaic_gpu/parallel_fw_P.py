@@ -1,0 +1,187 @@
+"""parallel_fw_P on Mosaic GPU: the scores, r and z of ``stages/parallel_fw_P.py``.
+
+The kernel does not scale the keys.
+
+Grid (B * NH * NC). A CTA is one warpgroup and owns one chunk of 64 steps. It has no pipeline,
+because up to DHQK = 256 an SM holds three CTAs, and the copies of one run while another one
+computes.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.mosaic_gpu import products
+from mlstm_pallas.mosaic_gpu.fragments import (
+    across_columns,
+    decay_tile,
+    load_by_rows,
+    q_times_n,
+    rows_and_columns,
+)
+from mlstm_pallas.mosaic_gpu.launch import (
+    BY_COLUMNS,
+    BY_ROWS,
+    WG_ROWS,
+    block,
+    float32,
+    load,
+    mosaic_call,
+    plgpu,
+    shared_tiles,
+)
+from mlstm_pallas.mosaic_gpu.limits import HopperTiles
+from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, head_of
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Launch, ScaledRows
+from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
+from mlstm_pallas.tiles import divide, remainder
+
+COLUMNS = 256, 192, 128, 64  # the choices per copy
+
+
+def _place_of_cta(p: Problem):
+    """A CTA's head and chunk."""
+    index = lax.axis_index("program")
+    return divide(index, p.NC), remainder(index, p.NC)
+
+
+def _kernel(entries_gmem, **refs) -> None:
+    """The chunk of a CTA, or zeros of r and z for an entry without steps."""
+    if entries_gmem is None:
+        return _chunk(None, **refs)
+    head, chunk = _place_of_cta(refs["p"])
+    size, steps = entries_gmem.sizes[head, chunk], block(chunk, WG_ROWS)
+    pl.when(size > 0)(functools.partial(_chunk, entries_gmem, **refs))
+
+    @pl.when(size == 0)
+    def _() -> None:
+        for x in (refs["r_gmem"], refs["z_gmem"]):
+            if x is not None:
+                x.at[head, steps][...] = products.zeros(WG_ROWS, layout=BY_ROWS)
+
+
+def _chunk(
+    entries_gmem,  # of ``ChunkList``: (B * NH, NC) each, None without a list
+    q_gmem,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    k_gmem,
+    n_gmem,  # (B * NH, NC, DHQK), None without a normaliser
+    e_gmem,  # hi and lo, (B * NH, S) each, like u, w and m
+    u_gmem,  # hi and lo
+    w_gmem,
+    m_gmem,  # None if the floor does not need it
+    P_gmem,  # output (B * NH, S, L)
+    r_gmem,  # output (B * NH, S)
+    z_gmem,  # output (B * NH, S), None without a normaliser
+    q_smem,  # (copies, L, columns)
+    k_smem,
+    P_smem,  # (L, L)
+    full,
+    *,
+    p: Problem,
+    normaliser: Normaliser | None,
+) -> None:
+    head, chunk = _place_of_cta(p)
+    steps = in_row = block(chunk, WG_ROWS)
+    if entries_gmem is not None:
+        in_row = pl.ds(entries_gmem.steps[head, chunk], WG_ROWS)
+    copies, _, columns = q_smem.shape
+    for x, tiles in ((q_gmem, q_smem), (k_gmem, k_smem)):
+        for j in range(copies):
+            of_head = head_of(x, head, p, any_step=entries_gmem is not None)
+            source = of_head.at[in_row, block(j, columns)]
+            copy_in(source, tiles.at[j], full)
+    e = (load(x.at[head, steps], BY_COLUMNS, optimized=False) for x in e_gmem)
+    D = decay_tile(e, (load_by_rows(x, head, steps) for x in u_gmem))
+    row_scale = query_scale(load_by_rows(w_gmem, head, steps), p.qk_scale)
+    m = load_by_rows(m_gmem, head, steps)
+    plgpu.barrier_wait(full)
+
+    def add_q_k(acc):
+        for j in range(copies):
+            products.add(acc, q_smem.at[j], k_smem.at[j].T)
+
+    S = products.from_zeros(add_q_k, WG_ROWS, WG_ROWS)
+    t, s = rows_and_columns(WG_ROWS, WG_ROWS)
+    # Masked after the product, not before, so that a NaN in k reaches no earlier step.
+    P = jnp.where(s <= t, S * (D * p.qk_scale), 0.0)
+    if normaliser is not None:
+
+        def q_tile(x):
+            in_tile = block(remainder(x, columns // WG_ROWS), WG_ROWS)
+            return q_smem.at[divide(x, columns // WG_ROWS), :, in_tile]
+
+        # A loop, because unrolled, with all of n in registers, an SM would hold only two CTAs.
+        q_n = q_times_n(q_tile, n_gmem, head, chunk)
+        z = jnp.sum(P + q_n * across_columns(row_scale), axis=1)
+        inv_den = 1.0 / normaliser.denominator(z, m)
+        P, row_scale = P * across_columns(inv_den), row_scale * inv_den
+        z_gmem.at[head, steps][...] = z
+    r_gmem.at[head, steps][...] = row_scale
+    products.store(P_smem, P.astype(q_gmem.dtype))
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(P_smem, P_gmem.at[head, steps])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def parallel_fw_P(
+    x: Operands,
+    *,
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    call: Launch,
+) -> ScanOperands:
+    """Runs the stage: ``stages/parallel_fw_P.py``. It returns unscaled keys with their weights."""
+    matQ, matK, gates, vecN_states, chunks = x
+    p, dtype, g = call.problem, matQ.dtype, gates.per_step()
+    per_step = float32(p.BNH, p.S)
+    y = mosaic_call(
+        functools.partial(_kernel, p=p, normaliser=normaliser),
+        name="parallel_fw_P",
+        grid={"program": p.BNH * p.NC},
+        outputs={
+            "P_gmem": jax.ShapeDtypeStruct((p.BNH, p.S, WG_ROWS), dtype),
+            "r_gmem": per_step,
+            "z_gmem": None if normaliser is None else per_step,
+        },
+        scratch=call.tiles.scratch(p, dtype),
+        interpret=call.interpret,
+    )(
+        entries_gmem=None if chunks is None else chunks.entries,
+        q_gmem=matQ,
+        k_gmem=matK,
+        n_gmem=None if normaliser is None else vecN_states,
+        e_gmem=g.vecE,
+        u_gmem=g.vecU,
+        w_gmem=g.vecW,
+        m_gmem=g.vecM if normaliser is not None and normaliser.floor_needs_m else None,
+    )
+    return ScanOperands(y["P_gmem"], ScaledRows(matK, g.vecAbar), y["r_gmem"], y["z_gmem"])
+
+
+class Tiles(HopperTiles):
+    def grid(self, p: Problem, **asked) -> tuple[int, ...]:
+        return p.BNH, p.NC
+
+    def shared_bytes(self, p: Problem, dtype, **asked) -> int:
+        """Includes 2 KiB of jnp.sum."""
+        return super().shared_bytes(p, dtype) + 2048
+
+    def scratch(self, p: Problem, dtype, **asked) -> dict[str, Any]:
+        columns = next(size for size in COLUMNS if p.DHQK % size == 0)
+        copies = p.DHQK // columns
+        operand = shared_tiles(copies, WG_ROWS, columns, dtype=dtype)
+        return {
+            "q_smem": operand,
+            "k_smem": operand,
+            "P_smem": shared_tiles(WG_ROWS, WG_ROWS, dtype=dtype),
+            "full": plgpu.Barrier(num_arrivals=2 * copies),
+        }
+
+    def divides(self, p: Problem, **asked) -> bool:
+        """Shared memory holds all of q and k of a chunk."""
+        return p.L == WG_ROWS and p.DHQK % 64 == 0

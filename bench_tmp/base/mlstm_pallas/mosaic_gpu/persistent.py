@@ -1,0 +1,141 @@
+"""Launch, loader, main loop and epilogue of the persistent kernels of the backward pass.
+
+There is one CTA per SM, and each processes every num_ctas-th item. Two warpgroups multiply. Either
+they also share the copying, or a third warpgroup copies.
+"""
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.mosaic_gpu import products
+from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing
+from mlstm_pallas.mosaic_gpu.launch import WG_ROWS, block, mosaic_call, plgpu
+from mlstm_pallas.mosaic_gpu.limits import RingTiles
+from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Launch
+from mlstm_pallas.tiles import divide, each, remainder
+
+
+class PersistentKernel:
+    """A CTA of a kernel, as one of its warpgroups sees it.
+
+    Attributes:
+      refs: the references of the kernel, by name.
+      program: the index of the CTA.
+      num_items: the number of its items.
+      live: references to ``LiveChunks``: the CTAs share the items of these chunks; None: of all.
+      ring: of the operands.
+      rings: all rings whose number of steps is known from the start.
+    """
+
+    ring: CopyRing
+    rings: Sequence[CopyRing] = ()
+
+    @staticmethod
+    def readers(p: Problem) -> int:
+        """The number of warpgroups that share the copying; 0: a third warpgroup copies."""
+        return 2
+
+    def __init__(self, refs, p: Problem, tiles: RingTiles) -> None:
+        self.refs, self.p, self.tiles = refs, p, tiles
+        self.wg, self.program = lax.axis_index("wg"), lax.axis_index("program")
+        self.live, items = refs.live_gmem, tiles.items(p)
+        if self.live is not None:
+            items = self.live.total[0] * (items // (p.BNH * p.NC))
+        self.num_items = self.share_of(items)
+
+    def share_of(self, items):
+        """The CTA's number of items, which may be 0."""
+        return divide(items + (self.tiles.num_ctas - 1 - self.program), self.tiles.num_ctas)
+
+    def item_of(self, index):
+        """The CTA's index-th item."""
+        return self.program + index * self.tiles.num_ctas
+
+    def head_and_chunk(self, index) -> tuple[Any, Any]:
+        """The head and the chunk at a place in the list of all chunks.
+
+        It begins with the live ones.
+        """
+        if self.live is not None:
+            index = self.live.order[index]
+        return divide(index, self.p.NC), remainder(index, self.p.NC)
+
+    def multiply(self) -> None:
+        """The work of a warpgroup that multiplies: all items, with their outputs."""
+        raise NotImplementedError
+
+    def copy(self) -> None:
+        """The work of the third warpgroup, if there is one."""
+        raise NotImplementedError
+
+    def clear(self, tile, *outputs) -> None:
+        """Stores zeros in the CTA's share of the chunks that are not live.
+
+        tile: (64, 64) in shared memory, of the warpgroup.
+        """
+        if self.live is None:
+            return
+        p, first = self.p, self.live.total[0]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        products.store(tile, products.zeros(*tile.shape).astype(tile.dtype))
+        plgpu.commit_smem()
+
+        @each(self.share_of(p.BNH * p.NC - first))
+        def clear_chunk(index):
+            head, chunk = self.head_and_chunk(first + self.item_of(index))
+
+            @each(p.L // (2 * WG_ROWS))
+            def clear_rows(pair):
+                rows = block(chunk * (p.L // WG_ROWS) + 2 * pair + self.wg, WG_ROWS)
+                for x in outputs:
+                    steps = head_of(x, head, p)
+
+                    @each(x.shape[-1] // WG_ROWS)
+                    def clear_tile(column, steps=steps):
+                        copy_out(tile, steps.at[rows, block(column, WG_ROWS)])
+
+    def run(self) -> None:
+        """Runs the warpgroup."""
+
+        def main_loop():
+            self.multiply()
+            plgpu.wait_smem_to_gmem(0)
+
+        if self.ring.readers:
+            for ring in self.rings:
+                ring.prologue()
+            main_loop()
+        else:
+            pl.when(self.wg < 2)(main_loop)
+            pl.when(self.wg == 2)(self.copy)
+        for ring in self.rings:
+            ring.epilogue()
+
+
+def persistent_call(
+    kernel: type[PersistentKernel],
+    name: str,
+    call: Launch,
+    outputs: Mapping[str, Any],
+    scratch: Mapping[str, Any],
+) -> Callable[..., dict[str, Any]]:
+    """``mosaic_call`` of a kernel."""
+
+    def entry(**refs):
+        kernel(types.SimpleNamespace(**refs), call.problem, call.tiles).run()
+
+    return mosaic_call(
+        entry,
+        name=name,
+        grid={"program": call.tiles.num_ctas},
+        warpgroups=2 if kernel.readers(call.problem) else 3,
+        outputs=outputs,
+        scratch=scratch,
+        interpret=call.interpret,
+    )

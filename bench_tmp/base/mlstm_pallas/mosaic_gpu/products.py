@@ -1,0 +1,122 @@
+"""Products on the tensor cores (wgmma), sums of tiles, and the protocol of shared buffers.
+
+The products of a warpgroup run asynchronously: see ``read`` and ``wait``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.mosaic_gpu.inline_mlir import by_lanes, inline_sum_over_rows
+from mlstm_pallas.mosaic_gpu.interpretable import interpretable
+from mlstm_pallas.mosaic_gpu.launch import BY_ROWS, WG_ROWS, plgpu
+
+SUM_SCRATCH = 4 * WG_ROWS  # float32 elements, for ``sum_over_rows``
+
+
+BY_LANES = by_lanes(64)
+
+
+@interpretable
+def add(accumulator, a, b) -> None:
+    """accumulator += a b; a is in shared memory or registers, b in shared memory."""
+    plgpu.wgmma(accumulator, a, b)
+
+
+@interpretable
+def wait(pending: int) -> None:
+    """Waits until at most ``pending`` products of the warpgroup are running."""
+    plgpu.wgmma_wait(pending)
+
+
+@interpretable
+def read(accumulator, pending: int):
+    """The value of the accumulator after all its products.
+
+    pending: how many later products may still run.
+    """
+    return plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
+
+
+def zeros(*shape: int, layout=plgpu.Layout.WGMMA):
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def from_zeros(issue: Callable[[Any], None], rows: int, columns: int):
+    """The accumulator after ``issue(accumulator)``."""
+    return all_from_zeros(issue, (rows, columns))[1]
+
+
+@interpretable
+def all_from_zeros(issue: Callable[..., Any], *shapes: tuple[int, int]):
+    """The result of ``issue(*accumulators)``, and the accumulators after it."""
+
+    def scope(*accumulators):
+        result = issue(*accumulators)
+        return result, *(read(x, 0) for x in accumulators)
+
+    return pl.run_scoped(scope, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
+@interpretable
+def onto(issue: Callable[..., None], *initial: jax.Array) -> Sequence[jax.Array]:
+    """The accumulators, which start from these values, after ``issue(*accumulators)``."""
+    return pl.run_state(lambda refs: issue(*refs))(tuple(plgpu.ACC.init(x) for x in initial))
+
+
+@interpretable
+def sum_over_rows(x: jax.Array, scratch):
+    """The sums over axis 0 of a float32 tile (64, 32 or 64), ``by_lanes``.
+
+    jnp.sum has one scratch per CTA. It also exchanges each sum with all lanes that hold a part of
+    it, which takes 48 shuffles per lane.
+
+    scratch: SUM_SCRATCH elements that no other warpgroup uses.
+    """
+    columns = plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=by_lanes(x.shape[1]))
+    types = plgpu.Layout.WGMMA, plgpu.RefType()
+    return plgpu.inline_mgpu(arg_types=types, return_type=columns)(inline_sum_over_rows)(x, scratch)
+
+
+@interpretable
+def sum_over_columns(x: jax.Array):
+    """jnp.sum(x, axis=1), BY_ROWS, without the 2 KiB of shared memory that jnp.sum takes."""
+    shape = plgpu.ShapeDtypeStruct(x.shape[:1], jnp.float32, layout=BY_ROWS)
+    inline = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=shape)
+    return inline(lambda _, tile: tile.reduce("add", 1))(x)
+
+
+@interpretable
+def acquire(full, empty) -> None:
+    """Waits on ``full``; the warpgroup holds what the copies filled until ``release(empty)``.
+
+    empty: None if nothing is written to the buffers again.
+    """
+    plgpu.barrier_wait(full)
+
+
+@interpretable
+def release(*barriers) -> None:
+    """Releases what the warpgroup acquired with these barriers, after it has read it."""
+    for barrier in barriers:
+        plgpu.barrier_arrive(barrier)
+
+
+@interpretable
+def guard(full, *buffers) -> None:
+    """Declares that warpgroups, not ``copy_in``, fill these buffers and arrive on ``full``."""
+
+
+@interpretable
+def wait_empty(empty) -> None:
+    """Waits until all warpgroups have called ``release(empty)``."""
+    plgpu.barrier_wait(empty)
+
+
+@interpretable
+def store(tile, value: jax.Array) -> None:
+    """tile[...] = value; the tile is in shared memory."""
+    tile[...] = value

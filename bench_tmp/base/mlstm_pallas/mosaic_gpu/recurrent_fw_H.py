@@ -1,0 +1,324 @@
+"""recurrent_fw_H on Mosaic GPU: the fused scan of ``stages/recurrent_fw_H.py``.
+
+Grid (B * NH * DHHV / siz_b_DHHV); with a list of chunks (B * NH * (N + 2) * DHHV / siz_b_DHHV),
+because its parts run side by side. A CTA has two warpgroups. Each owns siz_b_DHHV / 2 columns of C
+and of h, in blocks of 64. A block of C stays transposed in registers, 64 x state_rows floats, as
+the left operand of C^T q. Copies run up to num_stages chunks ahead. The outputs of a chunk are
+stored while the product of the state runs.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.chunk_list import state_of
+from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.mosaic_gpu import products
+from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.fragments import across_rows
+from mlstm_pallas.mosaic_gpu.launch import (
+    BY_COLUMNS,
+    WG_ROWS,
+    block,
+    float32,
+    load,
+    load_float32,
+    mosaic_call,
+    plgpu,
+    shared_tiles,
+)
+from mlstm_pallas.mosaic_gpu.limits import HopperTiles
+from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of, load_transposed, store_transposed
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Launch, largest_rows, sequence_shape
+from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
+from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
+
+WARPGROUPS = 2
+
+
+class _Operands(NamedTuple):
+    """What is copied of every chunk, each to the tile of its name in shared memory."""
+
+    q: Any  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    k: Any
+    v: Any  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
+    partial: Any  # like v: h of the preceding launch, None in the first launch
+    P: Any  # (B * NH, S, L), None after the first launch
+    r: Any  # (B * NH, S)
+    abar: Any  # (B * NH, S)
+
+
+class _Part(NamedTuple):
+    """The chunks of a CTA: a whole row, or a part of a ``ChunkList``."""
+
+    first: Any  # chunk, in the arrays that are not in the caller's steps
+    num_chunks: Any
+    state: Any  # the place of its states
+    has_state: Any = True
+    begin: Any = None  # steps
+    end: Any = None
+    zeros: Any = None  # how many chunks of zeros to write to h
+
+
+def _part_of(parts, head, part, p: Problem) -> _Part:
+    N = parts.begins.shape[1] - 3
+    begin, end = (parts.begins[head, part + x] for x in range(2))
+    chunks, none = divide(end - begin + (p.L - 1), p.L), np.int32(0)
+    has_steps, state = part <= N, state_of(p, N, head, part)
+    counts = lax.select(has_steps, chunks, none), lax.select(has_steps, none, chunks)
+    first = lax.min(parts.first[head, part], np.int32(p.NC - 1))  # read ahead, also without chunks
+    return _Part(first, counts[0], state, part < N, begin, end, counts[1])
+
+
+def _initial(states, part, rows, columns):
+    """The transposed block of the initial state."""
+    if states is None:
+        return products.zeros(columns.size, rows.size)
+    if part.begin is None:
+        return load(states.at[part.state, columns, rows], optimized=False)
+    CT = load_transposed(states.at[part.state, rows, columns])
+    return jnp.where(jnp.broadcast_to(part.has_state, CT.shape), CT, 0.0)
+
+
+def _store(value, tile, destination, pending, where=None, size=None):
+    """Copies the transposed value out, while up to ``pending`` earlier copies may still run."""
+    plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+    products.store(tile.T, value)
+    plgpu.commit_smem()
+    copy_out(tile, destination, where, size)
+
+
+def _kernel(
+    parts_gmem,  # of ``ChunkList``: (B * NH, N + 3) each, None without a list
+    operands,  # _Operands
+    gamma_gmem,  # (B * NH, NC)
+    C_initial_gmem,  # (B * NH, DHHV, DHQK), with a list (B * N * NH, DHQK, DHHV), may be None
+    h_gmem,  # output, like v
+    C_last_gmem,  # output (B * NH, state_rows, DHHV), with a list (B * N * NH, ...), may be None
+    C_states_gmem,  # output (B * NH, stored, DHQK, DHHV), may be None
+    slots,  # by name: the tiles of the chunks in flight in shared memory, (num_stages, ...) each
+    barriers,  # of the ring of slots
+    h_smem,  # (blocks of 64 columns, L, 64)
+    C_smem,  # (warpgroups, 2, 64, 64), for C_states
+    *,
+    p: Problem,
+    launch: int,
+    config: "Tiles",
+    store_every: int,
+) -> None:
+    index, wg = lax.axis_index("program"), lax.axis_index("wg")
+    of_h = blocks(p.DHHV, config.siz_b_DHHV)
+    head, column_block = divide(index, of_h), remainder(index, of_h)
+    L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, h_smem.dtype
+    num_blocks, in_list = siz_b_DHHV // (WARPGROUPS * WG_ROWS), parts_gmem is not None
+    state_rows, v_columns = pl.ds(launch * rows, rows), block(column_block, siz_b_DHHV)
+    part = _Part(0, np.int32(p.NC), head)
+    if in_list:
+        parts = parts_gmem.begins.shape[1] - 1
+        head, of_row = divide(head, parts), remainder(head, parts)
+        part = _part_of(parts_gmem, head, of_row, p)
+    of_head = functools.partial(head_of, n=head, p=p, any_step=in_list)
+
+    def steps_of(chunk):  # in q, k, v and h
+        return pl.ds(part.begin + chunk * L, L) if in_list else block(chunk, L)
+
+    def load_slot(chunk, copy):
+        for name, x in operands._asdict().items():
+            if name in ("P", "r", "abar") and x is not None:
+                copy(x.at[head, block(part.first + chunk, L)], slots[name])
+            elif x is not None:
+                columns = state_rows if name in "qk" else v_columns
+                copy(of_head(x).at[steps_of(chunk), columns], slots[name])
+
+    def columns_of(b):
+        """The columns of the warpgroup's block b, in the tile and in the array."""
+        start = pl.multiple_of((wg * num_blocks + b) * WG_ROWS, WG_ROWS)
+        return pl.ds(start, WG_ROWS), pl.ds(column_block * siz_b_DHHV + start, WG_ROWS)
+
+    def join(chunk, carry):
+        """Stores h of a chunk and C before it, and adds the chunk to C."""
+        CT, gamma = carry
+        pl.when(chunk > 0)(lambda: ring.refill(chunk - 1))
+        slot = ring.wait(chunk)
+        tiles = {name: x.at[slot] for name, x in slots.items()}
+        next_gamma = gamma_gmem[head, part.first + lax.min(chunk + 1, part.num_chunks - 1)]
+        size = lax.min(part.end - part.begin - chunk * L, np.int32(L)) if in_list else None
+        r, abar = (across_rows(load(tiles[x], BY_COLUMNS)) for x in ("r", "abar"))
+
+        def join_block(b, CT):
+            in_tile, columns = columns_of(b)
+
+            def inter(hT_acc):
+                for j, start in enumerate(range(0, rows, WG_ROWS)):
+                    of_tile = pl.ds(start, WG_ROWS)
+                    CT_tile = CT[:, start : start + WG_ROWS].astype(dtype)
+                    products.add(hT_acc, CT_tile, tiles["q"].at[:, of_tile].T)
+                    products.wait(1)  # at most two rounded tiles are live
+                    if C_states_gmem is not None:  # predicated, because a branch costs registers
+                        stored = divide(chunk, store_every)
+                        states = C_states_gmem.at[head, stored, of_tile, columns]
+                        here = remainder(chunk, store_every) == 0
+                        _store(CT_tile, C_smem.at[wg, j % 2], states, 1, here)
+
+            hT = products.from_zeros(inter, WG_ROWS, L) * r
+            if operands.partial is not None:
+                hT += load_float32(tiles["partial"].at[:, in_tile].T)
+            vT = load(tiles["v"].at[:, in_tile].T)
+            scaled = (vT.astype(jnp.float32) * abar).astype(dtype)
+
+            def intra(hT_acc, CT_acc):
+                if operands.P is not None:
+                    products.add(hT_acc, vT, tiles["P"].T)
+                products.add(CT_acc, scaled, tiles["k"])
+                hT = products.read(hT_acc, 1).astype(dtype)
+                h = of_head(h_gmem).at[steps_of(chunk), columns]
+                _store(hT, h_smem.at[wg * num_blocks + b], h, num_blocks - 1, size=size)
+
+            return products.onto(intra, hT, CT * gamma)[1]
+
+        CT = [join_block(b, x) for b, x in enumerate(CT)]
+        ring.release(chunk)
+        return CT, next_gamma
+
+    def store_last():
+        for b, x in enumerate(CT):
+            store_transposed(C_last_gmem.at[part.state, :, columns[b]], x)
+
+    ring = CopyRing(barriers, part.num_chunks, load_slot)
+    ring.prologue()
+    columns = [columns_of(b)[1] for b in range(num_blocks)]
+    CT = [_initial(C_initial_gmem, part, state_rows, x) for x in columns]
+    CT, _ = loop(part.num_chunks, join, (CT, gamma_gmem[head, part.first]))
+    if C_last_gmem is not None:
+        pl.when(part.has_state)(store_last)
+
+    def store_zeros():
+        for b, to in enumerate(columns):
+            tile = h_smem.at[wg * num_blocks + b]
+            products.store(tile.T, jnp.zeros((WG_ROWS, L), dtype))
+            plgpu.commit_smem()
+
+            @each(part.zeros)
+            def store_chunk(chunk, tile=tile, to=to):
+                copy_out(tile, of_head(h_gmem).at[steps_of(chunk), to])
+
+    if in_list:
+        pl.when(part.zeros > 0)(store_zeros)
+    plgpu.wait_smem_to_gmem(0)
+    ring.epilogue()
+
+
+def recurrent_fw_H(
+    x: Operands, *, return_last: bool = True, store_every: int = 0, call: Launch
+) -> FusedScan:
+    """Runs the stage: ``stages/recurrent_fw_H.py``."""
+    matQ, matV, scores, scaGamma, matC_initial, chunks = x
+    p, config, dtype, keys = call.problem, call.tiles, matQ.dtype, scores.keys
+    N, parts = (1, 1) if chunks is None else (chunks.N, chunks.N + 2)
+    C_initial = None
+    if matC_initial is not None:
+        C_initial = matC_initial.reshape(N * p.BNH, p.DHQK, p.DHHV)
+        # XLA transposes a few states faster than the kernel reads them, and many more slowly.
+        C_initial = C_initial.mT if chunks is None else C_initial
+    abar = jnp.ones_like(scores.vecR) if keys.weights is None else keys.weights
+    operands = _Operands(matQ, keys.array, matV, None, scores.matP, scores.vecR, abar)
+    states = None
+    if store_every:
+        states = jax.ShapeDtypeStruct((p.BNH, p.NC // store_every, p.DHQK, p.DHHV), dtype)
+    outputs = {
+        "h_gmem": sequence_shape(matV, p.DHHV, dtype),
+        "C_last_gmem": float32(N * p.BNH, config.state_rows, p.DHHV) if return_last else None,
+        "C_states_gmem": states,
+    }
+    lasts = []
+    for launch in range(blocks(p.DHQK, config.state_rows)):
+        y = mosaic_call(
+            functools.partial(_kernel, p=p, launch=launch, config=config, store_every=store_every),
+            name="recurrent_fw_H",
+            grid={"program": parts * math.prod(config.grid(p))},
+            warpgroups=WARPGROUPS,
+            outputs=outputs,
+            scratch=config.scratch(p, dtype, first=launch == 0, stores=store_every > 0),
+            interpret=call.interpret,
+        )(
+            parts_gmem=None if chunks is None else chunks.parts,
+            operands=operands,
+            gamma_gmem=scaGamma,
+            C_initial_gmem=C_initial,
+        )
+        operands = operands._replace(partial=y["h_gmem"], P=None)
+        lasts.append(y["C_last_gmem"])
+    last = jnp.concatenate(lasts, axis=1) if return_last else None
+    if last is not None and chunks is not None:
+        last = last.reshape(p.B, N, p.NH, p.DHQK, p.DHHV)
+    return FusedScan(y["h_gmem"], last, y["C_states_gmem"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles(HopperTiles):
+    """siz_b_LKV: steps per chunk; state_rows: rows of C per launch."""
+
+    siz_b_LKV: int
+    siz_b_DHHV: int
+    state_rows: int
+    num_stages: int
+    ctas_per_sm: ClassVar[int] = 1
+    least_share: ClassVar[float] = 0.48
+
+    def grid(self, p: Problem, **asked) -> tuple[int, ...]:
+        return p.BNH, blocks(p.DHHV, self.siz_b_DHHV)
+
+    def shared_bytes(self, p: Problem, dtype, **asked) -> int:
+        """The first launch reads P, and the second one reads h of the first.
+
+        Only a single launch stores states.
+        """
+        p, one = p.in_chunks_of(self.siz_b_LKV), self.state_rows == p.DHQK
+        bytes_of = super().shared_bytes
+        return max(bytes_of(p, dtype, first=x, stores=one) for x in {True, one})
+
+    def scratch(
+        self, p: Problem, dtype, *, first: bool = True, stores: bool = True, **asked
+    ) -> dict[str, Any]:
+        """first: of the first launch or of the second one; stores: whether it stores states."""
+        vectors, columns = (self.num_stages, p.L), self.siz_b_DHHV
+        widths = dict(q=self.state_rows, k=self.state_rows, v=columns)
+        widths |= dict(P=p.L) if first else dict(partial=columns)
+        slots = {x: shared_tiles(*vectors, width, dtype=dtype) for x, width in widths.items()}
+        slots |= {x: plgpu.SMEM(vectors, jnp.float32) for x in ("r", "abar")}
+        states = shared_tiles(WARPGROUPS, 2, WG_ROWS, WG_ROWS, dtype=dtype)
+        return {
+            "slots": slots,
+            "barriers": ring_barriers(self.num_stages, copies=len(slots), readers=WARPGROUPS),
+            "h_smem": shared_tiles(columns // WG_ROWS, p.L, WG_ROWS, dtype=dtype),
+            "C_smem": states if stores else None,
+        }
+
+    @classmethod
+    def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
+        rows = largest_rows(p.DHQK)
+        if rows:
+            yield cls(WG_ROWS, 128, rows, 2 if p.DHQK > 128 else 3)
+
+    def divides(self, p: Problem, **asked) -> bool:
+        """A warpgroup holds at most 64 x 256 floats of C, and there are at most two launches.
+
+        parallel_fw_P supports only chunks of 64 steps.
+        """
+        L, columns, rows = min(p.L, self.siz_b_LKV), self.siz_b_DHHV, self.state_rows
+        parts, rest = divmod(columns, WG_ROWS * WARPGROUPS)
+        return (
+            p.DHQK % rows == rows % WG_ROWS == p.DHHV % columns == rest == 0
+            and L == WG_ROWS
+            and 2 * rows >= p.DHQK
+            and parts * rows <= 256
+        )

@@ -1,0 +1,262 @@
+"""step_gradients on Mosaic GPU: the gradients of the gates of every step.
+
+The kernel computes what ``stages/step_gradients.py`` does, with tiles of 64 steps.
+
+Grid (B * NH * blocks of up to 512 steps). A CTA is one warpgroup and owns a block, in 128 rows of
+up to 4 steps. ``chunk_scans.py`` has the three scans over its steps: the sum over queries from each
+step to the end of its tile, the sum over keys before each step, and the gradient of m, which flows
+from step to step backward in time. The carry of the last scan into a block comes from the blocks
+behind it. If a sequence has few blocks, a CTA computes its carry from these blocks itself.
+Otherwise XLA sums the first run of steps of each block and scans these sums over the blocks.
+
+What flows through a whole tile is what flows through its chunk, plus a sum over the other tiles of
+the chunk (``gate_gradients.through_tiles``). The kernel computes the terms of that sum place by
+place and adds them to the tile's queries and to its keys: the queries from t on and the keys before
+t cover each place once, so every step gets the whole sum. In chunks of more than 512 steps XLA
+computes it.
+
+Bytes: L / 32 + 8 vectors of B NH S float32. There is no matrix product.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.gate_gradients import segmented_suffix_sum, through_tiles
+from mlstm_pallas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
+from mlstm_pallas.mosaic_gpu.chunk_scans import (
+    LANES,
+    STEPS,
+    across,
+    load_rows,
+    of_chunks,
+    row_index,
+    running,
+    scan_buffer,
+    shifted,
+    split_columns,
+    store_rows,
+)
+from mlstm_pallas.mosaic_gpu.launch import WG_ROWS, aligned, float32, mosaic_call, plgpu, write
+from mlstm_pallas.mosaic_gpu.limits import HopperTiles
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Launch
+from mlstm_pallas.stages.step_gradients import Operands
+from mlstm_pallas.tiles import blocks, divide, remainder
+
+T = WG_ROWS
+_FEW_BLOCKS = (
+    4  # per sequence; XLA's four kernels take longer than a CTA that reads the later blocks
+)
+
+
+def _between_tiles(read: Sequence[Array], written: Array, tile: Array, buffers) -> Array:
+    """An array (LANES, steps) whose sums over tiles are what flows through each from and to others.
+
+    Args:
+      read: [d - 1]: what queries read from before the tile d places earlier, d < n.
+      written: what keys write to beyond the chunk.
+      tile: the index of the tile in its chunk.
+      buffers: shared (n, LANES + rows of n - 1 tiles, steps). Unwritten rows are read, not used.
+    """
+    n, rows = len(read) + 1, written.shape[0]
+    tile_rows = (buffers.shape[1] - rows) // (n - 1)
+    for d, x in enumerate(read, 1):
+        store_rows(buffers.at[d - 1, :rows], x)
+    store_rows(buffers.at[n - 1, pl.ds((n - 1) * tile_rows, rows)], written)
+    plgpu.commit_smem()
+
+    def at(slot, tiles):
+        return load_rows(buffers.at[slot, pl.ds(tiles * tile_rows, rows)])
+
+    later = [jnp.where(tile + d < n, at(d - 1, d), 0.0) for d in range(1, n)]
+    earlier = [jnp.where(tile >= d, at(n - 1, n - 1 - d), 0.0) for d in range(1, n)]
+    return functools.reduce(jnp.add, later + earlier)
+
+
+def _to_previous_step(dm, flags, buffer) -> Sequence[Any]:
+    """What each step passes on to the m of the step before it, without the carry into its block,
+    and 1 where all steps from it to the end of the block pass theirs on, so that the carry counts.
+
+    dm, flags: (rows, steps), of blocks of LANES rows.
+    """
+
+    def join(later, x):
+        return x[0] + jnp.where(x[1] > 0, later[0], 0.0), x[1] * later[1]
+
+    flows = jnp.where((flags & M_GRAD_FLOWS) > 0, np.float32(1), np.float32(0))
+    dm = jnp.where(flows > 0, dm, 0.0)
+    return running(join, (dm, flows), (0.0, 1.0), LANES, buffer, backward=True)
+
+
+def _carry(dm, flags, block: Array, buffer, firsts):
+    """The gradient that flows into the m of a block's last step from the blocks behind it.
+
+    dm, flags: (blocks * LANES, steps) of a head; firsts: shared (blocks * LANES, 2).
+    """
+    sums, flows = _to_previous_step(load_rows(dm), load_rows(flags), buffer)
+    write(firsts, jnp.concatenate([split_columns(x)[0] for x in (sums, flows)], axis=1))
+    plgpu.commit_smem()
+    carry = jnp.float32(0)
+    for later in reversed(range(1, dm.shape[0] // LANES)):
+        first = later * LANES
+        through = firsts[first, 0] + jnp.where(firsts[first, 1] > 0, carry, 0.0)
+        carry = jnp.where(block < later, through, carry)
+    return carry
+
+
+def _kernel(
+    per_query,  # (B * NH, n, rows of a sequence, steps), n tiles per chunk
+    per_key,  # likewise
+    diagonal,  # (B * NH, rows of a sequence, steps), like all without a shape
+    q_inter,
+    k_inter,
+    through,  # (B * NH, NC), or (B * NH, S / T)
+    f,
+    flags,  # int32
+    dm,  # absent if m is a constant
+    carries,  # (B * NH, blocks) into each block; absent if a CTA computes its carry
+    di,  # out
+    df,  # out
+    dm_first,  # out (B * NH, blocks) of the first step of each block; absent without dm
+    other_tiles,  # shared, see _between_tiles; absent if through has all tiles
+    scans,  # shared, three scan_buffers
+    carry_scan,  # shared, see _carry; absent with carries
+    firsts,  # likewise
+    *,
+    tile_rows: int,
+) -> None:
+    _, n, head_rows, steps = per_query.shape
+    head_blocks, num_tiles = head_rows // LANES, LANES // tile_rows
+    program = lax.axis_index("block")
+    head, block = divide(program, head_blocks), remainder(program, head_blocks)
+    rows = aligned(block * LANES, LANES)
+
+    def vector(ref):
+        return load_rows(ref.at[rows])
+
+    def add(left, x):
+        return (left[0] + x[0],)
+
+    row = row_index((LANES, steps))
+    first_tile = block * num_tiles
+    tile = (divide(row, tile_rows) + first_tile) & np.int32(n - 1)
+    queries, keys, keys_intra = (vector(x.at[head]) for x in (q_inter, k_inter, diagonal))
+    through_size = head_rows // tile_rows // through.shape[1]  # in tiles
+    read, written = [queries] * (through_size - 1), keys
+    for other in range(n):
+        W_queries, W_keys = vector(per_query.at[head, other]), vector(per_key.at[head, other])
+        intra = jnp.where(tile == other, W_keys, 0.0)
+        queries += jnp.where(tile >= other, W_queries, 0.0) - intra
+        keys += jnp.where(tile < other, W_keys, 0.0)
+        keys_intra += intra
+        read = [x + jnp.where(tile > other + d, W_queries, 0.0) for d, x in enumerate(read, 1)]
+    flag = vector(flags.at[head])
+    log_i_gradient = keys + keys_intra
+    if other_tiles is not None:
+        between = _between_tiles(read, written, tile, other_tiles)
+        queries, keys = queries + between, keys + between
+    (from_step,) = running(add, [queries], [0.0], tile_rows, scans.at[0], backward=True)
+    keys = shifted(keys, 0.0, tile_rows, scans.at[1])
+    (before_step,) = running(add, [keys], [0.0], tile_rows, scans.at[2])
+    chunks = range(0, num_tiles, through_size)
+    whole = of_chunks(
+        [[through[head, divide(first_tile + j, through_size)] for j in chunks]], LANES
+    )
+    log_f_gradient = from_step + before_step + across(whole[0], steps)
+    log_f_gradient = jnp.where((flag & DECAY_NONZERO) > 0, log_f_gradient, 0.0)
+    if dm is not None:
+        if carries is None:
+            carry = _carry(dm.at[head], flags.at[head], block, carry_scan, firsts)
+        else:
+            carry = carries[head, block]
+        dm_block = vector(dm.at[head])
+        sums, flows = _to_previous_step(dm_block, flag, scans.at[0])
+        sums += jnp.where(flows > 0, carry, 0.0)
+        dm_total = dm_block + shifted(sums, carry, LANES, scans.at[1], backward=True)
+        write(scans.at[2, 0, :LANES], across(split_columns(dm_total)[0], 2))
+        plgpu.commit_smem()
+        dm_first[head, block] = scans[2, 0, 0, 0]
+        from_previous = (flag & M_FROM_PREVIOUS) > 0
+        log_i_gradient += jnp.where(from_previous, 0.0, dm_total)
+        log_f_gradient += jnp.where(from_previous, dm_total, 0.0)
+    store_rows(di.at[head, rows], log_i_gradient)
+    sigmoid_denominator = 1.0 + jnp.exp(vector(f.at[head]))
+    store_rows(df.at[head, rows], log_f_gradient / sigmoid_denominator)
+
+
+def _carries(dm: Array, flags: Array, size: int) -> Array:
+    """The carry into each block of ``size`` steps: (B * NH, blocks)."""
+    dm, flags = (x.reshape(x.shape[0], -1, size) for x in (dm, flags))
+    step = jnp.broadcast_to(jnp.arange(size, dtype=np.int32), dm.shape)
+    flows = (flags & M_GRAD_FLOWS) > 0
+    # The end of the first run of each block.
+    end = jnp.where(flows | (step == 0), np.int32(size), step).min(axis=-1, keepdims=True)
+    # XLA computes this in one kernel with the minimum; flows[:, :, 0] would be another.
+    first_flows = jnp.any(flows & (step == 0), axis=-1)
+    to_end = (end[..., 0] == size) & jnp.pad(first_flows[:, 1:], [(0, 0), (0, 1)])
+    totals = segmented_suffix_sum(jnp.sum(jnp.where(step < end, dm, 0.0), axis=-1), to_end)
+    return jnp.pad(jnp.where(first_flows, totals, 0.0)[:, 1:], [(0, 0), (0, 1)])
+
+
+def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
+    """Runs the stage: ``stages/step_gradients.py``, on the outputs of a stage on Mosaic GPU."""
+    vecF, pairs, q_dot_dq_inter, k_dot_dk_inter, through, flags, dm = x
+    p = call.problem
+    size, n = min(p.S & -p.S, LANES * STEPS), blocks(p.L, T)
+    steps, num_blocks = size // LANES, blocks(p.S, size)
+    # Materialised, because otherwise each sum over a block would read all that flags depend on, and
+    # its few threads would compute all that dm depends on.
+    flags, dm = lax.optimization_barrier((flags, dm))
+    few = dm is not None and num_blocks <= _FEW_BLOCKS
+    tile_rows, head_rows = T // steps, p.S // steps
+    in_block = 1 < n <= blocks(size, T)
+    if not in_block:
+        through = through_tiles(pairs, q_dot_dq_inter, k_dot_dk_inter, through)
+
+    def by_rows(x, *tiles):
+        return None if x is None else x.reshape(p.BNH, *tiles, head_rows, steps)
+
+    def shared(present, *shape):
+        return plgpu.SMEM(shape, jnp.float32) if present else None
+
+    y = mosaic_call(
+        functools.partial(_kernel, tile_rows=tile_rows),
+        name="step_gradients",
+        grid={"block": p.BNH * num_blocks},
+        outputs={
+            **dict.fromkeys(("di", "df"), float32(p.BNH, head_rows, steps)),
+            "dm_first": None if dm is None else float32(p.BNH, num_blocks),
+        },
+        scratch={
+            "other_tiles": shared(in_block, n, LANES + (n - 1) * tile_rows, steps),
+            "scans": shared(True, 3, *scan_buffer(2, LANES, LANES).shape),
+            "carry_scan": scan_buffer(2, head_rows, LANES) if few else None,
+            "firsts": shared(few, head_rows, 2),
+        },
+        interpret=call.interpret,
+        infer_layouts=False,
+    )(
+        per_query=by_rows(pairs.per_query, n),
+        per_key=by_rows(pairs.per_key, n),
+        diagonal=by_rows(pairs.diagonal),
+        q_inter=by_rows(q_dot_dq_inter),
+        k_inter=by_rows(k_dot_dk_inter),
+        through=through,
+        f=by_rows(vecF),
+        flags=by_rows(flags),
+        dm=by_rows(dm),
+        carries=None if dm is None or few else _carries(dm, flags, size),
+    )
+    first = jnp.zeros_like(y["di"][:, 0, 0]) if dm is None else y["dm_first"][:, 0]
+    return y["di"].reshape(p.BNH, p.S), y["df"].reshape(p.BNH, p.S), first
+
+
+class Tiles(HopperTiles):
+    def divides(self, p: Problem, **asked) -> bool:
+        return p.L % LANES == 0

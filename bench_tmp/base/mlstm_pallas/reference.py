@@ -1,0 +1,185 @@
+"""The mLSTM in plain jnp: the recurrence, step by step, and its chunkwise form.
+
+Both have derivatives of every order, in reverse and forward mode, and run in float64 where
+jax_enable_x64 is set. ``recurrence`` is the oracle of the tests.
+"""
+
+from typing import Any, Literal, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
+from mlstm_pallas.arrays import Forward, Inputs, LastStates
+from mlstm_pallas.config import KernelConfig
+from mlstm_pallas.entry import Keywords, SequenceKeywords, prepare
+from mlstm_pallas.forward import forward
+from mlstm_pallas.gates import log_forget_gate, log_input_gate, segment_starts
+from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.planning import CallSpec
+from mlstm_pallas.problem import InputGate, accumulator_dtype
+from mlstm_pallas.sharding import Operation
+from mlstm_pallas.stage import Lowering
+from mlstm_pallas.validation import DEFAULT_LAYOUT, check_zeros, names_arguments
+
+_INF = float("inf")
+
+
+@names_arguments
+def recurrence(
+    q: Array,
+    k: Array,
+    v: Array,
+    i: Array,
+    f: Array,
+    c_initial: Array | None = None,
+    n_initial: Array | None = None,
+    m_initial: Array | None = None,
+    *,
+    segment_ids: Array | None = None,
+    eps: float = 1e-6,
+    stabilize_correctly: bool = True,
+    norm_val: float = 1.0,
+    input_gate: InputGateName = "exp",
+    normalize: bool = True,
+) -> tuple[jax.Array, States]:
+    """The mLSTM as it is defined, one step at a time, in plain jnp.
+
+    It computes equations 19 to 27 of arXiv:2405.04517, as ``mlstm_chunkwise``
+    does, in the common dtype of the inputs, at least float32, and has
+    derivatives of every order in both modes. Arguments are not checked.
+
+    Args:
+      q: queries, (B, NH, S, DHQK).
+      k: keys, shaped as q.
+      v: values, (B, NH, S, DHV).
+      i: input gate pre-activations, (B, NH, S).
+      f: forget gate pre-activations, (B, NH, S).
+      c_initial: (B, NH, DHQK, DHV). None: zeros, as for n_initial and
+        m_initial.
+      n_initial: (B, NH, DHQK).
+      m_initial: (B, NH); None or zeros with the sigmoid gate.
+      segment_ids: (B, S) integers.
+      eps, stabilize_correctly, norm_val, input_gate, normalize: as for
+        ``mlstm_chunkwise``.
+
+    Returns:
+      h (B, NH, S, DHV) and the last states (c, n, m), shaped as the initial
+      ones.
+
+    Raises:
+      ValueError: for the sigmoid gate with an m_initial other than zeros.
+    """
+    q, k, v, i, f = map(jnp.asarray, (q, k, v, i, f))
+    dtype = accumulator_dtype(q.dtype, k.dtype, v.dtype, i.dtype, f.dtype)
+    B, NH, _, DHQK = q.shape
+    shapes = (B, NH, DHQK, v.shape[-1]), (B, NH, DHQK), (B, NH)
+    C, n, m = (
+        jnp.zeros(shape, dtype) if x is None else jnp.asarray(x, dtype)
+        for x, shape in zip((c_initial, n_initial, m_initial), shapes, strict=True)
+    )
+    scale = DHQK**-0.5
+    fbar, reset = log_forget_gate(f.astype(dtype))
+    gate, normaliser = InputGate(input_gate), Normaliser(eps, norm_val, stabilize_correctly)
+    if gate is InputGate.SIGMOID:
+        check_zeros("m_initial", m_initial)
+    i = log_input_gate(i.astype(dtype), gate)
+    starts = (
+        jnp.zeros(f.shape, bool)
+        if segment_ids is None
+        else jnp.broadcast_to(segment_starts(jnp.asarray(segment_ids))[:, None], f.shape)
+    )
+
+    def step(states: Any, x: Any) -> tuple[States, jax.Array]:
+        q, k, v, i, fbar, reset, start = x
+        C, n, m = (
+            jnp.where(start.reshape(start.shape + (1,) * (y.ndim - 2)), 0.0, y) for y in states
+        )
+        carried = jnp.where(reset, -_INF, fbar + m)
+        m_new = jnp.maximum(carried, i) if gate is InputGate.EXP else m
+        m_safe = jnp.where(m_new == -_INF, 0.0, m_new)
+        decay, gain = jnp.exp(carried - m_safe), jnp.exp(i - m_safe)
+        C = decay[..., None, None] * C + gain[..., None, None] * k[..., :, None] * v[..., None, :]
+        n = decay[..., None] * n + gain[..., None] * k
+        num = scale * jnp.einsum("bhk,bhkv->bhv", q, C, precision="highest")
+        z = scale * jnp.einsum("bhk,bhk->bh", q, n, precision="highest")
+        return (C, n, m_new), normaliser.normalise(num, z, m_new) if normalize else num
+
+    xs = *(x.astype(dtype) for x in (q, k, v, i, fbar)), reset, starts
+    states, h = lax.scan(step, (C, n, m), tuple(jnp.moveaxis(x, 2, 0) for x in xs))
+    return jnp.moveaxis(h, 0, 2), states
+
+
+@overload
+def chunkwise(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None, *,
+    return_last_states: Literal[False] = False, **keywords: Unpack[Keywords],
+) -> jax.Array: ...  # fmt: skip
+@overload
+def chunkwise(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None, *,
+    return_last_states: Literal[True], **keywords: Unpack[Keywords],
+) -> tuple[jax.Array, States]: ...  # fmt: skip
+@overload
+def chunkwise(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, **keywords: Unpack[SequenceKeywords],
+) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
+@names_arguments
+def chunkwise(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: bool = False, eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, *, segment_ids: Array | None = None,
+    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
+    normalize: bool = True, recompute_states_in_bw: bool = True,
+    layout: LayoutName = DEFAULT_LAYOUT, backend: BackendName | None = None,
+    config: KernelConfig | None = None,
+) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
+    """``mlstm_chunkwise`` in plain jnp, without a derivative rule of its own.
+
+    It takes the arguments of ``mlstm_chunkwise`` except num_segments, and has
+    derivatives of every order, in reverse and in forward mode. The chunkwise
+    form is that of arXiv:2503.14376, section 3; it equals ``recurrence`` up to
+    rounding.
+
+    Example, a derivative in forward mode::
+
+      >>> import jax, jax.numpy as jnp
+      >>> from mlstm_pallas import reference
+      >>> q = k = v = jnp.ones((1, 2, 16, 8))
+      >>> i = f = jnp.ones((1, 2, 16))
+      >>> h, dh = jax.jvp(
+      ...     lambda q: reference.chunkwise(q, k, v, i, f), (q,), (q,)
+      ... )
+      >>> dh.shape
+      (1, 2, 16, 8)
+
+    Args:
+      recompute_states_in_bw, backend: accepted and ignored.
+      q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
+        chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
+        segment_ids, sequence_lengths, input_gate, normalize, layout, config:
+        as for ``mlstm_chunkwise``.
+
+    Returns:
+      As ``mlstm_chunkwise``.
+
+    Raises:
+      TypeError, ValueError: as ``mlstm_chunkwise``.
+    """
+    return prepare({**locals(), "backend": "xla"}).run(_forward)
+
+
+def _forward(spec: CallSpec, x: Inputs) -> tuple[jax.Array, LastStates | None]:
+    # On one shard, because other operations have no derivatives.
+    outputs: Forward = Operation(forward, spec, Lowering.XLA).on_shard(x)
+    return outputs[:2]

@@ -1,0 +1,242 @@
+"""The types that describe a stage, a call of a stage, and a stage's kernels.
+
+``stages/`` has one file per contract. ``triton/`` and ``mosaic_gpu/`` have the kernels, in files of
+the same names, and ``dispatch.py`` finds them.
+"""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.problem import MIN_TILE, Problem, accumulator_dtype
+from mlstm_pallas.tiles import Precision
+from mlstm_pallas.validation import check_flag, check_integer
+
+
+class Lowering(enum.StrEnum):
+    """How a stage runs: as a kernel, compiled or interpreted, or in plain jnp."""
+
+    TRITON = "triton"
+    INTERPRET = "interpret"
+    MOSAIC_GPU = "mosaic_gpu"
+    MOSAIC_GPU_INTERPRET = "mosaic_gpu_interpret"
+    XLA = "xla"
+
+    @property
+    def interpret(self) -> bool:
+        return self.endswith("interpret")
+
+    @property
+    def folder(self) -> str:
+        """The folder of its kernels."""
+        return {"interpret": "triton", "xla": "stages"}.get(self, self.removesuffix("_interpret"))
+
+
+# Triton's blocks have at most 2**20 elements, and a side has at least MIN_TILE.
+MAX_TILE_SIZE = 2**20 // MIN_TILE
+
+
+def clamped(tile: int, size: int) -> int:
+    """The largest power of two up to the tile (itself a power of two) that divides the size."""
+    return min(tile, size & -size)
+
+
+def largest_rows(DHQK: int, most: int = 256) -> int:
+    """Rows of a block of the state in registers, a multiple of 64 that divides DHQK; 0: none."""
+    return max((rows for rows in range(64, most + 1, 64) if DHQK % rows == 0), default=0)
+
+
+_SIZE = functools.partial(check_integer, least=MIN_TILE, most=MAX_TILE_SIZE, power_of_two=True)
+_BLOCK = functools.partial(check_integer, least=MIN_TILE, most=1024)
+# The checks of the fields of tiles. Each gets the field as messages name it, and its value.
+FIELDS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "block_k"), _SIZE),
+    **dict.fromkeys(("state_rows", "state_columns"), _BLOCK),
+    "num_warps": functools.partial(check_integer, least=1, most=16, power_of_two=True),
+    "num_stages": functools.partial(check_integer, least=1, most=8),
+    "num_splits": functools.partial(check_integer, least=1, power_of_two=True),
+    "num_ctas": functools.partial(check_integer, least=1),
+    **dict.fromkeys(("keep_q", "recomputes_scores"), check_flag),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The base of the tiles of a kernel: what it reads, and what planning asks of it.
+
+    Fields of several kernels:
+      siz_b_LQ, siz_b_LKV: queries and keys in a tile, along the sequence.
+      siz_b_DHQK, siz_b_DHHV: columns of q and k, and of v and h, in a tile.
+      block_k: columns that an iteration of a loop over a head dimension reads.
+      state_rows, state_columns: the block of the state that a CTA holds in registers.
+      num_splits: parts of the sequence that run at the same time.
+      num_warps, num_stages: warps per CTA, and tiles in flight.
+      num_ctas: CTAs of a persistent kernel.
+    """
+
+    @classmethod
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self | None:
+        """The tiles for a problem; None: the kernel does not support it.
+
+        asked: what the call asks for (``planning.asked_of``); kernels ignore what they do not
+            know.
+        """
+        return cls()
+
+    def supports(self, p: Problem, **asked: Any) -> bool:
+        """Whether the kernel can run with these tiles."""
+        return True
+
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        """The CTAs of a launch, by axis; p: with splits as heads. By default one per chunk."""
+        return p.NC, p.BNH
+
+    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+        """The shared memory of a CTA; an estimate for Triton, whose compiler decides."""
+        return 0
+
+    def clamped(self, p: Problem) -> Self:
+        """The tiles with every size clamped to what divides the (padded) dimensions."""
+        L, K, V = p.L, p.DHQK, p.DHHV
+        sizes = dict(siz_b_LQ=L, siz_b_LKV=L, siz_b_DHQK=K, siz_b_DHHV=V)
+        sizes |= dict(state_rows=K, state_columns=V)  # which need not be powers of two
+        fields = {
+            name: min(x, sizes[name]) if "state" in name else clamped(x, sizes[name])
+            for name, x in vars(self).items()
+            if name in sizes
+        }
+        return dataclasses.replace(self, **fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How a stage runs in a call.
+
+    Attributes:
+      problem: in the chunks of the stage.
+      tiles: of its kernel, a subclass of ``Tiles``; None in plain jnp.
+      precision: of float32 products in the kernels; plain jnp multiplies in full float32.
+      lowering: the kernel or plain jnp.
+    """
+
+    problem: Problem
+    tiles: Any
+    precision: Precision
+    lowering: Lowering
+
+    @property
+    def interpret(self) -> bool:
+        return self.lowering.interpret
+
+    def chunks(self, x: Array) -> Array:
+        """(B * NH, S, ...), or (B, S, NH, D), to (B * NH, NC, L, ...); zeros in steps beyond x."""
+        p = self.problem
+        x = with_steps(x, p.S)
+        if x.ndim == 4:
+            x = jnp.swapaxes(x, 1, 2)
+        return x.reshape(p.BNH, p.NC, p.L, *x.shape[2 + (x.ndim == 4) :])
+
+    def product(self, subscripts: str, *operands: Array) -> Array:
+        """jnp.einsum in the launch's precision, summed in at least float32."""
+        acc = accumulator_dtype(operands[0].dtype)
+        return jnp.einsum(
+            subscripts, *operands, precision=self.precision, preferred_element_type=acc
+        )
+
+    def steps(self, x: Array, like: Array) -> Array:
+        """The inverse of ``chunks``: (B * NH, NC, L, D) to the layout and the steps of ``like``."""
+        B, S, *NH, _ = like.shape
+        x = x.reshape(B, *NH, self.problem.S, x.shape[-1])
+        return with_steps(jnp.swapaxes(x, 1, 2) if NH else x, S)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """The name and operands of a stage.
+
+    Attributes:
+      name: of the file, the function, the kernels, the field of KernelConfig, the benchmark's
+        flag, the test id and the profile.
+      operands: the NamedTuple of its operands.
+      outputs: the name under which later stages have all of its outputs as one operand.
+      fused: whether it runs in the chunks of the fused scan, not in the chunks of the call.
+      decode: whether it is a stage of generation, not of mlstm_chunkwise.
+    """
+
+    name: str
+    operands: type[Any]
+    outputs: str = ""
+    fused: bool = False
+    decode: bool = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The operands without a default: inputs of the call, or outputs of earlier stages."""
+        optional = self.operands._field_defaults
+        return tuple(x for x in self.operands._fields if x not in optional)
+
+    @property
+    def backward(self) -> bool:
+        return "_bw_" in self.name
+
+
+# q, k, v, h and their gradients are (B * NH, S, D) in memory or, with the layout "BTNH",
+# (B, S, NH, D); the number of axes tells which. Gates, tiles and states have one layout.
+#
+# q, k, v, h and their gradients may have the caller's steps, fewer than Problem.S, and so may the
+# scaled operands made of them; all code treats the steps beyond as zeros. All other arrays have
+# Problem.S steps, whole chunks. The gates beyond the caller's steps store and decay nothing.
+
+
+def with_steps(x: Array, S: int) -> Array:
+    """x with S steps along axis 1, padded with zeros or cut."""
+    if x.shape[1] > S:
+        return x[:, :S]
+    behind = S - x.shape[1]
+    return jnp.pad(x, [(0, 0), (0, behind), *[(0, 0)] * (x.ndim - 2)]) if behind else x
+
+
+def sequence_shape(like: Array, columns: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array in the layout of ``like``."""
+    return jax.ShapeDtypeStruct((*like.shape[:-1], columns), dtype)
+
+
+def steps_like(vec: Array, x: Array) -> Array:
+    """One number per step, (B * NH, S), as a factor of x: (B * NH, S, 1) or (B, S, NH, 1)."""
+    vec = with_steps(vec, x.shape[1])
+    if x.ndim == 3:
+        return vec[..., None]
+    B, S, NH, _ = x.shape
+    return jnp.swapaxes(vec.reshape(B, NH, S), 1, 2)[..., None]
+
+
+def steps_of(vec: Array, S: int) -> Array:
+    """The inverse: (B, S', NH) or (B * NH, S') to (B * NH, S), padded with zeros."""
+    if vec.ndim == 3:
+        vec = jnp.swapaxes(vec, 1, 2).reshape(-1, vec.shape[1])
+    return with_steps(vec, S)
+
+
+class ScaledRows(NamedTuple):
+    """An operand whose rows (steps) are scaled, in the kernel or before it."""
+
+    array: Array  # (B * NH, S, D) or (B, S, NH, D)
+    weights: Array | None  # (B * NH, S) float32; None: the array is already scaled
+
+    def product(self) -> Array:
+        """The scaled array, in its dtype."""
+        if self.weights is None:
+            return self.array
+        weights = steps_like(self.weights, self.array)
+        return (self.array.astype(weights.dtype) * weights).astype(self.array.dtype)
+
+    def times(self, factors: Array) -> Array:
+        """The weights of ``array`` for the scaled array times the factors (B * NH, S)."""
+        return factors if self.weights is None else factors * self.weights

@@ -1,0 +1,43 @@
+"""Stage chunk_gates: the gates and stabilisers of all chunks; ``gates.py`` has the equations."""
+
+from typing import NamedTuple
+
+from jax import Array
+
+from mlstm_pallas import gates
+from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.problem import InputGate
+from mlstm_pallas.stage import Launch
+
+
+class Operands(NamedTuple):
+    vecI: Array  # (B * NH, S) pre-activations, float32 like all floats here
+    vecF: Array  # (B * NH, S)
+    scaM_initial: Array  # (B * NH,); zeros with the sigmoid gate
+    starts: Array | None = None  # (B * NH, S) int32, 1 where a packed segment begins
+    # (B * NH, NC + 1) the stabilisers at the chunk boundaries; None: they are computed
+    scaM_states: Array | None = None
+    lengths: Array | None = None  # (B * NH,) int32: h_t is 0 from this step on
+
+
+def chunk_gates(
+    x: Operands,
+    *,
+    input_gate: InputGate = InputGate.EXP,
+    with_flags: bool = False,
+    call: Launch,
+) -> ChunkGates:
+    """Runs the stage.
+
+    with_flags: whether a kernel may return the flags that the gradients of the gates read. Where it
+      does not, ``gate_gradients`` computes them.
+    """
+    begins = None if x.starts is None else call.chunks(x.starts)
+    logs = gates.log_gates(call.chunks(x.vecI), call.chunks(x.vecF), input_gate)
+    local = gates.local_gates(*logs, begins, input_gate)
+    m_states = x.scaM_states
+    if m_states is None:
+        m_states = gates.stabiliser_scan(local, x.scaM_initial, input_gate)
+    joined = gates.join_chunks(local, m_states, input_gate, x.lengths)
+    barred: ChunkGates = gates.fusion_barrier(joined, joined.scaGamma)
+    return barred

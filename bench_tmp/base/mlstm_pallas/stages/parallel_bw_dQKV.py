@@ -1,0 +1,78 @@
+"""Stage parallel_bw_dQKV: the gradients of q, k and v from states and tiles, at any chunk size.
+
+    dq_t = r_t (C_c dh_t + dz_t den_t n_c) + sum_s scale dP_ts k_s
+    dk_s = abar_s (dC_{c+1} v_s + dn_{c+1}) + sum_t scale dP_ts q_t
+    dv_s = abar_s dC_{c+1}^T k_s + sum_t P_ts dh_t
+    r_t  = w_t scale / den_t
+
+parallel_bw_dP computes P, which includes 1 / den, and scale dP.
+"""
+
+from typing import Any, NamedTuple
+
+from jax import Array
+
+from mlstm_pallas.chunk_list import LiveChunks
+from mlstm_pallas.gate_gradients import inner, only
+from mlstm_pallas.gates import ChunkGates, causal
+from mlstm_pallas.normaliser import NormaliserGradients, query_scale
+from mlstm_pallas.stage import Launch
+from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
+
+
+class Operands(NamedTuple):
+    matQ: Array  # (B * NH, S, DHQK) in the kernel dtype, like all matrices
+    matK: Array  # (B * NH, S, DHQK)
+    matV: Array  # (B * NH, S, DHHV)
+    matDeltaH: Array  # (B * NH, S, DHHV)
+    gates: ChunkGates
+    normaliser_gradients: NormaliserGradients
+    scores: ScoreGradients  # its matP is None if the kernel computes P and dP
+    matC_states: Array  # (B * NH, NC, DHQK, DHHV) before each chunk
+    vecN_states: Array  # (B * NH, NC, DHQK) float32
+    matDeltaC_states: Array  # (B * NH, NC, DHQK, DHHV) after each chunk
+    vecDeltaN_states: Array  # (B * NH, NC, DHQK) float32
+    live: LiveChunks | None = None  # None: all chunks
+
+
+class Gradients(NamedTuple):
+    """In chunks that are not live the gradients of q, k and v are 0.
+
+    The other fields may be undefined there.
+    """
+
+    matDeltaQ: Array  # (B * NH, S, DHQK) in the kernel dtype
+    matDeltaK: Array  # (B * NH, S, DHQK)
+    matDeltaV: Array  # (B * NH, S, DHHV)
+    q_dot_dq_inter: Array  # (B * NH, S) float32: q_t with the inter-chunk part of dq_t
+    k_dot_dk_inter: Array  # (B * NH, S) float32: k_s with the inter-chunk part of dk_s
+    inner_C_dC: Array  # (B * NH, NC) float32: gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1})
+    pairs: Any = None  # TileSums, with n = 2; None if parallel_bw_dP returns them
+
+
+def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
+    """Runs the stage."""
+    C, n, dC, dn = x.matC_states, x.vecN_states, x.matDeltaC_states, x.vecDeltaN_states
+    p, gates, gradients = call.problem, x.gates, x.normaliser_gradients
+    q, k, v, dh = map(call.chunks, (x.matQ, x.matK, x.matV, x.matDeltaH))
+    P, dP, product = call.chunks(x.scores.matP), call.chunks(x.scores.matDeltaP), call.product
+    if x.live is not None:  # undefined in other chunks
+        C, dC, P, dP = (only(y, x.live.mask, 0, 1) for y in (C, dC, P, dP))
+    if p.L > p.T:  # parallel_bw_dP leaves tiles above the diagonal undefined
+        P, dP = causal(P), causal(dP)
+    abar, inv_den = gates.vecAbar[..., None], None
+    dq = product("nctv,nckv->nctk", dh, C)
+    if gradients.vecInvDen is not None:
+        inv_den = call.chunks(gradients.vecInvDen)
+        dq += call.chunks(gradients.vecDzDen)[..., None] * n[:, :, None]
+    dq = query_scale(gates.vecW, p.qk_scale, inv_den)[..., None] * dq
+    dk = abar * (product("ncsv,nckv->ncsk", v, dC) + dn[:, :, None])
+    dv = abar * product("ncsk,nckv->ncsv", k, dC) + product("ncts,nctv->ncsv", P, dh)
+    q_inter, k_inter = (inner(y, dy).reshape(p.BNH, p.S) for y, dy in ((q, dq), (k, dk)))
+    dq += product("ncts,ncsk->nctk", dP, k)
+    dk += product("ncts,nctk->ncsk", dP, q)
+    dQ, dK, dV = (
+        call.steps(dy, y).astype(y.dtype) for dy, y in ((dq, x.matQ), (dk, x.matK), (dv, x.matV))
+    )
+    through = gates.scaGamma * (inner(C, dC, 2) + inner(n, dn))
+    return Gradients(dQ, dK, dV, q_inter, k_inter, through)

@@ -1,0 +1,63 @@
+"""Stage parallel_fw_P: the operands of recurrent_fw_H, all chunks in parallel.
+
+    P_ts   = D_ts scale q_t . k_s / den_t        s <= t inside the chunk
+    r_t    = w_t scale / den_t
+    kbar_s = abar_s k_s
+    z_t    = w_t scale n_c . q_t + den_t sum_s P_ts
+
+normaliser.py has den_t. Without a normaliser it is 1, and z is not computed.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from mlstm_pallas.chunk_list import ChunkList
+from mlstm_pallas.gates import ChunkGates, causal, decay_matrix
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.stage import Launch, ScaledRows
+
+
+class Operands(NamedTuple):
+    matQ: Array  # (B * NH, S, DHQK) in the kernel dtype
+    matK: Array  # (B * NH, S, DHQK)
+    gates: ChunkGates
+    vecN_states: Array  # (B * NH, NC, DHQK) before each chunk, float32
+    # None: chunk c of q and k begins at step c L. Everything else is in the chunks of the list.
+    chunks: ChunkList | None = None
+
+
+class ScanOperands(NamedTuple):
+    """The operands of h, except v."""
+
+    matP: Array  # (B * NH, S, L) in the kernel dtype, column s - the chunk's first step
+    keys: ScaledRows  # (B * NH, S, DHQK) in the kernel dtype, scaled: kbar
+    vecR: Array  # (B * NH, S) float32, like what follows
+    vecZ: Array | None  # (B * NH, S) the signed z_t; None without a normaliser
+
+
+def parallel_fw_P(
+    x: Operands,
+    *,
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    call: Launch,
+) -> ScanOperands:
+    """Runs the stage, in the chunks of recurrent_fw_H."""
+    p, gates, chunks = call.problem, x.gates, x.chunks
+    q, k = (call.chunks(y) if chunks is None else chunks.gather(y, p.L) for y in (x.matQ, x.matK))
+    kbar = k.astype(gates.vecW.dtype) * gates.vecAbar[..., None]
+    n = x.vecN_states
+    P = causal(call.product("nctk,ncsk->ncts", q, k) * (decay_matrix(gates) * p.qk_scale))
+    r, z = query_scale(gates.vecW, p.qk_scale), None
+    if normaliser is not None:
+        z = r * jnp.sum(q.astype(n.dtype) * n[:, :, None], axis=-1) + jnp.sum(P, axis=-1)
+        normalised = normaliser.normalise(
+            jnp.concatenate([P, r[..., None]], axis=-1), z, gates.vecM
+        )
+        P, r = normalised[..., :-1], normalised[..., -1]
+    P, kbar, r = (
+        y.reshape(p.BNH, p.S, *y.shape[3:]) for y in (P.astype(q.dtype), kbar.astype(q.dtype), r)
+    )
+    z = None if z is None else z.reshape(p.BNH, p.S)
+    return ScanOperands(P, ScaledRows(kbar, None), r, z)

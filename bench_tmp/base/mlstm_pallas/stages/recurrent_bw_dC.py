@@ -1,0 +1,76 @@
+"""Stage recurrent_bw_dC: the gradients of the states at the chunk boundaries.
+
+    dC_c = gamma_c dC_{c+1} + sum_t qbar_t dh_t^T        C_{c+1} = gamma_c C_c + sum_t kbar_t v_t^T
+
+The operands are qbar = r q and kbar = abar k, or q and k with these weights. C is recomputed if the
+forward pass did not keep it. Both are recurrences over the chunks, dC backward in time
+(``recurrence.py``). They share a launch, because with few heads one alone does not fill a GPU.
+
+delta_t = dh_t . h_t is computed here if parallel_bw_dQKV recomputes P and dP, because no earlier
+stage needs it then.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax import Array
+
+from mlstm_pallas.chunk_list import LiveChunks
+from mlstm_pallas.gate_gradients import inner
+from mlstm_pallas.stage import Launch, ScaledRows, steps_of
+from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
+
+
+class Operands(NamedTuple):
+    queries: ScaledRows  # (B * NH, S, DHQK) in the kernel dtype
+    matDeltaH: Array  # (B * NH, S, DHHV)
+    scaGamma: Array  # (B * NH, NC) float32
+    matDeltaC_last: Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
+    keys: ScaledRows | None  # (B * NH, S, DHQK); None: C is not computed
+    matV: Array | None  # (B * NH, S, DHHV)
+    matC_initial: Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
+    matH: Array | None = None  # (B * NH, S, DHHV); None: delta is not computed
+    live: LiveChunks | None = None  # None: all chunks
+
+
+class StateGradients(NamedTuple):
+    """Gradients and states at the chunk boundaries; None: not computed.
+
+    dC, C and delta of chunks that are not live may be undefined.
+    """
+
+    matDeltaC_states: Array  # (B * NH, NC, DHQK, DHHV) after each chunk, in the kernel dtype
+    matDeltaC_initial: Any  # (B * NH, DHQK, DHHV) float32
+    matC_states: Any  # (B * NH, NC, DHQK, DHHV) before each chunk, in the kernel dtype
+    matC_last: Any  # (B * NH, DHQK, DHHV) float32
+    vecDelta: Any  # (B * NH, S) float32
+
+
+def recurrent_bw_dC(
+    x: Operands,
+    *,
+    return_initial: bool = True,
+    return_last: bool = True,
+    recurrences: Callable[..., list[RecurrenceOutputs]] = recurrences,
+    call: Launch,
+) -> StateGradients:
+    """Runs the stage.
+
+    Args:
+      return_initial: whether to return the gradient of the initial C.
+      return_last: whether to return the last C.
+      recurrences: ``recurrence.recurrences`` of a lowering.
+    """
+    (q, r), keys, gamma = x.queries, x.keys, x.scaGamma
+    num_live = None if x.live is None else x.live.num_live
+    operands = q, x.matDeltaH, gamma, x.matDeltaC_last, return_initial
+    each = [Recurrence(*operands, backward=True, r=r, h=x.matH, num_live=num_live)]
+    if keys is not None and x.matV is not None:
+        operands = keys.array, x.matV, gamma, x.matC_initial, return_last
+        each = [Recurrence(*operands, r=keys.weights, num_live=num_live), *each]
+    *C, dC = recurrences("recurrent_bw_dC", *each, call=call)
+    delta = dC.inner
+    if x.matH is not None and delta is None:
+        delta = steps_of(inner(x.matDeltaH, x.matH), call.problem.S)
+    states = StateGradients(dC.X, dC.X_last, None, None, delta)
+    return states._replace(matC_states=C[0].X, matC_last=C[0].X_last) if C else states

@@ -1,0 +1,83 @@
+"""Stage recurrent_fw_H: the outputs by a fused scan, which keeps the state on the chip.
+
+    h_t     = r_t C_c^T q_t + sum_s P_ts v_s
+    C_{c+1} = gamma_c C_c + sum_s kbar_s v_s^T
+
+parallel_fw_P computes P, r and kbar.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mlstm_pallas.chunk_list import ChunkList, of_lengths
+from mlstm_pallas.stage import Launch
+from mlstm_pallas.stages.parallel_fw_P import ScanOperands
+
+
+class Operands(NamedTuple):
+    matQ: Array  # (B * NH, S, DHQK) in the kernel dtype
+    matV: Array  # (B * NH, S, DHHV)
+    scan: ScanOperands
+    scaGamma: Array  # (B * NH, NC) float32
+    # (B * NH, DHQK, DHHV) float32, with a list of chunks (B, N, NH, DHQK, DHHV); None: zeros
+    matC_initial: Array | None
+    # None: chunk c of q, v and h begins at step c L. Everything else is in the chunks of the list.
+    chunks: ChunkList | None = None
+
+
+class FusedScan(NamedTuple):
+    matH: Array  # (B * NH, S, DHHV) in the dtype of q
+    matC_last: Array | None  # shaped as the initial one, float32; None without return_last
+    # (B * NH, NC / store_every, DHQK, DHHV) in the kernel dtype; None without store_every
+    matC_states: Array | None
+
+
+def recurrent_fw_H(
+    x: Operands,
+    *,
+    return_last: bool = True,
+    store_every: int = 0,
+    call: Launch,
+) -> FusedScan:
+    """Runs the stage.
+
+    Args:
+      return_last: whether to return the last C.
+      store_every: n, a divisor of NC: return C before chunks 0, n, 2n, ...; 0: before none. A
+        kernel whose state needs several launches refuses it.
+    """
+    p, chunks, heads = call.problem, x.chunks, jnp.arange(call.problem.BNH)
+    if chunks is None:
+        S = x.matQ.shape[1]
+        chunks = of_lengths(jnp.full(p.BNH, S, jnp.int32), S, p)
+    shape = p.BNH, chunks.N, p.DHQK, p.DHHV
+    if x.matC_initial is None:
+        C = jnp.broadcast_to(jnp.zeros_like(x.scaGamma[:, :1, None, None]), shape)
+    else:
+        C = x.matC_initial.reshape(p.B, chunks.N, p.NH, *shape[2:])
+        C = jnp.swapaxes(C, 1, 2).reshape(shape)
+    q, v = (chunks.gather(y, p.L) for y in (x.matQ, x.matV))
+    parts, sizes = chunks.part_of_entries(), chunks.entries.sizes
+    C = jnp.pad(C, [(0, 0), (0, 1), (0, 0), (0, 0)])  # the rest
+
+    def step(states: Array, chunk: Any) -> tuple[Array, Any]:
+        """From the states of all parts; the chunk belongs to one of them."""
+        part, size, q, kbar, v, P, r, gamma = chunk
+        C = states[heads, part]
+        h = call.product("ntk,nkv->ntv", q, C.astype(q.dtype)) * r[..., None]
+        h += call.product("nts,nsv->ntv", P, v)
+        after = gamma[:, None, None] * C + call.product("nsk,nsv->nkv", kbar, v)
+        after = jnp.where((size > 0)[:, None, None], after, C)
+        return states.at[heads, part].set(after), (h, C.astype(q.dtype) if store_every else None)
+
+    kbar, P, r = map(call.chunks, (x.scan.keys.product(), x.scan.matP, x.scan.vecR))
+    operands = parts, sizes, q, kbar, v, P, r, x.scaGamma
+    C, (h, states) = lax.scan(step, C, tuple(jnp.moveaxis(y, 1, 0) for y in operands))
+    H, last = chunks.scatter(jnp.moveaxis(h, 0, 1).astype(x.matQ.dtype), x.matV, p.L), None
+    if return_last:
+        last = jnp.swapaxes(C[:, :-1].reshape(p.B, p.NH, *shape[1:]), 1, 2)
+        last = last.reshape(p.BNH, *shape[2:]) if x.chunks is None else last
+    stored = jnp.moveaxis(states, 0, 1)[:, ::store_every] if store_every else None
+    return FusedScan(H, last, stored)

@@ -1,0 +1,104 @@
+"""Stage recurrent_step: one token, from the states before it to those after it.
+
+    C' = decay C + gain k v^T
+    n' = decay n + gain k
+    z  = scale q . n'
+    h  = scale C'^T q / (max(|z|, floor) + eps)
+
+``step_gates`` computes decay, gain and m'; normaliser.py has the floor.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mlstm_pallas.gates import MASKED, branchless_log1p, log_sigmoid
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
+from mlstm_pallas.problem import accumulator_dtype
+from mlstm_pallas.stage import Launch
+
+_INF = float("inf")
+
+
+class Operands(NamedTuple):
+    """vecQ may hold q, k and v, on its last axis, and scaI then i and f: vecK, vecV, scaF are None.
+
+    A kernel reads its operands from memory, so XLA would copy slices of the joined arrays.
+    """
+
+    vecQ: Array  # (B * NH, DHQK), any float dtype of at most 32 bits, like all that follow
+    vecK: Array | None  # (B * NH, DHQK)
+    vecV: Array | None  # (B * NH, DHHV)
+    scaI: Array  # (B * NH,) pre-activations
+    scaF: Array | None  # (B * NH,)
+    matC: Array  # (B * NH, DHQK, DHHV)
+    vecN: Array  # (B * NH, DHQK)
+    scaM: Array | None  # (B * NH,); None: the sigmoid input gate
+
+
+class Step(NamedTuple):
+    """h and the new states, each in the dtype of the old one; C in its memory if that is free."""
+
+    vecH: Array  # (B * NH, DHHV) in the dtype of vecQ
+    matC: Array  # (B * NH, DHQK, DHHV)
+    vecN: Array  # (B * NH, DHQK)
+    scaM: Array | None  # (B * NH,); None: the sigmoid input gate
+
+
+def rounded(x: Array, dtype: jnp.dtype, compiled: bool) -> Array:
+    """x rounded to dtype. XLA may drop a cast there and back; Triton has no reduce_precision."""
+    if compiled:
+        return x.astype(dtype).astype(x.dtype)
+    limits = jnp.finfo(dtype)
+    return lax.reduce_precision(x, limits.nexp, limits.nmant)
+
+
+def step_gates(
+    i: Array, f: Array, m: Array | None, round_m: Callable[[Array], Array]
+) -> tuple[Array, ...]:
+    """(decay, gain, m') of a step, in the dtype of i and f; m None: the sigmoid input gate.
+
+    round_m: rounds m' to the precision in which it is stored. The states are scaled by the rounded
+    m', so the rounding costs them no accuracy.
+    """
+    if m is None:
+        return jax.nn.sigmoid(f), jax.nn.sigmoid(i), jnp.zeros_like(i)
+    carried = jnp.where(f <= MASKED, -_INF, log_sigmoid(f, branchless_log1p) + m)
+    i = jnp.where(i <= MASKED, -_INF, i)
+    m_new = round_m(jnp.maximum(carried, i))
+    m_safe = jnp.where(m_new == -_INF, 0.0, m_new)
+    return jnp.exp(carried - m_safe), jnp.exp(i - m_safe), m_new
+
+
+def split_token(qkv: Array, gates: Array, DHQK: int, DHHV: int) -> tuple[Array, ...]:
+    """q, k, v, i, f of the joined arrays."""
+    q, k, v = jnp.split(qkv[..., : 2 * DHQK + DHHV], (DHQK, 2 * DHQK), axis=-1)
+    return q, k, v, gates[..., 0], gates[..., 1]
+
+
+def recurrent_step(
+    x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
+) -> Step:
+    """Runs the stage."""
+    token: Any = x[:5] if x.vecK is not None else split_token(x.vecQ, x.scaI, *x.matC.shape[-2:])
+    arrays = *token, x.matC, x.vecN
+    acc = accumulator_dtype(*(y.dtype for y in arrays))
+    q, k, v, i, f, c, n = (y.astype(acc) for y in arrays)
+    m = None if x.scaM is None else x.scaM.astype(acc)
+    m_dtype = acc if x.scaM is None else x.scaM.dtype
+    decay, gain, m_new = step_gates(i, f, m, lambda y: rounded(y, m_dtype, compiled=False))
+    stored = gain[..., None] * k
+    c = decay[..., None, None] * c + stored[..., :, None] * v[..., None, :]
+    n = decay[..., None] * n + stored
+    h = jnp.einsum("...k,...kv->...v", q, c, precision="highest") * call.problem.qk_scale
+    if normaliser is not None:
+        h = normaliser.normalise(h, jnp.sum(q * n, axis=-1) * call.problem.qk_scale, m_new)
+    return Step(
+        h.astype(x.vecQ.dtype),
+        c.astype(x.matC.dtype),
+        n.astype(x.vecN.dtype),
+        None if x.scaM is None else m_new.astype(x.scaM.dtype),
+    )

@@ -1,0 +1,33 @@
+"""Stage split_products: what each split of a sequence adds to the state (``splits.py``)."""
+
+import dataclasses
+from typing import NamedTuple
+
+from jax import Array
+
+from mlstm_pallas.stage import Launch, ScaledRows
+
+
+class Operands(NamedTuple):
+    a: Array  # (B * NH, S, DHQK) or (B, S, NH, DHQK) in the kernel dtype
+    b: Array  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
+    r: Array  # (B * NH, S) float32
+
+
+def split_products(
+    x: Operands,
+    *,
+    num_splits: int,
+    backward: bool = False,
+    all_splits: bool = False,
+    call: Launch,
+) -> Array:
+    """sum_t r_t a_t b_t^T over each split, (B * NH, num_splits - 1, DHQK, DHHV) in the dtype of r.
+
+    No split reads the last split's product (with backward the first one's), so it is left out
+    unless all_splits. The call's tiles need not be clamped.
+    """
+    of_splits = dataclasses.replace(call, problem=call.problem.in_splits(num_splits))
+    scaled = of_splits.chunks(ScaledRows(x.a, x.r).product())
+    X = call.product("npsk,npsv->npkv", scaled, of_splits.chunks(x.b))
+    return X if all_splits else X[:, 1:] if backward else X[:, :-1]

@@ -1,0 +1,28 @@
+"""Stage step_sums: weighted sums over the steps of each chunk, from which n and dn follow."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from mlstm_pallas.chunk_list import ChunkList
+from mlstm_pallas.stage import Launch, steps_like, with_steps
+
+
+class Operands(NamedTuple):
+    rows: Array  # (B * NH, S, D) or (B, S, NH, D)
+    weights: Array  # (B * NH, S) float32
+    chunks: ChunkList | None = None  # the rows' chunks; the weights are in the list's
+
+
+def step_sums(x: Operands, *, call: Launch) -> Array:
+    """sum_t weights_t rows_t over each chunk, (B * NH, NC, D), products and sums in float32."""
+    (rows, weights, chunks), p = x, call.problem
+    if chunks is not None:
+        rows = chunks.gather(rows, p.L).reshape(*weights.shape, -1)
+    rows = rows.astype(weights.dtype) * steps_like(weights, rows)
+    if rows.ndim == 3:
+        return jnp.sum(call.chunks(rows), axis=-2)
+    B, _, NH, D = rows.shape  # summed before they are transposed
+    sums = jnp.sum(with_steps(rows, p.S).reshape(B, p.NC, p.L, NH, D), axis=2)
+    return jnp.moveaxis(sums, 2, 1).reshape(p.BNH, p.NC, D)

@@ -1,0 +1,97 @@
+"""Algebra on loaded tiles, shared by the kernels.
+
+Functions without a matrix product lower to Triton and to Mosaic GPU.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+Precision = lax.Precision | lax.DotAlgorithmPreset | None
+
+_NEG_INF = float("-inf")
+_LOG2_E = math.log2(math.e)
+
+
+def dot(a: Array, b: Array, precision: Precision, *, a_axis: int = 1, b_axis: int = 0) -> Array:
+    """Contracts axis a_axis of the tile a with axis b_axis of the tile b, with float32 sums."""
+    if precision is lax.Precision.HIGHEST:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    dims = (((a_axis,), (b_axis,)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def causal_mask(rows: int, columns: int, offset: Array | int) -> Array:
+    """True where s <= t + offset, for steps t (rows) and s (columns)."""
+    t = lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
+    s = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
+    return s <= t + offset
+
+
+def decay_tile(e: Iterable[Array], u: Iterable[Array], mask: Array | None) -> Array:
+    """D_ts = exp(e_s - u_t) where mask holds, else 0, (rows t, columns s).
+
+    mask None: the caller masks the result, because the exponent is unbounded where s > t.
+    """
+    (e_hi, e_lo), (u_hi, u_lo) = e, u
+    hi = e_hi[None, :] - u_hi[:, None]
+    lo = (e_lo * _LOG2_E)[None, :] - (u_lo * _LOG2_E)[:, None]
+    exponent = hi * _LOG2_E + lo
+    return jnp.exp2(exponent if mask is None else jnp.where(mask, exponent, _NEG_INF))
+
+
+Carry = TypeVar("Carry")
+Index = TypeVar("Index", int, Array)
+
+
+# Indices are not negative. Traced ones stay int32 under jax_enable_x64 and avoid jnp's // and %,
+# which round towards minus infinity. Integers of the host stay on the host: jax refuses to run an
+# operation on them eagerly inside a shard_map.
+
+
+def divide(x: Index, n: int) -> Index:
+    return lax.div(x, np.int32(n)) if isinstance(x, Array) else x // n
+
+
+def remainder(x: Index, n: int) -> Index:
+    return lax.rem(x, np.int32(n)) if isinstance(x, Array) else x % n
+
+
+def loop(count: int | Array, body: Callable[[Array, Carry], Carry], init: Carry) -> Carry:
+    """body(0), ..., body(count - 1), carrying its result."""
+
+    def step(index: Array, carry: Carry) -> Carry:
+        return body(lax.convert_element_type(index, np.int32), carry)
+
+    result: Carry = lax.fori_loop(0, count, step, init)
+    return result
+
+
+def each(count: int | Array) -> Callable[[Callable[[Array], None]], None]:
+    """Calls the decorated body(0), ..., body(count - 1), as ``pl.when`` calls what it decorates."""
+
+    def run(body: Callable[[Array], None]) -> None:
+        loop(count, lambda index, _: body(index), None)
+
+    return run
+
+
+def sum_of(count: int, product: Callable[[Array], Array], shape: tuple[int, ...]) -> Array:
+    """product(0) + ... + product(count - 1), in float32."""
+    return loop(count, lambda index, acc: acc + product(index), jnp.zeros(shape, jnp.float32))
+
+
+def block_at(index: Array, size: int) -> Any:
+    return pl.ds(index * size, size)
+
+
+def blocks(total: int, block: int) -> int:
+    """The number of blocks of an axis, which they must divide, because no block is masked."""
+    if total % block:
+        raise ValueError(f"a tile of {block} does not divide an axis of {total}")
+    return total // block

@@ -1,0 +1,293 @@
+"""Launches of Triton kernels. Only this module imports jax.experimental.pallas.triton.
+
+Every Triton kernel is launched through ``kernel_call``: compiled on a GPU, or interpreted.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Launch, Tiles
+from mlstm_pallas.tiles import divide, remainder
+
+plgpu: Any
+try:
+    from jax.experimental.pallas import triton as plgpu
+except ImportError:  # jax will remove this backend; the plain forms need no kernels
+    plgpu = None
+
+
+class PipelinedTiles(Tiles):
+    """The tiles of a kernel whose loop is a pipeline."""
+
+    num_stages: int
+
+    def elements(self, p: Problem) -> tuple[int, int]:
+        """The elements that an iteration reads, and those that stay in shared memory."""
+        raise NotImplementedError
+
+    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+        """The estimate of ``stages_that_fit``."""
+        (iteration, kept), mma = self.elements(p), not asked["gpu"].multiplies_from_shared
+        return ((self.num_stages - mma) * iteration + kept) * dtype.itemsize + 8192 * mma
+
+
+def stages_that_fit(
+    gpu: Gpu, iteration_bytes: int, kept_bytes: int = 0, most: int = 3, ctas_per_sm: int = 2
+) -> int:
+    """An estimate of the pipeline stages that fit in shared memory; the compiler decides.
+
+    wgmma and tcgen05 read a stage from shared memory. mma reads registers, so the pipeline has one
+    stage less in shared memory, beside some 8 KiB for tiles that change their layout.
+
+    Args:
+      iteration_bytes: bytes of the tiles that an iteration reads.
+      kept_bytes: bytes of the tiles that stay in shared memory.
+    """
+    available = min(gpu.shared_bytes, gpu.sm_shared_bytes // ctas_per_sm) - 1024 - kept_bytes
+    in_registers, other = (0, 2048) if gpu.multiplies_from_shared else (1, 8192)
+    return min(max((available - other) // iteration_bytes, 0) + in_registers, most)
+
+
+def depth_and_stages(gpu: Gpu, elements: int, depth: int, dtype: Any) -> tuple[int, int]:
+    """The largest depth of a pipeline, halved down to 32, at which two CTAs with three stages fit.
+
+    With two stages an iteration waits for the copies that it issues. float32 has two stages,
+    because its products take longer than the copies.
+
+    Args:
+      elements: how many an iteration reads per step or column of its depth.
+    """
+    most = 2 if dtype.itemsize > 2 else 3
+    while True:
+        stages = stages_that_fit(gpu, depth * elements * dtype.itemsize, most=most)
+        if stages >= most or depth <= 32:
+            return depth, max(stages, 1)
+        depth //= 2
+
+
+# Arrays, or shapes of outputs, and the letters of their axes with the layout "BNTH" ("bt0").
+Operand = tuple[Any, str]
+
+
+def operands(source: Any, **axes: str) -> dict[str, Operand]:
+    """Operands that are fields of a NamedTuple, by the letters of their axes; source None: None."""
+    return {
+        name: (None if source is None else getattr(source, name), at) for name, at in axes.items()
+    }
+
+
+def kernel_call(
+    kernel: Callable[..., None],
+    inputs: Mapping[str, Operand],
+    outputs: Mapping[str, Operand],
+    *,
+    call: Launch,
+    name: str = "",
+    grid: tuple[int, ...] = (),
+    axes: str = "icb",
+    sizes: Mapping[str, int] = MappingProxyType({}),
+    indices: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    aliases: Mapping[int, int] = MappingProxyType({}),
+    **statics: Any,
+) -> dict[str, Any]:
+    """Launches ``kernel(**references, call=call, **statics)``; returns its outputs by name.
+
+    References are to global memory. They have the names of the operands, and are None where the
+    operand is None. The letter of an axis says which block of it a CTA reads or writes: "0" the
+    whole axis, "s" all steps, "t" the L steps of chunk c. Other letters are indices of blocks. The
+    reference lacks an axis whose letter has no size.
+
+    Args:
+      name: of the launch; empty: the kernel's name.
+      grid: on the GPU axis 0 varies fastest; empty: the grid of the call's tiles.
+      axes: the letters of the grid's indices, of which the first may be missing: blocks of a chunk
+        (i), chunks (c), heads (b).
+      sizes: of the blocks, by letter.
+      indices: further letters, as functions of the grid's indices.
+      aliases: {input: output} that share memory, by position without absent inputs.
+    """
+    name = name or kernel.__name__.removeprefix("_").removesuffix("_kernel")
+    if plgpu is None:
+        raise RuntimeError(
+            f"{name} is a Triton kernel, and jax {jax.__version__} has no Triton backend of "
+            "Pallas: expected a jax that has one, such as 0.11.2 and 0.12.0.1, or backend None, "
+            "'mosaic_gpu' or 'xla'"
+        )
+    grid = grid or call.tiles.grid(call.problem)
+    all_operands, count = {**inputs, **outputs}, len(inputs)
+    arrays = [x for x, _ in all_operands.values()]
+    sizes = dict(s=call.problem.S, t=call.problem.L, **sizes)
+
+    def index(letter, *grid):
+        letter = "c" if letter == "t" else letter
+        if letter in indices:
+            return indices[letter](*grid)
+        return 0 if letter in "0s" else grid[axes.index(letter) - len(axes)]
+
+    blocks = [
+        jax.tree.map(functools.partial(_block_spec, at, call.problem, sizes, index), x)
+        for x, at in all_operands.values()
+    ]
+
+    def body(*refs):
+        guarded = functools.partial(_guarded, grid, call.interpret)
+        refs = jax.tree.map(guarded, [*refs], blocks, arrays)
+        kernel(**dict(zip(all_operands, refs, strict=True)), call=call, **statics)
+
+    # A shard_map with check_vma needs the axes over which outputs vary.
+    types = map(jax.typeof, jax.tree.leaves(arrays[:count]))
+    varying = frozenset().union(*(x.manual_axis_type.varying for x in types))
+    kind = jax.sharding.ManualAxisType(varying=varying)
+    results = pl.pallas_call(
+        body,
+        grid=grid,
+        in_specs=blocks[:count],
+        out_specs=blocks[count:],
+        out_shape=jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind), arrays[count:]
+        ),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=call.tiles.num_warps, num_stages=getattr(call.tiles, "num_stages", 1)
+        ),
+        interpret=call.interpret,
+        input_output_aliases=dict(aliases),
+        name=name,
+    )(*arrays[:count])
+    return dict(zip(outputs, results, strict=True))
+
+
+def _block_spec(
+    at: str, p: Problem, sizes: Mapping[str, int], index: Callable[..., Any], x: Any
+) -> pl.BlockSpec:
+    """The blocks of the array x; index: of a letter at the indices of the grid.
+
+    Rows of steps (s, t, or q for a tile of queries) may be in either layout, and splits of theirs
+    may count as heads. The last block of a head may reach beyond its steps.
+    """
+
+    def index_map(*grid):
+        return tuple(index(letter, *grid) for letter in at)
+
+    if len(at) != 3 or at[1] not in "stq":
+        shape = zip(at, x.shape, strict=True)
+        return pl.BlockSpec([y if a == "0" else sizes.get(a) for a, y in shape], index_map)
+    rows, columns = sizes[at[1]], sizes.get(at[2], x.shape[-1])
+    heads = x.shape[0] if x.ndim == 3 else x.shape[0] * x.shape[2]
+    num_splits, row_blocks = p.BNH // heads, p.S // rows
+
+    def of_whole_heads(*grid):
+        n, row, column = index_map(*grid)
+        if num_splits == 1:
+            return n, row, column
+        return divide(n, num_splits), remainder(n, num_splits) * row_blocks + row, column
+
+    if x.ndim == 3:
+        return pl.BlockSpec((None, rows, columns), of_whole_heads)
+    NH = x.shape[2]
+
+    def strided(*grid):
+        head, row, column = of_whole_heads(*grid)
+        return divide(head, NH), row, remainder(head, NH), column
+
+    return pl.BlockSpec((None, rows, None, columns), strided)
+
+
+def floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PartialBlock:
+    """A block whose last rows may be beyond its array, where reads are 0 and writes are dropped.
+
+    Attributes:
+      rows: how many rows the array has from the block's first row on.
+      interpret: whether the kernel is interpreted, where jax has no masked writes under
+        jax_enable_x64.
+    """
+
+    ref: Any
+    rows: Array
+    interpret: bool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ref, name)
+
+    def _part(self, index: Any) -> tuple[Any, Array]:
+        """The reference to a part of the block, and which of its elements the array has."""
+        part = self.ref.at[index]
+        first = part.transforms[-1].indices[0].start
+        inside = first + lax.iota(np.int32, part.shape[0]) < self.rows
+        return part, jnp.broadcast_to(inside[:, None], part.shape)
+
+    def __getitem__(self, index: Any) -> Array:
+        return masked_load(*self._part(index))
+
+    def __setitem__(self, index: Any, x: Array) -> None:
+        part, inside = self._part(index)
+        if self.interpret:
+            # The interpreter moves a part that reaches beyond the block up to the block's end.
+            end = part.transforms[-1].indices[0].start + part.shape[0]
+            moved = lax.max(end - np.int32(self.ref.shape[0]), np.int32(0))
+            x, inside = jnp.roll(x, moved, axis=0), jnp.roll(inside, moved, axis=0)
+            self.ref[index] = jnp.where(inside, x, self.ref[index])
+        else:
+            masked_store(part, x, inside)
+
+
+def _guarded(grid: tuple[int, ...], interpret: bool, ref: Any, spec: Any, x: Any) -> Any:
+    """The reference to a block of x, guarded if blocks reach beyond the steps of x.
+
+    Blocks divide all other axes.
+    """
+    if x.ndim < 3 or not isinstance(rows := spec.block_shape[1], int):
+        return ref
+
+    def first_row(*grid):
+        return spec.index_map(*grid)[1] * rows
+
+    # No block is further down than the block at the last indices.
+    if first_row(*(size - 1 for size in grid)) + rows <= x.shape[1]:
+        return ref
+    at = [pl.program_id(axis) for axis in range(len(grid))]
+    return _PartialBlock(ref, x.shape[1] - first_row(*at), interpret)
+
+
+def up_to(end: Array, ref: Any, call: Launch) -> Any:
+    """The reference to a block, of which only the rows before ``end`` are read and written."""
+    if isinstance(ref, _PartialBlock):
+        return dataclasses.replace(ref, rows=lax.min(end, jnp.int32(ref.rows)))
+    return _PartialBlock(ref, end, call.interpret)
+
+
+def rows_of_entry(entry: Any, call: Launch, *refs: Any) -> tuple[Any, ...]:
+    """The rows of a CTA's chunk in the references, and the references limited to its steps.
+
+    entry: references to the first step and the number of steps of an entry of a ``ChunkList``;
+        None: the references are to the blocks of the chunk.
+    """
+    if entry is None:
+        return slice(None), *refs
+    start = entry.steps[...]
+    end = start + entry.sizes[...]
+    return pl.ds(start, call.problem.L), *(up_to(end, ref, call) for ref in refs)
+
+
+def masked_load(ref: Any, mask: Array | None) -> Array:
+    """ref[...] where mask holds, else 0; mask None: ref[...]."""
+    return plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
+
+
+def masked_store(ref: Any, x: Array, mask: Array | None) -> None:
+    plgpu.store(ref, x, mask=mask)

@@ -1,0 +1,236 @@
+"""parallel_bw_dP in Triton; XLA computes delta, in a pass over h and dh.
+
+Grid (CTAs per chunk, NC, B * NH). With T = siz_b_LQ a chunk has n = L / T tiles of queries, and
+n (n + 1) / 2 CTAs own one T x T tile of P and dP each, and read block_k columns of q, k, v and dh
+at a time. They sum W_ts = dP_ts scale q_t . k_s over the queries and over the keys of their tile,
+for the gradients of the gates. n more CTAs scale T queries and keys each, and sum what these steps
+add to dn.
+
+FLOPs: tokens (L + 1) (K + V). Bytes: q, k, v, dh, h, qbar, kbar, P and dP, tokens (4 K + 3 V + 2 L)
+itemsize.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.gate_gradients import TileSums
+from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.problem import MAX_TILE, Problem
+from mlstm_pallas.stage import Launch, ScaledRows, clamped
+from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients, delta_and_gradients
+from mlstm_pallas.tiles import (
+    block_at,
+    blocks,
+    causal_mask,
+    decay_tile,
+    divide,
+    dot,
+    each,
+    sum_of,
+)
+from mlstm_pallas.triton.launch import (
+    PipelinedTiles,
+    depth_and_stages,
+    floats,
+    kernel_call,
+    masked_store,
+    operands,
+)
+
+
+def _parallel_bw_dP_kernel(
+    matQ,  # (L, DHQK)
+    matK,  # (L, DHQK)
+    matV,  # (L, DHHV)
+    matDeltaH,  # (L, DHHV)
+    vecE,  # two (L,); all inputs below are (L,)
+    vecU,  # two
+    vecW,
+    vecAbar,
+    vecInvDen,  # absent without a normaliser
+    vecDzDen,  # absent without a normaliser
+    num_live,  # number of the head's live chunks, absent if all chunks are live
+    matP,  # out (L, L)
+    matDeltaP,  # out (L, L)
+    matQbar,  # out (L, DHQK)
+    per_query,  # out (n, L) sum of W_ts over s < t in each tile of keys
+    per_key,  # out (n, L) sum of W_ts over t > s in each tile of queries
+    diagonal,  # out (L,) W_tt
+    matKbar,  # out (L, DHQK), may be absent
+    vecDeltaN_added,  # out (n, DHQK), absent without a normaliser
+    *,
+    call,
+):
+    L, DHQK = matQ.shape
+    T, block_k, scale = call.tiles.siz_b_LQ, call.tiles.block_k, call.problem.qk_scale
+    n = L // T
+    index, num_tiles = pl.program_id(0), n * (n + 1) // 2
+    # Tiles are numbered by queries; tile i of queries has i + 1 tiles of keys.
+    i: Any = sum(((index >= m * (m + 1) // 2).astype(jnp.int32) for m in range(1, n)), np.int32(0))
+    j = index - divide(i * (i + 1), 2)
+
+    in_tile = index < num_tiles
+    if num_live is not None:
+        in_tile &= pl.program_id(1) < num_live[...]
+
+    @pl.when(in_tile)
+    def _tile():
+        queries, keys = block_at(i, T), block_at(j, T)
+
+        def product(matA, matB):
+            def add(x):
+                rows = matA[queries, block_at(x, block_k)]
+                return dot(rows, matB[keys, block_at(x, block_k)], call.precision, b_axis=1)
+
+            return sum_of(matA.shape[1] // block_k, add, (T, T))
+
+        dA = product(matDeltaH, matV)
+        scores = product(matQ, matK) * scale
+        offset = (i - j) * T
+        e, u = [ref[keys] for ref in vecE], [ref[queries] for ref in vecU]
+        D = decay_tile(e, u, causal_mask(T, T, offset))
+        P = D * scores
+        if vecInvDen is not None:
+            inv_den = vecInvDen[queries][:, None]
+            P, dA = P * inv_den, (dA + vecDzDen[queries][:, None]) * inv_den
+        dP = D * dA
+        W, strict = dP * scores, causal_mask(T, T, offset - 1)
+        before = jnp.where(strict, W, 0.0)
+        per_query[j, queries] = jnp.sum(before, axis=1)
+        per_key[i, keys] = jnp.sum(before, axis=0)
+        matP[queries, keys] = P.astype(matP.dtype)
+        matDeltaP[queries, keys] = (dP * scale).astype(matP.dtype)
+
+        # Every tile computes this sum, because a branch that reads W would take fifty registers.
+        masked_store(
+            diagonal.at[queries],
+            jnp.sum(jnp.where(strict, 0.0, W), axis=1),
+            jnp.full((T,), i == j),
+        )
+
+        whole = max(MAX_TILE // T, 1)  # tiles per side of a block
+
+        def above(x, _):
+            zeros = jnp.zeros((T, T), matP.dtype)
+            matP[queries, block_at(x, T)] = zeros
+            matDeltaP[queries, block_at(x, T)] = zeros
+            return _
+
+        if whole > 1 and n > 1:
+            end = lax.min(divide(i, whole) * whole + whole, np.int32(n))
+            lax.fori_loop(j + 1, jnp.where(i == j, end, j + 1), above, ())
+
+    @pl.when(index >= num_tiles)
+    def _scaled_operands():
+        tile = index - num_tiles
+        steps = block_at(tile, T)
+        abar, w = vecAbar[steps][:, None], vecW[steps]
+        r = query_scale(w, scale, None if vecInvDen is None else vecInvDen[steps])
+        dz_den = None if vecDzDen is None else vecDzDen[steps][:, None]
+
+        @each(DHQK // block_k)
+        def _(x):
+            columns = block_at(x, block_k)
+            q = matQ[steps, columns].astype(jnp.float32) * r[:, None]
+            matQbar[steps, columns] = q.astype(matQbar.dtype)
+            if matKbar is not None:
+                k = matK[steps, columns].astype(jnp.float32) * abar
+                matKbar[steps, columns] = k.astype(matKbar.dtype)
+            if vecDeltaN_added is not None:
+                vecDeltaN_added[tile, columns] = jnp.sum(q * dz_den, axis=0)
+
+
+def parallel_bw_dP(
+    x: Operands,
+    *,
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    return_keys: bool = True,
+    call: Launch,
+) -> ScoreGradients:
+    """Runs the stage: ``stages/parallel_bw_dP.py``."""
+    (delta, gradients), g = delta_and_gradients(x, normaliser), x.gates.per_step()
+    p, T, dtype = call.problem, call.tiles.siz_b_LQ, x.matQ.dtype
+    n = blocks(p.L, T)
+    tile = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype), "bt0"
+    # It has the caller's steps, so that XLA can give it the memory of a gradient.
+    scaled = jax.ShapeDtypeStruct((p.BNH, x.matQ.shape[1], p.DHQK), dtype)
+    sums = floats(p.BNH, n, p.S), "b0t"
+    y = kernel_call(
+        _parallel_bw_dP_kernel,
+        operands(x, matQ="bt0", matK="bt0", matV="bt0", matDeltaH="bt0")
+        | operands(g, vecE="bt", vecU="bt", vecW="bt", vecAbar="bt")
+        | operands(gradients, vecInvDen="bt", vecDzDen="bt")
+        | operands(x.live, num_live="b"),
+        dict(
+            matP=tile,
+            matDeltaP=tile,
+            matQbar=(scaled, "bt0"),
+            per_query=sums,
+            per_key=sums,
+            diagonal=(floats(p.BNH, p.S), "bt"),
+            matKbar=(scaled if return_keys else None, "bt0"),
+            vecDeltaN_added=(floats(p.BNH, p.NC, n, p.DHQK) if normaliser else None, "bc00"),
+        ),
+        call=call,
+    )
+    dn_added = y["vecDeltaN_added"]
+    if dn_added is not None:
+        dn_added = jnp.sum(dn_added, axis=2)
+    per_query, per_key = (
+        y[name].reshape(p.BNH, n, p.NC, n, T) for name in ("per_query", "per_key")
+    )
+    pairs = TileSums(per_query, per_key, y["diagonal"].reshape(p.BNH, p.NC, n, T))
+    return ScoreGradients(
+        y["matP"],
+        y["matDeltaP"],
+        ScaledRows(y["matQbar"], None),
+        ScaledRows(y["matKbar"], None) if return_keys else None,
+        pairs,
+        delta,
+        dn_added,
+    )
+
+
+class BlockedTiles(PipelinedTiles):
+    """Tiles with a block_k: columns that an iteration reads, along either head dimension."""
+
+    def clamped(self, p: Problem) -> Self:
+        """Also clamps the queries to a tile of ``Problem.T`` steps."""
+        x: Any = super().clamped(p)
+        block_k = min(clamped(x.block_k, p.DHQK), clamped(x.block_k, p.DHHV))
+        return dataclasses.replace(x, siz_b_LQ=min(x.siz_b_LQ, p.T), block_k=block_k)
+
+    def fitted(self, p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Self:
+        """The tiles with the columns per iteration and the stages of ``depth_and_stages``."""
+        x: Any = self
+        depth, stages = depth_and_stages(gpu, x.elements(p)[0] // x.block_k, x.block_k, dtype)
+        return dataclasses.replace(x, block_k=depth, num_stages=stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles(BlockedTiles):
+    siz_b_LQ: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        n = blocks(p.L, self.siz_b_LQ)
+        return n * (n + 1) // 2 + n, p.NC, p.BNH
+
+    def elements(self, p: Problem) -> tuple[int, int]:
+        return 2 * self.siz_b_LQ * self.block_k, 0
+
+    @classmethod
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
+        """Tiles of 64 x 64; P, dP and their gradients take a third of an SM's registers."""
+        # In narrow heads 32 columns, for as many iterations as stages.
+        depth = 32 if dtype.itemsize > 2 or p.DHQK + p.DHHV <= 128 else 128
+        return cls(64, depth, 4, 3).clamped(p).fitted(p, dtype, gpu)

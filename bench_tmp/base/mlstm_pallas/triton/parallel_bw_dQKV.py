@@ -1,0 +1,207 @@
+"""parallel_bw_dQKV in Triton.
+
+Grid (blocks of a chunk's gradients, NC, B * NH): the CTAs of one chunk run at the same time and
+share operands through L2. A CTA owns siz_b_LQ steps and siz_b_DHQK columns of dq or dk, or
+siz_b_DHHV columns of dv. It adds a product with the state, which it then weights, and one with the
+tiles, both in loops over block_k that hold only products. For the gradients of the gates it sums
+the products of q and k with their inter-chunk parts in float32. Further CTAs own
+one siz_b_DHQK x siz_b_DHHV block of the states each and sum <C_c, dC_{c+1}>.
+
+FLOPs: 6 tokens K V + tokens (L + 1) (2 K + V). Bytes: q, k, v, dh, dq, dk, dv, P, dP and both
+states, (tokens (4 K + 3 V + 2 L) + 2 B NH NC K V) itemsize; the operands again for each column and
+row block, mostly from L2.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.gate_gradients import inner
+from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.normaliser import query_scale
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Launch
+from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
+from mlstm_pallas.tiles import block_at, blocks, divide, dot, loop, remainder, sum_of
+from mlstm_pallas.triton.launch import floats, kernel_call, operands, stages_that_fit
+from mlstm_pallas.triton.parallel_bw_dP import BlockedTiles
+
+
+def _parallel_bw_dQKV_kernel(
+    matQ,  # (L, DHQK)
+    matK,  # (L, DHQK)
+    matV,  # (L, DHHV)
+    matDeltaH,  # (L, DHHV)
+    matC_states,  # (DHQK, DHHV) before the chunk
+    vecN_states,  # (DHQK,) before the chunk
+    matDeltaC_states,  # (DHQK, DHHV) after the chunk
+    vecDeltaN_states,  # (DHQK,) after the chunk
+    matP,  # (L, L)
+    matDeltaP,  # (L, L)
+    vecW,  # (L,), like all inputs below
+    vecAbar,
+    vecInvDen,  # absent without a normaliser
+    vecDzDen,  # absent without a normaliser
+    num_live,  # number of the head's live chunks, absent if all chunks are live
+    matDeltaQ,  # out (L, DHQK)
+    q_dot_dq_inter,  # out (column blocks, L)
+    matDeltaK,  # out (L, DHQK)
+    k_dot_dk_inter,  # out (column blocks, L)
+    matDeltaV,  # out (L, DHHV)
+    inner_C_dC,  # out (blocks,)
+    *,
+    call,
+):
+    L, scale, precision, tiles = matQ.shape[0], call.problem.qk_scale, call.precision, call.tiles
+    siz_b_LQ, siz_b_DHQK, siz_b_DHHV = tiles.siz_b_LQ, tiles.siz_b_DHQK, tiles.siz_b_DHHV
+
+    def times_state(steps, columns, matA, states, size, *, transposed):
+        def product(x):
+            rows = block_at(x, tiles.block_k)
+            X = states[columns, rows] if transposed else states[rows, columns]
+            return dot(
+                matA[steps, block_at(x, tiles.block_k)], X, precision, b_axis=int(transposed)
+            )
+
+        return sum_of(matA.shape[1] // tiles.block_k, product, (siz_b_LQ, size))
+
+    def plus_tiles(acc, row, columns, scores, matA, *, transposed):
+        """Adds the tiles times the keys for a row of queries, or transposed for a row of keys."""
+        step, steps = min(tiles.block_k, siz_b_LQ), block_at(row, siz_b_LQ)
+        first = row * (siz_b_LQ // step) if transposed else 0
+
+        def add(x, acc):
+            others = block_at(first + x, step)
+            tile = scores[others, steps] if transposed else scores[steps, others]
+            return acc + dot(tile, matA[others, columns], precision, a_axis=int(not transposed))
+
+        return loop(L // step - first if transposed else (row + 1) * (siz_b_LQ // step), add, acc)
+
+    def dq(row, column, steps, columns):
+        r = query_scale(vecW[steps], scale, None if vecInvDen is None else vecInvDen[steps])
+        acc = times_state(steps, columns, matDeltaH, matC_states, siz_b_DHQK, transposed=True)
+        acc *= r[:, None]
+        if vecDzDen is not None:
+            acc += (r * vecDzDen[steps])[:, None] * vecN_states[columns][None, :]
+        q = matQ[steps, columns].astype(jnp.float32)
+        q_dot_dq_inter[column, steps] = jnp.sum(acc * q, axis=1)
+        acc = plus_tiles(acc, row, columns, matDeltaP, matK, transposed=False)
+        matDeltaQ[steps, columns] = acc.astype(matDeltaQ.dtype)
+
+    def dk(row, column, steps, columns):
+        acc = times_state(steps, columns, matV, matDeltaC_states, siz_b_DHQK, transposed=True)
+        acc = (acc + vecDeltaN_states[columns][None, :]) * vecAbar[steps][:, None]
+        k = matK[steps, columns].astype(jnp.float32)
+        k_dot_dk_inter[column, steps] = jnp.sum(acc * k, axis=1)
+        acc = plus_tiles(acc, row, columns, matDeltaP, matQ, transposed=True)
+        matDeltaK[steps, columns] = acc.astype(matDeltaK.dtype)
+
+    def dv(row, column, steps, columns):
+        acc = times_state(steps, columns, matK, matDeltaC_states, siz_b_DHHV, transposed=False)
+        acc *= vecAbar[steps][:, None]
+        acc = plus_tiles(acc, row, columns, matP, matDeltaH, transposed=True)
+        matDeltaV[steps, columns] = acc.astype(matDeltaV.dtype)
+
+    def inner_states(row, column, rows, columns):
+        C, dC = (ref[rows, columns].astype(jnp.float32) for ref in (matC_states, matDeltaC_states))
+        inner_C_dC[row * blocks(matC_states.shape[1], siz_b_DHHV) + column] = jnp.sum(C * dC)
+
+    index = pl.program_id(0)
+    is_live: Any = True if num_live is None else pl.program_id(1) < num_live[...]
+
+    def run(role, start, of_rows, of_columns, out=None):
+        """Runs a role in the CTAs from ``start`` on, one per block; returns their end.
+
+        out: the gradient, which is 0 in a chunk that is not live.
+        """
+        columns = blocks(*of_columns)
+        end = start + blocks(*of_rows) * columns
+
+        @pl.when((start <= index) & (index < end))
+        def _():
+            row, column = divide(index - start, columns), remainder(index - start, columns)
+            at = block_at(row, of_rows[1]), block_at(column, of_columns[1])
+            pl.when(is_live)(lambda: role(row, column, *at))
+            if out is not None and num_live is not None:
+
+                @pl.when(~is_live)
+                def _():
+                    out[at] = jnp.zeros((of_rows[1], of_columns[1]), out.dtype)
+
+        return end
+
+    of_L, of_DHQK = (L, siz_b_LQ), (matQ.shape[1], siz_b_DHQK)
+    of_DHHV = matV.shape[1], siz_b_DHHV
+    end = run(dq, 0, of_L, of_DHQK, matDeltaQ)
+    end = run(dk, end, of_L, of_DHQK, matDeltaK)
+    end = run(dv, end, of_L, of_DHHV, matDeltaV)
+    run(inner_states, end, of_DHQK, of_DHHV)
+
+
+def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
+    """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
+    p = call.problem
+    K, V = blocks(p.DHQK, call.tiles.siz_b_DHQK), blocks(p.DHHV, call.tiles.siz_b_DHHV)
+    inter = floats(p.BNH, K, p.S), "b0t"
+    y = kernel_call(
+        _parallel_bw_dQKV_kernel,
+        operands(
+            x,
+            **dict.fromkeys(("matQ", "matK", "matV", "matDeltaH"), "bt0"),
+            matC_states="bc00",
+            vecN_states="bc0",
+            matDeltaC_states="bc00",
+            vecDeltaN_states="bc0",
+        )
+        | operands(x.scores, matP="bt0", matDeltaP="bt0")
+        | operands(x.gates.per_step(), vecW="bt", vecAbar="bt")
+        | operands(x.normaliser_gradients, vecInvDen="bt", vecDzDen="bt")
+        | operands(x.live, num_live="b"),
+        dict(
+            matDeltaQ=(x.matQ, "bt0"),
+            q_dot_dq_inter=inter,
+            matDeltaK=(x.matK, "bt0"),
+            k_dot_dk_inter=inter,
+            matDeltaV=(x.matV, "bt0"),
+            inner_C_dC=(floats(p.BNH, p.NC, K * V), "bc0"),
+        ),
+        call=call,
+    )
+    states = y["inner_C_dC"].sum(-1) + inner(x.vecN_states, x.vecDeltaN_states)
+    y["inner_C_dC"] = x.gates.scaGamma * states
+    for name in ("q_dot_dq_inter", "k_dot_dk_inter"):
+        y[name] = y[name].sum(1)
+    return Gradients(**y)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles(BlockedTiles):
+    siz_b_LQ: int
+    siz_b_DHQK: int
+    siz_b_DHHV: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        K, V = blocks(p.DHQK, self.siz_b_DHQK), blocks(p.DHHV, self.siz_b_DHHV)
+        return blocks(p.L, self.siz_b_LQ) * (2 * K + V) + K * V, p.NC, p.BNH
+
+    def elements(self, p: Problem) -> tuple[int, int]:
+        return self.block_k * (self.siz_b_LQ + max(self.siz_b_DHQK, self.siz_b_DHHV)), 0
+
+    @classmethod
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
+        """Blocks of 128 x 128, or of 64 x 64 in float32 and for short chunks."""
+        wide = dtype.itemsize > 2
+        size = 64 if wide or p.L < 128 else 128
+        depth = 32 if wide or p.DHQK == 64 else 64
+        tiles = cls(size, size, size, depth, 4, 3).clamped(p).fitted(p, dtype, gpu)
+        stages = tiles.num_stages
+        if wide:
+            stages = max(stages_that_fit(gpu, tiles.elements(p)[0] * dtype.itemsize), 1)
+        elif size == tiles.block_k == 64:
+            stages = 2  # for seven CTAs per SM
+        return dataclasses.replace(tiles, num_stages=stages)

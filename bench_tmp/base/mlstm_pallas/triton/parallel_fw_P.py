@@ -1,0 +1,111 @@
+"""parallel_fw_P in Triton.
+
+Grid (NC, B * NH). A CTA owns one chunk of L steps and reads siz_b_DHQK columns of q and k at a
+time. So each tile of decays is computed once, not once per column block of v.
+
+FLOPs: tokens (L + 1) K. Bytes: q, k, kbar and P, tokens (3 K + L) itemsize.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Launch, ScaledRows
+from mlstm_pallas.stage import Tiles as BaseTiles
+from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
+from mlstm_pallas.tiles import causal_mask, decay_tile, dot
+from mlstm_pallas.triton.launch import floats, kernel_call, operands, rows_of_entry
+
+
+def _parallel_fw_P_kernel(
+    entries,  # of ``ChunkList``: () each; absent without a list
+    matQ,  # (L, DHQK), or (S, DHQK) with a list
+    matK,
+    vecN_states,  # (DHQK,), absent without a normaliser
+    vecE,  # two (L,)
+    vecU,  # two (L,)
+    vecW,  # (L,)
+    vecAbar,  # (L,)
+    vecM,  # (L,), absent if the floor does not need it
+    matP,  # out (L, L)
+    vecR,  # out (L,)
+    matKbar,  # out (L, DHQK)
+    vecZ,  # out (L,), absent without a normaliser
+    *,
+    call,
+    normaliser,
+):
+    L, scale, siz_b = call.problem.L, call.problem.qk_scale, call.tiles.siz_b_DHQK
+    DHQK = matQ.shape[1]
+    rows, matQ, matK = rows_of_entry(entries, call, matQ, matK)
+    scores, q_n = jnp.zeros((L, L), jnp.float32), jnp.zeros((L,), jnp.float32)
+    for start in range(0, DHQK, siz_b):
+        columns = pl.ds(start, siz_b)
+        q, k = matQ[rows, columns], matK[rows, columns]
+        scores += dot(q, k, call.precision, b_axis=1)
+        if vecN_states is not None:
+            q_n += jnp.sum(q.astype(jnp.float32) * vecN_states[columns][None, :], axis=1)
+        kbar = k.astype(jnp.float32) * vecAbar[...][:, None]
+        matKbar[:, columns] = kbar.astype(matKbar.dtype)
+    # Masked after the product, not before, so that a NaN in k reaches no earlier step.
+    D = decay_tile((ref[...] for ref in vecE), (ref[...] for ref in vecU), None)
+    P = jnp.where(causal_mask(L, L, 0), scores * (D * scale), 0.0)
+    r = query_scale(vecW[...], scale)
+    if normaliser is not None:
+        z = r * q_n + jnp.sum(P, axis=1)
+        inv_den = 1.0 / normaliser.denominator(z, None if vecM is None else vecM[...])
+        P, r = P * inv_den[:, None], r * inv_den
+        vecZ[...] = z
+    matP[...] = P.astype(matP.dtype)
+    vecR[...] = r
+
+
+def parallel_fw_P(
+    x: Operands,
+    *,
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    call: Launch,
+) -> ScanOperands:
+    """Runs the stage: ``stages/parallel_fw_P.py``."""
+    p, g = call.problem, x.gates.per_step()
+    kbar_steps = x.matK.shape[1] if x.chunks is None else p.S
+    chunk, vector = "bt0" if x.chunks is None else "bs0", floats(p.BNH, p.S)
+    y = kernel_call(
+        _parallel_fw_P_kernel,
+        operands(x.chunks, entries="bc")
+        | operands(x, matQ=chunk, matK=chunk)
+        | operands(normaliser and x, vecN_states="bc0")
+        | operands(g, vecE="bt", vecU="bt", vecW="bt", vecAbar="bt")
+        | operands(g if normaliser and normaliser.floor_needs_m else None, vecM="bt"),
+        dict(
+            matP=(jax.ShapeDtypeStruct((p.BNH, p.S, p.L), x.matQ.dtype), "bt0"),
+            vecR=(vector, "bt"),
+            matKbar=(jax.ShapeDtypeStruct((p.BNH, kbar_steps, p.DHQK), x.matQ.dtype), "bt0"),
+            vecZ=(vector if normaliser else None, "bt"),
+        ),
+        call=call,
+        normaliser=normaliser,
+    )
+    return ScanOperands(y["matP"], ScaledRows(y["matKbar"], None), y["vecR"], y["vecZ"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles(BaseTiles):
+    siz_b_DHQK: int
+    num_warps: int
+
+    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+        return 2 * p.L * self.siz_b_DHQK * dtype.itemsize
+
+    @classmethod
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
+        """Tiles of q and k of 4096 elements; one warp per 16 steps, more in float32."""
+        if dtype.itemsize > 2:
+            return cls(64, num_warps=4).clamped(p)
+        return cls(4096 // min(p.L, 64), num_warps=min(max(p.L // 16, 1), 16)).clamped(p)

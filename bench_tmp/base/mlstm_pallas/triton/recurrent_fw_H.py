@@ -1,0 +1,268 @@
+"""recurrent_fw_H in Triton.
+
+Grid (DHHV / siz_b_DHHV, B * NH); with a list of chunks (DHHV / siz_b_DHHV, N + 2, B * NH), because
+its parts run side by side. A CTA owns siz_b_DHHV columns of C, in float32 registers, and of
+h, and loops over the chunks. The state is kept transposed, as the left operand of C^T q: the next
+product reads it from registers, rounded to the kernel dtype, and no state goes through shared
+memory. The state is held as tiles of siz_b_DHQK rows, because only one rounded tile fits beside it.
+If C has more than state_rows rows, each launch handles state_rows of them and adds to the output of
+the preceding launch.
+
+The backward pass may need C before every n-th chunk. The scan then stores it, and the loop over
+chunks becomes two nested loops.
+
+No pipelined tile feeds both a product and other arithmetic (see parallel_fw_H).
+
+FLOPs: 4 tokens K V + tokens (L + 1) V. Bytes: q, kbar, v, h and P, tokens (2 K + 2 V + L) itemsize.
+Each column block reads q, kbar and P again, mostly from L2, and each further launch moves h twice
+more.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.chunk_list import state_of
+from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.problem import Problem, next_power_of_two
+from mlstm_pallas.stage import Launch, clamped, largest_rows, sequence_shape
+from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
+from mlstm_pallas.tiles import block_at, blocks, divide, dot, each, loop
+from mlstm_pallas.triton.launch import (
+    PipelinedTiles,
+    floats,
+    kernel_call,
+    operands,
+    stages_that_fit,
+    up_to,
+)
+
+
+def _recurrent_fw_H_kernel(
+    parts,  # of ``ChunkList``: (N + 3,) each; absent without a list
+    matQ,  # (S, state_rows)
+    matKbar,  # (S, state_rows)
+    matV,  # (S, siz_b_DHHV)
+    matP,  # (S, L), in the first launch
+    vecR,  # (S,)
+    scaGamma,  # (NC,)
+    matC_initial,  # (state_rows, siz_b_DHHV), may be absent
+    matH_before,  # (S, siz_b_DHHV) h of the preceding launches, absent in the first
+    matH,  # out (S, siz_b_DHHV)
+    matC_last,  # out (state_rows, siz_b_DHHV), may be absent
+    matC_states,  # out (NC / store_every, state_rows, siz_b_DHHV), absent if store_every is 0
+    *,
+    call,
+    store_every,
+):
+    (S, rows), L, precision = matQ.shape, call.problem.L, call.precision
+    siz_b_DHQK = call.tiles.siz_b_DHQK
+    row_tiles = [pl.ds(start, siz_b_DHQK) for start in range(0, rows, siz_b_DHQK)]
+    first: Any = 0
+    chunks, has_state = S // L, True
+    if parts is None:
+
+        def steps_of(chunk):
+            """The steps of a chunk in q, v and h."""
+            return block_at(chunk, L)
+    else:
+        part, N = pl.program_id(1), parts.begins.shape[0] - 3
+        begin, end = parts.begins[part], parts.begins[part + 1]
+        # It is read ahead, also by a part without chunks.
+        first = lax.min(parts.first[part], np.int32(call.problem.NC - 1))
+        has_state = part < N
+        matQ, matV, matH_before, matH = (
+            x if x is None else up_to(end, x, call) for x in (matQ, matV, matH_before, matH)
+        )
+        all_chunks = divide(end - begin + (L - 1), L)
+        chunks = lax.select(part > N, np.int32(0), all_chunks)
+
+        def steps_of(chunk):
+            return pl.ds(begin + chunk * L, L)
+
+        @each(all_chunks - chunks)
+        def _(chunk):
+            matH[steps_of(chunk), :] = jnp.zeros((L, matV.shape[1]), matH.dtype)
+
+    def entry_of(chunk):
+        """The chunk in all other arrays."""
+        return block_at(first + chunk, L)
+
+    # The pipeline copies only operands of products. The rest is prefetched one chunk ahead, so that
+    # nothing waits for a load. P is prefetched too, because the pipeline would hold several of its
+    # tiles, too much shared memory for two CTAs per SM.
+    def prefetch(chunk):
+        return (
+            scaGamma[first + chunk],
+            vecR[entry_of(chunk)],
+            None if matH_before is None else matH_before[steps_of(chunk), :],
+            None if matP is None else matP[entry_of(chunk), :],
+        )
+
+    def step(index, carry):
+        CT, (gamma, r, partial, P) = carry
+        steps = steps_of(index)
+        following = prefetch(lax.min(index + 1, lax.convert_element_type(chunks - 1, np.int32)))
+        v = matV[steps, :]
+        hT = jnp.zeros((v.shape[1], L), jnp.float32)
+        for tile, block in zip(row_tiles, CT, strict=True):
+            hT += dot(block.astype(v.dtype), matQ[steps, tile], precision, b_axis=1)
+        hT = hT * r[None, :]
+        if P is not None:
+            hT += dot(v, P, precision, a_axis=0, b_axis=1)
+        if partial is None:
+            matH[steps, :] = hT.astype(matH.dtype).T
+        else:
+            matH[steps, :] = (hT.T + partial.astype(jnp.float32)).astype(matH.dtype)
+        CT = tuple(
+            block * gamma + dot(v, matKbar[entry_of(index), tile], precision, a_axis=0)
+            for tile, block in zip(row_tiles, CT, strict=True)
+        )
+        return CT, following
+
+    def initial(tile):
+        if matC_initial is None:
+            return jnp.zeros((matV.shape[1], siz_b_DHQK), jnp.float32)
+        C = matC_initial[tile, :].T
+        return C if has_state is True else jnp.where(has_state, C, 0.0)
+
+    def store_and_step(index, carry):
+        for tile, block in zip(row_tiles, carry[0], strict=True):
+            matC_states[index, tile, :] = block.astype(matC_states.dtype).T
+
+        def step_from_store(chunk, carry):
+            return step(index * store_every + chunk, carry)
+
+        return loop(store_every, step_from_store, carry)
+
+    carry = tuple(map(initial, row_tiles)), prefetch(np.int32(0))
+    iteration = store_and_step if store_every else step
+    CT, _ = loop(chunks // store_every if store_every else chunks, iteration, carry)
+
+    def store_last():
+        for tile, block in zip(row_tiles, CT, strict=True):
+            matC_last[tile, :] = block.T
+
+    if matC_last is not None:
+        pl.when(has_state)(store_last)
+
+
+def recurrent_fw_H(
+    x: Operands,
+    *,
+    return_last: bool = True,
+    store_every: int = 0,
+    call: Launch,
+) -> FusedScan:
+    """Runs the stage: ``stages/recurrent_fw_H.py``."""
+    p, dtype, kbar = call.problem, x.matQ.dtype, x.scan.keys.product()
+    siz_b, rows = call.tiles.siz_b_DHHV, call.tiles.state_rows
+    launches = blocks(p.DHQK, rows)
+    if store_every and launches > 1:
+        raise ValueError(f"recurrent_fw_H stores states of up to {rows} rows, expected {p.DHQK}")
+    axes, grid, chunks, C_initial = "ib", call.tiles.grid(p), x.chunks, x.matC_initial
+    N, state = 1, "b"
+    if chunks is not None:
+        N, state, axes = chunks.N, "n", "ipb"
+        grid = grid[0], N + 2, grid[1]
+        if C_initial is not None:
+            C_initial = C_initial.reshape(-1, p.DHQK, p.DHHV)
+    stored = blocks(p.NC, store_every or p.NC)
+    y: dict[str, Any] = dict(matH=None)
+    lasts = []
+    for index in range(launches):
+        # h is rounded at most twice, not once per launch, to keep its error bound.
+        h_dtype = dtype if index == launches - 1 or launches == 2 else jnp.float32
+        y = kernel_call(
+            _recurrent_fw_H_kernel,
+            operands(chunks, parts="b0")
+            | dict(
+                matQ=(x.matQ, "bsk"),
+                matKbar=(kbar, "bsk"),
+                matV=(x.matV, "bsi"),
+                matP=(None if index else x.scan.matP, "bs0"),
+                vecR=(x.scan.vecR, "bs"),
+                scaGamma=(x.scaGamma, "b0"),
+                matC_initial=(C_initial, state + "ki"),
+                matH_before=(y["matH"], "bsi"),
+            ),
+            dict(
+                matH=(sequence_shape(x.matV, p.DHHV, h_dtype), "bsi"),
+                matC_last=(floats(N * p.BNH, rows, p.DHHV) if return_last else None, state + "0i"),
+                matC_states=(
+                    jax.ShapeDtypeStruct((p.BNH, stored, p.DHQK, p.DHHV), dtype)
+                    if store_every
+                    else None,
+                    "b00i",
+                ),
+            ),
+            axes=axes,
+            sizes=dict(i=siz_b, k=rows),
+            indices=dict(
+                k=lambda *at, index=index: index,
+                n=lambda i, part, b: state_of(p, N, b, part),
+            ),
+            grid=grid,
+            call=call,
+            store_every=store_every,
+        )
+        lasts.append(y["matC_last"])
+    last = jnp.concatenate(lasts, axis=-2) if return_last else None
+    if last is not None and chunks is not None:
+        last = last.reshape(p.B, N, p.NH, p.DHQK, p.DHHV)
+    return FusedScan(y["matH"], last, y["matC_states"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles(PipelinedTiles):
+    """siz_b_LKV: steps per chunk; state_rows: rows of C per launch, in tiles of siz_b_DHQK."""
+
+    siz_b_LKV: int
+    siz_b_DHQK: int
+    siz_b_DHHV: int
+    state_rows: int
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: ClassVar[int] = 2
+    least_share: ClassVar[float] = 0.6
+
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        return blocks(p.DHHV, self.siz_b_DHHV), p.BNH
+
+    def elements(self, p: Problem) -> tuple[int, int]:
+        return self.siz_b_LKV * (2 * self.state_rows + self.siz_b_DHHV), 0
+
+    def clamped(self, p: Problem) -> Self:
+        narrow = clamped(next_power_of_two(self.state_rows), p.DHQK)
+        rows = largest_rows(p.DHQK, self.state_rows) or narrow
+        x = super().clamped(p)
+        return dataclasses.replace(x, state_rows=rows, siz_b_DHQK=clamped(self.siz_b_DHQK, rows))
+
+    @classmethod
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
+        """A state of 16384 floats takes half of the registers of a CTA, with two CTAs per SM.
+
+        If heads are narrow or CTAs would be few, 8192 floats leave room for chunks of 64 steps.
+        float32 also has 8192.
+        """
+        wide = dtype.itemsize > 2
+        rows = largest_rows(p.DHQK, 128 if wide else 256) or clamped(256, p.DHQK)
+        V = clamped(64 if wide or rows > 128 or p.DHHV <= p.DHQK else 128, p.DHHV)
+        if rows == V == 128 and not gpu.filled_by(p.BNH * (p.DHHV // V), per_sm=2):
+            V = 64
+        steps = 64 if rows * V <= 8192 and not wide else 32
+        if V > 64 and not gpu.multiplies_from_shared:
+            steps = 32  # mma has no registers for 64 x 128 of h: 700 bytes spill
+        iteration, most = steps * (2 * rows + V) * dtype.itemsize, 2 if wide else 3
+        stages = stages_that_fit(gpu, iteration, most=most)
+        if stages < 2:
+            stages = max(stages_that_fit(gpu, iteration, most=most, ctas_per_sm=1), 1)
+        return cls(steps, 64 if wide else 128, V, rows, 4, stages).clamped(p)
+
+    def supports(self, p: Problem, **asked: Any) -> bool:
+        return p.DHQK % self.state_rows == 0

@@ -1,0 +1,183 @@
+"""recurrent_step in Triton.
+
+Grid (ceil(DHHV / siz_b_DHHV), B * NH). A CTA owns siz_b_DHHV columns of one head's C and loops over
+them in blocks of siz_b_DHQK rows, each loaded while the preceding block is processed. Every CTA
+computes n' and z; the CTAs of the first columns store n' and m'. All states are updated in place,
+so the CTAs of a head that has several read n and m from a copy. Sizes that the tiles do not divide
+are masked, because padding would copy the states.
+
+FLOPs: 4 B NH K V. Bytes: C twice, 2 B NH K V itemsize; the rest is smaller by a factor of V or K.
+"""
+
+import dataclasses
+import math
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
+from mlstm_pallas.problem import MIN_TILE, Problem, next_power_of_two
+from mlstm_pallas.stage import Launch
+from mlstm_pallas.stage import Tiles as BaseTiles
+from mlstm_pallas.stages.recurrent_step import Operands, Step, rounded, step_gates
+from mlstm_pallas.tiles import block_at, loop
+from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store, operands
+
+
+def _recurrent_step_kernel(
+    matC,  # (DHQK, DHHV), the whole head's
+    vecN,  # (DHQK,)
+    scaM,  # (), or absent: the sigmoid input gate
+    vecQ,  # (DHQK,), or q, k and v, (2 * DHQK + DHHV or more,)
+    vecK,  # (DHQK,), or absent: vecQ has it
+    vecV,  # (DHHV,), or absent: vecQ has it
+    scaI,  # (), or i and f, (2,)
+    scaF,  # (), or absent: scaI has it
+    before,  # (DHQK + 1,), a copy of n and m; absent: the head has one CTA
+    vecH,  # out (DHHV,)
+    matC_new,  # out (DHQK, DHHV), in place of C
+    vecN_new,  # out (DHQK,), in place of n
+    scaM_new,  # out (), in place of m, or absent
+    *,
+    call,
+    normaliser,
+):
+    (DHQK, DHHV), scale, compiled = matC.shape, call.problem.qk_scale, not call.interpret
+    siz_b_DHQK, siz_b_DHHV = call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
+    columns, in_columns = _block(pl.program_id(0), siz_b_DHHV, DHHV)
+    num_blocks = -(-DHQK // siz_b_DHQK)
+
+    q_at, k_at, v_at = (vecQ, 0), (vecK, 0), (vecV, 0)
+    if vecK is None:
+        k_at, v_at = (vecQ, DHQK), (vecQ, 2 * DHQK)
+
+    def load_vector(at, block, inside):
+        ref, offset = at
+        block = pl.ds(block.start + offset, block.size)
+        return masked_load(ref.at[block], inside).astype(jnp.float32)
+
+    def load(ik):
+        rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
+        C = masked_load(matC.at[rows, columns], _outer(in_rows, in_columns))
+        q, k = (load_vector(at, rows, in_rows)[:, None] for at in (q_at, k_at))
+        return C, q, k
+
+    def update(ik, loaded, num):
+        rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
+        C, q, k = loaded
+        C = decay * C.astype(jnp.float32) + (gain * k) * v[None, :]
+        masked_store(
+            matC_new.at[rows, columns], C.astype(matC_new.dtype), _outer(in_rows, in_columns)
+        )
+        return num + jnp.sum(q * C, axis=0)
+
+    def step(ik, carry):
+        return load(ik + 1), update(ik, *carry)
+
+    # The first block is loaded before anything waits.
+    loaded = load(jnp.zeros((), jnp.int32))
+    gates = (scaI[...], scaF[...]) if scaF is not None else (scaI[0], scaI[1])
+    i, f = (gate.astype(jnp.float32) for gate in gates)
+    v = load_vector(v_at, columns, in_columns)
+    whole, in_whole = _block(jnp.zeros((), jnp.int32), _at_least_a_tile(DHQK), DHQK)
+    q, k = (load_vector(at, whole, in_whole) for at in (q_at, k_at))
+    n = load_vector((vecN if before is None else before, 0), whole, in_whole)
+    m = None
+    if scaM is not None:
+        m = (scaM[...] if before is None else before[DHQK]).astype(jnp.float32)
+    decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, scaM_new.dtype, compiled))
+    n = decay * n + gain * k
+
+    @pl.when(pl.program_id(0) == 0)
+    def _():
+        masked_store(vecN_new.at[whole], n.astype(vecN_new.dtype), in_whole)
+        if scaM_new is not None:
+            scaM_new[...] = m_new.astype(scaM_new.dtype)
+
+    carry = loaded, jnp.zeros((siz_b_DHHV,), jnp.float32)
+    if num_blocks > 1:
+        carry = loop(num_blocks - 1, step, carry)
+    h = scale * update(jnp.full((), num_blocks - 1, jnp.int32), *carry)
+    if normaliser is not None:
+        h = normaliser.normalise(h, scale * jnp.sum(q * n), m_new)
+    masked_store(vecH.at[columns], h.astype(vecH.dtype), in_columns)
+
+
+def _block(index, size: int, total: int):
+    """The slice of a block, and a mask of its elements inside the axis; None: all are."""
+    inside = None if total % size == 0 else index * size + lax.iota(jnp.int32, size) < total
+    return block_at(index, size), inside
+
+
+def _at_least_a_tile(size: int) -> int:
+    return max(next_power_of_two(size), MIN_TILE)
+
+
+def _outer(rows, columns):
+    if rows is None:
+        return None if columns is None else columns[None, :]
+    return rows[:, None] if columns is None else rows[:, None] & columns[None, :]
+
+
+def recurrent_step(
+    x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
+) -> Step:
+    """Runs the stage: ``stages/recurrent_step.py``."""
+    DHHV, vecN, scaM, before = x.matC.shape[-1], x.vecN, x.scaM, None
+    if call.tiles.siz_b_DHHV < DHHV:  # every CTA of a head reads n and m, and one updates them
+        last = jnp.zeros(len(vecN), jnp.float32) if scaM is None else scaM
+        pair = vecN.astype(jnp.float32), last[:, None].astype(jnp.float32)
+        before = jnp.concatenate(pair, axis=1)
+    y = kernel_call(
+        _recurrent_step_kernel,
+        operands(x, matC="b00", vecN="b0", scaM="b", vecQ="b0", vecK="b0", vecV="b0")
+        | operands(x, scaI="b0"[: x.scaI.ndim], scaF="b")
+        | dict(before=(before, "b0")),
+        dict(
+            vecH=(jax.ShapeDtypeStruct((len(x.vecQ), DHHV), x.vecQ.dtype), "b0"),
+            matC_new=(x.matC, "b00"),
+            vecN_new=(vecN, "b0"),
+            scaM_new=(scaM, "b"),
+        ),
+        aliases={0: 1, 1: 2} | ({} if scaM is None else {2: 3}),
+        call=call,
+        normaliser=normaliser,
+    )
+    return Step(*y.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles(BaseTiles):
+    """A CTA has one block of C in use and the next in flight."""
+
+    siz_b_DHQK: int = 64
+    siz_b_DHHV: int = 64
+    num_warps: int = 4
+
+    @classmethod
+    def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **asked: Any) -> Self:
+        """The first tiles with enough CTAs per SM. A CTA of one warp waits for no other warp."""
+        if dtype.itemsize == 2:
+            fill = [(4, cls(16, 256, 1))]
+        else:
+            fill = [(6, cls(16, 64, 1)), (1, cls(64, 128, 8))]
+        for ctas_per_sm, tiles in fill:
+            # With longer vectors or with masks, one warp spills registers.
+            in_registers = p.DHQK <= 512 and p.DHHV % tiles.siz_b_DHHV == 0
+            fills = gpu.filled_by(math.prod(tiles.grid(p)), ctas_per_sm)
+            if fills and (in_registers or tiles.num_warps > 1):
+                return tiles
+        return cls(32, 128) if dtype.itemsize == 2 else cls()
+
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        return -(-p.DHHV // self.siz_b_DHHV), p.BNH
+
+    def clamped(self, p: Problem) -> Self:
+        """Tiles no larger than a head; they need not divide it, because heads are not padded."""
+        rows = min(self.siz_b_DHQK, _at_least_a_tile(p.DHQK))
+        columns = min(self.siz_b_DHHV, _at_least_a_tile(p.DHHV))
+        return dataclasses.replace(self, siz_b_DHQK=rows, siz_b_DHHV=columns)

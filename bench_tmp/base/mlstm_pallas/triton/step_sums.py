@@ -1,0 +1,45 @@
+"""step_sums in Triton, for keys: sum_s kbar_s of each chunk, from which n_c follows.
+
+Grid (NC, B * NH). XLA is not used for it, because it may turn this sum into a product and transpose
+the keys in memory.
+
+Bytes: tokens K itemsize.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.stage import Launch
+from mlstm_pallas.stages.step_sums import Operands
+from mlstm_pallas.triton.launch import floats, kernel_call, operands, rows_of_entry
+from mlstm_pallas.triton.parallel_fw_P import Tiles
+
+__all__ = ["Tiles", "step_sums"]
+
+
+def _key_sums_kernel(
+    entries,  # of ``ChunkList``: () each; absent without a list
+    rows,  # (L, DHQK), or (S, DHQK) with a list
+    weights,  # (L,)
+    sums,  # out (DHQK,)
+    *,
+    call,
+):
+    abar, siz_b = weights[...][:, None], call.tiles.siz_b_DHQK
+    steps, rows = rows_of_entry(entries, call, rows)
+    for start in range(0, call.problem.DHQK, siz_b):
+        columns = pl.ds(start, siz_b)
+        sums[columns] = jnp.sum(rows[steps, columns].astype(jnp.float32) * abar, axis=0)
+
+
+def step_sums(x: Operands, *, call: Launch) -> Array:
+    """Runs the stage: ``stages/step_sums.py``, for keys."""
+    p = call.problem
+    return kernel_call(
+        _key_sums_kernel,
+        operands(x.chunks, entries="bc")
+        | operands(x, rows="bt0" if x.chunks is None else "bs0", weights="bt"),
+        dict(sums=(floats(p.BNH, p.NC, p.DHQK), "bc0")),
+        call=call,
+    )["sums"]

@@ -1,0 +1,146 @@
+"""The system max_triton_fwbw_v3noslice of xlstm_jax.
+
+The xlstm_jax public API document of max_triton_fwbw_v3noslice._triton_fw has
+``_mlstm_chunkwise__recurrent_fw_C``, ``_mlstm_chunkwise__parallel_fw_H`` and
+``_mlstm_chunkwise_fw``. The other stage functions are their counterparts in the same style.
+
+The arguments of a stage:
+
+* matQ, matK (B, NH, S, DHQK) and matV, matDeltaH (B, NH, S, DHHV), S = NUM_CHUNKS * CHUNK_SIZE.
+* vecI, the input gate, and vecB, the running sums of log sigmoid(f) within each chunk, which are
+  finite: (B, NH, NC, L).
+* States at the chunk boundaries: (B, NH, (NC + 1) * DHQK, DHHV), (B, NH, (NC + 1) * DHQK) and
+  (B, NH, NC + 1). Arrays of states before each chunk have NC in place of NC + 1; where a stage
+  reads those, it also accepts the states at all boundaries.
+* vecN_out, the N vector of the document: max(|q . n|, exp(-m)), (B, NH, S) float32, the denominator
+  of H without EPS.
+"""
+
+from typing import Any
+
+import jax
+
+from mlstm_pallas.annotations import Array, States
+from mlstm_pallas.xlstm_jax import _common
+from mlstm_pallas.xlstm_jax._common import (
+    CONTRACTS,
+    call_spec,
+    renamed,
+    run_stage,
+)
+from mlstm_pallas.xlstm_jax.triton_stablef import (
+    _get_chunkwise_fwbw_kernel,
+    _mlstm_chunkwise_fwbw_generator,
+    mlstm_chunkwise_triton_stablef,
+)
+
+__all__ = [
+    "_get_chunkwise_fwbw_kernel",
+    "_mlstm_chunkwise__parallel_bw_dQKV",
+    "_mlstm_chunkwise__parallel_fw_H",
+    "_mlstm_chunkwise__recurrent_bw_dC",
+    "_mlstm_chunkwise__recurrent_fw_C",
+    "_mlstm_chunkwise_bw",
+    "_mlstm_chunkwise_fw",
+    "_mlstm_chunkwise_fwbw_generator",
+    "mlstm_chunkwise_max_triton",
+]
+
+mlstm_chunkwise_max_triton = renamed(
+    mlstm_chunkwise_triton_stablef, "mlstm_chunkwise_max_triton", __name__
+)
+
+
+def _mlstm_chunkwise__recurrent_fw_C(
+    matK: Array, matV: Array, vecB: Array, vecI: Array, matC_states: Array | None = None,
+    vecN_states: Array | None = None, scaMinter_states: Array | None = None,
+    matC_initial: Array | None = None, vecN_initial: Array | None = None,
+    scaMinter_initial: Array | None = None, qk_scale: float | None = None, CHUNK_SIZE: int = 64,
+    NUM_CHUNKS: int = 1,
+) -> States:  # fmt: skip
+    """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32.
+
+    Args:
+      matC_states, vecN_states, scaMinter_states: buffers, shaped as the results. Each sets the
+        dtype of its result and is not written to. C is rounded to the dtype of matK in any case.
+      matC_initial, vecN_initial, scaMinter_initial: (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH);
+        all or none (zeros).
+    """
+    arguments = locals()
+    names = "matC_states", "vecN_states", "scaMinter_states"
+    shapes = {name: CONTRACTS[name][1:] for name in names}
+    spec = call_spec(arguments, optional=names, shapes=shapes)
+    buffers = [arguments.pop(name) for name in names]
+    C, n, m = (
+        x if buffer is None else x.astype(buffer.dtype)
+        for x, buffer in zip(_common.boundary_states(arguments, spec), buffers, strict=True)
+    )
+    return C, n, m
+
+
+def _mlstm_chunkwise__parallel_fw_H(
+    matQ: Array, matK: Array, matV: Array, matC_states: Array, vecN_states: Array,
+    scaMinter_states: Array, vecI: Array, vecB: Array, qk_scale: float | None = None,
+    CHUNK_SIZE: int = 64, NUM_CHUNKS: int = 1, EPS: float = 1e-6,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """H (B, NH, S, DHHV) in the dtype of matQ, and vecN_out, from the states before each chunk."""
+    x = run_stage(_common.outputs, locals())
+    return x["matH"], x["vecN_out"]
+
+
+def _mlstm_chunkwise_fw(
+    matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array,
+    matC_initial: Array | None = None, vecN_initial: Array | None = None,
+    scaM_initial: Array | None = None, qk_scale: float | None = None,
+    return_last_states: bool = False, return_all_states: bool = False, CHUNK_SIZE: int = 64,
+    EPS: float = 1e-6,
+) -> tuple[Any, ...]:  # fmt: skip
+    """H and vecN_out as from ``_mlstm_chunkwise__parallel_fw_H``, and the last m (B, NH).
+
+    vecI, vecF: pre-activations (B, NH, S). return_last_states adds the last states (C, N, M) in
+    float32, and return_all_states adds the states at all chunk boundaries.
+    """
+    H, vecN_out, _, scaM_last, *states = _common.forward(locals())
+    return H, vecN_out, scaM_last, *states
+
+
+def _mlstm_chunkwise__recurrent_bw_dC(
+    matQ: Array, vecI: Array, vecB: Array, scaMinter_states: Array, vecN_out: Array,
+    matDeltaH: Array, matDeltaC_last: Array | None = None, qk_scale: float | None = None,
+    CHUNK_SIZE: int = 64, NUM_CHUNKS: int = 1, EPS: float = 1e-6,
+) -> jax.Array:  # fmt: skip
+    """The gradients of C at the chunk boundaries, in the dtype of matQ.
+
+    matDeltaC_last: the gradient of the last C, (B, NH, DHQK, DHHV).
+    """
+    return _common.boundary_gradients(locals())
+
+
+def _mlstm_chunkwise__parallel_bw_dQKV(
+    matQ: Array, matK: Array, matV: Array, vecI: Array, vecB: Array, scaMinter_states: Array,
+    matC_states: Array, vecN_out: Array, matDeltaH: Array, matDeltaC_states: Array,
+    qk_scale: float | None = None, CHUNK_SIZE: int = 64, NUM_CHUNKS: int = 1, EPS: float = 1e-6,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """dQ, dK and dV in the dtype of matQ.
+
+    matC_states are before each chunk and matDeltaC_states after each chunk, or both are at all
+    boundaries.
+    """
+    x = run_stage(_common.input_gradients, locals())
+    return x["matDeltaQ"], x["matDeltaK"], x["matDeltaV"]
+
+
+def _mlstm_chunkwise_bw(
+    matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array,
+    matC_initial: Array | None = None, vecN_initial: Array | None = None,
+    scaM_initial: Array | None = None, qk_scale: float | None = None,
+    matC_states: Array | None = None, vecN_out: Array | None = None,
+    matDeltaH: Array | None = None, matDeltaC_last: Array | None = None, CHUNK_SIZE: int = 64,
+    EPS: float = 1e-6,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """dQ, dK, dV, dI, dF and, with initial states, their dC, dN, dM.
+
+    See ``triton_stablef._mlstm_chunkwise_bw``. vecN_out is required; it is the one that
+    ``_mlstm_chunkwise_fw`` returns, and EPS is added to it.
+    """
+    return _common.backward(locals())
