@@ -46,6 +46,7 @@ def test_the_file_map_names_every_file():
 def test_imports_run_from_left_to_right():
     diagram = NOTES.partition("    public API -> ")[2].partition("\n\n")[0]
     layers = [[LAYER[x] for x in re.findall(r"\w+", step)] for step in diagram.split("->")]
+    assert sorted(itertools.chain(*layers))[-1] == max(LAYER.values())
     assert all(max(a) < min(b) for a, b in itertools.pairwise(layers))
 
 

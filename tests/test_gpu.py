@@ -19,7 +19,7 @@ from mlstm_pallas import (
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
 )
-from mlstm_pallas import prepare as entry
+from mlstm_pallas.planning import call_spec
 from mlstm_pallas.problem.gpu import known_gpu
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +42,7 @@ def test_forward_8192(dtype, DHQK, DHV):
 @pytest.mark.parametrize("gpu", ["NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090"])
 def test_the_plan_of_another_gpu_is_right_on_this_one(gpu, monkeypatch):
     """Tiles for 163 and 99 KiB of shared memory."""
-    monkeypatch.setattr(entry, "target_gpu", lambda: known_gpu(gpu))
+    monkeypatch.setattr(call_spec, "target_gpu", lambda: known_gpu(gpu))
     check_call(**gpu_call("bfloat16", 1, 40, 1000, 128, 256))  # the fused scan
 
 

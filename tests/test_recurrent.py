@@ -27,8 +27,8 @@ from oracle import (
     outputs_and_gradients,
     random_inputs,
     refused,
-    token_at,
     strict,
+    token_at,
     tolerance,
 )
 from stage_calls import row_of, rows_of

@@ -249,7 +249,7 @@ def _on_shard(
     def padded(name: str, y: Any) -> jax.Array:
         if y is None:  # zeros that vary over the same axes of a shard_map as the other arrays
             dims = [heads[dim] for dim in head_dims(name)]
-            y = jnp.zeros_like(next(iter(x.values())).reshape(p.BNH, -1)[:, 0])
+            y = jnp.zeros_like(jax.tree.leaves(x)[0].reshape(p.BNH, -1)[:, 0])
             y = jnp.broadcast_to(y.reshape(p.BNH, *(1 for _ in dims)), (p.BNH, *dims))
         if "NC * DHQK" in CONTRACTS[name][0]:
             rows = p.NC * heads["DHQK"]
