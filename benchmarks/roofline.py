@@ -1,7 +1,7 @@
 """The roofline: FLOPs and bytes of the chunkwise mLSTM and of attention, and the least time.
 
-The least time is what a device needs for them at its full rates. ``mlstm_pallas/costs.py`` has the
-cost of a stage.
+The least time is what a device needs for them at its full rates.
+``mlstm_pallas/planning/costs.py`` has the cost of a stage.
 """
 
 from collections.abc import Mapping, Sequence

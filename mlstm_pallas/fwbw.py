@@ -17,7 +17,8 @@ NO_DERIVATIVE_OF_SEGMENTS = (
     "mlstm_chunkwise with num_segments has no derivatives; leave num_segments out for them"
 )
 
-# The custom_vjp traces both its function and its forward rule; with jit the kernels only once.
+# The custom_vjp traces both its function and its forward rule. With jit, jax >= 0.11 traces the
+# kernels once where both have the same spec: with recompute_states_in_bw.
 forward_once = jax.jit(forward, static_argnums=(0, 1), inline=True)
 
 

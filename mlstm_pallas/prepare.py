@@ -61,7 +61,7 @@ class Arguments(NamedTuple):
 
 
 def prepare(x: Arguments, options: Options, layout: Any) -> tuple[CallSpec, Arguments]:
-    """Checks the arguments of ``mlstm_chunkwise``. layout: as the caller passed it."""
+    """The CallSpec and the arrays of ``mlstm_chunkwise``, checked. layout: as it was passed."""
     arrays = x._asdict()
     states = {name: arrays.pop(name) for name in ("c_initial", "n_initial", "m_initial")}
     arrays = {name: y for name, y in arrays.items() if name in "qkvif" or y is not None}

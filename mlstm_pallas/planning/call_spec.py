@@ -36,11 +36,12 @@ SUMMARY_STEPS = 4096  # of a split of a shard's summary: enough work per CTA, an
 class CallSpec(Options):
     """What a call is asked for, from which its plan follows.
 
-    backend is the one that ``requested_backend`` found; None: the platform of the lowering decides.
+    backend is the one that ``requested_backend`` found, or "xla" without heads; None: the platform
+    of the lowering decides.
 
     Attributes:
       problem: padded.
-      dtype: the dtype of q, k, v in the matrix products.
+      dtype: the dtype of q, k, v in the matrix products; in a step, of the state C.
       gpu: the GPU that the kernels are planned for.
       has_initial_state: False: the states start from zeros, which have no gradients.
     """

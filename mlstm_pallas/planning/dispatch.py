@@ -15,7 +15,7 @@ from typing import Any
 from mlstm_pallas.stages import HELPERS, STAGES
 from mlstm_pallas.stages.stage import Launch, Lowering, Tiles
 
-# jax will remove the Triton backend of Pallas; importing it here would import Triton's folder.
+# jax will remove the Triton backend of Pallas; a look for it does not load it in every process.
 HAS_TRITON = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 _STAGES = STAGES | HELPERS

@@ -1,6 +1,7 @@
 """The arrays of a call, and the residuals of its forward pass.
 
-B and NH are the first axes of all arrays, but for fields of the types in ``IN_LAYOUT``.
+B and NH are the first axes of all arrays, but for fields of the types in ``IN_LAYOUT``. Inside a
+shard they are one axis.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""The dimensions of a call as the kernels see them, and the allowed chunk sizes and head sizes.
+"""The dimensions of a call as the kernels see them, its input gates, layouts and dtypes of sums.
 
 Notation: B batch, NH heads, S sequence length, DHQK head dimension of q and k, DHV head dimension
 of v and h, NC chunks of L steps.

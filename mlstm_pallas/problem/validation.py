@@ -1,4 +1,4 @@
-"""Checks of all arguments.
+"""Checks of arguments; configs, backends and plans check theirs in planning/.
 
 A wrong argument is a TypeError or ValueError with its name, what came and what was expected.
 """

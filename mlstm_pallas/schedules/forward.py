@@ -73,12 +73,12 @@ def key_states(
 
     n_of_segments: with a list of chunks, n before each segment, (B * NH, N, DHQK).
     """
-    stage = functools.partial(spec.stage, lowering=call.lowering, problem=call.problem)
+    run = functools.partial(spec.stage, lowering=call.lowering, problem=call.problem)
     abar = gates.per_step().vecAbar
-    added = stage("step_sums")(step_sums.Operands(k, abar, chunks))
+    added = run("step_sums")(step_sums.Operands(k, abar, chunks))
     if chunks is not None and n_of_segments is not None:
         added = chunks.with_initial(added, n_of_segments)
-    states: tuple[Array, Array] = stage("vector_states")(
+    states: tuple[Array, Array] = run("vector_states")(
         vector_states.Operands(added, gates.scaGamma, n_initial)
     )
     return states

@@ -16,8 +16,9 @@ shards of these two axes (``on_shards``). How it learns its shards depends on th
 
 On auto axes (also those of a call without a mesh) and on explicit axes, arrays cross the boundary
 of the sharded region as (B, NH, ...) in either layout. They are transposed there and back, and XLA
-cancels the transposes. Shardings of other axes (sequence, head dimensions) are undone first: by XLA
-on auto axes, by ``jax.sharding.reshard`` on explicit ones.
+cancels the transposes; where one device is known, they stay as they are. Shardings of other axes
+(sequence, head dimensions) are undone first: by XLA on auto axes, by ``jax.sharding.reshard`` on
+explicit ones.
 
 On its shard a function takes the lowering of the platform that it is lowered for: ``by_platform``.
 """
@@ -230,6 +231,7 @@ def on_shard(work: Work, heads_first: bool, identity: Any, *args: Any) -> Any:
     """The work on the arrays of a shard, whose mapped axes, B and NH become one.
 
     heads_first: whether the arguments and the results are (B, NH, ...) in any layout.
+    identity: of the work; it is not read.
     """
     mapped, spec = work.mapped, work.spec
     if heads_first:

@@ -87,7 +87,7 @@ class Tiles:
     def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self | None:
         """The tiles for a problem; None: the kernel does not support it.
 
-        asked: what the call asks for (``planning.asked_of``); kernels ignore what they do not
+        asked: what the call asks for (``call_spec.asked_of``); kernels ignore what they do not
             know.
         """
         return cls()
@@ -223,7 +223,7 @@ def as_factors(vec: Array, x: Array) -> Array:
 
 
 def by_head(vec: Array, S: int) -> Array:
-    """The inverse: (B, S', NH) or (B * NH, S') to (B * NH, S), padded with zeros."""
+    """The inverse of ``as_factors``: (B, S', NH) or (B * NH, S') to (B * NH, S), zero padded."""
     if vec.ndim == 3:
         vec = jnp.swapaxes(vec, 1, 2).reshape(-1, vec.shape[1])
     return with_steps(vec, S)
