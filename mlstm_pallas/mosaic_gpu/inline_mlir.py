@@ -8,16 +8,17 @@ groups of 8 rows. ``inline_sum_over_rows`` sums over the rows of a tile. jnp.sum
 it, because it has one scratch in shared memory for all warpgroups of a CTA, which is a race. A
 search for a jax issue about either found none (November 2026). When jax has both, this file can go.
 
-The lowering rule of ``barrier_address`` needs jax._src: inline_mgpu passes arrays and references to
-memory, no barriers, and jax has no public way to register a primitive for kernels.
+The lowering rule of ``barrier_address`` needs jax._src, which is imported when a kernel has such an
+address: inline_mgpu passes arrays and references to memory, no barriers, and jax has no public way
+to register a primitive for kernels.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import launch_context, utils
 from jax.extend.core import Primitive
@@ -43,19 +44,22 @@ def barrier_address(barrier) -> jax.Array:
     base, index = barrier, 0
     if hasattr(barrier, "transforms"):
         base, ((index,),) = barrier.ref, (x.indices for x in barrier.transforms)
-    return _barrier_address.bind(base, jnp.asarray(index, jnp.int32))
+    return _barrier_address().bind(base, jnp.asarray(index, jnp.int32))
 
 
-def _lower_barrier_address(_, barriers, index):
-    index = index if isinstance(index, ir.Value) else int(index)
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), barriers[index].get_ptr())
+@functools.cache
+def _barrier_address() -> Primitive:
+    from jax._src.pallas.mosaic_gpu import lowering
 
+    primitive = Primitive("barrier_address")
+    primitive.def_abstract_eval(lambda barriers, index: jax.core.ShapedArray((), jnp.int32))
 
-_barrier_address = Primitive("barrier_address")
-_barrier_address.def_abstract_eval(lambda barriers, index: jax.core.ShapedArray((), jnp.int32))
-lowering.register_lowering_rule(_barrier_address, plgpu.LoweringSemantics.Warpgroup)(
-    _lower_barrier_address
-)
+    @lowering.register_lowering_rule(primitive, plgpu.LoweringSemantics.Warpgroup)
+    def lower(_, barriers, index):
+        index = index if isinstance(index, ir.Value) else int(index)
+        return llvm.ptrtoint(ir.IntegerType.get_signless(32), barriers[index].get_ptr())
+
+    return primitive
 
 
 def groups_alone(first, S: int, rows: int) -> jax.Array:
