@@ -114,6 +114,7 @@ def test_the_plain_form_runs_and_a_triton_kernel_says_what_is_missing(backends):
 DEFAULT = """
 from jax.sharding import AbstractDevice, AbstractMesh
 from mlstm_pallas.planning.backend import requested_backend
+from mlstm_pallas.problem.gpu import target_gpu
 
 config = mlstm_pallas.KernelConfig(fused=True)
 call = jax.jit(lambda *x: mlstm_pallas.mlstm_chunkwise(*x, config=config))
@@ -122,7 +123,7 @@ gates = [jax.ShapeDtypeStruct((1, 2, 256), "float32")] * 2
 for kind, backend in {"NVIDIA H200": "mosaic_gpu", "NVIDIA A100-SXM4-80GB": None}.items():
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
-        assert requested_backend() == backend, kind
+        assert requested_backend(None, target_gpu()) == backend, kind
         text = call.trace(*half, *gates).lower(lowering_platforms=("cuda",)).as_text()
         assert ("mosaic_gpu" in text) == (backend is not None), kind
         wide = [jax.ShapeDtypeStruct(x.shape, "float32") for x in half]
