@@ -30,8 +30,10 @@ from oracle import (
     slow,
     tolerance,
 )
+from stage_calls import spec_of
 
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
+from mlstm_pallas.schedules.sharding import on_shards
 
 B, NH, S = 8, 4, 24
 BOUND = 4 * tolerance("float32", S + 16)  # the same sums in another order
@@ -206,6 +208,38 @@ def test_operations_that_differ_are_told_apart_in_the_compilation_cache(entries)
         run = run_on(eps=eps)
         check(run, INPUTS, results_of(run)(*INPUTS), [BATCH], mesh_of((8,)))
         assert entries() == count
+
+
+def scaled(spec, lowering, x, *, L):
+    return [x * L]
+
+
+def halved(spec, lowering, x, *, L):
+    return [x / 2]
+
+
+SPEC = spec_of((B, NH, S, 16, 8), "float32", backend="xla")
+WORK = functools.partial(on_shards, scaled, SPEC, L=16)
+APART = {
+    "options": functools.partial(WORK, L=32),
+    "functions": functools.partial(on_shards, halved, SPEC, L=16),
+    "mapped": jax.vmap(WORK),
+}
+
+
+@pytest.mark.parametrize("case", APART)
+def test_what_runs_on_shards_is_told_apart(case):
+    """Modules differ without the addresses of callbacks and the names of functions."""
+    x = sharded(INPUTS[:1], mesh_of((8,)), BATCH)
+
+    def module(run):
+        text = re.sub(r'backend_config = "\d+"', "", jax.jit(run).lower(*x).as_text())
+        return re.sub(r"@jit_\w+", "", text)
+
+    first, second = map(module, (WORK, APART[case]))
+    assert "CustomSPMDPartitioning" in first
+    assert first == module(WORK)
+    assert first != second
 
 
 def test_nothing_leaks_from_a_trace():
