@@ -160,6 +160,17 @@ def unravel(index, n: int) -> tuple[Any, Any]:
     return divide(index, n), remainder(index, n)
 
 
+def chunk_and_item(index, chunks: int, of_chunk: int, few: bool) -> tuple[Any, Any]:
+    """The chunk, of all heads, and its item at a place in the order in which CTAs run items.
+
+    The items of a chunk are neighbours, so that they share the L2. If items are few, the chunks of
+    an item are, so that no CTA, or SM, has several of the long ones.
+    """
+    if few:
+        return unravel(index, chunks)[::-1]
+    return unravel(index, of_chunk)
+
+
 def one_of(*tiles):
     """Arrays that share their memory slot by slot; their slots have the same number of bytes."""
     return plgpu.RefUnion(*tiles)

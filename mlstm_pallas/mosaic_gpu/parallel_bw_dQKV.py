@@ -41,6 +41,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     WG_ROWS,
     aligned,
     block,
+    chunk_and_item,
     float32,
     load,
     load_float32,
@@ -165,11 +166,7 @@ class _Kernel(PersistentKernel):
         chunks = self.p.BNH * self.p.NC
         # With live chunks their number is not static.
         few = items_of_chunk * chunks <= FEW_ITEMS * self.tiles.num_ctas and self.live is None
-        if few:
-            # All chunks of a role and row are neighbours, so no CTA has several long items.
-            x, chunk = unravel(index, chunks)
-        else:  # the items of a chunk are neighbours, so that they share the L2
-            chunk, x = unravel(index, items_of_chunk)
+        chunk, x = chunk_and_item(index, chunks, items_of_chunk, few)
         start = 0
         fields: Any = [np.int32(0)] * 6
         for role, items in enumerate(self.roles):

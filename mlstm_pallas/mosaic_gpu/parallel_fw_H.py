@@ -44,6 +44,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     BY_ROWS,
     WG_ROWS,
     block,
+    chunk_and_item,
     float32,
     load,
     mosaic_call,
@@ -65,14 +66,11 @@ def _place_of_cta(p: Problem, config: "Tiles"):
     index = lax.axis_index("program")
     of_h, of_chunk = blocks(p.DHV, config.siz_b_DHHV), blocks(p.L, config.siz_b_LQ)
     index, column = unravel(index, of_h)
-    # Blocks with the most keys come first. If there are many CTAs, those of one chunk are
-    # neighbours, so that they share the L2.
     chunks = p.BNH * p.NC
-    if chunks * of_chunk * of_h <= FEW_CTAS:
-        i, index = unravel(index, chunks)
-    else:
-        index, i = unravel(index, of_chunk)
-    return column, of_chunk - 1 - i, *unravel(index, p.NC)
+    few = chunks * of_chunk * of_h <= FEW_CTAS
+    chunk, i = chunk_and_item(index, chunks, of_chunk, few)
+    # Blocks with the most keys come first.
+    return column, of_chunk - 1 - i, *unravel(chunk, p.NC)
 
 
 def _add_q_C(acc, q_smem, C_smem, wg, ring):
