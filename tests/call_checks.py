@@ -192,16 +192,6 @@ def check_call(
     return errors
 
 
-def check_isolated(run, x, poisoned, unaffected):
-    """What is unaffected, a function of a result, is finite and has the same bits if x is poisoned;
-    returns both results."""
-    results = run(x), run(poisoned)
-    clean, beside = map(unaffected, results)
-    assert_same_bits(beside, clean)
-    assert all(np.isfinite(y).all() for y in jax.tree.leaves(clean))
-    return results
-
-
 # ---------------- the calls
 
 

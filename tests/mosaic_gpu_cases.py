@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from call_checks import BTNH, PROMISED, STORED, UNNORMALISED, check_call, check_isolated
+from call_checks import BTNH, PROMISED, STORED, UNNORMALISED, check_call
 from oracle import (
     array,
     assert_close,
+    check_isolated,
     cotangents_for,
     for_device,
     gradients_of_call,

@@ -225,6 +225,16 @@ def token_at(inputs, t=None):
     return {name: x if t is None or "initial" in name else x[:, :, t] for name, x in inputs.items()}
 
 
+def check_isolated(run, x, poisoned, unaffected):
+    """What is unaffected, a function of a result, is finite and has the same bits if x is poisoned;
+    returns both results."""
+    results = run(x), run(poisoned)
+    clean, beside = map(unaffected, results)
+    assert_same_bits(beside, clean)
+    assert all(jnp.isfinite(y).all() for y in jax.tree.leaves(clean))
+    return results
+
+
 def refused(kind, message, call, *args, **kwargs):
     """The call raises this kind of error with this first line."""
     with pytest.raises(kind) as caught:

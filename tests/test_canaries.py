@@ -14,13 +14,14 @@ from jax.experimental import pallas as pl
 from mosaic_gpu_cases import check_neighbours, quick_and_slow
 from oracle import (
     HELPERS,
+    check_isolated,
     cotangents_for,
     gradients_of_call,
     needs_mosaic_gpu,
     random_inputs,
     token_at,
 )
-from stage_calls import STAGES, Launch, Lowering, Problem, check_isolated, tiles_class
+from stage_calls import STAGES, Launch, Lowering, Problem, tiles_class
 
 from mlstm_pallas import KernelConfig, mlstm_recurrent_step
 from mlstm_pallas.triton import launch

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_gates
-from call_checks import BTNH, STORED, check_call, check_isolated, gpu_call
+from call_checks import BTNH, STORED, check_call, gpu_call
 from mosaic_gpu_cases import (
     ALL,
     CASES,
@@ -23,6 +23,7 @@ from mosaic_gpu_cases import (
 )
 from oracle import (
     array,
+    check_isolated,
     cotangents_for,
     gradients_of_call,
     needs_mosaic_gpu,

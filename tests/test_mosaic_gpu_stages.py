@@ -10,7 +10,7 @@ import pytest
 import test_gates
 from jax.experimental import pallas as pl
 from mosaic_gpu_cases import RACE, RECURRENCES, quick_and_slow
-from oracle import needs_mosaic_gpu, slow, tolerance
+from oracle import check_isolated, needs_mosaic_gpu, slow, tolerance
 from stage_calls import (
     InputGate,
     Lowering,
@@ -18,7 +18,6 @@ from stage_calls import (
     Problem,
     TileSums,
     check_drawn,
-    check_isolated,
     check_stage,
     gate_gradients,
     gates,

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from call_checks import check_isolated
 from oracle import (
     BACKENDS,
     assert_close,
+    check_isolated,
     loss_of,
     random_inputs,
     results_of,

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from call_checks import check_isolated
 from oracle import (
     NAMES,
     OUTPUTS,
     assert_close,
     beyond,
+    check_isolated,
     compare,
     in_layout,
     oracle,

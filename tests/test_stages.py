@@ -11,6 +11,7 @@ import pytest
 from oracle import (
     array,
     call_shapes,
+    check_isolated,
     for_device,
     in_float64,
     random_inputs,
@@ -29,7 +30,6 @@ from stage_calls import (
     ScaledRows,
     TileSums,
     assert_dtypes,
-    check_isolated,
     compare_outputs,
     launch_of,
     normaliser_gradients,
