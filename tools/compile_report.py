@@ -502,7 +502,6 @@ def report(
         call = Call(DEVICES[device], DHQK, DHV, dtype, **options)
         if call.direction == "step" and call.variant not in OF_STEPS:
             raise RequestError(f"a step has no variant {call.variant}")
-        spec = call.spec()
         case: Row = dict(
             name=f"{DHQK}/{DHV}",
             shape=call.shape,
@@ -513,7 +512,7 @@ def report(
             variant=call.variant,
         )
         try:
-            kernels = call.kernels()
+            spec, kernels = call.spec(), call.kernels()
         except RequestError:
             raise
         except Exception as error:
