@@ -119,7 +119,7 @@ def _run(
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
     spec = CallSpec(
-        **vars(options) | dict(backend=backend),
+        **vars(options) | dict(backend=backend, layout=Layout.BNTH),  # of x, by now
         problem=Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5),
         dtype=c.dtype,
         gpu=target_gpu(),

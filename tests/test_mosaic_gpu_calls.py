@@ -96,11 +96,11 @@ def adapter(*x, backend):
         return triton_stablef.mlstm_chunkwise_triton_stablef(*x)
 
 
-DOORS = {"chunkwise": mlstm_chunkwise, "step": a_step, "adapter": adapter}
+CALLS = {"chunkwise": mlstm_chunkwise, "step": a_step, "adapter": adapter}
 
 
-def through(door, backend):
-    return functools.partial(DOORS[door], backend=backend)
+def call_of(name, backend):
+    return functools.partial(CALLS[name], backend=backend)
 
 
 JAX = "expected jax >= 0.11.2 and < 0.13"
@@ -124,20 +124,20 @@ def test_another_jax_or_gpu_is_refused(jax_version, gpu, backend, message, monke
     monkeypatch.setattr(jax, "__version_info__", jax_version)
     monkeypatch.setattr(jax, "__version__", ".".join(map(str, jax_version)))
     with for_device(gpu):
-        for door in "chunkwise", "adapter":
-            call = through(door, backend)
+        for name in "chunkwise", "adapter":
+            call = call_of(name, backend)
             refused(
                 ValueError, f"backend is '{backend}' and {message}", jax.eval_shape, call, *HALF
             )
-        assert jax.eval_shape(through("step", backend), *HALF)[0].shape == (1, 1, 256)
+        assert jax.eval_shape(call_of("step", backend), *HALF)[0].shape == (1, 1, 256)
 
 
 @needs_mosaic_gpu
-@pytest.mark.parametrize("door", DOORS)
-def test_a_cpu_is_refused_when_lowered(door):
+@pytest.mark.parametrize("name", CALLS)
+def test_a_cpu_is_refused_when_lowered(name):
     message = "^backend is 'mosaic_gpu', whose kernels are for GPUs, and the computation is lowered"
     with pytest.raises(ValueError, match=message):
-        jax.jit(through(door, "mosaic_gpu")).lower(*HALF)
+        jax.jit(call_of(name, "mosaic_gpu")).lower(*HALF)
 
 
 @needs_mosaic_gpu
@@ -145,7 +145,7 @@ def test_a_step_runs_its_triton_kernel():
     x = small_inputs()
     both = (a_step(*x, backend=backend) for backend in ("mosaic_gpu_interpret", "interpret"))
     compare(OUTPUTS, *map(jax.tree.leaves, both), tolerance("bfloat16", 64))
-    text = lowered_for_cuda(jax.jit(through("step", "mosaic_gpu")), *HALF)
+    text = lowered_for_cuda(jax.jit(call_of("step", "mosaic_gpu")), *HALF)
     assert (MOSAIC_CALL in text, CUSTOM_CALL_TARGET in text) == (False, True)
 
 

@@ -147,7 +147,7 @@ def _recurrence(
     def copy_h(step, copy):
         copy(h.at[steps_at(step), of_columns], h_smem)
 
-    copies = [(barriers, copy_operands), (h_barriers, copy_h)][: 1 if h is None else 2]
+    copies = [(barriers, copy_operands)] + [(h_barriers, copy_h)] * (h is not None)
     rings = [CopyRing(x, num_chunks * n, y, readers=readers) for x, y in copies]
     ring, h_ring = rings[0], rings[-1]
 

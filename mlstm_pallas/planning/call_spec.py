@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jax import lax
@@ -80,8 +80,8 @@ class CallSpec(Options):
             splits = _scan_splits(self, p, tiles)
             stores = tiles.state_rows == p.DHQK and self.problem.NC % max(splits, 1) == 0
             splits *= self.recompute_states_in_bw or stores
-        recomputes = self.computes_scores(self.lowering)
-        return Plan(self, splits > 0, max(splits, 1), p, scan.lowering, recomputes)
+        computes_scores = self.computes_scores(self.lowering)
+        return Plan(self, splits > 0, max(splits, 1), p, scan.lowering, computes_scores)
 
     @property
     def forward_only(self) -> "CallSpec":
@@ -124,7 +124,7 @@ class CallSpec(Options):
         It is the fused scan over a ``ChunkList`` of rows of S steps. Its segments run side by side,
         as heads do.
         """
-        p, N = self.problem, self.num_segments or 0
+        p, N = self.problem, cast(int, self.num_segments)
         segments_as_heads = dataclasses.replace(p, NH=p.NH * N)
         scan = self.launch("recurrent_fw_H", lowering, segments_as_heads)
         L = scan.tiles.siz_b_L if scan.tiles else p.L

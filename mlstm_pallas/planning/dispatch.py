@@ -15,7 +15,7 @@ from typing import Any
 from mlstm_pallas.stages import HELPERS, STAGES
 from mlstm_pallas.stages.stage import Launch, Lowering, Tiles
 
-# jax will remove the Triton backend of Pallas; a look for it does not load it in every process.
+# jax will remove the Triton backend of Pallas. find_spec looks for it without importing it.
 HAS_TRITON = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 _STAGES = STAGES | HELPERS

@@ -43,6 +43,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.dispatch import HAS_TRITON
 from mlstm_pallas.problem.arrays import IN_LAYOUT, heads_behind
 from mlstm_pallas.problem.version import __version__
@@ -50,7 +51,7 @@ from mlstm_pallas.schedules.derivatives import NO_SUCH_DERIVATIVE, not_different
 from mlstm_pallas.stages.stage import Lowering
 
 
-def _map(spec: Any, function: Callable[[Array, int], Any], tree: Any, axes: int = 2) -> Any:
+def _map(spec: CallSpec, function: Callable[[Array, int], Any], tree: Any, axes: int = 2) -> Any:
     """Applies function(array, number of leading axes of B and NH) to all arrays."""
 
     def has_layout(x: Any) -> bool:
@@ -66,7 +67,7 @@ def _map(spec: Any, function: Callable[[Array, int], Any], tree: Any, axes: int 
     return jax.tree.map(apply, tree, is_leaf=has_layout)
 
 
-def _heads_first(spec: Any, tree: Any, mapped: int = 0) -> Any:
+def _heads_first(spec: CallSpec, tree: Any, mapped: int = 0) -> Any:
     """Transposes the arrays to (B, NH, ...), or back, behind the mapped axes."""
 
     def transpose(x: Array, axes: int) -> Array:
@@ -75,7 +76,7 @@ def _heads_first(spec: Any, tree: Any, mapped: int = 0) -> Any:
     return _map(spec, transpose, tree)
 
 
-def sharded_alike(spec: Any, tree: Any) -> Any:
+def sharded_alike(spec: CallSpec, tree: Any) -> Any:
     """The arrays, as for ``on_shards``, with types that agree on the mesh.
 
     They are sharded over the same explicit axes in B and NH and over none in other axes, and vary
@@ -131,7 +132,7 @@ class Work:
     """
 
     function: Callable[..., Any]
-    spec: Any
+    spec: CallSpec
     lowering: Lowering | None = None
     options: tuple[tuple[str, Any], ...] = ()
     mapped: int = 0
@@ -151,7 +152,7 @@ class Work:
 
 def on_shards(
     function: Callable[..., Any],
-    spec: Any,
+    spec: CallSpec,
     *args: Any,
     lowering: Lowering | None = None,
     message: str = NO_SUCH_DERIVATIVE,

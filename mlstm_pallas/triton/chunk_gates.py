@@ -181,8 +181,9 @@ def chunk_gates(
             )
         }
         num_blocks = -(-p.NC // block)
-        # With one block, m before it is the initial one.
-        for ctas, size in [(1, num_blocks), (p.NC + 1, p.NC + 1)][num_blocks == 1 :]:
+        # First m before each block, which with one block is the initial one; then every m.
+        launches = [(1, num_blocks)] * (num_blocks > 1) + [(p.NC + 1, p.NC + 1)]
+        for ctas, size in launches:
             m = kernel_call(
                 _stabiliser_scan_kernel,
                 summaries | dict(scaM_before=(m, "b0")),

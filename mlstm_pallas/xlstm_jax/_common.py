@@ -16,11 +16,7 @@ from jax import lax
 
 from mlstm_pallas.formulas import gates
 from mlstm_pallas.formulas.gates import ChunkGates, LocalGates
-from mlstm_pallas.formulas.normaliser import (
-    at_least,
-    normaliser_gradients,
-    query_scale,
-)
+from mlstm_pallas.formulas.normaliser import at_least, normaliser_gradients, query_scale
 from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.planning.call_spec import CallSpec, call_spec
 from mlstm_pallas.planning.config import KernelConfig
@@ -135,7 +131,8 @@ def check_arrays(arrays: Arrays, contracts: dict[str, Shapes], statics: Arrays) 
     """
     initial = {name: x for name, x in arrays.items() if name.endswith("_initial")}
     check_states_complete(initial)
-    first, optional = next(iter(arrays)), "vecM_out|matDeltaC_last|.*_initial"
+    first, backend = next(iter(arrays)), requested_backend()
+    optional = "vecM_out|matDeltaC_last|.*_initial"
     if initial:  # from which the other states follow
         optional += "|.*_states|.*_all"
     for name, x in arrays.items():
@@ -144,7 +141,7 @@ def check_arrays(arrays: Arrays, contracts: dict[str, Shapes], statics: Arrays) 
                 name,
                 x,
                 KERNEL_DTYPES if name in SEQUENCES else INPUT_DTYPES,
-                requested_backend(),
+                backend,
                 cast_from=() if name == first else INPUT_DTYPES,
             )
         elif not re.fullmatch(optional, name):
@@ -263,8 +260,8 @@ def _on_shard(
         y = results[name][(..., *(slice(heads[dim]) for dim in head_dims(name)))]
         return lax.collapse(y, 1, 3) if "NC * DHQK" in CONTRACTS[name][0] else y
 
-    given = {name: padded(name, y) for name, y in x.items() if y is not None or "initial" in name}
-    shard = _Shard(spec, lowering, given, output_dtype)
+    arrays = {name: padded(name, y) for name, y in x.items() if y is not None or "initial" in name}
+    shard = _Shard(spec, lowering, arrays, output_dtype)
     if stage in STAGES:
         shard.set_gates(shard.gates())
     results = getattr(shard, stage)()
