@@ -117,6 +117,11 @@ def block_at(index: Array, size: int) -> Any:
     return pl.ds(index * size, size)
 
 
+def covering(total: int, block: int) -> int:
+    """The number of blocks that cover an axis; the last one may reach beyond it."""
+    return -(-total // block)
+
+
 def blocks(total: int, block: int) -> int:
     """The number of blocks of an axis, which they must divide, because no block is masked."""
     if total % block:

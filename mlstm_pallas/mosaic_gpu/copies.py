@@ -36,7 +36,7 @@ from mlstm_pallas.mosaic_gpu.inline_mlir import (
     inline_store_transposed,
 )
 from mlstm_pallas.mosaic_gpu.interpretable import interpretable
-from mlstm_pallas.mosaic_gpu.launch import plgpu, unravel
+from mlstm_pallas.mosaic_gpu.launch import part_columns, plgpu, unravel
 from mlstm_pallas.problem.dimensions import Problem
 
 
@@ -53,6 +53,7 @@ class Steps:
     start: Any
     column: Any
     shape: tuple[int, int]
+    part: int  # the columns of a swizzled part of the tiles
 
     @property
     def at(self) -> "Steps":
@@ -62,7 +63,7 @@ class Steps:
         steps, columns = index if isinstance(index, tuple) else (index, slice(None))
         starts, shape = zip(*map(_start_and_size, (steps, columns), self.shape), strict=True)
         place = self.start + starts[0], self.column + starts[1]
-        return Steps(self.array, self.before, self.behind, *place, shape)
+        return Steps(self.array, self.before, self.behind, *place, shape, self.part)
 
     @property
     def S(self) -> int:
@@ -76,12 +77,13 @@ def _start_and_size(index, size: int) -> tuple[Any, int]:
     return index.start, index.size
 
 
-def head_of(ref, n, p: Problem, *, any_step: bool = False):
+def head_of(ref, n, p: Problem, *, any_step: bool = False, part: int | None = None):
     """Head n, (S, D), of an array (B * NH, S, D) or (B, S, NH, D).
 
     Splits count as heads. The array may have fewer steps than S, because TMA copies read zeros
     beyond them and write nothing there.
 
+    part: the columns of a swizzled part of the tiles; None: ``part_columns``.
     any_step: whether tiles begin at any step, not only at multiples of 8.
     """
     strided = len(ref.shape) == 4
@@ -95,7 +97,7 @@ def head_of(ref, n, p: Problem, *, any_step: bool = False):
     if not copied_by_groups(1 if any_step else ref.shape[1]):
         return ref.at[(*before, steps, *behind)]
     start, size = _start_and_size(steps, ref.shape[1])
-    return Steps(ref, before, behind, start, 0, (size, ref.shape[-1]))
+    return Steps(ref, before, behind, start, 0, (size, ref.shape[-1]), part or part_columns(p))
 
 
 @interpretable

@@ -61,19 +61,19 @@ def rows_and_columns(rows: int, columns: int) -> list[jax.Array]:
     return [plgpu.broadcasted_iota(jnp.int32, (rows, columns), x, layout=layout) for x in (0, 1)]
 
 
-def q_times_n(q_tile: Callable[[Any], Any], n, *chunk) -> jax.Array:
-    """The products q_tile(x) * n, summed over the tiles x of 64 columns of 64 queries.
+def q_times_n(q_tile: Callable[[Any], Any], columns: int, n, *chunk) -> jax.Array:
+    """The products q_tile(x) * n, summed over the tiles x of so many columns of 64 queries.
 
     The row sums are q_t . n. n: in global memory, for all chunks.
     """
 
     def add(x, total):
         q = load_float32(q_tile(x))
-        of_tile = load(n.at[(*chunk, block(x, WG_ROWS))], BY_COLUMNS, optimized=False)
+        of_tile = load(n.at[(*chunk, block(x, columns))], BY_COLUMNS, optimized=False)
         return total + q * across_rows(of_tile)
 
-    tiles = blocks(n.shape[-1], WG_ROWS)
-    return loop(tiles, add, products.zeros(WG_ROWS, WG_ROWS))
+    tiles = blocks(n.shape[-1], columns)
+    return loop(tiles, add, products.zeros(WG_ROWS, columns))
 
 
 def score_operands(x, normaliser: Normaliser | None) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def copy_steps(steps, tile, barrier=None, size=None) -> None:
     size: how many rows are written, for a tile of one part; None: all.
     """
     (rows, columns), itemsize = steps.shape, tile.dtype.itemsize
-    transforms = tile_transforms(columns, itemsize)
+    transforms = tile_transforms(min(steps.part, columns), itemsize)
     tiling, swizzle = transforms[0].tiling, transforms[1].swizzle
     axis = len(steps.before)
     groups = launch_context.TileTransform(tiling, rounding=launch_context.Rounding.DOWN)

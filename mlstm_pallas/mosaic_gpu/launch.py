@@ -18,6 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from mlstm_pallas.formulas.tiles import divide, remainder
+from mlstm_pallas.problem.dimensions import Problem
 
 plgpu: Any = mosaic_gpu  # it has no type annotations
 # The layouts of a vector with one element per row or per column of a tile.
@@ -106,14 +107,27 @@ mlir.register_lowering(_varying_nowhere, lambda _, x: [x])
 
 
 def tile_transforms(columns: int, itemsize: int) -> tuple[Any, ...]:
-    """The layout in shared memory of tiles that wgmma reads, for this number of columns."""
-    swizzle = min(columns * itemsize, 128)
-    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+    """The layout in shared memory of tiles that wgmma reads, in parts of this many columns."""
+    swizzle = columns * itemsize
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)
 
 
-def shared_tiles(*shape: int, dtype):
-    """Tiles in shared memory that wgmma reads; the last two axes are those of a tile."""
-    return plgpu.SMEM(shape, dtype, transforms=tile_transforms(shape[-1], dtype.itemsize))
+def part_columns(p: Problem) -> int:
+    """The columns of a swizzled part of a tile: up to 64, a divisor of both head dimensions.
+
+    A tile may reach beyond the columns of its array, where TMA reads zeros and writes nothing, if
+    whole parts do. Both operands of a product need parts of the same size.
+    """
+    return min((p.DHQK | p.DHV) & -(p.DHQK | p.DHV), WG_ROWS)
+
+
+def shared_tiles(*shape: int, dtype, part: int = 64):
+    """Tiles in shared memory that wgmma reads; the last two axes are those of a tile.
+
+    part: the columns of a swizzled part of a tile, see ``part_columns``.
+    """
+    transforms = tile_transforms(min(part, shape[-1]), dtype.itemsize)
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def float32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -148,6 +162,14 @@ def write(ref, x: jax.Array) -> None:
 def block(index, size: int):
     """The slice of an axis that is block ``index`` of ``size`` elements."""
     return aligned(index * size, size)
+
+
+def anywhere(start: int, size: int):
+    """The slice from a static start on, which may reach beyond an array that TMA copies.
+
+    plgpu refuses such a slice if it sees a number as its start.
+    """
+    return pl.ds(remainder(lax.axis_index("wg"), 1) + start, size)
 
 
 def aligned(start, size: int):

@@ -41,6 +41,11 @@ class HopperTiles(Tiles):
         sizes = [math.prod(x.shape) * x.dtype.itemsize for x in buffers if hasattr(x, "dtype")]
         return 1024 + sum(-(-size // 1024) * 1024 for size in sizes)
 
+    def clamped(self, p: Problem) -> Self:
+        """Tiles of values keep their columns, which may reach beyond a head."""
+        columns = {x: y for x, y in vars(self).items() if x in ("siz_b_DHHV", "state_columns")}
+        return dataclasses.replace(super().clamped(p), **columns)
+
     def divides(self, p: Problem, **asked) -> bool:
         """Whether whole tiles cover the problem and the grid stays within CUDA's limits."""
         raise NotImplementedError

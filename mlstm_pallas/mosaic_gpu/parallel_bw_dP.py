@@ -33,7 +33,7 @@ from mlstm_pallas.formulas.normaliser import (
     NormaliserGradients,
     query_scale,
 )
-from mlstm_pallas.formulas.tiles import blocks, divide, each
+from mlstm_pallas.formulas.tiles import blocks, covering, divide, each
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import CopyRing, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import (
@@ -53,6 +53,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     load,
     load_float32,
     one_of,
+    part_columns,
     plgpu,
     shared_tiles,
     tile_transforms,
@@ -61,7 +62,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
 from mlstm_pallas.mosaic_gpu.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel, persistent_call
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
-from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.dimensions import MIN_TILE, Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients
 from mlstm_pallas.stages.stage import Launch, ScaledRows
@@ -98,7 +99,7 @@ class _Kernel(PersistentKernel):
         refs, p = self.refs, self.p
         (self.left, self.e_hi), (self.right, self.e_lo) = refs.operands_smem
         # The steps of an item: products with k, products with v, and the last step.
-        self.steps_k, self.steps_v = blocks(p.DHQK, DEPTH), blocks(p.DHV, DEPTH)
+        self.steps_k, self.steps_v = covering(p.DHQK, DEPTH), covering(p.DHV, DEPTH)
         self.last = self.steps_k + self.steps_v
         n, items = self.last + 1, self.num_items
         self.ring = CopyRing(refs.barriers, items * n, self.copy_operands, steps_of_item=n)
@@ -287,12 +288,13 @@ class Tiles(RingTiles):
 
     def scratch(self, p: Problem, dtype, *, reads_h: bool = True, **asked) -> dict[str, Any]:
         # The tile and the vector have equally many bytes, so a slot has the same place in both.
-        tile = shared_tiles(self.num_stages, TILE, DEPTH, dtype=dtype)
+        tiles = functools.partial(shared_tiles, dtype=dtype, part=part_columns(p))
+        tile = tiles(self.num_stages, TILE, DEPTH)
         vector = plgpu.SMEM((self.num_stages, TILE * DEPTH * dtype.itemsize // 4), jnp.float32)
         transforms = tile_transforms(SLICE, dtype.itemsize)
         return {
             "operands_smem": [one_of(tile, vector) for _ in range(2)],  # left and right
-            "h_smem": shared_tiles(H_STAGES, TILE, DEPTH, dtype=dtype) if reads_h else None,
+            "h_smem": tiles(H_STAGES, TILE, DEPTH) if reads_h else None,
             # One entry per warpgroup:
             "out_smem": plgpu.SMEM((2, 2, WG_ROWS, WG_ROWS), dtype, transforms=transforms),  # P, dP
             "sums_smem": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
@@ -306,4 +308,4 @@ class Tiles(RingTiles):
             yield cls(4, num_ctas=gpu.sms).clamped(p)
 
     def divides(self, p: Problem, **asked) -> bool:
-        return self.num_stages >= 2 and p.DHQK % 64 == p.DHV % 64 == p.L % TILE == 0
+        return self.num_stages >= 2 and part_columns(p) > MIN_TILE and p.L % TILE == 0

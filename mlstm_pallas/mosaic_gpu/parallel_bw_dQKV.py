@@ -1,14 +1,14 @@
 """parallel_bw_dQKV on Mosaic GPU: the products of ``stages/parallel_bw_dQKV.py``.
 
 If the stage gets no P and dP, the kernel of ``parallel_bw_dQKV_by_chunk`` computes them and all
-gradients of a chunk in one CTA. The kernel here requires multiples of 256 for DHQK and DHV.
+gradients of a chunk in one CTA.
 
-An item of ``persistent.py`` is a block of 128 x 256 elements of dq, dk or dv, or 128 rows of the
+An item of ``persistent.py`` is a block of 128 x columns elements of dq, dk or dv, or 128 rows of the
 states for <C_c, dC_{c+1}>. It is a sequence of steps, each with one tile of the left operand and
 one of the right operand. One warpgroup copies the tiles num_stages steps ahead, across items too.
 Two warpgroups multiply, 64 rows each. The accumulator gets the product with the state, which is
-then scaled, and after that the products with the tiles of P or dP. Between the two it is read 64
-columns at a time, so that 168 registers per thread are enough.
+then scaled, and after that the products with the tiles of P or dP. Between the two it is read
+a part of its columns at a time, so that 168 registers per thread are enough.
 
 128 x 256 is the largest item for which two warpgroups have registers. It reads three quarters of
 what two items of 128 x 128 read, and the rate of the L2 limits this stage.
@@ -16,6 +16,7 @@ what two items of 128 x 128 read, and the rate of the L2 limits this stage.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -25,7 +26,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
-from mlstm_pallas.formulas.tiles import blocks, each, loop
+from mlstm_pallas.formulas.tiles import blocks, covering, each, loop
 from mlstm_pallas.mosaic_gpu import parallel_bw_dQKV_by_chunk as chunkwise
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_out, head_of, ring_barriers, write_out
@@ -55,12 +56,12 @@ from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel, persistent_call
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
-from mlstm_pallas.stages.stage import Launch, sequence_shape
+from mlstm_pallas.stages.stage import Launch, largest_rows, sequence_shape
 
-ROWS, COLUMNS = 128, 256  # per item
+ROWS = 128  # per item
+LEAST_COLUMNS = 96  # per item; Triton is faster than narrower ones
 DEPTH = 64  # columns that a step multiplies
 FEW_ITEMS = 3  # per CTA
-_PARTS = [slice(j, j + WG_ROWS) for j in range(0, COLUMNS, WG_ROWS)]
 
 
 _DQ, _DK, _DV, _STATES = _ROLES = range(4)  # the output to which an item belongs
@@ -78,13 +79,28 @@ class _Items(NamedTuple):
     for_sums: int  # the queries or keys of each warpgroup, for the gates' gradients, and n or dn
 
 
+def _columns(p: Problem) -> int:
+    """The columns of an item: up to 256, in whole parts; 0: of too few parts."""
+    columns = largest_rows(math.gcd(p.DHQK, p.DHV), unit=32)
+    return columns if columns >= LEAST_COLUMNS else 0
+
+
+def _part(p: Problem) -> int:
+    """The columns of a swizzled part of a tile."""
+    columns = _columns(p)
+    return min(columns & -columns, WG_ROWS)
+
+
 def _items(p: Problem, normalise: bool) -> list[_Items]:
-    of_L, of_DHQK, of_DHHV = blocks(p.L, ROWS), blocks(p.DHQK, COLUMNS), blocks(p.DHV, COLUMNS)
+    of_L, of_DHQK, of_DHHV = (
+        blocks(*x) for x in ((p.L, ROWS), *((D, _columns(p)) for D in (p.DHQK, p.DHV)))
+    )
+    steps_k, steps_v = covering(p.DHQK, DEPTH), covering(p.DHV, DEPTH)
     return [
-        _Items(of_L, of_DHQK, p.DHV // DEPTH, 3 if normalise else 2),
-        _Items(of_L, of_DHQK, p.DHV // DEPTH, 3),
-        _Items(of_L, of_DHHV, p.DHQK // DEPTH, 0),
-        _Items(p.DHQK // ROWS, 1, p.DHV // DEPTH, 0),
+        _Items(of_L, of_DHQK, steps_v, 3 if normalise else 2),
+        _Items(of_L, of_DHQK, steps_v, 3),
+        _Items(of_L, of_DHHV, steps_k, 0),
+        _Items(covering(p.DHQK, ROWS), 1, steps_v, 0),
     ]
 
 
@@ -135,7 +151,7 @@ class _Kernel(PersistentKernel):
     Outputs:
       dq, dk, dv: like q, k and v.
       q_inter, k_inter: (B * NH, column blocks, S).
-      states: (B * NH, NC, DHQK), sums over the columns.
+      states: (B * NH, NC, whole blocks of DHQK), sums over the columns.
     Shared memory and barriers: see ``Tiles.scratch``.
     """
 
@@ -143,6 +159,8 @@ class _Kernel(PersistentKernel):
         super().__init__(*args)
         refs = self.refs
         self.roles = _items(self.p, refs.n_gmem is not None)
+        self.columns, self.part = _columns(self.p), _part(self.p)
+        self.parts = [slice(j, j + self.part) for j in range(0, self.columns, self.part)]
         self.ring = CopyRing(refs.barriers, None, None, readers=0)
         self.tile_rows = block(self.wg, WG_ROWS)
         left, right = refs.operands_smem
@@ -150,7 +168,7 @@ class _Kernel(PersistentKernel):
         self.right, self.right_transposed, self.right_vector = right
 
     def in_chunk(self, x, item):
-        return head_of(x, item.head, self.p).at[block(item.chunk, self.p.L)]
+        return head_of(x, item.head, self.p, part=self.part).at[block(item.chunk, self.p.L)]
 
     def rows(self, item):
         """The warpgroup's rows of an item."""
@@ -223,7 +241,7 @@ def _copy_item(cta: _Kernel, role: int, item: _Item) -> None:
     refs, steps = cta.refs, cta.roles[role]
     left, right = cta.left, cta.right
     tile_count, first = _tile_steps(role, item.row, cta.p)
-    rows, columns = block(item.row, ROWS), block(item.column, COLUMNS)
+    rows, columns = block(item.row, ROWS), block(item.column, cta.columns)
     state = item.head, item.chunk
 
     def feed(start, count, copies):
@@ -264,7 +282,7 @@ def _copy_item(cta: _Kernel, role: int, item: _Item) -> None:
         _copy_halves(copy, cta.in_chunk(x, item), start, WG_ROWS, right, columns)
 
     def norms(_, copy):
-        _copy_halves(copy, norm.at[state], columns.start, COLUMNS, cta.right_vector)
+        _copy_halves(copy, norm.at[state], columns.start, cta.columns, cta.right_vector)
 
     def with_tiles(j, copy):
         others = block(first + j, DEPTH)
@@ -305,16 +323,16 @@ def _multiply(
     cta.ring.release(start + count - 1)
 
 
-def _scaled(acc: Array, weights: Array) -> list[Array]:
-    """The scaled accumulator, 64 columns at a time because few registers are left for weights."""
-    return [acc[:, part] * across_columns(weights) for part in _PARTS]
+def _scaled(cta: _Kernel, acc: Array, weights: Array) -> list[Array]:
+    """The scaled accumulator by parts of its columns, because few registers are left."""
+    return [acc[:, part] * across_columns(weights, cta.part) for part in cta.parts]
 
 
 def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array | None, acc: Array):
     """The inter-chunk part of dq or dk; stores its inner products with the queries or keys."""
     refs, ring, is_dq, first = cta.refs, cta.ring, item.role == _DQ, item.after_state
     has_norm = ~is_dq if refs.n_gmem is None else True
-    parts = _scaled(acc, weights)
+    parts = _scaled(cta, acc, weights)
     weighted, norm = (first, first + 1), first + 2
     for step in weighted:
         ring.wait(step)
@@ -324,12 +342,15 @@ def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array |
 
     def add_norm(*parts):
         slot = ring.wait(norm)
-        rows = [across_rows(load(cta.right_vector.at[slot, part], BY_COLUMNS)) for part in _PARTS]
-        return [x + across_columns(norm_weights) * y for x, y in zip(parts, rows, strict=True)]
+        rows = [
+            across_rows(load(cta.right_vector.at[slot, part], BY_COLUMNS)) for part in cta.parts
+        ]
+        factor = across_columns(norm_weights, cta.part)
+        return [x + factor * y for x, y in zip(parts, rows, strict=True)]
 
     parts = lax.cond(has_norm, add_norm, lambda *parts: list(parts), *parts)
     slot = ring.slot(first + cta.wg)
-    tiles = (load_float32(cta.right.at[slot, :, part]) for part in _PARTS)
+    tiles = (load_float32(cta.right.at[slot, :, part]) for part in cta.parts)
     sums = [products.sum_over_columns(x * y) for x, y in zip(parts, tiles, strict=True)]
     inter = functools.reduce(jnp.add, sums)
     ring.release(*weighted)
@@ -345,10 +366,10 @@ def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array |
 
 def _store(cta: _Kernel, item: _Item, acc: Array) -> None:
     refs, rows = cta.refs, cta.rows(item)
-    for j, part in enumerate(_PARTS):
+    for j, part in enumerate(cta.parts):
         tile = refs.out_smem.at[cta.wg, j % 2]
         write_out(tile, acc[:, part], 1)
-        columns = aligned(item.column * COLUMNS + j * WG_ROWS, WG_ROWS)
+        columns = aligned(item.column * cta.columns + part.start, cta.part)
         for role, x in enumerate((refs.dq, refs.dk, refs.dv)):
             pl.when(item.role == role)(
                 functools.partial(copy_out, tile, cta.in_chunk(x, item).at[rows, columns])
@@ -384,13 +405,13 @@ def _gradient(cta: _Kernel, item: _Item) -> None:
         load_by_rows(x, item.head, cta.steps(item))
         for x in (refs.w_gmem, refs.abar_gmem, refs.inv_den_gmem, refs.dz_den_gmem)
     )
-    acc = products.from_zeros(with_state, WG_ROWS, COLUMNS)
+    acc = products.from_zeros(with_state, WG_ROWS, cta.columns)
     weights = lax.cond(
         is_dq, lambda: query_scale(query_weights, cta.p.qk_scale, inv_den), lambda: key_weights
     )
     acc = lax.cond(
         is_dv,
-        lambda acc: jnp.concatenate(_scaled(acc, weights), axis=1),
+        lambda acc: jnp.concatenate(_scaled(cta, acc, weights), axis=1),
         functools.partial(_scaled_with_sums, cta, item, weights, dz_den),
         acc,
     )
@@ -403,14 +424,16 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     p, dtype, g = call.problem, x.matQ.dtype, x.gates.per_step()
     normalise = x.normaliser_gradients.vecInvDen is not None
     recomputes = x.scores.matP is None
-    sums = float32(p.BNH, 1 if recomputes else p.DHQK // COLUMNS, p.S)
+    sums = float32(p.BNH, 1 if recomputes else p.DHQK // _columns(p), p.S)
     outputs: dict[str, Any] = {
         "dq": sequence_shape(x.matQ, p.DHQK, dtype),
         "q_inter": sums,
         "dk": sequence_shape(x.matK, p.DHQK, dtype),
         "k_inter": sums,
         "dv": sequence_shape(x.matV, p.DHV, dtype),
-        "states": float32(p.BNH, p.NC, chunkwise.CHUNK if recomputes else p.DHQK),
+        "states": float32(
+            p.BNH, p.NC, chunkwise.CHUNK if recomputes else covering(p.DHQK, ROWS) * ROWS
+        ),
         "pairs": w_sum_shapes(p) if recomputes else None,
     }
     y = persistent_call(
@@ -438,7 +461,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     if recomputes:
         parts = jnp.concatenate([y["states"], inner_n_dn], axis=-1)
     else:
-        parts = y["states"] + inner_n_dn
+        parts = y["states"][..., : p.DHQK] + inner_n_dn
     through = (x.gates.scaGamma[..., None] * parts).sum(-1)
     inter = y["q_inter"].sum(1), y["k_inter"].sum(1)
     pairs = tile_pairs(y["pairs"], p) if recomputes else None
@@ -450,14 +473,12 @@ def by_chunk(p: Problem) -> bool:
 
     A warpgroup has registers for 64 x 128 elements of dq and of dk.
     """
-    return p.L == 128 and p.DHQK in (64, 128)
+    return p.L == 128 and p.DHQK in (64, 96, 128) and p.DHV % 32 == 0
 
 
 def _divides(p: Problem) -> bool:
     """Whether whole tiles make up the chunks and the heads."""
-    if by_chunk(p):
-        return p.DHV % 128 == 0
-    return p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHV % 256 == 0
+    return by_chunk(p) or (p.L % ROWS == 0 and _columns(p) > 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -472,14 +493,15 @@ class Tiles(RingTiles):
     def scratch(self, p: Problem, dtype, *, normalise: bool = True, **asked) -> dict[str, Any]:
         if self.computes_scores:
             return chunkwise.scratch(p, self, dtype, normalise=normalise)
-        tiles = functools.partial(shared_tiles, self.num_stages, dtype=dtype)
+        columns, part = _columns(p), _part(p)
+        tiles = functools.partial(shared_tiles, self.num_stages, dtype=dtype, part=part)
         # All shapes of a tile have equally many bytes, so a slot has the same place in all of them.
         left = tiles(ROWS, DEPTH), tiles(DEPTH, ROWS)
-        vector = plgpu.SMEM((self.num_stages, DEPTH * COLUMNS * dtype.itemsize // 4), jnp.float32)
-        right = tiles(DEPTH, COLUMNS), tiles(COLUMNS, DEPTH), vector
+        vector = plgpu.SMEM((self.num_stages, DEPTH * columns * dtype.itemsize // 4), jnp.float32)
+        right = tiles(DEPTH, columns), tiles(columns, DEPTH), vector
         return {
             "operands_smem": [one_of(*left), one_of(*right)],
-            "out_smem": shared_tiles(2, 2, WG_ROWS, WG_ROWS, dtype=dtype),  # per warpgroup
+            "out_smem": shared_tiles(2, 2, WG_ROWS, part, dtype=dtype),  # per warpgroup
             "barriers": ring_barriers(self.num_stages, copies=2),
         }
 

@@ -1,8 +1,8 @@
 """parallel_bw_dQKV on Mosaic GPU, with one CTA that computes P, dP and all gradients of a chunk.
 
-L is 128, and DHQK is 64 or 128. An item of ``persistent.py`` is a chunk. Two warpgroups multiply,
+L is 128, and DHQK is 64, 96 or 128. An item of ``persistent.py`` is a chunk. Two warpgroups multiply,
 each for 64 rows of the chunk. Tiles of 64 columns are copied num_stages tiles ahead, across chunks
-too. k stays in shared memory for the whole chunk. At DHQK 64 there is room for the k of the next
+too. The last tile of a head may reach beyond it, where it has zeros. k stays in shared memory for the whole chunk. At DHQK 64 there is room for the k of the next
 chunk as well; at 128 its copy waits for the end of the chunk.
 
 The two warpgroups share the copying and have 255 registers per thread.
@@ -28,7 +28,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
-from mlstm_pallas.formulas.tiles import blocks, divide, each, loop, remainder
+from mlstm_pallas.formulas.tiles import covering, divide, each, loop, remainder
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import (
@@ -43,10 +43,12 @@ from mlstm_pallas.mosaic_gpu.launch import (
     BY_ROWS,
     WG_ROWS,
     aligned,
+    anywhere,
     block,
     load,
     load_float32,
     one_of,
+    part_columns,
     plgpu,
     shared_tiles,
 )
@@ -82,7 +84,7 @@ class Kernel(PersistentKernel):
         super().__init__(*args)
         refs, p, chunks = self.refs, self.p, self.num_items
         # The order of a chunk's tiles: dh and v per step, q; then v, dC, C and dh per step, q.
-        self.steps, self.parts = 2 * blocks(p.DHV, 2 * DEPTH), blocks(p.DHQK, DEPTH)
+        self.steps, self.parts = covering(p.DHV, DEPTH), covering(p.DHQK, DEPTH)
         self.first_q = 2 * self.steps
         self.second_phase = self.first_q + self.parts
         self.last_q = self.second_phase + 4 * self.steps
@@ -104,9 +106,10 @@ class Kernel(PersistentKernel):
         refs = self.refs
         x = (refs.v_gmem, refs.dC_gmem, refs.C_gmem, refs.dh_gmem, refs.q_gmem)[kind]
         is_state = kind in (_DC, _C)
-        rows = x.at[head, chunk] if is_state else head_of(x, head, self.p).at[block(chunk, CHUNK)]
-        source = rows.at[:, block(column, DEPTH)]
-        copy(source, refs.tiles_smem, slice(self.p.DHQK if is_state else CHUNK))
+        rows = anywhere(0, self.parts * DEPTH) if is_state else block(chunk, CHUNK)
+        matrix = x.at[head, chunk] if is_state else head_of(x, head, self.p)
+        source = matrix.at[rows, block(column, DEPTH)]
+        copy(source, refs.tiles_smem, slice(self.parts * DEPTH if is_state else CHUNK))
 
     def copy_any_tile(self, index, x, copy):
         """Copies tile x of a chunk."""
@@ -128,7 +131,7 @@ class Kernel(PersistentKernel):
         head, chunk = self.place(index)
         refs, rows = self.refs, block(chunk, CHUNK)
         for y in range(self.parts):
-            source = head_of(refs.k_gmem, head, self.p).at[rows, block(y, DEPTH)]
+            source = head_of(refs.k_gmem, head, self.p).at[rows, anywhere(y * DEPTH, DEPTH)]
             copy(source, refs.k_smem, block(y, CHUNK))
         for y, x in enumerate(refs.e_gmem):
             copy(x.at[head, rows], refs.vectors_smem, y)
@@ -168,6 +171,10 @@ class _Chunk(Kernel):
         self.k_tile = cta.refs.k_smem.at[self.k_slot]
         self.out_tile = cta.refs.staging_smem[0].at[self.wg]
 
+    def columns(self, y) -> slice:
+        """The columns of q and k in their y-th tile, beyond which it has zeros."""
+        return slice(min(self.p.DHQK - y * DEPTH, DEPTH))
+
     def k_columns(self, y):
         """The warpgroup's rows of the y-th 64 columns of k."""
         return self.k_tile.at[block(y * (CHUNK // WG_ROWS) + self.wg, WG_ROWS)]
@@ -191,13 +198,15 @@ class _Chunk(Kernel):
         return load(self.refs.vectors_smem.at[self.k_slot, x, pl.ds(start, size)], BY_COLUMNS)
 
     def store(self, gradients):
-        """Stores (64, 64) values to columns of outputs, through tiles that no copy reads now."""
+        """Stores values to 64 columns of outputs, through tiles that no copy reads now.
+
+        Where the values have fewer columns, the output ends.
+        """
         for x, tile, _, _ in gradients:
-            products.store(tile, x.astype(tile.dtype))
+            products.store(tile.at[:, : x.shape[1]], x.astype(tile.dtype))
         plgpu.commit_smem()
         for _, tile, out, column in gradients:
-            destination = head_of(out, self.head, self.p).at[self.rows, block(column, WG_ROWS)]
-            copy_out(tile, destination)
+            copy_out(tile, head_of(out, self.head, self.p).at[self.rows, column])
 
 
 class _Block(NamedTuple):
@@ -319,13 +328,15 @@ def _write_diagonal(c: _Chunk, diagonal: _Block) -> None:
     refs.pairs.per_query.at[c.head, c.wg, c.rows][...] = functools.reduce(jnp.add, of_earlier)
 
 
-def _add_for_keys(c: _Chunk, accumulator, tile, x) -> None:
-    """Adds the tile times x, over the queries from the warpgroup's keys on."""
+def _add_for_keys(c: _Chunk, accumulator, tile, x, columns=slice(DEPTH)) -> None:
+    """Adds the tile times columns of x, over the queries from the warpgroup's keys on."""
 
     @each(2 - c.wg)
     def add(j):
         products.add(
-            accumulator, tile.at[block(2 * c.wg + j, WG_ROWS)], x.at[block(c.wg + j, WG_ROWS)]
+            accumulator,
+            tile.at[block(2 * c.wg + j, WG_ROWS)],
+            x.at[block(c.wg + j, WG_ROWS), columns],
         )
 
 
@@ -372,7 +383,7 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
     (new,) = products.onto(multiply_P, new)
     c.ring.advance(dh)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    c.store([(new, c.out_tile, refs.dv, c.last_first(j))])
+    c.store([(new, c.out_tile, refs.dv, block(c.last_first(j), DEPTH))])
     return total, *sums
 
 
@@ -388,12 +399,13 @@ def _weighted(
     for y in range(c.parts):
         slot = c.ring.wait(c.q_step(y))
         dq, dk = (x[:, y * DEPTH : (y + 1) * DEPTH] for x in gradients)
-        dq *= across_columns(weights)
+        columns, n = c.columns(y), dq.shape[1]
+        dq *= across_columns(weights, n)
         if norm_weights is not None:
-            dq += across_columns(norm_weights) * across_rows(c.vector(_N, y * WG_ROWS))
-        dk = (dk + across_rows(c.vector(_DN, y * WG_ROWS))) * across_columns(key_weights)
-        of_q.append(c.row_dots(dq, c.refs.tiles_smem.at[slot, c.tile_rows]))
-        of_k.append(c.row_dots(dk, c.k_columns(y)))
+            dq += across_columns(norm_weights, n) * across_rows(c.vector(_N, y * WG_ROWS, n))
+        dk = (dk + across_rows(c.vector(_DN, y * WG_ROWS, n))) * across_columns(key_weights, n)
+        of_q.append(c.row_dots(dq, c.refs.tiles_smem.at[slot, c.tile_rows, columns]))
+        of_k.append(c.row_dots(dk, c.k_columns(y).at[:, columns]))
         inter += [dq, dk]
     c.refs.q_inter.at[c.head, 0, c.rows][...] = functools.reduce(jnp.add, of_q)
     c.refs.k_inter.at[c.head, 0, c.rows][...] = functools.reduce(jnp.add, of_k)
@@ -411,16 +423,20 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
             def add_keys(j, y=y):
                 """The keys up to the warpgroup's queries."""
                 dP = refs.dP_smem.at[block(c.wg + j, WG_ROWS)].T
-                products.add(sums[2 * y], dP, c.k_tile.at[block(2 * y + j, WG_ROWS)])
+                keys = c.k_tile.at[block(2 * y + j, WG_ROWS), c.columns(y)]
+                products.add(sums[2 * y], dP, keys)
 
-            _add_for_keys(c, sums[2 * y + 1], refs.dP_smem, c.slot(c.q_step(y)))
+            _add_for_keys(c, sums[2 * y + 1], refs.dP_smem, c.slot(c.q_step(y)), c.columns(y))
 
     gradients = products.onto(multiply_dP, *inter)
     c.k_ring.release(c.index)
     c.ring.advance(*map(c.q_step, parts))
     if refs.tiles_empty is not None:
         products.release(refs.tiles_empty)
-    outputs = [(x, (refs.dq, refs.dk)[j % 2], j // 2) for j, x in enumerate(gradients)]
+    outputs = [
+        (x, (refs.dq, refs.dk)[j % 2], anywhere(j // 2 * DEPTH, DEPTH))
+        for j, x in enumerate(gradients)
+    ]
     # Only the warpgroup that wrote a corner block of P or dP reads it.
     free_tiles = c.out_tile, refs.P_smem.at[corner], refs.dP_smem.at[corner]
     for start in range(0, len(outputs), len(free_tiles)):
@@ -460,18 +476,20 @@ def _multiply(c: _Chunk) -> None:
 
 def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[str, Any]:
     """Shared memory of the kernel."""
-    k_stages, parts = 128 // p.DHQK, p.DHQK // DEPTH  # stages: chunks whose k is in shared memory
-    blocks_of_P = shared_tiles(3 * WG_ROWS, DEPTH, dtype=dtype)
+    tiles = functools.partial(shared_tiles, dtype=dtype, part=part_columns(p))
+    parts = covering(p.DHQK, DEPTH)
+    k_stages = 2 // parts  # chunks whose k is in shared memory
+    blocks_of_P = tiles(3 * WG_ROWS, DEPTH)
     sums = plgpu.SMEM((2, WG_ROWS * DEPTH * dtype.itemsize // 4), jnp.float32)
     return {
         # Columns of q, v or dh, or of a state, which has DHQK rows.
-        "tiles_smem": shared_tiles(config.num_stages, CHUNK, DEPTH, dtype=dtype),
-        "k_smem": shared_tiles(k_stages, parts * CHUNK, DEPTH, dtype=dtype),
+        "tiles_smem": tiles(config.num_stages, CHUNK, DEPTH),
+        "k_smem": tiles(k_stages, parts * CHUNK, DEPTH),
         # Blocks of 64 x 64, transposed: block s + t has the keys of block s and the queries of t.
         "P_smem": blocks_of_P,
         "dP_smem": blocks_of_P,
         # Per warpgroup a tile (64, 64) of outputs, or sums over queries in the same place.
-        "staging_smem": one_of(shared_tiles(2, WG_ROWS, DEPTH, dtype=dtype), sums),
+        "staging_smem": one_of(tiles(2, WG_ROWS, DEPTH), sums),
         "vectors_smem": plgpu.SMEM((k_stages, 4, CHUNK), jnp.float32),  # see _E_HI
         "barriers": ring_barriers(config.num_stages, copies=1),
         "k_barriers": ring_barriers(k_stages, copies=parts + 3 + normalise),

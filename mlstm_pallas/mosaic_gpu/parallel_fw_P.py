@@ -34,6 +34,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     float32,
     load,
     mosaic_call,
+    part_columns,
     plgpu,
     shared_tiles,
     unravel,
@@ -41,9 +42,9 @@ from mlstm_pallas.mosaic_gpu.launch import (
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
-from mlstm_pallas.stages.stage import Launch, ScaledRows
+from mlstm_pallas.stages.stage import Launch, ScaledRows, largest_rows
 
-COLUMNS = 256, 192, 128, 64  # the choices per copy
+COLUMNS = 256  # per copy, at most
 
 
 def _kernel(entries_gmem, r_gmem, z_gmem, *, p: Problem, **refs) -> None:
@@ -111,12 +112,12 @@ def _chunk(
     if normaliser is not None:
 
         def q_tile(x):
-            copy, part = unravel(x, columns // WG_ROWS)
-            return q_smem.at[copy, :, block(part, WG_ROWS)]
+            copy, part = unravel(x, columns // part_columns(p))
+            return q_smem.at[copy, :, block(part, part_columns(p))]
 
         # A loop, because unrolled, with all of n in registers, an SM would hold only two CTAs.
-        q_n = q_times_n(q_tile, n_gmem, head, chunk)
-        z = jnp.sum(P + q_n * across_columns(row_scale), axis=1)
+        q_n = q_times_n(q_tile, part_columns(p), n_gmem, head, chunk)
+        z = products.sum_over_columns(P) + products.sum_over_columns(q_n) * row_scale
         inv_den = 1.0 / normaliser.denominator(z, m)
         P, row_scale = P * across_columns(inv_den), row_scale * inv_den
         z_gmem.at[head, steps][...] = z
@@ -160,14 +161,10 @@ class Tiles(HopperTiles):
     def grid(self, p: Problem, **asked) -> tuple[int, ...]:
         return p.BNH, p.NC
 
-    def shared_bytes(self, p: Problem, dtype, **asked) -> int:
-        """Includes 2 KiB of jnp.sum."""
-        return super().shared_bytes(p, dtype) + 2048
-
     def scratch(self, p: Problem, dtype, **asked) -> dict[str, Any]:
-        columns = next(size for size in COLUMNS if p.DHQK % size == 0)
+        columns = largest_rows(p.DHQK, COLUMNS, part_columns(p))
         copies = p.DHQK // columns
-        operand = shared_tiles(copies, WG_ROWS, columns, dtype=dtype)
+        operand = shared_tiles(copies, WG_ROWS, columns, dtype=dtype, part=part_columns(p))
         return {
             "q_smem": operand,
             "k_smem": operand,
@@ -177,4 +174,4 @@ class Tiles(HopperTiles):
 
     def divides(self, p: Problem, **asked) -> bool:
         """Shared memory holds all of q and k of a chunk."""
-        return p.L == WG_ROWS and p.DHQK % 64 == 0
+        return p.L == WG_ROWS and part_columns(p) > 16

@@ -16,7 +16,6 @@ from mlstm_pallas.mosaic_gpu.interpretable import interpretable
 from mlstm_pallas.mosaic_gpu.launch import BY_ROWS, WG_ROWS, plgpu
 
 SUM_SCRATCH = 4 * WG_ROWS  # float32 elements, for ``sum_over_rows``
-BY_LANES = by_lanes(64)
 
 
 @interpretable

@@ -1,9 +1,8 @@
 """The recurrences of ``stages/recurrence.py`` on Mosaic GPU.
 
-Grid (B * NH times the number of recurrences and of splits, DHQK / rows, DHV / 128). A CTA owns up
-to 256 rows and 128 columns of X. It has two warpgroups, and each keeps 64 columns transposed in
-registers. If CTAs are few, or 128 does not divide DHV, a CTA has 64 columns and one warpgroup. The
-warpgroups share the copying, num_stages tiles of 64 steps ahead.
+Grid (B * NH times the number of recurrences and of splits, DHQK / rows, DHV / columns). A CTA owns
+up to 256 rows and 64, 128 or 192 columns of X. It has one warpgroup per 64 columns, which keeps
+them transposed in registers. The last CTA's block may reach beyond X. The warpgroups share the copying, num_stages tiles of 64 steps ahead.
 
 If that makes too few CTAs, the sequence is cut into splits. A preceding launch of the same kernel
 computes each split's contribution to X and stores no per-chunk states (splits.py).
@@ -32,10 +31,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.splits import heads_of_splits, split_states, splits_of
-from mlstm_pallas.formulas.tiles import blocks, loop, remainder
+from mlstm_pallas.formulas.tiles import covering, loop, remainder
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import CopyRing, head_of, ring_barriers, write_out
 from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows, load_or_zeros
+from mlstm_pallas.mosaic_gpu.inline_mlir import by_lanes
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
@@ -45,13 +45,14 @@ from mlstm_pallas.mosaic_gpu.launch import (
     load,
     load_float32,
     mosaic_call,
+    part_columns,
     plgpu,
     shared_tiles,
     unravel,
 )
 from mlstm_pallas.mosaic_gpu.limits import HEADS, HopperTiles
-from mlstm_pallas.mosaic_gpu.products import BY_LANES, SUM_SCRATCH
-from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
+from mlstm_pallas.problem.dimensions import MIN_TILE, Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages import recurrent_bw_dC as dC
 from mlstm_pallas.stages import recurrent_fw_C as fw_C
@@ -59,7 +60,8 @@ from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
 from mlstm_pallas.stages.stage import Launch, largest_rows
 
-STEPS, COLUMNS = 64, 128  # steps per tile, and columns of X per CTA if they divide DHV
+STEPS = 64  # per tile
+ROWS = {64: 256, 128: 256, 192: 128}  # at most per CTA, by its columns
 H_STAGES = 3  # tiles of h in shared memory
 MIN_SPLIT_STEPS = 1024  # shorter splits gain less than the second launch and their sums cost
 
@@ -67,18 +69,19 @@ MIN_SPLIT_STEPS = 1024  # shorter splits gain less than the second launch and th
 def _store_state(index, XT, X_gmem, X_columns, tiles_smem):
     """Stores X^T, (64, rows), before the index-th chunk in the order of the recurrence.
 
-    X_gmem: (DHQK, DHV); tiles_smem: (2, 64, 64).
+    X_gmem: (DHQK, DHV); tiles_smem: (2, part, 64).
     """
-    n = XT.shape[1] // WG_ROWS
+    part = tiles_smem.shape[1]
+    n = XT.shape[1] // part
     for j in range(n):
         tile = tiles_smem.at[remainder(index * n + j, 2)]
-        write_out(tile.T, XT[:, j * WG_ROWS : (j + 1) * WG_ROWS], 1)
-        at = block(lax.axis_index("rows") * n + j, WG_ROWS)
+        write_out(tile.T, XT[:, j * part : (j + 1) * part], 1)
+        at = block(lax.axis_index("rows") * n + j, part)
         plgpu.copy_smem_to_gmem(tile, X_gmem.at[at, X_columns])
 
 
 def _store_x(vector, x_gmem, rows):
-    """Stores 64 rows of x. The warpgroups of a block of 64 rows have the same ones."""
+    """Stores up to 64 rows of x. The warpgroups of a block of so many rows have the same ones."""
 
     @pl.when(rows > WG_ROWS or lax.axis_index("wg") == 0)
     def store():
@@ -93,8 +96,8 @@ def _left(bT, weights):
 
 
 def _scaled(a, weights):
-    """A tile of a, (64 steps, 64 rows of x), whose steps are scaled by r."""
-    return load_float32(a) * across_columns(load(weights, BY_ROWS))
+    """A tile of a, (64 steps, rows of x), whose steps are scaled by r."""
+    return load_float32(a) * across_columns(load(weights, BY_ROWS), a.shape[-1])
 
 
 def _recurrence(
@@ -107,10 +110,10 @@ def _recurrence(
     p,
     num_splits,
     a_smem,  # (stages, 64, rows)
-    b_smem,  # (stages, 64, columns), 128 or 64 of them, 64 per warpgroup
+    b_smem,  # (stages, 64, columns), 64 per warpgroup
     weights_smem,  # (stages, 64) float32, None without r
     h_smem,  # (H_STAGES, 64, columns), None if no recurrence has an h
-    out_smem,  # (warpgroups, 2, 64, 64), None if X is not stored
+    out_smem,  # (warpgroups, 2, part, 64), None if X is not stored
     sum_smem,  # (warpgroups, SUM_SCRATCH) float32, None if no recurrence has an x
     barriers,  # of the ring of operands
     h_barriers,  # of the ring of tiles of h, None if no recurrence has an h
@@ -123,9 +126,10 @@ def _recurrence(
     of_rows, of_columns = block(row_block, rows), block(column_block, columns)
     part = column_block * readers + wg  # which 64 columns of X the warpgroup has
     X_columns, tile_columns = block(part, WG_ROWS), block(wg, WG_ROWS)
-    x_part = wg if rows > WG_ROWS else 0  # which 64 rows of the block x is of
-    x_rows = block(row_block * (rows // WG_ROWS) + x_part, WG_ROWS)
-    x_columns = block(x_part, WG_ROWS)
+    x_size = min(rows, WG_ROWS)
+    x_part = wg if rows > WG_ROWS else 0  # which x_size rows of the block x is of
+    x_rows = block(row_block * (rows // x_size) + x_part, x_size)
+    x_columns = block(x_part, x_size)
     a, b = head_of(x.a, head, p), head_of(x.b, head, p)
     h: Any = head_of(x.h, head, p) if is_first and x.h is not None else None
     sums_x = is_first and out.x_last is not None
@@ -183,7 +187,7 @@ def _recurrence(
                 return total + _scaled(a, weights_smem.at[slot]) if sums_x else None
 
             meanwhile = None if h is None else store_inner
-            total = products.zeros(WG_ROWS, WG_ROWS) if sums_x else None
+            total = products.zeros(WG_ROWS, x_size) if sums_x else None
             total = ring.multiply(first, n, issue, meanwhile, total, unrolled=2 - n % 2)
             products.wait(0)
             ring.release(first + n - 1)
@@ -203,7 +207,7 @@ def _recurrence(
         y.prologue()
     gamma = x.gamma[head, chunk_at(np.int32(0))]
     XT = load_or_zeros(x.X_initial, (head, X_columns, of_rows))
-    vector = load_or_zeros(x.x_initial, (head, x_rows), BY_LANES) if sums_x else None
+    vector = load_or_zeros(x.x_initial, (head, x_rows), by_lanes(x_size)) if sums_x else None
     XT, vector, _ = loop(num_chunks, join, (XT, vector, gamma))
     last_split = 0 if x.backward else num_splits - 1
 
@@ -245,36 +249,36 @@ def _launch(
 ) -> list[RecurrenceOutputs]:
     """One launch of recurrences of which all have r or none has.
 
-    X_initial and X_last are transposed, and each split has an X_initial.
+    X_initial and X_last are transposed and have whole blocks; each split has an X_initial.
 
     sums: of so many splits per sequence the launch computes what they add to X and x, as the last
       states of (B * NH * sums); 0: it computes the states.
     """
-    p, dtype = call.problem.split(num_splits), each[0].a.dtype
+    p, dtype, tiles = call.problem.split(num_splits), each[0].a.dtype, call.tiles
     weighted = each[0].r is not None
     has_h, has_x = (any(getattr(x, y) is not None for x in each) for y in ("h", "x_initial"))
     as_heads = functools.partial(jax.tree.map, lambda x: x.reshape(p.BNH, -1))
     inputs = [dataclasses.replace(x, gamma=as_heads(x.gamma), r=as_heads(x.r)) for x in each]
     if sums:  # from zeros
         inputs = [dataclasses.replace(x, X_initial=None, x_initial=None) for x in inputs]
-    lasts = call.problem.BNH * (sums or 1)
+    lasts, (columns, rows) = call.problem.BNH * (sums or 1), tiles.covered(p)
     X = jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHV), dtype)
     outputs = [
         RecurrenceOutputs(
             X=None if sums else X,
-            X_last=float32(lasts, p.DHV, p.DHQK) if x.return_last else None,
+            X_last=float32(lasts, columns, rows) if x.return_last else None,
             x=None if sums or x.x_initial is None else float32(p.BNH, p.NC, p.DHQK),
             x_last=None if x.x_initial is None else float32(lasts, p.DHQK),
-            inner=None if x.h is None else float32(p.BNH, blocks(p.DHV, WG_ROWS), p.S),
+            inner=None if x.h is None else float32(p.BNH, columns // WG_ROWS, p.S),
         )
         for x in each
     ]
-    computed, tiles = sums or num_splits, call.tiles
-    heads, rows, columns = tiles.grid(call.problem, recurrences=len(each))
+    computed = sums or num_splits
+    heads, of_rows, of_columns = tiles.grid(call.problem, recurrences=len(each))
     y: list[RecurrenceOutputs] = mosaic_call(
         functools.partial(_kernel, p=p, num_splits=num_splits, computed=computed),
         name=name,
-        grid={"head": heads * computed, "rows": rows, "columns": columns},
+        grid={"head": heads * computed, "rows": of_rows, "columns": of_columns},
         warpgroups=tiles.state_columns // WG_ROWS,
         outputs={"outputs": outputs},
         scratch=tiles.scratch(
@@ -299,6 +303,11 @@ def _with_states(x: Recurrence, added: RecurrenceOutputs, others: int) -> Recurr
     return dataclasses.replace(x, X_initial=X_initial, x_initial=x_initial)
 
 
+def _transposed(XT: jax.Array, p: Problem) -> jax.Array:
+    """X without what its blocks have beyond it."""
+    return XT[..., : p.DHV, : p.DHQK].mT
+
+
 def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
     """``recurrences`` of stages/recurrence.py, in one launch, or in two with splits.
 
@@ -308,8 +317,9 @@ def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOu
     num_splits, p = call.tiles.num_splits, call.problem
     if each[-1].backward and each[0].a.dtype == jnp.float16:
         each = tuple(x.scaled() for x in each)
-    transposed = functools.partial(jax.tree.map, jnp.matrix_transpose)
-    inputs = [dataclasses.replace(x, X_initial=transposed(x.X_initial)) for x in each]
+    beyond = [(0, y - x) for x, y in zip((p.DHV, p.DHQK), call.tiles.covered(p), strict=True)]
+    padded = functools.partial(jax.tree.map, lambda X: jnp.pad(X.mT, [(0, 0), *beyond]))
+    inputs = [dataclasses.replace(x, X_initial=padded(x.X_initial)) for x in each]
     if num_splits > 1:  # splits run all their chunks
         inputs = [dataclasses.replace(x, num_live=None) for x in inputs]
         of_sums = [dataclasses.replace(x, h=None, return_last=True) for x in inputs]
@@ -322,7 +332,7 @@ def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOu
             X=whole(x.X),
             x=whole(x.x),
             inner=None if x.inner is None else jnp.sum(x.inner, axis=1).reshape(p.BNH, p.S),
-            X_last=transposed(x.X_last),
+            X_last=None if x.X_last is None else _transposed(x.X_last, p),
         )
         for x in _launch(name, inputs, call, num_splits)
     ]
@@ -347,7 +357,24 @@ def split_products(
     whole = Recurrence(x.a, x.b, gamma, None, return_last=True, backward=backward, r=x.r)
     computed = num_splits - (not all_splits)
     [sums] = _launch("split_products", [whole], call, num_splits, computed)
-    return heads_of_splits(sums.X_last, computed).mT
+    return _transposed(heads_of_splits(sums.X_last, computed), p)
+
+
+def _columns(p: Problem) -> int:
+    """The columns of X per CTA, for heads that are many."""
+    if p.DHV % 128 == 0 or p.DHV <= WG_ROWS:
+        return min(p.DHV, 128) if p.DHV > WG_ROWS else WG_ROWS
+    if ROWS[192] >= p.DHQK and p.DHV > 128:
+        return 192
+    return 128 if p.DHV % WG_ROWS else WG_ROWS
+
+
+def _rows(p: Problem, most: int, has_x: bool) -> int:
+    """The rows of X per CTA: blocks of equal size, up to most; with an x they divide DHQK."""
+    part = part_columns(p)
+    if has_x:
+        return largest_rows(p.DHQK, min(most, 128), WG_ROWS) if part == WG_ROWS else part
+    return covering(covering(p.DHQK, covering(p.DHQK, most)), part) * part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,8 +387,14 @@ class Tiles(HopperTiles):
     num_splits: int = 1
 
     def grid(self, p: Problem, *, recurrences: int = 1, **asked) -> tuple[int, ...]:
-        rows, columns = blocks(p.DHQK, self.state_rows), blocks(p.DHV, self.state_columns)
-        return recurrences * p.BNH, rows, columns
+        columns, rows = self.covered(p)
+        return recurrences * p.BNH, rows // self.state_rows, columns // self.state_columns
+
+    def covered(self, p: Problem) -> tuple[int, int]:
+        """The columns and the rows of X that the blocks cover."""
+        sizes = (p.DHV, self.state_columns), (p.DHQK, self.state_rows)
+        columns, rows = (covering(*x) * x[1] for x in sizes)
+        return columns, rows
 
     def scratch(
         self,
@@ -374,14 +407,15 @@ class Tiles(HopperTiles):
         stores_X: bool = True,
         **asked,
     ) -> dict[str, Any]:
-        tiles, n = functools.partial(shared_tiles, dtype=dtype), self.num_stages
+        part, n = part_columns(p), self.num_stages
+        tiles = functools.partial(shared_tiles, dtype=dtype, part=part)
         columns, readers = self.state_columns, self.state_columns // WG_ROWS
         return {
             "a_smem": tiles(n, STEPS, self.state_rows),
             "b_smem": tiles(n, STEPS, columns),
             "weights_smem": plgpu.SMEM((n, STEPS), jnp.float32) if weighted else None,
             "h_smem": tiles(H_STAGES, STEPS, columns) if has_h else None,
-            "out_smem": tiles(readers, 2, WG_ROWS, WG_ROWS) if stores_X else None,
+            "out_smem": tiles(readers, 2, part, WG_ROWS) if stores_X else None,
             "sum_smem": plgpu.SMEM((readers, SUM_SCRATCH), jnp.float32) if has_x else None,
             "barriers": ring_barriers(n, copies=3 if weighted else 2, readers=readers),
             "h_barriers": ring_barriers(H_STAGES, copies=1, readers=readers) if has_h else None,
@@ -392,25 +426,25 @@ class Tiles(HopperTiles):
         cls, p: Problem, gpu: Gpu, *, recurrences: int = 1, has_x: bool = False, **asked
     ) -> Iterable[Self]:
         """The most rows per block with which the launch fills the GPU; else splits."""
-        columns = next((x for x in (COLUMNS, WG_ROWS) if p.DHV % x == 0), 0)
-        if p.DHQK % WG_ROWS or not columns:
-            return
-        most = columns if has_x else 256
-        sizes = [largest_rows(p.DHQK, min(size, most)) for size in (256, 128, WG_ROWS)]
-        most_ctas = recurrences * p.BNH * p.DHQK * (p.DHV // columns)  # with blocks of one row
-        rows = next((x for x in sizes if gpu.filled_by(most_ctas // x)), sizes[-1])
-        ctas = most_ctas // rows
+        columns = _columns(p)
+        sizes = [_rows(p, min(size, ROWS[columns]), has_x) for size in (256, 128, WG_ROWS)]
+        each = recurrences * p.BNH * covering(p.DHV, columns)  # CTAs per block of rows
+        rows = next((x for x in sizes if gpu.filled_by(each * covering(p.DHQK, x))), sizes[-1])
+        ctas = each * covering(p.DHQK, rows)
         splits = splits_of(p.NC, min(gpu.sms // max(ctas, 1), p.S // MIN_SPLIT_STEPS))
-        if rows == WG_ROWS and 2 * ctas * splits <= gpu.sms:
+        if rows <= WG_ROWS and 2 * ctas * splits <= gpu.sms:
             columns = WG_ROWS  # twice the CTAs, whose warpgroups do not wait for each other
-        yield cls(rows, columns, 6 if has_x and rows == WG_ROWS else 4, splits)
+        for stages in (6 if has_x and rows <= WG_ROWS else 4, 3, 2):
+            yield cls(rows, columns, stages, splits)
 
     def divides(self, p: Problem, *, has_x: bool = False, **asked) -> bool:
         rows, columns = self.state_rows, self.state_columns
         return (
-            rows % WG_ROWS == p.DHQK % rows == p.DHV % columns == p.L % STEPS == 0
-            and rows <= (columns if has_x else 256)
-            and columns in (WG_ROWS, COLUMNS)
+            part_columns(p) > MIN_TILE
+            and columns in ROWS
+            and rows <= (min(columns, ROWS[columns]) if has_x else ROWS[columns])
+            and rows % part_columns(p) == p.L % STEPS == 0
+            and not (has_x and (p.DHQK % rows or rows % min(rows, WG_ROWS)))
             and self.num_stages >= 2  # a slot becomes free while the next step's product runs
             and p.NC % self.num_splits == 0
             and 2 * p.BNH * self.num_splits <= HEADS

@@ -1,8 +1,8 @@
 """recurrent_fw_H on Mosaic GPU: the fused scan of ``stages/recurrent_fw_H.py``.
 
 Grid (B * NH * DHV / siz_b_DHHV); with a list of chunks (B * NH * (N + 2) * DHV / siz_b_DHHV),
-because its parts run side by side. A CTA has two warpgroups. Each owns siz_b_DHHV / 2 columns of C
-and of h, in blocks of 64. A block of C stays transposed in registers, 64 x state_rows floats, as
+because its parts run side by side. A CTA has two or three warpgroups. Each owns 64 columns of C
+and of h, or several blocks of 64. A block of C stays transposed in registers, 64 x state_rows floats, as
 the left operand of C^T q. Copies run up to num_stages chunks ahead. The outputs of a chunk are
 stored while the product of the state runs.
 """
@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.chunk_list import state_of
-from mlstm_pallas.formulas.tiles import blocks, divide, each, loop, remainder
+from mlstm_pallas.formulas.tiles import blocks, covering, divide, each, loop, remainder
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import (
     CopyRing,
@@ -40,6 +40,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     load,
     load_float32,
     mosaic_call,
+    part_columns,
     plgpu,
     shared_tiles,
     unravel,
@@ -50,7 +51,7 @@ from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
 from mlstm_pallas.stages.stage import Launch, largest_rows, sequence_shape
 
-WARPGROUPS = 2
+REGISTERS = {2: 256, 3: 128}  # rows of C, 64 columns each, in a warpgroup of so many per CTA
 
 
 class _Operands(NamedTuple):
@@ -106,7 +107,7 @@ def _kernel(
     slots,  # by name: the tiles of the chunks in flight in shared memory, (num_stages, ...) each
     barriers,  # of the ring of slots
     h_smem,  # (blocks of 64 columns, L, 64)
-    C_smem,  # (warpgroups, 2, 64, 64), for C_states
+    C_smem,  # (warpgroups, 2, part, 64), for C_states
     *,
     p: Problem,
     launch: int,
@@ -114,10 +115,10 @@ def _kernel(
     store_every: int,
 ) -> None:
     index, wg = lax.axis_index("program"), lax.axis_index("wg")
-    of_h = blocks(p.DHV, config.siz_b_DHHV)
+    of_h, part_rows = covering(p.DHV, config.siz_b_DHHV), part_columns(p)
     head, column_block = unravel(index, of_h)
     L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, h_smem.dtype
-    num_blocks, in_list = siz_b_DHHV // (WARPGROUPS * WG_ROWS), parts_gmem is not None
+    num_blocks, in_list = siz_b_DHHV // (config.warpgroups * WG_ROWS), parts_gmem is not None
     state_rows, v_columns = pl.ds(launch * rows, rows), block(column_block, siz_b_DHHV)
     part = _Part(0, np.int32(p.NC), head)
     if in_list:
@@ -156,9 +157,9 @@ def _kernel(
             in_tile, columns = columns_of(b)
 
             def inter(hT_acc):
-                for j, start in enumerate(range(0, rows, WG_ROWS)):
-                    of_tile = pl.ds(start, WG_ROWS)
-                    CT_tile = CT[:, start : start + WG_ROWS].astype(dtype)
+                for j, start in enumerate(range(0, rows, part_rows)):
+                    of_tile = pl.ds(start, part_rows)
+                    CT_tile = CT[:, start : start + part_rows].astype(dtype)
                     products.add(hT_acc, CT_tile, tiles["q"].at[:, of_tile].T)
                     products.wait(1)  # at most two rounded tiles are live
                     if C_states_gmem is not None:  # predicated, because a branch costs registers
@@ -224,9 +225,10 @@ def recurrent_fw_H(
     matQ, matV, scores, scaGamma, matC_initial, chunks = x
     p, config, dtype, keys = call.problem, call.tiles, matQ.dtype, scores.keys
     N, parts = (1, 1) if chunks is None else (chunks.N, chunks.N + 2)
-    C_initial = None
+    C_initial, columns = None, covering(p.DHV, config.siz_b_DHHV) * config.siz_b_DHHV
     if matC_initial is not None:
         C_initial = matC_initial.reshape(N * p.BNH, p.DHQK, p.DHV)
+        C_initial = jnp.pad(C_initial, [(0, 0), (0, 0), (0, columns - p.DHV)])
         # XLA transposes a few states faster than the kernel reads them, and many more slowly.
         C_initial = C_initial.mT if chunks is None else C_initial
     abar = jnp.ones_like(scores.vecR) if keys.weights is None else keys.weights
@@ -236,7 +238,7 @@ def recurrent_fw_H(
         states = jax.ShapeDtypeStruct((p.BNH, p.NC // store_every, p.DHQK, p.DHV), dtype)
     outputs = {
         "h_gmem": sequence_shape(matV, p.DHV, dtype),
-        "C_last_gmem": float32(N * p.BNH, config.state_rows, p.DHV) if return_last else None,
+        "C_last_gmem": float32(N * p.BNH, config.state_rows, columns) if return_last else None,
         "C_states_gmem": states,
     }
     lasts = []
@@ -245,7 +247,7 @@ def recurrent_fw_H(
             functools.partial(_kernel, p=p, launch=launch, config=config, store_every=store_every),
             name="recurrent_fw_H",
             grid={"program": parts * math.prod(config.grid(p))},
-            warpgroups=WARPGROUPS,
+            warpgroups=config.warpgroups,
             outputs=outputs,
             scratch=config.scratch(p, dtype, first=launch == 0, stores=store_every > 0),
             interpret=call.interpret,
@@ -257,7 +259,7 @@ def recurrent_fw_H(
         )
         operands = operands._replace(partial=y["h_gmem"], P=None)
         lasts.append(y["C_last_gmem"])
-    last = jnp.concatenate(lasts, axis=1) if return_last else None
+    last = jnp.concatenate(lasts, axis=1)[..., : p.DHV] if return_last else None
     if last is not None and chunks is not None:
         last = last.reshape(p.B, N, p.NH, p.DHQK, p.DHV)
     return FusedScan(y["h_gmem"], last, y["C_states_gmem"])
@@ -274,8 +276,12 @@ class Tiles(HopperTiles):
     ctas_per_sm: ClassVar[int] = 1
     least_share: ClassVar[float] = 0.48
 
+    @property
+    def warpgroups(self) -> int:
+        return 3 if self.siz_b_DHHV % (3 * WG_ROWS) == 0 else 2
+
     def grid(self, p: Problem, **asked) -> tuple[int, ...]:
-        return p.BNH, blocks(p.DHV, self.siz_b_DHHV)
+        return p.BNH, covering(p.DHV, self.siz_b_DHHV)
 
     def shared_bytes(self, p: Problem, dtype, **asked) -> int:
         """The first launch reads P, and the second one reads h of the first.
@@ -290,35 +296,40 @@ class Tiles(HopperTiles):
         self, p: Problem, dtype, *, first: bool = True, stores: bool = True, **asked
     ) -> dict[str, Any]:
         """first: of the first launch or of the second one; stores: whether it stores states."""
-        vectors, columns = (self.num_stages, p.L), self.siz_b_DHHV
+        vectors, columns, part = (self.num_stages, p.L), self.siz_b_DHHV, part_columns(p)
+        tiles, readers = functools.partial(shared_tiles, dtype=dtype, part=part), self.warpgroups
         widths = dict(q=self.state_rows, k=self.state_rows, v=columns)
-        widths |= dict(P=p.L) if first else dict(partial=columns)
-        slots = {x: shared_tiles(*vectors, width, dtype=dtype) for x, width in widths.items()}
+        widths |= {} if first else dict(partial=columns)
+        slots = {x: tiles(*vectors, width) for x, width in widths.items()}
+        slots |= dict(P=shared_tiles(*vectors, p.L, dtype=dtype)) if first else {}
         slots |= {x: plgpu.SMEM(vectors, jnp.float32) for x in ("r", "abar")}
-        states = shared_tiles(WARPGROUPS, 2, WG_ROWS, WG_ROWS, dtype=dtype)
+        states = tiles(readers, 2, part, WG_ROWS)
         return {
             "slots": slots,
-            "barriers": ring_barriers(self.num_stages, copies=len(slots), readers=WARPGROUPS),
-            "h_smem": shared_tiles(columns // WG_ROWS, p.L, WG_ROWS, dtype=dtype),
+            "barriers": ring_barriers(self.num_stages, copies=len(slots), readers=readers),
+            "h_smem": tiles(columns // WG_ROWS, p.L, WG_ROWS),
             "C_smem": states if stores else None,
         }
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
-        rows = largest_rows(p.DHQK)
-        if rows:
-            yield cls(WG_ROWS, 128, rows, 2 if p.DHQK > 128 else 3)
+        rows = largest_rows(p.DHQK, unit=part_columns(p))
+        few = rows <= REGISTERS[3] and covering(p.DHV, 192) * 192 < covering(p.DHV, 128) * 128
+        for stages in (3, 2) if p.DHQK <= 128 else (2,):
+            yield cls(WG_ROWS, 192 if few else 128, rows, stages)
 
     def divides(self, p: Problem, **asked) -> bool:
-        """A warpgroup holds at most 64 x 256 floats of C, and there are at most two launches.
+        """There are at most two launches.
 
         parallel_fw_P supports only chunks of 64 steps.
         """
         L, columns, rows = min(p.L, self.siz_b_L), self.siz_b_DHHV, self.state_rows
-        parts, rest = divmod(columns, WG_ROWS * WARPGROUPS)
+        parts, rest = divmod(columns, WG_ROWS * self.warpgroups)
         return (
-            p.DHQK % rows == rows % WG_ROWS == p.DHV % columns == rest == 0
+            rows >= part_columns(p) > 16
+            and p.DHQK % rows == rows % part_columns(p) == rest == 0
+            and p.DHV > WG_ROWS
             and L == WG_ROWS
             and 2 * rows >= p.DHQK
-            and parts * rows <= 256
+            and parts * rows <= REGISTERS[self.warpgroups]
         )

@@ -7,7 +7,7 @@ if the sequence has that many, and as many columns as fit into 64 KiB of shared 
 at least three CTAs, so that the copies of one run while another computes.
 
 Each warp has a quarter of a chunk's steps. A lane sums two of every 64 columns, which are
-neighbours, over these steps in registers. The sums of the four warps meet in shared memory once per
+neighbours, or one of every 32, over these steps in registers. The sums of the four warps meet in shared memory once per
 chunk. In the layout of an accumulator the lanes would also have to exchange sums by shuffles.
 
 Bytes: x, tokens * D * itemsize. XLA may turn this sum into a matrix product and transpose x for it
@@ -30,24 +30,26 @@ from mlstm_pallas.mosaic_gpu.launch import (
     load,
     load_float32,
     mosaic_call,
+    part_columns,
     plgpu,
     shared_tiles,
     unravel,
 )
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.stage import Launch
+from mlstm_pallas.stages.stage import Launch, largest_rows
 from mlstm_pallas.stages.step_sums import Operands
 
 ELEMENTS = 2**15  # of x per CTA, at most
-STEPS, COLUMNS = 512, (256, 192, 128, 64)  # at most per sum; the choices per CTA
+STEPS, COLUMNS = 512, 256  # at most per sum, and per CTA
 ENOUGH_STEPS = 256  # per CTA: with fewer its start takes longer than its copies
 TILE, GROUP = 64, 16  # steps per copy, and steps that a CTA adds at a time, 4 per warp
 
-# The layout of (GROUP, columns): a warp has 4 rows, a lane 2 neighbouring columns of every 64.
-BY_WARPS = plgpu.Layout.TILED(
-    plgpu.Tiling(((GROUP, 64), (4, 64), (2,))), warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1
-)
+
+def _by_warps(part: int):
+    """The layout of (GROUP, columns): a warp has 4 rows, a lane neighbouring columns of a part."""
+    tiling = plgpu.Tiling(((GROUP, part), (4, part), (part // 32,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1)
 
 
 def _kernel(
@@ -68,7 +70,7 @@ def _kernel(
     of_head, of_columns = p.S // (num_tiles * TILE), D // columns
     index, column = unravel(lax.axis_index("program"), of_columns)
     head, part = unravel(index, of_head)
-    of_cta = block(column, columns)
+    of_cta, by_warps = block(column, columns), _by_warps(part_columns(p))
 
     def unless_empty(j, action, carry):
         """action(j, carry), or carry if tile j is an entry without steps."""
@@ -92,14 +94,14 @@ def _kernel(
         plgpu.barrier_wait(full.at[j])
         for start in range(0, TILE, GROUP):
             group = pl.ds(start, GROUP)
-            w = load(tile_weights.at[j, group], BY_WARPS.reduce(1))
-            w = plgpu.layout_cast(across_columns(w, columns), BY_WARPS)
-            total += load_float32(x_tiles.at[j, group], BY_WARPS) * w
+            w = load(tile_weights.at[j, group], by_warps.reduce(1))
+            w = plgpu.layout_cast(across_columns(w, columns), by_warps)
+            total += load_float32(x_tiles.at[j, group], by_warps) * w
         return total
 
     @each(sums_of_cta)
     def part_sum(i):
-        zeros = products.zeros(GROUP, columns, layout=BY_WARPS)
+        zeros = products.zeros(GROUP, columns, layout=by_warps)
         total = loop(
             tiles_of_sum,
             lambda j, total: unless_empty(i * tiles_of_sum + j, tile_sum, total),
@@ -109,14 +111,14 @@ def _kernel(
 
 
 def step_sums(x: Operands, *, call: Launch) -> Array:
-    """Runs the stage: ``stages/step_sums.py``, for 16-bit rows; L and D are multiples of 64."""
+    """Runs the stage: ``stages/step_sums.py``, for 16-bit rows."""
     rows, weights, chunks = x
     p, D = call.problem, rows.shape[-1]
     of_sum = min(p.L, STEPS)
     steps = of_sum
     while steps < ENOUGH_STEPS and p.S % (2 * steps) == 0:
         steps *= 2
-    columns = next(size for size in COLUMNS if D % size == 0 and size * steps <= ELEMENTS)
+    columns = largest_rows(D, min(COLUMNS, ELEMENTS // steps), part_columns(p))
     parts, num_tiles = blocks(p.S, of_sum), blocks(steps, TILE)
     sums = mosaic_call(
         functools.partial(_kernel, p=p),
@@ -124,7 +126,9 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
         grid={"program": p.BNH * blocks(p.S, steps) * blocks(D, columns)},
         outputs={"sums": float32(p.BNH, parts, D)},
         scratch={
-            "x_tiles": shared_tiles(num_tiles, TILE, columns, dtype=rows.dtype),
+            "x_tiles": shared_tiles(
+                num_tiles, TILE, columns, dtype=rows.dtype, part=part_columns(p)
+            ),
             "tile_weights": plgpu.SMEM((num_tiles, TILE), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=num_tiles),
         },
@@ -135,4 +139,4 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
 
 class Tiles(HopperTiles):
     def divides(self, p: Problem, **asked) -> bool:
-        return p.L % TILE == p.DHQK % 64 == 0
+        return p.L % TILE == 0 and part_columns(p) > 16

@@ -1,6 +1,6 @@
 """The recurrence of n and dn over the chunks on Mosaic GPU: ``stages/vector_states.py``.
 
-Grid (B * NH * DHQK / 64). A CTA is one warpgroup and owns 64 columns; its four warps compute the
+Grid (B * NH * DHQK / columns). A CTA is one warpgroup and owns 64 or 32 columns; its four warps compute the
 same numbers. It loads the terms of the next AHEAD chunks before it joins the present ones, so it
 waits only once per AHEAD chunks.
 
@@ -24,18 +24,22 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.splits import split_states, splits_of
 from mlstm_pallas.formulas.tiles import blocks, loop
+from mlstm_pallas.mosaic_gpu.inline_mlir import by_lanes
 from mlstm_pallas.mosaic_gpu.launch import block, float32, load, mosaic_call, unravel
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
-from mlstm_pallas.mosaic_gpu.products import BY_LANES
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.stage import Launch
 from mlstm_pallas.stages.vector_states import Operands
 
-COLUMNS = 64  # per CTA
 AHEAD = 16  # chunks
 # Shorter splits gain less than the second launch and joining their sums cost.
 MIN_SPLIT_CHUNKS, MOST_CTAS = 128, 1024
+
+
+def _columns(D: int) -> int:
+    """The columns of a CTA."""
+    return 32 if D % 64 else 64
 
 
 def _kernel(
@@ -48,8 +52,8 @@ def _kernel(
     backward: bool,
 ) -> None:
     _, NC, D = added.shape
-    head, column = unravel(lax.axis_index("program"), blocks(D, COLUMNS))
-    columns = block(column, COLUMNS)
+    head, column = unravel(lax.axis_index("program"), blocks(D, _columns(D)))
+    columns, layout = block(column, _columns(D)), by_lanes(_columns(D))
     groups, rest = divmod(NC, AHEAD)
 
     def chunks_from(first, count):
@@ -61,7 +65,7 @@ def _kernel(
         chunks = chunks_from(first, count)
         # One load for all, because Mosaic GPU computes the indices of each load anew, which takes
         # compile time.
-        tile = load(added.at[head, chunks, columns], BY_LANES, optimized=False)
+        tile = load(added.at[head, chunks, columns], layout, optimized=False)
         return [gamma[head, chunks.start + j] for j in range(count)], tile
 
     def join(x, first, terms):
@@ -69,7 +73,7 @@ def _kernel(
         count, before = len(gammas), {}
         for j in reversed(range(count)) if backward else range(count):
             before[j] = x
-            x = gammas[j] * x + lax.slice(tile, (j, 0), (j + 1, COLUMNS))
+            x = gammas[j] * x + lax.slice(tile, (j, 0), (j + 1, tile.shape[1]))
         if states is not None:
             x_before = jnp.concatenate([before[j] for j in range(count)])
             states.at[head, chunks_from(first, count), columns][...] = x_before
@@ -80,7 +84,7 @@ def _kernel(
         following = terms(lax.min((j + 1) * AHEAD, np.int32((groups - 1) * AHEAD)), AHEAD)
         return join(x, j * AHEAD, present), following
 
-    x = load(initial.at[pl.ds(head, 1), columns], BY_LANES, optimized=False)
+    x = load(initial.at[pl.ds(head, 1), columns], layout, optimized=False)
     if groups:
         x, _ = loop(groups, group, (x, terms(0, AHEAD)))
     if rest:
@@ -91,7 +95,7 @@ def _kernel(
 def vector_states(
     x: Operands, *, backward: bool = False, call: Launch
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs the stage: ``stages/vector_states.py``; DHQK is a multiple of 64."""
+    """Runs the stage: ``stages/vector_states.py``."""
     added, gamma, initial = x
     BNH, NC, D = added.shape
     splits = call.tiles.num_splits
@@ -102,7 +106,7 @@ def vector_states(
         return mosaic_call(
             functools.partial(_kernel, backward=backward),
             name="vector_states",
-            grid={"program": heads * blocks(D, COLUMNS)},
+            grid={"program": heads * blocks(D, _columns(D))},
             outputs={
                 "states": float32(*added.shape) if return_states else None,
                 "last": float32(*initial.shape),
@@ -128,8 +132,8 @@ class Tiles(HopperTiles):
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
-        most = min(p.NC // MIN_SPLIT_CHUNKS, MOST_CTAS * COLUMNS // (p.BNH * p.DHQK))
+        most = min(p.NC // MIN_SPLIT_CHUNKS, MOST_CTAS * _columns(p.DHQK) // (p.BNH * p.DHQK))
         yield cls(splits_of(p.NC, most))
 
     def divides(self, p: Problem, **asked) -> bool:
-        return p.DHQK % COLUMNS == 0 and p.NC % self.num_splits == 0
+        return p.DHQK % 32 == 0 and p.NC % self.num_splits == 0

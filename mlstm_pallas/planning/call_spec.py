@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.formulas.chunk_list import num_entries
+from mlstm_pallas.formulas.tiles import covering
 from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.planning.config import KernelConfig, tuned_rows
 from mlstm_pallas.planning.dispatch import lowerings, stage, tiles_class
@@ -148,8 +149,7 @@ def chunk_size_for(spec: CallSpec) -> int:
     """L, for which the products inside chunks take about half the FLOPs of those with the states.
 
     The states then take about as much memory as q, k and v. float32 is bound by products, of which
-    short chunks have fewer. Mosaic GPU's gradients need at least 128 steps; if parallel_bw_dQKV
-    runs on Triton, fewer states make it faster.
+    short chunks have fewer. Mosaic GPU's gradients need at least 128 steps.
     """
     p, lowering, DHQK, DHV = spec.problem, spec.lowering, spec.problem.DHQK, spec.problem.DHV
     size = DHQK * DHV // (DHQK + DHV)
@@ -160,9 +160,7 @@ def chunk_size_for(spec: CallSpec) -> int:
         return size
     if spec.dtype.itemsize > 2:
         return 64
-    on_hopper = lowering.folder == "mosaic_gpu" and DHQK % 64 == DHV % 64 == 0
-    if on_hopper and DHQK > 128 and (DHQK % 256 or DHV % 256):
-        size += 1
+    on_hopper = lowering.folder == "mosaic_gpu" and DHQK % 32 == DHV % 32 == 0
     return min(max(next_power_of_two(size), 128 if on_hopper else 64), 256)
 
 
@@ -316,7 +314,7 @@ def _scan_splits(spec: CallSpec, p: Problem, tiles: Any) -> int:
         return min(config.num_splits or 1, whole_chunks)
     if p.DHQK * p.DHV < MIN_FUSED_STATE or 2 * tiles.state_rows < p.DHQK:
         return 0
-    ctas, places = p.BNH * (p.DHV // tiles.siz_b_DHHV), tiles.ctas_per_sm * spec.gpu.sms
+    ctas, places = p.BNH * covering(p.DHV, tiles.siz_b_DHHV), tiles.ctas_per_sm * spec.gpu.sms
     if ctas >= SCAN_SHARE * places:
         return 1
     splits = next_power_of_two(math.ceil(SCAN_SHARE * places / max(ctas, 1)))

@@ -48,9 +48,9 @@ def clamped(tile: int, size: int) -> int:
     return min(tile, size & -size)
 
 
-def largest_rows(DHQK: int, most: int = 256) -> int:
-    """Rows of a block of the state in registers, a multiple of 64 that divides DHQK; 0: none."""
-    return max((rows for rows in range(64, most + 1, 64) if DHQK % rows == 0), default=0)
+def largest_rows(DHQK: int, most: int = 256, unit: int = 64) -> int:
+    """Rows of a block of the state in registers, a multiple of unit that divides DHQK; 0: none."""
+    return max((rows for rows in range(unit, most + 1, unit) if DHQK % rows == 0), default=0)
 
 
 _SIZE = functools.partial(check_integer, least=MIN_TILE, most=MAX_TILE_SIZE, power_of_two=True)
