@@ -44,13 +44,13 @@ def is_power_of_two(x: int) -> bool:
 
 
 def padded_head_dim(dim: int) -> int:
-    """The head dimension of the kernels: a power of two from 16 to 64, or a multiple of 64."""
-    return max(next_power_of_two(dim), MIN_TILE) if dim <= 64 else -(-dim // 64) * 64
+    """The head dimension of the kernels: a multiple of 16."""
+    return -(-dim // MIN_TILE) * MIN_TILE
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The dimensions of a call as the kernels see them, padded so that tiles divide all of them."""
+    """The dimensions of a call as the kernels see them: S in whole chunks, padded heads."""
 
     B: int
     NH: int
