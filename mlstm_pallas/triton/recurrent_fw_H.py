@@ -257,7 +257,7 @@ class Tiles(PipelinedTiles):
         float32 also has 8192.
         """
         wide = dtype.itemsize > 2
-        launches = blocks_over(p.DHQK, 128 if wide else 256)
+        launches = blocks_over(p.DHQK, 128 if wide else 320 if gpu.hopper else 256)
         rows = min(p.DHQK, blocks_over(p.DHQK, 64 * launches) * 64)
         V = thrifty(64 if wide or rows > 128 or p.DHV <= p.DHQK else 128, p.DHV)
         if rows == V == 128 and not gpu.filled_by(p.BNH * blocks_over(p.DHV, V), per_sm=2):
