@@ -206,7 +206,7 @@ class Tiles(BlockedTiles):
         """Blocks of 128 x 128, or of 64 x 64 in float32 and for short chunks."""
         wide = dtype.itemsize > 2
         size = 64 if wide or p.L < 128 else 128
-        depth = thrifty(32 if wide or p.DHQK == 64 else 64, p.DHQK, p.DHV, overhead=16)
+        depth = thrifty(32 if wide or p.DHQK <= 64 else 64, p.DHQK, p.DHV, overhead=16)
         K, V = thrifty(size, p.DHQK), thrifty(size, p.DHV)
         tiles = cls(size, K, V, depth, 4, 3).clamped(p).fitted(p, dtype, gpu)
         stages = tiles.num_stages

@@ -5,8 +5,8 @@ its parts run side by side. A CTA owns siz_b_DHHV columns of C, in float32 regis
 h, and loops over the chunks. The state is kept transposed, as the left operand of C^T q: the next
 product reads it from registers, rounded to the kernel dtype, and no state goes through shared
 memory. The state is held as tiles of siz_b_DHQK rows, because only one rounded tile fits beside it.
-If C has more than state_rows rows, each launch handles state_rows of them and adds to the output of
-the preceding launch.
+If C has more than state_rows rows, each launch handles up to state_rows of them and adds to the
+output of the preceding launch.
 
 The backward pass may need C before every n-th chunk. The scan then stores it, and the loop over
 chunks becomes two nested loops.
@@ -253,14 +253,15 @@ class Tiles(PipelinedTiles):
     def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
         """A state of 16384 floats takes half of the registers of a CTA, with two CTAs per SM.
 
-        If heads are narrow or CTAs would be few, 8192 floats leave room for chunks of 64 steps.
-        float32 also has 8192.
+        Hopper reads operands of products from shared memory and has room for 20480. If heads are
+        narrow or CTAs would be few, 8192 floats leave room for chunks of 64 steps. float32 also
+        has 8192.
         """
         wide = dtype.itemsize > 2
         launches = blocks_over(p.DHQK, 128 if wide else 320 if gpu.hopper else 256)
         rows = min(p.DHQK, blocks_over(p.DHQK, 64 * launches) * 64)
         V = thrifty(64 if wide or rows > 128 or p.DHV <= p.DHQK else 128, p.DHV)
-        if rows == V == 128 and not gpu.filled_by(p.BNH * blocks_over(p.DHV, V), per_sm=2):
+        if rows > 64 and V == 128 and not gpu.filled_by(p.BNH * blocks_over(p.DHV, V), per_sm=2):
             V = 64
         steps = 64 if rows * V <= 8192 and not wide else 32
         if V > 64 and not gpu.multiplies_from_shared:
