@@ -348,6 +348,18 @@ def interpreted_calls():
         gates = dict(recipe=dict(f_shift=shift), change=functools.partial(nearly_closed, gate))
         yield from rows(f"nearly_closed_at{gate}", 64, algorithm, **call, **gates)
 
+    # Multiples of 16 are not padded, other heads are.
+    for *heads, S, chunk_size, algorithms in (
+        (80, 112, 37, 32, "fused ~materialised"),
+        (48, 96, 33, 16, "materialised ~fused_stored ~splits"),
+        (16, 160, 40, 32, "~materialised ~fused"),
+        (320, 48, 17, 16, "~materialised ~fused"),
+        (24, 100, 33, 32, "~materialised ~fused"),
+        (8, 20, 33, 32, "~materialised ~fused"),
+    ):
+        shape = dict(seed=S, shape=(1, 3, S, *heads))
+        yield from rows(f"heads_of_{heads[0]}_and_{heads[1]}", chunk_size, algorithms, **shape)
+
     # Interpreted, what a kernel reads beyond an array is NaN.
     for S, chunk_size, algorithm in (
         (1, 32, "tiles16x32"),

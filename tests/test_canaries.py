@@ -28,6 +28,7 @@ from mlstm_pallas.triton import launch
 
 HEADS, DHQK, DHV = 3, 32, 16
 SIZES = ("siz_b_LQ", "siz_b_LKV", "siz_b_L", "siz_b_DHQK", "siz_b_DHHV", "block_k", "state_rows")
+WIDE = "siz_b_DHQK", "siz_b_DHHV", "block_k", "state_rows"
 TILES = dict.fromkeys(SIZES, 16) | dict(keep_q=False, num_splits=1)
 
 
@@ -39,9 +40,17 @@ def small(name, **changes):
 
 
 SPLIT = small("recurrent_fw_C", num_splits=2) | small("recurrent_bw_dC", num_splits=2)
+# Blocks that reach beyond the columns of (B, S, NH, D), which the next head's follow.
+PARTIAL = {
+    name: tiles | dict.fromkeys({*WIDE} & {*tiles}, 32)
+    for stage in STAGES
+    for name, tiles in small(stage).items()
+}
 # Options of the config, whether states are stored, S and L.
 CASES = {
     "materialised": ({}, False, 64, 32),
+    "materialised-partial": (PARTIAL, False, 64, 32),
+    "fused-partial": (dict(fused=True) | PARTIAL, False, 64, 32),
     "materialised-long_chunks": ({}, False, 256, 256),
     "materialised-splits": (SPLIT, False, 64, 32),
     "fused": (dict(fused=True), False, 64, 32),
@@ -53,7 +62,7 @@ CASES = {
     ),
 }
 BACKENDS = ("interpret", pytest.param("triton", marks=pytest.mark.gpu))
-QUICK = ("materialised", "fused-stored")
+QUICK = ("materialised-partial", "fused-stored")
 
 
 def check(run, x):
@@ -71,7 +80,8 @@ def test_kernels_write_everything_and_read_nothing_of_their_neighbours(backend, 
     tiles = {name: x for stage in STAGES for name, x in small(stage).items()}
     config = KernelConfig(**dict(chunk_size=L, fused=False) | tiles | changes)
     options = dict(config=config, backend=backend, recompute_states_in_bw=not stored)
-    inputs = random_inputs(0, 1, HEADS, S, DHQK, DHV)
+    heads, layout = ((48, 80), "BTNH") if case.endswith("partial") else ((DHQK, DHV), "BNTH")
+    inputs, options["layout"] = random_inputs(0, 1, HEADS, S, *heads), layout
     x, run = (inputs, cotangents_for(inputs, "float32")), gradients_of_call(**options)
     calls = compile_report.equations(jax.make_jaxpr(run)(*x).jaxpr, "pallas_call")
     kernels, fused = {call.params["name"] for call in calls}, case.startswith("fused")
@@ -119,7 +129,7 @@ def test_what_is_not_written_is_nan_when_interpreted():
 
 
 def copies_some(x, y, call=None):
-    """Rows 24 to 27 of 0 to 27, and what is read of rows 24 to 39."""
+    """Rows 24 to 27 of 0 to 27, and what is read of rows 24 to 39; the arrays have 24 columns."""
     rows, end = pl.ds(24, 16), np.int32(28)
     read = launch.up_to(end, x, call)[rows, :]
     launch.up_to(end, y, call)[rows, :] = read
@@ -127,19 +137,20 @@ def copies_some(x, y, call=None):
 
 
 @pytest.mark.parametrize("lowering", [Lowering.INTERPRET, Lowering.TRITON])
-def test_rows_beyond_an_end_are_neither_read_nor_written(lowering):
+def test_rows_and_columns_beyond_an_end_are_neither_read_nor_written(lowering):
     """Compiled kernels have masked stores, which are interpreted here."""
-    x, call = jnp.ones((1, 48, 16)), call_of(lowering, 48)
-    operands = dict(x=(x, "bs0")), dict(y=(jax.typeof(x), "bs0"))
+    x, call = jnp.ones((1, 48, 24)), call_of(lowering, 48)
+    operands = dict(x=(x, "bsK")), dict(y=(jax.typeof(x), "bsK"))
     pallas_call = pl.pallas_call
 
     def interpreted(*args, **options):
         return pallas_call(*args, **options | dict(interpret=True))
 
     with mock.patch.object(pl, "pallas_call", interpreted):
-        y = launch.kernel_call(copies_some, *operands, grid=(1,), axes="b", call=call)["y"][0, :, 0]
-    expected = np.full(48, np.nan)
-    expected[:16] = np.arange(16) < 4
+        options = dict(sizes=dict(K=32), grid=(1,), axes="b", call=call)
+        y = launch.kernel_call(copies_some, *operands, **options)["y"][0]
+    expected = np.full((48, 24), np.nan)
+    expected[:16] = np.arange(16)[:, None] < 4
     expected[24:28] = 1
     np.testing.assert_array_equal(y, expected)
 

@@ -126,7 +126,6 @@ SWAPPED = (
 )
 FLOAT64 = '; float64 needs backend="xla" and jax_enable_x64'
 WITHOUT_STATES = dict.fromkeys(INITIAL)
-WIDE_HEADS = WITHOUT_STATES | dict.fromkeys("qk", array(2, 3, 40, 192))
 # Whole messages, or their beginning up to a space, and the changed arguments of mlstm_chunkwise, or
 # another call.
 VALUES = {
@@ -150,9 +149,6 @@ VALUES = {
     },
     "eps is an integer of 16610 bits, expected 0 or a number from 1.1754944e-38 to 3.4028235e+38, "
     "the range of float32": {"eps": 10**5000},
-    f"{TILED} is {{'keep_q': True}}, expected tiles that the kernel has for heads of 192/32 in "
-    "chunks of 64 steps, such as ": WIDE_HEADS
-    | {"backend": "interpret", "config": tiles(keep_q=True)()},
     "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a CPU: "
     "expected backend None or 'xla' (plain jnp), or 'interpret' (the kernels, "
     "interpreted)": partial(zeros_of(), backend="triton"),

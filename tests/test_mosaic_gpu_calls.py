@@ -256,7 +256,9 @@ def launch(stage, shape, tiles):
     ids=str,
 )
 def test_tiles_that_a_kernel_cannot_have_are_refused(shape, stage, tiles):
-    message = f"config.mosaic_gpu_{stage} is {tiles}, expected tiles that the kernel has for heads"
+    L = DHQK = shape[3]
+    message = f"config.mosaic_gpu_{stage} is {tiles}, expected tiles that the kernel has for heads "
+    message += f"of {DHQK}/{shape[4]} in chunks of {L} steps, such as Tiles("
     with pytest.raises(ValueError, match=re.escape(message)):
         launch(stage, shape, tiles)
 

@@ -222,6 +222,20 @@ recurrent_bw_dC 64 siz_b_L=16, siz_b_DHQK=16, siz_b_DHHV=32
 parallel_bw_dQKV 64 siz_b_LQ=64, siz_b_DHQK=16, siz_b_DHHV=64, block_k=16
 parallel_bw_dQKV 256 siz_b_LQ=32, siz_b_DHQK=32, siz_b_DHHV=16, block_k=32
 """
+# Blocks and pieces of columns that do not divide heads of 48/80.
+PARTIAL_TILINGS = """
+recurrent_fw_C 16 siz_b_L=16, siz_b_DHQK=32, siz_b_DHHV=64, num_splits=1
+recurrent_fw_C 16 siz_b_L=16, siz_b_DHQK=64, siz_b_DHHV=32, num_splits=2
+parallel_fw_H 16 siz_b_DHQK=32, siz_b_DHHV=64, keep_q=True
+parallel_fw_H 16 siz_b_DHQK=64, siz_b_DHHV=128, keep_q=False
+parallel_fw_P 16 siz_b_DHQK=64
+recurrent_fw_H 16 siz_b_DHQK=16, siz_b_DHHV=64, state_rows=32  # two launches
+recurrent_fw_H 16 siz_b_DHQK=64, siz_b_DHHV=32, state_rows=64
+parallel_bw_dP 16 block_k=32
+recurrent_bw_dC 16 siz_b_L=16, siz_b_DHQK=64, siz_b_DHHV=32
+parallel_bw_dQKV 16 siz_b_DHQK=32, siz_b_DHHV=64, block_k=64
+parallel_bw_dQKV 16 siz_b_DHQK=64, siz_b_DHHV=128, block_k=32
+"""
 # MAX_TILE steps per CTA.
 LARGE_TILINGS = """
 parallel_fw_H 256 siz_b_LQ=64, siz_b_LKV=16, siz_b_DHQK=32, siz_b_DHHV=16, keep_q=True
@@ -240,6 +254,13 @@ parallel_bw_dQKV 256 siz_b_LQ=256, siz_b_DHQK=32, siz_b_DHHV=64, block_k=32
 def test_the_result_does_not_depend_on_the_tiles(dtype, line):
     stage, L, tiles = row_of(line, 2)
     case(dtype, int(L), max(int(L), 128)).check(stage, tiles)
+
+
+@pytest.mark.parametrize("line", rows_of(PARTIAL_TILINGS))
+def test_tiles_need_not_divide_heads(line):
+    """Interpreted, what a kernel reads beyond an array is NaN."""
+    stage, L, tiles = row_of(line, 2)
+    case("float32", int(L), 64, DHQK=48, DHV=80, layout="BTNH").check(stage, tiles)
 
 
 def test_tiles_of_every_product_stage_are_tested():

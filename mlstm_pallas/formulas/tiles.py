@@ -4,7 +4,7 @@ Functions without a matrix product lower to Triton and to Mosaic GPU.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -110,16 +110,11 @@ def product(
         at = (columns, inner) if b_axis else (inner, columns)
         return dot(a[rows, inner], b[at], precision, b_axis=b_axis)
 
-    return sum_of(a.shape[1] // block, of_block, (rows.size, columns.size))
+    return sum_of(blocks_over(a.shape[1], block), of_block, (rows.size, columns.size))
 
 
 def block_at(index: Array, size: int) -> Any:
     return pl.ds(index * size, size)
-
-
-def covering(total: int, block: int) -> int:
-    """The number of blocks that cover an axis; the last one may reach beyond it."""
-    return -(-total // block)
 
 
 def blocks(total: int, block: int) -> int:
@@ -127,3 +122,22 @@ def blocks(total: int, block: int) -> int:
     if total % block:
         raise ValueError(f"a tile of {block} does not divide an axis of {total}")
     return total // block
+
+
+def blocks_over(total: int, block: int) -> int:
+    """The number of blocks that cover an axis; the last one may reach beyond it, masked."""
+    return -(-total // block)
+
+
+def rounded_up(total: int, *tiles: int) -> int:
+    """The size of whole blocks that cover an axis; the tiles are powers of two."""
+    return blocks_over(total, max(tiles)) * max(tiles)
+
+
+def pieces(total: int, most: int) -> Iterator[Any]:
+    """Slices that make up an axis, of sizes that are powers of two up to ``most``."""
+    start = 0
+    while start < total:
+        size = min(1 << ((total - start).bit_length() - 1), most)
+        yield pl.ds(start, size)
+        start += size

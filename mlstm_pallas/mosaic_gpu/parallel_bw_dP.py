@@ -33,7 +33,7 @@ from mlstm_pallas.formulas.normaliser import (
     NormaliserGradients,
     query_scale,
 )
-from mlstm_pallas.formulas.tiles import blocks, covering, divide, each
+from mlstm_pallas.formulas.tiles import blocks, blocks_over, divide, each
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import CopyRing, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import (
@@ -99,7 +99,7 @@ class _Kernel(PersistentKernel):
         refs, p = self.refs, self.p
         (self.left, self.e_hi), (self.right, self.e_lo) = refs.operands_smem
         # The steps of an item: products with k, products with v, and the last step.
-        self.steps_k, self.steps_v = covering(p.DHQK, DEPTH), covering(p.DHV, DEPTH)
+        self.steps_k, self.steps_v = blocks_over(p.DHQK, DEPTH), blocks_over(p.DHV, DEPTH)
         self.last = self.steps_k + self.steps_v
         n, items = self.last + 1, self.num_items
         self.ring = CopyRing(refs.barriers, items * n, self.copy_operands, steps_of_item=n)

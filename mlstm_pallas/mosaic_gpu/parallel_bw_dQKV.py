@@ -26,7 +26,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
-from mlstm_pallas.formulas.tiles import blocks, covering, each, loop
+from mlstm_pallas.formulas.tiles import blocks, blocks_over, each, loop
 from mlstm_pallas.mosaic_gpu import parallel_bw_dQKV_by_chunk as chunkwise
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_out, head_of, ring_barriers, write_out
@@ -59,7 +59,7 @@ from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
 from mlstm_pallas.stages.stage import Launch, largest_rows, sequence_shape
 
 ROWS = 128  # per item
-LEAST_COLUMNS = 96  # per item; Triton is faster than narrower ones
+LEAST_COLUMNS = ROWS  # per item, because items for the states copy 128 rows too
 DEPTH = 64  # columns that a step multiplies
 FEW_ITEMS = 3  # per CTA
 
@@ -95,12 +95,12 @@ def _items(p: Problem, normalise: bool) -> list[_Items]:
     of_L, of_DHQK, of_DHHV = (
         blocks(*x) for x in ((p.L, ROWS), *((D, _columns(p)) for D in (p.DHQK, p.DHV)))
     )
-    steps_k, steps_v = covering(p.DHQK, DEPTH), covering(p.DHV, DEPTH)
+    steps_k, steps_v = blocks_over(p.DHQK, DEPTH), blocks_over(p.DHV, DEPTH)
     return [
         _Items(of_L, of_DHQK, steps_v, 3 if normalise else 2),
         _Items(of_L, of_DHQK, steps_v, 3),
         _Items(of_L, of_DHHV, steps_k, 0),
-        _Items(covering(p.DHQK, ROWS), 1, steps_v, 0),
+        _Items(blocks_over(p.DHQK, ROWS), 1, steps_v, 0),
     ]
 
 
@@ -432,7 +432,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         "k_inter": sums,
         "dv": sequence_shape(x.matV, p.DHV, dtype),
         "states": float32(
-            p.BNH, p.NC, chunkwise.CHUNK if recomputes else covering(p.DHQK, ROWS) * ROWS
+            p.BNH, p.NC, chunkwise.CHUNK if recomputes else blocks_over(p.DHQK, ROWS) * ROWS
         ),
         "pairs": w_sum_shapes(p) if recomputes else None,
     }

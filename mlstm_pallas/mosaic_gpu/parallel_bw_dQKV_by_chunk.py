@@ -28,7 +28,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
-from mlstm_pallas.formulas.tiles import covering, divide, each, loop, remainder
+from mlstm_pallas.formulas.tiles import blocks_over, divide, each, loop, remainder
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import (
@@ -84,7 +84,7 @@ class Kernel(PersistentKernel):
         super().__init__(*args)
         refs, p, chunks = self.refs, self.p, self.num_items
         # The order of a chunk's tiles: dh and v per step, q; then v, dC, C and dh per step, q.
-        self.steps, self.parts = covering(p.DHV, DEPTH), covering(p.DHQK, DEPTH)
+        self.steps, self.parts = blocks_over(p.DHV, DEPTH), blocks_over(p.DHQK, DEPTH)
         self.first_q = 2 * self.steps
         self.second_phase = self.first_q + self.parts
         self.last_q = self.second_phase + 4 * self.steps
@@ -477,7 +477,7 @@ def _multiply(c: _Chunk) -> None:
 def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[str, Any]:
     """Shared memory of the kernel."""
     tiles = functools.partial(shared_tiles, dtype=dtype, part=part_columns(p))
-    parts = covering(p.DHQK, DEPTH)
+    parts = blocks_over(p.DHQK, DEPTH)
     k_stages = 2 // parts  # chunks whose k is in shared memory
     blocks_of_P = tiles(3 * WG_ROWS, DEPTH)
     sums = plgpu.SMEM((2, WG_ROWS * DEPTH * dtype.itemsize // 4), jnp.float32)

@@ -11,7 +11,7 @@ from typing import Any
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.tiles import covering, divide, each
+from mlstm_pallas.formulas.tiles import blocks_over, divide, each
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_out, head_of, write_out
 from mlstm_pallas.mosaic_gpu.launch import (
@@ -100,7 +100,7 @@ class PersistentKernel:
                 for x in outputs:
                     steps = head_of(x, head, p, part=self.part)
 
-                    @each(covering(x.shape[-1], tile.shape[1]))
+                    @each(blocks_over(x.shape[-1], tile.shape[1]))
                     def clear_tile(column, steps=steps):
                         copy_out(tile, steps.at[rows, block(column, tile.shape[1])])
 

@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.splits import heads_of_splits, split_states, splits_of
-from mlstm_pallas.formulas.tiles import covering, loop, remainder
+from mlstm_pallas.formulas.tiles import blocks_over, loop, remainder
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import CopyRing, head_of, ring_barriers, write_out
 from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows, load_or_zeros
@@ -374,7 +374,7 @@ def _rows(p: Problem, most: int, has_x: bool) -> int:
     part = part_columns(p)
     if has_x:
         return largest_rows(p.DHQK, min(most, 128), WG_ROWS) if part == WG_ROWS else part
-    return covering(covering(p.DHQK, covering(p.DHQK, most)), part) * part
+    return blocks_over(blocks_over(p.DHQK, blocks_over(p.DHQK, most)), part) * part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,7 +393,7 @@ class Tiles(HopperTiles):
     def covered(self, p: Problem) -> tuple[int, int]:
         """The columns and the rows of X that the blocks cover."""
         sizes = (p.DHV, self.state_columns), (p.DHQK, self.state_rows)
-        columns, rows = (covering(*x) * x[1] for x in sizes)
+        columns, rows = (blocks_over(*x) * x[1] for x in sizes)
         return columns, rows
 
     def scratch(
@@ -428,9 +428,9 @@ class Tiles(HopperTiles):
         """The most rows per block with which the launch fills the GPU; else splits."""
         columns = _columns(p)
         sizes = [_rows(p, min(size, ROWS[columns]), has_x) for size in (256, 128, WG_ROWS)]
-        each = recurrences * p.BNH * covering(p.DHV, columns)  # CTAs per block of rows
-        rows = next((x for x in sizes if gpu.filled_by(each * covering(p.DHQK, x))), sizes[-1])
-        ctas = each * covering(p.DHQK, rows)
+        each = recurrences * p.BNH * blocks_over(p.DHV, columns)  # CTAs per block of rows
+        rows = next((x for x in sizes if gpu.filled_by(each * blocks_over(p.DHQK, x))), sizes[-1])
+        ctas = each * blocks_over(p.DHQK, rows)
         splits = splits_of(p.NC, min(gpu.sms // max(ctas, 1), p.S // MIN_SPLIT_STEPS))
         if rows <= WG_ROWS and 2 * ctas * splits <= gpu.sms:
             columns = WG_ROWS  # twice the CTAs, whose warpgroups do not wait for each other

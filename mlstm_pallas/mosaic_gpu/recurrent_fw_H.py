@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.chunk_list import state_of
-from mlstm_pallas.formulas.tiles import blocks, covering, divide, each, loop, remainder
+from mlstm_pallas.formulas.tiles import blocks, blocks_over, divide, each, loop, remainder
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import (
     CopyRing,
@@ -115,7 +115,7 @@ def _kernel(
     store_every: int,
 ) -> None:
     index, wg = lax.axis_index("program"), lax.axis_index("wg")
-    of_h, part_rows = covering(p.DHV, config.siz_b_DHHV), part_columns(p)
+    of_h, part_rows = blocks_over(p.DHV, config.siz_b_DHHV), part_columns(p)
     head, column_block = unravel(index, of_h)
     L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, h_smem.dtype
     num_blocks, in_list = siz_b_DHHV // (config.warpgroups * WG_ROWS), parts_gmem is not None
@@ -225,7 +225,7 @@ def recurrent_fw_H(
     matQ, matV, scores, scaGamma, matC_initial, chunks = x
     p, config, dtype, keys = call.problem, call.tiles, matQ.dtype, scores.keys
     N, parts = (1, 1) if chunks is None else (chunks.N, chunks.N + 2)
-    C_initial, columns = None, covering(p.DHV, config.siz_b_DHHV) * config.siz_b_DHHV
+    C_initial, columns = None, blocks_over(p.DHV, config.siz_b_DHHV) * config.siz_b_DHHV
     if matC_initial is not None:
         C_initial = matC_initial.reshape(N * p.BNH, p.DHQK, p.DHV)
         C_initial = jnp.pad(C_initial, [(0, 0), (0, 0), (0, columns - p.DHV)])
@@ -281,7 +281,7 @@ class Tiles(HopperTiles):
         return 3 if self.siz_b_DHHV % (3 * WG_ROWS) == 0 else 2
 
     def grid(self, p: Problem, **asked) -> tuple[int, ...]:
-        return p.BNH, covering(p.DHV, self.siz_b_DHHV)
+        return p.BNH, blocks_over(p.DHV, self.siz_b_DHHV)
 
     def shared_bytes(self, p: Problem, dtype, **asked) -> int:
         """The first launch reads P, and the second one reads h of the first.
@@ -314,7 +314,7 @@ class Tiles(HopperTiles):
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
         rows = largest_rows(p.DHQK, unit=part_columns(p))
-        few = rows <= REGISTERS[3] and covering(p.DHV, 192) * 192 < covering(p.DHV, 128) * 128
+        few = rows <= REGISTERS[3] and blocks_over(p.DHV, 192) * 192 < blocks_over(p.DHV, 128) * 128
         for stages in (3, 2) if p.DHQK <= 128 else (2,):
             yield cls(WG_ROWS, 192 if few else 128, rows, stages)
 

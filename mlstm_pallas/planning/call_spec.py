@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.formulas.chunk_list import num_entries
-from mlstm_pallas.formulas.tiles import covering
+from mlstm_pallas.formulas.tiles import blocks_over
 from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.planning.config import KernelConfig, tuned_rows
 from mlstm_pallas.planning.dispatch import lowerings, stage, tiles_class
@@ -314,7 +314,8 @@ def _scan_splits(spec: CallSpec, p: Problem, tiles: Any) -> int:
         return min(config.num_splits or 1, whole_chunks)
     if p.DHQK * p.DHV < MIN_FUSED_STATE or 2 * tiles.state_rows < p.DHQK:
         return 0
-    ctas, places = p.BNH * covering(p.DHV, tiles.siz_b_DHHV), tiles.ctas_per_sm * spec.gpu.sms
+    ctas = p.BNH * blocks_over(p.DHV, tiles.siz_b_DHHV)
+    places = tiles.ctas_per_sm * spec.gpu.sms
     if ctas >= SCAN_SHARE * places:
         return 1
     splits = next_power_of_two(math.ceil(SCAN_SHARE * places / max(ctas, 1)))

@@ -34,7 +34,7 @@ class KernelConfig:
         parallel_fw_H).
       num_splits: parts of a sequence that the fused scan runs at the same time, a power of two.
       tiles: fields of a kernel's tiles, by lowering and kernel; keywords of the constructor. A size
-        is clamped to one that divides its axis.
+        of steps is clamped to one that divides a chunk, one of columns to the head.
     """
 
     chunk_size: int | None

@@ -50,7 +50,7 @@ def padded_head_dim(dim: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The dimensions of a call as the kernels see them, padded so that tiles divide all of them."""
+    """The dimensions of a call as the kernels see them: S in whole chunks, padded heads."""
 
     B: int
     NH: int

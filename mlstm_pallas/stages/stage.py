@@ -15,7 +15,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.formulas.tiles import Precision
-from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, accumulator_dtype
+from mlstm_pallas.problem.dimensions import (
+    MIN_TILE,
+    Problem,
+    accumulator_dtype,
+    next_power_of_two,
+)
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.problem.validation import check_flag, check_integer
 
@@ -46,6 +51,17 @@ MAX_TILE_SIZE = 2**20 // MIN_TILE
 def clamped(tile: int, size: int) -> int:
     """The largest power of two up to the tile (itself a power of two) that divides the size."""
     return min(tile, size & -size)
+
+
+def thrifty(tile: int, *sizes: int, overhead: int = 32) -> int:
+    """The power of two up to the tile whose blocks cover axes of these sizes at the least cost.
+
+    Blocks may reach beyond an axis, where they are masked. A block costs as much as its size and
+    ``overhead`` more columns.
+    """
+    tile = min(tile, next_power_of_two(min(sizes)))
+    candidates = (tile >> n for n in range(tile.bit_length()))
+    return min(candidates, key=lambda x: sum(-(-size // x) for size in sizes) * (x + overhead))
 
 
 def largest_rows(DHQK: int, most: int = 256, unit: int = 64) -> int:
@@ -105,13 +121,13 @@ class Tiles:
         return 0
 
     def clamped(self, p: Problem) -> Self:
-        """The tiles with every size clamped to what divides the (padded) dimensions."""
+        """The tiles with no size beyond the dimensions, and those of steps dividing a chunk."""
         L, K, V = p.L, p.DHQK, p.DHV
         sizes = dict.fromkeys(("siz_b_LQ", "siz_b_LKV", "siz_b_L"), L)
-        sizes |= dict(siz_b_DHQK=K, siz_b_DHHV=V)
+        sizes |= dict(siz_b_DHQK=next_power_of_two(K), siz_b_DHHV=next_power_of_two(V))
         sizes |= dict(state_rows=K, state_columns=V)  # which need not be powers of two
         fields = {
-            name: min(x, sizes[name]) if "state" in name else clamped(x, sizes[name])
+            name: clamped(x, L) if "siz_b_L" in name else min(x, sizes[name])
             for name, x in vars(self).items()
             if name in sizes
         }

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.tiles import block_at, blocks, each
 from mlstm_pallas.stages.add_decayed import Operands
-from mlstm_pallas.stages.stage import Launch
+from mlstm_pallas.stages.stage import Launch, clamped
 from mlstm_pallas.stages.stage import Tiles as BaseTiles
 from mlstm_pallas.triton.launch import kernel_call, operands
 
@@ -21,7 +21,7 @@ def _add_decayed_kernel(
     *,
     call,
 ):
-    decay, siz_b = decays[pl.program_id(1)], min(X.shape[1], 64)
+    decay, siz_b = decays[pl.program_id(1)], clamped(64, X.shape[1])
 
     def add(index):
         at = slice(None), block_at(index, siz_b)
@@ -36,7 +36,7 @@ def add_decayed(x: Operands, *, call: Launch) -> Array:
     A chunk whose decay is 0 is neither read nor written.
     """
     BNH, NC, DHQK, _ = x.X.shape
-    siz_b = min(DHQK, 64)
+    siz_b = clamped(64, DHQK)
     return kernel_call(
         _add_decayed_kernel,
         operands(x, X="bci0", added="bi0", decays="b0"),

@@ -6,6 +6,7 @@ Every Triton kernel is launched through ``kernel_call``: compiled on a GPU, or i
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -106,8 +107,8 @@ def kernel_call(
 
     References are to global memory. They have the names of the operands, and are None where the
     operand is None. The letter of an axis says which block of it a CTA reads or writes: "0" the
-    whole axis, "s" all steps, "t" the L steps of chunk c. Other letters are indices of blocks. The
-    reference lacks an axis whose letter has no size.
+    whole axis, a capital one block that covers it, "s" all steps, "t" the L steps of chunk c. Other
+    letters are indices of blocks. The reference lacks an axis whose letter has no size.
 
     Args:
       name: of the launch; empty: the kernel's name.
@@ -134,7 +135,7 @@ def kernel_call(
         letter = "c" if letter == "t" else letter
         if letter in indices:
             return indices[letter](*grid)
-        return 0 if letter in "0s" else grid[axes.index(letter) - len(axes)]
+        return 0 if letter in "0s" or letter.isupper() else grid[axes.index(letter) - len(axes)]
 
     blocks = [
         jax.tree.map(functools.partial(_block_spec, at, call.problem, sizes, index), x)
@@ -174,7 +175,7 @@ def _block_spec(
     """The blocks of the array x; index: of a letter at the indices of the grid.
 
     Rows of steps (s, t, or q for a tile of queries) may be in either layout, and splits of theirs
-    may count as heads. The last block of a head may reach beyond its steps.
+    may count as heads. The last block of an axis may reach beyond it.
     """
 
     def index_map(*grid):
@@ -204,66 +205,95 @@ def floats(*shape: int) -> jax.ShapeDtypeStruct:
 
 @dataclasses.dataclass(frozen=True)
 class _PartialBlock:
-    """A block whose last rows may be beyond its array, where reads are 0 and writes are dropped.
+    """A block that may reach beyond its array, where reads are 0 and writes are dropped.
 
     Attributes:
-      rows: how many rows the array has from the block's first row on.
+      ends: how many of the block's rows, columns, ... the array has; None: all.
       interpret: whether the kernel is interpreted, where jax has no masked writes under
         jax_enable_x64.
     """
 
     ref: Any
-    rows: Array
+    ends: tuple[Any, ...]
     interpret: bool
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.ref, name)
 
-    def _part(self, index: Any) -> tuple[Any, Array]:
-        """The reference to a part of the block, and which of its elements the array has."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The block's shape, without what is beyond the array in every CTA."""
+        pairs = zip(self.ref.shape, self.ends, strict=True)
+        return tuple(min(size, end) if isinstance(end, int) else size for size, end in pairs)
+
+    def _part(self, index: Any) -> tuple[Any, tuple[Any, ...], Array | None]:
+        """The reference to a part of the block, its indices, and which elements the array has."""
         part = self.ref.at[index]
-        first = part.transforms[-1].indices[0].start
-        inside = first + lax.iota(np.int32, part.shape[0]) < self.rows
-        return part, jnp.broadcast_to(inside[:, None], part.shape)
+        indices, masks = part.transforms[-1].indices, []
+        axes = [(x, end) for x, end in zip(indices, self.ends, strict=True) if _is_slice(x)]
+        for axis, (x, end) in enumerate(axes):
+            static = isinstance(x.start, int) and isinstance(end, int)
+            if end is None or (static and x.start + x.size <= end):
+                continue
+            inside = x.start + lax.iota(np.int32, x.size) < end
+            others = [other for other in range(len(axes)) if other != axis]
+            masks.append(jnp.expand_dims(inside, others))
+        if not masks:
+            return part, indices, None
+        return part, indices, jnp.broadcast_to(functools.reduce(operator.and_, masks), part.shape)
 
     def __getitem__(self, index: Any) -> Array:
-        return masked_load(*self._part(index))
+        part, _, inside = self._part(index)
+        return masked_load(part, inside)
 
     def __setitem__(self, index: Any, x: Array) -> None:
-        part, inside = self._part(index)
-        if self.interpret:
-            # The interpreter moves a part that reaches beyond the block up to the block's end.
-            end = part.transforms[-1].indices[0].start + part.shape[0]
-            moved = lax.max(end - np.int32(self.ref.shape[0]), np.int32(0))
-            x, inside = jnp.roll(x, moved, axis=0), jnp.roll(inside, moved, axis=0)
+        part, (rows, *_), inside = self._part(index)
+        if inside is None:
+            self.ref[index] = x
+        elif self.interpret:
+            if _is_slice(rows):
+                # The interpreter moves rows that reach beyond the block up to the block's end.
+                end = rows.start + rows.size
+                moved = lax.max(end - np.int32(self.ref.shape[0]), np.int32(0))
+                x, inside = jnp.roll(x, moved, axis=0), jnp.roll(inside, moved, axis=0)
             self.ref[index] = jnp.where(inside, x, self.ref[index])
         else:
             masked_store(part, x, inside)
 
 
+def _is_slice(index: Any) -> bool:
+    return isinstance(index, pl.Slice)
+
+
 def _guarded(grid: tuple[int, ...], interpret: bool, ref: Any, spec: Any, x: Any) -> Any:
-    """The reference to a block of x, guarded if blocks reach beyond the steps of x.
+    """The reference to a block of x, guarded along axes that blocks reach beyond."""
+    axes = [axis for axis, size in enumerate(spec.block_shape) if isinstance(size, int)]
 
-    Blocks divide all other axes.
-    """
-    if x.ndim < 3 or not isinstance(rows := spec.block_shape[1], int):
-        return ref
-
-    def first_row(*grid):
-        return spec.index_map(*grid)[1] * rows
+    def first_of_block(*grid):
+        at = spec.index_map(*grid)
+        return [at[axis] * spec.block_shape[axis] for axis in axes]
 
     # No block is further down than the block at the last indices.
-    if first_row(*(size - 1 for size in grid)) + rows <= x.shape[1]:
+    last = first_of_block(*(size - 1 for size in grid))
+    beyond = [
+        first + spec.block_shape[axis] > x.shape[axis]
+        for axis, first in zip(axes, last, strict=True)
+    ]
+    if not any(beyond):
         return ref
-    at = [pl.program_id(axis) for axis in range(len(grid))]
-    return _PartialBlock(ref, x.shape[1] - first_row(*at), interpret)
+    current = first_of_block(*(pl.program_id(axis) for axis in range(len(grid))))
+    each = zip(axes, current, beyond, strict=True)
+    ends = tuple(x.shape[axis] - first if reaches else None for axis, first, reaches in each)
+    return _PartialBlock(ref, ends, interpret)
 
 
 def up_to(end: Array, ref: Any, call: Launch) -> Any:
     """The reference to a block, of which only the rows before ``end`` are read and written."""
-    if isinstance(ref, _PartialBlock):
-        return dataclasses.replace(ref, rows=lax.min(end, jnp.int32(ref.rows)))
-    return _PartialBlock(ref, end, call.interpret)
+    if not isinstance(ref, _PartialBlock):
+        ref = _PartialBlock(ref, (None,) * len(ref.shape), call.interpret)
+    rows, *others = ref.ends
+    end = end if rows is None else lax.min(end, jnp.int32(rows))
+    return dataclasses.replace(ref, ends=(end, *others))
 
 
 def rows_of_entry(entry: Any, call: Launch, *refs: Any) -> tuple[Any, ...]:

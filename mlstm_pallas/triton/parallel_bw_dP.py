@@ -24,16 +24,18 @@ from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, que
 from mlstm_pallas.formulas.tiles import (
     block_at,
     blocks,
+    blocks_over,
     causal_mask,
     decay_tile,
     divide,
     each,
     product,
+    rounded_up,
 )
-from mlstm_pallas.problem.dimensions import MAX_TILE, Problem
+from mlstm_pallas.problem.dimensions import MAX_TILE, Problem, next_power_of_two
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients, delta_and_gradients
-from mlstm_pallas.stages.stage import Launch, ScaledRows, clamped
+from mlstm_pallas.stages.stage import Launch, ScaledRows, thrifty
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     depth_and_stages,
@@ -130,7 +132,7 @@ def _parallel_bw_dP_kernel(
         r = query_scale(w, scale, None if vecInvDen is None else vecInvDen[steps])
         dz_den = None if vecDzDen is None else vecDzDen[steps][:, None]
 
-        @each(DHQK // block_k)
+        @each(blocks_over(DHQK, block_k))
         def _(x):
             columns = block_at(x, block_k)
             q = matQ[steps, columns].astype(jnp.float32) * r[:, None]
@@ -152,6 +154,7 @@ def parallel_bw_dP(
     """Runs the stage: ``stages/parallel_bw_dP.py``."""
     (delta, gradients), g = delta_and_gradients(x, normaliser), x.gates.per_step()
     p, T, dtype = call.problem, call.tiles.siz_b_LQ, x.matQ.dtype
+    block_k = call.tiles.block_k
     n = blocks(p.L, T)
     tile = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype), "bt0"
     # It has the caller's steps, so that XLA can give it the memory of a gradient.
@@ -159,20 +162,21 @@ def parallel_bw_dP(
     sums = floats(p.BNH, n, p.S), "b0t"
     y = kernel_call(
         _parallel_bw_dP_kernel,
-        operands(x, matQ="bt0", matK="bt0", matV="bt0", matDeltaH="bt0")
+        operands(x, matQ="btK", matK="btK", matV="btV", matDeltaH="btV")
         | operands(g, vecE="bt", vecU="bt", vecW="bt", vecAbar="bt")
         | operands(gradients, vecInvDen="bt", vecDzDen="bt")
         | operands(x.live and x.live.entries, sizes="bc"),
         dict(
             matP=tile,
             matDeltaP=tile,
-            matQbar=(scaled, "bt0"),
+            matQbar=(scaled, "btK"),
             per_query=sums,
             per_key=sums,
             diagonal=(floats(p.BNH, p.S), "bt"),
-            matKbar=(scaled if return_keys else None, "bt0"),
-            vecDeltaN_added=(floats(p.BNH, p.NC, n, p.DHQK) if normaliser else None, "bc00"),
+            matKbar=(scaled if return_keys else None, "btK"),
+            vecDeltaN_added=(floats(p.BNH, p.NC, n, p.DHQK) if normaliser else None, "bc0K"),
         ),
+        sizes=dict(K=rounded_up(p.DHQK, block_k), V=rounded_up(p.DHV, block_k)),
         call=call,
     )
     dn_added = y["vecDeltaN_added"]
@@ -199,7 +203,7 @@ class BlockedTiles(PipelinedTiles):
     def clamped(self, p: Problem) -> Self:
         """Also clamps the queries to a tile of ``Problem.T`` steps."""
         x: Any = super().clamped(p)
-        block_k = clamped(x.block_k, p.DHQK | p.DHV)  # which divides both
+        block_k = min(x.block_k, next_power_of_two(min(p.DHQK, p.DHV)))
         return dataclasses.replace(x, siz_b_LQ=min(x.siz_b_LQ, p.T), block_k=block_k)
 
     def fitted(self, p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Self:
@@ -228,4 +232,7 @@ class Tiles(BlockedTiles):
         """Tiles of 64 x 64; P, dP and their gradients take a third of an SM's registers."""
         # In narrow heads 32 columns, for as many iterations as stages.
         depth = 32 if dtype.itemsize > 2 or p.DHQK + p.DHV <= 128 else 128
+        # A single masked block would be no pipeline.
+        depth = min(depth, 128 if p.DHQK % 128 == p.DHV % 128 == 0 else 64)
+        depth = thrifty(depth, p.DHQK, p.DHV, overhead=16)
         return cls(64, depth, 4, 3).clamped(p).fitted(p, dtype, gpu)

@@ -20,11 +20,21 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.gate_gradients import inner
 from mlstm_pallas.formulas.normaliser import query_scale
-from mlstm_pallas.formulas.tiles import block_at, blocks, divide, dot, loop, product, remainder
+from mlstm_pallas.formulas.tiles import (
+    block_at,
+    blocks,
+    blocks_over,
+    divide,
+    dot,
+    loop,
+    product,
+    remainder,
+    rounded_up,
+)
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
-from mlstm_pallas.stages.stage import Launch
+from mlstm_pallas.stages.stage import Launch, thrifty
 from mlstm_pallas.triton.launch import floats, kernel_call, operands, stages_that_fit
 from mlstm_pallas.triton.parallel_bw_dP import BlockedTiles
 
@@ -96,7 +106,7 @@ def _parallel_bw_dQKV_kernel(
 
     def inner_states(row, column, rows, columns):
         C, dC = (ref[rows, columns].astype(jnp.float32) for ref in (matC_states, matDeltaC_states))
-        inner_C_dC[row * blocks(*of_DHHV) + column] = jnp.sum(C * dC)
+        inner_C_dC[row * blocks_over(*of_DHHV) + column] = jnp.sum(C * dC)
 
     index = pl.program_id(0)
     is_live: Any = True if sizes is None else sizes[...] > 0
@@ -106,8 +116,8 @@ def _parallel_bw_dQKV_kernel(
 
         out: the gradient, which is 0 in a chunk that is not live.
         """
-        columns = blocks(*of_columns)
-        end = start + blocks(*of_rows) * columns
+        columns = blocks_over(*of_columns)
+        end = start + blocks_over(*of_rows) * columns
 
         @pl.when((start <= index) & (index < end))
         def _():
@@ -132,30 +142,35 @@ def _parallel_bw_dQKV_kernel(
 
 def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
-    p = call.problem
-    K, V = blocks(p.DHQK, call.tiles.siz_b_DHQK), blocks(p.DHV, call.tiles.siz_b_DHHV)
+    p, tiles = call.problem, call.tiles
+    K, V = tiles.columns(p)
     inter = floats(p.BNH, K, p.S), "b0t"
     y = kernel_call(
         _parallel_bw_dQKV_kernel,
         operands(
             x,
-            **dict.fromkeys(("matQ", "matK", "matV", "matDeltaH"), "bt0"),
-            matC_states="bc00",
-            vecN_states="bc0",
-            matDeltaC_states="bc00",
-            vecDeltaN_states="bc0",
+            **dict.fromkeys(("matQ", "matK"), "btK"),
+            **dict.fromkeys(("matV", "matDeltaH"), "btV"),
+            matC_states="bcKV",
+            vecN_states="bcK",
+            matDeltaC_states="bcKV",
+            vecDeltaN_states="bcK",
         )
         | operands(x.scores, matP="bt0", matDeltaP="bt0")
         | operands(x.gates.per_step(), vecW="bt", vecAbar="bt")
         | operands(x.normaliser_gradients, vecInvDen="bt", vecDzDen="bt")
         | operands(x.live and x.live.entries, sizes="bc"),
         dict(
-            matDeltaQ=(x.matQ, "bt0"),
+            matDeltaQ=(x.matQ, "btK"),
             q_dot_dq_inter=inter,
-            matDeltaK=(x.matK, "bt0"),
+            matDeltaK=(x.matK, "btK"),
             k_dot_dk_inter=inter,
-            matDeltaV=(x.matV, "bt0"),
+            matDeltaV=(x.matV, "btV"),
             inner_C_dC=(floats(p.BNH, p.NC, K * V), "bc0"),
+        ),
+        sizes=dict(
+            K=rounded_up(p.DHQK, tiles.siz_b_DHQK, tiles.block_k),
+            V=rounded_up(p.DHV, tiles.siz_b_DHHV, tiles.block_k),
         ),
         call=call,
     )
@@ -175,8 +190,12 @@ class Tiles(BlockedTiles):
     num_warps: int
     num_stages: int
 
+    def columns(self, p: Problem) -> tuple[int, int]:
+        """The column blocks of dq and dk, and of dv."""
+        return blocks_over(p.DHQK, self.siz_b_DHQK), blocks_over(p.DHV, self.siz_b_DHHV)
+
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
-        K, V = blocks(p.DHQK, self.siz_b_DHQK), blocks(p.DHV, self.siz_b_DHHV)
+        K, V = self.columns(p)
         return blocks(p.L, self.siz_b_LQ) * (2 * K + V) + K * V, p.NC, p.BNH
 
     def elements(self, p: Problem) -> tuple[int, int]:
@@ -187,8 +206,9 @@ class Tiles(BlockedTiles):
         """Blocks of 128 x 128, or of 64 x 64 in float32 and for short chunks."""
         wide = dtype.itemsize > 2
         size = 64 if wide or p.L < 128 else 128
-        depth = 32 if wide or p.DHQK == 64 else 64
-        tiles = cls(size, size, size, depth, 4, 3).clamped(p).fitted(p, dtype, gpu)
+        depth = thrifty(32 if wide or p.DHQK <= 64 else 64, p.DHQK, p.DHV, overhead=16)
+        K, V = thrifty(size, p.DHQK), thrifty(size, p.DHV)
+        tiles = cls(size, K, V, depth, 4, 3).clamped(p).fitted(p, dtype, gpu)
         stages = tiles.num_stages
         if wide:
             stages = max(stages_that_fit(gpu, tiles.elements(p)[0] * dtype.itemsize), 1)

@@ -11,6 +11,8 @@ C, (tokens (2 K + 2 V) + B NH NC K V) itemsize.
 """
 
 import dataclasses
+import functools
+import operator
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -20,18 +22,21 @@ from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, que
 from mlstm_pallas.formulas.tiles import (
     block_at,
     blocks,
+    blocks_over,
     causal_scores,
     divide,
     dot,
     loop,
+    pieces,
     product,
     remainder,
+    rounded_up,
     sum_of,
 )
-from mlstm_pallas.problem.dimensions import Problem, is_power_of_two
+from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
-from mlstm_pallas.stages.stage import Launch, clamped, sequence_shape
+from mlstm_pallas.stages.stage import Launch, sequence_shape, thrifty
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,
@@ -61,7 +66,7 @@ def _parallel_fw_H_kernel(
     siz_b_LKV, siz_b_DHQK, keep_q = tiles.siz_b_LKV, tiles.siz_b_DHQK, tiles.keep_q
     (LQ, DHQK), columns = matQ.shape, pl.ds(0, matH.shape[1])
     first = remainder(pl.program_id(1), p.L // LQ) * LQ  # of the first query, inside its chunk
-    num_k, queries = DHQK // siz_b_DHQK, pl.ds(0, LQ)
+    num_k, queries = blocks_over(DHQK, siz_b_DHQK), pl.ds(0, LQ)
 
     # q . n is a separate loop: if a pipelined tile feeds both a product and other arithmetic,
     # Triton gives it one buffer too few, and the copy of a later tile overwrites it under the
@@ -74,10 +79,10 @@ def _parallel_fw_H_kernel(
         return norm(matQ[:, at], vecN_states[at])
 
     num, z = product(matQ, matC_states, queries, columns, siz_b_DHQK, precision), []
-    if keep_q:
-        q_whole = matQ[...]
+    whole_q = [(at, matQ[:, at]) for at in pieces(DHQK, DHQK)] if keep_q else []
     if normaliser is not None:
-        z = [norm(q_whole, vecN_states[...]) if keep_q else sum_of(num_k, norm_of, (LQ,))]
+        parts = [norm(q, vecN_states[at]) for at, q in whole_q] or [sum_of(num_k, norm_of, (LQ,))]
+        z = [functools.reduce(operator.add, parts)]
     w = query_scale(vecW[...], p.qk_scale)
     num, z = num * w[:, None], [x * w for x in z]
     u = [ref[...] for ref in vecU]
@@ -86,7 +91,8 @@ def _parallel_fw_H_kernel(
         num, z = carry
         keys = block_at(j, siz_b_LKV)
         if keep_q:
-            scores = dot(q_whole, matK[keys, :], precision, b_axis=1)
+            parts = (dot(q, matK[keys, at], precision, b_axis=1) for at, q in whole_q)
+            scores = functools.reduce(operator.add, parts)
         else:
             scores = product(matQ, matK, queries, keys, siz_b_DHQK, precision, b_axis=1)
         e = [ref[keys] for ref in vecE]
@@ -121,8 +127,8 @@ def parallel_fw_H(
     n = blocks(p.L, LQ)  # tiles of a chunk
     y = kernel_call(
         _parallel_fw_H_kernel,
-        operands(x, matQ="bq0", matK="bt0", matV="btv", matC_states="bc0v")
-        | operands(normaliser and x, vecN_states="bc0")
+        operands(x, matQ="bqK", matK="btK", matV="btv", matC_states="bcKv")
+        | operands(normaliser and x, vecN_states="bcK")
         | operands(g, vecE="bt", vecU="bq", vecW="bq")
         | operands(normaliser and g, vecM="bq"),
         dict(
@@ -130,7 +136,7 @@ def parallel_fw_H(
             vecZ=(floats(p.BNH, p.S) if normaliser else None, "bq"),
         ),
         axes="vqb",
-        sizes=dict(q=LQ, v=call.tiles.siz_b_DHHV),
+        sizes=dict(q=LQ, v=call.tiles.siz_b_DHHV, K=rounded_up(p.DHQK, call.tiles.siz_b_DHQK)),
         indices=dict(c=lambda iv, iq, b: iq // n),
         call=call,
         normaliser=normaliser,
@@ -151,7 +157,7 @@ class Tiles(PipelinedTiles):
     keep_q: bool
 
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
-        return blocks(p.DHV, self.siz_b_DHHV), p.NC * blocks(p.L, self.siz_b_LQ), p.BNH
+        return blocks_over(p.DHV, self.siz_b_DHHV), p.NC * blocks(p.L, self.siz_b_LQ), p.BNH
 
     def elements(self, p: Problem) -> tuple[int, int]:
         """The elements that the loop over keys reads, and those that stay."""
@@ -166,10 +172,10 @@ class Tiles(PipelinedTiles):
         An SM has two CTAs of 64 queries, or one of 128 where the queries take half of it.
         """
         wide, itemsize = dtype.itemsize > 2, dtype.itemsize
-        depth = clamped(32 if wide else 64, p.DHQK)
-        keep_q = not wide and p.DHQK <= 256 and is_power_of_two(p.DHQK)
-        columns = clamped(128 if wide else 256, p.DHV)
-        low = 64, 32, min(columns, 128), 4
+        depth = thrifty(32 if wide else 64, p.DHQK, overhead=16)
+        keep_q = not wide and p.DHQK <= 256
+        columns = thrifty(128 if wide else 256, p.DHV)
+        low = 64, 32, thrifty(128, p.DHV), 4
         sizes = [(*low, 3), (*low, 2), (64, 32, 64, 4, 2)]
         if wide or p.DHQK + p.DHV <= 128:
             sizes = sizes[1:]
@@ -188,6 +194,3 @@ class Tiles(PipelinedTiles):
 
         candidates = [cls(*x[:2], depth, *x[2:], keep_q).clamped(p) for x in sizes]
         return next(filter(fits, candidates), candidates[-1])
-
-    def supports(self, p: Problem, **asked: Any) -> bool:
-        return not self.keep_q or is_power_of_two(p.DHQK)

@@ -11,10 +11,9 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.formulas.tiles import causal_scores, dot
+from mlstm_pallas.formulas.tiles import causal_scores, dot, pieces
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
@@ -45,8 +44,7 @@ def _parallel_fw_P_kernel(
     DHQK = matQ.shape[1]
     rows, matQ, matK = rows_of_entry(entries, call, matQ, matK)
     scores, q_n = jnp.zeros((L, L), jnp.float32), jnp.zeros((L,), jnp.float32)
-    for start in range(0, DHQK, siz_b):
-        columns = pl.ds(start, siz_b)
+    for columns in pieces(DHQK, siz_b):
         q, k = matQ[rows, columns], matK[rows, columns]
         scores += dot(q, k, call.precision, b_axis=1)
         if vecN_states is not None:

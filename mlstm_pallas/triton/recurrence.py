@@ -32,14 +32,22 @@ from mlstm_pallas.formulas.splits import (
     splits_as_heads,
     splits_of,
 )
-from mlstm_pallas.formulas.tiles import block_at, blocks, divide, dot, loop, remainder
+from mlstm_pallas.formulas.tiles import (
+    block_at,
+    blocks,
+    blocks_over,
+    divide,
+    dot,
+    loop,
+    remainder,
+)
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages import recurrent_bw_dC as dC
 from mlstm_pallas.stages import recurrent_fw_C as fw_C
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
-from mlstm_pallas.stages.stage import Launch, clamped
+from mlstm_pallas.stages.stage import Launch, clamped, thrifty
 from mlstm_pallas.stages.step_sums import Operands as StepSums
 from mlstm_pallas.stages.vector_states import Operands as VectorStates
 from mlstm_pallas.stages.vector_states import vector_states
@@ -221,7 +229,7 @@ def _of_heads(x: Recurrence, y: RecurrenceOutputs, p: Problem, call: Launch) -> 
         X_last = heads_of_splits(X_last, call.tiles.num_splits)[:, 0 if x.backward else -1]
     vectors: tuple[Any, Any] = (None, None)
     if x.r is not None and x.x_initial is not None:
-        tiles = step_sums.Tiles(clamped(64, p.DHQK), num_warps=4)  # of up to 64 x 64
+        tiles = step_sums.Tiles(64, num_warps=4)
         call = dataclasses.replace(call, problem=p.in_chunks_of(64), tiles=tiles)
         sums = step_sums.step_sums(StepSums(x.a, x.r), call=call)
         added = jnp.sum(sums.reshape(p.BNH, p.NC, -1, p.DHQK), axis=2)
@@ -240,7 +248,7 @@ class Tiles(PipelinedTiles):
     num_splits: int = 1
 
     def grid(self, p: Problem, *, recurrences: int = 1, **asked: Any) -> tuple[int, ...]:
-        columns, rows = blocks(p.DHV, self.siz_b_DHHV), blocks(p.DHQK, self.siz_b_DHQK)
+        columns, rows = blocks_over(p.DHV, self.siz_b_DHHV), blocks_over(p.DHQK, self.siz_b_DHQK)
         return columns, rows, recurrences * p.BNH
 
     def elements(self, p: Problem) -> tuple[int, int]:
@@ -260,10 +268,10 @@ class Tiles(PipelinedTiles):
 
         They are halved where CTAs are few. If that is not enough the sequence is split.
         """
-        K, V = (clamped(64 if dtype.itemsize > 2 else 128, size) for size in (p.DHQK, p.DHV))
+        K, V = (thrifty(64 if dtype.itemsize > 2 else 128, size) for size in (p.DHQK, p.DHV))
 
         def ctas():
-            return recurrences * p.BNH * (p.DHQK // K) * (p.DHV // V)
+            return recurrences * p.BNH * blocks_over(p.DHQK, K) * blocks_over(p.DHV, V)
 
         while max(K, V) > 64 and not gpu.filled_by(ctas(), CTAS_PER_SM):
             K, V = (K, V // 2) if V >= K else (K // 2, V)

@@ -5,8 +5,8 @@ its parts run side by side. A CTA owns siz_b_DHHV columns of C, in float32 regis
 h, and loops over the chunks. The state is kept transposed, as the left operand of C^T q: the next
 product reads it from registers, rounded to the kernel dtype, and no state goes through shared
 memory. The state is held as tiles of siz_b_DHQK rows, because only one rounded tile fits beside it.
-If C has more than state_rows rows, each launch handles state_rows of them and adds to the output of
-the preceding launch.
+If C has more than state_rows rows, each launch handles up to state_rows of them and adds to the
+output of the preceding launch.
 
 The backward pass may need C before every n-th chunk. The scan then stores it, and the loop over
 chunks becomes two nested loops.
@@ -28,11 +28,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.chunk_list import state_of
-from mlstm_pallas.formulas.tiles import block_at, blocks, divide, dot, each, loop
-from mlstm_pallas.problem.dimensions import Problem, next_power_of_two
+from mlstm_pallas.formulas.tiles import (
+    block_at,
+    blocks,
+    blocks_over,
+    divide,
+    dot,
+    each,
+    loop,
+    pieces,
+)
+from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
-from mlstm_pallas.stages.stage import Launch, clamped, largest_rows, sequence_shape
+from mlstm_pallas.stages.stage import Launch, sequence_shape, thrifty
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,
@@ -60,11 +69,10 @@ def _recurrent_fw_H_kernel(
     call,
     store_every,
 ):
-    (S, rows), L, precision = matQ.shape, call.problem.L, call.precision
-    siz_b_DHQK = call.tiles.siz_b_DHQK
-    row_tiles = [pl.ds(start, siz_b_DHQK) for start in range(0, rows, siz_b_DHQK)]
+    L, precision = call.problem.L, call.precision
+    row_tiles = [*pieces(matQ.shape[1], call.tiles.siz_b_DHQK)]
     first: Any = 0
-    chunks, has_state = S // L, True
+    chunks, has_state = call.problem.NC, True
 
     def steps_of(chunk):
         """The steps of a chunk in q, v and h."""
@@ -124,7 +132,7 @@ def _recurrent_fw_H_kernel(
 
     def initial(tile):
         if matC_initial is None:
-            return jnp.zeros((matV.shape[1], siz_b_DHQK), jnp.float32)
+            return jnp.zeros((matV.shape[1], tile.size), jnp.float32)
         C = matC_initial[tile, :].T
         return C if has_state is True else jnp.where(has_state, C, 0.0)
 
@@ -159,7 +167,7 @@ def recurrent_fw_H(
     """Runs the stage: ``stages/recurrent_fw_H.py``."""
     p, dtype, kbar = call.problem, x.matQ.dtype, x.scan.keys.product()
     siz_b, rows = call.tiles.siz_b_DHHV, call.tiles.state_rows
-    launches = blocks(p.DHQK, rows)
+    launches = blocks_over(p.DHQK, rows)
     if store_every and launches > 1:
         raise ValueError(f"recurrent_fw_H stores states of up to {rows} rows, expected {p.DHQK}")
     axes, grid, chunks, C_initial = "ib", call.tiles.grid(p), x.chunks, x.matC_initial
@@ -175,6 +183,8 @@ def recurrent_fw_H(
     for index in range(launches):
         # h is rounded at most twice, not once per launch, to keep its error bound.
         h_dtype = dtype if index == launches - 1 or launches == 2 else jnp.float32
+        of_launch = min(rows, p.DHQK - index * rows)
+        C_last = floats(N * p.BNH, of_launch, p.DHV) if return_last else None
         y = kernel_call(
             _recurrent_fw_H_kernel,
             operands(chunks, parts="b0")
@@ -190,7 +200,7 @@ def recurrent_fw_H(
             ),
             dict(
                 matH=(sequence_shape(x.matV, p.DHV, h_dtype), "bsi"),
-                matC_last=(floats(N * p.BNH, rows, p.DHV) if return_last else None, state + "0i"),
+                matC_last=(C_last, state + "0i"),
                 matC_states=(
                     jax.ShapeDtypeStruct((p.BNH, stored, p.DHQK, p.DHV), dtype)
                     if store_every
@@ -217,7 +227,7 @@ def recurrent_fw_H(
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(PipelinedTiles):
-    """siz_b_L: steps of its chunks; state_rows: rows of C per launch, in tiles of siz_b_DHQK."""
+    """siz_b_L: steps of its chunks; state_rows: of C per launch, in tiles of up to siz_b_DHQK."""
 
     siz_b_L: int
     siz_b_DHQK: int
@@ -229,28 +239,29 @@ class Tiles(PipelinedTiles):
     least_share: ClassVar[float] = 0.6
 
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
-        return blocks(p.DHV, self.siz_b_DHHV), p.BNH
+        return blocks_over(p.DHV, self.siz_b_DHHV), p.BNH
 
     def elements(self, p: Problem) -> tuple[int, int]:
         return self.siz_b_L * (2 * self.state_rows + self.siz_b_DHHV), 0
 
     def clamped(self, p: Problem) -> Self:
-        narrow = clamped(next_power_of_two(self.state_rows), p.DHQK)
-        rows = largest_rows(p.DHQK, self.state_rows) or narrow
-        x = super().clamped(p)
-        return dataclasses.replace(x, state_rows=rows, siz_b_DHQK=clamped(self.siz_b_DHQK, rows))
+        rows = min(self.state_rows // MIN_TILE * MIN_TILE, p.DHQK)
+        siz_b_DHQK = min(self.siz_b_DHQK, next_power_of_two(rows))
+        return dataclasses.replace(super().clamped(p), state_rows=rows, siz_b_DHQK=siz_b_DHQK)
 
     @classmethod
     def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
         """A state of 16384 floats takes half of the registers of a CTA, with two CTAs per SM.
 
-        If heads are narrow or CTAs would be few, 8192 floats leave room for chunks of 64 steps.
-        float32 also has 8192.
+        Hopper reads operands of products from shared memory and has room for 20480. If heads are
+        narrow or CTAs would be few, 8192 floats leave room for chunks of 64 steps. float32 also
+        has 8192.
         """
         wide = dtype.itemsize > 2
-        rows = largest_rows(p.DHQK, 128 if wide else 256) or clamped(256, p.DHQK)
-        V = clamped(64 if wide or rows > 128 or p.DHV <= p.DHQK else 128, p.DHV)
-        if rows == V == 128 and not gpu.filled_by(p.BNH * (p.DHV // V), per_sm=2):
+        launches = blocks_over(p.DHQK, 128 if wide else 320 if gpu.hopper else 256)
+        rows = min(p.DHQK, blocks_over(p.DHQK, 64 * launches) * 64)
+        V = thrifty(64 if wide or rows > 128 or p.DHV <= p.DHQK else 128, p.DHV)
+        if rows > 64 and V == 128 and not gpu.filled_by(p.BNH * blocks_over(p.DHV, V), per_sm=2):
             V = 64
         steps = 64 if rows * V <= 8192 and not wide else 32
         if V > 64 and not gpu.multiplies_from_shared:
@@ -260,6 +271,3 @@ class Tiles(PipelinedTiles):
         if stages < 2:
             stages = max(stages_that_fit(gpu, iteration, most=most, ctas_per_sm=1), 1)
         return cls(steps, 64 if wide else 128, V, rows, 4, stages).clamped(p)
-
-    def supports(self, p: Problem, **asked: Any) -> bool:
-        return p.DHQK % self.state_rows == 0

@@ -8,8 +8,8 @@ Bytes: tokens K itemsize.
 
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental import pallas as pl
 
+from mlstm_pallas.formulas.tiles import pieces
 from mlstm_pallas.stages.stage import Launch
 from mlstm_pallas.stages.step_sums import Operands
 from mlstm_pallas.triton.launch import floats, kernel_call, operands, rows_of_entry
@@ -28,8 +28,7 @@ def _key_sums_kernel(
 ):
     abar, siz_b = weights[...][:, None], call.tiles.siz_b_DHQK
     steps, rows = rows_of_entry(entries, call, rows)
-    for start in range(0, call.problem.DHQK, siz_b):
-        columns = pl.ds(start, siz_b)
+    for columns in pieces(call.problem.DHQK, siz_b):
         sums[columns] = jnp.sum(rows[steps, columns].astype(jnp.float32) * abar, axis=0)
 
 

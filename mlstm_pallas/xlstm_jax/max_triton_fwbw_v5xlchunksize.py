@@ -14,7 +14,7 @@ The arguments of a stage:
 * vecN_out, the N vector of the documents: max(|q . n|, exp(-m)), (B, NH, S) float32, the
   denominator of H without eps.
 * siz_b_*, num_warps, num_stages: the tiles and the launch of the stage's Triton kernel, where it
-  runs; None: those of the plan. A tile is clamped to a power of two that divides its axis.
+  runs; None: those of the plan. A tile is clamped to its axis.
 """
 
 from collections.abc import Callable
