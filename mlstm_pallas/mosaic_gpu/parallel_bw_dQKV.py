@@ -26,7 +26,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
-from mlstm_pallas.formulas.tiles import blocks, blocks_over, each, loop
+from mlstm_pallas.formulas.tiles import blocks, blocks_over, each, loop, rounded_up
 from mlstm_pallas.mosaic_gpu import parallel_bw_dQKV_by_chunk as chunkwise
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_out, head_of, ring_barriers, write_out
@@ -231,10 +231,10 @@ class _Kernel(PersistentKernel):
 
 
 def _copy_halves(copy, x, start, size: int, tile, *index) -> None:
-    """Copies a tile in two, because every step has two copies."""
-    half = size // 2
-    for y in (0, half):
-        copy(x.at[(pl.ds(start + y, half), *index)], tile, slice(y, y + half))
+    """Copies a tile in two, because every step has two copies; they begin at 128 bytes."""
+    half = rounded_up(size // 2, 32)
+    for y in (slice(0, half), slice(half, size)):
+        copy(x.at[(pl.ds(start + y.start, y.stop - y.start), *index)], tile, y)
 
 
 def _copy_item(cta: _Kernel, role: int, item: _Item) -> None:
