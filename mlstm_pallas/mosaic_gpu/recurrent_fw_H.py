@@ -51,7 +51,8 @@ from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
 from mlstm_pallas.stages.stage import Launch, largest_rows, sequence_shape
 
-REGISTERS = {2: 256, 3: 128}  # rows of C, 64 columns each, in a warpgroup of so many per CTA
+MOST_ROWS = {2: 320, 3: 128}  # of C, 64 columns each, in a warpgroup of so many per CTA
+PIECE = 256  # the most rows of C to which one product adds
 
 
 class _Operands(NamedTuple):
@@ -120,6 +121,7 @@ def _kernel(
     L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, h_smem.dtype
     num_blocks, in_list = siz_b_DHHV // (config.warpgroups * WG_ROWS), parts_gmem is not None
     state_rows, v_columns = pl.ds(launch * rows, rows), block(column_block, siz_b_DHHV)
+    pieces = [pl.ds(start, min(rows - start, PIECE)) for start in range(0, rows, PIECE)]
     part = _Part(0, np.int32(p.NC), head)
     if in_list:
         parts = parts_gmem.begins.shape[1] - 1
@@ -159,7 +161,8 @@ def _kernel(
             def inter(hT_acc):
                 for j, start in enumerate(range(0, rows, part_rows)):
                     of_tile = pl.ds(start, part_rows)
-                    CT_tile = CT[:, start : start + part_rows].astype(dtype)
+                    in_piece = slice(start % PIECE, start % PIECE + part_rows)
+                    CT_tile = CT[start // PIECE][:, in_piece].astype(dtype)
                     products.add(hT_acc, CT_tile, tiles["q"].at[:, of_tile].T)
                     products.wait(1)  # at most two rounded tiles are live
                     if C_states_gmem is not None:  # predicated, because a branch costs registers
@@ -176,28 +179,31 @@ def _kernel(
             vT = load(tiles["v"].at[:, in_tile].T)
             scaled = (vT.astype(jnp.float32) * abar).astype(dtype)
 
-            def intra(hT_acc, CT_acc):
+            def intra(hT_acc, *CT_accs):
                 if operands.P is not None:
                     products.add(hT_acc, vT, tiles["P"].T)
-                products.add(CT_acc, scaled, tiles["k"])
+                for CT_acc, piece in zip(CT_accs, pieces, strict=True):
+                    products.add(CT_acc, scaled, tiles["k"].at[:, piece])
                 tile = h_smem.at[wg * num_blocks + b]
-                write_out(tile.T, products.read(hT_acc, 1), num_blocks - 1)
+                write_out(tile.T, products.read(hT_acc, len(pieces)), num_blocks - 1)
                 copy_out(tile, of_head(h_gmem).at[steps_of(chunk), columns], size=size)
 
-            return products.onto(intra, hT, CT * gamma)[1]
+            return [*products.onto(intra, hT, *(x * gamma for x in CT))[1:]]
 
         CT = [join_block(b, x) for b, x in enumerate(CT)]
         ring.release(chunk)
         return CT, next_gamma
 
     def store_last():
-        for b, x in enumerate(CT):
-            store_transposed(C_last_gmem.at[part.state, :, columns[b]], x)
+        for to, block_of_C in zip(columns, CT, strict=True):
+            for piece, x in zip(pieces, block_of_C, strict=True):
+                store_transposed(C_last_gmem.at[part.state, piece, to], x)
 
     ring = CopyRing(barriers, part.num_chunks, load_slot)
     ring.prologue()
     columns = [columns_of(b)[1] for b in range(num_blocks)]
-    CT = [_initial(C_initial_gmem, part, state_rows, x) for x in columns]
+    of_state = [pl.ds(launch * rows + x.start, x.size) for x in pieces]
+    CT = [[_initial(C_initial_gmem, part, x, y) for x in of_state] for y in columns]
     CT, _ = loop(part.num_chunks, join, (CT, gamma_gmem[head, part.first]))
     if C_last_gmem is not None:
         pl.when(part.has_state)(store_last)
@@ -289,8 +295,9 @@ class Tiles(HopperTiles):
         Only a single launch stores states.
         """
         p, one = p.in_chunks_of(self.siz_b_L), self.state_rows == p.DHQK
+        asked["stores"] = one and asked.get("stores", True)
         bytes_of = super().shared_bytes
-        return max(bytes_of(p, dtype, first=x, stores=one) for x in {True, one})
+        return max(bytes_of(p, dtype, **asked, first=x) for x in {True, one})
 
     def scratch(
         self, p: Problem, dtype, *, first: bool = True, stores: bool = True, **asked
@@ -313,8 +320,8 @@ class Tiles(HopperTiles):
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
-        rows = largest_rows(p.DHQK, unit=part_columns(p))
-        few = rows <= REGISTERS[3] and blocks_over(p.DHV, 192) * 192 < blocks_over(p.DHV, 128) * 128
+        rows = largest_rows(p.DHQK, MOST_ROWS[2], part_columns(p))
+        few = rows <= MOST_ROWS[3] and blocks_over(p.DHV, 192) * 192 < blocks_over(p.DHV, 128) * 128
         for stages in (3, 2) if p.DHQK <= 128 else (2,):
             yield cls(WG_ROWS, 192 if few else 128, rows, stages)
 
@@ -331,5 +338,5 @@ class Tiles(HopperTiles):
             and p.DHV > WG_ROWS
             and L == WG_ROWS
             and 2 * rows >= p.DHQK
-            and parts * rows <= REGISTERS[self.warpgroups]
+            and parts * rows <= MOST_ROWS[self.warpgroups]
         )

@@ -206,6 +206,8 @@ def plain(problem: Problem) -> Launch:
 
 def asked_of(name: str, spec: CallSpec, first: Lowering) -> dict[str, Any]:
     """What a call asks of a kernel beside its result, as far as its tiles depend on it."""
+    if name == "recurrent_fw_H":
+        return dict(stores=not spec.recompute_states_in_bw)
     if name == "recurrent_fw_C":
         return dict(has_x=True)
     if name == "recurrent_bw_dC":
