@@ -28,7 +28,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
-from mlstm_pallas.formulas.tiles import blocks_over, divide, each, loop, remainder
+from mlstm_pallas.formulas.tiles import blocks_over, divide, each, loop, remainder, rounded_up
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import (
@@ -58,9 +58,13 @@ from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
 
 CHUNK = 128  # steps of a chunk
-DEPTH = 64  # columns of a tile
 HALF = 32  # keys of the block below the diagonal, per warpgroup
 _E_HI, _E_LO, _DN, _N = range(4)  # rows of the vectors in shared memory; N only with a normaliser
+
+
+def _depth(p: Problem) -> int:
+    """The columns of a tile."""
+    return 96 if p.DHQK == 96 and p.DHV % 96 == 0 else 64
 
 
 # The operand that a tile belongs to, in the order of a step of the second phase.
@@ -84,7 +88,9 @@ class Kernel(PersistentKernel):
         super().__init__(*args)
         refs, p, chunks = self.refs, self.p, self.num_items
         # The order of a chunk's tiles: dh and v per step, q; then v, dC, C and dh per step, q.
-        self.steps, self.parts = blocks_over(p.DHV, DEPTH), blocks_over(p.DHQK, DEPTH)
+        self.depth = _depth(p)
+        self.steps, self.parts = blocks_over(p.DHV, self.depth), blocks_over(p.DHQK, self.depth)
+        self.state_rows = rounded_up(p.DHQK, WG_ROWS)  # 64 for each warpgroup, or for both
         self.first_q = 2 * self.steps
         self.second_phase = self.first_q + self.parts
         self.last_q = self.second_phase + 4 * self.steps
@@ -106,10 +112,10 @@ class Kernel(PersistentKernel):
         refs = self.refs
         x = (refs.v_gmem, refs.dC_gmem, refs.C_gmem, refs.dh_gmem, refs.q_gmem)[kind]
         is_state = kind in (_DC, _C)
-        rows = anywhere(0, self.parts * DEPTH) if is_state else block(chunk, CHUNK)
+        rows = anywhere(0, self.state_rows) if is_state else block(chunk, CHUNK)
         matrix = x.at[head, chunk] if is_state else head_of(x, head, self.p)
-        source = matrix.at[rows, block(column, DEPTH)]
-        copy(source, refs.tiles_smem, slice(self.parts * DEPTH if is_state else CHUNK))
+        source = matrix.at[rows, block(column, self.depth)]
+        copy(source, refs.tiles_smem, slice(rows.size))
 
     def copy_any_tile(self, index, x, copy):
         """Copies tile x of a chunk."""
@@ -131,7 +137,8 @@ class Kernel(PersistentKernel):
         head, chunk = self.place(index)
         refs, rows = self.refs, block(chunk, CHUNK)
         for y in range(self.parts):
-            source = head_of(refs.k_gmem, head, self.p).at[rows, anywhere(y * DEPTH, DEPTH)]
+            columns = anywhere(y * self.depth, self.depth)
+            source = head_of(refs.k_gmem, head, self.p).at[rows, columns]
             copy(source, refs.k_smem, block(y, CHUNK))
         for y, x in enumerate(refs.e_gmem):
             copy(x.at[head, rows], refs.vectors_smem, y)
@@ -173,7 +180,7 @@ class _Chunk(Kernel):
 
     def columns(self, y) -> slice:
         """The columns of q and k in their y-th tile, beyond which it has zeros."""
-        return slice(min(self.p.DHQK - y * DEPTH, DEPTH))
+        return slice(min(self.p.DHQK - y * self.depth, self.depth))
 
     def k_columns(self, y):
         """The warpgroup's rows of the y-th 64 columns of k."""
@@ -198,7 +205,7 @@ class _Chunk(Kernel):
         return load(self.refs.vectors_smem.at[self.k_slot, x, pl.ds(start, size)], BY_COLUMNS)
 
     def store(self, gradients):
-        """Stores values to 64 columns of outputs, through tiles that no copy reads now.
+        """Stores values to a tile's columns of outputs, through tiles that no copy reads now.
 
         Where the values have fewer columns, the output ends.
         """
@@ -328,7 +335,7 @@ def _write_diagonal(c: _Chunk, diagonal: _Block) -> None:
     refs.pairs.per_query.at[c.head, c.wg, c.rows][...] = functools.reduce(jnp.add, of_earlier)
 
 
-def _add_for_keys(c: _Chunk, accumulator, tile, x, columns=slice(DEPTH)) -> None:
+def _add_for_keys(c: _Chunk, accumulator, tile, x, columns=slice(None)) -> None:
     """Adds the tile times columns of x, over the queries from the warpgroup's keys on."""
 
     @each(2 - c.wg)
@@ -341,7 +348,7 @@ def _add_for_keys(c: _Chunk, accumulator, tile, x, columns=slice(DEPTH)) -> None
 
 
 def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
-    """Adds to the inter-chunk parts of dq and dk and to <C, dC>; stores 64 columns of dv.
+    """Adds to the inter-chunk parts of dq and dk and to <C, dC>; stores a tile's columns of dv.
 
     carry: <C, dC>, dq, dk.
     """
@@ -355,26 +362,26 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
         ring.wait(dC)
         products.add(dk, c.slot(v).at[c.tile_rows], c.slot(dC).at[:DHQK].T)
         for y in range(parts):
-            products.add(dv, c.k_columns(y), c.slot(dC).at[block(y, WG_ROWS)])
+            products.add(dv, c.k_columns(y), c.slot(dC).at[block(y, c.depth)])
         ring.wait(C)
         ring.wait(dh)
         products.add(dq, c.slot(dh).at[c.tile_rows], c.slot(C).at[:DHQK].T)
 
-    *sums, new = products.onto(multiply_states, *sums, products.zeros(WG_ROWS, DEPTH))
+    *sums, new = products.onto(multiply_states, *sums, products.zeros(WG_ROWS, c.depth))
 
     def inner(total):
-        rows = block(c.wg if parts == 2 else 0, WG_ROWS)
+        rows = block(c.wg if c.state_rows > WG_ROWS else 0, WG_ROWS)
         x, y = (load_float32(z.at[rows]) for z in (c.slot(dC), c.slot(C)))
         return total + products.sum_over_columns(x * y)
 
     # A warpgroup sums 64 of the 128 rows of a state. If a state has only 64 rows, the two
     # warpgroups take turns.
-    if parts == 2:
+    if c.state_rows > WG_ROWS:
         total = inner(total)
     else:
         total = lax.cond(remainder(j, 2) == c.wg, inner, lambda total: total, total)
     ring.release(v, dC, C)
-    new *= across_columns(key_weights)
+    new *= across_columns(key_weights, c.depth)
 
     def multiply_P(dv):
         _add_for_keys(c, dv, refs.P_smem, c.slot(dh))
@@ -383,7 +390,7 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
     (new,) = products.onto(multiply_P, new)
     c.ring.advance(dh)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    c.store([(new, c.out_tile, refs.dv, block(c.last_first(j), DEPTH))])
+    c.store([(new, c.out_tile, refs.dv, block(c.last_first(j), c.depth))])
     return total, *sums
 
 
@@ -394,11 +401,11 @@ def _weighted(
     norm_weights: Array | None,
     key_weights: Array,
 ) -> list[Array]:
-    """The scaled inter-chunk parts of dq and dk, 64 columns each; stores q . dq and k . dk."""
+    """The scaled inter-chunk parts of dq and dk, a tile each; stores q . dq and k . dk."""
     inter, of_q, of_k = [], [], []
     for y in range(c.parts):
         slot = c.ring.wait(c.q_step(y))
-        dq, dk = (x[:, y * DEPTH : (y + 1) * DEPTH] for x in gradients)
+        dq, dk = (x[:, y * c.depth : (y + 1) * c.depth] for x in gradients)
         columns, n = c.columns(y), dq.shape[1]
         dq *= across_columns(weights, n)
         if norm_weights is not None:
@@ -434,13 +441,16 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
     if refs.tiles_empty is not None:
         products.release(refs.tiles_empty)
     outputs = [
-        (x, (refs.dq, refs.dk)[j % 2], anywhere(j // 2 * DEPTH, DEPTH))
+        (x, (refs.dq, refs.dk)[j % 2], anywhere(j // 2 * c.depth, c.depth))
         for j, x in enumerate(gradients)
     ]
     # Only the warpgroup that wrote a corner block of P or dP reads it.
-    free_tiles = c.out_tile, refs.P_smem.at[corner], refs.dP_smem.at[corner]
+    free_tiles = [c.out_tile]
+    if c.depth == WG_ROWS:
+        free_tiles += [refs.P_smem.at[corner], refs.dP_smem.at[corner]]
     for start in range(0, len(outputs), len(free_tiles)):
-        plgpu.wait_smem_to_gmem(2 if start else 0, wait_read_only=True)  # for one tile, or for all
+        free = len(free_tiles) - 1 if start else 0  # for one tile, or for all
+        plgpu.wait_smem_to_gmem(free, wait_read_only=True)
         rest = zip(outputs[start:], free_tiles, strict=False)
         c.store([(x, tile, *place) for (x, *place), tile in rest])
 
@@ -477,19 +487,22 @@ def _multiply(c: _Chunk) -> None:
 def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[str, Any]:
     """Shared memory of the kernel."""
     tiles = functools.partial(shared_tiles, dtype=dtype, part=part_columns(p))
-    parts = blocks_over(p.DHQK, DEPTH)
-    k_stages = 2 // parts  # chunks whose k is in shared memory
-    blocks_of_P = tiles(3 * WG_ROWS, DEPTH)
-    sums = plgpu.SMEM((2, WG_ROWS * DEPTH * dtype.itemsize // 4), jnp.float32)
+    depth = _depth(p)
+    parts, k_stages = (
+        blocks_over(p.DHQK, depth),
+        128 // p.DHQK,
+    )  # chunks whose k is in shared memory
+    blocks_of_P = tiles(3 * WG_ROWS, WG_ROWS)
+    sums = plgpu.SMEM((2, WG_ROWS * depth * dtype.itemsize // 4), jnp.float32)
     return {
         # Columns of q, v or dh, or of a state, which has DHQK rows.
-        "tiles_smem": tiles(config.num_stages, CHUNK, DEPTH),
-        "k_smem": tiles(k_stages, parts * CHUNK, DEPTH),
+        "tiles_smem": tiles(config.num_stages, CHUNK, depth),
+        "k_smem": tiles(k_stages, parts * CHUNK, depth),
         # Blocks of 64 x 64, transposed: block s + t has the keys of block s and the queries of t.
         "P_smem": blocks_of_P,
         "dP_smem": blocks_of_P,
         # Per warpgroup a tile (64, 64) of outputs, or sums over queries in the same place.
-        "staging_smem": one_of(tiles(2, WG_ROWS, DEPTH), sums),
+        "staging_smem": one_of(tiles(2, WG_ROWS, depth), sums),
         "vectors_smem": plgpu.SMEM((k_stages, 4, CHUNK), jnp.float32),  # see _E_HI
         "barriers": ring_barriers(config.num_stages, copies=1),
         "k_barriers": ring_barriers(k_stages, copies=parts + 3 + normalise),

@@ -157,18 +157,15 @@ class Tiles(BaseTiles):
 
     @classmethod
     def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **asked: Any) -> Self:
-        """The first tiles with enough CTAs per SM. A CTA of one warp waits for no other warp."""
-        if dtype.itemsize == 2:
-            fill = [(4, cls(16, 256, 1))]
-        else:
-            fill = [(6, cls(16, 64, 1)), (1, cls(64, 128, 8))]
-        for ctas_per_sm, tiles in fill:
-            # With longer vectors or with masks, one warp spills registers.
-            in_registers = p.DHQK <= 512 and p.DHV % tiles.siz_b_DHHV == 0
-            fills = gpu.filled_by(math.prod(tiles.grid(p)), ctas_per_sm)
-            if fills and (in_registers or tiles.num_warps > 1):
-                return tiles
-        return cls(32, 128) if dtype.itemsize == 2 else cls()
+        """If CTAs of 16 bits are many, they have one warp, which waits for no other warp."""
+        if dtype.itemsize > 2:
+            return cls()
+        tiles = cls(16, 256, 1)
+        # With longer vectors or with masks, one warp spills registers.
+        in_registers = p.DHQK <= 512 and p.DHV % tiles.siz_b_DHHV == 0
+        if in_registers and gpu.filled_by(math.prod(tiles.grid(p)), 4):
+            return tiles
+        return cls(32, 128)
 
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
         return -(-p.DHV // self.siz_b_DHHV), p.BNH
