@@ -1,5 +1,6 @@
 """call_spec.py: what runs where, in which chunks, splits and tiles, for a problem and a GPU."""
 
+import itertools
 import math
 import re
 from functools import partial
@@ -130,3 +131,48 @@ def test_a_plan_says_what_memory_a_call_takes():
 def test_a_plan_for_another_gpu_than_hopper_has_no_mosaic_gpu_kernels():
     with pytest.raises(ValueError, match=r"^backend is 'mosaic_gpu' and "):
         planned(*[64] * 5, backend="mosaic_gpu", gpu="NVIDIA L4")
+
+
+# DHQK/DHV of published models, and sizes between them that models could have.
+MODEL_HEADS = """
+16/16 16/32 32/32 32/64 48/48 48/96 64/64 64/96 64/128 80/80 80/160 96/96 96/128 96/192 112/112
+112/224 128/128 128/192 128/256 128/512 160/160 160/320 192/192 192/256 192/384 256/256 256/384
+256/512 256/640 320/320 320/512 320/640 384/384 384/640 512/512 640/640
+"""
+
+
+@pytest.mark.parametrize(
+    "call", [(8, 8, 8192), (8, 16, 2048), (1, 4, 2048), (1, 8, 131072)], ids=str
+)
+@pytest.mark.parametrize(
+    ("gpu", "backend"),
+    [
+        ("NVIDIA H200", "triton"),
+        ("NVIDIA A100-SXM4-80GB", "triton"),
+        ("NVIDIA H200", "mosaic_gpu"),
+    ],
+    ids=["H200", "A100", "mosaic_gpu"],
+)
+def test_narrower_heads_move_no_more_bytes_and_need_no_more_flops(any_jax, gpu, backend, call):
+    """The sums over all launches, for all pairs of heads of which none is wider in a dimension.
+
+    On Mosaic GPU, some heads fall to Triton's backward kernels, which write P and dP; they are not
+    compared with wider heads that do not. Not every multiple of 16 is a head here: where the chunk
+    size doubles, half as many states are moved, which 16 columns more need not outweigh.
+    """
+
+    def falls(heads):
+        return backend == "mosaic_gpu" and any(x % 32 for x in heads)
+
+    sums = {}
+    for x in ((*map(int, x.split("/")),) for x in MODEL_HEADS.split()):
+        launches = planned(*call, *x, gpu=gpu, backend=backend).launches
+        sums[x] = sum(y.bytes for y in launches), sum(y.flops for y in launches)
+    pairs = [
+        (x, y)
+        for x, y in itertools.permutations(sums, 2)
+        if x[0] <= y[0] and x[1] <= y[1] and falls(x) <= falls(y)
+    ]
+    assert len(pairs) >= 300
+    grow = [(x, y) for x, y in pairs if sums[x][0] > sums[y][0] or sums[x][1] > sums[y][1]]
+    assert not grow

@@ -473,7 +473,7 @@ def by_chunk(p: Problem) -> bool:
 
     A warpgroup has registers for 64 x 128 elements of dq and of dk.
     """
-    return p.L == 128 and p.DHQK in (64, 96, 128) and p.DHV % 32 == 0
+    return p.L == 128 and p.DHQK in (32, 64, 96, 128) and p.DHV % 32 == 0
 
 
 def _divides(p: Problem) -> bool:
@@ -510,7 +510,7 @@ class Tiles(RingTiles):
         """At DHQK 128, six stages by chunk: more would leave spilled registers too little L1."""
         if not _divides(p):
             return
-        stages = 7 if p.DHQK == 64 else 6
+        stages = 7 if p.DHQK <= 64 else 6
         if not by_chunk(p):
             stages = 3 if p.DHQK >= 512 else 4
         for num_stages in range(stages, 2, -1):

@@ -1,9 +1,10 @@
 """parallel_bw_dQKV on Mosaic GPU, with one CTA that computes P, dP and all gradients of a chunk.
 
-L is 128, and DHQK is 64, 96 or 128. An item of ``persistent.py`` is a chunk. Two warpgroups multiply,
-each for 64 rows of the chunk. Tiles of 64 columns are copied num_stages tiles ahead, across chunks
-too. The last tile of a head may reach beyond it, where it has zeros. k stays in shared memory for the whole chunk. At DHQK 64 there is room for the k of the next
-chunk as well; at 128 its copy waits for the end of the chunk.
+L is 128, and DHQK is 32, 64, 96 or 128. An item of ``persistent.py`` is a chunk. Two warpgroups
+multiply, each for 64 rows of the chunk. Tiles of 64 columns are copied num_stages tiles ahead,
+across chunks too. The last tile of a head may reach beyond it, where it has zeros. k stays in
+shared memory for the whole chunk. Up to DHQK 64 there is room for the k of the next chunk as well;
+beyond, its copy waits for the end of the chunk.
 
 The two warpgroups share the copying and have 255 registers per thread.
 
