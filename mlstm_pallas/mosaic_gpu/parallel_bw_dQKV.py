@@ -16,7 +16,6 @@ what two items of 128 x 128 read, and the rate of the L2 limits this stage.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -47,19 +46,19 @@ from mlstm_pallas.mosaic_gpu.launch import (
     load,
     load_float32,
     one_of,
+    part_columns,
     plgpu,
     shared_tiles,
     unravel,
 )
 from mlstm_pallas.mosaic_gpu.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel, persistent_call
-from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.dimensions import MIN_TILE, Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
-from mlstm_pallas.stages.stage import Launch, largest_rows, sequence_shape
+from mlstm_pallas.stages.stage import Launch, sequence_shape
 
 ROWS = 128  # per item
-LEAST_COLUMNS = ROWS  # per item, because items for the states copy 128 rows too
 DEPTH = 64  # columns that a step multiplies
 FEW_ITEMS = 3  # per CTA
 
@@ -79,22 +78,14 @@ class _Items(NamedTuple):
     for_sums: int  # the queries or keys of each warpgroup, for the gates' gradients, and n or dn
 
 
-def _columns(p: Problem) -> int:
-    """The columns of an item: up to 256, in whole parts; 0: of too few parts."""
-    columns = largest_rows(math.gcd(p.DHQK, p.DHV), unit=32)
-    return columns if columns >= LEAST_COLUMNS else 0
-
-
-def _part(p: Problem) -> int:
+def _part(p: Problem, columns: int) -> int:
     """The columns of a swizzled part of a tile."""
-    columns = _columns(p)
-    return min(columns & -columns, WG_ROWS)
+    return min(columns & -columns, part_columns(p))
 
 
-def _items(p: Problem, normalise: bool) -> list[_Items]:
-    of_L, of_DHQK, of_DHHV = (
-        blocks(*x) for x in ((p.L, ROWS), *((D, _columns(p)) for D in (p.DHQK, p.DHV)))
-    )
+def _items(p: Problem, columns: int, normalise: bool) -> list[_Items]:
+    of_L = blocks(p.L, ROWS)
+    of_DHQK, of_DHHV = blocks_over(p.DHQK, columns), blocks_over(p.DHV, columns)
     steps_k, steps_v = blocks_over(p.DHQK, DEPTH), blocks_over(p.DHV, DEPTH)
     return [
         _Items(of_L, of_DHQK, steps_v, 3 if normalise else 2),
@@ -158,8 +149,9 @@ class _Kernel(PersistentKernel):
     def __init__(self, *args) -> None:
         super().__init__(*args)
         refs = self.refs
-        self.roles = _items(self.p, refs.n_gmem is not None)
-        self.columns, self.part = _columns(self.p), _part(self.p)
+        self.columns = self.tiles.siz_b_DHHV
+        self.roles = _items(self.p, self.columns, refs.n_gmem is not None)
+        self.part = _part(self.p, self.columns)
         self.parts = [slice(j, j + self.part) for j in range(0, self.columns, self.part)]
         self.ring = CopyRing(refs.barriers, None, None, readers=0)
         self.tile_rows = block(self.wg, WG_ROWS)
@@ -424,7 +416,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     p, dtype, g = call.problem, x.matQ.dtype, x.gates.per_step()
     normalise = x.normaliser_gradients.vecInvDen is not None
     recomputes = x.scores.matP is None
-    sums = float32(p.BNH, 1 if recomputes else p.DHQK // _columns(p), p.S)
+    sums = float32(p.BNH, 1 if recomputes else blocks_over(p.DHQK, call.tiles.siz_b_DHHV), p.S)
     outputs: dict[str, Any] = {
         "dq": sequence_shape(x.matQ, p.DHQK, dtype),
         "q_inter": sums,
@@ -476,24 +468,38 @@ def by_chunk(p: Problem) -> bool:
     return p.L == 128 and p.DHQK in (32, 64, 96, 128) and p.DHV % 32 == 0
 
 
-def _divides(p: Problem) -> bool:
-    """Whether whole tiles make up the chunks and the heads."""
-    return by_chunk(p) or (p.L % ROWS == 0 and _columns(p) > 0)
+def _columns(p: Problem) -> int:
+    """The columns of an item, for the least traffic.
+
+    A step copies ROWS rows of the left operand and one of the right operand per column.
+    """
+
+    def copied(columns):
+        of_DHQK, of_DHHV = blocks_over(p.DHQK, columns), blocks_over(p.DHV, columns)
+        return (2 * of_DHQK + of_DHHV) * (ROWS + columns)
+
+    return min((256, 192, 128), key=copied)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(RingTiles):
-    """computes_scores: whether one CTA computes P, dP and all gradients of a chunk."""
+    """siz_b_DHHV: columns of an item, of any of the gradients, or by chunk of a tile.
 
+    computes_scores: whether one CTA computes P, dP and all gradients of a chunk.
+    """
+
+    siz_b_DHHV: int
     computes_scores: bool
 
     def items(self, p: Problem) -> int:
-        return p.BNH * p.NC * (1 if by_chunk(p) else _items_of_chunk(_items(p, normalise=True)))
+        of_chunk = _items_of_chunk(_items(p, self.siz_b_DHHV, normalise=True))
+        return p.BNH * p.NC * (1 if self.computes_scores else of_chunk)
 
     def scratch(self, p: Problem, dtype, *, normalise: bool = True, **asked) -> dict[str, Any]:
         if self.computes_scores:
             return chunkwise.scratch(p, self, dtype, normalise=normalise)
-        columns, part = _columns(p), _part(p)
+        columns = self.siz_b_DHHV
+        part = _part(p, columns)
         tiles = functools.partial(shared_tiles, self.num_stages, dtype=dtype, part=part)
         # All shapes of a tile have equally many bytes, so a slot has the same place in all of them.
         left = tiles(ROWS, DEPTH), tiles(DEPTH, ROWS)
@@ -508,15 +514,22 @@ class Tiles(RingTiles):
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
         """At DHQK 128, six stages by chunk: more would leave spilled registers too little L1."""
-        if not _divides(p):
+        if part_columns(p) <= MIN_TILE or p.L % ROWS:
             return
-        stages = 7 if p.DHQK <= 64 else 6
-        if not by_chunk(p):
-            stages = 3 if p.DHQK >= 512 else 4
+        if by_chunk(p):
+            columns, stages = chunkwise.columns_of_tile(p), 7 if p.DHQK <= 64 else 6
+        else:
+            columns, stages = _columns(p), 3 if p.DHQK >= 512 else 4
         for num_stages in range(stages, 2, -1):
-            yield cls(num_stages, gpu.sms, by_chunk(p)).clamped(p)
+            yield cls(num_stages, gpu.sms, columns, by_chunk(p)).clamped(p)
 
     def divides(self, p: Problem, **asked) -> bool:
         """With fewer stages than a step holds at once the kernel would deadlock."""
-        least = 4 if by_chunk(p) else 3
-        return _divides(p) and self.computes_scores == by_chunk(p) and self.num_stages >= least
+        part = part_columns(p)
+        if self.computes_scores != by_chunk(p) or part <= MIN_TILE or p.L % ROWS:
+            return False
+        if self.computes_scores:
+            return self.siz_b_DHHV == chunkwise.columns_of_tile(p) and self.num_stages >= 4
+        # Items for the states copy ROWS rows to where others have their columns.
+        whole = self.siz_b_DHHV % 32 == 0 and ROWS <= self.siz_b_DHHV <= 256
+        return whole and self.num_stages >= 3

@@ -63,7 +63,7 @@ HALF = 32  # keys of the block below the diagonal, per warpgroup
 _E_HI, _E_LO, _DN, _N = range(4)  # rows of the vectors in shared memory; N only with a normaliser
 
 
-def _depth(p: Problem) -> int:
+def columns_of_tile(p: Problem) -> int:
     """The columns of a tile."""
     return 96 if p.DHQK == 96 and p.DHV % 96 == 0 else 64
 
@@ -89,7 +89,7 @@ class Kernel(PersistentKernel):
         super().__init__(*args)
         refs, p, chunks = self.refs, self.p, self.num_items
         # The order of a chunk's tiles: dh and v per step, q; then v, dC, C and dh per step, q.
-        self.depth = _depth(p)
+        self.depth = columns_of_tile(p)
         self.steps, self.parts = blocks_over(p.DHV, self.depth), blocks_over(p.DHQK, self.depth)
         self.state_rows = rounded_up(p.DHQK, WG_ROWS)  # 64 for each warpgroup, or for both
         self.first_q = 2 * self.steps
@@ -488,7 +488,7 @@ def _multiply(c: _Chunk) -> None:
 def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[str, Any]:
     """Shared memory of the kernel."""
     tiles = functools.partial(shared_tiles, dtype=dtype, part=part_columns(p))
-    depth = _depth(p)
+    depth = columns_of_tile(p)
     parts, k_stages = (
         blocks_over(p.DHQK, depth),
         128 // p.DHQK,

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any
 
@@ -14,7 +14,7 @@ from mlstm_pallas.formulas.tiles import Precision
 from mlstm_pallas.planning.dispatch import kernels
 from mlstm_pallas.problem.dimensions import MIN_CHUNK_SIZE
 from mlstm_pallas.problem.validation import check_instance, check_power_of_two, shown
-from mlstm_pallas.stages.stage import FIELDS
+from mlstm_pallas.stages.stage import FIELDS, SIZE, Lowering
 
 Fields = tuple[tuple[str, Any], ...]
 
@@ -69,7 +69,7 @@ class KernelConfig:
                         f"{', '.join(FIELDS)}"
                     )
         checked = {
-            name: tuple((x, FIELDS[x](f"config.{name}: {x}", y)) for x, y in fields.items())
+            name: tuple((x, _check(name, x)(f"config.{name}: {x}", y)) for x, y in fields.items())
             for name in known
             if (fields := tiles.get(name))
         }
@@ -113,6 +113,12 @@ class KernelConfig:
         if dtype != jnp.float32:
             return None
         return self.precision or lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+
+
+def _check(kernel: str, field: str) -> Callable[[str, Any], Any]:
+    """The check of a field; blocks of Triton have sides of powers of two."""
+    powers = kernel.startswith(Lowering.TRITON) and field == "siz_b_DHHV"
+    return SIZE if powers else FIELDS[field]
 
 
 def tuning_name(device_kind: str) -> str:
