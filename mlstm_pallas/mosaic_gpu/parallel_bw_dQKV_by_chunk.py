@@ -2,9 +2,10 @@
 
 L is 128, and DHQK is 32, 64, 96 or 128. An item of ``persistent.py`` is a chunk. Two warpgroups
 multiply, each for 64 rows of the chunk. Tiles of 64 columns are copied num_stages tiles ahead,
-across chunks too. The last tile of a head may reach beyond it, where it has zeros. k stays in
-shared memory for the whole chunk. Up to DHQK 64 there is room for the k of the next chunk as well;
-beyond, its copy waits for the end of the chunk.
+across chunks too. The last tile of a head may reach beyond it, where it has zeros. If 96 is DHQK
+and divides DHV, tiles have 96 columns, because fewer steps take less time. k stays in shared memory
+for the whole chunk. Up to DHQK 64 there is room for the k of the next chunk as well; beyond, its
+copy waits for the end of the chunk.
 
 The two warpgroups share the copying and have 255 registers per thread.
 

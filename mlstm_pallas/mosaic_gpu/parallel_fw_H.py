@@ -2,9 +2,9 @@
 
 Grid (B * NH * NC * L / siz_b_LQ * DHV / siz_b_DHHV). A CTA owns siz_b_LQ queries of a chunk and
 siz_b_DHHV columns of h, and each of its warpgroups owns 64 of the queries. A CTA first reads the
-state of the chunk, a part of 64 or 32 rows at a time, and then the keys and values up to its queries, 64 steps at a
-time. P stays in registers. Keys go through a ring of num_stages slots, rows of the state and values
-through another one. h leaves through the shared memory of the queries.
+state of the chunk, 64 or 32 rows at a time, and then the keys and values up to its queries, 64
+steps at a time. P stays in registers. Keys go through a ring of num_stages slots, rows of the state
+and values through another one. h leaves through the shared memory of the queries.
 
 FLOPs: 2 tokens K V + tokens (L + 1) (K DHV / siz_b_DHHV + V), because each column block repeats
 q.k. Bytes: q, k, v, h and C, (tokens (2 K + 2 V) + B NH NC K V) itemsize, with repeats from the L2.

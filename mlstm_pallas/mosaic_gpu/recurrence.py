@@ -2,7 +2,8 @@
 
 Grid (B * NH times the number of recurrences and of splits, DHQK / rows, DHV / columns). A CTA owns
 up to 256 rows and 64, 128 or 192 columns of X. It has one warpgroup per 64 columns, which keeps
-them transposed in registers. The last CTA's block may reach beyond X. The warpgroups share the copying, num_stages tiles of 64 steps ahead.
+them transposed in registers. The last block of an axis may reach beyond X. The warpgroups share the
+copying, num_stages tiles of 64 steps ahead.
 
 If that makes too few CTAs, the sequence is cut into splits. A preceding launch of the same kernel
 computes each split's contribution to X and stores no per-chunk states (splits.py).

@@ -2,9 +2,9 @@
 
 Grid (B * NH * DHV / siz_b_DHHV); with a list of chunks (B * NH * (N + 2) * DHV / siz_b_DHHV),
 because its parts run side by side. A CTA has two or three warpgroups. Each owns 64 columns of C
-and of h, or several blocks of 64. A block of C stays transposed in registers, 64 x state_rows floats, as
-the left operand of C^T q. Copies run up to num_stages chunks ahead. The outputs of a chunk are
-stored while the product of the state runs.
+and of h, or several blocks of 64. A block of C stays transposed in registers, 64 x state_rows
+floats, as the left operand of C^T q. The last CTA's columns may reach beyond a head. Copies run up
+to num_stages chunks ahead. The outputs of a chunk are stored while the product of the state runs.
 """
 
 import dataclasses
