@@ -148,6 +148,8 @@ class _Kernel(PersistentKernel):
     Shared memory and barriers: see ``Tiles.scratch``.
     """
 
+    tiles: "Tiles"
+
     def __init__(self, *args) -> None:
         super().__init__(*args)
         refs = self.refs

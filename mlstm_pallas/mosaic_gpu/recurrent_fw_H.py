@@ -107,7 +107,7 @@ def _kernel(
     C_states_gmem,  # output (B * NH, stored, DHQK, DHV), may be None
     slots,  # by name: the tiles of the chunks in flight in shared memory, (num_stages, ...) each
     barriers,  # of the ring of slots
-    h_smem,  # (blocks of 64 columns, L, 64)
+    h_smem,  # (blocks of 64 columns, L, 64), with a list in whole parts
     C_smem,  # (warpgroups, 2, part, 64), for C_states
     *,
     p: Problem,
@@ -121,13 +121,14 @@ def _kernel(
     L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, h_smem.dtype
     num_blocks, in_list = siz_b_DHHV // (config.warpgroups * WG_ROWS), parts_gmem is not None
     state_rows, v_columns = pl.ds(launch * rows, rows), block(column_block, siz_b_DHHV)
-    pieces = [pl.ds(start, min(rows - start, PIECE)) for start in range(0, rows, PIECE)]
+    pieces = [(start, min(rows - start, PIECE)) for start in range(0, rows, PIECE)]
     part = _Part(0, np.int32(p.NC), head)
     if in_list:
         parts = parts_gmem.begins.shape[1] - 1
         head, of_row = unravel(head, parts)
         part = _part_of(parts_gmem, head, of_row, p)
     of_head = functools.partial(head_of, n=head, p=p, any_step=in_list)
+    h = of_head(h_gmem, part=WG_ROWS if in_list else part_rows)
 
     def steps_of(chunk):  # in q, k, v and h
         return pl.ds(part.begin + chunk * L, L) if in_list else block(chunk, L)
@@ -183,10 +184,10 @@ def _kernel(
                 if operands.P is not None:
                     products.add(hT_acc, vT, tiles["P"].T)
                 for CT_acc, piece in zip(CT_accs, pieces, strict=True):
-                    products.add(CT_acc, scaled, tiles["k"].at[:, piece])
+                    products.add(CT_acc, scaled, tiles["k"].at[:, pl.ds(*piece)])
                 tile = h_smem.at[wg * num_blocks + b]
                 write_out(tile.T, products.read(hT_acc, len(pieces)), num_blocks - 1)
-                copy_out(tile, of_head(h_gmem).at[steps_of(chunk), columns], size=size)
+                copy_out(tile, h.at[steps_of(chunk), columns], size=size)
 
             return [*products.onto(intra, hT, *(x * gamma for x in CT))[1:]]
 
@@ -197,12 +198,12 @@ def _kernel(
     def store_last():
         for to, block_of_C in zip(columns, CT, strict=True):
             for piece, x in zip(pieces, block_of_C, strict=True):
-                store_transposed(C_last_gmem.at[part.state, piece, to], x)
+                store_transposed(C_last_gmem.at[part.state, pl.ds(*piece), to], x)
 
     ring = CopyRing(barriers, part.num_chunks, load_slot)
     ring.prologue()
     columns = [columns_of(b)[1] for b in range(num_blocks)]
-    of_state = [pl.ds(launch * rows + x.start, x.size) for x in pieces]
+    of_state = [pl.ds(launch * rows + start, size) for start, size in pieces]
     CT = [[_initial(C_initial_gmem, part, x, y) for x in of_state] for y in columns]
     CT, _ = loop(part.num_chunks, join, (CT, gamma_gmem[head, part.first]))
     if C_last_gmem is not None:
@@ -216,7 +217,7 @@ def _kernel(
 
             @each(part.zeros)
             def store_chunk(chunk, tile=tile, to=to):
-                copy_out(tile, of_head(h_gmem).at[steps_of(chunk), to])
+                copy_out(tile, h.at[steps_of(chunk), to])
 
     if in_list:
         pl.when(part.zeros > 0)(store_zeros)
@@ -255,7 +256,9 @@ def recurrent_fw_H(
             grid={"program": parts * math.prod(config.grid(p))},
             warpgroups=config.warpgroups,
             outputs=outputs,
-            scratch=config.scratch(p, dtype, first=launch == 0, stores=store_every > 0),
+            scratch=config.scratch(
+                p, dtype, first=launch == 0, stores=store_every > 0, in_list=chunks is not None
+            ),
             interpret=call.interpret,
         )(
             parts_gmem=None if chunks is None else chunks.parts,
@@ -300,7 +303,14 @@ class Tiles(HopperTiles):
         return max(bytes_of(p, dtype, **asked, first=x) for x in {True, one})
 
     def scratch(
-        self, p: Problem, dtype, *, first: bool = True, stores: bool = True, **asked
+        self,
+        p: Problem,
+        dtype,
+        *,
+        first: bool = True,
+        stores: bool = True,
+        in_list: bool = False,
+        **asked,
     ) -> dict[str, Any]:
         """first: of the first launch or of the second one; stores: whether it stores states."""
         vectors, columns, part = (self.num_stages, p.L), self.siz_b_DHHV, part_columns(p)
@@ -314,7 +324,8 @@ class Tiles(HopperTiles):
         return {
             "slots": slots,
             "barriers": ring_barriers(self.num_stages, copies=len(slots), readers=readers),
-            "h_smem": tiles(columns // WG_ROWS, p.L, WG_ROWS),
+            # Copies of single rows need tiles of one part.
+            "h_smem": tiles(columns // WG_ROWS, p.L, WG_ROWS, part=WG_ROWS if in_list else part),
             "C_smem": states if stores else None,
         }
 

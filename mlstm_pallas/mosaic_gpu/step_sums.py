@@ -8,7 +8,8 @@ at least three CTAs, so that the copies of one run while another computes.
 
 Each warp has a quarter of a chunk's steps. A lane sums two of every 64 columns, which are
 neighbours, or one of every 32, over these steps in registers. The sums of the four warps meet in
-shared memory once per chunk. In the layout of an accumulator the lanes would also have to exchange sums by shuffles.
+shared memory once per chunk. In the layout of an accumulator the lanes would also have to exchange
+sums by shuffles.
 
 Bytes: x, tokens * D * itemsize. XLA may turn this sum into a matrix product and transpose x for it
 in memory; the kernel does neither.

@@ -1,8 +1,8 @@
 """The recurrence of n and dn over the chunks on Mosaic GPU: ``stages/vector_states.py``.
 
 Grid (B * NH * DHQK / columns). A CTA is one warpgroup and owns 64 or 32 columns; its four warps
-compute the same numbers. It loads the terms of the next AHEAD chunks before it joins the present ones, so it
-waits only once per AHEAD chunks.
+compute the same numbers. It loads the terms of the next AHEAD chunks before it joins the present
+ones, so it waits only once per AHEAD chunks.
 
 Long sequences are cut into splits (splits.py), which count as heads. A first launch computes what
 each split adds, and stores no states. A second one computes the states.
