@@ -360,7 +360,8 @@ def _store(cta: _Kernel, item: _Item, acc: Array) -> None:
     refs, rows = cta.refs, cta.rows(item)
     for j, part in enumerate(cta.parts):
         tile = refs.out_smem.at[cta.wg, j % 2]
-        write_out(tile, acc[:, part], 1)
+        # Behind an odd number of parts the first tile is the one that was stored last.
+        write_out(tile, acc[:, part], 1 if j else (len(cta.parts) + 1) % 2)
         columns = aligned(item.column * cta.columns + part.start, cta.part)
         for role, x in enumerate((refs.dq, refs.dk, refs.dv)):
             pl.when(item.role == role)(
