@@ -177,12 +177,15 @@ def quick_and_slow(names, quick):
     return [name if name in quick else slow(name) for name in names]
 
 
-def check_neighbours(backend, shape):
+def check_neighbours(backend, shape, layout="BNTH", config=None):
     """The second of three heads has the same bits beside finite ones and beside NaN; outputs and
-    gradients."""
+    gradients.
+
+    In the layout "BTNH" the columns of the next head follow those of a head.
+    """
     inputs = random_inputs(11, *shape, dtype="bfloat16")
     x = inputs, cotangents_for(inputs, "bfloat16")
-    run = gradients_of_call(config=fused(), backend=backend)
+    run = gradients_of_call(config=config or fused(), backend=backend, layout=layout)
     poisoned = jax.tree.map(lambda x: x.at[:, ::2].set(jnp.nan), x)
     check_isolated(lambda x: run(*x), x, poisoned, lambda y: jax.tree.map(lambda x: x[:, 1], y))
 

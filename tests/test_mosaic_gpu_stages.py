@@ -68,7 +68,7 @@ recurrent_fw_C 64-2-96-96 BTNH state_rows=32, state_columns=128
 recurrent_fw_H 64-2-96-96 BTNH
 recurrent_fw_H 64-2-96-192 BTNH  # three warpgroups
 # Items of three parts of 64 columns, so that the next item stores to the tile that was last.
-parallel_bw_dQKV 128-1-192-192 BTNH
+parallel_bw_dQKV 128-2-192-192 BTNH
 """
 SLOW_CALLS = """
 parallel_bw_dP 128-4-128-128 BTNH num_stages=3  # chunks of one tile
