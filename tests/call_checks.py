@@ -440,7 +440,7 @@ def calls_of_any_heads(**options):
     schedules = (True, False, True, False, True)
     others = map(itertools.cycle, (lengths, layouts, schedules))
     for heads, S, layout, is_fused in zip(ANY_HEADS.split(), *others, strict=False):
-        call = dict(layout=layout, config=KernelConfig(fused=is_fused)) | options
+        call = dict(layout=layout, config=KernelConfig(fused=is_fused), bounds=None) | options
         yield heads, gpu_call("bfloat16", 1, 2, S, *map(int, heads.split("-")), **call)
 
 
