@@ -63,7 +63,8 @@ parallel_bw_dQKV 128-2-32-64 BNTH num_stages=4  # half of each tile of q and k i
 parallel_fw_H 64-2-96-96 BTNH
 parallel_fw_P 64-2-96-96 BTNH
 parallel_bw_dP 128-1-96-96 BTNH num_stages=3
-parallel_bw_dQKV 128-1-96-96 BTNH num_stages=4
+parallel_bw_dQKV 128-1-96-64 BTNH num_stages=4
+parallel_bw_dQKV 128-1-96-96 BTNH num_stages=4  # or tiles of 96
 recurrent_fw_C 64-2-96-96 BTNH state_rows=32, state_columns=128
 recurrent_fw_H 64-2-96-96 BTNH
 recurrent_fw_H 64-2-96-192 BTNH  # three warpgroups
