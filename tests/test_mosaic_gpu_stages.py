@@ -68,8 +68,9 @@ parallel_bw_dQKV 128-1-96-96 BTNH num_stages=4  # or tiles of 96
 recurrent_fw_C 64-2-96-96 BTNH state_rows=32, state_columns=128
 recurrent_fw_H 64-2-96-96 BTNH
 recurrent_fw_H 64-2-96-192 BTNH  # three warpgroups
-# Items of three parts of 64 columns, so that the next item stores to the tile that was last.
-parallel_bw_dQKV 128-2-192-192 BTNH
+# Items of three parts of 64 columns, so that the next item stores to the tile that was last; the
+# last items of dv reach beyond it.
+parallel_bw_dQKV 128-2-192-320 BTNH
 """
 SLOW_CALLS = """
 parallel_bw_dP 128-4-128-128 BTNH num_stages=3  # chunks of one tile
@@ -81,15 +82,19 @@ parallel_bw_dQKV 128-3-128-256 BTNH num_stages=4
 parallel_bw_dQKV 128-3-64-512 BNTH_unnormalised num_stages=4
 parallel_bw_dQKV 256-3-256-512 BNTH num_stages=4
 parallel_bw_dQKV 128-3-512-256 BNTH_unnormalised num_stages=4
-# Parts of 32 columns: nine of the keys, an odd number of tiles of 64, items of five or of seven.
+# Parts of 32 columns: nine of the keys, an odd number of tiles of 64, items of five or of seven;
+# items that reach beyond the columns of both, or of one.
 parallel_fw_H 64-1-288-96 BTNH
 parallel_fw_P 64-1-288-96 BTNH
 parallel_bw_dP 128-2-160-96 BTNH_unnormalised num_stages=4
 recurrent_fw_C 64-2-96-192 BTNH state_rows=32, state_columns=192, num_splits=2
 recurrent_fw_H 64-2-160-96 BTNH state_rows=160
 parallel_bw_dQKV 128-2-96-192 BTNH_unnormalised
-parallel_bw_dQKV 128-2-160-320 BTNH
-parallel_bw_dQKV 128-1-224-448 BTNH
+parallel_bw_dQKV 128-2-160-320 BTNH siz_b_DHHV=160
+parallel_bw_dQKV 128-1-160-320 BTNH siz_b_DHHV=192
+parallel_bw_dQKV 128-1-224-448 BTNH siz_b_DHHV=224
+parallel_bw_dQKV 128-2-320-640 BTNH
+parallel_bw_dQKV 128-1-448-192 BTNH_unnormalised siz_b_DHHV=256
 """
 
 
