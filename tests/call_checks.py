@@ -2,6 +2,7 @@
 float64, and the comparison."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -413,6 +414,11 @@ GPU_CONFIGS = {
 }
 BOTH_BACKENDS = [dict(backend=backend) for backend in ("triton", "mosaic_gpu")]
 MORE_HEADS = [(80, 96), (96, 192), (192, 320), (1024, 1024)]
+# Multiples of 64, of 32, of 16, of 8 and of none, from 8 to 1,024.
+ANY_HEADS = """
+8-8 16-16 20-37 24-48 32-32 40-100 48-96 64-32 64-96 64-192 80-160 96-96 96-192 100-200 112-224
+128-192 160-320 192-192 192-384 256-640 320-640 384-768 448-448 1024-1024
+"""
 
 
 def gpu_call(dtype, *shape, **call):
@@ -427,6 +433,17 @@ def on_a_gpu(name, *call, marks=(), **options):
     return pytest.param(gpu_call(*call, **options), id=id, marks=[pytest.mark.gpu, *marks])
 
 
+def calls_of_any_heads(**options):
+    """Pairs of 24 head sizes and a gpu_call: in bfloat16, of odd and of even lengths, in both
+    layouts, with the fused scan and with materialised states."""
+    lengths, layouts = (131, 256, 196, 391), ("BTNH", "BNTH", "BTNH")
+    schedules = (True, False, True, False, True)
+    others = map(itertools.cycle, (lengths, layouts, schedules))
+    for heads, S, layout, is_fused in zip(ANY_HEADS.split(), *others, strict=False):
+        call = dict(layout=layout, config=KernelConfig(fused=is_fused), bounds=None) | options
+        yield heads, gpu_call("bfloat16", 1, 2, S, *map(int, heads.split("-")), **call)
+
+
 def gpu_calls():
     """Those of test_gpu.py: at real sizes, with the configs that users get."""
     both = "bfloat16", "float32"
@@ -434,6 +451,8 @@ def gpu_calls():
         for heads in HEADS + MORE_HEADS:  # one of them in the quick selection, in both dtypes
             smoke = [pytest.mark.smoke] * (heads == (128, 256))
             yield on_a_gpu("heads", dtype, 1, 2, 500, *heads, marks=smoke)
+    for heads, call in calls_of_any_heads():
+        yield pytest.param(call, id=f"any_heads-{heads}", marks=pytest.mark.gpu)
     for name, dtype, *heads in (
         *(("default", dtype, *heads) for dtype in both for heads in ((64, 64), (256, 512))),
         ("materialised64", "bfloat16", 256, 512),

@@ -143,10 +143,16 @@ CASES = {
     "splits": case(fused(2), **NARROW),
     "splits_BTNH": case(fused(2), **BTNH, **NARROW),
     "stored_in_splits": case(fused(2), **STORED, **NARROW),
-    "materialised": case(materialised(), shape=(1, 2, 256, 64, 192), **GATES, **NO_CHUNKS),
+    "materialised": case(materialised(), shape=(1, 2, 256, 64, 192), **GATES),
     "materialised_in_splits_BTNH": case(materialised(2), packed=True, **BTNH, **NARROW),
     "two_launches": case(fused(state_rows=64), **NARROW),
     "two_blocks_a_warpgroup": case(fused(siz_b_DHHV=256), shape=(1, 1, 256, 128, 256)),
+    # Tiles that reach beyond the heads, or have three or five parts of a swizzle.
+    "heads_of_96_and_192": case(fused(num_stages=3), shape=(1, 2, 131, 96, 192), **BTNH),
+    "heads_of_96_stored": case(shape=(2, 1, 196, 96, 96), **GATES, **STORED),
+    "heads_of_96_materialised": case(materialised(), shape=(1, 2, 131, 96, 96), **BTNH),
+    "heads_of_96_packed": case(shape=(1, 2, 196, 96, 192), packed=True, lengths=np.array([131])),
+    "heads_of_160_and_320": case(shape=(1, 1, 131, 160, 320), **BTNH),
 }
 
 
@@ -158,7 +164,7 @@ def check_case(name, backend):
         call["segment_ids"] = np.repeat([[3, 0, 7]] * B, [100, 29, S - 129], axis=1)
     of_plan = {name: call[name] for name in ("dtype", "config", "backend", *STORED) if name in call}
     plan, on_mosaic_gpu = planned(*call["shape"], **of_plan)
-    chunk_per_cta = plan.chunk_size == 128 and DHQK in (64, 128) and DHV % 128 == 0
+    chunk_per_cta = plan.chunk_size == 128 and DHQK in (32, 64, 96, 128) and DHV % 32 == 0
     assert chunk_per_cta == ("parallel_bw_dP" not in {x.stage for x in plan.launches})
     assert on_mosaic_gpu >= stages & {x.stage for x in plan.launches}
     assert (plan.fused, plan.num_splits) == (config.fused, config.num_splits or 1)
@@ -171,12 +177,15 @@ def quick_and_slow(names, quick):
     return [name if name in quick else slow(name) for name in names]
 
 
-def check_neighbours(backend, shape):
+def check_neighbours(backend, shape, layout="BNTH", config=None):
     """The second of three heads has the same bits beside finite ones and beside NaN; outputs and
-    gradients."""
+    gradients.
+
+    In the layout "BTNH" the columns of the next head follow those of a head.
+    """
     inputs = random_inputs(11, *shape, dtype="bfloat16")
     x = inputs, cotangents_for(inputs, "bfloat16")
-    run = gradients_of_call(config=fused(), backend=backend)
+    run = gradients_of_call(config=config or fused(), backend=backend, layout=layout)
     poisoned = jax.tree.map(lambda x: x.at[:, ::2].set(jnp.nan), x)
     check_isolated(lambda x: run(*x), x, poisoned, lambda y: jax.tree.map(lambda x: x[:, 1], y))
 
@@ -185,12 +194,14 @@ def check_neighbours(backend, shape):
 class Recurrences:
     """A call of recurrent_bw_dC on Mosaic GPU; the operands come scaled, or with weights.
 
-    rows: of a block of the state; None: the most, 256 or less.
+    rows, columns: of a block of the state, which may reach beyond it; None: the most rows, 256 or
+      less, in as many columns as there can be.
     """
 
     shape: tuple = (1, 2, 256, 128, 128)  # B, NH, S, DHQK, DHV
     L: int = 128
     rows: int | None = None
+    columns: int | None = None
     num_stages: int = 3
     num_splits: int = 1
     weighted: bool = True
@@ -205,12 +216,11 @@ class Recurrences:
         return make_problem(self.shape[:-1], self.shape[-1], self.L, pad_heads=False)
 
     def launch(self, lowering):
-        """With blocks of as many columns as there can be."""
         if lowering is Lowering.XLA:
             return plain(self.problem)
         tiles_class, (*_, K, V) = mosaic_gpu_tiles("recurrent_bw_dC"), self.shape
-        rows = self.rows or largest_rows(K)
-        tiles = tiles_class(rows, 64 if V % 128 else 128, self.num_stages, self.num_splits)
+        rows, columns = self.rows or largest_rows(K), self.columns or (64 if V % 128 else 128)
+        tiles = tiles_class(rows, columns, self.num_stages, self.num_splits)
         assert tiles.supports(self.problem, has_h=self.delta)
         return Launch(self.problem, tiles, None, lowering)
 
@@ -285,5 +295,13 @@ RECURRENCES = {
         (1, 2, 512, 64, 64), L=64, num_stages=2, num_splits=4, layout="BTNH", delta=True
     ),
     "columns_of_64": Recurrences((1, 2, 128, 64, 192), L=64, states=False),
+    # Three warpgroups; blocks beyond the columns, or beyond the rows.
+    "columns_of_192": Recurrences((1, 2, 128, 96, 192), rows=96, columns=192, layout="BTNH"),
+    "delta_beyond_the_columns": Recurrences(
+        (1, 2, 256, 96, 96), rows=96, columns=128, layout="BTNH", delta=True
+    ),
+    "beyond_the_rows": Recurrences(
+        (1, 2, 256, 160, 96), rows=96, columns=64, num_splits=2, delta=True
+    ),
     "delta_scaled_float16": Recurrences(weighted=False, dtype="float16", delta=True),
 }

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from mosaic_gpu_cases import check_neighbours, quick_and_slow
+from mosaic_gpu_cases import check_neighbours, fused, materialised, quick_and_slow
 from oracle import (
     HELPERS,
     check_isolated,
@@ -40,17 +40,27 @@ def small(name, **changes):
 
 
 SPLIT = small("recurrent_fw_C", num_splits=2) | small("recurrent_bw_dC", num_splits=2)
-# Blocks that reach beyond the columns of (B, S, NH, D), which the next head's follow.
-PARTIAL = {
-    name: tiles | dict.fromkeys({*WIDE} & {*tiles}, 32)
-    for stage in STAGES
-    for name, tiles in small(stage).items()
-}
-# Options of the config, whether states are stored, S and L.
+
+
+def partial(block):
+    """Blocks that reach beyond the columns of (B, S, NH, D), which the next head's follow."""
+    return {
+        name: tiles | dict.fromkeys({*WIDE} & {*tiles}, block)
+        for stage in STAGES
+        for name, tiles in small(stage).items()
+    }
+
+
+# Options of the config, whether states are stored, S and L; heads in the layout "BTNH".
 CASES = {
     "materialised": ({}, False, 64, 32),
-    "materialised-partial": (PARTIAL, False, 64, 32),
-    "fused-partial": (dict(fused=True) | PARTIAL, False, 64, 32),
+    "materialised-partial": (partial(32), False, 64, 32, 48, 80),
+    "fused-partial": (dict(fused=True) | partial(32), False, 64, 32, 48, 80),
+    "materialised-80-112": (partial(64), False, 61, 32, 80, 112),
+    "fused-80-112": (dict(fused=True) | partial(32), False, 61, 32, 80, 112),
+    "materialised-96-96": (partial(64), True, 61, 32, 96, 96),
+    "fused-96-96": (dict(fused=True) | partial(64), False, 61, 32, 96, 96),
+    "fused-96-192-stored": (dict(fused=True) | partial(128), True, 61, 32, 96, 192),
     "materialised-long_chunks": ({}, False, 256, 256),
     "materialised-splits": (SPLIT, False, 64, 32),
     "fused": (dict(fused=True), False, 64, 32),
@@ -76,12 +86,12 @@ def check(run, x):
 @pytest.mark.parametrize("case", quick_and_slow(CASES, QUICK))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_write_everything_and_read_nothing_of_their_neighbours(backend, case):
-    changes, stored, S, L = CASES[case]
+    changes, stored, S, L, *heads = CASES[case]
     tiles = {name: x for stage in STAGES for name, x in small(stage).items()}
     config = KernelConfig(**dict(chunk_size=L, fused=False) | tiles | changes)
     options = dict(config=config, backend=backend, recompute_states_in_bw=not stored)
-    heads, layout = ((48, 80), "BTNH") if case.endswith("partial") else ((DHQK, DHV), "BNTH")
-    inputs, options["layout"] = random_inputs(0, 1, HEADS, S, *heads), layout
+    inputs = random_inputs(0, 1, HEADS, S, *heads or (DHQK, DHV))
+    options["layout"] = "BTNH" if heads else "BNTH"
     x, run = (inputs, cotangents_for(inputs, "float32")), gradients_of_call(**options)
     calls = compile_report.equations(jax.make_jaxpr(run)(*x).jaxpr, "pallas_call")
     kernels, fused = {call.params["name"] for call in calls}, case.startswith("fused")
@@ -93,6 +103,14 @@ def test_kernels_write_everything_and_read_nothing_of_their_neighbours(backend, 
     assert kernels - HELPERS == {*expected}
     assert ("split_products" in kernels) == case.endswith("splits")
     check(lambda x: run(*x), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("heads", [(20, 37), (80, 112), (96, 96), (96, 192), (320, 640)], ids=str)
+def test_planned_tiles_read_nothing_of_their_neighbours(heads, fused):
+    """And write nothing there; test_mosaic_gpu_on_a_gpu.py has those of Mosaic GPU."""
+    check_neighbours("triton", (1, 3, 196, *heads), "BTNH", KernelConfig(fused=fused))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -160,9 +178,17 @@ def test_rows_and_columns_beyond_an_end_are_neither_read_nor_written(lowering):
 
 @needs_mosaic_gpu
 @pytest.mark.slow
-def test_interpreted_mosaic_gpu_kernels_read_nothing_of_their_neighbours():
+@pytest.mark.parametrize(
+    ("S", "DHQK", "DHV", "options"),
+    [
+        (256, 64, 128, ()),
+        (131, 96, 192, ("BTNH", fused(num_stages=3))),
+        (131, 96, 96, ("BTNH", materialised())),
+    ],
+)
+def test_interpreted_mosaic_gpu_kernels_read_nothing_of_their_neighbours(S, DHQK, DHV, options):
     """What they do not write is NaN, which the comparisons with float64 find."""
-    check_neighbours("mosaic_gpu_interpret", (1, 3, 256, 64, 128))
+    check_neighbours("mosaic_gpu_interpret", (1, 3, S, DHQK, DHV), *options)
 
 
 @needs_mosaic_gpu

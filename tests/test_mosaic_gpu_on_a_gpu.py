@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_gates
-from call_checks import BTNH, STORED, check_call, gpu_call
+from call_checks import (
+    ANY_HEADS,
+    BTNH,
+    MATERIALISED,
+    STORED,
+    calls_of_any_heads,
+    check_call,
+    gpu_call,
+)
 from mosaic_gpu_cases import (
     ALL,
     CASES,
@@ -75,6 +83,31 @@ def vector_states_on_a_gpu():
         call = launch_of("vector_states", problem, "bfloat16", Lowering.MOSAIC_GPU)
         assert (call.tiles.num_splits > 1) == (NC == 1024)
         test_gates.check_vector_states(call, backward)
+
+
+def any_heads_on_a_gpu(*names):
+    """Those of 24 head sizes; Mosaic GPU has kernels for multiples of 32."""
+    calls = dict(calls_of_any_heads(backend="mosaic_gpu"))
+    for name in names:
+        print(name, flush=True)
+        call = calls[name]
+        stages = mosaic_stages(*call["shape"], config=call["config"])
+        multiples = all(D % 32 == 0 for D in call["shape"][-2:])
+        assert ("recurrent_bw_dC" in stages) == multiples, stages
+        check_call(**call)
+
+
+def other_schedule_on_a_gpu(*names):
+    """Those of published models, which any_heads_on_a_gpu runs with the fused scan or without."""
+    for name, call in calls_of_any_heads(backend="mosaic_gpu"):
+        if name in names:
+            check_call(**call | dict(config=KernelConfig(fused=not call["config"].fused)))
+
+
+def columns_on_a_gpu(*heads):
+    """Nothing beyond the last column of a head is read or written, by tiles that reach beyond."""
+    for x in (FUSED, MATERIALISED):
+        check_neighbours("mosaic_gpu", (1, 3, 196, *heads), "BTNH", x)
 
 
 def check_plan(*shape, several=({},)):
@@ -167,6 +200,9 @@ GPU_CHECKS = [
     *((plan_on_a_gpu, 2040, *heads) for heads in ((256, 512), (128, 256), (64, 128))),
     *((plan_on_a_gpu, 2048, *heads) for heads in ((256, 256), (128, 128), (512, 512))),
     (vector_states_on_a_gpu,),
+    *((any_heads_on_a_gpu, *ANY_HEADS.split()[part::8]) for part in range(8)),
+    *((other_schedule_on_a_gpu, *x.split()) for x in ("96-96 96-192 128-192", "192-384 320-640")),
+    *((columns_on_a_gpu, *heads) for heads in ((96, 96), (96, 192), (160, 320), (320, 640))),
     *((many_chunks_on_a_gpu, *heads) for heads in ((64, 128), (128, 256))),
     (check_neighbours, "mosaic_gpu", (2, 3, 512, 256, 512)),
     (packed_resets_on_a_gpu,),

@@ -59,6 +59,18 @@ recurrent_fw_C 128-2-64-256 BNTH state_rows=64, state_columns=128, num_stages=2,
 parallel_bw_dQKV 128-1-128-128 BTNH num_stages=4
 parallel_bw_dQKV 128-2-64-256 BNTH num_stages=4
 parallel_bw_dQKV 128-2-32-64 BNTH num_stages=4  # half of each tile of q and k is beyond the head
+# Heads of 96: three parts of a swizzle, and tiles of 64, of 128 or of 128 rows that reach beyond.
+parallel_fw_H 64-2-96-96 BTNH
+parallel_fw_P 64-2-96-96 BTNH
+parallel_bw_dP 128-1-96-96 BTNH num_stages=3
+parallel_bw_dQKV 128-1-96-64 BTNH num_stages=4
+parallel_bw_dQKV 128-1-96-96 BTNH num_stages=4  # or tiles of 96
+recurrent_fw_C 64-2-96-96 BTNH state_rows=32, state_columns=128
+recurrent_fw_H 64-2-96-96 BTNH
+recurrent_fw_H 64-2-96-192 BTNH  # three warpgroups
+# Items of three parts of 64 columns, so that the next item stores to the tile that was last; the
+# last items of dv reach beyond it.
+parallel_bw_dQKV 128-2-192-320 BTNH
 """
 SLOW_CALLS = """
 parallel_bw_dP 128-4-128-128 BTNH num_stages=3  # chunks of one tile
@@ -70,6 +82,19 @@ parallel_bw_dQKV 128-3-128-256 BTNH num_stages=4
 parallel_bw_dQKV 128-3-64-512 BNTH_unnormalised num_stages=4
 parallel_bw_dQKV 256-3-256-512 BNTH num_stages=4
 parallel_bw_dQKV 128-3-512-256 BNTH_unnormalised num_stages=4
+# Parts of 32 columns: nine of the keys, an odd number of tiles of 64, items of five or of seven;
+# items that reach beyond the columns of both, or of one.
+parallel_fw_H 64-1-288-96 BTNH
+parallel_fw_P 64-1-288-96 BTNH
+parallel_bw_dP 128-2-160-96 BTNH_unnormalised num_stages=4
+recurrent_fw_C 64-2-96-192 BTNH state_rows=32, state_columns=192, num_splits=2
+recurrent_fw_H 64-2-160-96 BTNH state_rows=160
+parallel_bw_dQKV 128-2-96-192 BTNH_unnormalised
+parallel_bw_dQKV 128-2-160-320 BTNH siz_b_DHHV=160
+parallel_bw_dQKV 128-1-160-320 BTNH siz_b_DHHV=192
+parallel_bw_dQKV 128-1-224-448 BTNH siz_b_DHHV=224
+parallel_bw_dQKV 128-2-320-640 BTNH
+parallel_bw_dQKV 128-1-448-192 BTNH_unnormalised siz_b_DHHV=256
 """
 
 
@@ -81,7 +106,7 @@ def test_the_kernel_agrees_with_the_plain_form(line):
     gradients = stage == "parallel_bw_dQKV"
     options = dict(layout=layout, normalised=not unnormalised, f_shift=6.0)
     x = case("bfloat16", L, chunks * L, (1, 3 if gradients else 2), *columns, **options)
-    x.check(stage, tiles, tiles_inside=gradients and columns[0] in (32, 64, 128), **ON)
+    x.check(stage, tiles, tiles_inside=gradients and columns[0] in (32, 64, 96, 128), **ON)
 
 
 def with_floors_of_one():
@@ -164,6 +189,7 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
         ((2, 2, 512, 64), 64, "BTNH", "float16"),  # in two CTAs of four sums each
         ((1, 1, 1024, 64), 1024, "BTNH", "bfloat16"),  # in two CTAs
         ((1, 2, 192, 320), 64, "BNTH", "bfloat16"),
+        ((2, 2, 128, 96), 128, "BTNH", "bfloat16"),
     ],
 )
 def test_step_sums_against_float64(shape, L, layout, dtype):
@@ -202,9 +228,12 @@ def test_tiles_that_are_copied_by_groups_are_where_they_should_be(B, NH, num_spl
 
 
 # Less than a group of chunks, one, and four splits of two with five chunks more.
-@pytest.mark.parametrize(("NC", "backward"), [(5, False), (16, True), (148, False), (148, True)])
-def test_vector_states(NC, backward):
-    problem = make_problem((1, 2, 64 * NC, 128), 128, 64, pad_heads=False)
+@pytest.mark.parametrize(
+    ("NC", "D", "backward"),
+    [(5, 128, False), (16, 128, True), (148, 128, False), (148, 128, True), (5, 96, True)],
+)
+def test_vector_states(NC, D, backward):
+    problem = make_problem((1, 2, 64 * NC, D), D, 64, pad_heads=False)
     call = call_of("vector_states", problem, num_splits=4 if NC == 148 else 1)
     test_gates.check_vector_states(call, backward)
 
@@ -276,6 +305,12 @@ def test_the_stabiliser_scan_of_many_chunks():
         np.testing.assert_allclose(result[:, c], m, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("name", quick_and_slow(RECURRENCES, quick=("weighted", "delta", "splits")))
+QUICK_RECURRENCES = (
+    *("weighted", "delta", "splits"),
+    *("columns_of_192", "delta_beyond_the_columns", "beyond_the_rows"),
+)
+
+
+@pytest.mark.parametrize("name", quick_and_slow(RECURRENCES, quick=QUICK_RECURRENCES))
 def test_interpreted_recurrences_against_float64(name):
     RECURRENCES[name].check(Lowering.MOSAIC_GPU_INTERPRET)

@@ -36,6 +36,33 @@ def test_the_table_of_plans(any_jax):
         assert (call, *plans.planned(call)) == (call, *lines)
 
 
+FUSED = "chunk_gates parallel_fw_P recurrent_fw_H "
+STATES = "chunk_gates recurrent_fw_C parallel_fw_H "
+SCORES = "chunk_gates parallel_bw_dP recurrent_bw_dC parallel_bw_dQKV"
+BY_CHUNK = "chunk_gates recurrent_bw_dC parallel_bw_dQKV"
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
+@pytest.mark.parametrize(
+    ("sizes", "backward"),
+    [
+        ((32, 4, 2048, 96, 192), BY_CHUNK),  # xLSTM 125M
+        ((16, 4, 2048, 192, 384), SCORES),  # 760M
+        ((8, 4, 2048, 320, 640), SCORES),  # 2.7B
+        ((256, 4, 196, 96, 96), BY_CHUNK),  # Vision-LSTM
+        ((32, 4, 2048, 128, 192), BY_CHUNK),
+        ((32, 4, 2048, 160, 320), SCORES),
+    ],
+)
+def test_heads_of_published_models_run_on_mosaic_gpu(sizes, backward, gpu, any_jax):
+    """All stages, by the schedule that is planned and with materialised states."""
+    options = dict(backend="mosaic_gpu", gpu=gpu)
+    for config, forward in (None, FUSED), (KernelConfig(fused=False), STATES):
+        call = planned(*sizes, config=config, **options)
+        assert [x.stage for x in call.launches] == (forward + backward).split()
+        assert {x.lowering for x in call.launches} == {"mosaic_gpu"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "gpu", "heads"),
