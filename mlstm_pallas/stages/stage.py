@@ -73,7 +73,9 @@ SIZE = functools.partial(check_integer, least=MIN_TILE, most=MAX_TILE_SIZE, powe
 _BLOCK = functools.partial(check_integer, least=MIN_TILE, most=1024)
 # The checks of the fields of tiles. Each gets the field as messages name it, and its value.
 FIELDS: dict[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(("siz_b_LQ", "siz_b_LKV", "siz_b_L", "siz_b_DHQK", "block_k"), SIZE),
+    **dict.fromkeys(
+        ("siz_b_LQ", "siz_b_LKV", "siz_b_L", "siz_b_DHQK", "siz_b_DHHV", "block_k"), SIZE
+    ),
     **dict.fromkeys(("siz_b_DHHV", "state_rows", "state_columns"), _BLOCK),
     "num_warps": functools.partial(check_integer, least=1, most=16, power_of_two=True),
     "num_stages": functools.partial(check_integer, least=1, most=8),
