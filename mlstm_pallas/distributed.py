@@ -459,10 +459,10 @@ def mlstm_chunkwise_sequence_parallel(
 
     Each device sends 1 + ceil(log2(P - 1)) summaries of a shard in the forward
     pass and as many in the backward pass (none for P = 1). A summary has up to
-    DHQK DHV + DHQK + 6 floats of 4 bytes per batch entry and head. DHQK and DHV
-    count here as the kernels see them: padded to a multiple of 16, and not padded
-    with backend "xla". return_last_states adds one all-reduce of the states. The
-    memory per device does not depend on P.
+    DHQK DHV + DHQK + 6 floats of 4 bytes per batch entry and head. Here DHQK
+    and DHV are padded to multiples of 16, unless the backend is "xla".
+    return_last_states adds one all-reduce of the states. The memory per device
+    does not depend on P.
 
     As with ``mlstm_chunkwise``, only first derivatives in reverse mode exist.
 

@@ -64,7 +64,7 @@ step_benchmark --impl=mosaic_gpu: unknown mosaic_gpu, known are triton, interpre
 tune --backend=triton: there is no GPU here to tune for
 tune --backend=interpret: times of interpreted kernels do not belong in mlstm_pallas/tuning
 tune --backend=interpret --output=x --log=/no/such/x: No such file or directory: '/no/such/x'
-tune --backend=interpret --output=x --shape=1x1x500x65x64: tune S, DHQK, DHV = 512, 128, 64
+tune --backend=interpret --output=x --shape=1x1x500x65x64: tune S, DHQK, DHV = 512, 80, 64
 tune --backend=interpret --output=x --log={__file__}: line 1 is no result of this program
 tune --backend=interpret --output={__file__}: is no tuning file
 xlstm_lm_benchmark --impl=triton: triton needs a GPU

@@ -62,7 +62,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
 from mlstm_pallas.mosaic_gpu.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel, persistent_call
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
-from mlstm_pallas.problem.dimensions import MIN_TILE, Problem
+from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients
 from mlstm_pallas.stages.stage import Launch, ScaledRows
@@ -308,4 +308,4 @@ class Tiles(RingTiles):
             yield cls(4, num_ctas=gpu.sms).clamped(p)
 
     def divides(self, p: Problem, **asked) -> bool:
-        return self.num_stages >= 2 and part_columns(p) > MIN_TILE and p.L % TILE == 0
+        return self.num_stages >= 2 and p.L % TILE == 0

@@ -55,7 +55,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
 )
 from mlstm_pallas.mosaic_gpu.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel, persistent_call
-from mlstm_pallas.problem.dimensions import MIN_TILE, Problem
+from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
 from mlstm_pallas.stages.stage import Launch, sequence_shape
@@ -470,7 +470,7 @@ def by_chunk(p: Problem) -> bool:
 
     A warpgroup has registers for 64 x 128 elements of dq and of dk.
     """
-    return p.L == 128 and p.DHQK in (32, 64, 96, 128) and p.DHV % 32 == 0
+    return p.L == 128 and p.DHQK <= 128
 
 
 def _columns(p: Problem) -> int:
@@ -513,7 +513,7 @@ class Tiles(RingTiles):
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
         """At DHQK 128, six stages by chunk: more would leave spilled registers too little L1."""
-        if part_columns(p) <= MIN_TILE or p.L % ROWS:
+        if p.L % ROWS:
             return
         if by_chunk(p):
             columns, stages = chunkwise.columns_of_tile(p), 7 if p.DHQK <= 64 else 6
@@ -524,8 +524,7 @@ class Tiles(RingTiles):
 
     def divides(self, p: Problem, **asked) -> bool:
         """With fewer stages than a step holds at once the kernel would deadlock."""
-        part = part_columns(p)
-        if self.computes_scores != by_chunk(p) or part <= MIN_TILE or p.L % ROWS:
+        if self.computes_scores != by_chunk(p) or p.L % ROWS:
             return False
         if self.computes_scores:
             return self.siz_b_DHHV == chunkwise.columns_of_tile(p) and self.num_stages >= 4

@@ -1,6 +1,6 @@
 """parallel_bw_dQKV on Mosaic GPU, with one CTA that computes P, dP and all gradients of a chunk.
 
-L is 128, and DHQK is 32, 64, 96 or 128. An item of ``persistent.py`` is a chunk. Two warpgroups
+L is 128, and DHQK is at most 128. An item of ``persistent.py`` is a chunk. Two warpgroups
 multiply, each for 64 rows of the chunk. Tiles of 64 columns are copied num_stages tiles ahead,
 across chunks too. The last tile of a head may reach beyond it, where it has zeros. If 96 is DHQK
 and divides DHV, tiles have 96 columns, because fewer steps take less time. k stays in shared memory
@@ -490,10 +490,8 @@ def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[st
     """Shared memory of the kernel."""
     tiles = functools.partial(shared_tiles, dtype=dtype, part=part_columns(p))
     depth = columns_of_tile(p)
-    parts, k_stages = (
-        blocks_over(p.DHQK, depth),
-        128 // p.DHQK,
-    )  # chunks whose k is in shared memory
+    parts = blocks_over(p.DHQK, depth)
+    k_stages = 2 if p.DHQK <= 64 else 1  # chunks whose k is in shared memory
     blocks_of_P = tiles(3 * WG_ROWS, WG_ROWS)
     sums = plgpu.SMEM((2, WG_ROWS * depth * dtype.itemsize // 4), jnp.float32)
     return {

@@ -54,7 +54,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     unravel,
 )
 from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, HopperTiles
-from mlstm_pallas.problem.dimensions import MIN_TILE, Problem
+from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
 from mlstm_pallas.stages.stage import Launch, largest_rows, sequence_shape
@@ -281,10 +281,7 @@ class Tiles(HopperTiles):
         columns = next((x for x in (256, 128) if p.DHV % x == 0), largest_rows(p.DHV, unit=part))
         few = min(columns, 128)
         two = cls(WG_ROWS, columns, 2)
-        if (
-            part > MIN_TILE
-            and 2 * (two.shared_bytes(p, KERNEL_DTYPE) + 1024) <= gpu.sm_shared_bytes
-        ):
+        if 2 * (two.shared_bytes(p, KERNEL_DTYPE) + 1024) <= gpu.sm_shared_bytes:
             yield two
         for sizes in (
             (128, columns, 2),
@@ -297,6 +294,5 @@ class Tiles(HopperTiles):
 
     def divides(self, p: Problem, **asked) -> bool:
         LQ, columns = self.siz_b_LQ, self.siz_b_DHHV
-        part = part_columns(p)
-        known = part > MIN_TILE and columns <= 256 and LQ in (WG_ROWS, 2 * WG_ROWS)
-        return known and p.DHV % columns == columns % part == p.L % LQ == 0
+        known = columns <= 256 and LQ in (WG_ROWS, 2 * WG_ROWS)
+        return known and p.DHV % columns == columns % part_columns(p) == p.L % LQ == 0

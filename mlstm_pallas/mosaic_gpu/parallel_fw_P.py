@@ -174,4 +174,4 @@ class Tiles(HopperTiles):
 
     def divides(self, p: Problem, **asked) -> bool:
         """Shared memory holds all of q and k of a chunk."""
-        return p.L == WG_ROWS and part_columns(p) > 16
+        return p.L == WG_ROWS

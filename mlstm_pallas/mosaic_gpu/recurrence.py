@@ -53,7 +53,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
 )
 from mlstm_pallas.mosaic_gpu.limits import HEADS, HopperTiles
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
-from mlstm_pallas.problem.dimensions import MIN_TILE, Problem
+from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages import recurrent_bw_dC as dC
 from mlstm_pallas.stages import recurrent_fw_C as fw_C
@@ -441,11 +441,10 @@ class Tiles(HopperTiles):
     def divides(self, p: Problem, *, has_x: bool = False, **asked) -> bool:
         rows, columns = self.state_rows, self.state_columns
         return (
-            part_columns(p) > MIN_TILE
-            and columns in ROWS
+            columns in ROWS
             and rows <= (min(columns, ROWS[columns]) if has_x else ROWS[columns])
             and rows % part_columns(p) == p.L % STEPS == 0
-            and not (has_x and (p.DHQK % rows or rows % min(rows, WG_ROWS)))
+            and not (has_x and (p.DHQK % rows or rows % min(rows, WG_ROWS) or rows < 32))
             and self.num_stages >= 2  # a slot becomes free while the next step's product runs
             and p.NC % self.num_splits == 0
             and 2 * p.BNH * self.num_splits <= HEADS

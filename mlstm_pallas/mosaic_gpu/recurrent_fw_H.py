@@ -344,7 +344,7 @@ class Tiles(HopperTiles):
         L, columns, rows = min(p.L, self.siz_b_L), self.siz_b_DHHV, self.state_rows
         parts, rest = divmod(columns, WG_ROWS * self.warpgroups)
         return (
-            rows >= part_columns(p) > 16
+            rows > 0
             and p.DHQK % rows == rows % part_columns(p) == rest == 0
             and p.DHV > WG_ROWS
             and L == WG_ROWS

@@ -48,9 +48,13 @@ TILE, GROUP = 64, 16  # steps per copy, and steps that a CTA adds at a time, 4 p
 
 
 def _by_warps(part: int):
-    """The layout of (GROUP, columns): a warp has 4 rows, a lane neighbouring columns of a part."""
-    tiling = plgpu.Tiling(((GROUP, part), (4, part), (part // 32,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1)
+    """The layout of (GROUP, columns): a warp has 4 rows, a lane neighbouring columns of a part.
+
+    A part of 16 columns has too few for 32 lanes, so 8 lanes share a row.
+    """
+    of_lane, lane_dims = (2, (-3, -2)) if part == 16 else (part // 32, (-2,))
+    tiling = plgpu.Tiling(((GROUP, part), (4, part), (of_lane,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=lane_dims, vector_dim=-1)
 
 
 def _kernel(
@@ -140,4 +144,4 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
 
 class Tiles(HopperTiles):
     def divides(self, p: Problem, **asked) -> bool:
-        return p.L % TILE == 0 and part_columns(p) > 16
+        return p.L % TILE == 0

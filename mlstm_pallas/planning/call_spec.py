@@ -160,7 +160,7 @@ def chunk_size_for(spec: CallSpec) -> int:
         return size
     if spec.dtype.itemsize > 2:
         return 64
-    on_hopper = lowering.folder == "mosaic_gpu" and DHQK % 32 == DHV % 32 == 0
+    on_hopper = lowering.folder == "mosaic_gpu"
     if on_hopper and 128 < DHQK < DHV:  # measured at 160/320, 192/256 and 192/384
         size += size // 4
     return min(max(next_power_of_two(size), 128 if on_hopper else 64), 256)

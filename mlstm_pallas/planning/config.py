@@ -14,7 +14,7 @@ from mlstm_pallas.formulas.tiles import Precision
 from mlstm_pallas.planning.dispatch import kernels
 from mlstm_pallas.problem.dimensions import MIN_CHUNK_SIZE
 from mlstm_pallas.problem.validation import check_instance, check_power_of_two, shown
-from mlstm_pallas.stages.stage import FIELDS, SIZE, Lowering
+from mlstm_pallas.stages.stage import BLOCK, FIELDS, Lowering
 
 Fields = tuple[tuple[str, Any], ...]
 
@@ -116,9 +116,9 @@ class KernelConfig:
 
 
 def _check(kernel: str, field: str) -> Callable[[str, Any], Any]:
-    """The check of a field; blocks of Triton have sides of powers of two."""
-    powers = kernel.startswith(Lowering.TRITON) and field == "siz_b_DHHV"
-    return SIZE if powers else FIELDS[field]
+    """The check of a field; Mosaic GPU's kernels may have any number of values in a tile."""
+    any_multiple = kernel.startswith(Lowering.MOSAIC_GPU) and field == "siz_b_DHHV"
+    return BLOCK if any_multiple else FIELDS[field]
 
 
 def tuning_name(device_kind: str) -> str:

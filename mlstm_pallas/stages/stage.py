@@ -69,14 +69,14 @@ def largest_rows(DHQK: int, most: int = 256, unit: int = 64) -> int:
     return max((rows for rows in range(unit, most + 1, unit) if DHQK % rows == 0), default=0)
 
 
-SIZE = functools.partial(check_integer, least=MIN_TILE, most=MAX_TILE_SIZE, power_of_two=True)
-_BLOCK = functools.partial(check_integer, least=MIN_TILE, most=1024)
+_SIZE = functools.partial(check_integer, least=MIN_TILE, most=MAX_TILE_SIZE, power_of_two=True)
+BLOCK = functools.partial(check_integer, least=MIN_TILE, most=1024)
 # The checks of the fields of tiles. Each gets the field as messages name it, and its value.
 FIELDS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(
-        ("siz_b_LQ", "siz_b_LKV", "siz_b_L", "siz_b_DHQK", "siz_b_DHHV", "block_k"), SIZE
+        ("siz_b_LQ", "siz_b_LKV", "siz_b_L", "siz_b_DHQK", "siz_b_DHHV", "block_k"), _SIZE
     ),
-    **dict.fromkeys(("siz_b_DHHV", "state_rows", "state_columns"), _BLOCK),
+    **dict.fromkeys(("state_rows", "state_columns"), BLOCK),
     "num_warps": functools.partial(check_integer, least=1, most=16, power_of_two=True),
     "num_stages": functools.partial(check_integer, least=1, most=8),
     "num_splits": functools.partial(check_integer, least=1, power_of_two=True),
