@@ -127,8 +127,7 @@ def _recurrence(
     of_rows, of_columns = block(row_block, rows), block(column_block, columns)
     part = column_block * readers + wg  # which 64 columns of X the warpgroup has
     X_columns, tile_columns = block(part, WG_ROWS), block(wg, WG_ROWS)
-    x_size = min(rows, WG_ROWS)
-    x_part = wg if rows > WG_ROWS else 0  # which x_size rows of the block x is of
+    x_size, x_part = min(rows, WG_ROWS), wg if rows > WG_ROWS else 0  # of the block's rows
     x_rows = block(row_block * (rows // x_size) + x_part, x_size)
     x_columns = block(x_part, x_size)
     a, b = head_of(x.a, head, p), head_of(x.b, head, p)

@@ -97,6 +97,17 @@ def _initial(states, part, rows, columns):
     return jnp.where(jnp.broadcast_to(part.has_state, CT.shape), CT, 0.0)
 
 
+def _clear(h, steps_of, num_chunks, places) -> None:
+    """Stores zeros in chunks of h; places: tiles in shared memory, with columns of h."""
+    for tile, columns in places:
+        products.store(tile, jnp.zeros(tile.shape, tile.dtype))
+        plgpu.commit_smem()
+
+        @each(num_chunks)
+        def clear_chunk(chunk, tile=tile, columns=columns):
+            copy_out(tile, h.at[steps_of(chunk), columns])
+
+
 def _kernel(
     parts_gmem,  # of ``ChunkList``: (B * NH, N + 3) each, None without a list
     operands,  # _Operands
@@ -209,18 +220,10 @@ def _kernel(
     if C_last_gmem is not None:
         pl.when(part.has_state)(store_last)
 
-    def store_zeros():
-        for b, to in enumerate(columns):
-            tile = h_smem.at[wg * num_blocks + b]
-            products.store(tile.T, jnp.zeros((WG_ROWS, L), dtype))
-            plgpu.commit_smem()
-
-            @each(part.zeros)
-            def store_chunk(chunk, tile=tile, to=to):
-                copy_out(tile, h.at[steps_of(chunk), to])
-
     if in_list:
-        pl.when(part.zeros > 0)(store_zeros)
+        places = [(h_smem.at[wg * num_blocks + b], to) for b, to in enumerate(columns)]
+        clear = functools.partial(_clear, h, steps_of, part.zeros, places)
+        pl.when(part.zeros > 0)(clear)
     plgpu.wait_smem_to_gmem(0)
     ring.epilogue()
 
