@@ -159,7 +159,7 @@ CASES = {
 def check_case(name, backend):
     """Outputs and the gradients of all inputs of a case against float64."""
     call = dict(seed=5, packed=False, backend=backend) | vars(CASES[name])
-    stages, config, (B, _, S, DHQK, DHV) = call.pop("stages"), call["config"], call["shape"]
+    stages, config, (B, _, S, DHQK, _) = call.pop("stages"), call["config"], call["shape"]
     if call.pop("packed"):  # segments that begin inside a chunk and inside a tile, one over two
         call["segment_ids"] = np.repeat([[3, 0, 7]] * B, [100, 29, S - 129], axis=1)
     of_plan = {name: call[name] for name in ("dtype", "config", "backend", *STORED) if name in call}

@@ -1,6 +1,6 @@
-"""At -1e6 and below a gate counts as -inf: it resets, or stores nothing.
+"""Gates of -inf: resets, and steps that store nothing or leave the states as they are.
 
-Above, it is an ordinary gate.
+At -1e6 and below a gate counts as -inf. Above, it is an ordinary gate.
 """
 
 import functools
@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_close, emptied, oracle, random_inputs, token_at, tolerance
+from oracle import (
+    assert_close,
+    cotangents_for,
+    emptied,
+    oracle,
+    random_inputs,
+    slow,
+    token_at,
+    tolerance,
+)
 from test_gates import FORMS, gates_of
 
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
@@ -108,3 +117,89 @@ def test_a_floor_of_zero_leaves_states_of_very_negative_m():
     assert float(np.linalg.norm(expected)) > 1
     result = mlstm_chunkwise(**inputs, chunk_size=32, backend="interpret", norm_val=0.0)
     assert_close(result, expected, tolerance("float32", 40 + 8))
+
+
+def steps(inputs, at):
+    """The inputs at some steps."""
+    return {name: x if "initial" in name else x[:, :, at] for name, x in inputs.items()}
+
+
+def masked(inputs, mask):
+    """The recipe of docs/arguments.md."""
+    i, f = (jnp.where(mask[:, None], inputs[x], y) for x, y in (("i", -jnp.inf), ("f", jnp.inf)))
+    qkv = {x: jnp.where(mask[:, None, :, None], inputs[x], 0) for x in "qkv"}
+    return inputs | qkv | dict(i=i, f=f)
+
+
+@pytest.mark.parametrize("backend", [slow("interpret"), "xla"])
+def test_left_padding_changes_nothing(backend):
+    """Outputs, states and gradients of the other steps; the padding has NaN."""
+    S, padding = 40, 13
+    inputs = random_inputs(3, 2, 2, S, 16, 16)
+    cotangents = cotangents_for(inputs, "float32")
+    mask = jnp.broadcast_to(jnp.arange(S) >= padding, (2, S))
+    padded = {
+        x: y if "initial" in x else y.at[:, :, :padding].set(jnp.nan) for x, y in inputs.items()
+    }
+    call = functools.partial(
+        mlstm_chunkwise, chunk_size=16, return_last_states=True, backend=backend
+    )
+
+    @jax.jit
+    def run(x, cotangents, mask=None):
+        outputs, back = jax.vjp(lambda x: call(**x if mask is None else masked(x, mask)), x)
+        dh, *rest = cotangents
+        return jax.tree.leaves(outputs), back((dh, tuple(rest)))[0]
+
+    (h, *states), gradients = run(padded, cotangents, mask)
+    dh, *rest = cotangents
+    kept = slice(padding, S)
+    (expected_h, *expected), expected_gradients = run(steps(inputs, kept), [dh[:, :, kept], *rest])
+    bound = tolerance("float32", S + 16)
+    assert not np.any(h[:, :, :padding])
+    assert_close(h[:, :, kept], expected_h, bound)
+    for x, y in zip(states, expected, strict=True):
+        assert_close(x, y, bound)
+    for name, x in gradients.items():
+        if "initial" not in name:
+            assert not np.any(x[:, :, :padding])
+            x = x[:, :, kept]
+        assert_close(x, expected_gradients[name], 4 * bound)
+
+
+@pytest.mark.parametrize("backend", ["interpret", "xla"])
+def test_masked_steps_keep_states_to_the_bit(backend):
+    """Those of a call, and that of mlstm_recurrent_step."""
+    inputs = random_inputs(4, 1, 2, 40, 16, 16)
+    x = masked(inputs, jnp.zeros((1, 40), bool))
+    states = [x[name] for name in ("c_initial", "n_initial", "m_initial")]
+    for call, arguments in (
+        (functools.partial(mlstm_chunkwise, return_last_states=True), x),
+        (mlstm_recurrent_step, token_at(x, 0)),
+    ):
+        h, last = call(**arguments, backend=backend)
+        assert not np.any(h)
+        assert all(map(np.array_equal, last, states))
+
+
+@pytest.mark.parametrize("at", [0, 17])
+@pytest.mark.parametrize("backend", ["interpret", "xla"])
+def test_nothing_passes_a_reset(backend, at):
+    """At step 0 it discards the initial states."""
+    inputs = random_inputs(5, 1, 2, 40, 16, 16)
+    resets = jnp.arange(40)[None] == at
+    call = functools.partial(
+        mlstm_chunkwise, chunk_size=16, return_last_states=True, backend=backend
+    )
+    h, states = call(**inputs | dict(f=jnp.where(resets[:, None], -jnp.inf, inputs["f"])))
+    expected, *expected_states = oracle(emptied(steps(inputs, slice(at, None))))
+    bound = tolerance("float32", 40 + 16)
+    assert_close(h[:, :, at:], expected, bound)
+    for x, y in zip(states, expected_states, strict=True):
+        assert_close(x, y, bound)
+
+
+def test_boolean_segment_ids_are_refused_with_what_a_reset_is():
+    inputs = random_inputs(6, 1, 1, 16, 16, 16, states=False)
+    with pytest.raises(TypeError, match=r"segment_ids has dtype bool, .*; a reset is f = -inf"):
+        mlstm_chunkwise(**inputs, segment_ids=jnp.zeros((1, 16), bool))

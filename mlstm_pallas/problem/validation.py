@@ -268,7 +268,8 @@ def check_inputs(
         if name in ("segment_ids", "sequence_lengths"):
             check_is_array(name, x)
             if not jnp.issubdtype(x.dtype, jnp.integer):
-                raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype")
+                resets = "; a reset is f = -inf" if x.dtype == bool else ""
+                raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype{resets}")
         else:
             any_float = name in "if" or (cast and name in states)
             dtypes = INPUT_DTYPES if any_float else KERNEL_DTYPES
