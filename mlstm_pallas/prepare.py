@@ -79,7 +79,7 @@ def prepare(x: Arguments, options: Options, layout: Any) -> tuple[CallSpec, Argu
     validation.check_layout_is_meant(layout, sizes, x.c_initial, x.segment_ids)
     _log.debug("%s", spec)
     if isinstance(x.sequence_lengths, np.ndarray):  # jit would wrap 64 bits around
-        x = x._replace(sequence_lengths=_as_int32(x.sequence_lengths))
+        x = x._replace(sequence_lengths=as_int32(x.sequence_lengths))
     return spec, x
 
 
@@ -115,7 +115,7 @@ def padded(
     if segment_ids is not None:
         ids = jnp.broadcast_to(segment_ids[:, None], (B, NH, S))
     if sequence_lengths is not None:
-        lengths = jnp.clip(_as_int32(sequence_lengths) - shard * S, 0, S)
+        lengths = jnp.clip(as_int32(sequence_lengths) - shard * S, 0, S)
         lengths = jnp.broadcast_to(lengths[:, None], (B, NH))
     x = Inputs(q, k, v, i, f, c_initial, n_initial, m_initial, lengths=lengths, segments=segments)
     x, ids = sharded_alike(spec, (x, ids))
@@ -169,7 +169,7 @@ def _states_of_segments(c: Any, n: Any, m: Any, N: int, p: Problem, dtype: Any) 
     return SegmentStates(pad(c, dtype, p.DHQK, p.DHV), pad(n, dtype, p.DHQK), pad(m, dtype))
 
 
-def _as_int32(lengths: Any) -> Any:
+def as_int32(lengths: Any) -> Any:
     """The lengths in int32; which cuts those beyond it off."""
     largest = min(jnp.iinfo(lengths.dtype).max, 2**31 - 1)  # not all dtypes have S
     return lengths.clip(0, largest).astype("int32")

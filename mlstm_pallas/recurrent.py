@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mlstm_pallas.formulas.gates import steps_within
 from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
-from mlstm_pallas.prepare import zeros_of
+from mlstm_pallas.prepare import as_int32, zeros_of
 from mlstm_pallas.problem import validation
 from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.problem.dimensions import Layout, Problem, accumulator_dtype
@@ -63,16 +64,28 @@ def step(spec: CallSpec, x: Token, states: StepStates) -> tuple[jax.Array, StepS
     return outputs
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def sequence(spec: CallSpec, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
-    """h (B, NH, S, DHV) and the last states."""
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def sequence(
+    spec: CallSpec, x: Token, states: StepStates, lengths: jax.Array | None, return_all: bool
+) -> tuple[jax.Array, StepStates]:
+    """h (B, NH, S, DHV) and the last states, or those after each token, (B, S, NH, ...).
 
-    def one(states: StepStates, x: Token) -> tuple[StepStates, jax.Array]:
+    lengths: (B,), of the entries, beyond which states stay and h is 0; None: all tokens count.
+    """
+    within = None
+    if lengths is not None:
+        within = steps_within(lengths, x.i.shape[2])[:, None]
+        x = x._replace(i=jnp.where(within, x.i, -jnp.inf), f=jnp.where(within, x.f, jnp.inf))
+
+    def one(states: StepStates, x: Token) -> tuple[StepStates, Any]:
         h, states = step(spec, x, states)
-        return states, h
+        return states, (h, states if return_all else None)
 
-    states, h = lax.scan(one, states, jax.tree.map(lambda y: jnp.moveaxis(y, 2, 0), x))
-    return jnp.moveaxis(h, 0, 2), states
+    last, (h, every) = lax.scan(one, states, jax.tree.map(lambda y: jnp.moveaxis(y, 2, 0), x))
+    h = jnp.moveaxis(h, 0, 2)
+    if within is not None:
+        h = jnp.where(within[..., None], h, 0)
+    return h, jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), every) if return_all else last
 
 
 def _parts(x: Token, c: Any) -> Token:
@@ -89,11 +102,21 @@ def _parts(x: Token, c: Any) -> Token:
 
 
 def _run(
-    x: Token, c: Any, n: Any, m: Any, options: Options, *, steps: bool, layout: Any = None
+    x: Token,
+    c: Any,
+    n: Any,
+    m: Any,
+    options: Options,
+    *,
+    steps: bool,
+    layout: Any = None,
+    lengths: Any = None,
+    return_all: bool = False,
 ) -> tuple[jax.Array, States]:
     """steps: whether there is an axis of steps; layout: as the caller passed it."""
     backend = requested_backend(options.backend)
     parts = (x if steps or x.k is not None else _parts(x, c))._asdict()
+    parts |= {} if lengths is None else dict(sequence_lengths=lengths)
     sizes = validation.check_inputs(
         parts,
         dict(c_initial=c, n_initial=n, m_initial=m),
@@ -126,10 +149,16 @@ def _run(
     )
     x, c, n, m = sharded_alike(spec, (x, c, n, m))
     states = StepStates(c, n, m if options.stabilised else None)
-    h, last = (sequence if steps else step)(spec, x, states)
+    if not steps:
+        h, after = step(spec, x, states)
+    else:
+        lengths = None if lengths is None else as_int32(lengths)
+        h, after = sequence(spec, x, states, lengths, return_all)
+    if after.m is None and return_all:
+        m = jnp.broadcast_to(m[:, None], after.n.shape[:-1])
     if swap:
         h = jnp.swapaxes(h, 1, 2)
-    return h, (last.c, last.n, m if last.m is None else last.m)
+    return h, (after.c, after.n, m if after.m is None else after.m)
 
 
 def mlstm_recurrent_step(
@@ -251,13 +280,15 @@ def mlstm_recurrent_sequence(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None, *, eps: float = 1e-6,
     norm_val: float = 1.0, stabilize_correctly: bool = True, input_gate: InputGateName = "exp",
-    normalize: bool = True, layout: LayoutName = validation.DEFAULT_LAYOUT,
+    normalize: bool = True, sequence_lengths: Array | None = None,
+    return_all_states: bool = False, layout: LayoutName = validation.DEFAULT_LAYOUT,
     backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> tuple[jax.Array, States]:  # fmt: skip
     """Advances the mLSTM by a few tokens, one after the other.
 
     It is ``mlstm_recurrent_step`` in a loop, for speculative tokens and short
-    prompts; for many tokens ``mlstm_chunkwise`` is faster.
+    prompts; for many tokens ``mlstm_chunkwise`` is faster. The loop of
+    speculative decoding is in docs/arguments.md.
 
     Args:
       q: queries, (B, NH, S, DHQK), or (B, S, NH, DHQK) with layout "BTNH".
@@ -265,6 +296,10 @@ def mlstm_recurrent_sequence(
       v: values, (B, NH, S, DHV), or (B, S, NH, DHV) with layout "BTNH".
       i: input gate pre-activations, (B, NH, S), or (B, S, NH) with "BTNH".
       f: forget gate pre-activations, shaped as i.
+      sequence_lengths: (B,) integers, clipped to 0..S: entry b advances by its
+        first tokens. Beyond them h is 0 and the states stay as they are, to the
+        bit. None: all S tokens.
+      return_all_states: whether the states returned are those after each token.
       layout: "BNTH" or "BTNH", of q, k, v, i, f and h. The states have the
         same shapes in both.
       c_initial, n_initial, m_initial, eps, norm_val, stabilize_correctly,
@@ -272,7 +307,9 @@ def mlstm_recurrent_sequence(
 
     Returns:
       h, shaped as v, in the dtype of q, and the states (c, n, m) after the last
-      token, in the dtypes of the states before the first token.
+      token, in the dtypes of the states before the first token. With
+      return_all_states they have an axis of tokens behind that of the batch:
+      c (B, S, NH, DHQK, DHV), n (B, S, NH, DHQK), m (B, S, NH).
 
     Raises:
       TypeError, ValueError: as ``mlstm_recurrent_step``.
@@ -285,4 +322,8 @@ def mlstm_recurrent_sequence(
         input_gate=input_gate, normalize=normalize, layout=layout, backend=backend, config=config,
     )  # fmt: skip
     states = c_initial, n_initial, m_initial
-    return _run(Token(q, k, v, i, f), *states, options, steps=True, layout=layout)
+    return _run(
+        Token(q, k, v, i, f), *states, options, steps=True, layout=layout,
+        lengths=sequence_lengths,
+        return_all=validation.check_flag("return_all_states", return_all_states),
+    )  # fmt: skip

@@ -326,3 +326,31 @@ def test_joined_arrays_of_wrong_shapes():
     for wrong in ([narrow, *others], [*token[:2], x[2], *token[3:]], of_i, token[:5]):
         with pytest.raises(ValueError, match="k is None, expected v and f None too, q with q, k"):
             mlstm_recurrent_step(*wrong)
+
+
+@pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
+@pytest.mark.parametrize("gate", ["exp", "sigmoid"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_states_after_each_token_and_up_to_lengths(backend, gate, layout):
+    """They have the bits of single steps; beyond a length h is 0 and the states stay."""
+    S, lengths = 3, np.array([2, 0, 9])
+    x = random_inputs(7, 3, 2, S, 16, 16)
+    if gate == "sigmoid":
+        x["m_initial"] *= 0
+    options = dict(input_gate=gate, backend=backend)
+    run = functools.partial(mlstm_recurrent_sequence, layout=layout, **options)
+    args = in_layout(layout, NAMES, arguments(x))
+    states = arguments(x)[5:]
+    singles = [states]
+    for t in range(S):
+        _, states = mlstm_recurrent_step(*arguments(x, t)[:5], *states, **options)
+        singles.append(states)
+    whole, every = run(*args, return_all_states=True)
+    for y, *at in zip(every, *singles[1:], strict=True):
+        assert np.array_equal(y, np.stack(at, axis=1))
+    some, last = run(*args, sequence_lengths=lengths)
+    within = np.arange(S) < lengths[:, None]
+    within = within[:, None, :, None] if layout == "BNTH" else within[:, :, None, None]
+    assert np.array_equal(some, np.where(within, whole, 0))
+    for y, *at in zip(last, *singles, strict=True):
+        assert np.array_equal(y, np.stack(at)[np.minimum(lengths, S), np.arange(3)])
