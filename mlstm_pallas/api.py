@@ -47,8 +47,8 @@ def mlstm_chunkwise(
     norm_val: float = 1.0, *, segment_ids: Array | None = None,
     sequence_lengths: Array | None = None, num_segments: int | None = None,
     input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = DEFAULT_LAYOUT, backend: BackendName | None = None,
-    config: KernelConfig | None = None,
+    state_dtype: DTypeLike | None = None, layout: LayoutName = DEFAULT_LAYOUT,
+    backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """Applies the mLSTM of xLSTM to whole sequences, for training and prefill.
 
@@ -77,8 +77,10 @@ def mlstm_chunkwise(
     First derivatives in reverse mode are exact, with respect to all float
     arrays; ``mlstm_pallas.reference.chunkwise`` has all others. jit, vmap,
     remat, scan and shard_map work. Shards of B and NH stay on their devices;
-    ``mlstm_pallas.distributed`` shards S. docs/arguments.md in the repository
-    describes the edge cases.
+    ``mlstm_pallas.distributed`` shards S. A policy of ``jax.checkpoint`` that
+    saves mlstm_h, mlstm_c, mlstm_n, mlstm_m and mlstm_z, the names of the
+    residuals, keeps the forward kernels from running again. docs/arguments.md
+    in the repository describes the edge cases.
 
     Example::
 
@@ -133,6 +135,8 @@ def mlstm_chunkwise(
       normalize: False leaves out the denominator; with the sigmoid gate only.
       recompute_states_in_bw: False keeps C at the chunk boundaries, DHQK * DHV
         elements per chunk and head: from 9 % less to 1 % more time on an H200.
+      state_dtype: dtype of the returned c, as ``mlstm_recurrent_step`` takes
+        it: float32, bfloat16 or float16. None: the dtype of n and m.
       layout: "BNTH", or "BTNH", the layout of a model's projections.
       backend: one that ``use_backend`` lists. None: Triton on an NVIDIA GPU
         and plain jnp elsewhere, unless use_backend or MLSTM_PALLAS_BACKEND
@@ -141,7 +145,8 @@ def mlstm_chunkwise(
 
     Returns:
       h, shaped as v, in the dtype of q; with return_last_states (h, (c, n, m)),
-      the states shaped as the initial ones, in float32 (float64 for float64).
+      the states shaped as the initial ones, in float32 (float64 for float64), c
+      in state_dtype if it is set.
 
     Raises:
       TypeError, ValueError: at trace time. The message names the argument,
@@ -153,7 +158,8 @@ def mlstm_chunkwise(
     """
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
-        input_gate, normalize, recompute_states_in_bw, layout, backend, config, num_segments,
+        input_gate, normalize, recompute_states_in_bw, layout, backend, config, state_dtype,
+        num_segments,
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
     spec, x = prepare(x, options, layout)

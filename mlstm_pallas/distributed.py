@@ -47,7 +47,7 @@ from mlstm_pallas.formulas.gates import (
     two_sum,
 )
 from mlstm_pallas.formulas.splits import decays_in_splits, decays_of_others
-from mlstm_pallas.fwbw import forward_once, residuals_of
+from mlstm_pallas.fwbw import forward_once, named, residuals_of
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
@@ -60,7 +60,7 @@ from mlstm_pallas.prepare import (
     results,
 )
 from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
-from mlstm_pallas.problem.arrays import Cotangents, Forward, Inputs, LastStates, Residuals
+from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.problem.dimensions import InputGate
 from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_axis_name
 from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half
@@ -337,9 +337,10 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     # which XLA would otherwise merge with the exchange of n.
     n, C = lax.optimization_barrier((n, C))
     C = start(summary._replace(state=C), x.c_initial).state
-    x = x._replace(c_initial=C, n_initial=n.state, m_initial=n.m)
+    before = named(LastStates(C, n.state, n.m))
+    x = x._replace(c_initial=before.c, n_initial=before.n, m_initial=before.m)
     known = _from_start(local, log_decays, n)
-    outputs: Forward = on_shards(forward_once, spec, x, known)
+    outputs = named(on_shards(forward_once, spec, x, known))
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
 
@@ -440,8 +441,8 @@ def mlstm_chunkwise_sequence_parallel(
     norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
     sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
     normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = DEFAULT_LAYOUT, backend: BackendName | None = None,
-    config: KernelConfig | None = None,
+    state_dtype: DTypeLike | None = None, layout: LayoutName = DEFAULT_LAYOUT,
+    backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """Applies the mLSTM to a sequence that is split over a mesh axis.
 
@@ -515,7 +516,7 @@ def mlstm_chunkwise_sequence_parallel(
       backend: as for ``mlstm_chunkwise``; "mosaic_gpu_interpret" runs on an
         axis of one device only.
       eps, autocast_kernel_dtype, stabilize_correctly, norm_val, input_gate,
-        normalize, recompute_states_in_bw, layout, config: as for
+        normalize, recompute_states_in_bw, state_dtype, layout, config: as for
         ``mlstm_chunkwise``.
 
     Returns:
@@ -529,7 +530,7 @@ def mlstm_chunkwise_sequence_parallel(
     check_axis_name(axis_name)
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
-        input_gate, normalize, recompute_states_in_bw, layout, backend, config,
+        input_gate, normalize, recompute_states_in_bw, layout, backend, config, state_dtype,
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
     spec, x = prepare(x, options, layout)

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.prepare import Arguments, padded, results
@@ -43,7 +44,7 @@ def _mlstm(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates | None
 
 
 def _mlstm_fwd(spec: CallSpec, inputs: Inputs) -> tuple[Any, ...]:
-    outputs: Forward = on_shards(forward_once, spec, inputs)
+    outputs = named(on_shards(forward_once, spec, inputs))
     return (outputs.h, outputs.last), residuals_of(spec, inputs, outputs)
 
 
@@ -54,6 +55,18 @@ def _mlstm_bwd(
 
 
 _mlstm.defvjp(_mlstm_fwd, _mlstm_bwd)
+
+
+def named(outputs: Any) -> Any:
+    """The arrays, each with the name of its field for policies of jax.checkpoint.
+
+    The names are mlstm_h, mlstm_c, mlstm_n, mlstm_m and mlstm_z; C and C_last are mlstm_c.
+    """
+
+    def with_name(path: Any, x: jax.Array) -> Any:
+        return checkpoint_name(x, f"mlstm_{path[-1].name[0].lower()}")
+
+    return jax.tree_util.tree_map_with_path(with_name, outputs)
 
 
 def residuals_of(spec: CallSpec, inputs: Inputs, outputs: Forward) -> Residuals:

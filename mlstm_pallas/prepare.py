@@ -30,6 +30,7 @@ class SequenceKeywords(TypedDict, total=False):
     input_gate: InputGateName
     normalize: bool
     recompute_states_in_bw: bool
+    state_dtype: DTypeLike | None
     layout: LayoutName
     backend: BackendName | None
     config: KernelConfig | None
@@ -155,7 +156,8 @@ def results(
     h = h[..., :DHV].astype(x.q.dtype)
     if last is None or not spec.return_last_states:
         return h
-    return h, (last.c[..., :DHQK, :DHV], last.n[..., :DHQK], last.m)
+    c = last.c[..., :DHQK, :DHV].astype(spec.state_dtype or last.c.dtype)
+    return h, (c, last.n[..., :DHQK], last.m)
 
 
 def _states_of_segments(c: Any, n: Any, m: Any, N: int, p: Problem, dtype: Any) -> SegmentStates:

@@ -148,8 +148,8 @@ def chunkwise(
     norm_val: float = 1.0, *, segment_ids: Array | None = None,
     sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
     normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = DEFAULT_LAYOUT, backend: BackendName | None = None,
-    config: KernelConfig | None = None,
+    state_dtype: DTypeLike | None = None, layout: LayoutName = DEFAULT_LAYOUT,
+    backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """``mlstm_chunkwise`` in plain jnp, without a derivative rule of its own.
 
@@ -174,8 +174,8 @@ def chunkwise(
       recompute_states_in_bw, backend: accepted and ignored.
       q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
         chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
-        segment_ids, sequence_lengths, input_gate, normalize, layout, config:
-        as for ``mlstm_chunkwise``.
+        segment_ids, sequence_lengths, input_gate, normalize, state_dtype,
+        layout, config: as for ``mlstm_chunkwise``.
 
     Returns:
       As ``mlstm_chunkwise``.
@@ -185,7 +185,7 @@ def chunkwise(
     """
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
-        input_gate, normalize, recompute_states_in_bw, layout, "xla", config,
+        input_gate, normalize, recompute_states_in_bw, layout, "xla", config, state_dtype,
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
     spec, x = prepare(x, options, layout)

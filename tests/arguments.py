@@ -93,7 +93,7 @@ output_dtype
   accepted "float16", jnp.bfloat16
   expected one of float16, bfloat16, float32
 
-autocast_kernel_dtype
+autocast_kernel_dtype state_dtype
   TypeError TRACED, "fp8", "(1,", "int8", np.zeros(1)
   accepted "float16", None
   expected (None or )?one of float32, bfloat16, float16

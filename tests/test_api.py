@@ -11,11 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
+import numpy as np
 import pytest
 from arguments import option
-from oracle import PUBLIC, array, assert_close, call_shapes, random_inputs, refused, tolerance
+from oracle import (
+    PUBLIC,
+    array,
+    assert_close,
+    assert_same_bits,
+    call_shapes,
+    random_inputs,
+    refused,
+    tolerance,
+)
 
-from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step, use_backend
+from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step, reference, use_backend
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef
 
 VARIABLE = "MLSTM_PALLAS_BACKEND"
@@ -110,6 +121,48 @@ def test_dtypes(given, autocast):
         assert_close(run(**inputs), array(mlstm_chunkwise(**rounded), "float32"), bound)
 
 
+STATES_OF = {
+    "alone": ({}, mlstm_chunkwise),
+    "segments": (dict(segment_ids=[[0] * 9 + [1] * 7], num_segments=2), mlstm_chunkwise),
+    "shards": (dict(axis_name="s"), mlstm_chunkwise_sequence_parallel),
+    "reference": ({}, reference.chunkwise),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("alone", "bfloat16"),
+        ("alone", "float32"),
+        ("segments", "float16"),
+        ("shards", "bfloat16"),
+        ("reference", "float16"),
+    ],
+)
+def test_c_has_the_dtype_that_the_caller_asks_for(case, dtype):
+    """It is rounded, and its cotangent has that dtype; n, m and h are as ever."""
+    options, run = STATES_OF[case]
+    options = {name: np.array(x) if name == "segment_ids" else x for name, x in options.items()}
+    run = partial(run, return_last_states=True, **options)
+    x = [y[None] for y in random_inputs(1, 1, 1, 16, 16, 16, states=False).values()]
+
+    def call(*x, **keywords):
+        return jax.vmap(partial(run, **keywords), axis_name="s")(*x)
+
+    h, (c, n, m) = call(*x)
+    result = call(*x, state_dtype=dtype)
+    assert_same_bits(result, (h, (array(c, dtype), n, m)))
+    assert [y.dtype.name for y in jax.tree.leaves(result)] == [
+        "float32",
+        dtype,
+        "float32",
+        "float32",
+    ]
+    if case != "segments":
+        wide = jax.vjp(call, *x)[1]((h, (*map(partial(array, dtype="float32"), result[1]),)))
+        assert_same_bits(jax.vjp(partial(call, state_dtype=dtype), *x)[1](result), wide)
+
+
 DEFAULTS = dict(
     return_last_states=False,
     recompute_states_in_bw=True,
@@ -119,6 +172,7 @@ DEFAULTS = dict(
     stabilize_correctly=True,
     input_gate="exp",
     normalize=True,
+    return_all_states=False,
 )
 
 

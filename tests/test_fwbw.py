@@ -1,13 +1,16 @@
 """The custom_vjp: what a pass holds for the other, and what has no derivative."""
 
 import functools
+from collections import Counter
 
+import compile_report
 import jax
 import jax.numpy as jnp
 import pytest
-from oracle import assert_close, call_shapes, random_inputs
+from oracle import assert_close, assert_same_bits, call_shapes, mesh_of, random_inputs
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
+from mlstm_pallas import KernelConfig, fwbw, mlstm_chunkwise, reference
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 
 S, L, DHQK, DHV = 64, 16, 16, 24
 SCAN = KernelConfig(fused=True, triton_recurrent_fw_H=dict(siz_b_L=16))
@@ -31,6 +34,78 @@ def test_the_forward_pass_holds_what_the_backward_pass_reads(config, normaliser,
     # Without a backward pass the fused scan stores none.
     states = f"[2,{S // L},{DHQK},32]"
     assert (states in str(jax.make_jaxpr(run)(*x))) == (config is not SCAN)
+
+
+COUNTED = dict(chunk_size=L, backend="interpret", return_last_states=True)
+SHARDS = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", **COUNTED)
+RESIDUAL_NAMES = {f"mlstm_{x}" for x in "hcnmz"}
+NAMED = {
+    "fused": functools.partial(mlstm_chunkwise, config=SCAN, **COUNTED),
+    "stored": functools.partial(
+        mlstm_chunkwise,
+        config=KernelConfig(fused=False),
+        recompute_states_in_bw=False,
+        layout="BTNH",
+        **COUNTED,
+    ),
+    "shards": jax.vmap(SHARDS, axis_name="s"),
+}
+
+
+def inputs_of(name, S=2 * L):
+    if name == "shards":
+        return [jnp.stack([x] * 2) for x in inputs_of("fused")]
+    return [*random_inputs(4, 1, 2, S, DHQK, DHV, states=False).values()]
+
+
+def gradients(run, names=None):
+    """The gradients of a loss of all results, under jax.checkpoint if there are names to save."""
+
+    def loss(*x):
+        return sum(jnp.sum(y**2) for y in jax.tree.leaves(run(*x)))
+
+    if names is not None:
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        loss = jax.checkpoint(loss, policy=policy)
+    return jax.jit(jax.grad(loss, argnums=range(5)))
+
+
+def launches(run, x):
+    calls = compile_report.equations(run.trace(*x).jaxpr.jaxpr, "pallas_call")
+    return Counter(x.params["name"] for x in calls)
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_saved_residuals_keep_the_forward_kernels_from_running_again(case):
+    run, x = NAMED[case], inputs_of(case)
+    plain, named = gradients(run), gradients(run, RESIDUAL_NAMES)
+    once = launches(plain, x)
+    assert launches(named, x) == once
+    assert_same_bits(named(*x), plain(*x))
+    # The kernels compute every one of the names.
+    for names in (RESIDUAL_NAMES - {name} for name in RESIDUAL_NAMES):
+        again = launches(gradients(run, names), x)
+        assert again > once, names
+
+
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+def test_names_are_not_in_a_lowered_program(backend, monkeypatch):
+    """Where no policy reads them it is the program without them."""
+    run, x = functools.partial(mlstm_chunkwise, **COUNTED | {"backend": backend}), inputs_of("")
+    names = []
+
+    def lowered():
+        fwbw.mlstm.clear_cache()
+        with jax.set_mesh(mesh_of((1,), names="s")):  # without the address of a callback
+            traced = gradients(run).trace(*x)
+        named = compile_report.equations(traced.jaxpr.jaxpr, "name")
+        names.append({y.params["name"] for y in named})
+        return traced.lower().as_text()
+
+    text = lowered()
+    monkeypatch.setattr(fwbw, "checkpoint_name", lambda x, _: x)
+    assert lowered() == text
+    assert names == [RESIDUAL_NAMES, set()]
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ assert_type(mlstm_chunkwise(x, x, x, gate, gate, None, None, None, True), tuple[
 assert_type(
     mlstm_chunkwise(
         x, x, x, gate, gate, segment_ids=np.zeros((1, 16), int), sequence_lengths=jnp.ones(1, int),
-        num_segments=3, return_last_states=True,
+        num_segments=3, return_last_states=True, state_dtype=jnp.bfloat16,
     ),
     tuple[Array, States],
 )

@@ -43,6 +43,7 @@ class Options:
     layout: Annotated[Any, _choice(Layout)] = Layout.BNTH
     backend: Annotated[str | None, validation.check_backend] = None
     config: Annotated[Any, _config] = None
+    state_dtype: Annotated[Any, validation.check_state_dtype] = None
     num_segments: Annotated[int | None, validation.check_num_segments] = None
 
     def __post_init__(self) -> None:

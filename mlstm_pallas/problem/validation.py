@@ -475,6 +475,10 @@ def check_optional_dtype(name: str, x: Any) -> jnp.dtype | None:
     return None if x is None else as_dtype(name, x)
 
 
+def check_state_dtype(name: str, x: Any) -> jnp.dtype | None:
+    return None if x is None else check_dtype(name, x)
+
+
 def kernel_dtype(
     autocast_kernel_dtype: jnp.dtype | None, q_dtype: Any, backend: str | None
 ) -> jnp.dtype:
