@@ -91,8 +91,8 @@ def head_of(ref, n, p: Problem, *, any_step: bool = False, part: int | None = No
     num_splits = p.BNH // (B * NH)
     steps: Any = slice(None)
     if num_splits > 1:
-        n, part = unravel(n, num_splits)
-        steps = pl.ds(part * p.S, p.S)
+        n, split = unravel(n, num_splits)
+        steps = pl.ds(split * p.S, p.S)
     before, behind = ((x,) for x in unravel(n, NH)) if strided else ((n,), ())
     if not copied_by_groups(1 if any_step else ref.shape[1]):
         return ref.at[(*before, steps, *behind)]
