@@ -27,7 +27,7 @@ from stage_calls import (
     Lowering,
     ScaledRows,
     gpu_of,
-    largest_rows,
+    largest_block,
     make_problem,
     plain,
     run_stage,
@@ -219,7 +219,7 @@ class Recurrences:
         if lowering is Lowering.XLA:
             return plain(self.problem)
         tiles_class, (*_, K, V) = mosaic_gpu_tiles("recurrent_bw_dC"), self.shape
-        rows, columns = self.rows or largest_rows(K), self.columns or (64 if V % 128 else 128)
+        rows, columns = self.rows or largest_block(K), self.columns or (64 if V % 128 else 128)
         tiles = tiles_class(rows, columns, self.num_stages, self.num_splits)
         assert tiles.supports(self.problem, has_h=self.delta)
         return Launch(self.problem, tiles, None, lowering)

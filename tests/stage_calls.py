@@ -19,7 +19,7 @@ from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.dimensions import MAX_TILE, InputGate, Problem, make_problem  # noqa: F401
 from mlstm_pallas.problem.gpu import UNKNOWN, gpu_of, known_gpu  # noqa: F401
 from mlstm_pallas.stages import HELPERS, STAGES
-from mlstm_pallas.stages.stage import Launch, Lowering, ScaledRows, largest_rows  # noqa: F401
+from mlstm_pallas.stages.stage import Launch, Lowering, ScaledRows, largest_block  # noqa: F401
 
 plain, tiles_class = planning.plain, dispatch.tiles_class
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mlstm_pallas.formulas.tiles import divide, remainder
+from mlstm_pallas.formulas.tiles import divide, remainder, rounded_up
 from mlstm_pallas.problem.dimensions import Problem
 
 
@@ -157,7 +157,7 @@ def num_entries(S: int, N: int, L: int) -> int:
     Each part has an entry without steps, and its chunks hold at most L - 1 steps more than it has.
     One more entry follows, and kernels of the gates prefer multiples of 8.
     """
-    return -(-(S // L + 2 * (N + 1) + 1) // 8) * 8
+    return rounded_up(S // L + 2 * (N + 1) + 1, 8)
 
 
 def of_segments(ends: Array, end: Array, S: int, L: int) -> ChunkList:

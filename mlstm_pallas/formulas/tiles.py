@@ -130,7 +130,7 @@ def blocks_over(total: int, block: int) -> int:
 
 
 def rounded_up(total: int, *tiles: int) -> int:
-    """The size of whole blocks that cover an axis; the tiles are powers of two."""
+    """The size of the blocks that cover an axis; the largest tile is a multiple of the others."""
     return blocks_over(total, max(tiles)) * max(tiles)
 
 

@@ -36,7 +36,7 @@ from mlstm_pallas.formulas.gates import (
     stabiliser_sources,
     two_sum,
 )
-from mlstm_pallas.formulas.tiles import loop
+from mlstm_pallas.formulas.tiles import blocks_over, loop, rounded_up
 from mlstm_pallas.mosaic_gpu.chunk_scans import (
     LANES,
     STEPS,
@@ -235,7 +235,7 @@ def _rows(p: Problem) -> int:
 def _by_cta(p: Problem) -> tuple[int, int, int]:
     """The shape of a vector of all steps: CTAs, rows and steps; the last CTA may have fewer."""
     rows = _rows(p)
-    return -(-p.BNH * p.S // (rows * STEPS)), rows, STEPS
+    return blocks_over(p.BNH * p.S, rows * STEPS), rows, STEPS
 
 
 def _launch(
@@ -335,8 +335,7 @@ def _scan_rows(p: Problem) -> int:
 
 def _padded_chunks(p: Problem) -> int:
     """A multiple of the chunks that a CTA of the stabiliser scan reads at a time."""
-    chunks = _scan_rows(p) * STEPS
-    return -(-p.NC // chunks) * chunks
+    return rounded_up(p.NC, _scan_rows(p) * STEPS)
 
 
 def stabiliser_scan(g: Array, a: Array, scaM_initial: Array, call: Launch) -> Array:

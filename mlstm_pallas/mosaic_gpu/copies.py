@@ -4,7 +4,7 @@ wgmma reads tiles in groups of 8 rows, so a TMA copy of such a tile views its ar
 rows too. plgpu's copies refuse an array whose number of steps is no multiple of 8, so
 ``inline_mlir.py`` has the copies for such arrays. A tile within whole groups of the array is copied
 at once. The last tile of a head, which reaches beyond them, is copied one group at a time, from and
-to the rows as they are. A tile with one swizzled part, 128 bytes wide, is stored row by row, so one
+to the rows as they are. A tile that is one swizzle atom wide is stored row by row, so one
 copy is always enough. Reads beyond the array return zeros, and nothing is written there.
 
 The steps of a sequence go through the slots of a ``CopyRing`` in order: step x uses slot x mod
@@ -36,7 +36,7 @@ from mlstm_pallas.mosaic_gpu.inline_mlir import (
     inline_store_transposed,
 )
 from mlstm_pallas.mosaic_gpu.interpretable import interpretable
-from mlstm_pallas.mosaic_gpu.launch import part_columns, plgpu, unravel
+from mlstm_pallas.mosaic_gpu.launch import atom_columns, plgpu, unravel
 from mlstm_pallas.problem.dimensions import Problem
 
 
@@ -53,7 +53,7 @@ class Steps:
     start: Any
     column: Any
     shape: tuple[int, int]
-    part: int  # the columns of a swizzled part of the tiles
+    atom: int  # the columns of a swizzle atom of the tiles
 
     @property
     def at(self) -> "Steps":
@@ -63,7 +63,7 @@ class Steps:
         steps, columns = index if isinstance(index, tuple) else (index, slice(None))
         starts, shape = zip(*map(_start_and_size, (steps, columns), self.shape), strict=True)
         place = self.start + starts[0], self.column + starts[1]
-        return Steps(self.array, self.before, self.behind, *place, shape, self.part)
+        return Steps(self.array, self.before, self.behind, *place, shape, self.atom)
 
     @property
     def S(self) -> int:
@@ -77,13 +77,13 @@ def _start_and_size(index, size: int) -> tuple[Any, int]:
     return index.start, index.size
 
 
-def head_of(ref, n, p: Problem, *, any_step: bool = False, part: int | None = None):
+def head_of(ref, n, p: Problem, *, any_step: bool = False, atom: int | None = None):
     """Head n, (S, D), of an array (B * NH, S, D) or (B, S, NH, D).
 
     Splits count as heads. The array may have fewer steps than S, because TMA copies read zeros
     beyond them and write nothing there.
 
-    part: the columns of a swizzled part of the tiles; None: ``part_columns``.
+    atom: the columns of a swizzle atom of the tiles; None: ``atom_columns``.
     any_step: whether tiles begin at any step, not only at multiples of 8.
     """
     strided = len(ref.shape) == 4
@@ -91,13 +91,13 @@ def head_of(ref, n, p: Problem, *, any_step: bool = False, part: int | None = No
     num_splits = p.BNH // (B * NH)
     steps: Any = slice(None)
     if num_splits > 1:
-        n, part = unravel(n, num_splits)
-        steps = pl.ds(part * p.S, p.S)
+        n, split = unravel(n, num_splits)
+        steps = pl.ds(split * p.S, p.S)
     before, behind = ((x,) for x in unravel(n, NH)) if strided else ((n,), ())
     if not copied_by_groups(1 if any_step else ref.shape[1]):
         return ref.at[(*before, steps, *behind)]
     start, size = _start_and_size(steps, ref.shape[1])
-    return Steps(ref, before, behind, start, 0, (size, ref.shape[-1]), part or part_columns(p))
+    return Steps(ref, before, behind, start, 0, (size, ref.shape[-1]), atom or atom_columns(p))
 
 
 @interpretable

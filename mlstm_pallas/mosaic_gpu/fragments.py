@@ -62,7 +62,7 @@ def rows_and_columns(rows: int, columns: int) -> list[jax.Array]:
 
 
 def q_times_n(q_tile: Callable[[Any], Any], columns: int, n, *chunk) -> jax.Array:
-    """The products q_tile(x) * n, summed over the tiles x of so many columns of 64 queries.
+    """The products q_tile(x) * n, summed over the tiles x of 64 queries and so many columns.
 
     The row sums are q_t . n. n: in global memory, for all chunks.
     """

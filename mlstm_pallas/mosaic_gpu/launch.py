@@ -107,26 +107,26 @@ mlir.register_lowering(_varying_nowhere, lambda _, x: [x])
 
 
 def tile_transforms(columns: int, itemsize: int) -> tuple[Any, ...]:
-    """The layout in shared memory of tiles that wgmma reads, in parts of this many columns."""
+    """The layout in shared memory of tiles that wgmma reads; columns: of a swizzle atom."""
     swizzle = columns * itemsize
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)
 
 
-def part_columns(p: Problem) -> int:
-    """The columns of a swizzled part of a tile: up to 64, a divisor of both head dimensions.
+def atom_columns(p: Problem) -> int:
+    """The columns of a swizzle atom, 8 rows of a tile: up to 64, a divisor of both head dimensions.
 
-    A tile may reach beyond the columns of its array, where TMA reads zeros and writes nothing, if
-    whole parts do. Both operands of a product need parts of the same size.
+    Whole atoms of a tile may lie beyond the columns of its array: TMA reads zeros there and writes
+    nothing. Both operands of a product need atoms of the same size.
     """
     return min((p.DHQK | p.DHV) & -(p.DHQK | p.DHV), WG_ROWS)
 
 
-def shared_tiles(*shape: int, dtype, part: int = 64):
+def shared_tiles(*shape: int, dtype, atom: int = 64):
     """Tiles in shared memory that wgmma reads; the last two axes are those of a tile.
 
-    part: the columns of a swizzled part of a tile, see ``part_columns``.
+    atom: the columns of a swizzle atom, see ``atom_columns``.
     """
-    transforms = tile_transforms(min(part, shape[-1]), dtype.itemsize)
+    transforms = tile_transforms(min(atom, shape[-1]), dtype.itemsize)
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -165,9 +165,9 @@ def block(index, size: int):
 
 
 def anywhere(start: int, size: int):
-    """The slice from a static start on, which may reach beyond an array that TMA copies.
+    """A slice with a static start that may reach beyond the array, which only TMA may copy.
 
-    plgpu refuses such a slice if it sees a number as its start.
+    plgpu refuses such a slice if its start is a Python integer.
     """
     return pl.ds(remainder(lax.axis_index("wg"), 1) + start, size)
 

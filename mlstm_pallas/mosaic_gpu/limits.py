@@ -8,6 +8,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from mlstm_pallas.formulas.tiles import rounded_up
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.stage import Tiles
@@ -39,15 +40,15 @@ class HopperTiles(Tiles):
         """Each array begins at a multiple of 1024 bytes; so do the barriers."""
         buffers = jax.tree.leaves(self.scratch(p, dtype, **asked))
         sizes = [math.prod(x.shape) * x.dtype.itemsize for x in buffers if hasattr(x, "dtype")]
-        return 1024 + sum(-(-size // 1024) * 1024 for size in sizes)
+        return 1024 + sum(rounded_up(size, 1024) for size in sizes)
 
     def clamped(self, p: Problem) -> Self:
-        """Tiles of values keep their columns, which may reach beyond a head."""
+        """Keeps the columns of tiles of v, which may reach beyond a head."""
         columns = {x: y for x, y in vars(self).items() if x in ("siz_b_DHHV", "state_columns")}
         return dataclasses.replace(super().clamped(p), **columns)
 
     def divides(self, p: Problem, **asked) -> bool:
-        """Whether whole tiles cover the problem and the grid stays within CUDA's limits."""
+        """Whether the kernel has such tiles for the problem, and CUDA such a grid."""
         raise NotImplementedError
 
     def supports(self, p: Problem, **asked) -> bool:

@@ -48,12 +48,12 @@ from mlstm_pallas.mosaic_gpu.launch import (
     BY_ROWS,
     WG_ROWS,
     aligned,
+    atom_columns,
     block,
     float32,
     load,
     load_float32,
     one_of,
-    part_columns,
     plgpu,
     shared_tiles,
     tile_transforms,
@@ -288,7 +288,7 @@ class Tiles(RingTiles):
 
     def scratch(self, p: Problem, dtype, *, reads_h: bool = True, **asked) -> dict[str, Any]:
         # The tile and the vector have equally many bytes, so a slot has the same place in both.
-        tiles = functools.partial(shared_tiles, dtype=dtype, part=part_columns(p))
+        tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom_columns(p))
         tile = tiles(self.num_stages, TILE, DEPTH)
         vector = plgpu.SMEM((self.num_stages, TILE * DEPTH * dtype.itemsize // 4), jnp.float32)
         transforms = tile_transforms(SLICE, dtype.itemsize)

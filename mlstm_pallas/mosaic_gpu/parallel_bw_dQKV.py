@@ -7,10 +7,9 @@ An item of ``persistent.py`` is a block of 128 rows and siz_b_DHHV columns of dq
 rows of the states for <C_c, dC_{c+1}>. The last block of a head may reach beyond it, where TMA
 reads zeros and writes nothing. An item is a sequence of steps, each with one tile of the left
 operand and one of the right operand. One warpgroup copies the tiles num_stages steps ahead, across
-items too.
-Two warpgroups multiply, 64 rows each. The accumulator gets the product with the state, which is
-then scaled, and after that the products with the tiles of P or dP. Between the two it is read
-a part of its columns at a time, so that 168 registers per thread are enough.
+items too. Two warpgroups multiply, 64 rows each. The accumulator gets the product with the state,
+which is then scaled, and after that the products with the tiles of P or dP. Between the two it is
+read a part of its columns at a time, so that 168 registers per thread are enough.
 
 128 x 256 is the largest item for which two warpgroups have registers. It reads three quarters of
 what two items of 128 x 128 read, and the rate of the L2 limits this stage.
@@ -42,13 +41,13 @@ from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     WG_ROWS,
     aligned,
+    atom_columns,
     block,
     chunk_and_item,
     float32,
     load,
     load_float32,
     one_of,
-    part_columns,
     plgpu,
     shared_tiles,
     unravel,
@@ -63,7 +62,6 @@ from mlstm_pallas.stages.stage import Launch, sequence_shape
 ROWS = 128  # per item
 DEPTH = 64  # columns that a step multiplies
 FEW_ITEMS = 3  # per CTA
-
 
 _DQ, _DK, _DV, _STATES = _ROLES = range(4)  # the output to which an item belongs
 
@@ -80,9 +78,9 @@ class _Items(NamedTuple):
     for_sums: int  # the queries or keys of each warpgroup, for the gates' gradients, and n or dn
 
 
-def _part(p: Problem, columns: int) -> int:
-    """The columns of a swizzled part of a tile."""
-    return min(columns & -columns, part_columns(p))
+def _atom(p: Problem, columns: int) -> int:
+    """The columns of a swizzle atom of a tile."""
+    return min(columns & -columns, atom_columns(p))
 
 
 def _items(p: Problem, columns: int, normalise: bool) -> list[_Items]:
@@ -155,8 +153,8 @@ class _Kernel(PersistentKernel):
         refs = self.refs
         self.columns = self.tiles.siz_b_DHHV
         self.roles = _items(self.p, self.columns, refs.n_gmem is not None)
-        self.part = _part(self.p, self.columns)
-        self.parts = [slice(j, j + self.part) for j in range(0, self.columns, self.part)]
+        self.atom = _atom(self.p, self.columns)
+        self.parts = [slice(j, j + self.atom) for j in range(0, self.columns, self.atom)]
         self.ring = CopyRing(refs.barriers, None, None, readers=0)
         self.tile_rows = block(self.wg, WG_ROWS)
         left, right = refs.operands_smem
@@ -164,7 +162,7 @@ class _Kernel(PersistentKernel):
         self.right, self.right_transposed, self.right_vector = right
 
     def in_chunk(self, x, item):
-        return head_of(x, item.head, self.p, part=self.part).at[block(item.chunk, self.p.L)]
+        return head_of(x, item.head, self.p, atom=self.atom).at[block(item.chunk, self.p.L)]
 
     def rows(self, item):
         """The warpgroup's rows of an item."""
@@ -227,7 +225,7 @@ class _Kernel(PersistentKernel):
 
 
 def _copy_halves(copy, x, start, size: int, tile, *index) -> None:
-    """Copies a tile in two, because every step has two copies; they begin at 128 bytes."""
+    """Copies a tile in two, at multiples of 128 bytes, because every step has two copies."""
     half = rounded_up(size // 2, 32)
     for y in (slice(0, half), slice(half, size)):
         copy(x.at[(pl.ds(start + y.start, y.stop - y.start), *index)], tile, y)
@@ -321,7 +319,7 @@ def _multiply(
 
 def _scaled(cta: _Kernel, acc: Array, weights: Array) -> list[Array]:
     """The scaled accumulator by parts of its columns, because few registers are left."""
-    return [acc[:, part] * across_columns(weights, cta.part) for part in cta.parts]
+    return [acc[:, part] * across_columns(weights, cta.atom) for part in cta.parts]
 
 
 def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array | None, acc: Array):
@@ -341,7 +339,7 @@ def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array |
         rows = [
             across_rows(load(cta.right_vector.at[slot, part], BY_COLUMNS)) for part in cta.parts
         ]
-        factor = across_columns(norm_weights, cta.part)
+        factor = across_columns(norm_weights, cta.atom)
         return [x + factor * y for x, y in zip(parts, rows, strict=True)]
 
     parts = lax.cond(has_norm, add_norm, lambda *parts: list(parts), *parts)
@@ -364,9 +362,9 @@ def _store(cta: _Kernel, item: _Item, acc: Array) -> None:
     refs, rows = cta.refs, cta.rows(item)
     for j, part in enumerate(cta.parts):
         tile = refs.out_smem.at[cta.wg, j % 2]
-        # Behind an odd number of parts the first tile is the one that was stored last.
+        # If the number of parts is odd, the previous item stored its last one from the same tile.
         write_out(tile, acc[:, part], 1 if j else (len(cta.parts) + 1) % 2)
-        columns = aligned(item.column * cta.columns + part.start, cta.part)
+        columns = aligned(item.column * cta.columns + part.start, cta.atom)
         for role, x in enumerate((refs.dq, refs.dk, refs.dv)):
             pl.when(item.role == role)(
                 functools.partial(copy_out, tile, cta.in_chunk(x, item).at[rows, columns])
@@ -428,9 +426,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         "dk": sequence_shape(x.matK, p.DHQK, dtype),
         "k_inter": sums,
         "dv": sequence_shape(x.matV, p.DHV, dtype),
-        "states": float32(
-            p.BNH, p.NC, chunkwise.CHUNK if recomputes else blocks_over(p.DHQK, ROWS) * ROWS
-        ),
+        "states": float32(p.BNH, p.NC, chunkwise.CHUNK if recomputes else rounded_up(p.DHQK, ROWS)),
         "pairs": w_sum_shapes(p) if recomputes else None,
     }
     y = persistent_call(
@@ -474,7 +470,7 @@ def by_chunk(p: Problem) -> bool:
 
 
 def _columns(p: Problem) -> int:
-    """The columns of an item: measured for heads of 160/320 to 384/640."""
+    """The columns of an item, measured for heads of 160/320 to 384/640."""
     if p.DHQK % 256 == p.DHV % 256 == 0:
         return 256
     return 192 if p.DHQK <= 192 else 128
@@ -482,7 +478,7 @@ def _columns(p: Problem) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(RingTiles):
-    """siz_b_DHHV: columns of an item, of any of the gradients, or by chunk of a tile.
+    """siz_b_DHHV: columns of an item, also of dq and dk; with computes_scores of a tile.
 
     computes_scores: whether one CTA computes P, dP and all gradients of a chunk.
     """
@@ -498,15 +494,15 @@ class Tiles(RingTiles):
         if self.computes_scores:
             return chunkwise.scratch(p, self, dtype, normalise=normalise)
         columns = self.siz_b_DHHV
-        part = _part(p, columns)
-        tiles = functools.partial(shared_tiles, self.num_stages, dtype=dtype, part=part)
+        atom = _atom(p, columns)
+        tiles = functools.partial(shared_tiles, self.num_stages, dtype=dtype, atom=atom)
         # All shapes of a tile have equally many bytes, so a slot has the same place in all of them.
         left = tiles(ROWS, DEPTH), tiles(DEPTH, ROWS)
         vector = plgpu.SMEM((self.num_stages, DEPTH * columns * dtype.itemsize // 4), jnp.float32)
         right = tiles(DEPTH, columns), tiles(columns, DEPTH), vector
         return {
             "operands_smem": [one_of(*left), one_of(*right)],
-            "out_smem": shared_tiles(2, 2, WG_ROWS, part, dtype=dtype),  # per warpgroup
+            "out_smem": shared_tiles(2, 2, WG_ROWS, atom, dtype=dtype),  # per warpgroup
             "barriers": ring_barriers(self.num_stages, copies=2),
         }
 

@@ -1,11 +1,10 @@
 """parallel_bw_dQKV on Mosaic GPU, with one CTA that computes P, dP and all gradients of a chunk.
 
 L is 128, and DHQK is at most 128. An item of ``persistent.py`` is a chunk. Two warpgroups
-multiply, each for 64 rows of the chunk. Tiles of 64 columns are copied num_stages tiles ahead,
-across chunks too. The last tile of a head may reach beyond it, where it has zeros. If 96 is DHQK
-and divides DHV, tiles have 96 columns, because fewer steps take less time. k stays in shared memory
-for the whole chunk. Up to DHQK 64 there is room for the k of the next chunk as well; beyond, its
-copy waits for the end of the chunk.
+multiply, each for 64 rows of the chunk. Tiles of 64 or 96 columns are copied num_stages tiles
+ahead, across chunks too. The last tile of a head may reach beyond it, where it has zeros. k stays
+in shared memory for the whole chunk. Up to DHQK 64 there is room for the k of the next chunk as
+well; beyond 64 its copy waits for the end of the chunk.
 
 The two warpgroups share the copying and have 255 registers per thread.
 
@@ -15,7 +14,7 @@ diagonal that has its queries, and half the keys of the block below the diagonal
 
 In the second phase a warpgroup keeps its rows of dq and dk, 64 x DHQK each, in registers, and the
 columns of v and dh are read once more. A step reads tiles of v, dC, C and dh from shared memory,
-adds to dq, dk and <C_c, dC_{c+1}>, and computes 64 columns of dv. This phase reads v and dh in
+adds to dq, dk and <C_c, dC_{c+1}>, and computes a tile of dv. This phase reads v and dh in
 reverse order, because their last columns are still in the L2.
 """
 
@@ -46,11 +45,11 @@ from mlstm_pallas.mosaic_gpu.launch import (
     WG_ROWS,
     aligned,
     anywhere,
+    atom_columns,
     block,
     load,
     load_float32,
     one_of,
-    part_columns,
     plgpu,
     shared_tiles,
 )
@@ -65,7 +64,7 @@ _E_HI, _E_LO, _DN, _N = range(4)  # rows of the vectors in shared memory; N only
 
 
 def columns_of_tile(p: Problem) -> int:
-    """The columns of a tile."""
+    """The columns of a tile: 96 if all tiles are full, because fewer steps take less time."""
     return 96 if p.DHQK == 96 and p.DHV % 96 == 0 else 64
 
 
@@ -92,7 +91,7 @@ class Kernel(PersistentKernel):
         # The order of a chunk's tiles: dh and v per step, q; then v, dC, C and dh per step, q.
         self.depth = columns_of_tile(p)
         self.steps, self.parts = blocks_over(p.DHV, self.depth), blocks_over(p.DHQK, self.depth)
-        self.state_rows = rounded_up(p.DHQK, WG_ROWS)  # 64 for each warpgroup, or for both
+        self.state_rows = rounded_up(p.DHQK, WG_ROWS)  # in a tile: 64 or 128
         self.first_q = 2 * self.steps
         self.second_phase = self.first_q + self.parts
         self.last_q = self.second_phase + 4 * self.steps
@@ -181,11 +180,11 @@ class _Chunk(Kernel):
         self.out_tile = cta.refs.staging_smem[0].at[self.wg]
 
     def columns(self, y) -> slice:
-        """The columns of q and k in their y-th tile, beyond which it has zeros."""
+        """The columns of q and k in their y-th tile; the others are zeros."""
         return slice(min(self.p.DHQK - y * self.depth, self.depth))
 
     def k_columns(self, y):
-        """The warpgroup's rows of the y-th 64 columns of k."""
+        """The warpgroup's rows of the y-th tile of k."""
         return self.k_tile.at[block(y * (CHUNK // WG_ROWS) + self.wg, WG_ROWS)]
 
     def slot(self, step):
@@ -203,13 +202,13 @@ class _Chunk(Kernel):
     def row_dots(self, x, tile):
         return products.sum_over_columns(x * load_float32(tile))
 
-    def vector(self, x, start, size=WG_ROWS):
+    def vector(self, x, start, size):
         return load(self.refs.vectors_smem.at[self.k_slot, x, pl.ds(start, size)], BY_COLUMNS)
 
     def store(self, gradients):
-        """Stores values to a tile's columns of outputs, through tiles that no copy reads now.
+        """Stores values in outputs, through tiles that no copy reads now.
 
-        Where the values have fewer columns, the output ends.
+        A value has fewer columns than its tile only where the output ends.
         """
         for x, tile, _, _ in gradients:
             products.store(tile.at[:, : x.shape[1]], x.astype(tile.dtype))
@@ -350,7 +349,7 @@ def _add_for_keys(c: _Chunk, accumulator, tile, x, columns=slice(None)) -> None:
 
 
 def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
-    """Adds to the inter-chunk parts of dq and dk and to <C, dC>; stores a tile's columns of dv.
+    """Adds to the inter-chunk parts of dq and dk and to <C, dC>; stores a tile of dv.
 
     carry: <C, dC>, dq, dk.
     """
@@ -376,8 +375,7 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
         x, y = (load_float32(z.at[rows]) for z in (c.slot(dC), c.slot(C)))
         return total + products.sum_over_columns(x * y)
 
-    # A warpgroup sums 64 of the 128 rows of a state. If a state has only 64 rows, the two
-    # warpgroups take turns.
+    # A warpgroup sums 64 of the 128 rows of a tile. If a tile has only 64, the two take turns.
     if c.state_rows > WG_ROWS:
         total = inner(total)
     else:
@@ -411,8 +409,8 @@ def _weighted(
         columns, n = c.columns(y), dq.shape[1]
         dq *= across_columns(weights, n)
         if norm_weights is not None:
-            dq += across_columns(norm_weights, n) * across_rows(c.vector(_N, y * WG_ROWS, n))
-        dk = (dk + across_rows(c.vector(_DN, y * WG_ROWS, n))) * across_columns(key_weights, n)
+            dq += across_columns(norm_weights, n) * across_rows(c.vector(_N, y * c.depth, n))
+        dk = (dk + across_rows(c.vector(_DN, y * c.depth, n))) * across_columns(key_weights, n)
         of_q.append(c.row_dots(dq, c.refs.tiles_smem.at[slot, c.tile_rows, columns]))
         of_k.append(c.row_dots(dk, c.k_columns(y).at[:, columns]))
         inter += [dq, dk]
@@ -442,10 +440,9 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
     c.ring.advance(*map(c.q_step, parts))
     if refs.tiles_empty is not None:
         products.release(refs.tiles_empty)
-    outputs = [
-        (x, (refs.dq, refs.dk)[j % 2], anywhere(j // 2 * c.depth, c.depth))
-        for j, x in enumerate(gradients)
-    ]
+    columns = [anywhere(y * c.depth, c.depth) for y in parts]
+    places = [(output, y) for y in columns for output in (refs.dq, refs.dk)]
+    outputs = [*zip(gradients, places, strict=True)]
     # Only the warpgroup that wrote a corner block of P or dP reads it.
     free_tiles = [c.out_tile]
     if c.depth == WG_ROWS:
@@ -454,7 +451,7 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
         free = len(free_tiles) - 1 if start else 0  # for one tile, or for all
         plgpu.wait_smem_to_gmem(free, wait_read_only=True)
         rest = zip(outputs[start:], free_tiles, strict=False)
-        c.store([(x, tile, *place) for (x, *place), tile in rest])
+        c.store([(x, tile, *place) for (x, place), tile in rest])
 
 
 def _multiply(c: _Chunk) -> None:
@@ -488,20 +485,20 @@ def _multiply(c: _Chunk) -> None:
 
 def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[str, Any]:
     """Shared memory of the kernel."""
-    tiles = functools.partial(shared_tiles, dtype=dtype, part=part_columns(p))
+    tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom_columns(p))
     depth = columns_of_tile(p)
     parts = blocks_over(p.DHQK, depth)
     k_stages = 2 if p.DHQK <= 64 else 1  # chunks whose k is in shared memory
     blocks_of_P = tiles(3 * WG_ROWS, WG_ROWS)
     sums = plgpu.SMEM((2, WG_ROWS * depth * dtype.itemsize // 4), jnp.float32)
     return {
-        # Columns of q, v or dh, or of a state, which has DHQK rows.
+        # Columns of q, v or dh, or of a state, which has up to 128 rows.
         "tiles_smem": tiles(config.num_stages, CHUNK, depth),
         "k_smem": tiles(k_stages, parts * CHUNK, depth),
         # Blocks of 64 x 64, transposed: block s + t has the keys of block s and the queries of t.
         "P_smem": blocks_of_P,
         "dP_smem": blocks_of_P,
-        # Per warpgroup a tile (64, 64) of outputs, or sums over queries in the same place.
+        # Per warpgroup a tile of an output, or sums over queries in the same place.
         "staging_smem": one_of(tiles(2, WG_ROWS, depth), sums),
         "vectors_smem": plgpu.SMEM((k_stages, 4, CHUNK), jnp.float32),  # see _E_HI
         "barriers": ring_barriers(config.num_stages, copies=1),

@@ -2,7 +2,7 @@
 
 Grid (B * NH * NC * L / siz_b_LQ * DHV / siz_b_DHHV). A CTA owns siz_b_LQ queries of a chunk and
 siz_b_DHHV columns of h, and each of its warpgroups owns 64 of the queries. A CTA first reads the
-state of the chunk, 64 or 32 rows at a time, and then the keys and values up to its queries, 64
+state of the chunk, up to 64 rows at a time, and then the keys and values up to its queries, 64
 steps at a time. P stays in registers. Keys go through a ring of num_stages slots, rows of the state
 and values through another one. h leaves through the shared memory of the queries.
 
@@ -43,12 +43,12 @@ from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
     WG_ROWS,
+    atom_columns,
     block,
     chunk_and_item,
     float32,
     load,
     mosaic_call,
-    part_columns,
     plgpu,
     shared_tiles,
     unravel,
@@ -57,7 +57,7 @@ from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
-from mlstm_pallas.stages.stage import Launch, largest_rows, sequence_shape
+from mlstm_pallas.stages.stage import Launch, largest_block, sequence_shape
 
 FEW_CTAS = 528  # four per SM of an H200
 
@@ -76,9 +76,9 @@ def _place_of_cta(p: Problem, config: "Tiles"):
 
 def _add_q_C(acc, q_smem, C_smem, wg, ring):
     """acc += q C, over the first steps of the ring."""
-    _, steps, _, part = q_smem.shape
+    _, steps, _, atom = q_smem.shape
     ring.multiply(
-        0, steps, lambda x, slot, _: products.add(acc, q_smem.at[wg, x], C_smem.at[slot, :part])
+        0, steps, lambda x, slot, _: products.add(acc, q_smem.at[wg, x], C_smem.at[slot, :atom])
     )
     products.wait(0)
     if ring.num_slots > 1:
@@ -99,13 +99,13 @@ def _add_q_k(acc, q, k):
 
 
 def _store_h(num, buffers, h, rows, column):
-    """Stores 64 rows of h, a part of the columns at a time, through the buffers in turn."""
-    part = buffers[0].shape[1]
-    parts = num.shape[1] // part
-    for x in range(parts):
+    """Stores 64 rows of h, the columns of a swizzle atom at a time, through the buffers in turn."""
+    atom = buffers[0].shape[1]
+    atoms = num.shape[1] // atom
+    for x in range(atoms):
         h_smem = buffers[x % len(buffers)]
-        write_out(h_smem, num[:, x * part : (x + 1) * part], len(buffers) - 1)
-        copy_out(h_smem, h.at[rows, block(column * parts + x, part)])
+        write_out(h_smem, num[:, x * atom : (x + 1) * atom], len(buffers) - 1)
+        copy_out(h_smem, h.at[rows, block(column * atoms + x, atom)])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -121,7 +121,7 @@ def _kernel(
     m_gmem,  # None if the floor does not need it
     h_gmem,  # output, like v
     z_gmem,  # output (B * NH, S), None without a normaliser
-    q_smem,  # (warpgroups, DHQK / part, 64, part)
+    q_smem,  # (warpgroups, DHQK / atom, 64, atom): the columns of a swizzle atom
     k_smem,  # (num_stages, parts, 64, columns of a part)
     v_smem,  # (num_stages, 64, siz_b_DHHV): rows of C, then v
     q_full,  # one barrier per warpgroup
@@ -135,7 +135,7 @@ def _kernel(
     wg, siz_b_DHHV = lax.axis_index("wg"), config.siz_b_DHHV
     warpgroups = config.siz_b_LQ // WG_ROWS
     column, i, head, chunk = _place_of_cta(p, config)
-    _, steps_k, _, part = q_smem.shape
+    _, steps_k, _, atom = q_smem.shape
     num_tiles = (i + 1) * warpgroups
     q, k, v = (head_of(x, head, p) for x in (q_gmem, k_gmem, v_gmem))
 
@@ -148,16 +148,16 @@ def _kernel(
             copy(k.at[steps(j), block(x, of_part)], k_smem, x)
 
     def load_v(step, copy):
-        of_C = C_gmem.at[head, chunk, block(step, part), block(column, siz_b_DHHV)]
+        of_C = C_gmem.at[head, chunk, block(step, atom), block(column, siz_b_DHHV)]
         of_v = v.at[steps(step - steps_k), block(column, siz_b_DHHV)]
-        pl.when(step < steps_k)(lambda: copy(of_C, v_smem, slice(part)))
+        pl.when(step < steps_k)(lambda: copy(of_C, v_smem, slice(atom)))
         pl.when(step >= steps_k)(lambda: copy(of_v, v_smem))
 
     k_ring = CopyRing(k_barriers, num_tiles, load_k, readers=warpgroups)
     v_ring = CopyRing(v_barriers, num_tiles + steps_k, load_v, readers=warpgroups)
     tile = i * warpgroups + wg  # the warpgroup's 64 queries in the chunk
     for x in range(steps_k):
-        source = q.at[steps(tile), block(x, part)]
+        source = q.at[steps(tile), block(x, atom)]
         copy_in(source, q_smem.at[wg, x], q_full.at[wg])
     v_ring.prologue()
     k_ring.prologue()
@@ -204,7 +204,7 @@ def _kernel(
     plgpu.barrier_wait(q_full.at[wg])
     z = products.zeros(WG_ROWS, layout=BY_ROWS)
     if normaliser is not None:
-        q_n = q_times_n(lambda x: q_smem.at[wg, x], part, n_gmem, head, chunk)
+        q_n = q_times_n(lambda x: q_smem.at[wg, x], atom, n_gmem, head, chunk)
         z += products.sum_over_columns(q_n) * row_scale
     num = products.from_zeros(
         lambda acc: _add_q_C(acc, q_smem, v_smem, wg, v_ring), WG_ROWS, siz_b_DHHV
@@ -258,12 +258,12 @@ class Tiles(HopperTiles):
         return (p.BNH * p.NC * blocks(p.L, self.siz_b_LQ) * blocks(p.DHV, self.siz_b_DHHV),)
 
     def scratch(self, p: Problem, dtype, **asked) -> dict[str, Any]:
-        warpgroups, n, part = self.siz_b_LQ // WG_ROWS, self.num_stages, part_columns(p)
-        tiles = functools.partial(shared_tiles, dtype=dtype, part=part)
-        of_part = p.DHQK if p.DHQK <= 256 else part
-        parts, of_q = p.DHQK // of_part, p.DHQK // part
+        warpgroups, n, atom = self.siz_b_LQ // WG_ROWS, self.num_stages, atom_columns(p)
+        tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom)
+        of_part = p.DHQK if p.DHQK <= 256 else atom
+        parts, of_q = p.DHQK // of_part, p.DHQK // atom
         return {
-            "q_smem": tiles(warpgroups, of_q, WG_ROWS, part),
+            "q_smem": tiles(warpgroups, of_q, WG_ROWS, atom),
             "k_smem": tiles(n, parts, WG_ROWS, of_part),
             "v_smem": tiles(n, WG_ROWS, self.siz_b_DHHV),
             "q_full": plgpu.Barrier(num_arrivals=of_q, num_barriers=warpgroups),
@@ -277,8 +277,8 @@ class Tiles(HopperTiles):
 
         With 64 queries, DHQK 256 and 256 columns ptxas spills at least 132 bytes.
         """
-        part = part_columns(p)
-        columns = next((x for x in (256, 128) if p.DHV % x == 0), largest_rows(p.DHV, unit=part))
+        atom = atom_columns(p)
+        columns = next((x for x in (256, 128) if p.DHV % x == 0), largest_block(p.DHV, unit=atom))
         few = min(columns, 128)
         two = cls(WG_ROWS, columns, 2)
         if 2 * (two.shared_bytes(p, KERNEL_DTYPE) + 1024) <= gpu.sm_shared_bytes:
@@ -288,11 +288,11 @@ class Tiles(HopperTiles):
             (128, columns, 1),
             (WG_ROWS, few, 2),
             (WG_ROWS, few, 1),
-            (WG_ROWS, part, 1),
+            (WG_ROWS, atom, 1),
         ):
             yield cls(*sizes)
 
     def divides(self, p: Problem, **asked) -> bool:
         LQ, columns = self.siz_b_LQ, self.siz_b_DHHV
         known = columns <= 256 and LQ in (WG_ROWS, 2 * WG_ROWS)
-        return known and p.DHV % columns == columns % part_columns(p) == p.L % LQ == 0
+        return known and p.DHV % columns == columns % atom_columns(p) == p.L % LQ == 0

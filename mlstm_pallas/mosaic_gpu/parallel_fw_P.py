@@ -30,11 +30,11 @@ from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
     WG_ROWS,
+    atom_columns,
     block,
     float32,
     load,
     mosaic_call,
-    part_columns,
     plgpu,
     shared_tiles,
     unravel,
@@ -42,9 +42,9 @@ from mlstm_pallas.mosaic_gpu.launch import (
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
-from mlstm_pallas.stages.stage import Launch, ScaledRows, largest_rows
+from mlstm_pallas.stages.stage import Launch, ScaledRows, largest_block
 
-COLUMNS = 256  # per copy, at most
+COLUMNS = 256  # at most per copy
 
 
 def _kernel(entries_gmem, r_gmem, z_gmem, *, p: Problem, **refs) -> None:
@@ -89,7 +89,7 @@ def _chunk(
     steps = in_row = block(chunk, WG_ROWS)
     if entries_gmem is not None:
         in_row = pl.ds(entries_gmem.steps[head, chunk], WG_ROWS)
-    copies, _, columns = q_smem.shape
+    (copies, _, columns), atom = q_smem.shape, atom_columns(p)
     for x, tiles in ((q_gmem, q_smem), (k_gmem, k_smem)):
         for j in range(copies):
             of_head = head_of(x, head, p, any_step=entries_gmem is not None)
@@ -112,11 +112,11 @@ def _chunk(
     if normaliser is not None:
 
         def q_tile(x):
-            copy, part = unravel(x, columns // part_columns(p))
-            return q_smem.at[copy, :, block(part, part_columns(p))]
+            copy, column = unravel(x, columns // atom)
+            return q_smem.at[copy, :, block(column, atom)]
 
         # A loop, because unrolled, with all of n in registers, an SM would hold only two CTAs.
-        q_n = q_times_n(q_tile, part_columns(p), n_gmem, head, chunk)
+        q_n = q_times_n(q_tile, atom, n_gmem, head, chunk)
         z = products.sum_over_columns(P) + products.sum_over_columns(q_n) * row_scale
         inv_den = 1.0 / normaliser.denominator(z, m)
         P, row_scale = P * across_columns(inv_den), row_scale * inv_den
@@ -162,9 +162,10 @@ class Tiles(HopperTiles):
         return p.BNH, p.NC
 
     def scratch(self, p: Problem, dtype, **asked) -> dict[str, Any]:
-        columns = largest_rows(p.DHQK, COLUMNS, part_columns(p))
+        atom = atom_columns(p)
+        columns = largest_block(p.DHQK, COLUMNS, atom)
         copies = p.DHQK // columns
-        operand = shared_tiles(copies, WG_ROWS, columns, dtype=dtype, part=part_columns(p))
+        operand = shared_tiles(copies, WG_ROWS, columns, dtype=dtype, atom=atom)
         return {
             "q_smem": operand,
             "k_smem": operand,

@@ -14,14 +14,7 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.tiles import blocks_over, divide, each
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_out, head_of, write_out
-from mlstm_pallas.mosaic_gpu.launch import (
-    WG_ROWS,
-    block,
-    mosaic_call,
-    part_columns,
-    plgpu,
-    unravel,
-)
+from mlstm_pallas.mosaic_gpu.launch import WG_ROWS, atom_columns, block, mosaic_call, plgpu, unravel
 from mlstm_pallas.mosaic_gpu.limits import RingTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.stage import Launch
@@ -38,7 +31,7 @@ class PersistentKernel:
       live: references to ``ChunkList.live_first``: the CTAs share the items of the live chunks;
         None: of all.
       ring: of the operands.
-      part: the columns of a swizzled part of the tiles.
+      atom: the columns of a swizzle atom of the tiles.
       rings: all rings whose number of steps is known from the start.
     """
 
@@ -49,7 +42,7 @@ class PersistentKernel:
     def __init__(self, refs, p: Problem, tiles: RingTiles) -> None:
         self.refs, self.p, self.tiles = refs, p, tiles
         self.wg, self.program = lax.axis_index("wg"), lax.axis_index("program")
-        self.part = part_columns(p)
+        self.atom = atom_columns(p)
         self.live, items = refs.live_gmem, tiles.items(p)
         if self.live is not None:
             items = self.live[0][0] * (items // (p.BNH * p.NC))
@@ -83,7 +76,7 @@ class PersistentKernel:
     def clear(self, tile, *outputs) -> None:
         """Stores zeros in the CTA's share of the chunks that are not live.
 
-        tile: (64, 64 or 32) in shared memory, of the warpgroup.
+        tile: 64 steps in shared memory, of the warpgroup.
         """
         if self.live is None:
             return
@@ -98,7 +91,7 @@ class PersistentKernel:
             def clear_rows(pair):
                 rows = block(chunk * (p.L // WG_ROWS) + 2 * pair + self.wg, WG_ROWS)
                 for x in outputs:
-                    steps = head_of(x, head, p, part=self.part)
+                    steps = head_of(x, head, p, atom=self.atom)
 
                     @each(blocks_over(x.shape[-1], tile.shape[1]))
                     def clear_tile(column, steps=steps):

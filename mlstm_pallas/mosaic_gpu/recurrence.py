@@ -16,8 +16,8 @@ A recurrence with an h also computes the inner products b_t . h_t, 64 columns pe
 the product of a step runs, the warpgroup multiplies its tile of b with the tile of h. The CTAs of
 the first row block do this. The tiles of h have a ring of their own.
 
-A recurrence with an x also sums r_t a_t while products run, 64 columns of a per warpgroup. The CTAs
-of the first column block do this, in blocks of at most 64 rows per warpgroup.
+A recurrence with an x also sums r_t a_t while products run. The CTAs of the first column block do
+this, each warpgroup for up to 64 columns of a.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.splits import heads_of_splits, split_states, splits_of
-from mlstm_pallas.formulas.tiles import blocks_over, loop, remainder
+from mlstm_pallas.formulas.tiles import blocks_over, loop, remainder, rounded_up
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import CopyRing, head_of, ring_barriers, write_out
 from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows, load_or_zeros
@@ -41,12 +41,12 @@ from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
     WG_ROWS,
+    atom_columns,
     block,
     float32,
     load,
     load_float32,
     mosaic_call,
-    part_columns,
     plgpu,
     shared_tiles,
     unravel,
@@ -59,10 +59,10 @@ from mlstm_pallas.stages import recurrent_bw_dC as dC
 from mlstm_pallas.stages import recurrent_fw_C as fw_C
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
-from mlstm_pallas.stages.stage import Launch, largest_rows
+from mlstm_pallas.stages.stage import Launch, largest_block
 
 STEPS = 64  # per tile
-ROWS = {64: 256, 128: 256, 192: 128}  # at most per CTA, by its columns
+ROWS = {64: 256, 128: 256, 192: 128}  # of X, at most per CTA, by the CTA's columns
 H_STAGES = 3  # tiles of h in shared memory
 MIN_SPLIT_STEPS = 1024  # shorter splits gain less than the second launch and their sums cost
 
@@ -70,19 +70,19 @@ MIN_SPLIT_STEPS = 1024  # shorter splits gain less than the second launch and th
 def _store_state(index, XT, X_gmem, X_columns, tiles_smem):
     """Stores X^T, (64, rows), before the index-th chunk in the order of the recurrence.
 
-    X_gmem: (DHQK, DHV); tiles_smem: (2, part, 64).
+    X_gmem: (DHQK, DHV); tiles_smem: (2, atom, 64).
     """
-    part = tiles_smem.shape[1]
-    n = XT.shape[1] // part
+    atom = tiles_smem.shape[1]  # the columns of a swizzle atom
+    n = XT.shape[1] // atom
     for j in range(n):
         tile = tiles_smem.at[remainder(index * n + j, 2)]
-        write_out(tile.T, XT[:, j * part : (j + 1) * part], 1)
-        at = block(lax.axis_index("rows") * n + j, part)
+        write_out(tile.T, XT[:, j * atom : (j + 1) * atom], 1)
+        at = block(lax.axis_index("rows") * n + j, atom)
         plgpu.copy_smem_to_gmem(tile, X_gmem.at[at, X_columns])
 
 
 def _store_x(vector, x_gmem, rows):
-    """Stores up to 64 rows of x. The warpgroups of a block of so many rows have the same ones."""
+    """Stores rows of x; in a block of up to 64 rows all warpgroups have the same ones."""
 
     @pl.when(rows > WG_ROWS or lax.axis_index("wg") == 0)
     def store():
@@ -114,7 +114,7 @@ def _recurrence(
     b_smem,  # (stages, 64, columns), 64 per warpgroup
     weights_smem,  # (stages, 64) float32, None without r
     h_smem,  # (H_STAGES, 64, columns), None if no recurrence has an h
-    out_smem,  # (warpgroups, 2, part, 64), None if X is not stored
+    out_smem,  # (warpgroups, 2, atom, 64), None if X is not stored
     sum_smem,  # (warpgroups, SUM_SCRATCH) float32, None if no recurrence has an x
     barriers,  # of the ring of operands
     h_barriers,  # of the ring of tiles of h, None if no recurrence has an h
@@ -304,7 +304,7 @@ def _with_states(x: Recurrence, added: RecurrenceOutputs, others: int) -> Recurr
 
 
 def _transposed(XT: jax.Array, p: Problem) -> jax.Array:
-    """X without what its blocks have beyond it."""
+    """X from X^T, without what the blocks have beyond it."""
     return XT[..., : p.DHV, : p.DHQK].mT
 
 
@@ -361,20 +361,20 @@ def split_products(
 
 
 def _columns(p: Problem) -> int:
-    """The columns of X per CTA, for heads that are many."""
-    if p.DHV % 128 == 0 or p.DHV <= WG_ROWS:
-        return min(p.DHV, 128) if p.DHV > WG_ROWS else WG_ROWS
-    if ROWS[192] >= p.DHQK and p.DHV > 128:
+    """The columns of X per CTA if heads are many."""
+    if p.DHV <= WG_ROWS:
+        return WG_ROWS
+    if p.DHV % 128 and p.DHV > 128 and ROWS[192] >= p.DHQK:
         return 192
-    return 128 if p.DHV % WG_ROWS else WG_ROWS
+    return WG_ROWS if p.DHV % 128 == WG_ROWS else 128
 
 
 def _rows(p: Problem, most: int, has_x: bool) -> int:
     """The rows of X per CTA: blocks of equal size, up to most; with an x they divide DHQK."""
-    part = part_columns(p)
+    atom = atom_columns(p)
     if has_x:
-        return largest_rows(p.DHQK, min(most, 128), WG_ROWS) if part == WG_ROWS else part
-    return blocks_over(blocks_over(p.DHQK, blocks_over(p.DHQK, most)), part) * part
+        return largest_block(p.DHQK, min(most, 128), WG_ROWS) if atom == WG_ROWS else atom
+    return rounded_up(blocks_over(p.DHQK, blocks_over(p.DHQK, most)), atom)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -392,9 +392,7 @@ class Tiles(HopperTiles):
 
     def covered(self, p: Problem) -> tuple[int, int]:
         """The columns and the rows of X that the blocks cover."""
-        sizes = (p.DHV, self.state_columns), (p.DHQK, self.state_rows)
-        columns, rows = (blocks_over(*x) * x[1] for x in sizes)
-        return columns, rows
+        return rounded_up(p.DHV, self.state_columns), rounded_up(p.DHQK, self.state_rows)
 
     def scratch(
         self,
@@ -407,15 +405,15 @@ class Tiles(HopperTiles):
         stores_X: bool = True,
         **asked,
     ) -> dict[str, Any]:
-        part, n = part_columns(p), self.num_stages
-        tiles = functools.partial(shared_tiles, dtype=dtype, part=part)
+        atom, n = atom_columns(p), self.num_stages
+        tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom)
         columns, readers = self.state_columns, self.state_columns // WG_ROWS
         return {
             "a_smem": tiles(n, STEPS, self.state_rows),
             "b_smem": tiles(n, STEPS, columns),
             "weights_smem": plgpu.SMEM((n, STEPS), jnp.float32) if weighted else None,
             "h_smem": tiles(H_STAGES, STEPS, columns) if has_h else None,
-            "out_smem": tiles(readers, 2, part, WG_ROWS) if stores_X else None,
+            "out_smem": tiles(readers, 2, atom, WG_ROWS) if stores_X else None,
             "sum_smem": plgpu.SMEM((readers, SUM_SCRATCH), jnp.float32) if has_x else None,
             "barriers": ring_barriers(n, copies=3 if weighted else 2, readers=readers),
             "h_barriers": ring_barriers(H_STAGES, copies=1, readers=readers) if has_h else None,
@@ -442,7 +440,7 @@ class Tiles(HopperTiles):
         return (
             columns in ROWS
             and rows <= (min(columns, ROWS[columns]) if has_x else ROWS[columns])
-            and rows % part_columns(p) == p.L % STEPS == 0
+            and rows % atom_columns(p) == p.L % STEPS == 0
             and not (has_x and (p.DHQK % rows or rows % min(rows, WG_ROWS) or rows < 32))
             and self.num_stages >= 2  # a slot becomes free while the next step's product runs
             and p.NC % self.num_splits == 0

@@ -1,8 +1,8 @@
 """recurrent_fw_H on Mosaic GPU: the fused scan of ``stages/recurrent_fw_H.py``.
 
 Grid (B * NH * DHV / siz_b_DHHV); with a list of chunks (B * NH * (N + 2) * DHV / siz_b_DHHV),
-because its parts run side by side. A CTA has two or three warpgroups. Each owns 64 columns of C
-and of h, or several blocks of 64. A block of C stays transposed in registers, 64 x state_rows
+because its parts run side by side. A CTA has two or three warpgroups. Each owns one or several
+blocks of 64 columns of C and of h. A block of C stays transposed in registers, 64 x state_rows
 floats, as the left operand of C^T q. The last CTA's columns may reach beyond a head. Copies run up
 to num_stages chunks ahead. The outputs of a chunk are stored while the product of the state runs.
 """
@@ -20,7 +20,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.chunk_list import state_of
-from mlstm_pallas.formulas.tiles import blocks, blocks_over, divide, each, loop, remainder
+from mlstm_pallas.formulas.tiles import (
+    blocks,
+    blocks_over,
+    divide,
+    each,
+    loop,
+    remainder,
+    rounded_up,
+)
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import (
     CopyRing,
@@ -35,12 +43,12 @@ from mlstm_pallas.mosaic_gpu.fragments import across_rows, load_or_zeros
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     WG_ROWS,
+    atom_columns,
     block,
     float32,
     load,
     load_float32,
     mosaic_call,
-    part_columns,
     plgpu,
     shared_tiles,
     unravel,
@@ -49,9 +57,10 @@ from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
-from mlstm_pallas.stages.stage import Launch, largest_rows, sequence_shape
+from mlstm_pallas.stages.stage import Launch, largest_block, sequence_shape
 
-MOST_ROWS = {2: 320, 3: 128}  # of C, 64 columns each, in a warpgroup of so many per CTA
+# The most rows of C, of 64 columns each, per warpgroup, by the warpgroups of a CTA.
+MOST_ROWS = {2: 320, 3: 128}
 PIECE = 256  # the most rows of C to which one product adds
 
 
@@ -118,8 +127,8 @@ def _kernel(
     C_states_gmem,  # output (B * NH, stored, DHQK, DHV), may be None
     slots,  # by name: the tiles of the chunks in flight in shared memory, (num_stages, ...) each
     barriers,  # of the ring of slots
-    h_smem,  # (blocks of 64 columns, L, 64), with a list in whole parts
-    C_smem,  # (warpgroups, 2, part, 64), for C_states
+    h_smem,  # (blocks of 64 columns, L, 64)
+    C_smem,  # (warpgroups, 2, atom, 64), for C_states
     *,
     p: Problem,
     launch: int,
@@ -127,7 +136,7 @@ def _kernel(
     store_every: int,
 ) -> None:
     index, wg = lax.axis_index("program"), lax.axis_index("wg")
-    of_h, part_rows = blocks_over(p.DHV, config.siz_b_DHHV), part_columns(p)
+    of_h, atom = blocks_over(p.DHV, config.siz_b_DHHV), atom_columns(p)
     head, column_block = unravel(index, of_h)
     L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, h_smem.dtype
     num_blocks, in_list = siz_b_DHHV // (config.warpgroups * WG_ROWS), parts_gmem is not None
@@ -139,7 +148,7 @@ def _kernel(
         head, of_row = unravel(head, parts)
         part = _part_of(parts_gmem, head, of_row, p)
     of_head = functools.partial(head_of, n=head, p=p, any_step=in_list)
-    h = of_head(h_gmem, part=WG_ROWS if in_list else part_rows)
+    h = of_head(h_gmem, atom=WG_ROWS if in_list else atom)
 
     def steps_of(chunk):  # in q, k, v and h
         return pl.ds(part.begin + chunk * L, L) if in_list else block(chunk, L)
@@ -171,9 +180,9 @@ def _kernel(
             in_tile, columns = columns_of(b)
 
             def inter(hT_acc):
-                for j, start in enumerate(range(0, rows, part_rows)):
-                    of_tile = pl.ds(start, part_rows)
-                    in_piece = slice(start % PIECE, start % PIECE + part_rows)
+                for j, start in enumerate(range(0, rows, atom)):
+                    of_tile = pl.ds(start, atom)
+                    in_piece = slice(start % PIECE, start % PIECE + atom)
                     CT_tile = CT[start // PIECE][:, in_piece].astype(dtype)
                     products.add(hT_acc, CT_tile, tiles["q"].at[:, of_tile].T)
                     products.wait(1)  # at most two rounded tiles are live
@@ -235,7 +244,7 @@ def recurrent_fw_H(
     matQ, matV, scores, scaGamma, matC_initial, chunks = x
     p, config, dtype, keys = call.problem, call.tiles, matQ.dtype, scores.keys
     N, parts = (1, 1) if chunks is None else (chunks.N, chunks.N + 2)
-    C_initial, columns = None, blocks_over(p.DHV, config.siz_b_DHHV) * config.siz_b_DHHV
+    C_initial, columns = None, rounded_up(p.DHV, config.siz_b_DHHV)
     if matC_initial is not None:
         C_initial = matC_initial.reshape(N * p.BNH, p.DHQK, p.DHV)
         C_initial = jnp.pad(C_initial, [(0, 0), (0, 0), (0, columns - p.DHV)])
@@ -316,39 +325,39 @@ class Tiles(HopperTiles):
         **asked,
     ) -> dict[str, Any]:
         """first: of the first launch or of the second one; stores: whether it stores states."""
-        vectors, columns, part = (self.num_stages, p.L), self.siz_b_DHHV, part_columns(p)
-        tiles, readers = functools.partial(shared_tiles, dtype=dtype, part=part), self.warpgroups
+        vectors, columns, atom = (self.num_stages, p.L), self.siz_b_DHHV, atom_columns(p)
+        tiles, readers = functools.partial(shared_tiles, dtype=dtype, atom=atom), self.warpgroups
         widths = dict(q=self.state_rows, k=self.state_rows, v=columns)
-        widths |= {} if first else dict(partial=columns)
         slots = {x: tiles(*vectors, width) for x, width in widths.items()}
-        slots |= dict(P=shared_tiles(*vectors, p.L, dtype=dtype)) if first else {}
+        if first:
+            slots["P"] = shared_tiles(*vectors, p.L, dtype=dtype)
+        else:
+            slots["partial"] = tiles(*vectors, columns)
         slots |= {x: plgpu.SMEM(vectors, jnp.float32) for x in ("r", "abar")}
-        states = tiles(readers, 2, part, WG_ROWS)
+        states = tiles(readers, 2, atom, WG_ROWS)
         return {
             "slots": slots,
             "barriers": ring_barriers(self.num_stages, copies=len(slots), readers=readers),
-            # Copies of single rows need tiles of one part.
-            "h_smem": tiles(columns // WG_ROWS, p.L, WG_ROWS, part=WG_ROWS if in_list else part),
+            # Copies of single rows need tiles that are one swizzle atom wide.
+            "h_smem": tiles(columns // WG_ROWS, p.L, WG_ROWS, atom=WG_ROWS if in_list else atom),
             "C_smem": states if stores else None,
         }
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
-        rows = largest_rows(p.DHQK, MOST_ROWS[2], part_columns(p))
-        few = rows <= MOST_ROWS[3] and blocks_over(p.DHV, 192) * 192 < blocks_over(p.DHV, 128) * 128
+        """Three warpgroups instead of two if their blocks reach less far beyond a head."""
+        rows = largest_block(p.DHQK, MOST_ROWS[2], atom_columns(p))
+        three = rows <= MOST_ROWS[3] and rounded_up(p.DHV, 192) < rounded_up(p.DHV, 128)
         for stages in (3, 2) if p.DHQK <= 128 else (2,):
-            yield cls(WG_ROWS, 192 if few else 128, rows, stages)
+            yield cls(WG_ROWS, 192 if three else 128, rows, stages)
 
     def divides(self, p: Problem, **asked) -> bool:
-        """There are at most two launches.
-
-        parallel_fw_P supports only chunks of 64 steps.
-        """
+        """At most two launches, and chunks of 64 steps, as in parallel_fw_P."""
         L, columns, rows = min(p.L, self.siz_b_L), self.siz_b_DHHV, self.state_rows
         parts, rest = divmod(columns, WG_ROWS * self.warpgroups)
         return (
             rows > 0
-            and p.DHQK % rows == rows % part_columns(p) == rest == 0
+            and p.DHQK % rows == rows % atom_columns(p) == rest == 0
             and p.DHV > WG_ROWS
             and L == WG_ROWS
             and 2 * rows >= p.DHQK

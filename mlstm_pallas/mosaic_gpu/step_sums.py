@@ -6,10 +6,9 @@ Grid (B * NH * blocks of steps * column blocks). A CTA is one warpgroup. It owns
 if the sequence has that many, and as many columns as fit into 64 KiB of shared memory. An SM holds
 at least three CTAs, so that the copies of one run while another computes.
 
-Each warp has a quarter of a chunk's steps. A lane sums two of every 64 columns, which are
-neighbours, or one of every 32, over these steps in registers. The sums of the four warps meet in
-shared memory once per chunk. In the layout of an accumulator the lanes would also have to exchange
-sums by shuffles.
+Each warp has a quarter of a chunk's steps, whose sums it keeps in registers: see ``_by_warps``. The
+sums of the four warps meet in shared memory once per chunk. In the layout of an accumulator the
+lanes would also have to exchange sums by shuffles.
 
 Bytes: x, tokens * D * itemsize. XLA may turn this sum into a matrix product and transpose x for it
 in memory; the kernel does neither.
@@ -26,19 +25,19 @@ from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import copy_in, head_of
 from mlstm_pallas.mosaic_gpu.fragments import across_columns
 from mlstm_pallas.mosaic_gpu.launch import (
+    atom_columns,
     block,
     float32,
     load,
     load_float32,
     mosaic_call,
-    part_columns,
     plgpu,
     shared_tiles,
     unravel,
 )
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.stage import Launch, largest_rows
+from mlstm_pallas.stages.stage import Launch, largest_block
 from mlstm_pallas.stages.step_sums import Operands
 
 ELEMENTS = 2**15  # of x per CTA, at most
@@ -47,13 +46,13 @@ ENOUGH_STEPS = 256  # per CTA: with fewer its start takes longer than its copies
 TILE, GROUP = 64, 16  # steps per copy, and steps that a CTA adds at a time, 4 per warp
 
 
-def _by_warps(part: int):
-    """The layout of (GROUP, columns): a warp has 4 rows, a lane neighbouring columns of a part.
+def _by_warps(atom: int):
+    """The layout of (GROUP, columns): a warp has 4 rows, a lane one or two columns of an atom.
 
-    A part of 16 columns has too few for 32 lanes, so 8 lanes share a row.
+    An atom of 16 columns is too narrow for 32 lanes, so 8 lanes share a row.
     """
-    of_lane, lane_dims = (2, (-3, -2)) if part == 16 else (part // 32, (-2,))
-    tiling = plgpu.Tiling(((GROUP, part), (4, part), (of_lane,)))
+    of_lane, lane_dims = (2, (-3, -2)) if atom == 16 else (atom // 32, (-2,))
+    tiling = plgpu.Tiling(((GROUP, atom), (4, atom), (of_lane,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=lane_dims, vector_dim=-1)
 
 
@@ -61,7 +60,7 @@ def _kernel(
     x,  # (B * NH, S, D) or (B, S, NH, D)
     weights,  # (B * NH, S)
     entries,  # of ``ChunkList``: (B * NH, NC) each, None without a list
-    sums,  # out (B * NH, parts of the sequence, D), one or several parts per chunk
+    sums,  # out (B * NH, blocks of steps, D), one or several blocks per chunk
     x_tiles,  # shared (tiles, TILE, columns)
     tile_weights,  # shared (tiles, TILE), float32
     full,  # one barrier per tile
@@ -74,18 +73,18 @@ def _kernel(
     sums_of_cta = num_tiles // tiles_of_sum
     of_head, of_columns = p.S // (num_tiles * TILE), D // columns
     index, column = unravel(lax.axis_index("program"), of_columns)
-    head, part = unravel(index, of_head)
-    of_cta, by_warps = block(column, columns), _by_warps(part_columns(p))
+    head, steps_block = unravel(index, of_head)
+    of_cta, by_warps = block(column, columns), _by_warps(atom_columns(p))
 
     def unless_empty(j, action, carry):
         """action(j, carry), or carry if tile j is an entry without steps."""
         if entries is None:
             return action(j, carry)
-        size = entries.sizes[head, part * num_tiles + j]
+        size = entries.sizes[head, steps_block * num_tiles + j]
         return lax.cond(size > 0, functools.partial(action, j), lambda carry: carry, carry)
 
     def start_copies(j, carry):
-        tile = part * num_tiles + j
+        tile = steps_block * num_tiles + j
         steps = from_steps = block(tile, TILE)
         if entries is not None:
             from_steps = pl.ds(entries.steps[head, tile], TILE)
@@ -112,7 +111,7 @@ def _kernel(
             lambda j, total: unless_empty(i * tiles_of_sum + j, tile_sum, total),
             zeros,
         )
-        sums.at[head, part * sums_of_cta + i, of_cta][...] = jnp.sum(total, axis=0)
+        sums.at[head, steps_block * sums_of_cta + i, of_cta][...] = jnp.sum(total, axis=0)
 
 
 def step_sums(x: Operands, *, call: Launch) -> Array:
@@ -123,7 +122,8 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
     steps = of_sum
     while steps < ENOUGH_STEPS and p.S % (2 * steps) == 0:
         steps *= 2
-    columns = largest_rows(D, min(COLUMNS, ELEMENTS // steps), part_columns(p))
+    atom = atom_columns(p)
+    columns = largest_block(D, min(COLUMNS, ELEMENTS // steps), atom)
     parts, num_tiles = blocks(p.S, of_sum), blocks(steps, TILE)
     sums = mosaic_call(
         functools.partial(_kernel, p=p),
@@ -131,9 +131,7 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
         grid={"program": p.BNH * blocks(p.S, steps) * blocks(D, columns)},
         outputs={"sums": float32(p.BNH, parts, D)},
         scratch={
-            "x_tiles": shared_tiles(
-                num_tiles, TILE, columns, dtype=rows.dtype, part=part_columns(p)
-            ),
+            "x_tiles": shared_tiles(num_tiles, TILE, columns, dtype=rows.dtype, atom=atom),
             "tile_weights": plgpu.SMEM((num_tiles, TILE), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=num_tiles),
         },

@@ -34,7 +34,7 @@ class KernelConfig:
         parallel_fw_H).
       num_splits: parts of a sequence that the fused scan runs at the same time, a power of two.
       tiles: fields of a kernel's tiles, by lowering and kernel; keywords of the constructor. A size
-        of steps is clamped to one that divides a chunk, one of columns to the head.
+        of steps is clamped to one that divides a chunk, a size of columns to the head.
     """
 
     chunk_size: int | None
@@ -116,7 +116,7 @@ class KernelConfig:
 
 
 def _check(kernel: str, field: str) -> Callable[[str, Any], Any]:
-    """The check of a field; Mosaic GPU's kernels may have any number of values in a tile."""
+    """The check of a field; on Mosaic GPU siz_b_DHHV need not be a power of two."""
     any_multiple = kernel.startswith(Lowering.MOSAIC_GPU) and field == "siz_b_DHHV"
     return BLOCK if any_multiple else FIELDS[field]
 

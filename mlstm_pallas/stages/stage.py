@@ -14,13 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.formulas.tiles import Precision
-from mlstm_pallas.problem.dimensions import (
-    MIN_TILE,
-    Problem,
-    accumulator_dtype,
-    next_power_of_two,
-)
+from mlstm_pallas.formulas.tiles import Precision, blocks_over
+from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, accumulator_dtype, next_power_of_two
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.problem.validation import check_flag, check_integer
 
@@ -56,17 +51,17 @@ def clamped(tile: int, size: int) -> int:
 def thrifty(tile: int, *sizes: int, overhead: int = 32) -> int:
     """The power of two up to the tile whose blocks cover axes of these sizes at the least cost.
 
-    Blocks may reach beyond an axis, where they are masked. A block costs as much as its size and
-    ``overhead`` more columns.
+    The last block may reach beyond the axis, where it is masked. A block costs as much as its own
+    columns and ``overhead`` more.
     """
     tile = min(tile, next_power_of_two(min(sizes)))
     candidates = (tile >> n for n in range(tile.bit_length()))
-    return min(candidates, key=lambda x: sum(-(-size // x) for size in sizes) * (x + overhead))
+    return min(candidates, key=lambda x: (x + overhead) * sum(blocks_over(y, x) for y in sizes))
 
 
-def largest_rows(DHQK: int, most: int = 256, unit: int = 64) -> int:
-    """Rows of a block of the state in registers, a multiple of unit that divides DHQK; 0: none."""
-    return max((rows for rows in range(unit, most + 1, unit) if DHQK % rows == 0), default=0)
+def largest_block(size: int, most: int = 256, unit: int = 64) -> int:
+    """The largest multiple of unit, up to most, that divides the size; 0: none."""
+    return max((x for x in range(unit, most + 1, unit) if size % x == 0), default=0)
 
 
 _SIZE = functools.partial(check_integer, least=MIN_TILE, most=MAX_TILE_SIZE, power_of_two=True)
@@ -121,7 +116,7 @@ class Tiles:
         return 0
 
     def clamped(self, p: Problem) -> Self:
-        """The tiles with no size beyond the dimensions, and those of steps dividing a chunk."""
+        """The tiles with sizes up to the dimensions; those of steps divide a chunk."""
         L, K, V = p.L, p.DHQK, p.DHV
         sizes = dict.fromkeys(("siz_b_LQ", "siz_b_LKV", "siz_b_L"), L)
         sizes |= dict(siz_b_DHQK=next_power_of_two(K), siz_b_DHHV=next_power_of_two(V))

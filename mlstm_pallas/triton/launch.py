@@ -107,8 +107,8 @@ def kernel_call(
 
     References are to global memory. They have the names of the operands, and are None where the
     operand is None. The letter of an axis says which block of it a CTA reads or writes: "0" the
-    whole axis, a capital one block that covers it, "s" all steps, "t" the L steps of chunk c. Other
-    letters are indices of blocks. The reference lacks an axis whose letter has no size.
+    whole axis, a capital letter one block that covers it, "s" all steps, "t" the L steps of chunk
+    c. Other letters are indices of blocks. The reference lacks an axis whose letter has no size.
 
     Args:
       name: of the launch; empty: the kernel's name.

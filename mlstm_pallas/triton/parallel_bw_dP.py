@@ -232,7 +232,7 @@ class Tiles(BlockedTiles):
         """Tiles of 64 x 64; P, dP and their gradients take a third of an SM's registers."""
         # In narrow heads 32 columns, for as many iterations as stages.
         depth = 32 if dtype.itemsize > 2 or p.DHQK + p.DHV <= 128 else 128
-        # A single masked block would be no pipeline.
+        # A head that is one masked block would have no pipeline.
         depth = min(depth, 128 if p.DHQK % 128 == p.DHV % 128 == 0 else 64)
         depth = thrifty(depth, p.DHQK, p.DHV, overhead=16)
         return cls(64, depth, 4, 3).clamped(p).fitted(p, dtype, gpu)

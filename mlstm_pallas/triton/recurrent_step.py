@@ -157,7 +157,7 @@ class Tiles(BaseTiles):
 
     @classmethod
     def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **asked: Any) -> Self:
-        """If CTAs of 16 bits are many, they have one warp, which waits for no other warp."""
+        """With 16-bit states and many CTAs, a CTA has one warp, which waits for no other."""
         if dtype.itemsize > 2:
             return cls()
         tiles = cls(16, 256, 1)
