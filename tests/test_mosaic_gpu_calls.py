@@ -249,6 +249,8 @@ def launch(stage, shape, tiles):
         # A stage is free when the next one's product runs.
         (HEADS_OF_7B, "recurrent_bw_dC", dict(num_stages=1)),
         (HEADS_OF_7B, "recurrent_bw_dC", dict(num_splits=64)),  # of 32 chunks
+        # Each warpgroup has 64 rows of x.
+        ((8, 16, 8192, 128, 192), "recurrent_fw_C", dict(state_rows=128, state_columns=192)),
         (HEADS_OF_7B, "vector_states", dict(num_splits=64)),
         (HEADS_OF_7B, "recurrent_fw_H", dict(siz_b_DHHV=256)),  # too few registers
         *((NARROW_HEADS, "recurrent_bw_dC", TILES_OF_H | dict(num_stages=x)) for x in (5, 6)),

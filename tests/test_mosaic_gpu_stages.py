@@ -68,6 +68,7 @@ parallel_bw_dQKV 128-1-96-96 BTNH num_stages=4  # or tiles of 96
 recurrent_fw_C 64-2-96-96 BTNH state_rows=32, state_columns=128
 recurrent_fw_H 64-2-96-96 BTNH
 recurrent_fw_H 64-2-96-192 BTNH  # three warpgroups
+recurrent_fw_C 64-2-128-192 BTNH state_rows=64, state_columns=192, num_stages=3  # x of one block of rows
 # Items of three parts of 64 columns, so that the next item stores to the tile that was last; the
 # last items of dv reach beyond it.
 parallel_bw_dQKV 128-2-192-320 BTNH
@@ -216,15 +217,21 @@ def test_tiles_that_are_copied_by_groups_are_where_they_should_be(B, NH, num_spl
     p = Problem(B, NH * num_splits, S // num_splits, D, D, S // num_splits, 1.0)
     x = np.arange(B * NH * S * D).reshape(B * NH, num_splits, p.S, D)
     for array in (x.reshape(-1, S, D), np.swapaxes(x.reshape(B, NH, S, D), 1, 2)):
-        for n in range(p.BNH):
+
+        @jax.jit
+        def place(n, array=array):
             steps = head_of(array, n, p)
             assert steps.shape == (p.S, D)
             steps = steps.at[pl.ds(8, 2 * rows)].at[pl.ds(rows, rows), pl.ds(columns, columns)]
-            at = *steps.before, slice(steps.start, steps.start + rows), *steps.behind
-            tile = array[*at, steps.column : steps.column + columns]
+            assert (steps.S, steps.shape) == (S, (rows, columns))
+            return steps.before, steps.start, steps.behind, steps.column
+
+        for n in range(p.BNH):
+            before, start, behind, column = jax.tree.map(int, place(n))
+            at = *before, slice(start, start + rows), *behind
+            tile = array[*at, column : column + columns]
             head = x.reshape(-1, p.S, D)[n]
             assert np.array_equal(tile, head[8 + rows : 8 + 2 * rows, columns : 2 * columns])
-            assert (steps.S, steps.shape) == (S, (rows, columns))
 
 
 # Less than a group of chunks, one, and four splits of two with five chunks more.

@@ -369,11 +369,16 @@ def _columns(p: Problem) -> int:
     return WG_ROWS if p.DHV % 128 == WG_ROWS else 128
 
 
-def _rows(p: Problem, most: int, has_x: bool) -> int:
-    """The rows of X per CTA: blocks of equal size, up to most; with an x they divide DHQK."""
+def _rows(p: Problem, columns: int, most: int, has_x: bool) -> int:
+    """The rows of X per CTA: blocks of equal size, up to most.
+
+    With an x they divide DHQK, and more than 64 are as many as the columns.
+    """
     atom = atom_columns(p)
+    if has_x and atom < WG_ROWS:
+        return atom
     if has_x:
-        return largest_block(p.DHQK, min(most, 128), WG_ROWS) if atom == WG_ROWS else atom
+        return largest_block(p.DHQK, min(most, columns) if columns == 128 else WG_ROWS, WG_ROWS)
     return rounded_up(blocks_over(p.DHQK, blocks_over(p.DHQK, most)), atom)
 
 
@@ -425,7 +430,7 @@ class Tiles(HopperTiles):
     ) -> Iterable[Self]:
         """The most rows per block with which the launch fills the GPU; else splits."""
         columns = _columns(p)
-        sizes = [_rows(p, min(size, ROWS[columns]), has_x) for size in (256, 128, WG_ROWS)]
+        sizes = [_rows(p, columns, min(size, ROWS[columns]), has_x) for size in (256, 128, WG_ROWS)]
         each = recurrences * p.BNH * blocks_over(p.DHV, columns)  # CTAs per block of rows
         rows = next((x for x in sizes if gpu.filled_by(each * blocks_over(p.DHQK, x))), sizes[-1])
         ctas = each * blocks_over(p.DHQK, rows)
@@ -439,9 +444,9 @@ class Tiles(HopperTiles):
         rows, columns = self.state_rows, self.state_columns
         return (
             columns in ROWS
-            and rows <= (min(columns, ROWS[columns]) if has_x else ROWS[columns])
+            and rows <= ROWS[columns]
             and rows % atom_columns(p) == p.L % STEPS == 0
-            and not (has_x and (p.DHQK % rows or rows % min(rows, WG_ROWS) or rows < 32))
+            and not (has_x and (p.DHQK % rows or rows not in (32, WG_ROWS, columns)))
             and self.num_stages >= 2  # a slot becomes free while the next step's product runs
             and p.NC % self.num_splits == 0
             and 2 * p.BNH * self.num_splits <= HEADS
