@@ -77,10 +77,8 @@ def mlstm_chunkwise(
     First derivatives in reverse mode are exact, with respect to all float
     arrays; ``mlstm_pallas.reference.chunkwise`` has all others. jit, vmap,
     remat, scan and shard_map work. Shards of B and NH stay on their devices;
-    ``mlstm_pallas.distributed`` shards S. A policy of ``jax.checkpoint`` that
-    saves mlstm_h, mlstm_c, mlstm_n, mlstm_m and mlstm_z, the names of the
-    residuals, keeps the forward kernels from running again. docs/arguments.md
-    in the repository describes the edge cases.
+    ``mlstm_pallas.distributed`` shards S. docs/arguments.md in the repository
+    describes the edge cases and the names of residuals for ``jax.checkpoint``.
 
     Example::
 
@@ -111,8 +109,7 @@ def mlstm_chunkwise(
       return_last_states: whether to return the states after the last step.
       eps: added to the denominator. eps, norm_val: 0 or normal in float32.
       chunk_size: steps per chunk, a power of two from 16 up. None: planned.
-      autocast_kernel_dtype: dtype of q, k and v in matrix products. None: the
-        dtype of q.
+      autocast_kernel_dtype: dtype of q, k and v in products. None: that of q.
       stabilize_correctly: False: the floor of the denominator is norm_val, not
         norm_val exp(-m_t).
       norm_val: factor in the floor of the denominator, at least 0.
@@ -126,17 +123,15 @@ def mlstm_chunkwise(
       num_segments: N, with return_last_states, for packed prompts. Segment n is
         the steps with id n; ids ascend in a batch entry, as pack_lengths makes
         them. The call returns the states at the ends of segments 0 to N - 1,
-        (B, N, NH, ...). The initial states may be (B, N, NH, ...) too: segment
-        n starts from states n, as when a prompt is prefilled in pieces; states
-        of a segment without steps stay as they were. Segments of a multiple of
-        64 steps are the fastest. Such calls have no derivatives.
+        (B, N, NH, ...). The initial states may be (B, N, NH, ...) too, as when
+        a prompt is prefilled in pieces; states of a segment without steps stay
+        as they were. Such calls have no derivatives.
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376): i_t becomes
         log sigmoid(i_t), every m_t is 0, and m_initial None or zeros.
       normalize: False leaves out the denominator; with the sigmoid gate only.
       recompute_states_in_bw: False keeps C at the chunk boundaries, DHQK * DHV
         elements per chunk and head: from 9 % less to 1 % more time on an H200.
-      state_dtype: dtype of the returned c, as ``mlstm_recurrent_step`` takes
-        it: float32, bfloat16 or float16. None: the dtype of n and m.
+      state_dtype: dtype of the returned c. None: float32, as of n and m.
       layout: "BNTH", or "BTNH", the layout of a model's projections.
       backend: one that ``use_backend`` lists. None: Triton on an NVIDIA GPU
         and plain jnp elsewhere, unless use_backend or MLSTM_PALLAS_BACKEND
@@ -145,8 +140,7 @@ def mlstm_chunkwise(
 
     Returns:
       h, shaped as v, in the dtype of q; with return_last_states (h, (c, n, m)),
-      the states shaped as the initial ones, in float32 (float64 for float64), c
-      in state_dtype if it is set.
+      the states shaped as the initial ones, in float32 (float64 for float64).
 
     Raises:
       TypeError, ValueError: at trace time. The message names the argument,

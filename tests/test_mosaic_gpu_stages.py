@@ -68,7 +68,7 @@ parallel_bw_dQKV 128-1-96-96 BTNH num_stages=4  # or tiles of 96
 recurrent_fw_C 64-2-96-96 BTNH state_rows=32, state_columns=128
 recurrent_fw_H 64-2-96-96 BTNH
 recurrent_fw_H 64-2-96-192 BTNH  # three warpgroups
-recurrent_fw_C 64-2-128-192 BTNH state_rows=64, state_columns=192, num_stages=3  # x of one block of rows
+recurrent_fw_C 64-2-128-192 BTNH state_rows=64, state_columns=192, num_stages=3
 # Items of three parts of 64 columns, so that the next item stores to the tile that was last; the
 # last items of dv reach beyond it.
 parallel_bw_dQKV 128-2-192-320 BTNH
