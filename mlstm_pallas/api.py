@@ -131,7 +131,7 @@ def mlstm_chunkwise(
       normalize: False leaves out the denominator; with the sigmoid gate only.
       recompute_states_in_bw: False keeps C at the chunk boundaries, DHQK * DHV
         elements per chunk and head: from 9 % less to 1 % more time on an H200.
-      state_dtype: dtype of the returned c. None: float32, as of n and m.
+      state_dtype: dtype of the returned c. None: that of n and m.
       layout: "BNTH", or "BTNH", the layout of a model's projections.
       backend: one that ``use_backend`` lists. None: Triton on an NVIDIA GPU
         and plain jnp elsewhere, unless use_backend or MLSTM_PALLAS_BACKEND

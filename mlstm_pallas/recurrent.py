@@ -70,11 +70,11 @@ def sequence(
 ) -> tuple[jax.Array, StepStates]:
     """h (B, NH, S, DHV) and the last states, or those after each token, (B, S, NH, ...).
 
-    lengths: (B,), of the entries, beyond which states stay and h is 0; None: all tokens count.
+    lengths: (B, NH), beyond which states stay and h is 0; None: all tokens count.
     """
     within = None
     if lengths is not None:
-        within = steps_within(lengths, x.i.shape[2])[:, None]
+        within = steps_within(lengths, x.i.shape[2])
         x = x._replace(i=jnp.where(within, x.i, -jnp.inf), f=jnp.where(within, x.f, jnp.inf))
 
     def one(states: StepStates, x: Token) -> tuple[StepStates, Any]:
@@ -147,13 +147,14 @@ def _run(
         dtype=c.dtype,
         gpu=target_gpu(),
     )
-    x, c, n, m = sharded_alike(spec, (x, c, n, m))
+    if lengths is not None:
+        lengths = jnp.broadcast_to(as_int32(lengths)[:, None], (B, NH))
+    x, c, n, m, lengths = sharded_alike(spec, (x, c, n, m, lengths))
     states = StepStates(c, n, m if options.stabilised else None)
-    if not steps:
-        h, after = step(spec, x, states)
-    else:
-        lengths = None if lengths is None else as_int32(lengths)
+    if steps:
         h, after = sequence(spec, x, states, lengths, return_all)
+    else:
+        h, after = step(spec, x, states)
     if after.m is None and return_all:
         m = jnp.broadcast_to(m[:, None], after.n.shape[:-1])
     if swap:

@@ -203,3 +203,5 @@ def test_boolean_segment_ids_are_refused_with_what_a_reset_is():
     inputs = random_inputs(6, 1, 1, 16, 16, 16, states=False)
     with pytest.raises(TypeError, match=r"segment_ids has dtype bool, .*; a reset is f = -inf"):
         mlstm_chunkwise(**inputs, segment_ids=jnp.zeros((1, 16), bool))
+    with pytest.raises(TypeError, match=r"sequence_lengths has dtype bool, .* integer dtype$"):
+        mlstm_chunkwise(**inputs, sequence_lengths=jnp.zeros((1,), bool))

@@ -4,8 +4,8 @@ wgmma reads tiles in groups of 8 rows, so a TMA copy of such a tile views its ar
 rows too. plgpu's copies refuse an array whose number of steps is no multiple of 8, so
 ``inline_mlir.py`` has the copies for such arrays. A tile within whole groups of the array is copied
 at once. The last tile of a head, which reaches beyond them, is copied one group at a time, from and
-to the rows as they are. A tile that is one swizzle atom wide is stored row by row, so one
-copy is always enough. Reads beyond the array return zeros, and nothing is written there.
+to the rows as they are. A tile that is one swizzle atom wide is stored row by row, so one copy is
+always enough. Reads beyond the array return zeros, and nothing is written there.
 
 The steps of a sequence go through the slots of a ``CopyRing`` in order: step x uses slot x mod
 num_slots. Each slot has two barriers. Its copies arrive on ``full``, and every reading warpgroup

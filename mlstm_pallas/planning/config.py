@@ -117,8 +117,8 @@ class KernelConfig:
 
 def _check(kernel: str, field: str) -> Callable[[str, Any], Any]:
     """The check of a field; on Mosaic GPU siz_b_DHHV need not be a power of two."""
-    any_multiple = kernel.startswith(Lowering.MOSAIC_GPU) and field == "siz_b_DHHV"
-    return BLOCK if any_multiple else FIELDS[field]
+    any_size = kernel.startswith(Lowering.MOSAIC_GPU) and field == "siz_b_DHHV"
+    return BLOCK if any_size else FIELDS[field]
 
 
 def tuning_name(device_kind: str) -> str:

@@ -268,8 +268,9 @@ def check_inputs(
         if name in ("segment_ids", "sequence_lengths"):
             check_is_array(name, x)
             if not jnp.issubdtype(x.dtype, jnp.integer):
-                resets = "; a reset is f = -inf" if x.dtype == bool else ""
-                raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype{resets}")
+                are_resets = name == "segment_ids" and x.dtype == bool
+                hint = "; a reset is f = -inf" if are_resets else ""
+                raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype{hint}")
         else:
             any_float = name in "if" or (cast and name in states)
             dtypes = INPUT_DTYPES if any_float else KERNEL_DTYPES

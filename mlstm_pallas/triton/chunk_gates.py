@@ -31,7 +31,14 @@ from mlstm_pallas.formulas.gates import (
     stabiliser_sources,
     where_two_float,
 )
-from mlstm_pallas.formulas.tiles import block_at, blocks, causal_mask, divide, loop
+from mlstm_pallas.formulas.tiles import (
+    block_at,
+    blocks,
+    blocks_over,
+    causal_mask,
+    divide,
+    loop,
+)
 from mlstm_pallas.problem.dimensions import InputGate, next_power_of_two
 from mlstm_pallas.stages.chunk_gates import Operands
 from mlstm_pallas.stages.stage import Launch
@@ -180,7 +187,7 @@ def chunk_gates(
                 ("scaG", "scaA", "scaReset"), gates.chunk_summaries(local), strict=True
             )
         }
-        num_blocks = -(-p.NC // block)
+        num_blocks = blocks_over(p.NC, block)
         # First m before each block, which with one block is the initial one; then every m.
         launches = [(1, num_blocks)] * (num_blocks > 1) + [(p.NC + 1, p.NC + 1)]
         for ctas, size in launches:

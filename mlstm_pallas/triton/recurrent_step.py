@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
-from mlstm_pallas.formulas.tiles import block_at, loop
+from mlstm_pallas.formulas.tiles import block_at, blocks_over, loop
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_step import Operands, Step, rounded, step_gates
@@ -49,7 +49,7 @@ def _recurrent_step_kernel(
     (DHQK, DHV), scale, compiled = matC.shape, call.problem.qk_scale, not call.interpret
     siz_b_DHQK, siz_b_DHHV = call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
     columns, in_columns = _block(pl.program_id(0), siz_b_DHHV, DHV)
-    num_blocks = -(-DHQK // siz_b_DHQK)
+    num_blocks = blocks_over(DHQK, siz_b_DHQK)
 
     *qk, v_at = (vecQ, 0), (vecK, 0), (vecV, 0)
     if vecK is None:
@@ -168,7 +168,7 @@ class Tiles(BaseTiles):
         return cls(32, 128)
 
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
-        return -(-p.DHV // self.siz_b_DHHV), p.BNH
+        return blocks_over(p.DHV, self.siz_b_DHHV), p.BNH
 
     def clamped(self, p: Problem) -> Self:
         """Tiles no larger than a head; they need not divide it, because heads are not padded."""
