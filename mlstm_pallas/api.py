@@ -125,7 +125,7 @@ def mlstm_chunkwise(
         them. The call returns the states at the ends of segments 0 to N - 1,
         (B, N, NH, ...). The initial states may be (B, N, NH, ...) too, as when
         a prompt is prefilled in pieces; states of a segment without steps stay
-        as they were. Such calls have no derivatives.
+        as they were.
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376): i_t becomes
         log sigmoid(i_t), every m_t is 0, and m_initial None or zeros.
       normalize: False leaves out the denominator; with the sigmoid gate only.
