@@ -6,10 +6,14 @@
     h  = scale C'^T q / (max(|z|, floor) + eps)
 
 ``step_gates`` computes decay, gain and m'; normaliser.py has the floor.
+
+With slots the states are pools of P rows, and entry b reads and writes row slots[b]. B and NH are
+then two axes: the token and h are (B, NH, ...), the states (P, NH, ...). An entry whose slot is not
+in 0..P-1 writes no row, and its h is 0.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +41,7 @@ class Operands(NamedTuple):
     matC: Array  # (B * NH, DHQK, DHV)
     vecN: Array  # (B * NH, DHQK)
     scaM: Array | None  # (B * NH,); None: the sigmoid input gate
+    slots: Array | None = None  # (B,) int32
 
 
 class Step(NamedTuple):
@@ -83,6 +88,8 @@ def recurrent_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
 ) -> Step:
     """Runs the stage."""
+    if x.slots is not None:
+        return _step_in_pools(x, normaliser, call)
     token: Any = x[:5] if x.vecK is not None else split_token(x.vecQ, x.scaI, *x.matC.shape[-2:])
     arrays = *token, x.matC, x.vecN
     acc = accumulator_dtype(*(y.dtype for y in arrays))
@@ -102,3 +109,16 @@ def recurrent_step(
         n.astype(x.vecN.dtype),
         None if x.scaM is None else m_new.astype(x.scaM.dtype),
     )
+
+
+def _step_in_pools(x: Operands, normaliser: Normaliser | None, call: Launch) -> Step:
+    P, pools, slots = len(x.matC), x[5:8], cast(Array, x.slots)
+    rows = jnp.where(slots < 0, P, slots)  # a negative index would count from the end
+    states = jax.tree.map(lambda y: y.at[rows].get(mode="fill", fill_value=0), pools)
+    h, *after = recurrent_step(Operands(*x[:5], *states), normaliser=normaliser, call=call)
+
+    def stored(pool: Array, y: Array) -> Array:
+        return pool.at[rows].set(y, mode="drop", unique_indices=True)
+
+    h = jnp.where(rows[:, None, None] < P, h, 0)
+    return Step(h, *jax.tree.map(stored, pools, tuple(after)))
