@@ -31,7 +31,7 @@ class StepStates(NamedTuple):
     c: jax.Array  # (B, NH, DHQK, DHV)
     n: jax.Array  # (B, NH, DHQK)
     m: jax.Array | None  # (B, NH); None: the sigmoid input gate
-    slots: jax.Array | None = None  # (B,) int32, where c, n and m are pools, (P, NH, ...)
+    slots: jax.Array | None = None  # (B,) integers, where c, n and m are pools, (P, NH, ...)
 
 
 class Token(NamedTuple):
@@ -161,8 +161,6 @@ def _run(
     )
     if lengths is not None:
         lengths = jnp.broadcast_to(as_int32(lengths)[:, None], (B, NH))
-    if slots is not None:
-        slots = slots.astype("int32")
     x, c, n, m, slots, lengths = sharded_alike(spec, (x, c, n, m, slots, lengths))
     states = StepStates(c, n, m if options.stabilised else None, slots)
     if steps:

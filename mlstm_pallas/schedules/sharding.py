@@ -52,7 +52,12 @@ from mlstm_pallas.stages.stage import Lowering
 
 
 def _map(spec: CallSpec, function: Callable[[Array, int], Any], tree: Any, axes: int = 2) -> Any:
-    """Applies function(array, number of leading axes of B and NH) to all arrays."""
+    """Applies function(array, number of leading axes of B and NH) to all arrays.
+
+    Arrays beside pools keep their axes.
+    """
+    if spec.pooled:
+        return tree
 
     def has_layout(x: Any) -> bool:
         return type(x) in IN_LAYOUT
@@ -166,8 +171,8 @@ def on_shards(
     (B, S, NH, D) or (B, N, NH, ...), here and in the function. A shard's spec is
     spec.with_heads(B, NH).
 
-    If spec.pooled, the function gets B and NH, and P and NH, as two axes, and the first array is of
-    the token.
+    If spec.pooled, they stay two axes, of which NH alone is sharded. The first array then has them;
+    others are pools, (P, NH, ...), or have no NH.
 
     Args:
       function: (spec, lowering, *pytrees of arrays of a shard, **options) -> pytree of such arrays.
@@ -255,7 +260,7 @@ def on_shard(work: Work, heads_first: bool, identity: Any, *args: Any) -> Any:
     def split(x: Array, axes: int) -> Array:
         return x.reshape(*heads[: mapped + axes], *x.shape[1:])
 
-    args = args if spec.pooled else _map(spec, flat, args)
+    args = _map(spec, flat, args)
     if len(shapes) > 1:
         raise ValueError(
             f"arguments have shards of {' and '.join(map(str, sorted(shapes)))} batch entries "
@@ -268,7 +273,7 @@ def on_shard(work: Work, heads_first: bool, identity: Any, *args: Any) -> Any:
     run = functools.partial(work.function, spec, **dict(work.options))
     lowering = work.lowering or known_lowering(spec.backend)
     outputs = run(lowering, *args) if lowering else by_platform(spec.backend, run, *args)
-    outputs = outputs if spec.pooled else _map(spec, split, outputs)
+    outputs = _map(spec, split, outputs)
     return _heads_first(spec, outputs, mapped) if heads_first else outputs
 
 
@@ -294,7 +299,7 @@ def _partitioned(work: Work) -> Callable[..., Any]:
 def _sharding_rule(work: Work, mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
     """The axes up to NH of all arrays but the identity are free; all others are replicated.
 
-    The first axes are not free beside pools; slots have no other axis.
+    Beside pools only NH is free.
     """
     whole, pooled = list[str](), work.spec.pooled
     free = [f"free{axis}" for axis in range(pooled, work.mapped + 2)]
@@ -322,6 +327,8 @@ def _common_shardings(work: Work, args: Any, results: Any) -> tuple[Any, Any]:
         mesh = leaves[0].sharding.mesh
         common = _common_spec(work.spec, [x.sharding.spec for x in leaves], work.mapped)
         by_rank = {rank: NamedSharding(mesh, _padded(common, rank)) for rank in by_rank}
+    elif work.spec.pooled:  # arrays of one rank differ
+        by_rank = dict.fromkeys(by_rank, identity.sharding)
     arrays, results = jax.tree.map(lambda x: by_rank[len(x.shape)], (arrays, results))
     return (identity.sharding, *arrays), results
 

@@ -13,7 +13,7 @@ in 0..P-1 writes no row, and its h is 0.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ class Operands(NamedTuple):
     matC: Array  # (B * NH, DHQK, DHV)
     vecN: Array  # (B * NH, DHQK)
     scaM: Array | None  # (B * NH,); None: the sigmoid input gate
-    slots: Array | None = None  # (B,) int32
+    slots: Array | None = None  # (B,), of any integer dtype
 
 
 class Step(NamedTuple):
@@ -89,7 +89,16 @@ def recurrent_step(
 ) -> Step:
     """Runs the stage."""
     if x.slots is not None:
-        return _step_in_pools(x, normaliser, call)
+        P, pools = len(x.matC), x[5:8]
+        rows = x.slots.astype("uint32")  # -1 is outside, not the last row
+        states = jax.tree.map(lambda y: y.at[rows].get(mode="fill", fill_value=0), pools)
+        h, *after = recurrent_step(Operands(*x[:5], *states), normaliser=normaliser, call=call)
+
+        def updated(pool: Array, y: Array) -> Array:
+            return pool.at[rows].set(y, mode="drop", unique_indices=True)
+
+        h = jnp.where(rows[:, None, None] < P, h, 0)
+        return Step(h, *jax.tree.map(updated, pools, tuple(after)))
     token: Any = x[:5] if x.vecK is not None else split_token(x.vecQ, x.scaI, *x.matC.shape[-2:])
     arrays = *token, x.matC, x.vecN
     acc = accumulator_dtype(*(y.dtype for y in arrays))
@@ -109,16 +118,3 @@ def recurrent_step(
         n.astype(x.vecN.dtype),
         None if x.scaM is None else m_new.astype(x.scaM.dtype),
     )
-
-
-def _step_in_pools(x: Operands, normaliser: Normaliser | None, call: Launch) -> Step:
-    P, pools, slots = len(x.matC), x[5:8], cast(Array, x.slots)
-    rows = jnp.where(slots < 0, P, slots)  # a negative index would count from the end
-    states = jax.tree.map(lambda y: y.at[rows].get(mode="fill", fill_value=0), pools)
-    h, *after = recurrent_step(Operands(*x[:5], *states), normaliser=normaliser, call=call)
-
-    def stored(pool: Array, y: Array) -> Array:
-        return pool.at[rows].set(y, mode="drop", unique_indices=True)
-
-    h = jnp.where(rows[:, None, None] < P, h, 0)
-    return Step(h, *jax.tree.map(stored, pools, tuple(after)))

@@ -1,11 +1,11 @@
 """recurrent_step in Triton.
 
-Grid (ceil(DHV / siz_b_DHHV), B * NH). A CTA owns siz_b_DHHV columns of one head's C and loops over
-them in blocks of siz_b_DHQK rows, each loaded while the preceding block is processed. Every CTA
-computes n' and z; the CTAs of the first columns store n' and m'. All states are updated in place,
-so the CTAs of a head that has several read n and m from a copy. With slots the copy has the rows of
-the entries, and C is read and written in the pool. Sizes that the tiles do not divide
-are masked, because padding would copy the states.
+Grid (ceil(DHV / siz_b_DHHV), B * NH), with slots (ceil(DHV / siz_b_DHHV), NH, B). A CTA owns
+siz_b_DHHV columns of one head's C and loops over them in blocks of siz_b_DHQK rows, each loaded
+while the preceding block is processed. Every CTA computes n' and z; the CTAs of the first columns
+store n' and m'. All states are updated in place, so the CTAs of a head that has several read n and
+m from a copy. With slots the copy has the rows of the entries, while C stays in the pool. Sizes
+that the tiles do not divide are masked, because padding would copy the states.
 
 FLOPs: 4 B NH K V. Bytes: C twice, 2 B NH K V itemsize; the rest is smaller by a factor of V or K.
 """
@@ -34,7 +34,7 @@ def _recurrent_step_kernel(*, slots, **head):
     part = pl.program_id(0)
     if slots is None:
         return _advance((), part, **head)
-    slot, vecH = slots[...], head["vecH"]
+    slot, vecH = slots[...].astype(jnp.int32), head["vecH"]
 
     def without_row():
         columns, inside = _block(part, head["call"].tiles.siz_b_DHHV, vecH.shape[0])
@@ -142,10 +142,9 @@ def recurrent_step(
 ) -> Step:
     """Runs the stage: ``stages/recurrent_step.py``."""
     DHV, vecN, scaM, before = x.matC.shape[-1], x.vecN, x.scaM, None
-    token, states, axes, grid = "b", "b", "icb", call.tiles.grid(call.problem)
-    if x.slots is not None:
-        token, states, axes = "eh", "0h", "ihe"  # h heads, e entries
-        grid = grid[0], call.problem.NH, call.problem.B
+    token, states, grid = "b", "b", call.tiles.grid(call.problem)
+    if x.slots is not None:  # b is an entry, c a head
+        token, states, grid = "bc", "0c", (grid[0], call.problem.NH, call.problem.B)
     # Every CTA of a head reads n and m, and one updates them.
     if x.slots is not None or call.tiles.siz_b_DHHV < DHV:
         last = jnp.zeros(vecN.shape[:-1], jnp.float32) if scaM is None else scaM
@@ -158,7 +157,7 @@ def recurrent_step(
         operands(x, matC=states + "00", vecN=states + "0", scaM=states)
         | operands(x, **dict.fromkeys(("vecQ", "vecK", "vecV"), token + "0"))
         | operands(x, scaI=(token + "0")[: x.scaI.ndim], scaF=token)
-        | dict(before=(before, token + "0"), slots=(x.slots, "e")),
+        | dict(before=(before, token + "0"), slots=(x.slots, "b")),
         dict(
             vecH=(jax.ShapeDtypeStruct((*x.vecQ.shape[:-1], DHV), x.vecQ.dtype), token + "0"),
             matC_new=(x.matC, states + "00"),
@@ -166,7 +165,6 @@ def recurrent_step(
             scaM_new=(scaM, states),
         ),
         grid=grid,
-        axes=axes,
         aliases={0: 1, 1: 2} | ({} if scaM is None else {2: 3}),
         call=call,
         normaliser=normaliser,
