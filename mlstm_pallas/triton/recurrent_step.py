@@ -147,11 +147,12 @@ def recurrent_step(
         token, states, grid = "bc", "0c", (grid[0], call.problem.NH, call.problem.B)
     # Every CTA of a head reads n and m, and one updates them.
     if x.slots is not None or call.tiles.siz_b_DHHV < DHV:
-        last = jnp.zeros(vecN.shape[:-1], jnp.float32) if scaM is None else scaM
-        pair = [vecN, last[..., None]]
+        n, m = vecN, scaM
         if x.slots is not None:
-            pair = [y[x.slots] for y in pair]
-        before = jnp.concatenate([y.astype(jnp.float32) for y in pair], axis=-1)
+            n, m = jax.tree.map(lambda y: y[x.slots], (n, m))
+        m = jnp.zeros(n.shape[:-1], jnp.float32) if m is None else m
+        pair = n.astype(jnp.float32), m[..., None].astype(jnp.float32)
+        before = jnp.concatenate(pair, axis=-1)
     y = kernel_call(
         _recurrent_step_kernel,
         operands(x, matC=states + "00", vecN=states + "0", scaM=states)
