@@ -337,7 +337,8 @@ def mlstm_recurrent_sequence(
       layout: "BNTH" or "BTNH", of q, k, v, i, f and h. The states have the
         same shapes in both.
       c_initial, n_initial, m_initial, eps, norm_val, stabilize_correctly,
-        input_gate, normalize, slots, backend, config: as for ``mlstm_recurrent_step``.
+        input_gate, normalize, slots, backend, config: as for
+        ``mlstm_recurrent_step``.
 
     Returns:
       h, shaped as v, in the dtype of q, and the states (c, n, m) after the last

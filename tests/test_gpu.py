@@ -152,6 +152,34 @@ def test_recurrent_steps(dtype, DHQK, DHV):
     check_repeated(run, inputs, PROMISED[dtype][0])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "DHQK", "DHV", "B", "rows"),
+    [("float32", 256, 512, 64, 192), ("bfloat16", 256, 512, 64, 192), ("float32", 333, 500, 3, 7)],
+)
+def test_slots_have_the_bits_of_a_gather_a_step_and_a_scatter(dtype, DHQK, DHV, B, rows):
+    """Every fourth entry has no row, and its inputs are NaN."""
+    r, x = np.random.default_rng(0), random_inputs(5, rows, 8, 1, DHQK, DHV)
+    *token, c, n, m = token_at(x, 0).values()
+    without, slots = np.arange(B) % 4 == 3, r.permutation(rows)[:B].astype("int32")
+    token = [np.array(y[:B]) for y in token]
+    for y in token:
+        y[without] = np.nan
+    slots[without] = r.choice([-1, rows], without.sum())
+    step = functools.partial(mlstm_recurrent_step, backend="triton")
+    pools = c.astype(dtype), n, m
+    run = jax.jit(lambda pools, slots: step(*token, *pools, slots=slots))
+
+    @jax.jit
+    def expected(pools, used):
+        h, new = step(*(y[~without] for y in token), *(y[used] for y in pools))
+        return h, [y.at[used].set(z) for y, z in zip(pools, new, strict=True)]
+
+    h, after = run(pools, slots)
+    desired, rows_after = expected(pools, slots[~without])
+    assert not np.any(np.asarray(h)[without])
+    assert_same_bits((np.asarray(h)[~without], list(after)), (desired, rows_after))
+
+
 @pytest.mark.parametrize("backend", ["triton", None])
 def test_a_recurrent_step_is_in_place(backend):
     x = token_at(random_inputs(4, 4, 8, 1, 256, 512), 0)
