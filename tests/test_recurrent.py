@@ -395,17 +395,16 @@ def pooled_call(
 ):
     """The arrays of SLOTS' entries, pools of five rows, and a step or a sequence of several.
 
-    Entries without a row, and rows without an entry, are NaN.
+    Entries without a row are NaN, and so is a row without an entry.
     """
     x = random_inputs(21, len(SLOTS), 2, S, 40, 37, dtype=dtype)
     *token, c, n, m = map(np.array, arguments(x, 0 if S == 1 else None))
     for y in token:
         y[WITHOUT] = np.nan
     for y in c, n, m:
-        y[UNUSED] = np.nan
+        y[UNUSED[0]] = np.nan
     if options.get("input_gate"):
-        m *= 0
-        m[UNUSED] = 0
+        m[:] = 0
     tiles = columns and KernelConfig(triton_recurrent_step=dict(siz_b_DHQK=16, siz_b_DHHV=columns))
     options |= dict(backend=backend, config=tiles)
     token = in_layout(layout, NAMES, token)
