@@ -367,14 +367,14 @@ USED, WITHOUT, UNUSED = [0, 2, 4], [1, 3], [2, 4]
 POOLED = """
 xla
 xla input_gate="sigmoid", dtype="bfloat16"
-xla joined=True, slots="int8"
+xla joined=True, slots="int8", rows=200
 xla lengths=[2, 3, 0, 1, 9], S=3, layout="BTNH"
 interpret
 interpret input_gate="sigmoid", columns=16
-interpret joined=True, columns=16, slots="int8"
+interpret joined=True, columns=16, slots="int8", rows=200
 interpret dtype="bfloat16", states="float16", columns=16
 interpret lengths=[2, 3, 0, 1, 9], S=3, layout="BTNH"
-triton columns=16, joined=True, slots="int8"
+triton columns=16, joined=True, slots="int8", rows=200
 triton dtype="bfloat16", states="float16"
 triton lengths=[2, 3, 0, 1, 9], S=3, layout="BTNH"
 """
@@ -386,6 +386,7 @@ def pooled_call(
     dtype="float32",
     states=None,
     slots="int32",
+    rows=5,
     columns=None,
     joined=False,
     S=1,
@@ -393,7 +394,7 @@ def pooled_call(
     lengths=None,
     **options,
 ):
-    """The arrays of SLOTS' entries, pools of five rows, and a step or a sequence of several.
+    """The arrays of SLOTS' entries, pools of these rows, and a step or a sequence of several.
 
     Entries without a row are NaN, and so is a row without an entry.
     """
@@ -401,6 +402,7 @@ def pooled_call(
     *token, c, n, m = map(np.array, arguments(x, 0 if S == 1 else None))
     for y in token:
         y[WITHOUT] = np.nan
+    c, n, m = (np.resize(y, (rows, *y.shape[1:])) for y in (c, n, m))
     for y in c, n, m:
         y[UNUSED[0]] = np.nan
     if options.get("input_gate"):
@@ -419,7 +421,8 @@ def pooled_call(
         options_of = dict(layout=layout, sequence_lengths=of_entries, **slots, **options)
         return mlstm_recurrent_sequence(*token, *pools, **options_of)
 
-    return run, (token, pools), SLOTS.astype(slots)
+    beyond = rows if rows < 128 else -128  # the least int8
+    return run, (token, pools), np.where(SLOTS == 5, beyond, SLOTS).astype(slots)
 
 
 @pytest.mark.parametrize(

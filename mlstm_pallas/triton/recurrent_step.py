@@ -149,7 +149,8 @@ def recurrent_step(
     if x.slots is not None or call.tiles.siz_b_DHHV < DHV:
         n, m = vecN, scaM
         if x.slots is not None:
-            n, m = jax.tree.map(lambda y: y[x.slots], (n, m))
+            rows = x.slots.astype("uint32")  # any row for an entry without one
+            n, m = jax.tree.map(lambda y: y[rows], (n, m))
         m = jnp.zeros(n.shape[:-1], jnp.float32) if m is None else m
         pair = n.astype(jnp.float32), m[..., None].astype(jnp.float32)
         before = jnp.concatenate(pair, axis=-1)
