@@ -234,7 +234,7 @@ def mlstm_recurrent_step(
     Heads of states in pools may be sharded over several devices. Shards of the
     batch and of P are gathered first, because a slot may be on any device; in
     shard_map slots are rows of the shard's pools. With vmap every mapped
-    element has its pools.
+    element has its pools, and kernels run for one element after the other.
 
     The kernels have no derivatives; backend "xla" has them, of every order.
 
@@ -274,12 +274,12 @@ def mlstm_recurrent_step(
         returned unchanged. A traced m cannot be checked.
       normalize: False leaves out the denominator: h = scale C'^T q. For the
         sigmoid gate only.
-      slots: (B,) integers, best int32: entry b reads and writes row slots[b] of
-        the states, which are pools: c_initial (P, NH, DHQK, DHV), n_initial
-        (P, NH, DHQK) and m_initial (P, NH). An entry whose slot is not in
-        0..P-1, such as -1, changes no row and its h is 0, whatever its inputs.
-        Other slots must differ from each other: results for equal slots are
-        undefined. None: the states are those of the entries.
+      slots: (B,) integers, read as 32 bits: entry b reads and writes row
+        slots[b] of the states, which are pools: c_initial (P, NH, DHQK, DHV),
+        n_initial (P, NH, DHQK), m_initial (P, NH). An entry whose slot is not
+        in 0..P-1, such as -1, changes no row and its h is 0, whatever its
+        inputs. Other slots must differ from each other: results for equal slots
+        are undefined. None: the states are those of the entries.
       backend: "triton" (GPU kernel), "xla" (plain jnp, with derivatives) or
         "interpret" (the kernel interpreted on a CPU; slow, for tests). A step
         has no Mosaic GPU kernel, so "mosaic_gpu" runs the Triton kernel and
