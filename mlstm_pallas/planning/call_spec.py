@@ -45,12 +45,15 @@ class CallSpec(Options):
       dtype: the dtype of q, k, v in the matrix products; in a step, of the state C.
       gpu: the GPU that the kernels are planned for.
       has_initial_state: False: the states start from zeros, which have no gradients.
+      pooled: whether the states of a step are in pools, (P, NH, ...), with slots (B,). Then NH is
+        the only axis that is sharded.
     """
 
     problem: Problem
     dtype: jnp.dtype
     gpu: Gpu
     has_initial_state: bool = True
+    pooled: bool = False
 
     def __str__(self) -> str:
         """The fields and what follows from them, for the log."""
