@@ -1,4 +1,14 @@
-"""Weights of xlstm_model.py: from a Hugging Face checkpoint or random, on one or several devices.
+"""Weights of xlstm_model.py: from a checkpoint or random, on one or several devices.
+
+A checkpoint is a folder that transformers (xLSTMForCausalLM) or NX-AI's package xlstm (xLSTMLarge)
+can read: config.json, or xlstm's config.yaml, and *.safetensors. Their names differ:
+
+    transformers                 older versions              xlstm
+    backbone.embeddings                                      embedding
+    mlstm_layer.q, k, v          mlstm_layer.query, ...      as transformers
+    backbone.out_norm, always                                with add_out_norm, and with a bias
+
+Both write fused matrices as well as single ones. Each file shows which it has.
 
 The heads, the feed-forward columns and the vocabulary of lm_head are split over the mesh axis
 "heads". config.json and the headers of the files show everything that may be wrong with a
@@ -9,6 +19,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,12 +35,29 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 from xlstm_model import Config, Params
 
-# What this model computes and config.json could deny.
-REQUIRED = dict(
-    model_type="xlstm", use_bias=False, add_out_norm=True, add_qk_norm=False, weight_mode="single"
+DTYPES, STATE_DTYPES = ("float32", "bfloat16"), ("float32", "bfloat16", "float16")
+# The values that config.json may have, where it is not a field of Config; the first is the default.
+# All of a line are the same function here, up to rounding errors.
+ALLOWED: dict[str, tuple[Any, ...]] = dict(
+    model_type=("xlstm",),
+    add_qk_norm=(False,),
+    weight_mode=("single", "fused"),
+    inference_state_dtype=STATE_DTYPES,
+    input_gate=("exp", "sigmoid"),
+)
+# The names of kernels consist of these words. "siging" is the sigmoid input gate.
+KERNEL = (
+    "(chunkwise|parallel|native|sequence|triton|autograd|custbw|stablef|limit|chunk|xl|headdim|siging"
+    "|-|_)*"
 )
 ALIASES = dict(hidden_size="embedding_dim", num_blocks="num_hidden_layers")
-DTYPES = ("float32", "bfloat16")
+# Matrices whose rows are those of several, from the first to the last.
+FUSED = {
+    "mlstm_layer.qkv_opreact": tuple(f"mlstm_layer.{x}" for x in ("q", "k", "v", "ogate_preact")),
+    "mlstm_layer.ifgate_preact": ("mlstm_layer.igate_preact", "mlstm_layer.fgate_preact"),
+    "ffn.proj_up_gate_z": ("ffn.proj_up_gate", "ffn.proj_up"),
+}
+OUT_NORM = "backbone.out_norm"
 
 Tensors = dict[str, jax.ShapeDtypeStruct]
 # The values of a tensor by its name, in any dtype.
@@ -40,47 +68,68 @@ class CheckpointError(Exception):
     """What is wrong, in one line for the user."""
 
 
-def read_text(path: Path | str) -> str:
-    """The text of a file; -: stdin."""
+def read_text(path: Path | str, flag: str = "") -> str:
+    """The text of a file; -: stdin. An error begins with the flag."""
     try:
         return sys.stdin.read() if path == "-" else Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{flag}cannot read {path}: {error}") from None
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The values of a config.json, or of xlstm's config.yaml, which has one per line."""
+    text = read_text(path)
+    try:
+        if path.suffix == ".json":
+            return dict(json.loads(text))
+        lines = re.findall(r"^(\w+):\s*([^#\n]*)", text, re.MULTILINE)
+        # Strings are JSON's only in double quotes.
+        words = r"^(?!(?:null|true|false|[-+.\d]*\d[\d.eE+-]*|\".*)$)'?(.*?)'?$"
+        quoted = [(name, re.sub(words, r'"\1"', value.strip())) for name, value in lines]
+        # transformers' default of ffn_proj_factor is 2.667
+        return dict(ffn_proj_factor=2.6667) | {name: json.loads(x) for name, x in quoted}
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
 
 
 def read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
-    """The model's configuration, and all values of config.json.
+    """The model's configuration, and all values of config.json or config.yaml.
 
     Raises:
       CheckpointError: a value that is no value, or one that this model does not compute.
     """
-    path = folder / "config.json"
-    try:
-        values = dict(json.loads(read_text(path)))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from None
+    path, yaml = folder / "config.json", folder / "config.yaml"
+    if yaml.exists() and not path.exists():
+        path = yaml
+    values, defaults = read_values(path), vars(Config())
+    for name in (*ALIASES, *ALIASES.values()):  # null: what its other name says
+        if values.get(name, 0) is None:
+            del values[name]
     values = {name: values[x] for name, x in ALIASES.items() if x in values} | values
-    defaults = vars(Config())
-    values = REQUIRED | defaults | values
+    if any("siging" in str(x) for x in values.values()):
+        values["input_gate"] = "sigmoid"
+    values = {name: x for name, (x, *_) in ALLOWED.items()} | defaults | values
 
     def check(name: str, right: bool, expected: Any) -> None:
         if not right:
             raise CheckpointError(f"{path}: {name} is {values[name]!r} and must be {expected}")
 
-    for name, value in REQUIRED.items():
-        check(name, values[name] == value, repr(value))
+    for name, allowed in ALLOWED.items():
+        right = values[name] in allowed and type(values[name]) is type(allowed[0])
+        check(name, right, " or ".join(map(repr, allowed)))
+    for name in {"chunkwise_kernel", "sequence_kernel", "step_kernel"} & {*values}:
+        known = re.fullmatch(KERNEL, str(values[name])) is not None
+        check(name, known, "a kernel of mlstm_kernels")
     for name, default in defaults.items():
         value, kind = values[name], type(default)
         number = kind in (int, float)
         right = type(value) in (int if number else kind, kind)
+        right = right and (not number or 0 < value < math.inf)
         like = f"a positive number or of the type of {default!r}"
-        check(name, right and (not number or 0 < value < math.inf), like)
+        check(name, right or (value is None and "soft_cap" in name), like)
     width = values["hidden_size"]
     check("embedding_dim", values.setdefault("embedding_dim", width) == width, width)
     config = Config(**{name: values[name] for name in defaults})
-    check("inference_state_dtype", config.inference_state_dtype in DTYPES, " or ".join(DTYPES))
-    for name in {"chunkwise_kernel", "sequence_kernel", "step_kernel"} & {*values}:
-        check(name, "siging" not in str(values[name]), "a kernel with the exponential input gate")
     for width in (config.qk_dim, config.v_dim):
         divides = width > 0 and width % config.num_heads == 0
         check("num_heads", divides, f"a divisor of {width}, the width of all heads")
@@ -143,7 +192,12 @@ def tensors_of(config: Config, dtype: str, devices: int) -> Tensors:
         "ffn.proj_up.weight": (rows, F, D),
         "ffn.proj_down.weight": (columns, D, F),
     }
-    tensors = {"backbone.embeddings.weight": (whole, V, D), "backbone.out_norm.weight": (whole, D)}
+    tensors = {"backbone.embeddings.weight": (whole, V, D), f"{OUT_NORM}.weight": (whole, D)}
+    if config.use_bias:
+        for name, (spec, rows_of_it, *_) in [*block.items()]:
+            name = name.replace(".weight", ".bias")
+            block[name] = rows if spec == rows else whole, rows_of_it
+        tensors[f"{OUT_NORM}.bias"] = whole, D
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = rows, V, D
     for n in range(config.num_blocks):
@@ -165,18 +219,27 @@ def join(config: Config, block: dict[str, jax.Array]) -> Params:
         return jnp.concatenate(parts, axis=1)
 
     heads = functools.partial(joined, config.num_heads)
-    gates = "mlstm_layer.igate_preact", "mlstm_layer.fgate_preact"
-    layers = "q", "k", "v", "ogate_preact"
-    return dict(
-        norm_mlstm=block["norm_mlstm.weight"],
-        qkvo=heads(*(f"mlstm_layer.{name}.weight" for name in layers)),
-        gates=heads(*(f"{name}.weight" for name in gates)),
-        gate_bias=heads(*(f"{name}.bias" for name in gates)),
-        multihead_norm=heads("mlstm_layer.multihead_norm.weight"),
-        out_proj=block["mlstm_layer.out_proj.weight"],
-        norm_ffn=block["norm_ffn.weight"],
-        up=joined(config.ffn_dim, "ffn.proj_up_gate.weight", "ffn.proj_up.weight"),
-        down=block["ffn.proj_down.weight"],
+    gates = FUSED["mlstm_layer.ifgate_preact"]
+
+    def arrays(kind: str) -> Params:
+        return dict(
+            norm_mlstm=block[f"norm_mlstm.{kind}"],
+            qkvo=heads(*(f"{name}.{kind}" for name in FUSED["mlstm_layer.qkv_opreact"])),
+            multihead_norm=heads(f"mlstm_layer.multihead_norm.{kind}"),
+            out_proj=block[f"mlstm_layer.out_proj.{kind}"],
+            norm_ffn=block[f"norm_ffn.{kind}"],
+            up=joined(config.ffn_dim, *(f"{name}.{kind}" for name in FUSED["ffn.proj_up_gate_z"])),
+            down=block[f"ffn.proj_down.{kind}"],
+        )
+
+    biases = arrays("bias") if config.use_bias else {}
+    return (
+        arrays("weight")
+        | {f"{name}_bias": x for name, x in biases.items()}
+        | dict(
+            gates=heads(*(f"{name}.weight" for name in gates)),
+            gate_bias=heads(*(f"{name}.bias" for name in gates)),
+        )
     )
 
 
@@ -187,10 +250,10 @@ def load(config: Config, tensors: Tensors, read: Reader) -> Params:
         x = tensors[name]
         return jax.device_put(read(name, x), x.sharding).astype(x.dtype)
 
-    names = dict(embeddings="backbone.embeddings", out_norm="backbone.out_norm", lm_head="lm_head")
-    if config.tie_word_embeddings:
-        del names["lm_head"]
-    params: Params = {x: array(f"{name}.weight") for x, name in names.items()} | dict(blocks=[])
+    names = dict(embeddings="backbone.embeddings.weight", lm_head="lm_head.weight")
+    names |= dict(out_norm=f"{OUT_NORM}.weight", out_norm_bias=f"{OUT_NORM}.bias")
+    params: Params = {x: array(name) for x, name in names.items() if name in tensors}
+    params["blocks"] = []
     for n in tqdm(range(config.num_blocks), "loading", unit="block"):
         prefix = f"backbone.blocks.{n}."
         block = {x.removeprefix(prefix): array(x) for x in tensors if x.startswith(prefix)}
@@ -199,8 +262,20 @@ def load(config: Config, tensors: Tensors, read: Reader) -> Params:
     return params
 
 
-def open_tensors(folder: Path, tensors: Tensors) -> Reader:
-    """Reads tensors of the files in a folder.
+def parts_of(name: str) -> list[str]:
+    """The tensors of ``tensors_of`` whose rows a tensor of a file has."""
+    if name == "embedding.weight":
+        return ["backbone.embeddings.weight"]
+    name = re.sub(r"\b(q)uery\b|\b(k)ey\b|\b(v)alue\b", r"\1\2\3", name)
+    layer, _, kind = name.rpartition(".")
+    for fused, parts in FUSED.items():
+        if layer.endswith(f".{fused}"):
+            return [f"{layer.removesuffix(fused)}{part}.{kind}" for part in parts]
+    return [name]
+
+
+def open_tensors(folder: Path, tensors: Tensors, config: Config) -> Reader:
+    """Reads tensors of the files in a folder. Removes an out_norm that they lack from tensors.
 
     Raises:
       CheckpointError: a tensor is missing, not of this model, or of another shape or dtype.
@@ -214,16 +289,27 @@ def open_tensors(folder: Path, tensors: Tensors) -> Reader:
         slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     if "lm_head.weight" not in tensors:
         slices.pop("lm_head.weight", None)  # tied, and saved all the same
-    missing, foreign = tensors.keys() - slices.keys(), slices.keys() - tensors.keys()
+    parts = {name: parts_of(name) for name in slices}
+    present = {*itertools.chain.from_iterable(parts.values())}
+    # transformers computes out_norm whatever add_out_norm says, and never with a bias.
+    kinds = ["bias"] if config.add_out_norm else ["bias", "weight"]
+    for name in {f"{OUT_NORM}.{kind}" for kind in kinds} - present:
+        tensors.pop(name, None)
+    missing, foreign = tensors.keys() - present, present - tensors.keys()
     if names := missing or foreign:
         problem = "lacks" if missing else "has, unlike the model,"
         some = ", ".join(sorted(names)[:4])
         raise CheckpointError(f"{folder} {problem} {len(names)} tensors: {some}")
-    for name, x in tensors.items():
-        shape, dtype, expected = slices[name].get_shape(), slices[name].get_dtype(), [*x.shape]
+    rows: dict[str, tuple[Any, slice]] = {}
+    for name, file_tensor in slices.items():
+        ends = [0, *itertools.accumulate(tensors[part].shape[0] for part in parts[name])]
+        shape, dtype = file_tensor.get_shape(), file_tensor.get_dtype()
+        expected = [ends[-1], *tensors[parts[name][0]].shape[1:]]
         if shape != expected or dtype not in ("F32", "BF16", "F16"):
             raise CheckpointError(f"{name} is {dtype} {shape}, and config.json makes it {expected}")
-    return lambda name, _: slices[name][:]
+        for part, begin, end in zip(parts[name], ends, ends[1:], strict=False):
+            rows[part] = file_tensor, slice(begin, end)
+    return lambda name, _: rows[name][0][rows[name][1]]
 
 
 def random_tensors(seed: int) -> Reader:
@@ -256,8 +342,14 @@ def free_bytes(mesh: Mesh) -> float:
     return min((x["bytes_limit"] - x["bytes_in_use"] for x in stats if x), default=math.inf)
 
 
-def check_prompts(config: Config, tensors: Tensors, prompts: list[list[int]]) -> None:
+def check_prompts(
+    config: Config, tensors: Tensors, prompts: list[list[int]], rows: int = 0, steps: int = 0
+) -> None:
     """Checks that the model can read prompts, and that their arrays fit beside its weights.
+
+    Args:
+      rows: how many prompts have states at a time; 0: all of them.
+      steps: most of a prefill; 0: those of all prompts.
 
     Raises:
       CheckpointError: a prompt that is wrong, or too little memory; the message has the sum.
@@ -265,7 +357,7 @@ def check_prompts(config: Config, tensors: Tensors, prompts: list[list[int]]) ->
     for n, prompt in enumerate(prompts):
         if not prompt or max(prompt) >= config.vocab_size:
             raise CheckpointError(f"prompt {n} has no token, or one beyond vocab_size")
-    B, S = len(prompts), sum(map(len, prompts))
+    B, S = rows or len(prompts), steps or sum(map(len, prompts))
     embeddings = tensors["backbone.embeddings.weight"]
     mesh, itemsize = embeddings.sharding.mesh, embeddings.dtype.itemsize
     widest = max(3 * config.ffn_dim, 4 * (config.qk_dim + config.v_dim))  # what XLA holds at once
