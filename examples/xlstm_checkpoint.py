@@ -76,18 +76,23 @@ def read_text(path: Path | str, flag: str = "") -> str:
         raise CheckpointError(f"{flag}cannot read {path}: {error}") from None
 
 
+def scalar(text: str) -> Any:
+    """A scalar of YAML, whose strings need no quotes."""
+    try:
+        return json.loads(text or "null")
+    except ValueError:
+        return text.strip("'")
+
+
 def read_values(path: Path) -> dict[str, Any]:
     """The values of a config.json, or of xlstm's config.yaml, which has one per line."""
     text = read_text(path)
-    try:
-        if path.suffix == ".json":
-            return dict(json.loads(text))
-        lines = re.findall(r"^(\w+):\s*([^#\n]*)", text, re.MULTILINE)
-        # Strings are JSON's only in double quotes.
-        words = r"^(?!(?:null|true|false|[-+.\d]*\d[\d.eE+-]*|\".*)$)'?(.*?)'?$"
-        quoted = [(name, re.sub(words, r'"\1"', value.strip())) for name, value in lines]
+    if path.suffix == ".yaml":
+        lines = re.findall(r"^(\w+):[ \t]*(.*?)[ \t]*(?:#.*)?$", text, re.MULTILINE)
         # transformers' default of ffn_proj_factor is 2.667
-        return dict(ffn_proj_factor=2.6667) | {name: json.loads(x) for name, x in quoted}
+        return dict(ffn_proj_factor=2.6667) | {name: scalar(x) for name, x in lines}
+    try:
+        return dict(json.loads(text))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
 
