@@ -7,8 +7,8 @@ r"""Generates text with an xLSTM checkpoint of transformers or xlstm, such as NX
     python examples/xlstm_7b.py --checkpoint=xLSTM-7b --prompts=prompts.txt --slots=64 \
         --output=answers.jsonl
     python examples/xlstm_7b.py --random --benchmark --batch=64 --prompt_length=1024
-    python examples/xlstm_7b.py --random --benchmark --slots=64 --batch=512 --min_prompt_length=32 \
-        --prompt_length=1024 --min_new_tokens=16 --new_tokens=512
+    python examples/xlstm_7b.py --random --benchmark --slots=64 --batch=512 \
+        --prompt_length=1024 --new_tokens=512 --spread=32    # answers of 16 to 512 tokens
 
 A prefill reads packed prompts. The tokens that follow come from one compiled loop per
 --stream_every tokens. A single prompt is streamed: a loop runs while the tokens of the loop before
@@ -30,10 +30,8 @@ wrong, the exit code is 1 and stderr has one line; after Ctrl-C it is 130.
 """
 
 import dataclasses
-import functools
 import itertools
 import json
-import os
 import statistics
 import sys
 import time
@@ -64,19 +62,8 @@ from xlstm_checkpoint import (
     stop_ids,
     tensors_of,
 )
-from xlstm_model import (
-    MOST_TOKENS,
-    Config,
-    Params,
-    Sampling,
-    decode,
-    next_logits,
-    prefill,
-    sample,
-)  # fmt: skip
-from xlstm_server import MOST_PROMPTS, Server, longest_prefill
-
-from mlstm_pallas import pack_lengths
+from xlstm_model import Config, Params, Sampling, decode
+from xlstm_server import MOST_PROMPTS, MOST_STEPS, MOST_TOKENS, Setup, bucket, first_tokens, serve
 
 SIZES = {
     "7b": Config(),
@@ -97,7 +84,6 @@ for kind, *definition in (
     ("integer", "slots", None, "Prompts that are answered at a time; none: all.", 1),
     ("enum", "batching", "continuous", BATCHINGS, "When a slot that is free is filled."),
     ("integer", "new_tokens", 128, "Most tokens to generate per prompt.", 1),
-    ("integer", "min_new_tokens", None, "Random: answers have these to --new_tokens.", 1),
     ("float", "temperature", 0.0, "0 takes the likeliest token.", 0.0),
     ("float", "top_p", 1.0, "Draw from the likeliest tokens of this mass.", 0.0, 1.0),
     ("integer", "seed", 0, "Seed for sampling, random weights and prompts.", 0),
@@ -109,7 +95,7 @@ for kind, *definition in (
     ("boolean", "benchmark", False, "Measure, and print one row of JSON."),
     ("integer", "batch", 1, "Number of random prompts.", 1),
     ("integer", "prompt_length", 128, "Tokens per random prompt.", 1),
-    ("integer", "min_prompt_length", None, "Random: prompts have these to --prompt_length.", 1),
+    ("integer", "spread", 1, "The longest random prompt and answer, by the shortest.", 1),
 ):
     getattr(flags, f"DEFINE_{kind}")(*definition, flag_values=FLAGS)
 MULTIPLE = 64  # of the steps of a prefill, so that prompts of similar lengths compile once
@@ -121,10 +107,14 @@ class Model:
     tensors: Tensors
     params: Params
     prompts: list[list[int]]
-    limits: list[int]  # tokens of each answer
-    slots: int  # 0: all prompts in one batch, which does not end before --new_tokens
     stop_tokens: set[int]
     tokenizer: Tokenizer | None
+    limits: Sequence[int] = ()  # tokens of each answer
+    slots: int = 0  # 0: all prompts in one batch, which does not end before --new_tokens
+
+    def setup(self) -> Setup:
+        sampling = Sampling(FLAGS.temperature, FLAGS.top_p)
+        return self.config, self.params, sampling, jax.random.key(FLAGS.seed)
 
     def text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens) if self.tokenizer else " ".join(map(str, tokens))
@@ -147,22 +137,30 @@ def build() -> Model:
     if tokenizer:
         bos = [values.get("bos_token_id", 0)] if values.get("force_bos_token_insert") else []
         # With what the tokenizer's post-processor adds, such as a BOS.
-        encode = functools.partial(tokenizer.encode, add_special_tokens=True)
-        encoded = (encode(text).ids for text in read_prompts())
+        encoded = (tokenizer.encode(x, add_special_tokens=True).ids for x in read_prompts())
         prompts = [ids if ids[:1] == bos else bos + ids for ids in encoded]
         limits = [FLAGS.new_tokens] * len(prompts)
     else:
         rng = np.random.default_rng(FLAGS.seed)
-        lengths, limits = (random_lengths(rng, name) for name in ("prompt_length", "new_tokens"))
+        lengths, limits = (
+            rng.integers(-(-size // FLAGS.spread), size, FLAGS.batch, endpoint=True).tolist()
+            for size in (FLAGS.prompt_length, FLAGS.new_tokens)
+        )
         prompts = [rng.integers(config.vocab_size, size=length).tolist() for length in lengths]
     several = not FLAGS.benchmark and (len(prompts) > 1 or bool(FLAGS.output))
     slots = min(FLAGS.slots or several * len(prompts), len(prompts))
-    sizes = (slots + MOST_PROMPTS, longest_prefill(prompts)) if slots else ()
+    longest = bucket(max(MOST_STEPS, *map(len, prompts)))
+    sizes = (slots + MOST_PROMPTS, longest) if slots else ()
     check_prompts(config, tensors, prompts, *sizes)
     stop = FLAGS.stop_tokens
     stop_tokens = stop_ids(values.get("eos_token_id") if stop is None else stop)
+    try:
+        if FLAGS.output:
+            Path(FLAGS.output).write_text("")
+    except OSError as error:
+        raise CheckpointError(f"--output: {error}") from None
     params = load(config, tensors, read)
-    return Model(config, tensors, params, prompts, limits, slots, stop_tokens, tokenizer)
+    return Model(config, tensors, params, prompts, stop_tokens, tokenizer, limits, slots)
 
 
 def read_prompts() -> list[str]:
@@ -174,31 +172,17 @@ def read_prompts() -> list[str]:
     return texts
 
 
-def random_lengths(rng: np.random.Generator, flag: str) -> list[int]:
-    """As many as --batch, from --min_FLAG, if it is there, to --FLAG."""
-    most, least = FLAGS[flag].value, FLAGS[f"min_{flag}"].value
-    if (least or 1) > most:
-        raise CheckpointError(f"--min_{flag}={least} is more than --{flag}={most}")
-    return rng.integers(least or most, most, FLAGS.batch, endpoint=True).tolist()
-
-
 def generate(model: Model, new_tokens: int) -> Iterator[np.ndarray]:
     """The next tokens of all prompts, (steps, B), as they come: first one, then --stream_every."""
-    config, params, prompts = model.config, model.params, model.prompts
-    sampling = Sampling(FLAGS.temperature, FLAGS.top_p)
-    flat = np.concatenate(prompts)
-    segment_ids, (ends,) = pack_lengths(
-        [*map(len, prompts)], S=-(-len(flat) // MULTIPLE) * MULTIPLE
-    )
-    row = np.resize(flat, segment_ids.shape)  # (1, S); no prompt sees what is behind the last one
-    x, states = prefill(config, params, row, segment_ids, ends)
-    key, numbers = jax.random.key(FLAGS.seed), MOST_TOKENS * np.arange(len(prompts))
-    token = sample(sampling, next_logits(config, params, x[0, ends - 1]), key, numbers)
+    prompts, B = dict(enumerate(model.prompts)), len(model.prompts)
+    S = -(-sum(map(len, model.prompts)) // MULTIPLE) * MULTIPLE
+    setup = config, params, sampling, key = model.setup()
+    states, token = first_tokens(setup, prompts, B, S)
     yield np.asarray(token)[None]
     coming = []
     for number in range(1, new_tokens, FLAGS.stream_every):
         loop = config, sampling, FLAGS.stream_every, params, states, token, key
-        states, token, tokens = decode(*loop, numbers + number)
+        states, token, tokens = decode(*loop, MOST_TOKENS * np.arange(B) + number)
         yield from map(np.asarray, coming)
         coming = [tokens[: new_tokens - number]]
     yield from map(np.asarray, coming)
@@ -235,50 +219,34 @@ class Printer:
         return self.ended
 
 
-def answers(model: Model, batching: str) -> tuple[Server, Iterator[tuple[int, list[int]]]]:
-    """The numbers of prompts and their answers, as they end, and the server that computes them."""
-    sampling, key = Sampling(FLAGS.temperature, FLAGS.top_p), jax.random.key(FLAGS.seed)
-    size = model.slots, FLAGS.stream_every
-    server = Server(model.config, model.params, sampling, key, *size)
-    queue = model.prompts, model.limits, model.stop_tokens
-    return server, server.serve(*queue, batching == "continuous")
+def answers(model: Model, batching: str) -> Iterator[tuple[int, list[int]]]:
+    """The numbers of prompts and their answers, as they end."""
+    queue = model.prompts, model.limits, model.stop_tokens, model.slots, FLAGS.stream_every
+    return serve(model.setup(), *queue, batching == "continuous")
 
 
 def write_answers(model: Model) -> None:
     """Writes answers as they end; stderr shows how many there are, and tokens per second."""
-    started, count, coming = time.perf_counter(), 0, answers(model, FLAGS.batching)[1]
-    try:
-        with open(FLAGS.output or os.devnull, "w") as file:
-            for n, tokens in (bar := tqdm(coming, total=len(model.prompts), unit="answer")):
-                text, count = model.text(tokens), count + len(tokens)
-                line = json.dumps(dict(prompt=n, answer=text, tokens=tokens))
-                print(line, file=file, flush=True)
-                if not FLAGS.output:
-                    tqdm.write(f"[{n}] {text}")
-                    sys.stdout.flush()
-                bar.set_postfix_str(f"{count / (time.perf_counter() - started):.1f} tokens/s")
-    except OSError as error:
-        raise CheckpointError(f"--output: {error}") from None
+    started, count, coming = time.perf_counter(), 0, answers(model, FLAGS.batching)
+    for n, tokens in (bar := tqdm(coming, total=len(model.prompts), unit="answer")):
+        text, count = model.text(tokens), count + len(tokens)
+        if FLAGS.output:
+            with open(FLAGS.output, "a") as file:
+                print(json.dumps(dict(prompt=n, answer=text, tokens=tokens)), file=file)
+        else:
+            tqdm.write(f"[{n}] {text}")
+            sys.stdout.flush()
+        bar.set_postfix_str(f"{count / (time.perf_counter() - started):.1f} tokens/s")
 
 
 def benchmark_slots(model: Model, batching: str) -> dict[str, Any]:
     """A row of measurements of the second run; the first one compiles."""
     for _ in range(2):
-        started, (server, coming) = time.perf_counter(), answers(model, batching)
-        new_tokens = sum(len(tokens) for _, tokens in coming)
+        started = time.perf_counter()
+        count = sum(len(tokens) for _, tokens in answers(model, batching))
         seconds = time.perf_counter() - started
-    row = dict(batching=batching, slots=model.slots, stream_every=FLAGS.stream_every)
-    return (
-        facts(model)
-        | row
-        | dict(
-            new_tokens=new_tokens,
-            seconds=seconds,
-            tokens_per_s=new_tokens / seconds,
-            # The first token of an answer is none of a step's.
-            busy_pct=100 * (new_tokens - len(model.prompts)) / server.row_steps,
-        )
-    )
+    row = dict(batching=batching, slots=model.slots, new_tokens=count, seconds=seconds)
+    return facts(model) | row | dict(tokens_per_s=count / seconds)
 
 
 def facts(model: Model) -> dict[str, Any]:
@@ -338,12 +306,17 @@ def benchmark(model: Model) -> dict[str, Any]:
 
 def answer(model: Model) -> None:
     """Does what the flags ask for."""
-    if model.slots and not FLAGS.benchmark:
-        return write_answers(model)
-    if model.slots:
+    if model.slots and FLAGS.benchmark:
         for batching in BATCHINGS:
             print(json.dumps(benchmark_slots(model, batching)), flush=True)
-        return None
+    elif model.slots:
+        write_answers(model)
+    else:
+        answer_at_once(model)
+
+
+def answer_at_once(model: Model) -> None:
+    """Measures a batch without slots, or streams the answer of a single prompt."""
     compiled = sum(run(model, min(FLAGS.new_tokens, 1 + FLAGS.stream_every)))
     print(f"compiled in {compiled:.1f} s", file=sys.stderr)
     if FLAGS.benchmark:

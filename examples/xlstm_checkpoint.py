@@ -35,26 +35,29 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 from xlstm_model import Config, Params
 
-DTYPES, STATE_DTYPES = ("float32", "bfloat16"), ("float32", "bfloat16", "float16")
-# The values that config.json may have, where it is not a field of Config; the first is the default.
-# All of a line are the same function here, up to rounding errors.
-ALLOWED: dict[str, tuple[Any, ...]] = dict(
-    model_type=("xlstm",),
-    add_qk_norm=(False,),
-    weight_mode=("single", "fused"),
-    inference_state_dtype=STATE_DTYPES,
-    input_gate=("exp", "sigmoid"),
-)
-# The names of kernels consist of these words. "siging" is the sigmoid input gate.
+DTYPES = ("float32", "bfloat16")
+# What config.json may have beside numbers. All that one of these matches is the same function here,
+# up to rounding errors, but for input_gate and a kernel with siging: the sigmoid input gate.
 KERNEL = (
-    "(chunkwise|parallel|native|sequence|triton|autograd|custbw|stablef|limit|chunk|xl|headdim|siging"
-    "|-|_)*"
+    "((chunkwise|parallel|native|sequence|triton|autograd|custbw|stablef|limit|chunk|xl|headdim"
+)
+KERNEL += "|siging)(-|_|$)+)*"
+ALLOWED = dict(
+    model_type="xlstm",
+    add_qk_norm="False",
+    weight_mode="single|fused",
+    inference_state_dtype="float32|bfloat16|float16",
+    input_gate="exp|sigmoid",
+    chunkwise_kernel=KERNEL,
+    sequence_kernel=KERNEL,
+    step_kernel=KERNEL,
 )
 ALIASES = dict(hidden_size="embedding_dim", num_blocks="num_hidden_layers")
+GATES = "mlstm_layer.igate_preact", "mlstm_layer.fgate_preact"
 # Matrices whose rows are those of several, from the first to the last.
 FUSED = {
     "mlstm_layer.qkv_opreact": tuple(f"mlstm_layer.{x}" for x in ("q", "k", "v", "ogate_preact")),
-    "mlstm_layer.ifgate_preact": ("mlstm_layer.igate_preact", "mlstm_layer.fgate_preact"),
+    "mlstm_layer.ifgate_preact": GATES,
     "ffn.proj_up_gate_z": ("ffn.proj_up_gate", "ffn.proj_up"),
 }
 OUT_NORM = "backbone.out_norm"
@@ -76,23 +79,17 @@ def read_text(path: Path | str, flag: str = "") -> str:
         raise CheckpointError(f"{flag}cannot read {path}: {error}") from None
 
 
-def scalar(text: str) -> Any:
-    """A scalar of YAML, whose strings need no quotes."""
-    try:
-        return json.loads(text or "null")
-    except ValueError:
-        return text.strip("'")
-
-
 def read_values(path: Path) -> dict[str, Any]:
     """The values of a config.json, or of xlstm's config.yaml, which has one per line."""
     text = read_text(path)
-    if path.suffix == ".yaml":
-        lines = re.findall(r"^(\w+):[ \t]*(.*?)[ \t]*(?:#.*)?$", text, re.MULTILINE)
-        # transformers' default of ffn_proj_factor is 2.667
-        return dict(ffn_proj_factor=2.6667) | {name: scalar(x) for name, x in lines}
     try:
-        return dict(json.loads(text))
+        if path.suffix == ".json":
+            return dict(json.loads(text))
+        plain = r"null|true|false|-?\d[\d.]*(?:[eE][-+]?\d+)?"
+        line = rf"^(\w+):[ \t]*(?:({plain})|['\"]?([^#\n]*?)['\"]?)[ \t]*(?:#.*)?$"
+        lines = re.findall(line, text, re.MULTILINE)
+        # transformers' default of ffn_proj_factor is 2.667
+        return dict(ffn_proj_factor=2.6667) | {x: z or json.loads(y or "null") for x, y, z in lines}
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
 
@@ -107,24 +104,20 @@ def read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
     if yaml.exists() and not path.exists():
         path = yaml
     values, defaults = read_values(path), vars(Config())
-    for name in (*ALIASES, *ALIASES.values()):  # null: what its other name says
-        if values.get(name, 0) is None:
-            del values[name]
-    values = {name: values[x] for name, x in ALIASES.items() if x in values} | values
+    for name, other in ALIASES.items():
+        if values.get(name) is None and other in values:
+            values[name] = values[other]
     if any("siging" in str(x) for x in values.values()):
         values["input_gate"] = "sigmoid"
-    values = {name: x for name, (x, *_) in ALLOWED.items()} | defaults | values
+    values = defaults | values
 
     def check(name: str, right: bool, expected: Any) -> None:
         if not right:
             raise CheckpointError(f"{path}: {name} is {values[name]!r} and must be {expected}")
 
-    for name, allowed in ALLOWED.items():
-        right = values[name] in allowed and type(values[name]) is type(allowed[0])
-        check(name, right, " or ".join(map(repr, allowed)))
-    for name in {"chunkwise_kernel", "sequence_kernel", "step_kernel"} & {*values}:
-        known = re.fullmatch(KERNEL, str(values[name])) is not None
-        check(name, known, "a kernel of mlstm_kernels")
+    for name in ALLOWED.keys() & values:
+        pattern = ALLOWED[name]
+        check(name, re.fullmatch(pattern, str(values[name])) is not None, pattern)
     for name, default in defaults.items():
         value, kind = values[name], type(default)
         number = kind in (int, float)
@@ -133,7 +126,7 @@ def read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
         like = f"a positive number or of the type of {default!r}"
         check(name, right or (value is None and "soft_cap" in name), like)
     width = values["hidden_size"]
-    check("embedding_dim", values.setdefault("embedding_dim", width) == width, width)
+    check("embedding_dim", (values.get("embedding_dim") or width) == width, width)
     config = Config(**{name: values[name] for name in defaults})
     for width in (config.qk_dim, config.v_dim):
         divides = width > 0 and width % config.num_heads == 0
@@ -175,44 +168,45 @@ def mesh_of(config: Config, devices: int) -> Mesh:
 def tensors_of(config: Config, dtype: str, devices: int) -> Tensors:
     """The tensors of a checkpoint by name: their shapes, and how they are placed on the devices.
 
-    Matrices are cast to the dtype; norms and the biases of gates are float32.
+    Matrices are cast to the dtype; norms and biases are float32.
     """
     D, F, V = config.hidden_size, config.ffn_dim, config.vocab_size
     NH, QK, H = config.num_heads, config.qk_dim, config.v_dim
     mesh, whole, rows, columns = mesh_of(config, devices), P(), P("heads"), P(None, "heads")
     block = {
-        "norm_mlstm.weight": (whole, D),
-        "mlstm_layer.q.weight": (rows, QK, D),
-        "mlstm_layer.k.weight": (rows, QK, D),
-        "mlstm_layer.v.weight": (rows, H, D),
-        "mlstm_layer.ogate_preact.weight": (rows, H, D),
-        "mlstm_layer.igate_preact.weight": (rows, NH, D),
-        "mlstm_layer.fgate_preact.weight": (rows, NH, D),
-        "mlstm_layer.igate_preact.bias": (rows, NH),
-        "mlstm_layer.fgate_preact.bias": (rows, NH),
-        "mlstm_layer.multihead_norm.weight": (rows, H),
-        "mlstm_layer.out_proj.weight": (columns, D, H),
-        "norm_ffn.weight": (whole, D),
-        "ffn.proj_up_gate.weight": (rows, F, D),
-        "ffn.proj_up.weight": (rows, F, D),
-        "ffn.proj_down.weight": (columns, D, F),
+        "norm_mlstm": (whole, D),
+        "mlstm_layer.q": (rows, QK, D),
+        "mlstm_layer.k": (rows, QK, D),
+        "mlstm_layer.v": (rows, H, D),
+        "mlstm_layer.ogate_preact": (rows, H, D),
+        "mlstm_layer.igate_preact": (rows, NH, D),
+        "mlstm_layer.fgate_preact": (rows, NH, D),
+        "mlstm_layer.multihead_norm": (rows, H),
+        "mlstm_layer.out_proj": (columns, D, H),
+        "norm_ffn": (whole, D),
+        "ffn.proj_up_gate": (rows, F, D),
+        "ffn.proj_up": (rows, F, D),
+        "ffn.proj_down": (columns, D, F),
     }
-    tensors = {"backbone.embeddings.weight": (whole, V, D), f"{OUT_NORM}.weight": (whole, D)}
-    if config.use_bias:
-        for name, (spec, rows_of_it, *_) in [*block.items()]:
-            name = name.replace(".weight", ".bias")
-            block[name] = rows if spec == rows else whole, rows_of_it
-        tensors[f"{OUT_NORM}.bias"] = whole, D
+    tensors: Tensors = {}
+
+    def add(name: str, spec: P, *shape: int) -> None:
+        kind = dtype if len(shape) == 2 else "float32"
+        tensors[name] = jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(mesh, spec))
+
+    def add_layer(name: str, spec: P, *shape: int, bias: bool = config.use_bias) -> None:
+        add(f"{name}.weight", spec, *shape)
+        if bias:
+            add(f"{name}.bias", whole if spec == columns else spec, shape[0])
+
+    add("backbone.embeddings.weight", whole, V, D)
+    add_layer(OUT_NORM, whole, D)
     if not config.tie_word_embeddings:
-        tensors["lm_head.weight"] = rows, V, D
+        add("lm_head.weight", rows, V, D)
     for n in range(config.num_blocks):
-        tensors |= {f"backbone.blocks.{n}.{name}": x for name, x in block.items()}
-
-    def placed(spec: P, *shape: int) -> jax.ShapeDtypeStruct:
-        x = dtype if len(shape) == 2 else "float32"
-        return jax.ShapeDtypeStruct(shape, x, sharding=NamedSharding(mesh, spec))
-
-    return {name: placed(*x) for name, x in tensors.items()}
+        for name, x in block.items():
+            add_layer(f"backbone.blocks.{n}.{name}", *x, bias=config.use_bias or name in GATES)
+    return tensors
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -224,7 +218,6 @@ def join(config: Config, block: dict[str, jax.Array]) -> Params:
         return jnp.concatenate(parts, axis=1)
 
     heads = functools.partial(joined, config.num_heads)
-    gates = FUSED["mlstm_layer.ifgate_preact"]
 
     def arrays(kind: str) -> Params:
         return dict(
@@ -242,8 +235,8 @@ def join(config: Config, block: dict[str, jax.Array]) -> Params:
         arrays("weight")
         | {f"{name}_bias": x for name, x in biases.items()}
         | dict(
-            gates=heads(*(f"{name}.weight" for name in gates)),
-            gate_bias=heads(*(f"{name}.bias" for name in gates)),
+            gates=heads(*(f"{name}.weight" for name in GATES)),
+            gate_bias=heads(*(f"{name}.bias" for name in GATES)),
         )
     )
 
@@ -269,13 +262,11 @@ def load(config: Config, tensors: Tensors, read: Reader) -> Params:
 
 def parts_of(name: str) -> list[str]:
     """The tensors of ``tensors_of`` whose rows a tensor of a file has."""
-    if name == "embedding.weight":
-        return ["backbone.embeddings.weight"]
-    name = re.sub(r"\b(q)uery\b|\b(k)ey\b|\b(v)alue\b", r"\1\2\3", name)
-    layer, _, kind = name.rpartition(".")
+    name = re.sub(r"\b([qkv])(uery|ey|alue)\b", r"\1", name)
+    name = re.sub(r"^embedding\b", "backbone.embeddings", name)
     for fused, parts in FUSED.items():
-        if layer.endswith(f".{fused}"):
-            return [f"{layer.removesuffix(fused)}{part}.{kind}" for part in parts]
+        if fused in name:
+            return [name.replace(fused, part) for part in parts]
     return [name]
 
 
@@ -295,26 +286,31 @@ def open_tensors(folder: Path, tensors: Tensors, config: Config) -> Reader:
     if "lm_head.weight" not in tensors:
         slices.pop("lm_head.weight", None)  # tied, and saved all the same
     parts = {name: parts_of(name) for name in slices}
-    present = {*itertools.chain.from_iterable(parts.values())}
+    present = {*itertools.chain(*parts.values())}
     # transformers computes out_norm whatever add_out_norm says, and never with a bias.
-    kinds = ["bias"] if config.add_out_norm else ["bias", "weight"]
-    for name in {f"{OUT_NORM}.{kind}" for kind in kinds} - present:
-        tensors.pop(name, None)
+    for kind in ("bias", "weight")[: 2 - config.add_out_norm]:
+        if (name := f"{OUT_NORM}.{kind}") not in present:
+            tensors.pop(name, None)
     missing, foreign = tensors.keys() - present, present - tensors.keys()
     if names := missing or foreign:
         problem = "lacks" if missing else "has, unlike the model,"
         some = ", ".join(sorted(names)[:4])
         raise CheckpointError(f"{folder} {problem} {len(names)} tensors: {some}")
-    rows: dict[str, tuple[Any, slice]] = {}
-    for name, file_tensor in slices.items():
-        ends = [0, *itertools.accumulate(tensors[part].shape[0] for part in parts[name])]
-        shape, dtype = file_tensor.get_shape(), file_tensor.get_dtype()
-        expected = [ends[-1], *tensors[parts[name][0]].shape[1:]]
+    rows: dict[str, Any] = {}
+    for name, x in slices.items():
+        (_, *columns), end = tensors[parts[name][0]].shape, 0
+        for part in parts[name]:
+            begin, end = end, end + tensors[part].shape[0]
+            rows[part] = x, slice(begin, end)
+        shape, dtype, expected = x.get_shape(), x.get_dtype(), [end, *columns]
         if shape != expected or dtype not in ("F32", "BF16", "F16"):
             raise CheckpointError(f"{name} is {dtype} {shape}, and config.json makes it {expected}")
-        for part, begin, end in zip(parts[name], ends, ends[1:], strict=False):
-            rows[part] = file_tensor, slice(begin, end)
-    return lambda name, _: rows[name][0][rows[name][1]]
+
+    def read(name: str, _: jax.ShapeDtypeStruct) -> ArrayLike:
+        x, part = rows[name]
+        return x[part]
+
+    return read
 
 
 def random_tensors(seed: int) -> Reader:

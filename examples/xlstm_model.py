@@ -34,7 +34,6 @@ from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
 
 Params = dict[str, Any]
 State = tuple[jax.Array, jax.Array, jax.Array]
-MOST_TOKENS = 2**16  # of an answer, before draws of different prompts may be the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,11 +218,7 @@ def step(
 
 @functools.partial(jax.jit, static_argnums=0)
 def sample(sampling: Sampling, logits: jax.Array, key: jax.Array, number: Any) -> jax.Array:
-    """Token (B,) from logits (B, V). number: of the token, (B,) or for all; folded into the key.
-
-    MOST_TOKENS times a prompt's number plus that of the token lets each prompt draw the same,
-    whichever prompts are beside it.
-    """
+    """Token (B,) from logits (B, V). number: of the draw, (B,) or for all; folded into the key."""
     if not sampling.temperature:
         return jnp.argmax(logits, axis=-1)
     logits = logits / sampling.temperature

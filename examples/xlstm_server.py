@@ -9,16 +9,15 @@ Few shapes are compiled: a prefill has ``bucket`` steps and the same number of s
 some may be empty, and a loop has ``rows_to_step`` rows.
 """
 
-import dataclasses
 import functools
-import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, islice, takewhile
 from typing import Any
 
 import jax
 import numpy as np
-import xlstm_model as model
+from xlstm_model import Config, Params, Sampling, decode, next_logits, prefill, sample
 
 from mlstm_pallas import pack_lengths
 
@@ -26,8 +25,10 @@ from mlstm_pallas import pack_lengths
 # GPU, and the other slots do not wait for more.
 FEWEST_STEPS, MOST_STEPS = 256, 4096
 MOST_PROMPTS = 16  # of a prefill, because as many states are there twice
-Prompts = list[list[int]]
-Busy = dict[int, tuple[int, list[int]]]  # by row, the number of a prompt and its answer so far
+MOST_TOKENS = 2**16  # of an answer, before draws of different prompts may be the same
+
+
+Setup = tuple[Config, Params, Sampling, jax.Array]  # and the key of the draws
 
 
 def bucket(steps: int) -> int:
@@ -36,11 +37,6 @@ def bucket(steps: int) -> int:
     while size < steps:
         size = size * 4 // 3 if size % 3 == 0 else size * 3 // 2
     return size
-
-
-def longest_prefill(prompts: Prompts) -> int:
-    lengths = [*map(len, prompts)]
-    return bucket(max(*lengths, min(sum(lengths), MOST_STEPS)))
 
 
 def rows_to_step(busy: int, rows: int) -> int:
@@ -60,76 +56,64 @@ def put_rows(pool: Any, rows: jax.Array, values: Any) -> Any:
     return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), pool, values)
 
 
-@jax.jit
-def take_rows(pool: Any, rows: jax.Array) -> Any:
+def take_rows(pool: Any, rows: np.ndarray) -> Any:
     return jax.tree.map(lambda x: x[rows], pool)
 
 
-@dataclasses.dataclass
-class Server:
-    """slots: rows of the pool. steps: of a loop. row_steps: the rows of all loops' steps so far."""
+def first_tokens(setup: Setup, prompts: dict[int, list[int]], N: int, S: int) -> list[Any]:
+    """Reads prompts, by their numbers, as the first of N segments of a row of S steps.
 
-    config: model.Config
-    params: model.Params
-    sampling: model.Sampling
-    key: jax.Array
-    slots: int
-    steps: int
-    pool: Any = None  # states and the last token of each row
-    row_steps: int = 0
+    Returns the states and the token after each of them, (N, ...). Others are as after the last one.
+    """
+    (config, params, sampling, key), lists = setup, [*prompts.values()]
+    segment_ids, (ends,) = pack_lengths([*map(len, lists), *[0] * (N - len(lists))], S=S)
+    tokens = np.resize(np.concatenate(lists), segment_ids.shape)
+    x, states = prefill(config, params, tokens, segment_ids, ends)
+    logits = next_logits(config, params, x[0, ends - 1])
+    return [states, sample(sampling, logits, key, MOST_TOKENS * np.resize([*prompts], N))]
 
-    def admit(self, rows: list[int], prompts: dict[int, list[int]]) -> None:
-        """Reads at most MOST_PROMPTS prompts, by their number, into rows of the pool."""
-        N, lengths = min(MOST_PROMPTS, self.slots), [*map(len, prompts.values())]
-        segment_ids, (ends,) = pack_lengths((lengths + [0] * N)[:N], S=bucket(sum(lengths)))
-        tokens = np.resize(np.concatenate([*prompts.values()]), segment_ids.shape)
-        x, states = model.prefill(self.config, self.params, tokens, segment_ids, ends)
-        logits = model.next_logits(self.config, self.params, x[0, ends - 1])
-        numbers = model.MOST_TOKENS * np.resize([*prompts], N)
-        values = states, model.sample(self.sampling, logits, self.key, numbers)
-        if self.pool is None:
-            self.pool = take_rows(values, np.zeros(self.slots, int))
-        self.pool = put_rows(self.pool, np.array((rows + [self.slots] * N)[:N]), values)
 
-    def generate(self, busy: Busy) -> np.ndarray:
-        """(1 + steps, slots): the token before this loop, and those of the loop, in each row."""
-        numbers, (states, before) = np.zeros(self.slots, int), self.pool
-        for row, (n, tokens) in busy.items():
-            numbers[row] = model.MOST_TOKENS * n + (len(tokens) or 1)
-        loop = self.config, self.sampling, self.steps, self.params, states, before, self.key
-        *pool, tokens = model.decode(*loop, numbers)
-        self.pool, self.row_steps = tuple(pool), self.row_steps + self.steps * self.slots
-        return np.vstack([before, tokens])
+def serve(
+    setup: Setup,
+    prompts: list[list[int]],
+    limits: Sequence[int],
+    stop: set[int],
+    slots: int,
+    steps: int,
+    continuous: bool = True,
+) -> Iterator[tuple[int, list[int]]]:
+    """The number of a prompt and its answer, up to a token to stop at, as answers end.
 
-    def serve(
-        self, prompts: Prompts, limits: list[int], stop: set[int], continuous: bool = True
-    ) -> Iterator[tuple[int, list[int]]]:
-        """The number of a prompt and its answer, up to a token to stop at, as answers end.
-
-        Args:
-          limits: most tokens of each answer.
-          continuous: whether a prompt starts as soon as a slot is free, or when all are.
-        """
-        waiting, busy = deque(range(len(prompts))), Busy()
-        while waiting or busy:
-            free = [*({*range(self.slots)} - {*busy})] if continuous or not busy else []
-            while waiting and free:
-                ends = itertools.accumulate(len(prompts[n]) for n in waiting)
-                count = max(1, sum(1 for _ in itertools.takewhile(MOST_STEPS.__ge__, ends)))
-                rows = [
-                    free.pop() for _ in range(min(count, MOST_PROMPTS, len(free), len(waiting)))
-                ]
-                numbers = [waiting.popleft() for _ in rows]
-                self.admit(rows, {n: prompts[n] for n in numbers})
-                busy |= {row: (n, []) for row, n in zip(rows, numbers, strict=True)}
-            slots = self.slots if waiting else rows_to_step(len(busy), self.slots)
-            if continuous and slots < self.slots:
-                self.pool, self.slots = take_rows(self.pool, np.resize([*busy], slots)), slots
-                busy = dict(enumerate(busy.values()))
-            new = self.generate(busy)
-            for row, (n, tokens) in [*busy.items()]:
-                column = new[bool(tokens) :, row].tolist()[: limits[n] - len(tokens)]
-                tokens += itertools.takewhile(lambda token: token not in stop, column)
-                if not stop.isdisjoint(column) or len(tokens) == limits[n]:
-                    del busy[row]
-                    yield n, tokens
+    Args:
+      limits: most tokens of each answer.
+      steps: tokens per loop.
+      continuous: whether a prompt starts as soon as a slot is free, or when all are.
+    """
+    config, params, sampling, key = setup
+    waiting, pool, N = deque(range(len(prompts))), None, min(MOST_PROMPTS, slots)
+    busy: dict[int, tuple[int, list[int]]] = {}  # by row, a prompt's number and its answer so far
+    while waiting or busy:
+        free = [*({*range(slots)} - {*busy})] if continuous or not busy else []
+        while waiting and free:
+            ends = accumulate(len(prompts[n]) for n in islice(waiting, min(N, len(free))))
+            count = max(1, sum(end <= MOST_STEPS for end in ends))
+            some = {n: prompts[n] for n in (waiting.popleft() for _ in range(count))}
+            S = bucket(sum(map(len, some.values())))
+            values = first_tokens(setup, some, N, S)
+            rows = [free.pop() for _ in some]
+            pool = pool or take_rows(values, np.zeros(slots, int))
+            pool = put_rows(pool, np.array((rows + [slots] * N)[:N]), values)
+            busy |= {row: (n, []) for row, n in zip(rows, some, strict=True)}
+        if continuous and not waiting and (fewer := rows_to_step(len(busy), slots)) < slots:
+            pool, slots = take_rows(pool, np.resize([*busy], fewer)), fewer
+            busy = dict(enumerate(busy.values()))
+        numbers, (states, before) = np.zeros(slots, int), pool
+        numbers[[*busy]] = [MOST_TOKENS * n + (len(answer) or 1) for n, answer in busy.values()]
+        *pool, tokens = decode(config, sampling, steps, params, states, before, key, numbers)
+        tokens = np.vstack([before, tokens])  # the first ones are new after a prefill only
+        for row, (n, answer) in [*busy.items()]:
+            column = tokens[bool(answer) :, row].tolist()[: limits[n] - len(answer)]
+            answer += takewhile(lambda token: token not in stop, column)
+            if not stop.isdisjoint(column) or len(answer) == limits[n]:
+                del busy[row]
+                yield n, answer

@@ -279,9 +279,7 @@ def test_clocks_are_read_when_tokens_and_copies_are_there(monkeypatch):
             return device.wait(np.empty(self.shape))
 
     started = dict(
-        prefill=lambda *_: device.call(2.0, (np.empty((1, S, 1)), None)),
-        next_logits=lambda *_: None,
-        sample=lambda *_: Tokens(2),
+        first_tokens=lambda *_: device.call(2.0, (None, Tokens(2))),
         decode=lambda *_: device.call(4.0, (None, Tokens(2), Tokens(16, 2))),
     )
     monkeypatch.setattr(jax, "jit", lambda f: lambda x: device.call(0.5, array))
@@ -295,7 +293,7 @@ def test_clocks_are_read_when_tokens_and_copies_are_there(monkeypatch):
     monkeypatch.setattr(xlstm_7b, "timeit", mock.Mock(repeat=repeat))
     assert xlstm_7b.copy_rate() == 2 * 4 * 2**22 / 0.5
     parse("--stream_every=16")
-    of_two = xlstm_7b.Model(CONFIG, {}, {}, [[1, 2], [3]], [20, 20], 0, set(), None)
+    of_two = xlstm_7b.Model(CONFIG, {}, {}, [[1, 2], [3]], set(), None)
     with mock.patch.multiple(xlstm_7b, **started):
         seconds = xlstm_7b.run(of_two, 20, lambda tokens: shapes.append(tokens.shape))
     assert (seconds, shapes) == ((2.0, 8.0), [(1, 2), (16, 2), (3, 2)])
@@ -466,9 +464,15 @@ def test_older_names_of_the_config(copied):
 def test_memory_is_counted_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(checkpoint, "free_bytes", lambda mesh: 2**30)
     monkeypatch.setattr(xlstm_7b, "load", lambda *_: pytest.fail("it was made"))
-    message = error("--random", "--devices=2", "--batch=64", "--prompt_length=1024")
-    summands = "weights 6.59, states 4.01, prefill 3.00, sampling 0.04"
-    assert f"needs 13.63 GiB per device ({summands}), 1.00 are free: " in message
+    sizes = "--random", "--devices=2", "--batch=64", "--prompt_length=1024"
+    for flags, needed, summands in (
+        (["--benchmark"], 13.63, "states 4.01, prefill 3.00, sampling 0.04"),
+        # 16 prompts of a prefill have their states twice. A prefill has 4096 steps at most.
+        ([], 11.83, "states 5.01, prefill 0.19, sampling 0.04"),
+        (["--slots=8"], 8.29, "states 1.50, prefill 0.19, sampling 0.01"),
+    ):
+        memory = f"{needed} GiB per device (weights 6.59, {summands})"
+        assert f"needs {memory}, 1.00 are free: " in error(*sizes, *flags)
 
 
 HERE = f"--checkpoint={FOLDER}"

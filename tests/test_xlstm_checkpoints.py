@@ -241,7 +241,7 @@ def test_wrong_shapes_of_fused_tensors_are_named(tmp_path):
         read(tmp_path)
     del file[name]
     save_file(file, tmp_path / "model.safetensors")
-    with pytest.raises(checkpoint.CheckpointError, match="lacks 4 tensors: .*k.weight, "):
+    with pytest.raises(checkpoint.CheckpointError, match=r"lacks 4 tensors: .*k\.weight, "):
         read(tmp_path)
 
 
