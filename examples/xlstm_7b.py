@@ -36,7 +36,7 @@ import statistics
 import sys
 import time
 import timeit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,35 +188,30 @@ def generate(model: Model, new_tokens: int) -> Iterator[np.ndarray]:
     yield from map(np.asarray, coming)
 
 
-def run(
-    model: Model, new_tokens: int, write: Callable[[np.ndarray], bool] = lambda _: False
-) -> tuple[float, float]:
-    """Seconds to the first token, and from there to the end, which is where write returns True."""
-    started, first = time.perf_counter(), 0.0
-    for tokens in generate(model, new_tokens):
-        first = first or time.perf_counter() - started
-        if write(tokens):
+def run(model: Model, new_tokens: int) -> tuple[float, float]:
+    """Seconds to the first token, and from there to the last one."""
+    started = time.perf_counter()
+    times = [time.perf_counter() for _ in generate(model, new_tokens)]
+    return times[0] - started, time.perf_counter() - times[0]
+
+
+def stream(model: Model) -> None:
+    """Prints the answer to a single prompt as it comes, up to a stop token."""
+    answer, printed, times, stop = list[int](), 0, [time.perf_counter()], model.stop_tokens
+    for tokens in generate(model, FLAGS.new_tokens):
+        times.append(time.perf_counter())
+        column = tokens[:, 0].tolist()
+        answer += itertools.takewhile(lambda token: token not in stop, column)
+        text = model.text(answer)
+        if not text.endswith("\ufffd"):  # otherwise the rest of a character is still to come
+            print(text[printed:], end="", flush=True)
+            printed = len(text)
+        if not stop.isdisjoint(column):
             break
-    return first, time.perf_counter() - started - first
-
-
-class Printer:
-    """Prints the tokens of a single prompt up to a stop token, as they come."""
-
-    def __init__(self, model: Model):
-        self.model, self.tokens, self.printed, self.ended = model, list[int](), 0, False
-
-    def write(self, tokens: np.ndarray, last: bool = False) -> bool:
-        """Takes (steps, 1), the last ones or not. Returns whether the answer has ended."""
-        column, stop, ended = tokens[:, 0].tolist(), self.model.stop_tokens, self.ended
-        self.tokens += itertools.takewhile(lambda token: token not in stop, column)
-        self.ended = ended or last or not stop.isdisjoint(column)
-        text = self.model.text(self.tokens)
-        # After U+FFFD the rest of a character is still to come.
-        if not ended and (self.ended or not text.endswith("\ufffd")):
-            print(text[self.printed :], end="\n" if self.ended else "", flush=True)
-            self.printed = len(text)
-        return self.ended
+    print(text[printed:], flush=True)
+    rest = time.perf_counter() - times[1]
+    rate = f"{(len(answer) - 1) / rest:.1f} tokens/s" if len(answer) > 1 else "no more"
+    print(f"first token after {times[1] - times[0]:.3f} s, then {rate}", file=sys.stderr)
 
 
 def answers(model: Model, batching: str) -> Iterator[tuple[int, list[int]]]:
@@ -246,20 +241,7 @@ def benchmark_slots(model: Model, batching: str) -> dict[str, Any]:
         count = sum(len(tokens) for _, tokens in answers(model, batching))
         seconds = time.perf_counter() - started
     row = dict(batching=batching, slots=model.slots, new_tokens=count, seconds=seconds)
-    return facts(model) | row | dict(tokens_per_s=count / seconds)
-
-
-def facts(model: Model) -> dict[str, Any]:
-    """What all rows of measurements begin with."""
-    return dict(
-        device=jax.devices()[0].device_kind,
-        devices=FLAGS.devices,
-        jax=jax.__version__,
-        dtype=FLAGS.dtype,
-        state_dtype=model.config.inference_state_dtype,
-        batch=len(model.prompts),
-        prompt_tokens=sum(map(len, model.prompts)),
-    )
+    return row | dict(tokens_per_s=count / seconds)
 
 
 def copy_rate() -> float:
@@ -292,7 +274,7 @@ def benchmark(model: Model) -> dict[str, Any]:
     products += 2 * config.num_blocks * config.qk_dim * config.head_dims[1]
     flops = 2 * (steps * products + B * config.vocab_size * config.hidden_size)
     rate, per_token = copy_rate(), rest / max(new_tokens - 1, 1)
-    return facts(model) | dict(
+    return dict(
         new_tokens=new_tokens,
         first_token_ms=1e3 * first,
         prefill_tflops=flops / first / 1e12,
@@ -306,28 +288,24 @@ def benchmark(model: Model) -> dict[str, Any]:
 
 def answer(model: Model) -> None:
     """Does what the flags ask for."""
-    if model.slots and FLAGS.benchmark:
-        for batching in BATCHINGS:
-            print(json.dumps(benchmark_slots(model, batching)), flush=True)
-    elif model.slots:
-        write_answers(model)
-    else:
-        answer_at_once(model)
-
-
-def answer_at_once(model: Model) -> None:
-    """Measures a batch without slots, or streams the answer of a single prompt."""
-    compiled = sum(run(model, min(FLAGS.new_tokens, 1 + FLAGS.stream_every)))
-    print(f"compiled in {compiled:.1f} s", file=sys.stderr)
-    if FLAGS.benchmark:
-        print(json.dumps(benchmark(model)))
-        return
-    printer = Printer(model)
-    first, rest = run(model, FLAGS.new_tokens, printer.write)
-    printer.write(np.empty((0, 1), int), last=True)
-    tokens = len(printer.tokens) - 1
-    rate = f"{tokens / rest:.1f} tokens/s" if tokens > 0 else "no more"
-    print(f"first token after {first:.3f} s, then {rate}", file=sys.stderr)
+    if not model.slots:
+        compiled = sum(run(model, min(FLAGS.new_tokens, 1 + FLAGS.stream_every)))
+        print(f"compiled in {compiled:.1f} s", file=sys.stderr)
+    if not FLAGS.benchmark:
+        return write_answers(model) if model.slots else stream(model)
+    facts = dict(
+        device=jax.devices()[0].device_kind,
+        devices=FLAGS.devices,
+        jax=jax.__version__,
+        dtype=FLAGS.dtype,
+        state_dtype=model.config.inference_state_dtype,
+        batch=len(model.prompts),
+        prompt_tokens=sum(map(len, model.prompts)),
+    )
+    for batching in BATCHINGS if model.slots else [""]:
+        row = benchmark_slots(model, batching) if batching else benchmark(model)
+        print(json.dumps(facts | row), flush=True)
+    return None
 
 
 def main(argv: Sequence[str]) -> None:

@@ -296,21 +296,16 @@ def open_tensors(folder: Path, tensors: Tensors, config: Config) -> Reader:
         problem = "lacks" if missing else "has, unlike the model,"
         some = ", ".join(sorted(names)[:4])
         raise CheckpointError(f"{folder} {problem} {len(names)} tensors: {some}")
-    rows: dict[str, Any] = {}
+    rows: dict[str, Callable[[], ArrayLike]] = {}
     for name, x in slices.items():
         (_, *columns), end = tensors[parts[name][0]].shape, 0
         for part in parts[name]:
             begin, end = end, end + tensors[part].shape[0]
-            rows[part] = x, slice(begin, end)
+            rows[part] = functools.partial(x.__getitem__, slice(begin, end))
         shape, dtype, expected = x.get_shape(), x.get_dtype(), [end, *columns]
         if shape != expected or dtype not in ("F32", "BF16", "F16"):
             raise CheckpointError(f"{name} is {dtype} {shape}, and config.json makes it {expected}")
-
-    def read(name: str, _: jax.ShapeDtypeStruct) -> ArrayLike:
-        x, part = rows[name]
-        return x[part]
-
-    return read
+    return lambda name, _: rows[name]()
 
 
 def random_tensors(seed: int) -> Reader:

@@ -283,7 +283,7 @@ def test_clocks_are_read_when_tokens_and_copies_are_there(monkeypatch):
         decode=lambda *_: device.call(4.0, (None, Tokens(2), Tokens(16, 2))),
     )
     monkeypatch.setattr(jax, "jit", lambda f: lambda x: device.call(0.5, array))
-    array, shapes = mock.Mock(block_until_ready=device.wait), []
+    array = mock.Mock(block_until_ready=device.wait)
 
     def repeat(copies, number):
         before = device.now
@@ -295,8 +295,9 @@ def test_clocks_are_read_when_tokens_and_copies_are_there(monkeypatch):
     parse("--stream_every=16")
     of_two = xlstm_7b.Model(CONFIG, {}, {}, [[1, 2], [3]], set(), None)
     with mock.patch.multiple(xlstm_7b, **started):
-        seconds = xlstm_7b.run(of_two, 20, lambda tokens: shapes.append(tokens.shape))
-    assert (seconds, shapes) == ((2.0, 8.0), [(1, 2), (16, 2), (3, 2)])
+        assert xlstm_7b.run(of_two, 20) == (2.0, 8.0)
+        shapes = [tokens.shape for tokens in xlstm_7b.generate(of_two, 20)]
+    assert shapes == [(1, 2), (16, 2), (3, 2)]
 
 
 @pytest.mark.parametrize("bos", [None, "inserted", "added", "both"])

@@ -20,7 +20,7 @@ import xlstm_7b
 import xlstm_model as model
 import xlstm_server as server
 
-SLOTS, STEPS = 12, 8
+SLOTS, STEPS = 12, 4
 HERE = f"--checkpoint={FOLDER}"
 rng = np.random.default_rng(5)
 PROMPTS = [rng.integers(32, 127, size).tolist() for size in rng.integers(1, 40, 200)]
@@ -180,7 +180,7 @@ def test_control_c_keeps_the_answers_that_are_there(file, tmp_path, capsys, monk
 
     def interrupted(*loop):
         calls.append(loop)
-        if len(calls) == 5:
+        if len(calls) == 9:
             raise KeyboardInterrupt
         return decode(*loop)
 
