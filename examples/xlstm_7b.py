@@ -221,17 +221,16 @@ def answers(model: Model, batching: str) -> Iterator[tuple[int, list[int]]]:
 
 
 def write_answers(model: Model) -> None:
-    """Writes answers as they end; stderr shows how many there are, and tokens per second."""
-    started, count, coming = time.perf_counter(), 0, answers(model, FLAGS.batching)
-    for n, tokens in (bar := tqdm(coming, total=len(model.prompts), unit="answer")):
-        text, count = model.text(tokens), count + len(tokens)
+    """Writes answers as they end; stderr shows how many there are."""
+    coming = answers(model, FLAGS.batching)
+    for n, tokens in tqdm(coming, total=len(model.prompts), unit="answer"):
+        text = model.text(tokens)
         if FLAGS.output:
             with open(FLAGS.output, "a") as file:
                 print(json.dumps(dict(prompt=n, answer=text, tokens=tokens)), file=file)
         else:
             tqdm.write(f"[{n}] {text}")
             sys.stdout.flush()
-        bar.set_postfix_str(f"{count / (time.perf_counter() - started):.1f} tokens/s")
 
 
 def benchmark_slots(model: Model, batching: str) -> dict[str, Any]:

@@ -53,12 +53,22 @@ ALLOWED = dict(
     step_kernel=KERNEL,
 )
 ALIASES = dict(hidden_size="embedding_dim", num_blocks="num_hidden_layers")
-GATES = "mlstm_layer.igate_preact", "mlstm_layer.fgate_preact"
-# Matrices whose rows are those of several, from the first to the last.
+# Layers of a checkpoint by the name of the array in which they are joined.
+JOINED = dict(
+    norm_mlstm="norm_mlstm",
+    qkvo="mlstm_layer.q mlstm_layer.k mlstm_layer.v mlstm_layer.ogate_preact",
+    gates="mlstm_layer.igate_preact mlstm_layer.fgate_preact",
+    multihead_norm="mlstm_layer.multihead_norm",
+    out_proj="mlstm_layer.out_proj",
+    norm_ffn="norm_ffn",
+    up="ffn.proj_up_gate ffn.proj_up",
+    down="ffn.proj_down",
+)
+# Layers of files that have the rows of several, from the first to the last.
 FUSED = {
-    "mlstm_layer.qkv_opreact": tuple(f"mlstm_layer.{x}" for x in ("q", "k", "v", "ogate_preact")),
-    "mlstm_layer.ifgate_preact": GATES,
-    "ffn.proj_up_gate_z": ("ffn.proj_up_gate", "ffn.proj_up"),
+    "mlstm_layer.qkv_opreact": JOINED["qkvo"],
+    "mlstm_layer.ifgate_preact": JOINED["gates"],
+    "ffn.proj_up_gate_z": JOINED["up"],
 }
 OUT_NORM = "backbone.out_norm"
 
@@ -188,57 +198,39 @@ def tensors_of(config: Config, dtype: str, devices: int) -> Tensors:
         "ffn.proj_up": (rows, F, D),
         "ffn.proj_down": (columns, D, F),
     }
-    tensors: Tensors = {}
-
-    def add(name: str, spec: P, *shape: int) -> None:
-        kind = dtype if len(shape) == 2 else "float32"
-        tensors[name] = jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(mesh, spec))
-
-    def add_layer(name: str, spec: P, *shape: int, bias: bool = config.use_bias) -> None:
-        add(f"{name}.weight", spec, *shape)
-        if bias:
-            add(f"{name}.bias", whole if spec == columns else spec, shape[0])
-
-    add("backbone.embeddings.weight", whole, V, D)
-    add_layer(OUT_NORM, whole, D)
-    if not config.tie_word_embeddings:
-        add("lm_head.weight", rows, V, D)
+    layers = {"backbone.embeddings": (whole, V, D), OUT_NORM: (whole, D), "lm_head": (rows, V, D)}
+    if config.tie_word_embeddings:
+        del layers["lm_head"]
     for n in range(config.num_blocks):
-        for name, x in block.items():
-            add_layer(f"backbone.blocks.{n}.{name}", *x, bias=config.use_bias or name in GATES)
+        layers |= {f"backbone.blocks.{n}.{name}": x for name, x in block.items()}
+
+    def placed(spec: P, *shape: int) -> jax.ShapeDtypeStruct:
+        x = dtype if len(shape) == 2 else "float32"
+        return jax.ShapeDtypeStruct(shape, x, sharding=NamedSharding(mesh, spec))
+
+    tensors = {f"{name}.weight": placed(*x) for name, x in layers.items()}
+    for name, (spec, size, *_) in layers.items():
+        gates = name.endswith(("igate_preact", "fgate_preact"))
+        if gates or (config.use_bias and name not in ("backbone.embeddings", "lm_head")):
+            tensors[f"{name}.bias"] = placed(whole if spec == columns else spec, size)
     return tensors
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def join(config: Config, block: dict[str, jax.Array]) -> Params:
     """A block of xlstm_model.py: tensors with the same input are one array."""
-
-    def joined(rows: int, *names: str) -> jax.Array:
-        parts = [block[name].reshape(rows, -1, *block[name].shape[1:]) for name in names]
-        return jnp.concatenate(parts, axis=1)
-
-    heads = functools.partial(joined, config.num_heads)
-
-    def arrays(kind: str) -> Params:
-        return dict(
-            norm_mlstm=block[f"norm_mlstm.{kind}"],
-            qkvo=heads(*(f"{name}.{kind}" for name in FUSED["mlstm_layer.qkv_opreact"])),
-            multihead_norm=heads(f"mlstm_layer.multihead_norm.{kind}"),
-            out_proj=block[f"mlstm_layer.out_proj.{kind}"],
-            norm_ffn=block[f"norm_ffn.{kind}"],
-            up=joined(config.ffn_dim, *(f"{name}.{kind}" for name in FUSED["ffn.proj_up_gate_z"])),
-            down=block[f"ffn.proj_down.{kind}"],
-        )
-
-    biases = arrays("bias") if config.use_bias else {}
-    return (
-        arrays("weight")
-        | {f"{name}_bias": x for name, x in biases.items()}
-        | dict(
-            gates=heads(*(f"{name}.weight" for name in GATES)),
-            gate_bias=heads(*(f"{name}.bias" for name in GATES)),
-        )
-    )
+    rows = dict.fromkeys(("qkvo", "gates", "multihead_norm"), config.num_heads)
+    rows["up"], params = config.ffn_dim, {}
+    for name, layers in JOINED.items():
+        for kind, joined in (("weight", name), ("bias", f"{name}_bias")):
+            parts = [block[y] for x in layers.split() if (y := f"{x}.{kind}") in block]
+            if name in rows and parts:
+                parts = [x.reshape(rows[name], -1, *x.shape[1:]) for x in parts]
+                parts = [jnp.concatenate(parts, axis=1)]
+            if parts:
+                params[joined] = parts[0]
+    params["gate_bias"] = params.pop("gates_bias")
+    return params
 
 
 def load(config: Config, tensors: Tensors, read: Reader) -> Params:
@@ -266,7 +258,7 @@ def parts_of(name: str) -> list[str]:
     name = re.sub(r"^embedding\b", "backbone.embeddings", name)
     for fused, parts in FUSED.items():
         if fused in name:
-            return [name.replace(fused, part) for part in parts]
+            return [name.replace(fused, part) for part in parts.split()]
     return [name]
 
 

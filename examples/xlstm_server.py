@@ -10,9 +10,8 @@ some may be empty, and a loop has ``rows_to_step`` rows.
 """
 
 import functools
-from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, islice, takewhile
+from itertools import accumulate, takewhile
 from typing import Any
 
 import jax
@@ -90,17 +89,16 @@ def serve(
       continuous: whether a prompt starts as soon as a slot is free, or when all are.
     """
     config, params, sampling, key = setup
-    waiting, pool, N = deque(range(len(prompts))), None, min(MOST_PROMPTS, slots)
+    waiting, pool, N = [*range(len(prompts))], None, min(MOST_PROMPTS, slots)
     busy: dict[int, tuple[int, list[int]]] = {}  # by row, a prompt's number and its answer so far
     while waiting or busy:
         free = [*({*range(slots)} - {*busy})] if continuous or not busy else []
         while waiting and free:
-            ends = accumulate(len(prompts[n]) for n in islice(waiting, min(N, len(free))))
+            ends = [*accumulate(len(prompts[n]) for n in waiting[: min(N, len(free))])]
             count = max(1, sum(end <= MOST_STEPS for end in ends))
-            some = {n: prompts[n] for n in (waiting.popleft() for _ in range(count))}
-            S = bucket(sum(map(len, some.values())))
-            values = first_tokens(setup, some, N, S)
-            rows = [free.pop() for _ in some]
+            some, waiting = {n: prompts[n] for n in waiting[:count]}, waiting[count:]
+            values = first_tokens(setup, some, N, bucket(ends[count - 1]))
+            rows, free = free[:count], free[count:]
             pool = pool or take_rows(values, np.zeros(slots, int))
             pool = put_rows(pool, np.array((rows + [slots] * N)[:N]), values)
             busy |= {row: (n, []) for row, n in zip(rows, some, strict=True)}
