@@ -344,7 +344,7 @@ def check_prompts(
     """
     for n, prompt in enumerate(prompts):
         if not prompt or max(prompt) >= config.vocab_size:
-            raise CheckpointError(f"prompt {n} has no token, or one beyond vocab_size")
+            raise CheckpointError(f"--prompt: prompt {n} has no token, or one beyond vocab_size")
     B, S = rows or len(prompts), steps or sum(map(len, prompts))
     embeddings = tensors["backbone.embeddings.weight"]
     mesh, itemsize = embeddings.sharding.mesh, embeddings.dtype.itemsize
