@@ -25,8 +25,6 @@ from mlstm_pallas import pack_lengths
 FEWEST_STEPS, MOST_STEPS = 256, 4096
 MOST_PROMPTS = 16  # of a prefill, because as many states are there twice
 MOST_TOKENS = 2**16  # of an answer, before draws of different prompts may be the same
-
-
 Setup = tuple[Config, Params, Sampling, jax.Array]  # and the key of the draws
 
 
