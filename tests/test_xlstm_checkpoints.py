@@ -267,3 +267,10 @@ def test_states_in_float16(tmp_path):
         assert [x.dtype for x in state] == ["float16", "float16", "float32"]
     bound = ROUNDING + 2 * (2 * 2) ** 0.5 * 2.0**-11
     assert_close(logits[0], logits64(TENSORS, VALUES)[-1], bound)
+
+
+def test_an_out_norm_that_the_model_has_is_missed(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(VALUES))
+    save_file(without_out_norm(TENSORS), tmp_path / "model.safetensors")
+    with pytest.raises(checkpoint.CheckpointError, match=r"lacks 1 tensors: .*out_norm\.weight"):
+        read(tmp_path)
