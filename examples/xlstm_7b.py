@@ -15,7 +15,7 @@ A prefill reads packed prompts. The tokens that follow come from one compiled lo
 are printed. Of several prompts, --slots are answered at a time. The next one starts when an answer
 has ended (--batching=fixed: when all have). Answers are written as they end, each with its prompt's
 number from 0: as "[NUMBER] TEXT", or with --output as a line of JSON. Ctrl-C keeps those that are
-there. With JAX_COMPILATION_CACHE_DIR the last answers run in loops of fewer rows.
+there.
 
 The model is in xlstm_model.py, the reader of checkpoints in xlstm_checkpoint.py, the loop over
 slots in xlstm_server.py.

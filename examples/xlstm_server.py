@@ -6,7 +6,7 @@ packed prefill writes the states of the next prompts over theirs. A row without 
 all the same: no row sees another.
 
 Few shapes are compiled: a prefill has ``bucket`` steps and the same number of segments, of which
-some may be empty, and a loop has ``rows_to_step`` rows.
+some may be empty, and a loop has a row for every slot.
 """
 
 import functools
@@ -36,25 +36,10 @@ def bucket(steps: int) -> int:
     return size
 
 
-def rows_to_step(busy: int, rows: int) -> int:
-    """How many of the pool's rows go on when no prompt waits: a quarter, while that suffices.
-
-    A loop of fewer rows takes longer to compile than it saves in one run, so all rows go on if
-    compiled programs are not kept.
-    """
-    while jax.config.jax_compilation_cache_dir and 4 * busy <= rows:
-        rows //= 4
-    return rows
-
-
 @functools.partial(jax.jit, donate_argnums=0)
 def put_rows(pool: Any, rows: jax.Array, values: Any) -> Any:
     """Values go to rows (N,) of the pool; those of rows beyond it, nowhere."""
     return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), pool, values)
-
-
-def take_rows(pool: Any, rows: np.ndarray) -> Any:
-    return jax.tree.map(lambda x: x[rows], pool)
 
 
 def first_tokens(setup: Setup, prompts: dict[int, list[int]], N: int, S: int) -> list[Any]:
@@ -97,12 +82,9 @@ def serve(
             some, waiting = {n: prompts[n] for n in waiting[:count]}, waiting[count:]
             values = first_tokens(setup, some, N, bucket(ends[count - 1]))
             rows, free = free[:count], free[count:]
-            pool = pool or take_rows(values, np.zeros(slots, int))
+            pool = pool or jax.tree.map(lambda x: x[np.zeros(slots, int)], values)
             pool = put_rows(pool, np.array((rows + [slots] * N)[:N]), values)
             busy |= {row: (n, []) for row, n in zip(rows, some, strict=True)}
-        if continuous and not waiting and (fewer := rows_to_step(len(busy), slots)) < slots:
-            pool, slots = take_rows(pool, np.resize([*busy], fewer)), fewer
-            busy = dict(enumerate(busy.values()))
         numbers, (states, before) = np.zeros(slots, int), pool
         numbers[[*busy]] = [MOST_TOKENS * n + (len(answer) or 1) for n, answer in busy.values()]
         *pool, tokens = decode(config, sampling, steps, params, states, before, key, numbers)

@@ -136,6 +136,10 @@ class ChunkList(NamedTuple):
             x = jnp.swapaxes(x.reshape(len(like), -1, S, D), 1, 2)
         return x
 
+    def scatter_steps(self, y: Array, like: Array, L: int) -> Array:
+        """``scatter`` of one number per step, (B * NH, NC * L)."""
+        return self.scatter(y[..., None], like[..., None], L)[..., 0]
+
 
 def state_of(p: Problem, N: int, head: Array, part: Array) -> Array:
     """The place of a segment's state in an array (B, N, NH, ...), as if its axes were one.

@@ -66,7 +66,7 @@ class Forward(NamedTuple):
 
     h: Array  # (B, NH, S, DHV) or (B, S, NH, DHV)
     last: Any  # LastStates, or SegmentStates; None where they are not returned
-    z: Array | None  # (B, NH, S); None without a normaliser or with SegmentStates
+    z: Array | None  # (B, NH, S); None without a normaliser
     states: Any  # StoredStates; None with SegmentStates
 
 

@@ -29,7 +29,6 @@ from mlstm_pallas.schedules.forward import (
 from mlstm_pallas.stages import (
     parallel_bw_dP,
     parallel_bw_dQKV,
-    parallel_fw_P,
     recurrent_bw_dC,
     step_gradients,
     step_sums,
@@ -244,22 +243,22 @@ def packed_backward(
         return_last_states=False,
         has_initial_state=False,
     )
-    q, k, v, h, dh = jax.tree.map(
+    z = None if residuals.z is None else residuals.z[..., None]
+    q, k, v, h, dh, z = jax.tree.map(
         lambda y: chunks.gather(y, L).reshape(p.BNH, p.S, -1),
-        (x.q, x.k, x.v, residuals.h, cotangents.h),
+        (x.q, x.k, x.v, residuals.h, cotangents.h, z),
     )
     i, f, starts = chunks.gates(x.i, x.f, x.starts, before.m, L)
     in_chunks = Inputs(q, k, v, i, f, None, x.n_initial, x.m_initial, starts)
     run = functools.partial(spec.stage, lowering=lowering)
     gates = run("chunk_gates")(gate_operands(in_chunks), input_gate=spec.input_gate)
-    call = spec.launch("parallel_fw_P", lowering)
+    call = spec.launch("parallel_bw_dQKV", lowering)
     n, n_last = key_states(
         spec, call, k, gates, x.n_initial, with_initial=lambda y: chunks.with_initial(y, before.n)
     )
-    scan = run("parallel_fw_P")(parallel_fw_P.Operands(q, k, gates, n), normaliser=spec.normaliser)
     stored = StoredStates(None, n, gates.scaM_states, None, n_last)
     arrays = (
-        Residuals(in_chunks, h, scan.vecZ, stored),
+        Residuals(in_chunks, h, None if z is None else z[..., 0], stored),
         Cotangents(dh, LastStates(None, x.n_initial, None)),  # zeros
     )
     first = first_half(spec, lowering, *arrays)
@@ -300,6 +299,6 @@ def packed_backward(
             dm += inner(dc, before.c, 2) + inner(dn, before.n)
         segments = segments_before_heads(p, dc, dn, dm)
     q, k, v = (chunks.scatter(dy, y, L) for dy, y in zip(dx[:3], x[:3], strict=True))
-    i, f = (chunks.scatter(dy[..., None], x.i[..., None], L)[..., 0] for dy in dx[3:5])
+    i, f = (chunks.scatter_steps(dy, x.i, L) for dy in dx[3:5])
     none: Any = None  # the segments' states are in place of these
     return Inputs(q, k, v, i, f, none, none, none, segments=segments)

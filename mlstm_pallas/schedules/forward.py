@@ -140,7 +140,8 @@ def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     )
     n, m = map(chunks.behind_segments, (n_states, gates.scaM_states))
     last = segments_before_heads(spec.problem, n, n, m)._replace(c=C_last)
-    return Forward(H, last, None, None)
+    z = operands.vecZ
+    return Forward(H, last, None if z is None else chunks.scatter_steps(z, x.i, L), None)
 
 
 def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
