@@ -515,8 +515,9 @@ def mlstm_chunkwise_sequence_parallel(
       chunk_size: as for ``mlstm_chunkwise``; a chunk ends where a shard ends.
       backend: as for ``mlstm_chunkwise``; "mosaic_gpu_interpret" runs on an
         axis of one device only.
-      eps, autocast_kernel_dtype, stabilize_correctly, norm_val, input_gate,
-        normalize, recompute_states_in_bw, state_dtype, layout, config: as for
+      eps, autocast_kernel_dtype, stabilize_correctly, norm_val, input_gate: as
+        for ``mlstm_chunkwise``.
+      normalize, recompute_states_in_bw, state_dtype, layout, config: as for
         ``mlstm_chunkwise``.
 
     Returns:

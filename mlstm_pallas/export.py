@@ -30,7 +30,7 @@ def export(
     It is ``jax.export`` without the safety check that refuses the custom calls of Triton kernels.
     An export for CUDA holds the Triton IR of the kernels (with backend "mosaic_gpu" the Mosaic GPU
     IR of some), which is compiled where it is loaded. Load it with the version of jax that made it;
-    mlstm_pallas is not needed there.
+    mlstm_pallas is not needed there::
 
         exported = export(function, *arguments, platform="cuda", device_kind="NVIDIA H200")
         # Needs the package flatbuffers. vjp_order=1 includes gradients.

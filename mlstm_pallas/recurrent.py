@@ -321,7 +321,7 @@ def mlstm_recurrent_sequence(
 
     It is ``mlstm_recurrent_step`` in a loop, for speculative tokens and short
     prompts; for many tokens ``mlstm_chunkwise`` is faster. The loop of
-    speculative decoding is in docs/arguments.md.
+    speculative decoding is in docs/serving.md.
 
     Args:
       q: queries, (B, NH, S, DHQK), or (B, S, NH, DHQK) with layout "BTNH".
@@ -336,8 +336,9 @@ def mlstm_recurrent_sequence(
         not with slots, where rows of the pools can be passed as states.
       layout: "BNTH" or "BTNH", of q, k, v, i, f and h. The states have the
         same shapes in both.
-      c_initial, n_initial, m_initial, eps, norm_val, stabilize_correctly,
-        input_gate, normalize, slots, backend, config: as for
+      c_initial, n_initial, m_initial, eps, norm_val, stabilize_correctly: as for
+        ``mlstm_recurrent_step``.
+      input_gate, normalize, slots, backend, config: as for
         ``mlstm_recurrent_step``.
 
     Returns:

@@ -172,10 +172,13 @@ def chunkwise(
 
     Args:
       recompute_states_in_bw, backend: accepted and ignored.
-      q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
-        chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
-        segment_ids, sequence_lengths, input_gate, normalize, state_dtype,
-        layout, config: as for ``mlstm_chunkwise``.
+      q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states: as for
+        ``mlstm_chunkwise``.
+      eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val: as
+        for ``mlstm_chunkwise``.
+      segment_ids, sequence_lengths, input_gate, normalize, state_dtype: as for
+        ``mlstm_chunkwise``.
+      layout, config: as for ``mlstm_chunkwise``.
 
     Returns:
       As ``mlstm_chunkwise``.

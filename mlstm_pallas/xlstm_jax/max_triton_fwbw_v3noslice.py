@@ -12,8 +12,8 @@ The arguments of a stage:
 * States at the chunk boundaries: (B, NH, (NC + 1) * DHQK, DHHV), (B, NH, (NC + 1) * DHQK) and
   (B, NH, NC + 1). Arrays of states before each chunk have NC in place of NC + 1; where a stage
   reads those, it also accepts the states at all boundaries.
-* vecN_out, the N vector of the document: max(|q . n|, exp(-m)), (B, NH, S) float32, the denominator
-  of H without EPS.
+* vecN_out, the N vector of the document: ``max(|q . n|, exp(-m))``, (B, NH, S) float32, the
+  denominator of H without EPS.
 """
 
 from typing import Any

@@ -11,7 +11,7 @@ The arguments of a stage:
 * vecI (B, NH, NC, L), and vecF, the pre-activation (B, NH, S), which may be infinite.
 * matC_all, vecN_all, scaM_all, the states at the chunk boundaries: (B, NH, (NC + 1) * DHQK, DHHV),
   (B, NH, (NC + 1) * DHQK) and (B, NH, NC + 1).
-* vecN_out, the N vector of the documents: max(|q . n|, exp(-m)), (B, NH, S) float32, the
+* vecN_out, the N vector of the documents: ``max(|q . n|, exp(-m))``, (B, NH, S) float32, the
   denominator of H without eps.
 * siz_b_*, num_warps, num_stages: the tiles and the launch of the stage's Triton kernel, where it
   runs; None: those of the plan. A tile is clamped to its axis.

@@ -1,0 +1,38 @@
+"""Sphinx's settings. python -m sphinx -W --keep-going -b html docs docs/_build/html"""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# The tutorial's kernel, which runs in docs/, finds the package and the models too.
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+project = html_title = "mlstm_pallas"
+author = "The mlstm_pallas authors"
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "myst_nb",
+    "sphinx_design",
+]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "cache"
+nb_execution_timeout = 600  # seconds per cell
+nb_execution_raise_on_error = True
+
+add_module_names = False  # most are internal
+autodoc_default_options = {"member-order": "bysource"}
+autodoc_typehints = "none"  # the docstrings have types; without the overloads
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
