@@ -283,11 +283,11 @@ def mlstm_recurrent_step(
       backend: "triton" (GPU kernel), "xla" (plain jnp, with derivatives) or
         "interpret" (the kernel interpreted on a CPU; slow, for tests). A step
         has no Mosaic GPU kernel, so "mosaic_gpu" runs the Triton kernel and
-        "mosaic_gpu_interpret" interprets it; if jax has no Triton backend, both
-        are plain jnp. None, the default: the backend of ``use_backend``, else
-        of the environment variable MLSTM_PALLAS_BACKEND, else "triton" where
-        the computation is lowered for an NVIDIA GPU and "xla" elsewhere, both
-        without derivatives.
+        "mosaic_gpu_interpret" interprets it; if jax has no Triton backend,
+        both are plain jnp. "fastest": "triton" where the computation is
+        lowered for an NVIDIA GPU and "xla" elsewhere, both without
+        derivatives. None, the default: the backend of ``use_backend``, else
+        of the environment variable MLSTM_PALLAS_BACKEND, else "fastest".
       config: overrides of the tiles of recurrent_step; other stages of the
         config are not read.
 
