@@ -1,12 +1,15 @@
-"""The documents name files, identifiers and limits that exist; the README's example runs as it
-stands, and CI finds its test command."""
+"""The documents name files, identifiers and limits that exist; the Python code of each page runs
+as it stands, and CI finds the test command."""
 
 import itertools
 import re
 
-import jax
+import matplotlib
 import pytest
-from oracle import needs_mosaic_gpu, shapes_and_dtypes
+from oracle import needs_mosaic_gpu
+from sybil import Sybil
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.myst import CodeBlockParser
 from test_import_graph import LAYER, PACKAGE
 
 from mlstm_pallas import KernelConfig, plan
@@ -71,22 +74,29 @@ def test_limits_of_mosaic_gpu(kernel):
         assert runs == (DHQK in widths)
 
 
-def of_example(text, *names):
-    """What the one example of a page calls so."""
-    [example] = re.findall(r"```python\n(.*?)```", text, re.S)
-
-    @jax.jit  # one program
-    def run():
-        variables: dict = {}
-        exec(compile(example, "example", "exec"), variables)
-        return [variables[name] for name in names]
-
-    return run()
+# A page has Python in code blocks, and a notebook in cells; all share the names of the page.
+CODE = Sybil([CodeBlockParser(x, PythonEvaluator()) for x in ("python", "ipython3")])
+SLOW = "docs/tutorial.md", "docs/serving.md", "docs/packing.md"
+SITE = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md")) if "_build" not in x.parts]
+WITH_CODE = [
+    pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else [])
+    for x in ["README.md", *SITE]
+    if re.search("^```(python|{code-cell})", (ROOT / x).read_text(), re.M)
+]
 
 
-def test_the_example_of_the_readme_runs():
-    *inputs, gradients = of_example(README, *"qkvif", "gradients")
-    assert shapes_and_dtypes(gradients) == shapes_and_dtypes(inputs)
+def names_after(page):
+    """The names that the code of a page defines."""
+    document = CODE.parse(ROOT / page)
+    for example in document.examples():
+        example.evaluate()
+    return document.namespace
+
+
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_the_code_of_a_page_runs(page, monkeypatch):
+    monkeypatch.setattr(matplotlib, "use", matplotlib.use)
+    names = names_after(page)
 
 
 def test_ci_finds_the_test_command():

@@ -21,17 +21,17 @@ _entered: ContextVar[tuple[str | None, ...]] = ContextVar("entered", default=())
 class use_backend:
     """Sets the backend of calls that pass none, inside a with statement.
 
-    None: "triton" where the computation is lowered for an NVIDIA GPU, "xla"
+    * None: "triton" where the computation is lowered for an NVIDIA GPU, "xla"
       elsewhere.
-    "fastest": the same, but "mosaic_gpu" where it runs: on Hopper with
+    * "fastest": the same, but "mosaic_gpu" where it runs: on Hopper with
       jax >= 0.11.2, in bfloat16 and float16. One setting for all machines.
-    "triton": Triton kernels, the fastest in float32 and on GPUs before and
+    * "triton": Triton kernels, the fastest in float32 and on GPUs before and
       after Hopper.
-    "mosaic_gpu": Mosaic GPU kernels, the fastest on Hopper in 16-bit dtypes.
+    * "mosaic_gpu": Mosaic GPU kernels, the fastest on Hopper in 16-bit dtypes.
       Stages without such a kernel run the Triton kernel, or plain jnp if jax has
       no Triton backend. Another GPU or an unsupported jax raises a ValueError.
-    "xla": plain jnp, on any device.
-    "interpret", "mosaic_gpu_interpret": the kernels interpreted on a CPU;
+    * "xla": plain jnp, on any device.
+    * "interpret", "mosaic_gpu_interpret": the kernels interpreted on a CPU;
       slow, for tests. Inside a shard_map the former needs check_vma=False;
       the latter runs on one device only.
 
