@@ -23,7 +23,7 @@ def draw_matrix(axes):
         axes.text(-0.15, top - 0.5, f"$q$ of chunk {c}", ha="right", va="center")
         axes.text(c + 0.5, -0.2, f"$k, v$ of\nchunk {c}", ha="center", va="top")
         if c:
-            axes.text(c / 2, top - 0.5, f"through $C_{c}$", ha="center", va="center", fontsize=12)
+            axes.text(c / 2, top - 0.5, f"through\n$C_{c}$", ha="center", va="center", fontsize=11)
     axes.set(xlim=(-1.6, CHUNKS), ylim=(-0.8, CHUNKS + 0.6))
     axes.set_title("Which step reads which", fontsize=14)
 

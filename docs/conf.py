@@ -20,10 +20,12 @@ extensions = [
     "sphinx_design",
 ]
 exclude_patterns = ["_build"]
+templates_path = ["_templates"]
+highlight_language = "pycon"  # of literal blocks: examples, and equations as they are
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_copy_source = False
+html_copy_source = html_show_copyright = False
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3

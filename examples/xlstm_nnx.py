@@ -63,7 +63,7 @@ class LanguageModel(nnx.Module):
     def __init__(self, vocabulary: int, width: int, heads: int, layers: int, *, rngs: nnx.Rngs):
         self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
         make = nnx.vmap(lambda rngs: Block(width, heads, rngs=rngs))
-        self.blocks = make(rngs.fork(split=layers))
+        self.blocks = make(rngs.split(layers))
         self.norm = nnx.RMSNorm(width, rngs=rngs)
         self.unembed = nnx.Linear(width, vocabulary, use_bias=False, rngs=rngs)
 

@@ -22,3 +22,8 @@ __all__ = [
     "use_backend",
     "xlstm_jax",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, without the modules that their import loads."""
+    return __all__

@@ -78,7 +78,7 @@ def mlstm_chunkwise(
     arrays; ``mlstm_pallas.reference.chunkwise`` has all others. jit, vmap,
     remat, scan and shard_map work. Shards of B and NH stay on their devices;
     ``mlstm_pallas.distributed`` shards S. docs/arguments.md in the repository
-    describes the edge cases and the names of residuals for ``jax.checkpoint``.
+    describes the edge cases, docs/plans.md the residuals of ``jax.checkpoint``.
 
     Example::
 

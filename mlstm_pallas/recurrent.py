@@ -336,9 +336,9 @@ def mlstm_recurrent_sequence(
         not with slots, where rows of the pools can be passed as states.
       layout: "BNTH" or "BTNH", of q, k, v, i, f and h. The states have the
         same shapes in both.
-      c_initial, n_initial, m_initial, eps, norm_val, stabilize_correctly: as for
+      c_initial, n_initial, m_initial, eps, norm_val: as for
         ``mlstm_recurrent_step``.
-      input_gate, normalize, slots, backend, config: as for
+      stabilize_correctly, input_gate, normalize, slots, backend, config: as for
         ``mlstm_recurrent_step``.
 
     Returns:

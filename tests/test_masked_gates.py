@@ -125,7 +125,7 @@ def steps(inputs, at):
 
 
 def masked(inputs, mask):
-    """The recipe of docs/arguments.md."""
+    """The recipe of docs/serving.md."""
     i, f = (jnp.where(mask[:, None], inputs[x], y) for x, y in (("i", -jnp.inf), ("f", jnp.inf)))
     qkv = {x: jnp.where(mask[:, None, :, None], inputs[x], 0) for x in "qkv"}
     return inputs | qkv | dict(i=i, f=f)

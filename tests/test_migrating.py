@@ -1,5 +1,5 @@
 """docs/migrating.md: its diffs keep the function of a model, each row of its tables is a call that
-computes the same, its example runs, its names exist.
+computes the same, its names exist.
 
 The models are written for this file, the kernel of the other packages is the recurrence; only names
 and arguments are those of the packages.
@@ -21,7 +21,6 @@ import numpy as np
 import peers
 import pytest
 from oracle import NAMES, cotangents_for, gradients_of_call, in_float64, random_inputs
-from test_documents import of_example
 
 import mlstm_pallas
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step, reference, use_backend
@@ -224,7 +223,7 @@ m_state: m[..., None, None]
 qk_scale: DHQK**-0.5
 EPS: 1e-6
 CHUNK_SIZE: 32
-autocast_kernel_dtype: jnp.float32
+autocast_kernel_dtype dtype_state: jnp.float32
 """
 
 
@@ -253,8 +252,9 @@ def test_the_rows_of_fla_are_its_function():
     state = jnp.einsum("bth,bthk,bthv->bhkv", weights, k[:, :15], v[:, :15])
     arrays, states = dict(q=q, k=k, v=v), jnp.stack([0 * state, state], axis=1)
     theirs = arrays | dict(g=g, scale=2 * DHQK**-0.5, cu_seqlens=[0, 15, S], initial_state=states)
+    theirs |= dict(head_first=False, output_final_state=True)
     for _, code in rows("FLA"):
-        arrays |= arguments(code, theirs | dict(output_final_state=True))
+        arrays |= arguments(code, theirs)
     h, (c, *_) = mlstm_chunkwise(**arrays)
     expected = 2 * in_float64(jax.jit(peers.no_input_gate), *x)
     assert max(errors([np.swapaxes(h, 1, 2)], [expected])) < bound("float32")
@@ -264,16 +264,10 @@ def test_the_rows_of_fla_are_its_function():
 # ---------------- the rest of the page
 
 
-def test_the_example_runs():
-    h, tokens = of_example(PAGE, "h", "tokens")
-    expected = mlstm_chunkwise(*tokens, layout="BTNH")[:, -1]
-    assert errors([h], [expected]) < bound("float32")
-
-
 FOREIGN = """
 get_mlstm_kernel max_triton_fwbw_v3 v3noslice mLSTMBackend xLSTMBackend parallel_stabilized_simple
 reduce_slicing store_final_state save_states_every_nth_chunk chunk_size_inter chunk_size_intra
-vecN_all scaM_all vecM_out matC_all vecM_combine scaMinter_initial chunk_simple_gla
+head_first vecN_all scaM_all vecM_out matC_all vecM_combine scaMinter_initial chunk_simple_gla
 """
 
 

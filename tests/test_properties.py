@@ -326,7 +326,7 @@ def test_any_values(name, backend):
     ],
 )
 def test_errors_are_those_of_one_more_rounding_whatever_cancels(dtype, backend):
-    """As docs/arguments.md promises."""
+    """As docs/background.md promises."""
     check_wide(WIDE[dtype], backend, 2)  # in bfloat16 rounded P in n . q would take 12 times this
     check_examples(partial(check_wide, WIDE[dtype], backend), dtype, EXAMPLES // 4)
 

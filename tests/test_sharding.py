@@ -186,7 +186,7 @@ def test_shards_lower_for_cuda_without_a_device():
 
 @pytest.fixture
 def entries(tmp_path):
-    """How many programs the compilation cache has; it is set up as docs/arguments.md says."""
+    """How many programs the compilation cache has; it is set up as docs/devices.md says."""
     options = dict(
         jax_compilation_cache_dir=str(tmp_path),
         jax_persistent_cache_min_compile_time_secs=0,

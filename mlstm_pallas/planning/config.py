@@ -21,7 +21,9 @@ Fields = tuple[tuple[str, Any], ...]
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class KernelConfig:
-    """Overrides of the plan. Tuned rows, then the rules of ``call_spec.py``, decide what is None::
+    """Overrides of the plan. Tuned rows, then the rules of ``call_spec.py``, decide what is None.
+
+    Example::
 
         KernelConfig(chunk_size=128, triton_parallel_fw_H=dict(siz_b_LQ=128, num_warps=8))
 
