@@ -13,6 +13,31 @@ Row = dict[str, Any]
 Columns = Mapping[str, tuple[str | Callable[[Row], Any], str]]
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwbw": "forward + backward"}
 MARKERS = "osD^vP*X<>"
+# What legends say for the names of implementations, modes and loops.
+WORDS = {
+    "mosaic_gpu": "mlstm_pallas, Mosaic GPU",
+    "triton": "mlstm_pallas, Triton",
+    "mlstm_pallas_mosaic_gpu": "mlstm_pallas, Mosaic GPU",
+    "mlstm_pallas_BTNH": "mlstm_pallas, Triton",
+    "mlstm_kernels_limit_chunk": "mlstm_kernels limit_chunk",
+    "mlstm_kernels_xl_chunk": "mlstm_kernels xl_chunk",
+    "mlstm_kernels_xl_chunk_siging": "mlstm_kernels xl_chunk_siging (sigmoid gate)",
+    "mlstm_kernels_triton_step": "mlstm_kernels step",
+    "mlstm_kernels_triton_step_in_place": "mlstm_kernels step in place",
+    "fla_simple_gla": "FLA simple_gla (no normaliser)",
+    "torch_sdpa_cudnn": "attention, cuDNN",
+    "without_mlstm": "layer without the mLSTM",
+    "torch_without_mlstm": "torch layer without the mLSTM",
+    "products": "matrix products alone",
+    "efficiency_pct": "efficiency, %",
+    "graph": "CUDA graph",
+    "scan": "loop by scan",
+    "while": "loop by while_loop",
+    "weak-batch": "batch split, per device",
+    "weak-heads": "heads split, per device",
+    "weak-sequence": "sequence split, per device",
+    "strong-sequence": "sequence split, in all",
+}
 
 
 def columns(lines: str, **functions: Callable[[Row], Any]) -> Columns:
@@ -61,6 +86,10 @@ def _thousands(x: Any) -> str:
     return f"{x / 1024:g}k" if isinstance(x, int) and x >= 1024 else f"{x}"
 
 
+def in_words(label: str) -> str:
+    return re.sub(r"[\w-]+", lambda name: WORDS.get(name[0], name[0]), label)
+
+
 def plot(
     rows: Sequence[Row],
     path: str,
@@ -87,7 +116,7 @@ def plot(
             curve = (row for row in rows if (line(row), panel(row)) == (label, title))
             points = ((x(row) if curves else xs.index(x(row)), row[key]) for row in curve)
             points = dict(sorted(dict(points).items()))
-            style = dict(color=f"C{n}", marker=MARKERS[n % len(MARKERS)], label=label)
+            style = dict(color=f"C{n}", marker=MARKERS[n % len(MARKERS)], label=in_words(label))
             axes.plot([*points], [*points.values()], linestyle="-" if curves else "", **style)
         if curves:
             axes.set_xscale("log", base=2)
@@ -99,7 +128,7 @@ def plot(
             axes.yaxis.set_minor_formatter("")
         else:
             axes.set_ylim(0, None)
-        axes.set(title=title, xlabel=xlabel, ylabel=key)
+        axes.set(title=title, xlabel=xlabel, ylabel=in_words(key))
         axes.grid(which="both", alpha=0.3)
     legend = dict(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     figure.legend(*axes.get_legend_handles_labels(), **legend)

@@ -208,7 +208,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
     """Time and efficiency against the number of devices, a line for each mode and shape."""
 
     def label(row: Row) -> str:
-        shape = str(Shape(*row["of"])) + " per device" * MODES[row["mode"]].grows
+        shape = str(Shape(*row["of"]))
         return " ".join(filter(None, (row["mode"], shape, row.get("layout"))))
 
     keys = "ms", "efficiency_pct"
