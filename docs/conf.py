@@ -37,4 +37,6 @@ add_module_names = False  # most are internal
 autodoc_default_options = {"member-order": "bysource"}
 autodoc_typehints = "none"  # the docstrings have types; without the overloads
 napoleon_numpy_docstring = False
-napoleon_use_rtype = False
+napoleon_use_rtype = napoleon_attr_annotations = False
+napoleon_use_ivar = True  # attributes as a list
+smartquotes = False  # of flags, --name
