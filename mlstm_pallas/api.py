@@ -21,7 +21,7 @@ def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None, *,
     return_last_states: Literal[False] = False, num_segments: int | None = None,
-    **keywords: Unpack[Keywords],
+    reverse: bool = False, **keywords: Unpack[Keywords],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def mlstm_chunkwise(
@@ -29,7 +29,8 @@ def mlstm_chunkwise(
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: Literal[True] = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
+    norm_val: float = 1.0, *, num_segments: int | None = None, reverse: bool = False,
+    **keywords: Unpack[SequenceKeywords],
 ) -> tuple[jax.Array, States]: ...  # fmt: skip
 @overload
 def mlstm_chunkwise(
@@ -37,7 +38,8 @@ def mlstm_chunkwise(
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
+    norm_val: float = 1.0, *, num_segments: int | None = None, reverse: bool = False,
+    **keywords: Unpack[SequenceKeywords],
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
@@ -45,7 +47,7 @@ def mlstm_chunkwise(
     return_last_states: bool = False, eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, segment_ids: Array | None = None,
-    sequence_lengths: Array | None = None, num_segments: int | None = None,
+    sequence_lengths: Array | None = None, num_segments: int | None = None, reverse: bool = False,
     input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
     state_dtype: DTypeLike | None = None, layout: LayoutName = DEFAULT_LAYOUT,
     backend: BackendName | None = None, config: KernelConfig | None = None,
@@ -153,7 +155,7 @@ def mlstm_chunkwise(
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
         input_gate, normalize, recompute_states_in_bw, layout, backend, config, state_dtype,
-        num_segments,
+        num_segments, reverse,
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
     spec, x = prepare(x, options, layout)

@@ -176,10 +176,14 @@ def log_gates(
     )
 
 
-def segment_starts(segment_ids: Array) -> Array:
-    """Where the id, (..., S), differs from the previous step's; False at the first step."""
+def segment_starts(segment_ids: Array, reverse: bool = False) -> Array:
+    """Where the id, (..., S), differs from the previous step's; False at the first step.
+
+    With reverse the previous step is the next one in memory.
+    """
     return jnp.pad(
-        segment_ids[..., 1:] != segment_ids[..., :-1], [(0, 0)] * (segment_ids.ndim - 1) + [(1, 0)]
+        segment_ids[..., 1:] != segment_ids[..., :-1],
+        [(0, 0)] * (segment_ids.ndim - 1) + [(0, 1) if reverse else (1, 0)],
     )
 
 
@@ -428,16 +432,17 @@ def join_flags(
     return flags + jnp.where(restarts, 0, bits(nonzero, DECAY_NONZERO))
 
 
-def causal(x: Array, *, offset: int = 0, fill: float = 0.0) -> Array:
-    """x_ts where s <= t + offset, else fill; (..., L, L)."""
-    return jnp.where(jnp.broadcast_to(jnp.tri(x.shape[-1], k=offset, dtype=bool), x.shape), x, fill)
+def causal(x: Array, reverse: bool, *, offset: int = 0, fill: float = 0.0) -> Array:
+    """x_ts where s <= t + offset, with reverse where t <= s + offset, else fill; (..., L, L)."""
+    mask = jnp.tri(x.shape[-1], k=offset, dtype=bool)
+    return jnp.where(jnp.broadcast_to(mask.T if reverse else mask, x.shape), x, fill)
 
 
-def decay_matrix(gates: ChunkGates) -> Array:
-    """D_ts = exp(e_s - u_t) for s <= t, else 0: (B * NH, NC, L, L)."""
+def decay_matrix(gates: ChunkGates, reverse: bool) -> Array:
+    """D_ts = exp(e_s - u_t) where ``causal``, else 0: (B * NH, NC, L, L)."""
     (e_hi, e_lo), (u_hi, u_lo) = gates.vecE, gates.vecU
     exponent = (e_hi[..., None, :] - u_hi[..., :, None]) + (e_lo[..., None, :] - u_lo[..., :, None])
-    return jnp.exp(causal(exponent, fill=-_INF))
+    return jnp.exp(causal(exponent, reverse, fill=-_INF))
 
 
 def fusion_barrier(tree: Any, at_least_zero: Array) -> Any:

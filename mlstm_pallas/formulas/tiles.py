@@ -4,6 +4,7 @@ Functions without a matrix product lower to Triton and to Mosaic GPU.
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -26,11 +27,14 @@ def dot(a: Array, b: Array, precision: Precision, *, a_axis: int = 1, b_axis: in
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def causal_mask(rows: int, columns: int, offset: Array | int) -> Array:
-    """True where s <= t + offset, for steps t (rows) and s (columns)."""
+def causal_mask(
+    rows: int, columns: int, offset: Array | int, seen: Callable[..., Any] = operator.le
+) -> Array:
+    """True where seen(s, t + offset), for steps t (rows) and s (columns)."""
     t = lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
     s = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
-    return s <= t + offset
+    mask: Array = seen(s, t + offset)
+    return mask
 
 
 def decay_tile(e: Iterable[Array], u: Iterable[Array], mask: Array | None) -> Array:
@@ -46,14 +50,19 @@ def decay_tile(e: Iterable[Array], u: Iterable[Array], mask: Array | None) -> Ar
 
 
 def causal_scores(
-    scores: Array, e: Iterable[Any], u: Iterable[Any], scale: float, offset: Any
+    scores: Array,
+    e: Iterable[Any],
+    u: Iterable[Any],
+    scale: float,
+    offset: Any,
+    seen: Callable[..., Any],
 ) -> Array:
-    """P_ts = D_ts scale q_t . k_s where s <= t + offset, else 0.
+    """P_ts = D_ts scale q_t . k_s where seen(s, t + offset), else 0.
 
     It is masked after the product, not before, so that a NaN in k reaches no earlier step.
     """
     (rows, columns), D = scores.shape, decay_tile(e, u, None)
-    return jnp.where(causal_mask(rows, columns, offset), scores * (D * scale), 0.0)
+    return jnp.where(causal_mask(rows, columns, offset, seen), scores * (D * scale), 0.0)
 
 
 Carry = TypeVar("Carry")

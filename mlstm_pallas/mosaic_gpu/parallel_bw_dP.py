@@ -113,7 +113,8 @@ class _Kernel(PersistentKernel):
         chunk, x = unravel(self.item_of(index), _items_of_chunk(self.p))
         later = (x >= m * (m + 1) // 2 for m in range(1, blocks(self.p.L, TILE)))
         i: Any = sum((lax.convert_element_type(y, jnp.int32) for y in later), np.int32(0))
-        return *self.head_and_chunk(chunk), i, x - divide(i * (i + 1), 2)
+        place = functools.partial(self.p.place, count=blocks(self.p.L, TILE))
+        return *self.head_and_chunk(chunk), place(i), place(x - divide(i * (i + 1), 2))
 
     def tile(self, chunk, tile):
         """The index of a chunk's tile in the sequence."""
@@ -218,8 +219,8 @@ def _multiply(cta: _Kernel, index) -> None:
         e = (load(x.at[slot, columns], BY_COLUMNS) for x in (cta.e_hi, cta.e_lo))
         P, dP = (refs.out_smem.at[wg, x, :, in_tile] for x in range(2))
         operands = scores[:, columns], dA[:, columns], e, (*queries, dz_den)
-        W = write_tiles(P, dP, *operands, s <= last_seen, cta.p.qk_scale)
-        earlier = jnp.where(s < last_seen, W, 0.0)
+        W = write_tiles(P, dP, *operands, cta.p.seen(s, last_seen), cta.p.qk_scale)
+        earlier = jnp.where(cta.p.earlier(s, last_seen), W, 0.0)
         keys = aligned(cta.tile(chunk, j) * TILE + start, SLICE)
         sums = products.sum_over_rows(earlier, refs.sums_smem.at[wg])
         refs.pairs.per_key.at[head, i * (TILE // WG_ROWS) + wg, keys][...] = sums

@@ -163,6 +163,7 @@ class _Chunk(Kernel):
       index: among the CTA's chunks.
       tile_rows: the warpgroup's rows in the chunk.
       rows: these rows in the sequence.
+      here: the place of its block of 64 steps in memory; warpgroup 0 has the earlier one.
       first: the first tile's step in the ring.
       out_tile: for an output.
     """
@@ -172,8 +173,9 @@ class _Chunk(Kernel):
         self.wg = lax.optimization_barrier(cta.wg)  # keeps what is derived from it out of registers
         self.index, self.ring = index, dataclasses.replace(cta.ring, item=index)
         self.head, self.chunk = cta.place(index)
-        self.tile_rows = block(self.wg, WG_ROWS)
-        self.rows = block(self.chunk * 2 + self.wg, WG_ROWS)
+        self.here = self.p.place(self.wg, 2)
+        self.tile_rows = block(self.here, WG_ROWS)
+        self.rows = block(self.chunk * 2 + self.here, WG_ROWS)
         self.k_slot = cta.k_ring.slot(index)
         self.first = index * cta.num_tiles
         self.k_tile = cta.refs.k_smem.at[self.k_slot]
@@ -185,7 +187,7 @@ class _Chunk(Kernel):
 
     def k_columns(self, y):
         """The warpgroup's rows of the y-th tile of k."""
-        return self.k_tile.at[block(y * (CHUNK // WG_ROWS) + self.wg, WG_ROWS)]
+        return self.k_tile.at[block(y * (CHUNK // WG_ROWS) + self.here, WG_ROWS)]
 
     def slot(self, step):
         return self.refs.tiles_smem.at[self.ring.slot(step)]
@@ -234,15 +236,18 @@ def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
 
     The vectors are loaded before the products and used after them, so their latency is hidden.
     """
-    refs, later = c.refs, block(c.chunk * 2 + 1, WG_ROWS)
-    half, key = (pl.multiple_of(c.wg * keys, keys) for keys in (HALF, WG_ROWS))
+    refs, last = c.refs, c.p.place(1, 2)
+    later = block(c.chunk * 2 + last, WG_ROWS)
+    half, key = (
+        pl.multiple_of(c.p.place(c.wg, CHUNK // keys) * keys, keys) for keys in (HALF, WG_ROWS)
+    )
 
     def vectors(rows):
         sources = *refs.u_gmem, refs.inv_den_gmem, refs.dz_den_gmem
         return [load_by_rows(x, c.head, rows) for x in sources]
 
     diagonal = _Block(c.tile_rows, key, WG_ROWS, 2 * key, vectors(c.rows))
-    below = _Block(block(1, WG_ROWS), half, HALF, WG_ROWS + half, vectors(later))
+    below = _Block(block(last, WG_ROWS), half, HALF, last * WG_ROWS + half, vectors(later))
     w = load_by_rows(refs.w_gmem, c.head, c.rows)
     weights = query_scale(w, c.p.qk_scale, diagonal.vectors[2])
     return diagonal, below, weights, load_by_rows(refs.abar_gmem, c.head, c.rows)
@@ -303,17 +308,17 @@ def _write_below(c: _Chunk, below: _Block):
 
     It returns the sums over keys.
     """
-    refs = c.refs
+    refs, last = c.refs, c.p.place(1, 2)
     W = _write_keys(c, below, 0)
     sums = products.sum_over_columns(W)
 
     @pl.when(c.wg == 0)
     def hand_over():  # warpgroup 1 adds its own sums
-        refs.pairs.per_query.at[c.head, 1, c.rows][...] = sums
+        refs.pairs.per_query.at[c.head, last, c.rows][...] = sums
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.tiles_full)
-    c.store_per_key(W, 1, below.key)
+    c.store_per_key(W, last, below.key)
     return sums
 
 
@@ -327,13 +332,13 @@ def _write_diagonal(c: _Chunk, diagonal: _Block) -> None:
     for start in range(0, WG_ROWS, HALF):
         t, s = rows_and_columns(WG_ROWS, HALF)
         s += start
-        W = _write_keys(c, diagonal, start, s <= t)
+        W = _write_keys(c, diagonal, start, c.p.seen(s, t))
         of_diagonal.append(sum_over_columns(jnp.where(s == t, W, 0.0)))
-        W = jnp.where(s < t, W, 0.0)
+        W = jnp.where(c.p.earlier(s, t), W, 0.0)
         of_earlier.append(sum_over_columns(W))
-        c.store_per_key(W, c.wg, diagonal.key + start)
+        c.store_per_key(W, c.here, diagonal.key + start)
     refs.pairs.diagonal.at[c.head, c.rows][...] = functools.reduce(jnp.add, of_diagonal)
-    refs.pairs.per_query.at[c.head, c.wg, c.rows][...] = functools.reduce(jnp.add, of_earlier)
+    refs.pairs.per_query.at[c.head, c.here, c.rows][...] = functools.reduce(jnp.add, of_earlier)
 
 
 def _add_for_keys(c: _Chunk, accumulator, tile, x, columns=slice(None)) -> None:
@@ -343,8 +348,8 @@ def _add_for_keys(c: _Chunk, accumulator, tile, x, columns=slice(None)) -> None:
     def add(j):
         products.add(
             accumulator,
-            tile.at[block(2 * c.wg + j, WG_ROWS)],
-            x.at[block(c.wg + j, WG_ROWS), columns],
+            tile.at[block(c.p.place(2 * c.wg + j, 3), WG_ROWS)],
+            x.at[block(c.p.place(c.wg + j, 2), WG_ROWS), columns],
         )
 
 
@@ -429,8 +434,8 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
             @each(c.wg + 1)
             def add_keys(j, y=y):
                 """The keys up to the warpgroup's queries."""
-                dP = refs.dP_smem.at[block(c.wg + j, WG_ROWS)].T
-                keys = c.k_tile.at[block(2 * y + j, WG_ROWS), c.columns(y)]
+                dP = refs.dP_smem.at[block(c.p.place(c.wg + j, 3), WG_ROWS)].T
+                keys = c.k_tile.at[block(2 * y + c.p.place(j, 2), WG_ROWS), c.columns(y)]
                 products.add(sums[2 * y], dP, keys)
 
             _add_for_keys(c, sums[2 * y + 1], refs.dP_smem, c.slot(c.q_step(y)), c.columns(y))
@@ -476,8 +481,10 @@ def _multiply(c: _Chunk) -> None:
 
     @pl.when(c.wg == 1)
     def add_halves():
-        other = load_by_rows(refs.pairs.per_query.at[:, 1], c.head, block(c.chunk * 2, WG_ROWS))
-        refs.pairs.per_query.at[c.head, 0, c.rows][...] = half_sums + other
+        first, last = (c.p.place(x, 2) for x in range(2))
+        earlier = block(c.chunk * 2 + first if first else c.chunk * 2, WG_ROWS)
+        other = load_by_rows(refs.pairs.per_query.at[:, last], c.head, earlier)
+        refs.pairs.per_query.at[c.head, first, c.rows][...] = half_sums + other
 
     inter = _weighted(c, gradients, weights, norm_weights, key_weights)
     _store_dq_and_dk(c, inter, aligned(diagonal.row, WG_ROWS))

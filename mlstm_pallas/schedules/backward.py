@@ -16,7 +16,7 @@ from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, MASKED, ChunkGates
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals
-from mlstm_pallas.schedules.forward import gate_operands
+from mlstm_pallas.schedules.forward import in_time, run_gates
 from mlstm_pallas.stages import (
     parallel_bw_dP,
     parallel_bw_dQKV,
@@ -78,9 +78,8 @@ def first_half(
     """
     (x, h, z, stored), (dh, last) = residuals, cotangents
     recompute, live = stored.C is None, _live(spec, lowering, x)
-    gates = spec.stage("chunk_gates", lowering)(
-        gate_operands(x, stored.m), input_gate=spec.input_gate, with_flags=True
-    )
+    run = spec.stage("chunk_gates", lowering)
+    gates = run_gates(spec, run, x, stored.m, with_flags=True)
     g = gates.per_step()
     gradients_for = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
     r = query_scale(g.vecW, spec.problem.qk_scale, gradients_for(delta=None).vecInvDen)
@@ -167,7 +166,7 @@ def second_half(
             scaGamma=gamma,
             initial=last.n,
         ),
-        backward=True,
+        backward=not spec.problem.reverse,
     )
     gradients: Gradients = spec.stage("parallel_bw_dQKV", lowering)(
         parallel_bw_dQKV.Operands(
@@ -187,21 +186,15 @@ def second_half(
     )
 
     dm = normaliser.vecDm if spec.stabilised else None
+    sums = scores.pairs or gradients.pairs, *gradients[3:6]
+    gates, f, starts, sums, dm = in_time(spec, (gates, x.f, x.starts, sums, dm))
     if dm is not None and spec.return_last_states:
         # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
         dm = dm.at[..., -1].add(last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last))
-    flags = step_flags(gates, x.f, x.starts)
-    di, df, dm_first = spec.stage("step_gradients", scores_lowering)(
-        step_gradients.Operands(
-            vecF=x.f,
-            pairs=scores.pairs or gradients.pairs,
-            q_dot_dq_inter=gradients.q_dot_dq_inter,
-            k_dot_dk_inter=gradients.k_dot_dk_inter,
-            through=gradients.through,
-            flags=flags,
-            dm=dm,
-        )
-    )
+    flags = step_flags(gates, f, starts)
+    of_steps = step_gradients.Operands(f, *sums, flags, dm)
+    run = spec.stage("step_gradients", scores_lowering)
+    di, df, dm_first = in_time(spec, run(of_steps))
     di, df = (_of_live(live, y) for y in (di, df))
     if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm
         di = jnp.where(x.i <= MASKED, 0.0, di * jax.nn.sigmoid(-x.i))

@@ -4,6 +4,7 @@ Arrays belong to a shard, (B * NH, ...); q, k, v and h are (B, S, NH, D) with la
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.formulas.chunk_list import ChunkList, of_lengths, of_segments
-from mlstm_pallas.formulas.gates import ChunkGates, segment_ends
+from mlstm_pallas.formulas.gates import ChunkGates, segment_ends, without_outputs
 from mlstm_pallas.formulas.splits import decays_in_splits, split_states, splits_as_heads
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.dispatch import stage
@@ -55,9 +56,31 @@ def forward(
     return materialised(spec, lowering, x)
 
 
+def in_time(spec: CallSpec, arrays: Any) -> Any:
+    """Small arrays (B * NH, ...) of steps, tiles or chunks in the order of time; or the inverse."""
+    if not spec.problem.reverse:
+        return arrays
+    return jax.tree.map(lambda x: jnp.flip(x, range(1, x.ndim)), arrays)
+
+
 def gate_operands(x: Inputs, m_states: Array | None = None) -> chunk_gates.Operands:
     """m_states: the stabilisers at the chunk boundaries, if already known."""
     return chunk_gates.Operands(x.i, x.f, x.m_initial, x.starts, m_states, x.lengths)
+
+
+def run_gates(
+    spec: CallSpec,
+    run: Callable[..., ChunkGates],
+    x: Inputs,
+    m_states: Array | None = None,
+    **options: Any,
+) -> ChunkGates:
+    """chunk_gates in the order of memory; so are m_states, from the first boundary in memory on."""
+    operands, reverse = gate_operands(x, m_states), spec.problem.reverse
+    if reverse:
+        operands = operands._replace(lengths=None)
+    gates = run(in_time(spec, operands), input_gate=spec.input_gate, **options)
+    return without_outputs(in_time(spec, gates), x.lengths if reverse else None)
 
 
 def key_states(
@@ -79,7 +102,7 @@ def key_states(
     if chunks is not None and n_of_segments is not None:
         added = chunks.with_initial(added, n_of_segments)
     states: tuple[Array, Array] = run("vector_states")(
-        vector_states.Operands(added, gates.scaGamma, n_initial)
+        vector_states.Operands(added, gates.scaGamma, n_initial), backward=spec.problem.reverse
     )
     return states
 
@@ -130,7 +153,7 @@ def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Packed:
 
 def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     """The forward pass with the state of every chunk in memory."""
-    gates = spec.stage("chunk_gates", lowering)(gate_operands(x), input_gate=spec.input_gate)
+    gates = run_gates(spec, spec.stage("chunk_gates", lowering), x)
     C, C_last, n, n_last = spec.stage("recurrent_fw_C", lowering)(
         recurrent_fw_C.Operands(
             matK=x.k,
@@ -149,7 +172,8 @@ def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
         normaliser=spec.normaliser,
     )
     m = gates.scaM_states
-    last = LastStates(C_last, n_last, m[:, -1]) if C_last is not None else None
+    m_last = m[:, 0 if spec.problem.reverse else -1]
+    last = LastStates(C_last, n_last, m_last) if C_last is not None else None
     if spec.recompute_states_in_bw:
         C = C_last = None
     return Forward(h, last, z, StoredStates(C, n, m, C_last, n_last))
@@ -164,9 +188,8 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     p, num_splits, launches = plan.scan_problem, plan.num_splits, plan.forward
     if known is None or known.m.shape[1] != p.NC + 1:
         known = KnownStates()  # those of a call with more heads than this shard have other chunks
-    gates = stage("chunk_gates", launches["chunk_gates"])(
-        gate_operands(x, known.m), input_gate=spec.input_gate
-    )
+    gates = run_gates(spec, stage("chunk_gates", launches["chunk_gates"]), x, known.m)
+    reverse, end = p.reverse, 0 if p.reverse else -1
     q, v, gamma, C_initial, chunks = x.q, x.v, gates.scaGamma, x.c_initial, None
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
         chunks = of_lengths(x.lengths, v.shape[1], p)
@@ -186,11 +209,12 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
                 split_products.Operands(
                     a=scan.keys.array,
                     b=v,
-                    r=scan.keys.times(decays_in_splits(gamma, num_splits, p.S)),
+                    r=scan.keys.times(decays_in_splits(gamma, num_splits, p.S, backward=reverse)),
                 ),
                 num_splits=num_splits,
+                backward=reverse,
             )
-        C_initial = split_states(added, gamma, C_initial)
+        C_initial = split_states(added, gamma, C_initial, backward=reverse)
         q, v, gamma, scan = jax.tree.map(
             lambda y: splits_as_heads(y, num_splits, p.S), (q, v, gamma, scan)
         )
@@ -204,9 +228,9 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     )
     last = None
     if C_last is not None:
-        C_last = C_last.reshape(p.BNH, num_splits, p.DHQK, p.DHV)[:, -1]
-        last = LastStates(C_last, n_last, gates.scaM_states[:, -1])
-    m, n = gates.scaM_states[:, ::stride], n[:, ::stride]
+        C_last = C_last.reshape(p.BNH, num_splits, p.DHQK, p.DHV)[:, end]
+        last = LastStates(C_last, n_last, gates.scaM_states[:, end])
+    m, n = gates.scaM_states[:, ::stride], n[:, p.place(0, stride) :: stride]
     if C is None:
         C_last = None
     else:

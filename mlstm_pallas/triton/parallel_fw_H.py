@@ -89,6 +89,7 @@ def _parallel_fw_H_kernel(
 
     def add_keys(j, carry):
         num, z = carry
+        j = p.place(j, blocks(p.L, siz_b_LKV))
         keys = block_at(j, siz_b_LKV)
         if keep_q:
             parts = (dot(q, matK[keys, at], precision, b_axis=1) for at, q in whole_q)
@@ -96,11 +97,11 @@ def _parallel_fw_H_kernel(
         else:
             scores = product(matQ, matK, queries, keys, siz_b_DHQK, precision, b_axis=1)
         e = [ref[keys] for ref in vecE]
-        P = causal_scores(scores, e, u, p.qk_scale, first - j * siz_b_LKV)
+        P = causal_scores(scores, e, u, p.qk_scale, first - j * siz_b_LKV, p.seen)
         num += dot(P.astype(matV.dtype), matV[keys, :], precision)
         return num, [x + jnp.sum(P, axis=1) for x in z]
 
-    num_keys = divide(first + LQ + siz_b_LKV - 1, siz_b_LKV)
+    num_keys = divide(p.place(first, p.L - LQ + 1) + LQ + siz_b_LKV - 1, siz_b_LKV)
     num, z = loop(num_keys, add_keys, (num, z))
     if normaliser is None:
         matH[...] = num.astype(matH.dtype)

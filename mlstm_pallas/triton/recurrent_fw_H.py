@@ -69,7 +69,7 @@ def _recurrent_fw_H_kernel(
     call,
     store_every,
 ):
-    L, precision = call.problem.L, call.precision
+    p, L, precision = call.problem, call.problem.L, call.precision
     row_tiles = [*pieces(matQ.shape[1], call.tiles.siz_b_DHQK)]
     first: Any = 0
     chunks, has_state = call.problem.NC, True
@@ -101,7 +101,10 @@ def _recurrent_fw_H_kernel(
     # The pipeline copies only operands of products. The rest is prefetched one chunk ahead, so that
     # nothing waits for a load. P is prefetched too, because the pipeline would hold several of its
     # tiles, too much shared memory for two CTAs per SM.
-    def prefetch(chunk):
+    def prefetch(index):
+        chunk = p.place(index, chunks)
+        if p.reverse and parts is not None:  # which may have no chunks
+            chunk = lax.max(chunk, np.int32(0))
         return (
             scaGamma[first + chunk],
             vecR[entry_of(chunk)],
@@ -111,7 +114,8 @@ def _recurrent_fw_H_kernel(
 
     def step(index, carry):
         CT, (gamma, r, partial, P) = carry
-        steps = steps_of(index)
+        chunk = p.place(index, chunks)
+        steps = steps_of(chunk)
         following = prefetch(lax.min(index + 1, lax.convert_element_type(chunks - 1, np.int32)))
         v = matV[steps, :]
         hT = jnp.zeros((v.shape[1], L), jnp.float32)
@@ -125,7 +129,7 @@ def _recurrent_fw_H_kernel(
         else:
             matH[steps, :] = (hT.T + partial.astype(jnp.float32)).astype(matH.dtype)
         CT = tuple(
-            block * gamma + dot(v, matKbar[entry_of(index), tile], precision, a_axis=0)
+            block * gamma + dot(v, matKbar[entry_of(chunk), tile], precision, a_axis=0)
             for tile, block in zip(row_tiles, CT, strict=True)
         )
         return CT, following
@@ -138,7 +142,8 @@ def _recurrent_fw_H_kernel(
 
     def store_and_step(index, carry):
         for tile, block in zip(row_tiles, carry[0], strict=True):
-            matC_states[index, tile, :] = block.astype(matC_states.dtype).T
+            at = p.place(index, matC_states.shape[0])
+            matC_states[at, tile, :] = block.astype(matC_states.dtype).T
 
         def step_from_store(chunk, carry):
             return step(index * store_every + chunk, carry)
