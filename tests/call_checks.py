@@ -112,6 +112,28 @@ def recurrence_of_lengths(lengths):
     return run
 
 
+def reversed_in_time(run, lengths):
+    """The function on sequences that run from their last step to their first; all of these are
+    within the lengths."""
+
+    def flipped(x, axis):
+        S = x.shape[axis]
+        ends = np.full(len(x), S) if lengths is None else np.clip(lengths, 0, S)
+        steps, ends = np.arange(S), ends[:, None]
+        places = np.where(steps < ends, ends - 1 - steps, steps)
+        shape = [1] * x.ndim
+        shape[0], shape[axis] = places.shape
+        return jnp.take_along_axis(x, jnp.asarray(places.reshape(shape)), axis)
+
+    def run_flipped(*, segment_ids=None, **x):
+        x |= {name: flipped(x[name], 2) for name in "qkvif"}
+        ids = None if segment_ids is None else flipped(segment_ids, 1)
+        h, states = run(**x, segment_ids=ids)
+        return flipped(h, 2), states
+
+    return run_flipped
+
+
 def with_garbage(lengths, inputs, cotangents):
     """Inputs and cotangents with values beyond the lengths that nothing may read."""
 
@@ -163,6 +185,8 @@ def check_call(
     arrays, run = (inputs, cotangents), recurrence
     if lengths is not None:
         arrays, run = with_garbage(lengths, *arrays), recurrence_of_lengths(lengths)
+    if options.get("reverse"):
+        run = reversed_in_time(run, lengths)
     of_recurrence = {name: options[name] for name in OF_RECURRENCE & {*options}}
     expected = expected_of(inputs, cotangents, run, segment_ids, **of_recurrence)
     for more in several:
