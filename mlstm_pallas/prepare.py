@@ -87,7 +87,7 @@ def prepare(x: Arguments, options: Options, layout: Any) -> tuple[CallSpec, Argu
 def padded(
     spec: CallSpec,
     arguments: Arguments,
-    starts_of: Callable[..., jax.Array] = segment_starts,
+    starts_of: Callable[[jax.Array], jax.Array] = segment_starts,
     shard: Any = 0,
 ) -> Inputs:
     """The arrays, cast and padded.
@@ -138,14 +138,14 @@ def padded(
         segments=x.segments,
     )
     if ids is not None:
-        starts = (starts_of(ids, reverse=True) if p.reverse else starts_of(ids)).astype(jnp.int32)
+        starts = starts_of(ids).astype(jnp.int32)
         if num_segments is not None:
             # Not all dtypes have N: an id beyond it is N.
             most = min(num_segments, jnp.iinfo(ids.dtype).max)
             inputs = inputs._replace(segment_ids=jnp.minimum(ids, most).astype(jnp.int32))
-        if lengths is not None:
-            within = steps_within(lengths - 1, S) if p.reverse else within
-            starts = jnp.where(within, starts, 0)
+        starts = starts if lengths is None else jnp.where(within, starts, 0)
+        if p.reverse:  # a segment begins where the next one in memory ends
+            starts = jnp.roll(starts, -1, axis=2)
         inputs = inputs._replace(starts=pad(starts, starts.dtype, p.S))
     return inputs
 

@@ -4,7 +4,6 @@ Functions without a matrix product lower to Triton and to Mosaic GPU.
 """
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -12,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
+
+from mlstm_pallas.problem.dimensions import Problem
 
 Precision = lax.Precision | lax.DotAlgorithmPreset | None
 
@@ -27,14 +28,13 @@ def dot(a: Array, b: Array, precision: Precision, *, a_axis: int = 1, b_axis: in
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def causal_mask(
-    rows: int, columns: int, offset: Array | int, seen: Callable[..., Any] = operator.le
-) -> Array:
-    """True where seen(s, t + offset), for steps t (rows) and s (columns)."""
+def causal_mask(rows: int, columns: int, offset: Array | int, reverse: bool = False) -> Array:
+    """True where s <= t + offset, for steps t (rows) and s (columns), counted in time."""
     t = lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
     s = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
-    mask: Array = seen(s, t + offset)
-    return mask
+    if reverse:
+        s, t, offset = t, s, offset + rows - columns
+    return s <= t + offset
 
 
 def decay_tile(e: Iterable[Array], u: Iterable[Array], mask: Array | None) -> Array:
@@ -50,19 +50,14 @@ def decay_tile(e: Iterable[Array], u: Iterable[Array], mask: Array | None) -> Ar
 
 
 def causal_scores(
-    scores: Array,
-    e: Iterable[Any],
-    u: Iterable[Any],
-    scale: float,
-    offset: Any,
-    seen: Callable[..., Any],
+    scores: Array, e: Iterable[Any], u: Iterable[Any], p: Problem, offset: Any
 ) -> Array:
-    """P_ts = D_ts scale q_t . k_s where seen(s, t + offset), else 0.
+    """P_ts = D_ts scale q_t . k_s where ``causal_mask``, else 0.
 
     It is masked after the product, not before, so that a NaN in k reaches no earlier step.
     """
     (rows, columns), D = scores.shape, decay_tile(e, u, None)
-    return jnp.where(causal_mask(rows, columns, offset, seen), scores * (D * scale), 0.0)
+    return jnp.where(causal_mask(rows, columns, offset, p.reverse), scores * (D * p.qk_scale), 0.0)
 
 
 Carry = TypeVar("Carry")

@@ -183,9 +183,8 @@ class _Kernel(PersistentKernel):
         fields: Any = [np.int32(0)] * 6
         for role, items in enumerate(self.roles):
             row, column = unravel(x - start, items.columns)
-            if (
-                few and role != _STATES and (role == _DQ) == self.p.reverse
-            ):  # a CTA's third item follows short ones
+            # A CTA's third item follows short ones.
+            if few and (role in (_DK, _DV)) != self.p.reverse:
                 row = items.rows - 1 - row
             steps = items.with_state, items.for_sums, _tile_steps(role, row, self.p)[0]
             new, here = (role, row, column, *steps), x >= start

@@ -163,7 +163,8 @@ class _Chunk(Kernel):
       index: among the CTA's chunks.
       tile_rows: the warpgroup's rows in the chunk.
       rows: these rows in the sequence.
-      here: the place of its block of 64 steps in memory; warpgroup 0 has the earlier one.
+      here: the place in memory of its block of 64 steps; warpgroup 0 has the earlier one.
+      earlier, later: the places in memory of the two blocks.
       first: the first tile's step in the ring.
       out_tile: for an output.
     """
@@ -173,7 +174,7 @@ class _Chunk(Kernel):
         self.wg = lax.optimization_barrier(cta.wg)  # keeps what is derived from it out of registers
         self.index, self.ring = index, dataclasses.replace(cta.ring, item=index)
         self.head, self.chunk = cta.place(index)
-        self.here = self.p.place(self.wg, 2)
+        self.here, self.earlier, self.later = (self.p.place(x, 2) for x in (self.wg, 0, 1))
         self.tile_rows = block(self.here, WG_ROWS)
         self.rows = block(self.chunk * 2 + self.here, WG_ROWS)
         self.k_slot = cta.k_ring.slot(index)
@@ -236,18 +237,16 @@ def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
 
     The vectors are loaded before the products and used after them, so their latency is hidden.
     """
-    refs, last = c.refs, c.p.place(1, 2)
-    later = block(c.chunk * 2 + last, WG_ROWS)
-    half, key = (
-        pl.multiple_of(c.p.place(c.wg, CHUNK // keys) * keys, keys) for keys in (HALF, WG_ROWS)
-    )
+    refs, later = c.refs, block(c.chunk * 2 + c.later, WG_ROWS)
+    half, key = (pl.multiple_of(c.here * keys, keys) for keys in (HALF, WG_ROWS))
 
     def vectors(rows):
         sources = *refs.u_gmem, refs.inv_den_gmem, refs.dz_den_gmem
         return [load_by_rows(x, c.head, rows) for x in sources]
 
-    diagonal = _Block(c.tile_rows, key, WG_ROWS, 2 * key, vectors(c.rows))
-    below = _Block(block(last, WG_ROWS), half, HALF, last * WG_ROWS + half, vectors(later))
+    diagonal = _Block(c.tile_rows, key, WG_ROWS, 2 * c.wg * WG_ROWS, vectors(c.rows))
+    key = c.earlier * WG_ROWS + half
+    below = _Block(block(c.later, WG_ROWS), key, HALF, WG_ROWS + half, vectors(later))
     w = load_by_rows(refs.w_gmem, c.head, c.rows)
     weights = query_scale(w, c.p.qk_scale, diagonal.vectors[2])
     return diagonal, below, weights, load_by_rows(refs.abar_gmem, c.head, c.rows)
@@ -308,17 +307,17 @@ def _write_below(c: _Chunk, below: _Block):
 
     It returns the sums over keys.
     """
-    refs, last = c.refs, c.p.place(1, 2)
+    refs = c.refs
     W = _write_keys(c, below, 0)
     sums = products.sum_over_columns(W)
 
     @pl.when(c.wg == 0)
     def hand_over():  # warpgroup 1 adds its own sums
-        refs.pairs.per_query.at[c.head, last, c.rows][...] = sums
+        refs.pairs.per_query.at[c.head, c.later, c.rows][...] = sums
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.tiles_full)
-    c.store_per_key(W, last, below.key)
+    c.store_per_key(W, c.later, below.key)
     return sums
 
 
@@ -330,11 +329,11 @@ def _write_diagonal(c: _Chunk, diagonal: _Block) -> None:
     refs, sum_over_columns = c.refs, products.sum_over_columns
     of_diagonal, of_earlier = [], []
     for start in range(0, WG_ROWS, HALF):
-        t, s = rows_and_columns(WG_ROWS, HALF)
-        s += start
-        W = _write_keys(c, diagonal, start, c.p.seen(s, t))
+        t, s = rows_and_columns(WG_ROWS, HALF, c.p)
+        s += -start if c.p.reverse else start
+        W = _write_keys(c, diagonal, start, s <= t)
         of_diagonal.append(sum_over_columns(jnp.where(s == t, W, 0.0)))
-        W = jnp.where(c.p.earlier(s, t), W, 0.0)
+        W = jnp.where(s < t, W, 0.0)
         of_earlier.append(sum_over_columns(W))
         c.store_per_key(W, c.here, diagonal.key + start)
     refs.pairs.diagonal.at[c.head, c.rows][...] = functools.reduce(jnp.add, of_diagonal)
@@ -348,7 +347,7 @@ def _add_for_keys(c: _Chunk, accumulator, tile, x, columns=slice(None)) -> None:
     def add(j):
         products.add(
             accumulator,
-            tile.at[block(c.p.place(2 * c.wg + j, 3), WG_ROWS)],
+            tile.at[block(2 * c.wg + j, WG_ROWS)],
             x.at[block(c.p.place(c.wg + j, 2), WG_ROWS), columns],
         )
 
@@ -434,7 +433,7 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
             @each(c.wg + 1)
             def add_keys(j, y=y):
                 """The keys up to the warpgroup's queries."""
-                dP = refs.dP_smem.at[block(c.p.place(c.wg + j, 3), WG_ROWS)].T
+                dP = refs.dP_smem.at[block(c.wg + j, WG_ROWS)].T
                 keys = c.k_tile.at[block(2 * y + c.p.place(j, 2), WG_ROWS), c.columns(y)]
                 products.add(sums[2 * y], dP, keys)
 
@@ -481,10 +480,9 @@ def _multiply(c: _Chunk) -> None:
 
     @pl.when(c.wg == 1)
     def add_halves():
-        first, last = (c.p.place(x, 2) for x in range(2))
-        earlier = block(c.chunk * 2 + first if first else c.chunk * 2, WG_ROWS)
-        other = load_by_rows(refs.pairs.per_query.at[:, last], c.head, earlier)
-        refs.pairs.per_query.at[c.head, first, c.rows][...] = half_sums + other
+        earlier = block(c.chunk * 2 + c.earlier, WG_ROWS)
+        other = load_by_rows(refs.pairs.per_query.at[:, c.later], c.head, earlier)
+        refs.pairs.per_query.at[c.head, c.earlier, c.rows][...] = half_sums + other
 
     inter = _weighted(c, gradients, weights, norm_weights, key_weights)
     _store_dq_and_dk(c, inter, aligned(diagonal.row, WG_ROWS))
@@ -502,7 +500,8 @@ def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[st
         # Columns of q, v or dh, or of a state, which has up to 128 rows.
         "tiles_smem": tiles(config.num_stages, CHUNK, depth),
         "k_smem": tiles(k_stages, parts * CHUNK, depth),
-        # Blocks of 64 x 64, transposed: block s + t has the keys of block s and the queries of t.
+        # Blocks of 64 x 64, transposed: block s + t has the keys of block s and the queries of t,
+        # numbered in time.
         "P_smem": blocks_of_P,
         "dP_smem": blocks_of_P,
         # Per warpgroup a tile of an output, or sums over queries in the same place.

@@ -139,11 +139,8 @@ def _kernel(
     num_tiles = (i + 1) * warpgroups
     q, k, v = (head_of(x, head, p) for x in (q_gmem, k_gmem, v_gmem))
 
-    def place(tile):
-        return p.place(tile, p.L // WG_ROWS)
-
-    def steps(tile):
-        return block(chunk * (p.L // WG_ROWS) + place(tile), WG_ROWS)
+    def steps(tile):  # in time
+        return block(chunk * (p.L // WG_ROWS) + p.place(tile, p.L // WG_ROWS), WG_ROWS)
 
     def load_k(j, copy):
         _, parts, _, of_part = k_smem.shape
@@ -180,9 +177,9 @@ def _kernel(
             lambda acc: _add_q_k(acc, q_smem.at[wg], k_smem.at[slot]), WG_ROWS, WG_ROWS
         )
         k_ring.advance(j)
-        t, s = rows_and_columns(WG_ROWS, WG_ROWS)
+        t, s = rows_and_columns(WG_ROWS, WG_ROWS, p)
         # Masked after the product, not before, so that a NaN in k reaches no earlier step.
-        seen = p.seen(s, t + (place(tile) - place(j)) * WG_ROWS)
+        seen = s <= t + (tile - j) * WG_ROWS
         P = jnp.where(seen, S * (decay_tile(e, u) * p.qk_scale), 0.0)
         if normaliser is not None:
             z += products.sum_over_columns(P)

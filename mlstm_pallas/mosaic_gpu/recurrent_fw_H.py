@@ -153,6 +153,9 @@ def _kernel(
     def steps_of(chunk):  # in q, k, v and h
         return pl.ds(part.begin + chunk * L, L) if in_list else block(chunk, L)
 
+    def chunk_at(index):
+        return p.place(index, part.num_chunks)
+
     def load_slot(index, copy):
         chunk = chunk_at(index)
         for name, x in operands._asdict().items():
@@ -161,15 +164,6 @@ def _kernel(
             elif x is not None:
                 columns = state_rows if name in "qk" else v_columns
                 copy(of_head(x).at[steps_of(chunk), columns], slots[name])
-
-    def chunk_at(index):
-        return p.place(index, part.num_chunks)
-
-    def gamma_at(index):
-        chunk = chunk_at(index)
-        if p.reverse and in_list:  # the part may have no chunks
-            chunk = lax.max(chunk, np.int32(0))
-        return gamma_gmem[head, part.first + chunk]
 
     def columns_of(b):
         """The columns of the warpgroup's block b, in the tile and in the array."""
@@ -182,7 +176,9 @@ def _kernel(
         pl.when(index > 0)(lambda: ring.refill(index - 1))
         slot = ring.wait(index)
         tiles = {name: x.at[slot] for name, x in slots.items()}
-        next_gamma = gamma_at(lax.min(index + 1, part.num_chunks - 1))
+        next_gamma = gamma_gmem[
+            head, part.first + chunk_at(lax.min(index + 1, part.num_chunks - 1))
+        ]
         size = lax.min(part.end - part.begin - chunk * L, np.int32(L)) if in_list else None
         r, abar = (across_rows(load(tiles[x], BY_COLUMNS)) for x in ("r", "abar"))
 
@@ -235,7 +231,8 @@ def _kernel(
     columns = [columns_of(b)[1] for b in range(num_blocks)]
     of_state = [pl.ds(launch * rows + start, size) for start, size in pieces]
     CT = [[_initial(C_initial_gmem, part, x, y) for x in of_state] for y in columns]
-    CT, _ = loop(part.num_chunks, join, (CT, gamma_at(np.int32(0))))
+    beginning = part.first + lax.max(chunk_at(np.int32(0)), np.int32(0))  # there may be no chunks
+    CT, _ = loop(part.num_chunks, join, (CT, gamma_gmem[head, beginning]))
     if C_last_gmem is not None:
         pl.when(part.has_state)(store_last)
 

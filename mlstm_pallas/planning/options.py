@@ -56,7 +56,7 @@ class Options:
                 "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\""
             )
 
-        if self.reverse and self.num_segments is not None:
+        if self.reverse and self.num_segments:
             raise ValueError(
                 f"reverse is True with num_segments {self.num_segments}, expected one of them"
             )

@@ -82,14 +82,6 @@ class Problem:
         """The place in memory of the index-th of ``count`` blocks in time, and the inverse."""
         return count - 1 - index if self.reverse else index
 
-    def seen(self, s: Any, t: Any) -> Any:
-        """Whether step s is step t or earlier."""
-        return s >= t if self.reverse else s <= t
-
-    def earlier(self, s: Any, t: Any) -> Any:
-        """Whether step s is earlier than step t."""
-        return s > t if self.reverse else s < t
-
     def in_chunks_of(self, L: int) -> "Problem":
         return dataclasses.replace(self, L=min(L, self.L))
 

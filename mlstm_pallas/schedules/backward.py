@@ -78,8 +78,8 @@ def first_half(
     """
     (x, h, z, stored), (dh, last) = residuals, cotangents
     recompute, live = stored.C is None, _live(spec, lowering, x)
-    run = spec.stage("chunk_gates", lowering)
-    gates = run_gates(spec, run, x, stored.m, with_flags=True)
+    launch = spec.launch("chunk_gates", lowering)
+    gates = run_gates(spec, launch, x, stored.m, with_flags=True)
     g = gates.per_step()
     gradients_for = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
     r = query_scale(g.vecW, spec.problem.qk_scale, gradients_for(delta=None).vecInvDen)
@@ -166,7 +166,7 @@ def second_half(
             scaGamma=gamma,
             initial=last.n,
         ),
-        backward=not spec.problem.reverse,
+        backward=not spec.reverse,
     )
     gradients: Gradients = spec.stage("parallel_bw_dQKV", lowering)(
         parallel_bw_dQKV.Operands(
@@ -186,8 +186,10 @@ def second_half(
     )
 
     dm = normaliser.vecDm if spec.stabilised else None
-    sums = scores.pairs or gradients.pairs, *gradients[3:6]
-    gates, f, starts, sums, dm = in_time(spec, (gates, x.f, x.starts, sums, dm))
+    inter = gradients.q_dot_dq_inter, gradients.k_dot_dk_inter, gradients.through
+    gates, f, starts, sums, dm = in_time(
+        spec, (gates, x.f, x.starts, (scores.pairs or gradients.pairs, *inter), dm)
+    )
     if dm is not None and spec.return_last_states:
         # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
         dm = dm.at[..., -1].add(last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last))

@@ -4,7 +4,6 @@ Arrays belong to a shard, (B * NH, ...); q, k, v and h are (B, S, NH, D) with la
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -57,30 +56,24 @@ def forward(
 
 
 def in_time(spec: CallSpec, arrays: Any) -> Any:
-    """Small arrays (B * NH, ...) of steps, tiles or chunks in the order of time; or the inverse."""
-    if not spec.problem.reverse:
-        return arrays
-    return jax.tree.map(lambda x: jnp.flip(x, range(1, x.ndim)), arrays)
-
-
-def gate_operands(x: Inputs, m_states: Array | None = None) -> chunk_gates.Operands:
-    """m_states: the stabilisers at the chunk boundaries, if already known."""
-    return chunk_gates.Operands(x.i, x.f, x.m_initial, x.starts, m_states, x.lengths)
+    """Small arrays (B * NH, ...) of steps, tiles or chunks in the order of time, or back."""
+    if spec.reverse:
+        arrays = jax.tree.map(lambda x: jnp.flip(x, range(1, x.ndim)), arrays)
+    return arrays
 
 
 def run_gates(
-    spec: CallSpec,
-    run: Callable[..., ChunkGates],
-    x: Inputs,
-    m_states: Array | None = None,
-    **options: Any,
+    spec: CallSpec, launch: Launch, x: Inputs, m_states: Array | None = None, **options: Any
 ) -> ChunkGates:
-    """chunk_gates in the order of memory; so are m_states, from the first boundary in memory on."""
-    operands, reverse = gate_operands(x, m_states), spec.problem.reverse
-    if reverse:
-        operands = operands._replace(lengths=None)
-    gates = run(in_time(spec, operands), input_gate=spec.input_gate, **options)
-    return without_outputs(in_time(spec, gates), x.lengths if reverse else None)
+    """Runs chunk_gates, whose arrays are in the order of time; those of schedules are in memory's.
+
+    m_states: the stabilisers at the chunk boundaries, if already known.
+    """
+    operands = chunk_gates.Operands(x.i, x.f, x.m_initial, x.starts, m_states)
+    gates = stage("chunk_gates", launch)(
+        in_time(spec, operands), input_gate=spec.input_gate, **options
+    )
+    return without_outputs(in_time(spec, gates), x.lengths)
 
 
 def key_states(
@@ -102,7 +95,7 @@ def key_states(
     if chunks is not None and n_of_segments is not None:
         added = chunks.with_initial(added, n_of_segments)
     states: tuple[Array, Array] = run("vector_states")(
-        vector_states.Operands(added, gates.scaGamma, n_initial), backward=spec.problem.reverse
+        vector_states.Operands(added, gates.scaGamma, n_initial), backward=spec.reverse
     )
     return states
 
@@ -127,9 +120,7 @@ def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Packed:
         )
     i, f, starts = chunks.gates(x.i, x.f, x.starts, m, p.L)
     in_list = x._replace(i=i, f=f, starts=starts, lengths=None)
-    gates = stage("chunk_gates", launches["chunk_gates"])(
-        gate_operands(in_list), input_gate=spec.input_gate
-    )
+    gates = run_gates(spec, launches["chunk_gates"], in_list)
     n_states, _ = key_states(spec, call, x.k, gates, x.n_initial, chunks, n)
     operands = stage("parallel_fw_P", call)(
         parallel_fw_P.Operands(x.q, x.k, gates, n_states, chunks), normaliser=spec.normaliser
@@ -153,7 +144,7 @@ def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Packed:
 
 def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     """The forward pass with the state of every chunk in memory."""
-    gates = run_gates(spec, spec.stage("chunk_gates", lowering), x)
+    gates = run_gates(spec, spec.launch("chunk_gates", lowering), x)
     C, C_last, n, n_last = spec.stage("recurrent_fw_C", lowering)(
         recurrent_fw_C.Operands(
             matK=x.k,
@@ -172,7 +163,7 @@ def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
         normaliser=spec.normaliser,
     )
     m = gates.scaM_states
-    m_last = m[:, 0 if spec.problem.reverse else -1]
+    m_last = m[:, 0 if spec.reverse else -1]
     last = LastStates(C_last, n_last, m_last) if C_last is not None else None
     if spec.recompute_states_in_bw:
         C = C_last = None
@@ -186,10 +177,10 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     """
     plan = spec.plan
     p, num_splits, launches = plan.scan_problem, plan.num_splits, plan.forward
+    backward, end = dict(backward=p.reverse), 0 if p.reverse else -1
     if known is None or known.m.shape[1] != p.NC + 1:
         known = KnownStates()  # those of a call with more heads than this shard have other chunks
-    gates = run_gates(spec, stage("chunk_gates", launches["chunk_gates"]), x, known.m)
-    reverse, end = p.reverse, 0 if p.reverse else -1
+    gates = run_gates(spec, launches["chunk_gates"], x, known.m)
     q, v, gamma, C_initial, chunks = x.q, x.v, gates.scaGamma, x.c_initial, None
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
         chunks = of_lengths(x.lengths, v.shape[1], p)
@@ -209,12 +200,12 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
                 split_products.Operands(
                     a=scan.keys.array,
                     b=v,
-                    r=scan.keys.times(decays_in_splits(gamma, num_splits, p.S, backward=reverse)),
+                    r=scan.keys.times(decays_in_splits(gamma, num_splits, p.S, **backward)),
                 ),
                 num_splits=num_splits,
-                backward=reverse,
+                **backward,
             )
-        C_initial = split_states(added, gamma, C_initial, backward=reverse)
+        C_initial = split_states(added, gamma, C_initial, **backward)
         q, v, gamma, scan = jax.tree.map(
             lambda y: splits_as_heads(y, num_splits, p.S), (q, v, gamma, scan)
         )

@@ -68,8 +68,7 @@ def recurrent_bw_dC(
     each = [Recurrence(*operands, backward=not reverse, r=r, h=x.matH, num_live=num_live)]
     if keys is not None and x.matV is not None:
         operands = keys.array, x.matV, gamma, x.matC_initial, return_last
-        of_C = Recurrence(*operands, backward=reverse, r=keys.weights, num_live=num_live)
-        each = [of_C, *each]
+        each.insert(0, Recurrence(*operands, backward=reverse, r=keys.weights, num_live=num_live))
     *C, dC = recurrences("recurrent_bw_dC", *each, call=call)
     delta = dC.inner
     if x.matH is not None and delta is None:

@@ -91,16 +91,15 @@ def _parallel_bw_dP_kernel(
             for a, b in ((matDeltaH, matV), (matQ, matK))
         )
         scores *= scale
-        offset = (row - column) * T
+        offset = (i - j) * T
         e, u = [ref[keys] for ref in vecE], [ref[queries] for ref in vecU]
-        D = decay_tile(e, u, causal_mask(T, T, offset, p.seen))
+        D = decay_tile(e, u, causal_mask(T, T, offset, p.reverse))
         P = D * scores
         if vecInvDen is not None:
             inv_den = vecInvDen[queries][:, None]
             P, dA = P * inv_den, (dA + vecDzDen[queries][:, None]) * inv_den
         dP = D * dA
-        W = dP * scores
-        strict = causal_mask(T, T, offset + 1 if p.reverse else offset - 1, p.seen)
+        W, strict = dP * scores, causal_mask(T, T, offset - 1, p.reverse)
         before = jnp.where(strict, W, 0.0)
         per_query[column, queries] = jnp.sum(before, axis=1)
         per_key[row, keys] = jnp.sum(before, axis=0)

@@ -101,10 +101,7 @@ def _recurrent_fw_H_kernel(
     # The pipeline copies only operands of products. The rest is prefetched one chunk ahead, so that
     # nothing waits for a load. P is prefetched too, because the pipeline would hold several of its
     # tiles, too much shared memory for two CTAs per SM.
-    def prefetch(index):
-        chunk = p.place(index, chunks)
-        if p.reverse and parts is not None:  # which may have no chunks
-            chunk = lax.max(chunk, np.int32(0))
+    def prefetch(chunk):
         return (
             scaGamma[first + chunk],
             vecR[entry_of(chunk)],
@@ -116,7 +113,9 @@ def _recurrent_fw_H_kernel(
         CT, (gamma, r, partial, P) = carry
         chunk = p.place(index, chunks)
         steps = steps_of(chunk)
-        following = prefetch(lax.min(index + 1, lax.convert_element_type(chunks - 1, np.int32)))
+        following = prefetch(
+            p.place(lax.min(index + 1, lax.convert_element_type(chunks - 1, np.int32)), chunks)
+        )
         v = matV[steps, :]
         hT = jnp.zeros((v.shape[1], L), jnp.float32)
         for tile, block in zip(row_tiles, CT, strict=True):
@@ -142,15 +141,17 @@ def _recurrent_fw_H_kernel(
 
     def store_and_step(index, carry):
         for tile, block in zip(row_tiles, carry[0], strict=True):
-            at = p.place(index, matC_states.shape[0])
-            matC_states[at, tile, :] = block.astype(matC_states.dtype).T
+            matC_states[p.place(index, matC_states.shape[0]), tile, :] = block.astype(
+                matC_states.dtype
+            ).T
 
         def step_from_store(chunk, carry):
             return step(index * store_every + chunk, carry)
 
         return loop(store_every, step_from_store, carry)
 
-    carry = tuple(map(initial, row_tiles)), prefetch(np.int32(0))
+    beginning = lax.max(p.place(np.int32(0), chunks), np.int32(0))  # there may be no chunks
+    carry = tuple(map(initial, row_tiles)), prefetch(beginning)
     iteration = store_and_step if store_every else step
     CT, _ = loop(chunks // store_every if store_every else chunks, iteration, carry)
 
