@@ -78,8 +78,7 @@ def first_half(
     """
     (x, h, z, stored), (dh, last) = residuals, cotangents
     recompute, live = stored.C is None, _live(spec, lowering, x)
-    launch = spec.launch("chunk_gates", lowering)
-    gates = run_gates(spec, launch, x, stored.m, with_flags=True)
+    gates = run_gates(spec, spec.launch("chunk_gates", lowering), x, stored.m, with_flags=True)
     g = gates.per_step()
     gradients_for = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
     r = query_scale(g.vecW, spec.problem.qk_scale, gradients_for(delta=None).vecInvDen)
@@ -186,17 +185,14 @@ def second_half(
     )
 
     dm = normaliser.vecDm if spec.stabilised else None
-    inter = gradients.q_dot_dq_inter, gradients.k_dot_dk_inter, gradients.through
-    gates, f, starts, sums, dm = in_time(
-        spec, (gates, x.f, x.starts, (scores.pairs or gradients.pairs, *inter), dm)
-    )
+    of_steps = x.f, scores.pairs or gradients.pairs, *gradients[3:6]  # up to ``through``
+    gates, starts, of_steps, dm = in_time(spec, (gates, x.starts, of_steps, dm))
     if dm is not None and spec.return_last_states:
         # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
         dm = dm.at[..., -1].add(last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last))
-    flags = step_flags(gates, f, starts)
-    of_steps = step_gradients.Operands(f, *sums, flags, dm)
-    run = spec.stage("step_gradients", scores_lowering)
-    di, df, dm_first = in_time(spec, run(of_steps))
+    flags = step_flags(gates, of_steps[0], starts)
+    operands = step_gradients.Operands._make((*of_steps, flags, dm))
+    di, df, dm_first = in_time(spec, spec.stage("step_gradients", scores_lowering)(operands))
     di, df = (_of_live(live, y) for y in (di, df))
     if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm
         di = jnp.where(x.i <= MASKED, 0.0, di * jax.nn.sigmoid(-x.i))
