@@ -128,6 +128,11 @@ def mlstm_chunkwise(
         (B, N, NH, ...). The initial states may be (B, N, NH, ...) too, as when
         a prompt is prefilled in pieces; states of a segment without steps stay
         as they were. Such calls have no derivatives.
+      reverse: True runs from the last step to the first, as the same call of
+        flipped sequences does, but copies no sequence. Initial states enter at
+        the last step (of sequence_lengths), last states leave at step 0. A step
+        whose segment id differs from the next step's starts from zero states.
+        Not with num_segments.
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376): i_t becomes
         log sigmoid(i_t), every m_t is 0, and m_initial None or zeros.
       normalize: False leaves out the denominator; with the sigmoid gate only.

@@ -114,8 +114,8 @@ class _Kernel(PersistentKernel):
         n = blocks(self.p.L, TILE)
         later = (x >= m * (m + 1) // 2 for m in range(1, n))
         i: Any = sum((lax.convert_element_type(y, jnp.int32) for y in later), np.int32(0))
-        in_time = i, x - divide(i * (i + 1), 2)
-        return *self.head_and_chunk(chunk), *(self.p.place(y, n) for y in in_time)
+        head_and_chunk = self.head_and_chunk(chunk)
+        return *head_and_chunk, *(self.p.place(y, n) for y in (i, x - divide(i * (i + 1), 2)))
 
     def tile(self, chunk, tile):
         """The index of a chunk's tile in the sequence."""
