@@ -145,7 +145,7 @@ def padded(
             inputs = inputs._replace(segment_ids=jnp.minimum(ids, most).astype(jnp.int32))
         starts = starts if lengths is None else jnp.where(within, starts, 0)
         if p.reverse:  # a segment begins where the next one in memory ends
-            starts = jnp.roll(starts, -1, axis=2)
+            starts = jnp.roll(starts, -1, 2)
         inputs = inputs._replace(starts=pad(starts, starts.dtype, p.S))
     return inputs
 

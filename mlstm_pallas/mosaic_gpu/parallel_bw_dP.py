@@ -209,24 +209,24 @@ def _multiply(cta: _Kernel, index) -> None:
     dz_den = None if slope is None else jnp.where(slope == 0.0, 0.0, slope * delta)
     last = first + cta.last
     slot = cta.ring.wait(last)
-    t, s = rows_and_columns(WG_ROWS, SLICE, cta.p)
+    t, s = rows_and_columns(WG_ROWS, SLICE)
     on_diagonal = 0.0
 
     def write(start):
         """Writes P and dP of SLICE keys; returns the sums over them of W_tt and of W_ts, s < t."""
         columns = slice(start, start + SLICE)
         in_tile = pl.ds(start % WG_ROWS, SLICE)
-        offset = (i - j) * TILE + wg * WG_ROWS - start
-        last_seen = t + (-offset if cta.p.reverse else offset)  # the key of a query's own step
+        own = t + ((i - j) * TILE + wg * WG_ROWS - start)  # the key of a query's own step
+        key, last_seen = (own, s) if cta.p.reverse else (s, own)
         e = (load(x.at[slot, columns], BY_COLUMNS) for x in (cta.e_hi, cta.e_lo))
         P, dP = (refs.out_smem.at[wg, x, :, in_tile] for x in range(2))
         operands = scores[:, columns], dA[:, columns], e, (*queries, dz_den)
-        W = write_tiles(P, dP, *operands, s <= last_seen, cta.p.qk_scale)
-        earlier = jnp.where(s < last_seen, W, 0.0)
+        W = write_tiles(P, dP, *operands, key <= last_seen, cta.p.qk_scale)
+        earlier = jnp.where(key < last_seen, W, 0.0)
         keys = aligned(cta.tile(chunk, j) * TILE + start, SLICE)
         sums = products.sum_over_rows(earlier, refs.sums_smem.at[wg])
         refs.pairs.per_key.at[head, i * (TILE // WG_ROWS) + wg, keys][...] = sums
-        at_t = products.sum_over_columns(jnp.where(s == last_seen, W, 0.0))
+        at_t = products.sum_over_columns(jnp.where(key == last_seen, W, 0.0))
         return at_t, products.sum_over_columns(earlier)
 
     for b in range(TILE // WG_ROWS):

@@ -329,7 +329,7 @@ def _write_diagonal(c: _Chunk, diagonal: _Block) -> None:
     refs, sum_over_columns = c.refs, products.sum_over_columns
     of_diagonal, of_earlier = [], []
     for start in range(0, WG_ROWS, HALF):
-        t, s = rows_and_columns(WG_ROWS, HALF, c.p)
+        t, s = rows_and_columns(WG_ROWS, HALF, c.p.reverse)
         s += -start if c.p.reverse else start
         W = _write_keys(c, diagonal, start, s <= t)
         of_diagonal.append(sum_over_columns(jnp.where(s == t, W, 0.0)))

@@ -177,7 +177,7 @@ def _kernel(
             lambda acc: _add_q_k(acc, q_smem.at[wg], k_smem.at[slot]), WG_ROWS, WG_ROWS
         )
         k_ring.advance(j)
-        t, s = rows_and_columns(WG_ROWS, WG_ROWS, p)
+        t, s = rows_and_columns(WG_ROWS, WG_ROWS, p.reverse)
         # Masked after the product, not before, so that a NaN in k reaches no earlier step.
         seen = s <= t + (tile - j) * WG_ROWS
         P = jnp.where(seen, S * (decay_tile(e, u) * p.qk_scale), 0.0)

@@ -231,8 +231,8 @@ def _kernel(
     columns = [columns_of(b)[1] for b in range(num_blocks)]
     of_state = [pl.ds(launch * rows + start, size) for start, size in pieces]
     CT = [[_initial(C_initial_gmem, part, x, y) for x in of_state] for y in columns]
-    beginning = part.first + lax.max(chunk_at(np.int32(0)), np.int32(0))  # there may be no chunks
-    CT, _ = loop(part.num_chunks, join, (CT, gamma_gmem[head, beginning]))
+    first = part.first + lax.max(chunk_at(np.int32(0)), np.int32(0))  # there may be no chunks
+    CT, _ = loop(part.num_chunks, join, (CT, gamma_gmem[head, first]))
     if C_last_gmem is not None:
         pl.when(part.has_state)(store_last)
 

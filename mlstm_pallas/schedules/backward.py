@@ -191,8 +191,12 @@ def second_half(
         # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
         dm = dm.at[..., -1].add(last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last))
     flags = step_flags(gates, of_steps[0], starts)
-    operands = step_gradients.Operands._make((*of_steps, flags, dm))
-    di, df, dm_first = in_time(spec, spec.stage("step_gradients", scores_lowering)(operands))
+    di, df, dm_first = in_time(
+        spec,
+        spec.stage("step_gradients", scores_lowering)(
+            step_gradients.Operands._make((*of_steps, flags, dm))
+        ),
+    )
     di, df = (_of_live(live, y) for y in (di, df))
     if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm
         di = jnp.where(x.i <= MASKED, 0.0, di * jax.nn.sigmoid(-x.i))

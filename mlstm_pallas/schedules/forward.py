@@ -163,8 +163,9 @@ def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
         normaliser=spec.normaliser,
     )
     m = gates.scaM_states
-    m_last = m[:, 0 if spec.reverse else -1]
-    last = LastStates(C_last, n_last, m_last) if C_last is not None else None
+    last = None
+    if C_last is not None:
+        last = LastStates(C_last, n_last, m[:, 0 if spec.reverse else -1])
     if spec.recompute_states_in_bw:
         C = C_last = None
     return Forward(h, last, z, StoredStates(C, n, m, C_last, n_last))
@@ -177,7 +178,7 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     """
     plan = spec.plan
     p, num_splits, launches = plan.scan_problem, plan.num_splits, plan.forward
-    backward, end = dict(backward=p.reverse), 0 if p.reverse else -1
+    end = 0 if p.reverse else -1
     if known is None or known.m.shape[1] != p.NC + 1:
         known = KnownStates()  # those of a call with more heads than this shard have other chunks
     gates = run_gates(spec, launches["chunk_gates"], x, known.m)
@@ -200,12 +201,12 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
                 split_products.Operands(
                     a=scan.keys.array,
                     b=v,
-                    r=scan.keys.times(decays_in_splits(gamma, num_splits, p.S, **backward)),
+                    r=scan.keys.times(decays_in_splits(gamma, num_splits, p.S, backward=p.reverse)),
                 ),
                 num_splits=num_splits,
-                **backward,
+                backward=p.reverse,
             )
-        C_initial = split_states(added, gamma, C_initial, **backward)
+        C_initial = split_states(added, gamma, C_initial, backward=p.reverse)
         q, v, gamma, scan = jax.tree.map(
             lambda y: splits_as_heads(y, num_splits, p.S), (q, v, gamma, scan)
         )

@@ -72,7 +72,7 @@ def _recurrent_fw_H_kernel(
     p, L, precision = call.problem, call.problem.L, call.precision
     row_tiles = [*pieces(matQ.shape[1], call.tiles.siz_b_DHQK)]
     first: Any = 0
-    chunks, has_state = call.problem.NC, True
+    chunks, has_state = p.NC, True
 
     def steps_of(chunk):
         """The steps of a chunk in q, v and h."""
@@ -82,7 +82,7 @@ def _recurrent_fw_H_kernel(
         part, N = pl.program_id(1), parts.begins.shape[0] - 3
         begin, end = parts.begins[part], parts.begins[part + 1]
         # It is read ahead, also by a part without chunks.
-        first = lax.min(parts.first[part], np.int32(call.problem.NC - 1))
+        first = lax.min(parts.first[part], np.int32(p.NC - 1))
         has_state = part < N
         matQ, matV, matH_before, matH = (
             x if x is None else up_to(end, x, call) for x in (matQ, matV, matH_before, matH)
