@@ -59,7 +59,8 @@ class Problem:
     DHV: int
     L: int
     qk_scale: float  # DHQK ** -0.5 of the unpadded head dimension
-    reverse: bool = False  # whether time runs from the last step to the first
+    # Whether time runs from the last step to the first.
+    reverse: bool = dataclasses.field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.S % self.L:

@@ -58,7 +58,7 @@ def forward(
 def in_time(spec: CallSpec, arrays: Any) -> Any:
     """Small arrays (B * NH, ...) of steps, tiles or chunks in the order of time, or back."""
     if spec.reverse:
-        arrays = jax.tree.map(lambda x: jnp.flip(x, range(1, x.ndim)), arrays)
+        arrays = jax.tree.map(jax.vmap(jnp.flip), arrays)
     return arrays
 
 
