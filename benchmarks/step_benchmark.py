@@ -10,6 +10,9 @@ one jitted loop of --steps steps that updates its states in place, a peer in tor
 of as many launches. The outputs after a few steps are checked against the float64 recurrence, on
 the first, a middle and the last head. A wrong output is not timed.
 
+With --slots=192 a backend has two more rows, whose states are at random slots of pools of 192: the
+step with slots ("slots"), and a gather of the states, the step and a scatter ("gathered").
+
 Bytes are those of the states, read once and written once, 2 B NH (DHQK DHV + DHQK + 1) itemsize,
 whatever an implementation moves. "copy" is the rate at which a loop updates 512 MiB of the device's
 memory in place, bytes read and written, measured in the same run; at that rate the states allow the
@@ -35,6 +38,7 @@ import runner
 import shapes
 from absl import flags
 from calls import VARIANTS
+from command import RequestError
 from jax import lax
 from peers import take_heads, torch_tensor
 from runner import Row, UnsupportedError
@@ -44,6 +48,7 @@ from mlstm_pallas import mlstm_recurrent_step, reference
 
 BACKENDS = ("triton", "interpret", "xla")  # a step has no Mosaic GPU kernel
 LOOPS = ("scan", "while")
+POOLED = ("slots", "gathered")
 
 CHECKED_STEPS = 4
 # Relative norms of the error of h, by the coarser of the dtypes: sums of a few hundred float32
@@ -81,22 +86,34 @@ def random_inputs(shape: Shape, dtype: str, state_dtype: str) -> tuple[Token, St
 class MlstmPallas(peers.JaxImplementation):
     """A backend of mlstm_recurrent_step."""
 
-    def __init__(self, backend: str, loop: str, variant: str):
+    def __init__(self, backend: str, loop: str, variant: str, pooled: str = "", rows: int = 0):
+        """pooled: one of POOLED, with states in pools of so many rows."""
         self.step = functools.partial(mlstm_recurrent_step, backend=backend, **VARIANTS[variant])
-        self.loop = loop
+        self.loop, self.pooled, self.rows = loop, pooled, rows
 
     def build(self, token: Token, states: States, steps: int) -> Callable[[], jax.Array]:
         """A call runs the steps from the states of the call before and returns the last h."""
+        rows = np.random.default_rng(0).permutation(np.arange(self.rows, dtype="int32"))
+        slots = rows[: len(token.q)]
 
         def run(token, states, steps):
             def body(_, carry):
-                return self.step(*token, *carry[1])
+                if self.pooled == "slots":
+                    return self.step(*token, *carry[1], slots=slots)
+                if not self.pooled:
+                    return self.step(*token, *carry[1])
+                h, after = self.step(*token, *(pool[slots] for pool in carry[1]))
+                pools = zip(carry[1], after, strict=True)
+                return h, tuple(pool.at[slots].set(x, unique_indices=True) for pool, x in pools)
 
             return lax.fori_loop(0, steps, body, (jnp.zeros_like(token.v), states))
 
         # A fori_loop is a scan, but with a traced number of steps a while_loop.
         run = jax.jit(run, donate_argnums=1, static_argnums=2 if self.loop == "scan" else ())
         current = jax.tree.map(jnp.copy, states)
+        if self.pooled:
+            pools = (jnp.zeros((self.rows, *x.shape[1:]), x.dtype) for x in states)
+            current = tuple(x.at[slots].set(y) for x, y in zip(pools, states, strict=True))
 
         def call():
             nonlocal current
@@ -200,7 +217,9 @@ def measure(row: Row, options: flags.FlagValues) -> None:
     shape, variant = row["shape"], options.variant
     dtypes = row["dtype"], row["state_dtype"]
     if row["impl"] in BACKENDS:
-        impl: peers.Implementation = MlstmPallas(row["impl"], row["loop"], variant)
+        impl: peers.Implementation = MlstmPallas(
+            row["impl"], row["loop"], variant, row["pooled"], options.slots or 0
+        )
     elif variant != "exp":
         raise UnsupportedError(f"it has no variant {variant}")
     else:
@@ -234,7 +253,11 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     for (name, whole), dtype, state_dtype, impl in cases:
         shape, keys = whole._replace(S=1), common | dict(dtype=dtype, state_dtype=state_dtype)
         keys["state_mib"] = state_bytes(shape, state_dtype) / 2**20
-        for loop in options.loop if impl in BACKENDS else ("graph",):
+        loops = options.loop if impl in BACKENDS else ("graph",)
+        pooled = ("", *POOLED) if options.slots and impl in BACKENDS else ("",)
+        for loop, keys["pooled"] in itertools.product(loops, pooled):
+            if keys["pooled"] and options.slots < shape.B:
+                raise RequestError(f"--slots={options.slots}, expected at least {shape.B} rows")
             row = runner.new_row(options, name, shape, impl, loop=loop, **keys)
             yield runner.attempt(row, impl in BACKENDS, measure, options)
 
@@ -247,7 +270,8 @@ def plot(rows: Sequence[Row], path: str) -> None:
         return row | {"loop": "limit", "tokens/s": 100 * row["tokens/s"] / row["copy_pct"]}
 
     def line(row: Row) -> str:
-        return "memory limit" if row["loop"] == "limit" else f"{row['impl']}, {row['loop']}"
+        names = row["impl"], row["loop"], row.get("pooled")
+        return "memory limit" if row["loop"] == "limit" else ", ".join(filter(None, names))
 
     def panel(row: Row) -> str:
         heads = "{1} heads of {3}/{4}".format(*row["shape"])
@@ -264,6 +288,7 @@ COLUMNS = reporting.columns(
 shape      name
 impl       impl
 loop       loop
+pooled     pooled
 dtype      dtype
 states     state_dtype
 state MiB  state_mib  .4g
@@ -281,6 +306,7 @@ note       note
 def define_flags(define: command.Define) -> None:
     define.names("impl", [], (*BACKENDS, *PEERS), "none: triton and peers, without a GPU xla.")
     define.names("state_dtype", ["float32"], TOLERANCES, "the dtype of C and n; m is float32.")
+    define.integer("slots", None, "Rows of pools; none: no pools.", lower_bound=1)
     define.integer("steps", None, "Steps per loop; none: 1000, without a GPU 10.", lower_bound=1)
     define.names(
         "loop", ["scan"], LOOPS, "the loop around mlstm_pallas, lax.scan or lax.while_loop."

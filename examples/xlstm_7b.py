@@ -1,23 +1,32 @@
-r"""Generates text with a Hugging Face xLSTM checkpoint, such as NX-AI/xLSTM-7b, in JAX.
+r"""Generates text with an xLSTM checkpoint of transformers or xlstm, such as NX-AI/xLSTM-7b.
 
     hf download NX-AI/xLSTM-7b --local-dir=xLSTM-7b
     python examples/xlstm_7b.py --checkpoint=xLSTM-7b --prompt="The capital of France is"
-    python examples/xlstm_7b.py --checkpoint=xLSTM-7b --prompts_file=prompts.txt --devices=2 \
+    python examples/xlstm_7b.py --checkpoint=xLSTM-7b --prompts=prompts.txt --devices=2 \
         --temperature=0.8 --top_p=0.95                  # one prompt per line; - is stdin
+    python examples/xlstm_7b.py --checkpoint=xLSTM-7b --prompts=prompts.txt --slots=64 \
+        --output=answers.jsonl
     python examples/xlstm_7b.py --random --benchmark --batch=64 --prompt_length=1024
+    python examples/xlstm_7b.py --random --benchmark --slots=64 --batch=512 \
+        --prompt_length=1024 --new_tokens=512 --spread=32    # answers of 16 to 512 tokens
 
-All prompts are packed into one prefill. The tokens that follow come from one compiled loop per
---stream_every tokens, which runs while the tokens of the loop before are printed. A single prompt
-is streamed; several are printed as they finish.
+A prefill reads packed prompts. The tokens that follow come from one compiled loop per
+--stream_every tokens. A single prompt is streamed: a loop runs while the tokens of the loop before
+are printed. Of several prompts, --slots are answered at a time. The next one starts when an answer
+has ended (--batching=fixed: when all have). Answers are written as they end, each with its prompt's
+number from 0: as "[NUMBER] TEXT", or with --output as a line of JSON. Ctrl-C keeps those that are
+there.
 
-The model is in xlstm_model.py, the reader of checkpoints in xlstm_checkpoint.py.
+The model is in xlstm_model.py, the reader of checkpoints in xlstm_checkpoint.py, the loop over
+slots in xlstm_server.py.
 JAX_COMPILATION_CACHE_DIR=FOLDER makes the next start fast, and MLSTM_PALLAS_BACKEND=mosaic_gpu the
 prefill on Hopper GPUs (jax >= 0.11.2). XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE makes a
 CUDA graph of the loop: 253 instead of 250 tokens/s for a prompt on an H200.
 
 --benchmark prints one row of JSON. The memory limit of a token is the time in which one device
 copies as many bytes as a step reads and writes there: its weights but not the embeddings of other
-tokens, and its states twice. Where something is wrong, the exit code is 1 and stderr has one line.
+tokens, and its states twice. With --slots there is a row for each --batching. Where something is
+wrong, the exit code is 1 and stderr has one line; after Ctrl-C it is 130.
 """
 
 import dataclasses
@@ -27,7 +36,7 @@ import statistics
 import sys
 import time
 import timeit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +45,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from tokenizers import Tokenizer
+from tqdm import tqdm
 from xlstm_checkpoint import (
     DTYPES,
     CheckpointError,
@@ -52,14 +62,14 @@ from xlstm_checkpoint import (
     stop_ids,
     tensors_of,
 )
-from xlstm_model import Config, Params, Sampling, decode, next_logits, prefill, sample
-
-from mlstm_pallas import pack_lengths
+from xlstm_model import Config, Params, Sampling, decode
+from xlstm_server import MOST_PROMPTS, MOST_STEPS, MOST_TOKENS, Setup, bucket, first_tokens, serve
 
 SIZES = {
     "7b": Config(),
     "tiny": Config(vocab_size=256, hidden_size=128, num_blocks=2, num_heads=4),
 }
+BATCHINGS = "fixed", "continuous"
 # Flags of their own where a test imports several programs with equal names.
 FLAGS = flags.FLAGS if __name__ == "__main__" else flags.FlagValues()
 
@@ -69,7 +79,10 @@ for kind, *definition in (
     ("boolean", "random", False, "Random weights and prompts; prints token ids."),
     ("enum", "size", "7b", list(SIZES), "Size of the model with random weights."),
     ("multi_string", "prompt", [], "A prompt; may be repeated."),
-    ("string", "prompts_file", None, "A prompt per line; -: stdin."),
+    ("string", "prompts", None, "File with a prompt per line; -: stdin."),
+    ("string", "output", None, "File for answers, one line of JSON each."),
+    ("integer", "slots", None, "Prompts that are answered at a time; none: all.", 1),
+    ("enum", "batching", "continuous", BATCHINGS, "When a slot that is free is filled."),
     ("integer", "new_tokens", 128, "Most tokens to generate per prompt.", 1),
     ("float", "temperature", 0.0, "0 takes the likeliest token.", 0.0),
     ("float", "top_p", 1.0, "Draw from the likeliest tokens of this mass.", 0.0, 1.0),
@@ -77,10 +90,12 @@ for kind, *definition in (
     ("list", "stop_tokens", None, "Ids; none: eos_token_id of config.json."),
     ("enum", "dtype", "bfloat16", DTYPES, "Type of the weights."),
     ("integer", "devices", 1, "The heads are split over them.", 1),
+    # The host needs a thousandth of a second between two loops, and 16 tokens take 60 or more.
     ("integer", "stream_every", 16, "Tokens per loop.", 1),
     ("boolean", "benchmark", False, "Measure, and print one row of JSON."),
     ("integer", "batch", 1, "Number of random prompts.", 1),
     ("integer", "prompt_length", 128, "Tokens per random prompt.", 1),
+    ("integer", "spread", 1, "The longest random prompt and answer, by the shortest.", 1),
 ):
     getattr(flags, f"DEFINE_{kind}")(*definition, flag_values=FLAGS)
 MULTIPLE = 64  # of the steps of a prefill, so that prompts of similar lengths compile once
@@ -94,6 +109,12 @@ class Model:
     prompts: list[list[int]]
     stop_tokens: set[int]
     tokenizer: Tokenizer | None
+    limits: Sequence[int] = ()  # tokens of each answer
+    slots: int = 0  # 0: all prompts in one batch, which does not end before --new_tokens
+
+    def setup(self) -> Setup:
+        sampling = Sampling(FLAGS.temperature, FLAGS.top_p)
+        return self.config, self.params, sampling, jax.random.key(FLAGS.seed)
 
     def text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens) if self.tokenizer else " ".join(map(str, tokens))
@@ -111,88 +132,115 @@ def build() -> Model:
     if not FLAGS.random:
         config, values = read_config(folder)
     tensors = tensors_of(config, FLAGS.dtype, FLAGS.devices)
-    read = random_tensors(FLAGS.seed) if FLAGS.random else open_tensors(folder, tensors)
+    read = random_tensors(FLAGS.seed) if FLAGS.random else open_tensors(folder, tensors, config)
     tokenizer = None if FLAGS.random or FLAGS.benchmark else read_tokenizer(folder)
     if tokenizer:
         bos = [values.get("bos_token_id", 0)] if values.get("force_bos_token_insert") else []
-        encoded = (tokenizer.encode(text).ids for text in read_prompts())
+        # With what the tokenizer's post-processor adds, such as a BOS.
+        encoded = (tokenizer.encode(x, add_special_tokens=True).ids for x in read_prompts())
         prompts = [ids if ids[:1] == bos else bos + ids for ids in encoded]
+        limits = [FLAGS.new_tokens] * len(prompts)
     else:
-        draw = np.random.default_rng(FLAGS.seed).integers
-        prompts = draw(config.vocab_size, size=(FLAGS.batch, FLAGS.prompt_length)).tolist()
-    check_prompts(config, tensors, prompts)
+        rng = np.random.default_rng(FLAGS.seed)
+        lengths, limits = (
+            rng.integers(-(-size // FLAGS.spread), size, FLAGS.batch, endpoint=True).tolist()
+            for size in (FLAGS.prompt_length, FLAGS.new_tokens)
+        )
+        prompts = [rng.integers(config.vocab_size, size=length).tolist() for length in lengths]
+    several = not FLAGS.benchmark and (len(prompts) > 1 or bool(FLAGS.output))
+    slots = min(FLAGS.slots or several * len(prompts), len(prompts))
+    longest = bucket(max(MOST_STEPS, *map(len, prompts)))
+    sizes = (slots + MOST_PROMPTS, longest) if slots else ()
+    check_prompts(config, tensors, prompts, *sizes)
     stop = FLAGS.stop_tokens
     stop_tokens = stop_ids(values.get("eos_token_id") if stop is None else stop)
+    try:
+        if FLAGS.output:
+            Path(FLAGS.output).write_text("")
+    except OSError as error:
+        raise CheckpointError(f"--output: {error}") from None
     params = load(config, tensors, read)
-    return Model(config, tensors, params, prompts, stop_tokens, tokenizer)
+    return Model(config, tensors, params, prompts, stop_tokens, tokenizer, limits, slots)
 
 
 def read_prompts() -> list[str]:
     texts = list(FLAGS.prompt)
-    if FLAGS.prompts_file:
-        texts += filter(None, read_text(FLAGS.prompts_file).splitlines())
+    if FLAGS.prompts:
+        texts += filter(None, read_text(FLAGS.prompts, "--prompts: ").splitlines())
     if not texts:
-        raise CheckpointError("no prompt: give --prompt or --prompts_file")
+        raise CheckpointError("no prompt: give --prompt, or --prompts=FILE with one per line")
     return texts
 
 
 def generate(model: Model, new_tokens: int) -> Iterator[np.ndarray]:
     """The next tokens of all prompts, (steps, B), as they come: first one, then --stream_every."""
-    config, params, prompts = model.config, model.params, model.prompts
-    sampling = Sampling(FLAGS.temperature, FLAGS.top_p)
-    flat = np.concatenate(prompts)
-    segment_ids, (ends,) = pack_lengths(
-        [*map(len, prompts)], S=-(-len(flat) // MULTIPLE) * MULTIPLE
-    )
-    row = np.resize(flat, segment_ids.shape)  # (1, S); no prompt sees what is behind the last one
-    x, states = prefill(config, params, row, segment_ids, ends)
-    key = jax.random.key(FLAGS.seed)
-    token = sample(sampling, next_logits(config, params, x[0, ends - 1]), key, 0)
+    prompts, B = dict(enumerate(model.prompts)), len(model.prompts)
+    S = -(-sum(map(len, model.prompts)) // MULTIPLE) * MULTIPLE
+    setup = config, params, sampling, key = model.setup()
+    states, token = first_tokens(setup, prompts, B, S)
     yield np.asarray(token)[None]
     coming = []
     for number in range(1, new_tokens, FLAGS.stream_every):
         loop = config, sampling, FLAGS.stream_every, params, states, token, key
-        states, token, tokens = decode(*loop, np.int32(number))
+        states, token, tokens = decode(*loop, MOST_TOKENS * np.arange(B) + number)
         yield from map(np.asarray, coming)
         coming = [tokens[: new_tokens - number]]
     yield from map(np.asarray, coming)
 
 
-def run(
-    model: Model, new_tokens: int, write: Callable[[np.ndarray], bool] = lambda _: False
-) -> tuple[float, float]:
-    """Seconds to the first token, and from there to the end, which is where write returns True."""
-    started, first = time.perf_counter(), 0.0
-    for tokens in generate(model, new_tokens):
-        first = first or time.perf_counter() - started
-        if write(tokens):
+def run(model: Model, new_tokens: int) -> tuple[float, float]:
+    """Seconds to the first token, and from there to the last one."""
+    started = time.perf_counter()
+    times = [time.perf_counter() for _ in generate(model, new_tokens)]
+    return times[0] - started, time.perf_counter() - times[0]
+
+
+def stream(model: Model) -> None:
+    """Prints the answer to a single prompt as it comes, up to a stop token."""
+    answer, printed, times, stop = list[int](), 0, [time.perf_counter()], model.stop_tokens
+    for tokens in generate(model, FLAGS.new_tokens):
+        times.append(time.perf_counter())
+        column = tokens[:, 0].tolist()
+        answer += itertools.takewhile(lambda token: token not in stop, column)
+        text = model.text(answer)
+        if not text.endswith("\ufffd"):  # otherwise the rest of a character is still to come
+            print(text[printed:], end="", flush=True)
+            printed = len(text)
+        if not stop.isdisjoint(column):
             break
-    return first, time.perf_counter() - started - first
+    print(text[printed:], flush=True)
+    rest = time.perf_counter() - times[1]
+    rate = f"{(len(answer) - 1) / rest:.1f} tokens/s" if len(answer) > 1 else "no more"
+    print(f"first token after {times[1] - times[0]:.3f} s, then {rate}", file=sys.stderr)
 
 
-class Printer:
-    """Prints tokens up to the stop tokens; a single prompt's tokens are printed as they come."""
+def answers(model: Model, batching: str) -> Iterator[tuple[int, list[int]]]:
+    """The numbers of prompts and their answers, as they end."""
+    queue = model.prompts, model.limits, model.stop_tokens, model.slots, FLAGS.stream_every
+    return serve(model.setup(), *queue, batching == "continuous")
 
-    def __init__(self, model: Model):
-        self.model, self.printed = model, 0
-        self.answers: list[list[int]] = [[] for _ in model.prompts]
-        self.running = set(range(len(model.prompts)))
 
-    def write(self, tokens: np.ndarray, last: bool = False) -> bool:
-        """Takes (steps, B), the last ones or not. Returns whether all prompts have ended."""
-        several, stop = len(self.answers) > 1, self.model.stop_tokens
-        for n in sorted(self.running):
-            column = tokens[:, n].tolist()
-            self.answers[n] += itertools.takewhile(lambda token: token not in stop, column)
-            text = self.model.text(self.answers[n])
-            if last or not stop.isdisjoint(column):
-                self.running.remove(n)
-                print(f"[{n}] {text}" if several else text[self.printed :], flush=True)
-            # After U+FFFD the rest of a character is still to come.
-            elif not several and not text.endswith("\ufffd"):
-                print(text[self.printed :], end="", flush=True)
-                self.printed = len(text)
-        return not self.running
+def write_answers(model: Model) -> None:
+    """Writes answers as they end; stderr shows how many there are."""
+    coming = answers(model, FLAGS.batching)
+    for n, tokens in tqdm(coming, total=len(model.prompts), unit="answer"):
+        text = model.text(tokens)
+        if FLAGS.output:
+            with open(FLAGS.output, "a") as file:
+                print(json.dumps(dict(prompt=n, answer=text, tokens=tokens)), file=file)
+        else:
+            tqdm.write(f"[{n}] {text}")
+            sys.stdout.flush()
+
+
+def benchmark_slots(model: Model, batching: str) -> dict[str, Any]:
+    """A row of measurements of the second run; the first one compiles."""
+    for _ in range(2):
+        started = time.perf_counter()
+        count = sum(len(tokens) for _, tokens in answers(model, batching))
+        seconds = time.perf_counter() - started
+    row = dict(batching=batching, slots=model.slots, new_tokens=count, seconds=seconds)
+    return row | dict(tokens_per_s=count / seconds)
 
 
 def copy_rate() -> float:
@@ -226,13 +274,6 @@ def benchmark(model: Model) -> dict[str, Any]:
     flops = 2 * (steps * products + B * config.vocab_size * config.hidden_size)
     rate, per_token = copy_rate(), rest / max(new_tokens - 1, 1)
     return dict(
-        device=jax.devices()[0].device_kind,
-        devices=devices,
-        jax=jax.__version__,
-        dtype=FLAGS.dtype,
-        state_dtype=config.inference_state_dtype,
-        batch=B,
-        prompt_tokens=steps,
         new_tokens=new_tokens,
         first_token_ms=1e3 * first,
         prefill_tflops=flops / first / 1e12,
@@ -244,25 +285,47 @@ def benchmark(model: Model) -> dict[str, Any]:
     )
 
 
+def answer(model: Model) -> None:
+    """Does what the flags ask for."""
+    if not model.slots:
+        compiled = sum(run(model, min(FLAGS.new_tokens, 1 + FLAGS.stream_every)))
+        print(f"compiled in {compiled:.1f} s", file=sys.stderr)
+    if not FLAGS.benchmark:
+        return write_answers(model) if model.slots else stream(model)
+    facts = dict(
+        device=jax.devices()[0].device_kind,
+        devices=FLAGS.devices,
+        jax=jax.__version__,
+        dtype=FLAGS.dtype,
+        state_dtype=model.config.inference_state_dtype,
+        batch=len(model.prompts),
+        prompt_tokens=sum(map(len, model.prompts)),
+    )
+    for batching in BATCHINGS if model.slots else [""]:
+        row = benchmark_slots(model, batching) if batching else benchmark(model)
+        print(json.dumps(facts | row), flush=True)
+    return None
+
+
 def main(argv: Sequence[str]) -> None:
     try:
         if argv[1:]:
             raise CheckpointError(f"what is {argv[1]!r}? A prompt needs --prompt=")
-        model = build()
+        answer(build())
     except CheckpointError as error:
         sys.exit(f"error: {error}")
-    compiled = sum(run(model, min(FLAGS.new_tokens, 1 + FLAGS.stream_every)))
-    print(f"compiled in {compiled:.1f} s", file=sys.stderr)
-    if FLAGS.benchmark:
-        print(json.dumps(benchmark(model)))
-        return
-    printer = Printer(model)
-    first, rest = run(model, FLAGS.new_tokens, printer.write)
-    printer.write(np.empty((0, len(model.prompts)), int), last=True)
-    tokens = sum(map(len, printer.answers)) - len(model.prompts)
-    rate = f"{tokens / rest:.1f} tokens/s" if tokens > 0 else "no more"
-    print(f"first token after {first:.3f} s, then {rate}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """What is left of the command line; a wrong flag ends the program with one line."""
+    try:
+        return FLAGS(argv)
+    except flags.Error as error:
+        sys.exit("error: " + " ".join(str(error).split()))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

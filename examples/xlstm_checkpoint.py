@@ -1,4 +1,14 @@
-"""Weights of xlstm_model.py: from a Hugging Face checkpoint or random, on one or several devices.
+"""Weights of xlstm_model.py: from a checkpoint or random, on one or several devices.
+
+A checkpoint is a folder that transformers (xLSTMForCausalLM) or NX-AI's package xlstm (xLSTMLarge)
+can read: config.json, or xlstm's config.yaml, and *.safetensors. Their names differ:
+
+    transformers                 older versions              xlstm
+    backbone.embeddings                                      embedding
+    mlstm_layer.q, k, v          mlstm_layer.query, ...      as transformers
+    backbone.out_norm, always                                with add_out_norm, and with a bias
+
+Both write fused matrices as well as single ones. Each file shows which it has.
 
 The heads, the feed-forward columns and the vocabulary of lm_head are split over the mesh axis
 "heads". config.json and the headers of the files show everything that may be wrong with a
@@ -9,6 +19,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,12 +35,42 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 from xlstm_model import Config, Params
 
-# What this model computes and config.json could deny.
-REQUIRED = dict(
-    model_type="xlstm", use_bias=False, add_out_norm=True, add_qk_norm=False, weight_mode="single"
+DTYPES = ("float32", "bfloat16")
+# What config.json may have beside numbers. All that one of these matches is the same function here,
+# up to rounding errors, but for input_gate and a kernel with siging: the sigmoid input gate.
+KERNEL = (
+    "((chunkwise|parallel|native|sequence|triton|autograd|custbw|stablef|limit|chunk|xl|headdim"
+)
+KERNEL += "|siging)(-|_|$)+)*"
+ALLOWED = dict(
+    model_type="xlstm",
+    add_qk_norm="False",
+    weight_mode="single|fused",
+    inference_state_dtype="float32|bfloat16|float16",
+    input_gate="exp|sigmoid",
+    chunkwise_kernel=KERNEL,
+    sequence_kernel=KERNEL,
+    step_kernel=KERNEL,
 )
 ALIASES = dict(hidden_size="embedding_dim", num_blocks="num_hidden_layers")
-DTYPES = ("float32", "bfloat16")
+# Layers of a checkpoint by the name of the array in which they are joined.
+JOINED = dict(
+    norm_mlstm="norm_mlstm",
+    qkvo="mlstm_layer.q mlstm_layer.k mlstm_layer.v mlstm_layer.ogate_preact",
+    gates="mlstm_layer.igate_preact mlstm_layer.fgate_preact",
+    multihead_norm="mlstm_layer.multihead_norm",
+    out_proj="mlstm_layer.out_proj",
+    norm_ffn="norm_ffn",
+    up="ffn.proj_up_gate ffn.proj_up",
+    down="ffn.proj_down",
+)
+# Layers of files that have the rows of several, from the first to the last.
+FUSED = {
+    "mlstm_layer.qkv_opreact": JOINED["qkvo"],
+    "mlstm_layer.ifgate_preact": JOINED["gates"],
+    "ffn.proj_up_gate_z": JOINED["up"],
+}
+OUT_NORM = "backbone.out_norm"
 
 Tensors = dict[str, jax.ShapeDtypeStruct]
 # The values of a tensor by its name, in any dtype.
@@ -40,47 +81,63 @@ class CheckpointError(Exception):
     """What is wrong, in one line for the user."""
 
 
-def read_text(path: Path | str) -> str:
-    """The text of a file; -: stdin."""
+def read_text(path: Path | str, flag: str = "") -> str:
+    """The text of a file; -: stdin. An error begins with the flag."""
     try:
         return sys.stdin.read() if path == "-" else Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{flag}cannot read {path}: {error}") from None
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The values of a config.json, or of xlstm's config.yaml, which has one per line."""
+    text = read_text(path)
+    try:
+        if path.suffix == ".json":
+            return dict(json.loads(text))
+        plain = r"null|true|false|-?\d[\d.]*(?:[eE][-+]?\d+)?"
+        line = rf"^(\w+):[ \t]*(?:({plain})|['\"]?([^#\n]*?)['\"]?)[ \t]*(?:#.*)?$"
+        lines = re.findall(line, text, re.MULTILINE)
+        # transformers' default of ffn_proj_factor is 2.667
+        return dict(ffn_proj_factor=2.6667) | {x: z or json.loads(y or "null") for x, y, z in lines}
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
 
 
 def read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
-    """The model's configuration, and all values of config.json.
+    """The model's configuration, and all values of config.json or config.yaml.
 
     Raises:
       CheckpointError: a value that is no value, or one that this model does not compute.
     """
-    path = folder / "config.json"
-    try:
-        values = dict(json.loads(read_text(path)))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from None
-    values = {name: values[x] for name, x in ALIASES.items() if x in values} | values
-    defaults = vars(Config())
-    values = REQUIRED | defaults | values
+    path, yaml = folder / "config.json", folder / "config.yaml"
+    if yaml.exists() and not path.exists():
+        path = yaml
+    values, defaults = read_values(path), vars(Config())
+    for name, other in ALIASES.items():
+        if values.get(name) is None and other in values:
+            values[name] = values[other]
+    if any("siging" in str(x) for x in values.values()):
+        values["input_gate"] = "sigmoid"
+    values = defaults | values
 
     def check(name: str, right: bool, expected: Any) -> None:
         if not right:
             raise CheckpointError(f"{path}: {name} is {values[name]!r} and must be {expected}")
 
-    for name, value in REQUIRED.items():
-        check(name, values[name] == value, repr(value))
+    for name in ALLOWED.keys() & values:
+        pattern = ALLOWED[name]
+        check(name, re.fullmatch(pattern, str(values[name])) is not None, pattern)
     for name, default in defaults.items():
         value, kind = values[name], type(default)
         number = kind in (int, float)
         right = type(value) in (int if number else kind, kind)
+        right = right and (not number or 0 < value < math.inf)
         like = f"a positive number or of the type of {default!r}"
-        check(name, right and (not number or 0 < value < math.inf), like)
+        check(name, right or (value is None and "soft_cap" in name), like)
     width = values["hidden_size"]
-    check("embedding_dim", values.setdefault("embedding_dim", width) == width, width)
+    check("embedding_dim", (values.get("embedding_dim") or width) == width, width)
     config = Config(**{name: values[name] for name in defaults})
-    check("inference_state_dtype", config.inference_state_dtype in DTYPES, " or ".join(DTYPES))
-    for name in {"chunkwise_kernel", "sequence_kernel", "step_kernel"} & {*values}:
-        check(name, "siging" not in str(values[name]), "a kernel with the exponential input gate")
     for width in (config.qk_dim, config.v_dim):
         divides = width > 0 and width % config.num_heads == 0
         check("num_heads", divides, f"a divisor of {width}, the width of all heads")
@@ -121,63 +178,59 @@ def mesh_of(config: Config, devices: int) -> Mesh:
 def tensors_of(config: Config, dtype: str, devices: int) -> Tensors:
     """The tensors of a checkpoint by name: their shapes, and how they are placed on the devices.
 
-    Matrices are cast to the dtype; norms and the biases of gates are float32.
+    Matrices are cast to the dtype; norms and biases are float32.
     """
     D, F, V = config.hidden_size, config.ffn_dim, config.vocab_size
     NH, QK, H = config.num_heads, config.qk_dim, config.v_dim
     mesh, whole, rows, columns = mesh_of(config, devices), P(), P("heads"), P(None, "heads")
     block = {
-        "norm_mlstm.weight": (whole, D),
-        "mlstm_layer.q.weight": (rows, QK, D),
-        "mlstm_layer.k.weight": (rows, QK, D),
-        "mlstm_layer.v.weight": (rows, H, D),
-        "mlstm_layer.ogate_preact.weight": (rows, H, D),
-        "mlstm_layer.igate_preact.weight": (rows, NH, D),
-        "mlstm_layer.fgate_preact.weight": (rows, NH, D),
-        "mlstm_layer.igate_preact.bias": (rows, NH),
-        "mlstm_layer.fgate_preact.bias": (rows, NH),
-        "mlstm_layer.multihead_norm.weight": (rows, H),
-        "mlstm_layer.out_proj.weight": (columns, D, H),
-        "norm_ffn.weight": (whole, D),
-        "ffn.proj_up_gate.weight": (rows, F, D),
-        "ffn.proj_up.weight": (rows, F, D),
-        "ffn.proj_down.weight": (columns, D, F),
+        "norm_mlstm": (whole, D),
+        "mlstm_layer.q": (rows, QK, D),
+        "mlstm_layer.k": (rows, QK, D),
+        "mlstm_layer.v": (rows, H, D),
+        "mlstm_layer.ogate_preact": (rows, H, D),
+        "mlstm_layer.igate_preact": (rows, NH, D),
+        "mlstm_layer.fgate_preact": (rows, NH, D),
+        "mlstm_layer.multihead_norm": (rows, H),
+        "mlstm_layer.out_proj": (columns, D, H),
+        "norm_ffn": (whole, D),
+        "ffn.proj_up_gate": (rows, F, D),
+        "ffn.proj_up": (rows, F, D),
+        "ffn.proj_down": (columns, D, F),
     }
-    tensors = {"backbone.embeddings.weight": (whole, V, D), "backbone.out_norm.weight": (whole, D)}
-    if not config.tie_word_embeddings:
-        tensors["lm_head.weight"] = rows, V, D
+    layers = {"backbone.embeddings": (whole, V, D), OUT_NORM: (whole, D), "lm_head": (rows, V, D)}
+    if config.tie_word_embeddings:
+        del layers["lm_head"]
     for n in range(config.num_blocks):
-        tensors |= {f"backbone.blocks.{n}.{name}": x for name, x in block.items()}
+        layers |= {f"backbone.blocks.{n}.{name}": x for name, x in block.items()}
 
     def placed(spec: P, *shape: int) -> jax.ShapeDtypeStruct:
         x = dtype if len(shape) == 2 else "float32"
         return jax.ShapeDtypeStruct(shape, x, sharding=NamedSharding(mesh, spec))
 
-    return {name: placed(*x) for name, x in tensors.items()}
+    tensors = {f"{name}.weight": placed(*x) for name, x in layers.items()}
+    for name, (spec, size, *_) in layers.items():
+        gates = name.endswith(("igate_preact", "fgate_preact"))
+        if gates or (config.use_bias and name not in ("backbone.embeddings", "lm_head")):
+            tensors[f"{name}.bias"] = placed(whole if spec == columns else spec, size)
+    return tensors
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def join(config: Config, block: dict[str, jax.Array]) -> Params:
     """A block of xlstm_model.py: tensors with the same input are one array."""
-
-    def joined(rows: int, *names: str) -> jax.Array:
-        parts = [block[name].reshape(rows, -1, *block[name].shape[1:]) for name in names]
-        return jnp.concatenate(parts, axis=1)
-
-    heads = functools.partial(joined, config.num_heads)
-    gates = "mlstm_layer.igate_preact", "mlstm_layer.fgate_preact"
-    layers = "q", "k", "v", "ogate_preact"
-    return dict(
-        norm_mlstm=block["norm_mlstm.weight"],
-        qkvo=heads(*(f"mlstm_layer.{name}.weight" for name in layers)),
-        gates=heads(*(f"{name}.weight" for name in gates)),
-        gate_bias=heads(*(f"{name}.bias" for name in gates)),
-        multihead_norm=heads("mlstm_layer.multihead_norm.weight"),
-        out_proj=block["mlstm_layer.out_proj.weight"],
-        norm_ffn=block["norm_ffn.weight"],
-        up=joined(config.ffn_dim, "ffn.proj_up_gate.weight", "ffn.proj_up.weight"),
-        down=block["ffn.proj_down.weight"],
-    )
+    rows = dict.fromkeys(("qkvo", "gates", "multihead_norm"), config.num_heads)
+    rows["up"], params = config.ffn_dim, {}
+    for name, layers in JOINED.items():
+        for kind, joined in (("weight", name), ("bias", f"{name}_bias")):
+            parts = [block[y] for x in layers.split() if (y := f"{x}.{kind}") in block]
+            if name in rows and parts:
+                parts = [x.reshape(rows[name], -1, *x.shape[1:]) for x in parts]
+                parts = [jnp.concatenate(parts, axis=1)]
+            if parts:
+                params[joined] = parts[0]
+    params["gate_bias"] = params.pop("gates_bias")
+    return params
 
 
 def load(config: Config, tensors: Tensors, read: Reader) -> Params:
@@ -187,10 +240,10 @@ def load(config: Config, tensors: Tensors, read: Reader) -> Params:
         x = tensors[name]
         return jax.device_put(read(name, x), x.sharding).astype(x.dtype)
 
-    names = dict(embeddings="backbone.embeddings", out_norm="backbone.out_norm", lm_head="lm_head")
-    if config.tie_word_embeddings:
-        del names["lm_head"]
-    params: Params = {x: array(f"{name}.weight") for x, name in names.items()} | dict(blocks=[])
+    names = dict(embeddings="backbone.embeddings.weight", lm_head="lm_head.weight")
+    names |= dict(out_norm=f"{OUT_NORM}.weight", out_norm_bias=f"{OUT_NORM}.bias")
+    params: Params = {x: array(name) for x, name in names.items() if name in tensors}
+    params["blocks"] = []
     for n in tqdm(range(config.num_blocks), "loading", unit="block"):
         prefix = f"backbone.blocks.{n}."
         block = {x.removeprefix(prefix): array(x) for x in tensors if x.startswith(prefix)}
@@ -199,8 +252,18 @@ def load(config: Config, tensors: Tensors, read: Reader) -> Params:
     return params
 
 
-def open_tensors(folder: Path, tensors: Tensors) -> Reader:
-    """Reads tensors of the files in a folder.
+def parts_of(name: str) -> list[str]:
+    """The tensors of ``tensors_of`` whose rows a tensor of a file has."""
+    name = re.sub(r"\b([qkv])(uery|ey|alue)\b", r"\1", name)
+    name = re.sub(r"^embedding\b", "backbone.embeddings", name)
+    for fused, parts in FUSED.items():
+        if fused in name:
+            return [name.replace(fused, part) for part in parts.split()]
+    return [name]
+
+
+def open_tensors(folder: Path, tensors: Tensors, config: Config) -> Reader:
+    """Reads tensors of the files in a folder. Removes an out_norm that they lack from tensors.
 
     Raises:
       CheckpointError: a tensor is missing, not of this model, or of another shape or dtype.
@@ -214,16 +277,27 @@ def open_tensors(folder: Path, tensors: Tensors) -> Reader:
         slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     if "lm_head.weight" not in tensors:
         slices.pop("lm_head.weight", None)  # tied, and saved all the same
-    missing, foreign = tensors.keys() - slices.keys(), slices.keys() - tensors.keys()
+    parts = {name: parts_of(name) for name in slices}
+    present = {*itertools.chain(*parts.values())}
+    # transformers computes out_norm whatever add_out_norm says, and never with a bias.
+    for kind in ("bias", "weight")[: 2 - config.add_out_norm]:
+        if (name := f"{OUT_NORM}.{kind}") not in present:
+            tensors.pop(name, None)
+    missing, foreign = tensors.keys() - present, present - tensors.keys()
     if names := missing or foreign:
         problem = "lacks" if missing else "has, unlike the model,"
         some = ", ".join(sorted(names)[:4])
         raise CheckpointError(f"{folder} {problem} {len(names)} tensors: {some}")
-    for name, x in tensors.items():
-        shape, dtype, expected = slices[name].get_shape(), slices[name].get_dtype(), [*x.shape]
+    rows: dict[str, Callable[[], ArrayLike]] = {}
+    for name, x in slices.items():
+        (_, *columns), end = tensors[parts[name][0]].shape, 0
+        for part in parts[name]:
+            begin, end = end, end + tensors[part].shape[0]
+            rows[part] = functools.partial(x.__getitem__, slice(begin, end))
+        shape, dtype, expected = x.get_shape(), x.get_dtype(), [end, *columns]
         if shape != expected or dtype not in ("F32", "BF16", "F16"):
             raise CheckpointError(f"{name} is {dtype} {shape}, and config.json makes it {expected}")
-    return lambda name, _: slices[name][:]
+    return lambda name, _: rows[name]()
 
 
 def random_tensors(seed: int) -> Reader:
@@ -256,16 +330,22 @@ def free_bytes(mesh: Mesh) -> float:
     return min((x["bytes_limit"] - x["bytes_in_use"] for x in stats if x), default=math.inf)
 
 
-def check_prompts(config: Config, tensors: Tensors, prompts: list[list[int]]) -> None:
+def check_prompts(
+    config: Config, tensors: Tensors, prompts: list[list[int]], rows: int = 0, steps: int = 0
+) -> None:
     """Checks that the model can read prompts, and that their arrays fit beside its weights.
+
+    Args:
+      rows: how many prompts have states at a time; 0: all of them.
+      steps: most of a prefill; 0: those of all prompts.
 
     Raises:
       CheckpointError: a prompt that is wrong, or too little memory; the message has the sum.
     """
     for n, prompt in enumerate(prompts):
         if not prompt or max(prompt) >= config.vocab_size:
-            raise CheckpointError(f"prompt {n} has no token, or one beyond vocab_size")
-    B, S = len(prompts), sum(map(len, prompts))
+            raise CheckpointError(f"--prompt: prompt {n} has no token, or one beyond vocab_size")
+    B, S = rows or len(prompts), steps or sum(map(len, prompts))
     embeddings = tensors["backbone.embeddings.weight"]
     mesh, itemsize = embeddings.sharding.mesh, embeddings.dtype.itemsize
     widest = max(3 * config.ffn_dim, 4 * (config.qk_dim + config.v_dim))  # what XLA holds at once

@@ -14,6 +14,8 @@ Weights are (outputs, inputs), as Hugging Face has them; weights of the same inp
     gates (NH, 2, D), gate_bias (NH, 2): input and forget gate    multihead_norm (NH, DHV)
     out_proj (D, NH DHV)          up (F, 2, D): gate and value    down (D, F)
 
+A checkpoint with use_bias has NAME_bias beside each array of a block; out_norm may be missing.
+
 States are a list with (c, n, m) per block: (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH). With one
 array per block a step updates each in place; slices of one array for all blocks would be copied.
 """
@@ -22,7 +24,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,11 +48,14 @@ class Config:
     v_dim_factor: float = 1.0
     ffn_proj_factor: float = 2.667
     ffn_round_up_to_multiple_of: int = 64
-    gate_soft_cap: float = 15.0
-    output_logit_soft_cap: float = 30.0
+    gate_soft_cap: float | None = 15.0
+    output_logit_soft_cap: float | None = 30.0
     norm_eps: float = 1e-6
     eps: float = 1e-6
     tie_word_embeddings: bool = False
+    use_bias: bool = False
+    add_out_norm: bool = True
+    input_gate: Literal["exp", "sigmoid"] = "exp"
     inference_state_dtype: str = "float32"
 
     @property
@@ -78,25 +83,36 @@ class Sampling(NamedTuple):
     top_p: float = 1.0
 
 
-def project(x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
-    """x (..., inputs) with a weight (*outputs, inputs): (..., *outputs), summed in float32."""
-    dtype = dtype or x.dtype
+def project(p: Params, name: str, x: jax.Array, dtype: Any = None) -> jax.Array:
+    """x (..., inputs) with p[name] (*outputs, inputs): (..., *outputs), summed in float32.
+
+    It adds the bias p[name_bias] (*outputs) if there is one.
+    """
+    weight, bias, dtype = p[name], p.get(f"{name}_bias"), dtype or x.dtype
     if math.prod(x.shape[:-1]) == 1:  # XLA reads a weight faster in a sum than in a product
         y = x.astype(jnp.float32).reshape(*x.shape[:-1], *[1] * (weight.ndim - 1), -1)
-        return jnp.sum(y * weight.astype(jnp.float32), axis=-1).astype(dtype)
-    precision = "highest" if weight.dtype == jnp.float32 else None  # a GPU's default is TF32
-    options = dict(precision=precision, preferred_element_type=dtype)
-    return jnp.tensordot(x, weight, axes=(-1, -1), **options)
+        y = jnp.sum(y * weight.astype(jnp.float32), axis=-1).astype(dtype)
+    else:
+        precision = "highest" if weight.dtype == jnp.float32 else None  # a GPU's default is TF32
+        options = dict(precision=precision, preferred_element_type=dtype)
+        y = jnp.tensordot(x, weight, axes=(-1, -1), **options)
+    return y if bias is None else (y + bias).astype(dtype)
 
 
-def soft_cap(x: jax.Array, cap: float) -> jax.Array:
-    return cap * jnp.tanh(x / cap)
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    return cap * jnp.tanh(x / cap) if cap else x
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def scale(p: Params, name: str, x: jax.Array) -> jax.Array:
+    """x with the weight p[name] of a norm, and its bias if there is one."""
+    bias = p.get(f"{name}_bias")
+    return x * p[name] if bias is None else x * p[name] + bias
+
+
+def rms_norm(p: Params, name: str, x: jax.Array, eps: float) -> jax.Array:
     y = x.astype(jnp.float32)
     y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * weight).astype(x.dtype)
+    return scale(p, name, y).astype(x.dtype)
 
 
 def separate(config: Config, qkvo: jax.Array, gates: jax.Array) -> tuple[jax.Array, ...]:
@@ -113,27 +129,29 @@ def block(
 
     mlstm: (qkvo, gates) -> h (..., NH, DHV) and states; ``separate`` has their shapes.
     """
-    y = rms_norm(x, p["norm_mlstm"], config.norm_eps)
-    qkvo = project(y, p["qkvo"])
-    gates = soft_cap(project(y, p["gates"], jnp.float32) + p["gate_bias"], config.gate_soft_cap)
+    y = rms_norm(p, "norm_mlstm", x, config.norm_eps)
+    qkvo = project(p, "qkvo", y)
+    gates = project(p, "gates", y, jnp.float32) + p["gate_bias"]
+    gates = soft_cap(gates, config.gate_soft_cap)
     h, states = mlstm(qkvo, gates)
     h, o = h.astype(jnp.float32), qkvo[..., -h.shape[-1] :].astype(jnp.float32)
     variance = jnp.var(h, axis=-1, keepdims=True)
     h = jax.nn.standardize(h, variance=variance, epsilon=config.norm_eps)
-    h = (h * p["multihead_norm"] * jax.nn.sigmoid(o)).astype(x.dtype)
-    x = x + project(h.reshape(*x.shape[:-1], config.v_dim), p["out_proj"])
-    y = project(rms_norm(x, p["norm_ffn"], config.norm_eps), p["up"])  # (..., F, 2)
+    h = (scale(p, "multihead_norm", h) * jax.nn.sigmoid(o)).astype(x.dtype)
+    x = x + project(p, "out_proj", h.reshape(*x.shape[:-1], config.v_dim))
+    y = project(p, "up", rms_norm(p, "norm_ffn", x, config.norm_eps))  # (..., F, 2)
     y = y.astype(jnp.float32)
     y = (jax.nn.silu(y[..., 0]) * y[..., 1]).astype(x.dtype)
-    return x + project(y, p["down"]), states
+    return x + project(p, "down", y), states
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def next_logits(config: Config, params: Params, x: jax.Array) -> jax.Array:
     """x (..., D) -> float32 logits (..., V) of the token that follows."""
-    x = rms_norm(x, params["out_norm"], config.norm_eps)
-    weight = params["embeddings" if config.tie_word_embeddings else "lm_head"]
-    return soft_cap(project(x, weight, jnp.float32), config.output_logit_soft_cap)
+    if "out_norm" in params:
+        x = rms_norm(params, "out_norm", x, config.norm_eps)
+    weight = "embeddings" if config.tie_word_embeddings else "lm_head"
+    return soft_cap(project(params, weight, x, jnp.float32), config.output_logit_soft_cap)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -145,9 +163,14 @@ def prefill_block(
     packed = dict(segment_ids=segment_ids, num_segments=B) if B > 1 else {}
 
     def mlstm(qkvo: jax.Array, gates: jax.Array) -> tuple[jax.Array, State]:
-        options = dict(layout="BTNH", eps=config.eps, sequence_lengths=ends[-1:], **packed)
-        inputs = separate(config, qkvo, gates)
-        return mlstm_chunkwise(*inputs, return_last_states=True, **options)
+        options = dict(layout="BTNH", eps=config.eps, input_gate=config.input_gate)
+        return mlstm_chunkwise(
+            *separate(config, qkvo, gates),
+            return_last_states=True,
+            sequence_lengths=ends[-1:],
+            **options,
+            **packed,
+        )
 
     x, states = block(config, p, x, mlstm)
     c, n, m = (y[0] for y in states) if B > 1 else states
@@ -178,7 +201,7 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnums=0)
 def step_block(config: Config, p: Params, x: jax.Array, state: State) -> tuple[jax.Array, State]:
-    step = functools.partial(mlstm_recurrent_step, eps=config.eps)
+    step = functools.partial(mlstm_recurrent_step, eps=config.eps, input_gate=config.input_gate)
     return block(config, p, x, lambda qkvo, gates: step(qkvo, None, None, gates, None, *state))
 
 
@@ -195,7 +218,7 @@ def step(
 
 @functools.partial(jax.jit, static_argnums=0)
 def sample(sampling: Sampling, logits: jax.Array, key: jax.Array, number: Any) -> jax.Array:
-    """Token (B,) from logits (B, V); number: of the token; folded into the key."""
+    """Token (B,) from logits (B, V). number: of the draw, (B,) or for all; folded into the key."""
     if not sampling.temperature:
         return jnp.argmax(logits, axis=-1)
     logits = logits / sampling.temperature
@@ -205,7 +228,9 @@ def sample(sampling: Sampling, logits: jax.Array, key: jax.Array, number: Any) -
         likelier = jnp.cumsum(mass, axis=-1) - mass  # the mass of the tokens before each
         smallest = jnp.where(likelier <= sampling.top_p, ordered, jnp.inf)
         logits = jnp.where(logits < smallest.min(axis=-1, keepdims=True), -jnp.inf, logits)
-    return jax.random.categorical(jax.random.fold_in(key, number), logits)
+    number = jnp.broadcast_to(number, len(logits))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, number)
+    return jax.vmap(jax.random.categorical)(keys, logits)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
@@ -221,8 +246,8 @@ def decode(
 ) -> tuple[list[State], jax.Array, jax.Array]:
     """Generates ``steps`` tokens after ``token`` (B,) in one loop on the device.
 
-    number: of the first new token. Returns the states, which are updated in place, the last
-    token (B,) and all new tokens (steps, B). The last one is not in the states yet.
+    number: of the first new token, as for ``sample``. Returns the states, which are updated in
+    place, the last token (B,) and all new tokens (steps, B). The last one is not in the states yet.
     """
 
     def one(carry: Any, number: jax.Array) -> Any:
@@ -231,5 +256,6 @@ def decode(
         token = sample(sampling, logits, key, number)
         return (states, token), token
 
-    (states, token), tokens = lax.scan(one, (states, token), number + jnp.arange(steps))
+    numbers = jnp.add.outer(jnp.arange(steps), number)  # (steps,) or (steps, B)
+    (states, token), tokens = lax.scan(one, (states, token), numbers)
     return states, token, tokens

@@ -127,7 +127,7 @@ def mlstm_chunkwise(
         them. The call returns the states at the ends of segments 0 to N - 1,
         (B, N, NH, ...). The initial states may be (B, N, NH, ...) too, as when
         a prompt is prefilled in pieces; states of a segment without steps stay
-        as they were. Such calls have no derivatives.
+        as they were.
       reverse: True runs from the last step to the first, as the same call of
         flipped sequences does, but copies no sequence. Initial states enter at
         the last step (of sequence_lengths), last states leave at step 0. A step

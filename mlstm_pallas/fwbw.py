@@ -8,19 +8,20 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.prepare import Arguments, padded, results
-from mlstm_pallas.problem.arrays import Cotangents, Forward, Inputs, LastStates, Residuals
-from mlstm_pallas.schedules.backward import backward
+from mlstm_pallas.problem.arrays import Cotangents, Forward, Inputs, Residuals
+from mlstm_pallas.schedules.backward import backward, packed_backward
 from mlstm_pallas.schedules.derivatives import in_reverse_mode
 from mlstm_pallas.schedules.forward import forward, packed
 from mlstm_pallas.schedules.sharding import on_shards
 
-NO_DERIVATIVE_OF_SEGMENTS = (
-    "mlstm_chunkwise with num_segments has no derivatives; leave num_segments out for them"
-)
-
 # The custom_vjp traces both its function and its forward rule. With jit, jax >= 0.11 traces the
 # kernels once where both have the same spec: with recompute_states_in_bw.
 forward_once = jax.jit(forward, static_argnums=(0, 1), inline=True)
+
+
+def _passes(spec: CallSpec) -> tuple[Any, Any]:
+    """The forward and the backward schedule."""
+    return (forward_once, backward) if spec.num_segments is None else (packed, packed_backward)
 
 
 # One program also where the caller does not jit: no array is transferred for it, and what is inf in
@@ -28,30 +29,24 @@ forward_once = jax.jit(forward, static_argnums=(0, 1), inline=True)
 @functools.partial(jax.jit, static_argnums=0)
 def mlstm(spec: CallSpec, x: Arguments) -> Any:
     """h, and the last states or those of the segments if the caller asks for them."""
-    inputs = padded(spec, x)
-    if spec.num_segments is None:
-        h, last = _mlstm(spec, in_reverse_mode(inputs))
-    else:
-        h, states = on_shards(packed, spec, inputs, message=NO_DERIVATIVE_OF_SEGMENTS)
-        last = LastStates(*states)
-    return results(spec, x, h, last)
+    return results(spec, x, *_mlstm(spec, in_reverse_mode(padded(spec, x))))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlstm(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates | None]:
-    outputs: Forward = on_shards(forward_once, spec.forward_only, inputs)
+def _mlstm(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, Any]:
+    outputs: Forward = on_shards(_passes(spec)[0], spec.forward_only, inputs)
     return outputs.h, outputs.last
 
 
 def _mlstm_fwd(spec: CallSpec, inputs: Inputs) -> tuple[Any, ...]:
-    outputs = named(on_shards(forward_once, spec, inputs))
+    outputs = named(on_shards(_passes(spec)[0], spec, inputs))
     return (outputs.h, outputs.last), residuals_of(spec, inputs, outputs)
 
 
 def _mlstm_bwd(
-    spec: CallSpec, residuals: Residuals, cotangents: tuple[jax.Array, LastStates | None]
+    spec: CallSpec, residuals: Residuals, cotangents: tuple[jax.Array, Any]
 ) -> tuple[Any, ...]:
-    return (on_shards(backward, spec, residuals, Cotangents(*cotangents)),)
+    return (on_shards(_passes(spec)[1], spec, residuals, Cotangents(*cotangents)),)
 
 
 _mlstm.defvjp(_mlstm_fwd, _mlstm_bwd)
@@ -71,4 +66,4 @@ def named(outputs: Any) -> Any:
 
 def residuals_of(spec: CallSpec, inputs: Inputs, outputs: Forward) -> Residuals:
     h = None if spec.normaliser is None else outputs.h
-    return Residuals(inputs, h, outputs.z, outputs.states)
+    return Residuals(inputs, h, outputs.z, outputs.states or outputs.last)

@@ -151,7 +151,7 @@ def padded(
 
 
 def results(
-    spec: CallSpec, x: Arguments, h: jax.Array, last: LastStates | None
+    spec: CallSpec, x: Arguments, h: jax.Array, last: LastStates | SegmentStates | None
 ) -> jax.Array | tuple[jax.Array, States]:
     """What the public function returns, without the padding of the heads."""
     DHQK, DHV = x.q.shape[-1], x.v.shape[-1]

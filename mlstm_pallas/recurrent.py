@@ -31,6 +31,7 @@ class StepStates(NamedTuple):
     c: jax.Array  # (B, NH, DHQK, DHV)
     n: jax.Array  # (B, NH, DHQK)
     m: jax.Array | None  # (B, NH); None: the sigmoid input gate
+    slots: jax.Array | None = None  # (B,) integers, where c, n and m are pools, (P, NH, ...)
 
 
 class Token(NamedTuple):
@@ -56,7 +57,9 @@ def _step(
 
 @functools.partial(jax.jit, static_argnums=0)
 def step(spec: CallSpec, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
-    """h (B, NH, DHV) and the new states. B and NH are the first axes of all arrays."""
+    """h (B, NH, DHV) and the new states. B and NH are the first axes of all arrays, but of pools
+    and slots.
+    """
     # Only plain jnp is differentiable.
     if spec.backend == "xla":
         return _step(spec, Lowering.XLA, x, states)
@@ -78,7 +81,8 @@ def sequence(
         x = x._replace(i=jnp.where(within, x.i, -jnp.inf), f=jnp.where(within, x.f, jnp.inf))
 
     def one(states: StepStates, x: Token) -> tuple[StepStates, Any]:
-        h, states = step(spec, x, states)
+        h, after = step(spec, x, states)
+        states = after._replace(slots=states.slots)
         return states, (h, states if return_all else None)
 
     last, (h, every) = lax.scan(one, states, jax.tree.map(lambda y: jnp.moveaxis(y, 2, 0), x))
@@ -110,13 +114,15 @@ def _run(
     *,
     steps: bool,
     layout: Any = None,
+    slots: Any = None,
     lengths: Any = None,
     return_all: bool = False,
 ) -> tuple[jax.Array, States]:
     """steps: whether there is an axis of steps; layout: as the caller passed it."""
     backend = requested_backend(options.backend)
     parts = (x if steps or x.k is not None else _parts(x, c))._asdict()
-    parts |= {} if lengths is None else dict(sequence_lengths=lengths)
+    indices = dict(slots=slots, sequence_lengths=lengths)
+    parts |= {name: y for name, y in indices.items() if y is not None}
     sizes = validation.check_inputs(
         parts,
         dict(c_initial=c, n_initial=n, m_initial=m),
@@ -129,6 +135,11 @@ def _run(
     validation.check_constant(sizes, backend)
     validation.check_one_dtype(parts)
     validation.check_layout_is_meant(layout, sizes, c)
+    if slots is not None and return_all:
+        raise ValueError(
+            "return_all_states is True with slots, expected False: without slots, pass the rows "
+            "of the pools, c_initial[slots] and so on"
+        )
 
     swap = options.layout is Layout.BTNH
     if swap:
@@ -138,7 +149,7 @@ def _run(
     if c is None:
         c, n = zeros((B, NH, DHQK, DHV)), zeros((B, NH, DHQK))
     if m is None:
-        m = zeros((B, NH))
+        m = zeros(c.shape[:2])
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
     spec = CallSpec(
@@ -146,11 +157,12 @@ def _run(
         problem=Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5),
         dtype=c.dtype,
         gpu=target_gpu(),
+        pooled=slots is not None,
     )
     if lengths is not None:
         lengths = jnp.broadcast_to(as_int32(lengths)[:, None], (B, NH))
-    x, c, n, m, lengths = sharded_alike(spec, (x, c, n, m, lengths))
-    states = StepStates(c, n, m if options.stabilised else None)
+    x, c, n, m, slots, lengths = sharded_alike(spec, (x, c, n, m, slots, lengths))
+    states = StepStates(c, n, m if options.stabilised else None, slots)
     if steps:
         h, after = sequence(spec, x, states, lengths, return_all)
     else:
@@ -167,7 +179,8 @@ def mlstm_recurrent_step(
     c_initial: Array | None = None, n_initial: Array | None = None,
     m_initial: Array | None = None, *, eps: float = 1e-6, norm_val: float = 1.0,
     stabilize_correctly: bool = True, input_gate: InputGateName = "exp", normalize: bool = True,
-    backend: BackendName | None = None, config: KernelConfig | None = None,
+    slots: Array | None = None, backend: BackendName | None = None,
+    config: KernelConfig | None = None,
 ) -> tuple[jax.Array, States]:  # fmt: skip
     """Advances the mLSTM of xLSTM by one token, for generation.
 
@@ -212,6 +225,17 @@ def mlstm_recurrent_step(
     and then anything else on its last axis; i is (B, NH, 2), with i and f; k, v
     and f are None; and the states are passed.
 
+    A server that keeps the states of its requests in pools of P rows passes the
+    pools as states and ``slots``, the row of each batch entry. The pools are
+    returned whole, with new values in these rows. No state is gathered or
+    scattered, and pools are updated in place, as states are, if they are
+    donated or carried through a loop.
+
+    Heads of states in pools may be sharded over several devices. Shards of the
+    batch and of P are gathered first, because a slot may be on any device; in
+    shard_map slots are rows of the shard's pools. With vmap every mapped
+    element has its pools, and kernels run for one element after the other.
+
     The kernels have no derivatives; backend "xla" has them, of every order.
 
     Example::
@@ -250,20 +274,26 @@ def mlstm_recurrent_step(
         returned unchanged. A traced m cannot be checked.
       normalize: False leaves out the denominator: h = scale C'^T q. For the
         sigmoid gate only.
+      slots: (B,) integers, read as 32 bits: entry b reads and writes row
+        slots[b] of the states, which are pools: c_initial (P, NH, DHQK, DHV),
+        n_initial (P, NH, DHQK), m_initial (P, NH). An entry whose slot is not
+        in 0..P-1, such as -1, changes no row and its h is 0, whatever its
+        inputs. Other slots must differ from each other: results for equal slots
+        are undefined. None: the states are those of the entries.
       backend: "triton" (GPU kernel), "xla" (plain jnp, with derivatives) or
         "interpret" (the kernel interpreted on a CPU; slow, for tests). A step
         has no Mosaic GPU kernel, so "mosaic_gpu" runs the Triton kernel and
-        "mosaic_gpu_interpret" interprets it; if jax has no Triton backend, both
-        are plain jnp. None, the default: the backend of ``use_backend``, else
-        of the environment variable MLSTM_PALLAS_BACKEND, else "triton" where
-        the computation is lowered for an NVIDIA GPU and "xla" elsewhere, both
-        without derivatives.
+        "mosaic_gpu_interpret" interprets it; if jax has no Triton backend,
+        both are plain jnp. "fastest": "triton" where the computation is
+        lowered for an NVIDIA GPU and "xla" elsewhere, both without
+        derivatives. None, the default: the backend of ``use_backend``, else
+        of the environment variable MLSTM_PALLAS_BACKEND, else "fastest".
       config: overrides of the tiles of recurrent_step; other stages of the
         config are not read.
 
     Returns:
       h (B, NH, DHV) in the dtype of q, and the states (c, n, m) after the
-      token, in the dtypes of the states before it.
+      token, in the dtypes and shapes of the states before it.
 
     Raises:
       TypeError, ValueError: at trace time. The message names the argument,
@@ -274,7 +304,8 @@ def mlstm_recurrent_step(
         eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
         input_gate=input_gate, normalize=normalize, backend=backend, config=config,
     )  # fmt: skip
-    return _run(Token(q, k, v, i, f), c_initial, n_initial, m_initial, options, steps=False)
+    states = c_initial, n_initial, m_initial
+    return _run(Token(q, k, v, i, f), *states, options, steps=False, slots=slots)
 
 
 def mlstm_recurrent_sequence(
@@ -282,8 +313,9 @@ def mlstm_recurrent_sequence(
     n_initial: Array | None = None, m_initial: Array | None = None, *, eps: float = 1e-6,
     norm_val: float = 1.0, stabilize_correctly: bool = True, input_gate: InputGateName = "exp",
     normalize: bool = True, sequence_lengths: Array | None = None,
-    return_all_states: bool = False, layout: LayoutName = validation.DEFAULT_LAYOUT,
-    backend: BackendName | None = None, config: KernelConfig | None = None,
+    return_all_states: bool = False, slots: Array | None = None,
+    layout: LayoutName = validation.DEFAULT_LAYOUT, backend: BackendName | None = None,
+    config: KernelConfig | None = None,
 ) -> tuple[jax.Array, States]:  # fmt: skip
     """Advances the mLSTM by a few tokens, one after the other.
 
@@ -300,11 +332,13 @@ def mlstm_recurrent_sequence(
       sequence_lengths: (B,) integers, clipped to 0..S: entry b advances by its
         first tokens. Beyond them h is 0 and the states stay as they are, to the
         bit. None: all S tokens.
-      return_all_states: whether the states returned are those after each token.
+      return_all_states: whether the states returned are those after each token;
+        not with slots, where rows of the pools can be passed as states.
       layout: "BNTH" or "BTNH", of q, k, v, i, f and h. The states have the
         same shapes in both.
       c_initial, n_initial, m_initial, eps, norm_val, stabilize_correctly,
-        input_gate, normalize, backend, config: as for ``mlstm_recurrent_step``.
+        input_gate, normalize, slots, backend, config: as for
+        ``mlstm_recurrent_step``.
 
     Returns:
       h, shaped as v, in the dtype of q, and the states (c, n, m) after the last
@@ -325,6 +359,6 @@ def mlstm_recurrent_sequence(
     states = c_initial, n_initial, m_initial
     return _run(
         Token(q, k, v, i, f), *states, options, steps=True, layout=layout,
-        lengths=sequence_lengths,
+        slots=slots, lengths=sequence_lengths,
         return_all=validation.check_flag("return_all_states", return_all_states),
     )  # fmt: skip

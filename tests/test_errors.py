@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arguments import accepted, check_arguments, stage_arrays, trace
+from arguments import accepted, bad_arrays, check_arguments, stage_arrays, trace
 from oracle import PUBLIC, assert_same_bits, refused, run_python
 
 import mlstm_pallas
@@ -90,7 +90,7 @@ TILES = "siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "num_warps", "num_s
 # its arguments.
 CALLS = [
     *(
-        all_of(x, arrays_of(x) | OPTIONAL)
+        all_of(x, arrays_of(x) | OPTIONAL, "slots")
         for x in (*PUBLIC[:-2], stablef.mlstm_chunkwise_triton_stablef)
     ),
     all_of(reference.chunkwise, ARRAYS | OPTIONAL, IGNORED),
@@ -252,6 +252,31 @@ def test_more_heads_than_steps_get_a_warning_once_in_the_layout_that_nobody_chos
     trace(stablef.mlstm_chunkwise_triton_stablef, BTNH)
     default = inspect.signature(function).parameters["layout"]
     assert str(default) == "layout: Literal['BNTH', 'BTNH'] = 'BNTH'"
+
+
+@pytest.mark.parametrize("function", [mlstm_recurrent_step, mlstm_recurrent_sequence])
+def test_slots_and_pools_are_refused_by_name(function):
+    slots, pool = array(B, dtype="uint8"), array(5, NH, DHQK, DHV)
+    pools = dict(c_initial=pool, n_initial=array(5, NH, DHQK), m_initial=array(5, NH))
+    good = arrays_of(function) | pools | {"slots": slots}
+    trace(function, good)
+    for kind, x, message in bad_arrays(slots):
+        with pytest.raises(kind) as error:
+            trace(function, good | {"slots": x})
+        assert re.match(f"slots {message}", str(error.value))
+    message = "c_initial is None with slots, expected a pool (P, NH, DHQK, DHV)"
+    refused(ValueError, message, trace, function, good | WITHOUT_STATES)
+    message = (
+        "n_initial has shape (2, 3, 16), expected (P, NH, DHQK) = (5, 3, 16), as c_initial has "
+        "shape (5, 3, 16, 24)"
+    )
+    refused(ValueError, message, trace, function, good | {"n_initial": STATES[1]})
+    if function is mlstm_recurrent_sequence:
+        message = (
+            "return_all_states is True with slots, expected False: without slots, pass the rows of "
+            "the pools, c_initial[slots] and so on"
+        )
+        refused(ValueError, message, trace, function, good | {"return_all_states": True})
 
 
 SQUARE = zeros(inputs(1, 1, 16))

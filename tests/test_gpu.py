@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from call_checks import PROMISED, check_call, gpu_call
 from jax.lax import DotAlgorithmPreset
-from oracle import assert_same_bits, call_shapes, check_outputs, random_inputs, token_at
+from oracle import (
+    OUTPUTS,
+    assert_same_bits,
+    call_shapes,
+    check_outputs,
+    compare,
+    random_inputs,
+    token_at,
+    tolerance,
+)
 from test_packed_sequences import ODD_ON_A_GPU, check_prompts
 
 from mlstm_pallas import (
@@ -150,6 +159,37 @@ def test_recurrent_steps(dtype, DHQK, DHV):
         return mlstm_recurrent_sequence(**x, backend="triton")
 
     check_repeated(run, inputs, PROMISED[dtype][0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "DHQK", "DHV", "B", "rows"),
+    [("float32", 256, 512, 64, 192), ("bfloat16", 256, 512, 64, 192), ("float32", 333, 500, 3, 7)],
+)
+def test_slots_are_what_gathers_and_scatters_around_a_step_do(dtype, DHQK, DHV, B, rows):
+    """Every fourth entry has no row, and its inputs are NaN."""
+    r, x = np.random.default_rng(0), random_inputs(5, rows, 8, 1, DHQK, DHV)
+    *token, c, n, m = token_at(x, 0).values()
+    without, slots = np.arange(B) % 4 == 3, r.permutation(rows)[:B].astype("int32")
+    token = [np.array(y[:B]) for y in token]
+    for y in token:
+        y[without] = np.nan
+    slots[without] = r.choice([-1, rows], without.sum())
+    step = functools.partial(mlstm_recurrent_step, backend="triton")
+    pools = c.astype(dtype), n, m
+    run = jax.jit(lambda pools, slots: step(*token, *pools, slots=slots))
+
+    @jax.jit
+    def expected(pools, used):
+        h, new = step(*(y[~without] for y in token), *(y[used] for y in pools))
+        return h, [y.at[used].set(z) for y, z in zip(pools, new, strict=True)]
+
+    h, after = run(pools, slots)
+    desired, rows_after = expected(pools, slots[~without])
+    assert not np.any(np.asarray(h)[without])
+    actual = np.asarray(h)[~without], *after
+    compare(OUTPUTS, actual, (desired, *rows_after), tolerance(dtype, DHQK))
+    others = np.setdiff1d(np.arange(rows), slots)
+    assert_same_bits([y[others] for y in after], [y[others] for y in pools])
 
 
 @pytest.mark.parametrize("backend", ["triton", None])

@@ -60,6 +60,8 @@ float16 unnormalised
     [
         *itertools.product(HEADS, rows_of(VARIANTS)),
         *(((64, 128), f"bfloat16 {variant}") for variant in ("packed", "sigmoid")),
+        # Rows of states that are no whole cache lines, to which jax 0.12 refuses plain stores.
+        *(((80, 160), f"bfloat16 {variant}") for variant in ("exp", "odd_materialised")),
     ],
     ids=str,
 )

@@ -22,6 +22,7 @@ from oracle import (
     expected_of,
     in_float64,
     in_layout,
+    loss_of,
     lowered_for_cuda,
     oracle,
     outputs_and_gradients,
@@ -311,10 +312,12 @@ def test_a_loop_with_one_step_per_iteration_copies_no_state(batch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("variant", ["exp", "slots"])
 @pytest.mark.parametrize(("device", "dtype"), [("H200", "bfloat16"), ("A100", "float32")])
-def test_compiles_without_spills(device, dtype):
+def test_compiles_without_spills(device, dtype, variant):
     pytest.importorskip("triton")
-    for row in compile_report.report(device, [(64, 64), (512, 1024)], [dtype], direction="step"):
+    options = dict(direction="step", variant=variant)
+    for row in compile_report.report(device, [(64, 64), (512, 1024)], [dtype], **options):
         assert (row["note"], row["spill_store_bytes"]) == ("", 0)
 
 
@@ -354,3 +357,160 @@ def test_states_after_each_token_and_up_to_lengths(backend, gate, layout):
     assert np.array_equal(some, np.where(within, whole, 0))
     for y, *at in zip(last, *singles, strict=True):
         assert np.array_equal(y, np.stack(at)[np.minimum(lengths, S), np.arange(3)])
+
+
+# ---------------- states in pools
+
+# Rows 2 and 4 are nobody's; entries 1 and 3 have no row.
+SLOTS = np.array([3, -1, 0, 5, 1], "int32")
+USED, WITHOUT, UNUSED = [0, 2, 4], [1, 3], [2, 4]
+POOLED = """
+xla
+xla input_gate="sigmoid", dtype="bfloat16"
+xla joined=True, slots="int8", rows=200
+xla lengths=[2, 3, 0, 1, 9], S=3, layout="BTNH"
+interpret
+interpret input_gate="sigmoid", columns=16
+interpret joined=True, columns=16, slots="int8", rows=200
+interpret dtype="bfloat16", states="float16", columns=16
+interpret lengths=[2, 3, 0, 1, 9], S=3, layout="BTNH"
+triton columns=16, joined=True, slots="int8", rows=200
+triton dtype="bfloat16", states="float16"
+triton lengths=[2, 3, 0, 1, 9], S=3, layout="BTNH"
+"""
+
+
+def pooled_call(
+    backend="xla",
+    *,
+    dtype="float32",
+    states=None,
+    slots="int32",
+    rows=5,
+    columns=None,
+    joined=False,
+    S=1,
+    layout="BNTH",
+    lengths=None,
+    **options,
+):
+    """The arrays of SLOTS' entries, pools of these rows, and a step or a sequence of several.
+
+    Entries without a row are NaN, and so is a row without an entry.
+    """
+    x = random_inputs(21, len(SLOTS), 2, S, 40, 37, dtype=dtype)
+    *token, c, n, m = map(np.array, arguments(x, 0 if S == 1 else None))
+    for y in token:
+        y[WITHOUT] = np.nan
+    c, n, m = (np.resize(y, (rows, *y.shape[1:])) for y in (c, n, m))
+    for y in c, n, m:
+        y[UNUSED[0]] = np.nan
+    if options.get("input_gate"):
+        m[:] = 0
+    tiles = columns and KernelConfig(triton_recurrent_step=dict(siz_b_DHQK=16, siz_b_DHHV=columns))
+    options |= dict(backend=backend, config=tiles)
+    token = in_layout(layout, NAMES, token)
+    if joined:
+        token = joined_arrays(*token)[:5]
+    pools = c.astype(states or dtype), n.astype(dtype), m
+
+    def run(token, pools, entries=slice(None), **slots):
+        if S == 1:
+            return mlstm_recurrent_step(*token, *pools, **slots, **options)
+        of_entries = lengths if lengths is None else np.array(lengths)[entries]
+        options_of = dict(layout=layout, sequence_lengths=of_entries, **slots, **options)
+        return mlstm_recurrent_sequence(*token, *pools, **options_of)
+
+    beyond = rows if rows < 128 else -128  # the least int8
+    return run, (token, pools), np.where(SLOTS == 5, beyond, SLOTS).astype(slots)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=pytest.mark.gpu if "triton" in line else ())
+        for line in rows_of(POOLED)
+    ],
+)
+def test_slots_are_what_gathers_and_scatters_around_a_step_do(line):
+    """An entry without a row has h = 0, whatever its inputs, and other rows keep their bits."""
+    backend, options = row_of(line, 1)
+    run, (token, pools), slots = pooled_call(backend, **options)
+    h, after = jax.jit(lambda *x: run(*x[:2], slots=x[2]))(token, pools, slots)
+
+    @jax.jit
+    def expected(token, pools):
+        rows = SLOTS[USED]
+        h, new = run(token, [y[rows] for y in pools], USED)
+        return h, [jnp.asarray(y).at[rows].set(z) for y, z in zip(pools, new, strict=True)]
+
+    some = jax.tree.map(lambda y: y[np.array(USED)], token)
+    desired, rows = expected(some, pools)
+    assert [y.dtype for y in after] == [y.dtype for y in pools]
+    assert not np.any(np.asarray(h)[WITHOUT])
+    pairs = [(np.asarray(h)[USED], desired), *zip(after, rows, strict=True)]
+    pairs = [[np.asarray(y).astype("float64") for y in pair] for pair in pairs]
+    for y, z in pairs if backend == "interpret" else ():  # the same kernel
+        np.testing.assert_array_equal(y, z)
+    for y, z in pairs[1:]:
+        np.testing.assert_array_equal(y[UNUSED], z[UNUSED])
+    for y, z in pairs:
+        assert_close(*map(np.nan_to_num, (y, z)), tolerance(h.dtype, 40))
+
+
+def test_gradients_through_slots():
+    """Those of a gather, a step and a scatter; no NaN comes from a row without an entry."""
+    run, (token, pools), slots = pooled_call()
+    token = jax.tree.map(np.nan_to_num, token)
+
+    def in_pools(token, pools):
+        return loss_of(*run(token, pools, slots=slots))
+
+    def by_hand(token, pools):
+        rows = SLOTS[USED]
+        h, new = run(jax.tree.map(lambda y: y[np.array(USED)], token), [y[rows] for y in pools])
+        return loss_of(h, [y.at[rows].set(z) for y, z in zip(pools, new, strict=True)])
+
+    both = [
+        jax.grad(f, (0, 1))(token, jax.tree.map(jnp.asarray, pools)) for f in (in_pools, by_hand)
+    ]
+    for y, z in zip(*map(jax.tree.leaves, both), strict=True):
+        assert_close(y, z, tolerance("float32", 40))
+
+
+@pytest.mark.parametrize("backend", ["xla", None])
+def test_donated_pools_are_updated_in_place(backend):
+    run, (token, pools), slots = pooled_call(backend)
+    pools = [jnp.repeat(y, 100, axis=0) for y in pools]
+    before = [y.unsafe_buffer_pointer() for y in pools]
+    step = jax.jit(lambda pools, *x: run(x[0], pools, slots=x[1])[1], donate_argnums=0)
+    compiled = step.lower(pools, token, slots).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < pools[0].nbytes / 10
+    assert [y.unsafe_buffer_pointer() for y in compiled(pools, token, slots)] == before
+
+
+@pytest.mark.parametrize("input_gate", ["exp", "sigmoid"])
+def test_a_step_with_slots_is_one_launch_in_the_pools(input_gate):
+    """Only n and m of the entries are gathered; the plan is that of the batch."""
+    run, args, slots = pooled_call("triton", input_gate=input_gate)
+    text = lowered_for_cuda(jax.jit(lambda *x: run(*x[:2], slots=x[2])), *args, slots)
+    assert "scatter" not in text
+    gathered = re.findall(r'"stablehlo.gather".*: \((tensor<\w+>)', text)
+    assert len(gathered) == 2 - (input_gate == "sigmoid")
+    assert "tensor<5x2x40x37xf32>" not in gathered
+    [call] = [line for line in text.splitlines() if "custom_call" in line]
+    aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", call)
+    assert aliases == [("1", "0"), ("2", "1"), ("3", "2")][: 2 + (input_gate == "exp")]
+
+
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+def test_vmap_over_pools_and_slots(backend):
+    """A mapped element has pools of its own, also where the pools are not mapped."""
+    run, (token, pools), slots = pooled_call(backend)
+    each = [(token, slots), jax.tree.map(lambda y: y[::-1].copy(), (token, slots))]
+    expected = [jax.jit(lambda *x: run(x[0], pools, slots=x[1]))(*x) for x in each]
+    both = jax.tree.map(lambda *y: np.stack(y), *each)
+    result = jax.jit(jax.vmap(lambda *x: run(x[0], pools, slots=x[1])))(*both)
+    desired = jax.tree.map(lambda *y: np.stack(y), *expected)
+    for y, z in zip(*map(jax.tree.leaves, (result, desired)), strict=True):
+        np.testing.assert_allclose(y, z, rtol=1e-5, atol=1e-6)

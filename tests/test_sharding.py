@@ -287,3 +287,38 @@ def test_a_recurrent_step_stays_sharded(backend, kind):
     step = jax.jit(lambda *x: jax.tree.leaves(mlstm_recurrent_step(*x, backend=backend)))
     result = on_mesh(step, token, [HEADS], mesh_of((4, 2), kind), [HEADS] * 4)
     compare(OUTPUTS, result, step(*token), BOUND)
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("xla", EXPLICIT), ("interpret", AUTO)])
+def test_heads_of_pools_stay_sharded(backend, kind):
+    """Shards of entries and of rows are gathered first; in shard_map a pool is a shard's."""
+    token = [x[:4, :, 0] for x in INPUTS[:5]]
+    slots, heads = np.array([3, -1, 6, 0], "int32"), P(None, "y")
+    pooled, x = (
+        functools.partial(mlstm_recurrent_step, backend=backend),
+        (slots, *token, *INPUTS[5:]),
+    )
+    step = jax.jit(lambda slots, *x: jax.tree.leaves(pooled(*x, slots=slots)))
+    expected, mesh = step(*x), mesh_of((2, 2), kind)
+    result = on_mesh(step, x, [P()] + [heads] * 8, mesh, [heads] * 4)
+    compare(OUTPUTS, result, expected, BOUND)
+    compare(OUTPUTS, step(*sharded(x, mesh, P("x"), *[HEADS] * 8)), expected, BOUND)
+    options = dict(mesh=mesh_of((2, 2)), in_specs=HEADS, out_specs=HEADS, check_vma=False)
+    local = jax.jit(jax.shard_map(lambda s, *x: step(s[:, 0], *x), **options))
+    of_shard = np.array([2, -1, 1, 0], "int32")  # of four rows each
+    result = local(np.repeat(of_shard[:, None], 2, axis=1), *x[1:])
+    of_all = np.where(of_shard < 0, -1, of_shard + np.array([0, 0, 4, 4], "int32"))
+    compare(OUTPUTS, result, step(of_all, *x[1:]), BOUND)
+
+
+def test_slots_on_automatic_axes_inside_a_shard_map():
+    """A shard of slots is gathered there too."""
+    token, slots = [x[:4, :, 0] for x in INPUTS[:5]], np.array([3, -1, 6, 0], "int32")
+    mesh, heads = mesh_of((2, 2)), P(None, "y")
+    x = slots, *token, *INPUTS[5:]
+    step = jax.jit(lambda s, *x: mlstm_recurrent_step(*x, slots=s, input_gate="sigmoid"))
+    x = *x[:-1], 0 * x[-1]
+    options = dict(in_specs=(P(), *[heads] * 8), out_specs=heads, axis_names={"y"})
+    run = jax.jit(jax.shard_map(step, mesh=mesh, **options, check_vma=False))
+    result = jax.tree.leaves(run(*sharded(x, mesh, P("x"), *[HEADS] * 8)))
+    compare(OUTPUTS, result, jax.tree.leaves(step(*x)), BOUND)

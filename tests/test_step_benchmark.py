@@ -42,6 +42,15 @@ def test_measures_each_variant_and_skips_the_peer(variant, monkeypatch):
     assert peer["note"] == (benchmark_runs.MISSING if variant == "exp" else none)
 
 
+def test_pools_have_rows_beside_the_step_without_them():
+    code, rows = measured("--impl=xla", "--slots=5")
+    assert (code, [row["pooled"] for row in rows]) == (0, ["", "slots", "gathered"])
+    assert len({row["error"] for row in rows}) == 1
+    for row in rows:
+        check_figures(row)
+    assert measured("--impl=xla", "--slots=1")[0] == 2
+
+
 def test_tokens_per_second_and_their_limit_by_batch(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     path, limits, drawn = tmp_path / "plot.png", [], step_benchmark.reporting.plot

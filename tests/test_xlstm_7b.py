@@ -49,7 +49,7 @@ def one_length():
 
 def loaded(dtype="float32", devices=1):
     tensors = checkpoint.tensors_of(CONFIG, dtype, devices)
-    return checkpoint.load(CONFIG, tensors, checkpoint.open_tensors(FOLDER, tensors))
+    return checkpoint.load(CONFIG, tensors, checkpoint.open_tensors(FOLDER, tensors, CONFIG))
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_top_p_draws_from_the_fewest_likeliest_tokens_of_that_mass():
     probabilities = np.array([0.1, 0.5, 0.15, 0.25], np.float32)
     squared, draws = probabilities**2, 2500
     most = 3 * 0.5 / draws**0.5  # three standard deviations of the share of a token
-    logits = jnp.log(jnp.tile(probabilities, (draws, 1)))
+    logits, each = jnp.log(jnp.tile(probabilities, (draws, 1))), np.arange(draws)
     for temperature, top_p, expected, atol in (
         (1.0, 1.0, probabilities, most),
         (1.0, 0.7, [0, 2 / 3, 0, 1 / 3], most),
@@ -177,7 +177,7 @@ def test_top_p_draws_from_the_fewest_likeliest_tokens_of_that_mass():
         (1e-3, 1.0, [0, 1, 0, 0], 0),
         (0.0, 1.0, [0, 1, 0, 0], 0),
     ):
-        drawn = model.sample(model.Sampling(temperature, top_p), logits, jax.random.key(0), 0)
+        drawn = model.sample(model.Sampling(temperature, top_p), logits, jax.random.key(0), each)
         shares = np.bincount(drawn, minlength=4) / draws
         np.testing.assert_allclose(shares, expected, atol=atol)
 
@@ -238,7 +238,7 @@ def test_command_samples_several_prompts_by_the_seed(capsys, tmp_path, monkeypat
     outputs = []
     for seed, source in ((1, path), (1, "-"), (2, path)):
         monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-        run(*prompts, *FLOAT32, *sampled, f"--seed={seed}", f"--prompts_file={source}")
+        run(*prompts, *FLOAT32, *sampled, f"--seed={seed}", f"--prompts={source}")
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != outputs[2]
     assert all(f"[{n}] " in outputs[0] for n in range(4))
@@ -279,13 +279,11 @@ def test_clocks_are_read_when_tokens_and_copies_are_there(monkeypatch):
             return device.wait(np.empty(self.shape))
 
     started = dict(
-        prefill=lambda *_: device.call(2.0, (np.empty((1, S, 1)), None)),
-        next_logits=lambda *_: None,
-        sample=lambda *_: Tokens(2),
+        first_tokens=lambda *_: device.call(2.0, (None, Tokens(2))),
         decode=lambda *_: device.call(4.0, (None, Tokens(2), Tokens(16, 2))),
     )
     monkeypatch.setattr(jax, "jit", lambda f: lambda x: device.call(0.5, array))
-    array, shapes = mock.Mock(block_until_ready=device.wait), []
+    array = mock.Mock(block_until_ready=device.wait)
 
     def repeat(copies, number):
         before = device.now
@@ -297,8 +295,9 @@ def test_clocks_are_read_when_tokens_and_copies_are_there(monkeypatch):
     parse("--stream_every=16")
     of_two = xlstm_7b.Model(CONFIG, {}, {}, [[1, 2], [3]], set(), None)
     with mock.patch.multiple(xlstm_7b, **started):
-        seconds = xlstm_7b.run(of_two, 20, lambda tokens: shapes.append(tokens.shape))
-    assert (seconds, shapes) == ((2.0, 8.0), [(1, 2), (16, 2), (3, 2)])
+        assert xlstm_7b.run(of_two, 20) == (2.0, 8.0)
+        shapes = [tokens.shape for tokens in xlstm_7b.generate(of_two, 20)]
+    assert shapes == [(1, 2), (16, 2), (3, 2)]
 
 
 @pytest.mark.parametrize("bos", [None, "inserted", "added", "both"])
@@ -375,7 +374,7 @@ def test_random_weights_differ_and_have_the_usual_scale():
 def test_tied_embeddings_are_the_last_layer_too():
     tied = dataclasses.replace(CONFIG, tie_word_embeddings=True)
     tensors = checkpoint.tensors_of(tied, "float32", 1)
-    params = checkpoint.load(tied, tensors, checkpoint.open_tensors(FOLDER, tensors))
+    params = checkpoint.load(tied, tensors, checkpoint.open_tensors(FOLDER, tensors, CONFIG))
     assert {*checkpoint.tensors_of(CONFIG, "float32", 1)} - {*tensors} == {"lm_head.weight"}
     assert {*params} == {"embeddings", "out_norm", "blocks"}
 
@@ -414,7 +413,7 @@ def test_wrong_tensors_are_named(copied):
     for dtype in (np.float16, np.float32):
         save_file(tensors | {name: right.astype(dtype)}, path)
         expected = checkpoint.tensors_of(CONFIG, "float32", 1)
-        assert checkpoint.open_tensors(copied, expected)(name, None).dtype == dtype
+        assert checkpoint.open_tensors(copied, expected, CONFIG)(name, None).dtype == dtype
     path.write_bytes(path.read_bytes()[:100])
     assert f"cannot read {path}" in error_of_checkpoint(copied)
     path.unlink()
@@ -423,10 +422,10 @@ def test_wrong_tensors_are_named(copied):
 
 WRONG_VALUES = """
 "model_type": "llama"
-"use_bias": true
-"add_out_norm": false
+"use_bias": 1
+"add_out_norm": null
 "add_qk_norm": true
-"weight_mode": "fused"
+"weight_mode": "shared"
 "num_heads": 3
 "num_heads": 0
 "num_heads": 4.0
@@ -438,8 +437,9 @@ WRONG_VALUES = """
 "inference_state_dtype": "int8"
 "embedding_dim": 128
 "tie_word_embeddings": 1
-"chunkwise_kernel": "chunkwise--triton_xl_chunk_siging"
-"chunkwise_kernel": "parallel--native_siging_autograd"
+"input_gate": "softplus"
+"chunkwise_kernel": "chunkwise--triton_xl_chunk_relug"
+"step_kernel": 1
 """
 
 
@@ -465,9 +465,15 @@ def test_older_names_of_the_config(copied):
 def test_memory_is_counted_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(checkpoint, "free_bytes", lambda mesh: 2**30)
     monkeypatch.setattr(xlstm_7b, "load", lambda *_: pytest.fail("it was made"))
-    message = error("--random", "--devices=2", "--batch=64", "--prompt_length=1024")
-    summands = "weights 6.59, states 4.01, prefill 3.00, sampling 0.04"
-    assert f"needs 13.63 GiB per device ({summands}), 1.00 are free: " in message
+    sizes = "--random", "--devices=2", "--batch=64", "--prompt_length=1024"
+    for flags, needed, summands in (
+        (["--benchmark"], 13.63, "states 4.01, prefill 3.00, sampling 0.04"),
+        # 16 prompts of a prefill have their states twice. A prefill has 4096 steps at most.
+        ([], 11.83, "states 5.01, prefill 0.19, sampling 0.04"),
+        (["--slots=8"], 8.29, "states 1.50, prefill 0.19, sampling 0.01"),
+    ):
+        memory = f"{needed} GiB per device (weights 6.59, {summands})"
+        assert f"needs {memory}, 1.00 are free: " in error(*sizes, *flags)
 
 
 HERE = f"--checkpoint={FOLDER}"
@@ -482,8 +488,8 @@ REQUESTS = f"""
 {HERE} --prompt=a --devices=3: --devices=3 do not divide num_heads
 {HERE} --prompt=a --devices=8: --devices=8 do not divide num_heads
 {HERE} --prompt=a --devices=99: --devices=99, and there are
-{HERE} --prompts_file=/no/such/file: cannot read
-{HERE} --prompts_file={FOLDER}/expected.npz: cannot read
+{HERE} --prompts=/no/such/file: cannot read
+{HERE} --prompts={FOLDER}/expected.npz: cannot read
 --checkpoint=/no/such/folder: config.json
 """
 

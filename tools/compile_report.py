@@ -57,7 +57,7 @@ from mlstm_pallas.stages import STAGES
 # Enough to make every stage's grid three-dimensional. The code of a kernel depends on them only
 # through arrays beyond 2**32 bytes.
 BATCH, NUM_HEADS = 1, 8
-OF_STEPS = ("exp", "sigmoid", "unnormalised")
+OF_STEPS = ("exp", "sigmoid", "unnormalised", "slots")
 
 COMPILE_SECONDS = 1800.0  # of the kernels of a call
 
@@ -433,7 +433,9 @@ class Call:
     def traced(self) -> Any:
         """Its jaxpr."""
         if self.direction == "step":
-            options = dict(VARIANTS[self.variant], backend=self.backend, config=self.config)
+            options = dict(VARIANTS.get(self.variant, {}), backend=self.backend, config=self.config)
+            if self.variant == "slots":
+                options["slots"] = jax.numpy.zeros(BATCH, "int32")
             random = functools.partial(step_benchmark.random_inputs, self.shape, *[self.dtype] * 2)
 
             def run(token, states):
@@ -500,8 +502,9 @@ def report(
     """
     for (DHQK, DHV), dtype in itertools.product(heads, dtypes):
         call = Call(DEVICES[device], DHQK, DHV, dtype, **options)
-        if call.direction == "step" and call.variant not in OF_STEPS:
-            raise RequestError(f"a step has no variant {call.variant}")
+        if call.variant not in (OF_STEPS if call.direction == "step" else VARIANTS):
+            kind = "step" if call.direction == "step" else "sequence"
+            raise RequestError(f"a {kind} has no variant {call.variant}")
         case: Row = dict(
             name=f"{DHQK}/{DHV}",
             shape=call.shape,
@@ -584,14 +587,14 @@ def parse_heads(text: str) -> tuple[int, int]:
 
 def define_flags(define: command.Define) -> None:
     direction = "Forward, gradient with it, or one recurrent step."
-    variant = "Input gate, normaliser and layout; packed: exp with segment_ids."
+    variant = "Input gate, normaliser and layout; packed: with segment_ids; slots: of a step."
     relocatable = "The kernels of mosaic_gpu as nvJitLink compiles them, for jax >= 0.12."
     define.parsed("device", parse_device, f"GPU to compile for: {', '.join(DEVICES)}; none: H200.")
     define.items("heads", "64/64,128/256,256/512", parse_heads, "Head sizes, DHQK/DHV each.")
     define.list("stage", [], "Only these stages; empty: all.")
     define.integer("seqlen", 8192, "Steps of the sequence.", lower_bound=1)
     define.enum("direction", "fwd", ["fwd", "fwbw", "step"], direction)
-    define.enum("variant", "exp", list(VARIANTS), variant)
+    define.enum("variant", "exp", [*VARIANTS, "slots"], variant)
     define.enum("backend", "triton", ["triton", "mosaic_gpu"], "mosaic_gpu: for Hopper GPUs.")
     define.bool("relocatable", False, relocatable)
     define.shared("commit", "from_jsonl", "jsonl", dtype="bfloat16,float32")

@@ -45,7 +45,7 @@ MODULES = {
         "_stabiliser_after _decay _rescaling joined joined_gradients _state_after _log_decays "
         "_from_start _shifted _exclusive_prefix",
     ),
-    "examples/xlstm_checkpoint.py": ("xlstm_7b.py",),
+    "examples/xlstm_checkpoint.py": ("xlstm_7b.py xlstm_checkpoints.py",),
     "benchmarks/runner.py": ("runner.py command.py kernel_benchmark.py",),
     "benchmarks/roofline.py": ("roofline.py",),
 }

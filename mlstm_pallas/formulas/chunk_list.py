@@ -83,7 +83,7 @@ class ChunkList(NamedTuple):
 
         in_rest = within & (index > self.parts.begins[:, self.N, None])
         i, f = gathered(i, within, -jnp.inf), gathered(f, within, jnp.inf)
-        rows, first = self._before_parts()
+        rows, first = self.before_parts()
         i = i.at[rows, first * L].set(jnp.pad(m, [(0, 0), (0, 1)]))
         return i, f.at[rows, first * L].set(-jnp.inf), gathered(starts, in_rest, 0)
 
@@ -93,9 +93,9 @@ class ChunkList(NamedTuple):
         It is 0 before the rest.
         """
         initial = jnp.pad(initial, [(0, 0), (0, 1), *[(0, 0)] * (initial.ndim - 2)])
-        return x.at[self._before_parts()].set(initial)
+        return x.at[self.before_parts()].set(initial)
 
-    def _before_parts(self) -> tuple[Array, Array]:
+    def before_parts(self) -> tuple[Array, Array]:
         """The rows and the entries before the segments and the rest."""
         rows = lax.broadcasted_iota(jnp.int32, (len(self.parts.first), 1), 0)
         return rows, self.parts.first[:, : self.N + 1] - 1
@@ -109,7 +109,7 @@ class ChunkList(NamedTuple):
 
     def behind_segments(self, x: Array) -> Array:
         """x, (B * NH, NC, ...), of the entry behind each segment: (B * NH, N, ...)."""
-        rows, entries = self._before_parts()
+        rows, entries = self.before_parts()
         return x[rows, entries[:, 1:]]
 
     def gather(self, x: Array, L: int) -> Array:
@@ -135,6 +135,10 @@ class ChunkList(NamedTuple):
         if like.ndim == 4:
             x = jnp.swapaxes(x.reshape(len(like), -1, S, D), 1, 2)
         return x
+
+    def scatter_steps(self, y: Array, like: Array, L: int) -> Array:
+        """``scatter`` of one number per step, (B * NH, NC * L)."""
+        return self.scatter(y[..., None], like[..., None], L)[..., 0]
 
 
 def state_of(p: Problem, N: int, head: Array, part: Array) -> Array:

@@ -148,10 +148,9 @@ def load_float32(ref, layout=plgpu.Layout.WGMMA):
 
 
 def write(ref, x: jax.Array) -> None:
-    """Writes to shared memory in a kernel that states its layouts, even if banks conflict.
+    """Writes to memory, even if banks conflict or a part of a cache line is left out.
 
-    jax 0.12 refuses a store with bank conflicts unless optimized is False; jax 0.11 has no such
-    option.
+    jax 0.12 refuses such a store unless optimized is False; jax 0.11 has no such option.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref, x, optimized=False)

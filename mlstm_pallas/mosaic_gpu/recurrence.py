@@ -50,6 +50,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     plgpu,
     shared_tiles,
     unravel,
+    write,
 )
 from mlstm_pallas.mosaic_gpu.limits import HEADS, HopperTiles
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
@@ -86,7 +87,7 @@ def _store_x(vector, x_gmem, rows):
 
     @pl.when(rows > WG_ROWS or lax.axis_index("wg") == 0)
     def store():
-        x_gmem[...] = vector
+        write(x_gmem, vector)
 
 
 def _left(bT, weights):
@@ -214,7 +215,7 @@ def _recurrence(
     @pl.when(out.X is None or remainder(head, num_splits) == last_split)
     def store_last():
         if out.X_last is not None:
-            out.X_last[at, X_columns, of_rows] = XT
+            write(out.X_last.at[at, X_columns, of_rows], XT)
         if sums_x:
             _store_x(vector, out.x_last.at[at, x_rows], rows)
 

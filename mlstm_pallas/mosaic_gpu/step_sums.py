@@ -34,6 +34,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     plgpu,
     shared_tiles,
     unravel,
+    write,
 )
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
@@ -111,7 +112,7 @@ def _kernel(
             lambda j, total: unless_empty(i * tiles_of_sum + j, tile_sum, total),
             zeros,
         )
-        sums.at[head, steps_block * sums_of_cta + i, of_cta][...] = jnp.sum(total, axis=0)
+        write(sums.at[head, steps_block * sums_of_cta + i, of_cta], jnp.sum(total, axis=0))
 
 
 def step_sums(x: Operands, *, call: Launch) -> Array:

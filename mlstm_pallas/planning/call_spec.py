@@ -16,7 +16,7 @@ from jax import lax
 
 from mlstm_pallas.formulas.chunk_list import num_entries
 from mlstm_pallas.formulas.tiles import blocks_over
-from mlstm_pallas.planning.backend import requested_backend
+from mlstm_pallas.planning.backend import lowering_on_gpu, requested_backend
 from mlstm_pallas.planning.config import KernelConfig, tuned_rows
 from mlstm_pallas.planning.dispatch import lowerings, stage, tiles_class
 from mlstm_pallas.planning.options import Options
@@ -37,20 +37,22 @@ SUMMARY_STEPS = 4096  # of a split of a shard's summary: enough work per CTA, an
 class CallSpec(Options):
     """What a call is asked for, from which its plan follows.
 
-    backend is the one that ``requested_backend`` found, or "xla" without heads; None: the platform
-    of the lowering decides.
+    backend is the one that ``requested_backend`` found, or "xla" without heads.
 
     Attributes:
       problem: padded.
       dtype: the dtype of q, k, v in the matrix products; in a step, of the state C.
       gpu: the GPU that the kernels are planned for.
       has_initial_state: False: the states start from zeros, which have no gradients.
+      pooled: whether the states of a step are in pools, (P, NH, ...), with slots (B,). Then NH is
+        the only axis that is sharded.
     """
 
     problem: Problem
     dtype: jnp.dtype
     gpu: Gpu
     has_initial_state: bool = True
+    pooled: bool = False
 
     def __str__(self) -> str:
         """The fields and what follows from them, for the log."""
@@ -59,7 +61,7 @@ class CallSpec(Options):
     @property
     def lowering(self) -> Lowering:
         """The lowering of the kernels, before those that a kernel falls to."""
-        return Lowering(self.backend or Lowering.TRITON)
+        return lowering_on_gpu(self.backend or "triton")
 
     def row(self, lowering: Lowering) -> KernelConfig:
         """What the tuner found for the heads, the dtype and the GPU.

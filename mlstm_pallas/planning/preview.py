@@ -123,7 +123,7 @@ def plan(
       DHQK, DHV: dimensions of the heads of q and k, and of v.
       dtype: the dtype of q, k and v.
       layout: the layout of q, k and v; it changes no launch.
-      num_segments: as for ``mlstm_chunkwise``; such a call has no backward pass.
+      num_segments: as for ``mlstm_chunkwise``; the plan has the forward pass alone.
       backend: as for ``mlstm_chunkwise``; None is "triton" here.
       gpu: the GPU's device_kind in jax, such as "NVIDIA H20"; None: the GPU of this process.
       recompute_states_in_bw, config: as for ``mlstm_chunkwise``.

@@ -65,21 +65,14 @@ class Forward(NamedTuple):
     """The outputs of a forward pass."""
 
     h: Array  # (B, NH, S, DHV) or (B, S, NH, DHV)
-    last: LastStates | None  # None where they are not returned
+    last: Any  # LastStates, or SegmentStates; None where they are not returned
     z: Array | None  # (B, NH, S); None without a normaliser
-    states: StoredStates
-
-
-class Packed(NamedTuple):
-    """The outputs of a forward pass with the states of packed segments."""
-
-    h: Array  # (B, NH, S, DHV) or (B, S, NH, DHV)
-    states: SegmentStates
+    states: Any  # StoredStates; None with SegmentStates
 
 
 class Cotangents(NamedTuple):
     h: Array
-    last: Any  # LastStates; None where the last states are not returned
+    last: Any  # as in Forward
 
 
 class Residuals(NamedTuple):
@@ -88,7 +81,7 @@ class Residuals(NamedTuple):
     inputs: Inputs
     h: Array | None  # None without a normaliser, or where the denominator is a constant
     z: Array | None
-    states: StoredStates
+    states: Any  # StoredStates, or the SegmentStates that the forward pass returned
 
 
 # The fields that have the layout of the call; with "BTNH" they are (B, S, NH, D). All fields of
@@ -96,7 +89,7 @@ class Residuals(NamedTuple):
 IN_LAYOUT: dict[type, tuple[str, ...]] = {
     Inputs: ("q", "k", "v"),
     SegmentStates: (),
-    **dict.fromkeys((Forward, Packed, Cotangents, Residuals), ("h",)),
+    **dict.fromkeys((Forward, Cotangents, Residuals), ("h",)),
 }
 
 

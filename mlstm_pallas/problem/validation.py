@@ -54,6 +54,7 @@ DIMS: dict[str, Dims] = {
     "m_initial": ("B", "NH"),
     "segment_ids": ("B", "S"),
     "sequence_lengths": ("B",),
+    "slots": ("B",),
 }
 
 Choice = TypeVar("Choice", InputGate, Layout)
@@ -252,8 +253,8 @@ def check_inputs(
     """Checks the arrays of a public function; returns the sizes of their dimensions.
 
     Args:
-      arrays: q, k, v, i and f, and what there is of segment_ids and sequence_lengths.
-      states: c_initial, n_initial and m_initial.
+      arrays: q, k, v, i and f, and what there is of segment_ids, sequence_lengths and slots.
+      states: c_initial, n_initial and m_initial; with slots they are (P, NH, ...).
       backend: that computes in the dtype of q.
       cast: whether the call casts all arrays; otherwise gates alone.
       steps: whether there is an axis of steps.
@@ -265,7 +266,7 @@ def check_inputs(
     complete = check_states_complete(needed)
     arrays = {**arrays, **complete}
     for name, x in arrays.items():
-        if name in ("segment_ids", "sequence_lengths"):
+        if name in ("segment_ids", "sequence_lengths", "slots"):
             check_is_array(name, x)
             if not jnp.issubdtype(x.dtype, jnp.integer):
                 are_resets = name == "segment_ids" and x.dtype == bool
@@ -276,6 +277,10 @@ def check_inputs(
             dtypes = INPUT_DTYPES if any_float else KERNEL_DTYPES
             check_array(name, x, dtypes, backend, cast_from=INPUT_DTYPES if cast else ())
     dims: dict[str, Shapes] = {name: (dims_of(name, layout, steps=steps),) for name in arrays}
+    if "slots" in arrays:
+        if not complete:
+            raise ValueError("c_initial is None with slots, expected a pool (P, NH, DHQK, DHV)")
+        dims |= {name: (("P", *dims[name][0][1:]),) for name in complete}
     for name in complete if num_segments is not None else ():
         per_segment = "B", "N", *dims_of(name, layout)[1:]
         if complete["c_initial"].ndim == 5:

@@ -3,11 +3,13 @@
 Arrays belong to a shard, as in the forward schedule.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from mlstm_pallas.formulas.chunk_list import ChunkList, of_lengths
@@ -15,8 +17,16 @@ from mlstm_pallas.formulas.gate_gradients import inner, only, step_flags
 from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, MASKED, ChunkGates
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
 from mlstm_pallas.planning.call_spec import CallSpec
-from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals
-from mlstm_pallas.schedules.forward import in_time, run_gates
+from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals, StoredStates
+from mlstm_pallas.problem.dimensions import Layout
+from mlstm_pallas.schedules.forward import (
+    heads_before_segments,
+    in_time,
+    key_states,
+    run_gates,
+    segments_before_heads,
+    segments_of,
+)
 from mlstm_pallas.stages import (
     parallel_bw_dP,
     parallel_bw_dQKV,
@@ -206,3 +216,85 @@ def second_half(
         dm_initial += inner(dC_initial, x.c_initial, 2) + inner(dn_initial, x.n_initial)
     dq, dk, dv = gradients.matDeltaQ, gradients.matDeltaK, gradients.matDeltaV
     return Inputs(dq, dk, dv, di, df, dC_initial, dn_initial, dm_initial)
+
+
+def packed_backward(
+    spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
+) -> Inputs:
+    """The gradients of the inputs of ``packed``; residuals.states are the states that it returned.
+
+    q, k, v, h and dh are copied to the order of a list of chunks, which both halves take for one
+    sequence. The segments' states enter between the halves, because C and dC at the chunk
+    boundaries are linear in them.
+    """
+    x, L = residuals.inputs, spec.problem.L
+    chunks, before = segments_of(spec, x, L)
+    after, d_after = map(heads_before_segments, (residuals.states, cotangents.last))
+    p = dataclasses.replace(spec.problem, S=chunks.NC * L)
+    spec = dataclasses.replace(
+        spec.forward_only,
+        problem=p,
+        layout=Layout.BNTH,
+        num_segments=None,
+        return_last_states=False,
+        has_initial_state=False,
+    )
+    z = None if residuals.z is None else residuals.z[..., None]
+    q, k, v, h, dh, z = jax.tree.map(
+        lambda y: chunks.gather(y, L).reshape(p.BNH, p.S, -1),
+        (x.q, x.k, x.v, residuals.h, cotangents.h, z),
+    )
+    i, f, starts = chunks.gates(x.i, x.f, x.starts, before.m, L)
+    in_chunks = Inputs(q, k, v, i, f, None, x.n_initial, x.m_initial, starts)
+    run = functools.partial(spec.stage, lowering=lowering)
+    gates = run_gates(spec, spec.launch("chunk_gates", lowering), in_chunks)
+    call = spec.launch("parallel_bw_dQKV", lowering)
+    n, n_last = key_states(
+        spec, call, k, gates, x.n_initial, with_initial=lambda y: chunks.with_initial(y, before.n)
+    )
+    stored = StoredStates(None, n, gates.scaM_states, None, n_last)
+    arrays = (
+        Residuals(in_chunks, h, None if z is None else z[..., 0], stored),
+        Cotangents(dh, LastStates(None, x.n_initial, None)),  # zeros
+    )
+    first = first_half(spec, lowering, *arrays)
+
+    rows, entries = chunks.before_parts()
+    begins, ends = entries[:, :-1], entries[:, 1:]
+
+    def with_states(C: Any, at: Array, states: Array, **backward: bool) -> Any:
+        """C at the chunk boundaries, with the states of segments, which enter at these chunks."""
+        entering = jnp.zeros_like(n[..., :1]).at[rows, at].set(1.0)
+        decay, _ = run("vector_states", lowering=Lowering.XLA)(
+            vector_states.Operands(entering, gates.scaGamma, x.n_initial[:, :1]), **backward
+        )
+        part = lax.min(chunks.part_of_entries(), np.int32(chunks.N - 1))
+        return (C.astype(decay.dtype) + decay[..., None] * states[rows, part]).astype(C.dtype)
+
+    C = with_states(first.states.matC_states, begins, before.c)
+    dC = with_states(first.states.matDeltaC_states, ends, d_after.c, backward=True)
+    normaliser, dn_added = first.normaliser_gradients, first.vecDeltaN_added
+    dn_added = jnp.zeros_like(n) if dn_added is None else dn_added
+    dn_added = dn_added.at[rows, ends].set(d_after.n)
+    if normaliser.vecDm is not None:  # see ``second_half``
+        dm = d_after.m - inner(d_after.c, after.c, 2) - inner(d_after.n, after.n)
+        normaliser = normaliser._replace(vecDm=normaliser.vecDm.at[rows, ends * L - 1].add(dm))
+    first = first._replace(
+        states=first.states._replace(matC_states=C, matDeltaC_states=dC),
+        normaliser_gradients=normaliser,
+        vecDeltaN_added=dn_added,
+    )
+    dx = second_half(spec, lowering, *arrays, first)
+    segments = None
+    if x.segments is not None:
+        dn, _ = run("vector_states")(
+            vector_states.Operands(dn_added, gates.scaGamma, x.n_initial), backward=True
+        )
+        dc, dn, dm = dC[rows, begins].astype(dn.dtype), dn[rows, begins], dx.i[rows, begins * L]
+        if spec.stabilised:  # the initial m is also the scale of the initial states
+            dm += inner(dc, before.c, 2) + inner(dn, before.n)
+        segments = segments_before_heads(p, dc, dn, dm)
+    q, k, v = (chunks.scatter(dy, y, L) for dy, y in zip(dx[:3], x[:3], strict=True))
+    i, f = (chunks.scatter_steps(dy, x.i, L) for dy in dx[3:5])
+    none: Any = None  # the segments' states are in place of these
+    return Inputs(q, k, v, i, f, none, none, none, segments=segments)

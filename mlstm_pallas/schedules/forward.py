@@ -4,6 +4,7 @@ Arrays belong to a shard, (B * NH, ...); q, k, v and h are (B, S, NH, D) with la
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -19,10 +20,10 @@ from mlstm_pallas.problem.arrays import (
     Forward,
     Inputs,
     LastStates,
-    Packed,
     SegmentStates,
     StoredStates,
 )
+from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages import (
     chunk_gates,
     parallel_fw_H,
@@ -83,45 +84,61 @@ def key_states(
     gates: ChunkGates,
     n_initial: Array,
     chunks: ChunkList | None = None,
-    n_of_segments: Array | None = None,
+    with_initial: Callable[[Array], Array] = lambda added: added,
 ) -> tuple[Array, Array]:
     """n before each chunk, (B * NH, NC, DHQK), and the last one; call: of what reads them.
 
-    n_of_segments: with a list of chunks, n before each segment, (B * NH, N, DHQK).
+    with_initial: of what each chunk adds, (B * NH, NC, DHQK).
     """
     run = functools.partial(spec.stage, lowering=call.lowering, problem=call.problem)
     abar = gates.per_step().vecAbar
-    added = run("step_sums")(step_sums.Operands(k, abar, chunks))
-    if chunks is not None and n_of_segments is not None:
-        added = chunks.with_initial(added, n_of_segments)
+    added = with_initial(run("step_sums")(step_sums.Operands(k, abar, chunks)))
     states: tuple[Array, Array] = run("vector_states")(
         vector_states.Operands(added, gates.scaGamma, n_initial), backward=spec.reverse
     )
     return states
 
 
-def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Packed:
+def segments_of(spec: CallSpec, x: Inputs, L: int) -> tuple[ChunkList, SegmentStates]:
+    """The chunks of L steps of rows of packed segments, and the segments' initial states."""
+    S, N, BNH = x.v.shape[1], cast(int, spec.num_segments), spec.problem.BNH
+    end = jnp.full((BNH,), S, jnp.int32) if x.lengths is None else x.lengths
+    chunks = of_segments(segment_ends(x.segment_ids, N, x.lengths), end, S, L)
+    if x.segments is not None:
+        return chunks, heads_before_segments(x.segments)
+    zeros = (jnp.zeros((BNH, N, *y.shape[1:]), y.dtype) for y in x[5:8])
+    return chunks, SegmentStates(*zeros)
+
+
+def heads_before_segments(states: SegmentStates) -> SegmentStates:
+    """States (B, N, NH, ...) as (B * NH, N, ...)."""
+    return SegmentStates(
+        *(jnp.swapaxes(y, 1, 2).reshape(-1, *y.shape[1:2], *y.shape[3:]) for y in states)
+    )
+
+
+def segments_before_heads(p: Problem, *states: Array) -> SegmentStates:
+    """The inverse of ``heads_before_segments``."""
+    each = (y.reshape(p.B, p.NH, *y.shape[1:]) for y in states)
+    return SegmentStates(*(jnp.swapaxes(y, 1, 2) for y in each))
+
+
+def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     """The forward pass of rows of packed segments, with the states before and after each.
 
     It is the fused scan over a list of chunks, whose segments run side by side. Segments beyond
     the first N have no states; they reset them where they begin.
     """
-    S, N = x.v.shape[1], cast(int, spec.num_segments)
-    launches = spec.packed(lowering, S)
+    launches = spec.packed(lowering, x.v.shape[1])
     scan, call = launches["recurrent_fw_H"], launches["parallel_fw_P"]
-    p = scan.problem
-    end = jnp.full((p.BNH,), S, jnp.int32) if x.lengths is None else x.lengths
-    chunks = of_segments(segment_ends(x.segment_ids, N, x.lengths), end, S, p.L)
-    n, m = jnp.zeros((p.BNH, N, p.DHQK), x.f.dtype), jnp.zeros((p.BNH, N), x.f.dtype)
-    if x.segments is not None:
-        n, m = (
-            jnp.swapaxes(y, 1, 2).reshape(p.BNH, N, *y.shape[3:])
-            for y in (x.segments.n, x.segments.m)
-        )
-    i, f, starts = chunks.gates(x.i, x.f, x.starts, m, p.L)
+    L = scan.problem.L
+    chunks, (_, n, m) = segments_of(spec, x, L)
+    i, f, starts = chunks.gates(x.i, x.f, x.starts, m, L)
     in_list = x._replace(i=i, f=f, starts=starts, lengths=None)
     gates = run_gates(spec, launches["chunk_gates"], in_list)
-    n_states, _ = key_states(spec, call, x.k, gates, x.n_initial, chunks, n)
+    n_states, _ = key_states(
+        spec, call, x.k, gates, x.n_initial, chunks, lambda y: chunks.with_initial(y, n)
+    )
     operands = stage("parallel_fw_P", call)(
         parallel_fw_P.Operands(x.q, x.k, gates, n_states, chunks), normaliser=spec.normaliser
     )
@@ -135,11 +152,10 @@ def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Packed:
             chunks=chunks,
         )
     )
-    n, m = (
-        jnp.swapaxes(chunks.behind_segments(y).reshape(p.B, p.NH, N, *y.shape[2:]), 1, 2)
-        for y in (n_states, gates.scaM_states)
-    )
-    return Packed(H, SegmentStates(C_last, n, m))
+    n, m = map(chunks.behind_segments, (n_states, gates.scaM_states))
+    last = segments_before_heads(spec.problem, n, n, m)._replace(c=C_last)
+    z = operands.vecZ
+    return Forward(H, last, None if z is None else chunks.scatter_steps(z, x.i, L), None)
 
 
 def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:

@@ -43,8 +43,8 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mlstm_pallas.planning.backend import lowering_on_gpu
 from mlstm_pallas.planning.call_spec import CallSpec
-from mlstm_pallas.planning.dispatch import HAS_TRITON
 from mlstm_pallas.problem.arrays import IN_LAYOUT, heads_behind
 from mlstm_pallas.problem.version import __version__
 from mlstm_pallas.schedules.derivatives import NO_SUCH_DERIVATIVE, not_differentiated
@@ -52,7 +52,12 @@ from mlstm_pallas.stages.stage import Lowering
 
 
 def _map(spec: CallSpec, function: Callable[[Array, int], Any], tree: Any, axes: int = 2) -> Any:
-    """Applies function(array, number of leading axes of B and NH) to all arrays."""
+    """Applies function(array, number of leading axes of B and NH) to all arrays.
+
+    Arrays beside pools keep their axes.
+    """
+    if spec.pooled:
+        return tree
 
     def has_layout(x: Any) -> bool:
         return type(x) in IN_LAYOUT
@@ -85,7 +90,7 @@ def sharded_alike(spec: CallSpec, tree: Any) -> Any:
     types = [jax.typeof(x) for x in jax.tree.leaves(tree)]
     mesh = types[0].sharding.mesh
     if mesh.explicit_axes:
-        return _heads_first(spec, _resharded(_heads_first(spec, tree), mesh, 2)[0])
+        return _heads_first(spec, _resharded(spec, _heads_first(spec, tree), mesh)[0])
     varying = frozenset().union(*(x.manual_axis_type.varying for x in types))
 
     def cast(x: Array) -> Array:
@@ -95,11 +100,12 @@ def sharded_alike(spec: CallSpec, tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def _common_spec(specs: Iterable[P], count: int) -> P:
-    """For each of the first ``count`` axes, the first mesh axes in the specs that are unused."""
+def _common_spec(spec: CallSpec, specs: Iterable[P], mapped: int) -> P:
+    """For each axis up to NH, the first mesh axes in the specs that are unused."""
     used: set[str] = set()
-    common = []
-    for entries in zip(*(_padded(spec, count) for spec in specs), strict=True):
+    common: list[Any] = [None] * spec.pooled
+    shardings = (_padded(x, mapped + 2)[spec.pooled :] for x in specs)
+    for entries in zip(*shardings, strict=True):
         choices = ({x} if isinstance(x, str) else x or () for x in entries)
         names = next((x for x in choices if x and not used.intersection(x)), ())
         used.update(names)
@@ -107,9 +113,10 @@ def _common_spec(specs: Iterable[P], count: int) -> P:
     return P(*common)
 
 
-def _resharded(tree: Any, mesh: Any, count: int) -> tuple[Any, P]:
-    """The arrays with one sharding of their first ``count`` axes, and that sharding."""
-    common = _common_spec([jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)], count)
+def _resharded(spec: CallSpec, tree: Any, mesh: Any, mapped: int = 0) -> tuple[Any, P]:
+    """The arrays with one sharding of their axes up to NH, and that sharding."""
+    specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)]
+    common = _common_spec(spec, specs, mapped)
 
     def resharded(x: Array) -> Array:
         y: Array = jax.sharding.reshard(x, NamedSharding(mesh, _padded(common, x.ndim)))
@@ -164,6 +171,9 @@ def on_shards(
     (B, S, NH, D) or (B, N, NH, ...), here and in the function. A shard's spec is
     spec.with_heads(B, NH).
 
+    If spec.pooled, they stay two axes, of which NH alone is sharded. The first array then has them;
+    others are pools, (P, NH, ...), or have no NH.
+
     Args:
       function: (spec, lowering, *pytrees of arrays of a shard, **options) -> pytree of such arrays.
       lowering: None: that of spec.backend on the platform of the computation.
@@ -189,7 +199,10 @@ def _mappable(work: Work) -> Callable[..., Any]:
             return x if axis_size else jnp.zeros((size, *x.shape[1:]), x.dtype)
 
         args = jax.tree.map(with_axis, args, tuple(is_mapped))
-        outputs = _mappable(dataclasses.replace(work, mapped=work.mapped + 1))(*args)
+        if work.spec.pooled:  # every mapped element has pools of its own
+            outputs = jax.lax.map(lambda x: call(*x), args)
+        else:
+            outputs = _mappable(dataclasses.replace(work, mapped=work.mapped + 1))(*args)
         outputs = outputs if axis_size else jax.tree.map(lambda x: x[:0], outputs)
         return outputs, jax.tree.map(lambda _: True, outputs)
 
@@ -212,13 +225,13 @@ def _on_mesh(work: Work, *args: Any) -> Any:
         return on_shard(work, False, None, *args)
     args = _heads_first(work.spec, args, work.mapped)
     if mesh.explicit_axes:
-        args, common = _resharded(args, mesh, work.mapped + 2)
+        args, common = _resharded(work.spec, args, mesh, work.mapped)
         # An empty set is all axes but those that vmap holds, which only shard_map knows.
         some = len(mesh.explicit_axes) < len(mesh.axis_names)
         outputs = jax.shard_map(
             functools.partial(on_shard, work, True, None),
             mesh=None if mesh == context else mesh,
-            in_specs=common,
+            in_specs=jax.tree.map(lambda x: _padded(common, x.ndim), args),
             out_specs=common,
             axis_names=set(mesh.explicit_axes) if some else set(),
             check_vma=False,
@@ -254,7 +267,7 @@ def on_shard(work: Work, heads_first: bool, identity: Any, *args: Any) -> Any:
             "and heads, expected one: inside a shard_map that leaves mesh axes to the compiler "
             "constrain them with jax.lax.with_sharding_constraint"
         )
-    (heads,) = shapes
+    (heads,) = shapes or [jax.tree.leaves(args)[0].shape[:2]]
     *batch, NH = heads
     spec = spec.with_heads(math.prod(batch), NH)
     run = functools.partial(work.function, spec, **dict(work.options))
@@ -274,23 +287,28 @@ def _partitioned(work: Work) -> Callable[..., Any]:
     run = functools.partial(on_shard, work, True)
 
     def partition(mesh: Any, args: Any, results: Any) -> tuple[Any, ...]:
-        in_shardings, out_shardings = _common_shardings(work.mapped, args, results)
+        in_shardings, out_shardings = _common_shardings(work, args, results)
         return mesh, run, out_shardings, in_shardings
 
     partitioned = custom_partitioning(run)
-    rule = functools.partial(_sharding_rule, work.mapped)
+    rule = functools.partial(_sharding_rule, work)
     partitioned.def_partition(partition, sharding_rule=rule)
     return partitioned
 
 
-def _sharding_rule(mapped: int, mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
-    """The first axes of all arrays but the identity are free; all others are replicated."""
-    free, whole = [f"free{axis}" for axis in range(mapped + 2)], list[str]()
+def _sharding_rule(work: Work, mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
+    """The axes up to NH of all arrays but the identity are free; all others are replicated.
+
+    Beside pools only NH is free.
+    """
+    whole, pooled = list[str](), work.spec.pooled
+    free = [f"free{axis}" for axis in range(pooled, work.mapped + 2)]
 
     def axes(x: Any, free: Sequence[str]) -> str:
+        free = free[: x.rank - pooled]
         others = [f"whole{len(whole) + n}" for n in range(x.rank - len(free))]
         whole.extend(others)
-        return " ".join([*free, *others])
+        return " ".join([*others[:pooled], *free, *others[pooled:]])
 
     identity, *inputs = operands
     text = ", ".join([axes(identity, ()), *(axes(x, free) for x in inputs)])
@@ -298,7 +316,7 @@ def _sharding_rule(mapped: int, mesh: Any, operands: Any, results: Any) -> tuple
     return text, {"need_replication_factors": tuple(whole)}
 
 
-def _common_shardings(mapped: int, args: Any, results: Any) -> tuple[Any, Any]:
+def _common_shardings(work: Work, args: Any, results: Any) -> tuple[Any, Any]:
     """One sharding of the free axes and none of other axes, for all operands and results."""
     identity, *arrays = args
     leaves = jax.tree.leaves((results, arrays))
@@ -307,8 +325,10 @@ def _common_shardings(mapped: int, args: Any, results: Any) -> tuple[Any, Any]:
     by_rank = {len(x.shape): x.sharding for x in reversed(leaves)}
     if isinstance(leaves[0].sharding, NamedSharding):
         mesh = leaves[0].sharding.mesh
-        common = _common_spec([x.sharding.spec for x in leaves], mapped + 2)
+        common = _common_spec(work.spec, [x.sharding.spec for x in leaves], work.mapped)
         by_rank = {rank: NamedSharding(mesh, _padded(common, rank)) for rank in by_rank}
+    elif work.spec.pooled:  # arrays of one rank differ
+        by_rank = dict.fromkeys(by_rank, identity.sharding)
     arrays, results = jax.tree.map(lambda x: by_rank[len(x.shape)], (arrays, results))
     return (identity.sharding, *arrays), results
 
@@ -394,7 +414,7 @@ for _platform in (None, "cpu", "cuda"):  # None: all others
 
 def known_lowering(backend: str | None) -> Lowering | None:
     """The lowering on every platform; None: ``by_platform`` decides or refuses one."""
-    lowering = Lowering(backend or (Lowering.TRITON if HAS_TRITON else Lowering.XLA))
+    lowering = lowering_on_gpu(backend)
     return lowering if lowering.interpret or lowering is Lowering.XLA else None
 
 
@@ -408,8 +428,7 @@ def by_platform(
 
     mapped: (name, size) of the axes of a vmap that run names, where jax may have left the vmap.
 
-    None is Triton where the computation is lowered for CUDA, else XLA. Where jax has no Triton it
-    is XLA, unless ``requested_backend`` chose "mosaic_gpu".
+    None and "fastest" are XLA where the computation is not lowered for CUDA.
     """
     leaves, tree = jax.tree.flatten(args)
 
@@ -420,8 +439,8 @@ def by_platform(
             return_shape=True,
         )(*leaves)
 
-    (cuda, outputs), other = traced(Lowering(backend or "triton")), None  # None: on any GPU
-    if backend is None:
+    (cuda, outputs), other = traced(lowering_on_gpu(backend)), None  # None: on any GPU
+    if backend in (None, "fastest"):
         other, outputs = traced(Lowering.XLA)
     results = _by_platform.bind(*leaves, backend=backend, cuda=cuda, other=other)
     return jax.tree.unflatten(jax.tree.structure(outputs), results)

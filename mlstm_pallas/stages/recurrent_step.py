@@ -6,6 +6,10 @@
     h  = scale C'^T q / (max(|z|, floor) + eps)
 
 ``step_gates`` computes decay, gain and m'; normaliser.py has the floor.
+
+With slots the states are pools of P rows, and entry b reads and writes row slots[b]. B and NH are
+then two axes: the token and h are (B, NH, ...), the states (P, NH, ...). An entry whose slot is not
+in 0..P-1 writes no row, and its h is 0.
 """
 
 from collections.abc import Callable
@@ -37,6 +41,7 @@ class Operands(NamedTuple):
     matC: Array  # (B * NH, DHQK, DHV)
     vecN: Array  # (B * NH, DHQK)
     scaM: Array | None  # (B * NH,); None: the sigmoid input gate
+    slots: Array | None = None  # (B,), of any integer dtype
 
 
 class Step(NamedTuple):
@@ -83,6 +88,17 @@ def recurrent_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
 ) -> Step:
     """Runs the stage."""
+    if x.slots is not None:
+        P, pools = len(x.matC), x[5:8]
+        rows = x.slots.astype("uint32")  # -1 is outside, not the last row
+        states = jax.tree.map(lambda y: y.at[rows].get(mode="fill", fill_value=0), pools)
+        h, *after = recurrent_step(Operands(*x[:5], *states), normaliser=normaliser, call=call)
+
+        def updated(pool: Array, y: Array) -> Array:
+            return pool.at[rows].set(y, mode="drop", unique_indices=True)
+
+        h = jnp.where(rows[:, None, None] < P, h, 0)
+        return Step(h, *jax.tree.map(updated, pools, tuple(after)))
     token: Any = x[:5] if x.vecK is not None else split_token(x.vecQ, x.scaI, *x.matC.shape[-2:])
     arrays = *token, x.matC, x.vecN
     acc = accumulator_dtype(*(y.dtype for y in arrays))

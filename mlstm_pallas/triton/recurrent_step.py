@@ -1,10 +1,11 @@
 """recurrent_step in Triton.
 
-Grid (ceil(DHV / siz_b_DHHV), B * NH). A CTA owns siz_b_DHHV columns of one head's C and loops over
-them in blocks of siz_b_DHQK rows, each loaded while the preceding block is processed. Every CTA
-computes n' and z; the CTAs of the first columns store n' and m'. All states are updated in place,
-so the CTAs of a head that has several read n and m from a copy. Sizes that the tiles do not divide
-are masked, because padding would copy the states.
+Grid (ceil(DHV / siz_b_DHHV), B * NH), with slots (ceil(DHV / siz_b_DHHV), NH, B). A CTA owns
+siz_b_DHHV columns of one head's C and loops over them in blocks of siz_b_DHQK rows, each loaded
+while the preceding block is processed. Every CTA computes n' and z; the CTAs of the first columns
+store n' and m'. All states are updated in place, so the CTAs of a head that has several read n and
+m from a copy. With slots the copy has the rows of the entries, while C stays in the pool. Sizes
+that the tiles do not divide are masked, because padding would copy the states.
 
 FLOPs: 4 B NH K V. Bytes: C twice, 2 B NH K V itemsize; the rest is smaller by a factor of V or K.
 """
@@ -28,8 +29,25 @@ from mlstm_pallas.stages.stage import Tiles as BaseTiles
 from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store, operands
 
 
-def _recurrent_step_kernel(
-    matC,  # (DHQK, DHV), the whole head's
+def _recurrent_step_kernel(*, slots, **head):
+    """slots: (), the entry's row of the pools, or absent."""
+    part = pl.program_id(0)
+    if slots is None:
+        return _advance((), part, **head)
+    slot, vecH = slots[...].astype(jnp.int32), head["vecH"]
+
+    def without_row():
+        columns, inside = _block(part, head["call"].tiles.siz_b_DHHV, vecH.shape[0])
+        masked_store(vecH.at[columns], jnp.zeros(columns.size, vecH.dtype), inside)
+
+    has_row = (slot >= 0) & (slot < head["matC"].shape[0])
+    lax.cond(has_row, lambda: _advance((slot,), part, **head), without_row)
+
+
+def _advance(
+    row,  # (the row of the states,) in pools, otherwise ()
+    part,  # the index of the CTA's columns
+    matC,  # (DHQK, DHV), the whole head's; states in pools have an axis P in front
     vecN,  # (DHQK,)
     scaM,  # (), or absent: the sigmoid input gate
     vecQ,  # (DHQK,), or q, k and v, (2 * DHQK + DHV or more,)
@@ -37,7 +55,7 @@ def _recurrent_step_kernel(
     vecV,  # (DHV,), or absent: vecQ has it
     scaI,  # (), or i and f, (2,)
     scaF,  # (), or absent: scaI has it
-    before,  # (DHQK + 1,), a copy of n and m; absent: the head has one CTA
+    before,  # (DHQK + 1,), a copy of n and m; absent: the head has one CTA, and no slots
     vecH,  # out (DHV,)
     matC_new,  # out (DHQK, DHV), in place of C
     vecN_new,  # out (DHQK,), in place of n
@@ -46,9 +64,9 @@ def _recurrent_step_kernel(
     call,
     normaliser,
 ):
-    (DHQK, DHV), scale, compiled = matC.shape, call.problem.qk_scale, not call.interpret
+    (DHQK, DHV), scale, compiled = matC.shape[-2:], call.problem.qk_scale, not call.interpret
     siz_b_DHQK, siz_b_DHHV = call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
-    columns, in_columns = _block(pl.program_id(0), siz_b_DHHV, DHV)
+    columns, in_columns = _block(part, siz_b_DHHV, DHV)
     num_blocks = blocks_over(DHQK, siz_b_DHQK)
 
     *qk, v_at = (vecQ, 0), (vecK, 0), (vecV, 0)
@@ -62,7 +80,7 @@ def _recurrent_step_kernel(
 
     def load(ik):
         rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
-        C = masked_load(matC.at[rows, columns], _outer(in_rows, in_columns))
+        C = masked_load(matC.at[(*row, rows, columns)], _outer(in_rows, in_columns))
         q, k = (load_vector(at, rows, in_rows)[:, None] for at in qk)
         return C, q, k
 
@@ -70,9 +88,8 @@ def _recurrent_step_kernel(
         rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
         C, q, k = loaded
         C = decay * C.astype(jnp.float32) + (gain * k) * v[None, :]
-        masked_store(
-            matC_new.at[rows, columns], C.astype(matC_new.dtype), _outer(in_rows, in_columns)
-        )
+        block = matC_new.at[(*row, rows, columns)]
+        masked_store(block, C.astype(matC_new.dtype), _outer(in_rows, in_columns))
         return num + jnp.sum(q * C, axis=0)
 
     # The first block is loaded before anything waits.
@@ -89,11 +106,11 @@ def _recurrent_step_kernel(
     decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, scaM_new.dtype, compiled))
     n = decay * n + gain * k
 
-    @pl.when(pl.program_id(0) == 0)
+    @pl.when(part == 0)
     def _():
-        masked_store(vecN_new.at[whole], n.astype(vecN_new.dtype), in_whole)
+        masked_store(vecN_new.at[(*row, whole)], n.astype(vecN_new.dtype), in_whole)
         if scaM_new is not None:
-            scaM_new[...] = m_new.astype(scaM_new.dtype)
+            scaM_new[row or ...] = m_new.astype(scaM_new.dtype)
 
     carry = loaded, jnp.zeros((siz_b_DHHV,), jnp.float32)
     if num_blocks > 1:
@@ -125,21 +142,31 @@ def recurrent_step(
 ) -> Step:
     """Runs the stage: ``stages/recurrent_step.py``."""
     DHV, vecN, scaM, before = x.matC.shape[-1], x.vecN, x.scaM, None
-    if call.tiles.siz_b_DHHV < DHV:  # every CTA of a head reads n and m, and one updates them
-        last = jnp.zeros(len(vecN), jnp.float32) if scaM is None else scaM
-        pair = vecN.astype(jnp.float32), last[:, None].astype(jnp.float32)
-        before = jnp.concatenate(pair, axis=1)
+    token, states, grid = "b", "b", call.tiles.grid(call.problem)
+    if x.slots is not None:  # b is an entry, c a head
+        token, states, grid = "bc", "0c", (grid[0], call.problem.NH, call.problem.B)
+    # Every CTA of a head reads n and m, and one updates them.
+    if x.slots is not None or call.tiles.siz_b_DHHV < DHV:
+        n, m = vecN, scaM
+        if x.slots is not None:
+            rows = x.slots.astype("uint32")  # any row for an entry without one
+            n, m = jax.tree.map(lambda y: y[rows], (n, m))
+        m = jnp.zeros(n.shape[:-1], jnp.float32) if m is None else m
+        pair = n.astype(jnp.float32), m[..., None].astype(jnp.float32)
+        before = jnp.concatenate(pair, axis=-1)
     y = kernel_call(
         _recurrent_step_kernel,
-        operands(x, matC="b00", vecN="b0", scaM="b", vecQ="b0", vecK="b0", vecV="b0")
-        | operands(x, scaI="b0"[: x.scaI.ndim], scaF="b")
-        | dict(before=(before, "b0")),
+        operands(x, matC=states + "00", vecN=states + "0", scaM=states)
+        | operands(x, **dict.fromkeys(("vecQ", "vecK", "vecV"), token + "0"))
+        | operands(x, scaI=(token + "0")[: x.scaI.ndim], scaF=token)
+        | dict(before=(before, token + "0"), slots=(x.slots, "b")),
         dict(
-            vecH=(jax.ShapeDtypeStruct((len(x.vecQ), DHV), x.vecQ.dtype), "b0"),
-            matC_new=(x.matC, "b00"),
-            vecN_new=(vecN, "b0"),
-            scaM_new=(scaM, "b"),
+            vecH=(jax.ShapeDtypeStruct((*x.vecQ.shape[:-1], DHV), x.vecQ.dtype), token + "0"),
+            matC_new=(x.matC, states + "00"),
+            vecN_new=(vecN, states + "0"),
+            scaM_new=(scaM, states),
         ),
+        grid=grid,
         aliases={0: 1, 1: 2} | ({} if scaM is None else {2: 3}),
         call=call,
         normaliser=normaliser,

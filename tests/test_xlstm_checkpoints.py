@@ -1,0 +1,276 @@
+"""examples/xlstm_checkpoint.py: checkpoints as transformers and NX-AI's xlstm write them, against a
+recomputation in float64."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from oracle import assert_close, tolerance
+
+pytest.importorskip("safetensors")
+pytest.importorskip("tokenizers")
+pytest.importorskip("tqdm")
+import xlstm_checkpoint as checkpoint
+import xlstm_model as model
+from safetensors.numpy import load_file, save_file
+
+FOLDER = Path(__file__).parent / "xlstm_7b"
+VALUES = json.loads((FOLDER / "config.json").read_text())
+TENSORS = {
+    name: x.astype(np.float32)
+    for path in FOLDER.glob("*.safetensors")
+    for name, x in load_file(path).items()
+}
+PROMPT = np.random.default_rng(3).integers(1, VALUES["vocab_size"], 40)
+# As in test_xlstm_7b.py: the roundings of float32 on the way to the logits.
+ROUNDING = 2 * 30**0.5 * tolerance("float32", 128)
+FUSED = {
+    "mlstm_layer.qkv_opreact": ["mlstm_layer." + x for x in ("q", "k", "v", "ogate_preact")],
+    "mlstm_layer.ifgate_preact": ["mlstm_layer.igate_preact", "mlstm_layer.fgate_preact"],
+    "ffn.proj_up_gate_z": ["ffn.proj_up_gate", "ffn.proj_up"],
+}
+
+
+# ---------------- the model in float64
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def cap(x, value):
+    return value * np.tanh(x / value) if value else x
+
+
+def linear(x, y, name):
+    return y @ x[f"{name}.weight"].T + x.get(f"{name}.bias", 0.0)
+
+
+def rms_norm(x, y, name):
+    y = y / np.sqrt(np.mean(y * y, -1, keepdims=True) + 1e-6)
+    return y * x[f"{name}.weight"] + x.get(f"{name}.bias", 0.0)
+
+
+def mlstm(q, k, v, i, f, sigmoid_gate):
+    """(S, NH, ...) -> h, the recurrence with the states as they are, so without a stabiliser."""
+    c, n = np.zeros((*q.shape[1:], v.shape[-1])), np.zeros(q.shape[1:])
+    weight, hs = sigmoid(i) if sigmoid_gate else np.exp(i), []
+    for t in range(len(q)):
+        decay = sigmoid(f[t])[:, None]
+        c = decay[..., None] * c + weight[t][:, None, None] * k[t][..., None] * v[t][:, None]
+        n = decay * n + weight[t][:, None] * k[t]
+        scaled = q[t] * q.shape[-1] ** -0.5
+        norm = np.maximum(np.abs(np.sum(scaled * n, -1)), 1.0)[:, None]
+        hs.append(np.einsum("hk,hkv->hv", scaled, c) / norm)
+    return np.stack(hs)
+
+
+def logits64(x, values, sigmoid_gate=False):
+    """Logits of PROMPT from tensors by transformers' single names."""
+    x = {name.removeprefix("backbone."): y.astype(np.float64) for name, y in x.items()}
+    y, S, NH = x["embeddings.weight"][PROMPT], len(PROMPT), values["num_heads"]
+    gate_cap = values["gate_soft_cap"]
+    for n in range(values["num_blocks"]):
+        p = {a.removeprefix(f"blocks.{n}."): b for a, b in x.items() if f"blocks.{n}." in a}
+        z = rms_norm(p, y, "norm_mlstm")
+        q, k, v = (linear(p, z, f"mlstm_layer.{a}").reshape(S, NH, -1) for a in "qkv")
+        i, f = (cap(linear(p, z, f"mlstm_layer.{a}gate_preact"), gate_cap) for a in "if")
+        h = mlstm(q, k, v, i, f, sigmoid_gate)
+        h = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-6)
+        h = h.reshape(S, -1) * p["mlstm_layer.multihead_norm.weight"]
+        h = h + p.get("mlstm_layer.multihead_norm.bias", 0.0)
+        h = h * sigmoid(linear(p, z, "mlstm_layer.ogate_preact"))
+        y = y + linear(p, h, "mlstm_layer.out_proj")
+        z = rms_norm(p, y, "norm_ffn")
+        gate = linear(p, z, "ffn.proj_up_gate")
+        y = y + linear(p, gate * sigmoid(gate) * linear(p, z, "ffn.proj_up"), "ffn.proj_down")
+    y = rms_norm(x, y, "out_norm") if "out_norm.weight" in x else y
+    return cap(linear(x, y, "lm_head"), values["output_logit_soft_cap"])
+
+
+# ---------------- checkpoints
+
+
+def biased(of_out_norm):
+    """TENSORS with a bias wherever use_bias has one."""
+    rng, tensors = np.random.default_rng(4), dict(TENSORS)
+    for name, x in TENSORS.items():
+        of_a_block = ".blocks." in name or (of_out_norm and "out_norm" in name)
+        if of_a_block and name.endswith(".weight"):
+            bias = rng.normal(0.0, 0.3, len(x)).astype(np.float32)
+            tensors.setdefault(name.replace(".weight", ".bias"), bias)
+    return tensors
+
+
+def fused(tensors):
+    tensors = dict(tensors)
+    for n in range(2):
+        for name, parts in FUSED.items():
+            for kind in ("weight", "bias"):
+                names = [f"backbone.blocks.{n}.{part}.{kind}" for part in parts]
+                if names[0] in tensors:
+                    rows = np.concatenate([tensors.pop(part) for part in names])
+                    tensors[f"backbone.blocks.{n}.{name}.{kind}"] = rows
+    return tensors
+
+
+def without_out_norm(tensors):
+    return {name: x for name, x in tensors.items() if "out_norm" not in name}
+
+
+def renamed(tensors, *pairs):
+    for old, new in pairs:
+        tensors = {name.replace(old, new): x for name, x in tensors.items()}
+    return tensors
+
+
+TO_XLSTM = "backbone.embeddings", "embedding"
+OLDER = (".q.", ".query."), (".k.", ".key."), (".v.", ".value.")
+SIGING = "chunkwise--triton_xl_chunk_siging"
+# Name: what config.json has unlike the fixture's, the model's tensors, and as the file has them.
+TRANSFORMERS = dict(
+    capless=(dict(gate_soft_cap=None, output_logit_soft_cap=None), TENSORS, TENSORS),
+    fused=(dict(weight_mode="fused"), TENSORS, fused(TENSORS)),
+    fused_bias=(dict(weight_mode="fused", use_bias=True), biased(False), fused(biased(False))),
+    older=(dict(num_blocks=None, embedding_dim=None), TENSORS, renamed(TENSORS, *OLDER)),
+    first=(dict(num_hidden_layers=None, hidden_size=None), TENSORS, TENSORS),
+    out_norm_all_the_same=(dict(add_out_norm=False), TENSORS, TENSORS),
+    no_out_norm=(dict(add_out_norm=False), *[without_out_norm(TENSORS)] * 2),
+    sigmoid=(dict(chunkwise_kernel=SIGING), TENSORS, TENSORS),
+    sigmoid_field=(dict(input_gate="sigmoid"), TENSORS, TENSORS),
+    kernels=(
+        dict(
+            chunkwise_kernel="parallel--native_stablef_custbw",
+            sequence_kernel="native_sequence__triton",
+            step_kernel="triton",
+        ),
+        *[TENSORS] * 2,
+    ),
+)
+
+
+def read(folder):
+    config, _ = checkpoint.read_config(folder)
+    tensors = checkpoint.tensors_of(config, "float32", 1)
+    reader = checkpoint.open_tensors(folder, tensors, config)
+    return config, checkpoint.load(config, tensors, reader)
+
+
+def check(folder, expected):
+    """Of a prefill, and of a prefill and a step."""
+    config, params = read(folder)
+    ends = np.array([len(PROMPT)])
+    x, _ = model.prefill(config, params, PROMPT[None], None, ends)
+    assert_close(model.next_logits(config, params, x[0]), expected, ROUNDING)
+    _, states = model.prefill(config, params, PROMPT[None, :-1], None, ends - 1)
+    logits, _ = jax.jit(model.step, static_argnums=0)(config, params, states, PROMPT[-1:])
+    assert_close(logits[0], expected[-1], ROUNDING)
+    return config
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_checkpoints_of_transformers(name, tmp_path):
+    changed, tensors, file = TRANSFORMERS[name]
+    (tmp_path / "config.json").write_text(json.dumps(VALUES | changed))
+    save_file(file, tmp_path / "model.safetensors")
+    caps = {x: y for x, y in changed.items() if "soft_cap" in x}
+    config = check(tmp_path, logits64(tensors, VALUES | caps, sigmoid_gate="sigmoid" in name))
+    assert (config.num_blocks, config.hidden_size) == (2, 64)
+
+
+YAML = """
+# Written by hand
+embedding_dim: 64
+num_heads: 4
+num_blocks: 2
+vocab_size: 128
+use_bias: {use_bias}   # in all layers
+norm_eps: 1.0e-06
+add_out_norm: {add_out_norm}
+qk_dim_factor: 1.0
+v_dim_factor: 2.0
+ffn_proj_factor: 1.25
+ffn_round_up_to_multiple_of: 32
+chunkwise_kernel: {kernel}
+mode: 'train'
+gate_soft_cap: {cap}
+output_logit_soft_cap: {cap}
+inference_state_dtype: "float32"
+"""
+
+
+@pytest.mark.parametrize(
+    ("values", "tensors"),
+    [
+        (dict(use_bias="false", add_out_norm="true", cap="15"), TENSORS),
+        (dict(use_bias="true", add_out_norm="true", cap="null"), biased(True)),
+        (dict(use_bias="false", add_out_norm="false", cap="15.0"), without_out_norm(TENSORS)),
+        (dict(use_bias="true", add_out_norm="false", cap=""), without_out_norm(biased(True))),
+    ],
+    ids=["plain", "biased", "no_out_norm", "biased_no_out_norm"],
+)
+@pytest.mark.parametrize("kernel", ["chunkwise--native_custbw", SIGING])
+def test_checkpoints_of_xlstm(values, tensors, kernel, tmp_path):
+    (tmp_path / "config.yaml").write_text(YAML.format(kernel=kernel, **values))
+    file = renamed(fused(tensors) if kernel == SIGING else tensors, TO_XLSTM)
+    names = [*file]  # in parts, as it writes large ones
+    for n in range(2):
+        save_file({name: file[name] for name in names[n::2]}, tmp_path / f"model_{n}.safetensors")
+    soft_cap = float(values["cap"].replace("null", "") or 0)
+    caps = dict(gate_soft_cap=soft_cap, output_logit_soft_cap=soft_cap)
+    check(tmp_path, logits64(tensors, VALUES | caps, sigmoid_gate=kernel == SIGING))
+
+
+def test_the_default_width_of_the_feed_forward_differs(tmp_path):
+    """xlstm's factor is 2.6667 and transformers' 2.667."""
+    (tmp_path / "config.yaml").write_text("embedding_dim: 9600\nffn_round_up_to_multiple_of: 1\n")
+    assert checkpoint.read_config(tmp_path)[0].ffn_dim == 25600
+    values = dict(hidden_size=9600, ffn_round_up_to_multiple_of=1)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert checkpoint.read_config(tmp_path)[0].ffn_dim == 25603
+
+
+def test_wrong_shapes_of_fused_tensors_are_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(VALUES | dict(weight_mode="fused")))
+    file, name = fused(TENSORS), "backbone.blocks.1.mlstm_layer.qkv_opreact.weight"
+    save_file(file | {name: file[name][1:]}, tmp_path / "model.safetensors")
+    message = rf"{name} is F32 \[383, 64\], and config.json makes it \[384, 64\]"
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        read(tmp_path)
+    del file[name]
+    save_file(file, tmp_path / "model.safetensors")
+    with pytest.raises(checkpoint.CheckpointError, match=r"lacks 4 tensors: .*k\.weight, "):
+        read(tmp_path)
+
+
+def test_a_bias_without_use_bias_is_foreign(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(VALUES))
+    save_file(biased(True), tmp_path / "model.safetensors")
+    with pytest.raises(checkpoint.CheckpointError, match=r"unlike the model, .*\.bias"):
+        read(tmp_path)
+
+
+def test_states_in_float16(tmp_path):
+    """A step reads c and n of both blocks, rounded by at most 2^-11, of which twice the root sum of
+    squares leaves room for what norms and gates amplify."""
+    (tmp_path / "config.json").write_text(
+        json.dumps(VALUES | dict(inference_state_dtype="float16"))
+    )
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    config, params = read(tmp_path)
+    ends = np.array([len(PROMPT) - 1])
+    _, states = model.prefill(config, params, PROMPT[None, :-1], None, ends)
+    logits, after = model.step(config, params, states, PROMPT[-1:])
+    for state in (*states, *after):
+        assert [x.dtype for x in state] == ["float16", "float16", "float32"]
+    bound = ROUNDING + 2 * (2 * 2) ** 0.5 * 2.0**-11
+    assert_close(logits[0], logits64(TENSORS, VALUES)[-1], bound)
+
+
+def test_an_out_norm_that_the_model_has_is_missed(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(VALUES))
+    save_file(without_out_norm(TENSORS), tmp_path / "model.safetensors")
+    with pytest.raises(checkpoint.CheckpointError, match=r"lacks 1 tensors: .*out_norm\.weight"):
+        read(tmp_path)
