@@ -153,8 +153,7 @@ def _kernel(
     def steps_of(chunk):  # in q, k, v and h
         return pl.ds(part.begin + chunk * L, L) if in_list else block(chunk, L)
 
-    def chunk_at(index):
-        return p.place(index, part.num_chunks)
+    chunk_at = functools.partial(p.place, count=part.num_chunks)
 
     def load_slot(index, copy):
         chunk = chunk_at(index)
@@ -176,9 +175,8 @@ def _kernel(
         pl.when(index > 0)(lambda: ring.refill(index - 1))
         slot = ring.wait(index)
         tiles = {name: x.at[slot] for name, x in slots.items()}
-        next_gamma = gamma_gmem[
-            head, part.first + chunk_at(lax.min(index + 1, part.num_chunks - 1))
-        ]
+        following = part.first + chunk_at(lax.min(index + 1, part.num_chunks - 1))
+        next_gamma = gamma_gmem[head, following]
         size = lax.min(part.end - part.begin - chunk * L, np.int32(L)) if in_list else None
         r, abar = (across_rows(load(tiles[x], BY_COLUMNS)) for x in ("r", "abar"))
 
@@ -226,8 +224,7 @@ def _kernel(
             for piece, x in zip(pieces, block_of_C, strict=True):
                 store_transposed(C_last_gmem.at[part.state, pl.ds(*piece), to], x)
 
-    ring = CopyRing(barriers, part.num_chunks, load_slot)
-    ring.prologue()
+    (ring := CopyRing(barriers, part.num_chunks, load_slot)).prologue()
     columns = [columns_of(b)[1] for b in range(num_blocks)]
     of_state = [pl.ds(launch * rows + start, size) for start, size in pieces]
     CT = [[_initial(C_initial_gmem, part, x, y) for x in of_state] for y in columns]
@@ -235,11 +232,9 @@ def _kernel(
     CT, _ = loop(part.num_chunks, join, (CT, gamma_gmem[head, first]))
     if C_last_gmem is not None:
         pl.when(part.has_state)(store_last)
-
     if in_list:
         places = [(h_smem.at[wg * num_blocks + b], to) for b, to in enumerate(columns)]
-        clear = functools.partial(_clear, h, steps_of, part.zeros, places)
-        pl.when(part.zeros > 0)(clear)
+        pl.when(part.zeros > 0)(functools.partial(_clear, h, steps_of, part.zeros, places))
     plgpu.wait_smem_to_gmem(0)
     ring.epilogue()
 
