@@ -34,6 +34,11 @@ recompute_states_in_bw
   accepted np.bool_(True), True
   expected a Python bool
 
+reverse
+  TypeError TRACED, 1, "no"
+  accepted np.bool_(False), False
+  expected a Python bool
+
 chunk_size
   TypeError TRACED
   ValueError 8, 48, True, 64.0

@@ -191,7 +191,9 @@ def call_spec(
     dtype = kernel_dtype(options.autocast_kernel_dtype, q_dtype, backend)
     if 0 in shape:
         backend = "xla"  # a kernel has no empty grid
-    make = functools.partial(make_problem, shape, DHV, pad_heads=backend != Lowering.XLA)
+    make = functools.partial(
+        make_problem, shape, DHV, pad_heads=backend != Lowering.XLA, reverse=options.reverse
+    )
     spec = CallSpec(
         **vars(options) | dict(backend=backend),
         problem=make(1),
