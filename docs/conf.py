@@ -27,7 +27,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = html_show_copyright = False
 
-myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 nb_execution_mode = "cache"
 nb_execution_timeout = 600  # seconds per cell
