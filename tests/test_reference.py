@@ -80,9 +80,9 @@ def test_recurrence_in_the_layout_of_projections():
     h, states = reference.recurrence(**swapped, layout="BTNH")
     assert_same_bits((jnp.swapaxes(h, 1, 2), states), reference.recurrence(**inputs))
     for function in reference.recurrence, reference.chunkwise:
-        with pytest.raises(ValueError, match="^c_initial has shape "):
+        with pytest.raises(ValueError, match="c_initial has shape"):
             function(**swapped)
-        with pytest.raises(ValueError, match="^k has shape "):
+        with pytest.raises(ValueError, match="k has shape"):
             function(**inputs | {"k": inputs["k"][:1]})
 
 
