@@ -27,7 +27,7 @@ from mlstm_pallas.prepare import (
 from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.problem.arrays import Forward
 from mlstm_pallas.problem.dimensions import InputGate, Layout, accumulator_dtype
-from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_backend
+from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_backend, check_flag
 from mlstm_pallas.schedules.forward import forward
 from mlstm_pallas.schedules.sharding import Work, on_shard
 from mlstm_pallas.stages.stage import Lowering
@@ -70,7 +70,8 @@ def recurrence(
       n_initial: (B, NH, DHQK).
       m_initial: (B, NH); None or zeros with the sigmoid gate.
       segment_ids: (B, S) integers.
-      eps, stabilize_correctly, norm_val, input_gate, normalize, layout: as for
+      normalize: False leaves out the denominator, with either gate.
+      eps, stabilize_correctly, norm_val, input_gate, layout: as for
         ``mlstm_chunkwise``.
 
     Returns:
@@ -79,9 +80,10 @@ def recurrence(
     Raises:
       TypeError, ValueError: as ``mlstm_chunkwise``.
     """
+    check_flag("normalize", normalize)
     options = Options(
         eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
-        input_gate=input_gate, normalize=normalize, layout=layout, backend="xla",
+        input_gate=input_gate, layout=layout, backend="xla",
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids)
     prepare(x, options, layout)
@@ -97,7 +99,7 @@ def recurrence(
     )
     scale = DHQK**-0.5
     fbar, reset = log_forget_gate(f.astype(dtype))
-    gate, normaliser = options.input_gate, options.normaliser
+    gate, normaliser = options.input_gate, options.normaliser if normalize else None
     i = log_input_gate(i.astype(dtype), gate)
     starts = (
         jnp.zeros(f.shape, bool)
