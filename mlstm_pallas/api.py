@@ -21,7 +21,7 @@ def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None, *,
     return_last_states: Literal[False] = False, num_segments: int | None = None,
-    **keywords: Unpack[Keywords],
+    reverse: bool = False, **keywords: Unpack[Keywords],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def mlstm_chunkwise(
@@ -29,7 +29,8 @@ def mlstm_chunkwise(
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: Literal[True] = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
+    norm_val: float = 1.0, *, num_segments: int | None = None, reverse: bool = False,
+    **keywords: Unpack[SequenceKeywords],
 ) -> tuple[jax.Array, States]: ...  # fmt: skip
 @overload
 def mlstm_chunkwise(
@@ -37,7 +38,8 @@ def mlstm_chunkwise(
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
+    norm_val: float = 1.0, *, num_segments: int | None = None, reverse: bool = False,
+    **keywords: Unpack[SequenceKeywords],
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
@@ -45,7 +47,7 @@ def mlstm_chunkwise(
     return_last_states: bool = False, eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, segment_ids: Array | None = None,
-    sequence_lengths: Array | None = None, num_segments: int | None = None,
+    sequence_lengths: Array | None = None, num_segments: int | None = None, reverse: bool = False,
     input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
     state_dtype: DTypeLike | None = None, layout: LayoutName = DEFAULT_LAYOUT,
     backend: BackendName | None = None, config: KernelConfig | None = None,
@@ -71,14 +73,14 @@ def mlstm_chunkwise(
       DHQK  head dimension of q and k
       DHV   head dimension of v and h
 
-    f_t = -inf resets the state and i_t = -inf stores nothing; values of -1e6
-    and below count as -inf. A NaN stays in its batch entry and head.
+    f_t = -inf resets the state and i_t = -inf stores nothing, as values below
+    -1e6 do. A NaN stays in its batch entry and head.
 
     First derivatives in reverse mode are exact, with respect to all float
     arrays; ``mlstm_pallas.reference.chunkwise`` has all others. jit, vmap,
     remat, scan and shard_map work. Shards of B and NH stay on their devices;
-    ``mlstm_pallas.distributed`` shards S. docs/arguments.md in the repository
-    describes the edge cases and the names of residuals for ``jax.checkpoint``.
+    ``mlstm_pallas.distributed`` shards S. docs/arguments.md has edge cases and
+    the names of residuals for ``jax.checkpoint``.
 
     Example::
 
@@ -101,21 +103,20 @@ def mlstm_chunkwise(
       i: input gate pre-activations, natural log, (B, NH, S) or (B, S, NH), in
         any float dtype; the arithmetic is float32.
       f: forget gate pre-activations, shaped as i; sigmoid is applied here.
-      c_initial: state C before the first step, (B, NH, DHQK, DHV). None:
-        zeros. Pass all three initial states or none.
+      c_initial: state C before the first step, (B, NH, DHQK, DHV). All three
+        initial states are passed, or none: zeros.
       n_initial: state n before the first step, (B, NH, DHQK).
       m_initial: stabiliser m before the first step, (B, NH). The true states
         are exp(m) C and exp(m) n.
       return_last_states: whether to return the states after the last step.
-      eps: added to the denominator. eps, norm_val: 0 or normal in float32.
+      eps: added to the denominator; as norm_val, 0 or normal in float32.
       chunk_size: steps per chunk, a power of two from 16 up. None: planned.
       autocast_kernel_dtype: dtype of q, k and v in products. None: that of q.
-      stabilize_correctly: False: the floor of the denominator is norm_val, not
-        norm_val exp(-m_t).
+      stabilize_correctly: False: norm_val is the floor, not norm_val exp(-m_t).
       norm_val: factor in the floor of the denominator, at least 0.
-      segment_ids: (B, S) integers, for packed segments. A step whose id
-        differs from the previous step's starts from zero states. Initial
-        states belong to the first segment, last states to the last.
+      segment_ids: (B, S) integers, for packed segments: where the id changes,
+        a step starts from zero states. Initial states are the first segment's,
+        last states the last one's.
       sequence_lengths: (B,) integers, clipped to 0..S, for padded batches. The
         last states are the states after sequence_lengths[b] steps. Beyond these
         steps h and all gradients are 0, even if the padding holds NaN gates or
@@ -123,19 +124,20 @@ def mlstm_chunkwise(
       num_segments: N, with return_last_states, for packed prompts. Segment n is
         the steps with id n; ids ascend in a batch entry, as pack_lengths makes
         them. The call returns the states at the ends of segments 0 to N - 1,
-        (B, N, NH, ...). The initial states may be (B, N, NH, ...) too, as when
-        a prompt is prefilled in pieces; states of a segment without steps stay
-        as they were.
+        (B, N, NH, ...). Initial states may be (B, N, NH, ...) too.
+      reverse: True runs from the last step (of sequence_lengths) to the first,
+        as the call of flipped sequences does, without flipping them. Initial
+        states enter at the last step, last states leave at step 0, and segments
+        begin at their last steps. Not with num_segments.
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376): i_t becomes
         log sigmoid(i_t), every m_t is 0, and m_initial None or zeros.
       normalize: False leaves out the denominator; with the sigmoid gate only.
-      recompute_states_in_bw: False keeps C at the chunk boundaries, DHQK * DHV
-        elements per chunk and head: from 9 % less to 1 % more time on an H200.
+      recompute_states_in_bw: False keeps C at the chunk boundaries (DHQK * DHV
+        per chunk and head): from 9 % less to 1 % more time on an H200.
       state_dtype: dtype of the returned c. None: that of n and m.
       layout: "BNTH", or "BTNH", the layout of a model's projections.
-      backend: one that ``use_backend`` lists. None: Triton on an NVIDIA GPU
-        and plain jnp elsewhere, unless use_backend or MLSTM_PALLAS_BACKEND
-        names another.
+      backend: one that ``use_backend`` lists. None: that of use_backend or
+        MLSTM_PALLAS_BACKEND, else Triton on NVIDIA GPUs, plain jnp elsewhere.
       config: overrides of the plan, which mlstm_pallas.plan shows.
 
     Returns:
@@ -143,8 +145,8 @@ def mlstm_chunkwise(
       the states shaped as the initial ones, in float32 (float64 for float64).
 
     Raises:
-      TypeError, ValueError: at trace time. The message names the argument,
-        what was passed and what was expected. TypeError for other derivatives.
+      TypeError, ValueError: at trace time, with the name of the argument and
+        what was expected. TypeError for other derivatives.
 
     Warns:
       UserWarning: once per line of the caller, if layout is left out and
@@ -153,7 +155,7 @@ def mlstm_chunkwise(
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
         input_gate, normalize, recompute_states_in_bw, layout, backend, config, state_dtype,
-        num_segments,
+        num_segments, reverse,
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
     spec, x = prepare(x, options, layout)

@@ -65,7 +65,7 @@ from mlstm_pallas.problem.dimensions import InputGate
 from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_axis_name
 from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half
 from mlstm_pallas.schedules.derivatives import in_reverse_mode
-from mlstm_pallas.schedules.forward import KnownStates, gate_operands, key_states
+from mlstm_pallas.schedules.forward import KnownStates, key_states, run_gates
 from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shards
 from mlstm_pallas.stages import add_decayed, split_products
 from mlstm_pallas.stages.stage import Lowering
@@ -146,9 +146,7 @@ def _from_empty(
     """
     p = spec.problem.in_chunks_of(L)
     nothing = x._replace(m_initial=jnp.full_like(x.m_initial, -jnp.inf), lengths=None)
-    gates = spec.stage("chunk_gates", lowering, p)(
-        gate_operands(nothing), input_gate=spec.input_gate
-    )
+    gates = run_gates(spec, spec.launch("chunk_gates", lowering, p), nothing)
     abar, gamma, m = gates.per_step().vecAbar, gates.scaGamma, gates.scaM_states
     first = lowering if lowering is Lowering.XLA else spec.plan.scan_lowering
     call = spec.launch("parallel_fw_P", first, p)

@@ -144,6 +144,8 @@ def padded(
             most = min(num_segments, jnp.iinfo(ids.dtype).max)
             inputs = inputs._replace(segment_ids=jnp.minimum(ids, most).astype(jnp.int32))
         starts = starts if lengths is None else jnp.where(within, starts, 0)
+        if p.reverse:  # a segment begins where the next one in memory ends
+            starts = jnp.roll(starts, -1, 2)
         inputs = inputs._replace(starts=pad(starts, starts.dtype, p.S))
     return inputs
 

@@ -205,20 +205,16 @@ def mlstm_recurrent_step(
     The kernel reads and writes every state once. It updates c, n and m in place
     if the caller does not use them afterwards: in a jitted loop, or if they are
     donated to jax.jit (donate_argnums). Otherwise they are copied first.
-    In a loop whose body has few other operations, a small batch is faster with
-    XLA_FLAGS=--xla_gpu_graph_min_graph_size=1, which makes a CUDA graph of the
-    body: 6.2 instead of 13 us per step at B = 1 on an H200.
+    In a loop with few other operations, a small batch is faster in a CUDA graph
+    (XLA_FLAGS=--xla_gpu_graph_min_graph_size=1): 6.2 instead of 13 us per step
+    at B = 1 on an H200.
 
     States in bfloat16 have half the bytes: on an H200, with 8 heads of 256/512,
     a step takes 55 % of its time with float32 states at B = 37 and 128. Each
     state has its own dtype: cast c alone, and keep n and m, 1 / DHV of the
-    bytes, in float32. A rounded c keeps its error for as long as it remembers.
-    Relative errors of h for heads of 64/128, i = N(0, 1) and f = N(f, 1)::
-
-      f near                               0       4       6      10
-      c bfloat16, after 64 steps      1.8e-3  6.2e-3  8.3e-3  8.4e-3
-      c bfloat16, after 8192 steps    1.9e-3  7.8e-3  1.9e-2  7.5e-2
-      c, n, m bfloat16, after 8192    2.6e-3  3.2e-2  1.8e-1  1.2e+0
+    bytes, in float32. A rounded c keeps its error for as long as it remembers:
+    for heads of 64/128 after 8192 steps with f near 0, 4, 6 and 10, h is off by
+    1.9e-3, 7.8e-3, 1.9e-2 and 7.5e-2.
 
     A model that computes q, k and v in one product can pass them joined, which
     avoids copies of slices: q is (B, NH, 2 DHQK + DHV) or wider, with q, k, v
@@ -227,14 +223,10 @@ def mlstm_recurrent_step(
 
     A server that keeps the states of its requests in pools of P rows passes the
     pools as states and ``slots``, the row of each batch entry. The pools are
-    returned whole, with new values in these rows. No state is gathered or
-    scattered, and pools are updated in place, as states are, if they are
-    donated or carried through a loop.
-
-    Heads of states in pools may be sharded over several devices. Shards of the
-    batch and of P are gathered first, because a slot may be on any device; in
-    shard_map slots are rows of the shard's pools. With vmap every mapped
-    element has its pools, and kernels run for one element after the other.
+    returned whole and updated in place, as states are; nothing is gathered.
+    Heads of pools may be sharded; shards of B and P are gathered first, and in
+    shard_map slots are rows of the shard's pools. vmap runs kernels for one
+    mapped element after the other.
 
     The kernels have no derivatives; backend "xla" has them, of every order.
 
@@ -275,30 +267,26 @@ def mlstm_recurrent_step(
       normalize: False leaves out the denominator: h = scale C'^T q. For the
         sigmoid gate only.
       slots: (B,) integers, read as 32 bits: entry b reads and writes row
-        slots[b] of the states, which are pools: c_initial (P, NH, DHQK, DHV),
-        n_initial (P, NH, DHQK), m_initial (P, NH). An entry whose slot is not
-        in 0..P-1, such as -1, changes no row and its h is 0, whatever its
-        inputs. Other slots must differ from each other: results for equal slots
-        are undefined. None: the states are those of the entries.
+        slots[b] of pools: c_initial (P, NH, DHQK, DHV), n_initial (P, NH, DHQK),
+        m_initial (P, NH). With a slot beyond 0..P-1, such as -1, it changes no
+        row and its h is 0, whatever its inputs. Results for equal slots are
+        undefined.
       backend: "triton" (GPU kernel), "xla" (plain jnp, with derivatives) or
         "interpret" (the kernel interpreted on a CPU; slow, for tests). A step
-        has no Mosaic GPU kernel, so "mosaic_gpu" runs the Triton kernel and
-        "mosaic_gpu_interpret" interprets it; if jax has no Triton backend, both
-        are plain jnp. None, the default: the backend of ``use_backend``, else
-        of the environment variable MLSTM_PALLAS_BACKEND, else "triton" where
-        the computation is lowered for an NVIDIA GPU and "xla" elsewhere, both
-        without derivatives.
-      config: overrides of the tiles of recurrent_step; other stages of the
-        config are not read.
+        has no Mosaic GPU kernel: "mosaic_gpu" and "mosaic_gpu_interpret" run
+        the Triton kernel, or plain jnp if jax has no Triton backend. "fastest":
+        "triton" on an NVIDIA GPU and "xla" elsewhere, without derivatives.
+        None, the default: the backend of ``use_backend``, else of the
+        environment variable MLSTM_PALLAS_BACKEND, else "fastest".
+      config: overrides of the tiles of recurrent_step.
 
     Returns:
       h (B, NH, DHV) in the dtype of q, and the states (c, n, m) after the
       token, in the dtypes and shapes of the states before it.
 
     Raises:
-      TypeError, ValueError: at trace time. The message names the argument,
-        what was passed and what was expected. TypeError for a derivative on
-        any backend but "xla".
+      TypeError, ValueError: at trace time, with the name of the argument and
+        what was expected. TypeError for a derivative unless backend is "xla".
     """
     options = Options(
         eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,

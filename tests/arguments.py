@@ -34,6 +34,11 @@ recompute_states_in_bw
   accepted np.bool_(True), True
   expected a Python bool
 
+reverse
+  TypeError TRACED, 1, "no"
+  accepted np.bool_(False), False
+  expected a Python bool
+
 chunk_size
   TypeError TRACED
   ValueError 8, 48, True, 64.0
@@ -118,7 +123,7 @@ input_gate
 backend
   ValueError TRACED, "cuda", np.zeros(2)
   accepted None, "xla"
-  expected None or one of triton, mosaic_gpu, interpret, mosaic_gpu_interpret, xla
+  expected None or one of fastest, triton, mosaic_gpu, interpret, mosaic_gpu_interpret, xla
 
 config
   TypeError TRACED, {}

@@ -112,6 +112,28 @@ def recurrence_of_lengths(lengths):
     return run
 
 
+def reversed_in_time(run, lengths):
+    """The function on sequences that run from their last step to their first; all of these are
+    within the lengths."""
+
+    def flipped(x, axis):
+        S = x.shape[axis]
+        ends = np.full(len(x), S) if lengths is None else np.clip(lengths, 0, S)
+        steps, ends = np.arange(S), ends[:, None]
+        places = np.where(steps < ends, ends - 1 - steps, steps)
+        shape = [1] * x.ndim
+        shape[0], shape[axis] = places.shape
+        return jnp.take_along_axis(x, jnp.asarray(places.reshape(shape)), axis)
+
+    def run_flipped(*, segment_ids=None, **x):
+        x |= {name: flipped(x[name], 2) for name in "qkvif"}
+        ids = None if segment_ids is None else flipped(segment_ids, 1)
+        h, states = run(**x, segment_ids=ids)
+        return flipped(h, 2), states
+
+    return run_flipped
+
+
 def with_garbage(lengths, inputs, cotangents):
     """Inputs and cotangents with values beyond the lengths that nothing may read."""
 
@@ -163,6 +185,8 @@ def check_call(
     arrays, run = (inputs, cotangents), recurrence
     if lengths is not None:
         arrays, run = with_garbage(lengths, *arrays), recurrence_of_lengths(lengths)
+    if options.get("reverse"):
+        run = reversed_in_time(run, lengths)
     of_recurrence = {name: options[name] for name in OF_RECURRENCE & {*options}}
     expected = expected_of(inputs, cotangents, run, segment_ids, **of_recurrence)
     for more in several:
@@ -375,6 +399,28 @@ def interpreted_calls():
         yield from rows(f"odd_lengths-{S}", chunk_size, algorithm, seed=S, shape=(2, 3, S, *heads))
 
 
+def calls_in_reverse():
+    """Those of test_reverse.py."""
+    call = dict(seed=7, shape=(2, 2, 91, 24, 40), reverse=True)
+    others = "~materialised_stored ~fused_two_launches ~splits_materialised ~splits_stored"
+    yield from rows("states", 16, f"materialised fused_stored {others}", **call)
+    yield from rows("states", 64, "splits ~xla ~xla_stored ~fused", **call)
+    # Tiles of 16, 32 and 64 steps in one chunk.
+    several = dict(seed=3, shape=(1, 1, 300, 16, 16), reverse=True)
+    yield from rows("tiles", 128, "tiles32x16 ~tiles16x32 ~tiles128", **several)
+    alone = dict(return_last_states=False, recipe=dict(states=False, resets=True))
+    yield from rows("h_alone", 32, "fused ~xla", **call, **alone, **UNNORMALISED)
+    ids = np.repeat([[3, 0, 7, 1]] * 2, [5, 30, 40, 16], axis=1)
+    yield from rows("packed", 32, "materialised ~fused ~xla", **call, segment_ids=ids, eps=0.1)
+    # A segment begins at the length of 75, and lengths end in a chunk, before the first one and
+    # before the last step.
+    short = dict(seed=8, shape=(4, 2, 91, 16, 24), lengths=np.array([75, 0, 90, 20]), reverse=True)
+    short["segment_ids"] = np.concatenate([ids, ids])
+    yield from rows("lengths", 16, "fused xla ~materialised ~splits ~fused_stored", **short)
+    yield from rows("float16", 32, "~fused ~materialised", dtype="float16", **call)
+    yield from rows("bfloat16", 32, "~fused ~xla", dtype="bfloat16", **call)
+
+
 def float16_calls():
     call = dict(seed=3, shape=(2, 2, 100, 24, 60), dtype="float16")
     return rows("float16", 32, "fused ~xla ~materialised ~splits ~fused_stored", **call)
@@ -493,6 +539,22 @@ def gpu_calls():
     for S, *heads in (1000, 64, 128), (1001, 128, 256), (1000, 256, 512):
         call = dict(lengths=np.array([0, 1, 384, 700, S]), several=BOTH_BACKENDS)
         yield on_a_gpu("lengths", "bfloat16", 5, 2, S, *heads, **call)
+
+
+def calls_in_reverse_on_a_gpu():
+    call = dict(reverse=True, several=BOTH_BACKENDS)
+    for S, *heads, layout in (
+        (2048, 64, 128, "BNTH"),
+        (2048, 128, 256, "BTNH"),
+        (1001, 256, 512, "BTNH"),
+        (1500, 96, 192, "BNTH"),
+    ):
+        yield on_a_gpu("reverse", "bfloat16", 1, 8, S, *heads, layout=layout, **call)
+        yield on_a_gpu("fused", "bfloat16", 1, 8, S, *heads, config=fused(), **STORED, **call)
+    yield on_a_gpu("splits", "bfloat16", 1, 2, 4096, 256, 512, config=fused(), **call)
+    call |= dict(lengths=np.array([0, 1, 384, 700, 1000]))
+    yield on_a_gpu("lengths", "bfloat16", 5, 2, 1000, 128, 256, **call)
+    yield on_a_gpu("reverse", "float32", 1, 2, 1000, 128, 256, reverse=True)
 
 
 def float16_calls_on_a_gpu():

@@ -82,6 +82,11 @@ def materialised(num_splits=None):
     )
 
 
+def wide():
+    """Materialised states, in chunks of 256."""
+    return KernelConfig(chunk_size=256, fused=False)
+
+
 def stages_on_mosaic_gpu(spec):
     """The stages of a call's plan that run on Mosaic GPU, in one pass or in both."""
     launches = [*spec.plan.forward.items(), *spec.plan.backward.items()]
@@ -147,6 +152,18 @@ CASES = {
     "materialised_in_splits_BTNH": case(materialised(2), packed=True, **BTNH, **NARROW),
     "two_launches": case(fused(state_rows=64), **NARROW),
     "two_blocks_a_warpgroup": case(fused(siz_b_DHHV=256), shape=(1, 1, 256, 128, 256)),
+    "reverse": case(shape=(1, 1, 201, 128, 128), reverse=True),
+    "reverse_materialised": case(materialised(), **NARROW, **BTNH, reverse=True),
+    "reverse_stored_lengths": case(
+        shape=(2, 1, 256, 64, 128), lengths=np.array([200, 77]), packed=True, **STORED, reverse=True
+    ),
+    "reverse_lengths": case(shape=(2, 1, 256, 64, 128), lengths=np.array([130, 0]), reverse=True),
+    "reverse_in_splits": case(fused(2), **NARROW, reverse=True),
+    "reverse_float16": case(
+        shape=(1, 1, 200, 64, 128), dtype="float16", draw=small_cotangents, reverse=True
+    ),
+    "reverse_heads_of_96": case(fused(num_stages=3), shape=(1, 2, 131, 96, 192), reverse=True),
+    "reverse_wide": case(wide(), shape=(1, 1, 300, 128, 256), reverse=True, **NO_CHUNKS),
     # Tiles that reach beyond the heads, or have three or five parts of a swizzle.
     "heads_of_96_and_192": case(fused(num_stages=3), shape=(1, 2, 131, 96, 192), **BTNH),
     "heads_of_96_stored": case(shape=(2, 1, 196, 96, 96), **GATES, **STORED),

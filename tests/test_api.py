@@ -173,6 +173,7 @@ DEFAULTS = dict(
     input_gate="exp",
     normalize=True,
     return_all_states=False,
+    reverse=False,
 )
 
 

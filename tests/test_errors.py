@@ -140,6 +140,7 @@ VALUES = {
     "num_segments is 2 without segment_ids, expected both": SEGMENTS | {"segment_ids": None},
     "num_segments is 2 with return_last_states=False, expected return_last_states=True": SEGMENTS
     | {"return_last_states": False},
+    "reverse is True with num_segments 2, expected one of them": SEGMENTS | {"reverse": True},
     "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\"": {
         "normalize": False
     },

@@ -1,6 +1,6 @@
 """layout="BTNH" moves no array of q, k, v, h or their gradients, and neither does a length that
 does not fill a chunk or a head size of 16 * n: what is compiled for a GPU has no transpose, copy,
-pad or slice of one."""
+reversal, pad or slice of one; and nor does reverse=True."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from stage_calls import row_of, rows_of
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
 
-MOVES = re.compile(r"^\s*(?:ROOT )?%?\S+ = (.*?) (transpose|copy|copy-start|pad|slice)\(")
+MOVES = re.compile(r"^\s*(?:ROOT )?%?\S+ = (.*?) (transpose|copy|copy-start|pad|slice|reverse)\(")
 SHAPE = re.compile(r"\w+\[([\d,]+)\]")
 
 CONFIGS = {
@@ -42,6 +42,9 @@ fused_partial_BNTH fused 2,4,250,80,112 layout="BNTH"
 padded materialised 2,4,250,72,100
 fused_padded fused 2,4,250,72,100
 one_head materialised 2,1,256,64,128
+reverse materialised 2,4,250,64,128 reverse=True
+fused_reverse fused 2,4,250,64,128 reverse=True, layout="BNTH"
+splits_reverse splits 2,4,512,64,128 reverse=True, return_last_states=True
 """
 CASES = {name: row for name, *row in (row_of(line, 3) for line in rows_of(TABLE))}
 
@@ -96,6 +99,7 @@ QUICK = (
     ("fused_odd", "bfloat16", True),
     ("fused_partial", "bfloat16", True),
     ("stored", "bfloat16", True),
+    ("fused_reverse", "bfloat16", True),
 )
 # What has a backward pass has a forward pass too; a call without one keeps nothing for it.
 SLOW = (

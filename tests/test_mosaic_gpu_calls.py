@@ -58,6 +58,25 @@ def test_states_of_packed_prompts():
     check_prompts(0, 64, 128, rows=rows, go_on=True, **options)
 
 
+@needs_mosaic_gpu
+@pytest.mark.parametrize(
+    ("kind", "dtype", "target"),
+    [
+        ("NVIDIA H200", "bfloat16", MOSAIC_CALL),
+        ("NVIDIA H200", "float32", CUSTOM_CALL_TARGET),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", CUSTOM_CALL_TARGET),
+    ],
+)
+def test_the_fastest_backend_follows_the_gpu_the_dtype_and_the_platform(kind, dtype, target):
+    call = jax.jit(functools.partial(mlstm_chunkwise, backend="fastest", config=fused()))
+    x = call_shapes(1, 2, 256, 64, 128, dtype)
+    with for_device(kind):
+        cuda, cpu = (call.trace(*x).lower(lowering_platforms=(y,)) for y in ("cuda", "cpu"))
+    targets = {y for y in (MOSAIC_CALL, CUSTOM_CALL_TARGET) if y in cuda.as_text()}
+    assert targets == {target}
+    assert "custom_call @" not in cpu.as_text()
+
+
 SMALL = dict(config=fused(), backend="mosaic_gpu_interpret")
 
 

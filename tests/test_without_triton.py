@@ -120,7 +120,7 @@ config = mlstm_pallas.KernelConfig(fused=True)
 call = jax.jit(lambda *x: mlstm_pallas.mlstm_chunkwise(*x, config=config))
 half = [jax.ShapeDtypeStruct((1, 2, 256, D), "bfloat16") for D in (64, 64, 128)]
 gates = [jax.ShapeDtypeStruct((1, 2, 256), "float32")] * 2
-for kind, backend in {"NVIDIA H200": "mosaic_gpu", "NVIDIA A100-SXM4-80GB": None}.items():
+for kind, backend in {"NVIDIA H200": "fastest", "NVIDIA A100-SXM4-80GB": None}.items():
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
         assert requested_backend(None, target_gpu()) == backend, kind

@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.problem.dimensions import InputGate
+from mlstm_pallas.problem.dimensions import InputGate, Problem
 
 TwoFloat = tuple[Array, Array]  # an unevaluated sum hi + lo
 Elementwise = Callable[[Array], Array]
@@ -327,21 +327,14 @@ def stabiliser_scan(
 
 
 def join_chunks(
-    local: LocalGates,
-    scaM_states: Array,
-    input_gate: InputGate = InputGate.EXP,
-    lengths: Array | None = None,
+    local: LocalGates, scaM_states: Array, input_gate: InputGate = InputGate.EXP
 ) -> ChunkGates:
-    """Completes the local gates with the chunk boundaries' m_c, scaM_states: (B * NH, NC + 1).
-
-    lengths: as of ``without_outputs``.
-    """
+    """Completes the local gates with the chunk boundaries' m_c, scaM_states: (B * NH, NC + 1)."""
     m_start = scaM_states[..., :-1, None]
     b_hi, b_lo, offset = (y[..., -1:] for y in (*local.vecB, local.vecOffset))
     p, gamma = join_ends(b_hi, b_lo, offset, m_start, scaM_states[..., 1:, None])
     u, w, m, abar = join_steps(local, m_start, p, input_gate)
-    gates = ChunkGates(local.vecE, u, w, m, abar, gamma[..., 0], scaM_states)
-    return without_outputs(gates, lengths)
+    return ChunkGates(local.vecE, u, w, m, abar, gamma[..., 0], scaM_states)
 
 
 def without_outputs(gates: ChunkGates, lengths: Array | None) -> ChunkGates:
@@ -428,16 +421,17 @@ def join_flags(
     return flags + jnp.where(restarts, 0, bits(nonzero, DECAY_NONZERO))
 
 
-def causal(x: Array, *, offset: int = 0, fill: float = 0.0) -> Array:
-    """x_ts where s <= t + offset, else fill; (..., L, L)."""
-    return jnp.where(jnp.broadcast_to(jnp.tri(x.shape[-1], k=offset, dtype=bool), x.shape), x, fill)
+def causal(x: Array, p: Problem, *, offset: int = 0, fill: float = 0.0) -> Array:
+    """x_ts where s <= t + offset, in reverse where t <= s + offset, else fill; (..., L, L)."""
+    mask = jnp.tri(x.shape[-1], k=offset, dtype=bool)
+    return jnp.where(jnp.broadcast_to(mask.T if p.reverse else mask, x.shape), x, fill)
 
 
-def decay_matrix(gates: ChunkGates) -> Array:
-    """D_ts = exp(e_s - u_t) for s <= t, else 0: (B * NH, NC, L, L)."""
+def decay_matrix(gates: ChunkGates, p: Problem) -> Array:
+    """D_ts = exp(e_s - u_t) where ``causal``, else 0: (B * NH, NC, L, L)."""
     (e_hi, e_lo), (u_hi, u_lo) = gates.vecE, gates.vecU
     exponent = (e_hi[..., None, :] - u_hi[..., :, None]) + (e_lo[..., None, :] - u_lo[..., :, None])
-    return jnp.exp(causal(exponent, fill=-_INF))
+    return jnp.exp(causal(exponent, p, fill=-_INF))
 
 
 def fusion_barrier(tree: Any, at_least_zero: Array) -> Any:

@@ -12,6 +12,8 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.problem.dimensions import Problem
+
 Precision = lax.Precision | lax.DotAlgorithmPreset | None
 
 _NEG_INF = float("-inf")
@@ -26,10 +28,12 @@ def dot(a: Array, b: Array, precision: Precision, *, a_axis: int = 1, b_axis: in
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def causal_mask(rows: int, columns: int, offset: Array | int) -> Array:
-    """True where s <= t + offset, for steps t (rows) and s (columns)."""
+def causal_mask(rows: int, columns: int, offset: Array | int, reverse: bool = False) -> Array:
+    """True where s <= t + offset, for steps t (rows) and s (columns), counted in time."""
     t = lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
     s = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
+    if reverse:
+        s, t, offset = t, s, offset + rows - columns
     return s <= t + offset
 
 
@@ -46,14 +50,14 @@ def decay_tile(e: Iterable[Array], u: Iterable[Array], mask: Array | None) -> Ar
 
 
 def causal_scores(
-    scores: Array, e: Iterable[Any], u: Iterable[Any], scale: float, offset: Any
+    scores: Array, e: Iterable[Any], u: Iterable[Any], p: Problem, offset: Any
 ) -> Array:
-    """P_ts = D_ts scale q_t . k_s where s <= t + offset, else 0.
+    """P_ts = D_ts scale q_t . k_s where ``causal_mask``, else 0.
 
     It is masked after the product, not before, so that a NaN in k reaches no earlier step.
     """
     (rows, columns), D = scores.shape, decay_tile(e, u, None)
-    return jnp.where(causal_mask(rows, columns, offset), scores * (D * scale), 0.0)
+    return jnp.where(causal_mask(rows, columns, offset, p.reverse), scores * (D * p.qk_scale), 0.0)
 
 
 Carry = TypeVar("Carry")

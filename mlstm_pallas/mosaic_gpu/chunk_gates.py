@@ -303,8 +303,7 @@ def chunk_gates(
     per_step, flags, gamma, m_states = y.values()
     (*e, u_hi, u_lo, w, m_steps, abar), flags = jax.tree.map(by_chunk, (per_step, flags))
     m_states = m_states if scaM_states is None else scaM_states
-    result = ChunkGates((e[0], e[1]), (u_hi, u_lo), w, m_steps, abar, gamma, m_states, flags)
-    return gates.without_outputs(result, x.lengths)
+    return ChunkGates((e[0], e[1]), (u_hi, u_lo), w, m_steps, abar, gamma, m_states, flags)
 
 
 def _stabiliser_scan_kernel(

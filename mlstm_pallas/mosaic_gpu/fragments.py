@@ -55,10 +55,16 @@ def load_by_rows(ref, *index):
     return None if ref is None else load(ref.at[index], BY_ROWS, optimized=False)
 
 
-def rows_and_columns(rows: int, columns: int) -> list[jax.Array]:
-    """The row and the column of each element of a tile."""
+def rows_and_columns(rows: int, columns: int, reverse: bool = False) -> list[jax.Array]:
+    """The row and the column of each element of a tile, or in reverse the column and the row.
+
+    So the same comparison says whether a query, in a row, sees a key, in a column.
+    """
     layout = plgpu.Layout.WGMMA
-    return [plgpu.broadcasted_iota(jnp.int32, (rows, columns), x, layout=layout) for x in (0, 1)]
+    return [
+        plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=layout)
+        for axis in sorted((0, 1), reverse=reverse)
+    ]
 
 
 def q_times_n(q_tile: Callable[[Any], Any], columns: int, n, *chunk) -> jax.Array:

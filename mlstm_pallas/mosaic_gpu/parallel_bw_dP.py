@@ -111,9 +111,11 @@ class _Kernel(PersistentKernel):
     def item(self, index):
         """The head, the chunk, the tile of queries and the tile of keys, which is not later."""
         chunk, x = unravel(self.item_of(index), _items_of_chunk(self.p))
-        later = (x >= m * (m + 1) // 2 for m in range(1, blocks(self.p.L, TILE)))
+        n = blocks(self.p.L, TILE)
+        later = (x >= m * (m + 1) // 2 for m in range(1, n))
         i: Any = sum((lax.convert_element_type(y, jnp.int32) for y in later), np.int32(0))
-        return *self.head_and_chunk(chunk), i, x - divide(i * (i + 1), 2)
+        head_and_chunk = self.head_and_chunk(chunk)
+        return *head_and_chunk, *(self.p.place(y, n) for y in (i, x - divide(i * (i + 1), 2)))
 
     def tile(self, chunk, tile):
         """The index of a chunk's tile in the sequence."""
@@ -214,16 +216,17 @@ def _multiply(cta: _Kernel, index) -> None:
         """Writes P and dP of SLICE keys; returns the sums over them of W_tt and of W_ts, s < t."""
         columns = slice(start, start + SLICE)
         in_tile = pl.ds(start % WG_ROWS, SLICE)
-        last_seen = t + ((i - j) * TILE + wg * WG_ROWS - start)  # the key of a query's own step
+        own = t + ((i - j) * TILE + wg * WG_ROWS - start)  # the key of a query's own step
+        key, last_seen = (own, s) if cta.p.reverse else (s, own)
         e = (load(x.at[slot, columns], BY_COLUMNS) for x in (cta.e_hi, cta.e_lo))
         P, dP = (refs.out_smem.at[wg, x, :, in_tile] for x in range(2))
         operands = scores[:, columns], dA[:, columns], e, (*queries, dz_den)
-        W = write_tiles(P, dP, *operands, s <= last_seen, cta.p.qk_scale)
-        earlier = jnp.where(s < last_seen, W, 0.0)
+        W = write_tiles(P, dP, *operands, key <= last_seen, cta.p.qk_scale)
+        earlier = jnp.where(key < last_seen, W, 0.0)
         keys = aligned(cta.tile(chunk, j) * TILE + start, SLICE)
         sums = products.sum_over_rows(earlier, refs.sums_smem.at[wg])
         refs.pairs.per_key.at[head, i * (TILE // WG_ROWS) + wg, keys][...] = sums
-        at_t = products.sum_over_columns(jnp.where(s == last_seen, W, 0.0))
+        at_t = products.sum_over_columns(jnp.where(key == last_seen, W, 0.0))
         return at_t, products.sum_over_columns(earlier)
 
     for b in range(TILE // WG_ROWS):

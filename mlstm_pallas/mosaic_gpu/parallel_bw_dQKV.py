@@ -107,7 +107,7 @@ def _tile_steps(role: int, row, p: Problem) -> tuple[Any, Any]:
     steps_of_rows = ROWS // DEPTH
     if role == _STATES:
         return np.int32(0), np.int32(0)
-    if role == _DQ:
+    if (role == _DQ) != p.reverse:
         return (row + 1) * steps_of_rows, np.int32(0)
     return p.L // DEPTH - row * steps_of_rows, row * steps_of_rows
 
@@ -183,7 +183,8 @@ class _Kernel(PersistentKernel):
         fields: Any = [np.int32(0)] * 6
         for role, items in enumerate(self.roles):
             row, column = unravel(x - start, items.columns)
-            if few and role in (_DK, _DV):  # a CTA's third item follows short ones
+            # A CTA's third item follows short ones.
+            if few and (role in (_DK, _DV)) != self.p.reverse:
                 row = items.rows - 1 - row
             steps = items.with_state, items.for_sums, _tile_steps(role, row, self.p)[0]
             new, here = (role, row, column, *steps), x >= start

@@ -163,6 +163,8 @@ class _Chunk(Kernel):
       index: among the CTA's chunks.
       tile_rows: the warpgroup's rows in the chunk.
       rows: these rows in the sequence.
+      here: the place in memory of its block of 64 steps; warpgroup 0 has the earlier one.
+      earlier, later: the places in memory of the two blocks.
       first: the first tile's step in the ring.
       out_tile: for an output.
     """
@@ -172,8 +174,9 @@ class _Chunk(Kernel):
         self.wg = lax.optimization_barrier(cta.wg)  # keeps what is derived from it out of registers
         self.index, self.ring = index, dataclasses.replace(cta.ring, item=index)
         self.head, self.chunk = cta.place(index)
-        self.tile_rows = block(self.wg, WG_ROWS)
-        self.rows = block(self.chunk * 2 + self.wg, WG_ROWS)
+        self.here, self.earlier, self.later = (self.p.place(x, 2) for x in (self.wg, 0, 1))
+        self.tile_rows = block(self.here, WG_ROWS)
+        self.rows = block(self.chunk * 2 + self.here, WG_ROWS)
         self.k_slot = cta.k_ring.slot(index)
         self.first = index * cta.num_tiles
         self.k_tile = cta.refs.k_smem.at[self.k_slot]
@@ -185,7 +188,7 @@ class _Chunk(Kernel):
 
     def k_columns(self, y):
         """The warpgroup's rows of the y-th tile of k."""
-        return self.k_tile.at[block(y * (CHUNK // WG_ROWS) + self.wg, WG_ROWS)]
+        return self.k_tile.at[block(y * (CHUNK // WG_ROWS) + self.here, WG_ROWS)]
 
     def slot(self, step):
         return self.refs.tiles_smem.at[self.ring.slot(step)]
@@ -234,15 +237,16 @@ def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
 
     The vectors are loaded before the products and used after them, so their latency is hidden.
     """
-    refs, later = c.refs, block(c.chunk * 2 + 1, WG_ROWS)
-    half, key = (pl.multiple_of(c.wg * keys, keys) for keys in (HALF, WG_ROWS))
+    refs, later = c.refs, block(c.chunk * 2 + c.later, WG_ROWS)
+    half, key = (pl.multiple_of(c.here * keys, keys) for keys in (HALF, WG_ROWS))
 
     def vectors(rows):
         sources = *refs.u_gmem, refs.inv_den_gmem, refs.dz_den_gmem
         return [load_by_rows(x, c.head, rows) for x in sources]
 
-    diagonal = _Block(c.tile_rows, key, WG_ROWS, 2 * key, vectors(c.rows))
-    below = _Block(block(1, WG_ROWS), half, HALF, WG_ROWS + half, vectors(later))
+    diagonal = _Block(c.tile_rows, key, WG_ROWS, 2 * c.wg * WG_ROWS, vectors(c.rows))
+    key = c.earlier * WG_ROWS + half
+    below = _Block(block(c.later, WG_ROWS), key, HALF, WG_ROWS + half, vectors(later))
     w = load_by_rows(refs.w_gmem, c.head, c.rows)
     weights = query_scale(w, c.p.qk_scale, diagonal.vectors[2])
     return diagonal, below, weights, load_by_rows(refs.abar_gmem, c.head, c.rows)
@@ -309,11 +313,11 @@ def _write_below(c: _Chunk, below: _Block):
 
     @pl.when(c.wg == 0)
     def hand_over():  # warpgroup 1 adds its own sums
-        refs.pairs.per_query.at[c.head, 1, c.rows][...] = sums
+        refs.pairs.per_query.at[c.head, c.later, c.rows][...] = sums
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.tiles_full)
-    c.store_per_key(W, 1, below.key)
+    c.store_per_key(W, c.later, below.key)
     return sums
 
 
@@ -325,15 +329,15 @@ def _write_diagonal(c: _Chunk, diagonal: _Block) -> None:
     refs, sum_over_columns = c.refs, products.sum_over_columns
     of_diagonal, of_earlier = [], []
     for start in range(0, WG_ROWS, HALF):
-        t, s = rows_and_columns(WG_ROWS, HALF)
-        s += start
+        t, s = rows_and_columns(WG_ROWS, HALF, c.p.reverse)
+        s += -start if c.p.reverse else start
         W = _write_keys(c, diagonal, start, s <= t)
         of_diagonal.append(sum_over_columns(jnp.where(s == t, W, 0.0)))
         W = jnp.where(s < t, W, 0.0)
         of_earlier.append(sum_over_columns(W))
-        c.store_per_key(W, c.wg, diagonal.key + start)
+        c.store_per_key(W, c.here, diagonal.key + start)
     refs.pairs.diagonal.at[c.head, c.rows][...] = functools.reduce(jnp.add, of_diagonal)
-    refs.pairs.per_query.at[c.head, c.wg, c.rows][...] = functools.reduce(jnp.add, of_earlier)
+    refs.pairs.per_query.at[c.head, c.here, c.rows][...] = functools.reduce(jnp.add, of_earlier)
 
 
 def _add_for_keys(c: _Chunk, accumulator, tile, x, columns=slice(None)) -> None:
@@ -344,7 +348,7 @@ def _add_for_keys(c: _Chunk, accumulator, tile, x, columns=slice(None)) -> None:
         products.add(
             accumulator,
             tile.at[block(2 * c.wg + j, WG_ROWS)],
-            x.at[block(c.wg + j, WG_ROWS), columns],
+            x.at[block(c.p.place(c.wg + j, 2), WG_ROWS), columns],
         )
 
 
@@ -430,7 +434,7 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
             def add_keys(j, y=y):
                 """The keys up to the warpgroup's queries."""
                 dP = refs.dP_smem.at[block(c.wg + j, WG_ROWS)].T
-                keys = c.k_tile.at[block(2 * y + j, WG_ROWS), c.columns(y)]
+                keys = c.k_tile.at[block(2 * y + c.p.place(j, 2), WG_ROWS), c.columns(y)]
                 products.add(sums[2 * y], dP, keys)
 
             _add_for_keys(c, sums[2 * y + 1], refs.dP_smem, c.slot(c.q_step(y)), c.columns(y))
@@ -476,8 +480,9 @@ def _multiply(c: _Chunk) -> None:
 
     @pl.when(c.wg == 1)
     def add_halves():
-        other = load_by_rows(refs.pairs.per_query.at[:, 1], c.head, block(c.chunk * 2, WG_ROWS))
-        refs.pairs.per_query.at[c.head, 0, c.rows][...] = half_sums + other
+        earlier = block(c.chunk * 2 + c.earlier, WG_ROWS)
+        other = load_by_rows(refs.pairs.per_query.at[:, c.later], c.head, earlier)
+        refs.pairs.per_query.at[c.head, c.earlier, c.rows][...] = half_sums + other
 
     inter = _weighted(c, gradients, weights, norm_weights, key_weights)
     _store_dq_and_dk(c, inter, aligned(diagonal.row, WG_ROWS))
@@ -495,7 +500,8 @@ def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[st
         # Columns of q, v or dh, or of a state, which has up to 128 rows.
         "tiles_smem": tiles(config.num_stages, CHUNK, depth),
         "k_smem": tiles(k_stages, parts * CHUNK, depth),
-        # Blocks of 64 x 64, transposed: block s + t has the keys of block s and the queries of t.
+        # Blocks of 64 x 64, transposed: block s + t has the keys of block s and the queries of t,
+        # numbered in time.
         "P_smem": blocks_of_P,
         "dP_smem": blocks_of_P,
         # Per warpgroup a tile of an output, or sums over queries in the same place.

@@ -139,8 +139,8 @@ def _kernel(
     num_tiles = (i + 1) * warpgroups
     q, k, v = (head_of(x, head, p) for x in (q_gmem, k_gmem, v_gmem))
 
-    def steps(tile):
-        return block(chunk * (p.L // WG_ROWS) + tile, WG_ROWS)
+    def steps(tile):  # in time
+        return block(chunk * (p.L // WG_ROWS) + p.place(tile, p.L // WG_ROWS), WG_ROWS)
 
     def load_k(j, copy):
         _, parts, _, of_part = k_smem.shape
@@ -155,7 +155,7 @@ def _kernel(
 
     k_ring = CopyRing(k_barriers, num_tiles, load_k, readers=warpgroups)
     v_ring = CopyRing(v_barriers, num_tiles + steps_k, load_v, readers=warpgroups)
-    tile = i * warpgroups + wg  # the warpgroup's 64 queries in the chunk
+    tile = i * warpgroups + wg  # the warpgroup's 64 queries in the chunk, in time
     for x in range(steps_k):
         source = q.at[steps(tile), block(x, atom)]
         copy_in(source, q_smem.at[wg, x], q_full.at[wg])
@@ -177,7 +177,7 @@ def _kernel(
             lambda acc: _add_q_k(acc, q_smem.at[wg], k_smem.at[slot]), WG_ROWS, WG_ROWS
         )
         k_ring.advance(j)
-        t, s = rows_and_columns(WG_ROWS, WG_ROWS)
+        t, s = rows_and_columns(WG_ROWS, WG_ROWS, p.reverse)
         # Masked after the product, not before, so that a NaN in k reaches no earlier step.
         seen = s <= t + (tile - j) * WG_ROWS
         P = jnp.where(seen, S * (decay_tile(e, u) * p.qk_scale), 0.0)

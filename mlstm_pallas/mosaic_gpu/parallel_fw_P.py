@@ -106,7 +106,7 @@ def _chunk(
             products.add(acc, q_smem.at[j], k_smem.at[j].T)
 
     S = products.from_zeros(add_q_k, WG_ROWS, WG_ROWS)
-    t, s = rows_and_columns(WG_ROWS, WG_ROWS)
+    t, s = rows_and_columns(WG_ROWS, WG_ROWS, p.reverse)
     # Masked after the product, not before, so that a NaN in k reaches no earlier step.
     P = jnp.where(s <= t, S * (D * p.qk_scale), 0.0)
     if normaliser is not None:

@@ -316,7 +316,7 @@ def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOu
     numbers, so there XLA scales q and k.
     """
     num_splits, p = call.tiles.num_splits, call.problem
-    if each[-1].backward and each[0].a.dtype == jnp.float16:
+    if each[-1].x_initial is None and each[0].a.dtype == jnp.float16:
         each = tuple(x.scaled() for x in each)
     beyond = [(0, y - x) for x, y in zip((p.DHV, p.DHQK), call.tiles.covered(p), strict=True)]
     padded = functools.partial(jax.tree.map, lambda X: jnp.pad(X.mT, [(0, 0), *beyond]))

@@ -153,7 +153,10 @@ def _kernel(
     def steps_of(chunk):  # in q, k, v and h
         return pl.ds(part.begin + chunk * L, L) if in_list else block(chunk, L)
 
-    def load_slot(chunk, copy):
+    chunk_at = functools.partial(p.place, count=part.num_chunks)
+
+    def load_slot(index, copy):
+        chunk = chunk_at(index)
         for name, x in operands._asdict().items():
             if name in ("P", "r", "abar") and x is not None:
                 copy(x.at[head, block(part.first + chunk, L)], slots[name])
@@ -166,13 +169,14 @@ def _kernel(
         start = pl.multiple_of((wg * num_blocks + b) * WG_ROWS, WG_ROWS)
         return pl.ds(start, WG_ROWS), pl.ds(column_block * siz_b_DHHV + start, WG_ROWS)
 
-    def join(chunk, carry):
+    def join(index, carry):
         """Stores h of a chunk and C before it, and adds the chunk to C."""
-        CT, gamma = carry
-        pl.when(chunk > 0)(lambda: ring.refill(chunk - 1))
-        slot = ring.wait(chunk)
+        (CT, gamma), chunk = carry, chunk_at(index)
+        pl.when(index > 0)(lambda: ring.refill(index - 1))
+        slot = ring.wait(index)
         tiles = {name: x.at[slot] for name, x in slots.items()}
-        next_gamma = gamma_gmem[head, part.first + lax.min(chunk + 1, part.num_chunks - 1)]
+        following = part.first + chunk_at(lax.min(index + 1, part.num_chunks - 1))
+        next_gamma = gamma_gmem[head, following]
         size = lax.min(part.end - part.begin - chunk * L, np.int32(L)) if in_list else None
         r, abar = (across_rows(load(tiles[x], BY_COLUMNS)) for x in ("r", "abar"))
 
@@ -189,7 +193,7 @@ def _kernel(
                     if C_states_gmem is not None:  # predicated, because a branch costs registers
                         stored = divide(chunk, store_every)
                         states = C_states_gmem.at[head, stored, of_tile, columns]
-                        here = remainder(chunk, store_every) == 0
+                        here = remainder(index, store_every) == 0
                         tile = C_smem.at[wg, j % 2]
                         write_out(tile.T, CT_tile, 1)
                         copy_out(tile, states, here)
@@ -212,7 +216,7 @@ def _kernel(
             return [*products.onto(intra, hT, *(x * gamma for x in CT))[1:]]
 
         CT = [join_block(b, x) for b, x in enumerate(CT)]
-        ring.release(chunk)
+        ring.release(index)
         return CT, next_gamma
 
     def store_last():
@@ -220,19 +224,17 @@ def _kernel(
             for piece, x in zip(pieces, block_of_C, strict=True):
                 store_transposed(C_last_gmem.at[part.state, pl.ds(*piece), to], x)
 
-    ring = CopyRing(barriers, part.num_chunks, load_slot)
-    ring.prologue()
+    (ring := CopyRing(barriers, part.num_chunks, load_slot)).prologue()
     columns = [columns_of(b)[1] for b in range(num_blocks)]
     of_state = [pl.ds(launch * rows + start, size) for start, size in pieces]
     CT = [[_initial(C_initial_gmem, part, x, y) for x in of_state] for y in columns]
-    CT, _ = loop(part.num_chunks, join, (CT, gamma_gmem[head, part.first]))
+    first = part.first + lax.max(chunk_at(np.int32(0)), np.int32(0))  # there may be no chunks
+    CT, _ = loop(part.num_chunks, join, (CT, gamma_gmem[head, first]))
     if C_last_gmem is not None:
         pl.when(part.has_state)(store_last)
-
     if in_list:
         places = [(h_smem.at[wg * num_blocks + b], to) for b, to in enumerate(columns)]
-        clear = functools.partial(_clear, h, steps_of, part.zeros, places)
-        pl.when(part.zeros > 0)(clear)
+        pl.when(part.zeros > 0)(functools.partial(_clear, h, steps_of, part.zeros, places))
     plgpu.wait_smem_to_gmem(0)
     ring.epilogue()
 

@@ -23,6 +23,8 @@ class use_backend:
 
     None: "triton" where the computation is lowered for an NVIDIA GPU, "xla"
       elsewhere.
+    "fastest": the same, but "mosaic_gpu" where it runs: on Hopper with
+      jax >= 0.11.2, in bfloat16 and float16. One setting for all machines.
     "triton": Triton kernels, the fastest in float32 and on GPUs before and
       after Hopper.
     "mosaic_gpu": Mosaic GPU kernels, the fastest on Hopper in 16-bit dtypes.
@@ -76,6 +78,9 @@ class use_backend:
 def requested_backend(backend: str | None = None, gpu: Gpu | None = None) -> str | None:
     """The backend of a call, from its argument, ``use_backend`` or the environment.
 
+    None and "fastest" leave other platforms than CUDA to plain jnp, when the call is lowered. On
+    CUDA they are Triton, or plain jnp if jax has none, and Mosaic GPU.
+
     Args:
       gpu: that Mosaic GPU kernels are compiled for. None: the call has none of them, so that it
         runs on backend "mosaic_gpu" anywhere.
@@ -89,14 +94,19 @@ def requested_backend(backend: str | None = None, gpu: Gpu | None = None) -> str
     elif backend is None:
         name, backend = VARIABLE, os.environ.get(VARIABLE) or None
         check_backend(VARIABLE, backend)
+    if backend == "fastest" or (backend is None and not HAS_TRITON):
+        runs = gpu is not None and gpu.hopper and jax_has_mosaic_gpu()
+        return "fastest" if runs else None
     if backend is not None and gpu is not None:
         check_mosaic_gpu(name, Lowering(backend), gpu)
-    # If jax has no Triton, None means "mosaic_gpu" on Hopper. Stages without such a kernel (all
-    # stages in float32, for one) run in plain jnp. This is decided when the call is traced, so pass
-    # "xla" for a computation on the CPU of such a machine.
-    if backend is None and gpu is not None and gpu.hopper:
-        return None if HAS_TRITON or not jax_has_mosaic_gpu() else "mosaic_gpu"
     return backend
+
+
+def lowering_on_gpu(backend: str | None) -> Lowering:
+    """The lowering of a ``requested_backend`` on an NVIDIA GPU."""
+    if backend == "fastest":
+        return Lowering.MOSAIC_GPU
+    return Lowering(backend or (Lowering.TRITON if HAS_TRITON else Lowering.XLA))
 
 
 def jax_has_mosaic_gpu() -> bool:

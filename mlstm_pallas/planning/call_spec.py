@@ -16,7 +16,7 @@ from jax import lax
 
 from mlstm_pallas.formulas.chunk_list import num_entries
 from mlstm_pallas.formulas.tiles import blocks_over
-from mlstm_pallas.planning.backend import requested_backend
+from mlstm_pallas.planning.backend import lowering_on_gpu, requested_backend
 from mlstm_pallas.planning.config import KernelConfig, tuned_rows
 from mlstm_pallas.planning.dispatch import lowerings, stage, tiles_class
 from mlstm_pallas.planning.options import Options
@@ -37,8 +37,7 @@ SUMMARY_STEPS = 4096  # of a split of a shard's summary: enough work per CTA, an
 class CallSpec(Options):
     """What a call is asked for, from which its plan follows.
 
-    backend is the one that ``requested_backend`` found, or "xla" without heads; None: the platform
-    of the lowering decides.
+    backend is the one that ``requested_backend`` found, or "xla" without heads.
 
     Attributes:
       problem: padded.
@@ -62,7 +61,7 @@ class CallSpec(Options):
     @property
     def lowering(self) -> Lowering:
         """The lowering of the kernels, before those that a kernel falls to."""
-        return Lowering(self.backend or Lowering.TRITON)
+        return lowering_on_gpu(self.backend or "triton")
 
     def row(self, lowering: Lowering) -> KernelConfig:
         """What the tuner found for the heads, the dtype and the GPU.
@@ -192,7 +191,9 @@ def call_spec(
     dtype = kernel_dtype(options.autocast_kernel_dtype, q_dtype, backend)
     if 0 in shape:
         backend = "xla"  # a kernel has no empty grid
-    make = functools.partial(make_problem, shape, DHV, pad_heads=backend != Lowering.XLA)
+    make = functools.partial(
+        make_problem, shape, DHV, pad_heads=backend != Lowering.XLA, reverse=options.reverse
+    )
     spec = CallSpec(
         **vars(options) | dict(backend=backend),
         problem=make(1),

@@ -45,6 +45,7 @@ class Options:
     config: Annotated[Any, _config] = None
     state_dtype: Annotated[Any, validation.check_state_dtype] = None
     num_segments: Annotated[int | None, validation.check_num_segments] = None
+    reverse: _Flag = False
 
     def __post_init__(self) -> None:
         vars(self).update(
@@ -53,6 +54,11 @@ class Options:
         if not (self.normalize or self.input_gate is InputGate.SIGMOID):
             raise ValueError(
                 "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\""
+            )
+
+        if self.reverse and self.num_segments:
+            raise ValueError(
+                f"reverse is True with num_segments {self.num_segments}, expected one of them"
             )
 
     @property

@@ -7,6 +7,8 @@ import numpy as np
 
 Array: TypeAlias = jax.Array | np.ndarray
 States: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]  # c, n, m
-BackendName: TypeAlias = Literal["triton", "mosaic_gpu", "interpret", "mosaic_gpu_interpret", "xla"]
+BackendName: TypeAlias = Literal[
+    "fastest", "triton", "mosaic_gpu", "interpret", "mosaic_gpu_interpret", "xla"
+]
 LayoutName: TypeAlias = Literal["BNTH", "BTNH"]
 InputGateName: TypeAlias = Literal["exp", "sigmoid"]

@@ -59,6 +59,8 @@ class Problem:
     DHV: int
     L: int
     qk_scale: float  # DHQK ** -0.5 of the unpadded head dimension
+    # Whether time runs from the last step to the first.
+    reverse: bool = dataclasses.field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.S % self.L:
@@ -77,6 +79,10 @@ class Problem:
     def BNH(self) -> int:
         return self.B * self.NH
 
+    def place(self, index: Any, count: Any) -> Any:
+        """The place in memory of the index-th of ``count`` blocks in time, and the inverse."""
+        return count - 1 - index if self.reverse else index
+
     def in_chunks_of(self, L: int) -> "Problem":
         return dataclasses.replace(self, L=min(L, self.L))
 
@@ -89,7 +95,9 @@ class Problem:
         return dataclasses.replace(self, NH=self.NH * num_splits, S=self.S // num_splits)
 
 
-def make_problem(q_shape: Sequence[int], DHV: int, L: int, *, pad_heads: bool) -> Problem:
+def make_problem(
+    q_shape: Sequence[int], DHV: int, L: int, *, pad_heads: bool, reverse: bool = False
+) -> Problem:
     """The padded problem for q (B, NH, S, DHQK) and value dimension DHV.
 
     A chunk size L beyond S is clamped to the next power of two >= S.
@@ -97,4 +105,4 @@ def make_problem(q_shape: Sequence[int], DHV: int, L: int, *, pad_heads: bool) -
     B, NH, S, DHQK = q_shape
     L = min(L, max(next_power_of_two(S), MIN_CHUNK_SIZE))
     pad = padded_head_dim if pad_heads else int
-    return Problem(B, NH, -(-S // L) * L, pad(DHQK), pad(DHV), L, DHQK**-0.5)
+    return Problem(B, NH, -(-S // L) * L, pad(DHQK), pad(DHV), L, DHQK**-0.5, reverse)

@@ -20,9 +20,10 @@ from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals, StoredStates
 from mlstm_pallas.problem.dimensions import Layout
 from mlstm_pallas.schedules.forward import (
-    gate_operands,
     heads_before_segments,
+    in_time,
     key_states,
+    run_gates,
     segments_before_heads,
     segments_of,
 )
@@ -87,9 +88,7 @@ def first_half(
     """
     (x, h, z, stored), (dh, last) = residuals, cotangents
     recompute, live = stored.C is None, _live(spec, lowering, x)
-    gates = spec.stage("chunk_gates", lowering)(
-        gate_operands(x, stored.m), input_gate=spec.input_gate, with_flags=True
-    )
+    gates = run_gates(spec, spec.launch("chunk_gates", lowering), x, stored.m, with_flags=True)
     g = gates.per_step()
     gradients_for = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
     r = query_scale(g.vecW, spec.problem.qk_scale, gradients_for(delta=None).vecInvDen)
@@ -176,7 +175,7 @@ def second_half(
             scaGamma=gamma,
             initial=last.n,
         ),
-        backward=True,
+        backward=not spec.reverse,
     )
     gradients: Gradients = spec.stage("parallel_bw_dQKV", lowering)(
         parallel_bw_dQKV.Operands(
@@ -196,20 +195,17 @@ def second_half(
     )
 
     dm = normaliser.vecDm if spec.stabilised else None
+    of_steps = x.f, scores.pairs or gradients.pairs, *gradients[3:6]  # up to ``through``
+    gates, starts, of_steps, dm = in_time(spec, (gates, x.starts, of_steps, dm))
     if dm is not None and spec.return_last_states:
         # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
         dm = dm.at[..., -1].add(last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last))
-    flags = step_flags(gates, x.f, x.starts)
-    di, df, dm_first = spec.stage("step_gradients", scores_lowering)(
-        step_gradients.Operands(
-            vecF=x.f,
-            pairs=scores.pairs or gradients.pairs,
-            q_dot_dq_inter=gradients.q_dot_dq_inter,
-            k_dot_dk_inter=gradients.k_dot_dk_inter,
-            through=gradients.through,
-            flags=flags,
-            dm=dm,
-        )
+    flags = step_flags(gates, of_steps[0], starts)
+    di, df, dm_first = in_time(
+        spec,
+        spec.stage("step_gradients", scores_lowering)(
+            step_gradients.Operands._make((*of_steps, flags, dm))
+        ),
     )
     di, df = (_of_live(live, y) for y in (di, df))
     if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm
@@ -251,7 +247,7 @@ def packed_backward(
     i, f, starts = chunks.gates(x.i, x.f, x.starts, before.m, L)
     in_chunks = Inputs(q, k, v, i, f, None, x.n_initial, x.m_initial, starts)
     run = functools.partial(spec.stage, lowering=lowering)
-    gates = run("chunk_gates")(gate_operands(in_chunks), input_gate=spec.input_gate)
+    gates = run_gates(spec, spec.launch("chunk_gates", lowering), in_chunks)
     call = spec.launch("parallel_bw_dQKV", lowering)
     n, n_last = key_states(
         spec, call, k, gates, x.n_initial, with_initial=lambda y: chunks.with_initial(y, before.n)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.formulas.chunk_list import ChunkList, of_lengths, of_segments
-from mlstm_pallas.formulas.gates import ChunkGates, segment_ends
+from mlstm_pallas.formulas.gates import ChunkGates, segment_ends, without_outputs
 from mlstm_pallas.formulas.splits import decays_in_splits, split_states, splits_as_heads
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.dispatch import stage
@@ -56,9 +56,25 @@ def forward(
     return materialised(spec, lowering, x)
 
 
-def gate_operands(x: Inputs, m_states: Array | None = None) -> chunk_gates.Operands:
-    """m_states: the stabilisers at the chunk boundaries, if already known."""
-    return chunk_gates.Operands(x.i, x.f, x.m_initial, x.starts, m_states, x.lengths)
+def in_time(spec: CallSpec, arrays: Any) -> Any:
+    """Small arrays (B * NH, ...) of steps, tiles or chunks in the order of time, or back."""
+    if spec.reverse:
+        arrays = jax.tree.map(jax.vmap(jnp.flip), arrays)
+    return arrays
+
+
+def run_gates(
+    spec: CallSpec, launch: Launch, x: Inputs, m_states: Array | None = None, **options: Any
+) -> ChunkGates:
+    """Runs chunk_gates, whose arrays are in the order of time; those of schedules are in memory's.
+
+    m_states: the stabilisers at the chunk boundaries, if already known.
+    """
+    operands = chunk_gates.Operands(x.i, x.f, x.m_initial, x.starts, m_states)
+    gates = stage("chunk_gates", launch)(
+        in_time(spec, operands), input_gate=spec.input_gate, **options
+    )
+    return without_outputs(in_time(spec, gates), x.lengths)
 
 
 def key_states(
@@ -78,7 +94,7 @@ def key_states(
     abar = gates.per_step().vecAbar
     added = with_initial(run("step_sums")(step_sums.Operands(k, abar, chunks)))
     states: tuple[Array, Array] = run("vector_states")(
-        vector_states.Operands(added, gates.scaGamma, n_initial)
+        vector_states.Operands(added, gates.scaGamma, n_initial), backward=spec.reverse
     )
     return states
 
@@ -119,9 +135,7 @@ def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     chunks, (_, n, m) = segments_of(spec, x, L)
     i, f, starts = chunks.gates(x.i, x.f, x.starts, m, L)
     in_list = x._replace(i=i, f=f, starts=starts, lengths=None)
-    gates = stage("chunk_gates", launches["chunk_gates"])(
-        gate_operands(in_list), input_gate=spec.input_gate
-    )
+    gates = run_gates(spec, launches["chunk_gates"], in_list)
     n_states, _ = key_states(
         spec, call, x.k, gates, x.n_initial, chunks, lambda y: chunks.with_initial(y, n)
     )
@@ -146,7 +160,7 @@ def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
 
 def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     """The forward pass with the state of every chunk in memory."""
-    gates = spec.stage("chunk_gates", lowering)(gate_operands(x), input_gate=spec.input_gate)
+    gates = run_gates(spec, spec.launch("chunk_gates", lowering), x)
     C, C_last, n, n_last = spec.stage("recurrent_fw_C", lowering)(
         recurrent_fw_C.Operands(
             matK=x.k,
@@ -165,7 +179,9 @@ def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
         normaliser=spec.normaliser,
     )
     m = gates.scaM_states
-    last = LastStates(C_last, n_last, m[:, -1]) if C_last is not None else None
+    last = None
+    if C_last is not None:
+        last = LastStates(C_last, n_last, m[:, 0 if spec.reverse else -1])
     if spec.recompute_states_in_bw:
         C = C_last = None
     return Forward(h, last, z, StoredStates(C, n, m, C_last, n_last))
@@ -178,11 +194,10 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     """
     plan = spec.plan
     p, num_splits, launches = plan.scan_problem, plan.num_splits, plan.forward
+    end = 0 if p.reverse else -1
     if known is None or known.m.shape[1] != p.NC + 1:
         known = KnownStates()  # those of a call with more heads than this shard have other chunks
-    gates = stage("chunk_gates", launches["chunk_gates"])(
-        gate_operands(x, known.m), input_gate=spec.input_gate
-    )
+    gates = run_gates(spec, launches["chunk_gates"], x, known.m)
     q, v, gamma, C_initial, chunks = x.q, x.v, gates.scaGamma, x.c_initial, None
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
         chunks = of_lengths(x.lengths, v.shape[1], p)
@@ -202,11 +217,12 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
                 split_products.Operands(
                     a=scan.keys.array,
                     b=v,
-                    r=scan.keys.times(decays_in_splits(gamma, num_splits, p.S)),
+                    r=scan.keys.times(decays_in_splits(gamma, num_splits, p.S, backward=p.reverse)),
                 ),
                 num_splits=num_splits,
+                backward=p.reverse,
             )
-        C_initial = split_states(added, gamma, C_initial)
+        C_initial = split_states(added, gamma, C_initial, backward=p.reverse)
         q, v, gamma, scan = jax.tree.map(
             lambda y: splits_as_heads(y, num_splits, p.S), (q, v, gamma, scan)
         )
@@ -220,9 +236,9 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     )
     last = None
     if C_last is not None:
-        C_last = C_last.reshape(p.BNH, num_splits, p.DHQK, p.DHV)[:, -1]
-        last = LastStates(C_last, n_last, gates.scaM_states[:, -1])
-    m, n = gates.scaM_states[:, ::stride], n[:, ::stride]
+        C_last = C_last.reshape(p.BNH, num_splits, p.DHQK, p.DHV)[:, end]
+        last = LastStates(C_last, n_last, gates.scaM_states[:, end])
+    m, n = gates.scaM_states[:, ::stride], n[:, p.place(0, stride) :: stride]
     if C is None:
         C_last = None
     else:

@@ -43,8 +43,8 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mlstm_pallas.planning.backend import lowering_on_gpu
 from mlstm_pallas.planning.call_spec import CallSpec
-from mlstm_pallas.planning.dispatch import HAS_TRITON
 from mlstm_pallas.problem.arrays import IN_LAYOUT, heads_behind
 from mlstm_pallas.problem.version import __version__
 from mlstm_pallas.schedules.derivatives import NO_SUCH_DERIVATIVE, not_differentiated
@@ -414,7 +414,7 @@ for _platform in (None, "cpu", "cuda"):  # None: all others
 
 def known_lowering(backend: str | None) -> Lowering | None:
     """The lowering on every platform; None: ``by_platform`` decides or refuses one."""
-    lowering = Lowering(backend or (Lowering.TRITON if HAS_TRITON else Lowering.XLA))
+    lowering = lowering_on_gpu(backend)
     return lowering if lowering.interpret or lowering is Lowering.XLA else None
 
 
@@ -428,8 +428,7 @@ def by_platform(
 
     mapped: (name, size) of the axes of a vmap that run names, where jax may have left the vmap.
 
-    None is Triton where the computation is lowered for CUDA, else XLA. Where jax has no Triton it
-    is XLA, unless ``requested_backend`` chose "mosaic_gpu".
+    None and "fastest" are XLA where the computation is not lowered for CUDA.
     """
     leaves, tree = jax.tree.flatten(args)
 
@@ -440,8 +439,8 @@ def by_platform(
             return_shape=True,
         )(*leaves)
 
-    (cuda, outputs), other = traced(Lowering(backend or "triton")), None  # None: on any GPU
-    if backend is None:
+    (cuda, outputs), other = traced(lowering_on_gpu(backend)), None  # None: on any GPU
+    if backend in (None, "fastest"):
         other, outputs = traced(Lowering.XLA)
     results = _by_platform.bind(*leaves, backend=backend, cuda=cuda, other=other)
     return jax.tree.unflatten(jax.tree.structure(outputs), results)

@@ -17,7 +17,6 @@ class Operands(NamedTuple):
     starts: Array | None = None  # (B * NH, S) int32, 1 where a packed segment begins
     # (B * NH, NC + 1) the stabilisers at the chunk boundaries; None: they are computed
     scaM_states: Array | None = None
-    lengths: Array | None = None  # (B * NH,) int32: h_t is 0 from this step on
 
 
 def chunk_gates(
@@ -38,6 +37,6 @@ def chunk_gates(
     m_states = x.scaM_states
     if m_states is None:
         m_states = gates.stabiliser_scan(local, x.scaM_initial, input_gate)
-    joined = gates.join_chunks(local, m_states, input_gate, x.lengths)
+    joined = gates.join_chunks(local, m_states, input_gate)
     barred: ChunkGates = gates.fusion_barrier(joined, joined.scaGamma)
     return barred

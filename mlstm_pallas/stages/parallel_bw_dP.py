@@ -85,7 +85,7 @@ def parallel_bw_dP(
     delta, gradients = delta_and_gradients(x, normaliser)
     p, gates = call.problem, x.gates
     q, k, v, dh = map(call.chunks, (x.matQ, x.matK, x.matV, x.matDeltaH))
-    D, scores = decay_matrix(gates), call.product("nctk,ncsk->ncts", q, k) * p.qk_scale
+    D, scores = decay_matrix(gates, p), call.product("nctk,ncsk->ncts", q, k) * p.qk_scale
     P, dA = D * scores, call.product("nctv,ncsv->ncts", dh, v)
     inv_den = dz_den = None
     if gradients.vecInvDen is not None:
@@ -96,7 +96,7 @@ def parallel_bw_dP(
     dP = D * dA
     n, T = p.L // p.T, p.T
     W = dP * scores
-    strict = causal(W, offset=-1).reshape(p.BNH, p.NC, n, T, n, T)
+    strict = causal(W, p, offset=-1).reshape(p.BNH, p.NC, n, T, n, T)
     diagonal = jnp.diagonal(W, axis1=-2, axis2=-1).reshape(p.BNH, p.NC, n, T)
     pairs = TileSums(
         jnp.moveaxis(jnp.sum(strict, axis=-1), -1, 1),

@@ -59,7 +59,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     if x.live is not None:  # undefined in other chunks
         C, dC, P, dP = (only(y, x.live.live, 0, 1) for y in (C, dC, P, dP))
     if p.L > p.T:  # parallel_bw_dP leaves tiles above the diagonal undefined
-        P, dP = causal(P), causal(dP)
+        P, dP = (causal(y, p) for y in (P, dP))
     abar, inv_den = gates.vecAbar[..., None], None
     dq = product("nctv,nckv->nctk", dh, C)
     if gradients.vecInvDen is not None:

@@ -43,7 +43,7 @@ def parallel_fw_H(
     output_dtype = x.matQ.dtype if output_dtype is None else output_dtype
     p, gates, (q, k, v) = call.problem, x.gates, map(call.chunks, (x.matQ, x.matK, x.matV))
     # Masked after the product, so that a NaN in k reaches no earlier step.
-    P = causal(call.product("nctk,ncsk->ncts", q, k) * (decay_matrix(gates) * p.qk_scale))
+    P = causal(call.product("nctk,ncsk->ncts", q, k) * (decay_matrix(gates, p) * p.qk_scale), p)
     w = query_scale(gates.vecW, p.qk_scale)
     num = call.product("nctk,nckv->nctv", q, x.matC_states) * w[..., None]
     num += call.product("ncts,ncsv->nctv", P.astype(q.dtype), v)

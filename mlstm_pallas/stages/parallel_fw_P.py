@@ -48,7 +48,7 @@ def parallel_fw_P(
     q, k = (call.chunks(y) if chunks is None else chunks.gather(y, p.L) for y in (x.matQ, x.matK))
     kbar = k.astype(gates.vecW.dtype) * gates.vecAbar[..., None]
     n = x.vecN_states
-    P = causal(call.product("nctk,ncsk->ncts", q, k) * (decay_matrix(gates) * p.qk_scale))
+    P = causal(call.product("nctk,ncsk->ncts", q, k) * (decay_matrix(gates, p) * p.qk_scale), p)
     r, z = query_scale(gates.vecW, p.qk_scale), None
     if normaliser is not None:
         z = r * jnp.sum(q.astype(n.dtype) * n[:, :, None], axis=-1) + jnp.sum(P, axis=-1)

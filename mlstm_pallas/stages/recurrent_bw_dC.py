@@ -62,13 +62,13 @@ def recurrent_bw_dC(
       return_last: whether to return the last C.
       recurrences: ``recurrence.recurrences`` of a lowering.
     """
-    (q, r), keys, gamma = x.queries, x.keys, x.scaGamma
+    (q, r), keys, gamma, reverse = x.queries, x.keys, x.scaGamma, call.problem.reverse
     num_live = None if x.live is None else jnp.sum(x.live.live, axis=1, dtype=jnp.int32)
     operands = q, x.matDeltaH, gamma, x.matDeltaC_last, return_initial
-    each = [Recurrence(*operands, backward=True, r=r, h=x.matH, num_live=num_live)]
+    each = [Recurrence(*operands, backward=not reverse, r=r, h=x.matH, num_live=num_live)]
     if keys is not None and x.matV is not None:
         operands = keys.array, x.matV, gamma, x.matC_initial, return_last
-        each = [Recurrence(*operands, r=keys.weights, num_live=num_live), *each]
+        each.insert(0, Recurrence(*operands, backward=reverse, r=keys.weights, num_live=num_live))
     *C, dC = recurrences("recurrent_bw_dC", *each, call=call)
     delta = dC.inner
     if x.matH is not None and delta is None:

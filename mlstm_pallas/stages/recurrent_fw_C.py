@@ -45,6 +45,7 @@ def recurrent_fw_C(
     """
     of_C = Recurrence(
         *(x.matK, x.matV, x.scaGamma, x.matC_initial, return_last),
+        backward=call.problem.reverse,
         r=x.vecAbar,
         x_initial=x.vecN_initial,
     )

@@ -74,10 +74,14 @@ def recurrent_fw_H(
 
     kbar, P, r = map(call.chunks, (x.scan.keys.product(), x.scan.matP, x.scan.vecR))
     operands = parts, sizes, q, kbar, v, P, r, x.scaGamma
-    C, (h, states) = lax.scan(step, C, tuple(jnp.moveaxis(y, 1, 0) for y in operands))
+    C, (h, states) = lax.scan(
+        step, C, tuple(jnp.moveaxis(y, 1, 0) for y in operands), reverse=p.reverse
+    )
     H, last = chunks.scatter(jnp.moveaxis(h, 0, 1).astype(x.matQ.dtype), x.matV, p.L), None
     if return_last:
         last = jnp.swapaxes(C[:, :-1].reshape(p.B, p.NH, *shape[1:]), 1, 2)
         last = last.reshape(p.BNH, *shape[2:]) if x.chunks is None else last
-    stored = jnp.moveaxis(states, 0, 1)[:, ::store_every] if store_every else None
+    stored = None
+    if store_every:
+        stored = jnp.moveaxis(states, 0, 1)[:, p.place(0, store_every) :: store_every]
     return FusedScan(H, last, stored)

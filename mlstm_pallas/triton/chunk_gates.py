@@ -200,7 +200,7 @@ def chunk_gates(
                 block=block,
                 every_boundary=ctas > 1,
             )["scaM"]
-    return gates.join_chunks(local, m, input_gate, x.lengths)
+    return gates.join_chunks(local, m, input_gate)
 
 
 @dataclasses.dataclass(frozen=True)

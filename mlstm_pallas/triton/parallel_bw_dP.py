@@ -69,11 +69,11 @@ def _parallel_bw_dP_kernel(
     *,
     call,
 ):
-    L, DHQK = matQ.shape
-    T, block_k, scale = call.tiles.siz_b_LQ, call.tiles.block_k, call.problem.qk_scale
+    (L, DHQK), p = matQ.shape, call.problem
+    T, block_k, scale = call.tiles.siz_b_LQ, call.tiles.block_k, p.qk_scale
     n = L // T
     index, num_tiles = pl.program_id(0), n * (n + 1) // 2
-    # Tiles are numbered by queries; tile i of queries has i + 1 tiles of keys.
+    # Tiles are numbered by queries, in time; tile i of queries has i + 1 tiles of keys.
     i: Any = sum(((index >= m * (m + 1) // 2).astype(jnp.int32) for m in range(1, n)), np.int32(0))
     j = index - divide(i * (i + 1), 2)
 
@@ -83,7 +83,8 @@ def _parallel_bw_dP_kernel(
 
     @pl.when(in_tile)
     def _tile():
-        queries, keys = block_at(i, T), block_at(j, T)
+        row, column = p.place(i, n), p.place(j, n)
+        queries, keys = block_at(row, T), block_at(column, T)
 
         dA, scores = (
             product(a, b, queries, keys, block_k, call.precision, b_axis=1)
@@ -92,16 +93,16 @@ def _parallel_bw_dP_kernel(
         scores *= scale
         offset = (i - j) * T
         e, u = [ref[keys] for ref in vecE], [ref[queries] for ref in vecU]
-        D = decay_tile(e, u, causal_mask(T, T, offset))
+        D = decay_tile(e, u, causal_mask(T, T, offset, p.reverse))
         P = D * scores
         if vecInvDen is not None:
             inv_den = vecInvDen[queries][:, None]
             P, dA = P * inv_den, (dA + vecDzDen[queries][:, None]) * inv_den
         dP = D * dA
-        W, strict = dP * scores, causal_mask(T, T, offset - 1)
+        W, strict = dP * scores, causal_mask(T, T, offset - 1, p.reverse)
         before = jnp.where(strict, W, 0.0)
-        per_query[j, queries] = jnp.sum(before, axis=1)
-        per_key[i, keys] = jnp.sum(before, axis=0)
+        per_query[column, queries] = jnp.sum(before, axis=1)
+        per_key[row, keys] = jnp.sum(before, axis=0)
         matP[queries, keys] = P.astype(matP.dtype)
         matDeltaP[queries, keys] = (dP * scale).astype(matP.dtype)
 
@@ -116,8 +117,9 @@ def _parallel_bw_dP_kernel(
 
         def above(x, _):
             zeros = jnp.zeros((T, T), matP.dtype)
-            matP[queries, block_at(x, T)] = zeros
-            matDeltaP[queries, block_at(x, T)] = zeros
+            keys = block_at(p.place(x, n), T)
+            matP[queries, keys] = zeros
+            matDeltaP[queries, keys] = zeros
             return _
 
         if whole > 1 and n > 1:

@@ -70,14 +70,15 @@ def _parallel_bw_dQKV_kernel(
     def plus_tiles(acc, row, columns, scores, matA, *, transposed):
         """Adds the tiles times the keys for a row of queries, or transposed for a row of keys."""
         step, steps = min(block_k, siz_b_LQ), block_at(row, siz_b_LQ)
-        first = row * (siz_b_LQ // step) if transposed else 0
+        to_end = transposed != call.problem.reverse  # else up to these steps
+        first = row * (siz_b_LQ // step) if to_end else 0
 
         def add(x, acc):
             others = block_at(first + x, step)
             tile = scores[others, steps] if transposed else scores[steps, others]
             return acc + dot(tile, matA[others, columns], precision, a_axis=int(not transposed))
 
-        return loop(L // step - first if transposed else (row + 1) * (siz_b_LQ // step), add, acc)
+        return loop(L // step - first if to_end else (row + 1) * (siz_b_LQ // step), add, acc)
 
     def dq(row, column, steps, columns):
         r = query_scale(vecW[steps], scale, None if vecInvDen is None else vecInvDen[steps])

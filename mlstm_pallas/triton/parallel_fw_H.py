@@ -65,7 +65,8 @@ def _parallel_fw_H_kernel(
     p, tiles, precision = call.problem, call.tiles, call.precision
     siz_b_LKV, siz_b_DHQK, keep_q = tiles.siz_b_LKV, tiles.siz_b_DHQK, tiles.keep_q
     (LQ, DHQK), columns = matQ.shape, pl.ds(0, matH.shape[1])
-    first = remainder(pl.program_id(1), p.L // LQ) * LQ  # of the first query, inside its chunk
+    # Of the first query, inside its chunk, in time.
+    first = p.place(remainder(pl.program_id(1), p.L // LQ), p.L // LQ) * LQ
     num_k, queries = blocks_over(DHQK, siz_b_DHQK), pl.ds(0, LQ)
 
     # q . n is a separate loop: if a pipelined tile feeds both a product and other arithmetic,
@@ -89,14 +90,14 @@ def _parallel_fw_H_kernel(
 
     def add_keys(j, carry):
         num, z = carry
-        keys = block_at(j, siz_b_LKV)
+        keys = block_at(p.place(j, blocks(p.L, siz_b_LKV)), siz_b_LKV)
         if keep_q:
             parts = (dot(q, matK[keys, at], precision, b_axis=1) for at, q in whole_q)
             scores = functools.reduce(operator.add, parts)
         else:
             scores = product(matQ, matK, queries, keys, siz_b_DHQK, precision, b_axis=1)
         e = [ref[keys] for ref in vecE]
-        P = causal_scores(scores, e, u, p.qk_scale, first - j * siz_b_LKV)
+        P = causal_scores(scores, e, u, p, first - j * siz_b_LKV)
         num += dot(P.astype(matV.dtype), matV[keys, :], precision)
         return num, [x + jnp.sum(P, axis=1) for x in z]
 

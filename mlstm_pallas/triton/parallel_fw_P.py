@@ -52,7 +52,7 @@ def _parallel_fw_P_kernel(
         kbar = k.astype(jnp.float32) * vecAbar[...][:, None]
         matKbar[:, columns] = kbar.astype(matKbar.dtype)
     e, u = ([ref[...] for ref in pair] for pair in (vecE, vecU))
-    P = causal_scores(scores, e, u, scale, 0)
+    P = causal_scores(scores, e, u, call.problem, 0)
     r = query_scale(vecW[...], scale)
     if normaliser is not None:
         z = r * q_n + jnp.sum(P, axis=1)

@@ -69,10 +69,10 @@ def _recurrent_fw_H_kernel(
     call,
     store_every,
 ):
-    L, precision = call.problem.L, call.precision
+    p, L, precision = call.problem, call.problem.L, call.precision
     row_tiles = [*pieces(matQ.shape[1], call.tiles.siz_b_DHQK)]
     first: Any = 0
-    chunks, has_state = call.problem.NC, True
+    chunks, has_state = p.NC, True
 
     def steps_of(chunk):
         """The steps of a chunk in q, v and h."""
@@ -82,7 +82,7 @@ def _recurrent_fw_H_kernel(
         part, N = pl.program_id(1), parts.begins.shape[0] - 3
         begin, end = parts.begins[part], parts.begins[part + 1]
         # It is read ahead, also by a part without chunks.
-        first = lax.min(parts.first[part], np.int32(call.problem.NC - 1))
+        first = lax.min(parts.first[part], np.int32(p.NC - 1))
         has_state = part < N
         matQ, matV, matH_before, matH = (
             x if x is None else up_to(end, x, call) for x in (matQ, matV, matH_before, matH)
@@ -111,8 +111,11 @@ def _recurrent_fw_H_kernel(
 
     def step(index, carry):
         CT, (gamma, r, partial, P) = carry
-        steps = steps_of(index)
-        following = prefetch(lax.min(index + 1, lax.convert_element_type(chunks - 1, np.int32)))
+        chunk = p.place(index, chunks)
+        steps = steps_of(chunk)
+        following = prefetch(
+            p.place(lax.min(index + 1, lax.convert_element_type(chunks - 1, np.int32)), chunks)
+        )
         v = matV[steps, :]
         hT = jnp.zeros((v.shape[1], L), jnp.float32)
         for tile, block in zip(row_tiles, CT, strict=True):
@@ -125,7 +128,7 @@ def _recurrent_fw_H_kernel(
         else:
             matH[steps, :] = (hT.T + partial.astype(jnp.float32)).astype(matH.dtype)
         CT = tuple(
-            block * gamma + dot(v, matKbar[entry_of(index), tile], precision, a_axis=0)
+            block * gamma + dot(v, matKbar[entry_of(chunk), tile], precision, a_axis=0)
             for tile, block in zip(row_tiles, CT, strict=True)
         )
         return CT, following
@@ -138,14 +141,17 @@ def _recurrent_fw_H_kernel(
 
     def store_and_step(index, carry):
         for tile, block in zip(row_tiles, carry[0], strict=True):
-            matC_states[index, tile, :] = block.astype(matC_states.dtype).T
+            matC_states[p.place(index, matC_states.shape[0]), tile, :] = block.astype(
+                matC_states.dtype
+            ).T
 
         def step_from_store(chunk, carry):
             return step(index * store_every + chunk, carry)
 
         return loop(store_every, step_from_store, carry)
 
-    carry = tuple(map(initial, row_tiles)), prefetch(np.int32(0))
+    beginning = lax.max(p.place(np.int32(0), chunks), np.int32(0))  # there may be no chunks
+    carry = tuple(map(initial, row_tiles)), prefetch(beginning)
     iteration = store_and_step if store_every else step
     CT, _ = loop(chunks // store_every if store_every else chunks, iteration, carry)
 

@@ -1,0 +1,75 @@
+"""reverse: a call computes what the flipped call does, from the last step to the first."""
+
+import functools
+
+import call_checks
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import (
+    RESULTS,
+    assert_close,
+    compare,
+    in_layout,
+    random_inputs,
+    results_of,
+    tolerance,
+)
+
+from mlstm_pallas import mlstm_chunkwise
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
+
+
+@pytest.mark.parametrize(
+    "call", [*call_checks.calls_in_reverse(), *call_checks.calls_in_reverse_on_a_gpu()]
+)
+def test_against_float64(call):
+    call_checks.check_call(**call)
+
+
+BOUND = call_checks.PROMISED["float32"][1]
+OPTIONS = dict(return_last_states=True, chunk_size=16, backend="xla", layout="BTNH")
+
+
+def flipped(*x):
+    return [jnp.flip(y, axis=1) for y in x]
+
+
+def test_it_is_the_flipped_call():
+    """Outputs and gradients, under vmap and remat too."""
+    inputs = random_inputs(2, 2, 3, 37, 16, 24)
+    x = in_layout("BTNH", inputs, inputs.values())
+
+    @jax.checkpoint
+    def reverse(*x):
+        mapped = jax.vmap(functools.partial(mlstm_chunkwise, reverse=True, **OPTIONS))
+        return jax.tree.map(lambda y: y[0], mapped(*(y[None] for y in x)))
+
+    def forward(*x):
+        h, states = mlstm_chunkwise(*flipped(*x[:5]), *x[5:], **OPTIONS)
+        return flipped(h)[0], states
+
+    of_both = (results_of(run)(*x) for run in (reverse, forward))
+    compare(RESULTS, *of_both, BOUND)
+
+
+@pytest.mark.parametrize("name", "qkvif")
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+def test_a_nan_reaches_no_earlier_step(backend, name):
+    """Steps that are later in memory are earlier in time."""
+    step, L, S = 20, 16, 48
+    inputs = random_inputs(0, 1, 1, S, 16, 16, states=False)
+    x = np.array(inputs[name])
+    x[0, 0, step] = np.nan
+    run = functools.partial(mlstm_chunkwise, reverse=True, chunk_size=L, backend=backend)
+    # Within a chunk 0 times NaN in v spares no step.
+    first = step // L * L + L if name == "v" else step + 1
+    clean, poisoned = run(**inputs), run(**inputs | {name: jnp.asarray(x)})
+    assert np.isnan(poisoned[0, 0, step]).all()
+    assert_close(poisoned[:, :, first:], clean[:, :, first:], tolerance("float32", S + 16))
+
+
+def test_sequence_parallelism_has_no_reverse():
+    with pytest.raises(TypeError, match="reverse"):
+        mlstm_chunkwise_sequence_parallel(*[None] * 5, axis_name="s", reverse=True)
