@@ -57,7 +57,7 @@ compile_report --heads=64: flag --heads=64: cannot read the head sizes '64', exp
 compile_report --stage=nonsense: --stage: no stage nonsense in fwd, there are chunk_gates,
 compile_report --direction=step --variant=packed: --variant: a step has no variant packed
 kernel_benchmark --shape=8k: flag --shape=8k: unknown shape '8k', known are 7b-8k
-kernel_benchmark --impl=cuda: flag --impl=cuda: unknown cuda, known are triton
+kernel_benchmark --impl=cuda: flag --impl=cuda: unknown cuda, known are
 kernel_benchmark --config={{: flag --config={{: Expecting property name
 kernel_benchmark --config={{"no":1}}: config.no is no kernel, expected one of triton_
 kernel_benchmark --from_jsonl={__file__}: --from_jsonl: {__file__}, line 1 is no row
@@ -71,7 +71,7 @@ layer_benchmark --impl=triton: --impl=triton needs a GPU
 scaling_benchmark --backend=xla --devices=1,4096: --devices: there are
 scaling_benchmark --devices=2 --mode=strong-sequence --shape=1x1x33x16x16: a multiple of 2 devices
 step_benchmark --slots=1 --impl=xla --shape=2x1x1x16x16: --slots=1, expected at least 2 rows
-step_benchmark --impl=mosaic_gpu: unknown mosaic_gpu, known are triton, interpret, xla,
+step_benchmark --impl=mosaic_gpu: unknown mosaic_gpu, known are
 tune --backend=triton: --backend=triton needs a GPU
 tune --minutes=-1: flag --minutes=-1
 tune --backend=interpret: --backend=interpret: times of interpreted kernels do not belong
