@@ -1,17 +1,24 @@
-"""The command line of benchmarks and tools: flags, and errors that are one line."""
+"""The command line of all programs: flags, --help, and errors that are one line.
 
+The exit code of every program is 2 where a flag is wrong or a request makes no sense, with a line
+on stderr that names the flag, and 130 after Ctrl-C.
+"""
+
+import contextlib
 import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+import textwrap
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import extras  # noqa: F401
 import shapes
-from absl import app, flags
+from absl import flags
 
-flags.disclaim_key_flags()  # --help lists the flags defined here under the program's name
+flags.disclaim_key_flags()  # the flags defined here are those of the program
 
 
 class RequestError(ValueError):
@@ -24,6 +31,15 @@ class FunctionParser(flags.ArgumentParser):
     def __init__(self, parse: Callable[[str], Any]):
         super().__init__()
         self.parse = parse
+
+
+@contextlib.contextmanager
+def naming(flag: str) -> Iterator[None]:
+    """An error about a file or a value becomes a RequestError that names the flag."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise RequestError(f"--{flag}: {error}") from None
 
 
 def known_name(known: Collection[str], text: str) -> str:
@@ -40,7 +56,7 @@ SHARED: dict[str, tuple[Any, ...]] = {
     "commit": ("string", None, "For the rows; none: the HEAD of the git working tree."),
     "from_jsonl": ("list", [], "Measure nothing; report the rows of these files."),
     "jsonl": ("string", None, "File to append each row to as it is measured."),
-    "plot": ("string", None, "PNG to write at the end."),
+    "plot": ("string", None, "PNG, PDF or SVG to write at the end."),
 }
 
 
@@ -79,22 +95,59 @@ class Define:
             getattr(self, kind)(name, defaults.get(name, default), *arguments)
 
 
-def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
-    """A wrong flag, or a word that is no flag, is one line on stderr and exit code 2."""
+def help_text(about: str, values: flags.FlagValues) -> str:
+    """The docstring of a program up to its examples, and its flags with their defaults."""
+    paragraphs = about.strip().split("\n\n")
+    examples = next((n for n, x in enumerate(paragraphs, 1) if x.startswith("  ")), 1)
+    lines = ["\n\n".join(paragraphs[:examples]), ""]
+    for module, defined in values.flags_by_module_dict().items():
+        for flag in defined if not module.startswith("absl") else ():
+            x = flag.default_unparsed
+            x = ",".join(x) if isinstance(x, list | tuple) else "" if x is None else str(x)
+            name = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
+            text = f"{name}={x}" if x and not flag.boolean else name
+            indents = dict(initial_indent="  ", subsequent_indent=" " * 8)
+            lines += textwrap.wrap(f"{text}  {flag.help}", 98, **indents)
+    return "\n".join(lines)
+
+
+def run(
+    argv: list[str],
+    values: flags.FlagValues,
+    start: Callable[[flags.FlagValues], int | None],
+    refused: type[Exception] = RequestError,
+    about: str | None = "",
+) -> int:
+    """Runs a program with these arguments; returns its exit code: ``start``'s, 2 or 130.
+
+    refused: an exception whose message is for the user, as that of RequestError is.
+    about: the docstring of the program.
+    """
+    if {"--help", "-h"} & {*argv[1:]}:
+        print(help_text(about or "", values))
+        return 0
     try:
-        if not (others := values(argv)[1:]):
-            return argv[:1]
-        message = f"unexpected argument {others[0]}"
-    except flags.Error as error:
+        if others := values(argv)[1:]:
+            raise RequestError(f"unexpected argument {others[0]}, expected --FLAG=VALUE")
+        if wrong := [name for name, x in values.flag_values_dict().items() if x != x]:
+            raise RequestError(f"--{wrong[0]}=nan, expected a number")
+        return start(values) or 0
+    except (flags.Error, RequestError, refused) as error:
         message = " ".join(str(error).split())
-    print(f"{Path(argv[0]).stem}: {message}", file=sys.stderr)
-    sys.exit(2)
+        print(f"{Path(argv[0]).stem}: {message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
-def main(define_flags: Callable[[Define], None], run: Callable[[flags.FlagValues], int]) -> None:
-    """Runs a program on the command line; ``run`` returns the exit code."""
-    define_flags(Define(flags.FLAGS))
-    app.run(lambda _: run(flags.FLAGS), flags_parser=parse)
+def main(
+    define_flags: Callable[[Define], None], start: Callable[[flags.FlagValues], int | None]
+) -> NoReturn:
+    """Runs the program that this process is."""
+    values = flags.FlagValues()
+    define_flags(Define(values))
+    sys.exit(run(sys.argv, values, start, about=sys.modules["__main__"].__doc__))
 
 
 def one_line(error: BaseException) -> str:

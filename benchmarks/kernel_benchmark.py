@@ -405,7 +405,7 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     impls = [impl for name in options.impl or [default] for impl in groups.get(name, [name])]
     runner.check_gpu(impls)
     if options.stage and options["direction"].present:
-        raise RequestError("a stage has one direction: give --stage or --direction, not both")
+        raise RequestError("--stage has one direction: give it or --direction, not both")
     named = shapes.named(options.shape, *(("7b-8k", "tfla-8k", "b1-8k") if gpu else ("tiny",)))
     for (name, shape), dtype, stage in itertools.product(
         named.items(), options.dtype, options.stage or [""]
@@ -476,7 +476,7 @@ def define_flags(define: command.Define) -> None:
     calls.define_chunks(define)
 
 
-run = functools.partial(runner.run, "kernel_benchmark", measured_rows, COLUMNS, plot=plot)
+run = functools.partial(runner.run, measured_rows, COLUMNS, plot=plot)
 
 
 if __name__ == "__main__":

@@ -341,7 +341,7 @@ def define_flags(define: command.Define) -> None:
 
 
 report = dict(report=remainders, plot=plot)
-run = functools.partial(runner.run, "layer_benchmark", measured_rows, COLUMNS, **report)
+run = functools.partial(runner.run, measured_rows, COLUMNS, **report)
 
 
 if __name__ == "__main__":

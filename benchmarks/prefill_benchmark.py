@@ -89,7 +89,7 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     """A row for each shape, dtype, variant and backend."""
     gpu = runner.on_gpu()
     backends = options.backend or ["triton" if gpu else "xla"]
-    runner.check_gpu(backends)
+    runner.check_gpu(backends, "backend")
     named = shapes.named(options.shape, *(("p64", "r8") if gpu else ("tiny",)))
     cases = itertools.product(named.items(), options.dtype, options.variant, backends)
     for (name, shape), dtype, variant, impl in cases:
@@ -111,8 +111,7 @@ def define_flags(define: command.Define) -> None:
     define.shared("shape", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
 
 
-report = measured_rows, COLUMNS
-run = functools.partial(runner.run, "prefill_benchmark", *report, plot=kernel_benchmark.plot)
+run = functools.partial(runner.run, measured_rows, COLUMNS, plot=kernel_benchmark.plot)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from command import RequestError
-
 Row = dict[str, Any]
 # Title -> key or function of a row, and format specification, which is empty for text.
 Columns = Mapping[str, tuple[str | Callable[[Row], Any], str]]
@@ -76,10 +74,13 @@ def table(rows: Sequence[Row], columns: Columns) -> str:
 
 
 def check_plot(path: str | None) -> None:
+    """Raises ValueError if a plot cannot be written there."""
     if path and importlib.util.find_spec("matplotlib") is None:
-        raise RequestError("--plot needs matplotlib: pip install 'mlstm_pallas[benchmark]'")
+        raise ValueError("matplotlib is missing: pip install 'mlstm_pallas[benchmark]'")
+    if path and not path.endswith((".png", ".pdf", ".svg")):
+        raise ValueError(f"{path} does not end with .png, .pdf or .svg")
     if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-        raise RequestError(f"no folder for {path}")
+        raise ValueError(f"no folder for {path}")
 
 
 def _thousands(x: Any) -> str:

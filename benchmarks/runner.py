@@ -17,6 +17,7 @@ and those that were measured have
 Each benchmark adds keys of its own. A missing key or null was not measured.
 """
 
+import contextlib
 import json
 import os
 import statistics
@@ -31,7 +32,7 @@ import jaxlib
 import numpy as np
 import reporting
 from absl import flags
-from command import RequestError, one_line
+from command import RequestError, naming, one_line
 from shapes import Shape
 
 Row = dict[str, Any]
@@ -52,13 +53,16 @@ def on_gpu() -> bool:
     return jax.devices()[0].platform == "gpu"
 
 
-def check_gpu(names: Sequence[str]) -> None:
-    """Raises RequestError without a GPU if one of the names needs one; says what runs instead."""
+def check_gpu(names: Sequence[str], flag: str = "impl") -> None:
+    """Raises RequestError without a GPU if one of the names needs one; says what runs instead.
+
+    flag: that has the names.
+    """
     if on_gpu():
         return
     if needed := [name for name in NEED_GPU if name in names]:
         absent = "JAX has none here; xla and interpret run anywhere"
-        raise RequestError(f"{needed[0]} needs a GPU, {absent}")
+        raise RequestError(f"--{flag}={needed[0]} needs a GPU, {absent}")
     where = f"measuring {', '.join(names)} on the CPU"
     print(f"no GPU here: {where}; these are not the speeds of the kernels")
 
@@ -167,7 +171,7 @@ def measure(row: Row, impl: Any, call: Callable[[], Any], repeats: int) -> float
 
 
 def read_rows(path: str) -> Iterator[Row]:
-    """The rows of a file; raises RequestError at a line that is no row."""
+    """The rows of a file; raises ValueError at a line that is no row."""
     with open(path) as file:
         for number, line in enumerate(file, 1):
             try:
@@ -176,12 +180,11 @@ def read_rows(path: str) -> Iterator[Row]:
                 if missing := REQUIRED - row.keys():
                     raise ValueError(f"it has no {', '.join(sorted(missing))}")
             except (KeyError, TypeError, ValueError) as error:
-                raise RequestError(f"{path}, line {number} is no row: {error}") from None
+                raise ValueError(f"{path}, line {number} is no row: {error}") from None
             yield row
 
 
 def run(
-    name: str,
     measured: Callable[[flags.FlagValues], Iterator[Row]],
     columns: reporting.Columns,
     options: flags.FlagValues,
@@ -193,28 +196,31 @@ def run(
     Each row is printed, and appended to the file of --jsonl, as soon as it is measured. At the end
     there are a table, what ``report`` prints, and the plot.
 
-    The exit code is 1 if a row is wrong or failed, 130 after Ctrl-C, with the rows before it, and
-    2, with one line on stderr, if the request makes no sense or a file cannot be opened.
+    The exit code is 1 if a row is wrong or failed, and 130 after Ctrl-C, with the rows before it.
+
+    Raises:
+      RequestError: the request makes no sense, or a file cannot be opened.
     """
     rows: list[Row] = []
     stored, path = options.from_jsonl, options.plot if plot else None
     code = 0
-    try:
+    with naming("plot"):
         reporting.check_plot(path)
+    with naming("from_jsonl"):
         read = [row for file in stored for row in read_rows(file)]
-        with open(options.jsonl or os.devnull, "a") as jsonl:
+    with contextlib.ExitStack() as files:
+        with naming("jsonl"):
+            jsonl = files.enter_context(open(options.jsonl or os.devnull, "a"))
+        try:
             for row in read if stored else measured(options):
                 rows.append(row)
                 if not stored:
                     print(reporting.progress(row, columns), flush=True)
                 print(json.dumps(row, default=str), file=jsonl, flush=True)
                 code |= row["status"] in ("wrong", "failed")
-    except (RequestError, OSError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = 130
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            code = 130
     if rows:
         print(f"\n{reporting.table(rows, columns)}")
         report(rows)

@@ -157,10 +157,10 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     """A row for each mode, shape, direction, layout, dtype and number of devices."""
     present, gpu = len(jax.local_devices()), runner.on_gpu()
     backend = options.backend or ("triton" if gpu else "xla")
-    runner.check_gpu([backend])
+    runner.check_gpu([backend], "backend")
     counts = sorted(set(options.devices)) or [2**k for k in range(present.bit_length())]
     if not 1 <= counts[0] <= counts[-1] <= present:
-        raise RequestError(f"there are {present} devices, not {', '.join(map(str, counts))}")
+        raise RequestError(f"--devices: there are {present}, not {', '.join(map(str, counts))}")
     cases = [
         (name, of)
         for name in options.mode
@@ -168,7 +168,7 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     ]
     for name, of in cases:
         if not MODES[name].grows and (odd := [n for n in counts if of.S % n]):
-            steps = f"{name}: {of.S} steps of shape {of}"
+            steps = f"--shape: in {name} {of.S} steps of shape {of}"
             raise RequestError(f"{steps} are not a multiple of {odd[0]} devices")
     product = itertools.product(cases, options.direction, options.layout, options.dtype)
     for (name, of), direction, layout, dtype in product:
@@ -223,7 +223,7 @@ def define_flags(define: command.Define) -> None:
     define.shared("shape", "direction", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
 
 
-run = functools.partial(runner.run, "scaling_benchmark", measured_rows, COLUMNS, plot=plot)
+run = functools.partial(runner.run, measured_rows, COLUMNS, plot=plot)
 
 
 if __name__ == "__main__":

@@ -245,6 +245,8 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     impls = options.impl or (["triton", *PEERS] if gpu else ["xla"])
     runner.check_gpu(impls)
     named = shapes.named(options.shape, "decode" if gpu else "tiny")
+    if options.slots and (most := max(shape.B for shape in named.values())) > options.slots:
+        raise RequestError(f"--slots={options.slots}, expected at least {most} rows")
     copy_gbps = copy_rate(options.repeats) / 1e9
     print(f"\ncopy: {copy_gbps:.4g} GB/s")
     steps = options.steps or (1000 if gpu else 10)
@@ -256,8 +258,6 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
         loops = options.loop if impl in BACKENDS else ("graph",)
         pooled = ("", *POOLED) if options.slots and impl in BACKENDS else ("",)
         for loop, keys["pooled"] in itertools.product(loops, pooled):
-            if keys["pooled"] and options.slots < shape.B:
-                raise RequestError(f"--slots={options.slots}, expected at least {shape.B} rows")
             row = runner.new_row(options, name, shape, impl, loop=loop, **keys)
             yield runner.attempt(row, impl in BACKENDS, measure, options)
 
@@ -315,7 +315,7 @@ def define_flags(define: command.Define) -> None:
     define.shared("shape", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
 
 
-run = functools.partial(runner.run, "step_benchmark", measured_rows, COLUMNS, plot=plot)
+run = functools.partial(runner.run, measured_rows, COLUMNS, plot=plot)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,23 @@ import statistics
 import time
 from collections.abc import Callable
 
-import torch
-import transformers
-from absl import app, flags
+import command
+from absl import flags
+from command import RequestError
 
-BATCH = flags.DEFINE_integer("batch", 1, "Random prompts.", lower_bound=1)
-PROMPT_LENGTH = flags.DEFINE_integer("prompt_length", 128, "Tokens per prompt.", lower_bound=1)
-NEW_TOKENS = flags.DEFINE_integer("new_tokens", 65, "Per prompt.", lower_bound=2)
-CHUNKWISE = flags.DEFINE_enum(
-    "chunkwise", "limit_chunk", ["limit_chunk", "xl_chunk"], "Kernel of mlstm_kernels for prompts."
-)
-SIZE = flags.DEFINE_enum("size", "7b", ["7b", "tiny"], "tiny: heads of 32/64, to try this program.")
+
+def define_flags(define: command.Define) -> None:
+    kernels = ["limit_chunk", "xl_chunk"]
+    define.integer("batch", 1, "Random prompts.", lower_bound=1)
+    define.integer("prompt_length", 128, "Tokens per prompt.", lower_bound=1)
+    define.integer("new_tokens", 65, "Per prompt.", lower_bound=2)
+    define.enum("chunkwise", "limit_chunk", kernels, "Kernel of mlstm_kernels for prompts.")
+    define.enum("size", "7b", ["7b", "tiny"], "tiny: heads of 32/64, to try this program.")
 
 
 def seconds(call: Callable[[], object]) -> float:
+    import torch
+
     times = []
     for _ in range(4):
         torch.cuda.synchronize()
@@ -38,11 +41,23 @@ def seconds(call: Callable[[], object]) -> float:
     return statistics.median(times[1:])
 
 
-@torch.inference_mode()
-def main(argv: list[str]) -> None:
-    size = {} if SIZE.value == "7b" else dict(hidden_size=256, num_hidden_layers=2, num_heads=4)
+def run(options: flags.FlagValues) -> None:
+    """Raises RequestError without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RequestError("torch has no GPU here")
+    with torch.inference_mode():
+        measure(options)
+
+
+def measure(options: flags.FlagValues) -> None:
+    import torch
+    import transformers
+
+    size = {} if options.size == "7b" else dict(hidden_size=256, num_hidden_layers=2, num_heads=4)
     config = transformers.xLSTMConfig(
-        chunkwise_kernel=f"chunkwise--triton_{CHUNKWISE.value}",
+        chunkwise_kernel=f"chunkwise--triton_{options.chunkwise}",
         sequence_kernel="native_sequence__triton",
         step_kernel="triton",
         mode="inference",
@@ -51,7 +66,7 @@ def main(argv: list[str]) -> None:
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         model = transformers.xLSTMForCausalLM(config).eval()
-        prompts = torch.randint(config.vocab_size, (BATCH.value, PROMPT_LENGTH.value))
+        prompts = torch.randint(config.vocab_size, (options.batch, options.prompt_length))
     model.generation_config.eos_token_id = None
     options = dict(do_sample=False, use_cache=True, pad_token_id=0)
     first = seconds(lambda: model.generate(prompts, max_new_tokens=1, **options))
@@ -60,19 +75,19 @@ def main(argv: list[str]) -> None:
         device=torch.cuda.get_device_name(),
         torch=torch.__version__,
         transformers=transformers.__version__,
-        chunkwise=CHUNKWISE.value,
-        batch=BATCH.value,
+        chunkwise=options.chunkwise,
+        batch=options.batch,
         prompt_tokens=prompts.numel(),
-        new_tokens=NEW_TOKENS.value,
+        new_tokens=options.new_tokens,
         first_token_ms=1e3 * first,
     )
 
     def show(decoding: str, per_token: float) -> None:
-        figures = dict(ms_per_token=1e3 * per_token, tokens_per_s=BATCH.value / per_token)
+        figures = dict(ms_per_token=1e3 * per_token, tokens_per_s=options.batch / per_token)
         print(json.dumps(row | dict(decoding=decoding) | figures), flush=True)
 
-    total = seconds(lambda: model.generate(prompts, max_new_tokens=NEW_TOKENS.value, **options))
-    show("generate", (total - first) / (NEW_TOKENS.value - 1))
+    total = seconds(lambda: model.generate(prompts, max_new_tokens=options.new_tokens, **options))
+    show("generate", (total - first) / (options.new_tokens - 1))
 
     out = model(prompts, use_cache=True)
     token, cache = out.logits[:, -1:].argmax(-1), out.cache_params
@@ -85,9 +100,9 @@ def main(argv: list[str]) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    steps = NEW_TOKENS.value - 1
+    steps = options.new_tokens - 1
     show("cuda_graph", seconds(lambda: [graph.replay() for _ in range(steps)]) / steps)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.main(define_flags, run)

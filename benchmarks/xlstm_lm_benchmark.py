@@ -341,7 +341,7 @@ def define_flags(define: command.Define) -> None:
     define.shared("commit", "from_jsonl", "jsonl")
 
 
-run = functools.partial(runner.run, "xlstm_lm_benchmark", measured_rows, COLUMNS)
+run = functools.partial(runner.run, measured_rows, COLUMNS)
 
 
 if __name__ == "__main__":

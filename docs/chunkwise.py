@@ -3,8 +3,13 @@
 python docs/chunkwise.py
 """
 
+import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import command
+import reporting
+from absl import flags
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Polygon, Rectangle
 
@@ -51,7 +56,13 @@ def draw_scan(axes):
     axes.set_title("What runs one after the other: only the state", fontsize=14)
 
 
-def main():
+def define_flags(define: command.Define) -> None:
+    define.string("output", str(Path(__file__).with_suffix(".png")), "File to write.")
+
+
+def run(options: flags.FlagValues) -> None:
+    with command.naming("output"):
+        reporting.check_plot(options.output)
     figure = Figure(figsize=(13, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
     for axes in (left, right):
@@ -59,8 +70,8 @@ def main():
         axes.axis("off")
     draw_matrix(left)
     draw_scan(right)
-    figure.savefig(Path(__file__).with_suffix(".png"), dpi=110, metadata={"Software": None})
+    figure.savefig(options.output, dpi=110, metadata={"Software": None})
 
 
 if __name__ == "__main__":
-    main()
+    command.main(define_flags, run)

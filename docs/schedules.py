@@ -3,8 +3,13 @@
 python docs/schedules.py
 """
 
+import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import command
+import reporting
+from absl import flags
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
@@ -171,7 +176,13 @@ def draw(axes, left, title, steps):
     return y
 
 
-def main():
+def define_flags(define: command.Define) -> None:
+    define.string("output", str(Path(__file__).with_suffix(".png")), "File to write.")
+
+
+def run(options: flags.FlagValues) -> None:
+    with command.naming("output"):
+        reporting.check_plot(options.output)
     lefts = [n * (WIDTH + GAP) for n in range(len(COLUMNS))]
     figure = Figure(figsize=(20, 12.2))
     axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
@@ -187,8 +198,8 @@ def main():
         axes.text(0, low - 1.15 - 0.4 * n, note, va="center", fontsize=12)
     axes.set_xlim(-0.1, right + 0.1)
     axes.set_ylim(low - 1.8, 0.8)
-    figure.savefig(Path(__file__).with_suffix(".png"), dpi=90, metadata={"Software": None})
+    figure.savefig(options.output, dpi=90, metadata={"Software": None})
 
 
 if __name__ == "__main__":
-    main()
+    command.main(define_flags, run)

@@ -28,10 +28,10 @@ def parse_mesh(text: str) -> dict[str, int]:
     """
     sizes = dict.fromkeys(AXES, 1)
     for part in filter(None, text.split(",")):
-        name, size = part.split(":")
+        name, _, size = part.partition(":")
+        if name not in AXES or not size.isdecimal() or int(size) < 1:
+            raise ValueError(f"{part} is no axis ({', '.join(AXES)}) with its size, as data:2")
         sizes[name] = int(size)
-    if len(sizes) > len(AXES) or min(sizes.values()) < 1:
-        raise ValueError(f"{text} does not name axes ({', '.join(AXES)}) and their sizes")
     return sizes
 
 

@@ -21,7 +21,7 @@ of a mesh:
 
 Several processes (jax.distributed) share the output folder; the first one writes log, plot and
 sample. A Ctrl-C to one of them ends all. If one dies, the others end too, within two minutes and
-with exit code 1, as after any error.
+with exit code 1, as after any error but wrong flags and files, which have exit code 2.
 """
 
 import contextlib
@@ -39,10 +39,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import command
 import jax
 import numpy as np
 import optax
-from absl import app, flags, logging
+from absl import flags
 from byte_corpus import VOCABULARY, UserError, read_corpus, unigram_bits
 from byte_lm import Model, cast, cross_entropy, initial_params, matrices, train_step
 from byte_lm_checkpoints import Checkpoints
@@ -53,7 +55,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from tqdm import tqdm
 from xlstm_model import Config, Params, Sampling, decode, prefill
 
-FLAGS = flags.FLAGS
+FLAGS = flags.FlagValues()
 for name, default, least, about in (
     ("layers", 2, 1, "Blocks of an mLSTM layer and an MLP."),
     ("embedding_dim", 128, 1, "Width of the residual stream."),
@@ -70,13 +72,13 @@ for name, default, least, about in (
     ("process_id", None, 0, "Number of this process, from 0."),
     ("sample_length", 400, 1, "Bytes to generate."),
 ):
-    flags.DEFINE_integer(name, default, about, least)
+    flags.DEFINE_integer(name, default, about, least, flag_values=FLAGS)
 for name, default, about in (
     ("learning_rate", 4e-3, "Peak learning rate."),
     ("max_minutes", None, "End after so many minutes, with a checkpoint."),
     ("temperature", 0.8, "Temperature of the sampling; 0 takes the likeliest byte."),
 ):
-    flags.DEFINE_float(name, default, about, 0.0)
+    flags.DEFINE_float(name, default, about, 0.0, flag_values=FLAGS)
 for name, default, about in (
     ("corpus", None, "Folder or file to learn; none: the Python standard library's sources."),
     ("output_dir", "runs/byte_lm", "Folder for log.jsonl, loss.png, sample.txt, checkpoints/."),
@@ -85,9 +87,12 @@ for name, default, about in (
     ("coordinator_address", None, "HOST:PORT of the first of several processes; auto: JAX detects "
      "this, num_processes and process_id (Slurm, MPI, clouds)."),
 ):  # fmt: skip
-    flags.DEFINE_string(name, default, about)
-flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Type of products and activations.")
-flags.DEFINE_bool("resume", True, "Continue from the last checkpoint; else remove all there.")
+    flags.DEFINE_string(name, default, about, flag_values=FLAGS)
+for kind, *definition in (
+    ("enum", "dtype", "float32", ["float32", "bfloat16"], "Type of products and activations."),
+    ("bool", "resume", True, "Continue from the last checkpoint; else remove all there."),
+):
+    getattr(flags, f"DEFINE_{kind}")(*definition, flag_values=FLAGS)
 # A run continues from a checkpoint with the same values of these; devices, backend, logging and
 # sampling may change.
 DECIDE_ON_THE_CURVE = (
@@ -97,25 +102,26 @@ DECIDE_ON_THE_CURVE = (
 
 
 def check_flags() -> None:
-    """Raises flags.ValidationError at the first wrong value or combination."""
-    try:
+    """Raises UserError at the first wrong value or combination."""
+    with command.naming("mesh"):
         data, tensor, sequence = parse_mesh(FLAGS.mesh).values()
-    except ValueError as error:
-        raise flags.ValidationError(f"mesh: {error}") from None
     processes = FLAGS.coordinator_address, FLAGS.num_processes, FLAGS.process_id
-    together = processes[0] == "auto" or len({x is None for x in processes}) == 1
+    address, *_ = processes
+    together = address == "auto" or len({x is None for x in processes}) == 1
+    has_port = address in (None, "auto") or address.rpartition(":")[2].isdecimal()
     for holds, message in (
         (
             FLAGS.embedding_dim % (2 * FLAGS.heads) == 0,
-            "embedding_dim must be an even multiple of heads",
+            "--embedding_dim must be an even multiple of --heads",
         ),
-        (FLAGS.batch_size % data == 0, "batch_size must be a multiple of data in mesh"),
-        (FLAGS.heads % tensor == 0, "heads must be a multiple of tensor in mesh"),
-        (FLAGS.seq_len % sequence == 0, "seq_len must be a multiple of sequence in mesh"),
-        (together, "coordinator_address, num_processes and process_id belong together"),
+        (FLAGS.batch_size % data == 0, "--batch_size must be a multiple of data in --mesh"),
+        (FLAGS.heads % tensor == 0, "--heads must be a multiple of tensor in --mesh"),
+        (FLAGS.seq_len % sequence == 0, "--seq_len must be a multiple of sequence in --mesh"),
+        (together, "--coordinator_address, --num_processes and --process_id belong together"),
+        (has_port, f"--coordinator_address={address}, expected HOST:PORT or auto"),
     ):
         if not holds:
-            raise flags.ValidationError(message)
+            raise UserError(message)
 
 
 def make_optimizer() -> optax.GradientTransformation:
@@ -345,7 +351,7 @@ def end_alone(message: str) -> NoReturn:
 
     At a normal exit jax.distributed would wait for the others, and abort after a minute.
     """
-    os.write(2, f"\nerror: {message}\n".encode())
+    os.write(2, f"\ntrain_byte_lm: {message}\n".encode())
     os._exit(1)
 
 
@@ -365,19 +371,21 @@ def run(stop: threading.Event) -> int:
     minutes = math.inf if FLAGS.max_minutes is None else FLAGS.max_minutes
     deadline = time.monotonic() + 60 * minutes
     mesh = make_mesh(FLAGS.mesh)
-    text, held_out = read_corpus(Path(FLAGS.corpus) if FLAGS.corpus else None, FLAGS.seq_len)
+    with command.naming("corpus"):
+        text, held_out = read_corpus(Path(FLAGS.corpus) if FLAGS.corpus else None, FLAGS.seq_len)
     sizes = VOCABULARY, FLAGS.embedding_dim, FLAGS.layers, FLAGS.heads
     config = Config(*sizes, ffn_proj_factor=2.0, ffn_round_up_to_multiple_of=1)
     output, unigram = Path(FLAGS.output_dir), unigram_bits(text, held_out)
+    with command.naming("output_dir"):
+        output.mkdir(parents=True, exist_ok=True)
     training = Training(Model(config, mesh, FLAGS.dtype), text, held_out, output)
     log, parameters = training.log, sum(x.size for x in jax.tree.leaves(training.state[0]))
     device = jax.devices()[0].device_kind
     corpus = f"{len(text):,} bytes to learn, {len(held_out):,} held out"
     say(f"{parameters:,} parameters, {corpus}, on {mesh.size} x {device}")
     if not log.lines:
-        defined_here = FLAGS.get_key_flags_for_module(sys.modules[__name__])
         log.write(
-            flags={flag.name: flag.value for flag in defined_here},
+            flags=FLAGS.flag_values_dict(),
             device=device,
             devices=mesh.size,
             parameters=parameters,
@@ -415,25 +423,28 @@ def start_processes() -> None:
         jax.distributed.initialize(address, FLAGS.num_processes, FLAGS.process_id)
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        sys.exit(f"error: --coordinator_address={FLAGS.coordinator_address}: {reason}")
+        raise UserError(f"--coordinator_address={address}: {reason}") from None
     # The threads of jax.distributed abort a process that waits for one that is gone.
     ctypes.CDLL(None).signal(signal.SIGABRT, on_abort)
 
 
-def main(argv: list[str]) -> int:
+def start(_: flags.FlagValues) -> int:
     """Returns the exit code: 0, 75 if --max_minutes ended the training, 130 if a Ctrl-C did.
 
-    Errors of the user's making, and processes that die, are one line, with exit code 1.
+    A loss that is not finite and processes that die are one line, with exit code 1.
+
+    Raises:
+      UserError, command.RequestError: a single process cannot do what the flags ask for.
     """
-    logging.set_verbosity(logging.WARNING)  # at INFO, jax names every backend that is missing
-    if len(argv) > 1:
-        sys.exit(f"error: unexpected argument {argv[1]}")
+    check_flags()
     if FLAGS.coordinator_address is not None:
         start_processes()
     with stop_on_interrupt() as stop:
         try:
             return run(stop)
-        except (UserError, FloatingPointError, OSError) as error:
+        except (UserError, command.RequestError, FloatingPointError, OSError) as error:
+            if isinstance(error, ValueError) and jax.process_count() == 1:
+                raise
             message = str(error)
         except jax.errors.JaxRuntimeError as error:  # a collective fails if a process has died
             if jax.process_count() == 1:
@@ -442,18 +453,14 @@ def main(argv: list[str]) -> int:
             message = f"the processes have lost each other ({reason}): {GO_ON}"
     if jax.process_count() > 1:
         end_alone(message)
-    sys.exit(f"error: {message}")
+    print(f"train_byte_lm: {message}", file=sys.stderr)
+    return 1
 
 
-def parse_flags(argv: list[str]) -> list[str]:
-    """What is left of the command line; a wrong flag ends the program with one line."""
-    try:
-        rest = FLAGS(argv)
-        check_flags()
-        return rest
-    except flags.Error as error:
-        sys.exit("error: " + " ".join(str(error).split()))
+def main(argv: list[str]) -> int:
+    """Returns the exit code."""
+    return command.run(argv, FLAGS, start, UserError, __doc__)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    sys.exit(main(sys.argv))

@@ -25,8 +25,8 @@ CUDA graph of the loop: 253 instead of 250 tokens/s for a prompt on an H200.
 
 --benchmark prints one row of JSON. The memory limit of a token is the time in which one device
 copies as many bytes as a step reads and writes there: its weights but not the embeddings of other
-tokens, and its states twice. With --slots there is a row for each --batching. Where something is
-wrong, the exit code is 1 and stderr has one line; after Ctrl-C it is 130.
+tokens, and its states twice. With --slots there is a row for each --batching. Where a flag or the
+checkpoint is wrong, the exit code is 2 and stderr has one line; after Ctrl-C it is 130.
 """
 
 import dataclasses
@@ -40,10 +40,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import command
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 from tokenizers import Tokenizer
 from tqdm import tqdm
 from xlstm_checkpoint import (
@@ -70,10 +72,7 @@ SIZES = {
     "tiny": Config(vocab_size=256, hidden_size=128, num_blocks=2, num_heads=4),
 }
 BATCHINGS = "fixed", "continuous"
-# Flags of their own where a test imports several programs with equal names.
-FLAGS = flags.FLAGS if __name__ == "__main__" else flags.FlagValues()
-
-
+FLAGS = flags.FlagValues()
 for kind, *definition in (
     ("string", "checkpoint", None, "Folder of a Hugging Face checkpoint."),
     ("boolean", "random", False, "Random weights and prompts; prints token ids."),
@@ -129,15 +128,24 @@ def build() -> Model:
     if FLAGS.random == bool(FLAGS.checkpoint):
         raise CheckpointError("give either --checkpoint=FOLDER or --random")
     folder, values, config = Path(FLAGS.checkpoint or ""), {}, SIZES[FLAGS.size]
+    texts = [] if FLAGS.random or FLAGS.benchmark else read_prompts()
+    with command.naming("stop_tokens"):
+        stop_tokens = stop_ids(FLAGS.stop_tokens)
     if not FLAGS.random:
-        config, values = read_config(folder)
+        with command.naming("checkpoint"):
+            config, values = read_config(folder)
+            if FLAGS.stop_tokens is None:
+                stop_tokens = stop_ids(values.get("eos_token_id"))
     tensors = tensors_of(config, FLAGS.dtype, FLAGS.devices)
-    read = random_tensors(FLAGS.seed) if FLAGS.random else open_tensors(folder, tensors, config)
-    tokenizer = None if FLAGS.random or FLAGS.benchmark else read_tokenizer(folder)
+    read, tokenizer = random_tensors(FLAGS.seed), None
+    if not FLAGS.random:
+        with command.naming("checkpoint"):
+            read = open_tensors(folder, tensors, config)
+            tokenizer = None if FLAGS.benchmark else read_tokenizer(folder)
     if tokenizer:
         bos = [values.get("bos_token_id", 0)] if values.get("force_bos_token_insert") else []
         # With what the tokenizer's post-processor adds, such as a BOS.
-        encoded = (tokenizer.encode(x, add_special_tokens=True).ids for x in read_prompts())
+        encoded = (tokenizer.encode(x, add_special_tokens=True).ids for x in texts)
         prompts = [ids if ids[:1] == bos else bos + ids for ids in encoded]
         limits = [FLAGS.new_tokens] * len(prompts)
     else:
@@ -152,13 +160,9 @@ def build() -> Model:
     longest = bucket(max(MOST_STEPS, *map(len, prompts)))
     sizes = (slots + MOST_PROMPTS, longest) if slots else ()
     check_prompts(config, tensors, prompts, *sizes)
-    stop = FLAGS.stop_tokens
-    stop_tokens = stop_ids(values.get("eos_token_id") if stop is None else stop)
-    try:
-        if FLAGS.output:
+    if FLAGS.output:
+        with command.naming("output"):
             Path(FLAGS.output).write_text("")
-    except OSError as error:
-        raise CheckpointError(f"--output: {error}") from None
     params = load(config, tensors, read)
     return Model(config, tensors, params, prompts, stop_tokens, tokenizer, limits, slots)
 
@@ -166,7 +170,8 @@ def build() -> Model:
 def read_prompts() -> list[str]:
     texts = list(FLAGS.prompt)
     if FLAGS.prompts:
-        texts += filter(None, read_text(FLAGS.prompts, "--prompts: ").splitlines())
+        with command.naming("prompts"):
+            texts += filter(None, read_text(FLAGS.prompts).splitlines())
     if not texts:
         raise CheckpointError("no prompt: give --prompt, or --prompts=FILE with one per line")
     return texts
@@ -307,25 +312,10 @@ def answer(model: Model) -> None:
     return None
 
 
-def main(argv: Sequence[str]) -> None:
-    try:
-        if argv[1:]:
-            raise CheckpointError(f"what is {argv[1]!r}? A prompt needs --prompt=")
-        answer(build())
-    except CheckpointError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-
-
-def parse_flags(argv: list[str]) -> list[str]:
-    """What is left of the command line; a wrong flag ends the program with one line."""
-    try:
-        return FLAGS(argv)
-    except flags.Error as error:
-        sys.exit("error: " + " ".join(str(error).split()))
+def main(argv: list[str]) -> int:
+    """Returns the exit code."""
+    return command.run(argv, FLAGS, lambda _: answer(build()), CheckpointError, __doc__)
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    sys.exit(main(sys.argv))

@@ -77,16 +77,16 @@ Tensors = dict[str, jax.ShapeDtypeStruct]
 Reader = Callable[[str, jax.ShapeDtypeStruct], ArrayLike]
 
 
-class CheckpointError(Exception):
+class CheckpointError(ValueError):
     """What is wrong, in one line for the user."""
 
 
-def read_text(path: Path | str, flag: str = "") -> str:
-    """The text of a file; -: stdin. An error begins with the flag."""
+def read_text(path: Path | str) -> str:
+    """The text of a file; -: stdin."""
     try:
         return sys.stdin.read() if path == "-" else Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{flag}cannot read {path}: {error}") from None
+        raise CheckpointError(f"cannot read {path}: {error}") from None
 
 
 def read_values(path: Path) -> dict[str, Any]:

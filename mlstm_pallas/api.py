@@ -149,8 +149,8 @@ def mlstm_chunkwise(
         what was expected. TypeError for other derivatives.
 
     Warns:
-      UserWarning: once, if layout is left out and S < NH, unless the shapes of
-        initial states or segment_ids confirm it.
+      UserWarning: once per line of the caller, if layout is left out and
+        S < NH, unless the shapes of initial states or segment_ids confirm it.
     """
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,

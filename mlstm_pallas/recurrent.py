@@ -267,9 +267,9 @@ def mlstm_recurrent_step(
       normalize: False leaves out the denominator: h = scale C'^T q. For the
         sigmoid gate only.
       slots: (B,) integers, read as 32 bits: entry b reads and writes row
-        slots[b] of pools: c_initial (P, NH, DHQK, DHV), n_initial (P, NH, DHQK),
-        m_initial (P, NH). With a slot beyond 0..P-1, such as -1, it changes no
-        row and its h is 0, whatever its inputs. Results for equal slots are
+        slots[b] of pools, c_initial (P, NH, DHQK, DHV), n_initial (P, NH, DHQK)
+        and m_initial (P, NH). With a slot beyond 0..P-1, such as -1, it changes
+        no row and its h is 0, whatever its inputs. Results for equal slots are
         undefined.
       backend: "triton" (GPU kernel), "xla" (plain jnp, with derivatives) or
         "interpret" (the kernel interpreted on a CPU; slow, for tests). A step

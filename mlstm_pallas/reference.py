@@ -13,7 +13,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mlstm_pallas.formulas.gates import log_forget_gate, log_input_gate, segment_starts
-from mlstm_pallas.formulas.normaliser import Normaliser
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
@@ -27,8 +26,8 @@ from mlstm_pallas.prepare import (
 )
 from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.problem.arrays import Forward
-from mlstm_pallas.problem.dimensions import InputGate, accumulator_dtype
-from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_zeros
+from mlstm_pallas.problem.dimensions import InputGate, Layout, accumulator_dtype
+from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_backend, check_flag
 from mlstm_pallas.schedules.forward import forward
 from mlstm_pallas.schedules.sharding import Work, on_shard
 from mlstm_pallas.stages.stage import Lowering
@@ -52,12 +51,13 @@ def recurrence(
     norm_val: float = 1.0,
     input_gate: InputGateName = "exp",
     normalize: bool = True,
+    layout: LayoutName = DEFAULT_LAYOUT,
 ) -> tuple[jax.Array, States]:
     """The mLSTM as it is defined, one step at a time, in plain jnp.
 
     It computes equations 19 to 27 of arXiv:2405.04517, as ``mlstm_chunkwise``
     does, in the common dtype of the inputs, at least float32, and has
-    derivatives of every order in both modes. Arguments are not checked.
+    derivatives of every order in both modes.
 
     Args:
       q: queries, (B, NH, S, DHQK).
@@ -70,17 +70,26 @@ def recurrence(
       n_initial: (B, NH, DHQK).
       m_initial: (B, NH); None or zeros with the sigmoid gate.
       segment_ids: (B, S) integers.
-      eps, stabilize_correctly, norm_val, input_gate, normalize: as for
+      normalize: False leaves out the denominator, with either gate.
+      eps, stabilize_correctly, norm_val, input_gate, layout: as for
         ``mlstm_chunkwise``.
 
     Returns:
-      h (B, NH, S, DHV) and the last states (c, n, m), shaped as the initial
-      ones.
+      h, shaped as v, and the last states (c, n, m), shaped as the initial ones.
 
     Raises:
-      ValueError: for the sigmoid gate with an m_initial other than zeros.
+      TypeError, ValueError: as ``mlstm_chunkwise``.
     """
-    q, k, v, i, f = map(jnp.asarray, (q, k, v, i, f))
+    check_flag("normalize", normalize)
+    options = Options(
+        eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
+        input_gate=input_gate, layout=layout, backend="xla",
+    )  # fmt: skip
+    x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids)
+    prepare(x, options, layout)
+    swap = functools.partial(jnp.swapaxes, axis1=1, axis2=2)
+    heads_first = jnp.asarray if options.layout is Layout.BNTH else swap
+    q, k, v, i, f = map(heads_first, x[:5])
     dtype = accumulator_dtype(q.dtype, k.dtype, v.dtype, i.dtype, f.dtype)
     B, NH, _, DHQK = q.shape
     shapes = (B, NH, DHQK, v.shape[-1]), (B, NH, DHQK), (B, NH)
@@ -90,9 +99,7 @@ def recurrence(
     )
     scale = DHQK**-0.5
     fbar, reset = log_forget_gate(f.astype(dtype))
-    gate, normaliser = InputGate(input_gate), Normaliser(eps, norm_val, stabilize_correctly)
-    if gate is InputGate.SIGMOID:
-        check_zeros("m_initial", m_initial)
+    gate, normaliser = options.input_gate, options.normaliser if normalize else None
     i = log_input_gate(i.astype(dtype), gate)
     starts = (
         jnp.zeros(f.shape, bool)
@@ -113,11 +120,11 @@ def recurrence(
         n = decay[..., None] * n + gain[..., None] * k
         num = scale * jnp.einsum("bhk,bhkv->bhv", q, C, precision="highest")
         z = scale * jnp.einsum("bhk,bhk->bh", q, n, precision="highest")
-        return (C, n, m_new), normaliser.normalise(num, z, m_new) if normalize else num
+        return (C, n, m_new), normaliser.normalise(num, z, m_new) if normaliser else num
 
     xs = *(x.astype(dtype) for x in (q, k, v, i, fbar)), reset, starts
     states, h = lax.scan(step, (C, n, m), tuple(jnp.moveaxis(x, 2, 0) for x in xs))
-    return jnp.moveaxis(h, 0, 2), states
+    return heads_first(jnp.moveaxis(h, 0, 2)), states
 
 
 @overload
@@ -171,7 +178,7 @@ def chunkwise(
       (1, 2, 16, 8)
 
     Args:
-      recompute_states_in_bw, backend: accepted and ignored.
+      recompute_states_in_bw, backend: checked and ignored.
       q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states: as for
         ``mlstm_chunkwise``.
       eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val: as
@@ -186,6 +193,7 @@ def chunkwise(
     Raises:
       TypeError, ValueError: as ``mlstm_chunkwise``.
     """
+    check_backend("backend", backend)
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
         input_gate, normalize, recompute_states_in_bw, layout, "xla", config, state_dtype,

@@ -123,7 +123,7 @@ input_gate
 backend
   ValueError TRACED, "cuda", np.zeros(2)
   accepted None, "xla"
-  expected None or one of fastest, triton, mosaic_gpu, interpret, mosaic_gpu_interpret, xla
+  expected None or one of triton, mosaic_gpu, interpret, mosaic_gpu_interpret, xla, fastest
 
 config
   TypeError TRACED, {}

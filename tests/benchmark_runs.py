@@ -1,8 +1,9 @@
 """Runs of the benchmarks and tools in this process, and what their tests compare with."""
 
+import contextlib
+import io
 import json
 import math
-import re
 import tempfile
 from unittest import mock
 
@@ -20,21 +21,19 @@ def run(program, *arguments):
     """The exit code of a program (its module) with these flags, where a batch is one call."""
     values = flags.FlagValues()
     program.define_flags(command.Define(values))
-    try:
-        command.parse([program.__name__, *arguments], values)
-    except SystemExit as error:
-        return error.code
     with mock.patch.object(runner, "MAX_CALLS", 1):
-        return program.run(values)
+        return command.run(
+            [program.__name__, *arguments], values, program.run, about=program.__doc__
+        )
 
 
-def error_of(call, *arguments, **options):
-    """The one line on stderr with which a call ends its process."""
-    with pytest.raises(SystemExit) as caught:
-        call(*arguments, **options)
-    # sys.exit prints a string on stderr and takes 1 as the exit code.
-    assert re.fullmatch("error: .*", caught.value.code)
-    return caught.value.code
+def error_of(call, *arguments, code=2, **options):
+    """The one line on stderr with which a program ends; call: returns its exit code."""
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        assert call(*arguments, **options) == code
+    *before, line = stderr.getvalue().splitlines()
+    assert code == 1 or not before
+    return line
 
 
 def records(path):

@@ -10,9 +10,9 @@ operations that it has once run eagerly, which would hide that a trace runs some
 refuses them anywhere.
 """
 
+import argparse
 import functools
 import itertools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from mlstm_pallas import (
 )
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.export import export
+from mlstm_pallas.problem.validation import BACKENDS
 from mlstm_pallas.xlstm_jax import (
     max_triton_fwbw_v3noslice,
     max_triton_fwbw_v5xlchunksize,
@@ -152,7 +153,12 @@ def lower(run, x, whole):
 
 
 if __name__ == "__main__":
-    kind, backend, platform, *whole = sys.argv[1:]  # whole: whether there is "all"
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("kind", choices=["Auto", "Explicit"])
+    parser.add_argument("backend", choices=["None", *BACKENDS])
+    parser.add_argument("platform", choices=["cpu", "cuda", "export"])
+    parser.add_argument("whole", choices=["all", ""], default="", nargs="?")
+    kind, backend, platform, whole = vars(parser.parse_args()).values()
     checks = backend != "interpret"
     jax.config.update("jax_num_cpu_devices", 8)
     axis = getattr(AxisType, kind)

@@ -9,6 +9,7 @@ It needs a jax that has the Mosaic GPU kernels. A new problem is a line with its
 
 import dataclasses
 import functools
+import sys
 from pathlib import Path
 
 from stage_calls import UNKNOWN, known_gpu, make_problem, spec_of
@@ -67,6 +68,13 @@ def planned(call):
     return eval(call, CALLS)
 
 
-if __name__ == "__main__":
+def write(_):
     blocks = ("\n".join([call, *planned(call)]) + "\n" for call in calls())
     TABLE.write_text("\n".join(blocks))
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+    import command
+
+    command.main(lambda define: None, write)

@@ -5,8 +5,8 @@ With --fault, a kernel that reads out of bounds.
 tests/test_gpu_sanitizer.py runs this under every tool.
 """
 
+import argparse
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -58,5 +58,7 @@ def run_fault():
 
 
 if __name__ == "__main__":
-    run_fault() if "--fault" in sys.argv else run_kernels()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fault", action="store_true")
+    run_fault() if parser.parse_args().fault else run_kernels()
     print("all ran")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import benchmark_runs
+import extras
 import jax
 import pytest
 
@@ -21,7 +22,7 @@ command.main(define_flags, lambda options: options.repeats)
 LINES = """
 --no_such_flag: Unknown command line flag 'no_such_flag'
 --repeats=0: flag --repeats=0: 0 is not a positive integer
-repeats=4: unexpected argument repeats=4
+repeats=4: unexpected argument repeats=4, expected --FLAG=VALUE
 --repeats=7:
 """
 
@@ -43,31 +44,43 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, line):
 
 # program, arguments: what the message has.
 REQUESTS = f"""
+plant_defects --patch=/no/such: flag --patch=/no/such: there is no /no/such
+plant_defects --mosaic_gpu_python=no_python: flag --mosaic_gpu_python=no_python: there is no program
+plant_defects --seconds=0: flag --seconds=0
+prefill_benchmark --backend=triton: --backend=triton needs a GPU
+prefill_benchmark --segments=0: flag --segments=0
+scaling_benchmark --mode=both: flag --mode=both: unknown both, known are
+scaling_benchmark --backend=triton: --backend=triton needs a GPU
 compile_report --device=K80: flag --device=K80: unknown K80, known are A100,
 compile_report --chunk_size=48: chunk_size is 48, expected None or a power of two
 compile_report --heads=64: flag --heads=64: cannot read the head sizes '64', expected DHQK/DHV
-compile_report --stage=nonsense: no stage nonsense in fwd, there are chunk_gates,
-compile_report --direction=step --variant=packed: a step has no variant packed
+compile_report --stage=nonsense: --stage: no stage nonsense in fwd, there are chunk_gates,
+compile_report --direction=step --variant=packed: --variant: a step has no variant packed
 kernel_benchmark --shape=8k: flag --shape=8k: unknown shape '8k', known are 7b-8k
-kernel_benchmark --impl=cuda: flag --impl=cuda: unknown cuda, known are triton
+kernel_benchmark --impl=cuda: flag --impl=cuda: unknown cuda, known are
 kernel_benchmark --config={{: flag --config={{: Expecting property name
 kernel_benchmark --config={{"no":1}}: config.no is no kernel, expected one of triton_
-kernel_benchmark --from_jsonl={__file__}: line 1 is no row
-kernel_benchmark --impl=mosaic_gpu: mosaic_gpu needs a GPU
-kernel_benchmark --stage=chunk_gates --direction=fwbw: a stage has one direction
-kernel_benchmark --plot=/no/such/p.png: no folder for /no/such/p.png
-kernel_benchmark --jsonl=/no/such/rows: No such file or directory: '/no/such/rows'
-layer_benchmark --impl=triton: triton needs a GPU
-scaling_benchmark --backend=xla --devices=1,4096: devices, not 1, 4096
+kernel_benchmark --from_jsonl={__file__}: --from_jsonl: {__file__}, line 1 is no row
+kernel_benchmark --from_jsonl=/no/such: --from_jsonl: [Errno 2] No such file
+kernel_benchmark --impl=mosaic_gpu: --impl=mosaic_gpu needs a GPU
+kernel_benchmark --stage=chunk_gates --direction=fwbw: --stage has one direction
+kernel_benchmark --plot=x.foo: --plot: x.foo does not end with .png, .pdf or .svg
+kernel_benchmark --plot=/no/such/p.png: --plot: no folder for /no/such/p.png
+kernel_benchmark --jsonl=/no/such/rows: --jsonl: [Errno 2] No such file
+layer_benchmark --impl=triton: --impl=triton needs a GPU
+scaling_benchmark --backend=xla --devices=1,4096: --devices: there are
 scaling_benchmark --devices=2 --mode=strong-sequence --shape=1x1x33x16x16: a multiple of 2 devices
-step_benchmark --impl=mosaic_gpu: unknown mosaic_gpu, known are triton, interpret, xla,
-tune --backend=triton: there is no GPU here to tune for
-tune --backend=interpret: times of interpreted kernels do not belong in mlstm_pallas/tuning
-tune --backend=interpret --output=x --log=/no/such/x: No such file or directory: '/no/such/x'
+step_benchmark --slots=1 --impl=xla --shape=2x1x1x16x16: --slots=1, expected at least 2 rows
+step_benchmark --impl=mosaic_gpu: unknown mosaic_gpu, known are
+tune --backend=triton: --backend=triton needs a GPU
+tune --minutes=-1: flag --minutes=-1
+tune --backend=interpret: --backend=interpret: times of interpreted kernels do not belong
+tune --backend=interpret --output=x --log=/no/such/x: --log: [Errno 2] No such file
 tune --backend=interpret --output=x --shape=1x1x500x65x64: tune S, DHQK, DHV = 512, 80, 64
-tune --backend=interpret --output=x --log={__file__}: line 1 is no result of this program
-tune --backend=interpret --output={__file__}: is no tuning file
-xlstm_lm_benchmark --impl=triton: triton needs a GPU
+tune --backend=interpret --output=x --log={__file__}: --log: {__file__}, line 1 is no result
+tune --backend=interpret --output={__file__}: --output: {__file__} is no tuning file
+xlstm_lm_benchmark --model=7b: flag --model=7b: value should be one of <1.3b|tiny>
+xlstm_lm_benchmark --impl=triton: --impl=triton needs a GPU
 """
 
 
@@ -83,6 +96,59 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(request_line, capsys, monke
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{name}: ")
     assert message in line
+
+
+PROGRAMS = (
+    *("compile_report", "plant_defects", "train_byte_lm", "transformers_xlstm_7b", "tune"),
+    *("xlstm_7b", "xlstm_lm_benchmark", "chunkwise", "schedules"),
+    *(f"{name}_benchmark" for name in ("kernel", "layer", "prefill", "scaling", "step")),
+)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_is_one_screen(name, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(BENCHMARKS.parent / "docs")
+    program = pytest.importorskip(name)
+    if hasattr(program, "main"):  # of the examples
+        assert program.main([name, "--help"]) == 0
+    else:
+        assert benchmark_runs.run(program, "--help") == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert lines[0] == program.__doc__.splitlines()[0]
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+    assert sum(line.startswith("  --") for line in lines) >= 1
+    assert printed.err == ""
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("name", ["chunkwise", "schedules"])
+@pytest.mark.parametrize("output", ["x.foo", "/no/such/x.png"])
+def test_a_picture_that_cannot_be_written(output, name, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS.parent / "docs")
+    program = pytest.importorskip(name)
+    line = benchmark_runs.error_of(benchmark_runs.run, program, f"--output={output}")
+    assert line.startswith(f"{name}: --output: ")
+
+
+@pytest.mark.parametrize(
+    ("module", "program", "packages"),
+    [
+        ("flax", "xlstm_lm_benchmark.py", "'mlstm_pallas[benchmark]'"),
+        ("absl", "xlstm_7b.py", "'mlstm_pallas[examples]'"),
+        ("torch", "make_fixture.py", extras.PEERS),
+    ],
+)
+def test_a_missing_package_is_one_line(module, program, packages, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [program])
+    error = ModuleNotFoundError(f"No module named {module!r}", name=f"{module}.part")
+    with pytest.raises(SystemExit) as caught:
+        extras.end(ModuleNotFoundError, error, None)
+    assert caught.value.code == 2
+    expected = f"{Path(program).stem}: {module}.part is missing: pip install {packages}\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_after_ctrl_c_what_was_measured_is_there(monkeypatch, tmp_path, capsys):

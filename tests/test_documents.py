@@ -12,7 +12,7 @@ from sybil.parsers.myst import CodeBlockParser
 from test_import_graph import LAYER, PACKAGE
 
 import mlstm_pallas
-from mlstm_pallas import KernelConfig, plan
+from mlstm_pallas import KernelConfig, __version__, plan
 
 ROOT = PACKAGE.parent
 FILES = [x for y in ("mlstm_pallas", "[tbe]*") for x in ROOT.glob(f"{y}/**/*.py")]
@@ -61,6 +61,17 @@ def test_imports_run_from_left_to_right():
     layers = [[LAYER[x] for x in re.findall(r"\w+", step)] for step in diagram.split("->")]
     assert sorted(itertools.chain(*layers))[-1] == max(LAYER.values())
     assert all(max(a) < min(b) for a, b in itertools.pairwise(layers))
+
+
+def test_code_that_is_not_released_has_a_version_of_its_own():
+    changelog, citation = ((ROOT / name).read_text() for name in ("CHANGELOG.md", "CITATION.cff"))
+    latest, *released = re.findall(r"^## \[(.*?)\]", changelog, re.M)
+    if latest == "Unreleased":
+        assert re.fullmatch(r"[\d.]+\.dev0", __version__)
+        assert __version__.removesuffix(".dev0") not in released
+    else:
+        assert __version__ == latest
+    assert f"\nversion: {__version__}\n" in citation
 
 
 @needs_mosaic_gpu

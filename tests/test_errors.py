@@ -27,7 +27,6 @@ from mlstm_pallas import (
     xlstm_jax,
 )
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
-from mlstm_pallas.problem import validation
 
 B, NH, S, DHQK, DHV = 2, 3, 40, 16, 24
 TRAILING = (DHQK,), (DHQK,), (DHV,), (), ()
@@ -84,16 +83,13 @@ def all_of(function, arrays=(), without=()):
     return function, accepted(names, arrays), ""
 
 
-IGNORED = "recompute_states_in_bw", "backend"
 TILES = "siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "num_warps", "num_stages", "keep_q"
-# Functions, all their arguments, and the prefix of names in messages. The recurrence does not check
-# its arguments.
+# Functions, all their arguments, and the prefix of names in messages.
 CALLS = [
     *(
         all_of(x, arrays_of(x) | OPTIONAL, "slots")
-        for x in (*PUBLIC[:-2], stablef.mlstm_chunkwise_triton_stablef)
+        for x in (*PUBLIC, stablef.mlstm_chunkwise_triton_stablef)
     ),
-    all_of(reference.chunkwise, ARRAYS | OPTIONAL, IGNORED),
     *(all_of(x, stage_arrays(x)) for x in STAGES),
     *map(all_of, (plan, pack_lengths, entered)),
     (lambda **x: generate(**x)(*zeros(PLAIN).values()), *all_of(generate)[1:]),
@@ -229,21 +225,24 @@ def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones():
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
-    "function", [mlstm_chunkwise, mlstm_recurrent_sequence, reference.chunkwise]
+    "function",
+    [mlstm_chunkwise, mlstm_recurrent_sequence, reference.chunkwise, reference.recurrence],
+    ids=lambda x: x.__name__,
 )
-def test_more_heads_than_steps_get_a_warning_once_in_the_layout_that_nobody_chose(function):
+def test_more_heads_than_steps_get_a_warning_at_each_line_that_names_no_layout(function):
     """There is no warning if states or segments tell the layout."""
     message = (
         'layout="BNTH", the default, reads q as (B, NH, S, DHQK) and finds S < NH, fewer steps '
         'than heads: pass layout="BTNH" if it is (B, S, NH, DHQK), else layout="BNTH"'
     )
-    validation.warn_of_layout.cache_clear()
+    x, line = zeros(BTNH), inspect.currentframe().f_lineno
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")
         for _ in range(2):
-            jax.eval_shape(lambda: function(**zeros(BTNH)))
-    assert [(str(x.message), x.filename) for x in caught] == [(message, __file__)]
-    validation.warn_of_layout.cache_clear()
+            jax.eval_shape(lambda: function(**x))
+        jax.eval_shape(lambda: function(**x))
+    assert [str(x.message) for x in caught] == [message] * 2
+    assert [(x.filename, x.lineno - line) for x in caught] == [(__file__, 4), (__file__, 5)]
     few = inputs(B, NH, 1)
     trace(function, few | {"layout": "BNTH"})
     trace(function, inputs(B, 1, NH) | {"layout": "BTNH"})

@@ -3,6 +3,7 @@
 As a script, test_modes.py MODE VALUE, it makes the calls of a mode.
 """
 
+import argparse
 import functools
 import os
 import sys
@@ -158,7 +159,9 @@ def test_a_use_backend_is_entered_twice_and_by_two_threads():
 
 
 if __name__ == "__main__":
-    mode = sys.argv[1]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("mode", choices=MODES)
+    mode = parser.parse_args().mode
     jax.config.update("jax_num_cpu_devices", 2)
     prepared = [*calls()]
     jax.config.update(mode, "disallow" if mode == "jax_transfer_guard" else True)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from oracle import (
     OUTPUTS,
+    assert_same_bits,
     check_outputs,
     compare,
     error,
@@ -16,7 +17,7 @@ from oracle import (
     tolerance,
 )
 
-from mlstm_pallas import mlstm_chunkwise
+from mlstm_pallas import mlstm_chunkwise, reference
 from mlstm_pallas.formulas.normaliser import Normaliser
 
 
@@ -71,6 +72,18 @@ def test_recurrence_is_the_unstabilised_definition(options):
     result = h, np.exp(m) * c, np.exp(m) * n, m
     # Exponents are sums of the gates of 40 steps, whose roundings are relative to their size.
     compare(OUTPUTS, result, by_definition(*arrays, **options), 40 * tolerance("float64", 40))
+
+
+def test_recurrence_in_the_layout_of_projections():
+    inputs = random_inputs(0, 2, 3, 5, 7, 5)
+    swapped = {x: np.swapaxes(y, 1, 2) if x in "qkvif" else y for x, y in inputs.items()}
+    h, states = reference.recurrence(**swapped, layout="BTNH")
+    assert_same_bits((jnp.swapaxes(h, 1, 2), states), reference.recurrence(**inputs))
+    for function in reference.recurrence, reference.chunkwise:
+        with pytest.raises(ValueError, match="c_initial has shape"):
+            function(**swapped)
+        with pytest.raises(ValueError, match="k has shape"):
+            function(**inputs | {"k": inputs["k"][:1]})
 
 
 def test_chunkwise_in_float64_is_exact_to_rounding():

@@ -18,6 +18,7 @@ import peers
 import pytest
 import reporting
 import runner
+from command import RequestError
 from shapes import Shape
 
 SHAPE = Shape(1, 2, 3, 4, 5)
@@ -218,7 +219,7 @@ def run(rows, **options):
         report=lambda rows: print(len(rows), "rows"), plot=lambda *x: print("plot", x[1])
     )
     options = SimpleNamespace(**OPTIONS | options)
-    return runner.run("program", lambda _: iter(rows), COLUMNS, options, **reports)
+    return runner.run(lambda _: iter(rows), COLUMNS, options, **reports)
 
 
 def test_rows_are_printed_stored_and_reported(tmp_path, capsys):
@@ -244,7 +245,7 @@ def test_rows_are_printed_stored_and_reported(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_line_that_is_no_row_is_named(tmp_path, capsys):
+def test_a_line_that_is_no_row_is_named(tmp_path):
     rows, right = tmp_path / "rows", json.dumps(ROWS[0])
     lacking = json.dumps({x: y for x, y in ROW.items() if x != "dtype"})
     reasons = {
@@ -255,5 +256,6 @@ def test_a_line_that_is_no_row_is_named(tmp_path, capsys):
     }
     for line, reason in reasons.items():
         rows.write_text(f"{right}\n{line}\n")
-        assert run(None, from_jsonl=[str(rows)]) == 2
-        assert f"program: {rows}, line 2 is no row: {reason}" in capsys.readouterr().err
+        with pytest.raises(RequestError) as caught:
+            run(None, from_jsonl=[str(rows)])
+        assert f"--from_jsonl: {rows}, line 2 is no row: {reason}" in str(caught.value)

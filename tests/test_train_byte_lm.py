@@ -1,6 +1,7 @@
 """examples/train_byte_lm.py, byte_lm.py, byte_corpus.py: the split of the text, the model, whole
 runs, their end and what follows."""
 
+import contextlib
 import functools
 import json
 import os
@@ -16,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags
 from absl.testing import flagsaver
 from benchmark_runs import error_of, records
 from oracle import assert_close
@@ -44,6 +44,18 @@ TINY = dict(
 )
 
 
+@contextlib.contextmanager
+def flags_set(**values):
+    saved = flagsaver.save_flag_values(lm.FLAGS)
+    lm.FLAGS.mark_as_parsed()
+    try:
+        for name, x in values.items():
+            setattr(lm.FLAGS, name, x)
+        yield
+    finally:
+        flagsaver.restore_flag_values(saved, lm.FLAGS)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def text_folder(tmp_path_factory):
     """The flags are TINY. The text is files whose bytes follow each other in a fixed order: easy to
@@ -51,15 +63,13 @@ def text_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     for n in range(20):
         (folder / f"{n}.txt").write_bytes(bytes(range(97, 123)) * 40)
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    with flagsaver.flagsaver(**TINY, corpus=str(folder)):
+    with flags_set(**TINY, corpus=str(folder)):
         yield folder
 
 
 def train(folder, **changed):
     """The exit code of a run, or of the same command once more."""
-    with flagsaver.flagsaver(output_dir=str(folder), **changed):
+    with flags_set(output_dir=str(folder), **changed):
         return lm.main(["train_byte_lm.py"])
 
 
@@ -90,7 +100,7 @@ def test_the_model_that_generates_is_the_one_that_is_trained():
     params = byte_lm.initial_params(config, jax.random.key(3))
     for p in params["blocks"]:
         p["gate_bias"] *= jnp.array([0.0, 1.0])
-    with flagsaver.flagsaver(temperature=0.0, sample_length=12):
+    with flags_set(temperature=0.0, sample_length=12):
         text, _ = lm.sample(config, params)
     tokens = np.array([[*b"\n\n", *text]])
     logits = byte_lm.logits_of(byte_lm.Model(config, make_mesh("")), params, tokens)
@@ -296,20 +306,26 @@ def test_processes_end_together_and_have_the_curve_of_a_single_device(
 @pytest.mark.slow
 def test_loss_that_is_not_finite(tmp_path):
     message = "the loss is nan by step 10"
-    assert message in error_of(train, tmp_path, learning_rate=float("inf"))
+    assert message in error_of(train, tmp_path, code=1, learning_rate=float("inf"))
     assert read_log(tmp_path, "error") == [message]
 
 
 IMPOSSIBLE = f"""
---heads=3: embedding_dim must be an even multiple of heads
+--heads=3: --embedding_dim must be an even multiple of --heads
 --steps=-1: steps
 --dtype=float16: dtype
---mesh=data:0: mesh
---mesh=data:3: batch_size must be a multiple of data in mesh
+--mesh=data:0: --mesh: data:0 is no axis (data, tensor, sequence) with its size
+--mesh=foo: --mesh: foo is no axis
+--mesh=data:x: --mesh: data:x is no axis
+--mesh=pipe:2: --mesh: pipe:2 is no axis
+--temperature=-1: --temperature=-1
+--mesh=data:3: --batch_size must be a multiple of data in --mesh
 --mesh=data:4096 --batch_size=4096: --mesh=data:4096 has 4096 devices, there are
---num_processes=2: coordinator_address, num_processes and process_id belong together
+--num_processes=2: --coordinator_address, --num_processes and --process_id belong together
+--coordinator_address=host --num_processes=1 --process_id=0: expected HOST:PORT or auto
+--temperature=nan: --temperature=nan
 --no_such_flag: no_such_flag
---corpus=/no/such/text: No such file
+--corpus=/no/such/text: --corpus: [Errno 2] No such file
 --corpus=/dev/null: has no text
 --corpus={__file__} --seq_len=9999: bytes of held-out text, fewer than the 10000
 """
@@ -318,7 +334,6 @@ IMPOSSIBLE = f"""
 @pytest.mark.parametrize("line", IMPOSSIBLE.strip().splitlines())
 def test_impossible_flags(line, tmp_path):
     arguments, message = line.split(": ", 1)
-    with flagsaver.flagsaver(output_dir=str(tmp_path / "output")):
-        program = ["train_byte_lm.py", *arguments.split()]
-        assert message in error_of(lambda: lm.main(lm.parse_flags(program)))
+    with flags_set(output_dir=str(tmp_path / "output")):
+        assert message in error_of(lm.main, ["train_byte_lm.py", *arguments.split()])
     assert not (tmp_path / "output").exists()

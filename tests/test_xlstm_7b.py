@@ -189,14 +189,19 @@ def parse(*arguments):
     xlstm_7b.FLAGS.unparse_flags()
     for flag in xlstm_7b.FLAGS:
         xlstm_7b.FLAGS[flag].unparse()
-    return xlstm_7b.FLAGS(["xlstm_7b.py", *arguments])
+    xlstm_7b.FLAGS(["xlstm_7b.py", *arguments])
+
+
+def exit_code(*arguments):
+    parse()
+    return xlstm_7b.main(["xlstm_7b.py", *arguments])
 
 
 def run(*arguments):
-    xlstm_7b.main(parse(*arguments))
+    assert exit_code(*arguments) == 0
 
 
-error = functools.partial(benchmark_runs.error_of, run)
+error = functools.partial(benchmark_runs.error_of, exit_code)
 
 
 def error_of_checkpoint(folder):
@@ -404,11 +409,11 @@ def test_wrong_tensors_are_named(copied):
         save_file(tensors | others, path)
         return error_of_checkpoint(copied)
 
-    assert message() == f"error: {copied} lacks 1 tensors: {name}"
+    assert message() == f"xlstm_7b: --checkpoint: {copied} lacks 1 tensors: {name}"
     both = message(**{name: right}, foreign=right)
-    assert both == f"error: {copied} has, unlike the model, 1 tensors: foreign"
+    assert both == f"xlstm_7b: --checkpoint: {copied} has, unlike the model, 1 tensors: foreign"
     shapes = "BF16 [96, 64], and config.json makes it [64, 96]"
-    assert message(**{name: right.T.copy()}) == f"error: {name} is {shapes}"
+    assert message(**{name: right.T.copy()}) == f"xlstm_7b: --checkpoint: {name} is {shapes}"
     assert f"{name} is I8" in message(**{name: right.astype(np.int8)})
     for dtype in (np.float16, np.float32):
         save_file(tensors | {name: right.astype(dtype)}, path)
@@ -483,14 +488,16 @@ REQUESTS = f"""
 --random {HERE}: either --checkpoint
 {HERE}: no prompt
 {HERE} --prompt=: prompt 0 has no token
-{HERE} hello: --prompt=
-{HERE} --prompt=a --stop_tokens=end: stop tokens are ids
+{HERE} hello: unexpected argument hello
+{HERE} --prompt=a --stop_tokens=end: --stop_tokens: stop tokens are ids
 {HERE} --prompt=a --devices=3: --devices=3 do not divide num_heads
 {HERE} --prompt=a --devices=8: --devices=8 do not divide num_heads
 {HERE} --prompt=a --devices=99: --devices=99, and there are
-{HERE} --prompts=/no/such/file: cannot read
+{HERE} --prompts=/no/such/file: --prompts: cannot read
 {HERE} --prompts={FOLDER}/expected.npz: cannot read
---checkpoint=/no/such/folder: config.json
+{HERE} --prompt=a --temperature=-1: --temperature=-1
+{HERE} --prompt=a --size=3b: --size=3b
+--checkpoint=/no/such/folder --prompt=a: --checkpoint: cannot read /no/such/folder/config.json
 """
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_xlstm_7b import CONFIG, FLOAT32, FOLDER, ROUNDING, loaded, run, text
+from test_xlstm_7b import CONFIG, FLOAT32, FOLDER, ROUNDING, error, exit_code, loaded, run, text
 
 pytest.importorskip("safetensors")
 pytest.importorskip("tokenizers")
@@ -175,9 +175,7 @@ def test_control_c_keeps_the_answers_that_are_there(file, tmp_path, capsys, monk
         return decode(*loop)
 
     monkeypatch.setattr(server, "decode", interrupted)
-    with pytest.raises(SystemExit) as caught:
-        run(HERE, file, *slots_of(SLOTS, f"--output={path}"))
-    assert caught.value.code == 130
+    assert exit_code(HERE, file, *slots_of(SLOTS, f"--output={path}")) == 130
     assert capsys.readouterr().err.endswith("interrupted\n")
     assert len(benchmark_runs.records(path)) == SLOTS
 
@@ -207,12 +205,5 @@ def test_both_batchings_are_measured_with_random_prompts(capsys, monkeypatch):
         ("--prompt=a --output=/no/such/folder/file", "--output: "),
     ],
 )
-def test_wrong_flags_are_named(arguments, message, monkeypatch):
-    def main():
-        xlstm_7b.FLAGS.unparse_flags()
-        for flag in xlstm_7b.FLAGS:
-            xlstm_7b.FLAGS[flag].unparse()
-        command = ["xlstm_7b.py", HERE, "--slots=2", *FLOAT32, *arguments.split()]
-        xlstm_7b.main(xlstm_7b.parse_flags(command))
-
-    assert message in benchmark_runs.error_of(main)
+def test_wrong_flags_are_named(arguments, message):
+    assert message in error(HERE, "--slots=2", *FLOAT32, *arguments.split())

@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import flags
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -40,6 +39,7 @@ import command
 import reporting
 import runner
 import step_benchmark
+from absl import flags
 from calls import VARIANTS, define_chunks, launch_of
 from command import RequestError, known_name, one_line
 from kernel_benchmark import MlstmPallas
@@ -263,7 +263,7 @@ def compile_kernel(ir: str, num_warps: int, num_stages: int, capability: int) ->
       ProcessEnded: the compiler refuses the kernel; the message is the cause, on one line.
     """
     if importlib.util.find_spec("triton") is None:
-        raise RequestError("compiling needs the triton package: pip install 'mlstm_pallas[test]'")
+        raise RequestError("triton is missing: pip install 'mlstm_pallas[test]'")
     return COMPILER(ir, num_warps, num_stages, capability, seconds=COMPILE_SECONDS)
 
 
@@ -353,7 +353,7 @@ def relocatable_log(ptx: Path) -> str:
     folders = Path(sysconfig.get_path("purelib"), "nvidia").glob("*/bin")
     ptxas = shutil.which("ptxas", path=os.pathsep.join([*map(str, folders), os.environ["PATH"]]))
     if ptxas is None:
-        raise RequestError("relocatable code needs ptxas: pip install nvidia-cuda-nvcc")
+        raise RequestError("--relocatable needs ptxas: pip install nvidia-cuda-nvcc")
     command = [ptxas, "-c", "-v", "-O3", "-arch=sm_90a", str(ptx), "-o", os.devnull]
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
     if done.returncode:
@@ -389,7 +389,7 @@ def mosaic_gpu_kernels(call: "Call", relocatable: Sequence[bool] = ()) -> list[t
     """
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         packages = "JAX's CUDA packages: pip install 'mlstm_pallas[cuda]'"
-        raise RequestError(f"compiling Mosaic GPU kernels needs {packages}")
+        raise RequestError(f"--backend=mosaic_gpu needs {packages}")
     with tempfile.TemporaryDirectory() as folder:
         variables = dumping_to(folder) | dict(JAX_PLATFORMS="cpu")
         with contextlib.closing(Worker(_compile_mosaic_gpu, variables)) as compiler:
@@ -504,7 +504,7 @@ def report(
         call = Call(DEVICES[device], DHQK, DHV, dtype, **options)
         if call.variant not in (OF_STEPS if call.direction == "step" else VARIANTS):
             kind = "step" if call.direction == "step" else "sequence"
-            raise RequestError(f"a {kind} has no variant {call.variant}")
+            raise RequestError(f"--variant: a {kind} has no variant {call.variant}")
         case: Row = dict(
             name=f"{DHQK}/{DHV}",
             shape=call.shape,
@@ -524,7 +524,7 @@ def report(
         names = list(dict.fromkeys(kernel.name for kernel, _ in kernels))
         if missing := [stage for stage in stages if stage not in names]:
             absent = f"no stage {', '.join(missing)} in {call.direction}"
-            raise RequestError(f"{absent}, there are {', '.join(names)}")
+            raise RequestError(f"--stage: {absent}, there are {', '.join(names)}")
         for kernel, usage in kernels:
             if not stages or kernel.name in stages:
                 yield case | row_of(kernel, usage, call, spec)
@@ -610,7 +610,7 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
         yield runner.new_row(options, row["name"], row["shape"], row["impl"]) | row
 
 
-run = functools.partial(runner.run, "compile_report", measured_rows, COLUMNS)
+run = functools.partial(runner.run, measured_rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -3,21 +3,23 @@ their tests catch.
 
     pip install mutmut
     PYTHONPATH=. python tools/mutation.py                    # all modules
-    PYTHONPATH=. python tools/mutation.py planning gpu --every=5
+    PYTHONPATH=. python tools/mutation.py --module=planning,gpu --every=5
 
 The defects are those of mutmut. It cannot run them here: it forks a process in which tests have
 run, where JAX's threads deadlock, and it leaves out properties, cached functions and constants.
 Here each mutant is planted in a copy of the project, as plant_defects.py plants patches.
 """
 
-import argparse
 import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import command
 import libcst
+from absl import flags
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
 from plant_defects import ROOT, outcome
@@ -113,22 +115,27 @@ def mutate(path: str, pool: ThreadPoolExecutor, every: int) -> str:
     return f"{path:32} {len(chosen):5} mutants {killed:5} killed {share:6.1%}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("modules", nargs="*", help="parts of their paths; none: all")
-    parser.add_argument("--every", type=int, default=1, help="a sample: one mutant of so many")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
-    options = parser.parse_args()
-    paths = [x for x in MODULES if any(y in x for y in options.modules or [""])]
+def define_flags(define: command.Define) -> None:
+    define.list("module", [], "Parts of paths; none: all modules.")
+    define.integer("every", 1, "A sample: one mutant of so many.", lower_bound=1)
+    define.integer("jobs", os.cpu_count(), "Processes.", lower_bound=1)
+
+
+def run(options: flags.FlagValues) -> int:
+    if unknown := [y for y in options.module if not any(y in x for x in MODULES)]:
+        raise command.RequestError(f"--module={unknown[0]}: known are {', '.join(MODULES)}")
+    paths = [x for x in MODULES if any(y in x for y in options.module or [""])]
     start = time.monotonic()
     with ThreadPoolExecutor(options.jobs) as pool:
         unchanged = pool.map(lambda path: verdict(path, (ROOT / path).read_text()), paths)
         for path, (said, detail) in zip(paths, unchanged, strict=True):
             if said != "survived":
-                sys.exit(f"{path}: its tests fail without a mutant: {detail}")
+                print(f"{path}: its tests fail without a mutant: {detail}", file=sys.stderr)
+                return 1
         lines = [mutate(path, pool, options.every) for path in paths]
     print(*lines, f"{time.monotonic() - start:.0f} s", sep="\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    command.main(define_flags, run)

@@ -1,8 +1,9 @@
 """Plants defects in the package, one at a time, and runs the tests that have to catch them.
 
-    python tools/plant_defects.py --mosaic_gpu_python=python3.12 [--seconds=60] [PATCH ...]
+    python tools/plant_defects.py --mosaic_gpu_python=python3.12
+    python tools/plant_defects.py --patch=FILE_OR_FOLDER --seconds=90
 
-A PATCH is a file for `git apply`, or a folder of such files; without one, tools/planted_defects/.
+A patch is a file for `git apply`; without --patch, they are those of tools/planted_defects/.
 Each is applied to a copy of the project that is thrown away. Its tests run there in a process group
 of their own. Prints caught, survived or hung for each, and the seconds: "no test" where none was
 selected, "broken" where the tests could not be collected or the patch does not apply. The exit code
@@ -19,7 +20,6 @@ Name so few tests that they take less than a minute. A defect that does not chan
 computes does not belong there. With --check, patches are applied and no test runs.
 """
 
-import argparse
 import functools
 import os
 import re
@@ -32,6 +32,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import command
+from absl import flags
 
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "results")
@@ -87,16 +91,29 @@ def outcome(
     return VERDICTS.get(run.returncode, "broken"), detail
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("patches", nargs="*", metavar="PATCH", type=Path)
-    parser.add_argument("--mosaic_gpu_python", metavar="PYTHON")
-    parser.add_argument("--seconds", type=float, default=60.0, help="per defect, at the most")
-    parser.add_argument("--check", action="store_true", help="whether the patches apply")
-    args = parser.parse_args()
-    paths = args.patches or [Path(__file__).with_name("planted_defects")]
+def existing(text: str) -> Path:
+    path = Path(text)
+    if not path.exists():
+        raise ValueError(f"there is no {path}")
+    return path
+
+
+def interpreter(text: str | None) -> str | None:
+    if text and not shutil.which(text):
+        raise ValueError(f"there is no program {text}")
+    return text
+
+
+def define_flags(define: command.Define) -> None:
+    defects = str(Path(__file__).with_name("planted_defects"))
+    define.items("patch", [defects], existing, "Files, or folders of such files.")
+    define.parsed("mosaic_gpu_python", interpreter, "A Python with jax >= 0.11.2.")
+    define.float("seconds", 60.0, "Per defect, at the most.", lower_bound=1.0)
+    define.bool("check", False, "Only apply the patches; run no test.")
+
+
+def run(args: flags.FlagValues) -> int:
+    paths = args.patch
     chosen = [y for x in paths for y in (sorted(x.glob("*.patch")) if x.is_dir() else [x])]
     missed = 0
     for patch in chosen:
@@ -118,4 +135,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.main(define_flags, run)

@@ -39,17 +39,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from absl import flags
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import command
 import shapes
+from absl import flags
 from calls import padded
 from candidates import Result, start_workers
-from command import RequestError
+from command import RequestError, naming
 from kernel_benchmark import STAGES, MlstmPallas
 from shapes import Shape
+from tqdm import tqdm
 from worker import NoAnswer, ProcessEnded, Worker
 
 import mlstm_pallas
@@ -223,7 +223,7 @@ class Log:
                 *candidate, result = json.loads(line)
                 self.known[json.dumps(candidate)] = Result(**result)
             except (TypeError, ValueError):
-                raise RequestError(f"{path}, line {number} is no result of this program") from None
+                raise ValueError(f"{path}, line {number} is no result of this program") from None
 
     def get(self, *candidate: Any) -> Result | None:
         return self.known.get(json.dumps([self.context, *candidate]))
@@ -341,9 +341,9 @@ def read_tuning(path: str, device_kind: str) -> list[dict[str, Any]]:
             content = json.load(file)
             device, rows = content["device"], content["rows"]
         except (KeyError, TypeError, ValueError):
-            raise RequestError(f"{path} is no tuning file") from None
+            raise ValueError(f"{path} is no tuning file") from None
     if device != device_kind:
-        raise RequestError(f"{path} is of {device}, this is {device_kind}")
+        raise ValueError(f"{path} is of {device}, this is {device_kind}")
     return rows
 
 
@@ -406,32 +406,33 @@ def parse_request(options: flags.FlagValues) -> tuple[list[Calls], str]:
     folder = Path(mlstm_pallas.__file__).parent / "tuning"
     if not lowering.interpret and device.platform != "gpu":
         dry_run = "--backend=interpret --output=FILE is a dry run"
-        raise RequestError(f"there is no GPU here to tune for; {dry_run}")
+        raise RequestError(f"--backend={options.backend} needs a GPU; {dry_run}")
     if lowering.interpret and not options.output:
         times = "times of interpreted kernels do not belong in mlstm_pallas/tuning"
-        raise RequestError(f"{times}: give another --output")
-    requested_backend(options.backend)  # raises ValueError
+        raise RequestError(f"--backend={options.backend}: {times}: give another --output")
+    with naming("backend"):
+        requested_backend(options.backend)
     cases = []
     for name, shape in shapes.named(options.shape).items():
         cases += [Calls(options.backend, shape, dtype) for dtype in options.dtype]
-        if sizes := padded(cases[-1].implementation({}).spec, shape):
-            raise RequestError(f"shape {name} is padded when it runs: tune {sizes}")
+        with naming("shape"):
+            if sizes := padded(cases[-1].implementation({}).spec, shape):
+                raise ValueError(f"{name} is padded when it runs: tune {sizes}")
     output = options.output or str(folder / f"{tuning_name(device.device_kind)}.json")
-    os.makedirs(os.path.dirname(os.path.abspath(output)), exist_ok=True)
+    with naming("output"):
+        os.makedirs(os.path.dirname(os.path.abspath(output)), exist_ok=True)
     return cases, output
 
 
 def run(options: flags.FlagValues) -> int:
     """Tunes; returns the exit code."""
     device = jax.devices()[0].device_kind
-    try:
-        cases, output = parse_request(options)
-        context = dict(device=device, jax=jax.__version__, source=source_hash())
+    cases, output = parse_request(options)
+    context = dict(device=device, jax=jax.__version__, source=source_hash())
+    with naming("log"):
         log = Log(options.log, context | dict(backend=options.backend))
+    with naming("output"):
         rows = read_tuning(output, device)
-    except (ValueError, OSError) as error:
-        print(f"tune: {error}", file=sys.stderr)
-        return 2
     workers = start_workers(options.threads, options.backend, options.repeats)
     end, code = time.monotonic() + 60 * options.minutes, 0
     with contextlib.closing(tqdm(unit=" candidates", leave=False)) as bar:

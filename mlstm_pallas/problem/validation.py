@@ -3,7 +3,6 @@
 A wrong argument is a TypeError or ValueError with its name, what came and what was expected.
 """
 
-import functools
 import inspect
 import math
 import numbers
@@ -220,23 +219,17 @@ def dims_of(name: str, layout: Layout, *, steps: bool = True) -> Dims:
 
 
 def check_layout_is_meant(layout: Any, sizes: Mapping[str, int], *states: Any) -> None:
-    """Warns if the default layout finds fewer steps than heads.
+    """Warns, at the caller of the public function, if the default layout finds S < NH.
 
     states: arrays or None; existing ones would have failed the shape check in the other layout.
     """
     few_steps = isinstance(layout, _DefaultLayout) and sizes["S"] < sizes["NH"]
     if few_steps and all(x is None for x in states):
-        warn_of_layout()
-
-
-@functools.cache
-def warn_of_layout() -> None:
-    """Warns once, at the line of the caller four frames up."""
-    warnings.warn(
-        'layout="BNTH", the default, reads q as (B, NH, S, DHQK) and finds S < NH, fewer steps '
-        'than heads: pass layout="BTNH" if it is (B, S, NH, DHQK), else layout="BNTH"',
-        stacklevel=5,
-    )
+        warnings.warn(
+            'layout="BNTH", the default, reads q as (B, NH, S, DHQK) and finds S < NH, fewer steps '
+            'than heads: pass layout="BTNH" if it is (B, S, NH, DHQK), else layout="BNTH"',
+            stacklevel=4,  # called by prepare or _run, which public functions call
+        )
 
 
 def check_inputs(

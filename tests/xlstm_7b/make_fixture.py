@@ -1,6 +1,6 @@
 """Writes this folder's checkpoint and what transformers' xLSTM computes from it.
 
-    pip install torch transformers safetensors tokenizers
+    pip install absl-py torch transformers safetensors tokenizers
     python tests/xlstm_7b/make_fixture.py
 
 config.json, the sharded *.safetensors in bfloat16 and tokenizer.json (one token per ASCII
@@ -11,9 +11,12 @@ file.
 """
 
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import command
 import numpy as np
 import tokenizers
 import torch
@@ -66,9 +69,9 @@ def write_tokenizer() -> None:
 
 
 @torch.no_grad()
-def main() -> None:
+def write(_: object) -> None:
     if find_spec("xlstm"):
-        raise SystemExit("error: uninstall xlstm: transformers would run its kernels")
+        raise command.RequestError("uninstall xlstm: transformers would run its kernels")
     model = xLSTMForCausalLM(xLSTMConfig(**CONFIG))
     randomise(model)
     for old in (*FOLDER.glob("*.safetensors"), *FOLDER.glob("*.json")):
@@ -101,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.main(lambda define: None, write)
