@@ -404,10 +404,10 @@ def calls_in_reverse():
     call = dict(seed=7, shape=(2, 2, 91, 24, 40), reverse=True)
     others = "~materialised_stored ~fused_two_launches ~splits_materialised ~splits_stored"
     yield from rows("states", 16, f"materialised fused_stored {others}", **call)
-    yield from rows("states", 64, "splits ~xla ~xla_stored ~fused", **call)
+    yield from rows("states", 64, "~splits ~xla ~xla_stored ~fused", **call)
     # Tiles of 16, 32 and 64 steps in one chunk.
     several = dict(seed=3, shape=(1, 1, 300, 16, 16), reverse=True)
-    yield from rows("tiles", 128, "tiles32x16 ~tiles16x32 ~tiles128", **several)
+    yield from rows("tiles", 128, "~tiles32x16 ~tiles16x32 ~tiles128", **several)
     alone = dict(return_last_states=False, recipe=dict(states=False, resets=True))
     yield from rows("h_alone", 32, "fused ~xla", **call, **alone, **UNNORMALISED)
     ids = np.repeat([[3, 0, 7, 1]] * 2, [5, 30, 40, 16], axis=1)

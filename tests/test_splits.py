@@ -38,6 +38,7 @@ def test_states_of_a_later_shard_are_added_where_they_have_not_decayed():
     assert not np.any(wrong_by[decayed])
 
 
+@pytest.mark.slow
 def test_states_of_packed_prompts_in_several_blocks():
     """Two launches of the scan, each with two blocks of columns."""
     tiles = dict(siz_b_DHQK=16, siz_b_DHHV=16, state_rows=16)

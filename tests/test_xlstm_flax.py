@@ -5,6 +5,7 @@ docs/tutorial.md trains the former.
 
 import jax
 import numpy as np
+import pytest
 import xlstm_linen
 import xlstm_nnx
 from flax import nnx
@@ -13,6 +14,7 @@ from oracle import tolerance
 SIZES = dict(vocabulary=7, width=32, heads=2, layers=2)
 
 
+@pytest.mark.slow
 def test_both_models_and_their_steps_compute_the_same():
     tokens = jax.random.randint(jax.random.key(0), (2, 20), 0, SIZES["vocabulary"])
     linen = xlstm_linen.LanguageModel(**SIZES)

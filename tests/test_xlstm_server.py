@@ -157,6 +157,7 @@ def test_answers_are_lines_with_the_number_of_their_prompt(file, tmp_path, capsy
         assert f"[{row['prompt']}] {row['answer']}\n" in output
 
 
+@pytest.mark.slow
 def test_draws_do_not_depend_on_the_slots(file, capsys):
     outputs = []
     for slots in (3, SLOTS):
@@ -180,6 +181,7 @@ def test_control_c_keeps_the_answers_that_are_there(file, tmp_path, capsys, monk
     assert len(benchmark_runs.records(path)) == SLOTS
 
 
+@pytest.mark.slow
 def test_both_batchings_are_measured_with_random_prompts(capsys, monkeypatch):
     monkeypatch.setitem(xlstm_7b.SIZES, "tiny", CONFIG)
     sizes = "--batch=40", "--prompt_length=50", "--spread=10"
