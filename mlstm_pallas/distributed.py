@@ -444,8 +444,9 @@ def mlstm_chunkwise_sequence_parallel(
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """Applies the mLSTM to a sequence that is split over a mesh axis.
 
-    It is ``mlstm_chunkwise`` for use inside ``jax.shard_map``: device j of P
-    holds steps j S / P to (j + 1) S / P of the whole sequence of S steps.
+    It is ``mlstm_chunkwise``, but for num_segments and reverse, for use inside
+    ``jax.shard_map``: device j of P holds steps j S / P to (j + 1) S / P of the
+    whole sequence of S steps.
     Gradients are exact, including those of the initial states. The dimensions
     are::
 

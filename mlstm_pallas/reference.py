@@ -160,8 +160,8 @@ def chunkwise(
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """``mlstm_chunkwise`` in plain jnp, without a derivative rule of its own.
 
-    It takes the arguments of ``mlstm_chunkwise`` except num_segments, and has
-    derivatives of every order, in reverse and in forward mode. The chunkwise
+    It takes the arguments of ``mlstm_chunkwise`` but num_segments and reverse,
+    and has derivatives of every order, in both modes. The chunkwise
     form is that of arXiv:2503.14376, section 3; it equals ``recurrence`` up to
     rounding.
 
