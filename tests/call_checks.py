@@ -411,7 +411,7 @@ def calls_in_reverse():
     alone = dict(return_last_states=False, recipe=dict(states=False, resets=True))
     yield from rows("h_alone", 32, "fused ~xla", **call, **alone, **UNNORMALISED)
     ids = np.repeat([[3, 0, 7, 1]] * 2, [5, 30, 40, 16], axis=1)
-    yield from rows("packed", 32, "materialised ~fused ~xla", **call, segment_ids=ids, eps=0.1)
+    yield from rows("packed", 32, "~materialised ~fused ~xla", **call, segment_ids=ids, eps=0.1)
     # A segment begins at the length of 75, and lengths end in a chunk, before the first one and
     # before the last step.
     short = dict(seed=8, shape=(4, 2, 91, 16, 24), lengths=np.array([75, 0, 90, 20]), reverse=True)

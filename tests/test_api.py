@@ -135,7 +135,7 @@ STATES_OF = {
         ("alone", "bfloat16"),
         ("alone", "float32"),
         ("segments", "float16"),
-        ("shards", "bfloat16"),
+        pytest.param("shards", "bfloat16", marks=pytest.mark.slow),
         ("reference", "float16"),
     ],
 )

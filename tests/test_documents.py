@@ -30,7 +30,9 @@ FOREIGN = {
 README, NOTES = ((ROOT / name).read_text() for name in ("README.md", "BUILD_NOTES.md"))
 SITE = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md"))]
 PAGES = "README.md", "BUILD_NOTES.md", "CONTRIBUTING.md", "benchmarks/README.md", *SITE
-SLOW = {f"docs/{x}.md" for x in ("tutorial", "packing", "serving", "devices", "debugging")}
+SLOW = {
+    f"docs/{x}.md" for x in ("tutorial", "packing", "serving", "devices", "debugging", "exporting")
+}
 
 
 def exists(name, page):

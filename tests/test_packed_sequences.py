@@ -146,7 +146,7 @@ ODD_ON_A_GPU = [1, 2, 0, 63, 64, 65, 600], [0, 130]
 @pytest.mark.parametrize(
     ("count", "options"),
     [
-        (30, dict(backend="interpret", layout="BTNH")),
+        slow(30, dict(backend="interpret", layout="BTNH")),
         (9, dict(backend="xla", layout="BTNH", input_gate="sigmoid")),
         (9, dict(backend="xla", layout="BTNH", go_on=True)),
         (0, dict(backend="interpret", go_on=True, rows=ODD)),

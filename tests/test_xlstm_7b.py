@@ -234,6 +234,7 @@ def test_command_streams_what_transformers_generates(capsys, tmp_path):
     assert re.search(r"first token after [\d.]+ s, then [\d.]+ tokens/s", errors)
 
 
+@pytest.mark.slow
 def test_command_samples_several_prompts_by_the_seed(capsys, tmp_path, monkeypatch):
     lines = "a line\n\nand another\n"
     path = tmp_path / "prompts.txt"
