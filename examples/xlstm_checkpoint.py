@@ -40,8 +40,8 @@ DTYPES = ("float32", "bfloat16")
 # up to rounding errors, but for input_gate and a kernel with siging: the sigmoid input gate.
 KERNEL = (
     "((chunkwise|parallel|native|sequence|triton|autograd|custbw|stablef|limit|chunk|xl|headdim"
+    "|siging)(-|_|$)+)*"
 )
-KERNEL += "|siging)(-|_|$)+)*"
 ALLOWED = dict(
     model_type="xlstm",
     add_qk_norm="False",

@@ -446,9 +446,8 @@ def mlstm_chunkwise_sequence_parallel(
 
     It is ``mlstm_chunkwise``, but for num_segments and reverse, for use inside
     ``jax.shard_map``: device j of P holds steps j S / P to (j + 1) S / P of the
-    whole sequence of S steps.
-    Gradients are exact, including those of the initial states. The dimensions
-    are::
+    whole sequence of S steps. Gradients are exact, including those of the
+    initial states. The dimensions are::
 
       B     batch
       S     steps of the whole sequence

@@ -161,8 +161,8 @@ def chunkwise(
     """``mlstm_chunkwise`` in plain jnp, without a derivative rule of its own.
 
     It takes the arguments of ``mlstm_chunkwise`` but num_segments and reverse,
-    and has derivatives of every order, in both modes. The chunkwise
-    form is that of arXiv:2503.14376, section 3; it equals ``recurrence`` up to
+    and has derivatives of every order, in both modes. The chunkwise form is
+    that of arXiv:2503.14376, section 3; it equals ``recurrence`` up to
     rounding.
 
     Example, a derivative in forward mode::

@@ -271,7 +271,9 @@ def packed_backward(
         part = lax.min(chunks.part_of_entries(), np.int32(chunks.N - 1))
         return (C.astype(decay.dtype) + decay[..., None] * states[rows, part]).astype(C.dtype)
 
-    C = with_states(first.states.matC_states, begins, before.c)
+    C = first.states.matC_states
+    if x.segments is not None:
+        C = with_states(C, begins, before.c)
     dC = with_states(first.states.matDeltaC_states, ends, d_after.c, backward=True)
     normaliser, dn_added = first.normaliser_gradients, first.vecDeltaN_added
     dn_added = jnp.zeros_like(n) if dn_added is None else dn_added
