@@ -156,10 +156,19 @@ AS_USERS_DO = {
 }
 
 
+@pytest.fixture(autouse=True)
+def mapped_memory():
+    """Compiled code is freed where there is much of it: Linux lets a process map 65,530 pieces of
+    memory, the code of all tests together is more, and XLA crashes on the next."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation(request):
-    """Compiled code is freed at the end: Linux lets a process map 65,530 pieces of memory, the code
-    of all tests together is more, and XLA crashes on the next."""
+    """What a module has compiled is freed at its end."""
     before = jax.config.read("jax_disable_most_optimizations")
     quick = request.module.__name__ not in AS_USERS_DO
     jax.config.update("jax_disable_most_optimizations", quick)
