@@ -59,14 +59,16 @@ def by_definition(i, f, m_initial, starts, L, input_gate):
 FORMS = (Lowering.XLA, Lowering.INTERPRET)
 
 
-@functools.partial(jax.jit, static_argnames=("L", "form", "input_gate"))
-def gates_of(i, f, m_initial, starts=None, lengths=None, *, L, form, input_gate=InputGate.EXP):
-    """chunk_gates of (heads, S)."""
-    call = launch_of("chunk_gates", Problem(1, *i.shape, 64, 64, L, 1.0), "bfloat16", form)
-    x = dict(vecI=i, vecF=f, scaM_initial=m_initial, starts=starts)
-    return gates.without_outputs(
-        run_stage("chunk_gates", call, input_gate=input_gate, **x), lengths
-    )
+@functools.partial(jax.jit, static_argnames=("L", "form", "input_gate", "reverse"))
+def gates_of(
+    i, f, m_initial, starts=None, lengths=None, *, L, form, input_gate=InputGate.EXP, reverse=False
+):
+    """chunk_gates of (heads, S), in time."""
+    p = Problem(1, *i.shape, 64, 64, L, 1.0, reverse)
+    call = launch_of("chunk_gates", p, "bfloat16", form)
+    x = call.in_time(dict(vecI=i, vecF=f, starts=starts)) | dict(scaM_initial=m_initial)
+    result = run_stage("chunk_gates", call, input_gate=input_gate, **x)
+    return gates.without_outputs(call.in_time(result), lengths)
 
 
 CASES = {
@@ -117,10 +119,12 @@ def drawn(L, S, input_gate, packed, recipe):
     return i, f, m_initial * (input_gate is InputGate.EXP), starts
 
 
-def check_gates(form, case, L, S=128, input_gate=InputGate.EXP, packed=False, lengths=None):
+def check_gates(
+    form, case, L, S=128, input_gate=InputGate.EXP, packed=False, lengths=None, reverse=False
+):
     """lengths: of the heads, beyond which a step reads nothing."""
     i, f, m_initial, starts = x = drawn(L, S, input_gate, packed, CASES[case])
-    result = gates_of(*x, lengths, L=L, form=form, input_gate=input_gate)
+    result = gates_of(*x, lengths, L=L, form=form, input_gate=input_gate, reverse=reverse)
     heads = zip(i, f, m_initial, starts if packed else np.zeros((2, S)), strict=True)
     expected = (by_definition(*head, L, input_gate) for head in heads)
     m_t, w, D, boundaries, gamma, abar = map(np.stack, zip(*expected, strict=True))

@@ -151,6 +151,7 @@ def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger(
     assert np.any(gradients[2])
 
 
+@pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
     ("BNH", "S", "L", "share", "has_dm"),
     [
@@ -160,7 +161,7 @@ def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger(
         slow(1, 1024, 1024, 0.5, False),  # two blocks per chunk
     ],
 )
-def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
+def test_step_gradients_against_float64(BNH, S, L, share, has_dm, reverse):
     """What the stages leave unwritten is NaN.
 
     share: of the steps whose stabiliser is that of the step before.
@@ -179,8 +180,9 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
     carried[0, 2 * L : 2 * L + 1] = False  # behind a whole block, if there is one
     weights = gates.M_FROM_PREVIOUS, gates.M_GRAD_FLOWS, gates.DECAY_NONZERO
     flags = np.int32(np.tensordot(weights, (carried, goes_on & carried, passes), 1))
-    call = call_of("step_gradients", Problem(1, BNH, S, 64, 64, L, 1.0))
-    x, options = jax.tree.map(np.float32, x), dict(flags=flags) | ({} if has_dm else dict(dm=None))
+    call = call_of("step_gradients", Problem(1, BNH, S, 64, 64, L, 1.0, reverse))
+    x, flags = call.in_time((jax.tree.map(np.float32, x), flags))
+    options = dict(flags=flags) | ({} if has_dm else dict(dm=None))
     check_stage("step_gradients", call, x, tolerance("float32", S), **options)
 
 
@@ -245,16 +247,20 @@ def test_vector_states(NC, D, backward):
     test_gates.check_vector_states(call, backward)
 
 
-# Inputs, chunk size and steps; the gate; whether sequences are packed.
+# Inputs, chunk size and steps; the gate; whether sequences are packed and time is reversed.
 GATES = """
 resets-64-192 sigmoid
 resets-64-448 exp  # two CTAs, of which the second has fewer chunks
+resets-64-448 exp packed reverse
 plain-128-1024 exp packed  # two CTAs, which join the chunks of their head
+plain-128-1024 exp packed reverse
 plain-1024-2048 exp packed  # one long chunk per CTA
 """
 SLOW_GATES = """
 plain-512-1024 exp  # one chunk per CTA
 plain-2048-2048 exp  # five rounds
+resets-64-192 sigmoid reverse
+plain-1024-2048 exp reverse
 """
 
 
@@ -267,21 +273,23 @@ plain-2048-2048 exp  # five rounds
     ],
 )
 def test_gates_are_those_of_the_recurrence(line):
-    x, gate, *packed = line.split()
+    x, gate, *options = line.split()
     case, L, S = x.rsplit("-", 2)
     lengths = np.array([41, 170], "int32") if x == "plain-64-192" else None
     form, x = Lowering.MOSAIC_GPU_INTERPRET, (case, int(L), int(S), InputGate(gate))
-    test_gates.check_gates(form, *x, bool(packed), lengths)
+    test_gates.check_gates(form, *x, "packed" in options, lengths, "reverse" in options)
 
 
-@pytest.mark.parametrize(("L", "S"), [(64, 448), slow(1024, 2048)])
-def test_flags_are_those_of_the_plain_form(L, S):
+@pytest.mark.parametrize(
+    ("L", "S", "reverse"), [(64, 448, False), (64, 448, True), slow(1024, 2048, False)]
+)
+def test_flags_are_those_of_the_plain_form(L, S, reverse):
     """Where the stabilisers at the chunk boundaries are given.
 
     The forms take different logarithms.
     """
     i, f, m, starts = test_gates.drawn(L, S, InputGate.EXP, True, dict(resets=True))
-    p = Problem(1, 2, S, 64, 64, L, 1.0)
+    p = Problem(1, 2, S, 64, 64, L, 1.0, reverse)
 
     def run(call, **m_states):
         x = dict(vecI=i, vecF=f, scaM_initial=m, starts=starts) | m_states
@@ -290,7 +298,7 @@ def test_flags_are_those_of_the_plain_form(L, S):
     with mock.patch.object(gates, "log_sigmoid", lambda f, _: jnp.minimum(f, 0.0)):
         m_states = run(plain(p)).scaM_states
         result = run(call_of("chunk_gates", p), scaM_states=m_states)
-        flags = gate_gradients.step_flags(result._replace(vecFlags=None), f, starts)
+        flags = gate_gradients.step_flags(result._replace(vecFlags=None), f, starts, reverse)
     assert np.array_equal(result.vecFlags.reshape(flags.shape), flags)
 
 

@@ -84,14 +84,18 @@ def segmented_suffix_sum(x: Array, flows: Array) -> Array:
     return R.reshape(*groups[:-2], groups[-2] * size)[..., :n]
 
 
-def step_flags(gates: ChunkGates, vecF: Array, starts: Array | None) -> Array:
+def step_flags(
+    gates: ChunkGates, vecF: Array, starts: Array | None, reverse: bool = False
+) -> Array:
     """``gates.join_flags`` of every step, like vecF and starts (B * NH, S)."""
     if gates.vecFlags is not None:
         return gates.vecFlags.reshape(vecF.shape)
     f = vecF.reshape(gates.vecM.shape)
     begins = None if starts is None else starts.reshape(f.shape) > 0
     log_f, reset = log_forget_gate(f)
-    m_before = jnp.concatenate([gates.scaM_states[..., :-1, None], gates.vecM[..., :-1]], axis=-1)
+    m, ends = gates.vecM, gates.scaM_states
+    before = [m[..., 1:], ends[..., 1:, None]] if reverse else [ends[..., :-1, None], m[..., :-1]]
+    m_before = jnp.concatenate(before, axis=-1)
     restarts = reset if begins is None else reset | begins
-    flags = join_flags(gates.vecE, gates.vecU, gates.vecM, m_before, f, log_f, restarts, begins)
+    flags = join_flags(gates.vecE, gates.vecU, m, m_before, f, log_f, restarts, begins)
     return flags.reshape(vecF.shape)

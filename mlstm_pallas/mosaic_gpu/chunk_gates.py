@@ -40,15 +40,12 @@ from mlstm_pallas.formulas.tiles import blocks_over, loop, rounded_up
 from mlstm_pallas.mosaic_gpu.chunk_scans import (
     LANES,
     STEPS,
+    Scan,
     across,
-    ends_of_chunks,
-    last_columns,
     load_rows,
     of_chunks,
     rows_layout,
-    running,
     scan_buffer,
-    shifted,
     store_rows,
 )
 from mlstm_pallas.mosaic_gpu.launch import block, float32, mosaic_call, plgpu, unravel
@@ -74,7 +71,7 @@ def _local_gates(vecs_gmem, scans_smem, p, input_gate):
     vecs_gmem: pre-activations i and f, and starts, which is 1 where a packed segment begins and may
       be absent, (CTAs, rows, STEPS) each.
     """
-    cta, chunk_rows, begins = lax.axis_index("cta"), p.L // STEPS, None
+    cta, scan, begins = lax.axis_index("cta"), _scan(p), None
     i_gmem, f_gmem, starts_gmem = vecs_gmem
     if starts_gmem is not None:
         begins = load_rows(starts_gmem.at[cta]) > 0
@@ -93,8 +90,8 @@ def _local_gates(vecs_gmem, scans_smem, p, input_gate):
 
     stored, decay = log_i > -_INF, -log_f
     each = jnp.where(stored, log_i, _INF), jnp.where(stored, log_i, -_INF), decay, decay
-    bounds = running(join_bounds, each, (_INF, -_INF, 0.0, 0.0), chunk_rows, scans_smem["bounds"])
-    ends = ends_of_chunks(last_columns(*bounds), chunk_rows, scans_smem["ends"].at[0])
+    bounds = scan.running(join_bounds, each, (_INF, -_INF, 0.0, 0.0), scans_smem["bounds"])
+    ends = scan.ends_of_chunks(scan.last_columns(*bounds), scans_smem["ends"].at[0])
     i_min, i_max, largest_decay, total_decay = of_chunks(ends, log_i.shape[0])
     if begins is not None or input_gate is InputGate.SIGMOID:
         i_min, i_max = jnp.minimum(i_min, 0.0), jnp.maximum(i_max, 0.0)  # m = 0 is a source as well
@@ -103,20 +100,24 @@ def _local_gates(vecs_gmem, scans_smem, p, input_gate):
 
     ones = plgpu.layout_cast(jnp.ones(log_i.shape, jnp.float32), rows_layout())
     split = *split_at(log_f, across(grid)), jnp.where(restarts, ones, 0.0)
-    hi, lo, count = running(add, split, (0.0,) * 3, chunk_rows, scans_smem["sums"])
+    hi, lo, count = scan.running(add, split, (0.0,) * 3, scans_smem["sums"])
     b, offset = two_sum(hi, lo), count * across(offset_unit)
     e, largest = stabiliser_sources(log_i, log_f, b, offset, reset, begins, input_gate)
     if input_gate is not InputGate.SIGMOID:
         sources, identities = (*largest, count), (-_INF, 0.0, -1.0)
-        max_hi, max_lo, _ = running(
-            gates.largest_since_reset, sources, identities, chunk_rows, scans_smem["maxima"]
+        max_hi, max_lo, _ = scan.running(
+            gates.largest_since_reset, sources, identities, scans_smem["maxima"]
         )
         largest = max_hi, max_lo
     return LocalGates(b, e, largest, offset), (f, log_f, restarts, begins)
 
 
+def _scan(p):
+    return Scan(p.L // STEPS, p.reverse)
+
+
 def _chunks_of_cta(p):
-    """Whether each chunk of a CTA exists, its head, and its index.
+    """Whether each chunk of a CTA exists, its head, and its index in memory.
 
     One beyond the last chunk has the head and the index of the last one.
     """
@@ -133,50 +134,57 @@ def _store_per_chunk(chunks, store):
 
 def _summaries_kernel(
     vecs_gmem,  # see _local_gates
-    g_gmem,  # out (B * NH, padded NC), see _stabiliser_scan_kernel; beyond NC not written
+    g_gmem,  # out (B * NH, padded NC) in time, see _stabiliser_scan_kernel; beyond NC not written
     a_gmem,  # out (B * NH, padded NC)
     *,
     p,
     input_gate,
     **scans_smem,  # see Tiles.scratch
 ):
-    local, _ = _local_gates(vecs_gmem, scans_smem, p, input_gate)
-    b_hi, b_lo, max_hi, max_lo, offset = last_columns(*local.vecB, *local.vecEmax, local.vecOffset)
+    scan, (local, _) = _scan(p), _local_gates(vecs_gmem, scans_smem, p, input_gate)
+    b_hi, b_lo, max_hi, max_lo, offset = scan.last_columns(
+        *local.vecB, *local.vecEmax, local.vecOffset
+    )
     added, largest, reset = gates.summary((b_hi, b_lo), (max_hi, max_lo), offset)
     summaries = jnp.where(reset, -_INF, added), largest
-    ends = ends_of_chunks(summaries, p.L // STEPS, scans_smem["ends"].at[1])
+    ends = scan.ends_of_chunks(summaries, scans_smem["ends"].at[1])
 
     def store(j, head, c):
         for ref, x in zip((g_gmem, a_gmem), ends, strict=True):
-            ref[head, c] = x[j]
+            ref[head, p.place(c, p.NC)] = x[j]
 
     _store_per_chunk(_chunks_of_cta(p), store)
 
 
-def _stabilisers(m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chunks, NC):
+def _stabilisers(m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chunks, p):
     """m before and after each chunk of a CTA; the arrays are those of ``_gates_kernel``."""
-    if m_known_gmem is not None:
-        return [(m_known_gmem[head, c], m_known_gmem[head, c + 1]) for _, head, c in chunks]
-    if summaries_gmem is None:
+    if m_after_gmem is not None:
 
-        def before(head, c):
-            inside, previous = c > 0, lax.max(c - 1, np.int32(0))
+        def before(head, t):
+            inside, previous = t > 0, lax.max(t - 1, np.int32(0))
             return jnp.where(inside, m_after_gmem[head, previous], m_initial_gmem[head])
 
-        return [(before(head, c), m_after_gmem[head, c]) for _, head, c in chunks]
-    _, head, first = chunks[0]
-    m = [m_initial_gmem[head]]
-    summaries = ([x[head, c] for c in range(NC)] for x in summaries_gmem)
-    for added, largest in zip(*summaries, strict=True):
-        m.append(jnp.maximum(m[-1] + added, largest))
+        in_time = [(head, p.place(c, p.NC)) for _, head, c in chunks]
+        return [(before(head, t), m_after_gmem[head, t]) for head, t in in_time]
+    if m_known_gmem is not None:
+        ends = [(m_known_gmem[head, c], m_known_gmem[head, c + 1]) for _, head, c in chunks]
+    else:
+        _, head, first = chunks[0]
+        m = [m_initial_gmem[head]]
+        summaries = ([x[head, t] for t in range(p.NC)] for x in summaries_gmem)
+        for added, largest in zip(*summaries, strict=True):
+            m.append(jnp.maximum(m[-1] + added, largest))
+        if p.reverse:
+            m.reverse()
 
-    def at(j):
-        x = m[j]
-        for c in range(len(chunks), NC, len(chunks)):
-            x = jnp.where(first == c, m[c + j], x)
-        return x
+        def at(j):
+            x = m[j]
+            for c in range(len(chunks), p.NC, len(chunks)):
+                x = jnp.where(first == c, m[c + j], x)
+            return x
 
-    return list(itertools.pairwise(map(at, range(len(chunks) + 1))))
+        ends = list(itertools.pairwise(map(at, range(len(chunks) + 1))))
+    return [x[::-1] for x in ends] if p.reverse else ends
 
 
 def _gates_kernel(
@@ -194,13 +202,12 @@ def _gates_kernel(
     input_gate,
     **scans_smem,  # see Tiles.scratch
 ):
-    cta, rows, chunk_rows, chunks = lax.axis_index("cta"), _rows(p), p.L // STEPS, _chunks_of_cta(p)
-    bounds = _stabilisers(m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chunks, p.NC)
+    cta, rows, scan, chunks = lax.axis_index("cta"), _rows(p), _scan(p), _chunks_of_cta(p)
+    bounds = _stabilisers(m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chunks, p)
     m_start, m_end = of_chunks(list(zip(*bounds, strict=True)), rows)
     local, log_gates = _local_gates(vecs_gmem, scans_smem, p, input_gate)
-    ends = ends_of_chunks(
-        last_columns(*local.vecB, local.vecOffset), chunk_rows, scans_smem["ends"].at[1]
-    )
+    columns = scan.last_columns(*local.vecB, local.vecOffset)
+    ends = scan.ends_of_chunks(columns, scans_smem["ends"].at[1])
     b_hi, b_lo, offset = of_chunks(ends, rows)
     pair, decay = gates.join_ends(b_hi, b_lo, offset, m_start, m_end)
     u, w, m, abar = gates.join_steps(
@@ -211,18 +218,18 @@ def _gates_kernel(
     if flags_gmem is not None:
         # With the sigmoid gate m is a constant without a layout.
         m = plgpu.layout_cast(m, rows_layout())
-        m_before = shifted(m, m_start, chunk_rows, scans_smem["sums"])
+        m_before = scan.shifted(m, m_start, scans_smem["sums"])
         store_rows(flags_gmem.at[cta], gates.join_flags(local.vecE, u, m, m_before, *log_gates))
-    (decays,) = ends_of_chunks([decay], chunk_rows, scans_smem["ends"].at[0])
+    (decays,) = scan.ends_of_chunks([decay], scans_smem["ends"].at[0])
 
     def store(j, head, c):
         gamma_gmem[head, c] = decays[j]
         if m_states_gmem is not None:
-            m_states_gmem[head, c + 1] = bounds[j][1]
+            m_states_gmem[head, c if p.reverse else c + 1] = bounds[j][1]
 
-            @pl.when(c == 0)
+            @pl.when(p.place(c, p.NC) == 0)
             def store_initial():
-                m_states_gmem[head, 0] = m_initial_gmem[head]
+                m_states_gmem[head, p.place(0, p.NC + 1)] = m_initial_gmem[head]
 
     _store_per_chunk(chunks, store)
 
@@ -315,14 +322,15 @@ def _stabiliser_scan_kernel(
     ends_smem,  # see ends_of_chunks
 ):
     head, rows = lax.axis_index("head"), ends_smem.shape[0]
+    scan = Scan(rows)
 
     def one(j, before):
         at = head, block(j, rows)
         summaries = [load_rows(y.at[at]) for y in (g_gmem, a_gmem)]
-        added, largest = running(gates.join_summaries, summaries, (0.0, -_INF), rows, sums_smem)
+        added, largest = scan.running(gates.join_summaries, summaries, (0.0, -_INF), sums_smem)
         after = jnp.maximum(added + before, largest)
         store_rows(m_gmem.at[at], after)
-        [[last]] = ends_of_chunks(last_columns(after), rows, ends_smem)
+        [[last]] = scan.ends_of_chunks(scan.last_columns(after), ends_smem)
         return last
 
     loop(g_gmem.shape[1] // rows, one, m_initial_gmem[head])

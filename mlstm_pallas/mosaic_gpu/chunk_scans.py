@@ -5,6 +5,7 @@ A scan first runs inside the rows. The totals of the rows then meet in shared me
 log4(rows per chunk) rounds.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,91 +57,101 @@ def scan_buffer(arrays: int, rows: int, chunk_rows: int):
     return plgpu.SMEM((2, chunk_rows + rows, max(arrays, 2)), jnp.float32)
 
 
-def _neighbours(
-    buffer, columns: Sequence[Array], edges: Sequence[Any], chunk_rows: int, backward: bool
-) -> Callable[[int], list[Array]]:
-    """Writes columns (rows, 1) to a slot of a ``scan_buffer``.
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """The order of the steps of a chunk.
 
-    Returns a function of a distance in rows. It returns what the row at this distance before each
-    row (after it with backward) wrote, and the edges where the chunk has no such row.
-    """
-    rows = columns[0].shape[0]
-    copies = buffer.shape[-1] // len(columns)
-    start = 0 if backward else chunk_rows
-    write(buffer.at[pl.ds(start, rows)], jnp.concatenate([*columns] * copies, axis=1))
-    plgpu.commit_smem()
-    row_of_chunk = row_index((rows, 1)) & (chunk_rows - 1)
-
-    def at(distance):
-        inside = row_of_chunk < chunk_rows - distance if backward else row_of_chunk >= distance
-        first = start + distance if backward else start - distance
-        x = load(buffer.at[pl.ds(first, rows)], rows_layout(), optimized=False)
-        # The columns beyond those with an edge are copies.
-        return [jnp.where(inside, *pair) for pair in zip(split_columns(x), edges, strict=False)]
-
-    return at
-
-
-def running(
-    join: Callable[..., Sequence[Array]],
-    x: Sequence[Array],
-    identities: Sequence[float],
-    chunk_rows: int,
-    buffer,
-    *,
-    backward: bool = False,
-) -> Sequence[Array]:
-    """Inclusive scans over the steps of each chunk, with join(steps so far, further ones).
-
-    Args:
-      x: tiles (rows, steps), float32.
-      identities: the neutral element of join, per tile.
+    Attributes:
       chunk_rows: rows of a chunk, a power of two.
-      buffer: a ``scan_buffer``.
       backward: from the last step of each chunk to its first.
     """
-    columns: list[Sequence[Array]] = list(zip(*map(split_columns, x), strict=True))
-    if backward:
-        columns.reverse()
-    for k in range(1, len(columns)):
-        columns[k] = join(columns[k - 1], columns[k])
 
-    before, reach, slot = columns[-1], 1, 0
-    while reach < chunk_rows:
-        at = _neighbours(buffer.at[slot], before, identities, chunk_rows, backward)
-        # In the first round these are totals of rows, later totals of ``reach`` rows before each.
-        shift = 1 if reach == 1 else 0
-        distances = [shift + k * reach for k in reversed(range(_RADIX))]
-        totals = [at(x) if x else before for x in distances if x < chunk_rows]
-        before = functools.reduce(join, totals)
-        reach, slot = reach * _RADIX, 1 - slot
-    columns = [join(before, column) for column in columns]
-    if backward:
-        columns.reverse()
-    return [jnp.concatenate(y, axis=1) for y in zip(*columns, strict=True)]
+    chunk_rows: int
+    backward: bool = False
 
+    def _neighbours(
+        self, buffer, columns: Sequence[Array], edges: Sequence[Any]
+    ) -> Callable[[int], list[Array]]:
+        """Writes columns (rows, 1) to a slot of a ``scan_buffer``.
 
-def shifted(x: Array, edge, chunk_rows: int, buffer, *, backward: bool = False):
-    """x of the preceding step, or with backward of the next one; ``edge`` where the chunk has none.
+        Returns a function of a distance in rows. It returns what the row at this distance before
+        each row in the order of the scan wrote, and the edges where the chunk has no such row.
+        """
+        rows = columns[0].shape[0]
+        copies = buffer.shape[-1] // len(columns)
+        start = 0 if self.backward else self.chunk_rows
+        write(buffer.at[pl.ds(start, rows)], jnp.concatenate([*columns] * copies, axis=1))
+        plgpu.commit_smem()
+        row_of_chunk = row_index((rows, 1)) & (self.chunk_rows - 1)
 
-    x: (rows, steps); edge: (rows, 1) or a number; buffer: a ``scan_buffer``.
-    """
-    columns = split_columns(x)
-    column = columns.pop(0 if backward else -1)
-    (neighbour,) = _neighbours(buffer.at[0], [column], [edge], chunk_rows, backward)(1)
-    columns.insert(len(columns) if backward else 0, neighbour)
-    return jnp.concatenate(columns, axis=1)
+        def at(distance):
+            if self.backward:
+                inside, first = row_of_chunk < self.chunk_rows - distance, start + distance
+            else:
+                inside, first = row_of_chunk >= distance, start - distance
+            x = load(buffer.at[pl.ds(first, rows)], rows_layout(), optimized=False)
+            # The columns beyond those with an edge are copies.
+            return [jnp.where(inside, *pair) for pair in zip(split_columns(x), edges, strict=False)]
 
+        return at
 
-def ends_of_chunks(columns: Sequence[Array], chunk_rows: int, buffer) -> list[list[Array]]:
-    """The elements of each column in the last row of each chunk, as scalars.
+    def running(
+        self,
+        join: Callable[..., Sequence[Array]],
+        x: Sequence[Array],
+        identities: Sequence[float],
+        buffer,
+    ) -> Sequence[Array]:
+        """Inclusive scans over the steps of each chunk, with join(steps so far, further ones).
 
-    columns: (rows, 1); buffer: shared (rows, columns or more).
-    """
-    write(buffer.at[:, : len(columns)], jnp.concatenate(columns, axis=1))
-    plgpu.commit_smem()
-    ends = range(chunk_rows - 1, columns[0].shape[0], chunk_rows)
-    return [[buffer[end, k] for end in ends] for k in range(len(columns))]
+        Args:
+          x: tiles (rows, steps), float32.
+          identities: the neutral element of join, per tile.
+          buffer: a ``scan_buffer``.
+        """
+        columns: list[Sequence[Array]] = list(zip(*map(split_columns, x), strict=True))
+        if self.backward:
+            columns.reverse()
+        for k in range(1, len(columns)):
+            columns[k] = join(columns[k - 1], columns[k])
+
+        before, reach, slot = columns[-1], 1, 0
+        while reach < self.chunk_rows:
+            at = self._neighbours(buffer.at[slot], before, identities)
+            # In the first round these are totals of rows, later totals of ``reach`` rows before
+            # each.
+            shift = 1 if reach == 1 else 0
+            distances = [shift + k * reach for k in reversed(range(_RADIX))]
+            totals = [at(x) if x else before for x in distances if x < self.chunk_rows]
+            before = functools.reduce(join, totals)
+            reach, slot = reach * _RADIX, 1 - slot
+        columns = [join(before, column) for column in columns]
+        if self.backward:
+            columns.reverse()
+        return [jnp.concatenate(y, axis=1) for y in zip(*columns, strict=True)]
+
+    def shifted(self, x: Array, edge, buffer) -> Array:
+        """x (rows, steps) of the preceding step; ``edge``, (rows, 1) or a number, where the chunk
+        has none. buffer: a ``scan_buffer``."""
+        columns = split_columns(x)
+        column = columns.pop(0 if self.backward else -1)
+        (neighbour,) = self._neighbours(buffer.at[0], [column], [edge])(1)
+        columns.insert(len(columns) if self.backward else 0, neighbour)
+        return jnp.concatenate(columns, axis=1)
+
+    def last_columns(self, *x: Array) -> list[Array]:
+        return [split_columns(y)[0 if self.backward else -1] for y in x]
+
+    def ends_of_chunks(self, columns: Sequence[Array], buffer) -> list[list[Array]]:
+        """The elements of each column in the last row of each chunk, as scalars.
+
+        columns: (rows, 1); buffer: shared (rows, columns or more).
+        """
+        write(buffer.at[:, : len(columns)], jnp.concatenate(columns, axis=1))
+        plgpu.commit_smem()
+        first = 0 if self.backward else self.chunk_rows - 1
+        ends = range(first, columns[0].shape[0], self.chunk_rows)
+        return [[buffer[end, k] for end in ends] for k in range(len(columns))]
 
 
 def of_chunks(columns: Sequence[Sequence[Array]], rows: int) -> list[Array]:
@@ -161,7 +172,3 @@ def of_chunks(columns: Sequence[Sequence[Array]], rows: int) -> list[Array]:
 
 def across(column: Array, steps: int = STEPS):
     return jnp.concatenate([column] * steps, axis=1)
-
-
-def last_columns(*x: Array) -> list[Array]:
-    return [split_columns(y)[-1] for y in x]

@@ -33,14 +33,12 @@ from mlstm_pallas.formulas.tiles import blocks, divide
 from mlstm_pallas.mosaic_gpu.chunk_scans import (
     LANES,
     STEPS,
+    Scan,
     across,
     load_rows,
     of_chunks,
     row_index,
-    running,
     scan_buffer,
-    shifted,
-    split_columns,
     store_rows,
 )
 from mlstm_pallas.mosaic_gpu.launch import (
@@ -63,35 +61,35 @@ _FEW_BLOCKS = (
 )
 
 
-def _between_tiles(read: Sequence[Array], written: Array, tile: Array, buffers) -> Array:
+def _between_tiles(p, read: Sequence[Array], written: Array, tile: Array, buffers) -> Array:
     """An array (LANES, steps) whose sums over tiles are what flows through each from and to others.
 
     Args:
       read: [d - 1]: what queries read from before the tile d places earlier, d < n.
       written: what keys write to beyond the chunk.
-      tile: the index of the tile in its chunk.
+      tile: the index of the tile in its chunk, in time.
       buffers: shared (n, LANES + rows of n - 1 tiles, steps). Unwritten rows are read, not used.
     """
     n, rows = len(read) + 1, written.shape[0]
     tile_rows = (buffers.shape[1] - rows) // (n - 1)
-    for d, x in enumerate(read, 1):
-        store_rows(buffers.at[d - 1, :rows], x)
-    store_rows(buffers.at[n - 1, pl.ds((n - 1) * tile_rows, rows)], written)
-    plgpu.commit_smem()
 
     def at(slot, tiles):
-        return load_rows(buffers.at[slot, pl.ds(tiles * tile_rows, rows)])
+        return buffers.at[slot, pl.ds(p.place(tiles, n) * tile_rows, rows)]
 
-    later = [jnp.where(tile + d < n, at(d - 1, d), 0.0) for d in range(1, n)]
-    earlier = [jnp.where(tile >= d, at(n - 1, n - 1 - d), 0.0) for d in range(1, n)]
+    for d, x in enumerate(read, 1):
+        store_rows(at(d - 1, 0), x)
+    store_rows(at(n - 1, n - 1), written)
+    plgpu.commit_smem()
+    later = [jnp.where(tile + d < n, load_rows(at(d - 1, d)), 0.0) for d in range(1, n)]
+    earlier = [jnp.where(tile >= d, load_rows(at(n - 1, n - 1 - d)), 0.0) for d in range(1, n)]
     return functools.reduce(jnp.add, later + earlier)
 
 
-def _to_previous_step(dm, flags, buffer) -> Sequence[Any]:
+def _to_previous_step(scan: Scan, dm, flags, buffer) -> Sequence[Any]:
     """What each step passes on to the m of the step before it, without the carry into its block,
     and 1 where all steps from it to the end of the block pass theirs on, so that the carry counts.
 
-    dm, flags: (rows, steps), of blocks of LANES rows.
+    dm, flags: (rows, steps), of blocks of LANES rows; scan: of these, against time.
     """
 
     def join(later, x):
@@ -99,20 +97,22 @@ def _to_previous_step(dm, flags, buffer) -> Sequence[Any]:
 
     flows = jnp.where((flags & M_GRAD_FLOWS) > 0, np.float32(1), np.float32(0))
     dm = jnp.where(flows > 0, dm, 0.0)
-    return running(join, (dm, flows), (0.0, 1.0), LANES, buffer, backward=True)
+    return scan.running(join, (dm, flows), (0.0, 1.0), buffer)
 
 
-def _carry(dm, flags, block: Array, buffer, firsts):
+def _carry(p, dm, flags, block: Array, buffer, firsts):
     """The gradient that flows into the m of a block's last step from the blocks behind it.
 
     dm, flags: (blocks * LANES, steps) of a head; firsts: shared (blocks * LANES, 2).
     """
-    sums, flows = _to_previous_step(load_rows(dm), load_rows(flags), buffer)
-    write(firsts, jnp.concatenate([split_columns(x)[0] for x in (sums, flows)], axis=1))
+    scan = Scan(LANES, not p.reverse)
+    sums = _to_previous_step(scan, load_rows(dm), load_rows(flags), buffer)
+    write(firsts, jnp.concatenate(scan.last_columns(*sums), axis=1))
     plgpu.commit_smem()
-    carry = jnp.float32(0)
-    for later in reversed(range(1, dm.shape[0] // LANES)):
-        first = later * LANES
+    carry, num_blocks = jnp.float32(0), dm.shape[0] // LANES
+    block = p.place(block, num_blocks)
+    for later in reversed(range(1, num_blocks)):
+        first = p.place(later, num_blocks) * LANES + p.place(0, LANES)
         through = firsts[first, 0] + jnp.where(firsts[first, 1] > 0, carry, 0.0)
         carry = jnp.where(block < later, through, carry)
     return carry
@@ -137,6 +137,7 @@ def _kernel(
     carry_scan,  # shared, see _carry; absent with carries
     firsts,  # likewise
     *,
+    p,
     tile_rows: int,
 ) -> None:
     _, n, head_rows, steps = per_query.shape
@@ -147,22 +148,24 @@ def _kernel(
     def vector(ref):
         return load_rows(ref.at[rows])
 
-    def sums(x, buffer, **options):
-        """From the first step of each tile to each step."""
+    def add(left, x):
+        return (left[0] + x[0],)
 
-        def add(left, x):
-            return (left[0] + x[0],)
-
-        return running(add, [x], [0.0], tile_rows, buffer, **options)[0]
-
+    # Over the steps of a tile; over those of a block, against time.
+    ahead, back, block_back = (
+        Scan(tile_rows, p.reverse),
+        Scan(tile_rows, not p.reverse),
+        Scan(LANES, not p.reverse),
+    )
     row = row_index((LANES, steps))
     first_tile = block * num_tiles
-    tile = (divide(row, tile_rows) + first_tile) & np.int32(n - 1)
+    tile = p.place((divide(row, tile_rows) + first_tile) & np.int32(n - 1), np.int32(n))
     queries, keys, keys_intra = (vector(x.at[head]) for x in (q_inter, k_inter, diagonal))
     through_size = head_rows // tile_rows // through.shape[1]  # in tiles
     read, written = [queries] * (through_size - 1), keys
     for other in range(n):
-        W_queries, W_keys = vector(per_query.at[head, other]), vector(per_key.at[head, other])
+        at = head, p.place(other, n)
+        W_queries, W_keys = vector(per_query.at[at]), vector(per_key.at[at])
         intra = jnp.where(tile == other, W_keys, 0.0)
         queries += jnp.where(tile >= other, W_queries, 0.0) - intra
         keys += jnp.where(tile < other, W_keys, 0.0)
@@ -171,10 +174,11 @@ def _kernel(
     flag = vector(flags.at[head])
     log_i_gradient = keys + keys_intra
     if other_tiles is not None:
-        between = _between_tiles(read, written, tile, other_tiles)
+        between = _between_tiles(p, read, written, tile, other_tiles)
         queries, keys = queries + between, keys + between
-    from_step = sums(queries, scans.at[0], backward=True)
-    before_step = sums(shifted(keys, 0.0, tile_rows, scans.at[1]), scans.at[2])
+    (from_step,) = back.running(add, [queries], [0.0], scans.at[0])
+    keys = ahead.shifted(keys, 0.0, scans.at[1])
+    (before_step,) = ahead.running(add, [keys], [0.0], scans.at[2])
     chunks = range(0, num_tiles, through_size)
     whole = of_chunks(
         [[through[head, divide(first_tile + j, through_size)] for j in chunks]], LANES
@@ -183,16 +187,16 @@ def _kernel(
     log_f_gradient = jnp.where((flag & DECAY_NONZERO) > 0, log_f_gradient, 0.0)
     if dm is not None:
         if carries is None:
-            carry = _carry(dm.at[head], flags.at[head], block, carry_scan, firsts)
+            carry = _carry(p, dm.at[head], flags.at[head], block, carry_scan, firsts)
         else:
             carry = carries[head, block]
         dm_block = vector(dm.at[head])
-        later, flows = _to_previous_step(dm_block, flag, scans.at[0])
+        later, flows = _to_previous_step(block_back, dm_block, flag, scans.at[0])
         later += jnp.where(flows > 0, carry, 0.0)
-        dm_total = dm_block + shifted(later, carry, LANES, scans.at[1], backward=True)
-        write(scans.at[2, 0, :LANES], across(split_columns(dm_total)[0], 2))
+        dm_total = dm_block + block_back.shifted(later, carry, scans.at[1])
+        write(scans.at[2, 0, :LANES], across(block_back.last_columns(dm_total)[0], 2))
         plgpu.commit_smem()
-        dm_first[head, block] = scans[2, 0, 0, 0]
+        dm_first[head, block] = scans[2, 0, p.place(0, LANES), 0]
         from_previous = (flag & M_FROM_PREVIOUS) > 0
         log_i_gradient += jnp.where(from_previous, 0.0, dm_total)
         log_f_gradient += jnp.where(from_previous, dm_total, 0.0)
@@ -226,9 +230,14 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
     flags, dm = lax.optimization_barrier((flags, dm))
     few = dm is not None and num_blocks <= _FEW_BLOCKS
     tile_rows, head_rows = T // steps, p.S // steps
+    carries = None
+    if dm is not None and not few:
+        dm_in_time, flags_in_time = call.in_time((dm, flags))
+        carries = call.in_time(_carries(dm_in_time, flags_in_time, size))
     in_block = 1 < n <= blocks(size, T)
     if not in_block:
-        through = through_tiles(pairs, q_dot_dq_inter, k_dot_dk_inter, through)
+        of_tiles = call.in_time((pairs, q_dot_dq_inter, k_dot_dk_inter, through))
+        through = call.in_time(through_tiles(*of_tiles))
 
     def by_rows(x, *tiles):
         return None if x is None else x.reshape(p.BNH, *tiles, head_rows, steps)
@@ -237,7 +246,7 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
         return plgpu.SMEM(shape, jnp.float32) if present else None
 
     y = mosaic_call(
-        functools.partial(_kernel, tile_rows=tile_rows),
+        functools.partial(_kernel, p=p, tile_rows=tile_rows),
         name="step_gradients",
         grid={"block": p.BNH * num_blocks},
         outputs={
@@ -262,10 +271,11 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
         f=by_rows(vecF),
         flags=by_rows(flags),
         dm=by_rows(dm),
-        carries=None if dm is None or few else _carries(dm, flags, size),
+        carries=carries,
     )
-    first = jnp.zeros_like(y["di"][:, 0, 0]) if dm is None else y["dm_first"][:, 0]
-    return y["di"].reshape(p.BNH, p.S), y["df"].reshape(p.BNH, p.S), first
+    di, df = (y[name].reshape(p.BNH, p.S) for name in ("di", "df"))
+    first = jnp.zeros_like(di[:, 0]) if dm is None else y["dm_first"][:, p.place(0, num_blocks)]
+    return di, df, first
 
 
 class Tiles(HopperTiles):

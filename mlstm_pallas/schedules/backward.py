@@ -21,7 +21,6 @@ from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residual
 from mlstm_pallas.problem.dimensions import Layout
 from mlstm_pallas.schedules.forward import (
     heads_before_segments,
-    in_time,
     key_states,
     run_gates,
     segments_before_heads,
@@ -195,22 +194,19 @@ def second_half(
     )
 
     dm = normaliser.vecDm if spec.stabilised else None
-    of_steps = x.f, scores.pairs or gradients.pairs, *gradients[3:6]  # up to ``through``
-    gates, starts, of_steps, dm = in_time(spec, (gates, x.starts, of_steps, dm))
+    first_step = spec.problem.place(0, x.f.shape[1])
     if dm is not None and spec.return_last_states:
         # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
-        dm = dm.at[..., -1].add(last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last))
-    flags = step_flags(gates, of_steps[0], starts)
-    di, df, dm_first = in_time(
-        spec,
-        spec.stage("step_gradients", scores_lowering)(
-            step_gradients.Operands._make((*of_steps, flags, dm))
-        ),
+        dm_last = last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last)
+        dm = dm.at[:, -1 - first_step].add(dm_last)
+    flags = step_flags(gates, x.f, x.starts, spec.reverse)
+    di, df, dm_first = spec.stage("step_gradients", scores_lowering)(
+        step_gradients.Operands(x.f, scores.pairs or gradients.pairs, *gradients[3:6], flags, dm)
     )
     di, df = (_of_live(live, y) for y in (di, df))
     if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm
         di = jnp.where(x.i <= MASKED, 0.0, di * jax.nn.sigmoid(-x.i))
-    dm_initial = jnp.where((flags[:, 0] & M_GRAD_FLOWS) > 0, dm_first, 0.0)
+    dm_initial = jnp.where((flags[:, first_step] & M_GRAD_FLOWS) > 0, dm_first, 0.0)
     if spec.has_initial_state and spec.stabilised:
         # The initial m is also the scale of the initial states.
         dm_initial += inner(dC_initial, x.c_initial, 2) + inner(dn_initial, x.n_initial)

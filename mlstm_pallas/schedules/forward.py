@@ -56,25 +56,13 @@ def forward(
     return materialised(spec, lowering, x)
 
 
-def in_time(spec: CallSpec, arrays: Any) -> Any:
-    """Small arrays (B * NH, ...) of steps, tiles or chunks in the order of time, or back."""
-    if spec.reverse:
-        arrays = jax.tree.map(jax.vmap(jnp.flip), arrays)
-    return arrays
-
-
 def run_gates(
     spec: CallSpec, launch: Launch, x: Inputs, m_states: Array | None = None, **options: Any
 ) -> ChunkGates:
-    """Runs chunk_gates, whose arrays are in the order of time; those of schedules are in memory's.
-
-    m_states: the stabilisers at the chunk boundaries, if already known.
-    """
+    """Runs chunk_gates; m_states: the stabilisers at the chunk boundaries, if already known."""
     operands = chunk_gates.Operands(x.i, x.f, x.m_initial, x.starts, m_states)
-    gates = stage("chunk_gates", launch)(
-        in_time(spec, operands), input_gate=spec.input_gate, **options
-    )
-    return without_outputs(in_time(spec, gates), x.lengths)
+    gates = stage("chunk_gates", launch)(operands, input_gate=spec.input_gate, **options)
+    return without_outputs(gates, x.lengths)
 
 
 def key_states(

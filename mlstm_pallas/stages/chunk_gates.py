@@ -31,6 +31,7 @@ def chunk_gates(
     with_flags: whether a kernel may return the flags that the gradients of the gates read. Where it
       does not, ``gate_gradients`` computes them.
     """
+    x = call.in_time(x)
     begins = None if x.starts is None else call.chunks(x.starts)
     logs = gates.log_gates(call.chunks(x.vecI), call.chunks(x.vecF), input_gate)
     local = gates.local_gates(*logs, begins, input_gate)
@@ -38,5 +39,5 @@ def chunk_gates(
     if m_states is None:
         m_states = gates.stabiliser_scan(local, x.scaM_initial, input_gate)
     joined = gates.join_chunks(local, m_states, input_gate)
-    barred: ChunkGates = gates.fusion_barrier(joined, joined.scaGamma)
+    barred: ChunkGates = call.in_time(gates.fusion_barrier(joined, joined.scaGamma))
     return barred

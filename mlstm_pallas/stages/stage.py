@@ -149,6 +149,12 @@ class Launch:
     def interpret(self) -> bool:
         return self.lowering.interpret
 
+    def in_time(self, arrays: Any) -> Any:
+        """Arrays (B * NH, ...) of steps, tiles or chunks in the order of time, or back."""
+        if self.problem.reverse:
+            arrays = jax.tree.map(jax.vmap(jnp.flip), arrays)
+        return arrays
+
     def chunks(self, x: Array) -> Array:
         """(B * NH, S, ...), or (B, S, NH, D), to (B * NH, NC, L, ...); zeros in steps beyond x."""
         p = self.problem

@@ -38,7 +38,7 @@ class Operands(NamedTuple):
 
 def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
     """The gradients of log i_t and f_t, (B * NH, S), and the one that reaches m_1, (B * NH,)."""
-    vecF, pairs, q_dot_dq_inter, k_dot_dk_inter, through, flags, dm = x
+    vecF, pairs, q_dot_dq_inter, k_dot_dk_inter, through, flags, dm = call.in_time(x)
     BNH, NC, n, T = pairs.diagonal.shape
     later, same = later_tiles(n), jnp.eye(n, dtype=bool)
 
@@ -73,4 +73,4 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
         di += jnp.where(from_previous, 0.0, sums_of_dm)
         dfbar += jnp.where(from_previous, sums_of_dm, 0.0)
         first = sums_of_dm[:, 0]
-    return di, dfbar * jax.nn.sigmoid(-vecF), first
+    return *call.in_time((di, dfbar * jax.nn.sigmoid(-vecF))), first

@@ -165,6 +165,7 @@ def chunk_gates(
     call: Launch,
 ) -> ChunkGates:
     """Runs the stage: ``stages/chunk_gates.py``."""
+    x = call.in_time(x)
     p, m = call.problem, x.scaM_states
     vec = floats(p.BNH, p.S)
     y = kernel_call(
@@ -200,7 +201,8 @@ def chunk_gates(
                 block=block,
                 every_boundary=ctas > 1,
             )["scaM"]
-    return gates.join_chunks(local, m, input_gate)
+    joined: ChunkGates = call.in_time(gates.join_chunks(local, m, input_gate))
+    return joined
 
 
 @dataclasses.dataclass(frozen=True)
