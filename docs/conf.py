@@ -1,6 +1,7 @@
 """Sphinx's settings. python -m sphinx -W --keep-going -b html docs docs/_build/html"""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -35,8 +36,23 @@ nb_execution_raise_on_error = True
 
 add_module_names = False  # most are internal
 autodoc_default_options = {"member-order": "bysource"}
+nitpicky = True  # a reference without a target is a warning
+nitpick_ignore_regex = [("py:class", ".*")]  # types in docstrings are prose
 autodoc_typehints = "none"  # the docstrings have types; without the overloads
 napoleon_numpy_docstring = False
 napoleon_use_rtype = napoleon_attr_annotations = False
 napoleon_use_ivar = True  # attributes as a list
 smartquotes = False  # of flags, --name
+
+
+def setup(app):
+    """Public names in docstrings are links."""
+    import mlstm_pallas  # by now found
+
+    names = "|".join(mlstm_pallas.__all__)
+    literal = re.compile(rf"``(?:mlstm_pallas\.)?((?:{names})(?:\.\w+)*)``")
+
+    def link(app, what, name, documented, options, lines):
+        lines[:] = [literal.sub(r":py:obj:`\1 <mlstm_pallas.\1>`", line) for line in lines]
+
+    app.connect("autodoc-process-docstring", link)
