@@ -235,7 +235,7 @@ def _second_half(
         states=states._replace(matDeltaC_states=dC, matDeltaC_initial=dC_initial)
     )
     arrays = prepared(spec, lowering, residuals, cotangents)
-    return second_half(spec, lowering, *arrays, first)
+    return second_half(spec, lowering, *arrays, first)[0]
 
 
 Element = TypeVar("Element", Summary, GradientSummary)

@@ -55,7 +55,7 @@ def backward(
 ) -> Inputs:
     """The gradients of the inputs."""
     arrays = prepared(spec, lowering, residuals, cotangents)
-    return second_half(spec, lowering, *arrays, first_half(spec, lowering, *arrays))
+    return second_half(spec, lowering, *arrays, first_half(spec, lowering, *arrays))[0]
 
 
 def prepared(
@@ -78,16 +78,23 @@ def prepared(
 
 
 def first_half(
-    spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
+    spec: CallSpec,
+    lowering: Lowering,
+    residuals: Residuals,
+    cotangents: Cotangents,
+    gates: ChunkGates | None = None,
 ) -> BackwardCarry:
-    """The gates, P and dP, the states, and their gradients at the chunk boundaries.
+    """The gates, if they are not known, P and dP, the states, and their gradients at the chunk
+    boundaries.
 
     Of these only dC depends on the gradients of the last states; it is linear in that of C. The
     arrays are ``prepared``. The first stage that reads dh gets h as well, and returns delta.
     """
     (x, h, z, stored), (dh, last) = residuals, cotangents
     recompute, live = stored.C is None, _live(spec, lowering, x)
-    gates = run_gates(spec, spec.launch("chunk_gates", lowering), x, stored.m, with_flags=True)
+    if gates is None:
+        call = spec.launch("chunk_gates", lowering)
+        gates = run_gates(spec, call, x, stored.m, with_flags=True)
     g = gates.per_step()
     gradients_for = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
     r = query_scale(g.vecW, spec.problem.qk_scale, gradients_for(delta=None).vecInvDen)
@@ -160,8 +167,11 @@ def second_half(
     residuals: Residuals,
     cotangents: Cotangents,
     first: BackwardCarry,
-) -> Inputs:
-    """The gradients of the inputs; None: zeros. The arrays are ``prepared``."""
+) -> tuple[Inputs, Array]:
+    """The gradients of the inputs, where None is zeros, and those of n at the chunk boundaries.
+
+    The arrays are ``prepared``.
+    """
     (x, _, _, stored), (dh, last) = residuals, cotangents
     gates, scores, (dC, dC_initial, C, C_last, _), normaliser, dn_added = first
     if stored.C is not None:
@@ -211,7 +221,7 @@ def second_half(
         # The initial m is also the scale of the initial states.
         dm_initial += inner(dC_initial, x.c_initial, 2) + inner(dn_initial, x.n_initial)
     dq, dk, dv = gradients.matDeltaQ, gradients.matDeltaK, gradients.matDeltaV
-    return Inputs(dq, dk, dv, di, df, dC_initial, dn_initial, dm_initial)
+    return Inputs(dq, dk, dv, di, df, dC_initial, dn_initial, dm_initial), dn
 
 
 def packed_backward(
@@ -242,8 +252,7 @@ def packed_backward(
     )
     i, f, starts = chunks.gates(x.i, x.f, x.starts, before.m, L)
     in_chunks = Inputs(q, k, v, i, f, None, x.n_initial, x.m_initial, starts)
-    run = functools.partial(spec.stage, lowering=lowering)
-    gates = run_gates(spec, spec.launch("chunk_gates", lowering), in_chunks)
+    gates = run_gates(spec, spec.launch("chunk_gates", lowering), in_chunks, with_flags=True)
     call = spec.launch("parallel_bw_dQKV", lowering)
     n, n_last = key_states(
         spec, call, k, gates, x.n_initial, with_initial=lambda y: chunks.with_initial(y, before.n)
@@ -253,7 +262,7 @@ def packed_backward(
         Residuals(in_chunks, h, None if z is None else z[..., 0], stored),
         Cotangents(dh, LastStates(None, x.n_initial, None)),  # zeros
     )
-    first = first_half(spec, lowering, *arrays)
+    first = first_half(spec, lowering, *arrays, gates)
 
     rows, entries = chunks.before_parts()
     begins, ends = entries[:, :-1], entries[:, 1:]
@@ -261,7 +270,7 @@ def packed_backward(
     def with_states(C: Any, at: Array, states: Array, **backward: bool) -> Any:
         """C at the chunk boundaries, with the states of segments, which enter at these chunks."""
         entering = jnp.zeros_like(n[..., :1]).at[rows, at].set(1.0)
-        decay, _ = run("vector_states", lowering=Lowering.XLA)(
+        decay, _ = spec.stage("vector_states", Lowering.XLA)(
             vector_states.Operands(entering, gates.scaGamma, x.n_initial[:, :1]), **backward
         )
         part = lax.min(chunks.part_of_entries(), np.int32(chunks.N - 1))
@@ -282,12 +291,9 @@ def packed_backward(
         normaliser_gradients=normaliser,
         vecDeltaN_added=dn_added,
     )
-    dx = second_half(spec, lowering, *arrays, first)
+    dx, dn = second_half(spec, lowering, *arrays, first)
     segments = None
     if x.segments is not None:
-        dn, _ = run("vector_states")(
-            vector_states.Operands(dn_added, gates.scaGamma, x.n_initial), backward=True
-        )
         dc, dn, dm = dC[rows, begins].astype(dn.dtype), dn[rows, begins], dx.i[rows, begins * L]
         if spec.stabilised:  # the initial m is also the scale of the initial states
             dm += inner(dc, before.c, 2) + inner(dn, before.n)
