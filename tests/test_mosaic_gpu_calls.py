@@ -103,6 +103,15 @@ def test_shard_map_lowers():
     assert text.count(MOSAIC_CALL) >= len(SCAN) + 1
 
 
+@needs_mosaic_gpu
+def test_reverse_flips_nothing():
+    options = dict(backend="mosaic_gpu", reverse=True, return_last_states=True)
+    run = results_of(functools.partial(mlstm_chunkwise, **options))
+    text = lowered_for_cuda(run, *call_shapes(1, 2, 512, 128, 256))
+    assert MOSAIC_CALL in text
+    assert "stablehlo.reverse" not in text
+
+
 HALF = call_shapes(1, 1, 128, 256, 256)
 
 
