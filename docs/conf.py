@@ -47,7 +47,7 @@ smartquotes = False  # of flags, --name
 
 def setup(app):
     """Public names in docstrings are links."""
-    import mlstm_pallas  # by now found
+    import mlstm_pallas  # sys.path, above, has it
 
     names = "|".join(mlstm_pallas.__all__)
     literal = re.compile(rf"``(?:mlstm_pallas\.)?((?:{names})(?:\.\w+)*)``")

@@ -158,8 +158,8 @@ AS_USERS_DO = {
 
 @pytest.fixture(autouse=True)
 def mapped_memory():
-    """Compiled code is freed where there is much of it: Linux lets a process map 65,530 pieces of
-    memory, the code of all tests together is more, and XLA crashes on the next."""
+    """Much compiled code is freed. Linux lets a process map 65,530 pieces of memory; the code of
+    all tests is more, and XLA crashes where the system refuses it."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:

@@ -159,6 +159,7 @@ def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger(
         (1, 1536, 512, 0.99, True),  # one chunk per block, each of which joins the later ones
         (2, 640, 128, 1.0, True),  # XLA joins more than four blocks
         slow(1, 1024, 1024, 0.5, False),  # two blocks per chunk
+        slow(1, 512, 128, 0.99, True),  # four chunks per block
     ],
 )
 def test_step_gradients_against_float64(BNH, S, L, share, has_dm, reverse):
@@ -260,6 +261,7 @@ SLOW_GATES = """
 plain-512-1024 exp  # one chunk per CTA
 plain-2048-2048 exp  # five rounds
 resets-64-192 sigmoid reverse
+resets-64-1536 exp reverse  # a scan over the chunks
 plain-1024-2048 exp reverse
 """
 

@@ -40,7 +40,7 @@ def only(x: Array, where: Array, *axes: int) -> Array:
 def through_tiles(
     pairs: TileSums, q_dot_dq_inter: Array, k_dot_dk_inter: Array, through: Array
 ) -> Array:
-    """Sums of W_ts with s before and t after each tile, (B * NH, S / T); args of step_gradients."""
+    """Sums of W_ts with s before and t after each tile, (B * NH, S / T); all in time."""
     BNH, NC, n, _ = pairs.diagonal.shape
     if n == 1:
         return through

@@ -134,8 +134,9 @@ def _store_per_chunk(chunks, store):
 
 def _summaries_kernel(
     vecs_gmem,  # see _local_gates
-    g_gmem,  # out (B * NH, padded NC) in time, see _stabiliser_scan_kernel; beyond NC not written
-    a_gmem,  # out (B * NH, padded NC)
+    # Two out (B * NH, padded NC), in time, see _stabiliser_scan_kernel; beyond NC not written.
+    g_gmem,
+    a_gmem,
     *,
     p,
     input_gate,
@@ -190,8 +191,9 @@ def _stabilisers(m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chu
 def _gates_kernel(
     vecs_gmem,  # see _local_gates
     m_known_gmem,  # (B * NH, NC + 1) m at the chunk boundaries; absent if it is computed
-    summaries_gmem,  # g, a of ``_summaries_kernel``, where the CTAs join them; else absent
-    m_after_gmem,  # (B * NH, padded NC) of ``_stabiliser_scan_kernel``, where it ran; else absent
+    # In time. Absent unless the CTAs join them; absent unless the kernel ran.
+    summaries_gmem,  # g, a of ``_summaries_kernel``
+    m_after_gmem,  # (B * NH, padded NC) of ``_stabiliser_scan_kernel``
     m_initial_gmem,  # (B * NH,); absent if m_known is there
     per_step_gmem,  # out, seven (CTAs, rows, STEPS): e, u (hi and lo), w, m, abar
     flags_gmem,  # out (CTAs, rows, STEPS) int32; absent in the forward pass

@@ -140,10 +140,11 @@ class Scan:
         return jnp.concatenate(columns, axis=1)
 
     def last_columns(self, *x: Array) -> list[Array]:
+        """The last column of each tile in the order of the scan."""
         return [split_columns(y)[0 if self.backward else -1] for y in x]
 
     def ends_of_chunks(self, columns: Sequence[Array], buffer) -> list[list[Array]]:
-        """The elements of each column in the last row of each chunk, as scalars.
+        """The elements of each column in the row where each chunk's scan ends, as scalars.
 
         columns: (rows, 1); buffer: shared (rows, columns or more).
         """

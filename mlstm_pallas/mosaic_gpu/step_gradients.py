@@ -151,15 +151,12 @@ def _kernel(
     def add(left, x):
         return (left[0] + x[0],)
 
-    # Over the steps of a tile; over those of a block, against time.
-    ahead, back, block_back = (
-        Scan(tile_rows, p.reverse),
-        Scan(tile_rows, not p.reverse),
-        Scan(LANES, not p.reverse),
-    )
+    # Of tiles, with and against time, and of the whole block against it.
+    ahead, back = Scan(tile_rows, p.reverse), Scan(tile_rows, not p.reverse)
+    block_back = Scan(LANES, not p.reverse)
     row = row_index((LANES, steps))
     first_tile = block * num_tiles
-    tile = p.place((divide(row, tile_rows) + first_tile) & np.int32(n - 1), np.int32(n))
+    tile = p.place((divide(row, tile_rows) + first_tile) & np.int32(n - 1), n)
     queries, keys, keys_intra = (vector(x.at[head]) for x in (q_inter, k_inter, diagonal))
     through_size = head_rows // tile_rows // through.shape[1]  # in tiles
     read, written = [queries] * (through_size - 1), keys
@@ -206,7 +203,7 @@ def _kernel(
 
 
 def _carries(dm: Array, flags: Array, size: int) -> Array:
-    """The carry into each block of ``size`` steps: (B * NH, blocks)."""
+    """The carry into each block of ``size`` steps: (B * NH, blocks). All arrays are in time."""
     dm, flags = (x.reshape(x.shape[0], -1, size) for x in (dm, flags))
     step = jnp.broadcast_to(jnp.arange(size, dtype=np.int32), dm.shape)
     flows = (flags & M_GRAD_FLOWS) > 0
