@@ -134,9 +134,8 @@ def _store_per_chunk(chunks, store):
 
 def _summaries_kernel(
     vecs_gmem,  # see _local_gates
-    # Two out (B * NH, padded NC), in time, see _stabiliser_scan_kernel; beyond NC not written.
-    g_gmem,
-    a_gmem,
+    g_gmem,  # out (B * NH, padded NC), in time, as ``stabiliser_scan`` reads it
+    a_gmem,  # out (B * NH, padded NC), likewise
     *,
     p,
     input_gate,
@@ -191,9 +190,8 @@ def _stabilisers(m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chu
 def _gates_kernel(
     vecs_gmem,  # see _local_gates
     m_known_gmem,  # (B * NH, NC + 1) m at the chunk boundaries; absent if it is computed
-    # In time. Absent unless the CTAs join them; absent unless the kernel ran.
-    summaries_gmem,  # g, a of ``_summaries_kernel``
-    m_after_gmem,  # (B * NH, padded NC) of ``_stabiliser_scan_kernel``
+    summaries_gmem,  # g, a of ``_summaries_kernel``; absent unless the CTAs join them
+    m_after_gmem,  # (B * NH, padded NC), in time, of ``stabiliser_scan``; absent unless it ran
     m_initial_gmem,  # (B * NH,); absent if m_known is there
     per_step_gmem,  # out, seven (CTAs, rows, STEPS): e, u (hi and lo), w, m, abar
     flags_gmem,  # out (CTAs, rows, STEPS) int32; absent in the forward pass

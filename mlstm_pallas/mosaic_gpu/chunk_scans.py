@@ -59,7 +59,7 @@ def scan_buffer(arrays: int, rows: int, chunk_rows: int):
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """The order of the steps of a chunk.
+    """How scans go through the steps of each chunk.
 
     Attributes:
       chunk_rows: rows of a chunk, a power of two.
@@ -118,8 +118,7 @@ class Scan:
         before, reach, slot = columns[-1], 1, 0
         while reach < self.chunk_rows:
             at = self._neighbours(buffer.at[slot], before, identities)
-            # In the first round these are totals of rows, later totals of ``reach`` rows before
-            # each.
+            # In the first round these are totals of rows, later of ``reach`` rows before each.
             shift = 1 if reach == 1 else 0
             distances = [shift + k * reach for k in reversed(range(_RADIX))]
             totals = [at(x) if x else before for x in distances if x < self.chunk_rows]

@@ -84,7 +84,7 @@ def first_half(
     cotangents: Cotangents,
     gates: ChunkGates | None = None,
 ) -> BackwardCarry:
-    """The gates, if they are not known, P and dP, the states, and their gradients at the chunk
+    """The gates, unless they are passed, P and dP, the states, and their gradients at the chunk
     boundaries.
 
     Of these only dC depends on the gradients of the last states; it is linear in that of C. The
