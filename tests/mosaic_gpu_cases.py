@@ -320,5 +320,6 @@ RECURRENCES = {
     "beyond_the_rows": Recurrences(
         (1, 2, 256, 160, 96), rows=96, columns=64, num_splits=2, delta=True
     ),
+    "beyond_the_only_columns": Recurrences((1, 2, 256, 64, 64), rows=64, columns=128),
     "delta_scaled_float16": Recurrences(weighted=False, dtype="float16", delta=True),
 }

@@ -11,6 +11,7 @@ from oracle import array, assert_close, in_float64, swapped
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.formulas import gate_gradients, gates  # noqa: F401
+from mlstm_pallas.formulas.chunk_list import ChunkList, Entries  # noqa: F401
 from mlstm_pallas.formulas.gate_gradients import TileSums, only  # noqa: F401
 from mlstm_pallas.formulas.normaliser import Normaliser, normaliser_gradients  # noqa: F401
 from mlstm_pallas.planning import call_spec as planning

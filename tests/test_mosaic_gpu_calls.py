@@ -279,6 +279,13 @@ def launch(stage, shape, tiles):
         (HEADS_OF_7B, "recurrent_bw_dC", dict(num_splits=64)),  # of 32 chunks
         # Each warpgroup has 64 rows of x.
         ((8, 16, 8192, 128, 192), "recurrent_fw_C", dict(state_rows=128, state_columns=192)),
+        # One step beyond what registers, or a copy of up to 256 elements, allow; memory would do.
+        (HEADS_OF_7B, "parallel_bw_dQKV", dict(siz_b_DHHV=288, num_stages=3)),
+        ((1, 8, 2048, 64, 576), "parallel_fw_H", dict(siz_b_DHHV=288, num_stages=1)),
+        ((1, 8, 2048, 64, 576), "parallel_fw_H", dict(siz_b_LQ=32)),
+        (HEADS_OF_7B, "recurrent_fw_C", dict(state_rows=320, state_columns=64, num_stages=2)),
+        (HEADS_OF_7B, "recurrent_bw_dC", dict(state_rows=192, state_columns=192, num_stages=2)),
+        (HEADS_OF_7B, "recurrent_bw_dC", dict(state_rows=64, state_columns=256, num_stages=2)),
         (HEADS_OF_7B, "vector_states", dict(num_splits=64)),
         (HEADS_OF_7B, "recurrent_fw_H", dict(siz_b_DHHV=256)),  # too few registers
         *((NARROW_HEADS, "recurrent_bw_dC", TILES_OF_H | dict(num_stages=x)) for x in (5, 6)),

@@ -10,8 +10,10 @@ import pytest
 import test_gates
 from jax.experimental import pallas as pl
 from mosaic_gpu_cases import RACE, RECURRENCES, quick_and_slow
-from oracle import check_isolated, needs_mosaic_gpu, slow, tolerance
+from oracle import assert_close, check_isolated, needs_mosaic_gpu, slow, tolerance
 from stage_calls import (
+    ChunkList,
+    Entries,
     InputGate,
     Lowering,
     Normaliser,
@@ -23,6 +25,7 @@ from stage_calls import (
     gates,
     launch_of,
     make_problem,
+    only,
     plain,
     row_of,
     rows_of,
@@ -69,9 +72,9 @@ recurrent_fw_C 64-2-96-96 BTNH state_rows=32, state_columns=128
 recurrent_fw_H 64-2-96-96 BTNH
 recurrent_fw_H 64-2-96-192 BTNH  # three warpgroups
 recurrent_fw_C 64-2-128-192 BTNH state_rows=64, state_columns=192, num_stages=3
-# Items of three parts of 64 columns, so that the next item stores to the tile that was last; the
-# last items of dv reach beyond it.
-parallel_bw_dQKV 128-2-192-320 BTNH
+# Items of three parts of 64 columns, so that the next item stores to the tile that was last.
+parallel_bw_dQKV 128-2-192-192 BTNH
+parallel_bw_dQKV 256-1-64-64 BTNH  # items reach beyond the only block of columns of all outputs
 """
 SLOW_CALLS = """
 parallel_bw_dP 128-4-128-128 BTNH num_stages=3  # chunks of one tile
@@ -91,6 +94,8 @@ parallel_bw_dP 128-2-160-96 BTNH_unnormalised num_stages=4
 recurrent_fw_C 64-2-96-192 BTNH state_rows=32, state_columns=192, num_splits=2
 recurrent_fw_H 64-2-160-96 BTNH state_rows=160
 parallel_bw_dQKV 128-2-96-192 BTNH_unnormalised
+parallel_bw_dQKV 128-2-192-320 BTNH
+parallel_bw_dQKV 128-1-160-16 BTNH
 parallel_bw_dQKV 128-2-160-320 BTNH siz_b_DHHV=160
 parallel_bw_dQKV 128-1-160-320 BTNH siz_b_DHHV=192
 parallel_bw_dQKV 128-1-224-448 BTNH siz_b_DHHV=224
@@ -107,7 +112,26 @@ def test_the_kernel_agrees_with_the_plain_form(line):
     gradients = stage == "parallel_bw_dQKV"
     options = dict(layout=layout, normalised=not unnormalised, f_shift=6.0)
     x = case("bfloat16", L, chunks * L, (1, 3 if gradients else 2), *columns, **options)
-    x.check(stage, tiles, tiles_inside=gradients and columns[0] in (32, 64, 96, 128), **ON)
+    by_chunk = gradients and L == 128 and columns[0] in (32, 64, 96, 128)
+    x.check(stage, tiles, tiles_inside=by_chunk, **ON)
+
+
+@pytest.mark.parametrize(("heads", "tiles"), [((192, 64), dict(num_ctas=4)), ((80, 112), {})])
+def test_gradients_of_active_chunks(heads, tiles):
+    """All CTAs share the items of the active chunk, even if they are few; in the other chunk every
+    column is cleared, and undefined operands reach nothing."""
+    x, active = case("bfloat16", 128, 256, (1, 1), *heads), np.array([[True, False]])
+    live, inputs = ChunkList(None, Entries(None, np.int32(128 * active))), dict(x.inputs)
+    for name in ("matC_states", "matDeltaC_states"):
+        inputs[name] = inputs[name].at[:, 1].set(jnp.nan)
+    if heads[0] <= 128:
+        inputs["scores"] = jax.tree.map(lambda _: None, inputs["scores"])
+    result = x.run("parallel_bw_dQKV", inputs, tiles=tiles, live=live, **ON)
+    expected = x.expected("parallel_bw_dQKV")
+    for name in ("matDeltaQ", "matDeltaK", "matDeltaV"):
+        desired = only(getattr(expected, name).reshape(1, 2, 128, -1), active, 0, 1)
+        actual = getattr(result, name).reshape(desired.shape)
+        assert_close(actual, desired, tolerance("bfloat16", 128 + sum(heads)), name)
 
 
 def with_floors_of_one():
@@ -324,7 +348,7 @@ def test_the_stabiliser_scan_of_many_chunks():
 
 QUICK_RECURRENCES = (
     *("weighted", "delta", "splits"),
-    *("columns_of_192", "delta_beyond_the_columns", "beyond_the_rows"),
+    *("columns_of_192", "delta_beyond_the_columns", "beyond_the_rows", "beyond_the_only_columns"),
 )
 
 

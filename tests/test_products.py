@@ -2,6 +2,9 @@
 wrong numbers, and what makes warpgroups wait for ever."""
 
 import functools
+import os
+import re
+from pathlib import Path
 
 import compile_report
 import jax
@@ -13,9 +16,16 @@ from jax.experimental import pallas as pl
 from mosaic_gpu_cases import CASES, RACE
 from oracle import cotangents_for, gradients_of_call, needs_mosaic_gpu, random_inputs
 
-from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copies import CopyRing, ring_barriers
-from mlstm_pallas.mosaic_gpu.launch import mosaic_call, plgpu, tile_transforms
+from mlstm_pallas.mosaic_gpu import copies, products
+from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_in, copy_out, ring_barriers
+from mlstm_pallas.mosaic_gpu.launch import (
+    mosaic_call,
+    one_of,
+    plgpu,
+    shared_tiles,
+    tile_transforms,
+)
+from mlstm_pallas.problem.dimensions import Problem
 
 pytestmark = needs_mosaic_gpu
 
@@ -186,6 +196,109 @@ def test_a_defect_is_refused(name, capsys):
     said = str(raised.value) + capsys.readouterr().out
     assert f"{run.__name__}: warpgroup 0 {message}" in said or message == RACE in said
     two_squares()  # the next launch is none the worse
+
+
+def copied(tile, *, start=0, out=False):
+    """Copies a tile of an array (512, 64) of bfloat16, from the start column on, in or out."""
+    rows, columns = tile.shape
+
+    def kernel(x, y, tile, full):
+        array, start_ = (y if out else x), jnp.asarray(start, jnp.int32)
+        part = array.at[pl.ds(0, rows), pl.ds(start_, columns)]
+        if out:
+            products.store(tile, jnp.ones(tile.shape, tile.dtype))
+            plgpu.commit_smem()
+            copy_out(tile, part)
+            plgpu.wait_smem_to_gmem(0)
+        else:
+            copy_in(part, tile, full)
+            plgpu.barrier_wait(full)
+
+    mosaic_call(
+        kernel,
+        name="copied",
+        grid={"program": 1},
+        outputs={"y": jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)},
+        scratch=dict(tile=tile, full=plgpu.Barrier(num_arrivals=1)),
+        interpret=True,
+    )(x=jnp.ones((512, 64), jnp.bfloat16))["y"].block_until_ready()
+
+
+@pytest.mark.parametrize("out", [False, True])
+def test_a_copy_that_begins_beyond_its_array_is_refused(out):
+    """TMA has no index along an axis of which the array and the copy have one block."""
+    tile = shared_tiles(64, 64, dtype=jnp.dtype("bfloat16"))
+    copied(tile, out=out)
+    message = "copied: warpgroup 0 copies a block at 64 of an axis of 64, expected it within"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        copied(tile, out=out, start=64)
+
+
+def test_a_box_beyond_the_limits_of_tma_is_refused():
+    with pytest.raises(ValueError, match=r"copied copies \(512, 16\) of \(512, 64\)"):
+        copied(plgpu.SMEM((512, 16), jnp.bfloat16))
+
+
+def test_arrays_that_share_memory_overwrite_each_other():
+    def kernel(x, y, both, full):
+        first, second = both
+        for tile, source in ((first, x.at[:R]), (second, x.at[R : 2 * R])):
+            copy_in(source, tile.at[0], full)
+            plgpu.barrier_wait(full)
+        y[0] = second[0].astype(jnp.float32)
+        y[1] = first[0].astype(jnp.float32)
+
+    barrier = plgpu.Barrier(num_arrivals=1)
+    x, (second, first) = launch(kernel, "both", both=one_of(tiles(1), tiles(1)), full=barrier)
+    assert np.array_equal(second, x[1])
+    assert np.isnan(first).all()
+
+
+def test_steps_beyond_whole_groups_are_not_copied_at_once(monkeypatch):
+    """An array of 100 steps has twelve whole groups of 8."""
+
+    p = Problem(1, 1, 128, 2 * R, 2 * R, R, 1.0)
+
+    def kernel(x, y, tile, full):
+        copy_in(copies.head_of(x, 0, p).at[pl.ds(jnp.int32(R), R)], tile, full)
+        plgpu.barrier_wait(full)
+        y[...] = tile[...].astype(jnp.float32)
+
+    def run():
+        call = mosaic_call(
+            kernel,
+            name="odd",
+            grid={"program": 1},
+            outputs={"y": jax.ShapeDtypeStruct((R, 2 * R), jnp.float32)},
+            scratch=dict(
+                tile=shared_tiles(R, 2 * R, dtype=jnp.dtype("bfloat16")),
+                full=plgpu.Barrier(num_arrivals=1),
+            ),
+            interpret=True,
+        )
+        return np.asarray(call(x=jnp.ones((1, 100, 2 * R), jnp.bfloat16))["y"])
+
+    assert run().sum() == (100 - R) * 2 * R
+    monkeypatch.setattr(copies, "groups_alone", lambda *_: 0)
+    message = "copies 64 of 100 steps from 64 on at once, expected pieces"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        run()
+
+
+def test_too_few_threads_for_the_warpgroups_are_an_error(monkeypatch):
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    with pytest.raises(RuntimeError, match=r'config.update\("jax_num_cpu_devices", 2\) before'):
+        sum_of_squares()
+
+
+def test_only_copies_py_starts_copies():
+    """The interpreter checks those that ``copy_in`` and ``copy_out`` start."""
+    files = Path(copies.__file__).parent.glob("*.py")
+    started = {
+        x.name for x in files if re.search(r"plgpu\.copy_\w+\(|\.async_copy\(", x.read_text())
+    }
+    assert started == {"copies.py", "inline_mlir.py", "interpreter.py"}
 
 
 def test_what_guards_nothing_is_refused():

@@ -19,6 +19,7 @@ the launch on, and a CTA of three has 168.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,11 +28,12 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.tiles import divide, each, loop, remainder
+from mlstm_pallas.formulas.tiles import divide, each, loop, remainder, rounded_up
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.inline_mlir import (
     GROUP,
     copy_steps,
+    groups_alone,
     inline_load_transposed,
     inline_store_transposed,
 )
@@ -58,6 +60,28 @@ class Steps:
     @property
     def at(self) -> "Steps":
         return self
+
+    @property
+    def reference(self) -> Any:
+        """The same steps and columns as a reference."""
+        (rows, columns), axes = self.shape, (self.before, self.behind)
+        steps, of_D = pl.ds(self.start, rows), pl.ds(self.column, columns)
+        return self.array.at[(*axes[0], steps, *axes[1], of_D)]
+
+    @property
+    def rows_of_piece(self) -> int:
+        """The rows that are copied at a time where a tile is not copied at once."""
+        return 1 if self.shape[1] <= self.atom else GROUP
+
+    def pieces(self, size=None) -> Any:
+        """How many pieces are copied one by one; 0: the tile is copied at once.
+
+        size: how many rows are written, for a tile that is one swizzle atom wide; None: all.
+        """
+        rows = self.shape[0]
+        if size is not None:
+            return jnp.where(size == rows, np.int32(0), size)
+        return 0 if self.rows_of_piece == 1 else groups_alone(self.start, self.S, rows)
 
     def __getitem__(self, index) -> "Steps":
         steps, columns = index if isinstance(index, tuple) else (index, slice(None))
@@ -94,7 +118,7 @@ def head_of(ref, n, p: Problem, *, any_step: bool = False, atom: int | None = No
         n, split = unravel(n, num_splits)
         steps = pl.ds(split * p.S, p.S)
     before, behind = ((x,) for x in unravel(n, NH)) if strided else ((n,), ())
-    if not copied_by_groups(1 if any_step else ref.shape[1]):
+    if not any_step and ref.shape[1] % GROUP == 0:
         return ref.at[(*before, steps, *behind)]
     start, size = _start_and_size(steps, ref.shape[1])
     return Steps(ref, before, behind, start, 0, (size, ref.shape[-1]), atom or atom_columns(p))
@@ -117,28 +141,42 @@ def store_transposed(array, tile) -> None:
 
 
 @interpretable
-def copied_by_groups(steps: int) -> bool:
-    """Whether plgpu's copies refuse this number of steps; in GPU interpret mode they never do."""
-    return steps % GROUP != 0
-
-
-@interpretable
 def copy_in(source, tile, barrier) -> None:
     """Starts a copy to shared memory that arrives on the barrier."""
     if isinstance(source, Steps):
-        copy_steps(source, tile, barrier)
+        copy_steps(source, tile, source.pieces(), barrier)
     else:
         plgpu.copy_gmem_to_smem(source, tile, barrier)
 
 
 @interpretable
 def copy_out(tile, destination, where=None, size=None) -> None:
-    """Starts a copy to global memory, if the condition holds; size: of so many rows, None: all."""
+    """Starts a copy to global memory, if the condition holds; size: of so many rows, None: all.
+
+    Whether a copy that does not start counts as pending depends on the kind of array.
+    """
     if isinstance(destination, Steps):
-        start = functools.partial(copy_steps, destination, tile, size=size)
+        start = functools.partial(copy_steps, destination, tile, destination.pieces(size))
         pl.when(where is None or where)(start)
     else:
         plgpu.copy_smem_to_gmem(tile, destination, predicate=where)
+
+
+def begins_within(*axes: tuple[Any, int, int]) -> tuple[Any, int]:
+    """Whether a part of a tile begins within its array, and how many copies may be pending before.
+
+    A copy out that begins beyond must not start. jax's TMA copies drop the index along an axis of
+    which the array and the copy have one block each, and would overwrite this block. Where no part
+    begins beyond, the result is None and 1.
+
+    axes: the slice of the part, the size of the tile and that of the array.
+    """
+    within = [
+        part.start < size
+        for part, tile, size in axes
+        if rounded_up(size, part.size) < rounded_up(size, tile)
+    ]
+    return (functools.reduce(operator.and_, within), 0) if within else (None, 1)
 
 
 def write_out(tile, value, pending: int) -> None:

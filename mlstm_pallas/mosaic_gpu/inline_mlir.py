@@ -68,10 +68,10 @@ def groups_alone(first, S: int, rows: int) -> jax.Array:
     return jnp.where(whole, np.int32(0), np.int32(rows // GROUP))
 
 
-def copy_steps(steps, tile, barrier=None, size=None) -> None:
+def copy_steps(steps, tile, pieces, barrier=None) -> None:
     """Starts copies of a tile: from an array with a barrier, to the array without one.
 
-    size: how many rows are written, for a tile that is one swizzle atom wide; None: all.
+    pieces: how many; 0: the tile is copied at once.
     """
     (rows, columns), itemsize = steps.shape, tile.dtype.itemsize
     transforms = tile_transforms(min(steps.atom, columns), itemsize)
@@ -81,7 +81,7 @@ def copy_steps(steps, tile, barrier=None, size=None) -> None:
     # A group of rows consists of swizzle atoms, one after another.
     atoms = launch_context.TileTransform(tiling[1:]), launch_context.TransposeTransform((1, 0, 2))
 
-    one_atom = columns == tiling[1]
+    one_atom = steps.rows_of_piece == 1
 
     def start(context, array, tile, *scalars):
         index = ir.IndexType.get()
@@ -113,17 +113,17 @@ def copy_steps(steps, tile, barrier=None, size=None) -> None:
             )
 
         leader = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
-        whole, transform, rows_of_piece = ((), (), 1) if one_atom else (groups, atoms, GROUP)
+        whole, transform = ((), ()) if one_atom else (groups, atoms)
         if one_atom:
             tile = utils.memref_reshape(tile, (rows, columns))
         at_once = arith.cmpi(arith.CmpIPredicate.eq, count, _i32(0))
         copy(tile, first, rows, whole, arith.andi(leader, at_once))
 
         def piece(g, carry):
-            row = arith.addi(first, arith.muli(g, _i32(rows_of_piece)))
+            row = arith.addi(first, arith.muli(g, _i32(steps.rows_of_piece)))
             place = arith.index_cast(index, g)
             rows_at_once = utils.memref_slice(tile, utils.ds(place, 1) if one_atom else place)
-            copy(rows_at_once, row, rows_of_piece, transform, leader)
+            copy(rows_at_once, row, steps.rows_of_piece, transform, leader)
             return carry
 
         utils.fori(count, [])(piece)
@@ -133,10 +133,7 @@ def copy_steps(steps, tile, barrier=None, size=None) -> None:
 
     address = 0 if barrier is None else barrier_address(barrier)
     at = *steps.before, steps.start, *steps.behind, steps.column
-    count = 0 if one_atom else groups_alone(steps.start, steps.S, rows)
-    if size is not None:
-        count = jnp.where(size == rows, np.int32(0), size)
-    scalars = [jnp.asarray(x, jnp.int32) for x in (*at, count, address)]
+    scalars = [jnp.asarray(x, jnp.int32) for x in (*at, pieces, address)]
     types = plgpu.RefType(), plgpu.RefType(transforms), *[plgpu.Layout.WG_SPLAT] * len(scalars)
     plgpu.inline_mgpu(arg_types=types)(start)(steps.array, tile, *scalars)
 

@@ -17,6 +17,7 @@ uses, and if it breaks the protocol of a ring, before any warpgroup waits for ev
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -56,19 +57,30 @@ class Interpreter:
     """
 
     def __init__(self, plgpu, kernel: str, warpgroups: int) -> None:
+        # XLA's threads: a warpgroup that waits for others keeps the one that it runs on.
+        threads = max(jax.local_device_count(), os.cpu_count() or 1)
+        if warpgroups > threads:
+            raise RuntimeError(
+                f"{kernel} has {warpgroups} warpgroups, and XLA has {threads} threads for them, "
+                f'expected jax.config.update("jax_num_cpu_devices", {warpgroups}) before JAX runs'
+            )
         self.plgpu = plgpu  # only launch.py imports it
         self.kernel = kernel
         self._warpgroups = [_Warpgroup(wg, {}, [], []) for wg in range(warpgroups)]
         self._names: dict[int, tuple[Any, str]] = {}  # by id: the object and its name
         self._filled: dict[str, list[str]] = {}  # by full barrier: the buffers that it guards
         self._full: dict[str, str] = {}  # by empty barrier: the full barrier
+        self._unions: list[str] = []  # of arrays that share their memory
+        self._sharing: dict[str, list[Any]] = {}  # the other arrays of a union, by array
 
     @contextlib.contextmanager
     def traced(self, scratch: Mapping[str, Any]) -> Iterator[None]:
         """Makes this object current; error messages use the names of the scratch."""
-        for path, x in jax.tree.leaves_with_path(dict(scratch)):
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            self._names[id(_base(x))] = _base(x), name
+        leaves = {_name_of(path): x for path, x in jax.tree.leaves_with_path(dict(scratch))}
+        self._names.update((id(_base(x)), (_base(x), name)) for name, x in leaves.items())
+        for union in self._unions:
+            names = [name for name in leaves if name.startswith(f"{union}.")]
+            self._sharing |= {x: [leaves[y] for y in names if x != y] for x in names}
         token = current.set(self)
         try:
             self._call(self._begin)
@@ -77,6 +89,7 @@ class Interpreter:
         finally:
             current.reset(token)
             self._names.clear()
+            self._sharing.clear()
 
     def add(self, accumulator: jax.ShapeDtypeStruct, a, b) -> None:
         shared = [x for x in (a, b) if not isinstance(x, jax.Array)]
@@ -106,6 +119,7 @@ class Interpreter:
         return results
 
     def sum_over_rows(self, x: jax.Array, scratch) -> jax.Array:
+        self.store(scratch, jnp.zeros(scratch.shape, scratch.dtype))
         return jnp.sum(x, axis=0)
 
     def sum_over_columns(self, x: jax.Array) -> jax.Array:
@@ -117,29 +131,74 @@ class Interpreter:
     def store_transposed(self, array, tile) -> None:
         array[...] = tile.T
 
-    def copied_by_groups(self, steps: int) -> bool:
-        return False
-
     def copy_in(self, source, tile, barrier) -> None:
         self.guard(barrier, tile)
+        self._overwrite(tile)
+        if hasattr(source, "pieces"):
+            source = self._in_pieces(source, source.pieces(), loads=True)
+        self._check_copy(tile, source)
         self.plgpu.copy_gmem_to_smem(source, tile, barrier)
 
     def copy_out(self, tile, destination, where=None, size=None) -> None:
-        copy = self.plgpu.copy_smem_to_gmem
+        rows = tile.shape[0]
+        if hasattr(destination, "pieces"):
+            destination = self._in_pieces(destination, destination.pieces(size), loads=False)
+        self._check_copy(tile, destination, where)
+        copy, whole = self.plgpu.copy_smem_to_gmem, where is None or where
         if size is not None:
-            where = size == tile.shape[0]
-            for row in range(tile.shape[0]):
+            for row in range(rows):
                 sides = (x.at[pl.ds(row, 1)] for x in (tile, destination))
-                pl.when((row < size) & ~where)(functools.partial(copy, *sides))
-        pl.when(where is None or where)(lambda: copy(tile, destination))
+                pl.when((row < size) & (size < rows) & whole)(functools.partial(copy, *sides))
+            whole &= size == rows
+        pl.when(whole)(lambda: copy(tile, destination))
+
+    def _in_pieces(self, steps, pieces, *, loads: bool):
+        """The reference to steps that are copied at once, if pieces is 0, or one by one."""
+        static = steps.S, steps.shape[0], steps.rows_of_piece, loads
+        self._call(self._may_cut, *static, values=(pieces, steps.start))
+        return steps.reference
+
+    def _check_copy(self, tile, array, where=None) -> None:
+        """Checks a copy against TMA's limits, and that it begins within the array.
+
+        It may begin beyond along an axis of which it has several blocks, where TMA reads zeros. The
+        index of a single block is dropped if the array has a single one, too.
+        """
+        shape, (region, axes) = _base(array).shape, _selected(array)
+        of_tile = getattr(tile, "transforms", ())
+        tiling = next((x.tiling for x in of_tile if hasattr(x, "tiling")), ())
+        tiles = dict(zip(axes[::-1], tiling[::-1], strict=False))
+        blocks = [size // tiles.get(axis, 1) for axis, (_, size) in enumerate(region)]
+        strides = np.cumprod(shape[:0:-1]) * tile.dtype.itemsize
+        kept = {x for x, count in enumerate(blocks) if count > 1 or shape[x] > tiles.get(x, 1)}
+        squeezed = len(kept - {*axes})  # becomes one axis if there are more than five
+        rank = len(kept) + len(tiles) - max(squeezed - 1, 0)
+        if rank > 5 or max(*blocks, *tiling) > 256 or any(strides % 16):
+            raise ValueError(
+                f"{self.kernel} copies {tile.shape} of {shape} in blocks of {tiling}, expected up "
+                "to five axes, up to 256 blocks along each, and strides of whole 16 bytes"
+            )
+        one = [x for x, count in enumerate(blocks) if count == 1]
+        starts = [region[x][0] for x in one], where is None or where
+        self._call(self._may_begin, [shape[x] for x in one], values=starts)
 
     def guard(self, full, *buffers) -> None:
         filled = self._filled.setdefault(self._name(full), [])
         filled.extend(map(self._name, buffers))
 
     def store(self, tile, value: jax.Array) -> None:
+        self._overwrite(tile)
         self._call(self._end, "writes", [self._name(tile)], values=_region(tile))
         tile[...] = value
+
+    def _overwrite(self, tile) -> None:
+        """Makes the same slot NaN in the arrays that share the tile's memory."""
+        for other in self._sharing.get(self._name(tile), ()):
+            slot = other.at[_region(tile)[0][0]]
+            unknown = jnp.full(slot.shape, jnp.nan, slot.dtype)
+            self._call(self._end, "overwrites", [self._name(other)], values=_region(slot))
+            slot[...] = unknown
+            self.plgpu.commit_smem()
 
     def acquire(self, full, empty) -> None:
         if empty is None:
@@ -160,9 +219,14 @@ class Interpreter:
 
     def separate(self, scratch: Mapping[str, Any]):
         """The scratch with each ``one_of`` as a list: the race detector does not know slots."""
-        return jax.tree.map(
-            lambda x: list(x.refs) if isinstance(x, self.plgpu.RefUnion) else x, dict(scratch)
-        )
+
+        def members(path, x):
+            if not isinstance(x, self.plgpu.RefUnion):
+                return x
+            self._unions.append(_name_of(path))
+            return list(x.refs)
+
+        return jax.tree.map_with_path(members, dict(scratch))
 
     def _name(self, x) -> str:
         x = _base(x)
@@ -212,30 +276,42 @@ class Interpreter:
             if name in names and _overlap(own, region):
                 self._refuse(wg, f"{doing} {name}, which a running product reads")
 
+    def _may_cut(self, S: int, rows: int, of_piece: int, loads: bool, wg: _Warpgroup, at) -> None:
+        pieces, start = map(int, at)
+        whole = start % 8 == 0 and start + rows <= S // 8 * 8
+        if not pieces and not (whole or of_piece == 1):
+            self._refuse(wg, f"copies {rows} of {S} steps from {start} on at once", "pieces")
+        if pieces and loads and pieces * of_piece != rows:
+            self._refuse(wg, f"copies {pieces} pieces of {of_piece} steps", f"{rows} steps")
+
+    def _may_begin(self, sizes: list[int], wg: _Warpgroup, values) -> None:
+        starts, where = values
+        for start, size in zip(map(int, starts), sizes, strict=True):
+            if where and not 0 <= start < size:
+                self._refuse(wg, f"copies a block at {start} of an axis of {size}", "it within")
+
     def _may_wait(self, name: str, acquires: bool, wg: _Warpgroup, slot: Region) -> None:
         if (barrier := _indexed(name, slot)) in wg.acquired:
             waits = f"waits for {barrier}, which it has itself"
-            self._refuse(wg, f"acquires {barrier} again" if acquires else waits, "release")
+            self._refuse(wg, f"acquires {barrier} again" if acquires else waits, "release before")
         if acquires:
             wg.acquired.append(barrier)
 
     def _release(self, name: str, wg: _Warpgroup, slot: Region) -> None:
         if (barrier := _indexed(name, slot)) not in wg.acquired:
-            self._refuse(wg, f"releases {barrier}", "acquire")
+            self._refuse(wg, f"releases {barrier}", "acquire before")
         wg.acquired.remove(barrier)
         buffers = self._filled.get(self._full[name])
         if buffers is None:
-            self._refuse(wg, f"releases {name}, which guards no buffer", "copy_in or guard")
+            self._refuse(wg, f"releases {name}, which guards no buffer", "copy_in or guard before")
         self._end(f"releases {name} of", buffers, wg, slot)
 
     def _finish(self, wg: _Warpgroup, _) -> None:
         for barrier in wg.acquired:
-            self._refuse(wg, f"ends with {barrier}", "release")
+            self._refuse(wg, f"ends with {barrier}", "release before")
 
-    def _refuse(self, wg: _Warpgroup, what: str, expected: str = "wait") -> NoReturn:
-        error = RuntimeError(
-            f"{self.kernel}: warpgroup {wg.index} {what}, expected {expected} before"
-        )
+    def _refuse(self, wg: _Warpgroup, what: str, expected: str = "wait before") -> NoReturn:
+        error = RuntimeError(f"{self.kernel}: warpgroup {wg.index} {what}, expected {expected}")
         # Wakes the warpgroups that wait for this one. A single warpgroup has no thread of its own.
         alone = len(self._warpgroups) == 1
         gpu_interpreter._get_shared_memory().set_failed(error, top_level=alone)
@@ -247,18 +323,26 @@ def _base(x):
     return x.ref if hasattr(x, "transforms") else x
 
 
+def _name_of(path) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
 def _region(x) -> Region:
-    """The part of its buffer that a reference selects."""
-    region: Region = []
-    axes: list[int] = []  # the axes of the buffer that the reference still has
+    """The part of its buffer that a reference selects; empty: all of it."""
+    selects = any(hasattr(y, "indices") for y in getattr(x, "transforms", ()))
+    return _selected(x)[0] if selects else []
+
+
+def _selected(x) -> tuple[Region, list[int]]:
+    """The part of an array that a reference selects, and the axes that the reference has."""
+    region: Region = [(0, size) for size in _base(x).shape]
+    axes = [*range(len(region))]
     for transform in getattr(x, "transforms", ()):
         if hasattr(transform, "permutation"):
-            axes = axes or [*range(len(transform.permutation))]
             axes = [axes[axis] for axis in transform.permutation]
-        elif hasattr(transform, "indices"):
-            axes, kept = axes or [*range(len(transform.indices))], []
-            region = region or [(0, 0)] * len(axes)  # the first transform indexes all axes
-            for axis, index in zip(axes, transform.indices, strict=True):
+        elif hasattr(transform, "indices"):  # of all axes, of which tiled memory has more
+            kept = []
+            for axis, index in zip(axes, transform.indices, strict=False):
                 first = region[axis][0]
                 if isinstance(index, pl.Slice):
                     region[axis] = first + index.start, index.size
@@ -266,7 +350,7 @@ def _region(x) -> Region:
                 else:
                     region[axis] = first + index, 1
             axes = kept
-    return region
+    return region, axes
 
 
 def _slot(barrier) -> Region:

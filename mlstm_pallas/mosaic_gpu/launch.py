@@ -88,7 +88,10 @@ def mosaic_call(
                 unsafe_no_auto_barriers=True,
                 lowering_semantics=semantics.Warpgroup if infer_layouts else semantics.Lane,
             ),
-            interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+            # Copies take turns on these threads; one that follows on a thread hides races.
+            interpret=plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
+            if interpret
+            else None,
             kernel_name=name,
         )(*(_varying_nowhere.bind(x) if varying else x for x in arrays))
         if varying:

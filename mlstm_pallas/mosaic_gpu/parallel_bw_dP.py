@@ -35,7 +35,7 @@ from mlstm_pallas.formulas.normaliser import (
 )
 from mlstm_pallas.formulas.tiles import blocks, blocks_over, divide, each
 from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copies import CopyRing, head_of, ring_barriers
+from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import (
     load_by_rows,
     rows_and_columns,
@@ -239,7 +239,7 @@ def _multiply(cta: _Kernel, index) -> None:
         plgpu.commit_smem()
         for x, output in enumerate((refs.P, refs.dP)):
             destination = output.at[head, rows, block(column, WG_ROWS)]
-            plgpu.copy_smem_to_gmem(refs.out_smem.at[wg, x], destination)
+            copy_out(refs.out_smem.at[wg, x], destination)
     cta.ring.release(last)
 
     @pl.when(i == j)

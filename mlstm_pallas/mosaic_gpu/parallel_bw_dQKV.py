@@ -29,7 +29,14 @@ from mlstm_pallas.formulas.normaliser import query_scale
 from mlstm_pallas.formulas.tiles import blocks, blocks_over, each, loop, rounded_up
 from mlstm_pallas.mosaic_gpu import parallel_bw_dQKV_by_chunk as chunkwise
 from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_out, head_of, ring_barriers, write_out
+from mlstm_pallas.mosaic_gpu.copies import (
+    CopyRing,
+    begins_within,
+    copy_out,
+    head_of,
+    ring_barriers,
+    write_out,
+)
 from mlstm_pallas.mosaic_gpu.fragments import (
     across_columns,
     across_rows,
@@ -362,14 +369,15 @@ def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array |
 def _store(cta: _Kernel, item: _Item, acc: Array) -> None:
     refs, rows = cta.refs, cta.rows(item)
     for j, part in enumerate(cta.parts):
-        tile = refs.out_smem.at[cta.wg, j % 2]
-        # If the number of parts is odd, the previous item stored its last one from the same tile.
-        write_out(tile, acc[:, part], 1 if j else (len(cta.parts) + 1) % 2)
+        tile, outputs = refs.out_smem.at[cta.wg, j % 2], (refs.dq, refs.dk, refs.dv)
         columns = aligned(item.column * cta.columns + part.start, cta.atom)
-        for role, x in enumerate((refs.dq, refs.dk, refs.dv)):
-            pl.when(item.role == role)(
-                functools.partial(copy_out, tile, cta.in_chunk(x, item).at[rows, columns])
-            )
+        within = [begins_within((columns, cta.columns, x.shape[-1])) for x in outputs]
+        # If the number of parts is odd, the previous item stored its last one from the same tile.
+        pending = 1 if j else (len(cta.parts) + 1) % 2
+        write_out(tile, acc[:, part], min(pending, *(x for _, x in within)))
+        for role, (x, (where, _)) in enumerate(zip(outputs, within, strict=True)):
+            to = cta.in_chunk(x, item).at[rows, columns]
+            pl.when(item.role == role)(functools.partial(copy_out, tile, to, where))
 
 
 def _gradient(cta: _Kernel, item: _Item) -> None:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copies import copy_in, head_of
+from mlstm_pallas.mosaic_gpu.copies import copy_in, copy_out, head_of
 from mlstm_pallas.mosaic_gpu.fragments import (
     across_columns,
     decay_tile,
@@ -124,7 +124,7 @@ def _chunk(
     r_gmem.at[head, steps][...] = row_scale
     products.store(P_smem, P.astype(q_gmem.dtype))
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(P_smem, P_gmem.at[head, steps])
+    copy_out(P_smem, P_gmem.at[head, steps])
     plgpu.wait_smem_to_gmem(0)
 
 

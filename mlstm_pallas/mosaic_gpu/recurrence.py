@@ -34,7 +34,14 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.splits import heads_of_splits, split_states, splits_of
 from mlstm_pallas.formulas.tiles import blocks_over, loop, remainder, rounded_up
 from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copies import CopyRing, head_of, ring_barriers, write_out
+from mlstm_pallas.mosaic_gpu.copies import (
+    CopyRing,
+    begins_within,
+    copy_out,
+    head_of,
+    ring_barriers,
+    write_out,
+)
 from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows, load_or_zeros
 from mlstm_pallas.mosaic_gpu.inline_mlir import by_lanes
 from mlstm_pallas.mosaic_gpu.launch import (
@@ -68,18 +75,19 @@ H_STAGES = 3  # tiles of h in shared memory
 MIN_SPLIT_STEPS = 1024  # shorter splits gain less than the second launch and their sums cost
 
 
-def _store_state(index, XT, X_gmem, X_columns, tiles_smem):
+def _store_state(index, XT, X_gmem, X_columns, columns, tiles_smem):
     """Stores X^T, (64, rows), before the index-th chunk in the order of the recurrence.
 
-    X_gmem: (DHQK, DHV); tiles_smem: (2, atom, 64).
+    X_gmem: (DHQK, DHV); columns: of a CTA; tiles_smem: (2, atom, 64).
     """
     atom = tiles_smem.shape[1]  # the columns of a swizzle atom
     n = XT.shape[1] // atom
     for j in range(n):
         tile = tiles_smem.at[remainder(index * n + j, 2)]
-        write_out(tile.T, XT[:, j * atom : (j + 1) * atom], 1)
-        at = block(lax.axis_index("rows") * n + j, atom)
-        plgpu.copy_smem_to_gmem(tile, X_gmem.at[at, X_columns])
+        at = block(lax.axis_index("rows") * n + j, atom), X_columns
+        where, pending = begins_within(*zip(at, (XT.shape[1], columns), X_gmem.shape, strict=True))
+        write_out(tile.T, XT[:, j * atom : (j + 1) * atom], pending)
+        copy_out(tile, X_gmem.at[at], where)
 
 
 def _store_x(vector, x_gmem, rows):
@@ -166,7 +174,8 @@ def _recurrence(
         last = lax.convert_element_type(num_chunks - 1, np.int32)
         following = x.gamma[head, chunk_at(lax.min(index + 1, last))]
         if out.X is not None:
-            _store_state(index, XT, out.X.at[head, chunk], X_columns, out_smem.at[wg])
+            to = out.X.at[head, chunk]
+            _store_state(index, XT, to, X_columns, columns, out_smem.at[wg])
         first = index * n
 
         def store_inner(tile, slot, carry):

@@ -32,6 +32,7 @@ from mlstm_pallas.formulas.tiles import (
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copies import (
     CopyRing,
+    begins_within,
     copy_out,
     head_of,
     load_transposed,
@@ -114,7 +115,9 @@ def _clear(h, steps_of, num_chunks, places) -> None:
 
         @each(num_chunks)
         def clear_chunk(chunk, tile=tile, columns=columns):
-            copy_out(tile, h.at[steps_of(chunk), columns])
+            pl.when(columns.start < h.shape[1])(
+                functools.partial(copy_out, tile, h.at[steps_of(chunk), columns])
+            )
 
 
 def _kernel(
@@ -182,6 +185,7 @@ def _kernel(
 
         def join_block(b, CT):
             in_tile, columns = columns_of(b)
+            within, pending = begins_within((columns, siz_b_DHHV, p.DHV))
 
             def inter(hT_acc):
                 for j, start in enumerate(range(0, rows, atom)):
@@ -194,8 +198,9 @@ def _kernel(
                         stored = divide(chunk, store_every)
                         states = C_states_gmem.at[head, stored, of_tile, columns]
                         here = remainder(index, store_every) == 0
+                        here = here if within is None else here & within
                         tile = C_smem.at[wg, j % 2]
-                        write_out(tile.T, CT_tile, 1)
+                        write_out(tile.T, CT_tile, pending)
                         copy_out(tile, states, here)
 
             hT = products.from_zeros(inter, WG_ROWS, L) * r
@@ -210,8 +215,8 @@ def _kernel(
                 for CT_acc, piece in zip(CT_accs, pieces, strict=True):
                     products.add(CT_acc, scaled, tiles["k"].at[:, pl.ds(*piece)])
                 tile = h_smem.at[wg * num_blocks + b]
-                write_out(tile.T, products.read(hT_acc, len(pieces)), num_blocks - 1)
-                copy_out(tile, h.at[steps_of(chunk), columns], size=size)
+                write_out(tile.T, products.read(hT_acc, len(pieces)), pending * (num_blocks - 1))
+                copy_out(tile, h.at[steps_of(chunk), columns], within, size)
 
             return [*products.onto(intra, hT, *(x * gamma for x in CT))[1:]]
 

@@ -91,7 +91,7 @@ def _kernel(
             from_steps = pl.ds(entries.steps[head, tile], TILE)
         source = head_of(x, head, p, any_step=entries is not None).at[from_steps, of_cta]
         copy_in(source, x_tiles.at[j], full.at[j])
-        plgpu.copy_gmem_to_smem(weights.at[head, steps], tile_weights.at[j], full.at[j])
+        copy_in(weights.at[head, steps], tile_weights.at[j], full.at[j])
 
     loop(num_tiles, lambda j, carry: unless_empty(j, start_copies, carry), None)
 
