@@ -36,12 +36,17 @@ def test_records_are_checked_and_have_their_efficiency():
     assert [row["efficiency_range"] for row in rows[::2]] == [[100, 100]] * 2
 
 
-def test_efficiencies_are_of_rounds():
-    one, two = strong = [dict(shape=OF, devices=n) for n in (1, 2)]
-    scaling.store_times(strong, [[2.0, 4.0, 8.0], [1.0, 2.0, 5.0]])
+@pytest.mark.parametrize("mode", scaling.MODES.values(), ids=scaling.MODES)
+def test_efficiencies_are_of_rounds(mode):
+    """Of one device and two, which take twice as long for twice the work."""
+    one, two = rows = [dict(shape=mode.whole(OF, n), devices=n) for n in (1, 2)]
+    scaling.store_times(rows, [[2.0, 4.0, 8.0], [(1 + mode.grows) * x for x in (1.0, 2.0, 5.0)]])
     assert one["efficiency_pct"] == two["efficiency_pct"] == 100
     assert two["efficiency_range"] == [80, 100]
-    assert (two["ms"], two["spread"], two["tokens_per_second"]) == (2e3, 2.0, 2 * 32 / 2.0)
+    seconds, shape = 2.0 * (1 + mode.grows), two["shape"]
+    benchmark_runs.assert_row(
+        two, ms=1e3 * seconds, spread=2.0, tokens_per_second=shape.B * shape.S / seconds
+    )
 
 
 def test_figures_of_the_devices_that_could_run(monkeypatch):

@@ -158,6 +158,11 @@ def read(folder):
     return config, checkpoint.load(config, tensors, reader)
 
 
+def write(folder, file=TENSORS, **changed):
+    (folder / "config.json").write_text(json.dumps(VALUES | changed))
+    save_file(file, folder / "model.safetensors")
+
+
 def check(folder, expected):
     """Of a prefill, and of a prefill and a step."""
     config, params = read(folder)
@@ -173,8 +178,7 @@ def check(folder, expected):
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_checkpoints_of_transformers(name, tmp_path):
     changed, tensors, file = TRANSFORMERS[name]
-    (tmp_path / "config.json").write_text(json.dumps(VALUES | changed))
-    save_file(file, tmp_path / "model.safetensors")
+    write(tmp_path, file, **changed)
     caps = {x: y for x, y in changed.items() if "soft_cap" in x}
     config = check(tmp_path, logits64(tensors, VALUES | caps, sigmoid_gate="sigmoid" in name))
     assert (config.num_blocks, config.hidden_size) == (2, 64)
@@ -232,33 +236,31 @@ def test_the_default_width_of_the_feed_forward_differs(tmp_path):
     assert checkpoint.read_config(tmp_path)[0].ffn_dim == 25603
 
 
-def test_wrong_shapes_of_fused_tensors_are_named(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(VALUES | dict(weight_mode="fused")))
-    file, name = fused(TENSORS), "backbone.blocks.1.mlstm_layer.qkv_opreact.weight"
-    save_file(file | {name: file[name][1:]}, tmp_path / "model.safetensors")
-    message = rf"{name} is F32 \[383, 64\], and config.json makes it \[384, 64\]"
+PART = "backbone.blocks.1.mlstm_layer.qkv_opreact.weight"
+SHAPES = r"F32 \[383, 64\], and config.json makes it \[384, 64\]"
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        (fused(TENSORS) | {PART: fused(TENSORS)[PART][1:]}, rf"{PART} is {SHAPES}"),
+        ({x: y for x, y in fused(TENSORS).items() if x != PART}, r"lacks 4 .*k\.weight, "),
+        (fused(TENSORS) | TENSORS, r" is in (\S+model.safetensors) and in \1"),
+        (biased(True), r"unlike the model, .*\.bias"),
+        (without_out_norm(TENSORS), r"lacks 1 tensors: .*out_norm\.weight"),
+    ],
+    ids=["shape", "missing", "both", "foreign_bias", "out_norm"],
+)
+def test_wrong_files_are_named(file, message, tmp_path):
+    write(tmp_path, file)
     with pytest.raises(checkpoint.CheckpointError, match=message):
-        read(tmp_path)
-    del file[name]
-    save_file(file, tmp_path / "model.safetensors")
-    with pytest.raises(checkpoint.CheckpointError, match=r"lacks 4 tensors: .*k\.weight, "):
-        read(tmp_path)
-
-
-def test_a_bias_without_use_bias_is_foreign(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(VALUES))
-    save_file(biased(True), tmp_path / "model.safetensors")
-    with pytest.raises(checkpoint.CheckpointError, match=r"unlike the model, .*\.bias"):
         read(tmp_path)
 
 
 def test_states_in_float16(tmp_path):
     """A step reads c and n of both blocks, rounded by at most 2^-11, of which twice the root sum of
     squares leaves room for what norms and gates amplify."""
-    (tmp_path / "config.json").write_text(
-        json.dumps(VALUES | dict(inference_state_dtype="float16"))
-    )
-    save_file(TENSORS, tmp_path / "model.safetensors")
+    write(tmp_path, inference_state_dtype="float16")
     config, params = read(tmp_path)
     ends = np.array([len(PROMPT) - 1])
     _, states = model.prefill(config, params, PROMPT[None, :-1], None, ends)
@@ -267,10 +269,3 @@ def test_states_in_float16(tmp_path):
         assert [x.dtype for x in state] == ["float16", "float16", "float32"]
     bound = ROUNDING + 2 * (2 * 2) ** 0.5 * 2.0**-11
     assert_close(logits[0], logits64(TENSORS, VALUES)[-1], bound)
-
-
-def test_an_out_norm_that_the_model_has_is_missed(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(VALUES))
-    save_file(without_out_norm(TENSORS), tmp_path / "model.safetensors")
-    with pytest.raises(checkpoint.CheckpointError, match=r"lacks 1 tensors: .*out_norm\.weight"):
-        read(tmp_path)
