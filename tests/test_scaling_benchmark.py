@@ -27,12 +27,8 @@ def test_records_are_checked_and_have_their_efficiency():
     assert code == 0
     assert [row["devices"] for row in rows] == [1, 2, 1, 2]
     for row in rows:
-        B, _, S, *_ = row["shape"]
         assert (row["status"], row["errors"].keys()) == ("ok", {"h"})
         assert 0 < row["error"] <= TOLERANCES["float32"][0]
-        assert row["tokens_per_second"] == pytest.approx(B * S / row["ms"] * 1e3)
-        low, high = row["efficiency_range"]
-        assert 0 < low <= row["efficiency_pct"] <= high
     assert [row["efficiency_range"] for row in rows[::2]] == [[100, 100]] * 2
 
 
@@ -62,9 +58,9 @@ def test_figures_of_the_devices_that_could_run(monkeypatch):
     monkeypatch.setattr(scaling.Spread, "inputs", inputs)
     monkeypatch.setattr(scaling, "mlstm_chunkwise", quick_mlstm)
     monkeypatch.setattr(scaling.Spread, "oracle", staticmethod(quick_mlstm))
-    benchmark_runs.timed(monkeypatch)
+    shapes = benchmark_runs.timed(monkeypatch)
     code, (one, two, four) = run("--devices=4,1,2", "--mode=weak-batch", "--repeats=3")
-    assert (code, one.get("ms")) == (0, None)
+    assert (code, one.get("ms"), shapes) == (0, None, [(4, 2, 32, 16), (8, 2, 32, 16)])
     assert one["note"].startswith("skipped: ")
     assert one["note"].endswith(": RESOURCE_EXHAUSTED: 9 GiB")
     assert two["efficiency_range"] == [100, 100]

@@ -169,27 +169,25 @@ def test_heads_on_several_devices(params):
 
 
 def test_top_p_draws_from_the_fewest_likeliest_tokens_of_that_mass():
-    """Of equal ones, from the first. Masses that reach top_p exactly do so in float32 as well."""
-    probabilities, draws = np.array([0.1, 0.5, 0.15, 0.25], np.float32), 2500
-    squared, equal, of_two = probabilities**2, np.full(4, 0.25), np.array([0, 2, 0, 1])
+    """Of equal ones, from the first. Sums that reach top_p exactly do so in float32 as well."""
+    probabilities, draws = np.array([0.05, 0.6, 0.05, 0.3], np.float32), 2500
+    logits, each = jnp.log(jnp.tile(probabilities, (draws, 1))), np.arange(draws)
     most = 3 * 0.5 / draws**0.5  # three standard deviations of the share of a token
-    for temperature, top_p, p, expected in (
-        (1.0, 1.0, probabilities, probabilities),
-        (1.0, 0.7, probabilities, of_two),
-        (1.0, 0.75, probabilities, of_two),
-        (1.0, 0.9, probabilities, probabilities * [0, 1, 1, 1]),
-        (1.0, 0.5, probabilities, [0, 1, 0, 0]),
-        (0.5, 1.0, probabilities, squared),
-        (1.0, 0.5, equal, [1, 1, 0, 0]),
-        (1.0, 0.0, equal, [1, 0, 0, 0]),
-        (1e-3, 1.0, probabilities, [0, 1, 0, 0]),
-        (0.0, 1.0, probabilities, [0, 1, 0, 0]),
+    for temperature, top_p, expected in (
+        (1.0, 1.0, probabilities),
+        (0.5, 1.0, probabilities**2),
+        (1.0, 0.95, [1, 12, 0, 6]),
+        (1.0, 0.9, [0, 2, 0, 1]),
+        (1.0, 0.7, [0, 2, 0, 1]),
+        (1.0, 0.6, [0, 1, 0, 0]),
+        (1.0, 0.0, [0, 1, 0, 0]),
+        (1e-3, 1.0, [0, 1, 0, 0]),
+        (0.0, 1.0, [0, 1, 0, 0]),
     ):
-        logits, sampling = jnp.log(jnp.tile(p, (draws, 1))), model.Sampling(temperature, top_p)
-        drawn = model.sample(sampling, logits, jax.random.key(0), np.arange(draws))
+        drawn = model.sample(model.Sampling(temperature, top_p), logits, jax.random.key(0), each)
         shares, expected = np.bincount(drawn, minlength=4) / draws, expected / np.sum(expected)
-        np.testing.assert_array_equal(shares > 0, expected > 0)
-        np.testing.assert_allclose(shares, expected, atol=most)
+        atol = np.where((expected > 0) & (expected < 1), most, 0.0)
+        np.testing.assert_array_less(abs(shares - expected), atol + 1e-9)
 
 
 # ---------------- the command
@@ -406,64 +404,38 @@ def test_stop_tokens():
 # ---------------- errors
 
 
-def test_wrong_tensors_are_named(copied):
-    path = copied / "model-00002-of-00002.safetensors"
-    tensors = load_file(path)
-    name = "backbone.blocks.1.ffn.proj_down.weight"
-    right = tensors.pop(name)
-
-    def message(**others):
-        save_file(tensors | others, path)
-        return error_of_checkpoint(copied)
-
-    assert message() == f"xlstm_7b: --checkpoint: {copied} lacks 1 tensors: {name}"
-    both = message(**{name: right}, foreign=right)
-    assert both == f"xlstm_7b: --checkpoint: {copied} has, unlike the model, 1 tensors: foreign"
-    shapes = "BF16 [96, 64], and config.json makes it [64, 96]"
-    assert message(**{name: right.T.copy()}) == f"xlstm_7b: --checkpoint: {name} is {shapes}"
-    assert f"{name} is I8" in message(**{name: right.astype(np.int8)})
-    for dtype in (np.float16, np.float32):
-        save_file(tensors | {name: right.astype(dtype)}, path)
-        expected = checkpoint.tensors_of(CONFIG, "float32", 1)
-        assert checkpoint.open_tensors(copied, expected, CONFIG)(name, None).dtype == dtype
-    path.write_bytes(path.read_bytes()[:100])
-    assert f"cannot read {path}" in error_of_checkpoint(copied)
-    path.unlink()
-    (copied / INDEX).unlink()
-    assert re.search(r" lacks \d+ tensors: (\S+, ){3}\S+$", error_of_checkpoint(copied))
-
-
 INDEX = "model.safetensors.index.json"
 
 
 def test_files_that_count(copied):
     """model.safetensors, else those of the index, else all, in none of which a tensor is again."""
-    right, name = all_tensors(), "backbone.embeddings.weight"
-    tensors, (first, second) = (
-        checkpoint.tensors_of(CONFIG, "float32", 1),
-        checkpoint.files_of(copied),
-    )
+    name, right = "backbone.embeddings.weight", all_tensors()
+    tensors = checkpoint.tensors_of(CONFIG, "float32", 1)
+    first, second = checkpoint.files_of(copied)
 
-    def assert_reads(factor):
+    def assert_reads(expected):
         x = checkpoint.open_tensors(copied, tensors, CONFIG)(name, None)
-        np.testing.assert_array_equal(x, factor * right[name])
+        np.testing.assert_array_equal(x, expected)
 
-    other, single = copied / "a.safetensors", copied / "model.safetensors"
+    other, single, index = (copied / x for x in ("a.safetensors", "model.safetensors", INDEX))
     save_file({"embedding.weight": -right[name]}, other)
-    assert_reads(1)
-    save_file({x: 2 * y for x, y in right.items()}, single)
+    assert_reads(right[name])
+    save_file({x: np.full_like(y, 2, "float16") for x, y in right.items()}, single)
     assert_reads(2)
+    single.write_bytes(single.read_bytes()[:100])
+    assert f"cannot read {single}" in error_of_checkpoint(copied)
     single.unlink()
-    index = (copied / INDEX).rename(copied / "index")
-    assert f"{name} is in {other} and in {first}" in error_of_checkpoint(copied)
-    index.rename(copied / INDEX)
-    first.unlink()
+    first.rename(first.with_suffix(".1"))
     second.unlink()
-    missing = f"{INDEX} names: {first.name}, {second.name}"
-    assert error_of_checkpoint(copied).endswith(f"{copied} lacks files that {missing}")
+    message = f"{copied} lacks files that {INDEX} names: {first.name}, {second.name}"
+    assert error_of_checkpoint(copied) == f"xlstm_7b: --checkpoint: {message}"
     for wrong in ("{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'):
-        (copied / INDEX).write_text(wrong)
-        assert f"{INDEX} has no weight_map" in error_of_checkpoint(copied)
+        index.write_text(wrong)
+        assert f"{index} has no weight_map" in error_of_checkpoint(copied)
+    index.unlink()
+    assert re.search(r" lacks \d+ tensors: (\S+, ){3}\S+$", error_of_checkpoint(copied))
+    first.with_suffix(".1").rename(first)
+    assert f"{name} is in {other} and in {first}" in error_of_checkpoint(copied)
 
 
 WRONG_VALUES = """
@@ -501,11 +473,6 @@ def test_wrong_values_of_the_config_are_named(copied, line):
     values = json.loads(f"{{{line}}}")
     path, [(name, value)] = change_config(copied, **values), values.items()
     assert f"{path}: {name} is {value!r} and must be " in error_of_checkpoint(copied)
-
-
-def test_older_names_of_the_config(copied):
-    change_config(copied, ("hidden_size", "num_hidden_layers"), v_dim_factor=2)
-    assert checkpoint.read_config(copied)[0] == CONFIG
 
 
 def test_memory_is_counted_before_anything_is_loaded(monkeypatch):

@@ -93,24 +93,17 @@ def check_answer(tokens, expected, limit, stop):
     assert margins[at] < 2 * CONFIG.output_logit_soft_cap * ROUNDING
 
 
-def served(params, *, slots=SLOTS, prompts=PROMPTS, **options):
+def served(params, continuous):
     """The answers, and the rows of each loop."""
-    setup, rows, decode = (CONFIG, params, model.Sampling(), jax.random.key(0)), [], model.decode
-
-    def counted(*loop):
-        rows.append(len(loop[5]))
-        return decode(*loop)
-
-    with mock.patch.object(server, "decode", counted):
-        return [
-            *server.serve(setup, dict(enumerate(prompts)), LIMITS, STOP, slots, STEPS, **options)
-        ], rows
+    setup = CONFIG, params, model.Sampling(), jax.random.key(0)
+    queue = dict(enumerate(PROMPTS)), LIMITS, STOP, SLOTS, STEPS, continuous
+    with mock.patch.object(server, "decode", wraps=model.decode) as decode:
+        answers = [*server.serve(setup, *queue)]
+    return answers, [len(loop.args[5]) for loop in decode.call_args_list]
 
 
 def test_each_of_200_answers_is_the_answer_alone(params, expected):
-    (continuous, rows), (fixed, rows_of_fixed) = (
-        served(params, continuous=x) for x in (True, False)
-    )
+    (continuous, rows), (fixed, rows_of_fixed) = (served(params, x) for x in (True, False))
     for answers in (continuous, fixed):
         assert sorted(n for n, _ in answers) == [*range(200)]
         for n, tokens in answers:
@@ -140,10 +133,10 @@ def test_numbers_of_draws_and_prompts_of_a_prefill(monkeypatch):
 
     monkeypatch.setattr(model, "step", lambda config, params, states, token: (token, states))
     monkeypatch.setattr(model, "sample", sample)
-    functions = dict(sample=sample, prefill=prefill, next_logits=lambda config, params, x: x)
-    lengths, limits = dict(enumerate((200, 56, 100, 157, 300, 1, 255), 3)), [*range(12, 2, -1)]
-    prompts = {n: [1] * size for n, size in lengths.items()}
-    with mock.patch.multiple(server, **functions):
+    prompts = {n: [1] * size for n, size in enumerate((200, 56, 100, 157, 300, 1, 255), 3)}
+    limits = [*range(12, 2, -1)]
+    stubs = dict(sample=sample, prefill=prefill, next_logits=lambda config, params, x: x)
+    with mock.patch.multiple(server, **stubs):
         for slots in (1, 8):
             answers = server.serve(setup, prompts, limits, set(), slots, STEPS)
             assert dict(answers) == {n: [2**16 * n + t for t in range(limits[n])] for n in prompts}
@@ -210,14 +203,16 @@ def test_control_c_keeps_the_answers_that_are_there(file, tmp_path, capsys, monk
 def test_both_batchings_are_measured_with_random_prompts(capsys, monkeypatch):
     """The second run of each, which takes 2 s."""
     device, seconds = benchmark_runs.Device(monkeypatch, xlstm_7b), iter((9.0, 2.0) * 2)
+    asked = []
 
-    def answers(queue, batching):
-        assert {*map(len, queue.prompts.values())} == {*range(5, 51)}
-        assert {*queue.limits} == {*range(3, 25)}
+    def serve(setup, prompts, limits, *options):
+        assert {*map(len, prompts.values())} == {*range(5, 51)}
+        assert {*limits} == {*range(3, 25)}
+        asked.append(options)
         device.now += next(seconds)
         return [(0, [1, 2, 3]), (1, [4])]
 
-    monkeypatch.setattr(xlstm_7b, "answers", answers)
+    monkeypatch.setattr(xlstm_7b, "serve", serve)
     monkeypatch.setattr(xlstm_7b, "load", lambda *_: {})
     sizes = "--batch=999", "--prompt_length=50", "--spread=10"
     run("--random", "--benchmark", "--size=tiny", *sizes, *slots_of(SLOTS))
@@ -225,3 +220,4 @@ def test_both_batchings_are_measured_with_random_prompts(capsys, monkeypatch):
     for row, batching in zip(rows, ("fixed", "continuous"), strict=True):
         figures = dict(batch=999, new_tokens=4, seconds=2.0, tokens_per_s=2.0)
         assert row == row | dict(batching=batching, slots=SLOTS, **figures)
+    assert asked == [(set(), SLOTS, STEPS, x) for x in (False, False, True, True)]
