@@ -13,9 +13,10 @@ r"""Generates text with an xLSTM checkpoint of transformers or xlstm, such as NX
 A prefill reads packed prompts. The tokens that follow come from one compiled loop per
 --stream_every tokens. A single prompt is streamed: a loop runs while the tokens of the loop before
 are printed. Of several prompts, --slots are answered at a time. The next one starts when an answer
-has ended (--batching=fixed: when all have). Answers are written as they end, each with its prompt's
-number from 0: as "[NUMBER] TEXT", or with --output as a line of JSON. Ctrl-C keeps those that are
-there.
+has ended (--batching=fixed: when all have). Answers are written as they end, each with the number
+of its prompt: as "[NUMBER] TEXT", or with --output as a line of JSON. Each --prompt counts from 0,
+then each line of the file, which ends with \n or \r\n; an empty line counts and has no answer.
+Ctrl-C keeps the answers that are there.
 
 The model is in xlstm_model.py, the reader of checkpoints in xlstm_checkpoint.py, the loop over
 slots in xlstm_server.py.
@@ -32,6 +33,7 @@ checkpoint is wrong, the exit code is 2 and stderr has one line; after Ctrl-C it
 import dataclasses
 import itertools
 import json
+import re
 import statistics
 import sys
 import time
@@ -84,7 +86,7 @@ for kind, *definition in (
     ("enum", "batching", "continuous", BATCHINGS, "When a slot that is free is filled."),
     ("integer", "new_tokens", 128, "Most tokens to generate per prompt.", 1),
     ("float", "temperature", 0.0, "0 takes the likeliest token.", 0.0),
-    ("float", "top_p", 1.0, "Draw from the likeliest tokens of this mass.", 0.0, 1.0),
+    ("float", "top_p", 1.0, "Draw from the fewest tokens with this mass.", 0.0, 1.0),
     ("integer", "seed", 0, "Seed for sampling, random weights and prompts.", 0),
     ("list", "stop_tokens", None, "Ids; none: eos_token_id of config.json."),
     ("enum", "dtype", "bfloat16", DTYPES, "Type of the weights."),
@@ -105,11 +107,16 @@ class Model:
     config: Config
     tensors: Tensors
     params: Params
-    prompts: list[list[int]]
+    prompts: dict[int, list[int]]  # by number
     stop_tokens: set[int]
     tokenizer: Tokenizer | None
-    limits: Sequence[int] = ()  # tokens of each answer
+    limits: Sequence[int] = ()  # tokens of each answer, by number
     slots: int = 0  # 0: all prompts in one batch, which does not end before --new_tokens
+
+    @property
+    def steps(self) -> int:
+        """Tokens of all prompts."""
+        return sum(map(len, self.prompts.values()))
 
     def setup(self) -> Setup:
         sampling = Sampling(FLAGS.temperature, FLAGS.top_p)
@@ -128,7 +135,7 @@ def build() -> Model:
     if FLAGS.random == bool(FLAGS.checkpoint):
         raise CheckpointError("give either --checkpoint=FOLDER or --random")
     folder, values, config = Path(FLAGS.checkpoint or ""), {}, SIZES[FLAGS.size]
-    texts = [] if FLAGS.random or FLAGS.benchmark else read_prompts()
+    texts = {} if FLAGS.random or FLAGS.benchmark else read_prompts()
     with command.naming("stop_tokens"):
         stop_tokens = stop_ids(FLAGS.stop_tokens)
     if not FLAGS.random:
@@ -144,20 +151,25 @@ def build() -> Model:
             tokenizer = None if FLAGS.benchmark else read_tokenizer(folder)
     if tokenizer:
         bos = [values.get("bos_token_id", 0)] if values.get("force_bos_token_insert") else []
-        # With what the tokenizer's post-processor adds, such as a BOS.
-        encoded = (tokenizer.encode(x, add_special_tokens=True).ids for x in texts)
-        prompts = [ids if ids[:1] == bos else bos + ids for ids in encoded]
-        limits = [FLAGS.new_tokens] * len(prompts)
+        prompts = {
+            n: ids if ids[:1] == bos else bos + ids
+            for n, text in texts.items()
+            for ids in [tokenizer.encode(text).ids]  # with what its post-processor adds: a BOS
+        }
+        limits = [FLAGS.new_tokens] * (1 + max(prompts))
     else:
         rng = np.random.default_rng(FLAGS.seed)
         lengths, limits = (
             rng.integers(-(-size // FLAGS.spread), size, FLAGS.batch, endpoint=True).tolist()
             for size in (FLAGS.prompt_length, FLAGS.new_tokens)
         )
-        prompts = [rng.integers(config.vocab_size, size=length).tolist() for length in lengths]
+        prompts = {
+            n: rng.integers(config.vocab_size, size=length).tolist()
+            for n, length in enumerate(lengths)
+        }
     several = not FLAGS.benchmark and (len(prompts) > 1 or bool(FLAGS.output))
     slots = min(FLAGS.slots or several * len(prompts), len(prompts))
-    longest = bucket(max(MOST_STEPS, *map(len, prompts)))
+    longest = bucket(max(MOST_STEPS, *map(len, prompts.values())))
     sizes = (slots + MOST_PROMPTS, longest) if slots else ()
     check_prompts(config, tensors, prompts, *sizes)
     if FLAGS.output:
@@ -167,11 +179,13 @@ def build() -> Model:
     return Model(config, tensors, params, prompts, stop_tokens, tokenizer, limits, slots)
 
 
-def read_prompts() -> list[str]:
-    texts = list(FLAGS.prompt)
+def read_prompts() -> dict[int, str]:
+    """The prompts by their numbers."""
+    texts = dict(enumerate(FLAGS.prompt))
     if FLAGS.prompts:
         with command.naming("prompts"):
-            texts += filter(None, read_text(FLAGS.prompts).splitlines())
+            lines = re.split("\r?\n", read_text(FLAGS.prompts))
+        texts |= {n: line for n, line in enumerate(lines, len(texts)) if line}
     if not texts:
         raise CheckpointError("no prompt: give --prompt, or --prompts=FILE with one per line")
     return texts
@@ -179,15 +193,16 @@ def read_prompts() -> list[str]:
 
 def generate(model: Model, new_tokens: int) -> Iterator[np.ndarray]:
     """The next tokens of all prompts, (steps, B), as they come: first one, then --stream_every."""
-    prompts, B = dict(enumerate(model.prompts)), len(model.prompts)
-    S = -(-sum(map(len, model.prompts)) // MULTIPLE) * MULTIPLE
+    prompts = model.prompts
+    B = len(prompts)
+    S = -(-model.steps // MULTIPLE) * MULTIPLE
     setup = config, params, sampling, key = model.setup()
     states, token = first_tokens(setup, prompts, B, S)
     yield np.asarray(token)[None]
     coming = []
     for number in range(1, new_tokens, FLAGS.stream_every):
         loop = config, sampling, FLAGS.stream_every, params, states, token, key
-        states, token, tokens = decode(*loop, MOST_TOKENS * np.arange(B) + number)
+        states, token, tokens = decode(*loop, MOST_TOKENS * np.array([*prompts]) + number)
         yield from map(np.asarray, coming)
         coming = [tokens[: new_tokens - number]]
     yield from map(np.asarray, coming)
@@ -267,7 +282,7 @@ def benchmark(model: Model) -> dict[str, Any]:
     config, new_tokens, devices = model.config, FLAGS.new_tokens, FLAGS.devices
     runs = [run(model, new_tokens) for _ in range(3)]
     first, rest = (statistics.median(column) for column in zip(*runs, strict=True))
-    B, steps, weights = len(model.prompts), sum(map(len, model.prompts)), dict(model.tensors)
+    B, steps, weights = len(model.prompts), model.steps, dict(model.tensors)
     if not config.tie_word_embeddings:
         del weights["backbone.embeddings.weight"]
     moved = bytes_per_device(weights) + 2 * B * state_bytes(config, devices)
@@ -304,7 +319,7 @@ def answer(model: Model) -> None:
         dtype=FLAGS.dtype,
         state_dtype=model.config.inference_state_dtype,
         batch=len(model.prompts),
-        prompt_tokens=sum(map(len, model.prompts)),
+        prompt_tokens=model.steps,
     )
     for batching in BATCHINGS if model.slots else [""]:
         row = benchmark_slots(model, batching) if batching else benchmark(model)

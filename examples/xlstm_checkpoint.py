@@ -8,11 +8,15 @@ can read: config.json, or xlstm's config.yaml, and *.safetensors. Their names di
     mlstm_layer.q, k, v          mlstm_layer.query, ...      as transformers
     backbone.out_norm, always                                with add_out_norm, and with a bias
 
-Both write fused matrices as well as single ones. Each file shows which it has.
+Both write fused matrices as well as single ones. Each file shows which it has. As transformers
+does, the reader takes model.safetensors; where there is none, the files that
+model.safetensors.index.json names; without either, all files, none of which may repeat a tensor.
 
 The heads, the feed-forward columns and the vocabulary of lm_head are split over the mesh axis
 "heads". config.json and the headers of the files show everything that may be wrong with a
-checkpoint, so it is found before any weight is read.
+checkpoint, so it is found before any weight is read, except for tied embeddings: lm_head.weight, if
+it is saved all the same, is compared with them. Where it differs, transformers 5 uses it and older
+versions do not, so that the checkpoint is refused.
 """
 
 import functools
@@ -27,6 +31,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
@@ -82,9 +87,9 @@ class CheckpointError(ValueError):
 
 
 def read_text(path: Path | str) -> str:
-    """The text of a file; -: stdin."""
+    """The text of a file with the ends of its lines as they are; -: stdin."""
     try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text()
+        return (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
 
@@ -96,7 +101,7 @@ def read_values(path: Path) -> dict[str, Any]:
         if path.suffix == ".json":
             return dict(json.loads(text))
         plain = r"null|true|false|-?\d[\d.]*(?:[eE][-+]?\d+)?"
-        line = rf"^(\w+):[ \t]*(?:({plain})|['\"]?([^#\n]*?)['\"]?)[ \t]*(?:#.*)?$"
+        line = rf"^(\w+):[ \t]*(?:({plain})|['\"]?([^#\n]*?)['\"]?)[ \t\r]*(?:#.*)?$"
         lines = re.findall(line, text, re.MULTILINE)
         # transformers' default of ffn_proj_factor is 2.667
         return dict(ffn_proj_factor=2.6667) | {x: z or json.loads(y or "null") for x, y, z in lines}
@@ -147,9 +152,12 @@ def read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
 def read_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises no other type
         raise CheckpointError(f"no tokenizer {path}: {error}") from None
+    tokenizer.no_truncation()  # which the file may have from a training, as well as padding
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def stop_ids(tokens: Any) -> set[int]:
@@ -262,21 +270,46 @@ def parts_of(name: str) -> list[str]:
     return [name]
 
 
+def files_of(folder: Path) -> list[Path]:
+    """The files that count.
+
+    Raises:
+      CheckpointError: the index is wrong, or names files that are missing.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        return [single]
+    if not index.exists():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        paths = {folder / name for name in read_values(index)["weight_map"].values()}
+    except (AttributeError, KeyError, TypeError):
+        raise CheckpointError(f"{index} has no weight_map with the names of files") from None
+    if missing := ", ".join(sorted(path.name for path in paths if not path.exists())):
+        raise CheckpointError(f"{folder} lacks files that {index.name} names: {missing}")
+    return sorted(paths)
+
+
 def open_tensors(folder: Path, tensors: Tensors, config: Config) -> Reader:
     """Reads tensors of the files in a folder. Removes an out_norm that they lack from tensors.
 
     Raises:
-      CheckpointError: a tensor is missing, not of this model, or of another shape or dtype.
+      CheckpointError: a tensor is missing, twice there, not of this model, or of another shape or
+        dtype; or lm_head.weight is not the embeddings, though they are tied.
     """
-    slices: dict[str, Any] = {}
-    for path in folder.glob("*.safetensors"):
+    slices, files = dict[str, Any](), dict[str, Path]()
+    for path in files_of(folder):
         try:
             file = safe_open(path, framework="numpy")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from None
-        slices |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-    if "lm_head.weight" not in tensors:
-        slices.pop("lm_head.weight", None)  # tied, and saved all the same
+        for name in file.keys():  # noqa: SIM118
+            slices[name] = file.get_slice(name)
+            for part in parts_of(name):
+                if part in files:
+                    raise CheckpointError(f"{part} is in {files[part]} and in {path}")
+                files[part] = path
+    head = None if "lm_head.weight" in tensors else slices.pop("lm_head.weight", None)
     parts = {name: parts_of(name) for name in slices}
     present = {*itertools.chain(*parts.values())}
     # transformers computes out_norm whatever add_out_norm says, and never with a bias.
@@ -297,6 +330,10 @@ def open_tensors(folder: Path, tensors: Tensors, config: Config) -> Reader:
         shape, dtype, expected = x.get_shape(), x.get_dtype(), [end, *columns]
         if shape != expected or dtype not in ("F32", "BF16", "F16"):
             raise CheckpointError(f"{name} is {dtype} {shape}, and config.json makes it {expected}")
+    if head is not None and not np.array_equal(head[:], rows["backbone.embeddings.weight"]()):
+        raise CheckpointError(
+            "lm_head.weight differs from the embeddings: tie_word_embeddings must be false"
+        )
     return lambda name, _: rows[name]()
 
 
@@ -331,21 +368,22 @@ def free_bytes(mesh: Mesh) -> float:
 
 
 def check_prompts(
-    config: Config, tensors: Tensors, prompts: list[list[int]], rows: int = 0, steps: int = 0
+    config: Config, tensors: Tensors, prompts: dict[int, list[int]], rows: int = 0, steps: int = 0
 ) -> None:
     """Checks that the model can read prompts, and that their arrays fit beside its weights.
 
     Args:
+      prompts: by their numbers.
       rows: how many prompts have states at a time; 0: all of them.
       steps: most of a prefill; 0: those of all prompts.
 
     Raises:
       CheckpointError: a prompt that is wrong, or too little memory; the message has the sum.
     """
-    for n, prompt in enumerate(prompts):
+    for n, prompt in prompts.items():
         if not prompt or max(prompt) >= config.vocab_size:
             raise CheckpointError(f"--prompt: prompt {n} has no token, or one beyond vocab_size")
-    B, S = rows or len(prompts), steps or sum(map(len, prompts))
+    B, S = rows or len(prompts), steps or sum(map(len, prompts.values()))
     embeddings = tensors["backbone.embeddings.weight"]
     mesh, itemsize = embeddings.sharding.mesh, embeddings.dtype.itemsize
     widest = max(3 * config.ffn_dim, 4 * (config.qk_dim + config.v_dim))  # what XLA holds at once

@@ -77,7 +77,11 @@ class Config:
 
 
 class Sampling(NamedTuple):
-    """temperature 0 takes the likeliest token. top_p: the mass of those that may be drawn."""
+    """temperature 0 takes the likeliest token.
+
+    top_p: the fewest tokens whose mass reaches it may be drawn, one at least; of equal ones, those
+    with the lowest ids.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -223,11 +227,12 @@ def sample(sampling: Sampling, logits: jax.Array, key: jax.Array, number: Any) -
         return jnp.argmax(logits, axis=-1)
     logits = logits / sampling.temperature
     if sampling.top_p < 1.0:
-        ordered = jnp.sort(logits, axis=-1, descending=True)
-        mass = jax.nn.softmax(ordered, axis=-1)
-        likelier = jnp.cumsum(mass, axis=-1) - mass  # the mass of the tokens before each
-        smallest = jnp.where(likelier <= sampling.top_p, ordered, jnp.inf)
-        logits = jnp.where(logits < smallest.min(axis=-1, keepdims=True), -jnp.inf, logits)
+        ordered, tokens = lax.top_k(logits, logits.shape[-1])  # equal ones in the order of ids
+        mass = jax.nn.softmax(ordered)
+        before = jnp.cumsum(mass, axis=-1) - mass  # the mass of the tokens before each
+        # Sums that reach top_p may fall short of it by their rounding errors.
+        drawn = jnp.where(before < max(sampling.top_p - 1e-6, 1e-9), ordered, -jnp.inf)
+        logits = jnp.put_along_axis(logits, tokens, drawn, axis=-1, inplace=False)
     number = jnp.broadcast_to(number, len(logits))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, number)
     return jax.vmap(jax.random.categorical)(keys, logits)

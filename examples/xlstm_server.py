@@ -57,7 +57,7 @@ def first_tokens(setup: Setup, prompts: dict[int, list[int]], N: int, S: int) ->
 
 def serve(
     setup: Setup,
-    prompts: list[list[int]],
+    prompts: dict[int, list[int]],
     limits: Sequence[int],
     stop: set[int],
     slots: int,
@@ -67,12 +67,13 @@ def serve(
     """The number of a prompt and its answer, up to a token to stop at, as answers end.
 
     Args:
-      limits: most tokens of each answer.
+      prompts: by their numbers.
+      limits: most tokens of each answer, by the number of its prompt.
       steps: tokens per loop.
       continuous: whether a prompt starts as soon as a slot is free, or when all are.
     """
     config, params, sampling, key = setup
-    waiting, pool, N = [*range(len(prompts))], None, min(MOST_PROMPTS, slots)
+    waiting, pool, N = [*prompts], None, min(MOST_PROMPTS, slots)
     busy: dict[int, tuple[int, list[int]]] = {}  # by row, a prompt's number and its answer so far
     while waiting or busy:
         free = [*({*range(slots)} - {*busy})] if continuous or not busy else []

@@ -76,8 +76,10 @@ BATCHES = 2.0, 3.0, 7.0, 1e3, 1e3
 
 
 def timed(monkeypatch):
-    """Calls have the times BATCHES, the second of several twice these, if they are waited for."""
-    waited, wait = [], jax.block_until_ready
+    """Calls have the times BATCHES, the second of several twice these, if they are waited for.
+
+    Returns a list of the shapes of their first outputs."""
+    waited, wait, shapes = [], jax.block_until_ready, []
 
     def block_until_ready(outputs):
         waited.append(outputs)
@@ -89,11 +91,13 @@ def timed(monkeypatch):
             waited.clear()
             synchronise(outputs)
             assert any(x is outputs for x in waited)
+            shapes.append(jax.tree.leaves(outputs)[0].shape)
         return [[x * n for x in BATCHES[:repeats]] for n, _ in enumerate(calls, 1)]
 
     monkeypatch.setattr(jax, "block_until_ready", block_until_ready)
     monkeypatch.setattr(runner, "time_in_turns", time_in_turns)
     monkeypatch.setattr(peers.JaxImplementation, "peak_memory_bytes", lambda *_: 3 * 2**19)
+    return shapes
 
 
 TIMED = dict(ms=3e3, spread=5 / 3, peak_mib=1.5)

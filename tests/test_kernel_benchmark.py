@@ -34,6 +34,12 @@ def test_the_oracle_is_the_recurrence():
     jax.tree.map(equal, *both)
 
 
+def test_heads_that_are_checked():
+    """The first, a middle and the last one; beyond 32768 steps the last alone."""
+    cases = (kernel_benchmark.Case(WIDE._replace(S=S), "float32") for S in (2**15, 2**15 + 1))
+    assert [case.checked_heads(6).tolist() for case in cases] == [[0, 3, 5], [5]]
+
+
 # ---------------- refusals
 
 

@@ -6,7 +6,9 @@ import json
 import math
 import os
 import re
+import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import benchmark_runs
 import command
@@ -18,6 +20,7 @@ import peers
 import pytest
 import reporting
 import runner
+import transformers_xlstm_7b
 from command import RequestError
 from shapes import Shape
 
@@ -75,6 +78,13 @@ def test_the_first_call_is_built_run_and_waited_for(device):
     call, outputs = runner.first_call(row, impl, "x", "fwd")
     assert outputs == call() == ("x", "fwd")
     assert row == dict(first_call_s=5.0, versions=dict(jax="1", torch="2"))
+
+
+def test_the_first_call_of_transformers_is_not_timed(device, monkeypatch):
+    monkeypatch.setattr(transformers_xlstm_7b, "time", device)
+    torch, times = mock.Mock(**{"cuda.synchronize": device.wait}), iter((9.0, 1.0, 4.0, 2.0))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert transformers_xlstm_7b.seconds(lambda: device.call(next(times))) == 2.0
 
 
 def test_peak_memory_is_beyond_the_inputs():

@@ -1,6 +1,7 @@
 """The step benchmark: bytes, checks of outputs, records."""
 
 import functools
+from unittest import mock
 
 import benchmark_runs
 import pytest
@@ -42,10 +43,22 @@ def test_measures_each_variant_and_skips_the_peer(variant, monkeypatch):
     assert peer["note"] == (benchmark_runs.MISSING if variant == "exp" else none)
 
 
-def test_pools_have_rows_beside_the_step_without_them():
-    code, rows = measured("--impl=xla", "--slots=5")
+def observed(monkeypatch, name):
+    """The calls of a function of the benchmark, or of those of a module."""
+    calls = mock.Mock(wraps=getattr(step_benchmark, name))
+    monkeypatch.setattr(step_benchmark, name, calls)
+    return calls
+
+
+def test_pools_have_rows_beside_the_step_without_them(monkeypatch):
+    """At random; the first, a middle and the last head are checked."""
+    step, expected_h = (observed(monkeypatch, x) for x in ("mlstm_recurrent_step", "expected_h"))
+    code, rows = measured("--impl=xla", "--slots=192")
     assert (code, [row["pooled"] for row in rows]) == (0, ["", "slots", "gathered"])
     assert len({row["error"] for row in rows}) == 1
+    assert expected_h.call_args.args[2].tolist() == [0, 3, 5]
+    slots = {(*call.kwargs["slots"],) for call in step.call_args_list if "slots" in call.kwargs}
+    assert [abs(x[0] - x[1]) > 1 for x in slots] == [True]
     for row in rows:
         check_figures(row)
     assert measured("--impl=xla", "--slots=1")[0] == 2
@@ -60,11 +73,14 @@ def test_tokens_per_second_and_their_limit_by_batch(tmp_path, monkeypatch):
         drawn(rows, path, line, *args, **options)
 
     monkeypatch.setattr(step_benchmark.reporting, "plot", plot)
+    loops = observed(monkeypatch, "lax").fori_loop.call_args_list
     cases = "--shape=1x2x1x16x16,2x2x1x16x16", "--loop=scan,while"
     code, rows = measured(*cases, "--state_dtype=bfloat16", f"--plot={path}")
     assert code == 0
     assert len({(*row["shape"], row["loop"], row["state_dtype"]) for row in rows}) == 4
     assert path.stat().st_size > 0
+    counts = [call.args[1] for call in loops]  # COPIES, CHECKED_STEPS and --steps, or traced
+    assert ([x for x in counts if isinstance(x, int)], len(counts)) == ([8, 4, 3, 4, 3], 9)
     for row, limit in zip(rows, limits, strict=True):
         check_figures(row)
         per_token = 2 * row["state_mib"] * 2**20 / row["shape"][0]

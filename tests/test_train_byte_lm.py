@@ -12,13 +12,14 @@ import socket
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import flagsaver
-from benchmark_runs import error_of, records
+from benchmark_runs import Device, error_of, records
 from oracle import assert_close
 
 pytest.importorskip("optax")
@@ -151,14 +152,51 @@ def copied(interrupted, tmp_path):
 
 
 def test_interrupted_run_has_learned(interrupted):
-    first, last, evaluation, sample = read_log(interrupted)
+    first, _, evaluation, _ = read_log(interrupted)
     assert {"flags", "device", "jax", "parameters"} <= {*first}
     assert read_log(interrupted, "step") == [10, 13, 13]
-    assert min(last["tokens_per_second"], sample["generated_tokens_per_second"]) > 0
     assert first["unigram_bits_per_byte"] == pytest.approx(np.log2(26), abs=0.1)
     assert evaluation["held_out_bits_per_byte"] < 0.7 * first["unigram_bits_per_byte"]
     assert {*os.listdir(interrupted)} >= {"loss.png", "sample.txt"}
     assert {*os.listdir(interrupted / "checkpoints")} == {"10.npz", "13.npz"}
+
+
+def test_figures_of_steps_evaluations_and_a_sample(monkeypatch):
+    """A step takes a second and has a loss of its number, a batch of an evaluation 50 seconds, and
+    a sample first 9 seconds and then 2."""
+    device, seconds, training = (
+        Device(monkeypatch, lm),
+        iter((9.0, 2.0)),
+        object.__new__(lm.Training),
+    )
+
+    def advance():
+        device.now += 1.0
+        training.losses.append(float(training.step))
+        training.step += 1
+
+    def mean(model, params, batch):
+        device.now += 50.0
+        return batch.mean()
+
+    def decode(*_):
+        device.now += next(seconds)
+        return [np.ones((8, 1), int)]
+
+    vars(training).update(step=0, losses=[], log=mock.Mock(), advance=advance, save=mock.Mock())
+    vars(training).update(held_out=np.arange(71.0)[:, None], model=None, state=[None])
+    monkeypatch.setattr(lm, "cross_entropy", mean)
+    monkeypatch.setattr(lm, "prefill", lambda *_: (None, None))
+    monkeypatch.setattr(lm, "decode", decode)
+    lm.train(training, lambda step: False)
+    figures = [
+        dict(step=n + 5.5, loss=n, train_bits_per_byte=n / np.log(2), tokens_per_second=128)
+        for n in np.arange(4.5, 50, 10)
+    ]
+    figures += [dict(step=n, held_out_bits_per_byte=35 / np.log(2)) for n in (25, 50)]
+    lines = [call.kwargs for call in training.log.write.call_args_list]
+    assert sorted(lines, key=len, reverse=True) == [*map(pytest.approx, figures)]
+    assert lm.sample(None, None)[1] == 8 / 2
 
 
 def curve(folder):

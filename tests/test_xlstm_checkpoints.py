@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from oracle import assert_close, tolerance
+from oracle import assert_close, oracle, tolerance
 
 pytest.importorskip("safetensors")
 pytest.importorskip("tokenizers")
@@ -53,18 +53,10 @@ def rms_norm(x, y, name):
     return y * x[f"{name}.weight"] + x.get(f"{name}.bias", 0.0)
 
 
-def mlstm(q, k, v, i, f, sigmoid_gate):
-    """(S, NH, ...) -> h, the recurrence with the states as they are, so without a stabiliser."""
-    c, n = np.zeros((*q.shape[1:], v.shape[-1])), np.zeros(q.shape[1:])
-    weight, hs = sigmoid(i) if sigmoid_gate else np.exp(i), []
-    for t in range(len(q)):
-        decay = sigmoid(f[t])[:, None]
-        c = decay[..., None] * c + weight[t][:, None, None] * k[t][..., None] * v[t][:, None]
-        n = decay * n + weight[t][:, None] * k[t]
-        scaled = q[t] * q.shape[-1] ** -0.5
-        norm = np.maximum(np.abs(np.sum(scaled * n, -1)), 1.0)[:, None]
-        hs.append(np.einsum("hk,hkv->hv", scaled, c) / norm)
-    return np.stack(hs)
+def mlstm(*x, sigmoid_gate):
+    """q, k, v, i, f (S, NH, ...) -> h."""
+    inputs = {name: y[None] for name, y in zip("qkvif", x, strict=True)}
+    return oracle(inputs, layout="BTNH", input_gate="sigmoid" if sigmoid_gate else "exp")[0][0]
 
 
 def logits64(x, values, sigmoid_gate=False):
@@ -77,7 +69,7 @@ def logits64(x, values, sigmoid_gate=False):
         z = rms_norm(p, y, "norm_mlstm")
         q, k, v = (linear(p, z, f"mlstm_layer.{a}").reshape(S, NH, -1) for a in "qkv")
         i, f = (cap(linear(p, z, f"mlstm_layer.{a}gate_preact"), gate_cap) for a in "if")
-        h = mlstm(q, k, v, i, f, sigmoid_gate)
+        h = mlstm(q, k, v, i, f, sigmoid_gate=sigmoid_gate)
         h = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-6)
         h = h.reshape(S, -1) * p["mlstm_layer.multihead_norm.weight"]
         h = h + p.get("mlstm_layer.multihead_norm.bias", 0.0)
@@ -134,11 +126,16 @@ TRANSFORMERS = dict(
     capless=(dict(gate_soft_cap=None, output_logit_soft_cap=None), TENSORS, TENSORS),
     fused=(dict(weight_mode="fused"), TENSORS, fused(TENSORS)),
     fused_bias=(dict(weight_mode="fused", use_bias=True), biased(False), fused(biased(False))),
-    older=(dict(num_blocks=None, embedding_dim=None), TENSORS, renamed(TENSORS, *OLDER)),
+    older=(
+        dict(num_blocks=None, embedding_dim=None, v_dim_factor=2),
+        TENSORS,
+        renamed(TENSORS, *OLDER),
+    ),
     first=(dict(num_hidden_layers=None, hidden_size=None), TENSORS, TENSORS),
     out_norm_all_the_same=(dict(add_out_norm=False), TENSORS, TENSORS),
     no_out_norm=(dict(add_out_norm=False), *[without_out_norm(TENSORS)] * 2),
     sigmoid=(dict(chunkwise_kernel=SIGING), TENSORS, TENSORS),
+    float16=(dict(inference_state_dtype="float16"), TENSORS, TENSORS),
     sigmoid_field=(dict(input_gate="sigmoid"), TENSORS, TENSORS),
     kernels=(
         dict(
@@ -158,23 +155,35 @@ def read(folder):
     return config, checkpoint.load(config, tensors, reader)
 
 
+def write(folder, file=TENSORS, **changed):
+    (folder / "config.json").write_text(json.dumps(VALUES | changed))
+    save_file(file, folder / "model.safetensors")
+
+
 def check(folder, expected):
-    """Of a prefill, and of a prefill and a step."""
+    """Of a prefill, and of a prefill and a step.
+
+    A step reads c and n of both blocks; in float16 they are rounded by at most 2^-11, of which
+    twice the root sum of squares leaves room for what norms and gates amplify.
+    """
     config, params = read(folder)
+    dtype = config.inference_state_dtype
     ends = np.array([len(PROMPT)])
     x, _ = model.prefill(config, params, PROMPT[None], None, ends)
     assert_close(model.next_logits(config, params, x[0]), expected, ROUNDING)
     _, states = model.prefill(config, params, PROMPT[None, :-1], None, ends - 1)
-    logits, _ = jax.jit(model.step, static_argnums=0)(config, params, states, PROMPT[-1:])
-    assert_close(logits[0], expected[-1], ROUNDING)
+    logits, after = jax.jit(model.step, static_argnums=0)(config, params, states, PROMPT[-1:])
+    for state in (*states, *after):
+        assert [x.dtype for x in state] == [dtype, dtype, "float32"]
+    rounding = 2 * (2 * 2) ** 0.5 * 2.0**-11 if dtype == "float16" else 0.0
+    assert_close(logits[0], expected[-1], ROUNDING + rounding)
     return config
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_checkpoints_of_transformers(name, tmp_path):
     changed, tensors, file = TRANSFORMERS[name]
-    (tmp_path / "config.json").write_text(json.dumps(VALUES | changed))
-    save_file(file, tmp_path / "model.safetensors")
+    write(tmp_path, file, **changed)
     caps = {x: y for x, y in changed.items() if "soft_cap" in x}
     config = check(tmp_path, logits64(tensors, VALUES | caps, sigmoid_gate="sigmoid" in name))
     assert (config.num_blocks, config.hidden_size) == (2, 64)
@@ -232,45 +241,25 @@ def test_the_default_width_of_the_feed_forward_differs(tmp_path):
     assert checkpoint.read_config(tmp_path)[0].ffn_dim == 25603
 
 
-def test_wrong_shapes_of_fused_tensors_are_named(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(VALUES | dict(weight_mode="fused")))
-    file, name = fused(TENSORS), "backbone.blocks.1.mlstm_layer.qkv_opreact.weight"
-    save_file(file | {name: file[name][1:]}, tmp_path / "model.safetensors")
-    message = rf"{name} is F32 \[383, 64\], and config.json makes it \[384, 64\]"
+DOWN = "backbone.blocks.1.ffn.proj_down.weight"
+PART = "backbone.blocks.1.mlstm_layer.qkv_opreact.weight"
+SHAPES = r"F32 \[383, 64\], and config.json makes it \[384, 64\]"
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        (fused(TENSORS) | {PART: fused(TENSORS)[PART][1:]}, rf"{PART} is {SHAPES}"),
+        (renamed(fused(TENSORS), (PART, "other")), r"lacks 4 .*k\.weight, "),
+        (TENSORS | {DOWN: TENSORS[DOWN].T.copy()}, rf"{DOWN} is F32 \[96, 64\], .* \[64, 96\]"),
+        (TENSORS | {DOWN: TENSORS[DOWN].astype("int8")}, f"{DOWN} is I8"),
+        (TENSORS | dict(foreign=TENSORS[DOWN]), "has, unlike the model, 1 tensors: foreign"),
+        (fused(TENSORS) | TENSORS, r" is in (\S+model.safetensors) and in \1"),
+        (biased(True), r"unlike the model, .*\.bias"),
+        (without_out_norm(TENSORS), r"lacks 1 tensors: .*out_norm\.weight"),
+    ],
+)
+def test_wrong_files_are_named(file, message, tmp_path):
+    write(tmp_path, file)
     with pytest.raises(checkpoint.CheckpointError, match=message):
-        read(tmp_path)
-    del file[name]
-    save_file(file, tmp_path / "model.safetensors")
-    with pytest.raises(checkpoint.CheckpointError, match=r"lacks 4 tensors: .*k\.weight, "):
-        read(tmp_path)
-
-
-def test_a_bias_without_use_bias_is_foreign(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(VALUES))
-    save_file(biased(True), tmp_path / "model.safetensors")
-    with pytest.raises(checkpoint.CheckpointError, match=r"unlike the model, .*\.bias"):
-        read(tmp_path)
-
-
-def test_states_in_float16(tmp_path):
-    """A step reads c and n of both blocks, rounded by at most 2^-11, of which twice the root sum of
-    squares leaves room for what norms and gates amplify."""
-    (tmp_path / "config.json").write_text(
-        json.dumps(VALUES | dict(inference_state_dtype="float16"))
-    )
-    save_file(TENSORS, tmp_path / "model.safetensors")
-    config, params = read(tmp_path)
-    ends = np.array([len(PROMPT) - 1])
-    _, states = model.prefill(config, params, PROMPT[None, :-1], None, ends)
-    logits, after = model.step(config, params, states, PROMPT[-1:])
-    for state in (*states, *after):
-        assert [x.dtype for x in state] == ["float16", "float16", "float32"]
-    bound = ROUNDING + 2 * (2 * 2) ** 0.5 * 2.0**-11
-    assert_close(logits[0], logits64(TENSORS, VALUES)[-1], bound)
-
-
-def test_an_out_norm_that_the_model_has_is_missed(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(VALUES))
-    save_file(without_out_norm(TENSORS), tmp_path / "model.safetensors")
-    with pytest.raises(checkpoint.CheckpointError, match=r"lacks 1 tensors: .*out_norm\.weight"):
         read(tmp_path)
