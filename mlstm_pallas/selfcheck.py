@@ -1,0 +1,257 @@
+"""Checks whether this machine computes right: python -m mlstm_pallas.selfcheck.
+
+It compares random calls, forward and all gradients, with the recurrence in float64, on each
+lowering that the machine has. If a result is off by more than the README promises, the exit code is
+1, and a line of Python repeats the call.
+"""
+
+import argparse
+import functools
+import hashlib
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+import mlstm_pallas
+from mlstm_pallas.planning.backend import jax_has_mosaic_gpu
+from mlstm_pallas.planning.dispatch import HAS_TRITON
+from mlstm_pallas.problem.gpu import target_gpu
+
+# What the README promises of outputs and of gradients.
+PROMISED = {"bfloat16": (5e-3, 2e-2), "float16": (1e-3, 4e-3), "float32": (1e-5, 1e-4)}
+SMALLEST = 1e-24  # float32 products in a smaller result are subnormal, and a device may drop them
+SECONDS = 120  # per call, with the start of its process
+LINE = "from mlstm_pallas.selfcheck import check; check({})"
+GRADIENTS = ["dq", "dk", "dv", "di", "df", "dc_initial", "dn_initial", "dm_initial"]
+
+HEADS = 64, 8, 16, 24, 32, 37, 48, 80, 96, 100, 112, 128, 160, 192, 250, 256, 320, 384, 512
+LAST = dict(return_last_states=True)
+# A call has one of the values of each row by chance; an edge case has the first ones.
+ALL = dict(
+    B=[1, 1, 2],
+    NH=[2, 1, 3],
+    S=[256, 7, 40, 64, 100, 128, 193, 200, 320, 333, 512, 640, 777, 1000, 1024, 1031],
+    DHQK=HEADS,
+    DHV=HEADS,
+    dtype=["bfloat16", "bfloat16", "float16", "float32"],
+    layout=["BNTH", "BTNH"],
+    forget=[4, -30, 0, 10, 40],
+    masked=[0, 0, 0.1],
+    initial=[True, True, False],
+    lengths=[False, False, True],
+    gate=[
+        *({}, {}, dict(eps=0.1), dict(stabilize_correctly=False), dict(input_gate="sigmoid")),
+        dict(input_gate="sigmoid", normalize=False),
+    ],
+    kind=[{}],
+    segments=[False],
+    slots=[False],
+    config=[{}],
+)
+CHUNKWISE = ALL | dict(
+    kind=[LAST, {}, LAST | dict(reverse=True), LAST | dict(num_segments=3)],
+    segments=[False, True],
+    chunk_size=[None, None, 64, 128, 256, 512, 1024],
+    config=[{}, {}, dict(fused=True), dict(fused=False), dict(num_splits=2)],
+    recompute_states_in_bw=[True, False],
+)
+TOKENS = ALL | dict(S=[1, 5, 8], slots=[False, True])
+# The first calls on Mosaic GPU: tiles have columns beyond those of the narrower head.
+EDGES = [
+    *(dict(DHQK=x) for x in (256, 192, 512)),
+    *(dict(DHQK=x, DHV=y) for x, y in ((256, 32), (256, 16), (160, 16))),
+    *(dict(DHQK=x, DHV=y, chunk_size=256) for x, y in ((64, 64), (64, 128), (128, 64), (32, 64))),
+    dict(DHQK=16, DHV=80, chunk_size=512, S=520),
+    *(
+        dict(config={"fused": False, f"mosaic_gpu_{stage}": dict(state_columns=x, num_stages=2)})
+        for stage in ("recurrent_fw_C", "recurrent_bw_dC")
+        for x in (128, 192)
+    ),
+]
+
+
+def draw(seed, number, backends):
+    """The arguments of ``check`` for one call of a run, the same ones on every machine."""
+    r = random.Random(f"{seed} {number}")
+    function = r.choice(["mlstm_chunkwise"] * 9 + ["mlstm_recurrent_sequence"])
+    table = CHUNKWISE if "chunk" in function else TOKENS
+    call = {name: r.choice(x) for name, x in table.items()}
+    call |= dict(function=function, backend=r.choice(backends), seed=r.getrandbits(32))
+    if "interpret" in backends[-1]:
+        call |= {name: min(call[name], 100) for name in ("S", "DHQK", "DHV")}
+    if number < len(EDGES) and "mosaic_gpu" in backends[0]:
+        call = {name: x[0] for name, x in CHUNKWISE.items()} | EDGES[number]
+        call |= dict(function="mlstm_chunkwise", backend=backends[0], seed=seed)
+    # The recurrence in float64 keeps all states.
+    call["S"] = min(call["S"], 3 * 10**7 // (call["DHQK"] * call["DHV"]))
+    return call
+
+
+def check(
+    function, seed, B, NH, S, DHQK, DHV, dtype, layout, forget, masked, initial, lengths, gate,
+    kind, segments, slots, config, **options,
+):  # fmt: skip
+    """Prints the error and the bound of each result of a call, by name."""
+    r = np.random.default_rng(seed)
+    sizes = [S, DHQK], [S, DHQK], [S, DHV], [S], [S], [DHQK, DHV], [DHQK], []
+    x = [r.standard_normal((B, NH, *size)) for size in sizes]
+    for j in 0, 1, 6:
+        x[j] = abs(x[j]) + 0.2  # n . q does not cancel
+    x[0] *= r.choice((-1, 1), (B, NH, S, 1))
+    x[4] += forget
+    for j, value in (4, -np.inf), (4, np.inf), (3, -30), (3, -np.inf):
+        x[j][r.random(x[j].shape) < masked] = value
+    x = [y.astype(jnp.dtype(dtype if j < 3 else "float32")) for j, y in enumerate(x)]
+    x = x[: 5 + (initial or slots) * (3 - ("input_gate" in gate))]
+    ends = r.integers(0, S + 1, B) if lengths else np.full(B, S)
+    within = np.arange(S) < ends[:, None, None]
+    ids = np.sort(r.integers(0, 3, (B, S)) * (np.arange(S) > 0))  # the first segment has states
+    step, axis = -1 if "reverse" in kind else 1, 1 + (layout == "BTNH")
+    options |= kind | gate | dict(layout=layout, config=mlstm_pallas.KernelConfig(**config))
+    # The rows of the states that the call takes and returns, before and after.
+    rows, before, after = (B,), np.arange(B), np.arange(B)
+    if lengths:
+        options["sequence_lengths"] = ends
+    segments |= "num_segments" in kind
+    if segments:
+        options["segment_ids"] = ids
+    if "num_segments" in kind:
+        rows, before, after = (B, 3), np.s_[:, 0], (after, ids[after, np.maximum(ends - 1, 0)])
+    if slots:
+        options["slots"] = before = after = r.permutation(B + 2)[:B]
+        rows = (B + 2,)
+
+    def call(*x):
+        arrays = (y.swapaxes(1, axis) for y in x[:5])
+        states = (jnp.zeros((*rows, *y.shape[1:])).at[before].set(y) for y in x[5:])
+        h, *states = jax.tree.leaves(getattr(mlstm_pallas, function)(*arrays, *states, **options))
+        return h.swapaxes(1, axis), *(y[after] for y in states)
+
+    def exact(q, k, v, i, f, *states):
+        ordered = q, k, v, jnp.where(within, i, -jnp.inf), jnp.where(within, f, jnp.inf)
+        # No segment starts beyond a length.
+        steps = np.maximum.accumulate(np.where(within[:, 0], ids * segments, 0), 1)
+        h, states = mlstm_pallas.reference.recurrence(
+            *(y[:, :, ::step] for y in ordered), *states,
+            segment_ids=steps[:, ::step], layout="BNTH", **gate,
+        )  # fmt: skip
+        return (jnp.where(within[..., None], h[:, :, ::step], 0), *states)[: len(dy)]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def results(function, x, dy):
+        y, pull = jax.vjp(function, *x)
+        return *y, *pull(dy)
+
+    dy = tuple(r.standard_normal(y.shape).astype(y.dtype) for y in jax.eval_shape(call, *x))
+    # A call of tokens has no derivatives.
+    actual = results(call, x, dy) if "chunk" in function else jax.jit(call)(*x)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        desired = [np.float64(y) for y in results(exact, *jax.tree.map(np.float64, (x, dy)))]
+    errors, norm = {}, np.linalg.norm
+    names = [*"hcnm"[: len(dy)], *GRADIENTS]
+    for name, a, b in zip(names, map(np.float64, actual), desired, strict=False):
+        size = norm(np.maximum(abs(b), 1) if name == "m" else b)
+        if name == "dm_initial":  # a sum whose terms may cancel
+            size = max(size, norm(desired[-3] * x[5]) + norm(desired[-2]) * norm(x[6]))
+        error = norm(a - b) / max(size, SMALLEST)
+        beyond = name in "h dq dk dv di df" and ~(within if a.ndim == 3 else within[..., None])
+        if np.isnan(error) or np.any(a * beyond):
+            error = np.inf
+        errors[name] = error, PROMISED[dtype][name in GRADIENTS]
+    print(json.dumps(errors))
+
+
+def run(call):
+    """The line that repeats a call, and the errors that it prints in a process of its own."""
+    line = LINE.format(", ".join(f"{name}={x!r}" for name, x in call.items()))
+    command = [sys.executable, "-c", line]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return line, {f"no result in {SECONDS} s": (np.inf, 1)}
+    if done.returncode == 0:
+        return line, json.loads(done.stdout.splitlines()[-1])
+    text = [f"exit code {done.returncode}", *done.stderr.strip().splitlines()][-1]
+    # Tiles that a config asks for may not fit this GPU.
+    return line, {} if text.startswith("ValueError: config.") else {text: (np.inf, 1)}
+
+
+def package_hash():
+    """The first digits of a hash of the package's files."""
+    root, digest = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py"), key=Path.as_posix):
+        name = path.relative_to(root).as_posix().encode()
+        digest.update(b"%s\0%s\0" % (name, path.read_bytes()))
+    return digest.hexdigest()[:12]
+
+
+def main():
+    """The program; returns its exit code."""
+    device, gpu, driver = jax.devices()[0].device_kind, jax.default_backend() == "gpu", "none"
+    mosaic_gpu = jax_has_mosaic_gpu() and (target_gpu().hopper or not gpu)
+    backends = ["xla"] + ["interpret"] * HAS_TRITON + ["mosaic_gpu_interpret"] * mosaic_gpu
+    if gpu:
+        driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader")
+        backends = 6 * (["mosaic_gpu"] * mosaic_gpu + ["triton"] * HAS_TRITON) + ["xla"]
+    parser = argparse.ArgumentParser("mlstm_pallas.selfcheck", description=__doc__)
+    processes = min(os.cpu_count() or 1, 16)
+    defaults = dict(minutes=5.0 if gpu else 1.0, seed=0, processes=processes)
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--backend", choices=sorted({*backends}))
+    options = parser.parse_args()
+    if options.backend:
+        backends = [options.backend]
+    numbers, start, checked = itertools.count(), time.monotonic(), []
+
+    def work():
+        while time.monotonic() < start + 60 * options.minutes:
+            call = draw(options.seed, next(numbers), backends)
+            line, errors = run(call)
+            worst, name = max(((x / y, name) for name, (x, y) in errors.items()), default=(0, "-"))
+            checked.append((call["backend"], worst, name))
+            if worst > 1:
+                error, bound = errors[name]
+                print(f"\n{line}\n# {name}: error {error:.1e}, bound {bound}", flush=True)
+
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(options.processes)]
+    for worker in workers:
+        worker.start()
+    end = "\r" if sys.stderr.isatty() else "\n"
+    try:
+        for second in itertools.count():
+            if not any(worker.is_alive() for worker in workers):
+                break
+            if end == "\r" or second % 30 == 29:
+                bar = "#" * min(int(second / options.minutes / 3), 20)
+                print(f"[{bar:20}] {second} s, {len(checked)} calls", end=end, file=sys.stderr)
+            time.sleep(1)
+    except KeyboardInterrupt:
+        print("interrupted")
+    versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, driver {driver}"
+    files = f"mlstm_pallas {mlstm_pallas.__version__}, files {package_hash()}"
+    print(f"\n{device}, {versions}, {files}, seed {options.seed}\n")
+    print("| lowering | calls | failed | worst error / bound | of |\n|---|---|---|---|---|")
+    for backend in dict.fromkeys(backends):
+        results = [result for lowering, *result in checked if lowering == backend]
+        worst, name = max(results, default=(0, "-"))
+        failed = sum(x > 1 for x, _ in results)
+        print(f"| {backend} | {len(results)} | {failed} | {worst:.2f} | {name} |")
+    return int(any(worst > 1 for _, worst, _ in checked))
+
+
+if __name__ == "__main__":
+    # Processes share the GPU; the warpgroups of interpreted kernels are threads.
+    os.environ |= dict(XLA_PYTHON_CLIENT_ALLOCATOR="platform", JAX_NUM_CPU_DEVICES="8")
+    sys.exit(main())
