@@ -78,7 +78,8 @@ def sequence(
     within = None
     if lengths is not None:
         within = steps_within(lengths, x.i.shape[2])
-        x = x._replace(i=jnp.where(within, x.i, -jnp.inf), f=jnp.where(within, x.f, jnp.inf))
+        q, k, v = (jnp.where(within[..., None], y, 0) for y in x[:3])  # 0 times NaN is NaN
+        x = Token(q, k, v, jnp.where(within, x.i, -jnp.inf), jnp.where(within, x.f, jnp.inf))
 
     def one(states: StepStates, x: Token) -> tuple[StepStates, Any]:
         h, after = step(spec, x, states)
