@@ -184,9 +184,13 @@ def test_the_batch_may_be_symbolic_in_plain_jnp():
     x = random_inputs(0, 2, 2, 20, 16, 8, states=False).values()
     run = partial(mlstm_chunkwise, chunk_size=16)  # for a CPU alone this is "xla"
     results = results_of(run)
-    of_any_batch = (jax.ShapeDtypeStruct((B, *y.shape[1:]), y.dtype) for y in x)
+    of_any_batch = [jax.ShapeDtypeStruct((B, *y.shape[1:]), y.dtype) for y in x]
     exported = export(results, *of_any_batch, platform="cpu")
     compare(("h", *NAMES[:5]), exported.call(*x), results(*x), BOUND)
+    by_name = dict(zip("qkvif", of_any_batch, strict=True))
+    assert export(run, platform="cpu", **by_name).out_avals[0].shape == of_any_batch[0].shape[
+        :3
+    ] + (8,)
 
 
 @pytest.mark.parametrize(
