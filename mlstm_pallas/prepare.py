@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -176,14 +176,15 @@ def _may_be_negative(ids: Any) -> bool:
 
 def _states_of_segments(spec: CallSpec, c: Any, n: Any, m: Any) -> SegmentStates:
     """The initial states of all segments; those of a row, (B, NH, ...), are segment 0's."""
-    p, dtype, N = spec.problem, accumulator_dtype(spec.dtype), cast(int, spec.num_segments)
-    if m is None:
-        m = jnp.zeros(n.shape[:-1], dtype)
+    p, dtype = spec.problem, accumulator_dtype(spec.dtype)
+    m = jnp.zeros(n.shape[:-1], dtype) if m is None else m
     if c.ndim == 4:
         c, n, m = (x[:, None] for x in (c, n, m))
-    widths = (0, 0), (spec.front, N - spec.front - c.shape[1])
-    c, n, m = (jnp.pad(x, [*widths, *[(0, 0)] * (x.ndim - 2)]) for x in (c, n, m))
-    return SegmentStates(pad(c, dtype, p.DHQK, p.DHV), pad(n, dtype, p.DHQK), pad(m, dtype))
+    heads: Any = spec.num_segments, p.NH
+    c, n = pad(c, dtype, *heads, p.DHQK, p.DHV), pad(n, dtype, *heads, p.DHQK)
+    states = SegmentStates(c, n, pad(m, dtype, *heads))
+    # The last one, of zeros, is the first.
+    return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), states) if spec.front else states
 
 
 def as_int32(lengths: Any) -> Any:

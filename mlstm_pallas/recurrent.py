@@ -320,7 +320,7 @@ def mlstm_recurrent_sequence(
       f: forget gate pre-activations, shaped as i.
       sequence_lengths: (B,) integers, clipped to 0..S: entry b advances by its
         first tokens. Beyond them h is 0 and the states stay as they are, to the
-        bit. None: all S tokens.
+        bit, whatever the arrays hold there. None: all S tokens.
       return_all_states: whether the states returned are those after each token;
         not with slots, where rows of the pools can be passed as states.
       layout: "BNTH" or "BTNH", of q, k, v, i, f and h. The states have the

@@ -255,7 +255,6 @@ CHANGES = dict(
 )
 CONFIGS = dict(chunk_size=32, precision=jax.lax.Precision.HIGH, fused=False, num_splits=2)
 CONFIGS["tiles"] = dict(triton_parallel_fw_H=dict(num_warps=2))
-OTHER_WORK = dict(function=halved, lowering="xla", options=(("L", 32),), mapped=1)
 
 
 def test_every_field_of_a_spec_is_part_of_what_finds_a_program():
@@ -267,19 +266,11 @@ def test_every_field_of_a_spec_is_part_of_what_finds_a_program():
     for name, x in CONFIGS.items():
         config = KernelConfig(**x if name == "tiles" else {name: x})
         specs.append(dataclasses.replace(first, config=config))
-    for field in "problem", "gpu":
-        part = getattr(first, field)
-        for name in {x.name for x in dataclasses.fields(part)} - {"reverse", "L"}:
-            other = dataclasses.replace(part, **{name: 2 * getattr(part, name)})
-            specs.append(dataclasses.replace(first, **{field: other}))
     run = jax.jit(lambda spec, x: traces.append(spec) or x, static_argnums=0)
     for spec in [first, *specs] * 2:
         run(spec, 0.0)
-    work = [Work(scaled, spec) for spec in [first, *specs]]
-    assert OTHER_WORK.keys() | {"spec"} == {x.name for x in dataclasses.fields(Work)}
-    work += [dataclasses.replace(work[0], **{name: x}) for name, x in OTHER_WORK.items()]
-    assert len(traces) == len({*specs}) + 1 == len(specs) + 1
-    assert len({*work}) == len({x.identity().tobytes() for x in work}) == len(work)
+    identities = {Work(scaled, spec).identity().tobytes() for spec in traces}
+    assert len(identities) == len(traces) == len({first, *specs}) == len(specs) + 1
 
 
 def test_nothing_leaks_from_a_trace():
