@@ -10,7 +10,7 @@ from jax.export import export as jax_export
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas.planning.backend import requested_backend, use_backend
-from mlstm_pallas.problem.gpu import UNKNOWN, known_gpu, target_gpu
+from mlstm_pallas.problem.gpu import UNKNOWN, export_mesh, known_gpu, target_gpu
 from mlstm_pallas.problem.validation import shown
 
 PLATFORMS = ("cpu", "cuda")
@@ -80,6 +80,7 @@ def export(
         if device_kind is not None:
             device = AbstractDevice(device_kind, None, "gpu" if "cuda" in platforms else "cpu")
             mesh = AbstractMesh((), (), abstract_device=device)
+            contexts.callback(export_mesh.reset, export_mesh.set(mesh))
             contexts.enter_context(jax.sharding.use_abstract_mesh(mesh))
         # Backend None also traces the kernels. Calls of constant shapes must not be traced for
         # "xla" alone: jit would use that trace for the same call on a GPU.

@@ -1,5 +1,6 @@
 """Before and after a call runs: checks, its CallSpec, casts, padding and what is cut off again."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict
@@ -16,7 +17,7 @@ from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem import validation
 from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.problem.arrays import Inputs, LastStates, SegmentStates
-from mlstm_pallas.problem.dimensions import Layout, Problem, accumulator_dtype
+from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype
 from mlstm_pallas.schedules.sharding import sharded_alike
 
 _log = logging.getLogger("mlstm_pallas")
@@ -76,7 +77,9 @@ def prepare(x: Arguments, options: Options, layout: Any) -> tuple[CallSpec, Argu
         validation.check_one_dtype(arrays)
     spec = call_spec(options, sizes, x.q.dtype, has_initial_state=x.c_initial is not None)
     if N is not None:
-        validation.check_segments_fit(N, spec.backend)
+        front = int(spec.has_initial_state and _may_be_negative(x.segment_ids))
+        validation.check_segments_fit(N, spec.backend, front)
+        spec = dataclasses.replace(spec, num_segments=N + front, front=front)
     validation.check_layout_is_meant(layout, sizes, x.c_initial, x.segment_ids)
     _log.debug("%s", spec)
     if isinstance(x.sequence_lengths, np.ndarray):  # jit would wrap 64 bits around
@@ -104,7 +107,7 @@ def padded(
     DHQK, DHV = q.shape[-1], v.shape[-1]
     segments = None
     if num_segments is not None and c_initial is not None:
-        segments = _states_of_segments(c_initial, n_initial, m_initial, num_segments, p, acc)
+        segments = _states_of_segments(spec, c_initial, n_initial, m_initial)
         c_initial = n_initial = m_initial = None
     if c_initial is None:
         c_initial, n_initial = jnp.zeros((B, NH, DHQK, DHV), acc), jnp.zeros((B, NH, DHQK), acc)
@@ -140,9 +143,11 @@ def padded(
     if ids is not None:
         starts = starts_of(ids).astype(jnp.int32)
         if num_segments is not None:
-            # Not all dtypes have N: an id beyond it is N.
-            most = min(num_segments, jnp.iinfo(ids.dtype).max)
-            inputs = inputs._replace(segment_ids=jnp.minimum(ids, most).astype(jnp.int32))
+            # An id below 0 is -1, and one beyond N is N; not all dtypes have these.
+            limits = jnp.iinfo(ids.dtype)
+            least, most = max(limits.min, -1), min(limits.max, num_segments - spec.front)
+            ids = ids.clip(least, most).astype(jnp.int32) + spec.front
+            inputs = inputs._replace(segment_ids=ids)
         starts = starts if lengths is None else jnp.where(within, starts, 0)
         if p.reverse:  # a segment begins where the next one in memory ends
             starts = jnp.roll(starts, -1, 2)
@@ -158,19 +163,28 @@ def results(
     h = h[..., :DHV].astype(x.q.dtype)
     if last is None or not spec.return_last_states:
         return h
-    c = last.c[..., :DHQK, :DHV].astype(spec.state_dtype or last.c.dtype)
-    return h, (c, last.n[..., :DHQK], last.m)
+    c, n, m = (y[:, spec.front :] for y in last) if spec.front else last
+    return h, (c[..., :DHQK, :DHV].astype(spec.state_dtype or c.dtype), n[..., :DHQK], m)
 
 
-def _states_of_segments(c: Any, n: Any, m: Any, N: int, p: Problem, dtype: Any) -> SegmentStates:
-    """The initial states of N segments; those of a row, (B, NH, ...), are the first segment's."""
-    if m is None:
-        m = jnp.zeros(n.shape[:-1], dtype)
+def _may_be_negative(ids: Any) -> bool:
+    """Whether an id may be below 0; NumPy arrays are read, of others the dtype is known."""
+    if isinstance(ids, np.ndarray):
+        return bool(np.any(ids < 0))
+    return jnp.issubdtype(ids.dtype, jnp.signedinteger)
+
+
+def _states_of_segments(spec: CallSpec, c: Any, n: Any, m: Any) -> SegmentStates:
+    """The initial states of all segments; those of a row, (B, NH, ...), are segment 0's."""
+    p, dtype = spec.problem, accumulator_dtype(spec.dtype)
+    m = jnp.zeros(n.shape[:-1], dtype) if m is None else m
     if c.ndim == 4:
-        c, n, m = (
-            jnp.pad(x[:, None], [(0, 0), (0, N - 1), *[(0, 0)] * (x.ndim - 1)]) for x in (c, n, m)
-        )
-    return SegmentStates(pad(c, dtype, p.DHQK, p.DHV), pad(n, dtype, p.DHQK), pad(m, dtype))
+        c, n, m = (x[:, None] for x in (c, n, m))
+    heads: Any = spec.num_segments, p.NH
+    c, n = pad(c, dtype, *heads, p.DHQK, p.DHV), pad(n, dtype, *heads, p.DHQK)
+    states = SegmentStates(c, n, pad(m, dtype, *heads))
+    # The last one, of zeros, is the first.
+    return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), states) if spec.front else states
 
 
 def as_int32(lengths: Any) -> Any:

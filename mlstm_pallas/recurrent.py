@@ -78,7 +78,8 @@ def sequence(
     within = None
     if lengths is not None:
         within = steps_within(lengths, x.i.shape[2])
-        x = x._replace(i=jnp.where(within, x.i, -jnp.inf), f=jnp.where(within, x.f, jnp.inf))
+        q, k, v = (jnp.where(within[..., None], y, 0) for y in x[:3])  # 0 times NaN is NaN
+        x = Token(q, k, v, jnp.where(within, x.i, -jnp.inf), jnp.where(within, x.f, jnp.inf))
 
     def one(states: StepStates, x: Token) -> tuple[StepStates, Any]:
         h, after = step(spec, x, states)
@@ -319,7 +320,7 @@ def mlstm_recurrent_sequence(
       f: forget gate pre-activations, shaped as i.
       sequence_lengths: (B,) integers, clipped to 0..S: entry b advances by its
         first tokens. Beyond them h is 0 and the states stay as they are, to the
-        bit. None: all S tokens.
+        bit, whatever the arrays hold there. None: all S tokens.
       return_all_states: whether the states returned are those after each token;
         not with slots, where rows of the pools can be passed as states.
       layout: "BNTH" or "BTNH", of q, k, v, i, f and h. The states have the

@@ -212,15 +212,58 @@ def test_a_stabiliser_other_than_zeros_is_refused_with_the_sigmoid_gate():
         trace(run, {name: STATES[2]})
 
 
-def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones():
-    """m is among them, which is 0 whatever the caller passes."""
-    x = zeros(ARRAYS) | {"v": np.ones(PLAIN["v"].shape, "float32")}
-    run = partial(mlstm_chunkwise, input_gate="sigmoid", return_last_states=True)
-    both = jax.jit(lambda m: [run(**x | {"m_initial": y}) for y in (m, None)])
-    given, without = both(np.full((B, NH), 3.0, "float32"))
-    assert not np.any(without[1][2])
+OF_CHUNKS = mlstm_chunkwise, mlstm_chunkwise_sequence_parallel, reference.chunkwise
+
+
+STEPS = mlstm_recurrent_step, mlstm_recurrent_sequence
+
+
+@pytest.mark.parametrize(
+    ("function", "pooled"), [*((x, False) for x in PUBLIC), *((x, True) for x in STEPS)]
+)
+def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones(function, pooled):
+    """m is among them: None, zeros or traced. It is 0 whatever a call of chunks gets."""
+    x, options = zeros(arrays_of(function)), dict(input_gate="sigmoid")
+    _, _, v, *_, c, n, m = [*x][:8]
+    if pooled:
+        options["slots"] = np.array([4, 1])
+        x |= {name: np.zeros((5, *x[name].shape[1:]), "float32") for name in (c, n, m)}
+    if function in OF_CHUNKS:
+        options["return_last_states"] = True
+    if function is mlstm_chunkwise_sequence_parallel:
+        options["axis_name"] = "s"
+    x |= {name: np.ones(x[name].shape, "float32") for name in (v, c, n)}
+
+    def run(m_initial):
+        call = partial(function, **x | {m: m_initial}, **options)
+        mapped = jax.vmap(lambda _: call(), axis_name="s", axis_size=1)
+        return mapped(jnp.zeros(1)) if "axis_name" in options else call()
+
+    traced = np.full(x[m].shape, 3.0 if function in OF_CHUNKS else 0.0, "float32")
+    given, without = jax.jit(lambda y: (run(y), run(None)))(traced)
     assert_same_bits(given, without)
-    jax.eval_shape(lambda: run(**x))  # an array of zeros
+    for name, y in zip((c, n, m), without[1], strict=True):
+        assert y.shape[-x[name].ndim :] == x[name].shape
+    assert not np.any(without[1][2])
+    jax.eval_shape(lambda: run(x[m]))  # an array of zeros
+
+
+def test_num_segments_may_be_exactly_its_limit():
+    """A segment of ids below 0 has a place too, where there are initial states."""
+    most, ids = 2**16 - 3, SEGMENTS["segment_ids"]
+    for states, dtype in ({}, "int32"), (INITIAL, "uint32"):
+        arrays = PLAIN | states | {"segment_ids": ids.update(dtype=dtype)}
+        trace(mlstm_chunkwise, arrays | dict(num_segments=most, return_last_states=True))
+    message = (
+        f"num_segments is {most}, expected at most {most}, the limit of a kernel's grid, or "
+        "backend 'xla'; one less with initial states and segment_ids that may be negative"
+    )
+    refused(ValueError, message, trace, mlstm_chunkwise, ARRAYS | SEGMENTS | {"num_segments": most})
+
+
+def test_rows_of_prompts_may_be_exactly_full():
+    assert pack_lengths([[3, 5], [2]], 8)[0].shape == (2, 8)
+    refused(ValueError, "S is 7, expected an integer >= 8", pack_lengths, [[3, 5], [2]], 7)
 
 
 @pytest.mark.filterwarnings("error")
@@ -245,6 +288,7 @@ def test_more_heads_than_steps_get_a_warning_at_each_line_that_names_no_layout(f
     assert [(x.filename, x.lineno - line) for x in caught] == [(__file__, 4), (__file__, 5)]
     few = inputs(B, NH, 1)
     trace(function, few | {"layout": "BNTH"})
+    trace(function, inputs(B, NH, NH))  # as many steps as heads
     trace(function, inputs(B, 1, NH) | {"layout": "BTNH"})
     trace(function, arrays_of(function) | few)
     trace(mlstm_chunkwise, few | {"segment_ids": array(B, 1, dtype="int32")})
@@ -253,7 +297,7 @@ def test_more_heads_than_steps_get_a_warning_at_each_line_that_names_no_layout(f
     assert str(default) == "layout: Literal['BNTH', 'BTNH'] = 'BNTH'"
 
 
-@pytest.mark.parametrize("function", [mlstm_recurrent_step, mlstm_recurrent_sequence])
+@pytest.mark.parametrize("function", STEPS)
 def test_slots_and_pools_are_refused_by_name(function):
     slots, pool = array(B, dtype="uint8"), array(5, NH, DHQK, DHV)
     pools = dict(c_initial=pool, n_initial=array(5, NH, DHQK), m_initial=array(5, NH))

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mosaic_gpu_cases import fused
 from oracle import (
@@ -27,11 +27,13 @@ from oracle import (
     run_python,
     shapes_and_dtypes,
     sharded,
+    slow,
     tolerance,
 )
 
-from mlstm_pallas import mlstm_chunkwise
+from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_sequence, mlstm_recurrent_step
 from mlstm_pallas.export import CUSTOM_CALL_TARGET, export
+from mlstm_pallas.problem.gpu import UNKNOWN, target_gpu
 
 INPUTS = random_inputs(0, 2, 2, 40, 16, 8)
 BOUND = 4 * tolerance("float32", 40 + 16)
@@ -134,6 +136,41 @@ def test_shards_of_explicit_axes_are_exported():
     assert_close(result, run(*x), BOUND)
 
 
+TOKEN = [jax.ShapeDtypeStruct((4, 2, *x), "float32") for x in ((8,), (8,), (8,), (), ())]
+
+
+@pytest.mark.parametrize(
+    ("kind", "inside"),
+    [(AxisType.Auto, True), (AxisType.Explicit, True), (AxisType.Explicit, False)],
+)
+@pytest.mark.parametrize(
+    ("run", "x"),
+    [
+        (mlstm_recurrent_step, TOKEN),
+        slow(mlstm_recurrent_sequence, call_shapes(4, 2, 3, 16, 16)),
+        (results_of(mlstm_chunkwise), call_shapes(4, 2, 32, 16, 16)),
+    ],
+    ids=["step", "sequence", "chunkwise"],
+)
+def test_shards_are_exported_for_the_gpu_that_the_caller_names(run, x, inside, kind):
+    """The mesh has devices of this process, which has no GPU."""
+    gpus, mesh = [], mesh_of((2,), kind)
+    shards = [
+        jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=NamedSharding(mesh, P("x"))) for y in x
+    ]
+
+    def function(*x):
+        gpus.append(target_gpu().name)
+        return run(*x)
+
+    on_shards = jax.shard_map(function, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    call = on_shards if inside else function
+    exported = export(call, *shards, platform="cuda", device_kind="NVIDIA H200")
+    assert CUSTOM_CALL_TARGET in exported.mlir_module()
+    assert {*gpus} == {"NVIDIA H200"}
+    assert target_gpu() is UNKNOWN
+
+
 def test_an_export_for_cpu_and_cuda_has_the_kernels_and_runs_on_the_cpu():
     x = INPUTS.values()
     exported = export(function, *x, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
@@ -147,9 +184,11 @@ def test_the_batch_may_be_symbolic_in_plain_jnp():
     x = random_inputs(0, 2, 2, 20, 16, 8, states=False).values()
     run = partial(mlstm_chunkwise, chunk_size=16)  # for a CPU alone this is "xla"
     results = results_of(run)
-    of_any_batch = (jax.ShapeDtypeStruct((B, *y.shape[1:]), y.dtype) for y in x)
+    of_any_batch = [jax.ShapeDtypeStruct((B, *y.shape[1:]), y.dtype) for y in x]
     exported = export(results, *of_any_batch, platform="cpu")
     compare(("h", *NAMES[:5]), exported.call(*x), results(*x), BOUND)
+    by_name = dict(zip("qkvif", of_any_batch, strict=True))
+    assert export(run, platform="cpu", **by_name).out_avals[0].shape == (B, 2, 20, 8)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,19 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from mesh_calls import both_passes
-from oracle import assert_close, mesh_of, random_inputs, run_python, sharded, tolerance
+from oracle import (
+    NAMES,
+    assert_close,
+    config_in_splits,
+    in_layout,
+    mesh_of,
+    random_inputs,
+    run_python,
+    sharded,
+    slow,
+    token_at,
+    tolerance,
+)
 
 from mlstm_pallas import (
     KernelConfig,
@@ -26,6 +38,7 @@ from mlstm_pallas import (
     use_backend,
 )
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
+from mlstm_pallas.export import export
 from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.xlstm_jax import (
     max_triton_fwbw_v3noslice,
@@ -69,7 +82,7 @@ def calls():
     yield "chunkwise", with_gradients(packed), x
     yield "without_states", with_gradients(chunkwise), plain
     ids = dict(segment_ids=ids, sequence_lengths=lengths)
-    yield "segments", functools.partial(packed, num_segments=2, **ids), plain
+    yield "segments", with_gradients(functools.partial(packed, num_segments=2, **ids)), plain
     yield "packed", with_gradients(functools.partial(packed, **ids)), plain
     yield "step", mlstm_recurrent_step, token
     yield "steps", mlstm_recurrent_sequence, [y[:, :, :3] for y in plain]
@@ -82,7 +95,57 @@ def calls():
         yield system.__name__, both_passes(system), inputs(64)[:5]
 
 
+def calls_by_options():
+    """Calls whose kernels have indices of their own, with 64-bit ids, lengths and slots."""
+    x, token = inputs(20), [*token_at(random_inputs(0, 1, 1, 1, 8, 8), 0).values()]
+    ids, lengths = np.arange(20)[None] // 7 - 1, np.array([17])
+    scan = KernelConfig(fused=True, triton_recurrent_fw_H=dict(siz_b_L=16))
+    for options in (  # the first one is quick
+        dict(config=scan, sequence_lengths=lengths),
+        dict(config=scan, reverse=True, segment_ids=ids, recompute_states_in_bw=False),
+        dict(config=config_in_splits(2, siz_b_L=16), layout="BTNH"),
+        dict(config=KernelConfig(fused=False), sequence_lengths=lengths, state_dtype="bfloat16"),
+        dict(segment_ids=ids, num_segments=2, autocast_kernel_dtype="bfloat16"),
+        dict(segment_ids=ids, num_segments=1, sequence_lengths=lengths, input_gate="sigmoid"),
+    ):
+        run = functools.partial(chunkwise, return_last_states=True, **options)
+        yield with_gradients(run), in_layout(options.get("layout"), NAMES, x)
+    pools = [jnp.concatenate([y] * 3) for y in token[5:]]
+    for options in dict(sequence_lengths=np.array([2])), dict(return_all_states=True):
+        yield functools.partial(mlstm_recurrent_sequence, **options), [y[:, :, :3] for y in x[:5]]
+    yield functools.partial(mlstm_recurrent_step, slots=np.array([2])), token[:5] + pools
+    token[:5] = jnp.concatenate(token[:3], -1), None, None, jnp.stack(token[3:5], -1), None
+    yield mlstm_recurrent_step, token
+
+
+@pytest.mark.parametrize("every", [False, slow(True)])
+def test_calls_under_x64_keep_the_dtypes_of_their_arguments(every):
+    """The default backend traces the Triton kernels and plain jnp."""
+    slow_ones = "chunkwise", "without_states", "packed", "mapped_shards"
+    traced = [(run, x) for name, run, x in calls() if every or name not in slow_ones]
+    by_options = [*calls_by_options()]
+    with jax.enable_x64(True):
+        for run, x in traced + (by_options if every else by_options[:1] + by_options[6:]):
+            found = {y.dtype.name for y in jax.tree.leaves(jax.eval_shape(run, *x))}
+            assert found <= {"float32", "bfloat16"}
+        exported = export(run, *x, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
+        assert {y.dtype.name for y in exported.out_avals} == {"float32"}
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_under_x64():
+    for run, x in calls_by_options():
+        results = []
+        with jax.enable_x64(True):
+            for backend in "interpret", "xla":
+                with use_backend(backend):
+                    results.append(jax.tree.leaves(jax.jit(lambda *x, run=run: run(*x))(*x)))
+        for y, z in zip(*results, strict=True):
+            assert_close(y, z, max(BOUND, 4 * tolerance(y.dtype, 64)))
+
+
 MODES = (
+    "jax_enable_x64",
     "jax_disable_jit",
     "jax_debug_nans",
     "jax_debug_infs",

@@ -52,10 +52,11 @@ def test_interpreted_kernels_against_float64(name, capsys):
 
 @needs_mosaic_gpu
 @pytest.mark.slow
-def test_states_of_packed_prompts():
-    rows = [1, 2, 63, 64, 65, 30], [100]
-    options = dict(dtype="bfloat16", layout="BTNH", backend="mosaic_gpu_interpret")
-    check_prompts(0, 64, 128, rows=rows, go_on=True, **options)
+@pytest.mark.parametrize("options", [dict(go_on=True), dict(states=False)], ids=str)
+def test_states_of_packed_prompts(options):
+    rows = [7, 1, 2, 63, 64, 65, 30], [0, 0, 100], [70, 0, 0, 0, 0, 0, 9]
+    options |= dict(dtype="bfloat16", layout="BTNH", backend="mosaic_gpu_interpret")
+    check_prompts(0, 64, 128, rows=rows, others=(1, 1), **options)
 
 
 @needs_mosaic_gpu

@@ -4,6 +4,7 @@ Gradients without states of segments: test_gradients.py, the rows gradients_of_g
 """
 
 import functools
+import itertools
 import re
 
 import jax
@@ -34,6 +35,8 @@ from oracle import (
 
 from mlstm_pallas import mlstm_chunkwise, pack_lengths
 from mlstm_pallas.formulas.gates import segment_ends
+from mlstm_pallas.planning.options import Options
+from mlstm_pallas.prepare import Arguments, padded, prepare
 
 S, L = 90, 32
 STATES = NAMES[5:]
@@ -80,11 +83,6 @@ def prompts_alone(ends, sizes, **gate):
 
     def run(**x):
         before = {name: y for name, y in x.items() if name in STATES}
-        if before["c_initial"].ndim == 4:  # those of the first segments
-            before = {
-                name: jnp.zeros((*sizes.shape, *y.shape[1:]), y.dtype).at[:, 0].set(y)
-                for name, y in before.items()
-            }
         alone = {name: swapped(x[name][places]) for name in "qkvif"}
         alone["i"] = jnp.where(inside, alone["i"], -jnp.inf)
         alone["f"] = jnp.where(inside, alone["f"], jnp.inf)
@@ -100,7 +98,17 @@ def prompts_alone(ends, sizes, **gate):
 
 
 def check_prompts(
-    count, DHQK, DHV, *, dtype="float32", layout="BNTH", go_on=False, rows=None, **options
+    count,
+    DHQK,
+    DHV,
+    *,
+    dtype="float32",
+    layout="BNTH",
+    go_on=False,
+    rows=None,
+    states=True,
+    others=(0, 0),
+    **options,
 ):
     """A prefill of packed prompts: h, the states of each prompt and all gradients are those of the
     prompts alone in float64.
@@ -109,31 +117,50 @@ def check_prompts(
 
     The first one of a row goes on from initial states; with go_on every prompt does. One more
     segment is asked for than there is: its states stay as they were. Beyond the prompts h is 0.
+
+    Args:
+      states: whether there are initial states.
+      others: so many of the first and of the last segments have ids that are none of a state.
     """
     rows = rows or ([*np.random.default_rng(0).integers(1, 11, size=count)], [5, 40, 1])
     ids, ends = pack_lengths(rows, max(map(sum, rows)) + 4)
     sizes = np.diff(ends, axis=1, prepend=0, append=ends[:, -1:])
     (B, S), segments = ids.shape, sizes.shape[1]
     gate = {name: options[name] for name in {"input_gate", "normalize"} & {*options}}
+    front, behind = others
+    of_call = slice(front, segments - behind)
+    sizes_of_call = sizes[:, of_call]
+    ids, count = ids - front, sizes_of_call.shape[1]
     x = random_inputs(4, B, 2, S, DHQK, DHV, dtype=dtype, m_initial="input_gate" not in gate)
-    initial = states_of_segments(x, segments)
-    h, *states = cotangents_for(x, dtype)
-    states = (np.random.default_rng(2).normal(size=(B, segments, *y.shape[1:])) for y in states)
-    cotangents = h, *(array(array(y, dtype), "float32") for y in states)
+    initial = states_of_segments(x, count)
+    h, *of_states = cotangents_for(x, dtype)
+    of_states = (np.random.default_rng(2).normal(size=(B, count, *y.shape[1:])) for y in of_states)
+    cotangents = h, *(array(array(y, dtype), "float32") for y in of_states)
     if go_on:
         x |= initial
-    options |= dict(segment_ids=ids, num_segments=segments, sequence_lengths=ends[:, -1])
+    elif not states:
+        x = {name: x[name] for name in "qkvif"}
+    options |= dict(segment_ids=ids, num_segments=count, sequence_lengths=ends[:, -1])
     options |= dict(return_last_states=True, layout=layout)
     run = functools.partial(mlstm_chunkwise, **options)
     result = outputs_and_gradients(run, layout)(x, cotangents)
-    of_prompts = outputs_and_gradients(
-        prompts_alone(np.append(ends, ends[:, -1:], axis=1), sizes, **gate)
-    )
-    expected = in_float64(of_prompts, x, cotangents)
+    alone = prompts_alone(np.append(ends, ends[:, -1:], axis=1), sizes, **gate)
+
+    def of_prompts(**x):
+        for name in {*initial}:  # others begin with zeros
+            y = x.get(name, jnp.zeros(initial[name].shape, x["i"].dtype))
+            y = y if y.ndim == initial[name].ndim else y[:, None]
+            widths = (0, 0), (front, segments - front - y.shape[1])
+            x[name] = jnp.pad(y, [*widths, *[(0, 0)] * (y.ndim - 2)])
+        h, after = alone(**x)
+        return h, tuple(y[:, of_call] for y in after)
+
+    expected = in_float64(outputs_and_gradients(of_prompts), x, cotangents)
     assert_nothing_beyond(ends[:, -1], *result)
     for y, before in zip(result[0][1:], (initial.get(name) for name in STATES), strict=True):
         if go_on and before is not None:
-            assert_close(y[sizes == 0], before[sizes == 0], tolerance("float32", 1))
+            empty = sizes_of_call == 0
+            assert_close(y[empty], before[empty], tolerance("float32", 1))
     of_outputs, of_gradients = errors_of(x, result, expected)
     for errors, bound in zip((of_outputs, of_gradients), bounds_of(x, expected[0]), strict=True):
         assert_below(errors, bound)
@@ -156,6 +183,43 @@ ODD_ON_A_GPU = [1, 2, 0, 63, 64, 65, 600], [0, 130]
 )
 def test_prompts_are_read_at_once(count, options):
     check_prompts(count, 16, 32, chunk_size=L, **options)
+
+
+# In front -3, -2 and -1; some rows have no -1, no 0 or nothing else; 3 and 4 are behind.
+OUTSIDE = [3, 0, 20, 0, 33, 5, 7, 9], [0, 0, 0, 17, 1], [0, 40, 0, 0, 0, 0, 3], [9]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(backend="xla", states=False),
+        slow(dict(backend="xla", go_on=True, input_gate="sigmoid")),
+        dict(backend="interpret", go_on=True, layout="BTNH"),
+        slow(dict(backend="interpret", states=False)),
+        slow(dict(backend="interpret")),
+    ],
+    ids=str,
+)
+def test_ids_below_0_and_from_n_on_belong_to_no_segment(options):
+    """Their steps have the h of segments of their own."""
+    check_prompts(0, 16, 32, chunk_size=L, rows=OUTSIDE, others=(3, 3), **options)
+
+
+def test_ids_of_any_integer_dtype():
+    """The least and the largest id of each, with fewer segments and with more than int8 has."""
+    x = random_inputs(3, 1, 1, 4, 8, 8)
+    with jax.enable_x64(True):
+        for bits, sign, states in itertools.product((8, 16, 32, 64), ("", "u"), (False, True)):
+            limits = np.iinfo(dtype := f"{sign}int{bits}")
+            ids = jnp.array([[limits.min, 1, 2, limits.max]], dtype)
+            for count in 3, 300:
+                options = Options(num_segments=count, return_last_states=True, backend="xla")
+                arrays = [*x.values()][: 8 if states else 5]
+                spec, call = prepare(Arguments(*arrays)._replace(segment_ids=ids), options, None)
+                front = states and not sign  # a segment of ids below 0
+                expected = np.array([-1 if limits.min else 0, 1, 2, min(limits.max, count)]) + front
+                assert np.array_equal(padded(spec, call).segment_ids, [[expected]])
+                assert (spec.num_segments, spec.front) == (count + front, front)
 
 
 @pytest.mark.parametrize(

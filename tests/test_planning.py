@@ -13,8 +13,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import HELPERS, call_shapes, for_device, mesh_for, results_of
+from test_gpu_facts import NAMED
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, plan
+from mlstm_pallas.planning import backend
+from mlstm_pallas.planning.backend import requested_backend
+from mlstm_pallas.problem.gpu import known_gpu
 
 WIDE = 256, 512  # heads wide enough for sequences to be split
 
@@ -155,9 +159,21 @@ def test_a_plan_says_what_memory_a_call_takes():
     assert len(str(call).splitlines()) == len(call.launches) + 3
 
 
-def test_a_plan_for_another_gpu_than_hopper_has_no_mosaic_gpu_kernels():
-    with pytest.raises(ValueError, match=r"^backend is 'mosaic_gpu' and "):
-        planned(*[64] * 5, backend="mosaic_gpu", gpu="NVIDIA L4")
+def test_only_hopper_gets_mosaic_gpu_kernels(any_jax, monkeypatch):
+    """Of all known GPUs, older and newer, by a plan and by a call; without Triton by default."""
+    names = (line.partition(": ")[2].split(", ") for line in NAMED.strip().splitlines())
+    for kind in (f"NVIDIA {name}" for name in itertools.chain(*names)):
+        gpu, sizes = known_gpu(kind), [64, 8, 256, 64, 128]
+        chosen, hopper = requested_backend("fastest", gpu), gpu.capability == 90
+        assert chosen == ("fastest" if hopper else None)
+        launches = planned(*sizes, backend="fastest", gpu=kind).launches
+        assert {x.lowering for x in launches} == {"mosaic_gpu" if hopper else "triton"}
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "HAS_TRITON", False)
+            assert requested_backend(None, gpu) == chosen
+        if not hopper:
+            with pytest.raises(ValueError, match=rf"^backend is 'mosaic_gpu' and .* {kind},"):
+                planned(*sizes, backend="mosaic_gpu", gpu=kind)
 
 
 # DHQK/DHV of published models, and sizes between them that models could have.

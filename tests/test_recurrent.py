@@ -16,6 +16,7 @@ from oracle import (
     OUTPUTS,
     assert_below,
     assert_close,
+    assert_same_bits,
     compare,
     cotangents_for,
     errors_of,
@@ -343,7 +344,7 @@ def test_states_after_each_token_and_up_to_lengths(backend, gate, layout):
     options = dict(input_gate=gate, backend=backend)
     run = functools.partial(mlstm_recurrent_sequence, layout=layout, **options)
     args = in_layout(layout, NAMES, arguments(x))
-    states = arguments(x)[5:]
+    states = before = arguments(x)[5:]
     singles = [states]
     for t in range(S):
         _, states = mlstm_recurrent_step(*arguments(x, t)[:5], *states, **options)
@@ -351,12 +352,36 @@ def test_states_after_each_token_and_up_to_lengths(backend, gate, layout):
     whole, every = run(*args, return_all_states=True)
     for y, *at in zip(every, *singles[1:], strict=True):
         assert np.array_equal(y, np.stack(at, axis=1))
-    some, last = run(*args, sequence_lengths=lengths)
     within = np.arange(S) < lengths[:, None]
-    within = within[:, None, :, None] if layout == "BNTH" else within[:, :, None, None]
-    assert np.array_equal(some, np.where(within, whole, 0))
+    within = within[:, None] if layout == "BNTH" else within[:, :, None]
+    garbage = itertools.cycle((np.nan, np.inf, 1e38))
+    tokens = [
+        np.where(within[..., None] if y.ndim == 4 else within, y, next(garbage)) for y in args[:5]
+    ]
+    some, last = run(*tokens, *before, sequence_lengths=lengths)
+    assert np.array_equal(some, np.where(within[..., None], whole, 0))
     for y, *at in zip(last, *singles, strict=True):
         assert np.array_equal(y, np.stack(at)[np.minimum(lengths, S), np.arange(3)])
+    slots, pools = np.array([4, 0, 2]), [np.zeros((5, *y.shape[1:]), y.dtype) for y in before]
+    for pool, y in zip(pools, before, strict=True):
+        pool[slots] = y
+    _, after = run(*tokens, *pools, slots=slots, sequence_lengths=lengths)
+    for pool, y in zip(after, last, strict=True):
+        assert np.array_equal(pool[slots], y)
+        assert not np.any(pool[np.array([1, 3])])
+
+
+def test_no_gradient_comes_from_beyond_a_length():
+    x = random_inputs(8, 2, 1, 3, 8, 8)
+    poisoned = x | {name: x[name].at[0, :, 1:].set(jnp.nan) for name in "qkvif"}
+
+    @jax.jit
+    @jax.grad
+    def gradients(x):
+        lengths = dict(sequence_lengths=np.array([1, 3]), backend="xla")
+        return loss_of(*mlstm_recurrent_sequence(*map(x.get, NAMES), **lengths))
+
+    assert_same_bits(*map(gradients, (poisoned, x)))
 
 
 # ---------------- states in pools

@@ -81,11 +81,11 @@ class ChunkList(NamedTuple):
         def gathered(x: Array, where: Array, beyond: float) -> Array:
             return jnp.where(where, jnp.take_along_axis(x, index, axis=1, mode="clip"), beyond)
 
-        in_rest = within & (index > self.parts.begins[:, self.N, None])
         i, f = gathered(i, within, -jnp.inf), gathered(f, within, jnp.inf)
-        rows, first = self.before_parts()
+        starts, (rows, first) = gathered(starts, within, 0), self.before_parts()
         i = i.at[rows, first * L].set(jnp.pad(m, [(0, 0), (0, 1)]))
-        return i, f.at[rows, first * L].set(-jnp.inf), gathered(starts, in_rest, 0)
+        f = f.at[rows, first * L].set(-jnp.inf)
+        return i, f, starts.at[rows, (first + 1) * L].set(0)
 
     def with_initial(self, x: Array, initial: Array) -> Array:
         """x, (B * NH, NC, ...), with ``initial``, (B * NH, N, ...), before the segments.
@@ -146,7 +146,7 @@ def state_of(p: Problem, N: int, head: Array, part: Array) -> Array:
 
     It is the last segment's for the rest and the tail, which have no states.
     """
-    segment = lax.min(part, np.int32(N - 1))
+    segment = lax.min(part, np.int32(N - 1)) if isinstance(part, Array) else min(part, N - 1)
     return (divide(head, p.NH) * N + segment) * p.NH + remainder(head, p.NH)
 
 

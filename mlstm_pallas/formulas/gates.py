@@ -192,17 +192,18 @@ def steps_within(lengths: Array, S: int) -> Array:
 def segment_ends(ids: Array, num_segments: int, lengths: Array | None) -> Array:
     """The number of steps up to the end of each segment, ascending: (B * NH, num_segments) int32.
 
-    Segment n is the steps with id n, before the first id that is negative or less than the previous
-    one. It has no steps if no id is n, and ends where the previous segment does.
+    Segment n is the steps with id n, before the first id that is less than the previous one. It has
+    no steps if no id is n, and ends where the previous segment does. The first segment that has
+    steps begins at step 0, with the steps whose ids are -1.
 
-    ids: (B * NH, S) int32; lengths: (B * NH,), the steps that count; None: all.
+    ids: (B * NH, S) int32, from -1; lengths: (B * NH,), the steps that count; None: all.
     """
-    descends = ids < jnp.pad(ids[:, :-1], [(0, 0), (1, 0)])
+    descends = ids < jnp.pad(ids[:, :-1], [(0, 0), (1, 0)], constant_values=-1)
     outside = jnp.cumsum(descends, axis=1) > 0
     if lengths is not None:
         outside |= ~steps_within(lengths, ids.shape[1])
     ids = jnp.where(outside, num_segments, ids)
-    numbers = lax.broadcasted_iota(jnp.int32, (len(ids), num_segments), 1)
+    numbers = lax.broadcasted_iota(jnp.int32, (len(ids), num_segments + 1), 1) - 1
     # A binary search, bit by bit. jnp.searchsorted has a primitive (jax 0.12) that
     # custom_partitioning cannot lower here.
     S, ends = ids.shape[1], jnp.zeros_like(numbers)
@@ -210,7 +211,7 @@ def segment_ends(ids: Array, num_segments: int, lengths: Array | None) -> Array:
         further = ends + (1 << bit)
         last = jnp.take_along_axis(ids, further - 1, axis=1, mode="clip")
         ends = jnp.where((further <= S) & (last <= numbers), further, ends)
-    return ends
+    return jnp.where(ends > ends[:, :1], ends, 0)[:, 1:]
 
 
 def reset_offset(

@@ -46,6 +46,8 @@ class CallSpec(Options):
       has_initial_state: False: the states start from zeros, which have no gradients.
       pooled: whether the states of a step are in pools, (P, NH, ...), with slots (B,). Then NH is
         the only axis that is sharded.
+      front: 1: the first of num_segments is of ids below 0, because the initial states of the next
+        one enter behind its steps.
     """
 
     problem: Problem
@@ -53,6 +55,7 @@ class CallSpec(Options):
     gpu: Gpu
     has_initial_state: bool = True
     pooled: bool = False
+    front: int = 0
 
     def __str__(self) -> str:
         """The fields and what follows from them, for the log."""

@@ -2,9 +2,11 @@
 
 import dataclasses
 import re
+from contextvars import ContextVar
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,9 @@ _GPUS = (
 # The least that every supported GPU has, for calls whose GPU is not known when they are traced.
 UNKNOWN = Gpu("unknown", 80, 108, 99 * 1024)
 HOPPER = Gpu("NVIDIA H100", 90, 132, 227 * 1024)
+# An empty mesh with the device that a function is exported for. Inside a shard_map the mesh in use
+# has a device of this process.
+export_mesh: ContextVar[AbstractMesh | None] = ContextVar("export_mesh", default=None)
 
 
 def known_gpu(device_kind: str) -> Gpu | None:
@@ -99,7 +104,7 @@ def gpu_of(device: Any) -> Gpu:
 
 def target_gpu() -> Gpu:
     """The GPU of the computation: of the abstract mesh in use, otherwise this process's first."""
-    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    abstract = (export_mesh.get() or jax.sharding.get_abstract_mesh()).abstract_device
     first = jax.devices()[0]
     if abstract is None or abstract.device_kind == first.device_kind:
         return gpu_of(first)

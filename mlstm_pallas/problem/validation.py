@@ -383,12 +383,13 @@ def check_segments(num_segments: int, segment_ids: Any, return_last_states: bool
         )
 
 
-def check_segments_fit(num_segments: int, backend: str | None) -> None:
-    """Raises for more segments than the grid of a kernel has places for."""
-    if backend != "xla" and num_segments > MAX_SEGMENTS:
+def check_segments_fit(num_segments: int, backend: str | None, front: int = 0) -> None:
+    """Raises for more segments than the grid of a kernel has places for; front: of ``CallSpec``."""
+    if backend != "xla" and num_segments + front > MAX_SEGMENTS:
+        less = "; one less with initial states and segment_ids that may be negative" * front
         raise ValueError(
             f"num_segments is {num_segments}, expected at most {MAX_SEGMENTS}, the limit of a "
-            "kernel's grid, or backend 'xla'"
+            f"kernel's grid, or backend 'xla'{less}"
         )
 
 

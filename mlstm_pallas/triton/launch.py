@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.tiles import divide, remainder
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import Gpu
+from mlstm_pallas.problem.gpu import Gpu, export_mesh
 from mlstm_pallas.stages.stage import Launch, Tiles
 
 plgpu: Any
@@ -147,11 +147,12 @@ def kernel_call(
         refs = jax.tree.map(guarded, [*refs], blocks, arrays)
         kernel(**dict(zip(all_operands, refs, strict=True)), call=call, **statics)
 
+    passed = arrays[:count]
     # A shard_map with check_vma needs the axes over which outputs vary.
-    types = map(jax.typeof, jax.tree.leaves(arrays[:count]))
+    types = map(jax.typeof, jax.tree.leaves(passed))
     varying = frozenset().union(*(x.manual_axis_type.varying for x in types))
     kind = jax.sharding.ManualAxisType(varying=varying)
-    results = pl.pallas_call(
+    launch = pl.pallas_call(
         body,
         grid=grid,
         in_specs=blocks[:count],
@@ -165,7 +166,16 @@ def kernel_call(
         interpret=call.interpret,
         input_output_aliases=dict(aliases),
         name=name,
-    )(*arrays[:count])
+    )
+    if mesh := export_mesh.get():
+        # Pallas lowers a launch for the device of the mesh in which it is bound. That of a
+        # shard_map has a device of this process, and is needed where the kernel is traced.
+        [bound] = jax.make_jaxpr(launch)(*passed).eqns
+        with jax.sharding.use_abstract_mesh(mesh):
+            results = bound.primitive.bind(*jax.tree.leaves(passed), **bound.params)
+        results = jax.tree.unflatten(jax.tree.structure(arrays[count:]), results)
+    else:
+        results = launch(*passed)
     return dict(zip(outputs, results, strict=True))
 
 
