@@ -2,6 +2,7 @@
 and fits them."""
 
 import os
+import time
 
 import benchmark_runs
 import compile_report
@@ -155,6 +156,20 @@ def test_one_kernel_too_large_and_one_that_fails_leave_the_others(monkeypatch):
 def crash(*_):
     os.write(2, b"python: SLPVectorizer.cpp:1: Assertion `false' failed.\n")
     os._exit(1)
+
+
+def test_a_process_has_a_time_limit_and_variables(monkeypatch):
+    monkeypatch.setenv("INHERITED", "here")
+    sleeping, reading = (Worker(x, {"OTHER": "there"}) for x in (time.sleep, os.getenv))
+    with pytest.raises(ProcessEnded, match=r"no answer within 0\.1 s"):
+        sleeping(600, seconds=0.1)
+    with pytest.raises(ProcessEnded, match="TypeError"):
+        sleeping("a while", seconds=60)
+    assert sleeping(0.0, seconds=60) is None
+    assert [reading(name, seconds=60) for name in ("OTHER", "INHERITED")] == ["there", "here"]
+    assert "OTHER" not in os.environ
+    sleeping.close()
+    reading.close()
 
 
 @pytest.mark.slow
