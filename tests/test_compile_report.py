@@ -6,6 +6,7 @@ import time
 
 import benchmark_runs
 import compile_report
+import costs
 import pytest
 import roofline
 from calls import config_row
@@ -14,7 +15,6 @@ from stage_calls import STAGES, row_of
 from worker import ProcessEnded, Worker
 
 from mlstm_pallas import KernelConfig
-from mlstm_pallas.planning import costs
 
 # All kernels of a gradient for an H200; for every dtype and device, the stage that takes most
 # shared memory.

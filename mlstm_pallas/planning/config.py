@@ -33,7 +33,8 @@ class KernelConfig:
         parallel_fw_H).
       num_splits: parts of a sequence that the fused scan runs at the same time, a power of two.
       tiles: fields of a kernel's tiles, by lowering and kernel; keywords of the constructor. A size
-        of steps is clamped to one that divides a chunk, a size of columns to the head.
+        of steps is clamped to one that divides a chunk; on Triton a size of columns is clamped to
+        the least power of two that covers the head.
     """
 
     chunk_size: int | None
