@@ -36,7 +36,7 @@ def launch_of(spec: CallSpec, stage: str) -> Launch:
 
 
 def config_row(spec: CallSpec, stages: Sequence[str] = ()) -> dict[str, Any]:
-    """The keywords of a KernelConfig with which a call runs as it does now, whatever is tuned.
+    """The keywords of a KernelConfig with which a call runs as it does now, whatever the rules are.
 
     stages: the stages whose tiles it has; empty: all stages of the call.
     """

@@ -34,6 +34,7 @@ from typing import Any
 
 import calls
 import command
+import costs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +55,7 @@ from mlstm_pallas import mlstm_chunkwise, stages
 from mlstm_pallas.formulas.gate_gradients import TileSums
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, query_scale
 from mlstm_pallas.planning import call_spec as planning
-from mlstm_pallas.planning import costs, dispatch
+from mlstm_pallas.planning import dispatch
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.dimensions import MAX_TILE, Problem

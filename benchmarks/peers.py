@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import roofline
+from costs import Cost
 from jax import lax
 from shapes import Shape
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER as NORMALISER
-from mlstm_pallas.planning.costs import Cost
 
 
 class Inputs(NamedTuple):

@@ -1,15 +1,15 @@
 """The roofline: FLOPs and bytes of the chunkwise mLSTM and of attention, and the least time.
 
 The least time is what a device needs for them at its full rates.
-``mlstm_pallas/planning/costs.py`` has the cost of a stage.
+``costs.py`` has the cost of a stage.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from costs import Cost, cost
 from shapes import Shape
 
-from mlstm_pallas.planning.costs import Cost, cost
 from mlstm_pallas.problem.dimensions import Problem
 
 # Whole functions are counted at one chunk size, whatever chunk size runs: more work for the same

@@ -72,13 +72,6 @@ scaling_benchmark --backend=xla --devices=1,4096: --devices: there are
 scaling_benchmark --devices=2 --mode=strong-sequence --shape=1x1x33x16x16: a multiple of 2 devices
 step_benchmark --slots=1 --impl=xla --shape=2x1x1x16x16: --slots=1, expected at least 2 rows
 step_benchmark --impl=mosaic_gpu: unknown mosaic_gpu, known are
-tune --backend=triton: --backend=triton needs a GPU
-tune --minutes=-1: flag --minutes=-1
-tune --backend=interpret: --backend=interpret: times of interpreted kernels do not belong
-tune --backend=interpret --output=x --log=/no/such/x: --log: [Errno 2] No such file
-tune --backend=interpret --output=x --shape=1x1x500x65x64: tune S, DHQK, DHV = 512, 80, 64
-tune --backend=interpret --output=x --log={__file__}: --log: {__file__}, line 1 is no result
-tune --backend=interpret --output={__file__}: --output: {__file__} is no tuning file
 xlstm_lm_benchmark --model=7b: flag --model=7b: value should be one of <1.3b|tiny>
 xlstm_lm_benchmark --impl=triton: --impl=triton needs a GPU
 """
@@ -99,7 +92,7 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(request_line, capsys, monke
 
 
 PROGRAMS = (
-    *("compile_report", "plant_defects", "train_byte_lm", "transformers_xlstm_7b", "tune"),
+    *("compile_report", "plant_defects", "train_byte_lm", "transformers_xlstm_7b"),
     *("xlstm_7b", "xlstm_lm_benchmark", "chunkwise", "schedules"),
     *(f"{name}_benchmark" for name in ("kernel", "layer", "prefill", "scaling", "step")),
 )

@@ -54,7 +54,7 @@ def test_names_exist(page):
 def test_the_file_map_names_every_file():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     block = text.rpartition("## Files")[2].partition("```")[2].partition("```")[0]
-    files = {x.name + "/" * x.is_dir() for x in PACKAGE.glob("[a-z]*")} - {"py.typed", "tuning/"}
+    files = {x.name + "/" * x.is_dir() for x in PACKAGE.glob("[a-z]*")} - {"py.typed"}
     assert files == {*re.findall(r"\w+(?:\.py|/(?!\n))", block)}
 
 

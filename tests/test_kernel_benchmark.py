@@ -13,11 +13,11 @@ import pytest
 import roofline
 from benchmark_runs import records
 from calls import parse_config
+from costs import Cost
 from oracle import in_float64, needs_mosaic_gpu
 from shapes import Shape, parse
 
 from mlstm_pallas import KernelConfig, reference
-from mlstm_pallas.planning.costs import Cost
 
 WIDE = Shape(1, 2, 128, 128, 128)
 measured = functools.partial(benchmark_runs.measured, kernel_benchmark, "--repeats=1")

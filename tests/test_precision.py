@@ -4,13 +4,13 @@ and the Triton IR, without a GPU."""
 import functools
 
 import compile_report
+import costs
 import jax.numpy as jnp
 import pytest
 from jax.lax import DotAlgorithmPreset, Precision
 from oracle import HELPERS, random_inputs, results_of
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
-from mlstm_pallas.planning import costs
 from mlstm_pallas.problem.dimensions import Problem
 
 SIX_PRODUCTS = DotAlgorithmPreset.BF16_BF16_F32_X6

@@ -6,12 +6,12 @@ import jax
 import peers
 import pytest
 import roofline
+from costs import Cost
 from kernel_benchmark import STAGES, MlstmPallasStage, stage_arrays
 from shapes import Shape
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.planning import dispatch
-from mlstm_pallas.planning.costs import Cost
 
 SMALL, WIDE = Shape(2, 3, 64, 16, 32), Shape(1, 64, 256, 256, 512)
 L = 32

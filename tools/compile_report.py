@@ -494,7 +494,7 @@ def report(
     A row has the fields of its ``Lowered`` and ``Usage``; note is why it does not compile or fit.
 
     Args:
-      device: a name in DEVICES; also chooses the tuned config.
+      device: a name in DEVICES.
       heads: (DHQK, DHV) of each call.
       dtypes: of q, k, v of each call.
       stages: only these; empty: all.

@@ -27,10 +27,8 @@ from plant_defects import ROOT, outcome
 SECONDS = 120  # of a mutant, after which it counts as killed: it waits or it loops
 # By module, its tests, the quickest first, and the functions that count; none: all.
 MODULES = {
-    "mlstm_pallas/planning/call_spec.py": (
-        "by_hand.py::test_the_values_of[planning] planning.py config.py",
-    ),
-    "mlstm_pallas/planning/config.py": ("by_hand.py::test_the_values_of[config] config.py",),
+    "mlstm_pallas/planning/call_spec.py": ("by_hand.py::test_the_values_of[planning] planning.py",),
+    "mlstm_pallas/planning/config.py": ("by_hand.py::test_the_values_of[config]",),
     "mlstm_pallas/problem/gpu.py": (
         "by_hand.py::test_the_values_of[gpu] gpu_facts.py planning.py",
     ),

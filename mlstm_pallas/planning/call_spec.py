@@ -17,7 +17,6 @@ from jax import lax
 from mlstm_pallas.formulas.chunk_list import num_entries
 from mlstm_pallas.formulas.tiles import blocks_over
 from mlstm_pallas.planning.backend import lowering_on_gpu, requested_backend
-from mlstm_pallas.planning.config import KernelConfig, tuned_rows
 from mlstm_pallas.planning.dispatch import lowerings, stage, tiles_class
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.dimensions import Problem, make_problem, next_power_of_two
@@ -65,16 +64,6 @@ class CallSpec(Options):
     def lowering(self) -> Lowering:
         """The lowering of the kernels, before those that a kernel falls to."""
         return lowering_on_gpu(self.backend or "triton")
-
-    def row(self, lowering: Lowering) -> KernelConfig:
-        """What the tuner found for the heads, the dtype and the GPU.
-
-        float16 has the size and the speed of bfloat16, and so its rows.
-        """
-        p, dtype = self.problem, "bfloat16" if self.dtype == "float16" else self.dtype.name
-        key = dict(DHQK=p.DHQK, DHV=p.DHV, dtype=dtype, lowering=lowering.folder)
-        rows = (x for x in tuned_rows(self.gpu.name) if key.items() <= x.items())
-        return KernelConfig(**next(rows, {}).get("config", {}))
 
     @functools.cached_property
     def plan(self) -> "Plan":
@@ -181,8 +170,7 @@ def call_spec(
 ) -> CallSpec:
     """The spec of a call with B, NH, S, DHQK and DHV of these sizes.
 
-    The chunk size is that of the options, of their config, of a tuned row or of the rule: the first
-    that there is.
+    The options decide the chunk size, then their config, then the rule.
 
     Raises:
       TypeError, ValueError: for a dtype and for symbolic sizes that the backend does not support.
@@ -204,8 +192,8 @@ def call_spec(
         gpu=gpu,
         has_initial_state=has_initial_state,
     )
-    L = options.chunk_size or spec.config.chunk_size or spec.row(spec.lowering).chunk_size
-    return dataclasses.replace(spec, problem=make(L or chunk_size_for(spec)))
+    L = options.chunk_size or spec.config.chunk_size or chunk_size_for(spec)
+    return dataclasses.replace(spec, problem=make(L))
 
 
 def plain(problem: Problem) -> Launch:
@@ -226,7 +214,7 @@ def asked_of(name: str, spec: CallSpec, first: Lowering) -> dict[str, Any]:
 
 
 def _tiles(name: str, lowering: Lowering, p: Problem, spec: CallSpec, asked: dict[str, Any]) -> Any:
-    """The tiles of a kernel, with what a row and the config override; None: it does not run."""
+    """The tiles of a kernel, with the overrides of the config; None: it does not run."""
     field, gpu = f"{lowering.folder}_{name}", spec.gpu
     if gpu is UNKNOWN and lowering.folder == "mosaic_gpu":
         gpu = HOPPER
@@ -242,12 +230,9 @@ def _tiles(name: str, lowering: Lowering, p: Problem, spec: CallSpec, asked: dic
             f"config.{field} has {', '.join(sorted(unknown))}, expected some of its "
             f"fields {', '.join(vars(planned)) or '(it has none)'}"
         )
-    row = spec.row(lowering).tiles_of(field)
-    row = {x: y for x, y in row.items() if x in vars(planned)}
-    for changes in (row | fields, fields):  # a row was tuned for other steps
-        tiles = dataclasses.replace(planned, **changes).clamped(p)
-        if tiles.supports(p, **asked):
-            return tiles
+    tiles = dataclasses.replace(planned, **fields).clamped(p)
+    if tiles.supports(p, **asked):
+        return tiles
     raise ValueError(
         f"config.{field} is {fields}, expected tiles that the kernel has for heads of "
         f"{p.DHQK}/{p.DHV} in chunks of {p.L} steps, such as {planned}"
@@ -317,8 +302,7 @@ def _scan_splits(spec: CallSpec, p: Problem, tiles: Any) -> int:
     sequence too short for splits is scanned only if the CTAs fill a share of the places. A third
     launch, which reads and writes h once more, is slower than states in memory.
     """
-    config = spec.row(spec.lowering) | spec.config
-    whole_chunks = p.NC & -p.NC
+    config, whole_chunks = spec.config, p.NC & -p.NC
     if config.fused is False:
         return 0
     if config.num_splits is not None or config.fused:

@@ -1,10 +1,7 @@
-"""KernelConfig, with which a caller overrides the plan, and the rows that tune.py writes."""
+"""KernelConfig, with which a caller overrides the plan."""
 
 import dataclasses
-import functools
-import json
 from collections.abc import Callable, Mapping
-from importlib import resources
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,7 +18,7 @@ Fields = tuple[tuple[str, Any], ...]
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class KernelConfig:
-    """Overrides of the plan. Tuned rows, then the rules of ``call_spec.py``, decide what is None.
+    """Overrides of the plan. The rules of ``call_spec.py`` decide what is None.
 
     Example::
 
@@ -36,7 +33,8 @@ class KernelConfig:
         parallel_fw_H).
       num_splits: parts of a sequence that the fused scan runs at the same time, a power of two.
       tiles: fields of a kernel's tiles, by lowering and kernel; keywords of the constructor. A size
-        of steps is clamped to one that divides a chunk, a size of columns to the head.
+        of steps is clamped to one that divides a chunk; on Triton a size of columns is clamped to
+        the least power of two that covers the head.
     """
 
     chunk_size: int | None
@@ -121,15 +119,3 @@ def _check(kernel: str, field: str) -> Callable[[str, Any], Any]:
     """The check of a field; on Mosaic GPU siz_b_DHHV need not be a power of two."""
     any_size = kernel.startswith(Lowering.MOSAIC_GPU) and field == "siz_b_DHHV"
     return BLOCK if any_size else FIELDS[field]
-
-
-def tuning_name(device_kind: str) -> str:
-    """The name of a device's file in tuning/, without .json."""
-    return device_kind.lower().replace(" ", "_")
-
-
-@functools.cache
-def tuned_rows(device_kind: str) -> tuple[dict[str, Any], ...]:
-    """The rows of tuning/<device kind>.json, else none."""
-    file = resources.files("mlstm_pallas") / "tuning" / f"{tuning_name(device_kind)}.json"
-    return tuple(json.loads(file.read_text())["rows"]) if file.is_file() else ()

@@ -1,4 +1,4 @@
-"""plan: what a call will run and what memory it takes, without a GPU and without arrays."""
+"""plan: what a call will run, without a GPU and without arrays."""
 
 import dataclasses
 import math
@@ -6,14 +6,11 @@ from typing import Any
 
 from mlstm_pallas.planning.call_spec import CallSpec, asked_of, call_spec
 from mlstm_pallas.planning.config import KernelConfig
-from mlstm_pallas.planning.costs import launch_cost
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.annotations import BackendName, LayoutName
 from mlstm_pallas.problem.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
 from mlstm_pallas.problem.validation import check_dtype, check_integer, check_segments_fit
-from mlstm_pallas.stages.stage import Launch, Lowering
-
-MIB = 2**20
+from mlstm_pallas.stages.stage import Launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +20,11 @@ class PlannedLaunch:
     Attributes:
       stage: the kernel's name, as in a profile.
       backward: whether it belongs to the backward pass.
-      lowering: "triton", "mosaic_gpu" or "xla" (plain jnp, with no tiles and no grid).
+      lowering: "triton", "mosaic_gpu", the interpreted form of either, or "xla" (plain jnp, with no
+        tiles and no grid).
       tiles: the sizes that the kernel reads, by name.
-      grid: CTAs along each axis.
+      grid: the CTAs, along one or several axes.
       shared_bytes: shared memory per CTA; an estimate for Triton.
-      bytes: bytes of the inputs and outputs, each moved once.
-      flops: FLOPs of the matrix products.
     """
 
     stage: str
@@ -37,8 +33,6 @@ class PlannedLaunch:
     tiles: dict[str, Any]
     grid: tuple[int, ...]
     shared_bytes: int
-    bytes: int
-    flops: int
 
     @property
     def ctas(self) -> int:
@@ -58,9 +52,8 @@ class CallPlan:
       launches: launches of the forward pass, then of the backward pass, in order. Small kernels and
         XLA's kernels are left out: sums of vectors, gradients of the gates, the products of a
         recurrence's splits, and further launches of a fused scan whose state needs several.
-      output_bytes: bytes of h and of the gradients of q, k and v; with num_segments, of h and the
-        states.
-      temporary_bytes: bytes that the larger of the two passes takes beside inputs and outputs.
+      backward_bytes: bytes that the backward pass takes beside its inputs and outputs, for states,
+        tiles and gates; with num_segments 0, since the plan has no backward pass.
     """
 
     gpu: Gpu
@@ -69,34 +62,30 @@ class CallPlan:
     num_splits: int
     num_segments: int | None
     launches: tuple[PlannedLaunch, ...]
-    output_bytes: int
-    temporary_bytes: int
+    backward_bytes: int
 
     def __str__(self) -> str:
         parts = (
             f"{self.num_segments} segments" if self.num_segments else f"{self.num_splits} splits"
         )
         schedule = f"fused scan in {parts}" if self.fused else "states in memory"
-        rows = [("stage", "lowering", "CTAs", "per SM", "KiB", "MB", "GFLOP", "tiles")]
+        rows = [("stage", "lowering", "CTAs", "per SM", "KiB", "tiles")]
         for x in self.launches:
             tiles = ", ".join(f"{name} {value}" for name, value in x.tiles.items())
             counts = "", "", ""
             if x.grid:
                 per_sm, KiB = x.ctas / self.gpu.sms, x.shared_bytes / 1024
                 counts = f"{x.ctas}", f"{per_sm:.1f}", f"{KiB:.0f}"
-            sizes = f"{x.bytes / 1e6:.0f}", f"{x.flops / 1e9:.0f}"
-            rows.append((x.stage, x.lowering, *counts, *sizes, tiles))
+            rows.append((x.stage, x.lowering, *counts, tiles))
         formats = [
             f"{align}{max(map(len, column))}"
-            for align, column in zip("<<>>>>><", zip(*rows, strict=True), strict=True)
+            for align, column in zip("<<>>><", zip(*rows, strict=True), strict=True)
         ]
         lines = ["  ".join(map(format, row, formats)).rstrip() for row in rows]
         head = f"{self.gpu.name}, {self.gpu.sms} SMs: chunks of {self.chunk_size} steps, {schedule}"
-        memory = (
-            f"memory beside the inputs: outputs {self.output_bytes / MIB:.0f} MiB, temporary "
-            f"{self.temporary_bytes / MIB:.0f} MiB"
-        )
-        return "\n".join([head, *lines, memory])
+        if MiB := self.backward_bytes / 2**20:
+            lines.append(f"the backward pass takes {MiB:.0f} MiB beside its inputs and outputs")
+        return "\n".join([head, *lines])
 
 
 def plan(
@@ -114,7 +103,7 @@ def plan(
     recompute_states_in_bw: bool = True,
     config: KernelConfig | None = None,
 ) -> CallPlan:
-    """What ``mlstm_chunkwise`` and its gradient will run on a GPU, and what memory they take.
+    """What ``mlstm_chunkwise`` and its gradient will run on a GPU.
 
     It needs neither a GPU nor arrays, and compiles nothing.
 
@@ -171,24 +160,11 @@ def _facts(gpu: str | None) -> Gpu:
 
 
 def _call_plan(spec: CallSpec, S: int) -> CallPlan:
-    p, plan, itemsize, num_segments = (
-        spec.problem,
-        spec.plan,
-        spec.dtype.itemsize,
-        spec.num_segments,
-    )
-    if num_segments is None:
-        forward, backward, num_splits = plan.forward, plan.backward, plan.num_splits
-        # h and dv, dq and dk
-        output_bytes = 2 * p.BNH * p.S * (p.DHQK + p.DHV) * itemsize
-        temporary_bytes = _temporary_bytes(spec)
-    else:
+    p, plan, num_segments = spec.problem, spec.plan, spec.num_segments
+    forward, backward, num_splits = plan.forward, plan.backward, plan.num_splits
+    if num_segments is not None:
         forward, backward, num_splits = spec.packed(spec.lowering, S), {}, 1
-        scan = forward["recurrent_fw_H"]
-        p = scan.problem
-        states = 4 * p.BNH * num_segments * (p.DHQK * p.DHV + p.DHQK + 1)
-        output_bytes = p.BNH * S * p.DHV * itemsize + states
-        temporary_bytes = _scan_bytes(scan, itemsize)
+        p = forward["recurrent_fw_H"].problem
     launches = (
         _planned(spec, name, x, backward=schedule is backward)
         for schedule in (forward, backward)
@@ -201,35 +177,17 @@ def _call_plan(spec: CallSpec, S: int) -> CallPlan:
         num_splits=num_splits,
         num_segments=num_segments,
         launches=tuple(launches),
-        output_bytes=output_bytes,
-        temporary_bytes=temporary_bytes,
+        backward_bytes=_backward_bytes(spec) if backward else 0,
     )
 
 
-def _scan_bytes(scan: Launch, itemsize: int) -> int:
-    """The memory of the gates and of the operands of the fused scan: P, keys and n."""
-    p, triton = scan.problem, scan.lowering.folder == Lowering.TRITON.folder
-    operands = p.BNH * p.S * (p.L + p.DHQK * triton) * itemsize
-    return 4 * 7 * p.BNH * p.S + operands + 4 * p.BNH * p.NC * p.DHQK
-
-
-def _temporary_bytes(spec: CallSpec) -> int:
-    """The most memory that the arrays between the launches of a pass take.
-
-    In the backward pass qbar and kbar have the memory of dq and dk. The forward pass is the larger
-    one where values are much narrower than keys.
-    """
-    p, plan = spec.problem, spec.plan
-    steps, itemsize = p.BNH * p.S, spec.dtype.itemsize
+def _backward_bytes(spec: CallSpec) -> int:
+    """Gates; P, C and n, with as many gradients. qbar and kbar have the memory of dq and dk."""
+    p, itemsize = spec.problem, spec.dtype.itemsize
     n = 4 * p.BNH * p.NC * p.DHQK
     C = n // 4 * p.DHV * itemsize
-    scores = 0 if plan.computes_scores else steps * p.L * itemsize
-    # Gates, their gradients; P, C and n, with as many gradients.
-    backward = 4 * 16 * steps + 2 * (scores + C + n)
-    if not plan.fused:  # C, n and fewer gates
-        return backward
-    forward = _scan_bytes(plan.forward["recurrent_fw_H"], itemsize)
-    return max(forward + (0 if spec.recompute_states_in_bw else C), backward)
+    P = 0 if spec.plan.computes_scores else p.BNH * p.S * p.L * itemsize
+    return 4 * 16 * p.BNH * p.S + 2 * (P + C + n)
 
 
 def _planned(spec: CallSpec, name: str, x: Launch, *, backward: bool) -> PlannedLaunch:
@@ -237,7 +195,6 @@ def _planned(spec: CallSpec, name: str, x: Launch, *, backward: bool) -> Planned
     if name == "split_products":  # of all splits but the last
         splits = spec.plan.num_splits
         p = dataclasses.replace(p.split(splits), NH=p.NH * (splits - 1))
-    flops, moved = launch_cost(name, dataclasses.replace(x, problem=p), spec.dtype.itemsize)
     fields, grid, shared = dict[str, Any](), tuple[int, ...](), 0
     if tiles is not None:
         fields, asked = dict(vars(tiles)), asked_of(name, spec, spec.lowering)
@@ -248,4 +205,4 @@ def _planned(spec: CallSpec, name: str, x: Launch, *, backward: bool) -> Planned
         )
         if spec.num_segments is not None and name == "recurrent_fw_H":
             grid = grid[0], spec.num_segments + 2, grid[1]  # the rest and the tail are parts too
-    return PlannedLaunch(name, backward, x.lowering, fields, grid, shared, moved, flops)
+    return PlannedLaunch(name, backward, x.lowering, fields, grid, shared)

@@ -27,9 +27,7 @@ import dataclasses
 import functools
 import hashlib
 import math
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -349,25 +347,6 @@ def _evaluated(*args: Any, **params: Any) -> Any:
 _by_platform.def_impl(_evaluated)
 
 
-# Whether this thread lowers a call of the package.
-_lowers: ContextVar[bool] = ContextVar("lowers", default=False)
-
-
-class _OfOurLowering:
-    """A pattern for JAX's warning (>= 0.11) that Pallas' Triton backend is deprecated.
-
-    It matches only where this thread lowers a call of the package, because users can do nothing
-    about that one. Kernels of their own still warn. catch_warnings would act on all threads.
-    """
-
-    @staticmethod
-    def match(message: str) -> bool:
-        return _lowers.get() and message.startswith("The Pallas Triton backend is deprecated")
-
-
-_FILTER = "ignore", _OfOurLowering(), DeprecationWarning, None, 0
-
-
 def _lowered(
     platform: str | None, ctx: Any, *args: Any, backend: str | None, cuda: Any, other: Any
 ) -> Any:
@@ -386,14 +365,7 @@ def _lowered(
         lowered = lowered.setdefault((_by_platform, *ctx.platforms), {})
     ctx = ctx.replace(module_context=module.replace(cached_primitive_lowerings=lowered))
     jaxpr = cuda if platform == "cuda" or other is None else other
-    filters: Any = warnings.filters
-    if filters[:1] != [_FILTER]:  # filters of users come and go
-        filters[:] = [_FILTER, *(x for x in filters if x != _FILTER)]
-    token = _lowers.set(True)
-    try:
-        return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *args)
-    finally:
-        _lowers.reset(token)
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *args)
 
 
 def _batched(axis: Any, args: Any, dims: Any, backend: Any, **jaxprs: Any) -> tuple[Any, Any]:

@@ -313,8 +313,9 @@ class _Shard:
             reset = x["vecF"] <= gates.MASKED
             local = gates.local_gates(i, jnp.where(reset, 0.0, x["vecF"]), reset)
         known = m.shape[1] - 1
-        rest = jax.tree.map(lambda y: y[:, known:], local)
-        m = jnp.append(m[:, :known], gates.stabiliser_scan(rest, m[:, known]), axis=1)
+        if known < p.NC:
+            rest = jax.tree.map(lambda y: y[:, known:], local)
+            m = jnp.append(m[:, :known], gates.stabiliser_scan(rest, m[:, known]), axis=1)
         return gates.join_chunks(local, m)
 
     def recurrent_fw_C(self) -> Arrays:

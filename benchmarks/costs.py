@@ -76,7 +76,7 @@ def cost(name: str, p: Problem, itemsize: int) -> Cost:
 def launch_cost(name: str, call: Launch, itemsize: int) -> Cost:
     """The cost of a stage as it runs.
 
-    On Mosaic GPU recurrent_fw_H weights the keys: it reads abar, which parallel_fw_P does not, and
+    On Mosaic GPU recurrent_fw_H scales v: it reads abar, which parallel_fw_P does not, and
     parallel_fw_P writes no keys. Likewise parallel_bw_dP writes no queries and keys. If
     parallel_bw_dQKV recomputes P and dP, it has their FLOPs too: it reads e and u, of two floats
     each, in place of P and dP, and writes three sums.
