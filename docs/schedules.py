@@ -20,7 +20,7 @@ LINE, PAD = 0.34, 0.16  # heights
 # A column has stages and arrays in turn. A stage: (colour, name, what it reads). Arrays: a list of
 # names and shapes.
 FORWARD_MATERIALISED = [
-    (KERNEL, "chunk_gates", ["vecI, vecF (B, NH, S)   scaM_initial (B, NH)"]),
+    (KERNEL, "chunk_gates, stabiliser_scan", ["vecI, vecF (B, NH, S)   scaM_initial (B, NH)"]),
     [
         "vecE, vecU, vecW, vecM, vecAbar (B, NH, NC, L)",
         "scaGamma (B, NH, NC)   scaM_states (B, NH, NC + 1)",
@@ -42,7 +42,7 @@ FORWARD_MATERIALISED = [
     ["matH (B, NH, S, DHV)   vecZ (B, NH, S)"],
 ]
 FORWARD_FUSED = [
-    (KERNEL, "chunk_gates", ["vecI, vecF (B, NH, S)   scaM_initial (B, NH)"]),
+    (KERNEL, "chunk_gates, stabiliser_scan", ["vecI, vecF (B, NH, S)   scaM_initial (B, NH)"]),
     [
         "vecE, vecU, vecW, vecM, vecAbar (B, NH, NCF, LF)",
         "scaGamma (B, NH, NCF)   scaM_states (B, NH, NCF + 1)",

@@ -38,6 +38,7 @@ MOSAIC_CALL = "mosaic_gpu_v2"  # the target of the custom call of a Mosaic GPU k
 # Kernels that are no stages.
 HELPERS = {
     "chunk_summaries",
+    "stabiliser_scan",
     "key_sums",
     "step_sums",
     "vector_states",

@@ -132,7 +132,9 @@ def test_every_stage_lowers(line, monkeypatch):
     *call, variant, fields = row_of(line, 4)
     config = KernelConfig(**fields) if fields else None
     monkeypatch.setattr(compile_report, "compile_kernel", lambda *_: usage())
-    checked_rows(*call, seqlen=1024, config=config, variant=variant)
+    rows, _ = checked_rows(*call, seqlen=1024, config=config, variant=variant)
+    scans = any(row["stage"] == "stabiliser_scan" for row in rows)
+    assert scans == (variant in ("exp", "packed", "BTNH"))
 
 
 def test_one_kernel_too_large_and_one_that_fails_leave_the_others(monkeypatch):

@@ -188,11 +188,11 @@ def test_gradients_trace_in_strict_modes(heads, config):
 
 @needs_mosaic_gpu
 def test_what_mosaic_gpu_kernels_round():
-    gates, sums = "chunk_summaries ff 0, chunk_gates ffffffff 0, ", "step_sums f 0, "
-    sums, with_flags = sums + "vector_states ff 0, ", "chunk_gates fffffffff 0, "
+    gates, sums = "chunk_summaries ff 0, chunk_gates fffffffff 0, ", "step_sums f 0, "
+    sums += "vector_states ff 0, "
     scan, states = "parallel_fw_P hff 1, recurrent_fw_H h 4, ", "recurrent_fw_C hff 6, "
     states += "parallel_fw_H hf 5, "
-    dP, dC = with_flags + "parallel_bw_dP hhffff 8, ", "recurrent_bw_dC hh 6, "
+    dP, dC = "parallel_bw_dP hhffff 8, ", "recurrent_bw_dC hh 6, "
     last = "parallel_bw_dQKV hfhfhf 4, step_gradients fff 0, XLA 1"
     tiles = dict(state_rows=128)
     fused_plan = roundings("mosaic_gpu", fused=True, mosaic_gpu_recurrent_fw_H=tiles)

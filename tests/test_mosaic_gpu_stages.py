@@ -328,6 +328,24 @@ def test_flags_are_those_of_the_plain_form(L, S, reverse):
     assert np.array_equal(result.vecFlags.reshape(flags.shape), flags)
 
 
+def test_the_stabiliser_scan_of_many_chunks():
+    """In several blocks; with chunks that hold a reset (g is -inf), or that store nothing."""
+    from mlstm_pallas.mosaic_gpu.chunk_gates import stabiliser_scan
+
+    heads, NC, draw = 2, 1100, np.random.default_rng(0)
+    g, a = np.float32(draw.normal(size=(2, heads, NC)))
+    a[:, ::3], g[:, ::89] = -np.inf, -np.inf
+    m = initial = np.float32(draw.normal(size=heads))
+    padded = (np.pad(y, [(0, 0), (0, -NC % 1024)], constant_values=np.nan) for y in (g, a))
+    call = call_of("chunk_gates", Problem(1, heads, 64 * NC, 64, 64, 64, 1.0))
+    result = np.asarray(jax.jit(functools.partial(stabiliser_scan, call=call))(*padded, initial))
+    # Sums of up to 89 numbers in float32, in a tree over all.
+    bound = 2 * NC.bit_length() * 2.0**-24 * 89 * np.abs(g[np.isfinite(g)]).max()
+    for c in range(NC):
+        m = np.maximum(np.float64(g[:, c]) + m, a[:, c])
+        np.testing.assert_allclose(result[:, c], m, rtol=0, atol=bound)
+
+
 QUICK_RECURRENCES = (
     *("weighted", "delta", "splits"),
     *("columns_of_192", "delta_beyond_the_columns", "beyond_the_rows", "beyond_the_only_columns"),

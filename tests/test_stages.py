@@ -343,10 +343,10 @@ BACKWARD = "parallel_bw_dP hhhfffhf 4, {}recurrent_bw_dC hh 2, parallel_bw_dQKV 
 def test_what_triton_kernels_round():
     """h once, not in each of eight launches of the scan."""
     assert roundings("triton", fused=True, triton_recurrent_fw_H=dict(state_rows=32)) == (
-        "chunk_gates fffffff 0, key_sums f 0, parallel_fw_P hfhf 3, "
+        "chunk_gates fffffff 0, stabiliser_scan f 0, key_sums f 0, parallel_fw_P hfhf 3, "
         "recurrent_fw_H f 1, recurrent_fw_H h 2, " + BACKWARD.format("split_products hf 2, ", 1)
     )
     assert roundings("triton", fused=False) == (
-        "chunk_gates fffffff 0, split_products hf 2, recurrent_fw_C h 1, "
+        "chunk_gates fffffff 0, stabiliser_scan f 0, split_products hf 2, recurrent_fw_C h 1, "
         "key_sums f 0, parallel_fw_H hf 2, " + BACKWARD.format("", 2)
     )

@@ -49,7 +49,6 @@ _INF = float("inf")
 MASKED = -1e6
 # i and f of a step that carries the states on. They count as infinite, and pass jax_debug_infs.
 CARRIES_ON = -1e30, 1e30
-_BLOCK = 128  # chunks of which all pairs are compared at a time
 # exp of the negative is 0 in float32 and float64.
 _UNDERFLOW = 1024.0
 # exp of anything below these is 0, subnormals included.
@@ -297,56 +296,35 @@ def local_gates(
     return LocalGates(b, e, (emax[0], emax[1]), offset)
 
 
-def summary(b: TwoFloat, emax: TwoFloat, offset: Array) -> tuple[Array, Array]:
-    """(g, a) of a chunk from its last step: m_{c+1} = max(g + m_c, a), with g = -inf at a reset.
-
-    Lowers to Mosaic GPU.
-    """
-    g, a = b[0] + b[1], (emax[0] - offset) + b[0] + (emax[1] + b[1])
-    return jnp.where(offset > 0, -_INF, g), a
+def chunk_summaries(local: LocalGates) -> tuple[Array, Array, Array]:
+    """(g, a, reset), (B * NH, NC) each: m_{c+1} is a after a reset, else max(g + m_c, a)."""
+    ends = local.vecB, local.vecEmax, local.vecOffset
+    return summary(*jax.tree.map(lambda x: x[..., -1], ends))
 
 
-def _up_to_each(g: Array, a: Array) -> tuple[Array, Array]:
-    """(g, a) of all chunks up to each one, by a maximum over all pairs."""
-    NC, reset = g.shape[-1], g == -_INF
-    seen = jnp.broadcast_to(jnp.tri(NC, dtype=bool), (*g.shape, NC))
-    g = jnp.where(reset, 0.0, g)
-    split = split_for_exact_sums(g, jnp.max(jnp.abs(g), axis=-1, keepdims=True), NC)
-    hi, lo, resets = (
-        jnp.sum(jnp.where(seen, x[..., None, :], 0.0), axis=-1)
-        for x in (*split, jnp.where(reset, jnp.ones_like(g), 0.0))
-    )
-    seen &= resets[..., None] == resets[..., None, :]
-    after = (hi[..., None] - hi[..., None, :]) + (lo[..., None] - lo[..., None, :])
-    largest = jnp.max(jnp.where(seen, a[..., None, :] + after, -_INF), axis=-1)
-    return jnp.where(resets > 0, -_INF, hi + lo), largest
+def summary(b: TwoFloat, emax: TwoFloat, offset: Array) -> tuple[Array, Array, Array]:
+    """``chunk_summaries`` from the last step of each chunk. Lowers to Mosaic GPU."""
+    return b[0] + b[1], (emax[0] - offset) + b[0] + (emax[1] + b[1]), offset > 0
 
 
-def boundary_stabilisers(g: Array, a: Array, scaM_initial: Array) -> Array:
-    """m_c at all chunk boundaries, (B * NH, NC + 1), from the ``summary`` of each chunk.
-
-    Pairs of chunks are compared in blocks, because all pairs of 16,384 chunks take GBs.
-    """
-    NC, initial = g.shape[-1], scaM_initial[..., None]
-    block = min(NC, _BLOCK)
-    padding = [(0, 0)] * (g.ndim - 1) + [(0, -NC % block)]
-    g, a = _up_to_each(*(jnp.pad(x, padding).reshape(*x.shape[:-1], -1, block) for x in (g, a)))
-    before = initial
-    if block < NC:
-        before = boundary_stabilisers(g[..., -1], a[..., -1], scaM_initial)[..., :-1]
-    m = jnp.maximum(g + before[..., None], a).reshape(*initial.shape[:-1], -1)[..., :NC]
-    return jnp.concatenate([initial, m], axis=-1)
+def join_summaries(left: Any, x: Any) -> tuple[Array, Array]:
+    """Joins (g, a) of consecutive chunks; g is -inf if they hold a reset. Lowers to Mosaic GPU."""
+    return left[0] + x[0], jnp.maximum(left[1] + x[0], x[1])
 
 
 def stabiliser_scan(
     local: LocalGates, scaM_initial: Array, input_gate: InputGate = InputGate.EXP
 ) -> Array:
-    """``boundary_stabilisers`` of local gates; zeros with the sigmoid gate."""
-    ends = local.vecB, local.vecEmax, local.vecOffset
-    g, a = summary(*jax.tree.map(lambda x: x[..., -1], ends))
+    """m_c at all chunk boundaries, (B * NH, NC + 1): a prefix in (max, +) over the chunks."""
+    g, a, reset = chunk_summaries(local)
     if input_gate is InputGate.SIGMOID:
         return jnp.zeros((*g.shape[:-1], g.shape[-1] + 1), scaM_initial.dtype)
-    return boundary_stabilisers(g, a, scaM_initial)
+    g = jnp.concatenate(
+        [jnp.zeros_like(scaM_initial)[..., None], jnp.where(reset, -_INF, g)], axis=-1
+    )
+    a = jnp.concatenate([scaM_initial[..., None], a], axis=-1)
+    m: Array = lax.associative_scan(join_summaries, (g, a), axis=-1)[1]
+    return m
 
 
 def join_chunks(

@@ -1,8 +1,11 @@
 """chunk_gates on Mosaic GPU: the gates and the stabilisers of ``stages/chunk_gates.py``.
 
-Two kernels of one warpgroup per CTA, between which XLA computes m at the chunk boundaries:
+Three kernels of one warpgroup per CTA:
 
 chunk_summaries: what each chunk does to m, from the gate pre-activations.
+stabiliser_scan: m after each chunk. Grid (B * NH); a CTA reads the summaries of up to 1024 chunks
+of its head at a time. It does not run for sequences of up to 16 chunks, because a launch takes
+longer than joining their summaries in each CTA of chunk_gates.
 chunk_gates: the gates of every step, from the pre-activations and m, and in the backward pass their
 flags (``gates.join_flags``). It scans each chunk again, which is faster than to write and read the
 scans of chunk_summaries. If m is known, it is the only kernel.
@@ -13,6 +16,7 @@ has the scans over the steps of a chunk, and which steps a thread holds.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,7 +36,7 @@ from mlstm_pallas.formulas.gates import (
     stabiliser_sources,
     two_sum,
 )
-from mlstm_pallas.formulas.tiles import blocks_over
+from mlstm_pallas.formulas.tiles import blocks_over, loop, rounded_up
 from mlstm_pallas.mosaic_gpu.chunk_scans import (
     LANES,
     STEPS,
@@ -44,13 +48,15 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
     scan_buffer,
     store_rows,
 )
-from mlstm_pallas.mosaic_gpu.launch import float32, mosaic_call, plgpu, unravel
+from mlstm_pallas.mosaic_gpu.launch import block, float32, mosaic_call, plgpu, unravel
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
-from mlstm_pallas.problem.dimensions import InputGate, Problem
+from mlstm_pallas.problem.dimensions import InputGate, Problem, next_power_of_two
 from mlstm_pallas.stages.chunk_gates import Operands
 from mlstm_pallas.stages.stage import Launch
 
 _INF = float("inf")
+_SCAN_BLOCK = 1024  # chunks that a CTA of the stabiliser scan holds
+_FEW_CHUNKS = 16  # per sequence; chunk_gates joins so few itself
 
 
 def _least_power_of_two(x: Array) -> Array:
@@ -128,8 +134,8 @@ def _store_per_chunk(chunks, store):
 
 def _summaries_kernel(
     vecs_gmem,  # see _local_gates
-    g_gmem,  # out (B * NH, NC)
-    a_gmem,  # out (B * NH, NC)
+    g_gmem,  # out (B * NH, padded NC), in time, as ``stabiliser_scan`` reads it
+    a_gmem,  # out (B * NH, padded NC), likewise
     *,
     p,
     input_gate,
@@ -139,30 +145,66 @@ def _summaries_kernel(
     b_hi, b_lo, max_hi, max_lo, offset = scan.last_columns(
         *local.vecB, *local.vecEmax, local.vecOffset
     )
-    summaries = gates.summary((b_hi, b_lo), (max_hi, max_lo), offset)
+    added, largest, reset = gates.summary((b_hi, b_lo), (max_hi, max_lo), offset)
+    summaries = jnp.where(reset, -_INF, added), largest
     ends = scan.ends_of_chunks(summaries, scans_smem["ends"].at[1])
 
     def store(j, head, c):
         for ref, x in zip((g_gmem, a_gmem), ends, strict=True):
-            ref[head, c] = x[j]
+            ref[head, p.place(c, p.NC)] = x[j]
 
     _store_per_chunk(_chunks_of_cta(p), store)
 
 
+def _stabilisers(m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chunks, p):
+    """m before and after each chunk of a CTA; the arrays are those of ``_gates_kernel``."""
+    if m_after_gmem is not None:
+
+        def before(head, t):
+            inside, previous = t > 0, lax.max(t - 1, np.int32(0))
+            return jnp.where(inside, m_after_gmem[head, previous], m_initial_gmem[head])
+
+        in_time = [(head, p.place(c, p.NC)) for _, head, c in chunks]
+        return [(before(head, t), m_after_gmem[head, t]) for head, t in in_time]
+    if m_known_gmem is not None:
+        ends = [(m_known_gmem[head, c], m_known_gmem[head, c + 1]) for _, head, c in chunks]
+    else:
+        _, head, first = chunks[0]
+        m = [m_initial_gmem[head]]
+        summaries = ([x[head, t] for t in range(p.NC)] for x in summaries_gmem)
+        for added, largest in zip(*summaries, strict=True):
+            m.append(jnp.maximum(m[-1] + added, largest))
+        if p.reverse:
+            m.reverse()
+
+        def at(j):
+            x = m[j]
+            for c in range(len(chunks), p.NC, len(chunks)):
+                x = jnp.where(first == c, m[c + j], x)
+            return x
+
+        ends = list(itertools.pairwise(map(at, range(len(chunks) + 1))))
+    return [x[::-1] for x in ends] if p.reverse else ends
+
+
 def _gates_kernel(
     vecs_gmem,  # see _local_gates
-    m_gmem,  # (B * NH, NC + 1) m at the chunk boundaries
+    m_known_gmem,  # (B * NH, NC + 1) m at the chunk boundaries; absent if it is computed
+    summaries_gmem,  # g, a of ``_summaries_kernel``; absent unless the CTAs join them
+    m_after_gmem,  # (B * NH, padded NC), in time, of ``stabiliser_scan``; absent unless it ran
+    m_initial_gmem,  # (B * NH,); absent if m_known is there
     per_step_gmem,  # out, seven (CTAs, rows, STEPS): e, u (hi and lo), w, m, abar
     flags_gmem,  # out (CTAs, rows, STEPS) int32; absent in the forward pass
     gamma_gmem,  # out (B * NH, NC)
+    m_states_gmem,  # out (B * NH, NC + 1); absent if m_known is there
     *,
     p,
     input_gate,
     **scans_smem,  # see Tiles.scratch
 ):
     cta, rows, scan, chunks = lax.axis_index("cta"), _rows(p), _scan(p), _chunks_of_cta(p)
-    bounds = [[m_gmem[head, c + end] for _, head, c in chunks] for end in (0, 1)]
-    m_start, m_end = of_chunks(bounds[::-1] if p.reverse else bounds, rows)
+    bounds = _stabilisers(m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chunks, p)
+    m_start, m_end = of_chunks(list(zip(*bounds, strict=True)), rows)
     local, log_gates = _local_gates(vecs_gmem, scans_smem, p, input_gate)
     columns = scan.last_columns(*local.vecB, local.vecOffset)
     ends = scan.ends_of_chunks(columns, scans_smem["ends"].at[1])
@@ -182,6 +224,12 @@ def _gates_kernel(
 
     def store(j, head, c):
         gamma_gmem[head, c] = decays[j]
+        if m_states_gmem is not None:
+            m_states_gmem[head, c if p.reverse else c + 1] = bounds[j][1]
+
+            @pl.when(p.place(c, p.NC) == 0)
+            def store_initial():
+                m_states_gmem[head, p.place(0, p.NC + 1)] = m_initial_gmem[head]
 
     _store_per_chunk(chunks, store)
 
@@ -232,27 +280,91 @@ def chunk_gates(
     call: Launch,
 ) -> ChunkGates:
     """Runs the stage: ``stages/chunk_gates.py``."""
-    p, m = call.problem, x.scaM_states
-    if m is None and input_gate is InputGate.SIGMOID:
-        m = jnp.zeros((p.BNH, p.NC + 1), x.scaM_initial.dtype)
-    elif m is None:
-        summaries = dict.fromkeys(("g_gmem", "a_gmem"), float32(p.BNH, p.NC))
+    p, scaM_states = call.problem, x.scaM_states
+    if scaM_states is None and input_gate is InputGate.SIGMOID:
+        scaM_states = jnp.zeros((p.BNH, p.NC + 1), x.scaM_initial.dtype)
+    m: dict[str, Any] = dict.fromkeys(("m_initial_gmem", "summaries_gmem", "m_after_gmem"))
+    if scaM_states is None:
+        m["m_initial_gmem"] = x.scaM_initial
+        summaries = dict.fromkeys(("g_gmem", "a_gmem"), float32(p.BNH, _padded_chunks(p)))
         y = _launch(_summaries_kernel, "chunk_summaries", summaries, x, input_gate, call)
-        g, a = call.in_time(tuple(y.values()))
-        m = call.in_time(gates.boundary_stabilisers(g, a, x.scaM_initial))
+        g, a = y.values()
+        whole_head = p.S % (_rows(p) * STEPS) == 0  # no CTA has steps of two heads
+        if whole_head and p.NC <= _FEW_CHUNKS:
+            m["summaries_gmem"] = g, a
+        else:
+            m["m_after_gmem"] = stabiliser_scan(g, a, x.scaM_initial, call)
     outputs = {
         "per_step_gmem": [float32(*_by_cta(p))] * 7,
         "flags_gmem": jax.ShapeDtypeStruct(_by_cta(p), jnp.int32) if with_flags else None,
         "gamma_gmem": float32(p.BNH, p.NC),
+        "m_states_gmem": float32(p.BNH, p.NC + 1) if scaM_states is None else None,
     }
-    y = _launch(_gates_kernel, "chunk_gates", outputs, x, input_gate, call, m_gmem=m)
+    y = _launch(
+        _gates_kernel, "chunk_gates", outputs, x, input_gate, call, m_known_gmem=scaM_states, **m
+    )
 
     def by_chunk(vec):
         return vec.reshape(-1)[: p.BNH * p.S].reshape(p.BNH, p.NC, p.L)
 
-    per_step, flags, gamma = y.values()
+    per_step, flags, gamma, m_states = y.values()
     (*e, u_hi, u_lo, w, m_steps, abar), flags = jax.tree.map(by_chunk, (per_step, flags))
-    return ChunkGates((e[0], e[1]), (u_hi, u_lo), w, m_steps, abar, gamma, m, flags)
+    m_states = m_states if scaM_states is None else scaM_states
+    return ChunkGates((e[0], e[1]), (u_hi, u_lo), w, m_steps, abar, gamma, m_states, flags)
+
+
+def _stabiliser_scan_kernel(
+    g_gmem,  # (B * NH, padded NC / STEPS, STEPS) what a chunk adds to m; -inf where it has a reset
+    a_gmem,  # (B * NH, padded NC / STEPS, STEPS) m of the chunk alone
+    m_initial_gmem,  # (B * NH,)
+    m_gmem,  # out (B * NH, padded NC / STEPS, STEPS) after each chunk
+    sums_smem,  # see scan_buffer
+    ends_smem,  # see ends_of_chunks
+):
+    head, rows = lax.axis_index("head"), ends_smem.shape[0]
+    scan = Scan(rows)
+
+    def one(j, before):
+        at = head, block(j, rows)
+        summaries = [load_rows(y.at[at]) for y in (g_gmem, a_gmem)]
+        added, largest = scan.running(gates.join_summaries, summaries, (0.0, -_INF), sums_smem)
+        after = jnp.maximum(added + before, largest)
+        store_rows(m_gmem.at[at], after)
+        [[last]] = scan.ends_of_chunks(scan.last_columns(after), ends_smem)
+        return last
+
+    loop(g_gmem.shape[1] // rows, one, m_initial_gmem[head])
+
+
+def _scan_rows(p: Problem) -> int:
+    return min(max(next_power_of_two(p.NC), LANES * STEPS), _SCAN_BLOCK) // STEPS
+
+
+def _padded_chunks(p: Problem) -> int:
+    """A multiple of the chunks that a CTA of the stabiliser scan reads at a time."""
+    return rounded_up(p.NC, _scan_rows(p) * STEPS)
+
+
+def stabiliser_scan(g: Array, a: Array, scaM_initial: Array, call: Launch) -> Array:
+    """``gates.stabiliser_scan`` for the exponential input gate, without m_initial, shaped like g.
+
+    g, a: (B * NH, padded NC), as the kernel takes them. What is beyond NC is undefined.
+    """
+    p, rows = call.problem, _scan_rows(call.problem)
+    by_rows = p.BNH, g.shape[1] // STEPS, STEPS
+    after: Array = mosaic_call(
+        _stabiliser_scan_kernel,
+        name="stabiliser_scan",
+        grid={"head": p.BNH},
+        outputs={"m_gmem": float32(*by_rows)},
+        scratch={
+            "sums_smem": scan_buffer(2, rows, rows),
+            "ends_smem": plgpu.SMEM((rows, 2), jnp.float32),
+        },
+        interpret=call.interpret,
+        infer_layouts=False,
+    )(g_gmem=g.reshape(by_rows), a_gmem=a.reshape(by_rows), m_initial_gmem=scaM_initial)["m_gmem"]
+    return after.reshape(g.shape)
 
 
 # A thread holds up to 16 steps of a chunk.

@@ -1,16 +1,23 @@
-"""chunk_gates in Triton: running sums and running maxima inside each chunk, as ``local_gates``.
+"""chunk_gates in Triton: two kernels.
 
-Grid (NC, B * NH). A CTA owns one chunk and loops over it in tiles of siz_b_LQ steps, carrying sum,
+chunk_gates: running sums and running maxima inside each chunk, as ``gates.local_gates``. Grid
+(NC, B * NH). A CTA owns one chunk and loops over it in tiles of siz_b_LQ steps, carrying sum,
 maximum and number of resets. The running maximum is a masked maximum over a siz_b_LQ x siz_b_LQ
-tile; the sigmoid gate needs none. XLA computes the rest from the outputs (``gates.py``).
+tile; the sigmoid gate needs none.
 Bytes: 9 vectors of B NH S float32, one more with packed segments; no matrix product.
+
+stabiliser_scan: m_c at the chunk boundaries, as ``gates.stabiliser_scan``. Grid (NC + 1, B * NH). A
+CTA reads the summaries of the chunks before its boundary, within a block of up to 512 chunks. With
+several blocks, a first launch with one CTA per head computes the stabilisers before the blocks.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas import gates
 from mlstm_pallas.formulas.gates import (
@@ -27,16 +34,19 @@ from mlstm_pallas.formulas.gates import (
 from mlstm_pallas.formulas.tiles import (
     block_at,
     blocks,
+    blocks_over,
     causal_mask,
+    divide,
     loop,
 )
-from mlstm_pallas.problem.dimensions import InputGate
+from mlstm_pallas.problem.dimensions import InputGate, next_power_of_two
 from mlstm_pallas.stages.chunk_gates import Operands
 from mlstm_pallas.stages.stage import Launch
 from mlstm_pallas.stages.stage import Tiles as BaseTiles
 from mlstm_pallas.triton.launch import floats, kernel_call, operands
 
 _INF = float("inf")
+_SCAN_BLOCK = 512  # chunks that a CTA of stabiliser_scan reads
 
 
 def _chunk_gates_kernel(
@@ -108,6 +118,45 @@ def _chunk_gates_kernel(
     loop(num_tiles, step, ((zero, zero), (jnp.float32(-_INF), zero), zero))
 
 
+def _stabiliser_scan_kernel(
+    scaG,  # (padded NC,) running sum of log sigmoid(f) over the chunk
+    scaA,  # (padded NC,) m after the chunk from an empty state
+    scaReset,  # (padded NC,) 1 where the chunk has a reset
+    scaM_before,  # (1,), or (blocks,) before each block
+    scaM,  # out (NC + 1,), or (blocks,) before each block
+    *,
+    call,
+    block,
+    every_boundary,
+):
+    def step(j, m, boundary):
+        chunks = block_at(j, block)
+        before = chunks.start + lax.iota(jnp.int32, block) < boundary
+        g = jnp.where(before, scaG[chunks], 0.0)
+        resets = jnp.cumsum(jnp.where(before, scaReset[chunks], 0.0))
+        hi, lo = split_for_exact_sums(g, jnp.max(jnp.abs(g)), block)
+        hi, lo, total_resets = jnp.cumsum(hi), jnp.cumsum(lo), jnp.max(resets)
+        last = lax.iota(jnp.int32, block) == block - 1
+        total_hi, total_lo = (jnp.sum(jnp.where(last, x, 0.0)) for x in (hi, lo))
+        reaches = before & (resets == total_resets)
+        a = jnp.where(reaches, scaA[chunks], -_INF) + ((total_hi - hi) + (total_lo - lo))
+        return jnp.maximum(
+            jnp.where(total_resets > 0, -_INF, m + (total_hi + total_lo)), jnp.max(a)
+        )
+
+    if every_boundary:
+        boundary = pl.program_id(0)
+        of = divide(lax.max(boundary - 1, np.int32(0)), block)
+        scaM[boundary] = step(of, scaM_before[of], boundary)
+        return
+
+    def whole_block(j, m):
+        scaM[j] = m
+        return step(j, m, (j + 1) * block)
+
+    loop(scaM.shape[0], whole_block, scaM_before[0])
+
+
 def chunk_gates(
     x: Operands,
     *,
@@ -128,8 +177,30 @@ def chunk_gates(
         input_gate=input_gate,
     )
     local = LocalGates(*jax.tree.map(call.chunks, tuple(y.values())))
-    if m is None:
+    if m is None and input_gate is InputGate.SIGMOID:  # zeros, without a kernel
         m = gates.stabiliser_scan(local, x.scaM_initial, input_gate)
+    elif m is None:
+        block, m = min(next_power_of_two(p.NC), _SCAN_BLOCK), x.scaM_initial[:, None]
+        padding = [(0, 0), (0, -p.NC % block)]
+        summaries = {
+            name: (jnp.pad(y.astype(jnp.float32), padding), "b0")
+            for name, y in zip(
+                ("scaG", "scaA", "scaReset"), gates.chunk_summaries(local), strict=True
+            )
+        }
+        num_blocks = blocks_over(p.NC, block)
+        # First m before each block, which with one block is the initial one; then every m.
+        launches = [(1, num_blocks)] * (num_blocks > 1) + [(p.NC + 1, p.NC + 1)]
+        for ctas, size in launches:
+            m = kernel_call(
+                _stabiliser_scan_kernel,
+                summaries | dict(scaM_before=(m, "b0")),
+                dict(scaM=(floats(p.BNH, size), "b0")),
+                grid=(ctas, p.BNH),
+                call=call,
+                block=block,
+                every_boundary=ctas > 1,
+            )["scaM"]
     joined: ChunkGates = call.in_time(gates.join_chunks(local, m, input_gate))
     return joined
 
