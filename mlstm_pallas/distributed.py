@@ -8,10 +8,11 @@ would enter the maximum), and g_j, its sum of log sigmoid(f):
     m' = max(m_j, g_j + m)
     C' = exp(m_j - m') C_j + exp(g_j + m - m') C        n' likewise
 
-Such functions compose (``joined``), so a prefix scan over the devices (``_exclusive_prefix``) gives
-the state before each shard. m and n are exchanged first, and C while stages that do not read C run.
-The forward pass then starts from that state. It reuses the shard's states of n and what its splits
-add to C_j, both rescaled (``_from_start``). With c(t) the chunk of step t (splits.py),
+So the state before a shard is a sum over the earlier ones, whose weights follow from all m_j and
+g_j (``_weights``). These and n_j are gathered while the shard's C_j is computed, and C_j is
+exchanged (``_weighted_sum``) while stages run that do not read C. The forward pass then starts from
+the state before the shard. It reuses the shard's states of n and what its splits add to C_j, both
+rescaled (``_from_start``). With c(t) the chunk of step t (splits.py),
 
     C_j = sum_t [abar_t prod_{c' > c(t)} gamma_c'] k_t v_t^T
 
@@ -20,19 +21,20 @@ The gradient of the state before a shard is a linear function of the gradient of
     dC' = A_j + Gamma_j dC        dn' likewise        Gamma_j = prod_c gamma_c
 
 So the backward pass has two halves. The first starts from the cotangents of the shard's own outputs
-and yields A_j. A suffix scan over the devices gives each shard dC, the contribution of all later
-shards. The second half starts from the gradients after each chunk plus (prod_{c' > c} gamma_c') dC.
-The gradient dm follows the path of the stabilisers' maximum: it passes through a whole shard or not
-at all.
+and yields A_j. The same exchange, with products of Gamma_j as weights, gives each shard dC, the
+contribution of all later shards. The second half starts from the gradients after each chunk plus
+(prod_{c' > c} gamma_c') dC. The gradient dm follows the path of the stabilisers' maximum: it passes
+through a whole shard or not at all.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar, Unpack, overload
+import math
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -45,8 +47,10 @@ from mlstm_pallas.formulas.gates import (
     segment_starts,
     split_for_exact_sums,
     two_sum,
+    where_two_float,
 )
 from mlstm_pallas.formulas.splits import decays_in_splits, decays_of_others
+from mlstm_pallas.formulas.tiles import blocks_over
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.config import KernelConfig
@@ -72,29 +76,32 @@ from mlstm_pallas.stages.stage import Lowering
 
 
 class Summary(NamedTuple):
-    """The function from the state before a shard to the state after it; float32."""
+    """What a shard adds to the states, from an empty start; float32."""
 
-    m: jax.Array  # (B, NH) the stabiliser, from -inf
-    g: TwoFloat  # (B, NH) total log decay; -inf with a reset
-    state: jax.Array  # from zeros: C (B, NH, DHQK, DHV) or n (B, NH, DHQK)
+    m: jax.Array  # (B, NH)
+    g_hi: jax.Array  # (B, NH) total log decay, in two floats; -inf with a reset
+    g_lo: jax.Array
+    n: jax.Array  # (B, NH, DHQK)
+
+
+class Stabilisers(NamedTuple):
+    """At the boundaries of a shard's chunks, (B * NH, NC + 1) each; from an empty start."""
+
+    m: jax.Array
+    g_hi: jax.Array  # log decays from the shard's start, in two floats; -inf behind a reset
+    g_lo: jax.Array
 
 
 class GradientSummary(NamedTuple):
-    """The function from the gradient of the state after a shard to the gradient of the one before.
+    """The function from the gradient of the state after a shard to the one before it, but for dC.
 
     All fields are float32.
     """
 
-    dC: jax.Array  # (B, NH, DHQK, DHV)
-    dn: jax.Array  # (B, NH, DHQK)
-    gamma: jax.Array  # (B, NH)
+    gamma: jax.Array  # (B, NH) of dC and dn
     dm: jax.Array  # (B, NH) without m's part as the scale of C and n
     passes: jax.Array  # (B, NH) 1 where the maximum before the shard wins in it, else 0
-
-
-def _stabiliser_after(m: jax.Array, g: TwoFloat, later: jax.Array) -> jax.Array:
-    """max(later, g + m)"""
-    return jnp.maximum(later, (m + g[0]) + g[1])
+    dn: jax.Array  # (B, NH, DHQK)
 
 
 def _decay(m: jax.Array, g: TwoFloat, after: jax.Array) -> jax.Array:
@@ -108,27 +115,6 @@ def _rescaling(m: jax.Array, after: jax.Array) -> jax.Array:
     return jnp.where(m == -jnp.inf, 0.0, jnp.exp(m - after))
 
 
-def joined(earlier: Summary, later: Summary) -> Summary:
-    """The summary of two shards."""
-    m = _stabiliser_after(earlier.m, later.g, later.m)
-    decay, scale = (
-        x.reshape(*m.shape, *[1] * (later.state.ndim - m.ndim))
-        for x in (_decay(earlier.m, later.g, m), _rescaling(later.m, m))
-    )
-    state = decay * earlier.state + scale * later.state
-    return Summary(m, add_two_floats(earlier.g, later.g), state)
-
-
-def joined_gradients(later: GradientSummary, earlier: GradientSummary) -> GradientSummary:
-    return GradientSummary(
-        earlier.dC + earlier.gamma[..., None, None] * later.dC,
-        earlier.dn + earlier.gamma[..., None] * later.dn,
-        earlier.gamma * later.gamma,
-        earlier.dm + earlier.passes * later.dm,
-        earlier.passes * later.passes,
-    )
-
-
 def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
     """The state after all splits, from an empty one: (B * NH, DHQK, DHV)."""
     by_split = gamma.reshape(*products.shape[:2], gamma.shape[1] // products.shape[1])
@@ -138,10 +124,9 @@ def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
 
 def _from_empty(
     spec: CallSpec, lowering: Lowering, x: Inputs, *, num_splits: int, L: int
-) -> tuple[Summary, jax.Array, TwoFloat, KnownStates]:
-    """What an empty start gives: the Summary of n, C after the shard, log decays, the states.
+) -> tuple[Summary, jax.Array, Stabilisers, KnownStates]:
+    """What an empty start gives: the Summary, C after the shard, and the states without gates.
 
-    The log decays, (B * NH, NC + 1), are from the shard's start to the boundaries of its chunks.
     num_splits, L: of the call, as shards may plan for fewer heads.
     """
     p = spec.problem.in_chunks_of(L)
@@ -157,9 +142,9 @@ def _from_empty(
         num_splits=num_splits,
         all_splits=True,
     )
-    high, low = _log_decays(x, p.NC, spec.input_gate)
-    summary = Summary(m[:, -1], (high[:, -1], low[:, -1]), n[1])
-    return summary, _state_after(gamma, X), (high, low), KnownStates(m, n, X)
+    stabilisers = Stabilisers(m, *_log_decays(x, p.NC, spec.input_gate))
+    summary = Summary(*(y[:, -1] for y in stabilisers), n[1])
+    return summary, _state_after(gamma, X), stabilisers, KnownStates(None, n, X)
 
 
 def _log_decays(x: Inputs, NC: int, input_gate: InputGate) -> TwoFloat:
@@ -175,22 +160,27 @@ def _log_decays(x: Inputs, NC: int, input_gate: InputGate) -> TwoFloat:
     return high, low
 
 
-def _from_start(local: KnownStates, g: TwoFloat, start: Summary) -> KnownStates:
-    """The states of a shard after ``start``, m and n; local, g: of ``_from_empty``."""
-    m_start = start.m[..., None]
-    m = _stabiliser_after(m_start, g, local.m)
-    scale, decay = _rescaling(local.m, m)[..., None], _decay(m_start, g, m)[..., None]
-    (n, n_last), n_start = local.n, start.state[..., None, :]
-    n = scale[..., :-1, :] * n + decay[..., :-1, :] * n_start
-    n_last = (scale[..., -1:, :] * n_last[..., None, :] + decay[..., -1:, :] * n_start)[..., 0, :]
-    chunks = n.shape[2] // local.X.shape[2]  # of a split
-    return KnownStates(m, (n, n_last), scale[..., chunks::chunks, :, None] * local.X)
+def _from_start(
+    spec: CallSpec, lowering: Lowering, x: Inputs, y: Stabilisers, local: KnownStates, *, L: int
+) -> KnownStates:
+    """The states of a shard after the n and m of x; y, local, L: of ``_from_empty``."""
+    start, g = x.m_initial[:, None], (y.g_hi, y.g_lo)
+    m = jnp.maximum(y.m, (start + g[0]) + g[1])
+    call = spec.launch("chunk_gates", lowering, spec.problem.in_chunks_of(L))
+    scale, decay = _rescaling(y.m, m)[..., None], _decay(start, g, m)[..., None]
+    n, n_last = local.n
+    n_all = jnp.concatenate([n, n_last[:, None]], axis=1)
+    n_all = scale * n_all + decay * x.n_initial[:, None]
+    n, n_last = n_all[:, :-1], n_all[:, -1]
+    chunks = n.shape[1] // local.X.shape[1]  # of a split
+    X = scale[:, chunks::chunks, :, None] * local.X
+    return KnownStates(run_gates(spec, call, x, m), (n, n_last), X)
 
 
 def _first_half(
     spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
-) -> Any:
-    """(BackwardCarry, GradientSummary) of a shard and the gradients of its last states together."""
+) -> tuple[BackwardCarry, GradientSummary, jax.Array]:
+    """The first half of a shard with the gradients of its last states, and what it passes on."""
     last = cotangents.last
     arrays = prepared(spec, lowering, residuals, cotangents)
     first = first_half(spec, lowering, *arrays)
@@ -211,7 +201,7 @@ def _first_half(
         dm = passes * dm
         if normaliser.vecDm is not None:
             dm = dm + jnp.sum(jnp.where(steps < unbroken[:, None], normaliser.vecDm, 0.0), axis=1)
-    return first, GradientSummary(states.matDeltaC_initial, dn, whole, dm, passes)
+    return first, GradientSummary(whole, dm, passes, dn), states.matDeltaC_initial
 
 
 def _second_half(
@@ -238,9 +228,6 @@ def _second_half(
     return second_half(spec, lowering, *arrays, first)[0]
 
 
-Element = TypeVar("Element", Summary, GradientSummary)
-
-
 class Axis(NamedTuple):
     """The axis that a sequence is split over."""
 
@@ -255,47 +242,71 @@ def _axis(name: str) -> Axis:
     return Axis(name, lax.axis_size(name), mapped)
 
 
-def _shifted(x: Any, axis: Axis, distance: int) -> Any:
-    """x of the device that many places before this one; undefined where there is none."""
-    size = axis.size
-    # A vmap accepts only whole permutations. On a mesh the first device would wait for the last.
-    pairs = [
-        (j, (j + distance) % size) for j in range(size) if axis.mapped or 0 <= j + distance < size
-    ]
-    # XLA joins exchanges that are ready at the same time.
-    return lax.ppermute(lax.optimization_barrier(x), axis.name, pairs)
+def _gathered(axis: Axis, x: Any) -> Any:
+    """The summaries of all shards, (B, NH, P, ...), by one collective."""
+    widths = [math.prod(y.shape[2:]) for y in x]
+    rows = jnp.concatenate(
+        [y.reshape(*y.shape[:2], 1, n) for y, n in zip(x, widths, strict=True)], axis=-1
+    )
+    rows = lax.all_gather(rows, axis.name, axis=2, tiled=True)
+    parts = jnp.split(rows, np.cumsum(widths)[:-1], axis=-1)
+    return type(x)(*(y.reshape(*y.shape[:3], *z.shape[2:]) for y, z in zip(parts, x, strict=True)))
 
 
-def _exclusive_prefix(
-    join: Callable[[Element, Element], Element],
-    local: Element,
-    empty: Element,
-    axis: Axis,
-    index: jax.Array,
-    *,
-    reverse: bool = False,
-) -> Element:
-    """The joined elements of all devices before this one (after it with reverse).
+def _weights(local: Summary, m_initial: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """m before each shard, (B, NH, P), and the weights of the states of which C before it is a sum.
 
-    It is the scan of Hillis and Steele (1986) with one element per device. In each of its
-    1 + ceil(log2(P - 1)) rounds a device sends one element and receives one.
+    The weights, (B, NH, P, P + 1), are those of the initial state and of all shards.
     """
-    size = axis.size
-    position = size - 1 - index if reverse else index
+    P = local.m.shape[-1]
+    earlier = jnp.tri(P, k=-1, dtype=bool)
+    g = where_two_float(earlier, (local.g_hi[:, :, None], local.g_lo[:, :, None]), (0.0, 0.0))
+    g = lax.associative_scan(add_two_floats, g, axis=3, reverse=True)
+    g_hi, g_lo = (jnp.pad(y, [(0, 0)] * 3 + [(0, 1)]) for y in g)
+    m = jnp.where(earlier, local.m[:, :, None], -jnp.inf)
+    m = jnp.concatenate([jnp.broadcast_to(m_initial[..., None, None], m[..., :1].shape), m], -1)
+    start = jnp.max((m + g_hi) + g_lo, axis=-1)
+    return start, _decay(m, (g_hi, g_lo), start[..., None])
 
-    def from_before(x: Element, distance: int) -> Element:
-        received = _shifted(x, axis, -distance if reverse else distance)
-        valid = functools.partial(jnp.where, position >= distance)
-        before: Element = jax.tree.map(valid, received, empty)
-        return before
 
-    if size == 1:
-        return empty
-    before, covered = from_before(local, 1), 1
-    while covered < size - 1:
-        before = join(from_before(before, covered), before)
-        covered *= 2
-    return before
+def _later_weights(factors: jax.Array) -> jax.Array:
+    """The product of the factors, (B, NH, P), between each shard and a later one, else 0.
+
+    Returns (B, NH, P, P).
+    """
+    later = ~jnp.tri(factors.shape[-1], dtype=bool)
+    between = decays_of_others(jnp.where(later, factors[:, :, None], 1.0), backward=True)
+    return jnp.where(later, between, 0.0)
+
+
+def _added(weights: jax.Array, x: jax.Array) -> jax.Array:
+    """sum_j weights_j x_j over the last axis of the weights, behind which x may have others."""
+    axis = weights.ndim - 1
+    weights = lax.expand_dims(weights, range(weights.ndim, x.ndim))
+    return jnp.sum(jnp.where(weights == 0, 0.0, weights * x), axis)  # 0 inf is NaN
+
+
+def _added_over(
+    axis: Axis, weights: jax.Array, x: jax.Array, meanwhile: Any = None
+) -> tuple[jax.Array, Any]:
+    """sum_j weights_ij x_j on device i, of x_j on device j.
+
+    Each device adds up one slice for all devices. So it sends and receives x twice, whatever P is.
+
+    Args:
+      weights: (B, NH, P, P), the same on all devices.
+      meanwhile: arrays that hide the first exchange. What reads those returned hides the second.
+    """
+    (B, NH, *dims), P = x.shape, axis.size
+    size = math.prod(dims)
+    exchanged = functools.partial(
+        lax.all_to_all, axis_name=axis.name, split_axis=2, concat_axis=2, tiled=True
+    )
+    slices = jnp.pad(x.reshape(B, NH, size), [(0, 0), (0, 0), (0, -size % P)])
+    slices = exchanged(slices.reshape(B, NH, P, blocks_over(size, P)))
+    sums, meanwhile = lax.optimization_barrier((_added(weights, slices[:, :, None]), meanwhile))
+    sums = exchanged(sums).reshape(B, NH, blocks_over(size, P) * P)
+    return sums[..., :size].reshape(x.shape), meanwhile
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -310,34 +321,24 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     The initial states are those of the whole sequence; only the first device's are read.
     """
     index = lax.axis_index(axis.name)
-
-    def start(local: Summary, initial: jax.Array) -> Summary:
-        """The state before the shard; initial: C or n before the whole sequence."""
-        zero = jnp.zeros_like(x.m_initial)
-        whole = Summary(x.m_initial, (zero, zero), initial)
-        empty = Summary(jnp.full_like(zero, -jnp.inf), whole.g, jnp.zeros_like(initial))
-        choose = functools.partial(jax.tree.map, functools.partial(jnp.where, index == 0))
-        local = choose(joined(whole, local), local)
-        before: Summary = choose(whole, _exclusive_prefix(joined, local, empty, axis, index))
-        return before
-
+    at_index = functools.partial(lax.dynamic_index_in_dim, index=index, axis=2, keepdims=False)
     unread: dict[str, Any] = dict.fromkeys(("q", "c_initial", "n_initial"))
     plan = spec.plan
-    summary, C, log_decays, local = on_shards(
-        _from_empty,
-        spec,
-        x._replace(**unread),
-        num_splits=plan.summary_splits,
-        L=plan.scan_problem.L,
+    options = dict(L=plan.scan_problem.L)
+    local, C, stabilisers, states = on_shards(
+        _from_empty, spec, x._replace(**unread), num_splits=plan.summary_splits, **options
     )
-    n = start(summary, x.n_initial)
-    # parallel_fw_P reads m and n, but not C. Because of the barrier it hides the exchange of C,
-    # which XLA would otherwise merge with the exchange of n.
-    n, C = lax.optimization_barrier((n, C))
-    C = start(summary._replace(state=C), x.c_initial).state
-    before = named(LastStates(C, n.state, n.m))
+    # The barrier hides the first exchange behind the products of C_j.
+    every, C = lax.optimization_barrier((_gathered(axis, local), C))
+    m, weights = _weights(every, x.m_initial)
+    first, *others = jnp.split(at_index(weights), [1], axis=-1)
+    n = first * x.n_initial + _added(others[0], every.n)
+    start = x._replace(c_initial=None, n_initial=n, m_initial=at_index(m))
+    known = on_shards(_from_start, spec, start, stabilisers, states, **options)
+    C, known = _added_over(axis, weights[..., 1:], C, known)
+    C += first[..., None] * x.c_initial
+    before = named(LastStates(C, n, start.m_initial))
     x = x._replace(c_initial=before.c, n_initial=before.n, m_initial=before.m)
-    known = _from_start(local, log_decays, n)
     outputs = named(on_shards(forward_once, spec, x, known))
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
@@ -371,15 +372,16 @@ def _backward(
     dC, dn, dm = dlast
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
     cotangents = Cotangents(dh, LastStates(dC, dn, dm))
-    first, local = on_shards(_first_half, spec, residuals, cotangents, lowering=lowering)
-    one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
-    empty = GradientSummary(jnp.zeros_like(dC), jnp.zeros_like(dn), one, zero, one)
-    after = _exclusive_prefix(joined_gradients, local, empty, axis, index, reverse=True)
-    dC, dn = dC + after.dC, dn + after.dn
-    dm = dm + after.dm + inner(dC, last.c, 2) + inner(dn, last.n)
+    first, local, dC_before = on_shards(_first_half, spec, residuals, cotangents, lowering=lowering)
+    every = _gathered(axis, local)
+    weights, passes = map(_later_weights, (every.gamma, every.passes))
+    dC_after, _ = _added_over(axis, weights, dC_before)
+    of_index = functools.partial(lax.dynamic_index_in_dim, index=index, axis=2, keepdims=False)
+    dC, dn = dC + dC_after, dn + _added(of_index(weights), every.dn)
+    dm = dm + _added(of_index(passes), every.dm) + inner(dC, last.c, 2) + inner(dn, last.n)
     cotangents = Cotangents(dh, LastStates(dC, dn, dm))
     gradients: Inputs = on_shards(
-        _second_half, spec, residuals, cotangents, first, after.dC, lowering=lowering
+        _second_half, spec, residuals, cotangents, first, dC_after, lowering=lowering
     )
     dinitial: dict[str, Any] = {
         name: jnp.where(index == 0, getattr(gradients, name), 0.0)
@@ -406,8 +408,9 @@ def _mlstm(axis: Axis, spec: CallSpec, x: Arguments) -> Any:
 
 def _starts(axis: Axis, segment_ids: jax.Array) -> jax.Array:
     """Where the id differs from the previous step's, which may be on another device."""
-    before = _shifted(segment_ids[..., -1], axis, 1)
-    begins = (segment_ids[..., 0] != before) & (lax.axis_index(axis.name) > 0)
+    index = lax.axis_index(axis.name)
+    last = lax.all_gather(segment_ids[..., -1], axis.name)
+    begins = (segment_ids[..., 0] != last[index - 1]) & (index > 0)
     return segment_starts(segment_ids).at[..., 0].set(begins)
 
 

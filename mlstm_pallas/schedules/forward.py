@@ -40,7 +40,7 @@ from mlstm_pallas.stages.stage import Launch, Lowering
 class KnownStates(NamedTuple):
     """What is known of the fused scan before it runs; float32. None: it computes this itself."""
 
-    m: Any = None  # (B * NH, NC + 1)
+    gates: Any = None  # in the chunks of the scan
     n: Any = None  # (B * NH, NC, DHQK) before each chunk, (B * NH, DHQK) the last
     X: Any = None  # (B * NH, num_splits, DHQK, DHV), what each split adds to C
 
@@ -183,9 +183,9 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     plan = spec.plan
     p, num_splits, launches = plan.scan_problem, plan.num_splits, plan.forward
     end = 0 if p.reverse else -1
-    if known is None or known.m.shape[1] != p.NC + 1:
+    if known is None or known.gates.scaGamma.shape[1] != p.NC:
         known = KnownStates()  # those of a call with more heads than this shard have other chunks
-    gates = run_gates(spec, launches["chunk_gates"], x, known.m)
+    gates = known.gates or run_gates(spec, launches["chunk_gates"], x)
     q, v, gamma, C_initial, chunks = x.q, x.v, gates.scaGamma, x.c_initial, None
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
         chunks = of_lengths(x.lengths, v.shape[1], p)
