@@ -1,35 +1,38 @@
 """Sequence (context) parallelism: one sequence split over the devices of a mesh axis.
 
-Every device holds a shard of consecutive steps and needs the state before them. The state after
-shard j is a function of the state before it and of four quantities of the shard alone
-(``_from_empty``): m_j, C_j and n_j, the state after it from an empty start (m = -inf, because 0
-would enter the maximum), and g_j, its sum of log sigmoid(f):
+Every device holds a shard of consecutive steps and needs the state before them. The stabiliser m
+before a shard follows from two numbers of each earlier one (``_boundaries``): m_j, its m from an
+empty start (m = -inf, because 0 would enter the maximum), and g_j, its sum of log sigmoid(f):
 
     m' = max(m_j, g_j + m)
-    C' = exp(m_j - m') C_j + exp(g_j + m - m') C        n' likewise
 
-So the state before a shard is a sum over the earlier ones, whose weights follow from all m_j and
-g_j (``_weights``). These and n_j are gathered while the shard's C_j is computed, and C_j is
-exchanged (``_weighted_sum``) while stages run that do not read C. The forward pass then starts from
-the state before the shard. It reuses the shard's states of n and what its splits add to C_j, both
-rescaled (``_from_start``). With c(t) the chunk of step t (splits.py),
+With m known the gates are those of the whole sequence, and the state after a shard is a linear
+function of the state before it, with C_j the state from zeros (``_from_zeros``):
+
+    C' = C_j + Gamma_j C        n' likewise        Gamma_j = prod_c gamma_c
+
+So the state before a shard is a sum over the earlier ones, weighted by the products of Gamma
+between them (``_weights``). n_j and Gamma_j are gathered while the products of C_j run, and C_j
+while stages run that do not read C. The forward pass starts from that state. It reuses the gates,
+the states of n, to which that before the shard is added, and what each split adds to C_j. With
+c(t) the chunk of step t (splits.py),
 
     C_j = sum_t [abar_t prod_{c' > c(t)} gamma_c'] k_t v_t^T
 
 The gradient of the state before a shard is a linear function of the gradient of the state after it:
 
-    dC' = A_j + Gamma_j dC        dn' likewise        Gamma_j = prod_c gamma_c
+    dC = A_j + Gamma_j dC'        dn likewise
 
 So the backward pass has two halves. The first starts from the cotangents of the shard's own outputs
-and yields A_j. The same exchange, with products of Gamma_j as weights, gives each shard dC, the
-contribution of all later shards. The second half starts from the gradients after each chunk plus
-(prod_{c' > c} gamma_c') dC. The gradient dm follows the path of the stabilisers' maximum: it passes
-through a whole shard or not at all.
+and yields A_j. The same sums give each shard dC', the contribution of all later shards. The second
+half starts from the gradients after each chunk plus (prod_{c' > c} gamma_c') dC'. The gradient dm
+follows the path of the stabilisers' maximum: it passes through a whole shard or not at all.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
@@ -39,16 +42,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mlstm_pallas.formulas.gate_gradients import inner, step_flags
-from mlstm_pallas.formulas.gates import (
-    M_GRAD_FLOWS,
-    TwoFloat,
-    add_two_floats,
-    log_gates,
-    segment_starts,
-    split_for_exact_sums,
-    two_sum,
-    where_two_float,
-)
+from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, segment_starts
 from mlstm_pallas.formulas.splits import decays_in_splits, decays_of_others
 from mlstm_pallas.formulas.tiles import blocks_over
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
@@ -65,116 +59,79 @@ from mlstm_pallas.prepare import (
 )
 from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals
-from mlstm_pallas.problem.dimensions import InputGate
 from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_axis_name
 from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half
 from mlstm_pallas.schedules.derivatives import in_reverse_mode
 from mlstm_pallas.schedules.forward import KnownStates, key_states, run_gates
 from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shards
-from mlstm_pallas.stages import add_decayed, split_products
+from mlstm_pallas.stages import add_decayed, chunk_gates, split_products
 from mlstm_pallas.stages.stage import Lowering
+
+MOST_GATHERED = 8  # shards whose states C are gathered; sums of more are exchanged in slices
+
+
+class Boundary(NamedTuple):
+    """What a shard does to m; float32."""
+
+    m: jax.Array  # (B, NH) from an empty start
+    g: jax.Array  # (B, NH) total log decay; -inf with a reset
 
 
 class Summary(NamedTuple):
-    """What a shard adds to the states, from an empty start; float32."""
+    """What a shard does to n, and to C except for C_j; float32."""
 
-    m: jax.Array  # (B, NH)
-    g_hi: jax.Array  # (B, NH) total log decay, in two floats; -inf with a reset
-    g_lo: jax.Array
-    n: jax.Array  # (B, NH, DHQK)
-
-
-class Stabilisers(NamedTuple):
-    """At the boundaries of a shard's chunks, (B * NH, NC + 1) each; from an empty start."""
-
-    m: jax.Array
-    g_hi: jax.Array  # log decays from the shard's start, in two floats; -inf behind a reset
-    g_lo: jax.Array
+    gamma: jax.Array  # (B, NH)
+    n: jax.Array  # (B, NH, DHQK) from zeros
 
 
 class GradientSummary(NamedTuple):
-    """The function from the gradient of the state after a shard to the one before it, but for dC.
+    """What a shard does to the gradients of n and m, and of C except for A_j; float32."""
 
-    All fields are float32.
-    """
-
-    gamma: jax.Array  # (B, NH) of dC and dn
+    gamma: jax.Array  # (B, NH)
+    dn: jax.Array  # (B, NH, DHQK)
     dm: jax.Array  # (B, NH) without m's part as the scale of C and n
     passes: jax.Array  # (B, NH) 1 where the maximum before the shard wins in it, else 0
-    dn: jax.Array  # (B, NH, DHQK)
 
 
-def _decay(m: jax.Array, g: TwoFloat, after: jax.Array) -> jax.Array:
-    """exp(m + g - after), which scales the part of a state that is from before the decay by g."""
-    total, error = two_sum(m, g[0])
-    return jnp.where(total == -jnp.inf, 0.0, jnp.exp((total - after) + (error + g[1])))
+def _boundaries(
+    spec: CallSpec, lowering: Lowering, x: Inputs, *, L: int
+) -> tuple[jax.Array, jax.Array]:
+    """m from an empty start and the log decay at the boundaries of chunks, (B * NH, NC + 1)."""
+    run = spec.stage("chunk_gates", lowering, spec.problem.in_chunks_of(L))
+    empty = jnp.full_like(x.m_initial, -jnp.inf)
+    operands = chunk_gates.Operands(x.i, x.f, empty, x.starts)
+    m, g = run(operands, input_gate=spec.input_gate, only_boundaries=True)
+    return m, jnp.pad(jnp.cumsum(g, axis=1), [(0, 0), (1, 0)])
 
 
-def _rescaling(m: jax.Array, after: jax.Array) -> jax.Array:
-    """exp(m - after), which scales a state from the stabiliser m to a larger one."""
-    return jnp.where(m == -jnp.inf, 0.0, jnp.exp(m - after))
-
-
-def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
-    """The state after all splits, from an empty one: (B * NH, DHQK, DHV)."""
-    by_split = gamma.reshape(*products.shape[:2], gamma.shape[1] // products.shape[1])
-    weights = decays_of_others(jnp.prod(by_split, axis=-1))
-    return jnp.sum(weights[..., None, None] * products, axis=1)
-
-
-def _from_empty(
-    spec: CallSpec, lowering: Lowering, x: Inputs, *, num_splits: int, L: int
-) -> tuple[Summary, jax.Array, Stabilisers, KnownStates]:
-    """What an empty start gives: the Summary, C after the shard, and the states without gates.
+def _from_zeros(
+    spec: CallSpec,
+    lowering: Lowering,
+    x: Inputs,
+    m_states: jax.Array | None,
+    *,
+    num_splits: int,
+    L: int,
+) -> tuple[Summary, jax.Array, KnownStates]:
+    """What C and n of zeros give: the Summary, C after the shard, the states.
 
     num_splits, L: of the call, as shards may plan for fewer heads.
     """
     p = spec.problem.in_chunks_of(L)
-    nothing = x._replace(m_initial=jnp.full_like(x.m_initial, -jnp.inf), lengths=None)
-    gates = run_gates(spec, spec.launch("chunk_gates", lowering, p), nothing)
-    abar, gamma, m = gates.per_step().vecAbar, gates.scaGamma, gates.scaM_states
+    gates = run_gates(spec, spec.launch("chunk_gates", lowering, p), x, m_states)
+    abar, gamma = gates.per_step().vecAbar, gates.scaGamma
     first = lowering if lowering is Lowering.XLA else spec.plan.scan_lowering
     call = spec.launch("parallel_fw_P", first, p)
-    empty = jnp.broadcast_to(jnp.zeros_like(gamma[:, :1]), (p.BNH, p.DHQK))
-    n = key_states(spec, call, x.k, gates, empty)
+    zeros = jnp.broadcast_to(jnp.zeros_like(gamma[:, :1]), (p.BNH, p.DHQK))
+    n = key_states(spec, call, x.k, gates, zeros)
     X = spec.stage("split_products", lowering, p, num_splits)(
         split_products.Operands(a=x.k, b=x.v, r=abar * decays_in_splits(gamma, num_splits, p.S)),
         num_splits=num_splits,
         all_splits=True,
     )
-    stabilisers = Stabilisers(m, *_log_decays(x, p.NC, spec.input_gate))
-    summary = Summary(*(y[:, -1] for y in stabilisers), n[1])
-    return summary, _state_after(gamma, X), stabilisers, KnownStates(None, n, X)
-
-
-def _log_decays(x: Inputs, NC: int, input_gate: InputGate) -> TwoFloat:
-    """Sums of log sigmoid(f) up to the boundaries of NC chunks, (B * NH, NC + 1); -inf behind a
-    reset."""
-    _, fbar, reset = log_gates(x.i, x.f, input_gate)
-    BNH, S = fbar.shape
-    restarts = reset if x.starts is None else reset | (x.starts > 0)
-    high, low = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), S)
-    steps = jnp.stack([jnp.where(restarts, -jnp.inf, high), low]).reshape(2, BNH, NC, S // NC)
-    sums = jnp.cumsum(jnp.sum(steps, axis=-1), axis=-1)
-    high, low = jnp.pad(sums, [(0, 0), (0, 0), (1, 0)])
-    return high, low
-
-
-def _from_start(
-    spec: CallSpec, lowering: Lowering, x: Inputs, y: Stabilisers, local: KnownStates, *, L: int
-) -> KnownStates:
-    """The states of a shard after the n and m of x; y, local, L: of ``_from_empty``."""
-    start, g = x.m_initial[:, None], (y.g_hi, y.g_lo)
-    m = jnp.maximum(y.m, (start + g[0]) + g[1])
-    call = spec.launch("chunk_gates", lowering, spec.problem.in_chunks_of(L))
-    scale, decay = _rescaling(y.m, m)[..., None], _decay(start, g, m)[..., None]
-    n, n_last = local.n
-    n_all = jnp.concatenate([n, n_last[:, None]], axis=1)
-    n_all = scale * n_all + decay * x.n_initial[:, None]
-    n, n_last = n_all[:, :-1], n_all[:, -1]
-    chunks = n.shape[1] // local.X.shape[1]  # of a split
-    X = scale[:, chunks::chunks, :, None] * local.X
-    return KnownStates(run_gates(spec, call, x, m), (n, n_last), X)
+    by_split = jnp.prod(gamma.reshape(p.BNH, num_splits, -1), axis=-1)
+    C = jnp.sum(decays_of_others(by_split)[..., None, None] * X, axis=1)
+    return Summary(jnp.prod(gamma, axis=-1), n[1]), C, KnownStates(gates, n, X)
 
 
 def _first_half(
@@ -201,7 +158,7 @@ def _first_half(
         dm = passes * dm
         if normaliser.vecDm is not None:
             dm = dm + jnp.sum(jnp.where(steps < unbroken[:, None], normaliser.vecDm, 0.0), axis=1)
-    return first, GradientSummary(whole, dm, passes, dn), states.matDeltaC_initial
+    return first, GradientSummary(whole, dn, dm, passes), states.matDeltaC_initial
 
 
 def _second_half(
@@ -243,70 +200,55 @@ def _axis(name: str) -> Axis:
 
 
 def _gathered(axis: Axis, x: Any) -> Any:
-    """The summaries of all shards, (B, NH, P, ...), by one collective."""
+    """The summaries of all shards, (P, B, NH, ...), by one collective."""
     widths = [math.prod(y.shape[2:]) for y in x]
-    rows = jnp.concatenate(
-        [y.reshape(*y.shape[:2], 1, n) for y, n in zip(x, widths, strict=True)], axis=-1
+    rows = [y.reshape(*y.shape[:2], n) for y, n in zip(x, widths, strict=True)]
+    parts = jnp.split(
+        lax.all_gather(jnp.concatenate(rows, axis=2), axis.name), np.cumsum(widths)[:-1], axis=3
     )
-    rows = lax.all_gather(rows, axis.name, axis=2, tiled=True)
-    parts = jnp.split(rows, np.cumsum(widths)[:-1], axis=-1)
-    return type(x)(*(y.reshape(*y.shape[:3], *z.shape[2:]) for y, z in zip(parts, x, strict=True)))
+    return type(x)(*(y.reshape(-1, *z.shape) for y, z in zip(parts, x, strict=True)))
 
 
-def _weights(local: Summary, m_initial: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """m before each shard, (B, NH, P), and the weights of the states of which C before it is a sum.
+def _between(join: Callable[..., jax.Array], x: jax.Array, nothing: float) -> jax.Array:
+    """What join makes of x, (P, B, NH), of the shards between j and a later one i.
 
-    The weights, (B, NH, P, P + 1), are those of the initial state and of all shards.
+    Returns (P, P, B, NH), by i and j.
     """
-    P = local.m.shape[-1]
-    earlier = jnp.tri(P, k=-1, dtype=bool)
-    g = where_two_float(earlier, (local.g_hi[:, :, None], local.g_lo[:, :, None]), (0.0, 0.0))
-    g = lax.associative_scan(add_two_floats, g, axis=3, reverse=True)
-    g_hi, g_lo = (jnp.pad(y, [(0, 0)] * 3 + [(0, 1)]) for y in g)
-    m = jnp.where(earlier, local.m[:, :, None], -jnp.inf)
-    m = jnp.concatenate([jnp.broadcast_to(m_initial[..., None, None], m[..., :1].shape), m], -1)
-    start = jnp.max((m + g_hi) + g_lo, axis=-1)
-    return start, _decay(m, (g_hi, g_lo), start[..., None])
+    i, j, between = (lax.broadcasted_iota(jnp.int32, (len(x),) * 3 + (1, 1), n) for n in range(3))
+    inside = (j < between) & (between < i)
+    return join(jnp.where(inside, x[None, None], nothing), axis=2)
 
 
-def _later_weights(factors: jax.Array) -> jax.Array:
-    """The product of the factors, (B, NH, P), between each shard and a later one, else 0.
+def _of_earlier(x: jax.Array, nothing: float) -> jax.Array:
+    """x, (P, P, B, NH), where j is before i."""
+    return jnp.where(jnp.tri(len(x), k=-1, dtype=bool)[..., None, None], x, nothing)
 
-    Returns (B, NH, P, P).
-    """
-    later = ~jnp.tri(factors.shape[-1], dtype=bool)
-    between = decays_of_others(jnp.where(later, factors[:, :, None], 1.0), backward=True)
-    return jnp.where(later, between, 0.0)
+
+def _weights(gamma: jax.Array) -> jax.Array:
+    """The weight of shard j in a sum over those before i, (P, P, B, NH); gamma: (P, B, NH)."""
+    return _of_earlier(_between(jnp.prod, gamma, 1.0), 0.0)
 
 
 def _added(weights: jax.Array, x: jax.Array) -> jax.Array:
-    """sum_j weights_j x_j over the last axis of the weights, behind which x may have others."""
-    axis = weights.ndim - 1
-    weights = lax.expand_dims(weights, range(weights.ndim, x.ndim))
-    return jnp.sum(jnp.where(weights == 0, 0.0, weights * x), axis)  # 0 inf is NaN
+    """sum_j weights_j x_j; weights: (..., P, B, NH), x: (P, B, NH, ...)."""
+    axis = weights.ndim - 3
+    weights = lax.expand_dims(weights, range(weights.ndim, axis + x.ndim))
+    products = weights * lax.expand_dims(x, range(axis))
+    return jnp.sum(jnp.where(weights == 0, 0.0, products), axis)  # 0 inf is NaN
 
 
-def _added_over(
-    axis: Axis, weights: jax.Array, x: jax.Array, meanwhile: Any = None
-) -> tuple[jax.Array, Any]:
-    """sum_j weights_ij x_j on device i, of x_j on device j.
-
-    Each device adds up one slice for all devices. So it sends and receives x twice, whatever P is.
-
-    Args:
-      weights: (B, NH, P, P), the same on all devices.
-      meanwhile: arrays that hide the first exchange. What reads those returned hides the second.
-    """
+def _added_over(axis: Axis, weights: jax.Array, x: jax.Array) -> jax.Array:
+    """sum_j weights_ij x_j on device i, of x_j on device j; weights: (P, P, B, NH)."""
+    if axis.size <= MOST_GATHERED:
+        return _added(weights[lax.axis_index(axis.name)], lax.all_gather(x, axis.name))
+    # Each device adds up one slice for all. It sends and receives x twice, whatever P is.
     (B, NH, *dims), P = x.shape, axis.size
     size = math.prod(dims)
-    exchanged = functools.partial(
-        lax.all_to_all, axis_name=axis.name, split_axis=2, concat_axis=2, tiled=True
-    )
     slices = jnp.pad(x.reshape(B, NH, size), [(0, 0), (0, 0), (0, -size % P)])
-    slices = exchanged(slices.reshape(B, NH, P, blocks_over(size, P)))
-    sums, meanwhile = lax.optimization_barrier((_added(weights, slices[:, :, None]), meanwhile))
-    sums = exchanged(sums).reshape(B, NH, blocks_over(size, P) * P)
-    return sums[..., :size].reshape(x.shape), meanwhile
+    slices = jnp.moveaxis(slices.reshape(B, NH, P, blocks_over(size, P)), 2, 0)
+    exchanged = functools.partial(lax.all_to_all, axis_name=axis.name, split_axis=0, concat_axis=0)
+    sums = exchanged(_added(weights, exchanged(slices)))
+    return jnp.moveaxis(sums, 0, 2).reshape(B, NH, -1)[..., :size].reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -321,25 +263,36 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     The initial states are those of the whole sequence; only the first device's are read.
     """
     index = lax.axis_index(axis.name)
-    at_index = functools.partial(lax.dynamic_index_in_dim, index=index, axis=2, keepdims=False)
+    plan, m_states = spec.plan, None
+    L = plan.scan_problem.L
+
+    def with_initial(x: jax.Array, initial: jax.Array | float) -> jax.Array:
+        """Those of all shards behind one for what is before the sequence."""
+        return jnp.concatenate([jnp.broadcast_to(initial, x[:1].shape), x])
+
     unread: dict[str, Any] = dict.fromkeys(("q", "c_initial", "n_initial"))
-    plan = spec.plan
-    options = dict(L=plan.scan_problem.L)
-    local, C, stabilisers, states = on_shards(
-        _from_empty, spec, x._replace(**unread), num_splits=plan.summary_splits, **options
-    )
-    # The barrier hides the first exchange behind the products of C_j.
+    y = x._replace(**unread)
+    if spec.stabilised:
+        m_states, g = on_shards(_boundaries, spec, y, L=L)
+        m, all_g = _gathered(axis, Boundary(m_states[..., -1], g[..., -1]))
+        g_between = _between(jnp.sum, with_initial(all_g, 0.0), 0.0)
+        m = with_initial(m, x.m_initial)[None] + g_between
+        m = jnp.max(_of_earlier(m, -jnp.inf), axis=1)[index + 1]
+        m_states = jnp.maximum(m_states, m[..., None] + g)
+        y = y._replace(m_initial=m)
+    local, C, known = on_shards(_from_zeros, spec, y, m_states, num_splits=plan.summary_splits, L=L)
+    # parallel_fw_P hides the exchange of C, which starts after that of n, and the products of C
+    # that of n.
     every, C = lax.optimization_barrier((_gathered(axis, local), C))
-    m, weights = _weights(every, x.m_initial)
-    first, *others = jnp.split(at_index(weights), [1], axis=-1)
-    n = first * x.n_initial + _added(others[0], every.n)
-    start = x._replace(c_initial=None, n_initial=n, m_initial=at_index(m))
-    known = on_shards(_from_start, spec, start, stabilisers, states, **options)
-    C, known = _added_over(axis, weights[..., 1:], C, known)
-    C += first[..., None] * x.c_initial
-    before = named(LastStates(C, n, start.m_initial))
+    weights = _weights(with_initial(every.gamma, 1.0))[1:]
+    first, weights = weights[index, 0], weights[:, 1:]
+    n = first[..., None] * x.n_initial + _added(weights[index], every.n)
+    C = first[..., None, None] * x.c_initial + _added_over(axis, weights, C)
+    decays = decays_of_others(known.gates.scaGamma, backward=True)[..., None]
+    states = known.n[0] + decays * n[..., None, :], known.n[1] + local.gamma[..., None] * n
+    before = named(LastStates(C, n, y.m_initial))
     x = x._replace(c_initial=before.c, n_initial=before.n, m_initial=before.m)
-    outputs = named(on_shards(forward_once, spec, x, known))
+    outputs = named(on_shards(forward_once, spec, x, known._replace(n=states)))
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
 
@@ -374,11 +327,10 @@ def _backward(
     cotangents = Cotangents(dh, LastStates(dC, dn, dm))
     first, local, dC_before = on_shards(_first_half, spec, residuals, cotangents, lowering=lowering)
     every = _gathered(axis, local)
-    weights, passes = map(_later_weights, (every.gamma, every.passes))
-    dC_after, _ = _added_over(axis, weights, dC_before)
-    of_index = functools.partial(lax.dynamic_index_in_dim, index=index, axis=2, keepdims=False)
-    dC, dn = dC + dC_after, dn + _added(of_index(weights), every.dn)
-    dm = dm + _added(of_index(passes), every.dm) + inner(dC, last.c, 2) + inner(dn, last.n)
+    weights, passes = (_weights(y).swapaxes(0, 1) for y in (every.gamma, every.passes))
+    dC_after = _added_over(axis, weights, dC_before)
+    dC, dn = dC + dC_after, dn + _added(weights[index], every.dn)
+    dm = dm + _added(passes[index], every.dm) + inner(dC, last.c, 2) + inner(dn, last.n)
     cotangents = Cotangents(dh, LastStates(dC, dn, dm))
     gradients: Inputs = on_shards(
         _second_half, spec, residuals, cotangents, first, dC_after, lowering=lowering

@@ -24,12 +24,15 @@ def chunk_gates(
     *,
     input_gate: InputGate = InputGate.EXP,
     with_flags: bool = False,
+    only_boundaries: bool = False,
     call: Launch,
-) -> ChunkGates:
+) -> ChunkGates | tuple[Array, Array]:
     """Runs the stage.
 
     with_flags: whether a kernel may return the flags that the gradients of the gates read. Where it
       does not, ``gate_gradients`` computes them.
+    only_boundaries: whether to return m at the chunk boundaries, (B * NH, NC + 1), and what each
+      chunk adds to it, (B * NH, NC), -inf if it holds a reset. Not with the sigmoid gate.
     """
     x = call.in_time(x)
     begins = None if x.starts is None else call.chunks(x.starts)
@@ -38,6 +41,8 @@ def chunk_gates(
     m_states = x.scaM_states
     if m_states is None:
         m_states = gates.stabiliser_scan(local, x.scaM_initial, input_gate)
+    if only_boundaries:
+        return gates.boundaries(local, m_states)
     joined = gates.join_chunks(local, m_states, input_gate)
     barred: ChunkGates = call.in_time(gates.fusion_barrier(joined, joined.scaGamma))
     return barred
