@@ -44,7 +44,7 @@ from jax.typing import DTypeLike
 from mlstm_pallas.formulas.gate_gradients import inner, step_flags
 from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, segment_starts
 from mlstm_pallas.formulas.splits import decays_in_splits, decays_of_others
-from mlstm_pallas.formulas.tiles import blocks_over
+from mlstm_pallas.formulas.tiles import rounded_up
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.config import KernelConfig
@@ -129,7 +129,7 @@ def _from_zeros(
         num_splits=num_splits,
         all_splits=True,
     )
-    by_split = jnp.prod(gamma.reshape(p.BNH, num_splits, -1), axis=-1)
+    by_split = jnp.prod(gamma.reshape(p.BNH, num_splits, p.NC // num_splits), axis=-1)
     C = jnp.sum(decays_of_others(by_split)[..., None, None] * X, axis=1)
     return Summary(jnp.prod(gamma, axis=-1), n[1]), C, KnownStates(gates, n, X)
 
@@ -201,12 +201,10 @@ def _axis(name: str) -> Axis:
 
 def _gathered(axis: Axis, x: Any) -> Any:
     """The summaries of all shards, (P, B, NH, ...), by one collective."""
-    widths = [math.prod(y.shape[2:]) for y in x]
-    rows = [y.reshape(*y.shape[:2], n) for y, n in zip(x, widths, strict=True)]
-    parts = jnp.split(
-        lax.all_gather(jnp.concatenate(rows, axis=2), axis.name), np.cumsum(widths)[:-1], axis=3
-    )
-    return type(x)(*(y.reshape(-1, *z.shape) for y, z in zip(parts, x, strict=True)))
+    rows = [y if y.ndim > 2 else y[..., None] for y in x]
+    ends = np.cumsum([y.shape[2] for y in rows])
+    rows = jnp.split(lax.all_gather(jnp.concatenate(rows, 2), axis.name), ends[:-1], axis=3)
+    return type(x)(*(y if z.ndim > 2 else y[..., 0] for y, z in zip(rows, x, strict=True)))
 
 
 def _between(join: Callable[..., jax.Array], x: jax.Array, nothing: float) -> jax.Array:
@@ -244,11 +242,12 @@ def _added_over(axis: Axis, weights: jax.Array, x: jax.Array) -> jax.Array:
     # Each device adds up one slice for all. It sends and receives x twice, whatever P is.
     (B, NH, *dims), P = x.shape, axis.size
     size = math.prod(dims)
-    slices = jnp.pad(x.reshape(B, NH, size), [(0, 0), (0, 0), (0, -size % P)])
-    slices = jnp.moveaxis(slices.reshape(B, NH, P, blocks_over(size, P)), 2, 0)
+    padded_size = rounded_up(size, P)
+    slices = jnp.pad(x.reshape(B, NH, size), [(0, 0), (0, 0), (0, padded_size - size)])
+    slices = jnp.moveaxis(slices.reshape(B, NH, P, padded_size // P), 2, 0)
     exchanged = functools.partial(lax.all_to_all, axis_name=axis.name, split_axis=0, concat_axis=0)
     sums = exchanged(_added(weights, exchanged(slices)))
-    return jnp.moveaxis(sums, 0, 2).reshape(B, NH, -1)[..., :size].reshape(x.shape)
+    return jnp.moveaxis(sums, 0, 2).reshape(B, NH, padded_size)[..., :size].reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
