@@ -31,8 +31,7 @@ follows the path of the stabilisers' maximum: it passes through a whole shard or
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
@@ -43,8 +42,7 @@ from jax.typing import DTypeLike
 
 from mlstm_pallas.formulas.gate_gradients import inner, step_flags
 from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, segment_starts
-from mlstm_pallas.formulas.splits import decays_in_splits, decays_of_others
-from mlstm_pallas.formulas.tiles import rounded_up
+from mlstm_pallas.formulas.splits import decays_in_splits, decays_of_others, weighted_sum
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.config import KernelConfig
@@ -68,20 +66,6 @@ from mlstm_pallas.stages import add_decayed, chunk_gates, split_products
 from mlstm_pallas.stages.stage import Lowering
 
 MOST_GATHERED = 8  # shards whose states C are gathered; sums of more are exchanged in slices
-
-
-class Boundary(NamedTuple):
-    """What a shard does to m; float32."""
-
-    m: jax.Array  # (B, NH) from an empty start
-    g: jax.Array  # (B, NH) total log decay; -inf with a reset
-
-
-class Summary(NamedTuple):
-    """What a shard does to n, and to C except for C_j; float32."""
-
-    gamma: jax.Array  # (B, NH)
-    n: jax.Array  # (B, NH, DHQK) from zeros
 
 
 class GradientSummary(NamedTuple):
@@ -112,8 +96,8 @@ def _from_zeros(
     *,
     num_splits: int,
     L: int,
-) -> tuple[Summary, jax.Array, KnownStates]:
-    """What C and n of zeros give: the Summary, C after the shard, the states.
+) -> tuple[jax.Array, jax.Array, KnownStates]:
+    """What C and n of zeros give: Gamma, C after the shard, and the states.
 
     num_splits, L: of the call, as shards may plan for fewer heads.
     """
@@ -131,7 +115,7 @@ def _from_zeros(
     )
     by_split = jnp.prod(gamma.reshape(p.BNH, num_splits, p.NC // num_splits), axis=-1)
     C = jnp.sum(decays_of_others(by_split)[..., None, None] * X, axis=1)
-    return Summary(jnp.prod(gamma, axis=-1), n[1]), C, KnownStates(gates, n, X)
+    return jnp.prod(by_split, axis=-1), C, KnownStates(gates, n, X)
 
 
 def _first_half(
@@ -199,55 +183,52 @@ def _axis(name: str) -> Axis:
     return Axis(name, lax.axis_size(name), mapped)
 
 
-def _gathered(axis: Axis, x: Any) -> Any:
-    """The summaries of all shards, (P, B, NH, ...), by one collective."""
+def _gathered(axis: Axis, x: Sequence[jax.Array], later: Any = None) -> tuple[Any, Any]:
+    """Arrays of all shards, (B, NH, P, ...), by one collective; later: what follows it."""
     rows = [y if y.ndim > 2 else y[..., None] for y in x]
     ends = np.cumsum([y.shape[2] for y in rows])
-    rows = jnp.split(lax.all_gather(jnp.concatenate(rows, 2), axis.name), ends[:-1], axis=3)
-    return type(x)(*(y if z.ndim > 2 else y[..., 0] for y, z in zip(rows, x, strict=True)))
+    every = lax.all_gather(jnp.concatenate(rows, 2), axis.name, axis=2)
+    every, later = lax.optimization_barrier((every, later))
+    parts = zip(jnp.split(every, ends[:-1], axis=3), x, strict=True)
+    return [y if z.ndim > 2 else y[..., 0] for y, z in parts], later
 
 
 def _between(join: Callable[..., jax.Array], x: jax.Array, nothing: float) -> jax.Array:
-    """What join makes of x, (P, B, NH), of the shards between j and a later one i.
+    """What join makes of x, (B, NH, P), of the shards between j and a later one i.
 
-    Returns (P, P, B, NH), by i and j.
+    Returns (B, NH, P, P), by i and j.
     """
-    i, j, between = (lax.broadcasted_iota(jnp.int32, (len(x),) * 3 + (1, 1), n) for n in range(3))
+    shape = 1, 1, *x.shape[2:] * 3
+    i, j, between = (lax.broadcasted_iota(jnp.int32, shape, n) for n in (2, 3, 4))
     inside = (j < between) & (between < i)
-    return join(jnp.where(inside, x[None, None], nothing), axis=2)
+    return join(jnp.where(inside, x[:, :, None, None], nothing), axis=4)
 
 
 def _of_earlier(x: jax.Array, nothing: float) -> jax.Array:
-    """x, (P, P, B, NH), where j is before i."""
-    return jnp.where(jnp.tri(len(x), k=-1, dtype=bool)[..., None, None], x, nothing)
+    """x, (B, NH, P, P), where j is before i."""
+    return jnp.where(jnp.tri(x.shape[2], k=-1, dtype=bool)[None, None], x, nothing)
 
 
 def _weights(gamma: jax.Array) -> jax.Array:
-    """The weight of shard j in a sum over those before i, (P, P, B, NH); gamma: (P, B, NH)."""
+    """The weight of shard j in a sum over those before i, (B, NH, P, P); gamma: (B, NH, P)."""
     return _of_earlier(_between(jnp.prod, gamma, 1.0), 0.0)
 
 
-def _added(weights: jax.Array, x: jax.Array) -> jax.Array:
-    """sum_j weights_j x_j; weights: (..., P, B, NH), x: (P, B, NH, ...)."""
-    axis = weights.ndim - 3
-    weights = lax.expand_dims(weights, range(weights.ndim, axis + x.ndim))
-    products = weights * lax.expand_dims(x, range(axis))
-    return jnp.sum(jnp.where(weights == 0, 0.0, products), axis)  # 0 inf is NaN
+def _terms(axis: Axis, weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The weights and terms, (B, NH, n, ...), of sum_j weights_ij x_j on device i, x_j on device j.
 
-
-def _added_over(axis: Axis, weights: jax.Array, x: jax.Array) -> jax.Array:
-    """sum_j weights_ij x_j on device i, of x_j on device j; weights: (P, P, B, NH)."""
+    weights: (B, NH, P, P).
+    """
     if axis.size <= MOST_GATHERED:
-        return _added(weights[lax.axis_index(axis.name)], lax.all_gather(x, axis.name))
+        index = lax.axis_index(axis.name)
+        return weights[:, :, index], lax.all_gather(x, axis.name, axis=2)
     # Each device adds up one slice for all. It sends and receives x twice, whatever P is.
-    (B, NH, *dims), P = x.shape, axis.size
-    size = math.prod(dims)
-    padded_size = rounded_up(size, P)
-    slices = jnp.pad(x.reshape(B, NH, size), [(0, 0), (0, 0), (0, padded_size - size)])
-    slices = jnp.moveaxis(slices.reshape(B, NH, P, padded_size // P), 2, 0)
-    exchanged = functools.partial(lax.all_to_all, axis_name=axis.name, split_axis=0, concat_axis=0)
-    sums = exchanged(_added(weights, exchanged(slices)))
-    return jnp.moveaxis(sums, 0, 2).reshape(B, NH, padded_size)[..., :size].reshape(x.shape)
+    (B, NH, K, V), P = x.shape, axis.size
+    x = jnp.pad(x, [(0, 0), (0, 0), (0, -K % P), (0, 0)])
+    exchanged = functools.partial(lax.all_to_all, axis_name=axis.name, split_axis=2, concat_axis=2)
+    slices = exchanged(x.reshape(B, NH, P, x.shape[2] // P, V))
+    sums = exchanged(weighted_sum(weights, slices[:, :, None]))
+    return jnp.ones_like(weights[:, :, 0, :1]), sums.reshape(x.shape)[:, :, None, :K]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -261,37 +242,33 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
 
     The initial states are those of the whole sequence; only the first device's are read.
     """
-    index = lax.axis_index(axis.name)
-    plan, m_states = spec.plan, None
-    L = plan.scan_problem.L
-
-    def with_initial(x: jax.Array, initial: jax.Array | float) -> jax.Array:
-        """Those of all shards behind one for what is before the sequence."""
-        return jnp.concatenate([jnp.broadcast_to(initial, x[:1].shape), x])
-
+    index, plan, m_states = lax.axis_index(axis.name), spec.plan, None
+    L, m = plan.scan_problem.L, x.m_initial
+    C_first, n_first = (jnp.where(index == 0, y, 0.0) for y in (x.c_initial, x.n_initial))
     unread: dict[str, Any] = dict.fromkeys(("q", "c_initial", "n_initial"))
     y = x._replace(**unread)
     if spec.stabilised:
         m_states, g = on_shards(_boundaries, spec, y, L=L)
-        m, all_g = _gathered(axis, Boundary(m_states[..., -1], g[..., -1]))
-        g_between = _between(jnp.sum, with_initial(all_g, 0.0), 0.0)
-        m = with_initial(m, x.m_initial)[None] + g_between
-        m = jnp.max(_of_earlier(m, -jnp.inf), axis=1)[index + 1]
+        m, g_all = jnp.where(index == 0, m, -jnp.inf), g[..., -1]
+        (m_all, g_all), _ = _gathered(axis, [jnp.maximum(m_states[..., -1], m + g_all), g_all])
+        m_all = _of_earlier(m_all[:, :, None] + _between(jnp.sum, g_all, 0.0), -jnp.inf)
+        m = jnp.maximum(m, jnp.max(m_all, axis=3)[:, :, index])
         m_states = jnp.maximum(m_states, m[..., None] + g)
-        y = y._replace(m_initial=m)
-    local, C, known = on_shards(_from_zeros, spec, y, m_states, num_splits=plan.summary_splits, L=L)
-    # parallel_fw_P hides the exchange of C, which starts after that of n, and the products of C
-    # that of n.
-    every, C = lax.optimization_barrier((_gathered(axis, local), C))
-    weights = _weights(with_initial(every.gamma, 1.0))[1:]
-    first, weights = weights[index, 0], weights[:, 1:]
-    n = first[..., None] * x.n_initial + _added(weights[index], every.n)
-    C = first[..., None, None] * x.c_initial + _added_over(axis, weights, C)
+    y = y._replace(m_initial=m)
+    gamma, C, known = on_shards(_from_zeros, spec, y, m_states, num_splits=plan.summary_splits, L=L)
+    n_states, n = known.n
+    C, after = C + gamma[..., None, None] * C_first, n + gamma[..., None] * n_first
+    # The products of C hide the exchange of n, and parallel_fw_P that of C, which follows it.
+    (gammas, n_all), C = _gathered(axis, [gamma, after], C)
+    weights = _weights(gammas)
+    n_first = n_first + weighted_sum(weights[:, :, index], n_all)
     decays = decays_of_others(known.gates.scaGamma, backward=True)[..., None]
-    states = known.n[0] + decays * n[..., None, :], known.n[1] + local.gamma[..., None] * n
-    before = named(LastStates(C, n, y.m_initial))
-    x = x._replace(c_initial=before.c, n_initial=before.n, m_initial=before.m)
-    outputs = named(on_shards(forward_once, spec, x, known._replace(n=states)))
+    states = n_states + decays * n_first[..., None, :], n + gamma[..., None] * n_first
+    known = known._replace(n=states, C=_terms(axis, weights, C))
+    x = x._replace(c_initial=C_first, n_initial=n_first, m_initial=m)
+    outputs = named(on_shards(forward_once, spec, x, known))
+    _, n, m = named(LastStates(None, n_first, m))
+    x = x._replace(c_initial=outputs.C_initial, n_initial=n, m_initial=m)
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
 
@@ -325,11 +302,12 @@ def _backward(
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
     cotangents = Cotangents(dh, LastStates(dC, dn, dm))
     first, local, dC_before = on_shards(_first_half, spec, residuals, cotangents, lowering=lowering)
-    every = _gathered(axis, local)
-    weights, passes = (_weights(y).swapaxes(0, 1) for y in (every.gamma, every.passes))
-    dC_after = _added_over(axis, weights, dC_before)
-    dC, dn = dC + dC_after, dn + _added(weights[index], every.dn)
-    dm = dm + _added(passes[index], every.dm) + inner(dC, last.c, 2) + inner(dn, last.n)
+    (gamma, dn_all, dm_all, passes), _ = _gathered(axis, local)
+    weights, passes = (_weights(y).swapaxes(2, 3) for y in (gamma, passes))
+    dC_after = weighted_sum(*_terms(axis, weights, dC_before))
+    dC, dn = dC + dC_after, dn + weighted_sum(weights[:, :, index], dn_all)
+    dm = dm + weighted_sum(passes[:, :, index], dm_all)
+    dm = dm + inner(dC, last.c, 2) + inner(dn, last.n)
     cotangents = Cotangents(dh, LastStates(dC, dn, dm))
     gradients: Inputs = on_shards(
         _second_half, spec, residuals, cotangents, first, dC_after, lowering=lowering

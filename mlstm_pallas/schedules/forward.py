@@ -9,11 +9,16 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from mlstm_pallas.formulas.chunk_list import ChunkList, of_lengths, of_segments
 from mlstm_pallas.formulas.gates import ChunkGates, segment_ends, without_outputs
-from mlstm_pallas.formulas.splits import decays_in_splits, split_states, splits_as_heads
+from mlstm_pallas.formulas.splits import (
+    decays_in_splits,
+    split_states,
+    splits_as_heads,
+    weighted_sum,
+)
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.problem.arrays import (
@@ -43,6 +48,9 @@ class KnownStates(NamedTuple):
     gates: Any = None  # in the chunks of the scan
     n: Any = None  # (B * NH, NC, DHQK) before each chunk, (B * NH, DHQK) the last
     X: Any = None  # (B * NH, num_splits, DHQK, DHV), what each split adds to C
+    # (B * NH, n) and (B * NH, n, DHQK, DHV): the weights and the terms of a sum that belongs to the
+    # first C
+    C: Any = None
 
 
 def forward(
@@ -53,7 +61,10 @@ def forward(
         x = x._replace(c_initial=None)
     if spec.plan.fused and lowering is not Lowering.XLA:
         return fused(spec, x, known)
-    return materialised(spec, lowering, x)
+    if known is None:
+        return materialised(spec, lowering, x)
+    x = x._replace(c_initial=x.c_initial + weighted_sum(*known.C))
+    return materialised(spec, lowering, x)._replace(C_initial=x.c_initial)
 
 
 def run_gates(
@@ -184,19 +195,23 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     p, num_splits, launches = plan.scan_problem, plan.num_splits, plan.forward
     end = 0 if p.reverse else -1
     if known is None or known.gates.scaGamma.shape[1] != p.NC:
-        known = KnownStates()  # those of a call with more heads than this shard have other chunks
+        # Those of a call with more heads than this shard have other chunks.
+        known = KnownStates(C=known and known.C)
     gates = known.gates or run_gates(spec, launches["chunk_gates"], x)
-    q, v, gamma, C_initial, chunks = x.q, x.v, gates.scaGamma, x.c_initial, None
+    q, v, gamma, chunks = x.q, x.v, gates.scaGamma, None
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
         chunks = of_lengths(x.lengths, v.shape[1], p)
-        if C_initial is not None:
-            C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHV)
     call = launches["parallel_fw_P"]
     n, n_last = known.n or key_states(spec, call, x.k, gates, x.n_initial, chunks)
     scan = stage("parallel_fw_P", call)(
         parallel_fw_P.Operands(x.q, x.k, gates, n, chunks), normaliser=spec.normaliser
     )
-    z, scan = scan.vecZ, scan._replace(vecZ=None)
+    if known.C is not None:  # its exchange runs beside parallel_fw_P
+        scan, C = lax.optimization_barrier((scan, known.C))
+        x = x._replace(c_initial=x.c_initial + weighted_sum(*C))
+    z, scan, C_initial = scan.vecZ, scan._replace(vecZ=None), x.c_initial
+    if chunks is not None and C_initial is not None:
+        C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHV)
     if num_splits > 1:
         if known.X is not None and known.X.shape[1] == num_splits:
             added = known.X[:, :-1]
@@ -232,4 +247,4 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     else:
         C = C.reshape(p.BNH, spec.problem.NC, *C.shape[2:])
     stored = StoredStates(C, n, m, C_last, n_last)
-    return Forward(H.reshape(x.v.shape), last, z, stored)
+    return Forward(H.reshape(x.v.shape), last, z, stored, known.C and x.c_initial)
