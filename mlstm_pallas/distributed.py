@@ -31,12 +31,11 @@ follows the path of the stabilisers' maximum: it passes through a whole shard or
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -60,32 +59,23 @@ from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residual
 from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_axis_name
 from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half
 from mlstm_pallas.schedules.derivatives import in_reverse_mode
-from mlstm_pallas.schedules.forward import KnownStates, key_states, run_gates
+from mlstm_pallas.schedules.forward import KnownStates, run_gates
 from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shards
-from mlstm_pallas.stages import add_decayed, chunk_gates, split_products
+from mlstm_pallas.stages import add_decayed, chunk_gates, split_products, step_sums
 from mlstm_pallas.stages.stage import Lowering
 
 MOST_GATHERED = 8  # shards whose states C are gathered; sums of more are exchanged in slices
 
 
-class GradientSummary(NamedTuple):
-    """What a shard does to the gradients of n and m, and of C except for A_j; float32."""
-
-    gamma: jax.Array  # (B, NH)
-    dn: jax.Array  # (B, NH, DHQK)
-    dm: jax.Array  # (B, NH) without m's part as the scale of C and n
-    passes: jax.Array  # (B, NH) 1 where the maximum before the shard wins in it, else 0
-
-
 def _boundaries(
     spec: CallSpec, lowering: Lowering, x: Inputs, *, L: int
 ) -> tuple[jax.Array, jax.Array]:
-    """m from an empty start and the log decay at the boundaries of chunks, (B * NH, NC + 1)."""
+    """m and the log decay after each chunk from an empty start, (B * NH, NC) each."""
     run = spec.stage("chunk_gates", lowering, spec.problem.in_chunks_of(L))
     empty = jnp.full_like(x.m_initial, -jnp.inf)
     operands = chunk_gates.Operands(x.i, x.f, empty, x.starts)
     m, g = run(operands, input_gate=spec.input_gate, only_boundaries=True)
-    return m, jnp.pad(jnp.cumsum(g, axis=1), [(0, 0), (1, 0)])
+    return m, jnp.cumsum(g, axis=1)
 
 
 def _from_zeros(
@@ -96,8 +86,8 @@ def _from_zeros(
     *,
     num_splits: int,
     L: int,
-) -> tuple[jax.Array, jax.Array, KnownStates]:
-    """What C and n of zeros give: Gamma, C after the shard, and the states.
+) -> tuple[jax.Array, jax.Array, jax.Array, KnownStates]:
+    """What C and n of zeros give: Gamma, n and C after the shard, and the states.
 
     num_splits, L: of the call, as shards may plan for fewer heads.
     """
@@ -106,8 +96,7 @@ def _from_zeros(
     abar, gamma = gates.per_step().vecAbar, gates.scaGamma
     first = lowering if lowering is Lowering.XLA else spec.plan.scan_lowering
     call = spec.launch("parallel_fw_P", first, p)
-    zeros = jnp.broadcast_to(jnp.zeros_like(gamma[:, :1]), (p.BNH, p.DHQK))
-    n = key_states(spec, call, x.k, gates, zeros)
+    n = spec.stage("step_sums", call.lowering, p)(step_sums.Operands(x.k, abar))
     X = spec.stage("split_products", lowering, p, num_splits)(
         split_products.Operands(a=x.k, b=x.v, r=abar * decays_in_splits(gamma, num_splits, p.S)),
         num_splits=num_splits,
@@ -115,13 +104,18 @@ def _from_zeros(
     )
     by_split = jnp.prod(gamma.reshape(p.BNH, num_splits, p.NC // num_splits), axis=-1)
     C = jnp.sum(decays_of_others(by_split)[..., None, None] * X, axis=1)
-    return jnp.prod(by_split, axis=-1), C, KnownStates(gates, n, X)
+    last = jnp.sum(decays_of_others(gamma)[..., None] * n, axis=1)
+    return jnp.prod(by_split, axis=-1), last, C, KnownStates(gates, n, X)
 
 
 def _first_half(
     spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
-) -> tuple[BackwardCarry, GradientSummary, jax.Array]:
-    """The first half of a shard with the gradients of its last states, and what it passes on."""
+) -> tuple[BackwardCarry, list[jax.Array], jax.Array]:
+    """The first half of a shard with the gradients of its last states, and what it passes on.
+
+    These are Gamma, dm without m's part as the scale of C and n, whether the maximum before the
+    shard wins in it (1, else 0), and dn; and dC.
+    """
     last = cotangents.last
     arrays = prepared(spec, lowering, residuals, cotangents)
     first = first_half(spec, lowering, *arrays)
@@ -142,7 +136,7 @@ def _first_half(
         dm = passes * dm
         if normaliser.vecDm is not None:
             dm = dm + jnp.sum(jnp.where(steps < unbroken[:, None], normaliser.vecDm, 0.0), axis=1)
-    return first, GradientSummary(whole, dn, dm, passes), states.matDeltaC_initial
+    return first, [whole, dm, passes, dn], states.matDeltaC_initial
 
 
 def _second_half(
@@ -183,14 +177,11 @@ def _axis(name: str) -> Axis:
     return Axis(name, lax.axis_size(name), mapped)
 
 
-def _gathered(axis: Axis, x: Sequence[jax.Array], later: Any = None) -> tuple[Any, Any]:
-    """Arrays of all shards, (B, NH, P, ...), by one collective; later: what follows it."""
-    rows = [y if y.ndim > 2 else y[..., None] for y in x]
-    ends = np.cumsum([y.shape[2] for y in rows])
-    every = lax.all_gather(jnp.concatenate(rows, 2), axis.name, axis=2)
-    every, later = lax.optimization_barrier((every, later))
-    parts = zip(jnp.split(every, ends[:-1], axis=3), x, strict=True)
-    return [y if z.ndim > 2 else y[..., 0] for y, z in parts], later
+def _gathered(axis: Axis, *x: jax.Array) -> list[jax.Array]:
+    """Arrays of all shards, (B, NH, P, ...), by one collective; x: (B, NH) but for the last."""
+    rows, last = [y[..., None] for y in x[:-1]], x[-1]
+    every = lax.all_gather(jnp.concatenate([*rows, last], 2), axis.name, axis=2)
+    return [*(every[..., j] for j in range(len(rows))), every[..., len(rows) :]]
 
 
 def _between(join: Callable[..., jax.Array], x: jax.Array, nothing: float) -> jax.Array:
@@ -244,31 +235,31 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     """
     index, plan, m_states = lax.axis_index(axis.name), spec.plan, None
     L, m = plan.scan_problem.L, x.m_initial
-    C_first, n_first = (jnp.where(index == 0, y, 0.0) for y in (x.c_initial, x.n_initial))
-    unread: dict[str, Any] = dict.fromkeys(("q", "c_initial", "n_initial"))
-    y = x._replace(**unread)
+    C_first, n_first = (jnp.where(index == 0, y, 0.0) for y in x[5:7])
     if spec.stabilised:
-        m_states, g = on_shards(_boundaries, spec, y, L=L)
-        m, g_all = jnp.where(index == 0, m, -jnp.inf), g[..., -1]
-        (m_all, g_all), _ = _gathered(axis, [jnp.maximum(m_states[..., -1], m + g_all), g_all])
-        m_all = _of_earlier(m_all[:, :, None] + _between(jnp.sum, g_all, 0.0), -jnp.inf)
+        m_after, g = on_shards(_boundaries, spec, x, L=L)
+        m, last = jnp.where(index == 0, m, -jnp.inf), g[..., -1:]
+        m_all, g_all = _gathered(axis, jnp.maximum(m_after[..., -1], m + last[..., 0]), last)
+        m_all = m_all[:, :, None] + _between(jnp.sum, g_all[..., 0], 0.0)
+        m_all = _of_earlier(m_all, -jnp.inf)
         m = jnp.maximum(m, jnp.max(m_all, axis=3)[:, :, index])
-        m_states = jnp.maximum(m_states, m[..., None] + g)
-    y = y._replace(m_initial=m)
-    gamma, C, known = on_shards(_from_zeros, spec, y, m_states, num_splits=plan.summary_splits, L=L)
-    n_states, n = known.n
-    C, after = C + gamma[..., None, None] * C_first, n + gamma[..., None] * n_first
+        first = m[..., None]
+        m_states = jnp.concatenate([first, jnp.maximum(m_after, first + g)], axis=-1)
+    x = x._replace(c_initial=C_first, m_initial=m)
+    gamma, n, C, known = on_shards(
+        _from_zeros, spec, x, m_states, num_splits=plan.summary_splits, L=L
+    )
+    C, n = C + gamma[..., None, None] * C_first, n + gamma[..., None] * n_first
     # The products of C hide the exchange of n, and parallel_fw_P that of C, which follows it.
-    (gammas, n_all), C = _gathered(axis, [gamma, after], C)
-    weights = _weights(gammas)
-    n_first = n_first + weighted_sum(weights[:, :, index], n_all)
-    decays = decays_of_others(known.gates.scaGamma, backward=True)[..., None]
-    states = n_states + decays * n_first[..., None, :], n + gamma[..., None] * n_first
-    known = known._replace(n=states, C=_terms(axis, weights, C))
-    x = x._replace(c_initial=C_first, n_initial=n_first, m_initial=m)
+    gamma_all, n_all = _gathered(axis, gamma, n)
+    gamma_all, C = lax.optimization_barrier((gamma_all, C))
+    weights = _weights(gamma_all)
+    n = n_first + weighted_sum(weights[:, :, index], n_all)
+    known = known._replace(C=_terms(axis, weights, C))
+    _, n, m = named(LastStates(None, n, m))
+    x = x._replace(n_initial=n, m_initial=m)
     outputs = named(on_shards(forward_once, spec, x, known))
-    _, n, m = named(LastStates(None, n_first, m))
-    x = x._replace(c_initial=outputs.C_initial, n_initial=n, m_initial=m)
+    x = x._replace(c_initial=outputs.C_initial)
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
 
@@ -302,7 +293,7 @@ def _backward(
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
     cotangents = Cotangents(dh, LastStates(dC, dn, dm))
     first, local, dC_before = on_shards(_first_half, spec, residuals, cotangents, lowering=lowering)
-    (gamma, dn_all, dm_all, passes), _ = _gathered(axis, local)
+    gamma, dm_all, passes, dn_all = _gathered(axis, *local)
     weights, passes = (_weights(y).swapaxes(2, 3) for y in (gamma, passes))
     dC_after = weighted_sum(*_terms(axis, weights, dC_before))
     dC, dn = dC + dC_after, dn + weighted_sum(weights[:, :, index], dn_all)
@@ -312,11 +303,8 @@ def _backward(
     gradients: Inputs = on_shards(
         _second_half, spec, residuals, cotangents, first, dC_after, lowering=lowering
     )
-    dinitial: dict[str, Any] = {
-        name: jnp.where(index == 0, getattr(gradients, name), 0.0)
-        for name in ("c_initial", "n_initial", "m_initial")
-    }
-    return gradients._replace(**dinitial)
+    initial: Any = [jnp.where(index == 0, y, 0.0) for y in gradients[5:8]]
+    return Inputs(*gradients[:5], *initial)
 
 
 _sequence.defvjp(_sequence_fwd, _sequence_bwd)

@@ -302,12 +302,6 @@ def chunk_summaries(local: LocalGates) -> tuple[Array, Array, Array]:
     return summary(*jax.tree.map(lambda x: x[..., -1], ends))
 
 
-def boundaries(local: LocalGates, scaM_states: Array) -> tuple[Array, Array]:
-    """m_c, and g of each chunk, -inf if it holds a reset."""
-    g, _, reset = chunk_summaries(local)
-    return scaM_states, jnp.where(reset, -_INF, g)
-
-
 def summary(b: TwoFloat, emax: TwoFloat, offset: Array) -> tuple[Array, Array, Array]:
     """``chunk_summaries`` from the last step of each chunk. Lowers to Mosaic GPU."""
     return b[0] + b[1], (emax[0] - offset) + b[0] + (emax[1] + b[1]), offset > 0

@@ -46,7 +46,7 @@ class KnownStates(NamedTuple):
     """What is known of the fused scan before it runs; float32. None: it computes this itself."""
 
     gates: Any = None  # in the chunks of the scan
-    n: Any = None  # (B * NH, NC, DHQK) before each chunk, (B * NH, DHQK) the last
+    n: Any = None  # (B * NH, NC, DHQK), what each chunk adds to n
     X: Any = None  # (B * NH, num_splits, DHQK, DHV), what each split adds to C
     # (B * NH, n) and (B * NH, n, DHQK, DHV): the weights and the terms of a sum that belongs to the
     # first C
@@ -84,16 +84,18 @@ def key_states(
     n_initial: Array,
     chunks: ChunkList | None = None,
     with_initial: Callable[[Array], Array] = lambda added: added,
+    added: Array | None = None,
 ) -> tuple[Array, Array]:
     """n before each chunk, (B * NH, NC, DHQK), and the last one; call: of what reads them.
 
-    with_initial: of what each chunk adds, (B * NH, NC, DHQK).
+    with_initial: of what each chunk adds, (B * NH, NC, DHQK); added: this, if it is known.
     """
     run = functools.partial(spec.stage, lowering=call.lowering, problem=call.problem)
-    abar = gates.per_step().vecAbar
-    added = with_initial(run("step_sums")(step_sums.Operands(k, abar, chunks)))
+    if added is None:
+        added = run("step_sums")(step_sums.Operands(k, gates.per_step().vecAbar, chunks))
     states: tuple[Array, Array] = run("vector_states")(
-        vector_states.Operands(added, gates.scaGamma, n_initial), backward=spec.reverse
+        vector_states.Operands(with_initial(added), gates.scaGamma, n_initial),
+        backward=spec.reverse,
     )
     return states
 
@@ -202,7 +204,7 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
         chunks = of_lengths(x.lengths, v.shape[1], p)
     call = launches["parallel_fw_P"]
-    n, n_last = known.n or key_states(spec, call, x.k, gates, x.n_initial, chunks)
+    n, n_last = key_states(spec, call, x.k, gates, x.n_initial, chunks, added=known.n)
     scan = stage("parallel_fw_P", call)(
         parallel_fw_P.Operands(x.q, x.k, gates, n, chunks), normaliser=spec.normaliser
     )

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.formulas import gates
@@ -31,8 +32,8 @@ def chunk_gates(
 
     with_flags: whether a kernel may return the flags that the gradients of the gates read. Where it
       does not, ``gate_gradients`` computes them.
-    only_boundaries: whether to return m at the chunk boundaries, (B * NH, NC + 1), and what each
-      chunk adds to it, (B * NH, NC), -inf if it holds a reset. Not with the sigmoid gate.
+    only_boundaries: whether to return m after each chunk and what each chunk adds to it, -inf if it
+      holds a reset: (B * NH, NC) each. Not with the sigmoid gate.
     """
     x = call.in_time(x)
     begins = None if x.starts is None else call.chunks(x.starts)
@@ -42,7 +43,8 @@ def chunk_gates(
     if m_states is None:
         m_states = gates.stabiliser_scan(local, x.scaM_initial, input_gate)
     if only_boundaries:
-        return gates.boundaries(local, m_states)
+        g, _, reset = gates.chunk_summaries(local)
+        return m_states[:, 1:], jnp.where(reset, -jnp.inf, g)
     joined = gates.join_chunks(local, m_states, input_gate)
     barred: ChunkGates = call.in_time(gates.fusion_barrier(joined, joined.scaGamma))
     return barred

@@ -203,7 +203,8 @@ def chunk_gates(
                 every_boundary=ctas > 1,
             )["scaM"]
     if only_boundaries:
-        return gates.boundaries(local, m)
+        g, _, reset = gates.chunk_summaries(local)
+        return m[:, 1:], jnp.where(reset, -_INF, g)
     joined: ChunkGates = call.in_time(gates.join_chunks(local, m, input_gate))
     return joined
 
