@@ -41,7 +41,7 @@ from jax.typing import DTypeLike
 
 from mlstm_pallas.formulas.gate_gradients import inner, step_flags
 from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, segment_starts
-from mlstm_pallas.formulas.splits import decays_in_splits, decays_of_others, weighted_sum
+from mlstm_pallas.formulas.splits import decays_in_splits, decays_of_others
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.config import KernelConfig
@@ -64,7 +64,9 @@ from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shar
 from mlstm_pallas.stages import add_decayed, chunk_gates, split_products, step_sums
 from mlstm_pallas.stages.stage import Lowering
 
-MOST_GATHERED = 8  # shards whose states C are gathered; sums of more are exchanged in slices
+# The most shards whose sums of C are those of one all-reduce, which has the sums of all devices. It
+# is none that a gather would need: XLA replicates its operand over axes that it partitions itself.
+MOST_AT_ONCE = 8
 
 
 def _boundaries(
@@ -180,7 +182,9 @@ def _axis(name: str) -> Axis:
 def _gathered(axis: Axis, *x: jax.Array) -> list[jax.Array]:
     """Arrays of all shards, (B, NH, P, ...), by one collective; x: (B, NH) but for the last."""
     rows, last = [y[..., None] for y in x[:-1]], x[-1]
-    every = lax.all_gather(jnp.concatenate([*rows, last], 2), axis.name, axis=2)
+    here = jnp.arange(axis.size) == lax.axis_index(axis.name)
+    every = jnp.concatenate([*rows, last], 2)[:, :, None]
+    every = lax.psum(jnp.where(here[None, None, :, None], every, 0.0), axis.name)
     return [*(every[..., j] for j in range(len(rows))), every[..., len(rows) :]]
 
 
@@ -205,21 +209,25 @@ def _weights(gamma: jax.Array) -> jax.Array:
     return _of_earlier(_between(jnp.prod, gamma, 1.0), 0.0)
 
 
-def _terms(axis: Axis, weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The weights and terms, (B, NH, n, ...), of sum_j weights_ij x_j on device i, x_j on device j.
+def _weighted(weights: jax.Array, x: jax.Array) -> jax.Array:
+    """weights x, and 0 for a weight of 0, also where x is inf or NaN; x may have more axes."""
+    weights = lax.expand_dims(weights, range(weights.ndim, x.ndim))
+    return jnp.where(weights == 0, 0.0, weights * x)
 
-    weights: (B, NH, P, P).
-    """
-    if axis.size <= MOST_GATHERED:
-        index = lax.axis_index(axis.name)
-        return weights[:, :, index], lax.all_gather(x, axis.name, axis=2)
+
+def _sum_over(axis: Axis, weights: jax.Array, x: jax.Array) -> jax.Array:
+    """sum_j weights_ij x_j on device i, of x_j on device j; weights: (B, NH, P, P)."""
+    index = lax.axis_index(axis.name)
+    if axis.size <= MOST_AT_ONCE:
+        sums: jax.Array = lax.psum(_weighted(weights[..., index], x[:, :, None]), axis.name)
+        return sums[:, :, index]
     # Each device adds up one slice for all. It sends and receives x twice, whatever P is.
     (B, NH, K, V), P = x.shape, axis.size
     x = jnp.pad(x, [(0, 0), (0, 0), (0, -K % P), (0, 0)])
     exchanged = functools.partial(lax.all_to_all, axis_name=axis.name, split_axis=2, concat_axis=2)
     slices = exchanged(x.reshape(B, NH, P, x.shape[2] // P, V))
-    sums = exchanged(weighted_sum(weights, slices[:, :, None]))
-    return jnp.ones_like(weights[:, :, 0, :1]), sums.reshape(x.shape)[:, :, None, :K]
+    sums = exchanged(jnp.sum(_weighted(weights, slices[:, :, None]), axis=3))
+    return sums.reshape(x.shape)[:, :, :K]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -254,8 +262,8 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     gamma_all, n_all = _gathered(axis, gamma, n)
     gamma_all, C = lax.optimization_barrier((gamma_all, C))
     weights = _weights(gamma_all)
-    n = n_first + weighted_sum(weights[:, :, index], n_all)
-    known = known._replace(C=_terms(axis, weights, C))
+    n = n_first + jnp.sum(_weighted(weights[:, :, index], n_all), axis=2)
+    known = known._replace(C=_sum_over(axis, weights, C))
     _, n, m = named(LastStates(None, n, m))
     x = x._replace(n_initial=n, m_initial=m)
     outputs = named(on_shards(forward_once, spec, x, known))
@@ -295,9 +303,9 @@ def _backward(
     first, local, dC_before = on_shards(_first_half, spec, residuals, cotangents, lowering=lowering)
     gamma, dm_all, passes, dn_all = _gathered(axis, *local)
     weights, passes = (_weights(y).swapaxes(2, 3) for y in (gamma, passes))
-    dC_after = weighted_sum(*_terms(axis, weights, dC_before))
-    dC, dn = dC + dC_after, dn + weighted_sum(weights[:, :, index], dn_all)
-    dm = dm + weighted_sum(passes[:, :, index], dm_all)
+    dC_after = _sum_over(axis, weights, dC_before)
+    dC, dn = dC + dC_after, dn + jnp.sum(_weighted(weights[:, :, index], dn_all), axis=2)
+    dm = dm + jnp.sum(_weighted(passes[:, :, index], dm_all), axis=2)
     dm = dm + inner(dC, last.c, 2) + inner(dn, last.n)
     cotangents = Cotangents(dh, LastStates(dC, dn, dm))
     gradients: Inputs = on_shards(

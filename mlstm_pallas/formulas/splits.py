@@ -30,13 +30,6 @@ def decays_of_others(gamma: Array, *, backward: bool = False) -> Array:
     )
 
 
-def weighted_sum(weights: Array, x: Array) -> Array:
-    """sum_j weights_j x_j over the last axis of the weights, behind which x may have others."""
-    axis = weights.ndim - 1
-    weights = lax.expand_dims(weights, range(weights.ndim, x.ndim))
-    return jnp.sum(jnp.where(weights == 0, 0.0, weights * x), axis)  # 0 inf is NaN
-
-
 def decays_in_splits(gamma: Array, num_splits: int, S: int, *, backward: bool = False) -> Array:
     """prod of gamma over the later chunks of each step's split (earlier ones with backward).
 

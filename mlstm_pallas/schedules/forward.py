@@ -17,7 +17,6 @@ from mlstm_pallas.formulas.splits import (
     decays_in_splits,
     split_states,
     splits_as_heads,
-    weighted_sum,
 )
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.dispatch import stage
@@ -48,22 +47,23 @@ class KnownStates(NamedTuple):
     gates: Any = None  # in the chunks of the scan
     n: Any = None  # (B * NH, NC, DHQK), what each chunk adds to n
     X: Any = None  # (B * NH, num_splits, DHQK, DHV), what each split adds to C
-    # (B * NH, n) and (B * NH, n, DHQK, DHV): the weights and the terms of a sum that belongs to the
-    # first C
-    C: Any = None
+    C: Any = None  # (B * NH, DHQK, DHV), what is added to the first C
+
+
+_NOTHING_KNOWN = KnownStates()
 
 
 def forward(
-    spec: CallSpec, lowering: Lowering, x: Inputs, known: KnownStates | None = None
+    spec: CallSpec, lowering: Lowering, x: Inputs, known: KnownStates = _NOTHING_KNOWN
 ) -> Forward:
     """The forward pass."""
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
     if spec.plan.fused and lowering is not Lowering.XLA:
         return fused(spec, x, known)
-    if known is None:
+    if known.C is None:
         return materialised(spec, lowering, x)
-    x = x._replace(c_initial=x.c_initial + weighted_sum(*known.C))
+    x = x._replace(c_initial=x.c_initial + known.C)
     return materialised(spec, lowering, x)._replace(C_initial=x.c_initial)
 
 
@@ -188,7 +188,7 @@ def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     return Forward(h, last, z, StoredStates(C, n, m, C_last, n_last))
 
 
-def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
+def fused(spec: CallSpec, x: Inputs, known: KnownStates) -> Forward:
     """The fused scan, with the state on the chip. It has chunks of its own; splits count as heads.
 
     Stored states are those at the boundaries of the call's chunks.
@@ -196,9 +196,8 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     plan = spec.plan
     p, num_splits, launches = plan.scan_problem, plan.num_splits, plan.forward
     end = 0 if p.reverse else -1
-    if known is None or known.gates.scaGamma.shape[1] != p.NC:
-        # Those of a call with more heads than this shard have other chunks.
-        known = KnownStates(C=known and known.C)
+    if known.gates and known.gates.scaGamma.shape[1] != p.NC:
+        known = KnownStates(C=known.C)  # a call with more heads than this shard has other chunks
     gates = known.gates or run_gates(spec, launches["chunk_gates"], x)
     q, v, gamma, chunks = x.q, x.v, gates.scaGamma, None
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
@@ -210,7 +209,7 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     )
     if known.C is not None:  # its exchange runs beside parallel_fw_P
         scan, C = lax.optimization_barrier((scan, known.C))
-        x = x._replace(c_initial=x.c_initial + weighted_sum(*C))
+        x = x._replace(c_initial=x.c_initial + C)
     z, scan, C_initial = scan.vecZ, scan._replace(vecZ=None), x.c_initial
     if chunks is not None and C_initial is not None:
         C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHV)
@@ -249,4 +248,4 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     else:
         C = C.reshape(p.BNH, spec.problem.NC, *C.shape[2:])
     stored = StoredStates(C, n, m, C_last, n_last)
-    return Forward(H.reshape(x.v.shape), last, z, stored, known.C and x.c_initial)
+    return Forward(H.reshape(x.v.shape), last, z, stored, None if known.C is None else x.c_initial)
