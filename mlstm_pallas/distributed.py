@@ -218,16 +218,15 @@ def _weighted(weights: jax.Array, x: jax.Array) -> jax.Array:
 def _sum_over(axis: Axis, weights: jax.Array, x: jax.Array) -> jax.Array:
     """sum_j weights_ij x_j on device i, of x_j on device j; weights: (B, NH, P, P)."""
     index = lax.axis_index(axis.name)
-    if axis.size <= MOST_AT_ONCE:
+    (B, NH, K, V), P = x.shape, axis.size
+    if P <= MOST_AT_ONCE or K % P:
         sums: jax.Array = lax.psum(_weighted(weights[..., index], x[:, :, None]), axis.name)
         return sums[:, :, index]
     # Each device adds up one slice for all. It sends and receives x twice, whatever P is.
-    (B, NH, K, V), P = x.shape, axis.size
-    x = jnp.pad(x, [(0, 0), (0, 0), (0, -K % P), (0, 0)])
     exchanged = functools.partial(lax.all_to_all, axis_name=axis.name, split_axis=2, concat_axis=2)
-    slices = exchanged(x.reshape(B, NH, P, x.shape[2] // P, V))
+    slices = exchanged(x.reshape(B, NH, P, K // P, V))
     sums = exchanged(jnp.sum(_weighted(weights, slices[:, :, None]), axis=3))
-    return sums.reshape(x.shape)[:, :, :K]
+    return sums.reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -253,7 +252,7 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
         m = jnp.maximum(m, jnp.max(m_all, axis=3)[:, :, index])
         first = m[..., None]
         m_states = jnp.concatenate([first, jnp.maximum(m_after, first + g)], axis=-1)
-    x = x._replace(c_initial=C_first, m_initial=m)
+    x = x._replace(m_initial=m)
     gamma, n, C, known = on_shards(
         _from_zeros, spec, x, m_states, num_splits=plan.summary_splits, L=L
     )
@@ -263,11 +262,9 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     gamma_all, C = lax.optimization_barrier((gamma_all, C))
     weights = _weights(gamma_all)
     n = n_first + jnp.sum(_weighted(weights[:, :, index], n_all), axis=2)
-    known = known._replace(C=_sum_over(axis, weights, C))
-    _, n, m = named(LastStates(None, n, m))
-    x = x._replace(n_initial=n, m_initial=m)
+    before = named(LastStates(C_first + _sum_over(axis, weights, C), n, m))
+    x = x._replace(c_initial=before.c, n_initial=before.n, m_initial=before.m)
     outputs = named(on_shards(forward_once, spec, x, known))
-    x = x._replace(c_initial=outputs.C_initial)
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
 

@@ -151,9 +151,9 @@ def compiled_over(shards):
     run = results_of(over(mesh, specs, **options))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "SUMMARY_STEPS", 16)
-        in_slices(patch, 4)
+        in_slices(patch, 3)
         x = sharded(OPEN.values(), *shardings)
-        compiled = compiled_for(run, x, exchanged(sums=2, sliced=shards > 4))
+        compiled = compiled_for(run, x, exchanged(sums=2, sliced=shards == 4))
     return lambda *x: compiled(*sharded(x, *shardings))
 
 

@@ -68,7 +68,6 @@ class Forward(NamedTuple):
     last: Any  # LastStates, or SegmentStates; None where they are not returned
     z: Array | None  # (B, NH, S); None without a normaliser
     states: Any  # StoredStates; None with SegmentStates
-    C_initial: Any = None  # (B, NH, DHQK, DHV), if it is computed
 
 
 class Cotangents(NamedTuple):

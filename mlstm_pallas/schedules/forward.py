@@ -47,24 +47,17 @@ class KnownStates(NamedTuple):
     gates: Any = None  # in the chunks of the scan
     n: Any = None  # (B * NH, NC, DHQK), what each chunk adds to n
     X: Any = None  # (B * NH, num_splits, DHQK, DHV), what each split adds to C
-    C: Any = None  # (B * NH, DHQK, DHV), what is added to the first C
-
-
-_NOTHING_KNOWN = KnownStates()
 
 
 def forward(
-    spec: CallSpec, lowering: Lowering, x: Inputs, known: KnownStates = _NOTHING_KNOWN
+    spec: CallSpec, lowering: Lowering, x: Inputs, known: KnownStates | None = None
 ) -> Forward:
     """The forward pass."""
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
     if spec.plan.fused and lowering is not Lowering.XLA:
         return fused(spec, x, known)
-    if known.C is None:
-        return materialised(spec, lowering, x)
-    x = x._replace(c_initial=x.c_initial + known.C)
-    return materialised(spec, lowering, x)._replace(C_initial=x.c_initial)
+    return materialised(spec, lowering, x)
 
 
 def run_gates(
@@ -188,7 +181,7 @@ def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     return Forward(h, last, z, StoredStates(C, n, m, C_last, n_last))
 
 
-def fused(spec: CallSpec, x: Inputs, known: KnownStates) -> Forward:
+def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     """The fused scan, with the state on the chip. It has chunks of its own; splits count as heads.
 
     Stored states are those at the boundaries of the call's chunks.
@@ -196,8 +189,9 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates) -> Forward:
     plan = spec.plan
     p, num_splits, launches = plan.scan_problem, plan.num_splits, plan.forward
     end = 0 if p.reverse else -1
-    if known.gates and known.gates.scaGamma.shape[1] != p.NC:
-        known = KnownStates(C=known.C)  # a call with more heads than this shard has other chunks
+    exchanged = known is not None
+    if known is None or known.gates.scaGamma.shape[1] != p.NC:
+        known = KnownStates()  # those of a call with more heads than this shard have other chunks
     gates = known.gates or run_gates(spec, launches["chunk_gates"], x)
     q, v, gamma, chunks = x.q, x.v, gates.scaGamma, None
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
@@ -207,10 +201,9 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates) -> Forward:
     scan = stage("parallel_fw_P", call)(
         parallel_fw_P.Operands(x.q, x.k, gates, n, chunks), normaliser=spec.normaliser
     )
-    if known.C is not None:  # its exchange runs beside parallel_fw_P
-        scan, C = lax.optimization_barrier((scan, known.C))
-        x = x._replace(c_initial=x.c_initial + C)
     z, scan, C_initial = scan.vecZ, scan._replace(vecZ=None), x.c_initial
+    if exchanged:  # C while parallel_fw_P runs
+        scan, C_initial = lax.optimization_barrier((scan, C_initial))
     if chunks is not None and C_initial is not None:
         C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHV)
     if num_splits > 1:
@@ -248,4 +241,4 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates) -> Forward:
     else:
         C = C.reshape(p.BNH, spec.problem.NC, *C.shape[2:])
     stored = StoredStates(C, n, m, C_last, n_last)
-    return Forward(H.reshape(x.v.shape), last, z, stored, None if known.C is None else x.c_initial)
+    return Forward(H.reshape(x.v.shape), last, z, stored)
