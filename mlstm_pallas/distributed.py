@@ -12,10 +12,10 @@ function of the state before it, with C_j the state from zeros (``_from_zeros``)
     C' = C_j + Gamma_j C        n' likewise        Gamma_j = prod_c gamma_c
 
 So the state before a shard is a sum over the earlier ones, weighted by the products of Gamma
-between them (``_weights``). n_j and Gamma_j are gathered while the products of C_j run, and C_j
-while stages run that do not read C. The forward pass starts from that state. It reuses the gates,
-the states of n, to which that before the shard is added, and what each split adds to C_j. With
-c(t) the chunk of step t (splits.py),
+between them (``_weights``). Gamma_j and n_j are exchanged while the products of C_j run, and C_j
+(``_sum_over``) while stages run that do not read C. The forward pass starts from that state. It
+reuses the gates, the sums of keys, and what each split adds to C_j. With c(t) the chunk of step t
+(splits.py),
 
     C_j = sum_t [abar_t prod_{c' > c(t)} gamma_c'] k_t v_t^T
 
@@ -64,8 +64,8 @@ from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shar
 from mlstm_pallas.stages import add_decayed, chunk_gates, split_products, step_sums
 from mlstm_pallas.stages.stage import Lowering
 
-# The most shards whose sums of C are those of one all-reduce, which has the sums of all devices. It
-# is none that a gather would need: XLA replicates its operand over axes that it partitions itself.
+# The most shards whose sums of C one all-reduce adds up, which every device gets. More exchange slices
+# of C, although XLA then replicates C over the axes of the mesh that are left to the compiler.
 MOST_AT_ONCE = 8
 
 
@@ -222,7 +222,7 @@ def _sum_over(axis: Axis, weights: jax.Array, x: jax.Array) -> jax.Array:
     if P <= MOST_AT_ONCE or K % P:
         sums: jax.Array = lax.psum(_weighted(weights[..., index], x[:, :, None]), axis.name)
         return sums[:, :, index]
-    # Each device adds up one slice for all. It sends and receives x twice, whatever P is.
+    # Each device adds up one slice for all, and sends and receives x twice, whatever P is.
     exchanged = functools.partial(lax.all_to_all, axis_name=axis.name, split_axis=2, concat_axis=2)
     slices = exchanged(x.reshape(B, NH, P, K // P, V))
     sums = exchanged(jnp.sum(_weighted(weights, slices[:, :, None]), axis=3))
@@ -381,12 +381,13 @@ def mlstm_chunkwise_sequence_parallel(
       DHQK  head dimension of q and k
       DHV   head dimension of v and h
 
-    Each device sends 1 + ceil(log2(P - 1)) summaries of a shard in the forward
-    pass and as many in the backward pass (none for P = 1). A summary has up to
-    DHQK DHV + DHQK + 6 floats of 4 bytes per batch entry and head. Here DHQK
-    and DHV are padded to multiples of 16, unless the backend is "xla".
-    return_last_states adds one all-reduce of the states. The memory per device
-    does not depend on P.
+    The devices exchange the states C of all shards, DHQK DHV floats of 4 bytes
+    per batch entry and head, once in the forward and once in the backward pass:
+    up to 8 by one all-reduce of P states, more by two all-to-alls of one state,
+    if P divides DHQK. Smaller all-reduces have DHQK + 3 floats per shard. Here
+    DHQK and DHV are padded to multiples of 16, unless the backend is "xla".
+    return_last_states adds one all-reduce of the states. Beside the buffers of
+    the exchange the memory per device does not depend on P.
 
     As with ``mlstm_chunkwise``, only first derivatives in reverse mode exist.
 
