@@ -64,7 +64,7 @@ from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shar
 from mlstm_pallas.stages import add_decayed, chunk_gates, split_products, step_sums
 from mlstm_pallas.stages.stage import Lowering
 
-# The most shards whose sums of C one all-reduce adds up, which every device gets. More exchange slices
+# The most shards whose sums of C one all-reduce adds up, for all devices. More of them exchange slices
 # of C, although XLA then replicates C over the axes of the mesh that are left to the compiler.
 MOST_AT_ONCE = 8
 
