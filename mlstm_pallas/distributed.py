@@ -1,35 +1,38 @@
 """Sequence (context) parallelism: one sequence split over the devices of a mesh axis.
 
-Every device holds a shard of consecutive steps and needs the state before them. The state after
-shard j is a function of the state before it and of four quantities of the shard alone
-(``_from_empty``): m_j, C_j and n_j, the state after it from an empty start (m = -inf, because 0
-would enter the maximum), and g_j, its sum of log sigmoid(f):
+Every device holds a shard of consecutive steps and needs the state before them. The stabiliser m
+before a shard follows from two numbers of each earlier one (``_boundaries``): m_j, its m from an
+empty start (m = -inf, because 0 would enter the maximum), and g_j, its sum of log sigmoid(f):
 
     m' = max(m_j, g_j + m)
-    C' = exp(m_j - m') C_j + exp(g_j + m - m') C        n' likewise
 
-Such functions compose (``joined``), so a prefix scan over the devices (``_exclusive_prefix``) gives
-the state before each shard. m and n are exchanged first, and C while stages that do not read C run.
-The forward pass then starts from that state. It reuses the shard's states of n and what its splits
-add to C_j, both rescaled (``_from_start``). With c(t) the chunk of step t (splits.py),
+With m known the gates are those of the whole sequence, and the state after a shard is a linear
+function of the state before it, with C_j the state from zeros (``_from_zeros``):
+
+    C' = C_j + Gamma_j C        n' likewise        Gamma_j = prod_c gamma_c
+
+So the state before a shard is a sum over the earlier ones, weighted by the products of Gamma
+between them (``_weights``). Gamma_j and n_j are exchanged while the products of C_j run, and C_j
+(``_sum_over``) while stages run that do not read C. The forward pass starts from that state. It
+reuses the gates, the sums of keys, and what each split adds to C_j. With c(t) the chunk of step t
+(splits.py),
 
     C_j = sum_t [abar_t prod_{c' > c(t)} gamma_c'] k_t v_t^T
 
 The gradient of the state before a shard is a linear function of the gradient of the state after it:
 
-    dC' = A_j + Gamma_j dC        dn' likewise        Gamma_j = prod_c gamma_c
+    dC = A_j + Gamma_j dC'        dn likewise
 
 So the backward pass has two halves. The first starts from the cotangents of the shard's own outputs
-and yields A_j. A suffix scan over the devices gives each shard dC, the contribution of all later
-shards. The second half starts from the gradients after each chunk plus (prod_{c' > c} gamma_c') dC.
-The gradient dm follows the path of the stabilisers' maximum: it passes through a whole shard or not
-at all.
+and yields A_j. The same sums give each shard dC', the contribution of all later shards. The second
+half starts from the gradients after each chunk plus (prod_{c' > c} gamma_c') dC'. The gradient dm
+follows the path of the stabilisers' maximum: it passes through a whole shard or not at all.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar, Unpack, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -37,15 +40,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mlstm_pallas.formulas.gate_gradients import inner, step_flags
-from mlstm_pallas.formulas.gates import (
-    M_GRAD_FLOWS,
-    TwoFloat,
-    add_two_floats,
-    log_gates,
-    segment_starts,
-    split_for_exact_sums,
-    two_sum,
-)
+from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, segment_starts
 from mlstm_pallas.formulas.splits import decays_in_splits, decays_of_others
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
 from mlstm_pallas.planning.call_spec import CallSpec
@@ -61,136 +56,68 @@ from mlstm_pallas.prepare import (
 )
 from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals
-from mlstm_pallas.problem.dimensions import InputGate
 from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_axis_name
 from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half
 from mlstm_pallas.schedules.derivatives import in_reverse_mode
-from mlstm_pallas.schedules.forward import KnownStates, key_states, run_gates
+from mlstm_pallas.schedules.forward import KnownStates, run_gates
 from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shards
-from mlstm_pallas.stages import add_decayed, split_products
+from mlstm_pallas.stages import add_decayed, chunk_gates, split_products, step_sums
 from mlstm_pallas.stages.stage import Lowering
 
-
-class Summary(NamedTuple):
-    """The function from the state before a shard to the state after it; float32."""
-
-    m: jax.Array  # (B, NH) the stabiliser, from -inf
-    g: TwoFloat  # (B, NH) total log decay; -inf with a reset
-    state: jax.Array  # from zeros: C (B, NH, DHQK, DHV) or n (B, NH, DHQK)
+# The most shards whose sums of C one all-reduce adds up, for all devices. More of them exchange slices
+# of C, although XLA then replicates C over the axes of the mesh that are left to the compiler.
+MOST_AT_ONCE = 8
 
 
-class GradientSummary(NamedTuple):
-    """The function from the gradient of the state after a shard to the gradient of the one before.
-
-    All fields are float32.
-    """
-
-    dC: jax.Array  # (B, NH, DHQK, DHV)
-    dn: jax.Array  # (B, NH, DHQK)
-    gamma: jax.Array  # (B, NH)
-    dm: jax.Array  # (B, NH) without m's part as the scale of C and n
-    passes: jax.Array  # (B, NH) 1 where the maximum before the shard wins in it, else 0
+def _boundaries(
+    spec: CallSpec, lowering: Lowering, x: Inputs, *, L: int
+) -> tuple[jax.Array, jax.Array]:
+    """m and the log decay after each chunk from an empty start, (B * NH, NC) each."""
+    run = spec.stage("chunk_gates", lowering, spec.problem.in_chunks_of(L))
+    empty = jnp.full_like(x.m_initial, -jnp.inf)
+    operands = chunk_gates.Operands(x.i, x.f, empty, x.starts)
+    m, g = run(operands, input_gate=spec.input_gate, only_boundaries=True)
+    return m, jnp.cumsum(g, axis=1)
 
 
-def _stabiliser_after(m: jax.Array, g: TwoFloat, later: jax.Array) -> jax.Array:
-    """max(later, g + m)"""
-    return jnp.maximum(later, (m + g[0]) + g[1])
+def _from_zeros(
+    spec: CallSpec,
+    lowering: Lowering,
+    x: Inputs,
+    m_states: jax.Array | None,
+    *,
+    num_splits: int,
+    L: int,
+) -> tuple[jax.Array, jax.Array, jax.Array, KnownStates]:
+    """What C and n of zeros give: Gamma, n and C after the shard, and the states.
 
-
-def _decay(m: jax.Array, g: TwoFloat, after: jax.Array) -> jax.Array:
-    """exp(m + g - after), which scales the part of a state that is from before the decay by g."""
-    total, error = two_sum(m, g[0])
-    return jnp.where(total == -jnp.inf, 0.0, jnp.exp((total - after) + (error + g[1])))
-
-
-def _rescaling(m: jax.Array, after: jax.Array) -> jax.Array:
-    """exp(m - after), which scales a state from the stabiliser m to a larger one."""
-    return jnp.where(m == -jnp.inf, 0.0, jnp.exp(m - after))
-
-
-def joined(earlier: Summary, later: Summary) -> Summary:
-    """The summary of two shards."""
-    m = _stabiliser_after(earlier.m, later.g, later.m)
-    decay, scale = (
-        x.reshape(*m.shape, *[1] * (later.state.ndim - m.ndim))
-        for x in (_decay(earlier.m, later.g, m), _rescaling(later.m, m))
-    )
-    state = decay * earlier.state + scale * later.state
-    return Summary(m, add_two_floats(earlier.g, later.g), state)
-
-
-def joined_gradients(later: GradientSummary, earlier: GradientSummary) -> GradientSummary:
-    return GradientSummary(
-        earlier.dC + earlier.gamma[..., None, None] * later.dC,
-        earlier.dn + earlier.gamma[..., None] * later.dn,
-        earlier.gamma * later.gamma,
-        earlier.dm + earlier.passes * later.dm,
-        earlier.passes * later.passes,
-    )
-
-
-def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
-    """The state after all splits, from an empty one: (B * NH, DHQK, DHV)."""
-    by_split = gamma.reshape(*products.shape[:2], gamma.shape[1] // products.shape[1])
-    weights = decays_of_others(jnp.prod(by_split, axis=-1))
-    return jnp.sum(weights[..., None, None] * products, axis=1)
-
-
-def _from_empty(
-    spec: CallSpec, lowering: Lowering, x: Inputs, *, num_splits: int, L: int
-) -> tuple[Summary, jax.Array, TwoFloat, KnownStates]:
-    """What an empty start gives: the Summary of n, C after the shard, log decays, the states.
-
-    The log decays, (B * NH, NC + 1), are from the shard's start to the boundaries of its chunks.
     num_splits, L: of the call, as shards may plan for fewer heads.
     """
     p = spec.problem.in_chunks_of(L)
-    nothing = x._replace(m_initial=jnp.full_like(x.m_initial, -jnp.inf), lengths=None)
-    gates = run_gates(spec, spec.launch("chunk_gates", lowering, p), nothing)
-    abar, gamma, m = gates.per_step().vecAbar, gates.scaGamma, gates.scaM_states
+    gates = run_gates(spec, spec.launch("chunk_gates", lowering, p), x, m_states)
+    abar, gamma = gates.per_step().vecAbar, gates.scaGamma
     first = lowering if lowering is Lowering.XLA else spec.plan.scan_lowering
     call = spec.launch("parallel_fw_P", first, p)
-    empty = jnp.broadcast_to(jnp.zeros_like(gamma[:, :1]), (p.BNH, p.DHQK))
-    n = key_states(spec, call, x.k, gates, empty)
+    n = spec.stage("step_sums", call.lowering, p)(step_sums.Operands(x.k, abar))
     X = spec.stage("split_products", lowering, p, num_splits)(
         split_products.Operands(a=x.k, b=x.v, r=abar * decays_in_splits(gamma, num_splits, p.S)),
         num_splits=num_splits,
         all_splits=True,
     )
-    high, low = _log_decays(x, p.NC, spec.input_gate)
-    summary = Summary(m[:, -1], (high[:, -1], low[:, -1]), n[1])
-    return summary, _state_after(gamma, X), (high, low), KnownStates(m, n, X)
-
-
-def _log_decays(x: Inputs, NC: int, input_gate: InputGate) -> TwoFloat:
-    """Sums of log sigmoid(f) up to the boundaries of NC chunks, (B * NH, NC + 1); -inf behind a
-    reset."""
-    _, fbar, reset = log_gates(x.i, x.f, input_gate)
-    BNH, S = fbar.shape
-    restarts = reset if x.starts is None else reset | (x.starts > 0)
-    high, low = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), S)
-    steps = jnp.stack([jnp.where(restarts, -jnp.inf, high), low]).reshape(2, BNH, NC, S // NC)
-    sums = jnp.cumsum(jnp.sum(steps, axis=-1), axis=-1)
-    high, low = jnp.pad(sums, [(0, 0), (0, 0), (1, 0)])
-    return high, low
-
-
-def _from_start(local: KnownStates, g: TwoFloat, start: Summary) -> KnownStates:
-    """The states of a shard after ``start``, m and n; local, g: of ``_from_empty``."""
-    m_start = start.m[..., None]
-    m = _stabiliser_after(m_start, g, local.m)
-    scale, decay = _rescaling(local.m, m)[..., None], _decay(m_start, g, m)[..., None]
-    (n, n_last), n_start = local.n, start.state[..., None, :]
-    n = scale[..., :-1, :] * n + decay[..., :-1, :] * n_start
-    n_last = (scale[..., -1:, :] * n_last[..., None, :] + decay[..., -1:, :] * n_start)[..., 0, :]
-    chunks = n.shape[2] // local.X.shape[2]  # of a split
-    return KnownStates(m, (n, n_last), scale[..., chunks::chunks, :, None] * local.X)
+    by_split = jnp.prod(gamma.reshape(p.BNH, num_splits, p.NC // num_splits), axis=-1)
+    C = jnp.sum(decays_of_others(by_split)[..., None, None] * X, axis=1)
+    last = jnp.sum(decays_of_others(gamma)[..., None] * n, axis=1)
+    return jnp.prod(by_split, axis=-1), last, C, KnownStates(gates, n, X)
 
 
 def _first_half(
     spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
-) -> Any:
-    """(BackwardCarry, GradientSummary) of a shard and the gradients of its last states together."""
+) -> tuple[BackwardCarry, list[jax.Array], jax.Array]:
+    """The first half of a shard with the gradients of its last states, and what it passes on.
+
+    These are Gamma, dm without m's part as the scale of C and n, whether the maximum before the
+    shard wins in it (1, else 0), and dn; and dC.
+    """
     last = cotangents.last
     arrays = prepared(spec, lowering, residuals, cotangents)
     first = first_half(spec, lowering, *arrays)
@@ -211,7 +138,7 @@ def _first_half(
         dm = passes * dm
         if normaliser.vecDm is not None:
             dm = dm + jnp.sum(jnp.where(steps < unbroken[:, None], normaliser.vecDm, 0.0), axis=1)
-    return first, GradientSummary(states.matDeltaC_initial, dn, whole, dm, passes)
+    return first, [whole, dm, passes, dn], states.matDeltaC_initial
 
 
 def _second_half(
@@ -238,9 +165,6 @@ def _second_half(
     return second_half(spec, lowering, *arrays, first)[0]
 
 
-Element = TypeVar("Element", Summary, GradientSummary)
-
-
 class Axis(NamedTuple):
     """The axis that a sequence is split over."""
 
@@ -255,47 +179,54 @@ def _axis(name: str) -> Axis:
     return Axis(name, lax.axis_size(name), mapped)
 
 
-def _shifted(x: Any, axis: Axis, distance: int) -> Any:
-    """x of the device that many places before this one; undefined where there is none."""
-    size = axis.size
-    # A vmap accepts only whole permutations. On a mesh the first device would wait for the last.
-    pairs = [
-        (j, (j + distance) % size) for j in range(size) if axis.mapped or 0 <= j + distance < size
-    ]
-    # XLA joins exchanges that are ready at the same time.
-    return lax.ppermute(lax.optimization_barrier(x), axis.name, pairs)
+def _gathered(axis: Axis, *x: jax.Array) -> list[jax.Array]:
+    """Arrays of all shards, (B, NH, P, ...), by one collective; x: (B, NH) but for the last."""
+    rows, last = [y[..., None] for y in x[:-1]], x[-1]
+    here = jnp.arange(axis.size) == lax.axis_index(axis.name)
+    every = jnp.concatenate([*rows, last], 2)[:, :, None]
+    every = lax.psum(jnp.where(here[None, None, :, None], every, 0.0), axis.name)
+    return [*(every[..., j] for j in range(len(rows))), every[..., len(rows) :]]
 
 
-def _exclusive_prefix(
-    join: Callable[[Element, Element], Element],
-    local: Element,
-    empty: Element,
-    axis: Axis,
-    index: jax.Array,
-    *,
-    reverse: bool = False,
-) -> Element:
-    """The joined elements of all devices before this one (after it with reverse).
+def _between(join: Callable[..., jax.Array], x: jax.Array, nothing: float) -> jax.Array:
+    """What join makes of x, (B, NH, P), of the shards between j and a later one i.
 
-    It is the scan of Hillis and Steele (1986) with one element per device. In each of its
-    1 + ceil(log2(P - 1)) rounds a device sends one element and receives one.
+    Returns (B, NH, P, P), by i and j.
     """
-    size = axis.size
-    position = size - 1 - index if reverse else index
+    shape = 1, 1, *x.shape[2:] * 3
+    i, j, between = (lax.broadcasted_iota(jnp.int32, shape, n) for n in (2, 3, 4))
+    inside = (j < between) & (between < i)
+    return join(jnp.where(inside, x[:, :, None, None], nothing), axis=4)
 
-    def from_before(x: Element, distance: int) -> Element:
-        received = _shifted(x, axis, -distance if reverse else distance)
-        valid = functools.partial(jnp.where, position >= distance)
-        before: Element = jax.tree.map(valid, received, empty)
-        return before
 
-    if size == 1:
-        return empty
-    before, covered = from_before(local, 1), 1
-    while covered < size - 1:
-        before = join(from_before(before, covered), before)
-        covered *= 2
-    return before
+def _of_earlier(x: jax.Array, nothing: float) -> jax.Array:
+    """x, (B, NH, P, P), where j is before i."""
+    return jnp.where(jnp.tri(x.shape[2], k=-1, dtype=bool)[None, None], x, nothing)
+
+
+def _weights(gamma: jax.Array) -> jax.Array:
+    """The weight of shard j in a sum over those before i, (B, NH, P, P); gamma: (B, NH, P)."""
+    return _of_earlier(_between(jnp.prod, gamma, 1.0), 0.0)
+
+
+def _weighted(weights: jax.Array, x: jax.Array) -> jax.Array:
+    """weights x, and 0 for a weight of 0, also where x is inf or NaN; x may have more axes."""
+    weights = lax.expand_dims(weights, range(weights.ndim, x.ndim))
+    return jnp.where(weights == 0, 0.0, weights * x)
+
+
+def _sum_over(axis: Axis, weights: jax.Array, x: jax.Array) -> jax.Array:
+    """sum_j weights_ij x_j on device i, of x_j on device j; weights: (B, NH, P, P)."""
+    index = lax.axis_index(axis.name)
+    (B, NH, K, V), P = x.shape, axis.size
+    if P <= MOST_AT_ONCE or K % P:
+        sums: jax.Array = lax.psum(_weighted(weights[..., index], x[:, :, None]), axis.name)
+        return sums[:, :, index]
+    # Each device adds up one slice for all, and sends and receives x twice, whatever P is.
+    exchanged = functools.partial(lax.all_to_all, axis_name=axis.name, split_axis=2, concat_axis=2)
+    slices = exchanged(x.reshape(B, NH, P, K // P, V))
+    sums = exchanged(jnp.sum(_weighted(weights, slices[:, :, None]), axis=3))
+    return sums.reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -309,35 +240,30 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
 
     The initial states are those of the whole sequence; only the first device's are read.
     """
-    index = lax.axis_index(axis.name)
-
-    def start(local: Summary, initial: jax.Array) -> Summary:
-        """The state before the shard; initial: C or n before the whole sequence."""
-        zero = jnp.zeros_like(x.m_initial)
-        whole = Summary(x.m_initial, (zero, zero), initial)
-        empty = Summary(jnp.full_like(zero, -jnp.inf), whole.g, jnp.zeros_like(initial))
-        choose = functools.partial(jax.tree.map, functools.partial(jnp.where, index == 0))
-        local = choose(joined(whole, local), local)
-        before: Summary = choose(whole, _exclusive_prefix(joined, local, empty, axis, index))
-        return before
-
-    unread: dict[str, Any] = dict.fromkeys(("q", "c_initial", "n_initial"))
-    plan = spec.plan
-    summary, C, log_decays, local = on_shards(
-        _from_empty,
-        spec,
-        x._replace(**unread),
-        num_splits=plan.summary_splits,
-        L=plan.scan_problem.L,
+    index, plan, m_states = lax.axis_index(axis.name), spec.plan, None
+    L, m = plan.scan_problem.L, x.m_initial
+    C_first, n_first = (jnp.where(index == 0, y, 0.0) for y in x[5:7])
+    if spec.stabilised:
+        m_after, g = on_shards(_boundaries, spec, x, L=L)
+        m, last = jnp.where(index == 0, m, -jnp.inf), g[..., -1:]
+        m_all, g_all = _gathered(axis, jnp.maximum(m_after[..., -1], m + last[..., 0]), last)
+        m_all = m_all[:, :, None] + _between(jnp.sum, g_all[..., 0], 0.0)
+        m_all = _of_earlier(m_all, -jnp.inf)
+        m = jnp.maximum(m, jnp.max(m_all, axis=3)[:, :, index])
+        first = m[..., None]
+        m_states = jnp.concatenate([first, jnp.maximum(m_after, first + g)], axis=-1)
+    x = x._replace(m_initial=m)
+    gamma, n, C, known = on_shards(
+        _from_zeros, spec, x, m_states, num_splits=plan.summary_splits, L=L
     )
-    n = start(summary, x.n_initial)
-    # parallel_fw_P reads m and n, but not C. Because of the barrier it hides the exchange of C,
-    # which XLA would otherwise merge with the exchange of n.
-    n, C = lax.optimization_barrier((n, C))
-    C = start(summary._replace(state=C), x.c_initial).state
-    before = named(LastStates(C, n.state, n.m))
+    C, n = C + gamma[..., None, None] * C_first, n + gamma[..., None] * n_first
+    # The products of C hide the exchange of n, and parallel_fw_P that of C, which follows it.
+    gamma_all, n_all = _gathered(axis, gamma, n)
+    gamma_all, C = lax.optimization_barrier((gamma_all, C))
+    weights = _weights(gamma_all)
+    n = n_first + jnp.sum(_weighted(weights[:, :, index], n_all), axis=2)
+    before = named(LastStates(C_first + _sum_over(axis, weights, C), n, m))
     x = x._replace(c_initial=before.c, n_initial=before.n, m_initial=before.m)
-    known = _from_start(local, log_decays, n)
     outputs = named(on_shards(forward_once, spec, x, known))
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
@@ -371,21 +297,19 @@ def _backward(
     dC, dn, dm = dlast
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
     cotangents = Cotangents(dh, LastStates(dC, dn, dm))
-    first, local = on_shards(_first_half, spec, residuals, cotangents, lowering=lowering)
-    one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
-    empty = GradientSummary(jnp.zeros_like(dC), jnp.zeros_like(dn), one, zero, one)
-    after = _exclusive_prefix(joined_gradients, local, empty, axis, index, reverse=True)
-    dC, dn = dC + after.dC, dn + after.dn
-    dm = dm + after.dm + inner(dC, last.c, 2) + inner(dn, last.n)
+    first, local, dC_before = on_shards(_first_half, spec, residuals, cotangents, lowering=lowering)
+    gamma, dm_all, passes, dn_all = _gathered(axis, *local)
+    weights, passes = (_weights(y).swapaxes(2, 3) for y in (gamma, passes))
+    dC_after = _sum_over(axis, weights, dC_before)
+    dC, dn = dC + dC_after, dn + jnp.sum(_weighted(weights[:, :, index], dn_all), axis=2)
+    dm = dm + jnp.sum(_weighted(passes[:, :, index], dm_all), axis=2)
+    dm = dm + inner(dC, last.c, 2) + inner(dn, last.n)
     cotangents = Cotangents(dh, LastStates(dC, dn, dm))
     gradients: Inputs = on_shards(
-        _second_half, spec, residuals, cotangents, first, after.dC, lowering=lowering
+        _second_half, spec, residuals, cotangents, first, dC_after, lowering=lowering
     )
-    dinitial: dict[str, Any] = {
-        name: jnp.where(index == 0, getattr(gradients, name), 0.0)
-        for name in ("c_initial", "n_initial", "m_initial")
-    }
-    return gradients._replace(**dinitial)
+    initial: Any = [jnp.where(index == 0, y, 0.0) for y in gradients[5:8]]
+    return Inputs(*gradients[:5], *initial)
 
 
 _sequence.defvjp(_sequence_fwd, _sequence_bwd)
@@ -406,8 +330,9 @@ def _mlstm(axis: Axis, spec: CallSpec, x: Arguments) -> Any:
 
 def _starts(axis: Axis, segment_ids: jax.Array) -> jax.Array:
     """Where the id differs from the previous step's, which may be on another device."""
-    before = _shifted(segment_ids[..., -1], axis, 1)
-    begins = (segment_ids[..., 0] != before) & (lax.axis_index(axis.name) > 0)
+    index = lax.axis_index(axis.name)
+    last = lax.all_gather(segment_ids[..., -1], axis.name)
+    begins = (segment_ids[..., 0] != last[index - 1]) & (index > 0)
     return segment_starts(segment_ids).at[..., 0].set(begins)
 
 
@@ -456,12 +381,13 @@ def mlstm_chunkwise_sequence_parallel(
       DHQK  head dimension of q and k
       DHV   head dimension of v and h
 
-    Each device sends 1 + ceil(log2(P - 1)) summaries of a shard in the forward
-    pass and as many in the backward pass (none for P = 1). A summary has up to
-    DHQK DHV + DHQK + 6 floats of 4 bytes per batch entry and head. Here DHQK
-    and DHV are padded to multiples of 16, unless the backend is "xla".
-    return_last_states adds one all-reduce of the states. The memory per device
-    does not depend on P.
+    The devices exchange the states C of all shards, DHQK DHV floats of 4 bytes
+    per batch entry and head, once in the forward and once in the backward pass:
+    up to 8 by one all-reduce of P states, more by two all-to-alls of one state,
+    if P divides DHQK. Smaller all-reduces have DHQK + 3 floats per shard. Here
+    DHQK and DHV are padded to multiples of 16, unless the backend is "xla".
+    return_last_states adds one all-reduce of the states. Beside the buffers of
+    the exchange the memory per device does not depend on P.
 
     As with ``mlstm_chunkwise``, only first derivatives in reverse mode exist.
 

@@ -42,8 +42,7 @@ MODULES = {
     ),
     "mlstm_pallas/distributed.py": (
         "distributed.py",
-        "_stabiliser_after _decay _rescaling joined joined_gradients _state_after _log_decays "
-        "_from_start _shifted _exclusive_prefix",
+        "_boundaries _from_zeros _gathered _between _of_earlier _weights _weighted _sum_over",
     ),
     "examples/xlstm_checkpoint.py": ("xlstm_7b.py xlstm_checkpoints.py",),
     "benchmarks/runner.py": ("runner.py command.py kernel_benchmark.py",),

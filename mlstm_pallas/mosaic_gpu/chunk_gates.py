@@ -277,8 +277,9 @@ def chunk_gates(
     *,
     input_gate: InputGate = InputGate.EXP,
     with_flags: bool = False,
+    only_boundaries: bool = False,
     call: Launch,
-) -> ChunkGates:
+) -> ChunkGates | tuple[Array, Array]:
     """Runs the stage: ``stages/chunk_gates.py``."""
     p, scaM_states = call.problem, x.scaM_states
     if scaM_states is None and input_gate is InputGate.SIGMOID:
@@ -290,6 +291,9 @@ def chunk_gates(
         y = _launch(_summaries_kernel, "chunk_summaries", summaries, x, input_gate, call)
         g, a = y.values()
         whole_head = p.S % (_rows(p) * STEPS) == 0  # no CTA has steps of two heads
+        if only_boundaries:
+            after = stabiliser_scan(g, a, x.scaM_initial, call)
+            return after[:, : p.NC], g[:, : p.NC]
         if whole_head and p.NC <= _FEW_CHUNKS:
             m["summaries_gmem"] = g, a
         else:

@@ -9,11 +9,15 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from mlstm_pallas.formulas.chunk_list import ChunkList, of_lengths, of_segments
 from mlstm_pallas.formulas.gates import ChunkGates, segment_ends, without_outputs
-from mlstm_pallas.formulas.splits import decays_in_splits, split_states, splits_as_heads
+from mlstm_pallas.formulas.splits import (
+    decays_in_splits,
+    split_states,
+    splits_as_heads,
+)
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.problem.arrays import (
@@ -40,8 +44,8 @@ from mlstm_pallas.stages.stage import Launch, Lowering
 class KnownStates(NamedTuple):
     """What is known of the fused scan before it runs; float32. None: it computes this itself."""
 
-    m: Any = None  # (B * NH, NC + 1)
-    n: Any = None  # (B * NH, NC, DHQK) before each chunk, (B * NH, DHQK) the last
+    gates: Any = None  # in the chunks of the scan
+    n: Any = None  # (B * NH, NC, DHQK), what each chunk adds to n
     X: Any = None  # (B * NH, num_splits, DHQK, DHV), what each split adds to C
 
 
@@ -73,16 +77,18 @@ def key_states(
     n_initial: Array,
     chunks: ChunkList | None = None,
     with_initial: Callable[[Array], Array] = lambda added: added,
+    added: Array | None = None,
 ) -> tuple[Array, Array]:
     """n before each chunk, (B * NH, NC, DHQK), and the last one; call: of what reads them.
 
-    with_initial: of what each chunk adds, (B * NH, NC, DHQK).
+    with_initial: of what each chunk adds, (B * NH, NC, DHQK); added: this, if it is known.
     """
     run = functools.partial(spec.stage, lowering=call.lowering, problem=call.problem)
-    abar = gates.per_step().vecAbar
-    added = with_initial(run("step_sums")(step_sums.Operands(k, abar, chunks)))
+    if added is None:
+        added = run("step_sums")(step_sums.Operands(k, gates.per_step().vecAbar, chunks))
     states: tuple[Array, Array] = run("vector_states")(
-        vector_states.Operands(added, gates.scaGamma, n_initial), backward=spec.reverse
+        vector_states.Operands(with_initial(added), gates.scaGamma, n_initial),
+        backward=spec.reverse,
     )
     return states
 
@@ -183,20 +189,23 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
     plan = spec.plan
     p, num_splits, launches = plan.scan_problem, plan.num_splits, plan.forward
     end = 0 if p.reverse else -1
-    if known is None or known.m.shape[1] != p.NC + 1:
+    exchanged = known is not None
+    if known is None or known.gates.scaGamma.shape[1] != p.NC:
         known = KnownStates()  # those of a call with more heads than this shard have other chunks
-    gates = run_gates(spec, launches["chunk_gates"], x, known.m)
-    q, v, gamma, C_initial, chunks = x.q, x.v, gates.scaGamma, x.c_initial, None
+    gates = known.gates or run_gates(spec, launches["chunk_gates"], x)
+    q, v, gamma, chunks = x.q, x.v, gates.scaGamma, None
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
         chunks = of_lengths(x.lengths, v.shape[1], p)
-        if C_initial is not None:
-            C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHV)
     call = launches["parallel_fw_P"]
-    n, n_last = known.n or key_states(spec, call, x.k, gates, x.n_initial, chunks)
+    n, n_last = key_states(spec, call, x.k, gates, x.n_initial, chunks, added=known.n)
     scan = stage("parallel_fw_P", call)(
         parallel_fw_P.Operands(x.q, x.k, gates, n, chunks), normaliser=spec.normaliser
     )
-    z, scan = scan.vecZ, scan._replace(vecZ=None)
+    z, scan, C_initial = scan.vecZ, scan._replace(vecZ=None), x.c_initial
+    if exchanged:  # C while parallel_fw_P runs
+        scan, C_initial = lax.optimization_barrier((scan, C_initial))
+    if chunks is not None and C_initial is not None:
+        C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHV)
     if num_splits > 1:
         if known.X is not None and known.X.shape[1] == num_splits:
             added = known.X[:, :-1]

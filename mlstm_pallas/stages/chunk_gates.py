@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.formulas import gates
@@ -24,12 +25,15 @@ def chunk_gates(
     *,
     input_gate: InputGate = InputGate.EXP,
     with_flags: bool = False,
+    only_boundaries: bool = False,
     call: Launch,
-) -> ChunkGates:
+) -> ChunkGates | tuple[Array, Array]:
     """Runs the stage.
 
     with_flags: whether a kernel may return the flags that the gradients of the gates read. Where it
       does not, ``gate_gradients`` computes them.
+    only_boundaries: whether to return m after each chunk and what each chunk adds to it, -inf if it
+      holds a reset: (B * NH, NC) each. Not with the sigmoid gate.
     """
     x = call.in_time(x)
     begins = None if x.starts is None else call.chunks(x.starts)
@@ -38,6 +42,9 @@ def chunk_gates(
     m_states = x.scaM_states
     if m_states is None:
         m_states = gates.stabiliser_scan(local, x.scaM_initial, input_gate)
+    if only_boundaries:
+        g, _, reset = gates.chunk_summaries(local)
+        return m_states[:, 1:], jnp.where(reset, -jnp.inf, g)
     joined = gates.join_chunks(local, m_states, input_gate)
     barred: ChunkGates = call.in_time(gates.fusion_barrier(joined, joined.scaGamma))
     return barred

@@ -162,8 +162,9 @@ def chunk_gates(
     *,
     input_gate: InputGate = InputGate.EXP,
     with_flags: bool = False,
+    only_boundaries: bool = False,
     call: Launch,
-) -> ChunkGates:
+) -> ChunkGates | tuple[jax.Array, jax.Array]:
     """Runs the stage: ``stages/chunk_gates.py``."""
     x = call.in_time(x)
     p, m = call.problem, x.scaM_states
@@ -201,6 +202,9 @@ def chunk_gates(
                 block=block,
                 every_boundary=ctas > 1,
             )["scaM"]
+    if only_boundaries:
+        g, _, reset = gates.chunk_summaries(local)
+        return m[:, 1:], jnp.where(reset, -_INF, g)
     joined: ChunkGates = call.in_time(gates.join_chunks(local, m, input_gate))
     return joined
 
