@@ -64,8 +64,8 @@ from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shar
 from mlstm_pallas.stages import add_decayed, chunk_gates, split_products, step_sums
 from mlstm_pallas.stages.stage import Lowering
 
-# The most shards whose sums of C one all-reduce adds up, for all devices. More of them exchange slices
-# of C, although XLA then replicates C over the axes of the mesh that are left to the compiler.
+# The most shards whose sums of C one all-reduce adds up, for all devices. More of them exchange
+# slices of C, although XLA then replicates C over mesh axes that are left to the compiler.
 MOST_AT_ONCE = 8
 
 
