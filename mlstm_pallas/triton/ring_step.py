@@ -14,6 +14,7 @@ in L; beside that the tokens in the ring, up to 2 B NH L (K + V) itemsize.
 """
 
 import dataclasses
+import functools
 from typing import Any, Self
 
 import jax
@@ -22,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
-from mlstm_pallas.formulas.tiles import blocks_over, dot, each, loop
+from mlstm_pallas.formulas.tiles import blocks_over, divide, dot, each, loop
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_step import rounded
@@ -47,7 +48,7 @@ def _ring_scores_kernel(*, slots, **head):
     """slots: (), the entry's row of the pools, or absent."""
 
     def without_row():
-        for name in ("vecWeights", "scaState", "vecFlush"):
+        for name in ("vecWeights", "scaState", "vecFlush", "vecRing"):
             ref = head[name]
             ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
@@ -84,7 +85,7 @@ def _scores(
     scaState,  # out (T,), the weight of C^T q in h
     vecFlush,  # out (2 L,), the weights of k v^T in C
     scaDecay,  # out (), the weight of C in the flush
-    scaFlushes,  # out (), whether the head flushes
+    vecRing,  # out (4,), the row of the oldest token, the tokens, whether the head flushes
     *,
     call,
     normaliser,
@@ -141,7 +142,8 @@ def _scores(
     )
     vecFlush[...] = jnp.where(full, w, 0.0)
     scaDecay[...] = w0
-    scaFlushes[...] = full.astype(jnp.int32)
+    for j, x in enumerate((first, old + T, full.astype(jnp.int32))):
+        vecRing[j] = x
 
     @pl.when(full)
     def _():
@@ -195,7 +197,7 @@ def _read(
     scaState,
     vecFlush,
     scaDecay,
-    scaFlushes,
+    vecRing,
     matH,  # out (T, DHV)
     matC_new,  # out (DHQK, DHV), in place of C
     *,
@@ -224,41 +226,60 @@ def _read(
         carry = loop(num_blocks - 1, lambda ik, x: (load(ik + 1), add(*x)), carry)
     h = [scaState[t] * x for t, x in zip(steps, add(*carry), strict=True)]
 
+    # Blocks of the ring from the oldest token on; both halves of a short ring are one block.
+    block = min(size, 16)
+    first, end = (vecRing[0], vecRing[1]) if size > block else (0, block)
+
     def values(weights, rows):
         """The ring's values whose weights are not 0."""
         used = outer_mask(weights != 0, in_columns)
         return masked_load(ringV.at[(*row, rows, columns)], used).astype(jnp.float32)
 
-    step = min(size, 16)
-    for first in range(0, size, step):
-        rows = pl.ds(first, step)
+    def rows_at(index):
+        return pl.ds((first + index * block) & (size - 1), block)
+
+    def add_values(index, sums):
+        rows = rows_at(index)
         w = [vecWeights[t, rows] for t in steps]
-        V = values(sum(jnp.abs(x) for x in w), rows)
-        h = [x + jnp.sum(y[:, None] * V, axis=0) for x, y in zip(h, w, strict=True)]
+        V = values(functools.reduce(jnp.maximum, map(jnp.abs, w)), rows)
+        return [x + jnp.sum(y[:, None] * V, axis=0) for x, y in zip(sums, w, strict=True)]
+
+    h = loop(divide(end + block - 1, block), add_values, h)
     for t, x in zip(steps, h, strict=True):
         masked_store(matH.at[(t, columns)], x.astype(matH.dtype), in_columns)
 
-    @pl.when(scaFlushes[...] != 0)
+    @pl.when(vecRing[2] != 0)
     def _():
-        rows, decay = pl.ds(0, size), scaDecay[...]
-        w = vecFlush[...]
-        V = values(w, rows) * w[:, None]
+        decay = scaDecay[...]
 
         @each(num_blocks)
         def _(ik):
-            block, in_block = masked_block(ik, siz_b_DHQK, DHQK)
-            K = masked_load(ringK.at[(*row, rows, block)], outer_mask(w != 0, in_block))
-            inside = outer_mask(in_block, in_columns)
-            C = masked_load(matC.at[(*row, block, columns)], inside).astype(jnp.float32)
-            C = decay * C + dot(K.astype(jnp.float32), V, _precision(call), a_axis=0)
-            masked_store(matC_new.at[(*row, block, columns)], C.astype(matC_new.dtype), inside)
+            K_rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
+            inside = outer_mask(in_rows, in_columns)
+            C = masked_load(matC.at[(*row, K_rows, columns)], inside).astype(jnp.float32)
+
+            def add_outer(index, C):
+                rows = rows_at(index)
+                w = vecFlush[rows]
+                K = masked_load(ringK.at[(*row, rows, K_rows)], outer_mask(w != 0, in_rows))
+                return C + _product(K, values(w, rows) * w[:, None], call)
+
+            C = loop(max(size // 2 // block, 1), add_outer, decay * C)
+            masked_store(matC_new.at[(*row, K_rows, columns)], C.astype(matC_new.dtype), inside)
 
 
-def _precision(call: Launch) -> Any:
-    """Full float32 accuracy for any dtype of C."""
-    if call.interpret:
-        return lax.Precision.HIGHEST
-    return lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+def _product(K: jax.Array, V: jax.Array, call: Launch) -> jax.Array:
+    """K^T V in full float32 accuracy; bfloat16 needs no more than three products."""
+    if call.interpret or K.dtype != jnp.bfloat16:
+        six = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+        precision = lax.Precision.HIGHEST if call.interpret else six
+        return dot(K.astype(jnp.float32), V, precision, a_axis=0)
+    high = V.astype(K.dtype)
+    V = V - high.astype(jnp.float32)
+    middle = V.astype(K.dtype)
+    low = (V - middle.astype(jnp.float32)).astype(K.dtype)
+    low, middle, high = (dot(K, x, None, a_axis=0) for x in (low, middle, high))
+    return low + middle + high
 
 
 def ring_step(
@@ -279,7 +300,7 @@ def ring_step(
         scaState=(floats(*heads, T), token + "0"),
         vecFlush=(floats(*heads, size), token + "0"),
         scaDecay=(floats(*heads), token),
-        scaFlushes=(jax.ShapeDtypeStruct((*heads,), jnp.int32), token),
+        vecRing=(jax.ShapeDtypeStruct((*heads, 4), jnp.int32), token + "0"),
     )
     tokens = dict.fromkeys(("matQ", "matK", "matV"), token + "00")
     present = [name for name in at if getattr(x, name) is not None]
