@@ -7,15 +7,20 @@ from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.preview import plan
 from mlstm_pallas.problem.version import __version__
 from mlstm_pallas.recurrent import mlstm_recurrent_sequence, mlstm_recurrent_step
+from mlstm_pallas.ring import RingStates, mlstm_ring_flush, mlstm_ring_states, mlstm_ring_step
 
 __all__ = [
     "KernelConfig",
+    "RingStates",
     "__version__",
     "distributed",
     "export",
     "mlstm_chunkwise",
     "mlstm_recurrent_sequence",
     "mlstm_recurrent_step",
+    "mlstm_ring_flush",
+    "mlstm_ring_states",
+    "mlstm_ring_step",
     "pack_lengths",
     "plan",
     "reference",

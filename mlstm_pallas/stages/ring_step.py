@@ -21,6 +21,7 @@ with the weights at t = L. The flush reads the tokens of earlier calls only, so 
 tokens can be taken back. Flushes are of the same L tokens however these were passed.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -53,14 +54,14 @@ class Operands(NamedTuple):
     ringI: Array  # (B * NH, 2 L) float32 pre-activations
     ringF: Array  # (B * NH, 2 L)
     start: Array  # (B * NH,) int32, the row of the oldest token: 0 or L
-    count: Array  # (B * NH,) int32, the tokens in the ring
+    fill: Array  # (B * NH,) int32, the tokens in the ring
     pending: Array  # (B * NH,) int32, drafts behind them
-    accepted: Array | None = None  # (B * NH,) int32, how many drafts count; None: all
+    accepted: Array | None = None  # (B * NH,) int32, how many drafts fill; None: all
     slots: Array | None = None  # (B,), of any integer dtype
 
 
 class Ring(NamedTuple):
-    """The states after the call, where count leaves out the T new tokens, which are pending."""
+    """The states after the call, where fill leaves out the T new tokens, which are pending."""
 
     matH: Array  # (B * NH, T, DHV) in the dtype of matQ
     matC: Array
@@ -71,7 +72,7 @@ class Ring(NamedTuple):
     ringI: Array
     ringF: Array
     start: Array
-    count: Array
+    fill: Array
     pending: Array
 
 
@@ -114,85 +115,131 @@ def ring_weights(
     return jnp.exp(carried - m_safe), jnp.exp(exponents - m_safe), m_new
 
 
-def flushed(
-    C: Array, n: Array, m: Array | None, K: Array, V: Array, log_i: Array, log_f: Array, age: Array,
-    end: Any, m_dtype: Any,
-) -> tuple[Array, Array, Array]:  # fmt: skip
-    """C, n and m of one head with the tokens of ages below end, in the dtype of the operands."""
-    w0, w, m = ring_weights(
-        log_i, log_f, age, m, end, lambda y: rounded(y, m_dtype, compiled=False)
+def pending_tokens(pending: Array, accepted: Array | None) -> Array:
+    """How many of the pending tokens fill."""
+    return pending if accepted is None else jnp.minimum(jnp.maximum(accepted, 0), pending)
+
+
+class Half(NamedTuple):
+    """Half of a head's ring, L rows in the order of age."""
+
+    K: Array  # (L, DHQK)
+    V: Array  # (L, DHV)
+    log_i: Array  # (L,)
+    log_f: Array  # (L,)
+
+
+def halves(ring: tuple[Array, ...], start: Array) -> tuple[Half, Half]:
+    """The half with the oldest tokens, and the other one."""
+    parts = [jnp.split(x, 2) for x in ring]
+    return (
+        Half(*(jnp.where(start == 0, x, y) for x, y in parts)),
+        Half(*(jnp.where(start == 0, y, x) for x, y in parts)),
     )
+
+
+def flushed(states: tuple[Any, ...], half: Half, end: Any, dtypes: Any) -> tuple[Any, ...]:
+    """C, n and m of a head after the first ``end`` tokens of the half, rounded to the dtypes."""
+    (C, n, m), age = states, lax.iota("int32", len(half.K))
+
+    def rounds(index: int) -> Callable[[Array], Array]:
+        return lambda y: rounded(y, dtypes[index], compiled=False)
+
+    w0, w, m_new = ring_weights(half.log_i, half.log_f, age, m, end, rounds(2))
     inside = (age < end)[:, None]
-    K, V = (jnp.where(inside, y, 0.0) for y in (K, V))
-    K = w[:, None] * K
-    C = w0 * C + jnp.einsum("sk,sv->kv", K, V, precision="highest")
-    return C, w0 * n + jnp.sum(K, axis=0), m
+    K = jnp.where(inside, w[:, None] * half.K, 0.0)
+    C = w0 * C + jnp.einsum("sk,sv->kv", K, jnp.where(inside, half.V, 0.0), precision="highest")
+    n = w0 * n + jnp.sum(K, axis=0)
+    return rounds(0)(C), rounds(1)(n), None if m is None else m_new
+
+
+def flush_all(x: Operands, dtypes: Any) -> tuple[Any, ...]:
+    """C, n and m of a head after all of its tokens, those of a full half first."""
+    states, L = (x.matC, x.vecN, x.scaM), len(x.ringI) // 2
+    log_gates_ = log_gates(x.ringI, x.ringF, x.scaM is not None)
+    old, young = halves((x.ringK, x.ringV, *log_gates_), x.start)
+    full = flushed(states, old, jnp.minimum(x.fill, L), dtypes)
+    last = flushed(full, young, x.fill - L, dtypes)
+    states = jax.tree.map(lambda y, z: jnp.where(x.fill > L, z, y), full, last)
+    return tuple(states)
+
+
+def in_ring(x: Operands) -> Operands:
+    """A head's operands with the drafts that fill among the tokens and new tokens behind them."""
+    T, size = len(x.vecI), len(x.ringI)
+    fill = x.fill + pending_tokens(x.pending, x.accepted)
+    age, rings = ages(lax.iota("int32", size), x.start, size), [*x[8:12]]
+    for t in range(T):
+        new = age == fill + t
+        for j, y in enumerate(x[1:5]):
+            rings[j] = jnp.where(new.reshape(-1, *[1] * (y.ndim - 1)), y[t], rings[j])
+    ringK, ringV, ringI, ringF = rings
+    return x._replace(
+        ringK=ringK, ringV=ringV, ringI=ringI, ringF=ringF,
+        fill=fill, pending=jnp.full_like(fill, T), accepted=None,
+    )  # fmt: skip
 
 
 def _head(
     x: Operands, normaliser: Normaliser | None, qk_scale: float, dtypes: Any
 ) -> tuple[Array, ...]:
-    """h and C, n, m of one head, and the rest of ``Ring``; all floats in one dtype."""
-    (T, _), size = x.matQ.shape, len(x.ringI)
-    L, rows = size // 2, lax.iota("int32", size)
-    pending = x.pending if x.accepted is None else jnp.clip(x.accepted, 0, x.pending)
-    count = x.count + pending
-    age = ages(rows, x.start, size)
-    K, V, i, f = x.ringK, x.ringV, x.ringI, x.ringF
-    for t in range(T):
-        new = age == count + t
-        K, V = (jnp.where(new[:, None], y[t], ring) for y, ring in ((x.matK, K), (x.matV, V)))
-        i, f = (jnp.where(new, y[t], ring) for y, ring in ((x.vecI, i), (x.vecF, f)))
-    log_i, log_f = log_gates(i, f, x.scaM is not None)
+    """The fields of ``Ring`` for one head; all floats in one dtype."""
+    x = in_ring(x)
+    size, T = len(x.ringI), len(x.vecI)
+    L, age = size // 2, ages(lax.iota("int32", size), x.start, size)
+    gates = log_gates(x.ringI, x.ringF, x.scaM is not None)
+    dot = functools.partial(jnp.einsum, precision="highest")
 
     def one(q: Array, end: Array) -> Array:
-        w0, w, m = ring_weights(log_i, log_f, age, x.scaM, end)
+        w0, w, m = ring_weights(*gates, age, x.scaM, end)
         inside = age < end
-        scores = jnp.where(inside, w * jnp.sum(K * q, axis=1), 0.0)
-        dot = jnp.einsum("k,kv->v", q, x.matC, precision="highest")
-        h = w0 * dot + jnp.einsum("s,sv->v", scores, jnp.where(inside[:, None], V, 0.0),
-                                  precision="highest")  # fmt: skip
+        scores = jnp.where(inside, w * dot("sk,k->s", x.ringK, q), 0.0)
+        V = jnp.where(inside[:, None], x.ringV, 0.0)
+        h = w0 * dot("k,kv->v", q, x.matC) + dot("s,sv->v", scores, V)
         if normaliser is None:
             return h * qk_scale
         z = w0 * jnp.sum(x.vecN * q) + jnp.sum(scores)
         return normaliser.normalise(h * qk_scale, z * qk_scale, m)
 
-    h = jax.vmap(one)(x.matQ, count + 1 + lax.iota("int32", T))
-    old: Any = x.matC, x.vecN, x.scaM
-    full = count >= L
-    m_dtype = x.matC.dtype if x.scaM is None else dtypes
-    new_states = flushed(*old, K, V, log_i, log_f, age, L, m_dtype)
-    C, n, m = (None if y is None else jnp.where(full, z, y) for y, z in zip(old, new_states))
-    start, count = jnp.where(full, L - x.start, x.start), jnp.where(full, count - L, count)
-    return h, C, n, m, K, V, i, f, start, count, jnp.full_like(count, T)
+    h = jax.vmap(one)(x.matQ, x.fill + 1 + lax.iota("int32", T))
+    full, states = x.fill >= L, (x.matC, x.vecN, x.scaM)
+    old, _ = halves((x.ringK, x.ringV, *gates), x.start)
+    after = flushed(states, old, L, dtypes)
+    states = jax.tree.map(lambda y, z: jnp.where(full, z, y), states, after)
+    start, fill = jnp.where(full, L - x.start, x.start), x.fill - jnp.where(full, L, 0)
+    return h, *states, *x[8:12], start, fill, x.pending
+
+
+def heads_of(x: Operands, run: Callable[[Operands], Any]) -> Any:
+    """run for every head, with all floats in the dtype of sums."""
+    arrays = [y for y in x if y is not None]
+    acc = accumulator_dtype(*(y.dtype for y in arrays))
+    wide = jax.tree.map(lambda y: y if y.dtype == "int32" else y.astype(acc), x)
+    for _ in x.fill.shape:
+        run = jax.vmap(run)
+    return run(wide)
 
 
 def ring_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
 ) -> Ring:
     """Runs the stage."""
+    pools = x[5:15]
     if x.slots is not None:
-        rows, pools = x.slots.astype("uint32"), x[5:15]  # -1 is outside, not the last row
+        rows = x.slots.astype("uint32")  # -1 is outside, not the last row
         states = jax.tree.map(lambda y: y.at[rows].get(mode="fill", fill_value=0), pools)
-        x = Operands(*x[:5], *states, x.accepted)
-        h, *after = ring_step(x, normaliser=normaliser, call=call)
+        names = Operands._fields[5:15]
+        of_entries = x._replace(**dict(zip(names, states, strict=True)), slots=None)
+        h, *after = ring_step(of_entries, normaliser=normaliser, call=call)
         h = jnp.where(rows[:, None, None, None] < len(pools[0]), h, 0)
-        return Ring(h, *jax.tree.map(
-            lambda pool, y: pool.at[rows].set(y, mode="drop", unique_indices=True),
-            pools, tuple(after),
-        ))  # fmt: skip
-    floats, counters = x[:12], x[12:16]
-    acc = accumulator_dtype(*(y.dtype for y in floats if y is not None))
-    wide = Operands(*(None if y is None else y.astype(acc) for y in floats), *counters)
-    m_dtype = acc if x.scaM is None else x.scaM.dtype
 
-    def head(x: Operands) -> tuple[Array, ...]:
-        return _head(x, normaliser, call.problem.qk_scale, m_dtype)
+        def updated(pool: Array, y: Array) -> Array:
+            return pool.at[rows].set(y, mode="drop", unique_indices=True)
 
-    for _ in x.count.shape:
-        head = jax.vmap(head)
-    h, *after = head(wide)
-    old = x[5:15]
-    return Ring(h.astype(x.matQ.dtype), *(
-        y if y is None else y.astype(like.dtype) for y, like in zip(after, old, strict=True)
-    ))  # fmt: skip
+        return Ring(h, *jax.tree.map(updated, pools, tuple(after)))
+    dtypes = [None if y is None else y.dtype for y in pools[:3]]
+    run = functools.partial(
+        _head, normaliser=normaliser, qk_scale=call.problem.qk_scale, dtypes=dtypes
+    )
+    old = x.matQ, *pools
+    return Ring(*jax.tree.map(lambda y, like: y.astype(like.dtype), heads_of(x, run), old))

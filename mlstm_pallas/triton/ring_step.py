@@ -27,7 +27,14 @@ from mlstm_pallas.formulas.tiles import blocks_over, divide, dot, each, loop
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_step import rounded
-from mlstm_pallas.stages.ring_step import Operands, Ring, ages, log_gates, ring_weights
+from mlstm_pallas.stages.ring_step import (
+    Operands,
+    Ring,
+    ages,
+    log_gates,
+    pending_tokens,
+    ring_weights,
+)
 from mlstm_pallas.stages.stage import Launch
 from mlstm_pallas.stages.stage import Tiles as BaseTiles
 from mlstm_pallas.triton.launch import floats, kernel_call, masked_load, masked_store, operands
@@ -64,7 +71,7 @@ def _scores(
     ringI,  # (2 L,)
     ringF,  # (2 L,)
     start,  # ()
-    count,  # ()
+    fill,  # ()
     pending,  # ()
     accepted,  # (), or absent
     matQ,  # (T, DHQK)
@@ -79,7 +86,7 @@ def _scores(
     ringI_new,
     ringF_new,
     start_new,
-    count_new,
+    fill_new,
     pending_new,
     vecWeights,  # out (T, 2 L), the weights of the ring's values in h
     scaState,  # out (T,), the weight of C^T q in h
@@ -93,10 +100,8 @@ def _scores(
     (T, DHQK), size, scale = matQ.shape, ringI.shape[-1], call.problem.qk_scale
     L, mask = size // 2, jnp.int32(size - 1)
     at, rows = row or ..., lax.iota(jnp.int32, size)
-    first, drafts = start[at], pending[at]
-    if accepted is not None:
-        drafts = jnp.minimum(jnp.maximum(accepted[...], 0), drafts)
-    old = count[at] + drafts
+    first, drafts = start[at], None if accepted is None else accepted[...]
+    old = fill[at] + pending_tokens(pending[at], drafts)
     age = ages(rows, first, size)
     held = age < old
     whole, in_whole = masked_block(jnp.zeros((), jnp.int32), at_least_a_tile(DHQK), DHQK)
@@ -114,9 +119,7 @@ def _scores(
         K, i, f = carry
         new = age == old + t
         K = jnp.where(new[:, None], vector(matK, t)[None, :], K)
-        i, f = (
-            jnp.where(new, ref[t].astype(jnp.float32), y) for ref, y in ((vecI, i), (vecF, f))
-        )
+        i, f = (jnp.where(new, ref[t].astype(jnp.float32), y) for ref, y in ((vecI, i), (vecF, f)))
         return K, i, f
 
     K, i, f = loop(T, add, (K, gates_of(ringI), gates_of(ringF)))
@@ -155,7 +158,7 @@ def _scores(
             scaM_new[at] = m_new.astype(scaM_new.dtype)
         start_new[at] = L - first
 
-    count_new[at] = jnp.where(full, old - L, old)
+    fill_new[at] = jnp.where(full, old - L, old)
     pending_new[at] = jnp.int32(T)
     columns, in_columns = masked_block(
         jnp.zeros((), jnp.int32), at_least_a_tile(matV.shape[-1]), matV.shape[-1]
@@ -218,7 +221,8 @@ def _read(
     def add(loaded, sums):
         C, q = loaded
         C = C.astype(jnp.float32)
-        return [y + jnp.sum(x.astype(jnp.float32)[:, None] * C, axis=0) for x, y in zip(q, sums, strict=True)]
+        q = (x.astype(jnp.float32)[:, None] for x in q)
+        return [y + jnp.sum(x * C, axis=0) for x, y in zip(q, sums, strict=True)]
 
     # The first block is loaded before anything waits.
     carry = load(jnp.zeros((), jnp.int32)), [jnp.zeros((siz_b_DHHV,), jnp.float32)] * T
@@ -293,7 +297,7 @@ def ring_step(
         token, states, grid = "bc", "0c", (grid[0], call.problem.NH, call.problem.B)
     vectors = dict.fromkeys(("vecN", "ringI", "ringF"), states + "0")
     matrices = dict.fromkeys(("ringK", "ringV"), states + "00")
-    counters = dict.fromkeys(("start", "count", "pending"), states)
+    counters = dict.fromkeys(("start", "fill", "pending"), states)
     at = dict(vecN=states + "0", scaM=states) | matrices | vectors | counters
     weights = dict(
         vecWeights=(floats(*heads, T, size), token + "00"),
