@@ -196,7 +196,7 @@ def mlstm_ring_step(
     of 16 bits C is rounded L times less often.
 
     The tokens of a call are pending until the next call, whose ``accepted``
-    says how many of them fill. The others are taken back exactly: the states
+    says how many of them count. The others are taken back exactly: the states
     have the bits of the accepted tokens alone. Tokens are flushed only after
     they have been accepted.
 
@@ -233,7 +233,7 @@ def mlstm_ring_step(
       i: input gate pre-activation, (B, NH) or (B, NH, T), any float dtype.
       f: forget gate pre-activation, shaped as i.
       states: of ``mlstm_ring_states`` or of this function.
-      accepted: (B,) integers, how many tokens of the call before fill, from 0
+      accepted: (B,) integers, how many tokens of the call before count, from 0
         to their number. None: all.
       slots: (B,) integers: entry b reads and writes row slots[b] of states
         (P, NH, ...), as in ``mlstm_recurrent_step``.
@@ -305,7 +305,8 @@ def _flush(states: RingStates, accepted: Any, stabilised: bool) -> tuple[Any, ..
     dtypes = [x.dtype for x in states[:3]]
     states = states._replace(fill=states.fill + pending_tokens(states.pending, accepted))
     m = states.m if stabilised else None
-    x: Any = Operands(*(None,) * 5, *states._replace(m=m))
+    nothing: Any = (None,) * 5
+    x = Operands(*nothing, *states._replace(m=m))
     c, n, m_new = heads_of(x, functools.partial(flush_all, dtypes=dtypes))
     m_new = states.m if m is None else m_new
     return tuple(y.astype(dtype) for y, dtype in zip((c, n, m_new), dtypes, strict=True))
@@ -322,7 +323,7 @@ def mlstm_ring_flush(
 
     Args:
       states: of ``mlstm_ring_step``.
-      accepted: (B,) integers, how many tokens of the last call fill. None:
+      accepted: (B,) integers, how many tokens of the last call count. None:
         all.
       input_gate: that of the steps.
     """

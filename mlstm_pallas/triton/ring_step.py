@@ -253,7 +253,7 @@ def _read(
         masked_store(matH.at[(t, columns)], x.astype(matH.dtype), in_columns)
 
     @pl.when(vecRing[2] != 0)
-    def _():
+    def flush():
         decay = scaDecay[...]
 
         @each(num_blocks)
