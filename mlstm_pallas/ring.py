@@ -278,7 +278,7 @@ def mlstm_ring_step(
         x = jax.tree.map(lambda y: jnp.swapaxes(y, 1, 2), x)
     spec = CallSpec(
         **vars(options) | dict(backend=lowering if B * NH else "xla", layout=Layout.BNTH),
-        problem=Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5),
+        problem=Problem(B, NH, T, DHQK, DHV, T, DHQK**-0.5),
         dtype=states.c.dtype,
         gpu=target_gpu(),
         pooled=slots is not None,
@@ -305,8 +305,9 @@ def _flush(states: RingStates, accepted: Any, stabilised: bool) -> tuple[Any, ..
     dtypes = [x.dtype for x in states[:3]]
     states = states._replace(fill=states.fill + pending_tokens(states.pending, accepted))
     m = states.m if stabilised else None
-    nothing: Any = (None,) * 5
-    x = Operands(*nothing, *states._replace(m=m))
+    tokens: Any = (None,) * 5
+    fields: Any = *tokens, *states._replace(m=m)
+    x = Operands(*fields)
     c, n, m_new = heads_of(x, functools.partial(flush_all, dtypes=dtypes))
     m_new = states.m if m is None else m_new
     return tuple(y.astype(dtype) for y, dtype in zip((c, n, m_new), dtypes, strict=True))

@@ -14,8 +14,7 @@ in L; beside that the tokens in the ring, up to 2 B NH L (K + V) itemsize.
 """
 
 import dataclasses
-import functools
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +36,26 @@ from mlstm_pallas.stages.ring_step import (
 )
 from mlstm_pallas.stages.stage import Launch
 from mlstm_pallas.stages.stage import Tiles as BaseTiles
-from mlstm_pallas.triton.launch import floats, kernel_call, masked_load, masked_store, operands
+from mlstm_pallas.triton.launch import (
+    debug_barrier,
+    floats,
+    kernel_call,
+    masked_load,
+    masked_store,
+    operands,
+)
 from mlstm_pallas.triton.recurrent_step import at_least_a_tile, masked_block, outer_mask
+
+
+class Weights(NamedTuple):
+    """What ring_scores leaves to ring_read, per head; T is padded to 16 or more."""
+
+    vecRing: Any  # (T, 2 L), of the ring's values in h
+    vecNew: Any  # (T, T), of the new tokens' values in h
+    scaState: Any  # (T,), of C^T q in h
+    vecFlush: Any  # (2 L,), of k v^T in C
+    scaDecay: Any  # (), of C in the flush
+    counters: Any  # (4,), the row of the oldest token, the tokens, whether the head flushes
 
 
 def _with_row(slots, pools, run, without_row):
@@ -51,15 +68,14 @@ def _with_row(slots, pools, run, without_row):
     return None
 
 
+def _whole(size):
+    """A slice that covers an axis, and the mask of its elements inside."""
+    return masked_block(jnp.zeros((), jnp.int32), at_least_a_tile(size), size)
+
+
 def _ring_scores_kernel(*, slots, **head):
-    """slots: (), the entry's row of the pools, or absent."""
-
-    def without_row():
-        for name in ("vecWeights", "scaState", "vecFlush", "vecRing"):
-            ref = head[name]
-            ref[...] = jnp.zeros(ref.shape, ref.dtype)
-
-    _with_row(slots, head["vecN"], lambda row: _scores(row, **head), without_row)
+    """slots: (), the entry's row of the pools, or absent. ring_read needs nothing without a row."""
+    _with_row(slots, head["vecN"], lambda row: _scores(row, **head), lambda: None)
 
 
 def _scores(
@@ -88,105 +104,169 @@ def _scores(
     start_new,
     fill_new,
     pending_new,
-    vecWeights,  # out (T, 2 L), the weights of the ring's values in h
-    scaState,  # out (T,), the weight of C^T q in h
-    vecFlush,  # out (2 L,), the weights of k v^T in C
-    scaDecay,  # out (), the weight of C in the flush
-    vecRing,  # out (4,), the row of the oldest token, the tokens, whether the head flushes
     *,
     call,
     normaliser,
+    **weights,  # out
 ):
+    out = Weights(**weights)
     (T, DHQK), size, scale = matQ.shape, ringI.shape[-1], call.problem.qk_scale
-    L, mask = size // 2, jnp.int32(size - 1)
-    at, rows = row or ..., lax.iota(jnp.int32, size)
+    L, at, stabilised = size // 2, row or ..., scaM is not None
     first, drafts = start[at], None if accepted is None else accepted[...]
     old = fill[at] + pending_tokens(pending[at], drafts)
-    age = ages(rows, first, size)
+    ring, (new, in_new) = pl.ds(0, size), _whole(T)
+    age = ages(lax.iota(jnp.int32, size), first, size)
     held = age < old
-    whole, in_whole = masked_block(jnp.zeros((), jnp.int32), at_least_a_tile(DHQK), DHQK)
 
-    def gates_of(ref):
-        return masked_load(ref.at[(*row, pl.ds(0, size))], held)
+    def log_gates_of(refs, mask):
+        i, f = (masked_load(ref, mask).astype(jnp.float32) for ref in refs)
+        log_i, log_f = log_gates(i, f, stabilised)
+        if mask is None:
+            return log_i, log_f
+        return jnp.where(mask, log_i, -jnp.inf), jnp.where(mask, log_f, 0.0)
 
-    K = masked_load(ringK.at[(*row, pl.ds(0, size), whole)], outer_mask(held, in_whole))
-    K = K.astype(jnp.float32)
+    gates = log_gates_of((ringI.at[(*row, ring)], ringF.at[(*row, ring)]), held)
+    new_gates = log_gates_of((vecI.at[new], vecF.at[new]), in_new)
+    m = scaM[at].astype(jnp.float32) if stabilised else None
+    block = min(at_least_a_tile(DHQK), 64)
+    num_blocks = blocks_over(DHQK, block)
 
-    def vector(ref, t):
-        return masked_load(ref.at[(t, whole)], in_whole).astype(jnp.float32)
+    def load(ik):
+        columns, inside = masked_block(ik, block, DHQK)
+        K = masked_load(ringK.at[(*row, ring, columns)], outer_mask(held, inside))
+        n = masked_load(vecN.at[(*row, columns)], inside).astype(jnp.float32)
+        q, k = (
+            masked_load(ref.at[(new, columns)], outer_mask(in_new, inside)) for ref in (matQ, matK)
+        )
+        return q, K, k, n
 
-    def add(t, carry):
-        K, i, f = carry
-        new = age == old + t
-        K = jnp.where(new[:, None], vector(matK, t)[None, :], K)
-        i, f = (jnp.where(new, ref[t].astype(jnp.float32), y) for ref, y in ((vecI, i), (vecF, f)))
-        return K, i, f
+    def add(ik, sums):
+        q, K, k, n = load(ik)
+        of_ring, of_new, of_n = sums
+        return (
+            of_ring + _product(q, K, call, b_axis=1),
+            of_new + _product(q, k, call, b_axis=1),
+            of_n + jnp.sum(q.astype(jnp.float32) * n[None, :], axis=1),
+        )
 
-    K, i, f = loop(T, add, (K, gates_of(ringI), gates_of(ringF)))
-    log_i, log_f = log_gates(i, f, scaM is not None)
-    m = None if scaM is None else scaM[at].astype(jnp.float32)
-    n = masked_load(vecN.at[(*row, whole)], in_whole).astype(jnp.float32)
-
-    @each(T)
-    def _(t):
-        q, end = vector(matQ, t), old + t + 1
-        w0, w, m_t = ring_weights(log_i, log_f, age, m, end)
-        w = jnp.where(age < end, w * scale * jnp.sum(K * q[None, :], axis=1), 0.0)
-        w0 = w0 * scale
-        if normaliser is not None:
-            inverse = normaliser.reciprocal(w0 * jnp.sum(n * q) + jnp.sum(w), m_t)
-            w, w0 = w * inverse, w0 * inverse
-        vecWeights[t, :] = w
-        scaState[t] = w0
-
+    shapes = (new.size, size), (new.size, new.size), (new.size,)
+    sums = loop(num_blocks, add, tuple(jnp.zeros(x, jnp.float32) for x in shapes))
+    of_ring, of_new, w0, m_t = _step_weights(gates, new_gates, age, m)
+    of_ring, of_new = scale * sums[0] * of_ring, scale * sums[1] * of_new
+    of_new = jnp.where(_causal(new.size), of_new, 0.0)  # of a later k, which may be NaN
+    w0 = scale * w0
+    if normaliser is not None:
+        z = w0 * sums[2] + jnp.sum(of_ring, axis=1) + jnp.sum(of_new, axis=1)
+        inverse = normaliser.reciprocal(z, m_t)
+        of_ring, of_new = (x * inverse[:, None] for x in (of_ring, of_new))
+        w0 = w0 * inverse
+    out.vecRing[...], out.vecNew[...], out.scaState[...] = of_ring, of_new, w0
     full = old >= L
-    w0, w, m_new = ring_weights(
-        log_i, log_f, age, m, L, lambda x: rounded(x, scaM_new.dtype, compiled=not call.interpret)
-    )
-    vecFlush[...] = jnp.where(full, w, 0.0)
-    scaDecay[...] = w0
-    for j, x in enumerate((first, old + T, full.astype(jnp.int32))):
-        vecRing[j] = x
+    for j, x in enumerate((first, old, full.astype(jnp.int32))):
+        out.counters[j] = x
 
     @pl.when(full)
-    def _():
-        # Not a product with w, which is 0 at the other rows: their k may be NaN.
-        added = jnp.where((age < L)[:, None], w[:, None] * K, 0.0)
-        n_new = w0 * n + jnp.sum(added, axis=0)
-        masked_store(vecN_new.at[(*row, whole)], n_new.astype(vecN_new.dtype), in_whole)
+    def flush():
+        compiled = not call.interpret
+        w0, w, m_new = ring_weights(
+            *gates, age, m, L, lambda x: rounded(x, scaM_new.dtype, compiled=compiled)
+        )
+        out.vecFlush[...], out.scaDecay[...] = w, w0
+
+        @each(num_blocks)
+        def _(ik):
+            columns, inside = masked_block(ik, block, DHQK)
+            _, K, _, n = load(ik)
+            # Not a product with w, which is 0 at the other rows: their k may be NaN.
+            added = jnp.where((age < L)[:, None], w[:, None] * K.astype(jnp.float32), 0.0)
+            n = w0 * n + jnp.sum(added, axis=0)
+            masked_store(vecN_new.at[(*row, columns)], n.astype(vecN_new.dtype), inside)
+
         if scaM_new is not None:
             scaM_new[at] = m_new.astype(scaM_new.dtype)
         start_new[at] = L - first
 
     fill_new[at] = jnp.where(full, old - L, old)
     pending_new[at] = jnp.int32(T)
-    columns, in_columns = masked_block(
-        jnp.zeros((), jnp.int32), at_least_a_tile(matV.shape[-1]), matV.shape[-1]
-    )
-
-    @each(T)
-    def _(t):
-        to = (first + old + t) & mask
-        for ref, x, part, inside in (
-            (ringK_new, matK, whole, in_whole), (ringV_new, matV, columns, in_columns)
-        ):  # fmt: skip
-            masked_store(ref.at[(*row, to, part)], masked_load(x.at[(t, part)], inside), inside)
+    stores = []
+    for t in range(T):
+        to, at_t = (first + old + t) & jnp.int32(size - 1), jnp.full((), t, jnp.int32)
+        for ref, x in ((ringK_new, matK), (ringV_new, matV)):
+            part, inside = _whole(x.shape[-1])
+            token = masked_load(x.at[(at_t, part)], inside)
+            stores.append((ref.at[(*row, to, part)], token, inside))
         for ref, x in ((ringI_new, vecI), (ringF_new, vecF)):
-            ref[(*row, to)] = x[t].astype(ref.dtype)
+            stores.append((ref.at[(*row, to)], x[at_t].astype(ref.dtype), None))
+    for store in stores:  # after all loads, which thus wait once
+        masked_store(*store)
+
+
+def _causal(size):
+    t = lax.broadcasted_iota(jnp.int32, (size, size), 0)
+    return t >= lax.broadcasted_iota(jnp.int32, (size, size), 1)
+
+
+def _step_weights(gates, new_gates, age, m):
+    """Of the ring (T, 2 L), of the new tokens (T, T) and of C (T,), and m_t (T,)."""
+    (log_i, log_f), (new_i, new_f) = gates, new_gates
+    younger = age[None, :] > age[:, None]
+    since = jnp.sum(jnp.where(younger, jnp.broadcast_to(log_f[None, :], younger.shape), 0.0), 1)
+    decay, causal = jnp.cumsum(new_f), _causal(new_f.size)  # since the newest token of the ring
+    of_ring = (log_i + since)[None, :] + decay[:, None]
+    diagonal = lax.broadcasted_iota(jnp.int32, causal.shape, 0) == lax.broadcasted_iota(
+        jnp.int32, causal.shape, 1
+    )
+    steps = jnp.broadcast_to(new_f[:, None], causal.shape)
+    of_new = new_i[None, :] + jnp.cumsum(jnp.where(causal & ~diagonal, steps, 0.0), axis=0)
+    of_new = jnp.where(causal, of_new, -jnp.inf)
+    carried = jnp.sum(log_f) + decay
+    m_t = m_safe = jnp.zeros_like(carried)
+    if m is not None:
+        carried = carried + m
+        m_t = jnp.maximum(carried, jnp.maximum(jnp.max(of_ring, axis=1), jnp.max(of_new, axis=1)))
+        m_safe = jnp.where(m_t == -jnp.inf, 0.0, m_t)
+    of_ring, of_new = (jnp.exp(x - m_safe[:, None]) for x in (of_ring, of_new))
+    return of_ring, of_new, jnp.exp(carried - m_safe), m_t
 
 
 def _ring_read_kernel(*, slots, **head):
     """slots: (), the entry's row of the pools, or absent."""
-    part, matH = pl.program_id(0), head["matH"]
+    part = pl.program_id(0)
+    _with_row(
+        slots,
+        head["matC"],
+        lambda row: _read(row, part, **head),
+        lambda: _no_output(part, head["matH"], head["call"]),
+    )
+
+
+def _ring_step_kernel(*, slots, matC, matH, matC_new, **head):
+    """Both launches in one, where a CTA owns a head."""
+    call, states = head["call"], ("ringK_new", "ringV_new", "matQ", "matV", *Weights._fields)
+    parts = blocks_over(matC.shape[-1], call.tiles.siz_b_DHHV)
+
+    def run(row):
+        _scores(row, **head)
+        if not call.interpret:
+            debug_barrier()  # all warps read what some have stored
+        shared = {name.removesuffix("_new"): head[name] for name in states}
+
+        @each(parts)
+        def _(part):
+            _read(row, part, matC, matH=matH, matC_new=matC_new, call=call, **shared)
 
     def without_row():
-        columns, inside = masked_block(part, head["call"].tiles.siz_b_DHHV, matH.shape[-1])
+        each(parts)(lambda part: _no_output(part, matH, call))
 
-        @each(matH.shape[0])
-        def _(t):
-            masked_store(matH.at[(t, columns)], jnp.zeros(columns.size, matH.dtype), inside)
+    _with_row(slots, matC, run, without_row)
 
-    _with_row(slots, head["matC"], lambda row: _read(row, part, **head), without_row)
+
+def _no_output(part, matH, call):
+    columns, inside = masked_block(part, call.tiles.siz_b_DHHV, matH.shape[-1])
+
+    @each(matH.shape[0])
+    def _(t):
+        masked_store(matH.at[(t, columns)], jnp.zeros(columns.size, matH.dtype), inside)
 
 
 def _read(
@@ -196,65 +276,74 @@ def _read(
     ringK,  # (2 L, DHQK)
     ringV,  # (2 L, DHV)
     matQ,  # (T, DHQK)
-    vecWeights,  # (T, 2 L), and so on: outputs of _scores
-    scaState,
-    vecFlush,
-    scaDecay,
-    vecRing,
+    matV,  # (T, DHV)
     matH,  # out (T, DHV)
     matC_new,  # out (DHQK, DHV), in place of C
     *,
     call,
+    **weights,
 ):
-    (DHQK, DHV), (T, _), size = matC.shape[-2:], matQ.shape, vecFlush.shape[0]
+    x = Weights(**weights)
+    (DHQK, DHV), (T, _), size = matC.shape[-2:], matQ.shape, x.vecFlush.shape[0]
     siz_b_DHQK, siz_b_DHHV = call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
     columns, in_columns = masked_block(part, siz_b_DHHV, DHV)
-    num_blocks = blocks_over(DHQK, siz_b_DHQK)
-    steps = [jnp.full((), t, jnp.int32) for t in range(T)]
+    num_blocks, one = blocks_over(DHQK, siz_b_DHQK), T == 1
+    # One token is a vector; a product has 16 or more.
+    zero = jnp.zeros((), jnp.int32)
+    tokens, in_tokens = (zero, None) if one else _whole(T)
 
     def load(ik):
         rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
-        C = matC.at[(*row, rows, columns)]
-        q = [masked_load(matQ.at[(t, rows)], in_rows) for t in steps]
-        return masked_load(C, outer_mask(in_rows, in_columns)), q
+        C = masked_load(matC.at[(*row, rows, columns)], outer_mask(in_rows, in_columns))
+        mask = in_rows if one else outer_mask(in_tokens, in_rows)
+        return C, masked_load(matQ.at[(tokens, rows)], mask)
 
-    def add(loaded, sums):
+    def product(a, B):
+        """a (T, ...) or (...,) times B."""
+        if not one:
+            return _product(a, B, call)
+        return jnp.sum(a.astype(jnp.float32)[:, None] * B.astype(jnp.float32), axis=0)
+
+    def add(loaded, total):
         C, q = loaded
-        C = C.astype(jnp.float32)
-        q = (x.astype(jnp.float32)[:, None] for x in q)
-        return [y + jnp.sum(x * C, axis=0) for x, y in zip(q, sums, strict=True)]
+        return total + product(q, C)
 
     # The first block is loaded before anything waits.
-    carry = load(jnp.zeros((), jnp.int32)), [jnp.zeros((siz_b_DHHV,), jnp.float32)] * T
+    shape = (siz_b_DHHV,) if one else (tokens.size, siz_b_DHHV)
+    carry = load(zero), jnp.zeros(shape, jnp.float32)
     if num_blocks > 1:
         carry = loop(num_blocks - 1, lambda ik, x: (load(ik + 1), add(*x)), carry)
-    h = [scaState[t] * x for t, x in zip(steps, add(*carry), strict=True)]
-
+    weight = x.scaState[tokens]
+    h = (weight if one else weight[:, None]) * add(*carry)
     # Blocks of the ring from the oldest token on; both halves of a short ring are one block.
     block = min(size, 16)
-    first, end = (vecRing[0], vecRing[1]) if size > block else (0, block)
-
-    def values(weights, rows):
-        """The ring's values whose weights are not 0."""
-        used = outer_mask(weights != 0, in_columns)
-        return masked_load(ringV.at[(*row, rows, columns)], used).astype(jnp.float32)
+    first, end = (x.counters[0], x.counters[1]) if size > block else (0, block)
 
     def rows_at(index):
         return pl.ds((first + index * block) & (size - 1), block)
 
-    def add_values(index, sums):
+    def values(rows, used):
+        return masked_load(ringV.at[(*row, rows, columns)], outer_mask(used, in_columns))
+
+    def add_values(index, h):
         rows = rows_at(index)
-        w = [vecWeights[t, rows] for t in steps]
-        V = values(functools.reduce(jnp.maximum, map(jnp.abs, w)), rows)
-        return [x + jnp.sum(y[:, None] * V, axis=0) for x, y in zip(sums, w, strict=True)]
+        age = ages(rows.start + lax.iota(jnp.int32, block), x.counters[0], size)
+        return h + product(x.vecRing[tokens, rows], values(rows, age < x.counters[1]))
 
     h = loop(divide(end + block - 1, block), add_values, h)
-    for t, x in zip(steps, h, strict=True):
-        masked_store(matH.at[(t, columns)], x.astype(matH.dtype), in_columns)
+    if one:
+        h += x.vecNew[zero, zero] * masked_load(matV.at[(zero, columns)], in_columns).astype(
+            jnp.float32
+        )
+    else:
+        V = masked_load(matV.at[(tokens, columns)], outer_mask(in_tokens, in_columns))
+        h += product(x.vecNew[tokens, tokens], V)
+    inside = in_columns if one else outer_mask(in_tokens, in_columns)
+    masked_store(matH.at[(tokens, columns)], h.astype(matH.dtype), inside)
 
-    @pl.when(vecRing[2] != 0)
+    @pl.when(x.counters[2] != 0)
     def flush():
-        decay = scaDecay[...]
+        decay = x.scaDecay[...]
 
         @each(num_blocks)
         def _(ik):
@@ -264,26 +353,38 @@ def _read(
 
             def add_outer(index, C):
                 rows = rows_at(index)
-                w = vecFlush[rows]
+                w = x.vecFlush[rows]
                 K = masked_load(ringK.at[(*row, rows, K_rows)], outer_mask(w != 0, in_rows))
-                return C + _product(K, values(w, rows) * w[:, None], call)
+                V = values(rows, w != 0).astype(jnp.float32) * w[:, None]
+                return C + _product(K, V, call, a_axis=0)
 
             C = loop(max(size // 2 // block, 1), add_outer, decay * C)
             masked_store(matC_new.at[(*row, K_rows, columns)], C.astype(matC_new.dtype), inside)
 
 
-def _product(K: jax.Array, V: jax.Array, call: Launch) -> jax.Array:
-    """K^T V in full float32 accuracy; bfloat16 needs no more than three products."""
-    if call.interpret or K.dtype != jnp.bfloat16:
-        six = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
-        precision = lax.Precision.HIGHEST if call.interpret else six
-        return dot(K.astype(jnp.float32), V, precision, a_axis=0)
-    high = V.astype(K.dtype)
-    V = V - high.astype(jnp.float32)
-    middle = V.astype(K.dtype)
-    low = (V - middle.astype(jnp.float32)).astype(K.dtype)
-    low, middle, high = (dot(K, x, None, a_axis=0) for x in (low, middle, high))
-    return low + middle + high
+def _product(a: jax.Array, b: jax.Array, call: Launch, **axes: int) -> jax.Array:
+    """The product of two tiles in full float32 accuracy.
+
+    A float32 tile is three bfloat16 tiles where the other is bfloat16.
+    """
+    if call.interpret:
+        return dot(a.astype(jnp.float32), b.astype(jnp.float32), lax.Precision.HIGHEST, **axes)
+    if a.dtype == b.dtype != jnp.float32:
+        return dot(a, b, None, **axes)
+    if a.dtype == jnp.bfloat16:
+        return sum(dot(a, x, None, **axes) for x in _thirds(b))
+    if b.dtype == jnp.bfloat16:
+        return sum(dot(x, b, None, **axes) for x in _thirds(a))
+    six = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+    return dot(a.astype(jnp.float32), b.astype(jnp.float32), six, **axes)
+
+
+def _thirds(x: jax.Array) -> tuple[jax.Array, ...]:
+    """Three bfloat16 tiles whose sum is x, the smallest first."""
+    high = x.astype(jnp.bfloat16)
+    x = x - high.astype(x.dtype)
+    middle = x.astype(jnp.bfloat16)
+    return (x - middle.astype(x.dtype)).astype(jnp.bfloat16), middle, high
 
 
 def ring_step(
@@ -291,50 +392,68 @@ def ring_step(
 ) -> Ring:
     """Runs the stage: ``stages/ring_step.py``."""
     *heads, T, _ = x.matQ.shape
-    DHV, size = x.matV.shape[-1], x.ringI.shape[-1]
+    DHV, size, padded = x.matV.shape[-1], x.ringI.shape[-1], at_least_a_tile(T)
     token, states, grid = "b", "b", call.tiles.grid(call.problem)
     if x.slots is not None:  # b is an entry, c a head
         token, states, grid = "bc", "0c", (grid[0], call.problem.NH, call.problem.B)
-    vectors = dict.fromkeys(("vecN", "ringI", "ringF"), states + "0")
     matrices = dict.fromkeys(("ringK", "ringV"), states + "00")
-    counters = dict.fromkeys(("start", "fill", "pending"), states)
-    at = dict(vecN=states + "0", scaM=states) | matrices | vectors | counters
-    weights = dict(
-        vecWeights=(floats(*heads, T, size), token + "00"),
-        scaState=(floats(*heads, T), token + "0"),
-        vecFlush=(floats(*heads, size), token + "0"),
-        scaDecay=(floats(*heads), token),
-        vecRing=(jax.ShapeDtypeStruct((*heads, 4), jnp.int32), token + "0"),
-    )
+    at = dict(vecN=states + "0", scaM=states) | matrices
+    at |= dict.fromkeys(("ringI", "ringF"), states + "0")
+    at |= dict.fromkeys(("start", "fill", "pending"), states)
+    weights = Weights(
+        (floats(*heads, padded, size), token + "00"),
+        (floats(*heads, padded, padded), token + "00"),
+        (floats(*heads, padded), token + "0"),
+        (floats(*heads, size), token + "0"),
+        (floats(*heads), token),
+        (jax.ShapeDtypeStruct((*heads, 4), jnp.int32), token + "0"),
+    )._asdict()
     tokens = dict.fromkeys(("matQ", "matK", "matV"), token + "00")
     present = [name for name in at if getattr(x, name) is not None]
-    y = kernel_call(
-        _ring_scores_kernel,
+    inputs = (
         operands(x, **at)
         | operands(x, accepted=token, **tokens, vecI=token + "0", vecF=token + "0")
-        | dict(slots=(x.slots, "b")),
-        {f"{name}_new": (getattr(x, name), axes) for name, axes in at.items()} | weights,
-        grid=grid[1:],
-        aliases={j: j for j in range(len(present))},
-        call=dataclasses.replace(call, tiles=call.tiles.of_scores),
-        normaliser=normaliser,
+        | dict(slots=(x.slots, "b"))
     )
+    outputs = {f"{name}_new": (getattr(x, name), axes) for name, axes in at.items()} | weights
+    aliases = {j: j for j in range(len(present))}
+    h = jax.ShapeDtypeStruct((*heads, T, DHV), x.matQ.dtype)
+    of_C = dict(matC_new=(x.matC, states + "00"), matH=(h, token + "00"))
+    if call.tiles.whole_heads:
+        y = kernel_call(
+            _ring_step_kernel,
+            dict(matC=(x.matC, states + "00")) | inputs,
+            of_C | outputs,
+            grid=grid[1:],
+            aliases={0: 0} | {j + 1: j + 2 for j in aliases},
+            call=call,
+            normaliser=normaliser,
+        )
+        z = y
+    else:
+        scores = dataclasses.replace(call.tiles, num_warps=call.tiles.score_warps)
+        y = kernel_call(
+            _ring_scores_kernel,
+            inputs,
+            outputs,
+            grid=grid[1:],
+            aliases=aliases,
+            call=dataclasses.replace(call, tiles=scores),
+            normaliser=normaliser,
+        )
+        z = kernel_call(
+            _ring_read_kernel,
+            dict(matC=(x.matC, states + "00"))
+            | {name: (y[f"{name}_new"], axes) for name, axes in matrices.items()}
+            | operands(x, matQ=token + "00", matV=token + "00")
+            | {name: (y[name], axes) for name, (_, axes) in weights.items()}
+            | dict(slots=(x.slots, "b")),
+            of_C,
+            grid=grid,
+            aliases={0: 0},
+            call=call,
+        )
     after = {name: y[f"{name}_new"] for name in at}
-    z = kernel_call(
-        _ring_read_kernel,
-        dict(matC=(x.matC, states + "00"))
-        | {name: (after[name], states + "00") for name in matrices}
-        | dict(matQ=(x.matQ, token + "00"))
-        | {name: (y[name], axes) for name, (_, axes) in weights.items()}
-        | dict(slots=(x.slots, "b")),
-        dict(
-            matH=(jax.ShapeDtypeStruct((*heads, T, DHV), x.matQ.dtype), token + "00"),
-            matC_new=(x.matC, states + "00"),
-        ),
-        grid=grid,
-        aliases={0: 1},
-        call=call,
-    )
     return Ring(matH=z["matH"], matC=z["matC_new"], **after)
 
 
@@ -346,6 +465,7 @@ class Tiles(BaseTiles):
     siz_b_DHHV: int = 128
     num_warps: int = 1
     score_warps: int = 4  # of ring_scores
+    whole_heads: bool = False  # whether a CTA owns a head, in one launch
 
     @classmethod
     def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **asked: Any) -> Self:
@@ -353,10 +473,6 @@ class Tiles(BaseTiles):
 
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
         return blocks_over(p.DHV, self.siz_b_DHHV), p.BNH
-
-    @property
-    def of_scores(self) -> Self:
-        return dataclasses.replace(self, num_warps=self.score_warps)
 
     def clamped(self, p: Problem) -> Self:
         """Tiles no larger than a head; they need not divide it, because heads are not padded."""
