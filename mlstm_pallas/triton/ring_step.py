@@ -125,7 +125,7 @@ def _scores(
             return log_i, log_f
         return jnp.where(mask, log_i, -jnp.inf), jnp.where(mask, log_f, 0.0)
 
-    gates = log_gates_of((ringI.at[(*row, ring)], ringF.at[(*row, ring)]), held)
+    gates: Any = log_gates_of((ringI.at[(*row, ring)], ringF.at[(*row, ring)]), held)
     new_gates = log_gates_of((vecI.at[new], vecF.at[new]), in_new)
     m = scaM[at].astype(jnp.float32) if stabilised else None
     block = min(at_least_a_tile(DHQK), 64)
@@ -169,7 +169,7 @@ def _scores(
     def flush():
         compiled = not call.interpret
         w0, w, m_new = ring_weights(
-            *gates, age, m, L, lambda x: rounded(x, scaM_new.dtype, compiled=compiled)
+            gates[0], gates[1], age, m, L, lambda x: rounded(x, scaM_new.dtype, compiled=compiled)
         )
         out.vecFlush[...], out.scaDecay[...] = w, w0
 
@@ -371,10 +371,13 @@ def _product(a: jax.Array, b: jax.Array, call: Launch, **axes: int) -> jax.Array
         return dot(a.astype(jnp.float32), b.astype(jnp.float32), lax.Precision.HIGHEST, **axes)
     if a.dtype == b.dtype != jnp.float32:
         return dot(a, b, None, **axes)
-    if a.dtype == jnp.bfloat16:
-        return sum(dot(a, x, None, **axes) for x in _thirds(b))
-    if b.dtype == jnp.bfloat16:
-        return sum(dot(x, b, None, **axes) for x in _thirds(a))
+    if jnp.bfloat16 in (a.dtype, b.dtype):
+        exact = a.dtype == jnp.bfloat16
+        low, middle, high = (
+            dot(a, x, None, **axes) if exact else dot(x, b, None, **axes)
+            for x in _thirds(b if exact else a)
+        )
+        return low + middle + high
     six = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
     return dot(a.astype(jnp.float32), b.astype(jnp.float32), six, **axes)
 
