@@ -1,7 +1,7 @@
 """mlstm_pallas: the chunkwise-parallel mLSTM of xLSTM as JAX Pallas kernels."""
 
 from mlstm_pallas import distributed, export, reference, xlstm_jax
-from mlstm_pallas.api import mlstm_chunkwise, pack_lengths
+from mlstm_pallas.api import mlstm_chunkwise, mlstm_chunkwise_states, pack_lengths
 from mlstm_pallas.planning.backend import use_backend
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.preview import plan
@@ -16,6 +16,7 @@ __all__ = [
     "distributed",
     "export",
     "mlstm_chunkwise",
+    "mlstm_chunkwise_states",
     "mlstm_recurrent_sequence",
     "mlstm_recurrent_step",
     "mlstm_ring_flush",

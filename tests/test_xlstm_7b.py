@@ -168,7 +168,7 @@ def test_heads_on_several_devices(params):
 @pytest.mark.parametrize("T", [2, 8])
 def test_drafts_do_not_change_the_likeliest_tokens(params, T):
     """Steps with rings, from a batch of prompts, in which drafts are found or not."""
-    _, states, ends = prefill(params, *PROMPTS)
+    _, states, _ = prefill(params, *PROMPTS)
     rings, size = model.with_rings("float32", states), S + 2 * LOOP * T
     text = np.zeros((4, size), np.int32)
     for row, prompt, answer in zip(text, PROMPTS, GREEDY, strict=True):
