@@ -173,10 +173,10 @@ def mlstm_chunkwise_states(
     state_dtype: DTypeLike | None = None, layout: LayoutName = DEFAULT_LAYOUT,
     backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> tuple[jax.Array, States, States]:  # fmt: skip
-    """``mlstm_chunkwise`` with the states after every N-th step, for a prefix cache.
+    """``mlstm_chunkwise`` with the states after every N-th step.
 
-    The forward pass writes them as it goes; nothing is computed twice. There
-    are no derivatives.
+    They are what a prefix cache stores. The forward pass writes them as it
+    goes; nothing is computed twice. There are no derivatives.
 
     Args:
       every: N, a power of two from 16 up.

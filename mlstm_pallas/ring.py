@@ -210,16 +210,17 @@ def mlstm_ring_step(
     Example::
 
       >>> import jax.numpy as jnp
-      >>> from mlstm_pallas import mlstm_ring_flush, mlstm_ring_states, mlstm_ring_step
+      >>> from mlstm_pallas import mlstm_ring_flush, mlstm_ring_states
+      >>> from mlstm_pallas import mlstm_ring_step
       >>> B, NH, T, DHQK, DHV = 2, 4, 3, 16, 32
       >>> q, k, v = (jnp.ones((B, NH, T, D)) for D in (DHQK, DHQK, DHV))
       >>> i, f = jnp.zeros((B, NH, T)), jnp.full((B, NH, T), 4.0)
-      >>> states = mlstm_ring_states(
-      ...     jnp.zeros((B, NH, DHQK, DHV)), jnp.zeros((B, NH, DHQK)), None, dtype=q.dtype
-      ... )
+      >>> c, n = jnp.zeros((B, NH, DHQK, DHV)), jnp.zeros((B, NH, DHQK))
+      >>> states = mlstm_ring_states(c, n, None, dtype=q.dtype)
       >>> h, states = mlstm_ring_step(q, k, v, i, f, states)  # three drafts
       >>> token = q[:, :, 0], k[:, :, 0], v[:, :, 0], i[..., 0], f[..., 0]
-      >>> h, states = mlstm_ring_step(*token, states, accepted=jnp.array([3, 1]))
+      >>> accepted = jnp.array([3, 1])
+      >>> h, states = mlstm_ring_step(*token, states, accepted=accepted)
       >>> c, n, m = mlstm_ring_flush(states)
       >>> h.shape, c.shape
       ((2, 4, 32), (2, 4, 16, 32))
