@@ -14,6 +14,7 @@ in L; beside that the tokens in the ring, up to 2 B NH L (K + V) itemsize.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -464,15 +465,18 @@ def ring_step(
 class Tiles(BaseTiles):
     """A CTA of ring_read has one block of C in use and the next in flight."""
 
-    siz_b_DHQK: int = 16
-    siz_b_DHHV: int = 128
-    num_warps: int = 1
+    siz_b_DHQK: int = 64
+    siz_b_DHHV: int = 64
+    num_warps: int = 4
     score_warps: int = 4  # of ring_scores
     whole_heads: bool = False  # whether a CTA owns a head, in one launch
 
     @classmethod
     def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **asked: Any) -> Self:
-        return cls()
+        """Few CTAs have narrow blocks, so that there are more of them, with all rows in flight."""
+        many = cls(siz_b_DHHV=64 if dtype.itemsize > 2 else 128)
+        enough = gpu.filled_by(math.prod(many.grid(p)), 12 if dtype.itemsize > 2 else 6)
+        return many if enough else cls(256, 32)
 
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
         return blocks_over(p.DHV, self.siz_b_DHHV), p.BNH
