@@ -24,9 +24,9 @@ def tiles_of(B, backend, S, config):
         (B, 8, S, 256, 512), "bfloat16", known_gpu("NVIDIA H200"), backend, config=config
     )
     calls = spec.plan.forward | spec.plan.backward
-    tiles = {name: call.tiles for name, call in calls.items()}
-    for name in ("recurrent_step", "ring_step"):
-        tiles[name] = spec.launch(name, spec.lowering).tiles
+    calls |= {name: spec.launch(name, spec.lowering) for name in ("recurrent_step", "ring_step")}
+    # CTAs of persistent kernels share the items; their number is in no sum.
+    tiles = {name: vars(call.tiles) | dict(num_ctas=0) for name, call in calls.items()}
     return spec.plan.num_splits, tiles
 
 
@@ -56,10 +56,10 @@ def test_bits_of_an_entry_do_not_depend_on_the_batch(dtype):
             mlstm_ring_step(*token, rings, **options),
         ]  # fmt: skip
 
-    results = [
-        run(jax.tree.map(lambda y, B=B: jnp.concatenate([y[: B - 1], y[-1:]]), x))
-        for B in (1, 3, 64)
-    ]
-    last = [jax.tree.map(lambda y: np.asarray(y[-1]), result) for result in results]
-    assert_same_bits(last[1], last[0])
-    assert_same_bits(last[2], last[0])
+    def last_of(B):
+        batch = jax.tree.map(lambda y: jnp.concatenate([y[: B - 1], y[-1:]]), x)
+        return jax.tree.map(lambda y: np.asarray(y[-1]), run(batch))
+
+    alone = last_of(1)
+    for B in (3, 64):
+        assert_same_bits(last_of(B), alone)
