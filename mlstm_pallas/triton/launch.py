@@ -326,8 +326,3 @@ def masked_load(ref: Any, mask: Array | None) -> Array:
 
 def masked_store(ref: Any, x: Array, mask: Array | None) -> None:
     plgpu.store(ref, x, mask=mask)
-
-
-def debug_barrier() -> None:
-    """All warps of a CTA wait for one another, and then see what others have stored."""
-    plgpu.debug_barrier()

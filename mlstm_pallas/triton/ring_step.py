@@ -38,7 +38,6 @@ from mlstm_pallas.stages.ring_step import (
 from mlstm_pallas.stages.stage import Launch
 from mlstm_pallas.stages.stage import Tiles as BaseTiles
 from mlstm_pallas.triton.launch import (
-    debug_barrier,
     floats,
     kernel_call,
     masked_load,
@@ -72,6 +71,11 @@ def _with_row(slots, pools, run, without_row):
 def _whole(size):
     """A slice that covers an axis, and the mask of its elements inside."""
     return masked_block(jnp.zeros((), jnp.int32), at_least_a_tile(size), size)
+
+
+def _tokens(T):
+    """A slice of the tokens, and their mask: one, or 16 and more for a product."""
+    return (pl.ds(0, 1), None) if T == 1 else _whole(T)
 
 
 def _ring_scores_kernel(*, slots, **head):
@@ -115,7 +119,7 @@ def _scores(
     L, at, stabilised = size // 2, row or ..., scaM is not None
     first, drafts = start[at], None if accepted is None else accepted[...]
     old = fill[at] + pending_tokens(pending[at], drafts)
-    ring, (new, in_new) = pl.ds(0, size), _whole(T)
+    ring, (new, in_new) = pl.ds(0, size), _tokens(T)
     age = ages(lax.iota(jnp.int32, size), first, size)
     held = age < old
 
@@ -141,12 +145,17 @@ def _scores(
         )
         return q, K, k, n
 
+    def product(q, K):
+        if T > 1:
+            return _product(q, K, call, b_axis=1)
+        return jnp.sum(q.astype(jnp.float32) * K.astype(jnp.float32), axis=1)[None, :]
+
     def add(ik, sums):
         q, K, k, n = load(ik)
         of_ring, of_new, of_n = sums
         return (
-            of_ring + _product(q, K, call, b_axis=1),
-            of_new + _product(q, k, call, b_axis=1),
+            of_ring + product(q, K),
+            of_new + product(q, k),
             of_n + jnp.sum(q.astype(jnp.float32) * n[None, :], axis=1),
         )
 
@@ -202,9 +211,9 @@ def _scores(
         masked_store(*store)
 
 
-def _causal(size):
+def _causal(size, distance=0):
     t = lax.broadcasted_iota(jnp.int32, (size, size), 0)
-    return t >= lax.broadcasted_iota(jnp.int32, (size, size), 1)
+    return t >= lax.broadcasted_iota(jnp.int32, (size, size), 1) + distance
 
 
 def _step_weights(gates, new_gates, age, m):
@@ -212,14 +221,15 @@ def _step_weights(gates, new_gates, age, m):
     (log_i, log_f), (new_i, new_f) = gates, new_gates
     younger = age[None, :] > age[:, None]
     since = jnp.sum(jnp.where(younger, jnp.broadcast_to(log_f[None, :], younger.shape), 0.0), 1)
-    decay, causal = jnp.cumsum(new_f), _causal(new_f.size)  # since the newest token of the ring
+    decay, causal = new_f, _causal(new_f.size)
+    if new_f.size > 1:
+        decay = jnp.cumsum(new_f)  # since the newest token of the ring
     of_ring = (log_i + since)[None, :] + decay[:, None]
-    diagonal = lax.broadcasted_iota(jnp.int32, causal.shape, 0) == lax.broadcasted_iota(
-        jnp.int32, causal.shape, 1
-    )
-    steps = jnp.broadcast_to(new_f[:, None], causal.shape)
-    of_new = new_i[None, :] + jnp.cumsum(jnp.where(causal & ~diagonal, steps, 0.0), axis=0)
-    of_new = jnp.where(causal, of_new, -jnp.inf)
+    of_new = jnp.broadcast_to(new_i[None, :], causal.shape)
+    if new_f.size > 1:
+        steps = jnp.broadcast_to(new_f[:, None], causal.shape)
+        of_new += jnp.cumsum(jnp.where(_causal(new_f.size, 1), steps, 0.0), axis=0)
+        of_new = jnp.where(causal, of_new, -jnp.inf)
     carried = jnp.sum(log_f) + decay
     m_t = m_safe = jnp.zeros_like(carried)
     if m is not None:
@@ -239,27 +249,6 @@ def _ring_read_kernel(*, slots, **head):
         lambda row: _read(row, part, **head),
         lambda: _no_output(part, head["matH"], head["call"]),
     )
-
-
-def _ring_step_kernel(*, slots, matC, matH, matC_new, **head):
-    """Both launches in one, where a CTA owns a head."""
-    call, states = head["call"], ("ringK_new", "ringV_new", "matQ", "matV", *Weights._fields)
-    parts = blocks_over(matC.shape[-1], call.tiles.siz_b_DHHV)
-
-    def run(row):
-        _scores(row, **head)
-        if not call.interpret:
-            debug_barrier()  # all warps read what some have stored
-        shared = {name.removesuffix("_new"): head[name] for name in states}
-
-        @each(parts)
-        def _(part):
-            _read(row, part, matC, matH=matH, matC_new=matC_new, call=call, **shared)
-
-    def without_row():
-        each(parts)(lambda part: _no_output(part, matH, call))
-
-    _with_row(slots, matC, run, without_row)
 
 
 def _no_output(part, matH, call):
@@ -309,16 +298,13 @@ def _read(
         C, q = loaded
         return total + product(q, C)
 
-    # The first block is loaded before anything waits.
+    # The first block of C is loaded before anything waits. Until it comes, the values are added.
     shape = (siz_b_DHHV,) if one else (tokens.size, siz_b_DHHV)
-    carry = load(zero), jnp.zeros(shape, jnp.float32)
-    if num_blocks > 1:
-        carry = loop(num_blocks - 1, lambda ik, x: (load(ik + 1), add(*x)), carry)
-    weight = x.scaState[tokens]
-    h = (weight if one else weight[:, None]) * add(*carry)
+    loaded = load(zero)
+    start, filled, flushes = (x.counters[j] for j in range(3))
     # Blocks of the ring from the oldest token on; both halves of a short ring are one block.
     block = min(size, 16)
-    first, end = (x.counters[0], x.counters[1]) if size > block else (0, block)
+    first, end = (start, filled) if size > block else (0, block)
 
     def rows_at(index):
         return pl.ds((first + index * block) & (size - 1), block)
@@ -328,21 +314,25 @@ def _read(
 
     def add_values(index, h):
         rows = rows_at(index)
-        age = ages(rows.start + lax.iota(jnp.int32, block), x.counters[0], size)
-        return h + product(x.vecRing[tokens, rows], values(rows, age < x.counters[1]))
+        age = ages(rows.start + lax.iota(jnp.int32, block), start, size)
+        return h + product(x.vecRing[tokens, rows], values(rows, age < filled))
 
-    h = loop(divide(end + block - 1, block), add_values, h)
     if one:
-        h += x.vecNew[zero, zero] * masked_load(matV.at[(zero, columns)], in_columns).astype(
-            jnp.float32
-        )
+        V = masked_load(matV.at[(zero, columns)], in_columns)
+        h = x.vecNew[zero, zero] * V.astype(jnp.float32)
     else:
         V = masked_load(matV.at[(tokens, columns)], outer_mask(in_tokens, in_columns))
-        h += product(x.vecNew[tokens, tokens], V)
+        h = product(x.vecNew[tokens, tokens], V)
+    h = loop(divide(end + block - 1, block), add_values, h)
+    weight = x.scaState[tokens]
+    carry = loaded, jnp.zeros(shape, jnp.float32)
+    if num_blocks > 1:
+        carry = loop(num_blocks - 1, lambda ik, x: (load(ik + 1), add(*x)), carry)
+    h += (weight if one else weight[:, None]) * add(*carry)
     inside = in_columns if one else outer_mask(in_tokens, in_columns)
     masked_store(matH.at[(tokens, columns)], h.astype(matH.dtype), inside)
 
-    @pl.when(x.counters[2] != 0)
+    @pl.when(flushes != 0)
     def flush():
         decay = x.scaDecay[...]
 
@@ -396,7 +386,7 @@ def ring_step(
 ) -> Ring:
     """Runs the stage: ``stages/ring_step.py``."""
     *heads, T, _ = x.matQ.shape
-    DHV, size, padded = x.matV.shape[-1], x.ringI.shape[-1], at_least_a_tile(T)
+    DHV, size, padded = x.matV.shape[-1], x.ringI.shape[-1], _tokens(T)[0].size
     token, states, grid = "b", "b", call.tiles.grid(call.problem)
     if x.slots is not None:  # b is an entry, c a head
         token, states, grid = "bc", "0c", (grid[0], call.problem.NH, call.problem.B)
@@ -423,40 +413,28 @@ def ring_step(
     aliases = {j: j for j in range(len(present))}
     h = jax.ShapeDtypeStruct((*heads, T, DHV), x.matQ.dtype)
     of_C = dict(matC_new=(x.matC, states + "00"), matH=(h, token + "00"))
-    if call.tiles.whole_heads:
-        y = kernel_call(
-            _ring_step_kernel,
-            dict(matC=(x.matC, states + "00")) | inputs,
-            of_C | outputs,
-            grid=grid[1:],
-            aliases={0: 0} | {j + 1: j + 2 for j in aliases},
-            call=call,
-            normaliser=normaliser,
-        )
-        z = y
-    else:
-        scores = dataclasses.replace(call.tiles, num_warps=call.tiles.score_warps)
-        y = kernel_call(
-            _ring_scores_kernel,
-            inputs,
-            outputs,
-            grid=grid[1:],
-            aliases=aliases,
-            call=dataclasses.replace(call, tiles=scores),
-            normaliser=normaliser,
-        )
-        z = kernel_call(
-            _ring_read_kernel,
-            dict(matC=(x.matC, states + "00"))
-            | {name: (y[f"{name}_new"], axes) for name, axes in matrices.items()}
-            | operands(x, matQ=token + "00", matV=token + "00")
-            | {name: (y[name], axes) for name, (_, axes) in weights.items()}
-            | dict(slots=(x.slots, "b")),
-            of_C,
-            grid=grid,
-            aliases={0: 0},
-            call=call,
-        )
+    scores = dataclasses.replace(call.tiles, num_warps=call.tiles.score_warps)
+    y = kernel_call(
+        _ring_scores_kernel,
+        inputs,
+        outputs,
+        grid=grid[1:],
+        aliases=aliases,
+        call=dataclasses.replace(call, tiles=scores),
+        normaliser=normaliser,
+    )
+    z = kernel_call(
+        _ring_read_kernel,
+        dict(matC=(x.matC, states + "00"))
+        | {name: (y[f"{name}_new"], axes) for name, axes in matrices.items()}
+        | operands(x, matQ=token + "00", matV=token + "00")
+        | {name: (y[name], axes) for name, (_, axes) in weights.items()}
+        | dict(slots=(x.slots, "b")),
+        of_C,
+        grid=grid,
+        aliases={0: 0},
+        call=call,
+    )
     after = {name: y[f"{name}_new"] for name in at}
     return Ring(matH=z["matH"], matC=z["matC_new"], **after)
 
@@ -469,7 +447,6 @@ class Tiles(BaseTiles):
     siz_b_DHHV: int = 64
     num_warps: int = 4
     score_warps: int = 4  # of ring_scores
-    whole_heads: bool = False  # whether a CTA owns a head, in one launch
 
     @classmethod
     def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **asked: Any) -> Self:
