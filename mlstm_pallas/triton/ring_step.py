@@ -198,14 +198,20 @@ def _scores(
 
     fill_new[at] = jnp.where(full, old - L, old)
     pending_new[at] = jnp.int32(T)
-    stores = []
+    vectors = (ringK_new, matK), (ringV_new, matV)
+    _store_tokens(row, first + old, T, vectors, ((ringI_new, vecI), (ringF_new, vecF)))
+
+
+def _store_tokens(row, first, T, vectors, gates):
+    """Stores T tokens in the ring from a row on; vectors, gates: pairs of the ring's and theirs."""
+    stores, size = [], gates[0][0].shape[-1]
     for t in range(T):
-        to, at_t = (first + old + t) & jnp.int32(size - 1), jnp.full((), t, jnp.int32)
-        for ref, x in ((ringK_new, matK), (ringV_new, matV)):
+        to, at_t = (first + t) & jnp.int32(size - 1), jnp.full((), t, jnp.int32)
+        for ref, x in vectors:
             part, inside = _whole(x.shape[-1])
             token = masked_load(x.at[(at_t, part)], inside)
             stores.append((ref.at[(*row, to, part)], token, inside))
-        for ref, x in ((ringI_new, vecI), (ringF_new, vecF)):
+        for ref, x in gates:
             stores.append((ref.at[(*row, to)], x[at_t].astype(ref.dtype), None))
     for store in stores:  # after all loads, which thus wait once
         masked_store(*store)
@@ -451,9 +457,8 @@ class Tiles(BaseTiles):
     @classmethod
     def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **asked: Any) -> Self:
         """Few CTAs have narrow blocks, so that there are more of them, with all rows in flight."""
-        many = cls(siz_b_DHHV=64 if dtype.itemsize > 2 else 128)
-        enough = gpu.filled_by(math.prod(many.grid(p)), 12 if dtype.itemsize > 2 else 6)
-        return many if enough else cls(256, 32)
+        enough = gpu.filled_by(math.prod(cls().grid(p)), 12)
+        return cls() if enough else cls(256, 32)
 
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
         return blocks_over(p.DHV, self.siz_b_DHHV), p.BNH
