@@ -10,6 +10,10 @@ one jitted loop of --steps steps that updates its states in place, a peer in tor
 of as many launches. The outputs after a few steps are checked against the float64 recurrence, on
 the first, a middle and the last head. A wrong output is not timed.
 
+With --ring=8,16 a backend also runs mlstm_ring_step with rings of these lengths, and with
+--tokens=1,4 it does so for calls of so many tokens, all of which are accepted. ms/step is the time
+of a call.
+
 With --slots=192 a backend has two more rows, whose states are at random slots of pools of 192: the
 step with slots ("slots"), and a gather of the states, the step and a scatter ("gathered").
 
@@ -44,7 +48,7 @@ from peers import take_heads, torch_tensor
 from runner import Row, UnsupportedError
 from shapes import Shape
 
-from mlstm_pallas import mlstm_recurrent_step, reference
+from mlstm_pallas import mlstm_recurrent_step, mlstm_ring_states, mlstm_ring_step, reference
 
 BACKENDS = ("triton", "interpret", "xla")  # a step has no Mosaic GPU kernel
 LOOPS = ("scan", "while")
@@ -84,12 +88,35 @@ def random_inputs(shape: Shape, dtype: str, state_dtype: str) -> tuple[Token, St
 
 
 class MlstmPallas(peers.JaxImplementation):
-    """A backend of mlstm_recurrent_step."""
+    """A backend of mlstm_recurrent_step, or of mlstm_ring_step."""
 
-    def __init__(self, backend: str, loop: str, variant: str, pooled: str = "", rows: int = 0):
-        """pooled: one of POOLED, with states in pools of so many rows."""
-        self.step = functools.partial(mlstm_recurrent_step, backend=backend, **VARIANTS[variant])
+    def __init__(
+        self,
+        backend: str,
+        loop: str,
+        variant: str,
+        pooled: str = "",
+        rows: int = 0,
+        ring: int = 0,
+        tokens: int = 1,
+    ):
+        """pooled: one of POOLED, with states in pools of so many rows.
+
+        ring: its length; 0: none. tokens: of a call with a ring.
+        """
+        options = dict(backend=backend, **VARIANTS[variant])
+        self.plain_step = functools.partial(mlstm_recurrent_step, **options)
+        self.ring_step = functools.partial(mlstm_ring_step, **options)
         self.loop, self.pooled, self.rows = loop, pooled, rows
+        self.ring, self.tokens = ring, tokens
+
+    def step(self, *token_and_states, slots=None):
+        if not self.ring:
+            return self.plain_step(*token_and_states, slots=slots)
+        *token, states = token_and_states
+        token = [jnp.repeat(x[:, :, None], self.tokens, axis=2) for x in token]
+        h, states = self.ring_step(*token, states, slots=slots)
+        return h[:, :, -1], (states,)
 
     def build(self, token: Token, states: States, steps: int) -> Callable[[], jax.Array]:
         """A call runs the steps from the states of the call before and returns the last h."""
@@ -111,9 +138,11 @@ class MlstmPallas(peers.JaxImplementation):
         # A fori_loop is a scan, but with a traced number of steps a while_loop.
         run = jax.jit(run, donate_argnums=1, static_argnums=2 if self.loop == "scan" else ())
         current = jax.tree.map(jnp.copy, states)
+        if self.ring:
+            current = (mlstm_ring_states(*current, dtype=token.k.dtype, length=self.ring),)
         if self.pooled:
-            pools = (jnp.zeros((self.rows, *x.shape[1:]), x.dtype) for x in states)
-            current = tuple(x.at[slots].set(y) for x, y in zip(pools, states, strict=True))
+            pools = jax.tree.map(lambda x: jnp.zeros((self.rows, *x.shape[1:]), x.dtype), current)
+            current = jax.tree.map(lambda x, y: x.at[slots].set(y), pools, current)
 
         def call():
             nonlocal current
@@ -177,13 +206,15 @@ PEERS = {
 }
 
 
-def expected_h(token: Token, states: States, index: np.ndarray, variant: str) -> np.ndarray:
-    """h of the heads in index after CHECKED_STEPS steps with the same token, float64."""
+def expected_h(
+    token: Token, states: States, index: np.ndarray, variant: str, steps: int
+) -> np.ndarray:
+    """h of the heads in index after so many steps with the same token, float64."""
     token, states = take_heads((token, states), index)
 
     @jax.jit
     def last_h(token, states):
-        x = (jnp.repeat(x[None, :, None], CHECKED_STEPS, axis=2) for x in token)
+        x = (jnp.repeat(x[None, :, None], steps, axis=2) for x in token)
         states = (x[None] for x in states)
         h, _ = reference.recurrence(*x, *states, **VARIANTS[variant])
         return h[0, :, -1]
@@ -218,7 +249,13 @@ def measure(row: Row, options: flags.FlagValues) -> None:
     dtypes = row["dtype"], row["state_dtype"]
     if row["impl"] in BACKENDS:
         impl: peers.Implementation = MlstmPallas(
-            row["impl"], row["loop"], variant, row["pooled"], options.slots or 0
+            row["impl"],
+            row["loop"],
+            variant,
+            row["pooled"],
+            options.slots or 0,
+            row["ring"],
+            row["tokens"],
         )
     elif variant != "exp":
         raise UnsupportedError(f"it has no variant {variant}")
@@ -226,7 +263,7 @@ def measure(row: Row, options: flags.FlagValues) -> None:
         impl = PEERS[row["impl"]]()
     token, states = random_inputs(shape, *dtypes)
     index = np.unique([0, shape.B * shape.NH // 2, shape.B * shape.NH - 1])
-    expected = expected_h(token, states, index, variant)
+    expected = expected_h(token, states, index, variant, CHECKED_STEPS * row["tokens"])
     _, outputs = runner.first_call(row, impl, token, states, CHECKED_STEPS)
     [h] = impl.heads(outputs, index)
     limits = dict(h=max(TOLERANCES[dtype] for dtype in dtypes))
@@ -236,7 +273,7 @@ def measure(row: Row, options: flags.FlagValues) -> None:
     seconds = runner.store_times(row, [x / row["steps"] for x in times])
     row["gbps"] = 2 * row["state_mib"] * 2**20 / seconds / 1e9
     row["copy_pct"] = 100 * row["gbps"] / row["copy_gbps"]
-    row["tokens/s"] = shape.B / seconds
+    row["tokens/s"] = shape.B * row["tokens"] / seconds
 
 
 def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
@@ -256,8 +293,14 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
         shape, keys = whole._replace(S=1), common | dict(dtype=dtype, state_dtype=state_dtype)
         keys["state_mib"] = state_bytes(shape, state_dtype) / 2**20
         loops = options.loop if impl in BACKENDS else ("graph",)
-        pooled = ("", *POOLED) if options.slots and impl in BACKENDS else ("",)
-        for loop, keys["pooled"] in itertools.product(loops, pooled):
+        pooled, rings = ("",), [(0, 1)]
+        if impl in BACKENDS:
+            pooled = ("", *POOLED) if options.slots else pooled
+            rings += itertools.product(options.ring, options.tokens)
+        for loop, keys["pooled"], (ring, tokens) in itertools.product(loops, pooled, rings):
+            if ring and keys["pooled"] == "gathered":
+                continue
+            keys |= dict(ring=ring, tokens=tokens)
             row = runner.new_row(options, name, shape, impl, loop=loop, **keys)
             yield runner.attempt(row, impl in BACKENDS, measure, options)
 
@@ -270,7 +313,8 @@ def plot(rows: Sequence[Row], path: str) -> None:
         return row | {"loop": "limit", "tokens/s": 100 * row["tokens/s"] / row["copy_pct"]}
 
     def line(row: Row) -> str:
-        names = row["impl"], row["loop"], row.get("pooled")
+        ring = row.get("ring") and f"ring of {row['ring']}, {row['tokens']} per call"
+        names = row["impl"], row["loop"], row.get("pooled"), ring
         return "memory limit" if row["loop"] == "limit" else ", ".join(filter(None, names))
 
     def panel(row: Row) -> str:
@@ -289,6 +333,8 @@ shape      name
 impl       impl
 loop       loop
 pooled     pooled
+ring       ring
+T          tokens
 dtype      dtype
 states     state_dtype
 state MiB  state_mib  .4g
@@ -307,6 +353,8 @@ def define_flags(define: command.Define) -> None:
     define.names("impl", [], (*BACKENDS, *PEERS), "none: triton and peers, without a GPU xla.")
     define.names("state_dtype", ["float32"], TOLERANCES, "the dtype of C and n; m is float32.")
     define.integer("slots", None, "Rows of pools; none: no pools.", lower_bound=1)
+    define.items("ring", [], int, "Lengths of rings, beside steps without.")
+    define.items("tokens", "1", int, "Tokens per call with a ring.")
     define.integer("steps", None, "Steps per loop; none: 1000, without a GPU 10.", lower_bound=1)
     define.names(
         "loop", ["scan"], LOOPS, "the loop around mlstm_pallas, lax.scan or lax.while_loop."

@@ -18,6 +18,7 @@ A checkpoint with use_bias has NAME_bias beside each array of a block; out_norm 
 
 States are a list with (c, n, m) per block: (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH). With one
 array per block a step updates each in place; slices of one array for all blocks would be copied.
+For many prompts, and for drafts, they are RingStates (``with_rings``).
 """
 
 import dataclasses
@@ -30,10 +31,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
+from mlstm_pallas import (
+    RingStates,
+    mlstm_chunkwise,
+    mlstm_recurrent_step,
+    mlstm_ring_states,
+    mlstm_ring_step,
+)
 
 Params = dict[str, Any]
-State = tuple[jax.Array, jax.Array, jax.Array]
+State = tuple[jax.Array, jax.Array, jax.Array] | RingStates
+RING_BATCH = 16  # with fewer prompts the two launches of a step with a ring take longer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,21 +211,91 @@ def prefill(
     return x, states
 
 
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def with_rings(dtype: str, states: list[State]) -> list[State]:
+    """The states of a prefill with a ring buffer each; dtype: of the activations."""
+    return [mlstm_ring_states(*state[:3], dtype=dtype) for state in states]
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def step_block(config: Config, p: Params, x: jax.Array, state: State) -> tuple[jax.Array, State]:
-    step = functools.partial(mlstm_recurrent_step, eps=config.eps, input_gate=config.input_gate)
-    return block(config, p, x, lambda qkvo, gates: step(qkvo, None, None, gates, None, *state))
+def step_block(
+    config: Config, p: Params, x: jax.Array, state: State, accepted: jax.Array | None = None
+) -> tuple[jax.Array, State]:
+    options: dict[str, Any] = dict(eps=config.eps, input_gate=config.input_gate)
+
+    def mlstm(qkvo: jax.Array, gates: jax.Array) -> tuple[jax.Array, State]:
+        if not isinstance(state, RingStates):
+            return mlstm_recurrent_step(qkvo, None, None, gates, None, *state, **options)
+        token = separate(config, qkvo, gates)
+        return mlstm_ring_step(*token, state, accepted=accepted, layout="BTNH", **options)
+
+    return block(config, p, x, mlstm)
 
 
 def step(
-    config: Config, params: Params, states: list[State], token: jax.Array
+    config: Config,
+    params: Params,
+    states: list[State],
+    token: jax.Array,
+    accepted: jax.Array | None = None,
 ) -> tuple[jax.Array, list[State]]:
-    """token (B,) -> logits (B, V) and the states after it."""
+    """token (B,) -> logits (B, V) and the states after it.
+
+    With rings also tokens (B, T) -> logits (B, T, V); accepted: (B,), how many of the call before
+    count.
+    """
     x, after = params["embeddings"][token], []  # (B, D)
     for p, state in zip(params["blocks"], states, strict=True):
-        x, state = step_block(config, p, x, state)
+        x, state = step_block(config, p, x, state, accepted)
         after.append(state)
     return next_logits(config, params, x), after
+
+
+def look_up(text: jax.Array, length: jax.Array, count: int) -> jax.Array:
+    """What followed the last two tokens of text[:length] where they last stood before, (count,)."""
+    at = jnp.arange(len(text))
+    same = (text == text[length - 1]) & (jnp.roll(text, 1) == text[length - 2])
+    begin = jnp.max(jnp.where(same & (at > 0) & (at < length - 1), at + 1, 0))
+    return lax.dynamic_slice(text, (begin,), (count,))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
+def speculate(
+    config: Config,
+    calls: int,
+    T: int,
+    params: Params,
+    states: list[State],
+    text: jax.Array,
+    length: jax.Array,
+    accepted: jax.Array,
+) -> tuple[list[State], jax.Array, jax.Array, jax.Array]:
+    """The likeliest tokens, of which a call checks T - 1 drafts and adds 1 to T.
+
+    Args:
+      states: with rings, of all tokens but the last one.
+      text: (B, size), the tokens and space for calls * T new ones.
+      length: (B,), how many tokens there are.
+      accepted: (B,), how many tokens of the call before count.
+
+    Returns:
+      The last four arguments after the calls.
+    """
+
+    def one(carry: Any, _: None) -> Any:
+        states, text, length, accepted = carry
+        drafts = jax.vmap(functools.partial(look_up, count=T - 1))(text, length)
+        last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)
+        tokens = jnp.concatenate([last, drafts], axis=1)
+        logits, states = step(config, params, states, tokens, accepted)
+        likeliest = jnp.argmax(logits, axis=-1).astype(text.dtype)
+        right = jnp.cumprod(drafts == likeliest[:, :-1], axis=1, dtype=length.dtype)
+        accepted = 1 + jnp.sum(right, axis=1, dtype=length.dtype)
+        text = jax.vmap(lax.dynamic_update_slice)(text, likeliest, length[:, None])
+        return (states, text, length + accepted, accepted), None
+
+    carry, _ = lax.scan(one, (states, text, length, accepted), None, length=calls)
+    return carry
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -16,7 +16,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from xlstm_model import Config, Params, Sampling, decode, next_logits, prefill, sample
+from xlstm_model import (
+    RING_BATCH,
+    Config,
+    Params,
+    Sampling,
+    decode,
+    next_logits,
+    prefill,
+    sample,
+    with_rings,
+)
 
 from mlstm_pallas import pack_lengths
 
@@ -42,8 +52,12 @@ def put_rows(pool: Any, rows: jax.Array, values: Any) -> Any:
     return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), pool, values)
 
 
-def first_tokens(setup: Setup, prompts: dict[int, list[int]], N: int, S: int) -> list[Any]:
+def first_tokens(
+    setup: Setup, prompts: dict[int, list[int]], N: int, S: int, rings: bool = False
+) -> list[Any]:
     """Reads prompts, by their numbers, as the first of N segments of a row of S steps.
+
+    rings: whether the states get a ring buffer each.
 
     Returns the states and the token after each of them, (N, ...). Others are as after the last one.
     """
@@ -51,6 +65,8 @@ def first_tokens(setup: Setup, prompts: dict[int, list[int]], N: int, S: int) ->
     segment_ids, (ends,) = pack_lengths([*map(len, lists), *[0] * (N - len(lists))], S=S)
     tokens = np.resize(np.concatenate(lists), segment_ids.shape)
     x, states = prefill(config, params, tokens, segment_ids, ends)
+    if rings:
+        states = with_rings(x.dtype.name, states)
     logits = next_logits(config, params, x[0, ends - 1])
     return [states, sample(sampling, logits, key, MOST_TOKENS * np.resize([*prompts], N))]
 
@@ -81,7 +97,8 @@ def serve(
             ends = [*accumulate(len(prompts[n]) for n in waiting[: min(N, len(free))])]
             count = max(1, sum(end <= MOST_STEPS for end in ends))
             some, waiting = {n: prompts[n] for n in waiting[:count]}, waiting[count:]
-            values = first_tokens(setup, some, N, bucket(ends[count - 1]))
+            steps_read = bucket(ends[count - 1])
+            values = first_tokens(setup, some, N, steps_read, slots >= RING_BATCH)
             rows, free = free[:count], free[count:]
             pool = pool or jax.tree.map(lambda x: x[np.zeros(slots, int)], values)
             pool = put_rows(pool, np.array((rows + [slots] * N)[:N]), values)

@@ -1,21 +1,27 @@
 """mlstm_pallas: the chunkwise-parallel mLSTM of xLSTM as JAX Pallas kernels."""
 
 from mlstm_pallas import distributed, export, reference, xlstm_jax
-from mlstm_pallas.api import mlstm_chunkwise, pack_lengths
+from mlstm_pallas.api import mlstm_chunkwise, mlstm_chunkwise_states, pack_lengths
 from mlstm_pallas.planning.backend import use_backend
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.preview import plan
 from mlstm_pallas.problem.version import __version__
 from mlstm_pallas.recurrent import mlstm_recurrent_sequence, mlstm_recurrent_step
+from mlstm_pallas.ring import RingStates, mlstm_ring_flush, mlstm_ring_states, mlstm_ring_step
 
 __all__ = [
     "KernelConfig",
+    "RingStates",
     "__version__",
     "distributed",
     "export",
     "mlstm_chunkwise",
+    "mlstm_chunkwise_states",
     "mlstm_recurrent_sequence",
     "mlstm_recurrent_step",
+    "mlstm_ring_flush",
+    "mlstm_ring_states",
+    "mlstm_ring_step",
     "pack_lengths",
     "plan",
     "reference",

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from mlstm_pallas.fwbw import mlstm
+from mlstm_pallas.fwbw import mlstm, mlstm_with_states
+from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import Arguments, Keywords, SequenceKeywords, prepare
@@ -160,6 +161,51 @@ def mlstm_chunkwise(
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
     spec, x = prepare(x, options, layout)
     outputs: jax.Array | tuple[jax.Array, States] = mlstm(spec, x)
+    return outputs
+
+
+def mlstm_chunkwise_states(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None, *, every: int,
+    segment_ids: Array | None = None, sequence_lengths: Array | None = None, eps: float = 1e-6,
+    norm_val: float = 1.0, stabilize_correctly: bool = True, input_gate: InputGateName = "exp",
+    normalize: bool = True, autocast_kernel_dtype: DTypeLike | None = None,
+    state_dtype: DTypeLike | None = None, layout: LayoutName = DEFAULT_LAYOUT,
+    backend: BackendName | None = None, config: KernelConfig | None = None,
+) -> tuple[jax.Array, States, States]:  # fmt: skip
+    """``mlstm_chunkwise`` with the states after every N-th step.
+
+    They are what a prefix cache stores. The forward pass writes them as it
+    goes; nothing is computed twice. There are no derivatives.
+
+    Args:
+      every: N, a power of two from 16 up.
+      sequence_lengths: beyond the length of an entry its states stay.
+      q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids: as for
+        ``mlstm_chunkwise``.
+      eps, norm_val, stabilize_correctly, input_gate, normalize: likewise.
+      autocast_kernel_dtype, state_dtype, layout, backend, config: likewise.
+
+    Returns:
+      h, the last states, and the states after N, 2 N, ... steps, c
+      (B, S // N, NH, DHQK, DHV), n (B, S // N, NH, DHQK) and m (B, S // N, NH).
+      This c has been rounded to the dtype of q, once; n and m are float32.
+    """
+    N = validation.check_integer("every", every, 16, power_of_two=True)
+
+    def spec_of(chunk_size: int | None) -> tuple[CallSpec, Arguments]:
+        options = Options(
+            True, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
+            input_gate, normalize, False, layout, backend, config, state_dtype,
+        )  # fmt: skip
+        x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
+        return prepare(x, options, layout)
+
+    spec, x = spec_of(None)
+    # The fused scan has chunks of its own, and stores states at those of the call.
+    if spec.plan.fused or spec.problem.L > N:
+        spec, x = spec_of(N)
+    outputs: tuple[jax.Array, States, States] = mlstm_with_states(spec, N, x)
     return outputs
 
 

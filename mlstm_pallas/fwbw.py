@@ -4,11 +4,13 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.prepare import Arguments, padded, results
 from mlstm_pallas.problem.arrays import Cotangents, Forward, Inputs, Residuals
+from mlstm_pallas.problem.dimensions import Layout
 from mlstm_pallas.schedules.backward import backward, packed_backward
 from mlstm_pallas.schedules.derivatives import in_reverse_mode
 from mlstm_pallas.schedules.forward import forward, packed
@@ -30,6 +32,35 @@ def _passes(spec: CallSpec) -> tuple[Any, Any]:
 def mlstm(spec: CallSpec, x: Arguments) -> Any:
     """h, and the last states or those of the segments if the caller asks for them."""
     return results(spec, x, *_mlstm(spec, in_reverse_mode(padded(spec, x))))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def mlstm_with_states(spec: CallSpec, every: int, x: Arguments) -> Any:
+    """h, the last states and those after every so many steps, which are whole chunks of the call.
+
+    The schedules store them in place of recomputing them in a backward pass, of which there is
+    none.
+    """
+    message = "mlstm_chunkwise_states has no derivatives; mlstm_chunkwise has them"
+    outputs: Forward = on_shards(forward_once, spec, padded(spec, x), message=message)
+    stored, stride, S = (
+        outputs.states,
+        every // spec.problem.L,
+        x.i.shape[1 + (spec.layout is Layout.BNTH)],
+    )
+    behind = (
+        jnp.concatenate([before[:, :, 1:], last[:, :, None].astype(before.dtype)], axis=2)
+        for before, last in ((stored.C, stored.C_last), (stored.n, stored.n_last))
+    )
+    dtypes = spec.state_dtype or "float32", "float32", "float32"
+    states = (
+        jnp.moveaxis(y[:, :, stride - 1 :: stride][:, :, : S // every], 2, 1).astype(dtype)
+        for y, dtype in zip((*behind, stored.m[:, :, 1:]), dtypes, strict=True)
+    )
+    h, last = results(spec, x, outputs.h, outputs.last)
+    c, n, m = states
+    DHQK, DHV = x.q.shape[-1], x.v.shape[-1]
+    return h, last, (c[..., :DHQK, :DHV], n[..., :DHQK], m)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "mlstm_pallas"
 LAYERS = (
     ("selfcheck",),
     ("",),  # the package itself
-    ("api", "recurrent", "distributed", "export", "reference", "xlstm_jax"),
+    ("api", "recurrent", "ring", "distributed", "export", "reference", "xlstm_jax"),
     ("fwbw",),
     ("prepare",),
     ("schedules",),

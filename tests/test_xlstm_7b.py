@@ -165,6 +165,28 @@ def test_heads_on_several_devices(params):
         assert c.addressable_shards[0].data.shape[1] == CONFIG.num_heads // 2
 
 
+@pytest.mark.parametrize("T", [2, 8])
+def test_drafts_do_not_change_the_likeliest_tokens(params, T):
+    """Steps with rings, from a batch of prompts, in which drafts are found or not."""
+    _, states, _ = prefill(params, *PROMPTS)
+    rings, size = model.with_rings("float32", states), S + 2 * LOOP * T
+    text = np.zeros((4, size), np.int32)
+    for row, prompt, answer in zip(text, PROMPTS, GREEDY, strict=True):
+        row[: len(prompt) + 1] = [*prompt, answer[0]]
+    length = np.array([len(prompt) + 1 for prompt in PROMPTS], np.int32)
+    loop = CONFIG, LOOP, T, params, rings, text, length, np.zeros(4, np.int32)
+    _, text, after, _ = model.speculate(*loop)
+    assert np.all(after >= length + LOOP)
+    for row, prompt, answer in zip(np.asarray(text), PROMPTS, GREEDY, strict=True):
+        np.testing.assert_array_equal(row[len(prompt) :][: len(answer)], answer)
+
+
+def test_a_draft_is_what_followed_the_last_two_tokens():
+    text = jnp.array([5, 1, 2, 3, 4, 1, 2, 7, 8, 1, 2, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(model.look_up(text, 11, 3), [7, 8, 1])
+    np.testing.assert_array_equal(model.look_up(text, 7, 2), [3, 4])
+
+
 # ---------------- sampling
 
 

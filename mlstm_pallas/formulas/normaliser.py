@@ -50,7 +50,11 @@ class Normaliser:
         return jnp.where(den == 0, 1.0, den) if self.eps == 0 else den
 
     def normalise(self, num: Array, z: Array, m: Array) -> Array:
-        """h = num / den; num: (..., DHV), z and m: (...).
+        """h = num / den; num: (..., DHV), z and m: (...)."""
+        return num * self.reciprocal(z, m)[..., None]
+
+    def reciprocal(self, z: Array, m: Array) -> Array:
+        """1 / den.
 
         Differentiable, and finite for any m: numerator and denominator are scaled by
         exp(min(m, 0)), so that neither the floor nor its derivative overflows.
@@ -62,7 +66,7 @@ class Normaliser:
         else:
             factor, floor = jnp.ones_like(m), jnp.full_like(m, self.norm_val)
         den = at_least(jnp.abs(z) * factor, floor) + self.eps * factor
-        return num * inverse(den, factor)[..., None]
+        return inverse(den, factor)
 
     def gradients(self, delta: Array, z: Array, m: Array) -> NormaliserGradients:
         """delta_t = dh_t . h_t; delta, z and m have one shape."""

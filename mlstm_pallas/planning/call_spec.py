@@ -72,11 +72,15 @@ class CallSpec(Options):
         p, tiles, splits = self.problem, scan.tiles, 0
         if tiles is not None:
             p = p.in_chunks_of(tiles.siz_b_L)
-            splits = _scan_splits(self, p, tiles)
+            splits = _scan_splits(self, self.planned_for(p), tiles)
             stores = tiles.state_rows == p.DHQK and self.problem.NC % max(splits, 1) == 0
             splits *= self.recompute_states_in_bw or stores
         computes_scores = self.computes_scores(self.lowering)
         return Plan(self, splits > 0, max(splits, 1), p, scan.lowering, computes_scores)
+
+    def planned_for(self, p: Problem) -> Problem:
+        """The problem that tiles and splits follow from."""
+        return dataclasses.replace(p, B=1) if self.config.batch_invariant and p.B else p
 
     @property
     def forward_only(self) -> "CallSpec":
@@ -219,9 +223,11 @@ def _tiles(name: str, lowering: Lowering, p: Problem, spec: CallSpec, asked: dic
     if gpu is UNKNOWN and lowering.folder == "mosaic_gpu":
         gpu = HOPPER
     kernel = tiles_class(name, lowering.folder)
-    planned: Any = kernel and kernel.plan(p, spec.dtype, gpu, **asked)
+    planned: Any = kernel and kernel.plan(spec.planned_for(p), spec.dtype, gpu, **asked)
     if planned is None:
         return None
+    if spec.config.batch_invariant and hasattr(planned, "num_ctas"):  # which share the same items
+        planned = dataclasses.replace(planned, num_ctas=gpu.sms)
     if lowering.interpret and hasattr(planned, "num_ctas"):  # each of which has several items
         planned = dataclasses.replace(planned, num_ctas=min(planned.num_ctas, 2))
     fields = spec.config.tiles_of(field)

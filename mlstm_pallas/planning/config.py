@@ -32,6 +32,8 @@ class KernelConfig:
         keeps the states on the chip. With False it writes them to memory (recurrent_fw_C and
         parallel_fw_H).
       num_splits: parts of a sequence that the fused scan runs at the same time, a power of two.
+      batch_invariant: True: plans follow from S and the heads alone, as for a batch of one, so that
+        the results of an entry have the same bits whatever the batch is and where it stands there.
       tiles: fields of a kernel's tiles, by lowering and kernel; keywords of the constructor. A size
         of steps is clamped to one that divides a chunk; on Triton a size of columns is clamped to
         the least power of two that covers the head.
@@ -41,6 +43,7 @@ class KernelConfig:
     precision: Precision
     fused: bool | None
     num_splits: int | None
+    batch_invariant: bool | None
     tiles: tuple[tuple[str, Fields], ...]
 
     def __init__(
@@ -49,6 +52,7 @@ class KernelConfig:
         precision: Precision = None,
         fused: bool | None = None,
         num_splits: int | None = None,
+        batch_invariant: bool | None = None,
         **tiles: Mapping[str, Any] | None,
     ):
         if not isinstance(precision, Precision):
@@ -56,8 +60,9 @@ class KernelConfig:
                 f"config.precision is {shown(precision)}, expected None, a jax.lax.Precision or a "
                 "jax.lax.DotAlgorithmPreset"
             )
-        if not isinstance(fused, bool | None):
-            raise TypeError(f"config.fused is {shown(fused)}, expected None, True or False")
+        for name, x in dict(fused=fused, batch_invariant=batch_invariant).items():
+            if not isinstance(x, bool | None):
+                raise TypeError(f"config.{name} is {shown(x)}, expected None, True or False")
         known = kernels()
         for name, fields in tiles.items():
             if name not in known:
@@ -78,6 +83,7 @@ class KernelConfig:
             precision=precision,
             fused=fused,
             num_splits=check_power_of_two("config.num_splits", num_splits, 1),
+            batch_invariant=batch_invariant,
             tiles=tuple(checked.items()),
         )
 

@@ -27,6 +27,7 @@ STAGES = _stages(
     recurrent_bw_dC=dict(file="recurrence"),
     parallel_bw_dQKV={},
     recurrent_step=dict(decode=True),
+    ring_step=dict(decode=True),
 )
 # Small stages between the others.
 HELPERS = _stages(

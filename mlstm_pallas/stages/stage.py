@@ -72,7 +72,10 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
         ("siz_b_LQ", "siz_b_LKV", "siz_b_L", "siz_b_DHQK", "siz_b_DHHV", "block_k"), _SIZE
     ),
     **dict.fromkeys(("state_rows", "state_columns"), BLOCK),
-    "num_warps": functools.partial(check_integer, least=1, most=16, power_of_two=True),
+    **dict.fromkeys(
+        ("num_warps", "score_warps"),
+        functools.partial(check_integer, least=1, most=16, power_of_two=True),
+    ),
     "num_stages": functools.partial(check_integer, least=1, most=8),
     "num_splits": functools.partial(check_integer, least=1, power_of_two=True),
     "num_ctas": functools.partial(check_integer, least=1),

@@ -37,7 +37,7 @@ def _recurrent_step_kernel(*, slots, **head):
     slot, vecH = slots[...].astype(jnp.int32), head["vecH"]
 
     def without_row():
-        columns, inside = _block(part, head["call"].tiles.siz_b_DHHV, vecH.shape[0])
+        columns, inside = masked_block(part, head["call"].tiles.siz_b_DHHV, vecH.shape[0])
         masked_store(vecH.at[columns], jnp.zeros(columns.size, vecH.dtype), inside)
 
     has_row = (slot >= 0) & (slot < head["matC"].shape[0])
@@ -66,7 +66,7 @@ def _advance(
 ):
     (DHQK, DHV), scale, compiled = matC.shape[-2:], call.problem.qk_scale, not call.interpret
     siz_b_DHQK, siz_b_DHHV = call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
-    columns, in_columns = _block(part, siz_b_DHHV, DHV)
+    columns, in_columns = masked_block(part, siz_b_DHHV, DHV)
     num_blocks = blocks_over(DHQK, siz_b_DHQK)
 
     *qk, v_at = (vecQ, 0), (vecK, 0), (vecV, 0)
@@ -79,17 +79,17 @@ def _advance(
         return masked_load(ref.at[block], inside).astype(jnp.float32)
 
     def load(ik):
-        rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
-        C = masked_load(matC.at[(*row, rows, columns)], _outer(in_rows, in_columns))
+        rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
+        C = masked_load(matC.at[(*row, rows, columns)], outer_mask(in_rows, in_columns))
         q, k = (load_vector(at, rows, in_rows)[:, None] for at in qk)
         return C, q, k
 
     def update(ik, loaded, num):
-        rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
+        rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
         C, q, k = loaded
         C = decay * C.astype(jnp.float32) + (gain * k) * v[None, :]
         block = matC_new.at[(*row, rows, columns)]
-        masked_store(block, C.astype(matC_new.dtype), _outer(in_rows, in_columns))
+        masked_store(block, C.astype(matC_new.dtype), outer_mask(in_rows, in_columns))
         return num + jnp.sum(q * C, axis=0)
 
     # The first block is loaded before anything waits.
@@ -97,7 +97,7 @@ def _advance(
     gates = (scaI[0], scaI[1]) if scaF is None else (scaI[...], scaF[...])
     i, f = (gate.astype(jnp.float32) for gate in gates)
     v = load_vector(v_at, columns, in_columns)
-    whole, in_whole = _block(jnp.zeros((), jnp.int32), _at_least_a_tile(DHQK), DHQK)
+    whole, in_whole = masked_block(jnp.zeros((), jnp.int32), at_least_a_tile(DHQK), DHQK)
     q, k = (load_vector(at, whole, in_whole) for at in qk)
     n = load_vector((vecN if before is None else before, 0), whole, in_whole)
     m = None
@@ -121,17 +121,17 @@ def _advance(
     masked_store(vecH.at[columns], h.astype(vecH.dtype), in_columns)
 
 
-def _block(index, size: int, total: int):
+def masked_block(index, size: int, total: int):
     """The slice of a block, and a mask of its elements inside the axis; None: all are."""
     inside = None if total % size == 0 else index * size + lax.iota(jnp.int32, size) < total
     return block_at(index, size), inside
 
 
-def _at_least_a_tile(size: int) -> int:
+def at_least_a_tile(size: int) -> int:
     return max(next_power_of_two(size), MIN_TILE)
 
 
-def _outer(rows, columns):
+def outer_mask(rows, columns):
     if rows is None:
         return None if columns is None else columns[None, :]
     return rows[:, None] if columns is None else rows[:, None] & columns[None, :]
@@ -199,6 +199,6 @@ class Tiles(BaseTiles):
 
     def clamped(self, p: Problem) -> Self:
         """Tiles no larger than a head; they need not divide it, because heads are not padded."""
-        rows = min(self.siz_b_DHQK, _at_least_a_tile(p.DHQK))
-        columns = min(self.siz_b_DHHV, _at_least_a_tile(p.DHV))
+        rows = min(self.siz_b_DHQK, at_least_a_tile(p.DHQK))
+        columns = min(self.siz_b_DHHV, at_least_a_tile(p.DHV))
         return dataclasses.replace(self, siz_b_DHQK=rows, siz_b_DHHV=columns)

@@ -1,0 +1,470 @@
+"""ring_step in Triton: two launches.
+
+ring_scores has one CTA per head. It reads n and the ring's k and gates, which are small, stores the
+new tokens in the ring, flushes n and m, and advances the counters, all in place. It leaves the
+weights of the values, of C and of the flush to the second launch, which repeats no score.
+
+ring_read, grid (ceil(DHV / siz_b_DHHV), B * NH), with slots (ceil(DHV / siz_b_DHHV), NH, B): a CTA
+owns siz_b_DHHV columns of one head. It reads its part of C once, in blocks of siz_b_DHQK rows, each
+loaded while the preceding block is processed, and adds the values. The CTAs of a head that flushes
+then read C again, from the L2, and update it in place.
+
+FLOPs: 2 T B NH K V. Bytes: C once, B NH K V itemsize, and once more for the heads that flush, one
+in L; beside that the tokens in the ring, up to 2 B NH L (K + V) itemsize.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
+from mlstm_pallas.formulas.tiles import blocks_over, divide, dot, each, loop
+from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.gpu import Gpu
+from mlstm_pallas.stages.recurrent_step import rounded
+from mlstm_pallas.stages.ring_step import (
+    Operands,
+    Ring,
+    ages,
+    log_gates,
+    pending_tokens,
+    ring_weights,
+)
+from mlstm_pallas.stages.stage import Launch
+from mlstm_pallas.stages.stage import Tiles as BaseTiles
+from mlstm_pallas.triton.launch import (
+    floats,
+    kernel_call,
+    masked_load,
+    masked_store,
+    operands,
+)
+from mlstm_pallas.triton.recurrent_step import at_least_a_tile, masked_block, outer_mask
+
+
+class Weights(NamedTuple):
+    """What ring_scores leaves to ring_read, per head; T is padded to 16 or more."""
+
+    vecRing: Any  # (T, 2 L), of the ring's values in h
+    vecNew: Any  # (T, T), of the new tokens' values in h
+    scaState: Any  # (T,), of C^T q in h
+    vecFlush: Any  # (2 L,), of k v^T in C
+    scaDecay: Any  # (), of C in the flush
+    counters: Any  # (4,), the row of the oldest token, the tokens, whether the head flushes
+
+
+def _with_row(slots, pools, run, without_row):
+    """run(the row of the states); an entry whose slot has no row runs without_row."""
+    if slots is None:
+        return run(())
+    slot = slots[...].astype(jnp.int32)
+    has_row = (slot >= 0) & (slot < pools.shape[0])
+    lax.cond(has_row, lambda: run((slot,)), without_row)
+    return None
+
+
+def _whole(size):
+    """A slice that covers an axis, and the mask of its elements inside."""
+    return masked_block(jnp.zeros((), jnp.int32), at_least_a_tile(size), size)
+
+
+def _tokens(T):
+    """A slice of the tokens, and their mask: one, or 16 and more for a product."""
+    return (pl.ds(0, 1), None) if T == 1 else _whole(T)
+
+
+def _ring_scores_kernel(*, slots, **head):
+    """slots: (), the entry's row of the pools, or absent. ring_read needs nothing without a row."""
+    _with_row(slots, head["vecN"], lambda row: _scores(row, **head), lambda: None)
+
+
+def _scores(
+    row,  # (the row of the states,) in pools, otherwise ()
+    vecN,  # (DHQK,); states in pools have an axis P in front
+    scaM,  # (), or absent: the sigmoid input gate
+    ringK,  # (2 L, DHQK)
+    ringV,  # (2 L, DHV)
+    ringI,  # (2 L,)
+    ringF,  # (2 L,)
+    start,  # ()
+    fill,  # ()
+    pending,  # ()
+    accepted,  # (), or absent
+    matQ,  # (T, DHQK)
+    matK,  # (T, DHQK)
+    matV,  # (T, DHV)
+    vecI,  # (T,)
+    vecF,  # (T,)
+    vecN_new,  # out, in place, like all of the states that follow
+    scaM_new,
+    ringK_new,
+    ringV_new,
+    ringI_new,
+    ringF_new,
+    start_new,
+    fill_new,
+    pending_new,
+    *,
+    call,
+    normaliser,
+    **weights,  # out
+):
+    out = Weights(**weights)
+    (T, DHQK), size, scale = matQ.shape, ringI.shape[-1], call.problem.qk_scale
+    L, at, stabilised = size // 2, row or ..., scaM is not None
+    first, drafts = start[at], None if accepted is None else accepted[...]
+    old = fill[at] + pending_tokens(pending[at], drafts)
+    ring, (new, in_new) = pl.ds(0, size), _tokens(T)
+    age = ages(lax.iota(jnp.int32, size), first, size)
+    held = age < old
+
+    def log_gates_of(refs, mask):
+        i, f = (masked_load(ref, mask).astype(jnp.float32) for ref in refs)
+        log_i, log_f = log_gates(i, f, stabilised)
+        if mask is None:
+            return log_i, log_f
+        return jnp.where(mask, log_i, -jnp.inf), jnp.where(mask, log_f, 0.0)
+
+    gates: Any = log_gates_of((ringI.at[(*row, ring)], ringF.at[(*row, ring)]), held)
+    new_gates = log_gates_of((vecI.at[new], vecF.at[new]), in_new)
+    m = scaM[at].astype(jnp.float32) if stabilised else None
+    block = min(at_least_a_tile(DHQK), 64)
+    num_blocks = blocks_over(DHQK, block)
+
+    def load(ik):
+        columns, inside = masked_block(ik, block, DHQK)
+        K = masked_load(ringK.at[(*row, ring, columns)], outer_mask(held, inside))
+        n = masked_load(vecN.at[(*row, columns)], inside).astype(jnp.float32)
+        q, k = (
+            masked_load(ref.at[(new, columns)], outer_mask(in_new, inside)) for ref in (matQ, matK)
+        )
+        return q, K, k, n
+
+    def product(q, K):
+        if T > 1:
+            return _product(q, K, call, b_axis=1)
+        return jnp.sum(q.astype(jnp.float32) * K.astype(jnp.float32), axis=1)[None, :]
+
+    def add(ik, sums):
+        q, K, k, n = load(ik)
+        of_ring, of_new, of_n = sums
+        return (
+            of_ring + product(q, K),
+            of_new + product(q, k),
+            of_n + jnp.sum(q.astype(jnp.float32) * n[None, :], axis=1),
+        )
+
+    shapes = (new.size, size), (new.size, new.size), (new.size,)
+    sums = loop(num_blocks, add, tuple(jnp.zeros(x, jnp.float32) for x in shapes))
+    of_ring, of_new, w0, m_t = _step_weights(gates, new_gates, age, m)
+    of_ring, of_new = scale * sums[0] * of_ring, scale * sums[1] * of_new
+    of_new = jnp.where(_causal(new.size), of_new, 0.0)  # of a later k, which may be NaN
+    w0 = scale * w0
+    if normaliser is not None:
+        z = w0 * sums[2] + jnp.sum(of_ring, axis=1) + jnp.sum(of_new, axis=1)
+        inverse = normaliser.reciprocal(z, m_t)
+        of_ring, of_new = (x * inverse[:, None] for x in (of_ring, of_new))
+        w0 = w0 * inverse
+    out.vecRing[...], out.vecNew[...], out.scaState[...] = of_ring, of_new, w0
+    full = old >= L
+    for j, x in enumerate((first, old, full.astype(jnp.int32))):
+        out.counters[j] = x
+
+    @pl.when(full)
+    def flush():
+        compiled = not call.interpret
+        w0, w, m_new = ring_weights(
+            gates[0], gates[1], age, m, L, lambda x: rounded(x, scaM_new.dtype, compiled=compiled)
+        )
+        out.vecFlush[...], out.scaDecay[...] = w, w0
+
+        @each(num_blocks)
+        def _(ik):
+            columns, inside = masked_block(ik, block, DHQK)
+            _, K, _, n = load(ik)
+            # Not a product with w, which is 0 at the other rows: their k may be NaN.
+            added = jnp.where((age < L)[:, None], w[:, None] * K.astype(jnp.float32), 0.0)
+            n = w0 * n + jnp.sum(added, axis=0)
+            masked_store(vecN_new.at[(*row, columns)], n.astype(vecN_new.dtype), inside)
+
+        if scaM_new is not None:
+            scaM_new[at] = m_new.astype(scaM_new.dtype)
+        start_new[at] = L - first
+
+    fill_new[at] = jnp.where(full, old - L, old)
+    pending_new[at] = jnp.int32(T)
+    vectors = (ringK_new, matK), (ringV_new, matV)
+    _store_tokens(row, first + old, T, vectors, ((ringI_new, vecI), (ringF_new, vecF)))
+
+
+def _store_tokens(row, first, T, vectors, gates):
+    """Stores T tokens in the ring from a row on; vectors, gates: pairs of the ring's and theirs."""
+    stores, size = [], gates[0][0].shape[-1]
+    for t in range(T):
+        to, at_t = (first + t) & jnp.int32(size - 1), jnp.full((), t, jnp.int32)
+        for ref, x in vectors:
+            part, inside = _whole(x.shape[-1])
+            token = masked_load(x.at[(at_t, part)], inside)
+            stores.append((ref.at[(*row, to, part)], token, inside))
+        for ref, x in gates:
+            stores.append((ref.at[(*row, to)], x[at_t].astype(ref.dtype), None))
+    for store in stores:  # after all loads, which thus wait once
+        masked_store(*store)
+
+
+def _causal(size, distance=0):
+    t = lax.broadcasted_iota(jnp.int32, (size, size), 0)
+    return t >= lax.broadcasted_iota(jnp.int32, (size, size), 1) + distance
+
+
+def _step_weights(gates, new_gates, age, m):
+    """Of the ring (T, 2 L), of the new tokens (T, T) and of C (T,), and m_t (T,)."""
+    (log_i, log_f), (new_i, new_f) = gates, new_gates
+    younger = age[None, :] > age[:, None]
+    since = jnp.sum(jnp.where(younger, jnp.broadcast_to(log_f[None, :], younger.shape), 0.0), 1)
+    decay, causal = new_f, _causal(new_f.size)
+    if new_f.size > 1:
+        decay = jnp.cumsum(new_f)  # since the newest token of the ring
+    of_ring = (log_i + since)[None, :] + decay[:, None]
+    of_new = jnp.broadcast_to(new_i[None, :], causal.shape)
+    if new_f.size > 1:
+        steps = jnp.broadcast_to(new_f[:, None], causal.shape)
+        of_new += jnp.cumsum(jnp.where(_causal(new_f.size, 1), steps, 0.0), axis=0)
+        of_new = jnp.where(causal, of_new, -jnp.inf)
+    carried = jnp.sum(log_f) + decay
+    m_t = m_safe = jnp.zeros_like(carried)
+    if m is not None:
+        carried = carried + m
+        m_t = jnp.maximum(carried, jnp.maximum(jnp.max(of_ring, axis=1), jnp.max(of_new, axis=1)))
+        m_safe = jnp.where(m_t == -jnp.inf, 0.0, m_t)
+    of_ring, of_new = (jnp.exp(x - m_safe[:, None]) for x in (of_ring, of_new))
+    return of_ring, of_new, jnp.exp(carried - m_safe), m_t
+
+
+def _ring_read_kernel(*, slots, **head):
+    """slots: (), the entry's row of the pools, or absent."""
+    part = pl.program_id(0)
+    _with_row(
+        slots,
+        head["matC"],
+        lambda row: _read(row, part, **head),
+        lambda: _no_output(part, head["matH"], head["call"]),
+    )
+
+
+def _no_output(part, matH, call):
+    columns, inside = masked_block(part, call.tiles.siz_b_DHHV, matH.shape[-1])
+
+    @each(matH.shape[0])
+    def _(t):
+        masked_store(matH.at[(t, columns)], jnp.zeros(columns.size, matH.dtype), inside)
+
+
+def _read(
+    row,  # (the row of the states,) in pools, otherwise ()
+    part,  # the index of the CTA's columns
+    matC,  # (DHQK, DHV), the whole head's; states in pools have an axis P in front
+    ringK,  # (2 L, DHQK)
+    ringV,  # (2 L, DHV)
+    matQ,  # (T, DHQK)
+    matV,  # (T, DHV)
+    matH,  # out (T, DHV)
+    matC_new,  # out (DHQK, DHV), in place of C
+    *,
+    call,
+    **weights,
+):
+    x = Weights(**weights)
+    (DHQK, DHV), (T, _), size = matC.shape[-2:], matQ.shape, x.vecFlush.shape[0]
+    siz_b_DHQK, siz_b_DHHV = call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
+    columns, in_columns = masked_block(part, siz_b_DHHV, DHV)
+    num_blocks, one = blocks_over(DHQK, siz_b_DHQK), T == 1
+    # One token is a vector; a product has 16 or more.
+    zero = jnp.zeros((), jnp.int32)
+    tokens, in_tokens = (zero, None) if one else _whole(T)
+
+    def load(ik):
+        rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
+        C = masked_load(matC.at[(*row, rows, columns)], outer_mask(in_rows, in_columns))
+        mask = in_rows if one else outer_mask(in_tokens, in_rows)
+        return C, masked_load(matQ.at[(tokens, rows)], mask)
+
+    def product(a, B):
+        """a (T, ...) or (...,) times B."""
+        if not one:
+            return _product(a, B, call)
+        return jnp.sum(a.astype(jnp.float32)[:, None] * B.astype(jnp.float32), axis=0)
+
+    def add(loaded, total):
+        C, q = loaded
+        return total + product(q, C)
+
+    # The first block of C is loaded before anything waits. Until it comes, the values are added.
+    shape = (siz_b_DHHV,) if one else (tokens.size, siz_b_DHHV)
+    loaded = load(zero)
+    start, filled, flushes = (x.counters[j] for j in range(3))
+    # Blocks of the ring from the oldest token on; both halves of a short ring are one block.
+    block = min(size, 16)
+    first, end = (start, filled) if size > block else (0, block)
+
+    def rows_at(index):
+        return pl.ds((first + index * block) & (size - 1), block)
+
+    def values(rows, used):
+        return masked_load(ringV.at[(*row, rows, columns)], outer_mask(used, in_columns))
+
+    def add_values(index, h):
+        rows = rows_at(index)
+        age = ages(rows.start + lax.iota(jnp.int32, block), start, size)
+        return h + product(x.vecRing[tokens, rows], values(rows, age < filled))
+
+    if one:
+        V = masked_load(matV.at[(zero, columns)], in_columns)
+        h = x.vecNew[zero, zero] * V.astype(jnp.float32)
+    else:
+        V = masked_load(matV.at[(tokens, columns)], outer_mask(in_tokens, in_columns))
+        h = product(x.vecNew[tokens, tokens], V)
+    h = loop(divide(end + block - 1, block), add_values, h)
+    weight = x.scaState[tokens]
+    carry = loaded, jnp.zeros(shape, jnp.float32)
+    if num_blocks > 1:
+        carry = loop(num_blocks - 1, lambda ik, x: (load(ik + 1), add(*x)), carry)
+    h += (weight if one else weight[:, None]) * add(*carry)
+    inside = in_columns if one else outer_mask(in_tokens, in_columns)
+    masked_store(matH.at[(tokens, columns)], h.astype(matH.dtype), inside)
+
+    @pl.when(flushes != 0)
+    def flush():
+        decay = x.scaDecay[...]
+
+        @each(num_blocks)
+        def _(ik):
+            K_rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
+            inside = outer_mask(in_rows, in_columns)
+            C = masked_load(matC.at[(*row, K_rows, columns)], inside).astype(jnp.float32)
+
+            def add_outer(index, C):
+                rows = rows_at(index)
+                w = x.vecFlush[rows]
+                K = masked_load(ringK.at[(*row, rows, K_rows)], outer_mask(w != 0, in_rows))
+                V = values(rows, w != 0).astype(jnp.float32) * w[:, None]
+                return C + _product(K, V, call, a_axis=0)
+
+            C = loop(max(size // 2 // block, 1), add_outer, decay * C)
+            masked_store(matC_new.at[(*row, K_rows, columns)], C.astype(matC_new.dtype), inside)
+
+
+def _product(a: jax.Array, b: jax.Array, call: Launch, **axes: int) -> jax.Array:
+    """The product of two tiles in full float32 accuracy.
+
+    A float32 tile is three bfloat16 tiles where the other is bfloat16.
+    """
+    if call.interpret:
+        return dot(a.astype(jnp.float32), b.astype(jnp.float32), lax.Precision.HIGHEST, **axes)
+    if a.dtype == b.dtype != jnp.float32:
+        return dot(a, b, None, **axes)
+    if jnp.bfloat16 in (a.dtype, b.dtype):
+        exact = a.dtype == jnp.bfloat16
+        low, middle, high = (
+            dot(a, x, None, **axes) if exact else dot(x, b, None, **axes)
+            for x in _thirds(b if exact else a)
+        )
+        return low + middle + high
+    six = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+    return dot(a.astype(jnp.float32), b.astype(jnp.float32), six, **axes)
+
+
+def _thirds(x: jax.Array) -> tuple[jax.Array, ...]:
+    """Three bfloat16 tiles whose sum is x, the smallest first."""
+    high = x.astype(jnp.bfloat16)
+    x = x - high.astype(x.dtype)
+    middle = x.astype(jnp.bfloat16)
+    return (x - middle.astype(x.dtype)).astype(jnp.bfloat16), middle, high
+
+
+def ring_step(
+    x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
+) -> Ring:
+    """Runs the stage: ``stages/ring_step.py``."""
+    *heads, T, _ = x.matQ.shape
+    DHV, size, padded = x.matV.shape[-1], x.ringI.shape[-1], _tokens(T)[0].size
+    token, states, grid = "b", "b", call.tiles.grid(call.problem)
+    if x.slots is not None:  # b is an entry, c a head
+        token, states, grid = "bc", "0c", (grid[0], call.problem.NH, call.problem.B)
+    matrices = dict.fromkeys(("ringK", "ringV"), states + "00")
+    at = dict(vecN=states + "0", scaM=states) | matrices
+    at |= dict.fromkeys(("ringI", "ringF"), states + "0")
+    at |= dict.fromkeys(("start", "fill", "pending"), states)
+    weights = Weights(
+        (floats(*heads, padded, size), token + "00"),
+        (floats(*heads, padded, padded), token + "00"),
+        (floats(*heads, padded), token + "0"),
+        (floats(*heads, size), token + "0"),
+        (floats(*heads), token),
+        (jax.ShapeDtypeStruct((*heads, 4), jnp.int32), token + "0"),
+    )._asdict()
+    tokens = dict.fromkeys(("matQ", "matK", "matV"), token + "00")
+    present = [name for name in at if getattr(x, name) is not None]
+    inputs = (
+        operands(x, **at)
+        | operands(x, accepted=token, **tokens, vecI=token + "0", vecF=token + "0")
+        | dict(slots=(x.slots, "b"))
+    )
+    outputs = {f"{name}_new": (getattr(x, name), axes) for name, axes in at.items()} | weights
+    aliases = {j: j for j in range(len(present))}
+    h = jax.ShapeDtypeStruct((*heads, T, DHV), x.matQ.dtype)
+    of_C = dict(matC_new=(x.matC, states + "00"), matH=(h, token + "00"))
+    scores = dataclasses.replace(call.tiles, num_warps=call.tiles.score_warps)
+    y = kernel_call(
+        _ring_scores_kernel,
+        inputs,
+        outputs,
+        grid=grid[1:],
+        aliases=aliases,
+        call=dataclasses.replace(call, tiles=scores),
+        normaliser=normaliser,
+    )
+    z = kernel_call(
+        _ring_read_kernel,
+        dict(matC=(x.matC, states + "00"))
+        | {name: (y[f"{name}_new"], axes) for name, axes in matrices.items()}
+        | operands(x, matQ=token + "00", matV=token + "00")
+        | {name: (y[name], axes) for name, (_, axes) in weights.items()}
+        | dict(slots=(x.slots, "b")),
+        of_C,
+        grid=grid,
+        aliases={0: 0},
+        call=call,
+    )
+    after = {name: y[f"{name}_new"] for name in at}
+    return Ring(matH=z["matH"], matC=z["matC_new"], **after)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles(BaseTiles):
+    """A CTA of ring_read has one block of C in use and the next in flight."""
+
+    siz_b_DHQK: int = 64
+    siz_b_DHHV: int = 64
+    num_warps: int = 4
+    score_warps: int = 4  # of ring_scores
+
+    @classmethod
+    def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **asked: Any) -> Self:
+        """Few CTAs have narrow blocks, so that there are more of them, with all rows in flight."""
+        enough = gpu.filled_by(math.prod(cls().grid(p)), 12)
+        return cls() if enough else cls(256, 32)
+
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        return blocks_over(p.DHV, self.siz_b_DHHV), p.BNH
+
+    def clamped(self, p: Problem) -> Self:
+        """Tiles no larger than a head; they need not divide it, because heads are not padded."""
+        rows = min(self.siz_b_DHQK, at_least_a_tile(p.DHQK))
+        columns = min(self.siz_b_DHHV, at_least_a_tile(p.DHV))
+        return dataclasses.replace(self, siz_b_DHQK=rows, siz_b_DHHV=columns)

@@ -1,0 +1,357 @@
+"""Steps with a ring buffer against the recurrence in float64; drafts; flushes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from oracle import (
+    BACKENDS,
+    assert_close,
+    assert_same_bits,
+    collectives,
+    compare,
+    error,
+    in_float64,
+    in_layout,
+    loss_of,
+    lowered_for_cuda,
+    mesh_of,
+    oracle,
+    random_inputs,
+    refused,
+    sharded,
+    tolerance,
+)
+from stage_calls import row_of, rows_of
+
+from mlstm_pallas import (
+    KernelConfig,
+    mlstm_recurrent_sequence,
+    mlstm_recurrent_step,
+    mlstm_ring_flush,
+    mlstm_ring_states,
+    mlstm_ring_step,
+)
+
+TOKEN, INITIAL = ("q", "k", "v", "i", "f"), ("c_initial", "n_initial", "m_initial")
+
+
+def factors(m, expected):
+    """What brings states of one stabiliser to another."""
+    finite = np.isfinite(expected)
+    return np.exp(np.subtract(m, expected, where=finite, out=np.zeros_like(expected)))
+
+
+def ring_of(x, *, state_dtype=None, **options):
+    c, n, *m = (x[name] for name in INITIAL if name in x)
+    options = dict(dtype=x["q"].dtype, length=8) | options
+    return mlstm_ring_states(c.astype(state_dtype or c.dtype), n, *(m or [None]), **options)
+
+
+def generate(x, states, run, T, seed=0):
+    """Calls run(tokens, states, accepted) with T tokens until all of x are accepted.
+
+    The number accepted is random per entry and call. Other drafts are noise.
+
+    Returns:
+      h, (B, NH, S, DHV), the states and the number accepted of the last call.
+    """
+    draw, arrays = np.random.default_rng(seed), [np.asarray(x[name]) for name in TOKEN]
+    (B, _, S), at, accepted = arrays[3].shape, np.zeros(len(arrays[3]), int), None
+    h = np.zeros(arrays[2].shape, "float32")
+    while (at < S).any():
+        count = np.minimum(draw.integers(T == 1, T + 1, size=B), S - at)
+        rows = at[:, None] + np.arange(T)
+        drafts = []
+        for y in arrays:
+            noise = draw.normal(size=(B, y.shape[1], T, *y.shape[3:])).astype(y.dtype)
+            index = np.minimum(rows, S - 1)[:, None, :].reshape(B, 1, T, *[1] * (y.ndim - 3))
+            counts = (np.arange(T) < count[:, None])[:, None].reshape(B, 1, T, *[1] * (y.ndim - 3))
+            drafts.append(np.where(counts, np.take_along_axis(y, index, 2), noise))
+        new, states = run(drafts, states, accepted)
+        for b in range(B):
+            h[b, :, at[b] : at[b] + count[b]] = new[b, :, : count[b]]
+        at, accepted = at + count, count
+    return h, states, accepted
+
+
+def runner_of(T, *, layout="BNTH", slots=None, **options):
+    """A jitted call for ``generate``; one token has no axis T."""
+
+    @jax.jit
+    def run(drafts, states, accepted):
+        drafts = in_layout(layout, TOKEN, drafts)
+        if T == 1:
+            drafts = [y[:, :, 0] for y in drafts]
+        h, states = mlstm_ring_step(
+            *drafts, states, accepted=accepted, layout=layout, slots=slots, **options
+        )
+        return (h[:, :, None] if T == 1 else in_layout(layout, "h", [h])[0]), states
+
+    return run
+
+
+SMALL = KernelConfig(triton_ring_step=dict(siz_b_DHQK=16, siz_b_DHHV=16))
+
+
+# T, then options.
+CASES = """
+1 dtype="float32", heads=(80, 37)
+3 dtype="bfloat16"
+4 dtype="float32", gate="sigmoid"
+4 dtype="float32", gate="sigmoid", normalize=False
+3 dtype="bfloat16", state_dtype="bfloat16", length=16
+3 dtype="float16", state_dtype="float16", layout="BTNH"
+2 dtype="float32", slots=True
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("line", rows_of(CASES))
+def test_calls_are_the_recurrence(backend, line):
+    """Odd head sizes, with resets and masked tokens at any place of the ring."""
+    T, options = row_of(line, 1)
+    check_calls(int(T), backend, SMALL, **options)
+
+
+def check_calls(
+    T, backend, config=None, *, dtype, gate="exp", normalize=True, slots=False, heads=(40, 37),
+    S=25, state_dtype=None, length=8, layout="BNTH",
+):  # fmt: skip
+    sigmoid = gate == "sigmoid"
+    x = random_inputs(3, 3, 2, S, *heads, dtype=dtype, resets=True, m_initial=not sigmoid)
+    options = dict(input_gate=gate, normalize=normalize)
+    states = ring_of(x, state_dtype=state_dtype, length=length)
+    index = np.array([4, 0, 2], "int32") if slots else None
+    if slots:
+        pools = jax.tree.map(lambda y: jnp.zeros((5, *y.shape[1:]), y.dtype), states)
+        states = jax.tree.map(lambda pool, y: pool.at[index].set(y), pools, states)
+    run = runner_of(T, layout=layout, slots=index, backend=backend, config=config, **options)
+    h, states, accepted = generate(x, states, run, T)
+    if slots:
+        states = jax.tree.map(lambda y: y[index], states)
+    expected_h, *expected = oracle(x, **options)
+    bound = max(tolerance(dtype, heads[0]), tolerance(state_dtype or "float32", heads[0]))
+    assert_close(h, expected_h, bound, "h")
+    c, n, m = map(np.float64, mlstm_ring_flush(states, accepted=accepted, input_gate=gate))
+    factor = factors(m, expected[2])
+    compare("cn", (c * factor[..., None, None], n * factor[..., None]), expected[:2], bound)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_drafts_that_are_taken_back_leave_no_bit(backend):
+    """The same tokens in calls that accept others have the bits of the same states."""
+    x = random_inputs(4, 2, 2, 30, 16, 24, resets=True)
+    results = []
+    for T, seed in [(4, 0), (4, 1), (1, 2)] if backend != "xla" else [(4, 0), (4, 1)]:
+        _, states, accepted = generate(x, ring_of(x), runner_of(T, backend=backend), T, seed)
+        results.append(mlstm_ring_flush(states, accepted=accepted))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+@pytest.mark.parametrize(("B", "NH", "L"), [(4, 4, 8), (1, 8, 16), (3, 1, 8)])
+def test_flushes_are_spread_over_steps(B, NH, L):
+    x = random_inputs(5, B, NH, 2 * L, 4, 4)
+    states, run, flushes = ring_of(x, length=L), runner_of(1, backend="xla"), []
+    for t in range(2 * L):
+        before = states.start
+        _, states = run([x[name][:, :, t : t + 1] for name in TOKEN], states, None)
+        flushes.append(int(np.sum(states.start != before)))
+    assert max(flushes) <= -(-B * NH // L)
+    assert sum(flushes[L:]) == B * NH
+
+
+def test_a_full_ring_resumes():
+    x = random_inputs(6, 1, 1, 12, 8, 8)
+    states, run = ring_of(x, phase=0), runner_of(1, backend="xla")
+    for t in range(8):
+        _, states = run([x[name][:, :, t : t + 1] for name in TOKEN], states, None)
+    assert np.all(states.fill + states.pending == 8)
+    stored = jax.tree.map(np.asarray, states)
+    first = {name: y if name in INITIAL else y[:, :, :8] for name, y in x.items()}
+    assert_close(mlstm_ring_flush(stored)[0], oracle(first)[1], 1e-6)
+    last = [x[name][:, :, 8:] for name in TOKEN]
+    h, _ = runner_of(4, backend="xla")(last, stored, np.array([1]))
+    assert_close(h, oracle(x)[0][:, :, 8:], 1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_entries_without_a_row(backend):
+    """Their h is 0 whatever they are; rows without an entry keep their bits."""
+    x = random_inputs(7, 3, 2, 2, 16, 24)
+    pools = jax.tree.map(lambda y: jnp.concatenate([y, y]), ring_of(x))
+    tokens = [np.array(x[name]) for name in TOKEN]
+    for y in tokens:
+        y[1] = np.nan
+    slots = np.array([5, -1, 1], "int8")
+    h, after = runner_of(2, slots=slots, backend=backend)(tokens, pools, None)
+    assert not h[1].any()
+    assert np.isfinite(h).all()
+    unused = np.array([0, 2, 3, 4])
+    assert_same_bits(*(jax.tree.map(lambda y: y[unused], tree) for tree in (after, pools)))
+    assert np.all(after.pending[slots[[0, 2]]] == 2)
+
+
+def test_gradients_through_xla():
+    """They are those of mlstm_recurrent_sequence, through flushes and drafts."""
+    x = random_inputs(8, 2, 2, 12, 16, 8, f_shift=1.0)
+
+    def of_ring(x):
+        states, h = ring_of(x), []
+        for t in range(0, 12, 4):
+            tokens = [x[name][:, :, t : t + 4] for name in TOKEN]
+            new, states = mlstm_ring_step(*tokens, states, backend="xla")
+            h.append(new)
+        return loss_of(jnp.concatenate(h, axis=2), mlstm_ring_flush(states)[:2])
+
+    def of_sequence(x):
+        arguments = [x[name] for name in (*TOKEN, *INITIAL)]
+        h, (c, n, _) = mlstm_recurrent_sequence(*arguments, backend="xla")
+        return loss_of(h, (c, n))
+
+    result, expected = jax.jit(jax.grad(of_ring))(x), jax.jit(jax.grad(of_sequence))(x)
+    for name, y in expected.items():
+        assert_close(result[name], y, 1e-4, name)
+
+
+def test_the_kernels_refuse_derivatives():
+    x = random_inputs(9, 1, 1, 1, 16, 16)
+    states, tokens = ring_of(x), [x[name] for name in TOKEN]
+    message = 'the kernels of mlstm_ring_step have no derivatives; backend="xla" has them'
+
+    def h(v):
+        return jnp.sum(mlstm_ring_step(*tokens[:2], v, *tokens[3:], states, backend="interpret")[0])
+
+    refused(TypeError, message, jax.grad(h), tokens[2])
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_batch_and_heads_stay_sharded(kind):
+    x = random_inputs(10, 4, 2, 3, 16, 16)
+    arrays, heads = (*(x[name] for name in TOKEN), *ring_of(x)), P("x", "y")
+    states_of = type(ring_of(x))
+
+    def run(accepted, *arrays):
+        h, states = mlstm_ring_step(
+            *arrays[:5], states_of(*arrays[5:]), accepted=accepted, backend="interpret"
+        )
+        return h, *states
+
+    mesh, accepted = mesh_of((4, 2), kind), np.zeros(4, "int32")
+    put = sharded((accepted, *arrays), mesh, P("x"), *[heads] * len(arrays))
+    compiled = jax.jit(run).lower(*put).compile()
+    assert not collectives(compiled)
+    for y, z in zip(compiled(*put), jax.jit(run)(accepted, *arrays), strict=True):
+        assert tuple(y.sharding.spec[:2]) == ("x", "y")
+        assert error(np.float64(y), np.float64(z)) < 1e-6
+
+
+def test_a_step_updates_the_states_in_place():
+    """It is two launches."""
+    x = random_inputs(11, 2, 2, 1, 32, 48, dtype="bfloat16")
+    run = functools.partial(mlstm_ring_step, backend="triton")
+    tokens = [x[name][:, :, 0] for name in TOKEN]
+    text = lowered_for_cuda(jax.jit(run), *tokens, ring_of(x))
+    calls = [line for line in text.splitlines() if "custom_call @__gpu" in line]
+    assert len(calls) == 2
+    assert sum(line.count("operand_index") for line in calls) == 10
+    assert "stablehlo.concatenate" not in text
+
+
+def test_mapped_and_exported():
+    x = random_inputs(12, 3, 2, 2, 16, 16)
+    tokens, states = [x[name] for name in TOKEN], ring_of(x)
+    run = functools.partial(mlstm_ring_step, backend="interpret")
+    expected = jax.jit(run)(*tokens, states)
+    lead = jax.tree.map(lambda y: y[:, None], (tokens, states))
+    mapped = jax.jit(jax.vmap(lambda tokens, states: run(*tokens, states)))(*lead)
+    for y, z in zip(*map(jax.tree.leaves, (mapped, expected)), strict=True):
+        assert error(np.float64(y[:, 0]), np.float64(z)) < 1e-6
+    plain = jax.jit(lambda *x: mlstm_ring_step(*x[:5], type(states)(*x[5:]), backend="xla")[0])
+    exported = jax.export.export(plain)(*tokens, *states)
+    assert_close(exported.call(*tokens, *states), expected[0], 1e-6)
+
+
+@pytest.mark.parametrize("forget", [6.0, 10.0])
+def test_16_bits_round_less_often(forget):
+    check_rounding(forget, 1024)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forget", [0.0, 4.0, 6.0, 10.0])
+def test_16_bits_round_less_often_over_8192_tokens(forget):
+    check_rounding(forget, 8192)
+
+
+def check_rounding(forget, S):
+    """h of the last tokens has a smaller error than that of steps that round C at every token."""
+    x = random_inputs(13, 1, 2, S, 32, 16, f_shift=forget)
+    x |= {name: 0 * x[name] for name in INITIAL}
+    ring, expected = ring_of(x, state_dtype="bfloat16", length=16), oracle(x)[0]
+    steps = [jnp.moveaxis(x[name], 2, 0) for name in TOKEN]
+
+    def of_ring(states, token):
+        return mlstm_ring_step(*token, states, backend="xla")[::-1]
+
+    def of_steps(states, token):
+        return mlstm_recurrent_step(*token, *states, backend="xla")[::-1]
+
+    def error_of(step, states):
+        h = jax.jit(lambda states: jax.lax.scan(step, states, steps)[1])(states)
+        return error(jnp.moveaxis(h, 0, 2)[:, :, -64:], expected[:, :, -64:])
+
+    plain = ring.c, ring.n, ring.m
+    assert error_of(of_ring, ring) < 0.7 * error_of(of_steps, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [1, 4])
+def test_10000_tokens(T):
+    x = random_inputs(14, 2, 2, 10_000, 16, 24, resets=True, f_shift=4.0)
+    h, states, accepted = generate(x, ring_of(x, length=16), runner_of(T, backend="xla"), T)
+    expected = oracle(x)
+    assert_close(h, expected[0], tolerance("float32", 16))
+    c, _, m = map(np.float64, mlstm_ring_flush(states, accepted=accepted))
+    assert_close(c * factors(m, expected[3])[..., None, None], expected[1], 1e-6)
+
+
+def test_float64():
+    x = random_inputs(15, 1, 2, 4, 16, 8)
+
+    def run(x):
+        states = ring_of(x)
+        return mlstm_ring_step(*(x[name] for name in TOKEN), states, backend="xla")[0]
+
+    assert_close(in_float64(run, x), oracle(x)[0], 1e-13)
+
+
+def test_messages():
+    x = random_inputs(16, 2, 2, 5, 16, 8)
+    states, tokens = ring_of(x), [x[name] for name in TOKEN]
+    first = [y[:, :, :2] for y in tokens]
+    for message, kind, call in [
+        ("q has 5 tokens, expected at most 4, half the ring's length 8", ValueError,
+         lambda: mlstm_ring_step(*tokens, states)),
+        ("states is a tuple, expected RingStates, as mlstm_ring_states returns them", TypeError,
+         lambda: mlstm_ring_step(*first, tuple(states))),
+        ("states.n has shape (2, 2, 15), expected (B, NH, DHQK) = (2, 2, 16), as states.c has "
+         "shape (2, 2, 16, 8)", ValueError,
+         lambda: mlstm_ring_flush(states._replace(n=states.n[..., 1:]))),
+        ("k has dtype float32, expected bfloat16, that of the ring", TypeError,
+         lambda: mlstm_ring_step(*first, ring_of(x, dtype="bfloat16"))),
+        ("accepted has shape (3,), expected (B) = (2,)", ValueError,
+         lambda: mlstm_ring_step(*first, states, accepted=np.zeros(3, int))),
+        ("accepted has dtype float64, expected an integer dtype", TypeError,
+         lambda: mlstm_ring_step(*first, states, accepted=np.zeros(2))),
+        ("length is 12, expected a power of two from 8 to 64", ValueError,
+         lambda: ring_of(x, length=12)),
+        ("states.fill has dtype float32, expected int32", TypeError,
+         lambda: mlstm_ring_flush(states._replace(fill=states.m))),
+        ("states.m has values other than 0 with input_gate 'sigmoid', expected None or zeros",
+         ValueError, lambda: mlstm_ring_step(*first, states, input_gate="sigmoid")),
+    ]:  # fmt: skip
+        refused(kind, message, call)
