@@ -257,4 +257,6 @@ def main():
 if __name__ == "__main__":
     # Processes share the GPU; the warpgroups of interpreted kernels are threads.
     os.environ |= dict(XLA_PYTHON_CLIENT_ALLOCATOR="platform", JAX_NUM_CPU_DEVICES="8")
+    if platforms := os.environ.get("JAX_PLATFORMS"):
+        os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"  # for float64
     sys.exit(main())

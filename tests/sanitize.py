@@ -1,20 +1,30 @@
 """Runs every kernel at small shapes, forward and backward, for compute-sanitizer.
 
-With --fault, a kernel that reads out of bounds.
+--run: what runs, "shapes" or one of FEATURES, with --backend. With --eager every array between
+kernels is an allocation of its own, so that an access beyond it is found. With --fault, a kernel
+that reads out of bounds.
 
 tests/test_gpu_sanitizer.py runs this under every tool.
 """
 
 import argparse
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from oracle import HELPERS, cotangents_for, gradients_of_call, random_inputs, token_at
 
-from mlstm_pallas import KernelConfig, mlstm_recurrent_step
+from mlstm_pallas import (
+    KernelConfig,
+    mlstm_chunkwise,
+    mlstm_recurrent_sequence,
+    mlstm_recurrent_step,
+    pack_lengths,
+)
 from mlstm_pallas.stages import STAGES
 
 KERNELS = (*STAGES, *HELPERS)
@@ -47,6 +57,59 @@ def run_kernels():
                 assert jnp.isfinite(x).all(), (dtype, S)
 
 
+# Of three rows, the first and the last one have no steps: what is read before or beyond the chunks
+# of these rows is before or beyond the array.
+LENGTHS = np.array([0, 77, 0])
+SEGMENTS = pack_lengths([[0, 90, 0], [37, 50, 60], [0, 0, 0]], 200)[0]
+FEATURES = {
+    "lengths": dict(sequence_lengths=LENGTHS),
+    "reverse": dict(sequence_lengths=LENGTHS, reverse=True),
+    "segments": dict(segment_ids=SEGMENTS),
+    "prompts": dict(segment_ids=SEGMENTS, num_segments=3),
+    "prompts_of_lengths": dict(
+        segment_ids=SEGMENTS, num_segments=3, sequence_lengths=np.array([90, 77, 0])
+    ),
+    "slots": None,
+}
+
+
+def run_feature(name, backend):
+    """Calls with a feature, and their gradients: the fused scan and materialised states.
+
+    Heads of 64 and 128, for which there are all Mosaic GPU kernels.
+    """
+    inputs = random_inputs(0, 3, 2, 200, 64, 128, dtype="bfloat16", resets=True)
+    if name == "slots":
+        return run_slots(inputs, backend)
+    for fused in (True, False):
+        run = functools.partial(
+            mlstm_chunkwise,
+            return_last_states=True,
+            backend=backend,
+            config=KernelConfig(fused=fused),
+            **FEATURES[name],
+        )
+
+        @jax.jit
+        def both(*x, run=run):
+            results, vjp = jax.vjp(run, *x)
+            return results, vjp(results)
+
+        for x in jax.tree.leaves(both(*inputs.values())):
+            assert not jnp.isnan(x).any(), (name, fused)
+
+
+def run_slots(inputs, backend):
+    """Rows of pools, of which a slot of -1 and one beyond the pool have none."""
+    slots, options = np.array([2, -1, 3]), dict(backend=backend)
+    step = jax.jit(functools.partial(mlstm_recurrent_step, slots=slots, **options))
+    tokens = {name: x if "initial" in name else x[:, :, :5] for name, x in inputs.items()}
+    tokens |= dict(slots=slots, sequence_lengths=np.array([0, 3, 5]))
+    sequence = jax.jit(functools.partial(mlstm_recurrent_sequence, **options))
+    for x in jax.tree.leaves((step(**token_at(inputs, 0)), sequence(**tokens))):
+        assert not jnp.isnan(x).any()
+
+
 def run_fault():
     def reads_beyond(x, y):
         y[...] = x[pl.ds(pl.program_id(0) * 2**20, 1024)]
@@ -59,6 +122,14 @@ def run_fault():
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", choices=["shapes", *FEATURES], nargs="*", default=["shapes"])
+    parser.add_argument("--backend", default="triton")
+    parser.add_argument("--eager", action="store_true")
     parser.add_argument("--fault", action="store_true")
-    run_fault() if parser.parse_args().fault else run_kernels()
+    options = parser.parse_args()
+    with jax.disable_jit() if options.eager else contextlib.nullcontext():
+        for name in [] if options.fault else options.run:
+            run_kernels() if name == "shapes" else run_feature(name, options.backend)
+    if options.fault:
+        run_fault()
     print("all ran")
