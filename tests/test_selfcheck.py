@@ -29,7 +29,7 @@ def errors_in_bounds(capsys, call):
 
 STATES = dict(return_last_states=True)
 PROMPTS = CALL | dict(kind=dict(num_segments=3) | STATES, layout="BTNH")
-REVERSE = CALL | dict(kind=dict(reverse=True) | STATES, segments=True, masked=0.1)
+REVERSE = CALL | dict(kind=dict(reverse=True) | STATES, segments=True, masked=True)
 TOKENS = selfcheck.draw(186, 0, ["xla"]) | SMALL
 
 
