@@ -4,9 +4,7 @@
 transpose in global memory, which plgpu refuses because registers hold pairs of columns.
 ``copy_steps`` copies a tile in the layout that wgmma reads, from or to an array whose number of
 steps is no multiple of 8. plgpu's TMA copies refuse such an array, because they view it as whole
-groups of 8 rows. ``inline_sum_over_rows`` sums over the rows of a tile. jnp.sum cannot be used for
-it, because it has one scratch in shared memory for all warpgroups of a CTA, which is a race. A
-search for a jax issue about either found none (November 2026). When jax has both, this file can go.
+groups of 8 rows. A search for a jax issue about it found none (November 2026).
 
 The lowering rule of ``barrier_address`` needs jax._src, which is imported when a kernel has such an
 address: inline_mgpu passes arrays and references to memory, no barriers, and jax has no public way
@@ -23,7 +21,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import launch_context, utils
 from jax.extend.core import Primitive
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
 from mlstm_pallas.formulas.tiles import remainder
 from mlstm_pallas.mosaic_gpu.launch import plgpu, tile_transforms
@@ -148,59 +146,3 @@ def inline_load_transposed(_, zeros, array) -> mgpu.FragmentedArray:
 
 def inline_store_transposed(_, tile, array) -> None:
     tile.foreach(lambda x, at: memref.store(x, array, at[::-1]))
-
-
-def by_lanes(columns: int):
-    """The layout of 32 or 64 elements: every warp has all, every lane has neighbouring ones."""
-    tiling = plgpu.Tiling(((columns,), (columns // 32,)))
-    return plgpu.Layout.TILED(
-        tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
-    )
-
-
-def inline_sum_over_rows(_, tile, scratch) -> mgpu.FragmentedArray:
-    """Sums over the rows of a tile by exchanges between lanes.
-
-    Each lane holds 16 or 8 columns of two rows. In each round two lanes with the same columns
-    exchange halves of their sums.
-
-    After the rounds each lane has the sums of two neighbouring columns over the warp's 16 rows.
-    With 64 columns lane x has columns 2 x and 2 x + 1. With 32 columns two lanes have the same
-    columns, because in the last round they add up their halves. The sums of the four warps meet in
-    shared memory.
-    """
-    index, columns = ir.IndexType.get(), tile.shape[1]
-    # Each entry has two neighbouring columns: [columns from 8 j on, row of the lane].
-    sums = [arith.addf(x, y) for x, y in tile.registers.reshape(columns // 8, 2)]
-    thread = arith.remui(utils.thread_idx(), _i32(128))
-    lane, warp = arith.remui(thread, _i32(32)), arith.divui(thread, _i32(32))
-    for distance in (16, 8, 4):
-        half = len(sums) // 2
-        if half == 0:
-            sums = [arith.addf(sums[0], utils.shfl_bfly(sums[0], distance))]
-            continue
-        bit = arith.andi(lane, _i32(distance))
-        upper = arith.cmpi(arith.CmpIPredicate.ne, bit, _i32(0))
-        halves = sums[:half], sums[half:]
-        kept = [arith.select(upper, y, x) for x, y in zip(*halves, strict=True)]
-        sent = [arith.select(upper, x, y) for x, y in zip(*halves, strict=True)]
-        sums = [
-            arith.addf(x, utils.shfl_bfly(y, distance)) for x, y in zip(kept, sent, strict=True)
-        ]
-
-    def place(warp, column):
-        return [arith.index_cast(index, arith.addi(arith.muli(warp, _i32(columns)), column))]
-
-    per_lane = columns // 32
-    group = arith.divui(lane, _i32(8 // per_lane))
-    in_group = arith.muli(arith.remui(lane, _i32(4)), _i32(2))
-    first = arith.addi(arith.muli(group, _i32(8)), in_group)
-    vector.store(sums[0], scratch, place(warp, first))
-    utils.warpgroup_barrier()
-    of_lane = ir.VectorType.get((per_lane,), ir.F32Type.get())
-    column = arith.muli(lane, _i32(per_lane))
-    a, b, c, d = (vector.load(of_lane, scratch, place(_i32(other), column)) for other in range(4))
-    utils.warpgroup_barrier()  # because the next sums reuse the scratch
-    total, layout = arith.addf(arith.addf(a, b), arith.addf(c, d)), by_lanes(columns).to_mgpu()
-    registers = np.full(layout.registers_shape((columns,)), total, dtype=object)
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.mosaic_gpu.inline_mlir import by_lanes, inline_sum_over_rows
 from mlstm_pallas.mosaic_gpu.interpretable import interpretable
-from mlstm_pallas.mosaic_gpu.launch import BY_ROWS, WG_ROWS, plgpu
+from mlstm_pallas.mosaic_gpu.launch import BY_COLUMNS, BY_ROWS, WG_ROWS, plgpu
 
 SUM_SCRATCH = 4 * WG_ROWS  # float32 elements, for ``sum_over_rows``
 
@@ -67,16 +66,15 @@ def onto(issue: Callable[..., None], *initial: jax.Array) -> Sequence[jax.Array]
 
 @interpretable
 def sum_over_rows(x: jax.Array, scratch):
-    """The sums over axis 0 of a float32 tile (64, 32 or 64), ``by_lanes``.
+    """jnp.sum(x, axis=0), BY_COLUMNS, of a float32 tile of 64 rows.
 
-    jnp.sum has one scratch per CTA. It also exchanges each sum with all lanes that hold a part of
-    it, which takes 48 shuffles per lane.
-
-    scratch: SUM_SCRATCH elements that no other warpgroup uses.
+    scratch: SUM_SCRATCH elements that no other warpgroup uses. jnp.sum has one scratch for all
+      warpgroups of a CTA, which is a race.
     """
-    columns = plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=by_lanes(x.shape[1]))
+    shape = plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=BY_COLUMNS)
     types = plgpu.Layout.WGMMA, plgpu.RefType()
-    return plgpu.inline_mgpu(arg_types=types, return_type=columns)(inline_sum_over_rows)(x, scratch)
+    inline = plgpu.inline_mgpu(arg_types=types, return_type=shape)
+    return inline(lambda _, tile, scratch: tile.reduce("add", 0, scratch))(x, scratch)
 
 
 @interpretable

@@ -43,7 +43,6 @@ from mlstm_pallas.mosaic_gpu.copies import (
     write_out,
 )
 from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows, load_or_zeros
-from mlstm_pallas.mosaic_gpu.inline_mlir import by_lanes
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
@@ -217,7 +216,7 @@ def _recurrence(
         y.prologue()
     gamma = x.gamma[head, chunk_at(np.int32(0))]
     XT = load_or_zeros(x.X_initial, (head, X_columns, of_rows))
-    vector = load_or_zeros(x.x_initial, (head, x_rows), by_lanes(x_size)) if sums_x else None
+    vector = load_or_zeros(x.x_initial, (head, x_rows), BY_COLUMNS) if sums_x else None
     XT, vector, _ = loop(num_chunks, join, (XT, vector, gamma))
     last_split = 0 if x.backward else num_splits - 1
 

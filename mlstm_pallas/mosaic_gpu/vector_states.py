@@ -24,8 +24,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.splits import split_states, splits_of
 from mlstm_pallas.formulas.tiles import blocks, loop
-from mlstm_pallas.mosaic_gpu.inline_mlir import by_lanes
-from mlstm_pallas.mosaic_gpu.launch import block, float32, load, mosaic_call, unravel
+from mlstm_pallas.mosaic_gpu.launch import block, float32, load, mosaic_call, plgpu, unravel
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
@@ -42,6 +41,14 @@ def _columns(D: int) -> int:
     return 32 if D % 64 else 64
 
 
+def _by_lanes(columns: int):
+    """The layout of 32 or 64 elements: every warp has all, every lane has neighbouring ones."""
+    tiling = plgpu.Tiling(((columns,), (columns // 32,)))
+    return plgpu.Layout.TILED(
+        tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
+    )
+
+
 def _kernel(
     added,  # (B * NH, NC, D)
     gamma,  # (B * NH, NC)
@@ -53,7 +60,7 @@ def _kernel(
 ) -> None:
     _, NC, D = added.shape
     head, column = unravel(lax.axis_index("program"), blocks(D, _columns(D)))
-    columns, layout = block(column, _columns(D)), by_lanes(_columns(D))
+    columns, layout = block(column, _columns(D)), _by_lanes(_columns(D))
     groups, rest = divmod(NC, AHEAD)
 
     def chunks_from(first, count):
