@@ -93,9 +93,6 @@ def draw(seed, number, backends):
     if number < len(EDGES) and "mosaic_gpu" in backends[0]:
         call = {name: x[0] for name, x in CHUNKWISE.items()} | EDGES[number]
         call |= dict(function="mlstm_chunkwise", backend=backends[0], seed=seed)
-    if call["forget"] < 0:  # steps alone, in which n . q cancels; too small a decay for float16
-        call |= dict(masked=0, gate=dict(input_gate="sigmoid", normalize=False))
-        call["forget"] *= call["dtype"] != "float16"
     # The recurrence in float64 keeps all states.
     call["S"] = min(call["S"], 3 * 10**7 // (call["DHQK"] * call["DHV"]))
     return call

@@ -173,8 +173,7 @@ def _recurrence(
         last = lax.convert_element_type(num_chunks - 1, np.int32)
         following = x.gamma[head, chunk_at(lax.min(index + 1, last))]
         if out.X is not None:
-            to = out.X.at[head, chunk]
-            _store_state(index, XT, to, X_columns, columns, out_smem.at[wg])
+            _store_state(index, XT, out.X.at[head, chunk], X_columns, columns, out_smem.at[wg])
         first = index * n
 
         def store_inner(tile, slot, carry):

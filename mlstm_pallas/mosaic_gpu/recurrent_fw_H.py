@@ -115,9 +115,8 @@ def _clear(h, steps_of, num_chunks, places) -> None:
 
         @each(num_chunks)
         def clear_chunk(chunk, tile=tile, columns=columns):
-            pl.when(columns.start < h.shape[1])(
-                functools.partial(copy_out, tile, h.at[steps_of(chunk), columns])
-            )
+            clear = functools.partial(copy_out, tile, h.at[steps_of(chunk), columns])
+            pl.when(columns.start < h.shape[1])(clear)
 
 
 def _kernel(
@@ -178,8 +177,8 @@ def _kernel(
         pl.when(index > 0)(lambda: ring.refill(index - 1))
         slot = ring.wait(index)
         tiles = {name: x.at[slot] for name, x in slots.items()}
-        following = part.first + chunk_at(lax.min(index + 1, part.num_chunks - 1))
-        next_gamma = gamma_gmem[head, following]
+        following = chunk_at(lax.min(index + 1, part.num_chunks - 1))
+        next_gamma = gamma_gmem[head, part.first + following]
         size = lax.min(part.end - part.begin - chunk * L, np.int32(L)) if in_list else None
         r, abar = (across_rows(load(tiles[x], BY_COLUMNS)) for x in ("r", "abar"))
 
@@ -197,11 +196,9 @@ def _kernel(
                     if C_states_gmem is not None:  # predicated, because a branch costs registers
                         stored = divide(chunk, store_every)
                         states = C_states_gmem.at[head, stored, of_tile, columns]
-                        here = remainder(index, store_every) == 0
-                        here = here if within is None else here & within
-                        tile = C_smem.at[wg, j % 2]
+                        here, tile = remainder(index, store_every) == 0, C_smem.at[wg, j % 2]
                         write_out(tile.T, CT_tile, pending)
-                        copy_out(tile, states, here)
+                        copy_out(tile, states, here if within is None else here & within)
 
             hT = products.from_zeros(inter, WG_ROWS, L) * r
             if operands.partial is not None:
@@ -231,8 +228,8 @@ def _kernel(
 
     (ring := CopyRing(barriers, part.num_chunks, load_slot)).prologue()
     columns = [columns_of(b)[1] for b in range(num_blocks)]
-    of_state = [pl.ds(launch * rows + start, size) for start, size in pieces]
-    CT = [[_initial(C_initial_gmem, part, x, y) for x in of_state] for y in columns]
+    rows_of = [pl.ds(launch * rows + start, size) for start, size in pieces]
+    CT = [[_initial(C_initial_gmem, part, x, y) for x in rows_of] for y in columns]
     first = part.first + lax.max(chunk_at(np.int32(0)), np.int32(0))  # there may be no chunks
     CT, _ = loop(part.num_chunks, join, (CT, gamma_gmem[head, first]))
     if C_last_gmem is not None:
