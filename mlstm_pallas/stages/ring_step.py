@@ -116,7 +116,7 @@ def ring_weights(
 
 
 def pending_tokens(pending: Array, accepted: Array | None) -> Array:
-    """How many of the pending tokens fill."""
+    """How many of the pending tokens count."""
     return pending if accepted is None else jnp.minimum(jnp.maximum(accepted, 0), pending)
 
 
