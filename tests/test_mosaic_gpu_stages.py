@@ -180,7 +180,8 @@ def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger(
     ("BNH", "S", "L", "share", "has_dm"),
     [
         (2, 384, 128, 1.0, True),  # blocks of 128 steps, runs over several of them
-        (1, 1536, 512, 0.99, True),  # one chunk per block
+        (1, 1536, 512, 0.99, True),  # one chunk per block, each of which joins the later ones
+        (2, 640, 128, 1.0, True),  # XLA joins more than four blocks
         slow(1, 1024, 1024, 0.5, False),  # two blocks per chunk
         slow(1, 512, 128, 0.99, True),  # four chunks per block
     ],

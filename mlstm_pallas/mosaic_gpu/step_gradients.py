@@ -5,8 +5,15 @@ The kernel computes what ``stages/step_gradients.py`` does, with tiles of 64 ste
 Grid (B * NH * blocks of up to 512 steps). A CTA is one warpgroup and owns a block, in 128 rows of
 up to 4 steps. ``chunk_scans.py`` has the three scans over its steps: the sum over queries from each
 step to the end of its tile, the sum over keys before each step, and the gradient of m, which flows
-from step to step backward in time. XLA computes the carry of the last scan into each block, and
-what flows through each tile (``gate_gradients.through_tiles``).
+from step to step backward in time. The carry of the last scan into a block comes from the blocks
+behind it. If a sequence has few blocks, a CTA computes its carry from these blocks itself.
+Otherwise XLA sums the first run of steps of each block and scans these sums over the blocks.
+
+What flows through a whole tile is what flows through its chunk, plus a sum over the other tiles of
+the chunk (``gate_gradients.through_tiles``). The kernel computes the terms of that sum place by
+place and adds them to the tile's queries and to its keys: the queries from t on and the keys before
+t cover each place once, so every step gets the whole sum. In chunks of more than 512 steps XLA
+computes it.
 
 Bytes: L / 32 + 8 vectors of B NH S float32. There is no matrix product.
 """
@@ -18,6 +25,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.gate_gradients import segmented_suffix_sum, through_tiles
 from mlstm_pallas.formulas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
@@ -48,6 +56,33 @@ from mlstm_pallas.stages.stage import Launch
 from mlstm_pallas.stages.step_gradients import Operands
 
 T = WG_ROWS
+_FEW_BLOCKS = (
+    4  # per sequence; XLA's four kernels take longer than a CTA that reads the later blocks
+)
+
+
+def _between_tiles(p, read: Sequence[Array], written: Array, tile: Array, buffers) -> Array:
+    """An array (LANES, steps) whose sums over tiles are what flows through each from and to others.
+
+    Args:
+      read: [d - 1]: what queries read from before the tile d places earlier, d < n.
+      written: what keys write to beyond the chunk.
+      tile: the index of the tile in its chunk, in time.
+      buffers: shared (n, LANES + rows of n - 1 tiles, steps). Unwritten rows are read, not used.
+    """
+    n, rows = len(read) + 1, written.shape[0]
+    tile_rows = (buffers.shape[1] - rows) // (n - 1)
+
+    def at(slot, tiles):
+        return buffers.at[slot, pl.ds(p.place(tiles, n) * tile_rows, rows)]
+
+    for d, x in enumerate(read, 1):
+        store_rows(at(d - 1, 0), x)
+    store_rows(at(n - 1, n - 1), written)
+    plgpu.commit_smem()
+    later = [jnp.where(tile + d < n, load_rows(at(d - 1, d)), 0.0) for d in range(1, n)]
+    earlier = [jnp.where(tile >= d, load_rows(at(n - 1, n - 1 - d)), 0.0) for d in range(1, n)]
+    return functools.reduce(jnp.add, later + earlier)
 
 
 def _to_previous_step(scan: Scan, dm, flags, buffer) -> Sequence[Any]:
@@ -65,21 +100,42 @@ def _to_previous_step(scan: Scan, dm, flags, buffer) -> Sequence[Any]:
     return scan.running(join, (dm, flows), (0.0, 1.0), buffer)
 
 
+def _carry(p, dm, flags, block: Array, buffer, firsts):
+    """The gradient that flows into the m of a block's last step from the blocks behind it.
+
+    dm, flags: (blocks * LANES, steps) of a head; firsts: shared (blocks * LANES, 2).
+    """
+    scan = Scan(LANES, not p.reverse)
+    sums = _to_previous_step(scan, load_rows(dm), load_rows(flags), buffer)
+    write(firsts, jnp.concatenate(scan.last_columns(*sums), axis=1))
+    plgpu.commit_smem()
+    carry, num_blocks = jnp.float32(0), dm.shape[0] // LANES
+    block = p.place(block, num_blocks)
+    for later in reversed(range(1, num_blocks)):
+        first = p.place(later, num_blocks) * LANES + p.place(0, LANES)
+        through = firsts[first, 0] + jnp.where(firsts[first, 1] > 0, carry, 0.0)
+        carry = jnp.where(block < later, through, carry)
+    return carry
+
+
 def _kernel(
     per_query,  # (B * NH, n, rows of a sequence, steps), n tiles per chunk
     per_key,  # likewise
     diagonal,  # (B * NH, rows of a sequence, steps), like all without a shape
     q_inter,
     k_inter,
-    through,  # (B * NH, S / T)
+    through,  # (B * NH, NC), or (B * NH, S / T)
     f,
     flags,  # int32
     dm,  # absent if m is a constant
-    carries,  # (B * NH, blocks) into each block; absent without dm
+    carries,  # (B * NH, blocks) into each block; absent if a CTA computes its carry
     di,  # out
     df,  # out
     dm_first,  # out (B * NH, blocks) of the first step of each block; absent without dm
+    other_tiles,  # shared, see _between_tiles; absent if through has all tiles
     scans,  # shared, three scan_buffers
+    carry_scan,  # shared, see _carry; absent with carries
+    firsts,  # likewise
     *,
     p,
     tile_rows: int,
@@ -102,6 +158,8 @@ def _kernel(
     first_tile = block * num_tiles
     tile = p.place((divide(row, tile_rows) + first_tile) & np.int32(n - 1), n)
     queries, keys, keys_intra = (vector(x.at[head]) for x in (q_inter, k_inter, diagonal))
+    through_size = head_rows // tile_rows // through.shape[1]  # in tiles
+    read, written = [queries] * (through_size - 1), keys
     for other in range(n):
         at = head, p.place(other, n)
         W_queries, W_keys = vector(per_query.at[at]), vector(per_key.at[at])
@@ -109,16 +167,27 @@ def _kernel(
         queries += jnp.where(tile >= other, W_queries, 0.0) - intra
         keys += jnp.where(tile < other, W_keys, 0.0)
         keys_intra += intra
+        read = [x + jnp.where(tile > other + d, W_queries, 0.0) for d, x in enumerate(read, 1)]
     flag = vector(flags.at[head])
     log_i_gradient = keys + keys_intra
+    if other_tiles is not None:
+        between = _between_tiles(p, read, written, tile, other_tiles)
+        queries, keys = queries + between, keys + between
     (from_step,) = back.running(add, [queries], [0.0], scans.at[0])
     keys = ahead.shifted(keys, 0.0, scans.at[1])
     (before_step,) = ahead.running(add, [keys], [0.0], scans.at[2])
-    (whole,) = of_chunks([[through[head, first_tile + j] for j in range(num_tiles)]], LANES)
-    log_f_gradient = from_step + before_step + across(whole, steps)
+    chunks = range(0, num_tiles, through_size)
+    whole = of_chunks(
+        [[through[head, divide(first_tile + j, through_size)] for j in chunks]], LANES
+    )
+    log_f_gradient = from_step + before_step + across(whole[0], steps)
     log_f_gradient = jnp.where((flag & DECAY_NONZERO) > 0, log_f_gradient, 0.0)
     if dm is not None:
-        carry, dm_block = carries[head, block], vector(dm.at[head])
+        if carries is None:
+            carry = _carry(p, dm.at[head], flags.at[head], block, carry_scan, firsts)
+        else:
+            carry = carries[head, block]
+        dm_block = vector(dm.at[head])
         later, flows = _to_previous_step(block_back, dm_block, flag, scans.at[0])
         later += jnp.where(flows > 0, carry, 0.0)
         dm_total = dm_block + block_back.shifted(later, carry, scans.at[1])
@@ -156,16 +225,22 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
     # Materialised, because otherwise each sum over a block would read all that flags depend on, and
     # its few threads would compute all that dm depends on.
     flags, dm = lax.optimization_barrier((flags, dm))
+    few = dm is not None and num_blocks <= _FEW_BLOCKS
     tile_rows, head_rows = T // steps, p.S // steps
     carries = None
-    if dm is not None:
+    if dm is not None and not few:
         dm_in_time, flags_in_time = call.in_time((dm, flags))
         carries = call.in_time(_carries(dm_in_time, flags_in_time, size))
-    of_tiles = call.in_time((pairs, q_dot_dq_inter, k_dot_dk_inter, through))
-    through = call.in_time(through_tiles(*of_tiles))
+    in_block = 1 < n <= blocks(size, T)
+    if not in_block:
+        of_tiles = call.in_time((pairs, q_dot_dq_inter, k_dot_dk_inter, through))
+        through = call.in_time(through_tiles(*of_tiles))
 
     def by_rows(x, *tiles):
         return None if x is None else x.reshape(p.BNH, *tiles, head_rows, steps)
+
+    def shared(present, *shape):
+        return plgpu.SMEM(shape, jnp.float32) if present else None
 
     y = mosaic_call(
         functools.partial(_kernel, p=p, tile_rows=tile_rows),
@@ -175,7 +250,12 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
             **dict.fromkeys(("di", "df"), float32(p.BNH, head_rows, steps)),
             "dm_first": None if dm is None else float32(p.BNH, num_blocks),
         },
-        scratch={"scans": plgpu.SMEM((3, *scan_buffer(2, LANES, LANES).shape), jnp.float32)},
+        scratch={
+            "other_tiles": shared(in_block, n, LANES + (n - 1) * tile_rows, steps),
+            "scans": shared(True, 3, *scan_buffer(2, LANES, LANES).shape),
+            "carry_scan": scan_buffer(2, head_rows, LANES) if few else None,
+            "firsts": shared(few, head_rows, 2),
+        },
         interpret=call.interpret,
         infer_layouts=False,
     )(
