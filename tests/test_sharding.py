@@ -254,6 +254,7 @@ CHANGES = dict(
     **dict(has_initial_state=False, pooled=True),
 )
 CONFIGS = dict(chunk_size=32, precision=jax.lax.Precision.HIGH, fused=False, num_splits=2)
+CONFIGS["batch_invariant"] = True
 CONFIGS["tiles"] = dict(triton_parallel_fw_H=dict(num_warps=2))
 
 
