@@ -65,6 +65,7 @@ def test_pools_have_rows_beside_the_step_without_them(monkeypatch):
     assert measured("--impl=xla", "--slots=1")[0] == 2
 
 
+@pytest.mark.slow
 def test_rings_beside_the_step_without_them():
     code, rows = measured("--impl=xla", "--slots=5", "--ring=8", "--tokens=1,2")
     expected = [

@@ -102,6 +102,7 @@ def served(params, continuous):
     return answers, [len(loop.args[5]) for loop in decode.call_args_list]
 
 
+@pytest.mark.slow
 def test_each_of_200_answers_is_the_answer_alone(params, expected):
     (continuous, rows), (fixed, rows_of_fixed) = (served(params, x) for x in (True, False))
     for answers in (continuous, fixed):
