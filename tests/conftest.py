@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracle import needs_compiler, needs_mosaic_gpu
 
 # The older of XLA's code generators for CPUs compiles in half the time. One LLVM module per program
 # instead of up to 32, without inlining before the split, saves a quarter of the rest.
@@ -92,9 +93,13 @@ def pytest_runtest_protocol(item):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """The quick selection has only those GPU tests that are marked smoke. Quick tests of
-    interpreted Mosaic GPU kernels have a time limit of two minutes."""
+    interpreted Mosaic GPU kernels have a time limit of two minutes. Tests that the oldest Python
+    skips are marked."""
     gpus = gpu_count()
+    newer = [needs_compiler.mark, needs_mosaic_gpu.mark]
     for item in items:
+        if any(mark in newer for mark in item.iter_markers("skipif")):
+            item.add_marker("newer_python")
         marks = {mark.name for mark in item.iter_markers()}
         interpreted = item.module.__name__.startswith(("test_mosaic_gpu", "test_products"))
         if interpreted and not marks & {"slow", "gpu"}:

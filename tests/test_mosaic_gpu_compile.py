@@ -20,9 +20,13 @@ def max_spill_bytes(stage, spec):
     """No spill is in a loop over steps, except for addresses of barriers in the kernel whose CTAs
     compute all gradients of a chunk.
 
-    There, what is the same for all chunks does not fit beside the accumulators, so it is read from
-    local memory once per chunk.
+    What is the same for all chunks, or is carried from chunk to chunk, may be in local memory once
+    per chunk where it does not fit beside the accumulators: in that kernel, and in recurrent_fw_C
+    with 128 rows, where a thread holds 64 elements of C, 64 of what the chunk adds and 32 of the
+    sums for n.
     """
+    if stage == "recurrent_fw_C" and spec.plan.forward[stage].tiles.state_rows == 128:
+        return 144
     return 112 if stage == "parallel_bw_dQKV" and by_chunk(spec.problem) else 64
 
 
@@ -44,21 +48,25 @@ def check(kernel, usage, most_spilled):
     assert usage.shared_bytes <= H200.shared_bytes
 
 
-# For all heads: dtype and variant; for one: what is the same for others.
+# Dtype and variant for all heads: copies by groups of rows take the most registers.
 VARIANTS = """
 bfloat16 exp
-bfloat16 BTNH
-bfloat16 materialised
 bfloat16 odd
 bfloat16 odd_materialised
+"""
+OF_SOME_HEADS = """
+bfloat16 BTNH
+bfloat16 materialised
 float16 unnormalised
 """
+SOME_HEADS = [(64, 128), (128, 256), (256, 512)]
 
 
 @pytest.mark.parametrize(
     ("heads", "variant"),
     [
         *itertools.product(HEADS, rows_of(VARIANTS)),
+        *itertools.product(SOME_HEADS, rows_of(OF_SOME_HEADS)),
         *(((64, 128), f"bfloat16 {variant}") for variant in ("packed", "sigmoid")),
         # Rows of states that are no whole cache lines, to which jax 0.12 refuses plain stores.
         *(((80, 160), f"bfloat16 {variant}") for variant in ("exp", "odd_materialised")),
