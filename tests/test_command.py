@@ -70,6 +70,10 @@ kernel_benchmark --jsonl=/no/such/rows: --jsonl: [Errno 2] No such file
 layer_benchmark --impl=triton: --impl=triton needs a GPU
 scaling_benchmark --backend=xla --devices=1,4096: --devices: there are
 scaling_benchmark --devices=2 --mode=strong-sequence --shape=1x1x33x16x16: a multiple of 2 devices
+chunkwise --output=x.foo: --output: x.foo does not end with
+chunkwise --output=/no/such/x.png: --output: no folder for
+schedules --output=x.foo: --output: x.foo does not end with
+schedules --output=/no/such/x.png: --output: no folder for
 step_benchmark --slots=1 --impl=xla --shape=2x1x1x16x16: --slots=1, expected at least 2 rows
 step_benchmark --impl=mosaic_gpu: unknown mosaic_gpu, known are
 xlstm_lm_benchmark --model=7b: flag --model=7b: value should be one of <1.3b|tiny>
@@ -82,23 +86,24 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(request_line, capsys, monke
     if "--devices=2" in request_line and jax.local_device_count() < 2:
         pytest.skip("needs two devices")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(BENCHMARKS.parent / "docs")
     request, message = request_line.split(": ", 1)
     name, *arguments = request.split()
-    program = pytest.importorskip(name) if "_lm_" in name else importlib.import_module(name)
+    program = pytest.importorskip(name)
     assert benchmark_runs.run(program, *arguments) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{name}: ")
     assert message in line
 
 
-PROGRAMS = (
-    *("compile_report", "plant_defects", "train_byte_lm", "transformers_xlstm_7b"),
-    *("xlstm_7b", "xlstm_lm_benchmark", "chunkwise", "schedules"),
-    *(f"{name}_benchmark" for name in ("kernel", "layer", "prefill", "scaling", "step")),
-)
+PROGRAMS = """
+chunkwise compile_report kernel_benchmark layer_benchmark plant_defects prefill_benchmark
+scaling_benchmark schedules step_benchmark train_byte_lm transformers_xlstm_7b xlstm_7b
+xlstm_lm_benchmark
+"""
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", PROGRAMS.split())
 def test_help_is_one_screen(name, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(BENCHMARKS.parent / "docs")
@@ -117,30 +122,22 @@ def test_help_is_one_screen(name, capsys, monkeypatch, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("name", ["chunkwise", "schedules"])
-@pytest.mark.parametrize("output", ["x.foo", "/no/such/x.png"])
-def test_a_picture_that_cannot_be_written(output, name, monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS.parent / "docs")
-    program = pytest.importorskip(name)
-    line = benchmark_runs.error_of(benchmark_runs.run, program, f"--output={output}")
-    assert line.startswith(f"{name}: --output: ")
+MISSING = f"""
+flax xlstm_lm_benchmark 'mlstm_pallas[benchmark]'
+absl xlstm_7b 'mlstm_pallas[examples]'
+torch make_fixture {extras.PEERS}
+"""
 
 
-@pytest.mark.parametrize(
-    ("module", "program", "packages"),
-    [
-        ("flax", "xlstm_lm_benchmark.py", "'mlstm_pallas[benchmark]'"),
-        ("absl", "xlstm_7b.py", "'mlstm_pallas[examples]'"),
-        ("torch", "make_fixture.py", extras.PEERS),
-    ],
-)
-def test_a_missing_package_is_one_line(module, program, packages, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [program])
+@pytest.mark.parametrize("line", MISSING.strip().splitlines())
+def test_a_missing_package_is_one_line(line, capsys, monkeypatch):
+    module, program, packages = line.split(" ", 2)
+    monkeypatch.setattr(sys, "argv", [f"{program}.py"])
     error = ModuleNotFoundError(f"No module named {module!r}", name=f"{module}.part")
     with pytest.raises(SystemExit) as caught:
         extras.end(ModuleNotFoundError, error, None)
     assert caught.value.code == 2
-    expected = f"{Path(program).stem}: {module}.part is missing: pip install {packages}\n"
+    expected = f"{program}: {module}.part is missing: pip install {packages}\n"
     assert capsys.readouterr().err == expected
 
 

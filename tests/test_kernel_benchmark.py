@@ -114,20 +114,6 @@ def test_without_a_gpu_the_default_says_so_and_leaves_records(monkeypatch, capsy
     benchmark_runs.assert_row(record, **benchmark_runs.TIMED, **rates)
 
 
-@pytest.mark.slow
-def test_directions_and_variants_in_one_run():
-    variants = "exp", "packed", "sigmoid", "unnormalised", "states_kept", "transposed"
-    request = "--direction=fwd,fwbw", "--dtype=float32", "--shape=1x1x32x16x16"
-    code, rows = measured(*request, f"--variant={','.join(variants)}", "--chunk_size=16")
-    assert (code, len(rows)) == (0, 12)
-    for row in rows:
-        gradients = {"dq", "dk", "dv", "di", "df"} if row["direction"] == "fwbw" else set()
-        assert row["errors"].keys() == {"h"} | gradients
-        assert row["error"] == max(row["errors"].values()) < 1e-4
-    forward = {row["errors"]["h"] for row in rows if row["direction"] == "fwd"}
-    assert len(forward) == 4  # of different numbers
-
-
 def test_a_config_reaches_the_stages(tmp_path):
     """As JSON, or as a file; the row has the tiles that run, and is a config itself."""
     scan = {"siz_b_L": 16, "num_warps": 8}

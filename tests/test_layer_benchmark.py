@@ -5,10 +5,9 @@ import functools
 import benchmark_runs
 import jax
 import layer_benchmark
-import peers
 import pytest
 import roofline
-from benchmark_runs import dot_flops, missing, quick_mlstm
+from benchmark_runs import dot_flops, quick_mlstm
 from shapes import Shape
 
 request = "--shape=2x2x32x16x32", "--repeats=3", "--direction=fwbw", "--layout=BNTH,BTNH"
@@ -23,20 +22,6 @@ def test_what_is_left_without_the_mlstm_are_the_counted_products(impl, direction
     outputs = functools.partial(layer_benchmark.outputs, impl, None, direction)
     flops = dot_flops(jax.make_jaxpr(outputs)(inputs).jaxpr)
     assert flops == layer_benchmark.product_flops(shape, direction)
-
-
-@pytest.mark.slow
-def test_measures_both_layouts_and_skips_a_peer_that_is_not_there(monkeypatch):
-    monkeypatch.setattr(peers, "limit_chunk", missing)
-    code, (*ours, peer) = run()
-    assert code == 0
-    without = [(impl, None) for impl in layer_benchmark.WITHOUT]
-    expected = [("xla", "BNTH"), ("xla", "BTNH"), *without]
-    assert [(row["impl"], row["layout"]) for row in ours] == expected
-    assert peer["note"] == benchmark_runs.MISSING
-    assert {row["status"] for row in ours} == {"ok"}
-    names = {"y", "x", *layer_benchmark.Params._fields} - {"input_bias", "forget_bias"}
-    assert ours[0]["errors"].keys() == ours[1]["errors"].keys() == names
 
 
 def test_figures_of_a_layer(monkeypatch, capsys):

@@ -4,8 +4,6 @@ import functools
 
 import benchmark_runs
 import prefill_benchmark
-import pytest
-from kernel_benchmark import TOLERANCES
 
 flags = "--shape=2x2x64x16x32", "--segments=4", "--repeats=3"
 measured = functools.partial(benchmark_runs.measured, prefill_benchmark, *flags)
@@ -51,11 +49,3 @@ def test_figures_of_each_variant(monkeypatch):
             tbps=(2 * count * per_step + states) / 3e12,
         )
         assert "".join(row["errors"]) == ("hcnm" if moved else "h")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("odd", [True, False])
-def test_measures_each_variant(odd):
-    code, rows = measured("--backend=xla", f"--odd={odd}")
-    assert (code, [row["status"] for row in rows]) == (0, ["ok"] * 4)
-    assert all(0 < row["error"] <= TOLERANCES["bfloat16"][0] for row in rows)

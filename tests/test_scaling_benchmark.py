@@ -8,28 +8,10 @@ import jax
 import pytest
 import scaling_benchmark as scaling
 from benchmark_runs import quick_mlstm
-from kernel_benchmark import TOLERANCES
 from shapes import Shape
 
 OF = Shape(2, 2, 32, 16, 16)
 run = functools.partial(benchmark_runs.measured, scaling, f"--shape={OF}", "--backend=xla")
-
-
-@pytest.mark.slow
-def test_records_are_checked_and_have_their_efficiency():
-    if jax.local_device_count() < 2:
-        pytest.skip("needs two devices")
-    request = "--dtype=float32", "--repeats=2", "--layout=BTNH"
-    code, [split] = run("--devices=2", "--mode=weak-sequence", "--direction=fwbw", *request)
-    assert (code, split["status"]) == (0, "ok")
-    assert split["errors"].keys() == {"h", "dq", "dk", "dv", "di", "df"}
-    code, rows = run("--devices=2,1", "--mode=weak-heads,strong-sequence", *request)
-    assert code == 0
-    assert [row["devices"] for row in rows] == [1, 2, 1, 2]
-    for row in rows:
-        assert (row["status"], row["errors"].keys()) == ("ok", {"h"})
-        assert 0 < row["error"] <= TOLERANCES["float32"][0]
-    assert [row["efficiency_range"] for row in rows[::2]] == [[100, 100]] * 2
 
 
 @pytest.mark.parametrize("mode", scaling.MODES.values(), ids=scaling.MODES)
@@ -38,7 +20,7 @@ def test_efficiencies_are_of_rounds(mode):
     one, two = rows = [dict(shape=mode.whole(OF, n), devices=n) for n in (1, 2)]
     scaling.store_times(rows, [[2.0, 4.0, 8.0], [(1 + mode.grows) * x for x in (1.0, 2.0, 5.0)]])
     assert one["efficiency_pct"] == two["efficiency_pct"] == 100
-    assert two["efficiency_range"] == [80, 100]
+    assert (one["efficiency_range"], two["efficiency_range"]) == ([100, 100], [80, 100])
     seconds, shape = 2.0 * (1 + mode.grows), two["shape"]
     benchmark_runs.assert_row(
         two, ms=1e3 * seconds, spread=2.0, tokens_per_second=shape.B * shape.S / seconds

@@ -65,25 +65,6 @@ def test_pools_have_rows_beside_the_step_without_them(monkeypatch):
     assert measured("--impl=xla", "--slots=1")[0] == 2
 
 
-@pytest.mark.slow
-def test_rings_beside_the_step_without_them():
-    code, rows = measured("--impl=xla", "--slots=5", "--ring=8", "--tokens=1,2")
-    expected = [
-        ("", 0, 1),
-        ("", 8, 1),
-        ("", 8, 2),
-        ("slots", 0, 1),
-        ("slots", 8, 1),
-        ("slots", 8, 2),
-    ]
-    assert (code, [(row["pooled"], row["ring"], row["tokens"]) for row in rows[:6]]) == (
-        0,
-        expected,
-    )
-    assert all(row["error"] < 1e-2 for row in rows)
-    assert rows[2]["tokens/s"] == 2 * rows[1]["tokens/s"]
-
-
 def test_tokens_per_second_and_their_limit_by_batch(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     path, limits, drawn = tmp_path / "plot.png", [], step_benchmark.reporting.plot
