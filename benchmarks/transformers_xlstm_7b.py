@@ -68,8 +68,12 @@ def measure(options: flags.FlagValues) -> None:
         model = transformers.xLSTMForCausalLM(config).eval()
         prompts = torch.randint(config.vocab_size, (options.batch, options.prompt_length))
     model.generation_config.eos_token_id = None
-    options = dict(do_sample=False, use_cache=True, pad_token_id=0)
-    first = seconds(lambda: model.generate(prompts, max_new_tokens=1, **options))
+
+    def generate(tokens: int) -> object:
+        greedy = dict(do_sample=False, use_cache=True, pad_token_id=0)
+        return model.generate(prompts, max_new_tokens=tokens, **greedy)
+
+    first, steps = seconds(lambda: generate(1)), options.new_tokens - 1
     row = dict(
         impl="transformers",
         device=torch.cuda.get_device_name(),
@@ -86,8 +90,7 @@ def measure(options: flags.FlagValues) -> None:
         figures = dict(ms_per_token=1e3 * per_token, tokens_per_s=options.batch / per_token)
         print(json.dumps(row | dict(decoding=decoding) | figures), flush=True)
 
-    total = seconds(lambda: model.generate(prompts, max_new_tokens=options.new_tokens, **options))
-    show("generate", (total - first) / (options.new_tokens - 1))
+    show("generate", (seconds(lambda: generate(options.new_tokens)) - first) / steps)
 
     out = model(prompts, use_cache=True)
     token, cache = out.logits[:, -1:].argmax(-1), out.cache_params
@@ -100,7 +103,6 @@ def measure(options: flags.FlagValues) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    steps = options.new_tokens - 1
     show("cuda_graph", seconds(lambda: [graph.replay() for _ in range(steps)]) / steps)
 
 
