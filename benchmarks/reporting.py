@@ -12,30 +12,31 @@ Columns = Mapping[str, tuple[str | Callable[[Row], Any], str]]
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwbw": "forward + backward"}
 MARKERS = "osD^vP*X<>"
 # What legends say for the names of implementations, modes and loops.
-WORDS = {
-    "mosaic_gpu": "mlstm_pallas, Mosaic GPU",
-    "triton": "mlstm_pallas, Triton",
-    "mlstm_pallas_mosaic_gpu": "mlstm_pallas, Mosaic GPU",
-    "mlstm_pallas_BTNH": "mlstm_pallas, Triton",
-    "mlstm_kernels_limit_chunk": "mlstm_kernels limit_chunk",
-    "mlstm_kernels_xl_chunk": "mlstm_kernels xl_chunk",
-    "mlstm_kernels_xl_chunk_siging": "mlstm_kernels xl_chunk_siging (sigmoid gate)",
-    "mlstm_kernels_triton_step": "mlstm_kernels step",
-    "mlstm_kernels_triton_step_in_place": "mlstm_kernels step in place",
-    "fla_simple_gla": "FLA simple_gla (no normaliser)",
-    "torch_sdpa_cudnn": "attention, cuDNN",
-    "without_mlstm": "layer without the mLSTM",
-    "torch_without_mlstm": "torch layer without the mLSTM",
-    "products": "matrix products alone",
-    "efficiency_pct": "efficiency, %",
-    "graph": "CUDA graph",
-    "scan": "loop by scan",
-    "while": "loop by while_loop",
-    "weak-batch": "batch split, per device",
-    "weak-heads": "heads split, per device",
-    "weak-sequence": "sequence split, per device",
-    "strong-sequence": "sequence split, in all",
-}
+LEGEND = """
+mosaic_gpu: mlstm_pallas, Mosaic GPU
+triton: mlstm_pallas, Triton
+mlstm_pallas_mosaic_gpu: mlstm_pallas, Mosaic GPU
+mlstm_pallas_BTNH: mlstm_pallas, Triton
+mlstm_kernels_limit_chunk: mlstm_kernels limit_chunk
+mlstm_kernels_xl_chunk: mlstm_kernels xl_chunk
+mlstm_kernels_xl_chunk_siging: mlstm_kernels xl_chunk_siging (sigmoid gate)
+mlstm_kernels_triton_step: mlstm_kernels step
+mlstm_kernels_triton_step_in_place: mlstm_kernels step in place
+fla_simple_gla: FLA simple_gla (no normaliser)
+torch_sdpa_cudnn: attention, cuDNN
+without_mlstm: layer without the mLSTM
+torch_without_mlstm: torch layer without the mLSTM
+products: matrix products alone
+efficiency_pct: efficiency, %
+graph: CUDA graph
+scan: loop by scan
+while: loop by while_loop
+weak-batch: batch split, per device
+weak-heads: heads split, per device
+weak-sequence: sequence split, per device
+strong-sequence: sequence split, in all
+"""
+WORDS = dict(line.split(": ") for line in LEGEND.strip().splitlines())
 
 
 def columns(lines: str, **functions: Callable[[Row], Any]) -> Columns:
