@@ -24,7 +24,6 @@ import command
 
 HERE = Path(__file__).parent
 TABLE = re.compile(r"<!-- rows ([^>]*) -->\n(?:\|.*\n)+")
-STATUS = {"skipped": "refuses", "wrong": "wrong", "failed": "failed"}
 
 
 def expanded(text: str) -> Iterator[str]:
@@ -59,7 +58,7 @@ def figure(runs: Sequence[list[dict[str, Any]]], selector: str, bold: bool) -> s
         if len({*map(setting, found)}) > 1:
             raise ValueError(f"rows of several settings have {selector}")
         if found and (x := found[0].get(key)) is None:
-            return STATUS[found[0]["status"]]
+            return found[0]["status"]
         if found:
             text = (f"{x:,.0f}" if x >= 999.5 else f"{x:#.3g}").rstrip(".")
             text += " %" * key.endswith("pct")

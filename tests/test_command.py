@@ -1,6 +1,5 @@
 """The benchmarks as programs: wrong requests, exit codes."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -139,21 +138,3 @@ def test_a_missing_package_is_one_line(line, capsys, monkeypatch):
     assert caught.value.code == 2
     expected = f"{program}: {module}.part is missing: pip install {packages}\n"
     assert capsys.readouterr().err == expected
-
-
-def test_after_ctrl_c_what_was_measured_is_there(monkeypatch, tmp_path, capsys):
-    program = importlib.import_module("kernel_benchmark")
-
-    def measure(row, *_):
-        if row["name"] != "tiny":
-            raise KeyboardInterrupt
-        row["ms"] = 1.5
-
-    monkeypatch.setattr(program, "measure", measure)
-    rows = tmp_path / "rows"
-    assert benchmark_runs.run(program, "--shape=tiny,7b-8k", f"--jsonl={rows}") == 130
-    assert [record["ms"] for record in benchmark_runs.records(rows)] == [1.5]
-    printed = capsys.readouterr()
-    *_, line = printed.out.rstrip().splitlines()
-    assert " ".join(line.split()).startswith("tiny xla fwd bfloat16 1.500 ")
-    assert printed.err == "interrupted\n"

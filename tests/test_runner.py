@@ -299,6 +299,19 @@ def run(rows, **options):
     return runner.run(lambda _: iter(rows), COLUMNS, options, **reports)
 
 
+def test_after_ctrl_c_what_was_measured_is_there(tmp_path, capsys):
+    def interrupted():
+        yield ROWS[0]
+        yield runner.attempt({}, True, mock.Mock(side_effect=KeyboardInterrupt))
+
+    rows = tmp_path / "rows"
+    assert run(interrupted(), jsonl=str(rows)) == 130
+    assert len(benchmark_runs.records(rows)) == 1
+    printed = capsys.readouterr()
+    assert printed.out.endswith("\na     3      12.5  1.00\n1 rows\n")
+    assert printed.err == "interrupted\n"
+
+
 def test_rows_are_printed_stored_and_reported(tmp_path, capsys):
     rows, plot = tmp_path / "rows", str(tmp_path / "plot.png")
     rows.write_text("")
