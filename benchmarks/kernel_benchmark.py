@@ -292,11 +292,6 @@ class MlstmPallasStage(MlstmPallas):
         return fields
 
 
-def implementation(stage: str, *args: Any) -> MlstmPallas:
-    """mlstm_pallas, or a stage of it."""
-    return MlstmPallasStage(stage, *args) if stage else MlstmPallas(*args)
-
-
 # ---------------------------------------------------------------- expected outputs
 
 
@@ -371,13 +366,13 @@ class Case:
 
 def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
     """Fills the row; does not time a wrong output."""
-    name, direction = row["impl"], row["direction"]
+    name, direction, stage = row["impl"], row["direction"], row["stage"]
     if name in BACKENDS:
-        settings = options.chunk_size, options.config, row["variant"] or "exp"
-        impl: peers.Implementation = implementation(
-            row["stage"], name, case.shape, case.dtype, *settings
+        settings = name, case.shape, case.dtype, options.chunk_size, options.config
+        impl: peers.Implementation = (
+            MlstmPallasStage(stage, *settings) if stage else MlstmPallas(*settings, row["variant"])
         )
-    elif row["stage"]:
+    elif stage:
         raise UnsupportedError("only mlstm_pallas has stages")
     else:
         impl = peers.PEERS[name]()

@@ -88,47 +88,32 @@ def random_inputs(shape: Shape, dtype: str, state_dtype: str) -> tuple[Token, St
 
 
 class MlstmPallas(peers.JaxImplementation):
-    """A backend of mlstm_recurrent_step, or of mlstm_ring_step."""
+    """A backend of mlstm_recurrent_step or, with a ring, of mlstm_ring_step, as a row asks."""
 
-    def __init__(
-        self,
-        backend: str,
-        loop: str,
-        variant: str,
-        pooled: str = "",
-        rows: int = 0,
-        ring: int = 0,
-        tokens: int = 1,
-    ):
-        """pooled: one of POOLED, with states in pools of so many rows.
-
-        ring: its length; 0: none. tokens: of a call with a ring.
-        """
-        options = dict(backend=backend, **VARIANTS[variant])
+    def __init__(self, row: Row, rows: int):
+        """rows: of the pools, if there are pools."""
+        options = dict(backend=row["impl"], **VARIANTS[row["variant"]])
         self.plain_step = functools.partial(mlstm_recurrent_step, **options)
         self.ring_step = functools.partial(mlstm_ring_step, **options)
-        self.loop, self.pooled, self.rows = loop, pooled, rows
-        self.ring, self.tokens = ring, tokens
+        self.settings, self.ring, self.rows = row, row["ring"], rows
 
     def step(self, *token_and_states, slots=None):
         if not self.ring:
             return self.plain_step(*token_and_states, slots=slots)
         *token, states = token_and_states
-        token = [jnp.repeat(x[:, :, None], self.tokens, axis=2) for x in token]
+        token = [jnp.repeat(x[:, :, None], self.settings["tokens"], axis=2) for x in token]
         h, states = self.ring_step(*token, states, slots=slots)
         return h[:, :, -1], (states,)
 
     def build(self, token: Token, states: States, steps: int) -> Callable[[], jax.Array]:
         """A call runs the steps from the states of the call before and returns the last h."""
         rows = np.random.default_rng(0).permutation(np.arange(self.rows, dtype="int32"))
-        slots = rows[: len(token.q)]
+        slots, pooled = rows[: len(token.q)], self.settings["pooled"]
 
         def run(token, states, steps):
             def body(_, carry):
-                if self.pooled == "slots":
-                    return self.step(*token, *carry[1], slots=slots)
-                if not self.pooled:
-                    return self.step(*token, *carry[1])
+                if pooled != "gathered":
+                    return self.step(*token, *carry[1], slots=slots if pooled else None)
                 h, after = self.step(*token, *(pool[slots] for pool in carry[1]))
                 pools = zip(carry[1], after, strict=True)
                 return h, tuple(pool.at[slots].set(x, unique_indices=True) for pool, x in pools)
@@ -136,11 +121,13 @@ class MlstmPallas(peers.JaxImplementation):
             return lax.fori_loop(0, steps, body, (jnp.zeros_like(token.v), states))
 
         # A fori_loop is a scan, but with a traced number of steps a while_loop.
-        run = jax.jit(run, donate_argnums=1, static_argnums=2 if self.loop == "scan" else ())
+        run = jax.jit(
+            run, donate_argnums=1, static_argnums=2 if self.settings["loop"] == "scan" else ()
+        )
         current = jax.tree.map(jnp.copy, states)
         if self.ring:
             current = (mlstm_ring_states(*current, dtype=token.k.dtype, length=self.ring),)
-        if self.pooled:
+        if pooled:
             pools = jax.tree.map(lambda x: jnp.zeros((self.rows, *x.shape[1:]), x.dtype), current)
             current = jax.tree.map(lambda x, y: x.at[slots].set(y), pools, current)
 
@@ -248,15 +235,7 @@ def measure(row: Row, options: flags.FlagValues) -> None:
     shape, variant = row["shape"], options.variant
     dtypes = row["dtype"], row["state_dtype"]
     if row["impl"] in BACKENDS:
-        impl: peers.Implementation = MlstmPallas(
-            row["impl"],
-            row["loop"],
-            variant,
-            row["pooled"],
-            options.slots or 0,
-            row["ring"],
-            row["tokens"],
-        )
+        impl: peers.Implementation = MlstmPallas(row, options.slots or 0)
     elif variant != "exp":
         raise UnsupportedError(f"it has no variant {variant}")
     else:

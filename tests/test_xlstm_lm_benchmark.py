@@ -97,6 +97,6 @@ def test_what_counts_as_a_difference(line):
     *losses, norm = map(float, numbers.split())
     first = dict(losses=[10.0, 9.0], gradient_norms=[1.0] * 2)
     compared = dict(losses=losses, gradient_norms=[norm] * 2)
-    refused = pytest.raises(runner.WrongOutputError, match=note.strip())
-    with refused if note else contextlib.nullcontext():
+    note = note.strip()
+    with pytest.raises(runner.WrongOutputError, match=note) if note else contextlib.nullcontext():
         benchmark.compare(compared, first)
