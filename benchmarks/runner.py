@@ -116,15 +116,11 @@ def relative_error(x: Any, expected: Any) -> float:
 def check(row: Row, errors: Mapping[str, float], limits: Mapping[str, float]) -> None:
     """Stores the errors; raises WrongOutputError if one is beyond its limit."""
     row |= dict(errors=dict(errors), error=max(errors.values()))
-    if wrong := beyond(errors, limits):
-        raise WrongOutputError(wrong)
-
-
-def beyond(errors: Mapping[str, float], limits: Mapping[str, float]) -> str:
-    """The outputs beyond their limits; "" when there are none."""
     # A NaN is neither more nor less.
-    wrong = {x: limit for x, limit in limits.items() if x in errors and not errors[x] <= limit}
-    return "; ".join(f"error {errors[x]:.1e} in {x}, at most {y:.0e}" for x, y in wrong.items())
+    wrong = [x for x in limits if x in errors and not errors[x] <= limits[x]]
+    texts = (f"error {errors[x]:.1e} in {x}, at most {limits[x]:.0e}" for x in wrong)
+    if wrong:
+        raise WrongOutputError("; ".join(texts))
 
 
 def time_in_turns(
