@@ -19,11 +19,13 @@ from oracle import (
     beyond,
     config_in_splits,
     cotangents_for,
-    emptied,
+    emptied,  # noqa: F401, the tables have it
     errors_of,
     expected_of,
     gradients_of_call,
     random_inputs,
+    row_of,
+    rows_of,
     tolerance,
 )
 
@@ -247,6 +249,7 @@ MATERIALISED, BTNH = KernelConfig(fused=False), dict(layout="BTNH")
 STORED = dict(recompute_states_in_bw=False)
 UNNORMALISED = dict(input_gate="sigmoid", normalize=False)
 ALGORITHMS = {
+    "default": dict(backend="interpret"),
     "xla": dict(backend="xla", **BTNH),
     "xla_stored": dict(backend="xla", **STORED),
     "materialised": interpreted(MATERIALISED, **BTNH),
@@ -263,15 +266,18 @@ ALGORITHMS = {
 }
 
 
-def rows(name, chunk_size, algorithms, **call):
-    """Parameters of a test: a call by several algorithms; those with ~ are slow."""
-    for word in algorithms.split():
-        algorithm, options = word.strip("~"), dict(chunk_size=chunk_size)
-        yield pytest.param(
-            ALGORITHMS[algorithm] | options | call,
-            id=f"{name}-{algorithm}-{chunk_size}",
-            marks=[pytest.mark.slow] * (word != algorithm),
-        )
+def calls_of(table):
+    """Parameters of a test, from lines of a name, a chunk size, algorithms, of which those with ~
+    are slow, and the other arguments of check_call."""
+    for line in rows_of(table):
+        name, chunk_size, algorithms, call = row_of(line, 3, globals())
+        for word in algorithms.split(","):
+            algorithm, options = word.strip("~"), dict(chunk_size=int(chunk_size))
+            yield pytest.param(
+                ALGORITHMS[algorithm] | options | call,
+                id=f"{name}-{algorithm}-{chunk_size}",
+                marks=[pytest.mark.slow] * (word != algorithm),
+            )
 
 
 def behind_a_norm(inputs, dtype, states):
@@ -297,168 +303,142 @@ def nearly_closed(gate, x):
     return x | dict(f=jnp.where(jnp.arange(x["f"].shape[2]) % 37 == 5, gate, x["f"]))
 
 
-def interpreted_calls():
-    """Those of test_gradients.py."""
-    # Whole blocks of the fused scan and no whole chunks; padded heads.
-    shape = dict(shape=(2, 3, 96, 40, 24))
-    plain = "~xla ~xla_stored"
-    yield from rows("float32", 64, f"materialised fused ~materialised_stored {plain}", **shape)
-    in_splits = "~splits ~splits_materialised ~splits_stored"
-    others = f"~materialised ~fused_stored ~fused_two_launches {in_splits}"
-    yield from rows("float32", 16, others, **shape)
-    # test_float16.py has quick ones of kernels.
-    yield from rows("bfloat16", 64, "~xla ~materialised ~fused", dtype="bfloat16", **shape)
-
-    # With C = n = 0 it equals a first step of i = -inf that resets; m = 0 would win.
-    recipe = dict(i_shift=-20.0, i_scale=0.1, f_shift=5.0)
-    empty = dict(recipe=recipe, change=emptied)
-    yield from rows("m_of_minus_infinity", 64, "materialised fused", **empty, **shape)
-    norm = dict(draw=behind_a_norm, skip=["n_initial"])
-    yield from rows("behind_a_norm", 64, "materialised", **norm, **shape)
-    yield from rows("states_alone", 64, "materialised", draw=states_alone, skip="q", **shape)
-
-    # There are no initial states, and the last ones are not returned: neither is read or written.
-    alone = dict(return_last_states=False, seed=13, shape=(1, 2, 64, 16, 16))
-    for gates, recipe in (
-        ("ordinary", {}),
-        ("resets", dict(resets=True)),
-        ("closed_input_gates", dict(i_scale=30.0)),
-    ):
-        alone["recipe"] = dict(states=False) | recipe
-        yield from rows(f"h_alone-{gates}", 16, "splits", **alone, **UNNORMALISED)
-        yield from rows(f"h_alone-{gates}", 16, "~materialised", **alone)
-    # Without a floor of the denominator, h is old and new content by their ratio, however small
-    # both are.
-    alone |= dict(seed=5, shape=(1, 1, 3, 16, 4), change=both_closed, eps=0.0, norm_val=0.0)
-    yield from rows("both_gates_closed", 16, "xla", input_gate="sigmoid", **alone)
-
-    # With a finite m at the end.
-    long = dict(seed=3, shape=(1, 1, 512, 16, 16), recipe=dict(resets=True))
-    yield from rows("several_tiles", 256, "~tiles32x16 ~tiles16x32 ~tiles128", **long)
-
-    # Ids of 70 steps: sequences of one step, several in a chunk, one at a chunk boundary, one over
-    # two chunks; an eps through which m has a gradient at every step.
-    ids = np.repeat([3, 3, 0, 7, 8, 7], [5, 4, 1, 22, 36, 2])[None]
-    steps, states = dict(seed=3, shape=(1, 2, 70, 16, 16)), ("c_initial", "n_initial")
-    for case, recipe, skip in (
-        ("ordinary", {}, states),
-        ("resets", dict(resets=True), ()),
-        ("closed_forget_gates", dict(f_shift=-30.0), ()),
-        ("open_forget_gates", dict(f_shift=10.0), states),
-        ("wild_gates", dict(f_scale=1e3, i_scale=1e3), ("f", *states, "m_initial")),
-    ):
-        call = dict(recipe=recipe, skip=skip, segment_ids=ids, eps=0.1) | steps
-        yield from rows(f"gradients_of_gates-{case}", 32, "materialised ~fused", **call)
-
-    # test_properties.py draws the gates of these.
-    floor = dict(norm_val=50.0, skip=["n_initial"])  # of the denominator, at most steps
-    no_m = dict(input_gate="sigmoid", recipe=dict(m_initial=False))
-    for case, algorithms, options in (
-        ("eps0", "~xla", dict(eps=0.0)),
-        ("floor", "~materialised", floor),
-        ("unstabilised_floor", "fused ~materialised", dict(stabilize_correctly=False) | floor),
-        ("sigmoid", "~xla", dict(eps=0.1) | no_m),
-        ("unnormalised", "~materialised", UNNORMALISED | no_m),
-    ):
-        yield from rows(case, 32, algorithms, **options, **steps)
-
-    # Next to nothing passes where most of the gradient is: what passes elsewhere must not leave its
-    # rounding there.
-    call = dict(seed=11, shape=(1, 1, 256, 16, 16), dtype="bfloat16")
-    for shift, gate, algorithm in (
-        (6.0, -20.0, "xla"),
-        (12.0, -10.0, "~materialised"),
-        (9.0, -6.0, "~splits"),
-    ):
-        gates = dict(recipe=dict(f_shift=shift), change=functools.partial(nearly_closed, gate))
-        yield from rows(f"nearly_closed_at{gate}", 64, algorithm, **call, **gates)
-
-    # Multiples of 16 are not padded, other heads are.
-    for *heads, S, chunk_size, algorithms in (
-        (80, 112, 37, 32, "fused ~materialised"),
-        (48, 96, 33, 16, "materialised ~fused_stored ~splits"),
-        (16, 160, 40, 32, "~materialised ~fused"),
-        (320, 48, 17, 16, "~materialised ~fused"),
-        (24, 100, 33, 32, "~materialised ~fused"),
-        (8, 20, 33, 32, "~materialised ~fused"),
-    ):
-        shape = dict(seed=S, shape=(1, 3, S, *heads))
-        yield from rows(f"heads_of_{heads[0]}_and_{heads[1]}", chunk_size, algorithms, **shape)
-
-    # Interpreted, what a kernel reads beyond an array is NaN.
-    for S, chunk_size, algorithm in (
-        (1, 32, "tiles16x32"),
-        (61, 16, "splits"),
-        (17, 32, "~materialised"),
-        (48, 32, "~fused"),  # whole blocks of the scan, no whole chunk
-        (127, 32, "~fused_two_launches"),
-        (129, 16, "~splits_stored"),
-        (2, 16, "~splits_stored"),
-    ):
-        heads = (1, 17) if S == 1 else (32, 16)
-        yield from rows(f"odd_lengths-{S}", chunk_size, algorithm, seed=S, shape=(2, 3, S, *heads))
+def nearly_closed_at(gate):
+    return dict(change=functools.partial(nearly_closed, gate))
 
 
-def calls_in_reverse():
-    """Those of test_reverse.py."""
-    call = dict(seed=7, shape=(2, 2, 91, 24, 40), reverse=True)
-    others = "~materialised_stored ~fused_two_launches ~splits_materialised ~splits_stored"
-    yield from rows("states", 16, f"materialised fused_stored {others}", **call)
-    yield from rows("states", 64, "~splits ~xla ~xla_stored ~fused", **call)
-    # Tiles of 16, 32 and 64 steps in one chunk.
-    several = dict(seed=3, shape=(1, 1, 300, 16, 16), reverse=True)
-    yield from rows("tiles", 128, "~tiles32x16 ~tiles16x32 ~tiles128", **several)
-    alone = dict(return_last_states=False, recipe=dict(states=False, resets=True))
-    yield from rows("h_alone", 32, "fused ~xla", **call, **alone, **UNNORMALISED)
-    ids = np.repeat([[3, 0, 7, 1]] * 2, [5, 30, 40, 16], axis=1)
-    yield from rows("packed", 32, "~materialised ~fused ~xla", **call, segment_ids=ids, eps=0.1)
-    # A segment begins at the length of 75, and lengths end in a chunk, before the first one and
-    # before the last step.
-    short = dict(seed=8, shape=(4, 2, 91, 16, 24), lengths=np.array([75, 0, 90, 20]), reverse=True)
-    short["segment_ids"] = np.concatenate([ids, ids])
-    yield from rows("lengths", 16, "fused xla ~materialised ~splits ~fused_stored", **short)
-    yield from rows("float16", 32, "~fused ~materialised", dtype="float16", **call)
-    yield from rows("bfloat16", 32, "~fused ~xla", dtype="bfloat16", **call)
+def segments(B):
+    return np.repeat([[3, 0, 7, 1]] * B, [5, 30, 40, 16], axis=1)
 
 
-def float16_calls():
-    call = dict(seed=3, shape=(2, 2, 100, 24, 60), dtype="float16")
-    return rows("float16", 32, "fused ~xla ~materialised ~splits ~fused_stored", **call)
+PADDED = dict(shape=(2, 3, 96, 40, 24))
+ALONE = dict(return_last_states=False, seed=13, shape=(1, 2, 64, 16, 16))
+LONG = dict(seed=3, shape=(1, 1, 512, 16, 16), recipe=dict(resets=True))
+STEPS = dict(seed=3, shape=(1, 2, 70, 16, 16))
+# Sequences of one step, several in a chunk, one at a chunk boundary, one over two chunks; an eps
+# through which m has a gradient at every step.
+IDS = np.repeat([[3, 3, 0, 7, 8, 7]], [5, 4, 1, 22, 36, 2], axis=1)
+PACKED = STEPS | dict(segment_ids=IDS, eps=0.1)
+STATES = "c_initial", "n_initial"
+FLOOR = dict(norm_val=50.0, skip=["n_initial"])  # of the denominator, at most steps
+NO_M = dict(recipe=dict(m_initial=False))
+HALF = dict(seed=11, shape=(1, 1, 256, 16, 16), dtype="bfloat16")
+# The calls of test_gradients.py.
+GRADIENTS = """
+# Whole blocks of the fused scan and no whole chunks; padded heads.
+float32 64 materialised,fused,~materialised_stored,~xla,~xla_stored **PADDED
+float32 16 ~materialised,~fused_stored,~fused_two_launches,~splits **PADDED
+float32 16 ~splits_materialised,~splits_stored **PADDED
+bfloat16 64 ~xla,~materialised,~fused dtype="bfloat16", **PADDED  # quick: test_float16.py
+# With C = n = 0 it equals a first step of i = -inf that resets; m = 0 would win.
+m_of_minus_infinity 64 materialised,fused change=emptied, \
+recipe=dict(i_shift=-20.0, i_scale=0.1, f_shift=5.0), **PADDED
+behind_a_norm 64 materialised draw=behind_a_norm, skip=["n_initial"], **PADDED
+states_alone 64 materialised draw=states_alone, skip="q", **PADDED
 
+# There are no initial states, and the last ones are not returned: neither is read or written.
+h_alone-ordinary 16 splits recipe=dict(states=False), **ALONE, **UNNORMALISED
+h_alone-ordinary 16 ~materialised recipe=dict(states=False), **ALONE
+h_alone-resets 16 splits recipe=dict(states=False, resets=True), **ALONE, **UNNORMALISED
+h_alone-resets 16 ~materialised recipe=dict(states=False, resets=True), **ALONE
+h_alone-closed_input_gates 16 splits recipe=dict(states=False, i_scale=30.0), **ALONE, \
+**UNNORMALISED
+h_alone-closed_input_gates 16 ~materialised recipe=dict(states=False, i_scale=30.0), **ALONE
+# Without a floor of the denominator, h is old and new content by their ratio, however small both
+# are.
+both_gates_closed 16 xla input_gate="sigmoid", return_last_states=False, seed=5, \
+recipe=dict(states=False, i_scale=30.0), shape=(1, 1, 3, 16, 4), change=both_closed, eps=0.0, \
+norm_val=0.0
 
-def calls_of_lengths():
-    """Those of test_sequence_lengths.py."""
-    lengths, S = np.array([0, 1, 20, 40, 99]), 70
-    # One segment starts beyond 40.
-    ids = dict(segment_ids=np.repeat([[0, 1, 0]] * len(lengths), [20, 31, S - 51], axis=1))
-    small, two = dict(siz_b_LQ=16), dict(num_splits=2)
-    config = KernelConfig(
-        triton_parallel_bw_dP=small, triton_parallel_bw_dQKV=small, triton_recurrent_bw_dC=two
-    )
-    for name, chunk_size, options in (
-        ("materialised", 32, dict(eps=0.0, stabilize_correctly=False, norm_val=0.0)),
-        ("fused_stored_BTNH", 32, interpreted(fused(), **ids, **BTNH, **STORED)),
-        # The steps beyond a length of 20 are no whole number of chunks.
-        ("fused", 16, interpreted(fused())),
-        ("tiles_and_splits", 64, interpreted(config)),
-        ("plain", 32, dict(backend="xla", recipe=dict(m_initial=False)) | ids | UNNORMALISED),
-    ):
-        call = dict(
-            seed=0, shape=(len(lengths), 2, S, 16, 32), lengths=lengths, backend="interpret"
-        )
-        yield pytest.param(call | dict(chunk_size=chunk_size) | options, id=name)
+several_tiles 256 ~tiles32x16,~tiles16x32,~tiles128 **LONG  # with a finite m at the end
+
+gradients_of_gates-ordinary 32 materialised,~fused recipe={}, skip=STATES, **PACKED
+gradients_of_gates-resets 32 materialised,~fused recipe=dict(resets=True), **PACKED
+gradients_of_gates-closed_forget_gates 32 materialised,~fused recipe=dict(f_shift=-30.0), **PACKED
+gradients_of_gates-open_forget_gates 32 materialised,~fused recipe=dict(f_shift=10.0), \
+skip=STATES, **PACKED
+gradients_of_gates-wild_gates 32 materialised,~fused recipe=dict(f_scale=1e3, i_scale=1e3), \
+skip=("f", *STATES, "m_initial"), **PACKED
+
+# test_properties.py draws the gates of these.
+eps0 32 ~xla eps=0.0, **STEPS
+floor 32 ~materialised **FLOOR, **STEPS
+unstabilised_floor 32 fused,~materialised stabilize_correctly=False, **FLOOR, **STEPS
+sigmoid 32 ~xla eps=0.1, input_gate="sigmoid", **NO_M, **STEPS
+unnormalised 32 ~materialised **UNNORMALISED, **NO_M, **STEPS
+
+# Next to nothing passes where most of the gradient is: what passes elsewhere must not leave its
+# rounding there.
+nearly_closed_at-20.0 64 xla recipe=dict(f_shift=6.0), **HALF, **nearly_closed_at(-20.0)
+nearly_closed_at-10.0 64 ~materialised recipe=dict(f_shift=12.0), **HALF, **nearly_closed_at(-10.0)
+nearly_closed_at-6.0 64 ~splits recipe=dict(f_shift=9.0), **HALF, **nearly_closed_at(-6.0)
+
+# Multiples of 16 are not padded, other heads are.
+heads_of_80_and_112 32 fused,~materialised seed=37, shape=(1, 3, 37, 80, 112)
+heads_of_48_and_96 16 ~materialised,~fused_stored,~splits seed=33, shape=(1, 3, 33, 48, 96)
+heads_of_16_and_160 32 ~materialised,~fused seed=40, shape=(1, 3, 40, 16, 160)
+heads_of_320_and_48 16 ~materialised,~fused seed=17, shape=(1, 3, 17, 320, 48)
+heads_of_24_and_100 32 ~materialised,~fused seed=33, shape=(1, 3, 33, 24, 100)
+heads_of_8_and_20 32 ~materialised,~fused seed=33, shape=(1, 3, 33, 8, 20)
+
+# Interpreted, what a kernel reads beyond an array is NaN.
+odd_lengths-1 32 tiles16x32 seed=1, shape=(2, 3, 1, 1, 17)
+odd_lengths-61 16 splits seed=61, shape=(2, 3, 61, 32, 16)
+odd_lengths-17 32 ~materialised seed=17, shape=(2, 3, 17, 32, 16)
+odd_lengths-48 32 ~fused seed=48, shape=(2, 3, 48, 32, 16)  # blocks of the scan, no whole chunk
+odd_lengths-127 32 ~fused_two_launches seed=127, shape=(2, 3, 127, 32, 16)
+odd_lengths-129 16 ~splits_stored seed=129, shape=(2, 3, 129, 32, 16)
+odd_lengths-2 16 ~splits_stored seed=2, shape=(2, 3, 2, 32, 16)
+"""
+
+BACK = dict(seed=7, shape=(2, 2, 91, 24, 40), reverse=True)
+# A segment begins at the length of 75, and lengths end in a chunk, before the first one and before
+# the last step.
+SHORT = dict(seed=8, shape=(4, 2, 91, 16, 24), lengths=np.array([75, 0, 90, 20]), reverse=True)
+# Of test_reverse.py.
+REVERSE = """
+states 16 materialised,fused_stored,~materialised_stored,~fused_two_launches **BACK
+states 16 ~splits_materialised,~splits_stored **BACK
+states 64 ~splits,~xla,~xla_stored,~fused **BACK
+# Tiles of 16, 32 and 64 steps in one chunk.
+tiles 128 ~tiles32x16,~tiles16x32,~tiles128 seed=3, shape=(1, 1, 300, 16, 16), reverse=True
+h_alone 32 ~fused,~xla return_last_states=False, recipe=dict(states=False, resets=True), **BACK, \
+**UNNORMALISED
+packed 32 ~materialised,~fused,~xla **BACK, segment_ids=segments(2), eps=0.1
+lengths 16 fused,xla,~materialised,~splits,~fused_stored segment_ids=segments(4), **SHORT
+float16 32 ~fused,~materialised dtype="float16", **BACK
+bfloat16 32 ~fused,~xla dtype="bfloat16", **BACK
+"""
+
+# Of test_float16.py.
+FLOAT16 = """
+float16 32 fused,~xla,~materialised,~splits,~fused_stored dtype="float16", seed=3, \
+shape=(2, 2, 100, 24, 60)
+"""
+
+SMALL = dict(siz_b_LQ=16)
+SMALL_TILES = KernelConfig(
+    triton_parallel_bw_dP=SMALL,
+    triton_parallel_bw_dQKV=SMALL,
+    triton_recurrent_bw_dC=dict(num_splits=2),
+)
+LENGTHS = dict(seed=0, shape=(5, 2, 70, 16, 32), lengths=np.array([0, 1, 20, 40, 99]))
+# One segment starts beyond 40.
+WITH_IDS = dict(segment_ids=np.repeat([[0, 1, 0]] * 5, [20, 31, 19], axis=1)) | LENGTHS
+# Of test_sequence_lengths.py.
+OF_LENGTHS = """
+materialised 32 default eps=0.0, stabilize_correctly=False, norm_val=0.0, **LENGTHS
+fused_stored_BTNH 32 default config=fused(), **BTNH, **STORED, **WITH_IDS
+# The steps beyond a length of 20 are no whole number of chunks.
+fused 16 ~default config=fused(), **LENGTHS
+tiles_and_splits 64 default config=SMALL_TILES, **LENGTHS
+plain 32 default backend="xla", **NO_M, **UNNORMALISED, **WITH_IDS
+"""
 
 
 # ---------------- on a GPU
 
-GPU_CONFIGS = {
-    "default": None,
-    "materialised64": KernelConfig(chunk_size=64, fused=False),
-    "materialised256": KernelConfig(chunk_size=256, fused=False),
-    "fused": fused(),
-    "splits": config_in_splits(4, siz_b_L=32),
-}
-BOTH_BACKENDS = [dict(backend=backend) for backend in ("triton", "mosaic_gpu")]
+TWO_LOWERINGS = dict(several=[dict(backend=backend) for backend in ("triton", "mosaic_gpu")])
 MORE_HEADS = [(80, 96), (96, 192), (192, 320), (1024, 1024)]
 # Multiples of 64, of 32, of 16, of 8 and of none, from 8 to 1,024.
 ANY_HEADS = """
@@ -490,79 +470,99 @@ def calls_of_any_heads(**options):
         yield heads, gpu_call("bfloat16", 1, 2, S, *map(int, heads.split("-")), **call)
 
 
+def gpu_calls_of(table):
+    """Parameters of a test, from lines of a name, a dtype, the sizes of a shape and options of
+    gpu_call."""
+    for line in rows_of(table):
+        name, dtype, *shape, options = row_of(line, 7, globals())
+        yield on_a_gpu(name, dtype, *map(int, shape), **options)
+
+
+MATERIALISED64, MATERIALISED256 = (KernelConfig(chunk_size=x, fused=False) for x in (64, 256))
+FOUR_SPLITS = config_in_splits(4, siz_b_L=32)
+ODD = dict(config=fused()) | TWO_LOWERINGS
+OF_1000 = dict(lengths=np.array([0, 1, 384, 700, 1000])) | TWO_LOWERINGS
+OF_1001 = dict(lengths=np.array([0, 1, 384, 700, 1001])) | TWO_LOWERINGS
+
+
+def stored_scan(num_splits, num_stages):
+    """The states that the fused scan stored."""
+    scan = dict(siz_b_L=32, state_rows=256, num_stages=num_stages)
+    config = KernelConfig(fused=True, num_splits=num_splits, triton_recurrent_fw_H=scan)
+    return dict(config=config) | STORED
+
+
+# At real sizes, with the configs that users get.
+ON_A_GPU = """
+default bfloat16 1 2 2048 64 64
+default bfloat16 1 2 2048 256 512
+default float32 1 2 2048 64 64
+default float32 1 2 2048 256 512
+materialised64 bfloat16 1 2 2048 256 512 config=MATERIALISED64
+materialised64 float32 1 2 2048 128 256 config=MATERIALISED64
+materialised256 bfloat16 1 2 2048 128 256 config=MATERIALISED256
+materialised256 float32 1 2 2048 64 64 config=MATERIALISED256
+fused bfloat16 1 2 2048 256 512 config=fused()
+fused bfloat16 1 2 2048 64 64 config=fused()
+fused float32 1 2 2048 128 256 config=fused()
+splits bfloat16 1 2 2048 128 256 config=FOUR_SPLITS
+splits float32 1 2 2048 256 512 config=FOUR_SPLITS
+stored_in_1_splits bfloat16 1 2 2048 64 64 **stored_scan(1, 3)
+stored_in_4_splits bfloat16 1 2 2048 256 512 **stored_scan(4, 3)
+stored_in_1_splits float32 1 2 2048 128 256 **stored_scan(1, 2)
+stored_in_4_splits float32 1 2 2048 128 256 **stored_scan(4, 2)
+chunks_of_16 bfloat16 1 2 2048 128 256 chunk_size=16
+chunks_of_1024 float32 1 2 2048 128 256 chunk_size=1024
+chunks_of_2048 bfloat16 1 2 2048 128 256 chunk_size=2048
+# A store beyond an array would be in the next head.
+odd_lengths-BNTH bfloat16 4 12 1 64 128 **ODD
+odd_lengths-BNTH bfloat16 4 12 17 64 128 **ODD
+odd_lengths-BNTH bfloat16 4 12 129 64 128 **ODD
+odd_lengths-BTNH bfloat16 4 12 2 64 128 **BTNH, **ODD
+odd_lengths-BTNH bfloat16 4 12 127 64 128 **BTNH, **ODD
+odd_lengths-BTNH bfloat16 1 24 992 256 256 **BTNH, **ODD
+odd_lengths-BNTH bfloat16 1 24 1001 256 256 **ODD
+odd_lengths-BNTH bfloat16 1 8 4095 64 128 **ODD
+odd_lengths-BTNH bfloat16 1 8 4095 64 128 **BTNH, **ODD
+# One long reversed cumulative sum would lose all digits of the gradient of f here.
+long bfloat16 1 1 32768 64 64 recipe=dict(f_shift=4.0)
+# The backward pass skips whole chunks.
+lengths bfloat16 5 2 1000 64 128 **OF_1000
+lengths bfloat16 5 2 1001 128 256 **OF_1001
+lengths bfloat16 5 2 1000 256 512 **OF_1000
+"""
+BACK_ON_A_GPU = dict(reverse=True) | TWO_LOWERINGS
+FUSED_BACK = dict(config=fused()) | STORED | BACK_ON_A_GPU
+REVERSE_ON_A_GPU = """
+reverse bfloat16 1 8 2048 64 128 **BACK_ON_A_GPU
+fused bfloat16 1 8 2048 64 128 **FUSED_BACK
+reverse bfloat16 1 8 2048 128 256 **BTNH, **BACK_ON_A_GPU
+fused bfloat16 1 8 2048 128 256 **FUSED_BACK
+reverse bfloat16 1 8 1001 256 512 **BTNH, **BACK_ON_A_GPU
+fused bfloat16 1 8 1001 256 512 **FUSED_BACK
+reverse bfloat16 1 8 1500 96 192 **BACK_ON_A_GPU
+fused bfloat16 1 8 1500 96 192 **FUSED_BACK
+splits bfloat16 1 2 4096 256 512 config=fused(), **BACK_ON_A_GPU
+lengths bfloat16 5 2 1000 128 256 reverse=True, **OF_1000
+reverse float32 1 2 1000 128 256 reverse=True
+"""
+HALF_ON_A_GPU = dict(bounds=None, seed=3)
+FLOAT16_ON_A_GPU = """
+BNTH float16 1 2 250 64 64 **HALF_ON_A_GPU
+BNTH float16 1 2 250 128 256 **HALF_ON_A_GPU
+BNTH float16 1 2 250 256 512 **HALF_ON_A_GPU
+BNTH float16 1 2 250 64 64 config=fused(), **HALF_ON_A_GPU
+BTNH float16 1 2 250 128 256 **BTNH, config=MATERIALISED, **HALF_ON_A_GPU
+BTNH float16 1 2 250 256 512 **BTNH, config=fused(), **HALF_ON_A_GPU
+"""
+
+
 def gpu_calls():
-    """Those of test_gpu.py: at real sizes, with the configs that users get."""
-    both = "bfloat16", "float32"
-    for dtype in both:
+    """Those of test_gpu.py."""
+    for dtype in "bfloat16", "float32":
         for heads in HEADS + MORE_HEADS:  # one of them in the quick selection, in both dtypes
             smoke = [pytest.mark.smoke] * (heads == (128, 256))
             yield on_a_gpu("heads", dtype, 1, 2, 500, *heads, marks=smoke)
     for heads, call in calls_of_any_heads():
         yield pytest.param(call, id=f"any_heads-{heads}", marks=pytest.mark.gpu)
-    for name, dtype, *heads in (
-        *(("default", dtype, *heads) for dtype in both for heads in ((64, 64), (256, 512))),
-        ("materialised64", "bfloat16", 256, 512),
-        ("materialised64", "float32", 128, 256),
-        ("materialised256", "bfloat16", 128, 256),
-        ("materialised256", "float32", 64, 64),
-        ("fused", "bfloat16", 256, 512),
-        ("fused", "bfloat16", 64, 64),
-        ("fused", "float32", 128, 256),
-        ("splits", "bfloat16", 128, 256),
-        ("splits", "float32", 256, 512),
-    ):
-        yield on_a_gpu(name, dtype, 1, 2, 2048, *heads, config=GPU_CONFIGS[name])
-    for dtype, *heads, num_splits in (
-        ("bfloat16", 64, 64, 1),
-        ("bfloat16", 256, 512, 4),
-        ("float32", 128, 256, 1),
-        ("float32", 128, 256, 4),
-    ):  # the states that the fused scan stored
-        scan = dict(siz_b_L=32, state_rows=256, num_stages=3 if dtype == "bfloat16" else 2)
-        config = KernelConfig(fused=True, num_splits=num_splits, triton_recurrent_fw_H=scan)
-        name = f"stored_in_{num_splits}_splits"
-        yield on_a_gpu(name, dtype, 1, 2, 2048, *heads, config=config, **STORED)
-    for dtype, size in ("bfloat16", 16), ("float32", 1024), ("bfloat16", 2048):
-        yield on_a_gpu(f"chunks_of_{size}", dtype, 1, 2, 2048, 128, 256, chunk_size=size)
-    for *shape, layout in (
-        *((4, 12, S, 64, 128, "BNTH") for S in (1, 17, 129)),
-        *((4, 12, S, 64, 128, "BTNH") for S in (2, 127)),
-        (1, 24, 992, 256, 256, "BTNH"),
-        (1, 24, 1001, 256, 256, "BNTH"),
-        *((1, 8, 4095, 64, 128, layout) for layout in ("BNTH", "BTNH")),
-    ):  # a store beyond an array would be in the next head
-        call = dict(layout=layout, several=BOTH_BACKENDS, config=fused())
-        yield on_a_gpu(f"odd_lengths-{layout}", "bfloat16", *shape, **call)
-    # One long reversed cumulative sum would lose all digits of the gradient of f here.
-    yield on_a_gpu("long", "bfloat16", 1, 1, 32768, 64, 64, recipe=dict(f_shift=4.0))
-    # The backward pass skips whole chunks.
-    for S, *heads in (1000, 64, 128), (1001, 128, 256), (1000, 256, 512):
-        call = dict(lengths=np.array([0, 1, 384, 700, S]), several=BOTH_BACKENDS)
-        yield on_a_gpu("lengths", "bfloat16", 5, 2, S, *heads, **call)
-
-
-def calls_in_reverse_on_a_gpu():
-    call = dict(reverse=True, several=BOTH_BACKENDS)
-    for S, *heads, layout in (
-        (2048, 64, 128, "BNTH"),
-        (2048, 128, 256, "BTNH"),
-        (1001, 256, 512, "BTNH"),
-        (1500, 96, 192, "BNTH"),
-    ):
-        yield on_a_gpu("reverse", "bfloat16", 1, 8, S, *heads, layout=layout, **call)
-        yield on_a_gpu("fused", "bfloat16", 1, 8, S, *heads, config=fused(), **STORED, **call)
-    yield on_a_gpu("splits", "bfloat16", 1, 2, 4096, 256, 512, config=fused(), **call)
-    call |= dict(lengths=np.array([0, 1, 384, 700, 1000]))
-    yield on_a_gpu("lengths", "bfloat16", 5, 2, 1000, 128, 256, **call)
-    yield on_a_gpu("reverse", "float32", 1, 2, 1000, 128, 256, reverse=True)
-
-
-def float16_calls_on_a_gpu():
-    for *heads, layout, config in (
-        *((*heads, "BNTH", None) for heads in ((64, 64), (128, 256), (256, 512))),
-        (64, 64, "BNTH", fused()),
-        (128, 256, "BTNH", MATERIALISED),
-        (256, 512, "BTNH", fused()),
-    ):
-        call = dict(layout=layout, config=config, bounds=None, seed=3)
-        yield on_a_gpu(f"{layout}", "float16", 1, 2, 250, *heads, **call)
+    yield from gpu_calls_of(ON_A_GPU)

@@ -127,6 +127,26 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def rows_of(table):
+    """The lines of a table, without comments."""
+    rows = (line.split("#")[0].strip() for line in table.splitlines())
+    return [*filter(None, rows)]
+
+
+def row_of(line, columns, names=None):
+    """The first columns of a line, and a dict of what is behind them: options, or fields of tiles,
+    with these names."""
+    *first, options = f"{line} ".split(" ", columns)
+    return *first, eval(f"dict({options})", names)
+
+
+def named_rows(table):
+    """Parameters of a test, from lines that begin with a name; those with ~ are slow."""
+    for line in rows_of(table):
+        name, _, row = line.partition(" ")
+        yield pytest.param(row, id=name.strip("~"), marks=[pytest.mark.slow] * (name[0] == "~"))
+
+
 def run_python(*arguments, timeout=300, **settings):
     """What a process prints that has to end well, and in time. Settings: of its environment."""
     try:
@@ -240,6 +260,16 @@ def refused(kind, message, call, *args, **kwargs):
     with pytest.raises(kind) as caught:
         call(*args, **kwargs)
     assert str(caught.value).split("\n")[0] == message
+
+
+def refusals(table):
+    """Kind, message and what raises it, from blocks of these: a message is wrapped, and ``<-`` is
+    behind it."""
+    kinds = dict(TypeError=TypeError, ValueError=ValueError)
+    for block in table.split("\n\n"):
+        said, call = " ".join(block.split()).split(" <- ")
+        kind, message = said.split(" ", 1)
+        yield pytest.param(kinds[kind], message, call, id=message[:60])
 
 
 def mesh_for(device, shape=(), names="", kind=AxisType.Auto):

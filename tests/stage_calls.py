@@ -7,7 +7,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from oracle import array, assert_close, in_float64, swapped
+from oracle import array, assert_close, in_float64, row_of, rows_of, swapped  # noqa: F401
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.formulas import gate_gradients, gates  # noqa: F401
@@ -52,18 +52,6 @@ def launch_of(name, problem, dtype, lowering, tiles=None, **options):
     call = dataclasses.replace(spec, problem=p).launch(name, lowering, **options)
     assert call.lowering is lowering, (name, call)
     return call
-
-
-def rows_of(table):
-    """The lines of a table, without comments."""
-    rows = (line.split("#")[0].strip() for line in table.splitlines())
-    return [*filter(None, rows)]
-
-
-def row_of(line, columns):
-    """The first columns of a line, and a dict of the options, or fields of tiles, behind them."""
-    *first, options = f"{line} ".split(" ", columns)
-    return *first, eval(f"dict({options})")
 
 
 def assert_dtypes(result, shapes):

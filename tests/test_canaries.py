@@ -11,14 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from mosaic_gpu_cases import check_neighbours, fused, materialised, quick_and_slow
+from mosaic_gpu_cases import check_neighbours, fused, materialised
 from oracle import (
     HELPERS,
     check_isolated,
     cotangents_for,
     gradients_of_call,
+    named_rows,
     needs_mosaic_gpu,
     random_inputs,
+    row_of,
     token_at,
 )
 from stage_calls import STAGES, Launch, Lowering, Problem, tiles_class
@@ -51,28 +53,23 @@ def partial(block):
     }
 
 
-# Options of the config, whether states are stored, S and L; heads in the layout "BTNH".
-CASES = {
-    "materialised": ({}, False, 64, 32),
-    "materialised-partial": (partial(32), False, 64, 32, 48, 80),
-    "fused-partial": (dict(fused=True) | partial(32), False, 64, 32, 48, 80),
-    "materialised-80-112": (partial(64), False, 61, 32, 80, 112),
-    "fused-80-112": (dict(fused=True) | partial(32), False, 61, 32, 80, 112),
-    "materialised-96-96": (partial(64), True, 61, 32, 96, 96),
-    "fused-96-96": (dict(fused=True) | partial(64), False, 61, 32, 96, 96),
-    "fused-96-192-stored": (dict(fused=True) | partial(128), True, 61, 32, 96, 192),
-    "materialised-long_chunks": ({}, False, 256, 256),
-    "materialised-splits": (SPLIT, False, 64, 32),
-    "fused": (dict(fused=True), False, 64, 32),
-    "fused-stored": (
-        dict(fused=True) | small("recurrent_fw_H", state_rows=DHQK),
-        True,
-        64,
-        32,
-    ),
-}
+# Names (~: slow), S and L, options of the config, whether states are stored, and heads, in the
+# layout "BTNH".
+CASES = """
+~materialised 64 32
+materialised-partial 64 32 changes=partial(32), heads=(48, 80)
+~fused-partial 64 32 changes=dict(fused=True) | partial(32), heads=(48, 80)
+~materialised-80-112 61 32 changes=partial(64), heads=(80, 112)
+~fused-80-112 61 32 changes=dict(fused=True) | partial(32), heads=(80, 112)
+~materialised-96-96 61 32 changes=partial(64), stored=True, heads=(96, 96)
+~fused-96-96 61 32 changes=dict(fused=True) | partial(64), heads=(96, 96)
+~fused-96-192-stored 61 32 changes=dict(fused=True) | partial(128), stored=True, heads=(96, 192)
+~materialised-long_chunks 256 256
+~materialised-splits 64 32 changes=SPLIT
+~fused 64 32 changes=dict(fused=True)
+fused-stored 64 32 changes=dict(fused=True) | small("recurrent_fw_H", state_rows=DHQK), stored=True
+"""
 BACKENDS = ("interpret", pytest.param("triton", marks=pytest.mark.gpu))
-QUICK = ("materialised-partial", "fused-stored")
 
 
 def check(run, x):
@@ -83,25 +80,30 @@ def check(run, x):
     check_isolated(run, x, x, lambda y: y)
 
 
-@pytest.mark.parametrize("case", quick_and_slow(CASES, QUICK))
+@pytest.mark.parametrize("line", [*named_rows(CASES)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_kernels_write_everything_and_read_nothing_of_their_neighbours(backend, case):
-    changes, stored, S, L, *heads = CASES[case]
+def test_kernels_write_everything_and_read_nothing_of_their_neighbours(backend, line):
+    S, L, options = row_of(line, 2, globals())
+    check_kernels(backend, int(S), int(L), **options)
+
+
+def check_kernels(backend, S, L, changes=(), stored=False, heads=()):
     tiles = {name: x for stage in STAGES for name, x in small(stage).items()}
-    config = KernelConfig(**dict(chunk_size=L, fused=False) | tiles | changes)
+    config = KernelConfig(**dict(chunk_size=L, fused=False) | tiles | dict(changes))
     options = dict(config=config, backend=backend, recompute_states_in_bw=not stored)
     inputs = random_inputs(0, 1, HEADS, S, *heads or (DHQK, DHV))
     options["layout"] = "BTNH" if heads else "BNTH"
     x, run = (inputs, cotangents_for(inputs, "float32")), gradients_of_call(**options)
     calls = compile_report.equations(jax.make_jaxpr(run)(*x).jaxpr, "pallas_call")
-    kernels, fused = {call.params["name"] for call in calls}, case.startswith("fused")
+    kernels = {call.params["name"] for call in calls}
     expected = (
         name
         for name, stage in STAGES.items()
-        if not stage.decode and (stage.backward or name == "chunk_gates" or stage.fused == fused)
+        if not stage.decode
+        and (stage.backward or name == "chunk_gates" or stage.fused == config.fused)
     )
     assert kernels - HELPERS == {*expected}
-    assert ("split_products" in kernels) == case.endswith("splits")
+    assert ("split_products" in kernels) == (changes is SPLIT)
     check(lambda x: run(*x), x)
 
 

@@ -4,11 +4,11 @@ inf."""
 import functools
 import math
 
-import call_checks
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from call_checks import FLOAT16, FLOAT16_ON_A_GPU, calls_of, check_call, gpu_calls_of
 from oracle import assert_close, compare, oracle, random_inputs, token_at, tolerance
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
@@ -16,11 +16,9 @@ from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
 UNIT = 2.0**-11
 
 
-@pytest.mark.parametrize(
-    "call", [*call_checks.float16_calls(), *call_checks.float16_calls_on_a_gpu()]
-)
+@pytest.mark.parametrize("call", [*calls_of(FLOAT16), *gpu_calls_of(FLOAT16_ON_A_GPU)])
 def test_against_float64(call):
-    call_checks.check_call(**call)
+    check_call(**call)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from mlstm_pallas import mlstm_chunkwise
 BOUND = {dtype: of_gradients for dtype, (_, of_gradients) in call_checks.PROMISED.items()}
 
 
-@pytest.mark.parametrize("call", [*call_checks.interpreted_calls()])
+@pytest.mark.parametrize("call", [*call_checks.calls_of(call_checks.GRADIENTS)])
 def test_gradients(call):
     call_checks.check_call(**call)
 

@@ -2,11 +2,18 @@
 
 import functools
 
-import call_checks
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from call_checks import (
+    PROMISED,
+    REVERSE,
+    REVERSE_ON_A_GPU,
+    calls_of,
+    check_call,
+    gpu_calls_of,
+)
 from oracle import (
     RESULTS,
     assert_close,
@@ -21,14 +28,12 @@ from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 
 
-@pytest.mark.parametrize(
-    "call", [*call_checks.calls_in_reverse(), *call_checks.calls_in_reverse_on_a_gpu()]
-)
+@pytest.mark.parametrize("call", [*calls_of(REVERSE), *gpu_calls_of(REVERSE_ON_A_GPU)])
 def test_against_float64(call):
-    call_checks.check_call(**call)
+    check_call(**call)
 
 
-BOUND = call_checks.PROMISED["float32"][1]
+BOUND = PROMISED["float32"][1]
 OPTIONS = dict(return_last_states=True, chunk_size=16, backend="xla", layout="BTNH")
 
 

@@ -21,6 +21,7 @@ from oracle import (
     mesh_of,
     oracle,
     random_inputs,
+    refusals,
     refused,
     sharded,
     tolerance,
@@ -329,29 +330,40 @@ def test_float64():
     assert_close(in_float64(run, x), oracle(x)[0], 1e-13)
 
 
-def test_messages():
+MESSAGES = """
+ValueError q has 5 tokens, expected at most 4, half the ring's length 8
+<- mlstm_ring_step(*tokens, states)
+
+TypeError states is a tuple, expected RingStates, as mlstm_ring_states returns them
+<- mlstm_ring_step(*first, tuple(states))
+
+ValueError states.n has shape (2, 2, 15), expected (B, NH, DHQK) = (2, 2, 16), as states.c has shape
+(2, 2, 16, 8)
+<- mlstm_ring_flush(states._replace(n=states.n[..., 1:]))
+
+TypeError k has dtype float32, expected bfloat16, that of the ring
+<- mlstm_ring_step(*first, ring_of(x, dtype="bfloat16"))
+
+ValueError accepted has shape (3,), expected (B) = (2,)
+<- mlstm_ring_step(*first, states, accepted=np.zeros(3, int))
+
+TypeError accepted has dtype float64, expected an integer dtype
+<- mlstm_ring_step(*first, states, accepted=np.zeros(2))
+
+ValueError length is 12, expected a power of two from 8 to 64
+<- ring_of(x, length=12)
+
+TypeError states.fill has dtype float32, expected int32
+<- mlstm_ring_flush(states._replace(fill=states.m))
+
+ValueError states.m has values other than 0 with input_gate 'sigmoid', expected None or zeros
+<- mlstm_ring_step(*first, states, input_gate="sigmoid")
+"""
+
+
+@pytest.mark.parametrize(("kind", "message", "call"), [*refusals(MESSAGES)])
+def test_messages(kind, message, call):
     x = random_inputs(16, 2, 2, 5, 16, 8)
-    states, tokens = ring_of(x), [x[name] for name in TOKEN]
-    first = [y[:, :, :2] for y in tokens]
-    for message, kind, call in [
-        ("q has 5 tokens, expected at most 4, half the ring's length 8", ValueError,
-         lambda: mlstm_ring_step(*tokens, states)),
-        ("states is a tuple, expected RingStates, as mlstm_ring_states returns them", TypeError,
-         lambda: mlstm_ring_step(*first, tuple(states))),
-        ("states.n has shape (2, 2, 15), expected (B, NH, DHQK) = (2, 2, 16), as states.c has "
-         "shape (2, 2, 16, 8)", ValueError,
-         lambda: mlstm_ring_flush(states._replace(n=states.n[..., 1:]))),
-        ("k has dtype float32, expected bfloat16, that of the ring", TypeError,
-         lambda: mlstm_ring_step(*first, ring_of(x, dtype="bfloat16"))),
-        ("accepted has shape (3,), expected (B) = (2,)", ValueError,
-         lambda: mlstm_ring_step(*first, states, accepted=np.zeros(3, int))),
-        ("accepted has dtype float64, expected an integer dtype", TypeError,
-         lambda: mlstm_ring_step(*first, states, accepted=np.zeros(2))),
-        ("length is 12, expected a power of two from 8 to 64", ValueError,
-         lambda: ring_of(x, length=12)),
-        ("states.fill has dtype float32, expected int32", TypeError,
-         lambda: mlstm_ring_flush(states._replace(fill=states.m))),
-        ("states.m has values other than 0 with input_gate 'sigmoid', expected None or zeros",
-         ValueError, lambda: mlstm_ring_step(*first, states, input_gate="sigmoid")),
-    ]:  # fmt: skip
-        refused(kind, message, call)
+    tokens = [x[name] for name in TOKEN]
+    names = dict(x=x, tokens=tokens, states=ring_of(x), first=[y[:, :, :2] for y in tokens])
+    refused(kind, message, eval, call, globals() | names)

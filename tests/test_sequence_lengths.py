@@ -16,7 +16,7 @@ from oracle import assert_close, beyond, random_inputs, tolerance
 from mlstm_pallas import mlstm_chunkwise, reference
 
 
-@pytest.mark.parametrize("call", [*call_checks.calls_of_lengths()])
+@pytest.mark.parametrize("call", [*call_checks.calls_of(call_checks.OF_LENGTHS)])
 def test_against_float64(call):
     call_checks.check_call(**call)
 

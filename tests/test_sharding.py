@@ -25,10 +25,11 @@ from oracle import (
     lowered_for_cuda,
     mesh_for,
     mesh_of,
+    named_rows,
     random_inputs,
     results_of,
+    row_of,
     sharded,
-    slow,
     tolerance,
 )
 from stage_calls import spec_of
@@ -59,59 +60,62 @@ def expected():
     return single(*INPUTS)
 
 
-def check(run, x, expected, specs, mesh, *others):
+def check(run, x, expected, specs, mesh, *others, **options):
     """Values and gradients of a function are the expected ones; others: arguments of on_mesh."""
-    compare(RESULTS, on_mesh(results_of(run), x, specs, mesh, *others), expected, BOUND)
-
-
-@pytest.mark.parametrize(
-    ("shape", "spec", "kind", "backend", "layout"),
-    [
-        slow((8,), BATCH, AUTO, "interpret", "BTNH"),
-        ((2, 2, 2), P(("x", "y"), "z"), EXPLICIT, "xla", "BNTH"),
-        ((4, 2), HEADS, EXPLICIT, "xla", "BTNH"),
-    ],
-    ids=str,
-)
-def test_shards_of_batch_and_heads_stay_where_they_are(
-    expected, shape, spec, kind, backend, layout
-):
-    sequence = P(spec[0], None, *spec[1:]) if layout == "BTNH" else spec
-    results = [sequence, *[spec] * 3, *[sequence] * 5, *[spec] * 3]
-    x, expected = in_layout(layout, NAMES, INPUTS), in_layout(layout, RESULTS, expected)
-    run = run_on(backend, layout=layout)
-    check(run, x, expected, results[4:], mesh_of(shape, kind), results)
+    result = on_mesh(results_of(run), x, specs, mesh, *others, **options)
+    compare(RESULTS, result, expected, BOUND)
 
 
 STEPS, COLUMNS = P("x", None, "y"), P("x", None, None, "y")  # or rows of states
-
-
 GATHERED = {"all-gather": 6, "collective-permute": 1}
 
 
-@pytest.mark.parametrize(
-    ("kind", "specs", "exchanged"),
-    [
-        (
-            EXPLICIT,
-            (P(None, "x"), BATCH, P(), *[HEADS] * 5),
-            GATHERED | {"all-gather": 4, "all-to-all": 2},
-        ),
-        slow(AUTO, (STEPS, *[COLUMNS] * 2, P(), *[STEPS] * 3, BATCH), GATHERED),
-    ],
-    ids=["disagreement", "other_axes"],
-)
-def test_shardings_that_cannot_be_kept_are_undone_with_the_right_numbers(
-    expected, kind, specs, exchanged
-):
-    check(run_on(), INPUTS, expected, specs, mesh_of((4, 2), kind), (), exchanged)
+def kept(spec, backend="xla", layout="BNTH"):
+    """A call whose arguments and results have the sharding."""
+    steps = P(spec[0], None, *spec[1:]) if layout == "BTNH" else spec
+    specs = [*[steps] * 5, *[spec] * 3]
+    results = [steps, *[spec] * 3, *specs]
+    return dict(run=run_on(backend, layout=layout), layout=layout, specs=specs, results=results)
 
 
-@pytest.mark.parametrize("axes", ["xy", slow("x")])
-def test_inside_a_shard_map_over_all_or_some_axes(expected, axes):
-    mesh, spec = mesh_of((4, 2)), P(*axes)
-    run = jax.shard_map(run_on(), mesh=mesh, in_specs=spec, out_specs=spec, axis_names={*axes})
-    check(run, INPUTS, expected, [HEADS], mesh)
+def inside(axes):
+    """A call inside a shard_map over these axes."""
+    options = dict(in_specs=P(*axes), out_specs=P(*axes), axis_names={*axes})
+    return dict(run=jax.shard_map(run_on(), mesh=mesh_of((4, 2)), **options), specs=[HEADS])
+
+
+def layers(*x):
+    """Remat inside of a scan over layers."""
+
+    def layer(v, _):
+        return v, jax.checkpoint(run_on())(*x[:2], v, *x[3:])
+
+    return jax.tree.map(lambda y: y[0], jax.lax.scan(layer, x[2], length=1)[1])
+
+
+# Names (~: slow), a mesh, kinds of its axes, arguments of check.
+MESHES = """
+~stays-batch 8 AUTO **kept(BATCH, "interpret", "BTNH")
+stays-three_axes 2,2,2 EXPLICIT **kept(P(("x", "y"), "z"))
+stays-two_axes 4,2 EXPLICIT **kept(HEADS, layout="BTNH")
+# Shardings that are undone.
+cannot_be_kept-disagreement 4,2 EXPLICIT specs=(P(None, "x"), BATCH, P(), *[HEADS] * 5), \
+exchanged=GATHERED | {"all-gather": 4, "all-to-all": 2}
+~cannot_be_kept-other_axes 4,2 AUTO specs=(STEPS, *[COLUMNS] * 2, P(), *[STEPS] * 3, BATCH), \
+exchanged=GATHERED
+inside_shard_map-all_axes 4,2 AUTO **inside("xy")
+~inside_shard_map-some_axes 4,2 AUTO **inside("x")
+~remat_in_a_scan 4,2 EXPLICIT,AUTO run=layers, specs=[BATCH]
+"""
+
+
+@pytest.mark.parametrize("line", [*named_rows(MESHES)])
+def test_numbers_on_a_mesh_are_those_of_one_device(expected, line):
+    shape, kinds, options = row_of(line, 2, globals())
+    mesh = mesh_of([*map(int, shape.split(","))], *map(globals().get, kinds.split(",")))
+    layout = options.pop("layout", "BNTH")
+    x, expected = in_layout(layout, NAMES, INPUTS), in_layout(layout, RESULTS, expected)
+    check(x=x, expected=expected, mesh=mesh, **dict(run=run_on()) | options)
 
 
 @pytest.mark.slow
@@ -154,19 +158,6 @@ def test_vmap_over_no_examples(backend):
     assert [y.shape for y in (h, *states)] == [x.shape for x in (token[2], *none[5:])]
 
 
-@pytest.mark.slow
-def test_remat_inside_a_scan_over_layers_stays_sharded(expected):
-    """On a mesh of mixed axis types."""
-
-    def layers(*x):
-        def layer(v, _):
-            return v, jax.checkpoint(run_on())(*x[:2], v, *x[3:])
-
-        return jax.tree.map(lambda y: y[0], jax.lax.scan(layer, x[2], length=1)[1])
-
-    check(layers, INPUTS, expected, [BATCH], mesh_of((4, 2), EXPLICIT, AUTO))
-
-
 def test_one_of_several_devices_runs_the_plain_module():
     on_one = jax.device_put(INPUTS, jax.devices("cpu")[3])
     on_eight = sharded(INPUTS, mesh_of((8,)), BATCH)
@@ -207,8 +198,13 @@ def entries(tmp_path):
 def test_operations_that_differ_are_told_apart_in_the_compilation_cache(entries):
     """Its keys are without the addresses of callbacks. A program is for one device, or for all."""
     for eps, count in ((0.5, 2), (0.25, 4), (0.5, 4)):
-        run = run_on(eps=eps)
-        check(run, INPUTS, results_of(run)(*INPUTS), [BATCH], mesh_of((8,)))
+
+        @jax.jit
+        def results(*x, eps=eps):
+            return jax.tree.leaves(run_on(eps=eps)(*x))
+
+        result = on_mesh(results, INPUTS, [BATCH], mesh_of((8,)))
+        compare(OUTPUTS, result, results(*INPUTS), BOUND)
         assert entries() == count
 
 
