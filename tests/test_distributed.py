@@ -283,7 +283,7 @@ def on_one_device(shards, gradients="inside", **options):
     return results_of(mapped(device))
 
 
-@pytest.mark.parametrize("gradients", ["inside", "outside"])
+@pytest.mark.parametrize("gradients", [slow("inside"), "outside"])
 def test_a_mapped_axis_does_for_a_mesh_axis(gradients):
     x = CASES["resets"].values()
     check(on_one_device(3, gradients, **OPTIONS)(*x), alone(*x), x)

@@ -38,15 +38,33 @@ def chunkwise(*x, **options):
     return mlstm_chunkwise(*x, return_last_states=True, **options)
 
 
+def flipped(x):
+    return {name: y if "initial" in name else jnp.flip(y, 2) for name, y in x.items()}
+
+
 @functools.cache
-def jitted(backend):
-    run = functools.partial(chunkwise, chunk_size=L, config=TILES, backend=backend)
-    return jax.jit(lambda x: run(**x))
+def jitted(backend, reverse):
+    options = dict(chunk_size=L, config=TILES, backend=backend)
+
+    @jax.jit
+    def run(x):
+        if not reverse:
+            return chunkwise(**x, **options)
+        h, states = chunkwise(**flipped(x), **options, reverse=True)
+        return jnp.flip(h, 2), states
+
+    return run
 
 
 @pytest.mark.parametrize("name", "qkvif")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, name):
+@pytest.mark.parametrize(
+    ("backend", "reverse"),
+    [
+        *((backend, reverse) for backend in ("xla", "interpret") for reverse in (False, True)),
+        pytest.param("triton", False, marks=pytest.mark.gpu),
+    ],
+)
+def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, reverse, name):
     """In q it reaches its own step only; in v its own column, where 0 times NaN spares no earlier
     step of its chunk, see mlstm_chunkwise."""
     x = np.array(INPUTS[name])
@@ -56,7 +74,7 @@ def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, name):
         h, (c, n, _) = results
         return [y[OTHERS] for y in (h, c, n)]
 
-    results = check_isolated(jitted(backend), INPUTS, INPUTS | {name: x}, of_others)
+    results = check_isolated(jitted(backend, reverse), INPUTS, INPUTS | {name: x}, of_others)
     expected, h = (np.array(h[BATCH, HEAD]) for h, _ in results)
     reached = {"q": np.s_[STEP], "v": np.s_[STEP:, COLUMN]}.get(name, np.s_[STEP:])
     assert np.isnan(h[reached]).all()

@@ -193,8 +193,8 @@ OUTSIDE = [3, 0, 20, 0, 33, 5, 7, 9], [0, 0, 0, 17, 1], [0, 40, 0, 0, 0, 0, 3], 
     "options",
     [
         dict(backend="xla", states=False),
-        slow(dict(backend="xla", go_on=True, input_gate="sigmoid")),
-        dict(backend="interpret", go_on=True, layout="BTNH"),
+        dict(backend="xla", go_on=True, input_gate="sigmoid"),
+        slow(dict(backend="interpret", go_on=True, layout="BTNH")),
         slow(dict(backend="interpret", states=False)),
         slow(dict(backend="interpret")),
     ],
@@ -224,7 +224,7 @@ def test_ids_of_any_integer_dtype():
 
 @pytest.mark.parametrize(
     ("backend", "layout", "go_on"),
-    [("xla", "BNTH", True), ("interpret", "BTNH", True), ("interpret", "BNTH", False)],
+    [slow("xla", "BNTH", True), ("interpret", "BTNH", True), ("interpret", "BNTH", False)],
     ids=["plain", "triton", "first_segment"],
 )
 def test_a_vmap_of_packed_prompts_equals_the_calls_one_by_one(backend, layout, go_on):

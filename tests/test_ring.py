@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from mesh_calls import on_mesh
 from oracle import (
     BACKENDS,
     assert_close,
     assert_same_bits,
-    collectives,
     compare,
     error,
     in_float64,
@@ -23,7 +23,6 @@ from oracle import (
     random_inputs,
     refusals,
     refused,
-    sharded,
     tolerance,
 )
 from stage_calls import row_of, rows_of
@@ -242,12 +241,10 @@ def test_batch_and_heads_stay_sharded(kind):
         )
         return h, *states
 
-    mesh, accepted = mesh_of((4, 2), kind), np.zeros(4, "int32")
-    put = sharded((accepted, *arrays), mesh, P("x"), *[heads] * len(arrays))
-    compiled = jax.jit(run).lower(*put).compile()
-    assert not collectives(compiled)
-    for y, z in zip(compiled(*put), jax.jit(run)(accepted, *arrays), strict=True):
-        assert tuple(y.sharding.spec[:2]) == ("x", "y")
+    x = np.zeros(4, "int32"), *arrays
+    specs = [P("x"), *[heads] * len(arrays)]
+    result = on_mesh(jax.jit(run), x, specs, mesh_of((4, 2), kind), specs[1:])
+    for y, z in zip(result, jax.jit(run)(*x), strict=True):
         assert error(np.float64(y), np.float64(z)) < 1e-6
 
 
