@@ -11,10 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import (
+    NAMES,
+    OUTPUTS,
     assert_close,
+    compare,
     cotangents_for,
     emptied,
+    gradients_of_call,
     oracle,
+    outputs_and_gradients,
     random_inputs,
     slow,
     token_at,
@@ -141,30 +146,20 @@ def test_left_padding_changes_nothing(backend):
     padded = {
         x: y if "initial" in x else y.at[:, :, :padding].set(jnp.nan) for x, y in inputs.items()
     }
-    call = functools.partial(
-        mlstm_chunkwise, chunk_size=16, return_last_states=True, backend=backend
-    )
+    options = dict(chunk_size=16, backend=backend)
 
-    @jax.jit
-    def run(x, cotangents, mask=None):
-        outputs, back = jax.vjp(lambda x: call(**x if mask is None else masked(x, mask)), x)
-        dh, *rest = cotangents
-        return jax.tree.leaves(outputs), back((dh, tuple(rest)))[0]
+    def run(**x):
+        return mlstm_chunkwise(**masked(x, mask), **options, return_last_states=True)
 
-    (h, *states), gradients = run(padded, cotangents, mask)
+    (h, *states), gradients = outputs_and_gradients(run)(padded, cotangents)
     dh, *rest = cotangents
-    kept = slice(padding, S)
-    (expected_h, *expected), expected_gradients = run(steps(inputs, kept), [dh[:, :, kept], *rest])
-    bound = tolerance("float32", S + 16)
-    assert not np.any(h[:, :, :padding])
-    assert_close(h[:, :, kept], expected_h, bound)
-    for x, y in zip(states, expected, strict=True):
-        assert_close(x, y, bound)
-    for name, x in gradients.items():
-        if "initial" not in name:
-            assert not np.any(x[:, :, :padding])
-            x = x[:, :, kept]
-        assert_close(x, expected_gradients[name], 4 * bound)
+    kept, bound = slice(padding, S), tolerance("float32", S + 16)
+    alone = gradients_of_call(**options)(steps(inputs, kept), [dh[:, :, kept], *rest])
+    for x in (h, *(gradients[name] for name in "qkvif")):
+        assert not np.any(x[:, :, :padding])
+    compare(OUTPUTS, (h[:, :, kept], *states), alone[0], bound)
+    both = steps(gradients, kept), alone[1]
+    compare(NAMES, *(map(y.get, NAMES) for y in both), 4 * bound)
 
 
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
@@ -192,11 +187,8 @@ def test_nothing_passes_a_reset(backend, at):
         mlstm_chunkwise, chunk_size=16, return_last_states=True, backend=backend
     )
     h, states = call(**inputs | dict(f=jnp.where(resets[:, None], -jnp.inf, inputs["f"])))
-    expected, *expected_states = oracle(emptied(steps(inputs, slice(at, None))))
-    bound = tolerance("float32", 40 + 16)
-    assert_close(h[:, :, at:], expected, bound)
-    for x, y in zip(states, expected_states, strict=True):
-        assert_close(x, y, bound)
+    expected = oracle(emptied(steps(inputs, slice(at, None))))
+    compare(OUTPUTS, (h[:, :, at:], *states), expected, tolerance("float32", 40 + 16))
 
 
 def test_boolean_segment_ids_are_refused_with_what_a_reset_is():
