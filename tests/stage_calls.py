@@ -7,7 +7,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from oracle import array, assert_close, in_float64, row_of, rows_of, swapped  # noqa: F401
+from oracle import array, assert_close, in_float64, row_of, rows_of, swapped, tolerance  # noqa: F401
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.formulas import gate_gradients, gates  # noqa: F401
@@ -109,3 +109,14 @@ def check_drawn(name, call, bound, dtype="bfloat16", layout="BNTH", **options):
             y = swapped(y.reshape(p.B, p.NH, p.S, -1))
         x[key] = array(y, dtype if of_call else "float32")
     return x, *check_stage(name, call, x, bound, **options)
+
+
+def check_small(line, lowering):
+    """check_drawn of a stage, B-NH-S-DHQK-DHV-L, tiles, and what else check_drawn takes."""
+    name, sizes, options = row_of(line, 2)
+    p, tiles = Problem(*map(int, sizes.split("-")), 1.0), options.pop("tiles", None)
+    splits = {key: options[key] for key in {"num_splits"} & {*options}}
+    call = launch_of(name, p, "bfloat16", lowering, tiles, **splits)
+    terms = dict(split_products=p.S, step_sums=p.L, vector_states=p.NC)[name]
+    bound = tolerance("bfloat16" if name == "split_products" else "float32", terms)
+    check_drawn(name, call, bound, **options)

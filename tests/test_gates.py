@@ -171,14 +171,6 @@ def check_vector_states(call, backward):
     check_drawn("vector_states", call, tolerance("float32", call.problem.NC), backward=backward)
 
 
-@pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
-def test_step_sums_against_float64(layout):
-    """In three blocks of columns."""
-    p = Problem(2, 2, 64, 48, 16, 32, 1.0)
-    call = launch_of("step_sums", p, "bfloat16", Lowering.INTERPRET, dict(siz_b_DHQK=16))
-    check_drawn("step_sums", call, tolerance("float32", p.L), layout=layout)
-
-
 @pytest.mark.parametrize("n", [1, 32, 33, 1000])
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.97, 1.0])
 def test_sums_over_runs_of_steps(n, share):

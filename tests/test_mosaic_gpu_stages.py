@@ -19,12 +19,11 @@ from stage_calls import (
     Normaliser,
     Problem,
     TileSums,
-    check_drawn,
+    check_small,
     check_stage,
     gate_gradients,
     gates,
     launch_of,
-    make_problem,
     only,
     plain,
     row_of,
@@ -211,18 +210,23 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm, reverse):
     check_stage("step_gradients", call, x, tolerance("float32", S), **options)
 
 
-@pytest.mark.parametrize(
-    ("shape", "L", "layout", "dtype"),
-    [
-        ((2, 2, 512, 64), 64, "BTNH", "float16"),  # in two CTAs of four sums each
-        ((1, 1, 1024, 64), 1024, "BTNH", "bfloat16"),  # in two CTAs
-        ((1, 2, 192, 320), 64, "BNTH", "bfloat16"),
-        ((2, 2, 128, 96), 128, "BTNH", "bfloat16"),
-    ],
-)
-def test_step_sums_against_float64(shape, L, layout, dtype):
-    call = call_of("step_sums", make_problem(shape, shape[-1], L, pad_heads=False))
-    check_drawn("step_sums", call, tolerance("float32", L), dtype, layout)
+SMALL = """
+step_sums 2-2-512-64-64-64 layout="BTNH", dtype="float16"  # in two CTAs of four sums each
+step_sums 1-1-1024-64-64-1024 layout="BTNH"  # in two CTAs
+step_sums 1-2-192-320-320-64
+step_sums 2-2-128-96-96-128 layout="BTNH"
+# Less than a group of chunks, one, and four splits of two with five chunks more.
+vector_states 1-2-320-128-128-64 tiles=dict(num_splits=1), backward=False
+vector_states 1-2-1024-128-128-64 tiles=dict(num_splits=1), backward=True
+vector_states 1-2-9472-128-128-64 tiles=dict(num_splits=4), backward=False
+vector_states 1-2-9472-128-128-64 tiles=dict(num_splits=4), backward=True
+vector_states 1-2-320-96-96-64 tiles=dict(num_splits=1), backward=True
+"""
+
+
+@pytest.mark.parametrize("line", rows_of(SMALL))
+def test_small_stages(line):
+    check_small(line, **ON)
 
 
 def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group():
@@ -259,17 +263,6 @@ def test_tiles_that_are_copied_by_groups_are_where_they_should_be(B, NH, num_spl
             tile = array[*at, column : column + columns]
             head = x.reshape(-1, p.S, D)[n]
             assert np.array_equal(tile, head[8 + rows : 8 + 2 * rows, columns : 2 * columns])
-
-
-# Less than a group of chunks, one, and four splits of two with five chunks more.
-@pytest.mark.parametrize(
-    ("NC", "D", "backward"),
-    [(5, 128, False), (16, 128, True), (148, 128, False), (148, 128, True), (5, 96, True)],
-)
-def test_vector_states(NC, D, backward):
-    problem = make_problem((1, 2, 64 * NC, D), D, 64, pad_heads=False)
-    call = call_of("vector_states", problem, num_splits=4 if NC == 148 else 1)
-    test_gates.check_vector_states(call, backward)
 
 
 # Inputs, chunk size and steps; the gate; whether sequences are packed and time is reversed.

@@ -25,9 +25,11 @@ from oracle import (
     errors_of,
     in_float64,
     in_layout,
+    named_rows,
     oracle,
     outputs_and_gradients,
     random_inputs,
+    row_of,
     slow,
     swapped,
     tolerance,
@@ -168,41 +170,29 @@ def check_prompts(
 
 ODD = [1, 2, 0, 31, 32, 33], [0, 0, 65], [0]
 ODD_ON_A_GPU = [1, 2, 0, 63, 64, 65, 600], [0, 130]
+# In front -3, -2 and -1; some rows have no -1, no 0 or nothing else; 3 and 4 are behind. The steps
+# of these have the h of segments of their own.
+OUTSIDE = dict(others=(3, 3), rows=([3, 0, 20, 0, 33, 5, 7, 9], [0, 0, 0, 17, 1],
+                                    [0, 40, 0, 0, 0, 0, 3], [9]))  # fmt: skip
+PROMPTS = """
+~prompts_are_read_at_once-triton 30 backend="interpret", layout="BTNH"
+prompts_are_read_at_once-plain 9 backend="xla", layout="BTNH", input_gate="sigmoid"
+prompts_are_read_at_once-plain_go_on 9 backend="xla", layout="BTNH", go_on=True
+prompts_are_read_at_once-triton_go_on 0 backend="interpret", go_on=True, rows=ODD
+~prompts_are_read_at_once-bfloat16 9 backend="interpret", dtype="bfloat16"
+# Ids below 0 and from n on.
+belong_to_no_segment-plain 0 backend="xla", states=False, **OUTSIDE
+belong_to_no_segment-plain_go_on 0 backend="xla", go_on=True, input_gate="sigmoid", **OUTSIDE
+~belong_to_no_segment-triton_go_on 0 backend="interpret", go_on=True, layout="BTNH", **OUTSIDE
+~belong_to_no_segment-without_states 0 backend="interpret", states=False, **OUTSIDE
+~belong_to_no_segment-triton 0 backend="interpret", **OUTSIDE
+"""
 
 
-@pytest.mark.parametrize(
-    ("count", "options"),
-    [
-        slow(30, dict(backend="interpret", layout="BTNH")),
-        (9, dict(backend="xla", layout="BTNH", input_gate="sigmoid")),
-        (9, dict(backend="xla", layout="BTNH", go_on=True)),
-        (0, dict(backend="interpret", go_on=True, rows=ODD)),
-        slow(9, dict(backend="interpret", dtype="bfloat16")),
-    ],
-    ids=["triton", "plain", "plain_go_on", "triton_go_on", "bfloat16"],
-)
-def test_prompts_are_read_at_once(count, options):
-    check_prompts(count, 16, 32, chunk_size=L, **options)
-
-
-# In front -3, -2 and -1; some rows have no -1, no 0 or nothing else; 3 and 4 are behind.
-OUTSIDE = [3, 0, 20, 0, 33, 5, 7, 9], [0, 0, 0, 17, 1], [0, 40, 0, 0, 0, 0, 3], [9]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(backend="xla", states=False),
-        dict(backend="xla", go_on=True, input_gate="sigmoid"),
-        slow(dict(backend="interpret", go_on=True, layout="BTNH")),
-        slow(dict(backend="interpret", states=False)),
-        slow(dict(backend="interpret")),
-    ],
-    ids=str,
-)
-def test_ids_below_0_and_from_n_on_belong_to_no_segment(options):
-    """Their steps have the h of segments of their own."""
-    check_prompts(0, 16, 32, chunk_size=L, rows=OUTSIDE, others=(3, 3), **options)
+@pytest.mark.parametrize("line", [*named_rows(PROMPTS)])
+def test_each_segment_is_computed_alone(line):
+    count, options = row_of(line, 1, globals())
+    check_prompts(int(count), 16, 32, chunk_size=L, **options)
 
 
 def test_ids_of_any_integer_dtype():

@@ -7,7 +7,15 @@ The recurrences in splits: test_stages.py.
 import numpy as np
 import pytest
 from oracle import tolerance
-from stage_calls import Lowering, Problem, check_drawn, launch_of, tiles_class
+from stage_calls import (
+    Lowering,
+    Problem,
+    check_drawn,
+    check_small,
+    launch_of,
+    rows_of,
+    tiles_class,
+)
 from test_packed_sequences import check_prompts
 
 from mlstm_pallas import KernelConfig
@@ -15,16 +23,21 @@ from mlstm_pallas import KernelConfig
 HEADS, S, L = 2, 128, 16
 
 
-@pytest.mark.parametrize("options", [{}, dict(backward=True), dict(all_splits=True)], ids=str)
-def test_split_products(options):
-    """Those of every split but the last, backward but the first; or of all."""
-    p, tiles = (
-        Problem(1, HEADS, S, 32, 64, L, 1.0),
-        dict(siz_b_L=16, siz_b_DHQK=16, siz_b_DHHV=32),
-    )
-    sizes = dict(num_splits=4)
-    call = launch_of("split_products", p, "bfloat16", Lowering.INTERPRET, tiles, **sizes)
-    check_drawn("split_products", call, tolerance("bfloat16", S), **sizes, **options)
+# Of every split but the last, backward but the first; or of all. Then in three blocks of columns.
+STAGES = """
+split_products 1-2-128-32-64-16 num_splits=4, tiles=dict(siz_b_DHQK=16, siz_b_DHHV=32, siz_b_L=16)
+split_products 1-2-128-32-64-16 backward=True, num_splits=4, \
+tiles=dict(siz_b_DHQK=16, siz_b_DHHV=32, siz_b_L=16)
+split_products 1-2-128-32-64-16 all_splits=True, num_splits=4, \
+tiles=dict(siz_b_DHQK=16, siz_b_DHHV=32, siz_b_L=16)
+step_sums 2-2-64-48-16-32 tiles=dict(siz_b_DHQK=16)
+step_sums 2-2-64-48-16-32 tiles=dict(siz_b_DHQK=16), layout="BTNH"
+"""
+
+
+@pytest.mark.parametrize("line", rows_of(STAGES))
+def test_small_stages(line):
+    check_small(line, Lowering.INTERPRET)
 
 
 def test_states_of_a_later_shard_are_added_where_they_have_not_decayed():
