@@ -363,7 +363,7 @@ skip=("f", *STATES, "m_initial"), **PACKED
 # test_properties.py draws the gates of these.
 eps0 32 ~xla eps=0.0, **STEPS
 floor 32 ~materialised **FLOOR, **STEPS
-unstabilised_floor 32 fused,~materialised stabilize_correctly=False, **FLOOR, **STEPS
+unstabilised_floor 32 ~fused,~materialised stabilize_correctly=False, **FLOOR, **STEPS
 sigmoid 32 ~xla eps=0.1, input_gate="sigmoid", **NO_M, **STEPS
 unnormalised 32 ~materialised **UNNORMALISED, **NO_M, **STEPS
 

@@ -7,7 +7,15 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from oracle import array, assert_close, in_float64, row_of, rows_of, swapped, tolerance  # noqa: F401
+from oracle import (
+    array,
+    assert_close,
+    in_float64,
+    row_of,
+    rows_of,  # noqa: F401
+    swapped,
+    tolerance,
+)
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.formulas import gate_gradients, gates  # noqa: F401

@@ -6,7 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import BACKENDS, NAMES, compare, in_layout, oracle, random_inputs, refused, tolerance
+from oracle import (
+    BACKENDS,
+    NAMES,
+    OUTPUTS,
+    beyond,
+    compare,
+    in_layout,
+    oracle,
+    random_inputs,
+    refused,
+    swapped,
+    tolerance,
+)
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise_states
 
@@ -27,19 +39,20 @@ def test_states_after_every_nth_step(backend, N, fused, lengths):
         sequence_lengths=lengths and np.array(lengths),
     )
     h, last, states = jax.jit(run)(*in_layout("BTNH", NAMES, [x[name] for name in NAMES]))
-    ends = lengths or [S, S]
-    for b, end in enumerate(ends):
-        entry = {name: y[b : b + 1] for name, y in x.items()}
+    h, ends = swapped(h), np.array(lengths or [S, S])
 
-        def after(t, entry=entry):
-            return {k: y if "initial" in k else y[:, :, :t] for k, y in entry.items()}
+    def after(ends):
+        """The recurrence, whose later steps store and forget nothing."""
+        later = beyond(ends, x["i"])
+        i, f = (np.where(later, y, x[name]) for name, y in (("i", -np.inf), ("f", np.inf)))
+        return oracle(x | dict(i=i, f=f))
 
-        expected_h, *expected = oracle(after(end))
-        compare("hcnm", [h[b : b + 1, :end].swapaxes(1, 2), *(y[b : b + 1] for y in last)],
-                [expected_h, *expected], 3e-6)  # fmt: skip
-        for j in range(S // N):
-            at = min((j + 1) * N, end)
-            compare("cnm", [y[b : b + 1, j] for y in states], oracle(after(at))[1:], 3e-6)
+    expected_h, *expected = after(ends)
+    expected_h = np.where(beyond(ends, expected_h), 0, expected_h)
+    compare(OUTPUTS, (h, *last), (expected_h, *expected), 3e-6)
+    for j in range(S // N):
+        expected = after(np.minimum((j + 1) * N, ends))[1:]
+        compare("cnm", [y[:, j] for y in states], expected, 3e-6)
     shapes = [(2, S // N, 2, 20, 37), (2, S // N, 2, 20), (2, S // N, 2)]
     assert [y.shape for y in states] == shapes
 
