@@ -317,18 +317,23 @@ def test_a_recurrent_step_stays_sharded(backend, kind):
     compare(OUTPUTS, result, step(*token), BOUND)
 
 
+SLOTS = np.array([3, -1, 6, 0], "int32")
+POOLED = SLOTS, *(np.asarray(x)[:4, :, 0] for x in INPUTS[:5]), *INPUTS[5:]
+COLUMN = P(None, "y")
+
+
+def pooled_step(**options):
+    """A jitted step of slots, a token and pools."""
+    step = functools.partial(mlstm_recurrent_step, **options)
+    return jax.jit(lambda slots, *x: jax.tree.leaves(step(*x, slots=slots)))
+
+
 @pytest.mark.parametrize(("backend", "kind"), [("xla", EXPLICIT), ("interpret", AUTO)])
 def test_heads_of_pools_stay_sharded(backend, kind):
     """Shards of entries and of rows are gathered first; in shard_map a pool is a shard's."""
-    token = [x[:4, :, 0] for x in INPUTS[:5]]
-    slots, heads = np.array([3, -1, 6, 0], "int32"), P(None, "y")
-    pooled, x = (
-        functools.partial(mlstm_recurrent_step, backend=backend),
-        (slots, *token, *INPUTS[5:]),
-    )
-    step = jax.jit(lambda slots, *x: jax.tree.leaves(pooled(*x, slots=slots)))
+    x, step = POOLED, pooled_step(backend=backend)
     expected, mesh = step(*x), mesh_of((2, 2), kind)
-    result = on_mesh(step, x, [P()] + [heads] * 8, mesh, [heads] * 4)
+    result = on_mesh(step, x, [P()] + [COLUMN] * 8, mesh, [COLUMN] * 4)
     compare(OUTPUTS, result, expected, BOUND)
     compare(OUTPUTS, step(*sharded(x, mesh, P("x"), *[HEADS] * 8)), expected, BOUND)
     options = dict(mesh=mesh_of((2, 2)), in_specs=HEADS, out_specs=HEADS, check_vma=False)
@@ -341,12 +346,8 @@ def test_heads_of_pools_stay_sharded(backend, kind):
 
 def test_slots_on_automatic_axes_inside_a_shard_map():
     """A shard of slots is gathered there too."""
-    token, slots = [x[:4, :, 0] for x in INPUTS[:5]], np.array([3, -1, 6, 0], "int32")
-    mesh, heads = mesh_of((2, 2)), P(None, "y")
-    x = slots, *token, *INPUTS[5:]
-    step = jax.jit(lambda s, *x: mlstm_recurrent_step(*x, slots=s, input_gate="sigmoid"))
-    x = *x[:-1], 0 * x[-1]
-    options = dict(in_specs=(P(), *[heads] * 8), out_specs=heads, axis_names={"y"})
+    x, step = (*POOLED[:-1], 0 * POOLED[-1]), pooled_step(input_gate="sigmoid")
+    mesh = mesh_of((2, 2))
+    options = dict(in_specs=(P(), *[COLUMN] * 8), out_specs=COLUMN, axis_names={"y"})
     run = jax.jit(jax.shard_map(step, mesh=mesh, **options, check_vma=False))
-    result = jax.tree.leaves(run(*sharded(x, mesh, P("x"), *[HEADS] * 8)))
-    compare(OUTPUTS, result, jax.tree.leaves(step(*x)), BOUND)
+    compare(OUTPUTS, run(*sharded(x, mesh, P("x"), *[HEADS] * 8)), step(*x), BOUND)
