@@ -179,13 +179,13 @@ def test_command_streams_what_transformers_generates(flags, tokens, capsys):
 
 
 def test_accepted_drafts_do_not_change_the_likeliest_tokens(capsys):
-    request = HERE, "--prompt=" + 32 * "bm", *FLOAT32
+    request = HERE, "--prompt=" + 16 * "dnxy", *FLOAT32
     run(*request)
     expected = capsys.readouterr().out
     run(*request, "--draft=7")
     output, errors = capsys.readouterr()
     assert output == expected
-    assert float(re.search(r"(\S+) tokens per call", errors)[1]) > 1.5
+    assert float(re.findall(r"(\S+) tokens per call", errors)[-1]) > 1.5
 
 
 def test_a_prompt_is_a_line_and_has_its_number(tmp_path, monkeypatch):
