@@ -10,7 +10,7 @@ from types import TracebackType
 BENCHMARK, EXAMPLES = (f"'mlstm_pallas[{extra}]'" for extra in ("benchmark", "examples"))
 PEERS = "torch transformers xlstm==2.0.6 mlstm_kernels==2.0.6"
 PACKAGES = {  # what to install, by the module that is missing
-    **dict.fromkeys(("absl", "flax", "matplotlib", "optax", "tqdm"), BENCHMARK),
+    **dict.fromkeys(("absl", "flax", "matplotlib", "optax", "orbax", "tqdm"), BENCHMARK),
     **dict.fromkeys(("safetensors", "tokenizers"), EXAMPLES),
     **dict.fromkeys(("torch", "transformers"), PEERS),
     **dict.fromkeys(("libcst", "mutmut"), "mutmut"),

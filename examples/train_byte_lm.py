@@ -10,7 +10,8 @@ logged step and each evaluation), loss.png, sample.txt and checkpoints/, which h
 
 Ctrl-C ends the training early: evaluation, sample and plot follow, and the exit code is 130. A
 second Ctrl-C kills. --max_minutes ends it alike, with exit code 75. However a run has ended, the
-same command continues it from its last checkpoint, along the same curve; --noresume starts over.
+same command continues it from its last checkpoint, along the same curve. A finished run is not
+trained again; --noresume starts over.
 
 On several devices the batch, the heads and the steps of a sequence may be split, each over an axis
 of a mesh:
@@ -44,10 +45,10 @@ import command
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from absl import flags
 from byte_corpus import VOCABULARY, UserError, read_corpus, unigram_bits
 from byte_lm import Model, cast, cross_entropy, initial_params, matrices, train_step
-from byte_lm_checkpoints import Checkpoints
 from byte_lm_mesh import make_mesh, parse_mesh, shard
 from jax.experimental import multihost_utils
 from matplotlib.figure import Figure
@@ -165,10 +166,11 @@ class Log:
 class Training:
     """Parameters, text to learn and held-out text (bytes,), and all that a step changes.
 
-    It starts from the last checkpoint in the output folder, if there is one.
+    It starts from the last checkpoint in the output folder, if there is one. If that run has
+    finished, with its sample, there is nothing else in it.
 
     Raises:
-      UserError: the checkpoint is damaged, or of another training.
+      UserError: the checkpoint cannot be read, or belongs to another training.
     """
 
     def __init__(self, model: Model, text: np.ndarray, held_out: np.ndarray, output: Path):
@@ -178,17 +180,30 @@ class Training:
             sliding_window_view(x, FLAGS.seq_len + 1) for x in (text, held_out)
         )
         self.optimizer = make_optimizer()
-        params = initial_params(model.config, jax.random.key(FLAGS.seed))
-        self.state = params, self.optimizer.init(params)
         self.step = 0
         self.rng = np.random.default_rng(FLAGS.seed)  # draws the batches
         self.losses: list[jax.Array | float] = []  # since the last step that log_every divides
-        self.checkpoints = Checkpoints(output / "checkpoints")
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
+        )
+        folder = (output / "checkpoints").absolute()
+        self.checkpoints = ocp.CheckpointManager(folder, options=options)
         if not FLAGS.resume:
-            self.checkpoints.clear()
-        last = max(self.checkpoints.steps(), default=None)
-        self.log = Log(output / "log.jsonl", self.restore(last) if last else [])
-        self.state = shard(self.state, model.mesh)
+            for step in self.checkpoints.all_steps():
+                self.checkpoints.delete(step)
+        last = self.checkpoints.latest_step()
+        lines = self.restore(last) if last else []
+        self.finished = last == FLAGS.steps and (output / "sample.txt").exists()
+        if self.finished:
+            again = "--noresume starts over, another --output_dir keeps this run"
+            say(f"the run in {output} is finished after step {last}: {again}")
+            return
+        params = initial_params(model.config, jax.random.key(FLAGS.seed))
+        self.state = shard((params, self.optimizer.init(params)), model.mesh)
+        if last:
+            self.state = self.read(last, state=ocp.args.StandardRestore(self.state))
+            say(f"going on after step {last} of {FLAGS.steps} with {folder / str(last)}")
+        self.log = Log(output / "log.jsonl", lines)
 
     def advance(self) -> None:
         """One step."""
@@ -232,17 +247,32 @@ class Training:
         say(f"step {self.step}: {bits:.3f} held-out bits per byte")
 
     def save(self) -> None:
+        """Writes a checkpoint, which gets its name when it is complete."""
         settings = {name: FLAGS[name].value for name in DECIDE_ON_THE_CURVE}
-        text, rng = zlib.crc32(self.text), self.rng.bit_generator.state
-        progress = dict(settings=settings, text=text, rng=rng, losses=self.finite_losses())
-        state = multihost_utils.process_allgather(self.state, tiled=True)
-        if jax.process_index() == 0:
-            self.checkpoints.save(self.step, state, progress | dict(log=self.log.lines))
+        progress = dict(
+            settings=settings,
+            text=zlib.crc32(self.text),
+            rng=self.rng.bit_generator.state,
+            losses=self.finite_losses(),
+            log=self.log.lines,
+        )
+        items = dict(state=ocp.args.StandardSave(self.state), progress=ocp.args.JsonSave(progress))
+        self.checkpoints.save(self.step, args=ocp.args.Composite(**items))
+
+    def read(self, step: int, **item: Any) -> Any:
+        """One item of a checkpoint."""
+        try:
+            [value] = self.checkpoints.restore(step, args=ocp.args.Composite(**item)).values()
+            return value
+        except Exception as error:  # orbax raises this type itself if it cannot read an array
+            reason = " ".join(str(error).split())[:300]
+            path = self.checkpoints.directory / str(step)
+            raise UserError(f"the checkpoint {path} cannot be read: {reason}") from None
 
     def restore(self, step: int) -> list[dict[str, Any]]:
-        """Goes back to a checkpoint; returns the lines of its log."""
-        path = self.checkpoints.path(step)
-        leaves, progress = self.checkpoints.read(step)
+        """Goes back to all but the state of a checkpoint; returns the lines of its log."""
+        path = self.checkpoints.directory / str(step)
+        progress = self.read(step, progress=ocp.args.JsonRestore())
         otherwise = f"give another --output_dir, or --noresume to lose {path}"
         for name, before in progress["settings"].items():
             if before != FLAGS[name].value:
@@ -250,10 +280,8 @@ class Training:
                 raise UserError(f"a run with {change}: {otherwise}")
         if progress["text"] != zlib.crc32(self.text):
             raise UserError(f"a run cannot go on with other text in --corpus: {otherwise}")
-        self.state = jax.tree.unflatten(jax.tree.structure(self.state), leaves)
         self.step, self.losses = step, progress["losses"]
         self.rng.bit_generator.state = progress["rng"]
-        say(f"going on after step {step} of {FLAGS.steps} with {path}")
         return progress["log"]
 
 
@@ -379,6 +407,8 @@ def run(stop: threading.Event) -> int:
     with command.naming("output_dir"):
         output.mkdir(parents=True, exist_ok=True)
     training = Training(Model(config, mesh, FLAGS.dtype), text, held_out, output)
+    if training.finished:
+        return 0
     log, parameters = training.log, sum(x.size for x in jax.tree.leaves(training.state[0]))
     device = jax.devices()[0].device_kind
     corpus = f"{len(text):,} bytes to learn, {len(held_out):,} held out"

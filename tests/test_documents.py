@@ -31,7 +31,11 @@ README, NOTES = ((ROOT / name).read_text() for name in ("README.md", "BUILD_NOTE
 SITE = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md"))]
 PAGES = "README.md", "BUILD_NOTES.md", "CONTRIBUTING.md", "benchmarks/README.md", *SITE
 SLOW = {
-    f"docs/{x}.md" for x in ("tutorial", "packing", "serving", "devices", "debugging", "exporting")
+    f"docs/{x}.md"
+    for x in (
+        *("tutorial", "packing", "serving", "devices", "debugging", "exporting"),
+        "examples/byte_lm",
+    )
 }
 
 

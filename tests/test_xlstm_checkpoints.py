@@ -1,6 +1,10 @@
-"""examples/xlstm_checkpoint.py: checkpoints as transformers and NX-AI's xlstm write them, against a
-recomputation in float64."""
+"""examples/xlstm_checkpoint.py: checkpoints as transformers and NX-AI's xlstm write them.
 
+Files that have one model in different forms give the same weights. Each model that they may have
+gives the logits of a recomputation in float64.
+"""
+
+import dataclasses
 import json
 from pathlib import Path
 
@@ -53,12 +57,6 @@ def rms_norm(x, y, name):
     return y * x[f"{name}.weight"] + x.get(f"{name}.bias", 0.0)
 
 
-def mlstm(*x, sigmoid_gate):
-    """q, k, v, i, f (S, NH, ...) -> h."""
-    inputs = {name: y[None] for name, y in zip("qkvif", x, strict=True)}
-    return oracle(inputs, layout="BTNH", input_gate="sigmoid" if sigmoid_gate else "exp")[0][0]
-
-
 def logits64(x, values, sigmoid_gate=False):
     """Logits of PROMPT from tensors by transformers' single names."""
     x = {name.removeprefix("backbone."): y.astype(np.float64) for name, y in x.items()}
@@ -67,9 +65,11 @@ def logits64(x, values, sigmoid_gate=False):
     for n in range(values["num_blocks"]):
         p = {a.removeprefix(f"blocks.{n}."): b for a, b in x.items() if f"blocks.{n}." in a}
         z = rms_norm(p, y, "norm_mlstm")
-        q, k, v = (linear(p, z, f"mlstm_layer.{a}").reshape(S, NH, -1) for a in "qkv")
-        i, f = (cap(linear(p, z, f"mlstm_layer.{a}gate_preact"), gate_cap) for a in "if")
-        h = mlstm(q, k, v, i, f, sigmoid_gate=sigmoid_gate)
+        inputs = {a: linear(p, z, f"mlstm_layer.{a}").reshape(1, S, NH, -1) for a in "qkv"}
+        for a in "if":
+            inputs[a] = cap(linear(p, z, f"mlstm_layer.{a}gate_preact"), gate_cap)[None]
+        gate = "sigmoid" if sigmoid_gate else "exp"
+        [h] = oracle(inputs, layout="BTNH", input_gate=gate)[0]
         h = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-6)
         h = h.reshape(S, -1) * p["mlstm_layer.multihead_norm.weight"]
         h = h + p.get("mlstm_layer.multihead_norm.bias", 0.0)
@@ -121,30 +121,18 @@ def renamed(tensors, *pairs):
 TO_XLSTM = "backbone.embeddings", "embedding"
 OLDER = (".q.", ".query."), (".k.", ".key."), (".v.", ".value.")
 SIGING = "chunkwise--triton_xl_chunk_siging"
-# Name: what config.json has unlike the fixture's, the model's tensors, and as the file has them.
-TRANSFORMERS = dict(
-    capless=(dict(gate_soft_cap=None, output_logit_soft_cap=None), TENSORS, TENSORS),
-    fused=(dict(weight_mode="fused"), TENSORS, fused(TENSORS)),
-    fused_bias=(dict(weight_mode="fused", use_bias=True), biased(False), fused(biased(False))),
-    older=(
-        dict(num_blocks=None, embedding_dim=None, v_dim_factor=2),
-        TENSORS,
-        renamed(TENSORS, *OLDER),
-    ),
-    first=(dict(num_hidden_layers=None, hidden_size=None), TENSORS, TENSORS),
-    out_norm_all_the_same=(dict(add_out_norm=False), TENSORS, TENSORS),
-    no_out_norm=(dict(add_out_norm=False), *[without_out_norm(TENSORS)] * 2),
-    sigmoid=(dict(chunkwise_kernel=SIGING), TENSORS, TENSORS),
-    float16=(dict(inference_state_dtype="float16"), TENSORS, TENSORS),
-    sigmoid_field=(dict(input_gate="sigmoid"), TENSORS, TENSORS),
-    kernels=(
-        dict(
-            chunkwise_kernel="parallel--native_stablef_custbw",
-            sequence_kernel="native_sequence__triton",
-            step_kernel="triton",
-        ),
-        *[TENSORS] * 2,
-    ),
+OTHER_KERNELS = dict(
+    chunkwise_kernel="parallel--native_stablef_custbw",
+    sequence_kernel="native_sequence__triton",
+    step_kernel="triton",
+)
+# By name: what config.json has unlike the fixture's, and the model's tensors as the file has them.
+SAME = dict(
+    fused=(dict(weight_mode="fused"), fused(TENSORS)),
+    older=(dict(num_blocks=None, embedding_dim=None, v_dim_factor=2), renamed(TENSORS, *OLDER)),
+    first=(dict(num_hidden_layers=None, hidden_size=None), TENSORS),
+    out_norm_all_the_same=(dict(add_out_norm=False), TENSORS),
+    kernels=(OTHER_KERNELS, TENSORS),
 )
 
 
@@ -160,33 +148,50 @@ def write(folder, file=TENSORS, **changed):
     save_file(file, folder / "model.safetensors")
 
 
+@pytest.mark.parametrize("name", SAME)
+def test_files_that_have_the_same_model(name, tmp_path):
+    changed, file = SAME[name]
+    write(tmp_path, file, **changed)
+    (config, params), (expected_config, expected) = read(tmp_path), read(FOLDER)
+    assert config == dataclasses.replace(expected_config, add_out_norm=config.add_out_norm)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
 def check(folder, expected):
-    """Of a prefill, and of a prefill and a step.
+    """Of a prefill of all tokens but the last one, which a step reads.
 
     A step reads c and n of both blocks; in float16 they are rounded by at most 2^-11, of which
     twice the root sum of squares leaves room for what norms and gates amplify.
     """
     config, params = read(folder)
     dtype = config.inference_state_dtype
-    ends = np.array([len(PROMPT)])
-    x, _ = model.prefill(config, params, PROMPT[None], None, ends)
-    assert_close(model.next_logits(config, params, x[0]), expected, ROUNDING)
-    _, states = model.prefill(config, params, PROMPT[None, :-1], None, ends - 1)
+    x, states = model.prefill(config, params, PROMPT[None], None, np.array([len(PROMPT) - 1]))
+    assert_close(model.next_logits(config, params, x[0, :-1]), expected[:-1], ROUNDING)
     logits, after = jax.jit(model.step, static_argnums=0)(config, params, states, PROMPT[-1:])
     for state in (*states, *after):
         assert [x.dtype for x in state] == [dtype, dtype, "float32"]
     rounding = 2 * (2 * 2) ** 0.5 * 2.0**-11 if dtype == "float16" else 0.0
     assert_close(logits[0], expected[-1], ROUNDING + rounding)
-    return config
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_checkpoints_of_transformers(name, tmp_path):
-    changed, tensors, file = TRANSFORMERS[name]
+CAPLESS = dict(gate_soft_cap=None, output_logit_soft_cap=None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "tensors", "file"),
+    [
+        (CAPLESS, TENSORS, TENSORS),
+        (dict(use_bias=True, input_gate="sigmoid"), biased(False), fused(biased(False))),
+        (
+            dict(chunkwise_kernel=SIGING, add_out_norm=False, inference_state_dtype="float16"),
+            *[without_out_norm(TENSORS)] * 2,
+        ),
+    ],
+    ids=["capless", "biased_sigmoid", "sigmoid_float16"],
+)
+def test_checkpoints_of_transformers(changed, tensors, file, tmp_path):
     write(tmp_path, file, **changed)
-    caps = {x: y for x, y in changed.items() if "soft_cap" in x}
-    config = check(tmp_path, logits64(tensors, VALUES | caps, sigmoid_gate="sigmoid" in name))
-    assert (config.num_blocks, config.hidden_size) == (2, 64)
+    check(tmp_path, logits64(tensors, VALUES | changed, changed is not CAPLESS))
 
 
 YAML = """
@@ -211,25 +216,30 @@ inference_state_dtype: "float32"
 
 
 @pytest.mark.parametrize(
-    ("values", "tensors"),
+    ("values", "tensors", "kernel"),
     [
-        (dict(use_bias="false", add_out_norm="true", cap="15"), TENSORS),
-        (dict(use_bias="true", add_out_norm="true", cap="null"), biased(True)),
-        (dict(use_bias="false", add_out_norm="false", cap="15.0"), without_out_norm(TENSORS)),
-        (dict(use_bias="true", add_out_norm="false", cap=""), without_out_norm(biased(True))),
+        (dict(use_bias="false", add_out_norm="true", cap="15"), TENSORS, SIGING),
+        (
+            dict(use_bias="true", add_out_norm="true", cap="null"),
+            biased(True),
+            "chunkwise--native_custbw",
+        ),
+        (
+            dict(use_bias="true", add_out_norm="false", cap=""),
+            without_out_norm(biased(True)),
+            SIGING,
+        ),
     ],
-    ids=["plain", "biased", "no_out_norm", "biased_no_out_norm"],
+    ids=["sigmoid", "biased", "biased_sigmoid_no_out_norm"],
 )
-@pytest.mark.parametrize("kernel", ["chunkwise--native_custbw", SIGING])
 def test_checkpoints_of_xlstm(values, tensors, kernel, tmp_path):
     (tmp_path / "config.yaml").write_text(YAML.format(kernel=kernel, **values))
     file = renamed(fused(tensors) if kernel == SIGING else tensors, TO_XLSTM)
     names = [*file]  # in parts, as it writes large ones
     for n in range(2):
         save_file({name: file[name] for name in names[n::2]}, tmp_path / f"model_{n}.safetensors")
-    soft_cap = float(values["cap"].replace("null", "") or 0)
-    caps = dict(gate_soft_cap=soft_cap, output_logit_soft_cap=soft_cap)
-    check(tmp_path, logits64(tensors, VALUES | caps, sigmoid_gate=kernel == SIGING))
+    caps = dict.fromkeys(CAPLESS, float(values["cap"].replace("null", "") or 0))
+    check(tmp_path, logits64(tensors, VALUES | caps, kernel == SIGING))
 
 
 def test_the_default_width_of_the_feed_forward_differs(tmp_path):
