@@ -58,6 +58,7 @@ python_maximum_signature_line_length = 80
 TYPES = {  # as one writes them
     "~jax.jaxlib._jax.Array": "jax.Array",
     "~numpy.ndarray": "numpy.ndarray",
+    "<class 'jax.numpy.float32'>": "jax.numpy.float32",
     "str | type[~typing.Any] | ~numpy.dtype | ~jax._src.typing.SupportsDType": "DTypeLike",
     "~mlstm_pallas.planning.config.KernelConfig": "~mlstm_pallas.KernelConfig",
     "~mlstm_pallas.ring.RingStates": "~mlstm_pallas.RingStates",
@@ -82,6 +83,7 @@ DESCRIPTIONS = {
 SEARCH = {
     "bidirectional": ["bidirectional"],
     "devices": ["sharding", "mesh", "sequence parallelism"],
+    "licence": ["license"],
     "packing": ["segment"],
     "plans": ["remat", "memory"],
     "serving": ["slots"],
