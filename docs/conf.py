@@ -38,6 +38,7 @@ highlight_language = "pycon"  # of literal blocks: examples, and equations as th
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(ROOT / "docs/scorer.js")
 html_copy_source = html_show_copyright = False
 html_math_renderer = "mathml"  # which browsers draw, without a script from elsewhere
 copybutton_prompt_text = ">>> |... "
@@ -83,11 +84,12 @@ DESCRIPTIONS = {
 SEARCH = {
     "bidirectional": ["bidirectional"],
     "devices": ["sharding", "mesh", "sequence parallelism"],
+    "index": ["TPU"],
     "licence": ["license"],
     "packing": ["segment"],
-    "plans": ["remat", "memory"],
+    "plans": ["memory"],
     "serving": ["slots"],
-    "training": ["accumulation", "gradient accumulation", "mixed precision"],
+    "training": ["accumulation", "checkpoint", "mixed precision", "remat"],
 }
 NAME = re.compile(rf"(?:mlstm_pallas\.)?((?:{'|'.join(mlstm_pallas.__all__)})(?:\.(?!py$)\w+)*)")
 FOLDERS = "benchmarks", "docs", "examples", "tests", "tools"
