@@ -79,6 +79,7 @@ DESCRIPTIONS = {
     "licence": "The package has the Apache licence, version 2.0.",
     "migrating": "From xlstm-jax, mlstm_kernels, transformers, xlstm or FLA to mlstm_pallas.",
     "serving": "Prefill, steps, ragged batches, slots, prefix caches and speculative decoding.",
+    "training": "Mixed precision, gradient accumulation, remat, meshes, orbax checkpoints and MFU.",
 }
 # The words for which the search shows a page first.
 SEARCH = {
@@ -169,8 +170,11 @@ def add_description(app, pagename, templatename, context, doctree):
 
 
 def visit_math(self, node):
-    display = "inline" if isinstance(node, nodes.math) else "block"
-    self.body.append(convert(node.astext(), display=display))
+    if isinstance(node, nodes.math):
+        self.body.append(convert(node.astext()))
+    else:
+        equation = convert(node.astext(), display="block")
+        self.body.append(f'<div class="table-wrapper">{equation}</div>')  # which scrolls
     raise nodes.SkipNode
 
 
