@@ -57,7 +57,8 @@ nitpick_ignore_regex = [("py:class", ".*")]  # types in docstrings are prose
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 80
 TYPES = {  # as one writes them
-    "~jax.jaxlib._jax.Array": "jax.Array",
+    "~jax.jaxlib._jax.Array": "jax.Array",  # of jax < 0.11
+    "~jax.Array": "jax.Array",
     "~numpy.ndarray": "numpy.ndarray",
     "<class 'jax.numpy.float32'>": "jax.numpy.float32",
     "str | type[~typing.Any] | ~numpy.dtype | ~jax._src.typing.SupportsDType": "DTypeLike",
