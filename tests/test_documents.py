@@ -34,7 +34,7 @@ SLOW = {
     f"docs/{x}.md"
     for x in (
         *("tutorial", "packing", "serving", "devices", "debugging", "exporting"),
-        "examples/byte_lm",
+        *("training", "bidirectional", "examples/byte_lm"),
     )
 }
 
