@@ -25,6 +25,7 @@ FOREIGN = {
     "ClusterBarrier",
     "maxnumf",
     "operand_maps",
+    "pmean",
     "pth",
 }
 README, NOTES = ((ROOT / name).read_text() for name in ("README.md", "BUILD_NOTES.md"))
