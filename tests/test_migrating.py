@@ -32,7 +32,9 @@ from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5xl
 from mlstm_pallas.xlstm_jax import triton_stablef as stablef
 
-PAGE = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "migrating.md").read_text()
+STAGES = (DOCS / "api" / "xlstm_jax_differences.md").read_text()
 B, S, NH, E, DHQK, DHV = 2, 40, 2, 12, 4, 6
 OTHER_KERNELS = "xlstm_jax.kernels.mlstm_chunkwise.triton_stablef.triton_fwbw"
 
@@ -324,7 +326,8 @@ def test_each_field_has_a_row(package, file, name, changed):
     fields = [x for x in body if isinstance(x, ast.AnnAssign)]
     defaults = {x.target.id: ast.literal_eval(x.value) for x in fields}
     defaults.pop("model_type", None)
-    assert defaults and defaults.items() <= (FIELDS | changed).items()
+    assert defaults
+    assert defaults.items() <= (FIELDS | changed).items()
 
 
 def test_each_argument_of_fla_has_a_row():
@@ -346,7 +349,8 @@ mLSTMBackendConfig xLSTMConfig Config mode
 
 def test_names_exist():
     """But for tables, which have names of the other packages."""
-    text = "\n".join(line for line in PAGE.splitlines() if not line.startswith("|"))
+    lines = (PAGE + STAGES).splitlines()
+    text = "\n".join(line for line in lines if not line.startswith("|"))
     names = set(re.findall(r"`([a-zA-Z]\w+)[`=]", text)) - set(FOREIGN.split())
     functions = [getattr(x, name) for x in (v3, v5xl, stablef) for name in x.__all__]
     parameters = (inspect.signature(x).parameters for x in (mlstm_chunkwise, *functions))
