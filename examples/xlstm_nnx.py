@@ -14,12 +14,15 @@ def soft_cap(x: jax.Array, cap: float) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """An mLSTM layer and a gated MLP, each behind a norm and added to the residual stream."""
+    """An mLSTM layer and a gated MLP, each behind a norm and added to the residual stream.
 
-    def __init__(self, width: int, heads: int, *, rngs: nnx.Rngs):
+    mlstm: the function for whole sequences; docs/training.md passes that of split sequences.
+    """
+
+    def __init__(self, width: int, heads: int, *, mlstm=mlstm_chunkwise, rngs: nnx.Rngs):
         linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
         gate = functools.partial(nnx.Linear, width, heads, rngs=rngs)
-        self.heads = heads
+        self.heads, self.mlstm = heads, mlstm
         self.norm_mlstm = nnx.RMSNorm(width, rngs=rngs)
         self.norm_mlp = nnx.RMSNorm(width, rngs=rngs)
         self.query = linear(width, width // 2)  # DHQK is half of DHV, as in xLSTM-7B
@@ -50,7 +53,7 @@ class Block(nnx.Module):
             h, states = mlstm_recurrent_step(q, k, v, i, f, *states)
         else:
             options = dict(return_last_states=True, layout="BTNH")
-            h, states = mlstm_chunkwise(q, k, v, i, f, *(states or ()), **options)
+            h, states = self.mlstm(q, k, v, i, f, *(states or ()), **options)
         h = self.head_norm(h).reshape(x.shape)
         x = x + self.output(nnx.sigmoid(self.output_gate(y)) * h)
         y = self.norm_mlp(x)
@@ -60,9 +63,18 @@ class Block(nnx.Module):
 class LanguageModel(nnx.Module):
     """Blocks whose parameters are stacked: one scan runs them, so that one is compiled."""
 
-    def __init__(self, vocabulary: int, width: int, heads: int, layers: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        heads: int,
+        layers: int,
+        *,
+        mlstm=mlstm_chunkwise,
+        rngs: nnx.Rngs,
+    ):
         self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
-        make = nnx.vmap(lambda rngs: Block(width, heads, rngs=rngs))
+        make = nnx.vmap(lambda rngs: Block(width, heads, mlstm=mlstm, rngs=rngs))
         self.blocks = make(rngs.split(layers))
         self.norm = nnx.RMSNorm(width, rngs=rngs)
         self.unembed = nnx.Linear(width, vocabulary, use_bias=False, rngs=rngs)

@@ -5,7 +5,10 @@ The models are written for this file, the kernel of the other packages is the re
 and arguments are those of the packages.
 """
 
+import ast
+import dataclasses
 import importlib
+import importlib.util
 import inspect
 import math
 import re
@@ -21,6 +24,7 @@ import numpy as np
 import peers
 import pytest
 from oracle import NAMES, cotangents_for, gradients_of_call, in_float64, random_inputs
+from xlstm_model import Config
 
 import mlstm_pallas
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step, reference, use_backend
@@ -28,7 +32,9 @@ from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5xl
 from mlstm_pallas.xlstm_jax import triton_stablef as stablef
 
-PAGE = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "migrating.md").read_text()
+STAGES = (DOCS / "api" / "xlstm_jax_differences.md").read_text()
 B, S, NH, E, DHQK, DHV = 2, 40, 2, 12, 4, 6
 OTHER_KERNELS = "xlstm_jax.kernels.mlstm_chunkwise.triton_stablef.triton_fwbw"
 
@@ -253,12 +259,81 @@ def test_the_rows_of_fla_are_its_function():
     arrays, states = dict(q=q, k=k, v=v), jnp.stack([0 * state, state], axis=1)
     theirs = arrays | dict(g=g, scale=2 * DHQK**-0.5, cu_seqlens=[0, 15, S], initial_state=states)
     theirs |= dict(head_first=False, output_final_state=True)
-    for _, code in rows("FLA"):
+    [(_, of_gamma)], lines = (
+        [x for x in rows("FLA") if x[0].startswith("`g_gamma") == gamma] for gamma in (True, False)
+    )
+    for _, code in lines:
         arrays |= arguments(code, theirs)
     h, (c, *_) = mlstm_chunkwise(**arrays)
     expected = 2 * in_float64(jax.jit(peers.no_input_gate), *x)
     assert max(errors([np.swapaxes(h, 1, 2)], [expected])) < bound("float32")
     assert c.shape == states.shape
+    decays = dict(q=q, g_gamma=g[0, 0], g=jnp.broadcast_to(g[:, :1], g.shape))
+    [of_g] = [code for _, code in lines if code.startswith("f=")]
+    np.testing.assert_array_equal(*(arguments(x, decays)["f"] for x in (of_g, of_gamma)))
+
+
+def table_of(head):
+    """The cells of each row below a head."""
+    [table] = re.findall(rf"^\| {head} \|\n\|---\|---\|\n((?:\|.*\n)*)", PAGE, re.M)
+    return [line.strip("|\n ").split(" | ") for line in table.splitlines()]
+
+
+FIELDS = {
+    name: ast.literal_eval(default)
+    for field, _ in table_of(r"Field \| Here")
+    for name, default in re.findall(r"`(\w+)=(.*?)`", field)
+}
+
+
+def source_of(package, file, name):
+    """A class or function of a package, which may be installed; to import it may need torch."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        pytest.skip(f"{package} is not installed")
+    tree = ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text())
+    [node] = [x for x in tree.body if getattr(x, "name", None) == name]
+    return node
+
+
+def test_fields_of_the_models_are_in_the_example():
+    """And what stands for the others is an argument."""
+    example = {x.name: x.default for x in dataclasses.fields(Config)}
+    functions = mlstm_chunkwise, mlstm_recurrent_step
+    arguments = set().union(*(inspect.signature(x).parameters for x in functions))
+    for field, ours in table_of(r"Field \| Here"):
+        for name in re.findall(r"`(\w+)=", field) if "`Config`" in ours else ():
+            assert FIELDS[name] in (example[name], None), name
+        known = {*arguments, *example, *dir(mlstm_pallas), "Config"}
+        assert {*re.findall(r"`(\w+)[`=]", ours)} <= known, ours
+
+
+@pytest.mark.parametrize(
+    ("package", "file", "name", "changed"),
+    [
+        ("mlstm_kernels", "torch/backend_module.py", "mLSTMBackendConfig", {}),
+        (
+            "transformers",
+            "models/xlstm/configuration_xlstm.py",
+            "xLSTMConfig",
+            dict(mode="inference"),
+        ),
+    ],
+    ids=["mlstm_kernels", "transformers"],
+)
+def test_each_field_has_a_row(package, file, name, changed):
+    body = source_of(package, file, name).body
+    fields = [x for x in body if isinstance(x, ast.AnnAssign)]
+    defaults = {x.target.id: ast.literal_eval(x.value) for x in fields}
+    defaults.pop("model_type", None)
+    assert defaults
+    assert defaults.items() <= (FIELDS | changed).items()
+
+
+def test_each_argument_of_fla_has_a_row():
+    arguments = source_of("fla", "ops/simple_gla/chunk.py", "chunk_simple_gla").args.args
+    named = re.findall(r"\w+", " ".join(field for field, _ in table_of("FLA \\| mlstm_pallas")))
+    assert {x.arg for x in arguments} <= {*named, *"qkv"}
 
 
 # ---------------- the rest of the page
@@ -268,12 +343,14 @@ FOREIGN = """
 get_mlstm_kernel max_triton_fwbw_v3 v3noslice mLSTMBackend xLSTMBackend parallel_stabilized_simple
 reduce_slicing store_final_state save_states_every_nth_chunk chunk_size_inter chunk_size_intra
 head_first vecN_all scaM_all vecM_out matC_all vecM_combine scaMinter_initial chunk_simple_gla
+mLSTMBackendConfig xLSTMConfig Config mode
 """
 
 
 def test_names_exist():
     """But for tables, which have names of the other packages."""
-    text = "\n".join(line for line in PAGE.splitlines() if not line.startswith("|"))
+    lines = (PAGE + STAGES).splitlines()
+    text = "\n".join(line for line in lines if not line.startswith("|"))
     names = set(re.findall(r"`([a-zA-Z]\w+)[`=]", text)) - set(FOREIGN.split())
     functions = [getattr(x, name) for x in (v3, v5xl, stablef) for name in x.__all__]
     parameters = (inspect.signature(x).parameters for x in (mlstm_chunkwise, *functions))
