@@ -164,6 +164,8 @@ def check(
     names = [*"hcnm"[: len(dy)], *GRADIENTS]
     for name, a, b in zip(names, map(np.float64, actual), desired, strict=False):
         size = norm(np.maximum(abs(b), 1) if name == "m" else b)
+        if name == "dn_initial":  # n is one more column of C, and dh . h may cancel
+            size = norm((size, norm(desired[names.index(name) - 1])))
         if name == "dm_initial":  # a sum whose terms may cancel
             size = max(size, norm(desired[-3] * x[5]) + norm(desired[-2]) * norm(x[6]))
         error = norm(a - b) / max(size, SMALLEST)
