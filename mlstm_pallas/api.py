@@ -159,7 +159,7 @@ def mlstm_chunkwise(
         num_segments, reverse,
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
-    spec, x = prepare(x, options, layout)
+    spec = prepare(x, options, layout)
     outputs: jax.Array | tuple[jax.Array, States] = mlstm(spec, x)
     return outputs
 
@@ -193,18 +193,19 @@ def mlstm_chunkwise_states(
     """
     N = validation.check_integer("every", every, 16, power_of_two=True)
 
-    def spec_of(chunk_size: int | None) -> tuple[CallSpec, Arguments]:
+    x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
+
+    def spec_of(chunk_size: int | None) -> CallSpec:
         options = Options(
             True, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
             input_gate, normalize, False, layout, backend, config, state_dtype,
         )  # fmt: skip
-        x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
         return prepare(x, options, layout)
 
-    spec, x = spec_of(None)
+    spec = spec_of(None)
     # The fused scan has chunks of its own, and stores states at those of the call.
     if spec.plan.fused or spec.problem.L > N:
-        spec, x = spec_of(N)
+        spec = spec_of(N)
     outputs: tuple[jax.Array, States, States] = mlstm_with_states(spec, N, x)
     return outputs
 
@@ -261,7 +262,11 @@ def pack_lengths(
     for b, row in enumerate(rows):
         sizes[b, : len(row)] = row
     ends = np.cumsum(sizes, axis=1)
-    least = max(int(ends.max()), 1)
-    steps = np.arange(least if S is None else validation.check_integer("S", S, least))
+    longest = int(ends.max())
+    S = max(longest, 1) if S is None else validation.check_integer("S", S, 1)
+    if longest > S:
+        b = int(ends[:, -1].argmax())
+        raise ValueError(f"lengths has {longest} steps in row {b}, expected at most S = {S}")
+    steps = np.arange(S)
     segment_ids = [np.searchsorted(row, steps, side="right") for row in ends]
     return np.asarray(segment_ids, np.int32), ends.astype(np.int32)

@@ -458,6 +458,7 @@ def mlstm_chunkwise_sequence_parallel(
         input_gate, normalize, recompute_states_in_bw, layout, backend, config, state_dtype,
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
-    spec, x = prepare(x, options, layout)
-    outputs: jax.Array | tuple[jax.Array, States] = _mlstm(_axis(axis_name), spec, x)
+    axis = _axis(axis_name)
+    spec = prepare(x, options, layout, axis.size)
+    outputs: jax.Array | tuple[jax.Array, States] = _mlstm(axis, spec, x)
     return outputs

@@ -62,8 +62,11 @@ class Arguments(NamedTuple):
     sequence_lengths: Any = None
 
 
-def prepare(x: Arguments, options: Options, layout: Any) -> tuple[CallSpec, Arguments]:
-    """The CallSpec and the arrays of ``mlstm_chunkwise``, checked. layout: as it was passed."""
+def prepare(x: Arguments, options: Options, layout: Any, shards: int = 1) -> CallSpec:
+    """The CallSpec of ``mlstm_chunkwise``, after all checks.
+
+    layout: as it was passed; shards: of the sequence, of which x has one.
+    """
     arrays = x._asdict()
     states = {name: arrays.pop(name) for name in ("c_initial", "n_initial", "m_initial")}
     arrays = {name: y for name, y in arrays.items() if name in "qkvif" or y is not None}
@@ -71,7 +74,7 @@ def prepare(x: Arguments, options: Options, layout: Any) -> tuple[CallSpec, Argu
     if N is not None:
         validation.check_segments(N, x.segment_ids, options.return_last_states)
     sizes = validation.check_inputs(
-        arrays, states, options.input_gate, options.layout, num_segments=N
+        arrays, states, options.input_gate, options.layout, num_segments=N, shards=shards
     )
     if options.autocast_kernel_dtype is None:
         validation.check_one_dtype(arrays)
@@ -82,9 +85,7 @@ def prepare(x: Arguments, options: Options, layout: Any) -> tuple[CallSpec, Argu
         spec = dataclasses.replace(spec, num_segments=N + front, front=front)
     validation.check_layout_is_meant(layout, sizes, x.c_initial, x.segment_ids)
     _log.debug("%s", spec)
-    if isinstance(x.sequence_lengths, np.ndarray):  # jit would wrap 64 bits around
-        x = x._replace(sequence_lengths=as_int32(x.sequence_lengths))
-    return spec, x
+    return spec
 
 
 def padded(
@@ -187,8 +188,9 @@ def _states_of_segments(spec: CallSpec, c: Any, n: Any, m: Any) -> SegmentStates
     return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), states) if spec.front else states
 
 
-def as_int32(lengths: Any) -> Any:
-    """The lengths in int32; which cuts those beyond it off."""
+@jax.jit
+def as_int32(lengths: jax.Array) -> jax.Array:
+    """The lengths in int32, which cuts those beyond it off."""
     largest = min(jnp.iinfo(lengths.dtype).max, 2**31 - 1)  # not all dtypes have S
     return lengths.clip(0, largest).astype("int32")
 

@@ -93,6 +93,9 @@ def sequence(
     return h, jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), every) if return_all else last
 
 
+_split_token = jax.jit(split_token, static_argnums=(2, 3))  # transfers nothing
+
+
 def _parts(x: Token, c: Any) -> Token:
     """The token of joined arrays in parts, for the checks."""
     q, i, states = (tuple(getattr(y, "shape", ())) for y in (x.q, x.i, c))
@@ -103,7 +106,7 @@ def _parts(x: Token, c: Any) -> Token:
             "2 * DHQK + DHV or more), i (B, NH, 2) and the states; the shapes of q, i and c are "
             f"{q}, {i} and {states}"
         )
-    return Token(*split_token(x.q, x.i, *states[2:]))
+    return Token(*_split_token(x.q, x.i, *states[2:]))
 
 
 def _run(

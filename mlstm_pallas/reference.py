@@ -87,6 +87,12 @@ def recurrence(
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids)
     prepare(x, options, layout)
+    h, states = _recurrence(options, normalize, x)
+    return h, states
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _recurrence(options: Options, normalize: bool, x: Arguments) -> tuple[jax.Array, States]:
     swap = functools.partial(jnp.swapaxes, axis1=1, axis2=2)
     heads_first = jnp.asarray if options.layout is Layout.BNTH else swap
     q, k, v, i, f = map(heads_first, x[:5])
@@ -94,18 +100,16 @@ def recurrence(
     B, NH, _, DHQK = q.shape
     shapes = (B, NH, DHQK, v.shape[-1]), (B, NH, DHQK), (B, NH)
     C, n, m = (
-        jnp.zeros(shape, dtype) if x is None else jnp.asarray(x, dtype)
-        for x, shape in zip((c_initial, n_initial, m_initial), shapes, strict=True)
+        jnp.zeros(shape, dtype) if y is None else jnp.asarray(y, dtype)
+        for y, shape in zip(x[5:8], shapes, strict=True)
     )
     scale = DHQK**-0.5
     fbar, reset = log_forget_gate(f.astype(dtype))
     gate, normaliser = options.input_gate, options.normaliser if normalize else None
     i = log_input_gate(i.astype(dtype), gate)
-    starts = (
-        jnp.zeros(f.shape, bool)
-        if segment_ids is None
-        else jnp.broadcast_to(segment_starts(jnp.asarray(segment_ids))[:, None], f.shape)
-    )
+    starts = jnp.zeros(f.shape, bool)
+    if x.segment_ids is not None:
+        starts |= segment_starts(x.segment_ids)[:, None]
 
     def step(states: Any, x: Any) -> tuple[States, jax.Array]:
         q, k, v, i, fbar, reset, start = x
@@ -199,7 +203,7 @@ def chunkwise(
         input_gate, normalize, recompute_states_in_bw, layout, "xla", config, state_dtype,
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
-    spec, x = prepare(x, options, layout)
+    spec = prepare(x, options, layout)
     outputs: jax.Array | tuple[jax.Array, States] = _chunkwise(spec, x)
     return outputs
 

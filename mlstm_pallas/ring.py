@@ -122,9 +122,7 @@ def _check_states(states: Any, sizes: dict[str, int], backend: str | None, pools
 
 
 def _check_counts(name: str, x: Any, B: int) -> None:
-    validation.check_is_array(name, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype")
+    validation.check_integers(name, x)
     validation.check_shapes({name: x}, {name: (("B",),)}, {"B": B})
 
 
@@ -269,6 +267,8 @@ def mlstm_ring_step(
             _check_counts(name, y, B)
     T = sizes.pop("S", 1)
     L = _check_states(states, sizes, lowering, slots is not None)
+    if slots is not None:
+        validation.check_indices("slots", len(states.c), slots)
     if x.k.dtype != states.k.dtype:
         raise TypeError(f"k has dtype {x.k.dtype}, expected {states.k.dtype}, that of the ring")
     if 2 * T > L:

@@ -58,7 +58,7 @@ compile_report --direction=step --variant=packed: --variant: a step has no varia
 kernel_benchmark --shape=8k: flag --shape=8k: unknown shape '8k', known are 7b-8k
 kernel_benchmark --impl=cuda: flag --impl=cuda: unknown cuda, known are
 kernel_benchmark --config={{: flag --config={{: Expecting property name
-kernel_benchmark --config={{"no":1}}: config.no is no kernel, expected one of triton_
+kernel_benchmark --config={{"no":1}}: config.no is no field, expected one like batch
 kernel_benchmark --from_jsonl={__file__}: --from_jsonl: {__file__}, line 1 is no row
 kernel_benchmark --from_jsonl=/no/such: --from_jsonl: [Errno 2] No such file
 kernel_benchmark --impl=mosaic_gpu: --impl=mosaic_gpu needs a GPU

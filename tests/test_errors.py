@@ -133,11 +133,25 @@ ValueError k has shape (2, 3, 41, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16
 (2, 3, 40, 16)
 <- dict(k=array(2, 3, 41, 16))
 
-ValueError q has shape (2, 3, 0, 16), expected (B, NH, S, DHQK) with S >= 1
+ValueError k has shape (2, 1, 40, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16), as q has shape
+(2, 3, 40, 16): repeat its heads, jnp.repeat(k, 3, axis=1)
+<- dict(k=array(2, 1, 40, 16))
+
+ValueError v has shape (2, 40, 2, 24), expected (B, S, NH, DHV) = (2, 40, 6, DHV), as q has shape
+(2, 40, 6, 16): repeat its heads, jnp.repeat(v, 3, axis=2)
+<- {{**dict.fromkeys("qk", array(2, 40, 6, 16)), "v": array(2, 40, 2, 24), "layout": "BTNH"}}
+
+ValueError f has shape (2, 2, 40), expected (B, NH, S) = (2, 3, 40), as q has shape (2, 3, 40, 16)
+<- dict(f=array(2, 2, 40))
+
+ValueError q has shape (2, 3, 0, 16), expected (B, NH, S, DHQK) = (2, 3, S, DHQK) with S >= 1
 <- dict(q=array(2, 3, 0, 16))
 
-ValueError v has shape (2, 3, 40, 0), expected (B, NH, S, DHV) with DHV >= 1
+ValueError v has shape (2, 3, 40, 0), expected (B, NH, S, DHV) = (2, 3, 40, DHV) with DHV >= 1
 <- dict(v=array(2, 3, 40, 0))
+
+ValueError sequence_lengths has shape (3,), expected (B,) = (2,), as q has shape (2, 3, 40, 16)
+<- dict(sequence_lengths=array(3, dtype="int32"))
 
 ValueError initial states come all three or not at all: got c_initial, m_initial without n_initial
 <- dict(n_initial=None)
@@ -207,6 +221,12 @@ TypeError eps is traced, expected a Python float: mark it static in jit
 TypeError c_initial is a tuple, expected an array: pass the states one by one
 <- dict(c_initial=(1, np.zeros(1)))
 
+TypeError config.chunksize is no field, expected one like chunk_size
+<- config(chunksize=64)
+
+TypeError {TILED}: num_warp is no field, expected one like num_warps, num_ctas
+<- tiles(num_warp=4)
+
 TypeError {TILED} has block_k, expected some of its fields siz_b_LQ, siz_b_LKV, siz_b_DHQK,
 siz_b_DHHV, num_warps, num_stages, keep_q
 <- dict(backend="interpret", config=tiles(block_k=16)())
@@ -218,6 +238,69 @@ def test_bad_calls(kind, message, bad):
     bad = eval(bad)
     call = bad if callable(bad) else partial(trace, mlstm_chunkwise, ARRAYS | bad)
     refused(kind, message, call)
+
+
+LENGTHS, ROWS, DESCENDS = np.array([3, 41]), np.array([4, 4]), np.repeat([[0, 1], [2, 1]], 20, 1)
+# Values that are wrong, the message, and a function that refuses them in NumPy arrays.
+INDICES = {
+    "above_S": (
+        dict(sequence_lengths=LENGTHS),
+        "sequence_lengths[1] is 41, expected 0 to S = 40",
+        mlstm_chunkwise,
+    ),
+    "below_0": (
+        dict(sequence_lengths=-LENGTHS),
+        "sequence_lengths[0] is -3, expected 0 to S = 40",
+        mlstm_recurrent_sequence,
+    ),
+    "descends": (
+        dict(segment_ids=DESCENDS, num_segments=2, return_last_states=True),
+        "segment_ids[1, 20] is 1, expected no id below an earlier one, as num_segments is set",
+        mlstm_chunkwise,
+    ),
+    "twice": (
+        dict(slots=ROWS),
+        "slots[1] is 4, expected -1 for none, or a row of the pools, each once, below P = 5",
+        mlstm_recurrent_step,
+    ),
+    "beyond_P": (
+        dict(slots=ROWS + 1),
+        "slots[0] is 5, expected -1 for none, or a row of the pools, each once, below P = 5",
+        mlstm_recurrent_sequence,
+    ),
+}
+
+
+@pytest.mark.parametrize("values", ["numpy", "device", "traced"])
+@pytest.mark.parametrize("case", INDICES)
+def test_wrong_indices_are_refused_with_their_place(monkeypatch, case, values):
+    """Reading arrays on a device would wait for them, so MLSTM_PALLAS_CHECKS asks for it."""
+    bad, message, function = INDICES[case]
+    x = zeros(arrays_of(function))
+    if "slots" in bad:
+        states = [*x][5:8]
+        x |= {name: np.zeros((5, *x[name].shape[1:]), "float32") for name in states}
+    arrays = {name: y for name, y in bad.items() if isinstance(y, np.ndarray)}
+    run = partial(function, **x | {name: bad[name] for name in bad.keys() - arrays}, backend="xla")
+    if values == "numpy":
+        return refused(ValueError, message, run, **arrays)
+    run = jax.jit(run) if values == "traced" else run
+    monkeypatch.setenv("MLSTM_PALLAS_CHECKS", "1")
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError)) as error:
+        jax.block_until_ready(run(**jax.tree.map(jnp.asarray, arrays)))
+    assert message in str(error.value)
+    jax.effects_barrier()
+
+
+def test_indices_that_count_for_nothing_may_be_anything():
+    """Ids beyond a length or without num_segments, several slots of -1, no entries."""
+    packed = partial(mlstm_chunkwise, return_last_states=True, segment_ids=DESCENDS)
+    for options in {}, dict(num_segments=2, sequence_lengths=np.array([40, 20])):
+        trace(packed, PLAIN | options)
+    none = dict(slots=np.array([-1, -1])) | {
+        name: x.update(shape=(5, *x.shape[1:])) for name, x in INITIAL.items()
+    }
+    trace(mlstm_recurrent_step, TOKEN | none)
 
 
 def test_a_stabiliser_other_than_zeros_is_refused_with_the_sigmoid_gate():
@@ -282,7 +365,8 @@ def test_num_segments_may_be_exactly_its_limit():
 
 def test_rows_of_prompts_may_be_exactly_full():
     assert pack_lengths([[3, 5], [2]], 8)[0].shape == (2, 8)
-    refused(ValueError, "S is 7, expected an integer >= 8", pack_lengths, [[3, 5], [2]], 7)
+    message = "lengths has 8 steps in row 1, expected at most S = 7"
+    refused(ValueError, message, pack_lengths, [[2], [3, 5]], 7)
 
 
 @pytest.mark.filterwarnings("error")

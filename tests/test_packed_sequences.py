@@ -205,7 +205,8 @@ def test_ids_of_any_integer_dtype():
             for count in 3, 300:
                 options = Options(num_segments=count, return_last_states=True, backend="xla")
                 arrays = [*x.values()][: 8 if states else 5]
-                spec, call = prepare(Arguments(*arrays)._replace(segment_ids=ids), options, None)
+                call = Arguments(*arrays)._replace(segment_ids=ids)
+                spec = prepare(call, options, None)
                 front = states and not sign  # a segment of ids below 0
                 expected = np.array([-1 if limits.min else 0, 1, 2, min(limits.max, count)]) + front
                 assert np.array_equal(padded(spec, call).segment_ids, [[expected]])

@@ -362,14 +362,15 @@ def test_states_after_each_token_and_up_to_lengths(backend, gate, layout):
     tokens = [
         np.where(within[..., None] if y.ndim == 4 else within, y, next(garbage)) for y in args[:5]
     ]
-    some, last = run(*tokens, *before, sequence_lengths=lengths)
+    options = dict(sequence_lengths=jnp.asarray(lengths))  # 9 is clipped
+    some, last = run(*tokens, *before, **options)
     assert np.array_equal(some, np.where(within[..., None], whole, 0))
     for y, *at in zip(last, *singles, strict=True):
         assert np.array_equal(y, np.stack(at)[np.minimum(lengths, S), np.arange(3)])
     slots, pools = np.array([4, 0, 2]), [np.zeros((5, *y.shape[1:]), y.dtype) for y in before]
     for pool, y in zip(pools, before, strict=True):
         pool[slots] = y
-    _, after = run(*tokens, *pools, slots=slots, sequence_lengths=lengths)
+    _, after = run(*tokens, *pools, slots=slots, **options)
     for pool, y in zip(after, last, strict=True):
         assert np.array_equal(pool[slots], y)
         assert not np.any(pool[np.array([1, 3])])
@@ -446,7 +447,7 @@ def pooled_call(
     def run(token, pools, entries=slice(None), **slots):
         if S == 1:
             return mlstm_recurrent_step(*token, *pools, **slots, **options)
-        of_entries = lengths if lengths is None else np.array(lengths)[entries]
+        of_entries = lengths if lengths is None else jnp.array(lengths)[entries]
         options_of = dict(layout=layout, sequence_lengths=of_entries, **slots, **options)
         return mlstm_recurrent_sequence(*token, *pools, **options_of)
 
@@ -484,7 +485,7 @@ def test_slots_are_what_gathers_and_scatters_around_a_step_do(line):
 def test_gradients_through_slots():
     """Those of a gather, a step and a scatter; no NaN comes from a row without an entry."""
     run, (token, pools), slots = pooled_call()
-    token = jax.tree.map(np.nan_to_num, token)
+    token, slots = jax.tree.map(np.nan_to_num, token), jnp.asarray(slots)
 
     def in_pools(token, pools):
         return loss_of(*run(token, pools, slots=slots))

@@ -341,8 +341,11 @@ ValueError states.n has shape (2, 2, 15), expected (B, NH, DHQK) = (2, 2, 16), a
 TypeError k has dtype float32, expected bfloat16, that of the ring
 <- mlstm_ring_step(*first, ring_of(x, dtype="bfloat16"))
 
-ValueError accepted has shape (3,), expected (B) = (2,)
+ValueError accepted has shape (3,), expected (B,) = (2,)
 <- mlstm_ring_step(*first, states, accepted=np.zeros(3, int))
+
+ValueError slots[1] is 1, expected -1 for none, or a row of the pools, each once, below P = 2
+<- mlstm_ring_step(*first, states, slots=np.array([1, 1]))
 
 TypeError accepted has dtype float64, expected an integer dtype
 <- mlstm_ring_step(*first, states, accepted=np.zeros(2))

@@ -52,15 +52,15 @@ def test_jit_vmap_scan_remat_and_the_plain_function():
         assert not np.any(dv[beyond(each, dv)])
 
 
-@pytest.mark.parametrize(("of_dtype", "dtype"), [(jnp.array, "int8"), (np.array, "int64")])
-def test_any_integer_dtype_is_clipped(of_dtype, dtype):
-    """S does not fit int8, and int32 does not have all of int64."""
+@pytest.mark.parametrize("dtype", ["int8", "uint32"])
+def test_any_integer_dtype_is_clipped(dtype):
+    """S does not fit int8, and int32 does not have all of uint32."""
     x = random_inputs(2, 2, 1, 300, 16, 16, states=False).values()
     bounds = np.iinfo(dtype)
     result, expected = (
         mlstm_chunkwise(*x, sequence_lengths=lengths, backend="xla")
         for lengths in (
-            of_dtype([bounds.min, bounds.max], dtype),
+            jnp.array([bounds.min, bounds.max], dtype),
             jnp.array([0, min(bounds.max, 300)]),
         )
     )

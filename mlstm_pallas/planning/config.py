@@ -1,7 +1,8 @@
 """KernelConfig, with which a caller overrides the plan."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -65,14 +66,9 @@ class KernelConfig:
                 raise TypeError(f"config.{name} is {shown(x)}, expected None, True or False")
         known = kernels()
         for name, fields in tiles.items():
-            if name not in known:
-                raise TypeError(f"config.{name} is no kernel, expected one of {', '.join(known)}")
+            _check_known("config.", name, sorted({*type(self).__annotations__, *known} - {"tiles"}))
             for x in check_instance(f"config.{name}", fields, Mapping) or ():
-                if x not in FIELDS:
-                    raise TypeError(
-                        f"config.{name}: {x} is no field of tiles, expected one of "
-                        f"{', '.join(FIELDS)}"
-                    )
+                _check_known(f"config.{name}: ", x, FIELDS)
         checked = {
             name: tuple((x, _check(name, x)(f"config.{name}: {x}", y)) for x, y in fields.items())
             for name in known
@@ -119,6 +115,14 @@ class KernelConfig:
         if dtype != jnp.float32:
             return None
         return self.precision or lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+
+
+def _check_known(prefix: str, name: Any, names: Collection[str]) -> None:
+    """Raises for a name that is not among the names, with those that are nearest to it."""
+    if name not in names:
+        nearest = difflib.get_close_matches(str(name), names)
+        expected = ", ".join(nearest or names)
+        raise TypeError(f"{prefix}{name} is no field, expected one like {expected}")
 
 
 def _check(kernel: str, field: str) -> Callable[[str, Any], Any]:

@@ -3,12 +3,14 @@
 A wrong argument is a TypeError or ValueError with its name, what came and what was expected.
 """
 
+import functools
 import inspect
 import math
 import numbers
 import operator
+import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar, cast, get_args
 
@@ -28,6 +30,8 @@ KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 INPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 FLOAT64 = '; float64 needs backend="xla" and jax_enable_x64'
 BACKENDS: tuple[str, ...] = get_args(BackendName)
+# Of the environment: whether indices are checked that are on a device or traced.
+CHECKS = "MLSTM_PALLAS_CHECKS"
 # The first version that compiles the Mosaic GPU kernels, and the first that is not tested.
 MOSAIC_GPU_JAX = (0, 11, 2), (0, 13)
 
@@ -108,6 +112,13 @@ def check_array(
     raise TypeError(f"{name} has dtype {x.dtype}, expected one of {', '.join(dtypes)}{hint}")
 
 
+def check_integers(name: str, x: Any) -> None:
+    check_is_array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        hint = "; a reset is f = -inf" * (name == "segment_ids" and x.dtype == bool)
+        raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype{hint}")
+
+
 def float64_runs(dtype: Any, backend: str | None) -> bool:
     return (
         dtype == jnp.float64 and backend == "xla" and jax.dtypes.canonicalize_dtype(dtype) == dtype
@@ -140,9 +151,9 @@ def check_shapes(
     sizes, sources = dict(sizes), dict[str, str]()
 
     def described(shape: Dims) -> str:
-        text, end = f"({', '.join(shape)})", "," * (len(shape) == 1)
-        known = ", ".join(str(sizes.get(dim, dim)) for dim in shape)
-        return f"{text} = ({known}{end})" if sizes.keys() & shape else text
+        known = tuple(sizes.get(dim, dim) for dim in shape)
+        text = f"{tuple(shape)} = {known}" if sizes.keys() & shape else f"{tuple(shape)}"
+        return text.replace("'", "")
 
     for name, x in arrays.items():
         if x is None:
@@ -154,15 +165,20 @@ def check_shapes(
         ]
         if all(wrong):
             expected = " or ".join(map(described, dims[name]))
-            source = sources.get(wrong[0][0])
+            hint, dim, shape = hints.get(name, ""), wrong[0][0], dims[name][0]
+            if not hint and dim == "NH":
+                heads, axis = sizes[dim], shape.index(dim)
+                if 0 < x.shape[axis] < heads and heads % x.shape[axis] == 0:
+                    times = heads // x.shape[axis]
+                    hint = f": repeat its heads, jnp.repeat({name}, {times}, axis={axis})"
+            source = sources.get(dim)
             known = f", as {source} has shape {tuple(arrays[source].shape)}" if source else ""
-            hint = hints.get(name, "")
             raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {expected}{known}{hint}")
         shape = dims[name][wrong.index(next(y for y in wrong if not y))]
         for dim, size in zip(shape, x.shape, strict=True):
             if size < 1 and dim not in ("B", "NH"):
                 raise ValueError(
-                    f"{name} has shape {tuple(x.shape)}, expected ({', '.join(shape)}) with "
+                    f"{name} has shape {tuple(x.shape)}, expected {described(shape)} with "
                     f"{dim} >= 1"
                 )
             sources.setdefault(dim, "" if dim in sizes else name)
@@ -242,6 +258,7 @@ def check_inputs(
     cast: bool = True,
     steps: bool = True,
     num_segments: int | None = None,
+    shards: int = 1,
 ) -> dict[str, int]:
     """Checks the arrays of a public function; returns the sizes of their dimensions.
 
@@ -252,6 +269,7 @@ def check_inputs(
       cast: whether the call casts all arrays; otherwise gates alone.
       steps: whether there is an axis of steps.
       num_segments: N; the initial states may then be (B, N, NH, ...).
+      shards: of a sequence; sequence_lengths are those of all shards.
     """
     needed, sigmoid = dict(states), gate is InputGate.SIGMOID
     if sigmoid and states["m_initial"] is None:
@@ -260,11 +278,7 @@ def check_inputs(
     arrays = {**arrays, **complete}
     for name, x in arrays.items():
         if name in ("segment_ids", "sequence_lengths", "slots"):
-            check_is_array(name, x)
-            if not jnp.issubdtype(x.dtype, jnp.integer):
-                are_resets = name == "segment_ids" and x.dtype == bool
-                hint = "; a reset is f = -inf" if are_resets else ""
-                raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype{hint}")
+            check_integers(name, x)
         else:
             any_float = name in "if" or (cast and name in states)
             dtypes = INPUT_DTYPES if any_float else KERNEL_DTYPES
@@ -287,9 +301,49 @@ def check_inputs(
         if steps and tuple(arrays[name].shape) == (*q.shape[:1], *q.shape[2:0:-1])
     }
     sizes = check_shapes(arrays, dims, {"N": num_segments} if num_segments else {}, swapped)
+    lengths = [x for name, x in arrays.items() if name == "sequence_lengths"]
+    if lengths:
+        check_indices("sequence_lengths", sizes["S"] * shards, *lengths)
+    if num_segments:
+        check_indices("segment_ids", sizes["S"], arrays["segment_ids"], *lengths)
+    if "slots" in arrays:
+        check_indices("slots", sizes["P"], arrays["slots"])
     if sigmoid:
         check_zeros("m_initial", states["m_initial"])
     return sizes
+
+
+# Which values are wrong, and what was expected.
+_WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+    "sequence_lengths": (lambda S, x: (x < 0) | (x > S), "0 to S = {}"),
+    "segment_ids": (
+        lambda S, x, lengths=np.inf: (
+            (x < np.maximum.accumulate(x, axis=1)) & (np.arange(S) < np.reshape(lengths, (-1, 1)))
+        ),
+        "no id below an earlier one, as num_segments is set",
+    ),
+    "slots": (
+        lambda P, x: (x >= P) | (x >= 0) & np.tril(x[:, None] == x, -1).any(axis=1),
+        "-1 for none, or a row of the pools, each once, below P = {}",
+    ),
+}
+
+
+def check_indices(name: str, size: int, *x: Any) -> None:
+    """Checks the values of NumPy arrays; with CHECKS also of others, which waits for them.
+
+    x: the array; behind segment_ids the lengths, beyond which ids do not count.
+    """
+    if all(isinstance(y, np.ndarray) for y in x):
+        _check_indices(name, size, *x)
+    elif os.environ.get(CHECKS):
+        jax.debug.callback(functools.partial(_check_indices, name, size), *x)
+
+
+def _check_indices(name: str, size: int, *arrays: Any) -> None:
+    x, (wrong, expected) = [np.asarray(y) for y in arrays], _WRONG[name]
+    for index in np.argwhere(wrong(size, *x)).tolist():
+        raise ValueError(f"{name}{index} is {x[0][*index]}, expected {expected.format(size)}")
 
 
 def check_choice(name: str, x: Any, kind: type[Choice]) -> Choice:

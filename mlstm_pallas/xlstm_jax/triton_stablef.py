@@ -186,7 +186,7 @@ def _forward_function(options: Options) -> Callable[..., tuple[Any, ...]]:
         scaM_initial: Array | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
         x = Arguments(matQ, matK, matV, vecI, vecF, matC_initial, vecN_initial, scaM_initial)
-        spec, x = prepare(x, options, options.layout)
+        spec = prepare(x, options, options.layout)
         outputs = mlstm(spec, x)
         h, states = outputs if options.return_last_states else (outputs, (None, None, None))
         return h, *states
