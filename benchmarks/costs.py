@@ -49,8 +49,8 @@ def cost(name: str, p: Problem, itemsize: int) -> Cost:
             steps * (K + V) + states,
             chunks + 2 * initial + steps + (chunks + 2 * p.BNH) * K,
         ),
-        # both recurrences, each with gamma, the first and the last state. delta is not in it: h
-        # is steps V more to read.
+        # both recurrences, each with gamma, the first and the last state, which a call without
+        # initial and last states leaves out. delta is not in it: h is steps V more to read.
         "recurrent_bw_dC": (
             2 * inter,
             2 * (steps * (K + V) + states),

@@ -94,6 +94,15 @@ SEARCH = {
     "training": ["accumulation", "checkpoint", "mixed precision", "remat"],
 }
 NAME = re.compile(rf"(?:mlstm_pallas\.)?((?:{'|'.join(mlstm_pallas.__all__)})(?:\.(?!py$)\w+)*)")
+TEX = {
+    r"(?m)= (.*) / \((.*)\)$": r"= \\frac{\1}{\2}",
+    r"\b(exp|log|max)\b": r"\\\1",
+    r"\bsigmoid\b": r"\\sigma",
+    r"\bnorm_val\b": r"\\mathrm{norm\\_val}\\,",
+    r"\beps\b": r"\\epsilon",
+    r"\^T\b": r"^\\top",
+    r" \. ": r" \\cdot ",
+}
 FOLDERS = "benchmarks", "docs", "examples", "tests", "tools"
 PROGRAMS = "|".join(str(x.relative_to(ROOT)) for y in FOLDERS for x in ROOT.glob(f"{y}/*.py"))
 FILE = re.compile(
@@ -170,11 +179,21 @@ def add_description(app, pagename, templatename, context, doctree):
         context["metatags"] += f'<meta name="description" content="{content}">'
 
 
+def tex_of(text):
+    """The equations of a docstring, which is Python's to read, one per line, in TeX."""
+    if "\\" in text:
+        return text
+    for pattern, replacement in TEX.items():
+        text = re.sub(pattern, replacement, text)
+    lines = r" \\ ".join(line.replace("=", "&=", 1) for line in text.splitlines())
+    return rf"\begin{{split}}{lines}\end{{split}}"
+
+
 def visit_math(self, node):
     if isinstance(node, nodes.math):
         self.body.append(convert(node.astext()))
     else:
-        equation = convert(node.astext(), display="block")
+        equation = convert(tex_of(node.astext()), display="block")
         self.body.append(f'<div class="table-wrapper">{equation}</div>')  # which scrolls
     raise nodes.SkipNode
 

@@ -55,16 +55,16 @@ def mlstm_chunkwise(
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """Applies the mLSTM of xLSTM to whole sequences, for training and prefill.
 
-    The layer's outputs, and on request its last states, are computed in chunks
-    of the sequence (arXiv:2503.14376). For every batch entry and head
-    (arXiv:2405.04517, equations 19 to 27), with scale = DHQK ** -0.5::
+    For every batch entry and head it computes equations 19 to 27 of
+    arXiv:2405.04517 in chunks (arXiv:2503.14376), with s = DHQK ** -0.5:
+
+    .. math::
 
       m_t = max(log sigmoid(f_t) + m_{t-1}, i_t)
       d_t = exp(log sigmoid(f_t) + m_{t-1} - m_t)
       C_t = d_t C_{t-1} + exp(i_t - m_t) k_t v_t^T
       n_t = d_t n_{t-1} + exp(i_t - m_t) k_t
-      h_t = scale C_t^T q_t
-            / (max(|scale n_t . q_t|, norm_val exp(-m_t)) + eps)
+      h_t = s C_t^T q_t / (max(|s n_t . q_t|, norm_val exp(-m_t)) + eps)
 
     The dimensions are::
 
@@ -75,11 +75,10 @@ def mlstm_chunkwise(
       DHV   head dimension of v and h
 
     f_t = -inf resets the state and i_t = -inf stores nothing, as values below
-    -1e6 do. A NaN stays in its batch entry and head.
-
-    First derivatives in reverse mode are exact, with respect to all float
-    arrays; ``mlstm_pallas.reference.chunkwise`` has all others. jit, vmap,
-    remat, scan and shard_map work. Shards of B and NH stay on their devices;
+    -1e6 do. A NaN stays in its batch entry and head. First derivatives in
+    reverse mode are exact, with respect to all float arrays;
+    ``mlstm_pallas.reference.chunkwise`` has all others. jit, vmap, remat, scan
+    and shard_map work. Shards of B and NH stay on their devices;
     ``mlstm_pallas.distributed`` shards S. docs/arguments.md has edge cases,
     docs/plans.md the names of residuals for ``jax.checkpoint``.
 
@@ -118,8 +117,8 @@ def mlstm_chunkwise(
       segment_ids: (B, S) integers, for packed segments: where the id changes,
         a step starts from zero states. Initial states are the first segment's,
         last states the last one's.
-      sequence_lengths: (B,) integers, clipped to 0..S, for padded batches. The
-        last states are the states after sequence_lengths[b] steps. Beyond these
+      sequence_lengths: (B,) integers, 0 to S, for padded batches. The last
+        states are the states after sequence_lengths[b] steps. Beyond these
         steps h and all gradients are 0, even if the padding holds NaN gates or
         finite q, k and v up to 1e10.
       num_segments: N, with return_last_states, for packed prompts. Segment n is
@@ -146,8 +145,9 @@ def mlstm_chunkwise(
       the states shaped as the initial ones, in float32 (float64 for float64).
 
     Raises:
-      TypeError, ValueError: at trace time, with the name of the argument and
-        what was expected. TypeError for other derivatives.
+      TypeError: for wrong types and dtypes, traced options, other derivatives.
+      ValueError: for wrong shapes and values. Lengths, and ids of num_segments,
+        are read from NumPy arrays; from others with MLSTM_PALLAS_CHECKS=1.
 
     Warns:
       UserWarning: once per line of the caller, if layout is left out and
@@ -254,8 +254,8 @@ def pack_lengths(
       up to the end of each prompt; after a row's last prompt it repeats.
 
     Raises:
-      TypeError, ValueError: the message names the argument and what was
-        expected.
+      TypeError: for what are no integers, or traced.
+      ValueError: for no prompts, a negative length, and rows longer than S.
     """
     rows = validation.check_lengths(lengths)
     sizes = np.zeros((len(rows), max(map(len, rows))), int)

@@ -188,15 +188,17 @@ def mlstm_recurrent_step(
 ) -> tuple[jax.Array, States]:  # fmt: skip
     """Advances the mLSTM of xLSTM by one token, for generation.
 
-    It returns h of the token and the states after the token. For every batch
-    entry and head (arXiv:2405.04517, equations 19 to 27)::
+    It returns h of the token and the states after it, for every batch entry and
+    head (arXiv:2405.04517, equations 19 to 27), with s = DHQK ** -0.5:
+
+    .. math::
 
       m' = max(log sigmoid(f) + m, i)
       C' = exp(log sigmoid(f) + m - m') C + exp(i - m') k v^T
       n' = exp(log sigmoid(f) + m - m') n + exp(i - m') k
-      h  = scale C'^T q / (max(|scale n' . q|, norm_val exp(-m')) + eps)
+      h = s C'^T q / (max(|s n' . q|, norm_val exp(-m')) + eps)
 
-    where scale = DHQK ** -0.5: pass q unscaled. The dimensions are::
+    The dimensions are::
 
       B     batch
       NH    heads
@@ -247,8 +249,8 @@ def mlstm_recurrent_step(
       ((2, 4, 32), (2, 4, 16, 32), (2, 4, 16), (2, 4))
 
     Args:
-      q: query, (B, NH, DHQK), bfloat16, float16 or float32; float64 with
-        backend "xla" and jax_enable_x64.
+      q: unscaled query, (B, NH, DHQK), bfloat16, float16 or float32; float64
+        with backend "xla" and jax_enable_x64.
       k: key, shaped as q, in its dtype. None: q and i are joined, see above.
       v: value, (B, NH, DHV), in the dtype of q.
       i: input gate pre-activation, natural log, (B, NH), any float dtype.
@@ -262,19 +264,17 @@ def mlstm_recurrent_step(
         exp(m) C and exp(m) n.
       eps: added to the denominator.
       norm_val: factor in the floor of the denominator, at least 0.
-      stabilize_correctly: True: the floor of the denominator is
-        norm_val exp(-m'). False: it is norm_val.
+      stabilize_correctly: False: norm_val is the floor, not norm_val exp(-m').
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376), where
         sigmoid(i) replaces exp(i - m'), sigmoid(f) is the decay and the floor
         is norm_val. m_initial is None or zeros; it is not read and is
         returned unchanged. A traced m cannot be checked.
-      normalize: False leaves out the denominator: h = scale C'^T q. For the
+      normalize: False leaves out the denominator: h = s C'^T q. For the
         sigmoid gate only.
       slots: (B,) integers, read as 32 bits: entry b reads and writes row
         slots[b] of pools, c_initial (P, NH, DHQK, DHV), n_initial (P, NH, DHQK)
-        and m_initial (P, NH). With a slot beyond 0..P-1, such as -1, it changes
-        no row and its h is 0, whatever its inputs. Results for equal slots are
-        undefined.
+        and m_initial (P, NH). An entry of slot -1 changes no row, and its h is
+        0, whatever its inputs. Other slots are below P and differ.
       backend: "triton" (GPU kernel), "xla" (plain jnp, with derivatives) or
         "interpret" (the kernel interpreted on a CPU; slow, for tests). A step
         has no Mosaic GPU kernel: "mosaic_gpu" and "mosaic_gpu_interpret" run
@@ -289,8 +289,8 @@ def mlstm_recurrent_step(
       token, in the dtypes and shapes of the states before it.
 
     Raises:
-      TypeError, ValueError: at trace time, with the name of the argument and
-        what was expected. TypeError for a derivative unless backend is "xla".
+      TypeError: as ``mlstm_chunkwise``, and for derivatives of kernels.
+      ValueError: as ``mlstm_chunkwise``; of slots too, values are read.
     """
     options = Options(
         eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
@@ -321,8 +321,8 @@ def mlstm_recurrent_sequence(
       v: values, (B, NH, S, DHV), or (B, S, NH, DHV) with layout "BTNH".
       i: input gate pre-activations, (B, NH, S), or (B, S, NH) with "BTNH".
       f: forget gate pre-activations, shaped as i.
-      sequence_lengths: (B,) integers, clipped to 0..S: entry b advances by its
-        first tokens. Beyond them h is 0 and the states stay as they are, to the
+      sequence_lengths: (B,) integers, 0 to S: entry b advances by its first
+        tokens. Beyond them h is 0 and the states stay as they are, to the
         bit, whatever the arrays hold there. None: all S tokens.
       return_all_states: whether the states returned are those after each token;
         not with slots, where rows of the pools can be passed as states.

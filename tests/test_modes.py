@@ -34,6 +34,8 @@ from mlstm_pallas import (
     mlstm_chunkwise,
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
+    mlstm_ring_states,
+    mlstm_ring_step,
     reference,
     use_backend,
 )
@@ -85,7 +87,11 @@ def calls():
     yield "segments", with_gradients(functools.partial(packed, num_segments=2, **ids)), plain
     yield "packed", with_gradients(functools.partial(packed, **ids)), plain
     yield "step", mlstm_recurrent_step, token
-    yield "steps", mlstm_recurrent_sequence, [y[:, :, :3] for y in plain]
+    few = [y[:, :, :3] for y in plain]
+    yield "steps", mlstm_recurrent_sequence, few
+    yield "lengths", functools.partial(mlstm_recurrent_sequence, sequence_lengths=lengths), plain
+    yield "joined", mlstm_recurrent_step, joined(token)
+    yield "ring", mlstm_ring_step, [*few, jax.jit(ring_of)(token)]
     yield "mapped_shards", with_gradients(on_mapped_shards), shards
     yield "mesh", with_gradients(on_mesh), sharded(plain, mesh, STEPS)
     yield "reference", with_gradients(reference.chunkwise), x
@@ -93,6 +99,16 @@ def calls():
     yield "generator", with_gradients(generated), plain
     for system in (max_triton_fwbw_v3noslice, max_triton_fwbw_v5xlchunksize, triton_stablef):
         yield system.__name__, both_passes(system), inputs(64)[:5]
+
+
+def joined(token):
+    """The arguments of a step with q, k, v as one array and i, f as another."""
+    q, k, v, i, f, *states = token
+    return [jnp.concatenate([q, k, v], -1), None, None, jnp.stack([i, f], -1), None, *states]
+
+
+def ring_of(token):
+    return mlstm_ring_states(*token[5:], dtype="float32")
 
 
 def calls_by_options():
@@ -114,8 +130,7 @@ def calls_by_options():
     for options in dict(sequence_lengths=np.array([2])), dict(return_all_states=True):
         yield functools.partial(mlstm_recurrent_sequence, **options), [y[:, :, :3] for y in x[:5]]
     yield functools.partial(mlstm_recurrent_step, slots=np.array([2])), token[:5] + pools
-    token[:5] = jnp.concatenate(token[:3], -1), None, None, jnp.stack(token[3:5], -1), None
-    yield mlstm_recurrent_step, token
+    yield mlstm_recurrent_step, joined(token)
 
 
 @pytest.mark.parametrize("every", [False, slow(True)])
@@ -127,7 +142,7 @@ def test_calls_under_x64_keep_the_dtypes_of_their_arguments(every):
     with jax.enable_x64(True):
         for run, x in traced + (by_options if every else by_options[:1] + by_options[6:]):
             found = {y.dtype.name for y in jax.tree.leaves(jax.eval_shape(run, *x))}
-            assert found <= {"float32", "bfloat16"}
+            assert found <= {"float32", "bfloat16", "int32"}
         exported = export(run, *x, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
         assert {y.dtype.name for y in exported.out_avals} == {"float32"}
 
@@ -157,7 +172,7 @@ MODES = (
 def test_calls_of_a_fresh_process_in_modes(modes):
     settings = dict(PYTHONPATH=os.pathsep.join(sys.path), JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     output = run_python(__file__, modes, **settings)
-    assert output.splitlines()[-1] == "14 calls"
+    assert output.splitlines()[-1] == "17 calls"
 
 
 def test_a_step_without_jit():
@@ -179,14 +194,24 @@ def configured(*x):
     return mlstm_chunkwise(*x, eps=1e-3, autocast_kernel_dtype="float32", config=config)
 
 
-@pytest.mark.parametrize("call", [on_mapped_shards, configured, mlstm_recurrent_sequence])
-def test_a_second_call_without_jit_compiles_nothing(caplog, call):
-    x = inputs(16, states=False)
-    x = [jnp.stack([y, y]) for y in x] if call is on_mapped_shards else x
-    with jax.log_compiles(True):
-        call(*x)
-        assert "Finished XLA compilation" in caplog.text
-        caplog.clear()
+def eager_calls():
+    """Calls without jit: name, function, arguments."""
+    x, lengths = inputs(16), jax.device_put(np.array([9]))
+    token = [y[:, :, 0] for y in x[:5]] + x[5:]
+    of_lengths = functools.partial(mlstm_recurrent_sequence, sequence_lengths=lengths)
+    yield "mapped_shards", on_mapped_shards, [jnp.stack([y, y]) for y in x[:5]]
+    yield "configured", configured, x[:5]
+    yield "recurrence", reference.recurrence, x[:5]
+    yield "steps", mlstm_recurrent_sequence, x[:5]
+    yield "steps_up_to_lengths", of_lengths, x
+    yield "joined", mlstm_recurrent_step, joined(token)
+
+
+@pytest.mark.parametrize("number", range(6), ids=[x[0] for x in eager_calls()])
+def test_a_second_call_without_jit_compiles_and_transfers_nothing(caplog, number):
+    _, call, x = [*eager_calls()][number]
+    call(*x)
+    with jax.log_compiles(True), jax.transfer_guard("disallow"):
         call(*x)
     assert "Finished XLA compilation" not in caplog.text
 
@@ -231,9 +256,7 @@ if __name__ == "__main__":
         leaks = "jax_check_tracer_leaks" in modes and name != "mesh"
         with jax.check_tracer_leaks(leaks):
             results = jax.tree.leaves(jax.jit(run)(*x))
-        # The recurrence is no program of its own: jax transfers its numbers.
-        if name != "recurrence" or "jax_transfer_guard" not in modes:
-            for y, expected in zip(jax.tree.leaves(run(*x)), results, strict=True):
-                with jax.transfer_guard("allow"), jax.disable_jit(False):
-                    assert_close(y, expected, BOUND, name)
+        for y, expected in zip(jax.tree.leaves(run(*x)), results, strict=True):
+            with jax.transfer_guard("allow"), jax.disable_jit(False):
+                assert_close(y, expected, BOUND, name)
     print(f"{len(prepared)} calls")

@@ -4,8 +4,8 @@ Three kernels of one warpgroup per CTA:
 
 chunk_summaries: what each chunk does to m, from the gate pre-activations.
 stabiliser_scan: m after each chunk. Grid (B * NH); a CTA reads the summaries of up to 1024 chunks
-of its head at a time. It does not run for sequences of up to 16 chunks, because a launch takes
-longer than joining their summaries in each CTA of chunk_gates.
+of its head at a time. It does not run for sequences of up to 16 chunks whose steps fill whole CTAs,
+because a launch takes longer than joining their summaries in each CTA of chunk_gates.
 chunk_gates: the gates of every step, from the pre-activations and m, and in the backward pass their
 flags (``gates.join_flags``). It scans each chunk again, which is faster than to write and read the
 scans of chunk_summaries. If m is known, it is the only kernel.

@@ -1,7 +1,7 @@
 """Launch, loader, main loop and epilogue of the persistent kernels of the backward pass.
 
-There is one CTA per SM, and each processes every num_ctas-th item. Two warpgroups multiply. Either
-they also share the copying, or a third warpgroup copies.
+There is at most one CTA per SM, and each processes every num_ctas-th item. Two warpgroups multiply.
+Either they also share the copying, or a third warpgroup copies.
 """
 
 import types

@@ -2,9 +2,10 @@
 
 The vector states n and dn are made of these sums.
 
-Grid (B * NH * blocks of steps * column blocks). A CTA is one warpgroup. It owns 256 or 512 steps,
-if the sequence has that many, and as many columns as fit into 64 KiB of shared memory. An SM holds
-at least three CTAs, so that the copies of one run while another computes.
+Grid (B * NH * blocks of steps * column blocks). A CTA is one warpgroup. It owns a chunk, or 512
+steps of a longer one, or several short chunks of together 256 steps, or 128 if 256 do not divide
+the sequence, and as many columns as fit into 64 KiB of shared memory. An SM holds at least three
+CTAs, so that the copies of one run while another computes.
 
 Each warp has a quarter of a chunk's steps, whose sums it keeps in registers: see ``_by_warps``. The
 sums of the four warps meet in shared memory once per chunk. In the layout of an accumulator the
