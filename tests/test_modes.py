@@ -172,7 +172,7 @@ MODES = (
 def test_calls_of_a_fresh_process_in_modes(modes):
     settings = dict(PYTHONPATH=os.pathsep.join(sys.path), JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     output = run_python(__file__, modes, **settings)
-    assert output.splitlines()[-1] == "17 calls"
+    assert output.splitlines()[-1] == f"{16 if 'debug_infs' in modes else 17} calls"
 
 
 def test_a_step_without_jit():
@@ -194,22 +194,27 @@ def configured(*x):
     return mlstm_chunkwise(*x, eps=1e-3, autocast_kernel_dtype="float32", config=config)
 
 
-def eager_calls():
-    """Calls without jit: name, function, arguments."""
-    x, lengths = inputs(16), jax.device_put(np.array([9]))
-    token = [y[:, :, 0] for y in x[:5]] + x[5:]
-    of_lengths = functools.partial(mlstm_recurrent_sequence, sequence_lengths=lengths)
-    yield "mapped_shards", on_mapped_shards, [jnp.stack([y, y]) for y in x[:5]]
-    yield "configured", configured, x[:5]
-    yield "recurrence", reference.recurrence, x[:5]
-    yield "steps", mlstm_recurrent_sequence, x[:5]
-    yield "steps_up_to_lengths", of_lengths, x
-    yield "joined", mlstm_recurrent_step, joined(token)
+def up_to_lengths(*x):
+    return mlstm_recurrent_sequence(*x[:-1], sequence_lengths=x[-1])
 
 
-@pytest.mark.parametrize("number", range(6), ids=[x[0] for x in eager_calls()])
-def test_a_second_call_without_jit_compiles_and_transfers_nothing(caplog, number):
-    _, call, x = [*eager_calls()][number]
+def of_joined(*x):
+    return mlstm_recurrent_step(*x)
+
+
+EAGER = on_mapped_shards, configured, reference.recurrence, mlstm_recurrent_sequence
+EAGER += up_to_lengths, of_joined
+
+
+@pytest.mark.parametrize("call", EAGER, ids=lambda x: x.__name__)
+def test_a_second_call_without_jit_compiles_and_transfers_nothing(caplog, call):
+    x = inputs(16)
+    if call is on_mapped_shards:
+        x = [jnp.stack([y, y]) for y in x[:5]]
+    elif call is up_to_lengths:
+        x.append(jax.device_put(np.array([9])))
+    elif call is of_joined:
+        x = joined([y[:, :, 0] for y in x[:5]] + x[5:])
     call(*x)
     with jax.log_compiles(True), jax.transfer_guard("disallow"):
         call(*x)
@@ -248,6 +253,8 @@ if __name__ == "__main__":
     modes = parser.parse_args().modes.split(",")
     jax.config.update("jax_num_cpu_devices", 2)
     prepared = [*calls()]
+    if "jax_debug_infs" in modes:  # an empty place of the ring has infinite gates
+        prepared = [x for x in prepared if x[0] != "ring"]
     for mode in modes:
         jax.config.update(mode, "disallow" if mode == "jax_transfer_guard" else True)
     for name, run, x in prepared:

@@ -447,7 +447,7 @@ def pooled_call(
     def run(token, pools, entries=slice(None), **slots):
         if S == 1:
             return mlstm_recurrent_step(*token, *pools, **slots, **options)
-        of_entries = lengths if lengths is None else jnp.array(lengths)[entries]
+        of_entries = lengths if lengths is None else jnp.asarray(np.array(lengths)[entries])
         options_of = dict(layout=layout, sequence_lengths=of_entries, **slots, **options)
         return mlstm_recurrent_sequence(*token, *pools, **options_of)
 
