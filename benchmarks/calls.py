@@ -31,8 +31,8 @@ def launch_of(spec: CallSpec, stage: str) -> Launch:
     """How a stage runs, with sequences that are not split."""
     plan = spec.plan
     if STAGES[stage].fused:
-        return spec.launch(stage, plan.scan_lowering, plan.scan_problem)
-    return spec.launch(stage, spec.lowering)
+        return plan.launch(stage, plan.scan_problem, first=plan.scan.lowering)
+    return plan.launch(stage)
 
 
 def config_row(spec: CallSpec, stages: Sequence[str] = ()) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def of_stage(stage: Stage, call: Launch) -> Callable[..., Any]:
 
     def run(*args, **options):
         operands = stage.operands(**dict(zip(stage.inputs, args, strict=True)))
-        return dispatch.stage(stage.name, call)(operands, **options)
+        return dispatch.stage(stage.name, {stage.name: call})(operands, **options)
 
     return run
 

@@ -43,8 +43,9 @@ from mlstm_pallas.formulas.gate_gradients import inner, step_flags
 from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, segment_starts
 from mlstm_pallas.formulas.splits import decays_in_splits, decays_of_others
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
-from mlstm_pallas.planning.call_spec import CallSpec
+from mlstm_pallas.planning.call_spec import CallSpec, Plan
 from mlstm_pallas.planning.config import KernelConfig
+from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import (
     Arguments,
@@ -62,44 +63,34 @@ from mlstm_pallas.schedules.derivatives import in_reverse_mode
 from mlstm_pallas.schedules.forward import KnownStates, run_gates
 from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shards
 from mlstm_pallas.stages import add_decayed, chunk_gates, split_products, step_sums
-from mlstm_pallas.stages.stage import Lowering
 
 # The most shards whose sums of C one all-reduce adds up, for all devices. More of them exchange
 # slices of C, although XLA then replicates C over mesh axes that are left to the compiler.
 MOST_AT_ONCE = 8
 
 
-def _boundaries(
-    spec: CallSpec, lowering: Lowering, x: Inputs, *, L: int
-) -> tuple[jax.Array, jax.Array]:
+def _boundaries(plan: Plan, x: Inputs, *, L: int) -> tuple[jax.Array, jax.Array]:
     """m and the log decay after each chunk from an empty start, (B * NH, NC) each."""
-    run = spec.stage("chunk_gates", lowering, spec.problem.in_chunks_of(L))
+    p = plan.spec.problem.in_chunks_of(L)
+    run = stage("chunk_gates", plan.launches("chunk_gates", problem=p))
     empty = jnp.full_like(x.m_initial, -jnp.inf)
     operands = chunk_gates.Operands(x.i, x.f, empty, x.starts)
-    m, g = run(operands, input_gate=spec.input_gate, only_boundaries=True)
+    m, g = run(operands, input_gate=plan.spec.input_gate, only_boundaries=True)
     return m, jnp.cumsum(g, axis=1)
 
 
 def _from_zeros(
-    spec: CallSpec,
-    lowering: Lowering,
-    x: Inputs,
-    m_states: jax.Array | None,
-    *,
-    num_splits: int,
-    L: int,
+    plan: Plan, x: Inputs, m_states: jax.Array | None, *, num_splits: int, L: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, KnownStates]:
     """What C and n of zeros give: Gamma, n and C after the shard, and the states.
 
-    num_splits, L: of the call, as shards may plan for fewer heads.
+    num_splits, L: the arguments of ``Plan.summary``.
     """
-    p = spec.problem.in_chunks_of(L)
-    gates = run_gates(spec, spec.launch("chunk_gates", lowering, p), x, m_states)
+    p, launches = plan.spec.problem.in_chunks_of(L), plan.summary(L, num_splits)
+    gates = run_gates(plan.spec, launches, x, m_states)
     abar, gamma = gates.per_step().vecAbar, gates.scaGamma
-    first = lowering if lowering is Lowering.XLA else spec.plan.scan_lowering
-    call = spec.launch("parallel_fw_P", first, p)
-    n = spec.stage("step_sums", call.lowering, p)(step_sums.Operands(x.k, abar))
-    X = spec.stage("split_products", lowering, p, num_splits)(
+    n = stage("step_sums", launches)(step_sums.Operands(x.k, abar))
+    X = stage("split_products", launches)(
         split_products.Operands(a=x.k, b=x.v, r=abar * decays_in_splits(gamma, num_splits, p.S)),
         num_splits=num_splits,
         all_splits=True,
@@ -111,7 +102,7 @@ def _from_zeros(
 
 
 def _first_half(
-    spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
+    plan: Plan, residuals: Residuals, cotangents: Cotangents
 ) -> tuple[BackwardCarry, list[jax.Array], jax.Array]:
     """The first half of a shard with the gradients of its last states, and what it passes on.
 
@@ -119,8 +110,8 @@ def _first_half(
     shard wins in it (1, else 0), and dn; and dC.
     """
     last = cotangents.last
-    arrays = prepared(spec, lowering, residuals, cotangents)
-    first = first_half(spec, lowering, *arrays)
+    arrays = prepared(plan, residuals, cotangents)
+    first = first_half(plan, *arrays)
     gates, _, states, normaliser, dn_added = first
     gamma = gates.scaGamma
     whole = jnp.prod(gamma, axis=-1)
@@ -128,7 +119,7 @@ def _first_half(
     if dn_added is not None:
         decays = decays_of_others(gamma, backward=True)
         dn = dn + jnp.sum(decays[..., None] * dn_added, axis=1)
-    if spec.stabilised:
+    if plan.spec.stabilised:
         x = residuals.inputs
         flags = step_flags(gates, x.f, x.starts)
         steps = lax.broadcasted_iota(jnp.int32, flags.shape, 1)
@@ -142,8 +133,7 @@ def _first_half(
 
 
 def _second_half(
-    spec: CallSpec,
-    lowering: Lowering,
+    plan: Plan,
     residuals: Residuals,
     cotangents: Cotangents,
     first: BackwardCarry,
@@ -151,7 +141,7 @@ def _second_half(
 ) -> Inputs:
     """The gradients of the inputs; dC_after: what the later shards add to dC, (B * NH, ...)."""
     gamma, states = first.gates.scaGamma, first.states
-    dC = spec.stage("add_decayed", lowering)(
+    dC = stage("add_decayed", plan.launches("add_decayed"))(
         add_decayed.Operands(
             X=states.matDeltaC_states, added=dC_after, decays=decays_of_others(gamma)
         )
@@ -161,8 +151,8 @@ def _second_half(
     first = first._replace(
         states=states._replace(matDeltaC_states=dC, matDeltaC_initial=dC_initial)
     )
-    arrays = prepared(spec, lowering, residuals, cotangents)
-    return second_half(spec, lowering, *arrays, first)[0]
+    arrays = prepared(plan, residuals, cotangents)
+    return second_half(plan, *arrays, first)[0]
 
 
 class Axis(NamedTuple):
@@ -275,18 +265,17 @@ def _sequence_bwd(
     cotangents: tuple[jax.Array, LastStates],
 ) -> tuple[Any, ...]:
     # The arrays that the halves exchange depend on the lowering.
-    run = functools.partial(_backward, axis, spec)
+    run = functools.partial(_backward, axis)
     args = *residuals_and_last, *cotangents
     if lowering := known_lowering(spec.backend):
-        return (run(lowering, *args),)
+        return (run(Plan(spec, lowering), *args),)
     mapped = [(axis.name, axis.size)] if axis.mapped else []
-    return (by_platform(spec.backend, run, *args, mapped=mapped),)
+    return (by_platform(spec, run, *args, mapped=mapped),)
 
 
 def _backward(
     axis: Axis,
-    spec: CallSpec,
-    lowering: Lowering,
+    plan: Plan,
     residuals: Residuals,
     last: LastStates,
     index: jax.Array,
@@ -297,7 +286,8 @@ def _backward(
     dC, dn, dm = dlast
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
     cotangents = Cotangents(dh, LastStates(dC, dn, dm))
-    first, local, dC_before = on_shards(_first_half, spec, residuals, cotangents, lowering=lowering)
+    spec, on = plan.spec, dict(lowering=plan.lowering)
+    first, local, dC_before = on_shards(_first_half, spec, residuals, cotangents, **on)
     gamma, dm_all, passes, dn_all = _gathered(axis, *local)
     weights, passes = (_weights(y).swapaxes(2, 3) for y in (gamma, passes))
     dC_after = _sum_over(axis, weights, dC_before)
@@ -305,9 +295,7 @@ def _backward(
     dm = dm + jnp.sum(_weighted(passes[:, :, index], dm_all), axis=2)
     dm = dm + inner(dC, last.c, 2) + inner(dn, last.n)
     cotangents = Cotangents(dh, LastStates(dC, dn, dm))
-    gradients: Inputs = on_shards(
-        _second_half, spec, residuals, cotangents, first, dC_after, lowering=lowering
-    )
+    gradients: Inputs = on_shards(_second_half, spec, residuals, cotangents, first, dC_after, **on)
     initial: Any = [jnp.where(index == 0, y, 0.0) for y in gradients[5:8]]
     return Inputs(*gradients[:5], *initial)
 

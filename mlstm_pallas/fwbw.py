@@ -18,7 +18,7 @@ from mlstm_pallas.schedules.sharding import on_shards
 
 # The custom_vjp traces both its function and its forward rule. With jit, jax >= 0.11 traces the
 # kernels once where both have the same spec: with recompute_states_in_bw.
-forward_once = jax.jit(forward, static_argnums=(0, 1), inline=True)
+forward_once = jax.jit(forward, static_argnums=0, inline=True)
 
 
 def _passes(spec: CallSpec) -> tuple[Any, Any]:

@@ -9,8 +9,9 @@ from jax import lax
 
 from mlstm_pallas.formulas.gates import steps_within
 from mlstm_pallas.planning.backend import requested_backend
-from mlstm_pallas.planning.call_spec import CallSpec
+from mlstm_pallas.planning.call_spec import CallSpec, Plan
 from mlstm_pallas.planning.config import KernelConfig
+from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import as_int32, zeros_of
 from mlstm_pallas.problem import validation
@@ -47,11 +48,9 @@ class Token(NamedTuple):
     f: Any
 
 
-def _step(
-    spec: CallSpec, lowering: Lowering, x: Token, states: StepStates
-) -> tuple[jax.Array, StepStates]:
-    run = spec.stage("recurrent_step", lowering)
-    h, *after = run(Operands(*x, *states), normaliser=spec.normaliser)
+def _step(plan: Plan, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
+    run = stage("recurrent_step", plan.launches("recurrent_step"))
+    h, *after = run(Operands(*x, *states), normaliser=plan.spec.normaliser)
     return h, StepStates(*after)
 
 
@@ -62,7 +61,7 @@ def step(spec: CallSpec, x: Token, states: StepStates) -> tuple[jax.Array, StepS
     """
     # Only plain jnp is differentiable.
     if spec.backend == "xla":
-        return _step(spec, Lowering.XLA, x, states)
+        return _step(Plan(spec, Lowering.XLA), x, states)
     outputs: tuple[jax.Array, StepStates] = on_shards(_step, spec, x, states, message=NO_DERIVATIVE)
     return outputs
 

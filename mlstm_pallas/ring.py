@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mlstm_pallas.planning.backend import requested_backend
-from mlstm_pallas.planning.call_spec import CallSpec
+from mlstm_pallas.planning.call_spec import CallSpec, Plan
 from mlstm_pallas.planning.config import KernelConfig
+from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import as_int32
 from mlstm_pallas.problem import validation
@@ -78,15 +79,14 @@ class Tokens(NamedTuple):
 
 
 def _step(
-    spec: CallSpec,
-    lowering: Lowering,
+    plan: Plan,
     x: Tokens,
     states: RingStates,
     accepted: jax.Array | None,
     slots: jax.Array | None,
 ) -> tuple[jax.Array, RingStates]:
-    run = spec.stage("ring_step", lowering)
-    h, *after = run(Operands(*x, *states, accepted, slots), normaliser=spec.normaliser)
+    run = stage("ring_step", plan.launches("ring_step"))
+    h, *after = run(Operands(*x, *states, accepted, slots), normaliser=plan.spec.normaliser)
     return h, RingStates(*after)
 
 
@@ -95,7 +95,7 @@ def step(spec: CallSpec, *x: Any) -> tuple[jax.Array, RingStates]:
     """h (B, NH, T, DHV) and the new states, from the arguments of ``_step``."""
     # Only plain jnp is differentiable.
     if spec.backend == "xla":
-        return _step(spec, Lowering.XLA, *x)
+        return _step(Plan(spec, Lowering.XLA), *x)
     outputs: tuple[jax.Array, RingStates] = on_shards(_step, spec, *x, message=NO_DERIVATIVE)
     return outputs
 

@@ -44,6 +44,7 @@ from stage_calls import (
 
 import mlstm_pallas
 from mlstm_pallas import KernelConfig
+from mlstm_pallas.planning.call_spec import SMALL
 
 SCAN = {"parallel_fw_P", "recurrent_fw_H"}
 
@@ -98,7 +99,7 @@ def wide():
 def stages_on_mosaic_gpu(spec):
     """The stages of a call's plan that run on Mosaic GPU, in one pass or in both."""
     launches = [*spec.plan.forward.items(), *spec.plan.backward.items()]
-    return {name for name, x in launches if x.lowering.folder == "mosaic_gpu"}
+    return {name for name, x in launches if x.lowering.folder == "mosaic_gpu"} - {*SMALL}
 
 
 def planned(B, NH, S, DHQK, DHV, **options):

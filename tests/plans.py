@@ -46,7 +46,7 @@ def launch_lines(name, sizes, gpu, dtype="bfloat16", backend="triton", **config)
     if name == "recurrent_step":  # whose heads are not padded
         p = make_problem(q_sizes, DHV, 1, pad_heads=False)
         spec = dataclasses.replace(spec, problem=p)
-    x = spec.launch(name, spec.lowering)
+    x = spec.plan.launch(name)
     return [f"{fields(x)} grid={x.tiles and x.tiles.grid(x.problem)}"]
 
 

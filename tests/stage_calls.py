@@ -40,7 +40,7 @@ def run_stage(name, call, **inputs):
     """Runs a stage as its launch says; inputs: its operands and its options."""
     operands = (STAGES | HELPERS)[name].operands
     arrays = {x: inputs.pop(x) for x in operands._fields if x in inputs}
-    return dispatch.stage(name, call)(operands(**arrays), **inputs)
+    return dispatch.stage(name, {name: call})(operands(**arrays), **inputs)
 
 
 def spec_of(shape, dtype, gpu=UNKNOWN, backend=None, **options):
@@ -57,7 +57,7 @@ def launch_of(name, problem, dtype, lowering, tiles=None, **options):
     config = KernelConfig(**{f"{lowering.folder}_{name}": tiles} if tiles else {})
     shape = p.B, p.NH, p.S, p.DHQK, p.DHV
     spec = spec_of(shape, dtype, backend=lowering, config=config)
-    call = dataclasses.replace(spec, problem=p).launch(name, lowering, **options)
+    call = planning.Plan(dataclasses.replace(spec, problem=p), lowering).launch(name, **options)
     assert call.lowering is lowering, (name, call)
     return call
 

@@ -24,9 +24,9 @@ def tiles_of(B, backend, S, config):
         (B, 8, S, 256, 512), "bfloat16", known_gpu("NVIDIA H200"), backend, config=config
     )
     calls = spec.plan.forward | spec.plan.backward
-    calls |= {name: spec.launch(name, spec.lowering) for name in ("recurrent_step", "ring_step")}
+    calls |= {name: spec.plan.launch(name) for name in ("recurrent_step", "ring_step")}
     # CTAs of persistent kernels share the items; their number is in no sum.
-    tiles = {name: vars(call.tiles) | dict(num_ctas=0) for name, call in calls.items()}
+    tiles = {name: vars(x.tiles) | dict(num_ctas=0) for name, x in calls.items() if x.tiles}
     return spec.plan.num_splits, tiles
 
 

@@ -210,6 +210,7 @@ def test_narrower_heads_move_no_more_bytes_and_need_no_more_flops(any_jax, gpu, 
     for x in ((*map(int, x.split("/")),) for x in MODEL_HEADS.split()):
         plan = spec_of((*call, *x), "bfloat16", known_gpu(gpu), backend).plan
         launches = *plan.forward.items(), *plan.backward.items()
+        launches = [y for y in launches if y[0] not in SMALL]
         sums[x] = np.sum([costs.launch_cost(*y, itemsize=2) for y in launches], axis=0)
     ordered = itertools.permutations(sums, 2)
     pairs = [(x, y) for x, y in ordered if x[0] <= y[0] and x[1] <= y[1]]

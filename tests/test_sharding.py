@@ -208,11 +208,11 @@ def test_operations_that_differ_are_told_apart_in_the_compilation_cache(entries)
         assert entries() == count
 
 
-def scaled(spec, lowering, x, *, L):
+def scaled(plan, x, *, L):
     return [x * L]
 
 
-def halved(spec, lowering, x, *, L):
+def halved(plan, x, *, L):
     return [x / 2]
 
 

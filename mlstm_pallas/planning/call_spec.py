@@ -8,7 +8,7 @@ launchers and schedules read what is decided here.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import lax
 from mlstm_pallas.formulas.chunk_list import num_entries
 from mlstm_pallas.formulas.tiles import blocks_over
 from mlstm_pallas.planning.backend import lowering_on_gpu, requested_backend
-from mlstm_pallas.planning.dispatch import lowerings, stage, tiles_class
+from mlstm_pallas.planning.dispatch import Launches, lowerings, tiles_class
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.dimensions import Problem, make_problem, next_power_of_two
 from mlstm_pallas.problem.gpu import HOPPER, UNKNOWN, Gpu, target_gpu
@@ -29,6 +29,8 @@ from mlstm_pallas.stages.stage import Launch, Lowering
 MIN_SPLIT_STEPS, MIN_SPLIT_STATE = 1024, 2**15
 MIN_FUSED_STATE = 2**13  # DHQK * DHV
 SCAN_SHARE = 0.6  # the share of the places for CTAs that the fused scan should fill
+# Stages between the others, in the lowering of the kernel that computes or reads the scores.
+SMALL = "step_sums", "vector_states", "step_gradients"
 SUMMARY_STEPS = 4096  # of a split of a shard's summary: enough work per CTA, and enough CTAs
 
 
@@ -56,10 +58,6 @@ class CallSpec(Options):
     pooled: bool = False
     front: int = 0
 
-    def __str__(self) -> str:
-        """The fields and what follows from them, for the log."""
-        return str(self.plan)
-
     @property
     def lowering(self) -> Lowering:
         """The lowering of the kernels, before those that a kernel falls to."""
@@ -68,15 +66,7 @@ class CallSpec(Options):
     @functools.cached_property
     def plan(self) -> "Plan":
         """The plan of the call's kernels."""
-        scan = self.launch("recurrent_fw_H", self.lowering)
-        p, tiles, splits = self.problem, scan.tiles, 0
-        if tiles is not None:
-            p = p.in_chunks_of(tiles.siz_b_L)
-            splits = _scan_splits(self, self.planned_for(p), tiles)
-            stores = tiles.state_rows == p.DHQK and self.problem.NC % max(splits, 1) == 0
-            splits *= self.recompute_states_in_bw or stores
-        computes_scores = self.computes_scores(self.lowering)
-        return Plan(self, splits > 0, max(splits, 1), p, scan.lowering, computes_scores)
+        return Plan(self, self.lowering)
 
     def planned_for(self, p: Problem) -> Problem:
         """The problem that tiles and splits follow from."""
@@ -90,57 +80,6 @@ class CallSpec(Options):
     def with_heads(self, B: int, NH: int) -> "CallSpec":
         """The spec of a shard."""
         return dataclasses.replace(self, problem=dataclasses.replace(self.problem, B=B, NH=NH))
-
-    def launch(
-        self, name: str, lowering: Lowering, problem: Problem | None = None, num_splits: int = 1
-    ) -> Launch:
-        """How a stage runs.
-
-        Args:
-          lowering: the first to try, or that of the kernel whose outputs the stage reads.
-          problem: in the chunks of the stage; None: the call's.
-          num_splits: of split_products.
-        """
-        p = problem = problem or self.problem
-        asked = asked_of(name, self, lowering)
-        if name == "split_products":
-            p = problem.split(num_splits).in_splits(1)
-        for possible in lowerings(lowering):
-            if tiles := _tiles(name, possible, p, self, asked):
-                precision = self.config.dot_precision(self.dtype, possible.interpret)
-                return Launch(problem, tiles, precision, possible)
-        return plain(problem)
-
-    def stage(
-        self, name: str, lowering: Lowering, problem: Problem | None = None, num_splits: int = 1
-    ) -> Callable[..., Any]:
-        """The function of a stage's operands and options that runs it as ``launch`` says."""
-        return stage(name, self.launch(name, lowering, problem, num_splits))
-
-    def packed(self, lowering: Lowering, S: int) -> dict[str, Launch]:
-        """The launches of a forward pass with the states of packed segments, in order.
-
-        It is the fused scan over a ``ChunkList`` of rows of S steps. Its segments run side by side,
-        as heads do.
-        """
-        p, N = self.problem, cast(int, self.num_segments)
-        segments_as_heads = dataclasses.replace(p, NH=p.NH * N)
-        scan = self.launch("recurrent_fw_H", lowering, segments_as_heads)
-        L = scan.tiles.siz_b_L if scan.tiles else p.L
-        p = dataclasses.replace(p, S=num_entries(S, N, L) * L, L=L)
-        return {
-            "chunk_gates": self.launch("chunk_gates", lowering, p),
-            "parallel_fw_P": self.launch("parallel_fw_P", scan.lowering, p),
-            "recurrent_fw_H": dataclasses.replace(scan, problem=p),
-        }
-
-    def computes_scores(self, lowering: Lowering) -> bool:
-        """Whether parallel_bw_dQKV computes P and dP, and recurrent_bw_dC before it delta.
-
-        Otherwise parallel_bw_dP computes all three, and P and dP are in memory.
-        """
-        tiles = self.launch("parallel_bw_dQKV", lowering).tiles
-        return getattr(tiles, "computes_scores", False)
 
 
 def chunk_size_for(spec: CallSpec) -> int:
@@ -205,18 +144,6 @@ def plain(problem: Problem) -> Launch:
     return Launch(problem, None, lax.Precision.HIGHEST, Lowering.XLA)
 
 
-def asked_of(name: str, spec: CallSpec, first: Lowering) -> dict[str, Any]:
-    """What a call asks of a kernel beside its result, as far as its tiles depend on it."""
-    if name == "recurrent_fw_H":
-        return dict(stores=not spec.recompute_states_in_bw)
-    if name == "recurrent_fw_C":
-        return dict(has_x=True)
-    if name == "recurrent_bw_dC":
-        has_h = spec.computes_scores(first)
-        return dict(recurrences=1 + spec.recompute_states_in_bw, has_h=has_h)
-    return dict(stores_X=False) if name == "split_products" else {}
-
-
 def _tiles(name: str, lowering: Lowering, p: Problem, spec: CallSpec, asked: dict[str, Any]) -> Any:
     """The tiles of a kernel, with the overrides of the config; None: it does not run."""
     field, gpu = f"{lowering.folder}_{name}", spec.gpu
@@ -247,22 +174,90 @@ def _tiles(name: str, lowering: Lowering, p: Problem, spec: CallSpec, asked: dic
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What runs in a call of kernels.
+    """What runs in a call: how schedules find their stages.
 
     Attributes:
-      fused: True: the forward pass is the fused scan. False: it materialises the states.
-      num_splits: of each sequence in the fused scan.
-      scan_problem: the problem in the chunks of the fused scan, used or not.
-      scan_lowering: of the fused scan.
-      computes_scores: see ``CallSpec``.
+      lowering: of the kernels, before those that a kernel falls to; "xla": all is plain jnp.
     """
 
     spec: CallSpec
-    fused: bool
-    num_splits: int
-    scan_problem: Problem
-    scan_lowering: Lowering
-    computes_scores: bool
+    lowering: Lowering
+
+    def launch(
+        self,
+        name: str,
+        problem: Problem | None = None,
+        *,
+        first: Lowering | None = None,
+        num_splits: int = 1,
+    ) -> Launch:
+        """How a stage runs.
+
+        Args:
+          problem: in the chunks of the stage; None: the call's.
+          first: the lowering to try first, of the kernel whose outputs the stage reads; None: the
+            plan's.
+          num_splits: of split_products.
+        """
+        spec, asked = self.spec, self.asked(name)
+        p = problem = problem or spec.problem
+        if name == "split_products":
+            p = problem.split(num_splits).in_splits(1)
+        for possible in lowerings(first or self.lowering):
+            if tiles := _tiles(name, possible, p, spec, asked):
+                precision = spec.config.dot_precision(spec.dtype, possible.interpret)
+                return Launch(problem, tiles, precision, possible)
+        return plain(problem)
+
+    def asked(self, name: str) -> dict[str, Any]:
+        """What the call asks of a kernel beside its result, as far as its tiles depend on it."""
+        if name == "recurrent_fw_H":
+            return dict(stores=not self.spec.recompute_states_in_bw)
+        if name == "recurrent_fw_C":
+            return dict(has_x=True)
+        if name == "recurrent_bw_dC":
+            recurrences = 1 + self.spec.recompute_states_in_bw
+            return dict(recurrences=recurrences, has_h=self.computes_scores)
+        return dict(stores_X=False) if name == "split_products" else {}
+
+    @functools.cached_property
+    def scan(self) -> Launch:
+        """The fused scan without splits, whose tiles have its chunks, used or not."""
+        return self.launch("recurrent_fw_H")
+
+    @property
+    def scan_problem(self) -> Problem:
+        """The problem in the chunks of the fused scan."""
+        p, tiles = self.spec.problem, self.scan.tiles
+        return p if tiles is None else p.in_chunks_of(tiles.siz_b_L)
+
+    @functools.cached_property
+    def _splits(self) -> int:
+        """Splits of each sequence in the fused scan; 0: the states are materialised."""
+        spec, tiles, p = self.spec, self.scan.tiles, self.scan_problem
+        if tiles is None:
+            return 0
+        splits = _scan_splits(spec, spec.planned_for(p), tiles)
+        stores = tiles.state_rows == p.DHQK and spec.problem.NC % max(splits, 1) == 0
+        return splits * (spec.recompute_states_in_bw or stores)
+
+    @property
+    def fused(self) -> bool:
+        """True: the forward pass is the fused scan. False: it materialises the states."""
+        return self._splits > 0
+
+    @property
+    def num_splits(self) -> int:
+        """Splits of each sequence in the fused scan."""
+        return max(self._splits, 1)
+
+    @functools.cached_property
+    def computes_scores(self) -> bool:
+        """Whether parallel_bw_dQKV computes P and dP, and recurrent_bw_dC before it delta.
+
+        Otherwise parallel_bw_dP computes all three, and P and dP are in memory.
+        """
+        return getattr(self.launch("parallel_bw_dQKV").tiles, "computes_scores", False)
 
     @property
     def summary_splits(self) -> int:
@@ -277,28 +272,57 @@ class Plan:
         enough = max(S // SUMMARY_STEPS, 1)
         return math.gcd(NC, 1 << (enough.bit_length() - 1))
 
-    @property
-    def forward(self) -> dict[str, Launch]:
-        """The launches of the forward pass, in order, without small ones."""
-        launch, first, p = self.spec.launch, self.spec.lowering, self.scan_problem
-        if not self.fused:
-            names = "chunk_gates", "recurrent_fw_C", "parallel_fw_H"
-            return {name: launch(name, first) for name in names}
-        launches = {
-            "chunk_gates": launch("chunk_gates", first, p),
-            "parallel_fw_P": launch("parallel_fw_P", self.scan_lowering, p),
-        }
-        if self.num_splits > 1:
-            launches["split_products"] = launch("split_products", first, p, self.num_splits)
-        scan = launch("recurrent_fw_H", first, p.split(self.num_splits))
-        return launches | {"recurrent_fw_H": scan}
+    def launches(self, *names: str, **options: Any) -> Launches:
+        """The launches of stages; options: the other arguments of ``launch``."""
+        return {name: self.launch(name, **options) for name in names}
 
-    @property
-    def backward(self) -> dict[str, Launch]:
+    def _until_scan(self, p: Problem, first: Lowering) -> Launches:
+        """The launches up to the fused scan, in its chunks; first: the scan's lowering."""
+        scores = self.launch("parallel_fw_P", p, first=first)
+        small = self.launches(*SMALL, problem=p, first=scores.lowering)
+        return self.launches("chunk_gates", problem=p) | dict(parallel_fw_P=scores) | small
+
+    @functools.cached_property
+    def forward(self) -> Launches:
+        """The launches of the forward pass, in order but for the small ones."""
+        if not self.fused:
+            return self.launches("chunk_gates", "recurrent_fw_C", "parallel_fw_H")
+        p, num_splits = self.scan_problem, self.num_splits
+        launches = self._until_scan(p, self.scan.lowering)
+        if num_splits > 1:
+            launches |= self.launches("split_products", problem=p, num_splits=num_splits)
+        return launches | self.launches("recurrent_fw_H", problem=p.split(num_splits))
+
+    def packed(self, S: int) -> Launches:
+        """The launches of a forward pass with the states of packed segments.
+
+        It is the fused scan over a ``ChunkList`` of rows of S steps. Its segments run side by side,
+        as heads do.
+        """
+        p, N = self.spec.problem, cast(int, self.spec.num_segments)
+        scan = self.launch("recurrent_fw_H", dataclasses.replace(p, NH=p.NH * N))
+        L = scan.tiles.siz_b_L if scan.tiles else p.L
+        p = dataclasses.replace(p, S=num_entries(S, N, L) * L, L=L)
+        scan = dataclasses.replace(scan, problem=p)
+        return self._until_scan(p, scan.lowering) | dict(recurrent_fw_H=scan)
+
+    @functools.cached_property
+    def backward(self) -> Launches:
         """The launches of the backward pass."""
         scores = () if self.computes_scores else ("parallel_bw_dP",)
-        names = "chunk_gates", *scores, "recurrent_bw_dC", "parallel_bw_dQKV"
-        return {name: self.spec.launch(name, self.spec.lowering) for name in names}
+        names = *scores, "recurrent_bw_dC", "parallel_bw_dQKV"
+        launches = self.launches("chunk_gates", *names)
+        first = launches["parallel_bw_dQKV" if self.computes_scores else "parallel_bw_dP"].lowering
+        return launches | self.launches(*SMALL, first=first)
+
+    def summary(self, L: int, num_splits: int) -> Launches:
+        """The launches for what the devices of a sequence exchange.
+
+        L, num_splits: of the call, as shards may plan for fewer heads.
+        """
+        p = self.spec.problem.in_chunks_of(L)
+        splits = self.launches("split_products", problem=p, num_splits=num_splits)
+        return self._until_scan(p, self.scan.lowering) | splits
 
 
 def _scan_splits(spec: CallSpec, p: Problem, tiles: Any) -> int:

@@ -18,6 +18,8 @@ from mlstm_pallas.stages.stage import Launch, Lowering, Tiles
 # jax will remove the Triton backend of Pallas. find_spec looks for it without importing it.
 HAS_TRITON = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
+Launches = dict[str, Launch]  # by stage
+
 _STAGES = STAGES | HELPERS
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
@@ -59,6 +61,7 @@ def lowerings(first: Lowering) -> tuple[Lowering, ...]:
     return (first, triton, Lowering.XLA) if HAS_TRITON else (first, Lowering.XLA)
 
 
-def stage(name: str, call: Launch) -> Callable[..., Any]:
+def stage(name: str, launches: Launches) -> Callable[..., Any]:
     """The function that runs a stage as its launch says: (operands, **options) -> its results."""
+    call = launches[name]
     return functools.partial(getattr(_module(call.lowering.folder, name), name), call=call)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from mlstm_pallas.planning.call_spec import CallSpec, asked_of, call_spec
+from mlstm_pallas.planning.call_spec import SMALL, CallSpec, call_spec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.annotations import BackendName, LayoutName
@@ -163,12 +163,13 @@ def _call_plan(spec: CallSpec, S: int) -> CallPlan:
     p, plan, num_segments = spec.problem, spec.plan, spec.num_segments
     forward, backward, num_splits = plan.forward, plan.backward, plan.num_splits
     if num_segments is not None:
-        forward, backward, num_splits = spec.packed(spec.lowering, S), {}, 1
+        forward, backward, num_splits = plan.packed(S), {}, 1
         p = forward["recurrent_fw_H"].problem
     launches = (
         _planned(spec, name, x, backward=schedule is backward)
         for schedule in (forward, backward)
         for name, x in schedule.items()
+        if name not in SMALL
     )
     return CallPlan(
         spec.gpu,
@@ -197,7 +198,7 @@ def _planned(spec: CallSpec, name: str, x: Launch, *, backward: bool) -> Planned
         p = dataclasses.replace(p.split(splits), NH=p.NH * (splits - 1))
     fields, grid, shared = dict[str, Any](), tuple[int, ...](), 0
     if tiles is not None:
-        fields, asked = dict(vars(tiles)), asked_of(name, spec, spec.lowering)
+        fields, asked = dict(vars(tiles)), spec.plan.asked(name)
         p = p.split(fields.get("num_splits", 1))
         grid, shared = (
             tiles.grid(p, **asked),

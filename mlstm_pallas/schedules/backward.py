@@ -16,7 +16,8 @@ from mlstm_pallas.formulas.chunk_list import ChunkList, of_lengths
 from mlstm_pallas.formulas.gate_gradients import inner, only, step_flags
 from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, MASKED, ChunkGates
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
-from mlstm_pallas.planning.call_spec import CallSpec
+from mlstm_pallas.planning.call_spec import Plan, plain
+from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals, StoredStates
 from mlstm_pallas.problem.dimensions import Layout
 from mlstm_pallas.schedules.forward import (
@@ -50,20 +51,18 @@ class BackwardCarry(NamedTuple):
     vecDeltaN_added: Array | None  # (B * NH, NC, DHQK); None without a normaliser
 
 
-def backward(
-    spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
-) -> Inputs:
+def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Inputs:
     """The gradients of the inputs."""
-    arrays = prepared(spec, lowering, residuals, cotangents)
-    return second_half(spec, lowering, *arrays, first_half(spec, lowering, *arrays))[0]
+    arrays = prepared(plan, residuals, cotangents)
+    return second_half(plan, *arrays, first_half(plan, *arrays))[0]
 
 
 def prepared(
-    spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
+    plan: Plan, residuals: Residuals, cotangents: Cotangents
 ) -> tuple[Residuals, Cotangents]:
     """The arrays of both halves."""
     x = residuals.inputs
-    if not spec.has_initial_state:
+    if not plan.spec.has_initial_state:
         x = x._replace(c_initial=None)
     if residuals.states.C is None:
         # Without the barrier XLA finds the same states in the forward pass and keeps those. On CPUs
@@ -71,15 +70,14 @@ def prepared(
         # the other operands.
         k, v = x.k, x.v
         x = lax.optimization_barrier(x)
-        if lowering is Lowering.XLA:
+        if plan.lowering is Lowering.XLA:
             x = x._replace(k=k, v=v)
     last = cotangents.last or LastStates(None, jnp.zeros_like(x.n_initial), None)
     return residuals._replace(inputs=x), cotangents._replace(last=last)
 
 
 def first_half(
-    spec: CallSpec,
-    lowering: Lowering,
+    plan: Plan,
     residuals: Residuals,
     cotangents: Cotangents,
     gates: ChunkGates | None = None,
@@ -91,24 +89,23 @@ def first_half(
     arrays are ``prepared``. The first stage that reads dh gets h as well, and returns delta.
     """
     (x, h, z, stored), (dh, last) = residuals, cotangents
-    recompute, live = stored.C is None, _live(spec, lowering, x)
+    spec, launches, recompute, live = plan.spec, plan.backward, stored.C is None, _live(plan, x)
     if gates is None:
-        call = spec.launch("chunk_gates", lowering)
-        gates = run_gates(spec, call, x, stored.m, with_flags=True)
+        gates = run_gates(spec, launches, x, stored.m, with_flags=True)
     g = gates.per_step()
     gradients_for = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
     r = query_scale(g.vecW, spec.problem.qk_scale, gradients_for(delta=None).vecInvDen)
-    if spec.computes_scores(lowering):
+    if plan.computes_scores:
         scores = ScoreGradients(queries=ScaledRows(x.q, r), keys=ScaledRows(x.k, g.vecAbar))
     else:
-        scores = spec.stage("parallel_bw_dP", lowering)(
+        scores = stage("parallel_bw_dP", launches)(
             parallel_bw_dP.Operands(
                 matQ=x.q, matK=x.k, matV=x.v, matDeltaH=dh, gates=gates, matH=h, vecZ=z, live=live
             ),
             normaliser=spec.normaliser,
             return_keys=recompute,
         )
-    states: StateGradients = spec.stage("recurrent_bw_dC", lowering)(
+    states: StateGradients = stage("recurrent_bw_dC", launches)(
         recurrent_bw_dC.Operands(
             queries=scores.queries,
             matDeltaH=dh,
@@ -129,22 +126,22 @@ def first_half(
     delta = _of_live(live, delta)
     normaliser, dn_added = gradients_for(delta=delta), scores.vecDeltaN_added
     if normaliser.vecDzDen is not None and dn_added is None:
-        dn_added = spec.stage("step_sums", _scores_lowering(spec, lowering))(
+        dn_added = stage("step_sums", launches)(
             step_sums.Operands(rows=x.q, weights=r * normaliser.vecDzDen)
         )
     scores = ScoreGradients(scores.matP, scores.matDeltaP, pairs=scores.pairs)
     return BackwardCarry(gates, scores, states._replace(vecDelta=None), normaliser, dn_added)
 
 
-def _live(spec: CallSpec, lowering: Lowering, x: Inputs) -> ChunkList | None:
+def _live(plan: Plan, x: Inputs) -> ChunkList | None:
     """The chunks that kernels compute, those with steps; None: all. Plain jnp computes all.
 
     The first chunk of a row is always one, so that every recurrence has one. All others have no
     gradients.
     """
-    if x.lengths is None or lowering is Lowering.XLA:
+    if x.lengths is None or plan.lowering is Lowering.XLA:
         return None
-    return of_lengths(jnp.maximum(x.lengths, 1), x.f.shape[1], spec.problem)
+    return of_lengths(jnp.maximum(x.lengths, 1), x.f.shape[1], plan.spec.problem)
 
 
 def _of_live(chunks: ChunkList | None, x: Any) -> Any:
@@ -155,18 +152,8 @@ def _of_live(chunks: ChunkList | None, x: Any) -> Any:
     return only(x.reshape(*live.shape, -1), live, 0, 1).reshape(x.shape)
 
 
-def _scores_lowering(spec: CallSpec, lowering: Lowering) -> Lowering:
-    """The lowering of the kernel that computes P and dP."""
-    name = "parallel_bw_dQKV" if spec.computes_scores(lowering) else "parallel_bw_dP"
-    return spec.launch(name, lowering).lowering
-
-
 def second_half(
-    spec: CallSpec,
-    lowering: Lowering,
-    residuals: Residuals,
-    cotangents: Cotangents,
-    first: BackwardCarry,
+    plan: Plan, residuals: Residuals, cotangents: Cotangents, first: BackwardCarry
 ) -> tuple[Inputs, Array]:
     """The gradients of the inputs, where None is zeros, and those of n at the chunk boundaries.
 
@@ -176,17 +163,17 @@ def second_half(
     gates, scores, (dC, dC_initial, C, C_last, _), normaliser, dn_added = first
     if stored.C is not None:
         C, C_last = stored.C, stored.C_last
-    gamma, n, scores_lowering = gates.scaGamma, stored.n, _scores_lowering(spec, lowering)
-    live = _live(spec, lowering, x)
-    dn, dn_initial = spec.stage("vector_states", scores_lowering)(
+    spec, launches, live = plan.spec, plan.backward, _live(plan, x)
+    gamma, n = gates.scaGamma, stored.n
+    dn, dn_initial = stage("vector_states", launches)(
         vector_states.Operands(
             added=jnp.zeros_like(n) if dn_added is None else dn_added,
             scaGamma=gamma,
             initial=last.n,
         ),
-        backward=not spec.reverse,
+        backward=not spec.problem.reverse,
     )
-    gradients: Gradients = spec.stage("parallel_bw_dQKV", lowering)(
+    gradients: Gradients = stage("parallel_bw_dQKV", launches)(
         parallel_bw_dQKV.Operands(
             matQ=x.q,
             matK=x.k,
@@ -209,8 +196,8 @@ def second_half(
         # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
         dm_last = last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last)
         dm = dm.at[:, -1 - first_step].add(dm_last)
-    flags = step_flags(gates, x.f, x.starts, spec.reverse)
-    di, df, dm_first = spec.stage("step_gradients", scores_lowering)(
+    flags = step_flags(gates, x.f, x.starts, spec.problem.reverse)
+    di, df, dm_first = stage("step_gradients", launches)(
         step_gradients.Operands(x.f, scores.pairs or gradients.pairs, *gradients[3:6], flags, dm)
     )
     di, df = (_of_live(live, y) for y in (di, df))
@@ -224,16 +211,15 @@ def second_half(
     return Inputs(dq, dk, dv, di, df, dC_initial, dn_initial, dm_initial), dn
 
 
-def packed_backward(
-    spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
-) -> Inputs:
+def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Inputs:
     """The gradients of the inputs of ``packed``; residuals.states are the states that it returned.
 
     q, k, v, h and dh are copied to the order of a list of chunks, which both halves take for one
     sequence. The segments' states enter between the halves, because C and dC at the chunk
     boundaries are linear in them.
     """
-    x, L = residuals.inputs, spec.problem.L
+    spec, x = plan.spec, residuals.inputs
+    L = spec.problem.L
     chunks, before = segments_of(spec, x, L)
     after, d_after = map(heads_before_segments, (residuals.states, cotangents.last))
     p = dataclasses.replace(spec.problem, S=chunks.NC * L)
@@ -245,6 +231,7 @@ def packed_backward(
         return_last_states=False,
         has_initial_state=False,
     )
+    plan = Plan(spec, plan.lowering)
     z = None if residuals.z is None else residuals.z[..., None]
     q, k, v, h, dh, z = jax.tree.map(
         lambda y: chunks.gather(y, L).reshape(p.BNH, p.S, -1),
@@ -252,17 +239,20 @@ def packed_backward(
     )
     i, f, starts = chunks.gates(x.i, x.f, x.starts, before.m, L)
     in_chunks = Inputs(q, k, v, i, f, None, x.n_initial, x.m_initial, starts)
-    gates = run_gates(spec, spec.launch("chunk_gates", lowering), in_chunks, with_flags=True)
-    call = spec.launch("parallel_bw_dQKV", lowering)
+    gates = run_gates(spec, plan.backward, in_chunks, with_flags=True)
     n, n_last = key_states(
-        spec, call, k, gates, x.n_initial, with_initial=lambda y: chunks.with_initial(y, before.n)
+        plan.backward,
+        k,
+        gates,
+        x.n_initial,
+        with_initial=lambda y: chunks.with_initial(y, before.n),
     )
     stored = StoredStates(None, n, gates.scaM_states, None, n_last)
     arrays = (
         Residuals(in_chunks, h, None if z is None else z[..., 0], stored),
         Cotangents(dh, LastStates(None, x.n_initial, None)),  # zeros
     )
-    first = first_half(spec, lowering, *arrays, gates)
+    first = first_half(plan, *arrays, gates)
 
     rows, entries = chunks.before_parts()
     begins, ends = entries[:, :-1], entries[:, 1:]
@@ -270,9 +260,8 @@ def packed_backward(
     def with_states(C: Any, at: Array, states: Array, **backward: bool) -> Any:
         """C at the chunk boundaries, with the states of segments, which enter at these chunks."""
         entering = jnp.zeros_like(n[..., :1]).at[rows, at].set(1.0)
-        decay, _ = spec.stage("vector_states", Lowering.XLA)(
-            vector_states.Operands(entering, gates.scaGamma, x.n_initial[:, :1]), **backward
-        )
+        operands = vector_states.Operands(entering, gates.scaGamma, x.n_initial[:, :1])
+        decay, _ = vector_states.vector_states(operands, **backward, call=plain(p))
         part = lax.min(chunks.part_of_entries(), np.int32(chunks.N - 1))
         return (C.astype(decay.dtype) + decay[..., None] * states[rows, part]).astype(C.dtype)
 
@@ -291,7 +280,7 @@ def packed_backward(
         normaliser_gradients=normaliser,
         vecDeltaN_added=dn_added,
     )
-    dx, dn = second_half(spec, lowering, *arrays, first)
+    dx, dn = second_half(plan, *arrays, first)
     segments = None
     if x.segments is not None:
         dc, dn, dm = dC[rows, begins].astype(dn.dtype), dn[rows, begins], dx.i[rows, begins * L]

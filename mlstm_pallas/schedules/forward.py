@@ -3,7 +3,6 @@
 Arrays belong to a shard, (B * NH, ...); q, k, v and h are (B, S, NH, D) with layout="BTNH".
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -18,8 +17,8 @@ from mlstm_pallas.formulas.splits import (
     split_states,
     splits_as_heads,
 )
-from mlstm_pallas.planning.call_spec import CallSpec
-from mlstm_pallas.planning.dispatch import stage
+from mlstm_pallas.planning.call_spec import CallSpec, Plan
+from mlstm_pallas.planning.dispatch import Launches, stage
 from mlstm_pallas.problem.arrays import (
     Forward,
     Inputs,
@@ -38,7 +37,6 @@ from mlstm_pallas.stages import (
     step_sums,
     vector_states,
 )
-from mlstm_pallas.stages.stage import Launch, Lowering
 
 
 class KnownStates(NamedTuple):
@@ -49,29 +47,24 @@ class KnownStates(NamedTuple):
     X: Any = None  # (B * NH, num_splits, DHQK, DHV), what each split adds to C
 
 
-def forward(
-    spec: CallSpec, lowering: Lowering, x: Inputs, known: KnownStates | None = None
-) -> Forward:
+def forward(plan: Plan, x: Inputs, known: KnownStates | None = None) -> Forward:
     """The forward pass."""
-    if not spec.has_initial_state:
+    if not plan.spec.has_initial_state:
         x = x._replace(c_initial=None)
-    if spec.plan.fused and lowering is not Lowering.XLA:
-        return fused(spec, x, known)
-    return materialised(spec, lowering, x)
+    return fused(plan, x, known) if plan.fused else materialised(plan, x)
 
 
 def run_gates(
-    spec: CallSpec, launch: Launch, x: Inputs, m_states: Array | None = None, **options: Any
+    spec: CallSpec, launches: Launches, x: Inputs, m_states: Array | None = None, **options: Any
 ) -> ChunkGates:
     """Runs chunk_gates; m_states: the stabilisers at the chunk boundaries, if already known."""
     operands = chunk_gates.Operands(x.i, x.f, x.m_initial, x.starts, m_states)
-    gates = stage("chunk_gates", launch)(operands, input_gate=spec.input_gate, **options)
+    gates = stage("chunk_gates", launches)(operands, input_gate=spec.input_gate, **options)
     return without_outputs(gates, x.lengths)
 
 
 def key_states(
-    spec: CallSpec,
-    call: Launch,
+    launches: Launches,
     k: Array,
     gates: ChunkGates,
     n_initial: Array,
@@ -79,16 +72,17 @@ def key_states(
     with_initial: Callable[[Array], Array] = lambda added: added,
     added: Array | None = None,
 ) -> tuple[Array, Array]:
-    """n before each chunk, (B * NH, NC, DHQK), and the last one; call: of what reads them.
+    """n before each chunk, (B * NH, NC, DHQK), and the last one.
 
     with_initial: of what each chunk adds, (B * NH, NC, DHQK); added: this, if it is known.
     """
-    run = functools.partial(spec.stage, lowering=call.lowering, problem=call.problem)
     if added is None:
-        added = run("step_sums")(step_sums.Operands(k, gates.per_step().vecAbar, chunks))
-    states: tuple[Array, Array] = run("vector_states")(
+        added = stage("step_sums", launches)(
+            step_sums.Operands(k, gates.per_step().vecAbar, chunks)
+        )
+    states: tuple[Array, Array] = stage("vector_states", launches)(
         vector_states.Operands(with_initial(added), gates.scaGamma, n_initial),
-        backward=spec.reverse,
+        backward=launches["vector_states"].problem.reverse,
     )
     return states
 
@@ -117,26 +111,25 @@ def segments_before_heads(p: Problem, *states: Array) -> SegmentStates:
     return SegmentStates(*(jnp.swapaxes(y, 1, 2) for y in each))
 
 
-def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
+def packed(plan: Plan, x: Inputs) -> Forward:
     """The forward pass of rows of packed segments, with the states before and after each.
 
     It is the fused scan over a list of chunks, whose segments run side by side. Segments beyond
     the first N have no states; they reset them where they begin.
     """
-    launches = spec.packed(lowering, x.v.shape[1])
-    scan, call = launches["recurrent_fw_H"], launches["parallel_fw_P"]
-    L = scan.problem.L
+    spec, launches = plan.spec, plan.packed(x.v.shape[1])
+    L = launches["recurrent_fw_H"].problem.L
     chunks, (_, n, m) = segments_of(spec, x, L)
     i, f, starts = chunks.gates(x.i, x.f, x.starts, m, L)
     in_list = x._replace(i=i, f=f, starts=starts, lengths=None)
-    gates = run_gates(spec, launches["chunk_gates"], in_list)
+    gates = run_gates(spec, launches, in_list)
     n_states, _ = key_states(
-        spec, call, x.k, gates, x.n_initial, chunks, lambda y: chunks.with_initial(y, n)
+        launches, x.k, gates, x.n_initial, chunks, lambda y: chunks.with_initial(y, n)
     )
-    operands = stage("parallel_fw_P", call)(
+    operands = stage("parallel_fw_P", launches)(
         parallel_fw_P.Operands(x.q, x.k, gates, n_states, chunks), normaliser=spec.normaliser
     )
-    H, C_last, _ = stage("recurrent_fw_H", scan)(
+    H, C_last, _ = stage("recurrent_fw_H", launches)(
         recurrent_fw_H.Operands(
             matQ=x.q,
             matV=x.v,
@@ -152,10 +145,11 @@ def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     return Forward(H, last, None if z is None else chunks.scatter_steps(z, x.i, L), None)
 
 
-def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
+def materialised(plan: Plan, x: Inputs) -> Forward:
     """The forward pass with the state of every chunk in memory."""
-    gates = run_gates(spec, spec.launch("chunk_gates", lowering), x)
-    C, C_last, n, n_last = spec.stage("recurrent_fw_C", lowering)(
+    spec, launches = plan.spec, plan.forward
+    gates = run_gates(spec, launches, x)
+    C, C_last, n, n_last = stage("recurrent_fw_C", launches)(
         recurrent_fw_C.Operands(
             matK=x.k,
             matV=x.v,
@@ -166,7 +160,7 @@ def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
         ),
         return_last=spec.return_last_states,
     )
-    h, z = spec.stage("parallel_fw_H", lowering)(
+    h, z = stage("parallel_fw_H", launches)(
         parallel_fw_H.Operands(
             matQ=x.q, matK=x.k, matV=x.v, gates=gates, matC_states=C, vecN_states=n
         ),
@@ -175,30 +169,28 @@ def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     m = gates.scaM_states
     last = None
     if C_last is not None:
-        last = LastStates(C_last, n_last, m[:, 0 if spec.reverse else -1])
+        last = LastStates(C_last, n_last, m[:, 0 if spec.problem.reverse else -1])
     if spec.recompute_states_in_bw:
         C = C_last = None
     return Forward(h, last, z, StoredStates(C, n, m, C_last, n_last))
 
 
-def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
+def fused(plan: Plan, x: Inputs, known: KnownStates | None) -> Forward:
     """The fused scan, with the state on the chip. It has chunks of its own; splits count as heads.
 
     Stored states are those at the boundaries of the call's chunks.
     """
-    plan = spec.plan
-    p, num_splits, launches = plan.scan_problem, plan.num_splits, plan.forward
+    spec, launches, p, num_splits = plan.spec, plan.forward, plan.scan_problem, plan.num_splits
     end = 0 if p.reverse else -1
     exchanged = known is not None
     if known is None or known.gates.scaGamma.shape[1] != p.NC:
         known = KnownStates()  # those of a call with more heads than this shard have other chunks
-    gates = known.gates or run_gates(spec, launches["chunk_gates"], x)
+    gates = known.gates or run_gates(spec, launches, x)
     q, v, gamma, chunks = x.q, x.v, gates.scaGamma, None
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
         chunks = of_lengths(x.lengths, v.shape[1], p)
-    call = launches["parallel_fw_P"]
-    n, n_last = key_states(spec, call, x.k, gates, x.n_initial, chunks, added=known.n)
-    scan = stage("parallel_fw_P", call)(
+    n, n_last = key_states(launches, x.k, gates, x.n_initial, chunks, added=known.n)
+    scan = stage("parallel_fw_P", launches)(
         parallel_fw_P.Operands(x.q, x.k, gates, n, chunks), normaliser=spec.normaliser
     )
     z, scan, C_initial = scan.vecZ, scan._replace(vecZ=None), x.c_initial
@@ -210,7 +202,7 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
         if known.X is not None and known.X.shape[1] == num_splits:
             added = known.X[:, :-1]
         else:
-            added = stage("split_products", launches["split_products"])(
+            added = stage("split_products", launches)(
                 split_products.Operands(
                     a=scan.keys.array,
                     b=v,
@@ -224,7 +216,7 @@ def fused(spec: CallSpec, x: Inputs, known: KnownStates | None) -> Forward:
             lambda y: splits_as_heads(y, num_splits, p.S), (q, v, gamma, scan)
         )
     stride = spec.problem.L // p.L
-    H, C_last, C = stage("recurrent_fw_H", launches["recurrent_fw_H"])(
+    H, C_last, C = stage("recurrent_fw_H", launches)(
         recurrent_fw_H.Operands(
             matQ=q, matV=v, scan=scan, scaGamma=gamma, matC_initial=C_initial, chunks=chunks
         ),

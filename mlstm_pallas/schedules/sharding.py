@@ -42,7 +42,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mlstm_pallas.planning.backend import lowering_on_gpu
-from mlstm_pallas.planning.call_spec import CallSpec
+from mlstm_pallas.planning.call_spec import CallSpec, Plan
 from mlstm_pallas.problem.arrays import IN_LAYOUT, heads_behind
 from mlstm_pallas.problem.version import __version__
 from mlstm_pallas.schedules.derivatives import NO_SUCH_DERIVATIVE, not_differentiated
@@ -173,7 +173,7 @@ def on_shards(
     others are pools, (P, NH, ...), or have no NH.
 
     Args:
-      function: (spec, lowering, *pytrees of arrays of a shard, **options) -> pytree of such arrays.
+      function: (plan, *pytrees of arrays of a shard, **options) -> pytree of such arrays.
       lowering: None: that of spec.backend on the platform of the computation.
       message: of the TypeError that a derivative raises.
       options: static keywords of the function.
@@ -268,9 +268,9 @@ def on_shard(work: Work, heads_first: bool, identity: Any, *args: Any) -> Any:
     (heads,) = shapes or [jax.tree.leaves(args)[0].shape[:2]]
     *batch, NH = heads
     spec = spec.with_heads(math.prod(batch), NH)
-    run = functools.partial(work.function, spec, **dict(work.options))
+    run = functools.partial(work.function, **dict(work.options))
     lowering = work.lowering or known_lowering(spec.backend)
-    outputs = run(lowering, *args) if lowering else by_platform(spec.backend, run, *args)
+    outputs = run(Plan(spec, lowering), *args) if lowering else by_platform(spec, run, *args)
     outputs = _map(spec, split, outputs)
     return _heads_first(spec, outputs, mapped) if heads_first else outputs
 
@@ -391,22 +391,22 @@ def known_lowering(backend: str | None) -> Lowering | None:
 
 
 def by_platform(
-    backend: str | None,
+    spec: CallSpec,
     run: Callable[..., Any],
     *args: Any,
     mapped: Sequence[tuple[str, int]] = (),
 ) -> Any:
-    """run(lowering, *args), for a backend without a ``known_lowering``.
+    """run(plan, *args), for a backend without a ``known_lowering``.
 
     mapped: (name, size) of the axes of a vmap that run names, where jax may have left the vmap.
 
     None and "fastest" are XLA where the computation is not lowered for CUDA.
     """
-    leaves, tree = jax.tree.flatten(args)
+    (leaves, tree), backend = jax.tree.flatten(args), spec.backend
 
     def traced(lowering: Lowering) -> Any:
         return jax.make_jaxpr(
-            lambda *x: run(lowering, *jax.tree.unflatten(tree, x)),
+            lambda *x: run(Plan(spec, lowering), *jax.tree.unflatten(tree, x)),
             axis_env=mapped,
             return_shape=True,
         )(*leaves)

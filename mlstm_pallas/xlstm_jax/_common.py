@@ -18,9 +18,9 @@ from mlstm_pallas.formulas import gates
 from mlstm_pallas.formulas.gates import ChunkGates, LocalGates
 from mlstm_pallas.formulas.normaliser import at_least, normaliser_gradients, query_scale
 from mlstm_pallas.planning.backend import requested_backend
-from mlstm_pallas.planning.call_spec import CallSpec, call_spec
+from mlstm_pallas.planning.call_spec import CallSpec, Plan, call_spec
 from mlstm_pallas.planning.config import KernelConfig
-from mlstm_pallas.planning.dispatch import lowerings
+from mlstm_pallas.planning.dispatch import lowerings, stage
 from mlstm_pallas.planning.options import Options, option_checks
 from mlstm_pallas.prepare import pad
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals, StoredStates
@@ -41,7 +41,7 @@ from mlstm_pallas.schedules.backward import backward as backward_schedule
 from mlstm_pallas.schedules.sharding import on_shards, sharded_alike
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
-from mlstm_pallas.stages.stage import FIELDS, Lowering, ScaledRows
+from mlstm_pallas.stages.stage import FIELDS, ScaledRows
 
 # The dimensions of arguments and results. States at chunk boundaries may include the last one.
 CONTRACTS: dict[str, Shapes] = {
@@ -229,14 +229,13 @@ def _run(spec: CallSpec, x: Arrays, **statics: Any) -> Any:
     )
 
 
-def _on_shard(
-    spec: CallSpec, lowering: Lowering, x: Arrays, *, stage: str, names: Any, output_dtype: Any
-) -> Any:
+def _on_shard(plan: Plan, x: Arrays, *, stage: str, names: Any, output_dtype: Any) -> Any:
     """The results of a stage, as the documents have them.
 
     In the stage heads are padded, and chunks and rows of states are two axes. q, k, v, dh and C and
     dC before and after each chunk have the kernel dtype, all other arrays that of the accumulator.
     """
+    spec = plan.spec
     p = spec.problem
     heads = {CONTRACTS[name][0][-1]: y.shape[-1] for name, y in x.items() if name in SEQUENCES}
 
@@ -261,7 +260,7 @@ def _on_shard(
         return lax.collapse(y, 1, 3) if "NC * DHQK" in CONTRACTS[name][0] else y
 
     arrays = {name: padded(name, y) for name, y in x.items() if y is not None or "initial" in name}
-    shard = _Shard(spec, lowering, arrays, output_dtype)
+    shard = _Shard(plan, arrays, output_dtype)
     if stage in STAGES:
         shard.set_gates(shard.gates())
     results = getattr(shard, stage)()
@@ -275,17 +274,19 @@ class _Shard:
     The arrays of a stage include its gates.
     """
 
-    spec: CallSpec
-    lowering: Lowering
+    plan: Plan
     x: Arrays
     output_dtype: Any
 
     def core(self, name: str, **options: Any) -> Any:
         """Runs a stage of the core. Its operands are found in x by name; None: x lacks them."""
         operands = STAGES[name].operands
-        return self.spec.stage(name, self.lowering)(
-            operands(*map(self.x.get, operands._fields)), **options
-        )
+        run = stage(name, self.plan.launches(name))
+        return run(operands(*map(self.x.get, operands._fields)), **options)
+
+    @property
+    def spec(self) -> CallSpec:
+        return self.plan.spec
 
     def set_gates(self, g: ChunkGates) -> None:
         """Adds the gates, and their fields per step."""
@@ -337,8 +338,9 @@ class _Shard:
         options = dict(normaliser=normaliser)
         if self.output_dtype != self.spec.dtype:
             options |= dict(output_dtype=self.output_dtype)
-            if self.lowering.folder == "mosaic_gpu":  # whose kernel writes H in its own dtype alone
-                self.lowering = lowerings(self.lowering)[1]
+            first = self.plan.lowering
+            if first.folder == "mosaic_gpu":  # whose kernel writes H in its own dtype alone
+                self.plan = Plan(self.spec, lowerings(first)[1])
         H, z = self.core("parallel_fw_H", **options)
         m = self.x["vecM"]
         den = at_least(jnp.abs(z), normaliser.floor(m))
@@ -360,7 +362,7 @@ class _Shard:
     def parallel_bw_dQKV(self) -> Arrays:
         """dQ, dK and dV in the kernel dtype, from C before and dC after each chunk."""
         spec, x, scores = self.spec, self.x, ScoreGradients()
-        if not spec.computes_scores(self.lowering):
+        if not self.plan.computes_scores:
             x["vecZ"] = x["vecN_out"]
             scores = self.core("parallel_bw_dP", normaliser=spec.normaliser, return_keys=False)
         # dz is 0, so n does not matter, and its gradient is 0.
@@ -398,7 +400,9 @@ class _Shard:
             StoredStates(C, n_states, None, None, None),
         )
         last = LastStates(x.get("matDeltaC_last"), jnp.zeros_like(n), None)
-        dx = backward_schedule(spec, self.lowering, residuals, Cotangents(x["matDeltaH"], last))
+        dx = backward_schedule(
+            Plan(spec, self.plan.lowering), residuals, Cotangents(x["matDeltaH"], last)
+        )
         return dict(zip(GRADIENTS.values(), dx, strict=False))
 
 
