@@ -199,7 +199,7 @@ def visit_math(self, node):
 
 
 def setup(app):
-    for module in "api", "distributed", "reference", "xlstm_jax.triton_stablef":
+    for module in "api", "xlstm_jax.triton_stablef":
         # The signature of the function is enough; its overloads repeat it.
         analyzer = ModuleAnalyzer.for_module(f"mlstm_pallas.{module}")
         analyzer.analyze()

@@ -1,7 +1,10 @@
 """mlstm_chunkwise: the chunkwise mLSTM of whole sequences; pack_lengths: its packed prompts."""
 
-from collections.abc import Sequence
-from typing import Literal, Unpack, overload
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
@@ -162,6 +165,44 @@ def mlstm_chunkwise(
     spec = prepare(x, options, layout)
     outputs: jax.Array | tuple[jax.Array, States] = mlstm(spec, x)
     return outputs
+
+
+_Public = TypeVar("_Public")
+
+
+def with_arguments_of(
+    public: _Public, shards: Callable[..., int] = lambda: 1, **fixed: Any
+) -> Callable[[Callable[..., Any]], _Public]:
+    """Gives a function the arguments of ``mlstm_chunkwise`` but num_segments and reverse, checked.
+
+    It decorates (spec, Arguments, **keyword-only arguments, which are added) -> results.
+
+    Args:
+      public: ``mlstm_chunkwise``; Any for type checkers where arguments are added.
+      shards: the number of shards of the sequence, from the arguments that are added.
+      fixed: options that do not depend on the caller's.
+    """
+
+    def decorate(run: Callable[..., Any]) -> Any:
+        others = [x for x in inspect.signature(run).parameters.values() if x.kind is x.KEYWORD_ONLY]
+        parameters = dict(inspect.signature(mlstm_chunkwise).parameters)
+        del parameters["num_segments"], parameters["reverse"]
+        signature = inspect.Signature([*parameters.values(), *others])
+
+        @functools.wraps(run)
+        def call(*args: Any, **keywords: Any) -> Any:
+            bound = signature.bind(*args, **keywords)
+            bound.apply_defaults()
+            values = bound.arguments
+            x = Arguments(*map(values.pop, Arguments._fields))
+            added = {other.name: values.pop(other.name) for other in others}
+            options = dataclasses.replace(Options(**values), **fixed)
+            return run(prepare(x, options, values["layout"], shards(**added)), x, **added)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
 def mlstm_chunkwise_states(

@@ -32,32 +32,26 @@ follows the path of the stabilisers' maximum: it passes through a whole shard or
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
+from mlstm_pallas.api import mlstm_chunkwise, with_arguments_of
 from mlstm_pallas.formulas.gate_gradients import inner, step_flags
 from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, segment_starts
 from mlstm_pallas.formulas.splits import decays_in_splits, decays_of_others
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
 from mlstm_pallas.planning.call_spec import CallSpec, Plan
-from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.dispatch import stage
-from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import (
     Arguments,
-    Keywords,
-    SequenceKeywords,
     padded,
-    prepare,
     results,
 )
-from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals
-from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_axis_name
+from mlstm_pallas.problem.validation import check_axis_name
 from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half
 from mlstm_pallas.schedules.derivatives import in_reverse_mode
 from mlstm_pallas.schedules.forward import KnownStates, run_gates
@@ -324,37 +318,13 @@ def _starts(axis: Axis, segment_ids: jax.Array) -> jax.Array:
     return segment_starts(segment_ids).at[..., 0].set(begins)
 
 
-@overload
-def mlstm_chunkwise_sequence_parallel(
-    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None, *,
-    return_last_states: Literal[False] = False, axis_name: str, **keywords: Unpack[Keywords],
-) -> jax.Array: ...  # fmt: skip
-@overload
-def mlstm_chunkwise_sequence_parallel(
-    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None, *,
-    return_last_states: Literal[True], axis_name: str, **keywords: Unpack[Keywords],
-) -> tuple[jax.Array, States]: ...  # fmt: skip
-@overload
-def mlstm_chunkwise_sequence_parallel(
-    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None,
-    return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
-    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, axis_name: str, **keywords: Unpack[SequenceKeywords],
-) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
-def mlstm_chunkwise_sequence_parallel(
-    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None,
-    return_last_states: bool = False, eps: float = 1e-6, chunk_size: int | None = None,
-    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
-    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
-    normalize: bool = True, recompute_states_in_bw: bool = True,
-    state_dtype: DTypeLike | None = None, layout: LayoutName = DEFAULT_LAYOUT,
-    backend: BackendName | None = None, config: KernelConfig | None = None,
-) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
+def _shards(axis_name: str) -> int:
+    check_axis_name(axis_name)
+    return _axis(axis_name).size
+
+
+@with_arguments_of(cast(Any, mlstm_chunkwise), _shards)
+def mlstm_chunkwise_sequence_parallel(spec: CallSpec, x: Arguments, *, axis_name: str) -> Any:
     """Applies the mLSTM to a sequence that is split over a mesh axis.
 
     It is ``mlstm_chunkwise``, but for num_segments and reverse, for use inside
@@ -440,13 +410,4 @@ def mlstm_chunkwise_sequence_parallel(
       TypeError, ValueError: as ``mlstm_chunkwise``. ValueError for an axis_name
         that is not an axis of the surrounding shard_map.
     """
-    check_axis_name(axis_name)
-    options = Options(
-        return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
-        input_gate, normalize, recompute_states_in_bw, layout, backend, config, state_dtype,
-    )  # fmt: skip
-    x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
-    axis = _axis(axis_name)
-    spec = prepare(x, options, layout, axis.size)
-    outputs: jax.Array | tuple[jax.Array, States] = _mlstm(axis, spec, x)
-    return outputs
+    return _mlstm(_axis(axis_name), spec, x)

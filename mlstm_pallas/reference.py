@@ -5,29 +5,26 @@ jax_enable_x64 is set. ``recurrence`` is the oracle of the tests.
 """
 
 import functools
-from typing import Any, Literal, Unpack, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
+from mlstm_pallas.api import mlstm_chunkwise, with_arguments_of
 from mlstm_pallas.formulas.gates import log_forget_gate, log_input_gate, segment_starts
 from mlstm_pallas.planning.call_spec import CallSpec
-from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import (
     Arguments,
-    Keywords,
-    SequenceKeywords,
     padded,
     prepare,
     results,
 )
-from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
+from mlstm_pallas.problem.annotations import Array, InputGateName, LayoutName, States
 from mlstm_pallas.problem.arrays import Forward
 from mlstm_pallas.problem.dimensions import InputGate, Layout, accumulator_dtype
-from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_backend, check_flag
+from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_flag
 from mlstm_pallas.schedules.forward import forward
 from mlstm_pallas.schedules.sharding import Work, on_shard
 from mlstm_pallas.stages.stage import Lowering
@@ -131,37 +128,9 @@ def _recurrence(options: Options, normalize: bool, x: Arguments) -> tuple[jax.Ar
     return heads_first(jnp.moveaxis(h, 0, 2)), states
 
 
-@overload
-def chunkwise(
-    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None, *,
-    return_last_states: Literal[False] = False, **keywords: Unpack[Keywords],
-) -> jax.Array: ...  # fmt: skip
-@overload
-def chunkwise(
-    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None, *,
-    return_last_states: Literal[True], **keywords: Unpack[Keywords],
-) -> tuple[jax.Array, States]: ...  # fmt: skip
-@overload
-def chunkwise(
-    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None,
-    return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
-    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, **keywords: Unpack[SequenceKeywords],
-) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
-def chunkwise(
-    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None,
-    return_last_states: bool = False, eps: float = 1e-6, chunk_size: int | None = None,
-    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None,
-    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
-    normalize: bool = True, recompute_states_in_bw: bool = True,
-    state_dtype: DTypeLike | None = None, layout: LayoutName = DEFAULT_LAYOUT,
-    backend: BackendName | None = None, config: KernelConfig | None = None,
-) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
+@with_arguments_of(mlstm_chunkwise, backend="xla")
+@functools.partial(jax.jit, static_argnums=0)
+def chunkwise(spec: CallSpec, x: Arguments) -> Any:
     """``mlstm_chunkwise`` in plain jnp, without a derivative rule of its own.
 
     It takes the arguments of ``mlstm_chunkwise`` but num_segments and reverse,
@@ -197,19 +166,6 @@ def chunkwise(
     Raises:
       TypeError, ValueError: as ``mlstm_chunkwise``.
     """
-    check_backend("backend", backend)
-    options = Options(
-        return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
-        input_gate, normalize, recompute_states_in_bw, layout, "xla", config, state_dtype,
-    )  # fmt: skip
-    x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
-    spec = prepare(x, options, layout)
-    outputs: jax.Array | tuple[jax.Array, States] = _chunkwise(spec, x)
-    return outputs
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _chunkwise(spec: CallSpec, x: Arguments) -> Any:
     # On one shard, because ``on_shards`` has no derivatives.
     work = Work(forward, spec, Lowering.XLA)
     outputs: Forward = on_shard(work, False, None, padded(spec, x))

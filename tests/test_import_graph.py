@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "mlstm_pallas"
 LAYERS = (
     ("selfcheck",),
     ("",),  # the package itself
-    ("api", "recurrent", "ring", "distributed", "export", "reference", "xlstm_jax"),
+    ("recurrent", "ring", "distributed", "export", "reference", "xlstm_jax"),
+    ("api",),  # whose arguments others have
     ("fwbw",),
     ("prepare",),
     ("schedules",),
