@@ -1,5 +1,6 @@
 """Calls of mlstm_pallas as benchmarks and tools ask for them: variants, launches, configs."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +9,10 @@ from command import Define
 from roofline import FORWARD, backward_stages
 from shapes import Shape
 
-from mlstm_pallas import KernelConfig
+from mlstm_pallas import KernelConfig, stages
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.problem.dimensions import MIN_CHUNK_SIZE
 from mlstm_pallas.problem.validation import check_power_of_two
-from mlstm_pallas.stages import STAGES
 from mlstm_pallas.stages.stage import Launch
 
 # Arguments of mlstm_chunkwise; packed has segment_ids as well, and the arrays of BTNH are
@@ -27,10 +27,55 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A stage of mlstm_chunkwise, with its inputs by position.
+
+    Attributes:
+      outputs: the name under which later stages have all of its outputs as one operand.
+      fused: whether it runs in the chunks of the fused scan, not in the chunks of the call.
+    """
+
+    name: str
+    outputs: str = ""
+    fused: bool = False
+
+    @property
+    def operands(self) -> type[Any]:
+        """The NamedTuple of its operands."""
+        return (stages.STAGES | stages.HELPERS)[self.name].operands
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The operands without a default: inputs of the call, or outputs of earlier stages."""
+        optional = self.operands._field_defaults
+        return tuple(x for x in self.operands._fields if x not in optional)
+
+    @property
+    def backward(self) -> bool:
+        return "_bw_" in self.name
+
+
+# In order. step_benchmark.py times the stages of generation.
+STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage("chunk_gates", "gates"),
+        Stage("recurrent_fw_C"),
+        Stage("parallel_fw_H"),
+        Stage("parallel_fw_P", "scan", fused=True),
+        Stage("recurrent_fw_H", fused=True),
+        Stage("parallel_bw_dP", "scores"),
+        Stage("recurrent_bw_dC"),
+        Stage("parallel_bw_dQKV"),
+    )
+}
+
+
 def launch_of(spec: CallSpec, stage: str) -> Launch:
     """How a stage runs, with sequences that are not split."""
     plan = spec.plan
-    if STAGES[stage].fused:
+    if stage in STAGES and STAGES[stage].fused:
         return plan.launch(stage, plan.scan_problem, first=plan.scan.lowering)
     return plan.launch(stage)
 

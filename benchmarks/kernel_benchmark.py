@@ -44,14 +44,14 @@ import roofline
 import runner
 import shapes
 from absl import flags
-from calls import config_row, launch_of, padded
+from calls import STAGES, Stage, config_row, launch_of, padded
 from command import RequestError
 from peers import Inputs, random_inputs
 from roofline import backward_stages
 from runner import Row, UnsupportedError, WrongOutputError
 from shapes import Shape
 
-from mlstm_pallas import mlstm_chunkwise, stages
+from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.formulas.gate_gradients import TileSums
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, query_scale
 from mlstm_pallas.planning import call_spec as planning
@@ -64,7 +64,7 @@ from mlstm_pallas.problem.validation import BACKENDS
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.parallel_fw_P import ScanOperands
-from mlstm_pallas.stages.stage import Launch, Lowering, ScaledRows, Stage
+from mlstm_pallas.stages.stage import Launch, Lowering, ScaledRows
 
 # Relative norms of the error, of outputs and of gradients. bfloat16 has steps of 2**-8, and its
 # gradients are made of products of rounded products; float16 has steps of an eighth of that;
@@ -77,10 +77,6 @@ TOLERANCES = {
 
 
 # ---------------------------------------------------------------- stages and implementations
-
-
-# step_benchmark.py times the stage of generation.
-STAGES = {name: stage for name, stage in stages.STAGES.items() if not stage.decode}
 
 
 def of_stage(stage: Stage, call: Launch) -> Callable[..., Any]:
@@ -113,7 +109,7 @@ def stage_arrays(x: Inputs, L: int, fused: bool) -> dict[str, Any]:
     known |= dict(matC_initial=C, vecN_initial=n, scaM_initial=m, matDeltaC_last=C)
     required = {name for stage in STAGES.values() if stage.fused == fused for name in stage.inputs}
     step_sums, vector_states = (
-        plain(stages.HELPERS[name], problem) for name in ("step_sums", "vector_states")
+        plain(Stage(name), problem) for name in ("step_sums", "vector_states")
     )
     for name, stage in STAGES.items():  # a stage reads what those before it return
         if required <= known.keys() or (stage.fused and not fused):

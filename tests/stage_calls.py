@@ -4,6 +4,7 @@ of stages import these names from here."""
 import dataclasses
 from unittest import mock
 
+import calls
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,12 +34,12 @@ from mlstm_pallas.stages.stage import Launch, Lowering, ScaledRows, largest_bloc
 
 plain, tiles_class = planning.plain, dispatch.tiles_class
 # test_ring.py has the tests of ring_step, whose operands are a model's and not those of others.
-STAGES = {name: x for name, x in ALL_STAGES.items() if name != "ring_step"}
+STAGES = calls.STAGES | {"recurrent_step": calls.Stage("recurrent_step")}
 
 
 def run_stage(name, call, **inputs):
     """Runs a stage as its launch says; inputs: its operands and its options."""
-    operands = (STAGES | HELPERS)[name].operands
+    operands = (ALL_STAGES | HELPERS)[name].operands
     arrays = {x: inputs.pop(x) for x in operands._fields if x in inputs}
     return dispatch.stage(name, {name: call})(operands(**arrays), **inputs)
 

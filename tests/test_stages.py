@@ -266,7 +266,7 @@ def test_tiles_need_not_divide_heads(line):
 def test_tiles_of_every_product_stage_are_tested():
     """recurrent_step has tests of its own."""
     tested = {line.split()[0] for line in rows_of(TILINGS)}
-    assert tested == {name for name, stage in STAGES.items() if not stage.decode}
+    assert tested == {name for name in STAGES if name != "recurrent_step"}
 
 
 @pytest.mark.parametrize("stage", ["recurrent_fw_C", "recurrent_bw_dC"])

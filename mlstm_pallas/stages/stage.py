@@ -180,36 +180,14 @@ class Launch:
         return with_steps(jnp.swapaxes(x, 1, 2) if NH else x, S)
 
 
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """The name and operands of a stage.
+class Stage(NamedTuple):
+    """A stage, by whose name its contract, function, kernels and field of KernelConfig go.
 
-    Attributes:
-      name: of the contract's file, the function, the kernels, the field of KernelConfig, the
-        benchmark's flag, the test id and the profile.
-      operands: the NamedTuple of its operands.
-      file: the file of its kernels in the folder of a lowering.
-      outputs: the name under which later stages have all of its outputs as one operand.
-      fused: whether it runs in the chunks of the fused scan, not in the chunks of the call.
-      decode: whether it is a stage of generation, not of mlstm_chunkwise.
+    It is also the benchmark's flag, the test id and the name in a profile.
     """
 
-    name: str
-    operands: type[Any]
-    file: str
-    outputs: str = ""
-    fused: bool = False
-    decode: bool = False
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """The operands without a default: inputs of the call, or outputs of earlier stages."""
-        optional = self.operands._field_defaults
-        return tuple(x for x in self.operands._fields if x not in optional)
-
-    @property
-    def backward(self) -> bool:
-        return "_bw_" in self.name
+    operands: type[Any]  # the NamedTuple of its operands
+    file: str  # of its kernels in the folder of a lowering
 
 
 # q, k, v, h and their gradients are (B * NH, S, D) in memory or, with the layout "BTNH",
