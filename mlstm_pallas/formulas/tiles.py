@@ -17,7 +17,7 @@ from mlstm_pallas.problem.dimensions import Problem
 Precision = lax.Precision | lax.DotAlgorithmPreset | None
 
 _NEG_INF = float("-inf")
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 
 
 def dot(a: Array, b: Array, precision: Precision, *, a_axis: int = 1, b_axis: int = 0) -> Array:
@@ -44,8 +44,8 @@ def decay_tile(e: Iterable[Array], u: Iterable[Array], mask: Array | None) -> Ar
     """
     (e_hi, e_lo), (u_hi, u_lo) = e, u
     hi = e_hi[None, :] - u_hi[:, None]
-    lo = (e_lo * _LOG2_E)[None, :] - (u_lo * _LOG2_E)[:, None]
-    exponent = hi * _LOG2_E + lo
+    lo = (e_lo * LOG2_E)[None, :] - (u_lo * LOG2_E)[:, None]
+    exponent = hi * LOG2_E + lo
     return jnp.exp2(exponent if mask is None else jnp.where(mask, exponent, _NEG_INF))
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.gate_gradients import TileSums
 from mlstm_pallas.formulas.normaliser import Normaliser
-from mlstm_pallas.formulas.tiles import blocks, loop
+from mlstm_pallas.formulas.tiles import LOG2_E, blocks, loop
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
@@ -28,8 +27,6 @@ from mlstm_pallas.mosaic_gpu.launch import (
     plgpu,
 )
 from mlstm_pallas.problem.dimensions import Problem
-
-_LOG2_E = float(np.log2(np.e))
 
 
 def across_columns(x: jax.Array, columns: int = WG_ROWS) -> jax.Array:
@@ -105,7 +102,7 @@ def decay_tile(e: Iterable[jax.Array], u: Iterable[jax.Array]) -> jax.Array:
     It is unbounded where s > t.
     """
     hi, lo = (across_rows(x) - across_columns(y, x.size) for x, y in zip(e, u, strict=True))
-    return jnp.exp2(hi * _LOG2_E + lo * _LOG2_E)
+    return jnp.exp2(hi * LOG2_E + lo * LOG2_E)
 
 
 def write_tiles(

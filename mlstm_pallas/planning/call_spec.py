@@ -144,34 +144,6 @@ def plain(problem: Problem) -> Launch:
     return Launch(problem, None, lax.Precision.HIGHEST, Lowering.XLA)
 
 
-def _tiles(name: str, lowering: Lowering, p: Problem, spec: CallSpec, asked: dict[str, Any]) -> Any:
-    """The tiles of a kernel, with the overrides of the config; None: it does not run."""
-    field, gpu = f"{lowering.folder}_{name}", spec.gpu
-    if gpu is UNKNOWN and lowering.folder == "mosaic_gpu":
-        gpu = HOPPER
-    kernel = tiles_class(name, lowering.folder)
-    planned: Any = kernel and kernel.plan(spec.planned_for(p), spec.dtype, gpu, **asked)
-    if planned is None:
-        return None
-    if spec.config.batch_invariant and hasattr(planned, "num_ctas"):  # which share the same items
-        planned = dataclasses.replace(planned, num_ctas=gpu.sms)
-    if lowering.interpret and hasattr(planned, "num_ctas"):  # each of which has several items
-        planned = dataclasses.replace(planned, num_ctas=min(planned.num_ctas, 2))
-    fields = spec.config.tiles_of(field)
-    if unknown := fields.keys() - vars(planned).keys():
-        raise TypeError(
-            f"config.{field} has {', '.join(sorted(unknown))}, expected some of its "
-            f"fields {', '.join(vars(planned)) or '(it has none)'}"
-        )
-    tiles = dataclasses.replace(planned, **fields).clamped(p)
-    if tiles.supports(p, **asked):
-        return tiles
-    raise ValueError(
-        f"config.{field} is {fields}, expected tiles that the kernel has for heads of "
-        f"{p.DHQK}/{p.DHV} in chunks of {p.L} steps, such as {planned}"
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What runs in a call: how schedules find their stages.
@@ -199,15 +171,45 @@ class Plan:
             plan's.
           num_splits: of split_products.
         """
-        spec, asked = self.spec, self.asked(name)
+        spec = self.spec
         p = problem = problem or spec.problem
         if name == "split_products":
             p = problem.split(num_splits).in_splits(1)
         for possible in lowerings(first or self.lowering):
-            if tiles := _tiles(name, possible, p, spec, asked):
+            if tiles := self._tiles(name, possible, p):
                 precision = spec.config.dot_precision(spec.dtype, possible.interpret)
                 return Launch(problem, tiles, precision, possible)
         return plain(problem)
+
+    def _tiles(self, name: str, lowering: Lowering, p: Problem) -> Any:
+        """The tiles of a kernel, with the overrides of the config; None: it does not run."""
+        spec, asked, field = self.spec, self.asked(name), f"{lowering.folder}_{name}"
+        gpu = spec.gpu
+        if gpu is UNKNOWN and lowering.folder == "mosaic_gpu":
+            gpu = HOPPER
+        kernel = tiles_class(name, lowering.folder)
+        planned: Any = kernel and kernel.plan(spec.planned_for(p), spec.dtype, gpu, **asked)
+        if planned is None:
+            return None
+        if spec.config.batch_invariant and hasattr(
+            planned, "num_ctas"
+        ):  # which share the same items
+            planned = dataclasses.replace(planned, num_ctas=gpu.sms)
+        if lowering.interpret and hasattr(planned, "num_ctas"):  # each of which has several items
+            planned = dataclasses.replace(planned, num_ctas=min(planned.num_ctas, 2))
+        fields = spec.config.tiles_of(field)
+        if unknown := fields.keys() - vars(planned).keys():
+            raise TypeError(
+                f"config.{field} has {', '.join(sorted(unknown))}, expected some of its "
+                f"fields {', '.join(vars(planned)) or '(it has none)'}"
+            )
+        tiles = dataclasses.replace(planned, **fields).clamped(p)
+        if tiles.supports(p, **asked):
+            return tiles
+        raise ValueError(
+            f"config.{field} is {fields}, expected tiles that the kernel has for heads of "
+            f"{p.DHQK}/{p.DHV} in chunks of {p.L} steps, such as {planned}"
+        )
 
     def asked(self, name: str) -> dict[str, Any]:
         """What the call asks of a kernel beside its result, as far as its tiles depend on it."""
