@@ -51,7 +51,7 @@ def run(tmp_path_factory):
     path = sanitizer()
     paths = filter(None, [str(DRIVER.parent.parent), os.environ.get("PYTHONPATH")])
     environment = {
-        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",  # "platform" takes 2 MiB for each array
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
