@@ -323,7 +323,9 @@ _WRONG: dict[str, tuple[Callable[..., Any], str]] = {
         "no id below an earlier one, as num_segments is set",
     ),
     "slots": (
-        lambda P, x: (x >= P) | (x >= 0) & np.tril(x[:, None] == x, -1).any(axis=1),
+        lambda P, x: (
+            (x >= P) | (x >= 0) & ~np.isin(np.arange(len(x)), np.unique(x, return_index=True)[1])
+        ),
         "-1 for none, or a row of the pools, each once, below P = {}",
     ),
 }
