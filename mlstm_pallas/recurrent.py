@@ -289,7 +289,7 @@ def mlstm_recurrent_step(
 
     Raises:
       TypeError: as ``mlstm_chunkwise``, and for derivatives of kernels.
-      ValueError: as ``mlstm_chunkwise``; of slots too, values are read.
+      ValueError: as ``mlstm_chunkwise``; the values of slots are read too.
     """
     options = Options(
         eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
