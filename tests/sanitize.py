@@ -101,7 +101,7 @@ def run_feature(name, backend):
 
 def run_slots(inputs, backend):
     """Rows of pools, of which a slot of -1 and one beyond the pool have none."""
-    slots, options = np.array([2, -1, 3]), dict(backend=backend)
+    slots, options = jnp.array([2, -1, 3]), dict(backend=backend)  # of NumPy 3 is refused
     step = jax.jit(functools.partial(mlstm_recurrent_step, slots=slots, **options))
     tokens = {name: x if "initial" in name else x[:, :, :5] for name, x in inputs.items()}
     tokens |= dict(slots=slots, sequence_lengths=np.array([0, 3, 5]))
