@@ -306,7 +306,7 @@ def pack_lengths(
     longest = int(ends.max())
     S = max(longest, 1) if S is None else validation.check_integer("S", S, 1)
     if longest > S:
-        b = int(ends[:, -1].argmax())
+        b = int(np.argmax(ends[:, -1]))
         raise ValueError(f"lengths has {longest} steps in row {b}, expected at most S = {S}")
     steps = np.arange(S)
     segment_ids = [np.searchsorted(row, steps, side="right") for row in ends]
