@@ -18,21 +18,11 @@ from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, 
 from mlstm_pallas.problem.dimensions import InputGate, Layout, Problem, accumulator_dtype
 from mlstm_pallas.problem.gpu import target_gpu
 from mlstm_pallas.schedules.sharding import on_shards, sharded_alike
-from mlstm_pallas.stages.ring_step import Operands, flush_all, heads_of, pending_tokens
+from mlstm_pallas.stages.ring_step import Operands, flush_all
 from mlstm_pallas.stages.stage import Lowering
 
 NO_DERIVATIVE = 'the kernels of mlstm_ring_step have no derivatives; backend="xla" has them'
 DEFAULT_LENGTH, MAX_LENGTH = 16, 64
-_DIMS: dict[str, validation.Dims] = {
-    "c": ("B", "NH", "DHQK", "DHV"),
-    "n": ("B", "NH", "DHQK"),
-    "m": ("B", "NH"),
-    "k": ("B", "NH", "2 L", "DHQK"),
-    "v": ("B", "NH", "2 L", "DHV"),
-    "i": ("B", "NH", "2 L"),
-    "f": ("B", "NH", "2 L"),
-    **dict.fromkeys(("start", "fill", "pending"), ("B", "NH")),
-}
 
 
 class RingStates(NamedTuple):
@@ -70,60 +60,34 @@ class RingStates(NamedTuple):
     pending: Any
 
 
-class Tokens(NamedTuple):
-    q: Any  # (B, NH, T, DHQK)
-    k: Any  # (B, NH, T, DHQK)
-    v: Any  # (B, NH, T, DHV)
-    i: Any  # (B, NH, T)
-    f: Any  # (B, NH, T)
-
-
-def _step(
-    plan: Plan,
-    x: Tokens,
-    states: RingStates,
-    accepted: jax.Array | None,
-    slots: jax.Array | None,
-) -> tuple[jax.Array, RingStates]:
+def _step(plan: Plan, x: Operands) -> tuple[Any, ...]:
     run = stage("ring_step", plan.launches("ring_step"))
-    h, *after = run(Operands(*x, *states, accepted, slots), normaliser=plan.spec.normaliser)
-    return h, RingStates(*after)
+    results: tuple[Any, ...] = run(x, normaliser=plan.spec.normaliser)
+    return results
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def step(spec: CallSpec, *x: Any) -> tuple[jax.Array, RingStates]:
-    """h (B, NH, T, DHV) and the new states, from the arguments of ``_step``."""
+def step(spec: CallSpec, x: Operands) -> tuple[Any, ...]:
+    """h (B, NH, T, DHV) and the fields of the new states."""
     # Only plain jnp is differentiable.
     if spec.backend == "xla":
-        return _step(Plan(spec, Lowering.XLA), *x)
-    outputs: tuple[jax.Array, RingStates] = on_shards(_step, spec, *x, message=NO_DERIVATIVE)
-    return outputs
+        return _step(Plan(spec, Lowering.XLA), x)
+    results: tuple[Any, ...] = on_shards(_step, spec, x, message=NO_DERIVATIVE)
+    return results
 
 
-def _check_states(states: Any, sizes: dict[str, int], backend: str | None, pools: bool) -> int:
-    """Checks the fields of the states; returns L."""
+def _fields(states: Any) -> dict[str, Any]:
+    """The fields of the states, by the names of ``validation.DIMS``."""
     if not isinstance(states, RingStates):
         raise TypeError(
             f"states is a {validation.type_name(states)}, expected RingStates, as "
             "mlstm_ring_states returns them"
         )
-    fields = {f"states.{name}": x for name, x in states._asdict().items()}
-    for name, x in fields.items():
-        if name.removeprefix("states.") in ("start", "fill", "pending"):
-            validation.check_is_array(name, x)
-            if x.dtype != "int32":
-                raise TypeError(f"{name} has dtype {x.dtype}, expected int32")
-        else:
-            validation.check_array(name, x, validation.KERNEL_DTYPES, backend)
-    dims = {name: _DIMS[name.removeprefix("states.")] for name in fields}
-    sizes = {dim: size for dim, size in sizes.items() if dim != "B" or not pools}
-    sizes = validation.check_shapes(fields, {name: (x,) for name, x in dims.items()}, sizes)
-    return sizes["2 L"] // 2
+    return {f"states.{name}": x for name, x in states._asdict().items()}
 
 
-def _check_counts(name: str, x: Any, B: int) -> None:
-    validation.check_integers(name, x)
-    validation.check_shapes({name: x}, {name: (("B",),)}, {"B": B})
+def _of_heads(counts: Any, B: int, NH: int) -> Any:
+    return None if counts is None else jnp.broadcast_to(as_int32(counts)[:, None], (B, NH))
 
 
 def mlstm_ring_states(
@@ -151,25 +115,23 @@ def mlstm_ring_states(
     Returns:
       RingStates, whose c, n and m are these arrays.
     """
-    states = dict(c_initial=c, n_initial=n, m_initial=m)
     if m is None:
         m = jnp.zeros(n.shape[:-1], accumulator_dtype(n.dtype))
-        del states["m_initial"]
+    states = dict(c_initial=c, n_initial=n, m_initial=m)
     for name, x in states.items():
         validation.check_array(name, x, validation.INPUT_DTYPES)
     dims = {name: (validation.DIMS[name],) for name in states}
-    sizes = validation.check_shapes(states, dims)
+    (B, NH, DHQK, DHV) = validation.check_shapes(states, dims).values()
     L = validation.check_integer(
         "length", DEFAULT_LENGTH if length is None else length, 8, MAX_LENGTH, power_of_two=True
     )
     kind = validation.check_dtype("dtype", dtype, validation.INPUT_DTYPES)
-    B, NH, DHQK, DHV = (sizes[name] for name in ("B", "NH", "DHQK", "DHV"))
-    of_entries = jnp.arange(B, dtype="int32") if phase is None else jnp.asarray(phase, "int32")
-    if of_entries.ndim:
-        _check_counts("phase", of_entries, B)
-        of_entries = of_entries[:, None]
-    of_heads = (jnp.arange(NH, dtype="int32") * L // max(NH, 1))[None]
-    fill = jnp.broadcast_to((of_heads + of_entries) % L, (B, NH))
+    phases = jnp.arange(B, dtype="int32") if phase is None else jnp.asarray(phase)
+    if phases.ndim:
+        validation.check_integers("phase", phases)
+        validation.check_shapes(dict(phase=phases), dict(phase=(("B",),)), dict(B=B))
+    of_heads = jnp.arange(NH, dtype="int32") * L // max(NH, 1)
+    fill = jnp.broadcast_to((of_heads + phases.reshape(-1, 1).astype("int32")) % L, (B, NH))
     heads, acc = (B, NH, 2 * L), accumulator_dtype(kind)
     # Tokens that store nothing and decay nothing are before the first.
     return RingStates(
@@ -252,66 +214,50 @@ def mlstm_ring_step(
         eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
         input_gate=input_gate, normalize=normalize, layout=layout, backend=backend, config=config,
     )  # fmt: skip
-    lowering = requested_backend(options.backend)
-    x, drafts = Tokens(q, k, v, i, f), getattr(q, "ndim", 0) == 4
-    none: dict[str, Any] = dict.fromkeys(("c_initial", "n_initial", "m_initial"))
-    arrays, gate = x._asdict(), options.input_gate
+    name, drafts = requested_backend(options.backend), getattr(q, "ndim", 0) == 4
+    arrays, indices = _fields(states), dict(accepted=accepted, slots=slots)
     sizes = validation.check_inputs(
-        arrays, none, gate, options.layout, backend=lowering, cast=False, steps=drafts
-    )
-    validation.check_constant(sizes, lowering)
-    validation.check_one_dtype(arrays)
+        dict(q=q, k=k, v=v, i=i, f=f)
+        | arrays
+        | {name: y for name, y in indices.items() if y is not None},
+        dict.fromkeys(("c_initial", "n_initial", "m_initial")),
+        options.input_gate, options.layout, backend=name, cast=False, steps=drafts,
+    )  # fmt: skip
+    validation.check_constant(sizes, name)
+    validation.check_one_dtype(dict(q=q, k=k, v=v))
     B, NH, DHQK, DHV = (sizes[name] for name in ("B", "NH", "DHQK", "DHV"))
-    for name, y in dict(accepted=accepted, slots=slots).items():
-        if y is not None:
-            _check_counts(name, y, B)
-    T = sizes.pop("S", 1)
-    L = _check_states(states, sizes, lowering, slots is not None)
+    T, L = sizes.get("S", 1), sizes["2 L"] // 2
     if slots is not None:
         validation.check_indices("slots", len(states.c), slots)
-    if x.k.dtype != states.k.dtype:
-        raise TypeError(f"k has dtype {x.k.dtype}, expected {states.k.dtype}, that of the ring")
+    if k.dtype != states.k.dtype:
+        raise TypeError(f"k has dtype {k.dtype}, expected {states.k.dtype}, that of the ring")
     if 2 * T > L:
         raise ValueError(f"q has {T} tokens, expected at most {L // 2}, half the ring's length {L}")
-    if not drafts:
-        x = jax.tree.map(lambda y: y[:, :, None], x)
-    elif options.layout is Layout.BTNH:
+    x: Any = q, k, v, i, f
+    behind = drafts and options.layout is Layout.BTNH
+    if behind:
         x = jax.tree.map(lambda y: jnp.swapaxes(y, 1, 2), x)
+    elif not drafts:
+        x = jax.tree.map(lambda y: y[:, :, None], x)
     spec = CallSpec(
-        **vars(options) | dict(backend=lowering if B * NH else "xla", layout=Layout.BNTH),
+        **vars(options) | dict(backend=name if B * NH else "xla", layout=Layout.BNTH),
         problem=Problem(B, NH, T, DHQK, DHV, T, DHQK**-0.5),
         dtype=states.c.dtype,
         gpu=target_gpu(),
         pooled=slots is not None,
     )
-    if accepted is not None:
-        accepted = jnp.broadcast_to(as_int32(accepted)[:, None], (B, NH))
-    x, states, accepted, slots = sharded_alike(spec, (x, states, accepted, slots))
-    m = states.m
     if not options.stabilised:
-        validation.check_zeros("states.m", m)
-        states = states._replace(m=None)
-    h, after = step(spec, x, states, accepted, slots)
-    if not options.stabilised:
-        after = after._replace(m=m)
-    if not drafts:
-        h = h[:, :, 0]
-    elif options.layout is Layout.BTNH:
+        validation.check_zeros("states.m", states.m)
+    fields: Any = *x, *states, _of_heads(accepted, B, NH), slots
+    operands = sharded_alike(spec, Operands(*fields))
+    m = operands.scaM
+    h, *after = step(spec, operands if options.stabilised else operands._replace(scaM=None))
+    if behind:
         h = jnp.swapaxes(h, 1, 2)
-    return h, after
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _flush(states: RingStates, accepted: Any, stabilised: bool) -> tuple[Any, ...]:
-    dtypes = [x.dtype for x in states[:3]]
-    states = states._replace(fill=states.fill + pending_tokens(states.pending, accepted))
-    m = states.m if stabilised else None
-    tokens: Any = (None,) * 5
-    fields: Any = *tokens, *states._replace(m=m)
-    x = Operands(*fields)
-    c, n, m_new = heads_of(x, functools.partial(flush_all, dtypes=dtypes))
-    m_new = states.m if m is None else m_new
-    return tuple(y.astype(dtype) for y, dtype in zip((c, n, m_new), dtypes, strict=True))
+    elif not drafts:
+        h = h[:, :, 0]
+    rings = RingStates(*after)
+    return h, rings if options.stabilised else rings._replace(m=m)
 
 
 def mlstm_ring_flush(
@@ -330,10 +276,15 @@ def mlstm_ring_flush(
       input_gate: that of the steps.
     """
     gate = validation.check_choice("input_gate", input_gate, InputGate)
-    _check_states(states, {}, "xla", False)
-    B, NH = states.fill.shape
+    arrays = _fields(states)
+    for name, x in arrays.items():
+        counts = name in validation.COUNTERS
+        validation.check_array(name, x, ("int32",) if counts else validation.KERNEL_DTYPES, "xla")
     if accepted is not None:
-        _check_counts("accepted", accepted, B)
-        accepted = jnp.broadcast_to(as_int32(accepted)[:, None], (B, NH))
-    c, n, m = _flush(states, accepted, gate is InputGate.EXP)
-    return c, n, m
+        validation.check_integers("accepted", accepted)
+        arrays["accepted"] = accepted
+    sizes = validation.check_shapes(arrays, {name: (validation.DIMS[name],) for name in arrays})
+    fields: Any = *(None,) * 5, *states, _of_heads(accepted, sizes["B"], sizes["NH"])
+    heads = Operands(*fields)
+    c, n, m = flush_all(heads if gate is InputGate.EXP else heads._replace(scaM=None))
+    return c, n, states.m if m is None else m

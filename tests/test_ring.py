@@ -341,7 +341,7 @@ ValueError states.n has shape (2, 2, 15), expected (B, NH, DHQK) = (2, 2, 16), a
 TypeError k has dtype float32, expected bfloat16, that of the ring
 <- mlstm_ring_step(*first, ring_of(x, dtype="bfloat16"))
 
-ValueError accepted has shape (3,), expected (B,) = (2,)
+ValueError accepted has shape (3,), expected (B,) = (2,), as q has shape (2, 2, 2, 16)
 <- mlstm_ring_step(*first, states, accepted=np.zeros(3, int))
 
 ValueError slots[1] is 1, expected -1 for none, or a row of the pools, each once, below P = 2
@@ -354,7 +354,10 @@ ValueError length is 12, expected a power of two from 8 to 64
 <- ring_of(x, length=12)
 
 TypeError states.fill has dtype float32, expected int32
-<- mlstm_ring_flush(states._replace(fill=states.m))
+<- mlstm_ring_step(*first, states._replace(fill=states.m))
+
+TypeError states.start has dtype float32, expected int32
+<- mlstm_ring_flush(states._replace(start=states.m))
 
 ValueError states.m has values other than 0 with input_gate 'sigmoid', expected None or zeros
 <- mlstm_ring_step(*first, states, input_gate="sigmoid")

@@ -58,7 +58,16 @@ DIMS: dict[str, Dims] = {
     "segment_ids": ("B", "S"),
     "sequence_lengths": ("B",),
     "slots": ("B",),
+    "accepted": ("B",),
+    "states.c": ("B", "NH", "DHQK", "DHV"),
+    "states.n": ("B", "NH", "DHQK"),
+    "states.m": ("B", "NH"),
+    "states.k": ("B", "NH", "2 L", "DHQK"),
+    "states.v": ("B", "NH", "2 L", "DHV"),
+    **dict.fromkeys(("states.i", "states.f"), ("B", "NH", "2 L")),
+    **dict.fromkeys(("states.start", "states.fill", "states.pending"), ("B", "NH")),
 }
+COUNTERS = "states.start", "states.fill", "states.pending"
 
 Choice = TypeVar("Choice", InputGate, Layout)
 
@@ -109,7 +118,8 @@ def check_array(
     if str(x.dtype) in (*dtypes, *cast_from) or float64_runs(x.dtype, backend):
         return
     hint = FLOAT64 if x.dtype == jnp.float64 else ""
-    raise TypeError(f"{name} has dtype {x.dtype}, expected one of {', '.join(dtypes)}{hint}")
+    expected = "one of " * (len(dtypes) > 1) + ", ".join(dtypes)
+    raise TypeError(f"{name} has dtype {x.dtype}, expected {expected}{hint}")
 
 
 def check_integers(name: str, x: Any) -> None:
@@ -277,17 +287,20 @@ def check_inputs(
     complete = check_states_complete(needed)
     arrays = {**arrays, **complete}
     for name, x in arrays.items():
-        if name in ("segment_ids", "sequence_lengths", "slots"):
+        if name in ("segment_ids", "sequence_lengths", "slots", "accepted"):
             check_integers(name, x)
+        elif name in COUNTERS:
+            check_array(name, x, ("int32",))
         else:
             any_float = name in "if" or (cast and name in states)
             dtypes = INPUT_DTYPES if any_float else KERNEL_DTYPES
             check_array(name, x, dtypes, backend, cast_from=INPUT_DTYPES if cast else ())
     dims: dict[str, Shapes] = {name: (dims_of(name, layout, steps=steps),) for name in arrays}
     if "slots" in arrays:
-        if not complete:
+        pools = [name for name in arrays if name in complete or name.startswith("states.")]
+        if not pools:
             raise ValueError("c_initial is None with slots, expected a pool (P, NH, DHQK, DHV)")
-        dims |= {name: (("P", *dims[name][0][1:]),) for name in complete}
+        dims |= {name: (("P", *dims[name][0][1:]),) for name in pools}
     for name in complete if num_segments is not None else ():
         per_segment = "B", "N", *dims_of(name, layout)[1:]
         if complete["c_initial"].ndim == 5:

@@ -12,6 +12,7 @@ then two axes: the token and h are (B, NH, ...), the states (P, NH, ...). An ent
 in 0..P-1 writes no row, and its h is 0.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -84,21 +85,32 @@ def split_token(qkv: Array, gates: Array, DHQK: int, DHV: int) -> tuple[Array, .
     return q, k, v, gates[..., 0], gates[..., 1]
 
 
+def on_rows(step: Callable[[Any], Any], x: Any) -> Any:
+    """h and the pools after a step of entries with slots.
+
+    x: the operands, five of the token and then the states, up to those with a default.
+    """
+    names = x._fields[5 : len(x) - len(x._field_defaults)]
+    pools = tuple(getattr(x, name) for name in names)
+    rows = x.slots.astype("uint32")  # -1 is outside, not the last row
+    states = jax.tree.map(lambda y: y.at[rows].get(mode="fill", fill_value=0), pools)
+    h, *after = step(x._replace(**dict(zip(names, states, strict=True)), slots=None))
+
+    def updated(pool: Array, y: Array) -> Array:
+        return pool.at[rows].set(y, mode="drop", unique_indices=True)
+
+    has_row = (rows < len(pools[0])).reshape(-1, *[1] * (h.ndim - 1))
+    return jnp.where(has_row, h, 0), *jax.tree.map(updated, pools, tuple(after))
+
+
 def recurrent_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
 ) -> Step:
     """Runs the stage."""
     if x.slots is not None:
-        P, pools = len(x.matC), x[5:8]
-        rows = x.slots.astype("uint32")  # -1 is outside, not the last row
-        states = jax.tree.map(lambda y: y.at[rows].get(mode="fill", fill_value=0), pools)
-        h, *after = recurrent_step(Operands(*x[:5], *states), normaliser=normaliser, call=call)
-
-        def updated(pool: Array, y: Array) -> Array:
-            return pool.at[rows].set(y, mode="drop", unique_indices=True)
-
-        h = jnp.where(rows[:, None, None] < P, h, 0)
-        return Step(h, *jax.tree.map(updated, pools, tuple(after)))
+        return Step(
+            *on_rows(functools.partial(recurrent_step, normaliser=normaliser, call=call), x)
+        )
     token: Any = x[:5] if x.vecK is not None else split_token(x.vecQ, x.scaI, *x.matC.shape[-2:])
     arrays = *token, x.matC, x.vecN
     acc = accumulator_dtype(*(y.dtype for y in arrays))

@@ -32,14 +32,17 @@ from jax import Array, lax
 from mlstm_pallas.formulas.gates import MASKED, branchless_log1p, log_input_gate, log_sigmoid
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.problem.dimensions import InputGate, accumulator_dtype
-from mlstm_pallas.stages.recurrent_step import rounded
+from mlstm_pallas.stages.recurrent_step import on_rows, rounded
 from mlstm_pallas.stages.stage import Launch
 
 _INF = float("inf")
 
 
 class Operands(NamedTuple):
-    """With slots, B and NH are two axes; the states are pools, (P, NH, ...)."""
+    """With slots, B and NH are two axes; the states are pools, (P, NH, ...).
+
+    After a call fill leaves out the T new tokens, which are pending.
+    """
 
     matQ: Array  # (B * NH, T, DHQK), any float dtype of at most 32 bits
     matK: Array  # (B * NH, T, DHQK)
@@ -58,22 +61,6 @@ class Operands(NamedTuple):
     pending: Array  # (B * NH,) int32, drafts behind them
     accepted: Array | None = None  # (B * NH,) int32, how many drafts fill; None: all
     slots: Array | None = None  # (B,), of any integer dtype
-
-
-class Ring(NamedTuple):
-    """The states after the call, where fill leaves out the T new tokens, which are pending."""
-
-    matH: Array  # (B * NH, T, DHV) in the dtype of matQ
-    matC: Array
-    vecN: Array
-    scaM: Array | None
-    ringK: Array
-    ringV: Array
-    ringI: Array
-    ringF: Array
-    start: Array
-    fill: Array
-    pending: Array
 
 
 def ages(rows: Array, start: Array, size: int) -> Array:
@@ -120,73 +107,46 @@ def pending_tokens(pending: Array, accepted: Array | None) -> Array:
     return pending if accepted is None else jnp.minimum(jnp.maximum(accepted, 0), pending)
 
 
-class Half(NamedTuple):
-    """Half of a head's ring, L rows in the order of age."""
-
-    K: Array  # (L, DHQK)
-    V: Array  # (L, DHV)
-    log_i: Array  # (L,)
-    log_f: Array  # (L,)
-
-
-def halves(ring: tuple[Array, ...], start: Array) -> tuple[Half, Half]:
-    """The half with the oldest tokens, and the other one."""
-    parts = [jnp.split(x, 2) for x in ring]
-    return (
-        Half(*(jnp.where(start == 0, x, y) for x, y in parts)),
-        Half(*(jnp.where(start == 0, y, x) for x, y in parts)),
-    )
-
-
-def flushed(states: tuple[Any, ...], half: Half, end: Any, dtypes: Any) -> tuple[Any, ...]:
-    """C, n and m of a head after the first ``end`` tokens of the half, rounded to the dtypes."""
-    (C, n, m), age = states, lax.iota("int32", len(half.K))
-
-    def rounds(index: int) -> Callable[[Array], Array]:
-        return lambda y: rounded(y, dtypes[index], compiled=False)
-
-    w0, w, m_new = ring_weights(half.log_i, half.log_f, age, m, end, rounds(2))
-    inside = (age < end)[:, None]
-    K = jnp.where(inside, w[:, None] * half.K, 0.0)
-    C = w0 * C + jnp.einsum("sk,sv->kv", K, jnp.where(inside, half.V, 0.0), precision="highest")
-    n = w0 * n + jnp.sum(K, axis=0)
-    return rounds(0)(C), rounds(1)(n), None if m is None else m_new
-
-
-def flush_all(x: Operands, dtypes: Any) -> tuple[Any, ...]:
-    """C, n and m of a head after all of its tokens, those of a full half first."""
-    states, L = (x.matC, x.vecN, x.scaM), len(x.ringI) // 2
-    log_gates_ = log_gates(x.ringI, x.ringF, x.scaM is not None)
-    old, young = halves((x.ringK, x.ringV, *log_gates_), x.start)
-    full = flushed(states, old, jnp.minimum(x.fill, L), dtypes)
-    last = flushed(full, young, x.fill - L, dtypes)
-    states = jax.tree.map(lambda y, z: jnp.where(x.fill > L, z, y), full, last)
-    return tuple(states)
-
-
 def in_ring(x: Operands) -> Operands:
     """A head's operands with the drafts that fill among the tokens and new tokens behind them."""
-    T, size = len(x.vecI), len(x.ringI)
-    fill = x.fill + pending_tokens(x.pending, x.accepted)
-    age, rings = ages(lax.iota("int32", size), x.start, size), [*x[8:12]]
-    for t in range(T):
-        new = age == fill + t
-        for j, y in enumerate(x[1:5]):
-            rings[j] = jnp.where(new.reshape(-1, *[1] * (y.ndim - 1)), y[t], rings[j])
-    ringK, ringV, ringI, ringF = rings
-    return x._replace(
-        ringK=ringK, ringV=ringV, ringI=ringI, ringF=ringF,
-        fill=fill, pending=jnp.full_like(fill, T), accepted=None,
-    )  # fmt: skip
+    T, size, fill = len(x.vecI), len(x.ringI), x.fill + pending_tokens(x.pending, x.accepted)
+    behind = ages(lax.iota("int32", size), x.start, size) - fill
+    at, new = jnp.clip(behind, 0, T - 1), (behind >= 0) & (behind < T)
+    rings = (
+        jnp.where(new.reshape(-1, *[1] * (y.ndim - 1)), y[at], ring)
+        for ring, y in zip(x[8:12], x[1:5], strict=True)
+    )
+    fields: Any = *x[:8], *rings, x.start, fill, jnp.full_like(fill, T)
+    return Operands(*fields)
+
+
+def flushed(x: Operands, end: Any, dtypes: Any) -> Operands:
+    """A head after a flush of its ``end`` oldest tokens, rounded, if the ring has so many."""
+    size = len(x.ringI)
+    age = ages(lax.iota("int32", size), x.start, size)
+    to_C, to_n, to_m = (functools.partial(rounded, dtype=y, compiled=False) for y in dtypes)
+    gates = log_gates(x.ringI, x.ringF, x.scaM is not None)
+    w0, w, m = ring_weights(*gates, age, x.scaM, end, to_m)
+    K, V = (jnp.where((age < end)[:, None], y, 0.0) for y in (x.ringK, x.ringV))
+    K = w[:, None] * K
+    after = x._replace(
+        matC=to_C(w0 * x.matC + jnp.einsum("sk,sv->kv", K, V, precision="highest")),
+        vecN=to_n(w0 * x.vecN + jnp.sum(K, axis=0)),
+        scaM=None if x.scaM is None else m,
+        start=size // 2 - x.start,
+        fill=x.fill - end,
+    )
+    head: Operands = jax.tree.map(lambda y, z: jnp.where(x.fill >= end, z, y), x, after)
+    return head
 
 
 def _head(
     x: Operands, normaliser: Normaliser | None, qk_scale: float, dtypes: Any
-) -> tuple[Array, ...]:
-    """The fields of ``Ring`` for one head; all floats in one dtype."""
+) -> tuple[Any, ...]:
+    """h and the states of one head; all floats in one dtype."""
     x = in_ring(x)
     size, T = len(x.ringI), len(x.vecI)
-    L, age = size // 2, ages(lax.iota("int32", size), x.start, size)
+    age = ages(lax.iota("int32", size), x.start, size)
     gates = log_gates(x.ringI, x.ringF, x.scaM is not None)
     dot = functools.partial(jnp.einsum, precision="highest")
 
@@ -202,44 +162,39 @@ def _head(
         return normaliser.normalise(h * qk_scale, z * qk_scale, m)
 
     h = jax.vmap(one)(x.matQ, x.fill + 1 + lax.iota("int32", T))
-    full, states = x.fill >= L, (x.matC, x.vecN, x.scaM)
-    old, _ = halves((x.ringK, x.ringV, *gates), x.start)
-    after = flushed(states, old, L, dtypes)
-    states = jax.tree.map(lambda y, z: jnp.where(full, z, y), states, after)
-    start, fill = jnp.where(full, L - x.start, x.start), x.fill - jnp.where(full, L, 0)
-    return h, *states, *x[8:12], start, fill, x.pending
+    return h, *flushed(x, size // 2, dtypes)[5:15]
 
 
-def heads_of(x: Operands, run: Callable[[Operands], Any]) -> Any:
-    """run for every head, with all floats in the dtype of sums."""
-    arrays = [y for y in x if y is not None]
-    acc = accumulator_dtype(*(y.dtype for y in arrays))
-    wide = jax.tree.map(lambda y: y if y.dtype == "int32" else y.astype(acc), x)
+def _of_heads(run: Callable[..., Any], x: Operands, old: tuple[Any, ...]) -> tuple[Any, ...]:
+    """run(operands of a head in the dtype of sums, dtypes of C, n, m), in the old ones' dtypes."""
+    acc = accumulator_dtype(*(y.dtype for y in jax.tree.leaves(x)))
+    run = functools.partial(run, dtypes=[getattr(y, "dtype", None) for y in x[5:8]])
     for _ in x.fill.shape:
         run = jax.vmap(run)
-    return run(wide)
+    y = run(jax.tree.map(lambda y: y if y.dtype == "int32" else y.astype(acc), x))
+    results: tuple[Any, ...] = jax.tree.map(lambda y, like: y.astype(like.dtype), y, old)
+    return results
+
+
+@jax.jit
+def flush_all(x: Operands) -> tuple[Any, ...]:
+    """C, n and m after all tokens, those of a full half first. The operands of new tokens: None."""
+
+    def run(x: Operands, dtypes: Any) -> tuple[Any, ...]:
+        x = x._replace(fill=x.fill + pending_tokens(x.pending, x.accepted))
+        x = flushed(x, len(x.ringI) // 2, dtypes)
+        return flushed(x, x.fill, dtypes)[5:8]
+
+    return _of_heads(run, x, x[5:8])
 
 
 def ring_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
-) -> Ring:
-    """Runs the stage."""
-    pools = x[5:15]
-    if x.slots is not None:
-        rows = x.slots.astype("uint32")  # -1 is outside, not the last row
-        states = jax.tree.map(lambda y: y.at[rows].get(mode="fill", fill_value=0), pools)
-        names = Operands._fields[5:15]
-        of_entries = x._replace(**dict(zip(names, states, strict=True)), slots=None)
-        h, *after = ring_step(of_entries, normaliser=normaliser, call=call)
-        h = jnp.where(rows[:, None, None, None] < len(pools[0]), h, 0)
+) -> tuple[Any, ...]:
+    """Runs the stage: h (B * NH, T, DHV) in the dtype of matQ, and the new states."""
+    options: Any = dict(normaliser=normaliser, qk_scale=call.problem.qk_scale)
 
-        def updated(pool: Array, y: Array) -> Array:
-            return pool.at[rows].set(y, mode="drop", unique_indices=True)
+    def run(x: Operands) -> tuple[Any, ...]:
+        return _of_heads(functools.partial(_head, **options), x, (x.matQ, *x[5:15]))
 
-        return Ring(h, *jax.tree.map(updated, pools, tuple(after)))
-    dtypes = [None if y is None else y.dtype for y in pools[:3]]
-    run = functools.partial(
-        _head, normaliser=normaliser, qk_scale=call.problem.qk_scale, dtypes=dtypes
-    )
-    old = x.matQ, *pools
-    return Ring(*jax.tree.map(lambda y, like: y.astype(like.dtype), heads_of(x, run), old))
+    return run(x) if x.slots is None else on_rows(run, x)

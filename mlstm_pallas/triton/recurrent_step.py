@@ -31,17 +31,22 @@ from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store, o
 
 def _recurrent_step_kernel(*, slots, **head):
     """slots: (), the entry's row of the pools, or absent."""
-    part = pl.program_id(0)
-    if slots is None:
-        return _advance((), part, **head)
-    slot, vecH = slots[...].astype(jnp.int32), head["vecH"]
+    part, vecH = pl.program_id(0), head["vecH"]
 
     def without_row():
         columns, inside = masked_block(part, head["call"].tiles.siz_b_DHHV, vecH.shape[0])
         masked_store(vecH.at[columns], jnp.zeros(columns.size, vecH.dtype), inside)
 
-    has_row = (slot >= 0) & (slot < head["matC"].shape[0])
-    lax.cond(has_row, lambda: _advance((slot,), part, **head), without_row)
+    for_row(slots, head["matC"], lambda row: _advance(row, part, **head), without_row)
+
+
+def for_row(slots, pool, run, without_row):
+    """run((the row of the states,)), run(()) without slots; a slot beyond the pool has no row."""
+    if slots is None:
+        return run(())
+    slot = slots[...].astype(jnp.int32)
+    has_row = (slot >= 0) & (slot < pool.shape[0])
+    return lax.cond(has_row, lambda: run((slot,)), without_row)
 
 
 def _advance(
@@ -97,9 +102,9 @@ def _advance(
     gates = (scaI[0], scaI[1]) if scaF is None else (scaI[...], scaF[...])
     i, f = (gate.astype(jnp.float32) for gate in gates)
     v = load_vector(v_at, columns, in_columns)
-    whole, in_whole = masked_block(jnp.zeros((), jnp.int32), at_least_a_tile(DHQK), DHQK)
-    q, k = (load_vector(at, whole, in_whole) for at in qk)
-    n = load_vector((vecN if before is None else before, 0), whole, in_whole)
+    all_rows, in_all = whole(DHQK)
+    q, k = (load_vector(at, all_rows, in_all) for at in qk)
+    n = load_vector((vecN if before is None else before, 0), all_rows, in_all)
     m = None
     if scaM is not None:
         m = (scaM[...] if before is None else before[DHQK]).astype(jnp.float32)
@@ -108,7 +113,7 @@ def _advance(
 
     @pl.when(part == 0)
     def _():
-        masked_store(vecN_new.at[(*row, whole)], n.astype(vecN_new.dtype), in_whole)
+        masked_store(vecN_new.at[(*row, all_rows)], n.astype(vecN_new.dtype), in_all)
         if scaM_new is not None:
             scaM_new[row or ...] = m_new.astype(scaM_new.dtype)
 
@@ -125,6 +130,11 @@ def masked_block(index, size: int, total: int):
     """The slice of a block, and a mask of its elements inside the axis; None: all are."""
     inside = None if total % size == 0 else index * size + lax.iota(jnp.int32, size) < total
     return block_at(index, size), inside
+
+
+def whole(size: int):
+    """``masked_block`` of a whole axis."""
+    return masked_block(jnp.zeros((), jnp.int32), at_least_a_tile(size), size)
 
 
 def at_least_a_tile(size: int) -> int:

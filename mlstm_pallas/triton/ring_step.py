@@ -29,14 +29,12 @@ from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_step import rounded
 from mlstm_pallas.stages.ring_step import (
     Operands,
-    Ring,
     ages,
     log_gates,
     pending_tokens,
     ring_weights,
 )
 from mlstm_pallas.stages.stage import Launch
-from mlstm_pallas.stages.stage import Tiles as BaseTiles
 from mlstm_pallas.triton.launch import (
     floats,
     kernel_call,
@@ -44,7 +42,14 @@ from mlstm_pallas.triton.launch import (
     masked_store,
     operands,
 )
-from mlstm_pallas.triton.recurrent_step import at_least_a_tile, masked_block, outer_mask
+from mlstm_pallas.triton.recurrent_step import Tiles as StepTiles
+from mlstm_pallas.triton.recurrent_step import (
+    at_least_a_tile,
+    for_row,
+    masked_block,
+    outer_mask,
+    whole,
+)
 
 
 class Weights(NamedTuple):
@@ -58,29 +63,14 @@ class Weights(NamedTuple):
     counters: Any  # (4,), the row of the oldest token, the tokens, whether the head flushes
 
 
-def _with_row(slots, pools, run, without_row):
-    """run(the row of the states); an entry whose slot has no row runs without_row."""
-    if slots is None:
-        return run(())
-    slot = slots[...].astype(jnp.int32)
-    has_row = (slot >= 0) & (slot < pools.shape[0])
-    lax.cond(has_row, lambda: run((slot,)), without_row)
-    return None
-
-
-def _whole(size):
-    """A slice that covers an axis, and the mask of its elements inside."""
-    return masked_block(jnp.zeros((), jnp.int32), at_least_a_tile(size), size)
-
-
 def _tokens(T):
     """A slice of the tokens, and their mask: one, or 16 and more for a product."""
-    return (pl.ds(0, 1), None) if T == 1 else _whole(T)
+    return (pl.ds(0, 1), None) if T == 1 else whole(T)
 
 
 def _ring_scores_kernel(*, slots, **head):
     """slots: (), the entry's row of the pools, or absent. ring_read needs nothing without a row."""
-    _with_row(slots, head["vecN"], lambda row: _scores(row, **head), lambda: None)
+    for_row(slots, head["vecN"], lambda row: _scores(row, **head), lambda: None)
 
 
 def _scores(
@@ -208,7 +198,7 @@ def _store_tokens(row, first, T, vectors, gates):
     for t in range(T):
         to, at_t = (first + t) & jnp.int32(size - 1), jnp.full((), t, jnp.int32)
         for ref, x in vectors:
-            part, inside = _whole(x.shape[-1])
+            part, inside = whole(x.shape[-1])
             token = masked_load(x.at[(at_t, part)], inside)
             stores.append((ref.at[(*row, to, part)], token, inside))
         for ref, x in gates:
@@ -249,7 +239,7 @@ def _step_weights(gates, new_gates, age, m):
 def _ring_read_kernel(*, slots, **head):
     """slots: (), the entry's row of the pools, or absent."""
     part = pl.program_id(0)
-    _with_row(
+    for_row(
         slots,
         head["matC"],
         lambda row: _read(row, part, **head),
@@ -286,7 +276,7 @@ def _read(
     num_blocks, one = blocks_over(DHQK, siz_b_DHQK), T == 1
     # One token is a vector; a product has 16 or more.
     zero = jnp.zeros((), jnp.int32)
-    tokens, in_tokens = (zero, None) if one else _whole(T)
+    tokens, in_tokens = (zero, None) if one else whole(T)
 
     def load(ik):
         rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
@@ -389,7 +379,7 @@ def _thirds(x: jax.Array) -> tuple[jax.Array, ...]:
 
 def ring_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
-) -> Ring:
+) -> tuple[Any, ...]:
     """Runs the stage: ``stages/ring_step.py``."""
     *heads, T, _ = x.matQ.shape
     DHV, size, padded = x.matV.shape[-1], x.ringI.shape[-1], _tokens(T)[0].size
@@ -441,17 +431,14 @@ def ring_step(
         aliases={0: 0},
         call=call,
     )
-    after = {name: y[f"{name}_new"] for name in at}
-    return Ring(matH=z["matH"], matC=z["matC_new"], **after)
+    after = (y[f"{name}_new"] for name in Operands._fields[6:15])
+    return z["matH"], z["matC_new"], *after
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(BaseTiles):
+class Tiles(StepTiles):
     """A CTA of ring_read has one block of C in use and the next in flight."""
 
-    siz_b_DHQK: int = 64
-    siz_b_DHHV: int = 64
-    num_warps: int = 4
     score_warps: int = 4  # of ring_scores
 
     @classmethod
@@ -459,12 +446,3 @@ class Tiles(BaseTiles):
         """Few CTAs have narrow blocks, so that there are more of them, with all rows in flight."""
         enough = gpu.filled_by(math.prod(cls().grid(p)), 12)
         return cls() if enough else cls(256, 32)
-
-    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
-        return blocks_over(p.DHV, self.siz_b_DHHV), p.BNH
-
-    def clamped(self, p: Problem) -> Self:
-        """Tiles no larger than a head; they need not divide it, because heads are not padded."""
-        rows = min(self.siz_b_DHQK, at_least_a_tile(p.DHQK))
-        columns = min(self.siz_b_DHHV, at_least_a_tile(p.DHV))
-        return dataclasses.replace(self, siz_b_DHQK=rows, siz_b_DHHV=columns)
