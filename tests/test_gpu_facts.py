@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from mlstm_pallas.problem.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
+from mlstm_pallas.problem.gpu import TPU, UNKNOWN, Gpu, known_gpu, target_gpu
 
 H200 = Gpu("NVIDIA H200", 90, 132, 227 * 1024)
 
@@ -59,6 +59,7 @@ def test_the_facts_by_name():
         ("NVIDIA H200", 16, dataclasses.replace(H200, sms=16)),
         ("NVIDIA H200", None, H200),
         ("NVIDIA FOO", 16, UNKNOWN),
+        ("TPU v6 lite", 1, TPU),
     ],
 )
 def test_the_target_is_the_abstract_device(kind, cores, expected):

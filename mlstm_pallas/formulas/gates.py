@@ -292,7 +292,16 @@ def local_gates(
     if input_gate is InputGate.SIGMOID:
         return LocalGates(b, e, sources, offset)
 
-    *emax, _ = lax.associative_scan(largest_since_reset, (*sources, count), axis=-1)
+    L = i.shape[-1]
+
+    def join(n: Any, x: Any) -> tuple[Array, ...]:
+        """The maxima of 2 ** n steps to those of twice as many; before the first step is a -1."""
+        left = [jnp.concatenate([jnp.full_like(y, -1.0), y], axis=-1) for y in x]
+        left = [lax.dynamic_slice_in_dim(y, L - 2**n, L, axis=-1) for y in left]
+        return largest_since_reset(left, x)
+
+    # As lax.associative_scan, which takes XLA for TPUs a third of a compilation.
+    *emax, _ = lax.fori_loop(0, (L - 1).bit_length(), join, (*sources, count))
     return LocalGates(b, e, (emax[0], emax[1]), offset)
 
 

@@ -68,6 +68,7 @@ _GPUS = (
 )
 # The least that every supported GPU has, for calls whose GPU is not known when they are traced.
 UNKNOWN = Gpu("unknown", 80, 108, 99 * 1024)
+TPU = dataclasses.replace(UNKNOWN, name="TPU")  # plain jnp runs there, a few heads at a time
 HOPPER = Gpu("NVIDIA H100", 90, 132, 227 * 1024)
 # An empty mesh with the device that a function is exported for. Inside a shard_map the mesh in use
 # has a device of this process.
@@ -86,7 +87,7 @@ def gpu_of(device: Any) -> Gpu:
     """The facts of a jax device; its name tells what it does not. UNKNOWN for another platform."""
     kind: str = device.device_kind
     if device.platform not in ("gpu", "cuda"):
-        return UNKNOWN
+        return TPU if device.platform == "tpu" else UNKNOWN
     known = known_gpu(kind) or dataclasses.replace(UNKNOWN, name=kind)
     reported = str(getattr(device, "compute_capability", None) or known.capability / 10)
     if not re.fullmatch(r"\d+\.\d+", reported):
@@ -110,5 +111,5 @@ def target_gpu() -> Gpu:
         return gpu_of(first)
     known = known_gpu(abstract.device_kind)
     if known is None:
-        return UNKNOWN
+        return TPU if abstract.device_kind.startswith("TPU") else UNKNOWN
     return dataclasses.replace(known, sms=getattr(abstract, "num_cores", None) or known.sms)

@@ -21,6 +21,7 @@ cancels the transposes; where one device is known, they stay as they are. Shardi
 explicit ones.
 
 On its shard a function takes the lowering of the platform that it is lowered for: ``by_platform``.
+Where it is planned for a TPU it runs for a few heads at a time: ``_by_head``.
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ import numpy as np
 from jax import Array
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.export import is_symbolic_dim
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding
@@ -43,10 +45,13 @@ from jax.sharding import PartitionSpec as P
 
 from mlstm_pallas.planning.backend import lowering_on_gpu
 from mlstm_pallas.planning.call_spec import CallSpec, Plan
-from mlstm_pallas.problem.arrays import IN_LAYOUT, heads_behind
+from mlstm_pallas.problem.arrays import IN_LAYOUT, Inputs, Residuals, heads_behind
+from mlstm_pallas.problem.gpu import TPU, UNKNOWN
 from mlstm_pallas.problem.version import __version__
 from mlstm_pallas.schedules.derivatives import NO_SUCH_DERIVATIVE, not_differentiated
-from mlstm_pallas.stages.stage import Lowering
+from mlstm_pallas.stages.stage import Lowering, largest_block
+
+VMEM_STATES = 2**24  # bytes of float32 states of all chunks; VMEM also holds tiles and operands
 
 
 def _map(spec: CallSpec, function: Callable[[Array, int], Any], tree: Any, axes: int = 2) -> Any:
@@ -246,6 +251,9 @@ def on_shard(work: Work, heads_first: bool, identity: Any, *args: Any) -> Any:
     identity: of the work; it is not read.
     """
     mapped, spec = work.mapped, work.spec
+    of_sequences = isinstance(args[0], Inputs | Residuals)
+    if spec.gpu is TPU and of_sequences and not is_symbolic_dim(spec.problem.B):
+        return _by_head(work, heads_first, *args)
     if heads_first:
         args = _heads_first(spec, args, mapped)
     shapes = set[tuple[int, ...]]()
@@ -273,6 +281,22 @@ def on_shard(work: Work, heads_first: bool, identity: Any, *args: Any) -> Any:
     outputs = run(Plan(spec, lowering), *args) if lowering else by_platform(spec, run, *args)
     outputs = _map(spec, split, outputs)
     return _heads_first(spec, outputs, mapped) if heads_first else outputs
+
+
+def _by_head(work: Work, heads_first: bool, *args: Any) -> Any:
+    """``on_shard`` of a few heads at a time, whose intermediate arrays fit in a TPU's VMEM."""
+    spec, mapped = work.spec, work.mapped
+    if not heads_first:
+        args = _heads_first(spec, args, mapped)
+    heads = jax.tree.leaves(args)[0].shape[: mapped + 2]
+    p, count = spec.problem, math.prod(heads)
+    most = VMEM_STATES // (4 * p.NC * p.DHQK * p.DHV)
+    few = largest_block(count, min(most, count), 1) or 1
+    one = dataclasses.replace(work, spec=dataclasses.replace(spec, gpu=UNKNOWN), mapped=0)
+    args = jax.tree.map(lambda x: x.reshape(count // few, 1, few, *x.shape[mapped + 2 :]), args)
+    outputs = jax.lax.map(lambda x: on_shard(one, True, None, *x), args)
+    outputs = jax.tree.map(lambda x: x.reshape(*heads, *x.shape[3:]), outputs)
+    return outputs if heads_first else _heads_first(spec, outputs, mapped)
 
 
 @functools.lru_cache(256)  # shapes are among the keys

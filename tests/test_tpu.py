@@ -1,0 +1,44 @@
+"""Plain jnp as it is planned for a TPU, a few heads at a time, compiled for the CPU."""
+
+import call_checks
+import jax
+import pytest
+from oracle import for_device, random_inputs
+
+from mlstm_pallas import mlstm_chunkwise
+from mlstm_pallas.schedules import sharding
+
+CALLS = """
+states 64 xla,~xla_stored **PADDED
+h_alone 16 ~xla recipe=dict(states=False, resets=True), **ALONE
+reverse 32 ~xla **BACK, **BTNH
+lengths 32 ~xla **WITH_IDS, **BTNH
+sigmoid 32 ~xla eps=0.1, input_gate="sigmoid", **NO_M, **STEPS
+"""
+
+
+@pytest.fixture
+def tpu(monkeypatch):
+    """Two or three heads at a time of most calls above."""
+    monkeypatch.setattr(sharding, "VMEM_STATES", 2**15)
+    with for_device("TPU v6 lite"):
+        yield
+
+
+@pytest.mark.parametrize("call", [*call_checks.calls_of(CALLS)])
+def test_against_float64(tpu, call):
+    call_checks.check_call(**call)
+
+
+def test_a_few_heads_at_a_time(tpu):
+    """14 heads, 32 KiB of states each: one at a time, under vmap too; on a CPU all at once."""
+    x = random_inputs(1, 2, 7, 128, 32, 64, states=False).values()
+
+    def call(*x):
+        return mlstm_chunkwise(*x, chunk_size=32, backend="xla")
+
+    mapped = jax.vmap(lambda *x: call(*(y[None] for y in x))[0])
+    for function in (call, mapped):
+        assert "length=14" in str(jax.make_jaxpr(function)(*x))
+    with for_device("cpu"):
+        assert "length=14" not in str(jax.make_jaxpr(call)(*x))
