@@ -195,7 +195,7 @@ def test_interpreted_mosaic_gpu_kernels_read_nothing_of_their_neighbours(S, DHQK
 
 @needs_mosaic_gpu
 def test_what_is_not_written_is_nan_when_interpreted_for_mosaic_gpu():
-    from mlstm_pallas.mosaic_gpu.launch import mosaic_call
+    from mlstm_pallas.mosaic_gpu.common.launch import mosaic_call
 
     options = dict(name="writes_half", grid={"program": 1}, warpgroups=1, interpret=True)
     run = mosaic_call(writes_half, outputs={"y": HALF}, scratch={}, **options)

@@ -223,7 +223,7 @@ for backend in ("mosaic_gpu", "mosaic_gpu_interpret"):
     run = functools.partial(mlstm_pallas.mlstm_chunkwise, backend=backend)
     with jax.sharding.use_abstract_mesh(H200):
         traced = str(jax.make_jaxpr(run)(x, x, x, gate, gate))
-    print("mpmd_map" in traced, "mlstm_pallas.mosaic_gpu.interpreter" in sys.modules)
+    print("mpmd_map" in traced, "mlstm_pallas.mosaic_gpu.common.interpreter" in sys.modules)
 """
 
 

@@ -43,7 +43,7 @@ from test_packed_sequences import ODD_ON_A_GPU, check_prompts
 from test_stages import launch_of
 
 from mlstm_pallas import KernelConfig
-from mlstm_pallas.mosaic_gpu.limits import HEADS
+from mlstm_pallas.mosaic_gpu.common.limits import HEADS
 from mlstm_pallas.problem.dimensions import make_problem
 from mlstm_pallas.stages.stage import Lowering
 

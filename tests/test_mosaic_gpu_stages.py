@@ -230,7 +230,7 @@ def test_small_stages(line):
 
 
 def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group():
-    from mlstm_pallas.mosaic_gpu.inline_mlir import groups_alone
+    from mlstm_pallas.mosaic_gpu.common.inline_mlir import groups_alone
 
     for S in (192, 200, 201, 255):
         for first in range(0, S, 64):
@@ -242,7 +242,7 @@ def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group():
 @pytest.mark.parametrize(("B", "NH", "num_splits"), [(2, 3, 1), (2, 1, 2)])
 def test_tiles_that_are_copied_by_groups_are_where_they_should_be(B, NH, num_splits):
     """The array, index by index, of a tile that is selected in two steps."""
-    from mlstm_pallas.mosaic_gpu.copies import head_of
+    from mlstm_pallas.mosaic_gpu.common.copies import head_of
 
     S, D, rows, columns = 102, 64, 16, 32
     p = Problem(B, NH * num_splits, S // num_splits, D, D, S // num_splits, 1.0)

@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from mosaic_gpu_cases import CASES, RACE
 from oracle import cotangents_for, gradients_of_call, needs_mosaic_gpu, random_inputs
 
-from mlstm_pallas.mosaic_gpu import copies, products
-from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_in, copy_out, ring_barriers
-from mlstm_pallas.mosaic_gpu.launch import (
+from mlstm_pallas.mosaic_gpu.common import copies, products
+from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_in, copy_out, ring_barriers
+from mlstm_pallas.mosaic_gpu.common.launch import (
     mosaic_call,
     one_of,
     plgpu,

@@ -37,7 +37,7 @@ from mlstm_pallas.formulas.gates import (
     two_sum,
 )
 from mlstm_pallas.formulas.tiles import blocks_over, loop, rounded_up
-from mlstm_pallas.mosaic_gpu.chunk_scans import (
+from mlstm_pallas.mosaic_gpu.common.chunk_scans import (
     LANES,
     STEPS,
     Scan,
@@ -48,8 +48,8 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
     scan_buffer,
     store_rows,
 )
-from mlstm_pallas.mosaic_gpu.launch import block, float32, mosaic_call, plgpu, unravel
-from mlstm_pallas.mosaic_gpu.limits import HopperTiles
+from mlstm_pallas.mosaic_gpu.common.launch import block, float32, mosaic_call, plgpu, unravel
+from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import InputGate, Problem, next_power_of_two
 from mlstm_pallas.stages.chunk_gates import Operands
 from mlstm_pallas.stages.stage import Launch

@@ -34,16 +34,16 @@ from mlstm_pallas.formulas.normaliser import (
     query_scale,
 )
 from mlstm_pallas.formulas.tiles import blocks, blocks_over, divide, each
-from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_out, head_of, ring_barriers
-from mlstm_pallas.mosaic_gpu.fragments import (
+from mlstm_pallas.mosaic_gpu.common import products
+from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_out, head_of, ring_barriers
+from mlstm_pallas.mosaic_gpu.common.fragments import (
     load_by_rows,
     rows_and_columns,
     tile_pairs,
     w_sum_shapes,
     write_tiles,
 )
-from mlstm_pallas.mosaic_gpu.launch import (
+from mlstm_pallas.mosaic_gpu.common.launch import (
     BY_COLUMNS,
     BY_ROWS,
     WG_ROWS,
@@ -59,9 +59,9 @@ from mlstm_pallas.mosaic_gpu.launch import (
     tile_transforms,
     unravel,
 )
-from mlstm_pallas.mosaic_gpu.limits import RingTiles
-from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel, persistent_call
-from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
+from mlstm_pallas.mosaic_gpu.common.limits import RingTiles
+from mlstm_pallas.mosaic_gpu.common.persistent import PersistentKernel, persistent_call
+from mlstm_pallas.mosaic_gpu.common.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients

@@ -28,8 +28,8 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.normaliser import query_scale
 from mlstm_pallas.formulas.tiles import blocks, blocks_over, each, loop, rounded_up
 from mlstm_pallas.mosaic_gpu import parallel_bw_dQKV_by_chunk as chunkwise
-from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copies import (
+from mlstm_pallas.mosaic_gpu.common import products
+from mlstm_pallas.mosaic_gpu.common.copies import (
     CopyRing,
     begins_within,
     copy_out,
@@ -37,14 +37,14 @@ from mlstm_pallas.mosaic_gpu.copies import (
     ring_barriers,
     write_out,
 )
-from mlstm_pallas.mosaic_gpu.fragments import (
+from mlstm_pallas.mosaic_gpu.common.fragments import (
     across_columns,
     across_rows,
     load_by_rows,
     tile_pairs,
     w_sum_shapes,
 )
-from mlstm_pallas.mosaic_gpu.launch import (
+from mlstm_pallas.mosaic_gpu.common.launch import (
     BY_COLUMNS,
     WG_ROWS,
     aligned,
@@ -59,8 +59,8 @@ from mlstm_pallas.mosaic_gpu.launch import (
     shared_tiles,
     unravel,
 )
-from mlstm_pallas.mosaic_gpu.limits import RingTiles
-from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel, persistent_call
+from mlstm_pallas.mosaic_gpu.common.limits import RingTiles
+from mlstm_pallas.mosaic_gpu.common.persistent import PersistentKernel, persistent_call
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands

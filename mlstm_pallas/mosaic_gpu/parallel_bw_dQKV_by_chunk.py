@@ -30,16 +30,16 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
 from mlstm_pallas.formulas.tiles import blocks_over, divide, each, loop, remainder, rounded_up
-from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_out, head_of, ring_barriers
-from mlstm_pallas.mosaic_gpu.fragments import (
+from mlstm_pallas.mosaic_gpu.common import products
+from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_out, head_of, ring_barriers
+from mlstm_pallas.mosaic_gpu.common.fragments import (
     across_columns,
     across_rows,
     load_by_rows,
     rows_and_columns,
     write_tiles,
 )
-from mlstm_pallas.mosaic_gpu.launch import (
+from mlstm_pallas.mosaic_gpu.common.launch import (
     BY_COLUMNS,
     BY_ROWS,
     WG_ROWS,
@@ -53,9 +53,9 @@ from mlstm_pallas.mosaic_gpu.launch import (
     plgpu,
     shared_tiles,
 )
-from mlstm_pallas.mosaic_gpu.limits import RingTiles
-from mlstm_pallas.mosaic_gpu.persistent import PersistentKernel
-from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
+from mlstm_pallas.mosaic_gpu.common.limits import RingTiles
+from mlstm_pallas.mosaic_gpu.common.persistent import PersistentKernel
+from mlstm_pallas.mosaic_gpu.common.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
 
 CHUNK = 128  # steps of a chunk

@@ -22,8 +22,8 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.formulas.tiles import blocks, each, loop
-from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copies import (
+from mlstm_pallas.mosaic_gpu.common import products
+from mlstm_pallas.mosaic_gpu.common.copies import (
     CopyRing,
     copy_in,
     copy_out,
@@ -31,7 +31,7 @@ from mlstm_pallas.mosaic_gpu.copies import (
     ring_barriers,
     write_out,
 )
-from mlstm_pallas.mosaic_gpu.fragments import (
+from mlstm_pallas.mosaic_gpu.common.fragments import (
     across_columns,
     decay_tile,
     load_by_rows,
@@ -39,7 +39,7 @@ from mlstm_pallas.mosaic_gpu.fragments import (
     rows_and_columns,
     score_operands,
 )
-from mlstm_pallas.mosaic_gpu.launch import (
+from mlstm_pallas.mosaic_gpu.common.launch import (
     BY_COLUMNS,
     BY_ROWS,
     WG_ROWS,
@@ -53,7 +53,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     shared_tiles,
     unravel,
 )
-from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, HopperTiles
+from mlstm_pallas.mosaic_gpu.common.limits import KERNEL_DTYPE, HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs

@@ -16,9 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copies import copy_in, copy_out, head_of
-from mlstm_pallas.mosaic_gpu.fragments import (
+from mlstm_pallas.mosaic_gpu.common import products
+from mlstm_pallas.mosaic_gpu.common.copies import copy_in, copy_out, head_of
+from mlstm_pallas.mosaic_gpu.common.fragments import (
     across_columns,
     decay_tile,
     load_by_rows,
@@ -26,7 +26,7 @@ from mlstm_pallas.mosaic_gpu.fragments import (
     rows_and_columns,
     score_operands,
 )
-from mlstm_pallas.mosaic_gpu.launch import (
+from mlstm_pallas.mosaic_gpu.common.launch import (
     BY_COLUMNS,
     BY_ROWS,
     WG_ROWS,
@@ -39,7 +39,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     shared_tiles,
     unravel,
 )
-from mlstm_pallas.mosaic_gpu.limits import HopperTiles
+from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
 from mlstm_pallas.stages.stage import Launch, ScaledRows, largest_block

@@ -33,8 +33,8 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.splits import heads_of_splits, split_states, splits_of
 from mlstm_pallas.formulas.tiles import blocks_over, loop, remainder, rounded_up
-from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copies import (
+from mlstm_pallas.mosaic_gpu.common import products
+from mlstm_pallas.mosaic_gpu.common.copies import (
     CopyRing,
     begins_within,
     copy_out,
@@ -42,8 +42,8 @@ from mlstm_pallas.mosaic_gpu.copies import (
     ring_barriers,
     write_out,
 )
-from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows, load_or_zeros
-from mlstm_pallas.mosaic_gpu.launch import (
+from mlstm_pallas.mosaic_gpu.common.fragments import across_columns, across_rows, load_or_zeros
+from mlstm_pallas.mosaic_gpu.common.launch import (
     BY_COLUMNS,
     BY_ROWS,
     WG_ROWS,
@@ -58,8 +58,8 @@ from mlstm_pallas.mosaic_gpu.launch import (
     unravel,
     write,
 )
-from mlstm_pallas.mosaic_gpu.limits import HEADS, HopperTiles
-from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
+from mlstm_pallas.mosaic_gpu.common.limits import HEADS, HopperTiles
+from mlstm_pallas.mosaic_gpu.common.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages import recurrent_bw_dC as dC

@@ -29,8 +29,8 @@ from mlstm_pallas.formulas.tiles import (
     remainder,
     rounded_up,
 )
-from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copies import (
+from mlstm_pallas.mosaic_gpu.common import products
+from mlstm_pallas.mosaic_gpu.common.copies import (
     CopyRing,
     begins_within,
     copy_out,
@@ -40,8 +40,8 @@ from mlstm_pallas.mosaic_gpu.copies import (
     store_transposed,
     write_out,
 )
-from mlstm_pallas.mosaic_gpu.fragments import across_rows, load_or_zeros
-from mlstm_pallas.mosaic_gpu.launch import (
+from mlstm_pallas.mosaic_gpu.common.fragments import across_rows, load_or_zeros
+from mlstm_pallas.mosaic_gpu.common.launch import (
     BY_COLUMNS,
     WG_ROWS,
     atom_columns,
@@ -54,7 +54,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     shared_tiles,
     unravel,
 )
-from mlstm_pallas.mosaic_gpu.limits import HopperTiles
+from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands

@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.gate_gradients import segmented_suffix_sum, through_tiles
 from mlstm_pallas.formulas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
 from mlstm_pallas.formulas.tiles import blocks, divide
-from mlstm_pallas.mosaic_gpu.chunk_scans import (
+from mlstm_pallas.mosaic_gpu.common.chunk_scans import (
     LANES,
     STEPS,
     Scan,
@@ -41,7 +41,7 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
     scan_buffer,
     store_rows,
 )
-from mlstm_pallas.mosaic_gpu.launch import (
+from mlstm_pallas.mosaic_gpu.common.launch import (
     WG_ROWS,
     aligned,
     float32,
@@ -50,7 +50,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     unravel,
     write,
 )
-from mlstm_pallas.mosaic_gpu.limits import HopperTiles
+from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.stage import Launch
 from mlstm_pallas.stages.step_gradients import Operands

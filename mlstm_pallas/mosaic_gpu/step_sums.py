@@ -22,10 +22,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.tiles import blocks, each, loop
-from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copies import copy_in, head_of
-from mlstm_pallas.mosaic_gpu.fragments import across_columns
-from mlstm_pallas.mosaic_gpu.launch import (
+from mlstm_pallas.mosaic_gpu.common import products
+from mlstm_pallas.mosaic_gpu.common.copies import copy_in, head_of
+from mlstm_pallas.mosaic_gpu.common.fragments import across_columns
+from mlstm_pallas.mosaic_gpu.common.launch import (
     atom_columns,
     block,
     float32,
@@ -37,7 +37,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     unravel,
     write,
 )
-from mlstm_pallas.mosaic_gpu.limits import HopperTiles
+from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.stage import Launch, largest_block
 from mlstm_pallas.stages.step_sums import Operands

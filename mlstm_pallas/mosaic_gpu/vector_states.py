@@ -24,8 +24,8 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.splits import split_states, splits_of
 from mlstm_pallas.formulas.tiles import blocks, loop
-from mlstm_pallas.mosaic_gpu.launch import block, float32, load, mosaic_call, plgpu, unravel
-from mlstm_pallas.mosaic_gpu.limits import HopperTiles
+from mlstm_pallas.mosaic_gpu.common.launch import block, float32, load, mosaic_call, plgpu, unravel
+from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.stage import Launch

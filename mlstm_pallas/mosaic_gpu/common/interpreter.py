@@ -29,7 +29,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.mosaic_gpu.interpretable import current
+from mlstm_pallas.mosaic_gpu.common.interpretable import current
 
 gpu_interpreter: Any = gpu_callbacks  # jax 0.10 lacks parts of it
 Region = list[tuple[Any, Any]]  # start and size along the first axes; all other axes are whole

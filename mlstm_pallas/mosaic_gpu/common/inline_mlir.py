@@ -24,7 +24,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
 from mlstm_pallas.formulas.tiles import remainder
-from mlstm_pallas.mosaic_gpu.launch import plgpu, tile_transforms
+from mlstm_pallas.mosaic_gpu.common.launch import plgpu, tile_transforms
 
 GROUP = 8  # rows per group
 THREADS = 128  # per warpgroup; all of them arrive on a barrier

@@ -12,10 +12,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.tiles import blocks_over, divide, each
-from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.copies import CopyRing, copy_out, head_of, write_out
-from mlstm_pallas.mosaic_gpu.launch import WG_ROWS, atom_columns, block, mosaic_call, plgpu, unravel
-from mlstm_pallas.mosaic_gpu.limits import RingTiles
+from mlstm_pallas.mosaic_gpu.common import products
+from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_out, head_of, write_out
+from mlstm_pallas.mosaic_gpu.common.launch import (
+    WG_ROWS,
+    atom_columns,
+    block,
+    mosaic_call,
+    plgpu,
+    unravel,
+)
+from mlstm_pallas.mosaic_gpu.common.limits import RingTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.stage import Launch
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.mosaic_gpu.interpretable import interpretable
-from mlstm_pallas.mosaic_gpu.launch import BY_COLUMNS, BY_ROWS, WG_ROWS, plgpu
+from mlstm_pallas.mosaic_gpu.common.interpretable import interpretable
+from mlstm_pallas.mosaic_gpu.common.launch import BY_COLUMNS, BY_ROWS, WG_ROWS, plgpu
 
 SUM_SCRATCH = 4 * WG_ROWS  # float32 elements, for ``sum_over_rows``
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.mosaic_gpu.launch import load, plgpu, write
+from mlstm_pallas.mosaic_gpu.common.launch import load, plgpu, write
 
 LANES = 128  # per warpgroup
 STEPS = 4  # per row

@@ -29,16 +29,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.tiles import divide, each, loop, remainder, rounded_up
-from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.inline_mlir import (
+from mlstm_pallas.mosaic_gpu.common import products
+from mlstm_pallas.mosaic_gpu.common.inline_mlir import (
     GROUP,
     copy_steps,
     groups_alone,
     inline_load_transposed,
     inline_store_transposed,
 )
-from mlstm_pallas.mosaic_gpu.interpretable import interpretable
-from mlstm_pallas.mosaic_gpu.launch import atom_columns, plgpu, unravel
+from mlstm_pallas.mosaic_gpu.common.interpretable import interpretable
+from mlstm_pallas.mosaic_gpu.common.launch import atom_columns, plgpu, unravel
 from mlstm_pallas.problem.dimensions import Problem
 
 

@@ -1,7 +1,7 @@
 """The parts of Pallas Mosaic GPU that the kernels share: launches, tile layouts and references.
 
 Only this module imports jax.experimental.pallas.mosaic_gpu, because its interface changes between
-versions of jax. It needs a Hopper GPU and jax >= 0.11.2. ``mosaic_gpu/products.py`` has the
+versions of jax. It needs a Hopper GPU and jax >= 0.11.2. ``mosaic_gpu/common/products.py`` has the
 products on the tensor cores.
 """
 
@@ -62,7 +62,7 @@ def mosaic_call(
 
         interpreter = None
         if interpret:
-            from mlstm_pallas.mosaic_gpu.interpreter import Interpreter
+            from mlstm_pallas.mosaic_gpu.common.interpreter import Interpreter
 
             interpreter = Interpreter(plgpu, name, warpgroups)
 

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.gate_gradients import TileSums
 from mlstm_pallas.formulas.normaliser import Normaliser
 from mlstm_pallas.formulas.tiles import LOG2_E, blocks, loop
-from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.launch import (
+from mlstm_pallas.mosaic_gpu.common import products
+from mlstm_pallas.mosaic_gpu.common.launch import (
     BY_COLUMNS,
     BY_ROWS,
     WG_ROWS,

@@ -1,0 +1,1 @@
+"""What the Mosaic GPU kernels share: copies, products, persistent CTAs, launches."""
