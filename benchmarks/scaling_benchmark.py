@@ -205,11 +205,11 @@ note          note
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
-    """Time and efficiency against the number of devices, a line for each mode and shape."""
+    """Time and efficiency against the number of devices, a line for each backend, mode and shape."""
 
     def label(row: Row) -> str:
         shape = str(Shape(*row["of"]))
-        return " ".join(filter(None, (row["mode"], shape, row.get("layout"))))
+        return " ".join(filter(None, (row["impl"], row["mode"], shape, row.get("layout"))))
 
     keys = "ms", "efficiency_pct"
     reporting.plot(rows, path, label, lambda row: row["devices"], keys=keys, xlabel="devices")
