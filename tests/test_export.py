@@ -2,8 +2,8 @@
 
 import hashlib
 import os
+import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -85,14 +85,14 @@ def test_processes_run_an_export_lower_alike_and_share_the_compilation_cache(tmp
     """Two processes, one after the other, load the export, run it with its gradients and compile
     with one cache."""
     pytest.importorskip("flatbuffers")
-    tests, x = Path(__file__).parent, INPUTS.values()
+    x = INPUTS.values()
     exported = export(function, *x, platform="cpu").serialize(vjp_order=1)
     (tmp_path / "exported").write_bytes(exported)
     np.savez(tmp_path / "inputs.npz", **INPUTS)
     settings = dict(JAX_PLATFORMS="cpu", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     entries = []
     for _ in range(2):
-        printed = run_python("-c", CHILD, tmp_path, tests, tests.parent, **settings).splitlines()
+        printed = run_python("-c", CHILD, tmp_path, *sys.path, **settings).splitlines()
         assert printed[-1] == hashlib.sha256(module_for_cuda().encode()).hexdigest()
         names = os.listdir(tmp_path / "cache")
         entries.append({name for name in names if not name.endswith("atime")})
