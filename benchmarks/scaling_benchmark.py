@@ -205,7 +205,7 @@ note          note
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
-    """Time and efficiency against the number of devices, a line for each backend, mode and shape."""
+    """Time and efficiency against the number of devices, by backend, mode and shape."""
 
     def label(row: Row) -> str:
         shape = str(Shape(*row["of"]))
