@@ -11,11 +11,12 @@ r"""Generates text with an xLSTM checkpoint of transformers or xlstm, such as NX
         --prompt_length=1024 --new_tokens=512 --spread=32    # answers of 16 to 512 tokens
 
 A prefill reads packed prompts. The tokens that follow come from one compiled loop per
---stream_every tokens. A single prompt is streamed: a loop runs while the tokens of the loop before
-are printed. Of several prompts, --slots are answered at a time. The next one starts when an answer
-has ended (--batching=fixed: when all have). Answers are written as they end, each with the number
-of its prompt: as "[NUMBER] TEXT", or with --output as a line of JSON. Each --prompt counts from 0,
-then each line of the file, which ends with \n or \r\n; an empty line counts and has no answer.
+--stream_every steps of the model. A single prompt is streamed: a loop runs while the tokens of the
+loop before are printed. Of several prompts, --slots are answered at a time. The next one starts
+when an answer has ended (--batching=fixed: when all have). Answers are written as they end, each
+with the number of its prompt: as "[NUMBER] TEXT", or with --output as a line of JSON. Each --prompt
+counts from 0, then each line of the file, which ends with \n or \r\n; an empty line counts and has
+no answer.
 Ctrl-C keeps the answers that are there.
 
 --draft=7 drafts up to seven tokens per step, those that followed the last two tokens where they
@@ -96,7 +97,7 @@ for kind, *definition in (
     ("enum", "dtype", "bfloat16", DTYPES, "Type of the weights."),
     ("integer", "devices", 1, "The heads are split over them.", 1),
     # The host needs a thousandth of a second between two loops, and 16 tokens take 60 or more.
-    ("integer", "stream_every", 16, "Tokens per loop.", 1),
+    ("integer", "stream_every", 16, "Steps of the model per loop.", 1),
     ("integer", "draft", 0, "Tokens to draft from the text so far; 0: none.", 0, 7),
     ("boolean", "benchmark", False, "Measure, and print one row of JSON."),
     ("integer", "batch", 1, "Number of random prompts.", 1),
@@ -222,10 +223,10 @@ def generate_with_drafts(
     model: Model, states: list[Any], token: np.ndarray, new_tokens: int
 ) -> Iterator[np.ndarray]:
     """As ``generate`` of one prompt; a call of the model checks --draft tokens."""
-    T, calls = 1 + FLAGS.draft, -(-FLAGS.stream_every // (1 + FLAGS.draft))
+    T, calls = 1 + FLAGS.draft, FLAGS.stream_every
     [prompt] = model.prompts.values()
     known, accepted = [*prompt, *token.tolist()], np.zeros(1, np.int32)
-    text = jnp.array([known + [0] * (new_tokens + 2 * calls * T)], jnp.int32)
+    text = jnp.array([known + [0] * (new_tokens + calls * T)], jnp.int32)
     length, count, end = np.array([len(known)], np.int32), 0, len(known) + new_tokens
     while length[0] < end:
         before, loop = int(length[0]), (model.config, calls, T, model.params)

@@ -326,3 +326,9 @@ def masked_load(ref: Any, mask: Array | None) -> Array:
 
 def masked_store(ref: Any, x: Array, mask: Array | None) -> None:
     plgpu.store(ref, x, mask=mask)
+
+
+def barrier(call: Launch) -> None:
+    """All threads of the CTA read after it what any has stored before it."""
+    if not call.interpret:
+        plgpu.debug_barrier()

@@ -1,7 +1,7 @@
 """ring_step in Triton: two launches.
 
-ring_scores has one CTA per head. It reads n and the ring's k and gates, which are small, stores the
-new tokens in the ring, flushes n and m, and advances the counters, all in place. It leaves the
+ring_scores has one CTA per head. It stores the new tokens in the ring, reads n and the ring's k and
+gates, which are small, flushes n and m, and advances the counters, all in place. It leaves the
 weights of the values, of C and of the flush to the second launch, which repeats no score.
 
 ring_read, grid (ceil(DHV / siz_b_DHHV), B * NH), with slots (ceil(DHV / siz_b_DHHV), NH, B): a CTA
@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
-from mlstm_pallas.formulas.tiles import blocks_over, divide, dot, each, loop
+from mlstm_pallas.formulas.tiles import block_at, blocks_over, dot, each, loop, sum_of
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_step import rounded
@@ -36,6 +36,7 @@ from mlstm_pallas.stages.ring_step import (
 )
 from mlstm_pallas.stages.stage import Launch
 from mlstm_pallas.triton.launch import (
+    barrier,
     floats,
     kernel_call,
     masked_load,
@@ -55,17 +56,11 @@ from mlstm_pallas.triton.recurrent_step import (
 class Weights(NamedTuple):
     """What ring_scores leaves to ring_read, per head; T is padded to 16 or more."""
 
-    vecRing: Any  # (T, 2 L), of the ring's values in h
-    vecNew: Any  # (T, T), of the new tokens' values in h
+    vecRing: Any  # (T, 2 L), of the ring's values in h, with the new tokens'
     scaState: Any  # (T,), of C^T q in h
     vecFlush: Any  # (2 L,), of k v^T in C
     scaDecay: Any  # (), of C in the flush
     counters: Any  # (4,), the row of the oldest token, the tokens, whether the head flushes
-
-
-def _tokens(T):
-    """A slice of the tokens, and their mask: one, or 16 and more for a product."""
-    return (pl.ds(0, 1), None) if T == 1 else whole(T)
 
 
 def _ring_scores_kernel(*, slots, **head):
@@ -104,82 +99,62 @@ def _scores(
     normaliser,
     **weights,  # out
 ):
-    out = Weights(**weights)
+    out, compiled = Weights(**weights), not call.interpret
     (T, DHQK), size, scale = matQ.shape, ringI.shape[-1], call.problem.qk_scale
-    L, at, stabilised = size // 2, row or ..., scaM is not None
+    L, at, stabilised, ring = size // 2, row or ..., scaM is not None, pl.ds(0, size)
     first, drafts = start[at], None if accepted is None else accepted[...]
     old = fill[at] + pending_tokens(pending[at], drafts)
-    ring, (new, in_new) = pl.ds(0, size), _tokens(T)
+    rings = (ringK_new, matK), (ringV_new, matV), (ringI_new, vecI), (ringF_new, vecF)
+    _store_tokens(row, first + old, T, rings)
+    barrier(call)
     age = ages(lax.iota(jnp.int32, size), first, size)
-    held = age < old
-
-    def log_gates_of(refs, mask):
-        i, f = (masked_load(ref, mask).astype(jnp.float32) for ref in refs)
-        log_i, log_f = log_gates(i, f, stabilised)
-        if mask is None:
-            return log_i, log_f
-        return jnp.where(mask, log_i, -jnp.inf), jnp.where(mask, log_f, 0.0)
-
-    gates: Any = log_gates_of((ringI.at[(*row, ring)], ringF.at[(*row, ring)]), held)
-    new_gates = log_gates_of((vecI.at[new], vecF.at[new]), in_new)
+    i, f = (masked_load(ref.at[(*row, ring)], age < old + T) for ref in (ringI_new, ringF_new))
+    log_i, log_f = log_gates(i, f, stabilised)
     m = scaM[at].astype(jnp.float32) if stabilised else None
     block = min(at_least_a_tile(DHQK), 64)
     num_blocks = blocks_over(DHQK, block)
 
-    def load(ik):
-        columns, inside = masked_block(ik, block, DHQK)
-        K = masked_load(ringK.at[(*row, ring, columns)], outer_mask(held, inside))
-        n = masked_load(vecN.at[(*row, columns)], inside).astype(jnp.float32)
-        q, k = (
-            masked_load(ref.at[(new, columns)], outer_mask(in_new, inside)) for ref in (matQ, matK)
-        )
-        return q, K, k, n
+    def load(ref, columns, rows, mask):
+        return masked_load(ref.at[(*rows, columns)], mask).astype(jnp.float32)
 
-    def product(q, K):
-        if T > 1:
-            return _product(q, K, call, b_axis=1)
-        return jnp.sum(q.astype(jnp.float32) * K.astype(jnp.float32), axis=1)[None, :]
+    def load_K(columns, inside, end):
+        """Columns of the ring's tokens before one."""
+        return load(ringK_new, columns, (*row, ring), outer_mask(age < end, inside))
 
-    def add(ik, sums):
-        q, K, k, n = load(ik)
-        of_ring, of_new, of_n = sums
-        return (
-            of_ring + product(q, K),
-            of_new + product(q, k),
-            of_n + jnp.sum(q.astype(jnp.float32) * n[None, :], axis=1),
-        )
+    @each(T)
+    def _(t):
+        end = old + t + 1
 
-    shapes = (new.size, size), (new.size, new.size), (new.size,)
-    sums = loop(num_blocks, add, tuple(jnp.zeros(x, jnp.float32) for x in shapes))
-    of_ring, of_new, w0, m_t = _step_weights(gates, new_gates, age, m)
-    of_ring, of_new = scale * sums[0] * of_ring, scale * sums[1] * of_new
-    of_new = jnp.where(_causal(new.size), of_new, 0.0)  # of a later k, which may be NaN
-    w0 = scale * w0
-    if normaliser is not None:
-        z = w0 * sums[2] + jnp.sum(of_ring, axis=1) + jnp.sum(of_new, axis=1)
-        inverse = normaliser.reciprocal(z, m_t)
-        of_ring, of_new = (x * inverse[:, None] for x in (of_ring, of_new))
-        w0 = w0 * inverse
-    out.vecRing[...], out.vecNew[...], out.scaState[...] = of_ring, of_new, w0
+        def scores_of(ik):
+            columns, inside = masked_block(ik, block, DHQK)
+            q = load(matQ, columns, (t,), inside)
+            return jnp.sum(q[None, :] * load_K(columns, inside, end), axis=1)
+
+        scores, (columns, inside) = sum_of(num_blocks, scores_of, (size,)), whole(DHQK)
+        of_n = jnp.sum(load(matQ, columns, (t,), inside) * load(vecN, columns, row, inside))
+        w0, w, m_t = ring_weights(log_i, log_f, age, m, end)
+        scores, w0 = scale * w * scores, scale * w0
+        if normaliser is not None:
+            inverse = normaliser.reciprocal(w0 * of_n + jnp.sum(scores), m_t)
+            scores, w0 = scores * inverse, w0 * inverse
+        out.vecRing[t, ring], out.scaState[t] = scores, w0
+
     full = old >= L
-    for j, x in enumerate((first, old, full.astype(jnp.int32))):
+    for j, x in enumerate((first, old + T, full.astype(jnp.int32))):
         out.counters[j] = x
 
     @pl.when(full)
     def flush():
-        compiled = not call.interpret
         w0, w, m_new = ring_weights(
-            gates[0], gates[1], age, m, L, lambda x: rounded(x, scaM_new.dtype, compiled=compiled)
+            log_i, log_f, age, m, L, lambda x: rounded(x, scaM_new.dtype, compiled=compiled)
         )
         out.vecFlush[...], out.scaDecay[...] = w, w0
 
         @each(num_blocks)
         def _(ik):
             columns, inside = masked_block(ik, block, DHQK)
-            _, K, _, n = load(ik)
-            # Not a product with w, which is 0 at the other rows: their k may be NaN.
-            added = jnp.where((age < L)[:, None], w[:, None] * K.astype(jnp.float32), 0.0)
-            n = w0 * n + jnp.sum(added, axis=0)
+            added = jnp.sum(w[:, None] * load_K(columns, inside, L), axis=0)
+            n = w0 * load(vecN, columns, row, inside) + added
             masked_store(vecN_new.at[(*row, columns)], n.astype(vecN_new.dtype), inside)
 
         if scaM_new is not None:
@@ -188,52 +163,20 @@ def _scores(
 
     fill_new[at] = jnp.where(full, old - L, old)
     pending_new[at] = jnp.int32(T)
-    vectors = (ringK_new, matK), (ringV_new, matV)
-    _store_tokens(row, first + old, T, vectors, ((ringI_new, vecI), (ringF_new, vecF)))
 
 
-def _store_tokens(row, first, T, vectors, gates):
-    """Stores T tokens in the ring from a row on; vectors, gates: pairs of the ring's and theirs."""
-    stores, size = [], gates[0][0].shape[-1]
+def _store_tokens(row, first, T, operands):
+    """Stores T tokens in the ring from a row on; operands: pairs of the ring's and the tokens'."""
+    stores, (size, _) = [], operands[0][0].shape[-2:]
     for t in range(T):
-        to, at_t = (first + t) & jnp.int32(size - 1), jnp.full((), t, jnp.int32)
-        for ref, x in vectors:
-            part, inside = whole(x.shape[-1])
-            token = masked_load(x.at[(at_t, part)], inside)
-            stores.append((ref.at[(*row, to, part)], token, inside))
-        for ref, x in gates:
-            stores.append((ref.at[(*row, to)], x[at_t].astype(ref.dtype), None))
+        to, at = (first + t) & jnp.int32(size - 1), jnp.int32(t)
+        for ref, x in operands:
+            part, inside = whole(x.shape[1]) if len(x.shape) > 1 else (None, None)
+            columns = () if part is None else (part,)
+            token = masked_load(x.at[(at, *columns)], inside)
+            stores.append((ref.at[(*row, to, *columns)], token.astype(ref.dtype), inside))
     for store in stores:  # after all loads, which thus wait once
         masked_store(*store)
-
-
-def _causal(size, distance=0):
-    t = lax.broadcasted_iota(jnp.int32, (size, size), 0)
-    return t >= lax.broadcasted_iota(jnp.int32, (size, size), 1) + distance
-
-
-def _step_weights(gates, new_gates, age, m):
-    """Of the ring (T, 2 L), of the new tokens (T, T) and of C (T,), and m_t (T,)."""
-    (log_i, log_f), (new_i, new_f) = gates, new_gates
-    younger = age[None, :] > age[:, None]
-    since = jnp.sum(jnp.where(younger, jnp.broadcast_to(log_f[None, :], younger.shape), 0.0), 1)
-    decay, causal = new_f, _causal(new_f.size)
-    if new_f.size > 1:
-        decay = jnp.cumsum(new_f)  # since the newest token of the ring
-    of_ring = (log_i + since)[None, :] + decay[:, None]
-    of_new = jnp.broadcast_to(new_i[None, :], causal.shape)
-    if new_f.size > 1:
-        steps = jnp.broadcast_to(new_f[:, None], causal.shape)
-        of_new += jnp.cumsum(jnp.where(_causal(new_f.size, 1), steps, 0.0), axis=0)
-        of_new = jnp.where(causal, of_new, -jnp.inf)
-    carried = jnp.sum(log_f) + decay
-    m_t = m_safe = jnp.zeros_like(carried)
-    if m is not None:
-        carried = carried + m
-        m_t = jnp.maximum(carried, jnp.maximum(jnp.max(of_ring, axis=1), jnp.max(of_new, axis=1)))
-        m_safe = jnp.where(m_t == -jnp.inf, 0.0, m_t)
-    of_ring, of_new = (jnp.exp(x - m_safe[:, None]) for x in (of_ring, of_new))
-    return of_ring, of_new, jnp.exp(carried - m_safe), m_t
 
 
 def _ring_read_kernel(*, slots, **head):
@@ -262,7 +205,6 @@ def _read(
     ringK,  # (2 L, DHQK)
     ringV,  # (2 L, DHV)
     matQ,  # (T, DHQK)
-    matV,  # (T, DHV)
     matH,  # out (T, DHV)
     matC_new,  # out (DHQK, DHV), in place of C
     *,
@@ -294,43 +236,23 @@ def _read(
         C, q = loaded
         return total + product(q, C)
 
-    # The first block of C is loaded before anything waits. Until it comes, the values are added.
-    shape = (siz_b_DHHV,) if one else (tokens.size, siz_b_DHHV)
-    loaded = load(zero)
+    # The first block of C is loaded before anything waits, the values while the last one arrives.
+    carry = load(zero), jnp.zeros((siz_b_DHHV,) if one else (tokens.size, siz_b_DHHV), jnp.float32)
     start, filled, flushes = (x.counters[j] for j in range(3))
-    # Blocks of the ring from the oldest token on; both halves of a short ring are one block.
-    block = min(size, 16)
-    first, end = (start, filled) if size > block else (0, block)
-
-    def rows_at(index):
-        return pl.ds((first + index * block) & (size - 1), block)
-
-    def values(rows, used):
-        return masked_load(ringV.at[(*row, rows, columns)], outer_mask(used, in_columns))
-
-    def add_values(index, h):
-        rows = rows_at(index)
-        age = ages(rows.start + lax.iota(jnp.int32, block), start, size)
-        return h + product(x.vecRing[tokens, rows], values(rows, age < filled))
-
-    if one:
-        V = masked_load(matV.at[(zero, columns)], in_columns)
-        h = x.vecNew[zero, zero] * V.astype(jnp.float32)
-    else:
-        V = masked_load(matV.at[(tokens, columns)], outer_mask(in_tokens, in_columns))
-        h = product(x.vecNew[tokens, tokens], V)
-    h = loop(divide(end + block - 1, block), add_values, h)
-    weight = x.scaState[tokens]
-    carry = loaded, jnp.zeros(shape, jnp.float32)
     if num_blocks > 1:
         carry = loop(num_blocks - 1, lambda ik, x: (load(ik + 1), add(*x)), carry)
-    h += (weight if one else weight[:, None]) * add(*carry)
+    held = ages(lax.iota(jnp.int32, size), start, size) < filled
+    ring = pl.ds(0, size)
+    V = masked_load(ringV.at[(*row, ring, columns)], outer_mask(held, in_columns))
+    w = masked_load(x.vecRing.at[(tokens, ring)], None if one else outer_mask(in_tokens, None))
+    w_state = masked_load(x.scaState.at[tokens], in_tokens)
+    h = product(w, V) + (w_state if one else w_state[:, None]) * add(*carry)
     inside = in_columns if one else outer_mask(in_tokens, in_columns)
     masked_store(matH.at[(tokens, columns)], h.astype(matH.dtype), inside)
 
     @pl.when(flushes != 0)
     def flush():
-        decay = x.scaDecay[...]
+        decay, block = x.scaDecay[...], min(size, 32)
 
         @each(num_blocks)
         def _(ik):
@@ -339,13 +261,13 @@ def _read(
             C = masked_load(matC.at[(*row, K_rows, columns)], inside).astype(jnp.float32)
 
             def add_outer(index, C):
-                rows = rows_at(index)
+                rows = block_at(index, block)
                 w = x.vecFlush[rows]
                 K = masked_load(ringK.at[(*row, rows, K_rows)], outer_mask(w != 0, in_rows))
-                V = values(rows, w != 0).astype(jnp.float32) * w[:, None]
-                return C + _product(K, V, call, a_axis=0)
+                V = masked_load(ringV.at[(*row, rows, columns)], outer_mask(w != 0, in_columns))
+                return C + _product(K, V.astype(jnp.float32) * w[:, None], call, a_axis=0)
 
-            C = loop(max(size // 2 // block, 1), add_outer, decay * C)
+            C = loop(size // block, add_outer, decay * C)
             masked_store(matC_new.at[(*row, K_rows, columns)], C.astype(matC_new.dtype), inside)
 
 
@@ -382,7 +304,7 @@ def ring_step(
 ) -> tuple[Any, ...]:
     """Runs the stage: ``stages/ring_step.py``."""
     *heads, T, _ = x.matQ.shape
-    DHV, size, padded = x.matV.shape[-1], x.ringI.shape[-1], _tokens(T)[0].size
+    DHV, size = x.matV.shape[-1], x.ringI.shape[-1]
     token, states, grid = "b", "b", call.tiles.grid(call.problem)
     if x.slots is not None:  # b is an entry, c a head
         token, states, grid = "bc", "0c", (grid[0], call.problem.NH, call.problem.B)
@@ -391,9 +313,8 @@ def ring_step(
     at |= dict.fromkeys(("ringI", "ringF"), states + "0")
     at |= dict.fromkeys(("start", "fill", "pending"), states)
     weights = Weights(
-        (floats(*heads, padded, size), token + "00"),
-        (floats(*heads, padded, padded), token + "00"),
-        (floats(*heads, padded), token + "0"),
+        (floats(*heads, T, size), token + "00"),
+        (floats(*heads, T), token + "0"),
         (floats(*heads, size), token + "0"),
         (floats(*heads), token),
         (jax.ShapeDtypeStruct((*heads, 4), jnp.int32), token + "0"),
@@ -423,7 +344,7 @@ def ring_step(
         _ring_read_kernel,
         dict(matC=(x.matC, states + "00"))
         | {name: (y[f"{name}_new"], axes) for name, axes in matrices.items()}
-        | operands(x, matQ=token + "00", matV=token + "00")
+        | operands(x, matQ=token + "00")
         | {name: (y[name], axes) for name, (_, axes) in weights.items()}
         | dict(slots=(x.slots, "b")),
         of_C,
@@ -439,10 +360,11 @@ def ring_step(
 class Tiles(StepTiles):
     """A CTA of ring_read has one block of C in use and the next in flight."""
 
-    score_warps: int = 4  # of ring_scores
+    score_warps: int = 2  # of ring_scores
 
     @classmethod
     def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **asked: Any) -> Self:
         """Few CTAs have narrow blocks, so that there are more of them, with all rows in flight."""
-        enough = gpu.filled_by(math.prod(cls().grid(p)), 12)
-        return cls() if enough else cls(256, 32)
+        if not gpu.filled_by(math.prod(cls().grid(p)), 12):
+            return cls(256, 32)
+        return cls(128, 32) if p.S == 1 and dtype.itemsize > 2 else cls()
