@@ -120,7 +120,7 @@ def test_gradients_of_active_chunks(heads, tiles):
     """All CTAs share the items of the active chunk, even if they are few; in the other chunk every
     column is cleared, and undefined operands reach nothing."""
     x, active = case("bfloat16", 128, 256, (1, 1), *heads), np.array([[True, False]])
-    live, inputs = ChunkList(None, Entries(None, np.int32(128 * active))), dict(x.inputs)
+    live, inputs = ChunkList(None, Entries(None, np.int32(128 * active)), None), dict(x.inputs)
     for name in ("matC_states", "matDeltaC_states"):
         inputs[name] = inputs[name].at[:, 1].set(jnp.nan)
     if heads[0] <= 128:

@@ -39,6 +39,7 @@ class Entries(NamedTuple):
 class ChunkList(NamedTuple):
     parts: Parts
     entries: Entries
+    part_of_entries: Array  # (B * NH, NC) int32
 
     @property
     def N(self) -> int:
@@ -63,10 +64,6 @@ class ChunkList(NamedTuple):
         live = self.live.reshape(-1)
         order = jnp.argsort(~live, stable=True).astype(jnp.int32)
         return jnp.sum(live, dtype=jnp.int32, keepdims=True), order
-
-    def part_of_entries(self) -> Array:
-        """The part of each entry, (B * NH, NC) int32."""
-        return _part_of_entries(self.parts.first[:, : self.N + 1], self.NC)
 
     def gates(
         self, i: Array, f: Array, starts: Any, m: Array, L: int
@@ -150,11 +147,6 @@ def state_of(p: Problem, N: int, head: Array, part: Array) -> Array:
     return (divide(head, p.NH) * N + segment) * p.NH + remainder(head, p.NH)
 
 
-def _part_of_entries(first: Array, NC: int) -> Array:
-    entries = lax.broadcasted_iota(jnp.int32, (1, NC, 1), 1)
-    return jnp.sum(first[:, None, 1:] - 1 <= entries, axis=-1, dtype=jnp.int32)
-
-
 def num_entries(S: int, N: int, L: int) -> int:
     """The entries of the list of a row of S steps with N segments.
 
@@ -179,18 +171,18 @@ def of_segments(ends: Array, end: Array, S: int, L: int) -> ChunkList:
     )
     counts = lax.div(begins[:, 1:] - begins[:, :-1] + np.int32(L - 1), np.int32(L))
     first = jnp.cumsum(counts + 1, axis=1, dtype=jnp.int32) - counts
-    first = jnp.pad(first, [(0, 0), (0, 1)])
-    NC = num_entries(S, N, L)
-    part = _part_of_entries(first[:, : N + 1], NC)
+    entry = lax.broadcasted_iota(jnp.int32, (1, num_entries(S, N, L)), 1)
+    begun = first[:, None, 1 : N + 1] - 1 <= entry[..., None]
+    part = jnp.sum(begun, axis=-1, dtype=jnp.int32)
 
     def of_part(x: Array) -> Array:
         return jnp.take_along_axis(x, part, axis=1)
 
-    chunk = lax.broadcasted_iota(jnp.int32, (1, NC), 1) - of_part(first)
+    chunk = entry - of_part(first)
     steps = of_part(begins) + chunk * L
     sizes = jnp.where(chunk < 0, 0, jnp.clip(of_part(begins[:, 1:]) - steps, 0, L))
     entries = Entries(jnp.where(sizes > 0, steps, 0), sizes)
-    return ChunkList(Parts(begins, first), entries)
+    return ChunkList(Parts(begins, jnp.pad(first, [(0, 0), (0, 1)])), entries, part)
 
 
 def of_lengths(lengths: Array, S: int, p: Problem) -> ChunkList:
@@ -202,10 +194,8 @@ def of_lengths(lengths: Array, S: int, p: Problem) -> ChunkList:
       lengths: (B * NH,) int32, of the segments.
       S: steps of a row.
     """
-    L, NC = p.L, p.NC
-    zeros, ones = jnp.zeros_like(lengths), jnp.ones_like(lengths)
-    begins = jnp.stack([zeros, lengths, lengths, S * ones], axis=1)
-    first = jnp.stack([zeros, (NC + 1) * ones, zeros, zeros], axis=1)
-    steps = lax.broadcasted_iota(jnp.int32, (len(lengths), NC), 1) * L
-    sizes = jnp.clip(lengths[:, None] - steps, 0, L)
-    return ChunkList(Parts(begins, first), Entries(steps, sizes))
+    zeros = jnp.zeros_like(lengths)
+    begins = jnp.stack([zeros, lengths, lengths, jnp.full_like(lengths, S)], axis=1)
+    steps = lax.broadcasted_iota(jnp.int32, (len(lengths), p.NC), 1) * p.L
+    entries = Entries(steps, jnp.clip(lengths[:, None] - steps, 0, p.L))
+    return ChunkList(Parts(begins, jnp.zeros_like(begins)), entries, jnp.zeros_like(steps))

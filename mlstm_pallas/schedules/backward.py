@@ -262,7 +262,7 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
         entering = jnp.zeros_like(n[..., :1]).at[rows, at].set(1.0)
         operands = vector_states.Operands(entering, gates.scaGamma, x.n_initial[:, :1])
         decay, _ = vector_states.vector_states(operands, **backward, call=plain(p))
-        part = lax.min(chunks.part_of_entries(), np.int32(chunks.N - 1))
+        part = lax.min(chunks.part_of_entries, np.int32(chunks.N - 1))
         return (C.astype(decay.dtype) + decay[..., None] * states[rows, part]).astype(C.dtype)
 
     C = first.states.matC_states

@@ -59,7 +59,7 @@ def recurrent_fw_H(
         C = x.matC_initial.reshape(p.B, chunks.N, p.NH, *shape[2:])
         C = jnp.swapaxes(C, 1, 2).reshape(shape)
     q, v = (chunks.gather(y, p.L) for y in (x.matQ, x.matV))
-    parts, sizes = chunks.part_of_entries(), chunks.entries.sizes
+    parts, sizes = chunks.part_of_entries, chunks.entries.sizes
     C = jnp.pad(C, [(0, 0), (0, 1), (0, 0), (0, 0)])  # the rest
 
     def step(states: Array, chunk: Any) -> tuple[Array, Any]:
