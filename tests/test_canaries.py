@@ -151,8 +151,8 @@ def test_what_is_not_written_is_nan_when_interpreted():
 def copies_some(x, y, call=None):
     """Rows 24 to 27 of 0 to 27, and what is read of rows 24 to 39; the arrays have 24 columns."""
     rows, end = pl.ds(24, 16), np.int32(28)
-    read = launch.up_to(end, x, call)[rows, :]
-    launch.up_to(end, y, call)[rows, :] = read
+    read = launch.up_to(end, x)[rows, :]
+    launch.up_to(end, y)[rows, :] = read
     y[pl.ds(0, 16), :] = read
 
 

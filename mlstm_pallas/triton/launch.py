@@ -143,7 +143,7 @@ def kernel_call(
     ]
 
     def body(*refs):
-        guarded = functools.partial(_guarded, grid, call.interpret)
+        guarded = functools.partial(_guarded, grid)
         refs = jax.tree.map(guarded, [*refs], blocks, arrays)
         kernel(**dict(zip(all_operands, refs, strict=True)), call=call, **statics)
 
@@ -219,13 +219,10 @@ class _PartialBlock:
 
     Attributes:
       ends: how many of the block's rows, columns, ... the array has; None: all.
-      interpret: whether the kernel is interpreted, where jax has no masked writes under
-        jax_enable_x64.
     """
 
     ref: Any
     ends: tuple[Any, ...]
-    interpret: bool
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.ref, name)
@@ -236,46 +233,34 @@ class _PartialBlock:
         pairs = zip(self.ref.shape, self.ends, strict=True)
         return tuple(min(size, end) if isinstance(end, int) else size for size, end in pairs)
 
-    def _part(self, index: Any) -> tuple[Any, tuple[Any, ...], Array | None]:
-        """The reference to a part of the block, its indices, and which elements the array has."""
-        part = self.ref.at[index]
-        indices, masks = part.transforms[-1].indices, []
-        axes = [(x, end) for x, end in zip(indices, self.ends, strict=True) if _is_slice(x)]
-        for axis, (x, end) in enumerate(axes):
-            static = isinstance(x.start, int) and isinstance(end, int)
-            if end is None or (static and x.start + x.size <= end):
-                continue
-            inside = x.start + lax.iota(np.int32, x.size) < end
-            others = [other for other in range(len(axes)) if other != axis]
-            masks.append(jnp.expand_dims(inside, others))
+    def _part(self, index: Any) -> tuple[Any, Array | None]:
+        """The reference to a part of the block, and which of its elements the array has."""
+        indices, masks = [*self.ref.at[index].transforms[-1].indices], []
+        slices = [axis for axis, x in enumerate(indices) if isinstance(x, pl.Slice)]
+        for axis in slices:
+            start, size, end = indices[axis].start, indices[axis].size, self.ends[axis]
+            # The interpreter's masked stores need starts of one dtype.
+            first = lax.convert_element_type(start, np.int32)
+            indices[axis] = pl.ds(first, size)
+            static = isinstance(start, int) and isinstance(end, int)
+            if end is not None and not (static and start + size <= end):
+                inside = first + lax.iota(np.int32, size) < end
+                others = [n for n, other in enumerate(slices) if other != axis]
+                masks.append(jnp.expand_dims(inside, others))
+        part = self.ref.at[tuple(indices)]
         if not masks:
-            return part, indices, None
-        return part, indices, jnp.broadcast_to(functools.reduce(operator.and_, masks), part.shape)
+            return part, None
+        return part, jnp.broadcast_to(functools.reduce(operator.and_, masks), part.shape)
 
     def __getitem__(self, index: Any) -> Array:
-        part, _, inside = self._part(index)
-        return masked_load(part, inside)
+        return masked_load(*self._part(index))
 
     def __setitem__(self, index: Any, x: Array) -> None:
-        part, (rows, *_), inside = self._part(index)
-        if inside is None:
-            self.ref[index] = x
-        elif self.interpret:
-            if _is_slice(rows):
-                # The interpreter moves rows that reach beyond the block up to the block's end.
-                end = rows.start + rows.size
-                moved = lax.max(end - np.int32(self.ref.shape[0]), np.int32(0))
-                x, inside = jnp.roll(x, moved, axis=0), jnp.roll(inside, moved, axis=0)
-            self.ref[index] = jnp.where(inside, x, self.ref[index])
-        else:
-            masked_store(part, x, inside)
+        part, inside = self._part(index)
+        masked_store(part, x, inside)
 
 
-def _is_slice(index: Any) -> bool:
-    return isinstance(index, pl.Slice)
-
-
-def _guarded(grid: tuple[int, ...], interpret: bool, ref: Any, spec: Any, x: Any) -> Any:
+def _guarded(grid: tuple[int, ...], ref: Any, spec: Any, x: Any) -> Any:
     """The reference to a block of x, guarded along axes that blocks reach beyond."""
     axes = [axis for axis, size in enumerate(spec.block_shape) if isinstance(size, int)]
 
@@ -294,13 +279,13 @@ def _guarded(grid: tuple[int, ...], interpret: bool, ref: Any, spec: Any, x: Any
     current = first_of_block(*(pl.program_id(axis) for axis in range(len(grid))))
     each = zip(axes, current, beyond, strict=True)
     ends = tuple(x.shape[axis] - first if reaches else None for axis, first, reaches in each)
-    return _PartialBlock(ref, ends, interpret)
+    return _PartialBlock(ref, ends)
 
 
-def up_to(end: Array, ref: Any, call: Launch) -> Any:
+def up_to(end: Array, ref: Any) -> Any:
     """The reference to a block, of which only the rows before ``end`` are read and written."""
     if not isinstance(ref, _PartialBlock):
-        ref = _PartialBlock(ref, (None,) * len(ref.shape), call.interpret)
+        ref = _PartialBlock(ref, (None,) * len(ref.shape))
     rows, *others = ref.ends
     end = end if rows is None else lax.min(end, jnp.int32(rows))
     return dataclasses.replace(ref, ends=(end, *others))
@@ -316,7 +301,7 @@ def rows_of_entry(entry: Any, call: Launch, *refs: Any) -> tuple[Any, ...]:
         return slice(None), *refs
     start = entry.steps[...]
     end = start + entry.sizes[...]
-    return pl.ds(start, call.problem.L), *(up_to(end, ref, call) for ref in refs)
+    return pl.ds(start, call.problem.L), *(up_to(end, ref) for ref in refs)
 
 
 def masked_load(ref: Any, mask: Array | None) -> Array:

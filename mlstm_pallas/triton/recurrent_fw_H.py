@@ -85,7 +85,7 @@ def _recurrent_fw_H_kernel(
         first = lax.min(parts.first[part], np.int32(p.NC - 1))
         has_state = part < N
         matQ, matV, matH_before, matH = (
-            x if x is None else up_to(end, x, call) for x in (matQ, matV, matH_before, matH)
+            x if x is None else up_to(end, x) for x in (matQ, matV, matH_before, matH)
         )
         all_chunks = divide(end - begin + (L - 1), L)
         chunks = lax.select(part > N, np.int32(0), all_chunks)
