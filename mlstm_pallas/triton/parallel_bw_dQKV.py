@@ -67,48 +67,6 @@ def _parallel_bw_dQKV_kernel(
     L, scale, precision, tiles = matQ.shape[0], call.problem.qk_scale, call.precision, call.tiles
     siz_b_LQ, block_k = tiles.siz_b_LQ, tiles.block_k
 
-    def plus_tiles(acc, row, columns, scores, matA, *, transposed):
-        """Adds the tiles times the keys for a row of queries, or transposed for a row of keys."""
-        step, steps = min(block_k, siz_b_LQ), block_at(row, siz_b_LQ)
-        to_end = transposed != call.problem.reverse  # else up to these steps
-        first = row * (siz_b_LQ // step) if to_end else 0
-
-        def add(x, acc):
-            others = block_at(first + x, step)
-            tile = scores[others, steps] if transposed else scores[steps, others]
-            return acc + dot(tile, matA[others, columns], precision, a_axis=int(not transposed))
-
-        return loop(L // step - first if to_end else (row + 1) * (siz_b_LQ // step), add, acc)
-
-    def dq(row, column, steps, columns):
-        r = query_scale(vecW[steps], scale, None if vecInvDen is None else vecInvDen[steps])
-        acc = product(matDeltaH, matC_states, steps, columns, block_k, precision, b_axis=1)
-        acc *= r[:, None]
-        if vecDzDen is not None:
-            acc += (r * vecDzDen[steps])[:, None] * vecN_states[columns][None, :]
-        q = matQ[steps, columns].astype(jnp.float32)
-        q_dot_dq_inter[column, steps] = jnp.sum(acc * q, axis=1)
-        acc = plus_tiles(acc, row, columns, matDeltaP, matK, transposed=False)
-        matDeltaQ[steps, columns] = acc.astype(matDeltaQ.dtype)
-
-    def dk(row, column, steps, columns):
-        acc = product(matV, matDeltaC_states, steps, columns, block_k, precision, b_axis=1)
-        acc = (acc + vecDeltaN_states[columns][None, :]) * vecAbar[steps][:, None]
-        k = matK[steps, columns].astype(jnp.float32)
-        k_dot_dk_inter[column, steps] = jnp.sum(acc * k, axis=1)
-        acc = plus_tiles(acc, row, columns, matDeltaP, matQ, transposed=True)
-        matDeltaK[steps, columns] = acc.astype(matDeltaK.dtype)
-
-    def dv(row, column, steps, columns):
-        acc = product(matK, matDeltaC_states, steps, columns, block_k, precision)
-        acc *= vecAbar[steps][:, None]
-        acc = plus_tiles(acc, row, columns, matP, matDeltaH, transposed=True)
-        matDeltaV[steps, columns] = acc.astype(matDeltaV.dtype)
-
-    def inner_states(row, column, rows, columns):
-        C, dC = (ref[rows, columns].astype(jnp.float32) for ref in (matC_states, matDeltaC_states))
-        inner_C_dC[row * blocks_over(*of_DHHV) + column] = jnp.sum(C * dC)
-
     index = pl.program_id(0)
     is_live: Any = True if sizes is None else sizes[...] > 0
 
@@ -133,11 +91,58 @@ def _parallel_bw_dQKV_kernel(
 
         return end
 
-    of_L, of_DHQK = (L, siz_b_LQ), (matQ.shape[1], tiles.siz_b_DHQK)
-    of_DHHV = matV.shape[1], tiles.siz_b_DHHV
-    end = run(dq, 0, of_L, of_DHQK, matDeltaQ)
-    end = run(dk, end, of_L, of_DHQK, matDeltaK)
-    end = run(dv, end, of_L, of_DHHV, matDeltaV)
+    def gradient(inter, start, of_columns, scores, others, out, x=None, sums=None):
+        """Runs the role of dq, dk or dv.
+
+        Args:
+          inter: computes the inter-chunk part.
+          others: what the tiles multiply: keys for dq, otherwise queries and transposed tiles.
+          x, sums: q or k, whose products with the inter-chunk part are summed; None: they are not.
+        """
+        step, transposed = min(block_k, siz_b_LQ), others is not matK
+        to_end = transposed != call.problem.reverse  # else up to these steps
+
+        def role(row, column, steps, columns):
+            first = row * (siz_b_LQ // step) if to_end else 0
+
+            def add(index, acc):
+                block = block_at(first + index, step)
+                tile = scores[block, steps] if transposed else scores[steps, block]
+                return acc + dot(tile, others[block, columns], precision, a_axis=1 - transposed)
+
+            acc = inter(steps, columns)
+            if x is not None:
+                products = acc * x[steps, columns].astype(jnp.float32)
+                sums[column, steps] = jnp.sum(products, axis=1)
+            count = L // step - first if to_end else (row + 1) * (siz_b_LQ // step)
+            out[steps, columns] = loop(count, add, acc).astype(out.dtype)
+
+        return run(role, start, (L, siz_b_LQ), of_columns, out)
+
+    def dq(steps, columns):
+        r = query_scale(vecW[steps], scale, None if vecInvDen is None else vecInvDen[steps])
+        acc = product(matDeltaH, matC_states, steps, columns, block_k, precision, b_axis=1)
+        acc *= r[:, None]
+        if vecDzDen is not None:
+            acc += (r * vecDzDen[steps])[:, None] * vecN_states[columns][None, :]
+        return acc
+
+    def dk(steps, columns):
+        acc = product(matV, matDeltaC_states, steps, columns, block_k, precision, b_axis=1)
+        return (acc + vecDeltaN_states[columns][None, :]) * vecAbar[steps][:, None]
+
+    def dv(steps, columns):
+        acc = product(matK, matDeltaC_states, steps, columns, block_k, precision)
+        return acc * vecAbar[steps][:, None]
+
+    def inner_states(row, column, rows, columns):
+        C, dC = (ref[rows, columns].astype(jnp.float32) for ref in (matC_states, matDeltaC_states))
+        inner_C_dC[row * blocks_over(*of_DHHV) + column] = jnp.sum(C * dC)
+
+    of_DHQK, of_DHHV = (matQ.shape[1], tiles.siz_b_DHQK), (matV.shape[1], tiles.siz_b_DHHV)
+    end = gradient(dq, 0, of_DHQK, matDeltaP, matK, matDeltaQ, matQ, q_dot_dq_inter)
+    end = gradient(dk, end, of_DHQK, matDeltaP, matQ, matDeltaK, matK, k_dot_dk_inter)
+    end = gradient(dv, end, of_DHHV, matP, matDeltaH, matDeltaV)
     run(inner_states, end, of_DHQK, of_DHHV)
 
 
