@@ -305,19 +305,20 @@ def local_gates(
     return LocalGates(b, e, (emax[0], emax[1]), offset)
 
 
-def chunk_summaries(local: LocalGates) -> tuple[Array, Array, Array]:
-    """(g, a, reset), (B * NH, NC) each: m_{c+1} is a after a reset, else max(g + m_c, a)."""
+def chunk_summaries(local: LocalGates) -> tuple[Array, Array]:
+    """(g, a), (B * NH, NC) each: m_{c+1} = max(g + m_c, a); g is -inf after a reset."""
     ends = local.vecB, local.vecEmax, local.vecOffset
     return summary(*jax.tree.map(lambda x: x[..., -1], ends))
 
 
-def summary(b: TwoFloat, emax: TwoFloat, offset: Array) -> tuple[Array, Array, Array]:
+def summary(b: TwoFloat, emax: TwoFloat, offset: Array) -> tuple[Array, Array]:
     """``chunk_summaries`` from the last step of each chunk. Lowers to Mosaic GPU."""
-    return b[0] + b[1], (emax[0] - offset) + b[0] + (emax[1] + b[1]), offset > 0
+    g = jnp.where(offset > 0, -_INF, b[0] + b[1])
+    return g, (emax[0] - offset) + b[0] + (emax[1] + b[1])
 
 
 def join_summaries(left: Any, x: Any) -> tuple[Array, Array]:
-    """Joins (g, a) of consecutive chunks; g is -inf if they hold a reset. Lowers to Mosaic GPU."""
+    """Joins the summaries of consecutive chunks. Lowers to Mosaic GPU."""
     return left[0] + x[0], jnp.maximum(left[1] + x[0], x[1])
 
 
@@ -325,12 +326,10 @@ def stabiliser_scan(
     local: LocalGates, scaM_initial: Array, input_gate: InputGate = InputGate.EXP
 ) -> Array:
     """m_c at all chunk boundaries, (B * NH, NC + 1): a prefix in (max, +) over the chunks."""
-    g, a, reset = chunk_summaries(local)
+    g, a = chunk_summaries(local)
     if input_gate is InputGate.SIGMOID:
         return jnp.zeros((*g.shape[:-1], g.shape[-1] + 1), scaM_initial.dtype)
-    g = jnp.concatenate(
-        [jnp.zeros_like(scaM_initial)[..., None], jnp.where(reset, -_INF, g)], axis=-1
-    )
+    g = jnp.concatenate([jnp.zeros_like(scaM_initial)[..., None], g], axis=-1)
     a = jnp.concatenate([scaM_initial[..., None], a], axis=-1)
     m: Array = lax.associative_scan(join_summaries, (g, a), axis=-1)[1]
     return m

@@ -145,8 +145,7 @@ def _summaries_kernel(
     b_hi, b_lo, max_hi, max_lo, offset = scan.last_columns(
         *local.vecB, *local.vecEmax, local.vecOffset
     )
-    added, largest, reset = gates.summary((b_hi, b_lo), (max_hi, max_lo), offset)
-    summaries = jnp.where(reset, -_INF, added), largest
+    summaries = gates.summary((b_hi, b_lo), (max_hi, max_lo), offset)
     ends = scan.ends_of_chunks(summaries, scans_smem["ends"].at[1])
 
     def store(j, head, c):

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.formulas import gates
@@ -43,8 +42,7 @@ def chunk_gates(
     if m_states is None:
         m_states = gates.stabiliser_scan(local, x.scaM_initial, input_gate)
     if only_boundaries:
-        g, _, reset = gates.chunk_summaries(local)
-        return m_states[:, 1:], jnp.where(reset, -jnp.inf, g)
+        return m_states[:, 1:], gates.chunk_summaries(local)[0]
     joined = gates.join_chunks(local, m_states, input_gate)
     barred: ChunkGates = call.in_time(gates.fusion_barrier(joined, joined.scaGamma))
     return barred

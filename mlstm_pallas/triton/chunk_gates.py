@@ -119,9 +119,8 @@ def _chunk_gates_kernel(
 
 
 def _stabiliser_scan_kernel(
-    scaG,  # (padded NC,) running sum of log sigmoid(f) over the chunk
+    scaG,  # (padded NC,) sum of log sigmoid(f) over the chunk, -inf where it has a reset
     scaA,  # (padded NC,) m after the chunk from an empty state
-    scaReset,  # (padded NC,) 1 where the chunk has a reset
     scaM_before,  # (1,), or (blocks,) before each block
     scaM,  # out (NC + 1,), or (blocks,) before each block
     *,
@@ -133,7 +132,8 @@ def _stabiliser_scan_kernel(
         chunks = block_at(j, block)
         before = chunks.start + lax.iota(jnp.int32, block) < boundary
         g = jnp.where(before, scaG[chunks], 0.0)
-        resets = jnp.cumsum(jnp.where(before, scaReset[chunks], 0.0))
+        reset = g == -_INF
+        g, resets = jnp.where(reset, 0.0, g), jnp.cumsum(reset.astype(jnp.float32))
         hi, lo = split_for_exact_sums(g, jnp.max(jnp.abs(g)), block)
         hi, lo, total_resets = jnp.cumsum(hi), jnp.cumsum(lo), jnp.max(resets)
         last = lax.iota(jnp.int32, block) == block - 1
@@ -183,19 +183,14 @@ def chunk_gates(
     elif m is None:
         block, m = min(next_power_of_two(p.NC), _SCAN_BLOCK), x.scaM_initial[:, None]
         padding = [(0, 0), (0, -p.NC % block)]
-        summaries = {
-            name: (jnp.pad(y.astype(jnp.float32), padding), "b0")
-            for name, y in zip(
-                ("scaG", "scaA", "scaReset"), gates.chunk_summaries(local), strict=True
-            )
-        }
+        g, a = ((jnp.pad(y, padding), "b0") for y in gates.chunk_summaries(local))
         num_blocks = blocks_over(p.NC, block)
         # First m before each block, which with one block is the initial one; then every m.
         launches = [(1, num_blocks)] * (num_blocks > 1) + [(p.NC + 1, p.NC + 1)]
         for ctas, size in launches:
             m = kernel_call(
                 _stabiliser_scan_kernel,
-                summaries | dict(scaM_before=(m, "b0")),
+                dict(scaG=g, scaA=a, scaM_before=(m, "b0")),
                 dict(scaM=(floats(p.BNH, size), "b0")),
                 grid=(ctas, p.BNH),
                 call=call,
@@ -203,8 +198,7 @@ def chunk_gates(
                 every_boundary=ctas > 1,
             )["scaM"]
     if only_boundaries:
-        g, _, reset = gates.chunk_summaries(local)
-        return m[:, 1:], jnp.where(reset, -_INF, g)
+        return m[:, 1:], gates.chunk_summaries(local)[0]
     joined: ChunkGates = call.in_time(gates.join_chunks(local, m, input_gate))
     return joined
 
