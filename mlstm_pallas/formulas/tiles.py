@@ -28,13 +28,17 @@ def dot(a: Array, b: Array, precision: Precision, *, a_axis: int = 1, b_axis: in
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def causal_mask(rows: int, columns: int, offset: Array | int, reverse: bool = False) -> Array:
-    """True where s <= t + offset, for steps t (rows) and s (columns), counted in time."""
-    t = lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
-    s = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
-    if reverse:
-        s, t, offset = t, s, offset + rows - columns
-    return s <= t + offset
+def causal_mask(
+    shape: tuple[int, ...], distance: Array | int, *, reverse: bool = False, strict: bool = False
+) -> Array:
+    """True where key s (columns) is not later than query t (rows); strict: where it is earlier.
+
+    distance: from the first key of the tile to the first query, in memory.
+    """
+    t = distance + lax.broadcasted_iota(jnp.int32, shape, 0)
+    s = lax.broadcasted_iota(jnp.int32, shape, 1)
+    first, second = (t, s) if reverse else (s, t)
+    return first < second if strict else first <= second
 
 
 def decay_tile(e: Iterable[Array], u: Iterable[Array], mask: Array | None) -> Array:
@@ -50,14 +54,14 @@ def decay_tile(e: Iterable[Array], u: Iterable[Array], mask: Array | None) -> Ar
 
 
 def causal_scores(
-    scores: Array, e: Iterable[Any], u: Iterable[Any], p: Problem, offset: Any
+    scores: Array, e: Iterable[Any], u: Iterable[Any], p: Problem, distance: Any
 ) -> Array:
     """P_ts = D_ts scale q_t . k_s where ``causal_mask``, else 0.
 
     It is masked after the product, not before, so that a NaN in k reaches no earlier step.
     """
-    (rows, columns), D = scores.shape, decay_tile(e, u, None)
-    return jnp.where(causal_mask(rows, columns, offset, p.reverse), scores * (D * p.qk_scale), 0.0)
+    mask, D = causal_mask(scores.shape, distance, reverse=p.reverse), decay_tile(e, u, None)
+    return jnp.where(mask, scores * (D * p.qk_scale), 0.0)
 
 
 Carry = TypeVar("Carry")
@@ -75,6 +79,13 @@ def divide(x: Index, n: int) -> Index:
 
 def remainder(x: Index, n: int) -> Index:
     return lax.rem(x, np.int32(n)) if isinstance(x, Array) else x % n
+
+
+def tile_of_triangle(index: Array, n: int) -> tuple[Any, Any]:
+    """(i, j), the index-th of the n (n + 1) / 2 tiles with j <= i < n, ordered by i, then by j."""
+    later = (index >= m * (m + 1) // 2 for m in range(1, n))
+    i: Any = sum((lax.convert_element_type(x, np.int32) for x in later), np.int32(0))
+    return i, index - divide(i * (i + 1), 2)
 
 
 def loop(count: int | Array, body: Callable[[Array, Carry], Carry], init: Carry) -> Carry:

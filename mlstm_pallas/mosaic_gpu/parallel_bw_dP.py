@@ -23,8 +23,6 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import (
@@ -33,7 +31,7 @@ from mlstm_pallas.formulas.normaliser import (
     NormaliserGradients,
     query_scale,
 )
-from mlstm_pallas.formulas.tiles import blocks, blocks_over, divide, each
+from mlstm_pallas.formulas.tiles import blocks, blocks_over, each, tile_of_triangle
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.common.fragments import (
@@ -112,10 +110,7 @@ class _Kernel(PersistentKernel):
         """The head, the chunk, the tile of queries and the tile of keys, which is not later."""
         chunk, x = unravel(self.item_of(index), _items_of_chunk(self.p))
         n = blocks(self.p.L, TILE)
-        later = (x >= m * (m + 1) // 2 for m in range(1, n))
-        i: Any = sum((lax.convert_element_type(y, jnp.int32) for y in later), np.int32(0))
-        head_and_chunk = self.head_and_chunk(chunk)
-        return *head_and_chunk, *(self.p.place(y, n) for y in (i, x - divide(i * (i + 1), 2)))
+        return *self.head_and_chunk(chunk), *(self.p.place(y, n) for y in tile_of_triangle(x, n))
 
     def tile(self, chunk, tile):
         """The index of a chunk's tile in the sequence."""

@@ -100,7 +100,7 @@ def _chunk_gates_kernel(
         e, emax = stabiliser_sources(i, fbar, b, offset, reset, begins, input_gate)
         if not sigmoid:
             source_hi, source_lo = emax
-            seen = causal_mask(siz_b, siz_b, 0) & (count[None, :] == count[:, None])
+            seen = causal_mask((siz_b, siz_b), 0) & (count[None, :] == count[:, None])
             tile_max_hi = jnp.max(jnp.where(seen, source_hi[None, :], -_INF), axis=1)
             equal = seen & (source_hi[None, :] == tile_max_hi[:, None])
             tile_max_lo = jnp.max(jnp.where(equal, source_lo[None, :], -_INF), axis=1)

@@ -11,11 +11,11 @@ itemsize.
 """
 
 import dataclasses
+import functools
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -27,10 +27,11 @@ from mlstm_pallas.formulas.tiles import (
     blocks_over,
     causal_mask,
     decay_tile,
-    divide,
     each,
     product,
+    remainder,
     rounded_up,
+    tile_of_triangle,
 )
 from mlstm_pallas.problem.dimensions import MAX_TILE, Problem, next_power_of_two
 from mlstm_pallas.problem.gpu import Gpu
@@ -73,9 +74,7 @@ def _parallel_bw_dP_kernel(
     T, block_k, scale = call.tiles.siz_b_LQ, call.tiles.block_k, p.qk_scale
     n = L // T
     index, num_tiles = pl.program_id(0), n * (n + 1) // 2
-    # Tiles are numbered by queries, in time; tile i of queries has i + 1 tiles of keys.
-    i: Any = sum(((index >= m * (m + 1) // 2).astype(jnp.int32) for m in range(1, n)), np.int32(0))
-    j = index - divide(i * (i + 1), 2)
+    i, j = tile_of_triangle(index, n)  # of queries and of keys, in time
 
     in_tile = index < num_tiles
     if sizes is not None:
@@ -91,15 +90,15 @@ def _parallel_bw_dP_kernel(
             for a, b in ((matDeltaH, matV), (matQ, matK))
         )
         scores *= scale
-        offset = (i - j) * T
         e, u = [ref[keys] for ref in vecE], [ref[queries] for ref in vecU]
-        D = decay_tile(e, u, causal_mask(T, T, offset, p.reverse))
+        mask = functools.partial(causal_mask, (T, T), (row - column) * T, reverse=p.reverse)
+        D = decay_tile(e, u, mask())
         P = D * scores
         if vecInvDen is not None:
             inv_den = vecInvDen[queries][:, None]
             P, dA = P * inv_den, (dA + vecDzDen[queries][:, None]) * inv_den
         dP = D * dA
-        W, strict = dP * scores, causal_mask(T, T, offset - 1, p.reverse)
+        W, strict = dP * scores, mask(strict=True)
         before = jnp.where(strict, W, 0.0)
         per_query[column, queries] = jnp.sum(before, axis=1)
         per_key[row, keys] = jnp.sum(before, axis=0)
@@ -113,18 +112,14 @@ def _parallel_bw_dP_kernel(
             jnp.full((T,), i == j),
         )
 
-        whole = max(MAX_TILE // T, 1)  # tiles per side of a block
-
-        def above(x, _):
-            zeros = jnp.zeros((T, T), matP.dtype)
-            keys = block_at(p.place(x, n), T)
-            matP[queries, keys] = zeros
-            matDeltaP[queries, keys] = zeros
-            return _
-
+        whole = MAX_TILE // T  # tiles per side of a block
         if whole > 1 and n > 1:
-            end = lax.min(divide(i, whole) * whole + whole, np.int32(n))
-            lax.fori_loop(j + 1, jnp.where(i == j, end, j + 1), above, ())
+            after = lax.min(whole - 1 - remainder(i, whole), n - 1 - i)
+
+            @each(jnp.where(i == j, after, 0))
+            def _above(x):
+                above = queries, block_at(p.place(i + 1 + x, n), T)
+                matP[above] = matDeltaP[above] = jnp.zeros((T, T), matP.dtype)
 
     @pl.when(index >= num_tiles)
     def _scaled_operands():

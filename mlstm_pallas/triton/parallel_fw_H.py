@@ -65,9 +65,8 @@ def _parallel_fw_H_kernel(
     p, tiles, precision = call.problem, call.tiles, call.precision
     siz_b_LKV, siz_b_DHQK, keep_q = tiles.siz_b_LKV, tiles.siz_b_DHQK, tiles.keep_q
     (LQ, DHQK), columns = matQ.shape, pl.ds(0, matH.shape[1])
-    # Of the first query, inside its chunk, in time.
-    first = p.place(remainder(pl.program_id(1), p.L // LQ), p.L // LQ) * LQ
-    num_k, queries = blocks_over(DHQK, siz_b_DHQK), pl.ds(0, LQ)
+    num_k, queries, n = blocks_over(DHQK, siz_b_DHQK), pl.ds(0, LQ), p.L // LQ
+    tile = remainder(pl.program_id(1), n)  # of the chunk's queries, in memory
 
     # q . n is a separate loop: if a pipelined tile feeds both a product and other arithmetic,
     # Triton gives it one buffer too few, and the copy of a later tile overwrites it under the
@@ -97,11 +96,11 @@ def _parallel_fw_H_kernel(
         else:
             scores = product(matQ, matK, queries, keys, siz_b_DHQK, precision, b_axis=1)
         e = [ref[keys] for ref in vecE]
-        P = causal_scores(scores, e, u, p, first - j * siz_b_LKV)
+        P = causal_scores(scores, e, u, p, tile * LQ - keys.start)
         num += dot(P.astype(matV.dtype), matV[keys, :], precision)
         return num, [x + jnp.sum(P, axis=1) for x in z]
 
-    num_keys = divide(first + LQ + siz_b_LKV - 1, siz_b_LKV)
+    num_keys = divide((p.place(tile, n) + 1) * LQ + siz_b_LKV - 1, siz_b_LKV)
     num, z = loop(num_keys, add_keys, (num, z))
     if normaliser is None:
         matH[...] = num.astype(matH.dtype)
