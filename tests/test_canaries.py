@@ -167,7 +167,7 @@ def test_rows_and_columns_beyond_an_end_are_neither_read_nor_written(lowering):
         return pallas_call(*args, **options | dict(interpret=True))
 
     with mock.patch.object(pl, "pallas_call", interpreted):
-        options = dict(sizes=dict(K=32), grid=(1,), axes="b", call=call)
+        options = dict(sizes=dict(K=32), grid=(1,), call=call)
         y = launch.kernel_call(copies_some, *operands, **options)["y"][0]
     expected = np.full((48, 24), np.nan)
     expected[:16] = np.arange(16)[:, None] < 4

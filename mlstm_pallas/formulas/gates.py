@@ -306,7 +306,7 @@ def local_gates(
 
 
 def chunk_summaries(local: LocalGates) -> tuple[Array, Array]:
-    """(g, a), (B * NH, NC) each: m_{c+1} = max(g + m_c, a); g is -inf after a reset."""
+    """(g, a), (B * NH, NC) each: m_{c+1} = max(g + m_c, a), g -inf where a chunk has a reset."""
     ends = local.vecB, local.vecEmax, local.vecOffset
     return summary(*jax.tree.map(lambda x: x[..., -1], ends))
 

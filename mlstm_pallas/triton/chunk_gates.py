@@ -112,8 +112,7 @@ def _chunk_gates_kernel(
             (*vecB, *vecE, *vecEmax, vecOffset), (*b, *e, *emax, offset), strict=True
         ):
             ref[steps] = x
-        last_max = jnp.max(jnp.where(last, emax[0], -_INF))
-        return tuple(map(last_of, b)), (last_max, last_of(emax[1])), last_of(count)
+        return *(tuple(map(last_of, x)) for x in (b, emax)), last_of(count)
 
     loop(num_tiles, step, ((zero, zero), (jnp.float32(-_INF), zero), zero))
 

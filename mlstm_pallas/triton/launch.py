@@ -78,15 +78,20 @@ def depth_and_stages(gpu: Gpu, elements: int, depth: int, dtype: Any) -> tuple[i
         depth //= 2
 
 
-# Arrays, or shapes of outputs, and the letters of their axes with the layout "BNTH" ("bt0").
+# Arrays, or shapes of outputs, and a letter per axis of the layout "BNTH": see ``kernel_call``.
 Operand = tuple[Any, str]
 
 
 def operands(source: Any, **axes: str) -> dict[str, Operand]:
-    """Operands that are fields of a NamedTuple, by the letters of their axes; source None: None."""
+    """Operands that are fields of a NamedTuple, with their letters; source None: None."""
     return {
         name: (None if source is None else getattr(source, name), at) for name, at in axes.items()
     }
+
+
+def default_index(*grid: Any) -> dict[str, Any]:
+    """The indices of blocks, by letter: b of the head, c of the chunk, i inside it."""
+    return dict(zip("bci", reversed(grid), strict=False))
 
 
 def kernel_call(
@@ -97,26 +102,24 @@ def kernel_call(
     call: Launch,
     name: str = "",
     grid: tuple[int, ...] = (),
-    axes: str = "icb",
+    index: Callable[..., dict[str, Any]] = default_index,
     sizes: Mapping[str, int] = MappingProxyType({}),
-    indices: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     aliases: Mapping[int, int] = MappingProxyType({}),
     **statics: Any,
 ) -> dict[str, Any]:
     """Launches ``kernel(**references, call=call, **statics)``; returns its outputs by name.
 
-    References are to global memory. They have the names of the operands, and are None where the
-    operand is None. The letter of an axis says which block of it a CTA reads or writes: "0" the
-    whole axis, a capital letter one block that covers it, "s" all steps, "t" the L steps of chunk
-    c. Other letters are indices of blocks. The reference lacks an axis whose letter has no size.
+    References are to the block of each operand that a CTA reads or writes, in global memory. They
+    have the names of the operands, and are None where the operand is None. The letter of an axis
+    names the block: ``index`` has its index, otherwise it is block 0, and ``sizes`` its size. The
+    reference lacks an axis whose letter has no size. "0" is the whole axis, "s" all steps and "t"
+    the L steps of chunk c.
 
     Args:
       name: of the launch; empty: the kernel's name.
       grid: on the GPU axis 0 varies fastest; empty: the grid of the call's tiles.
-      axes: the letters of the grid's indices, of which the first may be missing: blocks of a chunk
-        (i), chunks (c), heads (b).
-      sizes: of the blocks, by letter.
-      indices: further letters, as functions of the grid's indices.
+      index: the indices of blocks, by letter, from those of the grid.
+      sizes: the sizes of blocks, by letter.
       aliases: {input: output} that share memory, by position without absent inputs.
     """
     name = name or kernel.__name__.removeprefix("_").removesuffix("_kernel")
@@ -130,12 +133,6 @@ def kernel_call(
     all_operands, count = {**inputs, **outputs}, len(inputs)
     arrays = [x for x, _ in all_operands.values()]
     sizes = dict(s=call.problem.S, t=call.problem.L, **sizes)
-
-    def index(letter, *grid):
-        letter = "c" if letter == "t" else letter
-        if letter in indices:
-            return indices[letter](*grid)
-        return 0 if letter in "0s" or letter.isupper() else grid[axes.index(letter) - len(axes)]
 
     blocks = [
         jax.tree.map(functools.partial(_block_spec, at, call.problem, sizes, index), x)
@@ -180,16 +177,17 @@ def kernel_call(
 
 
 def _block_spec(
-    at: str, p: Problem, sizes: Mapping[str, int], index: Callable[..., Any], x: Any
+    at: str, p: Problem, sizes: Mapping[str, int], index: Callable[..., dict[str, Any]], x: Any
 ) -> pl.BlockSpec:
-    """The blocks of the array x; index: of a letter at the indices of the grid.
+    """The blocks of the array x, whose axes have the letters ``at``.
 
     Rows of steps (s, t, or q for a tile of queries) may be in either layout, and splits of theirs
     may count as heads. The last block of an axis may reach beyond it.
     """
 
     def index_map(*grid):
-        return tuple(index(letter, *grid) for letter in at)
+        by_letter = index(*grid)
+        return tuple(by_letter.get("c" if letter == "t" else letter, 0) for letter in at)
 
     if len(at) != 3 or at[1] not in "stq":
         shape = zip(at, x.shape, strict=True)
@@ -262,24 +260,18 @@ class _PartialBlock:
 
 def _guarded(grid: tuple[int, ...], ref: Any, spec: Any, x: Any) -> Any:
     """The reference to a block of x, guarded along axes that blocks reach beyond."""
-    axes = [axis for axis, size in enumerate(spec.block_shape) if isinstance(size, int)]
+    axes = [axis for axis, size in enumerate(spec.block_shape) if size is not None]
 
-    def first_of_block(*grid):
+    def left_from(*grid):
+        """What x has from the beginning of a block on, by axis."""
         at = spec.index_map(*grid)
-        return [at[axis] * spec.block_shape[axis] for axis in axes]
+        return [x.shape[axis] - at[axis] * spec.block_shape[axis] for axis in axes]
 
     # No block is further down than the block at the last indices.
-    last = first_of_block(*(size - 1 for size in grid))
-    beyond = [
-        first + spec.block_shape[axis] > x.shape[axis]
-        for axis, first in zip(axes, last, strict=True)
-    ]
-    if not any(beyond):
-        return ref
-    current = first_of_block(*(pl.program_id(axis) for axis in range(len(grid))))
-    each = zip(axes, current, beyond, strict=True)
-    ends = tuple(x.shape[axis] - first if reaches else None for axis, first, reaches in each)
-    return _PartialBlock(ref, ends)
+    least = left_from(*(size - 1 for size in grid))
+    each = zip(left_from(*map(pl.program_id, range(len(grid)))), least, ref.shape, strict=True)
+    ends = tuple(left if fewest < size else None for left, fewest, size in each)
+    return ref if all(end is None for end in ends) else _PartialBlock(ref, ends)
 
 
 def up_to(end: Array, ref: Any) -> Any:

@@ -135,9 +135,8 @@ def parallel_fw_H(
             matH=(sequence_shape(x.matV, p.DHV, output_dtype), "bqv"),
             vecZ=(floats(p.BNH, p.S) if normaliser else None, "bq"),
         ),
-        axes="vqb",
         sizes=dict(q=LQ, v=call.tiles.siz_b_DHHV, K=rounded_up(p.DHQK, call.tiles.siz_b_DHQK)),
-        indices=dict(c=lambda iv, iq, b: iq // n),
+        index=lambda v, q, b: dict(v=v, q=q, c=q // n, b=b),
         call=call,
         normaliser=normaliser,
     )

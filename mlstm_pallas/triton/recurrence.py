@@ -85,11 +85,11 @@ def _recurrence_kernel(
     owns_x = pl.program_id(0) == 0
 
     def store(ref, at, vectors):
-        for vector in vectors:
+        if vectors:
 
             @pl.when(owns_x)
-            def _(vector=vector):
-                ref[at] = vector
+            def _():
+                (ref[at],) = vectors
 
     def step(index, carry):
         XT, vectors = carry
@@ -160,24 +160,21 @@ def recurrences(
 
     splits: the call's heads are splits, of which the launch computes these of every num_splits.
     """
-    whole, num_splits = call.problem, call.tiles.num_splits
+    num_splits, whole, count = call.tiles.num_splits, call, len(each)
     in_splits = splits is None and num_splits > 1
     if in_splits:
-        parts = [_in_splits(x, call) for x in each]
-        call = dataclasses.replace(call, problem=whole.split(num_splits))
+        parts = [_in_splits(x, whole) for x in each]
+        call = dataclasses.replace(whole, problem=whole.problem.split(num_splits))
     else:
         parts = [x.scaled() if x.x_initial is None and splits is None else x for x in each]
-    p, splits, count = call.problem, splits or range(num_splits), len(parts)
-    heads, n = p.BNH // num_splits * len(splits), len(splits)
+    p, splits = call.problem, splits or range(num_splits)
+    n = len(splits)
+    heads = p.BNH // num_splits * n
 
-    def output_head(iv, ik, index):
-        return index if count == 1 else remainder(index, heads)
-
-    def head(*grid):
-        index = output_head(*grid)
-        if n == num_splits:
-            return index
-        return divide(index, n) * num_splits + remainder(index, n) + splits.start
+    def index(v, k, head):
+        o = head if count == 1 else remainder(head, heads)
+        first = divide(o, n) * num_splits + splits.start
+        return dict(v=v, k=k, o=o, h=first + remainder(o, n))
 
     axes = dict(a="hsk", b="hsv", r="hs", gamma="h0", X_initial="hkv", x_initial="hk", num_live="h")
     X = jax.ShapeDtypeStruct((heads, p.NC, p.DHQK, p.DHV), parts[0].a.dtype)
@@ -194,16 +191,15 @@ def recurrences(
         ),
         name=name,
         grid=(*call.tiles.grid(p)[:2], count * heads),
-        axes="vkn",
+        index=index,
         sizes=dict(k=call.tiles.siz_b_DHQK, v=call.tiles.siz_b_DHHV),
-        indices=dict(h=head, o=output_head),
         call=call,
         backward=[x.backward for x in parts],
         heads=heads,
     )
     outputs = [RecurrenceOutputs(*x) for x in zip(*y.values(), strict=True)]
     if in_splits:
-        return [_of_heads(x, y, whole, call) for x, y in zip(each, outputs, strict=True)]
+        return [_of_heads(x, y, whole) for x, y in zip(each, outputs, strict=True)]
     return outputs
 
 
@@ -222,8 +218,9 @@ def _in_splits(x: Recurrence, call: Launch) -> Recurrence:
     return dataclasses.replace(x, a=a, b=b, gamma=gamma, X_initial=states, num_live=None)
 
 
-def _of_heads(x: Recurrence, y: RecurrenceOutputs, p: Problem, call: Launch) -> RecurrenceOutputs:
+def _of_heads(x: Recurrence, y: RecurrenceOutputs, call: Launch) -> RecurrenceOutputs:
     """The outputs of whole heads, from those of splits; x is computed here."""
+    p = call.problem
     X, X_last = y.X.reshape(p.BNH, p.NC, p.DHQK, p.DHV), y.X_last
     if X_last is not None:
         X_last = heads_of_splits(X_last, call.tiles.num_splits)[:, 0 if x.backward else -1]

@@ -19,6 +19,7 @@ more.
 """
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, Self
 
 import jax
@@ -71,12 +72,13 @@ def _recurrent_fw_H_kernel(
 ):
     p, L, precision = call.problem, call.problem.L, call.precision
     row_tiles = [*pieces(matQ.shape[1], call.tiles.siz_b_DHQK)]
+    begin: Any = 0
     first: Any = 0
     chunks, has_state = p.NC, True
 
     def steps_of(chunk):
         """The steps of a chunk in q, v and h."""
-        return block_at(chunk, L) if parts is None else pl.ds(begin + chunk * L, L)
+        return pl.ds(begin + chunk * L, L)
 
     if parts is not None:
         part, N = pl.program_id(1), parts.begins.shape[0] - 3
@@ -176,14 +178,19 @@ def recurrent_fw_H(
     launches = blocks_over(p.DHQK, rows)
     if store_every and launches > 1:
         raise ValueError(f"recurrent_fw_H stores states of up to {rows} rows, expected {p.DHQK}")
-    axes, grid, chunks, C_initial = "ib", call.tiles.grid(p), x.chunks, x.matC_initial
-    N, state = 1, "b"
+    chunks, C_initial = x.chunks, x.matC_initial
+    N, grid = 1, call.tiles.grid(p)
     if chunks is not None:
-        N, state, axes = chunks.N, "n", "ipb"
+        N = chunks.N
         grid = grid[0], N + 2, grid[1]
     if C_initial is not None:
         C_initial = C_initial.reshape(-1, p.DHQK, p.DHV)
     stored = blocks(p.NC, store_every or p.NC)
+
+    def block_indices(k, i, *part_and_head):
+        *part, b = part_and_head
+        return dict(i=i, k=k, b=b, n=state_of(p, N, b, *part) if part else b)
+
     y: dict[str, Any] = dict(matH=None)
     lasts = []
     for index in range(launches):
@@ -201,12 +208,12 @@ def recurrent_fw_H(
                 matP=(None if index else x.scan.matP, "bs0"),
                 vecR=(x.scan.vecR, "bs"),
                 scaGamma=(x.scaGamma, "b0"),
-                matC_initial=(C_initial, state + "ki"),
+                matC_initial=(C_initial, "nki"),
                 matH_before=(y["matH"], "bsi"),
             ),
             dict(
                 matH=(sequence_shape(x.matV, p.DHV, h_dtype), "bsi"),
-                matC_last=(C_last, state + "0i"),
+                matC_last=(C_last, "n0i"),
                 matC_states=(
                     jax.ShapeDtypeStruct((p.BNH, stored, p.DHQK, p.DHV), dtype)
                     if store_every
@@ -214,13 +221,9 @@ def recurrent_fw_H(
                     "b00i",
                 ),
             ),
-            axes=axes,
-            sizes=dict(i=siz_b, k=rows),
-            indices=dict(
-                k=lambda *at, index=index: index,
-                n=lambda i, part, b: state_of(p, N, b, part),
-            ),
             grid=grid,
+            index=functools.partial(block_indices, index),
+            sizes=dict(i=siz_b, k=rows),
             call=call,
             store_every=store_every,
         )
