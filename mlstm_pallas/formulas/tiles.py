@@ -60,7 +60,7 @@ def causal_scores(
 
     It is masked after the product, not before, so that a NaN in k reaches no earlier step.
     """
-    mask, D = causal_mask(scores.shape, distance, reverse=p.reverse), decay_tile(e, u, None)
+    D, mask = decay_tile(e, u, None), causal_mask(scores.shape, distance, reverse=p.reverse)
     return jnp.where(mask, scores * (D * p.qk_scale), 0.0)
 
 
