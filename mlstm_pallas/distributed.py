@@ -56,7 +56,7 @@ from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared,
 from mlstm_pallas.schedules.derivatives import in_reverse_mode
 from mlstm_pallas.schedules.forward import KnownStates, run_gates
 from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shards
-from mlstm_pallas.stages import add_decayed, chunk_gates, split_products, step_sums
+from mlstm_pallas.stages import chunk_gates, split_products, step_sums
 
 # The most shards whose sums of C one all-reduce adds up, for all devices. More of them exchange
 # slices of C, although XLA then replicates C over mesh axes that are left to the compiler.
@@ -135,11 +135,8 @@ def _second_half(
 ) -> Inputs:
     """The gradients of the inputs; dC_after: what the later shards add to dC, (B * NH, ...)."""
     gamma, states = first.gates.scaGamma, first.states
-    dC = stage("add_decayed", plan.launches("add_decayed"))(
-        add_decayed.Operands(
-            X=states.matDeltaC_states, added=dC_after, decays=decays_of_others(gamma)
-        )
-    )
+    dC, decays = states.matDeltaC_states, decays_of_others(gamma)
+    dC = (dC + _weighted(decays, dC_after[:, None])).astype(dC.dtype)
     whole = jnp.prod(gamma, axis=-1)[:, None, None]
     dC_initial = states.matDeltaC_initial + whole * dC_after
     first = first._replace(

@@ -94,7 +94,6 @@ def check_stage(name, call, x, bound, **options):
 
 # The operands of small stages: n heads, c chunks, s steps, k and v columns.
 DRAWN = {
-    "add_decayed": dict(X="nckv", added="nkv", decays="nc"),
     "split_products": dict(a="nsk", b="nsv", r="ns"),
     "step_sums": dict(rows="nsk", weights="ns"),
     "vector_states": dict(added="nck", scaGamma="nc", initial="nk"),
@@ -111,9 +110,9 @@ def check_drawn(name, call, bound, dtype="bfloat16", layout="BNTH", **options):
     for key, axes in DRAWN[name].items():
         shape = [sizes[axis] for axis in axes]
         y = draw.normal(size=shape)
-        if key in ("decays", "r", "scaGamma"):
+        if key in ("r", "scaGamma"):
             y = draw.uniform(-0.5, 1.0, shape).clip(0)
-        of_call = key in ("X", "a", "b", "rows")
+        of_call = key in ("a", "b", "rows")
         if of_call and layout == "BTNH":
             y = swapped(y.reshape(p.B, p.NH, p.S, -1))
         x[key] = array(y, dtype if of_call else "float32")

@@ -136,7 +136,7 @@ def assert_half_is_nan(result):
 
 def call_of(lowering, S):
     """With tiles of any kernel."""
-    tiles = tiles_class("add_decayed", "triton")()
+    tiles = tiles_class("chunk_gates", "triton")()
     return Launch(Problem(1, 1, S, 16, 16, S, 1.0), tiles, None, lowering)
 
 

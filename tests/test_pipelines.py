@@ -33,7 +33,7 @@ def product_and_sum(matA, matB, products, sums, *, call):
 def test_a_tile_that_feeds_a_product_and_plain_arithmetic_is_found():
     pytest.importorskip("triton")
     array = jax.ShapeDtypeStruct
-    tiles = tiles_class("add_decayed", "triton")(num_warps=4, num_stages=3)
+    tiles = tiles_class("chunk_gates", "triton")(num_warps=4, num_stages=3)
     outputs = dict(products=(array((D, D), "float32"), "00"), sums=(array((D,), "float32"), "0"))
     call = Launch(Problem(1, 1, D, D, D, D, 1.0), tiles, None, Lowering.TRITON)
 

@@ -4,15 +4,11 @@ those.
 The recurrences in splits: test_stages.py.
 """
 
-import numpy as np
 import pytest
-from oracle import tolerance
 from stage_calls import (
     Lowering,
     Problem,
-    check_drawn,
     check_small,
-    launch_of,
     rows_of,
     tiles_class,
 )
@@ -38,17 +34,6 @@ step_sums 2-2-64-48-16-32 tiles=dict(siz_b_DHQK=16), layout="BTNH"
 @pytest.mark.parametrize("line", rows_of(STAGES))
 def test_small_stages(line):
     check_small(line, Lowering.INTERPRET)
-
-
-def test_states_of_a_later_shard_are_added_where_they_have_not_decayed():
-    """In blocks of 64 x 64."""
-    p = Problem(1, HEADS, S, 128, 128, L, 1.0)
-    call = launch_of("add_decayed", p, "bfloat16", Lowering.INTERPRET)
-    x, result, expected = check_drawn("add_decayed", call, tolerance("bfloat16", 1))
-    wrong_by, decayed = np.abs(np.float64(result) - expected), x["decays"] == 0
-    assert wrong_by.max() <= 2.0**-8 * np.abs(expected).max()
-    assert np.any(decayed)
-    assert not np.any(wrong_by[decayed])
 
 
 @pytest.mark.slow

@@ -28,7 +28,6 @@ STAGES = _stages(
 )
 # Small stages between the others.
 HELPERS = _stages(
-    add_decayed="",
     split_products="recurrence",
     step_gradients="",
     step_sums="",
