@@ -20,7 +20,6 @@ from mlstm_pallas.mosaic_gpu.common import copies, products
 from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_in, copy_out, ring_barriers
 from mlstm_pallas.mosaic_gpu.common.launch import (
     mosaic_call,
-    one_of,
     plgpu,
     shared_tiles,
     tile_transforms,
@@ -249,7 +248,9 @@ def test_arrays_that_share_memory_overwrite_each_other():
         y[1] = first[0].astype(jnp.float32)
 
     barrier = plgpu.Barrier(num_arrivals=1)
-    x, (second, first) = launch(kernel, "both", both=one_of(tiles(1), tiles(1)), full=barrier)
+    x, (second, first) = launch(
+        kernel, "both", both=plgpu.RefUnion(tiles(1), tiles(1)), full=barrier
+    )
     assert np.array_equal(second, x[1])
     assert np.isnan(first).all()
 

@@ -43,17 +43,17 @@ def decays_in_splits(gamma: Array, num_splits: int, S: int, *, backward: bool = 
 def split_states(
     added: Array, gamma: Array, initial: Array | None, *, backward: bool = False
 ) -> Array:
-    """X before each split, after it with backward: (B * NH * num_splits, DHQK, DHV) float32.
+    """X before each split, after it with backward: (B * NH * num_splits, ...) float32.
 
     Args:
-      added: (B * NH, num_splits - 1, DHQK, DHV) float32, what each split adds to X: all splits but
-        the last, with backward all but the first.
+      added: (B * NH, num_splits - 1, ...) float32, what each split adds to X: all splits but the
+        last, with backward all but the first.
       gamma: (B * NH, NC) float32, NC a multiple of num_splits.
-      initial: X before the sequence, after it with backward: (B * NH, DHQK, DHV) float32; None:
-        zeros.
+      initial: X before the sequence, after it with backward: (B * NH, ...) float32; None: zeros.
     """
     BNH, others = added.shape[:2]
-    gamma = jnp.prod(gamma.reshape(BNH, others + 1, -1), axis=-1)[..., None, None]
+    gamma = jnp.prod(gamma.reshape(BNH, others + 1, -1), axis=-1)
+    gamma = jnp.expand_dims(gamma, tuple(range(2, added.ndim)))
     gamma = gamma[:, 1:] if backward else gamma[:, :-1]
     X = [jnp.zeros_like(added[:, 0]) if initial is None else initial]
     for j in reversed(range(others)) if backward else range(others):

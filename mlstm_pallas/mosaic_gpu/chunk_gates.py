@@ -42,8 +42,8 @@ from mlstm_pallas.mosaic_gpu.common.chunk_scans import (
     STEPS,
     Scan,
     across,
+    chunk_columns,
     load_rows,
-    of_chunks,
     rows_layout,
     scan_buffer,
     store_rows,
@@ -92,7 +92,7 @@ def _local_gates(vecs_gmem, scans_smem, p, input_gate):
     each = jnp.where(stored, log_i, _INF), jnp.where(stored, log_i, -_INF), decay, decay
     bounds = scan.running(join_bounds, each, (_INF, -_INF, 0.0, 0.0), scans_smem["bounds"])
     ends = scan.ends_of_chunks(scan.last_columns(*bounds), scans_smem["ends"].at[0])
-    i_min, i_max, largest_decay, total_decay = of_chunks(ends, log_i.shape[0])
+    i_min, i_max, largest_decay, total_decay = chunk_columns(ends, log_i.shape[0])
     if begins is not None or input_gate is InputGate.SIGMOID:
         i_min, i_max = jnp.minimum(i_min, 0.0), jnp.maximum(i_max, 0.0)  # m = 0 is a source as well
     grid = gates.exact_sum_grid(largest_decay, p.L, _least_power_of_two)
@@ -203,11 +203,11 @@ def _gates_kernel(
 ):
     cta, rows, scan, chunks = lax.axis_index("cta"), _rows(p), _scan(p), _chunks_of_cta(p)
     bounds = _stabilisers(m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chunks, p)
-    m_start, m_end = of_chunks(list(zip(*bounds, strict=True)), rows)
+    m_start, m_end = chunk_columns(list(zip(*bounds, strict=True)), rows)
     local, log_gates = _local_gates(vecs_gmem, scans_smem, p, input_gate)
     columns = scan.last_columns(*local.vecB, local.vecOffset)
     ends = scan.ends_of_chunks(columns, scans_smem["ends"].at[1])
-    b_hi, b_lo, offset = of_chunks(ends, rows)
+    b_hi, b_lo, offset = chunk_columns(ends, rows)
     pair, decay = gates.join_ends(b_hi, b_lo, offset, m_start, m_end)
     u, w, m, abar = gates.join_steps(
         local, across(m_start), (across(pair[0]), across(pair[1])), input_gate
@@ -372,14 +372,14 @@ def stabiliser_scan(g: Array, a: Array, scaM_initial: Array, call: Launch) -> Ar
 
 # A thread holds up to 16 steps of a chunk.
 class Tiles(HopperTiles):
-    def divides(self, p: Problem, **asked) -> bool:
+    def divides(self, p: Problem, **options) -> bool:
         return p.L % 64 == 0 and p.L <= 2048
 
-    def grid(self, p: Problem, **asked) -> tuple[int, ...]:
+    def grid(self, p: Problem, **options) -> tuple[int, ...]:
         return _by_cta(p)[:1]
 
     def scratch(
-        self, p: Problem, dtype, *, input_gate: InputGate = InputGate.EXP, **asked
+        self, p: Problem, dtype, *, input_gate: InputGate = InputGate.EXP, **options
     ) -> dict[str, Any]:
         """Shared memory of chunk_summaries and of chunk_gates."""
         buffer = functools.partial(scan_buffer, rows=_rows(p), chunk_rows=p.L // STEPS)

@@ -31,7 +31,7 @@ from mlstm_pallas.formulas.normaliser import (
     NormaliserGradients,
     query_scale,
 )
-from mlstm_pallas.formulas.tiles import blocks, blocks_over, each, tile_of_triangle
+from mlstm_pallas.formulas.tiles import blocks, blocks_over, divide, each, loop, tile_of_triangle
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.common.fragments import (
@@ -50,8 +50,6 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
     block,
     float32,
     load,
-    load_float32,
-    one_of,
     plgpu,
     shared_tiles,
     tile_transforms,
@@ -72,7 +70,7 @@ SLICE = 32  # keys whose P and dP a warpgroup computes at a time; more would tak
 
 
 def _items_of_chunk(p: Problem) -> int:
-    num_tiles = blocks(p.L, TILE)
+    num_tiles = blocks_over(p.L, TILE)
     return num_tiles * (num_tiles + 1) // 2
 
 
@@ -154,34 +152,26 @@ def _scores_dA_and_delta(cta: _Kernel, index, first, tile_rows):
     """
     ring, h_ring = dataclasses.replace(cta.ring, item=index), cta.h_ring
 
-    def issue_to(accumulator):
-        def issue(_, slot, delta):
-            products.add(accumulator, cta.left.at[slot, tile_rows], cta.right.at[slot].T)
-            return delta
-
-        return issue
-
-    def add_delta(x, slot, delta):
-        step = index * cta.steps_v + x
-        h_slot = h_ring.wait(step)
-        dh = load_float32(cta.left.at[slot, tile_rows])
-        h = load_float32(cta.refs.h_smem.at[h_slot, tile_rows])
-        h_ring.release(step)
-        delta += products.sum_over_columns(dh * h)
-        h_ring.refill(step)
-        return delta
+    def add_to(accumulator):
+        return lambda slot: products.add(
+            accumulator, cta.left.at[slot, tile_rows], cta.right.at[slot].T
+        )
 
     def issue(scores_acc, dA_acc):
-        ring.multiply(first, cta.steps_k, issue_to(scores_acc))
+        @each(cta.steps_k)
+        def add_scores(x):
+            ring.multiply(first + x, add_to(scores_acc), follows=x > 0)
+
+        def add_dA(x, delta):
+            def add_delta(slot):
+                step, dh = index * cta.steps_v + x, cta.left.at[slot, tile_rows]
+                return delta + h_ring.row_products(step, dh, cta.refs.h_smem, tile_rows)
+
+            work = add_delta if h_ring else None
+            return ring.multiply(first + cta.steps_k + x, add_to(dA_acc), work)
+
         delta = products.zeros(WG_ROWS, layout=BY_ROWS) if h_ring else None
-        delta = ring.multiply(
-            first + cta.steps_k,
-            cta.steps_v,
-            issue_to(dA_acc),
-            add_delta if h_ring else None,
-            delta,
-            follows=True,
-        )
+        delta = loop(cta.steps_v, add_dA, delta)
         products.wait(0)
         ring.advance(first + cta.last - 1)
         return delta
@@ -284,14 +274,14 @@ class Tiles(RingTiles):
     def items(self, p: Problem) -> int:
         return p.BNH * p.NC * _items_of_chunk(p)
 
-    def scratch(self, p: Problem, dtype, *, reads_h: bool = True, **asked) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype, *, reads_h: bool = True, **options) -> dict[str, Any]:
         # The tile and the vector have equally many bytes, so a slot has the same place in both.
         tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom_columns(p))
         tile = tiles(self.num_stages, TILE, DEPTH)
         vector = plgpu.SMEM((self.num_stages, TILE * DEPTH * dtype.itemsize // 4), jnp.float32)
         transforms = tile_transforms(SLICE, dtype.itemsize)
         return {
-            "operands_smem": [one_of(tile, vector) for _ in range(2)],  # left and right
+            "operands_smem": [plgpu.RefUnion(tile, vector) for _ in range(2)],  # left and right
             "h_smem": tiles(H_STAGES, TILE, DEPTH) if reads_h else None,
             # One entry per warpgroup:
             "out_smem": plgpu.SMEM((2, 2, WG_ROWS, WG_ROWS), dtype, transforms=transforms),  # P, dP
@@ -301,9 +291,8 @@ class Tiles(RingTiles):
         }
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
-        if p.L % TILE == 0:
-            yield cls(4, num_ctas=gpu.sms).clamped(p)
+    def candidates(cls, p: Problem, gpu: Gpu, **options) -> Iterable[Self]:
+        return [cls(4, num_ctas=gpu.sms).clamped(p)]
 
-    def divides(self, p: Problem, **asked) -> bool:
+    def divides(self, p: Problem, **options) -> bool:
         return self.num_stages >= 2 and p.L % TILE == 0

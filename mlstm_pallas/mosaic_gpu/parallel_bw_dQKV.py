@@ -20,13 +20,14 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
-from mlstm_pallas.formulas.tiles import blocks, blocks_over, each, loop, rounded_up
+from mlstm_pallas.formulas.tiles import blocks_over, each, loop, rounded_up
 from mlstm_pallas.mosaic_gpu import parallel_bw_dQKV_by_chunk as chunkwise
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
@@ -54,7 +55,6 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
     float32,
     load,
     load_float32,
-    one_of,
     plgpu,
     shared_tiles,
     unravel,
@@ -91,13 +91,13 @@ def _atom(p: Problem, columns: int) -> int:
 
 
 def _items(p: Problem, columns: int, normalise: bool) -> list[_Items]:
-    of_L = blocks(p.L, ROWS)
-    of_DHQK, of_DHHV = blocks_over(p.DHQK, columns), blocks_over(p.DHV, columns)
+    row_blocks = blocks_over(p.L, ROWS)
+    qk_blocks, v_blocks = blocks_over(p.DHQK, columns), blocks_over(p.DHV, columns)
     steps_k, steps_v = blocks_over(p.DHQK, DEPTH), blocks_over(p.DHV, DEPTH)
     return [
-        _Items(of_L, of_DHQK, steps_v, 3 if normalise else 2),
-        _Items(of_L, of_DHQK, steps_v, 3),
-        _Items(of_L, of_DHHV, steps_k, 0),
+        _Items(row_blocks, qk_blocks, steps_v, 3 if normalise else 2),
+        _Items(row_blocks, qk_blocks, steps_v, 3),
+        _Items(row_blocks, v_blocks, steps_k, 0),
         _Items(blocks_over(p.DHQK, ROWS), 1, steps_v, 0),
     ]
 
@@ -120,17 +120,16 @@ def _tile_steps(role: int, row, p: Problem) -> tuple[Any, Any]:
 
 
 class _Item(NamedTuple):
-    """The first steps of an item's parts are counted among all steps of the CTA."""
-
-    head: Array
-    chunk: Array
-    role: Array
-    row: Array
-    column: Array
-    first: Array
-    after_state: Array
-    tiles: Array  # steps with tiles of P or dP
-    num_tiles: Array
+    head: Any
+    chunk: Any
+    role: Any
+    row: Any
+    column: Any
+    first: Any  # its first step, among all steps of the CTA; the first one after those with a state
+    after_state: Any
+    tiles: Any  # the first step with a tile of P or dP, the number of these steps, the first tile
+    num_tiles: Any
+    first_tile: Any
 
 
 class _Kernel(PersistentKernel):
@@ -186,21 +185,23 @@ class _Kernel(PersistentKernel):
         # With live chunks their number is not static.
         few = items_of_chunk * chunks <= FEW_ITEMS * self.tiles.num_ctas and self.live is None
         chunk, x = chunk_and_item(index, chunks, items_of_chunk, few)
+        head, chunk = self.head_and_chunk(chunk)
+        item: Any = None
         start = 0
-        fields: Any = [np.int32(0)] * 6
         for role, items in enumerate(self.roles):
             row, column = unravel(x - start, items.columns)
             # A CTA's third item follows short ones.
             if few and (role in (_DK, _DV)) != self.p.reverse:
                 row = items.rows - 1 - row
-            steps = items.with_state, items.for_sums, _tile_steps(role, row, self.p)[0]
-            new, here = (role, row, column, *steps), x >= start
-            fields = [jnp.where(here, *pair) for pair in zip(new, fields, strict=True)]
+            after_state = step + items.with_state
+            tiles = after_state + items.for_sums, *_tile_steps(role, row, self.p)
+            place = head, chunk, np.int32(role), row, column
+            candidate = _Item(*place, step, after_state, *tiles)
+            # The item is that of the last role whose items do not start behind it.
+            select = functools.partial(jnp.where, x >= start)
+            item = candidate if item is None else jax.tree.map(select, candidate, item)
             start += items.rows * items.columns
-        role, row, column, with_state, for_sums, num_tiles = fields
-        place = *self.head_and_chunk(chunk), role, row, column
-        after_state = step + with_state
-        return _Item(*place, step, after_state, after_state + for_sums, num_tiles)
+        return item
 
     def for_each_item(self, run):
         """Runs all items; returns the number of their steps."""
@@ -239,19 +240,41 @@ def _copy_halves(copy, x, start, size: int, tile, *index) -> None:
         copy(x.at[(pl.ds(start + y.start, y.stop - y.start), *index)], tile, y)
 
 
+class _Sources(NamedTuple):
+    """What an item of dq, dk or dv is made of: weights (rows states + norms) + tiles others.
+
+    dotted: q or k, whose inner products with the first summand are computed; only for dq and dk,
+      like the norms.
+    """
+
+    rows: Any
+    states: Any
+    tiles: Any
+    others: Any
+    dotted: Any = None
+    norms: Any = None
+
+
+def _sources(refs, role: int) -> _Sources:
+    q, k = refs.q_gmem, refs.k_gmem
+    if role == _DQ:
+        return _Sources(refs.dh_gmem, refs.C_gmem, refs.dP_gmem, k, dotted=q, norms=refs.n_gmem)
+    if role == _DK:
+        return _Sources(refs.v_gmem, refs.dC_gmem, refs.dP_gmem, q, dotted=k, norms=refs.dn_gmem)
+    return _Sources(k, refs.dC_gmem, refs.P_gmem, refs.dh_gmem)
+
+
 def _copy_item(cta: _Kernel, role: int, item: _Item) -> None:
-    refs, steps = cta.refs, cta.roles[role]
-    left, right = cta.left, cta.right
-    tile_count, first = _tile_steps(role, item.row, cta.p)
+    refs, steps, left, right = cta.refs, cta.roles[role], cta.left, cta.right
     rows, columns = block(item.row, ROWS), block(item.column, cta.columns)
     state = item.head, item.chunk
 
     def feed(start, count, copies):
-        """Loads ``count`` steps of the item; copies(j, copy) starts the copies of step j."""
+        """Loads ``count`` steps; copies(j, copy) starts the copies of step j."""
 
         @each(count)
         def one(j):
-            cta.ring.load(item.first + start + j, functools.partial(copies, j))
+            cta.ring.load(start + j, functools.partial(copies, j))
 
     def both_states(j, copy):
         place = *state, rows, block(j, DEPTH)
@@ -259,47 +282,39 @@ def _copy_item(cta: _Kernel, role: int, item: _Item) -> None:
         copy(refs.dC_gmem.at[place], cta.right_transposed, slice(ROWS))
 
     if role == _STATES:
-        feed(0, steps.with_state, both_states)
+        feed(item.first, steps.with_state, both_states)
         return
-    # By role: a X with weighted rows, plus weighted norms, whose products with x are summed; then
-    # tiles b is added.
-    operands: Any = (
-        (refs.dh_gmem, refs.C_gmem, refs.dP_gmem, refs.k_gmem, refs.q_gmem, refs.n_gmem),
-        (refs.v_gmem, refs.dC_gmem, refs.dP_gmem, refs.q_gmem, refs.k_gmem, refs.dn_gmem),
-        (refs.k_gmem, refs.dC_gmem, refs.P_gmem, refs.dh_gmem, None, None),
-    )
-    a, X, tiles, b, x, norm = operands[role]
-    a, tiles, b = (cta.in_chunk(y, item) for y in (a, tiles, b))
+    x = _sources(cta.refs, role)
 
     def with_state(j, copy):
         depth = block(j, DEPTH)
-        copy(a.at[rows, depth], left)
+        copy(cta.in_chunk(x.rows, item).at[rows, depth], left)
         if role == _DV:
-            copy(X.at[(*state, depth, columns)], right)
+            copy(x.states.at[(*state, depth, columns)], right)
         else:
-            copy(X.at[(*state, columns, depth)], cta.right_transposed)
+            copy(x.states.at[(*state, columns, depth)], cta.right_transposed)
 
     def weighted(j, copy):
         start = rows.start + j * WG_ROWS
-        _copy_halves(copy, cta.in_chunk(x, item), start, WG_ROWS, right, columns)
+        _copy_halves(copy, cta.in_chunk(x.dotted, item), start, WG_ROWS, right, columns)
 
     def norms(_, copy):
-        _copy_halves(copy, norm.at[state], columns.start, cta.columns, cta.right_vector)
+        _copy_halves(copy, x.norms.at[state], columns.start, cta.columns, cta.right_vector)
 
     def with_tiles(j, copy):
-        others = block(first + j, DEPTH)
+        others, tiles = block(item.first_tile + j, DEPTH), cta.in_chunk(x.tiles, item)
         if role == _DQ:
             copy(tiles.at[rows, others], left)
         else:
             copy(tiles.at[others, rows], cta.left_transposed)
-        copy(b.at[others, columns], right)
+        copy(cta.in_chunk(x.others, item).at[others, columns], right)
 
-    feed(0, steps.with_state, with_state)
-    if steps.for_sums:
-        feed(steps.with_state, 2, weighted)
-    if steps.for_sums == 3:
-        feed(steps.with_state + 2, 1, norms)
-    feed(steps.with_state + steps.for_sums, tile_count, with_tiles)
+    feed(item.first, steps.with_state, with_state)
+    if role != _DV:
+        feed(item.after_state, 2, weighted)
+    if x.norms is not None:
+        feed(item.after_state + 2, 1, norms)
+    feed(item.tiles, item.num_tiles, with_tiles)
 
 
 def _inner_states(cta: _Kernel, item: _Item) -> None:
@@ -320,7 +335,13 @@ def _multiply(
     cta: _Kernel, accumulator, start, count, operands: Callable[[Any], Sequence[Any]]
 ) -> None:
     """Adds the products of operands(slot) over ``count`` steps."""
-    cta.ring.multiply(start, count, lambda _, slot, __: products.add(accumulator, *operands(slot)))
+
+    @each(count)
+    def add(j):
+        cta.ring.multiply(
+            start + j, lambda slot: products.add(accumulator, *operands(slot)), follows=j > 0
+        )
+
     products.wait(0)
     cta.ring.release(start + count - 1)
 
@@ -496,10 +517,10 @@ class Tiles(RingTiles):
     computes_scores: bool
 
     def items(self, p: Problem) -> int:
-        of_chunk = _items_of_chunk(_items(p, self.siz_b_DHHV, normalise=True))
-        return p.BNH * p.NC * (1 if self.computes_scores else of_chunk)
+        items_per_chunk = _items_of_chunk(_items(p, self.siz_b_DHHV, normalise=True))
+        return p.BNH * p.NC * (1 if self.computes_scores else items_per_chunk)
 
-    def scratch(self, p: Problem, dtype, *, normalise: bool = True, **asked) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype, *, normalise: bool = True, **options) -> dict[str, Any]:
         if self.computes_scores:
             return chunkwise.scratch(p, self, dtype, normalise=normalise)
         columns = self.siz_b_DHHV
@@ -510,16 +531,14 @@ class Tiles(RingTiles):
         vector = plgpu.SMEM((self.num_stages, DEPTH * columns * dtype.itemsize // 4), jnp.float32)
         right = tiles(DEPTH, columns), tiles(columns, DEPTH), vector
         return {
-            "operands_smem": [one_of(*left), one_of(*right)],
+            "operands_smem": [plgpu.RefUnion(*left), plgpu.RefUnion(*right)],
             "out_smem": shared_tiles(2, 2, WG_ROWS, atom, dtype=dtype),  # per warpgroup
             "barriers": ring_barriers(self.num_stages, copies=2),
         }
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
+    def candidates(cls, p: Problem, gpu: Gpu, **options) -> Iterable[Self]:
         """At DHQK 128, six stages by chunk: more would leave spilled registers too little L1."""
-        if p.L % ROWS:
-            return
         if by_chunk(p):
             columns, stages = chunkwise.columns_of_tile(p), 7 if p.DHQK <= 64 else 6
         else:
@@ -527,7 +546,7 @@ class Tiles(RingTiles):
         for num_stages in range(stages, 2, -1):
             yield cls(num_stages, gpu.sms, columns, by_chunk(p)).clamped(p)
 
-    def divides(self, p: Problem, **asked) -> bool:
+    def divides(self, p: Problem, **options) -> bool:
         """With fewer stages than a step holds at once the kernel would deadlock."""
         if self.computes_scores != by_chunk(p) or p.L % ROWS:
             return False

@@ -49,7 +49,6 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
     block,
     load,
     load_float32,
-    one_of,
     plgpu,
     shared_tiles,
 )
@@ -125,10 +124,10 @@ class Kernel(PersistentKernel):
         in_first, in_second = x < self.first_q, (y >= 0) & (x < self.last_q)
         in_turn = 3 - 3 * remainder(x, 2)  # dh and v
         kind = jnp.where(in_first, in_turn, jnp.where(in_second, remainder(y, 4), np.int32(_Q)))
-        of_q = x - jnp.where(y < 0, np.int32(self.first_q), np.int32(self.last_q))
+        q_column = x - jnp.where(y < 0, np.int32(self.first_q), np.int32(self.last_q))
         step = divide(x, 2)
-        of_second = jnp.where(in_second, self.last_first(divide(y, 4)), of_q)
-        column = jnp.where(in_first, step, of_second)
+        second_column = jnp.where(in_second, self.last_first(divide(y, 4)), q_column)
+        column = jnp.where(in_first, step, second_column)
         for x in _OPERANDS:
             start = functools.partial(self.copy_tile, x, head, chunk, column, copy)
             pl.when(kind == x)(start)
@@ -327,17 +326,17 @@ def _write_diagonal(c: _Chunk, diagonal: _Block) -> None:
     Computing half the keys at a time takes fewer registers.
     """
     refs, sum_over_columns = c.refs, products.sum_over_columns
-    of_diagonal, of_earlier = [], []
+    diagonal_sums, earlier_sums = [], []
     for start in range(0, WG_ROWS, HALF):
         t, s = rows_and_columns(WG_ROWS, HALF, c.p.reverse)
         s += -start if c.p.reverse else start
         W = _write_keys(c, diagonal, start, s <= t)
-        of_diagonal.append(sum_over_columns(jnp.where(s == t, W, 0.0)))
+        diagonal_sums.append(sum_over_columns(jnp.where(s == t, W, 0.0)))
         W = jnp.where(s < t, W, 0.0)
-        of_earlier.append(sum_over_columns(W))
+        earlier_sums.append(sum_over_columns(W))
         c.store_per_key(W, c.here, diagonal.key + start)
-    refs.pairs.diagonal.at[c.head, c.rows][...] = functools.reduce(jnp.add, of_diagonal)
-    refs.pairs.per_query.at[c.head, c.here, c.rows][...] = functools.reduce(jnp.add, of_earlier)
+    refs.pairs.diagonal.at[c.head, c.rows][...] = functools.reduce(jnp.add, diagonal_sums)
+    refs.pairs.per_query.at[c.head, c.here, c.rows][...] = functools.reduce(jnp.add, earlier_sums)
 
 
 def _add_for_keys(c: _Chunk, accumulator, tile, x, columns=slice(None)) -> None:
@@ -406,7 +405,7 @@ def _weighted(
     key_weights: Array,
 ) -> list[Array]:
     """The scaled inter-chunk parts of dq and dk, a tile each; stores q . dq and k . dk."""
-    inter, of_q, of_k = [], [], []
+    inter, q_dots, k_dots = [], [], []
     for y in range(c.parts):
         slot = c.ring.wait(c.q_step(y))
         dq, dk = (x[:, y * c.depth : (y + 1) * c.depth] for x in gradients)
@@ -415,11 +414,11 @@ def _weighted(
         if norm_weights is not None:
             dq += across_columns(norm_weights, n) * across_rows(c.vector(_N, y * c.depth, n))
         dk = (dk + across_rows(c.vector(_DN, y * c.depth, n))) * across_columns(key_weights, n)
-        of_q.append(c.row_dots(dq, c.refs.tiles_smem.at[slot, c.tile_rows, columns]))
-        of_k.append(c.row_dots(dk, c.k_columns(y).at[:, columns]))
+        q_dots.append(c.row_dots(dq, c.refs.tiles_smem.at[slot, c.tile_rows, columns]))
+        k_dots.append(c.row_dots(dk, c.k_columns(y).at[:, columns]))
         inter += [dq, dk]
-    c.refs.q_inter.at[c.head, 0, c.rows][...] = functools.reduce(jnp.add, of_q)
-    c.refs.k_inter.at[c.head, 0, c.rows][...] = functools.reduce(jnp.add, of_k)
+    c.refs.q_inter.at[c.head, 0, c.rows][...] = functools.reduce(jnp.add, q_dots)
+    c.refs.k_inter.at[c.head, 0, c.rows][...] = functools.reduce(jnp.add, k_dots)
     return inter
 
 
@@ -454,8 +453,8 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
     for start in range(0, len(outputs), len(free_tiles)):
         free = len(free_tiles) - 1 if start else 0  # for one tile, or for all
         plgpu.wait_smem_to_gmem(free, wait_read_only=True)
-        rest = zip(outputs[start:], free_tiles, strict=False)
-        c.store([(x, tile, *place) for (x, place), tile in rest])
+        remaining = zip(outputs[start:], free_tiles, strict=False)
+        c.store([(x, tile, *place) for (x, place), tile in remaining])
 
 
 def _multiply(c: _Chunk) -> None:
@@ -505,7 +504,7 @@ def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[st
         "P_smem": blocks_of_P,
         "dP_smem": blocks_of_P,
         # Per warpgroup a tile of an output, or sums over queries in the same place.
-        "staging_smem": one_of(tiles(2, WG_ROWS, depth), sums),
+        "staging_smem": plgpu.RefUnion(tiles(2, WG_ROWS, depth), sums),
         "vectors_smem": plgpu.SMEM((k_stages, 4, CHUNK), jnp.float32),  # see _E_HI
         "barriers": ring_barriers(config.num_stages, copies=1),
         "k_barriers": ring_barriers(k_stages, copies=parts + 3 + normalise),

@@ -65,21 +65,24 @@ FEW_CTAS = 528  # four per SM of an H200
 def _place_of_cta(p: Problem, config: "Tiles"):
     """A CTA's column block of h, block of queries in the chunk, head and chunk."""
     index = lax.axis_index("program")
-    of_h, of_chunk = blocks(p.DHV, config.siz_b_DHHV), blocks(p.L, config.siz_b_LQ)
-    index, column = unravel(index, of_h)
+    column_blocks, query_blocks = blocks(p.DHV, config.siz_b_DHHV), blocks(p.L, config.siz_b_LQ)
+    index, column = unravel(index, column_blocks)
     chunks = p.BNH * p.NC
-    few = chunks * of_chunk * of_h <= FEW_CTAS
-    chunk, i = chunk_and_item(index, chunks, of_chunk, few)
+    few = chunks * query_blocks * column_blocks <= FEW_CTAS
+    chunk, i = chunk_and_item(index, chunks, query_blocks, few)
     # Blocks with the most keys come first.
-    return column, of_chunk - 1 - i, *unravel(chunk, p.NC)
+    return column, query_blocks - 1 - i, *unravel(chunk, p.NC)
 
 
 def _add_q_C(acc, q_smem, C_smem, wg, ring):
     """acc += q C, over the first steps of the ring."""
     _, steps, _, atom = q_smem.shape
-    ring.multiply(
-        0, steps, lambda x, slot, _: products.add(acc, q_smem.at[wg, x], C_smem.at[slot, :atom])
-    )
+
+    @each(steps)
+    def add(x):
+        q = q_smem.at[wg, x]
+        ring.multiply(x, lambda slot: products.add(acc, q, C_smem.at[slot, :atom]), follows=x > 0)
+
     products.wait(0)
     if ring.num_slots > 1:
         ring.advance(np.int32(steps - 1))
@@ -143,15 +146,15 @@ def _kernel(
         return block(chunk * (p.L // WG_ROWS) + p.place(tile, p.L // WG_ROWS), WG_ROWS)
 
     def load_k(j, copy):
-        _, parts, _, of_part = k_smem.shape
+        _, parts, _, part_columns = k_smem.shape
         for x in range(parts):
-            copy(k.at[steps(j), block(x, of_part)], k_smem, x)
+            copy(k.at[steps(j), block(x, part_columns)], k_smem, x)
 
     def load_v(step, copy):
-        of_C = C_gmem.at[head, chunk, block(step, atom), block(column, siz_b_DHHV)]
-        of_v = v.at[steps(step - steps_k), block(column, siz_b_DHHV)]
-        pl.when(step < steps_k)(lambda: copy(of_C, v_smem, slice(atom)))
-        pl.when(step >= steps_k)(lambda: copy(of_v, v_smem))
+        C_rows = C_gmem.at[head, chunk, block(step, atom), block(column, siz_b_DHHV)]
+        v_rows = v.at[steps(step - steps_k), block(column, siz_b_DHHV)]
+        pl.when(step < steps_k)(lambda: copy(C_rows, v_smem, slice(atom)))
+        pl.when(step >= steps_k)(lambda: copy(v_rows, v_smem))
 
     k_ring = CopyRing(k_barriers, num_tiles, load_k, readers=warpgroups)
     v_ring = CopyRing(v_barriers, num_tiles + steps_k, load_v, readers=warpgroups)
@@ -254,25 +257,25 @@ class Tiles(HopperTiles):
     siz_b_DHHV: int
     num_stages: int
 
-    def grid(self, p: Problem, **asked) -> tuple[int, ...]:
+    def grid(self, p: Problem, **options) -> tuple[int, ...]:
         return (p.BNH * p.NC * blocks(p.L, self.siz_b_LQ) * blocks(p.DHV, self.siz_b_DHHV),)
 
-    def scratch(self, p: Problem, dtype, **asked) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype, **options) -> dict[str, Any]:
         warpgroups, n, atom = self.siz_b_LQ // WG_ROWS, self.num_stages, atom_columns(p)
         tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom)
-        of_part = p.DHQK if p.DHQK <= 256 else atom
-        parts, of_q = p.DHQK // of_part, p.DHQK // atom
+        part_columns = p.DHQK if p.DHQK <= 256 else atom
+        parts, q_parts = p.DHQK // part_columns, p.DHQK // atom
         return {
-            "q_smem": tiles(warpgroups, of_q, WG_ROWS, atom),
-            "k_smem": tiles(n, parts, WG_ROWS, of_part),
+            "q_smem": tiles(warpgroups, q_parts, WG_ROWS, atom),
+            "k_smem": tiles(n, parts, WG_ROWS, part_columns),
             "v_smem": tiles(n, WG_ROWS, self.siz_b_DHHV),
-            "q_full": plgpu.Barrier(num_arrivals=of_q, num_barriers=warpgroups),
+            "q_full": plgpu.Barrier(num_arrivals=q_parts, num_barriers=warpgroups),
             "k_barriers": ring_barriers(n, copies=parts, readers=warpgroups),
             "v_barriers": ring_barriers(n, copies=1, readers=warpgroups),
         }
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
+    def candidates(cls, p: Problem, gpu: Gpu, **options) -> Iterable[Self]:
         """Tiles with which an SM has room for two CTAs of 64 queries, or else for one of 128.
 
         With 64 queries, DHQK 256 and 256 columns ptxas spills at least 132 bytes.
@@ -292,7 +295,7 @@ class Tiles(HopperTiles):
         ):
             yield cls(*sizes)
 
-    def divides(self, p: Problem, **asked) -> bool:
+    def divides(self, p: Problem, **options) -> bool:
         LQ, columns = self.siz_b_LQ, self.siz_b_DHHV
-        known = columns <= 256 and LQ in (WG_ROWS, 2 * WG_ROWS)
-        return known and p.DHV % columns == columns % atom_columns(p) == p.L % LQ == 0
+        supported = columns <= 256 and LQ in (WG_ROWS, 2 * WG_ROWS)
+        return supported and p.DHV % columns == columns % atom_columns(p) == p.L % LQ == 0

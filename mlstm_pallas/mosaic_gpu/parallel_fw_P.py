@@ -92,8 +92,8 @@ def _chunk(
     (copies, _, columns), atom = q_smem.shape, atom_columns(p)
     for x, tiles in ((q_gmem, q_smem), (k_gmem, k_smem)):
         for j in range(copies):
-            of_head = head_of(x, head, p, any_step=entries_gmem is not None)
-            source = of_head.at[in_row, block(j, columns)]
+            in_head = head_of(x, head, p, any_step=entries_gmem is not None)
+            source = in_head.at[in_row, block(j, columns)]
             copy_in(source, tiles.at[j], full)
     e = (load(x.at[head, steps], BY_COLUMNS, optimized=False) for x in e_gmem)
     D = decay_tile(e, (load_by_rows(x, head, steps) for x in u_gmem))
@@ -158,10 +158,10 @@ def parallel_fw_P(
 
 
 class Tiles(HopperTiles):
-    def grid(self, p: Problem, **asked) -> tuple[int, ...]:
+    def grid(self, p: Problem, **options) -> tuple[int, ...]:
         return p.BNH, p.NC
 
-    def scratch(self, p: Problem, dtype, **asked) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype, **options) -> dict[str, Any]:
         atom = atom_columns(p)
         columns = largest_block(p.DHQK, COLUMNS, atom)
         copies = p.DHQK // columns
@@ -173,6 +173,6 @@ class Tiles(HopperTiles):
             "full": plgpu.Barrier(num_arrivals=2 * copies),
         }
 
-    def divides(self, p: Problem, **asked) -> bool:
+    def divides(self, p: Problem, **options) -> bool:
         """Shared memory holds all of q and k of a chunk."""
         return p.L == WG_ROWS

@@ -89,35 +89,15 @@ def _store_state(index, XT, X_gmem, X_columns, columns, tiles_smem):
         copy_out(tile, X_gmem.at[at], where)
 
 
-def _store_x(vector, x_gmem, rows):
-    """Stores rows of x; in a block of up to 64 rows all warpgroups have the same ones."""
-
-    @pl.when(rows > WG_ROWS or lax.axis_index("wg") == 0)
-    def store():
-        write(x_gmem, vector)
-
-
-def _left(bT, weights):
-    """The left operand of a step's product, a tile of b^T scaled by r."""
-    if weights is None:
-        return bT
-    return (load_float32(bT) * across_rows(load(weights, BY_COLUMNS))).astype(bT.dtype)
-
-
-def _scaled(a, weights):
-    """A tile of a, (64 steps, rows of x), whose steps are scaled by r."""
-    return load_float32(a) * across_columns(load(weights, BY_ROWS), a.shape[-1])
-
-
 def _recurrence(
     x,  # a Recurrence; X_initial is transposed, one per split
     out,  # RecurrenceOutputs
     is_first,  # whether the CTA computes b . h or x, if any
     head,  # splits count as heads
-    at,  # where the last state is stored, if it is
+    at,  # where the last state is stored
+    stores_last,  # whether it is
     *,
     p,
-    num_splits,
     a_smem,  # (stages, 64, rows)
     b_smem,  # (stages, 64, columns), 64 per warpgroup
     weights_smem,  # (stages, 64) float32, None without r
@@ -127,45 +107,80 @@ def _recurrence(
     barriers,  # of the ring of operands
     h_barriers,  # of the ring of tiles of h, None if no recurrence has an h
 ):
-    """A recurrence, as the warpgroup of 64 columns of a block of X runs it."""
-    wg, rows, columns = lax.axis_index("wg"), a_smem.shape[-1], b_smem.shape[-1]
-    readers, row_block, column_block = columns // WG_ROWS, *map(lax.axis_index, ("rows", "columns"))
+    """A recurrence, as the warpgroup of 64 columns of a block of X runs it.
+
+    A step is a tile of 64 steps of the sequence, counted in the order of the recurrence.
+    """
+    wg, row_block, column_block = map(lax.axis_index, ("wg", "rows", "columns"))
+    rows, columns = a_smem.shape[-1], b_smem.shape[-1]
+    readers = columns // WG_ROWS
     n = p.L // STEPS  # tiles per chunk
     num_chunks: Any = p.NC if x.num_live is None else x.num_live[head]
-    of_rows, of_columns = block(row_block, rows), block(column_block, columns)
+    block_rows, block_columns = block(row_block, rows), block(column_block, columns)
     part = column_block * readers + wg  # which 64 columns of X the warpgroup has
     X_columns, tile_columns = block(part, WG_ROWS), block(wg, WG_ROWS)
-    x_size, x_part = min(rows, WG_ROWS), wg if rows > WG_ROWS else 0  # of the block's rows
+    # The warpgroup's rows of x. In a block of up to 64 rows all warpgroups have the same ones.
+    x_size, x_part = min(rows, WG_ROWS), wg if rows > WG_ROWS else 0
     x_rows = block(row_block * (rows // x_size) + x_part, x_size)
-    x_columns = block(x_part, x_size)
-    a, b = head_of(x.a, head, p), head_of(x.b, head, p)
-    h: Any = head_of(x.h, head, p) if is_first and x.h is not None else None
-    sums_x = is_first and out.x_last is not None
+    stores_inner, sums_x = is_first and x.h is not None, is_first and out.x_last is not None
 
     def chunk_at(index):
         return num_chunks - 1 - index if x.backward else index
 
-    def steps_at(step):
-        index, tile = unravel(step, n)
+    def steps_of(index, tile):
+        """The steps of a tile of the index-th chunk."""
         return block(chunk_at(index) * n + tile, STEPS)
 
     def copy_operands(step, copy):
-        steps = steps_at(step)
-        copy(a.at[steps, of_rows], a_smem)
-        copy(b.at[steps, of_columns], b_smem)
+        steps = steps_of(*unravel(step, n))
+        copy(head_of(x.a, head, p).at[steps, block_rows], a_smem)
+        copy(head_of(x.b, head, p).at[steps, block_columns], b_smem)
         if x.r is not None:
             copy(x.r.at[head, steps], weights_smem)
 
     def copy_h(step, copy):
-        copy(h.at[steps_at(step), of_columns], h_smem)
+        copy(head_of(x.h, head, p).at[steps_of(*unravel(step, n)), block_columns], h_smem)
 
-    copies = [(barriers, copy_operands)] + [(h_barriers, copy_h)] * (h is not None)
-    rings = [CopyRing(x, num_chunks * n, y, readers=readers) for x, y in copies]
-    ring, h_ring = rings[0], rings[-1]
+    ring = CopyRing(barriers, num_chunks * n, copy_operands, readers)
+    h_ring = CopyRing(h_barriers, num_chunks * n, copy_h, readers)
+    rings = [ring, h_ring] if stores_inner else [ring]
 
-    def left(slot):
-        weights = None if weights_smem is None else weights_smem.at[slot]
-        return _left(b_smem.at[slot, :, tile_columns].T, weights)
+    def add(index, accumulator):
+        """Adds b^T a of the index-th chunk, and with an x returns the sum of r a."""
+        first, unrolled = index * n, 2 - n % 2
+
+        def issue(slot):
+            left = b_smem.at[slot, :, tile_columns].T
+            if x.r is not None:
+                r = load(weights_smem.at[slot], BY_COLUMNS)
+                left = (load_float32(left) * across_rows(r)).astype(left.dtype)
+            products.add(accumulator, left, a_smem.at[slot])
+
+        def beside(tile, total, slot):
+            """What runs beside the product of a tile."""
+            if stores_inner:
+                b = b_smem.at[slot, :, tile_columns]
+                inner = h_ring.row_products(first + tile, b, h_smem, slice(None), tile_columns)
+                out.inner.at[head, part, steps_of(index, tile)][...] = inner
+            if sums_x:
+                a = load_float32(a_smem.at[slot, :, block(x_part, x_size)])
+                total += a * across_columns(load(weights_smem.at[slot], BY_ROWS), x_size)
+            return total
+
+        def tiles(i, total):
+            for j in range(unrolled):  # so that each left operand has registers of its own
+                tile = i * unrolled + j
+                beside_it = functools.partial(beside, tile, total)
+                total = ring.multiply(first + tile, issue, beside_it, follows=(j > 0) | (i > 0))
+            return total
+
+        total = loop(n // unrolled, tiles, products.zeros(WG_ROWS, x_size) if sums_x else None)
+        products.wait(0)
+        ring.release(first + n - 1)
+        return total
+
+    def store_x(x_gmem, vector):
+        pl.when(rows > WG_ROWS or wg == 0)(lambda: write(x_gmem.at[x_rows], vector))
 
     def join(index, carry):
         """Stores X before a chunk, and adds the chunk; carry: X^T, x and the chunk's gamma."""
@@ -174,57 +189,29 @@ def _recurrence(
         following = x.gamma[head, chunk_at(lax.min(index + 1, last))]
         if out.X is not None:
             _store_state(index, XT, out.X.at[head, chunk], X_columns, columns, out_smem.at[wg])
-        first = index * n
-
-        def store_inner(tile, slot, carry):
-            """Stores the sums of b h over the warpgroup's columns, for a tile of the chunk."""
-            step, steps = first + tile, block(chunk * n + tile, STEPS)
-            b_tile = load_float32(b_smem.at[slot, :, tile_columns])
-            h_tile = load_float32(h_smem.at[h_ring.wait(step), :, tile_columns])
-            h_ring.release(step)
-            out.inner.at[head, part, steps][...] = products.sum_over_columns(b_tile * h_tile)
-            h_ring.refill(step)
-            return carry
-
-        def add(accumulator):
-            """Adds b^T a, and with an x returns the sum of r a."""
-
-            def issue(_, slot, total):
-                products.add(accumulator, left(slot), a_smem.at[slot])
-                a = a_smem.at[slot, :, x_columns]
-                return total + _scaled(a, weights_smem.at[slot]) if sums_x else None
-
-            meanwhile = None if h is None else store_inner
-            total = products.zeros(WG_ROWS, x_size) if sums_x else None
-            total = ring.multiply(first, n, issue, meanwhile, total, unrolled=2 - n % 2)
-            products.wait(0)
-            ring.release(first + n - 1)
-            return total
-
         if not sums_x:
-            (XT,) = products.onto(add, XT * decay)
+            (XT,) = products.onto(functools.partial(add, index), XT * decay)
             return XT, None, following
         if out.x is not None:
-            _store_x(vector, out.x.at[head, chunk, x_rows], rows)
+            store_x(out.x.at[head, chunk], vector)
         # Only ``all_from_zeros`` returns other values beside the accumulators.
-        total, added = products.all_from_zeros(add, (WG_ROWS, rows))
+        total, added = products.all_from_zeros(functools.partial(add, index), (WG_ROWS, rows))
         sums = products.sum_over_rows(total, sum_smem.at[wg])
         return XT * decay + added, vector * decay + sums, following
 
     for y in rings:
         y.prologue()
     gamma = x.gamma[head, chunk_at(np.int32(0))]
-    XT = load_or_zeros(x.X_initial, (head, X_columns, of_rows))
+    XT = load_or_zeros(x.X_initial, (head, X_columns, block_rows))
     vector = load_or_zeros(x.x_initial, (head, x_rows), BY_COLUMNS) if sums_x else None
     XT, vector, _ = loop(num_chunks, join, (XT, vector, gamma))
-    last_split = 0 if x.backward else num_splits - 1
 
-    @pl.when(out.X is None or remainder(head, num_splits) == last_split)
+    @pl.when(stores_last)
     def store_last():
         if out.X_last is not None:
-            write(out.X_last.at[at, X_columns, of_rows], XT)
+            write(out.X_last.at[at, X_columns, block_rows], XT)
         if sums_x:
-            _store_x(vector, out.x_last.at[at, x_rows], rows)
+            store_x(out.x_last.at[at], vector)
 
     plgpu.wait_smem_to_gmem(0)
     for y in rings:
@@ -239,17 +226,23 @@ def _kernel(each, outputs, *, p, num_splits, computed, **shared):
     for j, (x, out) in enumerate(zip(each, outputs, strict=True)):
         # With backward no split follows the first one, otherwise the last one.
         head = sequence * num_splits + split + (num_splits - computed if x.backward else 0)
-        place = head, index if out.X is None else sequence
-        axis, here = "", which == j
+        last_split = 0 if x.backward else num_splits - 1
+        last = index, True
+        if out.X is not None:
+            last = sequence, remainder(head, num_splits) == last_split
+        # The CTAs of the first row block compute b . h, and those of the first column block x.
+        axis = ""
         if x.h is not None and rows < p.DHQK:
             axis = "rows"
         elif out.x_last is not None and columns < p.DHV:
             axis = "columns"
-        # Several bodies, so that the loop over steps has no branch.
-        for first in (True, False) if axis else (True,):
-            firsts = here & ((lax.axis_index(axis) == 0) == first) if axis else here
-            run = functools.partial(_recurrence, x, out, first, *place, p=p, num_splits=num_splits)
-            pl.when(firsts)(functools.partial(run, **shared))
+        # Two bodies, so that the loop over steps has no branch.
+        for is_first in (True, False) if axis else (True,):
+            here = which == j
+            if axis:
+                here &= (lax.axis_index(axis) == 0) == is_first
+            run = functools.partial(_recurrence, x, out, is_first, head, *last, p=p, **shared)
+            pl.when(here)(run)
 
 
 def _launch(
@@ -282,11 +275,11 @@ def _launch(
         for x in each
     ]
     computed = sums or num_splits
-    heads, of_rows, of_columns = tiles.grid(call.problem, recurrences=len(each))
+    heads, row_blocks, column_blocks = tiles.grid(call.problem, recurrences=len(each))
     y: list[RecurrenceOutputs] = mosaic_call(
         functools.partial(_kernel, p=p, num_splits=num_splits, computed=computed),
         name=name,
-        grid={"head": heads * computed, "rows": of_rows, "columns": of_columns},
+        grid={"head": heads * computed, "rows": row_blocks, "columns": column_blocks},
         warpgroups=tiles.state_columns // WG_ROWS,
         outputs={"outputs": outputs},
         scratch=tiles.scratch(
@@ -304,11 +297,11 @@ def _with_states(x: Recurrence, added: RecurrenceOutputs, others: int) -> Recurr
         added = heads_of_splits(added, others)
         return split_states(added, x.gamma, initial, backward=x.backward)
 
-    x_initial = x.x_initial
-    if x_initial is not None:
-        x_initial = states(added.x_last[..., None], x_initial[..., None])[..., 0]
-    X_initial = states(added.X_last, x.X_initial)
-    return dataclasses.replace(x, X_initial=X_initial, x_initial=x_initial)
+    return dataclasses.replace(
+        x,
+        X_initial=states(added.X_last, x.X_initial),
+        x_initial=None if x.x_initial is None else states(added.x_last, x.x_initial),
+    )
 
 
 def _transposed(XT: jax.Array, p: Problem) -> jax.Array:
@@ -330,8 +323,8 @@ def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOu
     inputs = [dataclasses.replace(x, X_initial=padded(x.X_initial)) for x in each]
     if num_splits > 1:  # splits run all their chunks
         inputs = [dataclasses.replace(x, num_live=None) for x in inputs]
-        of_sums = [dataclasses.replace(x, h=None, return_last=True) for x in inputs]
-        sums = _launch("split_products", of_sums, call, num_splits, num_splits - 1)
+        for_sums = [dataclasses.replace(x, h=None, return_last=True) for x in inputs]
+        sums = _launch("split_products", for_sums, call, num_splits, num_splits - 1)
         with_states = functools.partial(_with_states, others=num_splits - 1)
         inputs = [*map(with_states, inputs, sums)]
     whole = functools.partial(jax.tree.map, lambda x: x.reshape(p.BNH, -1, *x.shape[2:]))
@@ -399,7 +392,7 @@ class Tiles(HopperTiles):
     num_stages: int
     num_splits: int = 1
 
-    def grid(self, p: Problem, *, recurrences: int = 1, **asked) -> tuple[int, ...]:
+    def grid(self, p: Problem, *, recurrences: int = 1, **options) -> tuple[int, ...]:
         columns, rows = self.covered(p)
         return recurrences * p.BNH, rows // self.state_rows, columns // self.state_columns
 
@@ -416,7 +409,7 @@ class Tiles(HopperTiles):
         has_h: bool = False,
         has_x: bool = False,
         stores_X: bool = True,
-        **asked,
+        **options,
     ) -> dict[str, Any]:
         atom, n = atom_columns(p), self.num_stages
         tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom)
@@ -434,7 +427,7 @@ class Tiles(HopperTiles):
 
     @classmethod
     def candidates(
-        cls, p: Problem, gpu: Gpu, *, recurrences: int = 1, has_x: bool = False, **asked
+        cls, p: Problem, gpu: Gpu, *, recurrences: int = 1, has_x: bool = False, **options
     ) -> Iterable[Self]:
         """The most rows per block with which the launch fills the GPU; else splits."""
         columns = _columns(p)
@@ -448,7 +441,7 @@ class Tiles(HopperTiles):
         for stages in (6 if has_x and rows <= WG_ROWS else 4, 3, 2):
             yield cls(rows, columns, stages, splits)
 
-    def divides(self, p: Problem, *, has_x: bool = False, **asked) -> bool:
+    def divides(self, p: Problem, *, has_x: bool = False, **options) -> bool:
         rows, columns = self.state_rows, self.state_columns
         return (
             columns in ROWS

@@ -138,8 +138,8 @@ def _kernel(
     store_every: int,
 ) -> None:
     index, wg = lax.axis_index("program"), lax.axis_index("wg")
-    of_h, atom = blocks_over(p.DHV, config.siz_b_DHHV), atom_columns(p)
-    head, column_block = unravel(index, of_h)
+    column_blocks, atom = blocks_over(p.DHV, config.siz_b_DHHV), atom_columns(p)
+    head, column_block = unravel(index, column_blocks)
     L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, h_smem.dtype
     num_blocks, in_list = siz_b_DHHV // (config.warpgroups * WG_ROWS), parts_gmem is not None
     state_rows, v_columns = pl.ds(launch * rows, rows), block(column_block, siz_b_DHHV)
@@ -147,10 +147,10 @@ def _kernel(
     part = _Part(0, np.int32(p.NC), head)
     if in_list:
         parts = parts_gmem.begins.shape[1] - 1
-        head, of_row = unravel(head, parts)
-        part = _part_of(parts_gmem, head, of_row, p)
-    of_head = functools.partial(head_of, n=head, p=p, any_step=in_list)
-    h = of_head(h_gmem, atom=WG_ROWS if in_list else atom)
+        head, part_index = unravel(head, parts)
+        part = _part_of(parts_gmem, head, part_index, p)
+    in_head = functools.partial(head_of, n=head, p=p, any_step=in_list)
+    h = in_head(h_gmem, atom=WG_ROWS if in_list else atom)
 
     def steps_of(chunk):  # in q, k, v and h
         return pl.ds(part.begin + chunk * L, L) if in_list else block(chunk, L)
@@ -164,7 +164,7 @@ def _kernel(
                 copy(x.at[head, block(part.first + chunk, L)], slots[name])
             elif x is not None:
                 columns = state_rows if name in "qk" else v_columns
-                copy(of_head(x).at[steps_of(chunk), columns], slots[name])
+                copy(in_head(x).at[steps_of(chunk), columns], slots[name])
 
     def columns_of(b):
         """The columns of the warpgroup's block b, in the tile and in the array."""
@@ -188,14 +188,14 @@ def _kernel(
 
             def inter(hT_acc):
                 for j, start in enumerate(range(0, rows, atom)):
-                    of_tile = pl.ds(start, atom)
+                    atom_rows = pl.ds(start, atom)
                     in_piece = slice(start % PIECE, start % PIECE + atom)
                     CT_tile = CT[start // PIECE][:, in_piece].astype(dtype)
-                    products.add(hT_acc, CT_tile, tiles["q"].at[:, of_tile].T)
+                    products.add(hT_acc, CT_tile, tiles["q"].at[:, atom_rows].T)
                     products.wait(1)  # at most two rounded tiles are live
                     if C_states_gmem is not None:  # predicated, because a branch costs registers
                         stored = divide(chunk, store_every)
-                        states = C_states_gmem.at[head, stored, of_tile, columns]
+                        states = C_states_gmem.at[head, stored, atom_rows, columns]
                         here, tile = remainder(index, store_every) == 0, C_smem.at[wg, j % 2]
                         write_out(tile.T, CT_tile, pending)
                         copy_out(tile, states, here if within is None else here & within)
@@ -305,18 +305,18 @@ class Tiles(HopperTiles):
     def warpgroups(self) -> int:
         return 3 if self.siz_b_DHHV % (3 * WG_ROWS) == 0 else 2
 
-    def grid(self, p: Problem, **asked) -> tuple[int, ...]:
+    def grid(self, p: Problem, **options) -> tuple[int, ...]:
         return p.BNH, blocks_over(p.DHV, self.siz_b_DHHV)
 
-    def shared_bytes(self, p: Problem, dtype, **asked) -> int:
+    def shared_bytes(self, p: Problem, dtype, **options) -> int:
         """The first launch reads P, and the second one reads h of the first.
 
         Only a single launch stores states.
         """
         p, one = p.in_chunks_of(self.siz_b_L), self.state_rows == p.DHQK
-        asked["stores"] = one and asked.get("stores", True)
+        options["stores"] = one and options.get("stores", True)
         bytes_of = super().shared_bytes
-        return max(bytes_of(p, dtype, **asked, first=x) for x in {True, one})
+        return max(bytes_of(p, dtype, **options, first=x) for x in {True, one})
 
     def scratch(
         self,
@@ -326,7 +326,7 @@ class Tiles(HopperTiles):
         first: bool = True,
         stores: bool = True,
         in_list: bool = False,
-        **asked,
+        **options,
     ) -> dict[str, Any]:
         """first: of the first launch or of the second one; stores: whether it stores states."""
         vectors, columns, atom = (self.num_stages, p.L), self.siz_b_DHHV, atom_columns(p)
@@ -348,20 +348,20 @@ class Tiles(HopperTiles):
         }
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
+    def candidates(cls, p: Problem, gpu: Gpu, **options) -> Iterable[Self]:
         """Three warpgroups instead of two if their blocks reach less far beyond a head."""
         rows = largest_block(p.DHQK, MOST_ROWS[2], atom_columns(p))
         three = rows <= MOST_ROWS[3] and rounded_up(p.DHV, 192) < rounded_up(p.DHV, 128)
         for stages in (3, 2) if p.DHQK <= 128 else (2,):
             yield cls(WG_ROWS, 192 if three else 128, rows, stages)
 
-    def divides(self, p: Problem, **asked) -> bool:
+    def divides(self, p: Problem, **options) -> bool:
         """At most two launches, and chunks of 64 steps, as in parallel_fw_P."""
         L, columns, rows = min(p.L, self.siz_b_L), self.siz_b_DHHV, self.state_rows
-        parts, rest = divmod(columns, WG_ROWS * self.warpgroups)
+        parts, remaining = divmod(columns, WG_ROWS * self.warpgroups)
         return (
             rows > 0
-            and p.DHQK % rows == rows % atom_columns(p) == rest == 0
+            and p.DHQK % rows == rows % atom_columns(p) == remaining == 0
             and p.DHV > WG_ROWS
             and L == WG_ROWS
             and 2 * rows >= p.DHQK

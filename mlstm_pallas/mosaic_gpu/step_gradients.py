@@ -35,8 +35,8 @@ from mlstm_pallas.mosaic_gpu.common.chunk_scans import (
     STEPS,
     Scan,
     across,
+    chunk_columns,
     load_rows,
-    of_chunks,
     row_index,
     scan_buffer,
     store_rows,
@@ -177,7 +177,7 @@ def _kernel(
     keys = ahead.shifted(keys, 0.0, scans.at[1])
     (before_step,) = ahead.running(add, [keys], [0.0], scans.at[2])
     chunks = range(0, num_tiles, through_size)
-    whole = of_chunks(
+    whole = chunk_columns(
         [[through[head, divide(first_tile + j, through_size)] for j in chunks]], LANES
     )
     log_f_gradient = from_step + before_step + across(whole[0], steps)
@@ -233,8 +233,8 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
         carries = call.in_time(_carries(dm_in_time, flags_in_time, size))
     in_block = 1 < n <= blocks(size, T)
     if not in_block:
-        of_tiles = call.in_time((pairs, q_dot_dq_inter, k_dot_dk_inter, through))
-        through = call.in_time(through_tiles(*of_tiles))
+        operands = call.in_time((pairs, q_dot_dq_inter, k_dot_dk_inter, through))
+        through = call.in_time(through_tiles(*operands))
 
     def by_rows(x, *tiles):
         return None if x is None else x.reshape(p.BNH, *tiles, head_rows, steps)
@@ -276,5 +276,5 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
 
 
 class Tiles(HopperTiles):
-    def divides(self, p: Problem, **asked) -> bool:
+    def divides(self, p: Problem, **options) -> bool:
         return p.L % LANES == 0

@@ -53,8 +53,8 @@ def _by_warps(atom: int):
 
     An atom of 16 columns is too narrow for 32 lanes, so 8 lanes share a row.
     """
-    of_lane, lane_dims = (2, (-3, -2)) if atom == 16 else (atom // 32, (-2,))
-    tiling = plgpu.Tiling(((GROUP, atom), (4, atom), (of_lane,)))
+    lane_columns, lane_dims = (2, (-3, -2)) if atom == 16 else (atom // 32, (-2,))
+    tiling = plgpu.Tiling(((GROUP, atom), (4, atom), (lane_columns,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=lane_dims, vector_dim=-1)
 
 
@@ -73,10 +73,10 @@ def _kernel(
     _, rows, D = sums.shape
     tiles_of_sum = blocks(p.S, TILE) // rows
     sums_of_cta = num_tiles // tiles_of_sum
-    of_head, of_columns = p.S // (num_tiles * TILE), D // columns
-    index, column = unravel(lax.axis_index("program"), of_columns)
-    head, steps_block = unravel(index, of_head)
-    of_cta, by_warps = block(column, columns), _by_warps(atom_columns(p))
+    blocks_per_head, column_blocks = p.S // (num_tiles * TILE), D // columns
+    index, column = unravel(lax.axis_index("program"), column_blocks)
+    head, steps_block = unravel(index, blocks_per_head)
+    cta_columns, by_warps = block(column, columns), _by_warps(atom_columns(p))
 
     def unless_empty(j, action, carry):
         """action(j, carry), or carry if tile j is an entry without steps."""
@@ -90,7 +90,7 @@ def _kernel(
         steps = from_steps = block(tile, TILE)
         if entries is not None:
             from_steps = pl.ds(entries.steps[head, tile], TILE)
-        source = head_of(x, head, p, any_step=entries is not None).at[from_steps, of_cta]
+        source = head_of(x, head, p, any_step=entries is not None).at[from_steps, cta_columns]
         copy_in(source, x_tiles.at[j], full.at[j])
         copy_in(weights.at[head, steps], tile_weights.at[j], full.at[j])
 
@@ -113,20 +113,20 @@ def _kernel(
             lambda j, total: unless_empty(i * tiles_of_sum + j, tile_sum, total),
             zeros,
         )
-        write(sums.at[head, steps_block * sums_of_cta + i, of_cta], jnp.sum(total, axis=0))
+        write(sums.at[head, steps_block * sums_of_cta + i, cta_columns], jnp.sum(total, axis=0))
 
 
 def step_sums(x: Operands, *, call: Launch) -> Array:
     """Runs the stage: ``stages/step_sums.py``, for 16-bit rows."""
     rows, weights, chunks = x
     p, D = call.problem, rows.shape[-1]
-    of_sum = min(p.L, STEPS)
-    steps = of_sum
+    sum_steps = min(p.L, STEPS)
+    steps = sum_steps
     while steps < ENOUGH_STEPS and p.S % (2 * steps) == 0:
         steps *= 2
     atom = atom_columns(p)
     columns = largest_block(D, min(COLUMNS, ELEMENTS // steps), atom)
-    parts, num_tiles = blocks(p.S, of_sum), blocks(steps, TILE)
+    parts, num_tiles = blocks(p.S, sum_steps), blocks(steps, TILE)
     sums = mosaic_call(
         functools.partial(_kernel, p=p),
         name="step_sums",
@@ -143,5 +143,5 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
 
 
 class Tiles(HopperTiles):
-    def divides(self, p: Problem, **asked) -> bool:
+    def divides(self, p: Problem, **options) -> bool:
         return p.L % TILE == 0

@@ -61,7 +61,7 @@ def _kernel(
     _, NC, D = added.shape
     head, column = unravel(lax.axis_index("program"), blocks(D, _columns(D)))
     columns, layout = block(column, _columns(D)), _by_lanes(_columns(D))
-    groups, rest = divmod(NC, AHEAD)
+    groups, remaining = divmod(NC, AHEAD)
 
     def chunks_from(first, count):
         """``count`` chunks from ``first`` on in the recurrence's order, as a slice of memory."""
@@ -94,8 +94,8 @@ def _kernel(
     x = load(initial.at[pl.ds(head, 1), columns], layout, optimized=False)
     if groups:
         x, _ = loop(groups, group, (x, terms(0, AHEAD)))
-    if rest:
-        x = join(x, groups * AHEAD, terms(groups * AHEAD, rest))
+    if remaining:
+        x = join(x, groups * AHEAD, terms(groups * AHEAD, remaining))
     last.at[pl.ds(head, 1), columns][...] = x
 
 
@@ -125,9 +125,9 @@ def vector_states(
 
     if splits > 1:
         sums = run(jnp.zeros((heads, D), jnp.float32), return_states=False)["last"]
-        sums = sums.reshape(BNH, splits, D, 1)
+        sums = sums.reshape(BNH, splits, D)
         others = sums[:, 1:] if backward else sums[:, :-1]
-        initial = split_states(others, x.scaGamma, initial[..., None], backward=backward)[..., 0]
+        initial = split_states(others, x.scaGamma, initial, backward=backward)
     y = run(initial, return_states=True)
     last = y["last"].reshape(BNH, splits, D)[:, 0 if backward else -1]
     return y["states"].reshape(BNH, NC, D), last
@@ -138,9 +138,9 @@ class Tiles(HopperTiles):
     num_splits: int
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
+    def candidates(cls, p: Problem, gpu: Gpu, **options) -> Iterable[Self]:
         most = min(p.NC // MIN_SPLIT_CHUNKS, MOST_CTAS * _columns(p.DHQK) // (p.BNH * p.DHQK))
         yield cls(splits_of(p.NC, most))
 
-    def divides(self, p: Problem, **asked) -> bool:
+    def divides(self, p: Problem, **options) -> bool:
         return p.DHQK % 32 == 0 and p.NC % self.num_splits == 0

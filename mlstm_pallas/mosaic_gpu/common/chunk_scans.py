@@ -154,7 +154,7 @@ class Scan:
         return [[buffer[end, k] for end in ends] for k in range(len(columns))]
 
 
-def of_chunks(columns: Sequence[Sequence[Array]], rows: int) -> list[Array]:
+def chunk_columns(columns: Sequence[Sequence[Array]], rows: int) -> list[Array]:
     """Arrays (rows, 1), from one scalar per chunk."""
     num_chunks, row = len(columns[0]), row_index((rows, 1))
     # Compared once for all columns, because Mosaic GPU repeats equal operations, which takes

@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.tiles import divide, each, loop, remainder, rounded_up
+from mlstm_pallas.formulas.tiles import each, remainder, rounded_up
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.inline_mlir import (
     GROUP,
@@ -38,7 +38,7 @@ from mlstm_pallas.mosaic_gpu.common.inline_mlir import (
     inline_store_transposed,
 )
 from mlstm_pallas.mosaic_gpu.common.interpretable import interpretable
-from mlstm_pallas.mosaic_gpu.common.launch import atom_columns, plgpu, unravel
+from mlstm_pallas.mosaic_gpu.common.launch import atom_columns, load_float32, plgpu, unravel
 from mlstm_pallas.problem.dimensions import Problem
 
 
@@ -65,8 +65,8 @@ class Steps:
     def reference(self) -> Any:
         """The same steps and columns as a reference."""
         (rows, columns), axes = self.shape, (self.before, self.behind)
-        steps, of_D = pl.ds(self.start, rows), pl.ds(self.column, columns)
-        return self.array.at[(*axes[0], steps, *axes[1], of_D)]
+        steps, features = pl.ds(self.start, rows), pl.ds(self.column, columns)
+        return self.array.at[(*axes[0], steps, *axes[1], features)]
 
     @property
     def rows_of_piece(self) -> int:
@@ -278,7 +278,7 @@ class CopyRing:
     def refill(self, *steps) -> None:
         """Starts the next copies into the slots of these steps, which this warpgroup has released.
 
-        A dedicated warpgroup does that without being asked.
+        A dedicated warpgroup does that without being options.
         """
         for step in steps if self.readers else ():
             # The barrier keeps values derived from the step out of registers until this point.
@@ -291,47 +291,37 @@ class CopyRing:
         self.release(*steps)
         self.refill(*steps)
 
-    def multiply(
-        self,
-        first,
-        count,
-        issue,
-        work=None,
-        carry=None,
-        *,
-        unrolled: int = 1,
-        follows: bool = False,
-    ):
-        """Starts the products of ``count`` steps from ``first`` on, two of which run at a time.
+    def multiply(self, step, issue: Callable[..., None], work=None, *, follows: Any = True):
+        """Starts a step's product, which runs beside the product of the preceding step.
 
-        A step is released, and its slot refilled, while the product of the next one runs. The
-        caller waits for the last product and releases its step. With a single slot each product
-        ends before the next one starts, and every step is released.
+        Once the preceding product has ended, its step is released and its slot refilled. The caller
+        waits for the last product and releases its step. With a single slot the product of the step
+        itself ends instead, and this step is released.
 
         Args:
-          issue: issue(index, slot, carry) starts a product; it returns the carry.
-          work: work(index, slot, carry) runs beside the product; it returns the carry.
-          unrolled: the number of steps per iteration, whose left operands have their own registers.
-          follows: whether the product of the preceding step runs and is not released.
+          issue: issue(slot) starts the product.
+          work: work(slot) runs beside the product; its result is returned.
+          follows: False if the preceding step is released already.
         """
-        ahead = min(self.num_slots - 1, 1)
+        overlap = min(self.num_slots - 1, 1)
+        slot, ended = self.wait(step), step - overlap
+        issue(slot)
+        products.wait(overlap)
+        pl.when(follows if overlap else True)(lambda: self.release(ended))
+        result = None if work is None else work(slot)
+        pl.when(step >= overlap)(lambda: self.refill(ended))
+        return result
 
-        def some(i, carry):
-            for j in range(unrolled):
-                index = i * unrolled + j
-                step = first + index
-                carry = issue(index, self.wait(step), carry)
-                products.wait(ahead)
-                read = step - ahead
-                release = functools.partial(self.release, read)
-                pl.when(not ahead or follows or j > 0 or i > 0)(release)
-                if work is not None:
-                    carry = work(index, self.slot(step), carry)
-                if self.readers:
-                    pl.when(step >= ahead)(functools.partial(self.refill, read))
-            return carry
+    def row_products(self, step, tile, others, *index):
+        """The inner products of a tile's rows with those in a step's slot, which it advances.
 
-        return loop(divide(count, unrolled), some, carry)
+        others: the slots, of which ``index`` selects a part.
+        """
+        x, y = (load_float32(z) for z in (tile, others.at[(self.wait(step), *index)]))
+        self.release(step)
+        sums = products.sum_over_columns(x * y)
+        self.refill(step)
+        return sums
 
     def epilogue(self, steps=None) -> None:
         """Waits for the last releases, because no barrier may end in the middle of a phase."""

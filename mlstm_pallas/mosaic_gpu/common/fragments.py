@@ -72,8 +72,8 @@ def q_times_n(q_tile: Callable[[Any], Any], columns: int, n, *chunk) -> jax.Arra
 
     def add(x, total):
         q = load_float32(q_tile(x))
-        of_tile = load(n.at[(*chunk, block(x, columns))], BY_COLUMNS, optimized=False)
-        return total + q * across_rows(of_tile)
+        n_tile = load(n.at[(*chunk, block(x, columns))], BY_COLUMNS, optimized=False)
+        return total + q * across_rows(n_tile)
 
     tiles = blocks(n.shape[-1], columns)
     return loop(tiles, add, products.zeros(WG_ROWS, columns))

@@ -165,8 +165,8 @@ class Interpreter:
         index of a single block is dropped if the array has a single one, too.
         """
         shape, (region, axes) = _base(array).shape, _selected(array)
-        of_tile = getattr(tile, "transforms", ())
-        tiling = next((x.tiling for x in of_tile if hasattr(x, "tiling")), ())
+        tile_transforms = getattr(tile, "transforms", ())
+        tiling = next((x.tiling for x in tile_transforms if hasattr(x, "tiling")), ())
         tiles = dict(zip(axes[::-1], tiling[::-1], strict=False))
         blocks = [size // tiles.get(axis, 1) for axis, (_, size) in enumerate(region)]
         strides = np.cumprod(shape[:0:-1]) * tile.dtype.itemsize
@@ -218,7 +218,7 @@ class Interpreter:
             self.plgpu.barrier_arrive(barrier)
 
     def separate(self, scratch: Mapping[str, Any]):
-        """The scratch with each ``one_of`` as a list: the race detector does not know slots."""
+        """The scratch with each ``RefUnion`` as a list: the race detector does not know slots."""
 
         def members(path, x):
             if not isinstance(x, self.plgpu.RefUnion):
@@ -276,13 +276,13 @@ class Interpreter:
             if name in names and _overlap(own, region):
                 self._refuse(wg, f"{doing} {name}, which a running product reads")
 
-    def _may_cut(self, S: int, rows: int, of_piece: int, loads: bool, wg: _Warpgroup, at) -> None:
+    def _may_cut(self, S: int, rows: int, piece_rows: int, loads: bool, wg: _Warpgroup, at) -> None:
         pieces, start = map(int, at)
         whole = start % 8 == 0 and start + rows <= S // 8 * 8
-        if not pieces and not (whole or of_piece == 1):
+        if not pieces and not (whole or piece_rows == 1):
             self._refuse(wg, f"copies {rows} of {S} steps from {start} on at once", "pieces")
-        if pieces and loads and pieces * of_piece != rows:
-            self._refuse(wg, f"copies {pieces} pieces of {of_piece} steps", f"{rows} steps")
+        if pieces and loads and pieces * piece_rows != rows:
+            self._refuse(wg, f"copies {pieces} pieces of {piece_rows} steps", f"{rows} steps")
 
     def _may_begin(self, sizes: list[int], wg: _Warpgroup, values) -> None:
         starts, where = values

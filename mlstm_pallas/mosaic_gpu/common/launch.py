@@ -184,7 +184,7 @@ def unravel(index, n: int) -> tuple[Any, Any]:
     return divide(index, n), remainder(index, n)
 
 
-def chunk_and_item(index, chunks: int, of_chunk: int, few: bool) -> tuple[Any, Any]:
+def chunk_and_item(index, chunks: int, items_per_chunk: int, few: bool) -> tuple[Any, Any]:
     """The chunk, of all heads, and its item at a place in the order in which CTAs run items.
 
     The items of a chunk are neighbours, so that they share the L2. If items are few, the chunks of
@@ -192,9 +192,4 @@ def chunk_and_item(index, chunks: int, of_chunk: int, few: bool) -> tuple[Any, A
     """
     if few:
         return unravel(index, chunks)[::-1]
-    return unravel(index, of_chunk)
-
-
-def one_of(*tiles):
-    """Arrays that share their memory slot by slot; their slots have the same number of bytes."""
-    return plgpu.RefUnion(*tiles)
+    return unravel(index, items_per_chunk)
