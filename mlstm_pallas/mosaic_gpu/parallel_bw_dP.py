@@ -31,7 +31,7 @@ from mlstm_pallas.formulas.normaliser import (
     NormaliserGradients,
     query_scale,
 )
-from mlstm_pallas.formulas.tiles import blocks, blocks_over, divide, each, loop, tile_of_triangle
+from mlstm_pallas.formulas.tiles import blocks, blocks_over, each, loop, tile_of_triangle
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.common.fragments import (
