@@ -53,8 +53,7 @@ from mlstm_pallas.prepare import (
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.problem.validation import check_axis_name
 from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half
-from mlstm_pallas.schedules.derivatives import in_reverse_mode
-from mlstm_pallas.schedules.forward import KnownStates, run_gates
+from mlstm_pallas.schedules.forward import PrecomputedStates, run_gates
 from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shards
 from mlstm_pallas.stages import chunk_gates, split_products, step_sums
 
@@ -75,7 +74,7 @@ def _boundaries(plan: Plan, x: Inputs, *, L: int) -> tuple[jax.Array, jax.Array]
 
 def _from_zeros(
     plan: Plan, x: Inputs, m_states: jax.Array | None, *, num_splits: int, L: int
-) -> tuple[jax.Array, jax.Array, jax.Array, KnownStates]:
+) -> tuple[jax.Array, jax.Array, jax.Array, PrecomputedStates]:
     """What C and n of zeros give: Gamma, n and C after the shard, and the states.
 
     num_splits, L: the arguments of ``Plan.summary``.
@@ -92,7 +91,7 @@ def _from_zeros(
     by_split = jnp.prod(gamma.reshape(p.BNH, num_splits, p.NC // num_splits), axis=-1)
     C = jnp.sum(decays_of_others(by_split)[..., None, None] * X, axis=1)
     last = jnp.sum(decays_of_others(gamma)[..., None] * n, axis=1)
-    return jnp.prod(by_split, axis=-1), last, C, KnownStates(gates, n, X)
+    return jnp.prod(by_split, axis=-1), last, C, PrecomputedStates(gates, n, X)
 
 
 def _first_half(
@@ -300,7 +299,7 @@ def _mlstm(axis: Axis, spec: CallSpec, x: Arguments) -> Any:
     index = lax.axis_index(axis.name)
     inputs = padded(spec, x, functools.partial(_starts, axis), index)
     whole = dataclasses.replace(spec, has_initial_state=True, return_last_states=True)
-    h, states = _sequence(axis, whole, in_reverse_mode(inputs))
+    h, states = _sequence(axis, whole, inputs)
     last = LastStates(
         *(lax.psum(jnp.where(index == axis.size - 1, y, 0.0), axis.name) for y in states)
     )

@@ -12,7 +12,6 @@ from mlstm_pallas.prepare import Arguments, padded, results
 from mlstm_pallas.problem.arrays import Cotangents, Forward, Inputs, Residuals
 from mlstm_pallas.problem.dimensions import Layout
 from mlstm_pallas.schedules.backward import backward, packed_backward
-from mlstm_pallas.schedules.derivatives import in_reverse_mode
 from mlstm_pallas.schedules.forward import forward, packed
 from mlstm_pallas.schedules.sharding import on_shards
 
@@ -31,7 +30,7 @@ def _passes(spec: CallSpec) -> tuple[Any, Any]:
 @functools.partial(jax.jit, static_argnums=0)
 def mlstm(spec: CallSpec, x: Arguments) -> Any:
     """h, and the last states or those of the segments if the caller asks for them."""
-    return results(spec, x, *_mlstm(spec, in_reverse_mode(padded(spec, x))))
+    return results(spec, x, *_mlstm(spec, padded(spec, x)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -97,4 +96,5 @@ def named(outputs: Any) -> Any:
 
 def residuals_of(spec: CallSpec, inputs: Inputs, outputs: Forward) -> Residuals:
     h = None if spec.normaliser is None else outputs.h
-    return Residuals(inputs, h, outputs.z, outputs.states or outputs.last)
+    states = outputs.last if outputs.states is None else outputs.states
+    return Residuals(inputs, h, outputs.z, states)

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, cast
 
 import jax
 import jax.numpy as jnp
@@ -164,7 +164,9 @@ def results(
     h = h[..., :DHV].astype(x.q.dtype)
     if last is None or not spec.return_last_states:
         return h
-    c, n, m = (y[:, spec.front :] for y in last) if spec.front else last
+    c, n, m = last
+    if spec.num_segments is not None:
+        c, n, m = (jnp.swapaxes(y[:, :, spec.front :], 1, 2) for y in last)
     return h, (c[..., :DHQK, :DHV].astype(spec.state_dtype or c.dtype), n[..., :DHQK], m)
 
 
@@ -177,15 +179,16 @@ def _may_be_negative(ids: Any) -> bool:
 
 def _states_of_segments(spec: CallSpec, c: Any, n: Any, m: Any) -> SegmentStates:
     """The initial states of all segments; those of a row, (B, NH, ...), are segment 0's."""
-    p, dtype = spec.problem, accumulator_dtype(spec.dtype)
+    p, dtype, N = spec.problem, accumulator_dtype(spec.dtype), cast(int, spec.num_segments)
     m = jnp.zeros(n.shape[:-1], dtype) if m is None else m
     if c.ndim == 4:
-        c, n, m = (x[:, None] for x in (c, n, m))
-    heads: Any = spec.num_segments, p.NH
-    c, n = pad(c, dtype, *heads, p.DHQK, p.DHV), pad(n, dtype, *heads, p.DHQK)
-    states = SegmentStates(c, n, pad(m, dtype, *heads))
-    # The last one, of zeros, is the first.
-    return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), states) if spec.front else states
+        c, n, m = (x[:, :, None] for x in (c, n, m))
+    else:
+        c, n, m = (jnp.swapaxes(x, 1, 2) for x in (c, n, m))
+    c, n, m = pad(c, dtype, N, p.DHQK, p.DHV), pad(n, dtype, N, p.DHQK), pad(m, dtype, N)
+    if spec.front:  # the last one, of zeros, is the first
+        c, n, m = (jnp.roll(x, 1, axis=2) for x in (c, n, m))
+    return SegmentStates(c, n, m)
 
 
 @jax.jit

@@ -26,7 +26,7 @@ from mlstm_pallas.problem.arrays import Forward
 from mlstm_pallas.problem.dimensions import InputGate, Layout, accumulator_dtype
 from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_flag
 from mlstm_pallas.schedules.forward import forward
-from mlstm_pallas.schedules.sharding import Work, on_shard
+from mlstm_pallas.schedules.sharding import Work, heads_first, on_shard
 from mlstm_pallas.stages.stage import Lowering
 
 _INF = float("inf")
@@ -168,5 +168,6 @@ def chunkwise(spec: CallSpec, x: Arguments) -> Any:
     """
     # On one shard, because ``on_shards`` has no derivatives.
     work = Work(forward, spec, Lowering.XLA)
-    outputs: Forward = on_shard(work, False, None, padded(spec, x))
+    inputs = heads_first(spec, padded(spec, x))
+    outputs: Forward = heads_first(spec, on_shard(work, None, inputs))
     return results(spec, x, outputs.h, outputs.last)

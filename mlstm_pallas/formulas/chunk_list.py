@@ -97,17 +97,22 @@ class ChunkList(NamedTuple):
         rows = lax.broadcasted_iota(jnp.int32, (len(self.parts.first), 1), 0)
         return rows, self.parts.first[:, : self.N + 1] - 1
 
+    def before_segments(self) -> tuple[Array, Array]:
+        """The rows and the entries before the segments: the indices of an array (B * NH, NC)."""
+        rows, entries = self.before_parts()
+        return rows, entries[:, :-1]
+
+    def behind_segments(self) -> tuple[Array, Array]:
+        """The rows and the entries behind the segments."""
+        rows, entries = self.before_parts()
+        return rows, entries[:, 1:]
+
     def steps(self, L: int) -> tuple[Array, Array]:
         """The steps of all entries, and which of them are of the entry: (B * NH, NC * L) each."""
         steps, sizes = self.entries
         in_chunk = lax.broadcasted_iota(jnp.int32, (1, 1, L), 2)
         index, within = steps[..., None] + in_chunk, in_chunk < sizes[..., None]
         return index.reshape(len(steps), -1), within.reshape(len(steps), -1)
-
-    def behind_segments(self, x: Array) -> Array:
-        """x, (B * NH, NC, ...), of the entry behind each segment: (B * NH, N, ...)."""
-        rows, entries = self.before_parts()
-        return x[rows, entries[:, 1:]]
 
     def gather(self, x: Array, L: int) -> Array:
         """The steps of x, (B * NH, S, D) or (B, S, NH, D), in chunks: (B * NH, NC, L, D).

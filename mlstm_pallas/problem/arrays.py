@@ -1,22 +1,19 @@
 """The arrays of a call, and the residuals of its forward pass.
 
-B and NH are the first axes of all arrays, but for fields of the types in ``IN_LAYOUT``. Inside a
-shard they are one axis.
+B and NH are the first axes of all arrays, but for ``IN_LAYOUT``. Inside a shard they are one axis.
 """
 
 from typing import Any, NamedTuple
 
 from jax import Array
 
-from mlstm_pallas.problem.dimensions import Layout
-
 
 class SegmentStates(NamedTuple):
     """The states before or after the packed segments of each row."""
 
-    c: Any  # (B, N, NH, DHQK, DHV)
-    n: Array  # (B, N, NH, DHQK)
-    m: Array  # (B, N, NH)
+    c: Any  # (B, NH, N, DHQK, DHV)
+    n: Array  # (B, NH, N, DHQK)
+    m: Array  # (B, NH, N)
 
 
 class Inputs(NamedTuple):
@@ -30,9 +27,9 @@ class Inputs(NamedTuple):
     v: Array
     i: Array
     f: Array
-    c_initial: Any  # an array; None inside a pass that starts from zeros
-    n_initial: Array
-    m_initial: Array
+    c_initial: Any = None  # an array; None inside a pass that starts from zeros
+    n_initial: Any = None  # an array, as m_initial; None where there is no gradient
+    m_initial: Any = None
     starts: Array | None = None  # int32, 1 where a packed segment begins
     lengths: Array | None = None  # (B, NH) int32, h is 0 from this step on; None: nowhere
     # (B, NH, S) int32, where states of segments are asked for
@@ -84,17 +81,5 @@ class Residuals(NamedTuple):
     states: Any  # StoredStates, or the SegmentStates that the forward pass returned
 
 
-# The fields that have the layout of the call; with "BTNH" they are (B, S, NH, D). All fields of
-# SegmentStates are (B, N, NH, ...).
-IN_LAYOUT: dict[type, tuple[str, ...]] = {
-    Inputs: ("q", "k", "v"),
-    SegmentStates: (),
-    **dict.fromkeys((Forward, Cotangents, Residuals), ("h",)),
-}
-
-
-def heads_behind(x: Any, layout: Layout) -> tuple[str, ...]:
-    """The fields of x, of a type in ``IN_LAYOUT``, whose axis NH is not next to B."""
-    if isinstance(x, SegmentStates):
-        return x._fields
-    return IN_LAYOUT[type(x)] if layout is Layout.BTNH else ()
+# The fields that have the layout of the call; with "BTNH" they are (B, S, NH, D).
+IN_LAYOUT = {"q", "k", "v", "h"}

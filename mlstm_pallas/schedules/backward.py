@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from mlstm_pallas.formulas.chunk_list import ChunkList, of_lengths
@@ -18,13 +17,19 @@ from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, MASKED, ChunkGates
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
 from mlstm_pallas.planning.call_spec import Plan, plain
 from mlstm_pallas.planning.dispatch import stage
-from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals, StoredStates
+from mlstm_pallas.problem.arrays import (
+    Cotangents,
+    Inputs,
+    LastStates,
+    Residuals,
+    SegmentStates,
+    StoredStates,
+)
 from mlstm_pallas.problem.dimensions import Layout
 from mlstm_pallas.schedules.forward import (
-    heads_before_segments,
     key_states,
+    key_sums,
     run_gates,
-    segments_before_heads,
     segments_of,
 )
 from mlstm_pallas.stages import (
@@ -72,26 +77,21 @@ def prepared(
         x = lax.optimization_barrier(x)
         if plan.lowering is Lowering.XLA:
             x = x._replace(k=k, v=v)
-    last = cotangents.last or LastStates(None, jnp.zeros_like(x.n_initial), None)
-    return residuals._replace(inputs=x), cotangents._replace(last=last)
+    if cotangents.last is None:
+        zeros = LastStates(None, jnp.zeros_like(x.n_initial), None)
+        cotangents = cotangents._replace(last=zeros)
+    return residuals._replace(inputs=x), cotangents
 
 
-def first_half(
-    plan: Plan,
-    residuals: Residuals,
-    cotangents: Cotangents,
-    gates: ChunkGates | None = None,
-) -> BackwardCarry:
-    """The gates, unless they are passed, P and dP, the states, and their gradients at the chunk
-    boundaries.
+def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> BackwardCarry:
+    """The gates, P and dP, the states, and their gradients at the chunk boundaries.
 
     Of these only dC depends on the gradients of the last states; it is linear in that of C. The
     arrays are ``prepared``. The first stage that reads dh gets h as well, and returns delta.
     """
     (x, h, z, stored), (dh, last) = residuals, cotangents
     spec, launches, recompute, live = plan.spec, plan.backward, stored.C is None, _live(plan, x)
-    if gates is None:
-        gates = run_gates(spec, launches, x, stored.m, with_flags=True)
+    gates = run_gates(spec, launches, x, stored.m, with_flags=True)
     g = gates.per_step()
     gradients_for = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
     r = query_scale(g.vecW, spec.problem.qk_scale, gradients_for(delta=None).vecInvDen)
@@ -148,8 +148,8 @@ def _of_live(chunks: ChunkList | None, x: Any) -> Any:
     """x, (B * NH, S), with 0 in chunks that are not live, where it may be undefined."""
     if chunks is None or x is None:
         return x
-    live = chunks.live
-    return only(x.reshape(*live.shape, -1), live, 0, 1).reshape(x.shape)
+    in_chunks = x.reshape(*chunks.live.shape, -1)
+    return only(in_chunks, chunks.live, 0, 1).reshape(x.shape)
 
 
 def second_half(
@@ -197,8 +197,9 @@ def second_half(
         dm_last = last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last)
         dm = dm.at[:, -1 - first_step].add(dm_last)
     flags = step_flags(gates, x.f, x.starts, spec.problem.reverse)
+    pairs = gradients.pairs if scores.pairs is None else scores.pairs
     di, df, dm_first = stage("step_gradients", launches)(
-        step_gradients.Operands(x.f, scores.pairs or gradients.pairs, *gradients[3:6], flags, dm)
+        step_gradients.Operands(x.f, pairs, *gradients[3:6], flags, dm)
     )
     di, df = (_of_live(live, y) for y in (di, df))
     if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm
@@ -214,14 +215,13 @@ def second_half(
 def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Inputs:
     """The gradients of the inputs of ``packed``; residuals.states are the states that it returned.
 
-    q, k, v, h and dh are copied to the order of a list of chunks, which both halves take for one
-    sequence. The segments' states enter between the halves, because C and dC at the chunk
-    boundaries are linear in them.
+    The steps of a row are copied to the order of its list of chunks. There the row is one sequence,
+    which an entry without steps resets before each segment. Both halves run on this sequence, as if
+    no segment had initial states or gradients of last states. ``_with_segments`` adds those between
+    the halves. At last the gradients are copied back to the row.
     """
-    spec, x = plan.spec, residuals.inputs
-    L = spec.problem.L
+    spec, x, L = plan.spec, residuals.inputs, plan.spec.problem.L
     chunks, before = segments_of(spec, x, L)
-    after, d_after = map(heads_before_segments, (residuals.states, cotangents.last))
     p = dataclasses.replace(spec.problem, S=chunks.NC * L)
     spec = dataclasses.replace(
         spec.forward_only,
@@ -238,56 +238,71 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
         (x.q, x.k, x.v, residuals.h, cotangents.h, z),
     )
     i, f, starts = chunks.gates(x.i, x.f, x.starts, before.m, L)
-    in_chunks = Inputs(q, k, v, i, f, None, x.n_initial, x.m_initial, starts)
-    gates = run_gates(spec, plan.backward, in_chunks, with_flags=True)
-    n, n_last = key_states(
-        plan.backward,
-        k,
-        gates,
-        x.n_initial,
-        with_initial=lambda y: chunks.with_initial(y, before.n),
-    )
-    stored = StoredStates(None, n, gates.scaM_states, None, n_last)
-    arrays = (
-        Residuals(in_chunks, h, None if z is None else z[..., 0], stored),
-        Cotangents(dh, LastStates(None, x.n_initial, None)),  # zeros
-    )
-    first = first_half(plan, *arrays, gates)
+    inputs = Inputs(q, k, v, i, f, None, x.n_initial, x.m_initial, starts)
+    z = None if z is None else z[..., 0]
+    zeros = Cotangents(dh, LastStates(None, x.n_initial, None))
+    stored = StoredStates(None, None, None, None, None)
+    first = first_half(plan, Residuals(inputs, h, z, stored), zeros)
 
-    rows, entries = chunks.before_parts()
-    begins, ends = entries[:, :-1], entries[:, 1:]
+    added = chunks.with_initial(key_sums(plan.backward, k, first.gates), before.n)
+    n, n_last = key_states(plan.backward, added, first.gates, x.n_initial)
+    residuals_of_list = Residuals(inputs, h, z, stored._replace(n=n, n_last=n_last))
+    carry = _with_segments(plan, chunks, first, x.segments, residuals.states, cotangents.last)
+    dx, dn = second_half(plan, residuals_of_list, zeros, carry)
 
-    def with_states(C: Any, at: Array, states: Array, **backward: bool) -> Any:
-        """C at the chunk boundaries, with the states of segments, which enter at these chunks."""
-        entering = jnp.zeros_like(n[..., :1]).at[rows, at].set(1.0)
-        operands = vector_states.Operands(entering, gates.scaGamma, x.n_initial[:, :1])
-        decay, _ = vector_states.vector_states(operands, **backward, call=plain(p))
-        part = lax.min(chunks.part_of_entries, np.int32(chunks.N - 1))
-        return (C.astype(decay.dtype) + decay[..., None] * states[rows, part]).astype(C.dtype)
-
-    C = first.states.matC_states
-    if x.segments is not None:
-        C = with_states(C, begins, before.c)
-    dC = with_states(first.states.matDeltaC_states, ends, d_after.c, backward=True)
-    normaliser, dn_added = first.normaliser_gradients, first.vecDeltaN_added
-    dn_added = jnp.zeros_like(n) if dn_added is None else dn_added
-    dn_added = dn_added.at[rows, ends].set(d_after.n)
-    if normaliser.vecDm is not None:  # see ``second_half``
-        dm = d_after.m - inner(d_after.c, after.c, 2) - inner(d_after.n, after.n)
-        normaliser = normaliser._replace(vecDm=normaliser.vecDm.at[rows, ends * L - 1].add(dm))
-    first = first._replace(
-        states=first.states._replace(matC_states=C, matDeltaC_states=dC),
-        normaliser_gradients=normaliser,
-        vecDeltaN_added=dn_added,
-    )
-    dx, dn = second_half(plan, *arrays, first)
+    dq, dk, dv = (chunks.scatter(dy, y, L) for dy, y in zip(dx[:3], x[:3], strict=True))
+    di, df = (chunks.scatter_steps(dy, x.i, L) for dy in (dx.i, dx.f))
     segments = None
     if x.segments is not None:
-        dc, dn, dm = dC[rows, begins].astype(dn.dtype), dn[rows, begins], dx.i[rows, begins * L]
+        at = rows, entries = chunks.before_segments()
+        dC, dn, dm = (
+            carry.states.matDeltaC_states[at].astype(dn.dtype),
+            dn[at],
+            dx.i[rows, entries * L],
+        )
         if spec.stabilised:  # the initial m is also the scale of the initial states
-            dm += inner(dc, before.c, 2) + inner(dn, before.n)
-        segments = segments_before_heads(p, dc, dn, dm)
-    q, k, v = (chunks.scatter(dy, y, L) for dy, y in zip(dx[:3], x[:3], strict=True))
-    i, f = (chunks.scatter_steps(dy, x.i, L) for dy in dx[3:5])
-    none: Any = None  # the segments' states are in place of these
-    return Inputs(q, k, v, i, f, none, none, none, segments=segments)
+            dm += inner(dC, before.c, 2) + inner(dn, before.n)
+        segments = SegmentStates(dC, dn, dm)
+    return Inputs(dq, dk, dv, di, df, segments=segments)
+
+
+def _with_segments(
+    plan: Plan,
+    chunks: ChunkList,
+    first: BackwardCarry,
+    initial: SegmentStates | None,
+    last: SegmentStates,
+    d_last: SegmentStates,
+) -> BackwardCarry:
+    """The results of the first half, with the segments' initial states and last gradients.
+
+    C and dC at the chunk boundaries are linear in these, and dn and dm are sums with them.
+    """
+    gamma, (states, normaliser, dn_added) = first.gates.scaGamma, first[2:]
+    begin, end = chunks.before_segments(), chunks.behind_segments()
+    segment = jnp.minimum(chunks.part_of_entries, chunks.N - 1)
+
+    def plus(C: Array, at: Any, states: Array, **backward: bool) -> Array:
+        """C, and the states that enter at these entries, decayed to each chunk boundary."""
+        entering = jnp.zeros_like(gamma)[..., None].at[at].set(1.0)
+        operands = vector_states.Operands(entering, gamma, jnp.zeros_like(gamma[:, :1]))
+        call = plain(plan.spec.problem)
+        decay, _ = vector_states.vector_states(operands, call=call, **backward)
+        added = decay[..., None] * states[at[0], segment]
+        return (C.astype(decay.dtype) + added).astype(C.dtype)
+
+    if initial is not None:
+        states = states._replace(matC_states=plus(states.matC_states, begin, initial.c))
+    dC = plus(states.matDeltaC_states, end, d_last.c, backward=True)
+    if dn_added is None:
+        dn_added = jnp.zeros((*gamma.shape, d_last.n.shape[-1]), gamma.dtype)
+    if normaliser.vecDm is not None:  # see ``second_half``
+        dm = d_last.m - inner(d_last.c, last.c, 2) - inner(d_last.n, last.n)
+        rows, entries = end
+        last_steps = rows, entries * plan.spec.problem.L - 1
+        normaliser = normaliser._replace(vecDm=normaliser.vecDm.at[last_steps].add(dm))
+    return first._replace(
+        states=states._replace(matDeltaC_states=dC),
+        normaliser_gradients=normaliser,
+        vecDeltaN_added=dn_added.at[end].set(d_last.n),
+    )

@@ -1,6 +1,5 @@
-"""The derivatives that a call refuses, by marks that compiled programs do not contain."""
+"""The derivatives that a call refuses, by a mark that compiled programs do not contain."""
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
@@ -13,49 +12,26 @@ NO_SUCH_DERIVATIVE = (
 )
 
 
-def _refuse(*_: Any, message: str = NO_SUCH_DERIVATIVE, **__: Any) -> NoReturn:
+def _refuse(*_: Any, message: str) -> NoReturn:
     raise TypeError(message)
 
 
-# Marks a tangent until reverse mode transposes the mark away. Forward mode evaluates or batches
-# it before it reaches the custom_vjp, whose error in jax names no function.
-_tangent = Primitive("reverse_mode_tangent")
-_tangent.def_abstract_eval(lambda x: x)
-_tangent.def_impl(_refuse)
-mlir.register_lowering(_tangent, _refuse)
-batching.primitive_batchers[_tangent] = ad.primitive_jvps[_tangent] = _refuse
-ad.primitive_transposes[_tangent] = lambda cotangent, _: [cotangent]
-
-
-def _identity(name: str, jvp: Callable[..., Any]) -> Callable[..., Any]:
-    """The identity of a pytree, with its jvp rule; compiled programs do not contain it.
-
-    Its keywords are those of the rule.
-    """
-    # No custom_jvp: jax drops its rule in the first of two reverse passes through a scan.
-    identity = Primitive(name)
-    # One primitive binds all arrays, because with one per array some would be copied.
-    identity.multiple_results = True
-    identity.def_abstract_eval(lambda *xs, **_: xs)
-    identity.def_impl(lambda *xs, **_: xs)
-    batching.primitive_batchers[identity] = lambda xs, axes, **of_rule: (
-        identity.bind(*xs, **of_rule),
-        axes,
-    )
-    mlir.register_lowering(identity, lambda _, *xs, **__: xs)
-    ad.primitive_jvps[identity] = jvp
-    return lambda tree, **of_rule: jax.tree.unflatten(
-        jax.tree.structure(tree), identity.bind(*jax.tree.leaves(tree), **of_rule)
-    )
-
-
-in_reverse_mode = _identity(
-    "in_reverse_mode",
-    lambda primals, tangents: (
-        primals,
-        [x if type(x) is ad.Zero else _tangent.bind(x) for x in tangents],
-    ),
+# The identity of several arrays. It is no custom_jvp, because jax drops the rule of a custom_jvp in
+# the first of two reverse passes through a scan. One primitive binds all arrays, because with one
+# per array some would be copied.
+_not_differentiated = Primitive("not_differentiated")
+_not_differentiated.multiple_results = True
+_not_differentiated.def_abstract_eval(lambda *xs, message: xs)
+_not_differentiated.def_impl(lambda *xs, message: xs)
+batching.primitive_batchers[_not_differentiated] = lambda xs, axes, message: (
+    _not_differentiated.bind(*xs, message=message),
+    axes,
 )
+mlir.register_lowering(_not_differentiated, lambda _, *xs, message: xs)
+ad.primitive_jvps[_not_differentiated] = _refuse
 
-# Raises ``message`` when it is differentiated.
-not_differentiated = _identity("not_differentiated", _refuse)
+
+def not_differentiated(tree: Any, message: str) -> Any:
+    """The arrays; their derivative raises a TypeError with the message."""
+    arrays, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, _not_differentiated.bind(*arrays, message=message))

@@ -3,7 +3,6 @@
 Arrays belong to a shard, (B * NH, ...); q, k, v and h are (B, S, NH, D) with layout="BTNH".
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -26,7 +25,6 @@ from mlstm_pallas.problem.arrays import (
     SegmentStates,
     StoredStates,
 )
-from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages import (
     chunk_gates,
     parallel_fw_H,
@@ -39,19 +37,19 @@ from mlstm_pallas.stages import (
 )
 
 
-class KnownStates(NamedTuple):
-    """What is known of the fused scan before it runs; float32. None: it computes this itself."""
+class PrecomputedStates(NamedTuple):
+    """What the devices of a sequence have computed for their exchange; float32."""
 
-    gates: Any = None  # in the chunks of the scan
-    n: Any = None  # (B * NH, NC, DHQK), what each chunk adds to n
-    X: Any = None  # (B * NH, num_splits, DHQK, DHV), what each split adds to C
+    gates: ChunkGates  # in the chunks of the scan
+    n: Array  # (B * NH, NC, DHQK), what each chunk adds to n
+    X: Array  # (B * NH, num_splits, DHQK, DHV), what each split adds to C
 
 
-def forward(plan: Plan, x: Inputs, known: KnownStates | None = None) -> Forward:
+def forward(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None = None) -> Forward:
     """The forward pass."""
     if not plan.spec.has_initial_state:
         x = x._replace(c_initial=None)
-    return fused(plan, x, known) if plan.fused else materialised(plan, x)
+    return fused(plan, x, precomputed) if plan.fused else materialised(plan, x)
 
 
 def run_gates(
@@ -63,26 +61,22 @@ def run_gates(
     return without_outputs(gates, x.lengths)
 
 
-def key_states(
-    launches: Launches,
-    k: Array,
-    gates: ChunkGates,
-    n_initial: Array,
-    chunks: ChunkList | None = None,
-    with_initial: Callable[[Array], Array] = lambda added: added,
-    added: Array | None = None,
-) -> tuple[Array, Array]:
-    """n before each chunk, (B * NH, NC, DHQK), and the last one.
+def key_sums(
+    launches: Launches, k: Array, gates: ChunkGates, chunks: ChunkList | None = None
+) -> Array:
+    """What each chunk adds to n, (B * NH, NC, DHQK)."""
+    operands = step_sums.Operands(k, gates.per_step().vecAbar, chunks)
+    sums: Array = stage("step_sums", launches)(operands)
+    return sums
 
-    with_initial: of what each chunk adds, (B * NH, NC, DHQK); added: this, if it is known.
-    """
-    if added is None:
-        added = stage("step_sums", launches)(
-            step_sums.Operands(k, gates.per_step().vecAbar, chunks)
-        )
+
+def key_states(
+    launches: Launches, added: Array, gates: ChunkGates, n_initial: Array
+) -> tuple[Array, Array]:
+    """n before each chunk, (B * NH, NC, DHQK), and the last one; added: ``key_sums``."""
+    launch = launches["vector_states"]
     states: tuple[Array, Array] = stage("vector_states", launches)(
-        vector_states.Operands(with_initial(added), gates.scaGamma, n_initial),
-        backward=launches["vector_states"].problem.reverse,
+        vector_states.Operands(added, gates.scaGamma, n_initial), backward=launch.problem.reverse
     )
     return states
 
@@ -93,22 +87,9 @@ def segments_of(spec: CallSpec, x: Inputs, L: int) -> tuple[ChunkList, SegmentSt
     end = jnp.full((BNH,), S, jnp.int32) if x.lengths is None else x.lengths
     chunks = of_segments(segment_ends(x.segment_ids, N, x.lengths), end, S, L)
     if x.segments is not None:
-        return chunks, heads_before_segments(x.segments)
+        return chunks, x.segments
     zeros = (jnp.zeros((BNH, N, *y.shape[1:]), y.dtype) for y in x[5:8])
     return chunks, SegmentStates(*zeros)
-
-
-def heads_before_segments(states: SegmentStates) -> SegmentStates:
-    """States (B, N, NH, ...) as (B * NH, N, ...)."""
-    return SegmentStates(
-        *(jnp.swapaxes(y, 1, 2).reshape(-1, *y.shape[1:2], *y.shape[3:]) for y in states)
-    )
-
-
-def segments_before_heads(p: Problem, *states: Array) -> SegmentStates:
-    """The inverse of ``heads_before_segments``."""
-    each = (y.reshape(p.B, p.NH, *y.shape[1:]) for y in states)
-    return SegmentStates(*(jnp.swapaxes(y, 1, 2) for y in each))
 
 
 def packed(plan: Plan, x: Inputs) -> Forward:
@@ -119,30 +100,34 @@ def packed(plan: Plan, x: Inputs) -> Forward:
     """
     spec, launches = plan.spec, plan.packed(x.v.shape[1])
     L = launches["recurrent_fw_H"].problem.L
-    chunks, (_, n, m) = segments_of(spec, x, L)
+    chunks, (C, n, m) = segments_of(spec, x, L)
     i, f, starts = chunks.gates(x.i, x.f, x.starts, m, L)
     in_list = x._replace(i=i, f=f, starts=starts, lengths=None)
     gates = run_gates(spec, launches, in_list)
-    n_states, _ = key_states(
-        launches, x.k, gates, x.n_initial, chunks, lambda y: chunks.with_initial(y, n)
-    )
+    added = chunks.with_initial(key_sums(launches, x.k, gates, chunks), n)
+    n_states, _ = key_states(launches, added, gates, x.n_initial)
     operands = stage("parallel_fw_P", launches)(
         parallel_fw_P.Operands(x.q, x.k, gates, n_states, chunks), normaliser=spec.normaliser
     )
+    C_initial = None
+    if x.segments is not None:  # the kernel reads (B, N, NH, DHQK, DHV)
+        p = spec.problem
+        C_initial = jnp.swapaxes(C.reshape(p.B, p.NH, *C.shape[1:]), 1, 2)
     H, C_last, _ = stage("recurrent_fw_H", launches)(
         recurrent_fw_H.Operands(
             matQ=x.q,
             matV=x.v,
             scan=operands._replace(vecZ=None),
             scaGamma=gates.scaGamma,
-            matC_initial=None if x.segments is None else x.segments.c,
+            matC_initial=C_initial,
             chunks=chunks,
         )
     )
-    n, m = map(chunks.behind_segments, (n_states, gates.scaM_states))
-    last = segments_before_heads(spec.problem, n, n, m)._replace(c=C_last)
+    C_last = jnp.swapaxes(C_last, 1, 2).reshape(C.shape)
+    n, m = (y[chunks.behind_segments()] for y in (n_states, gates.scaM_states))
     z = operands.vecZ
-    return Forward(H, last, None if z is None else chunks.scatter_steps(z, x.i, L), None)
+    z = None if z is None else chunks.scatter_steps(z, x.i, L)
+    return Forward(H, SegmentStates(C_last, n, m), z, None)
 
 
 def materialised(plan: Plan, x: Inputs) -> Forward:
@@ -175,21 +160,22 @@ def materialised(plan: Plan, x: Inputs) -> Forward:
     return Forward(h, last, z, StoredStates(C, n, m, C_last, n_last))
 
 
-def fused(plan: Plan, x: Inputs, known: KnownStates | None) -> Forward:
+def fused(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> Forward:
     """The fused scan, with the state on the chip. It has chunks of its own; splits count as heads.
 
     Stored states are those at the boundaries of the call's chunks.
     """
     spec, launches, p, num_splits = plan.spec, plan.forward, plan.scan_problem, plan.num_splits
     end = 0 if p.reverse else -1
-    exchanged = known is not None
-    if known is None or known.gates.scaGamma.shape[1] != p.NC:
-        known = KnownStates()  # those of a call with more heads than this shard have other chunks
-    gates = known.gates or run_gates(spec, launches, x)
+    exchanged = precomputed is not None
+    if precomputed is not None and precomputed.gates.scaGamma.shape[1] != p.NC:
+        precomputed = None  # a call with more heads than this shard plans other chunks
+    gates = run_gates(spec, launches, x) if precomputed is None else precomputed.gates
     q, v, gamma, chunks = x.q, x.v, gates.scaGamma, None
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
         chunks = of_lengths(x.lengths, v.shape[1], p)
-    n, n_last = key_states(launches, x.k, gates, x.n_initial, chunks, added=known.n)
+    added = key_sums(launches, x.k, gates, chunks) if precomputed is None else precomputed.n
+    n, n_last = key_states(launches, added, gates, x.n_initial)
     scan = stage("parallel_fw_P", launches)(
         parallel_fw_P.Operands(x.q, x.k, gates, n, chunks), normaliser=spec.normaliser
     )
@@ -199,8 +185,8 @@ def fused(plan: Plan, x: Inputs, known: KnownStates | None) -> Forward:
     if chunks is not None and C_initial is not None:
         C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHV)
     if num_splits > 1:
-        if known.X is not None and known.X.shape[1] == num_splits:
-            added = known.X[:, :-1]
+        if precomputed is not None and precomputed.X.shape[1] == num_splits:
+            added = precomputed.X[:, :-1]
         else:
             added = stage("split_products", launches)(
                 split_products.Operands(

@@ -14,9 +14,8 @@ shards of these two axes (``on_shards``). How it learns its shards depends on th
   ``jax.shard_map`` over those axes lowers without devices (AbstractMesh), and exports.
 * Manual axes, inside the user's shard_map: the arrays are the shard.
 
-On auto axes (also those of a call without a mesh) and on explicit axes, arrays cross the boundary
-of the sharded region as (B, NH, ...) in either layout. They are transposed there and back, and XLA
-cancels the transposes; where one device is known, they stay as they are. Shardings of other axes
+Arrays cross the boundary of the sharded region as (B, NH, ...) in either layout. They are
+transposed there and back, and XLA cancels the transposes. Shardings of other axes
 (sequence, head dimensions) are undone first: by XLA on auto axes, by ``jax.sharding.reshard`` on
 explicit ones.
 
@@ -45,7 +44,8 @@ from jax.sharding import PartitionSpec as P
 
 from mlstm_pallas.planning.backend import lowering_on_gpu
 from mlstm_pallas.planning.call_spec import CallSpec, Plan
-from mlstm_pallas.problem.arrays import IN_LAYOUT, Inputs, Residuals, heads_behind
+from mlstm_pallas.problem.arrays import IN_LAYOUT, Inputs, Residuals
+from mlstm_pallas.problem.dimensions import Layout
 from mlstm_pallas.problem.gpu import TPU, UNKNOWN
 from mlstm_pallas.problem.version import __version__
 from mlstm_pallas.schedules.derivatives import NO_SUCH_DERIVATIVE, not_differentiated
@@ -54,32 +54,24 @@ from mlstm_pallas.stages.stage import Lowering, largest_block
 VMEM_STATES = 2**24  # bytes of float32 states of all chunks; VMEM also holds tiles and operands
 
 
-def _map(spec: CallSpec, function: Callable[[Array, int], Any], tree: Any, axes: int = 2) -> Any:
-    """Applies function(array, number of leading axes of B and NH) to all arrays.
+def _map(spec: CallSpec, function: Callable[[Array, bool], Any], tree: Any) -> Any:
+    """Applies function(array, whether it is (B, S, NH, ...)) to all arrays but those beside pools.
 
-    Arrays beside pools keep their axes.
+    Fields of the types in ``problem.arrays`` tell it by their names.
     """
-    if spec.pooled:
-        return tree
 
-    def has_layout(x: Any) -> bool:
-        return type(x) in IN_LAYOUT
+    def apply(path: Sequence[Any], x: Array) -> Any:
+        steps_first = spec.layout is Layout.BTNH and getattr(path[-1], "name", "") in IN_LAYOUT
+        return function(x, steps_first)
 
-    def apply(x: Any) -> Any:
-        if not has_layout(x):
-            return function(x, axes)
-        behind = heads_behind(x, spec.layout)
-        fields = zip(x._fields, x, strict=True)
-        return type(x)(*(_map(spec, function, y, 2 - (name in behind)) for name, y in fields))
-
-    return jax.tree.map(apply, tree, is_leaf=has_layout)
+    return tree if spec.pooled else jax.tree_util.tree_map_with_path(apply, tree)
 
 
-def _heads_first(spec: CallSpec, tree: Any, mapped: int = 0) -> Any:
+def heads_first(spec: CallSpec, tree: Any, mapped: int = 0) -> Any:
     """Transposes the arrays to (B, NH, ...), or back, behind the mapped axes."""
 
-    def transpose(x: Array, axes: int) -> Array:
-        return x if axes == 2 else jnp.swapaxes(x, mapped + 1, mapped + 2)
+    def transpose(x: Array, steps_first: bool) -> Array:
+        return jnp.swapaxes(x, mapped + 1, mapped + 2) if steps_first else x
 
     return _map(spec, transpose, tree)
 
@@ -93,7 +85,7 @@ def sharded_alike(spec: CallSpec, tree: Any) -> Any:
     types = [jax.typeof(x) for x in jax.tree.leaves(tree)]
     mesh = types[0].sharding.mesh
     if mesh.explicit_axes:
-        return _heads_first(spec, _resharded(spec, _heads_first(spec, tree), mesh)[0])
+        return heads_first(spec, _resharded(spec, heads_first(spec, tree), mesh)[0])
     varying = frozenset().union(*(x.manual_axis_type.varying for x in types))
 
     def cast(x: Array) -> Array:
@@ -170,9 +162,8 @@ def on_shards(
 ) -> Any:
     """Runs a function on shards of B and NH, the first axes of all arrays, without derivatives.
 
-    The function gets B and NH as one axis. Fields of the types in ``arrays.IN_LAYOUT`` may be
-    (B, S, NH, D) or (B, N, NH, ...), here and in the function. A shard's spec is
-    spec.with_heads(B, NH).
+    The function gets B and NH as one axis. Fields in ``arrays.IN_LAYOUT`` are (B, S, NH, D) with
+    layout "BTNH", here and in the function. A shard's spec is spec.with_heads(B, NH).
 
     If spec.pooled, they stay two axes, of which NH alone is sharded. The first array then has them;
     others are pools, (P, NH, ...), or have no NH.
@@ -224,79 +215,75 @@ def _on_mesh(work: Work, *args: Any) -> Any:
     # Interpreted Mosaic GPU kernels run on one device: they use ordered callbacks, which
     # custom_partitioning does not allow.
     one_device |= work.spec.backend == "mosaic_gpu_interpret"
-    if one_device and not mesh.explicit_axes:
-        return on_shard(work, False, None, *args)
-    args = _heads_first(work.spec, args, work.mapped)
+    args = heads_first(work.spec, args, work.mapped)
     if mesh.explicit_axes:
         args, common = _resharded(work.spec, args, mesh, work.mapped)
         # An empty set is all axes but those that vmap holds, which only shard_map knows.
         some = len(mesh.explicit_axes) < len(mesh.axis_names)
         outputs = jax.shard_map(
-            functools.partial(on_shard, work, True, None),
+            functools.partial(on_shard, work, None),
             mesh=None if mesh == context else mesh,
             in_specs=jax.tree.map(lambda x: _padded(common, x.ndim), args),
             out_specs=common,
             axis_names=set(mesh.explicit_axes) if some else set(),
             check_vma=False,
         )(*args)
+    elif one_device:
+        outputs = on_shard(work, None, *args)
     else:
         outputs = _partitioned(work)(work.identity(), *args)
-    return _heads_first(work.spec, outputs, work.mapped)
+    return heads_first(work.spec, outputs, work.mapped)
 
 
-def on_shard(work: Work, heads_first: bool, identity: Any, *args: Any) -> Any:
-    """The work on the arrays of a shard, whose mapped axes, B and NH become one.
+def on_shard(work: Work, identity: Any, *args: Any) -> Any:
+    """The work on the arrays of a shard, (B, NH, ...), whose mapped axes, B and NH become one.
 
-    heads_first: whether the arguments and the results are (B, NH, ...) in any layout.
     identity: of the work; it is not read.
     """
-    mapped, spec = work.mapped, work.spec
+    mapped, spec, leaves = work.mapped, work.spec, jax.tree.leaves(args)
     of_sequences = isinstance(args[0], Inputs | Residuals)
     if spec.gpu is TPU and of_sequences and not is_symbolic_dim(spec.problem.B):
-        return _by_head(work, heads_first, *args)
-    if heads_first:
-        args = _heads_first(spec, args, mapped)
-    shapes = set[tuple[int, ...]]()
-
-    def flat(x: Array, axes: int) -> Array:
-        at = mapped + 1 if axes == 2 else mapped + 2  # of NH
-        shapes.add((*x.shape[: mapped + 1], x.shape[at]))
-        return x.reshape(math.prod(x.shape[: mapped + axes]), *x.shape[mapped + axes :])
-
-    def split(x: Array, axes: int) -> Array:
-        return x.reshape(*heads[: mapped + axes], *x.shape[1:])
-
-    args = _map(spec, flat, args)
-    if len(shapes) > 1:
+        return _by_head(work, *args)
+    shapes = {x.shape[: mapped + 2] for x in leaves}
+    if len(shapes) > 1 and not spec.pooled:
         raise ValueError(
             f"arguments have shards of {' and '.join(map(str, sorted(shapes)))} batch entries "
             "and heads, expected one: inside a shard_map that leaves mesh axes to the compiler "
             "constrain them with jax.lax.with_sharding_constraint"
         )
-    (heads,) = shapes or [jax.tree.leaves(args)[0].shape[:2]]
-    *batch, NH = heads
-    spec = spec.with_heads(math.prod(batch), NH)
+    *batch, NH = heads = leaves[0].shape[: mapped + 2]
+    B = math.prod(batch)
+
+    def merged(x: Array, steps_first: bool) -> Array:
+        sizes = x.shape[mapped + 2 :]
+        return (
+            jnp.swapaxes(x.reshape(B, NH, *sizes), 1, 2)
+            if steps_first
+            else x.reshape(B * NH, *sizes)
+        )
+
+    def split(x: Array, steps_first: bool) -> Array:
+        x = jnp.swapaxes(x, 1, 2) if steps_first else x
+        return x.reshape(*heads, *x.shape[1 + steps_first :])
+
+    spec = spec.with_heads(B, NH)
+    args = _map(spec, merged, args)
     run = functools.partial(work.function, **dict(work.options))
     lowering = work.lowering or known_lowering(spec.backend)
     outputs = run(Plan(spec, lowering), *args) if lowering else by_platform(spec, run, *args)
-    outputs = _map(spec, split, outputs)
-    return _heads_first(spec, outputs, mapped) if heads_first else outputs
+    return _map(spec, split, outputs)
 
 
-def _by_head(work: Work, heads_first: bool, *args: Any) -> Any:
+def _by_head(work: Work, *args: Any) -> Any:
     """``on_shard`` of a few heads at a time, whose intermediate arrays fit in a TPU's VMEM."""
-    spec, mapped = work.spec, work.mapped
-    if not heads_first:
-        args = _heads_first(spec, args, mapped)
-    heads = jax.tree.leaves(args)[0].shape[: mapped + 2]
+    spec, heads = work.spec, jax.tree.leaves(args)[0].shape[: work.mapped + 2]
     p, count = spec.problem, math.prod(heads)
     most = VMEM_STATES // (4 * p.NC * p.DHQK * p.DHV)
     few = largest_block(count, min(most, count), 1) or 1
     one = dataclasses.replace(work, spec=dataclasses.replace(spec, gpu=UNKNOWN), mapped=0)
-    args = jax.tree.map(lambda x: x.reshape(count // few, 1, few, *x.shape[mapped + 2 :]), args)
-    outputs = jax.lax.map(lambda x: on_shard(one, True, None, *x), args)
-    outputs = jax.tree.map(lambda x: x.reshape(*heads, *x.shape[3:]), outputs)
-    return outputs if heads_first else _heads_first(spec, outputs, mapped)
+    args = jax.tree.map(lambda x: x.reshape(count // few, 1, few, *x.shape[len(heads) :]), args)
+    outputs = jax.lax.map(lambda x: on_shard(one, None, *x), args)
+    return jax.tree.map(lambda x: x.reshape(*heads, *x.shape[3:]), outputs)
 
 
 @functools.lru_cache(256)  # shapes are among the keys
@@ -306,7 +293,7 @@ def _partitioned(work: Work) -> Callable[..., Any]:
     custom_partitioning with static_argnums fails under jax_check_tracer_leaks (jax 0.12). So the
     static arguments are in closures, one set per kind of work.
     """
-    run = functools.partial(on_shard, work, True)
+    run = functools.partial(on_shard, work)
 
     def partition(mesh: Any, args: Any, results: Any) -> tuple[Any, ...]:
         in_shardings, out_shardings = _common_shardings(work, args, results)
