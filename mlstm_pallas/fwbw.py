@@ -42,24 +42,18 @@ def mlstm_with_states(spec: CallSpec, every: int, x: Arguments) -> Any:
     """
     message = "mlstm_chunkwise_states has no derivatives; mlstm_chunkwise has them"
     outputs: Forward = on_shards(forward_once, spec, padded(spec, x), message=message)
-    stored, stride, S = (
-        outputs.states,
-        every // spec.problem.L,
-        x.i.shape[1 + (spec.layout is Layout.BNTH)],
-    )
-    behind = (
-        jnp.concatenate([before[:, :, 1:], last[:, :, None].astype(before.dtype)], axis=2)
+    stored, stride = outputs.states, every // spec.problem.L
+    S = x.i.shape[1 + (spec.layout is Layout.BNTH)]
+    C, n = (
+        jnp.concatenate([before, last[:, :, None].astype(before.dtype)], axis=2)
         for before, last in ((stored.C, stored.C_last), (stored.n, stored.n_last))
     )
-    dtypes = spec.state_dtype or "float32", "float32", "float32"
-    states = (
-        jnp.moveaxis(y[:, :, stride - 1 :: stride][:, :, : S // every], 2, 1).astype(dtype)
-        for y, dtype in zip((*behind, stored.m[:, :, 1:]), dtypes, strict=True)
+    c, n, m = (
+        jnp.moveaxis(y[:, :, stride::stride][:, :, : S // every], 2, 1) for y in (C, n, stored.m)
     )
     h, last = results(spec, x, outputs.h, outputs.last)
-    c, n, m = states
-    DHQK, DHV = x.q.shape[-1], x.v.shape[-1]
-    return h, last, (c[..., :DHQK, :DHV], n[..., :DHQK], m)
+    c = c[..., : x.q.shape[-1], : x.v.shape[-1]].astype(spec.state_dtype or "float32")
+    return h, last, (c, n[..., : x.q.shape[-1]], m)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -191,12 +191,12 @@ class Plan:
         planned: Any = kernel and kernel.plan(spec.planned_for(p), spec.dtype, gpu, **asked)
         if planned is None:
             return None
-        if spec.config.batch_invariant and hasattr(
-            planned, "num_ctas"
-        ):  # which share the same items
-            planned = dataclasses.replace(planned, num_ctas=gpu.sms)
-        if lowering.interpret and hasattr(planned, "num_ctas"):  # each of which has several items
-            planned = dataclasses.replace(planned, num_ctas=min(planned.num_ctas, 2))
+        if hasattr(planned, "num_ctas"):
+            # The CTAs of a batch-invariant call share the same items, whatever the batch is; each
+            # interpreted CTA has several.
+            num_ctas = gpu.sms if spec.config.batch_invariant else planned.num_ctas
+            num_ctas = min(num_ctas, 2) if lowering.interpret else num_ctas
+            planned = dataclasses.replace(planned, num_ctas=num_ctas)
         fields = spec.config.tiles_of(field)
         if unknown := fields.keys() - vars(planned).keys():
             raise TypeError(

@@ -8,8 +8,8 @@ A stage has one name and one signature in every folder: ``stages/`` (plain jnp),
 import functools
 import importlib.util
 import os
-import pkgutil
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from typing import Any
 
 from mlstm_pallas.stages import HELPERS, STAGES
@@ -27,15 +27,12 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 @functools.cache
 def kernels() -> tuple[str, ...]:
     """The kernels as KernelConfig names them: folder and stage."""
-    folders = {
-        folder: {module.name for module in pkgutil.iter_modules([os.path.join(_PACKAGE, folder)])}
-        for folder in ("triton", "mosaic_gpu")
-    }
     return tuple(
         f"{folder}_{name}"
-        for folder, files in folders.items()
+        for folder in ("triton", "mosaic_gpu")
         for name in sorted(_STAGES)
-        if _STAGES[name].file in files
+        # Not importlib.util.find_spec, which imports the folder.
+        if PathFinder.find_spec(_STAGES[name].file, [os.path.join(_PACKAGE, folder)])
     )
 
 

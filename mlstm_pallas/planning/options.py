@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Annotated, Any, get_type_hints
+from typing import Any
 
 from mlstm_pallas.formulas.normaliser import Normaliser
 from mlstm_pallas.planning.config import KernelConfig
@@ -15,41 +15,57 @@ def _config(name: str, x: Any) -> KernelConfig:
     return validation.check_instance(name, x, KernelConfig) or KernelConfig()
 
 
-def _choice(kind: Any) -> Callable[[str, Any], Any]:
-    return functools.partial(validation.check_choice, kind=kind)
-
-
-_Flag = Annotated[bool, validation.check_flag]
-_Scalar = Annotated[float, validation.check_scalar]
-_ChunkSize = functools.partial(validation.check_power_of_two, least=MIN_CHUNK_SIZE)
+# Each takes the name and the value of an option, and returns the value as a Python object.
+CHECKS: dict[str, Callable[[str, Any], Any]] = dict(
+    eps=validation.check_scalar,
+    norm_val=validation.check_scalar,
+    chunk_size=functools.partial(validation.check_power_of_two, least=MIN_CHUNK_SIZE),
+    autocast_kernel_dtype=validation.check_optional_dtype,
+    input_gate=functools.partial(validation.check_choice, kind=InputGate),
+    layout=functools.partial(validation.check_choice, kind=Layout),
+    backend=validation.check_backend,
+    config=_config,
+    state_dtype=validation.check_state_dtype,
+    num_segments=validation.check_num_segments,
+    **dict.fromkeys(
+        (
+            "return_last_states",
+            "stabilize_correctly",
+            "normalize",
+            "recompute_states_in_bw",
+            "reverse",
+        ),
+        validation.check_flag,
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The static arguments of ``mlstm_chunkwise``, which documents them, as Python objects.
 
-    The constructor applies to each field the check in its annotation.
+    The constructor applies ``CHECKS``.
     """
 
-    return_last_states: _Flag = False
-    eps: _Scalar = 1e-6
-    chunk_size: Annotated[int | None, _ChunkSize] = None
-    autocast_kernel_dtype: Annotated[Any, validation.check_optional_dtype] = None
-    stabilize_correctly: _Flag = True
-    norm_val: _Scalar = 1.0
-    input_gate: Annotated[Any, _choice(InputGate)] = InputGate.EXP
-    normalize: _Flag = True
-    recompute_states_in_bw: _Flag = True
-    layout: Annotated[Any, _choice(Layout)] = Layout.BNTH
-    backend: Annotated[str | None, validation.check_backend] = None
-    config: Annotated[Any, _config] = None
-    state_dtype: Annotated[Any, validation.check_state_dtype] = None
-    num_segments: Annotated[int | None, validation.check_num_segments] = None
-    reverse: _Flag = False
+    return_last_states: bool = False
+    eps: float = 1e-6
+    chunk_size: int | None = None
+    autocast_kernel_dtype: Any = None
+    stabilize_correctly: bool = True
+    norm_val: float = 1.0
+    input_gate: Any = InputGate.EXP
+    normalize: bool = True
+    recompute_states_in_bw: bool = True
+    layout: Any = Layout.BNTH
+    backend: str | None = None
+    config: Any = None
+    state_dtype: Any = None
+    num_segments: int | None = None
+    reverse: bool = False
 
     def __post_init__(self) -> None:
         vars(self).update(
-            (name, check(name, getattr(self, name))) for name, check in option_checks()
+            (name, check(name, getattr(self, name))) for name, check in CHECKS.items()
         )
         if not (self.normalize or self.input_gate is InputGate.SIGMOID):
             raise ValueError(
@@ -71,11 +87,3 @@ class Options:
         # With the sigmoid gate m is 0, so the floor does not depend on it.
         correctly = self.stabilize_correctly and self.stabilised
         return Normaliser(self.eps, self.norm_val, correctly) if self.normalize else None
-
-
-@functools.cache
-def option_checks() -> tuple[tuple[str, Callable[[str, Any], Any]], ...]:
-    hints = get_type_hints(Options, include_extras=True)
-    return tuple(
-        (name, x.__metadata__[0]) for name, x in hints.items() if hasattr(x, "__metadata__")
-    )

@@ -161,10 +161,8 @@ class Launch:
     def chunks(self, x: Array) -> Array:
         """(B * NH, S, ...), or (B, S, NH, D), to (B * NH, NC, L, ...); zeros in steps beyond x."""
         p = self.problem
-        x = with_steps(x, p.S)
-        if x.ndim == 4:
-            x = jnp.swapaxes(x, 1, 2)
-        return x.reshape(p.BNH, p.NC, p.L, *x.shape[2 + (x.ndim == 4) :])
+        x = heads_as_rows(with_steps(x, p.S))
+        return x.reshape(p.BNH, p.NC, p.L, *x.shape[2:])
 
     def product(self, subscripts: str, *operands: Array) -> Array:
         """jnp.einsum in the launch's precision, summed in at least float32."""
@@ -204,6 +202,14 @@ def with_steps(x: Array, S: int) -> Array:
         return x[:, :S]
     behind = S - x.shape[1]
     return jnp.pad(x, [(0, 0), (0, behind), *[(0, 0)] * (x.ndim - 2)]) if behind else x
+
+
+def heads_as_rows(x: Array) -> Array:
+    """(B, S, NH, D) as (B * NH, S, D); an array (B * NH, S, ...) stays as it is."""
+    if x.ndim < 4:
+        return x
+    B, S, NH, D = x.shape
+    return jnp.swapaxes(x, 1, 2).reshape(B * NH, S, D)
 
 
 def sequence_shape(like: Array, columns: int, dtype: Any) -> jax.ShapeDtypeStruct:

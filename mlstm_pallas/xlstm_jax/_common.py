@@ -21,7 +21,7 @@ from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.planning.call_spec import CallSpec, Plan, call_spec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.dispatch import lowerings, stage
-from mlstm_pallas.planning.options import Options, option_checks
+from mlstm_pallas.planning.options import CHECKS, Options
 from mlstm_pallas.prepare import pad
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals, StoredStates
 from mlstm_pallas.problem.dimensions import MIN_CHUNK_SIZE, InputGate, accumulator_dtype
@@ -98,7 +98,7 @@ def check_output_dtype(name: str, x: Any) -> jnp.dtype:
 
 # Each checks an argument that is no array, under the name that it has in a function.
 STATICS: dict[str, Any] = {
-    **dict(option_checks()),
+    **CHECKS,
     **FIELDS,
     "return_all_states": check_flag,
     "store_initial_state": check_flag,
