@@ -11,8 +11,7 @@ from shapes import Shape
 
 from mlstm_pallas import KernelConfig, stages
 from mlstm_pallas.planning.call_spec import CallSpec
-from mlstm_pallas.problem.dimensions import MIN_CHUNK_SIZE
-from mlstm_pallas.problem.validation import check_power_of_two
+from mlstm_pallas.problem.validation import check_chunk_size
 from mlstm_pallas.stages.stage import Launch
 
 # Arguments of mlstm_chunkwise; packed has segment_ids as well, and the arrays of BTNH are
@@ -120,7 +119,7 @@ def define_chunks(define: Define) -> None:
     row = "keywords of KernelConfig as JSON, '{\"fused\": true}', or a file with them"
     define.parsed(
         "chunk_size",
-        lambda x: check_power_of_two("chunk_size", int(x), MIN_CHUNK_SIZE),
+        lambda x: check_chunk_size("chunk_size", int(x)),
         "Steps; none: the plan's.",
     )
     define.parsed("config", parse_config, f"For mlstm_pallas: {row}.")

@@ -4,14 +4,13 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, cast, overload
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
 
 from mlstm_pallas.fwbw import mlstm, mlstm_with_states
-from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import Arguments, Keywords, SequenceKeywords, prepare
@@ -23,18 +22,14 @@ from mlstm_pallas.problem.validation import DEFAULT_LAYOUT
 @overload
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None, *,
-    return_last_states: Literal[False] = False, num_segments: int | None = None,
-    reverse: bool = False, **keywords: Unpack[Keywords],
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: Literal[False] = False, **keywords: Unpack[Keywords],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None,
-    return_last_states: Literal[True] = ..., eps: float = 1e-6, chunk_size: int | None = None,
-    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, num_segments: int | None = None, reverse: bool = False,
-    **keywords: Unpack[SequenceKeywords],
+    return_last_states: Literal[True] = ..., **keywords: Unpack[Keywords],
 ) -> tuple[jax.Array, States]: ...  # fmt: skip
 @overload
 def mlstm_chunkwise(
@@ -42,8 +37,7 @@ def mlstm_chunkwise(
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, num_segments: int | None = None, reverse: bool = False,
-    **keywords: Unpack[SequenceKeywords],
+    norm_val: float = 1.0, **keywords: Unpack[SequenceKeywords],
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
@@ -170,6 +164,11 @@ def mlstm_chunkwise(
 _Public = TypeVar("_Public")
 
 
+def typed_as(public: _Public) -> Callable[[Callable[..., Any]], _Public]:
+    """Gives a function the type of a public one, whose overloads tell what it returns."""
+    return lambda function: cast(_Public, function)
+
+
 def with_arguments_of(
     public: _Public, shards: Callable[..., int] = lambda: 1, **fixed: Any
 ) -> Callable[[Callable[..., Any]], _Public]:
@@ -191,10 +190,13 @@ def with_arguments_of(
 
         @functools.wraps(run)
         def call(*args: Any, **keywords: Any) -> Any:
-            bound = signature.bind(*args, **keywords)
+            try:
+                bound = signature.bind(*args, **keywords)
+            except TypeError as error:
+                raise TypeError(f"{run.__name__}() {error}") from None
             bound.apply_defaults()
             values = bound.arguments
-            x = Arguments(*map(values.pop, Arguments._fields))
+            x = Arguments(*(values.pop(name, None) for name in Arguments._fields))
             added = {other.name: values.pop(other.name) for other in others}
             options = dataclasses.replace(Options(**values), **fixed)
             return run(prepare(x, options, values["layout"], shards(**added)), x, **added)
@@ -232,21 +234,18 @@ def mlstm_chunkwise_states(
       (B, S // N, NH, DHQK, DHV), n (B, S // N, NH, DHQK) and m (B, S // N, NH).
       This c has been rounded to the dtype of q, once; n and m are float32.
     """
-    N = validation.check_integer("every", every, 16, power_of_two=True)
+    N = validation.check_chunk_size("every", every)
 
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
 
-    def spec_of(chunk_size: int | None) -> CallSpec:
-        options = Options(
-            True, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
-            input_gate, normalize, False, layout, backend, config, state_dtype,
-        )  # fmt: skip
-        return prepare(x, options, layout)
-
-    spec = spec_of(None)
+    options = Options(
+        True, eps, None, autocast_kernel_dtype, stabilize_correctly, norm_val,
+        input_gate, normalize, False, layout, backend, config, state_dtype,
+    )  # fmt: skip
+    spec = prepare(x, options, layout)
     # The fused scan has chunks of its own, and stores states at those of the call.
     if spec.plan.fused or spec.problem.L > N:
-        spec = spec_of(N)
+        spec = prepare(x, dataclasses.replace(options, chunk_size=N), layout)
     outputs: tuple[jax.Array, States, States] = mlstm_with_states(spec, N, x)
     return outputs
 

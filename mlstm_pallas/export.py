@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas.planning.backend import requested_backend, use_backend
 from mlstm_pallas.problem.gpu import UNKNOWN, export_mesh, known_gpu, target_gpu
-from mlstm_pallas.problem.validation import shown
+from mlstm_pallas.problem.validation import wrong
 
 PLATFORMS = ("cpu", "cuda")
 # The call target of Triton kernels; importing jax's constant for it would import that backend.
@@ -59,16 +59,22 @@ def export(
         of this process, and without device_kind for "cuda" where there is no GPU.
     """
     if not callable(function):
-        raise TypeError(f"function is {shown(function)}, expected a callable")
+        raise wrong("function", function, "a callable", TypeError)
     platforms: tuple[str, ...] = ()
     if isinstance(platform, Sequence | Set):
         platforms = (platform,) if isinstance(platform, str) else tuple(platform)
     if not platforms or not all(isinstance(x, str) and x in PLATFORMS for x in platforms):
-        raise ValueError(
-            f"platform is {shown(platform)}, expected one of {', '.join(PLATFORMS)}, or a sequence "
-            "of them"
+        expected = f"one of {', '.join(PLATFORMS)}, or a sequence of them"
+        raise wrong("platform", platform, expected)
+    kinds = [device.device_kind for device in jax.devices()]
+    named = isinstance(device_kind, str)
+    if device_kind is not None and not (named and (device_kind in kinds or known_gpu(device_kind))):
+        raise wrong(
+            "device_kind",
+            device_kind,
+            "None or the device_kind of an NVIDIA GPU from compute capability 8.0, such as "
+            "'NVIDIA H200' or 'NVIDIA A100-SXM4-80GB'",
         )
-    _check_device_kind(device_kind)
     jitted: Any = function if hasattr(function, "trace") else jax.jit(function)
     if device_kind is None and "cuda" in platforms and target_gpu() is UNKNOWN:
         raise ValueError(
@@ -95,13 +101,3 @@ def export(
             platforms=platforms,
             disabled_checks=[DisabledSafetyCheck.custom_call(CUSTOM_CALL_TARGET)],
         )(*args, **kwargs)
-
-
-def _check_device_kind(x: Any) -> None:
-    kinds = [device.device_kind for device in jax.devices()]
-    known = isinstance(x, str) and (known_gpu(x) is not None or x in kinds)
-    if x is not None and not known:
-        raise ValueError(
-            f"device_kind is {shown(x)}, expected None or the device_kind of an NVIDIA GPU from "
-            "compute capability 8.0, such as 'NVIDIA H200' or 'NVIDIA A100-SXM4-80GB'"
-        )

@@ -1,6 +1,7 @@
 """Before and after a call runs: checks, its CallSpec, casts, padding and what is cut off again."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict, cast
@@ -11,23 +12,27 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from mlstm_pallas.formulas.gates import CARRIES_ON, segment_starts, steps_within
+from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.planning.call_spec import CallSpec, call_spec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem import validation
 from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.problem.arrays import Inputs, LastStates, SegmentStates
-from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype
+from mlstm_pallas.problem.dimensions import Layout, Problem, accumulator_dtype
+from mlstm_pallas.problem.gpu import target_gpu
 from mlstm_pallas.schedules.sharding import sharded_alike
 
 _log = logging.getLogger("mlstm_pallas")
 
 
 class SequenceKeywords(TypedDict, total=False):
-    """The keyword-only arguments that overloads of the public functions of sequences share."""
+    """The keyword-only arguments that overloads of ``mlstm_chunkwise`` share."""
 
     segment_ids: Array | None
     sequence_lengths: Array | None
+    num_segments: int | None
+    reverse: bool
     input_gate: InputGateName
     normalize: bool
     recompute_states_in_bw: bool
@@ -60,6 +65,7 @@ class Arguments(NamedTuple):
     m_initial: Any = None
     segment_ids: Any = None
     sequence_lengths: Any = None
+    slots: Any = None
 
 
 def prepare(x: Arguments, options: Options, layout: Any, shards: int = 1) -> CallSpec:
@@ -67,14 +73,15 @@ def prepare(x: Arguments, options: Options, layout: Any, shards: int = 1) -> Cal
 
     layout: as it was passed; shards: of the sequence, of which x has one.
     """
-    arrays = x._asdict()
-    states = {name: arrays.pop(name) for name in ("c_initial", "n_initial", "m_initial")}
-    arrays = {name: y for name, y in arrays.items() if name in "qkvif" or y is not None}
-    N = options.num_segments
-    if N is not None:
-        validation.check_segments(N, x.segment_ids, options.return_last_states)
+    arrays, N = x._asdict(), options.num_segments
+    if N is not None and x.segment_ids is None:
+        raise ValueError(f"num_segments is {N} without segment_ids, expected both")
+    if N is not None and not options.return_last_states:
+        raise ValueError(
+            f"num_segments is {N} with return_last_states=False, expected return_last_states=True"
+        )
     sizes = validation.check_inputs(
-        arrays, states, options.input_gate, options.layout, num_segments=N, shards=shards
+        arrays, options.input_gate, options.layout, num_segments=N, shards=shards
     )
     if options.autocast_kernel_dtype is None:
         validation.check_one_dtype(arrays)
@@ -86,6 +93,32 @@ def prepare(x: Arguments, options: Options, layout: Any, shards: int = 1) -> Cal
     validation.check_layout_is_meant(layout, sizes, x.c_initial, x.segment_ids)
     _log.debug("%s", spec)
     return spec
+
+
+def prepare_steps(x: Arguments, options: Options, layout: Any = None) -> CallSpec:
+    """The CallSpec of one token of ``mlstm_recurrent_sequence``, after all checks.
+
+    layout: as it was passed; None: x has no axis of steps.
+    """
+    arrays, backend = x._asdict(), requested_backend(options.backend)
+    steps = layout is not None
+    sizes = validation.check_inputs(
+        arrays, options.input_gate, options.layout, backend=backend, cast=False, steps=steps
+    )
+    validation.check_constant(sizes, backend)
+    validation.check_one_dtype(arrays)
+    if steps:
+        validation.check_layout_is_meant(layout, sizes, x.c_initial)
+    B, NH, DHQK, DHV = (sizes[name] for name in ("B", "NH", "DHQK", "DHV"))
+    if B * NH == 0:
+        backend = "xla"  # a kernel has no empty grid
+    return CallSpec(
+        **vars(options) | dict(backend=backend, layout=Layout.BNTH),  # of every token
+        problem=Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5),
+        dtype=accumulator_dtype(x.q.dtype) if x.c_initial is None else x.c_initial.dtype,
+        gpu=target_gpu(),
+        pooled=x.slots is not None,
+    )
 
 
 def padded(
@@ -101,59 +134,52 @@ def padded(
       shard: the number of the shard of the sequence that has the S steps; sequence_lengths are
         those of all shards.
     """
-    q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths = arguments
-    num_segments = spec.num_segments
-    p, dtype, acc = spec.problem, spec.dtype, accumulator_dtype(spec.dtype)
-    B, NH, S = p.B, p.NH, i.shape[2 if spec.layout is Layout.BNTH else 1]
-    DHQK, DHV = q.shape[-1], v.shape[-1]
-    segments = None
-    if num_segments is not None and c_initial is not None:
-        segments = _states_of_segments(spec, c_initial, n_initial, m_initial)
-        c_initial = n_initial = m_initial = None
-    if c_initial is None:
-        c_initial, n_initial = jnp.zeros((B, NH, DHQK, DHV), acc), jnp.zeros((B, NH, DHQK), acc)
-    if m_initial is None or not spec.stabilised:  # with the sigmoid gate m is 0
-        m_initial = jnp.zeros((B, NH), acc)
+    q, k, v, i, f, c, n, m, ids, lengths, _ = arguments
+    p, dtype, acc, N = spec.problem, spec.dtype, accumulator_dtype(spec.dtype), spec.num_segments
     if spec.layout is Layout.BTNH:
         i, f = jnp.swapaxes(i, 1, 2), jnp.swapaxes(f, 1, 2)
-    ids = lengths = None
-    if segment_ids is not None:
-        ids = jnp.broadcast_to(segment_ids[:, None], (B, NH, S))
-    if sequence_lengths is not None:
-        lengths = jnp.clip(as_int32(sequence_lengths) - shard * S, 0, S)
+    B, NH, S = i.shape
+    segments = None
+    if N is not None and c is not None:
+        segments = _states_of_segments(spec, c, n, m)
+        c = m = None
+    if c is None:
+        c, n = jnp.zeros((B, NH, p.DHQK, p.DHV), acc), jnp.zeros((B, NH, p.DHQK), acc)
+    if m is None or not spec.stabilised:  # with the sigmoid gate m is 0
+        m = jnp.zeros((B, NH), acc)
+    if ids is not None:
+        ids = jnp.broadcast_to(ids[:, None], (B, NH, S))
+    if lengths is not None:
+        lengths = jnp.clip(as_int32(lengths) - shard * S, 0, S)
         lengths = jnp.broadcast_to(lengths[:, None], (B, NH))
-    x = Inputs(q, k, v, i, f, c_initial, n_initial, m_initial, lengths=lengths, segments=segments)
-    x, ids = sharded_alike(spec, (x, ids))
-    (q, k, v, i, f, c_initial, n_initial, m_initial), lengths = x[:8], x.lengths
-    if lengths is not None:  # as the padding does, these gates carry the states on
-        within = steps_within(lengths, S)
+    x = sharded_alike(spec, Inputs(q, k, v, i, f, c, n, m, None, lengths, ids, segments))
+    (i, f), starts, ids = x[3:5], None, x.segment_ids
+    if x.lengths is not None:  # as the padding does, these gates carry the states on
+        within = steps_within(x.lengths, S)
         i = jnp.where(within, i.astype(acc), CARRIES_ON[0])
         f = jnp.where(within, f.astype(acc), CARRIES_ON[1])
-    inputs = Inputs(
-        pad(q, dtype, p.DHQK),
-        pad(k, dtype, p.DHQK),
-        pad(v, dtype, p.DHV),
-        pad(i, acc, p.S, value=CARRIES_ON[0]),
-        pad(f, acc, p.S, value=CARRIES_ON[1]),
-        pad(c_initial, acc, p.DHQK, p.DHV),
-        pad(n_initial, acc, p.DHQK),
-        pad(m_initial, acc),
-        lengths=lengths,
-        segments=x.segments,
-    )
     if ids is not None:
         starts = starts_of(ids).astype(jnp.int32)
-        if num_segments is not None:
-            # An id below 0 is -1, and one beyond N is N; not all dtypes have these.
-            limits = jnp.iinfo(ids.dtype)
-            least, most = max(limits.min, -1), min(limits.max, num_segments - spec.front)
-            ids = ids.clip(least, most).astype(jnp.int32) + spec.front
-            inputs = inputs._replace(segment_ids=ids)
         starts = starts if lengths is None else jnp.where(within, starts, 0)
         if p.reverse:  # a segment begins where the next one in memory ends
             starts = jnp.roll(starts, -1, 2)
-        inputs = inputs._replace(starts=pad(starts, starts.dtype, p.S))
-    return inputs
+        starts = pad(starts, starts.dtype, p.S)
+        # An id below 0 is -1, and one beyond N is N.
+        ids = None if N is None else as_int32(ids, -1, N - spec.front) + spec.front
+    return Inputs(
+        pad(x.q, dtype, p.DHQK),
+        pad(x.k, dtype, p.DHQK),
+        pad(x.v, dtype, p.DHV),
+        pad(i, acc, p.S, value=CARRIES_ON[0]),
+        pad(f, acc, p.S, value=CARRIES_ON[1]),
+        pad(x.c_initial, acc, p.DHQK, p.DHV),
+        pad(x.n_initial, acc, p.DHQK),
+        pad(x.m_initial, acc),
+        starts,
+        x.lengths,
+        ids,
+        x.segments,
+    )
 
 
 def results(
@@ -191,15 +217,11 @@ def _states_of_segments(spec: CallSpec, c: Any, n: Any, m: Any) -> SegmentStates
     return SegmentStates(c, n, m)
 
 
-@jax.jit
-def as_int32(lengths: jax.Array) -> jax.Array:
-    """The lengths in int32, which cuts those beyond it off."""
-    largest = min(jnp.iinfo(lengths.dtype).max, 2**31 - 1)  # not all dtypes have S
-    return lengths.clip(0, largest).astype("int32")
-
-
-# Without jit jnp.zeros transfers its number, which jax_transfer_guard may refuse.
-zeros_of = jax.jit(jnp.zeros, static_argnames=("shape", "dtype"))
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def as_int32(x: jax.Array, least: int = 0, most: int = 2**31 - 1) -> jax.Array:
+    """Integers in int32, cut off at the limits, which not all dtypes have."""
+    limits = jnp.iinfo(x.dtype)
+    return x.clip(max(limits.min, least), min(limits.max, most)).astype("int32")
 
 
 def pad(x: jax.Array, dtype: Any, *sizes: int, value: float = 0) -> jax.Array:

@@ -1,23 +1,21 @@
 """mlstm_recurrent_step, mlstm_recurrent_sequence: the mLSTM token by token, as in generation."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.formulas.gates import steps_within
-from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.planning.call_spec import CallSpec, Plan
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.planning.options import Options
-from mlstm_pallas.prepare import as_int32, zeros_of
+from mlstm_pallas.prepare import Arguments, as_int32, prepare_steps
 from mlstm_pallas.problem import validation
 from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
-from mlstm_pallas.problem.dimensions import Layout, Problem, accumulator_dtype
-from mlstm_pallas.problem.gpu import target_gpu
+from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype
 from mlstm_pallas.schedules.sharding import on_shards, sharded_alike
 from mlstm_pallas.stages.recurrent_step import Operands, split_token
 from mlstm_pallas.stages.stage import Lowering
@@ -28,76 +26,90 @@ NO_DERIVATIVE = (
 )
 
 
-class StepStates(NamedTuple):
-    c: jax.Array  # (B, NH, DHQK, DHV)
-    n: jax.Array  # (B, NH, DHQK)
-    m: jax.Array | None  # (B, NH); None: the sigmoid input gate
-    slots: jax.Array | None = None  # (B,) integers, where c, n and m are pools, (P, NH, ...)
-
-
-class Token(NamedTuple):
-    """q, k (B, NH, DHQK), v (B, NH, DHV), i, f (B, NH); several tokens have S after NH.
-
-    With k, v and f None, q has q, k and v on its last axis and i is (B, NH, 2), with i and f.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    i: Any
-    f: Any
-
-
-def _step(plan: Plan, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
+def _step(plan: Plan, x: Operands) -> tuple[Any, ...]:
     run = stage("recurrent_step", plan.launches("recurrent_step"))
-    h, *after = run(Operands(*x, *states), normaliser=plan.spec.normaliser)
-    return h, StepStates(*after)
+    results: tuple[Any, ...] = run(x, normaliser=plan.spec.normaliser)
+    return results
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def step(spec: CallSpec, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
-    """h (B, NH, DHV) and the new states. B and NH are the first axes of all arrays, but of pools
-    and slots.
+def _advanced(spec: CallSpec, x: Operands) -> tuple[Any, ...]:
+    """h (B, NH, DHV) and the new c, n and m. B and NH are the first axes, but of pools and slots.
+
+    m is None with the sigmoid input gate.
     """
     # Only plain jnp is differentiable.
     if spec.backend == "xla":
-        return _step(Plan(spec, Lowering.XLA), x, states)
-    outputs: tuple[jax.Array, StepStates] = on_shards(_step, spec, x, states, message=NO_DERIVATIVE)
-    return outputs
+        return _step(Plan(spec, Lowering.XLA), x)
+    results: tuple[Any, ...] = on_shards(_step, spec, x, message=NO_DERIVATIVE)
+    return results
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
-def sequence(
-    spec: CallSpec, x: Token, states: StepStates, lengths: jax.Array | None, return_all: bool
-) -> tuple[jax.Array, StepStates]:
+def _sequence(
+    spec: CallSpec, x: Operands, lengths: jax.Array | None, return_all: bool
+) -> tuple[Any, ...]:
     """h (B, NH, S, DHV) and the last states, or those after each token, (B, S, NH, ...).
 
-    lengths: (B, NH), beyond which states stay and h is 0; None: all tokens count.
+    x: of a token, with an axis S behind NH; lengths: (B, NH), beyond which states stay and h is 0;
+    None: all tokens count.
     """
+    tokens: Any = x[:5]
     within = None
     if lengths is not None:
-        within = steps_within(lengths, x.i.shape[2])
-        q, k, v = (jnp.where(within[..., None], y, 0) for y in x[:3])  # 0 times NaN is NaN
-        x = Token(q, k, v, jnp.where(within, x.i, -jnp.inf), jnp.where(within, x.f, jnp.inf))
+        q, k, v, i, f = tokens
+        within = steps_within(lengths, i.shape[2])
+        q, k, v = (jnp.where(within[..., None], y, 0) for y in (q, k, v))  # 0 times NaN is NaN
+        tokens = q, k, v, jnp.where(within, i, -jnp.inf), jnp.where(within, f, jnp.inf)
 
-    def one(states: StepStates, x: Token) -> tuple[StepStates, Any]:
-        h, after = step(spec, x, states)
-        states = after._replace(slots=states.slots)
-        return states, (h, states if return_all else None)
+    def one(states: Any, token: Any) -> tuple[Any, Any]:
+        fields: Any = *token, *states, x.slots
+        h, *after = _advanced(spec, Operands(*fields))
+        return tuple(after), (h, after if return_all else None)
 
-    last, (h, every) = lax.scan(one, states, jax.tree.map(lambda y: jnp.moveaxis(y, 2, 0), x))
+    tokens = jax.tree.map(lambda y: jnp.moveaxis(y, 2, 0), tokens)
+    last, (h, every) = lax.scan(one, x[5:8], tokens)
     h = jnp.moveaxis(h, 0, 2)
     if within is not None:
         h = jnp.where(within[..., None], h, 0)
-    return h, jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), every) if return_all else last
+    return h, *(jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), every) if return_all else last)
+
+
+# One program also where the caller does not jit: no array is transferred for it.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _mlstm(
+    spec: CallSpec, layout: Layout | None, return_all: bool, x: Arguments
+) -> tuple[jax.Array, States]:
+    """h and the last states, or those after each token; layout: of x, None: x is one token."""
+
+    def heads_first(y: jax.Array) -> jax.Array:
+        return jnp.swapaxes(y, 1, 2) if layout is Layout.BTNH else y
+
+    p, acc = spec.problem, accumulator_dtype(x.q.dtype)
+    token: Any = jax.tree.map(heads_first, x[:5])
+    (c, n, m), lengths = x[5:8], x.sequence_lengths
+    if c is None:
+        c, n = jnp.zeros((p.B, p.NH, p.DHQK, p.DHV), acc), jnp.zeros((p.B, p.NH, p.DHQK), acc)
+    if m is None:
+        m = jnp.zeros(c.shape[:2], acc)
+    if lengths is not None:
+        lengths = jnp.broadcast_to(as_int32(lengths)[:, None], (p.B, p.NH))
+    token, c, n, m, slots, lengths = sharded_alike(spec, (token, c, n, m, x.slots, lengths))
+    fields: Any = *token, c, n, m if spec.stabilised else None, slots
+    operands = Operands(*fields)
+    if layout is None:
+        h, c, n, after = _advanced(spec, operands)
+    else:
+        h, c, n, after = _sequence(spec, operands, lengths, return_all)
+    if after is None:  # the sigmoid gate has no m
+        after = jnp.broadcast_to(m[:, None], n.shape[:-1]) if return_all else m
+    return heads_first(h), (c, n, after)
 
 
 _split_token = jax.jit(split_token, static_argnums=(2, 3))  # transfers nothing
 
 
-def _parts(x: Token, c: Any) -> Token:
-    """The token of joined arrays in parts, for the checks."""
-    q, i, states = (tuple(getattr(y, "shape", ())) for y in (x.q, x.i, c))
+def _parts(x: Arguments) -> Arguments:
+    """The arguments with joined arrays in parts, for the checks."""
+    q, i, states = (tuple(getattr(y, "shape", ())) for y in (x.q, x.i, x.c_initial))
     dims = len(q) == len(i) == 3 and len(states) == 4 and x.v is None and x.f is None
     if not dims or i[2] != 2 or q[2] < 2 * states[2] + states[3]:
         raise ValueError(
@@ -105,76 +117,8 @@ def _parts(x: Token, c: Any) -> Token:
             "2 * DHQK + DHV or more), i (B, NH, 2) and the states; the shapes of q, i and c are "
             f"{q}, {i} and {states}"
         )
-    return Token(*_split_token(x.q, x.i, *states[2:]))
-
-
-def _run(
-    x: Token,
-    c: Any,
-    n: Any,
-    m: Any,
-    options: Options,
-    *,
-    steps: bool,
-    layout: Any = None,
-    slots: Any = None,
-    lengths: Any = None,
-    return_all: bool = False,
-) -> tuple[jax.Array, States]:
-    """steps: whether there is an axis of steps; layout: as the caller passed it."""
-    backend = requested_backend(options.backend)
-    parts = (x if steps or x.k is not None else _parts(x, c))._asdict()
-    indices = dict(slots=slots, sequence_lengths=lengths)
-    parts |= {name: y for name, y in indices.items() if y is not None}
-    sizes = validation.check_inputs(
-        parts,
-        dict(c_initial=c, n_initial=n, m_initial=m),
-        options.input_gate,
-        options.layout,
-        backend=backend,
-        cast=False,
-        steps=steps,
-    )
-    validation.check_constant(sizes, backend)
-    validation.check_one_dtype(parts)
-    validation.check_layout_is_meant(layout, sizes, c)
-    if slots is not None and return_all:
-        raise ValueError(
-            "return_all_states is True with slots, expected False: without slots, pass the rows "
-            "of the pools, c_initial[slots] and so on"
-        )
-
-    swap = options.layout is Layout.BTNH
-    if swap:
-        x = jax.tree.map(lambda y: jnp.swapaxes(y, 1, 2), x)
-    B, NH, DHQK, DHV = (sizes[name] for name in ("B", "NH", "DHQK", "DHV"))
-    zeros = functools.partial(zeros_of, dtype=accumulator_dtype(x.q.dtype))
-    if c is None:
-        c, n = zeros((B, NH, DHQK, DHV)), zeros((B, NH, DHQK))
-    if m is None:
-        m = zeros(c.shape[:2])
-    if B * NH == 0:
-        backend = "xla"  # a kernel has no empty grid
-    spec = CallSpec(
-        **vars(options) | dict(backend=backend, layout=Layout.BNTH),  # of x, by now
-        problem=Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5),
-        dtype=c.dtype,
-        gpu=target_gpu(),
-        pooled=slots is not None,
-    )
-    if lengths is not None:
-        lengths = jnp.broadcast_to(as_int32(lengths)[:, None], (B, NH))
-    x, c, n, m, slots, lengths = sharded_alike(spec, (x, c, n, m, slots, lengths))
-    states = StepStates(c, n, m if options.stabilised else None, slots)
-    if steps:
-        h, after = sequence(spec, x, states, lengths, return_all)
-    else:
-        h, after = step(spec, x, states)
-    if after.m is None and return_all:
-        m = jnp.broadcast_to(m[:, None], after.n.shape[:-1])
-    if swap:
-        h = jnp.swapaxes(h, 1, 2)
-    return h, (after.c, after.n, m if after.m is None else after.m)
+    fields: Any = *_split_token(x.q, x.i, *states[2:]), *x[5:]
+    return Arguments(*fields)
 
 
 def mlstm_recurrent_step(
@@ -295,8 +239,10 @@ def mlstm_recurrent_step(
         eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
         input_gate=input_gate, normalize=normalize, backend=backend, config=config,
     )  # fmt: skip
-    states = c_initial, n_initial, m_initial
-    return _run(Token(q, k, v, i, f), *states, options, steps=False, slots=slots)
+    x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, slots=slots)
+    spec = prepare_steps(_parts(x) if k is None else x, options)
+    outputs: tuple[jax.Array, States] = _mlstm(spec, None, False, x)
+    return outputs
 
 
 def mlstm_recurrent_sequence(
@@ -348,9 +294,15 @@ def mlstm_recurrent_sequence(
         eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
         input_gate=input_gate, normalize=normalize, layout=layout, backend=backend, config=config,
     )  # fmt: skip
-    states = c_initial, n_initial, m_initial
-    return _run(
-        Token(q, k, v, i, f), *states, options, steps=True, layout=layout,
-        slots=slots, lengths=sequence_lengths,
-        return_all=validation.check_flag("return_all_states", return_all_states),
+    validation.check_flag("return_all_states", return_all_states)
+    x = Arguments(
+        q, k, v, i, f, c_initial, n_initial, m_initial, None, sequence_lengths, slots
     )  # fmt: skip
+    spec = prepare_steps(x, options, layout)
+    if slots is not None and return_all_states:
+        raise ValueError(
+            "return_all_states is True with slots, expected False: without slots, pass the rows "
+            "of the pools, c_initial[slots] and so on"
+        )
+    outputs: tuple[jax.Array, States] = _mlstm(spec, options.layout, bool(return_all_states), x)
+    return outputs

@@ -120,8 +120,7 @@ def mlstm_ring_states(
     states = dict(c_initial=c, n_initial=n, m_initial=m)
     for name, x in states.items():
         validation.check_array(name, x, validation.INPUT_DTYPES)
-    dims = {name: (validation.DIMS[name],) for name in states}
-    (B, NH, DHQK, DHV) = validation.check_shapes(states, dims).values()
+    (B, NH, DHQK, DHV) = validation.check_shapes(states, validation.DIMS).values()
     L = validation.check_integer(
         "length", DEFAULT_LENGTH if length is None else length, 8, MAX_LENGTH, power_of_two=True
     )
@@ -217,10 +216,7 @@ def mlstm_ring_step(
     name, drafts = requested_backend(options.backend), getattr(q, "ndim", 0) == 4
     arrays, indices = _fields(states), dict(accepted=accepted, slots=slots)
     sizes = validation.check_inputs(
-        dict(q=q, k=k, v=v, i=i, f=f)
-        | arrays
-        | {name: y for name, y in indices.items() if y is not None},
-        dict.fromkeys(("c_initial", "n_initial", "m_initial")),
+        dict(q=q, k=k, v=v, i=i, f=f) | arrays | indices,
         options.input_gate, options.layout, backend=name, cast=False, steps=drafts,
     )  # fmt: skip
     validation.check_constant(sizes, name)
@@ -283,7 +279,7 @@ def mlstm_ring_flush(
     if accepted is not None:
         validation.check_integers("accepted", accepted)
         arrays["accepted"] = accepted
-    sizes = validation.check_shapes(arrays, {name: (validation.DIMS[name],) for name in arrays})
+    sizes = validation.check_shapes(arrays, validation.DIMS)
     fields: Any = *(None,) * 5, *states, _of_heads(accepted, sizes["B"], sizes["NH"])
     heads = Operands(*fields)
     c, n, m = flush_all(heads if gate is InputGate.EXP else heads._replace(scaM=None))

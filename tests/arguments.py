@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +19,13 @@ eps norm_val
   TypeError TRACED, True, "1", jnp.ones(())
   ValueError -1e-6, np.nan, 1e39, LIMITS.tiny / 2
   accepted LIMITS.tiny, LIMITS.max
-  expected a (Python )?float|a finite number >= 0|0 or a number from 1.17.* to 3.40.*, the range of
+  expected a Python float|0 or a number from 1.17.* to 3.40.*, the range of
 
 qk_scale
   TypeError TRACED, True, "1"
   ValueError np.nan, 1e39, LIMITS.tiny / 2
   accepted -1.0, None
-  expected a (Python )?float|a finite number|0 or a number from 1.17.* to 3.40.*, the range of
+  expected a Python float|0 or a number from 1.17.* to 3.40.*, the range of
 
 return_last_states return_all_states store_initial_state stabilize_correctly normalize keep_q \
 recompute_states_in_bw
@@ -43,7 +42,7 @@ chunk_size
   TypeError TRACED
   ValueError 8, 48, True, 64.0
   accepted 16, np.int64(16)
-  expected (None or )?a power of two >= 16
+  expected a power of two >= 16
 
 num_segments
   TypeError TRACED
@@ -81,7 +80,7 @@ num_stages
 num_splits
   ValueError 0, 3
   accepted None, 2
-  expected None or a power of two >= 1
+  expected a power of two >= 1
 
 precision
   TypeError "highest"
@@ -96,12 +95,12 @@ fused
 output_dtype
   TypeError TRACED, None, "int8", "float64"
   accepted "float16", jnp.bfloat16
-  expected one of float16, bfloat16, float32
+  expected one of float32, bfloat16, float16
 
 autocast_kernel_dtype state_dtype
   TypeError TRACED, "fp8", "(1,", "int8", np.zeros(1)
   accepted "float16", None
-  expected (None or )?one of float32, bfloat16, float16
+  expected one of float32, bfloat16, float16
 
 dtype
   TypeError TRACED, "float64", None
@@ -121,7 +120,8 @@ input_gate
   expected one of exp, sigmoid
 
 backend
-  ValueError TRACED, "cuda", np.zeros(2)
+  TypeError TRACED
+  ValueError "cuda", np.zeros(2)
   accepted None, "xla"
   expected None or one of triton, mosaic_gpu, interpret, mosaic_gpu_interpret, xla, fastest
 
@@ -155,28 +155,12 @@ lengths
   TypeError TRACED, 3, [1.5], [[1], 2]
   ValueError [], [[], []], [3, -1]
   accepted [0], [[1], [1, 0]]
-  expected the steps of each prompt, integers >= 0, of one row or of each of several|integers: pack
+  expected the steps of each prompt, integers >= 0, of one row or of each of several
 """
 OPTIONS = {}
 for names, *lines in (block.strip().splitlines() for block in TABLE.split("\n\n")):
     row = dict(line.split(maxsplit=1) for line in lines)
     OPTIONS |= dict.fromkeys(names.split(), row)
-
-
-class Param:
-    """What a parameter of a module looks like: an array behind an attribute."""
-
-    value = np.zeros((2, 3))
-
-
-class Variable(Param):
-    """What a variable of flax.nnx looks like: its value is deprecated."""
-
-    __getitem__ = None
-
-    @property
-    def value(self):
-        warnings.warn("'.value' access is now deprecated", DeprecationWarning, stacklevel=2)
 
 
 class Foreign:
@@ -185,12 +169,7 @@ class Foreign:
     shape, dtype = (2, 3), "float32"
 
 
-NO_ARRAYS = {
-    "": [[0.0], Foreign()],
-    ": pass its values, x.filled()": [np.ma.zeros(3)],
-    ": pass its value": [Param()],
-    ": pass its array, x[...]": [Variable()],
-}
+NO_ARRAYS = [0.0], Foreign(), np.ma.zeros(3)
 # Arrays whose sizes others have to have: messages may name those.
 FIRST = {"q", "v", "matQ", "matK", "matV", "matDeltaH"}
 
@@ -221,9 +200,8 @@ def bad_options(name):
 
 def bad_arrays(x):
     """No arrays, other dtypes, an axis more, and each axis longer by one."""
-    for hint, values in NO_ARRAYS.items():
-        for y in values:
-            yield TypeError, y, f"is a {type(y).__name__}, expected an array{re.escape(hint)}$"
+    for y in NO_ARRAYS:
+        yield TypeError, y, f"is a {type(y).__name__}, expected an array$"
     integer = jnp.issubdtype(x.dtype, jnp.integer)
     for dtype in ("float32", "bool") if integer else ("int32",):
         expected = "an integer dtype" if integer else "one of float"

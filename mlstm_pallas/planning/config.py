@@ -10,8 +10,7 @@ from jax import lax
 
 from mlstm_pallas.formulas.tiles import Precision
 from mlstm_pallas.planning.dispatch import kernels
-from mlstm_pallas.problem.dimensions import MIN_CHUNK_SIZE
-from mlstm_pallas.problem.validation import check_instance, check_power_of_two, shown
+from mlstm_pallas.problem.validation import check_chunk_size, check_instance, or_none, wrong
 from mlstm_pallas.stages.stage import BLOCK, FIELDS, Lowering
 
 Fields = tuple[tuple[str, Any], ...]
@@ -57,13 +56,11 @@ class KernelConfig:
         **tiles: Mapping[str, Any] | None,
     ):
         if not isinstance(precision, Precision):
-            raise TypeError(
-                f"config.precision is {shown(precision)}, expected None, a jax.lax.Precision or a "
-                "jax.lax.DotAlgorithmPreset"
-            )
+            expected = "None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset"
+            raise wrong("config.precision", precision, expected, TypeError)
         for name, x in dict(fused=fused, batch_invariant=batch_invariant).items():
             if not isinstance(x, bool | None):
-                raise TypeError(f"config.{name} is {shown(x)}, expected None, True or False")
+                raise wrong(f"config.{name}", x, "None, True or False", TypeError)
         known = kernels()
         for name, fields in tiles.items():
             _check_known("config.", name, sorted({*type(self).__annotations__, *known} - {"tiles"}))
@@ -75,10 +72,10 @@ class KernelConfig:
             if (fields := tiles.get(name))
         }
         vars(self).update(
-            chunk_size=check_power_of_two("chunk_size", chunk_size, MIN_CHUNK_SIZE),
+            chunk_size=or_none(check_chunk_size)("chunk_size", chunk_size),
             precision=precision,
             fused=fused,
-            num_splits=check_power_of_two("config.num_splits", num_splits, 1),
+            num_splits=or_none(FIELDS["num_splits"])("config.num_splits", num_splits),
             batch_invariant=batch_invariant,
             tiles=tuple(checked.items()),
         )

@@ -8,7 +8,8 @@ from typing import Any
 from mlstm_pallas.formulas.normaliser import Normaliser
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.problem import validation
-from mlstm_pallas.problem.dimensions import MIN_CHUNK_SIZE, InputGate, Layout
+from mlstm_pallas.problem.dimensions import InputGate, Layout
+from mlstm_pallas.problem.validation import or_none
 
 
 def _config(name: str, x: Any) -> KernelConfig:
@@ -19,14 +20,17 @@ def _config(name: str, x: Any) -> KernelConfig:
 CHECKS: dict[str, Callable[[str, Any], Any]] = dict(
     eps=validation.check_scalar,
     norm_val=validation.check_scalar,
-    chunk_size=functools.partial(validation.check_power_of_two, least=MIN_CHUNK_SIZE),
-    autocast_kernel_dtype=validation.check_optional_dtype,
+    chunk_size=or_none(validation.check_chunk_size),
+    autocast_kernel_dtype=or_none(
+        functools.partial(validation.check_dtype, dtypes=validation.INPUT_DTYPES)
+    ),
     input_gate=functools.partial(validation.check_choice, kind=InputGate),
     layout=functools.partial(validation.check_choice, kind=Layout),
     backend=validation.check_backend,
     config=_config,
-    state_dtype=validation.check_state_dtype,
-    num_segments=validation.check_num_segments,
+    state_dtype=or_none(validation.check_dtype),
+    # Of int32 indices.
+    num_segments=or_none(functools.partial(validation.check_integer, least=1, most=2**31 - 1)),
     **dict.fromkeys(
         (
             "return_last_states",

@@ -24,18 +24,20 @@ from mlstm_pallas.planning.dispatch import lowerings, stage
 from mlstm_pallas.planning.options import CHECKS, Options
 from mlstm_pallas.prepare import pad
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals, StoredStates
-from mlstm_pallas.problem.dimensions import MIN_CHUNK_SIZE, InputGate, accumulator_dtype
+from mlstm_pallas.problem.dimensions import InputGate, accumulator_dtype
 from mlstm_pallas.problem.validation import (
     INPUT_DTYPES,
     KERNEL_DTYPES,
     Shapes,
     check_array,
+    check_chunk_size,
     check_dtype,
     check_flag,
     check_integer,
     check_scalar,
     check_shapes,
     check_states_complete,
+    shapes_by_name,
 )
 from mlstm_pallas.schedules.backward import backward as backward_schedule
 from mlstm_pallas.schedules.sharding import on_shards, sharded_alike
@@ -44,9 +46,8 @@ from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.stage import FIELDS, ScaledRows
 
 # The dimensions of arguments and results. States at chunk boundaries may include the last one.
-CONTRACTS: dict[str, Shapes] = {
-    name: [dims.split(", ") for dims in shapes.split(" or ")]
-    for shapes, names in {
+CONTRACTS = shapes_by_name(
+    {
         "B, NH, S, DHQK": "matQ matK matDeltaQ matDeltaK",
         "B, NH, S, DHHV": "matV matH matDeltaH matDeltaV",
         "B, NH, NC, L": "vecI vecF vecA vecB",
@@ -59,9 +60,8 @@ CONTRACTS: dict[str, Shapes] = {
         "B, NH, DHQK, DHHV": "matC_initial matC_last matDeltaC_initial matDeltaC_last",
         "B, NH, DHQK": "vecN_initial vecN_last vecDeltaN_initial",
         "B, NH": "scaM_initial scaMinter_initial scaM_last scaDeltaM_initial",
-    }.items()
-    for name in names.split()
-}
+    }
+)
 SEQUENCES = "matQ", "matK", "matV", "matDeltaH"
 STATES = "matC_states", "vecN_states", "scaM_states"
 INPUTS = "matQ", "matK", "matV", "vecI", "vecF", "matC_initial", "vecN_initial", "scaM_initial"
@@ -86,16 +86,6 @@ def renamed(function: Function, name: str, module: str) -> Function:
     return result
 
 
-def check_output_dtype(name: str, x: Any) -> jnp.dtype:
-    dtype = check_dtype(name, x, INPUT_DTYPES)
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise TypeError(
-            f"{name} is {dtype.name}, which needs jax_enable_x64, expected one of "
-            f"{', '.join(INPUT_DTYPES[:-1])}"
-        )
-    return dtype
-
-
 # Each checks an argument that is no array, under the name that it has in a function.
 STATICS: dict[str, Any] = {
     **CHECKS,
@@ -103,8 +93,8 @@ STATICS: dict[str, Any] = {
     "return_all_states": check_flag,
     "store_initial_state": check_flag,
     "qk_scale": functools.partial(check_scalar, signed=True),
-    "output_dtype": check_output_dtype,
-    "chunk_size": functools.partial(check_integer, least=MIN_CHUNK_SIZE, power_of_two=True),
+    "output_dtype": functools.partial(check_dtype, backend="xla"),
+    "chunk_size": check_chunk_size,
     "num_chunks": functools.partial(check_integer, least=1),
 }
 
@@ -140,9 +130,8 @@ def check_arrays(arrays: Arrays, contracts: dict[str, Shapes], statics: Arrays) 
             check_array(
                 name,
                 x,
-                KERNEL_DTYPES if name in SEQUENCES else INPUT_DTYPES,
+                KERNEL_DTYPES if name == first else INPUT_DTYPES,
                 backend,
-                cast_from=() if name == first else INPUT_DTYPES,
             )
         elif not re.fullmatch(optional, name):
             raise ValueError(

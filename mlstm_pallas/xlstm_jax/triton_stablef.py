@@ -20,12 +20,13 @@ NT = num_chunks chunks of BT = chunk_size steps.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from mlstm_pallas.api import mlstm_chunkwise, typed_as
 from mlstm_pallas.fwbw import mlstm
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import Arguments, prepare
@@ -199,30 +200,7 @@ def _get_chunkwise_fwbw_kernel(autocast_kernel_dtype: Any, **kwargs: Any) -> Cal
     return _mlstm_chunkwise_fwbw_generator(autocast_kernel_dtype, **kwargs)
 
 
-@overload
-def mlstm_chunkwise_triton_stablef(
-    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None,
-    return_last_states: Literal[False] = False, eps: float = 1e-6, chunk_size: int | None = 64,
-    autocast_kernel_dtype: DTypeLike | None = jnp.float32, stabilize_correctly: bool = True,
-    norm_val: float = 1.0,
-) -> jax.Array: ...  # fmt: skip
-@overload
-def mlstm_chunkwise_triton_stablef(
-    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None,
-    return_last_states: Literal[True] = ..., eps: float = 1e-6, chunk_size: int | None = 64,
-    autocast_kernel_dtype: DTypeLike | None = jnp.float32, stabilize_correctly: bool = True,
-    norm_val: float = 1.0,
-) -> tuple[jax.Array, States]: ...  # fmt: skip
-@overload
-def mlstm_chunkwise_triton_stablef(
-    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None,
-    return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = 64,
-    autocast_kernel_dtype: DTypeLike | None = jnp.float32, stabilize_correctly: bool = True,
-    norm_val: float = 1.0,
-) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
+@typed_as(mlstm_chunkwise)
 def mlstm_chunkwise_triton_stablef(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None,
@@ -246,5 +224,6 @@ def mlstm_chunkwise_triton_stablef(
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val
     )
-    x = _forward_function(options)(q, k, v, i, f, c_initial, n_initial, m_initial)
-    return (x[0], x[1:]) if options.return_last_states else x[0]
+    x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial)
+    outputs: jax.Array | tuple[jax.Array, States] = mlstm(prepare(x, options, options.layout), x)
+    return outputs
