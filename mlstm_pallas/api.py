@@ -22,7 +22,7 @@ from mlstm_pallas.problem.validation import DEFAULT_LAYOUT
 @overload
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None, *,
     return_last_states: Literal[False] = False, **keywords: Unpack[Keywords],
 ) -> jax.Array: ...  # fmt: skip
 @overload
