@@ -80,7 +80,7 @@ def _fields(states: Any) -> dict[str, Any]:
     """The fields of the states, by the names of ``validation.DIMS``."""
     if not isinstance(states, RingStates):
         raise TypeError(
-            f"states is a {validation.type_name(states)}, expected RingStates, as "
+            f"states is a {type(states).__name__}, expected RingStates, as "
             "mlstm_ring_states returns them"
         )
     return {f"states.{name}": x for name, x in states._asdict().items()}

@@ -186,7 +186,7 @@ export for, such as 'NVIDIA H200'
 ValueError matQ has shape (1, 2, 64, 24), expected S = 64 to be 1 chunks of 16 steps
 <- stage("__parallel_bw_dQKV", num_chunks=1)
 
-ValueError vecN_out is None, expected an array of shape (B, NH, S)
+TypeError vecN_out is a NoneType, expected an array
 <- stage("_bw", vecN_out=None)
 
 ValueError vecN_initial, scaM_initial is None, expected all initial states (matC_initial,

@@ -84,10 +84,6 @@ def shown(x: Any) -> str:
     return repr(x)
 
 
-def type_name(x: Any) -> str:
-    return "jax.Array" if isinstance(x, jax.Array) else type(x).__name__
-
-
 def wrong(name: str, x: Any, expected: str, kind: type[Exception] = ValueError) -> Exception:
     """The error of an argument that is no array."""
     if isinstance(x, jax.core.Tracer):

@@ -126,16 +126,12 @@ def check_arrays(arrays: Arrays, contracts: dict[str, Shapes], statics: Arrays) 
     if initial:  # from which the other states follow
         optional += "|.*_states|.*_all"
     for name, x in arrays.items():
-        if x is not None:
+        if x is not None or not re.fullmatch(optional, name):
             check_array(
                 name,
                 x,
                 KERNEL_DTYPES if name == first else INPUT_DTYPES,
                 backend,
-            )
-        elif not re.fullmatch(optional, name):
-            raise ValueError(
-                f"{name} is None, expected an array of shape ({', '.join(contracts[name][0])})"
             )
     sizes = check_shapes({name: arrays[name] for name in SEQUENCES if name in arrays}, contracts)
     S, DHQK, L = sizes["S"], sizes["DHQK"], statics["chunk_size"]
