@@ -209,17 +209,18 @@ def main():
         driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader")
         backends = 6 * (["mosaic_gpu"] * mosaic_gpu + ["triton"] * HAS_TRITON) + ["xla"]
     parser = argparse.ArgumentParser("mlstm_pallas.selfcheck", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=5.0 if gpu else 1.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 16))
+    processes = min(os.cpu_count() or 1, 16)
+    defaults = dict(minutes=5.0 if gpu else 1.0, seed=0, processes=processes)
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--backend", choices=sorted({*backends}))
     options = parser.parse_args()
     if options.backend:
         backends = [options.backend]
-    numbers, end, checked = itertools.count(), time.monotonic() + 60 * options.minutes, []
+    numbers, start, checked = itertools.count(), time.monotonic(), []
 
     def work():
-        while time.monotonic() < end:
+        while time.monotonic() < start + 60 * options.minutes:
             call = draw(options.seed, next(numbers), backends)
             line, errors = run(call)
             worst, name = max(((x / y, name) for name, (x, y) in errors.items()), default=(0, "-"))
@@ -228,13 +229,18 @@ def main():
                 error, bound = errors[name]
                 print(f"\n{line}\n# {name}: error {error:.1e}, bound {bound}", flush=True)
 
-    print(f"checking for {options.minutes} minutes", file=sys.stderr)
     workers = [threading.Thread(target=work, daemon=True) for _ in range(options.processes)]
     for worker in workers:
         worker.start()
+    end = "\r" if sys.stderr.isatty() else "\n"
     try:
-        for worker in workers:
-            worker.join()
+        for second in itertools.count():
+            if not any(worker.is_alive() for worker in workers):
+                break
+            if end == "\r" or second % 30 == 29:
+                bar = "#" * min(int(second / options.minutes / 3), 20)
+                print(f"[{bar:20}] {second} s, {len(checked)} calls", end=end, file=sys.stderr)
+            time.sleep(1)
     except KeyboardInterrupt:
         print("interrupted")
     versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, driver {driver}"

@@ -91,16 +91,14 @@ def run_program(monkeypatch, capsys, *results):
             released.wait()
         return "check(...)", left.pop(0) or {}
 
-    class Worker(threading.Thread):
-        def join(self):
-            if None not in results:
-                return super().join()
+    def sleep(seconds):
+        if None in results:
             last.wait()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(selfcheck, "run", run)
-    monkeypatch.setattr(selfcheck, "time", SimpleNamespace(monotonic=lambda: 0.0 if left else 1e9))
-    monkeypatch.setattr(selfcheck, "threading", SimpleNamespace(Thread=Worker))
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0 if left else 1e9)
+    for name, value in ("run", run), ("time", clock):
+        monkeypatch.setattr(selfcheck, name, value)
     monkeypatch.setattr(sys, "argv", ["", "--processes=1", "--backend=xla"])
     code = selfcheck.main()
     released.set()
