@@ -116,7 +116,10 @@ def stage(name, **changed):
     return partial(trace, function, all_of(function, stage_arrays(function))[1] | changed)
 
 
-SWAPPED = "{} has shape (2, 3, 40), expected (B, S, NH) = (2, 40, 3), as q has shape (2, 40, 3, 16)"
+SWAPPED = (
+    "{} has shape (2, 3, 40), expected (B, S, NH) = (2, 40, 3), as q has shape (2, 40, 3, 16): "
+    "axes 1 and 2 are swapped, as the other layout has them"
+)
 FLOAT64 = '; float64 needs backend="xla" and jax_enable_x64'
 WITHOUT_STATES = dict.fromkeys(INITIAL)
 HALF_STATES = WITHOUT_STATES | dict(input_gate="sigmoid", n_initial=INITIAL["n_initial"])
@@ -131,11 +134,11 @@ ValueError k has shape (2, 3, 41, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16
 <- dict(k=array(2, 3, 41, 16))
 
 ValueError k has shape (2, 1, 40, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16), as q has shape
-(2, 3, 40, 16)
+(2, 3, 40, 16): repeat its heads, jnp.repeat(k, 3, axis=1)
 <- dict(k=array(2, 1, 40, 16))
 
 ValueError v has shape (2, 40, 2, 24), expected (B, S, NH, DHV) = (2, 40, 6, DHV), as q has shape
-(2, 40, 6, 16)
+(2, 40, 6, 16): repeat its heads, jnp.repeat(v, 3, axis=2)
 <- {{**dict.fromkeys("qk", array(2, 40, 6, 16)), "v": array(2, 40, 2, 24), "layout": "BTNH"}}
 
 ValueError f has shape (2, 2, 40), expected (B, NH, S) = (2, 3, 40), as q has shape (2, 3, 40, 16)

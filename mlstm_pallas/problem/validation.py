@@ -161,13 +161,28 @@ def check_shapes(
             expected = " or ".join(map(described, dims[name]))
             source = sources.get(differing(dims[name][0], x)[0])
             known = f", as {source} has shape {tuple(arrays[source].shape)}" if source else ""
-            raise ValueError(f"{found}, expected {expected}{known}")
+            advice = _advice(name, x.shape, dims[name][0], sizes)
+            raise ValueError(f"{found}, expected {expected}{known}{advice}")
         for dim, size in zip(shape, x.shape, strict=True):
             if size < 1 and dim not in ("B", "NH"):
                 raise ValueError(f"{found}, expected {described(shape)} with {dim} >= 1")
             sources.setdefault(dim, name)
             sizes.setdefault(dim, size)
     return sizes
+
+
+def _advice(name: str, found: Sequence[int], shape: Sequence[str], sizes: Mapping[str, int]) -> str:
+    """What mends the two likeliest mistakes, or nothing."""
+    expected = [sizes.get(dim) for dim in shape]
+    if len(found) == len(shape) > 2 and expected[1] != expected[2]:
+        if [found[0], found[2], found[1], *found[3:]] == expected:
+            return ": axes 1 and 2 are swapped, as the other layout has them"
+    if "NH" in shape and len(found) == len(shape):
+        axis = shape.index("NH")
+        heads, times = found[axis], sizes["NH"] // max(found[axis], 1)
+        if times > 1 and heads * times == sizes["NH"]:
+            return f": repeat its heads, jnp.repeat({name}, {times}, axis={axis})"
+    return ""
 
 
 def check_constant(sizes: Mapping[str, Any], backend: str | None) -> None:
