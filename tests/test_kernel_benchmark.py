@@ -15,7 +15,7 @@ from benchmark_runs import records
 from calls import parse_config
 from costs import Cost
 from oracle import in_float64, needs_mosaic_gpu
-from shapes import Shape, parse
+from shapes import Shape
 
 from mlstm_pallas import KernelConfig, reference
 
@@ -96,22 +96,6 @@ def test_a_peer_is_not_run_beyond_its_offsets():
 
 
 # ---------------- records
-
-
-def test_without_a_gpu_the_default_says_so_and_leaves_records(monkeypatch, capsys):
-    monkeypatch.setattr(roofline, "DEVICE_RATES", {jax.devices()[0].device_kind: (1e7, 4e4)})
-    benchmark_runs.timed(monkeypatch)
-    code, [record] = measured("--commit=v7", "--repeats=3")
-    assert code == 0
-    assert "no GPU here: measuring xla on the CPU" in capsys.readouterr().out
-    expected = dict(name="tiny", impl="xla", direction="fwd", dtype="bfloat16", status="ok")
-    assert record == record | expected | dict(shape=[*parse("tiny")["tiny"]], commit="v7")
-    assert 1e-4 < record["error"] < 5e-3
-    assert record["first_call_s"] > 0
-    # 256 steps of heads of 32/64, in one chunk of 128 steps; at 4e4 bytes/s they take 2.5 s.
-    nbytes, flops = 256 * (2 * 2 * (32 + 64) + 8), 256 * (4 * 32 * 64 + 129 * (32 + 64))
-    rates = dict(tbps=nbytes / 3e12, tflops=flops / 3e12, roofline_pct=100 * nbytes / 4e4 / 3)
-    benchmark_runs.assert_row(record, **benchmark_runs.TIMED, **rates)
 
 
 def test_a_config_reaches_the_stages(tmp_path):

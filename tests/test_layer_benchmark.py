@@ -1,17 +1,12 @@
-"""The layer benchmark: FLOPs, bytes, checks of outputs, records."""
+"""The layer benchmark: FLOPs, and what it prints of products; test_benchmarks.py has its rows."""
 
 import functools
 
-import benchmark_runs
 import jax
 import layer_benchmark
 import pytest
-import roofline
-from benchmark_runs import dot_flops, quick_mlstm
+from benchmark_runs import dot_flops
 from shapes import Shape
-
-request = "--shape=2x2x32x16x32", "--repeats=3", "--direction=fwbw", "--layout=BNTH,BTNH"
-run = functools.partial(benchmark_runs.measured, layer_benchmark, *request)
 
 
 @pytest.mark.parametrize("direction", ["fwd", "fwbw"])
@@ -22,29 +17,6 @@ def test_what_is_left_without_the_mlstm_are_the_counted_products(impl, direction
     outputs = functools.partial(layer_benchmark.outputs, impl, None, direction)
     flops = dot_flops(jax.make_jaxpr(outputs)(inputs).jaxpr)
     assert flops == layer_benchmark.product_flops(shape, direction)
-
-
-def test_figures_of_a_layer(monkeypatch, capsys):
-    monkeypatch.setattr(roofline, "DEVICE_RATES", {jax.devices()[0].device_kind: (4e6, 1e5)})
-    monkeypatch.setattr(layer_benchmark, "mlstm_chunkwise", quick_mlstm)
-    benchmark_runs.timed(monkeypatch)
-    code, rows = run("--impl=xla,without_mlstm", "--direction=fwd,fwbw")
-    assert (code, [row["direction"] for row in rows]) == (0, ["fwd"] * 3 + ["fwbw"] * 3)
-    E, tokens, heads = 64, 64, 128
-    forward = 2 * tokens * E * (2 * 2 * 16 + 3 * E + 2 * 2), 3 * tokens * E * 2 + 2 * heads * 6
-    both = 3 * forward[0], forward[1] + 5 * tokens * E * 2 + 2 * heads * 8
-    for row in rows:
-        flops, nbytes = forward if row["direction"] == "fwd" else both
-        benchmark_runs.assert_row(
-            row,
-            **benchmark_runs.TIMED,
-            tokens_per_s=tokens / 3,
-            product_flops=flops,
-            elementwise_bytes=nbytes,
-            product_floor_ms=flops / 4e3,
-            elementwise_floor_ms=nbytes / 1e2,
-            product_pct=flops / 4e3 / 30,
-        )
 
 
 def test_what_is_left_beside_products_is_printed(capsys):

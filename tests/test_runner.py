@@ -1,11 +1,9 @@
 """What all benchmarks share: clocks, checks of outputs, rows, exit codes and reports."""
 
-import importlib
 import itertools
 import json
 import math
 import os
-import re
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -13,7 +11,6 @@ from unittest import mock
 import benchmark_runs
 import command
 import jax
-import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import peers
@@ -157,101 +154,6 @@ def test_an_exception_becomes_a_status(error, ours, status, note):
 
     row = runner.attempt(dict(status="ok", note=""), ours, measure, 2.0)
     assert row == dict(status=status, note=note, ms=2.0)
-
-
-# program, function that is wrong there, arguments: the output, and the limit in the note.
-WRONG = """
-kernel mlstm_chunkwise: h, at most 5e-03
-layer mlstm_chunkwise --layout=BTNH --direction=fwd: y, at most 8e-03
-layer mlstm_chunkwise --layout=BTNH --direction=fwbw: query, at most 2e-02
-prefill mlstm_chunkwise --backend=interpret --variant=plain: h, at most 5e-03
-prefill mlstm_chunkwise --backend=interpret --variant=states --dtype=float32: c, at most 1e-05
-scaling mlstm_chunkwise --devices=1 --mode=weak-batch: h, at most 5e-03
-step mlstm_recurrent_step: h, at most 1e-02
-step mlstm_recurrent_step --dtype=float32 --state_dtype=float16: h, at most 1e-03
-"""
-
-
-@pytest.mark.parametrize("line", WRONG.strip().splitlines())
-def test_a_wrong_output_is_not_timed(line, monkeypatch):
-    request, message = line.split(": ")
-    name, function, *arguments = request.split()
-    program = importlib.import_module(f"{name}_benchmark")
-    right = benchmark_runs.quick_mlstm if "chunk" in function else getattr(program, function)
-
-    def wrong(*args, **options):
-        outputs = right(*args, **options)
-        called = options.get("layout" if name == "layer" else "backend")
-        if name in ("layer", "prefill") and called not in ("BTNH", "interpret"):
-            return outputs  # which is what is expected
-        if "--direction=fwbw" in arguments:
-            return 0.9 * outputs + jax.lax.stop_gradient(0.1 * outputs)
-        if not isinstance(outputs, tuple):
-            return jnp.roll(outputs, 1, -1)
-        h, (c, *others) = outputs
-        return (jnp.roll(h, 1, -1), (c, *others)) if name == "step" else (h, (1.01 * c, *others))
-
-    monkeypatch.setattr(program, function, wrong)
-    benchmark_runs.not_to_be_timed(monkeypatch)
-    if name == "step":
-        monkeypatch.setattr(program, "copy_rate", lambda repeats: 1e9)
-    impl = [] if name in ("prefill", "scaling") else ["--impl=xla"]
-    common = "--shape=2x2x16x16x32", "--segments=2" if name == "prefill" else "--repeats=1"
-    code, [row] = benchmark_runs.measured(program, *common, *impl, *arguments)
-    assert (code, row["status"]) == (1, "wrong")
-    assert re.search(rf"error \S+ in {message}(;|$)", row["note"]), row["note"]
-
-
-# program, flags / columns: the cells of its rows, which are timed by benchmark_runs.timed. "errors"
-# are the outputs that were compared, "same" is the first row with the same error.
-RIGHT = """
-kernel --direction=fwd,fwbw --dtype=float32 --shape=1x1x32x16x16 --chunk_size=16
-    --variant=exp,packed,sigmoid,unnormalised,states_kept,transposed
-    / variant direction errors same:
-    exp fwd h 0, packed fwd h 1, sigmoid fwd h 2, unnormalised fwd h 3, states_kept fwd h 0,
-    transposed fwd h 0, exp fwbw h+dq+dk+dv+di+df 6, packed fwbw h+dq+dk+dv+di+df 7,
-    sigmoid fwbw h+dq+dk+dv+di+df 8, unnormalised fwbw h+dq+dk+dv+di+df 9,
-    states_kept fwbw h+dq+dk+dv+di+df 6, transposed fwbw h+dq+dk+dv+di+df 6
-layer --shape=2x2x32x16x32 --direction=fwbw --layout=BNTH,BTNH / impl layout note errors:
-    xla BNTH y+query+key+value+input_gate+forget_gate+norm_scale+output_gate+output+x,
-    xla BTNH y+query+key+value+input_gate+forget_gate+norm_scale+output_gate+output+x,
-    without_mlstm None y+value+norm_scale+output_gate+output+x,
-    products None y+value+norm_scale+output+x,
-    mlstm_kernels_limit_chunk None skipped: ModuleNotFoundError: No module named 'torch'
-prefill --shape=2x2x64x16x32 --segments=4 --backend=xla --odd / variant errors:
-    plain h, states h+c+n+m, initial h+c+n+m, lengths h+c+n+m
-prefill --shape=2x2x64x16x32 --segments=4 --backend=xla / variant errors:
-    plain h, states h+c+n+m, initial h+c+n+m, lengths h+c+n+m
-step --shape=2x3x9x16x32 --steps=3 --impl=xla --slots=5 --ring=8 --tokens=1,2
-    / pooled ring tokens tokens/s errors: 0 1 2.0 h, 8 1 2.0 h, 8 2 4.0 h,
-    slots 0 1 2.0 h, slots 8 1 2.0 h, slots 8 2 4.0 h, gathered 0 1 2.0 h
-scaling --shape=2x2x32x16x16 --backend=xla --devices=2 --mode=weak-sequence --direction=fwbw
-    --dtype=float32 --layout=BTNH / devices errors: 2 h+dq+dk+dv+di+df
-scaling --shape=2x2x32x16x16 --backend=xla --devices=2,1 --mode=weak-heads,strong-sequence
-    --dtype=float32 --layout=BTNH / mode devices errors:
-    weak-heads 1 h, weak-heads 2 h, strong-sequence 1 h, strong-sequence 2 h
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", re.split(r"\n(?=\w)", RIGHT.strip()))
-def test_right_outputs_are_timed(case, monkeypatch):
-    request, expected = re.split(r":\s", case, maxsplit=1)
-    (name, *arguments), columns = (x.split() for x in request.split(" / "))
-    if name == "scaling" and jax.local_device_count() < 2:
-        pytest.skip("needs two devices")
-    program = importlib.import_module(f"{name}_benchmark")
-    benchmark_runs.timed(monkeypatch)
-    monkeypatch.setattr(peers, "limit_chunk", benchmark_runs.missing)
-    code, rows = benchmark_runs.measured(program, *arguments, "--repeats=3")
-    errors = [row.get("error") for row in rows]
-    cells = (
-        row | dict(errors="+".join(row.get("errors", ())), same=errors.index(row.get("error")))
-        for row in rows
-    )
-    text = ", ".join(" ".join(str(row[x]) for x in columns) for row in cells)
-    assert (code, text.split()) == (0, expected.split())
-    assert all(error is None or error > 0 for error in errors)
 
 
 # ---------------- rows and reports

@@ -25,6 +25,8 @@ from oracle import (
     oracle,
     random_inputs,
     refused,
+    row_of,
+    rows_of,
     slow,
     tolerance,
 )
@@ -256,28 +258,33 @@ BUFFERS = dict.fromkeys(("matc_states", "vecn_states", "scaminter_states"))
 NOT_STORED = dict.fromkeys(("matc_states", "matc_all", "scam_states", "vecm_out"))
 TILES = dict.fromkeys(("siz_b_lq", "siz_b_lkv", "siz_b_dhqk", "siz_b_dhhv"), 16)
 BOTH = dict(return_last_states=True, return_all_states=True)
-GRADIENTS = " ".join(f"d{name}" for name in NAMES)
-CASES = [
-    *((x, "__recurrent_fw_C", "C n M", BUFFERS) for x in SYSTEMS),
-    ("v3", "__parallel_fw_H", "h den", dict(shorter=True)),
-    ("v5", "__parallel_fw_Hintra", "h den", {}),
-    ("stablef", "__parallel_fw_H", "h den m", {}),
-    ("v3", "_fw", "h den m_last C_last n_last m_last C n M", dict(scale=None, **BOTH)),
-    *(
-        (x, "_fw", "h den m C_last n_last m_last C n M", dict(scale=None, **BOTH))
-        for x in ("v5", "stablef")
-    ),
-    *((x, "__recurrent_bw_dC", "dC", {}) for x in ("v3", "v5")),
-    ("stablef", "__recurrent_bw_dC", "dC_rest dC_first", {}),
-    ("v3", "__parallel_bw_dQKV", "dq dk dv", {}),
-    *(
-        ("stablef", "__parallel_bw_dQKV", "dq dk dv", dict(dtype="bfloat16", shorter=x))
-        for x in (0, 1)
-    ),
-    *(("v5", f"__parallel_bw_d{x.upper()}", f"d{x}", TILES) for x in "qkv"),
-    *((x, "_bw", GRADIENTS, dict(shorter=True)) for x in SYSTEMS),
-    *((x, "_bw", GRADIENTS, dict(scale=None, **NOT_STORED)) for x in SYSTEMS),
-]
+CASES = """
+v3 __recurrent_fw_C C+n+M **BUFFERS
+v5 __recurrent_fw_C C+n+M **BUFFERS
+stablef __recurrent_fw_C C+n+M **BUFFERS
+v3 __parallel_fw_H h+den shorter=True
+v5 __parallel_fw_Hintra h+den
+v5 __parallel_fw_Hintra h+den **TILES | dict(siz_b_dhhv=32, num_warps=2, num_stages=1)
+stablef __parallel_fw_H h+den+m
+v3 _fw h+den+m_last+C_last+n_last+m_last+C+n+M scale=None, **BOTH
+v5 _fw h+den+m+C_last+n_last+m_last+C+n+M scale=None, **BOTH
+stablef _fw h+den+m+C_last+n_last+m_last+C+n+M scale=None, **BOTH
+v3 __recurrent_bw_dC dC
+v5 __recurrent_bw_dC dC
+stablef __recurrent_bw_dC dC_rest+dC_first
+v3 __parallel_bw_dQKV dq+dk+dv
+stablef __parallel_bw_dQKV dq+dk+dv dtype="bfloat16"
+stablef __parallel_bw_dQKV dq+dk+dv dtype="bfloat16", shorter=True
+v5 __parallel_bw_dQ dq **TILES
+v5 __parallel_bw_dK dk **TILES
+v5 __parallel_bw_dV dv **TILES
+v3 _bw gradients shorter=True
+v5 _bw gradients shorter=True
+stablef _bw gradients shorter=True
+v3 _bw gradients scale=None, **NOT_STORED
+v5 _bw gradients scale=None, **NOT_STORED
+stablef _bw gradients scale=None, **NOT_STORED
+"""
 
 
 def bound(name, dtype):
@@ -287,24 +294,22 @@ def bound(name, dtype):
     return dict(float32=1e-5, bfloat16=2e-2)[dtype] if gradient else tolerance(dtype, S)
 
 
-def check(system, name, results, dtype="float32", **changes):
+@pytest.mark.parametrize("backend", [None, slow("interpret")], ids=str)
+@pytest.mark.parametrize("line", rows_of(CASES))
+def test_values(line, backend):
+    system, name, results, changes = row_of(line, 3, globals())
+    dtype = changes.get("dtype", "float32")
     expected = case(dtype, changes.get("scale", SCALE))[-1]
     C, n, m = states_of(expected)
     dC = expected["dC"]
     expected = expected | dict(C=C, n=n, M=m, dC=fused(dC), dC_first=dC[:, :, 0])
     expected |= dict(C_last=C[:, :, -DHQK:], n_last=n[:, :, -DHQK:], m_last=m[..., -1])
     expected |= dict(dC_rest=fused(dC[:, :, 1:]), den=expected["den"] + EPS * (system == "stablef"))
-    built = jax.tree.leaves(run(SYSTEMS[system], name, dtype, **changes))
-    for x, y in zip(results.split(), built, strict=True):
-        assert_close(y, expected[x], bound(x, dtype), x)
-
-
-@pytest.mark.parametrize("backend", [None, slow("interpret")], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda x: f"{x[0]}{x[1]}")
-def test_values(case, backend):
-    system, name, results, changes = case
+    results = [f"d{x}" for x in NAMES] if results == "gradients" else results.split("+")
     with use_backend(backend):
-        check(system, name, results, **changes)
+        built = jax.tree.leaves(run(SYSTEMS[system], name, **changes))
+    for x, y in zip(results, built, strict=True):
+        assert_close(y, expected[x], bound(x, dtype), x)
 
 
 def test_the_float64_form_is_the_recurrence():
@@ -313,37 +318,34 @@ def test_the_float64_form_is_the_recurrence():
     compare("hCnm", (expected["h"], C, n, m), oracle(x, eps=EPS), 1e-12)
 
 
-def test_tiles_of_Hintra():
-    tiles = TILES | dict(siz_b_dhhv=32, num_warps=2, num_stages=1)
-    with use_backend("interpret"):
-        H, _ = run(v5, "__parallel_fw_Hintra", "bfloat16", **tiles)
-    # q is scaled for the padded head dimension: one rounding more
-    assert_close(H, case("bfloat16", SCALE)[-1]["h"], 1.5 * tolerance("bfloat16", S), "H")
-
-
 WITHOUT_STATES = dict.fromkeys(("matc_initial", "vecn_initial", "scam_initial", "matdeltac_last"))
-BUFFER_DTYPES = "float32", "float32", "bfloat16"
 # Of results, with q, k, v and dh in bfloat16.
-DTYPES = [
-    ("v3", "__recurrent_fw_C", "bfloat16 float32 float32", BUFFERS),
-    ("v3", "__parallel_fw_H", "bfloat16 float32", {}),
-    ("v5", "__parallel_fw_Hintra", "float32 float32", {}),
-    ("v5", "__parallel_fw_Hintra", "bfloat16 float32", dict(output_dtype=jnp.bfloat16)),
-    ("v3", "__parallel_bw_dQKV", "bfloat16 bfloat16 bfloat16", {}),
-    *(("v5", f"__parallel_bw_d{x}", "float32", {}) for x in "QKV"),
-    *(("v5", f"__parallel_bw_d{x}", "bfloat16", dict(output_dtype=jnp.bfloat16)) for x in "QKV"),
-    ("v3", "_bw", "bfloat16 bfloat16 bfloat16 float32 float32", NOT_STORED | WITHOUT_STATES),
-]
+DTYPES = """
+v3 __recurrent_fw_C bfloat16+float32+float32 **BUFFERS
+v3 __recurrent_fw_C float32+float32+bfloat16 **OF_BUFFERS
+v3 __parallel_fw_H bfloat16+float32
+v5 __parallel_fw_Hintra float32+float32
+v5 __parallel_fw_Hintra bfloat16+float32 output_dtype="bfloat16"
+v3 __parallel_bw_dQKV bfloat16+bfloat16+bfloat16
+v5 __parallel_bw_dQ float32
+v5 __parallel_bw_dK float32
+v5 __parallel_bw_dV float32
+v5 __parallel_bw_dQ bfloat16 output_dtype="bfloat16"
+v5 __parallel_bw_dK bfloat16 output_dtype="bfloat16"
+v5 __parallel_bw_dV bfloat16 output_dtype="bfloat16"
+v3 _bw bfloat16+bfloat16+bfloat16+float32+float32 **NOT_STORED, **WITHOUT_STATES
+"""
 
 
 def test_dtypes_of_results():
     expected = case("bfloat16", SCALE)[-1]  # made here, not while a function is traced
-    buffers = map(np.zeros, (x.shape for x in states_of(expected)), BUFFER_DTYPES)
-    of_buffers = dict(zip(BUFFERS, buffers, strict=True))
-    of_buffers = "v3", "__recurrent_fw_C", " ".join(BUFFER_DTYPES), of_buffers
-    for system, name, dtypes, changes in (*DTYPES, of_buffers):
+    dtypes = "float32", "float32", "bfloat16"
+    buffers = map(np.zeros, (x.shape for x in states_of(expected)), dtypes)
+    names = globals() | dict(OF_BUFFERS=dict(zip(BUFFERS, buffers, strict=True)))
+    for line in rows_of(DTYPES):
+        system, name, dtypes, changes = row_of(line, 3, names)
         built = jax.eval_shape(partial(run, SYSTEMS[system], name, "bfloat16", **changes))
-        assert [y.dtype.name for y in jax.tree.leaves(built)] == dtypes.split(), (system, name)
+        assert [y.dtype.name for y in jax.tree.leaves(built)] == dtypes.split("+"), line
 
 
 @ALL_SYSTEMS
