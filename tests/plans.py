@@ -12,6 +12,8 @@ import functools
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import command
 from stage_calls import UNKNOWN, known_gpu, make_problem, spec_of
 
 from mlstm_pallas import KernelConfig
@@ -74,7 +76,4 @@ def write(_):
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-    import command
-
     command.main(lambda define: None, write)
