@@ -2,21 +2,15 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
-from typing import Any
 
-from command import Define
 from roofline import FORWARD, backward_stages
-from shapes import Shape
 
 from mlstm_pallas import KernelConfig, stages
-from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.problem.validation import check_chunk_size
-from mlstm_pallas.stages.stage import Launch
 
 # Arguments of mlstm_chunkwise; packed has segment_ids as well, and the arrays of BTNH are
 # (B, S, NH, ...).
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "exp": {},
     "packed": {},
     "sigmoid": {"input_gate": "sigmoid"},
@@ -40,18 +34,18 @@ class Stage:
     fused: bool = False
 
     @property
-    def operands(self) -> type[Any]:
+    def operands(self):
         """The NamedTuple of its operands."""
         return (stages.STAGES | stages.HELPERS)[self.name].operands
 
     @property
-    def inputs(self) -> tuple[str, ...]:
+    def inputs(self):
         """The operands without a default: inputs of the call, or outputs of earlier stages."""
         optional = self.operands._field_defaults
         return tuple(x for x in self.operands._fields if x not in optional)
 
     @property
-    def backward(self) -> bool:
+    def backward(self):
         return "_bw_" in self.name
 
 
@@ -71,7 +65,7 @@ STAGES = {
 }
 
 
-def launch_of(spec: CallSpec, stage: str) -> Launch:
+def launch_of(spec, stage):
     """How a stage runs, with sequences that are not split."""
     plan = spec.plan
     if stage in STAGES and STAGES[stage].fused:
@@ -79,13 +73,13 @@ def launch_of(spec: CallSpec, stage: str) -> Launch:
     return plan.launch(stage)
 
 
-def config_row(spec: CallSpec, stages: Sequence[str] = ()) -> dict[str, Any]:
+def config_row(spec, stages=()):
     """The keywords of a KernelConfig with which a call runs as it does now, whatever the rules are.
 
     stages: the stages whose tiles it has; empty: all stages of the call.
     """
     plan = spec.plan
-    row: dict[str, Any] = dict(chunk_size=spec.problem.L, fused=plan.fused)
+    row = dict(chunk_size=spec.problem.L, fused=plan.fused)
     if plan.fused:
         row["num_splits"] = plan.num_splits
     of_call = *FORWARD[plan.fused], *backward_stages(plan.computes_scores)
@@ -96,14 +90,14 @@ def config_row(spec: CallSpec, stages: Sequence[str] = ()) -> dict[str, Any]:
     return row
 
 
-def padded(spec: CallSpec, shape: Shape) -> str:
+def padded(spec, shape):
     """The sizes with which the kernels run a shape, if they are others."""
     p = spec.problem
     sizes = p.S, p.DHQK, p.DHV
     return "" if shape[2:] == sizes else "S, DHQK, DHV = {}, {}, {}".format(*sizes)
 
 
-def parse_config(text: str) -> KernelConfig:
+def parse_config(text):
     """The keywords of a KernelConfig, as JSON or as the path of a file with it."""
     try:
         if not text.lstrip().startswith("{"):
@@ -114,7 +108,7 @@ def parse_config(text: str) -> KernelConfig:
         raise ValueError(str(error)) from None
 
 
-def define_chunks(define: Define) -> None:
+def define_chunks(define):
     """The flags --chunk_size and --config."""
     row = "keywords of KernelConfig as JSON, '{\"fused\": true}', or a file with them"
     define.parsed(

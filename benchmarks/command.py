@@ -10,9 +10,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
 
 import extras  # noqa: F401
 import shapes
@@ -28,13 +26,13 @@ class RequestError(ValueError):
 class FunctionParser(flags.ArgumentParser):
     """One value, parsed by a function that may raise ValueError."""
 
-    def __init__(self, parse: Callable[[str], Any]):
+    def __init__(self, parse):
         super().__init__()
         self.parse = parse
 
 
 @contextlib.contextmanager
-def naming(flag: str) -> Iterator[None]:
+def naming(flag):
     """An error about a file or a value becomes a RequestError that names the flag."""
     try:
         yield
@@ -42,13 +40,13 @@ def naming(flag: str) -> Iterator[None]:
         raise RequestError(f"--{flag}: {error}") from None
 
 
-def known_name(known: Collection[str], text: str) -> str:
+def known_name(known, text):
     if text not in known:
         raise ValueError(f"unknown {text}, known are {', '.join(known)}")
     return text
 
 
-SHARED: dict[str, tuple[Any, ...]] = {
+SHARED = {
     "shape": ("items", [], shapes.parse, f"{shapes.KNOWN}."),
     "direction": ("names", ["fwd"], ("fwd", "fwbw"), "forward, forward and backward."),
     "dtype": ("names", ["bfloat16"], ("bfloat16", "float16", "float32"), "the dtype of q, k, v."),
@@ -63,39 +61,37 @@ SHARED: dict[str, tuple[Any, ...]] = {
 class Define:
     """Defines flags: ``define.string("plot", None, help)`` is flags.DEFINE_string."""
 
-    def __init__(self, values: flags.FlagValues):
+    def __init__(self, values):
         self._values = values
 
-    def __getattr__(self, kind: str) -> Callable[..., Any]:
+    def __getattr__(self, kind):
         return functools.partial(getattr(flags, f"DEFINE_{kind}"), flag_values=self._values)
 
-    def parsed(
-        self, name: str, parse: Callable[[Any], Any], about: str, default: Any = None
-    ) -> None:
+    def parsed(self, name, parse, about, default=None):
         """A flag whose value a function makes of the text or the default; none: None."""
         flags.DEFINE(FunctionParser(parse), name, default, about, self._values)
 
-    def items(self, name: str, default: Any, parse: Callable[[str], Any], about: str) -> None:
+    def items(self, name, default, parse, about):
         """A comma-separated list of items, or a default list of texts."""
 
-        def parse_all(x: str | list[str]) -> list[Any]:
+        def parse_all(x):
             return [parse(item) for item in (x.split(",") if isinstance(x, str) else x)]
 
         self.parsed(name, parse_all, about, default)
 
-    def names(self, name: str, default: Any, known: Collection[str], about: str) -> None:
+    def names(self, name, default, known, about):
         """A list of known names."""
         parse = functools.partial(known_name, tuple(known))
         self.items(name, default, parse, f"{', '.join(known)}: {about}")
 
-    def shared(self, *names: str, **defaults: Any) -> None:
+    def shared(self, *names, **defaults):
         """Flags of ``SHARED``, some with another default."""
         for name in (*names, *defaults):
             kind, default, *arguments = SHARED[name]
             getattr(self, kind)(name, defaults.get(name, default), *arguments)
 
 
-def help_text(about: str, values: flags.FlagValues) -> str:
+def help_text(about, values):
     """The docstring of a program up to its examples, and its flags with their defaults."""
     paragraphs = about.strip().split("\n\n")
     examples = next((n for n, x in enumerate(paragraphs, 1) if x.startswith("  ")), 1)
@@ -111,13 +107,7 @@ def help_text(about: str, values: flags.FlagValues) -> str:
     return "\n".join(lines)
 
 
-def run(
-    argv: list[str],
-    values: flags.FlagValues,
-    start: Callable[[flags.FlagValues], int | None],
-    refused: type[Exception] = RequestError,
-    about: str | None = "",
-) -> int:
+def run(argv, values, start, refused=RequestError, about=""):
     """Runs a program with these arguments; returns its exit code: ``start``'s, 2 or 130.
 
     refused: an exception whose message is for the user, as that of RequestError is.
@@ -141,21 +131,19 @@ def run(
         return 130
 
 
-def main(
-    define_flags: Callable[[Define], None], start: Callable[[flags.FlagValues], int | None]
-) -> NoReturn:
+def main(define_flags, start):
     """Runs the program that this process is."""
     values = flags.FlagValues()
     define_flags(Define(values))
     sys.exit(run(sys.argv, values, start, about=sys.modules["__main__"].__doc__))
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error):
     text, _, _ = f"{type(error).__name__}: {error}".partition("Repro command")
     return " ".join(text.split())[:300]
 
 
-def git_commit() -> str | None:
+def git_commit():
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__))]
     describe = [*git, "describe", "--always", "--dirty", "--abbrev=12"]
     try:

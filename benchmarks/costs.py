@@ -6,9 +6,6 @@ count for s <= t only. Bytes: each input is read once, each output is written on
 
 from typing import NamedTuple
 
-from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.stage import Launch
-
 
 class Cost(NamedTuple):
     """FLOPs of matrix products, and bytes that are read and written."""
@@ -17,7 +14,7 @@ class Cost(NamedTuple):
     bytes: int
 
 
-def cost(name: str, p: Problem, itemsize: int) -> Cost:
+def cost(name, p, itemsize):
     """The cost of a stage in the chunks of p; itemsize: of the kernel dtype."""
     steps, chunks, K, V = p.BNH * p.S, p.BNH * p.NC, p.DHQK, p.DHV
     pairs = steps * (p.L + 1)  # of steps s <= t, twice
@@ -73,7 +70,7 @@ def cost(name: str, p: Problem, itemsize: int) -> Cost:
     return Cost(flops, itemsize * numbers + 4 * floats)
 
 
-def launch_cost(name: str, call: Launch, itemsize: int) -> Cost:
+def launch_cost(name, call, itemsize):
     """The cost of a stage as it runs.
 
     On Mosaic GPU recurrent_fw_H scales v: it reads abar, which parallel_fw_P does not, and
@@ -83,7 +80,7 @@ def launch_cost(name: str, call: Launch, itemsize: int) -> Cost:
     """
     p = call.problem
     flops, moved = cost(name, p, itemsize)
-    more: dict[str, int] = {}  # bytes per step
+    more = {}  # bytes per step
     if call.lowering.folder == "mosaic_gpu":
         more = {"parallel_fw_P": -itemsize * p.DHQK - 4, "recurrent_fw_H": 4}
         more["parallel_bw_dP"] = -2 * itemsize * p.DHQK

@@ -5,7 +5,6 @@
 
 import sys
 from pathlib import Path
-from types import TracebackType
 
 BENCHMARK, EXAMPLES = (f"'mlstm_pallas[{extra}]'" for extra in ("benchmark", "examples"))
 PEERS = "torch transformers xlstm==2.0.6 mlstm_kernels==2.0.6"
@@ -17,7 +16,7 @@ PACKAGES = {  # what to install, by the module that is missing
 }
 
 
-def end(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def end(kind, error, traceback):
     """In place of a traceback; exit code 2. --help shows the docstring before."""
     missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
     if not (packages := PACKAGES.get(missing.partition(".")[0])):

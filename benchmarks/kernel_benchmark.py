@@ -29,8 +29,6 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import calls
 import command
@@ -43,28 +41,24 @@ import reporting
 import roofline
 import runner
 import shapes
-from absl import flags
 from calls import STAGES, Stage, config_row, launch_of, padded
 from command import RequestError
-from peers import Inputs, random_inputs
+from peers import random_inputs
 from roofline import backward_stages
-from runner import Row, UnsupportedError, WrongOutputError
-from shapes import Shape
+from runner import UnsupportedError, WrongOutputError
 
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.formulas.gate_gradients import TileSums
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, query_scale
 from mlstm_pallas.planning import call_spec as planning
 from mlstm_pallas.planning import dispatch
-from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.dimensions import MAX_TILE, Problem
-from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.problem.validation import BACKENDS
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.parallel_fw_P import ScanOperands
-from mlstm_pallas.stages.stage import Launch, Lowering, ScaledRows
+from mlstm_pallas.stages.stage import Lowering, ScaledRows
 
 # Relative norms of the error, of outputs and of gradients. bfloat16 has steps of 2**-8, and its
 # gradients are made of products of rounded products; float16 has steps of an eighth of that;
@@ -79,7 +73,7 @@ TOLERANCES = {
 # ---------------------------------------------------------------- stages and implementations
 
 
-def of_stage(stage: Stage, call: Launch) -> Callable[..., Any]:
+def of_stage(stage, call):
     """The stage as a function of its inputs by position."""
 
     def run(*args, **options):
@@ -89,13 +83,13 @@ def of_stage(stage: Stage, call: Launch) -> Callable[..., Any]:
     return run
 
 
-def plain(stage: Stage, problem: Problem) -> Callable[..., Any]:
+def plain(stage, problem):
     """The plain form of a stage, in the precision of its inputs."""
     return of_stage(stage, planning.plain(problem))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def stage_arrays(x: Inputs, L: int, fused: bool) -> dict[str, Any]:
+def stage_arrays(x, L, fused):
     """The inputs of the stages in chunks of L steps, by their names in ``Stage.inputs``.
 
     fused: the stages of the fused scan, or all others. The plain forms of the stages run in
@@ -105,7 +99,7 @@ def stage_arrays(x: Inputs, L: int, fused: bool) -> dict[str, Any]:
     problem = Problem(B, NH, S, K, V, L, K**-0.5)
     q, k, v, i, f, dh = (y.reshape(B * NH, *y.shape[2:]) for y in x)
     C, n, m = (jnp.zeros((B * NH, *dims), jnp.float32) for dims in ((K, V), (K,), ()))
-    known: dict[str, Any] = dict(matQ=q, matK=k, matV=v, vecI=i, vecF=f, matDeltaH=dh)
+    known = dict(matQ=q, matK=k, matV=v, vecI=i, vecF=f, matDeltaH=dh)
     known |= dict(matC_initial=C, vecN_initial=n, scaM_initial=m, matDeltaC_last=C)
     required = {name for stage in STAGES.values() if stage.fused == fused for name in stage.inputs}
     step_sums, vector_states = (
@@ -130,7 +124,7 @@ def stage_arrays(x: Inputs, L: int, fused: bool) -> dict[str, Any]:
     return {name: known[name] for name in required}
 
 
-def written(outputs: Any) -> Any:
+def written(outputs):
     """The outputs of a stage in a form whose shapes do not depend on the tiles.
 
     Those of parallel_bw_dP come without what it leaves unwritten, and with sums over chunks in
@@ -145,7 +139,7 @@ def written(outputs: Any) -> Any:
 
 
 @jax.jit
-def _written(outputs: ScoreGradients) -> ScoreGradients:
+def _written(outputs):
     BNH, NC, n, T = outputs.pairs.diagonal.shape
     block, tile = jnp.arange(n * T) // MAX_TILE, jnp.arange(n)
 
@@ -173,7 +167,7 @@ ORACLES = {
 }
 
 
-def swap_heads(*arrays: jax.Array) -> list[jax.Array]:
+def swap_heads(*arrays):
     """(B, NH, S, ...) to (B, S, NH, ...), and back."""
     return [jnp.swapaxes(x, 1, 2) for x in arrays]
 
@@ -182,14 +176,7 @@ class MlstmPallas(peers.JaxImplementation):
     """mlstm_chunkwise on a backend."""
 
     def __init__(
-        self,
-        backend: str,
-        shape: Shape,
-        dtype: str,
-        chunk_size: int | None = None,
-        config: KernelConfig | None = None,
-        variant: str = "exp",
-        gpu: Gpu | None = None,
+        self, backend, shape, dtype, chunk_size=None, config=None, variant="exp", gpu=None
     ):
         self.name, self.variant, self.oracle = backend, variant, ORACLES.get(variant, peers.exact)
         options = Options(
@@ -231,7 +218,7 @@ class MlstmPallasStage(MlstmPallas):
 
     head_axes = 1
 
-    def __init__(self, stage: str, backend: str, shape: Shape, dtype: str, *args: Any):
+    def __init__(self, stage, backend, shape, dtype, *args):
         super().__init__(backend, shape, dtype, *args)
         self.stage = STAGES[stage]
         if sizes := padded(self.spec, shape):
@@ -279,7 +266,7 @@ class MlstmPallasStage(MlstmPallas):
 
     def named(self, outputs):
         """By field; the fields of NamedTuples inside count, pairs of floats as their sum."""
-        fields: dict[str, Any] = {}
+        fields = {}
         for name, x in outputs._asdict().items():
             if hasattr(x, "_asdict"):
                 fields |= self.named(x)
@@ -298,23 +285,23 @@ class Case:
       gradients: whether the gradients of whole calls are checked too.
     """
 
-    def __init__(self, shape: Shape, dtype: str, *, gradients: bool = False):
+    def __init__(self, shape, dtype, *, gradients=False):
         self.shape, self.dtype, self.gradients = shape, dtype, gradients
-        self._expected: dict[Any, tuple[np.ndarray, Any]] = {}
+        self._expected = {}
         self.arrays = functools.lru_cache(maxsize=1)(self._arrays)
 
     @functools.cached_property
-    def inputs(self) -> Inputs:
+    def inputs(self):
         return jax.block_until_ready(random_inputs(jax.random.key(0), self.shape, self.dtype))
 
-    def _arrays(self, L: int, fused: bool) -> dict[str, Any]:
+    def _arrays(self, L, fused):
         return jax.block_until_ready(stage_arrays(self.inputs, L, fused))
 
-    def inputs_of(self, impl: Any) -> Any:
+    def inputs_of(self, impl):
         """The inputs of impl.build; those of stages in chunks of L steps, for the last L."""
         return self.arrays(impl.call.problem.L, impl.stage.fused) if impl.stage else self.inputs
 
-    def expected(self, impl: Any) -> tuple[np.ndarray, Any]:
+    def expected(self, impl):
         """Indices of the checked heads, and the expected outputs of these, float64."""
         key = (impl.stage.name, impl.call.problem.L) if impl.stage else impl.oracle
         if key not in self._expected:
@@ -334,12 +321,10 @@ class Case:
                 self._expected[key] = index, jax.tree.map(np.asarray, outputs(args, cotangent))
         return self._expected[key]
 
-    def checked_heads(self, heads: int) -> np.ndarray:
+    def checked_heads(self, heads):
         return np.unique([0, heads // 2, heads - 1])[0 if self.shape.S <= 2**15 else -1 :]
 
-    def errors(
-        self, impl: peers.Implementation, outputs: Any, direction: str = ""
-    ) -> dict[str, float]:
+    def errors(self, impl, outputs, direction=""):
         """By output, the norm of its error over its norm."""
         index, expected = self.expected(impl)
         named, expected = impl.named(impl.heads(outputs, index)), impl.named(expected)
@@ -347,7 +332,7 @@ class Case:
             expected = dict(list(expected.items())[:1])
         return {name: runner.relative_error(named[name], y) for name, y in expected.items()}
 
-    def limits(self, impl: peers.Implementation, names: Iterable[str]) -> dict[str, float]:
+    def limits(self, impl, names):
         """The largest errors that outputs may have."""
         if not impl.stage:
             return {name: TOLERANCES[self.dtype][name.startswith("d")] for name in names}
@@ -360,12 +345,12 @@ class Case:
 # ---------------------------------------------------------------- measuring
 
 
-def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
+def measure(row, case, options):
     """Fills the row; does not time a wrong output."""
     name, direction, stage = row["impl"], row["direction"], row["stage"]
     if name in BACKENDS:
         settings = name, case.shape, case.dtype, options.chunk_size, options.config
-        impl: peers.Implementation = (
+        impl = (
             MlstmPallasStage(stage, *settings) if stage else MlstmPallas(*settings, row["variant"])
         )
     elif stage:
@@ -389,7 +374,7 @@ def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
         row["roofline_pct"] = 100 * floor / seconds
 
 
-def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
+def measured_rows(options):
     """A row for each shape, dtype, stage or direction, and implementation."""
     gpu = runner.on_gpu()
     default = "triton" if gpu else "xla"
@@ -415,18 +400,18 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
 # ---------------------------------------------------------------- reporting
 
 
-def label(row: Row, *parts: str) -> str:
+def label(row, *parts):
     """The parts of the row, and its variant."""
     return " ".join(filter(None, (*(row[x] for x in parts), row["variant"]))).removesuffix(" exp")
 
 
-def plot(rows: Sequence[Row], path: str) -> None:
+def plot(rows, path):
     """Time against the sequence length or the batch where that varies, else by shape."""
     different = {row["shape"] for row in rows}
     axes = {"S": "sequence length S", "B": "batch B"} if len(different) > 1 else {}
     vary = [x for x in axes if len({getattr(y, x) for y in different}) == len(different)]
 
-    def x(row: Row) -> Any:
+    def x(row):
         return getattr(row["shape"], vary[0]) if vary else row["name"]
 
     title = axes[vary[0]] if vary else ""
@@ -457,7 +442,7 @@ note          note
 # ---------------------------------------------------------------- the command
 
 
-def define_flags(define: command.Define) -> None:
+def define_flags(define):
     known = *BACKENDS, *peers.PEERS, "peers", "all"
     default = "triton (xla without a GPU) and all peers; none: triton or xla"
     packed = f"packed: exp with {peers.PACKED} packed sequences; BTNH: exp with (B, S, NH, D)."

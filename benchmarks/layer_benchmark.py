@@ -39,7 +39,6 @@ mlstm_pallas fails, 2 when the request makes no sense, 130 after Ctrl-C.
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import command
@@ -51,11 +50,8 @@ import reporting
 import roofline
 import runner
 import shapes
-from absl import flags
 from kernel_benchmark import TOLERANCES, swap_heads
 from reporting import DIRECTIONS
-from runner import Row
-from shapes import Shape
 
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.problem.gpu import gpu_of
@@ -104,7 +100,7 @@ class Inputs(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def random_inputs(shape: Shape) -> Inputs:
+def random_inputs(shape):
     """The forget gates span short to long memory, as at the start of a training."""
     B, NH, S, K, V = shape
     E = NH * V
@@ -117,14 +113,14 @@ def random_inputs(shape: Shape) -> Inputs:
     return jax.tree.map(lambda y: y.astype(DTYPE), Inputs(p, x, dy))
 
 
-def product_flops(shape: Shape, direction: str) -> int:
+def product_flops(shape, direction):
     """FLOPs of the matrix products outside of the mLSTM: one per matrix forward, two backward."""
     E = shape.NH * shape.DHV
     columns = 2 * shape.NH * shape.DHQK + 3 * E + 2 * shape.NH
     return 2 * shape.B * shape.S * E * columns * {"fwd": 1, "fwbw": 3}[direction]
 
 
-def elementwise_bytes(shape: Shape, direction: str) -> int:
+def elementwise_bytes(shape, direction):
     """The least traffic beside products and mLSTM; the terms are in the docstring of the module."""
     wide, gates = 2 * shape.steps * shape.DHV, 2 * shape.steps
     forward, backward = 3 * wide + 6 * gates, 5 * wide + 8 * gates
@@ -135,7 +131,7 @@ def elementwise_bytes(shape: Shape, direction: str) -> int:
 
 
 @jax.custom_vjp
-def first(x: jax.Array, *others: jax.Array) -> jax.Array:
+def first(x, *others):
     """x. The cotangents of the others are the others, which costs nothing.
 
     Their projections are differentiated all the same.
@@ -146,7 +142,7 @@ def first(x: jax.Array, *others: jax.Array) -> jax.Array:
 first.defvjp(lambda x, *others: (x, others), lambda others, dx: (dx, *others))
 
 
-def mlstm(impl: str, layout: str, *inputs: jax.Array) -> jax.Array:
+def mlstm(impl, layout, *inputs):
     """h (B, S, NH, DHV) of q, k, v, i, f, all (B, S, NH, ...)."""
     if impl == PEER:
         return peers.limit_chunk(*inputs)
@@ -155,9 +151,7 @@ def mlstm(impl: str, layout: str, *inputs: jax.Array) -> jax.Array:
     return swap_heads(mlstm_chunkwise(*swap_heads(*inputs), backend=impl))[0]
 
 
-def layer(
-    impl: str, layout: str, p: Params, x: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def layer(impl, layout, p, x):
     """y, and the projections that y does not depend on."""
 
     def heads(w):
@@ -180,7 +174,7 @@ def layer(
     return h.astype(x.dtype) @ p.output, unused
 
 
-def outputs(impl: str, layout: str, direction: str, inputs: Inputs) -> Any:
+def outputs(impl, layout, direction, inputs):
     """(y, unused projections), or (y, gradients of the parameters, gradient of x)."""
     function = functools.partial(layer, impl, layout)
     if direction == "fwd":
@@ -190,7 +184,7 @@ def outputs(impl: str, layout: str, direction: str, inputs: Inputs) -> Any:
 
 
 class Layer(peers.JaxImplementation):
-    def __init__(self, *settings: str):
+    def __init__(self, *settings):
         self.settings = settings  # impl, layout
 
     def computation(self, inputs, direction):
@@ -203,13 +197,13 @@ class Layer(peers.JaxImplementation):
 class Case:
     """Inputs, and the expected outputs of their first batch entry."""
 
-    def __init__(self, shape: Shape, directions: Sequence[str]):
+    def __init__(self, shape, directions):
         self.inputs = jax.block_until_ready(random_inputs(shape))
         self.masked = self.inputs._replace(dy=self.inputs.dy.at[1:].set(0))
         self.direction = max(directions, key=len)  # "fwbw" has all outputs of "fwd"
         self.expected = functools.cache(self._expected)
 
-    def _expected(self, impl: str) -> dict[str, np.ndarray]:
+    def _expected(self, impl):
         p, x, dy = self.inputs
         inputs = jax.tree.map(lambda y: y.astype(jnp.float32), Inputs(p, x[:1], dy[:1]))
         function = functools.partial(outputs, impl, "BNTH", self.direction)
@@ -217,7 +211,7 @@ class Case:
             return named(jax.jit(function)(inputs))
 
 
-def named(outputs: Any) -> dict[str, np.ndarray]:
+def named(outputs):
     """y and the gradients by name in float32.
 
     y and the gradient of x have the first batch entry alone. A gate's matrix and bias are one
@@ -234,7 +228,7 @@ def named(outputs: Any) -> dict[str, np.ndarray]:
     return arrays
 
 
-def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
+def measure(row, case, options):
     """Fills the row; does not time a wrong output."""
     impl = row["impl"]
     timed = Layer(impl, row["layout"])
@@ -255,7 +249,7 @@ def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
     row["product_pct"] = floor and 100 * floor / row["ms"]
 
 
-def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
+def measured_rows(options):
     """A row for each shape, direction and implementation."""
     device, gpu = jax.devices()[0], runner.on_gpu()
     hopper = ["mosaic_gpu"] if gpu_of(device).hopper else []
@@ -283,7 +277,7 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
 # ---------------------------------------------------------------- reporting
 
 
-def label(row: Row) -> str:
+def label(row):
     return " ".join(filter(None, (row["impl"], row.get("layout"))))
 
 
@@ -305,13 +299,13 @@ note          note
 )
 
 
-def panel(row: Row) -> str:
+def panel(row):
     return f"{row['name']}, {DIRECTIONS[row['direction']]}"
 
 
-def remainders(rows: Sequence[Row]) -> None:
+def remainders(rows):
     """Prints what the layer spends beside products and mLSTM: the floor, and what was measured."""
-    panels: dict[str, dict[str, Row]] = {}
+    panels = {}
     for row in rows:
         panels.setdefault(panel(row), {})[row["impl"]] = row
     for title, by_impl in panels.items():
@@ -327,14 +321,14 @@ def remainders(rows: Sequence[Row]) -> None:
         )
 
 
-def plot(rows: Sequence[Row], path: str) -> None:
+def plot(rows, path):
     reporting.plot(rows, path, label, lambda row: row["name"], panel)
 
 
 # ---------------------------------------------------------------- the command
 
 
-def define_flags(define: command.Define) -> None:
+def define_flags(define):
     define.names("impl", [], (*BACKENDS, *WITHOUT, PEER), "none: all that the device runs.")
     define.names("layout", ["BTNH"], ("BNTH", "BTNH"), "layout of the arrays of mlstm_pallas.")
     define.shared("shape", "repeats", "commit", "from_jsonl", "jsonl", "plot", direction="fwd,fwbw")

@@ -7,16 +7,14 @@ the shape.
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import roofline
-from costs import Cost
 from jax import lax
 from shapes import Shape
 
@@ -34,18 +32,18 @@ class Inputs(NamedTuple):
     dh: jax.Array
 
     @property
-    def shape(self) -> Shape:
+    def shape(self):
         return Shape(*self.q.shape, self.v.shape[-1])
 
 
-def normals(key: jax.Array, *dims: Sequence[int]) -> list[jax.Array]:
+def normals(key, *dims):
     """Standard normal float32 arrays of these dimensions."""
     keys = jax.random.split(key, len(dims))
     return [jax.random.normal(key, dim, jnp.float32) for key, dim in zip(keys, dims, strict=True)]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def random_inputs(key: jax.Array, shape: Shape, dtype: str) -> Inputs:
+def random_inputs(key, shape, dtype):
     """q and k have a positive mean: near q.n = 0, h would have no digits to compare."""
     rows = shape[:3]
     keys, values = (*rows, shape.DHQK), (*rows, shape.DHV)
@@ -57,7 +55,7 @@ def random_inputs(key: jax.Array, shape: Shape, dtype: str) -> Inputs:
 ROWS = 128  # at once: the scores of all rows would not fit
 
 
-def map_rows(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+def map_rows(function, *arrays):
     """function(t, row t of each array) for every row t of arrays (B, NH, S, ...).
 
     The backward pass computes the values again; only the inputs are kept.
@@ -147,7 +145,7 @@ def causal_attention(q, k, v):
 MLSTM = exact, constant_normaliser, packed  # the others are other functions
 
 
-def take_heads(arrays: Any, index: np.ndarray, *, axes: int = 2) -> Any:
+def take_heads(arrays, index, *, axes=2):
     """Heads of each JAX array (B, NH, ...) in a tree, or of (B * NH, ...) with axes=1, float64."""
     return jax.tree.map(
         lambda x: np.asarray(x.reshape(-1, *x.shape[axes:])[index]).astype(np.float64), arrays
@@ -174,35 +172,31 @@ class Implementation:
       stage: if it is a stage of mlstm_pallas by itself.
     """
 
-    name: str
-    oracle: Callable[..., jax.Array]
-    outputs: Sequence[str] = ("h", "dq", "dk", "dv", "di", "df")
-    checked: Sequence[str] = ()
-    config: Mapping[str, Any] = MappingProxyType({})
+    outputs = "h", "dq", "dk", "dv", "di", "df"
+    checked = ()
+    config = MappingProxyType({})
     head_axes = 2
-    stage: Any = None
+    stage = None
 
-    def versions(self) -> dict[str, str]:
+    def versions(self):
         return {}
 
-    def phases(self, shape: Shape, itemsize: int, direction: str) -> tuple[Cost, ...]:
+    def phases(self, shape, itemsize, direction):
         return roofline.mlstm(shape, itemsize, direction)
 
-    def oracle_arguments(self, inputs: Any) -> tuple[Sequence[jax.Array], jax.Array]:
+    def oracle_arguments(self, inputs):
         """The oracle's arguments and the cotangent of its result, (B, NH, ...) each."""
         return inputs[:5], inputs.dh
 
-    def reference(self, *args: jax.Array) -> Any:
+    def reference(self, *args):
         """The oracle on some of the heads, (heads, ...) in and out."""
         return self.oracle(*(x[None] for x in args))[0]
 
-    def named(self, outputs: Any) -> dict[str, Any]:
+    def named(self, outputs):
         return dict(zip(self.outputs, outputs, strict=False))
 
 
-def directed(
-    forward: Callable[..., jax.Array], inputs: Sequence[Any], direction: str
-) -> tuple[Callable[..., tuple[jax.Array, ...]], Sequence[Any]]:
+def directed(forward, inputs, direction):
     """A function of inputs with the cotangent of its result at their end, and its arguments.
 
     Forward it is (*inputs) -> (result,), forward and backward (*inputs, cotangent) -> (result,
@@ -221,8 +215,6 @@ def directed(
 
 class JaxImplementation(Implementation):
     """computation(inputs, direction) is a function to compile and its arguments."""
-
-    computation: Callable[[Any, str], tuple[Callable[..., Any], Sequence[Any]]]
 
     def build(self, inputs, direction):
         function, self.arguments = self.computation(inputs, direction)
@@ -243,17 +235,14 @@ class JaxImplementation(Implementation):
         return take_heads(outputs, index, axes=self.head_axes)
 
 
-def torch_tensor(torch: Any, x: Any, dtype: Any) -> Any:
+def torch_tensor(torch, x, dtype):
     """An array of JAX or NumPy as a tensor on the GPU."""
     tensor = torch.tensor(np.asarray(x).astype(np.float32), device="cuda")
     return tensor.to(getattr(torch, str(dtype))).contiguous()
 
 
 class TorchPeer(Implementation):
-    """forward(*arguments) is what it times."""
-
-    forward: Callable[..., Any]
-    module_name: str  # of the module that has the function
+    """forward(*arguments) is what it times; the module module_name has the function."""
 
     def __init__(self):
         self.torch, self.module = map(importlib.import_module, ("torch", self.module_name))
@@ -265,7 +254,7 @@ class TorchPeer(Implementation):
         known = metadata.packages_distributions()
         return {name: metadata.version(known[name][0]) for name in packages if name in known}
 
-    def arguments(self, inputs: Inputs) -> tuple[Sequence[jax.Array], jax.Array]:
+    def arguments(self, inputs):
         """The arguments of forward, and the cotangent of its result."""
         return inputs[:5], inputs.dh
 
@@ -309,7 +298,7 @@ class TorchPeer(Implementation):
         return tuple(x.double().cpu().numpy() for x in heads)
 
 
-def check_state_size(shape: Shape, chunk_size: int) -> None:
+def check_state_size(shape, chunk_size):
     """Raises ValueError if the states of mlstm_kernels exceed its 32-bit offsets.
 
     It writes to other addresses then, and no CUDA call of the process works any more.
@@ -327,7 +316,6 @@ class MlstmKernels(TorchPeer):
     # are reported and not checked.
     checked = ("h", "dq", "dk", "dv")
     module_name = "mlstm_kernels.torch.chunkwise"
-    function: str
 
     def build(self, inputs, direction):
         check_state_size(inputs.shape, self.config["chunk_size"])
@@ -357,7 +345,7 @@ def limit_chunk(q, k, v, i, f):
     return jnp.swapaxes(module.mlstm_chunkwise__limit_chunk(*arrays, **options), 1, 2)
 
 
-def jax_triton_versions() -> dict[str, str]:
+def jax_triton_versions():
     return {name: metadata.version(name) for name in ("mlstm_kernels", "jax-triton", "triton")}
 
 
@@ -397,7 +385,7 @@ class SimpleGLA(TorchPeer):
 ATTENTION_HEAD = 128
 
 
-def attention_heads(shape: Shape) -> int:
+def attention_heads(shape):
     """The number of heads of 128 that have the width of h together."""
     width = shape.NH * shape.DHV
     if width % ATTENTION_HEAD:
@@ -433,4 +421,4 @@ class TorchAttentionCudnn(TorchPeer):
 
 
 _PEERS = LimitChunk, XLChunk, XLChunkSiging, SimpleGLA, TorchAttentionCudnn
-PEERS: dict[str, Callable[[], Implementation]] = {peer.name: peer for peer in _PEERS}
+PEERS = {peer.name: peer for peer in _PEERS}

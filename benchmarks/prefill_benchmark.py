@@ -21,7 +21,6 @@ mlstm_pallas fails, 2 when the request makes no sense, 130 after Ctrl-C.
 
 import functools
 import itertools
-from collections.abc import Iterator
 
 import command
 import jax
@@ -32,8 +31,6 @@ import roofline
 import runner
 import shapes
 import step_benchmark
-from absl import flags
-from runner import Row
 
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.problem.validation import BACKENDS
@@ -47,7 +44,7 @@ class Prefill(peers.JaxImplementation):
         return lambda x: mlstm_chunkwise(**x, **options), [arrays]
 
 
-def measure(row: Row, odd: bool, repeats: int) -> None:
+def measure(row, odd, repeats):
     """Fills the row; does not time a wrong output."""
     shape, N, dtype, moved = row["shape"], row["segments"], row["dtype"], VARIANTS[row["variant"]]
     (B, _, S, *_), random = shape, np.random.default_rng(0)
@@ -85,7 +82,7 @@ def measure(row: Row, odd: bool, repeats: int) -> None:
     row["tbps"] = (cost.bytes + state_bytes) / seconds / 1e12
 
 
-def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
+def measured_rows(options):
     """A row for each shape, dtype, variant and backend."""
     gpu = runner.on_gpu()
     backends = options.backend or ["triton" if gpu else "xla"]
@@ -103,7 +100,7 @@ KEYS = ("segments", "odd", "state_mib", "tokens/s")
 COLUMNS = {key: (key, ".4g") for key in KEYS} | kernel_benchmark.COLUMNS
 
 
-def define_flags(define: command.Define) -> None:
+def define_flags(define):
     define.names("backend", [], BACKENDS, "none: triton, without a GPU xla.")
     define.names("variant", VARIANTS, VARIANTS, "see above.")
     define.integer("segments", None, "Per row; none: of 1,024 steps, at least 4.", lower_bound=1)

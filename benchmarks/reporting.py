@@ -3,12 +3,7 @@
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-Row = dict[str, Any]
-# Title -> key or function of a row, and format specification, which is empty for text.
-Columns = Mapping[str, tuple[str | Callable[[Row], Any], str]]
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwbw": "forward + backward"}
 MARKERS = "osD^vP*X<>"
 # What legends say for the names of implementations, modes and loops.
@@ -39,14 +34,17 @@ strong-sequence: sequence split, in all
 WORDS = dict(line.split(": ") for line in LEGEND.strip().splitlines())
 
 
-def columns(lines: str, **functions: Callable[[Row], Any]) -> Columns:
-    """From lines of a title, a key or the name of a function, and a format, two spaces apart."""
+def columns(lines, **functions):
+    """From lines of a title, a key or the name of a function, and a format, two spaces apart.
+
+    By title: the key or the function of a row, and the format, which is empty for text.
+    """
     split = (re.split("  +", line) for line in lines.strip().splitlines())
     return {title: (functions.get(x, x), "".join(rest)) for title, x, *rest in split}
 
 
-def cells(row: Row, columns: Columns) -> list[str]:
-    def cell(key: Any, specification: str) -> str:
+def cells(row, columns):
+    def cell(key, specification):
         value = key(row) if callable(key) else row.get(key)
         if value is None:
             return "-"
@@ -55,7 +53,7 @@ def cells(row: Row, columns: Columns) -> list[str]:
     return [cell(*column) for column in columns.values()]
 
 
-def progress(row: Row, columns: Columns) -> str:
+def progress(row, columns):
     """The columns of text, then the others with their titles; the last column is the note."""
     *texts, note = zip(columns, columns.values(), cells(row, columns), strict=True)
     case = " ".join(cell for _, (_, number), cell in texts if not number)
@@ -65,7 +63,7 @@ def progress(row: Row, columns: Columns) -> str:
     return f"{case}: {', '.join(filter(None, (*others, note[-1])))}"
 
 
-def table(rows: Sequence[Row], columns: Columns) -> str:
+def table(rows, columns):
     """A line per row; text is aligned to the left and numbers to the right."""
     lines = [list(columns), *(cells(row, columns) for row in rows)]
     aligns = [">" if specification else "<" for _, specification in columns.values()]
@@ -74,7 +72,7 @@ def table(rows: Sequence[Row], columns: Columns) -> str:
     return "\n".join("  ".join(map(pad, line, aligns, widths)).rstrip() for line in lines)
 
 
-def check_plot(path: str | None) -> None:
+def check_plot(path):
     """Raises ValueError if a plot cannot be written there."""
     if path and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("matplotlib is missing: pip install 'mlstm_pallas[benchmark]'")
@@ -84,23 +82,17 @@ def check_plot(path: str | None) -> None:
         raise ValueError(f"no folder for {path}")
 
 
-def _thousands(x: Any) -> str:
+def _thousands(x):
     return f"{x / 1024:g}k" if isinstance(x, int) and x >= 1024 else f"{x}"
 
 
-def in_words(label: str) -> str:
+def in_words(label):
     return re.sub(r"[\w-]+", lambda name: WORDS.get(name[0], name[0]), label)
 
 
 def plot(
-    rows: Sequence[Row],
-    path: str,
-    line: Callable[[Row], str],
-    x: Callable[[Row], Any],
-    panel: Callable[[Row], str] = lambda row: DIRECTIONS[row["direction"]],
-    keys: Sequence[str] = ("ms",),
-    xlabel: str = "",
-) -> None:
+    rows, path, line, x, panel=lambda row: DIRECTIONS[row["direction"]], keys=("ms",), xlabel=""
+):
     """Panels of keys of the rows against x: curves if x is a number, otherwise points."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator

@@ -4,11 +4,7 @@ The least time is what a device needs for them at its full rates.
 ``costs.py`` has the cost of a stage.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from costs import Cost, cost
-from shapes import Shape
 
 from mlstm_pallas.problem.dimensions import Problem
 
@@ -27,20 +23,20 @@ FORWARD = {
 }
 
 
-def backward_stages(computes_scores: bool = False) -> tuple[str, ...]:
+def backward_stages(computes_scores=False):
     """The stages of the backward pass; computes_scores: whether parallel_bw_dQKV makes P, dP."""
     scores = () if computes_scores else ("parallel_bw_dP",)
     return "chunk_gates", *scores, "recurrent_bw_dC", "parallel_bw_dQKV"
 
 
-def _flops(shape: Shape, stages: Sequence[str]) -> int:
+def _flops(shape, stages):
     L = min(REFERENCE_CHUNK, shape.S)
     chunk = Problem(1, 1, L, shape.DHQK, shape.DHV, L, 1.0)
     per_chunk = sum(cost(name, chunk, 2).flops for name in stages)
     return per_chunk // L * shape.steps  # the FLOPs are proportional to the steps
 
 
-def forward(shape: Shape, itemsize: int) -> Cost:
+def forward(shape, itemsize):
     """FLOPs with materialised states.
 
     Bytes: q, k, v, h and, in float32, i, f. The states stay on the chip.
@@ -49,7 +45,7 @@ def forward(shape: Shape, itemsize: int) -> Cost:
     return Cost(_flops(shape, FORWARD[False]), shape.steps * moved)
 
 
-def backward(shape: Shape, itemsize: int) -> Cost:
+def backward(shape, itemsize):
     """FLOPs with the states recomputed.
 
     Bytes: q, k, v, h, dh, dq, dk, dv and, in float32, i, f, z, m, di, df. States and tiles stay on
@@ -59,15 +55,13 @@ def backward(shape: Shape, itemsize: int) -> Cost:
     return Cost(_flops(shape, backward_stages()), shape.steps * moved)
 
 
-def mlstm(shape: Shape, itemsize: int, direction: str) -> tuple[Cost, ...]:
+def mlstm(shape, itemsize, direction):
     """The phases of a direction, one after the other: "fwd", or "fwbw"."""
     passes = (forward, backward) if direction == "fwbw" else (forward,)
     return tuple(count(shape, itemsize) for count in passes)
 
 
-def attention(
-    B: int, heads: int, S: int, D: int, itemsize: int, direction: str
-) -> tuple[Cost, ...]:
+def attention(B, heads, S, D, itemsize, direction):
     """The phases of causal softmax attention, with P = B heads S (S + 1) / 2 pairs.
 
     FLOPs: forward q.k and P v, 4 P D; backward five products, 10 P D. Bytes: q, k, v, o; backward
@@ -78,12 +72,12 @@ def attention(
     return phases if direction == "fwbw" else phases[:1]
 
 
-def of_device(table: Mapping[str, Any], device_kind: str) -> Any:
+def of_device(table, device_kind):
     """The value for a device, by a part of its name; None if it is not known."""
     return next((x for part, x in table.items() if part in device_kind), None)
 
 
-def device_rates(device_kind: str, dtype: str) -> tuple[float | None, float | None]:
+def device_rates(device_kind, dtype):
     """(FLOP/s, bytes/s) of a device; None if they were not measured.
 
     float16 products are as fast as bfloat16's. A float32 product counts as six of these, which is
@@ -94,6 +88,6 @@ def device_rates(device_kind: str, dtype: str) -> tuple[float | None, float | No
     return flops and flops / products, bandwidth
 
 
-def floor_seconds(phases: Sequence[Cost], flops_rate: float, bytes_rate: float) -> float:
+def floor_seconds(phases, flops_rate, bytes_rate):
     """In each phase the slower of its products and its traffic, each at the device's full rate."""
     return sum(max(phase.flops / flops_rate, phase.bytes / bytes_rate) for phase in phases)

@@ -23,19 +23,15 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import command
 import jax
 import jaxlib
 import numpy as np
 import reporting
-from absl import flags
 from command import RequestError, naming, one_line
 from shapes import Shape
 
-Row = dict[str, Any]
 NEED_GPU = ("triton", "mosaic_gpu")
 BATCH_SECONDS, MAX_CALLS = 0.05, 100  # calls in flight between two synchronisations
 REQUIRED = {"shape", "direction", "dtype", "device", "status", "note"}
@@ -49,11 +45,11 @@ class UnsupportedError(ValueError):
     """An implementation does not do what is asked for; its row is skipped."""
 
 
-def on_gpu() -> bool:
+def on_gpu():
     return jax.devices()[0].platform == "gpu"
 
 
-def check_gpu(names: Sequence[str], flag: str = "impl") -> None:
+def check_gpu(names, flag="impl"):
     """Raises RequestError without a GPU if one of the names needs one; says what runs instead.
 
     flag: that has the names.
@@ -67,7 +63,7 @@ def check_gpu(names: Sequence[str], flag: str = "impl") -> None:
     print(f"no GPU here: {where}; these are not the speeds of the kernels")
 
 
-def new_row(options: flags.FlagValues, name: str, shape: Shape, impl: str, **more: Any) -> Row:
+def new_row(options, name, shape, impl, **more):
     return dict(
         name=name,
         shape=shape,
@@ -82,7 +78,7 @@ def new_row(options: flags.FlagValues, name: str, shape: Shape, impl: str, **mor
     )
 
 
-def attempt(row: Row, ours: bool, measure: Callable[..., None], *arguments: Any) -> Row:
+def attempt(row, ours, measure, *arguments):
     """The row, which measure(row, *arguments) fills; an exception becomes its status and note.
 
     ours: whether an exception is a failure of mlstm_pallas; otherwise the row is skipped.
@@ -97,7 +93,7 @@ def attempt(row: Row, ours: bool, measure: Callable[..., None], *arguments: Any)
     return row
 
 
-def first_call(row: Row, impl: Any, *arguments: Any) -> tuple[Callable[[], Any], Any]:
+def first_call(row, impl, *arguments):
     """What impl.build(*arguments) returns, and the outputs of its first call."""
     start = time.perf_counter()
     call = impl.build(*arguments)
@@ -108,12 +104,12 @@ def first_call(row: Row, impl: Any, *arguments: Any) -> tuple[Callable[[], Any],
     return call, outputs
 
 
-def relative_error(x: Any, expected: Any) -> float:
+def relative_error(x, expected):
     """The norm of the error over the norm of what is expected."""
     return float(np.linalg.norm(x - expected) / max(np.linalg.norm(expected), 1e-30))
 
 
-def check(row: Row, errors: Mapping[str, float], limits: Mapping[str, float]) -> None:
+def check(row, errors, limits):
     """Stores the errors; raises WrongOutputError if one is beyond its limit."""
     row |= dict(errors=dict(errors), error=max(errors.values()))
     # A NaN is neither more nor less.
@@ -123,15 +119,13 @@ def check(row: Row, errors: Mapping[str, float], limits: Mapping[str, float]) ->
         raise WrongOutputError("; ".join(texts))
 
 
-def time_in_turns(
-    calls: Sequence[Callable[[], Any]], synchronise: Callable[[Any], Any], repeats: int
-) -> list[list[float]]:
+def time_in_turns(calls, synchronise, repeats):
     """Seconds per call of each function in its batches, which take turns with the others'.
 
     A batch has one synchronisation.
     """
 
-    def batch(call: Callable[[], Any], count: int) -> float:
+    def batch(call, count):
         start = time.perf_counter()
         for _ in range(count):
             outputs = call()
@@ -146,27 +140,25 @@ def time_in_turns(
     return [list(times) for times in zip(*rounds, strict=True)]
 
 
-def time_calls(
-    call: Callable[[], Any], synchronise: Callable[[Any], Any], repeats: int
-) -> list[float]:
+def time_calls(call, synchronise, repeats):
     """Seconds per call in each batch of calls."""
     return time_in_turns([call], synchronise, repeats)[0]
 
 
-def store_times(row: Row, times: Sequence[float]) -> float:
+def store_times(row, times):
     """The median, in seconds."""
     median = statistics.median(times)
     row |= dict(ms=1e3 * median, spread=(max(times) - min(times)) / median)
     return median
 
 
-def measure(row: Row, impl: Any, call: Callable[[], Any], repeats: int) -> float:
+def measure(row, impl, call, repeats):
     """Stores the peak memory and the times of a call; returns the median, in seconds."""
     row["peak_mib"] = impl.peak_memory_bytes(call) / 2**20
     return store_times(row, time_calls(call, impl.synchronise, repeats))
 
 
-def read_rows(path: str) -> Iterator[Row]:
+def read_rows(path):
     """The rows of a file; raises ValueError at a line that is no row."""
     with open(path) as file:
         for number, line in enumerate(file, 1):
@@ -180,13 +172,7 @@ def read_rows(path: str) -> Iterator[Row]:
             yield row
 
 
-def run(
-    measured: Callable[[flags.FlagValues], Iterator[Row]],
-    columns: reporting.Columns,
-    options: flags.FlagValues,
-    report: Callable[[Sequence[Row]], Any] = lambda rows: None,
-    plot: Callable[[Sequence[Row], str], None] | None = None,
-) -> int:
+def run(measured, columns, options, report=lambda rows: None, plot=None):
     """Measures, or reads --from_jsonl, and reports; returns the exit code.
 
     Each row is printed, and appended to the file of --jsonl, as soon as it is measured. At the end
@@ -197,7 +183,7 @@ def run(
     Raises:
       RequestError: the request makes no sense, or a file cannot be opened.
     """
-    rows: list[Row] = []
+    rows = []
     stored, path = options.from_jsonl, options.plot if plot else None
     code = 0
     with naming("plot"):

@@ -22,8 +22,7 @@ makes no sense, 130 after Ctrl-C.
 import functools
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import command
 import jax
@@ -32,13 +31,12 @@ import peers
 import reporting
 import runner
 import shapes
-from absl import flags
 from command import RequestError
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernel_benchmark import Case, swap_heads
 from peers import Inputs, random_inputs
-from runner import Row, UnsupportedError
+from runner import UnsupportedError
 from shapes import Shape
 
 from mlstm_pallas import mlstm_chunkwise
@@ -58,12 +56,12 @@ class Mode(NamedTuple):
     grows: bool
     shape: str
 
-    def whole(self, shape: Shape, n: int) -> Shape:
+    def whole(self, shape, n):
         if not self.grows:
             return shape
         return shape._replace(**{Shape._fields[self.dim]: shape[self.dim] * n})
 
-    def reduced(self, shape: Shape, n: int) -> Shape:
+    def reduced(self, shape, n):
         """The shape that is checked in its place: one head and at most 256 steps per device."""
         steps = shape.S if self.grows else shape.S // n
         return self._replace(grows=True).whole(shape._replace(B=1, NH=1, S=min(steps, 256)), n)
@@ -82,7 +80,7 @@ class Spread(peers.JaxImplementation):
 
     oracle = staticmethod(peers.exact)
 
-    def __init__(self, backend: str, dim: int, devices: Sequence[jax.Device], layout: str):
+    def __init__(self, backend, dim, devices, layout):
         self.name, self.layout = backend, layout
         self.spec = P(*[None] * layout.index("BNT"[dim]), AXIS)
         self.mesh = Mesh(np.array(devices), (AXIS,))
@@ -92,10 +90,10 @@ class Spread(peers.JaxImplementation):
             parallel = mlstm_chunkwise_sequence_parallel
             self.forward = functools.partial(parallel, axis_name=AXIS, **options)
 
-    def inputs(self, shape: Shape, dtype: str) -> Inputs:
+    def inputs(self, shape, dtype):
         """Computed on the devices that need them; the same for any number of devices."""
 
-        def make() -> Inputs:
+        def make():
             inputs = random_inputs(jax.random.key(0), shape, dtype)
             return inputs if self.layout == "BNTH" else Inputs(*swap_heads(*inputs))
 
@@ -118,7 +116,7 @@ class Spread(peers.JaxImplementation):
         return lambda: jax.block_until_ready(call())
 
 
-def prepare(row: Row, of: Shape, options: flags.FlagValues, calls: dict[int, Any]) -> None:
+def prepare(row, of, options, calls):
     """Adds the call to time, by its number of devices, if the outputs of a small one are right."""
     n, mode, direction = row["devices"], MODES[row["mode"]], row["direction"]
     case = Case(mode.reduced(of, n), row["dtype"], gradients=direction == "fwbw")
@@ -141,7 +139,7 @@ def prepare(row: Row, of: Shape, options: flags.FlagValues, calls: dict[int, Any
     calls[n] = call
 
 
-def store_times(rows: Sequence[Row], times: Sequence[Sequence[float]]) -> None:
+def store_times(rows, times):
     """Stores times and efficiencies, relative to the first row; times: seconds by row and round."""
     rates = []  # steps of heads per device and second
     for row, seconds in zip(rows, times, strict=True):
@@ -153,7 +151,7 @@ def store_times(rows: Sequence[Row], times: Sequence[Sequence[float]]) -> None:
         row["efficiency_range"] = [min(efficiencies), max(efficiencies)]
 
 
-def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
+def measured_rows(options):
     """A row for each mode, shape, direction, layout, dtype and number of devices."""
     present, gpu = len(jax.local_devices()), runner.on_gpu()
     backend = options.backend or ("triton" if gpu else "xla")
@@ -172,7 +170,7 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
             raise RequestError(f"{steps} are not a multiple of {odd[0]} devices")
     product = itertools.product(cases, options.direction, options.layout, options.dtype)
     for (name, of), direction, layout, dtype in product:
-        rows, calls = {}, dict[int, Any]()
+        rows, calls = {}, {}
         for n in counts:
             shape = MODES[name].whole(of, n)
             keys = dict(
@@ -204,10 +202,10 @@ note          note
 )
 
 
-def plot(rows: Sequence[Row], path: str) -> None:
+def plot(rows, path):
     """Time and efficiency against the number of devices, by backend, mode and shape."""
 
-    def label(row: Row) -> str:
+    def label(row):
         shape = str(Shape(*row["of"]))
         return " ".join(filter(None, (row["impl"], row["mode"], shape, row.get("layout"))))
 
@@ -215,7 +213,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
     reporting.plot(rows, path, label, lambda row: row["devices"], keys=keys, xlabel="devices")
 
 
-def define_flags(define: command.Define) -> None:
+def define_flags(define):
     define.names("mode", list(MODES), MODES, "the dimension that is split, and whether it grows.")
     define.items("devices", [], int, "Numbers of devices; none: 1, 2, 4, ... up to those present.")
     define.names("layout", ["BNTH"], ("BNTH", "BTNH"), "layout of the arrays.")

@@ -1,7 +1,6 @@
 """Shapes of calls, and the names by which every benchmark and tool knows them."""
 
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -15,11 +14,11 @@ class Shape(NamedTuple):
     DHV: int
 
     @property
-    def steps(self) -> int:
+    def steps(self):
         """Steps of all heads together."""
         return self.B * self.NH * self.S
 
-    def __str__(self) -> str:
+    def __str__(self):
         return "x".join(map(str, self))
 
 
@@ -63,7 +62,7 @@ NAMED = {
 KNOWN = f"{', '.join(NAMED)} and BxNHxSxDHQKxDHHV"
 
 
-def parse(text: str) -> dict[str, Shape]:
+def parse(text):
     """The shapes of one name, or of BxNHxSxDHQKxDHHV, each by its name in tables."""
     known = {}
     for shape in NAMED.get(text, text).split(" "):
@@ -73,6 +72,6 @@ def parse(text: str) -> dict[str, Shape]:
     return known if len(known) > 1 else dict.fromkeys([text], *known.values())
 
 
-def named(parts: Sequence[dict[str, Shape]], *default: str) -> dict[str, Shape]:
+def named(parts, *default):
     """The shapes of a flag, or the default ones if it has none."""
     return {k: x for part in parts or map(parse, default) for k, x in part.items()}

@@ -29,7 +29,6 @@ import functools
 import itertools
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import command
@@ -40,13 +39,11 @@ import peers
 import reporting
 import runner
 import shapes
-from absl import flags
 from calls import VARIANTS
 from command import RequestError
 from jax import lax
 from peers import take_heads, torch_tensor
-from runner import Row, UnsupportedError
-from shapes import Shape
+from runner import UnsupportedError
 
 from mlstm_pallas import mlstm_recurrent_step, mlstm_ring_states, mlstm_ring_step, reference
 
@@ -69,16 +66,13 @@ class Token(NamedTuple):
     f: jax.Array
 
 
-States = tuple[jax.Array, jax.Array, jax.Array]  # c, n, m
-
-
-def state_bytes(shape: Shape, dtype: str) -> int:
+def state_bytes(shape, dtype):
     per_head = shape.DHQK * shape.DHV + shape.DHQK + 1
     return shape.B * shape.NH * per_head * jnp.dtype(dtype).itemsize
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def random_inputs(shape: Shape, dtype: str, state_dtype: str) -> tuple[Token, States]:
+def random_inputs(shape, dtype, state_dtype):
     """n has a positive mean, as q and k have; m is 0, as any gate has it."""
     B, NH, _, K, V = shape
     *token, _ = peers.random_inputs(jax.random.key(0), shape._replace(S=1), dtype)
@@ -90,7 +84,7 @@ def random_inputs(shape: Shape, dtype: str, state_dtype: str) -> tuple[Token, St
 class MlstmPallas(peers.JaxImplementation):
     """A backend of mlstm_recurrent_step or, with a ring, of mlstm_ring_step, as a row asks."""
 
-    def __init__(self, row: Row, rows: int):
+    def __init__(self, row, rows):
         """rows: of the pools, if there are pools."""
         options = dict(backend=row["impl"], **VARIANTS[row["variant"]])
         self.plain_step = functools.partial(mlstm_recurrent_step, **options)
@@ -105,7 +99,7 @@ class MlstmPallas(peers.JaxImplementation):
         h, states = self.ring_step(*token, states, slots=slots)
         return h[:, :, -1], (states,)
 
-    def build(self, token: Token, states: States, steps: int) -> Callable[[], jax.Array]:
+    def build(self, token, states, steps):
         """A call runs the steps from the states of the call before and returns the last h."""
         rows = np.random.default_rng(0).permutation(np.arange(self.rows, dtype="int32"))
         slots, pooled = rows[: len(token.q)], self.settings["pooled"]
@@ -193,9 +187,7 @@ PEERS = {
 }
 
 
-def expected_h(
-    token: Token, states: States, index: np.ndarray, variant: str, steps: int
-) -> np.ndarray:
+def expected_h(token, states, index, variant, steps):
     """h of the heads in index after so many steps with the same token, float64."""
     token, states = take_heads((token, states), index)
 
@@ -210,7 +202,7 @@ def expected_h(
         return np.asarray(last_h(token, states))
 
 
-def copy_rate(repeats: int) -> float:
+def copy_rate(repeats):
     """Bytes/s that a loop reads and writes which updates an array on the device in place."""
     size = COPIED_BYTES.get(jax.default_backend(), COPIED_BYTES["gpu"])
 
@@ -230,12 +222,12 @@ def copy_rate(repeats: int) -> float:
     return COPIES * 2 * size / statistics.median(times)
 
 
-def measure(row: Row, options: flags.FlagValues) -> None:
+def measure(row, options):
     """Fills the row; does not time a wrong output."""
     shape, variant = row["shape"], options.variant
     dtypes = row["dtype"], row["state_dtype"]
     if row["impl"] in BACKENDS:
-        impl: peers.Implementation = MlstmPallas(row, options.slots or 0)
+        impl = MlstmPallas(row, options.slots or 0)
     elif variant != "exp":
         raise UnsupportedError(f"it has no variant {variant}")
     else:
@@ -255,7 +247,7 @@ def measure(row: Row, options: flags.FlagValues) -> None:
     row["tokens/s"] = shape.B * row["tokens"] / seconds
 
 
-def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
+def measured_rows(options):
     """A row for each shape, dtype, dtype of the states, implementation and loop."""
     gpu = runner.on_gpu()
     impls = options.impl or (["triton", *PEERS] if gpu else ["xla"])
@@ -284,19 +276,19 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
             yield runner.attempt(row, impl in BACKENDS, measure, options)
 
 
-def plot(rows: Sequence[Row], path: str) -> None:
+def plot(rows, path):
     """Tokens per second against the batch, beside what the bandwidth of a copy allows."""
     rows = [row for row in rows if row.get("tokens/s")]
 
-    def limit(row: Row) -> Row:
+    def limit(row):
         return row | {"loop": "limit", "tokens/s": 100 * row["tokens/s"] / row["copy_pct"]}
 
-    def line(row: Row) -> str:
+    def line(row):
         ring = row.get("ring") and f"ring of {row['ring']}, {row['tokens']} per call"
         names = row["impl"], row["loop"], row.get("pooled"), ring
         return "memory limit" if row["loop"] == "limit" else ", ".join(filter(None, names))
 
-    def panel(row: Row) -> str:
+    def panel(row):
         heads = "{1} heads of {3}/{4}".format(*row["shape"])
         return f"{heads}, {row['state_dtype']} states, one layer"
 
@@ -328,7 +320,7 @@ note       note
 )
 
 
-def define_flags(define: command.Define) -> None:
+def define_flags(define):
     define.names("impl", [], (*BACKENDS, *PEERS), "none: triton and peers, without a GPU xla.")
     define.names("state_dtype", ["float32"], TOLERANCES, "the dtype of C and n; m is float32.")
     define.integer("slots", None, "Rows of pools; none: no pools.", lower_bound=1)

@@ -16,9 +16,7 @@ labels in the columns before the figures, and bold type.
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import command
 
@@ -26,30 +24,30 @@ HERE = Path(__file__).parent
 TABLE = re.compile(r"<!-- rows ([^>]*) -->\n(?:\|.*\n)+")
 
 
-def expanded(text: str) -> Iterator[str]:
+def expanded(text):
     """The words of a text in which {a,b} stands for a and for b."""
     for word in text.split():
         yield from map("".join, itertools.product(*(x.split(",") for x in re.split("[{}]", word))))
 
 
-def rows(names: str) -> list[dict[str, Any]]:
+def rows(names):
     """The rows of files, each with its versions among its values."""
     texts = [(HERE / "results" / name).read_text() for name in expanded(names)]
     read = map(json.loads, "".join(texts).splitlines())
     return [row | row.get("versions", {}) | {"us": 1e3 * (row.get("ms") or 0)} for row in read]
 
 
-def has(row: dict[str, Any], word: str) -> bool:
+def has(row, word):
     key, equals, value = word.partition("=")
     return str(row.get(key) or "") == value if equals else word in map(str, row.values())
 
 
-def setting(row: dict[str, Any]) -> str:
+def setting(row):
     """All of a row but what was measured: two runs of one setting have the same."""
     return str([x for x in row.values() if isinstance(x, str | int)])
 
 
-def figure(runs: Sequence[list[dict[str, Any]]], selector: str, bold: bool) -> str:
+def figure(runs, selector, bold):
     """A cell, which is empty without a row; raises ValueError if it could show several settings."""
     key = (re.findall(r":(\w+)", selector) or ["ms"])[0]
     words = re.sub(r":\w+", "", selector).strip("+").split("+")
@@ -66,7 +64,7 @@ def figure(runs: Sequence[list[dict[str, Any]]], selector: str, bold: bool) -> s
     return ""
 
 
-def written(table: re.Match[str]) -> str:
+def written(table):
     """A table and the comment in front of it, with the figures of the rows."""
     files, *selectors = table[1].split("|")
     columns, lines = (list(expanded(x)) for x in selectors)
@@ -81,7 +79,7 @@ def written(table: re.Match[str]) -> str:
     return head
 
 
-def main(_: Any) -> None:
+def main(_):
     path = HERE / "README.md"
     path.write_text(TABLE.sub(written, path.read_text()))
 

@@ -12,14 +12,12 @@ which transformers does not offer but its users can write. Medians of three runs
 import json
 import statistics
 import time
-from collections.abc import Callable
 
 import command
-from absl import flags
 from command import RequestError
 
 
-def define_flags(define: command.Define) -> None:
+def define_flags(define):
     kernels = ["limit_chunk", "xl_chunk"]
     define.integer("batch", 1, "Random prompts.", lower_bound=1)
     define.integer("prompt_length", 128, "Tokens per prompt.", lower_bound=1)
@@ -28,7 +26,7 @@ def define_flags(define: command.Define) -> None:
     define.enum("size", "7b", ["7b", "tiny"], "tiny: heads of 32/64, to try this program.")
 
 
-def seconds(call: Callable[[], object]) -> float:
+def seconds(call):
     import torch
 
     times = []
@@ -41,7 +39,7 @@ def seconds(call: Callable[[], object]) -> float:
     return statistics.median(times[1:])
 
 
-def run(options: flags.FlagValues) -> None:
+def run(options):
     """Raises RequestError without a GPU."""
     import torch
 
@@ -51,7 +49,7 @@ def run(options: flags.FlagValues) -> None:
         measure(options)
 
 
-def measure(options: flags.FlagValues) -> None:
+def measure(options):
     import torch
     import transformers
 
@@ -69,7 +67,7 @@ def measure(options: flags.FlagValues) -> None:
         prompts = torch.randint(config.vocab_size, (options.batch, options.prompt_length))
     model.generation_config.eos_token_id = None
 
-    def generate(tokens: int) -> object:
+    def generate(tokens):
         greedy = dict(do_sample=False, use_cache=True, pad_token_id=0)
         return model.generate(prompts, max_new_tokens=tokens, **greedy)
 
@@ -86,7 +84,7 @@ def measure(options: flags.FlagValues) -> None:
         first_token_ms=1e3 * first,
     )
 
-    def show(decoding: str, per_token: float) -> None:
+    def show(decoding, per_token):
         figures = dict(ms_per_token=1e3 * per_token, tokens_per_s=options.batch / per_token)
         print(json.dumps(row | dict(decoding=decoding) | figures), flush=True)
 
@@ -95,7 +93,7 @@ def measure(options: flags.FlagValues) -> None:
     out = model(prompts, use_cache=True)
     token, cache = out.logits[:, -1:].argmax(-1), out.cache_params
 
-    def step() -> None:
+    def step():
         logits = model(token, cache_params=cache, use_cache=True).logits
         token.copy_(logits[:, -1:].argmax(-1))
 

@@ -30,7 +30,7 @@ fails, 2 when the request makes no sense, 130 after Ctrl-C.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import command
@@ -42,8 +42,6 @@ import peers
 import reporting
 import roofline
 import runner
-from absl import flags
-from runner import Row
 from shapes import Shape
 
 from mlstm_pallas import mlstm_chunkwise
@@ -72,21 +70,21 @@ class Model:
     vocabulary: int
 
     @property
-    def qk_width(self) -> int:
+    def qk_width(self):
         return self.width // 2
 
-    def mlstm_shape(self, batch: int, sequence: int) -> Shape:
+    def mlstm_shape(self, batch, sequence):
         """The shape of the mLSTM in one layer."""
         heads = self.qk_width // self.heads, self.width // self.heads
         return Shape(batch, self.heads, sequence, *heads)
 
-    def parameters(self) -> tuple[int, int]:
+    def parameters(self):
         """The number of parameters, and of those in matrix products."""
         params = jax.eval_shape(lambda: initial_state(self)).params
         sizes = [(path[-1].key, x.size) for path, x in jax.tree.leaves_with_path(params)]
         return sum(x for _, x in sizes), sum(x for name, x in sizes if name == "kernel")
 
-    def flops(self, batch: int, sequence: int) -> int:
+    def flops(self, batch, sequence):
         """FLOPs of a training step."""
         _, of_products = self.parameters()
         mlstm = roofline.forward(self.mlstm_shape(batch, sequence), jnp.dtype(DTYPE).itemsize).flops
@@ -105,18 +103,18 @@ dense = functools.partial(nn.Dense, use_bias=False, dtype=DTYPE)
 norm = functools.partial(nn.RMSNorm, dtype=DTYPE)
 
 
-def residual_dense(model: Model) -> nn.Dense:
+def residual_dense(model):
     """A projection onto the residual stream, smaller the more layers add to it."""
     init = nn.initializers.variance_scaling(0.5 / model.layers, "fan_in", "normal")
     return dense(model.width, kernel_init=init)
 
 
-def capped(x: jax.Array, cap: float) -> jax.Array:
+def capped(x, cap):
     """x in float32, smoothly within +-cap."""
     return cap * jnp.tanh(x.astype(jnp.float32) / cap)
 
 
-def forget_bias(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+def forget_bias(key, shape, dtype):
     """From short to long memory."""
     return jnp.linspace(3.0, 6.0, *shape, dtype=dtype)
 
@@ -126,14 +124,14 @@ class MLSTMLayer(nn.Module):
     mlstm: MLSTM
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         """x (B, S, width) -> the same."""
         model = self.model
 
-        def heads(width: int, name: str) -> jax.Array:
+        def heads(width, name):
             return dense(width, name=name)(x).reshape(*x.shape[:2], model.heads, -1)
 
-        def gate(bias: Any, name: str) -> jax.Array:
+        def gate(bias, name):
             options = dict(use_bias=True, bias_init=bias, kernel_init=nn.initializers.normal(0.02))
             return capped(dense(model.heads, name=name, **options)(x), GATE_CAP)
 
@@ -152,7 +150,7 @@ class GatedMLP(nn.Module):
     model: Model
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         """x (B, S, width) -> the same."""
         gate, up = dense(self.model.mlp_width), dense(self.model.mlp_width)
         return residual_dense(self.model)(nn.silu(gate(x)) * up(x))
@@ -163,7 +161,7 @@ class Block(nn.Module):
     mlstm: MLSTM
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+    def __call__(self, x):
         """x (B, S, width) -> the same, as a carry of the scan."""
         x = x + MLSTMLayer(self.model, self.mlstm)(norm()(x))
         return x + GatedMLP(self.model)(norm()(x)), None
@@ -174,7 +172,7 @@ class LanguageModel(nn.Module):
     mlstm: MLSTM
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens):
         """tokens (B, S) -> float32 logits (B, S, vocabulary)."""
         options = dict(embedding_init=nn.initializers.normal(0.02), dtype=DTYPE)
         x = nn.Embed(self.model.vocabulary, self.model.width, **options)(tokens)
@@ -189,13 +187,13 @@ class LanguageModel(nn.Module):
 # ---------------------------------------------------------------- implementations of the mLSTM
 
 
-def ours(backend: str) -> MLSTM:
+def ours(backend):
     """The states of one block at a time are kept for the backward pass."""
     options = dict(backend=backend, recompute_states_in_bw=False)
     return functools.partial(mlstm_chunkwise, layout="BTNH", **options)
 
 
-PEERS: dict[str, MLSTM] = {"mlstm_kernels_limit_chunk": peers.limit_chunk}
+PEERS = {"mlstm_kernels_limit_chunk": peers.limit_chunk}
 
 
 # ---------------------------------------------------------------- the training step
@@ -216,20 +214,20 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def initial_state(model: Model) -> State:
+def initial_state(model):
     """The same for all implementations; a short sequence on backend "xla" tells the shapes."""
     network = LanguageModel(model, ours("xla"))
     params = network.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
     return State(params, OPTIMIZER.init(params))
 
 
-def loss_of(network: LanguageModel, params: Any, tokens: jax.Array) -> jax.Array:
+def loss_of(network, params, tokens):
     """Mean nats of every token (B, S + 1) but the first, given those before it."""
     logits = network.apply(params, tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def train_step(network: LanguageModel, state: State, tokens: jax.Array) -> tuple[State, Metrics]:
+def train_step(network, state, tokens):
     """One update; the metrics are those before it."""
     loss, gradients = jax.value_and_grad(loss_of, 1)(network, state.params, tokens)
     updates, optimizer = OPTIMIZER.update(gradients, state.optimizer, state.params)
@@ -240,7 +238,7 @@ def train_step(network: LanguageModel, state: State, tokens: jax.Array) -> tuple
 # ---------------------------------------------------------------- measuring
 
 
-def measure(row: Row, mlstm: MLSTM, model: Model, first: Row, options: flags.FlagValues) -> None:
+def measure(row, mlstm, model, first, options):
     """Fills the row and compares it with the first one, {} if there is none."""
     B, _, S, *_ = row["shape"]
     tokens = jax.random.randint(jax.random.key(1), (B, S + 1), 0, model.vocabulary)
@@ -275,7 +273,7 @@ def measure(row: Row, mlstm: MLSTM, model: Model, first: Row, options: flags.Fla
     compare(row, first or row)
 
 
-def compare(row: Row, first: Row) -> None:
+def compare(row, first):
     """Raises WrongOutputError where two rows differ; the row keeps its time."""
     pairs, scale = zip(row["losses"], first["losses"], strict=True), first["losses"][0]
     errors = {f"loss {n}": abs(x - y) / scale for n, (x, y) in enumerate(pairs)}
@@ -285,7 +283,7 @@ def compare(row: Row, first: Row) -> None:
     runner.check(row, errors, limits | {"gradient norm": GRADIENT_NORM_TOLERANCE})
 
 
-def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
+def measured_rows(options):
     """A row for each implementation, and before them a line about the model."""
     gpu = runner.on_gpu()
     impls = options.impl or (["triton", "mosaic_gpu", *PEERS] if gpu else ["xla"])
@@ -299,7 +297,7 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     keys |= dict(direction="train", dtype=DTYPE)
     step = f"{batch * sequence:,} tokens and {flops:.3e} FLOP per step"
     print(f"{name}: {parameters:,} parameters, {step}", flush=True)
-    first: Row = {}
+    first = {}
     for impl in impls:
         row = runner.new_row(options, name, shape, impl, **keys)
         mlstm = PEERS.get(impl) or ours(impl)
@@ -329,7 +327,7 @@ note           note
 )
 
 
-def define_flags(define: command.Define) -> None:
+def define_flags(define):
     warmup = "Steps that are not timed, the first call among them."
     default = "none: triton, mosaic_gpu and peers, without a GPU xla."
     define.names("impl", [], (*BACKENDS, *PEERS), f"implementation of the mLSTM; {default}")

@@ -27,9 +27,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
@@ -39,18 +37,15 @@ import command
 import reporting
 import runner
 import step_benchmark
-from absl import flags
 from calls import VARIANTS, define_chunks, launch_of
 from command import RequestError, known_name, one_line
 from kernel_benchmark import MlstmPallas
 from peers import Inputs, random_inputs
 from pipelines import overwritten_operands
-from runner import Row
 from shapes import Shape
 from worker import ProcessEnded, Worker
 
 from mlstm_pallas import KernelConfig, mlstm_recurrent_step
-from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.problem.gpu import Gpu, known_gpu
 from mlstm_pallas.stages import STAGES
 
@@ -109,7 +104,7 @@ class Usage:
     messages: tuple[str, ...] = ()
 
 
-def _triton_ir(lowered: jax.stages.Lowered) -> str:
+def _triton_ir(lowered):
     """The Triton IR, as text, of the one kernel in a lowered computation."""
     # JAX has no public way to it: the custom call holds MLIR bytecode, which only the dialects
     # inside jaxlib can read, and the Triton package needs text.
@@ -133,12 +128,12 @@ def _triton_ir(lowered: jax.stages.Lowered) -> str:
         return kernel.operation.get_asm(enable_debug_info=False)
 
 
-def inner_jaxprs(equation) -> list:
+def inner_jaxprs(equation):
     leaves = jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns"))
     return [getattr(x, "jaxpr", x) for x in leaves if hasattr(x, "eqns")]
 
 
-def equations(jaxpr, primitive: str) -> Iterator:
+def equations(jaxpr, primitive):
     """The equations of a primitive in a jaxpr and in the jaxprs inside."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == primitive:
@@ -147,18 +142,18 @@ def equations(jaxpr, primitive: str) -> Iterator:
             yield from equations(inner, primitive)
 
 
-def _target(kind: str):
+def _target(kind):
     device = AbstractDevice(kind, None, "gpu")
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
-def trace(fn: Callable, *shapes: jax.ShapeDtypeStruct, device: Gpu) -> Any:
+def trace(fn, *shapes, device):
     """The jaxpr of fn(*shapes) on the device."""
     with _target(device.name):
         return jax.make_jaxpr(fn)(*shapes).jaxpr
 
 
-def lower(call) -> Lowered:
+def lower(call):
     """The kernel of a pallas_call equation."""
     launch = call.params["compiler_params"]
     name, grid = call.params["name"], tuple(call.params["grid_mapping"].grid)
@@ -175,7 +170,7 @@ def lower(call) -> Lowered:
     return Lowered(name, grid, launch.num_warps, launch.num_stages, ir, cause)
 
 
-def lowered_kernels(jaxpr) -> list[Lowered]:
+def lowered_kernels(jaxpr):
     """The distinct kernels of a jaxpr in order of appearance.
 
     Each is lowered by itself, so that all are tried.
@@ -183,7 +178,7 @@ def lowered_kernels(jaxpr) -> list[Lowered]:
     return list(dict.fromkeys(map(lower, equations(jaxpr, "pallas_call"))))
 
 
-def parse_ptxas(log: str) -> tuple[int, int, int]:
+def parse_ptxas(log):
     """(registers, bytes of spill stores, bytes of spill loads) per thread of a kernel.
 
     The log is what ptxas -v prints; the functions that the kernel calls count too.
@@ -197,7 +192,7 @@ def parse_ptxas(log: str) -> tuple[int, int, int]:
     return max(map(int, registers)), stores, loads
 
 
-def _compile(text: str, num_warps: int, num_stages: int, capability: int) -> Usage:
+def _compile(text, num_warps, num_stages, capability):
     from triton import knobs
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget, Language
@@ -232,7 +227,7 @@ def _compile(text: str, num_warps: int, num_stages: int, capability: int) -> Usa
     return _usage(asm["ptx"], log.getvalue(), metadata["shared"], seconds)
 
 
-def _usage(ptx: str, log: str, shared_bytes: int, seconds: float) -> Usage:
+def _usage(ptx, log, shared_bytes, seconds):
     return Usage(
         *parse_ptxas(log),
         shared_bytes=shared_bytes,
@@ -247,7 +242,7 @@ def _usage(ptx: str, log: str, shared_bytes: int, seconds: float) -> Usage:
 SERIALIZED = "wgmma serialized"
 
 
-def messages_of(log: str) -> tuple[str, ...]:
+def messages_of(log):
     serialized = [SERIALIZED] if "wgmma.mma_async instructions are serialized" in log else []
     return (*serialized, *sorted(set(re.findall(r"\((C75\d\d)\)", log))))
 
@@ -256,7 +251,7 @@ COMPILER = Worker(_compile)
 
 
 @functools.cache
-def compile_kernel(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage:
+def compile_kernel(ir, num_warps, num_stages, capability):
     """Compiles Triton IR to machine code, each kernel once per process.
 
     Raises:
@@ -270,7 +265,7 @@ def compile_kernel(ir: str, num_warps: int, num_stages: int, capability: int) ->
 # ---------------------------------------------------------------- Mosaic GPU
 
 
-def dumping_to(folder: str) -> dict[str, str]:
+def dumping_to(folder):
     """Environment variables with which Mosaic GPU, once imported, writes what it compiles there.
 
     A compiled program from the user's cache would leave nothing in the folder.
@@ -308,7 +303,7 @@ device_description_str: "NVIDIA H200"
 """
 
 
-def on_a_hopper() -> NamedSharding:
+def on_a_hopper():
     """Arrays with this sharding are on one Hopper GPU, which need not be there."""
     from jax.experimental import topologies
 
@@ -317,7 +312,7 @@ def on_a_hopper() -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def _compile_mosaic_gpu(call: "Call", relocatable: Sequence[bool], folder: str) -> list[tuple]:
+def _compile_mosaic_gpu(call, relocatable, folder):
     """The distinct Mosaic GPU kernels of a call, each with its usages.
 
     It runs in another process, started with MOSAIC_GPU_DUMP_TO=folder.
@@ -345,7 +340,7 @@ def _compile_mosaic_gpu(call: "Call", relocatable: Sequence[bool], folder: str) 
     return list(kernels.values())
 
 
-def relocatable_log(ptx: Path) -> str:
+def relocatable_log(ptx):
     """The log of ptxas for relocatable code, as nvJitLink makes it: the same code, to the byte.
 
     jax >= 0.12 compiles with nvJitLink if it finds the library. setmaxnreg is then ignored.
@@ -361,19 +356,19 @@ def relocatable_log(ptx: Path) -> str:
     return done.stderr + done.stdout
 
 
-def _dumped_usage(folder: str, seconds: float, relocatable: bool) -> Usage:
-    def dumped(suffix: str) -> Path:
+def _dumped_usage(folder, seconds, relocatable):
+    def dumped(suffix):
         [path] = Path(folder).glob(f"*{suffix}")
         return path
 
-    def text(suffix: str) -> str:
+    def text(suffix):
         return dumped(suffix).read_text(errors="replace")
 
     log = relocatable_log(dumped(".ptx")) if relocatable else text(".ptxas")
     return _usage(text(".ptx"), log, parse_resources(text(".resources.txt")), seconds)
 
 
-def parse_resources(text: str) -> int:
+def parse_resources(text):
     """Shared memory of a Mosaic GPU kernel: its buffers, and 8 bytes for each barrier."""
     scratch = re.search(r"smem_scratch_bytes=(\d+)", text)
     if not scratch:
@@ -382,7 +377,7 @@ def parse_resources(text: str) -> int:
     return int(scratch[1]) + 8 * sum(int(size) * int(count) for size, count in barriers)
 
 
-def mosaic_gpu_kernels(call: "Call", relocatable: Sequence[bool] = ()) -> list[tuple]:
+def mosaic_gpu_kernels(call, relocatable=()):
     """The distinct Mosaic GPU kernels of a call, compiled in another process.
 
     Each comes with its usage, or with one per value of ``relocatable``.
@@ -417,20 +412,20 @@ class Call:
     relocatable: bool = False  # Mosaic GPU kernels as nvJitLink compiles them
 
     @property
-    def shape(self) -> Shape:
+    def shape(self):
         steps = 1 if self.direction == "step" else self.seqlen
         return Shape(BATCH, NUM_HEADS, steps, self.DHQK, self.DHV)
 
-    def implementation(self) -> MlstmPallas:
+    def implementation(self):
         chunks = self.chunk_size, self.config
         return MlstmPallas(
             self.backend, self.shape, self.dtype, *chunks, self.variant, gpu=self.device
         )
 
-    def spec(self) -> CallSpec:
+    def spec(self):
         return self.implementation().spec
 
-    def traced(self) -> Any:
+    def traced(self):
         """Its jaxpr."""
         if self.direction == "step":
             options = dict(VARIANTS.get(self.variant, {}), backend=self.backend, config=self.config)
@@ -449,13 +444,13 @@ class Call:
 
         return trace(run, *jax.eval_shape(random), device=self.device)
 
-    def kernels(self) -> list[tuple[Lowered, Usage | None]]:
+    def kernels(self):
         """Triton kernels, not compiled yet, and compiled Mosaic GPU kernels."""
         triton = [(kernel, None) for kernel in lowered_kernels(self.traced())]
         return triton + (mosaic_gpu_kernels(self) if self.backend == "mosaic_gpu" else [])
 
 
-def too_much_shared_memory(usage: Usage, device: Gpu) -> str:
+def too_much_shared_memory(usage, device):
     """Why a kernel does not fit the device; "" if it does."""
     if usage.shared_bytes <= device.shared_bytes:
         return ""
@@ -463,7 +458,7 @@ def too_much_shared_memory(usage: Usage, device: Gpu) -> str:
     return f"takes {usage.shared_bytes} bytes of shared memory, {limit}"
 
 
-def row_of(kernel: Lowered, usage: Usage | None, call: Call, spec: CallSpec) -> Row:
+def row_of(kernel, usage, call, spec):
     """A kernel, the tiles that its stage reads (none for helpers), and what it takes."""
     cause, tiles = kernel.cause, dict(chunk_size=spec.problem.L, config={})
     if kernel.name in STAGES:
@@ -476,19 +471,12 @@ def row_of(kernel: Lowered, usage: Usage | None, call: Call, spec: CallSpec) -> 
         except ProcessEnded as error:
             cause = str(error)
     cause = cause or (usage and too_much_shared_memory(usage, call.device)) or ""
-    row: Row = {x: y for x, y in vars(kernel).items() if x not in ("name", "ir", "cause")}
+    row = {x: y for x, y in vars(kernel).items() if x not in ("name", "ir", "cause")}
     row |= dict(stage=kernel.name, status="failed" if cause else "ok", note=cause)
     return row | tiles | (vars(usage) if usage else {})
 
 
-def report(
-    device: str,
-    heads: Sequence[tuple[int, int]],
-    dtypes: Sequence[str],
-    *,
-    stages: Sequence[str] = (),
-    **options: Any,
-) -> Iterator[Row]:
+def report(device, heads, dtypes, *, stages=(), **options):
     """Compiles the kernels of calls and yields a row for each kernel.
 
     A row has the fields of its ``Lowered`` and ``Usage``; note is why it does not compile or fit.
@@ -505,7 +493,7 @@ def report(
         if call.variant not in (OF_STEPS if call.direction == "step" else VARIANTS):
             kind = "step" if call.direction == "step" else "sequence"
             raise RequestError(f"--variant: a {kind} has no variant {call.variant}")
-        case: Row = dict(
+        case = dict(
             name=f"{DHQK}/{DHV}",
             shape=call.shape,
             impl=call.backend,
@@ -530,18 +518,18 @@ def report(
                 yield case | row_of(kernel, usage, call, spec)
 
 
-def tiles_of(row: Row) -> str:
+def tiles_of(row):
     """The fields of the tiles; the warps have a column of their own."""
     tiles = {name.removeprefix("siz_b_"): x for name, x in row.get("config", {}).items()}
     return " ".join(f"{name}={x}" for name, x in tiles.items() if name != "num_warps")
 
 
-def spills_of(row: Row) -> str | None:
+def spills_of(row):
     """Bytes stored/loaded."""
     return f"{row['spill_store_bytes']}/{row['spill_load_bytes']}" if "registers" in row else None
 
 
-def shared_of(row: Row) -> str | None:
+def shared_of(row):
     """KiB used/available."""
     available = DEVICES[row["device"]].shared_bytes // 1024
     return f"{row['shared_bytes'] / 1024:.1f}/{available}" if "registers" in row else None
@@ -574,18 +562,18 @@ note        note
 )
 
 
-def parse_device(text: str) -> str:
+def parse_device(text):
     return known_name(DEVICES, text.upper())
 
 
-def parse_heads(text: str) -> tuple[int, int]:
+def parse_heads(text):
     match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text.strip())
     if not match:
         raise ValueError(f"cannot read the head sizes {text!r}, expected DHQK/DHV as in 128/256")
     return int(match[1]), int(match[2])
 
 
-def define_flags(define: command.Define) -> None:
+def define_flags(define):
     direction = "Forward, gradient with it, or one recurrent step."
     variant = "Input gate, normaliser and layout; packed: with segment_ids; slots: of a step."
     relocatable = "The kernels of mosaic_gpu as nvJitLink compiles them, for jax >= 0.12."
@@ -601,7 +589,7 @@ def define_flags(define: command.Define) -> None:
     define_chunks(define)
 
 
-def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
+def measured_rows(options):
     """A row for each kernel of the calls that the flags ask for."""
     same = "chunk_size", "config", "seqlen", "direction", "variant", "backend", "relocatable"
     settings = {name: options[name].value for name in same}

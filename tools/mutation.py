@@ -19,7 +19,6 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import command
 import libcst
-from absl import flags
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
 from plant_defects import ROOT, outcome
@@ -55,13 +54,13 @@ class Mutants(libcst.CSTVisitor):
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
-    def __init__(self, functions: str = ""):
+    def __init__(self, functions=""):
         super().__init__()
         self.functions = functions.split()
         self.depth = 0 if functions else 1
-        self.found: list[tuple[libcst.CSTNode, libcst.CSTNode, int]] = []
+        self.found = []
 
-    def on_visit(self, node: libcst.CSTNode) -> bool:
+    def on_visit(self, node):
         if isinstance(
             node, libcst.Annotation | libcst.Decorator | libcst.Import | libcst.ImportFrom
         ):
@@ -74,17 +73,17 @@ class Mutants(libcst.CSTVisitor):
                     self.found += [(node, mutated, line) for mutated in operator(node)]
         return True
 
-    def on_leave(self, node: libcst.CSTNode) -> None:
+    def on_leave(self, node):
         self.depth -= self._counts(node)
 
-    def _counts(self, node: libcst.CSTNode) -> bool:
+    def _counts(self, node):
         return isinstance(node, libcst.FunctionDef) and node.name.value in self.functions
 
 
-def verdict(path: str, source: str) -> tuple[str, str]:
+def verdict(path, source):
     """What the tests of a file say where it has this source, as plant_defects says it."""
 
-    def plant(folder: str) -> str:
+    def plant(folder):
         Path(folder, path).write_text(source)
         return ""
 
@@ -92,14 +91,14 @@ def verdict(path: str, source: str) -> tuple[str, str]:
     return outcome(plant, tests, SECONDS)
 
 
-def mutate(path: str, pool: ThreadPoolExecutor, every: int) -> str:
+def mutate(path, pool, every):
     """Prints the mutants of a file that survive; returns a line with their numbers."""
     wrapper = MetadataWrapper(libcst.parse_module((ROOT / path).read_text()))
     visitor, module = Mutants(*MODULES[path][1:]), wrapper.module
     wrapper.visit(visitor)
     chosen, survived = visitor.found[::every], 0
 
-    def survives(mutant: tuple[libcst.CSTNode, libcst.CSTNode, int]) -> bool:
+    def survives(mutant):
         return verdict(path, module.deep_replace(*mutant[:2]).code)[0] == "survived"
 
     for (*nodes, line), alive in zip(chosen, pool.map(survives, chosen), strict=True):
@@ -112,13 +111,13 @@ def mutate(path: str, pool: ThreadPoolExecutor, every: int) -> str:
     return f"{path:32} {len(chosen):5} mutants {killed:5} killed {share:6.1%}"
 
 
-def define_flags(define: command.Define) -> None:
+def define_flags(define):
     define.list("module", [], "Parts of paths; none: all modules.")
     define.integer("every", 1, "A sample: one mutant of so many.", lower_bound=1)
     define.integer("jobs", os.cpu_count(), "Processes.", lower_bound=1)
 
 
-def run(options: flags.FlagValues) -> int:
+def run(options):
     if unknown := [y for y in options.module if not any(y in x for x in MODULES)]:
         raise command.RequestError(f"--module={unknown[0]}: known are {', '.join(MODULES)}")
     paths = [x for x in MODULES if any(y in x for y in options.module or [""])]

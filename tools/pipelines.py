@@ -22,7 +22,7 @@ _STEP = re.compile(
 )
 
 
-def overwritten_operands(ir: str, num_stages: int) -> list[str]:
+def overwritten_operands(ir, num_stages):
     """The buffers that a copy may overwrite while a product reads them, named as in the IR.
 
     A copy runs num_stages - 1 iterations ahead. It writes to the buffer of a product of d
@@ -30,13 +30,13 @@ def overwritten_operands(ir: str, num_stages: int) -> list[str]:
     number of buffers.
     """
     number = {name: int(x) for name, x in _BUFFERS.findall(ir)}
-    whole: dict[str, str] = {}  # view -> its buffers
+    whole = {}  # view -> its buffers
     for view, of in _VIEW.findall(ir):
         whole[view] = whole.get(of, of)
     overwritten = set()
     for _, loop in _LOOP.findall(ir):
         # (iteration, buffers) of products that nothing has waited for, two operands each.
-        running: list[tuple[int, str]] = []
+        running = []
         for iteration, step in itertools.product(range(2), _STEP.findall(loop)):
             *operands, pendings, target = step
             if pendings:

@@ -30,12 +30,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import command
-from absl import flags
 
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "results")
@@ -43,21 +41,19 @@ VERDICTS = {0: "survived", 1: "caught", 5: "no test"}  # by exit codes of pytest
 QUICK, QUICK_SECONDS = ["-n", "auto", "--dist", "worksteal"], 900.0
 
 
-def headers(patch: Path) -> dict[str, str]:
+def headers(patch):
     before_diff = re.split(r"^(?:diff|---) ", patch.read_text(), maxsplit=1, flags=re.MULTILINE)[0]
     return dict(re.findall(r"^(\w+): (.*)$", before_diff, flags=re.MULTILINE))
 
 
-def applied(patch: Path, folder: str) -> str:
+def applied(patch, folder):
     """Applies a patch there; returns the first line of an error."""
     apply = ["git", "apply", str(patch.resolve())]
     run = subprocess.run(apply, cwd=folder, capture_output=True, text=True)
     return run.stderr.splitlines()[0] if run.returncode else ""
 
 
-def outcome(
-    plant: Callable[[str], str], tests: list[str], seconds: float, python: str = sys.executable
-) -> tuple[str, str]:
+def outcome(plant, tests, seconds, python=sys.executable):
     """caught, survived or hung, and the first test that failed; without seconds, whether a defect
     can be planted.
 
@@ -91,20 +87,20 @@ def outcome(
     return VERDICTS.get(run.returncode, "broken"), detail
 
 
-def existing(text: str) -> Path:
+def existing(text):
     path = Path(text)
     if not path.exists():
         raise ValueError(f"there is no {path}")
     return path
 
 
-def interpreter(text: str | None) -> str | None:
+def interpreter(text):
     if text and not shutil.which(text):
         raise ValueError(f"there is no program {text}")
     return text
 
 
-def define_flags(define: command.Define) -> None:
+def define_flags(define):
     defects = str(Path(__file__).with_name("planted_defects"))
     define.items("patch", [defects], existing, "Files, or folders of such files.")
     define.parsed("mosaic_gpu_python", interpreter, "A Python with jax >= 0.11.2.")
@@ -112,7 +108,7 @@ def define_flags(define: command.Define) -> None:
     define.bool("check", False, "Only apply the patches; run no test.")
 
 
-def run(args: flags.FlagValues) -> int:
+def run(args):
     paths = args.patch
     chosen = [y for x in paths for y in (sorted(x.glob("*.patch")) if x.is_dir() else [x])]
     missed = 0

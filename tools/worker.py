@@ -8,9 +8,6 @@ import multiprocessing
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
-from typing import Any
 
 from command import one_line
 
@@ -21,7 +18,7 @@ class ProcessEnded(RuntimeError):
     """A call raised, ended its process or took too long; the message says which."""
 
 
-def _serve(function: Callable[..., Any], connection: Connection, stderr: str) -> None:
+def _serve(function, connection, stderr):
     with open(stderr, "ab") as file:
         os.dup2(file.fileno(), 2)
     while True:
@@ -42,11 +39,11 @@ class Worker:
       variables: environment variables of the process, added to the ones of this process.
     """
 
-    def __init__(self, function: Callable[..., Any], variables: Mapping[str, str] | None = None):
+    def __init__(self, function, variables=None):
         self._function, self._variables = function, variables or {}
-        self._process: Any = None
+        self._process = None
 
-    def __call__(self, *args: Any, seconds: float) -> Any:
+    def __call__(self, *args, seconds):
         """function(*args); seconds include those in which the process starts."""
         if self._process is None:
             self._start()
@@ -66,12 +63,12 @@ class Worker:
             raise ProcessEnded(answer + self._last_words())
         return answer
 
-    def close(self) -> None:
+    def close(self):
         if self._process is not None:
             self._process.kill()
         self._process = None
 
-    def _start(self) -> None:
+    def _start(self):
         self._stderr = tempfile.NamedTemporaryFile()  # noqa: SIM115, until the next one
         self._connection, other = _SPAWN.Pipe()
         arguments = self._function, other, self._stderr.name
@@ -84,7 +81,7 @@ class Worker:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
         other.close()  # the process has the only other end: when it ends, so does a wait for it
 
-    def _last_words(self) -> str:
+    def _last_words(self):
         """An error that the process named, or the end of what it wrote."""
         text = self._stderr.read().decode(errors="replace")
         [*_, text] = re.findall(r"(?:error: |LLVM ERROR|Assertion).{,200}", text) or [text]
