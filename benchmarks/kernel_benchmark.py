@@ -43,7 +43,7 @@ import runner
 import shapes
 from calls import STAGES, Stage, config_row, launch_of, padded
 from command import RequestError
-from peers import random_inputs
+from peers import random_inputs, swap_heads
 from roofline import backward_stages
 from runner import UnsupportedError, WrongOutputError
 
@@ -167,11 +167,6 @@ ORACLES = {
 }
 
 
-def swap_heads(*arrays):
-    """(B, NH, S, ...) to (B, S, NH, ...), and back."""
-    return [jnp.swapaxes(x, 1, 2) for x in arrays]
-
-
 class MlstmPallas(peers.JaxImplementation):
     """mlstm_chunkwise on a backend."""
 
@@ -186,8 +181,8 @@ class MlstmPallas(peers.JaxImplementation):
             backend=backend,
             config=config,
         )
-        sizes = dict(zip(("B", "NH", "S", "DHQK", "DHV"), shape, strict=True))
-        self.spec = planning.call_spec(options, sizes, jnp.dtype(dtype), gpu=gpu)
+        self.spec = planning.call_spec(options, shape._asdict(), jnp.dtype(dtype), gpu=gpu)
+        self.steps_first = variant in STEPS_FIRST
         self.config = config_row(self.spec)
 
     def computation(self, inputs, direction):
@@ -199,7 +194,7 @@ class MlstmPallas(peers.JaxImplementation):
                 raise ValueError(f"packed: {peers.PACKED} sequences do not fill {S} steps")
             options["segment_ids"] = jnp.broadcast_to(jnp.arange(S) // (S // peers.PACKED), (B, S))
         forward = functools.partial(mlstm_chunkwise, **options)
-        if self.variant in STEPS_FIRST:
+        if self.steps_first:
             inputs = type(inputs)(*swap_heads(*inputs))
         if self.variant == "transposed":
 
@@ -207,10 +202,6 @@ class MlstmPallas(peers.JaxImplementation):
                 return swap_heads(heads_first(*swap_heads(*args)))[0]
 
         return peers.directed(forward, inputs, direction)
-
-    def heads(self, outputs, index):
-        outputs = swap_heads(*outputs) if self.variant in STEPS_FIRST else outputs
-        return super().heads(outputs, index)
 
 
 class MlstmPallasStage(MlstmPallas):

@@ -50,7 +50,8 @@ import reporting
 import roofline
 import runner
 import shapes
-from kernel_benchmark import TOLERANCES, swap_heads
+from kernel_benchmark import TOLERANCES
+from peers import swap_heads
 from reporting import DIRECTIONS
 
 from mlstm_pallas import mlstm_chunkwise

@@ -152,6 +152,11 @@ def take_heads(arrays, index, *, axes=2):
     )
 
 
+def swap_heads(*arrays):
+    """(B, NH, S, ...) to (B, S, NH, ...), and back."""
+    return [jnp.swapaxes(x, 1, 2) for x in arrays]
+
+
 class Implementation:
     """Something that can be timed.
 
@@ -214,7 +219,12 @@ def directed(forward, inputs, direction):
 
 
 class JaxImplementation(Implementation):
-    """computation(inputs, direction) is a function to compile and its arguments."""
+    """computation(inputs, direction) is a function to compile and its arguments.
+
+    steps_first: whether outputs are (B, S, NH, ...).
+    """
+
+    steps_first = False
 
     def build(self, inputs, direction):
         function, self.arguments = self.computation(inputs, direction)
@@ -232,6 +242,7 @@ class JaxImplementation(Implementation):
         return all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(outputs))
 
     def heads(self, outputs, index):
+        outputs = swap_heads(*outputs) if self.steps_first else outputs
         return take_heads(outputs, index, axes=self.head_axes)
 
 

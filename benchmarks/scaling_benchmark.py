@@ -34,8 +34,8 @@ import shapes
 from command import RequestError
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from kernel_benchmark import Case, swap_heads
-from peers import Inputs, random_inputs
+from kernel_benchmark import Case
+from peers import Inputs, random_inputs, swap_heads
 from runner import UnsupportedError
 from shapes import Shape
 
@@ -81,7 +81,7 @@ class Spread(peers.JaxImplementation):
     oracle = staticmethod(peers.exact)
 
     def __init__(self, backend, dim, devices, layout):
-        self.name, self.layout = backend, layout
+        self.name, self.steps_first = backend, layout == "BTNH"
         self.spec = P(*[None] * layout.index("BNT"[dim]), AXIS)
         self.mesh = Mesh(np.array(devices), (AXIS,))
         options = dict(backend=backend, layout=layout)
@@ -95,13 +95,9 @@ class Spread(peers.JaxImplementation):
 
         def make():
             inputs = random_inputs(jax.random.key(0), shape, dtype)
-            return inputs if self.layout == "BNTH" else Inputs(*swap_heads(*inputs))
+            return Inputs(*swap_heads(*inputs)) if self.steps_first else inputs
 
         return jax.jit(make, out_shardings=NamedSharding(self.mesh, self.spec))()
-
-    def heads(self, outputs, index):
-        outputs = outputs if self.layout == "BNTH" else swap_heads(*outputs)
-        return super().heads(outputs, index)
 
     def computation(self, inputs, direction):
         function, args = peers.directed(self.forward, inputs, direction)

@@ -4,10 +4,10 @@
     python tests/xlstm_7b/make_fixture.py
 
 config.json, the sharded *.safetensors in bfloat16 and tokenizer.json (one token per ASCII
-character, which this leaves as it is) are a checkpoint as Hugging Face has them. expected.npz holds float32 logits at some
-positions of a few prompts and the tokens of a greedy generate. transformers runs its own PyTorch
-code where the package xlstm is missing; the script refuses to run with it. No test imports this
-file.
+character, which this leaves as it is) are a checkpoint as Hugging Face has them. expected.npz holds
+float32 logits at some positions of a few prompts and the tokens of a greedy generate. transformers
+runs its own PyTorch code where the package xlstm is missing; the script refuses to run with it. No
+test imports this file.
 """
 
 import sys
