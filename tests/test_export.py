@@ -48,7 +48,6 @@ SHAPES = call_shapes(1, 2, 64, 16, 16)
 
 def reloaded(run, x, vjp_order=0, **options):
     """An export, serialized and read again."""
-    pytest.importorskip("flatbuffers")
     return jax.export.deserialize(export(run, *x, **options).serialize(vjp_order=vjp_order))
 
 
@@ -84,7 +83,6 @@ print(hashlib.sha256(test_export.module_for_cuda().encode()).hexdigest())
 def test_processes_run_an_export_lower_alike_and_share_the_compilation_cache(tmp_path):
     """Two processes, one after the other, load the export, run it with its gradients and compile
     with one cache."""
-    pytest.importorskip("flatbuffers")
     x = INPUTS.values()
     exported = export(function, *x, platform="cpu").serialize(vjp_order=1)
     (tmp_path / "exported").write_bytes(exported)

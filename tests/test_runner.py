@@ -227,7 +227,6 @@ def test_rows_are_printed_stored_and_reported(tmp_path, capsys):
     for status, code in (("failed", 1), ("wrong", 1), ("skipped", 0), ("ok", 0)):
         assert run([ROWS[0] | dict(status=status), ROWS[1]]) == code
     capsys.readouterr()
-    pytest.importorskip("matplotlib")
     assert run(ROWS, plot=plot) == 0
     assert capsys.readouterr().out.endswith(f"plot {plot}\n")
     assert run(ROWS[1:], plot=plot) == 0

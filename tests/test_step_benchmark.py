@@ -39,7 +39,6 @@ def test_pools_have_rows_beside_the_step_without_them(monkeypatch):
 
 def test_tokens_per_second_and_their_limit_by_batch(tmp_path, monkeypatch):
     """A sequence has 2 heads of 273 numbers of 2 bytes, read and written."""
-    pytest.importorskip("matplotlib")
     path, plot = tmp_path / "plot.png", observed(monkeypatch, "reporting").plot
     loops = observed(monkeypatch, "lax").fori_loop.call_args_list
     cases = "--shape=1x2x1x16x16,2x2x1x16x16", "--loop=scan,while"

@@ -14,22 +14,17 @@ import sys
 import time
 from unittest import mock
 
+import byte_corpus as corpus
+import byte_lm
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import train_byte_lm as lm
 from absl.testing import flagsaver
 from benchmark_runs import Device, error_of, records
-from oracle import assert_close
-
-pytest.importorskip("optax")
-pytest.importorskip("matplotlib")
-pytest.importorskip("orbax.checkpoint")
-pytest.importorskip("tqdm")
-import byte_corpus as corpus
-import byte_lm
-import train_byte_lm as lm
 from byte_lm_mesh import make_mesh
+from oracle import assert_close
 from xlstm_model import Config
 
 TINY = dict(

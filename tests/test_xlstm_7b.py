@@ -16,14 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_close, tolerance
-
-pytest.importorskip("safetensors")
-pytest.importorskip("tokenizers")
-pytest.importorskip("tqdm")
 import xlstm_7b
 import xlstm_checkpoint as checkpoint
 import xlstm_model as model
+from oracle import assert_close, tolerance
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing

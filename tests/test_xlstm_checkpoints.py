@@ -7,31 +7,20 @@ token of PROMPT.
 
 import dataclasses
 import json
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from oracle import assert_close, tolerance
-
-pytest.importorskip("safetensors")
-pytest.importorskip("tokenizers")
-pytest.importorskip("tqdm")
 import xlstm_checkpoint as checkpoint
 import xlstm_model as model
-from safetensors.numpy import load_file, save_file
+from oracle import assert_close
+from safetensors.numpy import save_file
+from test_xlstm_7b import FOLDER, ROUNDING, all_tensors
 
-FOLDER = Path(__file__).parent / "xlstm_7b"
 VALUES = json.loads((FOLDER / "config.json").read_text())
-TENSORS = {
-    name: x.astype(np.float32)
-    for path in FOLDER.glob("*.safetensors")
-    for name, x in load_file(path).items()
-}
+TENSORS = {name: x.astype(np.float32) for name, x in all_tensors().items()}
 LOGITS, EVERY = np.load(FOLDER / "variants.npz"), slice(3, None, 4)
 PROMPT = np.random.default_rng(3).integers(1, VALUES["vocab_size"], 40)
-# As in test_xlstm_7b.py: the roundings of float32 on the way to the logits.
-ROUNDING = 2 * 30**0.5 * tolerance("float32", 128)
 FUSED = {
     "mlstm_layer.qkv_opreact": ["mlstm_layer." + x for x in ("q", "k", "v", "ogate_preact")],
     "mlstm_layer.ifgate_preact": ["mlstm_layer.igate_preact", "mlstm_layer.fgate_preact"],

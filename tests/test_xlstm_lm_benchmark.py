@@ -5,14 +5,10 @@ import functools
 import math
 from unittest import mock
 
+import benchmark_runs
 import jax
 import jax.numpy as jnp
 import pytest
-
-pytest.importorskip("flax")
-pytest.importorskip("optax")
-
-import benchmark_runs
 import runner
 import xlstm_lm_benchmark as benchmark
 from benchmark_runs import quick_mlstm

@@ -9,14 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_xlstm_7b import FLOAT32, GREEDY, HERE, PROMPTS, exit_code, parse, run, text
-
-pytest.importorskip("safetensors")
-pytest.importorskip("tokenizers")
-pytest.importorskip("tqdm")
 import xlstm_7b
 import xlstm_model as model
 import xlstm_server as server
+from test_xlstm_7b import FLOAT32, GREEDY, HERE, PROMPTS, exit_code, parse, run, text
 
 SLOTS, STEPS, COUNT = 12, 4, 60
 STOP = 18, 88
@@ -102,9 +98,7 @@ def test_answers_are_those_of_transformers(tmp_path, capsys):
 
 def test_control_c_keeps_the_answers_that_are_there(tmp_path, capsys):
     path, before = tmp_path / "answers.jsonl", [mock.DEFAULT] * 8
-    with mock.patch.object(
-        server, "decode", wraps=model.decode, side_effect=[*before, KeyboardInterrupt]
-    ):
+    with mock.patch.object("decode", wraps=model.decode, side_effect=[*before, KeyboardInterrupt]):
         assert exit_code(*request(f"--output={path}")) == 130
     assert capsys.readouterr().err.endswith("interrupted\n")
     assert len(benchmark_runs.records(path)) == SLOTS
