@@ -14,7 +14,6 @@ import math
 import re
 import sys
 import types
-import warnings
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import peers
 import pytest
-from oracle import NAMES, cotangents_for, gradients_of_call, in_float64, random_inputs
+from oracle import NAMES, in_float64, random_inputs
 from xlstm_model import Config
 
 import mlstm_pallas
@@ -358,27 +357,3 @@ def test_names_exist():
     for module in re.findall(r"`(mlstm_pallas\.[\w.]+)`", PAGE):
         assert hasattr(importlib.import_module(module), "mlstm_chunkwise_max_triton")
     assert hasattr(v5xl, "mlstm_chunkwise__xl_chunk")
-
-
-def test_it_is_the_function_of_transformers():
-    """Outputs, states and gradients of its backend in float32, with what the table says of the
-    arguments."""
-    torch = pytest.importorskip("torch")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of packages that transformers looks for
-        modeling = pytest.importorskip("transformers.models.xlstm.modeling_xlstm")
-        config = modeling.xLSTMConfig(
-            hidden_size=NH * DHV, num_heads=NH, chunk_size=16, mode="train", return_last_states=True
-        )
-    config.autocast_kernel_dtype = "float32"
-    x = random_inputs(2, B, NH, 48, DHQK, DHV)
-    *cotangents, dm = cotangents_for(x, "float32")
-    wide = (a[..., None] if a.ndim == 2 else a for a in x.values())
-    y = [torch.tensor(np.asarray(a), requires_grad=True) for a in wide]
-    h, (c, n, m) = modeling.xLSTMBackend(config)(*y)
-    torch.autograd.backward([h, c, n], [torch.tensor(np.asarray(a)) for a in cotangents])
-    expected = [a.detach().numpy() for a in (h, c, n, m[..., 0])]
-    expected += [a.grad.numpy().reshape(b.shape) for a, b in zip(y, x.values(), strict=True)]
-    outputs, gradients = gradients_of_call(eps=config.eps)(x, [*cotangents, jnp.zeros_like(dm)])
-    result = *outputs, *(gradients[name] for name in x)
-    assert max(errors(map(np.asarray, result), expected)) < bound("float32")
