@@ -38,65 +38,10 @@ gradient 256/256 bfloat16 H200
 gradient 256/512 bfloat16 H200
 gradient 512/512 bfloat16 H200
 """
-NO_SPILL = """\
-ptxas info    : 11 bytes gmem
-ptxas info    : Compiling entry function 'parallel_fw_H' for 'sm_90a'
-ptxas info    : Function properties for parallel_fw_H
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 168 registers, used 1 barriers
-ptxas info    : Compile time = 116.005 ms
-"""
-SPILL = """\
-ptxas-blackwell info    : 11 bytes gmem
-ptxas-blackwell info    : Compiling entry function 'parallel_fw_H' for 'sm_100a'
-ptxas-blackwell info    : Function properties for parallel_fw_H
-    744 bytes stack frame, 876 bytes spill stores, 732 bytes spill loads
-ptxas-blackwell info    : Used 255 registers, used 1 barriers, 744 bytes cumulative stack size
-ptxas-blackwell info    : Compile time = 471.360 ms
-"""
-
-
-TWICE = """\
-ptxas info    : (C7519) warpgroup.arrive is injected in around line 3057 by compiler to allow use of registers in GMMA
-ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient register resources
-ptxas warning : Registers are spilled to local memory in function 'dQKV', 116 bytes spill stores, 164 bytes spill loads
-ptxas info    : Function properties for dQKV
-    160 bytes stack frame, 116 bytes spill stores, 164 bytes spill loads
-ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
-"""  # noqa: E501, as ptxas writes them
-RESOURCES = (
-    "Resources(smem_scratch_bytes=231424, tmem_scratch_cols=0, "
-    "barrier_counts=Counter({ClusterBarrier(collective_dims=(<Dimension.x: 0>,), "
-    "arrival_count=2, num_barriers=4, leader_tracked=False): 1, Barrier(arrival_count=2, "
-    "num_barriers=2, orders_tensor_core=False): 6}))"
-)
 
 
 def usage(shared_bytes=0, spills=0):
     return compile_report.Usage(128, spills, 0, shared_bytes, 4, 0, 24, 0.1)
-
-
-@pytest.mark.parametrize(
-    ("log", "expected", "messages"),
-    [
-        (NO_SPILL, (168, 0, 0), ()),
-        (SPILL, (255, 876, 732), ()),
-        (TWICE, (168, 116, 164), (compile_report.SERIALIZED, "C7512", "C7519")),
-    ],
-)
-def test_the_log_of_ptxas_is_parsed(log, expected, messages):
-    assert compile_report.parse_ptxas(log) == expected
-    assert compile_report.messages_of(log) == messages
-
-
-def test_the_resources_of_a_mosaic_gpu_kernel_are_parsed():
-    assert compile_report.parse_resources(RESOURCES) == 231424 + 8 * (4 + 2 * 6)
-
-
-@pytest.mark.parametrize("parse", [compile_report.parse_resources, compile_report.parse_ptxas])
-def test_an_output_without_numbers_is_refused(parse):
-    with pytest.raises(ValueError, match=r"no shared memory|no registers or spills"):
-        parse("ptxas info    : 11 bytes gmem\n")
 
 
 def checked_rows(device, heads, dtype, stages=(), **options):

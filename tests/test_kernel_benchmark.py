@@ -34,12 +34,6 @@ def test_the_oracle_is_the_recurrence():
     jax.tree.map(equal, *both)
 
 
-def test_heads_that_are_checked():
-    """The first, a middle and the last one; beyond 32768 steps the last alone."""
-    cases = (kernel_benchmark.Case(WIDE._replace(S=S), "float32") for S in (2**15, 2**15 + 1))
-    assert [case.checked_heads(6).tolist() for case in cases] == [[0, 3, 5], [5]]
-
-
 # ---------------- refusals
 
 
@@ -85,14 +79,6 @@ def test_a_wrong_output_is_not_timed(line, monkeypatch, capsys):
         rates = dict(tflops=10 / 3e12, tbps=45 / 3e12, roofline_pct=100 * 2.75 / 3)
         benchmark_runs.assert_row(record, **benchmark_runs.TIMED, **rates)
     assert note in capsys.readouterr().out
-
-
-def test_a_peer_is_not_run_beyond_its_offsets():
-    """It would write to other addresses, and take the rest of the run with it."""
-    shape = Shape(16, 8, 8192, 256, 512)
-    inputs = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), shape, "bfloat16"))
-    with pytest.raises(ValueError, match="2164260864 elements, beyond its offsets of 32 bits"):
-        object.__new__(peers.LimitChunk).build(inputs, "fwd")
 
 
 # ---------------- records

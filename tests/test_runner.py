@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import os
 import sys
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import benchmark_runs
 import command
 import jax
 import jaxlib
-import numpy as np
 import peers
 import pytest
 import reporting
@@ -113,46 +111,6 @@ def test_peak_memory_is_beyond_the_inputs():
     )
     peer.torch = SimpleNamespace(cuda=SimpleNamespace(**cuda))
     assert peer.peak_memory_bytes(lambda: used.extend([12, 9])) == 5
-
-
-# ---------------- checks of outputs
-
-
-def test_relative_errors():
-    x = np.array([3.0, 4.0])
-    assert runner.relative_error(x, x * 1.25) == pytest.approx(0.2)
-    assert runner.relative_error(x * 1e-30, 0 * x) == pytest.approx(5.0)
-    assert math.isnan(runner.relative_error(x * math.nan, x))
-
-
-def test_what_is_beyond_its_limit_is_named():
-    row, limits = {}, dict(h=0.1, dq=0.2, dk=0.5)
-    runner.check(row, dict(h=0.1, dq=0.1, di=9.0), limits)  # di is not compared
-    assert row == dict(errors=dict(h=0.1, dq=0.1, di=9.0), error=9.0)
-    with pytest.raises(runner.WrongOutputError) as caught:
-        runner.check(row, dict(h=math.nan, dq=0.25, dk=0.5), limits)
-    expected = "error nan in h, at most 1e-01; error 2.5e-01 in dq, at most 2e-01"
-    assert str(caught.value) == expected
-
-
-@pytest.mark.parametrize(
-    ("error", "ours", "status", "note"),
-    [
-        (None, True, "ok", ""),
-        (runner.WrongOutputError("h"), False, "wrong", "wrong: h"),
-        (runner.UnsupportedError("x\ny"), True, "skipped", "skipped: UnsupportedError: x y"),
-        (TypeError("x"), True, "failed", "failed: TypeError: x"),
-        (TypeError("x"), False, "skipped", "skipped: TypeError: x"),
-    ],
-)
-def test_an_exception_becomes_a_status(error, ours, status, note):
-    def measure(row, seconds):
-        row["ms"] = seconds
-        if error:
-            raise error
-
-    row = runner.attempt(dict(status="ok", note=""), ours, measure, 2.0)
-    assert row == dict(status=status, note=note, ms=2.0)
 
 
 # ---------------- rows and reports

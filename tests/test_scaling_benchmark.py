@@ -14,19 +14,6 @@ OF = Shape(2, 2, 32, 16, 16)
 run = functools.partial(benchmark_runs.measured, scaling, f"--shape={OF}", "--backend=xla")
 
 
-@pytest.mark.parametrize("mode", scaling.MODES.values(), ids=scaling.MODES)
-def test_efficiencies_are_of_rounds(mode):
-    """Of one device and two, which take twice as long for twice the work."""
-    one, two = rows = [dict(shape=mode.whole(OF, n), devices=n) for n in (1, 2)]
-    scaling.store_times(rows, [[2.0, 4.0, 8.0], [(1 + mode.grows) * x for x in (1.0, 2.0, 5.0)]])
-    assert one["efficiency_pct"] == two["efficiency_pct"] == 100
-    assert (one["efficiency_range"], two["efficiency_range"]) == ([100, 100], [80, 100])
-    seconds, shape = 2.0 * (1 + mode.grows), two["shape"]
-    benchmark_runs.assert_row(
-        two, ms=1e3 * seconds, spread=2.0, tokens_per_second=shape.B * shape.S / seconds
-    )
-
-
 def test_figures_of_the_devices_that_could_run(monkeypatch):
     """One cannot; two and then four take turns, four in twice the time."""
     if jax.local_device_count() < 4:
@@ -50,16 +37,6 @@ def test_figures_of_the_devices_that_could_run(monkeypatch):
     benchmark_runs.assert_row(two, **figures)
     figures |= dict(ms=6e3, efficiency_pct=50, tokens_per_second=8 * 32 / 6)
     benchmark_runs.assert_row(four, **figures)
-
-
-def test_shapes_of_two_devices_and_reduced_ones_that_keep_the_head_dimensions():
-    big, modes = Shape(8, 8, 8192, 256, 512), scaling.MODES
-    grown = dict(B=4), dict(NH=4), dict(S=64), {}
-    assert [mode.whole(OF, 2) for mode in modes.values()] == [OF._replace(**x) for x in grown]
-    sequence = modes["strong-sequence"]
-    assert modes["weak-heads"].reduced(big, 4) == Shape(1, 4, 256, 256, 512)
-    assert sequence.reduced(big, 4) == Shape(1, 1, 1024, 256, 512)
-    assert sequence.reduced(big._replace(S=64), 4) == Shape(1, 1, 64, 256, 512)
 
 
 def test_other_errors_of_the_device_are_failures(monkeypatch):

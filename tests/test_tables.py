@@ -2,15 +2,9 @@
 
 import re
 
-import pytest
 import tables
 
 README = (tables.HERE / "README.md").read_text()
-RUNS = [
-    [dict(impl="a", direction="fwd", ms=0.04449), dict(impl="a", pooled="", ms=1999.6, pct=32.46)],
-    [dict(impl="b", ms=4.0, x="fwd"), dict(impl="b", ms=5.0, x="fwd"), dict(impl="c", ms=1.0)],
-    [dict(impl="a", ms=7.0), dict(impl="a", ms=None, status="wrong", x=True)],
-]
 
 
 def test_the_tables_are_those_of_the_rows():
@@ -29,23 +23,3 @@ def test_a_figure_of_a_row_replaces_what_is_there(tmp_path, monkeypatch):
     new = text + "| x | **2.00** | 2,000 |\n| *others* | | |\n| y | | |\n"
     old = text + "| x | **3** | |\n| *others* | | |\n| y | 3 | |\n"
     assert tables.TABLE.sub(tables.written, old) == new
-
-
-@pytest.mark.parametrize(
-    ("selector", "cell"),
-    [
-        ("a+fwd", "**0.0445**"),  # three digits
-        ("a+direction=", "**2,000**"),  # a key that the row lacks
-        ("a+direction=:pct", "**32.5 %**"),
-        ("b", "**4.00**†"),  # another run; the first of two rows of one setting
-        ("x=True", "wrong"),
-        ("d", ""),
-    ],
-)
-def test_cells(selector, cell):
-    assert tables.figure(RUNS, selector, bold=True) == cell
-
-
-def test_rows_of_two_settings_are_refused():
-    with pytest.raises(ValueError, match=r"rows of several settings have a"):
-        tables.figure(RUNS, "a", bold=False)

@@ -2,7 +2,6 @@
 xLSTM for the checkpoint in xlstm_7b/, the command and its errors."""
 
 import contextlib
-import dataclasses
 import functools
 import io
 import json
@@ -253,13 +252,6 @@ def test_prompts_begin_with_the_bos_of_tokenizer_or_config(bos, copied, monkeypa
 # ---------------- what a device holds
 
 
-def test_the_fullest_device_decides_what_is_free():
-    stats = dict(bytes_limit=10, bytes_in_use=3), None, dict(bytes_limit=9, bytes_in_use=5)
-    devices = [mock.Mock(memory_stats=lambda x=x: x) for x in stats]
-    free = [checkpoint.free_bytes(mock.Mock(devices=np.array(x))) for x in (devices, devices[1:2])]
-    assert free == [4, float("inf")]
-
-
 @pytest.mark.parametrize(
     ("config", "dtype", "devices", "needed"),
     [
@@ -306,18 +298,6 @@ def test_tied_embeddings_are_the_last_layer_too(copied):
     params = checkpoint.load(tied, tensors, checkpoint.open_tensors(copied, tensors, tied))
     assert {*checkpoint.tensors_of(CONFIG, "float32", 1)} - {*tensors} == {"lm_head.weight"}
     assert {*params} == {"embeddings", "out_norm", "blocks"}
-
-
-def test_devices_divide_the_model():
-    sizes = dict(ffn_proj_factor=65 / 64, ffn_round_up_to_multiple_of=1), dict(vocab_size=127)
-    for size, message in zip(sizes, ("ffn_dim, 65", "vocab_size, 127"), strict=True):
-        with pytest.raises(checkpoint.CheckpointError, match=f"do not divide {message}"):
-            checkpoint.mesh_of(dataclasses.replace(CONFIG, **size), 2)
-
-
-def test_stop_tokens():
-    ids = map(checkpoint.stop_ids, (None, 0, [], ["3", 4]))
-    assert [*ids] == [set(), {0}, set(), {3, 4}]
 
 
 # ---------------- errors

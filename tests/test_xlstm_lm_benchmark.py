@@ -1,33 +1,15 @@
 """The benchmark of a language model: parameters, FLOPs, comparison, records."""
 
-import contextlib
 import math
 from unittest import mock
 
 import benchmark_runs
 import jax
-import jax.numpy as jnp
 import pytest
-import runner
 import xlstm_lm_benchmark as benchmark
 from benchmark_runs import quick_mlstm
 from shapes import Shape
 from xlstm_lm_benchmark import MODELS
-
-# All parameters, those of matrix products, and the FLOPs of a step of two sequences of 256 tokens:
-# three times those of the forward products and of the mLSTM in chunks of 128.
-PARAMETERS = {
-    "1.3b": (1_345_865_920, 1_280_180_224, 4_024_631_820_288),
-    "tiny": (123_848, 115_200, 404_520_960),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_parameters_and_flops_of_a_model(name):
-    model = MODELS[name]
-    assert (*model.parameters(), model.flops(2, 256)) == PARAMETERS[name]
-    params = jax.eval_shape(lambda: benchmark.initial_state(model)).params
-    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
 
 def test_measures_a_model_refuses_a_peer_that_differs_and_skips_one_that_is_not_there(monkeypatch):
@@ -75,22 +57,3 @@ def test_figures_of_a_training_step(monkeypatch):
     figures = dict(first_call_s=14.0, ms=3e3, spread=5 / 3, tokens_per_s=32 / 3, peak_mib=11)
     benchmark_runs.assert_row(row, **figures, mfu_pct=200 / 989, measured_pct=200 / 790)
     assert (row["losses"], row["gradient_norms"]) == ([4.0, 3.5, 3.0, 2.5], [0.5] * 4)
-
-
-# Two losses and a gradient norm, compared with 10, 9 and 1.
-DIFFERENCES = """
-10.005 9.05 1.01:
-10.02 9 1: error 2.0e-03 in loss 0, at most 1e-03
-10 nan 0.9: error nan in loss 1, at most 1e-02; error 1.0e-01 in gradient norm, at most 2e-02
-"""
-
-
-@pytest.mark.parametrize("line", DIFFERENCES.strip().splitlines())
-def test_what_counts_as_a_difference(line):
-    numbers, note = line.split(":")
-    *losses, norm = map(float, numbers.split())
-    first = dict(losses=[10.0, 9.0], gradient_norms=[1.0] * 2)
-    compared = dict(losses=losses, gradient_norms=[norm] * 2)
-    note = note.strip()
-    with pytest.raises(runner.WrongOutputError, match=note) if note else contextlib.nullcontext():
-        benchmark.compare(compared, first)

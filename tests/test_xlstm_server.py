@@ -53,11 +53,6 @@ def test_numbers_of_draws_and_prompts_of_a_prefill(monkeypatch):
     assert batch.setup()[-1] == jax.random.key(7)
 
 
-def test_sizes_of_prefills():
-    sizes = [*map(server.bucket, (1, 256, 257, 385, 513, 4000, 5000, 6145))]
-    assert sizes == [256, 256, 384, 512, 768, 4096, 6144, 8192]
-
-
 # ---------------- the command
 
 

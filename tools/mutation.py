@@ -43,9 +43,13 @@ MODULES = {
         "distributed.py",
         "_boundaries _from_zeros _gathered _between _of_earlier _weights _weighted _sum_over",
     ),
-    "examples/xlstm_checkpoint.py": ("xlstm_7b.py xlstm_checkpoints.py",),
-    "benchmarks/runner.py": ("runner.py command.py kernel_benchmark.py",),
-    "benchmarks/roofline.py": ("roofline.py",),
+    "examples/xlstm_checkpoint.py": (
+        "by_hand.py::test_the_values_of[examples] xlstm_7b.py xlstm_checkpoints.py",
+    ),
+    "benchmarks/runner.py": (
+        "by_hand.py::test_the_values_of[benchmarks] runner.py command.py kernel_benchmark.py",
+    ),
+    "benchmarks/roofline.py": ("by_hand.py::test_the_values_of[benchmarks] roofline.py",),
 }
 
 
