@@ -11,7 +11,6 @@ import benchmark_runs
 import command
 import jax
 import jaxlib
-import peers
 import pytest
 import reporting
 import runner
@@ -94,23 +93,6 @@ def test_rows_of_transformers(device, monkeypatch, capsys):
     figures = "first_token_ms", "ms_per_token", "tokens_per_s", "prompt_tokens", "new_tokens"
     expected = [[1e3, 125.0, 16.0, 6, 65], [1e3, 62.5, 32.0, 6, 65]]
     assert [[row[x] for x in figures] for row in rows] == expected
-
-
-def test_peak_memory_is_beyond_the_inputs():
-    sizes = dict(temp=5, output=3, argument=100, alias=1000)
-    memory = SimpleNamespace(**{f"{name}_size_in_bytes": x for name, x in sizes.items()})
-    impl = peers.JaxImplementation()
-    impl.compiled = SimpleNamespace(memory_analysis=lambda: memory)
-    assert impl.peak_memory_bytes(None) == 8
-    peer, used = object.__new__(peers.TorchPeer), [7]
-    cuda = dict(
-        synchronize=lambda: None,
-        memory_allocated=lambda: used[-1],
-        reset_peak_memory_stats=lambda: used.append(7),
-        max_memory_allocated=lambda: max(used[1:]),
-    )
-    peer.torch = SimpleNamespace(cuda=SimpleNamespace(**cuda))
-    assert peer.peak_memory_bytes(lambda: used.extend([12, 9])) == 5
 
 
 # ---------------- rows and reports

@@ -1,7 +1,6 @@
 """examples/xlstm_7b.py, xlstm_model.py, xlstm_checkpoint.py: the logits and tokens of transformers'
 xLSTM for the checkpoint in xlstm_7b/, the command and its errors."""
 
-import contextlib
 import functools
 import io
 import json
@@ -12,7 +11,6 @@ from unittest import mock
 
 import benchmark_runs
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import xlstm_7b
@@ -92,34 +90,6 @@ def test_no_device_has_all_of_a_weight_that_is_split():
     for name in {*block} - {"norm_mlstm", "norm_ffn"}:
         assert block[name].addressable_shards[0].data.nbytes == block[name].nbytes // 2
     assert block["qkvo"].sharding.spec[0] == block["down"].sharding.spec[1] == "heads"
-
-
-# ---------------- sampling
-
-
-# temperature, top_p: the shares of the tokens, whose probabilities are 0.05, 0.6, 0.05 and 0.3.
-DRAWN = """
-1.0 1.0: 1 12 1 6
-0.5 1.0: 1 144 1 36
-1.0 0.95: 1 12 0 6
-1.0 0.9: 0 2 0 1
-1.0 0.0: 0 1 0 0
-0.0 1.0: 0 1 0 0
-"""
-
-
-@pytest.mark.parametrize("line", DRAWN.strip().splitlines())
-def test_top_p_draws_from_the_fewest_likeliest_tokens_of_that_mass(line):
-    """Of equal ones, from the first. Sums that reach top_p exactly do so in float32 as well."""
-    (temperature, top_p), expected = (np.array(x.split(), "f") for x in line.split(": "))
-    draws = 2500
-    logits = jnp.log(jnp.tile(jnp.array([0.05, 0.6, 0.05, 0.3]), (draws, 1)))
-    sampling = model.Sampling(float(temperature), float(top_p))
-    drawn = model.sample(sampling, logits, jax.random.key(0), np.arange(draws))
-    shares, expected = np.bincount(drawn, minlength=4) / draws, expected / np.sum(expected)
-    most = 3 * 0.5 / draws**0.5  # three standard deviations of the share of a token
-    atol = np.where((expected > 0) & (expected < 1), most, 0.0)
-    np.testing.assert_array_less(abs(shares - expected), atol + 1e-9)
 
 
 # ---------------- the command
@@ -247,43 +217,6 @@ def test_prompts_begin_with_the_bos_of_tokenizer_or_config(bos, copied, monkeypa
     parse(f"--checkpoint={copied}", "--prompt=abc", "--prompt=d")
     prompts = ["~abc", "~d"] if bos else ["abc", "d"]
     assert [*map(text, xlstm_7b.build().prompts.values())] == prompts
-
-
-# ---------------- what a device holds
-
-
-@pytest.mark.parametrize(
-    ("config", "dtype", "devices", "needed"),
-    [
-        (CONFIG, "float32", 2, 283_968),
-        (model.Config(), "bfloat16", 1, 14_002_060_672),
-        (model.Config(inference_state_dtype="bfloat16"), "bfloat16", 1, 13_867_580_800),
-    ],
-    ids=["tiny", "7b", "states"],
-)
-def test_prompts_fit_to_the_byte(config, dtype, devices, needed, monkeypatch):
-    """Norms and the biases of gates are float32, and m is."""
-    tensors, largest = checkpoint.tensors_of(config, dtype, devices), config.vocab_size - 1
-    for free, prompt, message in (
-        (needed, [largest, 0], None),
-        (needed - 1, [largest, 0], "per device"),
-        (needed, [0, largest + 1], "prompt 1 has no token, or one beyond vocab_size"),
-    ):
-        monkeypatch.setattr(checkpoint, "free_bytes", lambda mesh, free=free: free)
-        raises = pytest.raises(checkpoint.CheckpointError, match=message)
-        with raises if message else contextlib.nullcontext():
-            checkpoint.check_prompts(config, tensors, {0: [1], 1: prompt})
-
-
-def test_random_weights_differ_and_have_the_usual_scale():
-    x, vector = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((64, 256), (5,)))
-    draws = [checkpoint.random_tensors(seed) for seed in (3, 3, 4)]
-    first, again, other = (read("", x) for read in draws)
-    np.testing.assert_array_equal(first, again)
-    assert not any(jnp.array_equal(first, y) for y in (draws[0]("", x), other))
-    # The mean square of n values has a standard deviation of (2 / n)^0.5.
-    assert jnp.mean(first * first) * 256 == pytest.approx(1, abs=5 * (2 / x.size) ** 0.5)
-    np.testing.assert_array_equal(draws[0]("", vector), np.ones(5))
 
 
 def test_tied_embeddings_are_the_last_layer_too(copied):

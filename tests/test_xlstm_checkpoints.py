@@ -179,15 +179,6 @@ def test_checkpoints_of_xlstm(name, tmp_path):
     check(tmp_path, name)
 
 
-def test_the_default_width_of_the_feed_forward_differs(tmp_path):
-    """xlstm's factor is 2.6667 and transformers' 2.667."""
-    (tmp_path / "config.yaml").write_text("embedding_dim: 9600\nffn_round_up_to_multiple_of: 1\n")
-    assert checkpoint.read_config(tmp_path)[0].ffn_dim == 25600
-    values = dict(hidden_size=9600, ffn_round_up_to_multiple_of=1)
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    assert checkpoint.read_config(tmp_path)[0].ffn_dim == 25603
-
-
 DOWN = "backbone.blocks.1.ffn.proj_down.weight"
 PART = "backbone.blocks.1.mlstm_layer.qkv_opreact.weight"
 SHAPES = r"F32 \[383, 64\], and config.json makes it \[384, 64\]"

@@ -7,7 +7,6 @@ which it is.
 
 import inspect
 import re
-import sys
 from functools import cache, partial
 
 import jax
@@ -399,15 +398,6 @@ entry, generate = stablef.mlstm_chunkwise_triton_stablef, stablef._mlstm_chunkwi
 ENTRIES = v3.mlstm_chunkwise_max_triton, v5.mlstm_chunkwise_max_triton, v5.mlstm_chunkwise__xl_chunk
 
 
-def test_the_systems_share_an_entry_under_names_of_their_own():
-    for other in ENTRIES:
-        name = other.__name__
-        assert other is getattr(sys.modules[other.__module__], other.__qualname__)
-        assert (other.__doc__, signature(other)) == (entry.__doc__, signature(entry))
-        message = f"{name}() got an unexpected keyword argument 'reduce_slicing'"
-        refused(TypeError, message, other, *inputs_of().values(), reduce_slicing=True)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_entries(dtype):
     """Every option reaches mlstm_chunkwise, also through the generator."""
@@ -421,23 +411,6 @@ def test_entries(dtype):
         assert_same_bits(first, other)
     h = jax.eval_shape(entry, *x)
     assert jax.eval_shape(generate(dtype), *x) == (h, None, None, None)
-
-
-def test_generator_gives_the_same_function_for_the_same_arguments():
-    """All systems share it. 1 is no flag, and stays no flag for the cache."""
-    get = stablef._get_chunkwise_fwbw_kernel
-    same = [generate(jnp.bfloat16), generate("bfloat16", False, True, np.int64(64))]
-    same += [get("bfloat16", chunk_size=64)]
-    for x in SYSTEMS.values():
-        same += [x._mlstm_chunkwise_fwbw_generator(), x._get_chunkwise_fwbw_kernel("bfloat16")]
-    assert {*same} == {generate()}
-    assert (
-        len({generate(x) for x in ("bfloat16", "float32", None)} | {generate(chunk_size=32)}) == 4
-    )
-    with pytest.raises(TypeError, match="return_last_states is a int"):
-        generate(return_last_states=1)
-    _, *states = jax.eval_shape(generate(return_last_states=True), *inputs_of().values())
-    assert len(states) == 3
 
 
 NOT_READ = dict(dQ="siz_b_LKV", dK="siz_b_LQ", dV="siz_b_LQ")

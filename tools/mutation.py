@@ -49,7 +49,7 @@ MODULES = {
     "benchmarks/runner.py": (
         "by_hand.py::test_the_values_of[benchmarks] runner.py command.py kernel_benchmark.py",
     ),
-    "benchmarks/roofline.py": ("by_hand.py::test_the_values_of[benchmarks] roofline.py",),
+    "benchmarks/roofline.py": ("by_hand.py::test_the_values_of[benchmarks]",),
 }
 
 
