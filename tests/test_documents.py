@@ -17,17 +17,14 @@ from mlstm_pallas import KernelConfig, __version__, plan
 ROOT = PACKAGE.parent
 FILES = [x for y in ("mlstm_pallas", "[tbe]*") for x in ROOT.glob(f"{y}/**/*.py")]
 WORDS = {x.name: {x.stem, *re.findall(r"\w+", x.read_text())} for x in FILES}
-# Names of jax, of LLVM, and of an experiment that failed.
-FOREIGN = {
-    "segment_sum",
-    "async_prefetch",
-    "barrier_arrive",
-    "ClusterBarrier",
-    "maxnumf",
-    "operand_maps",
-    "pmean",
-    "pth",
-}
+# Names of jax, of LLVM, of an experiment that failed, and of other packages.
+FOREIGN = """
+segment_sum async_prefetch barrier_arrive ClusterBarrier maxnumf operand_maps pmean pth
+get_mlstm_kernel max_triton_fwbw_v3 v3noslice mLSTMBackend xLSTMBackend parallel_stabilized_simple
+reduce_slicing store_final_state save_states_every_nth_chunk chunk_size_inter chunk_size_intra
+head_first vecN_all scaM_all vecM_out matC_all vecM_combine scaMinter_initial chunk_simple_gla
+mLSTMBackendConfig xLSTMConfig Config mode
+"""
 README, NOTES = ((ROOT / name).read_text() for name in ("README.md", "BUILD_NOTES.md"))
 SITE = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md"))]
 PAGES = "README.md", "BUILD_NOTES.md", "CONTRIBUTING.md", "benchmarks/README.md", *SITE
@@ -39,16 +36,20 @@ def exists(name, page):
     if re.search(r"/|\.(py|md|toml)$", name):
         return name in WORDS or any((x / name).exists() for x in (ROOT, PACKAGE, page.parent))
     module, _, last = name.rpartition(".")
-    return last in (WORDS.get(f"{module}.py") or FOREIGN.union(*WORDS.values()))
+    return last in (WORDS.get(f"{module}.py") or {*FOREIGN.split()}.union(*WORDS.values()))
 
 
-OF_OTHERS = {"docs/migrating.md", "docs/api/xlstm_jax_differences.md"}  # test_migrating.py
+# Their tables have names of other packages, for whose rows test_migrating.py has calls, and they
+# leave out beginnings of names.
+OF_OTHERS = "migrating.md", "xlstm_jax_differences.md"
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES} - OF_OTHERS))
+@pytest.mark.parametrize("page", PAGES)
 def test_names_exist(page):
     page = ROOT / page
     text = page.read_text().replace("```", "")
+    if page.name in OF_OTHERS:
+        text = re.sub(r"^\|.*|`_\w+`", "", text, flags=re.M)
     names = re.findall(r"`([A-Za-z_.][\w./]*)`|\]\((?!http|#)(.*?)(?:#.*?)?\)", text)
     assert not [a + b for a, b in names if not exists(a or b, page)]
 

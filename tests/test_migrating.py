@@ -27,13 +27,9 @@ from xlstm_model import Config
 
 import mlstm_pallas
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step, reference, use_backend
-from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3
-from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5xl
-from mlstm_pallas.xlstm_jax import triton_stablef as stablef
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "migrating.md").read_text()
-STAGES = (DOCS / "api" / "xlstm_jax_differences.md").read_text()
 B, S, NH, E, DHQK, DHV = 2, 40, 2, 12, 4, 6
 OTHER_KERNELS = "xlstm_jax.kernels.mlstm_chunkwise.triton_stablef.triton_fwbw"
 
@@ -333,27 +329,3 @@ def test_each_argument_of_fla_has_a_row():
     arguments = source_of("fla", "ops/simple_gla/chunk.py", "chunk_simple_gla").args.args
     named = re.findall(r"\w+", " ".join(field for field, _ in table_of("FLA \\| mlstm_pallas")))
     assert {x.arg for x in arguments} <= {*named, *"qkv"}
-
-
-# ---------------- the rest of the page
-
-
-FOREIGN = """
-get_mlstm_kernel max_triton_fwbw_v3 v3noslice mLSTMBackend xLSTMBackend parallel_stabilized_simple
-reduce_slicing store_final_state save_states_every_nth_chunk chunk_size_inter chunk_size_intra
-head_first vecN_all scaM_all vecM_out matC_all vecM_combine scaMinter_initial chunk_simple_gla
-mLSTMBackendConfig xLSTMConfig Config mode
-"""
-
-
-def test_names_exist():
-    """But for tables, which have names of the other packages."""
-    lines = (PAGE + STAGES).splitlines()
-    text = "\n".join(line for line in lines if not line.startswith("|"))
-    names = set(re.findall(r"`([a-zA-Z]\w+)[`=]", text)) - set(FOREIGN.split())
-    functions = [getattr(x, name) for x in (v3, v5xl, stablef) for name in x.__all__]
-    parameters = (inspect.signature(x).parameters for x in (mlstm_chunkwise, *functions))
-    assert names <= {*dir(mlstm_pallas), *v5xl.__all__, *stablef.__all__}.union(*parameters)
-    for module in re.findall(r"`(mlstm_pallas\.[\w.]+)`", PAGE):
-        assert hasattr(importlib.import_module(module), "mlstm_chunkwise_max_triton")
-    assert hasattr(v5xl, "mlstm_chunkwise__xl_chunk")
