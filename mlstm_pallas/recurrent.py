@@ -210,14 +210,12 @@ def mlstm_recurrent_step(
       stabilize_correctly: False: norm_val is the floor, not norm_val exp(-m').
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376), where
         sigmoid(i) replaces exp(i - m'), sigmoid(f) is the decay and the floor
-        is norm_val. m_initial is None or zeros; it is not read and is
-        returned unchanged. A traced m cannot be checked.
+        is norm_val. m_initial is None or zeros, and is returned unchanged.
       normalize: False leaves out the denominator: h = s C'^T q. For the
         sigmoid gate only.
       slots: (B,) integers, read as 32 bits: entry b reads and writes row
-        slots[b] of pools, c_initial (P, NH, DHQK, DHV), n_initial (P, NH, DHQK)
-        and m_initial (P, NH). An entry of slot -1 changes no row, and its h is
-        0, whatever its inputs. Other slots are below P and differ.
+        slots[b] of pools of states, (P, NH, ...). An entry of slot -1 changes no
+        row, and its h is 0. Other slots are below P and differ.
       backend: "triton" (GPU kernel), "xla" (plain jnp, with derivatives) or
         "interpret" (the kernel interpreted on a CPU; slow, for tests). A step
         has no Mosaic GPU kernel: "mosaic_gpu" and "mosaic_gpu_interpret" run

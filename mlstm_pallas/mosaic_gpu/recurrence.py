@@ -89,6 +89,14 @@ def _store_state(index, XT, X_gmem, X_columns, columns, tiles_smem):
         copy_out(tile, X_gmem.at[at], where)
 
 
+def _left(b, weights):
+    """The left operand b^T, its columns times weights unless these are None."""
+    if weights is None:
+        return b.T
+    r = across_rows(load(weights, BY_COLUMNS))
+    return (load_float32(b.T) * r).astype(b.dtype)
+
+
 def _recurrence(
     x,  # a Recurrence; X_initial is transposed, one per split
     out,  # RecurrenceOutputs
@@ -107,18 +115,14 @@ def _recurrence(
     barriers,  # of the ring of operands
     h_barriers,  # of the ring of tiles of h, None if no recurrence has an h
 ):
-    """A recurrence, as the warpgroup of 64 columns of a block of X runs it.
-
-    A step is a tile of 64 steps of the sequence, counted in the order of the recurrence.
-    """
+    """A recurrence, as the warpgroup of 64 columns of X runs it, in steps of 64 of the sequence."""
     wg, row_block, column_block = map(lax.axis_index, ("wg", "rows", "columns"))
     rows, columns = a_smem.shape[-1], b_smem.shape[-1]
     readers = columns // WG_ROWS
-    n = p.L // STEPS  # tiles per chunk
-    num_chunks: Any = p.NC if x.num_live is None else x.num_live[head]
+    n, num_chunks = p.L // STEPS, p.NC if x.num_live is None else x.num_live[head]
     block_rows, block_columns = block(row_block, rows), block(column_block, columns)
-    part = column_block * readers + wg  # which 64 columns of X the warpgroup has
-    X_columns, tile_columns = block(part, WG_ROWS), block(wg, WG_ROWS)
+    part = column_block * readers + wg
+    X_columns, tile_columns = block(part, WG_ROWS), block(wg, WG_ROWS)  # of the warpgroup
     # The warpgroup's rows of x. In a block of up to 64 rows all warpgroups have the same ones.
     x_size, x_part = min(rows, WG_ROWS), wg if rows > WG_ROWS else 0
     x_rows = block(row_block * (rows // x_size) + x_part, x_size)
@@ -150,14 +154,11 @@ def _recurrence(
         first, unrolled = index * n, 2 - n % 2
 
         def issue(slot):
-            left = b_smem.at[slot, :, tile_columns].T
-            if x.r is not None:
-                r = load(weights_smem.at[slot], BY_COLUMNS)
-                left = (load_float32(left) * across_rows(r)).astype(left.dtype)
+            weights = None if x.r is None else weights_smem.at[slot]
+            left = _left(b_smem.at[slot, :, tile_columns], weights)
             products.add(accumulator, left, a_smem.at[slot])
 
         def beside(tile, total, slot):
-            """What runs beside the product of a tile."""
             if stores_inner:
                 b = b_smem.at[slot, :, tile_columns]
                 inner = h_ring.row_products(first + tile, b, h_smem, slice(None), tile_columns)
@@ -179,8 +180,7 @@ def _recurrence(
         ring.release(first + n - 1)
         return total
 
-    def store_x(x_gmem, vector):
-        pl.when(rows > WG_ROWS or wg == 0)(lambda: write(x_gmem.at[x_rows], vector))
+    stores_x = pl.when(rows > WG_ROWS or wg == 0)
 
     def join(index, carry):
         """Stores X before a chunk, and adds the chunk; carry: X^T, x and the chunk's gamma."""
@@ -193,7 +193,7 @@ def _recurrence(
             (XT,) = products.onto(functools.partial(add, index), XT * decay)
             return XT, None, following
         if out.x is not None:
-            store_x(out.x.at[head, chunk], vector)
+            stores_x(lambda: write(out.x.at[head, chunk, x_rows], vector))
         # Only ``all_from_zeros`` returns other values beside the accumulators.
         total, added = products.all_from_zeros(functools.partial(add, index), (WG_ROWS, rows))
         sums = products.sum_over_rows(total, sum_smem.at[wg])
@@ -203,7 +203,7 @@ def _recurrence(
         y.prologue()
     gamma = x.gamma[head, chunk_at(np.int32(0))]
     XT = load_or_zeros(x.X_initial, (head, X_columns, block_rows))
-    vector = load_or_zeros(x.x_initial, (head, x_rows), BY_COLUMNS) if sums_x else None
+    vector: Any = load_or_zeros(x.x_initial, (head, x_rows), BY_COLUMNS) if sums_x else None
     XT, vector, _ = loop(num_chunks, join, (XT, vector, gamma))
 
     @pl.when(stores_last)
@@ -211,7 +211,7 @@ def _recurrence(
         if out.X_last is not None:
             write(out.X_last.at[at, X_columns, block_rows], XT)
         if sums_x:
-            store_x(out.x_last.at[at], vector)
+            stores_x(lambda: write(out.x_last.at[at, x_rows], vector))
 
     plgpu.wait_smem_to_gmem(0)
     for y in rings:

@@ -174,10 +174,11 @@ def check_shapes(
 def _advice(name: str, found: Sequence[int], shape: Sequence[str], sizes: Mapping[str, int]) -> str:
     """What mends the two likeliest mistakes, or nothing."""
     expected = [sizes.get(dim) for dim in shape]
-    if len(found) == len(shape) > 2 and expected[1] != expected[2]:
-        if [found[0], found[2], found[1], *found[3:]] == expected:
-            return ": axes 1 and 2 are swapped, as the other layout has them"
-    if "NH" in shape and len(found) == len(shape):
+    if len(found) != len(shape) or "NH" not in shape:
+        return ""
+    if [*found[:1], *found[2:0:-1], *found[3:]] == expected:
+        return ": axes 1 and 2 are swapped, as the other layout has them"
+    if sizes.get("NH"):
         axis = shape.index("NH")
         heads, times = found[axis], sizes["NH"] // max(found[axis], 1)
         if times > 1 and heads * times == sizes["NH"]:
