@@ -11,21 +11,17 @@ import pytest
 from call_checks import PROMISED, check_call, gpu_call
 from jax.lax import DotAlgorithmPreset
 from oracle import (
-    OUTPUTS,
     assert_same_bits,
     call_shapes,
     check_outputs,
-    compare,
     random_inputs,
     token_at,
-    tolerance,
 )
 from test_packed_sequences import ODD_ON_A_GPU, check_prompts
 
 from mlstm_pallas import (
     KernelConfig,
     mlstm_chunkwise,
-    mlstm_recurrent_sequence,
     mlstm_recurrent_step,
 )
 from mlstm_pallas.planning import call_spec
@@ -135,61 +131,6 @@ def test_lengths_and_states_of_packed_prompts(fused):
 
 
 # ---------------- one token at a time
-
-
-@pytest.mark.parametrize(
-    ("dtype", "DHQK", "DHV"),
-    [
-        pytest.param("bfloat16", 128, 256, marks=pytest.mark.smoke),
-        ("float32", 64, 64),
-        ("float32", 256, 512),
-        ("bfloat16", 96, 192),
-        ("float32", 1024, 1024),
-        ("bfloat16", 1, 1),
-        ("float32", 20, 37),
-        ("bfloat16", 333, 500),
-        ("float32", 500, 333),
-    ],
-)
-def test_recurrent_steps(dtype, DHQK, DHV):
-    inputs = random_inputs(3, 2, 4, 3, DHQK, DHV, dtype=dtype)
-    inputs |= {name: inputs[name].astype(dtype) for name in ("c_initial", "n_initial")}
-
-    def run(**x):
-        return mlstm_recurrent_sequence(**x, backend="triton")
-
-    check_repeated(run, inputs, PROMISED[dtype][0])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "DHQK", "DHV", "B", "rows"),
-    [("float32", 256, 512, 64, 192), ("bfloat16", 256, 512, 64, 192), ("float32", 333, 500, 3, 7)],
-)
-def test_slots_are_what_gathers_and_scatters_around_a_step_do(dtype, DHQK, DHV, B, rows):
-    """Every fourth entry has no row, and its inputs are NaN."""
-    r, x = np.random.default_rng(0), random_inputs(5, rows, 8, 1, DHQK, DHV)
-    *token, c, n, m = token_at(x, 0).values()
-    without, slots = np.arange(B) % 4 == 3, r.permutation(rows)[:B].astype("int32")
-    token = [np.array(y[:B]) for y in token]
-    for y in token:
-        y[without] = np.nan
-    slots[without] = r.choice([-1, rows], without.sum())
-    step = functools.partial(mlstm_recurrent_step, backend="triton")
-    pools = c.astype(dtype), n, m
-    run = jax.jit(lambda pools, slots: step(*token, *pools, slots=slots))
-
-    @jax.jit
-    def expected(pools, used):
-        h, new = step(*(y[~without] for y in token), *(y[used] for y in pools))
-        return h, [y.at[used].set(z) for y, z in zip(pools, new, strict=True)]
-
-    h, after = run(pools, slots)
-    desired, rows_after = expected(pools, slots[~without])
-    assert not np.any(np.asarray(h)[without])
-    actual = np.asarray(h)[~without], *after
-    compare(OUTPUTS, actual, (desired, *rows_after), tolerance(dtype, DHQK))
-    others = np.setdiff1d(np.arange(rows), slots)
-    assert_same_bits([y[others] for y in after], [y[others] for y in pools])
 
 
 @pytest.mark.parametrize("backend", ["triton", None])

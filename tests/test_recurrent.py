@@ -1,5 +1,4 @@
-"""One token at a time: the step kernel and its plain form against the recurrence in float64, and
-beside the chunkwise form."""
+"""One token at a time: the step kernel and its plain form against the recurrence in float64."""
 
 import functools
 import itertools
@@ -10,30 +9,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from call_checks import OF_RECURRENCE, recurrence_of_lengths
 from oracle import (
     BACKENDS,
     NAMES,
-    OUTPUTS,
     assert_below,
     assert_close,
     assert_same_bits,
-    compare,
-    cotangents_for,
+    beyond,
     errors_of,
     expected_of,
     in_float64,
     in_layout,
-    loss_of,
     lowered_for_cuda,
     oracle,
     outputs_and_gradients,
     random_inputs,
     refused,
+    row_of,
+    rows_of,
     strict,
     token_at,
     tolerance,
 )
-from stage_calls import row_of, rows_of
 
 from mlstm_pallas import KernelConfig, mlstm_recurrent_sequence, mlstm_recurrent_step
 
@@ -45,62 +43,15 @@ def strict_modes():
         yield
 
 
-STATES = OUTPUTS[1:]
-
-
-def arguments(x, t=None):
-    """Those of mlstm_recurrent_step, of the token t; of mlstm_recurrent_sequence without it.
-
-    Slices of numpy arrays are not compiled.
-    """
-    return [*token_at({name: np.asarray(y) for name, y in x.items()}, t).values()]
+STATES = NAMES[5:]
 
 
 def random_token(seed, *shape, **options):
-    """shape: B, NH, S = 1, DHQK, DHV."""
-    return arguments(random_inputs(seed, *shape, **options), 0)
+    """Arguments of mlstm_recurrent_step; shape: B, NH, S = 1, DHQK, DHV."""
+    return [*token_at(random_inputs(seed, *shape, **options), 0).values()]
 
 
 # ---------------- numbers
-
-# B, NH, S, DHQK, DHV, options of check and of the call. One step is a token, several a sequence.
-OF_SIGMOID = 'input_gate="sigmoid", recipe=dict(m_initial=False, i_scale=3.0, resets=True)'
-EMPTY = 'eps=0.0, norm_val=0.0, recipe=dict(states=False, i_shift=float("-inf"))'
-CALLS = f"""
-2,3,1,32,64
-1,2,1,40,37 columns=16  # tiles that divide neither
-1,2,1,40,37 columns=16, recipe=dict(dtype="bfloat16")
-1,2,1,40,37 backend="xla", recipe=dict(dtype="bfloat16")
-1,2,1,40,37 columns=64  # one CTA per head
-1,1,1,300,64  # five row blocks
-1,1,1,1,1
-2,2,1,20,17 mapped=True
-0,2,1,16,8 backend="xla"
-0,2,1,16,8
-0,2,1,16,8 backend="triton"
-0,2,1,16,8 backend=None
-1,2,1,16,8 {EMPTY}
-1,2,1,16,8 {EMPTY}, input_gate="sigmoid"
-2,4,3,20,24 eps=0.1, norm_val=0.0
-2,4,3,20,24 norm_val=40.0, stabilize_correctly=False
-2,4,3,20,24 eps=0.01, norm_val=2.0, normalize=False, {OF_SIGMOID}
-2,4,3,20,24 eps=0.01, norm_val=2.0, columns=16, {OF_SIGMOID}  # two CTAs
-2,4,3,20,24 eps=0.01, norm_val=2.0, backend="xla", {OF_SIGMOID}
-2,4,3,20,24 recipe=dict(dtype="bfloat16", states=False)  # from zeros
-2,4,3,20,24 backend="xla", layout="BTNH"
-2,4,3,20,24 backend="xla", wide=True
-"""
-JOINED = [
-    f"2,3,1,48,80 joined=True, backend={backend!r}, columns={columns}, {gate}"
-    for backend in ("xla", "interpret", "triton")
-    for columns in ((None,) if backend == "xla" else (None, 16))
-    for gate in ("", OF_SIGMOID)
-]
-
-
-def lines_by_backend(*lines):
-    gpu = pytest.mark.gpu
-    return [pytest.param(line, marks=[gpu] * ("triton" in line)) for line in lines]
 
 
 def joined_arrays(q, k, v, i, f, *states):
@@ -109,58 +60,239 @@ def joined_arrays(q, k, v, i, f, *states):
     return [qkvo, None, None, jnp.stack([i, f], axis=-1), None, *states]
 
 
-def check(
-    *shape,
-    backend="interpret",
-    columns=None,
-    layout="BNTH",
-    wide=False,
-    joined=False,
-    mapped=False,
-    recipe=(),
-    **options,
+def run_of(
+    S, backend="interpret", *, columns=None, layout="BNTH", joined=False, lengths=None, **options
 ):
-    """A step, or a sequence of several, is the recurrence in float64, in dtypes too.
+    """A function of inputs by name, and of slots: h, (B, NH, S, DHV), and the states. One step is a
+    token, several are a sequence; columns: of v in a CTA."""
+    tiles = columns and KernelConfig(triton_recurrent_step=dict(siz_b_DHQK=16, siz_b_DHHV=columns))
+    options |= dict(backend=backend, config=tiles)
+
+    def run(slots=None, **x):
+        x = {name: x[name] for name in NAMES if name in x}
+        if S == 1:
+            args = token_at(x, 0).values()
+            args = joined_arrays(*args) if joined else args
+            h, states = mlstm_recurrent_step(*args, slots=slots, **options)
+            return h[:, :, None], *states
+        ends = None if lengths is None else jnp.asarray(lengths)
+        of_sequence = dict(layout=layout, sequence_lengths=ends, slots=slots)
+        args = in_layout(layout, x, x.values())
+        h, states = mlstm_recurrent_sequence(*args, **of_sequence, **options)
+        return *in_layout(layout, "h", [h]), *states
+
+    return run
+
+
+def inputs_of(
+    B, NH, S, DHQK, DHV, *, rows=None, slots="int32", dtypes=(), lengths=None, m=0.0, **recipe
+):
+    """Inputs by name, and the slots of this dtype, or None, of pools of so many rows.
+
+    A third of the entries have no row. These are NaN, and so are a row without an entry and tokens
+    beyond the lengths.
 
     Args:
-      columns: of v in a CTA.
-      wide: whether all is in float64.
-      mapped: whether the batch is a mapped axis.
+      dtypes: of c, n and m.
+      m: what is added to m.
       recipe: options of random_inputs.
-      options: others of the call.
     """
-    S, DHQK = shape[2:4]
-    x = random_inputs(5, *shape, **dict(recipe))
-    config = columns and KernelConfig(triton_recurrent_step=dict(siz_b_DHQK=16, siz_b_DHHV=columns))
-    dtype, given, terms = x["q"].dtype, dict(backend=backend, config=config) | options, 1
-    of_states, stabiliser = dtype, "float32"
-    if S == 1:  # a step keeps its states in their dtype
-        x |= {name: x[name].astype(dtype) for name in {"c_initial", "n_initial"} & {*x}}
-        run, args = functools.partial(mlstm_recurrent_step, **given), arguments(x, 0)
-    else:
-        run = functools.partial(mlstm_recurrent_sequence, layout=layout, **given)
-        args, of_states, terms = in_layout(layout, NAMES, arguments(x)), "float32", DHQK
-    if joined:
-        args = joined_arrays(*args)
+    x = random_inputs(5, max(B, rows or 0), NH, S, DHQK, DHV, **recipe)
+    x = {name: np.array(y[: rows or B] if name in STATES else y[:B]) for name, y in x.items()}
+    if "m_initial" in x:
+        x["m_initial"] = x["m_initial"] + np.float32(m)
+    for name, dtype in zip(STATES, dtypes, strict=False):
+        x[name] = x[name].astype(dtype)
+    gone, index = np.zeros((B, 1, S), bool), None
+    if lengths is not None:
+        gone = beyond(lengths, x["i"][:, :1])
+    if rows:
+        without, index = np.arange(B) % 3 == 1, np.random.default_rng(0).permutation(min(rows, 128))
+        # The least int8 is none, and neither is the first row beyond the pools.
+        index = np.where(without, np.resize([-1, rows if rows < 128 else -128], B), index[:B])
+        gone |= without[:, None, None]
+        for name in {*STATES} & {*x}:
+            x[name][np.setdiff1d(np.arange(rows), index)[:1]] = np.nan
+    for name in "qkvif":
+        x[name][np.broadcast_to(gone, x["i"].shape)] = np.nan
+    return x, None if index is None else jnp.asarray(index, slots)
+
+
+# Backend, B, NH, S, DHQK, DHV, inputs, and options of run_of and of the call.
+CALLS = """
+interpret 2,3,1,32,64
+interpret 1,2,1,40,37 columns=16  # tiles that divide neither
+interpret 1,2,1,40,37 columns=16, inputs=BFLOAT16
+xla 1,2,1,40,37 inputs=BFLOAT16
+interpret 1,2,1,40,37 columns=64  # one CTA per head
+interpret 1,1,1,300,64  # five row blocks
+interpret 1,1,1,1,1
+interpret 2,2,1,20,17 mapped=True
+xla 0,2,1,16,8
+interpret 0,2,1,16,8
+triton 0,2,1,16,8
+None 0,2,1,16,8
+interpret 1,2,1,16,8 **EMPTY
+interpret 1,2,1,16,8 **EMPTY, input_gate="sigmoid"
+interpret 2,4,3,20,24 eps=0.1, norm_val=0.0
+interpret 2,4,3,20,24 norm_val=40.0, stabilize_correctly=False
+interpret 2,4,3,20,24 eps=0.01, norm_val=2.0, normalize=False, **SIGMOID
+interpret 2,4,3,20,24 eps=0.01, norm_val=2.0, columns=16, **SIGMOID  # two CTAs
+xla 2,4,3,20,24 eps=0.01, norm_val=2.0, **SIGMOID
+interpret 2,4,3,20,24 inputs=dict(dtype="bfloat16", states=False)  # from zeros
+xla 2,4,3,20,24 layout="BTNH", eps=0.1
+xla 2,4,3,20,24 wide=True
+xla 2,4,3,16,8 eps=0.1, inputs=dict(resets=True, m=-np.inf)  # nothing is stored at first
+# All float16: it is rounded once, at the end.
+xla 2,4,1,32,64 inputs=dict(dtype="float16")
+interpret 2,4,1,32,64 inputs=dict(dtype="float16", dtypes=HALF)
+# A stabiliser that is rounded costs no digits.
+xla 2,4,6,16,8 eps=0.0, inputs=ROUNDED_M
+interpret 2,4,6,16,8 eps=0.0, inputs=ROUNDED_M
+triton 2,4,6,16,8 eps=0.0, inputs=ROUNDED_M
+xla 2,3,1,48,80 joined=True
+xla 2,3,1,48,80 joined=True, **SIGMOID
+interpret 2,3,1,48,80 joined=True
+interpret 2,3,1,48,80 joined=True, **SIGMOID
+interpret 2,3,1,48,80 joined=True, columns=16
+interpret 2,3,1,48,80 joined=True, columns=16, **SIGMOID
+triton 2,3,1,48,80 joined=True, columns=16
+triton 2,3,1,48,80 joined=True, **SIGMOID
+
+xla 3,2,3,16,16 lengths=[2, 0, 9]
+interpret 3,2,3,16,16 lengths=[2, 0, 9], layout="BTNH", **SIGMOID
+triton 3,2,3,16,16 lengths=[2, 0, 9], layout="BTNH"
+# Pools of states.
+xla 5,2,1,40,37 inputs=dict(rows=5)
+xla 5,2,1,40,37 inputs=BFLOAT16 | dict(rows=5, m_initial=False), input_gate="sigmoid"
+xla 5,2,1,40,37 inputs=dict(rows=200, slots="int8"), joined=True
+xla 5,2,3,40,37 inputs=dict(rows=5), lengths=[2, 3, 0, 1, 9], layout="BTNH"
+interpret 5,2,1,40,37 inputs=dict(rows=5)
+interpret 5,2,1,40,37 inputs=dict(rows=5, m_initial=False), columns=16, input_gate="sigmoid"
+interpret 5,2,1,40,37 inputs=dict(rows=200, slots="int8"), joined=True, columns=16
+interpret 5,2,1,40,37 inputs=BFLOAT16 | dict(rows=5, dtypes=MIXED), columns=16
+interpret 5,2,3,40,37 inputs=dict(rows=5), lengths=[2, 3, 0, 1, 9], layout="BTNH"
+triton 5,2,1,40,37 inputs=dict(rows=200, slots="int8"), joined=True, columns=16
+triton 5,2,1,40,37 inputs=BFLOAT16 | dict(rows=5, dtypes=MIXED)
+triton 5,2,3,40,37 inputs=dict(rows=5), lengths=[2, 3, 0, 1, 9], layout="BTNH"
+triton 64,8,1,256,512 inputs=dict(rows=192)
+triton 64,8,1,256,512 inputs=BFLOAT16 | dict(rows=192)
+triton 3,8,1,333,500 inputs=dict(rows=7)
+# Real sizes and odd ones.
+triton 2,4,3,128,256 inputs=BFLOAT16
+triton 2,4,3,64,64
+triton 2,4,3,256,512
+triton 2,4,3,96,192 inputs=BFLOAT16
+triton 2,4,3,1024,1024
+triton 2,4,3,1,1 inputs=BFLOAT16
+triton 2,4,3,20,37
+triton 2,4,3,333,500 inputs=BFLOAT16
+triton 2,4,3,500,333
+triton 2,4,1,128,256 inputs=dict(dtype="float16")
+triton 2,4,1,128,256 inputs=dict(dtype="float16", dtypes=HALF)
+"""
+SIGMOID = dict(input_gate="sigmoid", inputs=dict(m_initial=False, i_scale=3.0, resets=True))
+EMPTY = dict(eps=0.0, norm_val=0.0, inputs=dict(states=False, i_shift=-np.inf))
+BFLOAT16 = dict(dtype="bfloat16", dtypes=["bfloat16"] * 2)
+MIXED, HALF = ["float16", "bfloat16"], ["float16"] * 3
+ROUNDED_M = dict(i_scale=4.0, dtypes=["float32", "float32", "bfloat16"])
+
+
+def on_backends(table):
+    """Lines that begin with a backend, as parameters of a test."""
+    for line in rows_of(table):
+        marks = [pytest.mark.gpu] * line.startswith("triton")
+        marks += [pytest.mark.smoke] * line.startswith("triton 2,4,3,128,256")
+        yield pytest.param(line, marks=marks)
+
+
+def of_entries(slots, lengths):
+    """The recurrence of the entries that have rows, from the states in these and to them."""
+    index = None if slots is None else np.asarray(slots, int)
+
+    def run(*, segment_ids=None, **x):
+        B, _, S = x["i"].shape
+        used = rows = np.arange(B)
+        count = len(x.get(STATES[0], used))
+        if index is not None:
+            used = np.flatnonzero((index >= 0) & (index < count))
+            rows = index[used]
+        each = x | {name: x[name][rows if name in STATES else used] for name in {*NAMES} & {*x}}
+        h, states = recurrence_of_lengths(np.array(lengths or [S] * B, int)[used])(**each)
+        zeros = (jnp.zeros((count, *y.shape[1:]), y.dtype) for y in states)
+        pools = (x.get(name, y) for name, y in zip(STATES, zeros, strict=True))
+        after = (y.at[rows].set(z) for y, z in zip(pools, states, strict=True))
+        return jnp.zeros_like(x["v"]).at[used].set(h), *after
+
+    return run
+
+
+def check(backend, *shape, inputs=(), mapped=False, wide=False, lengths=None, **options):
+    """A step, or a sequence of several, is the recurrence in float64, in dtypes too; in plain jnp
+    so are its gradients.
+
+    Args:
+      inputs: options of inputs_of.
+      mapped: whether the batch is a mapped axis.
+      wide: whether all is in float64.
+      options: those of run_of.
+    """
+    (*_, S, DHQK, _), (x, slots) = shape, inputs_of(*shape, lengths=lengths, **dict(inputs))
+    run = run_of(S, backend, lengths=lengths, **options)
+    of_recurrence = {name: options[name] for name in OF_RECURRENCE & {*options}}
+    alone = functools.partial(of_entries(slots, lengths), **of_recurrence)
+    # Nothing reads a NaN.
+    clean = {name: np.where(np.isnan(y), y.dtype.type(0), y) for name, y in x.items()}
+    dtypes = [x[name].dtype if name in x else "float32" for name in ("v", *STATES)]
+    desired = in_float64(jax.jit(lambda x: alone(**x)), clean)
     if mapped:
-        run, args = jax.vmap(jax.jit(run)), [y[:, None] for y in args]
-    if wide:
-        dtype = of_states = stabiliser = "float64"
-        run = functools.partial(in_float64, run)
-    h, *states = (y[:, 0] if mapped else y for y in jax.tree.leaves(run(*args)))
-    assert [y.dtype for y in (h, *states)] == [dtype, of_states, of_states, stabiliser]
-    h = h[:, :, None] if S == 1 else in_layout(layout, "h", [h])[0]
-    expected_h, *expected = oracle(x, **options)
-    assert_close(h, expected_h, tolerance(dtype, DHQK), "h")
-    compare(STATES, states, expected, tolerance(of_states, terms))
-    for y, zero in zip((h, *states), (expected_h, *expected), strict=True):
-        assert not np.any(np.asarray(y)[zero == 0])
+        mapped = jax.jit(jax.vmap(lambda x: run(**x)))({name: y[:, None] for name, y in x.items()})
+        outputs = [y[:, 0] for y in mapped]
+    elif wide:
+        dtypes, outputs = ["float64"] * 4, in_float64(lambda x: run(**x), x)
+    else:
+        outputs, *again = (jax.jit(run)(slots, **x) for _ in range(1 + (backend == "triton")))
+        for other in again:
+            jax.tree.map(np.testing.assert_array_equal, other, outputs)
+        if backend == "xla" and {*map(str, dtypes)} == {"float32"} and x["q"].size:
+            draw = np.random.default_rng(1)
+            cotangents = [np.float32(draw.normal(size=y.shape)) for y in desired]
+            tokens = x if slots is None else {name: clean[name] for name in "qkvif"}
+            result = outputs_and_gradients(run)(x | tokens, cotangents, slots=slots)
+            assert_below(errors_of(clean, result, expected_of(clean, cotangents, alone))[1], 1e-4)
+    assert [y.dtype for y in outputs] == dtypes
+    m, M = outputs[3], desired[3]
+    # The states are those of the m that is returned.
+    finite = np.isfinite(M) & np.isfinite(m)
+    factor = np.exp(np.subtract(m, M, where=finite, out=np.zeros(M.shape)))
+    factors = 1, factor[..., None, None], factor[..., None], 1
+    for name, y, z, scale in zip(("h", *STATES), outputs, desired, factors, strict=True):
+        bound = tolerance(y.dtype, DHQK if name == "h" or S > 1 else 1)
+        y = np.array(y, "float64")
+        if slots is not None and name in x:
+            others = np.setdiff1d(np.arange(len(y)), slots)  # keep their bits
+            np.testing.assert_array_equal(y[others], np.float64(x[name][others]))
+            y[others] = clean[name][others]
+        assert_close(y * scale, z, bound, name)
+        assert not np.any(y[z == 0])
 
 
-@pytest.mark.parametrize("line", lines_by_backend(*rows_of(CALLS), *JOINED))
+@pytest.mark.parametrize("line", [*on_backends(CALLS)])
 def test_a_step_is_one_of_the_recurrence(line):
-    shape, options = row_of(line, 1)
-    check(*map(int, shape.split(",")), **options)
+    backend, shape, options = row_of(line, 2, globals())
+    check(None if backend == "None" else backend, *map(int, shape.split(",")), **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("gate", "layout"), [("exp", "BTNH"), ("sigmoid", "BNTH")])
+def test_states_after_each_token_are_those_of_single_steps(backend, gate, layout):
+    x, options = random_inputs(7, 3, 2, 3, 16, 16, m_initial=gate == "exp"), dict(input_gate=gate)
+    h, *every = run_of(3, backend, layout=layout, return_all_states=True, **options)(**x)
+    for t in range(3):
+        token = {name: y if name in STATES else y[:, :, t : t + 1] for name, y in x.items()}
+        h_t, *states = run_of(1, backend, **options)(**token)
+        assert_same_bits([h[:, :, t : t + 1], *(y[:, t] for y in every)], [h_t, *states])
+        x |= zip(STATES, states, strict=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -173,7 +305,7 @@ def test_any_gates_and_stabilisers(backend):
     )
     i, f, m = np.array([*gates], "float32").T[:, None]
     whole = random_inputs(1, 1, i.size, 1, 16, 8)
-    q, k, v, _, _, c, n, _ = arguments(whole, 0)
+    q, k, v, _, _, c, n, _ = token_at(whole, 0).values()
     h, (c, n, m_new) = mlstm_recurrent_step(q, k, v, i, f, c, n, m, backend=backend)
     whole |= dict(i=np.where(i <= -1e6, -inf, i)[..., None], f=f[..., None], m_initial=m)
     *expected, M = oracle(whole)
@@ -188,62 +320,7 @@ def test_any_gates_and_stabilisers(backend):
         assert not wrong.any(), f"{name} at i, f, m = {i[wrong]}, {f[wrong]}, {m[wrong]}"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_forget_gate_keeps_its_digits(dtype):
-    """m' is log sigmoid(f) where m is 0 and nothing is stored."""
-    bound = 5 * np.finfo(dtype).eps / 2  # exp, log1p and a sum: two roundings each but for the sum
-    f = np.linspace(-40.0, 40.0, 1001).astype(dtype)[None]
-
-    @jax.jit
-    def states(f):
-        x, inf = jnp.ones_like(f)[..., None], jnp.full_like(f, -jnp.inf)
-        c, m = x[..., None], jnp.zeros_like(f)
-        return mlstm_recurrent_step(x, x, x, inf, f, c, x, m, backend="xla")[1]
-
-    with jax.enable_x64(True):
-        c, n, m = map(np.asarray, states(f))
-        slope = np.asarray(jax.grad(lambda f: jnp.sum(states(f)[2]))(f))
-    f = f.astype("float64")
-    np.testing.assert_allclose(m, -np.logaddexp(0, -f), rtol=bound)
-    # exp of 40 in one rounding of its exponent is off by 40 of them
-    np.testing.assert_allclose(slope, 1 / (1 + np.exp(f)), rtol=10 * bound)
-    assert np.all(c == 1)
-    assert np.all(n == 1)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_stabiliser_in_bfloat16_costs_no_digits(backend):
-    x = random_inputs(4, 2, 4, 6, 16, 8, i_scale=4.0)
-    x["m_initial"] = x["m_initial"].astype("bfloat16")
-    h, (c, n, m) = mlstm_recurrent_sequence(*arguments(x), eps=0.0, backend=backend)
-    assert m.dtype == "bfloat16"
-    expected_h, C, N, M = oracle(x, eps=0.0)
-    factor = np.exp(np.asarray(m, "float64") - M)[..., None]
-    assert_close(h, expected_h, 1e-6, "h")
-    assert_close(np.asarray(c) * factor[..., None], C, 2e-6, "c")
-    assert_close(np.asarray(n) * factor, N, 2e-6, "n")
-
-
 # ---------------- derivatives
-
-
-@pytest.mark.parametrize(
-    ("input_gate", "resets"), [("exp", False), ("sigmoid", False), ("exp", True)]
-)
-def test_gradients_through_xla(input_gate, resets):
-    """With resets the first state is one in which nothing is stored."""
-    inputs = random_inputs(12, 2, 4, 3, 16, 8, resets=resets, m_initial=input_gate == "exp")
-    if resets:
-        inputs["m_initial"] -= jnp.inf
-    cotangents = cotangents_for(inputs, "float32")
-    options = dict(input_gate=input_gate, eps=0.1)
-
-    def run(**x):
-        return mlstm_recurrent_sequence(*map(x.get, NAMES), backend="xla", **options)
-
-    result = outputs_and_gradients(run)(inputs, cotangents)
-    for errors in errors_of(inputs, result, expected_of(inputs, cotangents, **options)):
-        assert_below(errors, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +332,7 @@ def test_gradients_through_xla(input_gate, resets):
     ],
 )
 def test_the_kernels_refuse_derivatives(function, t, backend):
-    q, k, v, *others = arguments(random_inputs(13, 1, 1, 1, 16, 16), t)
+    q, k, v, *others = token_at(random_inputs(13, 1, 1, 1, 16, 16), t).values()
 
     def h(v):
         return jnp.sum(function(q, k, v, *others, backend=backend)[0])
@@ -271,32 +348,37 @@ def test_the_kernels_refuse_derivatives(function, t, backend):
 # ---------------- memory
 
 
-def assert_in_place(text, input_gate):
-    """One launch writes the states where it reads them."""
-    [call] = [line for line in text.splitlines() if "custom_call" in line]
-    aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", call)
-    assert aliases == [("1", "0"), ("2", "1"), ("3", "2")][: 2 + (input_gate == "exp")]
-
-
 @pytest.mark.parametrize(
-    ("input_gate", "dtype", "heads", "copied"),
+    ("input_gate", "dtype", "heads", "rows"),
     [
-        ("exp", "bfloat16", (20, 37), False),
-        ("sigmoid", "float32", (20, 37), False),
-        ("exp", "float32", (300, 500), True),
-        ("sigmoid", "bfloat16", (300, 500), True),
+        ("exp", "bfloat16", (20, 37), None),
+        ("sigmoid", "float32", (20, 37), None),
+        ("exp", "float32", (300, 500), None),
+        ("sigmoid", "bfloat16", (300, 500), None),
+        ("exp", "float32", (40, 37), 5),
+        ("sigmoid", "float32", (40, 37), 5),
     ],
 )
-def test_a_step_is_one_launch_in_place(input_gate, dtype, heads, copied):
-    """Several CTAs of a head read n and m from a copy."""
-    token = random_token(17, 1, 2, 1, *heads, dtype=dtype)
-    options = dict(input_gate=input_gate, backend="triton")
-    text = lowered_for_cuda(jax.jit(functools.partial(mlstm_recurrent_step, **options)), *token)
+def test_a_step_is_one_launch_in_place(input_gate, dtype, heads, rows):
+    """It writes the states where it reads them. Several CTAs of a head read n and m from a copy;
+    only n and m of slots are gathered."""
+    x, slots = inputs_of(5, 2, 1, *heads, rows=rows, dtype=dtype)
+    step = functools.partial(mlstm_recurrent_step, input_gate=input_gate, backend="triton")
+    run = jax.jit(lambda slots, *token: step(*token, slots=slots))
+    text = lowered_for_cuda(run, slots, *token_at(x, 0).values())
     operations = {*re.findall(r"stablehlo\.(\w+)[ (]", text)} - {"reshape"}
-    copies = {"broadcast_in_dim", "concatenate", "constant", "convert"}
-    assert operations <= {"custom_call"} | (copies if copied else set())
-    assert ("concatenate" in operations) == copied
-    assert_in_place(text, input_gate)
+    copies, copied = {"broadcast_in_dim", "concatenate", "constant", "convert"}, heads[0] == 300
+    if rows is None:
+        assert operations <= {"custom_call"} | (copies if copied else set())
+        assert ("concatenate" in operations) == copied
+    exp = input_gate == "exp"
+    gathered = re.findall(r'"stablehlo.gather".*: \((tensor<\w+>)', text)
+    assert len(gathered) == (1 + exp) * bool(rows)
+    assert "tensor<5x2x40x37xf32>" not in gathered
+    assert "scatter" not in text
+    [call] = [line for line in text.splitlines() if "custom_call" in line]
+    aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", call)
+    assert aliases == [("1", "0"), ("2", "1"), ("3", "2")][: 2 + exp]
 
 
 @pytest.mark.gpu
@@ -336,203 +418,35 @@ def test_joined_arrays_of_wrong_shapes():
             mlstm_recurrent_step(*wrong)
 
 
-@pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
-@pytest.mark.parametrize("gate", ["exp", "sigmoid"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_states_after_each_token_and_up_to_lengths(backend, gate, layout):
-    """They have the bits of single steps; beyond a length h is 0 and the states stay."""
-    S, lengths = 3, np.array([2, 0, 9])
-    x = random_inputs(7, 3, 2, S, 16, 16)
-    if gate == "sigmoid":
-        x["m_initial"] *= 0
-    options = dict(input_gate=gate, backend=backend)
-    run = functools.partial(mlstm_recurrent_sequence, layout=layout, **options)
-    args = in_layout(layout, NAMES, arguments(x))
-    states = before = arguments(x)[5:]
-    singles = [states]
-    for t in range(S):
-        _, states = mlstm_recurrent_step(*arguments(x, t)[:5], *states, **options)
-        singles.append(states)
-    whole, every = run(*args, return_all_states=True)
-    for y, *at in zip(every, *singles[1:], strict=True):
-        assert np.array_equal(y, np.stack(at, axis=1))
-    within = np.arange(S) < lengths[:, None]
-    within = within[:, None] if layout == "BNTH" else within[:, :, None]
-    garbage = itertools.cycle((np.nan, np.inf, 1e38))
-    tokens = [
-        np.where(within[..., None] if y.ndim == 4 else within, y, next(garbage)) for y in args[:5]
-    ]
-    options = dict(sequence_lengths=jnp.asarray(lengths))  # 9 is clipped
-    some, last = run(*tokens, *before, **options)
-    assert np.array_equal(some, np.where(within[..., None], whole, 0))
-    for y, *at in zip(last, *singles, strict=True):
-        assert np.array_equal(y, np.stack(at)[np.minimum(lengths, S), np.arange(3)])
-    slots, pools = np.array([4, 0, 2]), [np.zeros((5, *y.shape[1:]), y.dtype) for y in before]
-    for pool, y in zip(pools, before, strict=True):
-        pool[slots] = y
-    _, after = run(*tokens, *pools, slots=slots, **options)
-    for pool, y in zip(after, last, strict=True):
-        assert np.array_equal(pool[slots], y)
-        assert not np.any(pool[np.array([1, 3])])
-
-
-def test_no_gradient_comes_from_beyond_a_length():
-    x = random_inputs(8, 2, 1, 3, 8, 8)
-    poisoned = x | {name: x[name].at[0, :, 1:].set(jnp.nan) for name in "qkvif"}
-
-    @jax.jit
-    @jax.grad
-    def gradients(x):
-        lengths = dict(sequence_lengths=np.array([1, 3]), backend="xla")
-        return loss_of(*mlstm_recurrent_sequence(*map(x.get, NAMES), **lengths))
-
-    assert_same_bits(*map(gradients, (poisoned, x)))
-
-
-# ---------------- states in pools
-
-# Rows 2 and 4 are nobody's; entries 1 and 3 have no row.
-SLOTS = np.array([3, -1, 0, 5, 1], "int32")
-USED, WITHOUT, UNUSED = [0, 2, 4], [1, 3], [2, 4]
-POOLED = """
-xla
-xla input_gate="sigmoid", dtype="bfloat16"
-xla joined=True, slots="int8", rows=200
-xla lengths=[2, 3, 0, 1, 9], S=3, layout="BTNH"
-interpret
-interpret input_gate="sigmoid", columns=16
-interpret joined=True, columns=16, slots="int8", rows=200
-interpret dtype="bfloat16", states="float16", columns=16
-interpret lengths=[2, 3, 0, 1, 9], S=3, layout="BTNH"
-triton columns=16, joined=True, slots="int8", rows=200
-triton dtype="bfloat16", states="float16"
-triton lengths=[2, 3, 0, 1, 9], S=3, layout="BTNH"
-"""
-
-
-def pooled_call(
-    backend="xla",
-    *,
-    dtype="float32",
-    states=None,
-    slots="int32",
-    rows=5,
-    columns=None,
-    joined=False,
-    S=1,
-    layout="BNTH",
-    lengths=None,
-    **options,
-):
-    """The arrays of SLOTS' entries, pools of these rows, and a step or a sequence of several.
-
-    Entries without a row are NaN, and so is a row without an entry.
-    """
-    x = random_inputs(21, len(SLOTS), 2, S, 40, 37, dtype=dtype)
-    *token, c, n, m = map(np.array, arguments(x, 0 if S == 1 else None))
-    for y in token:
-        y[WITHOUT] = np.nan
-    c, n, m = (np.resize(y, (rows, *y.shape[1:])) for y in (c, n, m))
-    for y in c, n, m:
-        y[UNUSED[0]] = np.nan
-    if options.get("input_gate"):
-        m[:] = 0
-    tiles = columns and KernelConfig(triton_recurrent_step=dict(siz_b_DHQK=16, siz_b_DHHV=columns))
-    options |= dict(backend=backend, config=tiles)
-    token = in_layout(layout, NAMES, token)
-    if joined:
-        token = joined_arrays(*token)[:5]
-    pools = c.astype(states or dtype), n.astype(dtype), m
-
-    def run(token, pools, entries=slice(None), **slots):
-        if S == 1:
-            return mlstm_recurrent_step(*token, *pools, **slots, **options)
-        of_entries = lengths if lengths is None else jnp.asarray(np.array(lengths)[entries])
-        options_of = dict(layout=layout, sequence_lengths=of_entries, **slots, **options)
-        return mlstm_recurrent_sequence(*token, *pools, **options_of)
-
-    beyond = rows if rows < 128 else -128  # the least int8
-    return run, (token, pools), np.where(SLOTS == 5, beyond, SLOTS).astype(slots)
-
-
-@pytest.mark.parametrize("line", lines_by_backend(*rows_of(POOLED)))
-def test_slots_are_what_gathers_and_scatters_around_a_step_do(line):
-    """An entry without a row has h = 0, whatever its inputs, and other rows keep their bits."""
-    backend, options = row_of(line, 1)
-    run, (token, pools), slots = pooled_call(backend, **options)
-    h, after = jax.jit(lambda *x: run(*x[:2], slots=x[2]))(token, pools, slots)
-
-    @jax.jit
-    def expected(token, pools):
-        rows = SLOTS[USED]
-        h, new = run(token, [y[rows] for y in pools], USED)
-        return h, [jnp.asarray(y).at[rows].set(z) for y, z in zip(pools, new, strict=True)]
-
-    some = jax.tree.map(lambda y: y[np.array(USED)], token)
-    desired, rows = expected(some, pools)
-    assert [y.dtype for y in after] == [y.dtype for y in pools]
-    assert not np.any(np.asarray(h)[WITHOUT])
-    pairs = [(np.asarray(h)[USED], desired), *zip(after, rows, strict=True)]
-    pairs = [[np.asarray(y).astype("float64") for y in pair] for pair in pairs]
-    for y, z in pairs if backend == "interpret" else ():  # the same kernel
-        np.testing.assert_array_equal(y, z)
-    for y, z in pairs[1:]:
-        np.testing.assert_array_equal(y[UNUSED], z[UNUSED])
-    for y, z in pairs:
-        assert_close(*map(np.nan_to_num, (y, z)), tolerance(h.dtype, 40))
-
-
-def test_gradients_through_slots():
-    """Those of a gather, a step and a scatter; no NaN comes from a row without an entry."""
-    run, (token, pools), slots = pooled_call()
-    token, slots = jax.tree.map(np.nan_to_num, token), jnp.asarray(slots)
-
-    def in_pools(token, pools):
-        return loss_of(*run(token, pools, slots=slots))
-
-    def by_hand(token, pools):
-        rows = SLOTS[USED]
-        h, new = run(jax.tree.map(lambda y: y[np.array(USED)], token), [y[rows] for y in pools])
-        return loss_of(h, [y.at[rows].set(z) for y, z in zip(pools, new, strict=True)])
-
-    both = [
-        jax.grad(f, (0, 1))(token, jax.tree.map(jnp.asarray, pools)) for f in (in_pools, by_hand)
-    ]
-    for y, z in zip(*map(jax.tree.leaves, both), strict=True):
-        assert_close(y, z, tolerance("float32", 40))
+def entries_and_pools(rows):
+    """Inputs of entries, slots, and pools by name."""
+    x, slots = inputs_of(5, 2, 1, 40, 37, rows=rows)
+    return x, slots, {name: x.pop(name) for name in STATES}
 
 
 @pytest.mark.parametrize("backend", ["xla", None])
 def test_donated_pools_are_updated_in_place(backend):
-    run, (token, pools), slots = pooled_call(backend)
-    pools = [jnp.repeat(y, 100, axis=0) for y in pools]
-    before = [y.unsafe_buffer_pointer() for y in pools]
-    step = jax.jit(lambda pools, *x: run(x[0], pools, slots=x[1])[1], donate_argnums=0)
-    compiled = step.lower(pools, token, slots).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < pools[0].nbytes / 10
-    assert [y.unsafe_buffer_pointer() for y in compiled(pools, token, slots)] == before
-
-
-@pytest.mark.parametrize("input_gate", ["exp", "sigmoid"])
-def test_a_step_with_slots_is_one_launch_in_the_pools(input_gate):
-    """Only n and m of the entries are gathered; the plan is that of the batch."""
-    run, args, slots = pooled_call("triton", input_gate=input_gate)
-    text = lowered_for_cuda(jax.jit(lambda *x: run(*x[:2], slots=x[2])), *args, slots)
-    assert "scatter" not in text
-    gathered = re.findall(r'"stablehlo.gather".*: \((tensor<\w+>)', text)
-    assert len(gathered) == 2 - (input_gate == "sigmoid")
-    assert "tensor<5x2x40x37xf32>" not in gathered
-    assert_in_place(text, input_gate)
+    x, slots, pools = entries_and_pools(500)
+    pools = {name: jnp.array(y) for name, y in pools.items()}
+    before = [pools[name].unsafe_buffer_pointer() for name in STATES]
+    run = run_of(1, backend)
+    step = jax.jit(lambda pools, slots, x: run(slots, **x, **pools)[1:], donate_argnums=0)
+    compiled = step.lower(pools, slots, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < pools[STATES[0]].nbytes / 10
+    assert [y.unsafe_buffer_pointer() for y in compiled(pools, slots, x)] == before
 
 
 @pytest.mark.parametrize("backend", ["xla", "interpret"])
 def test_vmap_over_pools_and_slots(backend):
     """A mapped element has pools of its own, also where the pools are not mapped."""
-    run, (token, pools), slots = pooled_call(backend)
-    each = [(token, slots), jax.tree.map(lambda y: y[::-1].copy(), (token, slots))]
-    expected = [jax.jit(lambda *x: run(x[0], pools, slots=x[1]))(*x) for x in each]
-    both = jax.tree.map(lambda *y: np.stack(y), *each)
-    result = jax.jit(jax.vmap(lambda *x: run(x[0], pools, slots=x[1])))(*both)
-    desired = jax.tree.map(lambda *y: np.stack(y), *expected)
-    for y, z in zip(*map(jax.tree.leaves, (result, desired)), strict=True):
+    x, slots, pools = entries_and_pools(5)
+
+    @jax.jit
+    def run(x, slots):
+        return run_of(1, backend)(slots, **x, **pools)
+
+    each = [(x, slots), jax.tree.map(lambda y: y[::-1].copy(), (x, slots))]
+    desired = jax.tree.map(lambda *y: np.stack(y), *(run(*y) for y in each))
+    result = jax.jit(jax.vmap(run))(*jax.tree.map(lambda *y: np.stack(y), *each))
+    for y, z in zip(result, desired, strict=True):
         np.testing.assert_allclose(y, z, rtol=1e-5, atol=1e-6)
