@@ -1,10 +1,11 @@
 """Calls of mlstm_chunkwise, the table of those that the tests compare with the recurrence in
 float64, and the comparison."""
 
-import functools
 import itertools
 import math
+from functools import partial
 
+import compile_report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,7 @@ from oracle import (
     assert_nothing_beyond,
     assert_same_bits,
     beyond,
+    check_isolated,
     config_in_splits,
     cotangents_for,
     emptied,  # noqa: F401, the tables have it
@@ -192,7 +194,7 @@ def check_call(
     of_recurrence = {name: options[name] for name in OF_RECURRENCE & {*options}}
     expected = expected_of(inputs, cotangents, run, segment_ids, **of_recurrence)
     for more in several:
-        call = functools.partial(
+        call = partial(
             *(gradients_of_call(**options | more), *arrays),
             segment_ids=segment_ids,
             sequence_lengths=lengths,
@@ -217,6 +219,28 @@ def check_call(
         for x, bound in zip((of_outputs, of_gradients), each, strict=True):
             assert_below(x, bound)
     return errors
+
+
+def check_middle_head(run, x):
+    """The second of three heads, (1, 3, ...), has the same bits beside finite ones and beside NaN,
+    and again; what an interpreted kernel does not write is NaN."""
+    poisoned = jax.tree.map(lambda y: y.at[:, ::2].set(jnp.nan), x)
+    check_isolated(run, x, poisoned, partial(jax.tree.map, lambda y: y[:, 1]))
+    check_isolated(run, x, x, lambda y: y)
+
+
+def check_neighbours(backend, shape, layout="BNTH", config=None, dtype="bfloat16", **options):
+    """check_middle_head of outputs and gradients; returns the names of the Triton kernels.
+
+    In the layout "BTNH" the columns of the next head follow those of a head.
+    """
+    inputs = random_inputs(11, *shape, dtype=dtype)
+    x = inputs, cotangents_for(inputs, dtype)
+    config = config or KernelConfig(fused=True)
+    run = gradients_of_call(config=config, backend=backend, layout=layout, **options)
+    check_middle_head(lambda x: run(*x), x)
+    calls = compile_report.equations(jax.make_jaxpr(run)(*x).jaxpr, "pallas_call")
+    return {call.params["name"] for call in calls}
 
 
 # ---------------- the calls
@@ -284,13 +308,17 @@ def behind_a_norm(inputs, dtype, states):
     """Cotangents, of which that of h is orthogonal to h."""
     dh, *of_states = cotangents_for(inputs, dtype, states)
     h = expected_of(inputs, [dh, *of_states])[0][0].astype("float32")
-    total = functools.partial(np.sum, axis=-1, keepdims=True)
+    total = partial(np.sum, axis=-1, keepdims=True)
     return [dh - total(dh * h) / total(h * h) * h, *of_states]
 
 
 def states_alone(*of):
     dh, *of_states = cotangents_for(*of)
     return [0 * dh, *of_states]
+
+
+def reset_at(step, x):
+    return x | {"f": x["f"].at[:, 0, step].set(-jnp.inf)}
 
 
 def both_closed(x):
@@ -301,10 +329,6 @@ def both_closed(x):
 def nearly_closed(gate, x):
     """Next to nothing passes at some steps."""
     return x | dict(f=jnp.where(jnp.arange(x["f"].shape[2]) % 37 == 5, gate, x["f"]))
-
-
-def nearly_closed_at(gate):
-    return dict(change=functools.partial(nearly_closed, gate))
 
 
 def segments(B):
@@ -323,13 +347,27 @@ STATES = "c_initial", "n_initial"
 FLOOR = dict(norm_val=50.0, skip=["n_initial"])  # of the denominator, at most steps
 NO_M = dict(recipe=dict(m_initial=False))
 HALF = dict(seed=11, shape=(1, 1, 256, 16, 16), dtype="bfloat16")
-# The calls of test_gradients.py.
-GRADIENTS = """
+BACK = dict(seed=7, shape=(2, 2, 91, 24, 40), reverse=True)
+# A segment begins at the length of 75, and lengths end in a chunk, before the first one and before
+# the last step.
+SHORT = dict(seed=8, shape=(4, 2, 91, 16, 24), lengths=np.array([75, 0, 90, 20]), reverse=True)
+SMALL = dict(siz_b_LQ=16)
+SMALL_TILES = KernelConfig(
+    triton_parallel_bw_dP=SMALL,
+    triton_parallel_bw_dQKV=SMALL,
+    triton_recurrent_bw_dC=dict(num_splits=2),
+)
+LENGTHS = dict(seed=0, shape=(5, 2, 70, 16, 32), lengths=np.array([0, 1, 20, 40, 99]))
+# One segment starts beyond 40.
+WITH_IDS = dict(segment_ids=np.repeat([[0, 1, 0]] * 5, [20, 31, 19], axis=1)) | LENGTHS
+FLOAT32 = tolerance("float32", 40 + 8), PROMISED["float32"][1]
+# The calls of test_calls.py.
+CALLS = """
 # Whole blocks of the fused scan and no whole chunks; padded heads.
 float32 64 materialised,fused,~materialised_stored,~xla,~xla_stored **PADDED
 float32 16 ~materialised,~fused_stored,~fused_two_launches,~splits **PADDED
 float32 16 ~splits_materialised,~splits_stored **PADDED
-bfloat16 64 ~xla,~materialised,~fused dtype="bfloat16", **PADDED  # quick: test_float16.py
+bfloat16 64 ~xla,~materialised,~fused dtype="bfloat16", **PADDED  # quick: float16
 # With C = n = 0 it equals a first step of i = -inf that resets; m = 0 would win.
 m_of_minus_infinity 64 materialised,fused change=emptied, \
 recipe=dict(i_shift=-20.0, i_scale=0.1, f_shift=5.0), **PADDED
@@ -369,9 +407,11 @@ unnormalised 32 ~materialised **UNNORMALISED, **NO_M, **STEPS
 
 # Next to nothing passes where most of the gradient is: what passes elsewhere must not leave its
 # rounding there.
-nearly_closed_at-20.0 64 xla recipe=dict(f_shift=6.0), **HALF, **nearly_closed_at(-20.0)
-nearly_closed_at-10.0 64 ~materialised recipe=dict(f_shift=12.0), **HALF, **nearly_closed_at(-10.0)
-nearly_closed_at-6.0 64 ~splits recipe=dict(f_shift=9.0), **HALF, **nearly_closed_at(-6.0)
+nearly_closed_at-20.0 64 xla recipe=dict(f_shift=6.0), **HALF, change=partial(nearly_closed, -20.0)
+nearly_closed_at-10.0 64 ~materialised recipe=dict(f_shift=12.0), **HALF, \
+change=partial(nearly_closed, -10.0)
+nearly_closed_at-6.0 64 ~splits recipe=dict(f_shift=9.0), **HALF, \
+change=partial(nearly_closed, -6.0)
 
 # Multiples of 16 are not padded, other heads are.
 heads_of_80_and_112 32 fused,~materialised seed=37, shape=(1, 3, 37, 80, 112)
@@ -389,50 +429,39 @@ odd_lengths-48 32 ~fused seed=48, shape=(2, 3, 48, 32, 16)  # blocks of the scan
 odd_lengths-127 32 ~fused_two_launches seed=127, shape=(2, 3, 127, 32, 16)
 odd_lengths-129 16 ~splits_stored seed=129, shape=(2, 3, 129, 32, 16)
 odd_lengths-2 16 ~splits_stored seed=2, shape=(2, 3, 2, 32, 16)
-"""
 
-BACK = dict(seed=7, shape=(2, 2, 91, 24, 40), reverse=True)
-# A segment begins at the length of 75, and lengths end in a chunk, before the first one and before
-# the last step.
-SHORT = dict(seed=8, shape=(4, 2, 91, 16, 24), lengths=np.array([75, 0, 90, 20]), reverse=True)
-# Of test_reverse.py.
-REVERSE = """
-states 16 materialised,fused_stored,~materialised_stored,~fused_two_launches **BACK
-states 16 ~splits_materialised,~splits_stored **BACK
-states 64 ~splits,~xla,~xla_stored,~fused **BACK
+# Nothing passes a reset; at step 0 it discards the initial states.
+reset_at-0 16 default,xla seed=5, shape=(1, 2, 40, 16, 16), change=partial(reset_at, 0)
+reset_at-17 16 default,xla seed=5, shape=(1, 2, 40, 16, 16), change=partial(reset_at, 17)
+# exp(m) underflows, and nothing may be scaled by it.
+floor_of_zero 32 default recipe=dict(states=False, i_shift=-300.0), change=partial(reset_at, 0), \
+shape=(1, 1, 40, 8, 8), norm_val=0.0, return_last_states=False, bounds=FLOAT32
+
+reverse_states 16 materialised,fused_stored,~materialised_stored,~fused_two_launches **BACK
+reverse_states 16 ~splits_materialised,~splits_stored **BACK
+reverse_states 64 ~splits,~xla,~xla_stored,~fused **BACK
+# The first step is the last one in memory; through the floor the gradient of m is not 0.
+reverse_first_step 16 xla change=partial(reset_at, 90), stabilize_correctly=False, norm_val=4.0, \
+**BACK
 # Tiles of 16, 32 and 64 steps in one chunk.
-tiles 128 ~tiles32x16,~tiles16x32,~tiles128 seed=3, shape=(1, 1, 300, 16, 16), reverse=True
-h_alone 32 ~fused,~xla return_last_states=False, recipe=dict(states=False, resets=True), **BACK, \
-**UNNORMALISED
-packed 32 ~materialised,~fused,~xla **BACK, segment_ids=segments(2), eps=0.1
-lengths 16 fused,xla,~materialised,~splits,~fused_stored segment_ids=segments(4), **SHORT
-float16 32 ~fused,~materialised dtype="float16", **BACK
-bfloat16 32 ~fused,~xla dtype="bfloat16", **BACK
-"""
+reverse_tiles 128 ~tiles32x16,~tiles16x32,~tiles128 seed=3, shape=(1, 1, 300, 16, 16), reverse=True
+reverse_h_alone 32 ~fused,~xla return_last_states=False, recipe=dict(states=False, resets=True), \
+**BACK, **UNNORMALISED
+reverse_packed 32 ~materialised,~fused,~xla **BACK, segment_ids=segments(2), eps=0.1
+reverse_lengths 16 fused,xla,~materialised,~splits,~fused_stored segment_ids=segments(4), **SHORT
+reverse_float16 32 ~fused,~materialised dtype="float16", **BACK
+reverse_bfloat16 32 ~fused,~xla dtype="bfloat16", **BACK
 
-# Of test_float16.py.
-FLOAT16 = """
 float16 32 fused,~xla,~materialised,~splits,~fused_stored dtype="float16", seed=3, \
 shape=(2, 2, 100, 24, 60)
-"""
 
-SMALL = dict(siz_b_LQ=16)
-SMALL_TILES = KernelConfig(
-    triton_parallel_bw_dP=SMALL,
-    triton_parallel_bw_dQKV=SMALL,
-    triton_recurrent_bw_dC=dict(num_splits=2),
-)
-LENGTHS = dict(seed=0, shape=(5, 2, 70, 16, 32), lengths=np.array([0, 1, 20, 40, 99]))
-# One segment starts beyond 40.
-WITH_IDS = dict(segment_ids=np.repeat([[0, 1, 0]] * 5, [20, 31, 19], axis=1)) | LENGTHS
-# Of test_sequence_lengths.py.
-OF_LENGTHS = """
-materialised 32 default eps=0.0, stabilize_correctly=False, norm_val=0.0, **LENGTHS
-fused_stored_BTNH 32 default config=fused(), **BTNH, **STORED, **WITH_IDS
+# Every batch entry is computed as if it were cut to its length.
+lengths_materialised 32 default eps=0.0, stabilize_correctly=False, norm_val=0.0, **LENGTHS
+lengths_fused_stored_BTNH 32 default config=fused(), **BTNH, **STORED, **WITH_IDS
 # The steps beyond a length of 20 are no whole number of chunks.
-fused 16 ~default config=fused(), **LENGTHS
-tiles_and_splits 64 default config=SMALL_TILES, **LENGTHS
-plain 32 default backend="xla", **NO_M, **UNNORMALISED, **WITH_IDS
+lengths_fused 16 ~default config=fused(), **LENGTHS
+lengths_tiles_and_splits 64 default config=SMALL_TILES, **LENGTHS
+lengths_plain 32 default backend="xla", **NO_M, **UNNORMALISED, **WITH_IDS
 """
 
 
@@ -535,15 +564,15 @@ BACK_ON_A_GPU = dict(reverse=True) | TWO_LOWERINGS
 FUSED_BACK = dict(config=fused()) | STORED | BACK_ON_A_GPU
 REVERSE_ON_A_GPU = """
 reverse bfloat16 1 8 2048 64 128 **BACK_ON_A_GPU
-fused bfloat16 1 8 2048 64 128 **FUSED_BACK
+reverse_fused bfloat16 1 8 2048 64 128 **FUSED_BACK
 reverse bfloat16 1 8 2048 128 256 **BTNH, **BACK_ON_A_GPU
-fused bfloat16 1 8 2048 128 256 **FUSED_BACK
+reverse_fused bfloat16 1 8 2048 128 256 **FUSED_BACK
 reverse bfloat16 1 8 1001 256 512 **BTNH, **BACK_ON_A_GPU
-fused bfloat16 1 8 1001 256 512 **FUSED_BACK
+reverse_fused bfloat16 1 8 1001 256 512 **FUSED_BACK
 reverse bfloat16 1 8 1500 96 192 **BACK_ON_A_GPU
-fused bfloat16 1 8 1500 96 192 **FUSED_BACK
-splits bfloat16 1 2 4096 256 512 config=fused(), **BACK_ON_A_GPU
-lengths bfloat16 5 2 1000 128 256 reverse=True, **OF_1000
+reverse_fused bfloat16 1 8 1500 96 192 **FUSED_BACK
+reverse_splits bfloat16 1 2 4096 256 512 config=fused(), **BACK_ON_A_GPU
+reverse_lengths bfloat16 5 2 1000 128 256 reverse=True, **OF_1000
 reverse float32 1 2 1000 128 256 reverse=True
 """
 HALF_ON_A_GPU = dict(bounds=None, seed=3)
@@ -565,4 +594,5 @@ def gpu_calls():
             yield on_a_gpu("heads", dtype, 1, 2, 500, *heads, marks=smoke)
     for heads, call in calls_of_any_heads():
         yield pytest.param(call, id=f"any_heads-{heads}", marks=pytest.mark.gpu)
-    yield from gpu_calls_of(ON_A_GPU)
+    for table in ON_A_GPU, REVERSE_ON_A_GPU, FLOAT16_ON_A_GPU:
+        yield from gpu_calls_of(table)

@@ -19,12 +19,9 @@ from call_checks import (
 from oracle import (
     array,
     assert_close,
-    check_isolated,
     cotangents_for,
     for_device,
-    gradients_of_call,
     in_float64,
-    random_inputs,
     row_of,
     rows_of,
     slow,
@@ -197,19 +194,6 @@ def check_case(name, backend):
 
 def quick_and_slow(names, quick):
     return [name if name in quick else slow(name) for name in names]
-
-
-def check_neighbours(backend, shape, layout="BNTH", config=None):
-    """The second of three heads has the same bits beside finite ones and beside NaN; outputs and
-    gradients.
-
-    In the layout "BTNH" the columns of the next head follow those of a head.
-    """
-    inputs = random_inputs(11, *shape, dtype="bfloat16")
-    x = inputs, cotangents_for(inputs, "bfloat16")
-    run = gradients_of_call(config=config or fused(), backend=backend, layout=layout)
-    poisoned = jax.tree.map(lambda x: x.at[:, ::2].set(jnp.nan), x)
-    check_isolated(lambda x: run(*x), x, poisoned, lambda y: jax.tree.map(lambda x: x[:, 1], y))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The contract of mlstm_chunkwise: backends, dtypes and defaults.
 
-Gradients: test_gradients.py; errors: test_errors.py.
+Gradients: test_calls.py; errors: test_errors.py.
 """
 
 import inspect

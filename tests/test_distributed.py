@@ -232,16 +232,6 @@ def test_no_batch_at_all():
     assert h.shape == x[2].shape
 
 
-def test_an_axis_that_is_none_of_the_mesh_is_refused():
-    x = [*OPEN.values()][:5]
-    message = r"axis_name is 's', expected a mesh axis of the surrounding jax\.shard_map"
-    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s")
-    inside = jax.shard_map(run, mesh=mesh_of((2,), names="t"), in_specs=WHOLE, out_specs=WHOLE)
-    for call in (run, inside):
-        with pytest.raises(ValueError, match=message):
-            call(*x)
-
-
 @pytest.mark.parametrize(
     ("derivative", "message"),
     [

@@ -116,6 +116,17 @@ def stage(name, **changed):
     return partial(trace, function, all_of(function, stage_arrays(function))[1] | changed)
 
 
+MOST, SLOTS = 2**16 - 3, array(B, dtype="uint8")
+STEPS = mlstm_recurrent_step, mlstm_recurrent_sequence
+
+
+def pooled(function, **changed):
+    """A call of a function of steps with slots and pools of five rows."""
+    x = arrays_of(function)
+    pools = {name: x[name].update(shape=(5, *x[name].shape[1:])) for name in INITIAL}
+    return partial(trace, function, x | pools | {"slots": SLOTS} | changed)
+
+
 SWAPPED = (
     "{} has shape (2, 3, 40), expected (B, S, NH) = (2, 40, 3), as q has shape (2, 40, 3, 16): "
     "axes 1 and 2 are swapped, as the other layout has them"
@@ -195,6 +206,24 @@ TypeError vecN_out is a NoneType, expected an array
 ValueError vecN_initial, scaM_initial is None, expected all initial states (matC_initial,
 vecN_initial, scaM_initial) or none
 <- stage("_fw", vecN_initial=None, scaM_initial=None)
+
+ValueError c_initial is None with slots, expected a pool (P, NH, DHQK, DHV)
+<- pooled(mlstm_recurrent_step, **WITHOUT_STATES)
+
+ValueError n_initial has shape (2, 3, 16), expected (P, NH, DHQK) = (5, 3, 16), as c_initial has
+shape (5, 3, 16, 24)
+<- pooled(mlstm_recurrent_sequence, n_initial=STATES[1])
+
+ValueError return_all_states is True with slots, expected False: without slots, pass the rows of the
+pools, c_initial[slots] and so on
+<- pooled(mlstm_recurrent_sequence, return_all_states=True)
+
+ValueError num_segments is 65533, expected at most 65533, the limit of a kernel's grid, or backend
+'xla'; one less with initial states and segment_ids that may be negative
+<- SEGMENTS | dict(num_segments=MOST)
+
+ValueError lengths has 8 steps in row 1, expected at most S = 7
+<- partial(pack_lengths, [[2], [3, 5]], 7)
 
 TypeError k has dtype bfloat16, expected float32, the dtype of q
 <- dict(k=array(2, 3, 40, 16, dtype="bfloat16"))
@@ -316,9 +345,6 @@ def test_a_stabiliser_other_than_zeros_is_refused_with_the_sigmoid_gate():
 OF_CHUNKS = mlstm_chunkwise, mlstm_chunkwise_sequence_parallel, reference.chunkwise
 
 
-STEPS = mlstm_recurrent_step, mlstm_recurrent_sequence
-
-
 @pytest.mark.parametrize(
     ("function", "pooled"), [*((x, False) for x in PUBLIC), *((x, True) for x in STEPS)]
 )
@@ -349,23 +375,13 @@ def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones(function, poo
     jax.eval_shape(lambda: run(x[m]))  # an array of zeros
 
 
-def test_num_segments_may_be_exactly_its_limit():
+def test_num_segments_and_rows_of_prompts_may_be_exactly_their_limits():
     """A segment of ids below 0 has a place too, where there are initial states."""
-    most, ids = 2**16 - 3, SEGMENTS["segment_ids"]
+    ids = SEGMENTS["segment_ids"]
     for states, dtype in ({}, "int32"), (INITIAL, "uint32"):
         arrays = PLAIN | states | {"segment_ids": ids.update(dtype=dtype)}
-        trace(mlstm_chunkwise, arrays | dict(num_segments=most, return_last_states=True))
-    message = (
-        f"num_segments is {most}, expected at most {most}, the limit of a kernel's grid, or "
-        "backend 'xla'; one less with initial states and segment_ids that may be negative"
-    )
-    refused(ValueError, message, trace, mlstm_chunkwise, ARRAYS | SEGMENTS | {"num_segments": most})
-
-
-def test_rows_of_prompts_may_be_exactly_full():
+        trace(mlstm_chunkwise, arrays | dict(num_segments=MOST, return_last_states=True))
     assert pack_lengths([[3, 5], [2]], 8)[0].shape == (2, 8)
-    message = "lengths has 8 steps in row 1, expected at most S = 7"
-    refused(ValueError, message, pack_lengths, [[2], [3, 5]], 7)
 
 
 @pytest.mark.filterwarnings("error")
@@ -400,28 +416,12 @@ def test_more_heads_than_steps_get_a_warning_at_each_line_that_names_no_layout(f
 
 
 @pytest.mark.parametrize("function", STEPS)
-def test_slots_and_pools_are_refused_by_name(function):
-    slots, pool = array(B, dtype="uint8"), array(5, NH, DHQK, DHV)
-    pools = dict(c_initial=pool, n_initial=array(5, NH, DHQK), m_initial=array(5, NH))
-    good = arrays_of(function) | pools | {"slots": slots}
-    trace(function, good)
-    for kind, x, message in bad_arrays(slots):
+def test_slots_are_refused_by_name(function):
+    pooled(function)()
+    for kind, x, message in bad_arrays(SLOTS):
         with pytest.raises(kind) as error:
-            trace(function, good | {"slots": x})
+            pooled(function, slots=x)()
         assert re.match(f"slots {message}", str(error.value))
-    message = "c_initial is None with slots, expected a pool (P, NH, DHQK, DHV)"
-    refused(ValueError, message, trace, function, good | WITHOUT_STATES)
-    message = (
-        "n_initial has shape (2, 3, 16), expected (P, NH, DHQK) = (5, 3, 16), as c_initial has "
-        "shape (5, 3, 16, 24)"
-    )
-    refused(ValueError, message, trace, function, good | {"n_initial": STATES[1]})
-    if function is mlstm_recurrent_sequence:
-        message = (
-            "return_all_states is True with slots, expected False: without slots, pass the rows of "
-            "the pools, c_initial[slots] and so on"
-        )
-        refused(ValueError, message, trace, function, good | {"return_all_states": True})
 
 
 SQUARE = zeros(inputs(1, 1, 16))

@@ -11,7 +11,6 @@ import pytest
 from call_checks import PROMISED, check_call, gpu_call
 from jax.lax import DotAlgorithmPreset
 from oracle import (
-    assert_same_bits,
     call_shapes,
     check_outputs,
     random_inputs,
@@ -30,18 +29,11 @@ from mlstm_pallas.problem.gpu import known_gpu
 pytestmark = pytest.mark.gpu
 
 
-def check_repeated(run, inputs, bound):
-    """Checks the outputs of mlstm_chunkwise, or of a function like it, twice."""
-    run = jax.jit(run)
-    result = run(**inputs)
-    check_outputs(result, inputs, bound)
-    assert_same_bits(run(**inputs), result)
-
-
 @pytest.mark.parametrize(("dtype", "DHQK", "DHV"), [("bfloat16", 256, 512), ("float32", 128, 256)])
 def test_forward_8192(dtype, DHQK, DHV):
     run = functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True)
-    check_repeated(run, random_inputs(0, 1, 4, 8192, DHQK, DHV, dtype=dtype), PROMISED[dtype][0])
+    inputs = random_inputs(0, 1, 4, 8192, DHQK, DHV, dtype=dtype)
+    check_outputs(jax.jit(run)(**inputs), inputs, PROMISED[dtype][0])
 
 
 @pytest.mark.parametrize("gpu", ["NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090"])
@@ -52,7 +44,7 @@ def test_the_plan_of_another_gpu_is_right_on_this_one(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("call", [*call_checks.gpu_calls()])
-def test_gradients(call):
+def test_against_float64(call):
     check_call(**call)
 
 

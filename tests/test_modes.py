@@ -175,19 +175,6 @@ def test_calls_of_a_fresh_process_in_modes(modes):
     assert output.splitlines()[-1] == f"{16 if 'debug_infs' in modes else 17} calls"
 
 
-def test_a_step_without_jit():
-    x = [y[:, :, 0] for y in inputs(1, states=False)]
-    with jax.disable_jit():
-        h, _ = mlstm_recurrent_step(*x)
-    assert_close(h, mlstm_recurrent_step(*x)[0], BOUND)
-
-
-def test_nothing_that_leaves_a_program_is_infinite_or_no_number():
-    x = inputs(20, states=False)
-    with jax.debug_nans(True), jax.debug_infs(True), jax.transfer_guard("disallow"):
-        jax.block_until_ready(with_gradients(chunkwise)(*x))
-
-
 def configured(*x):
     """A call whose static arguments are equal each time, but no objects of the call before."""
     config = KernelConfig(fused=False)

@@ -10,7 +10,18 @@ from pathlib import Path
 import jax
 import plans
 import pytest
-from mosaic_gpu_cases import ALL, CASES, RACE, SCAN, check_case, fused, materialised, quick_and_slow
+from call_checks import PROMISED
+from mosaic_gpu_cases import (
+    ALL,
+    CASES,
+    RACE,
+    SCAN,
+    check_case,
+    fused,
+    materialised,
+    mosaic_stages,
+    quick_and_slow,
+)
 from oracle import (
     MOSAIC_CALL,
     OUTPUTS,
@@ -24,13 +35,13 @@ from oracle import (
     random_inputs,
     refused,
     results_of,
+    row_of,
+    rows_of,
     run_python,
     tolerance,
 )
 from test_distributed import h_over
-from test_gradients import BOUND
 from test_packed_sequences import check_prompts
-from test_planning import planned
 from test_stages import roundings
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, use_backend
@@ -89,7 +100,7 @@ def test_sequence_parallelism_on_one_device():
     x = small_inputs()
     run = h_over(mesh_of((1,), names="s"), check_vma=False, **SMALL)
     whole = functools.partial(mlstm_chunkwise, **SMALL)
-    compare("hqkvif", results_of(run)(*x), results_of(whole)(*x), BOUND["bfloat16"])
+    compare("hqkvif", results_of(run)(*x), results_of(whole)(*x), PROMISED["bfloat16"][1])
 
 
 @needs_mosaic_gpu
@@ -234,61 +245,54 @@ def test_the_interpreter_is_imported_when_something_is_interpreted():
     assert out[-2:] == ["True False", "True True"]
 
 
-HEADS_OF_7B, NARROW_HEADS = (8, 8, 8192, 256, 512), (8, 16, 8192, 128, 256)
-
-
-TILES_OF_H = dict(state_rows=128, state_columns=128)  # recurrent_bw_dC computes delta of h
-
-
-def launch(stage, shape, tiles):
-    """The launch of a stage in chunks of as many steps as the heads have rows."""
+def launch(stage, sizes, tiles):
+    """The launch of a stage, B-NH-S-DHQK-DHV, in chunks of as many steps as the heads have rows."""
+    shape = [*map(int, sizes.split("-"))]
     config = {"chunk_size": shape[3], f"mosaic_gpu_{stage}": tiles}
     return plans.launch_lines(stage, shape, "NVIDIA H200", backend="mosaic_gpu", **config)
 
 
+# Stage, B-NH-S-DHQK-DHV, tiles.
+TILES = """
+# An item waits for three steps at once.
+parallel_bw_dQKV 8-8-8192-256-512 num_stages=2
+# A CTA makes a chunk, and a step holds v, dC, C and dh at once.
+parallel_bw_dQKV 8-16-8192-128-256 num_stages=3
+# A stage is free when the next one's product runs.
+recurrent_bw_dC 8-8-8192-256-512 num_stages=1
+recurrent_bw_dC 8-8-8192-256-512 num_splits=64  # of 32 chunks
+# Each warpgroup has 64 rows of x.
+recurrent_fw_C 8-16-8192-128-192 state_rows=128, state_columns=192
+# One step beyond what registers, or a copy of up to 256 elements, allow; memory would do.
+parallel_bw_dQKV 8-8-8192-256-512 siz_b_DHHV=288, num_stages=3
+parallel_fw_H 1-8-2048-64-576 siz_b_DHHV=288, num_stages=1
+parallel_fw_H 1-8-2048-64-576 siz_b_LQ=32
+recurrent_fw_C 8-8-8192-256-512 state_rows=320, state_columns=64, num_stages=2
+recurrent_bw_dC 8-8-8192-256-512 state_rows=192, state_columns=192, num_stages=2
+recurrent_bw_dC 8-8-8192-256-512 state_rows=64, state_columns=256, num_stages=2
+vector_states 8-8-8192-256-512 num_splits=64
+recurrent_fw_H 8-8-8192-256-512 siz_b_DHHV=256  # too few registers
+# It computes delta of h.
+recurrent_bw_dC 8-16-8192-128-256 state_rows=128, state_columns=128, num_stages=5
+recurrent_bw_dC 8-16-8192-128-256 state_rows=128, state_columns=128, num_stages=6
+"""
+
+
 @needs_mosaic_gpu
-@pytest.mark.parametrize(
-    ("shape", "stage", "tiles"),
-    [
-        # An item waits for three steps at once.
-        (HEADS_OF_7B, "parallel_bw_dQKV", dict(num_stages=2)),
-        # A CTA makes a chunk, and a step holds v, dC, C and dh at once.
-        (NARROW_HEADS, "parallel_bw_dQKV", dict(num_stages=3)),
-        # A stage is free when the next one's product runs.
-        (HEADS_OF_7B, "recurrent_bw_dC", dict(num_stages=1)),
-        (HEADS_OF_7B, "recurrent_bw_dC", dict(num_splits=64)),  # of 32 chunks
-        # Each warpgroup has 64 rows of x.
-        ((8, 16, 8192, 128, 192), "recurrent_fw_C", dict(state_rows=128, state_columns=192)),
-        # One step beyond what registers, or a copy of up to 256 elements, allow; memory would do.
-        (HEADS_OF_7B, "parallel_bw_dQKV", dict(siz_b_DHHV=288, num_stages=3)),
-        ((1, 8, 2048, 64, 576), "parallel_fw_H", dict(siz_b_DHHV=288, num_stages=1)),
-        ((1, 8, 2048, 64, 576), "parallel_fw_H", dict(siz_b_LQ=32)),
-        (HEADS_OF_7B, "recurrent_fw_C", dict(state_rows=320, state_columns=64, num_stages=2)),
-        (HEADS_OF_7B, "recurrent_bw_dC", dict(state_rows=192, state_columns=192, num_stages=2)),
-        (HEADS_OF_7B, "recurrent_bw_dC", dict(state_rows=64, state_columns=256, num_stages=2)),
-        (HEADS_OF_7B, "vector_states", dict(num_splits=64)),
-        (HEADS_OF_7B, "recurrent_fw_H", dict(siz_b_DHHV=256)),  # too few registers
-        *((NARROW_HEADS, "recurrent_bw_dC", TILES_OF_H | dict(num_stages=x)) for x in (5, 6)),
-    ],
-    ids=str,
-)
-def test_tiles_that_a_kernel_cannot_have_are_refused(shape, stage, tiles):
-    L = DHQK = shape[3]
+@pytest.mark.parametrize("line", rows_of(TILES))
+def test_tiles_that_a_kernel_cannot_have_are_refused(line):
+    stage, sizes, tiles = row_of(line, 2)
+    *_, DHQK, DHV = sizes.split("-")
     message = f"config.mosaic_gpu_{stage} is {tiles}, expected tiles that the kernel has for heads "
-    message += f"of {DHQK}/{shape[4]} in chunks of {L} steps, such as Tiles("
+    message += f"of {DHQK}/{DHV} in chunks of {DHQK} steps, such as Tiles("
     with pytest.raises(ValueError, match=re.escape(message)):
-        launch(stage, shape, tiles)
-
-
-def mosaic_stages(*shape, **config):
-    """The stages of a plan on Mosaic GPU."""
-    call = planned(*shape, backend="mosaic_gpu", config=KernelConfig(**config))
-    return {x.stage for x in call.launches if x.lowering == "mosaic_gpu"}
+        launch(stage, sizes, tiles)
 
 
 @needs_mosaic_gpu
 def test_tiles_of_h_fit_where_delta_is_computed():
-    launch("recurrent_bw_dC", NARROW_HEADS, TILES_OF_H | dict(num_stages=4))
+    tiles = dict(state_rows=128, state_columns=128, num_stages=4)
+    launch("recurrent_bw_dC", "8-16-8192-128-256", tiles)
     for heads, DHQK in itertools.product((2, 16, 128, 512), (64, 128)):
         assert "recurrent_bw_dC" in mosaic_stages(1, heads, 8192, DHQK, 2 * DHQK)
 
@@ -301,7 +305,10 @@ def test_recurrences_of_heads_beyond_the_grid_run_on_triton():
     def stages(NH, S, **config):
         """Those with the fused scan and with materialised states, but for the gradients of a
         chunk."""
-        both = (mosaic_stages(1, NH, S, 64, 128, fused=x, **config) for x in (True, False))
+        both = (
+            mosaic_stages(1, NH, S, 64, 128, config=KernelConfig(fused=x, **config))
+            for x in (True, False)
+        )
         return set.union(*both) & ALL - {"parallel_bw_dP", "parallel_bw_dQKV"}
 
     assert stages(32_767, 64) == always | recurrences

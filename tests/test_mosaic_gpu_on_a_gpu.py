@@ -17,6 +17,7 @@ from call_checks import (
     STORED,
     calls_of_any_heads,
     check_call,
+    check_neighbours,
     gpu_call,
 )
 from mosaic_gpu_cases import (
@@ -25,7 +26,6 @@ from mosaic_gpu_cases import (
     RECURRENCES,
     SCAN,
     check_case,
-    check_neighbours,
     mosaic_stages,
     skip_unless_hopper,
 )

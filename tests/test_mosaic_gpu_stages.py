@@ -26,11 +26,10 @@ from stage_calls import (
     launch_of,
     only,
     plain,
-    row_of,
     rows_of,
     run_stage,
 )
-from test_stages import case
+from test_stages import case, check_line
 
 pytestmark = [pytest.mark.usefixtures("no_race"), needs_mosaic_gpu]
 ON = dict(lowering=Lowering.MOSAIC_GPU_INTERPRET)
@@ -46,73 +45,71 @@ def no_race(capsys):
     assert RACE not in capsys.readouterr().out
 
 
-# Stage, chunk size, chunks, DHQK, DHV, layout, tiles.
+# Lines of check_line.
 CALLS = """
-parallel_bw_dP 256-2-128-128 BNTH num_stages=3  # chunks of several tiles, more items than CTAs
+parallel_bw_dP 256-2-128-128 num_stages=3  # chunks of several tiles, more items than CTAs
 # Two warpgroups, which have not as many keys, and two column blocks.
-parallel_fw_H 256-2-128-256 BTNH siz_b_LQ=128, siz_b_DHHV=128, num_stages=2
+parallel_fw_H 256-2-128-256 layout="BTNH", siz_b_LQ=128, siz_b_DHHV=128, num_stages=2
 # Two steps through one slot, and two parts of h through the memory of one part of q.
-parallel_fw_H 64-2-64-128 BNTH siz_b_LQ=64, siz_b_DHHV=128, num_stages=1
-parallel_fw_P 64-2-384-64 BNTH  # q and k in two copies
-recurrent_fw_C 64-4-64-64 BTNH state_rows=64, state_columns=64, num_stages=2, num_splits=4
+parallel_fw_H 64-2-64-128 siz_b_LQ=64, siz_b_DHHV=128, num_stages=1
+parallel_fw_P 64-2-384-64  # q and k in two copies
+recurrent_fw_C 64-4-64-64 layout="BTNH", state_rows=64, state_columns=64, num_stages=2, num_splits=4
 # n in two column blocks, of which one stores it: once, or each warpgroup the half.
-recurrent_fw_C 128-2-64-256 BNTH state_rows=64, state_columns=128, num_stages=2, num_splits=1
+recurrent_fw_C 128-2-64-256 state_rows=64, state_columns=128, num_stages=2, num_splits=1
 # A CTA makes all gradients of a chunk and gets no tiles, also in the first two slow calls.
-parallel_bw_dQKV 128-1-128-128 BTNH num_stages=4
-parallel_bw_dQKV 128-2-64-256 BNTH num_stages=4
-parallel_bw_dQKV 128-2-32-64 BNTH num_stages=4  # half of each tile of q and k is beyond the head
+parallel_bw_dQKV 128-1-128-128 layout="BTNH", num_stages=4
+parallel_bw_dQKV 128-2-64-256 num_stages=4
+parallel_bw_dQKV 128-2-32-64 num_stages=4  # half of each tile of q and k is beyond the head
 # Heads of 96: three parts of a swizzle, and tiles of 64, of 128 or of 128 rows that reach beyond.
-parallel_fw_H 64-2-96-96 BTNH
-parallel_fw_P 64-2-96-96 BTNH
-parallel_bw_dP 128-1-96-96 BTNH num_stages=3
-parallel_bw_dQKV 128-1-96-64 BTNH num_stages=4
-parallel_bw_dQKV 128-1-96-96 BTNH num_stages=4  # or tiles of 96
-recurrent_fw_C 64-2-96-96 BTNH state_rows=32, state_columns=128
-recurrent_fw_H 64-2-96-96 BTNH
-recurrent_fw_H 64-2-96-192 BTNH  # three warpgroups
-recurrent_fw_C 64-2-128-192 BTNH state_rows=64, state_columns=192, num_stages=3
+parallel_fw_H 64-2-96-96 layout="BTNH"
+parallel_fw_P 64-2-96-96 layout="BTNH"
+parallel_bw_dP 128-1-96-96 layout="BTNH", num_stages=3
+parallel_bw_dQKV 128-1-96-64 layout="BTNH", num_stages=4
+parallel_bw_dQKV 128-1-96-96 layout="BTNH", num_stages=4  # or tiles of 96
+recurrent_fw_C 64-2-96-96 layout="BTNH", state_rows=32, state_columns=128
+recurrent_fw_H 64-2-96-96 layout="BTNH"
+recurrent_fw_H 64-2-96-192 layout="BTNH"  # three warpgroups
+recurrent_fw_C 64-2-128-192 layout="BTNH", state_rows=64, state_columns=192, num_stages=3
 # Items of three parts of 64 columns, so that the next item stores to the tile that was last.
-parallel_bw_dQKV 128-2-192-192 BTNH
-parallel_bw_dQKV 256-1-64-64 BTNH  # items reach beyond the only block of columns of all outputs
+parallel_bw_dQKV 128-2-192-192 layout="BTNH"
+# Items reach beyond the only block of columns of all outputs.
+parallel_bw_dQKV 256-1-64-64 layout="BTNH"
 """
 SLOW_CALLS = """
-parallel_bw_dP 128-4-128-128 BTNH num_stages=3  # chunks of one tile
-parallel_bw_dP 512-1-128-128 BTNH_unnormalised num_stages=3
-parallel_fw_H 128-2-320-256 BNTH_unnormalised siz_b_LQ=64, siz_b_DHHV=256, num_stages=1
-recurrent_fw_C 128-2-128-256 BNTH state_rows=128, state_columns=128, num_stages=2, num_splits=1
+parallel_bw_dP 128-4-128-128 layout="BTNH", num_stages=3  # chunks of one tile
+parallel_bw_dP 512-1-128-128 layout="BTNH", normalised=False, num_stages=3
+parallel_fw_H 128-2-320-256 normalised=False, siz_b_LQ=64, siz_b_DHHV=256, num_stages=1
+recurrent_fw_C 128-2-128-256 state_rows=128, state_columns=128, num_stages=2, num_splits=1
 # More items, or chunks, than CTAs, which have not all as many.
-parallel_bw_dQKV 128-3-128-256 BTNH num_stages=4
-parallel_bw_dQKV 128-3-64-512 BNTH_unnormalised num_stages=4
-parallel_bw_dQKV 256-3-256-512 BNTH num_stages=4
-parallel_bw_dQKV 128-3-512-256 BNTH_unnormalised num_stages=4
+parallel_bw_dQKV 128-3-128-256 layout="BTNH", num_stages=4
+parallel_bw_dQKV 128-3-64-512 normalised=False, num_stages=4
+parallel_bw_dQKV 256-3-256-512 num_stages=4
+parallel_bw_dQKV 128-3-512-256 normalised=False, num_stages=4
 # Parts of 32 columns: nine of the keys, an odd number of tiles of 64, items of five or of seven;
 # items that reach beyond the columns of both, or of one.
-parallel_fw_H 64-1-288-96 BTNH
-parallel_fw_P 64-1-288-96 BTNH
-parallel_bw_dP 128-2-160-96 BTNH_unnormalised num_stages=4
-recurrent_fw_C 64-2-96-192 BTNH state_rows=32, state_columns=192, num_splits=2
-recurrent_fw_H 64-2-160-96 BTNH state_rows=160
-parallel_bw_dQKV 128-2-96-192 BTNH_unnormalised
-parallel_bw_dQKV 128-2-192-320 BTNH
-parallel_bw_dQKV 128-1-160-16 BTNH
-parallel_bw_dQKV 128-2-160-320 BTNH siz_b_DHHV=160
-parallel_bw_dQKV 128-1-160-320 BTNH siz_b_DHHV=192
-parallel_bw_dQKV 128-1-224-448 BTNH siz_b_DHHV=224
-parallel_bw_dQKV 128-2-320-640 BTNH
-parallel_bw_dQKV 128-1-448-192 BTNH_unnormalised siz_b_DHHV=256
+parallel_fw_H 64-1-288-96 layout="BTNH"
+parallel_fw_P 64-1-288-96 layout="BTNH"
+parallel_bw_dP 128-2-160-96 layout="BTNH", normalised=False, num_stages=4
+recurrent_fw_C 64-2-96-192 layout="BTNH", state_rows=32, state_columns=192, num_splits=2
+recurrent_fw_H 64-2-160-96 layout="BTNH", state_rows=160
+parallel_bw_dQKV 128-2-96-192 layout="BTNH", normalised=False
+parallel_bw_dQKV 128-2-192-320 layout="BTNH"
+parallel_bw_dQKV 128-1-160-16 layout="BTNH"
+parallel_bw_dQKV 128-2-160-320 layout="BTNH", siz_b_DHHV=160
+parallel_bw_dQKV 128-1-160-320 layout="BTNH", siz_b_DHHV=192
+parallel_bw_dQKV 128-1-224-448 layout="BTNH", siz_b_DHHV=224
+parallel_bw_dQKV 128-2-320-640 layout="BTNH"
+parallel_bw_dQKV 128-1-448-192 layout="BTNH", normalised=False, siz_b_DHHV=256
 """
 
 
 @pytest.mark.parametrize("line", [*rows_of(CALLS), *map(slow, rows_of(SLOW_CALLS))])
 def test_the_kernel_agrees_with_the_plain_form(line):
-    stage, shape, call, tiles = row_of(line, 3)
-    L, chunks, *columns = map(int, shape.split("-"))
-    layout, *unnormalised = call.split("_")
+    stage, sizes, *_ = line.split()
+    L, _, DHQK, _ = sizes.split("-")
     gradients = stage == "parallel_bw_dQKV"
-    options = dict(layout=layout, normalised=not unnormalised, f_shift=6.0)
-    x = case("bfloat16", L, chunks * L, (1, 3 if gradients else 2), *columns, **options)
-    by_chunk = gradients and L == 128 and columns[0] in (32, 64, 96, 128)
-    x.check(stage, tiles, tiles_inside=by_chunk, **ON)
+    by_chunk = gradients and L == "128" and DHQK in ("32", "64", "96", "128")
+    check_line(line, **ON, tiles_inside=by_chunk, heads=(1, 2 + gradients), f_shift=6.0)
 
 
 @pytest.mark.parametrize(("heads", "tiles"), [((192, 64), dict(num_ctas=4)), ((80, 112), {})])

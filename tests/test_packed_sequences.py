@@ -1,6 +1,6 @@
 """Packed sequences (segment_ids): each is computed as if it were alone. The states of each.
 
-Gradients without states of segments: test_gradients.py, the rows gradients_of_gates.
+Gradients without states of segments: test_calls.py, the rows gradients_of_gates.
 """
 
 import functools

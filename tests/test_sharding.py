@@ -139,15 +139,6 @@ def test_vmap_over_an_axis_that_is_sharded_explicitly(expected):
     compare(RESULTS, [y[:, 0] for y in result], expected, BOUND)
 
 
-def test_vmap_over_some_arguments():
-    q, *rest = (np.asarray(x)[:1] for x in INPUTS)
-    scaled = np.arange(1.0, B + 1, dtype="float32")[:, None, None, None] * q
-    result, (c, *_) = jax.jit(jax.vmap(run_on(), (0, *[None] * 7)))(scaled[:, None], *rest)
-    h, *_ = single(scaled, *(np.concatenate([x] * B) for x in rest))
-    assert_close(result[:, 0], h, BOUND)
-    assert c.shape == (B, *rest[4].shape)
-
-
 @pytest.mark.parametrize("backend", [None, "interpret"])
 def test_vmap_over_no_examples(backend):
     none = [jnp.zeros((0, *x.shape)) for x in INPUTS]
@@ -290,6 +281,11 @@ def test_gpus_run_their_shards(gpus, kind, inside):
     check(run, arrays, expected, [spec], mesh, [spec])
 
 
+def check_alone(run, x, specs, mesh, results=()):
+    """Outputs of a jitted function of sharded arrays are those of one device."""
+    compare(OUTPUTS, on_mesh(run, x, specs, mesh, results), run(*x), BOUND)
+
+
 @pytest.mark.slow
 def test_packed_sequences_stay_sharded():
     ids = np.cumsum(np.random.default_rng(1).random((B, S)) < 0.2, axis=1)
@@ -302,52 +298,44 @@ def test_packed_sequences_stay_sharded():
         return jax.tree.leaves(run_on(**options)(*x))
 
     x, mesh, specs = [ids, lengths, *INPUTS], mesh_of((4, 2)), [BATCH] * 2 + [HEADS] * 8
-    expected = run(*x)
-    compare(OUTPUTS, on_mesh(run, x, specs, mesh), expected, BOUND)
+    check_alone(run, x, specs, mesh)
     specs[0] = P(None, "x")  # over the sequence, which is undone first
     h, *_ = run(*sharded(x, mesh, *specs), num_segments=None)
-    assert_close(h, expected[0], BOUND)
-
-
-@pytest.mark.parametrize(("backend", "kind"), [("xla", EXPLICIT), ("interpret", AUTO)])
-def test_a_recurrent_step_stays_sharded(backend, kind):
-    token = [x[:, :, 0] for x in INPUTS[:5]] + INPUTS[5:]
-    step = jax.jit(lambda *x: jax.tree.leaves(mlstm_recurrent_step(*x, backend=backend)))
-    result = on_mesh(step, token, [HEADS], mesh_of((4, 2), kind), [HEADS] * 4)
-    compare(OUTPUTS, result, step(*token), BOUND)
+    assert_close(h, run(*x)[0], BOUND)
 
 
 SLOTS = np.array([3, -1, 6, 0], "int32")
-POOLED = SLOTS, *(np.asarray(x)[:4, :, 0] for x in INPUTS[:5]), *INPUTS[5:]
+TOKEN = *(np.asarray(x)[:4, :, 0] for x in INPUTS[:5]), *INPUTS[5:]
 COLUMN = P(None, "y")
+POOLED = [P(), *[COLUMN] * 8]
 
 
-def pooled_step(**options):
-    """A jitted step of slots, a token and pools."""
+def step_of(**options):
+    """A jitted step of slots or None, a token and states or pools."""
     step = functools.partial(mlstm_recurrent_step, **options)
     return jax.jit(lambda slots, *x: jax.tree.leaves(step(*x, slots=slots)))
 
 
 @pytest.mark.parametrize(("backend", "kind"), [("xla", EXPLICIT), ("interpret", AUTO)])
-def test_heads_of_pools_stay_sharded(backend, kind):
+def test_steps_and_heads_of_pools_stay_sharded(backend, kind):
     """Shards of entries and of rows are gathered first; in shard_map a pool is a shard's."""
-    x, step = POOLED, pooled_step(backend=backend)
-    expected, mesh = step(*x), mesh_of((2, 2), kind)
-    result = on_mesh(step, x, [P()] + [COLUMN] * 8, mesh, [COLUMN] * 4)
-    compare(OUTPUTS, result, expected, BOUND)
-    compare(OUTPUTS, step(*sharded(x, mesh, P("x"), *[HEADS] * 8)), expected, BOUND)
+    step, mesh, x = step_of(backend=backend), mesh_of((2, 2), kind), (SLOTS, *TOKEN)
+    of_batch = *TOKEN[:5], *(y[:4] for y in TOKEN[5:])
+    check_alone(jax.jit(functools.partial(step, None)), of_batch, [HEADS], mesh, [HEADS] * 4)
+    check_alone(step, x, POOLED, mesh, [COLUMN] * 4)
+    compare(OUTPUTS, step(*sharded(x, mesh, P("x"), *[HEADS] * 8)), step(*x), BOUND)
     options = dict(mesh=mesh_of((2, 2)), in_specs=HEADS, out_specs=HEADS, check_vma=False)
     local = jax.jit(jax.shard_map(lambda s, *x: step(s[:, 0], *x), **options))
     of_shard = np.array([2, -1, 1, 0], "int32")  # of four rows each
-    result = local(np.repeat(of_shard[:, None], 2, axis=1), *x[1:])
+    result = local(np.repeat(of_shard[:, None], 2, axis=1), *TOKEN)
     of_all = np.where(of_shard < 0, -1, of_shard + np.array([0, 0, 4, 4], "int32"))
-    compare(OUTPUTS, result, step(of_all, *x[1:]), BOUND)
+    compare(OUTPUTS, result, step(of_all, *TOKEN), BOUND)
 
 
 def test_slots_on_automatic_axes_inside_a_shard_map():
     """A shard of slots is gathered there too."""
-    x, step = (*POOLED[:-1], 0 * POOLED[-1]), pooled_step(input_gate="sigmoid")
+    x, step = (SLOTS, *TOKEN[:-1], 0 * TOKEN[-1]), step_of(input_gate="sigmoid")
     mesh = mesh_of((2, 2))
-    options = dict(in_specs=(P(), *[COLUMN] * 8), out_specs=COLUMN, axis_names={"y"})
-    run = jax.jit(jax.shard_map(step, mesh=mesh, **options, check_vma=False))
+    options = dict(in_specs=(*POOLED,), out_specs=COLUMN, axis_names={"y"}, check_vma=False)
+    run = jax.jit(jax.shard_map(step, mesh=mesh, **options))
     compare(OUTPUTS, run(*sharded(x, mesh, P("x"), *[HEADS] * 8)), step(*x), BOUND)

@@ -199,103 +199,88 @@ def summed(gates):
     return gates._replace(vecE=e, vecU=u)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_kernel_agrees_with_the_plain_form(stage):
-    """The default tiles in bfloat16; most of the tiles below are tested in float32."""
-    case("bfloat16", 32, 64).check(stage)
+F32, SMALL = dict(dtype="float32"), dict(siz_b_L=16, siz_b_DHQK=16, siz_b_DHHV=32)
+PARTIAL = dict(dtype="float32", layout="BTNH")
+OF_CASE = {"dtype", "heads", "layout", "normalised", "resets", "f_shift"}
+OF_CHECK = {"store_every", "return_keys"}
 
 
-# Stage, chunk size, tiles.
-TILINGS = """
-chunk_gates 64 siz_b_LQ=16
-recurrent_fw_C 16 siz_b_L=16, siz_b_DHQK=16, siz_b_DHHV=16, num_splits=1
-recurrent_fw_C 64 siz_b_L=32, siz_b_DHQK=64, siz_b_DHHV=64
-parallel_fw_H 64 siz_b_LQ=16, siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16
-parallel_fw_H 64 siz_b_LQ=64, siz_b_LKV=16, siz_b_DHQK=32, siz_b_DHHV=16
-parallel_fw_H 64 siz_b_LQ=16, siz_b_LKV=32, siz_b_DHQK=16, siz_b_DHHV=32, keep_q=True
-parallel_fw_P 16 siz_b_DHQK=16
-recurrent_fw_H 16 siz_b_DHQK=16, siz_b_DHHV=16, state_rows=16  # two launches
-recurrent_fw_H 64 siz_b_DHQK=16, siz_b_DHHV=64, state_rows=32
-parallel_bw_dP 16 siz_b_LQ=16, block_k=16
-parallel_bw_dP 256 siz_b_LQ=32, block_k=16
-recurrent_bw_dC 64 siz_b_L=16, siz_b_DHQK=16, siz_b_DHHV=32
-parallel_bw_dQKV 64 siz_b_LQ=64, siz_b_DHQK=16, siz_b_DHHV=64, block_k=16
-parallel_bw_dQKV 256 siz_b_LQ=32, siz_b_DHQK=32, siz_b_DHHV=16, block_k=32
-"""
-# Blocks and pieces of columns that do not divide heads of 48/80.
-PARTIAL_TILINGS = """
-recurrent_fw_C 16 siz_b_L=16, siz_b_DHQK=32, siz_b_DHHV=64, num_splits=1
-recurrent_fw_C 16 siz_b_L=16, siz_b_DHQK=64, siz_b_DHHV=32, num_splits=2
-parallel_fw_H 16 siz_b_DHQK=32, siz_b_DHHV=64, keep_q=True
-parallel_fw_H 16 siz_b_DHQK=64, siz_b_DHHV=128, keep_q=False
-parallel_fw_P 16 siz_b_DHQK=64
-recurrent_fw_H 16 siz_b_DHQK=16, siz_b_DHHV=64, state_rows=32  # two launches
-recurrent_fw_H 16 siz_b_DHQK=64, siz_b_DHHV=32, state_rows=64
-parallel_bw_dP 16 block_k=32
-recurrent_bw_dC 16 siz_b_L=16, siz_b_DHQK=64, siz_b_DHHV=32
-parallel_bw_dQKV 16 siz_b_DHQK=32, siz_b_DHHV=64, block_k=64
-parallel_bw_dQKV 16 siz_b_DHQK=64, siz_b_DHHV=128, block_k=32
+def check_line(line, lowering=Lowering.INTERPRET, tiles_inside=False, **of_case):
+    """Case.check of a stage, L-chunks-DHQK-DHV, tiles, and options of both."""
+    stage, sizes, tiles = row_of(line, 2, globals())
+    L, chunks, DHQK, DHV = map(int, sizes.split("-"))
+    of_case |= {name: tiles.pop(name) for name in OF_CASE & {*tiles}}
+    options = {name: tiles.pop(name) for name in OF_CHECK & {*tiles}}
+    x = case(**dict(dtype="bfloat16") | of_case, L=L, S=chunks * L, DHQK=DHQK, DHV=DHV)
+    x.check(stage, tiles, lowering, tiles_inside, **options)
+
+
+# Most of the default tiles are tested in bfloat16, most others in float32. Interpreted, what a
+# kernel reads beyond an array is NaN.
+CALLS = """
+chunk_gates 64-2-32-64 **F32, siz_b_LQ=16
+recurrent_fw_C 16-8-32-64 **F32, siz_b_L=16, siz_b_DHQK=16, siz_b_DHHV=16, num_splits=1
+recurrent_fw_C 64-2-32-64 **F32, siz_b_L=32, siz_b_DHQK=64, siz_b_DHHV=64
+parallel_fw_H 64-2-32-64 **F32, siz_b_LQ=16, siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16
+parallel_fw_H 64-2-32-64 **F32, siz_b_LQ=64, siz_b_LKV=16, siz_b_DHQK=32, siz_b_DHHV=16
+parallel_fw_H 64-2-32-64 **F32, siz_b_LQ=16, siz_b_LKV=32, siz_b_DHQK=16, siz_b_DHHV=32, keep_q=True
+parallel_fw_P 16-8-32-64 **F32, siz_b_DHQK=16
+recurrent_fw_H 16-8-32-64 **F32, siz_b_DHQK=16, siz_b_DHHV=16, state_rows=16  # two launches
+recurrent_fw_H 64-2-32-64 **F32, siz_b_DHQK=16, siz_b_DHHV=64, state_rows=32
+parallel_bw_dP 16-8-32-64 **F32, siz_b_LQ=16, block_k=16
+parallel_bw_dP 256-1-32-64 **F32, siz_b_LQ=32, block_k=16
+recurrent_bw_dC 64-2-32-64 **F32, siz_b_L=16, siz_b_DHQK=16, siz_b_DHHV=32
+parallel_bw_dQKV 64-2-32-64 **F32, siz_b_LQ=64, siz_b_DHQK=16, siz_b_DHHV=64, block_k=16
+parallel_bw_dQKV 256-1-32-64 **F32, siz_b_LQ=32, siz_b_DHQK=32, siz_b_DHHV=16, block_k=32
+# Blocks and pieces of columns that do not divide the heads.
+recurrent_fw_C 16-4-48-80 **PARTIAL, siz_b_L=16, siz_b_DHQK=32, siz_b_DHHV=64, num_splits=1
+recurrent_fw_C 16-4-48-80 **PARTIAL, siz_b_L=16, siz_b_DHQK=64, siz_b_DHHV=32, num_splits=2
+parallel_fw_H 16-4-48-80 **PARTIAL, siz_b_DHQK=32, siz_b_DHHV=64, keep_q=True
+parallel_fw_H 16-4-48-80 **PARTIAL, siz_b_DHQK=64, siz_b_DHHV=128, keep_q=False
+parallel_fw_P 16-4-48-80 **PARTIAL, siz_b_DHQK=64
+recurrent_fw_H 16-4-48-80 **PARTIAL, siz_b_DHQK=16, siz_b_DHHV=64, state_rows=32  # two launches
+recurrent_fw_H 16-4-48-80 **PARTIAL, siz_b_DHQK=64, siz_b_DHHV=32, state_rows=64
+parallel_bw_dP 16-4-48-80 **PARTIAL, block_k=32
+recurrent_bw_dC 16-4-48-80 **PARTIAL, siz_b_L=16, siz_b_DHQK=64, siz_b_DHHV=32
+parallel_bw_dQKV 16-4-48-80 **PARTIAL, siz_b_DHQK=32, siz_b_DHHV=64, block_k=64
+parallel_bw_dQKV 16-4-48-80 **PARTIAL, siz_b_DHQK=64, siz_b_DHHV=128, block_k=32
+recurrent_fw_C 16-8-32-64 **F32, **SMALL, num_splits=8, resets=True, f_shift=6.0
+recurrent_fw_C 128-2-32-64 **SMALL, num_splits=2, f_shift=6.0
+recurrent_bw_dC 16-8-32-64 **F32, **SMALL, num_splits=8, resets=True, f_shift=6.0
+recurrent_bw_dC 128-2-32-64 **SMALL, num_splits=2, f_shift=6.0
+parallel_fw_H 64-2-32-64 **F32, resets=True, normalised=False
+recurrent_fw_H 16-4-32-64 **F32, store_every=2
+parallel_bw_dP 32-2-32-64 return_keys=False  # C is recomputed
 """
 # MAX_TILE steps per CTA.
-LARGE_TILINGS = """
-parallel_fw_H 256 siz_b_LQ=64, siz_b_LKV=16, siz_b_DHQK=32, siz_b_DHHV=16, keep_q=True
-parallel_bw_dP 256 siz_b_LQ=128, block_k=32
-parallel_bw_dQKV 256 siz_b_LQ=256, siz_b_DHQK=32, siz_b_DHHV=64, block_k=32
+SLOW_CALLS = """
+parallel_fw_H 256-1-32-64 siz_b_LQ=64, siz_b_LKV=16, siz_b_DHQK=32, siz_b_DHHV=16, keep_q=True
+parallel_bw_dP 256-1-32-64 siz_b_LQ=128, block_k=32
+parallel_bw_dQKV 256-1-32-64 siz_b_LQ=256, siz_b_DHQK=32, siz_b_DHHV=64, block_k=32
 """
 
 
 @pytest.mark.parametrize(
-    ("dtype", "line"),
+    "line",
     [
-        *(("float32", line) for line in rows_of(TILINGS)),
-        *(slow("bfloat16", line) for line in rows_of(LARGE_TILINGS)),
+        *(f"{stage} 32-2-32-64" for stage in STAGES),
+        *rows_of(CALLS),
+        *map(slow, rows_of(SLOW_CALLS)),
     ],
 )
-def test_the_result_does_not_depend_on_the_tiles(dtype, line):
-    stage, L, tiles = row_of(line, 2)
-    case(dtype, int(L), max(int(L), 128)).check(stage, tiles)
-
-
-@pytest.mark.parametrize("line", rows_of(PARTIAL_TILINGS))
-def test_tiles_need_not_divide_heads(line):
-    """Interpreted, what a kernel reads beyond an array is NaN."""
-    stage, L, tiles = row_of(line, 2)
-    case("float32", int(L), 64, DHQK=48, DHV=80, layout="BTNH").check(stage, tiles)
+def test_the_kernel_agrees_with_the_plain_form(line):
+    check_line(line)
 
 
 def test_tiles_of_every_product_stage_are_tested():
     """recurrent_step has tests of its own."""
-    tested = {line.split()[0] for line in rows_of(TILINGS)}
+    tested = {line.split()[0] for line in rows_of(CALLS)}
     assert tested == {name for name in STAGES if name != "recurrent_step"}
-
-
-@pytest.mark.parametrize("stage", ["recurrent_fw_C", "recurrent_bw_dC"])
-@pytest.mark.parametrize(
-    ("dtype", "L", "num_splits", "resets"),
-    [("float32", 16, 8, True), ("bfloat16", 128, 2, False)],
-)
-def test_recurrences_in_splits(stage, dtype, L, num_splits, resets):
-    x = case(dtype, L, num_splits * L, resets=resets, f_shift=6.0)
-    tiles = dict(siz_b_L=16, siz_b_DHQK=16, siz_b_DHHV=32, num_splits=num_splits)
-    x.check(stage, tiles)
-
-
-def test_parallel_fw_H_without_a_normaliser():
-    case("float32", 64, resets=True, normalised=False).check("parallel_fw_H")
-
-
-def test_recurrent_fw_H_stores_states():
-    case("float32", 16, 64).check("recurrent_fw_H", store_every=2)
 
 
 def test_recurrent_fw_H_stores_no_states_of_several_launches():
     with pytest.raises(ValueError, match="stores states of up to 16 rows, expected 32"):
         case("float32", 16, 64).check("recurrent_fw_H", dict(state_rows=16), store_every=1)
-
-
-def test_parallel_bw_dP_returns_keys_where_C_is_recomputed():
-    result = case("bfloat16", 32, 64).check("parallel_bw_dP", return_keys=False)
-    assert result.keys is None
 
 
 def test_parallel_bw_dQKV_reads_nothing_above_the_diagonal_blocks():

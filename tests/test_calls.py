@@ -1,0 +1,191 @@
+"""Whole calls: outputs and every gradient against the recurrence and its derivatives in float64:
+algorithms, layouts, tiles, lengths, gates, normalisers, cotangents, directions; what is beyond the
+range of float16; states after every N-th step.
+
+On Mosaic GPU: mosaic_gpu_cases.py; packed prompts: test_packed_sequences.py; sharded:
+test_sharding.py; of split sequences: test_distributed.py.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from call_checks import (
+    CALLS,
+    backward_bound,
+    calls_of,
+    check_call,
+    recurrence_of_lengths,
+)
+from oracle import (
+    BACKENDS,
+    NAMES,
+    OUTPUTS,
+    assert_close,
+    beyond,
+    compare,
+    in_float64,
+    in_layout,
+    oracle,
+    random_inputs,
+    refused,
+    swapped,
+    token_at,
+    tolerance,
+)
+
+from mlstm_pallas import (
+    KernelConfig,
+    mlstm_chunkwise,
+    mlstm_chunkwise_states,
+    mlstm_recurrent_step,
+    reference,
+)
+
+
+@pytest.mark.parametrize("call", [*calls_of(CALLS)])
+def test_against_float64(call):
+    check_call(**call)
+
+
+# ---------------- lengths
+
+
+def test_skipped_chunks_pass_jax_debug_nans():
+    """What kernels leave undefined is NaN in interpreted ones."""
+    *x, f = random_inputs(3, 2, 1, 48, 16, 16, states=False).values()
+    lengths = np.array([1, 20])
+    call = functools.partial(mlstm_chunkwise, *x, chunk_size=16, backend="interpret")
+    with jax.debug_nans(True):
+        df = jax.grad(lambda f: jnp.sum(call(f=f, sequence_lengths=lengths)))(f)
+    assert not np.any(df[beyond(lengths, df)])
+
+
+@pytest.mark.slow
+def test_jit_vmap_scan_remat_and_the_plain_function():
+    """Values and lengths are traced."""
+    q, k, v, i, f = random_inputs(1, 2, 1, 24, 16, 16, states=False).values()
+
+    def loss(run, v, lengths):
+        options = dict(chunk_size=16, sequence_lengths=lengths)
+        layer = jax.checkpoint(lambda v, _: (run(q, k, v, i, f, **options), None))
+        return jnp.sum(jnp.sin(jax.lax.scan(layer, v, length=2)[0]))
+
+    values, lengths = np.stack([v, 2 * v]), np.array([[5, 24], [17, 0]])
+    result, expected = (
+        jax.jit(jax.vmap(jax.grad(functools.partial(loss, run))))(values, lengths)
+        for run in (mlstm_chunkwise, reference.chunkwise)
+    )
+    # Two layers, both results in float32.
+    assert_close(result, expected, 4 * backward_bound("float32", 24 + 2 * 16))
+    for dv, each in zip(result, lengths, strict=True):
+        assert not np.any(dv[beyond(each, dv)])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint32"])
+def test_any_integer_dtype_is_clipped(dtype):
+    """S does not fit int8, and int32 does not have all of uint32."""
+    x = random_inputs(2, 2, 1, 300, 16, 16, states=False).values()
+    bounds = np.iinfo(dtype)
+    result, expected = (
+        mlstm_chunkwise(*x, sequence_lengths=lengths, backend="xla")
+        for lengths in (
+            jnp.array([bounds.min, bounds.max], dtype),
+            jnp.array([0, min(bounds.max, 300)]),
+        )
+    )
+    assert_close(result, expected, tolerance("float32", 300 + 16))
+
+
+# ---------------- what is beyond the largest number of float16
+
+
+def overflowing(S, q, k, v):
+    """Constant rows with open gates: h is v at every step, whatever lies between."""
+    x, rows = random_inputs(0, 1, 2, S, 16, 16, dtype="float16", states=False), (q, k, v, 0, 20)
+    return {name: jnp.full_like(x[name], y) for name, y in zip("qkvif", rows, strict=True)}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_beyond_float16_is_inf_or_right(fused):
+    """C = 8 * 2048 t after t steps, beyond 65504 after a chunk of 16; the steps of the first chunk
+    do not read it.
+
+    q k may be 2^18 after the scale, of a C of at most 2^14: a kernel that rounds its scores has
+    inf, one that keeps them in float32 has h.
+    """
+    config = KernelConfig(chunk_size=16, fused=fused)
+    run = jax.jit(functools.partial(mlstm_chunkwise, backend="interpret", config=config))
+    of_states, of_scores = (
+        np.asarray(run(**overflowing(64, *x))) for x in ((1, 8, 2048), (256, 256, 1))
+    )
+    bound = tolerance("float16", 32)
+    assert_close(of_states[:, :, :16], np.full((1, 2, 16, 16), 2048.0), bound)
+    assert np.isposinf(of_states[:, :, 16:]).all()
+    finite = np.isfinite(of_scores)
+    assert np.isposinf(of_scores[~finite]).all()
+    assert_close(of_scores[finite], np.ones(finite.sum()), bound)
+
+
+def test_states_of_a_step_beyond_float16_are_inf():
+    x = token_at(overflowing(1, q=1, k=64, v=2048), 0)
+    for name, shape in dict(c_initial=(16, 16), n_initial=(16,), m_initial=()).items():
+        x[name] = jnp.zeros((1, 2, *shape), "float16")
+    h, (c, n, _) = mlstm_recurrent_step(**x, backend="interpret")
+    assert jnp.isposinf(c).all()  # 64 * 2048
+    assert (n == 64).all()
+    assert_close(h, np.full(h.shape, 2048.0), 2.0**-11, "h")  # of float32 states
+
+
+# ---------------- states after every N-th step
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("N", "fused", "lengths"), [(32, True, None), (16, False, [70, 33]), (128, None, None)]
+)
+def test_states_after_every_nth_step(backend, N, fused, lengths):
+    """Heads are padded, and so is the last chunk."""
+    S, x = 83, random_inputs(1, 2, 2, 83, 20, 37, resets=True)
+    run = functools.partial(
+        mlstm_chunkwise_states,
+        every=N,
+        layout="BTNH",
+        backend=backend,
+        config=KernelConfig(fused=fused),
+        sequence_lengths=lengths and np.array(lengths),
+    )
+    h, last, states = jax.jit(run)(*in_layout("BTNH", NAMES, [x[name] for name in NAMES]))
+    ends = np.array(lengths or [S, S])
+
+    def after(ends):
+        return jax.tree.leaves(in_float64(lambda x: recurrence_of_lengths(ends)(**x), x))
+
+    compare(OUTPUTS, (swapped(h), *last), after(ends), 3e-6)
+    for j in range(S // N):
+        expected = after(np.minimum((j + 1) * N, ends))[1:]
+        compare("cnm", [y[:, j] for y in states], expected, 3e-6)
+    shapes = [(2, S // N, 2, 20, 37), (2, S // N, 2, 20), (2, S // N, 2)]
+    assert [y.shape for y in states] == shapes
+
+
+def test_c_is_rounded_once_to_the_dtype_of_q():
+    x = random_inputs(2, 1, 2, 64, 16, 16, dtype="bfloat16")
+    *_, (c, n, m) = mlstm_chunkwise_states(*x.values(), every=32, layout="BNTH", backend="xla")
+    assert {y.dtype.name for y in (c, n, m)} == {"float32"}
+    first = {name: y if "initial" in name else y[:, :, :32] for name, y in x.items()}
+    bound = tolerance("bfloat16", 16)
+    compare("cnm", (c[:, 0], n[:, 0], m[:, 0]), oracle(first)[1:], bound)
+    assert jnp.array_equal(c, c.astype("bfloat16").astype("float32"))
+
+
+def test_derivatives_and_other_steps_are_refused():
+    x = random_inputs(3, 1, 2, 32, 16, 16)
+    run = functools.partial(mlstm_chunkwise_states, layout="BNTH", backend="xla")
+    message = "every is 24, expected a power of two >= 16"
+    refused(ValueError, message, run, *x.values(), every=24)
+    message = "mlstm_chunkwise_states has no derivatives; mlstm_chunkwise has them"
+    q, *others = x.values()
+    refused(TypeError, message, jax.grad(lambda q: run(q, *others, every=16)[0].sum()), q)
