@@ -18,10 +18,8 @@ from call_checks import (
 )
 from oracle import (
     array,
-    assert_close,
     cotangents_for,
     for_device,
-    in_float64,
     row_of,
     rows_of,
     slow,
@@ -31,10 +29,10 @@ from stage_calls import (
     Launch,
     Lowering,
     ScaledRows,
+    check_stage,
     gpu_of,
     largest_block,
     make_problem,
-    plain,
     run_stage,
     tiles_class,
 )
@@ -196,6 +194,9 @@ def quick_and_slow(names, quick):
     return [name if name in quick else slow(name) for name in names]
 
 
+RECURRENCE = "recurrent_bw_dC"
+
+
 @dataclasses.dataclass(frozen=True)
 class Recurrences:
     """A call of recurrent_bw_dC on Mosaic GPU; the operands come scaled, or with weights.
@@ -222,9 +223,7 @@ class Recurrences:
         return make_problem(self.shape[:-1], self.shape[-1], self.L, pad_heads=False)
 
     def launch(self, lowering):
-        if lowering is Lowering.XLA:
-            return plain(self.problem)
-        tiles_class, (*_, K, V) = mosaic_gpu_tiles("recurrent_bw_dC"), self.shape
+        tiles_class, (*_, K, V) = mosaic_gpu_tiles(RECURRENCE), self.shape
         rows, columns = self.rows or largest_block(K), self.columns or (64 if V % 128 else 128)
         tiles = tiles_class(rows, columns, self.num_stages, self.num_splits)
         assert tiles.supports(self.problem, has_h=self.delta)
@@ -240,50 +239,46 @@ class Recurrences:
         dtypes = [self.dtype] * 5 + ["float32"] * 5
         return list(map(jax.ShapeDtypeStruct, (a, b, a, b, b, *floats), dtypes))
 
-    def function(self, lowering=Lowering.MOSAIC_GPU):
-        """A function of arrays of these shapes."""
-
-        def run(q, dh, k, v, h, r, abar, gamma, dC_last, C_initial):
-            r, abar = (r, abar) if self.weighted else (None, None)
-            dC_last, C_initial = (dC_last, C_initial) if self.states else (None, None)
-            return run_stage(
-                "recurrent_bw_dC",
-                self.launch(lowering),
-                queries=ScaledRows(q, r),
-                matDeltaH=dh,
-                scaGamma=gamma,
-                matDeltaC_last=dC_last,
-                keys=None if self.alone else ScaledRows(k, abar),
-                matV=v,
-                matC_initial=C_initial,
-                matH=h if self.delta else None,
-                return_initial=self.states,
-                return_last=self.states,
-            )
-
-        return run
+    def operands(self, q, dh, k, v, h, r, abar, gamma, dC_last, C_initial):
+        """Those of the stage, and whether states are wanted."""
+        r, abar = (r, abar) if self.weighted else (None, None)
+        dC_last, C_initial = (dC_last, C_initial) if self.states else (None, None)
+        return dict(
+            queries=ScaledRows(q, r),
+            matDeltaH=dh,
+            scaGamma=gamma,
+            matDeltaC_last=dC_last,
+            keys=None if self.alone else ScaledRows(k, abar),
+            matV=v,
+            matC_initial=C_initial,
+            matH=h if self.delta else None,
+        ), dict(return_initial=self.states, return_last=self.states)
 
     def traced(self):
         """The jaxpr whose kernels tools/compile_report.py compiles."""
+
+        def run(*x):
+            operands, options = self.operands(*x)
+            return run_stage(RECURRENCE, self.launch(Lowering.MOSAIC_GPU), **operands, **options)
+
         with for_device("NVIDIA H200"):
-            return jax.make_jaxpr(self.function())(*self.shapes()).jaxpr
+            return jax.make_jaxpr(run)(*self.shapes()).jaxpr
 
     def check(self, lowering):
         """The outputs against the plain form in float64."""
         draw = np.random.default_rng(0)
         draws = [draw.normal] * 5 + [draw.uniform] * 3 + [draw.normal] * 2
         x = zip(draws, self.shapes(), strict=True)
-        x = [array(drawn(size=y.shape), y.dtype) for drawn, y in x]
-        result = jax.jit(self.function(lowering))(*x)
-        expected = in_float64(jax.jit(self.function(Lowering.XLA)), *x)
-        # Roundings to the kernel dtype: of the weighted operand, and of the states that are stored.
-        # Those of terms are independent.
-        unit, sums = float(jnp.finfo(self.dtype).eps) / 2, math.sqrt(self.problem.S) * 2.0**-24
-        for name, actual, desired in zip(result._fields, result, expected, strict=True):
-            assert (actual is None) == (desired is None), name
-            if actual is not None:  # of delta only the sums are rounded
-                rounded = 0 if name == "vecDelta" else self.weighted + name.endswith("_states")
-                assert_close(actual, desired, math.sqrt(rounded / 3) * unit + sums, name)
+        operands, options = self.operands(*(array(drawn(size=y.shape), y.dtype) for drawn, y in x))
+
+        def bound(path, dtype):
+            """Roundings to the kernel dtype: of the weighted operand, and of the states that are
+            stored. Those of terms are independent; of delta only the sums are rounded."""
+            rounded = 0 if path == ".vecDelta" else self.weighted + path.endswith("_states")
+            unit = float(jnp.finfo(self.dtype).eps) / 2
+            return math.sqrt(rounded / 3) * unit + math.sqrt(self.problem.S) * 2.0**-24
+
+        check_stage(RECURRENCE, self.launch(lowering), operands, bound, **options)
 
 
 OF_RECURRENCES = """

@@ -83,14 +83,13 @@ CASES = {
 }
 
 
-# Of two heads: in a chunk, and all steps.
-LENGTHS = np.array([41, 128], "int32")
+LINES = *(f"{case} exp packed" for case in CASES), "plain exp lengths", "resets sigmoid"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize(("form", "L"), [*zip(FORMS, (16, 64), strict=True)])
-def test_gates_are_those_of_the_recurrence(form, case, L):
-    check_gates(form, case, L, packed=True, lengths=LENGTHS if case == "plain" else None)
+def test_gates_are_those_of_the_recurrence(form, L, line):
+    check_line(line.replace(" ", f"-{L}-128 ", 1), form)
 
 
 def test_stabilisers_of_many_chunks_are_those_of_the_recurrence():
@@ -106,11 +105,6 @@ def test_stabilisers_of_many_chunks_are_those_of_the_recurrence():
     np.testing.assert_allclose(result.T, expected[::L], rtol=2.0**-22, atol=2.0**-22)
 
 
-def test_sigmoid_gates_are_those_of_the_recurrence():
-    for form in FORMS:
-        check_gates(form, "resets", 64, 128, InputGate.SIGMOID)
-
-
 def drawn(L, S, input_gate, packed, recipe):
     """i, f, m_initial and starts of two heads, or None."""
     x = random_inputs(L, 1, 2, S, 1, 1, **recipe)
@@ -119,12 +113,16 @@ def drawn(L, S, input_gate, packed, recipe):
     return i, f, m_initial * (input_gate is InputGate.EXP), starts
 
 
-def check_gates(
-    form, case, L, S=128, input_gate=InputGate.EXP, packed=False, lengths=None, reverse=False
-):
-    """lengths: of the heads, beyond which a step reads nothing."""
+def check_line(line, form):
+    """A line has inputs, chunk size and steps; the gate; whether sequences are packed, reversed and
+    cut to lengths."""
+    x, gate, *options = line.split()
+    case, L, S = x.rsplit("-", 2)
+    L, S, input_gate, packed = int(L), int(S), InputGate(gate), "packed" in options
+    lengths = np.array([41, S - 22], "int32") if "lengths" in options else None  # of the heads
     i, f, m_initial, starts = x = drawn(L, S, input_gate, packed, CASES[case])
-    result = gates_of(*x, lengths, L=L, form=form, input_gate=input_gate, reverse=reverse)
+    options = dict(input_gate=input_gate, reverse="reverse" in options)
+    result = gates_of(*x, lengths, L=L, form=form, **options)
     heads = zip(i, f, m_initial, starts if packed else np.zeros((2, S)), strict=True)
     expected = (by_definition(*head, L, input_gate) for head in heads)
     m_t, w, D, boundaries, gamma, abar = map(np.stack, zip(*expected, strict=True))

@@ -11,17 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import (
-    NAMES,
-    OUTPUTS,
-    compare,
-    cotangents_for,
     emptied,
-    gradients_of_call,
-    outputs_and_gradients,
     random_inputs,
-    slow,
     token_at,
-    tolerance,
 )
 
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
@@ -97,11 +89,6 @@ def test_a_recurrent_step_with_a_gate_at_minus_1e6(backend, gate, value):
     assert np.any(h != 0) == (value == ABOVE)
 
 
-def steps(inputs, at):
-    """The inputs at some steps."""
-    return {name: x if "initial" in name else x[:, :, at] for name, x in inputs.items()}
-
-
 def masked(inputs, mask):
     """The recipe of docs/serving.md."""
     i, f = (jnp.where(mask[:, None], inputs[x], y) for x, y in (("i", -jnp.inf), ("f", jnp.inf)))
@@ -109,35 +96,10 @@ def masked(inputs, mask):
     return inputs | qkv | dict(i=i, f=f)
 
 
-@pytest.mark.parametrize("backend", [slow("interpret"), "xla"])
-def test_left_padding_changes_nothing(backend):
-    """Outputs, states and gradients of the other steps; the padding has NaN."""
-    S, padding = 40, 13
-    inputs = random_inputs(3, 2, 2, S, 16, 16)
-    cotangents = cotangents_for(inputs, "float32")
-    mask = jnp.broadcast_to(jnp.arange(S) >= padding, (2, S))
-    padded = {
-        x: y if "initial" in x else y.at[:, :, :padding].set(jnp.nan) for x, y in inputs.items()
-    }
-    options = dict(chunk_size=16, backend=backend)
-
-    def run(**x):
-        return mlstm_chunkwise(**masked(x, mask), **options, return_last_states=True)
-
-    (h, *states), gradients = outputs_and_gradients(run)(padded, cotangents)
-    dh, *rest = cotangents
-    kept, bound = slice(padding, S), tolerance("float32", S + 16)
-    alone = gradients_of_call(**options)(steps(inputs, kept), [dh[:, :, kept], *rest])
-    for x in (h, *(gradients[name] for name in "qkvif")):
-        assert not np.any(x[:, :, :padding])
-    compare(OUTPUTS, (h[:, :, kept], *states), alone[0], bound)
-    both = steps(gradients, kept), alone[1]
-    compare(NAMES, *(map(y.get, NAMES) for y in both), 4 * bound)
-
-
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
 def test_masked_steps_keep_states_to_the_bit(backend):
-    """Those of a call, and that of mlstm_recurrent_step."""
+    """Those of a call, and that of mlstm_recurrent_step; test_calls.py has masked steps in front of
+    others, left_padding."""
     inputs = random_inputs(4, 1, 2, 40, 16, 16)
     x = masked(inputs, jnp.zeros((1, 40), bool))
     states = [x[name] for name in ("c_initial", "n_initial", "m_initial")]

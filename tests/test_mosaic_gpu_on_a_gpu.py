@@ -85,22 +85,20 @@ def vector_states_on_a_gpu():
         test_gates.check_vector_states(call, backward)
 
 
-def any_heads_on_a_gpu(*names):
-    """Those of 24 head sizes."""
+def any_heads_on_a_gpu(*names, other=False):
+    """Those of 24 head sizes; other: with the other schedule."""
     calls = dict(calls_of_any_heads(backend="mosaic_gpu"))
     for name in names:
         print(name, flush=True)
         call = calls[name]
+        call["config"] = KernelConfig(fused=call["config"].fused != other)
         stages = mosaic_stages(*call["shape"], config=call["config"])
         assert stages >= {"recurrent_bw_dC", "parallel_bw_dQKV"}, stages
         check_call(**call)
 
 
 def other_schedule_on_a_gpu(*names):
-    """Those of published models, which any_heads_on_a_gpu runs with the fused scan or without."""
-    for name, call in calls_of_any_heads(backend="mosaic_gpu"):
-        if name in names:
-            check_call(**call | dict(config=KernelConfig(fused=not call["config"].fused)))
+    any_heads_on_a_gpu(*names, other=True)
 
 
 def columns_on_a_gpu(*heads):
@@ -109,22 +107,12 @@ def columns_on_a_gpu(*heads):
         check_neighbours("mosaic_gpu", (1, 3, 196, *heads), "BTNH", x)
 
 
-def check_plan(*shape, several=({},)):
+def plan_on_a_gpu(*shape):
     """Outputs and all eight gradients against float64 with several options."""
     assert mosaic_stages(*shape, config=FUSED) >= SCAN | {"parallel_bw_dQKV"}, shape
-    several = (dict(config=FUSED) | options for options in several)
+    several = (dict(config=FUSED) | options for options in ({}, BTNH, STORED, dict(config=None)))
     several = [options for options in several if mosaic_stages(*shape, **options)]
     check_call(**gpu_call("bfloat16", *shape, backend="mosaic_gpu", several=several))
-
-
-def plan_on_a_gpu(S, *heads):
-    """With the shapes of test_gpu.py."""
-    check_plan(1, 2, S, *heads, several=[BTNH, STORED, dict(config=None)])
-
-
-def many_chunks_on_a_gpu(*heads):
-    """More chunks of 128 steps than SMs: CTAs that own a chunk take another one after it."""
-    check_plan(1, 20, 1024, *heads)
 
 
 def h_and_gradients(dh, segment_ids=None, config=FUSED, **x):
@@ -195,14 +183,15 @@ OTHERS = [name for name in CASES if not any(name in check for check in SMOKE)]
 GPU_CHECKS = [
     *SMOKE,
     *((cases_on_a_gpu, *OTHERS[part::5]) for part in range(5)),
-    # Half of them with a part of a chunk.
-    *((plan_on_a_gpu, 2040, *heads) for heads in ((256, 512), (128, 256), (64, 128))),
-    *((plan_on_a_gpu, 2048, *heads) for heads in ((256, 256), (128, 128), (512, 512))),
+    # Shapes of test_gpu.py, half of them with a part of a chunk.
+    *((plan_on_a_gpu, 1, 2, 2040, *heads) for heads in ((256, 512), (128, 256), (64, 128))),
+    *((plan_on_a_gpu, 1, 2, 2048, *heads) for heads in ((256, 256), (128, 128), (512, 512))),
+    # More chunks of 128 steps than SMs: CTAs that own a chunk take another one after it.
+    *((plan_on_a_gpu, 1, 20, 1024, *heads) for heads in ((64, 128), (128, 256))),
     (vector_states_on_a_gpu,),
     *((any_heads_on_a_gpu, *ANY_HEADS.split()[part::8]) for part in range(8)),
     *((other_schedule_on_a_gpu, *x.split()) for x in ("96-96 96-192 128-192", "192-384 320-640")),
     *((columns_on_a_gpu, *heads) for heads in ((96, 96), (96, 192), (160, 320), (320, 640))),
-    *((many_chunks_on_a_gpu, *heads) for heads in ((64, 128), (128, 256))),
     (check_neighbours, "mosaic_gpu", (2, 3, 512, 256, 512)),
     (packed_resets_on_a_gpu,),
     (extremes_on_a_gpu,),

@@ -262,8 +262,9 @@ def test_tiles_that_are_copied_by_groups_are_where_they_should_be(B, NH, num_spl
             assert np.array_equal(tile, head[8 + rows : 8 + 2 * rows, columns : 2 * columns])
 
 
-# Inputs, chunk size and steps; the gate; whether sequences are packed and time is reversed.
+# Lines of test_gates.check_line.
 GATES = """
+plain-64-192 exp packed lengths
 resets-64-192 sigmoid
 resets-64-448 exp  # two CTAs, of which the second has fewer chunks
 resets-64-448 exp packed reverse
@@ -283,17 +284,13 @@ plain-1024-2048 exp reverse
 @pytest.mark.parametrize(
     "line",
     [
-        *(f"{case}-64-192 exp packed" for case in test_gates.CASES),
+        *(f"{case}-64-192 exp packed" for case in test_gates.CASES if case != "plain"),
         *rows_of(GATES),
         *map(slow, rows_of(SLOW_GATES)),
     ],
 )
 def test_gates_are_those_of_the_recurrence(line):
-    x, gate, *options = line.split()
-    case, L, S = x.rsplit("-", 2)
-    lengths = np.array([41, 170], "int32") if x == "plain-64-192" else None
-    form, x = Lowering.MOSAIC_GPU_INTERPRET, (case, int(L), int(S), InputGate(gate))
-    test_gates.check_gates(form, *x, "packed" in options, lengths, "reverse" in options)
+    test_gates.check_line(line, Lowering.MOSAIC_GPU_INTERPRET)
 
 
 @pytest.mark.parametrize(

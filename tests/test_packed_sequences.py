@@ -11,23 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from call_checks import bounds_of, recurrence
+from call_checks import check_call, recurrence
 from oracle import (
     NAMES,
     OUTPUTS,
     array,
-    assert_below,
-    assert_close,
-    assert_nothing_beyond,
     check_isolated,
     compare,
     cotangents_for,
-    errors_of,
-    in_float64,
     in_layout,
     named_rows,
     oracle,
-    outputs_and_gradients,
     random_inputs,
     row_of,
     slow,
@@ -69,7 +63,7 @@ def states_of_segments(x, count):
     return {name: drawn[name].reshape(B, count, *x[name].shape[1:]) for name in {*STATES} & {*x}}
 
 
-def prompts_alone(ends, sizes, **gate):
+def prompts_alone(ends, sizes):
     """A function that returns what mlstm_chunkwise does, by the recurrence of each prompt alone.
 
     Behind a prompt nothing is stored and nothing forgets.
@@ -85,11 +79,11 @@ def prompts_alone(ends, sizes, **gate):
 
     def run(**x):
         before = {name: y for name, y in x.items() if name in STATES}
-        alone = {name: swapped(x[name][places]) for name in "qkvif"}
+        alone = x | {name: swapped(x[name][places]) for name in "qkvif"}
         alone["i"] = jnp.where(inside, alone["i"], -jnp.inf)
         alone["f"] = jnp.where(inside, alone["f"], jnp.inf)
         alone |= {name: y[batch, number] for name, y in before.items()}
-        h, after = recurrence(**alone, **gate)
+        h, after = recurrence(**alone)
         before.setdefault("m_initial", jnp.zeros_like(before["n_initial"][..., 0]))
         pairs = zip(STATES, after, strict=True)
         states = tuple(before[name].at[batch, number].set(y) for name, y in pairs)
@@ -100,20 +94,10 @@ def prompts_alone(ends, sizes, **gate):
 
 
 def check_prompts(
-    count,
-    DHQK,
-    DHV,
-    *,
-    dtype="float32",
-    layout="BNTH",
-    go_on=False,
-    rows=None,
-    states=True,
-    others=(0, 0),
-    **options,
+    count, DHQK, DHV, *, go_on=False, rows=None, states=True, others=(0, 0), **options
 ):
-    """A prefill of packed prompts: h, the states of each prompt and all gradients are those of the
-    prompts alone in float64.
+    """check_call of a prefill of packed prompts: h, the states of each prompt and all gradients are
+    those of the prompts alone in float64.
 
     One row has so many short prompts, the other a few, one of them in one chunk more.
 
@@ -127,45 +111,36 @@ def check_prompts(
     rows = rows or ([*np.random.default_rng(0).integers(1, 11, size=count)], [5, 40, 1])
     ids, ends = pack_lengths(rows, max(map(sum, rows)) + 4)
     sizes = np.diff(ends, axis=1, prepend=0, append=ends[:, -1:])
-    (B, S), segments = ids.shape, sizes.shape[1]
-    gate = {name: options[name] for name in {"input_gate", "normalize"} & {*options}}
-    front, behind = others
-    of_call = slice(front, segments - behind)
-    sizes_of_call = sizes[:, of_call]
-    ids, count = ids - front, sizes_of_call.shape[1]
-    x = random_inputs(4, B, 2, S, DHQK, DHV, dtype=dtype, m_initial="input_gate" not in gate)
-    initial = states_of_segments(x, count)
-    h, *of_states = cotangents_for(x, dtype)
-    of_states = (np.random.default_rng(2).normal(size=(B, count, *y.shape[1:])) for y in of_states)
-    cotangents = h, *(array(array(y, dtype), "float32") for y in of_states)
-    if go_on:
-        x |= initial
-    elif not states:
-        x = {name: x[name] for name in "qkvif"}
-    options |= dict(segment_ids=ids, num_segments=count, sequence_lengths=ends[:, -1])
-    options |= dict(return_last_states=True, layout=layout)
-    run = functools.partial(mlstm_chunkwise, **options)
-    result = outputs_and_gradients(run, layout)(x, cotangents)
-    alone = prompts_alone(np.append(ends, ends[:, -1:], axis=1), sizes, **gate)
+    (B, S), segments, (front, behind) = ids.shape, sizes.shape[1], others
+    of_call, count = slice(front, segments - behind), segments - front - behind
+    alone = prompts_alone(np.append(ends, ends[:, -1:], axis=1), sizes)
+    zeros = dict(zip(STATES, ((DHQK, DHV), (DHQK,), ()), strict=True))
 
-    def of_prompts(**x):
-        for name in {*initial}:  # others begin with zeros
-            y = x.get(name, jnp.zeros(initial[name].shape, x["i"].dtype))
-            y = y if y.ndim == initial[name].ndim else y[:, None]
+    def change(x):
+        if go_on:
+            return x | states_of_segments(x, count)
+        return x if states else {name: x[name] for name in "qkvif"}
+
+    def draw(x, dtype, _):
+        h, *of_states = cotangents_for(x, dtype)
+        draw = np.random.default_rng(2)
+        of_states = (draw.normal(size=(B, count, *y.shape[1:])) for y in of_states)
+        return h, *(array(array(y, dtype), "float32") for y in of_states)
+
+    def of_prompts(segment_ids, **x):
+        for name, shape in zeros.items():  # others begin with zeros
+            if name == "m_initial" and "input_gate" in options:
+                continue
+            y = x.get(name, jnp.zeros((B, count, 2, *shape), x["i"].dtype))
+            y = y if y.ndim == len(shape) + 3 else y[:, None]
             widths = (0, 0), (front, segments - front - y.shape[1])
             x[name] = jnp.pad(y, [*widths, *[(0, 0)] * (y.ndim - 2)])
         h, after = alone(**x)
         return h, tuple(y[:, of_call] for y in after)
 
-    expected = in_float64(outputs_and_gradients(of_prompts), x, cotangents)
-    assert_nothing_beyond(ends[:, -1], *result)
-    for y, before in zip(result[0][1:], (initial.get(name) for name in STATES), strict=True):
-        if go_on and before is not None:
-            empty = sizes_of_call == 0
-            assert_close(y[empty], before[empty], tolerance("float32", 1))
-    of_outputs, of_gradients = errors_of(x, result, expected)
-    for errors, bound in zip((of_outputs, of_gradients), bounds_of(x, expected[0]), strict=True):
-        assert_below(errors, bound)
+    options |= dict(seed=4, change=change, draw=draw, run=of_prompts, num_segments=count)
+    options |= dict(recipe=dict(m_initial="input_gate" not in options), lengths=ends[:, -1])
+    check_call((B, 2, S, DHQK, DHV), segment_ids=ids - front, **options)
 
 
 ODD = [1, 2, 0, 31, 32, 33], [0, 0, 65], [0]
