@@ -439,6 +439,8 @@ odd_lengths-48 32 ~fused seed=48, shape=(2, 3, 48, 32, 16)  # blocks of the scan
 odd_lengths-127 32 ~fused_two_launches seed=127, shape=(2, 3, 127, 32, 16)
 odd_lengths-129 16 ~splits_stored seed=129, shape=(2, 3, 129, 32, 16)
 odd_lengths-2 16 ~splits_stored seed=2, shape=(2, 3, 2, 32, 16)
+no_batch 16 xla,materialised shape=(0, 2, 20, 16, 24)
+no_heads 16 xla,fused shape=(2, 0, 20, 16, 24)
 
 # Nothing passes a reset; at step 0 it discards the initial states.
 reset_at-0 16 default,xla seed=5, shape=(1, 2, 40, 16, 16), change=partial(reset_at, 0)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from call_checks import (
     CALLS,
-    backward_bound,
     calls_of,
     check_call,
     recurrence_of_lengths,
@@ -41,7 +40,6 @@ from mlstm_pallas import (
     mlstm_chunkwise,
     mlstm_chunkwise_states,
     mlstm_recurrent_step,
-    reference,
 )
 
 
@@ -61,27 +59,6 @@ def test_skipped_chunks_pass_jax_debug_nans():
     with jax.debug_nans(True):
         df = jax.grad(lambda f: jnp.sum(call(f=f, sequence_lengths=lengths)))(f)
     assert not np.any(df[beyond(lengths, df)])
-
-
-@pytest.mark.slow
-def test_jit_vmap_scan_remat_and_the_plain_function():
-    """Values and lengths are traced."""
-    q, k, v, i, f = random_inputs(1, 2, 1, 24, 16, 16, states=False).values()
-
-    def loss(run, v, lengths):
-        options = dict(chunk_size=16, sequence_lengths=lengths)
-        layer = jax.checkpoint(lambda v, _: (run(q, k, v, i, f, **options), None))
-        return jnp.sum(jnp.sin(jax.lax.scan(layer, v, length=2)[0]))
-
-    values, lengths = np.stack([v, 2 * v]), np.array([[5, 24], [17, 0]])
-    result, expected = (
-        jax.jit(jax.vmap(jax.grad(functools.partial(loss, run))))(values, lengths)
-        for run in (mlstm_chunkwise, reference.chunkwise)
-    )
-    # Two layers, both results in float32.
-    assert_close(result, expected, 4 * backward_bound("float32", 24 + 2 * 16))
-    for dv, each in zip(result, lengths, strict=True):
-        assert not np.any(dv[beyond(each, dv)])
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint32"])

@@ -110,11 +110,3 @@ def test_masked_steps_keep_states_to_the_bit(backend):
         h, last = call(**arguments, backend=backend)
         assert not np.any(h)
         assert all(map(np.array_equal, last, states))
-
-
-def test_boolean_segment_ids_are_refused_with_what_a_reset_is():
-    inputs = random_inputs(6, 1, 1, 16, 16, 16, states=False)
-    with pytest.raises(TypeError, match=r"segment_ids has dtype bool, .*; a reset is f = -inf"):
-        mlstm_chunkwise(**inputs, segment_ids=jnp.zeros((1, 16), bool))
-    with pytest.raises(TypeError, match=r"sequence_lengths has dtype bool, .* integer dtype$"):
-        mlstm_chunkwise(**inputs, sequence_lengths=jnp.zeros((1,), bool))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from call_checks import reversed_in_time
 from oracle import (
     BACKENDS,
     assert_close,
@@ -34,26 +35,15 @@ TILES = KernelConfig(
 INPUTS = random_inputs(0, B, NH, S, 16, 16, resets=True)
 
 
-def chunkwise(*x, **options):
-    return mlstm_chunkwise(*x, return_last_states=True, **options)
-
-
-def flipped(x):
-    return {name: y if "initial" in name else jnp.flip(y, 2) for name, y in x.items()}
+chunkwise = functools.partial(mlstm_chunkwise, return_last_states=True)
 
 
 @functools.cache
 def jitted(backend, reverse):
-    options = dict(chunk_size=L, config=TILES, backend=backend)
-
-    @jax.jit
-    def run(x):
-        if not reverse:
-            return chunkwise(**x, **options)
-        h, states = chunkwise(**flipped(x), **options, reverse=True)
-        return jnp.flip(h, 2), states
-
-    return run
+    options = dict(chunk_size=L, config=TILES, backend=backend, reverse=reverse)
+    run = functools.partial(chunkwise, **options)
+    run = reversed_in_time(run, None) if reverse else run
+    return jax.jit(lambda x: run(**x))
 
 
 @pytest.mark.parametrize("name", "qkvif")

@@ -29,7 +29,7 @@ from oracle import (
     tolerance,
 )
 
-from mlstm_pallas import mlstm_chunkwise, pack_lengths
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, pack_lengths
 from mlstm_pallas.formulas.gates import segment_ends
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import Arguments, padded, prepare
@@ -149,12 +149,18 @@ ODD_ON_A_GPU = [1, 2, 0, 63, 64, 65, 600], [0, 130]
 # of these have the h of segments of their own.
 OUTSIDE = dict(others=(3, 3), rows=([3, 0, 20, 0, 33, 5, 7, 9], [0, 0, 0, 17, 1],
                                     [0, 40, 0, 0, 0, 0, 3], [9]))  # fmt: skip
+FEW = [1, 2, 15, 16, 17], [33]
+TILES = dict(siz_b_DHQK=16, siz_b_DHHV=16, state_rows=16)
+BLOCKS = KernelConfig(chunk_size=16, triton_recurrent_fw_H=TILES)
 PROMPTS = """
 ~prompts_are_read_at_once-triton 30 backend="interpret", layout="BTNH"
 prompts_are_read_at_once-plain 9 backend="xla", layout="BTNH", input_gate="sigmoid"
 prompts_are_read_at_once-plain_go_on 9 backend="xla", layout="BTNH", go_on=True
 prompts_are_read_at_once-triton_go_on 0 backend="interpret", go_on=True, rows=ODD
 ~prompts_are_read_at_once-bfloat16 9 backend="interpret", dtype="bfloat16"
+# Two launches of the scan, each with two blocks of columns.
+~in_several_blocks 0 backend="interpret", go_on=True, DHQK=32, chunk_size=None, config=BLOCKS, \
+rows=FEW
 # Ids below 0 and from n on.
 belong_to_no_segment-plain 0 backend="xla", states=False, **OUTSIDE
 belong_to_no_segment-plain_go_on 0 backend="xla", go_on=True, input_gate="sigmoid", **OUTSIDE
@@ -167,7 +173,7 @@ belong_to_no_segment-plain_go_on 0 backend="xla", go_on=True, input_gate="sigmoi
 @pytest.mark.parametrize("line", [*named_rows(PROMPTS)])
 def test_each_segment_is_computed_alone(line):
     count, options = row_of(line, 1, globals())
-    check_prompts(int(count), 16, 32, chunk_size=L, **options)
+    check_prompts(int(count), **dict(DHQK=16, DHV=32, chunk_size=L) | options)
 
 
 def test_ids_of_any_integer_dtype():

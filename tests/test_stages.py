@@ -30,6 +30,7 @@ from stage_calls import (
     ScaledRows,
     TileSums,
     assert_dtypes,
+    check_small,
     compare_outputs,
     launch_of,
     normaliser_gradients,
@@ -38,6 +39,7 @@ from stage_calls import (
     row_of,
     rows_of,
     run_stage,
+    tiles_class,
 )
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, stages
@@ -293,6 +295,35 @@ def test_parallel_bw_dQKV_reads_nothing_above_the_diagonal_blocks():
     config = dict(siz_b_LQ=32, siz_b_DHQK=32, siz_b_DHHV=64, block_k=32)
     run = functools.partial(x.run, "parallel_bw_dQKV", lowering=Lowering.INTERPRET, tiles=config)
     check_isolated(run, x.inputs, poisoned, lambda y: y)
+
+
+# ---------------- splits of a sequence that run at the same time
+
+# Of every split but the last, backward but the first; or of all. Then in three blocks of columns.
+SPLITS = """
+split_products 1-2-128-32-64-16 num_splits=4, tiles=dict(siz_b_DHQK=16, siz_b_DHHV=32, siz_b_L=16)
+split_products 1-2-128-32-64-16 backward=True, num_splits=4, \
+tiles=dict(siz_b_DHQK=16, siz_b_DHHV=32, siz_b_L=16)
+split_products 1-2-128-32-64-16 all_splits=True, num_splits=4, \
+tiles=dict(siz_b_DHQK=16, siz_b_DHHV=32, siz_b_L=16)
+step_sums 2-2-64-48-16-32 tiles=dict(siz_b_DHQK=16)
+step_sums 2-2-64-48-16-32 tiles=dict(siz_b_DHQK=16), layout="BTNH"
+"""
+
+
+@pytest.mark.parametrize("line", rows_of(SPLITS))
+def test_small_stages(line):
+    check_small(line, Lowering.INTERPRET)
+
+
+def test_a_number_of_splits_is_cut_to_what_divides_the_chunks():
+    tiles = tiles_class("recurrent_fw_C", "triton")(64, 64, 64, 4, 3, num_splits=8)
+    for chunks, expected in ((2, 2), (63, 1), (12, 4), (64, 8)):
+        problem = Problem(1, 8, 128 * chunks, 256, 512, 128, 1.0)
+        assert tiles.clamped(problem).num_splits == expected, chunks
+
+
+# ---------------- roundings
 
 
 def count_roundings(equations):
