@@ -439,8 +439,8 @@ odd_lengths-48 32 ~fused seed=48, shape=(2, 3, 48, 32, 16)  # blocks of the scan
 odd_lengths-127 32 ~fused_two_launches seed=127, shape=(2, 3, 127, 32, 16)
 odd_lengths-129 16 ~splits_stored seed=129, shape=(2, 3, 129, 32, 16)
 odd_lengths-2 16 ~splits_stored seed=2, shape=(2, 3, 2, 32, 16)
-no_batch 16 xla,materialised shape=(0, 2, 20, 16, 24)
-no_heads 16 xla,fused shape=(2, 0, 20, 16, 24)
+no_batch 16 xla,materialised shape=(0, 2, 20, 16, 24), recipe=dict(states=False)
+no_heads 16 xla,fused shape=(2, 0, 20, 16, 24), recipe=dict(states=False)
 
 # Nothing passes a reset; at step 0 it discards the initial states.
 reset_at-0 16 default,xla seed=5, shape=(1, 2, 40, 16, 16), change=partial(reset_at, 0)
@@ -477,6 +477,15 @@ lengths_tiles_and_splits 64 default config=SMALL_TILES, **LENGTHS
 lengths_plain 32 default backend="xla", **NO_M, **UNNORMALISED, **WITH_IDS
 """
 
+OF_20 = dict(shape=(1, 1, 20, 8, 8), segment_ids=np.arange(20)[None] // 7 - 1)
+# Indices of kernels, from 64-bit ids and lengths.
+UNDER_X64 = """
+lengths 16 fused shape=(1, 1, 20, 8, 8), lengths=np.array([17])
+reverse 16 ~fused_stored reverse=True, **OF_20
+splits 16 ~splits shape=(1, 1, 64, 8, 8), lengths=np.array([50])
+materialised 16 ~materialised lengths=np.array([17]), state_dtype="float32", **OF_20
+"""
+
 
 # ---------------- on a GPU
 
@@ -495,12 +504,6 @@ def gpu_call(dtype, *shape, **call):
     return dict(shape=shape, dtype=dtype, backend="triton") | bounds | call
 
 
-def on_a_gpu(name, *call, marks=(), **options):
-    """A gpu_call as the parameter of a test."""
-    id = "-".join(map(str, (name, *call)))
-    return pytest.param(gpu_call(*call, **options), id=id, marks=[pytest.mark.gpu, *marks])
-
-
 def calls_of_any_heads(**options):
     """Pairs of 24 head sizes and a gpu_call: in bfloat16, of odd and of even lengths, in both
     layouts, with the fused scan and with materialised states."""
@@ -510,14 +513,6 @@ def calls_of_any_heads(**options):
     for heads, S, layout, is_fused in zip(ANY_HEADS.split(), *others, strict=False):
         call = dict(layout=layout, config=KernelConfig(fused=is_fused), bounds=None) | options
         yield heads, gpu_call("bfloat16", 1, 2, S, *map(int, heads.split("-")), **call)
-
-
-def gpu_calls_of(table):
-    """Parameters of a test, from lines of a name, a dtype, the sizes of a shape and options of
-    gpu_call."""
-    for line in rows_of(table):
-        name, dtype, *shape, options = row_of(line, 7, globals())
-        yield on_a_gpu(name, dtype, *map(int, shape), **options)
 
 
 MATERIALISED64, MATERIALISED256 = (KernelConfig(chunk_size=x, fused=False) for x in (64, 256))
@@ -534,7 +529,7 @@ def stored_scan(num_splits, num_stages):
     return dict(config=config) | STORED
 
 
-# At real sizes, with the configs that users get.
+# At real sizes, with the configs that users get: names, dtypes, shapes, options of gpu_call.
 ON_A_GPU = """
 default bfloat16 1 2 2048 64 64
 default bfloat16 1 2 2048 256 512
@@ -601,11 +596,13 @@ BTNH float16 1 2 250 256 512 **BTNH, config=fused(), **HALF_ON_A_GPU
 
 def gpu_calls():
     """Those of test_gpu.py."""
-    for dtype in "bfloat16", "float32":
-        for heads in HEADS + MORE_HEADS:  # one of them in the quick selection, in both dtypes
-            smoke = [pytest.mark.smoke] * (heads == (128, 256))
-            yield on_a_gpu("heads", dtype, 1, 2, 500, *heads, marks=smoke)
+    # One of these is in the quick selection, in both dtypes.
+    heads = itertools.product(("bfloat16", "float32"), HEADS + MORE_HEADS)
+    lines = [f"heads {dtype} 1 2 500 {DHQK} {DHV}" for dtype, (DHQK, DHV) in heads]
+    for line in lines + rows_of(ON_A_GPU + REVERSE_ON_A_GPU + FLOAT16_ON_A_GPU):
+        _, dtype, *shape, options = row_of(line, 7, globals())
+        marks = [pytest.mark.gpu, *[pytest.mark.smoke] * line.endswith("500 128 256")]
+        call = gpu_call(dtype, *map(int, shape), **options)
+        yield pytest.param(call, id="-".join(line.split()[:7]), marks=marks)
     for heads, call in calls_of_any_heads():
         yield pytest.param(call, id=f"any_heads-{heads}", marks=pytest.mark.gpu)
-    for table in ON_A_GPU, REVERSE_ON_A_GPU, FLOAT16_ON_A_GPU:
-        yield from gpu_calls_of(table)

@@ -13,13 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from call_checks import UNDER_X64, calls_of, check_call
 from jax.sharding import PartitionSpec as P
 from mesh_calls import both_passes
 from oracle import (
-    NAMES,
     assert_close,
-    config_in_splits,
-    in_layout,
     mesh_of,
     random_inputs,
     run_python,
@@ -28,6 +26,7 @@ from oracle import (
     token_at,
     tolerance,
 )
+from test_packed_sequences import check_prompts
 
 from mlstm_pallas import (
     KernelConfig,
@@ -111,24 +110,12 @@ def ring_of(token):
     return mlstm_ring_states(*token[5:], dtype="float32")
 
 
-def calls_by_options():
-    """Calls whose kernels have indices of their own, with 64-bit ids, lengths and slots."""
-    x, token = inputs(20), [*token_at(random_inputs(0, 1, 1, 1, 8, 8), 0).values()]
-    ids, lengths = np.arange(20)[None] // 7 - 1, np.array([17])
-    scan = KernelConfig(fused=True, triton_recurrent_fw_H=dict(siz_b_L=16))
-    for options in (  # the first one is quick
-        dict(config=scan, sequence_lengths=lengths),
-        dict(config=scan, reverse=True, segment_ids=ids, recompute_states_in_bw=False),
-        dict(config=config_in_splits(2, siz_b_L=16), layout="BTNH"),
-        dict(config=KernelConfig(fused=False), sequence_lengths=lengths, state_dtype="bfloat16"),
-        dict(segment_ids=ids, num_segments=2, autocast_kernel_dtype="bfloat16"),
-        dict(segment_ids=ids, num_segments=1, sequence_lengths=lengths, input_gate="sigmoid"),
-    ):
-        run = functools.partial(chunkwise, return_last_states=True, **options)
-        yield with_gradients(run), in_layout(options.get("layout"), NAMES, x)
+def calls_with_slots():
+    """Calls of steps with 64-bit lengths and slots."""
+    x, token = inputs(3), [*token_at(random_inputs(0, 1, 1, 1, 8, 8), 0).values()]
     pools = [jnp.concatenate([y] * 3) for y in token[5:]]
     for options in dict(sequence_lengths=np.array([2])), dict(return_all_states=True):
-        yield functools.partial(mlstm_recurrent_sequence, **options), [y[:, :, :3] for y in x[:5]]
+        yield functools.partial(mlstm_recurrent_sequence, **options), x[:5]
     yield functools.partial(mlstm_recurrent_step, slots=np.array([2])), token[:5] + pools
     yield mlstm_recurrent_step, joined(token)
 
@@ -138,25 +125,24 @@ def test_calls_under_x64_keep_the_dtypes_of_their_arguments(every):
     """The default backend traces the Triton kernels and plain jnp."""
     slow_ones = "chunkwise", "without_states", "packed", "mapped_shards"
     traced = [(run, x) for name, run, x in calls() if every or name not in slow_ones]
-    by_options = [*calls_by_options()]
     with jax.enable_x64(True):
-        for run, x in traced + (by_options if every else by_options[:1] + by_options[6:]):
+        for run, x in [*traced, *calls_with_slots()]:
             found = {y.dtype.name for y in jax.tree.leaves(jax.eval_shape(run, *x))}
-            assert found <= {"float32", "bfloat16", "int32"}
+            assert found <= {"float32", "int32"}
         exported = export(run, *x, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
         assert {y.dtype.name for y in exported.out_avals} == {"float32"}
 
 
+@pytest.mark.parametrize("call", [*calls_of(UNDER_X64)])
+def test_interpreted_kernels_under_x64(call):
+    with jax.enable_x64(True):
+        check_call(**call)
+
+
 @pytest.mark.slow
-def test_interpreted_kernels_under_x64():
-    for run, x in calls_by_options():
-        results = []
-        with jax.enable_x64(True):
-            for backend in "interpret", "xla":
-                with use_backend(backend):
-                    results.append(jax.tree.leaves(jax.jit(lambda *x, run=run: run(*x))(*x)))
-        for y, z in zip(*results, strict=True):
-            assert_close(y, z, max(BOUND, 4 * tolerance(y.dtype, 64)))
+def test_interpreted_prompts_under_x64():
+    with jax.enable_x64(True):
+        check_prompts(0, 16, 32, rows=([5, 40, 1], [33]), go_on=True, backend="interpret")
 
 
 MODES = (
@@ -181,30 +167,16 @@ def configured(*x):
     return mlstm_chunkwise(*x, eps=1e-3, autocast_kernel_dtype="float32", config=config)
 
 
-def up_to_lengths(*x):
-    return mlstm_recurrent_sequence(*x[:-1], sequence_lengths=x[-1])
+EAGER = dict(mapped_shards=on_mapped_shards, configured=configured, recurrence=reference.recurrence)
 
 
-def of_joined(*x):
-    return mlstm_recurrent_step(*x)
-
-
-EAGER = on_mapped_shards, configured, reference.recurrence, mlstm_recurrent_sequence
-EAGER += up_to_lengths, of_joined
-
-
-@pytest.mark.parametrize("call", EAGER, ids=lambda x: x.__name__)
-def test_a_second_call_without_jit_compiles_and_transfers_nothing(caplog, call):
-    x = inputs(16)
-    if call is on_mapped_shards:
-        x = [jnp.stack([y, y]) for y in x[:5]]
-    elif call is up_to_lengths:
-        x.append(jax.device_put(np.array([9])))
-    elif call is of_joined:
-        x = joined([y[:, :, 0] for y in x[:5]] + x[5:])
-    call(*x)
+@pytest.mark.parametrize("name", [*EAGER, "steps", "lengths", "joined"])
+def test_a_second_call_without_jit_compiles_and_transfers_nothing(caplog, name):
+    [(run, x)] = [(run, x) for other, run, x in calls() if other == name] or [(None, inputs(16))]
+    run = EAGER.get(name, run)
+    run(*x)
     with jax.log_compiles(True), jax.transfer_guard("disallow"):
-        call(*x)
+        run(*x)
     assert "Finished XLA compilation" not in caplog.text
 
 

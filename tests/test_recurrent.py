@@ -170,10 +170,10 @@ xla 5,2,3,40,37 inputs=dict(rows=5), lengths=[2, 3, 0, 1, 9], layout="BTNH"
 interpret 5,2,1,40,37 inputs=dict(rows=5)
 interpret 5,2,1,40,37 inputs=dict(rows=5, m_initial=False), columns=16, input_gate="sigmoid"
 interpret 5,2,1,40,37 inputs=dict(rows=200, slots="int8"), joined=True, columns=16
-interpret 5,2,1,40,37 inputs=BFLOAT16 | dict(rows=5, dtypes=MIXED), columns=16
+interpret 5,2,1,40,37 inputs=BFLOAT16 | dict(rows=5, dtypes=["float16", "bfloat16"]), columns=16
 interpret 5,2,3,40,37 inputs=dict(rows=5), lengths=[2, 3, 0, 1, 9], layout="BTNH"
 triton 5,2,1,40,37 inputs=dict(rows=200, slots="int8"), joined=True, columns=16
-triton 5,2,1,40,37 inputs=BFLOAT16 | dict(rows=5, dtypes=MIXED)
+triton 5,2,1,40,37 inputs=BFLOAT16 | dict(rows=5, dtypes=["float16", "bfloat16"])
 triton 5,2,3,40,37 inputs=dict(rows=5), lengths=[2, 3, 0, 1, 9], layout="BTNH"
 triton 64,8,1,256,512 inputs=dict(rows=192)
 triton 64,8,1,256,512 inputs=BFLOAT16 | dict(rows=192)
@@ -194,7 +194,7 @@ triton 2,4,1,128,256 inputs=dict(dtype="float16", dtypes=HALF)
 SIGMOID = dict(input_gate="sigmoid", inputs=dict(m_initial=False, i_scale=3.0, resets=True))
 EMPTY = dict(eps=0.0, norm_val=0.0, inputs=dict(states=False, i_shift=-np.inf))
 BFLOAT16 = dict(dtype="bfloat16", dtypes=["bfloat16"] * 2)
-MIXED, HALF = ["float16", "bfloat16"], ["float16"] * 3
+HALF = ["float16"] * 3
 ROUNDED_M = dict(i_scale=4.0, dtypes=["float32", "float32", "bfloat16"])
 
 
