@@ -240,9 +240,6 @@ TypeError autocast_kernel_dtype is float64, expected one of float32, bfloat16, f
 TypeError q has dtype float64, expected one of float32, bfloat16, float16{FLOAT64}
 <- WIDE
 
-TypeError segment_ids has dtype bool, expected an integer dtype; a reset is f = -inf
-<- dict(segment_ids=array(2, 40, dtype="bool"))
-
 TypeError eps is Array(1.e-06, dtype=float32), expected a Python float
 <- dict(eps=jnp.float32(1e-6))
 
