@@ -344,7 +344,7 @@ TypeError k has dtype float32, expected bfloat16, that of the ring
 ValueError accepted has shape (3,), expected (B,) = (2,), as q has shape (2, 2, 2, 16)
 <- mlstm_ring_step(*first, states, accepted=np.zeros(3, int))
 
-ValueError slots[1] is 1, expected -1 for none, or a row of the pools, each once, below P = 2
+ValueError slots[1] is 1, expected -1 for none, or a row below P = 2 that no entry before it has
 <- mlstm_ring_step(*first, states, slots=np.array([1, 1]))
 
 TypeError accepted has dtype float64, expected an integer dtype
