@@ -135,7 +135,7 @@ def _second_half(
     """The gradients of the inputs; dC_after: what the later shards add to dC, (B * NH, ...)."""
     gamma, states = first.gates.scaGamma, first.states
     dC, decays = states.matDeltaC_states, decays_of_others(gamma)
-    dC = (dC + _weighted(decays, dC_after[:, None])).astype(dC.dtype)
+    dC = (dC.astype(gamma.dtype) + _weighted(decays, dC_after[:, None])).astype(dC.dtype)
     whole = jnp.prod(gamma, axis=-1)[:, None, None]
     dC_initial = states.matDeltaC_initial + whole * dC_after
     first = first._replace(

@@ -214,8 +214,8 @@ def mlstm_recurrent_step(
       normalize: False leaves out the denominator: h = s C'^T q. For the
         sigmoid gate only.
       slots: (B,) integers, read as 32 bits: entry b reads and writes row
-        slots[b] of pools of states, (P, NH, ...). An entry of slot -1 changes no
-        row, and its h is 0. Other slots are below P and differ.
+        slots[b] of pools of states, (P, NH, ...). An entry of slot -1 changes
+        no row, and its h is 0. Other slots are below P and differ.
       backend: "triton" (GPU kernel), "xla" (plain jnp, with derivatives) or
         "interpret" (the kernel interpreted on a CPU; slow, for tests). A step
         has no Mosaic GPU kernel: "mosaic_gpu" and "mosaic_gpu_interpret" run

@@ -51,7 +51,7 @@ prefill_benchmark --segments=0: flag --segments=0
 scaling_benchmark --mode=both: flag --mode=both: unknown both, known are
 scaling_benchmark --backend=triton: --backend=triton needs a GPU
 compile_report --device=K80: flag --device=K80: unknown K80, known are A100,
-compile_report --chunk_size=48: chunk_size is 48, expected None or a power of two
+compile_report --chunk_size=48: chunk_size is 48, expected a power of two
 compile_report --heads=64: flag --heads=64: cannot read the head sizes '64', expected DHQK/DHV
 compile_report --stage=nonsense: --stage: no stage nonsense in fwd, there are chunk_gates,
 compile_report --direction=step --variant=packed: --variant: a step has no variant packed

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from call_checks import OF_RECURRENCE, recurrence_of_lengths
+from call_checks import OF_RECURRENCE, PROMISED, recurrence_of_lengths
 from oracle import (
     BACKENDS,
     NAMES,
@@ -252,8 +252,8 @@ def check(backend, *shape, inputs=(), mapped=False, wide=False, lengths=None, **
         dtypes, outputs = ["float64"] * 4, in_float64(lambda x: run(**x), x)
     else:
         outputs, *again = (jax.jit(run)(slots, **x) for _ in range(1 + (backend == "triton")))
-        for other in again:
-            jax.tree.map(np.testing.assert_array_equal, other, outputs)
+        bits = [[np.asarray(y).tobytes() for y in ys] for ys in (outputs, *again)]  # NaN too
+        assert bits[0] == bits[-1]
         if backend == "xla" and {*map(str, dtypes)} == {"float32"} and x["q"].size:
             draw = np.random.default_rng(1)
             cotangents = [np.float32(draw.normal(size=y.shape)) for y in desired]
@@ -268,6 +268,8 @@ def check(backend, *shape, inputs=(), mapped=False, wide=False, lengths=None, **
     factors = 1, factor[..., None, None], factor[..., None], 1
     for name, y, z, scale in zip(("h", *STATES), outputs, desired, factors, strict=True):
         bound = tolerance(y.dtype, DHQK if name == "h" or S > 1 else 1)
+        if backend == "triton":
+            bound = max(bound, PROMISED[str(y.dtype)][0])
         y = np.array(y, "float64")
         if slots is not None and name in x:
             others = np.setdiff1d(np.arange(len(y)), slots)  # keep their bits

@@ -93,7 +93,9 @@ def test_answers_are_those_of_transformers(tmp_path, capsys):
 
 def test_control_c_keeps_the_answers_that_are_there(tmp_path, capsys):
     path, before = tmp_path / "answers.jsonl", [mock.DEFAULT] * 8
-    with mock.patch.object("decode", wraps=model.decode, side_effect=[*before, KeyboardInterrupt]):
+    with mock.patch.object(
+        server, "decode", wraps=model.decode, side_effect=[*before, KeyboardInterrupt]
+    ):
         assert exit_code(*request(f"--output={path}")) == 130
     assert capsys.readouterr().err.endswith("interrupted\n")
     assert len(benchmark_runs.records(path)) == SLOTS

@@ -106,7 +106,7 @@ def _scores(
     old = fill[at] + pending_tokens(pending[at], drafts)
     rings = (ringK_new, matK), (ringV_new, matV), (ringI_new, vecI), (ringF_new, vecF)
     _store_tokens(row, first + old, T, rings)
-    barrier(call)
+    barrier(call)  # for what follows reads them
     age = ages(lax.iota(jnp.int32, size), first, size)
     i, f = (masked_load(ref.at[(*row, ring)], age < old + T) for ref in (ringI_new, ringF_new))
     log_i, log_f = log_gates(i, f, stabilised)
@@ -119,21 +119,31 @@ def _scores(
 
     def load_K(columns, inside, end):
         """Columns of the ring's tokens before one."""
-        return load(ringK_new, columns, (*row, ring), outer_mask(age < end, inside))
+        return masked_load(ringK_new.at[(*row, ring, columns)], outer_mask(age < end, inside))
+
+    def scores_of(ik):
+        columns, inside = masked_block(ik, block, DHQK)
+        K = load_K(columns, inside, old + T)
+        if T > 1:
+            q = masked_load(matQ.at[(tokens, columns)], outer_mask(in_tokens, inside))
+            return _product(q, K, call, b_axis=1)
+        q = load(matQ, columns, (jnp.int32(0),), inside)
+        return jnp.sum(q[None, :] * K.astype(jnp.float32), axis=1)[None, :]
+
+    tokens: Any
+    tokens, in_tokens = (pl.ds(0, 1), None) if T == 1 else whole(T)
+    scores = sum_of(num_blocks, scores_of, (tokens.size, size))
+    masked_store(out.vecRing.at[(tokens, ring)], scores, outer_mask(in_tokens, None))
+    barrier(call)
 
     @each(T)
     def _(t):
-        end = old + t + 1
-
-        def scores_of(ik):
-            columns, inside = masked_block(ik, block, DHQK)
-            q = load(matQ, columns, (t,), inside)
-            return jnp.sum(q[None, :] * load_K(columns, inside, end), axis=1)
-
-        scores, (columns, inside) = sum_of(num_blocks, scores_of, (size,)), whole(DHQK)
+        end, (columns, inside) = old + t + 1, whole(DHQK)
         of_n = jnp.sum(load(matQ, columns, (t,), inside) * load(vecN, columns, row, inside))
         w0, w, m_t = ring_weights(log_i, log_f, age, m, end)
-        scores, w0 = scale * w * scores, scale * w0
+        # The k of later tokens may be NaN.
+        scores = jnp.where(age < end, scale * w * out.vecRing[t, ring], 0.0)
+        w0 = scale * w0
         if normaliser is not None:
             inverse = normaliser.reciprocal(w0 * of_n + jnp.sum(scores), m_t)
             scores, w0 = scores * inverse, w0 * inverse
@@ -153,7 +163,7 @@ def _scores(
         @each(num_blocks)
         def _(ik):
             columns, inside = masked_block(ik, block, DHQK)
-            added = jnp.sum(w[:, None] * load_K(columns, inside, L), axis=0)
+            added = jnp.sum(w[:, None] * load_K(columns, inside, L).astype(jnp.float32), axis=0)
             n = w0 * load(vecN, columns, row, inside) + added
             masked_store(vecN_new.at[(*row, columns)], n.astype(vecN_new.dtype), inside)
 
