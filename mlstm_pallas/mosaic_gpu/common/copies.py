@@ -278,7 +278,7 @@ class CopyRing:
     def refill(self, *steps) -> None:
         """Starts the next copies into the slots of these steps, which this warpgroup has released.
 
-        A dedicated warpgroup does that without being options.
+        A dedicated warpgroup does that by itself.
         """
         for step in steps if self.readers else ():
             # The barrier keeps values derived from the step out of registers until this point.

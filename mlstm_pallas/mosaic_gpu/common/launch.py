@@ -67,7 +67,9 @@ def mosaic_call(
             interpreter = Interpreter(plgpu, name, warpgroups)
 
         def entry(*refs, **scratch_refs):
-            with interpreter.traced(scratch_refs) if interpreter else contextlib.nullcontext():
+            traced = interpreter.traced(scratch_refs) if interpreter else contextlib.nullcontext()
+            # Without jit a loop would run here, and its indices would be constants.
+            with traced, jax.disable_jit(False):
                 arguments = jax.tree.unflatten(tree, refs)
                 names = zip((*inputs, *outputs), arguments, strict=True)
                 kernel(**dict(names), **dict.fromkeys(scratch) | scratch_refs)
