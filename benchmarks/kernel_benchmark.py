@@ -132,7 +132,7 @@ def written(outputs):
     kernels makes. Weighted operands are their products.
     """
     if isinstance(outputs, Gradients):
-        return outputs._replace(pairs=None)
+        return outputs._replace(tile_sums=None)
     if isinstance(outputs, ScanOperands):
         return outputs._replace(keys=outputs.keys.product())
     return _written(outputs) if isinstance(outputs, ScoreGradients) else outputs
@@ -140,7 +140,7 @@ def written(outputs):
 
 @jax.jit
 def _written(outputs):
-    BNH, NC, n, T = outputs.pairs.diagonal.shape
+    BNH, NC, n, T = outputs.tile_sums.diagonal.shape
     block, tile = jnp.arange(n * T) // MAX_TILE, jnp.arange(n)
 
     def lower(x):
@@ -149,12 +149,12 @@ def _written(outputs):
     def total(x, where):
         return jnp.sum(jnp.where(where.reshape(n, 1, n, 1), x, 0.0), axis=1).reshape(BNH, -1)
 
-    per_query, per_key, diagonal = outputs.pairs
+    per_query, per_key, diagonal = outputs.tile_sums
     upper, lower_tiles = tile[:, None] <= tile, tile[:, None] >= tile
     sums = total(per_query, upper), total(per_key, lower_tiles), diagonal.reshape(BNH, -1)
     matrices = dict(matP=lower(outputs.matP), matDeltaP=lower(outputs.matDeltaP))
     products = dict(queries=outputs.queries.product(), keys=outputs.keys.product())
-    return outputs._replace(pairs=TileSums(*sums), **matrices, **products)
+    return outputs._replace(tile_sums=TileSums(*sums), **matrices, **products)
 
 
 # Arrays (B, S, NH, ...): passed as they are, or transposed by the caller.

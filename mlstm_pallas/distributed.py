@@ -40,8 +40,8 @@ from jax import lax
 
 from mlstm_pallas.api import mlstm_chunkwise, with_arguments_of
 from mlstm_pallas.formulas.gate_gradients import inner, step_flags
-from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, segment_starts
-from mlstm_pallas.formulas.splits import decays_in_splits, decays_of_others
+from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, mark_segment_starts
+from mlstm_pallas.formulas.splits import decays_in_splits, other_decays
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
 from mlstm_pallas.planning.call_spec import CallSpec, Plan
 from mlstm_pallas.planning.dispatch import stage
@@ -67,7 +67,7 @@ def _boundaries(plan: Plan, x: Inputs, *, L: int) -> tuple[jax.Array, jax.Array]
     p = plan.spec.problem.in_chunks_of(L)
     run = stage("chunk_gates", plan.launches("chunk_gates", problem=p))
     empty = jnp.full_like(x.m_initial, -jnp.inf)
-    operands = chunk_gates.Operands(x.i, x.f, empty, x.starts)
+    operands = chunk_gates.Operands(x.i, x.f, empty, x.segment_starts)
     m, g = run(operands, input_gate=plan.spec.input_gate, only_boundaries=True)
     return m, jnp.cumsum(g, axis=1)
 
@@ -83,15 +83,15 @@ def _from_zeros(
     gates = run_gates(plan.spec, launches, x, m_states)
     abar, gamma = gates.per_step().vecAbar, gates.scaGamma
     n = stage("step_sums", launches)(step_sums.Operands(x.k, abar))
-    X = stage("split_products", launches)(
+    matX = stage("split_products", launches)(
         split_products.Operands(a=x.k, b=x.v, r=abar * decays_in_splits(gamma, num_splits, p.S)),
         num_splits=num_splits,
         all_splits=True,
     )
     by_split = jnp.prod(gamma.reshape(p.BNH, num_splits, p.NC // num_splits), axis=-1)
-    C = jnp.sum(decays_of_others(by_split)[..., None, None] * X, axis=1)
-    last = jnp.sum(decays_of_others(gamma)[..., None] * n, axis=1)
-    return jnp.prod(by_split, axis=-1), last, C, PrecomputedStates(gates, n, X)
+    C = jnp.sum(other_decays(by_split)[..., None, None] * matX, axis=1)
+    last = jnp.sum(other_decays(gamma)[..., None] * n, axis=1)
+    return jnp.prod(by_split, axis=-1), last, C, PrecomputedStates(gates, n, matX)
 
 
 def _first_half(
@@ -110,11 +110,11 @@ def _first_half(
     whole = jnp.prod(gamma, axis=-1)
     dn, dm, passes = whole[:, None] * last.n, last.m, jnp.ones_like(whole)
     if dn_added is not None:
-        decays = decays_of_others(gamma, backward=True)
+        decays = other_decays(gamma, backward=True)
         dn = dn + jnp.sum(decays[..., None] * dn_added, axis=1)
     if plan.spec.stabilised:
         x = residuals.inputs
-        flags = step_flags(gates, x.f, x.starts)
+        flags = step_flags(gates, x.f, x.segment_starts)
         steps = lax.broadcasted_iota(jnp.int32, flags.shape, 1)
         S = flags.shape[1]
         unbroken = jnp.min(jnp.where((flags & M_GRAD_FLOWS) == 0, steps, S), axis=1)
@@ -134,7 +134,7 @@ def _second_half(
 ) -> Inputs:
     """The gradients of the inputs; dC_after: what the later shards add to dC, (B * NH, ...)."""
     gamma, states = first.gates.scaGamma, first.states
-    dC, decays = states.matDeltaC_states, decays_of_others(gamma)
+    dC, decays = states.matDeltaC_states, other_decays(gamma)
     dC = (dC.astype(gamma.dtype) + _weighted(decays, dC_after[:, None])).astype(dC.dtype)
     whole = jnp.prod(gamma, axis=-1)[:, None, None]
     dC_initial = states.matDeltaC_initial + whole * dC_after
@@ -179,14 +179,14 @@ def _between(join: Callable[..., jax.Array], x: jax.Array, nothing: float) -> ja
     return join(jnp.where(inside, x[:, :, None, None], nothing), axis=4)
 
 
-def _of_earlier(x: jax.Array, nothing: float) -> jax.Array:
+def _from_preceding(x: jax.Array, nothing: float) -> jax.Array:
     """x, (B, NH, P, P), where j is before i."""
     return jnp.where(jnp.tri(x.shape[2], k=-1, dtype=bool)[None, None], x, nothing)
 
 
 def _weights(gamma: jax.Array) -> jax.Array:
     """The weight of shard j in a sum over those before i, (B, NH, P, P); gamma: (B, NH, P)."""
-    return _of_earlier(_between(jnp.prod, gamma, 1.0), 0.0)
+    return _from_preceding(_between(jnp.prod, gamma, 1.0), 0.0)
 
 
 def _weighted(weights: jax.Array, x: jax.Array) -> jax.Array:
@@ -228,12 +228,12 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
         m, last = jnp.where(index == 0, m, -jnp.inf), g[..., -1:]
         m_all, g_all = _gathered(axis, jnp.maximum(m_after[..., -1], m + last[..., 0]), last)
         m_all = m_all[:, :, None] + _between(jnp.sum, g_all[..., 0], 0.0)
-        m_all = _of_earlier(m_all, -jnp.inf)
+        m_all = _from_preceding(m_all, -jnp.inf)
         m = jnp.maximum(m, jnp.max(m_all, axis=3)[:, :, index])
         first = m[..., None]
         m_states = jnp.concatenate([first, jnp.maximum(m_after, first + g)], axis=-1)
     x = x._replace(m_initial=m)
-    gamma, n, C, known = on_shards(
+    gamma, n, C, precomputed = on_shards(
         _from_zeros, spec, x, m_states, num_splits=plan.summary_splits, L=L
     )
     C, n = C + gamma[..., None, None] * C_first, n + gamma[..., None] * n_first
@@ -244,7 +244,7 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     n = n_first + jnp.sum(_weighted(weights[:, :, index], n_all), axis=2)
     before = named(LastStates(C_first + _sum_over(axis, weights, C), n, m))
     x = x._replace(c_initial=before.c, n_initial=before.n, m_initial=before.m)
-    outputs = named(on_shards(forward_once, spec, x, known))
+    outputs = named(on_shards(forward_once, spec, x, precomputed))
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
 
@@ -297,7 +297,7 @@ _sequence.defvjp(_sequence_fwd, _sequence_bwd)
 def _mlstm(axis: Axis, spec: CallSpec, x: Arguments) -> Any:
     """h of the shard and, if asked for, the last states of the whole sequence, on every device."""
     index = lax.axis_index(axis.name)
-    inputs = padded(spec, x, functools.partial(_starts, axis), index)
+    inputs = padded(spec, x, functools.partial(_segment_starts, axis), index)
     whole = dataclasses.replace(spec, has_initial_state=True, return_last_states=True)
     h, states = _sequence(axis, whole, inputs)
     last = LastStates(
@@ -306,12 +306,12 @@ def _mlstm(axis: Axis, spec: CallSpec, x: Arguments) -> Any:
     return results(spec, x, h, last)
 
 
-def _starts(axis: Axis, segment_ids: jax.Array) -> jax.Array:
+def _segment_starts(axis: Axis, segment_ids: jax.Array) -> jax.Array:
     """Where the id differs from the previous step's, which may be on another device."""
     index = lax.axis_index(axis.name)
     last = lax.all_gather(segment_ids[..., -1], axis.name)
-    begins = (segment_ids[..., 0] != last[index - 1]) & (index > 0)
-    return segment_starts(segment_ids).at[..., 0].set(begins)
+    is_start = (segment_ids[..., 0] != last[index - 1]) & (index > 0)
+    return mark_segment_starts(segment_ids).at[..., 0].set(is_start)
 
 
 def _shards(axis_name: str) -> int:

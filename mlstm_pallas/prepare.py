@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from mlstm_pallas.formulas.gates import CARRIES_ON, segment_starts, steps_within
+from mlstm_pallas.formulas.gates import CARRIES_ON, mark_segment_starts, steps_within
 from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.planning.call_spec import CallSpec, call_spec
 from mlstm_pallas.planning.config import KernelConfig
@@ -124,7 +124,7 @@ def prepare_steps(x: Arguments, options: Options, layout: Any = None) -> CallSpe
 def padded(
     spec: CallSpec,
     arguments: Arguments,
-    starts_of: Callable[[jax.Array], jax.Array] = segment_starts,
+    starts_of: Callable[[jax.Array], jax.Array] = mark_segment_starts,
     shard: Any = 0,
 ) -> Inputs:
     """The arrays, cast and padded.
@@ -141,7 +141,7 @@ def padded(
     B, NH, S = i.shape
     segments = None
     if N is not None and c is not None:
-        segments = _states_of_segments(spec, c, n, m)
+        segments = _segment_states(spec, c, n, m)
         c = m = None
     if c is None:
         c, n = jnp.zeros((B, NH, p.DHQK, p.DHV), acc), jnp.zeros((B, NH, p.DHQK), acc)
@@ -153,17 +153,17 @@ def padded(
         lengths = jnp.clip(as_int32(lengths) - shard * S, 0, S)
         lengths = jnp.broadcast_to(lengths[:, None], (B, NH))
     x = sharded_alike(spec, Inputs(q, k, v, i, f, c, n, m, None, lengths, ids, segments))
-    (i, f), starts, ids = x[3:5], None, x.segment_ids
+    (i, f), segment_starts, ids = x[3:5], None, x.segment_ids
     if x.lengths is not None:  # as the padding does, these gates carry the states on
         within = steps_within(x.lengths, S)
         i = jnp.where(within, i.astype(acc), CARRIES_ON[0])
         f = jnp.where(within, f.astype(acc), CARRIES_ON[1])
     if ids is not None:
-        starts = starts_of(ids).astype(jnp.int32)
-        starts = starts if lengths is None else jnp.where(within, starts, 0)
+        segment_starts = starts_of(ids).astype(jnp.int32)
+        segment_starts = segment_starts if lengths is None else jnp.where(within, segment_starts, 0)
         if p.reverse:  # a segment begins where the next one in memory ends
-            starts = jnp.roll(starts, -1, 2)
-        starts = pad(starts, starts.dtype, p.S)
+            segment_starts = jnp.roll(segment_starts, -1, 2)
+        segment_starts = pad(segment_starts, segment_starts.dtype, p.S)
         # An id below 0 is -1, and one beyond N is N.
         ids = None if N is None else as_int32(ids, -1, N - spec.front) + spec.front
     return Inputs(
@@ -175,7 +175,7 @@ def padded(
         pad(x.c_initial, acc, p.DHQK, p.DHV),
         pad(x.n_initial, acc, p.DHQK),
         pad(x.m_initial, acc),
-        starts,
+        segment_starts,
         x.lengths,
         ids,
         x.segments,
@@ -203,7 +203,7 @@ def _may_be_negative(ids: Any) -> bool:
     return jnp.issubdtype(ids.dtype, jnp.signedinteger)
 
 
-def _states_of_segments(spec: CallSpec, c: Any, n: Any, m: Any) -> SegmentStates:
+def _segment_states(spec: CallSpec, c: Any, n: Any, m: Any) -> SegmentStates:
     """The initial states of all segments; those of a row, (B, NH, ...), are segment 0's."""
     p, dtype, N = spec.problem, accumulator_dtype(spec.dtype), cast(int, spec.num_segments)
     m = jnp.zeros(n.shape[:-1], dtype) if m is None else m

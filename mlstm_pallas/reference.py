@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.api import mlstm_chunkwise, with_arguments_of
-from mlstm_pallas.formulas.gates import log_forget_gate, log_input_gate, segment_starts
+from mlstm_pallas.formulas.gates import log_forget_gate, log_input_gate, mark_segment_starts
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import (
@@ -104,9 +104,9 @@ def _recurrence(options: Options, normalize: bool, x: Arguments) -> tuple[jax.Ar
     fbar, reset = log_forget_gate(f.astype(dtype))
     gate, normaliser = options.input_gate, options.normaliser if normalize else None
     i = log_input_gate(i.astype(dtype), gate)
-    starts = jnp.zeros(f.shape, bool)
+    segment_starts = jnp.zeros(f.shape, bool)
     if x.segment_ids is not None:
-        starts |= segment_starts(x.segment_ids)[:, None]
+        segment_starts |= mark_segment_starts(x.segment_ids)[:, None]
 
     def step(states: Any, x: Any) -> tuple[States, jax.Array]:
         q, k, v, i, fbar, reset, start = x
@@ -123,7 +123,7 @@ def _recurrence(options: Options, normalize: bool, x: Arguments) -> tuple[jax.Ar
         z = scale * jnp.einsum("bhk,bhk->bh", q, n, precision="highest")
         return (C, n, m_new), normaliser.normalise(num, z, m_new) if normaliser else num
 
-    xs = *(x.astype(dtype) for x in (q, k, v, i, fbar)), reset, starts
+    xs = *(x.astype(dtype) for x in (q, k, v, i, fbar)), reset, segment_starts
     states, h = lax.scan(step, (C, n, m), tuple(jnp.moveaxis(x, 2, 0) for x in xs))
     return heads_first(jnp.moveaxis(h, 0, 2)), states
 

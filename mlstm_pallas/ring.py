@@ -86,7 +86,7 @@ def _fields(states: Any) -> dict[str, Any]:
     return {f"states.{name}": x for name, x in states._asdict().items()}
 
 
-def _of_heads(counts: Any, B: int, NH: int) -> Any:
+def _per_head(counts: Any, B: int, NH: int) -> Any:
     return None if counts is None else jnp.broadcast_to(as_int32(counts)[:, None], (B, NH))
 
 
@@ -129,8 +129,8 @@ def mlstm_ring_states(
     if phases.ndim:
         validation.check_integers("phase", phases)
         validation.check_shapes(dict(phase=phases), dict(phase=(("B",),)), dict(B=B))
-    of_heads = jnp.arange(NH, dtype="int32") * L // max(NH, 1)
-    fill = jnp.broadcast_to((of_heads + phases.reshape(-1, 1).astype("int32")) % L, (B, NH))
+    head_phases = jnp.arange(NH, dtype="int32") * L // max(NH, 1)
+    fill = jnp.broadcast_to((head_phases + phases.reshape(-1, 1).astype("int32")) % L, (B, NH))
     heads, acc = (B, NH, 2 * L), accumulator_dtype(kind)
     # Tokens that store nothing and decay nothing are before the first.
     return RingStates(
@@ -244,7 +244,7 @@ def mlstm_ring_step(
     )
     if not options.stabilised:
         validation.check_zeros("states.m", states.m)
-    fields: Any = *x, *states, _of_heads(accepted, B, NH), slots
+    fields: Any = *x, *states, _per_head(accepted, B, NH), slots
     operands = sharded_alike(spec, Operands(*fields))
     m = operands.scaM
     h, *after = step(spec, operands if options.stabilised else operands._replace(scaM=None))
@@ -280,7 +280,7 @@ def mlstm_ring_flush(
         validation.check_integers("accepted", accepted)
         arrays["accepted"] = accepted
     sizes = validation.check_shapes(arrays, validation.DIMS)
-    fields: Any = *(None,) * 5, *states, _of_heads(accepted, sizes["B"], sizes["NH"])
+    fields: Any = *(None,) * 5, *states, _per_head(accepted, sizes["B"], sizes["NH"])
     heads = Operands(*fields)
     c, n, m = flush_all(heads if gate is InputGate.EXP else heads._replace(scaM=None))
     return c, n, states.m if m is None else m

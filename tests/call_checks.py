@@ -106,8 +106,8 @@ def recurrence_of_lengths(lengths):
     def run(*, segment_ids=None, **x):
         gone = beyond(lengths, x["i"])
         if segment_ids is not None:  # no segment starts beyond a length
-            starts = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
-            segment_ids = jnp.cumsum(starts & ~gone[:, 0], axis=1)
+            segment_starts = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
+            segment_ids = jnp.cumsum(segment_starts & ~gone[:, 0], axis=1)
         x |= dict(i=jnp.where(gone, -jnp.inf, x["i"]), f=jnp.where(gone, jnp.inf, x["f"]))
         h, states = recurrence(**x, segment_ids=segment_ids)
         return jnp.where(gone[..., None], 0.0, h), states

@@ -96,14 +96,14 @@ MESHES = {
 }
 
 
-def exchanged(passes=2, sums=0, starts=0, m=True, sliced=False):
+def exchanged(passes=2, sums=0, segment_starts=0, m=True, sliced=False):
     """How many collectives there are: one for C, one for n, and in the forward pass one for m.
 
     starts: of packed segments, which are gathered; m: not with the sigmoid gate; sliced: whether
     the sums of C are exchanged in slices.
     """
     counts = {
-        "all-gather": starts,
+        "all-gather": segment_starts,
         "all-to-all": 2 * passes * sliced,
         "all-reduce": sums + passes * (2 - sliced) + m,
     }
@@ -367,7 +367,7 @@ def test_packed_sequences_and_lengths_over_four_devices(backend, gate):
         return swapped(h), states
 
     sums = 2 if backend == "xla" else 3  # without check_vma jax sums the states' cotangents too
-    counts = exchanged(sums=sums, starts=1, m=not gate)
+    counts = exchanged(sums=sums, segment_starts=1, m=not gate)
     result, expected = compiled_for(results_of(split), x, counts)(*x), results_of(whole)(*x)
     assert_nothing_beyond(lengths, result, dict(zip(NAMES, result[4:], strict=False)))
     # The gradient of m_initial is one number per head, zero but for rounding.

@@ -29,7 +29,7 @@ def assert_decays(result, expected, rounding):
     assert (np.abs(result - expected) <= np.where(expected > 1e-37, bound, 1e-37)).all()
 
 
-def by_definition(i, f, m_initial, starts, L, input_gate):
+def by_definition(i, f, m_initial, segment_starts, L, input_gate):
     """Stabilisers, decays and chunk-boundary states of one head by the recurrence, in float64."""
     fbar, i = -np.logaddexp(0.0, -np.asarray(f, "float64")), np.asarray(i, "float64")
     i = -np.logaddexp(0.0, -i) if input_gate is InputGate.SIGMOID else i
@@ -39,7 +39,7 @@ def by_definition(i, f, m_initial, starts, L, input_gate):
         t = s % L
         if t == 0:
             logs, carried = np.full(L, -np.inf), m
-        if starts[s]:
+        if segment_starts[s]:
             logs[:t], carried, m = -np.inf, -np.inf, 0.0
         # logs[r]: log weight of step r's input in the state after step t, and carried that of the
         # state before the chunk
@@ -61,14 +61,25 @@ FORMS = (Lowering.XLA, Lowering.INTERPRET)
 
 @functools.partial(jax.jit, static_argnames=("L", "form", "input_gate", "reverse"))
 def gates_of(
-    i, f, m_initial, starts=None, lengths=None, *, L, form, input_gate=InputGate.EXP, reverse=False
+    i,
+    f,
+    m_initial,
+    segment_starts=None,
+    lengths=None,
+    *,
+    L,
+    form,
+    input_gate=InputGate.EXP,
+    reverse=False,
 ):
     """chunk_gates of (heads, S), in time."""
     p = Problem(1, *i.shape, 64, 64, L, 1.0, reverse)
     call = launch_of("chunk_gates", p, "bfloat16", form)
-    x = call.in_time(dict(vecI=i, vecF=f, starts=starts)) | dict(scaM_initial=m_initial)
+    x = call.processing_order(dict(vecI=i, vecF=f, segment_starts=segment_starts)) | dict(
+        scaM_initial=m_initial
+    )
     result = run_stage("chunk_gates", call, input_gate=input_gate, **x)
-    return gates.without_outputs(call.in_time(result), lengths)
+    return gates.without_outputs(call.processing_order(result), lengths)
 
 
 CASES = {
@@ -109,8 +120,10 @@ def drawn(L, S, input_gate, packed, recipe):
     """i, f, m_initial and starts of two heads, or None."""
     x = random_inputs(L, 1, 2, S, 1, 1, **recipe)
     i, f, m_initial = (np.asarray(x[name])[0] for name in ("i", "f", "m_initial"))
-    starts = (np.random.default_rng(0).random((2, S)) < 0.1).astype("int32") if packed else None
-    return i, f, m_initial * (input_gate is InputGate.EXP), starts
+    segment_starts = (
+        (np.random.default_rng(0).random((2, S)) < 0.1).astype("int32") if packed else None
+    )
+    return i, f, m_initial * (input_gate is InputGate.EXP), segment_starts
 
 
 def check_line(line, form):
@@ -120,10 +133,10 @@ def check_line(line, form):
     case, L, S = x.rsplit("-", 2)
     L, S, input_gate, packed = int(L), int(S), InputGate(gate), "packed" in options
     lengths = np.array([41, S - 22], "int32") if "lengths" in options else None  # of the heads
-    i, f, m_initial, starts = x = drawn(L, S, input_gate, packed, CASES[case])
+    i, f, m_initial, segment_starts = x = drawn(L, S, input_gate, packed, CASES[case])
     options = dict(input_gate=input_gate, reverse="reverse" in options)
     result = gates_of(*x, lengths, L=L, form=form, **options)
-    heads = zip(i, f, m_initial, starts if packed else np.zeros((2, S)), strict=True)
+    heads = zip(i, f, m_initial, segment_starts if packed else np.zeros((2, S)), strict=True)
     expected = (by_definition(*head, L, input_gate) for head in heads)
     m_t, w, D, boundaries, gamma, abar = map(np.stack, zip(*expected, strict=True))
     if lengths is not None:
@@ -144,8 +157,8 @@ def check_line(line, form):
     e_hi, e_lo, u_hi, u_lo = (np.asarray(y, "float64") for y in (*result.vecE, *result.vecU))
     exponent = (e_hi[..., None, :] - u_hi[..., None]) + (e_lo[..., None, :] - u_lo[..., None])
     decays = np.exp(np.where(np.tri(L, dtype=bool), exponent, -np.inf))
-    pairs = (result.vecW, w), (result.scaGamma, gamma), (result.vecAbar, abar), (decays, D)
-    for y, desired in pairs:
+    tile_sums = (result.vecW, w), (result.scaGamma, gamma), (result.vecAbar, abar), (decays, D)
+    for y, desired in tile_sums:
         assert_decays(of_heads(y), of_heads(desired), rounding)
 
 

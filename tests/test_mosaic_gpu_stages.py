@@ -117,12 +117,12 @@ def test_gradients_of_active_chunks(heads, tiles):
     """All CTAs share the items of the active chunk, even if they are few; in the other chunk every
     column is cleared, and undefined operands reach nothing."""
     x, active = case("bfloat16", 128, 256, (1, 1), *heads), np.array([[True, False]])
-    live, inputs = ChunkList(None, Entries(None, np.int32(128 * active)), None), dict(x.inputs)
+    active, inputs = ChunkList(None, Entries(None, np.int32(128 * active)), None), dict(x.inputs)
     for name in ("matC_states", "matDeltaC_states"):
         inputs[name] = inputs[name].at[:, 1].set(jnp.nan)
     if heads[0] <= 128:
         inputs["scores"] = jax.tree.map(lambda _: None, inputs["scores"])
-    result = x.run("parallel_bw_dQKV", inputs, tiles=tiles, live=live, **ON)
+    result = x.run("parallel_bw_dQKV", inputs, tiles=tiles, active=active, **ON)
     expected = x.expected("parallel_bw_dQKV")
     for name in ("matDeltaQ", "matDeltaK", "matDeltaV"):
         desired = only(getattr(expected, name).reshape(1, 2, 128, -1), active, 0, 1)
@@ -149,7 +149,7 @@ def with_floors_of_one():
 def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
     run, _, hs = with_floors_of_one()
     stage = functools.partial(run, "parallel_bw_dP", normaliser=Normaliser())
-    check_isolated(stage, *hs, lambda y: (y.matP, y.matDeltaP, y.pairs))
+    check_isolated(stage, *hs, lambda y: (y.matP, y.matDeltaP, y.tile_sums))
 
 
 def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger():
@@ -195,14 +195,14 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm, reverse):
     )
     names = ("vecF", "q_dot_dq_inter", "k_dot_dk_inter", "dm")
     x = {name: draw.normal(size=(BNH, S)) for name in names[: 3 + has_dm]}
-    x["pairs"] = TileSums(per_query, per_key, draw.normal(size=(BNH, NC, n, T)))
-    x["through"] = draw.normal(size=(BNH, NC))
+    x["tile_sums"] = TileSums(per_query, per_key, draw.normal(size=(BNH, NC, n, T)))
+    x["pass_through"] = draw.normal(size=(BNH, NC))
     carried, goes_on, passes = (draw.random((BNH, S)) < p for p in (share, 0.999, 0.95))
     carried[0, 2 * L : 2 * L + 1] = False  # behind a whole block, if there is one
     weights = gates.M_FROM_PREVIOUS, gates.M_GRAD_FLOWS, gates.DECAY_NONZERO
     flags = np.int32(np.tensordot(weights, (carried, goes_on & carried, passes), 1))
     call = call_of("step_gradients", Problem(1, BNH, S, 64, 64, L, 1.0, reverse))
-    x, flags = call.in_time((jax.tree.map(np.float32, x), flags))
+    x, flags = call.processing_order((jax.tree.map(np.float32, x), flags))
     options = dict(flags=flags) | ({} if has_dm else dict(dm=None))
     check_stage("step_gradients", call, x, tolerance("float32", S), **options)
 
@@ -247,7 +247,7 @@ def test_tiles_that_are_copied_by_groups_are_where_they_should_be(B, NH, num_spl
     for array in (x.reshape(-1, S, D), np.swapaxes(x.reshape(B, NH, S, D), 1, 2)):
 
         @jax.jit
-        def place(n, array=array):
+        def position(n, array=array):
             steps = head_of(array, n, p)
             assert steps.shape == (p.S, D)
             steps = steps.at[pl.ds(8, 2 * rows)].at[pl.ds(rows, rows), pl.ds(columns, columns)]
@@ -255,7 +255,7 @@ def test_tiles_that_are_copied_by_groups_are_where_they_should_be(B, NH, num_spl
             return steps.before, steps.start, steps.behind, steps.column
 
         for n in range(p.BNH):
-            before, start, behind, column = jax.tree.map(int, place(n))
+            before, start, behind, column = jax.tree.map(int, position(n))
             at = *before, slice(start, start + rows), *behind
             tile = array[*at, column : column + columns]
             head = x.reshape(-1, p.S, D)[n]
@@ -301,17 +301,19 @@ def test_flags_are_those_of_the_plain_form(L, S, reverse):
 
     The forms take different logarithms.
     """
-    i, f, m, starts = test_gates.drawn(L, S, InputGate.EXP, True, dict(resets=True))
+    i, f, m, segment_starts = test_gates.drawn(L, S, InputGate.EXP, True, dict(resets=True))
     p = Problem(1, 2, S, 64, 64, L, 1.0, reverse)
 
     def run(call, **m_states):
-        x = dict(vecI=i, vecF=f, scaM_initial=m, starts=starts) | m_states
+        x = dict(vecI=i, vecF=f, scaM_initial=m, segment_starts=segment_starts) | m_states
         return jax.jit(functools.partial(run_stage, "chunk_gates", call, with_flags=True))(**x)
 
     with mock.patch.object(gates, "log_sigmoid", lambda f, _: jnp.minimum(f, 0.0)):
         m_states = run(plain(p)).scaM_states
         result = run(call_of("chunk_gates", p), scaM_states=m_states)
-        flags = gate_gradients.step_flags(result._replace(vecFlags=None), f, starts, reverse)
+        flags = gate_gradients.step_flags(
+            result._replace(vecFlags=None), f, segment_starts, reverse
+        )
     assert np.array_equal(result.vecFlags.reshape(flags.shape), flags)
 
 

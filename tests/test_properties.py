@@ -95,8 +95,8 @@ def drawn(case, seed):
     x = random_inputs(seed, *shape, case.DHQK, case.DHV, states=case.states, m_initial=has_m)
     x |= {name: np.float64(x[name]) * sizes[name] for name in sizes.keys() & x}
     x |= {name: drawn_gates(r, shape, edges) for name, edges in EDGES.items()}
-    starts = r.random((case.B, case.S)) < r.choice([0.0, 0.05, 0.3, 1.0])
-    return x, np.cumsum(starts, axis=1).astype("int32") if case.packed else None
+    segment_starts = r.random((case.B, case.S)) < r.choice([0.0, 0.05, 0.3, 1.0])
+    return x, np.cumsum(segment_starts, axis=1).astype("int32") if case.packed else None
 
 
 @cache

@@ -138,24 +138,22 @@ class Case:
         if tiles_inside:
             inputs["scores"] = jax.tree.map(lambda _: None, inputs["scores"])
         result = returned = self.products(self.run(name, inputs, lowering, tiles, **options))
-        own = result._replace(pairs=None) if tiles_inside else result
+        own = result._replace(tile_sums=None) if tiles_inside else result
         assert_dtypes(own, dtypes)
         if name == "chunk_gates":
             result, expected = map(summed, (result, expected))
         if scores:
             result, expected = map(self.written, (result, expected))
         if scores or tiles_inside:
-            pairs, after = (
-                result.pairs,
-                np.tri(result.pairs.diagonal.shape[2], dtype=bool),
-            )  # [i, j]
+            tile_sums = result.tile_sums
+            after = np.tri(tile_sums.diagonal.shape[2], dtype=bool)  # [i, j]
             # Where queries lie before the tile of keys nothing is written.
-            per_query, per_key = only(pairs[0], after.T, 1, 3), only(pairs[1], after, 1, 3)
-            result = result._replace(pairs=TileSums(per_query, per_key, pairs.diagonal))
-            expected = expected._replace(pairs=self.tile_pairs(pairs.diagonal.shape[-1]))
+            per_query, per_key = only(tile_sums[0], after.T, 1, 3), only(tile_sums[1], after, 1, 3)
+            result = result._replace(tile_sums=TileSums(per_query, per_key, tile_sums.diagonal))
+            expected = expected._replace(tile_sums=self.as_tile_sums(tile_sums.diagonal.shape[-1]))
 
         def bound(path, dtype):
-            terms = p.DHQK * p.DHV if path == ".through" else p.S + p.DHQK + p.DHV
+            terms = p.DHQK * p.DHV if path == ".pass_through" else p.S + p.DHQK + p.DHV
             rounded = path.startswith(".mat") or dtype == self.dtype
             return tolerance(self.dtype if rounded else "float32", terms)
 
@@ -181,7 +179,7 @@ class Case:
         P, dP = (only(self.chunks(y), block[:, None] >= block, 2, 3) for y in outputs[:2])
         return outputs._replace(matP=P, matDeltaP=dP)
 
-    def tile_pairs(self, T):
+    def as_tile_sums(self, T):
         """The sums for tiles of T steps, from W_ts = (scale dP_ts) q_t . k_s."""
         q, k = (np.float64(self.chunks(self.inputs[name])) for name in ("matQ", "matK"))
         dP = self.chunks(self.expected("parallel_bw_dP").matDeltaP)

@@ -1,14 +1,14 @@
 """Lists of chunks: the chunks of a row whose parts do not begin at multiples of L steps.
 
-A row of S steps has N segments, each with states of its own, a rest, and a tail in which h is 0.
-The parts follow one another. Each of the first N + 1 has chunks of its own, the last of which may
-have fewer than L steps. The list has all chunks of a row. Gates, P and all else that is computed
-per step are in the chunks of the list. q, k, v and h stay as they are: the kernels read and write
-the steps of a chunk where they are in the row.
+A row of S steps has N segments, each with states of its own, a remainder, and padding in which h is
+0. The parts follow one another. Each of the first N + 1 has chunks of its own, the last of which
+may have fewer than L steps. The list has all chunks of a row. Gates, P and all else that is
+computed per step are in the chunks of the list. q, k, v and h stay as they are: the kernels read
+and write the steps of a chunk where they are in the row.
 
-``of_segments`` puts an entry without steps before each part. The gates of this entry reset the
-state, and its input gate is the m with which the part begins. So the recurrences over chunks need
-not know where parts begin.
+``chunks_by_segment`` puts an entry without steps before each part. The gates of this entry reset
+the state, and its input gate is the m with which the part starts. So the recurrences over chunks
+need not know where parts start.
 """
 
 from typing import Any, NamedTuple
@@ -23,9 +23,9 @@ from mlstm_pallas.problem.dimensions import Problem
 
 
 class Parts(NamedTuple):
-    """The parts of each row: N segments, the rest, the tail, and the end of the row."""
+    """The parts of each row: N segments, the remainder, the padding, and the end of the row."""
 
-    begins: Array  # (B * NH, N + 3) int32, in steps
+    start_steps: Array  # (B * NH, N + 3) int32, in steps
     first: Array  # (B * NH, N + 3) int32, the entry of the first chunk; the last two are not read
 
 
@@ -39,12 +39,12 @@ class Entries(NamedTuple):
 class ChunkList(NamedTuple):
     parts: Parts
     entries: Entries
-    part_of_entries: Array  # (B * NH, NC) int32
+    entry_parts: Array  # (B * NH, NC) int32
 
     @property
     def N(self) -> int:
         """The number of segments with states."""
-        return self.parts.begins.shape[1] - 3
+        return self.parts.start_steps.shape[1] - 3
 
     @property
     def NC(self) -> int:
@@ -52,26 +52,26 @@ class ChunkList(NamedTuple):
         return self.entries.sizes.shape[1]
 
     @property
-    def live(self) -> Array:
+    def active(self) -> Array:
         """Which entries have steps, (B * NH, NC)."""
         return self.entries.sizes > 0
 
-    def live_first(self) -> tuple[Array, Array]:
+    def active_first(self) -> tuple[Array, Array]:
         """The number of entries with steps, (1,), and the entries of all rows, those first; int32.
 
         An entry is a place in (B * NH, NC).
         """
-        live = self.live.reshape(-1)
-        order = jnp.argsort(~live, stable=True).astype(jnp.int32)
-        return jnp.sum(live, dtype=jnp.int32, keepdims=True), order
+        active = self.active.reshape(-1)
+        order = jnp.argsort(~active, stable=True).astype(jnp.int32)
+        return jnp.sum(active, dtype=jnp.int32, keepdims=True), order
 
     def gates(
-        self, i: Array, f: Array, starts: Any, m: Array, L: int
+        self, i: Array, f: Array, segment_starts: Any, m: Array, L: int
     ) -> tuple[Array, Array, Array]:
         """The gates and the resets of the entries' steps, (B * NH, NC * L).
 
         The entry before a segment resets the state and stores something with the input gate m,
-        (B * NH, N): the segment begins with this stabiliser. Before the rest m is 0.
+        (B * NH, N): the segment starts with this stabiliser. Before the remainder m is 0.
         """
         index, within = self.steps(L)
 
@@ -79,21 +79,21 @@ class ChunkList(NamedTuple):
             return jnp.where(where, jnp.take_along_axis(x, index, axis=1, mode="clip"), beyond)
 
         i, f = gathered(i, within, -jnp.inf), gathered(f, within, jnp.inf)
-        starts, (rows, first) = gathered(starts, within, 0), self.before_parts()
+        segment_starts, (rows, first) = gathered(segment_starts, within, 0), self.before_parts()
         i = i.at[rows, first * L].set(jnp.pad(m, [(0, 0), (0, 1)]))
         f = f.at[rows, first * L].set(-jnp.inf)
-        return i, f, starts.at[rows, (first + 1) * L].set(0)
+        return i, f, segment_starts.at[rows, (first + 1) * L].set(0)
 
     def with_initial(self, x: Array, initial: Array) -> Array:
         """x, (B * NH, NC, ...), with ``initial``, (B * NH, N, ...), before the segments.
 
-        It is 0 before the rest.
+        It is 0 before the remainder.
         """
         initial = jnp.pad(initial, [(0, 0), (0, 1), *[(0, 0)] * (initial.ndim - 2)])
         return x.at[self.before_parts()].set(initial)
 
     def before_parts(self) -> tuple[Array, Array]:
-        """The rows and the entries before the segments and the rest."""
+        """The rows and the entries before the segments and the remainder."""
         rows = lax.broadcasted_iota(jnp.int32, (len(self.parts.first), 1), 0)
         return rows, self.parts.first[:, : self.N + 1] - 1
 
@@ -146,7 +146,7 @@ class ChunkList(NamedTuple):
 def state_of(p: Problem, N: int, head: Array, part: Array) -> Array:
     """The place of a segment's state in an array (B, N, NH, ...), as if its axes were one.
 
-    It is the last segment's for the rest and the tail, which have no states.
+    It is the last segment's for the remainder and the padding, which have no states.
     """
     segment = lax.min(part, np.int32(N - 1)) if isinstance(part, Array) else min(part, N - 1)
     return (divide(head, p.NH) * N + segment) * p.NH + remainder(head, p.NH)
@@ -161,36 +161,36 @@ def num_entries(S: int, N: int, L: int) -> int:
     return rounded_up(S // L + 2 * (N + 1) + 1, 8)
 
 
-def of_segments(ends: Array, end: Array, S: int, L: int) -> ChunkList:
+def chunks_by_segment(ends: Array, end: Array, S: int, L: int) -> ChunkList:
     """The list of rows with N segments.
 
     Args:
       ends: (B * NH, N) int32, the number of steps up to the end of each segment, ascending.
-      end: (B * NH,) int32, the end of the rest.
+      end: (B * NH,) int32, the end of the remainder.
       S: steps of a row.
     """
     rows, N = ends.shape
-    begins = jnp.concatenate(
+    start_steps = jnp.concatenate(
         [jnp.zeros((rows, 1), jnp.int32), ends, end[:, None], jnp.full((rows, 1), S, jnp.int32)],
         axis=1,
     )
-    counts = lax.div(begins[:, 1:] - begins[:, :-1] + np.int32(L - 1), np.int32(L))
+    counts = lax.div(start_steps[:, 1:] - start_steps[:, :-1] + np.int32(L - 1), np.int32(L))
     first = jnp.cumsum(counts + 1, axis=1, dtype=jnp.int32) - counts
     entry = lax.broadcasted_iota(jnp.int32, (1, num_entries(S, N, L)), 1)
     begun = first[:, None, 1 : N + 1] - 1 <= entry[..., None]
     part = jnp.sum(begun, axis=-1, dtype=jnp.int32)
 
-    def of_part(x: Array) -> Array:
+    def at_part(x: Array) -> Array:
         return jnp.take_along_axis(x, part, axis=1)
 
-    chunk = entry - of_part(first)
-    steps = of_part(begins) + chunk * L
-    sizes = jnp.where(chunk < 0, 0, jnp.clip(of_part(begins[:, 1:]) - steps, 0, L))
+    chunk = entry - at_part(first)
+    steps = at_part(start_steps) + chunk * L
+    sizes = jnp.where(chunk < 0, 0, jnp.clip(at_part(start_steps[:, 1:]) - steps, 0, L))
     entries = Entries(jnp.where(sizes > 0, steps, 0), sizes)
-    return ChunkList(Parts(begins, jnp.pad(first, [(0, 0), (0, 1)])), entries, part)
+    return ChunkList(Parts(start_steps, jnp.pad(first, [(0, 0), (0, 1)])), entries, part)
 
 
-def of_lengths(lengths: Array, S: int, p: Problem) -> ChunkList:
+def chunks_by_length(lengths: Array, S: int, p: Problem) -> ChunkList:
     """The list of rows with one segment, from step 0 on, without an entry before it.
 
     Entry c is chunk c, and those beyond the length have no steps.
@@ -200,7 +200,9 @@ def of_lengths(lengths: Array, S: int, p: Problem) -> ChunkList:
       S: steps of a row.
     """
     zeros = jnp.zeros_like(lengths)
-    begins = jnp.stack([zeros, lengths, lengths, jnp.full_like(lengths, S)], axis=1)
+    start_steps = jnp.stack([zeros, lengths, lengths, jnp.full_like(lengths, S)], axis=1)
     steps = lax.broadcasted_iota(jnp.int32, (len(lengths), p.NC), 1) * p.L
     entries = Entries(steps, jnp.clip(lengths[:, None] - steps, 0, p.L))
-    return ChunkList(Parts(begins, jnp.zeros_like(begins)), entries, jnp.zeros_like(steps))
+    return ChunkList(
+        Parts(start_steps, jnp.zeros_like(start_steps)), entries, jnp.zeros_like(steps)
+    )

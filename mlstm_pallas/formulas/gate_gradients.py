@@ -37,18 +37,19 @@ def only(x: Array, where: Array, *axes: int) -> Array:
     return jnp.where(jnp.broadcast_to(where.reshape(shape), x.shape), x, 0.0)
 
 
-def through_tiles(
-    pairs: TileSums, q_dot_dq_inter: Array, k_dot_dk_inter: Array, through: Array
+def pass_through_tiles(
+    tile_sums: TileSums, q_dot_dq_inter: Array, k_dot_dk_inter: Array, pass_through: Array
 ) -> Array:
-    """Sums of W_ts with s before and t after each tile, (B * NH, S / T); all in time."""
-    BNH, NC, n, _ = pairs.diagonal.shape
+    """Sums of W_ts with s before and t after each tile, (B * NH, S / T), in processing order."""
+    BNH, NC, n, _ = tile_sums.diagonal.shape
     if n == 1:
-        return through
+        return pass_through
     later = later_tiles(n)
     read, written = (
-        jnp.sum(x.reshape(pairs.diagonal.shape), axis=-1) for x in (q_dot_dq_inter, k_dot_dk_inter)
+        jnp.sum(x.reshape(tile_sums.diagonal.shape), axis=-1)
+        for x in (q_dot_dq_inter, k_dot_dk_inter)
     )
-    between = jnp.sum(only(pairs.per_query, later.T, 1, 3), axis=-1)  # [j, chunk, i]
+    between = jnp.sum(only(tile_sums.per_query, later.T, 1, 3), axis=-1)  # [j, chunk, i]
     # What tile i reads from before tile m, the state included: [m, chunk, i].
     before = read[:, None] + jnp.cumsum(
         jnp.pad(between[:, :-1], [(0, 0), (1, 0), (0, 0), (0, 0)]), axis=1
@@ -57,7 +58,7 @@ def through_tiles(
     written = jnp.sum(
         only(jnp.broadcast_to(written[..., None, :], (BNH, NC, n, n)), later, 2, 3), axis=-1
     )
-    return (through[..., None] + before + written).reshape(BNH, NC * n)
+    return (pass_through[..., None] + before + written).reshape(BNH, NC * n)
 
 
 _GROUP = 16  # steps summed at once; the work is this many times the length
@@ -85,17 +86,17 @@ def segmented_suffix_sum(x: Array, flows: Array) -> Array:
 
 
 def step_flags(
-    gates: ChunkGates, vecF: Array, starts: Array | None, reverse: bool = False
+    gates: ChunkGates, vecF: Array, segment_starts: Array | None, reverse: bool = False
 ) -> Array:
-    """``gates.join_flags`` of every step, like vecF and starts (B * NH, S)."""
+    """``gates.join_flags`` of every step, like vecF and segment_starts (B * NH, S)."""
     if gates.vecFlags is not None:
         return gates.vecFlags.reshape(vecF.shape)
     f = vecF.reshape(gates.vecM.shape)
-    begins = None if starts is None else starts.reshape(f.shape) > 0
+    is_start = None if segment_starts is None else segment_starts.reshape(f.shape) > 0
     log_f, reset = log_forget_gate(f)
     m, ends = gates.vecM, gates.scaM_states
     before = [m[..., 1:], ends[..., 1:, None]] if reverse else [ends[..., :-1, None], m[..., :-1]]
     m_before = jnp.concatenate(before, axis=-1)
-    restarts = reset if begins is None else reset | begins
-    flags = join_flags(gates.vecE, gates.vecU, m, m_before, f, log_f, restarts, begins)
+    is_boundary = reset if is_start is None else reset | is_start
+    flags = join_flags(gates.vecE, gates.vecU, m, m_before, f, log_f, is_boundary, is_start)
     return flags.reshape(vecF.shape)

@@ -176,7 +176,7 @@ def log_gates(
     )
 
 
-def segment_starts(segment_ids: Array) -> Array:
+def mark_segment_starts(segment_ids: Array) -> Array:
     """Where the id, (..., S), differs from the previous step's; False at the first step."""
     return jnp.pad(
         segment_ids[..., 1:] != segment_ids[..., :-1], [(0, 0)] * (segment_ids.ndim - 1) + [(1, 0)]
@@ -234,12 +234,12 @@ def stabiliser_sources(
     b: TwoFloat,
     offset: Array,
     reset: Array,
-    begins: Array | None,
+    is_start: Array | None,
     input_gate: InputGate,
 ) -> tuple[TwoFloat, TwoFloat]:
     """e_t, and the values whose running maximum is emax; with the sigmoid gate emax itself.
 
-    i, fbar: logarithms of the gates; offset: reset offset of e_t; begins: where packed segments
+    i, fbar: logarithms of the gates; offset: reset offset of e_t; is_start: where packed segments
     begin. Lowers to Triton and Mosaic GPU.
     """
 
@@ -250,9 +250,9 @@ def stabiliser_sources(
     e = where_two_float(stored, source(jnp.where(stored, i, 0.0)))
     if input_gate is InputGate.SIGMOID:
         return e, source(jnp.zeros_like(i))
-    if begins is None:
+    if is_start is None:
         return e, e
-    sources = max_two_floats(e, where_two_float(begins, source(fbar)))
+    sources = max_two_floats(e, where_two_float(is_start, source(fbar)))
     return e, where_two_float(reset, e, sources)
 
 
@@ -269,26 +269,27 @@ def local_gates(
     i: Array,
     fbar: Array,
     reset: Array,
-    starts: Array | None = None,
+    segment_starts: Array | None = None,
     input_gate: InputGate = InputGate.EXP,
 ) -> LocalGates:
     """The gates of every chunk by itself.
 
-    i, fbar, reset: (B * NH, NC, L), of ``log_gates``; starts: 1 where a packed segment begins.
+    i, fbar, reset: (B * NH, NC, L), of ``log_gates``; segment_starts: 1 at the first step of
+      a packed segment.
     """
     i_min = jnp.min(jnp.where(i > -_INF, i, _INF), axis=-1, keepdims=True)
     i_max = jnp.max(jnp.where(i > -_INF, i, -_INF), axis=-1, keepdims=True)
-    begins = None if starts is None else starts > 0
-    if begins is not None or input_gate is InputGate.SIGMOID:
+    is_start = None if segment_starts is None else segment_starts > 0
+    if is_start is not None or input_gate is InputGate.SIGMOID:
         i_min, i_max = jnp.minimum(i_min, 0.0), jnp.maximum(i_max, 0.0)  # m = 0 is a source as well
     offset_unit = reset_offset(i_min, i_max, jnp.sum(-fbar, axis=-1, keepdims=True))
     largest = jnp.max(jnp.abs(fbar), axis=-1, keepdims=True)
     hi, lo = split_for_exact_sums(fbar, largest, fbar.shape[-1])
     b = two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
-    restarts = reset if begins is None else reset | begins
-    count = jnp.cumsum(restarts, axis=-1, dtype=i.dtype)
+    is_boundary = reset if is_start is None else reset | is_start
+    count = jnp.cumsum(is_boundary, axis=-1, dtype=i.dtype)
     offset = count * offset_unit
-    e, sources = stabiliser_sources(i, fbar, b, offset, reset, begins, input_gate)
+    e, sources = stabiliser_sources(i, fbar, b, offset, reset, is_start, input_gate)
     if input_gate is InputGate.SIGMOID:
         return LocalGates(b, e, sources, offset)
 
@@ -401,8 +402,8 @@ def join_flags(
     m_before: Array,
     f: Array,
     log_f: Array,
-    restarts: Array,
-    begins: Array | None,
+    is_boundary: Array,
+    is_start: Array | None,
 ) -> Array:
     """The bits that the gate gradients read of every step, int32. Lowers to Mosaic GPU.
 
@@ -415,8 +416,8 @@ def join_flags(
     Args:
       m_before: m_{t-1}.
       f, log_f: the pre-activation, and the logarithm of the gate.
-      restarts: where resets are and where packed segments begin.
-      begins: where packed segments begin; None: nowhere.
+      is_boundary: where resets are and where packed segments begin.
+      is_start: where packed segments begin; None: nowhere.
     """
 
     def bits(where: Array, flag: int) -> Array:
@@ -426,8 +427,8 @@ def join_flags(
     # A NaN, hence False, where nothing was stored.
     nonzero = log_f + m_before - m > LEAST_EXPONENT[m.dtype.name]
     flows, flags = bits(from_previous, M_GRAD_FLOWS), bits(from_previous, M_FROM_PREVIOUS)
-    flags += flows if begins is None else jnp.where(begins, 0, flows)
-    return flags + jnp.where(restarts, 0, bits(nonzero, DECAY_NONZERO))
+    flags += flows if is_start is None else jnp.where(is_start, 0, flows)
+    return flags + jnp.where(is_boundary, 0, bits(nonzero, DECAY_NONZERO))
 
 
 def causal(x: Array, p: Problem, *, offset: int = 0, fill: float = 0.0) -> Array:

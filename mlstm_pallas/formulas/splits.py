@@ -21,7 +21,7 @@ def splits_of(NC: int, most: int) -> int:
     return 1 << (most.bit_length() - 1) if most >= MIN_SPLITS else 1
 
 
-def decays_of_others(gamma: Array, *, backward: bool = False) -> Array:
+def other_decays(gamma: Array, *, backward: bool = False) -> Array:
     """prod of gamma over the later chunks (earlier ones with backward), along the last axis."""
     products = lax.cumprod(gamma, axis=gamma.ndim - 1, reverse=not backward)
     one = jnp.ones_like(gamma[..., :1])
@@ -36,7 +36,7 @@ def decays_in_splits(gamma: Array, num_splits: int, S: int, *, backward: bool = 
     gamma: (B * NH, NC). Returns (B * NH, S).
     """
     BNH, NC = gamma.shape
-    decays = decays_of_others(gamma.reshape(BNH, num_splits, NC // num_splits), backward=backward)
+    decays = other_decays(gamma.reshape(BNH, num_splits, NC // num_splits), backward=backward)
     return jnp.broadcast_to(decays.reshape(BNH, NC, 1), (BNH, NC, S // NC)).reshape(BNH, S)
 
 
@@ -55,10 +55,10 @@ def split_states(
     gamma = jnp.prod(gamma.reshape(BNH, others + 1, -1), axis=-1)
     gamma = jnp.expand_dims(gamma, tuple(range(2, added.ndim)))
     gamma = gamma[:, 1:] if backward else gamma[:, :-1]
-    X = [jnp.zeros_like(added[:, 0]) if initial is None else initial]
+    states = [jnp.zeros_like(added[:, 0]) if initial is None else initial]
     for j in reversed(range(others)) if backward else range(others):
-        X.append(gamma[:, j] * X[-1] + added[:, j])
-    return jnp.stack(X[::-1] if backward else X, axis=1).reshape(
+        states.append(gamma[:, j] * states[-1] + added[:, j])
+    return jnp.stack(states[::-1] if backward else states, axis=1).reshape(
         BNH * (others + 1), *added.shape[2:]
     )
 
@@ -74,6 +74,6 @@ def splits_as_heads(x: Array, num_splits: int, S: int) -> Array:
     return x.reshape(x.shape[0] * num_splits, x.shape[1] // num_splits, *x.shape[2:])
 
 
-def heads_of_splits(x: Array, num_splits: int) -> Array:
+def group_splits(x: Array, num_splits: int) -> Array:
     """(B * NH * num_splits, ...) to (B * NH, num_splits, ...)."""
     return x.reshape(x.shape[0] // num_splits, num_splits, *x.shape[1:])

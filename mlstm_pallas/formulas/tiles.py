@@ -81,7 +81,7 @@ def remainder(x: Index, n: int) -> Index:
     return lax.rem(x, np.int32(n)) if isinstance(x, Array) else x % n
 
 
-def tile_of_triangle(index: Array, n: int) -> tuple[Any, Any]:
+def triangle_tile(index: Array, n: int) -> tuple[Any, Any]:
     """(i, j), the index-th of the n (n + 1) / 2 tiles with j <= i < n, ordered by i, then by j."""
     later = (index >= m * (m + 1) // 2 for m in range(1, n))
     i: Any = sum((lax.convert_element_type(x, np.int32) for x in later), np.int32(0))
@@ -120,12 +120,12 @@ def product(
     An iteration reads ``block`` elements of the axis that is contracted.
     """
 
-    def of_block(index: Array) -> Array:
+    def block_product(index: Array) -> Array:
         inner = block_at(index, block)
         at = (columns, inner) if b_axis else (inner, columns)
         return dot(a[rows, inner], b[at], precision, b_axis=b_axis)
 
-    return sum_of(blocks_over(a.shape[1], block), of_block, (rows.size, columns.size))
+    return sum_of(blocks_over(a.shape[1], block), block_product, (rows.size, columns.size))
 
 
 def block_at(index: Array, size: int) -> Any:

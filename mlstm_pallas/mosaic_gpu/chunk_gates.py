@@ -66,20 +66,20 @@ def _least_power_of_two(x: Array) -> Array:
 
 
 def _local_gates(vecs_gmem, scans_smem, p, input_gate):
-    """``gates.local_gates`` of a CTA's chunks, and f, log f, restarts and begins of ``join_flags``.
+    """``gates.local_gates`` of a CTA's chunks, and the steps' arguments of ``gates.join_flags``.
 
-    vecs_gmem: pre-activations i and f, and starts, which is 1 where a packed segment begins and may
-      be absent, (CTAs, rows, STEPS) each.
+    vecs_gmem: pre-activations i and f, and segment_starts, which may be absent, (CTAs, rows, STEPS)
+      each.
     """
-    cta, scan, begins = lax.axis_index("cta"), _scan(p), None
-    i_gmem, f_gmem, starts_gmem = vecs_gmem
-    if starts_gmem is not None:
-        begins = load_rows(starts_gmem.at[cta]) > 0
+    cta, scan, is_start = lax.axis_index("cta"), _scan(p), None
+    i_gmem, f_gmem, segment_starts_gmem = vecs_gmem
+    if segment_starts_gmem is not None:
+        is_start = load_rows(segment_starts_gmem.at[cta]) > 0
     f = load_rows(f_gmem.at[cta])
     log_i, log_f, reset = gates.log_gates(
         load_rows(i_gmem.at[cta]), f, input_gate, branchless_log1p
     )
-    restarts = reset if begins is None else reset | begins
+    is_boundary = reset if is_start is None else reset | is_start
 
     def join_bounds(left, x):
         join = jnp.minimum, jnp.maximum, jnp.maximum, jnp.add
@@ -91,32 +91,32 @@ def _local_gates(vecs_gmem, scans_smem, p, input_gate):
     stored, decay = log_i > -_INF, -log_f
     each = jnp.where(stored, log_i, _INF), jnp.where(stored, log_i, -_INF), decay, decay
     bounds = scan.running(join_bounds, each, (_INF, -_INF, 0.0, 0.0), scans_smem["bounds"])
-    ends = scan.ends_of_chunks(scan.last_columns(*bounds), scans_smem["ends"].at[0])
+    ends = scan.chunk_ends(scan.last_columns(*bounds), scans_smem["ends"].at[0])
     i_min, i_max, largest_decay, total_decay = chunk_columns(ends, log_i.shape[0])
-    if begins is not None or input_gate is InputGate.SIGMOID:
+    if is_start is not None or input_gate is InputGate.SIGMOID:
         i_min, i_max = jnp.minimum(i_min, 0.0), jnp.maximum(i_max, 0.0)  # m = 0 is a source as well
     grid = gates.exact_sum_grid(largest_decay, p.L, _least_power_of_two)
     offset_unit = gates.reset_offset(i_min, i_max, total_decay, _least_power_of_two)
 
     ones = plgpu.layout_cast(jnp.ones(log_i.shape, jnp.float32), rows_layout())
-    split = *split_at(log_f, across(grid)), jnp.where(restarts, ones, 0.0)
+    split = *split_at(log_f, across(grid)), jnp.where(is_boundary, ones, 0.0)
     hi, lo, count = scan.running(add, split, (0.0,) * 3, scans_smem["sums"])
     b, offset = two_sum(hi, lo), count * across(offset_unit)
-    e, largest = stabiliser_sources(log_i, log_f, b, offset, reset, begins, input_gate)
+    e, largest = stabiliser_sources(log_i, log_f, b, offset, reset, is_start, input_gate)
     if input_gate is not InputGate.SIGMOID:
         sources, identities = (*largest, count), (-_INF, 0.0, -1.0)
         max_hi, max_lo, _ = scan.running(
             gates.largest_since_reset, sources, identities, scans_smem["maxima"]
         )
         largest = max_hi, max_lo
-    return LocalGates(b, e, largest, offset), (f, log_f, restarts, begins)
+    return LocalGates(b, e, largest, offset), (f, log_f, is_boundary, is_start)
 
 
 def _scan(p):
     return Scan(p.L // STEPS, p.reverse)
 
 
-def _chunks_of_cta(p):
+def _cta_chunks(p):
     """Whether each chunk of a CTA exists, its head, and its index in memory.
 
     One beyond the last chunk has the head and the index of the last one.
@@ -128,34 +128,34 @@ def _chunks_of_cta(p):
 
 
 def _store_per_chunk(chunks, store):
-    for j, (exists, *place) in enumerate(chunks):
-        pl.when(exists)(functools.partial(store, j, *place))
+    for j, (exists, *position) in enumerate(chunks):
+        pl.when(exists)(functools.partial(store, j, *position))
 
 
 def _summaries_kernel(
     vecs_gmem,  # see _local_gates
-    g_gmem,  # out (B * NH, padded NC), in time, as ``stabiliser_scan`` reads it
+    g_gmem,  # out (B * NH, padded NC), in processing order, as ``stabiliser_scan`` reads it
     a_gmem,  # out (B * NH, padded NC), likewise
     *,
     p,
     input_gate,
-    **scans_smem,  # see Tiles.scratch
+    **scans_smem,  # see ChunkGatesTiles.scratch
 ):
     scan, (local, _) = _scan(p), _local_gates(vecs_gmem, scans_smem, p, input_gate)
     b_hi, b_lo, max_hi, max_lo, offset = scan.last_columns(
         *local.vecB, *local.vecEmax, local.vecOffset
     )
     summaries = gates.summary((b_hi, b_lo), (max_hi, max_lo), offset)
-    ends = scan.ends_of_chunks(summaries, scans_smem["ends"].at[1])
+    ends = scan.chunk_ends(summaries, scans_smem["ends"].at[1])
 
     def store(j, head, c):
         for ref, x in zip((g_gmem, a_gmem), ends, strict=True):
-            ref[head, p.place(c, p.NC)] = x[j]
+            ref[head, p.memory_index(c, p.NC)] = x[j]
 
-    _store_per_chunk(_chunks_of_cta(p), store)
+    _store_per_chunk(_cta_chunks(p), store)
 
 
-def _stabilisers(m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chunks, p):
+def _stabilisers(m_precomputed_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chunks, p):
     """m before and after each chunk of a CTA; the arrays are those of ``_gates_kernel``."""
     if m_after_gmem is not None:
 
@@ -163,10 +163,12 @@ def _stabilisers(m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chu
             inside, previous = t > 0, lax.max(t - 1, np.int32(0))
             return jnp.where(inside, m_after_gmem[head, previous], m_initial_gmem[head])
 
-        in_time = [(head, p.place(c, p.NC)) for _, head, c in chunks]
-        return [(before(head, t), m_after_gmem[head, t]) for head, t in in_time]
-    if m_known_gmem is not None:
-        ends = [(m_known_gmem[head, c], m_known_gmem[head, c + 1]) for _, head, c in chunks]
+        in_order = [(head, p.memory_index(c, p.NC)) for _, head, c in chunks]
+        return [(before(head, t), m_after_gmem[head, t]) for head, t in in_order]
+    if m_precomputed_gmem is not None:
+        ends = [
+            (m_precomputed_gmem[head, c], m_precomputed_gmem[head, c + 1]) for _, head, c in chunks
+        ]
     else:
         _, head, first = chunks[0]
         m = [m_initial_gmem[head]]
@@ -188,25 +190,27 @@ def _stabilisers(m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chu
 
 def _gates_kernel(
     vecs_gmem,  # see _local_gates
-    m_known_gmem,  # (B * NH, NC + 1) m at the chunk boundaries; absent if it is computed
+    m_precomputed_gmem,  # (B * NH, NC + 1) m at the chunk boundaries; absent if it is computed
     summaries_gmem,  # g, a of ``_summaries_kernel``; absent unless the CTAs join them
-    m_after_gmem,  # (B * NH, padded NC), in time, of ``stabiliser_scan``; absent unless it ran
-    m_initial_gmem,  # (B * NH,); absent if m_known is there
+    m_after_gmem,  # (B * NH, padded NC), from ``stabiliser_scan``; absent unless it ran
+    m_initial_gmem,  # (B * NH,); absent if m is precomputed
     per_step_gmem,  # out, seven (CTAs, rows, STEPS): e, u (hi and lo), w, m, abar
     flags_gmem,  # out (CTAs, rows, STEPS) int32; absent in the forward pass
     gamma_gmem,  # out (B * NH, NC)
-    m_states_gmem,  # out (B * NH, NC + 1); absent if m_known is there
+    m_states_gmem,  # out (B * NH, NC + 1); absent if m is precomputed
     *,
     p,
     input_gate,
-    **scans_smem,  # see Tiles.scratch
+    **scans_smem,  # see ChunkGatesTiles.scratch
 ):
-    cta, rows, scan, chunks = lax.axis_index("cta"), _rows(p), _scan(p), _chunks_of_cta(p)
-    bounds = _stabilisers(m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chunks, p)
+    cta, rows, scan, chunks = lax.axis_index("cta"), _rows(p), _scan(p), _cta_chunks(p)
+    bounds = _stabilisers(
+        m_precomputed_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chunks, p
+    )
     m_start, m_end = chunk_columns(list(zip(*bounds, strict=True)), rows)
     local, log_gates = _local_gates(vecs_gmem, scans_smem, p, input_gate)
     columns = scan.last_columns(*local.vecB, local.vecOffset)
-    ends = scan.ends_of_chunks(columns, scans_smem["ends"].at[1])
+    ends = scan.chunk_ends(columns, scans_smem["ends"].at[1])
     b_hi, b_lo, offset = chunk_columns(ends, rows)
     pair, decay = gates.join_ends(b_hi, b_lo, offset, m_start, m_end)
     u, w, m, abar = gates.join_steps(
@@ -219,16 +223,16 @@ def _gates_kernel(
         m = plgpu.layout_cast(m, rows_layout())
         m_before = scan.shifted(m, m_start, scans_smem["sums"])
         store_rows(flags_gmem.at[cta], gates.join_flags(local.vecE, u, m, m_before, *log_gates))
-    (decays,) = scan.ends_of_chunks([decay], scans_smem["ends"].at[0])
+    (decays,) = scan.chunk_ends([decay], scans_smem["ends"].at[0])
 
     def store(j, head, c):
         gamma_gmem[head, c] = decays[j]
         if m_states_gmem is not None:
             m_states_gmem[head, c if p.reverse else c + 1] = bounds[j][1]
 
-            @pl.when(p.place(c, p.NC) == 0)
+            @pl.when(p.memory_index(c, p.NC) == 0)
             def store_initial():
-                m_states_gmem[head, p.place(0, p.NC + 1)] = m_initial_gmem[head]
+                m_states_gmem[head, p.memory_index(0, p.NC + 1)] = m_initial_gmem[head]
 
     _store_per_chunk(chunks, store)
 
@@ -268,7 +272,7 @@ def _launch(
         interpret=call.interpret,
         infer_layouts=False,
         approx_math=False,
-    )(vecs_gmem=jax.tree.map(by_cta, (x.vecI, x.vecF, x.starts)), **inputs)
+    )(vecs_gmem=jax.tree.map(by_cta, (x.vecI, x.vecF, x.segment_starts)), **inputs)
 
 
 def chunk_gates(
@@ -304,7 +308,14 @@ def chunk_gates(
         "m_states_gmem": float32(p.BNH, p.NC + 1) if scaM_states is None else None,
     }
     y = _launch(
-        _gates_kernel, "chunk_gates", outputs, x, input_gate, call, m_known_gmem=scaM_states, **m
+        _gates_kernel,
+        "chunk_gates",
+        outputs,
+        x,
+        input_gate,
+        call,
+        m_precomputed_gmem=scaM_states,
+        **m,
     )
 
     def by_chunk(vec):
@@ -322,7 +333,7 @@ def _stabiliser_scan_kernel(
     m_initial_gmem,  # (B * NH,)
     m_gmem,  # out (B * NH, padded NC / STEPS, STEPS) after each chunk
     sums_smem,  # see scan_buffer
-    ends_smem,  # see ends_of_chunks
+    ends_smem,  # see chunk_ends
 ):
     head, rows = lax.axis_index("head"), ends_smem.shape[0]
     scan = Scan(rows)
@@ -333,7 +344,7 @@ def _stabiliser_scan_kernel(
         added, largest = scan.running(gates.join_summaries, summaries, (0.0, -_INF), sums_smem)
         after = jnp.maximum(added + before, largest)
         store_rows(m_gmem.at[at], after)
-        [[last]] = scan.ends_of_chunks(scan.last_columns(after), ends_smem)
+        [[last]] = scan.chunk_ends(scan.last_columns(after), ends_smem)
         return last
 
     loop(g_gmem.shape[1] // rows, one, m_initial_gmem[head])
@@ -371,7 +382,7 @@ def stabiliser_scan(g: Array, a: Array, scaM_initial: Array, call: Launch) -> Ar
 
 
 # A thread holds up to 16 steps of a chunk.
-class Tiles(HopperTiles):
+class ChunkGatesTiles(HopperTiles):
     def divides(self, p: Problem, **options) -> bool:
         return p.L % 64 == 0 and p.L <= 2048
 
@@ -387,5 +398,5 @@ class Tiles(HopperTiles):
             "bounds": buffer(4),
             "sums": buffer(3),
             "maxima": None if input_gate is InputGate.SIGMOID else buffer(3),
-            "ends": plgpu.SMEM((2, _rows(p), 4), jnp.float32),  # see ends_of_chunks
+            "ends": plgpu.SMEM((2, _rows(p), 4), jnp.float32),  # see chunk_ends
         }

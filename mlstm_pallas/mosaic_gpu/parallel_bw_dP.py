@@ -31,13 +31,13 @@ from mlstm_pallas.formulas.normaliser import (
     NormaliserGradients,
     query_scale,
 )
-from mlstm_pallas.formulas.tiles import blocks, blocks_over, each, loop, tile_of_triangle
+from mlstm_pallas.formulas.tiles import blocks, blocks_over, each, loop, triangle_tile
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.common.fragments import (
+    as_tile_sums,
     load_by_rows,
     rows_and_columns,
-    tile_pairs,
     w_sum_shapes,
     write_tiles,
 )
@@ -69,7 +69,7 @@ H_STAGES = 3  # tiles of h in shared memory
 SLICE = 32  # keys whose P and dP a warpgroup computes at a time; more would take too many registers
 
 
-def _items_of_chunk(p: Problem) -> int:
+def _items_per_chunk(p: Problem) -> int:
     num_tiles = blocks_over(p.L, TILE)
     return num_tiles * (num_tiles + 1) // 2
 
@@ -82,10 +82,10 @@ class _Kernel(PersistentKernel):
       v_gmem, dh_gmem, h_gmem: D = DHV. h is absent if delta is not computed.
     Inputs (B * NH, S): e_gmem and u_gmem, two each; inv_den_gmem, absent without a normaliser;
       slope_gmem, absent without a normaliser or h.
-    Input live_gmem: ``ChunkList.live_first``, absent if all chunks are live.
-    Outputs: P, dP, (B * NH, S, L); pairs, see ``w_sum_shapes``; delta, (B * NH, S), absent without
-      h.
-    Shared memory and barriers: see ``Tiles.scratch``.
+    Input active_gmem: ``ChunkList.active_first``, absent if all chunks are active.
+    Outputs: P, dP, (B * NH, S, L); tile_sums, see ``w_sum_shapes``; delta, (B * NH, S), absent
+      without h.
+    Shared memory and barriers: see ``ParallelBwDPTiles.scratch``.
     """
 
     h_ring: Any  # None without h
@@ -98,7 +98,7 @@ class _Kernel(PersistentKernel):
         self.steps_k, self.steps_v = blocks_over(p.DHQK, DEPTH), blocks_over(p.DHV, DEPTH)
         self.last = self.steps_k + self.steps_v
         n, items = self.last + 1, self.num_items
-        self.ring = CopyRing(refs.barriers, items * n, self.copy_operands, steps_of_item=n)
+        self.ring = CopyRing(refs.barriers, items * n, self.copy_operands, item_steps=n)
         self.rings, self.h_ring = [self.ring], None
         if refs.h_gmem is not None:
             self.h_ring = CopyRing(refs.h_barriers, items * self.steps_v, self.copy_h)
@@ -106,9 +106,11 @@ class _Kernel(PersistentKernel):
 
     def item(self, index):
         """The head, the chunk, the tile of queries and the tile of keys, which is not later."""
-        chunk, x = unravel(self.item_of(index), _items_of_chunk(self.p))
+        chunk, x = unravel(self.item_of(index), _items_per_chunk(self.p))
         n = blocks(self.p.L, TILE)
-        return *self.head_and_chunk(chunk), *(self.p.place(y, n) for y in tile_of_triangle(x, n))
+        return *self.head_and_chunk(chunk), *(
+            self.p.memory_index(y, n) for y in triangle_tile(x, n)
+        )
 
     def tile(self, chunk, tile):
         """The index of a chunk's tile in the sequence."""
@@ -136,8 +138,8 @@ class _Kernel(PersistentKernel):
     def copy_h(self, step, copy) -> None:
         index, x = unravel(step, self.steps_v)
         head, chunk, i, _ = self.item(index)
-        place = block(self.tile(chunk, i), TILE), block(x, DEPTH)
-        copy(head_of(self.refs.h_gmem, head, self.p).at[place], self.refs.h_smem)
+        position = block(self.tile(chunk, i), TILE), block(x, DEPTH)
+        copy(head_of(self.refs.h_gmem, head, self.p).at[position], self.refs.h_smem)
 
     def multiply(self) -> None:
         each(self.num_items)(functools.partial(_multiply, self))
@@ -201,8 +203,8 @@ def _multiply(cta: _Kernel, index) -> None:
         """Writes P and dP of SLICE keys; returns the sums over them of W_tt and of W_ts, s < t."""
         columns = slice(start, start + SLICE)
         in_tile = pl.ds(start % WG_ROWS, SLICE)
-        own = t + ((i - j) * TILE + wg * WG_ROWS - start)  # the key of a query's own step
-        key, last_seen = (own, s) if cta.p.reverse else (s, own)
+        same_step = t + ((i - j) * TILE + wg * WG_ROWS - start)  # the key of a query's own step
+        key, last_seen = (same_step, s) if cta.p.reverse else (s, same_step)
         e = (load(x.at[slot, columns], BY_COLUMNS) for x in (cta.e_hi, cta.e_lo))
         P, dP = (refs.out_smem.at[wg, x, :, in_tile] for x in range(2))
         operands = scores[:, columns], dA[:, columns], e, (*queries, dz_den)
@@ -210,7 +212,7 @@ def _multiply(cta: _Kernel, index) -> None:
         earlier = jnp.where(key < last_seen, W, 0.0)
         keys = aligned(cta.tile(chunk, j) * TILE + start, SLICE)
         sums = products.sum_over_rows(earlier, refs.sums_smem.at[wg])
-        refs.pairs.per_key.at[head, i * (TILE // WG_ROWS) + wg, keys][...] = sums
+        refs.tile_sums.per_key.at[head, i * (TILE // WG_ROWS) + wg, keys][...] = sums
         at_t = products.sum_over_columns(jnp.where(key == last_seen, W, 0.0))
         return at_t, products.sum_over_columns(earlier)
 
@@ -220,7 +222,7 @@ def _multiply(cta: _Kernel, index) -> None:
         diagonal, earlier = (functools.reduce(jnp.add, x) for x in zip(*sums, strict=True))
         on_diagonal += diagonal
         column = j * (TILE // WG_ROWS) + b
-        refs.pairs.per_query.at[head, column, rows][...] = earlier
+        refs.tile_sums.per_query.at[head, column, rows][...] = earlier
         plgpu.commit_smem()
         for x, output in enumerate((refs.P, refs.dP)):
             destination = output.at[head, rows, block(column, WG_ROWS)]
@@ -229,7 +231,7 @@ def _multiply(cta: _Kernel, index) -> None:
 
     @pl.when(i == j)
     def store():
-        refs.pairs.diagonal.at[head, rows][...] = on_diagonal
+        refs.tile_sums.diagonal.at[head, rows][...] = on_diagonal
         if delta is not None:
             refs.delta.at[head, rows][...] = delta
 
@@ -256,7 +258,7 @@ def parallel_bw_dP(
         "parallel_bw_dP",
         x,
         call,
-        {"P": matrix, "dP": matrix, "pairs": w_sum_shapes(p), "delta": delta},
+        {"P": matrix, "dP": matrix, "tile_sums": w_sum_shapes(p), "delta": delta},
         call.tiles.scratch(p, dtype, reads_h=reads_h),
         h_gmem=x.matH,
         e_gmem=g.vecE,
@@ -266,13 +268,15 @@ def parallel_bw_dP(
     )
     queries = ScaledRows(x.matQ, query_scale(g.vecW, p.qk_scale, slopes.vecInvDen))
     keys = ScaledRows(x.matK, g.vecAbar) if return_keys else None
-    return ScoreGradients(y["P"], y["dP"], queries, keys, tile_pairs(y["pairs"], p), y["delta"])
+    return ScoreGradients(
+        y["P"], y["dP"], queries, keys, as_tile_sums(y["tile_sums"], p), y["delta"]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(RingTiles):
+class ParallelBwDPTiles(RingTiles):
     def items(self, p: Problem) -> int:
-        return p.BNH * p.NC * _items_of_chunk(p)
+        return p.BNH * p.NC * _items_per_chunk(p)
 
     def scratch(self, p: Problem, dtype, *, reads_h: bool = True, **options) -> dict[str, Any]:
         # The tile and the vector have equally many bytes, so a slot has the same place in both.

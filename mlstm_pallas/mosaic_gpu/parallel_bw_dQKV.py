@@ -32,17 +32,17 @@ from mlstm_pallas.mosaic_gpu import parallel_bw_dQKV_by_chunk as chunkwise
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
     CopyRing,
-    begins_within,
     copy_out,
     head_of,
     ring_barriers,
+    starts_within,
     write_out,
 )
 from mlstm_pallas.mosaic_gpu.common.fragments import (
     across_columns,
     across_rows,
+    as_tile_sums,
     load_by_rows,
-    tile_pairs,
     w_sum_shapes,
 )
 from mlstm_pallas.mosaic_gpu.common.launch import (
@@ -102,7 +102,7 @@ def _items(p: Problem, columns: int, normalise: bool) -> list[_Items]:
     ]
 
 
-def _items_of_chunk(roles: Sequence[_Items]) -> int:
+def _items_per_chunk(roles: Sequence[_Items]) -> int:
     return sum(x.rows * x.columns for x in roles)
 
 
@@ -111,12 +111,12 @@ def _tile_steps(role: int, row, p: Problem) -> tuple[Any, Any]:
 
     Queries see the keys up to their own step, and keys see the queries from their own step on.
     """
-    steps_of_rows = ROWS // DEPTH
+    row_steps = ROWS // DEPTH
     if role == _STATES:
         return np.int32(0), np.int32(0)
     if (role == _DQ) != p.reverse:
-        return (row + 1) * steps_of_rows, np.int32(0)
-    return p.L // DEPTH - row * steps_of_rows, row * steps_of_rows
+        return (row + 1) * row_steps, np.int32(0)
+    return p.L // DEPTH - row * row_steps, row * row_steps
 
 
 class _Item(NamedTuple):
@@ -144,15 +144,15 @@ class _Kernel(PersistentKernel):
       P_gmem, dP_gmem: (B * NH, S, L).
       w_gmem, abar_gmem, inv_den_gmem, dz_den_gmem: (B * NH, S); the last two are absent without a
         normaliser.
-      live_gmem: ``ChunkList.live_first``, absent if all chunks are live.
+      active_gmem: ``ChunkList.active_first``, absent if all chunks are active.
     Outputs:
       dq, dk, dv: like q, k and v.
       q_inter, k_inter: (B * NH, column blocks, S).
       states: (B * NH, NC, whole blocks of DHQK), sums over the columns.
-    Shared memory and barriers: see ``Tiles.scratch``.
+    Shared memory and barriers: see ``ParallelBwDQKVTiles.scratch``.
     """
 
-    tiles: "Tiles"
+    tiles: "ParallelBwDQKVTiles"
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
@@ -180,11 +180,11 @@ class _Kernel(PersistentKernel):
         return aligned(start, WG_ROWS)
 
     def item(self, index, step):
-        index, items_of_chunk = self.item_of(index), _items_of_chunk(self.roles)
+        index, items_per_chunk = self.item_of(index), _items_per_chunk(self.roles)
         chunks = self.p.BNH * self.p.NC
-        # With live chunks their number is not static.
-        few = items_of_chunk * chunks <= FEW_ITEMS * self.tiles.num_ctas and self.live is None
-        chunk, x = chunk_and_item(index, chunks, items_of_chunk, few)
+        # With inactive chunks their number is not static.
+        few = items_per_chunk * chunks <= FEW_ITEMS * self.tiles.num_ctas and self.active is None
+        chunk, x = chunk_and_item(index, chunks, items_per_chunk, few)
         head, chunk = self.head_and_chunk(chunk)
         item: Any = None
         start = 0
@@ -195,8 +195,8 @@ class _Kernel(PersistentKernel):
                 row = items.rows - 1 - row
             after_state = step + items.with_state
             tiles = after_state + items.for_sums, *_tile_steps(role, row, self.p)
-            place = head, chunk, np.int32(role), row, column
-            candidate = _Item(*place, step, after_state, *tiles)
+            position = head, chunk, np.int32(role), row, column
+            candidate = _Item(*position, step, after_state, *tiles)
             # The item is that of the last role whose items do not start behind it.
             select = functools.partial(jnp.where, x >= start)
             item = candidate if item is None else jax.tree.map(select, candidate, item)
@@ -277,9 +277,9 @@ def _copy_item(cta: _Kernel, role: int, item: _Item) -> None:
             cta.ring.load(start + j, functools.partial(copies, j))
 
     def both_states(j, copy):
-        place = *state, rows, block(j, DEPTH)
-        copy(refs.C_gmem.at[place], left)
-        copy(refs.dC_gmem.at[place], cta.right_transposed, slice(ROWS))
+        position = *state, rows, block(j, DEPTH)
+        copy(refs.C_gmem.at[position], left)
+        copy(refs.dC_gmem.at[position], cta.right_transposed, slice(ROWS))
 
     if role == _STATES:
         feed(item.first, steps.with_state, both_states)
@@ -392,7 +392,7 @@ def _store(cta: _Kernel, item: _Item, acc: Array) -> None:
     for j, part in enumerate(cta.parts):
         tile, outputs = refs.out_smem.at[cta.wg, j % 2], (refs.dq, refs.dk, refs.dv)
         columns = aligned(item.column * cta.columns + part.start, cta.atom)
-        within = [begins_within((columns, cta.columns, x.shape[-1])) for x in outputs]
+        within = [starts_within((columns, cta.columns, x.shape[-1])) for x in outputs]
         # If the number of parts is odd, the previous item stored its last one from the same tile.
         pending = 1 if j else (len(cta.parts) + 1) % 2
         write_out(tile, acc[:, part], min(pending, *(x for _, x in within)))
@@ -457,7 +457,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         "k_inter": sums,
         "dv": sequence_shape(x.matV, p.DHV, dtype),
         "states": float32(p.BNH, p.NC, chunkwise.CHUNK if recomputes else rounded_up(p.DHQK, ROWS)),
-        "pairs": w_sum_shapes(p) if recomputes else None,
+        "tile_sums": w_sum_shapes(p) if recomputes else None,
     }
     y = persistent_call(
         chunkwise.Kernel if recomputes else _Kernel,
@@ -485,10 +485,10 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         parts = jnp.concatenate([y["states"], inner_n_dn], axis=-1)
     else:
         parts = y["states"][..., : p.DHQK] + inner_n_dn
-    through = (x.gates.scaGamma[..., None] * parts).sum(-1)
+    pass_through = (x.gates.scaGamma[..., None] * parts).sum(-1)
     inter = y["q_inter"].sum(1), y["k_inter"].sum(1)
-    pairs = tile_pairs(y["pairs"], p) if recomputes else None
-    return Gradients(y["dq"], y["dk"], y["dv"], *inter, through, pairs)
+    tile_sums = as_tile_sums(y["tile_sums"], p) if recomputes else None
+    return Gradients(y["dq"], y["dk"], y["dv"], *inter, pass_through, tile_sums)
 
 
 def by_chunk(p: Problem) -> bool:
@@ -507,7 +507,7 @@ def _columns(p: Problem) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(RingTiles):
+class ParallelBwDQKVTiles(RingTiles):
     """siz_b_DHHV: columns of an item, also of dq and dk; with computes_scores of a tile.
 
     computes_scores: whether one CTA computes P, dP and all gradients of a chunk.
@@ -517,7 +517,7 @@ class Tiles(RingTiles):
     computes_scores: bool
 
     def items(self, p: Problem) -> int:
-        items_per_chunk = _items_of_chunk(_items(p, self.siz_b_DHHV, normalise=True))
+        items_per_chunk = _items_per_chunk(_items(p, self.siz_b_DHHV, normalise=True))
         return p.BNH * p.NC * (1 if self.computes_scores else items_per_chunk)
 
     def scratch(self, p: Problem, dtype, *, normalise: bool = True, **options) -> dict[str, Any]:
@@ -540,7 +540,7 @@ class Tiles(RingTiles):
     def candidates(cls, p: Problem, gpu: Gpu, **options) -> Iterable[Self]:
         """At DHQK 128, six stages by chunk: more would leave spilled registers too little L1."""
         if by_chunk(p):
-            columns, stages = chunkwise.columns_of_tile(p), 7 if p.DHQK <= 64 else 6
+            columns, stages = chunkwise.tile_columns(p), 7 if p.DHQK <= 64 else 6
         else:
             columns, stages = _columns(p), 3 if p.DHQK >= 512 else 4
         for num_stages in range(stages, 2, -1):
@@ -551,7 +551,7 @@ class Tiles(RingTiles):
         if self.computes_scores != by_chunk(p) or p.L % ROWS:
             return False
         if self.computes_scores:
-            return self.siz_b_DHHV == chunkwise.columns_of_tile(p) and self.num_stages >= 4
+            return self.siz_b_DHHV == chunkwise.tile_columns(p) and self.num_stages >= 4
         # Items for the states copy ROWS rows to where others have their columns.
         whole = self.siz_b_DHHV % 32 == 0 and ROWS <= self.siz_b_DHHV <= 256
         return whole and self.num_stages >= 3

@@ -62,7 +62,7 @@ HALF = 32  # keys of the block below the diagonal, per warpgroup
 _E_HI, _E_LO, _DN, _N = range(4)  # rows of the vectors in shared memory; N only with a normaliser
 
 
-def columns_of_tile(p: Problem) -> int:
+def tile_columns(p: Problem) -> int:
     """The columns of a tile: 96 if all tiles are full, because fewer steps take less time."""
     return 96 if p.DHQK == 96 and p.DHV % 96 == 0 else 64
 
@@ -80,7 +80,7 @@ class Kernel(PersistentKernel):
       dq, dk, dv: like q, k and v.
       q_inter, k_inter: (B * NH, 1, S).
       states: (B * NH, NC, 128), parts of <C_c, dC_{c+1}>.
-      pairs: see ``w_sum_shapes``. The part of per_query whose keys are all later is scratch.
+      tile_sums: see ``w_sum_shapes``. The part of per_query whose keys are all later is scratch.
     Shared memory and barriers: see ``scratch``.
     """
 
@@ -88,7 +88,7 @@ class Kernel(PersistentKernel):
         super().__init__(*args)
         refs, p, chunks = self.refs, self.p, self.num_items
         # The order of a chunk's tiles: dh and v per step, q; then v, dC, C and dh per step, q.
-        self.depth = columns_of_tile(p)
+        self.depth = tile_columns(p)
         self.steps, self.parts = blocks_over(p.DHV, self.depth), blocks_over(p.DHQK, self.depth)
         self.state_rows = rounded_up(p.DHQK, WG_ROWS)  # in a tile: 64 or 128
         self.first_q = 2 * self.steps
@@ -96,11 +96,11 @@ class Kernel(PersistentKernel):
         self.last_q = self.second_phase + 4 * self.steps
         self.num_tiles = n = self.last_q + self.parts
         products.guard(refs.tiles_full, refs.P_smem, refs.dP_smem)
-        self.ring = CopyRing(refs.barriers, chunks * n, self.copy_any_tile, steps_of_item=n)
+        self.ring = CopyRing(refs.barriers, chunks * n, self.copy_any_tile, item_steps=n)
         self.k_ring = CopyRing(refs.k_barriers, chunks, self.copy_k)
         self.rings = self.ring, self.k_ring
 
-    def place(self, index) -> tuple[Any, Any]:
+    def item_index(self, index) -> tuple[Any, Any]:
         """The head and the chunk of the CTA's index-th item."""
         return self.head_and_chunk(self.item_of(index))
 
@@ -119,7 +119,7 @@ class Kernel(PersistentKernel):
 
     def copy_any_tile(self, index, x, copy):
         """Copies tile x of a chunk."""
-        head, chunk = self.place(index)
+        head, chunk = self.item_index(index)
         y = x - self.second_phase
         in_first, in_second = x < self.first_q, (y >= 0) & (x < self.last_q)
         in_turn = 3 - 3 * remainder(x, 2)  # dh and v
@@ -134,7 +134,7 @@ class Kernel(PersistentKernel):
 
     def copy_k(self, index, copy):
         """Copies k and the vectors of a chunk."""
-        head, chunk = self.place(index)
+        head, chunk = self.item_index(index)
         refs, rows = self.refs, block(chunk, CHUNK)
         for y in range(self.parts):
             columns = anywhere(y * self.depth, self.depth)
@@ -150,7 +150,7 @@ class Kernel(PersistentKernel):
         each(self.num_items)(lambda index: _multiply(_Chunk(self, index)))
         refs = self.refs
         if refs.tiles_empty is not None:
-            has_items = self.live is None or self.num_items > 0
+            has_items = self.active is None or self.num_items > 0
             pl.when(has_items)(lambda: plgpu.barrier_wait(refs.tiles_empty))
         self.clear(refs.staging_smem[0].at[self.wg], refs.dq, refs.dk, refs.dv)
 
@@ -162,7 +162,7 @@ class _Chunk(Kernel):
       index: among the CTA's chunks.
       tile_rows: the warpgroup's rows in the chunk.
       rows: these rows in the sequence.
-      here: the place in memory of its block of 64 steps; warpgroup 0 has the earlier one.
+      here: the index in memory of its block of 64 steps; warpgroup 0 has the earlier one.
       earlier, later: the places in memory of the two blocks.
       first: the first tile's step in the ring.
       out_tile: for an output.
@@ -172,8 +172,8 @@ class _Chunk(Kernel):
         vars(self).update(vars(cta))
         self.wg = lax.optimization_barrier(cta.wg)  # keeps what is derived from it out of registers
         self.index, self.ring = index, dataclasses.replace(cta.ring, item=index)
-        self.head, self.chunk = cta.place(index)
-        self.here, self.earlier, self.later = (self.p.place(x, 2) for x in (self.wg, 0, 1))
+        self.head, self.chunk = cta.item_index(index)
+        self.here, self.earlier, self.later = (self.p.memory_index(x, 2) for x in (self.wg, 0, 1))
         self.tile_rows = block(self.here, WG_ROWS)
         self.rows = block(self.chunk * 2 + self.here, WG_ROWS)
         self.k_slot = cta.k_ring.slot(index)
@@ -199,7 +199,7 @@ class _Chunk(Kernel):
         """Stores sums over the queries of a tile, for keys from ``start`` on in the chunk."""
         sums = products.sum_over_rows(W, self.refs.staging_smem[1].at[self.wg, :SUM_SCRATCH])
         keys = pl.ds(pl.multiple_of(self.chunk * CHUNK + start, HALF), W.shape[1])
-        self.refs.pairs.per_key.at[self.head, tile, keys][...] = sums
+        self.refs.tile_sums.per_key.at[self.head, tile, keys][...] = sums
 
     def row_dots(self, x, tile):
         return products.sum_over_columns(x * load_float32(tile))
@@ -312,7 +312,7 @@ def _write_below(c: _Chunk, below: _Block):
 
     @pl.when(c.wg == 0)
     def hand_over():  # warpgroup 1 adds its own sums
-        refs.pairs.per_query.at[c.head, c.later, c.rows][...] = sums
+        refs.tile_sums.per_query.at[c.head, c.later, c.rows][...] = sums
 
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.tiles_full)
@@ -335,8 +335,10 @@ def _write_diagonal(c: _Chunk, diagonal: _Block) -> None:
         W = jnp.where(s < t, W, 0.0)
         earlier_sums.append(sum_over_columns(W))
         c.store_per_key(W, c.here, diagonal.key + start)
-    refs.pairs.diagonal.at[c.head, c.rows][...] = functools.reduce(jnp.add, diagonal_sums)
-    refs.pairs.per_query.at[c.head, c.here, c.rows][...] = functools.reduce(jnp.add, earlier_sums)
+    refs.tile_sums.diagonal.at[c.head, c.rows][...] = functools.reduce(jnp.add, diagonal_sums)
+    refs.tile_sums.per_query.at[c.head, c.here, c.rows][...] = functools.reduce(
+        jnp.add, earlier_sums
+    )
 
 
 def _add_for_keys(c: _Chunk, accumulator, tile, x, columns=slice(None)) -> None:
@@ -347,7 +349,7 @@ def _add_for_keys(c: _Chunk, accumulator, tile, x, columns=slice(None)) -> None:
         products.add(
             accumulator,
             tile.at[block(2 * c.wg + j, WG_ROWS)],
-            x.at[block(c.p.place(c.wg + j, 2), WG_ROWS), columns],
+            x.at[block(c.p.memory_index(c.wg + j, 2), WG_ROWS), columns],
         )
 
 
@@ -433,7 +435,7 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
             def add_keys(j, y=y):
                 """The keys up to the warpgroup's queries."""
                 dP = refs.dP_smem.at[block(c.wg + j, WG_ROWS)].T
-                keys = c.k_tile.at[block(2 * y + c.p.place(j, 2), WG_ROWS), c.columns(y)]
+                keys = c.k_tile.at[block(2 * y + c.p.memory_index(j, 2), WG_ROWS), c.columns(y)]
                 products.add(sums[2 * y], dP, keys)
 
             _add_for_keys(c, sums[2 * y + 1], refs.dP_smem, c.slot(c.q_step(y)), c.columns(y))
@@ -454,7 +456,7 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
         free = len(free_tiles) - 1 if start else 0  # for one tile, or for all
         plgpu.wait_smem_to_gmem(free, wait_read_only=True)
         remaining = zip(outputs[start:], free_tiles, strict=False)
-        c.store([(x, tile, *place) for (x, place), tile in remaining])
+        c.store([(x, tile, *position) for (x, position), tile in remaining])
 
 
 def _multiply(c: _Chunk) -> None:
@@ -480,8 +482,8 @@ def _multiply(c: _Chunk) -> None:
     @pl.when(c.wg == 1)
     def add_halves():
         earlier = block(c.chunk * 2 + c.earlier, WG_ROWS)
-        other = load_by_rows(refs.pairs.per_query.at[:, c.later], c.head, earlier)
-        refs.pairs.per_query.at[c.head, c.earlier, c.rows][...] = half_sums + other
+        other = load_by_rows(refs.tile_sums.per_query.at[:, c.later], c.head, earlier)
+        refs.tile_sums.per_query.at[c.head, c.earlier, c.rows][...] = half_sums + other
 
     inter = _weighted(c, gradients, weights, norm_weights, key_weights)
     _store_dq_and_dk(c, inter, aligned(diagonal.row, WG_ROWS))
@@ -490,19 +492,19 @@ def _multiply(c: _Chunk) -> None:
 def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[str, Any]:
     """Shared memory of the kernel."""
     tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom_columns(p))
-    depth = columns_of_tile(p)
+    depth = tile_columns(p)
     parts = blocks_over(p.DHQK, depth)
     k_stages = 2 if p.DHQK <= 64 else 1  # chunks whose k is in shared memory
-    blocks_of_P = tiles(3 * WG_ROWS, WG_ROWS)
+    P_blocks = tiles(3 * WG_ROWS, WG_ROWS)
     sums = plgpu.SMEM((2, WG_ROWS * depth * dtype.itemsize // 4), jnp.float32)
     return {
         # Columns of q, v or dh, or of a state, which has up to 128 rows.
         "tiles_smem": tiles(config.num_stages, CHUNK, depth),
         "k_smem": tiles(k_stages, parts * CHUNK, depth),
         # Blocks of 64 x 64, transposed: block s + t has the keys of block s and the queries of t,
-        # numbered in time.
-        "P_smem": blocks_of_P,
-        "dP_smem": blocks_of_P,
+        # numbered in processing order.
+        "P_smem": P_blocks,
+        "dP_smem": P_blocks,
         # Per warpgroup a tile of an output, or sums over queries in the same place.
         "staging_smem": plgpu.RefUnion(tiles(2, WG_ROWS, depth), sums),
         "vectors_smem": plgpu.SMEM((k_stages, 4, CHUNK), jnp.float32),  # see _E_HI

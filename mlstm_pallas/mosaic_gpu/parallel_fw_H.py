@@ -62,7 +62,7 @@ from mlstm_pallas.stages.stage import Launch, largest_block, sequence_shape
 FEW_CTAS = 528  # four per SM of an H200
 
 
-def _place_of_cta(p: Problem, config: "Tiles"):
+def _cta_tile(p: Problem, config: "ParallelFwHTiles"):
     """A CTA's column block of h, block of queries in the chunk, head and chunk."""
     index = lax.axis_index("program")
     column_blocks, query_blocks = blocks(p.DHV, config.siz_b_DHHV), blocks(p.L, config.siz_b_LQ)
@@ -132,18 +132,18 @@ def _kernel(
     v_barriers,
     *,
     p: Problem,
-    config: "Tiles",
+    config: "ParallelFwHTiles",
     normaliser: Normaliser | None,
 ) -> None:
     wg, siz_b_DHHV = lax.axis_index("wg"), config.siz_b_DHHV
     warpgroups = config.siz_b_LQ // WG_ROWS
-    column, i, head, chunk = _place_of_cta(p, config)
+    column, i, head, chunk = _cta_tile(p, config)
     _, steps_k, _, atom = q_smem.shape
     num_tiles = (i + 1) * warpgroups
     q, k, v = (head_of(x, head, p) for x in (q_gmem, k_gmem, v_gmem))
 
-    def steps(tile):  # in time
-        return block(chunk * (p.L // WG_ROWS) + p.place(tile, p.L // WG_ROWS), WG_ROWS)
+    def steps(tile):  # in processing order
+        return block(chunk * (p.L // WG_ROWS) + p.memory_index(tile, p.L // WG_ROWS), WG_ROWS)
 
     def load_k(j, copy):
         _, parts, _, part_columns = k_smem.shape
@@ -158,7 +158,7 @@ def _kernel(
 
     k_ring = CopyRing(k_barriers, num_tiles, load_k, readers=warpgroups)
     v_ring = CopyRing(v_barriers, num_tiles + steps_k, load_v, readers=warpgroups)
-    tile = i * warpgroups + wg  # the warpgroup's 64 queries in the chunk, in time
+    tile = i * warpgroups + wg  # the warpgroup's 64 queries in the chunk, in processing order
     for x in range(steps_k):
         source = q.at[steps(tile), block(x, atom)]
         copy_in(source, q_smem.at[wg, x], q_full.at[wg])
@@ -252,7 +252,7 @@ def parallel_fw_H(
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(HopperTiles):
+class ParallelFwHTiles(HopperTiles):
     siz_b_LQ: int
     siz_b_DHHV: int
     num_stages: int

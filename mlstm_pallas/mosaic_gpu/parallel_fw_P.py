@@ -157,7 +157,7 @@ def parallel_fw_P(
     )
 
 
-class Tiles(HopperTiles):
+class ParallelFwPTiles(HopperTiles):
     def grid(self, p: Problem, **options) -> tuple[int, ...]:
         return p.BNH, p.NC
 

@@ -31,15 +31,15 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.splits import heads_of_splits, split_states, splits_of
+from mlstm_pallas.formulas.splits import group_splits, split_states, splits_of
 from mlstm_pallas.formulas.tiles import blocks_over, loop, remainder, rounded_up
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
     CopyRing,
-    begins_within,
     copy_out,
     head_of,
     ring_barriers,
+    starts_within,
     write_out,
 )
 from mlstm_pallas.mosaic_gpu.common.fragments import across_columns, across_rows, load_or_zeros
@@ -74,19 +74,21 @@ H_STAGES = 3  # tiles of h in shared memory
 MIN_SPLIT_STEPS = 1024  # shorter splits gain less than the second launch and their sums cost
 
 
-def _store_state(index, XT, X_gmem, X_columns, columns, tiles_smem):
+def _store_state(index, XT, matX_gmem, matX_columns, columns, tiles_smem):
     """Stores X^T, (64, rows), before the index-th chunk in the order of the recurrence.
 
-    X_gmem: (DHQK, DHV); columns: of a CTA; tiles_smem: (2, atom, 64).
+    matX_gmem: (DHQK, DHV); columns: of a CTA; tiles_smem: (2, atom, 64).
     """
     atom = tiles_smem.shape[1]  # the columns of a swizzle atom
     n = XT.shape[1] // atom
     for j in range(n):
         tile = tiles_smem.at[remainder(index * n + j, 2)]
-        at = block(lax.axis_index("rows") * n + j, atom), X_columns
-        where, pending = begins_within(*zip(at, (XT.shape[1], columns), X_gmem.shape, strict=True))
+        at = block(lax.axis_index("rows") * n + j, atom), matX_columns
+        where, pending = starts_within(
+            *zip(at, (XT.shape[1], columns), matX_gmem.shape, strict=True)
+        )
         write_out(tile.T, XT[:, j * atom : (j + 1) * atom], pending)
-        copy_out(tile, X_gmem.at[at], where)
+        copy_out(tile, matX_gmem.at[at], where)
 
 
 def _left(b, weights):
@@ -98,7 +100,7 @@ def _left(b, weights):
 
 
 def _recurrence(
-    x,  # a Recurrence; X_initial is transposed, one per split
+    x,  # a Recurrence; matX_initial is transposed, one per split
     out,  # RecurrenceOutputs
     is_first,  # whether the CTA computes b . h or x, if any
     head,  # splits count as heads
@@ -119,14 +121,14 @@ def _recurrence(
     wg, row_block, column_block = map(lax.axis_index, ("wg", "rows", "columns"))
     rows, columns = a_smem.shape[-1], b_smem.shape[-1]
     readers = columns // WG_ROWS
-    n, num_chunks = p.L // STEPS, p.NC if x.num_live is None else x.num_live[head]
+    n, num_chunks = p.L // STEPS, p.NC if x.num_active is None else x.num_active[head]
     block_rows, block_columns = block(row_block, rows), block(column_block, columns)
     part = column_block * readers + wg
-    X_columns, tile_columns = block(part, WG_ROWS), block(wg, WG_ROWS)  # of the warpgroup
+    matX_columns, tile_columns = block(part, WG_ROWS), block(wg, WG_ROWS)  # of the warpgroup
     # The warpgroup's rows of x. In a block of up to 64 rows all warpgroups have the same ones.
     x_size, x_part = min(rows, WG_ROWS), wg if rows > WG_ROWS else 0
-    x_rows = block(row_block * (rows // x_size) + x_part, x_size)
-    stores_inner, sums_x = is_first and x.h is not None, is_first and out.x_last is not None
+    vector_rows = block(row_block * (rows // x_size) + x_part, x_size)
+    stores_inner, sums_vector = is_first and x.h is not None, is_first and out.vecX_last is not None
 
     def chunk_at(index):
         return num_chunks - 1 - index if x.backward else index
@@ -163,7 +165,7 @@ def _recurrence(
                 b = b_smem.at[slot, :, tile_columns]
                 inner = h_ring.row_products(first + tile, b, h_smem, slice(None), tile_columns)
                 out.inner.at[head, part, steps_of(index, tile)][...] = inner
-            if sums_x:
+            if sums_vector:
                 a = load_float32(a_smem.at[slot, :, block(x_part, x_size)])
                 total += a * across_columns(load(weights_smem.at[slot], BY_ROWS), x_size)
             return total
@@ -175,25 +177,27 @@ def _recurrence(
                 total = ring.multiply(first + tile, issue, beside_it, follows=(j > 0) | (i > 0))
             return total
 
-        total = loop(n // unrolled, tiles, products.zeros(WG_ROWS, x_size) if sums_x else None)
+        total = loop(n // unrolled, tiles, products.zeros(WG_ROWS, x_size) if sums_vector else None)
         products.wait(0)
         ring.release(first + n - 1)
         return total
 
-    stores_x = pl.when(rows > WG_ROWS or wg == 0)
+    stores_vector = pl.when(rows > WG_ROWS or wg == 0)
 
     def join(index, carry):
         """Stores X before a chunk, and adds the chunk; carry: X^T, x and the chunk's gamma."""
         (XT, vector, decay), chunk = carry, chunk_at(index)
         last = lax.convert_element_type(num_chunks - 1, np.int32)
         following = x.gamma[head, chunk_at(lax.min(index + 1, last))]
-        if out.X is not None:
-            _store_state(index, XT, out.X.at[head, chunk], X_columns, columns, out_smem.at[wg])
-        if not sums_x:
+        if out.matX is not None:
+            _store_state(
+                index, XT, out.matX.at[head, chunk], matX_columns, columns, out_smem.at[wg]
+            )
+        if not sums_vector:
             (XT,) = products.onto(functools.partial(add, index), XT * decay)
             return XT, None, following
-        if out.x is not None:
-            stores_x(lambda: write(out.x.at[head, chunk, x_rows], vector))
+        if out.vecX is not None:
+            stores_vector(lambda: write(out.vecX.at[head, chunk, vector_rows], vector))
         # Only ``all_from_zeros`` returns other values beside the accumulators.
         total, added = products.all_from_zeros(functools.partial(add, index), (WG_ROWS, rows))
         sums = products.sum_over_rows(total, sum_smem.at[wg])
@@ -202,16 +206,18 @@ def _recurrence(
     for y in rings:
         y.prologue()
     gamma = x.gamma[head, chunk_at(np.int32(0))]
-    XT = load_or_zeros(x.X_initial, (head, X_columns, block_rows))
-    vector: Any = load_or_zeros(x.x_initial, (head, x_rows), BY_COLUMNS) if sums_x else None
+    XT = load_or_zeros(x.matX_initial, (head, matX_columns, block_rows))
+    vector: Any = (
+        load_or_zeros(x.vecX_initial, (head, vector_rows), BY_COLUMNS) if sums_vector else None
+    )
     XT, vector, _ = loop(num_chunks, join, (XT, vector, gamma))
 
     @pl.when(stores_last)
     def store_last():
-        if out.X_last is not None:
-            write(out.X_last.at[at, X_columns, block_rows], XT)
-        if sums_x:
-            stores_x(lambda: write(out.x_last.at[at, x_rows], vector))
+        if out.matX_last is not None:
+            write(out.matX_last.at[at, matX_columns, block_rows], XT)
+        if sums_vector:
+            stores_vector(lambda: write(out.vecX_last.at[at, vector_rows], vector))
 
     plgpu.wait_smem_to_gmem(0)
     for y in rings:
@@ -228,13 +234,13 @@ def _kernel(each, outputs, *, p, num_splits, computed, **shared):
         head = sequence * num_splits + split + (num_splits - computed if x.backward else 0)
         last_split = 0 if x.backward else num_splits - 1
         last = index, True
-        if out.X is not None:
+        if out.matX is not None:
             last = sequence, remainder(head, num_splits) == last_split
         # The CTAs of the first row block compute b . h, and those of the first column block x.
         axis = ""
         if x.h is not None and rows < p.DHQK:
             axis = "rows"
-        elif out.x_last is not None and columns < p.DHV:
+        elif out.vecX_last is not None and columns < p.DHV:
             axis = "columns"
         # Two bodies, so that the loop over steps has no branch.
         for is_first in (True, False) if axis else (True,):
@@ -250,26 +256,28 @@ def _launch(
 ) -> list[RecurrenceOutputs]:
     """One launch of recurrences of which all have r or none has.
 
-    X_initial and X_last are transposed and have whole blocks; each split has an X_initial.
+    matX_initial and matX_last are transposed and have whole blocks; each split has an matX_initial.
 
     sums: of so many splits per sequence the launch computes what they add to X and x, as the last
       states of (B * NH * sums); 0: it computes the states.
     """
     p, dtype, tiles = call.problem.split(num_splits), each[0].a.dtype, call.tiles
     weighted = each[0].r is not None
-    has_h, has_x = (any(getattr(x, y) is not None for x in each) for y in ("h", "x_initial"))
+    has_h, has_vector = (
+        any(getattr(x, y) is not None for x in each) for y in ("h", "vecX_initial")
+    )
     as_heads = functools.partial(jax.tree.map, lambda x: x.reshape(p.BNH, -1))
     inputs = [dataclasses.replace(x, gamma=as_heads(x.gamma), r=as_heads(x.r)) for x in each]
     if sums:  # from zeros
-        inputs = [dataclasses.replace(x, X_initial=None, x_initial=None) for x in inputs]
+        inputs = [dataclasses.replace(x, matX_initial=None, vecX_initial=None) for x in inputs]
     lasts, (columns, rows) = call.problem.BNH * (sums or 1), tiles.covered(p)
-    X = jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHV), dtype)
+    matX = jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHV), dtype)
     outputs = [
         RecurrenceOutputs(
-            X=None if sums else X,
-            X_last=float32(lasts, columns, rows) if x.return_last else None,
-            x=None if sums or x.x_initial is None else float32(p.BNH, p.NC, p.DHQK),
-            x_last=None if x.x_initial is None else float32(lasts, p.DHQK),
+            matX=None if sums else matX,
+            matX_last=float32(lasts, columns, rows) if x.return_last else None,
+            vecX=None if sums or x.vecX_initial is None else float32(p.BNH, p.NC, p.DHQK),
+            vecX_last=None if x.vecX_initial is None else float32(lasts, p.DHQK),
             inner=None if x.h is None else float32(p.BNH, columns // WG_ROWS, p.S),
         )
         for x in each
@@ -283,7 +291,7 @@ def _launch(
         warpgroups=tiles.state_columns // WG_ROWS,
         outputs={"outputs": outputs},
         scratch=tiles.scratch(
-            p, dtype, weighted=weighted, has_h=has_h, has_x=has_x, stores_X=not sums
+            p, dtype, weighted=weighted, has_h=has_h, has_vector=has_vector, stores_X=not sums
         ),
         interpret=call.interpret,
     )(each=inputs)["outputs"]
@@ -294,13 +302,13 @@ def _with_states(x: Recurrence, added: RecurrenceOutputs, others: int) -> Recurr
     """The recurrence with the states before every split, from what all other splits add."""
 
     def states(added, initial):
-        added = heads_of_splits(added, others)
+        added = group_splits(added, others)
         return split_states(added, x.gamma, initial, backward=x.backward)
 
     return dataclasses.replace(
         x,
-        X_initial=states(added.X_last, x.X_initial),
-        x_initial=None if x.x_initial is None else states(added.x_last, x.x_initial),
+        matX_initial=states(added.matX_last, x.matX_initial),
+        vecX_initial=None if x.vecX_initial is None else states(added.vecX_last, x.vecX_initial),
     )
 
 
@@ -316,13 +324,13 @@ def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOu
     numbers, so there XLA scales q and k.
     """
     num_splits, p = call.tiles.num_splits, call.problem
-    if each[-1].x_initial is None and each[0].a.dtype == jnp.float16:
+    if each[-1].vecX_initial is None and each[0].a.dtype == jnp.float16:
         each = tuple(x.scaled() for x in each)
     beyond = [(0, y - x) for x, y in zip((p.DHV, p.DHQK), call.tiles.covered(p), strict=True)]
-    padded = functools.partial(jax.tree.map, lambda X: jnp.pad(X.mT, [(0, 0), *beyond]))
-    inputs = [dataclasses.replace(x, X_initial=padded(x.X_initial)) for x in each]
+    padded = functools.partial(jax.tree.map, lambda matX: jnp.pad(matX.mT, [(0, 0), *beyond]))
+    inputs = [dataclasses.replace(x, matX_initial=padded(x.matX_initial)) for x in each]
     if num_splits > 1:  # splits run all their chunks
-        inputs = [dataclasses.replace(x, num_live=None) for x in inputs]
+        inputs = [dataclasses.replace(x, num_active=None) for x in inputs]
         for_sums = [dataclasses.replace(x, h=None, return_last=True) for x in inputs]
         sums = _launch("split_products", for_sums, call, num_splits, num_splits - 1)
         with_states = functools.partial(_with_states, others=num_splits - 1)
@@ -330,10 +338,10 @@ def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOu
     whole = functools.partial(jax.tree.map, lambda x: x.reshape(p.BNH, -1, *x.shape[2:]))
     return [
         x._replace(
-            X=whole(x.X),
-            x=whole(x.x),
+            matX=whole(x.matX),
+            vecX=whole(x.vecX),
             inner=None if x.inner is None else jnp.sum(x.inner, axis=1).reshape(p.BNH, p.S),
-            X_last=None if x.X_last is None else _transposed(x.X_last, p),
+            matX_last=None if x.matX_last is None else _transposed(x.matX_last, p),
         )
         for x in _launch(name, inputs, call, num_splits)
     ]
@@ -358,7 +366,7 @@ def split_products(
     whole = Recurrence(x.a, x.b, gamma, None, return_last=True, backward=backward, r=x.r)
     computed = num_splits - (not all_splits)
     [sums] = _launch("split_products", [whole], call, num_splits, computed)
-    return _transposed(heads_of_splits(sums.X_last, computed), p)
+    return _transposed(group_splits(sums.matX_last, computed), p)
 
 
 def _columns(p: Problem) -> int:
@@ -370,21 +378,21 @@ def _columns(p: Problem) -> int:
     return WG_ROWS if p.DHV % 128 == WG_ROWS else 128
 
 
-def _rows(p: Problem, columns: int, most: int, has_x: bool) -> int:
+def _rows(p: Problem, columns: int, most: int, has_vector: bool) -> int:
     """The rows of X per CTA: blocks of equal size, up to most.
 
     With an x they divide DHQK, and more than 64 are as many as the columns.
     """
     atom = atom_columns(p)
-    if has_x and atom < WG_ROWS:
+    if has_vector and atom < WG_ROWS:
         return atom
-    if has_x:
+    if has_vector:
         return largest_block(p.DHQK, min(most, columns) if columns == 128 else WG_ROWS, WG_ROWS)
     return rounded_up(blocks_over(p.DHQK, blocks_over(p.DHQK, most)), atom)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(HopperTiles):
+class RecurrenceTiles(HopperTiles):
     """The block of X per CTA, which has one warpgroup per 64 columns."""
 
     state_rows: int
@@ -407,7 +415,7 @@ class Tiles(HopperTiles):
         *,
         weighted: bool = True,
         has_h: bool = False,
-        has_x: bool = False,
+        has_vector: bool = False,
         stores_X: bool = True,
         **options,
     ) -> dict[str, Any]:
@@ -420,34 +428,36 @@ class Tiles(HopperTiles):
             "weights_smem": plgpu.SMEM((n, STEPS), jnp.float32) if weighted else None,
             "h_smem": tiles(H_STAGES, STEPS, columns) if has_h else None,
             "out_smem": tiles(readers, 2, atom, WG_ROWS) if stores_X else None,
-            "sum_smem": plgpu.SMEM((readers, SUM_SCRATCH), jnp.float32) if has_x else None,
+            "sum_smem": plgpu.SMEM((readers, SUM_SCRATCH), jnp.float32) if has_vector else None,
             "barriers": ring_barriers(n, copies=3 if weighted else 2, readers=readers),
             "h_barriers": ring_barriers(H_STAGES, copies=1, readers=readers) if has_h else None,
         }
 
     @classmethod
     def candidates(
-        cls, p: Problem, gpu: Gpu, *, recurrences: int = 1, has_x: bool = False, **options
+        cls, p: Problem, gpu: Gpu, *, recurrences: int = 1, has_vector: bool = False, **options
     ) -> Iterable[Self]:
         """The most rows per block with which the launch fills the GPU; else splits."""
         columns = _columns(p)
-        sizes = [_rows(p, columns, min(size, ROWS[columns]), has_x) for size in (256, 128, WG_ROWS)]
+        sizes = [
+            _rows(p, columns, min(size, ROWS[columns]), has_vector) for size in (256, 128, WG_ROWS)
+        ]
         each = recurrences * p.BNH * blocks_over(p.DHV, columns)  # CTAs per block of rows
         rows = next((x for x in sizes if gpu.filled_by(each * blocks_over(p.DHQK, x))), sizes[-1])
         ctas = each * blocks_over(p.DHQK, rows)
         splits = splits_of(p.NC, min(gpu.sms // max(ctas, 1), p.S // MIN_SPLIT_STEPS))
         if rows <= WG_ROWS and 2 * ctas * splits <= gpu.sms:
             columns = WG_ROWS  # twice the CTAs, whose warpgroups do not wait for each other
-        for stages in (6 if has_x and rows <= WG_ROWS else 4, 3, 2):
+        for stages in (6 if has_vector and rows <= WG_ROWS else 4, 3, 2):
             yield cls(rows, columns, stages, splits)
 
-    def divides(self, p: Problem, *, has_x: bool = False, **options) -> bool:
+    def divides(self, p: Problem, *, has_vector: bool = False, **options) -> bool:
         rows, columns = self.state_rows, self.state_columns
         return (
             columns in ROWS
             and rows <= ROWS[columns]
             and rows % atom_columns(p) == p.L % STEPS == 0
-            and not (has_x and (p.DHQK % rows or rows not in (32, WG_ROWS, columns)))
+            and not (has_vector and (p.DHQK % rows or rows not in (32, WG_ROWS, columns)))
             and self.num_stages >= 2  # a slot becomes free while the next step's product runs
             and p.NC % self.num_splits == 0
             and 2 * p.BNH * self.num_splits <= HEADS

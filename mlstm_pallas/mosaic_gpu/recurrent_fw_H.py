@@ -32,11 +32,11 @@ from mlstm_pallas.formulas.tiles import (
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
     CopyRing,
-    begins_within,
     copy_out,
     head_of,
     load_transposed,
     ring_barriers,
+    starts_within,
     store_transposed,
     write_out,
 )
@@ -90,8 +90,8 @@ class _Part(NamedTuple):
 
 
 def _part_of(parts, head, part, p: Problem) -> _Part:
-    N = parts.begins.shape[1] - 3
-    begin, end = (parts.begins[head, part + x] for x in range(2))
+    N = parts.start_steps.shape[1] - 3
+    begin, end = (parts.start_steps[head, part + x] for x in range(2))
     chunks, none = divide(end - begin + (p.L - 1), p.L), np.int32(0)
     has_steps, state = part <= N, state_of(p, N, head, part)
     counts = lax.select(has_steps, chunks, none), lax.select(has_steps, none, chunks)
@@ -134,7 +134,7 @@ def _kernel(
     *,
     p: Problem,
     launch: int,
-    config: "Tiles",
+    config: "RecurrentFwHTiles",
     store_every: int,
 ) -> None:
     index, wg = lax.axis_index("program"), lax.axis_index("wg")
@@ -146,7 +146,7 @@ def _kernel(
     pieces = [(start, min(rows - start, PIECE)) for start in range(0, rows, PIECE)]
     part = _Part(0, np.int32(p.NC), head)
     if in_list:
-        parts = parts_gmem.begins.shape[1] - 1
+        parts = parts_gmem.start_steps.shape[1] - 1
         head, part_index = unravel(head, parts)
         part = _part_of(parts_gmem, head, part_index, p)
     in_head = functools.partial(head_of, n=head, p=p, any_step=in_list)
@@ -155,7 +155,7 @@ def _kernel(
     def steps_of(chunk):  # in q, k, v and h
         return pl.ds(part.begin + chunk * L, L) if in_list else block(chunk, L)
 
-    chunk_at = functools.partial(p.place, count=part.num_chunks)
+    chunk_at = functools.partial(p.memory_index, count=part.num_chunks)
 
     def load_slot(index, copy):
         chunk = chunk_at(index)
@@ -184,7 +184,7 @@ def _kernel(
 
         def join_block(b, CT):
             in_tile, columns = columns_of(b)
-            within, pending = begins_within((columns, siz_b_DHHV, p.DHV))
+            within, pending = starts_within((columns, siz_b_DHHV, p.DHV))
 
             def inter(hT_acc):
                 for j, start in enumerate(range(0, rows, atom)):
@@ -222,8 +222,8 @@ def _kernel(
         return CT, next_gamma
 
     def store_last():
-        for to, block_of_C in zip(columns, CT, strict=True):
-            for piece, x in zip(pieces, block_of_C, strict=True):
+        for to, C_block in zip(columns, CT, strict=True):
+            for piece, x in zip(pieces, C_block, strict=True):
                 store_transposed(C_last_gmem.at[part.state, pl.ds(*piece), to], x)
 
     (ring := CopyRing(barriers, part.num_chunks, load_slot)).prologue()
@@ -291,7 +291,7 @@ def recurrent_fw_H(
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(HopperTiles):
+class RecurrentFwHTiles(HopperTiles):
     """siz_b_L: steps of its chunks; state_rows: rows of C per launch."""
 
     siz_b_L: int

@@ -10,9 +10,9 @@ behind it. If a sequence has few blocks, a CTA computes its carry from these blo
 Otherwise XLA sums the first run of steps of each block and scans these sums over the blocks.
 
 What flows through a whole tile is what flows through its chunk, plus a sum over the other tiles of
-the chunk (``gate_gradients.through_tiles``). The kernel computes the terms of that sum place by
-place and adds them to the tile's queries and to its keys: the queries from t on and the keys before
-t cover each place once, so every step gets the whole sum. In chunks of more than 512 steps XLA
+the chunk (``gate_gradients.pass_through_tiles``). The kernel computes the terms of that sum lane by
+lane and adds them to the tile's queries and to its keys: the queries from t on and the keys before
+t cover each lane once, so every step gets the whole sum. In chunks of more than 512 steps XLA
 computes it.
 
 Bytes: L / 32 + 8 vectors of B NH S float32. There is no matrix product.
@@ -27,7 +27,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.gate_gradients import segmented_suffix_sum, through_tiles
+from mlstm_pallas.formulas.gate_gradients import pass_through_tiles, segmented_suffix_sum
 from mlstm_pallas.formulas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
 from mlstm_pallas.formulas.tiles import blocks, divide
 from mlstm_pallas.mosaic_gpu.common.chunk_scans import (
@@ -67,14 +67,14 @@ def _between_tiles(p, read: Sequence[Array], written: Array, tile: Array, buffer
     Args:
       read: [d - 1]: what queries read from before the tile d places earlier, d < n.
       written: what keys write to beyond the chunk.
-      tile: the index of the tile in its chunk, in time.
+      tile: the index of the tile in its chunk, in processing order.
       buffers: shared (n, LANES + rows of n - 1 tiles, steps). Unwritten rows are read, not used.
     """
     n, rows = len(read) + 1, written.shape[0]
     tile_rows = (buffers.shape[1] - rows) // (n - 1)
 
     def at(slot, tiles):
-        return buffers.at[slot, pl.ds(p.place(tiles, n) * tile_rows, rows)]
+        return buffers.at[slot, pl.ds(p.memory_index(tiles, n) * tile_rows, rows)]
 
     for d, x in enumerate(read, 1):
         store_rows(at(d - 1, 0), x)
@@ -110,11 +110,11 @@ def _carry(p, dm, flags, block: Array, buffer, firsts):
     write(firsts, jnp.concatenate(scan.last_columns(*sums), axis=1))
     plgpu.commit_smem()
     carry, num_blocks = jnp.float32(0), dm.shape[0] // LANES
-    block = p.place(block, num_blocks)
+    block = p.memory_index(block, num_blocks)
     for later in reversed(range(1, num_blocks)):
-        first = p.place(later, num_blocks) * LANES + p.place(0, LANES)
-        through = firsts[first, 0] + jnp.where(firsts[first, 1] > 0, carry, 0.0)
-        carry = jnp.where(block < later, through, carry)
+        first = p.memory_index(later, num_blocks) * LANES + p.memory_index(0, LANES)
+        pass_through = firsts[first, 0] + jnp.where(firsts[first, 1] > 0, carry, 0.0)
+        carry = jnp.where(block < later, pass_through, carry)
     return carry
 
 
@@ -124,7 +124,7 @@ def _kernel(
     diagonal,  # (B * NH, rows of a sequence, steps), like all without a shape
     q_inter,
     k_inter,
-    through,  # (B * NH, NC), or (B * NH, S / T)
+    pass_through,  # (B * NH, NC), or (B * NH, S / T)
     f,
     flags,  # int32
     dm,  # absent if m is a constant
@@ -132,7 +132,7 @@ def _kernel(
     di,  # out
     df,  # out
     dm_first,  # out (B * NH, blocks) of the first step of each block; absent without dm
-    other_tiles,  # shared, see _between_tiles; absent if through has all tiles
+    other_tiles,  # shared, see _between_tiles; absent if pass_through has all tiles
     scans,  # shared, three scan_buffers
     carry_scan,  # shared, see _carry; absent with carries
     firsts,  # likewise
@@ -156,12 +156,12 @@ def _kernel(
     block_back = Scan(LANES, not p.reverse)
     row = row_index((LANES, steps))
     first_tile = block * num_tiles
-    tile = p.place((divide(row, tile_rows) + first_tile) & np.int32(n - 1), n)
+    tile = p.memory_index((divide(row, tile_rows) + first_tile) & np.int32(n - 1), n)
     queries, keys, keys_intra = (vector(x.at[head]) for x in (q_inter, k_inter, diagonal))
-    through_size = head_rows // tile_rows // through.shape[1]  # in tiles
-    read, written = [queries] * (through_size - 1), keys
+    pass_through_size = head_rows // tile_rows // pass_through.shape[1]  # in tiles
+    read, written = [queries] * (pass_through_size - 1), keys
     for other in range(n):
-        at = head, p.place(other, n)
+        at = head, p.memory_index(other, n)
         W_queries, W_keys = vector(per_query.at[at]), vector(per_key.at[at])
         intra = jnp.where(tile == other, W_keys, 0.0)
         queries += jnp.where(tile >= other, W_queries, 0.0) - intra
@@ -176,9 +176,9 @@ def _kernel(
     (from_step,) = back.running(add, [queries], [0.0], scans.at[0])
     keys = ahead.shifted(keys, 0.0, scans.at[1])
     (before_step,) = ahead.running(add, [keys], [0.0], scans.at[2])
-    chunks = range(0, num_tiles, through_size)
+    chunks = range(0, num_tiles, pass_through_size)
     whole = chunk_columns(
-        [[through[head, divide(first_tile + j, through_size)] for j in chunks]], LANES
+        [[pass_through[head, divide(first_tile + j, pass_through_size)] for j in chunks]], LANES
     )
     log_f_gradient = from_step + before_step + across(whole[0], steps)
     log_f_gradient = jnp.where((flag & DECAY_NONZERO) > 0, log_f_gradient, 0.0)
@@ -193,7 +193,7 @@ def _kernel(
         dm_total = dm_block + block_back.shifted(later, carry, scans.at[1])
         write(scans.at[2, 0, :LANES], across(block_back.last_columns(dm_total)[0], 2))
         plgpu.commit_smem()
-        dm_first[head, block] = scans[2, 0, p.place(0, LANES), 0]
+        dm_first[head, block] = scans[2, 0, p.memory_index(0, LANES), 0]
         from_previous = (flag & M_FROM_PREVIOUS) > 0
         log_i_gradient += jnp.where(from_previous, 0.0, dm_total)
         log_f_gradient += jnp.where(from_previous, dm_total, 0.0)
@@ -203,7 +203,7 @@ def _kernel(
 
 
 def _carries(dm: Array, flags: Array, size: int) -> Array:
-    """The carry into each block of ``size`` steps: (B * NH, blocks). All arrays are in time."""
+    """The carry into each block of ``size`` steps: (B * NH, blocks), all in processing order."""
     dm, flags = (x.reshape(x.shape[0], -1, size) for x in (dm, flags))
     step = jnp.broadcast_to(jnp.arange(size, dtype=np.int32), dm.shape)
     flows = (flags & M_GRAD_FLOWS) > 0
@@ -218,7 +218,7 @@ def _carries(dm: Array, flags: Array, size: int) -> Array:
 
 def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
     """Runs the stage: ``stages/step_gradients.py``, on the outputs of a stage on Mosaic GPU."""
-    vecF, pairs, q_dot_dq_inter, k_dot_dk_inter, through, flags, dm = x
+    vecF, tile_sums, q_dot_dq_inter, k_dot_dk_inter, pass_through, flags, dm = x
     p = call.problem
     size, n = min(p.S & -p.S, LANES * STEPS), blocks(p.L, T)
     steps, num_blocks = size // LANES, blocks(p.S, size)
@@ -229,12 +229,12 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
     tile_rows, head_rows = T // steps, p.S // steps
     carries = None
     if dm is not None and not few:
-        dm_in_time, flags_in_time = call.in_time((dm, flags))
-        carries = call.in_time(_carries(dm_in_time, flags_in_time, size))
+        dm_ordered, flags_ordered = call.processing_order((dm, flags))
+        carries = call.processing_order(_carries(dm_ordered, flags_ordered, size))
     in_block = 1 < n <= blocks(size, T)
     if not in_block:
-        operands = call.in_time((pairs, q_dot_dq_inter, k_dot_dk_inter, through))
-        through = call.in_time(through_tiles(*operands))
+        operands = call.processing_order((tile_sums, q_dot_dq_inter, k_dot_dk_inter, pass_through))
+        pass_through = call.processing_order(pass_through_tiles(*operands))
 
     def by_rows(x, *tiles):
         return None if x is None else x.reshape(p.BNH, *tiles, head_rows, steps)
@@ -259,22 +259,24 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
         interpret=call.interpret,
         infer_layouts=False,
     )(
-        per_query=by_rows(pairs.per_query, n),
-        per_key=by_rows(pairs.per_key, n),
-        diagonal=by_rows(pairs.diagonal),
+        per_query=by_rows(tile_sums.per_query, n),
+        per_key=by_rows(tile_sums.per_key, n),
+        diagonal=by_rows(tile_sums.diagonal),
         q_inter=by_rows(q_dot_dq_inter),
         k_inter=by_rows(k_dot_dk_inter),
-        through=through,
+        pass_through=pass_through,
         f=by_rows(vecF),
         flags=by_rows(flags),
         dm=by_rows(dm),
         carries=carries,
     )
     di, df = (y[name].reshape(p.BNH, p.S) for name in ("di", "df"))
-    first = jnp.zeros_like(di[:, 0]) if dm is None else y["dm_first"][:, p.place(0, num_blocks)]
+    first = (
+        jnp.zeros_like(di[:, 0]) if dm is None else y["dm_first"][:, p.memory_index(0, num_blocks)]
+    )
     return di, df, first
 
 
-class Tiles(HopperTiles):
+class StepGradientsTiles(HopperTiles):
     def divides(self, p: Problem, **options) -> bool:
         return p.L % LANES == 0

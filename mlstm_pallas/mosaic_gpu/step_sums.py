@@ -71,8 +71,8 @@ def _kernel(
 ) -> None:
     num_tiles, _, columns = x_tiles.shape
     _, rows, D = sums.shape
-    tiles_of_sum = blocks(p.S, TILE) // rows
-    sums_of_cta = num_tiles // tiles_of_sum
+    tiles_per_sum = blocks(p.S, TILE) // rows
+    sums_per_cta = num_tiles // tiles_per_sum
     blocks_per_head, column_blocks = p.S // (num_tiles * TILE), D // columns
     index, column = unravel(lax.axis_index("program"), column_blocks)
     head, steps_block = unravel(index, blocks_per_head)
@@ -105,15 +105,15 @@ def _kernel(
             total += load_float32(x_tiles.at[j, group], by_warps) * w
         return total
 
-    @each(sums_of_cta)
+    @each(sums_per_cta)
     def part_sum(i):
         zeros = products.zeros(GROUP, columns, layout=by_warps)
         total = loop(
-            tiles_of_sum,
-            lambda j, total: unless_empty(i * tiles_of_sum + j, tile_sum, total),
+            tiles_per_sum,
+            lambda j, total: unless_empty(i * tiles_per_sum + j, tile_sum, total),
             zeros,
         )
-        write(sums.at[head, steps_block * sums_of_cta + i, cta_columns], jnp.sum(total, axis=0))
+        write(sums.at[head, steps_block * sums_per_cta + i, cta_columns], jnp.sum(total, axis=0))
 
 
 def step_sums(x: Operands, *, call: Launch) -> Array:
@@ -142,6 +142,6 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
     return jnp.sum(sums.reshape(p.BNH, p.NC, parts // p.NC, D), axis=2) if parts > p.NC else sums
 
 
-class Tiles(HopperTiles):
+class StepSumsTiles(HopperTiles):
     def divides(self, p: Problem, **options) -> bool:
         return p.L % TILE == 0

@@ -134,7 +134,7 @@ def vector_states(
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(HopperTiles):
+class VectorStatesTiles(HopperTiles):
     num_splits: int
 
     @classmethod

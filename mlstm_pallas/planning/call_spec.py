@@ -183,12 +183,12 @@ class Plan:
 
     def _tiles(self, name: str, lowering: Lowering, p: Problem) -> Any:
         """The tiles of a kernel, with the overrides of the config; None: it does not run."""
-        spec, asked, field = self.spec, self.asked(name), f"{lowering.folder}_{name}"
+        spec, requested, field = self.spec, self.requested(name), f"{lowering.folder}_{name}"
         gpu = spec.gpu
         if gpu is UNKNOWN and lowering.folder == "mosaic_gpu":
             gpu = HOPPER
         kernel = tiles_class(name, lowering.folder)
-        planned: Any = kernel and kernel.plan(spec.planned_for(p), spec.dtype, gpu, **asked)
+        planned: Any = kernel and kernel.plan(spec.planned_for(p), spec.dtype, gpu, **requested)
         if planned is None:
             return None
         if hasattr(planned, "num_ctas"):
@@ -204,19 +204,19 @@ class Plan:
                 f"fields {', '.join(vars(planned)) or '(it has none)'}"
             )
         tiles = dataclasses.replace(planned, **fields).clamped(p)
-        if tiles.supports(p, **asked):
+        if tiles.supports(p, **requested):
             return tiles
         raise ValueError(
             f"config.{field} is {fields}, expected tiles that the kernel has for heads of "
             f"{p.DHQK}/{p.DHV} in chunks of {p.L} steps, such as {planned}"
         )
 
-    def asked(self, name: str) -> dict[str, Any]:
+    def requested(self, name: str) -> dict[str, Any]:
         """What the call asks of a kernel beside its result, as far as its tiles depend on it."""
         if name == "recurrent_fw_H":
             return dict(stores=not self.spec.recompute_states_in_bw)
         if name == "recurrent_fw_C":
-            return dict(has_x=True)
+            return dict(has_vector=True)
         if name == "recurrent_bw_dC":
             recurrences = 1 + self.spec.recompute_states_in_bw
             return dict(recurrences=recurrences, has_h=self.computes_scores)

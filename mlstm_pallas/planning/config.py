@@ -61,14 +61,16 @@ class KernelConfig:
         for name, x in dict(fused=fused, batch_invariant=batch_invariant).items():
             if not isinstance(x, bool | None):
                 raise wrong(f"config.{name}", x, "None, True or False", TypeError)
-        known = kernels()
+        kernel_names = kernels()
         for name, fields in tiles.items():
-            _check_known("config.", name, sorted({*type(self).__annotations__, *known} - {"tiles"}))
+            _check_known(
+                "config.", name, sorted({*type(self).__annotations__, *kernel_names} - {"tiles"})
+            )
             for x in check_instance(f"config.{name}", fields, Mapping) or ():
                 _check_known(f"config.{name}: ", x, FIELDS)
         checked = {
             name: tuple((x, _check(name, x)(f"config.{name}: {x}", y)) for x, y in fields.items())
-            for name in known
+            for name in kernel_names
             if (fields := tiles.get(name))
         }
         vars(self).update(

@@ -46,7 +46,9 @@ def tiles_class(name: str, folder: str) -> type[Tiles] | None:
     """The tiles of a stage's kernel; None: the folder has none."""
     if f"{folder}_{name}" not in kernels():
         return None
-    result: type[Tiles] = _module(folder, name).Tiles
+    words = _STAGES[name].file.split("_")
+    class_name = "".join(word[0].upper() + word[1:] for word in words) + "Tiles"
+    result: type[Tiles] = getattr(_module(folder, name), class_name)
     return result
 
 

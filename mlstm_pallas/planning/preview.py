@@ -198,12 +198,16 @@ def _planned(spec: CallSpec, name: str, x: Launch, *, backward: bool) -> Planned
         p = dataclasses.replace(p.split(splits), NH=p.NH * (splits - 1))
     fields, grid, shared = dict[str, Any](), tuple[int, ...](), 0
     if tiles is not None:
-        fields, asked = dict(vars(tiles)), spec.plan.asked(name)
+        fields, requested = dict(vars(tiles)), spec.plan.requested(name)
         p = p.split(fields.get("num_splits", 1))
         grid, shared = (
-            tiles.grid(p, **asked),
-            tiles.shared_bytes(p, spec.dtype, gpu=spec.gpu, **asked),
+            tiles.grid(p, **requested),
+            tiles.shared_bytes(p, spec.dtype, gpu=spec.gpu, **requested),
         )
         if spec.num_segments is not None and name == "recurrent_fw_H":
-            grid = grid[0], spec.num_segments + 2, grid[1]  # the rest and the tail are parts too
+            grid = (
+                grid[0],
+                spec.num_segments + 2,
+                grid[1],
+            )  # with remainder and padding
     return PlannedLaunch(name, backward, x.lowering, fields, grid, shared)

@@ -19,7 +19,8 @@ class SegmentStates(NamedTuple):
 class Inputs(NamedTuple):
     """Padded and cast: q, k, v in the kernel dtype, gates and states float32.
 
-    Gates and starts have whole chunks of steps; q, k and v have the caller's steps and layout.
+    Gates and segment_starts have whole chunks of steps; q, k and v have the caller's steps and
+    layout.
     """
 
     q: Array
@@ -30,7 +31,7 @@ class Inputs(NamedTuple):
     c_initial: Any = None  # an array; None inside a pass that starts from zeros
     n_initial: Any = None  # an array, as m_initial; None where there is no gradient
     m_initial: Any = None
-    starts: Array | None = None  # int32, 1 where a packed segment begins
+    segment_starts: Array | None = None  # int32, 1 where a packed segment begins
     lengths: Array | None = None  # (B, NH) int32, h is 0 from this step on; None: nowhere
     # (B, NH, S) int32, where states of segments are asked for
     segment_ids: Any = None

@@ -79,8 +79,8 @@ class Problem:
     def BNH(self) -> int:
         return self.B * self.NH
 
-    def place(self, index: Any, count: Any) -> Any:
-        """The place in memory of the index-th of ``count`` blocks in time, and the inverse."""
+    def memory_index(self, index: Any, count: Any) -> Any:
+        """The index in memory of a block by its index in processing order, and the inverse."""
         return count - 1 - index if self.reverse else index
 
     def in_chunks_of(self, L: int) -> "Problem":

@@ -272,14 +272,14 @@ def check_inputs(
     pooled = "slots" in arrays
     if pooled and states and arrays.get("c_initial") is None:
         raise ValueError("c_initial is None with slots, expected a pool (P, NH, DHQK, DHV)")
-    of_segments = num_segments is not None and getattr(arrays.get("c_initial"), "ndim", 0) == 5
+    has_segments = num_segments is not None and getattr(arrays.get("c_initial"), "ndim", 0) == 5
 
     def dims_of(name: str) -> Sequence[str]:
         (dims,) = DIMS[name]
         if layout is Layout.BTNH and dims[1:3] == ["NH", "S"]:
             dims = ["B", "S", "NH", *dims[3:]]
         if name in states or name.startswith("states."):
-            lead = ["P"] if pooled else ["B", "N"] if of_segments else ["B"]
+            lead = ["P"] if pooled else ["B", "N"] if has_segments else ["B"]
             dims = [*lead, *dims[1:]]
         return [dim for dim in dims if steps or dim != "S"]
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.formulas.chunk_list import ChunkList, of_lengths
+from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length
 from mlstm_pallas.formulas.gate_gradients import inner, only, step_flags
 from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, MASKED, ChunkGates
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
@@ -50,7 +50,7 @@ class BackwardCarry(NamedTuple):
     """The results of the first half of the backward pass, which the second half reads."""
 
     gates: ChunkGates
-    scores: ScoreGradients  # P, dP and pairs
+    scores: ScoreGradients  # P, dP and tile_sums
     states: StateGradients  # without delta
     normaliser_gradients: NormaliserGradients
     vecDeltaN_added: Array | None  # (B * NH, NC, DHQK); None without a normaliser
@@ -90,7 +90,12 @@ def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Back
     arrays are ``prepared``. The first stage that reads dh gets h as well, and returns delta.
     """
     (x, h, z, stored), (dh, last) = residuals, cotangents
-    spec, launches, recompute, live = plan.spec, plan.backward, stored.C is None, _live(plan, x)
+    spec, launches, recompute, active = (
+        plan.spec,
+        plan.backward,
+        stored.C is None,
+        _active_chunks(plan, x),
+    )
     gates = run_gates(spec, launches, x, stored.m, with_flags=True)
     g = gates.per_step()
     gradients_for = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
@@ -100,7 +105,14 @@ def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Back
     else:
         scores = stage("parallel_bw_dP", launches)(
             parallel_bw_dP.Operands(
-                matQ=x.q, matK=x.k, matV=x.v, matDeltaH=dh, gates=gates, matH=h, vecZ=z, live=live
+                matQ=x.q,
+                matK=x.k,
+                matV=x.v,
+                matDeltaH=dh,
+                gates=gates,
+                matH=h,
+                vecZ=z,
+                active=active,
             ),
             normaliser=spec.normaliser,
             return_keys=recompute,
@@ -115,25 +127,25 @@ def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Back
             matV=x.v,
             matC_initial=x.c_initial,
             matH=h if scores.vecDelta is None else None,
-            live=live,
+            active=active,
         ),
         return_initial=spec.has_initial_state,
         return_last=spec.return_last_states,
     )
     delta = states.vecDelta if scores.vecDelta is None else scores.vecDelta
-    # Undefined values of delta would reach live chunks, through dm and dn. All other undefined
+    # Undefined values of delta would reach active chunks, through dm and dn. All other undefined
     # values stay in their chunks.
-    delta = _of_live(live, delta)
+    delta = _mask_inactive(active, delta)
     normaliser, dn_added = gradients_for(delta=delta), scores.vecDeltaN_added
     if normaliser.vecDzDen is not None and dn_added is None:
         dn_added = stage("step_sums", launches)(
             step_sums.Operands(rows=x.q, weights=r * normaliser.vecDzDen)
         )
-    scores = ScoreGradients(scores.matP, scores.matDeltaP, pairs=scores.pairs)
+    scores = ScoreGradients(scores.matP, scores.matDeltaP, tile_sums=scores.tile_sums)
     return BackwardCarry(gates, scores, states._replace(vecDelta=None), normaliser, dn_added)
 
 
-def _live(plan: Plan, x: Inputs) -> ChunkList | None:
+def _active_chunks(plan: Plan, x: Inputs) -> ChunkList | None:
     """The chunks that kernels compute, those with steps; None: all. Plain jnp computes all.
 
     The first chunk of a row is always one, so that every recurrence has one. All others have no
@@ -141,15 +153,15 @@ def _live(plan: Plan, x: Inputs) -> ChunkList | None:
     """
     if x.lengths is None or plan.lowering is Lowering.XLA:
         return None
-    return of_lengths(jnp.maximum(x.lengths, 1), x.f.shape[1], plan.spec.problem)
+    return chunks_by_length(jnp.maximum(x.lengths, 1), x.f.shape[1], plan.spec.problem)
 
 
-def _of_live(chunks: ChunkList | None, x: Any) -> Any:
-    """x, (B * NH, S), with 0 in chunks that are not live, where it may be undefined."""
+def _mask_inactive(chunks: ChunkList | None, x: Any) -> Any:
+    """x, (B * NH, S), with 0 in inactive chunks, where it may be undefined."""
     if chunks is None or x is None:
         return x
-    in_chunks = x.reshape(*chunks.live.shape, -1)
-    return only(in_chunks, chunks.live, 0, 1).reshape(x.shape)
+    in_chunks = x.reshape(*chunks.active.shape, -1)
+    return only(in_chunks, chunks.active, 0, 1).reshape(x.shape)
 
 
 def second_half(
@@ -163,7 +175,7 @@ def second_half(
     gates, scores, (dC, dC_initial, C, C_last, _), normaliser, dn_added = first
     if stored.C is not None:
         C, C_last = stored.C, stored.C_last
-    spec, launches, live = plan.spec, plan.backward, _live(plan, x)
+    spec, launches, active = plan.spec, plan.backward, _active_chunks(plan, x)
     gamma, n = gates.scaGamma, stored.n
     dn, dn_initial = stage("vector_states", launches)(
         vector_states.Operands(
@@ -186,22 +198,22 @@ def second_half(
             vecN_states=n,
             matDeltaC_states=dC,
             vecDeltaN_states=dn,
-            live=live,
+            active=active,
         )
     )
 
     dm = normaliser.vecDm if spec.stabilised else None
-    first_step = spec.problem.place(0, x.f.shape[1])
+    first_step = spec.problem.memory_index(0, x.f.shape[1])
     if dm is not None and spec.return_last_states:
         # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
         dm_last = last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last)
         dm = dm.at[:, -1 - first_step].add(dm_last)
-    flags = step_flags(gates, x.f, x.starts, spec.problem.reverse)
-    pairs = gradients.pairs if scores.pairs is None else scores.pairs
+    flags = step_flags(gates, x.f, x.segment_starts, spec.problem.reverse)
+    tile_sums = gradients.tile_sums if scores.tile_sums is None else scores.tile_sums
     di, df, dm_first = stage("step_gradients", launches)(
-        step_gradients.Operands(x.f, pairs, *gradients[3:6], flags, dm)
+        step_gradients.Operands(x.f, tile_sums, *gradients[3:6], flags, dm)
     )
-    di, df = (_of_live(live, y) for y in (di, df))
+    di, df = (_mask_inactive(active, y) for y in (di, df))
     if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm
         di = jnp.where(x.i <= MASKED, 0.0, di * jax.nn.sigmoid(-x.i))
     dm_initial = jnp.where((flags[:, first_step] & M_GRAD_FLOWS) > 0, dm_first, 0.0)
@@ -237,8 +249,8 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
         lambda y: chunks.gather(y, L).reshape(p.BNH, p.S, -1),
         (x.q, x.k, x.v, residuals.h, cotangents.h, z),
     )
-    i, f, starts = chunks.gates(x.i, x.f, x.starts, before.m, L)
-    inputs = Inputs(q, k, v, i, f, None, x.n_initial, x.m_initial, starts)
+    i, f, segment_starts = chunks.gates(x.i, x.f, x.segment_starts, before.m, L)
+    inputs = Inputs(q, k, v, i, f, None, x.n_initial, x.m_initial, segment_starts)
     z = None if z is None else z[..., 0]
     zeros = Cotangents(dh, LastStates(None, x.n_initial, None))
     stored = StoredStates(None, None, None, None, None)
@@ -246,9 +258,9 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
 
     added = chunks.with_initial(key_sums(plan.backward, k, first.gates), before.n)
     n, n_last = key_states(plan.backward, added, first.gates, x.n_initial)
-    residuals_of_list = Residuals(inputs, h, z, stored._replace(n=n, n_last=n_last))
+    list_residuals = Residuals(inputs, h, z, stored._replace(n=n, n_last=n_last))
     carry = _with_segments(plan, chunks, first, x.segments, residuals.states, cotangents.last)
-    dx, dn = second_half(plan, residuals_of_list, zeros, carry)
+    dx, dn = second_half(plan, list_residuals, zeros, carry)
 
     dq, dk, dv = (chunks.scatter(dy, y, L) for dy, y in zip(dx[:3], x[:3], strict=True))
     di, df = (chunks.scatter_steps(dy, x.i, L) for dy in (dx.i, dx.f))
@@ -280,7 +292,7 @@ def _with_segments(
     """
     gamma, (states, normaliser, dn_added) = first.gates.scaGamma, first[2:]
     begin, end = chunks.before_segments(), chunks.behind_segments()
-    segment = jnp.minimum(chunks.part_of_entries, chunks.N - 1)
+    segment = jnp.minimum(chunks.entry_parts, chunks.N - 1)
 
     def plus(C: Array, at: Any, states: Array, **backward: bool) -> Array:
         """C, and the states that enter at these entries, decayed to each chunk boundary."""

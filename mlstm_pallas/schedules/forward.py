@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.formulas.chunk_list import ChunkList, of_lengths, of_segments
+from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length, chunks_by_segment
 from mlstm_pallas.formulas.gates import ChunkGates, segment_ends, without_outputs
 from mlstm_pallas.formulas.splits import (
     decays_in_splits,
@@ -42,7 +42,7 @@ class PrecomputedStates(NamedTuple):
 
     gates: ChunkGates  # in the chunks of the scan
     n: Array  # (B * NH, NC, DHQK), what each chunk adds to n
-    X: Array  # (B * NH, num_splits, DHQK, DHV), what each split adds to C
+    matX: Array  # (B * NH, num_splits, DHQK, DHV), what each split adds to C
 
 
 def forward(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None = None) -> Forward:
@@ -56,7 +56,7 @@ def run_gates(
     spec: CallSpec, launches: Launches, x: Inputs, m_states: Array | None = None, **options: Any
 ) -> ChunkGates:
     """Runs chunk_gates; m_states: the stabilisers at the chunk boundaries, if already known."""
-    operands = chunk_gates.Operands(x.i, x.f, x.m_initial, x.starts, m_states)
+    operands = chunk_gates.Operands(x.i, x.f, x.m_initial, x.segment_starts, m_states)
     gates = stage("chunk_gates", launches)(operands, input_gate=spec.input_gate, **options)
     return without_outputs(gates, x.lengths)
 
@@ -85,7 +85,7 @@ def segments_of(spec: CallSpec, x: Inputs, L: int) -> tuple[ChunkList, SegmentSt
     """The chunks of L steps of rows of packed segments, and the segments' initial states."""
     S, N, BNH = x.v.shape[1], cast(int, spec.num_segments), spec.problem.BNH
     end = jnp.full((BNH,), S, jnp.int32) if x.lengths is None else x.lengths
-    chunks = of_segments(segment_ends(x.segment_ids, N, x.lengths), end, S, L)
+    chunks = chunks_by_segment(segment_ends(x.segment_ids, N, x.lengths), end, S, L)
     if x.segments is not None:
         return chunks, x.segments
     zeros = (jnp.zeros((BNH, N, *y.shape[1:]), y.dtype) for y in x[5:8])
@@ -101,8 +101,8 @@ def packed(plan: Plan, x: Inputs) -> Forward:
     spec, launches = plan.spec, plan.packed(x.v.shape[1])
     L = launches["recurrent_fw_H"].problem.L
     chunks, (C, n, m) = segments_of(spec, x, L)
-    i, f, starts = chunks.gates(x.i, x.f, x.starts, m, L)
-    in_list = x._replace(i=i, f=f, starts=starts, lengths=None)
+    i, f, segment_starts = chunks.gates(x.i, x.f, x.segment_starts, m, L)
+    in_list = x._replace(i=i, f=f, segment_starts=segment_starts, lengths=None)
     gates = run_gates(spec, launches, in_list)
     added = chunks.with_initial(key_sums(launches, x.k, gates, chunks), n)
     n_states, _ = key_states(launches, added, gates, x.n_initial)
@@ -173,7 +173,7 @@ def fused(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> Forwa
     gates = run_gates(spec, launches, x) if precomputed is None else precomputed.gates
     q, v, gamma, chunks = x.q, x.v, gates.scaGamma, None
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
-        chunks = of_lengths(x.lengths, v.shape[1], p)
+        chunks = chunks_by_length(x.lengths, v.shape[1], p)
     added = key_sums(launches, x.k, gates, chunks) if precomputed is None else precomputed.n
     n, n_last = key_states(launches, added, gates, x.n_initial)
     scan = stage("parallel_fw_P", launches)(
@@ -185,8 +185,8 @@ def fused(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> Forwa
     if chunks is not None and C_initial is not None:
         C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHV)
     if num_splits > 1:
-        if precomputed is not None and precomputed.X.shape[1] == num_splits:
-            added = precomputed.X[:, :-1]
+        if precomputed is not None and precomputed.matX.shape[1] == num_splits:
+            added = precomputed.matX[:, :-1]
         else:
             added = stage("split_products", launches)(
                 split_products.Operands(
@@ -213,7 +213,7 @@ def fused(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> Forwa
     if C_last is not None:
         C_last = C_last.reshape(p.BNH, num_splits, p.DHQK, p.DHV)[:, end]
         last = LastStates(C_last, n_last, gates.scaM_states[:, end])
-    m, n = gates.scaM_states[:, ::stride], n[:, p.place(0, stride) :: stride]
+    m, n = gates.scaM_states[:, ::stride], n[:, p.memory_index(0, stride) :: stride]
     if C is None:
         C_last = None
     else:

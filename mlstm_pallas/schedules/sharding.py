@@ -241,8 +241,8 @@ def on_shard(work: Work, identity: Any, *args: Any) -> Any:
     identity: of the work; it is not read.
     """
     mapped, spec, leaves = work.mapped, work.spec, jax.tree.leaves(args)
-    of_sequences = isinstance(args[0], Inputs | Residuals)
-    if spec.gpu is TPU and of_sequences and not is_symbolic_dim(spec.problem.B):
+    is_sequence = isinstance(args[0], Inputs | Residuals)
+    if spec.gpu is TPU and is_sequence and not is_symbolic_dim(spec.problem.B):
         return _by_head(work, *args)
     shapes = {x.shape[: mapped + 2] for x in leaves}
     if len(shapes) > 1 and not spec.pooled:

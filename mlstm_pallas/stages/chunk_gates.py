@@ -14,7 +14,7 @@ class Operands(NamedTuple):
     vecI: Array  # (B * NH, S) pre-activations, float32 like all floats here
     vecF: Array  # (B * NH, S)
     scaM_initial: Array  # (B * NH,); zeros with the sigmoid gate
-    starts: Array | None = None  # (B * NH, S) int32, 1 where a packed segment begins
+    segment_starts: Array | None = None  # (B * NH, S) int32, 1 where a packed segment begins
     # (B * NH, NC + 1) the stabilisers at the chunk boundaries; None: they are computed
     scaM_states: Array | None = None
 
@@ -34,15 +34,15 @@ def chunk_gates(
     only_boundaries: whether to return m after each chunk and what each chunk adds to it, -inf if it
       holds a reset: (B * NH, NC) each. Not with the sigmoid gate.
     """
-    x = call.in_time(x)
-    begins = None if x.starts is None else call.chunks(x.starts)
+    x = call.processing_order(x)
+    is_start = None if x.segment_starts is None else call.chunks(x.segment_starts)
     logs = gates.log_gates(call.chunks(x.vecI), call.chunks(x.vecF), input_gate)
-    local = gates.local_gates(*logs, begins, input_gate)
+    local = gates.local_gates(*logs, is_start, input_gate)
     m_states = x.scaM_states
     if m_states is None:
         m_states = gates.stabiliser_scan(local, x.scaM_initial, input_gate)
     if only_boundaries:
         return m_states[:, 1:], gates.chunk_summaries(local)[0]
     joined = gates.join_chunks(local, m_states, input_gate)
-    barred: ChunkGates = call.in_time(gates.fusion_barrier(joined, joined.scaGamma))
+    barred: ChunkGates = call.processing_order(gates.fusion_barrier(joined, joined.scaGamma))
     return barred

@@ -36,15 +36,15 @@ class Operands(NamedTuple):
     gates: ChunkGates
     matH: Array | None  # (B * NH, S, DHV); None: delta is not computed, and 0 in dP
     vecZ: Any  # (B * NH, S) float32; not read without a normaliser
-    live: ChunkList | None = None  # the chunks with steps are live; None: all
+    active: ChunkList | None = None  # the chunks with steps are active; None: all
 
 
 class ScoreGradients(NamedTuple):
     """Tiles and operands in the kernel dtype, sums in float32.
 
     A tile's column is s - the chunk's first step. Above the diagonal P and dP are 0 in the diagonal
-    blocks of MAX_TILE steps and undefined elsewhere. P, dP, pairs and delta may be undefined in
-    chunks that are not live. matP, matDeltaP and pairs are None if parallel_bw_dQKV computes them;
+    blocks of MAX_TILE steps and undefined elsewhere. P, dP, tile_sums and delta may be undefined in
+    inactive chunks. matP, matDeltaP and tile_sums are None if parallel_bw_dQKV computes them;
     it does not read the other fields.
     """
 
@@ -52,7 +52,7 @@ class ScoreGradients(NamedTuple):
     matDeltaP: Any = None  # (B * NH, S, L), times scale
     queries: Any = None  # (B * NH, S, DHQK), scaled: qbar
     keys: ScaledRows | None = None  # (B * NH, S, DHQK), scaled: kbar; None if C is not recomputed
-    pairs: Any = None  # TileSums
+    tile_sums: Any = None  # TileSums
     vecDelta: Array | None = None  # (B * NH, S); None without matH
     # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser, and on Mosaic GPU,
     # where step_sums computes it
@@ -98,7 +98,7 @@ def parallel_bw_dP(
     W = dP * scores
     strict = causal(W, p, offset=-1).reshape(p.BNH, p.NC, n, T, n, T)
     diagonal = jnp.diagonal(W, axis1=-2, axis2=-1).reshape(p.BNH, p.NC, n, T)
-    pairs = TileSums(
+    tile_sums = TileSums(
         jnp.moveaxis(jnp.sum(strict, axis=-1), -1, 1),
         jnp.moveaxis(jnp.sum(strict, axis=-3), 2, 1),
         diagonal,
@@ -111,4 +111,4 @@ def parallel_bw_dP(
     )
     dn_added = None if dz_den is None else jnp.sum(qbar * dz_den[..., None], axis=2)
     keys = ScaledRows(K_scaled, None) if return_keys else None
-    return ScoreGradients(P, dP, ScaledRows(Q_scaled, None), keys, pairs, delta, dn_added)
+    return ScoreGradients(P, dP, ScaledRows(Q_scaled, None), keys, tile_sums, delta, dn_added)

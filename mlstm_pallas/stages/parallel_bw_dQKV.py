@@ -32,11 +32,11 @@ class Operands(NamedTuple):
     vecN_states: Array  # (B * NH, NC, DHQK) float32
     matDeltaC_states: Array  # (B * NH, NC, DHQK, DHV) after each chunk
     vecDeltaN_states: Array  # (B * NH, NC, DHQK) float32
-    live: ChunkList | None = None  # the chunks with steps are live; None: all
+    active: ChunkList | None = None  # the chunks with steps are active; None: all
 
 
 class Gradients(NamedTuple):
-    """In chunks that are not live the gradients of q, k and v are 0.
+    """In inactive chunks the gradients of q, k and v are 0.
 
     The other fields may be undefined there.
     """
@@ -46,8 +46,8 @@ class Gradients(NamedTuple):
     matDeltaV: Array  # (B * NH, S, DHV)
     q_dot_dq_inter: Array  # (B * NH, S) float32: q_t with the inter-chunk part of dq_t
     k_dot_dk_inter: Array  # (B * NH, S) float32: k_s with the inter-chunk part of dk_s
-    through: Array  # (B * NH, NC) float32: gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1})
-    pairs: Any = None  # TileSums, with n = 2; None if parallel_bw_dP returns them
+    pass_through: Array  # (B * NH, NC) float32: gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1})
+    tile_sums: Any = None  # TileSums, with n = 2; None if parallel_bw_dP returns them
 
 
 def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
@@ -56,8 +56,8 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     p, gates, gradients = call.problem, x.gates, x.normaliser_gradients
     q, k, v, dh = map(call.chunks, (x.matQ, x.matK, x.matV, x.matDeltaH))
     P, dP, product = call.chunks(x.scores.matP), call.chunks(x.scores.matDeltaP), call.product
-    if x.live is not None:  # undefined in other chunks
-        C, dC, P, dP = (only(y, x.live.live, 0, 1) for y in (C, dC, P, dP))
+    if x.active is not None:  # undefined in other chunks
+        C, dC, P, dP = (only(y, x.active.active, 0, 1) for y in (C, dC, P, dP))
     if p.L > p.T:  # parallel_bw_dP leaves tiles above the diagonal undefined
         P, dP = (causal(y, p) for y in (P, dP))
     abar, inv_den = gates.vecAbar[..., None], None
@@ -75,5 +75,5 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         call.unchunked(dy, y).astype(y.dtype)
         for dy, y in ((dq, x.matQ), (dk, x.matK), (dv, x.matV))
     )
-    through = gates.scaGamma * (inner(C, dC, 2) + inner(n, dn))
-    return Gradients(dQ, dK, dV, q_inter, k_inter, through)
+    pass_through = gates.scaGamma * (inner(C, dC, 2) + inner(n, dn))
+    return Gradients(dQ, dK, dV, q_inter, k_inter, pass_through)

@@ -31,13 +31,13 @@ class Operands(NamedTuple):
     matV: Array | None  # (B * NH, S, DHV)
     matC_initial: Array | None  # (B * NH, DHQK, DHV) float32; None: zeros
     matH: Array | None = None  # (B * NH, S, DHV); None: delta is not computed
-    live: ChunkList | None = None  # the chunks with steps are live; None: all
+    active: ChunkList | None = None  # the chunks with steps are active; None: all
 
 
 class StateGradients(NamedTuple):
     """Gradients and states at the chunk boundaries; None: not computed.
 
-    dC, C and delta of chunks that are not live may be undefined.
+    dC, C and delta of inactive chunks may be undefined.
     """
 
     matDeltaC_states: Array  # (B * NH, NC, DHQK, DHV) after each chunk, in the kernel dtype
@@ -63,15 +63,17 @@ def recurrent_bw_dC(
       recurrences: ``recurrence.recurrences`` of a lowering.
     """
     (q, r), keys, gamma, reverse = x.queries, x.keys, x.scaGamma, call.problem.reverse
-    num_live = None if x.live is None else jnp.sum(x.live.live, axis=1, dtype=jnp.int32)
+    num_active = None if x.active is None else jnp.sum(x.active.active, axis=1, dtype=jnp.int32)
     operands = q, x.matDeltaH, gamma, x.matDeltaC_last, return_initial
-    each = [Recurrence(*operands, backward=not reverse, r=r, h=x.matH, num_live=num_live)]
+    each = [Recurrence(*operands, backward=not reverse, r=r, h=x.matH, num_active=num_active)]
     if keys is not None and x.matV is not None:
         operands = keys.array, x.matV, gamma, x.matC_initial, return_last
-        each.insert(0, Recurrence(*operands, backward=reverse, r=keys.weights, num_live=num_live))
+        each.insert(
+            0, Recurrence(*operands, backward=reverse, r=keys.weights, num_active=num_active)
+        )
     *C, dC = recurrences("recurrent_bw_dC", *each, call=call)
     delta = dC.inner
     if x.matH is not None and delta is None:
         delta = by_head(inner(x.matDeltaH, x.matH), call.problem.S)
-    states = StateGradients(dC.X, dC.X_last, None, None, delta)
-    return states._replace(matC_states=C[0].X, matC_last=C[0].X_last) if C else states
+    states = StateGradients(dC.matX, dC.matX_last, None, None, delta)
+    return states._replace(matC_states=C[0].matX, matC_last=C[0].matX_last) if C else states

@@ -43,11 +43,11 @@ def recurrent_fw_C(
       return_last: whether to return the last C.
       recurrences: ``recurrence.recurrences`` of a lowering.
     """
-    of_C = Recurrence(
+    C_recurrence = Recurrence(
         *(x.matK, x.matV, x.scaGamma, x.matC_initial, return_last),
         backward=call.problem.reverse,
         r=x.vecAbar,
-        x_initial=x.vecN_initial,
+        vecX_initial=x.vecN_initial,
     )
-    (outputs,) = recurrences("recurrent_fw_C", of_C, call=call)
+    (outputs,) = recurrences("recurrent_fw_C", C_recurrence, call=call)
     return ChunkStates(*outputs[:4])

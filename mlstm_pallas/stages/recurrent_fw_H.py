@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.formulas.chunk_list import ChunkList, of_lengths
+from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length
 from mlstm_pallas.stages.parallel_fw_P import ScanOperands
 from mlstm_pallas.stages.stage import Launch
 
@@ -51,7 +51,7 @@ def recurrent_fw_H(
     p, chunks, heads = call.problem, x.chunks, jnp.arange(call.problem.BNH)
     if chunks is None:
         S = x.matQ.shape[1]
-        chunks = of_lengths(jnp.full(p.BNH, S, jnp.int32), S, p)
+        chunks = chunks_by_length(jnp.full(p.BNH, S, jnp.int32), S, p)
     shape = p.BNH, chunks.N, p.DHQK, p.DHV
     if x.matC_initial is None:
         C = jnp.broadcast_to(jnp.zeros_like(x.scaGamma[:, :1, None, None]), shape)
@@ -59,8 +59,8 @@ def recurrent_fw_H(
         C = x.matC_initial.reshape(p.B, chunks.N, p.NH, *shape[2:])
         C = jnp.swapaxes(C, 1, 2).reshape(shape)
     q, v = (chunks.gather(y, p.L) for y in (x.matQ, x.matV))
-    parts, sizes = chunks.part_of_entries, chunks.entries.sizes
-    C = jnp.pad(C, [(0, 0), (0, 1), (0, 0), (0, 0)])  # the rest
+    parts, sizes = chunks.entry_parts, chunks.entries.sizes
+    C = jnp.pad(C, [(0, 0), (0, 1), (0, 0), (0, 0)])  # the remainder
 
     def step(states: Array, chunk: Any) -> tuple[Array, Any]:
         """From the states of all parts; the chunk belongs to one of them."""
@@ -83,5 +83,5 @@ def recurrent_fw_H(
         last = last.reshape(p.BNH, *shape[2:]) if x.chunks is None else last
     stored = None
     if store_every:
-        stored = jnp.moveaxis(states, 0, 1)[:, p.place(0, store_every) :: store_every]
+        stored = jnp.moveaxis(states, 0, 1)[:, p.memory_index(0, store_every) :: store_every]
     return FusedScan(H, last, stored)

@@ -165,7 +165,7 @@ def _head(
     return h, *flushed(x, size // 2, dtypes)[5:15]
 
 
-def _of_heads(run: Callable[..., Any], x: Operands, old: tuple[Any, ...]) -> tuple[Any, ...]:
+def _map_heads(run: Callable[..., Any], x: Operands, old: tuple[Any, ...]) -> tuple[Any, ...]:
     """run(operands of a head in the dtype of sums, dtypes of C, n, m), in the old ones' dtypes."""
     acc = accumulator_dtype(*(y.dtype for y in jax.tree.leaves(x)))
     run = functools.partial(run, dtypes=[getattr(y, "dtype", None) for y in x[5:8]])
@@ -185,7 +185,7 @@ def flush_all(x: Operands) -> tuple[Any, ...]:
         x = flushed(x, len(x.ringI) // 2, dtypes)
         return flushed(x, x.fill, dtypes)[5:8]
 
-    return _of_heads(run, x, x[5:8])
+    return _map_heads(run, x, x[5:8])
 
 
 def ring_step(
@@ -195,6 +195,6 @@ def ring_step(
     options: Any = dict(normaliser=normaliser, qk_scale=call.problem.qk_scale)
 
     def run(x: Operands) -> tuple[Any, ...]:
-        return _of_heads(functools.partial(_head, **options), x, (x.matQ, *x[5:15]))
+        return _map_heads(functools.partial(_head, **options), x, (x.matQ, *x[5:15]))
 
     return run(x) if x.slots is None else on_rows(run, x)

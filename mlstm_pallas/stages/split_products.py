@@ -27,7 +27,7 @@ def split_products(
     No split reads the last split's product (with backward the first one's), so it is left out
     unless all_splits. The call's tiles need not be clamped.
     """
-    of_splits = dataclasses.replace(call, problem=call.problem.in_splits(num_splits))
-    scaled = of_splits.chunks(ScaledRows(x.a, x.r).product())
-    X = call.product("npsk,npsv->npkv", scaled, of_splits.chunks(x.b))
-    return X if all_splits else X[:, 1:] if backward else X[:, :-1]
+    split_call = dataclasses.replace(call, problem=call.problem.in_splits(num_splits))
+    scaled = split_call.chunks(ScaledRows(x.a, x.r).product())
+    matX = call.product("npsk,npsv->npkv", scaled, split_call.chunks(x.b))
+    return matX if all_splits else matX[:, 1:] if backward else matX[:, :-1]

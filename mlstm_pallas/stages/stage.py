@@ -48,7 +48,7 @@ def clamped(tile: int, size: int) -> int:
     return min(tile, size & -size)
 
 
-def thrifty(tile: int, *sizes: int, overhead: int = 32) -> int:
+def least_padding(tile: int, *sizes: int, overhead: int = 32) -> int:
     """The power of two up to the tile whose blocks cover axes of these sizes at the least cost.
 
     The last block may reach beyond the axis, where it is masked. A block costs as much as its own
@@ -98,23 +98,23 @@ class Tiles:
     """
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self | None:
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **requested: Any) -> Self | None:
         """The tiles for a problem; None: the kernel does not support it.
 
-        asked: what the call asks for (``call_spec.asked_of``); kernels ignore what they do not
+        requested: what the call asks for (``Plan.requested``); kernels ignore what they do not
             know.
         """
         return cls()
 
-    def supports(self, p: Problem, **asked: Any) -> bool:
+    def supports(self, p: Problem, **requested: Any) -> bool:
         """Whether the kernel can run with these tiles."""
         return True
 
-    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem, **requested: Any) -> tuple[int, ...]:
         """The CTAs of a launch, by axis; p: with splits as heads. By default one per chunk."""
         return p.NC, p.BNH
 
-    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+    def shared_bytes(self, p: Problem, dtype: Any, **requested: Any) -> int:
         """The shared memory of a CTA; an estimate for Triton, whose compiler decides."""
         return 0
 
@@ -152,7 +152,7 @@ class Launch:
     def interpret(self) -> bool:
         return self.lowering.interpret
 
-    def in_time(self, arrays: Any) -> Any:
+    def processing_order(self, arrays: Any) -> Any:
         """Arrays (B * NH, ...) of steps, tiles or chunks in the order of time, or back."""
         if self.problem.reverse:
             arrays = jax.tree.map(jax.vmap(jnp.flip), arrays)

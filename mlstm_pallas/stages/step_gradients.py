@@ -19,8 +19,8 @@ from mlstm_pallas.formulas.gate_gradients import (
     TileSums,
     later_tiles,
     only,
+    pass_through_tiles,
     segmented_suffix_sum,
-    through_tiles,
 )
 from mlstm_pallas.formulas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
 from mlstm_pallas.stages.stage import Launch
@@ -28,49 +28,55 @@ from mlstm_pallas.stages.stage import Launch
 
 class Operands(NamedTuple):
     vecF: Array  # (B * NH, S) float32, like all floats here
-    pairs: TileSums
+    tile_sums: TileSums
     q_dot_dq_inter: Array  # (B * NH, S), of parallel_bw_dQKV, with the inter-chunk parts
     k_dot_dk_inter: Array  # (B * NH, S)
-    through: Array  # (B * NH, NC), what passes through each chunk
+    pass_through: Array  # (B * NH, NC), what passes through each chunk
     flags: Array  # (B * NH, S) int32, of ``gate_gradients.step_flags``
     dm: Array | None  # (B * NH, S); None: m is a constant
 
 
 def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
     """The gradients of log i_t and f_t, (B * NH, S), and the one that reaches m_1, (B * NH,)."""
-    vecF, pairs, q_dot_dq_inter, k_dot_dk_inter, through, flags, dm = call.in_time(x)
-    BNH, NC, n, T = pairs.diagonal.shape
+    vecF, tile_sums, q_dot_dq_inter, k_dot_dk_inter, pass_through, flags, dm = (
+        call.processing_order(x)
+    )
+    BNH, NC, n, T = tile_sums.diagonal.shape
     later, same = later_tiles(n), jnp.eye(n, dtype=bool)
 
     def total(x: Array, where: Array) -> Array:
         return jnp.sum(only(x, where, 1, 3), axis=1)
 
-    keys_intra = total(pairs.per_key, same)
-    q_inter, k_inter = (x.reshape(pairs.diagonal.shape) for x in (q_dot_dq_inter, k_dot_dk_inter))
-    of_tiles = (
+    keys_intra = total(tile_sums.per_key, same)
+    q_inter, k_inter = (
+        x.reshape(tile_sums.diagonal.shape) for x in (q_dot_dq_inter, k_dot_dk_inter)
+    )
+    tile_terms = (
         # At t: q_t with the part of dq_t from before the tile, and the sum of W_ts - W_st over the
         # steps s of the tile.
-        q_inter + (total(pairs.per_query, ~later) - keys_intra),
+        q_inter + (total(tile_sums.per_query, ~later) - keys_intra),
         # At s: k_s with the part of dk_s from beyond the tile, and with the rest of dk_s.
-        k_inter + total(pairs.per_key, later),
-        keys_intra + pairs.diagonal,
+        k_inter + total(tile_sums.per_key, later),
+        keys_intra + tile_sums.diagonal,
     )
-    queries, keys, keys_intra = (x.reshape(BNH, NC * n, T) for x in of_tiles)
-    through = through_tiles(pairs, q_dot_dq_inter, k_dot_dk_inter, through)
-    triangle = jnp.tri(T, dtype=through.dtype)
+    queries, keys, keys_intra = (x.reshape(BNH, NC * n, T) for x in tile_terms)
+    pass_through = pass_through_tiles(tile_sums, q_dot_dq_inter, k_dot_dk_inter, pass_through)
+    triangle = jnp.tri(T, dtype=pass_through.dtype)
     product = functools.partial(jnp.matmul, precision="highest")  # exact to float32
     # The queries from t on, the keys before t.
-    of_tile = product(queries, triangle) + product(keys, jnp.triu(jnp.ones_like(triangle), k=1))
+    within_tile = product(queries, triangle) + product(keys, jnp.triu(jnp.ones_like(triangle), k=1))
     dfbar = jnp.where(
-        (flags & DECAY_NONZERO) > 0, (of_tile + through[..., None]).reshape(vecF.shape), 0.0
+        (flags & DECAY_NONZERO) > 0,
+        (within_tile + pass_through[..., None]).reshape(vecF.shape),
+        0.0,
     )
     di = (keys + keys_intra).reshape(vecF.shape)
-    first = jnp.zeros_like(through[:, 0])
+    first = jnp.zeros_like(pass_through[:, 0])
     if dm is not None:
         flows, from_previous = (flags & M_GRAD_FLOWS) > 0, (flags & M_FROM_PREVIOUS) > 0
         # At t: whether step t + 1 passes its gradient on to t.
-        sums_of_dm = segmented_suffix_sum(dm, jnp.pad(flows[:, 1:], [(0, 0), (0, 1)]))
-        di += jnp.where(from_previous, 0.0, sums_of_dm)
-        dfbar += jnp.where(from_previous, sums_of_dm, 0.0)
-        first = sums_of_dm[:, 0]
-    return *call.in_time((di, dfbar * jax.nn.sigmoid(-vecF))), first
+        dm_sums = segmented_suffix_sum(dm, jnp.pad(flows[:, 1:], [(0, 0), (0, 1)]))
+        di += jnp.where(from_previous, 0.0, dm_sums)
+        dfbar += jnp.where(from_previous, dm_sums, 0.0)
+        first = dm_sums[:, 0]
+    return *call.processing_order((di, dfbar * jax.nn.sigmoid(-vecF))), first

@@ -41,8 +41,7 @@ from mlstm_pallas.formulas.tiles import (
 )
 from mlstm_pallas.problem.dimensions import InputGate, next_power_of_two
 from mlstm_pallas.stages.chunk_gates import Operands
-from mlstm_pallas.stages.stage import Launch
-from mlstm_pallas.stages.stage import Tiles as BaseTiles
+from mlstm_pallas.stages.stage import Launch, Tiles
 from mlstm_pallas.triton.launch import floats, kernel_call, operands
 
 _INF = float("inf")
@@ -52,7 +51,7 @@ _SCAN_BLOCK = 512  # chunks that a CTA of stabiliser_scan reads
 def _chunk_gates_kernel(
     vecI,  # (L,)
     vecF,  # (L,)
-    starts,  # (L,) int32, 1 where a packed segment begins; may be absent
+    segment_starts,  # (L,) int32, 1 where a packed segment begins; may be absent
     vecB,  # out two (L,); all outputs have this shape
     vecE,  # out two
     vecEmax,  # out two
@@ -77,7 +76,7 @@ def _chunk_gates_kernel(
         return jnp.minimum(i_min, least), jnp.maximum(i_max, largest), decay + jnp.sum(-fbar)
 
     # m = 0 is a source too with the sigmoid gate, and where a packed segment begins.
-    zero, bound = jnp.float32(0.0), 0.0 if sigmoid or starts is not None else _INF
+    zero, bound = jnp.float32(0.0), 0.0 if sigmoid or segment_starts is not None else _INF
     i_min, i_max, decay = loop(num_tiles, spread, (jnp.float32(bound), jnp.float32(-bound), zero))
     offset_unit = reset_offset(i_min, i_max, decay)
     last = lax.iota(jnp.int32, siz_b) == siz_b - 1
@@ -92,12 +91,12 @@ def _chunk_gates_kernel(
         hi, lo = jnp.cumsum(hi), jnp.cumsum(lo)
         total = jax.tree.map(lambda x: jnp.broadcast_to(x, hi.shape), total)
         b = add_two_floats((hi, lo), total)
-        begins = None if starts is None else starts[steps] > 0
-        restarts = reset if begins is None else reset | begins
-        count = resets + jnp.cumsum(restarts.astype(jnp.float32))
+        is_start = None if segment_starts is None else segment_starts[steps] > 0
+        is_boundary = reset if is_start is None else reset | is_start
+        count = resets + jnp.cumsum(is_boundary.astype(jnp.float32))
         offset = count * offset_unit
 
-        e, emax = stabiliser_sources(i, fbar, b, offset, reset, begins, input_gate)
+        e, emax = stabiliser_sources(i, fbar, b, offset, reset, is_start, input_gate)
         if not sigmoid:
             source_hi, source_lo = emax
             seen = causal_mask((siz_b, siz_b), 0) & (count[None, :] == count[:, None])
@@ -165,12 +164,12 @@ def chunk_gates(
     call: Launch,
 ) -> ChunkGates | tuple[jax.Array, jax.Array]:
     """Runs the stage: ``stages/chunk_gates.py``."""
-    x = call.in_time(x)
+    x = call.processing_order(x)
     p, m = call.problem, x.scaM_states
     vec = floats(p.BNH, p.S)
     y = kernel_call(
         _chunk_gates_kernel,
-        operands(x, vecI="bt", vecF="bt", starts="bt"),
+        operands(x, vecI="bt", vecF="bt", segment_starts="bt"),
         dict.fromkeys(("vecB", "vecE", "vecEmax"), ((vec, vec), "bt"))
         | dict(vecOffset=(vec, "bt")),
         call=call,
@@ -198,12 +197,12 @@ def chunk_gates(
             )["scaM"]
     if only_boundaries:
         return m[:, 1:], gates.chunk_summaries(local)[0]
-    joined: ChunkGates = call.in_time(gates.join_chunks(local, m, input_gate))
+    joined: ChunkGates = call.processing_order(gates.join_chunks(local, m, input_gate))
     return joined
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(BaseTiles):
+class ChunkGatesTiles(Tiles):
     siz_b_LQ: int = 16
     num_warps: int = 1
     num_stages: int = 1

@@ -38,9 +38,9 @@ class PipelinedTiles(Tiles):
         """The elements that an iteration reads, and those that stay in shared memory."""
         raise NotImplementedError
 
-    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+    def shared_bytes(self, p: Problem, dtype: Any, **requested: Any) -> int:
         """The estimate of ``stages_that_fit``."""
-        (iteration, kept), mma = self.elements(p), not asked["gpu"].multiplies_from_shared
+        (iteration, kept), mma = self.elements(p), not requested["gpu"].multiplies_from_shared
         return ((self.num_stages - mma) * iteration + kept) * dtype.itemsize + 8192 * mma
 
 
@@ -196,7 +196,7 @@ def _block_spec(
     B, _, *NH, _ = x.shape
     num_splits, row_blocks = p.BNH // math.prod(NH, start=B), p.S // rows
 
-    def of_whole_heads(*grid):
+    def head_block(*grid):
         n, row, column = index_map(*grid)
         if num_splits > 1:
             n, row = divide(n, num_splits), remainder(n, num_splits) * row_blocks + row
@@ -204,7 +204,7 @@ def _block_spec(
             return n, row, column
         return divide(n, *NH), row, remainder(n, *NH), column
 
-    return pl.BlockSpec((None, rows, *[None for _ in NH], columns), of_whole_heads)
+    return pl.BlockSpec((None, rows, *[None for _ in NH], columns), head_block)
 
 
 def floats(*shape: int) -> jax.ShapeDtypeStruct:
@@ -283,7 +283,7 @@ def up_to(end: Array, ref: Any) -> Any:
     return dataclasses.replace(ref, ends=(end, *others))
 
 
-def rows_of_entry(entry: Any, call: Launch, *refs: Any) -> tuple[Any, ...]:
+def entry_rows(entry: Any, call: Launch, *refs: Any) -> tuple[Any, ...]:
     """The rows of a CTA's chunk in the references, and the references limited to its steps.
 
     entry: references to the first step and the number of steps of an entry of a ``ChunkList``;

@@ -31,12 +31,12 @@ from mlstm_pallas.formulas.tiles import (
     product,
     remainder,
     rounded_up,
-    tile_of_triangle,
+    triangle_tile,
 )
 from mlstm_pallas.problem.dimensions import MAX_TILE, Problem, next_power_of_two
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients, delta_and_gradients
-from mlstm_pallas.stages.stage import Launch, ScaledRows, thrifty
+from mlstm_pallas.stages.stage import Launch, ScaledRows, least_padding
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     depth_and_stages,
@@ -58,7 +58,7 @@ def _parallel_bw_dP_kernel(
     vecAbar,
     vecInvDen,  # absent without a normaliser
     vecDzDen,  # absent without a normaliser
-    sizes,  # () steps of the chunk in the list; absent if all chunks are live
+    sizes,  # () steps of the chunk in the list; absent if all chunks are active
     matP,  # out (L, L)
     matDeltaP,  # out (L, L)
     matQbar,  # out (L, DHQK)
@@ -74,7 +74,7 @@ def _parallel_bw_dP_kernel(
     T, block_k, scale = call.tiles.siz_b_LQ, call.tiles.block_k, p.qk_scale
     n = L // T
     index, num_tiles = pl.program_id(0), n * (n + 1) // 2
-    i, j = tile_of_triangle(index, n)  # of queries and of keys, in time
+    i, j = triangle_tile(index, n)  # of queries and of keys, in processing order
 
     in_tile = index < num_tiles
     if sizes is not None:
@@ -82,7 +82,7 @@ def _parallel_bw_dP_kernel(
 
     @pl.when(in_tile)
     def _tile():
-        row, column = p.place(i, n), p.place(j, n)
+        row, column = p.memory_index(i, n), p.memory_index(j, n)
         queries, keys = block_at(row, T), block_at(column, T)
 
         dA, scores = (
@@ -118,7 +118,7 @@ def _parallel_bw_dP_kernel(
 
             @each(jnp.where(i == j, after, 0))
             def _above(x):
-                above = queries, block_at(p.place(i + 1 + x, n), T)
+                above = queries, block_at(p.memory_index(i + 1 + x, n), T)
                 matP[above] = matDeltaP[above] = jnp.zeros((T, T), matP.dtype)
 
     @pl.when(index >= num_tiles)
@@ -162,7 +162,7 @@ def parallel_bw_dP(
         operands(x, matQ="btK", matK="btK", matV="btV", matDeltaH="btV")
         | operands(g, vecE="bt", vecU="bt", vecW="bt", vecAbar="bt")
         | operands(gradients, vecInvDen="bt", vecDzDen="bt")
-        | operands(x.live and x.live.entries, sizes="bc"),
+        | operands(x.active and x.active.entries, sizes="bc"),
         dict(
             matP=tile,
             matDeltaP=tile,
@@ -182,13 +182,13 @@ def parallel_bw_dP(
     per_query, per_key = (
         y[name].reshape(p.BNH, n, p.NC, n, T) for name in ("per_query", "per_key")
     )
-    pairs = TileSums(per_query, per_key, y["diagonal"].reshape(p.BNH, p.NC, n, T))
+    tile_sums = TileSums(per_query, per_key, y["diagonal"].reshape(p.BNH, p.NC, n, T))
     return ScoreGradients(
         y["matP"],
         y["matDeltaP"],
         ScaledRows(y["matQbar"], None),
         ScaledRows(y["matKbar"], None) if return_keys else None,
-        pairs,
+        tile_sums,
         delta,
         dn_added,
     )
@@ -211,13 +211,13 @@ class BlockedTiles(PipelinedTiles):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(BlockedTiles):
+class ParallelBwDPTiles(BlockedTiles):
     siz_b_LQ: int
     block_k: int
     num_warps: int
     num_stages: int
 
-    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem, **requested: Any) -> tuple[int, ...]:
         n = blocks(p.L, self.siz_b_LQ)
         return n * (n + 1) // 2 + n, p.NC, p.BNH
 
@@ -225,11 +225,11 @@ class Tiles(BlockedTiles):
         return 2 * self.siz_b_LQ * self.block_k, 0
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **requested: Any) -> Self:
         """Tiles of 64 x 64; P, dP and their gradients take a third of an SM's registers."""
         # In narrow heads 32 columns, for as many iterations as stages.
         depth = 32 if dtype.itemsize > 2 or p.DHQK + p.DHV <= 128 else 128
         # A head that is one masked block would have no pipeline.
         depth = min(depth, 128 if p.DHQK % 128 == p.DHV % 128 == 0 else 64)
-        depth = thrifty(depth, p.DHQK, p.DHV, overhead=16)
+        depth = least_padding(depth, p.DHQK, p.DHV, overhead=16)
         return cls(64, depth, 4, 3).clamped(p).fitted(p, dtype, gpu)

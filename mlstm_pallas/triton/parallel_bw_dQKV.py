@@ -34,7 +34,7 @@ from mlstm_pallas.formulas.tiles import (
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
-from mlstm_pallas.stages.stage import Launch, thrifty
+from mlstm_pallas.stages.stage import Launch, least_padding
 from mlstm_pallas.triton.launch import floats, kernel_call, operands, stages_that_fit
 from mlstm_pallas.triton.parallel_bw_dP import BlockedTiles
 
@@ -54,7 +54,7 @@ def _parallel_bw_dQKV_kernel(
     vecAbar,
     vecInvDen,  # absent without a normaliser
     vecDzDen,  # absent without a normaliser
-    sizes,  # () steps of the chunk in the list; absent if all chunks are live
+    sizes,  # () steps of the chunk in the list; absent if all chunks are active
     matDeltaQ,  # out (L, DHQK)
     q_dot_dq_inter,  # out (column blocks, L)
     matDeltaK,  # out (L, DHQK)
@@ -68,30 +68,30 @@ def _parallel_bw_dQKV_kernel(
     siz_b_LQ, block_k = tiles.siz_b_LQ, tiles.block_k
 
     index = pl.program_id(0)
-    is_live: Any = True if sizes is None else sizes[...] > 0
+    is_active: Any = True if sizes is None else sizes[...] > 0
 
-    def run(role, start, of_rows, of_columns, out=None):
+    def run(role, start, row_blocks, column_blocks, out=None):
         """Runs a role in the CTAs from ``start`` on, one per block; returns their end.
 
-        out: the gradient, which is 0 in a chunk that is not live.
+        out: the gradient, which is 0 in an inactive chunk.
         """
-        columns = blocks_over(*of_columns)
-        end = start + blocks_over(*of_rows) * columns
+        columns = blocks_over(*column_blocks)
+        end = start + blocks_over(*row_blocks) * columns
 
         @pl.when((start <= index) & (index < end))
         def _():
             row, column = divide(index - start, columns), remainder(index - start, columns)
-            at = block_at(row, of_rows[1]), block_at(column, of_columns[1])
-            pl.when(is_live)(lambda: role(row, column, *at))
+            at = block_at(row, row_blocks[1]), block_at(column, column_blocks[1])
+            pl.when(is_active)(lambda: role(row, column, *at))
             if out is not None and sizes is not None:
 
-                @pl.when(~is_live)
+                @pl.when(~is_active)
                 def _():
-                    out[at] = jnp.zeros((of_rows[1], of_columns[1]), out.dtype)
+                    out[at] = jnp.zeros((row_blocks[1], column_blocks[1]), out.dtype)
 
         return end
 
-    def gradient(inter, start, of_columns, scores, others, out, x=None, sums=None):
+    def gradient(inter, start, column_blocks, scores, others, out, x=None, sums=None):
         """Runs the role of dq, dk or dv.
 
         Args:
@@ -117,7 +117,7 @@ def _parallel_bw_dQKV_kernel(
             count = L // step - first if to_end else (row + 1) * (siz_b_LQ // step)
             out[steps, columns] = loop(count, add, acc).astype(out.dtype)
 
-        return run(role, start, (L, siz_b_LQ), of_columns, out)
+        return run(role, start, (L, siz_b_LQ), column_blocks, out)
 
     def dq(steps, columns):
         r = query_scale(vecW[steps], scale, None if vecInvDen is None else vecInvDen[steps])
@@ -137,13 +137,13 @@ def _parallel_bw_dQKV_kernel(
 
     def inner_states(row, column, rows, columns):
         C, dC = (ref[rows, columns].astype(jnp.float32) for ref in (matC_states, matDeltaC_states))
-        inner_C_dC[row * blocks_over(*of_DHHV) + column] = jnp.sum(C * dC)
+        inner_C_dC[row * blocks_over(*DHHV_blocks) + column] = jnp.sum(C * dC)
 
-    of_DHQK, of_DHHV = (matQ.shape[1], tiles.siz_b_DHQK), (matV.shape[1], tiles.siz_b_DHHV)
-    end = gradient(dq, 0, of_DHQK, matDeltaP, matK, matDeltaQ, matQ, q_dot_dq_inter)
-    end = gradient(dk, end, of_DHQK, matDeltaP, matQ, matDeltaK, matK, k_dot_dk_inter)
-    end = gradient(dv, end, of_DHHV, matP, matDeltaH, matDeltaV)
-    run(inner_states, end, of_DHQK, of_DHHV)
+    DHQK_blocks, DHHV_blocks = (matQ.shape[1], tiles.siz_b_DHQK), (matV.shape[1], tiles.siz_b_DHHV)
+    end = gradient(dq, 0, DHQK_blocks, matDeltaP, matK, matDeltaQ, matQ, q_dot_dq_inter)
+    end = gradient(dk, end, DHQK_blocks, matDeltaP, matQ, matDeltaK, matK, k_dot_dk_inter)
+    end = gradient(dv, end, DHHV_blocks, matP, matDeltaH, matDeltaV)
+    run(inner_states, end, DHQK_blocks, DHHV_blocks)
 
 
 def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
@@ -165,7 +165,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         | operands(x.scores, matP="bt0", matDeltaP="bt0")
         | operands(x.gates.per_step(), vecW="bt", vecAbar="bt")
         | operands(x.normaliser_gradients, vecInvDen="bt", vecDzDen="bt")
-        | operands(x.live and x.live.entries, sizes="bc"),
+        | operands(x.active and x.active.entries, sizes="bc"),
         dict(
             matDeltaQ=(x.matQ, "btK"),
             q_dot_dq_inter=inter,
@@ -181,14 +181,14 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         call=call,
     )
     states = y.pop("inner_C_dC").sum(-1) + inner(x.vecN_states, x.vecDeltaN_states)
-    y["through"] = x.gates.scaGamma * states
+    y["pass_through"] = x.gates.scaGamma * states
     for name in ("q_dot_dq_inter", "k_dot_dk_inter"):
         y[name] = y[name].sum(1)
     return Gradients(**y)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(BlockedTiles):
+class ParallelBwDQKVTiles(BlockedTiles):
     siz_b_LQ: int
     siz_b_DHQK: int
     siz_b_DHHV: int
@@ -200,7 +200,7 @@ class Tiles(BlockedTiles):
         """The column blocks of dq and dk, and of dv."""
         return blocks_over(p.DHQK, self.siz_b_DHQK), blocks_over(p.DHV, self.siz_b_DHHV)
 
-    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem, **requested: Any) -> tuple[int, ...]:
         K, V = self.columns(p)
         return blocks(p.L, self.siz_b_LQ) * (2 * K + V) + K * V, p.NC, p.BNH
 
@@ -208,12 +208,12 @@ class Tiles(BlockedTiles):
         return self.block_k * (self.siz_b_LQ + max(self.siz_b_DHQK, self.siz_b_DHHV)), 0
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **requested: Any) -> Self:
         """Blocks of 128 x 128, or of 64 x 64 in float32 and for short chunks."""
         wide = dtype.itemsize > 2
         size = 64 if wide or p.L < 128 else 128
-        depth = thrifty(32 if wide or p.DHQK <= 64 else 64, p.DHQK, p.DHV, overhead=16)
-        K, V = thrifty(size, p.DHQK), thrifty(size, p.DHV)
+        depth = least_padding(32 if wide or p.DHQK <= 64 else 64, p.DHQK, p.DHV, overhead=16)
+        K, V = least_padding(size, p.DHQK), least_padding(size, p.DHV)
         tiles = cls(size, K, V, depth, 4, 3).clamped(p).fitted(p, dtype, gpu)
         stages = tiles.num_stages
         if wide:

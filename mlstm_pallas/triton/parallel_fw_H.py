@@ -36,7 +36,7 @@ from mlstm_pallas.formulas.tiles import (
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
-from mlstm_pallas.stages.stage import Launch, sequence_shape, thrifty
+from mlstm_pallas.stages.stage import Launch, least_padding, sequence_shape
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,
@@ -89,7 +89,7 @@ def _parallel_fw_H_kernel(
 
     def add_keys(j, carry):
         num, z = carry
-        keys = block_at(p.place(j, blocks(p.L, siz_b_LKV)), siz_b_LKV)
+        keys = block_at(p.memory_index(j, blocks(p.L, siz_b_LKV)), siz_b_LKV)
         if keep_q:
             parts = (dot(q, matK[keys, at], precision, b_axis=1) for at, q in whole_q)
             scores = functools.reduce(operator.add, parts)
@@ -100,7 +100,7 @@ def _parallel_fw_H_kernel(
         num += dot(P.astype(matV.dtype), matV[keys, :], precision)
         return num, [x + jnp.sum(P, axis=1) for x in z]
 
-    num_keys = divide((p.place(tile, n) + 1) * LQ + siz_b_LKV - 1, siz_b_LKV)
+    num_keys = divide((p.memory_index(tile, n) + 1) * LQ + siz_b_LKV - 1, siz_b_LKV)
     num, z = loop(num_keys, add_keys, (num, z))
     if normaliser is None:
         matH[...] = num.astype(matH.dtype)
@@ -144,7 +144,7 @@ def parallel_fw_H(
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(PipelinedTiles):
+class ParallelFwHTiles(PipelinedTiles):
     """keep_q: whether a tile's queries stay in shared memory, whole, during the loop over keys."""
 
     siz_b_LQ: int
@@ -155,7 +155,7 @@ class Tiles(PipelinedTiles):
     num_stages: int
     keep_q: bool
 
-    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem, **requested: Any) -> tuple[int, ...]:
         return blocks_over(p.DHV, self.siz_b_DHHV), p.NC * blocks(p.L, self.siz_b_LQ), p.BNH
 
     def elements(self, p: Problem) -> tuple[int, int]:
@@ -165,16 +165,16 @@ class Tiles(PipelinedTiles):
         return keys + LKV * self.siz_b_DHHV, LQ * p.DHQK * self.keep_q
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **requested: Any) -> Self:
         """As many columns as possible, up to 256, because each block repeats the scores.
 
         An SM has two CTAs of 64 queries, or one of 128 where the queries take half of it.
         """
         wide, itemsize = dtype.itemsize > 2, dtype.itemsize
-        depth = thrifty(32 if wide else 64, p.DHQK, overhead=16)
+        depth = least_padding(32 if wide else 64, p.DHQK, overhead=16)
         keep_q = not wide and p.DHQK <= 256
-        columns = thrifty(128 if wide else 256, p.DHV)
-        low = 64, 32, thrifty(128, p.DHV), 4
+        columns = least_padding(128 if wide else 256, p.DHV)
+        low = 64, 32, least_padding(128, p.DHV), 4
         sizes = [(*low, 3), (*low, 2), (64, 32, 64, 4, 2)]
         if wide or p.DHQK + p.DHV <= 128:
             sizes = sizes[1:]

@@ -17,9 +17,8 @@ from mlstm_pallas.formulas.tiles import causal_scores, dot, pieces
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
-from mlstm_pallas.stages.stage import Launch, ScaledRows
-from mlstm_pallas.stages.stage import Tiles as BaseTiles
-from mlstm_pallas.triton.launch import floats, kernel_call, operands, rows_of_entry
+from mlstm_pallas.stages.stage import Launch, ScaledRows, Tiles
+from mlstm_pallas.triton.launch import entry_rows, floats, kernel_call, operands
 
 
 def _parallel_fw_P_kernel(
@@ -42,7 +41,7 @@ def _parallel_fw_P_kernel(
 ):
     L, scale, siz_b = call.problem.L, call.problem.qk_scale, call.tiles.siz_b_DHQK
     DHQK = matQ.shape[1]
-    rows, matQ, matK = rows_of_entry(entries, call, matQ, matK)
+    rows, matQ, matK = entry_rows(entries, call, matQ, matK)
     scores, q_n = jnp.zeros((L, L), jnp.float32), jnp.zeros((L,), jnp.float32)
     for columns in pieces(DHQK, siz_b):
         q, k = matQ[rows, columns], matK[rows, columns]
@@ -93,15 +92,15 @@ def parallel_fw_P(
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(BaseTiles):
+class ParallelFwPTiles(Tiles):
     siz_b_DHQK: int
     num_warps: int
 
-    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+    def shared_bytes(self, p: Problem, dtype: Any, **requested: Any) -> int:
         return 2 * p.L * self.siz_b_DHQK * dtype.itemsize
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **requested: Any) -> Self:
         """Tiles of q and k of 4096 elements; one warp per 16 steps, more in float32."""
         if dtype.itemsize > 2:
             return cls(64, num_warps=4).clamped(p)

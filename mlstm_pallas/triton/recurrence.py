@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.splits import (
     decays_in_splits,
-    heads_of_splits,
+    group_splits,
     split_states,
     splits_as_heads,
     splits_of,
@@ -47,7 +47,7 @@ from mlstm_pallas.stages import recurrent_bw_dC as dC
 from mlstm_pallas.stages import recurrent_fw_C as fw_C
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
-from mlstm_pallas.stages.stage import Launch, clamped, thrifty
+from mlstm_pallas.stages.stage import Launch, clamped, least_padding
 from mlstm_pallas.stages.step_sums import Operands as StepSums
 from mlstm_pallas.stages.vector_states import Operands as VectorStates
 from mlstm_pallas.stages.vector_states import vector_states
@@ -67,35 +67,35 @@ def _recurrence_kernel(
     b,  # (S, siz_b_DHHV)
     r,  # (S,), absent if a is scaled
     gamma,  # (NC,)
-    X_initial,  # (siz_b_DHQK, siz_b_DHHV), may be absent
-    x_initial,  # (siz_b_DHQK,), may be absent
-    num_live,  # () the chunks that are computed, may be absent
-    X,  # out (NC, siz_b_DHQK, siz_b_DHHV)
-    X_last,  # out (siz_b_DHQK, siz_b_DHHV), may be absent
-    x,  # out (NC, siz_b_DHQK), absent without x_initial
-    x_last,  # out (siz_b_DHQK,), absent without x_initial
+    matX_initial,  # (siz_b_DHQK, siz_b_DHHV), may be absent
+    vecX_initial,  # (siz_b_DHQK,), may be absent
+    num_active,  # () the chunks that are computed, may be absent
+    matX,  # out (NC, siz_b_DHQK, siz_b_DHHV)
+    matX_last,  # out (siz_b_DHQK, siz_b_DHHV), may be absent
+    vecX,  # out (NC, siz_b_DHQK), absent without vecX_initial
+    vecX_last,  # out (siz_b_DHQK,), absent without vecX_initial
     backward,
     *,
     call,
 ):
     num_chunks, siz_b_L = gamma.shape[0], call.tiles.siz_b_L
-    if num_live is not None:
-        num_chunks = num_live[...]
+    if num_active is not None:
+        num_chunks = num_active[...]
     num_tiles = blocks(call.problem.L, siz_b_L)
-    owns_x = pl.program_id(0) == 0
+    owns_vector = pl.program_id(0) == 0
 
     def store(ref, at, vectors):
         if vectors:
 
-            @pl.when(owns_x)
+            @pl.when(owns_vector)
             def _():
                 (ref[at],) = vectors
 
     def step(index, carry):
         XT, vectors = carry
         chunk = num_chunks - 1 - index if backward else index
-        X[chunk, :, :] = XT.astype(X.dtype).T
-        store(x, chunk, vectors)
+        matX[chunk, :, :] = XT.astype(matX.dtype).T
+        store(vecX, chunk, vectors)
 
         def add(tile, carry):
             XT, vectors = carry
@@ -110,13 +110,13 @@ def _recurrence_kernel(
         decay = gamma[chunk]
         return loop(num_tiles, add, (XT * decay, [vector * decay for vector in vectors]))
 
-    vectors = [] if x_initial is None else [x_initial[...]]
+    vectors = [] if vecX_initial is None else [vecX_initial[...]]
     zeros = jnp.zeros((b.shape[1], a.shape[1]), jnp.float32)
-    initial = zeros if X_initial is None else X_initial[...].T
+    initial = zeros if matX_initial is None else matX_initial[...].T
     XT, vectors = loop(num_chunks, step, (initial, vectors))
-    if X_last is not None:
-        X_last[...] = XT.T
-    store(x_last, ..., vectors)
+    if matX_last is not None:
+        matX_last[...] = XT.T
+    store(vecX_last, ..., vectors)
 
 
 def _recurrences_kernel(*, call, heads, **fields):
@@ -146,7 +146,7 @@ def split_products(
     splits = range(num_splits) if all_splits else range(backward, num_splits - 1 + backward)
     call = dataclasses.replace(call, problem=p, tiles=tiles)
     (outputs,) = recurrences("split_products", whole, call=call, splits=splits)
-    return heads_of_splits(outputs.X_last, len(splits))
+    return group_splits(outputs.matX_last, len(splits))
 
 
 def recurrences(
@@ -166,7 +166,7 @@ def recurrences(
         parts = [_in_splits(x, whole) for x in each]
         call = dataclasses.replace(whole, problem=whole.problem.split(num_splits))
     else:
-        parts = [x.scaled() if x.x_initial is None and splits is None else x for x in each]
+        parts = [x.scaled() if x.vecX_initial is None and splits is None else x for x in each]
     p, splits = call.problem, splits or range(num_splits)
     n = len(splits)
     heads = p.BNH // num_splits * n
@@ -176,18 +176,20 @@ def recurrences(
         first = divide(o, n) * num_splits + splits.start
         return dict(v=v, k=k, o=o, h=first + remainder(o, n))
 
-    axes = dict(a="hsk", b="hsv", r="hs", gamma="h0", X_initial="hkv", x_initial="hk", num_live="h")
-    X = jax.ShapeDtypeStruct((heads, p.NC, p.DHQK, p.DHV), parts[0].a.dtype)
-    has_x = parts[0].x_initial is not None
-    X_last = [floats(heads, p.DHQK, p.DHV) if x.return_last else None for x in parts]
+    axes = dict(
+        a="hsk", b="hsv", r="hs", gamma="h0", matX_initial="hkv", vecX_initial="hk", num_active="h"
+    )
+    matX = jax.ShapeDtypeStruct((heads, p.NC, p.DHQK, p.DHV), parts[0].a.dtype)
+    has_vector = parts[0].vecX_initial is not None
+    matX_last = [floats(heads, p.DHQK, p.DHV) if x.return_last else None for x in parts]
     y = kernel_call(
         _recurrences_kernel,
         {field: ([getattr(x, field) for x in parts], at) for field, at in axes.items()},
         dict(
-            X=([X] * count, "o0kv"),
-            X_last=(X_last, "okv"),
-            x=([floats(heads, p.NC, p.DHQK) if has_x else None] * count, "o0k"),
-            x_last=([floats(heads, p.DHQK) if has_x else None] * count, "ok"),
+            matX=([matX] * count, "o0kv"),
+            matX_last=(matX_last, "okv"),
+            vecX=([floats(heads, p.NC, p.DHQK) if has_vector else None] * count, "o0k"),
+            vecX_last=([floats(heads, p.DHQK) if has_vector else None] * count, "ok"),
         ),
         name=name,
         grid=(*call.tiles.grid(p)[:2], count * heads),
@@ -199,7 +201,7 @@ def recurrences(
     )
     outputs = [RecurrenceOutputs(*x) for x in zip(*y.values(), strict=True)]
     if in_splits:
-        return [_of_heads(x, y, whole) for x, y in zip(each, outputs, strict=True)]
+        return [_join_splits(x, y, whole) for x, y in zip(each, outputs, strict=True)]
     return outputs
 
 
@@ -213,30 +215,30 @@ def _in_splits(x: Recurrence, call: Launch) -> Recurrence:
     decays = decays_in_splits(x.gamma, num_splits, S, backward=x.backward)
     operands = Operands(x.a, x.b, decays)
     products = split_products(operands, num_splits=num_splits, backward=x.backward, call=call)
-    states = split_states(products, x.gamma, x.X_initial, backward=x.backward)
+    states = split_states(products, x.gamma, x.matX_initial, backward=x.backward)
     a, b, gamma = (splits_as_heads(y, num_splits, S) for y in (x.a, x.b, x.gamma))
-    return dataclasses.replace(x, a=a, b=b, gamma=gamma, X_initial=states, num_live=None)
+    return dataclasses.replace(x, a=a, b=b, gamma=gamma, matX_initial=states, num_active=None)
 
 
-def _of_heads(x: Recurrence, y: RecurrenceOutputs, call: Launch) -> RecurrenceOutputs:
+def _join_splits(x: Recurrence, y: RecurrenceOutputs, call: Launch) -> RecurrenceOutputs:
     """The outputs of whole heads, from those of splits; x is computed here."""
     p = call.problem
-    X, X_last = y.X.reshape(p.BNH, p.NC, p.DHQK, p.DHV), y.X_last
-    if X_last is not None:
-        X_last = heads_of_splits(X_last, call.tiles.num_splits)[:, 0 if x.backward else -1]
+    matX, matX_last = y.matX.reshape(p.BNH, p.NC, p.DHQK, p.DHV), y.matX_last
+    if matX_last is not None:
+        matX_last = group_splits(matX_last, call.tiles.num_splits)[:, 0 if x.backward else -1]
     vectors: tuple[Any, Any] = (None, None)
-    if x.r is not None and x.x_initial is not None:
-        tiles = step_sums.Tiles(64, num_warps=4)
+    if x.r is not None and x.vecX_initial is not None:
+        tiles = step_sums.StepSumsTiles(64, num_warps=4)
         call = dataclasses.replace(call, problem=p.in_chunks_of(64), tiles=tiles)
         sums = step_sums.step_sums(StepSums(x.a, x.r), call=call)
         added = jnp.sum(sums.reshape(p.BNH, p.NC, -1, p.DHQK), axis=2)
-        n = VectorStates(added, x.gamma, x.x_initial)
+        n = VectorStates(added, x.gamma, x.vecX_initial)
         vectors = vector_states(n, backward=x.backward, call=call)
-    return RecurrenceOutputs(X, X_last, *vectors)
+    return RecurrenceOutputs(matX, matX_last, *vectors)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(PipelinedTiles):
+class RecurrenceTiles(PipelinedTiles):
     siz_b_L: int
     siz_b_DHQK: int
     siz_b_DHHV: int
@@ -244,7 +246,7 @@ class Tiles(PipelinedTiles):
     num_stages: int
     num_splits: int = 1
 
-    def grid(self, p: Problem, *, recurrences: int = 1, **asked: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem, *, recurrences: int = 1, **requested: Any) -> tuple[int, ...]:
         columns, rows = blocks_over(p.DHV, self.siz_b_DHHV), blocks_over(p.DHQK, self.siz_b_DHQK)
         return columns, rows, recurrences * p.BNH
 
@@ -259,13 +261,13 @@ class Tiles(PipelinedTiles):
 
     @classmethod
     def plan(
-        cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, *, recurrences: int = 1, **asked: Any
+        cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, *, recurrences: int = 1, **requested: Any
     ) -> Self:
         """Blocks of 128 x 128, the most that registers hold for two CTAs per SM.
 
         They are halved where CTAs are few. If that is not enough the sequence is split.
         """
-        K, V = (thrifty(64 if dtype.itemsize > 2 else 128, size) for size in (p.DHQK, p.DHV))
+        K, V = (least_padding(64 if dtype.itemsize > 2 else 128, size) for size in (p.DHQK, p.DHV))
 
         def ctas():
             return recurrences * p.BNH * blocks_over(p.DHQK, K) * blocks_over(p.DHV, V)

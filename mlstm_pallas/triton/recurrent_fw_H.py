@@ -42,7 +42,7 @@ from mlstm_pallas.formulas.tiles import (
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
-from mlstm_pallas.stages.stage import Launch, sequence_shape, thrifty
+from mlstm_pallas.stages.stage import Launch, least_padding, sequence_shape
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,
@@ -81,8 +81,8 @@ def _recurrent_fw_H_kernel(
         return pl.ds(begin + chunk * L, L)
 
     if parts is not None:
-        part, N = pl.program_id(1), parts.begins.shape[0] - 3
-        begin, end = parts.begins[part], parts.begins[part + 1]
+        part, N = pl.program_id(1), parts.start_steps.shape[0] - 3
+        begin, end = parts.start_steps[part], parts.start_steps[part + 1]
         # It is read ahead, also by a part without chunks.
         first = lax.min(parts.first[part], np.int32(p.NC - 1))
         has_state = part < N
@@ -113,10 +113,12 @@ def _recurrent_fw_H_kernel(
 
     def step(index, carry):
         CT, (gamma, r, partial, P) = carry
-        chunk = p.place(index, chunks)
+        chunk = p.memory_index(index, chunks)
         steps = steps_of(chunk)
         following = prefetch(
-            p.place(lax.min(index + 1, lax.convert_element_type(chunks - 1, np.int32)), chunks)
+            p.memory_index(
+                lax.min(index + 1, lax.convert_element_type(chunks - 1, np.int32)), chunks
+            )
         )
         v = matV[steps, :]
         hT = jnp.zeros((v.shape[1], L), jnp.float32)
@@ -143,7 +145,7 @@ def _recurrent_fw_H_kernel(
 
     def store_and_step(index, carry):
         for tile, block in zip(row_tiles, carry[0], strict=True):
-            matC_states[p.place(index, matC_states.shape[0]), tile, :] = block.astype(
+            matC_states[p.memory_index(index, matC_states.shape[0]), tile, :] = block.astype(
                 matC_states.dtype
             ).T
 
@@ -152,7 +154,7 @@ def _recurrent_fw_H_kernel(
 
         return loop(store_every, step_from_store, carry)
 
-    beginning = lax.max(p.place(np.int32(0), chunks), np.int32(0))  # there may be no chunks
+    beginning = lax.max(p.memory_index(np.int32(0), chunks), np.int32(0))  # there may be no chunks
     carry = tuple(map(initial, row_tiles)), prefetch(beginning)
     iteration = store_and_step if store_every else step
     CT, _ = loop(chunks // store_every if store_every else chunks, iteration, carry)
@@ -196,8 +198,8 @@ def recurrent_fw_H(
     for index in range(launches):
         # h is rounded at most twice, not once per launch, to keep its error bound.
         h_dtype = dtype if index == launches - 1 or launches == 2 else jnp.float32
-        of_launch = min(rows, p.DHQK - index * rows)
-        C_last = floats(N * p.BNH, of_launch, p.DHV) if return_last else None
+        launch_rows = min(rows, p.DHQK - index * rows)
+        C_last = floats(N * p.BNH, launch_rows, p.DHV) if return_last else None
         y = kernel_call(
             _recurrent_fw_H_kernel,
             operands(chunks, parts="b0")
@@ -235,7 +237,7 @@ def recurrent_fw_H(
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(PipelinedTiles):
+class RecurrentFwHTiles(PipelinedTiles):
     """siz_b_L: steps of its chunks; state_rows: of C per launch, in tiles of up to siz_b_DHQK."""
 
     siz_b_L: int
@@ -247,7 +249,7 @@ class Tiles(PipelinedTiles):
     ctas_per_sm: ClassVar[int] = 2
     least_share: ClassVar[float] = 0.6
 
-    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem, **requested: Any) -> tuple[int, ...]:
         return blocks_over(p.DHV, self.siz_b_DHHV), p.BNH
 
     def elements(self, p: Problem) -> tuple[int, int]:
@@ -259,7 +261,7 @@ class Tiles(PipelinedTiles):
         return dataclasses.replace(super().clamped(p), state_rows=rows, siz_b_DHQK=siz_b_DHQK)
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **requested: Any) -> Self:
         """A state of 16384 floats takes half of the registers of a CTA, with two CTAs per SM.
 
         Hopper reads operands of products from shared memory and has room for 20480. If heads are
@@ -269,7 +271,7 @@ class Tiles(PipelinedTiles):
         wide = dtype.itemsize > 2
         launches = blocks_over(p.DHQK, 128 if wide else 320 if gpu.hopper else 256)
         rows = min(p.DHQK, blocks_over(p.DHQK, 64 * launches) * 64)
-        V = thrifty(64 if wide or rows > 128 or p.DHV <= p.DHQK else 128, p.DHV)
+        V = least_padding(64 if wide or rows > 128 or p.DHV <= p.DHQK else 128, p.DHV)
         if rows > 64 and V == 128 and not gpu.filled_by(p.BNH * blocks_over(p.DHV, V), per_sm=2):
             V = 64
         steps = 64 if rows * V <= 8192 and not wide else 32

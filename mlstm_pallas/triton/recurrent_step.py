@@ -24,8 +24,7 @@ from mlstm_pallas.formulas.tiles import block_at, blocks_over, loop
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_step import Operands, Step, rounded, step_gates
-from mlstm_pallas.stages.stage import Launch
-from mlstm_pallas.stages.stage import Tiles as BaseTiles
+from mlstm_pallas.stages.stage import Launch, Tiles
 from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store, operands
 
 
@@ -185,7 +184,7 @@ def recurrent_step(
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(BaseTiles):
+class RecurrentStepTiles(Tiles):
     """A CTA has one block of C in use and the next in flight."""
 
     siz_b_DHQK: int = 64
@@ -193,7 +192,7 @@ class Tiles(BaseTiles):
     num_warps: int = 4
 
     @classmethod
-    def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **asked: Any) -> Self:
+    def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **requested: Any) -> Self:
         """With 16-bit states and many CTAs, a CTA has one warp, which waits for no other."""
         if dtype.itemsize > 2:
             return cls()
@@ -204,7 +203,7 @@ class Tiles(BaseTiles):
             return tiles
         return cls(32, 128)
 
-    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem, **requested: Any) -> tuple[int, ...]:
         return blocks_over(p.DHV, self.siz_b_DHHV), p.BNH
 
     def clamped(self, p: Problem) -> Self:

@@ -43,8 +43,8 @@ from mlstm_pallas.triton.launch import (
     masked_store,
     operands,
 )
-from mlstm_pallas.triton.recurrent_step import Tiles as StepTiles
 from mlstm_pallas.triton.recurrent_step import (
+    RecurrentStepTiles,
     at_least_a_tile,
     for_row,
     masked_block,
@@ -139,13 +139,13 @@ def _scores(
     @each(T)
     def _(t):
         end, (columns, inside) = old + t + 1, whole(DHQK)
-        of_n = jnp.sum(load(matQ, columns, (t,), inside) * load(vecN, columns, row, inside))
+        n_dot_q = jnp.sum(load(matQ, columns, (t,), inside) * load(vecN, columns, row, inside))
         w0, w, m_t = ring_weights(log_i, log_f, age, m, end)
         # The k of later tokens may be NaN.
         scores = jnp.where(age < end, scale * w * out.vecRing[t, ring], 0.0)
         w0 = scale * w0
         if normaliser is not None:
-            inverse = normaliser.reciprocal(w0 * of_n + jnp.sum(scores), m_t)
+            inverse = normaliser.reciprocal(w0 * n_dot_q + jnp.sum(scores), m_t)
             scores, w0 = scores * inverse, w0 * inverse
         out.vecRing[t, ring], out.scaState[t] = scores, w0
 
@@ -339,7 +339,7 @@ def ring_step(
     outputs = {f"{name}_new": (getattr(x, name), axes) for name, axes in at.items()} | weights
     aliases = {j: j for j in range(len(present))}
     h = jax.ShapeDtypeStruct((*heads, T, DHV), x.matQ.dtype)
-    of_C = dict(matC_new=(x.matC, states + "00"), matH=(h, token + "00"))
+    read_outputs = dict(matC_new=(x.matC, states + "00"), matH=(h, token + "00"))
     scores = dataclasses.replace(call.tiles, num_warps=call.tiles.score_warps)
     y = kernel_call(
         _ring_scores_kernel,
@@ -357,7 +357,7 @@ def ring_step(
         | operands(x, matQ=token + "00")
         | {name: (y[name], axes) for name, (_, axes) in weights.items()}
         | dict(slots=(x.slots, "b")),
-        of_C,
+        read_outputs,
         grid=grid,
         aliases={0: 0},
         call=call,
@@ -367,13 +367,13 @@ def ring_step(
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(StepTiles):
+class RingStepTiles(RecurrentStepTiles):
     """A CTA of ring_read has one block of C in use and the next in flight."""
 
     score_warps: int = 2  # of ring_scores
 
     @classmethod
-    def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **asked: Any) -> Self:
+    def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **requested: Any) -> Self:
         """Few CTAs have narrow blocks, so that there are more of them, with all rows in flight."""
         if not gpu.filled_by(math.prod(cls().grid(p)), 12):
             return cls(256, 32)

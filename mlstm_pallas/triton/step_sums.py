@@ -12,10 +12,10 @@ from jax import Array
 from mlstm_pallas.formulas.tiles import pieces
 from mlstm_pallas.stages.stage import Launch
 from mlstm_pallas.stages.step_sums import Operands
-from mlstm_pallas.triton.launch import floats, kernel_call, operands, rows_of_entry
-from mlstm_pallas.triton.parallel_fw_P import Tiles
+from mlstm_pallas.triton.launch import entry_rows, floats, kernel_call, operands
+from mlstm_pallas.triton.parallel_fw_P import ParallelFwPTiles as StepSumsTiles
 
-__all__ = ["Tiles", "step_sums"]
+__all__ = ["StepSumsTiles", "step_sums"]
 
 
 def _key_sums_kernel(
@@ -27,7 +27,7 @@ def _key_sums_kernel(
     call,
 ):
     abar, siz_b = weights[...][:, None], call.tiles.siz_b_DHQK
-    steps, rows = rows_of_entry(entries, call, rows)
+    steps, rows = entry_rows(entries, call, rows)
     for columns in pieces(call.problem.DHQK, siz_b):
         sums[columns] = jnp.sum(rows[steps, columns].astype(jnp.float32) * abar, axis=0)
 

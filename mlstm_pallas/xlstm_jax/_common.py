@@ -298,10 +298,14 @@ class _Shard:
         else:
             reset = x["vecF"] <= gates.MASKED
             local = gates.local_gates(i, jnp.where(reset, 0.0, x["vecF"]), reset)
-        known = m.shape[1] - 1
-        if known < p.NC:
-            rest = jax.tree.map(lambda y: y[:, known:], local)
-            m = jnp.append(m[:, :known], gates.stabiliser_scan(rest, m[:, known]), axis=1)
+        num_precomputed = m.shape[1] - 1
+        if num_precomputed < p.NC:
+            remainder = jax.tree.map(lambda y: y[:, num_precomputed:], local)
+            m = jnp.append(
+                m[:, :num_precomputed],
+                gates.stabiliser_scan(remainder, m[:, num_precomputed]),
+                axis=1,
+            )
         return gates.join_chunks(local, m)
 
     def recurrent_fw_C(self) -> Arrays:

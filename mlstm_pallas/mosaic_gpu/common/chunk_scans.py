@@ -82,13 +82,13 @@ class Scan:
         start = 0 if self.backward else self.chunk_rows
         write(buffer.at[pl.ds(start, rows)], jnp.concatenate([*columns] * copies, axis=1))
         plgpu.commit_smem()
-        row_of_chunk = row_index((rows, 1)) & (self.chunk_rows - 1)
+        chunk_row = row_index((rows, 1)) & (self.chunk_rows - 1)
 
         def at(distance):
             if self.backward:
-                inside, first = row_of_chunk < self.chunk_rows - distance, start + distance
+                inside, first = chunk_row < self.chunk_rows - distance, start + distance
             else:
-                inside, first = row_of_chunk >= distance, start - distance
+                inside, first = chunk_row >= distance, start - distance
             x = load(buffer.at[pl.ds(first, rows)], rows_layout(), optimized=False)
             # The columns beyond those with an edge are copies.
             return [jnp.where(inside, *pair) for pair in zip(split_columns(x), edges, strict=False)]
@@ -142,7 +142,7 @@ class Scan:
         """The last column of each tile in the order of the scan."""
         return [split_columns(y)[0 if self.backward else -1] for y in x]
 
-    def ends_of_chunks(self, columns: Sequence[Array], buffer) -> list[list[Array]]:
+    def chunk_ends(self, columns: Sequence[Array], buffer) -> list[list[Array]]:
         """The elements of each column in the row where each chunk's scan ends, as scalars.
 
         columns: (rows, 1); buffer: shared (rows, columns or more).

@@ -69,7 +69,7 @@ class Steps:
         return self.array.at[(*axes[0], steps, *axes[1], features)]
 
     @property
-    def rows_of_piece(self) -> int:
+    def piece_rows(self) -> int:
         """The rows that are copied at a time where a tile is not copied at once."""
         return 1 if self.shape[1] <= self.atom else GROUP
 
@@ -81,13 +81,13 @@ class Steps:
         rows = self.shape[0]
         if size is not None:
             return jnp.where(size == rows, np.int32(0), size)
-        return 0 if self.rows_of_piece == 1 else groups_alone(self.start, self.S, rows)
+        return 0 if self.piece_rows == 1 else groups_alone(self.start, self.S, rows)
 
     def __getitem__(self, index) -> "Steps":
         steps, columns = index if isinstance(index, tuple) else (index, slice(None))
-        starts, shape = zip(*map(_start_and_size, (steps, columns), self.shape), strict=True)
-        place = self.start + starts[0], self.column + starts[1]
-        return Steps(self.array, self.before, self.behind, *place, shape, self.atom)
+        offsets, shape = zip(*map(_start_and_size, (steps, columns), self.shape), strict=True)
+        position = self.start + offsets[0], self.column + offsets[1]
+        return Steps(self.array, self.before, self.behind, *position, shape, self.atom)
 
     @property
     def S(self) -> int:
@@ -162,7 +162,7 @@ def copy_out(tile, destination, where=None, size=None) -> None:
         plgpu.copy_smem_to_gmem(tile, destination, predicate=where)
 
 
-def begins_within(*axes: tuple[Any, int, int]) -> tuple[Any, int]:
+def starts_within(*axes: tuple[Any, int, int]) -> tuple[Any, int]:
     """Whether a part of a tile begins within its array, and how many copies may be pending before.
 
     A copy out that begins beyond must not start. jax's TMA copies drop the index along an axis of
@@ -208,7 +208,7 @@ class CopyRing:
       copies: copies(step, copy) starts the copies of a step. It calls copy(source, buffer, *index)
         for each, where index selects a part of the buffer's slot. It is None if ``steps`` is.
       readers: the number of warpgroups that share the copying; 0: a dedicated warpgroup copies.
-      steps_of_item: the number of steps per item. ``copies`` is then copies(item, step, copy),
+      item_steps: the number of steps per item. ``copies`` is then copies(item, step, copy),
         where the step is counted from the item's first.
       item: the item of the steps that are released, or the item before; None: not known. It saves a
         division per refill.
@@ -218,7 +218,7 @@ class CopyRing:
     steps: Any
     copies: Any
     readers: int = 2
-    steps_of_item: int | None = None
+    item_steps: int | None = None
     item: Any = None
 
     @property
@@ -239,11 +239,11 @@ class CopyRing:
             copy_in(source, buffer.at[(slot, *index)], self.barriers.full.at[slot])
 
         pl.when(step >= self.num_slots)(lambda: products.wait_empty(self.barriers.empty.at[slot]))
-        (copies or functools.partial(self.copies, *self._place(step)))(copy)
+        (copies or functools.partial(self.copies, *self._position(step)))(copy)
 
-    def _place(self, step) -> tuple[Any, ...]:
+    def _position(self, step) -> tuple[Any, ...]:
         """The arguments of ``copies`` that name a step."""
-        n, item = self.steps_of_item, self.item
+        n, item = self.item_steps, self.item
         if n is None:
             return (step,)
         if item is None:

@@ -141,7 +141,7 @@ def write_tiles(
 
 
 def w_sum_shapes(p: Problem) -> TileSums:
-    """The output "pairs" of a kernel that sums W.
+    """The output "tile_sums" of a kernel that sums W.
 
     per_query: the sums of W_ts over s < t in each tile of 64 keys; per_key: the sums over t > s in
     each tile of 64 queries; diagonal: W_tt.
@@ -151,6 +151,6 @@ def w_sum_shapes(p: Problem) -> TileSums:
     return TileSums(per_tile, per_tile, per_step)
 
 
-def tile_pairs(sums: TileSums, p: Problem) -> TileSums:
+def as_tile_sums(sums: TileSums, p: Problem) -> TileSums:
     """The sums that a kernel wrote to outputs of ``w_sum_shapes``, by chunk."""
     return TileSums(*(x.reshape(*x.shape[:-1], p.NC, p.L // WG_ROWS, WG_ROWS) for x in sums))

@@ -79,7 +79,7 @@ def copy_steps(steps, tile, pieces, barrier=None) -> None:
     # A group of rows consists of swizzle atoms, one after another.
     atoms = launch_context.TileTransform(tiling[1:]), launch_context.TransposeTransform((1, 0, 2))
 
-    one_atom = steps.rows_of_piece == 1
+    one_atom = steps.piece_rows == 1
 
     def start(context, array, tile, *scalars):
         index = ir.IndexType.get()
@@ -118,10 +118,10 @@ def copy_steps(steps, tile, pieces, barrier=None) -> None:
         copy(tile, first, rows, whole, arith.andi(leader, at_once))
 
         def piece(g, carry):
-            row = arith.addi(first, arith.muli(g, _i32(steps.rows_of_piece)))
-            place = arith.index_cast(index, g)
-            rows_at_once = utils.memref_slice(tile, utils.ds(place, 1) if one_atom else place)
-            copy(rows_at_once, row, steps.rows_of_piece, transform, leader)
+            row = arith.addi(first, arith.muli(g, _i32(steps.piece_rows)))
+            position = arith.index_cast(index, g)
+            rows_at_once = utils.memref_slice(tile, utils.ds(position, 1) if one_atom else position)
+            copy(rows_at_once, row, steps.piece_rows, transform, leader)
             return carry
 
         utils.fori(count, [])(piece)

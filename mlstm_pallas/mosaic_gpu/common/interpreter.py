@@ -154,7 +154,7 @@ class Interpreter:
 
     def _in_pieces(self, steps, pieces, *, loads: bool):
         """The reference to steps that are copied at once, if pieces is 0, or one by one."""
-        static = steps.S, steps.shape[0], steps.rows_of_piece, loads
+        static = steps.S, steps.shape[0], steps.piece_rows, loads
         self._call(self._may_cut, *static, values=(pieces, steps.start))
         return steps.reference
 
@@ -179,8 +179,8 @@ class Interpreter:
                 "to five axes, up to 256 blocks along each, and strides of whole 16 bytes"
             )
         one = [x for x, count in enumerate(blocks) if count == 1]
-        starts = [region[x][0] for x in one], where is None or where
-        self._call(self._may_begin, [shape[x] for x in one], values=starts)
+        offsets = [region[x][0] for x in one], where is None or where
+        self._call(self._may_begin, [shape[x] for x in one], values=offsets)
 
     def guard(self, full, *buffers) -> None:
         filled = self._filled.setdefault(self._name(full), [])
@@ -272,8 +272,8 @@ class Interpreter:
 
     def _end(self, doing: str, names: list[str], wg: _Warpgroup, region: Region) -> None:
         """Checks that no running product of the warpgroup reads this part of the buffers."""
-        for name, own in (read for x in wg.running for read in x.reads):
-            if name in names and _overlap(own, region):
+        for name, region_read in (read for x in wg.running for read in x.reads):
+            if name in names and _overlap(region_read, region):
                 self._refuse(wg, f"{doing} {name}, which a running product reads")
 
     def _may_cut(self, S: int, rows: int, piece_rows: int, loads: bool, wg: _Warpgroup, at) -> None:
@@ -285,8 +285,8 @@ class Interpreter:
             self._refuse(wg, f"copies {pieces} pieces of {piece_rows} steps", f"{rows} steps")
 
     def _may_begin(self, sizes: list[int], wg: _Warpgroup, values) -> None:
-        starts, where = values
-        for start, size in zip(map(int, starts), sizes, strict=True):
+        offsets, where = values
+        for start, size in zip(map(int, offsets), sizes, strict=True):
             if where and not 0 <= start < size:
                 self._refuse(wg, f"copies a block at {start} of an axis of {size}", "it within")
 

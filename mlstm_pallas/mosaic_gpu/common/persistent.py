@@ -35,7 +35,7 @@ class PersistentKernel:
       refs: the references of the kernel, by name.
       program: the index of the CTA.
       num_items: the number of its items.
-      live: references to ``ChunkList.live_first``: the CTAs share the items of the live chunks;
+      active: references to ``ChunkList.active_first``: the CTAs share the items of these chunks;
         None: of all.
       ring: of the operands.
       atom: the columns of a swizzle atom of the tiles.
@@ -50,9 +50,9 @@ class PersistentKernel:
         self.refs, self.p, self.tiles = refs, p, tiles
         self.wg, self.program = lax.axis_index("wg"), lax.axis_index("program")
         self.atom = atom_columns(p)
-        self.live, items = refs.live_gmem, tiles.items(p)
-        if self.live is not None:
-            items = self.live[0][0] * (items // (p.BNH * p.NC))
+        self.active, items = refs.active_gmem, tiles.items(p)
+        if self.active is not None:
+            items = self.active[0][0] * (items // (p.BNH * p.NC))
         self.num_items = self.share_of(items)
 
     def share_of(self, items):
@@ -66,10 +66,10 @@ class PersistentKernel:
     def head_and_chunk(self, index) -> tuple[Any, Any]:
         """The head and the chunk at a place in the list of all chunks.
 
-        It begins with the live ones.
+        It starts with the active ones.
         """
-        if self.live is not None:
-            index = self.live[1][index]
+        if self.active is not None:
+            index = self.active[1][index]
         return unravel(index, self.p.NC)
 
     def multiply(self) -> None:
@@ -81,13 +81,13 @@ class PersistentKernel:
         raise NotImplementedError
 
     def clear(self, tile, *outputs) -> None:
-        """Stores zeros in the CTA's share of the chunks that are not live.
+        """Stores zeros in the CTA's share of the inactive chunks.
 
         tile: 64 steps in shared memory, of the warpgroup.
         """
-        if self.live is None:
+        if self.active is None:
             return
-        p, first = self.p, self.live[0][0]
+        p, first = self.p, self.active[0][0]
         write_out(tile, products.zeros(*tile.shape), 0)
 
         @each(self.share_of(p.BNH * p.NC - first))
@@ -149,6 +149,6 @@ def persistent_call(
         k_gmem=x.matK,
         v_gmem=x.matV,
         dh_gmem=x.matDeltaH,
-        live_gmem=x.live and x.live.live_first(),
+        active_gmem=x.active and x.active.active_first(),
         **inputs,
     )
