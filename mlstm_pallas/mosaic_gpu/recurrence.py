@@ -291,7 +291,7 @@ def _launch(
         warpgroups=tiles.state_columns // WG_ROWS,
         outputs={"outputs": outputs},
         scratch=tiles.scratch(
-            p, dtype, weighted=weighted, has_h=has_h, has_vector=has_vector, stores_X=not sums
+            p, dtype, weighted=weighted, has_h=has_h, has_vector=has_vector, stores_states=not sums
         ),
         interpret=call.interpret,
     )(each=inputs)["outputs"]
@@ -416,7 +416,7 @@ class RecurrenceTiles(HopperTiles):
         weighted: bool = True,
         has_h: bool = False,
         has_vector: bool = False,
-        stores_X: bool = True,
+        stores_states: bool = True,
         **options,
     ) -> dict[str, Any]:
         atom, n = atom_columns(p), self.num_stages
@@ -427,7 +427,7 @@ class RecurrenceTiles(HopperTiles):
             "b_smem": tiles(n, STEPS, columns),
             "weights_smem": plgpu.SMEM((n, STEPS), jnp.float32) if weighted else None,
             "h_smem": tiles(H_STAGES, STEPS, columns) if has_h else None,
-            "out_smem": tiles(readers, 2, atom, WG_ROWS) if stores_X else None,
+            "out_smem": tiles(readers, 2, atom, WG_ROWS) if stores_states else None,
             "sum_smem": plgpu.SMEM((readers, SUM_SCRATCH), jnp.float32) if has_vector else None,
             "barriers": ring_barriers(n, copies=3 if weighted else 2, readers=readers),
             "h_barriers": ring_barriers(H_STAGES, copies=1, readers=readers) if has_h else None,

@@ -220,7 +220,7 @@ class Plan:
         if name == "recurrent_bw_dC":
             recurrences = 1 + self.spec.recompute_states_in_bw
             return dict(recurrences=recurrences, has_h=self.computes_scores)
-        return dict(stores_X=False) if name == "split_products" else {}
+        return dict(stores_states=False) if name == "split_products" else {}
 
     @functools.cached_property
     def scan(self) -> Launch:
