@@ -79,10 +79,10 @@ def config_row(spec, stages=()):
     stages: the stages whose tiles it has; empty: all stages of the call.
     """
     plan = spec.plan
-    row = dict(chunk_size=spec.problem.L, fused=plan.fused)
-    if plan.fused:
+    row = dict(chunk_size=spec.problem.L, fused=plan.uses_fused_scan)
+    if plan.uses_fused_scan:
         row["num_splits"] = plan.num_splits
-    of_call = *FORWARD[plan.fused], *backward_stages(plan.computes_scores)
+    of_call = *FORWARD[plan.uses_fused_scan], *backward_stages(plan.computes_scores)
     for stage in stages or dict.fromkeys(of_call):
         launch = launch_of(spec, stage)
         if launch.tiles is not None:

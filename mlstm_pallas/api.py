@@ -244,7 +244,7 @@ def mlstm_chunkwise_states(
     )  # fmt: skip
     spec = prepare(x, options, layout)
     # The fused scan has chunks of its own, and stores states at those of the call.
-    if spec.plan.fused or spec.problem.L > N:
+    if spec.plan.uses_fused_scan or spec.problem.L > N:
         spec = prepare(x, dataclasses.replace(options, chunk_size=N), layout)
     outputs: tuple[jax.Array, States, States] = mlstm_with_states(spec, N, x)
     return outputs

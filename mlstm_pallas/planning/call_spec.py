@@ -244,7 +244,7 @@ class Plan:
         return splits * (spec.recompute_states_in_bw or stores)
 
     @property
-    def fused(self) -> bool:
+    def uses_fused_scan(self) -> bool:
         """True: the forward pass is the fused scan. False: it materialises the states."""
         return self._splits > 0
 
@@ -287,7 +287,7 @@ class Plan:
     @functools.cached_property
     def forward(self) -> Launches:
         """The launches of the forward pass, in order but for the small ones."""
-        if not self.fused:
+        if not self.uses_fused_scan:
             return self.launches("chunk_gates", "recurrent_fw_C", "parallel_fw_H")
         p, num_splits = self.scan_problem, self.num_splits
         launches = self._until_scan(p, self.scan.lowering)

@@ -205,9 +205,6 @@ def _planned(spec: CallSpec, name: str, x: Launch, *, backward: bool) -> Planned
             tiles.shared_bytes(p, spec.dtype, gpu=spec.gpu, **requested),
         )
         if spec.num_segments is not None and name == "recurrent_fw_H":
-            grid = (
-                grid[0],
-                spec.num_segments + 2,
-                grid[1],
-            )  # with remainder and padding
+            parts = spec.num_segments + 2  # with the remainder and the padding
+            grid = grid[0], parts, grid[1]
     return PlannedLaunch(name, backward, x.lowering, fields, grid, shared)

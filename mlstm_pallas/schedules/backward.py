@@ -90,12 +90,8 @@ def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Back
     arrays are ``prepared``. The first stage that reads dh gets h as well, and returns delta.
     """
     (x, h, z, stored), (dh, last) = residuals, cotangents
-    spec, launches, recompute, active = (
-        plan.spec,
-        plan.backward,
-        stored.C is None,
-        _active_chunks(plan, x),
-    )
+    spec, launches = plan.spec, plan.backward
+    recompute, active = stored.C is None, _active_chunks(plan, x)
     gates = run_gates(spec, launches, x, stored.m, with_flags=True)
     g = gates.per_step()
     gradients_for = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
@@ -267,11 +263,8 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
     segments = None
     if x.segments is not None:
         at = rows, entries = chunks.before_segments()
-        dC, dn, dm = (
-            carry.states.matDeltaC_states[at].astype(dn.dtype),
-            dn[at],
-            dx.i[rows, entries * L],
-        )
+        dC = carry.states.matDeltaC_states[at].astype(dn.dtype)
+        dn, dm = dn[at], dx.i[rows, entries * L]
         if spec.stabilised:  # the initial m is also the scale of the initial states
             dm += inner(dC, before.c, 2) + inner(dn, before.n)
         segments = SegmentStates(dC, dn, dm)

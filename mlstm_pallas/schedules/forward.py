@@ -49,7 +49,7 @@ def forward(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None = None)
     """The forward pass."""
     if not plan.spec.has_initial_state:
         x = x._replace(c_initial=None)
-    return fused(plan, x, precomputed) if plan.fused else materialised(plan, x)
+    return fused_scan(plan, x, precomputed) if plan.uses_fused_scan else materialised(plan, x)
 
 
 def run_gates(
@@ -160,7 +160,7 @@ def materialised(plan: Plan, x: Inputs) -> Forward:
     return Forward(h, last, z, StoredStates(C, n, m, C_last, n_last))
 
 
-def fused(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> Forward:
+def fused_scan(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> Forward:
     """The fused scan, with the state on the chip. It has chunks of its own; splits count as heads.
 
     Stored states are those at the boundaries of the call's chunks.

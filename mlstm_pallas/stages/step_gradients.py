@@ -38,9 +38,8 @@ class Operands(NamedTuple):
 
 def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
     """The gradients of log i_t and f_t, (B * NH, S), and the one that reaches m_1, (B * NH,)."""
-    vecF, tile_sums, q_dot_dq_inter, k_dot_dk_inter, pass_through, flags, dm = (
-        call.processing_order(x)
-    )
+    x = call.processing_order(x)
+    vecF, tile_sums, q_dot_dq_inter, k_dot_dk_inter, pass_through, flags, dm = x
     BNH, NC, n, T = tile_sums.diagonal.shape
     later, same = later_tiles(n), jnp.eye(n, dtype=bool)
 
@@ -48,9 +47,8 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
         return jnp.sum(only(x, where, 1, 3), axis=1)
 
     keys_intra = total(tile_sums.per_key, same)
-    q_inter, k_inter = (
-        x.reshape(tile_sums.diagonal.shape) for x in (q_dot_dq_inter, k_dot_dk_inter)
-    )
+    shape = tile_sums.diagonal.shape
+    q_inter, k_inter = (y.reshape(shape) for y in (q_dot_dq_inter, k_dot_dk_inter))
     tile_terms = (
         # At t: q_t with the part of dq_t from before the tile, and the sum of W_ts - W_st over the
         # steps s of the tile.
