@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 import jax
+import jax.extend.core
 import plans
 import pytest
 from call_checks import PROMISED
@@ -16,6 +17,7 @@ from mosaic_gpu_cases import (
     CASES,
     RACE,
     SCAN,
+    Recurrences,
     check_case,
     fused,
     materialised,
@@ -40,6 +42,7 @@ from oracle import (
     run_python,
     tolerance,
 )
+from sanitize import FEATURES
 from test_distributed import h_over
 from test_packed_sequences import check_prompts
 from test_stages import roundings
@@ -195,6 +198,28 @@ def test_gradients_trace_in_strict_modes(heads, config):
     x = call_shapes(1, 2, 256, *heads)
     with jax.enable_x64(True):
         assert [*jax.eval_shape(results_of(run), *x)] == [x[2], *x]
+
+
+@needs_mosaic_gpu
+def test_a_recurrence_lowers_without_jit():
+    """Its loops are traced all the same, because constant indices cannot be lowered."""
+    recurrence = Recurrences((1, 1, 256, 64, 64), L=64, columns=64)
+    with jax.disable_jit():
+        traced = recurrence.traced()
+    run = jax.jit(lambda *x: jax.core.eval_jaxpr(traced, (), *x))
+    assert MOSAIC_CALL in lowered_for_cuda(run, *recurrence.shapes())
+
+
+@needs_mosaic_gpu
+@pytest.mark.slow
+def test_gradients_lower_without_jit():
+    """As tests/test_gpu_sanitizer.py runs them."""
+    x = random_inputs(0, 3, 2, 200, 64, 128, dtype="bfloat16").values()
+    options = dict(backend="mosaic_gpu", config=materialised(), return_last_states=True)
+    run = functools.partial(mlstm_chunkwise, **options, **FEATURES["prompts"])
+    with for_device("NVIDIA H200"), jax.disable_jit():
+        traced = jax.make_jaxpr(results_of(run))(*x)
+    assert MOSAIC_CALL in lowered_for_cuda(jax.jit(jax.extend.core.jaxpr_as_fun(traced)), *x)
 
 
 @needs_mosaic_gpu
