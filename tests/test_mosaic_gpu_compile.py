@@ -1,14 +1,13 @@
 """The Mosaic GPU kernels compiled for Hopper without a GPU: spills, messages, shared memory."""
 
 import dataclasses
-import itertools
 from types import SimpleNamespace
 
 import compile_report
 import jax
 import pytest
 from mosaic_gpu_cases import ALL, Recurrences, stages_on_mosaic_gpu
-from oracle import HEADS, HELPERS, needs_compiler, needs_mosaic_gpu
+from oracle import HELPERS, needs_compiler, needs_mosaic_gpu
 from stage_calls import row_of, rows_of
 
 from mlstm_pallas import KernelConfig
@@ -51,8 +50,8 @@ def check(kernel, usage, most_spilled):
 
 
 @dataclasses.dataclass(frozen=True)
-class BothSchedules:
-    """A call with the fused scan and with materialised states; their kernels are compiled once."""
+class Together:
+    """Calls whose kernels are compiled together: what they share is compiled once."""
 
     calls: tuple
 
@@ -60,40 +59,55 @@ class BothSchedules:
         return SimpleNamespace(eqns=[x for call in self.calls for x in call.traced().eqns])
 
 
-# Heads, dtype, variant; odd: a length whose last steps are copied by groups of rows, which takes
-# the most registers.
-SOME_HEADS = [(64, 128), (128, 256), (256, 512)]
-CALLS = [
-    *itertools.product(HEADS, ["bfloat16 exp", "bfloat16 odd"]),
-    *itertools.product(SOME_HEADS, ["bfloat16 BTNH", "float16 unnormalised"]),
-    *(((64, 128), f"bfloat16 {variant}") for variant in ("packed", "sigmoid")),
-    # Rows of states that are no whole cache lines, to which jax 0.12 refuses plain stores.
-    *(((80, 160), f"bfloat16 {variant}") for variant in ("exp", "odd")),
-]
+# Heads, dtype, variants: odd lengths, in the layout BTNH, have steps that are copied by groups of
+# rows, which takes the most registers; materialised states come last.
+CALLS = """
+64-64 bfloat16 exp
+64-64 bfloat16 odd,odd_materialised
+64-128 bfloat16 exp,packed,sigmoid,exp_materialised
+64-128 bfloat16 odd,odd_materialised
+64-128 bfloat16 BTNH
+64-128 float16 unnormalised
+128-128 bfloat16 exp
+128-128 bfloat16 odd,odd_materialised
+128-256 bfloat16 exp,exp_materialised
+128-256 bfloat16 odd,odd_materialised
+128-256 bfloat16 BTNH
+128-256 float16 unnormalised
+256-256 bfloat16 exp
+256-256 bfloat16 odd,odd_materialised
+256-512 bfloat16 exp,exp_materialised
+256-512 bfloat16 odd,odd_materialised
+256-512 bfloat16 BTNH
+256-512 float16 unnormalised
+512-512 bfloat16 exp
+512-512 bfloat16 odd,odd_materialised
+# Rows of states that are no whole cache lines, to which jax 0.12 refuses plain stores.
+80-160 bfloat16 exp
+80-160 bfloat16 odd_materialised
+"""
 
 
-@pytest.mark.parametrize(("heads", "variant"), CALLS, ids=str)
-def test_the_kernels_compile_at_the_planned_tiles(heads, variant):
-    dtype, variant = variant.split()
-    is_odd = variant == "odd"
-    has_both = is_odd or (variant == "exp" and heads in SOME_HEADS)
-    both = BothSchedules(
+@pytest.mark.parametrize("line", rows_of(CALLS))
+def test_the_kernels_compile_at_the_planned_tiles(line):
+    heads, dtype, variants = line.split()
+    together = Together(
         tuple(
             compile_report.Call(
                 H200,
-                *heads,
+                *map(int, heads.split("-")),
                 dtype,
-                seqlen=8191 if is_odd else 8192,
-                config=KernelConfig(fused=fused),
+                seqlen=8191 if variant == "odd" else 8192,
+                config=KernelConfig(fused=not schedule),
                 direction="fwbw",
-                variant="BTNH" if is_odd else variant,
+                variant="BTNH" if variant == "odd" else variant,
                 backend="mosaic_gpu",
             )
-            for fused in ([True, False] if has_both else [True])
+            for variant, _, schedule in (x.partition("_") for x in variants.split(","))
         )
     )
-    specs = [call.spec() for call in both.calls]
-    kernels = compile_report.mosaic_gpu_kernels(both, RELOCATABLE)
+    specs = [call.spec() for call in together.calls]
+    kernels = compile_report.mosaic_gpu_kernels(together, RELOCATABLE)
     stages = set.union(*map(stages_on_mosaic_gpu, specs))
     assert {kernel.name for kernel, *_ in kernels} - HELPERS == stages & ALL
     for kernel, usage in ((kernel, usage) for kernel, *usages in kernels for usage in usages):
