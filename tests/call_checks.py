@@ -249,10 +249,6 @@ def check_neighbours(backend, shape, layout="BNTH", config=None, dtype="bfloat16
 # ---------------- the calls
 
 
-def interpreted(config, **options):
-    return dict(backend="interpret", config=config, **options)
-
-
 def tiles(scores, gradients):
     """A config with so many rows per tile of parallel_bw_dP and of parallel_bw_dQKV."""
     of_gradients = dict(siz_b_LQ=gradients, siz_b_DHQK=16, siz_b_DHHV=16, block_k=16)
@@ -275,22 +271,23 @@ def fused(**scan):
 MATERIALISED, BTNH = KernelConfig(fused=False), dict(layout="BTNH")
 STORED = dict(recompute_states_in_bw=False)
 UNNORMALISED = dict(input_gate="sigmoid", normalize=False)
-ALGORITHMS = {
-    "default": dict(backend="interpret"),
-    "xla": dict(backend="xla", **BTNH),
-    "xla_stored": dict(backend="xla", **STORED),
-    "materialised": interpreted(MATERIALISED, **BTNH),
-    "materialised_stored": interpreted(MATERIALISED, **STORED),
-    "tiles16x32": interpreted(tiles(16, 32)),
-    "tiles32x16": interpreted(tiles(32, 16), **BTNH),
-    "tiles128": interpreted(tiles(128, 128)),
-    "fused": interpreted(fused(siz_b_L=32)),
-    "fused_stored": interpreted(splits(1), **STORED),
-    "fused_two_launches": interpreted(fused(siz_b_DHQK=16, state_rows=16), **BTNH),
-    "splits": interpreted(splits(4), **BTNH),
-    "splits_materialised": interpreted(splits(2, fused=False), **BTNH),
-    "splits_stored": interpreted(splits(2), **STORED),
-}
+OF_ALGORITHMS = """
+default
+xla backend="xla", **BTNH
+xla_stored backend="xla", **STORED
+materialised config=MATERIALISED, **BTNH
+materialised_stored config=MATERIALISED, **STORED
+tiles16x32 config=tiles(16, 32)
+tiles32x16 config=tiles(32, 16), **BTNH
+tiles128 config=tiles(128, 128)
+fused config=fused(siz_b_L=32)
+fused_stored config=splits(1), **STORED
+fused_two_launches config=fused(siz_b_DHQK=16, state_rows=16), **BTNH
+splits config=splits(4), **BTNH
+splits_materialised config=splits(2, fused=False), **BTNH
+splits_stored config=splits(2), **STORED
+"""
+ALGORITHMS = dict(row_of(line, 1, globals()) for line in rows_of(OF_ALGORITHMS))
 
 
 def calls_of(table):
@@ -299,9 +296,10 @@ def calls_of(table):
     for line in rows_of(table):
         name, chunk_size, algorithms, call = row_of(line, 3, globals())
         for word in algorithms.split(","):
-            algorithm, options = word.strip("~"), dict(chunk_size=int(chunk_size))
+            algorithm = word.strip("~")
+            options = dict(backend="interpret", chunk_size=int(chunk_size))
             yield pytest.param(
-                ALGORITHMS[algorithm] | options | call,
+                options | ALGORITHMS[algorithm] | call,
                 id=f"{name}-{algorithm}-{chunk_size}",
                 marks=[pytest.mark.slow] * (word != algorithm),
             )

@@ -50,11 +50,6 @@ def skip_unless_hopper():
         pytest.skip(f"the Mosaic GPU kernels are for Hopper, and this is a {gpu.name}")
 
 
-def mosaic_gpu_tiles(stage):
-    """The class of the tiles of a stage's Mosaic GPU kernel; None without one."""
-    return tiles_class(stage, "mosaic_gpu")
-
-
 # Literally: a kernel that is lost from the table of dispatch.py is missed here.
 ALL = {
     *("chunk_gates", "recurrent_fw_C", "parallel_fw_H", "parallel_fw_P", "recurrent_fw_H"),
@@ -223,9 +218,9 @@ class Recurrences:
         return make_problem(self.shape[:-1], self.shape[-1], self.L, pad_heads=False)
 
     def launch(self, lowering):
-        tiles_class, (*_, K, V) = mosaic_gpu_tiles(RECURRENCE), self.shape
+        kind, (*_, K, V) = tiles_class(RECURRENCE, "mosaic_gpu"), self.shape
         rows, columns = self.rows or largest_block(K), self.columns or (64 if V % 128 else 128)
-        tiles = tiles_class(rows, columns, self.num_stages, self.num_splits)
+        tiles = kind(rows, columns, self.num_stages, self.num_splits)
         assert tiles.supports(self.problem, has_h=self.delta)
         return Launch(self.problem, tiles, None, lowering)
 

@@ -269,41 +269,30 @@ def test_bad_calls(kind, message, bad):
 
 
 LENGTHS, ROWS, DESCENDS = np.array([3, 41]), np.array([4, 4]), np.repeat([[0, 1], [2, 1]], 20, 1)
-# Values that are wrong, the message, and a function that refuses them in NumPy arrays.
-INDICES = {
-    "above_S": (
-        dict(sequence_lengths=LENGTHS),
-        "sequence_lengths[1] is 41, expected 0 to S = 40",
-        mlstm_chunkwise,
-    ),
-    "below_0": (
-        dict(sequence_lengths=-LENGTHS),
-        "sequence_lengths[0] is -3, expected 0 to S = 40",
-        mlstm_recurrent_sequence,
-    ),
-    "descends": (
-        dict(segment_ids=DESCENDS, num_segments=2, return_last_states=True),
-        "segment_ids[1, 20] is 1, expected no id below an earlier one, as num_segments is set",
-        mlstm_chunkwise,
-    ),
-    "twice": (
-        dict(slots=ROWS),
-        "slots[1] is 4, expected -1 for none, or a row below P = 5 that no entry before it has",
-        mlstm_recurrent_step,
-    ),
-    "beyond_P": (
-        dict(slots=ROWS + 1),
-        "slots[0] is 5, expected -1 for none, or a row below P = 5 that no entry before it has",
-        mlstm_recurrent_sequence,
-    ),
-}
+# What is said of wrong values, and by which function.
+INDICES = """
+ValueError sequence_lengths[1] is 41, expected 0 to S = 40
+<- mlstm_chunkwise, dict(sequence_lengths=LENGTHS)
+
+ValueError sequence_lengths[0] is -3, expected 0 to S = 40
+<- mlstm_recurrent_sequence, dict(sequence_lengths=-LENGTHS)
+
+ValueError segment_ids[1, 20] is 1, expected no id below an earlier one, as num_segments is set
+<- mlstm_chunkwise, dict(segment_ids=DESCENDS, num_segments=2, return_last_states=True)
+
+ValueError slots[1] is 4, expected -1 for none, or a row below P = 5 that no entry before it has
+<- mlstm_recurrent_step, dict(slots=ROWS)
+
+ValueError slots[0] is 5, expected -1 for none, or a row below P = 5 that no entry before it has
+<- mlstm_recurrent_sequence, dict(slots=ROWS + 1)
+"""
 
 
 @pytest.mark.parametrize("values", ["numpy", "device", "traced"])
-@pytest.mark.parametrize("case", INDICES)
-def test_wrong_indices_are_refused_with_their_place(monkeypatch, case, values):
+@pytest.mark.parametrize(("kind", "message", "call"), [*refusals(INDICES)])
+def test_wrong_indices_are_refused_with_their_place(monkeypatch, kind, message, call, values):
     """Reading arrays on a device would wait for them, so MLSTM_PALLAS_CHECKS asks for it."""
-    bad, message, function = INDICES[case]
+    function, bad = eval(call)
     x = zeros(arrays_of(function))
     if "slots" in bad:
         states = [*x][5:8]
@@ -311,10 +300,10 @@ def test_wrong_indices_are_refused_with_their_place(monkeypatch, case, values):
     arrays = {name: y for name, y in bad.items() if isinstance(y, np.ndarray)}
     run = partial(function, **x | {name: bad[name] for name in bad.keys() - arrays}, backend="xla")
     if values == "numpy":
-        return refused(ValueError, message, run, **arrays)
+        return refused(kind, message, run, **arrays)
     run = jax.jit(run) if values == "traced" else run
     monkeypatch.setenv("MLSTM_PALLAS_CHECKS", "1")
-    with pytest.raises((ValueError, jax.errors.JaxRuntimeError)) as error:
+    with pytest.raises((kind, jax.errors.JaxRuntimeError)) as error:
         jax.block_until_ready(run(**jax.tree.map(jnp.asarray, arrays)))
     assert message in str(error.value)
     jax.effects_barrier()

@@ -6,26 +6,18 @@ import re
 
 import compile_report
 import pytest
-from oracle import (
-    call_shapes,
-    for_device,
-    results_of,
-)
+from oracle import call_shapes, for_device, results_of, row_of, rows_of
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise
+from mlstm_pallas import KernelConfig, mlstm_chunkwise  # noqa: F401, the table has it
 
-# Shapes (B, NH, S, DHQK, DHV), dtype, and options of mlstm_chunkwise; what is larger than 32 bits
-# can number, or a grid's limits.
-SHAPES = {"states_and_values": (1, 9, 2**20, 128, 256), "tokens": (2**14, 2**7, 2**10, 16, 16)}
-HUGE = {
-    f"{what}_{'fused' if fused else 'materialised'}": (
-        *(shape, "bfloat16"),
-        dict(config=KernelConfig(fused=fused)),
-    )
-    for what, shape in SHAPES.items()
-    for fused in (False, True)
-}
-HUGE["chunks_of_one_sequence"] = (1, 1, 2**20, 16, 16), "float32", dict(chunk_size=16)
+# What is larger than 32 bits can number, or a grid's limits; dtype, B,NH,S,DHQK,DHV, options.
+HUGE = """
+states_and_values bfloat16 1,9,2**20,128,256 config=KernelConfig(fused=False)
+states_and_values bfloat16 1,9,2**20,128,256 config=KernelConfig(fused=True)
+tokens bfloat16 2**14,2**7,2**10,16,16 config=KernelConfig(fused=False)
+tokens bfloat16 2**14,2**7,2**10,16,16 config=KernelConfig(fused=True)
+chunks_of_one_sequence float32 1,1,2**20,16,16 chunk_size=16
+"""
 
 
 def pointer_offsets(ir):
@@ -42,9 +34,10 @@ def pointer_offsets(ir):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", HUGE)
-def test_huge_arrays_are_addressed_with_64_bits_and_grids_are_launchable(case):
-    shape, dtype, options = HUGE[case]
+@pytest.mark.parametrize("line", rows_of(HUGE))
+def test_huge_arrays_are_addressed_with_64_bits_and_grids_are_launchable(line):
+    case, dtype, sizes, options = row_of(line, 3, globals())
+    shape = eval(sizes)
     run = results_of(functools.partial(mlstm_chunkwise, backend="triton", **options))
     with for_device("NVIDIA H200"):
         traced = run.trace(*call_shapes(*shape, dtype))
@@ -68,4 +61,4 @@ def test_huge_arrays_are_addressed_with_64_bits_and_grids_are_launchable(case):
             else:
                 assert x.aval.size < 2**31
     assert bool(huge) == (case != "chunks_of_one_sequence")
-    assert not case.startswith("tokens") or math.prod(shape[:3]) >= 2**31
+    assert case != "tokens" or math.prod(shape[:3]) >= 2**31

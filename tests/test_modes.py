@@ -146,10 +146,9 @@ def test_interpreted_prompts_under_x64():
 
 
 MODES = (
-    "jax_enable_x64",
     "jax_disable_jit",
     "jax_debug_nans,jax_debug_infs,jax_transfer_guard",
-    "jax_check_tracer_leaks,jax_explain_cache_misses,jax_log_compiles",
+    "jax_enable_x64,jax_check_tracer_leaks,jax_explain_cache_misses,jax_log_compiles",
 )
 
 

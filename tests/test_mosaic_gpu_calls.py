@@ -52,10 +52,13 @@ from mlstm_pallas.export import CUSTOM_CALL_TARGET
 from mlstm_pallas.xlstm_jax import triton_stablef
 
 QUICK = "states_BTNH", "one_block_of_rows_stored_float16", "lengths_of_one_block"
+# Each differs in one way from an interpreted one, and its kernels are in test_mosaic_gpu_stages.py.
+ON_A_GPU = "narrow", "splits", "stored", "reverse_materialised", "reverse_heads_of_96"
+INTERPRETED = [name for name in CASES if name not in ON_A_GPU]
 
 
 @needs_mosaic_gpu
-@pytest.mark.parametrize("name", quick_and_slow(CASES, quick=QUICK))
+@pytest.mark.parametrize("name", quick_and_slow(INTERPRETED, quick=QUICK))
 def test_interpreted_kernels_against_float64(name, capsys):
     check_case(name, "mosaic_gpu_interpret")
     assert RACE not in capsys.readouterr().out
@@ -149,20 +152,22 @@ HOPPER = "expected a Hopper GPU (H100, H200, H800, H20, GH200)"
 A100, B200 = "NVIDIA A100-SXM4-80GB", "NVIDIA B200"
 
 
-@pytest.mark.parametrize(
-    ("jax_version", "gpu", "backend", "message"),
-    [
-        ((0, 11, 1), "NVIDIA H200", "mosaic_gpu", f"{OLDER}, or backend None"),
-        ((0, 11, 1), A100, "mosaic_gpu_interpret", f"{OLDER}, or backend 'interpret'"),
-        ((0, 13, 0), A100, "mosaic_gpu", f"jax is 0.13.0, {JAX}, or backend None"),
-        ((0, 11, 2), A100, "mosaic_gpu", f"the GPU is a {A100}, {HOPPER} or backend 'triton'"),
-        ((0, 12, 9), B200, "mosaic_gpu", f"the GPU is a {B200}, {HOPPER} or backend 'triton'"),
-    ],
-)
-def test_another_jax_or_gpu_is_refused(jax_version, gpu, backend, message, monkeypatch):
+# Versions of jax, GPUs, backends and messages.
+REFUSED = f"""
+0.11.1, NVIDIA H200, mosaic_gpu, {OLDER}, or backend None
+0.11.1, {A100}, mosaic_gpu_interpret, {OLDER}, or backend 'interpret'
+0.13.0, {A100}, mosaic_gpu, jax is 0.13.0, {JAX}, or backend None
+0.11.2, {A100}, mosaic_gpu, the GPU is a {A100}, {HOPPER} or backend 'triton'
+0.12.9, {B200}, mosaic_gpu, the GPU is a {B200}, {HOPPER} or backend 'triton'
+"""
+
+
+@pytest.mark.parametrize("line", rows_of(REFUSED))
+def test_another_jax_or_gpu_is_refused(line, monkeypatch):
     """A step is not refused, because it has no Mosaic GPU kernel."""
-    monkeypatch.setattr(jax, "__version_info__", jax_version)
-    monkeypatch.setattr(jax, "__version__", ".".join(map(str, jax_version)))
+    jax_version, gpu, backend, message = line.split(", ", 3)
+    monkeypatch.setattr(jax, "__version_info__", (*map(int, jax_version.split(".")),))
+    monkeypatch.setattr(jax, "__version__", jax_version)
     with for_device(gpu):
         for name in "chunkwise", "adapter":
             call = call_of(name, backend)

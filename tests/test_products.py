@@ -14,7 +14,14 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from mosaic_gpu_cases import CASES, RACE
-from oracle import cotangents_for, gradients_of_call, needs_mosaic_gpu, random_inputs
+from oracle import (
+    cotangents_for,
+    gradients_of_call,
+    needs_mosaic_gpu,
+    random_inputs,
+    row_of,
+    rows_of,
+)
 
 from mlstm_pallas.mosaic_gpu.common import copies, products
 from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_in, copy_out, ring_barriers
@@ -124,76 +131,50 @@ def two_squares(*, waits=True, second=0, pending=1):
         assert_close(result, own @ own)
 
 
-RIGHT = {
-    "one product runs on": (sum_of_squares, {}),
-    "a wait before the tile is written again": (two_squares, {}),
-    "tiles of their own": (two_squares, dict(waits=False, second=1)),
-}
+# A kernel, and how it is wrong.
+RIGHT = """
+sum_of_squares
+two_squares
+two_squares waits=False, second=1  # tiles of their own
+"""
+# The same, and what is said of it; jax 0.12 raises that of a race, 0.11 prints it.
 STILL_READ = ", which a running product reads, expected wait before"
-DEFECTS = {
-    "a product of one iteration, released in the next": (
-        sum_of_squares,
-        dict(in_loop=2),
-        "releases barriers.empty of left" + STILL_READ,
-    ),
-    "no wait before a release": (
-        sum_of_squares,
-        dict(after_loop=1),
-        "releases barriers.empty of left" + STILL_READ,
-    ),
-    "no wait for a copy": (
-        sum_of_squares,
-        dict(unread=2),
-        RACE,  # of a slot that it copies itself; jax 0.12 raises it, 0.11 prints it
-    ),
-    "no release": (
-        sum_of_squares,
-        dict(kept=1),
-        "acquires barriers.empty[1] again, expected release before",
-    ),
-    "no last release": (
-        sum_of_squares,
-        dict(kept=STEPS - 1),
-        "waits for barriers.empty[0], which it has itself, expected release before",
-    ),
-    "no last release of a slot that the other warpgroup fills": (
-        sum_of_squares,
-        dict(kept=STEPS - 2),
-        "ends with barriers.empty[1], expected release before",
-    ),
-    "a release of another slot": (
-        sum_of_squares,
-        dict(last=STEPS - 2),
-        "releases barriers.empty[1], expected acquire before",
-    ),
-    "no wait before the tile is written again": (
-        two_squares,
-        dict(waits=False),
-        "writes tile" + STILL_READ,
-    ),
-    "an accumulator that is read too early": (
-        two_squares,
-        dict(waits=False, second=1, pending=2),
-        "reads accumulator 1, to which a running product adds, expected wait before",
-    ),
-}
+DEFECTS = f"""
+# A product of one iteration, released in the next; no wait before a release, for a copy.
+sum_of_squares in_loop=2: releases barriers.empty of left{STILL_READ}
+sum_of_squares after_loop=1: releases barriers.empty of left{STILL_READ}
+sum_of_squares unread=2: {RACE}
+# No release; no last one; no last one of a slot that the other warpgroup fills; that of another.
+sum_of_squares kept=1: acquires barriers.empty[1] again, expected release before
+sum_of_squares kept=4: waits for barriers.empty[0], which it has itself, expected release before
+sum_of_squares kept=3: ends with barriers.empty[1], expected release before
+sum_of_squares last=3: releases barriers.empty[1], expected acquire before
+# A tile that is written, and an accumulator that is read, too early.
+two_squares waits=False: writes tile{STILL_READ}
+two_squares waits=False, second=1, pending=2: reads accumulator 1, to which a running product \
+adds, expected wait before
+"""
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_kernel_that_waits_is_right(name):
-    run, options = RIGHT[name]
-    run(**options)
+def run(line):
+    name, options = row_of(line, 1)
+    globals()[name](**options)
+
+
+@pytest.mark.parametrize("line", rows_of(RIGHT))
+def test_a_kernel_that_waits_is_right(line):
+    run(line)
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("name", DEFECTS)
-def test_a_defect_is_refused(name, capsys):
+@pytest.mark.parametrize("line", rows_of(DEFECTS))
+def test_a_defect_is_refused(line, capsys):
     """At once, although the other warpgroup waits for the one that has it."""
-    run, options, message = DEFECTS[name]
+    line, message = line.split(": ")
     with pytest.raises(jax.errors.JaxRuntimeError) as raised:
-        run(**options)
-    said = str(raised.value) + capsys.readouterr().out
-    assert f"{run.__name__}: warpgroup 0 {message}" in said or message == RACE in said
+        run(line)
+    said, kernel = str(raised.value) + capsys.readouterr().out, line.split()[0]
+    assert f"{kernel}: warpgroup 0 {message}" in said or message == RACE in said
     two_squares()  # the next launch is none the worse
 
 

@@ -350,27 +350,30 @@ def test_the_kernels_refuse_derivatives(function, t, backend):
 # ---------------- memory
 
 
-@pytest.mark.parametrize(
-    ("input_gate", "dtype", "heads", "rows"),
-    [
-        ("exp", "bfloat16", (20, 37), None),
-        ("sigmoid", "float32", (20, 37), None),
-        ("exp", "float32", (300, 500), None),
-        ("sigmoid", "bfloat16", (300, 500), None),
-        ("exp", "float32", (40, 37), 5),
-        ("sigmoid", "float32", (40, 37), 5),
-    ],
-)
-def test_a_step_is_one_launch_in_place(input_gate, dtype, heads, rows):
+# Gate, dtype, DHQK, DHV, and the rows of a pool; 0: none.
+IN_PLACE = """
+exp bfloat16 20 37 0
+sigmoid float32 20 37 0
+exp float32 300 500 0
+sigmoid bfloat16 300 500 0
+exp float32 40 37 5
+sigmoid float32 40 37 5
+"""
+
+
+@pytest.mark.parametrize("line", rows_of(IN_PLACE))
+def test_a_step_is_one_launch_in_place(line):
     """It writes the states where it reads them. Several CTAs of a head read n and m from a copy;
     only n and m of slots are gathered."""
+    input_gate, dtype, *sizes = line.split()
+    *heads, rows = map(int, sizes)
     x, slots = inputs_of(5, 2, 1, *heads, rows=rows, dtype=dtype)
     step = functools.partial(mlstm_recurrent_step, input_gate=input_gate, backend="triton")
     run = jax.jit(lambda slots, *token: step(*token, slots=slots))
     text = lowered_for_cuda(run, slots, *token_at(x, 0).values())
     operations = {*re.findall(r"stablehlo\.(\w+)[ (]", text)} - {"reshape"}
     copies, copied = {"broadcast_in_dim", "concatenate", "constant", "convert"}, heads[0] == 300
-    if rows is None:
+    if not rows:
         assert operations <= {"custom_call"} | (copies if copied else set())
         assert ("concatenate" in operations) == copied
     exp = input_gate == "exp"

@@ -51,16 +51,6 @@ def test_times_are_per_call_of_batches_that_end_when_the_device_is_done(device):
     assert batches == [*first, *counts.items()] + 2 * [*counts.items()]
 
 
-def test_a_measured_call_has_its_median_its_spread_and_its_memory(device):
-    seconds = iter([9.0, 9.0, 1.0, 2.0, 7.0, 3.0, 1e3])
-    impl = SimpleNamespace(synchronise=device.wait, peak_memory_bytes=lambda _: 3 * 2**19)
-    row = {}
-    assert runner.measure(row, impl, lambda: device.call(next(seconds)), 3) == 3.0
-    assert row == dict(ms=3000.0, spread=5 / 3, peak_mib=1.5)
-    timed = next(seconds)
-    assert timed == 1e3  # two calls before, one to count, three batches of one call
-
-
 def test_the_first_call_is_built_run_and_waited_for(device):
     def build(*arguments):
         device.now += 1.0

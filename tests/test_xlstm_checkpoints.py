@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import xlstm_checkpoint as checkpoint
 import xlstm_model as model
-from oracle import assert_close
+from oracle import assert_close, row_of, rows_of
 from safetensors.numpy import save_file
 from test_xlstm_7b import FOLDER, ROUNDING, all_tensors
 
@@ -67,19 +67,15 @@ def renamed(tensors, *pairs):
 TO_XLSTM = "backbone.embeddings", "embedding"
 OLDER = (".q.", ".query."), (".k.", ".key."), (".v.", ".value.")
 SIGING = "chunkwise--triton_xl_chunk_siging"
-OTHER_KERNELS = dict(
-    chunkwise_kernel="parallel--native_stablef_custbw",
-    sequence_kernel="native_sequence__triton",
-    step_kernel="triton",
-)
-# By name: what config.json has unlike the fixture's, and the model's tensors as the file has them.
-SAME = dict(
-    fused=(dict(weight_mode="fused"), fused(TENSORS)),
-    older=(dict(num_blocks=None, embedding_dim=None, v_dim_factor=2), renamed(TENSORS, *OLDER)),
-    first=(dict(num_hidden_layers=None, hidden_size=None), TENSORS),
-    out_norm_all_the_same=(dict(add_out_norm=False), TENSORS),
-    kernels=(OTHER_KERNELS, TENSORS),
-)
+# What config.json has unlike the fixture's, and the model's tensors as the file has them.
+SAME = """
+fused fused(TENSORS) weight_mode="fused"
+older renamed(TENSORS,*OLDER) num_blocks=None, embedding_dim=None, v_dim_factor=2
+first TENSORS num_hidden_layers=None, hidden_size=None
+out_norm_all_the_same TENSORS add_out_norm=False
+kernels TENSORS chunkwise_kernel="parallel--native_stablef_custbw", \
+sequence_kernel="native_sequence__triton", step_kernel="triton"
+"""
 
 
 def read(folder):
@@ -94,10 +90,16 @@ def write(folder, file=TENSORS, **changed):
     save_file(file, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_files_that_have_the_same_model(name, tmp_path):
-    changed, file = SAME[name]
-    write(tmp_path, file, **changed)
+def write_row(folder, line):
+    """Writes the files of a line; returns its name."""
+    name, tensors, changed = row_of(line, 2, globals())
+    write(folder, eval(tensors), **changed)
+    return name
+
+
+@pytest.mark.parametrize("line", rows_of(SAME))
+def test_files_that_have_the_same_model(line, tmp_path):
+    write_row(tmp_path, line)
     (config, params), (expected_config, expected) = read(tmp_path), read(FOLDER)
     assert config == dataclasses.replace(expected_config, add_out_norm=config.add_out_norm)
     jax.tree.map(np.testing.assert_array_equal, params, expected)
@@ -120,21 +122,17 @@ def check(folder, name):
     assert_close(logits[0], last, ROUNDING + rounding)
 
 
-OF_TRANSFORMERS = dict(
-    capless=(dict(gate_soft_cap=None, output_logit_soft_cap=None), TENSORS),
-    biased_sigmoid=(dict(use_bias=True, input_gate="sigmoid"), fused(biased(False))),
-    sigmoid_float16=(
-        dict(chunkwise_kernel=SIGING, add_out_norm=False, inference_state_dtype="float16"),
-        without_out_norm(TENSORS),
-    ),
-)
+OF_TRANSFORMERS = """
+capless TENSORS gate_soft_cap=None, output_logit_soft_cap=None
+biased_sigmoid fused(biased(False)) use_bias=True, input_gate="sigmoid"
+sigmoid_float16 without_out_norm(TENSORS) chunkwise_kernel=SIGING, add_out_norm=False, \
+inference_state_dtype="float16"
+"""
 
 
-@pytest.mark.parametrize("name", OF_TRANSFORMERS)
-def test_checkpoints_of_transformers(name, tmp_path):
-    changed, file = OF_TRANSFORMERS[name]
-    write(tmp_path, file, **changed)
-    check(tmp_path, name)
+@pytest.mark.parametrize("line", rows_of(OF_TRANSFORMERS))
+def test_checkpoints_of_transformers(line, tmp_path):
+    check(tmp_path, write_row(tmp_path, line))
 
 
 YAML = """
@@ -158,21 +156,21 @@ inference_state_dtype: "float32"
 """
 
 
-# By name: use_bias, add_out_norm and both caps as YAML has them, the tensors, and the kernel.
-OF_XLSTM = dict(
-    sigmoid=("false true 15", fused(TENSORS), SIGING),
-    biased=("true true null", biased(True), "chunkwise--native_custbw"),
-    biased_sigmoid_no_out_norm=("true false ", fused(without_out_norm(biased(True))), SIGING),
-)
+# The tensors, and what YAML has of use_bias, add_out_norm, both caps and the kernel.
+OF_XLSTM = """
+sigmoid fused(TENSORS) use_bias="false", add_out_norm="true", cap="15", kernel=SIGING
+biased biased(True) use_bias="true", add_out_norm="true", cap="null", \
+kernel="chunkwise--native_custbw"
+biased_sigmoid_no_out_norm fused(without_out_norm(biased(True))) use_bias="true", \
+add_out_norm="false", cap="", kernel=SIGING
+"""
 
 
-@pytest.mark.parametrize("name", OF_XLSTM)
-def test_checkpoints_of_xlstm(name, tmp_path):
-    values, tensors, kernel = OF_XLSTM[name]
-    use_bias, add_out_norm, cap = values.split(" ")
-    values = dict(use_bias=use_bias, add_out_norm=add_out_norm, cap=cap, kernel=kernel)
+@pytest.mark.parametrize("line", rows_of(OF_XLSTM))
+def test_checkpoints_of_xlstm(line, tmp_path):
+    name, tensors, values = row_of(line, 2, globals())
     (tmp_path / "config.yaml").write_text(YAML.format(**values))
-    file = renamed(tensors, TO_XLSTM)
+    file = renamed(eval(tensors), TO_XLSTM)
     names = [*file]  # in parts, as it writes large ones
     for n in range(2):
         save_file({name: file[name] for name in names[n::2]}, tmp_path / f"model_{n}.safetensors")
@@ -181,23 +179,23 @@ def test_checkpoints_of_xlstm(name, tmp_path):
 
 DOWN = "backbone.blocks.1.ffn.proj_down.weight"
 PART = "backbone.blocks.1.mlstm_layer.qkv_opreact.weight"
-SHAPES = r"F32 \[383, 64\], and config.json makes it \[384, 64\]"
+# The tensors of a file, and what is said of them.
+WRONG = r"""
+fused(TENSORS) | {PART: fused(TENSORS)[PART][1:]} <- mlstm_layer.qkv_opreact.weight is F32 \
+\[383, 64\], and config.json makes it \[384, 64\]
+renamed(fused(TENSORS), (PART, "other")) <- lacks 4 .*k\.weight,
+TENSORS | {DOWN: TENSORS[DOWN].T.copy()} <- proj_down.weight is F32 \[96, 64\], .* \[64, 96\]
+TENSORS | {DOWN: TENSORS[DOWN].astype("int8")} <- proj_down.weight is I8
+TENSORS | dict(foreign=TENSORS[DOWN]) <- has, unlike the model, 1 tensors: foreign
+fused(TENSORS) | TENSORS <-  is in (\S+model.safetensors) and in \1
+biased(True) <- unlike the model, .*\.bias
+without_out_norm(TENSORS) <- lacks 1 tensors: .*out_norm\.weight
+"""
 
 
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        (fused(TENSORS) | {PART: fused(TENSORS)[PART][1:]}, rf"{PART} is {SHAPES}"),
-        (renamed(fused(TENSORS), (PART, "other")), r"lacks 4 .*k\.weight, "),
-        (TENSORS | {DOWN: TENSORS[DOWN].T.copy()}, rf"{DOWN} is F32 \[96, 64\], .* \[64, 96\]"),
-        (TENSORS | {DOWN: TENSORS[DOWN].astype("int8")}, f"{DOWN} is I8"),
-        (TENSORS | dict(foreign=TENSORS[DOWN]), "has, unlike the model, 1 tensors: foreign"),
-        (fused(TENSORS) | TENSORS, r" is in (\S+model.safetensors) and in \1"),
-        (biased(True), r"unlike the model, .*\.bias"),
-        (without_out_norm(TENSORS), r"lacks 1 tensors: .*out_norm\.weight"),
-    ],
-)
-def test_wrong_files_are_named(file, message, tmp_path):
-    write(tmp_path, file)
+@pytest.mark.parametrize("line", rows_of(WRONG.replace("\\\n", "")))
+def test_wrong_files_are_named(line, tmp_path):
+    tensors, message = line.split(" <- ")
+    write(tmp_path, eval(tensors))
     with pytest.raises(checkpoint.CheckpointError, match=message):
         read(tmp_path)
