@@ -43,6 +43,7 @@ from oracle import (
     tolerance,
 )
 from sanitize import FEATURES
+from stage_calls import tiles_class
 from test_distributed import h_over
 from test_packed_sequences import check_prompts
 from test_stages import roundings
@@ -314,7 +315,8 @@ def test_tiles_that_a_kernel_cannot_have_are_refused(line):
     stage, sizes, tiles = row_of(line, 2)
     *_, DHQK, DHV = sizes.split("-")
     message = f"config.mosaic_gpu_{stage} is {tiles}, expected tiles that the kernel has for heads "
-    message += f"of {DHQK}/{DHV} in chunks of {DHQK} steps, such as Tiles("
+    class_name = tiles_class(stage, "mosaic_gpu").__name__
+    message += f"of {DHQK}/{DHV} in chunks of {DHQK} steps, such as {class_name}("
     with pytest.raises(ValueError, match=re.escape(message)):
         launch(stage, sizes, tiles)
 
