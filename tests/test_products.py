@@ -167,7 +167,7 @@ def test_a_kernel_that_waits_is_right(line):
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("line", rows_of(DEFECTS))
+@pytest.mark.parametrize("line", rows_of(DEFECTS), ids=lambda x: x.partition(":")[0])
 def test_a_defect_is_refused(line, capsys):
     """At once, although the other warpgroup waits for the one that has it."""
     line, message = line.split(": ")
