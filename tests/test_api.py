@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
-import numpy as np
+import numpy as np  # noqa: F401, the table has it
 import pytest
 from arguments import option
 from oracle import (
@@ -20,13 +20,20 @@ from oracle import (
     assert_close,
     assert_same_bits,
     call_shapes,
+    named_rows,
     random_inputs,
     refused,
+    row_of,
     tolerance,
 )
 
-from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step, reference, use_backend
-from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
+from mlstm_pallas import (
+    mlstm_chunkwise,
+    mlstm_recurrent_step,
+    reference,  # noqa: F401
+    use_backend,
+)
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel  # noqa: F401
 from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef
 
 VARIABLE = "MLSTM_PALLAS_BACKEND"
@@ -121,29 +128,21 @@ def test_dtypes(given, autocast):
         assert_close(run(**inputs), array(mlstm_chunkwise(**rounded), "float32"), bound)
 
 
-STATES_OF = {
-    "alone": ({}, mlstm_chunkwise),
-    "segments": (dict(segment_ids=[[0] * 9 + [1] * 7], num_segments=2), mlstm_chunkwise),
-    "shards": (dict(axis_name="s"), mlstm_chunkwise_sequence_parallel),
-    "reference": ({}, reference.chunkwise),
-}
+# Names (~: slow), a function, the dtype of C, options.
+ROUNDED = """
+alone-bfloat16 mlstm_chunkwise bfloat16
+alone-float32 mlstm_chunkwise float32
+segments-float16 mlstm_chunkwise float16 segment_ids=np.array([[0] * 9 + [1] * 7]), num_segments=2
+~shards-bfloat16 mlstm_chunkwise_sequence_parallel bfloat16 axis_name="s"
+reference-float16 reference.chunkwise float16
+"""
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [
-        ("alone", "bfloat16"),
-        ("alone", "float32"),
-        ("segments", "float16"),
-        pytest.param("shards", "bfloat16", marks=pytest.mark.slow),
-        ("reference", "float16"),
-    ],
-)
-def test_c_has_the_dtype_that_the_caller_asks_for(case, dtype):
+@pytest.mark.parametrize("line", [*named_rows(ROUNDED)])
+def test_c_has_the_dtype_that_the_caller_asks_for(line):
     """It is rounded, and its cotangent has that dtype; n, m and h are as ever."""
-    options, run = STATES_OF[case]
-    options = {name: np.array(x) if name == "segment_ids" else x for name, x in options.items()}
-    run = partial(run, return_last_states=True, **options)
+    function, dtype, options = row_of(line, 2, globals())
+    run = partial(eval(function), return_last_states=True, **options)
     x = [y[None] for y in random_inputs(1, 1, 1, 16, 16, 16, states=False).values()]
 
     def call(*x, **keywords):
@@ -152,13 +151,9 @@ def test_c_has_the_dtype_that_the_caller_asks_for(case, dtype):
     h, (c, n, m) = call(*x)
     result = call(*x, state_dtype=dtype)
     assert_same_bits(result, (h, (array(c, dtype), n, m)))
-    assert [y.dtype.name for y in jax.tree.leaves(result)] == [
-        "float32",
-        dtype,
-        "float32",
-        "float32",
-    ]
-    if case != "segments":
+    dtypes = [y.dtype.name for y in jax.tree.leaves(result)]
+    assert dtypes == ["float32", dtype, "float32", "float32"]
+    if "num_segments" not in options:
         wide = jax.vjp(call, *x)[1]((h, (*map(partial(array, dtype="float32"), result[1]),)))
         assert_same_bits(jax.vjp(partial(call, state_dtype=dtype), *x)[1](result), wide)
 

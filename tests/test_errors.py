@@ -54,7 +54,8 @@ OPTIONAL = IDS | dict(sequence_lengths=array(B, dtype="int32"))
 def arrays_of(function):
     """The inputs and states of a function by name."""
     first = TOKEN if function is mlstm_recurrent_step else PLAIN
-    return dict(zip(inspect.signature(function).parameters, [*first.values(), *STATES]))  # noqa: B905
+    names = inspect.signature(function).parameters
+    return dict(zip(names, [*first.values(), *STATES], strict=False))
 
 
 ARRAYS = arrays_of(mlstm_chunkwise)
