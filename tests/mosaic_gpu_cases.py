@@ -148,7 +148,6 @@ stored_in_splits config=fused(2), **STORED, **NARROW
 materialised config=materialised(), shape=(1, 2, 256, 64, 192), **GATES
 materialised_in_splits_BTNH config=materialised(2), packed=True, **BTNH, **NARROW
 two_launches config=fused(state_rows=64), **NARROW
-two_blocks_a_warpgroup config=fused(siz_b_DHHV=256), shape=(1, 1, 256, 128, 256)
 reverse shape=(1, 1, 201, 128, 128), reverse=True
 reverse_materialised config=materialised(), **NARROW, **BTNH, reverse=True
 reverse_stored_lengths shape=(2, 1, 256, 64, 128), lengths=np.array([200, 77]), \

@@ -3,16 +3,16 @@
 Three kernels of one warpgroup per CTA:
 
 chunk_summaries: what each chunk does to m, from the gate pre-activations.
-stabiliser_scan: m after each chunk. Grid (B * NH); a CTA reads the summaries of up to 1024 chunks
-of its head at a time. It does not run for sequences of up to 16 chunks whose steps fill whole CTAs,
+stabiliser_scan: m after each chunk. Grid (B * NH); a CTA reads the summaries of up to 512 chunks of
+its head at a time. It does not run for sequences of up to 16 chunks whose steps fill whole CTAs,
 because a launch takes longer than joining their summaries in each CTA of chunk_gates.
 chunk_gates: the gates of every step, from the pre-activations and m, and in the backward pass their
 flags (``gates.join_flags``). It scans each chunk again, which is faster than to write and read the
 scans of chunk_summaries. If m is known, it is the only kernel.
 
 The grid of chunk_summaries and chunk_gates is (B * NH * S / 512, rounded up): a CTA owns 512
-consecutive steps, which are several chunks, or one chunk of up to 2048 steps. ``chunk_scans.py``
-has the scans over the steps of a chunk, and which steps a thread holds.
+consecutive steps, which are one or several chunks. ``chunk_scans.py`` has the scans over the steps
+of a chunk, and which steps a thread holds.
 """
 
 import functools
@@ -50,12 +50,12 @@ from mlstm_pallas.mosaic_gpu.common.chunk_scans import (
 )
 from mlstm_pallas.mosaic_gpu.common.launch import block, float32, mosaic_call, plgpu, unravel
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
-from mlstm_pallas.problem.dimensions import InputGate, Problem, next_power_of_two
+from mlstm_pallas.problem.dimensions import InputGate, Problem
 from mlstm_pallas.stages.chunk_gates import Operands
 from mlstm_pallas.stages.stage import Launch
 
 _INF = float("inf")
-_SCAN_BLOCK = 1024  # chunks that a CTA of the stabiliser scan holds
+_BLOCK = LANES * STEPS  # steps of a CTA, or chunks that the stabiliser scan joins at a time
 _FEW_CHUNKS = 16  # per sequence; chunk_gates joins so few itself
 
 
@@ -92,7 +92,7 @@ def _local_gates(vecs_gmem, scans_smem, p, input_gate):
     each = jnp.where(stored, log_i, _INF), jnp.where(stored, log_i, -_INF), decay, decay
     bounds = scan.running(join_bounds, each, (_INF, -_INF, 0.0, 0.0), scans_smem["bounds"])
     ends = scan.chunk_ends(scan.last_columns(*bounds), scans_smem["ends"].at[0])
-    i_min, i_max, largest_decay, total_decay = chunk_columns(ends, log_i.shape[0])
+    i_min, i_max, largest_decay, total_decay = chunk_columns(ends, LANES)
     if is_start is not None or input_gate is InputGate.SIGMOID:
         i_min, i_max = jnp.minimum(i_min, 0.0), jnp.maximum(i_max, 0.0)  # m = 0 is a source as well
     grid = gates.exact_sum_grid(largest_decay, p.L, _least_power_of_two)
@@ -121,7 +121,7 @@ def _cta_chunks(p):
 
     One beyond the last chunk has the head and the index of the last one.
     """
-    chunks, last = _rows(p) * STEPS // p.L, p.BNH * p.NC - 1
+    chunks, last = _BLOCK // p.L, p.BNH * p.NC - 1
     first = lax.axis_index("cta") * chunks
     indices = [first + chunk for chunk in range(chunks)]
     return [(x <= last, *unravel(lax.min(x, np.int32(last)), p.NC)) for x in indices]
@@ -203,15 +203,15 @@ def _gates_kernel(
     input_gate,
     **scans_smem,  # see ChunkGatesTiles.scratch
 ):
-    cta, rows, scan, chunks = lax.axis_index("cta"), _rows(p), _scan(p), _cta_chunks(p)
+    cta, scan, chunks = lax.axis_index("cta"), _scan(p), _cta_chunks(p)
     bounds = _stabilisers(
         m_precomputed_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chunks, p
     )
-    m_start, m_end = chunk_columns(list(zip(*bounds, strict=True)), rows)
+    m_start, m_end = chunk_columns(list(zip(*bounds, strict=True)), LANES)
     local, log_gates = _local_gates(vecs_gmem, scans_smem, p, input_gate)
     columns = scan.last_columns(*local.vecB, local.vecOffset)
     ends = scan.chunk_ends(columns, scans_smem["ends"].at[1])
-    b_hi, b_lo, offset = chunk_columns(ends, rows)
+    b_hi, b_lo, offset = chunk_columns(ends, LANES)
     pair, decay = gates.join_ends(b_hi, b_lo, offset, m_start, m_end)
     u, w, m, abar = gates.join_steps(
         local, across(m_start), (across(pair[0]), across(pair[1])), input_gate
@@ -237,15 +237,9 @@ def _gates_kernel(
     _store_per_chunk(chunks, store)
 
 
-def _rows(p: Problem) -> int:
-    """Rows per CTA, of STEPS steps each."""
-    return max(LANES, p.L // STEPS)
-
-
 def _by_cta(p: Problem) -> tuple[int, int, int]:
     """The shape of a vector of all steps: CTAs, rows and steps; the last CTA may have fewer."""
-    rows = _rows(p)
-    return blocks_over(p.BNH * p.S, rows * STEPS), rows, STEPS
+    return blocks_over(p.BNH * p.S, _BLOCK), LANES, STEPS
 
 
 def _launch(
@@ -290,10 +284,10 @@ def chunk_gates(
     m: dict[str, Any] = dict.fromkeys(("m_initial_gmem", "summaries_gmem", "m_after_gmem"))
     if scaM_states is None:
         m["m_initial_gmem"] = x.scaM_initial
-        summaries = dict.fromkeys(("g_gmem", "a_gmem"), float32(p.BNH, _padded_chunks(p)))
+        summaries = dict.fromkeys(("g_gmem", "a_gmem"), float32(p.BNH, rounded_up(p.NC, _BLOCK)))
         y = _launch(_summaries_kernel, "chunk_summaries", summaries, x, input_gate, call)
         g, a = y.values()
-        whole_head = p.S % (_rows(p) * STEPS) == 0  # no CTA has steps of two heads
+        whole_head = p.S % _BLOCK == 0  # no CTA has steps of two heads
         if only_boundaries:
             after = stabiliser_scan(g, a, x.scaM_initial, call)
             return after[:, : p.NC], g[:, : p.NC]
@@ -335,11 +329,10 @@ def _stabiliser_scan_kernel(
     sums_smem,  # see scan_buffer
     ends_smem,  # see chunk_ends
 ):
-    head, rows = lax.axis_index("head"), ends_smem.shape[0]
-    scan = Scan(rows)
+    head, scan = lax.axis_index("head"), Scan(LANES)
 
     def one(j, before):
-        at = head, block(j, rows)
+        at = head, block(j, LANES)
         summaries = [load_rows(y.at[at]) for y in (g_gmem, a_gmem)]
         added, largest = scan.running(gates.join_summaries, summaries, (0.0, -_INF), sums_smem)
         after = jnp.maximum(added + before, largest)
@@ -347,16 +340,7 @@ def _stabiliser_scan_kernel(
         [[last]] = scan.chunk_ends(scan.last_columns(after), ends_smem)
         return last
 
-    loop(g_gmem.shape[1] // rows, one, m_initial_gmem[head])
-
-
-def _scan_rows(p: Problem) -> int:
-    return min(max(next_power_of_two(p.NC), LANES * STEPS), _SCAN_BLOCK) // STEPS
-
-
-def _padded_chunks(p: Problem) -> int:
-    """A multiple of the chunks that a CTA of the stabiliser scan reads at a time."""
-    return rounded_up(p.NC, _scan_rows(p) * STEPS)
+    loop(g_gmem.shape[1] // LANES, one, m_initial_gmem[head])
 
 
 def stabiliser_scan(g: Array, a: Array, scaM_initial: Array, call: Launch) -> Array:
@@ -364,16 +348,16 @@ def stabiliser_scan(g: Array, a: Array, scaM_initial: Array, call: Launch) -> Ar
 
     g, a: (B * NH, padded NC), as the kernel takes them. What is beyond NC is undefined.
     """
-    p, rows = call.problem, _scan_rows(call.problem)
-    by_rows = p.BNH, g.shape[1] // STEPS, STEPS
+    heads, chunks = g.shape
+    by_rows = heads, chunks // STEPS, STEPS
     after: Array = mosaic_call(
         _stabiliser_scan_kernel,
         name="stabiliser_scan",
-        grid={"head": p.BNH},
+        grid={"head": heads},
         outputs={"m_gmem": float32(*by_rows)},
         scratch={
-            "sums_smem": scan_buffer(2, rows, rows),
-            "ends_smem": plgpu.SMEM((rows, 2), jnp.float32),
+            "sums_smem": scan_buffer(2, LANES, LANES),
+            "ends_smem": plgpu.SMEM((LANES, 2), jnp.float32),
         },
         interpret=call.interpret,
         infer_layouts=False,
@@ -381,10 +365,9 @@ def stabiliser_scan(g: Array, a: Array, scaM_initial: Array, call: Launch) -> Ar
     return after.reshape(g.shape)
 
 
-# A thread holds up to 16 steps of a chunk.
 class ChunkGatesTiles(HopperTiles):
     def divides(self, p: Problem, **options) -> bool:
-        return p.L % 64 == 0 and p.L <= 2048
+        return p.L % 64 == 0 and p.L <= _BLOCK
 
     def grid(self, p: Problem, **options) -> tuple[int, ...]:
         return _by_cta(p)[:1]
@@ -393,10 +376,10 @@ class ChunkGatesTiles(HopperTiles):
         self, p: Problem, dtype, *, input_gate: InputGate = InputGate.EXP, **options
     ) -> dict[str, Any]:
         """Shared memory of chunk_summaries and of chunk_gates."""
-        buffer = functools.partial(scan_buffer, rows=_rows(p), chunk_rows=p.L // STEPS)
+        buffer = functools.partial(scan_buffer, rows=LANES, chunk_rows=p.L // STEPS)
         return {
             "bounds": buffer(4),
             "sums": buffer(3),
             "maxima": None if input_gate is InputGate.SIGMOID else buffer(3),
-            "ends": plgpu.SMEM((2, _rows(p), 4), jnp.float32),  # see chunk_ends
+            "ends": plgpu.SMEM((2, LANES, 4), jnp.float32),  # see chunk_ends
         }

@@ -85,11 +85,6 @@ class _Items(NamedTuple):
     for_sums: int  # the queries or keys of each warpgroup, for the gates' gradients, and n or dn
 
 
-def _atom(p: Problem, columns: int) -> int:
-    """The columns of a swizzle atom of a tile."""
-    return min(columns & -columns, atom_columns(p))
-
-
 def _items(p: Problem, columns: int, normalise: bool) -> list[_Items]:
     row_blocks = blocks_over(p.L, ROWS)
     qk_blocks, v_blocks = blocks_over(p.DHQK, columns), blocks_over(p.DHV, columns)
@@ -159,7 +154,6 @@ class _Kernel(PersistentKernel):
         refs = self.refs
         self.columns = self.tiles.siz_b_DHHV
         self.roles = _items(self.p, self.columns, refs.n_gmem is not None)
-        self.atom = _atom(self.p, self.columns)
         self.parts = [slice(j, j + self.atom) for j in range(0, self.columns, self.atom)]
         self.ring = CopyRing(refs.barriers, None, None, readers=0)
         self.tile_rows = block(self.wg, WG_ROWS)
@@ -168,7 +162,7 @@ class _Kernel(PersistentKernel):
         self.right, self.right_transposed, self.right_vector = right
 
     def in_chunk(self, x, item):
-        return head_of(x, item.head, self.p, atom=self.atom).at[block(item.chunk, self.p.L)]
+        return head_of(x, item.head, self.p).at[block(item.chunk, self.p.L)]
 
     def rows(self, item):
         """The warpgroup's rows of an item."""
@@ -523,8 +517,7 @@ class ParallelBwDQKVTiles(RingTiles):
     def scratch(self, p: Problem, dtype, *, normalise: bool = True, **options) -> dict[str, Any]:
         if self.computes_scores:
             return chunkwise.scratch(p, self, dtype, normalise=normalise)
-        columns = self.siz_b_DHHV
-        atom = _atom(p, columns)
+        columns, atom = self.siz_b_DHHV, atom_columns(p)
         tiles = functools.partial(shared_tiles, self.num_stages, dtype=dtype, atom=atom)
         # All shapes of a tile have equally many bytes, so a slot has the same place in all of them.
         left = tiles(ROWS, DEPTH), tiles(DEPTH, ROWS)
@@ -553,5 +546,4 @@ class ParallelBwDQKVTiles(RingTiles):
         if self.computes_scores:
             return self.siz_b_DHHV == chunkwise.tile_columns(p) and self.num_stages >= 4
         # Items for the states copy ROWS rows to where others have their columns.
-        whole = self.siz_b_DHHV % 32 == 0 and ROWS <= self.siz_b_DHHV <= 256
-        return whole and self.num_stages >= 3
+        return self.siz_b_DHHV in (ROWS, 192, 256) and self.num_stages >= 3

@@ -15,7 +15,6 @@ import functools
 from collections.abc import Iterable
 from typing import Any, Self
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
@@ -33,10 +32,10 @@ from mlstm_pallas.mosaic_gpu.common.copies import (
 )
 from mlstm_pallas.mosaic_gpu.common.fragments import (
     across_columns,
+    causal_scores,
     decay_tile,
     load_by_rows,
     q_times_n,
-    rows_and_columns,
     score_operands,
 )
 from mlstm_pallas.mosaic_gpu.common.launch import (
@@ -180,10 +179,7 @@ def _kernel(
             lambda acc: _add_q_k(acc, q_smem.at[wg], k_smem.at[slot]), WG_ROWS, WG_ROWS
         )
         k_ring.advance(j)
-        t, s = rows_and_columns(WG_ROWS, WG_ROWS, p.reverse)
-        # Masked after the product, not before, so that a NaN in k reaches no earlier step.
-        seen = s <= t + (tile - j) * WG_ROWS
-        P = jnp.where(seen, S * (decay_tile(e, u) * p.qk_scale), 0.0)
+        P = causal_scores(S, decay_tile(e, u), p, (tile - j) * WG_ROWS)
         if normaliser is not None:
             z += products.sum_over_columns(P)
         step = j + steps_k
@@ -289,7 +285,6 @@ class ParallelFwHTiles(HopperTiles):
         for sizes in (
             (128, columns, 2),
             (128, columns, 1),
-            (WG_ROWS, few, 2),
             (WG_ROWS, few, 1),
             (WG_ROWS, atom, 1),
         ):

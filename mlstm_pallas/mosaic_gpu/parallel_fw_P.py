@@ -11,7 +11,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -20,10 +19,10 @@ from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import copy_in, copy_out, head_of
 from mlstm_pallas.mosaic_gpu.common.fragments import (
     across_columns,
+    causal_scores,
     decay_tile,
     load_by_rows,
     q_times_n,
-    rows_and_columns,
     score_operands,
 )
 from mlstm_pallas.mosaic_gpu.common.launch import (
@@ -42,9 +41,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
-from mlstm_pallas.stages.stage import Launch, ScaledRows, largest_block
-
-COLUMNS = 256  # at most per copy
+from mlstm_pallas.stages.stage import Launch, ScaledRows
 
 
 def _kernel(entries_gmem, r_gmem, z_gmem, *, p: Problem, **refs) -> None:
@@ -78,7 +75,7 @@ def _chunk(
     w_gmem,
     m_gmem,  # None if the floor does not need it
     P_gmem,  # output (B * NH, S, L)
-    q_smem,  # (copies, L, columns)
+    q_smem,  # (L, DHQK)
     k_smem,
     P_smem,  # (L, L)
     full,
@@ -89,34 +86,21 @@ def _chunk(
     steps = in_row = block(chunk, WG_ROWS)
     if entries_gmem is not None:
         in_row = pl.ds(entries_gmem.steps[head, chunk], WG_ROWS)
-    (copies, _, columns), atom = q_smem.shape, atom_columns(p)
-    for x, tiles in ((q_gmem, q_smem), (k_gmem, k_smem)):
-        for j in range(copies):
-            in_head = head_of(x, head, p, any_step=entries_gmem is not None)
-            source = in_head.at[in_row, block(j, columns)]
-            copy_in(source, tiles.at[j], full)
+    for x, tile in ((q_gmem, q_smem), (k_gmem, k_smem)):
+        in_head = head_of(x, head, p, any_step=entries_gmem is not None)
+        copy_in(in_head.at[in_row], tile, full)
     e = (load(x.at[head, steps], BY_COLUMNS, optimized=False) for x in e_gmem)
     D = decay_tile(e, (load_by_rows(x, head, steps) for x in u_gmem))
     row_scale = query_scale(load_by_rows(w_gmem, head, steps), p.qk_scale)
     m = load_by_rows(m_gmem, head, steps)
     plgpu.barrier_wait(full)
 
-    def add_q_k(acc):
-        for j in range(copies):
-            products.add(acc, q_smem.at[j], k_smem.at[j].T)
-
-    S = products.from_zeros(add_q_k, WG_ROWS, WG_ROWS)
-    t, s = rows_and_columns(WG_ROWS, WG_ROWS, p.reverse)
-    # Masked after the product, not before, so that a NaN in k reaches no earlier step.
-    P = jnp.where(s <= t, S * (D * p.qk_scale), 0.0)
+    S = products.from_zeros(lambda acc: products.add(acc, q_smem, k_smem.T), WG_ROWS, WG_ROWS)
+    P = causal_scores(S, D, p)
     if normaliser is not None:
-
-        def q_tile(x):
-            copy, column = unravel(x, columns // atom)
-            return q_smem.at[copy, :, block(column, atom)]
-
+        atom = atom_columns(p)
         # A loop, because unrolled, with all of n in registers, an SM would hold only two CTAs.
-        q_n = q_times_n(q_tile, atom, n_gmem, head, chunk)
+        q_n = q_times_n(lambda x: q_smem.at[:, block(x, atom)], atom, n_gmem, head, chunk)
         z = products.sum_over_columns(P) + products.sum_over_columns(q_n) * row_scale
         inv_den = 1.0 / normaliser.denominator(z, m)
         P, row_scale = P * across_columns(inv_den), row_scale * inv_den
@@ -162,15 +146,12 @@ class ParallelFwPTiles(HopperTiles):
         return p.BNH, p.NC
 
     def scratch(self, p: Problem, dtype, **options) -> dict[str, Any]:
-        atom = atom_columns(p)
-        columns = largest_block(p.DHQK, COLUMNS, atom)
-        copies = p.DHQK // columns
-        operand = shared_tiles(copies, WG_ROWS, columns, dtype=dtype, atom=atom)
+        operand = shared_tiles(WG_ROWS, p.DHQK, dtype=dtype, atom=atom_columns(p))
         return {
             "q_smem": operand,
             "k_smem": operand,
             "P_smem": shared_tiles(WG_ROWS, WG_ROWS, dtype=dtype),
-            "full": plgpu.Barrier(num_arrivals=2 * copies),
+            "full": plgpu.Barrier(num_arrivals=2),
         }
 
     def divides(self, p: Problem, **options) -> bool:

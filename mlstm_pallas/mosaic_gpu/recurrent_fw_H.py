@@ -1,10 +1,10 @@
 """recurrent_fw_H on Mosaic GPU: the fused scan of ``stages/recurrent_fw_H.py``.
 
 Grid (B * NH * DHV / siz_b_DHHV); with a list of chunks (B * NH * (N + 2) * DHV / siz_b_DHHV),
-because its parts run side by side. A CTA has two or three warpgroups. Each owns one or several
-blocks of 64 columns of C and of h. A block of C stays transposed in registers, 64 x state_rows
-floats, as the left operand of C^T q. The last CTA's columns may reach beyond a head. Copies run up
-to num_stages chunks ahead. The outputs of a chunk are stored while the product of the state runs.
+because its parts run side by side. A CTA has two or three warpgroups. Each owns 64 columns of C and
+of h. Its columns of C stay transposed in registers, 64 x state_rows floats, as the left operand of
+C^T q. The last CTA's columns may reach beyond a head. Copies run up to num_stages chunks ahead. The
+outputs of a chunk are stored while the product of the state runs.
 """
 
 import dataclasses
@@ -60,8 +60,7 @@ from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
 from mlstm_pallas.stages.stage import Launch, largest_block, sequence_shape
 
-# The most rows of C, of 64 columns each, per warpgroup, by the warpgroups of a CTA.
-MOST_ROWS = {2: 320, 3: 128}
+MOST_ROWS = {128: 320, 192: 128}  # of C, by the columns of a CTA
 PIECE = 256  # the most rows of C to which one product adds
 
 
@@ -107,18 +106,6 @@ def _initial(states, part, rows, columns):
     return jnp.where(jnp.broadcast_to(part.has_state, CT.shape), CT, 0.0)
 
 
-def _clear(h, steps_of, num_chunks, places) -> None:
-    """Stores zeros in chunks of h; places: tiles in shared memory, with columns of h."""
-    for tile, columns in places:
-        products.store(tile, jnp.zeros(tile.shape, tile.dtype))
-        plgpu.commit_smem()
-
-        @each(num_chunks)
-        def clear_chunk(chunk, tile=tile, columns=columns):
-            clear = functools.partial(copy_out, tile, h.at[steps_of(chunk), columns])
-            pl.when(columns.start < h.shape[1])(clear)
-
-
 def _kernel(
     parts_gmem,  # of ``ChunkList``: (B * NH, N + 3) each, None without a list
     operands,  # _Operands
@@ -129,7 +116,7 @@ def _kernel(
     C_states_gmem,  # output (B * NH, stored, DHQK, DHV), may be None
     slots,  # by name: the tiles of the chunks in flight in shared memory, (num_stages, ...) each
     barriers,  # of the ring of slots
-    h_smem,  # (blocks of 64 columns, L, 64)
+    h_smem,  # (warpgroups, L, 64)
     C_smem,  # (warpgroups, 2, atom, 64), for C_states
     *,
     p: Problem,
@@ -141,8 +128,12 @@ def _kernel(
     column_blocks, atom = blocks_over(p.DHV, config.siz_b_DHHV), atom_columns(p)
     head, column_block = unravel(index, column_blocks)
     L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, h_smem.dtype
-    num_blocks, in_list = siz_b_DHHV // (config.warpgroups * WG_ROWS), parts_gmem is not None
+    in_list = parts_gmem is not None
     state_rows, v_columns = pl.ds(launch * rows, rows), block(column_block, siz_b_DHHV)
+    # The columns of the warpgroup, in a tile and in the arrays.
+    in_tile = block(wg, WG_ROWS)
+    columns = pl.ds(v_columns.start + in_tile.start, WG_ROWS)
+    within, pending = starts_within((columns, siz_b_DHHV, p.DHV))
     pieces = [(start, min(rows - start, PIECE)) for start in range(0, rows, PIECE)]
     part = _Part(0, np.int32(p.NC), head)
     if in_list:
@@ -150,10 +141,13 @@ def _kernel(
         head, part_index = unravel(head, parts)
         part = _part_of(parts_gmem, head, part_index, p)
     in_head = functools.partial(head_of, n=head, p=p, any_step=in_list)
-    h = in_head(h_gmem, atom=WG_ROWS if in_list else atom)
+    h, h_tile = in_head(h_gmem), h_smem.at[wg]
 
     def steps_of(chunk):  # in q, k, v and h
         return pl.ds(part.begin + chunk * L, L) if in_list else block(chunk, L)
+
+    def h_of(chunk):
+        return h.at[steps_of(chunk), columns]
 
     chunk_at = functools.partial(p.memory_index, count=part.num_chunks)
 
@@ -166,11 +160,6 @@ def _kernel(
                 columns = state_rows if name in "qk" else v_columns
                 copy(in_head(x).at[steps_of(chunk), columns], slots[name])
 
-    def columns_of(b):
-        """The columns of the warpgroup's block b, in the tile and in the array."""
-        start = pl.multiple_of((wg * num_blocks + b) * WG_ROWS, WG_ROWS)
-        return pl.ds(start, WG_ROWS), pl.ds(column_block * siz_b_DHHV + start, WG_ROWS)
-
     def join(index, carry):
         """Stores h of a chunk and C before it, and adds the chunk to C."""
         (CT, gamma), chunk = carry, chunk_at(index)
@@ -182,61 +171,56 @@ def _kernel(
         size = lax.min(part.end - part.begin - chunk * L, np.int32(L)) if in_list else None
         r, abar = (across_rows(load(tiles[x], BY_COLUMNS)) for x in ("r", "abar"))
 
-        def join_block(b, CT):
-            in_tile, columns = columns_of(b)
-            within, pending = starts_within((columns, siz_b_DHHV, p.DHV))
+        def inter(hT_acc):
+            for j, start in enumerate(range(0, rows, atom)):
+                atom_rows = pl.ds(start, atom)
+                in_piece = slice(start % PIECE, start % PIECE + atom)
+                CT_tile = CT[start // PIECE][:, in_piece].astype(dtype)
+                products.add(hT_acc, CT_tile, tiles["q"].at[:, atom_rows].T)
+                products.wait(1)  # at most two rounded tiles are live
+                if C_states_gmem is not None:  # predicated, because a branch costs registers
+                    stored = divide(chunk, store_every)
+                    states = C_states_gmem.at[head, stored, atom_rows, columns]
+                    here, tile = remainder(index, store_every) == 0, C_smem.at[wg, j % 2]
+                    write_out(tile.T, CT_tile, pending)
+                    copy_out(tile, states, here if within is None else here & within)
 
-            def inter(hT_acc):
-                for j, start in enumerate(range(0, rows, atom)):
-                    atom_rows = pl.ds(start, atom)
-                    in_piece = slice(start % PIECE, start % PIECE + atom)
-                    CT_tile = CT[start // PIECE][:, in_piece].astype(dtype)
-                    products.add(hT_acc, CT_tile, tiles["q"].at[:, atom_rows].T)
-                    products.wait(1)  # at most two rounded tiles are live
-                    if C_states_gmem is not None:  # predicated, because a branch costs registers
-                        stored = divide(chunk, store_every)
-                        states = C_states_gmem.at[head, stored, atom_rows, columns]
-                        here, tile = remainder(index, store_every) == 0, C_smem.at[wg, j % 2]
-                        write_out(tile.T, CT_tile, pending)
-                        copy_out(tile, states, here if within is None else here & within)
+        hT = products.from_zeros(inter, WG_ROWS, L) * r
+        if operands.partial is not None:
+            hT += load_float32(tiles["partial"].at[:, in_tile].T)
+        vT = load(tiles["v"].at[:, in_tile].T)
+        scaled = (vT.astype(jnp.float32) * abar).astype(dtype)
 
-            hT = products.from_zeros(inter, WG_ROWS, L) * r
-            if operands.partial is not None:
-                hT += load_float32(tiles["partial"].at[:, in_tile].T)
-            vT = load(tiles["v"].at[:, in_tile].T)
-            scaled = (vT.astype(jnp.float32) * abar).astype(dtype)
+        def intra(hT_acc, *CT_accs):
+            if operands.P is not None:
+                products.add(hT_acc, vT, tiles["P"].T)
+            for CT_acc, piece in zip(CT_accs, pieces, strict=True):
+                products.add(CT_acc, scaled, tiles["k"].at[:, pl.ds(*piece)])
+            write_out(h_tile.T, products.read(hT_acc, len(pieces)), 0)
+            copy_out(h_tile, h_of(chunk), within, size)
 
-            def intra(hT_acc, *CT_accs):
-                if operands.P is not None:
-                    products.add(hT_acc, vT, tiles["P"].T)
-                for CT_acc, piece in zip(CT_accs, pieces, strict=True):
-                    products.add(CT_acc, scaled, tiles["k"].at[:, pl.ds(*piece)])
-                tile = h_smem.at[wg * num_blocks + b]
-                write_out(tile.T, products.read(hT_acc, len(pieces)), pending * (num_blocks - 1))
-                copy_out(tile, h.at[steps_of(chunk), columns], within, size)
-
-            return [*products.onto(intra, hT, *(x * gamma for x in CT))[1:]]
-
-        CT = [join_block(b, x) for b, x in enumerate(CT)]
+        CT = [*products.onto(intra, hT, *(x * gamma for x in CT))[1:]]
         ring.release(index)
         return CT, next_gamma
 
     def store_last():
-        for to, C_block in zip(columns, CT, strict=True):
-            for piece, x in zip(pieces, C_block, strict=True):
-                store_transposed(C_last_gmem.at[part.state, pl.ds(*piece), to], x)
+        for piece, x in zip(pieces, CT, strict=True):
+            store_transposed(C_last_gmem.at[part.state, pl.ds(*piece), columns], x)
+
+    def clear():
+        """Stores zeros in chunks of h."""
+        write_out(h_tile, products.zeros(*h_tile.shape), 0)
+        each(part.zeros)(lambda chunk: copy_out(h_tile, h_of(chunk), within))
 
     (ring := CopyRing(barriers, part.num_chunks, load_slot)).prologue()
-    columns = [columns_of(b)[1] for b in range(num_blocks)]
-    rows_of = [pl.ds(launch * rows + start, size) for start, size in pieces]
-    CT = [[_initial(C_initial_gmem, part, x, y) for x in rows_of] for y in columns]
+    rows_of = (pl.ds(launch * rows + start, size) for start, size in pieces)
+    CT = [_initial(C_initial_gmem, part, x, columns) for x in rows_of]
     first = part.first + lax.max(chunk_at(np.int32(0)), np.int32(0))  # there may be no chunks
     CT, _ = loop(part.num_chunks, join, (CT, gamma_gmem[head, first]))
     if C_last_gmem is not None:
         pl.when(part.has_state)(store_last)
     if in_list:
-        places = [(h_smem.at[wg * num_blocks + b], to) for b, to in enumerate(columns)]
-        pl.when(part.zeros > 0)(functools.partial(_clear, h, steps_of, part.zeros, places))
+        pl.when(part.zeros > 0)(clear)
     plgpu.wait_smem_to_gmem(0)
     ring.epilogue()
 
@@ -303,7 +287,7 @@ class RecurrentFwHTiles(HopperTiles):
 
     @property
     def warpgroups(self) -> int:
-        return 3 if self.siz_b_DHHV % (3 * WG_ROWS) == 0 else 2
+        return self.siz_b_DHHV // WG_ROWS
 
     def grid(self, p: Problem, **options) -> tuple[int, ...]:
         return p.BNH, blocks_over(p.DHV, self.siz_b_DHHV)
@@ -343,27 +327,25 @@ class RecurrentFwHTiles(HopperTiles):
             "slots": slots,
             "barriers": ring_barriers(self.num_stages, copies=len(slots), readers=readers),
             # Copies of single rows need tiles that are one swizzle atom wide.
-            "h_smem": tiles(columns // WG_ROWS, p.L, WG_ROWS, atom=WG_ROWS if in_list else atom),
+            "h_smem": tiles(readers, p.L, WG_ROWS, atom=WG_ROWS if in_list else atom),
             "C_smem": states if stores else None,
         }
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **options) -> Iterable[Self]:
         """Three warpgroups instead of two if their blocks reach less far beyond a head."""
-        rows = largest_block(p.DHQK, MOST_ROWS[2], atom_columns(p))
-        three = rows <= MOST_ROWS[3] and rounded_up(p.DHV, 192) < rounded_up(p.DHV, 128)
+        rows = largest_block(p.DHQK, MOST_ROWS[128], atom_columns(p))
+        three = rows <= MOST_ROWS[192] and rounded_up(p.DHV, 192) < rounded_up(p.DHV, 128)
         for stages in (3, 2) if p.DHQK <= 128 else (2,):
             yield cls(WG_ROWS, 192 if three else 128, rows, stages)
 
     def divides(self, p: Problem, **options) -> bool:
         """At most two launches, and chunks of 64 steps, as in parallel_fw_P."""
-        L, columns, rows = min(p.L, self.siz_b_L), self.siz_b_DHHV, self.state_rows
-        parts, remaining = divmod(columns, WG_ROWS * self.warpgroups)
+        L, rows = min(p.L, self.siz_b_L), self.state_rows
         return (
-            rows > 0
-            and p.DHQK % rows == rows % atom_columns(p) == remaining == 0
+            0 < rows <= MOST_ROWS.get(self.siz_b_DHHV, 0)
+            and p.DHQK % rows == rows % atom_columns(p) == 0
             and p.DHV > WG_ROWS
             and L == WG_ROWS
             and 2 * rows >= p.DHQK
-            and parts * rows <= MOST_ROWS[self.warpgroups]
         )

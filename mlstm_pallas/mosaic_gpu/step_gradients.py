@@ -12,8 +12,7 @@ Otherwise XLA sums the first run of steps of each block and scans these sums ove
 What flows through a whole tile is what flows through its chunk, plus a sum over the other tiles of
 the chunk (``gate_gradients.pass_through_tiles``). The kernel computes the terms of that sum lane by
 lane and adds them to the tile's queries and to its keys: the queries from t on and the keys before
-t cover each lane once, so every step gets the whole sum. In chunks of more than 512 steps XLA
-computes it.
+t cover each lane once, so every step gets the whole sum.
 
 Bytes: L / 32 + 8 vectors of B NH S float32. There is no matrix product.
 """
@@ -27,7 +26,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.gate_gradients import pass_through_tiles, segmented_suffix_sum
+from mlstm_pallas.formulas.gate_gradients import segmented_suffix_sum
 from mlstm_pallas.formulas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
 from mlstm_pallas.formulas.tiles import blocks, divide
 from mlstm_pallas.mosaic_gpu.common.chunk_scans import (
@@ -124,7 +123,7 @@ def _kernel(
     diagonal,  # (B * NH, rows of a sequence, steps), like all without a shape
     q_inter,
     k_inter,
-    pass_through,  # (B * NH, NC), or (B * NH, S / T)
+    pass_through,  # (B * NH, NC)
     f,
     flags,  # int32
     dm,  # absent if m is a constant
@@ -132,7 +131,7 @@ def _kernel(
     di,  # out
     df,  # out
     dm_first,  # out (B * NH, blocks) of the first step of each block; absent without dm
-    other_tiles,  # shared, see _between_tiles; absent if pass_through has all tiles
+    other_tiles,  # shared, see _between_tiles
     scans,  # shared, three scan_buffers
     carry_scan,  # shared, see _carry; absent with carries
     firsts,  # likewise
@@ -158,8 +157,7 @@ def _kernel(
     first_tile = block * num_tiles
     tile = p.memory_index((divide(row, tile_rows) + first_tile) & np.int32(n - 1), n)
     queries, keys, keys_intra = (vector(x.at[head]) for x in (q_inter, k_inter, diagonal))
-    pass_through_size = head_rows // tile_rows // pass_through.shape[1]  # in tiles
-    read, written = [queries] * (pass_through_size - 1), keys
+    read, written = [queries] * (n - 1), keys
     for other in range(n):
         at = head, p.memory_index(other, n)
         W_queries, W_keys = vector(per_query.at[at]), vector(per_key.at[at])
@@ -170,16 +168,13 @@ def _kernel(
         read = [x + jnp.where(tile > other + d, W_queries, 0.0) for d, x in enumerate(read, 1)]
     flag = vector(flags.at[head])
     log_i_gradient = keys + keys_intra
-    if other_tiles is not None:
-        between = _between_tiles(p, read, written, tile, other_tiles)
-        queries, keys = queries + between, keys + between
+    between = _between_tiles(p, read, written, tile, other_tiles)
+    queries, keys = queries + between, keys + between
     (from_step,) = back.running(add, [queries], [0.0], scans.at[0])
     keys = ahead.shifted(keys, 0.0, scans.at[1])
     (before_step,) = ahead.running(add, [keys], [0.0], scans.at[2])
-    chunks = range(0, num_tiles, pass_through_size)
-    whole = chunk_columns(
-        [[pass_through[head, divide(first_tile + j, pass_through_size)] for j in chunks]], LANES
-    )
+    chunks = [pass_through[head, divide(first_tile + j, n)] for j in range(0, num_tiles, n)]
+    whole = chunk_columns([chunks], LANES)
     log_f_gradient = from_step + before_step + across(whole[0], steps)
     log_f_gradient = jnp.where((flag & DECAY_NONZERO) > 0, log_f_gradient, 0.0)
     if dm is not None:
@@ -231,16 +226,12 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
     if dm is not None and not few:
         dm_ordered, flags_ordered = call.processing_order((dm, flags))
         carries = call.processing_order(_carries(dm_ordered, flags_ordered, size))
-    in_block = 1 < n <= blocks(size, T)
-    if not in_block:
-        operands = call.processing_order((tile_sums, q_dot_dq_inter, k_dot_dk_inter, pass_through))
-        pass_through = call.processing_order(pass_through_tiles(*operands))
 
     def by_rows(x, *tiles):
         return None if x is None else x.reshape(p.BNH, *tiles, head_rows, steps)
 
-    def shared(present, *shape):
-        return plgpu.SMEM(shape, jnp.float32) if present else None
+    def shared(*shape):
+        return plgpu.SMEM(shape, jnp.float32)
 
     y = mosaic_call(
         functools.partial(_kernel, p=p, tile_rows=tile_rows),
@@ -251,10 +242,10 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
             "dm_first": None if dm is None else float32(p.BNH, num_blocks),
         },
         scratch={
-            "other_tiles": shared(in_block, n, LANES + (n - 1) * tile_rows, steps),
-            "scans": shared(True, 3, *scan_buffer(2, LANES, LANES).shape),
+            "other_tiles": shared(n, LANES + (n - 1) * tile_rows, steps),
+            "scans": shared(3, *scan_buffer(2, LANES, LANES).shape),
             "carry_scan": scan_buffer(2, head_rows, LANES) if few else None,
-            "firsts": shared(few, head_rows, 2),
+            "firsts": shared(head_rows, 2) if few else None,
         },
         interpret=call.interpret,
         infer_layouts=False,
@@ -279,4 +270,4 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
 
 class StepGradientsTiles(HopperTiles):
     def divides(self, p: Problem, **options) -> bool:
-        return p.L % LANES == 0
+        return p.L % LANES == 0 and p.L <= LANES * STEPS

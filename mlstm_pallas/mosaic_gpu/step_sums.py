@@ -2,10 +2,10 @@
 
 The vector states n and dn are made of these sums.
 
-Grid (B * NH * blocks of steps * column blocks). A CTA is one warpgroup. It owns a chunk, or 512
-steps of a longer one, or several short chunks of together 256 steps, or 128 if 256 do not divide
-the sequence, and as many columns as fit into 64 KiB of shared memory. An SM holds at least three
-CTAs, so that the copies of one run while another computes.
+Grid (B * NH * blocks of steps * column blocks). A CTA is one warpgroup. It owns a chunk, or several
+short chunks of together 256 steps, or 128 if 256 do not divide the sequence, and as many columns as
+fit into 64 KiB of shared memory. An SM holds at least three CTAs, so that the copies of one run
+while another computes.
 
 Each warp has a quarter of a chunk's steps, whose sums it keeps in registers: see ``_by_warps``. The
 sums of the four warps meet in shared memory once per chunk. In the layout of an accumulator the
@@ -43,7 +43,7 @@ from mlstm_pallas.stages.stage import Launch, largest_block
 from mlstm_pallas.stages.step_sums import Operands
 
 ELEMENTS = 2**15  # of x per CTA, at most
-STEPS, COLUMNS = 512, 256  # at most per sum, and per CTA
+STEPS, COLUMNS = 512, 256  # at most per chunk, and per CTA
 ENOUGH_STEPS = 256  # per CTA: with fewer its start takes longer than its copies
 TILE, GROUP = 64, 16  # steps per copy, and steps that a CTA adds at a time, 4 per warp
 
@@ -62,7 +62,7 @@ def _kernel(
     x,  # (B * NH, S, D) or (B, S, NH, D)
     weights,  # (B * NH, S)
     entries,  # of ``ChunkList``: (B * NH, NC) each, None without a list
-    sums,  # out (B * NH, blocks of steps, D), one or several blocks per chunk
+    sums,  # out (B * NH, NC, D)
     x_tiles,  # shared (tiles, TILE, columns)
     tile_weights,  # shared (tiles, TILE), float32
     full,  # one barrier per tile
@@ -70,10 +70,9 @@ def _kernel(
     p: Problem,
 ) -> None:
     num_tiles, _, columns = x_tiles.shape
-    _, rows, D = sums.shape
-    tiles_per_sum = blocks(p.S, TILE) // rows
+    tiles_per_sum = p.L // TILE
     sums_per_cta = num_tiles // tiles_per_sum
-    blocks_per_head, column_blocks = p.S // (num_tiles * TILE), D // columns
+    blocks_per_head, column_blocks = p.S // (num_tiles * TILE), sums.shape[-1] // columns
     index, column = unravel(lax.axis_index("program"), column_blocks)
     head, steps_block = unravel(index, blocks_per_head)
     cta_columns, by_warps = block(column, columns), _by_warps(atom_columns(p))
@@ -120,28 +119,28 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
     """Runs the stage: ``stages/step_sums.py``, for 16-bit rows."""
     rows, weights, chunks = x
     p, D = call.problem, rows.shape[-1]
-    sum_steps = min(p.L, STEPS)
-    steps = sum_steps
+    steps = p.L
     while steps < ENOUGH_STEPS and p.S % (2 * steps) == 0:
         steps *= 2
     atom = atom_columns(p)
     columns = largest_block(D, min(COLUMNS, ELEMENTS // steps), atom)
-    parts, num_tiles = blocks(p.S, sum_steps), blocks(steps, TILE)
-    sums = mosaic_call(
+    num_tiles = blocks(steps, TILE)
+    y = mosaic_call(
         functools.partial(_kernel, p=p),
         name="step_sums",
         grid={"program": p.BNH * blocks(p.S, steps) * blocks(D, columns)},
-        outputs={"sums": float32(p.BNH, parts, D)},
+        outputs={"sums": float32(p.BNH, p.NC, D)},
         scratch={
             "x_tiles": shared_tiles(num_tiles, TILE, columns, dtype=rows.dtype, atom=atom),
             "tile_weights": plgpu.SMEM((num_tiles, TILE), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=num_tiles),
         },
         interpret=call.interpret,
-    )(x=rows, weights=weights, entries=None if chunks is None else chunks.entries)["sums"]
-    return jnp.sum(sums.reshape(p.BNH, p.NC, parts // p.NC, D), axis=2) if parts > p.NC else sums
+    )(x=rows, weights=weights, entries=None if chunks is None else chunks.entries)
+    sums: Array = y["sums"]
+    return sums
 
 
 class StepSumsTiles(HopperTiles):
     def divides(self, p: Problem, **options) -> bool:
-        return p.L % TILE == 0
+        return p.L % TILE == 0 and p.L <= STEPS

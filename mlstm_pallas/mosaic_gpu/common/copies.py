@@ -38,76 +38,54 @@ from mlstm_pallas.mosaic_gpu.common.inline_mlir import (
     inline_store_transposed,
 )
 from mlstm_pallas.mosaic_gpu.common.interpretable import interpretable
-from mlstm_pallas.mosaic_gpu.common.launch import atom_columns, load_float32, plgpu, unravel
+from mlstm_pallas.mosaic_gpu.common.launch import load_float32, plgpu, unravel
+from mlstm_pallas.mosaic_gpu.common.references import base, selected, tiling
 from mlstm_pallas.problem.dimensions import Problem
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Steps and columns of a head, of an array whose number of steps is no multiple of 8.
+    """A reference to steps of a head, of an array whose number of steps is no multiple of 8.
 
     Like a reference it has ``at``, which selects a block of the steps, or of the steps and columns.
     """
 
-    array: Any  # (..., S, ..., D), as the kernel receives it
-    before: tuple[Any, ...]  # indices of the axes before the steps, and of the axes behind
-    behind: tuple[Any, ...]
-    start: Any
-    column: Any
-    shape: tuple[int, int]
-    atom: int  # the columns of a swizzle atom of the tiles
+    reference: Any
 
     @property
     def at(self) -> "Steps":
         return self
 
-    @property
-    def reference(self) -> Any:
-        """The same steps and columns as a reference."""
-        (rows, columns), axes = self.shape, (self.before, self.behind)
-        steps, features = pl.ds(self.start, rows), pl.ds(self.column, columns)
-        return self.array.at[(*axes[0], steps, *axes[1], features)]
+    def __getitem__(self, index) -> "Steps":
+        return Steps(self.reference.at[index])
 
     @property
-    def piece_rows(self) -> int:
+    def start_and_count(self) -> tuple[Any, int]:
+        """The first step, and how many the array has."""
+        region, _ = selected(self.reference)
+        return region[1][0], base(self.reference).shape[1]
+
+    def piece_rows(self, tile) -> int:
         """The rows that are copied at a time where a tile is not copied at once."""
-        return 1 if self.shape[1] <= self.atom else GROUP
+        return 1 if tile.shape[1] == tiling(tile)[1] else GROUP
 
-    def pieces(self, size=None) -> Any:
+    def pieces(self, tile, size=None) -> Any:
         """How many pieces are copied one by one; 0: the tile is copied at once.
 
         size: how many rows are written, for a tile that is one swizzle atom wide; None: all.
         """
-        rows = self.shape[0]
+        rows = tile.shape[0]
         if size is not None:
             return jnp.where(size == rows, np.int32(0), size)
-        return 0 if self.piece_rows == 1 else groups_alone(self.start, self.S, rows)
-
-    def __getitem__(self, index) -> "Steps":
-        steps, columns = index if isinstance(index, tuple) else (index, slice(None))
-        offsets, shape = zip(*map(_start_and_size, (steps, columns), self.shape), strict=True)
-        position = self.start + offsets[0], self.column + offsets[1]
-        return Steps(self.array, self.before, self.behind, *position, shape, self.atom)
-
-    @property
-    def S(self) -> int:
-        return int(self.array.shape[len(self.before)])
+        return 0 if self.piece_rows(tile) == 1 else groups_alone(*self.start_and_count, rows)
 
 
-def _start_and_size(index, size: int) -> tuple[Any, int]:
-    if isinstance(index, slice):
-        start, stop, _ = index.indices(size)
-        return start, stop - start
-    return index.start, index.size
-
-
-def head_of(ref, n, p: Problem, *, any_step: bool = False, atom: int | None = None):
+def head_of(ref, n, p: Problem, *, any_step: bool = False):
     """Head n, (S, D), of an array (B * NH, S, D) or (B, S, NH, D).
 
     Splits count as heads. The array may have fewer steps than S, because TMA copies read zeros
     beyond them and write nothing there.
 
-    atom: the columns of a swizzle atom of the tiles; None: ``atom_columns``.
     any_step: whether tiles begin at any step, not only at multiples of 8.
     """
     strided = len(ref.shape) == 4
@@ -117,11 +95,9 @@ def head_of(ref, n, p: Problem, *, any_step: bool = False, atom: int | None = No
     if num_splits > 1:
         n, split = unravel(n, num_splits)
         steps = pl.ds(split * p.S, p.S)
-    before, behind = ((x,) for x in unravel(n, NH)) if strided else ((n,), ())
-    if not any_step and ref.shape[1] % GROUP == 0:
-        return ref.at[(*before, steps, *behind)]
-    start, size = _start_and_size(steps, ref.shape[1])
-    return Steps(ref, before, behind, start, 0, (size, ref.shape[-1]), atom or atom_columns(p))
+    batch, head = unravel(n, NH)
+    head_steps = ref.at[(batch, steps, head) if strided else (n, steps)]
+    return Steps(head_steps) if any_step or ref.shape[1] % GROUP else head_steps
 
 
 @interpretable
@@ -144,7 +120,7 @@ def store_transposed(array, tile) -> None:
 def copy_in(source, tile, barrier) -> None:
     """Starts a copy to shared memory that arrives on the barrier."""
     if isinstance(source, Steps):
-        copy_steps(source, tile, source.pieces(), barrier)
+        copy_steps(source.reference, tile, source.pieces(tile), barrier)
     else:
         plgpu.copy_gmem_to_smem(source, tile, barrier)
 
@@ -156,7 +132,8 @@ def copy_out(tile, destination, where=None, size=None) -> None:
     Whether a copy that does not start counts as pending depends on the kind of array.
     """
     if isinstance(destination, Steps):
-        start = functools.partial(copy_steps, destination, tile, destination.pieces(size))
+        pieces = destination.pieces(tile, size)
+        start = functools.partial(copy_steps, destination.reference, tile, pieces)
         pl.when(where is None or where)(start)
     else:
         plgpu.copy_smem_to_gmem(tile, destination, predicate=where)

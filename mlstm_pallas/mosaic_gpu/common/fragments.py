@@ -105,6 +105,17 @@ def decay_tile(e: Iterable[jax.Array], u: Iterable[jax.Array]) -> jax.Array:
     return jnp.exp2(hi * LOG2_E + lo * LOG2_E)
 
 
+def causal_scores(S: jax.Array, D: jax.Array, p: Problem, distance: Any = 0) -> jax.Array:
+    """P_ts = D_ts scale q_t . k_s, where s <= t, else 0.
+
+    It is masked after the product, not before, so that a NaN in k reaches no earlier step.
+
+    distance: from the first key of the tile to the first query, in time.
+    """
+    t, s = rows_and_columns(WG_ROWS, WG_ROWS, p.reverse)
+    return jnp.where(s <= t + distance, S * (D * p.qk_scale), 0.0)
+
+
 def write_tiles(
     P,
     dP,

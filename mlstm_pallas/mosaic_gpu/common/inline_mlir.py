@@ -25,6 +25,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
 from mlstm_pallas.formulas.tiles import remainder
 from mlstm_pallas.mosaic_gpu.common.launch import plgpu, tile_transforms
+from mlstm_pallas.mosaic_gpu.common.references import base, selected, tiling
 
 GROUP = 8  # rows per group
 THREADS = 128  # per warpgroup; all of them arrive on a barrier
@@ -69,24 +70,23 @@ def groups_alone(first, S: int, rows: int) -> jax.Array:
 def copy_steps(steps, tile, pieces, barrier=None) -> None:
     """Starts copies of a tile: from an array with a barrier, to the array without one.
 
-    pieces: how many; 0: the tile is copied at once.
+    Args:
+      steps: the reference to the steps and columns of the array; the steps are its axis 1.
+      pieces: how many; 0: the tile is copied at once.
     """
-    (rows, columns), itemsize = steps.shape, tile.dtype.itemsize
-    transforms = tile_transforms(min(steps.atom, columns), itemsize)
-    tiling, swizzle = transforms[0].tiling, transforms[1].swizzle
-    axis = len(steps.before)
-    groups = launch_context.TileTransform(tiling, rounding=launch_context.Rounding.DOWN)
+    (rows, columns), itemsize, atom = steps.shape, tile.dtype.itemsize, tiling(tile)
+    transforms = tile_transforms(atom[1], itemsize)
+    groups = launch_context.TileTransform(atom, rounding=launch_context.Rounding.DOWN)
     # A group of rows consists of swizzle atoms, one after another.
-    atoms = launch_context.TileTransform(tiling[1:]), launch_context.TransposeTransform((1, 0, 2))
-
-    one_atom = steps.piece_rows == 1
+    atoms = launch_context.TileTransform(atom[1:]), launch_context.TransposeTransform((1, 0, 2))
+    one_atom = columns == atom[1]
+    piece_rows = 1 if one_atom else GROUP
 
     def start(context, array, tile, *scalars):
         index = ir.IndexType.get()
         *at, count, address = (x.registers.item() for x in scalars)
-        first = at.pop(axis)
-        *others, column = (arith.index_cast(index, x) for x in at)
-        before, behind = others[:axis], others[axis:]
+        first = at.pop(1)
+        before, *behind, column = (arith.index_cast(index, x) for x in at)
         full = None
         if barrier is not None:
             shared = llvm.PointerType.get(utils.WORKGROUP_NVPTX_ADDRESS_SPACE)
@@ -102,10 +102,10 @@ def copy_steps(steps, tile, pieces, barrier=None) -> None:
                 sides = dict(src_ref=piece, dst_ref=array)
             context.async_copy(
                 **sides,
-                gmem_slice=(*before, steps, *behind, utils.ds(column, columns)),
+                gmem_slice=(before, steps, *behind, utils.ds(column, columns)),
                 gmem_transform=transform,
                 barrier=full,
-                swizzle=swizzle,
+                swizzle=transforms[1].swizzle,
                 arrive=False,
                 predicate=where,
             )
@@ -118,10 +118,10 @@ def copy_steps(steps, tile, pieces, barrier=None) -> None:
         copy(tile, first, rows, whole, arith.andi(leader, at_once))
 
         def piece(g, carry):
-            row = arith.addi(first, arith.muli(g, _i32(steps.piece_rows)))
-            position = arith.index_cast(index, g)
-            rows_at_once = utils.memref_slice(tile, utils.ds(position, 1) if one_atom else position)
-            copy(rows_at_once, row, steps.piece_rows, transform, leader)
+            row = arith.addi(first, arith.muli(g, _i32(piece_rows)))
+            place = arith.index_cast(index, g)
+            rows_at_once = utils.memref_slice(tile, utils.ds(place, 1) if one_atom else place)
+            copy(rows_at_once, row, piece_rows, transform, leader)
             return carry
 
         utils.fori(count, [])(piece)
@@ -130,10 +130,10 @@ def copy_steps(steps, tile, pieces, barrier=None) -> None:
             nvvm.cp_async_bulk_commit_group()
 
     address = 0 if barrier is None else barrier_address(barrier)
-    at = *steps.before, steps.start, *steps.behind, steps.column
-    scalars = [jnp.asarray(x, jnp.int32) for x in (*at, pieces, address)]
+    starts = (start for start, _ in selected(steps)[0])
+    scalars = [jnp.asarray(x, jnp.int32) for x in (*starts, pieces, address)]
     types = plgpu.RefType(), plgpu.RefType(transforms), *[plgpu.Layout.WG_SPLAT] * len(scalars)
-    plgpu.inline_mgpu(arg_types=types)(start)(steps.array, tile, *scalars)
+    plgpu.inline_mgpu(arg_types=types)(start)(base(steps), tile, *scalars)
 
 
 def inline_load_transposed(_, zeros, array) -> mgpu.FragmentedArray:

@@ -30,9 +30,9 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.common.interpretable import current
+from mlstm_pallas.mosaic_gpu.common.references import Region, base, selected, tiling
 
 gpu_interpreter: Any = gpu_callbacks  # jax 0.10 lacks parts of it
-Region = list[tuple[Any, Any]]  # start and size along the first axes; all other axes are whole
 
 
 class _Product(NamedTuple):
@@ -77,7 +77,7 @@ class Interpreter:
     def traced(self, scratch: Mapping[str, Any]) -> Iterator[None]:
         """Makes this object current; error messages use the names of the scratch."""
         leaves = {_name_of(path): x for path, x in jax.tree.leaves_with_path(dict(scratch))}
-        self._names.update((id(_base(x)), (_base(x), name)) for name, x in leaves.items())
+        self._names.update((id(base(x)), (base(x), name)) for name, x in leaves.items())
         for union in self._unions:
             names = [name for name in leaves if name.startswith(f"{union}.")]
             self._sharing |= {x: [leaves[y] for y in names if x != y] for x in names}
@@ -135,14 +135,15 @@ class Interpreter:
         self.guard(barrier, tile)
         self._overwrite(tile)
         if hasattr(source, "pieces"):
-            source = self._in_pieces(source, source.pieces(), loads=True)
+            source = self._in_pieces(source, tile, source.pieces(tile), loads=True)
         self._check_copy(tile, source)
         self.plgpu.copy_gmem_to_smem(source, tile, barrier)
 
     def copy_out(self, tile, destination, where=None, size=None) -> None:
         rows = tile.shape[0]
         if hasattr(destination, "pieces"):
-            destination = self._in_pieces(destination, destination.pieces(size), loads=False)
+            pieces = destination.pieces(tile, size)
+            destination = self._in_pieces(destination, tile, pieces, loads=False)
         self._check_copy(tile, destination, where)
         copy, whole = self.plgpu.copy_smem_to_gmem, where is None or where
         if size is not None:
@@ -152,10 +153,11 @@ class Interpreter:
             whole &= size == rows
         pl.when(whole)(lambda: copy(tile, destination))
 
-    def _in_pieces(self, steps, pieces, *, loads: bool):
+    def _in_pieces(self, steps, tile, pieces, *, loads: bool):
         """The reference to steps that are copied at once, if pieces is 0, or one by one."""
-        static = steps.S, steps.shape[0], steps.piece_rows, loads
-        self._call(self._may_cut, *static, values=(pieces, steps.start))
+        start, S = steps.start_and_count
+        static = S, tile.shape[0], steps.piece_rows(tile), loads
+        self._call(self._may_cut, *static, values=(pieces, start))
         return steps.reference
 
     def _check_copy(self, tile, array, where=None) -> None:
@@ -164,18 +166,17 @@ class Interpreter:
         It may begin beyond along an axis of which it has several blocks, where TMA reads zeros. The
         index of a single block is dropped if the array has a single one, too.
         """
-        shape, (region, axes) = _base(array).shape, _selected(array)
-        tile_transforms = getattr(tile, "transforms", ())
-        tiling = next((x.tiling for x in tile_transforms if hasattr(x, "tiling")), ())
-        tiles = dict(zip(axes[::-1], tiling[::-1], strict=False))
+        shape, (region, axes) = base(array).shape, selected(array)
+        atom = tiling(tile)
+        tiles = dict(zip(axes[::-1], atom[::-1], strict=False))
         blocks = [size // tiles.get(axis, 1) for axis, (_, size) in enumerate(region)]
         strides = np.cumprod(shape[:0:-1]) * tile.dtype.itemsize
         kept = {x for x, count in enumerate(blocks) if count > 1 or shape[x] > tiles.get(x, 1)}
         squeezed = len(kept - {*axes})  # becomes one axis if there are more than five
         rank = len(kept) + len(tiles) - max(squeezed - 1, 0)
-        if rank > 5 or max(*blocks, *tiling) > 256 or any(strides % 16):
+        if rank > 5 or max(*blocks, *atom) > 256 or any(strides % 16):
             raise ValueError(
-                f"{self.kernel} copies {tile.shape} of {shape} in blocks of {tiling}, expected up "
+                f"{self.kernel} copies {tile.shape} of {shape} in blocks of {atom}, expected up "
                 "to five axes, up to 256 blocks along each, and strides of whole 16 bytes"
             )
         one = [x for x, count in enumerate(blocks) if count == 1]
@@ -229,7 +230,7 @@ class Interpreter:
         return jax.tree.map_with_path(members, dict(scratch))
 
     def _name(self, x) -> str:
-        x = _base(x)
+        x = base(x)
         return self._names.setdefault(id(x), (x, f"accumulator {len(self._names)}"))[1]
 
     def _accumulator(self, initial: jax.Array) -> jax.ShapeDtypeStruct:
@@ -249,7 +250,7 @@ class Interpreter:
         check = functools.partial(self._may_wait, self._name(empty), barrier is not empty)
         zero = self._call(check, values=_slot(empty), result=np.int32(0))
         [(index, _)] = _slot(barrier) or [(0, 1)]
-        self.plgpu.barrier_wait(_base(barrier).at[index + zero])
+        self.plgpu.barrier_wait(base(barrier).at[index + zero])
 
     def _begin(self, wg: _Warpgroup, _) -> None:
         self._warpgroups[wg.index] = _Warpgroup(wg.index, {}, [], [])
@@ -318,11 +319,6 @@ class Interpreter:
         raise error
 
 
-def _base(x):
-    """The buffer, or the array of barriers, to which a reference belongs."""
-    return x.ref if hasattr(x, "transforms") else x
-
-
 def _name_of(path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
@@ -330,32 +326,12 @@ def _name_of(path) -> str:
 def _region(x) -> Region:
     """The part of its buffer that a reference selects; empty: all of it."""
     selects = any(hasattr(y, "indices") for y in getattr(x, "transforms", ()))
-    return _selected(x)[0] if selects else []
-
-
-def _selected(x) -> tuple[Region, list[int]]:
-    """The part of an array that a reference selects, and the axes that the reference has."""
-    region: Region = [(0, size) for size in _base(x).shape]
-    axes = [*range(len(region))]
-    for transform in getattr(x, "transforms", ()):
-        if hasattr(transform, "permutation"):
-            axes = [axes[axis] for axis in transform.permutation]
-        elif hasattr(transform, "indices"):  # of all axes, of which tiled memory has more
-            kept = []
-            for axis, index in zip(axes, transform.indices, strict=False):
-                first = region[axis][0]
-                if isinstance(index, pl.Slice):
-                    region[axis] = first + index.start, index.size
-                    kept.append(axis)
-                else:
-                    region[axis] = first + index, 1
-            axes = kept
-    return region, axes
+    return selected(x)[0] if selects else []
 
 
 def _slot(barrier) -> Region:
     """The slot that a barrier guards; a single barrier guards all slots."""
-    return _region(barrier) if _base(barrier).shape[:1] > (1,) else []
+    return _region(barrier) if base(barrier).shape[:1] > (1,) else []
 
 
 def _indexed(name: str, slot: Region) -> str:

@@ -98,7 +98,7 @@ class PersistentKernel:
             def clear_rows(pair):
                 rows = block(chunk * (p.L // WG_ROWS) + 2 * pair + self.wg, WG_ROWS)
                 for x in outputs:
-                    steps = head_of(x, head, p, atom=self.atom)
+                    steps = head_of(x, head, p)
 
                     @each(blocks_over(x.shape[-1], tile.shape[1]))
                     def clear_tile(column, steps=steps):
