@@ -53,7 +53,7 @@ class _Warpgroup:
 class Interpreter:
     """The products of one launch. A kernel calls the public methods while it is traced.
 
-    Methods that take a ``_Warpgroup`` run on the host, in the order of the calls.
+    Functions that take a ``_Warpgroup`` run on the host, in the order of the calls.
     """
 
     def __init__(self, plgpu, kernel: str, warpgroups: int) -> None:
@@ -81,11 +81,19 @@ class Interpreter:
         for union in self._unions:
             names = [name for name in leaves if name.startswith(f"{union}.")]
             self._sharing |= {x: [leaves[y] for y in names if x != y] for x in names}
+
+        def begin(wg: _Warpgroup, _) -> None:
+            self._warpgroups[wg.index] = _Warpgroup(wg.index, {}, [], [])
+
+        def finish(wg: _Warpgroup, _) -> None:
+            for barrier in wg.acquired:
+                self._refuse(wg, f"ends with {barrier}", "release before")
+
         token = current.set(self)
         try:
-            self._call(self._begin)
+            self._call(begin)
             yield
-            self._call(self._finish)
+            self._call(finish)
         finally:
             current.reset(token)
             self._names.clear()
@@ -93,18 +101,33 @@ class Interpreter:
 
     def add(self, accumulator: jax.ShapeDtypeStruct, a, b) -> None:
         shared = [x for x in (a, b) if not isinstance(x, jax.Array)]
-        names = [self._name(x) for x in shared]
+        name, names = self._name(accumulator), [self._name(x) for x in shared]
         loaded = (x if isinstance(x, jax.Array) else x[...] for x in (a, b))
+
+        def issue(wg: _Warpgroup, values) -> None:
+            regions, product = values
+            wg.running.append(_Product(name, list(zip(names, regions, strict=True))))
+            wg.values[name] = wg.values[name] + np.asarray(product)
+
         product = jnp.dot(*loaded, preferred_element_type=jnp.float32)
-        values = [*map(_region, shared)], product
-        self._call(self._add, self._name(accumulator), names, values=values)
+        self._call(issue, ([*map(_region, shared)], product))
 
     def wait(self, pending: int) -> None:
-        self._call(self._wait, pending)
+        def end(wg: _Warpgroup, _) -> None:
+            del wg.running[: max(len(wg.running) - pending, 0)]
+
+        self._call(end)
 
     def read(self, accumulator: jax.ShapeDtypeStruct, pending: int):
+        name = self._name(accumulator)
+
+        def value(wg: _Warpgroup, _):
+            if any(x.accumulator == name for x in wg.running):
+                self._refuse(wg, f"reads {name}, to which a running product adds")
+            return wg.values[name]
+
         self.wait(pending)
-        return self._call(self._read, self._name(accumulator), result=accumulator)
+        return self._call(value, result=accumulator)
 
     def all_from_zeros(self, issue: Callable[..., Any], *shapes: tuple[int, int]):
         return self._accumulated(issue, [jnp.zeros(shape, jnp.float32) for shape in shapes])
@@ -155,9 +178,17 @@ class Interpreter:
 
     def _in_pieces(self, steps, tile, pieces, *, loads: bool):
         """The reference to steps that are copied at once, if pieces is 0, or one by one."""
-        start, S = steps.start_and_count
-        static = S, tile.shape[0], steps.piece_rows(tile), loads
-        self._call(self._may_cut, *static, values=(pieces, start))
+        (start, S), rows, piece_rows = steps.start_and_count, tile.shape[0], steps.piece_rows(tile)
+
+        def check(wg: _Warpgroup, values) -> None:
+            pieces, start = map(int, values)
+            whole = start % 8 == 0 and start + rows <= S // 8 * 8
+            if not pieces and not (whole or piece_rows == 1):
+                self._refuse(wg, f"copies {rows} of {S} steps from {start} on at once", "pieces")
+            if pieces and loads and pieces * piece_rows != rows:
+                self._refuse(wg, f"copies {pieces} pieces of {piece_rows} steps", f"{rows} steps")
+
+        self._call(check, (pieces, start))
         return steps.reference
 
     def _check_copy(self, tile, array, where=None) -> None:
@@ -180,8 +211,15 @@ class Interpreter:
                 "to five axes, up to 256 blocks along each, and strides of whole 16 bytes"
             )
         one = [x for x, count in enumerate(blocks) if count == 1]
-        offsets = [region[x][0] for x in one], where is None or where
-        self._call(self._may_begin, [shape[x] for x in one], values=offsets)
+
+        def check(wg: _Warpgroup, values) -> None:
+            offsets, where = values
+            for axis, start in zip(one, map(int, offsets), strict=True):
+                if where and not 0 <= start < shape[axis]:
+                    what = f"copies a block at {start} of an axis of {shape[axis]}"
+                    self._refuse(wg, what, "it within")
+
+        self._call(check, ([region[x][0] for x in one], where is None or where))
 
     def guard(self, full, *buffers) -> None:
         filled = self._filled.setdefault(self._name(full), [])
@@ -189,7 +227,7 @@ class Interpreter:
 
     def store(self, tile, value: jax.Array) -> None:
         self._overwrite(tile)
-        self._call(self._end, "writes", [self._name(tile)], values=_region(tile))
+        self._check_unread("writes", tile)
         tile[...] = value
 
     def _overwrite(self, tile) -> None:
@@ -197,7 +235,7 @@ class Interpreter:
         for other in self._sharing.get(self._name(tile), ()):
             slot = other.at[_region(tile)[0][0]]
             unknown = jnp.full(slot.shape, jnp.nan, slot.dtype)
-            self._call(self._end, "overwrites", [self._name(other)], values=_region(slot))
+            self._check_unread("overwrites", slot)
             slot[...] = unknown
             self.plgpu.commit_smem()
 
@@ -213,7 +251,8 @@ class Interpreter:
 
     def release(self, *barriers) -> None:
         for barrier in barriers:
-            self._call(self._release, self._name(barrier), values=_slot(barrier))
+            release = functools.partial(self._release, self._name(barrier))
+            self._call(release, _slot(barrier))
         self.plgpu.commit_smem()
         for barrier in barriers:
             self.plgpu.barrier_arrive(barrier)
@@ -235,68 +274,45 @@ class Interpreter:
 
     def _accumulator(self, initial: jax.Array) -> jax.ShapeDtypeStruct:
         accumulator = jax.ShapeDtypeStruct(initial.shape, jnp.float32)
-        self._call(self._start, self._name(accumulator), values=initial)
+        name = self._name(accumulator)
+
+        def start(wg: _Warpgroup, value) -> None:
+            wg.values[name] = np.asarray(value)
+
+        self._call(start, initial)
         return accumulator
 
-    def _call(self, function, *static, values=(), result=None):
+    def _call(self, function: Callable[[_Warpgroup, Any], Any], values: Any = (), result=None):
         def on_host(wg, values):
-            value = function(*static, self._warpgroups[int(wg)], values)
+            value = function(self._warpgroups[int(wg)], values)
             return result if value is None else value
 
         return io_callback(on_host, result, lax.axis_index("wg"), values, ordered=True)
 
     def _block(self, barrier, empty) -> None:
         """Waits on the barrier after a check; the index depends on it, so XLA keeps the order."""
-        check = functools.partial(self._may_wait, self._name(empty), barrier is not empty)
-        zero = self._call(check, values=_slot(empty), result=np.int32(0))
+        name, acquires = self._name(empty), barrier is not empty
+
+        def check(wg: _Warpgroup, slot: Region) -> None:
+            if (barrier := _indexed(name, slot)) in wg.acquired:
+                waits = f"waits for {barrier}, which it has itself"
+                what = f"acquires {barrier} again" if acquires else waits
+                self._refuse(wg, what, "release before")
+            if acquires:
+                wg.acquired.append(barrier)
+
+        zero = self._call(check, _slot(empty), np.int32(0))
         [(index, _)] = _slot(barrier) or [(0, 1)]
         self.plgpu.barrier_wait(base(barrier).at[index + zero])
 
-    def _begin(self, wg: _Warpgroup, _) -> None:
-        self._warpgroups[wg.index] = _Warpgroup(wg.index, {}, [], [])
-
-    def _start(self, accumulator: str, wg: _Warpgroup, value) -> None:
-        wg.values[accumulator] = np.asarray(value)
-
-    def _add(self, accumulator: str, names: list[str], wg: _Warpgroup, operands) -> None:
-        regions, product = operands
-        wg.running.append(_Product(accumulator, list(zip(names, regions, strict=True))))
-        wg.values[accumulator] = wg.values[accumulator] + np.asarray(product)
-
-    def _wait(self, pending: int, wg: _Warpgroup, _) -> None:
-        del wg.running[: max(len(wg.running) - pending, 0)]
-
-    def _read(self, accumulator: str, wg: _Warpgroup, _):
-        if any(x.accumulator == accumulator for x in wg.running):
-            self._refuse(wg, f"reads {accumulator}, to which a running product adds")
-        return wg.values[accumulator]
+    def _check_unread(self, doing: str, tile) -> None:
+        self._call(functools.partial(self._end, doing, [self._name(tile)]), _region(tile))
 
     def _end(self, doing: str, names: list[str], wg: _Warpgroup, region: Region) -> None:
         """Checks that no running product of the warpgroup reads this part of the buffers."""
         for name, region_read in (read for x in wg.running for read in x.reads):
             if name in names and _overlap(region_read, region):
                 self._refuse(wg, f"{doing} {name}, which a running product reads")
-
-    def _may_cut(self, S: int, rows: int, piece_rows: int, loads: bool, wg: _Warpgroup, at) -> None:
-        pieces, start = map(int, at)
-        whole = start % 8 == 0 and start + rows <= S // 8 * 8
-        if not pieces and not (whole or piece_rows == 1):
-            self._refuse(wg, f"copies {rows} of {S} steps from {start} on at once", "pieces")
-        if pieces and loads and pieces * piece_rows != rows:
-            self._refuse(wg, f"copies {pieces} pieces of {piece_rows} steps", f"{rows} steps")
-
-    def _may_begin(self, sizes: list[int], wg: _Warpgroup, values) -> None:
-        offsets, where = values
-        for start, size in zip(map(int, offsets), sizes, strict=True):
-            if where and not 0 <= start < size:
-                self._refuse(wg, f"copies a block at {start} of an axis of {size}", "it within")
-
-    def _may_wait(self, name: str, acquires: bool, wg: _Warpgroup, slot: Region) -> None:
-        if (barrier := _indexed(name, slot)) in wg.acquired:
-            waits = f"waits for {barrier}, which it has itself"
-            self._refuse(wg, f"acquires {barrier} again" if acquires else waits, "release before")
-        if acquires:
-            wg.acquired.append(barrier)
 
     def _release(self, name: str, wg: _Warpgroup, slot: Region) -> None:
         if (barrier := _indexed(name, slot)) not in wg.acquired:
@@ -306,10 +322,6 @@ class Interpreter:
         if buffers is None:
             self._refuse(wg, f"releases {name}, which guards no buffer", "copy_in or guard before")
         self._end(f"releases {name} of", buffers, wg, slot)
-
-    def _finish(self, wg: _Warpgroup, _) -> None:
-        for barrier in wg.acquired:
-            self._refuse(wg, f"ends with {barrier}", "release before")
 
     def _refuse(self, wg: _Warpgroup, what: str, expected: str = "wait before") -> NoReturn:
         error = RuntimeError(f"{self.kernel}: warpgroup {wg.index} {what}, expected {expected}")
