@@ -101,7 +101,8 @@ class _Kernel(PersistentKernel):
         self.ring = CopyRing(refs.barriers, items * n, self.copy_operands, item_steps=n)
         self.rings, self.h_ring = [self.ring], None
         if refs.h_gmem is not None:
-            self.h_ring = CopyRing(refs.h_barriers, items * self.steps_v, self.copy_h)
+            n = self.steps_v
+            self.h_ring = CopyRing(refs.h_barriers, items * n, self.copy_h, item_steps=n)
             self.rings.append(self.h_ring)
 
     def item(self, index):
@@ -135,8 +136,7 @@ class _Kernel(PersistentKernel):
         pl.when(with_v)(lambda: tiles(refs.dh_gmem, refs.v_gmem, x - steps_k))
         pl.when(x == self.last)(vectors)
 
-    def copy_h(self, step, copy) -> None:
-        index, x = unravel(step, self.steps_v)
+    def copy_h(self, index, x, copy) -> None:
         head, chunk, i, _ = self.item(index)
         position = block(self.tile(chunk, i), TILE), block(x, DEPTH)
         copy(head_of(self.refs.h_gmem, head, self.p).at[position], self.refs.h_smem)

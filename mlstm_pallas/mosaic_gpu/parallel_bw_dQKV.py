@@ -170,8 +170,7 @@ class _Kernel(PersistentKernel):
 
     def steps(self, item):
         """These rows in the sequence."""
-        start = item.chunk * self.p.L + item.row * ROWS + self.wg * WG_ROWS
-        return aligned(start, WG_ROWS)
+        return aligned(item.chunk * self.p.L + self.rows(item).start, WG_ROWS)
 
     def item(self, index, step):
         index, items_per_chunk = self.item_of(index), _items_per_chunk(self.roles)
@@ -229,9 +228,9 @@ class _Kernel(PersistentKernel):
 
 def _copy_halves(copy, x, start, size: int, tile, *index) -> None:
     """Copies a tile in two, at multiples of 128 bytes, because every step has two copies."""
-    half = rounded_up(size // 2, 32)
-    for y in (slice(0, half), slice(half, size)):
-        copy(x.at[(pl.ds(start + y.start, y.stop - y.start), *index)], tile, y)
+    half = size // 2
+    for y in (0, half):
+        copy(x.at[(pl.ds(start + y, half), *index)], tile, pl.ds(y, half))
 
 
 class _Sources(NamedTuple):

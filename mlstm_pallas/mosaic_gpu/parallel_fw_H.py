@@ -89,15 +89,15 @@ def _add_q_C(acc, q_smem, C_smem, wg, ring):
 
 def _add_q_k(acc, q, k):
     """acc += q k^T."""
-    parts = k.shape[0]
-    if parts == 1:
-        for x in range(q.shape[0]):
-            products.add(acc, q.at[x], k.at[0, :, block(x, q.shape[-1])].T)
-        return
+    parts, _, atom = q.shape
 
-    @each(parts)  # a loop, because eight unrolled products spill
     def add(x):
-        products.add(acc, q.at[x], k.at[x].T)
+        products.add(acc, q.at[x], k.at[:, block(x, atom)].T)
+
+    if parts * atom > 256:  # in a loop, because eight unrolled products spill
+        return each(parts)(add)
+    for x in range(parts):
+        add(x)
 
 
 def _store_h(num, buffers, h, rows, column):
@@ -124,7 +124,7 @@ def _kernel(
     h_gmem,  # output, like v
     z_gmem,  # output (B * NH, S), None without a normaliser
     q_smem,  # (warpgroups, DHQK / atom, 64, atom): the columns of a swizzle atom
-    k_smem,  # (num_stages, parts, 64, columns of a part)
+    k_smem,  # (num_stages, 64, DHQK)
     v_smem,  # (num_stages, 64, siz_b_DHHV): rows of C, then v
     q_full,  # one barrier per warpgroup
     k_barriers,
@@ -145,9 +145,7 @@ def _kernel(
         return block(chunk * (p.L // WG_ROWS) + p.memory_index(tile, p.L // WG_ROWS), WG_ROWS)
 
     def load_k(j, copy):
-        _, parts, _, part_columns = k_smem.shape
-        for x in range(parts):
-            copy(k.at[steps(j), block(x, part_columns)], k_smem, x)
+        copy(k.at[steps(j)], k_smem)
 
     def load_v(step, copy):
         C_rows = C_gmem.at[head, chunk, block(step, atom), block(column, siz_b_DHHV)]
@@ -259,14 +257,13 @@ class ParallelFwHTiles(HopperTiles):
     def scratch(self, p: Problem, dtype, **options) -> dict[str, Any]:
         warpgroups, n, atom = self.siz_b_LQ // WG_ROWS, self.num_stages, atom_columns(p)
         tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom)
-        part_columns = p.DHQK if p.DHQK <= 256 else atom
-        parts, q_parts = p.DHQK // part_columns, p.DHQK // atom
+        parts = p.DHQK // atom
         return {
-            "q_smem": tiles(warpgroups, q_parts, WG_ROWS, atom),
-            "k_smem": tiles(n, parts, WG_ROWS, part_columns),
+            "q_smem": tiles(warpgroups, parts, WG_ROWS, atom),
+            "k_smem": tiles(n, WG_ROWS, p.DHQK),
             "v_smem": tiles(n, WG_ROWS, self.siz_b_DHHV),
-            "q_full": plgpu.Barrier(num_arrivals=q_parts, num_barriers=warpgroups),
-            "k_barriers": ring_barriers(n, copies=parts, readers=warpgroups),
+            "q_full": plgpu.Barrier(num_arrivals=parts, num_barriers=warpgroups),
+            "k_barriers": ring_barriers(n, copies=1, readers=warpgroups),
             "v_barriers": ring_barriers(n, copies=1, readers=warpgroups),
         }
 

@@ -137,18 +137,18 @@ def _recurrence(
         """The steps of a tile of the index-th chunk."""
         return block(chunk_at(index) * n + tile, STEPS)
 
-    def copy_operands(step, copy):
-        steps = steps_of(*unravel(step, n))
+    def copy_operands(index, tile, copy):
+        steps = steps_of(index, tile)
         copy(head_of(x.a, head, p).at[steps, block_rows], a_smem)
         copy(head_of(x.b, head, p).at[steps, block_columns], b_smem)
         if x.r is not None:
             copy(x.r.at[head, steps], weights_smem)
 
-    def copy_h(step, copy):
-        copy(head_of(x.h, head, p).at[steps_of(*unravel(step, n)), block_columns], h_smem)
+    def copy_h(index, tile, copy):
+        copy(head_of(x.h, head, p).at[steps_of(index, tile), block_columns], h_smem)
 
-    ring = CopyRing(barriers, num_chunks * n, copy_operands, readers)
-    h_ring = CopyRing(h_barriers, num_chunks * n, copy_h, readers)
+    ring = CopyRing(barriers, num_chunks * n, copy_operands, readers, n)
+    h_ring = CopyRing(h_barriers, num_chunks * n, copy_h, readers, n)
     rings = [ring, h_ring] if stores_inner else [ring]
 
     def add(index, accumulator):
