@@ -296,7 +296,7 @@ class ParallelBwDPTiles(RingTiles):
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **options) -> Iterable[Self]:
-        return [cls(4, num_ctas=gpu.sms).clamped(p)]
+        return [cls(4, num_ctas=gpu.sms)]
 
     def divides(self, p: Problem, **options) -> bool:
         return self.num_stages >= 2 and p.L % TILE == 0

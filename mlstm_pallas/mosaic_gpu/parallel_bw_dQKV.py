@@ -536,7 +536,7 @@ class ParallelBwDQKVTiles(RingTiles):
         else:
             columns, stages = _columns(p), 3 if p.DHQK >= 512 else 4
         for num_stages in range(stages, 2, -1):
-            yield cls(num_stages, gpu.sms, columns, by_chunk(p)).clamped(p)
+            yield cls(num_stages, gpu.sms, columns, by_chunk(p))
 
     def divides(self, p: Problem, **options) -> bool:
         """With fewer stages than a step holds at once the kernel would deadlock."""

@@ -191,12 +191,9 @@ class Plan:
         planned: Any = kernel and kernel.plan(spec.planned_for(p), spec.dtype, gpu, **requested)
         if planned is None:
             return None
-        if hasattr(planned, "num_ctas"):
-            # The CTAs of a batch-invariant call share the same items, whatever the batch is; each
-            # interpreted CTA has several.
-            num_ctas = gpu.sms if spec.config.batch_invariant else planned.num_ctas
-            num_ctas = min(num_ctas, 2) if lowering.interpret else num_ctas
-            planned = dataclasses.replace(planned, num_ctas=num_ctas)
+        if lowering.interpret and hasattr(planned, "num_ctas"):
+            # So that a CTA has several items.
+            planned = dataclasses.replace(planned, num_ctas=min(planned.num_ctas, 2))
         fields = spec.config.tiles_of(field)
         if unknown := fields.keys() - vars(planned).keys():
             raise TypeError(
