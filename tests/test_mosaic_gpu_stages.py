@@ -115,8 +115,9 @@ def test_the_kernel_agrees_with_the_plain_form(line):
 def test_gradients_of_active_chunks(heads, tiles):
     """All CTAs share the items of the active chunk, even if they are few; in the other chunk every
     column is cleared, and undefined operands reach nothing."""
-    x, active = case("bfloat16", 128, 256, (1, 1), *heads), np.array([[True, False]])
-    active, inputs = ChunkList(None, Entries(None, np.int32(128 * active)), None), dict(x.inputs)
+    x, is_active = case("bfloat16", 128, 256, (1, 1), *heads), np.array([[True, False]])
+    active = ChunkList(None, Entries(None, np.int32(128 * is_active)), None)
+    inputs = dict(x.inputs)
     for name in ("matC_states", "matDeltaC_states"):
         inputs[name] = inputs[name].at[:, 1].set(jnp.nan)
     if heads[0] <= 128:
@@ -124,7 +125,7 @@ def test_gradients_of_active_chunks(heads, tiles):
     result = x.run("parallel_bw_dQKV", inputs, tiles=tiles, active=active, **ON)
     expected = x.expected("parallel_bw_dQKV")
     for name in ("matDeltaQ", "matDeltaK", "matDeltaV"):
-        desired = only(getattr(expected, name).reshape(1, 2, 128, -1), active, 0, 1)
+        desired = only(getattr(expected, name).reshape(1, 2, 128, -1), is_active, 0, 1)
         actual = getattr(result, name).reshape(desired.shape)
         assert_close(actual, desired, tolerance("bfloat16", 128 + sum(heads)), name)
 
