@@ -133,8 +133,7 @@ def _recurrence(
     def chunk_at(index):
         return num_chunks - 1 - index if x.backward else index
 
-    def steps_of(index, tile):
-        """The steps of a tile of the index-th chunk."""
+    def steps_of(index, tile):  # of the index-th chunk
         return block(chunk_at(index) * n + tile, STEPS)
 
     def copy_operands(index, tile, copy):
@@ -190,9 +189,8 @@ def _recurrence(
         last = lax.convert_element_type(num_chunks - 1, np.int32)
         following = x.gamma[head, chunk_at(lax.min(index + 1, last))]
         if out.matX is not None:
-            _store_state(
-                index, XT, out.matX.at[head, chunk], matX_columns, columns, out_smem.at[wg]
-            )
+            matX = out.matX.at[head, chunk]
+            _store_state(index, XT, matX, matX_columns, columns, out_smem.at[wg])
         if not sums_vector:
             (XT,) = products.onto(functools.partial(add, index), XT * decay)
             return XT, None, following
@@ -207,9 +205,8 @@ def _recurrence(
         y.prologue()
     gamma = x.gamma[head, chunk_at(np.int32(0))]
     XT = load_or_zeros(x.matX_initial, (head, matX_columns, block_rows))
-    vector: Any = (
-        load_or_zeros(x.vecX_initial, (head, vector_rows), BY_COLUMNS) if sums_vector else None
-    )
+    initial = x.vecX_initial, (head, vector_rows), BY_COLUMNS
+    vector: Any = load_or_zeros(*initial) if sums_vector else None
     XT, vector, _ = loop(num_chunks, join, (XT, vector, gamma))
 
     @pl.when(stores_last)
