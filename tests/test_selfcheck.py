@@ -16,8 +16,8 @@ import mlstm_pallas
 from mlstm_pallas import selfcheck
 
 PACKAGE = Path(mlstm_pallas.__file__).parent
-SMALL = dict(backend="xla", B=3, S=24, DHQK=8, DHV=16, lengths=True)
-CALL = selfcheck.draw(0, 0, ["mosaic_gpu"]) | SMALL | dict(kind={})
+SMALL = dict(backend="xla", B=3, S=24, DHQK=8, DHV=16, lengths=True, kind={})
+CALL = selfcheck.draw(0, 0, ["mosaic_gpu"]) | SMALL
 
 
 def errors_in_bounds(capsys, call):
@@ -30,7 +30,7 @@ def errors_in_bounds(capsys, call):
 STATES = dict(return_last_states=True)
 PROMPTS = CALL | dict(kind=dict(num_segments=3) | STATES, layout="BTNH")
 REVERSE = CALL | dict(kind=dict(reverse=True) | STATES, segments=True, masked=True)
-TOKENS = selfcheck.draw(186, 0, ["xla"]) | SMALL
+TOKENS = CALL | dict(tokens=True, segments=True)
 
 
 @pytest.mark.parametrize("call", [PROMPTS, *map(slow, [REVERSE, TOKENS])])
@@ -83,26 +83,21 @@ def run_program(monkeypatch, capsys, *results):
 
     At the last one, None, Ctrl-C is pressed.
     """
-    left, last, released = [*results], threading.Event(), threading.Event()
+    left = [*results]
 
-    def run(call):
-        if left[0] is None:
-            last.set()
-            released.wait()
-        return "check(...)", left.pop(0) or {}
+    class Worker(threading.Thread):
+        def join(self):
+            super().join()
+            if results[-1] is None:
+                raise KeyboardInterrupt
 
-    def sleep(seconds):
-        if None in results:
-            last.wait()
-            raise KeyboardInterrupt
-
-    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0 if left else 1e9)
-    for name, value in ("run", run), ("time", clock):
+    clock = SimpleNamespace(monotonic=lambda: 0.0 if left and left[0] is not None else 1e9)
+    patched = dict(run=lambda call: ("check(...)", left.pop(0)), time=clock)
+    for name, value in patched.items():
         monkeypatch.setattr(selfcheck, name, value)
+    monkeypatch.setattr(threading, "Thread", Worker)
     monkeypatch.setattr(sys, "argv", ["", "--processes=1", "--backend=xla"])
-    code = selfcheck.main()
-    released.set()
-    return code, capsys.readouterr().out
+    return selfcheck.main(), capsys.readouterr().out
 
 
 RIGHT, WRONG = {"h": (0.25, 1.0), "dv": (0.01, 0.02)}, {"h": (0.25, 1.0), "dv": (1.0, 0.02)}
