@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypedDict, cast
 
 import jax
@@ -96,29 +96,41 @@ def prepare(x: Arguments, options: Options, layout: Any, shards: int = 1) -> Cal
 
 
 def prepare_steps(x: Arguments, options: Options, layout: Any = None) -> CallSpec:
-    """The CallSpec of one token of ``mlstm_recurrent_sequence``, after all checks.
+    """The CallSpec of the tokens of ``mlstm_recurrent_sequence``, after all checks.
 
     layout: as it was passed; None: x has no axis of steps.
     """
-    arrays, backend = x._asdict(), requested_backend(options.backend)
-    steps = layout is not None
+    spec, sizes = step_spec(x._asdict(), options, x.c_initial, steps=layout is not None)
+    if layout is not None:
+        validation.check_layout_is_meant(layout, sizes, x.c_initial)
+    return spec
+
+
+def step_spec(
+    arrays: Mapping[str, Any], options: Options, c: Any, *, steps: bool
+) -> tuple[CallSpec, dict[str, int]]:
+    """The CallSpec of tokens and the sizes of the dimensions, after the checks of the arrays.
+
+    c: the state C, or None; steps: whether q, k, v, i and f have an axis of steps.
+    """
+    backend = requested_backend(options.backend)
     sizes = validation.check_inputs(
         arrays, options.input_gate, options.layout, backend=backend, cast=False, steps=steps
     )
     validation.check_constant(sizes, backend)
     validation.check_one_dtype(arrays)
-    if steps:
-        validation.check_layout_is_meant(layout, sizes, x.c_initial)
     B, NH, DHQK, DHV = (sizes[name] for name in ("B", "NH", "DHQK", "DHV"))
+    T = sizes.get("S", 1)
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
-    return CallSpec(
-        **vars(options) | dict(backend=backend, layout=Layout.BNTH),  # of every token
-        problem=Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5),
-        dtype=accumulator_dtype(x.q.dtype) if x.c_initial is None else x.c_initial.dtype,
+    spec = CallSpec(
+        **vars(options) | dict(backend=backend, layout=Layout.BNTH),
+        problem=Problem(B, NH, T, DHQK, DHV, T, DHQK**-0.5),
+        dtype=accumulator_dtype(arrays["q"].dtype) if c is None else c.dtype,
         gpu=target_gpu(),
-        pooled=x.slots is not None,
+        pooled=arrays["slots"] is not None,
     )
+    return spec, sizes
 
 
 def padded(

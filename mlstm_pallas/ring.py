@@ -7,16 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.planning.call_spec import CallSpec, Plan
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.planning.options import Options
-from mlstm_pallas.prepare import as_int32
+from mlstm_pallas.prepare import as_int32, step_spec
 from mlstm_pallas.problem import validation
 from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
-from mlstm_pallas.problem.dimensions import InputGate, Layout, Problem, accumulator_dtype
-from mlstm_pallas.problem.gpu import target_gpu
+from mlstm_pallas.problem.dimensions import InputGate, Layout, accumulator_dtype
 from mlstm_pallas.schedules.sharding import on_shards, sharded_alike
 from mlstm_pallas.stages.ring_step import Operands, flush_all
 from mlstm_pallas.stages.stage import Lowering
@@ -213,18 +211,10 @@ def mlstm_ring_step(
         eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
         input_gate=input_gate, normalize=normalize, layout=layout, backend=backend, config=config,
     )  # fmt: skip
-    name, drafts = requested_backend(options.backend), getattr(q, "ndim", 0) == 4
-    arrays, indices = _fields(states), dict(accepted=accepted, slots=slots)
-    sizes = validation.check_inputs(
-        dict(q=q, k=k, v=v, i=i, f=f) | arrays | indices,
-        options.input_gate, options.layout, backend=name, cast=False, steps=drafts,
-    )  # fmt: skip
-    validation.check_constant(sizes, name)
-    validation.check_one_dtype(dict(q=q, k=k, v=v))
-    B, NH, DHQK, DHV = (sizes[name] for name in ("B", "NH", "DHQK", "DHV"))
-    T, L = sizes.get("S", 1), sizes["2 L"] // 2
-    if slots is not None:
-        validation.check_indices("slots", len(states.c), slots)
+    arrays = dict(q=q, k=k, v=v, i=i, f=f) | _fields(states) | dict(accepted=accepted, slots=slots)
+    drafts = getattr(q, "ndim", 0) == 4
+    spec, sizes = step_spec(arrays, options, states.c, steps=drafts)
+    B, NH, T, L = sizes["B"], sizes["NH"], spec.problem.S, sizes["2 L"] // 2
     if k.dtype != states.k.dtype:
         raise TypeError(f"k has dtype {k.dtype}, expected {states.k.dtype}, that of the ring")
     if 2 * T > L:
@@ -235,13 +225,6 @@ def mlstm_ring_step(
         x = jax.tree.map(lambda y: jnp.swapaxes(y, 1, 2), x)
     elif not drafts:
         x = jax.tree.map(lambda y: y[:, :, None], x)
-    spec = CallSpec(
-        **vars(options) | dict(backend=name if B * NH else "xla", layout=Layout.BNTH),
-        problem=Problem(B, NH, T, DHQK, DHV, T, DHQK**-0.5),
-        dtype=states.c.dtype,
-        gpu=target_gpu(),
-        pooled=slots is not None,
-    )
     if not options.stabilised:
         validation.check_zeros("states.m", states.m)
     fields: Any = *x, *states, _per_head(accepted, B, NH), slots
