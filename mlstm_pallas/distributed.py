@@ -298,8 +298,11 @@ def _mlstm(axis: Axis, spec: CallSpec, x: Arguments) -> Any:
     """h of the shard and, if asked for, the last states of the whole sequence, on every device."""
     index = lax.axis_index(axis.name)
     inputs = padded(spec, x, functools.partial(_segment_starts, axis), index)
-    whole = dataclasses.replace(spec, has_initial_state=True, return_last_states=True)
-    h, states = _sequence(axis, whole, inputs)
+    if inputs.c_initial is None:  # every later shard has initial states
+        n = inputs.n_initial
+        zeros = jnp.broadcast_to(n[..., None], (*n.shape, spec.problem.DHV))
+        inputs = inputs._replace(c_initial=zeros)
+    h, states = _sequence(axis, dataclasses.replace(spec, return_last_states=True), inputs)
     last = LastStates(
         *(lax.psum(jnp.where(index == axis.size - 1, y, 0.0), axis.name) for y in states)
     )

@@ -85,9 +85,9 @@ def prepare(x: Arguments, options: Options, layout: Any, shards: int = 1) -> Cal
     )
     if options.autocast_kernel_dtype is None:
         validation.check_one_dtype(arrays)
-    spec = call_spec(options, sizes, x.q.dtype, has_initial_state=x.c_initial is not None)
+    spec = call_spec(options, sizes, x.q.dtype)
     if N is not None:
-        front = int(spec.has_initial_state and _may_be_negative(x.segment_ids))
+        front = int(x.c_initial is not None and _may_be_negative(x.segment_ids))
         validation.check_segments_fit(N, spec.backend, front)
         spec = dataclasses.replace(spec, num_segments=N + front, front=front)
     validation.check_layout_is_meant(layout, sizes, x.c_initial, x.segment_ids)
@@ -156,7 +156,7 @@ def padded(
         segments = _segment_states(spec, c, n, m)
         c = m = None
     if c is None:
-        c, n = jnp.zeros((B, NH, p.DHQK, p.DHV), acc), jnp.zeros((B, NH, p.DHQK), acc)
+        n = jnp.zeros((B, NH, p.DHQK), acc)
     if m is None or not spec.stabilised:  # with the sigmoid gate m is 0
         m = jnp.zeros((B, NH), acc)
     if ids is not None:
@@ -184,7 +184,7 @@ def padded(
         pad(x.v, dtype, p.DHV),
         pad(i, acc, p.S, value=CARRIES_ON[0]),
         pad(f, acc, p.S, value=CARRIES_ON[1]),
-        pad(x.c_initial, acc, p.DHQK, p.DHV),
+        None if c is None else pad(x.c_initial, acc, p.DHQK, p.DHV),
         pad(x.n_initial, acc, p.DHQK),
         pad(x.m_initial, acc),
         segment_starts,

@@ -13,12 +13,12 @@ need not know where parts start.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from mlstm_pallas.formulas.tiles import divide, remainder, rounded_up
+from mlstm_pallas.problem.arrays import heads_as_rows, rows_as_heads
 from mlstm_pallas.problem.dimensions import Problem
 
 
@@ -120,8 +120,7 @@ class ChunkList(NamedTuple):
         Steps that an entry does not have are zeros.
         """
         index, within = self.steps(L)
-        rows = jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], x.shape[3]) if x.ndim == 4 else x
-        y = jnp.take_along_axis(rows, index[..., None], axis=1, mode="clip")
+        y = jnp.take_along_axis(heads_as_rows(x), index[..., None], axis=1, mode="clip")
         y = jnp.where(within[..., None], y, 0)
         return y.reshape(*self.entries.sizes.shape, L, x.shape[-1])
 
@@ -129,14 +128,10 @@ class ChunkList(NamedTuple):
         """The inverse of ``gather``, in the layout of ``like``; zeros in steps of no entry."""
         index, within = self.steps(L)
         S, D = like.shape[1], y.shape[-1]
-        index = jnp.where(within, index, S)
+        rows, index = lax.broadcasted_iota(jnp.int32, (len(y), 1), 0), jnp.where(within, index, S)
         x = jnp.zeros((len(y), S, D), y.dtype)
-        x = jax.vmap(lambda x, index, y: x.at[index].set(y, mode="drop"))(
-            x, index, y.reshape(len(y), -1, D)
-        )
-        if like.ndim == 4:
-            x = jnp.swapaxes(x.reshape(len(like), -1, S, D), 1, 2)
-        return x
+        x = x.at[rows, index].set(y.reshape(len(y), -1, D), mode="drop")
+        return rows_as_heads(x, like)
 
     def scatter_steps(self, y: Array, like: Array, L: int) -> Array:
         """``scatter`` of one number per step, (B * NH, NC * L)."""

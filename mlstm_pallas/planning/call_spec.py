@@ -44,7 +44,6 @@ class CallSpec(Options):
       problem: padded.
       dtype: the dtype of q, k, v in the matrix products; in a step, of the state C.
       gpu: the GPU that the kernels are planned for.
-      has_initial_state: False: the states start from zeros, which have no gradients.
       pooled: whether the states of a step are in pools, (P, NH, ...), with slots (B,). Then NH is
         the only axis that is sharded.
       front: 1: the first of num_segments is of ids below 0, because the initial states of the next
@@ -54,7 +53,6 @@ class CallSpec(Options):
     problem: Problem
     dtype: jnp.dtype
     gpu: Gpu
-    has_initial_state: bool = True
     pooled: bool = False
     front: int = 0
 
@@ -109,7 +107,6 @@ def call_spec(
     q_dtype: Any,
     *,
     gpu: Gpu | None = None,
-    has_initial_state: bool = True,
 ) -> CallSpec:
     """The spec of a call with B, NH, S, DHQK and DHV of these sizes.
 
@@ -133,7 +130,6 @@ def call_spec(
         problem=make(1),
         dtype=dtype,
         gpu=gpu,
-        has_initial_state=has_initial_state,
     )
     L = options.chunk_size or spec.config.chunk_size or chunk_size_for(spec)
     return dataclasses.replace(spec, problem=make(L))
@@ -231,7 +227,7 @@ class Plan:
         return p if tiles is None else p.in_chunks_of(tiles.siz_b_L)
 
     @functools.cached_property
-    def _splits(self) -> int:
+    def num_splits(self) -> int:
         """Splits of each sequence in the fused scan; 0: the states are materialised."""
         spec, tiles, p = self.spec, self.scan.tiles, self.scan_problem
         if tiles is None:
@@ -243,12 +239,7 @@ class Plan:
     @property
     def uses_fused_scan(self) -> bool:
         """True: the forward pass is the fused scan. False: it materialises the states."""
-        return self._splits > 0
-
-    @property
-    def num_splits(self) -> int:
-        """Splits of each sequence in the fused scan."""
-        return max(self._splits, 1)
+        return self.num_splits > 0
 
     @functools.cached_property
     def computes_scores(self) -> bool:

@@ -161,7 +161,7 @@ def _facts(gpu: str | None) -> Gpu:
 
 def _call_plan(spec: CallSpec, S: int) -> CallPlan:
     p, plan, num_segments = spec.problem, spec.plan, spec.num_segments
-    forward, backward, num_splits = plan.forward, plan.backward, plan.num_splits
+    forward, backward, num_splits = plan.forward, plan.backward, plan.num_splits or 1
     if num_segments is not None:
         forward, backward, num_splits = plan.packed(S), {}, 1
         p = forward["recurrent_fw_H"].problem

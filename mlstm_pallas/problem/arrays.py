@@ -5,6 +5,7 @@ B and NH are the first axes of all arrays, but for ``IN_LAYOUT``. Inside a shard
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 
 
@@ -28,7 +29,7 @@ class Inputs(NamedTuple):
     v: Array
     i: Array
     f: Array
-    c_initial: Any = None  # an array; None inside a pass that starts from zeros
+    c_initial: Any = None  # an array; None: the states start from zeros, without gradients
     n_initial: Any = None  # an array, as m_initial; None where there is no gradient
     m_initial: Any = None
     segment_starts: Array | None = None  # int32, 1 where a packed segment begins
@@ -84,3 +85,19 @@ class Residuals(NamedTuple):
 
 # The fields that have the layout of the call; with "BTNH" they are (B, S, NH, D).
 IN_LAYOUT = {"q", "k", "v", "h"}
+
+
+def heads_as_rows(x: Array) -> Array:
+    """(B, S, NH, D) as (B * NH, S, D); an array (B * NH, S, ...) stays as it is."""
+    if x.ndim < 4:
+        return x
+    B, S, NH, D = x.shape
+    return jnp.swapaxes(x, 1, 2).reshape(B * NH, S, D)
+
+
+def rows_as_heads(x: Array, like: Array) -> Array:
+    """The inverse of ``heads_as_rows``: (B * NH, S, D) in the layout of ``like``."""
+    if like.ndim < 4:
+        return x
+    B, _, NH, _ = like.shape
+    return jnp.swapaxes(x.reshape(B, NH, *x.shape[1:]), 1, 2)

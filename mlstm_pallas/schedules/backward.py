@@ -67,8 +67,6 @@ def prepared(
 ) -> tuple[Residuals, Cotangents]:
     """The arrays of both halves."""
     x = residuals.inputs
-    if not plan.spec.has_initial_state:
-        x = x._replace(c_initial=None)
     if residuals.states.C is None:
         # Without the barrier XLA finds the same states in the forward pass and keeps those. On CPUs
         # a barrier copies its operands, so k and v go around it: states and scores still differ by
@@ -125,7 +123,7 @@ def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Back
             matH=h if scores.vecDelta is None else None,
             active=active,
         ),
-        return_initial=spec.has_initial_state,
+        return_initial=x.c_initial is not None,
         return_last=spec.return_last_states,
     )
     delta = states.vecDelta if scores.vecDelta is None else scores.vecDelta
@@ -213,7 +211,7 @@ def second_half(
     if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm
         di = jnp.where(x.i <= MASKED, 0.0, di * jax.nn.sigmoid(-x.i))
     dm_initial = jnp.where((flags[:, first_step] & M_GRAD_FLOWS) > 0, dm_first, 0.0)
-    if spec.has_initial_state and spec.stabilised:
+    if x.c_initial is not None and spec.stabilised:
         # The initial m is also the scale of the initial states.
         dm_initial += inner(dC_initial, x.c_initial, 2) + inner(dn_initial, x.n_initial)
     dq, dk, dv = gradients.matDeltaQ, gradients.matDeltaK, gradients.matDeltaV
@@ -237,7 +235,6 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
         layout=Layout.BNTH,
         num_segments=None,
         return_last_states=False,
-        has_initial_state=False,
     )
     plan = Plan(spec, plan.lowering)
     z = None if residuals.z is None else residuals.z[..., None]

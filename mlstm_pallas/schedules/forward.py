@@ -13,6 +13,7 @@ from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length, chunks
 from mlstm_pallas.formulas.gates import ChunkGates, segment_ends, without_outputs
 from mlstm_pallas.formulas.splits import (
     decays_in_splits,
+    group_splits,
     split_states,
     splits_as_heads,
 )
@@ -47,8 +48,6 @@ class PrecomputedStates(NamedTuple):
 
 def forward(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None = None) -> Forward:
     """The forward pass."""
-    if not plan.spec.has_initial_state:
-        x = x._replace(c_initial=None)
     return fused_scan(plan, x, precomputed) if plan.uses_fused_scan else materialised(plan, x)
 
 
@@ -88,8 +87,8 @@ def segments_of(spec: CallSpec, x: Inputs, L: int) -> tuple[ChunkList, SegmentSt
     chunks = chunks_by_segment(segment_ends(x.segment_ids, N, x.lengths), end, S, L)
     if x.segments is not None:
         return chunks, x.segments
-    zeros = (jnp.zeros((BNH, N, *y.shape[1:]), y.dtype) for y in x[5:8])
-    return chunks, SegmentStates(*zeros)
+    n, m = (jnp.zeros((BNH, N, *y.shape[1:]), y.dtype) for y in (x.n_initial, x.m_initial))
+    return chunks, SegmentStates(None, n, m)
 
 
 def packed(plan: Plan, x: Inputs) -> Forward:
@@ -109,21 +108,20 @@ def packed(plan: Plan, x: Inputs) -> Forward:
     operands = stage("parallel_fw_P", launches)(
         parallel_fw_P.Operands(x.q, x.k, gates, n_states, chunks), normaliser=spec.normaliser
     )
-    C_initial = None
-    if x.segments is not None:  # the kernel reads (B, N, NH, DHQK, DHV)
-        p = spec.problem
-        C_initial = jnp.swapaxes(C.reshape(p.B, p.NH, *C.shape[1:]), 1, 2)
+    p = spec.problem
+    if C is not None:  # the kernel reads (B, N, NH, DHQK, DHV)
+        C = jnp.swapaxes(C.reshape(p.B, p.NH, *C.shape[1:]), 1, 2)
     H, C_last, _ = stage("recurrent_fw_H", launches)(
         recurrent_fw_H.Operands(
             matQ=x.q,
             matV=x.v,
             scan=operands._replace(vecZ=None),
             scaGamma=gates.scaGamma,
-            matC_initial=C_initial,
+            matC_initial=C,
             chunks=chunks,
         )
     )
-    C_last = jnp.swapaxes(C_last, 1, 2).reshape(C.shape)
+    C_last = jnp.swapaxes(C_last, 1, 2).reshape(*n.shape, p.DHV)
     n, m = (y[chunks.behind_segments()] for y in (n_states, gates.scaM_states))
     z = operands.vecZ
     z = None if z is None else chunks.scatter_steps(z, x.i, L)
@@ -166,7 +164,6 @@ def fused_scan(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> 
     Stored states are those at the boundaries of the call's chunks.
     """
     spec, launches, p, num_splits = plan.spec, plan.forward, plan.scan_problem, plan.num_splits
-    end = 0 if p.reverse else -1
     exchanged = precomputed is not None
     if precomputed is not None and precomputed.gates.scaGamma.shape[1] != p.NC:
         precomputed = None  # a call with more heads than this shard plans other chunks
@@ -209,14 +206,14 @@ def fused_scan(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> 
         return_last=spec.return_last_states,
         store_every=0 if spec.recompute_states_in_bw else stride,
     )
-    last = None
+    last, m = None, gates.scaM_states[:, ::stride]
     if C_last is not None:
-        C_last = C_last.reshape(p.BNH, num_splits, p.DHQK, p.DHV)[:, end]
-        last = LastStates(C_last, n_last, gates.scaM_states[:, end])
-    m, n = gates.scaM_states[:, ::stride], n[:, p.memory_index(0, stride) :: stride]
+        end = 0 if p.reverse else -1
+        C_last = group_splits(C_last, num_splits)[:, end]
+        last = LastStates(C_last, n_last, m[:, end])
     if C is None:
         C_last = None
     else:
         C = C.reshape(p.BNH, spec.problem.NC, *C.shape[2:])
-    stored = StoredStates(C, n, m, C_last, n_last)
+    stored = StoredStates(C, n[:, p.memory_index(0, stride) :: stride], m, C_last, n_last)
     return Forward(H.reshape(x.v.shape), last, z, stored)

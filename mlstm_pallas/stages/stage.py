@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.formulas.tiles import Precision, blocks_over
+from mlstm_pallas.problem.arrays import heads_as_rows, rows_as_heads
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, accumulator_dtype, next_power_of_two
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.problem.validation import check_flag, check_integer
@@ -173,9 +174,8 @@ class Launch:
 
     def unchunked(self, x: Array, like: Array) -> Array:
         """The inverse of ``chunks``: (B * NH, NC, L, D) to the layout and the steps of ``like``."""
-        B, S, *NH, _ = like.shape
-        x = x.reshape(B, *NH, self.problem.S, x.shape[-1])
-        return with_steps(jnp.swapaxes(x, 1, 2) if NH else x, S)
+        x = rows_as_heads(x.reshape(len(x), self.problem.S, x.shape[-1]), like)
+        return with_steps(x, like.shape[1])
 
 
 class Stage(NamedTuple):
@@ -204,14 +204,6 @@ def with_steps(x: Array, S: int) -> Array:
     return jnp.pad(x, [(0, 0), (0, behind), *[(0, 0)] * (x.ndim - 2)]) if behind else x
 
 
-def heads_as_rows(x: Array) -> Array:
-    """(B, S, NH, D) as (B * NH, S, D); an array (B * NH, S, ...) stays as it is."""
-    if x.ndim < 4:
-        return x
-    B, S, NH, D = x.shape
-    return jnp.swapaxes(x, 1, 2).reshape(B * NH, S, D)
-
-
 def sequence_shape(like: Array, columns: int, dtype: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array in the layout of ``like``."""
     return jax.ShapeDtypeStruct((*like.shape[:-1], columns), dtype)
@@ -219,18 +211,12 @@ def sequence_shape(like: Array, columns: int, dtype: Any) -> jax.ShapeDtypeStruc
 
 def as_factors(vec: Array, x: Array) -> Array:
     """One number per step, (B * NH, S), as a factor of x: (B * NH, S, 1) or (B, S, NH, 1)."""
-    vec = with_steps(vec, x.shape[1])
-    if x.ndim == 3:
-        return vec[..., None]
-    B, S, NH, _ = x.shape
-    return jnp.swapaxes(vec.reshape(B, NH, S), 1, 2)[..., None]
+    return rows_as_heads(with_steps(vec, x.shape[1])[..., None], x)
 
 
 def by_head(vec: Array, S: int) -> Array:
     """The inverse of ``as_factors``: (B, S', NH) or (B * NH, S') to (B * NH, S), zero padded."""
-    if vec.ndim == 3:
-        vec = jnp.swapaxes(vec, 1, 2).reshape(-1, vec.shape[1])
-    return with_steps(vec, S)
+    return with_steps(heads_as_rows(vec[..., None])[..., 0], S)
 
 
 class ScaledRows(NamedTuple):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.formulas.chunk_list import ChunkList
-from mlstm_pallas.stages.stage import Launch, as_factors, with_steps
+from mlstm_pallas.stages.stage import Launch, as_factors
 
 
 class Operands(NamedTuple):
@@ -21,8 +21,4 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
     if chunks is not None:
         rows = chunks.gather(rows, p.L).reshape(*weights.shape, -1)
     rows = rows.astype(weights.dtype) * as_factors(weights, rows)
-    if rows.ndim == 3:
-        return jnp.sum(call.chunks(rows), axis=-2)
-    B, _, NH, D = rows.shape  # summed before they are transposed
-    sums = jnp.sum(with_steps(rows, p.S).reshape(B, p.NC, p.L, NH, D), axis=2)
-    return jnp.moveaxis(sums, 2, 1).reshape(p.BNH, p.NC, D)
+    return jnp.sum(call.chunks(rows), axis=-2)

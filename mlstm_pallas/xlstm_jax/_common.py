@@ -187,7 +187,6 @@ def run(stage: str, arguments: Arrays, *names: Any, **tiles: str) -> tuple[Any, 
         Options(**{name: options[name] for name in vars(Options()) if name in options}),
         sizes,
         next(iter(arrays.values())).dtype,
-        has_initial_state=arrays.get("matC_initial") is not None,
     )
     if "qk_scale" in statics:
         problem = dataclasses.replace(spec.problem, qk_scale=statics["qk_scale"])
