@@ -52,7 +52,7 @@ def mlstm_with_states(spec: CallSpec, every: int, x: Arguments) -> Any:
         jnp.moveaxis(y[:, :, stride::stride][:, :, : S // every], 2, 1) for y in (C, n, stored.m)
     )
     h, last = results(spec, x, outputs.h, outputs.last)
-    c = c[..., : x.q.shape[-1], : x.v.shape[-1]].astype(spec.state_dtype or "float32")
+    c = c[..., : x.q.shape[-1], : x.v.shape[-1]].astype(spec.state_dtype or n.dtype)
     return h, last, (c, n[..., : x.q.shape[-1]], m)
 
 

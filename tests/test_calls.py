@@ -150,8 +150,11 @@ def test_states_after_every_nth_step(backend, N, fused, lengths):
 
 def test_c_is_rounded_once_to_the_dtype_of_q():
     x = random_inputs(2, 1, 2, 64, 16, 16, dtype="bfloat16")
-    *_, (c, n, m) = mlstm_chunkwise_states(*x.values(), every=32, layout="BNTH", backend="xla")
+    run = functools.partial(mlstm_chunkwise_states, every=32, layout="BNTH", backend="xla")
+    *_, (c, n, m) = run(*x.values())
     assert {y.dtype.name for y in (c, n, m)} == {"float32"}
+    *_, wide = in_float64(lambda x: run(**x), x)
+    assert {y.dtype.name for y in wide} == {"float64"}
     first = {name: y if "initial" in name else y[:, :, :32] for name, y in x.items()}
     bound = tolerance("bfloat16", 16)
     compare("cnm", (c[:, 0], n[:, 0], m[:, 0]), oracle(first)[1:], bound)
