@@ -63,7 +63,7 @@ TYPES = {  # as one writes them
     "<class 'jax.numpy.float32'>": "jax.numpy.float32",
     "str | type[~typing.Any] | ~numpy.dtype | ~jax._src.typing.SupportsDType": "DTypeLike",
     "~mlstm_pallas.planning.config.KernelConfig": "~mlstm_pallas.KernelConfig",
-    "~mlstm_pallas.ring.RingStates": "~mlstm_pallas.RingStates",
+    "~mlstm_pallas.stages.ring_step.RingStates": "~mlstm_pallas.RingStates",
 }
 napoleon_numpy_docstring = False
 napoleon_use_rtype = napoleon_attr_annotations = False

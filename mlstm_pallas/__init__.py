@@ -7,7 +7,8 @@ from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.preview import plan
 from mlstm_pallas.problem.version import __version__
 from mlstm_pallas.recurrent import mlstm_recurrent_sequence, mlstm_recurrent_step
-from mlstm_pallas.ring import RingStates, mlstm_ring_flush, mlstm_ring_states, mlstm_ring_step
+from mlstm_pallas.ring import mlstm_ring_flush, mlstm_ring_states, mlstm_ring_step
+from mlstm_pallas.stages.ring_step import RingStates
 
 __all__ = [
     "KernelConfig",

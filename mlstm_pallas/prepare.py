@@ -95,23 +95,15 @@ def prepare(x: Arguments, options: Options, layout: Any, shards: int = 1) -> Cal
     return spec
 
 
-def prepare_steps(x: Arguments, options: Options, layout: Any = None) -> CallSpec:
-    """The CallSpec of the tokens of ``mlstm_recurrent_sequence``, after all checks.
+def prepare_steps(
+    arrays: Mapping[str, Any], options: Options, *, steps: bool, layout: Any = None
+) -> CallSpec:
+    """The CallSpec of steps from states to states, after all checks.
 
-    layout: as it was passed; None: x has no axis of steps.
-    """
-    spec, sizes = step_spec(x._asdict(), options, x.c_initial, steps=layout is not None)
-    if layout is not None:
-        validation.check_layout_is_meant(layout, sizes, x.c_initial)
-    return spec
-
-
-def step_spec(
-    arrays: Mapping[str, Any], options: Options, c: Any, *, steps: bool
-) -> tuple[CallSpec, dict[str, int]]:
-    """The CallSpec of tokens and the sizes of the dimensions, after the checks of the arrays.
-
-    c: the state C, or None; steps: whether q, k, v, i and f have an axis of steps.
+    Args:
+      arrays: by the names of ``validation.DIMS``.
+      steps: whether q has an axis of steps.
+      layout: as it was passed, where that may be wrong.
     """
     backend = requested_backend(options.backend)
     sizes = validation.check_inputs(
@@ -119,13 +111,15 @@ def step_spec(
     )
     validation.check_constant(sizes, backend)
     validation.check_one_dtype(arrays)
+    c = arrays.get("states.c", arrays.get("c_initial"))
+    validation.check_layout_is_meant(layout, sizes, c)
     B, NH, DHQK, DHV = (sizes[name] for name in ("B", "NH", "DHQK", "DHV"))
-    T = sizes.get("S", 1)
+    S = sizes.get("S", 1)
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
-    spec = CallSpec(
-        **vars(options) | dict(backend=backend, layout=Layout.BNTH),
-        problem=Problem(B, NH, T, DHQK, DHV, T, DHQK**-0.5),
+    return CallSpec(
+        **vars(options) | dict(backend=backend, layout=Layout.BNTH),  # of every token
+        problem=Problem(B, NH, S, DHQK, DHV, S, DHQK**-0.5),
         dtype=accumulator_dtype(arrays["q"].dtype) if c is None else c.dtype,
         gpu=target_gpu(),
         pooled=arrays["slots"] is not None,
@@ -227,6 +221,11 @@ def _segment_states(spec: CallSpec, c: Any, n: Any, m: Any) -> SegmentStates:
     if spec.front:  # the last one, of zeros, is the first
         c, n, m = (jnp.roll(x, 1, axis=2) for x in (c, n, m))
     return SegmentStates(c, n, m)
+
+
+def per_head(counts: Any, shape: tuple[int, ...]) -> Any:
+    """Integers (B,) in int32 for every head, (B, NH); None stays."""
+    return None if counts is None else jnp.broadcast_to(as_int32(counts)[:, None], shape)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

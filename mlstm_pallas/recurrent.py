@@ -8,28 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.formulas.gates import steps_within
-from mlstm_pallas.planning.call_spec import CallSpec, Plan
+from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.config import KernelConfig
-from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.planning.options import Options
-from mlstm_pallas.prepare import Arguments, as_int32, prepare_steps
+from mlstm_pallas.prepare import Arguments, per_head, prepare_steps
 from mlstm_pallas.problem import validation
 from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype
-from mlstm_pallas.schedules.sharding import on_shards, sharded_alike
+from mlstm_pallas.schedules.sharding import run_step, sharded_alike
 from mlstm_pallas.stages.recurrent_step import Operands, split_token
-from mlstm_pallas.stages.stage import Lowering
-
-NO_DERIVATIVE = (
-    "the kernels of mlstm_recurrent_step and mlstm_recurrent_sequence have no derivatives; "
-    'backend="xla" has them'
-)
-
-
-def _step(plan: Plan, x: Operands) -> tuple[Any, ...]:
-    run = stage("recurrent_step", plan.launches("recurrent_step"))
-    results: tuple[Any, ...] = run(x, normaliser=plan.spec.normaliser)
-    return results
 
 
 def _advanced(spec: CallSpec, x: Operands) -> tuple[Any, ...]:
@@ -37,10 +24,8 @@ def _advanced(spec: CallSpec, x: Operands) -> tuple[Any, ...]:
 
     m is None with the sigmoid input gate.
     """
-    # Only plain jnp is differentiable.
-    if spec.backend == "xla":
-        return _step(Plan(spec, Lowering.XLA), x)
-    results: tuple[Any, ...] = on_shards(_step, spec, x, message=NO_DERIVATIVE)
+    functions = "mlstm_recurrent_step and mlstm_recurrent_sequence"
+    results: tuple[Any, ...] = run_step(spec, "recurrent_step", x, functions)
     return results
 
 
@@ -85,13 +70,11 @@ def _mlstm(
 
     p, acc = spec.problem, accumulator_dtype(x.q.dtype)
     token: Any = jax.tree.map(heads_first, x[:5])
-    (c, n, m), lengths = x[5:8], x.sequence_lengths
+    (c, n, m), lengths = x[5:8], per_head(x.sequence_lengths, (p.B, p.NH))
     if c is None:
         c, n = jnp.zeros((p.B, p.NH, p.DHQK, p.DHV), acc), jnp.zeros((p.B, p.NH, p.DHQK), acc)
     if m is None:
         m = jnp.zeros(c.shape[:2], acc)
-    if lengths is not None:
-        lengths = jnp.broadcast_to(as_int32(lengths)[:, None], (p.B, p.NH))
     token, c, n, m, slots, lengths = sharded_alike(spec, (token, c, n, m, x.slots, lengths))
     fields: Any = *token, c, n, m if spec.stabilised else None, slots
     operands = Operands(*fields)
@@ -238,7 +221,7 @@ def mlstm_recurrent_step(
         input_gate=input_gate, normalize=normalize, backend=backend, config=config,
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, slots=slots)
-    spec = prepare_steps(_parts(x) if k is None else x, options)
+    spec = prepare_steps((_parts(x) if k is None else x)._asdict(), options, steps=False)
     outputs: tuple[jax.Array, States] = _mlstm(spec, None, False, x)
     return outputs
 
@@ -296,7 +279,7 @@ def mlstm_recurrent_sequence(
     x = Arguments(
         q, k, v, i, f, c_initial, n_initial, m_initial, None, sequence_lengths, slots
     )  # fmt: skip
-    spec = prepare_steps(x, options, layout)
+    spec = prepare_steps(x._asdict(), options, steps=True, layout=layout)
     if slots is not None and return_all_states:
         raise ValueError(
             "return_all_states is True with slots, expected False: without slots, pass the rows "

@@ -1,76 +1,29 @@
 """mlstm_ring_states, mlstm_ring_step, mlstm_ring_flush: generation that seldom writes C."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mlstm_pallas.planning.call_spec import CallSpec, Plan
+from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.config import KernelConfig
-from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.planning.options import Options
-from mlstm_pallas.prepare import as_int32, step_spec
+from mlstm_pallas.prepare import per_head, prepare_steps
 from mlstm_pallas.problem import validation
 from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.problem.dimensions import InputGate, Layout, accumulator_dtype
-from mlstm_pallas.schedules.sharding import on_shards, sharded_alike
-from mlstm_pallas.stages.ring_step import Operands, flush_all
-from mlstm_pallas.stages.stage import Lowering
+from mlstm_pallas.schedules.sharding import run_step, sharded_alike
+from mlstm_pallas.stages.ring_step import Operands, RingStates, flushed
 
-NO_DERIVATIVE = 'the kernels of mlstm_ring_step have no derivatives; backend="xla" has them'
 DEFAULT_LENGTH, MAX_LENGTH = 16, 64
 
 
-class RingStates(NamedTuple):
-    """The states of ``mlstm_ring_step``: C of some tokens ago and the tokens since.
-
-    In pools with slots, (P, NH, ...), a row is a request. A head has
-    DHQK DHV itemsize bytes of C and 2 L (DHQK + DHV) itemsize bytes in the
-    ring: 512 and 48 KiB for heads of 256/512 with a float32 C, a bfloat16 ring
-    and L = 16.
-
-    Attributes:
-      c: C at the last flush, (B, NH, DHQK, DHV), float32, bfloat16 or float16.
-      n: n at the last flush, (B, NH, DHQK).
-      m: m at the last flush, (B, NH).
-      k: keys of the ring's tokens, (B, NH, 2 L, DHQK), in the dtype of k.
-      v: values, (B, NH, 2 L, DHV), in the dtype of v.
-      i: input gate pre-activations, (B, NH, 2 L), float32.
-      f: forget gate pre-activations, (B, NH, 2 L), float32.
-      start: the row of the oldest token, 0 or L, (B, NH) int32. Tokens follow
-        one another from there on, modulo 2 L.
-      fill: how many tokens the ring holds, (B, NH) int32.
-      pending: how many drafts, the tokens of the last call, are behind them,
-        (B, NH) int32. The next call counts those of them that are accepted.
-    """
-
-    c: Any
-    n: Any
-    m: Any
-    k: Any
-    v: Any
-    i: Any
-    f: Any
-    start: Any
-    fill: Any
-    pending: Any
-
-
-def _step(plan: Plan, x: Operands) -> tuple[Any, ...]:
-    run = stage("ring_step", plan.launches("ring_step"))
-    results: tuple[Any, ...] = run(x, normaliser=plan.spec.normaliser)
-    return results
-
-
 @functools.partial(jax.jit, static_argnums=0)
-def step(spec: CallSpec, x: Operands) -> tuple[Any, ...]:
-    """h (B, NH, T, DHV) and the fields of the new states."""
-    # Only plain jnp is differentiable.
-    if spec.backend == "xla":
-        return _step(Plan(spec, Lowering.XLA), x)
-    results: tuple[Any, ...] = on_shards(_step, spec, x, message=NO_DERIVATIVE)
+def _step(spec: CallSpec, x: Operands) -> tuple[jax.Array, RingStates]:
+    """h (B, NH, T, DHV) and the new states."""
+    results: tuple[jax.Array, RingStates] = run_step(spec, "ring_step", x, "mlstm_ring_step")
     return results
 
 
@@ -82,10 +35,6 @@ def _fields(states: Any) -> dict[str, Any]:
             "mlstm_ring_states returns them"
         )
     return {f"states.{name}": x for name, x in states._asdict().items()}
-
-
-def _per_head(counts: Any, B: int, NH: int) -> Any:
-    return None if counts is None else jnp.broadcast_to(as_int32(counts)[:, None], (B, NH))
 
 
 def mlstm_ring_states(
@@ -116,9 +65,8 @@ def mlstm_ring_states(
     if m is None:
         m = jnp.zeros(n.shape[:-1], accumulator_dtype(n.dtype))
     states = dict(c_initial=c, n_initial=n, m_initial=m)
-    for name, x in states.items():
-        validation.check_array(name, x, validation.INPUT_DTYPES)
-    (B, NH, DHQK, DHV) = validation.check_shapes(states, validation.DIMS).values()
+    sizes = validation.check_inputs(states, InputGate.EXP, Layout.BNTH)
+    B, NH, DHQK, DHV = sizes.values()
     L = validation.check_integer(
         "length", DEFAULT_LENGTH if length is None else length, 8, MAX_LENGTH, power_of_two=True
     )
@@ -211,32 +159,29 @@ def mlstm_ring_step(
         eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
         input_gate=input_gate, normalize=normalize, layout=layout, backend=backend, config=config,
     )  # fmt: skip
-    arrays = dict(q=q, k=k, v=v, i=i, f=f) | _fields(states) | dict(accepted=accepted, slots=slots)
-    drafts = getattr(q, "ndim", 0) == 4
-    spec, sizes = step_spec(arrays, options, states.c, steps=drafts)
-    B, NH, T, L = sizes["B"], sizes["NH"], spec.problem.S, sizes["2 L"] // 2
+    drafts, arrays = getattr(q, "ndim", 0) == 4, dict(q=q, k=k, v=v, i=i, f=f) | _fields(states)
+    spec = prepare_steps(arrays | dict(accepted=accepted, slots=slots), options, steps=drafts)
+    p, L = spec.problem, states.i.shape[2] // 2
     if k.dtype != states.k.dtype:
         raise TypeError(f"k has dtype {k.dtype}, expected {states.k.dtype}, that of the ring")
-    if 2 * T > L:
-        raise ValueError(f"q has {T} tokens, expected at most {L // 2}, half the ring's length {L}")
-    x: Any = q, k, v, i, f
-    behind = drafts and options.layout is Layout.BTNH
-    if behind:
-        x = jax.tree.map(lambda y: jnp.swapaxes(y, 1, 2), x)
-    elif not drafts:
-        x = jax.tree.map(lambda y: y[:, :, None], x)
-    if not options.stabilised:
-        validation.check_zeros("states.m", states.m)
-    fields: Any = *x, *states, _per_head(accepted, B, NH), slots
-    operands = sharded_alike(spec, Operands(*fields))
-    m = operands.scaM
-    h, *after = step(spec, operands if options.stabilised else operands._replace(scaM=None))
-    if behind:
-        h = jnp.swapaxes(h, 1, 2)
-    elif not drafts:
-        h = h[:, :, 0]
-    rings = RingStates(*after)
-    return h, rings if options.stabilised else rings._replace(m=m)
+    if 2 * p.S > L:
+        raise ValueError(
+            f"q has {p.S} tokens, expected at most {L // 2}, half the ring's length {L}"
+        )
+    axis = 1 if options.layout is Layout.BTNH else 2  # of the tokens
+
+    def heads_first(y: Any) -> jax.Array:
+        return jnp.moveaxis(y if drafts else jnp.expand_dims(y, axis), axis, 2)
+
+    counts = per_head(accepted, (p.B, p.NH))
+    fields: Any = *map(heads_first, (q, k, v, i, f)), states, counts, slots
+    x = sharded_alike(spec, Operands(*fields))
+    m = x.states.m
+    if not spec.stabilised:
+        x = x._replace(states=x.states._replace(m=None))
+    h, states = _step(spec, x)
+    h = jnp.moveaxis(h, 2, axis)
+    return h if drafts else h.squeeze(axis), states if spec.stabilised else states._replace(m=m)
 
 
 def mlstm_ring_flush(
@@ -255,15 +200,8 @@ def mlstm_ring_flush(
       input_gate: that of the steps.
     """
     gate = validation.check_choice("input_gate", input_gate, InputGate)
-    arrays = _fields(states)
-    for name, x in arrays.items():
-        counts = name in validation.COUNTERS
-        validation.check_array(name, x, ("int32",) if counts else validation.KERNEL_DTYPES, "xla")
-    if accepted is not None:
-        validation.check_integers("accepted", accepted)
-        arrays["accepted"] = accepted
-    sizes = validation.check_shapes(arrays, validation.DIMS)
-    fields: Any = *(None,) * 5, *states, _per_head(accepted, sizes["B"], sizes["NH"])
-    heads = Operands(*fields)
-    c, n, m = flush_all(heads if gate is InputGate.EXP else heads._replace(scaM=None))
+    arrays = _fields(states) | dict(accepted=accepted)
+    validation.check_inputs(arrays, InputGate.EXP, Layout.BNTH, backend="xla", cast=False)
+    x = states if gate is InputGate.EXP else states._replace(m=None)
+    c, n, m, *_ = flushed(x, per_head(accepted, states.fill.shape))
     return c, n, states.m if m is None else m

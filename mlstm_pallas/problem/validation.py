@@ -294,6 +294,7 @@ def check_inputs(
         check_indices("slots", sizes["P"], arrays["slots"])
     if sigmoid:
         check_zeros("m_initial", m)
+        check_zeros("states.m", arrays.get("states.m"))
     return sizes
 
 

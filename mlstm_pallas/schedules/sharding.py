@@ -44,6 +44,7 @@ from jax.sharding import PartitionSpec as P
 
 from mlstm_pallas.planning.backend import lowering_on_gpu
 from mlstm_pallas.planning.call_spec import CallSpec, Plan
+from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.problem.arrays import IN_LAYOUT, Inputs, Residuals
 from mlstm_pallas.problem.dimensions import Layout
 from mlstm_pallas.problem.gpu import TPU, UNKNOWN
@@ -176,6 +177,18 @@ def on_shards(
     """
     work = Work(function, spec, lowering, tuple(options.items()))
     return _mappable(work)(*not_differentiated(args, message=message))
+
+
+def run_step(spec: CallSpec, name: str, x: Any, functions: str) -> Any:
+    """Runs a stage of tokens on its operands (B, NH, ...). Only plain jnp is differentiable."""
+    if spec.backend == "xla":
+        return _run_step(Plan(spec, Lowering.XLA), x, name=name)
+    message = f'the kernels of {functions} have no derivatives; backend="xla" has them'
+    return on_shards(_run_step, spec, x, message=message, name=name)
+
+
+def _run_step(plan: Plan, x: Any, *, name: str) -> Any:
+    return stage(name, plan.launches(name))(x, normaliser=plan.spec.normaliser)
 
 
 def _mappable(work: Work) -> Callable[..., Any]:

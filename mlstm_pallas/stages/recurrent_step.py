@@ -99,7 +99,7 @@ def on_rows(step: Callable[[Any], Any], x: Any) -> Any:
     def updated(pool: Array, y: Array) -> Array:
         return pool.at[rows].set(y, mode="drop", unique_indices=True)
 
-    has_row = (rows < len(pools[0])).reshape(-1, *[1] * (h.ndim - 1))
+    has_row = (rows < len(jax.tree.leaves(pools)[0])).reshape(-1, *[1] * (h.ndim - 1))
     return jnp.where(has_row, h, 0), *jax.tree.map(updated, pools, tuple(after))
 
 

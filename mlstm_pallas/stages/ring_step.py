@@ -38,34 +38,57 @@ from mlstm_pallas.stages.stage import Launch
 _INF = float("inf")
 
 
-class Operands(NamedTuple):
-    """With slots, B and NH are two axes; the states are pools, (P, NH, ...).
+class RingStates(NamedTuple):
+    """The states of ``mlstm_ring_step``: C of some tokens ago and the tokens since.
 
-    After a call fill leaves out the T new tokens, which are pending.
+    In pools with slots, (P, NH, ...), a row is a request. A head has
+    DHQK DHV itemsize bytes of C and 2 L (DHQK + DHV) itemsize bytes in the
+    ring: 512 and 48 KiB for heads of 256/512 with a float32 C, a bfloat16 ring
+    and L = 16.
+
+    Attributes:
+      c: C at the last flush, (B, NH, DHQK, DHV), float32, bfloat16 or float16.
+      n: n at the last flush, (B, NH, DHQK).
+      m: m at the last flush, (B, NH).
+      k: keys of the ring's tokens, (B, NH, 2 L, DHQK), in the dtype of k.
+      v: values, (B, NH, 2 L, DHV), in the dtype of v.
+      i: input gate pre-activations, (B, NH, 2 L), float32.
+      f: forget gate pre-activations, (B, NH, 2 L), float32.
+      start: the row of the oldest token, 0 or L, (B, NH) int32. Tokens follow
+        one another from there on, modulo 2 L.
+      fill: how many tokens the ring holds, (B, NH) int32.
+      pending: how many drafts, the tokens of the last call, are behind them,
+        (B, NH) int32. The next call counts those of them that are accepted.
     """
+
+    c: Any
+    n: Any
+    m: Any
+    k: Any
+    v: Any
+    i: Any
+    f: Any
+    start: Any
+    fill: Any
+    pending: Any
+
+
+class Operands(NamedTuple):
+    """With slots, B and NH are two axes; the states are pools, (P, NH, ...)."""
 
     matQ: Array  # (B * NH, T, DHQK), any float dtype of at most 32 bits
     matK: Array  # (B * NH, T, DHQK)
     matV: Array  # (B * NH, T, DHV)
     vecI: Array  # (B * NH, T) pre-activations
     vecF: Array  # (B * NH, T)
-    matC: Array  # (B * NH, DHQK, DHV) at the last flush, as n and m
-    vecN: Array  # (B * NH, DHQK)
-    scaM: Array | None  # (B * NH,); None: the sigmoid input gate
-    ringK: Array  # (B * NH, 2 L, DHQK) in the dtype of matK
-    ringV: Array  # (B * NH, 2 L, DHV)
-    ringI: Array  # (B * NH, 2 L) float32 pre-activations
-    ringF: Array  # (B * NH, 2 L)
-    start: Array  # (B * NH,) int32, the row of the oldest token: 0 or L
-    fill: Array  # (B * NH,) int32, the tokens in the ring
-    pending: Array  # (B * NH,) int32, drafts behind them
+    states: Any  # RingStates of (B * NH, ...), whose m is None with the sigmoid input gate
     accepted: Array | None = None  # (B * NH,) int32, how many drafts fill; None: all
     slots: Array | None = None  # (B,), of any integer dtype
 
 
-def ages(rows: Array, start: Array, size: int) -> Array:
+def ages(start: Array, size: int) -> Array:
     """The position of each row's token in a ring of so many rows; 0: the oldest."""
-    ahead = rows - start
+    ahead = lax.iota("int32", size) - start
     return jnp.where(ahead < 0, ahead + size, ahead)
 
 
@@ -107,94 +130,92 @@ def pending_tokens(pending: Array, accepted: Array | None) -> Array:
     return pending if accepted is None else jnp.minimum(jnp.maximum(accepted, 0), pending)
 
 
-def in_ring(x: Operands) -> Operands:
-    """A head's operands with the drafts that fill among the tokens and new tokens behind them."""
-    T, size, fill = len(x.vecI), len(x.ringI), x.fill + pending_tokens(x.pending, x.accepted)
-    behind = ages(lax.iota("int32", size), x.start, size) - fill
+def with_tokens(x: Operands) -> RingStates:
+    """A head's states with the drafts that fill among the tokens and new tokens behind them."""
+    states, T = x.states, len(x.vecI)
+    fill = states.fill + pending_tokens(states.pending, x.accepted)
+    behind = ages(states.start, len(states.i)) - fill
     at, new = jnp.clip(behind, 0, T - 1), (behind >= 0) & (behind < T)
     rings = (
         jnp.where(new.reshape(-1, *[1] * (y.ndim - 1)), y[at], ring)
-        for ring, y in zip(x[8:12], x[1:5], strict=True)
+        for ring, y in zip(states[3:7], x[1:5], strict=True)
     )
-    fields: Any = *x[:8], *rings, x.start, fill, jnp.full_like(fill, T)
-    return Operands(*fields)
+    fields: Any = *states[:3], *rings, states.start, fill, jnp.full_like(fill, T)
+    return RingStates(*fields)
 
 
-def flushed(x: Operands, end: Any, dtypes: Any) -> Operands:
-    """A head after a flush of its ``end`` oldest tokens, rounded, if the ring has so many."""
-    size = len(x.ringI)
-    age = ages(lax.iota("int32", size), x.start, size)
-    to_C, to_n, to_m = (functools.partial(rounded, dtype=y, compiled=False) for y in dtypes)
-    gates = log_gates(x.ringI, x.ringF, x.scaM is not None)
-    w0, w, m = ring_weights(*gates, age, x.scaM, end, to_m)
-    K, V = (jnp.where((age < end)[:, None], y, 0.0) for y in (x.ringK, x.ringV))
+def _weights(states: RingStates, end: Any, **options: Any) -> tuple[Array, ...]:
+    """``ring_weights`` at a token, and the keys and values up to it."""
+    age = ages(states.start, len(states.i))
+    gates = log_gates(states.i, states.f, states.m is not None)
+    rows = (jnp.where((age < end)[:, None], y, 0.0) for y in (states.k, states.v))
+    return *ring_weights(*gates, age, states.m, end, **options), *rows
+
+
+def _flushed(states: RingStates, end: Any, m_dtype: Any) -> RingStates:
+    """A head after a flush of its ``end`` oldest tokens, if the ring has so many."""
+    round_m = functools.partial(rounded, dtype=m_dtype, compiled=False)
+    w0, w, m, K, V = _weights(states, end, round_m=round_m)
     K = w[:, None] * K
-    after = x._replace(
-        matC=to_C(w0 * x.matC + jnp.einsum("sk,sv->kv", K, V, precision="highest")),
-        vecN=to_n(w0 * x.vecN + jnp.sum(K, axis=0)),
-        scaM=None if x.scaM is None else m,
-        start=size // 2 - x.start,
-        fill=x.fill - end,
+    after = states._replace(
+        c=w0 * states.c + jnp.einsum("sk,sv->kv", K, V, precision="highest"),
+        n=w0 * states.n + jnp.sum(K, axis=0),
+        m=None if states.m is None else m,
+        start=len(states.i) // 2 - states.start,
+        fill=states.fill - end,
     )
-    head: Operands = jax.tree.map(lambda y, z: jnp.where(x.fill >= end, z, y), x, after)
+    head: RingStates = jax.tree.map(lambda y, z: jnp.where(states.fill >= end, z, y), states, after)
     return head
 
 
-def _head(
-    x: Operands, normaliser: Normaliser | None, qk_scale: float, dtypes: Any
-) -> tuple[Any, ...]:
+def _head(x: Operands, m_dtype: Any, normaliser: Normaliser | None, qk_scale: float) -> Any:
     """h and the states of one head; all floats in one dtype."""
-    x = in_ring(x)
-    size, T = len(x.ringI), len(x.vecI)
-    age = ages(lax.iota("int32", size), x.start, size)
-    gates = log_gates(x.ringI, x.ringF, x.scaM is not None)
-    dot = functools.partial(jnp.einsum, precision="highest")
+    states, dot = with_tokens(x), functools.partial(jnp.einsum, precision="highest")
 
     def one(q: Array, end: Array) -> Array:
-        w0, w, m = ring_weights(*gates, age, x.scaM, end)
-        inside = age < end
-        scores = jnp.where(inside, w * dot("sk,k->s", x.ringK, q), 0.0)
-        V = jnp.where(inside[:, None], x.ringV, 0.0)
-        h = w0 * dot("k,kv->v", q, x.matC) + dot("s,sv->v", scores, V)
+        w0, w, m, K, V = _weights(states, end)
+        scores = w * dot("sk,k->s", K, q)
+        h = (w0 * dot("k,kv->v", q, states.c) + dot("s,sv->v", scores, V)) * qk_scale
         if normaliser is None:
-            return h * qk_scale
-        z = w0 * jnp.sum(x.vecN * q) + jnp.sum(scores)
-        return normaliser.normalise(h * qk_scale, z * qk_scale, m)
+            return h
+        z = w0 * jnp.sum(states.n * q) + jnp.sum(scores)
+        return normaliser.normalise(h, z * qk_scale, m)
 
-    h = jax.vmap(one)(x.matQ, x.fill + 1 + lax.iota("int32", T))
-    return h, *flushed(x, size // 2, dtypes)[5:15]
+    h = jax.vmap(one)(x.matQ, states.fill + 1 + lax.iota("int32", len(x.vecI)))
+    return h, _flushed(states, len(states.i) // 2, m_dtype)
 
 
-def _map_heads(run: Callable[..., Any], x: Operands, old: tuple[Any, ...]) -> tuple[Any, ...]:
-    """run(operands of a head in the dtype of sums, dtypes of C, n, m), in the old ones' dtypes."""
-    acc = accumulator_dtype(*(y.dtype for y in jax.tree.leaves(x)))
-    run = functools.partial(run, dtypes=[getattr(y, "dtype", None) for y in x[5:8]])
-    for _ in x.fill.shape:
+def _map_heads(run: Callable[..., Any], x: Any, states: RingStates, like: Any) -> Any:
+    """run(x) of each head in the dtype of sums, in the dtypes of ``like``; states: those in x."""
+    acc, m = accumulator_dtype(*(y.dtype for y in jax.tree.leaves(x))), states.m
+    run = functools.partial(run, m_dtype=acc if m is None else m.dtype)
+    for _ in states.fill.shape:
         run = jax.vmap(run)
     y = run(jax.tree.map(lambda y: y if y.dtype == "int32" else y.astype(acc), x))
-    results: tuple[Any, ...] = jax.tree.map(lambda y, like: y.astype(like.dtype), y, old)
-    return results
+    return jax.tree.map(lambda y, like: y.astype(like.dtype), y, like)
 
 
 @jax.jit
-def flush_all(x: Operands) -> tuple[Any, ...]:
-    """C, n and m after all tokens, those of a full half first. The operands of new tokens: None."""
-
-    def run(x: Operands, dtypes: Any) -> tuple[Any, ...]:
-        x = x._replace(fill=x.fill + pending_tokens(x.pending, x.accepted))
-        x = flushed(x, len(x.ringI) // 2, dtypes)
-        return flushed(x, x.fill, dtypes)[5:8]
-
-    return _map_heads(run, x, x[5:8])
+def flushed(states: RingStates, accepted: Array | None) -> RingStates:
+    """The states without tokens, those of a full half first."""
+    fill = states.fill + pending_tokens(states.pending, accepted)
+    states, half = states._replace(fill=fill), states.i.shape[-1] // 2
+    for run in (
+        functools.partial(_flushed, end=half),
+        lambda states, m_dtype: _flushed(states, states.fill, m_dtype),
+    ):
+        states = _map_heads(run, states, states, states)
+    return states
 
 
 def ring_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
-) -> tuple[Any, ...]:
+) -> tuple[Array, RingStates]:
     """Runs the stage: h (B * NH, T, DHV) in the dtype of matQ, and the new states."""
-    options: Any = dict(normaliser=normaliser, qk_scale=call.problem.qk_scale)
+    run = functools.partial(_head, normaliser=normaliser, qk_scale=call.problem.qk_scale)
 
-    def run(x: Operands) -> tuple[Any, ...]:
-        return _map_heads(functools.partial(_head, **options), x, (x.matQ, *x[5:15]))
+    def on_heads(x: Operands) -> Any:
+        return _map_heads(run, x, x.states, (x.matQ, x.states))
 
-    return run(x) if x.slots is None else on_rows(run, x)
+    result: tuple[Array, RingStates] = on_heads(x) if x.slots is None else on_rows(on_heads, x)
+    return result

@@ -104,7 +104,7 @@ def kernel_call(
     grid: tuple[int, ...] = (),
     index: Callable[..., dict[str, Any]] = default_index,
     sizes: Mapping[str, int] = MappingProxyType({}),
-    aliases: Mapping[int, int] = MappingProxyType({}),
+    updates: Mapping[str, Operand] = MappingProxyType({}),
     **statics: Any,
 ) -> dict[str, Any]:
     """Launches ``kernel(**references, call=call, **statics)``; returns its outputs by name.
@@ -112,15 +112,15 @@ def kernel_call(
     References are to the block of each operand that a CTA reads or writes, in global memory. They
     have the names of the operands, and are None where the operand is None. The letter of an axis
     names the block: ``index`` has its index, otherwise it is block 0, and ``sizes`` its size. The
-    reference lacks an axis whose letter has no size. "0" is the whole axis, "s" all steps and "t"
-    the L steps of chunk c.
+    reference lacks an axis whose letter has no size. "0" is the whole axis, as are those behind the
+    last letter, "s" all steps and "t" the L steps of chunk c.
 
     Args:
       name: of the launch; empty: the kernel's name.
       grid: on the GPU axis 0 varies fastest; empty: the grid of the call's tiles.
       index: the indices of blocks, by letter, from those of the grid.
       sizes: the sizes of blocks, by letter.
-      aliases: {input: output} that share memory, by position without absent inputs.
+      updates: operands that are written in place, by the references ``<name>_new``.
     """
     name = name or kernel.__name__.removeprefix("_").removesuffix("_kernel")
     if plgpu is None:
@@ -130,8 +130,11 @@ def kernel_call(
             "'mosaic_gpu' or 'xla'"
         )
     grid = grid or call.tiles.grid(call.problem)
-    all_operands, count = {**inputs, **outputs}, len(inputs)
+    inputs, count = {**updates, **inputs}, len(updates) + len(inputs)
+    outputs = {f"{name}_new": x for name, x in updates.items()} | outputs
+    all_operands = {**inputs, **outputs}
     arrays = [x for x, _ in all_operands.values()]
+    in_place = len(jax.tree.leaves(arrays[: len(updates)]))
     sizes = dict(s=call.problem.S, t=call.problem.L, **sizes)
 
     blocks = [
@@ -161,7 +164,7 @@ def kernel_call(
             num_warps=call.tiles.num_warps, num_stages=getattr(call.tiles, "num_stages", 1)
         ),
         interpret=call.interpret,
-        input_output_aliases=dict(aliases),
+        input_output_aliases={n: n for n in range(in_place)},
         name=name,
     )
     if mesh := export_mesh.get():
@@ -190,6 +193,7 @@ def _block_spec(
         return tuple(by_letter.get("c" if letter == "t" else letter, 0) for letter in at)
 
     if len(at) != 3 or at[1] not in "stq":
+        at = at.ljust(x.ndim, "0")[: x.ndim]
         shape = zip(at, x.shape, strict=True)
         return pl.BlockSpec([y if a == "0" else sizes.get(a) for a, y in shape], index_map)
     rows, columns = sizes[at[1]], sizes.get(at[2], x.shape[-1])

@@ -11,11 +11,13 @@ FLOPs: 4 B NH K V. Bytes: C twice, 2 B NH K V itemsize; the rest is smaller by a
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -30,13 +32,21 @@ from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store, o
 
 def _recurrent_step_kernel(*, slots, **head):
     """slots: (), the entry's row of the pools, or absent."""
-    part, vecH = pl.program_id(0), head["vecH"]
+    run = functools.partial(_advance, **head)
+    for_columns(slots, head["matC"], head["vecH"], head["call"], run)
+
+
+def for_columns(slots, pool, h, call, run):
+    """run(row, part, columns, which of them exist) of a CTA; h without a row is 0."""
+    part = pl.program_id(0)
+    columns, inside = masked_block(part, call.tiles.siz_b_DHHV, h.shape[-1])
 
     def without_row():
-        columns, inside = masked_block(part, head["call"].tiles.siz_b_DHHV, vecH.shape[0])
-        masked_store(vecH.at[columns], jnp.zeros(columns.size, vecH.dtype), inside)
+        for at in np.ndindex(h.shape[:-1]):
+            token = h.at[(*map(np.int32, at), columns)]
+            masked_store(token, jnp.zeros(columns.size, h.dtype), inside)
 
-    for_row(slots, head["matC"], lambda row: _advance(row, part, **head), without_row)
+    for_row(slots, pool, lambda row: run(row, part, columns, inside), without_row)
 
 
 def for_row(slots, pool, run, without_row):
@@ -51,6 +61,8 @@ def for_row(slots, pool, run, without_row):
 def _advance(
     row,  # (the row of the states,) in pools, otherwise ()
     part,  # the index of the CTA's columns
+    columns,
+    in_columns,  # a mask, or None
     matC,  # (DHQK, DHV), the whole head's; states in pools have an axis P in front
     vecN,  # (DHQK,)
     scaM,  # (), or absent: the sigmoid input gate
@@ -60,17 +72,16 @@ def _advance(
     scaI,  # (), or i and f, (2,)
     scaF,  # (), or absent: scaI has it
     before,  # (DHQK + 1,), a copy of n and m; absent: the head has one CTA, and no slots
+    matC_new,  # out, in place, like n and m
+    vecN_new,
+    scaM_new,
     vecH,  # out (DHV,)
-    matC_new,  # out (DHQK, DHV), in place of C
-    vecN_new,  # out (DHQK,), in place of n
-    scaM_new,  # out (), in place of m, or absent
     *,
     call,
     normaliser,
 ):
-    (DHQK, DHV), scale, compiled = matC.shape[-2:], call.problem.qk_scale, not call.interpret
-    siz_b_DHQK, siz_b_DHHV = call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
-    columns, in_columns = masked_block(part, siz_b_DHHV, DHV)
+    DHQK, scale, compiled = matC.shape[-2], call.problem.qk_scale, not call.interpret
+    siz_b_DHQK = call.tiles.siz_b_DHQK
     num_blocks = blocks_over(DHQK, siz_b_DHQK)
 
     *qk, v_at = (vecQ, 0), (vecK, 0), (vecV, 0)
@@ -93,7 +104,7 @@ def _advance(
         C, q, k = loaded
         C = decay * C.astype(jnp.float32) + (gain * k) * v[None, :]
         block = matC_new.at[(*row, rows, columns)]
-        masked_store(block, C.astype(matC_new.dtype), outer_mask(in_rows, in_columns))
+        masked_store(block, C.astype(matC.dtype), outer_mask(in_rows, in_columns))
         return num + jnp.sum(q * C, axis=0)
 
     # The first block is loaded before anything waits.
@@ -107,16 +118,16 @@ def _advance(
     m = None
     if scaM is not None:
         m = (scaM[...] if before is None else before[DHQK]).astype(jnp.float32)
-    decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, scaM_new.dtype, compiled))
+    decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, scaM.dtype, compiled))
     n = decay * n + gain * k
 
     @pl.when(part == 0)
     def _():
-        masked_store(vecN_new.at[(*row, all_rows)], n.astype(vecN_new.dtype), in_all)
-        if scaM_new is not None:
-            scaM_new[row or ...] = m_new.astype(scaM_new.dtype)
+        masked_store(vecN_new.at[(*row, all_rows)], n.astype(vecN.dtype), in_all)
+        if scaM is not None:
+            scaM_new[row or ...] = m_new.astype(scaM.dtype)
 
-    carry = loaded, jnp.zeros((siz_b_DHHV,), jnp.float32)
+    carry = loaded, jnp.zeros((columns.size,), jnp.float32)
     if num_blocks > 1:
         carry = loop(num_blocks - 1, lambda ik, x: (load(ik + 1), update(ik, *x)), carry)
     h = scale * update(jnp.full((), num_blocks - 1, jnp.int32), *carry)
@@ -146,14 +157,20 @@ def outer_mask(rows, columns):
     return rows[:, None] if columns is None else rows[:, None] & columns[None, :]
 
 
+def entries(call, slots):
+    """The letters of tokens and of states, and the grid."""
+    grid, p = call.tiles.grid(call.problem), call.problem
+    if slots is None:
+        return "b", "b", grid
+    return "bc", "0c", (grid[0], p.NH, p.B)  # b is an entry, c a head
+
+
 def recurrent_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
 ) -> Step:
     """Runs the stage: ``stages/recurrent_step.py``."""
     DHV, vecN, scaM, before = x.matC.shape[-1], x.vecN, x.scaM, None
-    token, states, grid = "b", "b", call.tiles.grid(call.problem)
-    if x.slots is not None:  # b is an entry, c a head
-        token, states, grid = "bc", "0c", (grid[0], call.problem.NH, call.problem.B)
+    token, states, grid = entries(call, x.slots)
     # Every CTA of a head reads n and m, and one updates them.
     if x.slots is not None or call.tiles.siz_b_DHHV < DHV:
         n, m = vecN, scaM
@@ -165,22 +182,15 @@ def recurrent_step(
         before = jnp.concatenate(pair, axis=-1)
     y = kernel_call(
         _recurrent_step_kernel,
-        operands(x, matC=states + "00", vecN=states + "0", scaM=states)
-        | operands(x, **dict.fromkeys(("vecQ", "vecK", "vecV"), token + "0"))
-        | operands(x, scaI=(token + "0")[: x.scaI.ndim], scaF=token)
-        | dict(before=(before, token + "0"), slots=(x.slots, "b")),
-        dict(
-            vecH=(jax.ShapeDtypeStruct((*x.vecQ.shape[:-1], DHV), x.vecQ.dtype), token + "0"),
-            matC_new=(x.matC, states + "00"),
-            vecN_new=(vecN, states + "0"),
-            scaM_new=(scaM, states),
-        ),
+        operands(x, vecQ=token, vecK=token, vecV=token, scaI=token, scaF=token)
+        | dict(before=(before, token), slots=(x.slots, token)),
+        dict(vecH=(jax.ShapeDtypeStruct((*x.vecQ.shape[:-1], DHV), x.vecQ.dtype), token)),
+        updates=operands(x, matC=states, vecN=states, scaM=states),
         grid=grid,
-        aliases={0: 1, 1: 2} | ({} if scaM is None else {2: 3}),
         call=call,
         normaliser=normaliser,
     )
-    return Step(*y.values())
+    return Step(y.pop("vecH"), *y.values())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ in L; beside that the tokens in the ring, up to 2 B NH L (K + V) itemsize.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple, Self
 
@@ -46,6 +47,8 @@ from mlstm_pallas.triton.launch import (
 from mlstm_pallas.triton.recurrent_step import (
     RecurrentStepTiles,
     at_least_a_tile,
+    entries,
+    for_columns,
     for_row,
     masked_block,
     outer_mask,
@@ -63,54 +66,24 @@ class Weights(NamedTuple):
     counters: Any  # (4,), the row of the oldest token, the tokens, whether the head flushes
 
 
-def _ring_scores_kernel(*, slots, **head):
-    """slots: (), the entry's row of the pools, or absent. ring_read needs nothing without a row."""
-    for_row(slots, head["vecN"], lambda row: _scores(row, **head), lambda: None)
+def _ring_scores_kernel(x, states, states_new, weights, *, call, normaliser):
+    """x: Operands without the states. ring_read needs nothing without a row."""
+    run = functools.partial(_scores, x, states, states_new, weights, call, normaliser)
+    for_row(x.slots, states.n, run, lambda: None)
 
 
-def _scores(
-    row,  # (the row of the states,) in pools, otherwise ()
-    vecN,  # (DHQK,); states in pools have an axis P in front
-    scaM,  # (), or absent: the sigmoid input gate
-    ringK,  # (2 L, DHQK)
-    ringV,  # (2 L, DHV)
-    ringI,  # (2 L,)
-    ringF,  # (2 L,)
-    start,  # ()
-    fill,  # ()
-    pending,  # ()
-    accepted,  # (), or absent
-    matQ,  # (T, DHQK)
-    matK,  # (T, DHQK)
-    matV,  # (T, DHV)
-    vecI,  # (T,)
-    vecF,  # (T,)
-    vecN_new,  # out, in place, like all of the states that follow
-    scaM_new,
-    ringK_new,
-    ringV_new,
-    ringI_new,
-    ringF_new,
-    start_new,
-    fill_new,
-    pending_new,
-    *,
-    call,
-    normaliser,
-    **weights,  # out
-):
-    out, compiled = Weights(**weights), not call.interpret
-    (T, DHQK), size, scale = matQ.shape, ringI.shape[-1], call.problem.qk_scale
-    L, at, stabilised, ring = size // 2, row or ..., scaM is not None, pl.ds(0, size)
-    first, drafts = start[at], None if accepted is None else accepted[...]
-    old = fill[at] + pending_tokens(pending[at], drafts)
-    rings = (ringK_new, matK), (ringV_new, matV), (ringI_new, vecI), (ringF_new, vecF)
-    _store_tokens(row, first + old, T, rings)
+def _scores(x, states, new, weights, call, normaliser, row):
+    """row: (the row of the states,) in pools, otherwise ()."""
+    (T, DHQK), size, scale = x.matQ.shape, states.i.shape[-1], call.problem.qk_scale
+    L, at, ring, m = size // 2, row or ..., pl.ds(0, size), states.m
+    first, drafts = states.start[at], None if x.accepted is None else x.accepted[...]
+    old = states.fill[at] + pending_tokens(states.pending[at], drafts)
+    _store_tokens(row, first + old, new[3:7], x[1:5])
     barrier(call)  # for what follows reads them
-    age = ages(lax.iota(jnp.int32, size), first, size)
-    i, f = (masked_load(ref.at[(*row, ring)], age < old + T) for ref in (ringI_new, ringF_new))
-    log_i, log_f = log_gates(i, f, stabilised)
-    m = scaM[at].astype(jnp.float32) if stabilised else None
+    age = ages(first, size)
+    i, f = (masked_load(ref.at[(*row, ring)], age < old + T) for ref in (new.i, new.f))
+    log_i, log_f = log_gates(i, f, m is not None)
+    m_before = None if m is None else m[at].astype(jnp.float32)
     block = min(at_least_a_tile(DHQK), 64)
     num_blocks = blocks_over(DHQK, block)
 
@@ -119,112 +92,87 @@ def _scores(
 
     def load_K(columns, inside, end):
         """Columns of the ring's tokens before one."""
-        return masked_load(ringK_new.at[(*row, ring, columns)], outer_mask(age < end, inside))
+        return masked_load(new.k.at[(*row, ring, columns)], outer_mask(age < end, inside))
 
     def scores_of(ik):
         columns, inside = masked_block(ik, block, DHQK)
         K = load_K(columns, inside, old + T)
         if T > 1:
-            q = masked_load(matQ.at[(tokens, columns)], outer_mask(in_tokens, inside))
+            q = masked_load(x.matQ.at[(tokens, columns)], outer_mask(in_tokens, inside))
             return _product(q, K, call, b_axis=1)
-        q = load(matQ, columns, (jnp.int32(0),), inside)
+        q = load(x.matQ, columns, (jnp.int32(0),), inside)
         return jnp.sum(q[None, :] * K.astype(jnp.float32), axis=1)[None, :]
 
     tokens: Any
     tokens, in_tokens = (pl.ds(0, 1), None) if T == 1 else whole(T)
     scores = sum_of(num_blocks, scores_of, (tokens.size, size))
-    masked_store(out.vecRing.at[(tokens, ring)], scores, outer_mask(in_tokens, None))
+    masked_store(weights.vecRing.at[(tokens, ring)], scores, outer_mask(in_tokens, None))
     barrier(call)
 
     @each(T)
     def _(t):
         end, (columns, inside) = old + t + 1, whole(DHQK)
-        n_dot_q = jnp.sum(load(matQ, columns, (t,), inside) * load(vecN, columns, row, inside))
-        w0, w, m_t = ring_weights(log_i, log_f, age, m, end)
+        n_dot_q = jnp.sum(
+            load(x.matQ, columns, (t,), inside) * load(states.n, columns, row, inside)
+        )
+        w0, w, m_t = ring_weights(log_i, log_f, age, m_before, end)
         # The k of later tokens may be NaN.
-        scores = jnp.where(age < end, scale * w * out.vecRing[t, ring], 0.0)
+        scores = jnp.where(age < end, scale * w * weights.vecRing[t, ring], 0.0)
         w0 = scale * w0
         if normaliser is not None:
             inverse = normaliser.reciprocal(w0 * n_dot_q + jnp.sum(scores), m_t)
             scores, w0 = scores * inverse, w0 * inverse
-        out.vecRing[t, ring], out.scaState[t] = scores, w0
+        weights.vecRing[t, ring], weights.scaState[t] = scores, w0
 
     full = old >= L
-    for j, x in enumerate((first, old + T, full.astype(jnp.int32))):
-        out.counters[j] = x
+    for j, count in enumerate((first, old + T, full.astype(jnp.int32))):
+        weights.counters[j] = count
 
     @pl.when(full)
     def flush():
         w0, w, m_new = ring_weights(
-            log_i, log_f, age, m, L, lambda x: rounded(x, scaM_new.dtype, compiled=compiled)
+            log_i, log_f, age, m_before, L, lambda y: rounded(y, m.dtype, not call.interpret)
         )
-        out.vecFlush[...], out.scaDecay[...] = w, w0
+        weights.vecFlush[...], weights.scaDecay[...] = w, w0
 
         @each(num_blocks)
         def _(ik):
             columns, inside = masked_block(ik, block, DHQK)
             added = jnp.sum(w[:, None] * load_K(columns, inside, L).astype(jnp.float32), axis=0)
-            n = w0 * load(vecN, columns, row, inside) + added
-            masked_store(vecN_new.at[(*row, columns)], n.astype(vecN_new.dtype), inside)
+            n = w0 * load(states.n, columns, row, inside) + added
+            masked_store(new.n.at[(*row, columns)], n.astype(states.n.dtype), inside)
 
-        if scaM_new is not None:
-            scaM_new[at] = m_new.astype(scaM_new.dtype)
-        start_new[at] = L - first
+        if m is not None:
+            new.m[at] = m_new.astype(m.dtype)
+        new.start[at] = L - first
 
-    fill_new[at] = jnp.where(full, old - L, old)
-    pending_new[at] = jnp.int32(T)
+    new.fill[at] = jnp.where(full, old - L, old)
+    new.pending[at] = jnp.int32(T)
 
 
-def _store_tokens(row, first, T, operands):
-    """Stores T tokens in the ring from a row on; operands: pairs of the ring's and the tokens'."""
-    stores, (size, _) = [], operands[0][0].shape[-2:]
+def _store_tokens(row, first, rings, tokens):
+    """Stores the tokens in the ring from a row on."""
+    stores, size, T = [], rings[0].shape[-2], tokens[0].shape[0]
     for t in range(T):
         to, at = (first + t) & jnp.int32(size - 1), jnp.int32(t)
-        for ref, x in operands:
-            part, inside = whole(x.shape[1]) if len(x.shape) > 1 else (None, None)
-            columns = () if part is None else (part,)
+        for ring, x in zip(rings, tokens, strict=True):
+            *columns, inside = whole(x.shape[1]) if len(x.shape) > 1 else (None,)
             token = masked_load(x.at[(at, *columns)], inside)
-            stores.append((ref.at[(*row, to, *columns)], token.astype(ref.dtype), inside))
+            stores.append((ring.at[(*row, to, *columns)], token.astype(ring.dtype), inside))
     for store in stores:  # after all loads, which thus wait once
         masked_store(*store)
 
 
-def _ring_read_kernel(*, slots, **head):
-    """slots: (), the entry's row of the pools, or absent."""
-    part = pl.program_id(0)
-    for_row(
-        slots,
-        head["matC"],
-        lambda row: _read(row, part, **head),
-        lambda: _no_output(part, head["matH"], head["call"]),
-    )
+def _ring_read_kernel(slots, matQ, states, weights, matC, matC_new, matH, *, call):
+    """states: after ring_scores; matC: in place; matH: out (T, DHV)."""
+    run = functools.partial(_read, matQ, states, weights, matC, matC_new, matH, call)
+    for_columns(slots, matC, matH, call, run)
 
 
-def _no_output(part, matH, call):
-    columns, inside = masked_block(part, call.tiles.siz_b_DHHV, matH.shape[-1])
-
-    @each(matH.shape[0])
-    def _(t):
-        masked_store(matH.at[(t, columns)], jnp.zeros(columns.size, matH.dtype), inside)
-
-
-def _read(
-    row,  # (the row of the states,) in pools, otherwise ()
-    part,  # the index of the CTA's columns
-    matC,  # (DHQK, DHV), the whole head's; states in pools have an axis P in front
-    ringK,  # (2 L, DHQK)
-    ringV,  # (2 L, DHV)
-    matQ,  # (T, DHQK)
-    matH,  # out (T, DHV)
-    matC_new,  # out (DHQK, DHV), in place of C
-    *,
-    call,
-    **weights,
-):
-    x = Weights(**weights)
-    (DHQK, DHV), (T, _), size = matC.shape[-2:], matQ.shape, x.vecFlush.shape[0]
-    siz_b_DHQK, siz_b_DHHV = call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
-    columns, in_columns = masked_block(part, siz_b_DHHV, DHV)
+def _read(matQ, states, weights, matC, matC_new, matH, call, row, part, columns, in_columns):
+    """row, columns: as of ``for_columns``."""
+    (T, DHQK), size = matQ.shape, weights.vecFlush.shape[0]
+    siz_b_DHQK = call.tiles.siz_b_DHQK
     num_blocks, one = blocks_over(DHQK, siz_b_DHQK), T == 1
     # One token is a vector; a product has 16 or more.
     zero = jnp.zeros((), jnp.int32)
@@ -247,38 +195,43 @@ def _read(
         return total + product(q, C)
 
     # The first block of C is loaded before anything waits, the values while the last one arrives.
-    carry = load(zero), jnp.zeros((siz_b_DHHV,) if one else (tokens.size, siz_b_DHHV), jnp.float32)
-    start, filled, flushes = (x.counters[j] for j in range(3))
+    carry = (
+        load(zero),
+        jnp.zeros((columns.size,) if one else (tokens.size, columns.size), jnp.float32),
+    )
+    start, filled, flushes = (weights.counters[j] for j in range(3))
     if num_blocks > 1:
         carry = loop(num_blocks - 1, lambda ik, x: (load(ik + 1), add(*x)), carry)
-    held = ages(lax.iota(jnp.int32, size), start, size) < filled
+    held = ages(start, size) < filled
     ring = pl.ds(0, size)
-    V = masked_load(ringV.at[(*row, ring, columns)], outer_mask(held, in_columns))
-    w = masked_load(x.vecRing.at[(tokens, ring)], None if one else outer_mask(in_tokens, None))
-    w_state = masked_load(x.scaState.at[tokens], in_tokens)
+    V = masked_load(states.v.at[(*row, ring, columns)], outer_mask(held, in_columns))
+    w = masked_load(
+        weights.vecRing.at[(tokens, ring)], None if one else outer_mask(in_tokens, None)
+    )
+    w_state = masked_load(weights.scaState.at[tokens], in_tokens)
     h = product(w, V) + (w_state if one else w_state[:, None]) * add(*carry)
     inside = in_columns if one else outer_mask(in_tokens, in_columns)
     masked_store(matH.at[(tokens, columns)], h.astype(matH.dtype), inside)
 
     @pl.when(flushes != 0)
     def flush():
-        decay, block = x.scaDecay[...], min(size, 32)
+        decay, block = weights.scaDecay[...], min(size, 32)
 
         @each(num_blocks)
         def _(ik):
             K_rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
-            inside = outer_mask(in_rows, in_columns)
-            C = masked_load(matC.at[(*row, K_rows, columns)], inside).astype(jnp.float32)
+            at, inside = (*row, K_rows, columns), outer_mask(in_rows, in_columns)
 
             def add_outer(index, C):
                 rows = block_at(index, block)
-                w = x.vecFlush[rows]
-                K = masked_load(ringK.at[(*row, rows, K_rows)], outer_mask(w != 0, in_rows))
-                V = masked_load(ringV.at[(*row, rows, columns)], outer_mask(w != 0, in_columns))
+                w = weights.vecFlush[rows]
+                K = masked_load(states.k.at[(*row, rows, K_rows)], outer_mask(w != 0, in_rows))
+                V = masked_load(states.v.at[(*row, rows, columns)], outer_mask(w != 0, in_columns))
                 return C + _product(K, V.astype(jnp.float32) * w[:, None], call, a_axis=0)
 
-            C = loop(size // block, add_outer, decay * C)
-            masked_store(matC_new.at[(*row, K_rows, columns)], C.astype(matC_new.dtype), inside)
+            C = decay * masked_load(matC.at[at], inside).astype(jnp.float32)
+            C = loop(size // block, add_outer, C)
+            masked_store(matC_new.at[at], C.astype(matC.dtype), inside)
 
 
 def _product(a: jax.Array, b: jax.Array, call: Launch, **axes: int) -> jax.Array:
@@ -314,56 +267,36 @@ def ring_step(
 ) -> tuple[Any, ...]:
     """Runs the stage: ``stages/ring_step.py``."""
     *heads, T, _ = x.matQ.shape
-    DHV, size = x.matV.shape[-1], x.ringI.shape[-1]
-    token, states, grid = "b", "b", call.tiles.grid(call.problem)
-    if x.slots is not None:  # b is an entry, c a head
-        token, states, grid = "bc", "0c", (grid[0], call.problem.NH, call.problem.B)
-    matrices = dict.fromkeys(("ringK", "ringV"), states + "00")
-    at = dict(vecN=states + "0", scaM=states) | matrices
-    at |= dict.fromkeys(("ringI", "ringF"), states + "0")
-    at |= dict.fromkeys(("start", "fill", "pending"), states)
+    size, C = x.states.i.shape[-1], x.states.c
+    token, states, grid = entries(call, x.slots)
     weights = Weights(
-        (floats(*heads, T, size), token + "00"),
-        (floats(*heads, T), token + "0"),
-        (floats(*heads, size), token + "0"),
-        (floats(*heads), token),
-        (jax.ShapeDtypeStruct((*heads, 4), jnp.int32), token + "0"),
-    )._asdict()
-    tokens = dict.fromkeys(("matQ", "matK", "matV"), token + "00")
-    present = [name for name in at if getattr(x, name) is not None]
-    inputs = (
-        operands(x, **at)
-        | operands(x, accepted=token, **tokens, vecI=token + "0", vecF=token + "0")
-        | dict(slots=(x.slots, "b"))
+        floats(*heads, T, size),
+        floats(*heads, T),
+        floats(*heads, size),
+        floats(*heads),
+        jax.ShapeDtypeStruct((*heads, 4), jnp.int32),
     )
-    outputs = {f"{name}_new": (getattr(x, name), axes) for name, axes in at.items()} | weights
-    aliases = {j: j for j in range(len(present))}
-    h = jax.ShapeDtypeStruct((*heads, T, DHV), x.matQ.dtype)
-    read_outputs = dict(matC_new=(x.matC, states + "00"), matH=(h, token + "00"))
     scores = dataclasses.replace(call.tiles, num_warps=call.tiles.score_warps)
     y = kernel_call(
         _ring_scores_kernel,
-        inputs,
-        outputs,
+        dict(x=(x._replace(states=None), token)),
+        dict(weights=(weights, token)),
+        updates=dict(states=(x.states._replace(c=None), states)),
         grid=grid[1:],
-        aliases=aliases,
         call=dataclasses.replace(call, tiles=scores),
         normaliser=normaliser,
     )
+    after = y["states_new"]
     z = kernel_call(
         _ring_read_kernel,
-        dict(matC=(x.matC, states + "00"))
-        | {name: (y[f"{name}_new"], axes) for name, axes in matrices.items()}
-        | operands(x, matQ=token + "00")
-        | {name: (y[name], axes) for name, (_, axes) in weights.items()}
-        | dict(slots=(x.slots, "b")),
-        read_outputs,
+        operands(x, slots=token, matQ=token)
+        | dict(states=(after, states), weights=(y["weights"], token)),
+        dict(matH=(jax.ShapeDtypeStruct(x.matV.shape, x.matQ.dtype), token)),
+        updates=dict(matC=(C, states)),
         grid=grid,
-        aliases={0: 0},
         call=call,
     )
-    after = (y[f"{name}_new"] for name in Operands._fields[6:15])
-    return z["matH"], z["matC_new"], *after
+    return z["matH"], after._replace(c=z["matC_new"])
 
 
 @dataclasses.dataclass(frozen=True)
