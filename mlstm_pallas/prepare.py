@@ -124,7 +124,6 @@ def prepare_steps(
         gpu=target_gpu(),
         pooled=arrays["slots"] is not None,
     )
-    return spec, sizes
 
 
 def padded(
