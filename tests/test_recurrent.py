@@ -383,7 +383,7 @@ def test_a_step_is_one_launch_in_place(line):
     assert "scatter" not in text
     [call] = [line for line in text.splitlines() if "custom_call" in line]
     aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", call)
-    assert aliases == [("1", "0"), ("2", "1"), ("3", "2")][: 2 + exp]
+    assert aliases == [("0", "0"), ("1", "1"), ("2", "2")][: 2 + exp]
 
 
 @pytest.mark.gpu

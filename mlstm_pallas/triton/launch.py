@@ -131,7 +131,7 @@ def kernel_call(
         )
     grid = grid or call.tiles.grid(call.problem)
     inputs, count = {**updates, **inputs}, len(updates) + len(inputs)
-    outputs = {f"{name}_new": x for name, x in updates.items()} | outputs
+    outputs = {**{f"{name}_new": x for name, x in updates.items()}, **outputs}
     all_operands = {**inputs, **outputs}
     arrays = [x for x, _ in all_operands.values()]
     in_place = len(jax.tree.leaves(arrays[: len(updates)]))
