@@ -13,7 +13,6 @@ from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length, chunks
 from mlstm_pallas.formulas.gates import ChunkGates, segment_ends, without_outputs
 from mlstm_pallas.formulas.splits import (
     decays_in_splits,
-    group_splits,
     split_states,
     splits_as_heads,
 )
@@ -209,7 +208,7 @@ def fused_scan(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> 
     last, m = None, gates.scaM_states[:, ::stride]
     if C_last is not None:
         end = 0 if p.reverse else -1
-        C_last = group_splits(C_last, num_splits)[:, end]
+        C_last = C_last.reshape(p.BNH, num_splits, p.DHQK, p.DHV)[:, end]
         last = LastStates(C_last, n_last, m[:, end])
     if C is None:
         C_last = None

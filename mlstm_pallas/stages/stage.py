@@ -174,7 +174,7 @@ class Launch:
 
     def unchunked(self, x: Array, like: Array) -> Array:
         """The inverse of ``chunks``: (B * NH, NC, L, D) to the layout and the steps of ``like``."""
-        x = rows_as_heads(x.reshape(len(x), self.problem.S, x.shape[-1]), like)
+        x = rows_as_heads(x.reshape(x.shape[0], self.problem.S, x.shape[-1]), like)
         return with_steps(x, like.shape[1])
 
 

@@ -119,8 +119,8 @@ def copy_steps(steps, tile, pieces, barrier=None) -> None:
 
         def piece(g, carry):
             row = arith.addi(first, arith.muli(g, _i32(piece_rows)))
-            place = arith.index_cast(index, g)
-            rows_at_once = utils.memref_slice(tile, utils.ds(place, 1) if one_atom else place)
+            position = arith.index_cast(index, g)
+            rows_at_once = utils.memref_slice(tile, utils.ds(position, 1) if one_atom else position)
             copy(rows_at_once, row, piece_rows, transform, leader)
             return carry
 
