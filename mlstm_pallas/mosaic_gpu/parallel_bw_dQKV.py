@@ -70,7 +70,7 @@ ROWS = 128  # per item
 DEPTH = 64  # columns that a step multiplies
 FEW_ITEMS = 3  # per CTA
 
-_DQ, _DK, _DV, _STATES = _ROLES = range(4)  # the output to which an item belongs
+_DQ, _DK, _DV, _INNER = _ROLES = range(4)  # the output to which an item belongs
 
 
 class _Items(NamedTuple):
@@ -81,7 +81,7 @@ class _Items(NamedTuple):
 
     rows: int
     columns: int
-    with_state: int
+    state_steps: int
     for_sums: int  # the queries or keys of each warpgroup, for the gates' gradients, and n or dn
 
 
@@ -107,7 +107,7 @@ def _tile_steps(role: int, row, p: Problem) -> tuple[Any, Any]:
     Queries see the keys up to their own step, and keys see the queries from their own step on.
     """
     row_steps = ROWS // DEPTH
-    if role == _STATES:
+    if role == _INNER:
         return np.int32(0), np.int32(0)
     if (role == _DQ) != p.reverse:
         return (row + 1) * row_steps, np.int32(0)
@@ -120,11 +120,11 @@ class _Item(NamedTuple):
     role: Any
     row: Any
     column: Any
-    first: Any  # its first step, among all steps of the CTA; the first one after those with a state
-    after_state: Any
-    tiles: Any  # the first step with a tile of P or dP, the number of these steps, the first tile
-    num_tiles: Any
-    first_tile: Any
+    first: Any  # its first step, among all steps of the CTA
+    after_state: Any  # the first step behind those with C or dC
+    first_score_step: Any  # the first step with a tile of P or dP
+    num_tiles: Any  # of P or dP
+    first_tile: Any  # the index in the chunk of the first one
 
 
 class _Kernel(PersistentKernel):
@@ -143,7 +143,7 @@ class _Kernel(PersistentKernel):
     Outputs:
       dq, dk, dv: like q, k and v.
       q_inter, k_inter: (B * NH, column blocks, S).
-      states: (B * NH, NC, whole blocks of DHQK), sums over the columns.
+      inner_C_dC: (B * NH, NC, whole blocks of DHQK), sums over the columns.
     Shared memory and barriers: see ``ParallelBwDQKVTiles.scratch``.
     """
 
@@ -183,13 +183,13 @@ class _Kernel(PersistentKernel):
         start = 0
         for role, items in enumerate(self.roles):
             row, column = unravel(x - start, items.columns)
-            # A CTA's third item follows short ones.
+            # A CTA's long items of dk or dv follow short ones of dq.
             if few and (role in (_DK, _DV)) != self.p.reverse:
                 row = items.rows - 1 - row
-            after_state = step + items.with_state
-            tiles = after_state + items.for_sums, *_tile_steps(role, row, self.p)
+            after_state = step + items.state_steps
+            scores = after_state + items.for_sums, *_tile_steps(role, row, self.p)
             position = head, chunk, np.int32(role), row, column
-            candidate = _Item(*position, step, after_state, *tiles)
+            candidate = _Item(*position, step, after_state, *scores)
             # The item is that of the last role whose items do not start behind it.
             select = functools.partial(jnp.where, x >= start)
             item = candidate if item is None else jax.tree.map(select, candidate, item)
@@ -202,7 +202,7 @@ class _Kernel(PersistentKernel):
         def one(index, step):
             item = self.item(index, step)
             run(item)
-            return item.tiles + item.num_tiles
+            return item.first_score_step + item.num_tiles
 
         return loop(self.num_items, one, np.int32(0))
 
@@ -217,9 +217,9 @@ class _Kernel(PersistentKernel):
 
     def multiply(self) -> None:
         def multiply_item(item):
-            is_states = item.role == _STATES
-            pl.when(is_states)(functools.partial(_inner_states, self, item))
-            pl.when(~is_states)(functools.partial(_gradient, self, item))
+            is_inner = item.role == _INNER
+            pl.when(is_inner)(functools.partial(_inner_C_dC, self, item))
+            pl.when(~is_inner)(functools.partial(_gradient, self, item))
 
         self.for_each_item(multiply_item)
         refs = self.refs
@@ -234,26 +234,26 @@ def _copy_halves(copy, x, start, size: int, tile, *index) -> None:
 
 
 class _Sources(NamedTuple):
-    """What an item of dq, dk or dv is made of: weights (rows states + norms) + tiles others.
+    """An item of dq, dk or dv: weights (rows states + factor vectors) + scores others.
 
     dotted: q or k, whose inner products with the first summand are computed; only for dq and dk,
-      like the norms.
+      like the vectors, n or dn. The factor is dz den for dq, 1 for dk.
     """
 
     rows: Any
     states: Any
-    tiles: Any
+    scores: Any
     others: Any
     dotted: Any = None
-    norms: Any = None
+    vectors: Any = None
 
 
 def _sources(refs, role: int) -> _Sources:
     q, k = refs.q_gmem, refs.k_gmem
     if role == _DQ:
-        return _Sources(refs.dh_gmem, refs.C_gmem, refs.dP_gmem, k, dotted=q, norms=refs.n_gmem)
+        return _Sources(refs.dh_gmem, refs.C_gmem, refs.dP_gmem, k, dotted=q, vectors=refs.n_gmem)
     if role == _DK:
-        return _Sources(refs.v_gmem, refs.dC_gmem, refs.dP_gmem, q, dotted=k, norms=refs.dn_gmem)
+        return _Sources(refs.v_gmem, refs.dC_gmem, refs.dP_gmem, q, dotted=k, vectors=refs.dn_gmem)
     return _Sources(k, refs.dC_gmem, refs.P_gmem, refs.dh_gmem)
 
 
@@ -274,12 +274,12 @@ def _copy_item(cta: _Kernel, role: int, item: _Item) -> None:
         copy(refs.C_gmem.at[position], left)
         copy(refs.dC_gmem.at[position], cta.right_transposed, slice(ROWS))
 
-    if role == _STATES:
-        feed(item.first, steps.with_state, both_states)
+    if role == _INNER:
+        feed(item.first, steps.state_steps, both_states)
         return
     x = _sources(cta.refs, role)
 
-    def with_state(j, copy):
+    def state_operands(j, copy):
         depth = block(j, DEPTH)
         copy(cta.in_chunk(x.rows, item).at[rows, depth], left)
         if role == _DV:
@@ -287,30 +287,30 @@ def _copy_item(cta: _Kernel, role: int, item: _Item) -> None:
         else:
             copy(x.states.at[(*state, columns, depth)], cta.right_transposed)
 
-    def weighted(j, copy):
+    def dotted(j, copy):
         start = rows.start + j * WG_ROWS
         _copy_halves(copy, cta.in_chunk(x.dotted, item), start, WG_ROWS, right, columns)
 
-    def norms(_, copy):
-        _copy_halves(copy, x.norms.at[state], columns.start, cta.columns, cta.right_vector)
+    def vectors(_, copy):
+        _copy_halves(copy, x.vectors.at[state], columns.start, cta.columns, cta.right_vector)
 
-    def with_tiles(j, copy):
-        others, tiles = block(item.first_tile + j, DEPTH), cta.in_chunk(x.tiles, item)
+    def score_operands(j, copy):
+        others, scores = block(item.first_tile + j, DEPTH), cta.in_chunk(x.scores, item)
         if role == _DQ:
-            copy(tiles.at[rows, others], left)
+            copy(scores.at[rows, others], left)
         else:
-            copy(tiles.at[others, rows], cta.left_transposed)
+            copy(scores.at[others, rows], cta.left_transposed)
         copy(cta.in_chunk(x.others, item).at[others, columns], right)
 
-    feed(item.first, steps.with_state, with_state)
+    feed(item.first, steps.state_steps, state_operands)
     if role != _DV:
-        feed(item.after_state, 2, weighted)
-    if x.norms is not None:
-        feed(item.after_state + 2, 1, norms)
-    feed(item.tiles, item.num_tiles, with_tiles)
+        feed(item.after_state, 2, dotted)
+    if x.vectors is not None:
+        feed(item.after_state + 2, 1, vectors)
+    feed(item.first_score_step, item.num_tiles, score_operands)
 
 
-def _inner_states(cta: _Kernel, item: _Item) -> None:
+def _inner_C_dC(cta: _Kernel, item: _Item) -> None:
     ring = cta.ring
 
     def add(j, total):
@@ -319,9 +319,9 @@ def _inner_states(cta: _Kernel, item: _Item) -> None:
         ring.release(item.first + j)
         return total + C * dC
 
-    total = loop(cta.roles[_STATES].with_state, add, products.zeros(WG_ROWS, DEPTH))
+    total = loop(cta.roles[_INNER].state_steps, add, products.zeros(WG_ROWS, DEPTH))
     sums = products.sum_over_columns(total)
-    cta.refs.states.at[item.head, item.chunk, cta.rows(item)][...] = sums
+    cta.refs.inner_C_dC.at[item.head, item.chunk, cta.rows(item)][...] = sums
 
 
 def _multiply(
@@ -347,30 +347,30 @@ def _scaled(cta: _Kernel, acc: Array, weights: Array) -> list[Array]:
 def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array | None, acc: Array):
     """The inter-chunk part of dq or dk; stores its inner products with the queries or keys."""
     refs, ring, is_dq, first = cta.refs, cta.ring, item.role == _DQ, item.after_state
-    has_norm = ~is_dq if refs.n_gmem is None else True
+    has_vector = ~is_dq if refs.n_gmem is None else True
     parts = _scaled(cta, acc, weights)
-    weighted, norm = (first, first + 1), first + 2
-    for step in weighted:
+    dotted, vector = (first, first + 1), first + 2
+    for step in dotted:
         ring.wait(step)
-    norm_weights = weights
+    vector_weights = weights
     if dz_den is not None:
-        norm_weights = lax.cond(is_dq, lambda: weights * dz_den, lambda: weights)
+        vector_weights = lax.cond(is_dq, lambda: weights * dz_den, lambda: weights)
 
-    def add_norm(*parts):
-        slot = ring.wait(norm)
+    def add_vector(*parts):
+        slot = ring.wait(vector)
         rows = [
             across_rows(load(cta.right_vector.at[slot, part], BY_COLUMNS)) for part in cta.parts
         ]
-        factor = across_columns(norm_weights, cta.atom)
+        factor = across_columns(vector_weights, cta.atom)
         return [x + factor * y for x, y in zip(parts, rows, strict=True)]
 
-    parts = lax.cond(has_norm, add_norm, lambda *parts: list(parts), *parts)
+    parts = lax.cond(has_vector, add_vector, lambda *parts: list(parts), *parts)
     slot = ring.slot(first + cta.wg)
     tiles = (load_float32(cta.right.at[slot, :, part]) for part in cta.parts)
     sums = [products.sum_over_columns(x * y) for x, y in zip(parts, tiles, strict=True)]
     inter = functools.reduce(jnp.add, sums)
-    ring.release(*weighted)
-    pl.when(has_norm)(lambda: ring.release(norm))
+    ring.release(*dotted)
+    pl.when(has_vector)(lambda: ring.release(vector))
     for role, output in enumerate((refs.q_inter, refs.k_inter)):
 
         @pl.when(item.role == role)
@@ -408,13 +408,13 @@ def _gradient(cta: _Kernel, item: _Item) -> None:
     def transposed_times(slot):
         return cta.left_transposed.at[slot, :, tile_rows].T, cta.right.at[slot]
 
-    def with_state(acc):
+    def multiply_states(acc):
         multiply = functools.partial(_multiply, cta, acc, item.first)
-        pl.when(is_dv)(lambda: multiply(roles[_DV].with_state, plain))
-        pl.when(~is_dv)(lambda: multiply(roles[_DQ].with_state, times_transposed))
+        pl.when(is_dv)(lambda: multiply(roles[_DV].state_steps, plain))
+        pl.when(~is_dv)(lambda: multiply(roles[_DQ].state_steps, times_transposed))
 
-    def with_tiles(acc):
-        multiply = functools.partial(_multiply, cta, acc, item.tiles, item.num_tiles)
+    def multiply_scores(acc):
+        multiply = functools.partial(_multiply, cta, acc, item.first_score_step, item.num_tiles)
         pl.when(is_dq)(lambda: multiply(plain))
         pl.when(~is_dq)(lambda: multiply(transposed_times))
 
@@ -423,7 +423,7 @@ def _gradient(cta: _Kernel, item: _Item) -> None:
         load_by_rows(x, item.head, cta.steps(item))
         for x in (refs.w_gmem, refs.abar_gmem, refs.inv_den_gmem, refs.dz_den_gmem)
     )
-    acc = products.from_zeros(with_state, WG_ROWS, cta.columns)
+    acc = products.from_zeros(multiply_states, WG_ROWS, cta.columns)
     weights = lax.cond(
         is_dq, lambda: query_scale(query_weights, cta.p.qk_scale, inv_den), lambda: key_weights
     )
@@ -433,7 +433,7 @@ def _gradient(cta: _Kernel, item: _Item) -> None:
         functools.partial(_scaled_with_sums, cta, item, weights, dz_den),
         acc,
     )
-    (acc,) = products.onto(with_tiles, acc)
+    (acc,) = products.onto(multiply_scores, acc)
     _store(cta, item, acc)
 
 
@@ -449,7 +449,9 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         "dk": sequence_shape(x.matK, p.DHQK, dtype),
         "k_inter": sums,
         "dv": sequence_shape(x.matV, p.DHV, dtype),
-        "states": float32(p.BNH, p.NC, chunkwise.CHUNK if recomputes else rounded_up(p.DHQK, ROWS)),
+        "inner_C_dC": float32(
+            p.BNH, p.NC, chunkwise.CHUNK if recomputes else rounded_up(p.DHQK, ROWS)
+        ),
         "tile_sums": w_sum_shapes(p) if recomputes else None,
     }
     y = persistent_call(
@@ -475,9 +477,9 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     # One sum over everything, because XLA runs it as one kernel.
     inner_n_dn = x.vecN_states * x.vecDeltaN_states
     if recomputes:
-        parts = jnp.concatenate([y["states"], inner_n_dn], axis=-1)
+        parts = jnp.concatenate([y["inner_C_dC"], inner_n_dn], axis=-1)
     else:
-        parts = y["states"][..., : p.DHQK] + inner_n_dn
+        parts = y["inner_C_dC"][..., : p.DHQK] + inner_n_dn
     pass_through = (x.gates.scaGamma[..., None] * parts).sum(-1)
     inter = y["q_inter"].sum(1), y["k_inter"].sum(1)
     tile_sums = as_tile_sums(y["tile_sums"], p) if recomputes else None
@@ -539,10 +541,10 @@ class ParallelBwDQKVTiles(RingTiles):
             yield cls(num_stages, gpu.sms, columns, by_chunk(p))
 
     def divides(self, p: Problem, **options) -> bool:
-        """With fewer stages than a step holds at once the kernel would deadlock."""
+        """A warpgroup holds three slots at once, so with fewer stages the kernel would deadlock."""
         if self.computes_scores != by_chunk(p) or p.L % ROWS:
             return False
         if self.computes_scores:
             return self.siz_b_DHHV == chunkwise.tile_columns(p) and self.num_stages >= 4
-        # Items for the states copy ROWS rows to where others have their columns.
+        # A tile of dC, ROWS x DEPTH, lies in a slot of columns x DEPTH elements.
         return self.siz_b_DHHV in (ROWS, 192, 256) and self.num_stages >= 3

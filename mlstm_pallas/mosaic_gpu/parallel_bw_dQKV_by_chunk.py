@@ -79,7 +79,7 @@ class Kernel(PersistentKernel):
     Outputs:
       dq, dk, dv: like q, k and v.
       q_inter, k_inter: (B * NH, 1, S).
-      states: (B * NH, NC, 128), parts of <C_c, dC_{c+1}>.
+      inner_C_dC: (B * NH, NC, 128), parts of <C_c, dC_{c+1}>.
       tile_sums: see ``w_sum_shapes``. The part of per_query whose keys are all later is scratch.
     Shared memory and barriers: see ``scratch``.
     """
@@ -477,7 +477,7 @@ def _multiply(c: _Chunk) -> None:
     total = products.zeros(WG_ROWS, layout=BY_ROWS)
     step = functools.partial(_gradient_step, c, key_weights)
     total, *gradients = loop(c.steps, step, (total, zeros, zeros))
-    refs.states.at[c.head, c.chunk, c.tile_rows][...] = total
+    refs.inner_C_dC.at[c.head, c.chunk, c.tile_rows][...] = total
 
     @pl.when(c.wg == 1)
     def add_halves():

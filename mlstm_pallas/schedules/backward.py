@@ -222,9 +222,10 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
     """The gradients of the inputs of ``packed``; residuals.states are the states that it returned.
 
     The steps of a row are copied to the order of its list of chunks. There the row is one sequence,
-    which an entry without steps resets before each segment. Both halves run on this sequence, as if
-    no segment had initial states or gradients of last states. ``_with_segments`` adds those between
-    the halves. At last the gradients are copied back to the row.
+    which an entry without steps resets before each segment. Both halves run on this sequence. Its
+    gates have each segment's initial m, and the initial n is added to n. ``_with_segments`` adds
+    the initial C and the gradients of last states between the halves. At last the gradients are
+    copied back to the row.
     """
     spec, x, L = plan.spec, residuals.inputs, plan.spec.problem.L
     chunks, before = segments_of(spec, x, L)
@@ -245,18 +246,18 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
     i, f, segment_starts = chunks.gates(x.i, x.f, x.segment_starts, before.m, L)
     inputs = Inputs(q, k, v, i, f, None, x.n_initial, x.m_initial, segment_starts)
     z = None if z is None else z[..., 0]
-    zeros = Cotangents(dh, LastStates(None, x.n_initial, None))
+    dy = Cotangents(dh, LastStates(None, jnp.zeros_like(x.n_initial), None))
     stored = StoredStates(None, None, None, None, None)
-    first = first_half(plan, Residuals(inputs, h, z, stored), zeros)
+    first = first_half(plan, Residuals(inputs, h, z, stored), dy)
 
     added = chunks.with_initial(key_sums(plan.backward, k, first.gates), before.n)
     n, n_last = key_states(plan.backward, added, first.gates, x.n_initial)
     list_residuals = Residuals(inputs, h, z, stored._replace(n=n, n_last=n_last))
     carry = _with_segments(plan, chunks, first, x.segments, residuals.states, cotangents.last)
-    dx, dn = second_half(plan, list_residuals, zeros, carry)
+    dx, dn = second_half(plan, list_residuals, dy, carry)
 
-    dq, dk, dv = (chunks.scatter(dy, y, L) for dy, y in zip(dx[:3], x[:3], strict=True))
-    di, df = (chunks.scatter_steps(dy, x.i, L) for dy in (dx.i, dx.f))
+    dq, dk, dv = (chunks.scatter(d, y, L) for d, y in zip(dx[:3], x[:3], strict=True))
+    di, df = (chunks.scatter_steps(d, x.i, L) for d in (dx.i, dx.f))
     segments = None
     if x.segments is not None:
         at = rows, entries = chunks.before_segments()
@@ -282,15 +283,16 @@ def _with_segments(
     """
     gamma, (states, normaliser, dn_added) = first.gates.scaGamma, first[2:]
     begin, end = chunks.before_segments(), chunks.behind_segments()
+    # Behind the last segment nothing arrives, because the remainder starts with a reset.
     segment = jnp.minimum(chunks.entry_parts, chunks.N - 1)
 
-    def plus(C: Array, at: Any, states: Array, **backward: bool) -> Array:
+    def plus(C: Array, at: Any, by_segment: Array, **backward: bool) -> Array:
         """C, and the states that enter at these entries, decayed to each chunk boundary."""
         entering = jnp.zeros_like(gamma)[..., None].at[at].set(1.0)
         operands = vector_states.Operands(entering, gamma, jnp.zeros_like(gamma[:, :1]))
         call = plain(plan.spec.problem)
         decay, _ = vector_states.vector_states(operands, call=call, **backward)
-        added = decay[..., None] * states[at[0], segment]
+        added = decay[..., None] * by_segment[at[0], segment]
         return (C.astype(decay.dtype) + added).astype(C.dtype)
 
     if initial is not None:
