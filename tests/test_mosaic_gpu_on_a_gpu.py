@@ -182,7 +182,7 @@ SMOKE = [(cases_on_a_gpu, "splits"), (recurrences_on_a_gpu,)]
 OTHERS = [name for name in CASES if not any(name in check for check in SMOKE)]
 GPU_CHECKS = [
     *SMOKE,
-    *((cases_on_a_gpu, *OTHERS[part::5]) for part in range(5)),
+    *((cases_on_a_gpu, *OTHERS[part::10]) for part in range(10)),
     # Shapes of test_gpu.py, half of them with a part of a chunk.
     *((plan_on_a_gpu, 1, 2, 2040, *heads) for heads in ((256, 512), (128, 256), (64, 128))),
     *((plan_on_a_gpu, 1, 2, 2048, *heads) for heads in ((256, 256), (128, 128), (512, 512))),
