@@ -113,6 +113,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_make_parametrize_id(val):
+    """A test has its whole line in its id; pytest >= 9.2 would number lines of over 100
+    characters."""
+    return val.encode("unicode_escape").decode() if isinstance(val, str) else None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish():
     """The garbage collector skips what is imported and runs after 100,000 new objects instead of
