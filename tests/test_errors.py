@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arguments import accepted, bad_arrays, check_arguments, stage_arrays, trace
+from arguments import accepted, check_arguments, stage_arrays, trace
 from oracle import PUBLIC, assert_same_bits, refusals, refused, run_python
 
 import mlstm_pallas
@@ -51,11 +51,12 @@ SEGMENTS = IDS | dict(num_segments=2, return_last_states=True)
 OPTIONAL = IDS | dict(sequence_lengths=array(B, dtype="int32"))
 
 
-def arrays_of(function):
-    """The inputs and states of a function by name."""
+def arrays_of(function, rows=B):
+    """The inputs and states of a function by name; the states have so many rows."""
     first = TOKEN if function is mlstm_recurrent_step else PLAIN
+    states = [array(rows, *x.shape[1:]) for x in STATES]
     names = inspect.signature(function).parameters
-    return dict(zip(names, [*first.values(), *STATES], strict=False))
+    return dict(zip(names, [*first.values(), *states], strict=False))
 
 
 ARRAYS = arrays_of(mlstm_chunkwise)
@@ -106,11 +107,6 @@ def test_every_argument_is_refused_by_name_and_accepted_at_its_bounds(call):
     check_arguments(*call)
 
 
-def zeros_of(function=mlstm_chunkwise):
-    """A call of a function with arrays of zeros."""
-    return partial(function, **zeros(arrays_of(function)))
-
-
 def stage(name, **changed):
     """A call of a documented function of stablef with changed arguments."""
     function = getattr(stablef, f"_mlstm_chunkwise{name}")
@@ -123,9 +119,7 @@ STEPS = mlstm_recurrent_step, mlstm_recurrent_sequence
 
 def pooled(function, **changed):
     """A call of a function of steps with slots and pools of five rows."""
-    x = arrays_of(function)
-    pools = {name: x[name].update(shape=(5, *x[name].shape[1:])) for name in INITIAL}
-    return partial(trace, function, x | pools | {"slots": SLOTS} | changed)
+    return partial(trace, function, arrays_of(function, 5) | {"slots": SLOTS} | changed)
 
 
 SWAPPED = (
@@ -135,6 +129,7 @@ SWAPPED = (
 FLOAT64 = '; float64 needs backend="xla" and jax_enable_x64'
 WITHOUT_STATES = dict.fromkeys(INITIAL)
 HALF_STATES = WITHOUT_STATES | dict(input_gate="sigmoid", n_initial=INITIAL["n_initial"])
+ZEROS = partial(mlstm_chunkwise, **zeros(ARRAYS))
 WIDE = partial(mlstm_chunkwise, **jax.tree.map(np.float64, zeros(ARRAYS)))
 # A kind and the whole message, then the changed arguments of mlstm_chunkwise, or another call.
 BAD_CALLS = f"""
@@ -192,7 +187,7 @@ ValueError eps is an integer of 16610 bits, expected 0 or a number from 1.175494
 
 ValueError backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a
 CPU: expected backend None or 'xla' (plain jnp), or 'interpret' (the kernels, interpreted)
-<- partial(zeros_of(), backend="triton")
+<- partial(ZEROS, backend="triton")
 
 ValueError device_kind is None and this process has no GPU, expected the device_kind of the GPU to
 export for, such as 'NVIDIA H200'
@@ -245,7 +240,7 @@ TypeError eps is Array(1.e-06, dtype=float32), expected a Python float
 <- dict(eps=jnp.float32(1e-6))
 
 TypeError eps is traced, expected a Python float: mark it static in jit
-<- partial(jax.eval_shape, zeros_of(), eps=0.5)
+<- partial(jax.eval_shape, ZEROS, eps=0.5)
 
 TypeError c_initial is a tuple, expected an array
 <- dict(c_initial=(1, np.zeros(1)))
@@ -294,10 +289,7 @@ ValueError slots[0] is 5, expected -1 for none, or a row below P = 5 that no ent
 def test_wrong_indices_are_refused_with_their_place(monkeypatch, kind, message, call, values):
     """Reading arrays on a device would wait for them, so MLSTM_PALLAS_CHECKS asks for it."""
     function, bad = eval(call)
-    x = zeros(arrays_of(function))
-    if "slots" in bad:
-        states = [*x][5:8]
-        x |= {name: np.zeros((5, *x[name].shape[1:]), "float32") for name in states}
+    x = zeros(arrays_of(function, 5 if "slots" in bad else B))
     arrays = {name: y for name, y in bad.items() if isinstance(y, np.ndarray)}
     run = partial(function, **x | {name: bad[name] for name in bad.keys() - arrays}, backend="xla")
     if values == "numpy":
@@ -315,21 +307,7 @@ def test_indices_that_count_for_nothing_may_be_anything():
     packed = partial(mlstm_chunkwise, return_last_states=True, segment_ids=DESCENDS)
     for options in {}, dict(num_segments=2, sequence_lengths=np.array([40, 20])):
         trace(packed, PLAIN | options)
-    none = dict(slots=np.array([-1, -1])) | {
-        name: x.update(shape=(5, *x.shape[1:])) for name, x in INITIAL.items()
-    }
-    trace(mlstm_recurrent_step, TOKEN | none)
-
-
-def test_a_stabiliser_other_than_zeros_is_refused_with_the_sigmoid_gate():
-    """Every function refuses it; the values of a traced one are unknown."""
-    message = "has values other than 0 with input_gate 'sigmoid', expected None or zeros"
-    for function in PUBLIC:
-        name, run = [*arrays_of(function)][7], partial(zeros_of(function), input_gate="sigmoid")
-        if function is mlstm_chunkwise_sequence_parallel:
-            run = partial(run, axis_name="s")
-        refused(ValueError, f"{name} {message}", trace, run, {name: np.ones((B, NH), "float32")})
-        trace(run, {name: STATES[2]})
+    pooled(mlstm_recurrent_step, slots=np.array([-1, -1]))()
 
 
 OF_CHUNKS = mlstm_chunkwise, mlstm_chunkwise_sequence_parallel, reference.chunkwise
@@ -339,12 +317,12 @@ OF_CHUNKS = mlstm_chunkwise, mlstm_chunkwise_sequence_parallel, reference.chunkw
     ("function", "pooled"), [*((x, False) for x in PUBLIC), *((x, True) for x in STEPS)]
 )
 def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones(function, pooled):
-    """m is among them: None, zeros or traced. It is 0 whatever a call of chunks gets."""
-    x, options = zeros(arrays_of(function)), dict(input_gate="sigmoid")
+    """m is among them: None, zeros or traced, when its values are unknown. It is 0 whatever a call
+    of chunks gets. Other values are refused."""
+    x, options = zeros(arrays_of(function, 5 if pooled else B)), dict(input_gate="sigmoid")
     _, _, v, *_, c, n, m = [*x][:8]
     if pooled:
         options["slots"] = np.array([4, 1])
-        x |= {name: np.zeros((5, *x[name].shape[1:]), "float32") for name in (c, n, m)}
     if function in OF_CHUNKS:
         options["return_last_states"] = True
     if function is mlstm_chunkwise_sequence_parallel:
@@ -363,6 +341,8 @@ def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones(function, poo
         assert y.shape[-x[name].ndim :] == x[name].shape
     assert not np.any(without[1][2])
     jax.eval_shape(lambda: run(x[m]))  # an array of zeros
+    message = f"{m} has values other than 0 with input_gate 'sigmoid', expected None or zeros"
+    refused(ValueError, message, run, x[m] + 1)
 
 
 def test_num_segments_and_rows_of_prompts_may_be_exactly_their_limits():
@@ -407,33 +387,18 @@ def test_more_heads_than_steps_get_a_warning_at_each_line_that_names_no_layout(f
 
 @pytest.mark.parametrize("function", STEPS)
 def test_slots_are_refused_by_name(function):
-    pooled(function)()
-    for kind, x, message in bad_arrays(SLOTS):
-        with pytest.raises(kind) as error:
-            pooled(function, slots=x)()
-        assert re.match(f"slots {message}", str(error.value))
+    check_arguments(partial(function, **zeros(arrays_of(function, 5))), dict(slots=SLOTS))
 
 
 SQUARE = zeros(inputs(1, 1, 16))
 SQUARE["v"] = SQUARE["q"]  # the output of a layer is the input of the next
 
 
-def of_q(q):
-    return mlstm_chunkwise(**SQUARE | {"q": q}, backend="xla")
-
-
 def layers(q):
-    return jax.lax.scan(lambda x, _: (of_q(x), None), q, None, length=2)[0]
+    def layer(x, _):
+        return mlstm_chunkwise(**SQUARE | {"q": x}, backend="xla"), None
 
-
-def tangent(function):
-    """Of a function of one argument, with its value."""
-    return lambda x: jax.jvp(function, (x,), (x,))
-
-
-def test_forward_mode_is_refused_by_jax():
-    with pytest.raises(TypeError, match="can't apply forward-mode"):
-        tangent(layers)(SQUARE["q"])
+    return jax.lax.scan(layer, q, None, length=2)[0]
 
 
 def test_a_second_derivative_is_refused_by_name():
@@ -450,7 +415,7 @@ def test_the_plain_function_takes_the_call_as_it_is():
     x, options = BTNH | INITIAL, zeros(OPTIONAL)
     options |= dict(chunk_size=16, return_last_states=True, layout="BTNH")
     run = partial(reference.chunkwise, **options, backend="interpret")
-    h, derivative = jax.eval_shape(tangent(lambda x: run(**x)), x)
+    h, derivative = jax.eval_shape(lambda x: jax.jvp(lambda x: run(**x), (x,), (x,)), x)
     assert h == derivative == jax.eval_shape(partial(mlstm_chunkwise, **options), **x)
     refused(ValueError, SWAPPED.format("i"), trace, run, x | {"i": PLAIN["i"]})
 
