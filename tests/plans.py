@@ -27,7 +27,7 @@ def fields(x):
     return " ".join(f"{name}={value}" for name, value in vars(x).items() if name not in LEFT_OUT)
 
 
-def plan(sizes, gpu, dtype="bfloat16", **options):
+def plan(sizes, gpu="NVIDIA H200", dtype="bfloat16", **options):
     """sizes: B, NH, S, DHQK, DHV."""
     names = zip(("B", "NH", "S", "DHQK", "DHV"), sizes, strict=True)
     return plan_of(**dict(names), gpu=gpu, dtype=dtype, **options)

@@ -14,20 +14,16 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import HELPERS, call_shapes, for_device, mesh_for, results_of
+from plans import plan
 from stage_calls import spec_of
 from test_gpu_facts import NAMED
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, plan
+from mlstm_pallas import KernelConfig, mlstm_chunkwise
 from mlstm_pallas.planning import backend
 from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.problem.gpu import known_gpu
 
 WIDE = 256, 512  # heads wide enough for sequences to be split
-
-
-def planned(*sizes, gpu="NVIDIA H200", **options):
-    names = zip(("B", "NH", "S", "DHQK", "DHV"), sizes, strict=True)
-    return plan(**dict(names), gpu=gpu, **options)
 
 
 @pytest.fixture
@@ -55,7 +51,7 @@ def test_the_compiler_takes_the_shared_memory_of_the_plan(device, gpu, heads):
     """At most the 2 KiB beside the stages more, and no less than half: mma has its operands of one
     of two or more stages in registers. On Hopper a pipelined loop takes what its stages have."""
     pytest.importorskip("triton")
-    shared = {x.stage: x.shared_bytes for x in planned(1, 8, 8192, *heads, gpu=gpu).launches}
+    shared = {x.stage: x.shared_bytes for x in plan((1, 8, 8192, *heads), gpu).launches}
     del shared["chunk_gates"]  # whose 64 bytes are left out
     rows = [*compile_report.report(device, [heads], ["bfloat16"], direction="fwbw")]
     assert shared.keys() <= {row["stage"] for row in rows}
@@ -86,9 +82,7 @@ def test_the_grids_of_a_plan_are_those_that_run(recompute, fused):
     """Each launch of the plan is one of the traced ones, with its grid, and no stage is left. The
     argument chunk_size comes before that of the config."""
     sizes, options = (1, 2, 64, 16, 32), dict(recompute_states_in_bw=recompute, backend="triton")
-    call = planned(
-        *sizes, dtype="float32", config=KernelConfig(chunk_size=32, fused=fused), **options
-    )
+    call = plan(sizes, dtype="float32", config=KernelConfig(chunk_size=32, fused=fused), **options)
     assert (call.fused, call.chunk_size) == (fused, 32)
     config = KernelConfig(chunk_size=16, fused=fused)
     run = partial(mlstm_chunkwise, chunk_size=32, config=config, **options)
@@ -107,7 +101,7 @@ def test_a_plan_shows_the_launches_of_a_call_with_num_segments():
     run = partial(mlstm_chunkwise, segment_ids=ids, return_last_states=True, **options)
     with for_device("NVIDIA H200"):
         traced = grids_in(jax.make_jaxpr(run)(*call_shapes(*sizes)))
-    assert traced == grids_of(planned(*sizes, **options))
+    assert traced == grids_of(plan(sizes, **options))
 
 
 def test_a_shard_is_decided_for_its_own_heads():
@@ -117,24 +111,24 @@ def test_a_shard_is_decided_for_its_own_heads():
         shapes = call_shapes(1, 16, 8192, *WIDE, sharding=NamedSharding(mesh, P(None, "x")))
         with jax.sharding.use_abstract_mesh(mesh):
             traced = grids_in(jax.make_jaxpr(mlstm_chunkwise)(*shapes))
-        assert grids_of(planned(1, NH, 8192, *WIDE)) <= traced
+        assert grids_of(plan((1, NH, 8192, *WIDE))) <= traced
 
 
 def test_only_hopper_gets_mosaic_gpu_kernels(any_jax, monkeypatch):
     """Of all known GPUs, older and newer, by a plan and by a call; without Triton by default."""
     names = (line.partition(": ")[2].split(", ") for line in NAMED.strip().splitlines())
     for kind in (f"NVIDIA {name}" for name in itertools.chain(*names)):
-        gpu, sizes = known_gpu(kind), [64, 8, 256, 64, 128]
+        gpu, sizes = known_gpu(kind), (64, 8, 256, 64, 128)
         chosen, hopper = requested_backend("fastest", gpu), gpu.capability == 90
         assert chosen == ("fastest" if hopper else None)
-        launches = planned(*sizes, backend="fastest", gpu=kind).launches
+        launches = plan(sizes, kind, backend="fastest").launches
         assert {x.lowering for x in launches} == {"mosaic_gpu" if hopper else "triton"}
         with monkeypatch.context() as patch:
             patch.setattr(backend, "HAS_TRITON", False)
             assert requested_backend(None, gpu) == chosen
         if not hopper:
             with pytest.raises(ValueError, match=rf"^backend is 'mosaic_gpu' and .* {kind},"):
-                planned(*sizes, backend="mosaic_gpu", gpu=kind)
+                plan(sizes, kind, backend="mosaic_gpu")
 
 
 # DHQK/DHV of published models, and sizes between them that models could have.
@@ -166,8 +160,8 @@ def test_narrower_heads_move_no_more_bytes_and_need_no_more_flops(any_jax, gpu, 
 
     sums = {}
     for x in ((*map(int, x.split("/")),) for x in MODEL_HEADS.split()):
-        plan = spec_of((*call, *x), "bfloat16", known_gpu(gpu), backend).plan
-        launches = *plan.forward.items(), *plan.backward.items()
+        kernels = spec_of((*call, *x), "bfloat16", known_gpu(gpu), backend).plan
+        launches = *kernels.forward.items(), *kernels.backward.items()
         launches = [y for y in launches if y[0] not in SMALL]
         sums[x] = np.sum([costs.launch_cost(*y, itemsize=2) for y in launches], axis=0)
     ordered = itertools.permutations(sums, 2)
