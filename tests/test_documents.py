@@ -1,18 +1,19 @@
 """The documents name files, identifiers and limits that exist; the Python code of each page runs
-as it stands, and CI finds the test command."""
+as it stands."""
 
 import itertools
 import re
 
 import pytest
 from oracle import needs_mosaic_gpu, shapes_and_dtypes, slow
+from plans import plan
 from sybil import Sybil
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.myst import CodeBlockParser
 from test_import_graph import LAYER, PACKAGE
 
 import mlstm_pallas
-from mlstm_pallas import KernelConfig, __version__, plan
+from mlstm_pallas import KernelConfig, __version__
 
 ROOT = PACKAGE.parent
 FILES = [x for y in ("mlstm_pallas", "[tbe]*") for x in ROOT.glob(f"{y}/**/*.py")]
@@ -86,16 +87,8 @@ def test_limits_of_mosaic_gpu(kernel):
     row = re.findall(rf"^\| {kernel}(?:, \w+)? \| DHQK ([^;|]*)", NOTES, re.M)[0]
     widths = [int(x) for x in re.findall(r"\d+", row)]
     for DHQK in (*widths, widths[-1] + 64):
-        launches = plan(
-            B=2,
-            NH=8,
-            S=2048,
-            DHQK=DHQK,
-            DHV=256,
-            gpu="NVIDIA H200",
-            backend="mosaic_gpu",
-            config=KernelConfig(fused=kernel == "recurrent_fw_H"),
-        ).launches
+        config = KernelConfig(fused=kernel == "recurrent_fw_H")
+        launches = plan((2, 8, 2048, DHQK, 256), backend="mosaic_gpu", config=config).launches
         runs = (kernel, "mosaic_gpu") in [(x.stage, x.lowering) for x in launches]
         assert runs == (DHQK in widths)
 
@@ -125,9 +118,3 @@ def test_the_api_reference_has_the_public_names():
     text = "".join(x.read_text() for x in ROOT.glob("docs/api/*.md"))
     names = {x for x in dir(mlstm_pallas) if not x.startswith("_")}
     assert names <= {*re.findall(r"\w+", text)}
-
-
-def test_ci_finds_the_test_command():
-    joined = re.sub(r"\\\n *", "", README)  # a backslash continues a command
-    [command] = re.findall(r"^python3 -m venv .*-m pytest.*$", joined, re.M)
-    assert '".[test,benchmark]"' in command

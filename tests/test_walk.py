@@ -1,11 +1,12 @@
 """The way of a call to its kernels: the package's frames on the stack when Pallas is called."""
 
+import functools
 import traceback
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
+from oracle import call_shapes, results_of
 
 import mlstm_pallas
 
@@ -27,17 +28,9 @@ def test_a_launch_is_at_most_eleven_frames_in_eight_files_from_the_call(config, 
         return pallas_call(kernel, *args, **kwargs)
 
     monkeypatch.setattr(pl, "pallas_call", spy)
-    x, gates = jnp.ones((1, 128, 2, 64)), jnp.ones((1, 128, 2))
-    jax.make_jaxpr(
-        jax.grad(
-            lambda q: jnp.sum(
-                mlstm_pallas.mlstm_chunkwise(
-                    q, x, x, gates, gates, layout="BTNH", backend="interpret",
-                    config=mlstm_pallas.KernelConfig(**config),
-                )
-            )
-        )
-    )(x)  # fmt: skip
+    options = dict(layout="BTNH", backend="interpret", config=mlstm_pallas.KernelConfig(**config))
+    run = functools.partial(mlstm_pallas.mlstm_chunkwise, **options)
+    jax.make_jaxpr(results_of(run))(*call_shapes(1, 2, 128, 64, 64, layout="BTNH"))
     assert {"chunk_gates", "recurrent_bw_dC", "parallel_bw_dQKV"} < seen.keys()
     for frames in seen.values():
         assert len(frames) <= MOST_FRAMES, frames
