@@ -1,4 +1,4 @@
-"""Runs of the benchmarks and tools in this process, and what their tests compare with."""
+"""Runs of the benchmarks, tools and examples in this process, and what their tests compare with."""
 
 import contextlib
 import io
@@ -25,6 +25,19 @@ def run(program, *arguments):
         return command.run(
             [program.__name__, *arguments], values, program.run, about=program.__doc__
         )
+
+
+def parse(example, *arguments):
+    """Gives the flags of an example these values, and their defaults to all others."""
+    example.FLAGS.unparse_flags()
+    for flag in example.FLAGS:
+        example.FLAGS[flag].unparse()
+    example.FLAGS([example.__name__, *arguments])
+
+
+def exit_code(example, *arguments):
+    parse(example)
+    return example.main([example.__name__, *arguments])
 
 
 def error_of(call, *arguments, code=2, **options):
@@ -98,9 +111,6 @@ def timed(monkeypatch):
     monkeypatch.setattr(runner, "time_in_turns", time_in_turns)
     monkeypatch.setattr(peers.JaxImplementation, "peak_memory_bytes", lambda *_: 3 * 2**19)
     return shapes
-
-
-TIMED = dict(ms=3e3, spread=5 / 3, peak_mib=1.5)
 
 
 def assert_row(row, **expected):

@@ -66,19 +66,19 @@ quick kernel --commit=v7 --repeats=3
 | tiny xla fwd bfloat16 1x2x128x32x64 v7 3000 1.667 1.5 1.756e-06 3.345e-08 43.9 h
 slow kernel --direction=fwd,fwbw --dtype=float32 --shape=1x1x32x16x16 --chunk_size=16 --repeats=3
     --variant=exp,packed,sigmoid,unnormalised,states_kept,transposed
-| variant direction errors same
-| exp fwd h 0
-| packed fwd h 1
-| sigmoid fwd h 2
-| unnormalised fwd h 3
-| states_kept fwd h 0
-| transposed fwd h 0
-| exp fwbw h+dq+dk+dv+di+df 6
-| packed fwbw h+dq+dk+dv+di+df 7
-| sigmoid fwbw h+dq+dk+dv+di+df 8
-| unnormalised fwbw h+dq+dk+dv+di+df 9
-| states_kept fwbw h+dq+dk+dv+di+df 6
-| transposed fwbw h+dq+dk+dv+di+df 6
+| variant direction tflops tbps roofline_pct errors same
+| exp fwd 2.219e-08 2.816e-09 3.328 h 0
+| packed fwd 2.219e-08 2.816e-09 3.328 h 1
+| sigmoid fwd 2.219e-08 2.816e-09 3.328 h 2
+| unnormalised fwd 2.219e-08 2.816e-09 3.328 h 3
+| states_kept fwd 2.219e-08 2.816e-09 3.328 h 0
+| transposed fwd 2.219e-08 2.816e-09 3.328 h 0
+| exp fwbw 7.765e-08 8.533e-09 11.65 h+dq+dk+dv+di+df 6
+| packed fwbw 7.765e-08 8.533e-09 11.65 h+dq+dk+dv+di+df 7
+| sigmoid fwbw 7.765e-08 8.533e-09 11.65 h+dq+dk+dv+di+df 8
+| unnormalised fwbw 7.765e-08 8.533e-09 11.65 h+dq+dk+dv+di+df 9
+| states_kept fwbw 7.765e-08 8.533e-09 11.65 h+dq+dk+dv+di+df 6
+| transposed fwbw 7.765e-08 8.533e-09 11.65 h+dq+dk+dv+di+df 6
 stand_in layer --shape=2x2x32x16x32 --direction=fwd,fwbw --impl=xla,without_mlstm --repeats=3
     --layout=BNTH,BTNH
 | impl layout direction ms spread peak_mib tokens_per_s product_flops elementwise_bytes

@@ -5,14 +5,11 @@ import json
 from pathlib import Path
 
 import benchmark_runs
-import jax
 import kernel_benchmark
 import peers
 import pytest
-import roofline
 from benchmark_runs import records
 from calls import parse_config
-from costs import Cost
 from oracle import needs_mosaic_gpu
 from shapes import Shape
 
@@ -29,7 +26,6 @@ class Doubling(peers.JaxImplementation):
     """A stand-in for a peer: (times q, gradient * dh), whose oracle is (2 q, 2 dh)."""
 
     name, oracle = "doubling", staticmethod(lambda q: 2 * q)
-    phases = staticmethod(lambda *_: (Cost(flops=9, bytes=5), Cost(flops=1, bytes=40)))
 
     def oracle_arguments(self, inputs):
         return inputs[:1], inputs.dh
@@ -51,21 +47,15 @@ nan 2: wrong: not finite
 
 @pytest.mark.parametrize("line", PEERS.strip().splitlines())
 def test_a_wrong_output_is_not_timed(line, monkeypatch, capsys):
-    """With a right one all figures are those of both phases, at rates of 12 FLOP/s and 20 bytes/s:
-    0.75 and 2 seconds."""
     peer, note = line.split(": ", 1)
     times, gradient, *checked = peer.split()
     peer = dict(times=float(times), gradient=float(gradient), checked=checked)
     monkeypatch.setitem(peers.PEERS, "doubling", type("Peer", (Doubling,), peer))
-    monkeypatch.setattr(roofline, "DEVICE_RATES", {jax.devices()[0].device_kind: (12.0, 20.0)})
     wrong = note.startswith("wrong")
     [benchmark_runs.timed, benchmark_runs.not_to_be_timed][wrong](monkeypatch)
     request = "--direction=fwbw", "--shape=1x1x16x16x16", "--repeats=3"
     code, [record] = measured("--impl=doubling", *request)
     assert (code, record["note"]) == (wrong, note)
-    if not wrong:
-        rates = dict(tflops=10 / 3e12, tbps=45 / 3e12, roofline_pct=100 * 2.75 / 3)
-        benchmark_runs.assert_row(record, **benchmark_runs.TIMED, **rates)
     assert note in capsys.readouterr().out
 
 

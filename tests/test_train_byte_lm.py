@@ -1,7 +1,6 @@
 """examples/train_byte_lm.py, byte_lm.py, byte_corpus.py: the split of the text, the model, whole
 runs, their end and what follows."""
 
-import contextlib
 import functools
 import json
 import os
@@ -21,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import train_byte_lm as lm
-from absl.testing import flagsaver
-from benchmark_runs import Device, error_of, records
+from benchmark_runs import Device, error_of, exit_code, parse, records
 from byte_lm_mesh import make_mesh
 from oracle import assert_close
 from xlstm_model import Config
@@ -41,33 +39,26 @@ TINY = dict(
 )
 
 
-@contextlib.contextmanager
-def flags_set(**values):
-    saved = flagsaver.save_flag_values(lm.FLAGS)
-    lm.FLAGS.mark_as_parsed()
-    try:
-        for name, x in values.items():
-            setattr(lm.FLAGS, name, x)
-        yield
-    finally:
-        flagsaver.restore_flag_values(saved, lm.FLAGS)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def text_folder(tmp_path_factory):
-    """The flags are TINY. The text is files whose bytes follow each other in a fixed order: easy to
+    """The corpus of TINY. Its text is files whose bytes follow each other in a fixed order: easy to
     predict from the byte before, hard from frequencies."""
     folder = tmp_path_factory.mktemp("text")
     for n in range(20):
         (folder / f"{n}.txt").write_bytes(bytes(range(97, 123)) * 40)
-    with flags_set(**TINY, corpus=str(folder)):
+    with mock.patch.dict(TINY, corpus=folder):
         yield folder
+
+
+def arguments(folder, **changed):
+    """Those of a run with this output folder, which are TINY but for what is changed."""
+    options = TINY | dict(output_dir=folder) | changed
+    return [f"--{name}={x}" for name, x in options.items()]
 
 
 def train(folder, **changed):
     """The exit code of a run, or of the same command once more."""
-    with flags_set(output_dir=str(folder), **changed):
-        return lm.main(["train_byte_lm.py"])
+    return exit_code(lm, *arguments(folder, **changed))
 
 
 def read_log(folder, name=""):
@@ -97,8 +88,8 @@ def test_the_model_that_generates_is_the_one_that_is_trained():
     params = byte_lm.initial_params(config, jax.random.key(3))
     for p in params["blocks"]:
         p["gate_bias"] *= jnp.array([0.0, 1.0])
-    with flags_set(temperature=0.0, sample_length=12):
-        text, _ = lm.sample(config, params)
+    parse(lm, "--temperature=0", "--sample_length=12")
+    text, _ = lm.sample(config, params)
     tokens = np.array([[*b"\n\n", *text]])
     logits = byte_lm.logits_of(byte_lm.Model(config, make_mesh("")), params, tokens)
     chosen = np.take_along_axis(logits[0, -13:-1], tokens[0, -12:, None], axis=-1)
@@ -160,6 +151,7 @@ def test_interrupted_run_has_learned(interrupted):
 def test_figures_of_steps_evaluations_and_a_sample(monkeypatch):
     """A step takes a second and has a loss of its number, a batch of an evaluation 50 seconds, and
     a sample first 9 seconds and then 2."""
+    parse(lm, *arguments(""))
     device, seconds = Device(monkeypatch, lm), iter((9.0, 2.0))
     training = object.__new__(lm.Training)
 
@@ -231,7 +223,7 @@ def test_a_run_does_not_go_on_with_what_does_not_fit(text_folder, interrupted, c
         assert str(checkpoint) in message
     other = shutil.copytree(text_folder, tmp_path / "other")
     (other / "1.txt").write_bytes(b"x" * 1040)
-    message = error_of(train, interrupted, corpus=str(other))
+    message = error_of(train, interrupted, corpus=other)
     assert "cannot go on with other text in --corpus" in message
     for item in ("progress/metadata", "state/_METADATA"):
         damaged = copied / "checkpoints" / "13" / item
@@ -260,14 +252,13 @@ def test_a_run_goes_on_along_the_curve_on_a_mesh(output, copied):
     assert_same_curve(copied, output)
 
 
-def end_of_processes(text_folder, folder, end=lambda *_: None):
+def end_of_processes(folder, end=lambda *_: None):
     """Exit codes and what two processes printed; ``end`` gets them once they have logged a loss."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    options = TINY | dict(corpus=text_folder, output_dir=folder, mesh="data:2", num_processes=2)
-    options["coordinator_address"] = address
-    command = [sys.executable, lm.__file__, *(f"--{name}={x}" for name, x in options.items())]
+    options = dict(mesh="data:2", num_processes=2, coordinator_address=address)
+    command = [sys.executable, lm.__file__, *arguments(folder, **options)]
     settings = dict(
         PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
         JAX_PLATFORMS="cpu",
@@ -293,10 +284,8 @@ def end_of_processes(text_folder, folder, end=lambda *_: None):
 
 
 @pytest.mark.slow
-def test_processes_end_together_and_have_the_curve_of_a_single_device(
-    text_folder, output, tmp_path
-):
-    run = functools.partial(end_of_processes, text_folder, tmp_path)
+def test_processes_end_together_and_have_the_curve_of_a_single_device(output, tmp_path):
+    run = functools.partial(end_of_processes, tmp_path)
     codes, *printed = run(lambda first, second: first.send_signal(signal.SIGINT))
     assert codes == [130, 130], printed
     assert all("the same command goes on from here" in stdout for stdout, _ in printed)
@@ -344,7 +333,7 @@ IMPOSSIBLE = f"""
 
 @pytest.mark.parametrize("line", IMPOSSIBLE.strip().splitlines())
 def test_impossible_flags(line, tmp_path):
-    arguments, message = line.split(": ", 1)
-    with flags_set(output_dir=str(tmp_path / "output")):
-        assert message in error_of(lm.main, ["train_byte_lm.py", *arguments.split()])
+    wrong, message = line.split(": ", 1)
+    flags = arguments(tmp_path / "output")
+    assert message in error_of(exit_code, lm, *flags, *wrong.split())
     assert not (tmp_path / "output").exists()

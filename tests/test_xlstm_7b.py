@@ -95,16 +95,8 @@ def test_no_device_has_all_of_a_weight_that_is_split():
 # ---------------- the command
 
 
-def parse(*arguments):
-    xlstm_7b.FLAGS.unparse_flags()
-    for flag in xlstm_7b.FLAGS:
-        xlstm_7b.FLAGS[flag].unparse()
-    xlstm_7b.FLAGS(["xlstm_7b.py", *arguments])
-
-
-def exit_code(*arguments):
-    parse()
-    return xlstm_7b.main(["xlstm_7b.py", *arguments])
+parse = functools.partial(benchmark_runs.parse, xlstm_7b)
+exit_code = functools.partial(benchmark_runs.exit_code, xlstm_7b)
 
 
 def run(*arguments):
