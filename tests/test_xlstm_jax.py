@@ -311,12 +311,6 @@ def test_values(line, backend):
         assert_close(y, expected[x], bound(x, dtype), x)
 
 
-def test_the_float64_form_is_the_recurrence():
-    x, *_, expected = case(scale=None)
-    C, n, m = (expected[name][:, :, -1] for name in ("C", "n", "m_boundaries"))
-    compare("hCnm", (expected["h"], C, n, m), oracle(x, eps=EPS), 1e-12)
-
-
 WITHOUT_STATES = dict.fromkeys(("matc_initial", "vecn_initial", "scam_initial", "matdeltac_last"))
 # Of results, with q, k, v and dh in bfloat16.
 DTYPES = """
