@@ -42,9 +42,12 @@ def all_tensors():
     return {x: y for path in FOLDER.glob("*.safetensors") for x, y in load_file(path).items()}
 
 
-def loaded(dtype="float32", devices=1):
-    tensors = checkpoint.tensors_of(CONFIG, dtype, devices)
-    return checkpoint.load(CONFIG, tensors, checkpoint.open_tensors(FOLDER, tensors, CONFIG))
+def read(folder=FOLDER, dtype="float32", devices=1):
+    """The config and the parameters of a checkpoint."""
+    config, _ = checkpoint.read_config(folder)
+    tensors = checkpoint.tensors_of(config, dtype, devices)
+    reader = checkpoint.open_tensors(folder, tensors, config)
+    return config, checkpoint.load(config, tensors, reader)
 
 
 @pytest.fixture
@@ -73,7 +76,7 @@ BFLOAT16 = 2 * (2 * 14 + 2) ** 0.5 * 2.0**-9
 )
 def test_logits_are_those_of_transformers(dtype, bound, of_largest):
     """In their norm and, by the largest, one by one. Norms and biases are float32."""
-    params = loaded(dtype)
+    _, params = read(dtype=dtype)
     assert {str(x.dtype) for x in jax.tree.leaves(params)} == {dtype, "float32"}
     assert params["lm_head"].dtype == dtype
     assert params["out_norm"].dtype == params["blocks"][0]["gate_bias"].dtype == "float32"
@@ -86,7 +89,7 @@ def test_logits_are_those_of_transformers(dtype, bound, of_largest):
 
 
 def test_no_device_has_all_of_a_weight_that_is_split():
-    block = loaded(devices=2)["blocks"][1]
+    block = read(devices=2)[1]["blocks"][1]
     for name in {*block} - {"norm_mlstm", "norm_ffn"}:
         assert block[name].addressable_shards[0].data.nbytes == block[name].nbytes // 2
     assert block["qkvo"].sharding.spec[0] == block["down"].sharding.spec[1] == "heads"
@@ -216,12 +219,10 @@ def test_tied_embeddings_are_the_last_layer_too(copied):
     change_config(copied, tie_word_embeddings=True)
     message = "lm_head.weight differs from the embeddings: tie_word_embeddings must be false"
     assert error_of_checkpoint(copied) == f"xlstm_7b: --checkpoint: {message}"
-    tied, _ = checkpoint.read_config(copied)
-    tensors, file = checkpoint.tensors_of(tied, "float32", 1), all_tensors()
+    file = all_tensors()
     file["lm_head.weight"] = file["backbone.embeddings.weight"]
     save_file(file, copied / "model.safetensors")
-    params = checkpoint.load(tied, tensors, checkpoint.open_tensors(copied, tensors, tied))
-    assert {*checkpoint.tensors_of(CONFIG, "float32", 1)} - {*tensors} == {"lm_head.weight"}
+    _, params = read(copied)
     assert {*params} == {"embeddings", "out_norm", "blocks"}
 
 

@@ -15,7 +15,7 @@ import xlstm_checkpoint as checkpoint
 import xlstm_model as model
 from oracle import assert_close, row_of, rows_of
 from safetensors.numpy import save_file
-from test_xlstm_7b import FOLDER, ROUNDING, all_tensors
+from test_xlstm_7b import FOLDER, ROUNDING, all_tensors, read
 
 VALUES = json.loads((FOLDER / "config.json").read_text())
 TENSORS = {name: x.astype(np.float32) for name, x in all_tensors().items()}
@@ -76,13 +76,6 @@ out_norm_all_the_same TENSORS add_out_norm=False
 kernels TENSORS chunkwise_kernel="parallel--native_stablef_custbw", \
 sequence_kernel="native_sequence__triton", step_kernel="triton"
 """
-
-
-def read(folder):
-    config, _ = checkpoint.read_config(folder)
-    tensors = checkpoint.tensors_of(config, "float32", 1)
-    reader = checkpoint.open_tensors(folder, tensors, config)
-    return config, checkpoint.load(config, tensors, reader)
 
 
 def write(folder, file=TENSORS, **changed):
