@@ -17,16 +17,6 @@ from absl import flags
 from compile_report import inner_jaxprs
 
 
-def run(program, *arguments):
-    """The exit code of a program (its module) with these flags, where a batch is one call."""
-    values = flags.FlagValues()
-    program.define_flags(command.Define(values))
-    with mock.patch.object(runner, "MAX_CALLS", 1):
-        return command.run(
-            [program.__name__, *arguments], values, program.run, about=program.__doc__
-        )
-
-
 def parse(example, *arguments):
     """Gives the flags of an example these values, and their defaults to all others."""
     example.FLAGS.unparse_flags()
@@ -35,9 +25,17 @@ def parse(example, *arguments):
     example.FLAGS([example.__name__, *arguments])
 
 
-def exit_code(example, *arguments):
-    parse(example)
-    return example.main([example.__name__, *arguments])
+def run(program, *arguments):
+    """The exit code of a program (its module) with these flags, where a batch is one call."""
+    if hasattr(program, "FLAGS"):
+        parse(program)
+        return program.main([program.__name__, *arguments])
+    values = flags.FlagValues()
+    program.define_flags(command.Define(values))
+    with mock.patch.object(runner, "MAX_CALLS", 1):
+        return command.run(
+            [program.__name__, *arguments], values, program.run, about=program.__doc__
+        )
 
 
 def error_of(call, *arguments, code=2, **options):

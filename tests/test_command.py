@@ -1,4 +1,4 @@
-"""The benchmarks as programs: wrong requests, exit codes."""
+"""The benchmarks, tools and examples as programs: wrong requests, exit codes."""
 
 import os
 import subprocess
@@ -11,6 +11,8 @@ import jax
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+FIXTURE = Path(__file__).with_name("xlstm_7b")
+CHECKPOINT = f"--checkpoint={FIXTURE}"
 PROGRAM = """
 import command
 define_flags = lambda define: define.shared(repeats=3)
@@ -77,6 +79,43 @@ step_benchmark --slots=1 --impl=xla --shape=2x1x1x16x16: --slots=1, expected at 
 step_benchmark --impl=mosaic_gpu: unknown mosaic_gpu, known are
 xlstm_lm_benchmark --model=7b: flag --model=7b: value should be one of <1.3b|tiny>
 xlstm_lm_benchmark --impl=triton: --impl=triton needs a GPU
+xlstm_7b: either --checkpoint
+xlstm_7b --random {CHECKPOINT}: either --checkpoint
+xlstm_7b {CHECKPOINT}: no prompt
+xlstm_7b {CHECKPOINT} --prompt=: prompt 0 has no token
+xlstm_7b {CHECKPOINT} hello: unexpected argument hello
+xlstm_7b {CHECKPOINT} --prompt=a --stop_tokens=end: --stop_tokens: stop tokens are ids
+xlstm_7b {CHECKPOINT} --prompt=a --devices=3: --devices=3 do not divide num_heads
+xlstm_7b {CHECKPOINT} --prompt=a --devices=8: --devices=8 do not divide num_heads
+xlstm_7b {CHECKPOINT} --prompt=a --devices=99: --devices=99, and there are
+xlstm_7b {CHECKPOINT} --prompts=/no/such/file: --prompts: cannot read
+xlstm_7b {CHECKPOINT} --prompts={FIXTURE}/expected.npz: cannot read
+xlstm_7b {CHECKPOINT} --prompts=/dev/null: no prompt: give --prompt, or --prompts=FILE
+xlstm_7b {CHECKPOINT} --prompt=a --prompt=: prompt 1 has no token
+xlstm_7b {CHECKPOINT} --prompt=a --output=/no/such/folder/file: --output: [Errno 2]
+xlstm_7b {CHECKPOINT} --prompt=a --slots=0: --slots=0
+xlstm_7b {CHECKPOINT} --prompt=a --slots=two: slots
+xlstm_7b {CHECKPOINT} --prompt=a --batching=some: batching
+xlstm_7b {CHECKPOINT} --prompt=a --temperature=-1: --temperature=-1
+xlstm_7b {CHECKPOINT} --prompt=a --size=3b: --size=3b
+xlstm_7b --checkpoint=/no/such/folder --prompt=a: --checkpoint: cannot read /no/such/folder/
+train_byte_lm --heads=3: --embedding_dim must be an even multiple of --heads
+train_byte_lm --steps=-1: steps
+train_byte_lm --dtype=float16: dtype
+train_byte_lm --mesh=data:0: --mesh: data:0 is no axis (data, tensor, sequence) with its size
+train_byte_lm --mesh=foo: --mesh: foo is no axis
+train_byte_lm --mesh=data:x: --mesh: data:x is no axis
+train_byte_lm --mesh=pipe:2: --mesh: pipe:2 is no axis
+train_byte_lm --temperature=-1: --temperature=-1
+train_byte_lm --mesh=data:3: --batch_size must be a multiple of data in --mesh
+train_byte_lm --mesh=data:4096 --batch_size=4096: --mesh=data:4096 has 4096 devices, there are
+train_byte_lm --num_processes=2: --coordinator_address, --num_processes and --process_id belong
+train_byte_lm --coordinator_address=host --num_processes=1 --process_id=0: expected HOST:PORT
+train_byte_lm --temperature=nan: --temperature=nan
+train_byte_lm --no_such_flag: no_such_flag
+train_byte_lm --corpus=/no/such/text: --corpus: [Errno 2] No such file
+train_byte_lm --corpus=/dev/null: has no text
+train_byte_lm --corpus={__file__} --seq_len=999: bytes of held-out text, fewer than the 1000
 """
 
 
@@ -93,6 +132,7 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(request_line, capsys, monke
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{name}: ")
     assert message in line
+    assert not [*tmp_path.iterdir()]
 
 
 PROGRAMS = """
@@ -107,10 +147,7 @@ def test_help_is_one_screen(name, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(BENCHMARKS.parent / "docs")
     program = pytest.importorskip(name)
-    if hasattr(program, "main"):  # of the examples
-        assert program.main([name, "--help"]) == 0
-    else:
-        assert benchmark_runs.run(program, "--help") == 0
+    assert benchmark_runs.run(program, "--help") == 0
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert lines[0] == program.__doc__.splitlines()[0]
