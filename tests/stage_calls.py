@@ -4,10 +4,10 @@ of stages import these names from here."""
 import dataclasses
 from unittest import mock
 
-import calls
 import jax
 import jax.numpy as jnp
 import numpy as np
+from calls import STAGES  # noqa: F401
 from oracle import (
     array,
     assert_close,
@@ -33,8 +33,6 @@ from mlstm_pallas.stages import STAGES as ALL_STAGES
 from mlstm_pallas.stages.stage import Launch, Lowering, ScaledRows, largest_block  # noqa: F401
 
 plain, tiles_class = planning.plain, dispatch.tiles_class
-# test_ring.py has the tests of ring_step, whose operands are a model's and not those of others.
-STAGES = calls.STAGES | {"recurrent_step": calls.Stage("recurrent_step")}
 
 
 def run_stage(name, call, **inputs):
@@ -78,10 +76,7 @@ def compare_outputs(name, result, expected, bound):
 
 def check_stage(name, call, x, bound, **options):
     """A stage of drawn operands agrees with its plain form in float64, in dtypes too; bound: as for
-    compare_outputs, or one of all outputs.
-
-    Returns the outputs and those of the plain form.
-    """
+    compare_outputs, or one of all outputs."""
     run, expected = (
         jax.jit(lambda x, each=each: run_stage(name, each, **x, **options))
         for each in (call, plain(call.problem))
@@ -90,7 +85,6 @@ def check_stage(name, call, x, bound, **options):
     assert_dtypes(result, shapes)
     expected = in_float64(expected, x)
     compare_outputs(name, result, expected, bound if callable(bound) else lambda *_: bound)
-    return result, expected
 
 
 # The operands of small stages: n heads, c chunks, s steps, k and v columns.
@@ -102,10 +96,7 @@ DRAWN = {
 
 
 def check_drawn(name, call, bound, dtype="bfloat16", layout="BNTH", **options):
-    """check_stage of a small stage. Factors are in [0, 1], a third of them 0.
-
-    Returns the operands too.
-    """
+    """check_stage of a small stage. Factors are in [0, 1], a third of them 0."""
     p, draw, x = call.problem, np.random.default_rng(0), {}
     sizes = dict(n=p.BNH, c=p.NC, s=p.S, k=p.DHQK, v=p.DHV)
     for key, axes in DRAWN[name].items():
@@ -117,7 +108,7 @@ def check_drawn(name, call, bound, dtype="bfloat16", layout="BNTH", **options):
         if of_call and layout == "BTNH":
             y = swapped(y.reshape(p.B, p.NH, p.S, -1))
         x[key] = array(y, dtype if of_call else "float32")
-    return x, *check_stage(name, call, x, bound, **options)
+    check_stage(name, call, x, bound, **options)
 
 
 def check_small(line, lowering):

@@ -84,8 +84,7 @@ def test_kernels_write_everything_and_read_nothing_of_their_neighbours(backend, 
     expected = (
         name
         for name, stage in STAGES.items()
-        if name != "recurrent_step"
-        and (stage.backward or name == "chunk_gates" or stage.fused == config.fused)
+        if stage.backward or name == "chunk_gates" or stage.fused == config.fused
     )
     assert kernels - HELPERS == {*expected}
     assert ("split_products" in kernels) == (changes is SPLIT)

@@ -104,11 +104,8 @@ parallel_bw_dQKV 128-1-448-192 layout="BTNH", normalised=False, siz_b_DHHV=256
 
 @pytest.mark.parametrize("line", [*rows_of(CALLS), *map(slow, rows_of(SLOW_CALLS))])
 def test_the_kernel_agrees_with_the_plain_form(line):
-    stage, sizes, *_ = line.split()
-    L, _, DHQK, _ = sizes.split("-")
-    gradients = stage == "parallel_bw_dQKV"
-    by_chunk = gradients and L == "128" and DHQK in ("32", "64", "96", "128")
-    check_line(line, **ON, tiles_inside=by_chunk, heads=(1, 2 + gradients), f_shift=6.0)
+    gradients = line.startswith("parallel_bw_dQKV")
+    check_line(line, **ON, heads=(1, 2 + gradients), f_shift=6.0)
 
 
 @pytest.mark.parametrize(("heads", "tiles"), [((192, 64), dict(num_ctas=4)), ((80, 112), {})])
@@ -120,8 +117,6 @@ def test_gradients_of_active_chunks(heads, tiles):
     inputs = dict(x.inputs)
     for name in ("matC_states", "matDeltaC_states"):
         inputs[name] = inputs[name].at[:, 1].set(jnp.nan)
-    if heads[0] <= 128:
-        inputs["scores"] = jax.tree.map(lambda _: None, inputs["scores"])
     result = x.run("parallel_bw_dQKV", inputs, tiles=tiles, active=active, **ON)
     expected = x.expected("parallel_bw_dQKV")
     for name in ("matDeltaQ", "matDeltaK", "matDeltaV"):

@@ -11,7 +11,6 @@ import pytest
 from oracle import (
     array,
     call_shapes,
-    check_isolated,
     for_device,
     in_float64,
     random_inputs,
@@ -72,15 +71,13 @@ class Case:
         x = random_inputs(L, *heads, S, DHQK, DHV, dtype=dtype, **recipe)
         x["dh"] = array(r.normal(size=x["v"].shape), dtype)
         x["m_initial"] *= normalised
-        heads_first = [y.reshape(p.BNH, *y.shape[2:]) for y in x.values()]
-        token = *(y[:, 0] for y in heads_first[:5]), *heads_first[5:8]
+        heads_first = (y.reshape(p.BNH, *y.shape[2:]) for y in x.values())
         names = ("matQ", "matK", "matV", "vecI", "vecF")
         names += ("matC_initial", "vecN_initial", "scaM_initial", "matDeltaH")
         inputs = dict(zip(names, heads_first, strict=True))
         if layout == "BTNH":
             inputs |= {f"mat{y.upper()}": swapped(x[y]) for y in "qkv"}
             inputs["matDeltaH"] = swapped(x["dh"])
-        inputs |= zip(STAGES["recurrent_step"].inputs, token, strict=True)
 
         def normal(*shape):
             return array(r.normal(size=(p.BNH, *shape)), "float32")
@@ -109,43 +106,40 @@ class Case:
         if name == "recurrent_bw_dC":
             options["matH"] = inputs["matH"]
         call = launch_of(name, self.problem, self.dtype, lowering, tiles)
-        run = functools.partial(run_stage, name, call, **options)
-        return jax.jit(run)(**{key: inputs.get(key) for key in STAGES[name].inputs})
+        operands = {key: inputs.get(key) for key in STAGES[name].inputs}
+        if getattr(call.tiles, "computes_scores", False):
+            operands["scores"] = jax.tree.map(lambda _: None, operands["scores"])
+        return jax.jit(functools.partial(run_stage, name, call, **options))(**operands)
 
     def in_float64(self, name, **options):
         """The outputs of the plain form in float64."""
         inputs = {key: self.inputs[key] for key in (*STAGES[name].inputs, "matH")}
         return in_float64(functools.partial(self.run, name, **options), inputs)
 
-    def check(self, name, tiles=None, lowering=Lowering.INTERPRET, tiles_inside=False, **options):
+    def check(self, name, tiles=None, lowering=Lowering.INTERPRET, **options):
         """The kernel agrees with the plain form, every output in dtype and within its bound.
 
         Matrices are of the kernel dtype, or sums of products of what was rounded to it. Vectors
         and scalars are sums in float32 of what was not rounded.
 
-        Args:
-          tiles: fields that differ from the plan.
-          tiles_inside: whether parallel_bw_dQKV gets no P and dP and returns the sums of W.
-
-        Returns:
-          The kernel's outputs.
+        tiles: fields that differ from the plan.
         """
         inputs, p, scores = dict(self.inputs), self.problem, name == "parallel_bw_dP"
         dtypes = jax.eval_shape(lambda x: self.products(self.run(name, x, **options)), inputs)
         expected = self.products(self.expected(name, **options))
         if scores and lowering.folder == "mosaic_gpu":
             dtypes, expected = (x._replace(vecDeltaN_added=None) for x in (dtypes, expected))
-        if tiles_inside:
-            inputs["scores"] = jax.tree.map(lambda _: None, inputs["scores"])
-        result = returned = self.products(self.run(name, inputs, lowering, tiles, **options))
-        own = result._replace(tile_sums=None) if tiles_inside else result
-        assert_dtypes(own, dtypes)
+        inputs["scores"] = self.unwritten(inputs["scores"], np.nan)
+        result = self.products(self.run(name, inputs, lowering, tiles, **options))
+        tile_sums = getattr(result, "tile_sums", None)
+        if tile_sums and not scores:
+            dtypes = dtypes._replace(tile_sums=tile_sums)
+        assert_dtypes(result, dtypes)
         if name == "chunk_gates":
             result, expected = map(summed, (result, expected))
         if scores:
-            result, expected = map(self.written, (result, expected))
-        if scores or tiles_inside:
-            tile_sums = result.tile_sums
+            result, expected = (self.unwritten(x, 0) for x in (result, expected))
+        if tile_sums:
             after = np.tri(tile_sums.diagonal.shape[2], dtype=bool)  # [i, j]
             # Where queries lie before the tile of keys nothing is written.
             per_query, per_key = only(tile_sums[0], after.T, 1, 3), only(tile_sums[1], after, 1, 3)
@@ -158,7 +152,6 @@ class Case:
             return tolerance(self.dtype if rounded else "float32", terms)
 
         compare_outputs(name, result, expected, bound)
-        return returned
 
     def products(self, outputs):
         """The outputs with weighted operands as their products, in chunks."""
@@ -170,14 +163,18 @@ class Case:
             lambda x: self.chunks(x.product()) if weighted(x) else x, outputs, is_leaf=weighted
         )
 
-    def written(self, outputs):
-        """The outputs of parallel_bw_dP, with 0 where it writes nothing.
+    def unwritten(self, scores, value):
+        """The outputs of parallel_bw_dP, with this value where it writes nothing.
 
         That is in blocks of MAX_TILE steps above the diagonal ones.
         """
         block = np.arange(self.problem.L) // MAX_TILE
-        P, dP = (only(self.chunks(y), block[:, None] >= block, 2, 3) for y in outputs[:2])
-        return outputs._replace(matP=P, matDeltaP=dP)
+        written = block[:, None] >= block
+        P, dP = (
+            np.where(written, self.chunks(y), value).astype(y.dtype).reshape(y.shape)
+            for y in scores[:2]
+        )
+        return scores._replace(matP=P, matDeltaP=dP)
 
     def as_tile_sums(self, T):
         """The sums for tiles of T steps, from W_ts = (scale dP_ts) q_t . k_s."""
@@ -205,14 +202,14 @@ OF_CASE = {"dtype", "heads", "layout", "normalised", "resets", "f_shift"}
 OF_CHECK = {"store_every", "return_keys"}
 
 
-def check_line(line, lowering=Lowering.INTERPRET, tiles_inside=False, **of_case):
+def check_line(line, lowering=Lowering.INTERPRET, **of_case):
     """Case.check of a stage, L-chunks-DHQK-DHV, tiles, and options of both."""
     stage, sizes, tiles = row_of(line, 2, globals())
     L, chunks, DHQK, DHV = map(int, sizes.split("-"))
     of_case |= {name: tiles.pop(name) for name in OF_CASE & {*tiles}}
     options = {name: tiles.pop(name) for name in OF_CHECK & {*tiles}}
     x = case(**dict(dtype="bfloat16") | of_case, L=L, S=chunks * L, DHQK=DHQK, DHV=DHV)
-    x.check(stage, tiles, lowering, tiles_inside, **options)
+    x.check(stage, tiles, lowering, **options)
 
 
 # Most of the default tiles are tested in bfloat16, most others in float32. Interpreted, what a
@@ -272,27 +269,9 @@ def test_the_kernel_agrees_with_the_plain_form(line):
     check_line(line)
 
 
-def test_tiles_of_every_product_stage_are_tested():
-    """recurrent_step has tests of its own."""
-    tested = {line.split()[0] for line in rows_of(CALLS)}
-    assert tested == {name for name in STAGES if name != "recurrent_step"}
-
-
 def test_recurrent_fw_H_stores_no_states_of_several_launches():
     with pytest.raises(ValueError, match="stores states of up to 16 rows, expected 32"):
         case("float32", 16, 64).check("recurrent_fw_H", dict(state_rows=16), store_every=1)
-
-
-def test_parallel_bw_dQKV_reads_nothing_above_the_diagonal_blocks():
-    x = case("float32", 256, 256)
-    tiles, block = x.inputs["scores"], np.arange(256) // MAX_TILE
-    P, dP = (
-        jnp.where(block[:, None] < block, jnp.nan, y.reshape(HEADS, 256, 256)) for y in tiles[:2]
-    )
-    poisoned = x.inputs | dict(scores=tiles._replace(matP=P, matDeltaP=dP))
-    config = dict(siz_b_LQ=32, siz_b_DHQK=32, siz_b_DHHV=64, block_k=32)
-    run = functools.partial(x.run, "parallel_bw_dQKV", lowering=Lowering.INTERPRET, tiles=config)
-    check_isolated(run, x.inputs, poisoned, lambda y: y)
 
 
 # ---------------- splits of a sequence that run at the same time
