@@ -25,25 +25,20 @@ BOTH_GATES = pytest.mark.parametrize("gate", ["i", "f"])
 BOTH_VALUES = pytest.mark.parametrize("value", [AT, ABOVE], ids=["at_-1e6", "above_-1e6"])
 
 
-def with_gates(gate, value):
-    """(i, f) of 32 steps, where the gate of a step is the value and nothing is stored from there
-    on, or up to there."""
-    i, f = np.zeros((2, 1, 32), "float32")
-    if gate == "f":
-        f[0, STEP], i[0, STEP:] = value, -np.inf
-    else:
-        i[0], i[0, STEP] = -np.inf, value
-    return jnp.asarray(i), jnp.asarray(f)
-
-
 @functools.cache
 def call_with_gates(gate, value):
-    """Arguments of mlstm_chunkwise.
+    """Arguments of mlstm_chunkwise, where the gate of a step is the value and nothing is stored
+    from there on, or up to there.
 
-    The state before the step with the value is empty for an input gate.
+    The state before the step is empty for an input gate.
     """
-    inputs = random_inputs(17, 1, 1, 32, 16, 16)
-    inputs["i"], inputs["f"] = (y[None] for y in with_gates(gate, value))
+    i, f = np.zeros((2, 32), "float32")
+    if gate == "f":
+        f[STEP], i[STEP:] = value, -np.inf
+    else:
+        i[:], i[STEP] = -np.inf, value
+    gates = {name: jnp.asarray(y[None, None]) for name, y in (("i", i), ("f", f))}
+    inputs = random_inputs(17, 1, 1, 32, 16, 16) | gates
     return emptied(inputs) if gate == "i" else inputs
 
 

@@ -36,22 +36,22 @@ from mlstm_pallas.problem.dimensions import Problem
 pytestmark = needs_mosaic_gpu
 
 R, STEPS, SLOTS = 64, 5, 2
+X = np.random.default_rng(0).normal(size=(STEPS * R, R)).astype(jnp.bfloat16)
+X_TILES = X.astype("float32").reshape(STEPS, R, R)
 
 
-def launch(kernel, name, *, warpgroups=1, **scratch):
-    """x and y of kernel(x, y, **scratch): x (STEPS * 64, 64), given as tiles, and y (2, 64, 64)."""
+def launch(kernel, name, x=X, *, y=((2, R, R), "float32"), warpgroups=1, **scratch):
+    """y of kernel(x, y, **scratch), of this shape and dtype."""
     call = mosaic_call(
         kernel,
         name=name,
         grid={"program": 1},
         warpgroups=warpgroups,
-        outputs={"y": jax.ShapeDtypeStruct((2, R, R), jnp.float32)},
+        outputs={"y": jax.ShapeDtypeStruct(*y)},
         scratch=scratch,
         interpret=True,
     )
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(STEPS * R, R)), jnp.bfloat16)
-    y = jax.jit(lambda x: call(x=x)["y"])(x)
-    return np.asarray(x.astype("float32")).reshape(STEPS, R, R), np.asarray(y)
+    return np.asarray(jax.jit(lambda x: call(x=x)["y"])(x))
 
 
 def tiles(count):
@@ -100,9 +100,8 @@ def sum_of_squares(**defects):
 
     barriers = ring_barriers(SLOTS, copies=2)
     scratch = dict(left=tiles(SLOTS), right=tiles(SLOTS), barriers=barriers)
-    x, y = launch(kernel, "sum_of_squares", warpgroups=2, **scratch)
-    for result in y:
-        assert_close(result, sum(tile @ tile for tile in x))
+    for result in launch(kernel, "sum_of_squares", warpgroups=2, **scratch):
+        assert_close(result, sum(tile @ tile for tile in X_TILES))
 
 
 def two_squares(*, waits=True, second=0, pending=1):
@@ -126,8 +125,8 @@ def two_squares(*, waits=True, second=0, pending=1):
 
         y[1] = products.all_from_zeros(both, (R, R), (R, R))[2]
 
-    x, y = launch(kernel, "two_squares", tile=tiles(2))
-    for result, own in zip(y, x[:2], strict=True):
+    y = launch(kernel, "two_squares", tile=tiles(2))
+    for result, own in zip(y, X_TILES[:2], strict=True):
         assert_close(result, own @ own)
 
 
@@ -179,7 +178,7 @@ def test_a_defect_is_refused(line, capsys):
 
 
 def copied(tile, *, start=0, out=False):
-    """Copies a tile of an array (512, 64) of bfloat16, from the start column on, in or out."""
+    """Copies a tile of an array (320, 64) of bfloat16, from the start column on, in or out."""
     rows, columns = tile.shape
 
     def kernel(x, y, tile, full):
@@ -194,14 +193,7 @@ def copied(tile, *, start=0, out=False):
             copy_in(part, tile, full)
             plgpu.barrier_wait(full)
 
-    mosaic_call(
-        kernel,
-        name="copied",
-        grid={"program": 1},
-        outputs={"y": jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)},
-        scratch=dict(tile=tile, full=plgpu.Barrier(num_arrivals=1)),
-        interpret=True,
-    )(x=jnp.ones((512, 64), jnp.bfloat16))["y"].block_until_ready()
+    launch(kernel, "copied", y=(X.shape, X.dtype), tile=tile, full=plgpu.Barrier(num_arrivals=1))
 
 
 @pytest.mark.parametrize("out", [False, True])
@@ -215,8 +207,8 @@ def test_a_copy_that_begins_beyond_its_array_is_refused(out):
 
 
 def test_a_box_beyond_the_limits_of_tma_is_refused():
-    with pytest.raises(ValueError, match=r"copied copies \(512, 16\) of \(512, 64\)"):
-        copied(plgpu.SMEM((512, 16), jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"copied copies \(320, 16\) of \(320, 64\)"):
+        copied(plgpu.SMEM((320, 16), jnp.bfloat16))
 
 
 def test_arrays_that_share_memory_overwrite_each_other():
@@ -229,10 +221,8 @@ def test_arrays_that_share_memory_overwrite_each_other():
         y[1] = first[0].astype(jnp.float32)
 
     barrier = plgpu.Barrier(num_arrivals=1)
-    x, (second, first) = launch(
-        kernel, "both", both=plgpu.RefUnion(tiles(1), tiles(1)), full=barrier
-    )
-    assert np.array_equal(second, x[1])
+    second, first = launch(kernel, "both", both=plgpu.RefUnion(tiles(1), tiles(1)), full=barrier)
+    assert np.array_equal(second, X_TILES[1])
     assert np.isnan(first).all()
 
 
@@ -247,18 +237,10 @@ def test_steps_beyond_whole_groups_are_not_copied_at_once(monkeypatch):
         y[...] = tile[...].astype(jnp.float32)
 
     def run():
-        call = mosaic_call(
-            kernel,
-            name="odd",
-            grid={"program": 1},
-            outputs={"y": jax.ShapeDtypeStruct((R, 2 * R), jnp.float32)},
-            scratch=dict(
-                tile=shared_tiles(R, 2 * R, dtype=jnp.dtype("bfloat16")),
-                full=plgpu.Barrier(num_arrivals=1),
-            ),
-            interpret=True,
-        )
-        return np.asarray(call(x=jnp.ones((1, 100, 2 * R), jnp.bfloat16))["y"])
+        x = np.ones((1, 100, 2 * R), jnp.bfloat16)
+        scratch = dict(tile=shared_tiles(R, 2 * R, dtype=x.dtype))
+        scratch["full"] = plgpu.Barrier(num_arrivals=1)
+        return launch(kernel, "odd", x, y=((R, 2 * R), "float32"), **scratch)
 
     assert run().sum() == (100 - R) * 2 * R
     monkeypatch.setattr(copies, "groups_alone", lambda *_: 0)
