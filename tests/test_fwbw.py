@@ -7,9 +7,28 @@ import compile_report
 import jax
 import jax.numpy as jnp
 import pytest
-from oracle import assert_close, assert_same_bits, call_shapes, mesh_of, random_inputs, slow
+from oracle import (
+    assert_close,
+    assert_same_bits,
+    call_shapes,
+    mesh_of,
+    random_inputs,
+    refusals,
+    refused,
+    slow,
+)
 
-from mlstm_pallas import KernelConfig, fwbw, mlstm_chunkwise, reference
+from mlstm_pallas import (  # noqa: F401, the table has some
+    KernelConfig,
+    fwbw,
+    mlstm_chunkwise,
+    mlstm_chunkwise_states,
+    mlstm_recurrent_sequence,
+    mlstm_recurrent_step,
+    mlstm_ring_states,
+    mlstm_ring_step,
+    reference,
+)
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 
 S, L, DHQK, DHV = 64, 16, 16, 24
@@ -106,6 +125,38 @@ def test_names_are_not_in_a_lowered_program(backend, monkeypatch):
     monkeypatch.setattr(fwbw, "checkpoint_name", lambda x, _: x)
     assert lowered() == text
     assert names == [RESIDUAL_NAMES, set()]
+
+
+STEPS = (
+    "the kernels of mlstm_recurrent_step and mlstm_recurrent_sequence have no derivatives; "
+    'backend="xla" has them'
+)
+WITHOUT_DERIVATIVES = f"""
+TypeError {STEPS} <- mlstm_recurrent_step(*token, *states)
+
+TypeError {STEPS} <- mlstm_recurrent_step(*token, *states, backend="triton")
+
+TypeError {STEPS} <- mlstm_recurrent_sequence(*tokens, *states, backend="interpret")
+
+TypeError the kernels of mlstm_ring_step have no derivatives; backend="xla" has them
+<- mlstm_ring_step(*token, mlstm_ring_states(*states, dtype="float32"), backend="interpret")
+
+TypeError mlstm_chunkwise_states has no derivatives; mlstm_chunkwise has them
+<- mlstm_chunkwise_states(*tokens, every=16, layout="BNTH", backend="xla")
+"""
+
+
+@pytest.mark.parametrize(("kind", "message", "call"), [*refusals(WITHOUT_DERIVATIVES)])
+def test_calls_without_derivatives_refuse_them(kind, message, call):
+    q, k, v, i, f, *states = random_inputs(13, 1, 1, 1, 16, 16).values()
+
+    def h(v):
+        tokens = q, k, v, i, f
+        token = [y[:, :, 0] for y in tokens]
+        return jnp.sum(eval(call, globals(), dict(tokens=tokens, token=token, states=states))[0])
+
+    for derivative in jax.grad(h), lambda v: jax.jvp(h, (v,), (v,)):
+        refused(kind, message, derivative, v)
 
 
 @pytest.mark.slow
