@@ -132,9 +132,7 @@ def reversed_in_time(run, lengths):
         ends = np.full(len(x), S) if lengths is None else np.clip(lengths, 0, S)
         steps, ends = np.arange(S), ends[:, None]
         places = np.where(steps < ends, ends - 1 - steps, steps)
-        shape = [1] * x.ndim
-        shape[0], shape[axis] = places.shape
-        return jnp.take_along_axis(x, jnp.asarray(places.reshape(shape)), axis)
+        return jax.vmap(partial(jnp.take, axis=axis - 1))(x, places)
 
     def run_flipped(*, segment_ids=None, **x):
         x |= {name: flipped(x[name], 2) for name in "qkvif"}
@@ -327,11 +325,10 @@ def states_alone(*of):
     return [0 * dh, *of_states]
 
 
-def left_padded(x):
-    """The first steps are masked, by the recipe of docs/serving.md."""
-    masked = np.arange(x["i"].shape[2]) < 13
-    qkv = {name: jnp.where(masked[:, None], 0, x[name]) for name in "qkv"}
-    return x | qkv | {y: jnp.where(masked, z, x[y]) for y, z in dict(i=-np.inf, f=np.inf).items()}
+def masked(mask, x):
+    """Steps count where the mask, (S,), is True, by the recipe of docs/serving.md."""
+    qkv = {name: jnp.where(mask[:, None], x[name], 0) for name in "qkv"}
+    return x | qkv | dict(i=jnp.where(mask, x["i"], -np.inf), f=jnp.where(mask, x["f"], np.inf))
 
 
 def reset_at(step, x):
@@ -452,7 +449,8 @@ no_heads 16 xla,fused shape=(2, 0, 20, 16, 24), recipe=dict(states=False)
 # Nothing passes a reset; at step 0 it discards the initial states.
 reset_at-0 16 default,xla seed=5, shape=(1, 2, 40, 16, 16), change=partial(reset_at, 0)
 reset_at-17 16 default,xla seed=5, shape=(1, 2, 40, 16, 16), change=partial(reset_at, 17)
-left_padding 16 xla,~default seed=3, shape=(2, 2, 40, 16, 16), change=left_padded
+left_padding 16 xla,~default seed=3, shape=(2, 2, 40, 16, 16), \
+change=partial(masked, np.arange(40) >= 13)
 # exp(m) underflows, and nothing may be scaled by it.
 floor_of_zero 32 default recipe=dict(states=False, i_shift=-300.0), change=partial(reset_at, 0), \
 shape=(1, 1, 40, 8, 8), norm_val=0.0, return_last_states=False, bounds=FLOAT32

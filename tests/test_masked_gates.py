@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from call_checks import masked
 from oracle import (
     emptied,
     random_inputs,
@@ -84,19 +85,11 @@ def test_a_recurrent_step_with_a_gate_at_minus_1e6(backend, gate, value):
     assert np.any(h != 0) == (value == ABOVE)
 
 
-def masked(inputs, mask):
-    """The recipe of docs/serving.md."""
-    i, f = (jnp.where(mask[:, None], inputs[x], y) for x, y in (("i", -jnp.inf), ("f", jnp.inf)))
-    qkv = {x: jnp.where(mask[:, None, :, None], inputs[x], 0) for x in "qkv"}
-    return inputs | qkv | dict(i=i, f=f)
-
-
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
 def test_masked_steps_keep_states_to_the_bit(backend):
     """Those of a call, and that of mlstm_recurrent_step; test_calls.py has masked steps in front of
     others, left_padding."""
-    inputs = random_inputs(4, 1, 2, 40, 16, 16)
-    x = masked(inputs, jnp.zeros((1, 40), bool))
+    x = masked(np.zeros(40, bool), random_inputs(4, 1, 2, 40, 16, 16))
     states = [x[name] for name in ("c_initial", "n_initial", "m_initial")]
     for call, arguments in (
         (functools.partial(mlstm_chunkwise, return_last_states=True), x),

@@ -105,12 +105,12 @@ def test_a_nan_in_n_initial_reaches_all_of_its_head(function, backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_checks_of_jax_are_silent(backend):
-    """Resets, masked input gates, padded steps and columns: no NaN on the way.
+    """Resets, masked input gates, padded steps and columns, skipped chunks: no NaN on the way.
 
     In one jit only what comes out is checked.
     """
-    x = random_inputs(1, 1, 2, 20, 12, 20, resets=True).values()
-    call = functools.partial(chunkwise, chunk_size=16, backend=backend)
+    x, lengths = random_inputs(1, 2, 2, 20, 12, 20, resets=True).values(), np.array([20, 1])
+    call = functools.partial(chunkwise, chunk_size=16, backend=backend, sequence_lengths=lengths)
     gradient = jax.grad(lambda *x: loss_of(*call(*x)), tuple(range(8)))
     with jax.debug_nans(True), jax.enable_checks(True):
         for f in (gradient, jax.jit(gradient)) if backend == "xla" else (gradient,):
