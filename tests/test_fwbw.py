@@ -127,6 +127,10 @@ def test_names_are_not_in_a_lowered_program(backend, monkeypatch):
     assert names == [RESIDUAL_NAMES, set()]
 
 
+FIRST = (
+    "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and "
+    "forward mode use mlstm_pallas.reference.chunkwise or mlstm_pallas.reference.recurrence"
+)
 STEPS = (
     "the kernels of mlstm_recurrent_step and mlstm_recurrent_sequence have no derivatives; "
     'backend="xla" has them'
@@ -143,6 +147,8 @@ TypeError the kernels of mlstm_ring_step have no derivatives; backend="xla" has 
 
 TypeError mlstm_chunkwise_states has no derivatives; mlstm_chunkwise has them
 <- mlstm_chunkwise_states(*tokens, every=16, layout="BNTH", backend="xla")
+
+TypeError {FIRST} <- gradients(NAMED["shards"])(*(y[None] for y in tokens))
 """
 
 
