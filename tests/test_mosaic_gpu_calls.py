@@ -17,7 +17,6 @@ from mosaic_gpu_cases import (
     CASES,
     RACE,
     SCAN,
-    Recurrences,
     check_case,
     fused,
     materialised,
@@ -207,19 +206,9 @@ def test_gradients_trace_in_strict_modes(heads, config):
 
 
 @needs_mosaic_gpu
-def test_a_recurrence_lowers_without_jit():
-    """Its loops are traced all the same, because constant indices cannot be lowered."""
-    recurrence = Recurrences((1, 1, 256, 64, 64), L=64, columns=64)
-    with jax.disable_jit():
-        traced = recurrence.traced()
-    run = jax.jit(lambda *x: jax.core.eval_jaxpr(traced, (), *x))
-    assert MOSAIC_CALL in lowered_for_cuda(run, *recurrence.shapes())
-
-
-@needs_mosaic_gpu
-@pytest.mark.slow
 def test_gradients_lower_without_jit():
-    """As tests/test_gpu_sanitizer.py runs them."""
+    """As tests/test_gpu_sanitizer.py runs them. Loops are traced all the same, because constant
+    indices cannot be lowered."""
     x = random_inputs(0, 3, 2, 200, 64, 128, dtype="bfloat16").values()
     options = dict(backend="mosaic_gpu", config=materialised(), return_last_states=True)
     run = functools.partial(mlstm_chunkwise, **options, **FEATURES["prompts"])
