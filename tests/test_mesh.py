@@ -14,12 +14,11 @@ SCRIPT = Path(__file__).with_name("mesh_calls.py")
 @pytest.mark.parametrize(
     ("count", "arguments"),
     [
-        slow(20, "Explicit None cuda"),
         (20, "Auto interpret cpu"),
         slow(34, "Explicit None export all"),  # which automatic axes refuse
         slow(34, "Explicit interpret cpu all"),
         slow(34, "Auto interpret cpu all"),
-        slow(19, "Auto None cuda all"),  # manual axes: automatic ones lower with devices alone
+        slow(19, "Auto None export all"),  # manual axes
     ],
 )
 def test_calls_of_a_fresh_process_under_a_mesh(count, arguments):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from mesh_calls import on_mesh
 from oracle import (
@@ -18,12 +18,9 @@ from oracle import (
     OUTPUTS,
     RESULTS,
     assert_close,
-    call_shapes,
     compare,
     in_layout,
     loss_of,
-    lowered_for_cuda,
-    mesh_for,
     mesh_of,
     named_rows,
     random_inputs,
@@ -155,17 +152,6 @@ def test_one_of_several_devices_runs_the_plain_module():
     for x, partitioned in ((on_one, False), (on_eight, True)):
         text = jax.jit(run_on()).lower(*x).as_text()
         assert ("CustomSPMDPartitioning" in text) == partitioned
-
-
-def test_shards_lower_for_cuda_without_a_device():
-    mesh = mesh_for("NVIDIA H200", (4, 2), "xy", EXPLICIT)
-    x = call_shapes(B, NH, 64, 16, 16, sharding=NamedSharding(mesh, HEADS))
-    text = lowered_for_cuda(results_of(mlstm_chunkwise), *x, mesh=mesh)
-    calls = re.findall(r".*__gpu\$xla.gpu.triton.*", text)
-    assert len(calls) == 8  # four kernels per pass
-    # a shard of 2 batch entries and 2 heads
-    assert "tensor<4x64x16xbf16>" in str(calls)
-    assert "tensor<32x" not in str(calls)
 
 
 @pytest.fixture
