@@ -19,6 +19,7 @@ from oracle import (
     beyond,
     errors_of,
     expected_of,
+    head_norms,
     in_float64,
     in_layout,
     lowered_for_cuda,
@@ -310,9 +311,7 @@ def test_any_gates_and_stabilisers(backend):
     *expected, M = oracle(whole)
     np.testing.assert_allclose(m_new, M, rtol=1e-6)
     for name, actual, desired in zip("hcn", (h[:, :, None], c, n), expected, strict=True):
-        wrong_by, size = (
-            np.linalg.norm(y.reshape(*m.shape, -1), axis=-1) for y in (actual - desired, desired)
-        )
+        wrong_by, size = map(head_norms, (actual - desired, desired))
         # A sum of terms of 50 has roundings of 2e-6, which the exponential makes relative ones;
         # below 1e-37 float32 loses digits.
         wrong = ~(wrong_by <= 1e-5 * size + 1e-37)
