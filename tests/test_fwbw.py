@@ -71,10 +71,9 @@ NAMED = {
 }
 
 
-def inputs_of(name, S=2 * L):
-    if name == "shards":
-        return [jnp.stack([x] * 2) for x in inputs_of("fused")]
-    return [*random_inputs(4, 1, 2, S, DHQK, DHV, states=False).values()]
+def inputs_of(name):
+    x = random_inputs(4, 1, 2, 2 * L, DHQK, DHV, states=False).values()
+    return [jnp.stack([y] * 2) if name == "shards" else y for y in x]
 
 
 def gradients(run, names=None):

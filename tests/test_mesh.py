@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).with_name("mesh_calls.py")
 @pytest.mark.parametrize(
     ("count", "arguments"),
     [
-        (20, "Auto interpret cpu"),
+        (24, "Auto interpret cpu"),
         slow(34, "Explicit None export all"),  # which automatic axes refuse
         slow(34, "Explicit interpret cpu all"),
         slow(34, "Auto interpret cpu all"),

@@ -178,19 +178,19 @@ def test_each_segment_is_computed_alone(line):
 def test_ids_of_any_integer_dtype():
     """The least and the largest id of each, with fewer segments and with more than int8 has."""
     x = random_inputs(3, 1, 1, 4, 8, 8)
+    dtypes = "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"
     with jax.enable_x64(True):
-        for bits, sign, states in itertools.product((8, 16, 32, 64), ("", "u"), (False, True)):
-            limits = np.iinfo(dtype := f"{sign}int{bits}")
+        for dtype, states, count in itertools.product(dtypes, (False, True), (3, 300)):
+            limits = np.iinfo(dtype)
             ids = jnp.array([[limits.min, 1, 2, limits.max]], dtype)
-            for count in 3, 300:
-                options = Options(num_segments=count, return_last_states=True, backend="xla")
-                arrays = [*x.values()][: 8 if states else 5]
-                call = Arguments(*arrays)._replace(segment_ids=ids)
-                spec = prepare(call, options, None)
-                front = states and not sign  # a segment of ids below 0
-                expected = np.array([-1 if limits.min else 0, 1, 2, min(limits.max, count)]) + front
-                assert np.array_equal(padded(spec, call).segment_ids, [[expected]])
-                assert (spec.num_segments, spec.front) == (count + front, front)
+            options = Options(num_segments=count, return_last_states=True, backend="xla")
+            arrays = [*x.values()][: 8 if states else 5]
+            call = Arguments(*arrays)._replace(segment_ids=ids)
+            spec = prepare(call, options, None)
+            front = states and limits.min < 0  # a segment of ids below 0
+            expected = np.array([max(limits.min, -1), 1, 2, min(limits.max, count)]) + front
+            assert np.array_equal(padded(spec, call).segment_ids, [[expected]])
+            assert (spec.num_segments, spec.front) == (count + front, front)
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,6 @@ xla 1,2,1,40,37 inputs=BFLOAT16
 interpret 1,2,1,40,37 columns=64  # one CTA per head
 interpret 1,1,1,300,64  # five row blocks
 interpret 1,1,1,1,1
-interpret 2,2,1,20,17 mapped=True
 xla 0,2,1,16,8
 interpret 0,2,1,16,8
 triton 0,2,1,16,8
@@ -227,13 +226,12 @@ def of_entries(slots, lengths):
     return run
 
 
-def check(backend, *shape, inputs=(), mapped=False, wide=False, lengths=None, **options):
+def check(backend, *shape, inputs=(), wide=False, lengths=None, **options):
     """A step, or a sequence of several, is the recurrence in float64, in dtypes too; in plain jnp
     so are its gradients.
 
     Args:
       inputs: options of inputs_of.
-      mapped: whether the batch is a mapped axis.
       wide: whether all is in float64.
       options: those of run_of.
     """
@@ -245,10 +243,7 @@ def check(backend, *shape, inputs=(), mapped=False, wide=False, lengths=None, **
     clean = {name: np.where(np.isnan(y), y.dtype.type(0), y) for name, y in x.items()}
     dtypes = [x[name].dtype if name in x else "float32" for name in ("v", *STATES)]
     desired = in_float64(jax.jit(lambda x: alone(**x)), clean)
-    if mapped:
-        mapped = jax.jit(jax.vmap(lambda x: run(**x)))({name: y[:, None] for name, y in x.items()})
-        outputs = [y[:, 0] for y in mapped]
-    elif wide:
+    if wide:
         dtypes, outputs = ["float64"] * 4, in_float64(lambda x: run(**x), x)
     else:
         outputs, *again = (jax.jit(run)(slots, **x) for _ in range(1 + (backend == "triton")))
@@ -395,9 +390,9 @@ def test_joined_arrays_of_wrong_shapes():
 
 
 def entries_and_pools(rows):
-    """Inputs of entries, slots, and pools by name."""
+    """Inputs of entries, slots, and pools by name; without rows the entries have the states."""
     x, slots = inputs_of(5, 2, 1, 40, 37, rows=rows)
-    return x, slots, {name: x.pop(name) for name in STATES}
+    return x, slots, {name: x.pop(name) for name in STATES if rows}
 
 
 @pytest.mark.parametrize("backend", ["xla", None])
@@ -412,10 +407,11 @@ def test_donated_pools_are_updated_in_place(backend):
     assert [y.unsafe_buffer_pointer() for y in compiled(pools, slots, x)] == before
 
 
+@pytest.mark.parametrize("rows", [None, 5])
 @pytest.mark.parametrize("backend", ["xla", "interpret"])
-def test_vmap_over_pools_and_slots(backend):
+def test_vmap_over_states_or_slots(backend, rows):
     """A mapped element has pools of its own, also where the pools are not mapped."""
-    x, slots, pools = entries_and_pools(5)
+    x, slots, pools = entries_and_pools(rows)
 
     @jax.jit
     def run(x, slots):

@@ -127,8 +127,7 @@ def check_calls(
     states = ring_of(x, state_dtype=state_dtype, length=length)
     index = np.array([4, 0, 2], "int32") if slots else None
     if slots:
-        pools = jax.tree.map(lambda y: jnp.zeros((5, *y.shape[1:]), y.dtype), states)
-        states = jax.tree.map(lambda pool, y: pool.at[index].set(y), pools, states)
+        states = jax.tree.map(lambda y: y[np.array([1, 0, 2, 0, 0])], states)
     run = runner_of(layout=layout, slots=index, backend=backend, config=config, **options)
     h, states, accepted = generate(x, states, run, T)
     if slots:
