@@ -83,7 +83,6 @@ def prompts_alone(ends, sizes):
         alone["f"] = jnp.where(inside, alone["f"], jnp.inf)
         alone |= {name: y[batch, number] for name, y in before.items()}
         h, after = recurrence(**alone)
-        before.setdefault("m_initial", jnp.zeros_like(before["n_initial"][..., 0]))
         pairs = zip(STATES, after, strict=True)
         states = tuple(before[name].at[batch, number].set(y) for name, y in pairs)
         h = jnp.where(inside[..., None], h, 0)
@@ -128,8 +127,6 @@ def check_prompts(
 
     def of_prompts(segment_ids, **x):
         for name, shape in zeros.items():  # others begin with zeros
-            if name == "m_initial" and "input_gate" in options:
-                continue
             y = x.get(name, jnp.zeros((B, count, 2, *shape), x["i"].dtype))
             y = y if y.ndim == len(shape) + 3 else y[:, None]
             widths = (0, 0), (front, segments - front - y.shape[1])
