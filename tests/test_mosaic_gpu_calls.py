@@ -139,13 +139,6 @@ def adapter(*x, backend):
         return triton_stablef.mlstm_chunkwise_triton_stablef(*x)
 
 
-CALLS = {"chunkwise": mlstm_chunkwise, "step": a_step, "adapter": adapter}
-
-
-def call_of(name, backend):
-    return functools.partial(CALLS[name], backend=backend)
-
-
 JAX = "expected jax >= 0.11.2 and < 0.13"
 OLDER = f"jax is 0.11.1, {JAX}, which needs Python >= 3.12"
 HOPPER = "expected a Hopper GPU (H100, H200, H800, H20, GH200)"
@@ -169,20 +162,21 @@ def test_another_jax_or_gpu_is_refused(line, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (*map(int, jax_version.split(".")),))
     monkeypatch.setattr(jax, "__version__", jax_version)
     with for_device(gpu):
-        for name in "chunkwise", "adapter":
-            call = call_of(name, backend)
+        for run in mlstm_chunkwise, adapter:
+            call = functools.partial(run, backend=backend)
             refused(
                 ValueError, f"backend is '{backend}' and {message}", jax.eval_shape, call, *HALF
             )
-        assert jax.eval_shape(call_of("step", backend), *HALF)[0].shape == (1, 1, 256)
+        step = functools.partial(a_step, backend=backend)
+        assert jax.eval_shape(step, *HALF)[0].shape == (1, 1, 256)
 
 
 @needs_mosaic_gpu
-@pytest.mark.parametrize("name", CALLS)
-def test_a_cpu_is_refused_when_lowered(name):
+@pytest.mark.parametrize("run", [mlstm_chunkwise, a_step, adapter])
+def test_a_cpu_is_refused_when_lowered(run):
     message = "^backend is 'mosaic_gpu', whose kernels are for GPUs, and the computation is lowered"
     with pytest.raises(ValueError, match=message):
-        jax.jit(call_of(name, "mosaic_gpu")).lower(*HALF)
+        jax.jit(functools.partial(run, backend="mosaic_gpu")).lower(*HALF)
 
 
 @needs_mosaic_gpu
@@ -190,7 +184,7 @@ def test_a_step_runs_its_triton_kernel():
     x = small_inputs()
     both = (a_step(*x, backend=backend) for backend in ("mosaic_gpu_interpret", "interpret"))
     compare(OUTPUTS, *map(jax.tree.leaves, both), tolerance("bfloat16", 64))
-    text = lowered_for_cuda(jax.jit(call_of("step", "mosaic_gpu")), *HALF)
+    text = lowered_for_cuda(jax.jit(functools.partial(a_step, backend="mosaic_gpu")), *HALF)
     assert (MOSAIC_CALL in text, CUSTOM_CALL_TARGET in text) == (False, True)
 
 
