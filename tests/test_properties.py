@@ -230,7 +230,7 @@ def drawn_wide(case, seed):
 @partial(jax.jit, static_argnames="unit")
 def rounded_once_more(x, dh, unit):
     """h and the gradients, and the root mean squares of what changes in them if q, k, v and h are
-    rounded to ``unit`` where they are multiplied, and the terms of the denominator to float32."""
+    rounded to ``unit`` where they are multiplied, and the terms of C^T q and n . q to float32."""
 
     def z_and_inverse(x):
         """n . q, which is C^T q for one column of ones, and the inverse of the denominator."""
@@ -238,10 +238,12 @@ def rounded_once_more(x, dh, unit):
         z = reference.recurrence(**ones, normalize=False)[0]
         return z, reference.recurrence(**ones)[0] / z
 
-    terms = z_and_inverse(x | {name: abs(x[name]) for name in "qk"})[0] * z_and_inverse(x)[1]
+    sizes = {name: abs(x[name]) for name in "qkv"}
+    numerator_terms, _ = reference.recurrence(**x | sizes, normalize=False)
+    z_terms = z_and_inverse(x | sizes)[0] * z_and_inverse(x)[1]
 
     def results(key, times):
-        keys = iter(jax.random.split(key, 7))
+        keys = iter(jax.random.split(key, 8))
 
         def factor(y, unit=unit):
             return 1 + times * unit * jax.random.normal(next(keys), y.shape)
@@ -249,12 +251,15 @@ def rounded_once_more(x, dh, unit):
         exact = dict.fromkeys(x, 1.0)
         of_numerator = exact | {name: factor(x[name]) for name in "qkv"}
         of_z = exact | {name: factor(x[name], 2.0**-24) for name in "qk"}
-        of_h = factor(dh) * factor(terms, 2.0**-24 * terms)
+        # Each column of C^T q rounds by itself, so h changes direction and dh . h cancels less.
+        added = (factor(dh, 2.0**-24) - 1) * numerator_terms
+        of_h = factor(dh) * factor(z_terms, 2.0**-24 * z_terms)
 
         def h_of(x):
             rounded = jax.tree.map(jnp.multiply, x, of_numerator)
             numerator, _ = reference.recurrence(**rounded, normalize=False)
-            return numerator * z_and_inverse(jax.tree.map(jnp.multiply, x, of_z))[1] * of_h
+            _, inverse = z_and_inverse(jax.tree.map(jnp.multiply, x, of_z))
+            return (numerator + added) * inverse * of_h
 
         h, vjp = jax.vjp(h_of, x)
         return {"h": h} | vjp(dh)[0]
@@ -318,15 +323,17 @@ def test_any_values(name, backend):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "backend"),
+    ("dtype", "backend", "seed"),
     [
-        ("bfloat16", "xla"),
-        *(slow(*x) for x in (("float32", "xla"), ("float16", "xla"), ("bfloat16", "interpret"))),
+        ("bfloat16", "xla", 2),  # rounded P in n . q would take 12 times what is allowed
+        slow("float32", "xla", 115),  # C^T q cancels within one step, and dh . h in its row
+        slow("float16", "xla", 2),
+        slow("bfloat16", "interpret", 2),
     ],
 )
-def test_errors_are_those_of_one_more_rounding_whatever_cancels(dtype, backend):
+def test_errors_are_those_of_one_more_rounding_whatever_cancels(dtype, backend, seed):
     """As docs/background.md promises."""
-    check_wide(WIDE[dtype], backend, 2)  # in bfloat16 rounded P in n . q would take 12 times this
+    check_wide(WIDE[dtype], backend, seed)
     check_examples(partial(check_wide, WIDE[dtype], backend), dtype, EXAMPLES // 4)
 
 
