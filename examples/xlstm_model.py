@@ -211,23 +211,25 @@ def prefill(
     return x, states
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def with_rings(dtype: str, states: list[State]) -> list[State]:
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def with_rings(config: Config, dtype: str, states: list[State]) -> list[State]:
     """The states of a prefill with a ring buffer each; dtype: of the activations."""
-    return [mlstm_ring_states(*state[:3], dtype=dtype) for state in states]
+    options: dict[str, Any] = dict(dtype=dtype, input_gate=config.input_gate)
+    return [mlstm_ring_states(*state[:3], **options) for state in states]
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def step_block(
     config: Config, p: Params, x: jax.Array, state: State, accepted: jax.Array | None = None
 ) -> tuple[jax.Array, State]:
-    options: dict[str, Any] = dict(eps=config.eps, input_gate=config.input_gate)
-
     def mlstm(qkvo: jax.Array, gates: jax.Array) -> tuple[jax.Array, State]:
         if not isinstance(state, RingStates):
-            return mlstm_recurrent_step(qkvo, None, None, gates, None, *state, **options)
+            return mlstm_recurrent_step(
+                qkvo, None, None, gates, None, *state, eps=config.eps, input_gate=config.input_gate
+            )
         token = separate(config, qkvo, gates)
-        return mlstm_ring_step(*token, state, accepted=accepted, layout="BTNH", **options)
+        options: dict[str, Any] = dict(accepted=accepted, layout="BTNH", eps=config.eps)
+        return mlstm_ring_step(*token, state, **options)
 
     return block(config, p, x, mlstm)
 

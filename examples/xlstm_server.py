@@ -66,7 +66,7 @@ def first_tokens(
     tokens = np.resize(np.concatenate(lists), segment_ids.shape)
     x, states = prefill(config, params, tokens, segment_ids, ends)
     if rings:
-        states = with_rings(x.dtype.name, states)
+        states = with_rings(config, x.dtype.name, states)
     logits = next_logits(config, params, x[0, ends - 1])
     return [states, sample(sampling, logits, key, MOST_TOKENS * np.resize([*prompts], N))]
 

@@ -148,7 +148,8 @@ def mlstm_chunkwise(
 
     Warns:
       UserWarning: once per line of the caller, if layout is left out and
-        S < NH, unless the shapes of initial states or segment_ids confirm it.
+        S < NH, unless the shapes of initial states or segment_ids confirm it;
+        with these, if S = NH.
     """
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,

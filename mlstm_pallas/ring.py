@@ -14,10 +14,11 @@ from mlstm_pallas.prepare import per_head, prepare_steps
 from mlstm_pallas.problem import validation
 from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.problem.dimensions import InputGate, Layout, accumulator_dtype
+from mlstm_pallas.problem.validation import DEFAULT_LAYOUT
 from mlstm_pallas.schedules.sharding import run_step, sharded_alike
 from mlstm_pallas.stages.ring_step import Operands, RingStates, flushed
 
-DEFAULT_LENGTH, MAX_LENGTH = 16, 64
+DEFAULT_LENGTH, MIN_LENGTH, MAX_LENGTH = 16, 8, 64
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -37,9 +38,19 @@ def _fields(states: Any) -> dict[str, Any]:
     return {f"states.{name}": x for name, x in states._asdict().items()}
 
 
+def _gate(states: RingStates) -> InputGate:
+    return InputGate.SIGMOID if states.m is None else InputGate.EXP
+
+
+def _length(states: RingStates) -> int:
+    """L of states whose shapes agree."""
+    limits = dict(least=2 * MIN_LENGTH, most=2 * MAX_LENGTH, power_of_two=True)
+    return validation.check_integer("states.i.shape[2]", states.i.shape[2], **limits) // 2
+
+
 def mlstm_ring_states(
     c: Array, n: Array, m: Array | None, *, dtype: DTypeLike, length: int | None = None,
-    phase: Array | int | None = None,
+    phase: Array | int | None = None, input_gate: InputGateName = "exp",
 ) -> RingStates:  # fmt: skip
     """States with an empty ring buffer, from those of a prefill or from zeros.
 
@@ -51,32 +62,33 @@ def mlstm_ring_states(
     Args:
       c: state C, (B, NH, DHQK, DHV), float32, bfloat16 or float16.
       n: state n, (B, NH, DHQK).
-      m: stabiliser m, (B, NH). None: zeros.
+      m: stabiliser m, (B, NH). None: zeros, as they are with the sigmoid gate.
       dtype: of the k and v that the steps will have.
       length: L, a power of two from 8 to 64. None: the planned one, 16. The
         ring has 2 L rows, and a call has at most L / 2 tokens.
       phase: (B,) integers, or one for all entries. None: 0, 1, 2, ... With a
         fixed number, such as 0, the results of an entry do not depend on its
         place in the batch.
+      input_gate: "exp" or "sigmoid", of all steps. The states keep it.
 
     Returns:
-      RingStates, whose c, n and m are these arrays.
+      RingStates, whose c, n and m are these arrays. With the sigmoid gate its m
+      is None.
     """
-    if m is None:
-        m = jnp.zeros(n.shape[:-1], accumulator_dtype(n.dtype))
-    states = dict(c_initial=c, n_initial=n, m_initial=m)
-    sizes = validation.check_inputs(states, InputGate.EXP, Layout.BNTH)
-    B, NH, DHQK, DHV = sizes.values()
+    gate = validation.check_choice("input_gate", input_gate, InputGate)
+    arrays = dict(c=c, n=n) | ({} if m is None else dict(m=m))
+    B, NH, DHQK, DHV = validation.check_inputs(arrays, gate, Layout.BNTH).values()
     L = validation.check_integer(
-        "length", DEFAULT_LENGTH if length is None else length, 8, MAX_LENGTH, power_of_two=True
-    )
+        "length", DEFAULT_LENGTH if length is None else length, MIN_LENGTH, MAX_LENGTH,
+        power_of_two=True,
+    )  # fmt: skip
     kind = validation.check_dtype("dtype", dtype, validation.INPUT_DTYPES)
-    phases = jnp.arange(B, dtype="int32") if phase is None else jnp.asarray(phase)
-    if phases.ndim:
-        validation.check_integers("phase", phases)
-        validation.check_shapes(dict(phase=phases), dict(phase=(("B",),)), dict(B=B))
+    if gate is InputGate.SIGMOID:
+        m = None
+    elif m is None:
+        m = jnp.zeros(n.shape[:-1], accumulator_dtype(n.dtype))
     head_phases = jnp.arange(NH, dtype="int32") * L // max(NH, 1)
-    fill = jnp.broadcast_to((head_phases + phases.reshape(-1, 1).astype("int32")) % L, (B, NH))
+    fill = jnp.broadcast_to((head_phases + _phases(phase, B, L)) % L, (B, NH))
     heads, acc = (B, NH, 2 * L), accumulator_dtype(kind)
     # Tokens that store nothing and decay nothing are before the first.
     return RingStates(
@@ -86,11 +98,24 @@ def mlstm_ring_states(
     )  # fmt: skip
 
 
+def _phases(phase: Any, B: int, L: int) -> jax.Array:
+    """The phases of entries, (B, 1) or (1, 1)."""
+    if phase is None:
+        phase = jnp.arange(B, dtype="int32")
+    elif not validation.is_array(phase):
+        phase = jnp.asarray(validation.check_integer("phase", phase, 0, 2**31 - 1))
+    validation.check_integers("phase", phase)
+    if phase.ndim:
+        validation.check_shapes(dict(phase=phase), dict(phase=(("B",),)), dict(B=B))
+    phases: jax.Array = (phase.reshape(-1, 1) % L).astype("int32")
+    return phases
+
+
 def mlstm_ring_step(
     q: Array, k: Array, v: Array, i: Array, f: Array, states: RingStates, *,
     accepted: Array | None = None, eps: float = 1e-6, norm_val: float = 1.0,
-    stabilize_correctly: bool = True, input_gate: InputGateName = "exp", normalize: bool = True,
-    slots: Array | None = None, layout: LayoutName = "BNTH", backend: BackendName | None = None,
+    stabilize_correctly: bool = True, normalize: bool = True, slots: Array | None = None,
+    layout: LayoutName = DEFAULT_LAYOUT, backend: BackendName | None = None,
     config: KernelConfig | None = None,
 ) -> tuple[jax.Array, RingStates]:  # fmt: skip
     """Advances the mLSTM by one token or by T drafts, and reads C once.
@@ -105,8 +130,14 @@ def mlstm_ring_step(
     have the bits of the accepted tokens alone. Tokens are flushed only after
     they have been accepted.
 
-    A token with i = -inf and f = +inf leaves C, n and m as they are. As
-    f = -inf resets the states, a request may begin in a used row of a pool.
+    A token with i = -inf and f = +inf leaves what the states mean as it is, up
+    to rounding. f = -inf resets the states and lets nothing pass, not even NaN.
+    It is pending like any token, so accepted=0 takes it back: a new request
+    enters a used row of a pool with fresh states of ``mlstm_ring_states``,
+    scattered into the row, not with a reset.
+
+    A NaN in q or f of a draft reaches h of that draft; in k, v or i, also h of
+    the drafts behind it. Drafts that are taken back leave no NaN.
 
     The states are updated in place if the caller does not use them afterwards,
     as those of ``mlstm_recurrent_step``; slots, pools, meshes and derivatives
@@ -145,8 +176,8 @@ def mlstm_ring_step(
         (P, NH, ...), as in ``mlstm_recurrent_step``.
       layout: "BNTH", or "BTNH": q, k, v and h of T tokens are (B, T, NH, D), i
         and f (B, T, NH).
-      eps, norm_val, stabilize_correctly, input_gate, normalize, backend: as
-        for ``mlstm_recurrent_step``.
+      eps, norm_val, stabilize_correctly, normalize, backend: as for
+        ``mlstm_recurrent_step``. The input gate is that of the states.
       config: overrides of the tiles of ring_step.
 
     Returns:
@@ -154,16 +185,22 @@ def mlstm_ring_step(
 
     Raises:
       TypeError, ValueError: as ``mlstm_recurrent_step``.
+
+    Warns:
+      UserWarning: if layout is left out and there are as many tokens as heads.
     """
+    drafts, arrays = getattr(q, "ndim", 0) == 4, dict(q=q, k=k, v=v, i=i, f=f) | _fields(states)
     options = Options(
         eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
-        input_gate=input_gate, normalize=normalize, layout=layout, backend=backend, config=config,
+        input_gate=_gate(states), normalize=normalize, layout=layout, backend=backend,
+        config=config,
     )  # fmt: skip
-    drafts, arrays = getattr(q, "ndim", 0) == 4, dict(q=q, k=k, v=v, i=i, f=f) | _fields(states)
-    spec = prepare_steps(arrays | dict(accepted=accepted, slots=slots), options, steps=drafts)
-    p, L = spec.problem, states.i.shape[2] // 2
-    if k.dtype != states.k.dtype:
-        raise TypeError(f"k has dtype {k.dtype}, expected {states.k.dtype}, that of the ring")
+    arrays |= dict(accepted=accepted, slots=slots)
+    spec = prepare_steps(arrays, options, steps=drafts, layout=layout if drafts else None)
+    p, L = spec.problem, _length(states)
+    for name, x, ring in ("k", k, states.k), ("v", v, states.v):
+        if x.dtype != ring.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}, expected {ring.dtype}, that of the ring")
     if 2 * p.S > L:
         raise ValueError(
             f"q has {p.S} tokens, expected at most {L // 2}, half the ring's length {L}"
@@ -175,21 +212,16 @@ def mlstm_ring_step(
 
     counts = per_head(accepted, (p.B, p.NH))
     fields: Any = *map(heads_first, (q, k, v, i, f)), states, counts, slots
-    x = sharded_alike(spec, Operands(*fields))
-    m = x.states.m
-    if not spec.stabilised:
-        x = x._replace(states=x.states._replace(m=None))
-    h, states = _step(spec, x)
+    h, states = _step(spec, sharded_alike(spec, Operands(*fields)))
     h = jnp.moveaxis(h, 2, axis)
-    return h if drafts else h.squeeze(axis), states if spec.stabilised else states._replace(m=m)
+    return h if drafts else h.squeeze(axis), states
 
 
-def mlstm_ring_flush(
-    states: RingStates, *, accepted: Array | None = None, input_gate: InputGateName = "exp"
-) -> States:
+def mlstm_ring_flush(states: RingStates, *, accepted: Array | None = None) -> States:
     """The plain states (c, n, m) after the tokens in the ring.
 
-    They are in the dtypes of the states' c, n and m. Of pools, pass the rows:
+    They are in the dtypes of the states' c, n and m; with the sigmoid gate m is
+    zeros. Of pools, pass the rows:
     ``jax.tree.map(lambda x: x[slots], states)``. It is plain jnp, with
     derivatives.
 
@@ -197,11 +229,9 @@ def mlstm_ring_flush(
       states: of ``mlstm_ring_step``.
       accepted: (B,) integers, how many tokens of the last call count. None:
         all.
-      input_gate: that of the steps.
     """
-    gate = validation.check_choice("input_gate", input_gate, InputGate)
     arrays = _fields(states) | dict(accepted=accepted)
-    validation.check_inputs(arrays, InputGate.EXP, Layout.BNTH, backend="xla", cast=False)
-    x = states if gate is InputGate.EXP else states._replace(m=None)
-    c, n, m, *_ = flushed(x, per_head(accepted, states.fill.shape))
-    return c, n, states.m if m is None else m
+    validation.check_inputs(arrays, _gate(states), Layout.BNTH, backend="xla", cast=False)
+    _length(states)
+    c, n, m, *_ = flushed(states, per_head(accepted, states.fill.shape))
+    return c, n, jnp.zeros_like(states.fill, accumulator_dtype(n.dtype)) if m is None else m

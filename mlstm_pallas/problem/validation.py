@@ -60,9 +60,9 @@ DIMS = shapes_by_name(
         "B, NH, S, DHQK": "q k",
         "B, NH, S, DHV": "v",
         "B, NH, S": "i f",
-        "B, NH, DHQK, DHV": "c_initial states.c",
-        "B, NH, DHQK": "n_initial states.n",
-        "B, NH": "m_initial states.m states.start states.fill states.pending",
+        "B, NH, DHQK, DHV": "c_initial states.c c",
+        "B, NH, DHQK": "n_initial states.n n",
+        "B, NH": "m_initial states.m m states.start states.fill states.pending",
         "B, S": "segment_ids",
         "B": "sequence_lengths slots accepted",
         "B, NH, 2 L, DHQK": "states.k",
@@ -71,6 +71,8 @@ DIMS = shapes_by_name(
     }
 )
 COUNTERS = "states.start", "states.fill", "states.pending"
+INDICES = "segment_ids", "sequence_lengths", "slots", "accepted"
+OPTIONAL = "c_initial", "n_initial", "m_initial", "states.m", *INDICES
 
 Choice = TypeVar("Choice", InputGate, Layout)
 
@@ -221,17 +223,22 @@ DEFAULT_LAYOUT = cast(LayoutName, _DefaultLayout(Layout.BNTH))
 
 
 def check_layout_is_meant(layout: Any, sizes: Mapping[str, int], *states: Any) -> None:
-    """Warns, at the caller of the public function, if the default layout finds S < NH.
+    """Warns, at the caller of the public function, if the default layout may not be meant.
 
-    states: arrays or None; existing ones would have failed the shape check in the other layout.
+    states: arrays or None; with other sizes than S = NH, existing ones would have failed the shape
+    check in the other layout.
     """
-    few_steps = isinstance(layout, _DefaultLayout) and sizes["S"] < sizes["NH"]
-    if few_steps and all(x is None for x in states):
-        warnings.warn(
-            'layout="BNTH", the default, reads q as (B, NH, S, DHQK) and finds S < NH, fewer steps '
-            'than heads: pass layout="BTNH" if it is (B, S, NH, DHQK), else layout="BNTH"',
-            stacklevel=4,  # called by prepare or _run, which public functions call
-        )
+    if not isinstance(layout, _DefaultLayout):
+        return
+    S, NH = sizes["S"], sizes["NH"]
+    if (S != NH or NH == 1) if any(x is not None for x in states) else S >= NH:
+        return
+    found = "S = NH, as many steps as heads" if S == NH else "S < NH, fewer steps than heads"
+    warnings.warn(
+        f'layout="BNTH", the default, reads q as (B, NH, S, DHQK) and finds {found}: pass '
+        'layout="BTNH" if it is (B, S, NH, DHQK), else layout="BNTH"',
+        stacklevel=4,  # called by prepare or prepare_steps, which public functions call
+    )
 
 
 def check_inputs(
@@ -248,8 +255,8 @@ def check_inputs(
     """Checks the arrays of a public function; returns the sizes of their dimensions.
 
     Args:
-      arrays: by the names of ``DIMS``; all but q, k, v, i and f may be None. With slots the states
-        are (P, NH, ...).
+      arrays: by the names of ``DIMS``; those in ``OPTIONAL`` may be None. With slots the states are
+        (P, NH, ...).
       backend: that computes in the dtype of q.
       cast: whether the call casts all arrays; otherwise gates alone.
       steps: whether there is an axis of steps.
@@ -257,18 +264,18 @@ def check_inputs(
       shards: of a sequence; sequence_lengths are those of all shards.
     """
     states = {name: x for name, x in arrays.items() if name.endswith("_initial")}
-    sigmoid, m = gate is InputGate.SIGMOID, states.get("m_initial")
-    if sigmoid and m is None:
+    sigmoid = gate is InputGate.SIGMOID
+    if sigmoid and states.get("m_initial") is None:
         states.pop("m_initial", None)
-    check_states_complete(states)
-    arrays = {name: x for name, x in arrays.items() if name in "qkvif" or x is not None}
+    arrays = {name: x for name, x in arrays.items() if x is not None or name not in OPTIONAL}
     for name, x in arrays.items():
-        if name in ("segment_ids", "sequence_lengths", "slots", "accepted"):
+        if name in INDICES:
             check_integers(name, x)
         elif name in COUNTERS:
             check_array(name, x, ("int32",))
         else:
             check_array(name, x, INPUT_DTYPES if cast or name in "if" else KERNEL_DTYPES, backend)
+    check_states_complete(states)
     pooled = "slots" in arrays
     if pooled and states and arrays.get("c_initial") is None:
         raise ValueError("c_initial is None with slots, expected a pool (P, NH, DHQK, DHV)")
@@ -292,9 +299,8 @@ def check_inputs(
         check_indices("segment_ids", sizes["S"], arrays["segment_ids"], *lengths)
     if pooled:
         check_indices("slots", sizes["P"], arrays["slots"])
-    if sigmoid:
-        check_zeros("m_initial", m)
-        check_zeros("states.m", arrays.get("states.m"))
+    for name in ("m_initial", "m") if sigmoid else ():
+        check_zeros(name, arrays.get(name))
     return sizes
 
 

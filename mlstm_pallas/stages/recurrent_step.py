@@ -5,7 +5,8 @@
     z  = scale q . n'
     h  = scale C'^T q / (max(|z|, floor) + eps)
 
-``step_gates`` computes decay, gain and m'; normaliser.py has the floor.
+``step_gates`` computes decay, gain and m'; normaliser.py has the floor. A decay of exactly 0 drops
+the former state, even if it is NaN or inf.
 
 With slots the states are pools of P rows, and entry b reads and writes row slots[b]. B and NH are
 then two axes: the token and h are (B, NH, ...), the states (P, NH, ...). An entry whose slot is not
@@ -60,6 +61,11 @@ def rounded(x: Array, dtype: jnp.dtype, compiled: bool) -> Array:
         return x.astype(dtype).astype(x.dtype)
     limits = jnp.finfo(dtype)
     return lax.reduce_precision(x, limits.nexp, limits.nmant)
+
+
+def decayed(decay: Array, x: Array) -> Array:
+    """decay x, and 0 where the decay is 0, whatever x is."""
+    return decay * jnp.where(decay == 0, 0.0, x)
 
 
 def step_gates(
@@ -119,8 +125,8 @@ def recurrent_step(
     m_dtype = acc if x.scaM is None else x.scaM.dtype
     decay, gain, m_new = step_gates(i, f, m, lambda y: rounded(y, m_dtype, compiled=False))
     stored = gain[..., None] * k
-    c = decay[..., None, None] * c + stored[..., :, None] * v[..., None, :]
-    n = decay[..., None] * n + stored
+    c = decayed(decay[..., None, None], c) + stored[..., :, None] * v[..., None, :]
+    n = decayed(decay[..., None], n) + stored
     h = jnp.einsum("...k,...kv->...v", q, c, precision="highest") * call.problem.qk_scale
     if normaliser is not None:
         h = normaliser.normalise(h, jnp.sum(q * n, axis=-1) * call.problem.qk_scale, m_new)

@@ -10,7 +10,8 @@ pre-activations of the c tokens since then, s = 1 .. c. For the tokens t = c + 1
     h_t = num / (max(|z|, floor) + eps)
 
 The sums run back from the newest token, so nothing is subtracted. With the sigmoid input gate m is
-0, and so are all m_t.
+0, and so are all m_t. What has a weight of exactly 0 is left out, even if it is NaN or inf: the
+tokens and the state before a reset, and later drafts.
 
 The ring has 2 L rows. At the start of a call with c >= L a head flushes its oldest L tokens, whose
 rows are one half of the ring:
@@ -32,7 +33,7 @@ from jax import Array, lax
 from mlstm_pallas.formulas.gates import MASKED, branchless_log1p, log_input_gate, log_sigmoid
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.problem.dimensions import InputGate, accumulator_dtype
-from mlstm_pallas.stages.recurrent_step import on_rows, rounded
+from mlstm_pallas.stages.recurrent_step import decayed, on_rows, rounded
 from mlstm_pallas.stages.stage import Launch
 
 _INF = float("inf")
@@ -49,7 +50,7 @@ class RingStates(NamedTuple):
     Attributes:
       c: C at the last flush, (B, NH, DHQK, DHV), float32, bfloat16 or float16.
       n: n at the last flush, (B, NH, DHQK).
-      m: m at the last flush, (B, NH).
+      m: m at the last flush, (B, NH). None: the sigmoid input gate, whose m is 0.
       k: keys of the ring's tokens, (B, NH, 2 L, DHQK), in the dtype of k.
       v: values, (B, NH, 2 L, DHV), in the dtype of v.
       i: input gate pre-activations, (B, NH, 2 L), float32.
@@ -112,14 +113,16 @@ def ring_weights(
     m: of C; None: the sigmoid input gate. round_m: rounds m_t to its dtype in memory.
     """
     inside = age < end
-    log_f = jnp.where(inside, log_f, 0.0)
+    # Nothing from before the last reset enters a sum, so a NaN there stays behind.
+    reset = jnp.max(jnp.where(inside & (log_f == -_INF), age, -1))
+    inside &= age >= reset
+    log_f = jnp.where(inside & (age > reset), log_f, 0.0)
     younger = age[None, :] > age[:, None]
     since = jnp.sum(jnp.where(younger, jnp.broadcast_to(log_f[None, :], younger.shape), 0.0), 1)
     exponents = jnp.where(inside, log_i + since, -_INF)
-    carried = jnp.sum(log_f)
+    carried = jnp.where(reset < 0, jnp.sum(log_f) + (0.0 if m is None else m), -_INF)
     if m is None:
         return jnp.exp(carried), jnp.exp(exponents), jnp.zeros_like(carried)
-    carried = carried + m
     m_new = round_m(jnp.maximum(carried, jnp.max(exponents)))
     m_safe = jnp.where(m_new == -_INF, 0.0, m_new)
     return jnp.exp(carried - m_safe), jnp.exp(exponents - m_safe), m_new
@@ -145,11 +148,12 @@ def with_tokens(x: Operands) -> RingStates:
 
 
 def _weights(states: RingStates, end: Any, **options: Any) -> tuple[Array, ...]:
-    """``ring_weights`` at a token, and the keys and values up to it."""
+    """``ring_weights`` at a token, and the keys and values that count."""
     age = ages(states.start, len(states.i))
     gates = log_gates(states.i, states.f, states.m is not None)
-    rows = (jnp.where((age < end)[:, None], y, 0.0) for y in (states.k, states.v))
-    return *ring_weights(*gates, age, states.m, end, **options), *rows
+    w0, w, m = ring_weights(*gates, age, states.m, end, **options)
+    rows = (jnp.where(w[:, None] != 0, y, 0.0) for y in (states.k, states.v))
+    return w0, w, m, *rows
 
 
 def _flushed(states: RingStates, end: Any, m_dtype: Any) -> RingStates:
@@ -158,8 +162,8 @@ def _flushed(states: RingStates, end: Any, m_dtype: Any) -> RingStates:
     w0, w, m, K, V = _weights(states, end, round_m=round_m)
     K = w[:, None] * K
     after = states._replace(
-        c=w0 * states.c + jnp.einsum("sk,sv->kv", K, V, precision="highest"),
-        n=w0 * states.n + jnp.sum(K, axis=0),
+        c=decayed(w0, states.c) + jnp.einsum("sk,sv->kv", K, V, precision="highest"),
+        n=decayed(w0, states.n) + jnp.sum(K, axis=0),
         m=None if states.m is None else m,
         start=len(states.i) // 2 - states.start,
         fill=states.fill - end,
@@ -175,10 +179,10 @@ def _head(x: Operands, m_dtype: Any, normaliser: Normaliser | None, qk_scale: fl
     def one(q: Array, end: Array) -> Array:
         w0, w, m, K, V = _weights(states, end)
         scores = w * dot("sk,k->s", K, q)
-        h = (w0 * dot("k,kv->v", q, states.c) + dot("s,sv->v", scores, V)) * qk_scale
+        h = (decayed(w0, dot("k,kv->v", q, states.c)) + dot("s,sv->v", scores, V)) * qk_scale
         if normaliser is None:
             return h
-        z = w0 * jnp.sum(states.n * q) + jnp.sum(scores)
+        z = decayed(w0, jnp.sum(states.n * q)) + jnp.sum(scores)
         return normaliser.normalise(h, z * qk_scale, m)
 
     h = jax.vmap(one)(x.matQ, states.fill + 1 + lax.iota("int32", len(x.vecI)))

@@ -25,7 +25,7 @@ from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.formulas.tiles import block_at, blocks_over, loop
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
 from mlstm_pallas.problem.gpu import Gpu
-from mlstm_pallas.stages.recurrent_step import Operands, Step, rounded, step_gates
+from mlstm_pallas.stages.recurrent_step import Operands, Step, decayed, rounded, step_gates
 from mlstm_pallas.stages.stage import Launch, Tiles
 from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store, operands
 
@@ -102,7 +102,7 @@ def _advance(
     def update(ik, loaded, num):
         rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
         C, q, k = loaded
-        C = decay * C.astype(jnp.float32) + (gain * k) * v[None, :]
+        C = decayed(decay, C.astype(jnp.float32)) + (gain * k) * v[None, :]
         block = matC_new.at[(*row, rows, columns)]
         masked_store(block, C.astype(matC.dtype), outer_mask(in_rows, in_columns))
         return num + jnp.sum(q * C, axis=0)
@@ -119,7 +119,7 @@ def _advance(
     if scaM is not None:
         m = (scaM[...] if before is None else before[DHQK]).astype(jnp.float32)
     decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, scaM.dtype, compiled))
-    n = decay * n + gain * k
+    n = decayed(decay, n) + gain * k
 
     @pl.when(part == 0)
     def _():

@@ -27,7 +27,7 @@ from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.formulas.tiles import block_at, blocks_over, dot, each, loop, sum_of
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
-from mlstm_pallas.stages.recurrent_step import rounded
+from mlstm_pallas.stages.recurrent_step import decayed, rounded
 from mlstm_pallas.stages.ring_step import (
     Operands,
     ages,
@@ -90,13 +90,12 @@ def _scores(x, states, new, weights, call, normaliser, row):
     def load(ref, columns, rows, mask):
         return masked_load(ref.at[(*rows, columns)], mask).astype(jnp.float32)
 
-    def load_K(columns, inside, end):
-        """Columns of the ring's tokens before one."""
-        return masked_load(new.k.at[(*row, ring, columns)], outer_mask(age < end, inside))
+    def load_K(columns, inside, rows):
+        return masked_load(new.k.at[(*row, ring, columns)], outer_mask(rows, inside))
 
     def scores_of(ik):
         columns, inside = masked_block(ik, block, DHQK)
-        K = load_K(columns, inside, old + T)
+        K = load_K(columns, inside, age < old + T)
         if T > 1:
             q = masked_load(x.matQ.at[(tokens, columns)], outer_mask(in_tokens, inside))
             return _product(q, K, call, b_axis=1)
@@ -116,11 +115,11 @@ def _scores(x, states, new, weights, call, normaliser, row):
             load(x.matQ, columns, (t,), inside) * load(states.n, columns, row, inside)
         )
         w0, w, m_t = ring_weights(log_i, log_f, age, m_before, end)
-        # The k of later tokens may be NaN.
-        scores = jnp.where(age < end, scale * w * weights.vecRing[t, ring], 0.0)
+        # The k of later tokens and of those before a reset may be NaN.
+        scores = jnp.where(w != 0, scale * w * weights.vecRing[t, ring], 0.0)
         w0 = scale * w0
         if normaliser is not None:
-            inverse = normaliser.reciprocal(w0 * n_dot_q + jnp.sum(scores), m_t)
+            inverse = normaliser.reciprocal(decayed(w0, n_dot_q) + jnp.sum(scores), m_t)
             scores, w0 = scores * inverse, w0 * inverse
         weights.vecRing[t, ring], weights.scaState[t] = scores, w0
 
@@ -138,8 +137,9 @@ def _scores(x, states, new, weights, call, normaliser, row):
         @each(num_blocks)
         def _(ik):
             columns, inside = masked_block(ik, block, DHQK)
-            added = jnp.sum(w[:, None] * load_K(columns, inside, L).astype(jnp.float32), axis=0)
-            n = w0 * load(states.n, columns, row, inside) + added
+            K = load_K(columns, inside, w != 0).astype(jnp.float32)
+            added = jnp.sum(w[:, None] * K, axis=0)
+            n = decayed(w0, load(states.n, columns, row, inside)) + added
             masked_store(new.n.at[(*row, columns)], n.astype(states.n.dtype), inside)
 
         if m is not None:
@@ -194,6 +194,14 @@ def _read(matQ, states, weights, matC, matC_new, matH, call, row, part, columns,
         C, q = loaded
         return total + product(q, C)
 
+    def values(w, V):
+        """The weighted sum of the values whose weight is not 0; of several tokens, NaN for inf."""
+        if one:
+            return product(w, jnp.where(w[:, None] != 0, V, 0))
+        finite = jnp.abs(V.astype(jnp.float32)) < float("inf")
+        counts = (x.astype(jnp.bfloat16) for x in (w != 0, ~finite))
+        return jnp.where(dot(*counts, None) > 0, float("nan"), product(w, jnp.where(finite, V, 0)))
+
     # The first block of C is loaded before anything waits, the values while the last one arrives.
     carry = (
         load(zero),
@@ -209,7 +217,7 @@ def _read(matQ, states, weights, matC, matC_new, matH, call, row, part, columns,
         weights.vecRing.at[(tokens, ring)], None if one else outer_mask(in_tokens, None)
     )
     w_state = masked_load(weights.scaState.at[tokens], in_tokens)
-    h = product(w, V) + (w_state if one else w_state[:, None]) * add(*carry)
+    h = values(w, V) + decayed(w_state if one else w_state[:, None], add(*carry))
     inside = in_columns if one else outer_mask(in_tokens, in_columns)
     masked_store(matH.at[(tokens, columns)], h.astype(matH.dtype), inside)
 
@@ -229,7 +237,7 @@ def _read(matQ, states, weights, matC, matC_new, matH, call, row, part, columns,
                 V = masked_load(states.v.at[(*row, rows, columns)], outer_mask(w != 0, in_columns))
                 return C + _product(K, V.astype(jnp.float32) * w[:, None], call, a_axis=0)
 
-            C = decay * masked_load(matC.at[at], inside).astype(jnp.float32)
+            C = decayed(decay, masked_load(matC.at[at], inside).astype(jnp.float32))
             C = loop(size // block, add_outer, C)
             masked_store(matC_new.at[at], C.astype(matC.dtype), inside)
 
