@@ -217,7 +217,9 @@ def mlstm_ring_step(
     return h if drafts else h.squeeze(axis), states
 
 
-def mlstm_ring_flush(states: RingStates, *, accepted: Array | None = None) -> States:
+def mlstm_ring_flush(
+    states: RingStates, *, accepted: Array | None = None, config: KernelConfig | None = None
+) -> States:
     """The plain states (c, n, m) after the tokens in the ring.
 
     They are in the dtypes of the states' c, n and m; with the sigmoid gate m is
@@ -229,9 +231,11 @@ def mlstm_ring_flush(states: RingStates, *, accepted: Array | None = None) -> St
       states: of ``mlstm_ring_step``.
       accepted: (B,) integers, how many tokens of the last call count. None:
         all.
+      config: its batch_invariant counts.
     """
-    arrays = _fields(states) | dict(accepted=accepted)
+    arrays, config = _fields(states) | dict(accepted=accepted), Options(config=config).config
     validation.check_inputs(arrays, _gate(states), Layout.BNTH, backend="xla", cast=False)
     _length(states)
-    c, n, m, *_ = flushed(states, per_head(accepted, states.fill.shape))
+    counts = per_head(accepted, states.fill.shape)
+    c, n, m, *_ = flushed(states, counts, config.batch_invariant)
     return c, n, jnp.zeros_like(states.fill, accumulator_dtype(n.dtype)) if m is None else m

@@ -20,7 +20,7 @@ transposed there and back, and XLA cancels the transposes. Shardings of other ax
 explicit ones.
 
 On its shard a function takes the lowering of the platform that it is lowered for: ``by_platform``.
-Where it is planned for a TPU it runs for a few heads at a time: ``_by_head``.
+Plain jnp runs for a few heads at a time where that is planned: ``_heads_at_a_time``.
 """
 
 import dataclasses
@@ -47,9 +47,10 @@ from mlstm_pallas.planning.call_spec import CallSpec, Plan
 from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.problem.arrays import IN_LAYOUT, Inputs, Residuals
 from mlstm_pallas.problem.dimensions import Layout
-from mlstm_pallas.problem.gpu import TPU, UNKNOWN
+from mlstm_pallas.problem.gpu import TPU
 from mlstm_pallas.problem.version import __version__
 from mlstm_pallas.schedules.derivatives import NO_SUCH_DERIVATIVE, not_differentiated
+from mlstm_pallas.stages.recurrent_step import on_rows, one_at_a_time
 from mlstm_pallas.stages.stage import Lowering, largest_block
 
 VMEM_STATES = 2**24  # bytes of float32 states of all chunks; VMEM also holds tiles and operands
@@ -182,13 +183,24 @@ def on_shards(
 def run_step(spec: CallSpec, name: str, x: Any, functions: str) -> Any:
     """Runs a stage of tokens on its operands (B, NH, ...). Only plain jnp is differentiable."""
     if spec.backend == "xla":
-        return _run_step(Plan(spec, Lowering.XLA), x, name=name)
+        return _run_step(Plan(spec, Lowering.XLA), x, name=name, axes=2)
     message = f'the kernels of {functions} have no derivatives; backend="xla" has them'
-    return on_shards(_run_step, spec, x, message=message, name=name)
+    return on_shards(_run_step, spec, x, message=message, name=name, axes=1 + spec.pooled)
 
 
-def _run_step(plan: Plan, x: Any, *, name: str) -> Any:
-    return stage(name, plan.launches(name))(x, normaliser=plan.spec.normaliser)
+def _run_step(plan: Plan, x: Any, *, name: str, axes: int) -> Any:
+    """axes: of heads, the first ones."""
+    run = stage(name, plan.launches(name))
+    run = functools.partial(run, normaliser=plan.spec.normaliser)
+    if not _one_head_at_a_time(plan):
+        return run(x)
+    run = one_at_a_time(run, axes)
+    return run(x) if x.slots is None else on_rows(run, x)
+
+
+def _one_head_at_a_time(plan: Plan) -> bool:
+    """Whether XLA must not choose the order of sums by the number of heads."""
+    return plan.spec.config.batch_invariant and plan.lowering is Lowering.XLA
 
 
 def _mappable(work: Work) -> Callable[..., Any]:
@@ -254,9 +266,6 @@ def on_shard(work: Work, identity: Any, *args: Any) -> Any:
     identity: of the work; it is not read.
     """
     mapped, spec, leaves = work.mapped, work.spec, jax.tree.leaves(args)
-    is_sequence = isinstance(args[0], Inputs | Residuals)
-    if spec.gpu is TPU and is_sequence and not is_symbolic_dim(spec.problem.B):
-        return _by_head(work, *args)
     shapes = {x.shape[: mapped + 2] for x in leaves}
     if len(shapes) > 1 and not spec.pooled:
         raise ValueError(
@@ -264,8 +273,29 @@ def on_shard(work: Work, identity: Any, *args: Any) -> Any:
             "and heads, expected one: inside a shard_map that leaves mesh axes to the compiler "
             "constrain them with jax.lax.with_sharding_constraint"
         )
-    *batch, NH = heads = leaves[0].shape[: mapped + 2]
-    B = math.prod(batch)
+    *batch, NH = leaves[0].shape[: mapped + 2]
+    spec, run = spec.with_heads(math.prod(batch), NH), functools.partial(_on_heads, work)
+    lowering = work.lowering or known_lowering(spec.backend)
+    return run(Plan(spec, lowering), *args) if lowering else by_platform(spec, run, *args)
+
+
+def _on_heads(work: Work, plan: Plan, *args: Any) -> Any:
+    """The work on arrays (mapped axes, B, NH, ...)."""
+    few = _heads_at_a_time(plan, args)
+    if not few:
+        return _on_all_heads(work, plan, *args)
+    heads = jax.tree.leaves(args)[0].shape[: work.mapped + 2]
+    plan = Plan(plan.spec.with_heads(1, few), plan.lowering)
+    run = functools.partial(_on_all_heads, dataclasses.replace(work, mapped=0), plan)
+    args = jax.tree.map(lambda x: x.reshape(-1, 1, few, *x.shape[len(heads) :]), args)
+    outputs = one_at_a_time(lambda x: run(*x))(args)
+    return jax.tree.map(lambda x: x.reshape(*heads, *x.shape[3:]), outputs)
+
+
+def _on_all_heads(work: Work, plan: Plan, *args: Any) -> Any:
+    """The function, for which the mapped axes, B and NH become one."""
+    spec, mapped, B, NH = plan.spec, work.mapped, plan.spec.problem.B, plan.spec.problem.NH
+    heads = jax.tree.leaves(args)[0].shape[: mapped + 2]
 
     def merged(x: Array, steps_first: bool) -> Array:
         sizes = x.shape[mapped + 2 :]
@@ -279,24 +309,25 @@ def on_shard(work: Work, identity: Any, *args: Any) -> Any:
         x = jnp.swapaxes(x, 1, 2) if steps_first else x
         return x.reshape(*heads, *x.shape[1 + steps_first :])
 
-    spec = spec.with_heads(B, NH)
-    args = _map(spec, merged, args)
-    run = functools.partial(work.function, **dict(work.options))
-    lowering = work.lowering or known_lowering(spec.backend)
-    outputs = run(Plan(spec, lowering), *args) if lowering else by_platform(spec, run, *args)
+    outputs = work.function(plan, *_map(spec, merged, args), **dict(work.options))
     return _map(spec, split, outputs)
 
 
-def _by_head(work: Work, *args: Any) -> Any:
-    """``on_shard`` of a few heads at a time, whose intermediate arrays fit in a TPU's VMEM."""
-    spec, heads = work.spec, jax.tree.leaves(args)[0].shape[: work.mapped + 2]
-    p, count = spec.problem, math.prod(heads)
-    most = VMEM_STATES // (4 * p.NC * p.DHQK * p.DHV)
-    few = largest_block(count, min(most, count), 1) or 1
-    one = dataclasses.replace(work, spec=dataclasses.replace(spec, gpu=UNKNOWN), mapped=0)
-    args = jax.tree.map(lambda x: x.reshape(count // few, 1, few, *x.shape[len(heads) :]), args)
-    outputs = jax.lax.map(lambda x: on_shard(one, None, *x), args)
-    return jax.tree.map(lambda x: x.reshape(*heads, *x.shape[3:]), outputs)
+def _heads_at_a_time(plan: Plan, args: Any) -> int:
+    """How many heads of a sequence run at a time; 0: all.
+
+    On a TPU their intermediate arrays fit in VMEM.
+    """
+    p = plan.spec.problem
+    if not isinstance(args[0], Inputs | Residuals) or is_symbolic_dim(p.B):
+        return 0
+    most = p.BNH
+    if _one_head_at_a_time(plan):
+        most = 1
+    elif plan.spec.gpu is TPU:
+        most = VMEM_STATES // (4 * p.NC * p.DHQK * p.DHV)
+    few = largest_block(p.BNH, min(most, p.BNH), 1) or 1
+    return few if few < p.BNH or most == 1 else 0
 
 
 @functools.lru_cache(256)  # shapes are among the keys

@@ -109,6 +109,21 @@ def on_rows(step: Callable[[Any], Any], x: Any) -> Any:
     return jnp.where(has_row, h, 0), *jax.tree.map(updated, pools, tuple(after))
 
 
+def one_at_a_time(run: Callable[[Any], Any], axes: int = 1) -> Callable[[Any], Any]:
+    """run over the first axes in loops, so that XLA compiles it the same whatever their sizes."""
+    if axes > 1:
+        return functools.partial(lax.map, one_at_a_time(run, axes - 1))
+
+    def looped(x: Any) -> Any:
+        if len(jax.tree.leaves(x)[0]) != 1:
+            return lax.map(run, x)
+        # XLA would fuse a loop of one step with what is before and after it.
+        twice = jax.tree.map(lambda y: jnp.concatenate([y, y]), x)
+        return jax.tree.map(lambda y: y[:1], lax.map(run, twice))
+
+    return looped
+
+
 def recurrent_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
 ) -> Step:

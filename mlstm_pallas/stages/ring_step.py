@@ -33,7 +33,7 @@ from jax import Array, lax
 from mlstm_pallas.formulas.gates import MASKED, branchless_log1p, log_input_gate, log_sigmoid
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.problem.dimensions import InputGate, accumulator_dtype
-from mlstm_pallas.stages.recurrent_step import decayed, on_rows, rounded
+from mlstm_pallas.stages.recurrent_step import decayed, on_rows, one_at_a_time, rounded
 from mlstm_pallas.stages.stage import Launch
 
 _INF = float("inf")
@@ -189,18 +189,22 @@ def _head(x: Operands, m_dtype: Any, normaliser: Normaliser | None, qk_scale: fl
     return h, _flushed(states, len(states.i) // 2, m_dtype)
 
 
-def _map_heads(run: Callable[..., Any], x: Any, states: RingStates, like: Any) -> Any:
+def _map_heads(
+    run: Callable[..., Any], x: Any, states: RingStates, like: Any, in_loops: bool = False
+) -> Any:
     """run(x) of each head in the dtype of sums, in the dtypes of ``like``; states: those in x."""
     acc, m = accumulator_dtype(*(y.dtype for y in jax.tree.leaves(x))), states.m
     run = functools.partial(run, m_dtype=acc if m is None else m.dtype)
-    for _ in states.fill.shape:
+    if in_loops:
+        run = one_at_a_time(run, states.fill.ndim)
+    for _ in () if in_loops else states.fill.shape:
         run = jax.vmap(run)
     y = run(jax.tree.map(lambda y: y if y.dtype == "int32" else y.astype(acc), x))
     return jax.tree.map(lambda y, like: y.astype(like.dtype), y, like)
 
 
-@jax.jit
-def flushed(states: RingStates, accepted: Array | None) -> RingStates:
+@functools.partial(jax.jit, static_argnums=2)
+def flushed(states: RingStates, accepted: Array | None, in_loops: bool) -> RingStates:
     """The states without tokens, those of a full half first."""
     fill = states.fill + pending_tokens(states.pending, accepted)
     states, half = states._replace(fill=fill), states.i.shape[-1] // 2
@@ -208,7 +212,7 @@ def flushed(states: RingStates, accepted: Array | None) -> RingStates:
         functools.partial(_flushed, end=half),
         lambda states, m_dtype: _flushed(states, states.fill, m_dtype),
     ):
-        states = _map_heads(run, states, states, states)
+        states = _map_heads(run, states, states, states, in_loops)
     return states
 
 
