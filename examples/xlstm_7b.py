@@ -90,7 +90,7 @@ SIZES = {
     "tiny": Config(vocab_size=256, hidden_size=128, num_blocks=2, num_heads=4),
 }
 BATCHINGS = "fixed", "continuous"
-DRAFT = "Tokens to draft from the text so far; 0: none. They change roundings, so tokens may differ."
+DRAFT = "Tokens to draft from the text so far; 0: none. They change roundings: tokens may differ."
 STOP_TOKENS = "Ids; none: eos_token_id of generation_config.json, else of config.json."
 FLAGS = flags.FlagValues()
 for kind, *definition in (

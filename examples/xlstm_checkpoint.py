@@ -62,13 +62,13 @@ ALLOWED = dict(
     force_bos_token_insert="True|False|None",
 )
 ALIASES = dict(hidden_size="embedding_dim", num_blocks="num_hidden_layers")
-MODEL_FIELDS = {*vars(Config()), *ALLOWED, *ALIASES.values()}
+MODEL_FIELDS = {*vars(Config()), *ALLOWED, *ALIASES.values()} - {"force_bos_token_insert"}
 # Fields of xLSTMLargeConfig and xLSTMConfig that do not change the function, and, in the last two
 # lines, those that NX-AI/xLSTM-7b has beside them.
 OTHER_FIELDS = {
     *("mode", "chunk_size", "max_inference_chunksize", "return_last_states", "use_cache"),
     *("autocast_kernel_dtype", "norm_reduction_force_float32"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "force_bos_token_insert"),
     *("add_embedding_dropout", "add_forward_backend_padding", "add_post_blocks_norm", "head_dim"),
     *("add_post_norm", "cell_norm_eps", "igate_bias_init_range", "mlstm_round_up_to_multiple_of"),
 }
@@ -171,7 +171,7 @@ def read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
     values, names = read_values(path), {}  # names: in the file
     check_names(path, values)
     for name, other in ALIASES.items():
-        if values.get(name) is None and other in values:
+        if values.get(name) is None and values.get(other) is not None:
             values[name], names[name] = values[other], other
     if any("siging" in str(values.get(x)) for x, pattern in ALLOWED.items() if pattern == KERNEL):
         values["input_gate"] = "sigmoid"
