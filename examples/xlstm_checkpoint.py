@@ -1,7 +1,8 @@
 """Weights of xlstm_model.py: from a checkpoint or random, on one or several devices.
 
 A checkpoint is a folder that transformers (xLSTMForCausalLM) or NX-AI's package xlstm (xLSTMLarge)
-can read: config.json, or xlstm's config.yaml, and *.safetensors. Their names differ:
+can read: config.json, or xlstm's config.yaml, generation_config.json, if it is there, for stop
+tokens, and *.safetensors. Their names differ:
 
     transformers                 older versions              xlstm
     backbone.embeddings                                      embedding
