@@ -23,7 +23,7 @@ import numpy as np
 
 def define_flags(define):
     define.names("dtype", ["bfloat16"], ("bfloat16", "float32"), "of the weights.")
-    define.integer("seeds", 100, "Models, from seed 0 on.", 1)
+    define.integer("seeds", 100, "Models, from seed 0 on.", 1, 2**32 - 1)
     define.integer("draft", 7, "Tokens to draft per call.", 1, 7)
     define.integer("prompt_length", 40, "Tokens per prompt.", 1)
     define.integer("new_tokens", 200, "Tokens per answer.", 1)

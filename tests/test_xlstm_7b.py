@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import benchmark_runs
+import draft_tokens
 import jax
 import numpy as np
 import pytest
@@ -149,6 +150,18 @@ def test_accepted_drafts_do_not_change_the_likeliest_tokens(capsys):
     output, errors = capsys.readouterr()
     assert output == expected
     assert float(re.findall(r"(\S+) tokens per call", errors)[-1]) > 1.5
+
+
+def test_answers_that_drafts_change_are_counted(monkeypatch, capsys):
+    def answer(program, options, dtype, draft, seed):
+        tokens = np.arange(9)
+        tokens[[seed, 8]] += draft * (seed in (1, 3, 6))
+        return tokens
+
+    monkeypatch.setattr(draft_tokens, "answer", answer)
+    assert benchmark_runs.run(draft_tokens, "--seeds=7", "--dtype=float32") == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row == row | dict(dtype="float32", answers=7, differ=3, equal_before=3)
 
 
 @contextlib.contextmanager
