@@ -64,14 +64,15 @@ ALLOWED = dict(
 )
 ALIASES = dict(hidden_size="embedding_dim", num_blocks="num_hidden_layers")
 MODEL_FIELDS = {*vars(Config()), *ALLOWED, *ALIASES.values()} - {"force_bos_token_insert"}
-# Fields of xLSTMLargeConfig and xLSTMConfig that do not change the function, and, in the last two
+# Fields of xLSTMLargeConfig and xLSTMConfig that do not change the function, and, in the last three
 # lines, those that NX-AI/xLSTM-7b has beside them.
 OTHER_FIELDS = {
     *("mode", "chunk_size", "max_inference_chunksize", "return_last_states", "use_cache"),
     *("autocast_kernel_dtype", "norm_reduction_force_float32"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "force_bos_token_insert"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
     *("add_embedding_dropout", "add_forward_backend_padding", "add_post_blocks_norm", "head_dim"),
     *("add_post_norm", "cell_norm_eps", "igate_bias_init_range", "mlstm_round_up_to_multiple_of"),
+    "force_bos_token_insert",
 }
 # What numbers may be: beyond these limits float32 has no reciprocal, or an array no index.
 LEAST, MOST, MOST_BLOCKS, LARGEST = 1e-30, 1e30, 10_000, 2**31 - 1
@@ -163,7 +164,7 @@ def read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
     """The model's configuration, and all values of config.json or config.yaml.
 
     Raises:
-      CheckpointError: a field that is none, a value that is none, or one that this model does not
+      CheckpointError: an unknown field, a value out of range, or one that this model does not
         compute.
     """
     path, defaults = config_file(folder), vars(Config())

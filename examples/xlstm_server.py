@@ -34,7 +34,7 @@ from mlstm_pallas import pack_lengths
 # GPU, and the other slots do not wait for more.
 FEWEST_STEPS, MOST_STEPS = 256, 4096
 MOST_PROMPTS = 16  # of a prefill, because as many states are there twice
-# Of an answer, and answers: the draws of all tokens have different numbers of 32 bits.
+# Tokens of an answer, and answers, because the number of a draw has 32 bits.
 MOST_TOKENS = MOST_ANSWERS = 2**16
 Setup = tuple[Config, Params, Sampling, jax.Array]  # and the key of the draws
 
