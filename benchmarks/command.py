@@ -40,6 +40,12 @@ def naming(flag):
         raise RequestError(f"--{flag}: {error}") from None
 
 
+def check_temperature(values):
+    """--temperature is 0 or a number by which float32 can divide logits."""
+    message = "expected 0, or a number from 1e-30 to 1e30"
+    flags.register_validator("temperature", lambda x: x == 0 or 1e-30 <= x <= 1e30, message, values)
+
+
 def known_name(known, text):
     if text not in known:
         raise ValueError(f"unknown {text}, known are {', '.join(known)}")

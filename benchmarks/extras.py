@@ -10,7 +10,7 @@ BENCHMARK, EXAMPLES = (f"'mlstm_pallas[{extra}]'" for extra in ("benchmark", "ex
 PEERS = "torch transformers xlstm==2.0.6 mlstm_kernels==2.0.6"
 PACKAGES = {  # what to install, by the module that is missing
     **dict.fromkeys(("absl", "flax", "matplotlib", "optax", "orbax", "tqdm"), BENCHMARK),
-    **dict.fromkeys(("safetensors", "tokenizers"), EXAMPLES),
+    **dict.fromkeys(("safetensors", "tokenizers", "yaml"), EXAMPLES),
     **dict.fromkeys(("torch", "transformers"), PEERS),
     **dict.fromkeys(("libcst", "mutmut"), "mutmut"),
 }
@@ -24,7 +24,7 @@ def end(kind, error, traceback):
     if asks := "--help" in sys.argv:
         print(sys.modules["__main__"].__doc__)
     program = Path(sys.argv[0]).stem
-    if program == "xlstm_7b":  # whose extra has all that it needs
+    if program in ("xlstm_7b", "draft_tokens"):  # whose extra has all that they need
         packages = EXAMPLES
     print(f"{program}: {missing} is missing: pip install {packages}", file=sys.stderr)
     sys.exit(0 if asks else 2)

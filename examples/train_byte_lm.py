@@ -73,13 +73,14 @@ for name, default, least, about in (
     ("process_id", None, 0, "Number of this process, from 0."),
     ("sample_length", 400, 1, "Bytes to generate."),
 ):
-    flags.DEFINE_integer(name, default, about, least, flag_values=FLAGS)
+    flags.DEFINE_integer(name, default, about, least, 2**32 - 1, flag_values=FLAGS)
 for name, default, about in (
     ("learning_rate", 4e-3, "Peak learning rate."),
     ("max_minutes", None, "End after so many minutes, with a checkpoint."),
     ("temperature", 0.8, "Temperature of the sampling; 0 takes the likeliest byte."),
 ):
     flags.DEFINE_float(name, default, about, 0.0, flag_values=FLAGS)
+command.check_temperature(FLAGS)
 for name, default, about in (
     ("corpus", None, "Folder or file to learn; none: the Python standard library's sources."),
     ("output_dir", "runs/byte_lm", "Folder for log.jsonl, loss.png, sample.txt, checkpoints/."),

@@ -21,7 +21,12 @@ Ctrl-C keeps the answers that are there.
 
 --draft=7 drafts up to seven tokens per step, those that followed the last two tokens where they
 stood before, and checks them in one call of the model, so that text that repeats itself comes
-faster. The tokens are those of --temperature=0.
+faster. A call of several tokens rounds otherwise than a step of one, so that sometimes another
+token is the likeliest: 23 of 100 answers of 200 tokens differ from those of --draft=0 in bfloat16,
+none in float32 (random models of --size=tiny, whose logits are flat; benchmarks/draft_tokens.py).
+
+A prompt begins with what the post-processor of its tokenizer adds, or else, where config.json has
+force_bos_token_insert, as that of NX-AI/xLSTM-7b, with bos_token_id.
 
 The model is in xlstm_model.py, the reader of checkpoints in xlstm_checkpoint.py, the loop over
 slots in xlstm_server.py.
@@ -60,25 +65,38 @@ from xlstm_checkpoint import (
     CheckpointError,
     Tensors,
     bytes_per_device,
+    check_ids,
     check_prompts,
     load,
     open_tensors,
     random_tensors,
+    read_bos,
     read_config,
+    read_stop_tokens,
     read_text,
     read_tokenizer,
     state_bytes,
-    stop_ids,
     tensors_of,
 )
-from xlstm_model import RING_BATCH, Config, Params, Sampling, decode, speculate
-from xlstm_server import MOST_PROMPTS, MOST_STEPS, MOST_TOKENS, Setup, bucket, first_tokens, serve
+from xlstm_model import Config, Params, Sampling, decode, rings_are_faster, speculate
+from xlstm_server import (
+    MOST_ANSWERS,
+    MOST_PROMPTS,
+    MOST_STEPS,
+    MOST_TOKENS,
+    Setup,
+    bucket,
+    first_tokens,
+    serve,
+)
 
 SIZES = {
     "7b": Config(),
     "tiny": Config(vocab_size=256, hidden_size=128, num_blocks=2, num_heads=4),
 }
 BATCHINGS = "fixed", "continuous"
+DRAFT = "Tokens to draft from the text so far; 0: none. They change roundings: tokens may differ."
+STOP_TOKENS = "Ids; none: eos_token_id of generation_config.json, else of config.json."
 FLAGS = flags.FlagValues()
 for kind, *definition in (
     ("string", "checkpoint", None, "Folder of a Hugging Face checkpoint."),
@@ -89,22 +107,24 @@ for kind, *definition in (
     ("string", "output", None, "File for answers, one line of JSON each."),
     ("integer", "slots", None, "Prompts that are answered at a time; none: all.", 1),
     ("enum", "batching", "continuous", BATCHINGS, "When a slot that is free is filled."),
-    ("integer", "new_tokens", 128, "Most tokens to generate per prompt.", 1),
-    ("float", "temperature", 0.0, "0 takes the likeliest token.", 0.0),
+    ("integer", "new_tokens", 128, "Most tokens to generate per prompt.", 1, MOST_TOKENS),
+    ("float", "temperature", 0.0, "0 takes the likeliest token."),
     ("float", "top_p", 1.0, "Draw from the fewest tokens with this mass.", 0.0, 1.0),
-    ("integer", "seed", 0, "Seed for sampling, random weights and prompts.", 0),
-    ("list", "stop_tokens", None, "Ids; none: eos_token_id of config.json."),
+    ("integer", "seed", 0, "Seed for sampling, random weights and prompts.", 0, 2**32 - 1),
+    ("list", "stop_tokens", None, STOP_TOKENS),
     ("enum", "dtype", "bfloat16", DTYPES, "Type of the weights."),
     ("integer", "devices", 1, "The heads are split over them.", 1),
     # The host needs a thousandth of a second between two loops, and 16 tokens take 60 or more.
-    ("integer", "stream_every", 16, "Steps of the model per loop.", 1),
-    ("integer", "draft", 0, "Tokens to draft from the text so far; 0: none.", 0, 7),
+    ("integer", "stream_every", 16, "Steps of the model per loop.", 1, MOST_TOKENS),
+    ("integer", "draft", 0, DRAFT, 0, 7),
     ("boolean", "benchmark", False, "Measure, and print one row of JSON."),
-    ("integer", "batch", 1, "Number of random prompts.", 1),
-    ("integer", "prompt_length", 128, "Tokens per random prompt.", 1),
+    ("integer", "batch", 1, "Number of random prompts.", 1, MOST_ANSWERS),
+    ("integer", "prompt_length", 128, "Tokens per random prompt.", 1, 2**20),
     ("integer", "spread", 1, "The longest random prompt and answer, by the shortest.", 1),
 ):
     getattr(flags, f"DEFINE_{kind}")(*definition, flag_values=FLAGS)
+command.check_temperature(FLAGS)
+MOST_RANDOM = 2**28  # tokens of all random prompts
 MULTIPLE = 64  # of the steps of a prefill, so that prompts of similar lengths compile once
 
 
@@ -140,15 +160,19 @@ def build() -> Model:
     """
     if FLAGS.random == bool(FLAGS.checkpoint):
         raise CheckpointError("give either --checkpoint=FOLDER or --random")
-    folder, values, config = Path(FLAGS.checkpoint or ""), {}, SIZES[FLAGS.size]
+    folder, config = Path(FLAGS.checkpoint or ""), SIZES[FLAGS.size]
     texts = {} if FLAGS.random or FLAGS.benchmark else read_prompts()
-    with command.naming("stop_tokens"):
-        stop_tokens = stop_ids(FLAGS.stop_tokens)
+    bos, stop_tokens = [], set()
     if not FLAGS.random:
         with command.naming("checkpoint"):
             config, values = read_config(folder)
+            bos = read_bos(folder, config, values)
             if FLAGS.stop_tokens is None:
-                stop_tokens = stop_ids(values.get("eos_token_id"))
+                stop_tokens = read_stop_tokens(folder, config, values)
+    if FLAGS.stop_tokens is not None:
+        with command.naming("stop_tokens"):
+            ids = [*map(int, FLAGS.stop_tokens)]
+        stop_tokens = {*check_ids(config, "--stop_tokens", ids)}
     tensors = tensors_of(config, FLAGS.dtype, FLAGS.devices)
     read, tokenizer = random_tensors(FLAGS.seed), None
     if not FLAGS.random:
@@ -156,7 +180,6 @@ def build() -> Model:
             read = open_tensors(folder, tensors, config)
             tokenizer = None if FLAGS.benchmark else read_tokenizer(folder)
     if tokenizer:
-        bos = [values.get("bos_token_id", 0)] if values.get("force_bos_token_insert") else []
         prompts = {
             n: ids if ids[:1] == bos else bos + ids
             for n, text in texts.items()
@@ -169,12 +192,17 @@ def build() -> Model:
             rng.integers(-(-size // FLAGS.spread), size, FLAGS.batch, endpoint=True).tolist()
             for size in (FLAGS.prompt_length, FLAGS.new_tokens)
         )
+        if sum(lengths) > MOST_RANDOM:
+            total = f"--batch and --prompt_length make {sum(lengths)} tokens"
+            raise CheckpointError(f"{total}, expected at most {MOST_RANDOM}")
         prompts = {
             n: rng.integers(config.vocab_size, size=length).tolist()
             for n, length in enumerate(lengths)
         }
     if FLAGS.draft and (len(prompts) > 1 or FLAGS.temperature or FLAGS.slots or FLAGS.output):
         raise CheckpointError("--draft is for one streamed prompt at temperature 0")
+    if FLAGS.temperature and max(prompts) >= MOST_ANSWERS:
+        raise CheckpointError(f"--temperature: draws have numbers for {MOST_ANSWERS} prompts")
     several = not FLAGS.benchmark and (len(prompts) > 1 or bool(FLAGS.output))
     slots = min(FLAGS.slots or several * len(prompts), len(prompts))
     longest = bucket(max(MOST_STEPS, *map(len, prompts.values())))
@@ -199,16 +227,22 @@ def read_prompts() -> dict[int, str]:
     return texts
 
 
-def generate(model: Model, new_tokens: int) -> Iterator[np.ndarray]:
-    """The next tokens of all prompts, (steps, B), as they come: first one, then --stream_every."""
+def generate(
+    model: Model, new_tokens: int, per_call: list[float] | None = None
+) -> Iterator[np.ndarray]:
+    """The next tokens of all prompts, (steps, B), as they come: first one, then --stream_every.
+
+    per_call: with drafts it gets, before each yield, the mean number of tokens per call so far.
+    """
     prompts = model.prompts
     B = len(prompts)
     S = -(-model.steps // MULTIPLE) * MULTIPLE
     setup = config, params, sampling, key = model.setup()
-    states, token = first_tokens(setup, prompts, B, S, FLAGS.draft > 0 or B >= RING_BATCH)
+    states, token = first_tokens(setup, prompts, B, S, FLAGS.draft > 0 or rings_are_faster(B))
     yield np.asarray(token)[None]
     if FLAGS.draft:
-        yield from generate_with_drafts(model, states, np.asarray(token), new_tokens - 1)
+        per_call = [] if per_call is None else per_call
+        yield from generate_with_drafts(model, states, np.asarray(token), new_tokens - 1, per_call)
         return
     coming = []
     for number in range(1, new_tokens, FLAGS.stream_every):
@@ -220,7 +254,7 @@ def generate(model: Model, new_tokens: int) -> Iterator[np.ndarray]:
 
 
 def generate_with_drafts(
-    model: Model, states: list[Any], token: np.ndarray, new_tokens: int
+    model: Model, states: list[Any], token: np.ndarray, new_tokens: int, per_call: list[float]
 ) -> Iterator[np.ndarray]:
     """As ``generate`` of one prompt; a call of the model checks --draft tokens."""
     T, calls = 1 + FLAGS.draft, FLAGS.stream_every
@@ -232,34 +266,45 @@ def generate_with_drafts(
         before, loop = int(length[0]), (model.config, calls, T, model.params)
         states, text, length, accepted = speculate(*loop, states, text, length, accepted)
         count += calls
+        per_call.append((int(length[0]) - len(known)) / count)
         yield np.asarray(text)[:, before : min(int(length[0]), end)].T
-    share = (int(length[0]) - len(known)) / max(count, 1)
-    print(f"{share:.2f} tokens per call of at most {T}", file=sys.stderr)
+
+
+def print_drafts(per_call: list[float]) -> None:
+    if per_call:
+        share = f"{per_call[-1]:.2f} tokens per call of at most {1 + FLAGS.draft}"
+        print(share, file=sys.stderr)
 
 
 def run(model: Model, new_tokens: int) -> tuple[float, float]:
     """Seconds to the first token, and from there to the last one."""
-    started = time.perf_counter()
-    times = [time.perf_counter() for _ in generate(model, new_tokens)]
-    return times[0] - started, time.perf_counter() - times[0]
+    started, per_call = time.perf_counter(), list[float]()
+    times = [time.perf_counter() for _ in generate(model, new_tokens, per_call)]
+    seconds = times[0] - started, time.perf_counter() - times[0]
+    print_drafts(per_call)
+    return seconds
 
 
 def stream(model: Model) -> None:
     """Prints the answer to a single prompt as it comes, up to a stop token."""
     answer, printed, times, stop = list[int](), 0, [time.perf_counter()], model.stop_tokens
-    for tokens in generate(model, FLAGS.new_tokens):
-        times.append(time.perf_counter())
-        column = tokens[:, 0].tolist()
-        answer += itertools.takewhile(lambda token: token not in stop, column)
-        text = model.text(answer)
-        if not text.endswith("\ufffd"):  # otherwise the rest of a character is still to come
-            print(text[printed:], end="", flush=True)
-            printed = len(text)
-        if not stop.isdisjoint(column):
-            break
-    print(text[printed:], flush=True)
+    text, per_call = "", list[float]()
+    try:
+        for tokens in generate(model, FLAGS.new_tokens, per_call):
+            times.append(time.perf_counter())
+            column = tokens[:, 0].tolist()
+            answer += itertools.takewhile(lambda token: token not in stop, column)
+            text = model.text(answer)
+            if not text.endswith("\ufffd"):  # otherwise the rest of a character is still to come
+                print(text[printed:], end="", flush=True)
+                printed = len(text)
+            if not stop.isdisjoint(column):
+                break
+    finally:  # also after Ctrl-C the line ends before anything is written to stderr
+        print(text[printed:], flush=True)
     rest = time.perf_counter() - times[1]
     rate = f"{(len(answer) - 1) / rest:.1f} tokens/s" if len(answer) > 1 else "no more"
+    print_drafts(per_call)
     print(f"first token after {times[1] - times[0]:.3f} s, then {rate}", file=sys.stderr)
 
 

@@ -1,7 +1,8 @@
 """Weights of xlstm_model.py: from a checkpoint or random, on one or several devices.
 
 A checkpoint is a folder that transformers (xLSTMForCausalLM) or NX-AI's package xlstm (xLSTMLarge)
-can read: config.json, or xlstm's config.yaml, and *.safetensors. Their names differ:
+can read: config.json, or xlstm's config.yaml, generation_config.json, if it is there, for stop
+tokens, and *.safetensors. Their names differ:
 
     transformers                 older versions              xlstm
     backbone.embeddings                                      embedding
@@ -19,19 +20,21 @@ it is saved all the same, is compared with them. Where it differs, transformers 
 versions do not, so that the checkpoint is refused.
 """
 
+import difflib
 import functools
 import itertools
 import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import yaml
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
@@ -41,6 +44,7 @@ from tqdm import tqdm
 from xlstm_model import Config, Params
 
 DTYPES = ("float32", "bfloat16")
+READ_DTYPES = ("F32", "BF16", "F16")  # of files
 # What config.json may have beside numbers. All that one of these matches is the same function here,
 # up to rounding errors, but for input_gate and a kernel with siging: the sigmoid input gate.
 KERNEL = (
@@ -56,8 +60,22 @@ ALLOWED = dict(
     chunkwise_kernel=KERNEL,
     sequence_kernel=KERNEL,
     step_kernel=KERNEL,
+    force_bos_token_insert="True|False|None",
 )
 ALIASES = dict(hidden_size="embedding_dim", num_blocks="num_hidden_layers")
+MODEL_FIELDS = {*vars(Config()), *ALLOWED, *ALIASES.values()} - {"force_bos_token_insert"}
+# Fields of xLSTMLargeConfig and xLSTMConfig that do not change the function, and, in the last three
+# lines, those that NX-AI/xLSTM-7b has beside them.
+OTHER_FIELDS = {
+    *("mode", "chunk_size", "max_inference_chunksize", "return_last_states", "use_cache"),
+    *("autocast_kernel_dtype", "norm_reduction_force_float32"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *("add_embedding_dropout", "add_forward_backend_padding", "add_post_blocks_norm", "head_dim"),
+    *("add_post_norm", "cell_norm_eps", "igate_bias_init_range", "mlstm_round_up_to_multiple_of"),
+    "force_bos_token_insert",
+}
+# What numbers may be: beyond these limits float32 has no reciprocal, or an array no index.
+LEAST, MOST, MOST_BLOCKS, LARGEST = 1e-30, 1e30, 10_000, 2**31 - 1
 # Layers of a checkpoint by the name of the array in which they are joined.
 JOINED = dict(
     norm_mlstm="norm_mlstm",
@@ -87,66 +105,143 @@ class CheckpointError(ValueError):
 
 
 def read_text(path: Path | str) -> str:
-    """The text of a file with the ends of its lines as they are; -: stdin."""
+    """The text of a file, or with - of stdin, with the ends of its lines as they are.
+
+    A byte order mark, which editors on Windows write, is no part of it.
+    """
     try:
-        return (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode()
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        return data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
 
 
+class YamlLoader(yaml.SafeLoader):
+    """As xlstm does, it reads 1e-6 as a number and refuses a name that is there twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [name.value for name, _ in node.value]
+        if twice := [name for n, name in enumerate(names) if name in names[:n]]:
+            raise yaml.YAMLError(f"{twice[0]} is there twice")
+        return super().construct_mapping(node, deep)
+
+
+EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+YamlLoader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, [*"-+.0123456789"])
+
+
 def read_values(path: Path) -> dict[str, Any]:
-    """The values of a config.json, or of xlstm's config.yaml, which has one per line."""
+    """The mapping in a file of JSON, or in xlstm's config.yaml."""
     text = read_text(path)
     try:
-        if path.suffix == ".json":
-            return dict(json.loads(text))
-        plain = r"null|true|false|-?\d[\d.]*(?:[eE][-+]?\d+)?"
-        line = rf"^(\w+):[ \t]*(?:({plain})|['\"]?([^#\n]*?)['\"]?)[ \t\r]*(?:#.*)?$"
-        lines = re.findall(line, text, re.MULTILINE)
-        # transformers' default of ffn_proj_factor is 2.667
-        return dict(ffn_proj_factor=2.6667) | {x: z or json.loads(y or "null") for x, y, z in lines}
-    except (TypeError, ValueError) as error:
+        values = json.loads(text) if path.suffix == ".json" else yaml.load(text, YamlLoader)
+    except (RecursionError, ValueError, yaml.YAMLError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"cannot read {path}: it has no names with values")
+    return values
+
+
+def config_file(folder: Path) -> Path:
+    path, of_xlstm = folder / "config.json", folder / "config.yaml"
+    return of_xlstm if of_xlstm.exists() and not path.exists() else path
+
+
+def check_names(path: Path, names: Iterable[Any]) -> None:
+    """Refuses fields that xlstm and transformers do not have.
+
+    In config.json, to which transformers adds fields of its own and of users, only those that are
+    nearly a field of the model.
+    """
+    for name in sorted(map(str, {*names} - MODEL_FIELDS - OTHER_FIELDS)):
+        similar = difflib.get_close_matches(name.lower(), MODEL_FIELDS, 1, 0.8)
+        if similar or path.suffix != ".json":
+            question = f"; is it {similar[0]}?" if similar else ""
+            raise CheckpointError(f"{path}: there is no field {name}{question}")
 
 
 def read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
     """The model's configuration, and all values of config.json or config.yaml.
 
     Raises:
-      CheckpointError: a value that is no value, or one that this model does not compute.
+      CheckpointError: an unknown field, a value out of range, or one that this model does not
+        compute.
     """
-    path, yaml = folder / "config.json", folder / "config.yaml"
-    if yaml.exists() and not path.exists():
-        path = yaml
-    values, defaults = read_values(path), vars(Config())
+    path, defaults = config_file(folder), vars(Config())
+    if path.suffix != ".json":
+        defaults = defaults | dict(ffn_proj_factor=2.6667)  # transformers' default is 2.667
+    values, names = read_values(path), {}  # names: in the file
+    check_names(path, values)
     for name, other in ALIASES.items():
-        if values.get(name) is None and other in values:
-            values[name] = values[other]
-    if any("siging" in str(x) for x in values.values()):
+        if values.get(name) is None and values.get(other) is not None:
+            values[name], names[name] = values[other], other
+    if any("siging" in str(values.get(x)) for x, pattern in ALLOWED.items() if pattern == KERNEL):
         values["input_gate"] = "sigmoid"
     values = defaults | values
 
     def check(name: str, right: bool, expected: Any) -> None:
         if not right:
-            raise CheckpointError(f"{path}: {name} is {values[name]!r} and must be {expected}")
+            value = f"{names.get(name, name)} is {values[name]!r}"
+            raise CheckpointError(f"{path}: {value} and must be {expected}")
 
     for name in ALLOWED.keys() & values:
         pattern = ALLOWED[name]
         check(name, re.fullmatch(pattern, str(values[name])) is not None, pattern)
     for name, default in defaults.items():
-        value, kind = values[name], type(default)
-        number = kind in (int, float)
-        right = type(value) in (int if number else kind, kind)
-        right = right and (not number or 0 < value < math.inf)
-        like = f"a positive number or of the type of {default!r}"
-        check(name, right or (value is None and "soft_cap" in name), like)
-    width = values["hidden_size"]
-    check("embedding_dim", (values.get("embedding_dim") or width) == width, width)
+        value = values[name]
+        if type(default) is int:
+            most = MOST_BLOCKS if name == "num_blocks" else LARGEST
+            right = type(value) is int and 1 <= value <= most
+            check(name, right, f"an integer from 1 to {most}")
+        elif type(default) is float:
+            right = type(value) in (int, float) and LEAST <= value <= MOST
+            right = right or (value is None and "soft_cap" in name)
+            check(name, right, f"a number from {LEAST} to {MOST}")
+            values[name] = value if value is None else float(value)
+        else:
+            check(name, type(value) is type(default), f"of the type of {default!r}")
+    width, other = values["hidden_size"], values.get("embedding_dim")
+    same = other is None or (type(other) is int and other == width)
+    check("embedding_dim", same, f"hidden_size, {width}")
+    for name in ("qk_dim_factor", "v_dim_factor", "ffn_proj_factor"):
+        right = 1 <= width * values[name] <= LARGEST
+        check(name, right, f"such that {width} times it is from 1 to {LARGEST}")
     config = Config(**{name: values[name] for name in defaults})
     for width in (config.qk_dim, config.v_dim):
-        divides = width > 0 and width % config.num_heads == 0
+        divides = width % config.num_heads == 0
         check("num_heads", divides, f"a divisor of {width}, the width of all heads")
     return config, values
+
+
+def check_ids(config: Config, name: str, tokens: Any) -> list[int]:
+    """The ids of a field or a flag: one, a list or None.
+
+    Raises:
+      CheckpointError: what is no token of the vocabulary; it names the field.
+    """
+    tokens = tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < config.vocab_size:
+            most = config.vocab_size - 1
+            raise CheckpointError(f"{name}: {token!r} is no token, an integer from 0 to {most}")
+    return tokens
+
+
+def read_stop_tokens(folder: Path, config: Config, values: dict[str, Any]) -> set[int]:
+    """eos_token_id of generation_config.json, else of the config, whose values these are."""
+    path = folder / "generation_config.json"
+    tokens = read_values(path).get("eos_token_id") if path.exists() else None
+    if tokens is None:
+        path, tokens = config_file(folder), values.get("eos_token_id")
+    return {*check_ids(config, f"{path}: eos_token_id", tokens)}
+
+
+def read_bos(folder: Path, config: Config, values: dict[str, Any]) -> list[int]:
+    """The token before each prompt where the config has force_bos_token_insert, else none."""
+    if str(values.get("force_bos_token_insert")) != "True":
+        return []
+    bos = [values.get("bos_token_id", 0)]
+    return check_ids(config, f"{config_file(folder)}: bos_token_id", bos)
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
@@ -158,15 +253,6 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.no_truncation()  # which the file may have from a training, as well as padding
     tokenizer.no_padding()
     return tokenizer
-
-
-def stop_ids(tokens: Any) -> set[int]:
-    """The ids of eos_token_id in config.json, or of a flag: one, a list or None."""
-    tokens = tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
-    try:
-        return set(map(int, tokens))
-    except (TypeError, ValueError):
-        raise CheckpointError(f"stop tokens are ids, not {tokens}") from None
 
 
 def mesh_of(config: Config, devices: int) -> Mesh:
@@ -305,6 +391,9 @@ def open_tensors(folder: Path, tensors: Tensors, config: Config) -> Reader:
             raise CheckpointError(f"cannot read {path}: {error}") from None
         for name in file.keys():  # noqa: SIM118
             slices[name] = file.get_slice(name)
+            if (dtype := slices[name].get_dtype()) not in READ_DTYPES:
+                known = ", ".join(READ_DTYPES)
+                raise CheckpointError(f"{path}: {name} is {dtype}, expected one of {known}")
             for part in parts_of(name):
                 if part in files:
                     raise CheckpointError(f"{part} is in {files[part]} and in {path}")
@@ -328,7 +417,7 @@ def open_tensors(folder: Path, tensors: Tensors, config: Config) -> Reader:
             begin, end = end, end + tensors[part].shape[0]
             rows[part] = functools.partial(x.__getitem__, slice(begin, end))
         shape, dtype, expected = x.get_shape(), x.get_dtype(), [end, *columns]
-        if shape != expected or dtype not in ("F32", "BF16", "F16"):
+        if shape != expected:
             raise CheckpointError(f"{name} is {dtype} {shape}, and config.json makes it {expected}")
     if head is not None and not np.array_equal(head[:], rows["backbone.embeddings.weight"]()):
         raise CheckpointError(
@@ -339,12 +428,13 @@ def open_tensors(folder: Path, tensors: Tensors, config: Config) -> Reader:
 
 def random_tensors(seed: int) -> Reader:
     """Weights of the usual scale; norms and biases of gates are 1."""
-    keys = map(jax.random.key, itertools.count(seed))
+    key, numbers = jax.random.key(seed), itertools.count()
 
     def read(_: str, x: jax.ShapeDtypeStruct) -> jax.Array:
         if len(x.shape) == 1:
             return jnp.ones(x.shape)
-        return x.shape[-1] ** -0.5 * jax.random.normal(next(keys), x.shape, x.dtype)
+        draws = jax.random.fold_in(key, next(numbers))
+        return x.shape[-1] ** -0.5 * jax.random.normal(draws, x.shape, x.dtype)
 
     return read
 

@@ -18,7 +18,7 @@ A checkpoint with use_bias has NAME_bias beside each array of a block; out_norm 
 
 States are a list with (c, n, m) per block: (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH). With one
 array per block a step updates each in place; slices of one array for all blocks would be copied.
-For many prompts, and for drafts, they are RingStates (``with_rings``).
+For many prompts on a GPU, and for drafts, they are RingStates (``with_rings``).
 """
 
 import dataclasses
@@ -42,6 +42,11 @@ from mlstm_pallas import (
 Params = dict[str, Any]
 State = tuple[jax.Array, jax.Array, jax.Array] | RingStates
 RING_BATCH = 16  # with fewer prompts the two launches of a step with a ring take longer
+
+
+def rings_are_faster(B: int) -> bool:
+    """Whether a step of B prompts is; on a CPU it takes two to nine times as long."""
+    return jax.default_backend() == "gpu" and B >= RING_BATCH
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 from xlstm_model import (
-    RING_BATCH,
     Config,
     Params,
     Sampling,
     decode,
     next_logits,
     prefill,
+    rings_are_faster,
     sample,
     with_rings,
 )
@@ -34,7 +34,8 @@ from mlstm_pallas import pack_lengths
 # GPU, and the other slots do not wait for more.
 FEWEST_STEPS, MOST_STEPS = 256, 4096
 MOST_PROMPTS = 16  # of a prefill, because as many states are there twice
-MOST_TOKENS = 2**16  # of an answer, before draws of different prompts may be the same
+# Tokens of an answer, and answers, because the number of a draw has 32 bits.
+MOST_TOKENS = MOST_ANSWERS = 2**16
 Setup = tuple[Config, Params, Sampling, jax.Array]  # and the key of the draws
 
 
@@ -98,7 +99,7 @@ def serve(
             count = max(1, sum(end <= MOST_STEPS for end in ends))
             some, waiting = {n: prompts[n] for n in waiting[:count]}, waiting[count:]
             steps_read = bucket(ends[count - 1])
-            values = first_tokens(setup, some, N, steps_read, slots >= RING_BATCH)
+            values = first_tokens(setup, some, N, steps_read, rings_are_faster(slots))
             rows, free = free[:count], free[count:]
             pool = pool or jax.tree.map(lambda x: x[np.zeros(slots, int)], values)
             pool = put_rows(pool, np.array((rows + [slots] * N)[:N]), values)

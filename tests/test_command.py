@@ -84,7 +84,9 @@ xlstm_7b --random {CHECKPOINT}: either --checkpoint
 xlstm_7b {CHECKPOINT}: no prompt
 xlstm_7b {CHECKPOINT} --prompt=: prompt 0 has no token
 xlstm_7b {CHECKPOINT} hello: unexpected argument hello
-xlstm_7b {CHECKPOINT} --prompt=a --stop_tokens=end: --stop_tokens: stop tokens are ids
+xlstm_7b {CHECKPOINT} --prompt=a --stop_tokens=end: --stop_tokens: invalid literal for int()
+xlstm_7b {CHECKPOINT} --prompt=a --stop_tokens=128: --stop_tokens: 128 is no token, an integer from
+xlstm_7b --random --seed=4294967296: --seed=4294967296: 4294967296 is not an integer in the range
 xlstm_7b {CHECKPOINT} --prompt=a --devices=3: --devices=3 do not divide num_heads
 xlstm_7b {CHECKPOINT} --prompt=a --devices=8: --devices=8 do not divide num_heads
 xlstm_7b {CHECKPOINT} --prompt=a --devices=99: --devices=99, and there are
@@ -112,6 +114,12 @@ train_byte_lm --mesh=data:4096 --batch_size=4096: --mesh=data:4096 has 4096 devi
 train_byte_lm --num_processes=2: --coordinator_address, --num_processes and --process_id belong
 train_byte_lm --coordinator_address=host --num_processes=1 --process_id=0: expected HOST:PORT
 train_byte_lm --temperature=nan: --temperature=nan
+train_byte_lm --temperature=1e-40: --temperature=1e-40: expected 0, or a number from 1e-30 to 1e30
+train_byte_lm --seed=4294967296: --seed=4294967296: 4294967296 is not an integer in the range
+train_byte_lm --steps=100000000000000000000: --steps=100000000000000000000
+draft_tokens --seeds=0: flag --seeds=0
+draft_tokens --draft=8: flag --draft=8
+draft_tokens --dtype=float16: flag --dtype=float16: unknown float16, known are bfloat16, float32
 train_byte_lm --no_such_flag: no_such_flag
 train_byte_lm --corpus=/no/such/text: --corpus: [Errno 2] No such file
 train_byte_lm --corpus=/dev/null: has no text
@@ -136,9 +144,9 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(request_line, capsys, monke
 
 
 PROGRAMS = """
-chunkwise compile_report kernel_benchmark layer_benchmark plant_defects prefill_benchmark
-scaling_benchmark schedules step_benchmark train_byte_lm transformers_xlstm_7b xlstm_7b
-xlstm_lm_benchmark
+chunkwise compile_report draft_tokens kernel_benchmark layer_benchmark plant_defects
+prefill_benchmark scaling_benchmark schedules step_benchmark train_byte_lm transformers_xlstm_7b
+xlstm_7b xlstm_lm_benchmark
 """
 
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import peers
 import pytest
+import xlstm_checkpoint
 from oracle import NAMES, OUTPUTS, assert_close, compare, error, in_float64, random_inputs
 from xlstm_model import Config
 
@@ -291,6 +292,12 @@ def test_fields_of_the_models_are_in_the_example():
             assert FIELDS[name] in (example[name], None), name
         known = {*arguments, *example, *dir(mlstm_pallas), "Config"}
         assert {*re.findall(r"`(\w+)[`=]", ours)} <= known, ours
+
+
+def test_fields_of_the_models_are_known_to_the_reader():
+    """The functions of mlstm_kernels have two more, for the sigmoid input gate."""
+    known = xlstm_checkpoint.MODEL_FIELDS | xlstm_checkpoint.OTHER_FIELDS
+    assert FIELDS.keys() - known == {"normalize_siging", "stable_fgate"}
 
 
 @pytest.mark.parametrize(

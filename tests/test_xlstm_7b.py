@@ -1,6 +1,7 @@
 """examples/xlstm_7b.py, xlstm_model.py, xlstm_checkpoint.py: the logits and tokens of transformers'
 xLSTM for the checkpoint in xlstm_7b/, the command and its errors."""
 
+import contextlib
 import functools
 import io
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import benchmark_runs
+import draft_tokens
 import jax
 import numpy as np
 import pytest
@@ -138,23 +140,66 @@ def test_command_streams_what_transformers_generates(flags, tokens, capsys):
     assert capsys.readouterr().out == ANSWER[:tokens] + "\n"
 
 
+REPEATED = HERE, "--prompt=" + 16 * "dnxy", *FLOAT32
+
+
 def test_accepted_drafts_do_not_change_the_likeliest_tokens(capsys):
-    request = HERE, "--prompt=" + 16 * "dnxy", *FLOAT32
-    run(*request)
+    run(*REPEATED)
     expected = capsys.readouterr().out
-    run(*request, "--draft=7")
+    run(*REPEATED, "--draft=7")
     output, errors = capsys.readouterr()
     assert output == expected
     assert float(re.findall(r"(\S+) tokens per call", errors)[-1]) > 1.5
 
 
+def test_answers_that_drafts_change_are_counted(monkeypatch, capsys):
+    def answer(program, options, dtype, draft, seed):
+        tokens = np.arange(9)
+        tokens[[seed, 8]] += draft * (seed in (1, 3, 6))
+        return tokens
+
+    monkeypatch.setattr(draft_tokens, "answer", answer)
+    assert benchmark_runs.run(draft_tokens, "--seeds=7", "--dtype=float32") == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row == row | dict(dtype="float32", answers=7, differ=3, equal_before=3)
+
+
+@contextlib.contextmanager
+def terminal():
+    """stdout and stderr in the order in which they are written."""
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
+        yield written
+
+
+def test_the_line_of_an_answer_ends_before_its_statistics(capsys):
+    run(*REPEATED)
+    answer = re.escape(capsys.readouterr().out)
+    with terminal() as written:
+        run(*REPEATED, "--draft=7")
+    drafts, speed = r"\S+ tokens per call of at most 8\n", r"first token after .*\n"
+    assert re.search(rf"compiled in \S+ s\n{answer}{drafts}{speed}$", written.getvalue())
+
+
+def test_the_line_of_an_answer_ends_before_control_c_is_reported():
+    calls = [mock.DEFAULT] * 4  # the first one compiles
+    stop = mock.patch.object(
+        xlstm_7b, "decode", wraps=model.decode, side_effect=[*calls, KeyboardInterrupt]
+    )
+    with terminal() as written, stop:
+        assert exit_code(HERE, f"--prompt={text(PROMPTS[2])}", *FLOAT32) == 130
+    assert re.search(r" s\n[^\n]+\ninterrupted\n$", written.getvalue())
+
+
 def test_a_prompt_is_a_line_and_has_its_number(tmp_path, monkeypatch):
+    """A byte order mark before the first line is no part of it."""
     path, line = tmp_path / "prompts.txt", "a\u2028b\x0cc\x85d\re"
-    path.write_bytes(data := f"{line}\r\n\nlast\n".encode())
-    for source in (path, "-"):
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
-        parse("--prompt=def", "--prompt=of", f"--prompts={source}")
-        assert xlstm_7b.read_prompts() == {0: "def", 1: "of", 2: line, 4: "last"}
+    for mark in ("", "\ufeff"):
+        path.write_bytes(data := f"{mark}{line}\r\n\nlast\n".encode())
+        for source in (path, "-"):
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+            parse("--prompt=def", "--prompt=of", f"--prompts={source}")
+            assert xlstm_7b.read_prompts() == {0: "def", 1: "of", 2: line, 4: "last"}
 
 
 def test_figures_of_the_benchmark(monkeypatch, capsys):
@@ -263,27 +308,30 @@ def test_files_that_count(copied):
     assert f"{name} is in {other} and in {first}" in error_of_checkpoint(copied)
 
 
-WRONG_VALUES = """
-"model_type": "llama"
-"use_bias": 1
-"add_out_norm": null
-"add_qk_norm": true
-"weight_mode": "shared"
-"num_heads": 3
-"num_heads": 0
-"num_heads": 4.0
-"num_heads": true
-"v_dim_factor": -1.0
-"gate_soft_cap": Infinity
-"hidden_size": "64"
-"norm_eps": null
-"inference_state_dtype": "int8"
-"embedding_dim": 128
-"tie_word_embeddings": 1
-"input_gate": "softplus"
-"chunkwise_kernel": "chunkwise--triton_xl_chunk_relug"
-"step_kernel": 1
-"""
+LARGE, INTEGERS = str(10**30), ("vocab_size", "hidden_size", "num_heads", "num_blocks")
+FACTORS = "qk_dim_factor", "v_dim_factor", "ffn_proj_factor"
+BEYOND_FLOAT32 = "1e999", "NaN", "1e-400", "1e-310", "1e40", "-1.0", "0", "true", '"1"', "[]"
+# Fields, and what none of them may be, in JSON.
+WRONG_VALUES = [
+    (["model_type"], ['"llama"']),
+    (["use_bias", "tie_word_embeddings"], ["1", "null", '"true"']),
+    (["add_out_norm"], ["null"]),
+    (["add_qk_norm"], ["true"]),
+    (["weight_mode"], ['"shared"']),
+    (["inference_state_dtype"], ['"int8"']),
+    (["input_gate"], ['"softplus"']),
+    (["chunkwise_kernel"], ['"chunkwise--triton_xl_chunk_relug"']),
+    (["step_kernel"], ["1"]),
+    (["force_bos_token_insert"], ['"false"', "1"]),
+    (["num_heads"], ["3", str(2**31 - 1)]),
+    (["num_blocks"], ["10001"]),
+    (INTEGERS, ["0", "-1", "4.0", "true", '"64"', "null", "Infinity", str(2**31), LARGE]),
+    (["ffn_round_up_to_multiple_of"], ["0", "64.0", LARGE]),
+    (["embedding_dim"], ["128", "64.0", "0", '"64"']),
+    (["norm_eps", "eps", "gate_soft_cap", "output_logit_soft_cap", *FACTORS], BEYOND_FLOAT32),
+    (["norm_eps", "eps", *FACTORS], ["null"]),
+    (FACTORS, ["1e-9", "1e9", "1e30"]),
+]
 
 
 def change_config(folder, **values):
@@ -292,11 +340,114 @@ def change_config(folder, **values):
     return path
 
 
-@pytest.mark.parametrize("line", WRONG_VALUES.strip().splitlines())
-def test_wrong_values_of_the_config_are_named(copied, line):
-    values = json.loads(f"{{{line}}}")
-    path, [(name, value)] = change_config(copied, **values), values.items()
-    assert f"{path}: {name} is {value!r} and must be " in error_of_checkpoint(copied)
+@pytest.mark.parametrize(
+    ("name", "value"), [(x, y) for names, values in WRONG_VALUES for x in names for y in values]
+)
+def test_wrong_values_of_the_config_are_named(name, value, copied):
+    # num_hidden_layers would stand in for num_blocks, and embedding_dim for hidden_size.
+    others = {} if name == "embedding_dim" else dict(embedding_dim=None, num_hidden_layers=None)
+    path = change_config(copied, **{name: "the value"}, **others)
+    path.write_text(path.read_text().replace('"the value"', value))
+    shown = re.escape(repr(json.loads(value)))
+    message = error_of_checkpoint(copied)
+    assert re.search(rf"{path}: {name} is {shown} and must be \S", message)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (dict(gate_soft_cap=10**30, eps=1, norm_eps=1e-30), (1e30, 1.0, 1e-30)),
+        (dict(gate_soft_cap=None, eps=1e30, norm_eps=1e-5), (None, 1e30, 1e-5)),
+    ],
+)
+def test_numbers_at_the_ends_of_their_ranges(values, expected, copied):
+    change_config(copied, **values)
+    config, _ = checkpoint.read_config(copied)
+    assert (config.gate_soft_cap, config.eps, config.norm_eps) == expected
+    assert {type(config.eps), type(config.norm_eps)} == {float}
+
+
+TINY = "--random", "--size=tiny"
+WRONG_FLAGS = [
+    ("seed", [-1, 2**32, 2**63, 10**20]),
+    ("new_tokens", [0, 2**16 + 1, 2**31, 10**20]),
+    ("batch", [0, 2**16 + 1, 2**31, 10**20]),
+    ("prompt_length", [0, 2**31, 10**20]),
+    ("stream_every", [0, 2**31, 10**20]),
+    ("devices", [0, 2**31, 10**20]),
+    ("slots", [0, -1]),
+    ("spread", [0, -1]),
+    ("draft", [-1, 8, 10**20]),
+    ("temperature", [-1.0, 1e-40, 1e-320, 1e31, "inf", "nan"]),
+    ("top_p", [-0.1, 1.1, "inf", "nan"]),
+    ("stop_tokens", [-1, 256, 10**20, 1.0, "1,x"]),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), [(x, y) for x, values in WRONG_FLAGS for y in values])
+def test_wrong_values_of_flags_are_named(name, value):
+    assert re.search(rf"^xlstm_7b: (flag )?--{name}\b", error(*TINY, f"--{name}={value}"))
+
+
+def test_flags_that_may_be_any_number(monkeypatch):
+    monkeypatch.setattr(xlstm_7b, "load", lambda *_: {})
+    parse(*TINY, f"--slots={10**20}", f"--spread={10**20}", "--batch=3", "--stop_tokens=255,0")
+    built = xlstm_7b.build()
+    assert (built.slots, built.stop_tokens) == (3, {0, 255})
+    parse(*TINY, f"--seed={2**32 - 1}", "--top_p=0", "--temperature=1e30", "--stop_tokens=")
+    assert xlstm_7b.build().stop_tokens == set()
+
+
+def test_prompts_without_a_number_for_their_draws_are_refused(copied, monkeypatch):
+    monkeypatch.setattr(xlstm_7b, "load", lambda *_: {})
+    (copied / "prompts").write_text("\n" * 2**16 + "a")
+    request = f"--checkpoint={copied}", f"--prompts={copied / 'prompts'}"
+    assert "--temperature: draws have numbers for 65536 prompts" in error(
+        *request, "--temperature=1"
+    )
+    parse(*request)
+    assert {*xlstm_7b.build().prompts} == {2**16}
+
+
+# eos_token_id of generation_config.json and config.json; -: there is none.
+@pytest.mark.parametrize(
+    ("generation", "config", "flags", "expected"),
+    [
+        ("-", 3, [], {3}),
+        ("-", [3, 4], [], {3, 4}),
+        ("-", None, [], set()),
+        (5, 3, [], {5}),
+        ([5, 6], None, [], {5, 6}),
+        (0, 3, [], {0}),
+        ([], 3, [], set()),
+        (None, 3, [], {3}),
+        ([5], 3, ["--stop_tokens=7"], {7}),
+        (-1, "x", ["--stop_tokens="], set()),
+    ],
+)
+def test_stop_tokens_of_the_generation_config_come_first(
+    generation, config, flags, expected, copied, monkeypatch
+):
+    monkeypatch.setattr(xlstm_7b, "load", lambda *_: {})
+    change_config(copied, eos_token_id=config)
+    if generation != "-":
+        values = json.dumps(dict(eos_token_id=generation))
+        (copied / "generation_config.json").write_text(f"\ufeff{values}", encoding="utf-8")
+    parse(f"--checkpoint={copied}", "--prompt=a", *flags)
+    assert xlstm_7b.build().stop_tokens == expected
+
+
+@pytest.mark.parametrize("token", [-1, 128, 10**30, 2.0, True, "3", [3, None], {}])
+def test_tokens_that_are_none_are_named(token, copied):
+    path = change_config(copied, force_bos_token_insert=True, bos_token_id=token)
+    assert f"{path}: bos_token_id: " in error_of_checkpoint(copied)
+    path = change_config(copied, force_bos_token_insert=False, eos_token_id=token)
+    assert f"{path}: eos_token_id: " in error_of_checkpoint(copied)
+    path = copied / "generation_config.json"
+    path.write_text(json.dumps(dict(eos_token_id=token)))
+    assert f"{path}: eos_token_id: " in error_of_checkpoint(copied)
+    path.write_text("[]")
+    assert f"cannot read {path}: it has no names with values" in error_of_checkpoint(copied)
 
 
 def test_memory_is_counted_before_anything_is_loaded(monkeypatch):

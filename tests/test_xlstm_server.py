@@ -26,8 +26,9 @@ def one_length():
 
 def test_numbers_of_draws_and_prompts_of_a_prefill(monkeypatch):
     """Each token has a draw of its own, here its value. The lengths of prompts add up to exactly
-    MOST_STEPS, to one more, and are more than that alone."""
-    prefills, setup = [], (None,) * 4
+    MOST_STEPS, to one more, and are more than that alone. States have rings where these are
+    faster, here for 8 slots and for 2 prompts without slots."""
+    prefills, rings, setup = [], [], (None,) * 4
 
     def prefill(config, params, tokens, segment_ids, ends):
         prefills.append([x for x in np.diff(ends, prepend=0).tolist() if x])
@@ -41,13 +42,17 @@ def test_numbers_of_draws_and_prompts_of_a_prefill(monkeypatch):
     prompts = {n: [1] * size for n, size in enumerate((200, 56, 100, 157, 300, 1, 255), 3)}
     limits = [*range(12, 2, -1)]
     stubs = dict(sample=sample, prefill=prefill, next_logits=lambda config, params, x: x)
+    stubs["rings_are_faster"] = lambda B: B == 8
+    stubs["with_rings"] = lambda dtype, states: rings.append(dtype) or states
     with mock.patch.multiple(server, **stubs):
         for slots in (1, 8):
             answers = server.serve(setup, prompts, limits, set(), slots, STEPS)
             assert dict(answers) == {n: [2**16 * n + t for t in range(limits[n])] for n in prompts}
         parse("--seed=7", "--stream_every=3")
         batch = xlstm_7b.Model(None, {}, {}, {0: [1], 2: [3, 4]}, set(), None)
-        tokens = np.vstack([*xlstm_7b.generate(batch, 8)])
+        with mock.patch.object(xlstm_7b, "rings_are_faster", lambda B: B == 2):
+            tokens = np.vstack([*xlstm_7b.generate(batch, 8)])
+    assert rings == ["float64"] * (len(prefills) - 7)  # not for the seven with one slot
     assert prefills[7:-1] == [[200, 56], [100], [157], [300], [1, 255]]
     np.testing.assert_array_equal(tokens, np.add.outer(np.arange(8), [0, 2**17]))
     assert batch.setup()[-1] == jax.random.key(7)
