@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas.planning.backend import requested_backend, use_backend
 from mlstm_pallas.problem.gpu import UNKNOWN, export_mesh, known_gpu, target_gpu
-from mlstm_pallas.problem.validation import wrong
+from mlstm_pallas.problem.validation import CHECKS, checks_indices, wrong
 
 PLATFORMS = ("cpu", "cuda")
 # The call target of Triton kernels; importing jax's constant for it would import that backend.
@@ -56,7 +56,8 @@ def export(
 
     Raises:
       ValueError: for another platform, for a device_kind that is neither a known GPU nor a device
-        of this process, and without device_kind for "cuda" where there is no GPU.
+        of this process, without device_kind for "cuda" where there is no GPU, and for functions
+        with checks that MLSTM_PALLAS_CHECKS=1 asks for.
     """
     if not callable(function):
         raise wrong("function", function, "a callable", TypeError)
@@ -96,8 +97,14 @@ def export(
             and requested_backend() is None
         ):
             contexts.enter_context(use_backend("xla"))
-        return jax_export(
+        exported = jax_export(
             jitted,
             platforms=platforms,
             disabled_checks=[DisabledSafetyCheck.custom_call(CUSTOM_CALL_TARGET)],
-        )(*args, **kwargs)
+        )
+        try:
+            return exported(*args, **kwargs)
+        except NotImplementedError as error:  # of jax, about callbacks to the host
+            if not checks_indices():
+                raise
+            raise ValueError(f"{CHECKS} is 1, expected 0: its checks cannot be exported") from error

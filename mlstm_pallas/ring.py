@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -18,6 +19,9 @@ from mlstm_pallas.problem.validation import DEFAULT_LAYOUT
 from mlstm_pallas.schedules.sharding import run_step, sharded_alike
 from mlstm_pallas.stages.ring_step import Operands, RingStates, flushed
 
+jax.export.register_namedtuple_serialization(
+    RingStates, serialized_name="mlstm_pallas.RingStates"
+)
 DEFAULT_LENGTH, MIN_LENGTH, MAX_LENGTH = 16, 8, 64
 
 

@@ -322,6 +322,14 @@ _WRONG: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+def checks_indices() -> bool:
+    """Whether the host checks indices that are on a device or traced."""
+    value = os.environ.get(CHECKS, "")
+    if value not in ("", "0", "1"):
+        raise wrong(CHECKS, value, "0 or 1")
+    return value == "1"
+
+
 def check_indices(name: str, size: int, *x: Any) -> None:
     """Checks the values of NumPy arrays; with CHECKS also of others, which waits for them.
 
@@ -329,7 +337,7 @@ def check_indices(name: str, size: int, *x: Any) -> None:
     """
     if all(isinstance(y, np.ndarray) for y in x):
         _check_indices(name, size, *x)
-    elif os.environ.get(CHECKS):
+    elif checks_indices():
         jax.debug.callback(functools.partial(_check_indices, name, size), *x)
 
 

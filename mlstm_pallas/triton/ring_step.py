@@ -63,7 +63,7 @@ class Weights(NamedTuple):
     scaState: Any  # (T,), of C^T q in h
     vecFlush: Any  # (2 L,), of k v^T in C
     scaDecay: Any  # (), of C in the flush
-    counters: Any  # (4,), the row of the oldest token, the tokens, whether the head flushes
+    flushes: Any  # (), int32, whether the head flushes
 
 
 def _ring_scores_kernel(x, states, states_new, weights, *, call, normaliser):
@@ -124,8 +124,7 @@ def _scores(x, states, new, weights, call, normaliser, row):
         weights.vecRing[t, ring], weights.scaState[t] = scores, w0
 
     full = old >= L
-    for j, count in enumerate((first, old + T, full.astype(jnp.int32))):
-        weights.counters[j] = count
+    weights.flushes[...] = full.astype(jnp.int32)
 
     @pl.when(full)
     def flush():
@@ -194,30 +193,33 @@ def _read(matQ, states, weights, matC, matC_new, matH, call, row, part, columns,
         C, q = loaded
         return total + product(q, C)
 
-    def values(w, V):
-        """The weighted sum of the values whose weight is not 0; of several tokens, NaN for inf."""
+    def add_values(w, h):
+        """h and the weighted sum of the values whose weight is not 0, which alone may be NaN."""
+        counts = w != 0
+        rows = counts if one else jnp.sum(counts.astype(jnp.int32), axis=0) > 0
+        V = masked_load(states.v.at[(*row, ring, columns)], outer_mask(rows, in_columns))
         if one:
-            return product(w, jnp.where(w[:, None] != 0, V, 0))
+            return product(w, V) + h
+        # A token's product has the values of later ones, with a weight of 0.
         finite = jnp.abs(V.astype(jnp.float32)) < float("inf")
-        counts = (x.astype(jnp.bfloat16) for x in (w != 0, ~finite))
-        return jnp.where(dot(*counts, None) > 0, float("nan"), product(w, jnp.where(finite, V, 0)))
+        not_finite = dot(counts.astype(jnp.bfloat16), (~finite).astype(jnp.bfloat16), None)
+        h = product(w, jnp.where(finite, V, 0)) + h
+        return jnp.where(not_finite > 0, float("nan"), h)
 
     # The first block of C is loaded before anything waits, the values while the last one arrives.
     carry = (
         load(zero),
         jnp.zeros((columns.size,) if one else (tokens.size, columns.size), jnp.float32),
     )
-    start, filled, flushes = (weights.counters[j] for j in range(3))
+    flushes = weights.flushes[...]
     if num_blocks > 1:
         carry = loop(num_blocks - 1, lambda ik, x: (load(ik + 1), add(*x)), carry)
-    held = ages(start, size) < filled
     ring = pl.ds(0, size)
-    V = masked_load(states.v.at[(*row, ring, columns)], outer_mask(held, in_columns))
     w = masked_load(
         weights.vecRing.at[(tokens, ring)], None if one else outer_mask(in_tokens, None)
     )
     w_state = masked_load(weights.scaState.at[tokens], in_tokens)
-    h = values(w, V) + decayed(w_state if one else w_state[:, None], add(*carry))
+    h = add_values(w, decayed(w_state if one else w_state[:, None], add(*carry)))
     inside = in_columns if one else outer_mask(in_tokens, in_columns)
     masked_store(matH.at[(tokens, columns)], h.astype(matH.dtype), inside)
 
@@ -282,7 +284,7 @@ def ring_step(
         floats(*heads, T),
         floats(*heads, size),
         floats(*heads),
-        jax.ShapeDtypeStruct((*heads, 4), jnp.int32),
+        jax.ShapeDtypeStruct(tuple(heads), jnp.int32),
     )
     scores = dataclasses.replace(call.tiles, num_warps=call.tiles.score_warps)
     y = kernel_call(
