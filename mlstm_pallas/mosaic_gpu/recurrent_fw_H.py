@@ -26,6 +26,7 @@ from mlstm_pallas.formulas.tiles import (
     divide,
     each,
     loop,
+    remainder,
     rounded_up,
 )
 from mlstm_pallas.mosaic_gpu.common import products
@@ -159,8 +160,8 @@ def _kernel(
                 columns = state_rows if name in "qk" else v_columns
                 copy(in_head(x).at[steps_of(chunk), columns], slots[name])
 
-    def join(index, carry, stores=False):
-        """Stores h of a chunk and, if so, C before it, and adds the chunk to C."""
+    def join(index, carry):
+        """Stores h of a chunk and C before it, and adds the chunk to C."""
         (CT, gamma), chunk = carry, chunk_at(index)
         pl.when(index > 0)(lambda: ring.refill(index - 1))
         slot = ring.wait(index)
@@ -177,11 +178,12 @@ def _kernel(
                 CT_tile = CT[start // PIECE][:, in_piece].astype(dtype)
                 products.add(hT_acc, CT_tile, tiles["q"].at[:, atom_rows].T)
                 products.wait(1)  # at most two rounded tiles are live
-                if stores:
-                    stored, tile = divide(chunk, store_every), C_smem.at[wg, j % 2]
+                if C_states_gmem is not None:  # predicated, because a branch costs registers
+                    stored = divide(chunk, store_every)
                     states = C_states_gmem.at[head, stored, atom_rows, columns]
+                    here, tile = remainder(index, store_every) == 0, C_smem.at[wg, j % 2]
                     write_out(tile.T, CT_tile, pending)
-                    copy_out(tile, states, within)
+                    copy_out(tile, states, here if within is None else here & within)
 
         hT = products.from_zeros(inter, WG_ROWS, L) * r
         if operands.partial is not None:
@@ -201,12 +203,6 @@ def _kernel(
         ring.release(index)
         return CT, next_gamma
 
-    def join_several(index, carry):
-        """The chunks from one whose C is stored to the next: a branch would cost registers."""
-        start = index * store_every
-        carry = join(start, carry, stores=True)
-        return lax.fori_loop(start + 1, start + np.int32(store_every), join, carry)
-
     def store_last():
         for piece, x in zip(pieces, CT, strict=True):
             store_transposed(C_last_gmem.at[part.state, pl.ds(*piece), columns], x)
@@ -220,11 +216,7 @@ def _kernel(
     rows_of = (pl.ds(launch * rows + start, size) for start, size in pieces)
     CT = [_initial(C_initial_gmem, part, x, columns) for x in rows_of]
     first = part.first + lax.max(chunk_at(np.int32(0)), np.int32(0))  # there may be no chunks
-    carry = CT, gamma_gmem[head, first]
-    if C_states_gmem is None:
-        CT, _ = loop(part.num_chunks, join, carry)
-    else:
-        CT, _ = loop(p.NC // store_every, join_several, carry)
+    CT, _ = loop(part.num_chunks, join, (CT, gamma_gmem[head, first]))
     if C_last_gmem is not None:
         pl.when(part.has_state)(store_last)
     if in_list:
