@@ -136,8 +136,8 @@ def _scores(x, states, new, weights, call, normaliser, row):
         @each(num_blocks)
         def _(ik):
             columns, inside = masked_block(ik, block, DHQK)
-            K = load_K(columns, inside, w != 0).astype(jnp.float32)
-            added = jnp.sum(w[:, None] * K, axis=0)
+            K = load_K(columns, inside, age < L).astype(jnp.float32)
+            added = jnp.sum(jnp.where(w[:, None] != 0, w[:, None] * K, 0.0), axis=0)
             n = decayed(w0, load(states.n, columns, row, inside)) + added
             masked_store(new.n.at[(*row, columns)], n.astype(states.n.dtype), inside)
 
@@ -211,14 +211,14 @@ def _read(matQ, states, weights, matC, matC_new, matH, call, row, part, columns,
         load(zero),
         jnp.zeros((columns.size,) if one else (tokens.size, columns.size), jnp.float32),
     )
-    flushes = weights.flushes[...]
-    if num_blocks > 1:
-        carry = loop(num_blocks - 1, lambda ik, x: (load(ik + 1), add(*x)), carry)
-    ring = pl.ds(0, size)
+    # What waits for ring_scores is loaded early, because the values wait for their weights.
+    flushes, ring = weights.flushes[...], pl.ds(0, size)
     w = masked_load(
         weights.vecRing.at[(tokens, ring)], None if one else outer_mask(in_tokens, None)
     )
     w_state = masked_load(weights.scaState.at[tokens], in_tokens)
+    if num_blocks > 1:
+        carry = loop(num_blocks - 1, lambda ik, x: (load(ik + 1), add(*x)), carry)
     h = add_values(w, decayed(w_state if one else w_state[:, None], add(*carry)))
     inside = in_columns if one else outer_mask(in_tokens, in_columns)
     masked_store(matH.at[(tokens, columns)], h.astype(matH.dtype), inside)
