@@ -38,23 +38,21 @@ from mlstm_pallas.planning.dispatch import HAS_TRITON
 from mlstm_pallas.problem.gpu import target_gpu
 
 # ---------------- what is called: (x, data, **options) -> h, c, n, m
-# x has q, k, v, i, f, c, n and m, or fewer states; arrays are (B, NH, ...). The results are states
-# after N numbers of steps, (B, NH, N, ...).
-
-POOL, OTHER = 5, 7  # rows of pools of states; what rows without an entry hold
+# x: q, k, v, i, f, c, n and m, or fewer states; arrays are (B, NH, ...). The states that are
+# returned are those after N numbers of steps, (B, NH, N, ...).
 
 
-def call(function, x, layout=None, **options):
-    """What a function of arrays in this layout returns; h has the heads first."""
+def call(function, x, layout="BNTH", **options):
+    """What a function of arrays in this layout returns, h with the heads first."""
     axis = 1 + (layout == "BTNH")
-    options |= dict(layout=layout) if layout else {}
-    result = function(*(y.swapaxes(1, axis) for y in x[:5]), *x[5:], **options)
+    tokens = (y.swapaxes(1, axis) for y in x[:5])
+    result = function(*tokens, *x[5:], layout=layout, **options)
     h, *states = result if isinstance(result, tuple) else (result,)
     return h.swapaxes(1, axis), *states
 
 
 def with_axis(states, several=False):
-    """The states with the axis N; several: they have it, in front of the heads."""
+    """The states with the axis N; several: it is there, in front of the heads."""
     return [y.swapaxes(1, 2) if several else y[:, :, None] for y in states]
 
 
@@ -66,58 +64,39 @@ def chunkwise(x, data, **options):
 def chunkwise_states(x, data, **options):
     function = mlstm_pallas.mlstm_chunkwise_states
     h, last, every = call(function, x, **data["keywords"], **options)
-    pairs = zip(with_axis(every, several=True), with_axis(last), strict=True)
+    pairs = zip(with_axis(every, True), with_axis(last), strict=True)
     return h, *(jnp.concatenate(pair, 2) for pair in pairs)
 
 
 def sequence_parallel(x, data, shards, **options):
-    """On a mesh of devices, or by vmap where they are fewer than the shards."""
     function = mlstm_pallas.distributed.mlstm_chunkwise_sequence_parallel
-    flat, tree = jax.tree.flatten((x, data["keywords"]))
-    # The axis of the steps. Keywords are in the order of their names.
-    axes = [2] * 5 + [None] * len(x[5:])
-    axes += [1 if name == "segment_ids" else None for name in sorted(data["keywords"])]
+    devices, keywords = jax.devices(), data["keywords"]
+    mesh = Mesh(devices[: shards if len(devices) >= shards else 1], "s")
+    steps, ids, rest = PartitionSpec(None, None, "s"), PartitionSpec(None, "s"), PartitionSpec()
+    specs = {name: ids if name == "segment_ids" else rest for name in keywords}
+    specs = [*[steps] * 5, *[rest] * len(x[5:])], specs
 
-    def shard(*flat):
-        x, keywords = tree.unflatten(flat)
+    def shard(x, keywords):
         return call(function, x, axis_name="s", **keywords, **options)
 
-    devices = jax.devices()[:shards]
-    if len(devices) == shards:
-        specs = [PartitionSpec(*[None] * axis, "s") if axis else PartitionSpec() for axis in axes]
-        results = dict(out_specs=(specs[0], PartitionSpec()), check_vma=False)
-        run = jax.shard_map(shard, mesh=Mesh(devices, "s"), in_specs=(*specs,), **results)
-        h, states = run(*flat)
-        return h, *with_axis(states)
-    split = [
-        y.reshape(*y.shape[:axis], shards, -1, *y.shape[axis + 1 :]) if axis else y
-        for axis, y in zip(axes, flat, strict=True)
-    ]
-    h, states = jax.vmap(shard, axes, (2, 0), axis_name="s")(*split)
-    return h.reshape(x[2].shape), *with_axis(y[0] for y in states)
+    results = dict(out_specs=(steps, rest), check_vma=False)
+    h, states = jax.shard_map(shard, mesh=mesh, in_specs=specs, **results)(x, keywords)
+    return h, *with_axis(states)
 
 
 def in_pools(run):
-    """With slots the states that a function of tokens takes and returns are rows of pools."""
+    """With rows, the states that a function of tokens takes and returns are rows of pools."""
 
     @functools.wraps(run)
     def pooled(x, data, **options):
-        slots = data["keywords"].get("slots")
-        if slots is None:
+        if "rows" not in data:
             return run(x, data, **options)
-        rows = jnp.where(slots < 0, POOL, slots)
-        pools = (
-            jnp.full((POOL, *y.shape[1:]), OTHER, y.dtype).at[rows].set(y, mode="drop")
-            for y in x[5:]
-        )
-        h, *after = run([*x[:5], *pools], data, **options)
-        others = jnp.ones(POOL, bool).at[rows].set(False, mode="drop")
-        changed = sum(jnp.sum((y != OTHER).T & others) for y in after[:2])
-        states = (
-            jnp.where((slots < 0).reshape(-1, *[1] * y.ndim), y[:, :, None], pool[slots])
-            for y, pool in zip(x[5:], after, strict=True)
-        )
-        return jnp.where(changed > 0, jnp.nan, h), *states
+        order = jnp.argsort(data["rows"])
+        slots = jnp.argsort(order)
+        keywords = data["keywords"] | dict(slots=jnp.where(data["used"], slots, -1))
+        pools = (y[order] for y in x[5:])
+        h, *pools = run([*x[:5], *pools], data | dict(keywords=keywords), **options)
+        return h, *(y[slots] for y in pools)
 
     return pooled
 
@@ -128,8 +107,7 @@ def steps(x, data, joined, **options):
         if joined:
             token = jnp.concatenate(token[:3], -1), None, None, jnp.stack(token[3:], -1), None
         function = mlstm_pallas.mlstm_recurrent_step
-        h, states = function(*token, *states, **data["keywords"], **options)
-        return states, h
+        return function(*token, *states, **data["keywords"], **options)[::-1]
 
     states, h = lax.scan(one, tuple(x[5:]), [jnp.moveaxis(y, 2, 0) for y in x[:5]])
     return jnp.moveaxis(h, 0, 2), *with_axis(states)
@@ -142,38 +120,32 @@ def sequence(x, data, **options):
 
 
 @in_pools
-def ring(x, data, T, length, phase, rollback, input_gate="exp", layout=None, **options):
-    """Calls of T drafts, of which data["accepted"], (B, calls), count; all without a rollback."""
-    rings = mlstm_pallas.mlstm_ring_states(
-        *x[5:], dtype=x[1].dtype, length=length, phase=phase, input_gate=input_gate
-    )
+def ring(x, data, T, length, phase, rollback, input_gate="exp", layout="BNTH", **options):
+    """Calls of T drafts, of which data["accepted"], (B, calls), count."""
+    function, options = mlstm_pallas.mlstm_ring_states, options | data["keywords"]
+    kept = dict(length=length, phase=phase, input_gate=input_gate)
+    rings = function(*x[5:], dtype=x[1].dtype, **kept)
     drafts = [jnp.moveaxis(y.reshape(*y.shape[:2], -1, T, *y.shape[3:]), 2, 0) for y in x[:5]]
-    if T == 1:  # a token has no axis T
-        drafts, layout = [y.squeeze(3) for y in drafts], None
-    options |= data["keywords"]
 
-    def one(carry, call_of):
-        (rings, accepted), (drafts, count) = carry, call_of
+    def one(carry, drafts_and_count):
+        (rings, accepted), (drafts, count) = carry, drafts_and_count
+        step = functools.partial(mlstm_pallas.mlstm_ring_step, accepted=accepted, **options)
+        if T > 1:
+            h, rings = call(step, [*drafts, rings], layout)
+        else:  # a token has no axis T
+            h, rings = step(*(y[:, :, 0] for y in drafts), rings)
+        return (rings, count), h.reshape(drafts[2].shape)
 
-        def step(*drafts, **options):
-            return mlstm_pallas.mlstm_ring_step(*drafts, rings, accepted=accepted, **options)
-
-        h, rings = call(step, drafts, layout, **options)
-        return (rings, count), h
-
-    counts, none = None, None
-    if rollback:
-        counts = data["accepted"].T
-        none = 0 * counts[0]
-    (rings, count), h = lax.scan(one, (rings, none), (drafts, counts))
-    h = jnp.moveaxis(h if T > 1 else h[:, :, :, None], 0, 2)
-    h = h.reshape(*h.shape[:2], -1, h.shape[-1])
-    if rollback:
-        places = data["places"][:, None, :, None]
-        h = jnp.take_along_axis(h, places, 2, mode="fill", fill_value=0)
-        if "slots" in options:
-            count = jnp.zeros(POOL, "int32").at[options["slots"]].add(count)
-    return h, *with_axis(mlstm_pallas.mlstm_ring_flush(rings, accepted=count))
+    counts = data["accepted"].T
+    carry, drafts = (rings, 0 * counts[0]), (drafts, counts)
+    if not rollback:
+        carry, drafts = (rings, None), (drafts[0], None)
+    (rings, accepted), h = lax.scan(one, carry, drafts)
+    if "slots" in options and rollback:  # the rows of pools, in their order
+        accepted = accepted[jnp.argsort(data["rows"])]
+    last = mlstm_pallas.mlstm_ring_flush(rings, accepted=accepted)
+    h = jnp.moveaxis(h, 0, 2).reshape(x[2].shape)
+    return jnp.where(data["within"][:, None, :, None], h, 0), *with_axis(last)
 
 
 # ---------------- what is drawn: programs, which are compiled once, and data for each
@@ -275,6 +247,7 @@ def fitted(call, options, backend):
         options |= dict(shards=1) if "mosaic" in backend and "shards" in options else {}
     if call.get("slots"):
         options.pop("return_all_states", None)
+    call |= dict(segments=True) if "num_segments" in options else {}
     call["initial"] |= call.get("slots", False) or "T" in options or "joined" in options
     if "slots" not in call:  # the gradients of the recurrence in float64 keep all states
         size = math.prod(call[name] for name in ("B", "NH", "DHQK", "DHV"))
@@ -284,276 +257,223 @@ def fitted(call, options, backend):
     return call
 
 
-def drawn_lengths(r, p, cancels):
-    """What a call has beside arrays, and what the results mean.
+def drawn_steps(r, p):
+    """What a call has beside arrays, and which steps its results count.
 
-    These are ids of segments, (B, S), after how many steps the states are, (B, N), and where they
-    are not zeros.
+    These are the ids of segments, (B, S), the steps before each state, (B, N, S), and which of the
+    states are not zeros, (B, N).
     """
-    B, S, keywords, data = p.B, p.S, {}, {}
-    ends, ids = np.full(B, S), np.zeros((B, S), "int32")
+    B, S, keywords, steps = p.B, p.S, {}, np.arange(p.S)
+    data, within, ids = dict(keywords=keywords), np.ones((B, S), bool), np.zeros((B, S), "int32")
     if p.lengths:
-        ends = keywords["sequence_lengths"] = r.choice([S] if cancels else [0, S // 3, S - 1, S], B)
-    if p.options.get("rollback"):
-        T = p.options["T"]
-        data["accepted"] = r.integers(0, T + 1, (B, S // T)).astype("int32")
+        keywords["sequence_lengths"] = r.choice([0, S // 3, S - 1, S], B).astype("int32")
+        within &= steps < keywords["sequence_lengths"][:, None]
     if p.slots:
-        slots = keywords["slots"] = r.permutation(POOL)[:B].astype("int32")
-        if B > 1 and r.random() < 0.5:
-            slots[-1] = -1
-        ends = ends * (slots >= 0)
-        data = {name: x * (slots >= 0)[:, None] for name, x in data.items()}
-    if data:
-        ends = data["accepted"].sum(1)
+        data |= dict(rows=r.permutation(B), used=(np.arange(B) == 0) | (r.random(B) < 0.7))
+        within &= data["used"][:, None]
+    if "T" in p.options:
+        T = p.options["T"]
+        least = 0 if p.options["rollback"] else T
+        accepted = r.integers(least, T + 1, (B, S // T)).astype("int32")
+        within &= (np.arange(T) < accepted[..., None]).reshape(B, S)
+        data |= dict(accepted=accepted * within.any(1, keepdims=True), within=within)
     if p.segments:
-        ids = np.sort(r.integers(0, 1 if cancels else 3, (B, S)) * (np.arange(S) > 0))
-        keywords["segment_ids"] = ids
-    stops, keep = ends[:, None], np.ones((B, 1), bool)
+        ids = keywords["segment_ids"] = np.sort(r.integers(0, 3, (B, S)) * (steps > 0))
+    ends = [S]
+    if every := p.options.get("every"):
+        ends = [*range(every, S + 1, every), S]
+    if "return_all_states" in p.options:
+        ends = range(1, S + 1)
+    counted = np.stack([within & (steps < end) for end in ends], 1)
+    kept = np.ones(counted.shape[:2], bool)
     if "num_segments" in p.options:
-        stops = np.stack([((ids <= n) & (np.arange(S) < stops)).sum(1) for n in range(3)], 1)
-        keep = np.diff(stops, axis=1, prepend=-1) > 0
-    elif every := p.options.get("every", "return_all_states" in p.options):
-        stops = np.minimum([*range(every, S + 1, every), *[S] * ("every" in p.options)], stops)
-    return keywords, data, (ids, stops, np.broadcast_to(keep, stops.shape))
+        counted = np.stack([within & (ids <= n) for n in range(3)], 1)
+        kept = np.diff(counted.sum(2), axis=1, prepend=-1) > 0
+    return data, (ids, counted, kept)
 
 
 def drawn_arrays(r, p, cancels):
     """q, k, v, i, f, c, n and m, or fewer states."""
-    S, K, V = p.S, p.DHQK, p.DHV
-    sizes = [S, K], [S, K], [S, V], [S], [S], [K, V], [K], []
+    sizes = [p.S, p.DHQK], [p.S, p.DHQK], [p.S, p.DHV], [p.S], [p.S], [p.DHQK, p.DHV], [p.DHQK], []
     q, k, v, i, f, c, n, m = (r.standard_normal((p.B, p.NH, *size)) for size in sizes)
-    if cancels:
-        i, f = i * (5 if p.dtype != "float16" else 1), f + 10
+    forget = 10 if cancels else r.choice([4, 0, 10, 40])
+    f += forget
+    if cancels:  # n . q; in float16 gradients would be inf with wide gates
+        i *= 1 if p.dtype == "float16" else 5
     else:
-        q, k, n = (abs(y) + 0.2 for y in (q, k, n))  # n . q does not cancel
-        q *= r.choice((-1, 1), (p.B, p.NH, S, 1))
-        forget = r.choice([4, 0, 10, 40])
-        f += forget
+        q, k, n = (abs(y) + 0.2 for y in (q, k, n))
+        q *= r.choice((-1, 1), (p.B, p.NH, p.S, 1))
         if r.random() < 1 / 3:
-            for y, value in (f, -np.inf), (f, np.inf if forget > 4 else -30), (i, -30), (i, -np.inf):
-                y[r.random(y.shape) < 0.1] = value
-    if "input_gate" in p.options:
-        m = 0 * m
-    count = (2 if "input_gate" in p.options and not p.tokens else 3) if p.initial else 0
-    dtypes = [*[p.dtype] * 3, "float32", "float32", *p.states]
-    x = zip((q, k, v, i, f, c, n, m)[: 5 + count], dtypes, strict=False)
-    return [y.astype(jnp.dtype(dtype)) for y, dtype in x]
-
-
-def with_garbage(r, p, x, keywords, data):
-    """The arrays of a call: gates beyond lengths are NaN, and drafts that do not count are noise."""
-    x = [*x]
-    if p.lengths:
-        beyond = np.arange(p.S) >= keywords["sequence_lengths"][:, None, None]
-        x[3:5] = (np.where(beyond, np.float32(np.nan), y) for y in x[3:5])
-    if data:
-        T, accepted = p.options["T"], data["accepted"]
-        before = accepted.cumsum(1) - accepted
-        counts = (np.arange(T) < accepted[..., None]).reshape(p.B, -1)
-        index = (before[..., None] + np.arange(T)).reshape(p.B, -1).clip(0, p.S - 1)
-        noise = r.choice([1, np.nan])
-        for j, y in enumerate(x[:5]):
-            shape = p.B, 1, p.S, *[1] * (y.ndim - 3)
-            y = np.take_along_axis(y, index.reshape(shape), 2)
-            other = (noise * r.standard_normal(y.shape)).astype(y.dtype)
-            x[j] = np.where(counts.reshape(shape), y, other)
-        places = np.full(counts.shape, p.S)
-        for row, count in zip(places, counts, strict=True):
-            row[: count.sum()] = np.flatnonzero(count)
-        data["places"] = places
-    return x
+            for y, value in (
+                (f, -np.inf),
+                (f, np.inf if forget > 4 else -30),
+                (i, -30),
+                (i, -np.inf),
+            ):
+                where = r.random(y.shape) < 0.1
+                y[where] = value if np.isinf(value) else y[where] + value  # without ties
+    sigmoid, dtypes = "input_gate" in p.options, [p.dtype] * 3 + ["float32"] * 2 + p.states
+    count = (3 if p.tokens or not sigmoid else 2) * p.initial
+    x = [q, k, v, i, f, *(c, n, m * (not sigmoid))[:count]]
+    return [y.astype(jnp.dtype(dtype)) for y, dtype in zip(x, dtypes, strict=False)]
 
 
 # ---------------- how it is compared
 
 # What the README promises of outputs and of gradients.
 PROMISED = {"bfloat16": (5e-3, 2e-2), "float16": (1e-3, 4e-3), "float32": (1e-5, 1e-4)}
-SMALLEST = 1e-24  # float32 products in a smaller result are subnormal, and a device may drop them
-# Where n . q and dh . h cancel, a result is off by so many times what one more rounding changes.
-FACTORS = dict(dq=8, dk=8, di=32, df=32, dm_initial=32)
+# Products in smaller results are subnormal, and a device may drop them.
+SMALLEST = {"bfloat16": 1e-24, "float16": 2.0**-14, "float32": 1e-24}
 GRADIENTS = ["dq", "dk", "dv", "di", "df", "dc_initial", "dn_initial", "dm_initial"]
+# Where n . q or dh . h cancels, docs/background.md promises so many times the change that one more
+# rounding of q, k, v and h makes; of others 3 times.
+FACTORS = dict(dq=8, dk=8, di=32, df=32, dm_initial=32)
+ROUNDINGS = 6  # of which the change is the root mean square
 
 
-def recurrence(p, x, ids, stops, keep):
-    """h and the states after so many steps."""
-    order = slice(None, None, -1 if "reverse" in p.options else 1)
+def unit(dtype):
+    return float(jnp.finfo(dtype).eps) / 2
+
+
+def recurrence(p, x, ids, counted, kept):
+    """h and the states of the recurrence; a step that does not count leaves the states."""
     names = "input_gate", "normalize", "eps", "stabilize_correctly"
     gate = {name: p.options[name] for name in names if name in p.options}
+    order = slice(None, None, -1 if "reverse" in p.options else 1)
 
-    def until(end, keep):
+    def until(steps, kept):
         q, k, v, i, f, *states = x
-        within = jnp.arange(p.S) < end[:, None]
-        i, f = (jnp.where(within[:, None], y, z) for y, z in ((i, -jnp.inf), (f, jnp.inf)))
+        i, f = jnp.where(steps[:, None], i, -jnp.inf), jnp.where(steps[:, None], f, jnp.inf)
         # No segment starts beyond a length.
-        segment_ids = lax.cummax(jnp.where(within, ids, 0), axis=1)[:, order]
-        ordered = (y[:, :, order] for y in (q, k, v, i, f))
+        segment_ids = lax.cummax(jnp.where(steps, ids, 0), axis=1)[:, order]
+        tokens = (y[:, :, order] for y in (q, k, v, i, f))
         function = mlstm_pallas.reference.recurrence
-        h, states = function(*ordered, *states, segment_ids=segment_ids, layout="BNTH", **gate)
-        h = jnp.where(within[:, None, :, None], h[:, :, order], 0)
-        return h, *((y.T * keep).T for y in states)
+        h, states = function(*tokens, *states, segment_ids=segment_ids, layout="BNTH", **gate)
+        h = jnp.where(steps[:, None, :, None], h[:, :, order], 0)
+        return h, *((y.T * kept).T for y in states)
 
-    h, *states = jax.vmap(until, 1)(stops, keep)
+    h, *states = jax.vmap(until, 1)(counted, kept)
     return h[-1], *(jnp.moveaxis(y, 0, 2) for y in states)
 
 
-def rounded(p, key, times, x):
-    """The recurrence as sums, in whose products q, k, v and h are rounded once more, to their dtype.
-
-    The terms of n . q and C^T q are rounded to float32. times: 0 or 1 such roundings.
-    """
-    keys, unit = iter(jax.random.split(key, 9)), float(jnp.finfo(p.dtype).eps) / 2
-    unit_c = math.sqrt(p.S) * float(jnp.finfo(p.states[0]).eps) / 2  # it is rounded at every step
-
-    def noise(y, unit=unit, size=None):
-        return y + times * unit * jax.random.normal(next(keys), y.shape) * (y if size is None else size)
-
-    q, k, v, i, f = (y[:, :, :: -1 if "reverse" in p.options else 1] for y in x[:5])
-    lead, exp = (p.B, p.NH), "input_gate" not in p.options
-    zeros = jnp.zeros((*lead, p.DHQK, p.DHV)), jnp.zeros((*lead, p.DHQK)), jnp.zeros(lead)
-    c, n, m = (*x[5:], *zeros[len(x) - 5 :])
-    b, i = jnp.cumsum(jax.nn.log_sigmoid(f), 2), i if exp else jax.nn.log_sigmoid(i)
-    m = m[..., None]
-    u = jnp.maximum(m, lax.cummax(i - b, axis=2)) if exp else -b
-    W = jnp.where(jnp.tri(p.S, dtype=bool), jnp.exp((i - b)[:, :, None] - u[..., None]), 0)
-    w = jnp.exp(m - u)[..., None]
-
-    def sums(q, k, v, c):
-        return p.DHQK**-0.5 * ((W * (q @ k.swapaxes(2, 3))) @ v + w * (q @ c))
-
-    rounded_k, rounded_v = noise(k), noise(v)
-    size = [abs(y) for y in (q, k, v, c, n)]
-    h = sums(noise(q), rounded_k, rounded_v, noise(c, unit_c))
-    h = noise(h, 2.0**-24, sums(*size[:4]))
-    if p.options.get("normalize", True):
-        one = jnp.ones((*lead, p.S, 1))
-        z = sums(q, k, one, n[..., None])
-        z = abs(noise(z, 2.0**-24, sums(*size[:2], one, size[4][..., None])))
-        correct = exp and "stabilize_correctly" not in p.options
-        h = h / (jnp.maximum(z, jnp.exp(-b - u)[..., None] if correct else 1) + p.options.get("eps", 1e-6))
-    weights, last = W[:, :, -1, :, None], w[:, :, -1]
-    c = (weights * rounded_k).swapaxes(2, 3) @ rounded_v + last[..., None] * c
-    n = jnp.sum(weights * k, 2) + last * n
-    h = noise(h)[:, :, :: -1 if "reverse" in p.options else 1]
-    return h, *(y[:, :, None] for y in (c, n, b[:, :, -1] + u[:, :, -1]))
-
-
 @functools.lru_cache(1)
-def compiled(text):
-    """The settings of a program, and its functions of data: the call, the recurrence, roundings."""
-    program = json.loads(text)
+def compiled(program):
+    """The settings of a program, and two functions of data: the call and the recurrence."""
+    fields = json.loads(program)
     defaults = dict(lengths=False, segments=False, slots=False, states=["float32"] * 3)
-    p = SimpleNamespace(**defaults | program, tokens="slots" in program)
-    jax.clear_caches()
-    # Compiling interpreted kernels takes nearly all of their time.
-    jax.config.update("jax_disable_most_optimizations", "interpret" in p.backend)
-    config = mlstm_pallas.KernelConfig(**p.options.get("config", {}))
-    options = p.options | dict(backend=p.backend, config=config)
-    function = functools.partial(FUNCTIONS[p.function][0], **options)
+    p = SimpleNamespace(**defaults | fields, tokens="S" in fields and "states" in fields)
+    options = dict(p.options, backend=p.backend)
+    options["config"] = mlstm_pallas.KernelConfig(**options.get("config", {}))
     p.derivatives = "recompute_states_in_bw" in options
-    count = 4 if p.tokens or "every" in options or "return_last_states" in options else 1
+    p.outputs = 1 if p.derivatives and "return_last_states" not in options else 4
+    p.dtypes = [p.dtype, options.get("state_dtype", p.states[0]), *p.states[1:]]
+    run = functools.partial(FUNCTIONS[p.function][0], **options)
+    jax.clear_caches()
 
-    def pulled(function, x, change_dy):
+    def results(function, x, cotangents):
         if not p.derivatives:
-            return function(x), None, []
+            return function(x), None
         y, pull = jax.vjp(function, x)
-        dy = change_dy(y)
-        return y, dy, pull(dy)[0]
+        dy = tuple(cotangents(*y))
+        return (*y, *pull(dy)[0]), dy
 
     @jax.jit
     def actual(x, data, dy):
-        as_y = lambda y: tuple(z.astype(a.dtype) for a, z in zip(y, dy, strict=False))
-        y, _, gradients = pulled(lambda x: function(x, data), x, as_y)
-        return *y, *gradients
+        def cotangents(*y):
+            return (a.astype(b.dtype) for a, b in zip(dy, y, strict=False))
+
+        return results(lambda x: run(x, data), x, cotangents)[0]
 
     @jax.jit
-    def exact(x, points, dy, cancels):
-        def rounded_dy(y):
-            h, (dh, *others) = y[0], dy
-            along = jnp.sum(dh * h, -1, keepdims=True) / (jnp.sum(h * h, -1, keepdims=True) + 1e-300)
-            kinds = p.dtype, options.get("state_dtype", "float32"), "float32", "float32"
-            dy_ = dh - cancels * along * h, *others
-            return tuple(z.astype(kind).astype(z.dtype) for z, kind in zip(dy_, kinds))[:count]
+    def exact(x, steps, dy, cancels, noise):
+        def cotangents(h, *_):
+            # With it dh . h cancels, up to what h would be off by after a rounding.
+            scale = h / (jnp.sum(h * h, -1, keepdims=True) + 1e-99)
+            dh = dy[0] - cancels * scale * jnp.sum(dy[0] * h, -1, keepdims=True)
+            dh = dh.astype(p.dtype).astype(h.dtype)
+            dh += scale * jnp.sum(dh * h * noise, -1, keepdims=True)
+            others = zip(dy[1 : p.outputs], p.dtypes[1:], strict=False)
+            return dh, *(y.astype(dtype).astype(y.dtype) for y, dtype in others)
 
-        y, dy_, gradients = pulled(lambda x: recurrence(p, x, *points)[:count], x, rounded_dy)
-        return (*y, *gradients), dy_
+        return results(lambda x: recurrence(p, x, *steps)[: p.outputs], x, cotangents)
 
-    @jax.jit
-    def changes(x, dy):
-        def one(arguments):
-            run = lambda x: rounded(p, *arguments, x)[:count]
-            as_y = lambda y: (dy[0], *(z[:, :, :1] for z in dy[1:]))
-            y, _, gradients = pulled(run, x, as_y)
-            return [y[0], *gradients]
-
-        y = lax.map(one, (jax.random.split(jax.random.key(0), 9), jnp.arange(9) > 0))
-        return [jnp.sqrt(jnp.mean((z[1:] - z[0]) ** 2, 0)) for z in y]
-
-    return p, actual, exact, changes
+    return p, actual, exact
 
 
 def check(seed, **program):
     """The error and the bound of each result of a call, by name."""
-    p, actual, exact, changes = compiled(json.dumps(program))
+    p, actual, exact = compiled(json.dumps(program))
     r, cancels = np.random.default_rng(seed), seed % DRAWS == 0 and p.states[1] == "float32"
-    keywords, data, points = drawn_lengths(r, p, cancels)
+    data, steps = drawn_steps(r, p)
     x = drawn_arrays(r, p, cancels)
-    sizes = [p.S, p.DHV], *([points[1].shape[1], *y] for y in ([p.DHQK, p.DHV], [p.DHQK], []))
+    N = steps[1].shape[1]
+    sizes = [p.S, p.DHV], [N, p.DHQK, p.DHV], [N, p.DHQK], [N]
     dy = [r.standard_normal((p.B, p.NH, *size)) for size in sizes]
+    units = [unit(p.dtype)] * 3 + [0, 0, unit(p.states[0]) * p.S**0.5, 0, 0]
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        wide = [np.float64(y) for y in x]
-        desired, dy = exact(wide, points, dy, cancels)
-        change = [np.asarray(y) for y in changes(wide, dy)] if cancels else None
-        desired = [np.asarray(y) for y in desired]
-        dy = None if dy is None else [np.float32(y) for y in dy]
-    x = with_garbage(r, p, x, keywords, data)
-    arguments = x, data | dict(keywords=keywords), dy
+
+        def desired_of(times):
+            def noise(y, size=times):
+                return size * r.standard_normal(y.shape)
+
+            wide = [np.float64(y) * (1 + noise(y, times * u)) for y, u in zip(x, units)]
+            desired, dy_ = exact(wide, steps, dy, cancels, noise(dy[0], times * units[0]))
+            return [np.asarray(y) for y in desired], dy_
+
+        desired, dy_ = desired_of(0)
+        rounded = [desired_of(1)[0] for _ in range(ROUNDINGS * cancels)]
+        dy_ = jax.tree.map(np.float32, dy_)
+    within = steps[1][:, -1][:, None, :]
+    names = range(5) if "T" in p.options else (3, 4) if p.lengths else ()
+    garbage = r.choice([1, np.nan]) if "T" in p.options else np.nan
+    x = [*x]
+    for j in names:
+        mask = within if x[j].ndim == 3 else within[..., None]
+        x[j] = np.where(mask, x[j], (garbage * x[j]).astype(x[j].dtype))
+    arguments = x, data, dy_
     results = actual(*arguments)
-    errors = compared(p, x, points, [np.float64(y) for y in results], desired, change)
+    errors = compared(p, x, within, [np.float64(y) for y in results], desired, rounded)
     if p.options.get("config", {}).get("batch_invariant"):
         b = r.integers(p.B)
         alone = actual(*jax.tree.map(lambda y: y[b : b + 1], arguments))
-        outputs = len(results) - p.derivatives * len(x)
-        pairs = zip(results[:outputs], alone, strict=False)
-        same = (np.array_equal(y[b : b + 1], z, equal_nan=True) for y, z in pairs)
-        errors["the bits of an entry alone"] = (0 if all(same) else math.inf), 1
+        pairs = zip(results[: p.outputs], alone, strict=False)
+        same = all(np.array_equal(y[b : b + 1], z, equal_nan=True) for y, z in pairs)
+        errors["bits in a batch"] = (0 if same else math.inf), 1
     return errors
 
 
-def compared(p, x, points, actual, desired, changes):
-    """Errors and bounds; changes: by one more rounding, of h and gradients that cancel."""
-    count = len(actual) - p.derivatives * len(x)
-    names = [*"hcnm"[:count], *GRADIENTS[: len(actual) - count]]
-    if count > 1:  # c and n are relative to m
-        with np.errstate(invalid="ignore"):
-            apart = np.nan_to_num(np.exp(actual[3] - desired[3]), nan=1, posinf=np.inf)
-        actual[1:3] = actual[1] * apart[..., None, None], actual[2] * apart[..., None]
-    dtypes = {p.dtype, *p.states, p.options.get("state_dtype", "float32")}
-    promised = [max(y) for y in zip(*(PROMISED[name] for name in dtypes))]
-    within = np.arange(p.S) < points[1].max(1)[:, None, None]
-    exact, errors = dict(zip(names, desired)), {}
-    changed = dict(zip(["h", *GRADIENTS], changes or ()))
+def compared(p, x, within, actual, desired, rounded):
+    """Errors and bounds by name; rounded: results after roundings, if n . q or dh . h cancels."""
+    names = [*"hcnm"[: p.outputs], *GRADIENTS][: len(actual)]
+    exact = dict(zip(names, desired, strict=True))
+    promised = np.max([PROMISED[dtype] for dtype in p.dtypes], 0)
+    errors = {}
 
     def norm(y):
-        return np.linalg.norm(y.reshape(p.B * p.NH if name in changed else 1, -1), axis=1)
+        """Per head where something cancels."""
+        return np.linalg.norm(y.reshape(p.B * p.NH if rounded else 1, -1), axis=1)
 
+    if p.outputs > 1:  # c and n are relative to m
+        apart = np.exp(np.where(np.isfinite(exact["m"]), actual[3] - exact["m"], 0))
+        actual[1:3] = actual[1] * apart[..., None, None], actual[2] * apart[..., None]
     for name, a, b in zip(names, actual, desired, strict=True):
-        equal = np.isinf(b) & (a == b)
-        a, b = np.where(equal, 0, a), np.where(equal, 0, b)
+        mask = within if a.ndim == 3 else within[..., None]
+        beyond = name in "h dq dk dv di df" and np.any(a * ~mask)
+        a, b = np.where(np.isinf(b) & (a == b), 0, (a, b))
         size = norm(np.maximum(abs(b), 1) if name == "m" else b)
-        if name == "dn_initial" and name not in changed:  # n is one more column of C, and dh . h may cancel
+        if name == "dn_initial":  # n is one more column of C, and dh . h may cancel
             size = np.hypot(size, norm(exact["dc_initial"]))
         if name == "dm_initial":  # a sum whose terms may cancel
-            dc, dn = (exact[y] for y in ("dc_initial", "dn_initial"))
-            size = np.maximum(size, norm(dc * np.float64(x[5])) + norm(dn) * norm(np.float64(x[6])))
-        size = np.maximum(size, SMALLEST)
-        error, bound = norm(a - b) / size, np.full(size.shape, promised[name in GRADIENTS])
-        if name in changed:
-            unit = float(jnp.finfo(p.dtype).eps) / 2
-            bound = FACTORS.get(name, 3) * (norm(changed[name]) / size + unit)
-        steps = within if a.ndim == 3 else within[..., None]
-        beyond = name in ("h", "dq", "dk", "dv", "di", "df") and np.any(a * ~steps)
-        if np.isnan(error).any() or beyond:
-            error = np.full(size.shape, np.inf)
+            of_n = norm(exact["dn_initial"]) * norm(np.float64(x[6]))
+            size = np.maximum(size, norm(exact["dc_initial"] * np.float64(x[5])) + of_n)
+        size = np.maximum(size, SMALLEST[p.dtype] * math.sqrt(a.size))
+        bound = np.full(size.shape, promised[int(name in GRADIENTS)])
+        if rounded and name[0] in "hd":
+            change = np.sqrt(np.mean([norm(y[names.index(name)] - b) ** 2 for y in rounded], 0))
+            bound = FACTORS.get(name, 3) * (change / size + unit(p.dtype))
+        error = norm(a - b) / size
+        if beyond or np.isnan(error).any():
+            error = np.full(size.shape, math.inf)
         worst = np.argmax(error / bound)
         errors[name] = float(error[worst]), float(bound[worst])
     return errors
@@ -561,28 +481,33 @@ def compared(p, x, points, actual, desired, changes):
 
 # ---------------- how it is run and reported
 
-SECONDS = 180  # for a call, with what it compiles
-LEAST = 12  # calls, without which a lowering is not checked
+SECONDS = 180  # for a call, with the start of its process and what it compiles
+LEAST = 12  # calls of a lowering, one or more of each function: else it is not checked
 LINE = "from mlstm_pallas.selfcheck import check; print(check({}))"
 WORKER = "from mlstm_pallas.selfcheck import work; work()"
 
 
+def answer(call):
+    """The errors of a call, or one that is inf; none if a config does not fit this GPU."""
+    # Compiling interpreted kernels takes nearly all of their time.
+    jax.config.update("jax_disable_most_optimizations", "interpret" in call["backend"])
+    try:
+        return check(**call)
+    except Exception as error:
+        message = traceback.format_exception_only(error)[0].strip()
+        return {} if message.startswith("ValueError: config.") else {message: (math.inf, 1)}
+
+
 def work():
-    """Reads calls, one per line, and writes their errors; runs in a process of its own."""
-    results = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print
+    """Answers calls, a line each; runs in a process of its own."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what else is printed
     for line in sys.stdin:
-        try:
-            errors = check(**json.loads(line))
-        except Exception as error:
-            message = traceback.format_exception_only(error)[0].strip()
-            # Tiles that a config asks for may not fit this GPU.
-            errors = {} if message.startswith("ValueError: config.") else {message: (math.inf, 1)}
-        print(json.dumps(errors), file=results, flush=True)
+        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
 
 
 def start():
-    """A process that works, with a file of what it prints."""
+    """A process that works, and the file of what it prints."""
     log = tempfile.TemporaryFile("w+")
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
     return subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, **pipes), log
@@ -596,7 +521,7 @@ def end(process):
 
 
 def ask(process, log, call):
-    """The errors that a process finds in a call, or why it has none."""
+    """What a process answers, or why it does not."""
     timer = threading.Timer(SECONDS, end, [process])
     timer.start()
     with contextlib.suppress(BrokenPipeError):
@@ -606,44 +531,10 @@ def ask(process, log, call):
     timer.cancel()
     if line:
         return json.loads(line)
-    code = process.wait()
+    code = end(process)
     log.seek(0)
-    said = [f"exit code {code}", *log.read().strip().splitlines()][-1]
-    return {f"no result in {SECONDS} s" if late else f"exit code {code}: {said}": (math.inf, 1)}
-
-
-def check_until(options, backends, checked, processes):
-    """Checks calls in processes, each in one after the other, until the time is over."""
-    numbers, start_time = itertools.count(), time.monotonic()
-
-    def left():
-        return start_time + 60 * options.minutes - time.monotonic()
-
-    def work():
-        worker = None
-        while left() > 0:
-            program = draw(options.seed, next(numbers), backends)
-            for j in range(DRAWS):
-                if left() <= 0:
-                    break
-                if not worker:
-                    worker = start()
-                    processes.append(worker[0])
-                call = program | dict(seed=program["seed"] + j)
-                errors = ask(*worker, call)
-                checked.append((call, errors))
-                done = int(20 * (1 - left() / options.minutes / 60))
-                print(f"[{'#' * done:20}] {len(checked)} calls", end="\r", file=sys.stderr)
-                report_failure(call, errors)
-                if any(error == math.inf for error, _ in errors.values()):
-                    end(worker[0])
-                    worker = None
-
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(options.processes)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    said = ["", *log.read().strip().splitlines()][-1]
+    return {f"no result in {SECONDS} s" if late else f"exit code {code} {said}": (math.inf, 1)}
 
 
 def worst_of(errors):
@@ -651,32 +542,82 @@ def worst_of(errors):
     return max(((error / bound, name) for name, (error, bound) in errors.items()), default=(0, "-"))
 
 
-def report_failure(call, errors):
-    worst, name = worst_of(errors)
-    if worst > 1:
-        line = LINE.format(", ".join(f"{name}={x!r}" for name, x in call.items()))
-        error, bound = errors[name]
-        print(f"\n{line}\n# {name}: error {error:.1e}, bound {bound:.1e}", flush=True)
+class Run:
+    """A run: calls, (backend, function, errors), until its time is over."""
 
+    def __init__(self, options, backends):
+        self.options, self.backends, self.numbers = options, backends, itertools.count()
+        self.start, self.calls, self.processes = time.monotonic(), [], []
 
-def table(checked, backends):
-    """The rows of the table, and the exit code."""
-    code = 0
-    print("| lowering | calls | failed | not supported | worst error / bound | of | result |")
-    print("|" + "---|" * 7)
-    for backend in dict.fromkeys(backends):
-        calls = [(call, errors) for call, errors in checked if call["backend"] == backend]
-        supported = [(call, errors) for call, errors in calls if errors]
-        worst, name = max((worst_of(errors) for _, errors in supported), default=(0, "-"))
-        failed = sum(worst_of(errors)[0] > 1 for _, errors in supported)
-        missing = {*FUNCTIONS} - {call["function"] for call, _ in supported}
-        result = "wrong" if failed else "right"
-        if not failed and (missing or len(supported) < LEAST):
-            result = f"not checked, at least {LEAST} calls: no " + ", ".join(sorted(missing))
-        numbers = len(supported), failed, len(calls) - len(supported), f"{worst:.2f}", name, result
-        print(f"| {backend} |", *(f"{x} |" for x in numbers))
-        code = 1 if failed or code == 1 else 2 if result != "right" or code == 2 else 0
-    return code
+    def passed(self):
+        """The part of the time that has passed."""
+        return (time.monotonic() - self.start) / (60 * self.options.minutes)
+
+    def work(self):
+        """Checks one call after the other in a process, and after a failure in a new one."""
+        worker = None
+        while self.passed() < 1:
+            program = draw(self.options.seed, next(self.numbers), self.backends)
+            for seed in range(program["seed"], program["seed"] + DRAWS):
+                if self.passed() < 1:
+                    worker = self.check(worker, program | dict(seed=seed))
+
+    def check(self, worker, call):
+        """Checks a call; returns the process for the next one."""
+        try:
+            if not worker:
+                worker = start()
+                self.processes.append(worker[0])
+            errors = ask(*worker, call)
+        except Exception as error:
+            errors = {repr(error): (math.inf, 1)}
+        self.calls.append((call["backend"], call["function"], errors))
+        bar = "#" * min(int(20 * self.passed()), 20)
+        print(f"[{bar:20}] {len(self.calls)} calls", end="\r", file=sys.stderr)
+        worst, name = worst_of(errors)
+        if worst > 1:
+            line = LINE.format(", ".join(f"{key}={x!r}" for key, x in call.items()))
+            error, bound = errors[name]
+            print(f"\n{line}\n# {name}: error {error:.1e}, bound {bound:.1e}", flush=True)
+        if worst == math.inf and worker:
+            end(worker[0])
+            worker = None
+        return worker
+
+    def threads(self):
+        """Runs until the time is over or Ctrl-C is pressed."""
+        workers = [
+            threading.Thread(target=self.work, daemon=True) for _ in range(self.options.processes)
+        ]
+        try:
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+        except KeyboardInterrupt:
+            print("interrupted")
+        for process in self.processes:
+            end(process)
+
+    def table(self):
+        """Prints the table; returns the exit code."""
+        print("| lowering | calls | failed | not supported | worst error / bound | of | result |")
+        print("|" + "---|" * 7)
+        codes = []
+        for backend in dict.fromkeys(self.backends):
+            calls = [x[1:] for x in self.calls if x[0] == backend]
+            checked = [(name, worst_of(errors)) for name, errors in calls if errors]
+            worst, of = max((x for _, x in checked), default=(0, "-"))
+            failed = sum(x > 1 for _, (x, _) in checked)
+            missing = sorted({*FUNCTIONS} - {name for name, _ in checked})
+            result = "wrong" if failed else "right"
+            if not failed and (missing or len(checked) < LEAST):
+                result = ", ".join([f"not checked: under {LEAST} calls"] * (len(checked) < LEAST))
+                result = ", no ".join([result or "not checked", *missing])
+            row = len(checked), failed, len(calls) - len(checked), f"{worst:.2f}", of, result
+            print(f"| {backend} |", *(f"{x} |" for x in row))
+            codes.append({"right": 0, "wrong": 1}.get(result, 2))
+        return 1 if 1 in codes else max(codes)
 
 
 def package_hash():
@@ -689,13 +630,14 @@ def package_hash():
 
 
 def positive(kind):
-    def parse(text):
-        x = kind(text)
-        if not 0 < x < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} checks nothing, expected a number above 0")
-        return x
+    """A type of numbers for argparse."""
 
-    return parse
+    def number(text):
+        if not 0 < kind(text) < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} checks nothing, expected a number above 0")
+        return kind(text)
+
+    return number
 
 
 def main():
@@ -709,23 +651,16 @@ def main():
     parser = argparse.ArgumentParser("mlstm_pallas.selfcheck", description=__doc__)
     parser.add_argument("--minutes", type=positive(float), default=5)
     parser.add_argument("--seed", type=int, default=0)
-    processes = min(os.cpu_count() or 1, 16)
-    parser.add_argument("--processes", type=positive(int), default=processes)
+    count = min(os.cpu_count() or 1, 16)
+    parser.add_argument("--processes", type=positive(int), default=count)
     parser.add_argument("--backend", choices=sorted({*backends}))
     options = parser.parse_args()
-    if options.backend:
-        backends = [options.backend]
-    checked, started = [], []
-    try:
-        check_until(options, backends, checked, started)
-    except KeyboardInterrupt:
-        print("interrupted")
-    for process in started:
-        end(process)
+    run = Run(options, [options.backend] if options.backend else backends)
+    run.threads()
     versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, driver {driver}"
     files = f"mlstm_pallas {mlstm_pallas.__version__}, files {package_hash()}"
     print(f"\n{device}, {versions}, {files}, seed {options.seed}\n")
-    return table(checked, backends)
+    return run.table()
 
 
 if __name__ == "__main__":
