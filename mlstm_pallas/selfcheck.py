@@ -328,17 +328,33 @@ GRADIENTS = ["dq", "dk", "dv", "di", "df", "dc_initial", "dn_initial", "dm_initi
 # Where n . q or dh . h cancels, docs/background.md promises so many times the change that one more
 # rounding of q, k, v and h makes; of others 3 times.
 FACTORS = dict(dq=8, dk=8, di=32, df=32, dm_initial=32)
-ROUNDINGS = 6  # of which the change is the root mean square
+ROUNDINGS = 8  # of which the change is the root mean square
 
 
 def unit(dtype):
     return float(jnp.finfo(dtype).eps) / 2
 
 
-def recurrence(p, x, ids, counted, kept):
+def with_rounded_sums(x, noise):
+    """q, k, c and n with one more column, through which n . q is off by its terms times noise."""
+    q, k, v, i, f, *states = x
+    sizes = [lax.stop_gradient(jnp.linalg.norm(y, axis=-1, keepdims=True)) for y in (q, k)]
+    q = jnp.concatenate([q, noise[..., None] * sizes[0]], -1)
+    q *= (q.shape[-1] / k.shape[-1]) ** 0.5  # its scale is that of k
+    k = jnp.concatenate([k, sizes[1]], -1)
+    if states:
+        c, n, *m = states
+        size = lax.stop_gradient(jnp.linalg.norm(n, axis=-1, keepdims=True))
+        c = jnp.pad(c, [(0, 0)] * 2 + [(0, 1), (0, 0)])
+        states = c, jnp.concatenate([n, size], -1), *m
+    return q, k, v, i, f, *states
+
+
+def recurrence(p, x, noise, ids, counted, kept, **more):
     """h and the states of the recurrence; a step that does not count leaves the states."""
+    x = with_rounded_sums(x, noise)
     names = "input_gate", "normalize", "eps", "stabilize_correctly"
-    gate = {name: p.options[name] for name in names if name in p.options}
+    gate = {name: p.options[name] for name in names if name in p.options} | more
     order = slice(None, None, -1 if "reverse" in p.options else 1)
 
     def until(steps, kept):
@@ -353,7 +369,8 @@ def recurrence(p, x, ids, counted, kept):
         return h, *((y.T * kept).T for y in states)
 
     h, *states = jax.vmap(until, 1)(counted, kept)
-    return h[-1], *(jnp.moveaxis(y, 0, 2) for y in states)
+    c, n, m = (jnp.moveaxis(y, 0, 2) for y in states)
+    return h[-1], c[..., : p.DHQK, :], n[..., : p.DHQK], m
 
 
 @functools.lru_cache(1)
@@ -384,18 +401,29 @@ def compiled(program):
 
         return results(lambda x: run(x, data), x, cotangents)[0]
 
-    @jax.jit
-    def exact(x, steps, dy, cancels, noise):
-        def cotangents(h, *_):
-            # With it dh . h cancels, up to what h would be off by after a rounding.
-            scale = h / (jnp.sum(h * h, -1, keepdims=True) + 1e-99)
-            dh = dy[0] - cancels * scale * jnp.sum(dy[0] * h, -1, keepdims=True)
-            dh = dh.astype(p.dtype).astype(h.dtype)
-            dh += scale * jnp.sum(dh * h * noise, -1, keepdims=True)
-            others = zip(dy[1 : p.outputs], p.dtypes[1:], strict=False)
-            return dh, *(y.astype(dtype).astype(y.dtype) for y, dtype in others)
+    @functools.partial(jax.jit, static_argnums=0)
+    def exact(rounds, x, steps, dy, cancels, noise, noise_of_sums):
+        def run(x, **more):
+            return recurrence(p, x, noise_of_sums, *steps, **more)[: p.outputs]
 
-        return results(lambda x: recurrence(p, x, *steps)[: p.outputs], x, cotangents)
+        def cotangents(h, *_):
+            along = jnp.sum(dy[0] * h, -1, keepdims=True) / (
+                jnp.sum(h * h, -1, keepdims=True) + 1e-99
+            )
+            # The promise is of the gradients of h.
+            others = (y * (1 - cancels) for y in dy[1 : p.outputs])
+            dys = zip((dy[0] - cancels * along * h, *others), p.dtypes, strict=False)
+            return (y.astype(dtype).astype(y.dtype) for y, dtype in dys)
+
+        y, dy = results(run, x, cotangents)
+        if rounds and p.derivatives:  # h is rounded in dh . h alone, as is what it cancels
+            (sums, *last), pull = jax.vjp(functools.partial(run, normalize=False), x)
+            size = jnp.sum(sums * sums, -1, keepdims=True) + 1e-99
+            inverse = jnp.sum(y[0] * sums, -1, keepdims=True) / size
+            added = pull((dy[0] * inverse * noise, *map(jnp.zeros_like, last)))[0]
+            gradients = map(jnp.add, y[p.outputs :], added)
+            y = *y[: p.outputs], *gradients
+        return y, dy
 
     return p, actual, exact
 
@@ -409,28 +437,30 @@ def check(seed, **program):
     N = steps[1].shape[1]
     sizes = [p.S, p.DHV], [N, p.DHQK, p.DHV], [N, p.DHQK], [N]
     dy = [r.standard_normal((p.B, p.NH, *size)) for size in sizes]
-    units = [unit(p.dtype)] * 3 + [0, 0, unit(p.states[0]) * p.S**0.5, 0, 0]
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
 
-        def desired_of(times):
-            def noise(y, size=times):
-                return size * r.standard_normal(y.shape)
+        def exactly(dy, cancels, times):
+            noises = (times * r.standard_normal(y.shape) for y in (*x, x[2], x[3]))
+            *noises, of_h, of_sums = noises
+            units = [unit(p.dtype)] * 3 + [unit("float32")] * 2
+            units += unit(p.states[0]) * p.S**0.5, 0, 0
+            factors = (1 + u * z for u, z in zip(units, noises, strict=False))
+            wide = [np.float64(y) * z for y, z in zip(x, factors, strict=True)]
+            of_h, of_sums = unit(p.dtype) * of_h, unit("float32") * of_sums
+            results, dy = exact(times > 0, wide, steps, dy, cancels, of_h, of_sums)
+            return [*map(np.asarray, results)], dy
 
-            wide = [np.float64(y) * (1 + noise(y, times * u)) for y, u in zip(x, units)]
-            desired, dy_ = exact(wide, steps, dy, cancels, noise(dy[0], times * units[0]))
-            return [np.asarray(y) for y in desired], dy_
-
-        desired, dy_ = desired_of(0)
-        rounded = [desired_of(1)[0] for _ in range(ROUNDINGS * cancels)]
-        dy_ = jax.tree.map(np.float32, dy_)
+        desired, dy = exactly(dy, cancels, 0)
+        rounded = [exactly(dy, False, 1)[0] for _ in range(ROUNDINGS * cancels)]
+        dy = jax.tree.map(np.float32, dy)
     within = steps[1][:, -1][:, None, :]
     names = range(5) if "T" in p.options else (3, 4) if p.lengths else ()
     garbage = r.choice([1, np.nan]) if "T" in p.options else np.nan
-    x = [*x]
+    given = [*x]
     for j in names:
         mask = within if x[j].ndim == 3 else within[..., None]
-        x[j] = np.where(mask, x[j], (garbage * x[j]).astype(x[j].dtype))
-    arguments = x, data, dy_
+        given[j] = np.where(mask, x[j], (garbage * x[j]).astype(x[j].dtype))
+    arguments = given, data, dy
     results = actual(*arguments)
     errors = compared(p, x, within, [np.float64(y) for y in results], desired, rounded)
     if p.options.get("config", {}).get("batch_invariant"):
@@ -442,6 +472,7 @@ def check(seed, **program):
     return errors
 
 
+@np.errstate(invalid="ignore", over="ignore")  # NaN and -inf have their places
 def compared(p, x, within, actual, desired, rounded):
     """Errors and bounds by name; rounded: results after roundings, if n . q or dh . h cancels."""
     names = [*"hcnm"[: p.outputs], *GRADIENTS][: len(actual)]
@@ -452,6 +483,14 @@ def compared(p, x, within, actual, desired, rounded):
     def norm(y):
         """Per head where something cancels."""
         return np.linalg.norm(y.reshape(p.B * p.NH if rounded else 1, -1), axis=1)
+
+    def change_of(name, results):
+        """What a rounding changes. Sums of q . dq and k . dk, which round apart, are di and df."""
+        changes = {y: z - exact[y] for y, z in zip(names, results, strict=True)}
+        share = {"di": 1, "df": 1 / (1 + np.exp(np.float64(x[4])))}.get(name, 0)
+        both = zip(x, ("dq", "dk") if p.derivatives else (), strict=False)
+        terms = (share * (np.float64(y) * changes[z]).sum(-1) for y, z in both)
+        return norm(changes[name]) + sum(map(norm, terms))
 
     if p.outputs > 1:  # c and n are relative to m
         apart = np.exp(np.where(np.isfinite(exact["m"]), actual[3] - exact["m"], 0))
@@ -469,7 +508,7 @@ def compared(p, x, within, actual, desired, rounded):
         size = np.maximum(size, SMALLEST[p.dtype] * math.sqrt(a.size))
         bound = np.full(size.shape, promised[int(name in GRADIENTS)])
         if rounded and name[0] in "hd":
-            change = np.sqrt(np.mean([norm(y[names.index(name)] - b) ** 2 for y in rounded], 0))
+            change = np.sqrt(np.mean([change_of(name, y) ** 2 for y in rounded], 0))
             bound = FACTORS.get(name, 3) * (change / size + unit(p.dtype))
         error = norm(a - b) / size
         if beyond or np.isnan(error).any():
@@ -508,7 +547,7 @@ def work():
 
 def start():
     """A process that works, and the file of what it prints."""
-    log = tempfile.TemporaryFile("w+")
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115, it is read after the process has ended
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
     return subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, **pipes), log
 
@@ -522,18 +561,18 @@ def end(process):
 
 def ask(process, log, call):
     """What a process answers, or why it does not."""
-    timer = threading.Timer(SECONDS, end, [process])
+    timer, begin = threading.Timer(SECONDS, end, [process]), time.monotonic()
     timer.start()
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps(call), file=process.stdin, flush=True)
     line = process.stdout.readline()
-    late = not timer.is_alive()
     timer.cancel()
     if line:
         return json.loads(line)
     code = end(process)
     log.seek(0)
     said = ["", *log.read().strip().splitlines()][-1]
+    late = time.monotonic() - begin >= SECONDS
     return {f"no result in {SECONDS} s" if late else f"exit code {code} {said}": (math.inf, 1)}
 
 
