@@ -507,6 +507,8 @@ def compared(p, x, within, actual, desired, rounded):
             size = np.maximum(size, norm(exact["dc_initial"] * np.float64(x[5])) + of_n)
         size = np.maximum(size, SMALLEST[p.dtype] * math.sqrt(a.size))
         bound = np.full(size.shape, promised[int(name in GRADIENTS)])
+        if name == "m" and p.tokens:  # it is rounded after every token
+            bound += p.S * unit(p.states[2])
         if rounded and name[0] in "hd":
             change = np.sqrt(np.mean([change_of(name, y) ** 2 for y in rounded], 0))
             bound = FACTORS.get(name, 3) * (change / size + unit(p.dtype))
