@@ -589,6 +589,7 @@ class Run:
     def __init__(self, options, backends):
         self.options, self.backends, self.numbers = options, backends, itertools.count()
         self.start, self.calls, self.processes = time.monotonic(), [], []
+        self.interrupted = False  # processes are ended, which is no failure of their calls
 
     def passed(self):
         """The part of the time that has passed."""
@@ -612,6 +613,8 @@ class Run:
             errors = ask(*worker, call)
         except Exception as error:
             errors = {repr(error): (math.inf, 1)}
+        if self.interrupted:
+            return worker
         self.calls.append((call["backend"], call["function"], errors))
         bar = "#" * min(int(20 * self.passed()), 20)
         print(f"[{bar:20}] {len(self.calls)} calls", end="\r", file=sys.stderr)
@@ -636,6 +639,7 @@ class Run:
             for worker in workers:
                 worker.join()
         except KeyboardInterrupt:
+            self.interrupted = True
             print("interrupted")
         for process in self.processes:
             end(process)

@@ -323,6 +323,16 @@ def test_exit_codes(answers, code, row, monkeypatch, capsys):
         assert "\n# dv: error 1.0e+00, bound 2.0e-02\n" in out
 
 
+def test_a_call_that_ctrl_c_ends_does_not_count(monkeypatch):
+    run = selfcheck.Run(types.SimpleNamespace(minutes=1), ["xla"])
+    run.interrupted = True
+    monkeypatch.setattr(
+        selfcheck, "ask", lambda process, log, call: {"exit code -9": (math.inf, 1)}
+    )
+    assert run.check((None, None), {}) == (None, None)
+    assert not run.calls
+
+
 def test_a_lowering_without_calls_is_not_checked(monkeypatch, capsys):
     monkeypatch.setattr(selfcheck, "HAS_TRITON", True)
     monkeypatch.setattr(selfcheck, "jax_has_mosaic_gpu", lambda: False)
