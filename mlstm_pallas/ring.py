@@ -19,9 +19,7 @@ from mlstm_pallas.problem.validation import DEFAULT_LAYOUT
 from mlstm_pallas.schedules.sharding import run_step, sharded_alike
 from mlstm_pallas.stages.ring_step import Operands, RingStates, flushed
 
-jax.export.register_namedtuple_serialization(
-    RingStates, serialized_name="mlstm_pallas.RingStates"
-)
+jax.export.register_namedtuple_serialization(RingStates, serialized_name="mlstm_pallas.RingStates")
 DEFAULT_LENGTH, MIN_LENGTH, MAX_LENGTH = 16, 8, 64
 
 

@@ -1,66 +1,207 @@
 """Checks whether this machine computes right: python -m mlstm_pallas.selfcheck.
 
-It compares random calls, forward and all gradients, with the recurrence in float64, on each
-lowering that the machine has. If a result is off by more than the README promises, the exit code is
-1, and a line of Python repeats the call.
+On each lowering that the machine has, it compares random calls of all functions, forward and all
+gradients, with the recurrence in float64. A line of Python repeats a call whose results are off by
+more than is promised. The exit code is 1 if a call failed, else 2 if a lowering was not checked: if
+it had fewer calls than the table says, or none of a function.
 """
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import random
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
 import mlstm_pallas
 from mlstm_pallas.planning.backend import jax_has_mosaic_gpu
 from mlstm_pallas.planning.dispatch import HAS_TRITON
 from mlstm_pallas.problem.gpu import target_gpu
 
-# What the README promises of outputs and of gradients.
-PROMISED = {"bfloat16": (5e-3, 2e-2), "float16": (1e-3, 4e-3), "float32": (1e-5, 1e-4)}
-SMALLEST = 1e-24  # float32 products in a smaller result are subnormal, and a device may drop them
-SECONDS = 120  # per call, with the start of its process
-LINE = "from mlstm_pallas.selfcheck import check; check({})"
-GRADIENTS = ["dq", "dk", "dv", "di", "df", "dc_initial", "dn_initial", "dm_initial"]
+# ---------------- what is called: (x, data, **options) -> h, c, n, m
+# x: q, k, v, i, f, c, n and m, or fewer states; arrays are (B, NH, ...). The states that are
+# returned are those after N numbers of steps, (B, NH, N, ...).
+
+
+def call(function, x, layout="BNTH", **options):
+    """What a function of arrays in this layout returns, h with the heads first."""
+    axis = 1 + (layout == "BTNH")
+    tokens = (y.swapaxes(1, axis) for y in x[:5])
+    result = function(*tokens, *x[5:], layout=layout, **options)
+    h, *states = result if isinstance(result, tuple) else (result,)
+    return h.swapaxes(1, axis), *states
+
+
+def with_axis(states, several=False):
+    """The states with the axis N; several: it is there, in front of the heads."""
+    return [y.swapaxes(1, 2) if several else y[:, :, None] for y in states]
+
+
+def chunkwise(x, data, **options):
+    h, *states = call(mlstm_pallas.mlstm_chunkwise, x, **data["keywords"], **options)
+    return h, *with_axis(sum(states, ()), "num_segments" in options)
+
+
+def chunkwise_states(x, data, **options):
+    function = mlstm_pallas.mlstm_chunkwise_states
+    h, last, every = call(function, x, **data["keywords"], **options)
+    pairs = zip(with_axis(every, True), with_axis(last), strict=True)
+    return h, *(jnp.concatenate(pair, 2) for pair in pairs)
+
+
+def sequence_parallel(x, data, shards, **options):
+    function = mlstm_pallas.distributed.mlstm_chunkwise_sequence_parallel
+    devices, keywords = jax.devices(), data["keywords"]
+    mesh = Mesh(devices[: shards if len(devices) >= shards else 1], "s")
+    steps, ids, rest = PartitionSpec(None, None, "s"), PartitionSpec(None, "s"), PartitionSpec()
+    specs = {name: ids if name == "segment_ids" else rest for name in keywords}
+    specs = [*[steps] * 5, *[rest] * len(x[5:])], specs
+
+    def shard(x, keywords):
+        return call(function, x, axis_name="s", **keywords, **options)
+
+    results = dict(out_specs=(steps, rest), check_vma=False)
+    h, states = jax.shard_map(shard, mesh=mesh, in_specs=specs, **results)(x, keywords)
+    return h, *with_axis(states)
+
+
+def in_pools(run):
+    """With rows, the states that a function of tokens takes and returns are rows of pools."""
+
+    @functools.wraps(run)
+    def pooled(x, data, **options):
+        if "rows" not in data:
+            return run(x, data, **options)
+        order = jnp.argsort(data["rows"])
+        slots = jnp.argsort(order)
+        keywords = data["keywords"] | dict(slots=jnp.where(data["used"], slots, -1))
+        pools = (y[order] for y in x[5:])
+        h, *pools = run([*x[:5], *pools], data | dict(keywords=keywords), **options)
+        return h, *(y[slots] for y in pools)
+
+    return pooled
+
+
+@in_pools
+def steps(x, data, joined, **options):
+    def one(states, token):
+        if joined:
+            token = jnp.concatenate(token[:3], -1), None, None, jnp.stack(token[3:], -1), None
+        function = mlstm_pallas.mlstm_recurrent_step
+        return function(*token, *states, **data["keywords"], **options)[::-1]
+
+    states, h = lax.scan(one, tuple(x[5:]), [jnp.moveaxis(y, 2, 0) for y in x[:5]])
+    return jnp.moveaxis(h, 0, 2), *with_axis(states)
+
+
+@in_pools
+def sequence(x, data, **options):
+    h, states = call(mlstm_pallas.mlstm_recurrent_sequence, x, **data["keywords"], **options)
+    return h, *with_axis(states, "return_all_states" in options)
+
+
+@in_pools
+def ring(x, data, T, length, phase, rollback, input_gate="exp", layout="BNTH", **options):
+    """Calls of T drafts, of which data["accepted"], (B, calls), count."""
+    function, options = mlstm_pallas.mlstm_ring_states, options | data["keywords"]
+    kept = dict(length=length, phase=phase, input_gate=input_gate)
+    rings = function(*x[5:], dtype=x[1].dtype, **kept)
+    drafts = [jnp.moveaxis(y.reshape(*y.shape[:2], -1, T, *y.shape[3:]), 2, 0) for y in x[:5]]
+
+    def one(carry, drafts_and_count):
+        (rings, accepted), (drafts, count) = carry, drafts_and_count
+        step = functools.partial(mlstm_pallas.mlstm_ring_step, accepted=accepted, **options)
+        if T > 1:
+            h, rings = call(step, [*drafts, rings], layout)
+        else:  # a token has no axis T
+            h, rings = step(*(y[:, :, 0] for y in drafts), rings)
+        return (rings, count), h.reshape(drafts[2].shape)
+
+    counts = data["accepted"].T
+    carry, drafts = (rings, 0 * counts[0]), (drafts, counts)
+    if not rollback:
+        carry, drafts = (rings, None), (drafts[0], None)
+    (rings, accepted), h = lax.scan(one, carry, drafts)
+    if "slots" in options and rollback:  # the rows of pools, in their order
+        accepted = accepted[jnp.argsort(data["rows"])]
+    last = mlstm_pallas.mlstm_ring_flush(rings, accepted=accepted)
+    h = jnp.moveaxis(h, 0, 2).reshape(x[2].shape)
+    return jnp.where(data["within"][:, None, :, None], h, 0), *with_axis(last)
+
+
+# ---------------- what is drawn: programs, which are compiled once, and data for each
 
 HEADS = 64, 8, 24, 37, 48, 96, 128, 160, 192, 250, 256, 320, 512
-LAST = dict(return_last_states=True)
-# A call has one of the values of each row by chance; an edge case has the first ones.
-TABLE = dict(
-    tokens=[False] * 9 + [True],
-    B=[1, 1, 2],
-    NH=[2, 1, 3],
-    S=[256, 40, 47, 128, 200, 333, 640, 777, 1024],
-    DHQK=HEADS,
-    DHV=HEADS,
+SHAPES = dict(
+    B=[1, 1, 2], NH=[2, 1, 3], DHQK=HEADS, DHV=HEADS, initial=[True, True, False],
     dtype=["bfloat16", "bfloat16", "float16", "float32"],
-    layout=["BNTH", "BTNH"],
-    forget=[4, 0, 10, 40],
-    masked=[False, False, True],
-    initial=[True, True, False],
-    lengths=[False, False, True],
+)  # fmt: skip
+LONG = dict(
+    S=[256, 40, 47, 128, 200, 333, 640, 777, 1024], lengths=[False, False, True],
     segments=[False, True],
-    gate=[
-        *({}, {}, dict(eps=0.1), dict(stabilize_correctly=False), dict(input_gate="sigmoid")),
-        dict(input_gate="sigmoid", normalize=False),
-    ],
-    kind=[LAST, {}, LAST | dict(reverse=True), LAST | dict(num_segments=3)],
-    config=[{}, {}, dict(fused=True), dict(fused=False), dict(num_splits=2)],
-    chunk_size=[None, None, 64, 128, 256, 512, 1024],
-    recompute_states_in_bw=[True, False],
+)  # fmt: skip
+STATES = [["float32"] * 3, ["bfloat16", "float32", "float32"], ["bfloat16"] * 3, ["float16"] * 3]
+TOKENS = dict(S=[5, 1, 2, 4, 7, 8], slots=[False, True], states=STATES)  # dtypes of c, n and m
+
+
+def rows_of(**options):
+    """Rows of keywords, by the values of each keyword."""
+    return [[{name: x} for x in values] for name, values in options.items()]
+
+
+GATES = [
+    *({}, {}, dict(eps=0.1), dict(stabilize_correctly=False), dict(input_gate="sigmoid")),
+    dict(input_gate="sigmoid", normalize=False),
+]
+LAYOUT, LAST = rows_of(layout=["BNTH", "BTNH"]), dict(return_last_states=True)
+KINDS = [LAST, {}, LAST | dict(reverse=True), LAST | dict(num_segments=3)]
+CONFIGS = {}, {}, dict(fused=True), dict(fused=False)
+SPLITS = rows_of(
+    config=[*CONFIGS, dict(num_splits=2)], chunk_size=[None, None, 64, 128, 256, 512, 1024]
 )
+RECOMPUTE = rows_of(recompute_states_in_bw=[True, False])
+ROUNDED = [{}, {}, dict(state_dtype="bfloat16")]
+DRAFTS = [dict(T=x, length=y) for x, y in ((1, 16), (3, 8), (8, 16), (1, 8))]
+RINGS = [DRAFTS, *rows_of(rollback=[True, True, False], phase=[None, 0])]
+# What is called, and the values of its shapes and keywords: a program has one of each row by
+# chance, an edge case the first one.
+FUNCTIONS = {
+    "mlstm_chunkwise": (chunkwise, LONG, [KINDS, ROUNDED, *LAYOUT, *SPLITS, *RECOMPUTE]),
+    "mlstm_ring_step": (ring, TOKENS | dict(S=[24, 48]), [*LAYOUT, *RINGS]),
+    "mlstm_chunkwise_states": (
+        *(chunkwise_states, LONG),
+        [ROUNDED, *LAYOUT, *rows_of(every=[64, 16, 32], config=CONFIGS)],
+    ),
+    "mlstm_recurrent_sequence": (
+        *(sequence, TOKENS | dict(lengths=[False, True])),
+        [[{}, dict(return_all_states=True)], *LAYOUT],
+    ),
+    "mlstm_chunkwise_sequence_parallel": (
+        *(sequence_parallel, LONG),
+        [[LAST], *LAYOUT, *RECOMPUTE, *rows_of(shards=[4, 1, 2])],
+    ),
+    "mlstm_recurrent_step": (steps, TOKENS, rows_of(joined=[False, True])),
+}
+ROTATION = [*FUNCTIONS, "mlstm_chunkwise", "mlstm_chunkwise"]
 # The first calls on Mosaic GPU: tiles have columns beyond those of the narrower head.
 EDGES = [
     *(dict(DHQK=x) for x in (256, 192, 512)),
@@ -73,114 +214,457 @@ EDGES = [
         for x in (128, 192)
     ),
 ]
+DRAWS = 4  # of data for a program; n . q and dh . h cancel in the last one
 
 
 def draw(seed, number, backends):
-    """The arguments of ``check`` for one call of a run, the same ones on every machine."""
-    r = random.Random(f"{seed} {number}")
-    call = {name: r.choice(x) for name, x in TABLE.items()}
-    if "interpret" in backends[-1]:
-        call |= {name: min(call[name], 100) for name in ("S", "DHQK", "DHV")}
-    if number < len(EDGES) and "mosaic_gpu" in backends[0]:
-        call = {name: x[0] for name, x in TABLE.items()} | EDGES[number]
-        backends = backends[:1]
-    # The recurrence in float64 keeps all states.
-    call["S"] = min(call["S"], 3 * 10**7 // (call["DHQK"] * call["DHV"]))
-    return call | dict(backend=r.choice(backends), seed=r.getrandbits(32))
+    """A program of a run, the same one on every machine: arguments of ``check``."""
+    r, (turn, place) = random.Random(f"{seed} {number}"), divmod(number, len(backends))
+    backend = backends[place]
+    turn = turn * backends.count(backend) + backends[:place].count(backend)
+    names = [ROTATION[j % len(ROTATION)] for j in range(turn + 1)]
+    name, choose, edge = names[-1], r.choice, {}
+    if (backend, name) == ("mosaic_gpu", "mlstm_chunkwise") and names.count(name) <= len(EDGES):
+        choose, edge = (lambda row: row[0]), EDGES[names.count(name) - 1]
+    _, table, rows = FUNCTIONS[name]
+    call = {key: choose(row) for key, row in (SHAPES | table).items()}
+    options = dict(item for row in [GATES, *rows] for item in choose(row).items())
+    for key, x in edge.items():
+        (call if key in call else options)[key] = x
+    if r.random() < 0.25 and "shards" not in options:
+        call["B"] += 1
+        options["config"] = options.get("config", {}) | dict(batch_invariant=True)
+        options |= dict(phase=0) if "phase" in options else {}
+    return fitted(call, options, backend) | dict(
+        function=name, backend=backend, options=options, seed=r.getrandbits(24) * DRAWS
+    )
 
 
-def check(
-    seed, backend, tokens, B, NH, S, DHQK, DHV, dtype, layout, forget, masked, initial, lengths,
-    segments, gate, kind, config, **chunkwise,
-):  # fmt: skip
-    """Prints the error and the bound of each result of a call, by name."""
-    r, rows = np.random.default_rng(seed), np.arange(B)
-    options = gate | dict(layout=layout, backend=backend)
-    if tokens:
-        function, S, kind = mlstm_pallas.mlstm_recurrent_sequence, 1 + S % 8, {}
-        if initial and segments:  # the states are pools
-            options["slots"] = rows = r.permutation(B)
-        segments = False
-    else:
-        function = mlstm_pallas.mlstm_chunkwise
-        options |= kind | chunkwise | dict(config=mlstm_pallas.KernelConfig(**config))
-    sizes = [S, DHQK], [S, DHQK], [S, DHV], [S], [S], [DHQK, DHV], [DHQK], []
-    q, k, v, i, f, c, n, m = (r.standard_normal((B, NH, *size)) for size in sizes)
-    q, k, n = (abs(y) + 0.2 for y in (q, k, n))  # n . q does not cancel
-    q *= r.choice((-1, 1), (B, NH, S, 1))
+def fitted(call, options, backend):
+    """A call of a size for the lowering, without what excludes each other."""
+    if "interpret" in backend:
+        call |= {name: min(call[name], 48) for name in ("S", "DHQK", "DHV")}
+        options |= dict(shards=1) if "mosaic" in backend and "shards" in options else {}
+    if call.get("slots"):
+        options.pop("return_all_states", None)
+    call |= dict(segments=True) if "num_segments" in options else {}
+    call["initial"] |= call.get("slots", False) or "T" in options or "joined" in options
+    if "slots" not in call:  # the gradients of the recurrence in float64 keep all states
+        size = math.prod(call[name] for name in ("B", "NH", "DHQK", "DHV"))
+        call["S"] = min(call["S"], (10**7 if backend == "xla" else 5 * 10**7) // size + 1)
+    unit = options.get("T") or options.get("shards") or 1
+    call["S"] = max(call["S"] // unit, 1) * unit
+    return call
+
+
+def drawn_steps(r, p):
+    """What a call has beside arrays, and which steps its results count.
+
+    These are the ids of segments, (B, S), the steps before each state, (B, N, S), and which of the
+    states are not zeros, (B, N).
+    """
+    B, S, keywords, steps = p.B, p.S, {}, np.arange(p.S)
+    data, within, ids = dict(keywords=keywords), np.ones((B, S), bool), np.zeros((B, S), "int32")
+    if p.lengths:
+        keywords["sequence_lengths"] = r.choice([0, S // 3, S - 1, S], B).astype("int32")
+        within &= steps < keywords["sequence_lengths"][:, None]
+    if p.slots:
+        data |= dict(rows=r.permutation(B), used=(np.arange(B) == 0) | (r.random(B) < 0.7))
+        within &= data["used"][:, None]
+    if "T" in p.options:
+        T = p.options["T"]
+        least = 0 if p.options["rollback"] else T
+        accepted = r.integers(least, T + 1, (B, S // T)).astype("int32")
+        within &= (np.arange(T) < accepted[..., None]).reshape(B, S)
+        data |= dict(accepted=accepted * within.any(1, keepdims=True), within=within)
+    if p.segments:
+        ids = keywords["segment_ids"] = np.sort(r.integers(0, 3, (B, S)) * (steps > 0))
+    ends = [S]
+    if every := p.options.get("every"):
+        ends = [*range(every, S + 1, every), S]
+    if "return_all_states" in p.options:
+        ends = range(1, S + 1)
+    counted = np.stack([within & (steps < end) for end in ends], 1)
+    kept = np.ones(counted.shape[:2], bool)
+    if "num_segments" in p.options:
+        counted = np.stack([within & (ids <= n) for n in range(3)], 1)
+        kept = np.diff(counted.sum(2), axis=1, prepend=-1) > 0
+    return data, (ids, counted, kept)
+
+
+def drawn_arrays(r, p, cancels):
+    """q, k, v, i, f, c, n and m, or fewer states."""
+    sizes = [p.S, p.DHQK], [p.S, p.DHQK], [p.S, p.DHV], [p.S], [p.S], [p.DHQK, p.DHV], [p.DHQK], []
+    q, k, v, i, f, c, n, m = (r.standard_normal((p.B, p.NH, *size)) for size in sizes)
+    forget = 10 if cancels else r.choice([4, 0, 10, 40])
     f += forget
-    if masked:
-        for y, value in (f, -np.inf), (f, np.inf if forget > 4 else -30), (i, -30), (i, -np.inf):
-            y[r.random(y.shape) < 0.1] = value
-    states = (c, n, m)[: 3 - ("input_gate" in gate)] if initial else ()
-    x = [*(y.astype(jnp.dtype(dtype)) for y in (q, k, v)), *map(np.float32, (i, f, *states))]
-    ends = r.choice([0, S // 3, S - 1, S], B) if lengths else np.full(B, S)
-    within = np.arange(S) < ends[:, None, None]
-    ids = np.sort(r.integers(0, 3, (B, S)) * (np.arange(S) > 0))  # the first segment has states
-    if lengths:
-        options["sequence_lengths"] = ends
-    after = rows
-    if "num_segments" in kind:
-        segments, after = True, (rows, ids[rows, np.maximum(ends - 1, 0)])
-    if segments:
-        options["segment_ids"] = ids
-    step, axis = -1 if "reverse" in kind else 1, 1 + (layout == "BTNH")
+    if cancels:  # n . q; in float16 gradients would be inf with wide gates
+        i *= 1 if p.dtype == "float16" else 5
+    else:
+        q, k, n = (abs(y) + 0.2 for y in (q, k, n))
+        q *= r.choice((-1, 1), (p.B, p.NH, p.S, 1))
+        if r.random() < 1 / 3:
+            for y, value in (
+                (f, -np.inf),
+                (f, np.inf if forget > 4 else -30),
+                (i, -30),
+                (i, -np.inf),
+            ):
+                where = r.random(y.shape) < 0.1
+                y[where] = value if np.isinf(value) else y[where] + value  # without ties
+    sigmoid, dtypes = "input_gate" in p.options, [p.dtype] * 3 + ["float32"] * 2 + p.states
+    count = (3 if p.tokens or not sigmoid else 2) * p.initial
+    x = [q, k, v, i, f, *(c, n, m * (not sigmoid))[:count]]
+    return [y.astype(jnp.dtype(dtype)) for y, dtype in zip(x, dtypes, strict=False)]
 
-    def call(*x):
-        arrays = (y.swapaxes(1, axis) for y in x[:5])
-        h, *states = jax.tree.leaves(function(*arrays, *x[5:], **options))
-        return h.swapaxes(1, axis), *(y[after] for y in states)
 
-    def exact(q, k, v, i, f, *states):
-        ordered = q, k, v, jnp.where(within, i, -jnp.inf), jnp.where(within, f, jnp.inf)
+# ---------------- how it is compared
+
+# What the README promises of outputs and of gradients.
+PROMISED = {"bfloat16": (5e-3, 2e-2), "float16": (1e-3, 4e-3), "float32": (1e-5, 1e-4)}
+# Products in smaller results are subnormal, and a device may drop them.
+SMALLEST = {"bfloat16": 1e-24, "float16": 2.0**-14, "float32": 1e-24}
+GRADIENTS = ["dq", "dk", "dv", "di", "df", "dc_initial", "dn_initial", "dm_initial"]
+# Where n . q or dh . h cancels, docs/background.md promises so many times the change that one more
+# rounding of q, k, v and h makes; of others 3 times, or 8 where every token rounds the states.
+FACTORS = dict(dq=8, dk=8, di=32, df=32, dm_initial=32)
+ROUNDINGS = 8  # of which the change is the root mean square
+
+
+def unit(dtype):
+    return float(jnp.finfo(dtype).eps) / 2
+
+
+def with_rounded_sums(x, noise):
+    """q, k, c and n with one more column, through which n . q is off by its terms times noise."""
+    q, k, v, i, f, *states = x
+    sizes = [lax.stop_gradient(jnp.linalg.norm(y, axis=-1, keepdims=True)) for y in (q, k)]
+    q = jnp.concatenate([q, noise[..., None] * sizes[0]], -1)
+    q *= (q.shape[-1] / k.shape[-1]) ** 0.5  # its scale is that of k
+    k = jnp.concatenate([k, sizes[1]], -1)
+    if states:
+        c, n, *m = states
+        size = lax.stop_gradient(jnp.linalg.norm(n, axis=-1, keepdims=True))
+        c = jnp.pad(c, [(0, 0)] * 2 + [(0, 1), (0, 0)])
+        states = c, jnp.concatenate([n, size], -1), *m
+    return q, k, v, i, f, *states
+
+
+def recurrence(p, x, noise, ids, counted, kept, **more):
+    """h and the states of the recurrence; a step that does not count leaves the states."""
+    x = with_rounded_sums(x, noise)
+    names = "input_gate", "normalize", "eps", "stabilize_correctly"
+    gate = {name: p.options[name] for name in names if name in p.options} | more
+    order = slice(None, None, -1 if "reverse" in p.options else 1)
+
+    def until(steps, kept):
+        q, k, v, i, f, *states = x
+        i, f = jnp.where(steps[:, None], i, -jnp.inf), jnp.where(steps[:, None], f, jnp.inf)
         # No segment starts beyond a length.
-        steps = np.maximum.accumulate(np.where(within[:, 0], ids * segments, 0), 1)
-        h, states = mlstm_pallas.reference.recurrence(
-            *(y[:, :, ::step] for y in ordered), *states,
-            segment_ids=steps[:, ::step], layout="BNTH", **gate,
-        )  # fmt: skip
-        return (jnp.where(within[..., None], h[:, :, ::step], 0), *states)[: len(dy)]
+        segment_ids = lax.cummax(jnp.where(steps, ids, 0), axis=1)[:, order]
+        tokens = (y[:, :, order] for y in (q, k, v, i, f))
+        function = mlstm_pallas.reference.recurrence
+        h, states = function(*tokens, *states, segment_ids=segment_ids, layout="BNTH", **gate)
+        h = jnp.where(steps[:, None, :, None], h[:, :, order], 0)
+        return h, *((y.T * kept).T for y in states)
+
+    h, *states = jax.vmap(until, 1)(counted, kept)
+    c, n, m = (jnp.moveaxis(y, 0, 2) for y in states)
+    return h[-1], c[..., : p.DHQK, :], n[..., : p.DHQK], m
+
+
+@functools.lru_cache(1)
+def compiled(program):
+    """The settings of a program, and two functions of data: the call and the recurrence."""
+    fields = json.loads(program)
+    defaults = dict(lengths=False, segments=False, slots=False, states=["float32"] * 3)
+    p = SimpleNamespace(**defaults | fields, tokens="S" in fields and "states" in fields)
+    options = dict(p.options, backend=p.backend)
+    options["config"] = mlstm_pallas.KernelConfig(**options.get("config", {}))
+    p.derivatives = "recompute_states_in_bw" in options
+    p.outputs = 1 if p.derivatives and "return_last_states" not in options else 4
+    p.dtypes = [p.dtype, options.get("state_dtype", p.states[0]), *p.states[1:]]
+    run = functools.partial(FUNCTIONS[p.function][0], **options)
+    jax.clear_caches()
+
+    def results(function, x, cotangents):
+        if not p.derivatives:
+            return function(x), None
+        y, pull = jax.vjp(function, x)
+        dy = tuple(cotangents(*y))
+        return (*y, *pull(dy)[0]), dy
+
+    @jax.jit
+    def actual(x, data, dy):
+        def cotangents(*y):
+            return (a.astype(b.dtype) for a, b in zip(dy, y, strict=False))
+
+        return results(lambda x: run(x, data), x, cotangents)[0]
 
     @functools.partial(jax.jit, static_argnums=0)
-    def results(function, x, dy):
-        y, pull = jax.vjp(function, *x)
-        return *y, *pull(dy)
+    def exact(rounds, x, steps, dy, cancels, noise, noise_of_sums):
+        def run(x, **more):
+            return recurrence(p, x, noise_of_sums, *steps, **more)[: p.outputs]
 
-    dy = tuple(r.standard_normal(y.shape).astype(y.dtype) for y in jax.eval_shape(call, *x))
-    # A call of tokens has no derivatives.
-    actual = jax.jit(call)(*x) if tokens else results(call, x, dy)
-    entries = *x[:5], *(y[rows] for y in x[5:])
+        def cotangents(h, *_):
+            along = jnp.sum(dy[0] * h, -1, keepdims=True) / (
+                jnp.sum(h * h, -1, keepdims=True) + 1e-99
+            )
+            # The promise is of the gradients of h.
+            others = (y * (1 - cancels) for y in dy[1 : p.outputs])
+            dys = zip((dy[0] - cancels * along * h, *others), p.dtypes, strict=False)
+            return (y.astype(dtype).astype(y.dtype) for y, dtype in dys)
+
+        y, dy = results(run, x, cotangents)
+        if rounds and p.derivatives:  # h is rounded in dh . h alone, as is what it cancels
+            (sums, *last), pull = jax.vjp(functools.partial(run, normalize=False), x)
+            size = jnp.sum(sums * sums, -1, keepdims=True) + 1e-99
+            inverse = jnp.sum(y[0] * sums, -1, keepdims=True) / size
+            added = pull((dy[0] * inverse * noise, *map(jnp.zeros_like, last)))[0]
+            gradients = map(jnp.add, y[p.outputs :], added)
+            y = *y[: p.outputs], *gradients
+        return y, dy
+
+    return p, actual, exact
+
+
+def check(seed, **program):
+    """The error and the bound of each result of a call, by name."""
+    p, actual, exact = compiled(json.dumps(program))
+    r, cancels = np.random.default_rng(seed), seed % DRAWS == DRAWS - 1 and p.states[1] == "float32"
+    data, steps = drawn_steps(r, p)
+    x = drawn_arrays(r, p, cancels)
+    N = steps[1].shape[1]
+    sizes = [p.S, p.DHV], [N, p.DHQK, p.DHV], [N, p.DHQK], [N]
+    dy = [r.standard_normal((p.B, p.NH, *size)) for size in sizes]
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        desired = [np.float64(y) for y in results(exact, *jax.tree.map(np.float64, (entries, dy)))]
-    errors, norm = {}, np.linalg.norm
-    names = [*"hcnm"[: len(dy)], *GRADIENTS]
-    for name, a, b in zip(names, map(np.float64, actual), desired, strict=False):
+
+        def exactly(dy, cancels, times):
+            noises = (times * r.standard_normal(y.shape) for y in (*x, x[2], x[3]))
+            *noises, of_h, of_sums = noises
+            # c is rounded after every token, as if v were.
+            of_c = unit(p.states[0]) * (p.S**0.5 if p.tokens else 1)
+            units = [unit(p.dtype)] * 2 + [max(unit(p.dtype), of_c)]
+            units += [unit("float32")] * 2 + [of_c, unit(p.states[1]) * p.S**0.5, 0]
+            factors = (1 + u * z for u, z in zip(units, noises, strict=False))
+            wide = [np.float64(y) * z for y, z in zip(x, factors, strict=True)]
+            of_h, of_sums = unit(p.dtype) * of_h, unit("float32") * of_sums
+            results, dy = exact(times > 0, wide, steps, dy, cancels, of_h, of_sums)
+            return [*map(np.asarray, results)], dy
+
+        desired, dy = exactly(dy, cancels, 0)
+        rounded = [exactly(dy, False, 1)[0] for _ in range(ROUNDINGS * cancels)]
+        dy = jax.tree.map(np.float32, dy)
+    within = steps[1][:, -1][:, None, :]
+    names = range(5) if "T" in p.options else (3, 4) if p.lengths else ()
+    garbage = r.choice([1, np.nan]) if "T" in p.options else np.nan
+    given = [*x]
+    for j in names:
+        mask = within if x[j].ndim == 3 else within[..., None]
+        given[j] = np.where(mask, x[j], (garbage * x[j]).astype(x[j].dtype))
+    arguments = given, data, dy
+    results = actual(*arguments)
+    errors = compared(p, x, within, [np.float64(y) for y in results], desired, rounded)
+    if p.options.get("config", {}).get("batch_invariant"):
+        b = r.integers(p.B)
+        alone = actual(*jax.tree.map(lambda y: y[b : b + 1], arguments))
+        pairs = zip(results[: p.outputs], alone, strict=False)
+        same = all(np.array_equal(y[b : b + 1], z, equal_nan=True) for y, z in pairs)
+        errors["bits in a batch"] = (0 if same else math.inf), 1
+    return errors
+
+
+@np.errstate(invalid="ignore", over="ignore")  # NaN and -inf have their places
+def compared(p, x, within, actual, desired, rounded):
+    """Errors and bounds by name; rounded: results after roundings, if n . q or dh . h cancels."""
+    names = [*"hcnm"[: p.outputs], *GRADIENTS][: len(actual)]
+    exact = dict(zip(names, desired, strict=True))
+    promised = np.max([PROMISED[dtype] for dtype in p.dtypes], 0)
+    errors = {}
+
+    def norm(y):
+        """Per head where something cancels."""
+        return np.linalg.norm(y.reshape(p.B * p.NH if rounded else 1, -1), axis=1)
+
+    def change_of(name, results):
+        """What a rounding changes. Sums of q . dq and k . dk, which round apart, are di and df."""
+        changes = {y: z - exact[y] for y, z in zip(names, results, strict=True)}
+        share = {"di": 1, "df": 1 / (1 + np.exp(np.float64(x[4])))}.get(name, 0)
+        both = zip(x, ("dq", "dk") if p.derivatives else (), strict=False)
+        terms = (share * (np.float64(y) * changes[z]).sum(-1) for y, z in both)
+        return norm(changes[name]) + sum(map(norm, terms))
+
+    if p.outputs > 1:  # c and n are relative to m
+        apart = np.exp(np.where(np.isfinite(exact["m"]), actual[3] - exact["m"], 0))
+        actual[1:3] = actual[1] * apart[..., None, None], actual[2] * apart[..., None]
+    for name, a, b in zip(names, actual, desired, strict=True):
+        mask = within if a.ndim == 3 else within[..., None]
+        beyond = name in "h dq dk dv di df" and np.any(a * ~mask)
+        a, b = np.where(np.isinf(b) & (a == b), 0, (a, b))
         size = norm(np.maximum(abs(b), 1) if name == "m" else b)
         if name == "dn_initial":  # n is one more column of C, and dh . h may cancel
-            size = norm((size, norm(desired[names.index(name) - 1])))
+            size = np.hypot(size, norm(exact["dc_initial"]))
         if name == "dm_initial":  # a sum whose terms may cancel
-            size = max(size, norm(desired[-3] * c) + norm(desired[-2]) * norm(n))
-        error = norm(a - b) / max(size, SMALLEST)
-        beyond = name in "h dq dk dv di df" and ~(within if a.ndim == 3 else within[..., None])
-        if np.isnan(error) or np.any(a * beyond):
-            error = np.inf
-        errors[name] = error, PROMISED[dtype][name in GRADIENTS]
-    print(json.dumps(errors))
+            of_n = norm(exact["dn_initial"]) * norm(np.float64(x[6]))
+            size = np.maximum(size, norm(exact["dc_initial"] * np.float64(x[5])) + of_n)
+        size = np.maximum(size, SMALLEST[p.dtype] * math.sqrt(a.size))
+        bound = np.full(size.shape, promised[int(name in GRADIENTS)])
+        if name == "m" and p.tokens:  # it is rounded after every token
+            bound += p.S * unit(p.states[2])
+        if rounded and name[0] in "hd":
+            change = np.sqrt(np.mean([change_of(name, y) ** 2 for y in rounded], 0))
+            bound = FACTORS.get(name, 8 if p.tokens else 3) * (change / size + unit(p.dtype))
+        error = norm(a - b) / size
+        if beyond or np.isnan(error).any():
+            error = np.full(size.shape, math.inf)
+        worst = np.argmax(error / bound)
+        errors[name] = float(error[worst]), float(bound[worst])
+    return errors
 
 
-def run(call):
-    """The line that repeats a call, and the errors that it prints in a process of its own."""
-    line = LINE.format(", ".join(f"{name}={x!r}" for name, x in call.items()))
-    command = [sys.executable, "-c", line]
+# ---------------- how it is run and reported
+
+SECONDS = 180  # for a call, with the start of its process and what it compiles
+LEAST = 12  # calls of a lowering, one or more of each function: else it is not checked
+LINE = "from mlstm_pallas.selfcheck import check; print(check({}))"
+WORKER = "from mlstm_pallas.selfcheck import work; work()"
+
+
+def answer(call):
+    """The errors of a call, or one that is inf; none if a config does not fit this GPU."""
+    # Compiling interpreted kernels takes nearly all of their time.
+    jax.config.update("jax_disable_most_optimizations", "interpret" in call["backend"])
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return line, {f"no result in {SECONDS} s": (np.inf, 1)}
-    if done.returncode == 0:
-        return line, json.loads(done.stdout.splitlines()[-1])
-    text = [f"exit code {done.returncode}", *done.stderr.strip().splitlines()][-1]
-    # Tiles that a config asks for may not fit this GPU.
-    return line, {} if text.startswith("ValueError: config.") else {text: (np.inf, 1)}
+        return check(**call)
+    except Exception as error:
+        message = traceback.format_exception_only(error)[0].strip()
+        return {} if message.startswith("ValueError: config.") else {message: (math.inf, 1)}
+
+
+def work():
+    """Answers calls, a line each; runs in a process of its own."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what else is printed
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
+
+
+def start():
+    """A process that works, and the file of what it prints."""
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115, it is read after the process has ended
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+    return subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, **pipes), log
+
+
+def end(process):
+    """Ends a process and those that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def ask(process, log, call):
+    """What a process answers, or why it does not."""
+    timer, begin = threading.Timer(SECONDS, end, [process]), time.monotonic()
+    timer.start()
+    with contextlib.suppress(BrokenPipeError):
+        print(json.dumps(call), file=process.stdin, flush=True)
+    line = process.stdout.readline()
+    timer.cancel()
+    if line:
+        return json.loads(line)
+    code = end(process)
+    log.seek(0)
+    said = ["", *log.read().strip().splitlines()][-1]
+    late = time.monotonic() - begin >= SECONDS
+    return {f"no result in {SECONDS} s" if late else f"exit code {code} {said}": (math.inf, 1)}
+
+
+def worst_of(errors):
+    """The largest error in units of its bound, and its name."""
+    return max(((error / bound, name) for name, (error, bound) in errors.items()), default=(0, "-"))
+
+
+class Run:
+    """A run: calls, (backend, function, errors), until its time is over."""
+
+    def __init__(self, options, backends):
+        self.options, self.backends, self.numbers = options, backends, itertools.count()
+        self.start, self.calls, self.processes = time.monotonic(), [], []
+        self.interrupted = False  # processes are ended, which is no failure of their calls
+
+    def passed(self):
+        """The part of the time that has passed."""
+        return (time.monotonic() - self.start) / (60 * self.options.minutes)
+
+    def work(self):
+        """Checks one call after the other in a process, and after a failure in a new one."""
+        worker = None
+        while self.passed() < 1:
+            program = draw(self.options.seed, next(self.numbers), self.backends)
+            for seed in range(program["seed"], program["seed"] + DRAWS):
+                if self.passed() < 1:
+                    worker = self.check(worker, program | dict(seed=seed))
+
+    def check(self, worker, call):
+        """Checks a call; returns the process for the next one."""
+        try:
+            if not worker:
+                worker = start()
+                self.processes.append(worker[0])
+            errors = ask(*worker, call)
+        except Exception as error:
+            errors = {repr(error): (math.inf, 1)}
+        if self.interrupted:
+            return worker
+        self.calls.append((call["backend"], call["function"], errors))
+        bar = "#" * min(int(20 * self.passed()), 20)
+        print(f"[{bar:20}] {len(self.calls)} calls", end="\r", file=sys.stderr)
+        worst, name = worst_of(errors)
+        if worst > 1:
+            line = LINE.format(", ".join(f"{key}={x!r}" for key, x in call.items()))
+            error, bound = errors[name]
+            print(f"\n{line}\n# {name}: error {error:.1e}, bound {bound:.1e}", flush=True)
+        if worst == math.inf and worker:
+            end(worker[0])
+            worker = None
+        return worker
+
+    def threads(self):
+        """Runs until the time is over or Ctrl-C is pressed."""
+        workers = [
+            threading.Thread(target=self.work, daemon=True) for _ in range(self.options.processes)
+        ]
+        try:
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+        except KeyboardInterrupt:
+            self.interrupted = True
+            print("interrupted")
+        for process in self.processes:
+            end(process)
+
+    def table(self):
+        """Prints the table; returns the exit code."""
+        print("| lowering | calls | failed | not supported | worst error / bound | of | result |")
+        print("|" + "---|" * 7)
+        codes = []
+        for backend in dict.fromkeys(self.backends):
+            calls = [x[1:] for x in self.calls if x[0] == backend]
+            checked = [(name, worst_of(errors)) for name, errors in calls if errors]
+            worst, of = max((x for _, x in checked), default=(0, "-"))
+            failed = sum(x > 1 for _, (x, _) in checked)
+            missing = sorted({*FUNCTIONS} - {name for name, _ in checked})
+            result = "wrong" if failed else "right"
+            if not failed and (missing or len(checked) < LEAST):
+                result = ", ".join([f"not checked: under {LEAST} calls"] * (len(checked) < LEAST))
+                result = ", no ".join([result or "not checked", *missing])
+            row = len(checked), failed, len(calls) - len(checked), f"{worst:.2f}", of, result
+            print(f"| {backend} |", *(f"{x} |" for x in row))
+            codes.append({"right": 0, "wrong": 1}.get(result, 2))
+        return 1 if 1 in codes else max(codes)
 
 
 def package_hash():
@@ -192,6 +676,17 @@ def package_hash():
     return digest.hexdigest()[:12]
 
 
+def positive(kind):
+    """A type of numbers for argparse."""
+
+    def number(text):
+        if not 0 < kind(text) < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} checks nothing, expected a number above 0")
+        return kind(text)
+
+    return number
+
+
 def main():
     """The program; returns its exit code."""
     device, gpu, driver = jax.devices()[0].device_kind, jax.default_backend() == "gpu", "none"
@@ -199,48 +694,20 @@ def main():
     backends = ["xla"] + ["interpret"] * HAS_TRITON + ["mosaic_gpu_interpret"] * mosaic_gpu
     if gpu:
         driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader")
-        backends = 6 * (["mosaic_gpu"] * mosaic_gpu + ["triton"] * HAS_TRITON) + ["xla"]
+        backends = 2 * (["mosaic_gpu"] * mosaic_gpu + ["triton"] * HAS_TRITON) + ["xla"]
     parser = argparse.ArgumentParser("mlstm_pallas.selfcheck", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=5 if gpu else 1)
+    parser.add_argument("--minutes", type=positive(float), default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 16))
+    count = min(os.cpu_count() or 1, 16)
+    parser.add_argument("--processes", type=positive(int), default=count)
     parser.add_argument("--backend", choices=sorted({*backends}))
     options = parser.parse_args()
-    if options.backend:
-        backends = [options.backend]
-    numbers, start, checked = itertools.count(), time.monotonic(), []
-
-    def work():
-        while time.monotonic() < start + 60 * options.minutes:
-            call = draw(options.seed, next(numbers), backends)
-            line, errors = run(call)
-            worst, name = max(((x / y, name) for name, (x, y) in errors.items()), default=(0, "-"))
-            checked.append((call["backend"], worst, name))
-            seconds = time.monotonic() - start
-            bar = "#" * min(int(seconds / options.minutes / 3), 20)
-            print(f"[{bar:20}] {seconds:.0f} s, {len(checked)} calls", end="\r", file=sys.stderr)
-            if worst > 1:
-                error, bound = errors[name]
-                print(f"\n{line}\n# {name}: error {error:.1e}, bound {bound}", flush=True)
-
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(options.processes)]
-    try:
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-    except KeyboardInterrupt:
-        print("interrupted")
+    run = Run(options, [options.backend] if options.backend else backends)
+    run.threads()
     versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, driver {driver}"
     files = f"mlstm_pallas {mlstm_pallas.__version__}, files {package_hash()}"
     print(f"\n{device}, {versions}, {files}, seed {options.seed}\n")
-    print("| lowering | calls | failed | worst error / bound | of |\n|---|---|---|---|---|")
-    for backend in dict.fromkeys(backends):
-        results = [result for lowering, *result in checked if lowering == backend]
-        worst, name = max(results, default=(0, "-"))
-        failed = sum(x > 1 for x, _ in results)
-        print(f"| {backend} | {len(results)} | {failed} | {worst:.2f} | {name} |")
-    return int(any(worst > 1 for _, worst, _ in checked))
+    return run.table()
 
 
 if __name__ == "__main__":

@@ -1,126 +1,359 @@
-"""python -m mlstm_pallas.selfcheck: what it draws, finds, prints and survives."""
+"""python -m mlstm_pallas.selfcheck: what it calls, draws, finds, prints and survives.
 
+Wrong functions are planted into a right package; each has to be found.
+"""
+
+import contextlib
+import functools
 import hashlib
 import json
 import math
 import sys
-import threading
+import types
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from oracle import run_python, slow
 
 import mlstm_pallas
-from mlstm_pallas import selfcheck
+from mlstm_pallas import distributed, selfcheck
 
 PACKAGE = Path(mlstm_pallas.__file__).parent
-SMALL = dict(backend="xla", B=3, S=24, DHQK=8, DHV=16, lengths=True, kind={})
-CALL = selfcheck.draw(0, 0, ["mosaic_gpu"]) | SMALL
+SEED, CANCELS = 4 * 12, 4 * 12 + 3
+SMALL = dict(backend="xla", B=2, NH=1, DHQK=8, DHV=8, dtype="float32", initial=True)
+TOKENS = SMALL | dict(states=["float32"] * 3, slots=False)
+LAST = dict(return_last_states=True, recompute_states_in_bw=True)
+INVARIANT = dict(config=dict(batch_invariant=True))
+DRAFTS = dict(T=3, length=8, phase=0, rollback=True)
+PROGRAMS = dict(
+    mlstm_chunkwise=SMALL | dict(S=20, lengths=True, options=LAST),
+    mlstm_chunkwise_states=SMALL | dict(S=40, segments=True, options=dict(every=16)),
+    mlstm_chunkwise_sequence_parallel=SMALL | dict(S=32, options=LAST | dict(shards=2)),
+    mlstm_recurrent_step=TOKENS | dict(S=3, slots=True, options=dict(joined=False)),
+    mlstm_recurrent_sequence=TOKENS | dict(S=3, lengths=True, options=dict(layout="BTNH")),
+    mlstm_ring_step=TOKENS | dict(S=24, slots=True, options=DRAFTS),
+)
 
 
-def errors_in_bounds(capsys, call):
+def program(name, **changes):
+    call = PROGRAMS[name] | dict(function=name)
+    return call | changes | dict(options=call["options"] | changes.get("options", {}))
+
+
+def ratios(name, seed=SEED, **changes):
     """The errors of a call by name, in units of their bounds."""
-    selfcheck.check(**call)
-    errors = json.loads(capsys.readouterr().out)
+    errors = selfcheck.check(seed, **program(name, **changes))
     return {name: error / bound for name, (error, bound) in errors.items()}
 
 
-STATES = dict(return_last_states=True)
-PROMPTS = CALL | dict(kind=dict(num_segments=3) | STATES, layout="BTNH")
-REVERSE = CALL | dict(kind=dict(reverse=True) | STATES, segments=True, masked=True)
-TOKENS = CALL | dict(tokens=True, segments=True)
-
-
-@pytest.mark.parametrize("call", [PROMPTS, *map(slow, [REVERSE, TOKENS])])
-def test_a_right_call_is_within_the_bounds(call, capsys):
-    errors = errors_in_bounds(capsys, call)
-    assert len(errors) in (4, 12)
-    assert 0.01 < max(errors.values()) <= 1  # of bfloat16
+MORE = [
+    ("mlstm_chunkwise", dict(options=dict(reverse=True), segments=True)),
+    ("mlstm_chunkwise", dict(options=dict(num_segments=3, layout="BTNH"), segments=True)),
+    ("mlstm_chunkwise", dict(options=dict(input_gate="sigmoid", normalize=False))),
+    ("mlstm_recurrent_sequence", dict(options=dict(return_all_states=True))),
+    ("mlstm_recurrent_step", dict(options=dict(joined=True, input_gate="sigmoid") | INVARIANT)),
+    ("mlstm_ring_step", dict(dtype="bfloat16", states=["bfloat16"] * 3)),
+    ("mlstm_ring_step", dict(options=dict(T=1, rollback=False, input_gate="sigmoid"))),
+    ("mlstm_ring_step", dict(options=dict(layout="BTNH") | INVARIANT)),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong"),
-    [
-        ("dv", lambda h, v: jax.lax.stop_gradient(h)),
-        ("h", lambda h, v: h + 1e-9),
-        ("h", lambda h, v: h * math.nan),
-    ],
-    ids=["no_gradient", "beyond_lengths", "nan"],
+    ("name", "changes"), [*((x, {}) for x in PROGRAMS), *(slow(*x) for x in MORE)]
 )
-def test_a_wrong_result_is_beyond_its_bound(name, wrong, capsys, monkeypatch):
-    right = mlstm_pallas.mlstm_chunkwise
-    plant = lambda q, k, v, *x, **options: wrong(right(q, k, v, *x, **options), v)  # noqa: E731
-    monkeypatch.setattr(mlstm_pallas, "mlstm_chunkwise", plant)
-    assert errors_in_bounds(capsys, CALL | dict(dtype="float32"))[name] > 1
+def test_right_calls_are_within_the_bounds(name, changes):
+    """Where n . q and dh . h cancel, and where not."""
+    for seed in (CANCELS, SEED):
+        errors = selfcheck.check(seed, **program(name, **changes))
+        assert all(error <= bound for error, bound in errors.values()), errors
+        assert {*"hcnm"} <= {*errors}
 
 
-def test_a_line_repeats_a_call_that_does_not_depend_on_the_run(monkeypatch):
-    monkeypatch.setattr(selfcheck, "LINE", "import json; print(json.dumps(dict({})))")
-    for number in (3, 40, 41, 42):
-        call = selfcheck.draw(5, number, ["mosaic_gpu", "triton"])
-        assert selfcheck.run(call)[1] == call
+def replaced(monkeypatch, name, change, module=mlstm_pallas):
+    """Plants change(function, *arguments, **options) for a function."""
+    monkeypatch.setattr(module, name, functools.partial(change, getattr(module, name)))
+
+
+def changed(**changes):
+    """A plant that changes what a function returns: h and c, n, m, by name."""
+
+    def plant(function, *x, **options):
+        h, states, *rest = function(*x, **options)
+        if rest:  # states after every N steps
+            return (
+                h,
+                states,
+                [changes.get(y, lambda z: z)(z) for y, z in zip("cnm", *rest, strict=True)],
+            )
+        states = types.SimpleNamespace(**dict(zip("cnm", states, strict=False)), all=states)
+        results = {y: change(getattr(states, y)) for y, change in changes.items() if y != "h"}
+        if hasattr(states.all, "_replace"):
+            states = states.all._replace(**results)
+        else:
+            states = tuple(results.get(y, z) for y, z in zip("cnm", states.all, strict=True))
+        return changes.get("h", lambda z: z)(h), states
+
+    return plant
+
+
+def times(factor):
+    return lambda y: y * jnp.asarray(factor, y.dtype)
+
+
+def other_gradients(function, q, k, v, i, f, *x, **options):
+    """Gradients beyond the lengths are not 0."""
+    h, states = function(q, k, v, i, f, *x, **options)
+    return h + 1e-9 * (v - jax.lax.stop_gradient(v)), states
+
+
+def no_gradient_of_f(function, q, k, v, i, f, *x, **options):
+    return function(q, k, v, i, jax.lax.stop_gradient(f), *x, **options)
+
+
+def states_without_gradients(function, *x, **options):
+    h, states = function(*x, **options)
+    return h, jax.lax.stop_gradient(states)
+
+
+def other_slots(function, *x, slots, **options):
+    return function(*x, slots=slots[::-1], **options)
+
+
+def bits_of_a_batch(function, *x, **options):
+    h, states = function(*x, **options)
+    return h * (1 + 2e-7 * (len(h) > 1)), states
+
+
+def one_draft_more(function, *x, accepted, **options):
+    return function(*x, accepted=accepted + 1, **options)
+
+
+def nan_of_later_drafts(function, q, k, v, i, f, states, **options):
+    h, states = function(q, k, v, i, f, states, **options)
+    return h + 0 * jnp.sum(v, axis=2, keepdims=True), states
+
+
+def flushed_wrong(function, *x, **options):
+    c, n, m = function(*x, **options)
+    return c * 1.01, n, m
+
+
+def one_chunk_late(function, *x, **options):
+    h, last, every = function(*x, **options)
+    return h, last, [jnp.roll(y, 1, axis=1) for y in every]
+
+
+# The function that is called, what is planted for which, and the result that shows it.
+PLANTS = [
+    ("mlstm_chunkwise", None, other_gradients, "dv"),
+    ("mlstm_chunkwise", None, no_gradient_of_f, "df"),
+    ("mlstm_chunkwise", None, states_without_gradients, "dv"),
+    ("mlstm_chunkwise", None, changed(m=lambda y: y + 1e-2), "m"),
+    ("mlstm_chunkwise_states", None, one_chunk_late, "c"),
+    ("mlstm_chunkwise_states", None, changed(c=times(1.001)), "c"),
+    ("mlstm_chunkwise_sequence_parallel", None, changed(h=times(1.001)), "h"),
+    ("mlstm_recurrent_step", None, other_slots, "h"),
+    ("mlstm_recurrent_step", None, bits_of_a_batch, "bits in a batch"),
+    ("mlstm_recurrent_sequence", None, changed(n=times(1.001)), "n"),
+    ("mlstm_ring_step", None, changed(h=times(1.01)), "h"),
+    ("mlstm_ring_step", None, one_draft_more, "h"),
+    ("mlstm_ring_step", None, nan_of_later_drafts, "h"),
+    ("mlstm_ring_step", "mlstm_ring_flush", flushed_wrong, "c"),
+]
+
+
+@pytest.mark.parametrize(("name", "function", "plant", "result"), PLANTS)
+def test_a_wrong_function_is_found(name, function, plant, result, monkeypatch):
+    module = distributed if "parallel" in name else mlstm_pallas
+    replaced(monkeypatch, function or name, plant, module)
+    selfcheck.compiled.cache_clear()
+    found = [
+        ratios(name, seed, **(dict(options=INVARIANT) if plant is bits_of_a_batch else {}))
+        for seed in range(SEED, SEED + (7 if plant is nan_of_later_drafts else 3))
+    ]
+    assert max(x[result] for x in found) > 1
+
+
+def test_every_function_is_called_with_the_backend(monkeypatch):
+    """A turn of the rotation calls every public function that computes, on its lowering."""
+    called = {}
+
+    def recording(name):
+        def plant(function, *x, **options):
+            called.setdefault(name, set()).add(options.get("backend"))
+            return function(*x, **options)
+
+        return plant
+
+    names = {x for x in mlstm_pallas.__all__ if x.startswith("mlstm_")}
+    for name in names:
+        replaced(monkeypatch, name, recording(name))
+    parallel = {x for x in vars(distributed) if x.startswith("mlstm_") and x != "mlstm_chunkwise"}
+    for name in parallel:
+        replaced(monkeypatch, name, recording(name), distributed)
+    turn = [selfcheck.draw(0, number, ["interpret"]) for number in range(len(PROGRAMS))]
+    assert {x["function"] for x in turn} == {*PROGRAMS}
+    for call in turn:  # those of small sizes are traced, not compiled
+        p, *_ = selfcheck.compiled(json.dumps(call))
+        data, _ = selfcheck.drawn_steps(np.random.default_rng(0), p)
+        x = selfcheck.drawn_arrays(np.random.default_rng(0), p, False)
+        run = selfcheck.FUNCTIONS[p.function][0]
+        options = p.options | dict(config=None, backend="interpret")
+        jax.eval_shape(functools.partial(run, **options), x, data)
+    without = {name: {None} for name in ("mlstm_ring_states", "mlstm_ring_flush")}
+    assert called == {name: {"interpret"} for name in names | parallel} | without
+
+
+def test_draws_do_not_depend_on_the_run():
+    backends = ["mosaic_gpu", "triton", "mosaic_gpu", "triton", "xla"]
+    calls = [selfcheck.draw(5, number, backends) for number in range(200)]
+    assert calls == json.loads(json.dumps(calls))
+    for backend in {*backends}:
+        names = [call["function"] for call in calls if call["backend"] == backend]
+        assert {*names[: len(PROGRAMS)]} == {*PROGRAMS}
+    edges = [x for x in calls if "mosaic_gpu_recurrent_fw_C" in x["options"].get("config", {})]
+    assert len(edges) == 2
+    assert {x["seed"] % selfcheck.DRAWS for x in calls} == {0}
+    assert [*map(selfcheck.draw, [5], [7], [backends])] == [calls[7]]
+
+
+def test_a_line_repeats_a_call(capsys):
+    call = program("mlstm_recurrent_step") | dict(seed=SEED)
+    exec(selfcheck.LINE.format(", ".join(f"{name}={x!r}" for name, x in call.items())))
+    assert capsys.readouterr().out == f"{selfcheck.check(**call)}\n"
 
 
 @pytest.mark.parametrize(
-    ("program", "message"),
+    ("error", "expected"),
+    [
+        (ValueError("config.x does not fit"), {}),
+        (ValueError("q has"), {"ValueError: q has": (math.inf, 1)}),
+        (RuntimeError("config. failed"), {"RuntimeError: config. failed": (math.inf, 1)}),
+    ],
+)
+def test_only_a_config_that_does_not_fit_is_not_supported(error, expected, monkeypatch):
+    def check(**call):
+        raise error
+
+    monkeypatch.setattr(selfcheck, "check", check)
+    assert selfcheck.answer(dict(backend="xla")) == expected
+
+
+@pytest.mark.parametrize(
+    ("worker", "message"),
     [
         ("import time; time.sleep(60)", "no result in 1 s"),
-        ("import os; os.abort()", "exit code -6"),
-        ("raise RuntimeError('a kernel failed')", "RuntimeError: a kernel failed"),
-        ("raise ValueError('config.x does not fit')", None),
+        ("import os; os.abort()", "exit code -6 "),
+        ("raise RuntimeError('no GPU')", "exit code 1 RuntimeError: no GPU"),
+        ("print(input()); print(0)", None),
     ],
 )
-def test_what_ends_without_a_result(program, message, monkeypatch):
-    monkeypatch.setattr(selfcheck, "LINE", program + " # {}")
+def test_a_process_that_ends_or_hangs(worker, message, monkeypatch):
+    monkeypatch.setattr(selfcheck, "WORKER", worker)
     monkeypatch.setattr(selfcheck, "SECONDS", 1)
-    assert [*selfcheck.run(CALL)[1]] == [message] * (message is not None)
-
-
-def run_program(monkeypatch, capsys, *results):
-    """The exit code and the output of a run of one process whose calls have these results.
-
-    At the last one, None, Ctrl-C is pressed.
-    """
-    left = [*results]
-
-    class Worker(threading.Thread):
-        def join(self):
-            super().join()
-            if results[-1] is None:
-                raise KeyboardInterrupt
-
-    clock = SimpleNamespace(monotonic=lambda: 0.0 if left and left[0] is not None else 1e9)
-    patched = dict(run=lambda call: ("check(...)", left.pop(0)), time=clock)
-    for name, value in patched.items():
-        monkeypatch.setattr(selfcheck, name, value)
-    monkeypatch.setattr(threading, "Thread", Worker)
-    monkeypatch.setattr(sys, "argv", ["", "--processes=1", "--backend=xla"])
-    return selfcheck.main(), capsys.readouterr().out
+    process, log = selfcheck.start()
+    with contextlib.suppress(BrokenPipeError), process, log:
+        found = selfcheck.ask(process, log, {"h": [1, 2]})
+    assert found == ({message: (math.inf, 1)} if message else {"h": [1, 2]})
 
 
 RIGHT, WRONG = {"h": (0.25, 1.0), "dv": (0.01, 0.02)}, {"h": (0.25, 1.0), "dv": (1.0, 0.02)}
+ENOUGH = [RIGHT] * 100
+
+
+def run_program(monkeypatch, capsys, answers, *flags):
+    """The exit code and the output of a run of one process with these answers.
+
+    An answer that is an exception is raised; at KeyboardInterrupt Ctrl-C is pressed.
+    """
+    left = iter(answers)
+    count = [len(answers)]
+
+    def ask(process, log, call):
+        count[0] -= 1
+        result = next(left)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    class Thread:
+        def __init__(self, target, daemon):
+            self.start, self.join = target, lambda: None
+
+    monkeypatch.setattr(selfcheck.threading, "Thread", Thread)
+    patched = dict(ask=ask, start=lambda: (None, None), end=lambda process: 0)
+    for name, value in patched.items():
+        monkeypatch.setattr(selfcheck, name, value)
+    monkeypatch.setattr(selfcheck.Run, "passed", lambda self: 0 if count[0] else 1)
+    monkeypatch.setattr(sys, "argv", ["", "--processes=1", *(flags or ["--backend=xla"])])
+    return selfcheck.main(), capsys.readouterr().out
 
 
 def test_the_program_ends_with_a_table(monkeypatch, capsys):
-    code, out = run_program(monkeypatch, capsys, RIGHT, {}, RIGHT)
+    code, out = run_program(monkeypatch, capsys, [*ENOUGH, {}])
     assert code == 0
-    assert out.endswith("| xla | 3 | 0 | 0.50 | dv |\n")
+    assert out.endswith("| xla | 100 | 0 | 1 | 0.50 | dv | right |\n")
     digest = hashlib.sha256()
     for name in sorted(str(x.relative_to(PACKAGE)) for x in PACKAGE.rglob("*.py")):
         digest.update(name.encode() + b"\0" + (PACKAGE / name).read_bytes() + b"\0")
     assert f"files {digest.hexdigest()[:12]}, seed 0" in out
 
 
-def test_failures_are_printed_after_ctrl_c_too(monkeypatch, capsys):
-    code, out = run_program(monkeypatch, capsys, WRONG, RIGHT, None)
-    assert code == 1
-    assert "check(...)\n# dv: error 1.0e+00, bound 0.02\n" in out
-    assert out.endswith("| xla | 2 | 1 | 50.00 | dv |\n")
+# The answers, the exit code and how the row of the table ends.
+ENDS = [
+    ([*ENOUGH, WRONG], 1, "| 101 | 1 | 0 | 50.00 | dv | wrong |"),
+    ([*ENOUGH, RuntimeError("pipe")], 1, "| inf | RuntimeError('pipe') | wrong |"),
+    ([WRONG, RIGHT, KeyboardInterrupt()], 1, "| xla | 2 | 1 | 0 | 50.00 | dv | wrong |"),
+    ([], 2, "| not checked: under 12 calls, no " + ", no ".join(sorted(PROGRAMS)) + " |"),
+    ([RIGHT] * 20, 2, "| 20 | 0 | 0 | 0.50 | dv | not checked, no mlstm_recurrent_step |"),
+    ([RIGHT, {}, {}, {}] * 6, 2, "| 6 | 0 | 18 | 0.50 | dv | not checked: under 12 calls |"),
+]
 
 
+@pytest.mark.parametrize(("answers", "code", "row"), ENDS)
+def test_exit_codes(answers, code, row, monkeypatch, capsys):
+    found, out = run_program(monkeypatch, capsys, answers)
+    assert out.splitlines()[-1].endswith(row)
+    assert found == code
+    if WRONG in answers:
+        assert "print(check(B=" in out
+        assert "\n# dv: error 1.0e+00, bound 2.0e-02\n" in out
+
+
+def test_a_call_that_ctrl_c_ends_does_not_count(monkeypatch):
+    run = selfcheck.Run(types.SimpleNamespace(minutes=1), ["xla"])
+    run.interrupted = True
+    monkeypatch.setattr(
+        selfcheck, "ask", lambda process, log, call: {"exit code -9": (math.inf, 1)}
+    )
+    assert run.check((None, None), {}) == (None, None)
+    assert not run.calls
+
+
+def test_a_lowering_without_calls_is_not_checked(monkeypatch, capsys):
+    monkeypatch.setattr(selfcheck, "HAS_TRITON", True)
+    monkeypatch.setattr(selfcheck, "jax_has_mosaic_gpu", lambda: False)
+    code, out = run_program(monkeypatch, capsys, ENOUGH[:4], "--seed=1")
+    assert code == 2
+    assert "| interpret | 0 | 0 | 0 | 0.00 | - | not checked: under 12 calls, no mlstm_" in out
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [*(f"--minutes={x}" for x in ("0", "-1", "nan", "inf")), "--processes=0", "--backend=tpu"],
+)
+def test_settings_that_check_nothing(flag, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["", flag])
+    with pytest.raises(SystemExit, match="2"):
+        selfcheck.main()
+    assert f"error: argument {flag.partition('=')[0]}: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_the_program():
-    flags = "--minutes=0.001", "--seed=186", "--backend=xla", "--processes=1"
+    flags = "--minutes=3", "--backend=xla", "--processes=2"
     out = run_python("-m", "mlstm_pallas.selfcheck", *flags, PYTHONPATH=str(PACKAGE.parent))
-    assert "\n| xla | 1 | 0 | 0." in out
+    assert "| right |\n" in out
