@@ -63,7 +63,7 @@ class Weights(NamedTuple):
     scaState: Any  # (T,), of C^T q in h
     vecFlush: Any  # (2 L,), of k v^T in C
     scaDecay: Any  # (), of C in the flush
-    flushes: Any  # (), int32, whether the head flushes
+    counters: Any  # (4,), the row of the oldest token, the tokens, whether the head flushes
 
 
 def _ring_scores_kernel(x, states, states_new, weights, *, call, normaliser):
@@ -124,7 +124,8 @@ def _scores(x, states, new, weights, call, normaliser, row):
         weights.vecRing[t, ring], weights.scaState[t] = scores, w0
 
     full = old >= L
-    weights.flushes[...] = full.astype(jnp.int32)
+    for j, count in enumerate((first, old + T, full.astype(jnp.int32))):
+        weights.counters[j] = count
 
     @pl.when(full)
     def flush():
@@ -193,14 +194,11 @@ def _read(matQ, states, weights, matC, matC_new, matH, call, row, part, columns,
         C, q = loaded
         return total + product(q, C)
 
-    def add_values(w, h):
-        """h and the weighted sum of the values whose weight is not 0, which alone may be NaN."""
+    def add_values(w, V, h):
+        """h and the weighted sum of the values; those of weight 0 may be NaN."""
         counts = w != 0
-        rows = counts if one else jnp.sum(counts.astype(jnp.int32), axis=0) > 0
-        V = masked_load(states.v.at[(*row, ring, columns)], outer_mask(rows, in_columns))
         if one:
-            return product(w, V) + h
-        # A token's product has the values of later ones, with a weight of 0.
+            return product(w, jnp.where(counts[:, None], V, 0)) + h
         finite = jnp.abs(V.astype(jnp.float32)) < float("inf")
         not_finite = dot(counts.astype(jnp.bfloat16), (~finite).astype(jnp.bfloat16), None)
         h = product(w, jnp.where(finite, V, 0)) + h
@@ -211,15 +209,17 @@ def _read(matQ, states, weights, matC, matC_new, matH, call, row, part, columns,
         load(zero),
         jnp.zeros((columns.size,) if one else (tokens.size, columns.size), jnp.float32),
     )
-    # What waits for ring_scores is loaded early, because the values wait for their weights.
-    flushes, ring = weights.flushes[...], pl.ds(0, size)
-    w = masked_load(
+    start, filled, flushes = (weights.counters[j] for j in range(3))
+    ring = pl.ds(0, size)
+    if num_blocks > 1:
+        carry = loop(num_blocks - 1, lambda ik, x: (load(ik + 1), add(*x)), carry)
+    held = ages(start, size) < filled
+    V = masked_load(states.v.at[(*row, ring, columns)], outer_mask(held, in_columns))
+    w = masked_load(  # behind V, which does not wait for it
         weights.vecRing.at[(tokens, ring)], None if one else outer_mask(in_tokens, None)
     )
     w_state = masked_load(weights.scaState.at[tokens], in_tokens)
-    if num_blocks > 1:
-        carry = loop(num_blocks - 1, lambda ik, x: (load(ik + 1), add(*x)), carry)
-    h = add_values(w, decayed(w_state if one else w_state[:, None], add(*carry)))
+    h = add_values(w, V, decayed(w_state if one else w_state[:, None], add(*carry)))
     inside = in_columns if one else outer_mask(in_tokens, in_columns)
     masked_store(matH.at[(tokens, columns)], h.astype(matH.dtype), inside)
 
@@ -239,7 +239,10 @@ def _read(matQ, states, weights, matC, matC_new, matH, call, row, part, columns,
                 V = masked_load(states.v.at[(*row, rows, columns)], outer_mask(w != 0, in_columns))
                 return C + _product(K, V.astype(jnp.float32) * w[:, None], call, a_axis=0)
 
-            C = decayed(decay, masked_load(matC.at[at], inside).astype(jnp.float32))
+            # A select of loaded tiles takes longer than this mask.
+            kept = jnp.broadcast_to(decay != 0, (K_rows.size, columns.size))
+            kept = kept if inside is None else kept & inside
+            C = decay * masked_load(matC.at[at], kept).astype(jnp.float32)
             C = loop(size // block, add_outer, C)
             masked_store(matC_new.at[at], C.astype(matC.dtype), inside)
 
@@ -284,7 +287,7 @@ def ring_step(
         floats(*heads, T),
         floats(*heads, size),
         floats(*heads),
-        jax.ShapeDtypeStruct(tuple(heads), jnp.int32),
+        jax.ShapeDtypeStruct((*heads, 4), jnp.int32),
     )
     scores = dataclasses.replace(call.tiles, num_warps=call.tiles.score_warps)
     y = kernel_call(
