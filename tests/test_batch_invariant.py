@@ -240,13 +240,17 @@ CALLS = (
     Call(1, 20, 8, 16, "bfloat16", "sigmoid", "BTNH"),
     Call(2, 40, 8, 8, "float16", layout="BTNH"),
 )
-# Each function with one of the calls is in the quick selection.
+# The first call is in the quick selection.
 ON_A_CPU = [
-    pytest.param(function, call, marks=() if n % len(CALLS) == m else pytest.mark.slow,
-                 id=f"{function.__name__}-{call.dtype}-{call.gate}")
-    for n, function in enumerate(FUNCTIONS)
-    for m, call in enumerate(CALLS)
-]  # fmt: skip
+    pytest.param(
+        function,
+        call,
+        id=f"{function.__name__}-{call.dtype}-{call.gate}",
+        marks=[pytest.mark.slow] * (call is not CALLS[0]),
+    )
+    for function in FUNCTIONS
+    for call in CALLS
+]
 
 
 @pytest.mark.parametrize(("function", "call"), ON_A_CPU)

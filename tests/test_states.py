@@ -2,6 +2,7 @@
 mlstm_chunkwise with the same option, and the states after N steps are its last states of these N.
 test_calls.py has the numbers."""
 
+import functools
 import inspect
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ S, N = 52, 16
 
 
 class Case(NamedTuple):
-    """Arguments, whether the results depend on them, and what the call has that they differ from."""
+    """Arguments, whether results depend on them, and what the call has that they differ from."""
 
     options: dict[str, Any]
     depends: bool = True
@@ -103,3 +104,16 @@ def test_results_are_those_of_chunkwise_with_the_option(name):
         other = called(mlstm_chunkwise, arrays() | (plain or {}), **options)
         pairs = zip(*map(jax.tree.leaves, (expected, other)), strict=True)
         assert max(error(y, np.float64(z)) for y, z in pairs) > 100 * bound
+
+
+def test_backend_and_config_are_those_of_the_call():
+    """They change what runs, not the results."""
+
+    def jaxpr(**options):
+        x = dict(layout="BNTH", backend="xla") | options
+        run = functools.partial(mlstm_chunkwise_states, every=N, **x)
+        return str(jax.make_jaxpr(run)(*arrays().values()))
+
+    assert "pallas_call" not in jaxpr()
+    assert "pallas_call" in jaxpr(backend="interpret")
+    assert jaxpr(config=KernelConfig(batch_invariant=True)) != jaxpr()
