@@ -195,11 +195,8 @@ def check_large_states(backend, config, dtype="float32", DHQK=16, DHV=16, L=16):
         seen = set()
         for n in dict.fromkeys(row.tolist()):
             at = np.flatnonzero(row == n)
-            alone = {
-                name: y[b : b + 1, :, at[0] : at[-1] + 1]
-                for name, y in x.items()
-                if name in "qkvif"
-            }
+            within = b, slice(None), slice(at[0], at[-1] + 1)
+            alone = {name: x[name][within][None] for name in "qkvif"}
             if 0 <= n < 3:
                 alone |= {name: x[name][b : b + 1, n] for name in STATES}
                 seen.add(n)
