@@ -236,7 +236,7 @@ def differences(function, call, batches):
 
 
 CALLS = (
-    Call(2, 20, 16, 8),
+    Call(2, 20, 40, 24),  # without batch_invariant all results but those of steps differ
     Call(1, 20, 8, 16, "bfloat16", "sigmoid", "BTNH"),
     Call(2, 40, 8, 8, "float16", layout="BTNH"),
 )
@@ -257,14 +257,15 @@ ON_A_CPU = [
 def test_bits_do_not_depend_on_the_batch(function, call):
     """At the first, a middle and the last place among other entries, which have other lengths,
     segments, phases, gates and resets."""
-    assert not differences(function, call, (3, 7))
+    slow_to_compile = function in (packed_prompts, gradients)
+    assert not differences(function, call, (7,) if slow_to_compile else (3, 7))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.dtype)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
-def test_bits_in_a_batch_of_64(function, call):
-    assert not differences(function, call, (64,))
+def test_bits_in_batches_of_3_and_64(function, call):
+    assert not differences(function, call, (3, 64))
 
 
 OF_MOSAIC_GPU = Call(2, 128, 64, 64, "bfloat16", backend="mosaic_gpu_interpret")
