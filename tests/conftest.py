@@ -157,6 +157,7 @@ AS_USERS_DO = {
     "test_gates",
     "test_reference",
     "test_precision",
+    "test_batch_invariant",
     "test_layout_hlo",
     "test_gpu",
     "test_gpu_huge",

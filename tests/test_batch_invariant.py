@@ -1,16 +1,22 @@
 """KernelConfig(batch_invariant=True): plans and bits do not depend on the batch."""
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_same_bits, random_inputs
+from oracle import NAMES, needs_mosaic_gpu, random_inputs, swapped
 from stage_calls import spec_of
 
 from mlstm_pallas import (
     KernelConfig,
     mlstm_chunkwise,
+    mlstm_chunkwise_states,
+    mlstm_recurrent_sequence,
     mlstm_recurrent_step,
+    mlstm_ring_flush,
     mlstm_ring_states,
     mlstm_ring_step,
 )
@@ -31,7 +37,7 @@ def tiles_of(B, backend, S, config):
 
 
 @pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
-@pytest.mark.parametrize("S", [256, 8192])
+@pytest.mark.parametrize("S", [1, 256, 8192])
 def test_plans_are_those_of_a_batch_of_one(backend, S):
     plans = [tiles_of(B, backend, S, CONFIG) for B in (1, 3, 64)]
     assert plans[0] == plans[1] == plans[2]
@@ -39,27 +45,281 @@ def test_plans_are_those_of_a_batch_of_one(backend, S):
     assert tiles_of(1, backend, S, None) == plans[0]
 
 
+# ---------------- bits
+
+LENGTH, SEGMENTS = 8, 3
+
+
+class Call(NamedTuple):
+    """What a function is called with, beside arrays."""
+
+    NH: int
+    S: int
+    DHQK: int
+    DHV: int
+    dtype: str = "float32"
+    gate: str = "exp"
+    layout: str = "BNTH"
+    backend: str = "xla"
+    config: KernelConfig = CONFIG
+
+    @property
+    def of_rings(self):
+        return dict(backend=self.backend, config=self.config)
+
+    @property
+    def of_steps(self):
+        return self.of_rings | dict(input_gate=self.gate)
+
+    @property
+    def of_sequences(self):
+        return self.of_steps | dict(layout=self.layout)
+
+
+def drawn(call, seed, B):
+    """The arrays that the functions choose from, by name; q, k, v, i and f are in the layout."""
+    x = random_inputs(seed, B, *call[:4], dtype=call.dtype, resets=seed > 0)
+    x = {name: np.array(y) for name, y in x.items()}
+    if call.gate == "sigmoid":
+        x["m_initial"] = 0 * x["m_initial"]
+    if call.layout == "BTNH":
+        x |= {name: np.array(swapped(x[name])) for name in "qkvif"}
+    draw = np.random.default_rng(seed)
+    return x | dict(
+        lengths=draw.integers(1, call.S, size=B, dtype="int32"),
+        ids=np.sort(draw.integers(SEGMENTS, size=(B, call.S), dtype="int32")),
+        phase=draw.integers(LENGTH, size=B, dtype="int32"),
+        accepted=draw.integers(1, 3, size=B, dtype="int32"),
+        slots=draw.permutation(B).astype("int32"),
+    )
+
+
+# A function of the arrays that is compiled once per call and batch.
+compiled = functools.partial(jax.jit, static_argnums=0)
+
+
+def steps_of(call, x, start, stop):
+    axis = 1 if call.layout == "BTNH" else 2
+    return [jax.lax.slice_in_dim(x[name], start, stop, axis=axis) for name in NAMES[:5]]
+
+
+def token_of(call, x, t):
+    return [y.squeeze(1 if call.layout == "BTNH" else 2) for y in steps_of(call, x, t, t + 1)]
+
+
+def states_of(x):
+    return [x[name] for name in NAMES[5:]]
+
+
+@compiled
+def prompts(call, x):
+    arrays = (x[name] for name in NAMES[:5])
+    return mlstm_chunkwise(*arrays, return_last_states=True, **call.of_sequences)
+
+
+@compiled
+def padded_prompts(call, x):
+    arrays, options = (x[name] for name in NAMES), dict(sequence_lengths=x["lengths"])
+    return mlstm_chunkwise(*arrays, return_last_states=True, **options, **call.of_sequences)
+
+
+@compiled
+def packed_prompts(call, x):
+    arrays, options = (x[name] for name in NAMES), dict(segment_ids=x["ids"])
+    options |= dict(num_segments=SEGMENTS, return_last_states=True)
+    return mlstm_chunkwise(*arrays, **options, **call.of_sequences)
+
+
+@compiled
+def gradients(call, x):
+    def loss(arrays):
+        h = mlstm_chunkwise(**arrays, **call.of_sequences)
+        return jnp.sum(jnp.sin(h.astype("float32")))
+
+    names = NAMES if call.gate == "exp" else NAMES[:7]
+    return jax.grad(loss)({name: x[name] for name in names})
+
+
+@compiled
+def states_after_chunks(call, x):
+    arrays = (x[name] for name in NAMES)
+    return mlstm_chunkwise_states(*arrays, every=16, **call.of_sequences)
+
+
+@compiled
+def step(call, x):
+    return mlstm_recurrent_step(*token_of(call, x, 0), *states_of(x), **call.of_steps)
+
+
+@compiled
+def step_in_pools(call, x):
+    """An entry reads the row of its slot."""
+    slots = x["slots"]
+    pools = [jnp.zeros_like(y).at[slots].set(y) for y in states_of(x)]
+    h, pools = mlstm_recurrent_step(*token_of(call, x, 0), *pools, slots=slots, **call.of_steps)
+    return h, [y[slots] for y in pools]
+
+
+@compiled
+def several_steps(call, x):
+    arrays = *steps_of(call, x, 0, 3), *states_of(x)
+    return mlstm_recurrent_sequence(*arrays, **call.of_sequences)
+
+
+def rings_of(call, x):
+    c, n, m = states_of(x)
+    options = dict(dtype=call.dtype, length=LENGTH, phase=x["phase"], input_gate=call.gate)
+    return mlstm_ring_states(c, n, m if call.gate == "exp" else None, **options)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def advanced(call, T, x, t, rings):
+    """A ring step of T tokens from t on."""
+    x = {name: jnp.roll(x[name], -t, 1 if call.layout == "BTNH" else 2) for name in NAMES[:5]}
+    if T == 1:
+        return mlstm_ring_step(*token_of(call, x, 0), rings, **call.of_rings)
+    options = dict(layout=call.layout, accepted=jnp.minimum(rings.pending[:, 0], 2))
+    return mlstm_ring_step(*steps_of(call, x, 0, T), rings, **options, **call.of_rings)
+
+
+def ring_steps(T, call, x):
+    """Until every head has flushed."""
+    rings, results = rings_of(call, x), []
+    for n in range(LENGTH):
+        h, rings = advanced(call, T, x, n * T, rings)
+        results.append(h)
+    return results, rings
+
+
+ring_step, ring_of_drafts = (functools.partial(ring_steps, T) for T in (1, 3))
+ring_step.__name__, ring_of_drafts.__name__ = "ring_step", "ring_of_drafts"
+
+
+def ring_flush(call, x):
+    """Of rings from 3 to 10 tokens, 3 of them pending."""
+    rings = rings_of(call, x)
+    c, n, _ = states_of(x)
+    rows = np.arange(2 * LENGTH)
+    keys, gates = np.sin(rows)[:, None] * n[:, :, None], np.cos(rows) * n[:, :, :1]
+    rings = rings._replace(
+        k=jnp.asarray(keys, call.dtype),
+        v=jnp.asarray(np.cos(rows)[:, None] * c[:, :, :1], call.dtype),
+        i=jnp.asarray(gates),
+        f=jnp.asarray(2 + gates),
+        pending=jnp.full_like(rings.fill, 3),
+    )
+    return mlstm_ring_flush(rings, accepted=x["accepted"], config=call.config)
+
+
+CHUNKWISE = prompts, padded_prompts, packed_prompts, gradients, states_after_chunks
+STEPS = step, step_in_pools, several_steps, ring_step, ring_of_drafts
+FUNCTIONS = *CHUNKWISE, *STEPS, ring_flush
+
+
+def differences(function, call, batches):
+    """Where an entry stands, and which result has other bits there than in a batch of one."""
+    entry, found = drawn(call, 0, 1), []
+
+    def at(place, B):
+        x = drawn(call, 1 + B + place, B)
+        for name in x.keys() - {"slots"}:
+            x[name][place] = entry[name][0]
+        return [np.asarray(y)[place] for y in jax.tree.leaves(function(call, x))]
+
+    alone = at(0, 1)
+    for B in batches:
+        for place in sorted({0, B // 2, B - 1}):
+            pairs = zip(at(place, B), alone, strict=True)
+            wrong = [n for n, (y, z) in enumerate(pairs) if y.tobytes() != z.tobytes()]
+            found += [(B, place, n) for n in wrong]
+    return found
+
+
+CALLS = (
+    Call(2, 20, 40, 24),  # without batch_invariant all results but those of steps differ
+    Call(1, 20, 8, 16, "bfloat16", "sigmoid", "BTNH"),
+    Call(2, 40, 8, 8, "float16", layout="BTNH"),
+)
+# The first call is in the quick selection.
+ON_A_CPU = [
+    pytest.param(
+        function,
+        call,
+        id=f"{function.__name__}-{call.dtype}-{call.gate}",
+        marks=[pytest.mark.slow] * (call is not CALLS[0]),
+    )
+    for function in FUNCTIONS
+    for call in CALLS
+]
+
+
+@pytest.mark.parametrize(("function", "call"), ON_A_CPU)
+def test_bits_do_not_depend_on_the_batch(function, call):
+    """At the first, a middle and the last place among other entries, which have other lengths,
+    segments, phases, gates and resets."""
+    slow_to_compile = function in (packed_prompts, gradients)
+    assert not differences(function, call, (7,) if slow_to_compile else (3, 7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.dtype)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_bits_in_batches_of_3_and_64(function, call):
+    assert not differences(function, call, (3, 64))
+
+
+OF_MOSAIC_GPU = Call(2, 128, 64, 64, "bfloat16", backend="mosaic_gpu_interpret")
+
+
+@pytest.mark.parametrize(
+    ("function", "call"),
+    [
+        pytest.param(
+            function,
+            CALLS[0]._replace(backend="interpret"),
+            id=f"triton-{function.__name__}",
+            marks=() if function in (ring_of_drafts, prompts) else pytest.mark.slow,
+        )
+        for function in FUNCTIONS
+        if function is not ring_flush  # plain jnp
+    ]
+    + [
+        pytest.param(
+            function,
+            OF_MOSAIC_GPU,
+            id=f"mosaic_gpu-{function.__name__}",
+            marks=[needs_mosaic_gpu, pytest.mark.slow],
+        )
+        for function in CHUNKWISE
+    ],
+)
+def test_bits_of_interpreted_kernels(function, call):
+    assert not differences(function, call, (3,))
+
+
+GPU_CALLS = (
+    Call(8, 640, 64, 128, "bfloat16", layout="BTNH"),
+    Call(2, 300, 128, 256, "bfloat16", "sigmoid"),
+    Call(4, 330, 64, 64, "float32"),
+    Call(1, 257, 96, 192, "float16"),
+)
+
+
+ON_A_GPU = [
+    pytest.param(
+        function,
+        call._replace(backend=backend),
+        id=f"{backend}-{function.__name__}-{call.dtype}-{call.gate}",
+    )
+    for backend in ("triton", "mosaic_gpu")
+    for function in FUNCTIONS
+    for call in GPU_CALLS
+    # Mosaic GPU has kernels for whole sequences in 16 bits.
+    if backend == "triton" or (function in CHUNKWISE and call.dtype != "float32")
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_bits_of_an_entry_do_not_depend_on_the_batch(dtype):
-    """A prefill, a step of either kind, in batches of 1, 3 and 64, at the last place."""
-    x = random_inputs(1, 64, 8, 640, 64, 128, dtype=dtype)
-    options = dict(backend="triton", config=CONFIG)
-
-    @jax.jit
-    def run(x):
-        arrays = [x[name] for name in ("q", "k", "v", "i", "f")]
-        h, states = mlstm_chunkwise(*arrays, layout="BNTH", return_last_states=True, **options)
-        token = [y[:, :, 0] for y in arrays]
-        rings = mlstm_ring_states(*states, dtype=dtype, phase=0)
-        return h, mlstm_recurrent_step(*token, *states, **options), [
-            mlstm_ring_step(*token, rings, **options),
-        ]  # fmt: skip
-
-    def last_of(B):
-        batch = jax.tree.map(lambda y: jnp.concatenate([y[: B - 1], y[-1:]]), x)
-        return jax.tree.map(lambda y: np.asarray(y[-1]), run(batch))
-
-    alone = last_of(1)
-    for B in (3, 64):
-        assert_same_bits(last_of(B), alone)
+@pytest.mark.parametrize(("function", "call"), ON_A_GPU)
+def test_bits_on_a_gpu(function, call):
+    assert not differences(function, call, (3, 7, 64))

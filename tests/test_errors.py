@@ -310,6 +310,32 @@ def test_indices_that_count_for_nothing_may_be_anything():
     pooled(mlstm_recurrent_step, slots=np.array([-1, -1]))()
 
 
+@pytest.mark.parametrize("checks", ["0", "1"])
+@pytest.mark.parametrize("lengths", ["device", "traced"])
+@pytest.mark.parametrize("ids", ["numpy", "device", "traced"])
+def test_indices_of_several_kinds_in_a_call(monkeypatch, ids, lengths, checks):
+    """Ids are read beside the lengths, so both have to be NumPy arrays, or checks are on."""
+    monkeypatch.setenv("MLSTM_PALLAS_CHECKS", checks)
+    kinds = dict(segment_ids=ids, sequence_lengths=lengths)
+    options = dict(num_segments=2, return_last_states=True, backend="xla")
+
+    def run(**values):
+        arrays = {
+            name: values[name] if kinds[name] == "numpy" else jnp.asarray(values[name])
+            for name in kinds
+        }
+        traced = {name: y for name, y in arrays.items() if kinds[name] == "traced"}
+        concrete = {name: y for name, y in arrays.items() if name not in traced}
+        call = partial(mlstm_chunkwise, **zeros(PLAIN), **concrete, **options)
+        jax.block_until_ready((jax.jit(call) if traced else call)(**traced))
+        jax.effects_barrier()
+
+    run(segment_ids=DESCENDS, sequence_lengths=np.array([40, 20]))
+    if checks == "1":
+        with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="is 1, expected no id"):
+            run(segment_ids=DESCENDS, sequence_lengths=np.array([40, 21]))
+
+
 OF_CHUNKS = mlstm_chunkwise, mlstm_chunkwise_sequence_parallel, reference.chunkwise
 
 

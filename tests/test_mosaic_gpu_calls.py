@@ -44,7 +44,7 @@ from oracle import (
 from sanitize import FEATURES
 from stage_calls import tiles_class
 from test_distributed import h_over
-from test_packed_sequences import check_prompts
+from test_packed_sequences import check_large_states, check_prompts
 from test_stages import roundings
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, use_backend
@@ -71,6 +71,13 @@ def test_states_of_packed_prompts(options):
     rows = [7, 1, 2, 64, 30], [0, 0, 70, 0, 9]  # one chunk
     options |= dict(dtype="bfloat16", layout="BTNH", backend="mosaic_gpu_interpret")
     check_prompts(0, 64, 128, rows=rows, others=(1, 1), **options)
+
+
+@needs_mosaic_gpu
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "materialised"])
+def test_large_states_stay_in_their_segments(is_fused):
+    config = KernelConfig(chunk_size=64, fused=is_fused)
+    check_large_states("mosaic_gpu_interpret", config, "bfloat16", 64, 64, L=64)
 
 
 @needs_mosaic_gpu

@@ -172,6 +172,47 @@ def test_each_segment_is_computed_alone(line):
     check_prompts(int(count), **dict(DHQK=16, DHV=32, chunk_size=L) | options)
 
 
+LARGE_STATES = dict(
+    fused=dict(backend="interpret", config=KernelConfig(chunk_size=16, fused=True)),
+    two_blocks_of_rows=dict(backend="interpret", DHQK=32, config=BLOCKS),
+    materialised=dict(backend="interpret", config=KernelConfig(chunk_size=16, fused=False)),
+    plain=dict(backend="xla", config=KernelConfig(chunk_size=16)),
+)
+
+
+def check_large_states(backend, config, dtype="float32", DHQK=16, DHV=16, L=16):
+    """Initial states of segments are 1e4 times as large as what steps store. Steps in front of the
+    first segment and behind the last one, which are several chunks, see none of them."""
+    ids = np.repeat([[-1, 0, 1, 3], [0, 1, 2, 7]], [L + 3, L - 5, L + 7, 3 * L - 5], axis=1)
+    x = random_inputs(7, 2, 2, 6 * L, DHQK, DHV, dtype=dtype)
+    x |= states_of_segments(x, 3)
+    x |= dict(c_initial=1e4 * x["c_initial"], n_initial=0 * x["n_initial"])
+    options = dict(num_segments=3, return_last_states=True, layout="BNTH")
+    run = jax.jit(functools.partial(mlstm_chunkwise, backend=backend, config=config, **options))
+    h, states = run(**x, segment_ids=ids)
+    bound = tolerance(dtype, 3 * L + DHQK)
+    for b, row in enumerate(ids):
+        seen = set()
+        for n in dict.fromkeys(row.tolist()):
+            at = np.flatnonzero(row == n)
+            within = b, slice(None), slice(at[0], at[-1] + 1)
+            alone = {name: x[name][within][None] for name in "qkvif"}
+            if 0 <= n < 3:
+                alone |= {name: x[name][b : b + 1, n] for name in STATES}
+                seen.add(n)
+            expected, *after = oracle(alone)
+            compare("h", [h[within][None]], [expected], bound)
+            if n in seen:
+                compare("cnm", [y[b : b + 1, n] for y in states], after, bound)
+        for n in {*range(3)} - seen:
+            compare("cnm", [y[b, n] for y in states], [x[name][b, n] for name in STATES], 1e-6)
+
+
+@pytest.mark.parametrize("schedule", LARGE_STATES)
+def test_large_states_stay_in_their_segments(schedule):
+    check_large_states(**LARGE_STATES[schedule])
+
+
 def test_ids_of_any_integer_dtype():
     """The least and the largest id of each, with fewer segments and with more than int8 has."""
     x = random_inputs(3, 1, 1, 4, 8, 8)

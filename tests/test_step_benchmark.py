@@ -50,3 +50,10 @@ def test_tokens_per_second_and_their_limit_by_batch(tmp_path, monkeypatch):
     (drawn, _, line, *_), _ = plot.call_args
     limits = [row["tokens/s"] for row in drawn if line(row) == "memory limit"]
     assert limits == pytest.approx([8 * 2 * 2**10 / 3.0 / (2 * 2 * 273 * 2)] * 4)
+
+
+def test_a_call_of_several_tokens_counts_each():
+    """Calls of all rows last as long; of a ring all tokens are accepted."""
+    code, rows = measured("--shape=2x2x1x16x16", "--ring=8", "--tokens=1,4")
+    seen = [(row["ring"], row["tokens"], row["tokens/s"]) for row in rows]
+    assert (code, seen) == (0, [(0, 1, 2), (8, 1, 2), (8, 4, 8)])
