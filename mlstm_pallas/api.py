@@ -240,8 +240,10 @@ def mlstm_chunkwise_states(
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
 
     options = Options(
-        True, eps, None, autocast_kernel_dtype, stabilize_correctly, norm_val,
-        input_gate, normalize, False, layout, backend, config, state_dtype,
+        return_last_states=True, recompute_states_in_bw=False, eps=eps, norm_val=norm_val,
+        stabilize_correctly=stabilize_correctly, input_gate=input_gate, normalize=normalize,
+        autocast_kernel_dtype=autocast_kernel_dtype, state_dtype=state_dtype, layout=layout,
+        backend=backend, config=config,
     )  # fmt: skip
     spec = prepare(x, options, layout)
     # The fused scan has chunks of its own, and stores states at those of the call.

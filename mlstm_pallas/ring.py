@@ -46,8 +46,11 @@ def _gate(states: RingStates) -> InputGate:
 
 def _length(states: RingStates) -> int:
     """L of states whose shapes agree."""
-    limits = dict(least=2 * MIN_LENGTH, most=2 * MAX_LENGTH, power_of_two=True)
-    return validation.check_integer("states.i.shape[2]", states.i.shape[2], **limits) // 2
+    rows = states.i.shape[2]
+    validation.check_integer(
+        "states.i.shape[2]", rows, 2 * MIN_LENGTH, 2 * MAX_LENGTH, power_of_two=True
+    )
+    return int(rows) // 2
 
 
 def mlstm_ring_states(
@@ -239,5 +242,5 @@ def mlstm_ring_flush(
     validation.check_inputs(arrays, _gate(states), Layout.BNTH, backend="xla", cast=False)
     _length(states)
     counts = per_head(accepted, states.fill.shape)
-    c, n, m, *_ = flushed(states, counts, config.batch_invariant)
+    c, n, m, *_ = flushed(states, counts, bool(config.batch_invariant))
     return c, n, jnp.zeros_like(states.fill, accumulator_dtype(n.dtype)) if m is None else m

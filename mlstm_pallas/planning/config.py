@@ -32,8 +32,9 @@ class KernelConfig:
         keeps the states on the chip. With False it writes them to memory (recurrent_fw_C and
         parallel_fw_H).
       num_splits: parts of a sequence that the fused scan runs at the same time, a power of two.
-      batch_invariant: True: plans follow from S and the heads alone, as for a batch of one, so that
-        the results of an entry have the same bits whatever the batch is and where it stands there.
+      batch_invariant: True: plans follow from S and the heads alone, as for a batch of one, and
+        plain jnp runs one head at a time, so that h and the states of an entry have the same bits
+        in a batch of any size and at any place in it.
       tiles: fields of a kernel's tiles, by lowering and kernel; keywords of the constructor. A size
         of steps is clamped to one that divides a chunk; on Triton a size of columns is clamped to
         the least power of two that covers the head.

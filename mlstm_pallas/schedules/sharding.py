@@ -200,7 +200,7 @@ def _run_step(plan: Plan, x: Any, *, name: str, axes: int) -> Any:
 
 def _one_head_at_a_time(plan: Plan) -> bool:
     """Whether XLA must not choose the order of sums by the number of heads."""
-    return plan.spec.config.batch_invariant and plan.lowering is Lowering.XLA
+    return plan.lowering is Lowering.XLA and bool(plan.spec.config.batch_invariant)
 
 
 def _mappable(work: Work) -> Callable[..., Any]:
