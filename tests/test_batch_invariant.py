@@ -1,5 +1,6 @@
 """KernelConfig(batch_invariant=True): plans and bits do not depend on the batch."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import NAMES, needs_mosaic_gpu, random_inputs, swapped
-from stage_calls import spec_of
+from stage_calls import Problem, spec_of
 
 from mlstm_pallas import (
     KernelConfig,
@@ -25,24 +26,37 @@ from mlstm_pallas.problem.gpu import known_gpu
 CONFIG = KernelConfig(batch_invariant=True)
 
 
-def tiles_of(B, backend, S, config):
-    spec = spec_of(
-        (B, 8, S, 256, 512), "bfloat16", known_gpu("NVIDIA H200"), backend, config=config
-    )
-    calls = spec.plan.forward | spec.plan.backward
-    calls |= {name: spec.plan.launch(name) for name in ("recurrent_step", "ring_step")}
-    # CTAs of persistent kernels share the items; their number is in no sum.
-    tiles = {name: vars(x.tiles) | dict(num_ctas=0) for name, x in calls.items() if x.tiles}
-    return spec.plan.num_splits, tiles
+def spec_for(B, S, backend, config):
+    gpu = known_gpu("NVIDIA H200")
+    return spec_of((B, 8, S, 256, 512), "bfloat16", gpu, backend, config=config)
+
+
+def tiles_in(calls):
+    """CTAs of persistent kernels share the items; their number is in no sum."""
+    return {name: vars(x.tiles) | dict(num_ctas=0) for name, x in calls.items() if x.tiles}
+
+
+def chunkwise_plan(B, S, backend, config):
+    plan = spec_for(B, S, backend, config).plan
+    return plan.num_splits, tiles_in(plan.forward | plan.backward)
+
+
+def step_plan(B, T, backend, config):
+    """Of steps of T tokens, which have no chunks."""
+    p = Problem(B, 8, T, 256, 512, T, 1 / 16)
+    plan = dataclasses.replace(spec_for(B, T, backend, config), problem=p).plan
+    return tiles_in({name: plan.launch(name) for name in ("recurrent_step", "ring_step")})
 
 
 @pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
-@pytest.mark.parametrize("S", [1, 256, 8192])
-def test_plans_are_those_of_a_batch_of_one(backend, S):
-    plans = [tiles_of(B, backend, S, CONFIG) for B in (1, 3, 64)]
+@pytest.mark.parametrize(
+    ("plan", "S"), [(chunkwise_plan, 256), (chunkwise_plan, 8192), (step_plan, 1), (step_plan, 4)]
+)
+def test_plans_are_those_of_a_batch_of_one(plan, S, backend):
+    plans = [plan(B, S, backend, CONFIG) for B in (1, 3, 64)]
     assert plans[0] == plans[1] == plans[2]
-    assert tiles_of(64, backend, S, None) != plans[2]
-    assert tiles_of(1, backend, S, None) == plans[0]
+    assert plan(64, S, backend, None) != plans[2]
+    assert plan(1, S, backend, None) == plans[0]
 
 
 # ---------------- bits
@@ -268,7 +282,7 @@ def test_bits_in_batches_of_3_and_64(function, call):
     assert not differences(function, call, (3, 64))
 
 
-OF_MOSAIC_GPU = Call(2, 128, 64, 64, "bfloat16", backend="mosaic_gpu_interpret")
+OF_MOSAIC_GPU = Call(1, 128, 64, 128, "bfloat16", backend="mosaic_gpu_interpret")
 
 
 @pytest.mark.parametrize(

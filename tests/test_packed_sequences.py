@@ -180,11 +180,11 @@ LARGE_STATES = dict(
 )
 
 
-def check_large_states(backend, config, dtype="float32", DHQK=16, DHV=16, L=16):
+def check_large_states(backend, config, dtype="float32", NH=2, DHQK=16, DHV=16, L=16):
     """Initial states of segments are 1e4 times as large as what steps store. Steps in front of the
     first segment and behind the last one, which are several chunks, see none of them."""
     ids = np.repeat([[-1, 0, 1, 3], [0, 1, 2, 7]], [L + 3, L - 5, L + 7, 3 * L - 5], axis=1)
-    x = random_inputs(7, 2, 2, 6 * L, DHQK, DHV, dtype=dtype)
+    x = random_inputs(7, 2, NH, 6 * L, DHQK, DHV, dtype=dtype)
     x |= states_of_segments(x, 3)
     x |= dict(c_initial=1e4 * x["c_initial"], n_initial=0 * x["n_initial"])
     options = dict(num_segments=3, return_last_states=True, layout="BNTH")
