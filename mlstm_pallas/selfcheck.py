@@ -143,7 +143,8 @@ def ring(x, data, T, length, phase, rollback, input_gate="exp", layout="BNTH", *
     (rings, accepted), h = lax.scan(one, carry, drafts)
     if "slots" in options and rollback:  # the rows of pools, in their order
         accepted = accepted[jnp.argsort(data["rows"])]
-    last = mlstm_pallas.mlstm_ring_flush(rings, accepted=accepted)
+    config = options.get("config")
+    last = mlstm_pallas.mlstm_ring_flush(rings, accepted=accepted, config=config)
     h = jnp.moveaxis(h, 0, 2).reshape(x[2].shape)
     return jnp.where(data["within"][:, None, :, None], h, 0), *with_axis(last)
 

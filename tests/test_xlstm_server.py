@@ -43,7 +43,7 @@ def test_numbers_of_draws_and_prompts_of_a_prefill(monkeypatch):
     limits = [*range(12, 2, -1)]
     stubs = dict(sample=sample, prefill=prefill, next_logits=lambda config, params, x: x)
     stubs["rings_are_faster"] = lambda B: B == 8
-    stubs["with_rings"] = lambda dtype, states: rings.append(dtype) or states
+    stubs["with_rings"] = lambda config, dtype, states: rings.append(dtype) or states
     with mock.patch.multiple(server, **stubs):
         for slots in (1, 8):
             answers = server.serve(setup, prompts, limits, set(), slots, STEPS)

@@ -20,7 +20,7 @@ transposed there and back, and XLA cancels the transposes. Shardings of other ax
 explicit ones.
 
 On its shard a function takes the lowering of the platform that it is lowered for: ``by_platform``.
-Plain jnp runs for a few heads at a time where that is planned: ``_heads_at_a_time``.
+Plain jnp may run for a few heads at a time: ``_few_heads_at_a_time``.
 """
 
 import dataclasses
@@ -273,61 +273,75 @@ def on_shard(work: Work, identity: Any, *args: Any) -> Any:
             "and heads, expected one: inside a shard_map that leaves mesh axes to the compiler "
             "constrain them with jax.lax.with_sharding_constraint"
         )
-    *batch, NH = leaves[0].shape[: mapped + 2]
-    spec, run = spec.with_heads(math.prod(batch), NH), functools.partial(_on_heads, work)
+    *batch, NH = heads = leaves[0].shape[: mapped + 2]
+    spec = spec.with_heads(math.prod(batch), NH)
+    run = functools.partial(work.function, **dict(work.options))
+    few = _may_run_few_heads(spec, args)
+    if few:
+        run = functools.partial(_few_heads_at_a_time, run, mapped + 2)
+    else:
+        args = _merged(spec, args, mapped + 2)
     lowering = work.lowering or known_lowering(spec.backend)
-    return run(Plan(spec, lowering), *args) if lowering else by_platform(spec, run, *args)
+    outputs = run(Plan(spec, lowering), *args) if lowering else by_platform(spec, run, *args)
+    return outputs if few else _split(spec, outputs, heads)
 
 
-def _on_heads(work: Work, plan: Plan, *args: Any) -> Any:
-    """The work on arrays (mapped axes, B, NH, ...)."""
-    few = _heads_at_a_time(plan, args)
-    if not few:
-        return _on_all_heads(work, plan, *args)
-    heads = jax.tree.leaves(args)[0].shape[: work.mapped + 2]
-    plan = Plan(plan.spec.with_heads(1, few), plan.lowering)
-    run = functools.partial(_on_all_heads, dataclasses.replace(work, mapped=0), plan)
-    args = jax.tree.map(lambda x: x.reshape(-1, 1, few, *x.shape[len(heads) :]), args)
-    outputs = one_at_a_time(lambda x: run(*x))(args)
-    return jax.tree.map(lambda x: x.reshape(*heads, *x.shape[3:]), outputs)
-
-
-def _on_all_heads(work: Work, plan: Plan, *args: Any) -> Any:
-    """The function, for which the mapped axes, B and NH become one."""
-    spec, mapped, B, NH = plan.spec, work.mapped, plan.spec.problem.B, plan.spec.problem.NH
-    heads = jax.tree.leaves(args)[0].shape[: mapped + 2]
+def _merged(spec: CallSpec, args: Any, axes: int) -> Any:
+    """Arrays (B, NH, ...), with so many first axes, as (B * NH, ...) or (B, S, NH, D)."""
+    B, NH = spec.problem.B, spec.problem.NH
 
     def merged(x: Array, steps_first: bool) -> Array:
-        sizes = x.shape[mapped + 2 :]
+        sizes = x.shape[axes:]
         return (
             jnp.swapaxes(x.reshape(B, NH, *sizes), 1, 2)
             if steps_first
             else x.reshape(B * NH, *sizes)
         )
 
+    return _map(spec, merged, args)
+
+
+def _split(spec: CallSpec, outputs: Any, heads: Sequence[int]) -> Any:
+    """The inverse of ``_merged``; heads: the sizes of the first axes."""
+
     def split(x: Array, steps_first: bool) -> Array:
         x = jnp.swapaxes(x, 1, 2) if steps_first else x
         return x.reshape(*heads, *x.shape[1 + steps_first :])
 
-    outputs = work.function(plan, *_map(spec, merged, args), **dict(work.options))
     return _map(spec, split, outputs)
 
 
-def _heads_at_a_time(plan: Plan, args: Any) -> int:
-    """How many heads of a sequence run at a time; 0: all.
+def _may_run_few_heads(spec: CallSpec, args: Any) -> bool:
+    """Whether some lowering runs a sequence for a few heads at a time."""
+    planned = spec.gpu is TPU or bool(spec.config.batch_invariant)
+    is_sequence = isinstance(args[0], Inputs | Residuals)
+    return planned and is_sequence and not is_symbolic_dim(spec.problem.B)
 
-    On a TPU their intermediate arrays fit in VMEM.
+
+def _few_heads_at_a_time(run: Callable[..., Any], axes: int, plan: Plan, *args: Any) -> Any:
+    """run(plan, *args) on arrays (B, NH, ...), with so many first axes.
+
+    On a TPU the intermediate arrays of a few heads fit in VMEM.
     """
-    p = plan.spec.problem
-    if not isinstance(args[0], Inputs | Residuals) or is_symbolic_dim(p.B):
-        return 0
-    most = p.BNH
-    if _one_head_at_a_time(plan):
+    p, heads = plan.spec.problem, jax.tree.leaves(args)[0].shape[:axes]
+    alone, most = _one_head_at_a_time(plan), p.BNH
+    if alone:
         most = 1
     elif plan.spec.gpu is TPU:
         most = VMEM_STATES // (4 * p.NC * p.DHQK * p.DHV)
     few = largest_block(p.BNH, min(most, p.BNH), 1) or 1
-    return few if few < p.BNH or most == 1 else 0
+    loops = alone or few < p.BNH
+    spec = plan.spec.with_heads(1, few) if loops else plan.spec
+
+    def on_some(args: Any, heads: Sequence[int]) -> Any:
+        outputs = run(Plan(spec, plan.lowering), *_merged(spec, args, len(heads)))
+        return _split(spec, outputs, heads)
+
+    if not loops:
+        return on_some(args, heads)
+    args = jax.tree.map(lambda x: x.reshape(-1, 1, few, *x.shape[axes:]), args)
+    outputs = one_at_a_time(functools.partial(on_some, heads=(1, few)))(args)
+    return jax.tree.map(lambda x: x.reshape(*heads, *x.shape[3:]), outputs)
 
 
 @functools.lru_cache(256)  # shapes are among the keys
