@@ -199,7 +199,7 @@ def test_every_function_is_called_with_the_backend(monkeypatch):
     for call in turn:  # those of small sizes are traced, not compiled
         p, *_ = selfcheck.compiled(json.dumps(call))
         data, _ = selfcheck.drawn_steps(np.random.default_rng(0), p)
-        x = selfcheck.drawn_arrays(np.random.default_rng(0), p, False)
+        x = selfcheck.drawn_arrays(np.random.default_rng(0), p, False)[0]
         run = selfcheck.FUNCTIONS[p.function][0]
         options = p.options | dict(config=None, backend="interpret")
         jax.eval_shape(functools.partial(run, **options), x, data)
