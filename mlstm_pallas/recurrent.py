@@ -131,8 +131,8 @@ def mlstm_recurrent_step(
       DHQK  head dimension of q and k
       DHV   head dimension of v and h
 
-    f = -inf resets the state and i = -inf stores nothing. Values of -1e6 and
-    below count as -inf. The arithmetic is float32.
+    f = -inf resets the state, also one that is NaN or inf, and i = -inf stores
+    nothing. Values of -1e6 and below count as -inf. The arithmetic is float32.
 
     The kernel reads and writes every state once. It updates c, n and m in place
     if the caller does not use them afterwards: in a jitted loop, or if they are
