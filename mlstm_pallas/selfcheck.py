@@ -179,7 +179,8 @@ CONFIGS = {}, {}, dict(fused=True), dict(fused=False)
 SPLITS = rows_of(
     config=[*CONFIGS, dict(num_splits=2)], chunk_size=[None, None, 64, 128, 256, 512, 1024]
 )
-RECOMPUTE = rows_of(recompute_states_in_bw=[True, False])
+# Without the option a call has no derivatives, so that its forward pass is the one of a prefill.
+RECOMPUTE = [[dict(recompute_states_in_bw=True), dict(recompute_states_in_bw=False), {}]]
 ROUNDED = [{}, {}, dict(state_dtype="bfloat16")]
 DRAFTS = [dict(T=x, length=y) for x, y in ((1, 16), (3, 8), (8, 16), (1, 8))]
 RINGS = [DRAFTS, *rows_of(rollback=[True, True, False], phase=[None, 0])]
@@ -246,8 +247,9 @@ def fitted(call, options, backend):
     if "interpret" in backend:
         call |= {name: min(call[name], 48) for name in ("S", "DHQK", "DHV")}
         options |= dict(shards=1) if "mosaic" in backend and "shards" in options else {}
-    if call.get("slots"):
+    if call.get("slots"):  # of several rows, so that a wrong one shows
         options.pop("return_all_states", None)
+        call["B"] = max(call["B"], 2)
     call |= dict(segments=True) if "num_segments" in options else {}
     call["initial"] |= call.get("slots", False) or "T" in options or "joined" in options
     if "slots" not in call:  # the gradients of the recurrence in float64 keep all states
@@ -385,7 +387,8 @@ def compiled(program):
     options = dict(p.options, backend=p.backend)
     options["config"] = mlstm_pallas.KernelConfig(**options.get("config", {}))
     p.derivatives = "recompute_states_in_bw" in options
-    p.outputs = 1 if p.derivatives and "return_last_states" not in options else 4
+    every_state = p.tokens or "every" in options or "return_last_states" in options
+    p.outputs = 4 if every_state else 1
     p.dtypes = [p.dtype, options.get("state_dtype", p.states[0]), *p.states[1:]]
     run = functools.partial(FUNCTIONS[p.function][0], **options)
     jax.clear_caches()

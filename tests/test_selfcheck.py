@@ -177,6 +177,23 @@ def test_a_wrong_function_is_found(name, function, plant, result, monkeypatch):
     assert max(x[result] for x in found) > 1
 
 
+def test_a_wrong_forward_pass_without_derivatives_is_found(monkeypatch):
+    """It is another program than that of a call with derivatives."""
+    options = [selfcheck.draw(0, number, ["xla"])["options"] for number in range(100)]
+    assert sum({*LAST} <= {*x} for x in options) > 5
+    assert sum({*x} & {*LAST} == {"return_last_states"} for x in options) > 5
+    call = program("mlstm_chunkwise")
+    del call["options"]["recompute_states_in_bw"]
+    selfcheck.compiled.cache_clear()
+    errors = selfcheck.check(SEED, **call)
+    assert [*errors] == [*"hcnm"]
+    assert all(error <= bound for error, bound in errors.values())
+    replaced(monkeypatch, "mlstm_chunkwise", changed(h=times(1.001)))
+    selfcheck.compiled.cache_clear()
+    error, bound = selfcheck.check(SEED, **call)["h"]
+    assert error > bound
+
+
 def test_every_function_is_called_with_the_backend(monkeypatch):
     """A turn of the rotation calls every public function that computes, on its lowering."""
     called = {}
