@@ -412,12 +412,13 @@ def compiled(program):
         def run(x, **more):
             return recurrence(p, x, noise_of_sums, *steps, **more)[: p.outputs]
 
-        def cotangents(h, *_):
+        def cotangents(h, *states):
             along = jnp.sum(dy[0] * h, -1, keepdims=True) / (
                 jnp.sum(h * h, -1, keepdims=True) + 1e-99
             )
-            # The promise is of the gradients of h.
-            others = (y * (1 - cancels) for y in dy[1 : p.outputs])
+            # The promise is of the gradients of h. An m of -inf is a tie of i and f.
+            pairs = zip(dy[1 : p.outputs], states, strict=True)
+            others = (y * (1 - cancels) * jnp.isfinite(z) for y, z in pairs)
             dys = zip((dy[0] - cancels * along * h, *others), p.dtypes, strict=False)
             return (y.astype(dtype).astype(y.dtype) for y, dtype in dys)
 
