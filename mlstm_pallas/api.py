@@ -147,9 +147,8 @@ def mlstm_chunkwise(
         are read from NumPy arrays; from others with MLSTM_PALLAS_CHECKS=1.
 
     Warns:
-      UserWarning: once per line of the caller, if layout is left out and
-        S < NH, unless the shapes of initial states or segment_ids confirm it;
-        with these, if S = NH.
+      UserWarning: once per line of the caller, if layout is left out and S < NH
+        without initial states or segment_ids, or S = NH with them.
     """
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
