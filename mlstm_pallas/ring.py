@@ -141,8 +141,8 @@ def mlstm_ring_step(
     enters a used row of a pool with fresh states of ``mlstm_ring_states``,
     scattered into the row, not with a reset.
 
-    A NaN in q or f of a draft reaches h of that draft; in k, v or i, also h of
-    the drafts behind it. Drafts that are taken back leave no NaN.
+    A NaN in q of a draft reaches h of that draft alone; in k, v, i or f, also h
+    of the drafts behind it. Drafts that are taken back leave no NaN.
 
     The states are updated in place if the caller does not use them afterwards,
     as those of ``mlstm_recurrent_step``; slots, pools, meshes and derivatives
