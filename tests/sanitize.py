@@ -4,7 +4,7 @@
 kernels is an allocation of its own, so that an access beyond it is found. With --fault, a kernel
 that reads out of bounds.
 
-tests/test_gpu_sanitizer.py runs this under every tool.
+tests/large/test_gpu_sanitizer.py runs this under every tool.
 """
 
 import argparse

@@ -84,6 +84,13 @@ class Mutants(libcst.CSTVisitor):
         return isinstance(node, libcst.FunctionDef) and node.name.value in self.functions
 
 
+def in_its_folder(tests):
+    """The path from ROOT of a test file, or of one test, which is named without its folder."""
+    file, *test = tests.split("::")
+    [path] = ROOT.glob(f"tests/*/test_{file}")
+    return "::".join([str(path.relative_to(ROOT)), *test])
+
+
 def verdict(path, source):
     """What the tests of a file say where it has this source, as plant_defects says it."""
 
@@ -91,8 +98,7 @@ def verdict(path, source):
         Path(folder, path).write_text(source)
         return ""
 
-    tests = [f"tests/test_{name}" for name in MODULES[path][0].split()]
-    return outcome(plant, tests, SECONDS)
+    return outcome(plant, [*map(in_its_folder, MODULES[path][0].split())], SECONDS)
 
 
 def mutate(path, pool, every):

@@ -13,7 +13,7 @@ Before its diff, a patch may name its tests, as pytest takes them; without them 
 selection runs, which has to last at most 15 minutes. It may also say that it needs interpreted
 Mosaic GPU kernels: it is left out without --mosaic_gpu_python, an interpreter with jax >= 0.11.2.
 
-    Tests: tests/test_products.py -k waits_is_right
+    Tests: tests/stages/test_products.py -k waits_is_right
     Needs: mosaic_gpu
 
 Name so few tests that they take less than a minute. A defect that does not change what the package

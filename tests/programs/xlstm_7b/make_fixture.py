@@ -1,7 +1,7 @@
 """Writes this folder's checkpoint and what transformers' xLSTM computes from it.
 
     pip install absl-py torch transformers safetensors
-    python tests/xlstm_7b/make_fixture.py
+    python tests/programs/xlstm_7b/make_fixture.py
 
 config.json, the sharded *.safetensors in bfloat16 and tokenizer.json (one token per ASCII
 character, which this leaves as it is) are a checkpoint as Hugging Face has them. expected.npz holds
@@ -14,7 +14,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 import command
 import numpy as np
 import torch

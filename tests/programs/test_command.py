@@ -10,7 +10,7 @@ import extras
 import jax
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FIXTURE = Path(__file__).with_name("xlstm_7b")
 CHECKPOINT = f"--checkpoint={FIXTURE}"
 PROGRAM = """

@@ -94,7 +94,7 @@ def test_a_stage_on_mosaic_gpu_by_itself():
 # ---------------- reports
 
 
-RESULTS = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("*.jsonl"))
+RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.jsonl"))
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

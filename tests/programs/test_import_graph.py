@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from oracle import run_python
 
-PACKAGE = Path(__file__).parents[1] / "mlstm_pallas"
+PACKAGE = Path(__file__).parents[2] / "mlstm_pallas"
 # From a program of the public API down. A module imports modules of lower layers, and of its own
 # folder.
 LAYERS = (

@@ -13,7 +13,7 @@ from oracle import PUBLIC, run_python
 import mlstm_pallas
 from mlstm_pallas import reference
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # A line that is ignored has an error of that kind: --strict refuses an ignore that is not needed.
 CLIENT = """
 from typing import assert_type

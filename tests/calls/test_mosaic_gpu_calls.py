@@ -209,7 +209,7 @@ def test_gradients_trace_in_strict_modes(heads, config):
 
 @needs_mosaic_gpu
 def test_gradients_lower_without_jit():
-    """As tests/test_gpu_sanitizer.py runs them. Loops are traced all the same, because constant
+    """As test_gpu_sanitizer.py runs them. Loops are traced all the same, because constant
     indices cannot be lowered."""
     x = random_inputs(0, 3, 2, 200, 64, 128, dtype="bfloat16").values()
     options = dict(backend="mosaic_gpu", config=materialised(), return_last_states=True)
@@ -262,7 +262,7 @@ for backend in ("mosaic_gpu", "mosaic_gpu_interpret"):
 
 @needs_mosaic_gpu
 def test_the_interpreter_is_imported_when_something_is_interpreted():
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     out = run_python("-c", INTERPRETS, PYTHONPATH=root).splitlines()
     assert out[-2:] == ["True False", "True True"]
 

@@ -29,7 +29,7 @@ from xlstm_model import Config
 import mlstm_pallas
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step, reference, use_backend
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "migrating.md").read_text()
 B, S, NH, E, DHQK, DHV = 2, 40, 2, 12, 4, 6
 OTHER_KERNELS = "xlstm_jax.kernels.mlstm_chunkwise.triton_stablef.triton_fwbw"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from oracle import run_python, slow
 
-SCRIPT = Path(__file__).with_name("mesh_calls.py")
+SCRIPT = Path(__file__).parents[1] / "mesh_calls.py"
 
 
 @pytest.mark.parametrize(
