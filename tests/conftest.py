@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import os
 import re
+import threading
 from importlib import metadata
 from pathlib import Path
 from unittest import mock
@@ -15,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import needs_compiler, needs_mosaic_gpu
+import pytest_timeout
+from oracle import SEED, needs_compiler, needs_mosaic_gpu
 
 # The older of XLA's code generators for CPUs compiles in half the time. One LLVM module per program
 # instead of up to 32, without inlining before the split, saves a quarter of the rest.
@@ -90,11 +92,59 @@ def pytest_runtest_protocol(item):
         return (yield)
 
 
+def pytest_report_header():
+    return f"MLSTM_PALLAS_SEED={SEED}"
+
+
+# Seconds. A quick test of an interpreted kernel takes up to 40 on an idle core, and waits for ever
+# where one of its warpgroups waits for another.
+INTERPRETED = 480
+UNANSWERED = 120  # more than a compilation or a program takes, which a signal does not interrupt
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(item, settings):
+    """At its limit a test fails, by a signal. If it waits in XLA for ever, it does not answer: then
+    its process ends, with the stacks of all threads."""
+    seconds = settings.timeout + UNANSWERED
+    item.end = threading.Timer(seconds, pytest_timeout.timeout_timer, (item, settings))
+    item.end.daemon = True
+    item.end.start()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_cancel_timer(item):
+    if hasattr(item, "end"):
+        item.end.cancel()
+    return (yield)
+
+
+# The imports of packages that only some tests need. CI has them all.
+OPTIONAL = {
+    *("absl", "flax", "matplotlib", "mypy", "optax", "orbax", "safetensors", "sybil", "tokenizers"),
+    *("tqdm", "triton", "yaml"),
+}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """A file that imports a package which is not installed is skipped."""
+    report = yield
+    if report.failed and isinstance(collector, pytest.Module):
+        error = report.call.excinfo.value.__cause__
+        package = error.name if isinstance(error, ModuleNotFoundError) else None
+        if package and package.partition(".")[0] in OPTIONAL:
+            reason = f"{package.partition('.')[0]} is not installed"
+            report.outcome, report.longrepr = "skipped", (str(collector.path), 0, reason)
+            del report.call
+    return report
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The quick selection has only those GPU tests that are marked smoke. Quick tests of
-    interpreted Mosaic GPU kernels have a time limit of two minutes. Tests that the oldest Python
-    skips are marked."""
+    """The quick selection has only those GPU tests that are marked smoke. Tests that the oldest
+    Python skips are marked."""
     gpus = gpu_count()
     newer = [needs_compiler.mark, needs_mosaic_gpu.mark]
     for item in items:
@@ -103,7 +153,7 @@ def pytest_collection_modifyitems(items):
         marks = {mark.name for mark in item.iter_markers()}
         interpreted = item.module.__name__.startswith(("test_mosaic_gpu", "test_products"))
         if interpreted and not marks & {"slow", "gpu"}:
-            item.add_marker(pytest.mark.timeout(120))  # their warpgroups wait for each other
+            item.add_marker(pytest.mark.timeout(INTERPRETED))
         needed = 2 if "gpu_multi" in marks else int("gpu" in marks)
         if needed:
             if "smoke" not in marks:
