@@ -41,7 +41,8 @@ from jax import lax
 from mlstm_pallas.api import mlstm_chunkwise, with_arguments_of
 from mlstm_pallas.formulas.gate_gradients import inner, step_flags
 from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, mark_segment_starts
-from mlstm_pallas.formulas.splits import MAX_SPLITS, decays_in_splits, other_decays, splits_of
+from mlstm_pallas.formulas.splits import decays_in_splits, other_decays
+from mlstm_pallas.formulas.tiles import blocks_over
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
 from mlstm_pallas.planning.call_spec import CallSpec, Plan
 from mlstm_pallas.planning.dispatch import stage
@@ -126,28 +127,24 @@ def _first_half(
 
 
 def _with_later_shards(dC: jax.Array, decays: jax.Array, dC_after: jax.Array) -> jax.Array:
-    """dC after each chunk, (B * NH, NC, ...), with decays, (B * NH, NC), times dC_after.
+    """dC after each chunk, (B * NH, NC, ...), with decays, (B * NH, NC), times dC_after, in place.
 
-    It adds to blocks of chunks in place, from the last one on, and ends where all decays are 0:
-    usually all but a few are, and the states of a shard are gigabytes.
+    Usually the decays of all but a few of the last chunks are 0. Then no others are read, because
+    the states of a shard are gigabytes.
     """
-    NC = dC.shape[1]
-    size = NC // splits_of(NC, MAX_SPLITS)
+    last = dC.shape[1] - blocks_over(dC.shape[1], 16)
 
-    def decays_above_0(state: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Whether any is before the end; none is larger than that of the last chunk."""
-        end, _ = state
-        return (end > 0) & jnp.any(lax.dynamic_index_in_dim(decays, end - 1, axis=1) != 0)
+    def add(dC: jax.Array, chunks: slice) -> jax.Array:
+        x, terms = dC[:, chunks], _weighted(decays[:, chunks], dC_after[:, None])
+        return dC.at[:, chunks].set((x.astype(terms.dtype) + terms).astype(x.dtype))
 
-    def add(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        end, dC = state
-        start = end - size
-        x, weights = (lax.dynamic_slice_in_dim(y, start, size, axis=1) for y in (dC, decays))
-        x = (x.astype(decays.dtype) + _weighted(weights, dC_after[:, None])).astype(x.dtype)
-        return start, lax.dynamic_update_slice_in_dim(dC, x, start, axis=1)
-
-    added: jax.Array = lax.while_loop(decays_above_0, add, (jnp.int32(NC), dC))[1]
-    return added
+    # Of at most one step: a conditional would copy dC.
+    _, dC = lax.while_loop(
+        lambda state: state[0],
+        lambda state: (jnp.zeros_like(state[0]), add(state[1], slice(last))),
+        (jnp.any(decays[:, :last] != 0), add(dC, slice(last, None))),
+    )
+    return dC
 
 
 def _second_half(
