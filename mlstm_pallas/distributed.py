@@ -42,6 +42,7 @@ from mlstm_pallas.api import mlstm_chunkwise, with_arguments_of
 from mlstm_pallas.formulas.gate_gradients import inner, step_flags
 from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, mark_segment_starts
 from mlstm_pallas.formulas.splits import decays_in_splits, other_decays
+from mlstm_pallas.formulas.tiles import blocks_over
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
 from mlstm_pallas.planning.call_spec import CallSpec, Plan
 from mlstm_pallas.planning.dispatch import stage
@@ -57,8 +58,8 @@ from mlstm_pallas.schedules.forward import PrecomputedStates, run_gates
 from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shards
 from mlstm_pallas.stages import chunk_gates, split_products, step_sums
 
-# The most shards whose sums of C one all-reduce adds up, for all devices. More of them exchange
-# slices of C, although XLA then replicates C over mesh axes that are left to the compiler.
+# The most shards that send their C to every other one. More of them exchange slices of C, although
+# XLA then replicates C over mesh axes that are left to the compiler.
 MOST_AT_ONCE = 8
 
 
@@ -125,6 +126,27 @@ def _first_half(
     return first, [whole, dm, passes, dn], states.matDeltaC_initial
 
 
+def _with_later_shards(dC: jax.Array, decays: jax.Array, dC_after: jax.Array) -> jax.Array:
+    """dC after each chunk, (B * NH, NC, ...), with decays, (B * NH, NC), times dC_after, in place.
+
+    Usually the decays of all but a few of the last chunks are 0. Then no others are read, because
+    the states of a shard are gigabytes.
+    """
+    last = dC.shape[1] - blocks_over(dC.shape[1], 16)
+
+    def add(dC: jax.Array, chunks: slice) -> jax.Array:
+        x, terms = dC[:, chunks], _weighted(decays[:, chunks], dC_after[:, None])
+        return dC.at[:, chunks].set((x.astype(terms.dtype) + terms).astype(x.dtype))
+
+    # Of at most one step: a conditional would copy dC.
+    _, dC = lax.while_loop(
+        lambda state: state[0],
+        lambda state: (jnp.zeros_like(state[0]), add(state[1], slice(last))),
+        (jnp.any(decays[:, :last] != 0), add(dC, slice(last, None))),
+    )
+    return dC
+
+
 def _second_half(
     plan: Plan,
     residuals: Residuals,
@@ -134,8 +156,7 @@ def _second_half(
 ) -> Inputs:
     """The gradients of the inputs; dC_after: what the later shards add to dC, (B * NH, ...)."""
     gamma, states = first.gates.scaGamma, first.states
-    dC, decays = states.matDeltaC_states, other_decays(gamma)
-    dC = (dC.astype(gamma.dtype) + _weighted(decays, dC_after[:, None])).astype(dC.dtype)
+    dC = _with_later_shards(states.matDeltaC_states, other_decays(gamma), dC_after)
     whole = jnp.prod(gamma, axis=-1)[:, None, None]
     dC_initial = states.matDeltaC_initial + whole * dC_after
     first = first._replace(
@@ -196,16 +217,20 @@ def _weighted(weights: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _sum_over(axis: Axis, weights: jax.Array, x: jax.Array) -> jax.Array:
-    """sum_j weights_ij x_j on device i, of x_j on device j; weights: (B, NH, P, P)."""
+    """sum_j weights_ij x_j on device i != j, of x_j on device j; weights: (B, NH, P, P)."""
     index = lax.axis_index(axis.name)
     (B, NH, K, V), P = x.shape, axis.size
     if P <= MOST_AT_ONCE or K % P:
-        sums: jax.Array = lax.psum(_weighted(weights[..., index], x[:, :, None]), axis.name)
-        return sums[:, :, index]
+        total = jnp.zeros_like(x)
+        for distance in range(1, P):
+            shift = [(j, (j + distance) % P) for j in range(P)]
+            weight = weights[:, :, index, (index - distance) % P]
+            total += _weighted(weight, lax.ppermute(x, axis.name, shift))
+        return total
     # Each device adds up one slice for all, and sends and receives x twice, whatever P is.
     exchanged = functools.partial(lax.all_to_all, axis_name=axis.name, split_axis=2, concat_axis=2)
     slices = exchanged(x.reshape(B, NH, P, K // P, V))
-    sums = exchanged(jnp.sum(_weighted(weights, slices[:, :, None]), axis=3))
+    sums: jax.Array = exchanged(jnp.sum(_weighted(weights, slices[:, :, None]), axis=3))
     return sums.reshape(x.shape)
 
 
@@ -340,8 +365,8 @@ def mlstm_chunkwise_sequence_parallel(spec: CallSpec, x: Arguments, *, axis_name
 
     The devices exchange the states C of all shards, DHQK DHV floats of 4 bytes
     per batch entry and head, once in the forward and once in the backward pass:
-    up to 8 by one all-reduce of P states, more by two all-to-alls of one state,
-    if P divides DHQK. Smaller all-reduces have DHQK + 3 floats per shard. Here
+    up to 8 by P - 1 permutations of one state, more by two all-to-alls of one
+    state, if P divides DHQK. All-reduces have DHQK + 3 floats per shard. Here
     DHQK and DHV are padded to multiples of 16, unless the backend is "xla".
     return_last_states adds one all-reduce of the states. Beside the buffers of
     the exchange the memory per device does not depend on P.
