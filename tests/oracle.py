@@ -131,6 +131,31 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def shown(x):
+    """A value as it is in the id of a test."""
+    if isinstance(x, dict):
+        return f"dict({', '.join(f'{name}={shown(y)}' for name, y in x.items())})"
+    if isinstance(x, list | tuple):
+        return f"[{', '.join(map(shown, x))}]"
+    if isinstance(x, np.ndarray):
+        return f"array{x.shape}"
+    if isinstance(x, functools.partial):
+        return shown(x.func)
+    if callable(x):
+        return x.__name__
+    return f'"{x}"' if isinstance(x, str) else str(x)
+
+
+def row(*columns, id=None, marks=(), **options):
+    """A row of a table of parameters: columns, and a dict of options. Its id has all of them."""
+    named = ", ".join(f"{name}={shown(x)}" for name, x in options.items())
+    first = (x if isinstance(x, str) else shown(x) for x in columns)
+    return pytest.param(*columns, options, id=id or " ".join([*first, named]).strip(), marks=marks)
+
+
+slow_row = functools.partial(row, marks=pytest.mark.slow)
+
+
 def rows_of(table):
     """The lines of a table, without comments."""
     rows = (line.split("#")[0].strip() for line in table.splitlines())
