@@ -95,17 +95,36 @@ def restabilised(states, m):
     return c * factor[..., None, None], n * factor[..., None]
 
 
+SEGMENT = 512
+
+
 def recurrence(segment_ids=None, **x):
     """reference.recurrence, whose backward pass holds the states of 512 steps only if sequences are
-    long and not packed."""
-    S, run, hs = x["q"].shape[2], jax.checkpoint(reference.recurrence), []
-    if S <= 512 or segment_ids is not None:
+    long and not packed; they end with steps that keep the state."""
+    S = x["q"].shape[2]
+    if S <= SEGMENT or segment_ids is not None:
         return reference.recurrence(**x, segment_ids=segment_ids)
-    for start in range(0, S, 512):
-        h, states = run(**x | {name: x[name][:, :, start : start + 512] for name in "qkvif"})
-        x |= zip(NAMES[5:], states, strict=True)
-        hs.append(h)
-    return jnp.concatenate(hs, axis=2), states
+
+    def segments_of(name):
+        """With the segments as the first axis."""
+        kept = dict(i=-jnp.inf, f=jnp.inf).get(name, 0.0)
+        y, after = x[name], [(0, 0)] * x[name].ndim
+        after[2] = 0, -S % SEGMENT
+        y = jnp.pad(y, after, constant_values=kept)
+        return jnp.moveaxis(y.reshape(*y.shape[:2], -1, SEGMENT, *y.shape[3:]), 2, 0)
+
+    @jax.checkpoint
+    def step(states, segment):
+        inputs = dict(zip(NAMES, (*segment, *states), strict=True))
+        h, states = reference.recurrence(**x | inputs)
+        return states, h
+
+    (B, NH, _, DHQK), DHV, dtype = x["q"].shape, x["v"].shape[-1], x["q"].dtype
+    zeros = (jnp.zeros(shape, dtype) for shape in ((B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH)))
+    states = tuple(x.get(name, y) for name, y in zip(NAMES[5:], zeros, strict=True))
+    states, hs = jax.lax.scan(step, states, tuple(map(segments_of, "qkvif")))
+    h = jnp.moveaxis(hs, 0, 2)
+    return h.reshape(*h.shape[:2], -1, DHV)[:, :, :S], states
 
 
 def recurrence_of_lengths(lengths):
