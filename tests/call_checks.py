@@ -20,13 +20,11 @@ from oracle import (
     check_isolated,
     config_in_splits,
     cotangents_for,
-    emptied,  # noqa: F401, the tables have it
+    emptied,
     errors_of,
     expected_of,
     gradients_of_call,
     random_inputs,
-    row_of,
-    rows_of,
     tolerance,
 )
 
@@ -297,38 +295,38 @@ def fused(**scan):
 MATERIALISED, BTNH = KernelConfig(fused=False), dict(layout="BTNH")
 STORED = dict(recompute_states_in_bw=False)
 UNNORMALISED = dict(input_gate="sigmoid", normalize=False)
-OF_ALGORITHMS = """
-default
-xla backend="xla", **BTNH
-xla_stored backend="xla", **STORED
-materialised config=MATERIALISED, **BTNH
-materialised_stored config=MATERIALISED, **STORED
-tiles16x32 config=tiles(16, 32)
-tiles32x16 config=tiles(32, 16), **BTNH
-tiles128 config=tiles(128, 128)
-fused config=fused(siz_b_L=32)
-fused_stored config=splits(1), **STORED
-fused_two_launches config=fused(siz_b_DHQK=16, state_rows=16), **BTNH
-splits config=splits(4), **BTNH
-splits_materialised config=splits(2, fused=False), **BTNH
-splits_stored config=splits(2), **STORED
-"""
-ALGORITHMS = dict(row_of(line, 1, globals()) for line in rows_of(OF_ALGORITHMS))
+ALGORITHMS = dict(
+    default=dict(),
+    xla=dict(backend="xla", **BTNH),
+    xla_stored=dict(backend="xla", **STORED),
+    materialised=dict(config=MATERIALISED, **BTNH),
+    materialised_stored=dict(config=MATERIALISED, **STORED),
+    tiles16x32=dict(config=tiles(16, 32)),
+    tiles32x16=dict(config=tiles(32, 16), **BTNH),
+    tiles128=dict(config=tiles(128, 128)),
+    fused=dict(config=fused(siz_b_L=32)),
+    fused_stored=dict(config=splits(1), **STORED),
+    fused_two_launches=dict(config=fused(siz_b_DHQK=16, state_rows=16), **BTNH),
+    splits=dict(config=splits(4), **BTNH),
+    splits_materialised=dict(config=splits(2, fused=False), **BTNH),
+    splits_stored=dict(config=splits(2), **STORED),
+)
 
 
-def calls_of(table):
-    """Parameters of a test, from lines of a name, a chunk size, algorithms, of which those with ~
-    are slow, and the other arguments of check_call."""
-    for line in rows_of(table):
-        name, chunk_size, algorithms, call = row_of(line, 3, globals())
-        for word in algorithms.split(","):
-            algorithm = word.strip("~")
-            options = dict(backend="interpret", chunk_size=int(chunk_size))
-            yield pytest.param(
-                options | ALGORITHMS[algorithm] | call,
-                id=f"{name}-{algorithm}-{chunk_size}",
-                marks=[pytest.mark.slow] * (word != algorithm),
-            )
+def calls(name, chunk_size, quick, slow=(), **call):
+    """Parameters of a test: arguments of check_call with algorithms, of which some are slow."""
+    options = dict(backend="interpret", chunk_size=chunk_size)
+    return [
+        pytest.param(
+            options | ALGORITHMS[algorithm] | call,
+            id=f"{name}-{algorithm}-{chunk_size}",
+            marks=[pytest.mark.slow] * (algorithm in slow),
+        )
+        for algorithm in (*quick, *slow)
+    ]
+
+
+calls_of = itertools.chain.from_iterable  # of a table, a list of calls
 
 
 def behind_a_norm(inputs, dtype, states):
@@ -395,120 +393,380 @@ LENGTHS = dict(seed=0, shape=(5, 2, 70, 16, 32), lengths=np.array([0, 1, 20, 40,
 WITH_IDS = dict(segment_ids=np.repeat([[0, 1, 0]] * 5, [20, 31, 19], axis=1)) | LENGTHS
 FLOAT32 = tolerance("float32", 40 + 8), PROMISED["float32"][1]
 # The calls of test_calls.py.
-CALLS = """
-# Whole blocks of the fused scan and no whole chunks; padded heads.
-float32 64 materialised,fused,~materialised_stored,~xla,~xla_stored **PADDED
-float32 16 ~materialised,~fused_stored,~fused_two_launches,~splits **PADDED
-float32 16 ~splits_materialised,~splits_stored **PADDED
-bfloat16 64 ~xla,~materialised,~fused dtype="bfloat16", **PADDED  # quick: float16
-# With C = n = 0 it equals a first step of i = -inf that resets; m = 0 would win.
-m_of_minus_infinity 64 materialised,fused change=emptied, \
-recipe=dict(i_shift=-20.0, i_scale=0.1, f_shift=5.0), **PADDED
-behind_a_norm 64 materialised draw=behind_a_norm, skip=["n_initial"], **PADDED
-states_alone 64 materialised draw=states_alone, skip="q", **PADDED
-
-# There are no initial states, and the last ones are not returned: neither is read or written.
-h_alone-ordinary 16 splits recipe=dict(states=False), **ALONE, **UNNORMALISED
-h_alone-ordinary 16 ~materialised recipe=dict(states=False), **ALONE
-h_alone-resets 16 splits recipe=dict(states=False, resets=True), **ALONE, **UNNORMALISED
-h_alone-resets 16 ~materialised recipe=dict(states=False, resets=True), **ALONE
-h_alone-closed_input_gates 16 splits recipe=dict(states=False, i_scale=30.0), **ALONE, \
-**UNNORMALISED
-h_alone-closed_input_gates 16 ~materialised recipe=dict(states=False, i_scale=30.0), **ALONE
-# Without a floor of the denominator, h is old and new content by their ratio, however small both
-# are.
-both_gates_closed 16 xla input_gate="sigmoid", return_last_states=False, seed=5, \
-recipe=dict(states=False, i_scale=30.0), shape=(1, 1, 3, 16, 4), change=both_closed, eps=0.0, \
-norm_val=0.0
-
-several_tiles 256 ~tiles32x16,~tiles16x32,~tiles128 **LONG  # with a finite m at the end
-
-gradients_of_gates-ordinary 32 materialised,~fused recipe={}, skip=STATES, **PACKED
-gradients_of_gates-resets 32 materialised,~fused recipe=dict(resets=True), **PACKED
-gradients_of_gates-closed_forget_gates 32 materialised,~fused recipe=dict(f_shift=-30.0), **PACKED
-gradients_of_gates-open_forget_gates 32 materialised,~fused recipe=dict(f_shift=10.0), \
-skip=STATES, **PACKED
-gradients_of_gates-wild_gates 32 materialised,~fused recipe=dict(f_scale=1e3, i_scale=1e3), \
-skip=("f", *STATES, "m_initial"), **PACKED
-
-# test_properties.py draws the gates of these.
-eps0 32 ~xla eps=0.0, **STEPS
-floor 32 ~materialised **FLOOR, **STEPS
-unstabilised_floor 32 ~fused,~materialised stabilize_correctly=False, **FLOOR, **STEPS
-sigmoid 32 ~xla eps=0.1, input_gate="sigmoid", **NO_M, **STEPS
-unnormalised 32 ~materialised **UNNORMALISED, **NO_M, **STEPS
-
-# Next to nothing passes where most of the gradient is: what passes elsewhere must not leave its
-# rounding there.
-nearly_closed_at-20.0 64 xla recipe=dict(f_shift=6.0), **HALF, change=partial(nearly_closed, -20.0)
-nearly_closed_at-10.0 64 ~materialised recipe=dict(f_shift=12.0), **HALF, \
-change=partial(nearly_closed, -10.0)
-nearly_closed_at-6.0 64 ~splits recipe=dict(f_shift=9.0), **HALF, \
-change=partial(nearly_closed, -6.0)
-
-# Multiples of 16 are not padded, other heads are.
-heads_of_80_and_112 32 fused,~materialised seed=37, shape=(1, 3, 37, 80, 112)
-heads_of_48_and_96 16 ~materialised,~fused_stored,~splits seed=33, shape=(1, 3, 33, 48, 96)
-heads_of_16_and_160 32 ~materialised,~fused seed=40, shape=(1, 3, 40, 16, 160)
-heads_of_320_and_48 16 ~materialised,~fused seed=17, shape=(1, 3, 17, 320, 48)
-heads_of_24_and_100 32 ~materialised,~fused seed=33, shape=(1, 3, 33, 24, 100)
-heads_of_8_and_20 32 ~materialised,~fused seed=33, shape=(1, 3, 33, 8, 20)
-
-# Interpreted, what a kernel reads beyond an array is NaN.
-odd_lengths-1 32 tiles16x32 seed=1, shape=(2, 3, 1, 1, 17)
-odd_lengths-61 16 splits seed=61, shape=(2, 3, 61, 32, 16)
-odd_lengths-17 32 ~materialised seed=17, shape=(2, 3, 17, 32, 16)
-odd_lengths-48 32 ~fused seed=48, shape=(2, 3, 48, 32, 16)  # blocks of the scan, no whole chunk
-odd_lengths-127 32 ~fused_two_launches seed=127, shape=(2, 3, 127, 32, 16)
-odd_lengths-129 16 ~splits_stored seed=129, shape=(2, 3, 129, 32, 16)
-odd_lengths-2 16 ~splits_stored seed=2, shape=(2, 3, 2, 32, 16)
-no_batch 16 xla,materialised shape=(0, 2, 20, 16, 24), recipe=dict(states=False)
-no_heads 16 xla,fused shape=(2, 0, 20, 16, 24), recipe=dict(states=False)
-
-# Nothing passes a reset; at step 0 it discards the initial states.
-reset_at-0 16 default,xla seed=5, shape=(1, 2, 40, 16, 16), change=partial(reset_at, 0)
-reset_at-17 16 default,xla seed=5, shape=(1, 2, 40, 16, 16), change=partial(reset_at, 17)
-left_padding 16 xla,~default seed=3, shape=(2, 2, 40, 16, 16), \
-change=partial(masked, np.arange(40) >= 13)
-# exp(m) underflows, and nothing may be scaled by it.
-floor_of_zero 32 default recipe=dict(states=False, i_shift=-300.0), change=partial(reset_at, 0), \
-shape=(1, 1, 40, 8, 8), norm_val=0.0, return_last_states=False, bounds=FLOAT32
-
-reverse_states 16 materialised,fused_stored,~materialised_stored,~fused_two_launches **BACK
-reverse_states 16 ~splits_materialised,~splits_stored **BACK
-reverse_states 64 ~splits,~xla,~xla_stored,~fused **BACK
-# The first step is the last one in memory; through the floor the gradient of m is not 0.
-reverse_first_step 16 xla seed=2, shape=(2, 3, 48, 16, 24), change=partial(reset_at, 47), \
-stabilize_correctly=False, norm_val=4.0, layout="BTNH", reverse=True
-# Tiles of 16, 32 and 64 steps in one chunk.
-reverse_tiles 128 ~tiles32x16,~tiles16x32,~tiles128 seed=3, shape=(1, 1, 300, 16, 16), reverse=True
-reverse_h_alone 32 ~fused,~xla return_last_states=False, recipe=dict(states=False, resets=True), \
-**BACK, **UNNORMALISED
-reverse_packed 32 ~materialised,~fused,~xla **BACK, segment_ids=segments(2), eps=0.1
-reverse_lengths 16 fused,xla,~materialised,~splits,~fused_stored segment_ids=segments(4), **SHORT
-reverse_float16 32 ~fused,~materialised dtype="float16", **BACK
-reverse_bfloat16 32 ~fused,~xla dtype="bfloat16", **BACK
-
-float16 32 fused,~xla,~materialised,~splits,~fused_stored dtype="float16", seed=3, \
-shape=(2, 2, 100, 24, 60)
-
-# Every batch entry is computed as if it were cut to its length.
-lengths_materialised 32 default eps=0.0, stabilize_correctly=False, norm_val=0.0, **LENGTHS
-lengths_fused_stored_BTNH 32 default config=fused(), **BTNH, **STORED, **WITH_IDS
-# The steps beyond a length of 20 are no whole number of chunks.
-lengths_fused 16 ~default config=fused(), **LENGTHS
-lengths_tiles_and_splits 64 default config=SMALL_TILES, **LENGTHS
-lengths_plain 32 default backend="xla", **NO_M, **UNNORMALISED, **WITH_IDS
-"""
+CALLS = [
+    # Whole blocks of the fused scan and no whole chunks; padded heads.
+    calls(
+        "float32",
+        64,
+        ["materialised", "fused"],
+        slow=["materialised_stored", "xla", "xla_stored"],
+        **PADDED,
+    ),
+    calls(
+        "float32",
+        16,
+        [],
+        slow=["materialised", "fused_stored", "fused_two_launches", "splits"],
+        **PADDED,
+    ),
+    calls("float32", 16, [], slow=["splits_materialised", "splits_stored"], **PADDED),
+    # quick: float16
+    calls("bfloat16", 64, [], slow=["xla", "materialised", "fused"], dtype="bfloat16", **PADDED),
+    # With C = n = 0 it equals a first step of i = -inf that resets; m = 0 would win.
+    calls(
+        "m_of_minus_infinity",
+        64,
+        ["materialised", "fused"],
+        change=emptied,
+        recipe=dict(i_shift=-20.0, i_scale=0.1, f_shift=5.0),
+        **PADDED,
+    ),
+    calls("behind_a_norm", 64, ["materialised"], draw=behind_a_norm, skip=["n_initial"], **PADDED),
+    calls("states_alone", 64, ["materialised"], draw=states_alone, skip="q", **PADDED),
+    # There are no initial states, and the last ones are not returned: neither is read or written.
+    calls("h_alone-ordinary", 16, ["splits"], recipe=dict(states=False), **ALONE, **UNNORMALISED),
+    calls("h_alone-ordinary", 16, [], slow=["materialised"], recipe=dict(states=False), **ALONE),
+    calls(
+        "h_alone-resets",
+        16,
+        ["splits"],
+        recipe=dict(states=False, resets=True),
+        **ALONE,
+        **UNNORMALISED,
+    ),
+    calls(
+        "h_alone-resets",
+        16,
+        [],
+        slow=["materialised"],
+        recipe=dict(states=False, resets=True),
+        **ALONE,
+    ),
+    calls(
+        "h_alone-closed_input_gates",
+        16,
+        ["splits"],
+        recipe=dict(states=False, i_scale=30.0),
+        **ALONE,
+        **UNNORMALISED,
+    ),
+    calls(
+        "h_alone-closed_input_gates",
+        16,
+        [],
+        slow=["materialised"],
+        recipe=dict(states=False, i_scale=30.0),
+        **ALONE,
+    ),
+    # Without a floor of the denominator, h is old and new content by their ratio, however small
+    # both are.
+    calls(
+        "both_gates_closed",
+        16,
+        ["xla"],
+        input_gate="sigmoid",
+        return_last_states=False,
+        seed=5,
+        recipe=dict(states=False, i_scale=30.0),
+        shape=(1, 1, 3, 16, 4),
+        change=both_closed,
+        eps=0.0,
+        norm_val=0.0,
+    ),
+    # with a finite m at the end
+    calls("several_tiles", 256, [], slow=["tiles32x16", "tiles16x32", "tiles128"], **LONG),
+    calls(
+        "gradients_of_gates-ordinary",
+        32,
+        ["materialised"],
+        slow=["fused"],
+        recipe={},
+        skip=STATES,
+        **PACKED,
+    ),
+    calls(
+        "gradients_of_gates-resets",
+        32,
+        ["materialised"],
+        slow=["fused"],
+        recipe=dict(resets=True),
+        **PACKED,
+    ),
+    calls(
+        "gradients_of_gates-closed_forget_gates",
+        32,
+        ["materialised"],
+        slow=["fused"],
+        recipe=dict(f_shift=-30.0),
+        **PACKED,
+    ),
+    calls(
+        "gradients_of_gates-open_forget_gates",
+        32,
+        ["materialised"],
+        slow=["fused"],
+        recipe=dict(f_shift=10.0),
+        skip=STATES,
+        **PACKED,
+    ),
+    calls(
+        "gradients_of_gates-wild_gates",
+        32,
+        ["materialised"],
+        slow=["fused"],
+        recipe=dict(f_scale=1e3, i_scale=1e3),
+        skip=("f", *STATES, "m_initial"),
+        **PACKED,
+    ),
+    # test_properties.py draws the gates of these.
+    calls("eps0", 32, [], slow=["xla"], eps=0.0, **STEPS),
+    calls("floor", 32, [], slow=["materialised"], **FLOOR, **STEPS),
+    calls(
+        "unstabilised_floor",
+        32,
+        [],
+        slow=["fused", "materialised"],
+        stabilize_correctly=False,
+        **FLOOR,
+        **STEPS,
+    ),
+    calls("sigmoid", 32, [], slow=["xla"], eps=0.1, input_gate="sigmoid", **NO_M, **STEPS),
+    calls("unnormalised", 32, [], slow=["materialised"], **UNNORMALISED, **NO_M, **STEPS),
+    # Next to nothing passes where most of the gradient is: what passes elsewhere must not leave its
+    # rounding there.
+    calls(
+        "nearly_closed_at-20.0",
+        64,
+        ["xla"],
+        recipe=dict(f_shift=6.0),
+        **HALF,
+        change=partial(nearly_closed, -20.0),
+    ),
+    calls(
+        "nearly_closed_at-10.0",
+        64,
+        [],
+        slow=["materialised"],
+        recipe=dict(f_shift=12.0),
+        **HALF,
+        change=partial(nearly_closed, -10.0),
+    ),
+    calls(
+        "nearly_closed_at-6.0",
+        64,
+        [],
+        slow=["splits"],
+        recipe=dict(f_shift=9.0),
+        **HALF,
+        change=partial(nearly_closed, -6.0),
+    ),
+    # Multiples of 16 are not padded, other heads are.
+    calls(
+        "heads_of_80_and_112",
+        32,
+        ["fused"],
+        slow=["materialised"],
+        seed=37,
+        shape=(1, 3, 37, 80, 112),
+    ),
+    calls(
+        "heads_of_48_and_96",
+        16,
+        [],
+        slow=["materialised", "fused_stored", "splits"],
+        seed=33,
+        shape=(1, 3, 33, 48, 96),
+    ),
+    calls(
+        "heads_of_16_and_160",
+        32,
+        [],
+        slow=["materialised", "fused"],
+        seed=40,
+        shape=(1, 3, 40, 16, 160),
+    ),
+    calls(
+        "heads_of_320_and_48",
+        16,
+        [],
+        slow=["materialised", "fused"],
+        seed=17,
+        shape=(1, 3, 17, 320, 48),
+    ),
+    calls(
+        "heads_of_24_and_100",
+        32,
+        [],
+        slow=["materialised", "fused"],
+        seed=33,
+        shape=(1, 3, 33, 24, 100),
+    ),
+    calls(
+        "heads_of_8_and_20",
+        32,
+        [],
+        slow=["materialised", "fused"],
+        seed=33,
+        shape=(1, 3, 33, 8, 20),
+    ),
+    # Interpreted, what a kernel reads beyond an array is NaN.
+    calls("odd_lengths-1", 32, ["tiles16x32"], seed=1, shape=(2, 3, 1, 1, 17)),
+    calls("odd_lengths-61", 16, ["splits"], seed=61, shape=(2, 3, 61, 32, 16)),
+    calls("odd_lengths-17", 32, [], slow=["materialised"], seed=17, shape=(2, 3, 17, 32, 16)),
+    # blocks of the scan, no whole chunk
+    calls("odd_lengths-48", 32, [], slow=["fused"], seed=48, shape=(2, 3, 48, 32, 16)),
+    calls(
+        "odd_lengths-127", 32, [], slow=["fused_two_launches"], seed=127, shape=(2, 3, 127, 32, 16)
+    ),
+    calls("odd_lengths-129", 16, [], slow=["splits_stored"], seed=129, shape=(2, 3, 129, 32, 16)),
+    calls("odd_lengths-2", 16, [], slow=["splits_stored"], seed=2, shape=(2, 3, 2, 32, 16)),
+    calls(
+        "no_batch", 16, ["xla", "materialised"], shape=(0, 2, 20, 16, 24), recipe=dict(states=False)
+    ),
+    calls("no_heads", 16, ["xla", "fused"], shape=(2, 0, 20, 16, 24), recipe=dict(states=False)),
+    # Nothing passes a reset; at step 0 it discards the initial states.
+    calls(
+        "reset_at-0",
+        16,
+        ["default", "xla"],
+        seed=5,
+        shape=(1, 2, 40, 16, 16),
+        change=partial(reset_at, 0),
+    ),
+    calls(
+        "reset_at-17",
+        16,
+        ["default", "xla"],
+        seed=5,
+        shape=(1, 2, 40, 16, 16),
+        change=partial(reset_at, 17),
+    ),
+    calls(
+        "left_padding",
+        16,
+        ["xla"],
+        slow=["default"],
+        seed=3,
+        shape=(2, 2, 40, 16, 16),
+        change=partial(masked, np.arange(40) >= 13),
+    ),
+    # exp(m) underflows, and nothing may be scaled by it.
+    calls(
+        "floor_of_zero",
+        32,
+        ["default"],
+        recipe=dict(states=False, i_shift=-300.0),
+        change=partial(reset_at, 0),
+        shape=(1, 1, 40, 8, 8),
+        norm_val=0.0,
+        return_last_states=False,
+        bounds=FLOAT32,
+    ),
+    calls(
+        "reverse_states",
+        16,
+        ["materialised", "fused_stored"],
+        slow=["materialised_stored", "fused_two_launches"],
+        **BACK,
+    ),
+    calls("reverse_states", 16, [], slow=["splits_materialised", "splits_stored"], **BACK),
+    calls("reverse_states", 64, [], slow=["splits", "xla", "xla_stored", "fused"], **BACK),
+    # The first step is the last one in memory; through the floor the gradient of m is not 0.
+    calls(
+        "reverse_first_step",
+        16,
+        ["xla"],
+        seed=2,
+        shape=(2, 3, 48, 16, 24),
+        change=partial(reset_at, 47),
+        stabilize_correctly=False,
+        norm_val=4.0,
+        layout="BTNH",
+        reverse=True,
+    ),
+    # Tiles of 16, 32 and 64 steps in one chunk.
+    calls(
+        "reverse_tiles",
+        128,
+        [],
+        slow=["tiles32x16", "tiles16x32", "tiles128"],
+        seed=3,
+        shape=(1, 1, 300, 16, 16),
+        reverse=True,
+    ),
+    calls(
+        "reverse_h_alone",
+        32,
+        [],
+        slow=["fused", "xla"],
+        return_last_states=False,
+        recipe=dict(states=False, resets=True),
+        **BACK,
+        **UNNORMALISED,
+    ),
+    calls(
+        "reverse_packed",
+        32,
+        [],
+        slow=["materialised", "fused", "xla"],
+        **BACK,
+        segment_ids=segments(2),
+        eps=0.1,
+    ),
+    calls(
+        "reverse_lengths",
+        16,
+        ["fused", "xla"],
+        slow=["materialised", "splits", "fused_stored"],
+        segment_ids=segments(4),
+        **SHORT,
+    ),
+    calls("reverse_float16", 32, [], slow=["fused", "materialised"], dtype="float16", **BACK),
+    calls("reverse_bfloat16", 32, [], slow=["fused", "xla"], dtype="bfloat16", **BACK),
+    calls(
+        "float16",
+        32,
+        ["fused"],
+        slow=["xla", "materialised", "splits", "fused_stored"],
+        dtype="float16",
+        seed=3,
+        shape=(2, 2, 100, 24, 60),
+    ),
+    # Every batch entry is computed as if it were cut to its length.
+    calls(
+        "lengths_materialised",
+        32,
+        ["default"],
+        eps=0.0,
+        stabilize_correctly=False,
+        norm_val=0.0,
+        **LENGTHS,
+    ),
+    calls(
+        "lengths_fused_stored_BTNH", 32, ["default"], config=fused(), **BTNH, **STORED, **WITH_IDS
+    ),
+    # The steps beyond a length of 20 are no whole number of chunks.
+    calls("lengths_fused", 16, [], slow=["default"], config=fused(), **LENGTHS),
+    calls("lengths_tiles_and_splits", 64, ["default"], config=SMALL_TILES, **LENGTHS),
+    calls("lengths_plain", 32, ["default"], backend="xla", **NO_M, **UNNORMALISED, **WITH_IDS),
+]
 
 OF_20 = dict(shape=(1, 1, 20, 8, 8), segment_ids=np.arange(20)[None] // 7 - 1)
 # Indices of kernels, from 64-bit ids and lengths.
-UNDER_X64 = """
-lengths 16 fused shape=(1, 1, 20, 8, 8), lengths=np.array([17])
-reverse 16 ~fused_stored reverse=True, **OF_20
-splits 16 ~splits shape=(1, 1, 64, 8, 8), lengths=np.array([50])
-materialised 16 ~materialised lengths=np.array([17]), state_dtype="float32", **OF_20
-"""
+UNDER_X64 = [
+    calls("lengths", 16, ["fused"], shape=(1, 1, 20, 8, 8), lengths=np.array([17])),
+    calls("reverse", 16, [], slow=["fused_stored"], reverse=True, **OF_20),
+    calls("splits", 16, [], slow=["splits"], shape=(1, 1, 64, 8, 8), lengths=np.array([50])),
+    calls(
+        "materialised",
+        16,
+        [],
+        slow=["materialised"],
+        lengths=np.array([17]),
+        state_dtype="float32",
+        **OF_20,
+    ),
+]
 
 
 # ---------------- on a GPU
@@ -526,6 +784,15 @@ def gpu_call(dtype, *shape, **call):
     """A call that is repeated, within the bounds that are promised."""
     bounds = dict(bounds=PROMISED[dtype], repeated=True)
     return dict(shape=shape, dtype=dtype, backend="triton") | bounds | call
+
+
+def gpu_row(name, dtype, *shape, **options):
+    """A parameter of a test, gpu_call."""
+    # One of these is in the quick selection, in both dtypes.
+    smoke = [pytest.mark.smoke] * (shape[2:] == (500, 128, 256))
+    call = gpu_call(dtype, *shape, **options)
+    id = "-".join(map(str, (name, dtype, *shape)))
+    return pytest.param(call, id=id, marks=[pytest.mark.gpu, *smoke])
 
 
 def calls_of_any_heads(**options):
@@ -553,80 +820,77 @@ def stored_scan(num_splits, num_stages):
     return dict(config=config) | STORED
 
 
+OF_HEADS = [
+    gpu_row("heads", dtype, 1, 2, 500, DHQK, DHV)
+    for dtype, (DHQK, DHV) in itertools.product(("bfloat16", "float32"), HEADS + MORE_HEADS)
+]
 # At real sizes, with the configs that users get: names, dtypes, shapes, options of gpu_call.
-ON_A_GPU = """
-default bfloat16 1 2 2048 64 64
-default bfloat16 1 2 2048 256 512
-default float32 1 2 2048 64 64
-default float32 1 2 2048 256 512
-materialised64 bfloat16 1 2 2048 256 512 config=MATERIALISED64
-materialised64 float32 1 2 2048 128 256 config=MATERIALISED64
-materialised256 bfloat16 1 2 2048 128 256 config=MATERIALISED256
-materialised256 float32 1 2 2048 64 64 config=MATERIALISED256
-fused bfloat16 1 2 2048 256 512 config=fused()
-fused bfloat16 1 2 2048 64 64 config=fused()
-fused float32 1 2 2048 128 256 config=fused()
-splits bfloat16 1 2 2048 128 256 config=FOUR_SPLITS
-splits float32 1 2 2048 256 512 config=FOUR_SPLITS
-stored_in_1_splits bfloat16 1 2 2048 64 64 **stored_scan(1, 3)
-stored_in_4_splits bfloat16 1 2 2048 256 512 **stored_scan(4, 3)
-stored_in_1_splits float32 1 2 2048 128 256 **stored_scan(1, 2)
-stored_in_4_splits float32 1 2 2048 128 256 **stored_scan(4, 2)
-chunks_of_16 bfloat16 1 2 2048 128 256 chunk_size=16
-chunks_of_1024 float32 1 2 2048 128 256 chunk_size=1024
-chunks_of_2048 bfloat16 1 2 2048 128 256 chunk_size=2048
-# A store beyond an array would be in the next head.
-odd_lengths-BNTH bfloat16 4 12 1 64 128 **ODD
-odd_lengths-BNTH bfloat16 4 12 17 64 128 **ODD
-odd_lengths-BNTH bfloat16 4 12 129 64 128 **ODD
-odd_lengths-BTNH bfloat16 4 12 2 64 128 **BTNH, **ODD
-odd_lengths-BTNH bfloat16 4 12 127 64 128 **BTNH, **ODD
-odd_lengths-BTNH bfloat16 1 24 992 256 256 **BTNH, **ODD
-odd_lengths-BNTH bfloat16 1 24 1001 256 256 **ODD
-odd_lengths-BNTH bfloat16 1 8 4095 64 128 **ODD
-odd_lengths-BTNH bfloat16 1 8 4095 64 128 **BTNH, **ODD
-# One long reversed cumulative sum would lose all digits of the gradient of f here.
-long bfloat16 1 1 32768 64 64 recipe=dict(f_shift=4.0)
-# The backward pass skips whole chunks.
-lengths bfloat16 5 2 1000 64 128 **OF_1000
-lengths bfloat16 5 2 1001 128 256 **OF_1001
-lengths bfloat16 5 2 1000 256 512 **OF_1000
-"""
+ON_A_GPU = [
+    gpu_row("default", "bfloat16", 1, 2, 2048, 64, 64),
+    gpu_row("default", "bfloat16", 1, 2, 2048, 256, 512),
+    gpu_row("default", "float32", 1, 2, 2048, 64, 64),
+    gpu_row("default", "float32", 1, 2, 2048, 256, 512),
+    gpu_row("materialised64", "bfloat16", 1, 2, 2048, 256, 512, config=MATERIALISED64),
+    gpu_row("materialised64", "float32", 1, 2, 2048, 128, 256, config=MATERIALISED64),
+    gpu_row("materialised256", "bfloat16", 1, 2, 2048, 128, 256, config=MATERIALISED256),
+    gpu_row("materialised256", "float32", 1, 2, 2048, 64, 64, config=MATERIALISED256),
+    gpu_row("fused", "bfloat16", 1, 2, 2048, 256, 512, config=fused()),
+    gpu_row("fused", "bfloat16", 1, 2, 2048, 64, 64, config=fused()),
+    gpu_row("fused", "float32", 1, 2, 2048, 128, 256, config=fused()),
+    gpu_row("splits", "bfloat16", 1, 2, 2048, 128, 256, config=FOUR_SPLITS),
+    gpu_row("splits", "float32", 1, 2, 2048, 256, 512, config=FOUR_SPLITS),
+    gpu_row("stored_in_1_splits", "bfloat16", 1, 2, 2048, 64, 64, **stored_scan(1, 3)),
+    gpu_row("stored_in_4_splits", "bfloat16", 1, 2, 2048, 256, 512, **stored_scan(4, 3)),
+    gpu_row("stored_in_1_splits", "float32", 1, 2, 2048, 128, 256, **stored_scan(1, 2)),
+    gpu_row("stored_in_4_splits", "float32", 1, 2, 2048, 128, 256, **stored_scan(4, 2)),
+    gpu_row("chunks_of_16", "bfloat16", 1, 2, 2048, 128, 256, chunk_size=16),
+    gpu_row("chunks_of_1024", "float32", 1, 2, 2048, 128, 256, chunk_size=1024),
+    gpu_row("chunks_of_2048", "bfloat16", 1, 2, 2048, 128, 256, chunk_size=2048),
+    # A store beyond an array would be in the next head.
+    gpu_row("odd_lengths-BNTH", "bfloat16", 4, 12, 1, 64, 128, **ODD),
+    gpu_row("odd_lengths-BNTH", "bfloat16", 4, 12, 17, 64, 128, **ODD),
+    gpu_row("odd_lengths-BNTH", "bfloat16", 4, 12, 129, 64, 128, **ODD),
+    gpu_row("odd_lengths-BTNH", "bfloat16", 4, 12, 2, 64, 128, **BTNH, **ODD),
+    gpu_row("odd_lengths-BTNH", "bfloat16", 4, 12, 127, 64, 128, **BTNH, **ODD),
+    gpu_row("odd_lengths-BTNH", "bfloat16", 1, 24, 992, 256, 256, **BTNH, **ODD),
+    gpu_row("odd_lengths-BNTH", "bfloat16", 1, 24, 1001, 256, 256, **ODD),
+    gpu_row("odd_lengths-BNTH", "bfloat16", 1, 8, 4095, 64, 128, **ODD),
+    gpu_row("odd_lengths-BTNH", "bfloat16", 1, 8, 4095, 64, 128, **BTNH, **ODD),
+    # One long reversed cumulative sum would lose all digits of the gradient of f here.
+    gpu_row("long", "bfloat16", 1, 1, 32768, 64, 64, recipe=dict(f_shift=4.0)),
+    # The backward pass skips whole chunks.
+    gpu_row("lengths", "bfloat16", 5, 2, 1000, 64, 128, **OF_1000),
+    gpu_row("lengths", "bfloat16", 5, 2, 1001, 128, 256, **OF_1001),
+    gpu_row("lengths", "bfloat16", 5, 2, 1000, 256, 512, **OF_1000),
+]
 BACK_ON_A_GPU = dict(reverse=True) | TWO_LOWERINGS
 FUSED_BACK = dict(config=fused()) | STORED | BACK_ON_A_GPU
-REVERSE_ON_A_GPU = """
-reverse bfloat16 1 8 2048 64 128 **BACK_ON_A_GPU
-reverse_fused bfloat16 1 8 2048 64 128 **FUSED_BACK
-reverse bfloat16 1 8 2048 128 256 **BTNH, **BACK_ON_A_GPU
-reverse_fused bfloat16 1 8 2048 128 256 **FUSED_BACK
-reverse bfloat16 1 8 1001 256 512 **BTNH, **BACK_ON_A_GPU
-reverse_fused bfloat16 1 8 1001 256 512 **FUSED_BACK
-reverse bfloat16 1 8 1500 96 192 **BACK_ON_A_GPU
-reverse_fused bfloat16 1 8 1500 96 192 **FUSED_BACK
-reverse_splits bfloat16 1 2 4096 256 512 config=fused(), **BACK_ON_A_GPU
-reverse_lengths bfloat16 5 2 1000 128 256 reverse=True, **OF_1000
-reverse float32 1 2 1000 128 256 reverse=True
-"""
+REVERSE_ON_A_GPU = [
+    gpu_row("reverse", "bfloat16", 1, 8, 2048, 64, 128, **BACK_ON_A_GPU),
+    gpu_row("reverse_fused", "bfloat16", 1, 8, 2048, 64, 128, **FUSED_BACK),
+    gpu_row("reverse", "bfloat16", 1, 8, 2048, 128, 256, **BTNH, **BACK_ON_A_GPU),
+    gpu_row("reverse_fused", "bfloat16", 1, 8, 2048, 128, 256, **FUSED_BACK),
+    gpu_row("reverse", "bfloat16", 1, 8, 1001, 256, 512, **BTNH, **BACK_ON_A_GPU),
+    gpu_row("reverse_fused", "bfloat16", 1, 8, 1001, 256, 512, **FUSED_BACK),
+    gpu_row("reverse", "bfloat16", 1, 8, 1500, 96, 192, **BACK_ON_A_GPU),
+    gpu_row("reverse_fused", "bfloat16", 1, 8, 1500, 96, 192, **FUSED_BACK),
+    gpu_row("reverse_splits", "bfloat16", 1, 2, 4096, 256, 512, config=fused(), **BACK_ON_A_GPU),
+    gpu_row("reverse_lengths", "bfloat16", 5, 2, 1000, 128, 256, reverse=True, **OF_1000),
+    gpu_row("reverse", "float32", 1, 2, 1000, 128, 256, reverse=True),
+]
 HALF_ON_A_GPU = dict(bounds=None, seed=3)
-FLOAT16_ON_A_GPU = """
-BNTH float16 1 2 250 64 64 **HALF_ON_A_GPU
-BNTH float16 1 2 250 128 256 **HALF_ON_A_GPU
-BNTH float16 1 2 250 256 512 **HALF_ON_A_GPU
-BNTH float16 1 2 250 64 64 config=fused(), **HALF_ON_A_GPU
-BTNH float16 1 2 250 128 256 **BTNH, config=MATERIALISED, **HALF_ON_A_GPU
-BTNH float16 1 2 250 256 512 **BTNH, config=fused(), **HALF_ON_A_GPU
-"""
+FLOAT16_ON_A_GPU = [
+    gpu_row("BNTH", "float16", 1, 2, 250, 64, 64, **HALF_ON_A_GPU),
+    gpu_row("BNTH", "float16", 1, 2, 250, 128, 256, **HALF_ON_A_GPU),
+    gpu_row("BNTH", "float16", 1, 2, 250, 256, 512, **HALF_ON_A_GPU),
+    gpu_row("BNTH", "float16", 1, 2, 250, 64, 64, config=fused(), **HALF_ON_A_GPU),
+    gpu_row("BTNH", "float16", 1, 2, 250, 128, 256, **BTNH, config=MATERIALISED, **HALF_ON_A_GPU),
+    gpu_row("BTNH", "float16", 1, 2, 250, 256, 512, **BTNH, config=fused(), **HALF_ON_A_GPU),
+]
 
 
 def gpu_calls():
     """Those of test_gpu.py."""
-    # One of these is in the quick selection, in both dtypes.
-    heads = itertools.product(("bfloat16", "float32"), HEADS + MORE_HEADS)
-    lines = [f"heads {dtype} 1 2 500 {DHQK} {DHV}" for dtype, (DHQK, DHV) in heads]
-    for line in lines + rows_of(ON_A_GPU + REVERSE_ON_A_GPU + FLOAT16_ON_A_GPU):
-        _, dtype, *shape, options = row_of(line, 7, globals())
-        marks = [pytest.mark.gpu, *[pytest.mark.smoke] * line.endswith("500 128 256")]
-        call = gpu_call(dtype, *map(int, shape), **options)
-        yield pytest.param(call, id="-".join(line.split()[:7]), marks=marks)
+    yield from OF_HEADS + ON_A_GPU + REVERSE_ON_A_GPU + FLOAT16_ON_A_GPU
     for heads, call in calls_of_any_heads():
         yield pytest.param(call, id=f"any_heads-{heads}", marks=pytest.mark.gpu)

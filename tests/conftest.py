@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import tempfile
+import threading
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import needs_compiler, needs_mosaic_gpu
+import pytest_timeout
+from oracle import SEED, needs_compiler, needs_mosaic_gpu
 
 from mlstm_pallas.selfcheck import package_hash
 
@@ -46,24 +48,6 @@ PLATFORMS = os.environ.setdefault("JAX_PLATFORMS", "")
 jax.config.update(
     "jax_num_cpu_devices", 8
 )  # for the tests of sharding; what runs on one device is the same and as fast
-
-
-# Packages of tests, examples and benchmarks that a machine may lack.
-OPTIONAL = {
-    *("absl", "flatbuffers", "flax", "matplotlib", "mypy", "optax", "orbax", "safetensors"),
-    *("sybil", "tokenizers", "tqdm", "triton", "yaml"),
-}
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector):
-    """A file that imports a package that is not installed is skipped."""
-    report = yield
-    lacks = re.search(r"ModuleNotFoundError: No module named '(\w+)", str(report.longrepr))
-    if report.failed and lacks and lacks[1] in OPTIONAL:
-        report.outcome = "skipped"
-        report.longrepr = str(collector.path), 0, f"Skipped: {lacks[1]} is not installed"
-    return report
 
 
 NO_GPU = "no GPU", "fewer than two GPUs"
@@ -179,8 +163,8 @@ def pytest_runtest_protocol(item):
         return (yield)
 
 
-# About how many seconds GPU tests take while 15 processes compile on 16 cores, by their ids; what is
-# not here takes 10 or less. The pattern that comes first counts.
+# About how many seconds GPU tests take while 15 processes compile on 16 cores, by their ids; what
+# is not here takes 10 or less. The pattern that comes first counts.
 GPU_SECONDS = {
     r"kernels_are_clean\[|test_lengths_segments_and_slots_are_clean": 200,
     r"test_mosaic_gpu_on_a_gpu.py.*(cases|recurrences)_on_a_gpu-.*-|kernels_run_on_a_gpu": 150,
@@ -202,11 +186,59 @@ def gpu_order(item):
     return bool(item.get_closest_marker("alone")), -next(seconds, 10)
 
 
+def pytest_report_header():
+    return f"MLSTM_PALLAS_SEED={SEED}"
+
+
+# Seconds. A quick test of an interpreted kernel takes up to 40 on an idle core, and waits for ever
+# where one of its warpgroups waits for another.
+INTERPRETED = 480
+UNANSWERED = 120  # more than a compilation or a program takes, which a signal does not interrupt
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(item, settings):
+    """At its limit a test fails, by a signal. If it waits in XLA for ever, it does not answer: then
+    its process ends, with the stacks of all threads."""
+    seconds = settings.timeout + UNANSWERED
+    item.end = threading.Timer(seconds, pytest_timeout.timeout_timer, (item, settings))
+    item.end.daemon = True
+    item.end.start()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_cancel_timer(item):
+    if hasattr(item, "end"):
+        item.end.cancel()
+    return (yield)
+
+
+# The imports of packages that only some tests need. CI has them all.
+OPTIONAL = {
+    *("absl", "flax", "matplotlib", "mypy", "optax", "orbax", "safetensors", "sybil", "tokenizers"),
+    *("tqdm", "triton", "yaml"),
+}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """A file that imports a package which is not installed is skipped."""
+    report = yield
+    if report.failed and isinstance(collector, pytest.Module):
+        error = report.call.excinfo.value.__cause__
+        package = error.name if isinstance(error, ModuleNotFoundError) else None
+        if package and package.partition(".")[0] in OPTIONAL:
+            reason = f"{package.partition('.')[0]} is not installed"
+            report.outcome, report.longrepr = "skipped", (str(collector.path), 0, reason)
+            del report.call
+    return report
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The quick selection has only those GPU tests that are marked smoke. Quick tests of
-    interpreted Mosaic GPU kernels have a time limit of two minutes. Tests that the oldest Python
-    skips are marked."""
+    """The quick selection has only those GPU tests that are marked smoke. Tests that the oldest
+    Python skips are marked."""
     gpus = gpu_count()
     newer = [needs_compiler.mark, needs_mosaic_gpu.mark]
     items.sort(key=gpu_order)
@@ -216,7 +248,7 @@ def pytest_collection_modifyitems(items):
         marks = {mark.name for mark in item.iter_markers()}
         interpreted = item.module.__name__.startswith(("test_mosaic_gpu", "test_products"))
         if interpreted and not marks & {"slow", "gpu"}:
-            item.add_marker(pytest.mark.timeout(120))  # their warpgroups wait for each other
+            item.add_marker(pytest.mark.timeout(INTERPRETED))
         needed = 2 if "gpu_multi" in marks else int("gpu" in marks)
         if needed:
             if "smoke" not in marks:

@@ -54,6 +54,10 @@ PUBLIC = (
     reference.chunkwise,
     reference.recurrence,
 )
+# Of the draws that differ in each run; a failure names it. All processes of a run have the same.
+SEED = int(
+    os.environ.setdefault("MLSTM_PALLAS_SEED", str(np.random.SeedSequence().entropy % 10**9))
+)
 HEADS = [(64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512), (512, 512)]
 OUTPUTS = ("h", "c", "n", "m")
 NAMES = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
@@ -127,6 +131,31 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def shown(x):
+    """A value as it is in the id of a test."""
+    if isinstance(x, dict):
+        return f"dict({', '.join(f'{name}={shown(y)}' for name, y in x.items())})"
+    if isinstance(x, list | tuple):
+        return f"[{', '.join(map(shown, x))}]"
+    if isinstance(x, np.ndarray):
+        return f"array{x.shape}"
+    if isinstance(x, functools.partial):
+        return shown(x.func)
+    if callable(x):
+        return x.__name__
+    return f'"{x}"' if isinstance(x, str) else str(x)
+
+
+def row(*columns, id=None, marks=(), **options):
+    """A row of a table of parameters: columns, and a dict of options. Its id has all of them."""
+    named = ", ".join(f"{name}={shown(x)}" for name, x in options.items())
+    first = (x if isinstance(x, str) else shown(x) for x in columns)
+    return pytest.param(*columns, options, id=id or " ".join([*first, named]).strip(), marks=marks)
+
+
+slow_row = functools.partial(row, marks=pytest.mark.slow)
+
+
 def rows_of(table):
     """The lines of a table, without comments."""
     rows = (line.split("#")[0].strip() for line in table.splitlines())
@@ -147,7 +176,7 @@ def named_rows(table):
         yield pytest.param(row, id=name.strip("~"), marks=[pytest.mark.slow] * (name[0] == "~"))
 
 
-def run_python(*arguments, timeout=300, **settings):
+def run_python(*arguments, timeout=600, **settings):
     """What a process prints that has to end well, and in time. Settings: of its environment."""
     try:
         done = subprocess.run(
@@ -238,6 +267,16 @@ def emptied(inputs):
     """The inputs with initial states in which nothing is stored."""
     empty = {name: 0 * inputs[name] for name in ("c_initial", "n_initial")}
     return inputs | empty | dict(m_initial=inputs["m_initial"] - jnp.inf)
+
+
+def check_draws(check, name, count):
+    """check(seed) of so many seeds, other ones for each name and in each run."""
+    for seed in map(int, np.random.SeedSequence([SEED, *name.encode()]).generate_state(count)):
+        try:
+            check(seed)
+        except AssertionError as failure:
+            failure.add_note(f"the seed is {seed}; MLSTM_PALLAS_SEED={SEED} draws it again")
+            raise
 
 
 def token_at(inputs, t=None):

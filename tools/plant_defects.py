@@ -2,8 +2,10 @@
 
     python tools/plant_defects.py --mosaic_gpu_python=python3.12
     python tools/plant_defects.py --patch=FILE_OR_FOLDER --seconds=90
+    python tools/plant_defects.py --anchor
 
-A patch is a file for `git apply`; without --patch, they are those of tools/planted_defects/.
+A patch is what `git diff` prints; without --patch, they are those of tools/planted_defects/, which
+have the names of functions instead of numbers of lines (anchors.py).
 Each is applied to a copy of the project that is thrown away. Its tests run there in a process group
 of their own. Prints caught, survived or hung for each, and the seconds: "no test" where none was
 selected, "broken" where the tests could not be collected or the patch does not apply. The exit code
@@ -17,7 +19,8 @@ Mosaic GPU kernels: it is left out without --mosaic_gpu_python, an interpreter w
     Needs: mosaic_gpu
 
 Name so few tests that they take less than a minute. A defect that does not change what the package
-computes does not belong there. With --check, patches are applied and no test runs.
+computes does not belong there. With --check, patches are applied and no test runs; with --anchor,
+the patches are written anew, with the names and the lines that are around the changes now.
 """
 
 import functools
@@ -34,10 +37,13 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import command
+from anchors import Stale, anchored, planted, sources_of
 
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "results")
 VERDICTS = {0: "survived", 1: "caught", 5: "no test"}  # by exit codes of pytest
+# A defect that is planted leaves its patch no place, which is no catch.
+OF_PATCHES = "--ignore=tests/programs/test_plant_defects.py"
 QUICK, QUICK_SECONDS = ["-n", "auto", "--dist", "worksteal"], 900.0
 
 
@@ -47,15 +53,35 @@ def headers(patch):
 
 
 def applied(patch, folder):
-    """Applies a patch there; returns the first line of an error."""
-    apply = ["git", "apply", str(patch.resolve())]
-    run = subprocess.run(apply, cwd=folder, capture_output=True, text=True)
-    return run.stderr.splitlines()[0] if run.returncode else ""
+    """Applies a patch there; returns why it cannot, or ""."""
+    try:
+        texts = planted(patch.read_text(), sources_of(folder))
+    except Stale as stale:
+        return str(stale)
+    for path, text in texts.items():
+        Path(folder, path).write_text(text)
+    return ""
+
+
+def check(patches, anchor):
+    """Prints which patches do not apply to the project, and why; returns how many. anchor: writes
+    those that apply anew."""
+    sources, stale = sources_of(ROOT), 0
+    for patch in patches:
+        try:
+            text = anchored(patch.read_text(), sources)
+        except Stale as error:
+            stale += 1
+            print(f"{patch.stem:36} broken: {error}")
+        else:
+            if anchor:
+                patch.write_text(text)
+    print(f"{len(patches) - stale} of {len(patches)} apply, {stale} do not")
+    return stale
 
 
 def outcome(plant, tests, seconds, python=sys.executable):
-    """caught, survived or hung, and the first test that failed; without seconds, whether a defect
-    can be planted.
+    """caught, survived or hung, and the first test that failed.
 
     plant: plants it in a copy of the project and returns why it cannot, or "".
     """
@@ -63,11 +89,9 @@ def outcome(plant, tests, seconds, python=sys.executable):
         shutil.copytree(ROOT, folder, ignore=LEFT_OUT, dirs_exist_ok=True)
         if broken := plant(folder):
             return "broken", broken
-        if not seconds:
-            return "applies", ""
         command = [python, "-m", "pytest", "-qx", "-m", "not slow", "-p", "no:cacheprovider"]
         run = subprocess.Popen(
-            command + tests,
+            [*command, OF_PATCHES, *tests],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": folder, "JAX_PLATFORMS": "cpu"},
             stdout=subprocess.PIPE,
@@ -106,15 +130,18 @@ def define_flags(define):
     define.parsed("mosaic_gpu_python", interpreter, "A Python with jax >= 0.11.2.")
     define.float("seconds", 60.0, "Per defect, at the most.", lower_bound=1.0)
     define.bool("check", False, "Only apply the patches; run no test.")
+    define.bool("anchor", False, "Write the patches anew, for the files as they are.")
 
 
 def run(args):
     paths = args.patch
     chosen = [y for x in paths for y in (sorted(x.glob("*.patch")) if x.is_dir() else [x])]
+    if args.check or args.anchor:
+        return int(check(chosen, args.anchor) > 0)
     missed = 0
     for patch in chosen:
         said = headers(patch)
-        python = args.mosaic_gpu_python if "Needs" in said and not args.check else sys.executable
+        python = args.mosaic_gpu_python if "Needs" in said else sys.executable
         if python is None:
             print(f"{patch.stem:36} left out", flush=True)
             continue
@@ -122,11 +149,11 @@ def run(args):
         most = args.seconds if "Tests" in said else max(args.seconds, QUICK_SECONDS)
         start = time.monotonic()
         plant = functools.partial(applied, patch)
-        verdict, detail = outcome(plant, tests, 0.0 if args.check else most, python)
-        missed += verdict not in ("caught", "applies")
+        verdict, detail = outcome(plant, tests, most, python)
+        missed += verdict != "caught"
         seconds = time.monotonic() - start
         print(f"{patch.stem:36} {verdict:8} {seconds:3.0f} s  {detail[:150]}", flush=True)
-    print(f"{missed} of {len(chosen)} not caught" if not args.check else f"{missed} do not apply")
+    print(f"{missed} of {len(chosen)} not caught")
     return int(missed > 0)
 
 

@@ -12,6 +12,7 @@ import pytest
 from call_checks import UNNORMALISED, fused, tiles  # noqa: F401
 from oracle import (
     array,
+    check_draws,
     config_in_splits,
     cotangents_for,
     gradients_of_call,
@@ -306,19 +307,9 @@ QUICK = {"packed_tiles": "xla", "bfloat16_packed": "interpret"}.items()
 SLOW = sorted((dict.fromkeys(CASES, "interpret") | {"padded": "xla"}).items() - QUICK)
 
 
-def check_examples(check_one, name, count):
-    """Other ones in each run."""
-    for seed in map(int, np.random.SeedSequence().generate_state(count)):
-        try:
-            check_one(seed)
-        except AssertionError as failure:
-            failure.add_note(f"the example is {seed} of {name!r}")
-            raise
-
-
 def check_drawn(name, backend, count):
     case = CASES[name]
-    check_examples(lambda seed: check(case, backend, *drawn(case, seed), seed), name, count)
+    check_draws(lambda seed: check(case, backend, *drawn(case, seed), seed), name, count)
 
 
 @pytest.mark.parametrize(("name", "backend"), [*QUICK, *(slow(*x) for x in SLOW)])
@@ -338,7 +329,7 @@ def test_any_values(name, backend):
 def test_errors_are_those_of_one_more_rounding_whatever_cancels(dtype, backend, seed):
     """As docs/background.md promises."""
     check_wide(WIDE[dtype], backend, seed)
-    check_examples(partial(check_wide, WIDE[dtype], backend), dtype, EXAMPLES // 4)
+    check_draws(partial(check_wide, WIDE[dtype], backend), dtype, EXAMPLES // 4)
 
 
 @pytest.mark.gpu

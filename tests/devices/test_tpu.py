@@ -1,20 +1,31 @@
 """Plain jnp as it is planned for a TPU, a few heads at a time, compiled for the CPU."""
 
-import call_checks
 import jax
 import pytest
+from call_checks import (
+    ALONE,
+    BACK,
+    BTNH,
+    NO_M,
+    PADDED,
+    STEPS,
+    WITH_IDS,
+    calls,
+    calls_of,
+    check_call,
+)
 from oracle import for_device, random_inputs
 
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.schedules import sharding
 
-CALLS = """
-states 64 xla,~xla_stored **PADDED
-h_alone 16 ~xla recipe=dict(states=False, resets=True), **ALONE
-reverse 32 ~xla **BACK, **BTNH
-lengths 32 ~xla **WITH_IDS, **BTNH
-sigmoid 32 ~xla eps=0.1, input_gate="sigmoid", **NO_M, **STEPS
-"""
+CALLS = [
+    calls("states", 64, ["xla"], slow=["xla_stored"], **PADDED),
+    calls("h_alone", 16, [], slow=["xla"], recipe=dict(states=False, resets=True), **ALONE),
+    calls("reverse", 32, [], slow=["xla"], **BACK, **BTNH),
+    calls("lengths", 32, [], slow=["xla"], **WITH_IDS, **BTNH),
+    calls("sigmoid", 32, [], slow=["xla"], eps=0.1, input_gate="sigmoid", **NO_M, **STEPS),
+]
 
 
 @pytest.fixture
@@ -25,9 +36,9 @@ def tpu(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("call", [*call_checks.calls_of(CALLS)])
+@pytest.mark.parametrize("call", [*calls_of(CALLS)])
 def test_against_float64(tpu, call):
-    call_checks.check_call(**call)
+    check_call(**call)
 
 
 def test_a_few_heads_at_a_time(tpu):

@@ -271,12 +271,12 @@ def end_of_processes(folder, end=lambda *_: None):
         for n in range(2)
     ]
     (folder / "log.jsonl").touch()
-    before, until = len(read_log(folder, "loss")), time.monotonic() + 120
+    before, until = len(read_log(folder, "loss")), time.monotonic() + 300
     try:
         while len(read_log(folder, "loss")) == before and time.monotonic() < until:
             time.sleep(0.02)
         end(*processes)
-        printed = [process.communicate(timeout=120) for process in processes]
+        printed = [process.communicate(timeout=300) for process in processes]
         return [process.returncode for process in processes], *printed
     finally:
         for process in processes:
