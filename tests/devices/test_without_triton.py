@@ -154,6 +154,9 @@ def test_mosaic_gpu_kernels_run_interpreted(name, layout):
 
 @needs_mosaic_gpu
 @pytest.mark.gpu
-def test_mosaic_gpu_kernels_run_on_a_gpu():
+@pytest.mark.parametrize(
+    ("layout", "names"), [("BNTH", ("fused", "plain_stages")), ("BTNH", ("few_heads", "splits"))]
+)
+def test_mosaic_gpu_kernels_run_on_a_gpu(layout, names):
     skip_unless_hopper()
-    run_cases("mosaic_gpu", ("fused", "plain_stages", "few_heads", "splits"), ("BNTH", "BTNH"))
+    run_cases("mosaic_gpu", names, (layout,))

@@ -337,4 +337,5 @@ ON_A_GPU = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("function", "call"), ON_A_GPU)
 def test_bits_on_a_gpu(function, call):
-    assert not differences(function, call, (3, 7, 64))
+    """In an odd batch that has more heads than there are SMs."""
+    assert not differences(function, call, (63 if call.NH > 2 else 135,))
