@@ -146,14 +146,16 @@ def shown(x):
     return f'"{x}"' if isinstance(x, str) else str(x)
 
 
-def row(*columns, id=None, marks=(), **options):
-    """A row of a table of parameters: columns, and a dict of options. Its id has all of them."""
-    named = ", ".join(f"{name}={shown(x)}" for name, x in options.items())
-    first = (x if isinstance(x, str) else shown(x) for x in columns)
-    return pytest.param(*columns, options, id=id or " ".join([*first, named]).strip(), marks=marks)
+def param(*columns, id=None, marks=(), **options):
+    """Parameters of a test: columns, which are names or shapes, and a dict of options, all of which
+    are in its id."""
+    if not id:
+        first = (x if isinstance(x, str) else "-".join(map(str, x)) for x in columns)
+        id = " ".join([*first, shown(options)[5:-1]]).strip()
+    return pytest.param(*columns, options, id=id, marks=marks)
 
 
-slow_row = functools.partial(row, marks=pytest.mark.slow)
+slow_param = functools.partial(param, marks=pytest.mark.slow)
 
 
 def rows_of(table):

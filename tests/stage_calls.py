@@ -111,12 +111,19 @@ def check_drawn(name, call, bound, dtype="bfloat16", layout="BNTH", **options):
     check_stage(name, call, x, bound, **options)
 
 
-def check_small(line, lowering):
-    """check_drawn of a stage, B-NH-S-DHQK-DHV-L, tiles, and what else check_drawn takes."""
-    name, sizes, options = row_of(line, 2)
-    p, tiles = Problem(*map(int, sizes.split("-")), 1.0), options.pop("tiles", None)
+def check_small_row(name, sizes, options, lowering):
+    """check_drawn of a stage. sizes: B, NH, S, DHQK, DHV, L; options: tiles, and others of
+    check_drawn."""
+    p, tiles = Problem(*sizes, 1.0), options.get("tiles")
+    options = {key: x for key, x in options.items() if key != "tiles"}
     splits = {key: options[key] for key in {"num_splits"} & {*options}}
     call = launch_of(name, p, "bfloat16", lowering, tiles, **splits)
     terms = dict(split_products=p.S, step_sums=p.L, vector_states=p.NC)[name]
     bound = tolerance("bfloat16" if name == "split_products" else "float32", terms)
     check_drawn(name, call, bound, **options)
+
+
+def check_small(line, lowering):
+    """check_small_row of a line: a stage, B-NH-S-DHQK-DHV-L, options."""
+    name, sizes, options = row_of(line, 2)
+    check_small_row(name, [*map(int, sizes.split("-"))], options, lowering)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
-import numpy as np  # noqa: F401, the table has it
+import numpy as np
 import pytest
 from arguments import option
 from oracle import (
@@ -20,20 +20,20 @@ from oracle import (
     assert_close,
     assert_same_bits,
     call_shapes,
-    named_rows,
+    param,
     random_inputs,
     refused,
-    row_of,
+    slow_param,
     tolerance,
 )
 
 from mlstm_pallas import (
     mlstm_chunkwise,
     mlstm_recurrent_step,
-    reference,  # noqa: F401
+    reference,
     use_backend,
 )
-from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel  # noqa: F401
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef
 
 VARIABLE = "MLSTM_PALLAS_BACKEND"
@@ -128,21 +128,26 @@ def test_dtypes(given, autocast):
         assert_close(run(**inputs), array(mlstm_chunkwise(**rounded), "float32"), bound)
 
 
-# Names (~: slow), a function, the dtype of C, options.
-ROUNDED = """
-alone-bfloat16 mlstm_chunkwise bfloat16
-alone-float32 mlstm_chunkwise float32
-segments-float16 mlstm_chunkwise float16 segment_ids=np.array([[0] * 9 + [1] * 7]), num_segments=2
-~shards-bfloat16 mlstm_chunkwise_sequence_parallel bfloat16 axis_name="s"
-reference-float16 reference.chunkwise float16
-"""
+# A function, the dtype of C, options.
+ROUNDED = [
+    param(mlstm_chunkwise, "bfloat16", id="alone-bfloat16"),
+    param(mlstm_chunkwise, "float32", id="alone-float32"),
+    param(
+        mlstm_chunkwise,
+        "float16",
+        id="segments-float16",
+        segment_ids=np.array([[0] * 9 + [1] * 7]),
+        num_segments=2,
+    ),
+    slow_param(mlstm_chunkwise_sequence_parallel, "bfloat16", id="shards-bfloat16", axis_name="s"),
+    param(reference.chunkwise, "float16", id="reference-float16"),
+]
 
 
-@pytest.mark.parametrize("line", [*named_rows(ROUNDED)])
-def test_c_has_the_dtype_that_the_caller_asks_for(line):
+@pytest.mark.parametrize(("function", "dtype", "options"), ROUNDED)
+def test_c_has_the_dtype_that_the_caller_asks_for(function, dtype, options):
     """It is rounded, and its cotangent has that dtype; n, m and h are as ever."""
-    function, dtype, options = row_of(line, 2, globals())
-    run = partial(eval(function), return_last_states=True, **options)
+    run = partial(function, return_last_states=True, **options)
     x = [y[None] for y in random_inputs(1, 1, 1, 16, 16, 16, states=False).values()]
 
     def call(*x, **keywords):

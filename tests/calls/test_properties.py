@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from call_checks import UNNORMALISED, fused, tiles  # noqa: F401
+from call_checks import UNNORMALISED, fused, tiles
 from oracle import (
     array,
     check_draws,
@@ -21,8 +21,6 @@ from oracle import (
     initial_state_scale,
     outputs_and_gradients,
     random_inputs,
-    row_of,
-    rows_of,
     slow,
     tolerance,
 )
@@ -54,19 +52,16 @@ TILED = tiles(16, 16)  # several in a chunk of 32
 SCAN = dict(siz_b_L=16, state_rows=16)  # two launches at 32 rows of the state
 SPLITS = config_in_splits(4, scan=SCAN, siz_b_L=16)
 UNSTABILISED = dict(stabilize_correctly=False, norm_val=0.5, eps=0.1)
-# Shapes with the chunk size behind them, and options of Case.
-TABLE = """
-padded 3,2,41,12,20,32
-packed_tiles 1,2,50,16,16,32 packed=True, config=TILED, states=False, options=UNSTABILISED
-bfloat16 1,2,64,16,16,32 dtype="bfloat16"
-bfloat16_packed 2,1,48,16,16,32 dtype="bfloat16", packed=True, config=TILED
-fused 1,2,50,24,16,32 packed=True, config=fused(**SCAN)
-splits 1,2,64,16,32,16 packed=True, config=SPLITS
-sigmoid 1,2,64,16,16,32 packed=True, options=UNNORMALISED
-"""
 CASES = {
-    name: Case(*map(int, shape.split(",")), **options)
-    for name, shape, options in (row_of(line, 2, globals()) for line in rows_of(TABLE))
+    "padded": Case(3, 2, 41, 12, 20, 32),
+    "packed_tiles": Case(
+        1, 2, 50, 16, 16, 32, packed=True, config=TILED, states=False, options=UNSTABILISED
+    ),
+    "bfloat16": Case(1, 2, 64, 16, 16, 32, dtype="bfloat16"),
+    "bfloat16_packed": Case(2, 1, 48, 16, 16, 32, dtype="bfloat16", packed=True, config=TILED),
+    "fused": Case(1, 2, 50, 24, 16, 32, packed=True, config=fused(**SCAN)),
+    "splits": Case(1, 2, 64, 16, 32, 16, packed=True, config=SPLITS),
+    "sigmoid": Case(1, 2, 64, 16, 16, 32, packed=True, options=UNNORMALISED),
 }
 
 

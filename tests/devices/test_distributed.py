@@ -26,15 +26,13 @@ from oracle import (
     call_shapes,
     collectives,
     compare,
-    emptied,  # noqa: F401, the table has it
+    emptied,
     errors_of,
     in_layout,
     mesh_of,
     needs_mosaic_gpu,
     random_inputs,
     results_of,
-    row_of,
-    rows_of,
     sharded,
     slow,
     swapped,
@@ -185,19 +183,14 @@ def broken_at_its_last_step(x):
     return x | {"i": i, "m_initial": np.ones((B, NH), "float32")}
 
 
-# Names, seeds, and options of random_inputs; a name may be that of a function of the inputs. Gates
-# are so open that the first shard matters in the last one.
-TABLE = """
-open 0 f_shift=6.0
-broken_at_its_last_step 0 f_shift=6.0
-resets 1 resets=True
-large_gates 2 i_scale=30.0, f_scale=10.0
-closed_shards 3 f_shift=6.0
-emptied 4 f_shift=6.0
-"""
+# Gates are so open that the first shard matters in the last one.
 CASES = {
-    name: globals().get(name, dict)(random_inputs(int(seed), *SHAPE, **options))
-    for name, seed, options in (row_of(line, 2) for line in rows_of(TABLE))
+    "open": random_inputs(0, *SHAPE, f_shift=6.0),
+    "broken_at_its_last_step": broken_at_its_last_step(random_inputs(0, *SHAPE, f_shift=6.0)),
+    "resets": random_inputs(1, *SHAPE, resets=True),
+    "large_gates": random_inputs(2, *SHAPE, i_scale=30.0, f_scale=10.0),
+    "closed_shards": closed_shards(random_inputs(3, *SHAPE, f_shift=6.0)),
+    "emptied": emptied(random_inputs(4, *SHAPE, f_shift=6.0)),
 }
 
 

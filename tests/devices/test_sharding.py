@@ -22,11 +22,11 @@ from oracle import (
     in_layout,
     loss_of,
     mesh_of,
-    named_rows,
+    param,
     random_inputs,
     results_of,
-    row_of,
     sharded,
+    slow_param,
     tolerance,
 )
 from stage_calls import spec_of
@@ -90,27 +90,36 @@ def layers(*x):
     return jax.tree.map(lambda y: y[0], jax.lax.scan(layer, x[2], length=1)[1])
 
 
-# Names (~: slow), a mesh, kinds of its axes, arguments of check.
-MESHES = """
-~stays-batch 8 AUTO **kept(BATCH, "interpret", "BTNH")
-stays-three_axes 2,2,2 EXPLICIT **kept(P(("x", "y"), "z"))
-stays-two_axes 4,2 EXPLICIT **kept(HEADS, layout="BTNH")
-# Shardings that are undone.
-cannot_be_kept-disagreement 4,2 EXPLICIT specs=(P(None, "x"), BATCH, P(), *[HEADS] * 5), \
-exchanged=GATHERED | {"all-gather": 4, "all-to-all": 2}
-~cannot_be_kept-other_axes 4,2 AUTO specs=(STEPS, *[COLUMNS] * 2, P(), *[STEPS] * 3, BATCH), \
-exchanged=GATHERED
-inside_shard_map-all_axes 4,2 AUTO **inside("xy")
-~inside_shard_map-some_axes 4,2 AUTO **inside("x")
-~remat_in_a_scan 4,2 EXPLICIT,AUTO run=layers, specs=[BATCH]
-"""
+# A mesh, kinds of its axes, arguments of check.
+MESHES = [
+    slow_param((8,), (AUTO,), id="stays-batch", **kept(BATCH, "interpret", "BTNH")),
+    param((2, 2, 2), (EXPLICIT,), id="stays-three_axes", **kept(P(("x", "y"), "z"))),
+    param((4, 2), (EXPLICIT,), id="stays-two_axes", **kept(HEADS, layout="BTNH")),
+    # Shardings that are undone.
+    param(
+        (4, 2),
+        (EXPLICIT,),
+        id="cannot_be_kept-disagreement",
+        specs=(P(None, "x"), BATCH, P(), *[HEADS] * 5),
+        exchanged=GATHERED | {"all-gather": 4, "all-to-all": 2},
+    ),
+    slow_param(
+        (4, 2),
+        (AUTO,),
+        id="cannot_be_kept-other_axes",
+        specs=(STEPS, *[COLUMNS] * 2, P(), *[STEPS] * 3, BATCH),
+        exchanged=GATHERED,
+    ),
+    param((4, 2), (AUTO,), id="inside_shard_map-all_axes", **inside("xy")),
+    slow_param((4, 2), (AUTO,), id="inside_shard_map-some_axes", **inside("x")),
+    slow_param((4, 2), (EXPLICIT, AUTO), id="remat_in_a_scan", run=layers, specs=[BATCH]),
+]
 
 
-@pytest.mark.parametrize("line", [*named_rows(MESHES)])
-def test_numbers_on_a_mesh_are_those_of_one_device(expected, line):
-    shape, kinds, options = row_of(line, 2, globals())
-    mesh = mesh_of([*map(int, shape.split(","))], *map(globals().get, kinds.split(",")))
-    layout = options.pop("layout", "BNTH")
+@pytest.mark.parametrize(("shape", "kinds", "options"), MESHES)
+def test_numbers_on_a_mesh_are_those_of_one_device(expected, shape, kinds, options):
+    mesh, layout = mesh_of(shape, *kinds), options.get("layout", "BNTH")
+    options = {name: y for name, y in options.items() if name != "layout"}
     x, expected = in_layout(layout, NAMES, INPUTS), in_layout(layout, RESULTS, expected)
     check(x=x, expected=expected, mesh=mesh, **dict(run=run_on()) | options)
 

@@ -20,11 +20,11 @@ from oracle import (
     compare,
     cotangents_for,
     in_layout,
-    named_rows,
     oracle,
+    param,
     random_inputs,
-    row_of,
     slow,
+    slow_param,
     swapped,
     tolerance,
 )
@@ -148,28 +148,53 @@ OUTSIDE = dict(others=(3, 3), rows=([3, 0, 20, 0, 33, 5, 7, 9], [0, 0, 0, 17, 1]
 FEW = [1, 2, 15, 16, 17], [33]
 TILES = dict(siz_b_DHQK=16, siz_b_DHHV=16, state_rows=16)
 BLOCKS = KernelConfig(chunk_size=16, triton_recurrent_fw_H=TILES)
-PROMPTS = """
-~prompts_are_read_at_once-triton 30 backend="interpret", layout="BTNH"
-prompts_are_read_at_once-plain 9 backend="xla", layout="BTNH", input_gate="sigmoid"
-prompts_are_read_at_once-plain_go_on 9 backend="xla", layout="BTNH", go_on=True
-prompts_are_read_at_once-triton_go_on 0 backend="interpret", go_on=True, rows=ODD
-~prompts_are_read_at_once-bfloat16 9 backend="interpret", dtype="bfloat16"
-# Two launches of the scan, each with two blocks of columns.
-~in_several_blocks 0 backend="interpret", go_on=True, DHQK=32, chunk_size=None, config=BLOCKS, \
-rows=FEW
-# Ids below 0 and from n on.
-belong_to_no_segment-plain 0 backend="xla", states=False, **OUTSIDE
-belong_to_no_segment-plain_go_on 0 backend="xla", go_on=True, input_gate="sigmoid", **OUTSIDE
-~belong_to_no_segment-triton_go_on 0 backend="interpret", go_on=True, layout="BTNH", **OUTSIDE
-~belong_to_no_segment-without_states 0 backend="interpret", states=False, **OUTSIDE
-~belong_to_no_segment-triton 0 backend="interpret", **OUTSIDE
-"""
+PROMPTS = [
+    slow_param(30, id="prompts_are_read_at_once-triton", backend="interpret", layout="BTNH"),
+    param(
+        9, id="prompts_are_read_at_once-plain", backend="xla", layout="BTNH", input_gate="sigmoid"
+    ),
+    param(9, id="prompts_are_read_at_once-plain_go_on", backend="xla", layout="BTNH", go_on=True),
+    param(0, id="prompts_are_read_at_once-triton_go_on", backend="interpret", go_on=True, rows=ODD),
+    slow_param(9, id="prompts_are_read_at_once-bfloat16", backend="interpret", dtype="bfloat16"),
+    # Two launches of the scan, each with two blocks of columns.
+    slow_param(
+        0,
+        id="in_several_blocks",
+        backend="interpret",
+        go_on=True,
+        DHQK=32,
+        chunk_size=None,
+        config=BLOCKS,
+        rows=FEW,
+    ),
+    # Ids below 0 and from n on.
+    param(0, id="belong_to_no_segment-plain", backend="xla", states=False, **OUTSIDE),
+    param(
+        0,
+        id="belong_to_no_segment-plain_go_on",
+        backend="xla",
+        go_on=True,
+        input_gate="sigmoid",
+        **OUTSIDE,
+    ),
+    slow_param(
+        0,
+        id="belong_to_no_segment-triton_go_on",
+        backend="interpret",
+        go_on=True,
+        layout="BTNH",
+        **OUTSIDE,
+    ),
+    slow_param(
+        0, id="belong_to_no_segment-without_states", backend="interpret", states=False, **OUTSIDE
+    ),
+    slow_param(0, id="belong_to_no_segment-triton", backend="interpret", **OUTSIDE),
+]
 
 
-@pytest.mark.parametrize("line", [*named_rows(PROMPTS)])
-def test_each_segment_is_computed_alone(line):
-    count, options = row_of(line, 1, globals())
-    check_prompts(int(count), **dict(DHQK=16, DHV=32, chunk_size=L) | options)
+@pytest.mark.parametrize(("count", "options"), PROMPTS)
+def test_each_segment_is_computed_alone(count, options):
+    check_prompts(count, **dict(DHQK=16, DHV=32, chunk_size=L) | options)
 
 
 LARGE_STATES = dict(

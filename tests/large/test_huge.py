@@ -6,18 +6,27 @@ import re
 
 import compile_report
 import pytest
-from oracle import call_shapes, for_device, results_of, row_of, rows_of
+from oracle import (
+    call_shapes,
+    for_device,
+    param,
+    results_of,
+)
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise  # noqa: F401, the table has it
+from mlstm_pallas import KernelConfig, mlstm_chunkwise
 
 # What is larger than 32 bits can number, or a grid's limits; dtype, B,NH,S,DHQK,DHV, options.
-HUGE = """
-states_and_values bfloat16 1,9,2**20,128,256 config=KernelConfig(fused=False)
-states_and_values bfloat16 1,9,2**20,128,256 config=KernelConfig(fused=True)
-tokens bfloat16 2**14,2**7,2**10,16,16 config=KernelConfig(fused=False)
-tokens bfloat16 2**14,2**7,2**10,16,16 config=KernelConfig(fused=True)
-chunks_of_one_sequence float32 1,1,2**20,16,16 chunk_size=16
-"""
+HUGE = [
+    param(
+        "states_and_values", "bfloat16", (1, 9, 2**20, 128, 256), config=KernelConfig(fused=False)
+    ),
+    param(
+        "states_and_values", "bfloat16", (1, 9, 2**20, 128, 256), config=KernelConfig(fused=True)
+    ),
+    param("tokens", "bfloat16", (2**14, 2**7, 2**10, 16, 16), config=KernelConfig(fused=False)),
+    param("tokens", "bfloat16", (2**14, 2**7, 2**10, 16, 16), config=KernelConfig(fused=True)),
+    param("chunks_of_one_sequence", "float32", (1, 1, 2**20, 16, 16), chunk_size=16),
+]
 
 
 def pointer_offsets(ir):
@@ -34,10 +43,10 @@ def pointer_offsets(ir):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", rows_of(HUGE))
-def test_huge_arrays_are_addressed_with_64_bits_and_grids_are_launchable(line):
-    case, dtype, sizes, options = row_of(line, 3, globals())
-    shape = eval(sizes)
+@pytest.mark.parametrize(("case", "dtype", "shape", "options"), HUGE)
+def test_huge_arrays_are_addressed_with_64_bits_and_grids_are_launchable(
+    case, dtype, shape, options
+):
     run = results_of(functools.partial(mlstm_chunkwise, backend="triton", **options))
     with for_device("NVIDIA H200"):
         traced = run.trace(*call_shapes(*shape, dtype))

@@ -10,8 +10,12 @@ import costs
 import pytest
 import roofline
 from calls import config_row
-from oracle import HELPERS, slow
-from stage_calls import STAGES, row_of
+from oracle import (
+    HELPERS,
+    param,
+    slow_param,
+)
+from stage_calls import STAGES
 from worker import ProcessEnded, Worker
 
 from mlstm_pallas import KernelConfig
@@ -63,21 +67,21 @@ def checked_rows(device, heads, dtype, stages=(), **options):
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("device", "heads", "dtype", "variant", "fields"),
     [
-        "H200 256/512 bfloat16 exp",
-        "H200 192/320 float32 packed fused=True",
-        "H200 64/64 bfloat16 unnormalised fused=False",
-        slow("A100 256/512 float32 BTNH"),
-        slow("H200 192/320 bfloat16 sigmoid"),
+        param("H200", "256/512", "bfloat16", "exp"),
+        param("H200", "192/320", "float32", "packed", fused=True),
+        param("H200", "64/64", "bfloat16", "unnormalised", fused=False),
+        slow_param("A100", "256/512", "float32", "BTNH"),
+        slow_param("H200", "192/320", "bfloat16", "sigmoid"),
     ],
 )
-def test_every_stage_lowers(line, monkeypatch):
+def test_every_stage_lowers(device, heads, dtype, variant, fields, monkeypatch):
     """Every variant, with heads that are no powers of two."""
-    *call, variant, fields = row_of(line, 4)
     config = KernelConfig(**fields) if fields else None
     monkeypatch.setattr(compile_report, "compile_kernel", lambda *_: usage())
-    rows, _ = checked_rows(*call, seqlen=1024, config=config, variant=variant)
+    x = device, heads, dtype
+    rows, _ = checked_rows(*x, seqlen=1024, config=config, variant=variant)
     scans = any(row["stage"] == "stabiliser_scan" for row in rows)
     assert scans == (variant in ("exp", "packed", "BTNH"))
 

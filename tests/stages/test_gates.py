@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import random_inputs, row_of, rows_of, tolerance
+from oracle import (
+    random_inputs,
+    tolerance,
+)
 from stage_calls import (
     InputGate,
     Lowering,
@@ -83,17 +86,16 @@ def gates_of(
 
 
 # Options of random_inputs.
-TABLE = """
-plain
-resets resets=True
-gates_at_-30 f_shift=-30.0
-gates_at_30 f_shift=30.0, i_scale=30.0
-gates_at_1e3 f_scale=1e3, i_scale=1e3, resets=True
-gates_at_1e4 f_shift=-1e4, i_scale=1e4
-# A segment that begins with nothing stored has an m near 0, far below the gates before it.
-starts_below_large_gates resets=True, i_shift=3e3
-"""
-CASES = dict(row_of(line, 1) for line in rows_of(TABLE))
+CASES = {
+    "plain": dict(),
+    "resets": dict(resets=True),
+    "gates_at_-30": dict(f_shift=-30.0),
+    "gates_at_30": dict(f_shift=30.0, i_scale=30.0),
+    "gates_at_1e3": dict(f_scale=1e3, i_scale=1e3, resets=True),
+    "gates_at_1e4": dict(f_shift=-1e4, i_scale=1e4),
+    # A segment that begins with nothing stored has an m near 0, far below the gates before it.
+    "starts_below_large_gates": dict(resets=True, i_shift=3e3),
+}
 
 
 LINES = *(f"{case} exp packed" for case in CASES), "plain exp lengths", "resets sigmoid"

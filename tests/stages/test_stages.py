@@ -13,9 +13,10 @@ from oracle import (
     call_shapes,
     for_device,
     in_float64,
+    param,
     random_inputs,
     results_of,
-    slow,
+    slow_param,
     swapped,
     tolerance,
 )
@@ -29,14 +30,13 @@ from stage_calls import (
     ScaledRows,
     TileSums,
     assert_dtypes,
-    check_small,
+    check_small_row,
     compare_outputs,
     launch_of,
     normaliser_gradients,
     only,
     plain,
     row_of,
-    rows_of,
     run_stage,
     tiles_class,
 )
@@ -202,71 +202,160 @@ OF_CASE = {"dtype", "heads", "layout", "normalised", "resets", "f_shift"}
 OF_CHECK = {"store_every", "return_keys"}
 
 
-def check_line(line, lowering=Lowering.INTERPRET, **of_case):
-    """Case.check of a stage, L-chunks-DHQK-DHV, tiles, and options of both."""
-    stage, sizes, tiles = row_of(line, 2, globals())
-    L, chunks, DHQK, DHV = map(int, sizes.split("-"))
-    of_case |= {name: tiles.pop(name) for name in OF_CASE & {*tiles}}
-    options = {name: tiles.pop(name) for name in OF_CHECK & {*tiles}}
+def check_row(stage, sizes, options, lowering=Lowering.INTERPRET, **of_case):
+    """Case.check of a stage. sizes: L, chunks, DHQK, DHV; options: tiles, and those of both."""
+    L, chunks, DHQK, DHV = sizes
+    of_case |= {name: options[name] for name in OF_CASE & {*options}}
+    tiles = {name: x for name, x in options.items() if name not in OF_CASE | OF_CHECK}
+    options = {name: options[name] for name in OF_CHECK & {*options}}
     x = case(**dict(dtype="bfloat16") | of_case, L=L, S=chunks * L, DHQK=DHQK, DHV=DHV)
     x.check(stage, tiles, lowering, **options)
 
 
+def check_line(line, lowering=Lowering.INTERPRET, **of_case):
+    """check_row of a line: a stage, L-chunks-DHQK-DHV, options."""
+    stage, sizes, options = row_of(line, 2, globals())
+    check_row(stage, [*map(int, sizes.split("-"))], options, lowering, **of_case)
+
+
 # Most of the default tiles are tested in bfloat16, most others in float32. Interpreted, what a
 # kernel reads beyond an array is NaN.
-CALLS = """
-chunk_gates 64-2-32-64 **F32, siz_b_LQ=16
-recurrent_fw_C 16-8-32-64 **F32, siz_b_L=16, siz_b_DHQK=16, siz_b_DHHV=16, num_splits=1
-recurrent_fw_C 64-2-32-64 **F32, siz_b_L=32, siz_b_DHQK=64, siz_b_DHHV=64
-parallel_fw_H 64-2-32-64 **F32, siz_b_LQ=16, siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16
-parallel_fw_H 64-2-32-64 **F32, siz_b_LQ=64, siz_b_LKV=16, siz_b_DHQK=32, siz_b_DHHV=16
-parallel_fw_H 64-2-32-64 **F32, siz_b_LQ=16, siz_b_LKV=32, siz_b_DHQK=16, siz_b_DHHV=32, keep_q=True
-parallel_fw_P 16-8-32-64 **F32, siz_b_DHQK=16
-recurrent_fw_H 16-8-32-64 **F32, siz_b_DHQK=16, siz_b_DHHV=16, state_rows=16  # two launches
-recurrent_fw_H 64-2-32-64 **F32, siz_b_DHQK=16, siz_b_DHHV=64, state_rows=32
-parallel_bw_dP 16-8-32-64 **F32, siz_b_LQ=16, block_k=16
-parallel_bw_dP 256-1-32-64 **F32, siz_b_LQ=32, block_k=16
-recurrent_bw_dC 64-2-32-64 **F32, siz_b_L=16, siz_b_DHQK=16, siz_b_DHHV=32
-parallel_bw_dQKV 64-2-32-64 **F32, siz_b_LQ=64, siz_b_DHQK=16, siz_b_DHHV=64, block_k=16
-parallel_bw_dQKV 256-1-32-64 **F32, siz_b_LQ=32, siz_b_DHQK=32, siz_b_DHHV=16, block_k=32
-# Blocks and pieces of columns that do not divide the heads.
-recurrent_fw_C 16-4-48-80 **PARTIAL, siz_b_L=16, siz_b_DHQK=32, siz_b_DHHV=64, num_splits=1
-recurrent_fw_C 16-4-48-80 **PARTIAL, siz_b_L=16, siz_b_DHQK=64, siz_b_DHHV=32, num_splits=2
-parallel_fw_H 16-4-48-80 **PARTIAL, siz_b_DHQK=32, siz_b_DHHV=64, keep_q=True
-parallel_fw_H 16-4-48-80 **PARTIAL, siz_b_DHQK=64, siz_b_DHHV=128, keep_q=False
-parallel_fw_P 16-4-48-80 **PARTIAL, siz_b_DHQK=64
-recurrent_fw_H 16-4-48-80 **PARTIAL, siz_b_DHQK=16, siz_b_DHHV=64, state_rows=32  # two launches
-recurrent_fw_H 16-4-48-80 **PARTIAL, siz_b_DHQK=64, siz_b_DHHV=32, state_rows=64
-parallel_bw_dP 16-4-48-80 **PARTIAL, block_k=32
-recurrent_bw_dC 16-4-48-80 **PARTIAL, siz_b_L=16, siz_b_DHQK=64, siz_b_DHHV=32
-parallel_bw_dQKV 16-4-48-80 **PARTIAL, siz_b_DHQK=32, siz_b_DHHV=64, block_k=64
-parallel_bw_dQKV 16-4-48-80 **PARTIAL, siz_b_DHQK=64, siz_b_DHHV=128, block_k=32
-recurrent_fw_C 16-8-32-64 **F32, **SMALL, num_splits=8, resets=True, f_shift=6.0
-recurrent_fw_C 128-2-32-64 **SMALL, num_splits=2, f_shift=6.0
-recurrent_bw_dC 16-8-32-64 **F32, **SMALL, num_splits=8, resets=True, f_shift=6.0
-recurrent_bw_dC 128-2-32-64 **SMALL, num_splits=2, f_shift=6.0
-parallel_fw_H 64-2-32-64 **F32, resets=True, normalised=False
-recurrent_fw_H 16-4-32-64 **F32, store_every=2
-parallel_bw_dP 32-2-32-64 return_keys=False  # C is recomputed
-"""
+CALLS = [
+    param("chunk_gates", (64, 2, 32, 64), **F32, siz_b_LQ=16),
+    param(
+        "recurrent_fw_C",
+        (16, 8, 32, 64),
+        **F32,
+        siz_b_L=16,
+        siz_b_DHQK=16,
+        siz_b_DHHV=16,
+        num_splits=1,
+    ),
+    param("recurrent_fw_C", (64, 2, 32, 64), **F32, siz_b_L=32, siz_b_DHQK=64, siz_b_DHHV=64),
+    param(
+        "parallel_fw_H",
+        (64, 2, 32, 64),
+        **F32,
+        siz_b_LQ=16,
+        siz_b_LKV=16,
+        siz_b_DHQK=16,
+        siz_b_DHHV=16,
+    ),
+    param(
+        "parallel_fw_H",
+        (64, 2, 32, 64),
+        **F32,
+        siz_b_LQ=64,
+        siz_b_LKV=16,
+        siz_b_DHQK=32,
+        siz_b_DHHV=16,
+    ),
+    param(
+        "parallel_fw_H",
+        (64, 2, 32, 64),
+        **F32,
+        siz_b_LQ=16,
+        siz_b_LKV=32,
+        siz_b_DHQK=16,
+        siz_b_DHHV=32,
+        keep_q=True,
+    ),
+    param("parallel_fw_P", (16, 8, 32, 64), **F32, siz_b_DHQK=16),
+    # two launches
+    param("recurrent_fw_H", (16, 8, 32, 64), **F32, siz_b_DHQK=16, siz_b_DHHV=16, state_rows=16),
+    param("recurrent_fw_H", (64, 2, 32, 64), **F32, siz_b_DHQK=16, siz_b_DHHV=64, state_rows=32),
+    param("parallel_bw_dP", (16, 8, 32, 64), **F32, siz_b_LQ=16, block_k=16),
+    param("parallel_bw_dP", (256, 1, 32, 64), **F32, siz_b_LQ=32, block_k=16),
+    param("recurrent_bw_dC", (64, 2, 32, 64), **F32, siz_b_L=16, siz_b_DHQK=16, siz_b_DHHV=32),
+    param(
+        "parallel_bw_dQKV",
+        (64, 2, 32, 64),
+        **F32,
+        siz_b_LQ=64,
+        siz_b_DHQK=16,
+        siz_b_DHHV=64,
+        block_k=16,
+    ),
+    param(
+        "parallel_bw_dQKV",
+        (256, 1, 32, 64),
+        **F32,
+        siz_b_LQ=32,
+        siz_b_DHQK=32,
+        siz_b_DHHV=16,
+        block_k=32,
+    ),
+    # Blocks and pieces of columns that do not divide the heads.
+    param(
+        "recurrent_fw_C",
+        (16, 4, 48, 80),
+        **PARTIAL,
+        siz_b_L=16,
+        siz_b_DHQK=32,
+        siz_b_DHHV=64,
+        num_splits=1,
+    ),
+    param(
+        "recurrent_fw_C",
+        (16, 4, 48, 80),
+        **PARTIAL,
+        siz_b_L=16,
+        siz_b_DHQK=64,
+        siz_b_DHHV=32,
+        num_splits=2,
+    ),
+    param("parallel_fw_H", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=32, siz_b_DHHV=64, keep_q=True),
+    param("parallel_fw_H", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=64, siz_b_DHHV=128, keep_q=False),
+    param("parallel_fw_P", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=64),
+    # two launches
+    param(
+        "recurrent_fw_H", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=16, siz_b_DHHV=64, state_rows=32
+    ),
+    param(
+        "recurrent_fw_H", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=64, siz_b_DHHV=32, state_rows=64
+    ),
+    param("parallel_bw_dP", (16, 4, 48, 80), **PARTIAL, block_k=32),
+    param("recurrent_bw_dC", (16, 4, 48, 80), **PARTIAL, siz_b_L=16, siz_b_DHQK=64, siz_b_DHHV=32),
+    param("parallel_bw_dQKV", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=32, siz_b_DHHV=64, block_k=64),
+    param(
+        "parallel_bw_dQKV", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=64, siz_b_DHHV=128, block_k=32
+    ),
+    param(
+        "recurrent_fw_C", (16, 8, 32, 64), **F32, **SMALL, num_splits=8, resets=True, f_shift=6.0
+    ),
+    param("recurrent_fw_C", (128, 2, 32, 64), **SMALL, num_splits=2, f_shift=6.0),
+    param(
+        "recurrent_bw_dC", (16, 8, 32, 64), **F32, **SMALL, num_splits=8, resets=True, f_shift=6.0
+    ),
+    param("recurrent_bw_dC", (128, 2, 32, 64), **SMALL, num_splits=2, f_shift=6.0),
+    param("parallel_fw_H", (64, 2, 32, 64), **F32, resets=True, normalised=False),
+    param("recurrent_fw_H", (16, 4, 32, 64), **F32, store_every=2),
+    param("parallel_bw_dP", (32, 2, 32, 64), return_keys=False),  # C is recomputed
+]
 # MAX_TILE steps per CTA.
-SLOW_CALLS = """
-parallel_fw_H 256-1-32-64 siz_b_LQ=64, siz_b_LKV=16, siz_b_DHQK=32, siz_b_DHHV=16, keep_q=True
-parallel_bw_dP 256-1-32-64 siz_b_LQ=128, block_k=32
-parallel_bw_dQKV 256-1-32-64 siz_b_LQ=256, siz_b_DHQK=32, siz_b_DHHV=64, block_k=32
-"""
+SLOW_CALLS = [
+    slow_param(
+        "parallel_fw_H",
+        (256, 1, 32, 64),
+        siz_b_LQ=64,
+        siz_b_LKV=16,
+        siz_b_DHQK=32,
+        siz_b_DHHV=16,
+        keep_q=True,
+    ),
+    slow_param("parallel_bw_dP", (256, 1, 32, 64), siz_b_LQ=128, block_k=32),
+    slow_param(
+        "parallel_bw_dQKV", (256, 1, 32, 64), siz_b_LQ=256, siz_b_DHQK=32, siz_b_DHHV=64, block_k=32
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        *(f"{stage} 32-2-32-64" for stage in STAGES),
-        *rows_of(CALLS),
-        *map(slow, rows_of(SLOW_CALLS)),
-    ],
+    ("stage", "sizes", "options"),
+    [*(param(stage, (32, 2, 32, 64)) for stage in STAGES), *CALLS, *SLOW_CALLS],
 )
-def test_the_kernel_agrees_with_the_plain_form(line):
-    check_line(line)
+def test_the_kernel_agrees_with_the_plain_form(stage, sizes, options):
+    check_row(stage, sizes, options)
 
 
 def test_recurrent_fw_H_stores_no_states_of_several_launches():
@@ -277,20 +366,35 @@ def test_recurrent_fw_H_stores_no_states_of_several_launches():
 # ---------------- splits of a sequence that run at the same time
 
 # Of every split but the last, backward but the first; or of all. Then in three blocks of columns.
-SPLITS = """
-split_products 1-2-128-32-64-16 num_splits=4, tiles=dict(siz_b_DHQK=16, siz_b_DHHV=32, siz_b_L=16)
-split_products 1-2-128-32-64-16 backward=True, num_splits=4, \
-tiles=dict(siz_b_DHQK=16, siz_b_DHHV=32, siz_b_L=16)
-split_products 1-2-128-32-64-16 all_splits=True, num_splits=4, \
-tiles=dict(siz_b_DHQK=16, siz_b_DHHV=32, siz_b_L=16)
-step_sums 2-2-64-48-16-32 tiles=dict(siz_b_DHQK=16)
-step_sums 2-2-64-48-16-32 tiles=dict(siz_b_DHQK=16), layout="BTNH"
-"""
+SPLITS = [
+    param(
+        "split_products",
+        (1, 2, 128, 32, 64, 16),
+        num_splits=4,
+        tiles=dict(siz_b_DHQK=16, siz_b_DHHV=32, siz_b_L=16),
+    ),
+    param(
+        "split_products",
+        (1, 2, 128, 32, 64, 16),
+        backward=True,
+        num_splits=4,
+        tiles=dict(siz_b_DHQK=16, siz_b_DHHV=32, siz_b_L=16),
+    ),
+    param(
+        "split_products",
+        (1, 2, 128, 32, 64, 16),
+        all_splits=True,
+        num_splits=4,
+        tiles=dict(siz_b_DHQK=16, siz_b_DHHV=32, siz_b_L=16),
+    ),
+    param("step_sums", (2, 2, 64, 48, 16, 32), tiles=dict(siz_b_DHQK=16)),
+    param("step_sums", (2, 2, 64, 48, 16, 32), tiles=dict(siz_b_DHQK=16), layout="BTNH"),
+]
 
 
-@pytest.mark.parametrize("line", rows_of(SPLITS))
-def test_small_stages(line):
-    check_small(line, Lowering.INTERPRET)
+@pytest.mark.parametrize(("stage", "sizes", "options"), SPLITS)
+def test_small_stages(stage, sizes, options):
+    check_small_row(stage, sizes, options, Lowering.INTERPRET)
 
 
 def test_a_number_of_splits_is_cut_to_what_divides_the_chunks():
