@@ -123,7 +123,7 @@ backend
   TypeError TRACED
   ValueError "cuda", np.zeros(2)
   accepted None, "xla"
-  expected None or one of triton, mosaic_gpu, interpret, mosaic_gpu_interpret, xla, fastest
+  expected None or one of triton, mosaic_gpu, interpret, xla, fastest
 
 config
   TypeError TRACED, {}

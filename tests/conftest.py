@@ -297,6 +297,15 @@ def gpus(request):
     return request.param
 
 
+@pytest.fixture
+def interpreted():
+    """The CPU runs all kernels, interpreted; backend "mosaic_gpu" has its own."""
+    from mosaic_gpu_interpreter import interpreted_mosaic_gpu
+
+    with interpreted_mosaic_gpu():
+        yield
+
+
 # Modules that compile as users do. In the other modules compiling takes most of the time.
 AS_USERS_DO = {
     "test_gates",

@@ -186,7 +186,7 @@ ValueError eps is an integer of 16610 bits, expected 0 or a number from 1.175494
 <- dict(eps=10**5000)
 
 ValueError backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a
-CPU: expected backend None or 'xla' (plain jnp), or 'interpret' (the kernels, interpreted)
+CPU: expected backend None or 'xla' (plain jnp), or 'interpret' (the Triton kernels, interpreted)
 <- partial(ZEROS, backend="triton")
 
 ValueError device_kind is None and this process has no GPU, expected the device_kind of the GPU to

@@ -1,5 +1,6 @@
 """KernelConfig(batch_invariant=True): plans and bits do not depend on the batch."""
 
+import contextlib
 import dataclasses
 import functools
 from typing import NamedTuple
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mosaic_gpu_interpreter import interpreted_mosaic_gpu
 from oracle import NAMES, needs_mosaic_gpu, random_inputs, swapped
 from stage_calls import Problem, spec_of
 
@@ -284,7 +286,7 @@ def test_bits_in_batches_of_3_and_64(function, call):
     assert not differences(function, call, (3, 64))
 
 
-OF_MOSAIC_GPU = Call(1, 128, 64, 128, "bfloat16", backend="mosaic_gpu_interpret")
+OF_MOSAIC_GPU = Call(1, 128, 64, 128, "bfloat16", backend="mosaic_gpu")
 
 
 @pytest.mark.parametrize(
@@ -309,7 +311,9 @@ OF_MOSAIC_GPU = Call(1, 128, 64, 128, "bfloat16", backend="mosaic_gpu_interpret"
     ],
 )
 def test_bits_of_interpreted_kernels(function, call):
-    assert not differences(function, call, (3,))
+    on_mosaic_gpu = call is OF_MOSAIC_GPU
+    with interpreted_mosaic_gpu() if on_mosaic_gpu else contextlib.nullcontext():
+        assert not differences(function, call, (3,))
 
 
 GPU_CALLS = (
