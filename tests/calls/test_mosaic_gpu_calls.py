@@ -52,9 +52,15 @@ from mlstm_pallas.export import CUSTOM_CALL_TARGET
 from mlstm_pallas.xlstm_jax import triton_stablef
 
 QUICK = "states_BTNH", "one_block_of_rows_stored_float16", "lengths_of_one_block"
-# Each differs in one way from an interpreted one, and its kernels are in test_mosaic_gpu_stages.py.
-ON_A_GPU = "narrow", "splits", "stored", "reverse_materialised", "reverse_heads_of_96"
-INTERPRETED = [name for name in CASES if name not in ON_A_GPU]
+# With these each pair of schedule, splits, layout, stored states, direction, lengths, segments and
+# kind of heads (of 64, of 128, of 256, of 96, padded) comes once. A GPU has all cases, and
+# test_mosaic_gpu_stages.py the kernels of each alone.
+INTERPRETED = (
+    *(*QUICK, "no_states", "padded", "lengths_of_heads_of_128", "three_blocks_of_rows"),
+    *("stored_in_splits", "materialised_in_splits_BTNH", "two_launches", "unnormalised"),
+    *("reverse_stored_lengths", "reverse_in_splits", "reverse_float16", "reverse_wide"),
+    *("heads_of_96_materialised", "heads_of_96_packed"),
+)
 
 
 @needs_mosaic_gpu
@@ -67,12 +73,11 @@ def test_interpreted_kernels_against_float64(name, capsys):
 
 @needs_mosaic_gpu
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [dict(go_on=True), dict(states=False)], ids=str)
-def test_states_of_packed_prompts(options):
-    rows = [7, 1, 2, 64, 30], [0, 0, 70, 0, 9]  # one chunk
-    options |= dict(dtype="bfloat16", layout="BTNH", backend="mosaic_gpu")
-    check_prompts(0, 64, 128, rows=rows, others=(1, 1), **options)
+@pytest.mark.slow  # states of segments, which no kernel has alone
+def test_states_of_packed_prompts():
+    rows = [7, 1, 64, 30], [0, 70, 0, 9]  # one chunk
+    options = dict(dtype="bfloat16", layout="BTNH", backend="mosaic_gpu")
+    check_prompts(0, 64, 128, rows=rows, others=(1, 1), go_on=True, **options)
 
 
 @needs_mosaic_gpu

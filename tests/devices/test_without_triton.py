@@ -149,8 +149,6 @@ def test_a_step_runs_in_plain_form_and_the_default_is_mosaic_gpu_on_hopper_in_16
     [
         ("plain_stages", "BTNH"),
         slow("few_heads", "BNTH"),
-        slow("fused", "BNTH"),
-        slow("splits", "BTNH"),
     ],
 )
 def test_mosaic_gpu_kernels_run_interpreted(name, layout):

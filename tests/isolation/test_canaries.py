@@ -167,7 +167,6 @@ def test_rows_and_columns_beyond_an_end_are_neither_read_nor_written(lowering):
 @pytest.mark.parametrize(
     ("S", "DHQK", "DHV", "options"),
     [
-        (256, 64, 128, ("BNTH", fused())),
         (131, 96, 192, ("BTNH", fused(num_stages=3))),
         (131, 96, 96, ("BTNH", materialised())),
     ],
