@@ -419,12 +419,10 @@ def mlstm_chunkwise_sequence_parallel(spec: CallSpec, x: Arguments, *, axis_name
       sequence_lengths: (B,) integers, of the whole sequence, the same on all
         devices of the axis.
       chunk_size: as for ``mlstm_chunkwise``; a chunk ends where a shard ends.
-      backend: as for ``mlstm_chunkwise``; "mosaic_gpu_interpret" runs on an
-        axis of one device only.
-      eps, autocast_kernel_dtype, stabilize_correctly, norm_val, input_gate: as
+      backend, eps, autocast_kernel_dtype, stabilize_correctly, norm_val: as
         for ``mlstm_chunkwise``.
-      normalize, recompute_states_in_bw, state_dtype, layout, config: as for
-        ``mlstm_chunkwise``.
+      input_gate, normalize, recompute_states_in_bw, state_dtype, layout,
+        config: as for ``mlstm_chunkwise``.
 
     Returns:
       h of this device's shard, shaped as v, in the dtype of q. With

@@ -201,11 +201,11 @@ def mlstm_recurrent_step(
         no row, and its h is 0. Other slots are below P and differ.
       backend: "triton" (GPU kernel), "xla" (plain jnp, with derivatives) or
         "interpret" (the kernel interpreted on a CPU; slow, for tests). A step
-        has no Mosaic GPU kernel: "mosaic_gpu" and "mosaic_gpu_interpret" run
-        the Triton kernel, or plain jnp if jax has no Triton backend. "fastest":
-        "triton" on an NVIDIA GPU and "xla" elsewhere, without derivatives.
-        None, the default: the backend of ``use_backend``, else of the
-        environment variable MLSTM_PALLAS_BACKEND, else "fastest".
+        has no Mosaic GPU kernel: "mosaic_gpu" runs the Triton kernel, or plain
+        jnp if jax has no Triton backend. "fastest": "triton" on an NVIDIA GPU
+        and "xla" elsewhere, without derivatives. None, the default: the backend
+        of ``use_backend``, else of the environment variable
+        MLSTM_PALLAS_BACKEND, else "fastest".
       config: overrides of the tiles of recurrent_step.
 
     Returns:

@@ -244,9 +244,8 @@ def draw(seed, number, backends):
 
 def fitted(call, options, backend):
     """A call of a size for the lowering, without what excludes each other."""
-    if "interpret" in backend:
+    if backend == "interpret":
         call |= {name: min(call[name], 48) for name in ("S", "DHQK", "DHV")}
-        options |= dict(shards=1) if "mosaic" in backend and "shards" in options else {}
     if call.get("slots"):  # of several rows, so that a wrong one shows
         options.pop("return_all_states", None)
         call["B"] = max(call["B"], 2)
@@ -548,7 +547,7 @@ WORKER = "from mlstm_pallas.selfcheck import work; work()"
 def answer(call):
     """The errors of a call, or one that is inf; none if a config does not fit this GPU."""
     # Compiling interpreted kernels takes nearly all of their time.
-    jax.config.update("jax_disable_most_optimizations", "interpret" in call["backend"])
+    jax.config.update("jax_disable_most_optimizations", call["backend"] == "interpret")
     try:
         return check(**call)
     except Exception as error:
@@ -705,8 +704,8 @@ def positive(kind):
 def main():
     """The program; returns its exit code."""
     device, gpu, driver = jax.devices()[0].device_kind, jax.default_backend() == "gpu", "none"
-    mosaic_gpu = jax_has_mosaic_gpu() and (target_gpu().hopper or not gpu)
-    backends = ["xla"] + ["interpret"] * HAS_TRITON + ["mosaic_gpu_interpret"] * mosaic_gpu
+    mosaic_gpu = jax_has_mosaic_gpu() and target_gpu().hopper
+    backends = ["xla"] + ["interpret"] * HAS_TRITON
     if gpu:
         driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader")
         backends = 2 * (["mosaic_gpu"] * mosaic_gpu + ["triton"] * HAS_TRITON) + ["xla"]
@@ -726,7 +725,7 @@ def main():
 
 
 if __name__ == "__main__":
-    # Processes share the GPU; the warpgroups of interpreted kernels are threads.
+    # Processes share the GPU; on CPUs a sequence has several shards.
     os.environ |= dict(XLA_PYTHON_CLIENT_ALLOCATOR="platform", JAX_NUM_CPU_DEVICES="8")
     if platforms := os.environ.get("JAX_PLATFORMS"):
         os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"  # for float64

@@ -138,7 +138,7 @@ OPTIONS = {
     ),
     **options(
         "backend",
-        "None or one of triton, mosaic_gpu, interpret, mosaic_gpu_interpret, xla, fastest",
+        "None or one of triton, mosaic_gpu, interpret, xla, fastest",
         accepted=[None, "xla"],
         type_errors=[TRACED],
         value_errors=["cuda", np.zeros(2)],

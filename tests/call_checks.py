@@ -93,17 +93,36 @@ def restabilised(states, m):
     return c * factor[..., None, None], n * factor[..., None]
 
 
+SEGMENT = 512
+
+
 def recurrence(segment_ids=None, **x):
     """reference.recurrence, whose backward pass holds the states of 512 steps only if sequences are
-    long and not packed."""
-    S, run, hs = x["q"].shape[2], jax.checkpoint(reference.recurrence), []
-    if S <= 512 or segment_ids is not None:
+    long and not packed; they end with steps that keep the state."""
+    S = x["q"].shape[2]
+    if S <= SEGMENT or segment_ids is not None:
         return reference.recurrence(**x, segment_ids=segment_ids)
-    for start in range(0, S, 512):
-        h, states = run(**x | {name: x[name][:, :, start : start + 512] for name in "qkvif"})
-        x |= zip(NAMES[5:], states, strict=True)
-        hs.append(h)
-    return jnp.concatenate(hs, axis=2), states
+
+    def segments_of(name):
+        """With the segments as the first axis."""
+        kept = dict(i=-jnp.inf, f=jnp.inf).get(name, 0.0)
+        y, after = x[name], [(0, 0)] * x[name].ndim
+        after[2] = 0, -S % SEGMENT
+        y = jnp.pad(y, after, constant_values=kept)
+        return jnp.moveaxis(y.reshape(*y.shape[:2], -1, SEGMENT, *y.shape[3:]), 2, 0)
+
+    @jax.checkpoint
+    def step(states, segment):
+        inputs = dict(zip(NAMES, (*segment, *states), strict=True))
+        h, states = reference.recurrence(**x | inputs)
+        return states, h
+
+    (B, NH, _, DHQK), DHV, dtype = x["q"].shape, x["v"].shape[-1], x["q"].dtype
+    zeros = (jnp.zeros(shape, dtype) for shape in ((B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH)))
+    states = tuple(x.get(name, y) for name, y in zip(NAMES[5:], zeros, strict=True))
+    states, hs = jax.lax.scan(step, states, tuple(map(segments_of, "qkvif")))
+    h = jnp.moveaxis(hs, 0, 2)
+    return h.reshape(*h.shape[:2], -1, DHV)[:, :, :S], states
 
 
 def recurrence_of_lengths(lengths):
@@ -213,7 +232,7 @@ def check_call(
         assert outputs[0].dtype == dtype
         for name, x in inputs.items():
             assert gradients[name].dtype == x.dtype
-            assert jnp.isfinite(gradients[name]).all(), name
+            assert np.isfinite(gradients[name]).all(), name
         if lengths is not None:
             assert_nothing_beyond(lengths, *result)
             initial = [*inputs.values()][5:] if is_recurrence else ()
@@ -235,7 +254,7 @@ def check_middle_head(run, x):
     poisoned = jax.tree.map(lambda y: y.at[:, ::2].set(jnp.nan), x)
     first, _ = check_isolated(run, x, poisoned, partial(jax.tree.map, lambda y: y[:, 1]))
     assert_same_bits(run(x), first)
-    assert all(jnp.isfinite(y).all() for y in jax.tree.leaves(first))
+    assert all(np.isfinite(y).all() for y in jax.tree.leaves(first))
 
 
 def check_neighbours(backend, shape, layout="BNTH", config=None, dtype="bfloat16", **options):
@@ -753,7 +772,8 @@ UNDER_X64 = [
 # ---------------- on a GPU
 
 TWO_LOWERINGS = dict(several=[dict(backend=backend) for backend in ("triton", "mosaic_gpu")])
-MORE_HEADS = [(80, 96), (96, 192), (192, 320), (1024, 1024)]
+MORE_HEADS = [(80, 96), (192, 320)]
+OF_FLOAT32 = [(96, 192), (1024, 1024)]  # which ANY_HEADS has in bfloat16
 # Multiples of 64, of 32, of 16, of 8 and of none, from 8 to 1,024.
 ANY_HEADS = """
 8-8 16-16 20-37 24-48 32-32 40-100 48-96 64-32 64-96 64-192 80-160 96-96 96-192 100-200 112-224
@@ -803,7 +823,8 @@ def stored_scan(num_splits, num_stages):
 
 OF_HEADS = [
     gpu_row("heads", dtype, 1, 2, 500, DHQK, DHV)
-    for dtype, (DHQK, DHV) in itertools.product(("bfloat16", "float32"), HEADS + MORE_HEADS)
+    for dtype, more in (("bfloat16", []), ("float32", OF_FLOAT32))
+    for DHQK, DHV in HEADS + MORE_HEADS + more
 ]
 # At real sizes, with the configs that users get: names, dtypes, shapes, options of gpu_call.
 ON_A_GPU = [
@@ -831,11 +852,8 @@ ON_A_GPU = [
     gpu_row("odd_lengths-BNTH", "bfloat16", 4, 12, 1, 64, 128, **ODD),
     gpu_row("odd_lengths-BNTH", "bfloat16", 4, 12, 17, 64, 128, **ODD),
     gpu_row("odd_lengths-BNTH", "bfloat16", 4, 12, 129, 64, 128, **ODD),
-    gpu_row("odd_lengths-BTNH", "bfloat16", 4, 12, 2, 64, 128, **BTNH, **ODD),
     gpu_row("odd_lengths-BTNH", "bfloat16", 4, 12, 127, 64, 128, **BTNH, **ODD),
-    gpu_row("odd_lengths-BTNH", "bfloat16", 1, 24, 992, 256, 256, **BTNH, **ODD),
     gpu_row("odd_lengths-BNTH", "bfloat16", 1, 24, 1001, 256, 256, **ODD),
-    gpu_row("odd_lengths-BNTH", "bfloat16", 1, 8, 4095, 64, 128, **ODD),
     gpu_row("odd_lengths-BTNH", "bfloat16", 1, 8, 4095, 64, 128, **BTNH, **ODD),
     # One long reversed cumulative sum would lose all digits of the gradient of f here.
     gpu_row("long", "bfloat16", 1, 1, 32768, 64, 64, recipe=dict(f_shift=4.0)),
@@ -848,13 +866,9 @@ BACK_ON_A_GPU = dict(reverse=True) | TWO_LOWERINGS
 FUSED_BACK = dict(config=fused()) | STORED | BACK_ON_A_GPU
 REVERSE_ON_A_GPU = [
     gpu_row("reverse", "bfloat16", 1, 8, 2048, 64, 128, **BACK_ON_A_GPU),
-    gpu_row("reverse_fused", "bfloat16", 1, 8, 2048, 64, 128, **FUSED_BACK),
-    gpu_row("reverse", "bfloat16", 1, 8, 2048, 128, 256, **BTNH, **BACK_ON_A_GPU),
     gpu_row("reverse_fused", "bfloat16", 1, 8, 2048, 128, 256, **FUSED_BACK),
     gpu_row("reverse", "bfloat16", 1, 8, 1001, 256, 512, **BTNH, **BACK_ON_A_GPU),
-    gpu_row("reverse_fused", "bfloat16", 1, 8, 1001, 256, 512, **FUSED_BACK),
-    gpu_row("reverse", "bfloat16", 1, 8, 1500, 96, 192, **BACK_ON_A_GPU),
-    gpu_row("reverse_fused", "bfloat16", 1, 8, 1500, 96, 192, **FUSED_BACK),
+    gpu_row("reverse_fused", "bfloat16", 1, 8, 1500, 96, 192, **BTNH, **FUSED_BACK),
     gpu_row("reverse_splits", "bfloat16", 1, 2, 4096, 256, 512, config=fused(), **BACK_ON_A_GPU),
     gpu_row("reverse_lengths", "bfloat16", 5, 2, 1000, 128, 256, reverse=True, **OF_1000),
     gpu_row("reverse", "float32", 1, 2, 1000, 128, 256, reverse=True),

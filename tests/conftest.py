@@ -7,7 +7,9 @@ import gc
 import importlib.util
 import os
 import re
+import tempfile
 import threading
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from unittest import mock
@@ -18,6 +20,8 @@ import numpy as np
 import pytest
 import pytest_timeout
 from oracle import SEED, needs_compiler, needs_mosaic_gpu
+
+from mlstm_pallas.selfcheck import package_hash
 
 # The older of XLA's code generators for CPUs compiles in half the time. One LLVM module per program
 # instead of up to 32, without inlining before the split, saves a quarter of the rest.
@@ -44,6 +48,73 @@ PLATFORMS = os.environ.setdefault("JAX_PLATFORMS", "")
 jax.config.update(
     "jax_num_cpu_devices", 8
 )  # for the tests of sharding; what runs on one device is the same and as fast
+
+
+NO_GPU = "no GPU", "fewer than two GPUs"
+
+
+class Completeness:
+    """pytest --complete: what of the selected tests ran, at the end, and which package it was.
+
+    The exit code is 1 if one did not run: because time was up, at an interruption or a crash, or
+    for lack of a GPU. All processes share the programs that they compile.
+    """
+
+    def __init__(self):
+        self.selected, self.outcomes = {}, {}
+        self.programs = tempfile.TemporaryDirectory()
+        for name, value in (
+            ("JAX_COMPILATION_CACHE_DIR", self.programs.name),
+            ("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0"),
+            ("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1"),
+        ):
+            os.environ.setdefault(name, value)
+
+    def pytest_collection_finish(self, session):
+        self.selected |= dict.fromkeys(item.nodeid for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids):
+        self.selected |= dict.fromkeys(ids)
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or not report.passed:
+            said = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else ""
+            self.outcomes[report.nodeid] = report.outcome, said
+
+    def pytest_sessionfinish(self, session):
+        outcomes = [self.outcomes.get(name) for name in self.selected]
+        self.lines = [
+            f"{name}: {outcome[1] if outcome else 'did not end'}"
+            for name, outcome in zip(self.selected, outcomes, strict=True)
+            if not outcome or outcome[0] == "skipped"
+        ]
+        left_out = sum(not x or x[1] in NO_GPU for x in outcomes)
+        counts = Counter(outcome for outcome, _ in filter(None, outcomes))
+        self.lines += [
+            f"{len(outcomes)} selected, of which {left_out} did not run: {dict(counts)}; "
+            f"jax {jax.__version__}, files {package_hash()}"
+        ]
+        if left_out or not outcomes:
+            session.exitstatus = 1
+
+    def pytest_terminal_summary(self, terminalreporter):
+        terminalreporter.section("what ran")
+        for line in self.lines:
+            terminalreporter.line(line)
+
+    def pytest_unconfigure(self):
+        self.programs.cleanup()
+
+
+def pytest_addoption(parser):
+    said = "print which selected tests did not run, and fail if there are any"
+    parser.addoption("--complete", action="store_true", help=said)
+
+
+def pytest_configure(config):
+    if config.getoption("complete") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Completeness())
 
 
 all_devices = jax.devices
@@ -90,6 +161,29 @@ def pytest_runtest_protocol(item):
 
     with mock.patch.multiple(jax, devices=devices, default_backend=lambda: "cpu"):
         return (yield)
+
+
+# About how many seconds GPU tests take while 15 processes compile on 16 cores, by their ids; what
+# is not here takes 10 or less. The pattern that comes first counts.
+GPU_SECONDS = {
+    r"kernels_are_clean\[|test_lengths_segments_and_slots_are_clean": 200,
+    r"test_mosaic_gpu_on_a_gpu.py.*(cases|recurrences)_on_a_gpu-.*-|kernels_run_on_a_gpu": 150,
+    r"test_mosaic_gpu_on_a_gpu.py.*(any_heads|other_schedule|columns|plan|prompts)": 100,
+    r"test_bits_on_a_gpu\[mosaic_gpu-p|test_lengths_and_states|test_memory_of_odd": 60,
+    r"test_mosaic_gpu_on_a_gpu.py": 50,
+    r"test_against_float64\[(odd_lengths|reverse|lengths|long)|shards_on_one_gpu": 45,
+    r"test_bits_on_a_gpu|test_any_values_on_a_gpu|plan_of_another_gpu|192\)": 30,
+    r"test_gpu(_huge)?.py|test_canaries.py": 15,
+}
+
+
+def gpu_order(item):
+    """GPU tests come first, the longest before the others, so that all processes end at about the
+    same time; those that run alone are the last ones, because they wait until all others end."""
+    if not any(map(item.get_closest_marker, ("gpu", "gpu_multi"))):
+        return 2, 0
+    seconds = (n for pattern, n in GPU_SECONDS.items() if re.search(pattern, item.nodeid))
+    return bool(item.get_closest_marker("alone")), -next(seconds, 10)
 
 
 def pytest_report_header():
@@ -147,6 +241,7 @@ def pytest_collection_modifyitems(items):
     Python skips are marked."""
     gpus = gpu_count()
     newer = [needs_compiler.mark, needs_mosaic_gpu.mark]
+    items.sort(key=gpu_order)
     for item in items:
         if any(mark in newer for mark in item.iter_markers("skipif")):
             item.add_marker("newer_python")
@@ -200,6 +295,15 @@ def gpus(request):
     if gpu_count() < request.param:
         pytest.skip(f"fewer than {request.param} GPUs")
     return request.param
+
+
+@pytest.fixture
+def interpreted():
+    """The CPU runs all kernels, interpreted; backend "mosaic_gpu" has its own."""
+    from mosaic_gpu_interpreter import interpreted_mosaic_gpu
+
+    with interpreted_mosaic_gpu():
+        yield
 
 
 # Modules that compile as users do. In the other modules compiling takes most of the time.

@@ -1,11 +1,11 @@
 """Every public function under a mesh of eight CPU devices, in a process of its own: test_mesh.py;
 and how other tests run a call on a mesh, ``on_mesh``.
 
-usage: mesh_calls.py KIND BACKEND PLATFORM [all]
+usage: mesh_calls.py KIND BACKEND PLATFORM [lowered]
 
 KIND is that of the mesh axis, "Auto" or "Explicit"; PLATFORM is "cpu" or "export", for CPUs and for
-CUDA. Without "all" some calls are traced, and on CPUs they are not lowered. Each call has a shape
-that is new to the process, and calls with manual axes come first: jax keeps the operations that it
+CUDA. On CPUs calls are traced, and with "lowered" lowered too. Each call has a shape that is new to
+the process, and calls with manual axes come first: jax keeps the operations that it
 has once run eagerly, which would hide that a trace runs some. The transfer guard refuses them
 anywhere.
 """
@@ -96,8 +96,8 @@ def both_passes(system):
     return run
 
 
-def calls(whole):
-    """(name, function, lead axes of its arguments, sharding of these); whole: all of them.
+def calls():
+    """(name, function, lead axes of its arguments, sharding of these).
 
     The names of calls with manual axes begin with "manual".
     """
@@ -107,7 +107,7 @@ def calls(whole):
     transforms = results_of, lambda run: run
     chosen = itertools.product(KINDS, LAYOUTS, (odd, even), transforms)
     # Every third of them has each pair of values.
-    for manual, layout, steps, transform in itertools.islice(chosen, 0, None, 1 if whole else 3):
+    for manual, layout, steps, transform in itertools.islice(chosen, 0, None, 3):
         run = transform(of_kind(manual, functools.partial(chunkwise, layout=layout)))
         yield f"{manual} chunkwise {layout}", run, lead(layout, steps()), BATCH
     for layout, steps in zip(LAYOUTS, (odd, even), strict=True):
@@ -139,12 +139,12 @@ def of_kind(manual, run):
     return over_shards(run) if manual else run
 
 
-def lower(run, x, whole):
+def lower(run, x):
     if platform == "export":
         export(run, *x, platform=("cpu", "cuda"))
         return
     traced = jax.jit(run).trace(*x)
-    if whole:
+    if is_lowered:
         lowered = traced.lower()
         # XLA traces the shards of automatic axes when it compiles.
         if "CustomSPMDPartitioning" in lowered.as_text():
@@ -156,8 +156,8 @@ if __name__ == "__main__":
     parser.add_argument("kind", choices=["Auto", "Explicit"])
     parser.add_argument("backend", choices=["None", *BACKENDS])
     parser.add_argument("platform", choices=["cpu", "export"])
-    parser.add_argument("whole", choices=["all", ""], default="", nargs="?")
-    kind, backend, platform, whole = vars(parser.parse_args()).values()
+    parser.add_argument("is_lowered", choices=["lowered", ""], default="", nargs="?")
+    kind, backend, platform, is_lowered = vars(parser.parse_args()).values()
     checks = backend != "interpret"
     jax.config.update("jax_num_cpu_devices", 8)
     axis = getattr(AxisType, kind)
@@ -169,13 +169,13 @@ if __name__ == "__main__":
         use_backend(None if backend == "None" else backend),
         jax.transfer_guard("disallow"),
     ):
-        for name, run, axes, spec in calls(whole):
+        for name, run, axes, spec in calls():
             if not on_cpu and kind == "Auto" and not name.startswith("manual"):
                 continue  # automatic axes need devices
             sharding = NamedSharding(mesh, spec)
             shapes = [(*axes, D)] * 3 + [axes] * 2
             x = [jax.ShapeDtypeStruct(shape, "float32", sharding=sharding) for shape in shapes]
             print(name, axes, flush=True)
-            lower(run, x, whole)
+            lower(run, x)
             count += 1
     print(f"{count} calls")

@@ -263,7 +263,6 @@ def _launch(
         grid={"cta": shape[0]},
         outputs=outputs,
         scratch=call.tiles.scratch(p, x.vecI.dtype, input_gate=input_gate),
-        interpret=call.interpret,
         infer_layouts=False,
         approx_math=False,
     )(vecs_gmem=jax.tree.map(by_cta, (x.vecI, x.vecF, x.segment_starts)), **inputs)
@@ -359,7 +358,6 @@ def stabiliser_scan(g: Array, a: Array, scaM_initial: Array, call: Launch) -> Ar
             "sums_smem": scan_buffer(2, LANES, LANES),
             "ends_smem": plgpu.SMEM((LANES, 2), jnp.float32),
         },
-        interpret=call.interpret,
         infer_layouts=False,
     )(g_gmem=g.reshape(by_rows), a_gmem=a.reshape(by_rows), m_initial_gmem=scaM_initial)["m_gmem"]
     return after.reshape(g.shape)

@@ -240,7 +240,6 @@ def parallel_fw_H(
             "z_gmem": None if normaliser is None else float32(p.BNH, p.S),
         },
         scratch=config.scratch(p, dtype),
-        interpret=call.interpret,
     )(**score_operands(x, normaliser), v_gmem=x.matV, C_gmem=x.matC_states)
     return Outputs(y["h_gmem"], y["z_gmem"])
 

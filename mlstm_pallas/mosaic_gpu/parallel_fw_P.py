@@ -131,7 +131,6 @@ def parallel_fw_P(
             "z_gmem": None if normaliser is None else per_step,
         },
         scratch=call.tiles.scratch(p, dtype),
-        interpret=call.interpret,
     )(
         entries_gmem=None if x.chunks is None else x.chunks.entries,
         **score_operands(x, normaliser),

@@ -290,7 +290,6 @@ def _launch(
         scratch=tiles.scratch(
             p, dtype, weighted=weighted, has_h=has_h, has_vector=has_vector, stores_states=not sums
         ),
-        interpret=call.interpret,
     )(each=inputs)["outputs"]
     return y
 

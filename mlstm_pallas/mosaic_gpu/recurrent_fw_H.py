@@ -259,7 +259,6 @@ def recurrent_fw_H(
             scratch=config.scratch(
                 p, dtype, first=launch == 0, stores=store_every > 0, in_list=chunks is not None
             ),
-            interpret=call.interpret,
         )(
             parts_gmem=None if chunks is None else chunks.parts,
             operands=operands,

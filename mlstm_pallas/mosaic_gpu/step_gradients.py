@@ -247,7 +247,6 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
             "carry_scan": scan_buffer(2, head_rows, LANES) if few else None,
             "firsts": shared(head_rows, 2) if few else None,
         },
-        interpret=call.interpret,
         infer_layouts=False,
     )(
         per_query=by_rows(tile_sums.per_query, n),

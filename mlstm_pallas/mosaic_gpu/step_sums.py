@@ -135,7 +135,6 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
             "tile_weights": plgpu.SMEM((num_tiles, TILE), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=num_tiles),
         },
-        interpret=call.interpret,
     )(x=rows, weights=weights, entries=None if chunks is None else chunks.entries)
     sums: Array = y["sums"]
     return sums

@@ -119,7 +119,6 @@ def vector_states(
                 "last": float32(*initial.shape),
             },
             scratch={},
-            interpret=call.interpret,
             infer_layouts=False,
         )(added=added, gamma=gamma, initial=initial)
 

@@ -32,9 +32,8 @@ class use_backend:
       Stages without such a kernel run the Triton kernel, or plain jnp if jax has
       no Triton backend. Another GPU or an unsupported jax raises a ValueError.
     * "xla": plain jnp, on any device.
-    * "interpret", "mosaic_gpu_interpret": the kernels interpreted on a CPU;
-      slow, for tests. Inside a shard_map the former needs check_vma=False;
-      the latter runs on one device only.
+    * "interpret": the Triton kernels interpreted on a CPU; slow, for tests.
+      Inside a shard_map it needs check_vma=False.
 
     The argument ``backend`` of a call comes first, then the innermost
     use_backend, then the environment variable MLSTM_PALLAS_BACKEND. All are
@@ -98,8 +97,8 @@ def requested_backend(backend: str | None = None, gpu: Gpu | None = None) -> str
     if backend == "fastest" or (backend is None and not HAS_TRITON):
         runs = gpu is not None and gpu.hopper and jax_has_mosaic_gpu()
         return "fastest" if runs else None
-    if backend is not None and gpu is not None:
-        check_mosaic_gpu(name, Lowering(backend), gpu)
+    if backend == Lowering.MOSAIC_GPU and gpu is not None:
+        check_mosaic_gpu(name, gpu)
     return backend
 
 
@@ -116,20 +115,18 @@ def jax_has_mosaic_gpu() -> bool:
     return MOSAIC_GPU_JAX[0] <= version < MOSAIC_GPU_JAX[1]
 
 
-def check_mosaic_gpu(name: str, lowering: Lowering, gpu: Gpu) -> None:
+def check_mosaic_gpu(name: str, gpu: Gpu) -> None:
     """Refuses the Mosaic GPU kernels for another jax, or for another GPU than Hopper."""
-    if lowering.folder == "mosaic_gpu" and not jax_has_mosaic_gpu():
+    if not jax_has_mosaic_gpu():
         first, end = (".".join(map(str, version)) for version in MOSAIC_GPU_JAX)
-        # Not Triton, which needs a GPU.
-        other = "None" if lowering is Lowering.MOSAIC_GPU else f"'{lowerings(lowering)[1]}'"
         python = ", which needs Python >= 3.12" if jax.__version_info__ < MOSAIC_GPU_JAX[0] else ""
         versions = f"jax >= {first} and < {end}{python}"
         raise ValueError(
-            f"{name} is '{lowering}' and jax is {jax.__version__}, expected {versions}, "
-            f"or backend {other}"
+            f"{name} is 'mosaic_gpu' and jax is {jax.__version__}, expected {versions}, "
+            "or backend None"
         )
-    if lowering is Lowering.MOSAIC_GPU and gpu is not UNKNOWN and not gpu.hopper:
+    if gpu is not UNKNOWN and not gpu.hopper:
         raise ValueError(
-            f"{name} is '{lowering}' and the GPU is a {gpu.name}, expected a Hopper GPU "
-            f"(H100, H200, H800, H20, GH200) or backend '{lowerings(lowering)[1]}'"
+            f"{name} is 'mosaic_gpu' and the GPU is a {gpu.name}, expected a Hopper GPU "
+            f"(H100, H200, H800, H20, GH200) or backend '{lowerings(Lowering.MOSAIC_GPU)[1]}'"
         )

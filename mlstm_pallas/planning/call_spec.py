@@ -187,9 +187,6 @@ class Plan:
         planned: Any = kernel and kernel.plan(spec.planned_for(p), spec.dtype, gpu, **requested)
         if planned is None:
             return None
-        if lowering.interpret and hasattr(planned, "num_ctas"):
-            # So that a CTA has several items.
-            planned = dataclasses.replace(planned, num_ctas=min(planned.num_ctas, 2))
         fields = spec.config.tiles_of(field)
         if unknown := fields.keys() - vars(planned).keys():
             raise TypeError(

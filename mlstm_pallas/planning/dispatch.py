@@ -54,10 +54,9 @@ def tiles_class(name: str, folder: str) -> type[Tiles] | None:
 
 def lowerings(first: Lowering) -> tuple[Lowering, ...]:
     """The lowering, then those that a kernel falls to."""
-    if first.folder != Lowering.MOSAIC_GPU.folder:
+    if first is not Lowering.MOSAIC_GPU:
         return (first,)
-    triton = Lowering.INTERPRET if first.interpret else Lowering.TRITON
-    return (first, triton, Lowering.XLA) if HAS_TRITON else (first, Lowering.XLA)
+    return (first, Lowering.TRITON, Lowering.XLA) if HAS_TRITON else (first, Lowering.XLA)
 
 
 def stage(name: str, launches: Launches) -> Callable[..., Any]:

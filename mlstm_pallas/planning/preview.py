@@ -20,8 +20,8 @@ class PlannedLaunch:
     Attributes:
       stage: the kernel's name, as in a profile.
       backward: whether it belongs to the backward pass.
-      lowering: "triton", "mosaic_gpu", the interpreted form of either, or "xla" (plain jnp, with no
-        tiles and no grid).
+      lowering: "triton", "mosaic_gpu", "interpret" (the Triton kernel, interpreted) or "xla" (plain
+        jnp, with no tiles and no grid).
       tiles: the sizes that the kernel reads, by name.
       grid: the CTAs, along one or several axes.
       shared_bytes: shared memory per CTA; an estimate for Triton.

@@ -237,9 +237,6 @@ def _on_mesh(work: Work, *args: Any) -> Any:
         if context.empty
         else math.prod(context.shape[axis] for axis in context.auto_axes) == 1
     )
-    # Interpreted Mosaic GPU kernels run on one device: they use ordered callbacks, which
-    # custom_partitioning does not allow.
-    one_device |= work.spec.backend == "mosaic_gpu_interpret"
     args = heads_first(work.spec, args, work.mapped)
     if mesh.explicit_axes:
         args, common = _resharded(work.spec, args, mesh, work.mapped)
@@ -420,11 +417,10 @@ def _lowered(
     platform: str | None, ctx: Any, *args: Any, backend: str | None, cuda: Any, other: Any
 ) -> Any:
     if platform == "cpu" and other is None:
-        interpreted = "interpret" if backend == "triton" else "mosaic_gpu_interpret"
         raise ValueError(
             f"backend is {backend!r}, whose kernels are for GPUs, and the computation is "
-            "lowered for a CPU: expected backend None or 'xla' (plain jnp), or "
-            f"{interpreted!r} (the kernels, interpreted)"
+            "lowered for a CPU: expected backend None or 'xla' (plain jnp), or 'interpret' (the "
+            "Triton kernels, interpreted)"
         )
     module = ctx.module_context
     # jax keeps the lowered form of inner jits without their platforms: the CPU would call a

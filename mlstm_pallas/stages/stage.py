@@ -27,17 +27,16 @@ class Lowering(enum.StrEnum):
     TRITON = "triton"
     INTERPRET = "interpret"
     MOSAIC_GPU = "mosaic_gpu"
-    MOSAIC_GPU_INTERPRET = "mosaic_gpu_interpret"
     XLA = "xla"
 
     @property
     def interpret(self) -> bool:
-        return self.endswith("interpret")
+        return self is Lowering.INTERPRET
 
     @property
     def folder(self) -> str:
         """The folder of its kernels."""
-        return {"interpret": "triton", "xla": "stages"}.get(self, self.removesuffix("_interpret"))
+        return {"interpret": "triton", "xla": "stages"}.get(self, self)
 
 
 # Triton's blocks have at most 2**20 elements, and a side has at least MIN_TILE.

@@ -234,8 +234,8 @@ BAD_CALLS = [
         ValueError,
         (
             "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a "
-            "CPU: expected backend None or 'xla' (plain jnp), or 'interpret' (the kernels, "
-            "interpreted)"
+            "CPU: expected backend None or 'xla' (plain jnp), or 'interpret' (the Triton "
+            "kernels, interpreted)"
         ),
         partial(ZEROS, backend="triton"),
     ),

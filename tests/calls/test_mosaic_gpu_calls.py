@@ -5,7 +5,6 @@ import functools
 import itertools
 import re
 import warnings
-from pathlib import Path
 
 import jax
 import jax.extend.core
@@ -14,7 +13,6 @@ import pytest
 from call_checks import PROMISED
 from mosaic_gpu_cases import (
     ALL,
-    CASES,
     RACE,
     SCAN,
     check_case,
@@ -23,6 +21,7 @@ from mosaic_gpu_cases import (
     mosaic_stages,
     quick_and_slow,
 )
+from mosaic_gpu_interpreter import interpreted_mosaic_gpu
 from oracle import (
     MOSAIC_CALL,
     OUTPUTS,
@@ -38,7 +37,6 @@ from oracle import (
     results_of,
     row_of,
     rows_of,
-    run_python,
     slow,
     tolerance,
 )
@@ -53,32 +51,40 @@ from mlstm_pallas.export import CUSTOM_CALL_TARGET
 from mlstm_pallas.xlstm_jax import triton_stablef
 
 QUICK = "states_BTNH", "one_block_of_rows_stored_float16", "lengths_of_one_block"
-# Each differs in one way from an interpreted one, and its kernels are in test_mosaic_gpu_stages.py.
-ON_A_GPU = "narrow", "splits", "stored", "reverse_materialised", "reverse_heads_of_96"
-INTERPRETED = [name for name in CASES if name not in ON_A_GPU]
+# With these each pair of schedule, splits, layout, stored states, direction, lengths, segments and
+# kind of heads (of 64, of 128, of 256, of 96, padded) comes once. A GPU has all cases, and
+# test_mosaic_gpu_stages.py the kernels of each alone.
+INTERPRETED = (
+    *(*QUICK, "no_states", "padded", "lengths_of_heads_of_128", "three_blocks_of_rows"),
+    *("stored_in_splits", "materialised_in_splits_BTNH", "two_launches", "unnormalised"),
+    *("reverse_stored_lengths", "reverse_in_splits", "reverse_float16", "reverse_wide"),
+    *("heads_of_96_materialised", "heads_of_96_packed"),
+)
 
 
 @needs_mosaic_gpu
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", quick_and_slow(INTERPRETED, quick=QUICK))
 def test_interpreted_kernels_against_float64(name, capsys):
-    check_case(name, "mosaic_gpu_interpret")
+    check_case(name, "mosaic_gpu")
     assert RACE not in capsys.readouterr().out
 
 
 @needs_mosaic_gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [dict(go_on=True), dict(states=False)], ids=str)
-def test_states_of_packed_prompts(options):
-    rows = [7, 1, 2, 64, 30], [0, 0, 70, 0, 9]  # one chunk
-    options |= dict(dtype="bfloat16", layout="BTNH", backend="mosaic_gpu_interpret")
-    check_prompts(0, 64, 128, rows=rows, others=(1, 1), **options)
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.slow  # states of segments, which no kernel has alone
+def test_states_of_packed_prompts():
+    rows = [7, 1, 64, 30], [0, 70, 0, 9]  # one chunk
+    options = dict(dtype="bfloat16", layout="BTNH", backend="mosaic_gpu")
+    check_prompts(0, 64, 128, rows=rows, others=(1, 1), go_on=True, **options)
 
 
 @needs_mosaic_gpu
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("is_fused", [True, slow(False)], ids=["fused", "materialised"])
 def test_large_states_stay_in_their_segments(is_fused):
     config = KernelConfig(chunk_size=64, fused=is_fused)
-    check_large_states("mosaic_gpu_interpret", config, "bfloat16", NH=1, DHQK=64, DHV=128, L=64)
+    check_large_states("mosaic_gpu", config, "bfloat16", NH=1, DHQK=64, DHV=128, L=64)
 
 
 @needs_mosaic_gpu
@@ -100,7 +106,7 @@ def test_the_fastest_backend_follows_the_gpu_the_dtype_and_the_platform(kind, dt
     assert "custom_call @" not in cpu.as_text()
 
 
-SMALL = dict(config=fused(), backend="mosaic_gpu_interpret")
+SMALL = dict(config=fused(), backend="mosaic_gpu")
 
 
 def small_inputs():
@@ -108,6 +114,7 @@ def small_inputs():
 
 
 @needs_mosaic_gpu
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.slow
 def test_sequence_parallelism_on_one_device():
     """The device's summaries are not read, and the scan starts from a state that is given."""
@@ -156,7 +163,6 @@ A100, B200 = "NVIDIA A100-SXM4-80GB", "NVIDIA B200"
 # Versions of jax, GPUs, backends and messages.
 REFUSED = f"""
 0.11.1, NVIDIA H200, mosaic_gpu, {OLDER}, or backend None
-0.11.1, {A100}, mosaic_gpu_interpret, {OLDER}, or backend 'interpret'
 0.13.0, {A100}, mosaic_gpu, jax is 0.13.0, {JAX}, or backend None
 0.11.2, {A100}, mosaic_gpu, the GPU is a {A100}, {HOPPER} or backend 'triton'
 0.12.9, {B200}, mosaic_gpu, the GPU is a {B200}, {HOPPER} or backend 'triton'
@@ -190,17 +196,19 @@ def test_a_cpu_is_refused_when_lowered(run):
 @needs_mosaic_gpu
 def test_a_step_runs_its_triton_kernel():
     x = small_inputs()
-    both = (a_step(*x, backend=backend) for backend in ("mosaic_gpu_interpret", "interpret"))
+    with interpreted_mosaic_gpu():
+        both = [a_step(*x, backend=backend) for backend in ("mosaic_gpu", "interpret")]
     compare(OUTPUTS, *map(jax.tree.leaves, both), tolerance("bfloat16", 64))
     text = lowered_for_cuda(jax.jit(functools.partial(a_step, backend="mosaic_gpu")), *HALF)
     assert (MOSAIC_CALL in text, CUSTOM_CALL_TARGET in text) == (False, True)
 
 
 @needs_mosaic_gpu
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("heads", "config"), [((128, 128), fused()), ((64, 64), materialised(2))])
 def test_gradients_trace_in_strict_modes(heads, config):
     run = functools.partial(
-        mlstm_chunkwise, backend="mosaic_gpu_interpret", config=config, recompute_states_in_bw=True
+        mlstm_chunkwise, backend="mosaic_gpu", config=config, recompute_states_in_bw=True
     )
     x = call_shapes(1, 2, 256, *heads)
     with jax.enable_x64(True):
@@ -244,27 +252,17 @@ def test_the_filters_of_the_caller_decide_about_the_deprecation_of_triton():
     assert {"Triton backend is deprecated" in str(x.message) for x in said} == {True}
 
 
-INTERPRETS = """
-import functools, sys, jax, jax.numpy as jnp, mlstm_pallas
-from jax.sharding import AbstractDevice, AbstractMesh
-
-H200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
-shape = dict(B=1, NH=1, S=128, DHQK=64, DHV=64)
-assert mlstm_pallas.plan(**shape, backend="mosaic_gpu", gpu="NVIDIA H200").launches
-x, gate = jnp.zeros((1, 1, 128, 64), jnp.bfloat16), jnp.zeros((1, 1, 128))
-for backend in ("mosaic_gpu", "mosaic_gpu_interpret"):
-    run = functools.partial(mlstm_pallas.mlstm_chunkwise, backend=backend)
-    with jax.sharding.use_abstract_mesh(H200):
-        traced = str(jax.make_jaxpr(run)(x, x, x, gate, gate))
-    print("mpmd_map" in traced, "mlstm_pallas.mosaic_gpu.common.interpreter" in sys.modules)
-"""
-
-
 @needs_mosaic_gpu
-def test_the_interpreter_is_imported_when_something_is_interpreted():
-    root = str(Path(__file__).parents[2])
-    out = run_python("-c", INTERPRETS, PYTHONPATH=root).splitlines()
-    assert out[-2:] == ["True False", "True True"]
+def test_what_is_interpreted_and_what_is_compiled_are_traced_apart():
+    """A CPU still refuses what an interpreter ran before."""
+    run = jax.jit(functools.partial(mlstm_chunkwise, backend="mosaic_gpu", config=fused()))
+    for _ in range(2):
+        assert "io_callback" not in str(run.trace(*HALF).jaxpr)
+        with pytest.raises(ValueError, match=r"^backend is 'mosaic_gpu', whose kernels"):
+            run.lower(*HALF)
+        with interpreted_mosaic_gpu():
+            assert "io_callback" in str(run.trace(*HALF).jaxpr)
+            run.lower(*HALF)
 
 
 def launch(stage, sizes, tiles):

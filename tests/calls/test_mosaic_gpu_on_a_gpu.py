@@ -13,7 +13,6 @@ import test_gates
 from call_checks import (
     ANY_HEADS,
     BTNH,
-    MATERIALISED,
     STORED,
     calls_of_any_heads,
     check_call,
@@ -101,16 +100,18 @@ def other_schedule_on_a_gpu(*names):
     any_heads_on_a_gpu(*names, other=True)
 
 
-def columns_on_a_gpu(*heads):
+def columns_on_a_gpu(DHQK, DHV, *schedules):
     """Nothing beyond the last column of a head is read or written, by tiles that reach beyond."""
-    for x in (FUSED, MATERIALISED):
-        check_neighbours("mosaic_gpu", (1, 3, 196, *heads), "BTNH", x)
+    for is_fused in schedules:
+        config = KernelConfig(fused=is_fused)
+        check_neighbours("mosaic_gpu", (1, 3, 196, DHQK, DHV), "BTNH", config)
 
 
 def plan_on_a_gpu(*shape):
-    """Outputs and all eight gradients against float64 with several options."""
+    """Outputs and all eight gradients against float64, with the fused scan and as users get it."""
     assert mosaic_stages(*shape, config=FUSED) >= SCAN | {"parallel_bw_dQKV"}, shape
-    several = (dict(config=FUSED) | options for options in ({}, BTNH, STORED, dict(config=None)))
+    of_scan, of_default = (BTNH, STORED) if shape[2] % 64 else (STORED, BTNH)
+    several = dict(config=FUSED) | of_scan, dict(config=None) | of_default
     several = [options for options in several if mosaic_stages(*shape, **options)]
     check_call(**gpu_call("bfloat16", *shape, backend="mosaic_gpu", several=several))
 
@@ -191,7 +192,10 @@ GPU_CHECKS = [
     (vector_states_on_a_gpu,),
     *((any_heads_on_a_gpu, *ANY_HEADS.split()[part::8]) for part in range(8)),
     *((other_schedule_on_a_gpu, *x.split()) for x in ("96-96 96-192 128-192", "192-384 320-640")),
-    *((columns_on_a_gpu, *heads) for heads in ((96, 96), (96, 192), (160, 320), (320, 640))),
+    (columns_on_a_gpu, 96, 96, True, False),
+    (columns_on_a_gpu, 96, 192, False),
+    (columns_on_a_gpu, 160, 320, True),
+    (columns_on_a_gpu, 320, 640, True, False),
     (check_neighbours, "mosaic_gpu", (2, 3, 512, 256, 512)),
     (packed_resets_on_a_gpu,),
     (extremes_on_a_gpu,),

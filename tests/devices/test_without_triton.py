@@ -9,6 +9,7 @@ from oracle import needs_mosaic_gpu, run_python, slow
 SCRIPT = """
 import sys
 sys.modules["jax.experimental.pallas.triton"] = None  # importing it raises ImportError
+sys.path[:0] = {folders}
 import functools, re
 import jax, jax.numpy as jnp, numpy as np
 # With few threads the interpreted warpgroups wait for each other for ever.
@@ -26,9 +27,16 @@ def gradients(function):
 {body}
 """
 PLAIN = """
+from mosaic_gpu_interpreter import interpreted_mosaic_gpu
+
 expected = gradients(reference.chunkwise)
 for backend in {backends}:
-    found = gradients(functools.partial(mlstm_pallas.mlstm_chunkwise, backend=backend))
+    run = functools.partial(mlstm_pallas.mlstm_chunkwise, backend=backend)
+    if backend == "mosaic_gpu":
+        with interpreted_mosaic_gpu():
+            found = gradients(run)
+    else:
+        found = gradients(run)
     for x, y in zip(found, expected, strict=True):
         assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(y)
 message = (
@@ -45,18 +53,20 @@ for backend in ("triton", "interpret"):
         raise AssertionError("it was traced")
 """
 STEP = """
+from mosaic_gpu_interpreter import interpreted_mosaic_gpu
+
 token = q[:, :, 0], k[:, :, 0], v[:, :, 0], i[:, :, 0], f[:, :, 0]
-found, expected = (
-    mlstm_pallas.mlstm_recurrent_step(*token, backend=backend)
-    for backend in ("mosaic_gpu_interpret", "xla")
-)
+expected = mlstm_pallas.mlstm_recurrent_step(*token, backend="xla")
+with interpreted_mosaic_gpu():
+    found = mlstm_pallas.mlstm_recurrent_step(*token, backend="mosaic_gpu")
 for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     assert np.linalg.norm(x - y) <= 1e-6 * np.linalg.norm(y)
 """
 # Calls in bfloat16 against float64, with the bounds of mosaic_gpu_cases.py.
 CASES = """
-sys.path[:0] = {folders}
-jax.config.update("jax_disable_most_optimizations", {quick})
+jax.config.update("jax_disable_most_optimizations", {interpreted})
+import contextlib
+from mosaic_gpu_interpreter import interpreted_mosaic_gpu
 from mosaic_gpu_cases import CASES, SCAN, case, check_case, fused, materialised
 
 assert not mlstm_pallas.planning.dispatch.HAS_TRITON
@@ -79,22 +89,18 @@ CASES.update(
 for name in {names}:
     for layout in {layouts}:
         CASES[name].layout = layout
-        check_case(name, {backend!r})
+        with interpreted_mosaic_gpu() if {interpreted} else contextlib.nullcontext():
+            check_case(name, "mosaic_gpu")
 """
 
 
 def run(body, timeout=300):
-    return run_python("-c", SCRIPT.replace("{body}", body), timeout=timeout)
+    script = SCRIPT.replace("{folders}", str(sys.path)).replace("{body}", body)
+    return run_python("-c", script, timeout=timeout)
 
 
-def run_cases(backend, names, layouts):
-    body = CASES.format(
-        backend=backend,
-        names=names,
-        layouts=layouts,
-        quick=backend != "mosaic_gpu",
-        folders=sys.path,
-    )
+def run_cases(names, layouts, *, interpreted):
+    body = CASES.format(interpreted=interpreted, names=names, layouts=layouts)
     return run(body, timeout=600)
 
 
@@ -102,7 +108,7 @@ def run_cases(backend, names, layouts):
     "backends",
     [
         slow((None, "xla")),
-        pytest.param(("mosaic_gpu_interpret",), marks=needs_mosaic_gpu),
+        pytest.param(("mosaic_gpu",), marks=needs_mosaic_gpu),
     ],
     ids=str,
 )
@@ -143,17 +149,18 @@ def test_a_step_runs_in_plain_form_and_the_default_is_mosaic_gpu_on_hopper_in_16
     [
         ("plain_stages", "BTNH"),
         slow("few_heads", "BNTH"),
-        slow("fused", "BNTH"),
-        slow("splits", "BTNH"),
     ],
 )
 def test_mosaic_gpu_kernels_run_interpreted(name, layout):
     """The Mosaic GPU kernels run, and the other stages in plain form."""
-    assert RACE not in run_cases("mosaic_gpu_interpret", (name,), (layout,))
+    assert RACE not in run_cases((name,), (layout,), interpreted=True)
 
 
 @needs_mosaic_gpu
 @pytest.mark.gpu
-def test_mosaic_gpu_kernels_run_on_a_gpu():
+@pytest.mark.parametrize(
+    ("layout", "names"), [("BNTH", ("fused", "plain_stages")), ("BTNH", ("few_heads", "splits"))]
+)
+def test_mosaic_gpu_kernels_run_on_a_gpu(layout, names):
     skip_unless_hopper()
-    run_cases("mosaic_gpu", ("fused", "plain_stages", "few_heads", "splits"), ("BNTH", "BTNH"))
+    run_cases(names, (layout,), interpreted=False)

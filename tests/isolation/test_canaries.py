@@ -162,24 +162,25 @@ def test_rows_and_columns_beyond_an_end_are_neither_read_nor_written(lowering):
 
 
 @needs_mosaic_gpu
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("S", "DHQK", "DHV", "options"),
     [
-        (256, 64, 128, ("BNTH", fused())),
         (131, 96, 192, ("BTNH", fused(num_stages=3))),
         (131, 96, 96, ("BTNH", materialised())),
     ],
 )
 def test_interpreted_mosaic_gpu_kernels_read_nothing_of_their_neighbours(S, DHQK, DHV, options):
     """What they do not write is NaN, which the comparisons with float64 find."""
-    check_neighbours("mosaic_gpu_interpret", (1, 3, S, DHQK, DHV), *options)
+    check_neighbours("mosaic_gpu", (1, 3, S, DHQK, DHV), *options)
 
 
 @needs_mosaic_gpu
+@pytest.mark.usefixtures("interpreted")
 def test_what_is_not_written_is_nan_when_interpreted_for_mosaic_gpu():
     from mlstm_pallas.mosaic_gpu.common.launch import mosaic_call
 
-    options = dict(name="writes_half", grid={"program": 1}, warpgroups=1, interpret=True)
+    options = dict(name="writes_half", grid={"program": 1}, warpgroups=1)
     run = mosaic_call(writes_half, outputs={"y": HALF}, scratch={}, **options)
     assert_half_is_nan(run(x=jnp.zeros(32))["y"])

@@ -8,6 +8,7 @@ import benchmark_runs
 import kernel_benchmark
 import peers
 import pytest
+import runner
 from benchmark_runs import records
 from calls import parse_config
 from oracle import needs_mosaic_gpu
@@ -78,10 +79,12 @@ def test_a_config_reaches_the_stages(tmp_path):
 
 
 @needs_mosaic_gpu
-def test_a_stage_on_mosaic_gpu_by_itself():
+@pytest.mark.usefixtures("interpreted")
+def test_a_stage_on_mosaic_gpu_by_itself(monkeypatch):
     """What it has no kernel for is skipped."""
+    monkeypatch.setattr(runner, "NEED_GPU", ())
     stages = "--stage=parallel_fw_P,recurrent_fw_H,parallel_bw_dP"
-    request = stages, "--impl=mosaic_gpu_interpret", "--chunk_size=64", f"--shape={WIDE}"
+    request = stages, "--impl=mosaic_gpu", "--chunk_size=64", f"--shape={WIDE}"
     code, (scores, scan, none) = measured(*request)
     assert code == 0
     assert "mosaic_gpu_recurrent_fw_H" in scan["config"]

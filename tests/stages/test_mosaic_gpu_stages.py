@@ -31,8 +31,8 @@ from stage_calls import (
 )
 from test_stages import case, check_line
 
-pytestmark = [pytest.mark.usefixtures("no_race"), needs_mosaic_gpu]
-ON = dict(lowering=Lowering.MOSAIC_GPU_INTERPRET)
+pytestmark = [pytest.mark.usefixtures("no_race", "interpreted"), needs_mosaic_gpu]
+ON = dict(lowering=Lowering.MOSAIC_GPU)
 
 
 def call_of(name, problem, **tiles):
@@ -283,7 +283,7 @@ plain-512-1024 exp reverse
     ],
 )
 def test_gates_are_those_of_the_recurrence(line):
-    test_gates.check_line(line, Lowering.MOSAIC_GPU_INTERPRET)
+    test_gates.check_line(line, Lowering.MOSAIC_GPU)
 
 
 @pytest.mark.parametrize(
@@ -336,4 +336,4 @@ QUICK_RECURRENCES = (
 
 @pytest.mark.parametrize("name", quick_and_slow(RECURRENCES, quick=QUICK_RECURRENCES))
 def test_interpreted_recurrences_against_float64(name):
-    RECURRENCES[name].check(Lowering.MOSAIC_GPU_INTERPRET)
+    RECURRENCES[name].check(Lowering.MOSAIC_GPU)

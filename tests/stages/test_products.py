@@ -33,7 +33,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.problem.dimensions import Problem
 
-pytestmark = needs_mosaic_gpu
+pytestmark = [pytest.mark.usefixtures("interpreted"), needs_mosaic_gpu]
 
 R, STEPS, SLOTS = 64, 5, 2
 X = np.random.default_rng(0).normal(size=(STEPS * R, R)).astype(jnp.bfloat16)
@@ -49,7 +49,6 @@ def launch(kernel, name, x=X, *, y=((2, R, R), "float32"), warpgroups=1, **scrat
         warpgroups=warpgroups,
         outputs={"y": jax.ShapeDtypeStruct(*y)},
         scratch=scratch,
-        interpret=True,
     )
     return np.asarray(jax.jit(lambda x: call(x=x)["y"])(x))
 
@@ -262,7 +261,7 @@ def test_only_copies_py_starts_copies():
     started = {
         x.name for x in files if re.search(r"plgpu\.copy_\w+\(|\.async_copy\(", x.read_text())
     }
-    assert started == {"copies.py", "inline_mlir.py", "interpreter.py"}
+    assert started == {"copies.py", "inline_mlir.py"}
 
 
 def test_what_guards_nothing_is_refused():
@@ -289,7 +288,7 @@ def test_kernels_with_products_write_shared_memory_by_products_store(name):
     """What asks whether a product reads the tile, a callback, comes right before each write."""
     case = CASES[name]
     inputs = random_inputs(5, *case.shape, dtype=case.dtype)
-    run = gradients_of_call(config=case.config, backend="mosaic_gpu_interpret")
+    run = gradients_of_call(config=case.config, backend="mosaic_gpu")
     traced = jax.make_jaxpr(run)(inputs, cotangents_for(inputs, case.dtype)).jaxpr
     kernels = (x.params["jaxprs"][0] for x in compile_report.equations(traced, "mpmd_map"))
     before_writes = [

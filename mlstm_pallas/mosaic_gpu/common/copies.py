@@ -37,7 +37,6 @@ from mlstm_pallas.mosaic_gpu.common.inline_mlir import (
     inline_load_transposed,
     inline_store_transposed,
 )
-from mlstm_pallas.mosaic_gpu.common.interpretable import interpretable
 from mlstm_pallas.mosaic_gpu.common.launch import load_float32, plgpu, unravel
 from mlstm_pallas.mosaic_gpu.common.references import base, selected, tiling
 from mlstm_pallas.problem.dimensions import Problem
@@ -100,7 +99,6 @@ def head_of(ref, n, p: Problem, *, any_step: bool = False):
     return Steps(head_steps) if any_step or ref.shape[1] % GROUP else head_steps
 
 
-@interpretable
 def load_transposed(array):
     """The transposed tile of float32 in global memory, in the layout of an accumulator."""
     shape = plgpu.ShapeDtypeStruct(array.shape[::-1], jnp.float32, layout=plgpu.Layout.WGMMA)
@@ -109,14 +107,12 @@ def load_transposed(array):
     return load(products.zeros(*shape.shape), array)
 
 
-@interpretable
 def store_transposed(array, tile) -> None:
     """Stores the transpose of an accumulator's value in global memory."""
     types = plgpu.Layout.WGMMA, plgpu.RefType()
     plgpu.inline_mgpu(arg_types=types)(inline_store_transposed)(tile, array)
 
 
-@interpretable
 def copy_in(source, tile, barrier) -> None:
     """Starts a copy to shared memory that arrives on the barrier."""
     if isinstance(source, Steps):
@@ -125,7 +121,6 @@ def copy_in(source, tile, barrier) -> None:
         plgpu.copy_gmem_to_smem(source, tile, barrier)
 
 
-@interpretable
 def copy_out(tile, destination, where=None, size=None) -> None:
     """Starts a copy to global memory, if the condition holds; size: of so many rows, None: all.
 

@@ -5,7 +5,6 @@ versions of jax. It needs a Hopper GPU and jax >= 0.11.2. ``mosaic_gpu/common/pr
 products on the tensor cores.
 """
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,7 +33,6 @@ def mosaic_call(
     warpgroups: int = 1,
     outputs: Mapping[str, Any],
     scratch: Mapping[str, Any],
-    interpret: bool,
     infer_layouts: bool = True,
     approx_math: bool = True,
 ) -> Callable[..., dict[str, Any]]:
@@ -60,16 +58,9 @@ def mosaic_call(
         axes = (jax.typeof(x).manual_axis_type.varying for x in arrays)
         varying = tuple(frozenset().union(*axes))
 
-        interpreter = None
-        if interpret:
-            from mlstm_pallas.mosaic_gpu.common.interpreter import Interpreter
-
-            interpreter = Interpreter(plgpu, name, warpgroups)
-
         def entry(*refs, **scratch_refs):
-            traced = interpreter.traced(scratch_refs) if interpreter else contextlib.nullcontext()
             # Without jit a loop would run here, and its indices would be constants.
-            with traced, jax.disable_jit(False):
+            with jax.disable_jit(False):
                 arguments = jax.tree.unflatten(tree, refs)
                 names = zip((*inputs, *outputs), arguments, strict=True)
                 kernel(**dict(names), **dict.fromkeys(scratch) | scratch_refs)
@@ -82,7 +73,7 @@ def mosaic_call(
             grid_names=tuple(grid),
             num_threads=warpgroups,
             thread_name="wg",
-            scratch_types=interpreter.separate(buffers) if interpreter else buffers,
+            scratch_types=buffers,
             # Each kernel orders its accesses to shared memory itself: a barrier separates every
             # read from the copy that overwrites what was read.
             compiler_params=plgpu.CompilerParams(
@@ -90,10 +81,6 @@ def mosaic_call(
                 unsafe_no_auto_barriers=True,
                 lowering_semantics=semantics.Warpgroup if infer_layouts else semantics.Lane,
             ),
-            # Copies take turns on these threads; one that follows on a thread hides races.
-            interpret=plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
-            if interpret
-            else None,
             kernel_name=name,
         )(*(_varying_nowhere.bind(x) if varying else x for x in arrays))
         if varying:

@@ -143,7 +143,6 @@ def persistent_call(
         warpgroups=2 if kernel.readers else 3,
         outputs=outputs,
         scratch=scratch,
-        interpret=call.interpret,
     )(
         q_gmem=x.matQ,
         k_gmem=x.matK,

@@ -1,7 +1,7 @@
 """Products on the tensor cores (wgmma), sums of tiles, and the protocol of shared buffers.
 
-The products of a warpgroup run asynchronously: see ``read`` and ``wait``. Interpreted kernels
-replace the ``interpretable`` operations: ``interpreter.py``, imported when one is traced.
+The products of a warpgroup run asynchronously: see ``read`` and ``wait``. Some arguments, such as
+the buffers of ``guard``, only declare the protocol: tests replace these functions and check it.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,25 +11,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.mosaic_gpu.common.interpretable import interpretable
 from mlstm_pallas.mosaic_gpu.common.launch import BY_COLUMNS, BY_ROWS, WG_ROWS, plgpu
 
 SUM_SCRATCH = 4 * WG_ROWS  # float32 elements, for ``sum_over_rows``
 
 
-@interpretable
 def add(accumulator, a, b) -> None:
     """accumulator += a b; a is in shared memory or registers, b in shared memory."""
     plgpu.wgmma(accumulator, a, b)
 
 
-@interpretable
 def wait(pending: int) -> None:
     """Waits until at most ``pending`` products of the warpgroup are running."""
     plgpu.wgmma_wait(pending)
 
 
-@interpretable
 def read(accumulator, pending: int):
     """The value of the accumulator after all its products.
 
@@ -47,7 +43,6 @@ def from_zeros(issue: Callable[[Any], None], rows: int, columns: int):
     return all_from_zeros(issue, (rows, columns))[1]
 
 
-@interpretable
 def all_from_zeros(issue: Callable[..., Any], *shapes: tuple[int, int]):
     """The result of ``issue(*accumulators)``, and the accumulators after it."""
 
@@ -58,13 +53,11 @@ def all_from_zeros(issue: Callable[..., Any], *shapes: tuple[int, int]):
     return pl.run_scoped(scope, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
-@interpretable
 def onto(issue: Callable[..., None], *initial: jax.Array) -> Sequence[jax.Array]:
     """The accumulators, which start from these values, after ``issue(*accumulators)``."""
     return pl.run_state(lambda refs: issue(*refs))(tuple(plgpu.ACC.init(x) for x in initial))
 
 
-@interpretable
 def sum_over_rows(x: jax.Array, scratch):
     """jnp.sum(x, axis=0), BY_COLUMNS, of a float32 tile of 64 rows.
 
@@ -77,7 +70,6 @@ def sum_over_rows(x: jax.Array, scratch):
     return inline(lambda _, tile, scratch: tile.reduce("add", 0, scratch))(x, scratch)
 
 
-@interpretable
 def sum_over_columns(x: jax.Array):
     """jnp.sum(x, axis=1), BY_ROWS, without the 2 KiB of shared memory that jnp.sum takes."""
     shape = plgpu.ShapeDtypeStruct(x.shape[:1], jnp.float32, layout=BY_ROWS)
@@ -85,7 +77,6 @@ def sum_over_columns(x: jax.Array):
     return inline(lambda _, tile: tile.reduce("add", 1))(x)
 
 
-@interpretable
 def acquire(full, empty) -> None:
     """Waits on ``full``; the warpgroup holds what the copies filled until ``release(empty)``.
 
@@ -94,25 +85,21 @@ def acquire(full, empty) -> None:
     plgpu.barrier_wait(full)
 
 
-@interpretable
 def release(*barriers) -> None:
     """Releases what the warpgroup acquired with these barriers, after it has read it."""
     for barrier in barriers:
         plgpu.barrier_arrive(barrier)
 
 
-@interpretable
 def guard(full, *buffers) -> None:
     """Declares that warpgroups, not ``copy_in``, fill these buffers and arrive on ``full``."""
 
 
-@interpretable
 def wait_empty(empty) -> None:
     """Waits until all warpgroups have called ``release(empty)``."""
     plgpu.barrier_wait(empty)
 
 
-@interpretable
 def store(tile, value: jax.Array) -> None:
     """tile[...] = value; the tile is in shared memory."""
     tile[...] = value

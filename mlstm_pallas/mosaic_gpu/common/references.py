@@ -1,4 +1,4 @@
-"""What a reference selects of its array, for copies in MLIR and for interpreted kernels."""
+"""What a reference selects of its array, for copies in MLIR."""
 
 from typing import Any
 

@@ -1,9 +1,8 @@
 """GPU interpret mode: replacements of operations that only a GPU has, and protocol checks.
 
-``mosaic_call`` imports this module, and makes an ``Interpreter`` current, while it traces an
-interpreted kernel. An ``interpretable`` function then runs as the method of the same name, without
-the kernel's knowledge. jax has no public way to wake the interpreted warpgroups that wait for one
-that fails, hence jax._src.
+Inside ``interpreted_mosaic_gpu()`` kernels run on a CPU. While one is traced, the methods of an
+``Interpreter`` replace the functions of ``OPERATIONS``, without the kernel's knowledge. jax has no
+public way to wake the interpreted warpgroups that wait for one that fails, hence jax._src.
 
 On the GPU a product reads shared memory and adds to its accumulator until a wait for it returns.
 jax's interpreter supports neither an accumulator that starts from a value nor a left operand in
@@ -18,8 +17,10 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +30,88 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.mosaic_gpu.common.interpretable import current
+from mlstm_pallas.mosaic_gpu.common import copies, products
+from mlstm_pallas.mosaic_gpu.common.launch import plgpu
 from mlstm_pallas.mosaic_gpu.common.references import Region, base, selected, tiling
+from mlstm_pallas.planning.dispatch import tiles_class
+from mlstm_pallas.schedules import sharding
+from mlstm_pallas.stages.stage import Lowering
 
 gpu_interpreter: Any = gpu_callbacks  # jax 0.10 lacks parts of it
+# An ``Interpreter`` has methods of these names.
+OPERATIONS = (
+    *(products.add, products.wait, products.read, products.all_from_zeros, products.onto),
+    *(products.sum_over_rows, products.sum_over_columns, products.store, products.guard),
+    *(products.acquire, products.wait_empty, products.release),
+    *(copies.copy_in, copies.copy_out, copies.load_transposed, copies.store_transposed),
+)
+# A part of the key of jax's caches, so that a function that was traced is traced again inside.
+in_interpreter = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def interpreted_mosaic_gpu() -> Iterator[None]:
+    """Inside, a CPU runs all kernels, interpreted: backend "mosaic_gpu", planned for Hopper.
+
+    The stages without a Mosaic GPU kernel run the Triton kernel, interpreted as well. Calls run on
+    one device: ordered callbacks exclude custom_partitioning. A persistent kernel has two CTAs, so
+    that each has several items.
+    """
+    compiled = plgpu.kernel
+
+    def kernel(entry, *, kernel_name, num_threads, scratch_types, **options):
+        interpreter = Interpreter(kernel_name, num_threads)
+
+        def traced(*refs, **scratch):
+            with interpreter.traced(scratch):
+                entry(*refs, **scratch)
+
+        return compiled(
+            traced,
+            kernel_name=kernel_name,
+            num_threads=num_threads,
+            scratch_types=interpreter.separate(scratch_types),
+            # Copies take turns on these threads; one that follows on a thread hides races.
+            interpret=plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64),
+            **options,
+        )
+
+    interprets = property(lambda lowering: lowering is not Lowering.XLA)
+    with contextlib.ExitStack() as stack:
+        for context in (
+            in_interpreter(True),
+            mock.patch.object(plgpu, "kernel", kernel),
+            mock.patch.object(Lowering, "interpret", interprets),
+            mock.patch.object(
+                sharding, "_partitioned", lambda work: functools.partial(sharding.on_shard, work)
+            ),
+            *map(_two_ctas, ("parallel_bw_dP", "parallel_bw_dQKV")),
+        ):
+            stack.enter_context(context)
+        yield
+
+
+def _two_ctas(stage: str):
+    """Plans at most two CTAs of a persistent kernel, unless a config asks for more."""
+    kind: Any = tiles_class(stage, "mosaic_gpu")
+    plan = kind.plan
+
+    def planned(*args, **options):
+        tiles = plan(*args, **options)
+        return tiles and dataclasses.replace(tiles, num_ctas=min(tiles.num_ctas, 2))
+
+    return mock.patch.object(kind, "plan", planned)
+
+
+@contextlib.contextmanager
+def _replaced(function: Callable[..., Any], form: Callable[..., Any]) -> Iterator[None]:
+    """Replaces a function in all modules that have it."""
+    name = function.__name__
+    with contextlib.ExitStack() as stack:
+        for module in [*sys.modules.values()]:
+            if getattr(module, "__dict__", {}).get(name) is function:
+                stack.enter_context(mock.patch.object(module, name, form))
+        yield
 
 
 class _Product(NamedTuple):
@@ -56,7 +135,7 @@ class Interpreter:
     Functions that take a ``_Warpgroup`` run on the host, in the order of the calls.
     """
 
-    def __init__(self, plgpu, kernel: str, warpgroups: int) -> None:
+    def __init__(self, kernel: str, warpgroups: int) -> None:
         # XLA's threads: a warpgroup that waits for others keeps the one that it runs on.
         threads = max(jax.local_device_count(), os.cpu_count() or 1)
         if warpgroups > threads:
@@ -64,7 +143,6 @@ class Interpreter:
                 f"{kernel} has {warpgroups} warpgroups, and XLA has {threads} threads for them, "
                 f'expected jax.config.update("jax_num_cpu_devices", {warpgroups}) before JAX runs'
             )
-        self.plgpu = plgpu  # only launch.py imports it
         self.kernel = kernel
         self._warpgroups = [_Warpgroup(wg, {}, [], []) for wg in range(warpgroups)]
         self._names: dict[int, tuple[Any, str]] = {}  # by id: the object and its name
@@ -75,7 +153,7 @@ class Interpreter:
 
     @contextlib.contextmanager
     def traced(self, scratch: Mapping[str, Any]) -> Iterator[None]:
-        """Makes this object current; error messages use the names of the scratch."""
+        """Replaces the operations; error messages use the names of the scratch."""
         leaves = {_name_of(path): x for path, x in jax.tree.leaves_with_path(dict(scratch))}
         self._names.update((id(base(x)), (base(x), name)) for name, x in leaves.items())
         for union in self._unions:
@@ -89,15 +167,14 @@ class Interpreter:
             for barrier in wg.acquired:
                 self._refuse(wg, f"ends with {barrier}", "release before")
 
-        token = current.set(self)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._names.clear)
+            stack.callback(self._sharing.clear)
+            for function in OPERATIONS:
+                stack.enter_context(_replaced(function, getattr(self, function.__name__)))
             self._call(begin)
             yield
             self._call(finish)
-        finally:
-            current.reset(token)
-            self._names.clear()
-            self._sharing.clear()
 
     def add(self, accumulator: jax.ShapeDtypeStruct, a, b) -> None:
         shared = [x for x in (a, b) if not isinstance(x, jax.Array)]
@@ -138,7 +215,7 @@ class Interpreter:
     def _accumulated(self, issue: Callable[..., Any], initial: Sequence[jax.Array]):
         sums = [*map(self._accumulator, initial)]
         results = issue(*sums), *(self.read(x, 0) for x in sums)
-        self.plgpu.commit_smem()
+        plgpu.commit_smem()
         return results
 
     def sum_over_rows(self, x: jax.Array, scratch) -> jax.Array:
@@ -160,7 +237,7 @@ class Interpreter:
         if hasattr(source, "pieces"):
             source = self._in_pieces(source, tile, source.pieces(tile), loads=True)
         self._check_copy(tile, source)
-        self.plgpu.copy_gmem_to_smem(source, tile, barrier)
+        plgpu.copy_gmem_to_smem(source, tile, barrier)
 
     def copy_out(self, tile, destination, where=None, size=None) -> None:
         rows = tile.shape[0]
@@ -168,7 +245,7 @@ class Interpreter:
             pieces = destination.pieces(tile, size)
             destination = self._in_pieces(destination, tile, pieces, loads=False)
         self._check_copy(tile, destination, where)
-        copy, whole = self.plgpu.copy_smem_to_gmem, where is None or where
+        copy, whole = plgpu.copy_smem_to_gmem, where is None or where
         if size is not None:
             for row in range(rows):
                 sides = (x.at[pl.ds(row, 1)] for x in (tile, destination))
@@ -237,11 +314,11 @@ class Interpreter:
             unknown = jnp.full(slot.shape, jnp.nan, slot.dtype)
             self._check_unread("overwrites", slot)
             slot[...] = unknown
-            self.plgpu.commit_smem()
+            plgpu.commit_smem()
 
     def acquire(self, full, empty) -> None:
         if empty is None:
-            self.plgpu.barrier_wait(full)
+            plgpu.barrier_wait(full)
         else:
             self._full[self._name(empty)] = self._name(full)
             self._block(full, empty)
@@ -253,15 +330,15 @@ class Interpreter:
         for barrier in barriers:
             release = functools.partial(self._release, self._name(barrier))
             self._call(release, _slot(barrier))
-        self.plgpu.commit_smem()
+        plgpu.commit_smem()
         for barrier in barriers:
-            self.plgpu.barrier_arrive(barrier)
+            plgpu.barrier_arrive(barrier)
 
     def separate(self, scratch: Mapping[str, Any]):
         """The scratch with each ``RefUnion`` as a list: the race detector does not know slots."""
 
         def members(path, x):
-            if not isinstance(x, self.plgpu.RefUnion):
+            if not isinstance(x, plgpu.RefUnion):
                 return x
             self._unions.append(_name_of(path))
             return list(x.refs)
@@ -303,7 +380,7 @@ class Interpreter:
 
         zero = self._call(check, _slot(empty), np.int32(0))
         [(index, _)] = _slot(barrier) or [(0, 1)]
-        self.plgpu.barrier_wait(base(barrier).at[index + zero])
+        plgpu.barrier_wait(base(barrier).at[index + zero])
 
     def _check_unread(self, doing: str, tile) -> None:
         self._call(functools.partial(self._end, doing, [self._name(tile)]), _region(tile))
