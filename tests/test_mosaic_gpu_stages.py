@@ -312,7 +312,7 @@ def test_flags_are_those_of_the_plain_form(L, S, reverse):
 
 def test_the_stabiliser_scan_of_many_chunks():
     """In several blocks; with chunks that hold a reset (g is -inf), or that store nothing."""
-    from mlstm_pallas.mosaic_gpu.chunk_gates import stabiliser_scan
+    from mlstm_pallas.mosaic_gpu.vectors import stabiliser_scan
 
     heads, NC, draw = 2, 1100, np.random.default_rng(0)
     g, a = np.float32(draw.normal(size=(2, heads, NC)))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length
-from mlstm_pallas.formulas.gate_gradients import inner, only, step_flags
+from mlstm_pallas.formulas.gate_gradients import inner, only
 from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, MASKED, ChunkGates
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
 from mlstm_pallas.planning.call_spec import Plan, plain
@@ -202,7 +202,7 @@ def second_half(
         # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
         dm_last = last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last)
         dm = dm.at[:, -1 - first_step].add(dm_last)
-    flags = step_flags(gates, x.f, x.segment_starts, spec.problem.reverse)
+    flags = gates.per_step().vecFlags
     tile_sums = gradients.tile_sums if scores.tile_sums is None else scores.tile_sums
     di, df, dm_first = stage("step_gradients", launches)(
         step_gradients.Operands(x.f, tile_sums, *gradients[3:6], flags, dm)
