@@ -130,11 +130,6 @@ def split_at(x: Array, grid: Array) -> TwoFloat:
     return hi, x - hi
 
 
-def split_for_exact_sums(x: Array, largest: Array, count: int) -> TwoFloat:
-    """x = hi + lo, where every sum of up to ``count`` hi is exact; ``largest`` bounds |x|."""
-    return split_at(x, exact_sum_grid(largest, count))
-
-
 def log_sigmoid(f: Array) -> Array:
     """log sigmoid(f). Without abs and minimum its derivative is right at 0 too."""
     below = f <= 0
@@ -158,12 +153,23 @@ def log_forget_gate(f: Array) -> tuple[Array, Array]:
     return jnp.where(reset, 0.0, log_sigmoid(jnp.where(reset, 0.0, f))), reset
 
 
+# The logarithm of each input gate but exp, and its derivative, by the pre-activation.
+_LOG_INPUT_GATES: dict[InputGate, Any] = {
+    InputGate.SIGMOID: (lambda i: log_forget_gate(i)[0], lambda i: jax.nn.sigmoid(-i)),
+}
+
+
 def log_input_gate(i: Array, input_gate: InputGate) -> Array:
     """The logarithm of the input gate, -inf where nothing is stored. A NaN stays."""
-    masked = i <= MASKED
-    if input_gate is InputGate.SIGMOID:
-        i = log_forget_gate(i)[0]
-    return jnp.where(masked, -_INF, i)
+    log, _ = _LOG_INPUT_GATES.get(input_gate, (lambda i: i, None))
+    return jnp.where(i <= MASKED, -_INF, log(i))
+
+
+def input_gate_gradient(d_log: Array, i: Array, input_gate: InputGate) -> Array:
+    """The gradient of the pre-activation i from that of ``log_input_gate``."""
+    if input_gate not in _LOG_INPUT_GATES:
+        return d_log
+    return jnp.where(i <= MASKED, 0.0, d_log * _LOG_INPUT_GATES[input_gate][1](i))
 
 
 def log_gates(i: Array, f: Array, input_gate: InputGate) -> tuple[Array, Array, Array]:

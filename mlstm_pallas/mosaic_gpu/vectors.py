@@ -142,7 +142,7 @@ def _by_cta(p: Problem) -> tuple[int, int, int]:
     return blocks_over(p.BNH * p.S, _BLOCK), LANES, STEPS
 
 
-def _vector_call(
+def vector_call(
     body: Callable[..., Any],
     steps: Sequence[Any],
     outputs: Sequence[str],
@@ -202,7 +202,7 @@ def _stabiliser_scan_kernel(
     loop(m_gmem.shape[1] // LANES, one, m_initial_gmem[head])
 
 
-def _scan_chunks(
+def scan_chunks(
     body: Callable[..., Array],
     summaries: Sequence[Array],
     m_initial: Array,
@@ -229,9 +229,7 @@ def _scan_chunks(
     return m[:, : p.NC] if after else _Stabilisers(m_after=m, m_initial=m_initial)
 
 
-chunk_gates = functools.partial(
-    stage.chunk_gates, vector_call=_vector_call, scan_chunks=_scan_chunks
-)
+chunk_gates = functools.partial(stage.chunk_gates, vector_call=vector_call, scan_chunks=scan_chunks)
 
 
 class VectorsTiles(HopperTiles):

@@ -106,7 +106,7 @@ def _scan_block(p: Problem) -> int:
     return min(next_power_of_two(p.NC), _SCAN_BLOCK)
 
 
-def _vector_call(
+def vector_call(
     body: Callable[..., Any],
     steps: Sequence[Any],
     outputs: Sequence[str],
@@ -161,7 +161,7 @@ def _stabiliser_scan_kernel(
     loop(blocks_over(p.NC, block), step, initial)
 
 
-def _scan_chunks(
+def scan_chunks(
     body: Callable[..., Array],
     summaries: Sequence[Array],
     m_initial: Array,
@@ -186,9 +186,7 @@ def _scan_chunks(
     return call.processing_order(m)[:, 1:] if after else m
 
 
-chunk_gates = functools.partial(
-    stage.chunk_gates, vector_call=_vector_call, scan_chunks=_scan_chunks
-)
+chunk_gates = functools.partial(stage.chunk_gates, vector_call=vector_call, scan_chunks=scan_chunks)
 
 
 @dataclasses.dataclass(frozen=True)
