@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.api import mlstm_chunkwise, with_arguments_of
-from mlstm_pallas.formulas.gate_gradients import inner, step_flags
+from mlstm_pallas.formulas.gate_gradients import inner
 from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, mark_segment_starts
 from mlstm_pallas.formulas.splits import decays_in_splits, other_decays
 from mlstm_pallas.formulas.tiles import blocks_over
@@ -56,7 +56,8 @@ from mlstm_pallas.problem.validation import check_axis_name
 from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half
 from mlstm_pallas.schedules.forward import PrecomputedStates, run_gates
 from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shards
-from mlstm_pallas.stages import chunk_gates, split_products, step_sums
+from mlstm_pallas.stages import split_products, step_sums
+from mlstm_pallas.vectors import chunk_gates
 
 # The most shards that send their C to every other one. More of them exchange slices of C, although
 # XLA then replicates C over mesh axes that are left to the compiler.
@@ -114,8 +115,7 @@ def _first_half(
         decays = other_decays(gamma, backward=True)
         dn = dn + jnp.sum(decays[..., None] * dn_added, axis=1)
     if plan.spec.stabilised:
-        x = residuals.inputs
-        flags = step_flags(gates, x.f, x.segment_starts)
+        flags = gates.per_step().vecFlags
         steps = lax.broadcasted_iota(jnp.int32, flags.shape, 1)
         S = flags.shape[1]
         unbroken = jnp.min(jnp.where((flags & M_GRAD_FLOWS) == 0, steps, S), axis=1)

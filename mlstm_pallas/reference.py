@@ -23,7 +23,7 @@ from mlstm_pallas.prepare import (
 )
 from mlstm_pallas.problem.annotations import Array, InputGateName, LayoutName, States
 from mlstm_pallas.problem.arrays import Forward
-from mlstm_pallas.problem.dimensions import InputGate, Layout, accumulator_dtype
+from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype
 from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_flag
 from mlstm_pallas.schedules.forward import forward
 from mlstm_pallas.schedules.sharding import Work, heads_first, on_shard
@@ -114,7 +114,7 @@ def _recurrence(options: Options, normalize: bool, x: Arguments) -> tuple[jax.Ar
             jnp.where(start.reshape(start.shape + (1,) * (y.ndim - 2)), 0.0, y) for y in states
         )
         carried = jnp.where(reset, -_INF, fbar + m)
-        m_new = jnp.maximum(carried, i) if gate is InputGate.EXP else m
+        m_new = jnp.maximum(carried, i) if gate.stabilised else m
         m_safe = jnp.where(m_new == -_INF, 0.0, m_new)
         decay, gain = jnp.exp(carried - m_safe), jnp.exp(i - m_safe)
         C = decay[..., None, None] * C + gain[..., None, None] * k[..., :, None] * v[..., None, :]

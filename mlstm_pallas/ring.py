@@ -88,7 +88,7 @@ def mlstm_ring_states(
         power_of_two=True,
     )  # fmt: skip
     kind = validation.check_dtype("dtype", dtype, validation.INPUT_DTYPES)
-    if gate is InputGate.SIGMOID:
+    if not gate.stabilised:
         m = None
     elif m is None:
         m = jnp.zeros(n.shape[:-1], accumulator_dtype(n.dtype))

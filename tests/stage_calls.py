@@ -2,6 +2,7 @@
 of stages import these names from here."""
 
 import dataclasses
+import sys
 from unittest import mock
 
 import jax
@@ -33,6 +34,11 @@ from mlstm_pallas.stages import STAGES as ALL_STAGES
 from mlstm_pallas.stages.stage import Launch, Lowering, ScaledRows, largest_block  # noqa: F401
 
 plain, tiles_class = planning.plain, dispatch.tiles_class
+
+
+def plain_form(name):
+    """The function of a stage's contract."""
+    return getattr(sys.modules[(ALL_STAGES | HELPERS)[name].operands.__module__], name)
 
 
 def run_stage(name, call, **inputs):

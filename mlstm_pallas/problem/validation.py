@@ -264,8 +264,7 @@ def check_inputs(
       shards: of a sequence; sequence_lengths are those of all shards.
     """
     states = {name: x for name, x in arrays.items() if name.endswith("_initial")}
-    sigmoid = gate is InputGate.SIGMOID
-    if sigmoid and states.get("m_initial") is None:
+    if not gate.stabilised and states.get("m_initial") is None:
         states.pop("m_initial", None)
     arrays = {name: x for name, x in arrays.items() if x is not None or name not in OPTIONAL}
     for name, x in arrays.items():
@@ -299,7 +298,7 @@ def check_inputs(
         check_indices("segment_ids", sizes["S"], arrays["segment_ids"], *lengths)
     if pooled:
         check_indices("slots", sizes["P"], arrays["slots"])
-    for name in ("m_initial", "m") if sigmoid else ():
+    for name in () if gate.stabilised else ("m_initial", "m"):
         check_zeros(name, arrays.get(name))
     return sizes
 

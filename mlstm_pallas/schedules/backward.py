@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length
-from mlstm_pallas.formulas.gate_gradients import inner, only, step_flags
-from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, MASKED, ChunkGates
+from mlstm_pallas.formulas.gate_gradients import inner, only
+from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, ChunkGates, input_gate_gradient
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
 from mlstm_pallas.planning.call_spec import Plan, plain
 from mlstm_pallas.planning.dispatch import stage
@@ -202,14 +202,13 @@ def second_half(
         # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
         dm_last = last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last)
         dm = dm.at[:, -1 - first_step].add(dm_last)
-    flags = step_flags(gates, x.f, x.segment_starts, spec.problem.reverse)
+    flags = gates.per_step().vecFlags
     tile_sums = gradients.tile_sums if scores.tile_sums is None else scores.tile_sums
     di, df, dm_first = stage("step_gradients", launches)(
         step_gradients.Operands(x.f, tile_sums, *gradients[3:6], flags, dm)
     )
     di, df = (_mask_inactive(active, y) for y in (di, df))
-    if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm
-        di = jnp.where(x.i <= MASKED, 0.0, di * jax.nn.sigmoid(-x.i))
+    di = input_gate_gradient(di, x.i, spec.input_gate)
     dm_initial = jnp.where((flags[:, first_step] & M_GRAD_FLOWS) > 0, dm_first, 0.0)
     if x.c_initial is not None and spec.stabilised:
         # The initial m is also the scale of the initial states.

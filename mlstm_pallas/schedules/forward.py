@@ -26,7 +26,6 @@ from mlstm_pallas.problem.arrays import (
     StoredStates,
 )
 from mlstm_pallas.stages import (
-    chunk_gates,
     parallel_fw_H,
     parallel_fw_P,
     recurrent_fw_C,
@@ -35,6 +34,7 @@ from mlstm_pallas.stages import (
     step_sums,
     vector_states,
 )
+from mlstm_pallas.vectors import chunk_gates
 
 
 class PrecomputedStates(NamedTuple):

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.formulas.gates import MASKED, branchless_log1p, log_sigmoid
+from mlstm_pallas.formulas.gates import MASKED, log_sigmoid
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.problem.dimensions import accumulator_dtype
 from mlstm_pallas.stages.stage import Launch
@@ -78,7 +78,7 @@ def step_gates(
     """
     if m is None:
         return jax.nn.sigmoid(f), jax.nn.sigmoid(i), jnp.zeros_like(i)
-    carried = jnp.where(f <= MASKED, -_INF, log_sigmoid(f, branchless_log1p) + m)
+    carried = jnp.where(f <= MASKED, -_INF, log_sigmoid(f) + m)
     i = jnp.where(i <= MASKED, -_INF, i)
     m_new = round_m(jnp.maximum(carried, i))
     m_safe = jnp.where(m_new == -_INF, 0.0, m_new)

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.formulas.gates import MASKED, branchless_log1p, log_input_gate, log_sigmoid
+from mlstm_pallas.formulas.gates import MASKED, log_input_gate, log_sigmoid
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.problem.dimensions import InputGate, accumulator_dtype
 from mlstm_pallas.stages.recurrent_step import decayed, on_rows, one_at_a_time, rounded
@@ -96,8 +96,8 @@ def ages(start: Array, size: int) -> Array:
 def log_gates(i: Array, f: Array, stabilised: bool) -> tuple[Array, Array]:
     """The logarithms of the gates, -inf where nothing is stored and at resets."""
     gate = InputGate.EXP if stabilised else InputGate.SIGMOID
-    log_f = jnp.where(f <= MASKED, -_INF, log_sigmoid(f, branchless_log1p))
-    return log_input_gate(i, gate, branchless_log1p), log_f
+    log_f = jnp.where(f <= MASKED, -_INF, log_sigmoid(f))
+    return log_input_gate(i, gate), log_f
 
 
 def ring_weights(

@@ -44,6 +44,8 @@ from mlstm_pallas.schedules.sharding import on_shards, sharded_alike
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.stage import FIELDS, ScaledRows
+from mlstm_pallas.vectors.chunk_gates import joined_gates, local_gates, stabilisers
+from mlstm_pallas.vectors.scan import Scan, by_chunk
 
 # The dimensions of arguments and results. States at chunk boundaries may include the last one.
 CONTRACTS = shapes_by_name(
@@ -284,28 +286,29 @@ class _Shard:
         (B * NH, NC, L). vecB is its running sums within each chunk, which are finite. m is the
         first one (B * NH,), or those of the chunk boundaries, (B * NH, NC) or (B * NH, NC + 1).
         """
-        x, p = self.x, self.spec.problem
+        x, p, gate = self.x, self.spec.problem, InputGate.EXP
         i = x["vecI"] if "vecI" in x else x["vecM"].reshape(p.BNH, p.NC, p.L)
         m = x["scaM_initial"][:, None] if "scaM_initial" in x else x["scaM_states"]
         if "vecB" in x:
             e, zeros = gates.two_sum(i, -x["vecB"]), jnp.zeros_like(i)
             e_max = lax.associative_scan(gates.max_two_floats, e, axis=-1)
             local = LocalGates((x["vecB"], zeros), e, e_max, zeros)
-        elif x["vecF"].ndim == 2:
-            f = x["vecF"].reshape(i.shape)
-            local = gates.local_gates(*gates.log_gates(i, f, InputGate.EXP))
         else:
-            reset = x["vecF"] <= gates.MASKED
-            local = gates.local_gates(i, jnp.where(reset, 0.0, x["vecF"]), reset)
-        num_precomputed = m.shape[1] - 1
-        if num_precomputed < p.NC:
-            remainder = jax.tree.map(lambda y: y[:, num_precomputed:], local)
-            m = jnp.append(
-                m[:, :num_precomputed],
-                gates.stabiliser_scan(remainder, m[:, num_precomputed]),
-                axis=1,
-            )
-        return gates.join_chunks(local, m)
+            if x["vecF"].ndim == 2:
+                logs = gates.log_gates(i, x["vecF"].reshape(i.shape), gate)
+            else:
+                reset = x["vecF"] <= gates.MASKED
+                logs = i, jnp.where(reset, 0.0, x["vecF"]), reset
+            chunk_gates = functools.partial(local_gates, Scan(p.L), is_start=None, input_gate=gate)
+            local = by_chunk(chunk_gates)(*logs)
+        count = m.shape[1] - 1  # chunks with a known m
+        if count < p.NC:
+            g, a = (y[:, count:, -1] for y in gates.summary(local))
+            m_after = jax.vmap(functools.partial(stabilisers, Scan(p.NC - count)))
+            m = jnp.append(m, m_after(g, a, m[:, count]), axis=1)
+        joined = by_chunk(lambda local, *m: joined_gates(Scan(p.L), local, m, gate))
+        per_step, gamma = joined(local, m[:, :-1], m[:, 1:])
+        return gates.as_chunk_gates(per_step, gamma, m)
 
     def recurrent_fw_C(self) -> Arrays:
         """The states at the chunk boundaries, C in the kernel dtype; the last ones in float32."""
