@@ -61,6 +61,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.mosaic_gpu.common.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.common.persistent import PersistentKernel, persistent_call
+from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
@@ -71,29 +72,24 @@ DEPTH = 64  # columns that a step multiplies
 FEW_ITEMS = 3  # per CTA
 
 _DQ, _DK, _DV, _INNER = _ROLES = range(4)  # the output to which an item belongs
+_PHASES = "states", "dotted", "vector", "scores"  # of an item; roles differ in which they have
 
 
 class _Items(NamedTuple):
-    """The items of a role per chunk, rows x columns, and the numbers of an item's steps, in order.
-
-    Steps with tiles of P and dP come last; see ``_tile_steps``.
-    """
+    """The items of a role per chunk, rows x columns."""
 
     rows: int
     columns: int
-    state_steps: int
-    for_sums: int  # the queries or keys of each warpgroup, for the gates' gradients, and n or dn
 
 
-def _items(p: Problem, columns: int, normalise: bool) -> list[_Items]:
+def _items(p: Problem, columns: int) -> list[_Items]:
     row_blocks = blocks_over(p.L, ROWS)
     qk_blocks, v_blocks = blocks_over(p.DHQK, columns), blocks_over(p.DHV, columns)
-    steps_k, steps_v = blocks_over(p.DHQK, DEPTH), blocks_over(p.DHV, DEPTH)
     return [
-        _Items(row_blocks, qk_blocks, steps_v, 3 if normalise else 2),
-        _Items(row_blocks, qk_blocks, steps_v, 3),
-        _Items(row_blocks, v_blocks, steps_k, 0),
-        _Items(blocks_over(p.DHQK, ROWS), 1, steps_v, 0),
+        _Items(row_blocks, qk_blocks),
+        _Items(row_blocks, qk_blocks),
+        _Items(row_blocks, v_blocks),
+        _Items(blocks_over(p.DHQK, ROWS), 1),
     ]
 
 
@@ -120,9 +116,9 @@ class _Item(NamedTuple):
     role: Any
     row: Any
     column: Any
-    first: Any  # its first step, among all steps of the CTA
-    after_state: Any  # the first step behind those with C or dC
-    first_score_step: Any  # the first step with a tile of P or dP
+    start: Any  # its first step, among all steps of the CTA
+    first: dict[str, Any]  # the first step of each phase
+    end: Any  # the first step behind it
     num_tiles: Any  # of P or dP
     first_tile: Any  # the index in the chunk of the first one
 
@@ -148,14 +144,16 @@ class _Kernel(PersistentKernel):
     """
 
     tiles: "ParallelBwDQKVTiles"
+    has_producer = True
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
         refs = self.refs
         self.columns = self.tiles.siz_b_DHHV
-        self.roles = _items(self.p, self.columns, refs.n_gmem is not None)
+        self.roles = _items(self.p, self.columns)
+        self.steps_k, self.steps_v = (blocks_over(x, DEPTH) for x in (self.p.DHQK, self.p.DHV))
         self.parts = [slice(j, j + self.atom) for j in range(0, self.columns, self.atom)]
-        self.ring = CopyRing(refs.barriers, None, None, readers=0)
+        self.ring = CopyRing(refs.barriers, None, None, has_producer=True)
         self.tile_rows = block(self.wg, WG_ROWS)
         left, right = refs.operands_smem
         self.left, self.left_transposed = left
@@ -186,10 +184,12 @@ class _Kernel(PersistentKernel):
             # A CTA's long items of dk or dv follow short ones of dq.
             if few and (role in (_DK, _DV)) != self.p.reverse:
                 row = items.rows - 1 - row
-            after_state = step + items.state_steps
-            scores = after_state + items.for_sums, *_tile_steps(role, row, self.p)
+            num_tiles, first_tile = _tile_steps(role, row, self.p)
+            phases = _phases(self, role, num_tiles)
+            first = {x: step + phases.first.get(x, 0) for x in _PHASES}
+            steps = step, first, step + phases.num_steps
             position = head, chunk, np.int32(role), row, column
-            candidate = _Item(*position, step, after_state, *scores)
+            candidate = _Item(*position, *steps, num_tiles, first_tile)
             # The item is that of the last role whose items do not start behind it.
             select = functools.partial(jnp.where, x >= start)
             item = candidate if item is None else jax.tree.map(select, candidate, item)
@@ -202,16 +202,16 @@ class _Kernel(PersistentKernel):
         def one(index, step):
             item = self.item(index, step)
             run(item)
-            return item.first_score_step + item.num_tiles
+            return item.end
 
         return loop(self.num_items, one, np.int32(0))
-
-    readers = 0
 
     def copy(self) -> None:
         def copy_item(item):
             for role in _ROLES:
-                pl.when(item.role == role)(functools.partial(_copy_item, self, role, item))
+                phases = _phases(self, role, item.num_tiles)
+                load = functools.partial(phases.load, self.ring, item.start, item)
+                pl.when(item.role == role)(load)
 
         self.ring.epilogue(self.for_each_item(copy_item))
 
@@ -257,69 +257,74 @@ def _sources(refs, role: int) -> _Sources:
     return _Sources(k, refs.dC_gmem, refs.P_gmem, refs.dh_gmem)
 
 
-def _copy_item(cta: _Kernel, role: int, item: _Item) -> None:
-    refs, steps, left, right = cta.refs, cta.roles[role], cta.left, cta.right
-    rows, columns = block(item.row, ROWS), block(item.column, cta.columns)
-    state = item.head, item.chunk
+def _phases(cta: _Kernel, role: int, num_tiles) -> Phases:
+    """The steps of an item. Each has a tile of the left operand and one of the right operand.
 
-    def feed(start, count, copies):
-        """Loads ``count`` steps; copies(j, copy) starts the copies of step j."""
+    num_tiles: of P or dP.
+    """
+    refs, left, right = cta.refs, cta.left, cta.right
 
-        @each(count)
-        def one(j):
-            cta.ring.load(start + j, functools.partial(copies, j))
+    def rows_and_columns(item):
+        return block(item.row, ROWS), block(item.column, cta.columns)
 
-    def both_states(j, copy):
-        position = *state, rows, block(j, DEPTH)
+    def both_states(item, j, copy):
+        position = item.head, item.chunk, block(item.row, ROWS), block(j, DEPTH)
         copy(refs.C_gmem.at[position], left)
         copy(refs.dC_gmem.at[position], cta.right_transposed, slice(ROWS))
 
     if role == _INNER:
-        feed(item.first, steps.state_steps, both_states)
-        return
-    x = _sources(cta.refs, role)
+        return Phases(states=Phase(cta.steps_v, (both_states,)))
+    x = _sources(refs, role)
 
-    def state_operands(j, copy):
-        depth = block(j, DEPTH)
+    def state_operands(item, j, copy):
+        (rows, columns), depth = rows_and_columns(item), block(j, DEPTH)
         copy(cta.in_chunk(x.rows, item).at[rows, depth], left)
+        states = x.states.at[item.head, item.chunk]
         if role == _DV:
-            copy(x.states.at[(*state, depth, columns)], right)
+            copy(states.at[depth, columns], right)
         else:
-            copy(x.states.at[(*state, columns, depth)], cta.right_transposed)
+            copy(states.at[columns, depth], cta.right_transposed)
 
-    def dotted(j, copy):
+    def dotted(item, j, copy):
+        rows, columns = rows_and_columns(item)
         start = rows.start + j * WG_ROWS
         _copy_halves(copy, cta.in_chunk(x.dotted, item), start, WG_ROWS, right, columns)
 
-    def vectors(_, copy):
-        _copy_halves(copy, x.vectors.at[state], columns.start, cta.columns, cta.right_vector)
+    def vector(item, _, copy):
+        start = rows_and_columns(item)[1].start
+        state = x.vectors.at[item.head, item.chunk]
+        _copy_halves(copy, state, start, cta.columns, cta.right_vector)
 
-    def score_operands(j, copy):
-        others, scores = block(item.first_tile + j, DEPTH), cta.in_chunk(x.scores, item)
+    def score_operands(item, j, copy):
+        (rows, columns), others = rows_and_columns(item), block(item.first_tile + j, DEPTH)
+        scores = cta.in_chunk(x.scores, item)
         if role == _DQ:
             copy(scores.at[rows, others], left)
         else:
             copy(scores.at[others, rows], cta.left_transposed)
         copy(cta.in_chunk(x.others, item).at[others, columns], right)
 
-    feed(item.first, steps.state_steps, state_operands)
-    if role != _DV:
-        feed(item.after_state, 2, dotted)
-    if x.vectors is not None:
-        feed(item.after_state + 2, 1, vectors)
-    feed(item.first_score_step, item.num_tiles, score_operands)
+    scores = Phase(num_tiles, (score_operands,))
+    if role == _DV:
+        return Phases(states=Phase(cta.steps_k, (state_operands,)), scores=scores)
+    return Phases(
+        states=Phase(cta.steps_v, (state_operands,)),
+        dotted=Phase(2, (dotted,)),  # the queries or keys of each warpgroup
+        vector=Phase(int(x.vectors is not None), (vector,)),
+        scores=scores,
+    )
 
 
 def _inner_C_dC(cta: _Kernel, item: _Item) -> None:
     ring = cta.ring
 
     def add(j, total):
-        slot = ring.wait(item.first + j)
+        slot = ring.wait(item.start + j)
         C, dC = (load_float32(x.at[slot, cta.tile_rows]) for x in (cta.left, cta.right_transposed))
-        ring.release(item.first + j)
+        ring.release(item.start + j)
         return total + C * dC
 
-    total = loop(cta.roles[_INNER].state_steps, add, products.zeros(WG_ROWS, DEPTH))
+    total = loop(cta.steps_v, add, products.zeros(WG_ROWS, DEPTH))
     sums = products.sum_over_columns(total)
     cta.refs.inner_C_dC.at[item.head, item.chunk, cta.rows(item)][...] = sums
 
@@ -346,10 +351,10 @@ def _scaled(cta: _Kernel, acc: Array, weights: Array) -> list[Array]:
 
 def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array | None, acc: Array):
     """The inter-chunk part of dq or dk; stores its inner products with the queries or keys."""
-    refs, ring, is_dq, first = cta.refs, cta.ring, item.role == _DQ, item.after_state
+    refs, ring, is_dq, vector = cta.refs, cta.ring, item.role == _DQ, item.first["vector"]
     has_vector = ~is_dq if refs.n_gmem is None else True
     parts = _scaled(cta, acc, weights)
-    dotted, vector = (first, first + 1), first + 2
+    dotted = [item.first["dotted"] + x for x in range(2)]
     for step in dotted:
         ring.wait(step)
     vector_weights = weights
@@ -365,7 +370,7 @@ def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array |
         return [x + factor * y for x, y in zip(parts, rows, strict=True)]
 
     parts = lax.cond(has_vector, add_vector, lambda *parts: list(parts), *parts)
-    slot = ring.slot(first + cta.wg)
+    slot = ring.slot(item.first["dotted"] + cta.wg)
     tiles = (load_float32(cta.right.at[slot, :, part]) for part in cta.parts)
     sums = [products.sum_over_columns(x * y) for x, y in zip(parts, tiles, strict=True)]
     inter = functools.reduce(jnp.add, sums)
@@ -396,7 +401,7 @@ def _store(cta: _Kernel, item: _Item, acc: Array) -> None:
 
 def _gradient(cta: _Kernel, item: _Item) -> None:
     """Runs an item of dq, dk or dv, all in one body because each body takes seconds to compile."""
-    refs, roles, tile_rows = cta.refs, cta.roles, cta.tile_rows
+    refs, tile_rows = cta.refs, cta.tile_rows
     is_dq, is_dv = item.role == _DQ, item.role == _DV
 
     def plain(slot):
@@ -409,12 +414,12 @@ def _gradient(cta: _Kernel, item: _Item) -> None:
         return cta.left_transposed.at[slot, :, tile_rows].T, cta.right.at[slot]
 
     def multiply_states(acc):
-        multiply = functools.partial(_multiply, cta, acc, item.first)
-        pl.when(is_dv)(lambda: multiply(roles[_DV].state_steps, plain))
-        pl.when(~is_dv)(lambda: multiply(roles[_DQ].state_steps, times_transposed))
+        multiply = functools.partial(_multiply, cta, acc, item.start)
+        pl.when(is_dv)(lambda: multiply(cta.steps_k, plain))
+        pl.when(~is_dv)(lambda: multiply(cta.steps_v, times_transposed))
 
     def multiply_scores(acc):
-        multiply = functools.partial(_multiply, cta, acc, item.first_score_step, item.num_tiles)
+        multiply = functools.partial(_multiply, cta, acc, item.first["scores"], item.num_tiles)
         pl.when(is_dq)(lambda: multiply(plain))
         pl.when(~is_dq)(lambda: multiply(transposed_times))
 
@@ -512,7 +517,7 @@ class ParallelBwDQKVTiles(RingTiles):
     computes_scores: bool
 
     def items(self, p: Problem) -> int:
-        items_per_chunk = _items_per_chunk(_items(p, self.siz_b_DHHV, normalise=True))
+        items_per_chunk = _items_per_chunk(_items(p, self.siz_b_DHHV))
         return p.BNH * p.NC * (1 if self.computes_scores else items_per_chunk)
 
     def scratch(self, p: Problem, dtype, *, normalise: bool = True, **options) -> dict[str, Any]:

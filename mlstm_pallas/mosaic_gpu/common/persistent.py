@@ -31,7 +31,7 @@ class PersistentKernel:
     """A CTA of a kernel, as one of its warpgroups sees it.
 
     Attributes:
-      readers: the number of warpgroups that share the copying; 0: a third warpgroup copies.
+      has_producer: whether a third warpgroup copies; otherwise the two share the copying.
       refs: the references of the kernel, by name.
       program: the index of the CTA.
       num_items: the number of its items.
@@ -42,7 +42,7 @@ class PersistentKernel:
       rings: all rings whose number of steps is known from the start.
     """
 
-    readers = 2
+    has_producer = False
     ring: CopyRing
     rings: Sequence[CopyRing] = ()
 
@@ -113,11 +113,11 @@ class PersistentKernel:
 
         for ring in self.rings:
             ring.prologue()
-        if self.ring.readers:
-            main_loop()
-        else:
+        if self.has_producer:
             pl.when(self.wg < 2)(main_loop)
             pl.when(self.wg == 2)(self.copy)
+        else:
+            main_loop()
         for ring in self.rings:
             ring.epilogue()
 
@@ -140,7 +140,7 @@ def persistent_call(
         entry,
         name=name,
         grid={"program": call.tiles.num_ctas},
-        warpgroups=2 if kernel.readers else 3,
+        warpgroups=3 if kernel.has_producer else 2,
         outputs=outputs,
         scratch=scratch,
         interpret=call.interpret,
