@@ -244,7 +244,8 @@ def parallel_bw_dP(
     """
     p, dtype, g, z = call.problem, x.matQ.dtype, x.gates.per_step(), x.vecZ
     reads_h, slopes = x.matH is not None, NormaliserGradients()
-    if normaliser is not None:  # the gradients are linear in delta
+    if normaliser is not None:
+        # Linear in delta, so those for a delta of 1 are the slopes that the kernel multiplies.
         slopes = normaliser.gradients(jnp.ones_like(z), z, g.vecM)
     matrix = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype)
     delta = float32(p.BNH, p.S) if reads_h else None

@@ -116,11 +116,11 @@ class _Item(NamedTuple):
     role: Any
     row: Any
     column: Any
-    start: Any  # its first step, among all steps of the CTA
-    first: dict[str, Any]  # the first step of each phase
-    end: Any  # the first step behind it
     num_tiles: Any  # of P or dP
     first_tile: Any  # the index in the chunk of the first one
+    start: Any  # its first step, among all steps of the CTA
+    first: Any = None  # the first step of each phase
+    end: Any = None  # the first step behind it
 
 
 class _Kernel(PersistentKernel):
@@ -184,12 +184,11 @@ class _Kernel(PersistentKernel):
             # A CTA's long items of dk or dv follow short ones of dq.
             if few and (role in (_DK, _DV)) != self.p.reverse:
                 row = items.rows - 1 - row
-            num_tiles, first_tile = _tile_steps(role, row, self.p)
-            phases = _phases(self, role, num_tiles)
-            first = {x: step + phases.first.get(x, 0) for x in _PHASES}
-            steps = step, first, step + phases.num_steps
             position = head, chunk, np.int32(role), row, column
-            candidate = _Item(*position, *steps, num_tiles, first_tile)
+            candidate = _Item(*position, *_tile_steps(role, row, self.p), step)
+            phases = _phases(self, role, candidate)
+            first = {x: step + phases.first.get(x, 0) for x in _PHASES}
+            candidate = candidate._replace(first=first, end=step + phases.num_steps)
             # The item is that of the last role whose items do not start behind it.
             select = functools.partial(jnp.where, x >= start)
             item = candidate if item is None else jax.tree.map(select, candidate, item)
@@ -209,8 +208,7 @@ class _Kernel(PersistentKernel):
     def copy(self) -> None:
         def copy_item(item):
             for role in _ROLES:
-                phases = _phases(self, role, item.num_tiles)
-                load = functools.partial(phases.load, self.ring, item.start, item)
+                load = functools.partial(_phases(self, role, item).load, self.ring, item.start)
                 pl.when(item.role == role)(load)
 
         self.ring.epilogue(self.for_each_item(copy_item))
@@ -257,18 +255,14 @@ def _sources(refs, role: int) -> _Sources:
     return _Sources(k, refs.dC_gmem, refs.P_gmem, refs.dh_gmem)
 
 
-def _phases(cta: _Kernel, role: int, num_tiles) -> Phases:
-    """The steps of an item. Each has a tile of the left operand and one of the right operand.
-
-    num_tiles: of P or dP.
-    """
+def _phases(cta: _Kernel, role: int, item: _Item) -> Phases:
+    """The steps of an item. Each has a tile of the left operand and one of the right operand."""
     refs, left, right = cta.refs, cta.left, cta.right
+    rows, columns = block(item.row, ROWS), block(item.column, cta.columns)
+    state = item.head, item.chunk
 
-    def rows_and_columns(item):
-        return block(item.row, ROWS), block(item.column, cta.columns)
-
-    def both_states(item, j, copy):
-        position = item.head, item.chunk, block(item.row, ROWS), block(j, DEPTH)
+    def both_states(j, copy):
+        position = *state, rows, block(j, DEPTH)
         copy(refs.C_gmem.at[position], left)
         copy(refs.dC_gmem.at[position], cta.right_transposed, slice(ROWS))
 
@@ -276,35 +270,30 @@ def _phases(cta: _Kernel, role: int, num_tiles) -> Phases:
         return Phases(states=Phase(cta.steps_v, (both_states,)))
     x = _sources(refs, role)
 
-    def state_operands(item, j, copy):
-        (rows, columns), depth = rows_and_columns(item), block(j, DEPTH)
+    def state_operands(j, copy):
+        depth = block(j, DEPTH)
         copy(cta.in_chunk(x.rows, item).at[rows, depth], left)
-        states = x.states.at[item.head, item.chunk]
         if role == _DV:
-            copy(states.at[depth, columns], right)
+            copy(x.states.at[(*state, depth, columns)], right)
         else:
-            copy(states.at[columns, depth], cta.right_transposed)
+            copy(x.states.at[(*state, columns, depth)], cta.right_transposed)
 
-    def dotted(item, j, copy):
-        rows, columns = rows_and_columns(item)
+    def dotted(j, copy):
         start = rows.start + j * WG_ROWS
         _copy_halves(copy, cta.in_chunk(x.dotted, item), start, WG_ROWS, right, columns)
 
-    def vector(item, _, copy):
-        start = rows_and_columns(item)[1].start
-        state = x.vectors.at[item.head, item.chunk]
-        _copy_halves(copy, state, start, cta.columns, cta.right_vector)
+    def vector(_, copy):
+        _copy_halves(copy, x.vectors.at[state], columns.start, cta.columns, cta.right_vector)
 
-    def score_operands(item, j, copy):
-        (rows, columns), others = rows_and_columns(item), block(item.first_tile + j, DEPTH)
-        scores = cta.in_chunk(x.scores, item)
+    def score_operands(j, copy):
+        others, scores = block(item.first_tile + j, DEPTH), cta.in_chunk(x.scores, item)
         if role == _DQ:
             copy(scores.at[rows, others], left)
         else:
             copy(scores.at[others, rows], cta.left_transposed)
         copy(cta.in_chunk(x.others, item).at[others, columns], right)
 
-    scores = Phase(num_tiles, (score_operands,))
+    scores = Phase(item.num_tiles, (score_operands,))
     if role == _DV:
         return Phases(states=Phase(cta.steps_k, (state_operands,)), scores=scores)
     return Phases(

@@ -253,8 +253,7 @@ def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
             pl.when((j == 0) & (c.index > 0))(lambda: c.k_ring.refill(c.index - 1))
 
         last = c.steps("scores", num_steps - 1)
-        queries = [step for y in range(c.parts) for step in c.steps("queries", y)]
-        for y, q in enumerate(queries):
+        for y, q in enumerate(queries := c.steps("queries")):
             slot = ring.wait(q)
             if y == 0:
                 c.k_ring.wait(c.index)
@@ -390,8 +389,7 @@ def _weighted(
 ) -> list[Array]:
     """The scaled inter-chunk parts of dq and dk, a tile each; stores q . dq and k . dk."""
     inter, q_dots, k_dots = [], [], []
-    for y in range(c.parts):
-        (q,) = c.steps("queries_again", y)
+    for y, q in enumerate(c.steps("queries_again")):
         c.ring.wait(q)
         dq, dk = (x[:, y * c.depth : (y + 1) * c.depth] for x in gradients)
         columns, n = c.columns(y), dq.shape[1]
@@ -409,8 +407,7 @@ def _weighted(
 
 def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
     """Adds the intra-chunk parts to dq and dk and stores them."""
-    refs, parts = c.refs, range(c.parts)
-    queries = [step for y in parts for step in c.steps("queries_again", y)]
+    refs, parts, queries = c.refs, range(c.parts), c.steps("queries_again")
 
     def multiply_dP(*sums):
         for y in parts:

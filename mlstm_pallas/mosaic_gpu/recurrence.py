@@ -191,15 +191,17 @@ def _recurrence(
         if out.matX is not None:
             matX = out.matX.at[head, chunk]
             _store_state(index, XT, matX, matX_columns, columns, out_smem.at[wg])
-        if not sums_vector:
-            (XT,) = products.onto(functools.partial(add, index), XT * decay)
-            return XT, None, following
-        if out.vecX is not None:
-            stores_vector(lambda: write(out.vecX.at[head, chunk, vector_rows], vector))
-        # Only ``all_from_zeros`` returns other values beside the accumulators.
-        total, added = products.all_from_zeros(functools.partial(add, index), (WG_ROWS, rows))
-        sums = products.sum_over_rows(total, sum_smem.at[wg])
-        return XT * decay + added, vector * decay + sums, following
+        add_chunk = functools.partial(add, index)
+        if sums_vector:
+            if out.vecX is not None:
+                stores_vector(lambda: write(out.vecX.at[head, chunk, vector_rows], vector))
+            # ``onto`` returns no other values beside the accumulators.
+            total, added = products.all_from_zeros(add_chunk, (WG_ROWS, rows))
+            sums = products.sum_over_rows(total, sum_smem.at[wg])
+            XT, vector = XT * decay + added, vector * decay + sums
+        else:
+            (XT,) = products.onto(add_chunk, XT * decay)
+        return XT, vector, following
 
     for y in rings:
         y.prologue()

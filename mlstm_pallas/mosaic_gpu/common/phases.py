@@ -37,45 +37,42 @@ class Phase(NamedTuple):
     operands: Sequence[Operand]
     descending: bool = False
 
-    @property
-    def num_steps(self):
-        return self.repeats * len(self.operands)
-
     def nth(self, j):
         """The index of the j-th repeat."""
         return self.repeats - 1 - j if self.descending else j
 
 
-class Phases:
+class Phases(dict[str, Phase]):
     """The phases of an item, in order; first: the first step of each, counted from the item's."""
 
     def __init__(self, **phases: Phase) -> None:
-        self.phases, self.first = phases, dict[str, Any]()
-        self.num_steps: Any = 0
+        super().__init__(phases)
+        self.first, self.num_steps = dict[str, Any](), 0
         for name, x in phases.items():
             self.first[name] = self.num_steps
-            self.num_steps += x.num_steps
+            self.num_steps += x.repeats * len(x.operands)
 
-    def __getitem__(self, name: str) -> Phase:
-        return self.phases[name]
+    def steps(self, start, name: str, j=None) -> list[Any]:
+        """The steps in the ring of a phase's j-th repeat, of all repeats without j.
 
-    def steps(self, start, name: str, j=0) -> list[Any]:
-        """The steps in the ring of a phase's j-th repeat; start: the item's first step."""
-        count = len(self[name].operands)
-        return [start + self.first[name] + count * j + x for x in range(count)]
+        start: the item's first step.
+        """
+        x, start = self[name], start + self.first[name]
+        repeats, count = range(x.repeats) if j is None else [j], len(x.operands)
+        return [start + j * count + n for j in repeats for n in range(count)]
 
     def of_item(self, index) -> Callable[..., list[Any]]:
         """steps(name, j) of a CTA's index-th item, if all its items have equally many steps."""
         return functools.partial(self.steps, index * self.num_steps)
 
-    def load(self, ring: CopyRing, start, *item) -> None:
-        """Loads all steps of an item into the ring of a producer."""
-        for name, x in self.phases.items():
+    def load(self, ring: CopyRing, start) -> None:
+        """Loads all steps of an item, which the operands know, into the ring of a producer."""
+        for name, x in self.items():
 
             @each(x.repeats)
             def load_repeat(j, name=name, x=x):
                 for step, operand in zip(self.steps(start, name, j), x.operands, strict=True):
-                    ring.load(step, functools.partial(operand, *item, x.nth(j)))
+                    ring.load(step, functools.partial(operand, x.nth(j)))
 
     def ring(self, barriers: RingBarriers, num_items, item: Callable[[Any], Any]) -> CopyRing:
         """The ring of a CTA; item(index): what operands get to know of the CTA's items."""
@@ -90,19 +87,17 @@ class Phases:
 
         An operand of several phases has one body, because copies are long code.
         """
-        numbers: dict[Operand, list[int]] = {}
+        operands: list[Operand] = []
         chosen: Any = None
-        count = 0
-        for name, x in self.phases.items():
+        for name, x in self.items():
             j, place = unravel(step - self.first[name], len(x.operands))
-            candidate = count + place, x.nth(j)
+            candidate = len(operands) + place, x.nth(j)
             # The step is that of the last phase that has begun.
             select = functools.partial(jnp.where, step >= self.first[name])
             chosen = jax.tree.map(select, candidate, chosen) if chosen else candidate
-            for operand in x.operands:
-                numbers.setdefault(operand, []).append(count)
-                count += 1
+            operands += x.operands
         number, index = chosen
-        for operand, places in numbers.items():
-            is_chosen = functools.reduce(operator.or_, (number == n for n in places))
+        for operand in dict.fromkeys(operands):
+            places = (number == n for n, x in enumerate(operands) if x == operand)
+            is_chosen = functools.reduce(operator.or_, places)
             pl.when(is_chosen)(functools.partial(operand, *item, index, copy))
