@@ -137,8 +137,8 @@ class _Kernel(PersistentKernel):
         position = block(self.tile(chunk, i), TILE), block(column, DEPTH)
         copy(head_of(self.refs.h_gmem, head, self.p).at[position], self.refs.h_smem)
 
-    def multiply(self) -> None:
-        each(self.num_items)(functools.partial(_multiply, self))
+    def consume(self) -> None:
+        each(self.num_items)(functools.partial(_run_item, self))
 
 
 def _scores_dA_and_delta(cta: _Kernel, index, tile_rows):
@@ -158,7 +158,7 @@ def _scores_dA_and_delta(cta: _Kernel, index, tile_rows):
         @each(cta.phases["scores"].repeats)
         def add_scores(j):
             (step,) = steps("scores", j)
-            ring.multiply(step, add_to(scores_acc), follows=j > 0)
+            ring.mma(step, add_to(scores_acc), follows=j > 0)
 
         def add_dA(j, delta):
             def add_delta(slot):
@@ -166,7 +166,7 @@ def _scores_dA_and_delta(cta: _Kernel, index, tile_rows):
                 return delta + h_ring.row_products(h, dh, cta.refs.h_smem, tile_rows)
 
             (step,) = steps("dA", j)
-            return ring.multiply(step, add_to(dA_acc), add_delta if h_ring else None)
+            return ring.mma(step, add_to(dA_acc), add_delta if h_ring else None)
 
         delta = products.zeros(WG_ROWS, layout=BY_ROWS) if h_ring else None
         delta = loop(steps_v, add_dA, delta)
@@ -177,7 +177,7 @@ def _scores_dA_and_delta(cta: _Kernel, index, tile_rows):
     return products.all_from_zeros(issue, (WG_ROWS, TILE), (WG_ROWS, TILE))
 
 
-def _multiply(cta: _Kernel, index) -> None:
+def _run_item(cta: _Kernel, index) -> None:
     """Computes and stores P, dP, the sums of W and delta of an item."""
     refs, wg = cta.refs, cta.wg
     head, chunk, i, j = cta.item(index)

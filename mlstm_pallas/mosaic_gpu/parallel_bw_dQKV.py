@@ -205,7 +205,7 @@ class _Kernel(PersistentKernel):
 
         return loop(self.num_items, one, np.int32(0))
 
-    def copy(self) -> None:
+    def produce(self) -> None:
         def copy_item(item):
             for role in _ROLES:
                 load = functools.partial(_phases(self, role, item).load, self.ring, item.start)
@@ -213,13 +213,13 @@ class _Kernel(PersistentKernel):
 
         self.ring.epilogue(self.for_each_item(copy_item))
 
-    def multiply(self) -> None:
-        def multiply_item(item):
+    def consume(self) -> None:
+        def run_item(item):
             is_inner = item.role == _INNER
             pl.when(is_inner)(functools.partial(_inner_C_dC, self, item))
             pl.when(~is_inner)(functools.partial(_gradient, self, item))
 
-        self.for_each_item(multiply_item)
+        self.for_each_item(run_item)
         refs = self.refs
         self.clear(refs.out_smem.at[self.wg, 0], refs.dq, refs.dk, refs.dv)
 
@@ -318,14 +318,14 @@ def _inner_C_dC(cta: _Kernel, item: _Item) -> None:
     cta.refs.inner_C_dC.at[item.head, item.chunk, cta.rows(item)][...] = sums
 
 
-def _multiply(
+def _add_products(
     cta: _Kernel, accumulator, start, count, operands: Callable[[Any], Sequence[Any]]
 ) -> None:
     """Adds the products of operands(slot) over ``count`` steps."""
 
     @each(count)
     def add(j):
-        cta.ring.multiply(
+        cta.ring.mma(
             start + j, lambda slot: products.add(accumulator, *operands(slot)), follows=j > 0
         )
 
@@ -403,14 +403,14 @@ def _gradient(cta: _Kernel, item: _Item) -> None:
         return cta.left_transposed.at[slot, :, tile_rows].T, cta.right.at[slot]
 
     def multiply_states(acc):
-        multiply = functools.partial(_multiply, cta, acc, item.start)
-        pl.when(is_dv)(lambda: multiply(cta.steps_k, plain))
-        pl.when(~is_dv)(lambda: multiply(cta.steps_v, times_transposed))
+        add = functools.partial(_add_products, cta, acc, item.start)
+        pl.when(is_dv)(lambda: add(cta.steps_k, plain))
+        pl.when(~is_dv)(lambda: add(cta.steps_v, times_transposed))
 
     def multiply_scores(acc):
-        multiply = functools.partial(_multiply, cta, acc, item.first["scores"], item.num_tiles)
-        pl.when(is_dq)(lambda: multiply(plain))
-        pl.when(~is_dq)(lambda: multiply(transposed_times))
+        add = functools.partial(_add_products, cta, acc, item.first["scores"], item.num_tiles)
+        pl.when(is_dq)(lambda: add(plain))
+        pl.when(~is_dq)(lambda: add(transposed_times))
 
     # Loaded before the product and used after it, so that their latency is hidden.
     query_weights, key_weights, inv_den, dz_den = (

@@ -127,8 +127,8 @@ class Kernel(PersistentKernel):
             if x is not None:
                 copy(x.at[head, chunk], refs.vectors_smem, y, slice(self.p.DHQK))
 
-    def multiply(self) -> None:
-        each(self.num_items)(lambda index: _multiply(_Chunk(self, index)))
+    def consume(self) -> None:
+        each(self.num_items)(lambda index: _run_chunk(_Chunk(self, index)))
         refs = self.refs
         if refs.tiles_empty is not None:
             has_items = self.active is None or self.num_items > 0
@@ -440,7 +440,7 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
         c.store([(x, tile, *position) for (x, position), tile in remaining])
 
 
-def _multiply(c: _Chunk) -> None:
+def _run_chunk(c: _Chunk) -> None:
     """Runs both phases of a chunk."""
     refs = c.refs
     diagonal, below, weights, key_weights = _blocks_and_weights(c)

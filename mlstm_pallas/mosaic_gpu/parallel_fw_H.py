@@ -80,7 +80,7 @@ def _add_q_C(acc, q_smem, C_smem, wg, ring):
     @each(steps)
     def add(x):
         q = q_smem.at[wg, x]
-        ring.multiply(x, lambda slot: products.add(acc, q, C_smem.at[slot, :atom]), follows=x > 0)
+        ring.mma(x, lambda slot: products.add(acc, q, C_smem.at[slot, :atom]), follows=x > 0)
 
     products.wait(0)
     if ring.num_slots > 1:

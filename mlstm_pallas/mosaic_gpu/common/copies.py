@@ -252,7 +252,7 @@ class CopyRing:
         if not self.has_producer:
 
             @each(self.num_slots)
-            def first(step):
+            def fill(step):
                 self._by_copier(step, step < self.steps, lambda: self.load(step))
 
     def refill(self, *steps) -> None:
@@ -271,7 +271,7 @@ class CopyRing:
         self.release(*steps)
         self.refill(*steps)
 
-    def multiply(self, step, issue: Callable[..., None], work=None, *, follows: Any = True):
+    def mma(self, step, issue: Callable[..., None], work=None, *, follows: Any = True):
         """Starts a step's product, which runs beside the product of the preceding step.
 
         Once the preceding product has ended, its step is released and its slot refilled. The caller
