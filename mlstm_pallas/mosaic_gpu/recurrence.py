@@ -191,15 +191,14 @@ def _recurrence(
         if out.matX is not None:
             matX = out.matX.at[head, chunk]
             _store_state(index, XT, matX, matX_columns, columns, out_smem.at[wg])
-        add_chunk = functools.partial(add, index)
         if sums_vector:
             if out.vecX is not None:
                 stores_vector(lambda: write(out.vecX.at[head, chunk, vector_rows], vector))
-            total, added = products.all_from_zeros(add_chunk, (WG_ROWS, rows))
+            total, added = products.all_from_zeros(lambda acc: add(index, acc), (WG_ROWS, rows))
             XT = XT * decay + added
             vector = vector * decay + products.sum_over_rows(total, sum_smem.at[wg])
         else:
-            (XT,) = products.onto(add_chunk, XT * decay)
+            (XT,) = products.onto(lambda acc: add(index, acc), XT * decay)
         return XT, vector, following
 
     for y in rings:
