@@ -6,8 +6,8 @@ gradients of a chunk in one CTA.
 An item of ``persistent.py`` is a block of 128 rows and siz_b_DHHV columns of dq, dk or dv, or 128
 rows of the states for <C_c, dC_{c+1}>. The last block of a head may reach beyond it, where TMA
 reads zeros and writes nothing. An item is a sequence of steps, each with one tile of the left
-operand and one of the right operand. One warpgroup copies the tiles num_stages steps ahead, across
-items too. Two warpgroups multiply, 64 rows each. The accumulator gets the product with the state,
+operand and one of the right operand. A producer copies the tiles num_stages steps ahead, across
+items too. Two consumers have 64 rows each. The accumulator gets the product with the state,
 which is then scaled, and after that the products with the tiles of P or dP. Between the two it is
 read a part of its columns at a time, so that 168 registers per thread are enough.
 

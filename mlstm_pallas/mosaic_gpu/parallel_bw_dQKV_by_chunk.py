@@ -1,21 +1,21 @@
 """parallel_bw_dQKV on Mosaic GPU, with one CTA that computes P, dP and all gradients of a chunk.
 
-L is 128, and DHQK is at most 128. An item of ``persistent.py`` is a chunk. Two warpgroups
-multiply, each for 64 rows of the chunk. Tiles of 64 or 96 columns are copied num_stages tiles
-ahead, across chunks too. The last tile of a head may reach beyond it, where it has zeros. k stays
+L is 128, and DHQK is at most 128. An item of ``persistent.py`` is a chunk. Each of the two
+warpgroups has 64 rows of it. Tiles of 64 or 96 columns are copied num_stages tiles ahead, across
+chunks too. The last tile of a head may reach beyond it, where it has zeros. k stays
 in shared memory for the whole chunk. Up to DHQK 64 there is room for the k of the next chunk as
 well; beyond 64 its copy waits for the end of the chunk.
 
 The two warpgroups share the copying and have 255 registers per thread.
 
-The first phase of a chunk computes dh . v over DHV and q . k over DHQK, and from these P, dP and
-the sums of W. P and dP stay in shared memory. Each warpgroup computes the block of 64 x 64 on the
-diagonal that has its queries, and half the keys of the block below the diagonal.
+The phase "scores" of a chunk computes dh . v over DHV, and "queries" q . k over DHQK; P, dP and
+the sums of W follow from these. P and dP stay in shared memory. Each warpgroup computes the block
+of 64 x 64 on the diagonal that has its queries, and half the keys of the block below the diagonal.
 
-In the second phase a warpgroup keeps its rows of dq and dk, 64 x DHQK each, in registers, and the
-columns of v and dh are read once more. A step reads tiles of v, dC, C and dh from shared memory,
-adds to dq, dk and <C_c, dC_{c+1}>, and computes a tile of dv. This phase reads v and dh in
-reverse order, because their last columns are still in the L2.
+In the phase "gradients" a warpgroup keeps its rows of dq and dk, 64 x DHQK each, in registers, and
+the columns of v and dh are read once more. A repeat reads tiles of v, dC, C and dh from shared
+memory, adds to dq, dk and <C_c, dC_{c+1}>, and computes a tile of dv. The order is descending,
+because the last columns of v and dh are still in the L2.
 """
 
 import dataclasses
@@ -84,16 +84,16 @@ class Kernel(PersistentKernel):
         super().__init__(*args)
         refs, p, chunks = self.refs, self.p, self.num_items
         self.depth = tile_columns(p)
-        self.steps, self.parts = blocks_over(p.DHV, self.depth), blocks_over(p.DHQK, self.depth)
+        blocks, self.parts = blocks_over(p.DHV, self.depth), blocks_over(p.DHQK, self.depth)
         self.state_rows = rounded_up(p.DHQK, WG_ROWS)  # in a tile: 64 or 128
         q, v, dh = (
             functools.partial(self.copy_rows, x) for x in (refs.q_gmem, refs.v_gmem, refs.dh_gmem)
         )
         C, dC = (functools.partial(self.copy_state, x) for x in (refs.C_gmem, refs.dC_gmem))
         self.phases = Phases(  # the tiles of a chunk, each a block of columns
-            scores=Phase(self.steps, (dh, v)),
+            scores=Phase(blocks, (dh, v)),
             queries=Phase(self.parts, (q,)),
-            gradients=Phase(self.steps, (v, dC, C, dh), descending=True),
+            gradients=Phase(blocks, (v, dC, C, dh), descending=True),
             queries_again=Phase(self.parts, (q,)),
         )
         products.guard(refs.tiles_full, refs.P_smem, refs.dP_smem)
