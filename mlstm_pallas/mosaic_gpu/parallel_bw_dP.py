@@ -31,7 +31,7 @@ from mlstm_pallas.formulas.normaliser import (
     NormaliserGradients,
     query_scale,
 )
-from mlstm_pallas.formulas.tiles import blocks, blocks_over, each, loop, triangle_tile
+from mlstm_pallas.formulas.tiles import blocks, blocks_over, fori, loop, triangle_tile
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.common.fragments import (
@@ -138,7 +138,7 @@ class _Kernel(PersistentKernel):
         copy(head_of(self.refs.h_gmem, head, self.p).at[position], self.refs.h_smem)
 
     def consume(self) -> None:
-        each(self.num_items)(functools.partial(_run_item, self))
+        fori(self.num_items)(functools.partial(_run_item, self))
 
 
 def _scores_dA_and_delta(cta: _Kernel, index, tile_rows):
@@ -155,7 +155,7 @@ def _scores_dA_and_delta(cta: _Kernel, index, tile_rows):
         )
 
     def issue(scores_acc, dA_acc):
-        @each(cta.phases["scores"].repeats)
+        @fori(cta.phases["scores"].repeats)
         def add_scores(j):
             (step,) = steps("scores", j)
             ring.mma(step, add_to(scores_acc), follows=j > 0)

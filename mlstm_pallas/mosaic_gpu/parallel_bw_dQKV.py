@@ -27,7 +27,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
-from mlstm_pallas.formulas.tiles import blocks_over, each, loop, rounded_up
+from mlstm_pallas.formulas.tiles import blocks_over, fori, loop, rounded_up
 from mlstm_pallas.mosaic_gpu import parallel_bw_dQKV_by_chunk as chunkwise
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
@@ -323,7 +323,7 @@ def _add_products(
 ) -> None:
     """Adds the products of operands(slot) over ``count`` steps."""
 
-    @each(count)
+    @fori(count)
     def add(j):
         cta.ring.mma(
             start + j, lambda slot: products.add(accumulator, *operands(slot)), follows=j > 0

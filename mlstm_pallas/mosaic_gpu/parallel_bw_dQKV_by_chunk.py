@@ -28,7 +28,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
-from mlstm_pallas.formulas.tiles import blocks_over, each, loop, remainder, rounded_up
+from mlstm_pallas.formulas.tiles import blocks_over, fori, loop, remainder, rounded_up
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.common.fragments import (
@@ -128,7 +128,7 @@ class Kernel(PersistentKernel):
                 copy(x.at[head, chunk], refs.vectors_smem, y, slice(self.p.DHQK))
 
     def consume(self) -> None:
-        each(self.num_items)(lambda index: _run_chunk(_Chunk(self, index)))
+        fori(self.num_items)(lambda index: _run_chunk(_Chunk(self, index)))
         refs = self.refs
         if refs.tiles_empty is not None:
             has_items = self.active is None or self.num_items > 0
@@ -243,7 +243,7 @@ def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
     def issue(*sums):
         scores, dA = sums[:2], sums[2:]
 
-        @each(num_steps)
+        @fori(num_steps)
         def add(j):
             dh, v = c.steps("scores", j)
             add_blocks(dA, slots.at[ring.wait(dh)], slots.at[ring.wait(v)])
@@ -324,7 +324,7 @@ def _write_diagonal(c: _Chunk, diagonal: _Block) -> None:
 def _add_for_keys(c: _Chunk, accumulator, tile, x, columns=slice(None)) -> None:
     """Adds the tile times columns of x, over the queries from the warpgroup's keys on."""
 
-    @each(2 - c.wg)
+    @fori(2 - c.wg)
     def add(j):
         products.add(
             accumulator,
@@ -412,7 +412,7 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
     def multiply_dP(*sums):
         for y in parts:
 
-            @each(c.wg + 1)
+            @fori(c.wg + 1)
             def add_keys(j, y=y):
                 """The keys up to the warpgroup's queries."""
                 dP = refs.dP_smem.at[block(c.wg + j, WG_ROWS)].T

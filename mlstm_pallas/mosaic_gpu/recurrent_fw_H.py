@@ -24,7 +24,7 @@ from mlstm_pallas.formulas.tiles import (
     blocks,
     blocks_over,
     divide,
-    each,
+    fori,
     loop,
     remainder,
     rounded_up,
@@ -210,7 +210,7 @@ def _kernel(
     def clear():
         """Stores zeros in chunks of h."""
         write_out(h_tile, products.zeros(*h_tile.shape), 0)
-        each(part.zeros)(lambda chunk: copy_out(h_tile, h_of(chunk), within))
+        fori(part.zeros)(lambda chunk: copy_out(h_tile, h_of(chunk), within))
 
     (ring := CopyRing(barriers, part.num_chunks, load_slot)).prologue()
     rows_of = (pl.ds(launch * rows + start, size) for start, size in pieces)

@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.tiles import each, remainder, rounded_up
+from mlstm_pallas.formulas.tiles import fori, remainder, rounded_up
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.inline_mlir import (
     GROUP,
@@ -251,7 +251,7 @@ class CopyRing:
         """Starts the copies of the first steps, one per slot."""
         if not self.has_producer:
 
-            @each(self.num_slots)
+            @fori(self.num_slots)
             def fill(step):
                 self._by_copier(step, step < self.steps, lambda: self.load(step))
 

@@ -11,7 +11,7 @@ from typing import Any
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.tiles import blocks_over, divide, each
+from mlstm_pallas.formulas.tiles import blocks_over, divide, fori
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_out, head_of, write_out
 from mlstm_pallas.mosaic_gpu.common.launch import (
@@ -90,17 +90,17 @@ class PersistentKernel:
         p, num_active = self.p, self.active[0][0]
         write_out(tile, products.zeros(*tile.shape), 0)
 
-        @each(self.share_of(p.BNH * p.NC - num_active))
+        @fori(self.share_of(p.BNH * p.NC - num_active))
         def clear_chunk(index):
             head, chunk = self.head_and_chunk(num_active + self.item_of(index))
 
-            @each(p.L // (2 * WG_ROWS))
+            @fori(p.L // (2 * WG_ROWS))
             def clear_rows(pair):
                 rows = block(chunk * (p.L // WG_ROWS) + 2 * pair + self.wg, WG_ROWS)
                 for x in outputs:
                     steps = head_of(x, head, p)
 
-                    @each(blocks_over(x.shape[-1], tile.shape[1]))
+                    @fori(blocks_over(x.shape[-1], tile.shape[1]))
                     def clear_tile(column, steps=steps):
                         copy_out(tile, steps.at[rows, block(column, tile.shape[1])])
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.tiles import each
+from mlstm_pallas.formulas.tiles import fori
 from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, RingBarriers
 from mlstm_pallas.mosaic_gpu.common.launch import unravel
 
@@ -69,7 +69,7 @@ class Phases(dict[str, Phase]):
         """Loads all steps of an item, which the operands know, into the ring of a producer."""
         for name, x in self.items():
 
-            @each(x.repeats)
+            @fori(x.repeats)
             def load_repeat(j, name=name, x=x):
                 for step, operand in zip(self.steps(start, name, j), x.operands, strict=True):
                     ring.load(step, functools.partial(operand, x.nth(j)))
