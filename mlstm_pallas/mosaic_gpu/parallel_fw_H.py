@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.formulas.tiles import blocks, each, loop
+from mlstm_pallas.formulas.tiles import blocks, fori, loop
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
     CopyRing,
@@ -77,10 +77,10 @@ def _add_q_C(acc, q_smem, C_smem, wg, ring):
     """acc += q C, over the first steps of the ring."""
     _, steps, _, atom = q_smem.shape
 
-    @each(steps)
+    @fori(steps)
     def add(x):
         q = q_smem.at[wg, x]
-        ring.multiply(x, lambda slot: products.add(acc, q, C_smem.at[slot, :atom]), follows=x > 0)
+        ring.mma(x, lambda slot: products.add(acc, q, C_smem.at[slot, :atom]), follows=x > 0)
 
     products.wait(0)
     if ring.num_slots > 1:
@@ -95,7 +95,7 @@ def _add_q_k(acc, q, k):
         products.add(acc, q.at[x], k.at[:, block(x, atom)].T)
 
     if parts * atom > 256:  # in a loop, because eight unrolled products spill
-        return each(parts)(add)
+        return fori(parts)(add)
     for x in range(parts):
         add(x)
 
@@ -208,7 +208,7 @@ def _kernel(
     )
     num *= across_columns(row_scale, siz_b_DHHV)
     num, z = loop(tile + 1, join_keys, (num, z))
-    each(num_tiles - tile - 1)(skip_keys)
+    fori(num_tiles - tile - 1)(skip_keys)
     if normaliser is not None:
         num *= across_columns(1.0 / normaliser.denominator(z, m), siz_b_DHHV)
 

@@ -102,7 +102,7 @@ def _left(b, weights):
 def _recurrence(
     x,  # a Recurrence; matX_initial is transposed, one per split
     out,  # RecurrenceOutputs
-    is_first,  # whether the CTA computes b . h or x, if any
+    with_sums,  # whether the CTA computes b . h or x, if any
     head,  # splits count as heads
     at,  # where the last state is stored
     stores_last,  # whether it is
@@ -128,7 +128,7 @@ def _recurrence(
     # The warpgroup's rows of x. In a block of up to 64 rows all warpgroups have the same ones.
     x_size, x_part = min(rows, WG_ROWS), wg if rows > WG_ROWS else 0
     vector_rows = block(row_block * (rows // x_size) + x_part, x_size)
-    stores_inner, sums_vector = is_first and x.h is not None, is_first and out.vecX_last is not None
+    stores_inner, sums_vector = (with_sums and y is not None for y in (x.h, out.vecX_last))
 
     def chunk_at(index):
         return num_chunks - 1 - index if x.backward else index
@@ -152,7 +152,7 @@ def _recurrence(
 
     def add(index, accumulator):
         """Adds b^T a of the index-th chunk, and with an x returns the sum of r a."""
-        first, unrolled = index * n, 2 - n % 2
+        start, unrolled = index * n, 2 - n % 2
 
         def issue(slot):
             weights = None if x.r is None else weights_smem.at[slot]
@@ -162,7 +162,7 @@ def _recurrence(
         def beside(tile, total, slot):
             if stores_inner:
                 b = b_smem.at[slot, :, tile_columns]
-                inner = h_ring.row_products(first + tile, b, h_smem, slice(None), tile_columns)
+                inner = h_ring.row_products(start + tile, b, h_smem, slice(None), tile_columns)
                 out.inner.at[head, part, steps_of(index, tile)][...] = inner
             if sums_vector:
                 a = load_float32(a_smem.at[slot, :, block(x_part, x_size)])
@@ -173,12 +173,12 @@ def _recurrence(
             for j in range(unrolled):  # so that each left operand has registers of its own
                 tile = i * unrolled + j
                 beside_it = functools.partial(beside, tile, total)
-                total = ring.multiply(first + tile, issue, beside_it, follows=(j > 0) | (i > 0))
+                total = ring.mma(start + tile, issue, beside_it, follows=(j > 0) | (i > 0))
             return total
 
         total = loop(n // unrolled, tiles, products.zeros(WG_ROWS, x_size) if sums_vector else None)
         products.wait(0)
-        ring.release(first + n - 1)
+        ring.release(start + n - 1)
         return total
 
     stores_vector = pl.when(rows > WG_ROWS or wg == 0)
@@ -191,15 +191,15 @@ def _recurrence(
         if out.matX is not None:
             matX = out.matX.at[head, chunk]
             _store_state(index, XT, matX, matX_columns, columns, out_smem.at[wg])
-        if not sums_vector:
-            (XT,) = products.onto(functools.partial(add, index), XT * decay)
-            return XT, None, following
-        if out.vecX is not None:
-            stores_vector(lambda: write(out.vecX.at[head, chunk, vector_rows], vector))
-        # Only ``all_from_zeros`` returns other values beside the accumulators.
-        total, added = products.all_from_zeros(functools.partial(add, index), (WG_ROWS, rows))
-        sums = products.sum_over_rows(total, sum_smem.at[wg])
-        return XT * decay + added, vector * decay + sums, following
+        if sums_vector:
+            if out.vecX is not None:
+                stores_vector(lambda: write(out.vecX.at[head, chunk, vector_rows], vector))
+            total, added = products.all_from_zeros(lambda acc: add(index, acc), (WG_ROWS, rows))
+            XT = XT * decay + added
+            vector = vector * decay + products.sum_over_rows(total, sum_smem.at[wg])
+        else:
+            (XT,) = products.onto(lambda acc: add(index, acc), XT * decay)
+        return XT, vector, following
 
     for y in rings:
         y.prologue()
@@ -240,11 +240,11 @@ def _kernel(each, outputs, *, p, num_splits, computed, **shared):
         elif out.vecX_last is not None and columns < p.DHV:
             axis = "columns"
         # Two bodies, so that the loop over steps has no branch.
-        for is_first in (True, False) if axis else (True,):
+        for with_sums in (True, False) if axis else (True,):
             here = which == j
             if axis:
-                here &= (lax.axis_index(axis) == 0) == is_first
-            run = functools.partial(_recurrence, x, out, is_first, head, *last, p=p, **shared)
+                here &= (lax.axis_index(axis) == 0) == with_sums
+            run = functools.partial(_recurrence, x, out, with_sums, head, *last, p=p, **shared)
             pl.when(here)(run)
 
 

@@ -24,7 +24,7 @@ from mlstm_pallas.formulas.tiles import (
     blocks,
     blocks_over,
     divide,
-    each,
+    fori,
     loop,
     remainder,
     rounded_up,
@@ -79,7 +79,7 @@ class _Operands(NamedTuple):
 class _Part(NamedTuple):
     """The chunks of a CTA: a whole row, or a part of a ``ChunkList``."""
 
-    first: Any  # chunk, in the arrays that are not in the caller's steps
+    first_chunk: Any  # in the arrays that are not in the caller's steps
     num_chunks: Any
     state: Any  # the place of its states
     has_state: Any = True
@@ -155,7 +155,7 @@ def _kernel(
         chunk = chunk_at(index)
         for name, x in operands._asdict().items():
             if name in ("P", "r", "abar") and x is not None:
-                copy(x.at[head, block(part.first + chunk, L)], slots[name])
+                copy(x.at[head, block(part.first_chunk + chunk, L)], slots[name])
             elif x is not None:
                 columns = state_rows if name in "qk" else v_columns
                 copy(in_head(x).at[steps_of(chunk), columns], slots[name])
@@ -167,7 +167,7 @@ def _kernel(
         slot = ring.wait(index)
         tiles = {name: x.at[slot] for name, x in slots.items()}
         following = chunk_at(lax.min(index + 1, part.num_chunks - 1))
-        next_gamma = gamma_gmem[head, part.first + following]
+        next_gamma = gamma_gmem[head, part.first_chunk + following]
         size = lax.min(part.end - part.begin - chunk * L, np.int32(L)) if in_list else None
         r, abar = (across_rows(load(tiles[x], BY_COLUMNS)) for x in ("r", "abar"))
 
@@ -210,12 +210,12 @@ def _kernel(
     def clear():
         """Stores zeros in chunks of h."""
         write_out(h_tile, products.zeros(*h_tile.shape), 0)
-        each(part.zeros)(lambda chunk: copy_out(h_tile, h_of(chunk), within))
+        fori(part.zeros)(lambda chunk: copy_out(h_tile, h_of(chunk), within))
 
     (ring := CopyRing(barriers, part.num_chunks, load_slot)).prologue()
     rows_of = (pl.ds(launch * rows + start, size) for start, size in pieces)
     CT = [_initial(C_initial_gmem, part, x, columns) for x in rows_of]
-    first = part.first + lax.max(chunk_at(np.int32(0)), np.int32(0))  # there may be no chunks
+    first = part.first_chunk + lax.max(chunk_at(np.int32(0)), np.int32(0))  # there may be no chunks
     CT, _ = loop(part.num_chunks, join, (CT, gamma_gmem[head, first]))
     if C_last_gmem is not None:
         pl.when(part.has_state)(store_last)

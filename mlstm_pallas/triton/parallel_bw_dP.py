@@ -27,7 +27,7 @@ from mlstm_pallas.formulas.tiles import (
     blocks_over,
     causal_mask,
     decay_tile,
-    each,
+    fori,
     product,
     remainder,
     rounded_up,
@@ -116,7 +116,7 @@ def _parallel_bw_dP_kernel(
         if whole > 1 and n > 1:
             after = lax.min(whole - 1 - remainder(i, whole), n - 1 - i)
 
-            @each(jnp.where(i == j, after, 0))
+            @fori(jnp.where(i == j, after, 0))
             def _above(x):
                 above = queries, block_at(p.memory_index(i + 1 + x, n), T)
                 matP[above] = matDeltaP[above] = jnp.zeros((T, T), matP.dtype)
@@ -129,7 +129,7 @@ def _parallel_bw_dP_kernel(
         r = query_scale(w, scale, None if vecInvDen is None else vecInvDen[steps])
         dz_den = None if vecDzDen is None else vecDzDen[steps][:, None]
 
-        @each(blocks_over(DHQK, block_k))
+        @fori(blocks_over(DHQK, block_k))
         def _(x):
             columns = block_at(x, block_k)
             q = matQ[steps, columns].astype(jnp.float32) * r[:, None]

@@ -35,7 +35,7 @@ from mlstm_pallas.formulas.tiles import (
     blocks_over,
     divide,
     dot,
-    each,
+    fori,
     loop,
     pieces,
 )
@@ -92,7 +92,7 @@ def _recurrent_fw_H_kernel(
         all_chunks = divide(end - begin + (L - 1), L)
         chunks = lax.select(part > N, np.int32(0), all_chunks)
 
-        @each(all_chunks - chunks)
+        @fori(all_chunks - chunks)
         def _(chunk):
             matH[steps_of(chunk), :] = jnp.zeros((L, matV.shape[1]), matH.dtype)
 

@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
-from mlstm_pallas.formulas.tiles import block_at, blocks_over, dot, each, loop, sum_of
+from mlstm_pallas.formulas.tiles import block_at, blocks_over, dot, fori, loop, sum_of
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_step import decayed, rounded
@@ -108,7 +108,7 @@ def _scores(x, states, new, weights, call, normaliser, row):
     masked_store(weights.vecRing.at[(tokens, ring)], scores, outer_mask(in_tokens, None))
     barrier(call)
 
-    @each(T)
+    @fori(T)
     def _(t):
         end, (columns, inside) = old + t + 1, whole(DHQK)
         n_dot_q = jnp.sum(
@@ -134,7 +134,7 @@ def _scores(x, states, new, weights, call, normaliser, row):
         )
         weights.vecFlush[...], weights.scaDecay[...] = w, w0
 
-        @each(num_blocks)
+        @fori(num_blocks)
         def _(ik):
             columns, inside = masked_block(ik, block, DHQK)
             K = load_K(columns, inside, age < L).astype(jnp.float32)
@@ -227,7 +227,7 @@ def _read(matQ, states, weights, matC, matC_new, matH, call, row, part, columns,
     def flush():
         decay, block = weights.scaDecay[...], min(size, 32)
 
-        @each(num_blocks)
+        @fori(num_blocks)
         def _(ik):
             K_rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
             at, inside = (*row, K_rows, columns), outer_mask(in_rows, in_columns)
