@@ -30,7 +30,13 @@ from mlstm_pallas.problem.dimensions import MAX_TILE, InputGate, Problem, make_p
 from mlstm_pallas.problem.gpu import UNKNOWN, gpu_of, known_gpu  # noqa: F401
 from mlstm_pallas.stages import HELPERS
 from mlstm_pallas.stages import STAGES as ALL_STAGES
-from mlstm_pallas.stages.stage import Launch, Lowering, ScaledRows, largest_block  # noqa: F401
+from mlstm_pallas.stages.stage import (  # noqa: F401
+    KernelOptions,
+    Launch,
+    Lowering,
+    ScaledRows,
+    largest_block,
+)
 
 plain, tiles_class = planning.plain, dispatch.tiles_class
 

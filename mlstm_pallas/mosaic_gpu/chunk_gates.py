@@ -52,7 +52,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import block, float32, mosaic_call, p
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import InputGate, Problem
 from mlstm_pallas.stages.chunk_gates import Operands
-from mlstm_pallas.stages.stage import Launch
+from mlstm_pallas.stages.stage import KernelOptions, Launch
 
 _INF = float("inf")
 _BLOCK = LANES * STEPS  # steps of a CTA, or chunks that the stabiliser scan joins at a time
@@ -262,7 +262,7 @@ def _launch(
         name=name,
         grid={"cta": shape[0]},
         outputs=outputs,
-        scratch=call.tiles.scratch(p, x.vecI.dtype, input_gate=input_gate),
+        scratch=call.tiles.scratch(p, x.vecI.dtype, KernelOptions(input_gate=input_gate)),
         interpret=call.interpret,
         infer_layouts=False,
         approx_math=False,
@@ -366,20 +366,18 @@ def stabiliser_scan(g: Array, a: Array, scaM_initial: Array, call: Launch) -> Ar
 
 
 class ChunkGatesTiles(HopperTiles):
-    def divides(self, p: Problem, **options) -> bool:
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
         return p.L % 64 == 0 and p.L <= _BLOCK
 
-    def grid(self, p: Problem, **options) -> tuple[int, ...]:
+    def grid(self, p: Problem) -> tuple[int, ...]:
         return _by_cta(p)[:1]
 
-    def scratch(
-        self, p: Problem, dtype, *, input_gate: InputGate = InputGate.EXP, **options
-    ) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
         """Shared memory of chunk_summaries and of chunk_gates."""
         buffer = functools.partial(scan_buffer, rows=LANES, chunk_rows=p.L // STEPS)
         return {
             "bounds": buffer(4),
             "sums": buffer(3),
-            "maxima": None if input_gate is InputGate.SIGMOID else buffer(3),
+            "maxima": None if options.input_gate is InputGate.SIGMOID else buffer(3),
             "ends": plgpu.SMEM((2, LANES, 4), jnp.float32),  # see chunk_ends
         }

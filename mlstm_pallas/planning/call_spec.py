@@ -22,7 +22,7 @@ from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.dimensions import Problem, make_problem, next_power_of_two
 from mlstm_pallas.problem.gpu import HOPPER, UNKNOWN, Gpu, target_gpu
 from mlstm_pallas.problem.validation import check_constant, kernel_dtype
-from mlstm_pallas.stages.stage import Launch, Lowering
+from mlstm_pallas.stages.stage import KernelOptions, Launch, Lowering
 
 # Splits of the fused scan cost a launch and a product over their steps, which shorter splits and
 # narrower heads (a smaller DHQK * DHV) do not repay.
@@ -179,12 +179,11 @@ class Plan:
 
     def _tiles(self, name: str, lowering: Lowering, p: Problem) -> Any:
         """The tiles of a kernel, with the overrides of the config; None: it does not run."""
-        spec, requested, field = self.spec, self.requested(name), f"{lowering.folder}_{name}"
-        gpu = spec.gpu
-        if gpu is UNKNOWN and lowering.folder == "mosaic_gpu":
-            gpu = HOPPER
+        spec, options, field = self.spec, self.options(name), f"{lowering.folder}_{name}"
+        if spec.gpu is UNKNOWN and lowering.folder == "mosaic_gpu":
+            options = dataclasses.replace(options, gpu=HOPPER)
         kernel = tiles_class(name, lowering.folder)
-        planned: Any = kernel and kernel.plan(spec.planned_for(p), spec.dtype, gpu, **requested)
+        planned: Any = kernel and kernel.plan(spec.planned_for(p), spec.dtype, options)
         if planned is None:
             return None
         if lowering.interpret and hasattr(planned, "num_ctas"):
@@ -197,23 +196,24 @@ class Plan:
                 f"fields {', '.join(vars(planned)) or '(it has none)'}"
             )
         tiles = dataclasses.replace(planned, **fields).clamped(p)
-        if tiles.supports(p, **requested):
+        if tiles.supports(p, options):
             return tiles
         raise ValueError(
             f"config.{field} is {fields}, expected tiles that the kernel has for heads of "
             f"{p.DHQK}/{p.DHV} in chunks of {p.L} steps, such as {planned}"
         )
 
-    def requested(self, name: str) -> dict[str, Any]:
-        """What the call asks of a kernel beside its result, as far as its tiles depend on it."""
+    def options(self, name: str) -> KernelOptions:
+        """The options of a kernel as far as the call decides them."""
+        of_kernel = functools.partial(KernelOptions, self.spec.gpu)
         if name == "recurrent_fw_H":
-            return dict(stores=not self.spec.recompute_states_in_bw)
+            return of_kernel(stores_states=not self.spec.recompute_states_in_bw)
         if name == "recurrent_fw_C":
-            return dict(has_vector=True)
+            return of_kernel(has_vector=True)
         if name == "recurrent_bw_dC":
             recurrences = 1 + self.spec.recompute_states_in_bw
-            return dict(recurrences=recurrences, has_h=self.computes_scores)
-        return dict(stores_states=False) if name == "split_products" else {}
+            return of_kernel(recurrences=recurrences, has_h=self.computes_scores)
+        return of_kernel(has_h=name == "parallel_bw_dP", stores_states=name != "split_products")
 
     @functools.cached_property
     def scan(self) -> Launch:

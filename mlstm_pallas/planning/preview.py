@@ -198,12 +198,10 @@ def _planned(spec: CallSpec, name: str, x: Launch, *, backward: bool) -> Planned
         p = dataclasses.replace(p.split(splits), NH=p.NH * (splits - 1))
     fields, grid, shared = dict[str, Any](), tuple[int, ...](), 0
     if tiles is not None:
-        fields, requested = dict(vars(tiles)), spec.plan.requested(name)
+        fields, options = dict(vars(tiles)), spec.plan.options(name)
         p = p.split(fields.get("num_splits", 1))
-        grid, shared = (
-            tiles.grid(p, **requested),
-            tiles.shared_bytes(p, spec.dtype, gpu=spec.gpu, **requested),
-        )
+        grid = tiles.grid(dataclasses.replace(p, NH=p.NH * options.recurrences))
+        shared = tiles.shared_bytes(p, spec.dtype, options)
         if spec.num_segments is not None and name == "recurrent_fw_H":
             parts = spec.num_segments + 2  # with the remainder and the padding
             grid = grid[0], parts, grid[1]

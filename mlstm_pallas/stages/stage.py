@@ -16,8 +16,14 @@ from jax import Array
 
 from mlstm_pallas.formulas.tiles import Precision, blocks_over
 from mlstm_pallas.problem.arrays import heads_as_rows, rows_as_heads
-from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, accumulator_dtype, next_power_of_two
-from mlstm_pallas.problem.gpu import Gpu
+from mlstm_pallas.problem.dimensions import (
+    MIN_TILE,
+    InputGate,
+    Problem,
+    accumulator_dtype,
+    next_power_of_two,
+)
+from mlstm_pallas.problem.gpu import UNKNOWN, Gpu
 from mlstm_pallas.problem.validation import check_flag, check_integer
 
 
@@ -85,6 +91,36 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
 
 
 @dataclasses.dataclass(frozen=True)
+class KernelOptions:
+    """What the tiles of a kernel depend on beside the problem and the dtype.
+
+    A kernel reads the fields that concern it. The defaults are those of most calls.
+
+    Attributes:
+      gpu: that the kernel is compiled for.
+      input_gate: of chunk_gates.
+      normalise: whether the gradients have a normaliser.
+      recurrences: how many recurrences share the launch.
+      weighted, has_vector, has_h: whether the kernel of a recurrence reads the weights r, computes
+        x, and reads h; has_h also of parallel_bw_dP.
+      stores_states: whether the states at the chunk boundaries are stored.
+      in_list: whether the fused scan runs over a ``ChunkList``.
+      adds_to_h: whether a preceding launch of the fused scan has computed a part of h.
+    """
+
+    gpu: Gpu = UNKNOWN
+    input_gate: InputGate = InputGate.EXP
+    normalise: bool = True
+    recurrences: int = 1
+    weighted: bool = True
+    has_vector: bool = False
+    has_h: bool = False
+    stores_states: bool = True
+    in_list: bool = False
+    adds_to_h: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Tiles:
     """The base of the tiles of a kernel: what it reads, and what planning asks of it.
 
@@ -99,23 +135,19 @@ class Tiles:
     """
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **requested: Any) -> Self | None:
-        """The tiles for a problem; None: the kernel does not support it.
-
-        requested: what the call asks for (``Plan.requested``); kernels ignore what they do not
-            know.
-        """
+    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self | None:
+        """The tiles for a problem; None: the kernel does not support it."""
         return cls()
 
-    def supports(self, p: Problem, **requested: Any) -> bool:
+    def supports(self, p: Problem, options: KernelOptions) -> bool:
         """Whether the kernel can run with these tiles."""
         return True
 
-    def grid(self, p: Problem, **requested: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem) -> tuple[int, ...]:
         """The CTAs of a launch, by axis; p: with splits as heads. By default one per chunk."""
         return p.NC, p.BNH
 
-    def shared_bytes(self, p: Problem, dtype: Any, **requested: Any) -> int:
+    def shared_bytes(self, p: Problem, dtype: Any, options: KernelOptions) -> int:
         """The shared memory of a CTA; an estimate for Triton, whose compiler decides."""
         return 0
 

@@ -24,9 +24,8 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.formulas.tiles import block_at, blocks_over, loop
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
-from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_step import Operands, Step, decayed, rounded, step_gates
-from mlstm_pallas.stages.stage import Launch, Tiles
+from mlstm_pallas.stages.stage import KernelOptions, Launch, Tiles
 from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store, operands
 
 
@@ -202,18 +201,18 @@ class RecurrentStepTiles(Tiles):
     num_warps: int = 4
 
     @classmethod
-    def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **requested: Any) -> Self:
+    def plan(cls, p: Problem, dtype: Any, options: KernelOptions) -> Self:
         """With 16-bit states and many CTAs, a CTA has one warp, which waits for no other."""
         if dtype.itemsize > 2:
             return cls()
         tiles = cls(16, 256, 1)
         # With longer vectors or with masks, one warp spills registers.
         in_registers = p.DHQK <= 512 and p.DHV % tiles.siz_b_DHHV == 0
-        if in_registers and gpu.filled_by(math.prod(tiles.grid(p)), 4):
+        if in_registers and options.gpu.filled_by(math.prod(tiles.grid(p)), 4):
             return tiles
         return cls(32, 128)
 
-    def grid(self, p: Problem, **requested: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem) -> tuple[int, ...]:
         return blocks_over(p.DHV, self.siz_b_DHHV), p.BNH
 
     def clamped(self, p: Problem) -> Self:

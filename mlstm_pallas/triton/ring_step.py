@@ -26,7 +26,6 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.formulas.tiles import block_at, blocks_over, dot, each, loop, sum_of
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_step import decayed, rounded
 from mlstm_pallas.stages.ring_step import (
     Operands,
@@ -35,7 +34,7 @@ from mlstm_pallas.stages.ring_step import (
     pending_tokens,
     ring_weights,
 )
-from mlstm_pallas.stages.stage import Launch
+from mlstm_pallas.stages.stage import KernelOptions, Launch
 from mlstm_pallas.triton.launch import (
     barrier,
     floats,
@@ -319,8 +318,8 @@ class RingStepTiles(RecurrentStepTiles):
     score_warps: int = 2  # of ring_scores
 
     @classmethod
-    def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **requested: Any) -> Self:
+    def plan(cls, p: Problem, dtype: Any, options: KernelOptions) -> Self:
         """Few CTAs have narrow blocks, so that there are more of them, with all rows in flight."""
-        if not gpu.filled_by(math.prod(cls().grid(p)), 12):
+        if not options.gpu.filled_by(math.prod(cls().grid(p)), 12):
             return cls(256, 32)
         return cls(128, 32) if p.S == 1 and dtype.itemsize > 2 else cls()
