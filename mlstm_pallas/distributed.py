@@ -50,7 +50,7 @@ from mlstm_pallas.prepare import (
     padded,
     results,
 )
-from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals
+from mlstm_pallas.problem.arrays import Cotangents, Inputs, Residuals, States
 from mlstm_pallas.problem.validation import check_axis_name
 from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half
 from mlstm_pallas.schedules.forward import PrecomputedStates, run_gates
@@ -66,7 +66,7 @@ def _boundaries(plan: Plan, x: Inputs, *, L: int) -> tuple[jax.Array, jax.Array]
     """m and the log decay after each chunk from an empty start, (B * NH, NC) each."""
     p = plan.spec.problem.in_chunks_of(L)
     run = stage("chunk_gates", plan.launches("chunk_gates", problem=p))
-    empty = jnp.full_like(x.m_initial, -jnp.inf)
+    empty = jnp.full_like(x.initial.m, -jnp.inf)
     operands = chunk_gates.Operands(x.i, x.f, empty, x.segment_starts)
     m, g = run(operands, input_gate=plan.spec.input_gate, only_boundaries=True)
     return m, jnp.cumsum(g, axis=1)
@@ -210,8 +210,8 @@ def _sum_over(axis: Axis, weights: jax.Array, x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sequence(axis: Axis, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates]:
-    outputs: tuple[jax.Array, LastStates] = _sequence_fwd(axis, spec.forward_only, inputs)[0]
+def _sequence(axis: Axis, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, States]:
+    outputs: tuple[jax.Array, States] = _sequence_fwd(axis, spec.forward_only, inputs)[0]
     return outputs
 
 
@@ -221,8 +221,8 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     The initial states are those of the whole sequence; only the first device's are read.
     """
     index, plan, m_states = lax.axis_index(axis.name), spec.plan, None
-    L, m = plan.scan_problem.L, x.m_initial
-    C_first, n_first = (jnp.where(index == 0, y, 0.0) for y in x[5:7])
+    L, (C_first, n_first, m) = plan.scan_problem.L, x.initial
+    C_first, n_first = (jnp.where(index == 0, y, 0.0) for y in (C_first, n_first))
     if spec.stabilised:
         m_after, g = on_shards(_boundaries, spec, x, L=L)
         m, last = jnp.where(index == 0, m, -jnp.inf), g[..., -1:]
@@ -232,7 +232,7 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
         m = jnp.maximum(m, jnp.max(m_all, axis=3)[:, :, index])
         first = m[..., None]
         m_states = jnp.concatenate([first, jnp.maximum(m_after, first + g)], axis=-1)
-    x = x._replace(m_initial=m)
+    x = x._replace(initial=x.initial._replace(m=m))
     gamma, n, C, precomputed = on_shards(
         _from_zeros, spec, x, m_states, num_splits=plan.summary_splits, L=L
     )
@@ -242,8 +242,8 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     gamma_all, C = lax.optimization_barrier((gamma_all, C))
     weights = _weights(gamma_all)
     n = n_first + jnp.sum(_weighted(weights[:, :, index], n_all), axis=2)
-    before = named(LastStates(C_first + _sum_over(axis, weights, C), n, m))
-    x = x._replace(c_initial=before.c, n_initial=before.n, m_initial=before.m)
+    before = named(States(C_first + _sum_over(axis, weights, C), n, m))
+    x = x._replace(initial=before)
     outputs = named(on_shards(forward_once, spec, x, precomputed))
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
@@ -252,7 +252,7 @@ def _sequence_bwd(
     axis: Axis,
     spec: CallSpec,
     residuals_and_last: Any,
-    cotangents: tuple[jax.Array, LastStates],
+    cotangents: tuple[jax.Array, States],
 ) -> tuple[Any, ...]:
     # The arrays that the halves exchange depend on the lowering.
     run = functools.partial(_backward, axis)
@@ -267,15 +267,15 @@ def _backward(
     axis: Axis,
     plan: Plan,
     residuals: Residuals,
-    last: LastStates,
+    last: States,
     index: jax.Array,
     dh: jax.Array,
-    dlast: LastStates,
+    dlast: States,
 ) -> Inputs:
     """The gradients of the inputs; dh, dlast: those of h and of the shard's last states."""
     dC, dn, dm = dlast
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
-    cotangents = Cotangents(dh, LastStates(dC, dn, dm))
+    cotangents = Cotangents(dh, States(dC, dn, dm))
     spec, on = plan.spec, dict(lowering=plan.lowering)
     first, local, dC_before = on_shards(_first_half, spec, residuals, cotangents, **on)
     gamma, dm_all, passes, dn_all = _gathered(axis, *local)
@@ -284,10 +284,10 @@ def _backward(
     dC, dn = dC + dC_after, dn + jnp.sum(_weighted(weights[:, :, index], dn_all), axis=2)
     dm = dm + jnp.sum(_weighted(passes[:, :, index], dm_all), axis=2)
     dm = dm + inner(dC, last.c, 2) + inner(dn, last.n)
-    cotangents = Cotangents(dh, LastStates(dC, dn, dm))
+    cotangents = Cotangents(dh, States(dC, dn, dm))
     gradients: Inputs = on_shards(_second_half, spec, residuals, cotangents, first, dC_after, **on)
-    initial: Any = [jnp.where(index == 0, y, 0.0) for y in gradients[5:8]]
-    return Inputs(*gradients[:5], *initial)
+    initial = jax.tree.map(lambda y: jnp.where(index == 0, y, 0.0), gradients.initial)
+    return gradients._replace(initial=initial)
 
 
 _sequence.defvjp(_sequence_fwd, _sequence_bwd)
@@ -298,13 +298,13 @@ def _mlstm(axis: Axis, spec: CallSpec, x: Arguments) -> Any:
     """h of the shard and, if asked for, the last states of the whole sequence, on every device."""
     index = lax.axis_index(axis.name)
     inputs = padded(spec, x, functools.partial(_segment_starts, axis), index)
-    if inputs.c_initial is None:  # every later shard has initial states
-        n = inputs.n_initial
+    n = inputs.initial.n
+    if inputs.initial.c is None:  # every later shard has initial states
         zeros = jnp.broadcast_to(n[..., None], (*n.shape, spec.problem.DHV))
-        inputs = inputs._replace(c_initial=zeros)
+        inputs = inputs._replace(initial=inputs.initial._replace(c=zeros))
     h, states = _sequence(axis, dataclasses.replace(spec, return_last_states=True), inputs)
-    last = LastStates(
-        *(lax.psum(jnp.where(index == axis.size - 1, y, 0.0), axis.name) for y in states)
+    last = jax.tree.map(
+        lambda y: lax.psum(jnp.where(index == axis.size - 1, y, 0.0), axis.name), states
     )
     return results(spec, x, h, last)
 

@@ -17,8 +17,14 @@ from mlstm_pallas.planning.call_spec import CallSpec, call_spec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem import validation
-from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
-from mlstm_pallas.problem.arrays import Inputs, LastStates, SegmentStates
+from mlstm_pallas.problem.annotations import (
+    Array,
+    BackendName,
+    InputGateName,
+    LayoutName,
+    StatesTuple,
+)
+from mlstm_pallas.problem.arrays import Inputs, States, Token
 from mlstm_pallas.problem.dimensions import Layout, Problem, accumulator_dtype
 from mlstm_pallas.problem.gpu import target_gpu
 from mlstm_pallas.schedules.sharding import sharded_alike
@@ -66,6 +72,14 @@ class Arguments(NamedTuple):
     segment_ids: Any = None
     sequence_lengths: Any = None
     slots: Any = None
+
+    @property
+    def steps(self) -> Token:
+        return Token(self.q, self.k, self.v, self.i, self.f)
+
+    @property
+    def initial(self) -> States:
+        return States(self.c_initial, self.n_initial, self.m_initial)
 
 
 def prepare(x: Arguments, options: Options, layout: Any, shards: int = 1) -> CallSpec:
@@ -139,7 +153,8 @@ def padded(
       shard: the number of the shard of the sequence that has the S steps; sequence_lengths are
         those of all shards.
     """
-    q, k, v, i, f, c, n, m, ids, lengths, _ = arguments
+    (q, k, v, i, f), (c, n, m) = arguments.steps, arguments.initial
+    ids, lengths = arguments.segment_ids, arguments.sequence_lengths
     p, dtype, acc, N = spec.problem, spec.dtype, accumulator_dtype(spec.dtype), spec.num_segments
     if spec.layout is Layout.BTNH:
         i, f = jnp.swapaxes(i, 1, 2), jnp.swapaxes(f, 1, 2)
@@ -157,8 +172,8 @@ def padded(
     if lengths is not None:
         lengths = jnp.clip(as_int32(lengths) - shard * S, 0, S)
         lengths = jnp.broadcast_to(lengths[:, None], (B, NH))
-    x = sharded_alike(spec, Inputs(q, k, v, i, f, c, n, m, None, lengths, ids, segments))
-    (i, f), segment_starts, ids = x[3:5], None, x.segment_ids
+    x = sharded_alike(spec, Inputs(q, k, v, i, f, States(c, n, m), None, lengths, ids, segments))
+    i, f, segment_starts, ids = x.i, x.f, None, x.segment_ids
     if x.lengths is not None:  # as the padding does, these gates carry the states on
         within = steps_within(x.lengths, S)
         i = jnp.where(within, i.astype(acc), CARRIES_ON[0])
@@ -177,9 +192,11 @@ def padded(
         pad(x.v, dtype, p.DHV),
         pad(i, acc, p.S, value=CARRIES_ON[0]),
         pad(f, acc, p.S, value=CARRIES_ON[1]),
-        None if c is None else pad(x.c_initial, acc, p.DHQK, p.DHV),
-        pad(x.n_initial, acc, p.DHQK),
-        pad(x.m_initial, acc),
+        States(
+            None if c is None else pad(x.initial.c, acc, p.DHQK, p.DHV),
+            pad(x.initial.n, acc, p.DHQK),
+            pad(x.initial.m, acc),
+        ),
         segment_starts,
         x.lengths,
         ids,
@@ -188,16 +205,16 @@ def padded(
 
 
 def results(
-    spec: CallSpec, x: Arguments, h: jax.Array, last: LastStates | SegmentStates | None
-) -> jax.Array | tuple[jax.Array, States]:
+    spec: CallSpec, x: Arguments, h: jax.Array, last: States | None
+) -> jax.Array | tuple[jax.Array, StatesTuple]:
     """What the public function returns, without the padding of the heads."""
     DHQK, DHV = x.q.shape[-1], x.v.shape[-1]
     h = h[..., :DHV].astype(x.q.dtype)
     if last is None or not spec.return_last_states:
         return h
-    c, n, m = last
     if spec.num_segments is not None:
-        c, n, m = (jnp.swapaxes(y[:, :, spec.front :], 1, 2) for y in last)
+        last = jax.tree.map(lambda y: jnp.swapaxes(y[:, :, spec.front :], 1, 2), last)
+    c, n, m = last
     return h, (c[..., :DHQK, :DHV].astype(spec.state_dtype or c.dtype), n[..., :DHQK], m)
 
 
@@ -208,7 +225,7 @@ def _may_be_negative(ids: Any) -> bool:
     return jnp.issubdtype(ids.dtype, jnp.signedinteger)
 
 
-def _segment_states(spec: CallSpec, c: Any, n: Any, m: Any) -> SegmentStates:
+def _segment_states(spec: CallSpec, c: Any, n: Any, m: Any) -> States:
     """The initial states of all segments; those of a row, (B, NH, ...), are segment 0's."""
     p, dtype, N = spec.problem, accumulator_dtype(spec.dtype), cast(int, spec.num_segments)
     m = jnp.zeros(n.shape[:-1], dtype) if m is None else m
@@ -219,7 +236,7 @@ def _segment_states(spec: CallSpec, c: Any, n: Any, m: Any) -> SegmentStates:
     c, n, m = pad(c, dtype, N, p.DHQK, p.DHV), pad(n, dtype, N, p.DHQK), pad(m, dtype, N)
     if spec.front:  # the last one, of zeros, is the first
         c, n, m = (jnp.roll(x, 1, axis=2) for x in (c, n, m))
-    return SegmentStates(c, n, m)
+    return States(c, n, m)
 
 
 def per_head(counts: Any, shape: tuple[int, ...]) -> Any:

@@ -20,9 +20,8 @@ from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.problem.arrays import (
     Cotangents,
     Inputs,
-    LastStates,
     Residuals,
-    SegmentStates,
+    States,
     StoredStates,
 )
 from mlstm_pallas.problem.dimensions import Layout
@@ -76,8 +75,7 @@ def prepared(
         if plan.lowering is Lowering.XLA:
             x = x._replace(k=k, v=v)
     if cotangents.last is None:
-        zeros = LastStates(None, jnp.zeros_like(x.n_initial), None)
-        cotangents = cotangents._replace(last=zeros)
+        cotangents = cotangents._replace(last=States(n=jnp.zeros_like(x.initial.n)))
     return residuals._replace(inputs=x), cotangents
 
 
@@ -119,11 +117,11 @@ def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Back
             matDeltaC_last=last.c,
             keys=scores.keys if recompute else None,
             matV=x.v,
-            matC_initial=x.c_initial,
+            matC_initial=x.initial.c,
             matH=h if scores.vecDelta is None else None,
             active=active,
         ),
-        return_initial=x.c_initial is not None,
+        return_initial=x.initial.c is not None,
         return_last=spec.return_last_states,
     )
     delta = states.vecDelta if scores.vecDelta is None else scores.vecDelta
@@ -205,17 +203,25 @@ def second_half(
     flags = step_flags(gates, x.f, x.segment_starts, spec.problem.reverse)
     tile_sums = gradients.tile_sums if scores.tile_sums is None else scores.tile_sums
     di, df, dm_first = stage("step_gradients", launches)(
-        step_gradients.Operands(x.f, tile_sums, *gradients[3:6], flags, dm)
+        step_gradients.Operands(
+            x.f,
+            tile_sums,
+            gradients.q_dot_dq_inter,
+            gradients.k_dot_dk_inter,
+            gradients.pass_through,
+            flags,
+            dm,
+        )
     )
     di, df = (_mask_inactive(active, y) for y in (di, df))
     if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm
         di = jnp.where(x.i <= MASKED, 0.0, di * jax.nn.sigmoid(-x.i))
     dm_initial = jnp.where((flags[:, first_step] & M_GRAD_FLOWS) > 0, dm_first, 0.0)
-    if x.c_initial is not None and spec.stabilised:
+    if x.initial.c is not None and spec.stabilised:
         # The initial m is also the scale of the initial states.
-        dm_initial += inner(dC_initial, x.c_initial, 2) + inner(dn_initial, x.n_initial)
+        dm_initial += inner(dC_initial, x.initial.c, 2) + inner(dn_initial, x.initial.n)
     dq, dk, dv = gradients.matDeltaQ, gradients.matDeltaK, gradients.matDeltaV
-    return Inputs(dq, dk, dv, di, df, dC_initial, dn_initial, dm_initial), dn
+    return Inputs(dq, dk, dv, di, df, States(dC_initial, dn_initial, dm_initial)), dn
 
 
 def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Inputs:
@@ -244,19 +250,19 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
         (x.q, x.k, x.v, residuals.h, cotangents.h, z),
     )
     i, f, segment_starts = chunks.gates(x.i, x.f, x.segment_starts, before.m, L)
-    inputs = Inputs(q, k, v, i, f, None, x.n_initial, x.m_initial, segment_starts)
+    inputs = Inputs(q, k, v, i, f, x.initial._replace(c=None), segment_starts)
     z = None if z is None else z[..., 0]
-    dy = Cotangents(dh, LastStates(None, jnp.zeros_like(x.n_initial), None))
+    dy = Cotangents(dh, States(n=jnp.zeros_like(x.initial.n)))
     stored = StoredStates(None, None, None, None, None)
     first = first_half(plan, Residuals(inputs, h, z, stored), dy)
 
     added = chunks.with_initial(key_sums(plan.backward, k, first.gates), before.n)
-    n, n_last = key_states(plan.backward, added, first.gates, x.n_initial)
+    n, n_last = key_states(plan.backward, added, first.gates, x.initial.n)
     list_residuals = Residuals(inputs, h, z, stored._replace(n=n, n_last=n_last))
     carry = _with_segments(plan, chunks, first, x.segments, residuals.states, cotangents.last)
     dx, dn = second_half(plan, list_residuals, dy, carry)
 
-    dq, dk, dv = (chunks.scatter(d, y, L) for d, y in zip(dx[:3], x[:3], strict=True))
+    dq, dk, dv = (chunks.scatter(d, y, L) for d, y in ((dx.q, x.q), (dx.k, x.k), (dx.v, x.v)))
     di, df = (chunks.scatter_steps(d, x.i, L) for d in (dx.i, dx.f))
     segments = None
     if x.segments is not None:
@@ -265,7 +271,7 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
         dn, dm = dn[at], dx.i[rows, entries * L]
         if spec.stabilised:  # the initial m is also the scale of the initial states
             dm += inner(dC, before.c, 2) + inner(dn, before.n)
-        segments = SegmentStates(dC, dn, dm)
+        segments = States(dC, dn, dm)
     return Inputs(dq, dk, dv, di, df, segments=segments)
 
 
@@ -273,15 +279,16 @@ def _with_segments(
     plan: Plan,
     chunks: ChunkList,
     first: BackwardCarry,
-    initial: SegmentStates | None,
-    last: SegmentStates,
-    d_last: SegmentStates,
+    initial: States | None,
+    last: States,
+    d_last: States,
 ) -> BackwardCarry:
     """The results of the first half, with the segments' initial states and last gradients.
 
     C and dC at the chunk boundaries are linear in these, and dn and dm are sums with them.
     """
-    gamma, (states, normaliser, dn_added) = first.gates.scaGamma, first[2:]
+    gates, _, states, normaliser, dn_added = first
+    gamma = gates.scaGamma
     begin, end = chunks.before_segments(), chunks.behind_segments()
     # Behind the last segment nothing arrives, because the remainder starts with a reset.
     segment = jnp.minimum(chunks.entry_parts, chunks.N - 1)

@@ -23,7 +23,7 @@ from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.dispatch import lowerings, stage
 from mlstm_pallas.planning.options import CHECKS, Options
 from mlstm_pallas.prepare import pad
-from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals, StoredStates
+from mlstm_pallas.problem.arrays import Cotangents, Inputs, Residuals, States, StoredStates
 from mlstm_pallas.problem.dimensions import InputGate, accumulator_dtype
 from mlstm_pallas.problem.validation import (
     INPUT_DTYPES,
@@ -381,17 +381,19 @@ class _Shard:
         spec = dataclasses.replace(self.spec, recompute_states_in_bw=C is None)
         # dz is 0, so n does not matter.
         n_states = jnp.zeros((p.BNH, p.NC, p.DHQK), n.dtype)
+        q, k, v, i, f, c, n, m = (x[name] for name in GRADIENTS)
         residuals = Residuals(
-            Inputs(*(x[name] for name in GRADIENTS)),
+            Inputs(q, k, v, i, f, States(c, n, m)),
             None,
             x["vecN_out"],
             StoredStates(C, n_states, None, None, None),
         )
-        last = LastStates(x.get("matDeltaC_last"), jnp.zeros_like(n), None)
+        last = States(x.get("matDeltaC_last"), jnp.zeros_like(n))
         dx = backward_schedule(
             Plan(spec, self.plan.lowering), residuals, Cotangents(x["matDeltaH"], last)
         )
-        return dict(zip(GRADIENTS.values(), dx, strict=False))
+        gradients = dx.q, dx.k, dx.v, dx.i, dx.f, *dx.initial
+        return dict(zip(GRADIENTS.values(), gradients, strict=True))
 
 
 def backward(arguments: Arrays) -> tuple[jax.Array, ...]:
