@@ -43,7 +43,7 @@ from mlstm_pallas.formulas.gate_gradients import inner, step_flags
 from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, mark_segment_starts
 from mlstm_pallas.formulas.splits import decays_in_splits, other_decays
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
-from mlstm_pallas.planning.call_spec import CallSpec, Plan
+from mlstm_pallas.planning.call_spec import CallSpec, Plan, plan_of
 from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.prepare import (
     Arguments,
@@ -62,10 +62,9 @@ from mlstm_pallas.stages import chunk_gates, split_products, step_sums
 MOST_AT_ONCE = 8
 
 
-def _boundaries(plan: Plan, x: Inputs, *, L: int) -> tuple[jax.Array, jax.Array]:
+def _boundaries(plan: Plan, x: Inputs) -> tuple[jax.Array, jax.Array]:
     """m and the log decay after each chunk from an empty start, (B * NH, NC) each."""
-    p = plan.spec.problem.in_chunks_of(L)
-    run = stage("chunk_gates", plan.launches("chunk_gates", problem=p))
+    run = stage("chunk_gates", plan.summary)
     empty = jnp.full_like(x.initial.m, -jnp.inf)
     operands = chunk_gates.Operands(x.i, x.f, empty, x.segment_starts)
     m, g = run(operands, input_gate=plan.spec.input_gate, only_boundaries=True)
@@ -73,13 +72,10 @@ def _boundaries(plan: Plan, x: Inputs, *, L: int) -> tuple[jax.Array, jax.Array]
 
 
 def _from_zeros(
-    plan: Plan, x: Inputs, m_states: jax.Array | None, *, num_splits: int, L: int
+    plan: Plan, x: Inputs, m_states: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, PrecomputedStates]:
-    """What C and n of zeros give: Gamma, n and C after the shard, and the states.
-
-    num_splits, L: the arguments of ``Plan.summary``.
-    """
-    p, launches = plan.spec.problem.in_chunks_of(L), plan.summary(L, num_splits)
+    """What C and n of zeros give: Gamma, n and C after the shard, and the states."""
+    p, launches, num_splits = plan.scan_problem, plan.summary, plan.summary_splits
     gates = run_gates(plan.spec, launches, x, m_states)
     abar, gamma = gates.per_step().vecAbar, gates.scaGamma
     n = stage("step_sums", launches)(step_sums.Operands(x.k, abar))
@@ -220,11 +216,11 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
 
     The initial states are those of the whole sequence; only the first device's are read.
     """
-    index, plan, m_states = lax.axis_index(axis.name), spec.plan, None
-    L, (C_first, n_first, m) = plan.scan_problem.L, x.initial
+    index, spec, m_states = lax.axis_index(axis.name), spec.with_scan, None
+    C_first, n_first, m = x.initial
     C_first, n_first = (jnp.where(index == 0, y, 0.0) for y in (C_first, n_first))
     if spec.stabilised:
-        m_after, g = on_shards(_boundaries, spec, x, L=L)
+        m_after, g = on_shards(_boundaries, spec, x)
         m, last = jnp.where(index == 0, m, -jnp.inf), g[..., -1:]
         m_all, g_all = _gathered(axis, jnp.maximum(m_after[..., -1], m + last[..., 0]), last)
         m_all = m_all[:, :, None] + _between(jnp.sum, g_all[..., 0], 0.0)
@@ -233,9 +229,7 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
         first = m[..., None]
         m_states = jnp.concatenate([first, jnp.maximum(m_after, first + g)], axis=-1)
     x = x._replace(initial=x.initial._replace(m=m))
-    gamma, n, C, precomputed = on_shards(
-        _from_zeros, spec, x, m_states, num_splits=plan.summary_splits, L=L
-    )
+    gamma, n, C, precomputed = on_shards(_from_zeros, spec, x, m_states)
     C, n = C + gamma[..., None, None] * C_first, n + gamma[..., None] * n_first
     # The products of C hide the exchange of n, and parallel_fw_P that of C, which follows it.
     gamma_all, n_all = _gathered(axis, gamma, n)
@@ -258,7 +252,7 @@ def _sequence_bwd(
     run = functools.partial(_backward, axis)
     args = *residuals_and_last, *cotangents
     if lowering := known_lowering(spec.backend):
-        return (run(Plan(spec, lowering), *args),)
+        return (run(plan_of(spec, lowering), *args),)
     mapped = [(axis.name, axis.size)] if axis.mapped else []
     return (by_platform(spec, run, *args, mapped=mapped),)
 

@@ -110,11 +110,12 @@ def prepare(x: Arguments, options: Options, layout: Any, shards: int = 1) -> Cal
 
 
 def prepare_steps(
-    arrays: Mapping[str, Any], options: Options, *, steps: bool, layout: Any = None
+    stage: str, arrays: Mapping[str, Any], options: Options, *, steps: bool, layout: Any = None
 ) -> CallSpec:
     """The CallSpec of steps from states to states, after all checks.
 
     Args:
+      stage: that every token runs.
       arrays: by the names of ``validation.DIMS``.
       steps: whether q has an axis of steps.
       layout: as it was passed, where that may be wrong.
@@ -136,6 +137,8 @@ def prepare_steps(
         problem=Problem(B, NH, S, DHQK, DHV, S, DHQK**-0.5),
         dtype=accumulator_dtype(arrays["q"].dtype) if c is None else c.dtype,
         gpu=target_gpu(),
+        steps=S,
+        stage=stage,
         pooled=arrays["slots"] is not None,
     )
 

@@ -32,7 +32,7 @@ def _advanced(spec: CallSpec, x: Operands) -> tuple[jax.Array, States]:
     m is None with the sigmoid input gate.
     """
     functions = "mlstm_recurrent_step and mlstm_recurrent_sequence"
-    results: tuple[jax.Array, States] = run_step(spec, "recurrent_step", x, functions)
+    results: tuple[jax.Array, States] = run_step(spec, x, functions)
     return results
 
 
@@ -227,7 +227,9 @@ def mlstm_recurrent_step(
         input_gate=input_gate, normalize=normalize, backend=backend, config=config,
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, slots=slots)
-    spec = prepare_steps((_parts(x) if k is None else x)._asdict(), options, steps=False)
+    spec = prepare_steps(
+        "recurrent_step", (_parts(x) if k is None else x)._asdict(), options, steps=False
+    )
     outputs: tuple[jax.Array, StatesTuple] = _mlstm(spec, None, False, x)
     return outputs
 
@@ -285,7 +287,7 @@ def mlstm_recurrent_sequence(
     x = Arguments(
         q, k, v, i, f, c_initial, n_initial, m_initial, None, sequence_lengths, slots
     )  # fmt: skip
-    spec = prepare_steps(x._asdict(), options, steps=True, layout=layout)
+    spec = prepare_steps("recurrent_step", x._asdict(), options, steps=True, layout=layout)
     if slots is not None and return_all_states:
         raise ValueError(
             "return_all_states is True with slots, expected False: without slots, pass the rows "

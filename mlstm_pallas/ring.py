@@ -33,7 +33,7 @@ DEFAULT_LENGTH, MIN_LENGTH, MAX_LENGTH = 16, 8, 64
 @functools.partial(jax.jit, static_argnums=0)
 def _step(spec: CallSpec, x: Operands) -> tuple[jax.Array, RingStates]:
     """h (B, NH, T, DHV) and the new states."""
-    results: tuple[jax.Array, RingStates] = run_step(spec, "ring_step", x, "mlstm_ring_step")
+    results: tuple[jax.Array, RingStates] = run_step(spec, x, "mlstm_ring_step")
     return results
 
 
@@ -208,7 +208,9 @@ def mlstm_ring_step(
         config=config,
     )  # fmt: skip
     arrays |= dict(accepted=accepted, slots=slots)
-    spec = prepare_steps(arrays, options, steps=drafts, layout=layout if drafts else None)
+    spec = prepare_steps(
+        "ring_step", arrays, options, steps=drafts, layout=layout if drafts else None
+    )
     p, L = spec.problem, _length(states)
     for name, x, ring in ("k", k, states.k), ("v", v, states.v):
         if x.dtype != ring.dtype:

@@ -62,7 +62,8 @@ def launch_of(name, problem, dtype, lowering, tiles=None, **options):
     config = KernelConfig(**{f"{lowering.folder}_{name}": tiles} if tiles else {})
     shape = p.B, p.NH, p.S, p.DHQK, p.DHV
     spec = spec_of(shape, dtype, backend=lowering, config=config)
-    call = planning.Plan(dataclasses.replace(spec, problem=p), lowering).launch(name, **options)
+    spec = dataclasses.replace(spec, problem=p)
+    call = planning.launch_of(spec, name, lowering, **options)
     assert call.lowering is lowering, (name, call)
     return call
 

@@ -3,7 +3,6 @@
 Arrays belong to a shard, as in the forward schedule.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from mlstm_pallas.problem.arrays import (
     States,
     StoredStates,
 )
-from mlstm_pallas.problem.dimensions import Layout
 from mlstm_pallas.schedules.forward import (
     key_states,
     key_sums,
@@ -42,7 +40,7 @@ from mlstm_pallas.stages import (
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.recurrent_bw_dC import StateGradients
-from mlstm_pallas.stages.stage import Lowering, ScaledRows
+from mlstm_pallas.stages.stage import ScaledRows
 
 
 class BackwardCarry(NamedTuple):
@@ -72,7 +70,7 @@ def prepared(
         # the other operands.
         k, v = x.k, x.v
         x = lax.optimization_barrier(x)
-        if plan.lowering is Lowering.XLA:
+        if plan.barriers_copy:
             x = x._replace(k=k, v=v)
     if cotangents.last is None:
         cotangents = cotangents._replace(last=States(n=jnp.zeros_like(x.initial.n)))
@@ -138,12 +136,12 @@ def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Back
 
 
 def _active_chunks(plan: Plan, x: Inputs) -> ChunkList | None:
-    """The chunks that kernels compute, those with steps; None: all. Plain jnp computes all.
+    """The chunks that are computed, those with steps; None: all.
 
     The first chunk of a row is always one, so that every recurrence has one. All others have no
     gradients.
     """
-    if x.lengths is None or plan.lowering is Lowering.XLA:
+    if x.lengths is None or not plan.skips_chunks:
         return None
     return chunks_by_length(jnp.maximum(x.lengths, 1), x.f.shape[1], plan.spec.problem)
 
@@ -234,16 +232,8 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
     copied back to the row.
     """
     spec, x, L = plan.spec, residuals.inputs, plan.spec.problem.L
-    chunks, before = segments_of(spec, x, L)
-    p = dataclasses.replace(spec.problem, S=chunks.NC * L)
-    spec = dataclasses.replace(
-        spec.forward_only,
-        problem=p,
-        layout=Layout.BNTH,
-        num_segments=None,
-        return_last_states=False,
-    )
-    plan = Plan(spec, plan.lowering)
+    (chunks, before), plan = segments_of(spec, x, L), plan.in_list
+    p = plan.spec.problem
     z = None if residuals.z is None else residuals.z[..., None]
     q, k, v, h, dh, z = jax.tree.map(
         lambda y: chunks.gather(y, L).reshape(p.BNH, p.S, -1),

@@ -95,7 +95,7 @@ def packed(plan: Plan, x: Inputs) -> Forward:
     It is the fused scan over a list of chunks, whose segments run side by side. Segments beyond
     the first N have no states; they reset them where they begin.
     """
-    spec, launches = plan.spec, plan.packed(x.v.shape[1])
+    spec, launches = plan.spec, plan.forward
     L = launches["recurrent_fw_H"].problem.L
     chunks, (C, n, m) = segments_of(spec, x, L)
     i, f, segment_starts = chunks.gates(x.i, x.f, x.segment_starts, m, L)
@@ -162,9 +162,6 @@ def fused_scan(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> 
     Stored states are those at the boundaries of the call's chunks.
     """
     spec, launches, p, num_splits = plan.spec, plan.forward, plan.scan_problem, plan.num_splits
-    exchanged = precomputed is not None
-    if precomputed is not None and precomputed.gates.scaGamma.shape[1] != p.NC:
-        precomputed = None  # a call with more heads than this shard plans other chunks
     gates = run_gates(spec, launches, x) if precomputed is None else precomputed.gates
     q, v, gamma, chunks = x.q, x.v, gates.scaGamma, None
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
@@ -175,12 +172,12 @@ def fused_scan(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> 
         parallel_fw_P.Operands(x.q, x.k, gates, n, chunks), normaliser=spec.normaliser
     )
     z, scan, C_initial = scan.vecZ, scan._replace(vecZ=None), x.initial.c
-    if exchanged:  # C while parallel_fw_P runs
+    if precomputed is not None:  # C while parallel_fw_P runs
         scan, C_initial = lax.optimization_barrier((scan, C_initial))
     if chunks is not None and C_initial is not None:
         C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHV)
     if num_splits > 1:
-        if precomputed is not None and precomputed.matX.shape[1] == num_splits:
+        if precomputed is not None and plan.summary_splits == num_splits:
             added = precomputed.matX[:, :-1]
         else:
             added = stage("split_products", launches)(
