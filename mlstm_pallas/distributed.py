@@ -100,11 +100,11 @@ def _first_half(
     """
     last = cotangents.last
     arrays = prepared(plan, residuals, cotangents)
-    first = first_half(plan, *arrays)
-    gates, _, states, normaliser, dn_added = first
+    carry = first_half(plan, *arrays)
+    gates, _, states, normaliser, dn_added = carry
     gamma = gates.scaGamma
-    whole = jnp.prod(gamma, axis=-1)
-    dn, dm, passes = whole[:, None] * last.n, last.m, jnp.ones_like(whole)
+    decay = jnp.prod(gamma, axis=-1)
+    dn, dm, passes = decay[:, None] * last.n, last.m, jnp.ones_like(decay)
     if dn_added is not None:
         decays = other_decays(gamma, backward=True)
         dn = dn + jnp.sum(decays[..., None] * dn_added, axis=1)
@@ -118,27 +118,27 @@ def _first_half(
         dm = passes * dm
         if normaliser.vecDm is not None:
             dm = dm + jnp.sum(jnp.where(steps < unbroken[:, None], normaliser.vecDm, 0.0), axis=1)
-    return first, [whole, dm, passes, dn], states.matDeltaC_initial
+    return carry, [decay, dm, passes, dn], states.matDeltaC_initial
 
 
 def _second_half(
     plan: Plan,
     residuals: Residuals,
     cotangents: Cotangents,
-    first: BackwardCarry,
+    carry: BackwardCarry,
     dC_after: jax.Array,
 ) -> Inputs:
     """The gradients of the inputs; dC_after: what the later shards add to dC, (B * NH, ...)."""
-    gamma, states = first.gates.scaGamma, first.states
+    gamma, states = carry.gates.scaGamma, carry.states
     dC, decays = states.matDeltaC_states, other_decays(gamma)
     dC = (dC.astype(gamma.dtype) + _weighted(decays, dC_after[:, None])).astype(dC.dtype)
-    whole = jnp.prod(gamma, axis=-1)[:, None, None]
-    dC_initial = states.matDeltaC_initial + whole * dC_after
-    first = first._replace(
+    decay = jnp.prod(gamma, axis=-1)[:, None, None]
+    dC_initial = states.matDeltaC_initial + decay * dC_after
+    carry = carry._replace(
         states=states._replace(matDeltaC_states=dC, matDeltaC_initial=dC_initial)
     )
     arrays = prepared(plan, residuals, cotangents)
-    return second_half(plan, *arrays, first)[0]
+    return second_half(plan, *arrays, carry)[0]
 
 
 class Axis(NamedTuple):
@@ -226,8 +226,8 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
         m_all = m_all[:, :, None] + _between(jnp.sum, g_all[..., 0], 0.0)
         m_all = _from_preceding(m_all, -jnp.inf)
         m = jnp.maximum(m, jnp.max(m_all, axis=3)[:, :, index])
-        first = m[..., None]
-        m_states = jnp.concatenate([first, jnp.maximum(m_after, first + g)], axis=-1)
+        before = m[..., None]
+        m_states = jnp.concatenate([before, jnp.maximum(m_after, before + g)], axis=-1)
     x = x._replace(initial=x.initial._replace(m=m))
     gamma, n, C, precomputed = on_shards(_from_zeros, spec, x, m_states)
     C, n = C + gamma[..., None, None] * C_first, n + gamma[..., None] * n_first
@@ -271,7 +271,7 @@ def _backward(
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
     cotangents = Cotangents(dh, States(dC, dn, dm))
     spec, on = plan.spec, dict(lowering=plan.lowering)
-    first, local, dC_before = on_shards(_first_half, spec, residuals, cotangents, **on)
+    carry, local, dC_before = on_shards(_first_half, spec, residuals, cotangents, **on)
     gamma, dm_all, passes, dn_all = _gathered(axis, *local)
     weights, passes = (_weights(y).swapaxes(2, 3) for y in (gamma, passes))
     dC_after = _sum_over(axis, weights, dC_before)
@@ -279,7 +279,7 @@ def _backward(
     dm = dm + jnp.sum(_weighted(passes[:, :, index], dm_all), axis=2)
     dm = dm + inner(dC, last.c, 2) + inner(dn, last.n)
     cotangents = Cotangents(dh, States(dC, dn, dm))
-    gradients: Inputs = on_shards(_second_half, spec, residuals, cotangents, first, dC_after, **on)
+    gradients: Inputs = on_shards(_second_half, spec, residuals, cotangents, carry, dC_after, **on)
     initial = jax.tree.map(lambda y: jnp.where(index == 0, y, 0.0), gradients.initial)
     return gradients._replace(initial=initial)
 

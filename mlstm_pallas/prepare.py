@@ -101,9 +101,11 @@ def prepare(x: Arguments, options: Options, layout: Any, shards: int = 1) -> Cal
         validation.check_one_dtype(arrays)
     spec = call_spec(options, sizes, x.q.dtype)
     if N is not None:
-        front = int(x.c_initial is not None and _may_be_negative(x.segment_ids))
-        validation.check_segments_fit(N, spec.backend, front)
-        spec = dataclasses.replace(spec, num_segments=N + front, front=front)
+        negative_segments = int(x.c_initial is not None and _may_be_negative(x.segment_ids))
+        validation.check_segments_fit(N, spec.backend, negative_segments)
+        spec = dataclasses.replace(
+            spec, num_segments=N + negative_segments, negative_segments=negative_segments
+        )
     validation.check_layout_is_meant(layout, sizes, x.c_initial, x.segment_ids)
     _log.debug("%s", spec)
     return spec
@@ -188,7 +190,11 @@ def padded(
             segment_starts = jnp.roll(segment_starts, -1, 2)
         segment_starts = pad(segment_starts, segment_starts.dtype, p.S)
         # An id below 0 is -1, and one beyond N is N.
-        ids = None if N is None else as_int32(ids, -1, N - spec.front) + spec.front
+        ids = (
+            None
+            if N is None
+            else as_int32(ids, -1, N - spec.negative_segments) + spec.negative_segments
+        )
     return Inputs(
         pad(x.q, dtype, p.DHQK),
         pad(x.k, dtype, p.DHQK),
@@ -216,7 +222,7 @@ def results(
     if last is None or not spec.return_last_states:
         return h
     if spec.num_segments is not None:
-        last = jax.tree.map(lambda y: jnp.swapaxes(y[:, :, spec.front :], 1, 2), last)
+        last = jax.tree.map(lambda y: jnp.swapaxes(y[:, :, spec.negative_segments :], 1, 2), last)
     c, n, m = last
     return h, (c[..., :DHQK, :DHV].astype(spec.state_dtype or c.dtype), n[..., :DHQK], m)
 
@@ -237,7 +243,7 @@ def _segment_states(spec: CallSpec, c: Any, n: Any, m: Any) -> States:
     else:
         c, n, m = (jnp.swapaxes(x, 1, 2) for x in (c, n, m))
     c, n, m = pad(c, dtype, N, p.DHQK, p.DHV), pad(n, dtype, N, p.DHQK), pad(m, dtype, N)
-    if spec.front:  # the last one, of zeros, is the first
+    if spec.negative_segments:  # the last one, of zeros, is the first
         c, n, m = (jnp.roll(x, 1, axis=2) for x in (c, n, m))
     return States(c, n, m)
 

@@ -47,8 +47,8 @@ class CallSpec(Options):
       pooled: whether the states of a step are in pools, (P, NH, ...), with slots (B,). Then NH is
         the only axis that is sharded.
       steps: of a row, before padding.
-      front: 1: the first of num_segments is of ids below 0, because the initial states of the next
-        one enter behind its steps.
+      negative_segments: 1: the first of num_segments is of ids below 0, because the initial states
+        of the next one enter behind its steps; else 0.
       stage: the stage that a call of tokens runs; None: the call is of sequences.
       scan: steps per chunk and splits of the fused scan, where the devices of a sequence exchange
         what depends on them, so that they are those of the whole call; None: they are planned.
@@ -59,7 +59,7 @@ class CallSpec(Options):
     gpu: Gpu
     steps: int
     pooled: bool = False
-    front: int = 0
+    negative_segments: int = 0
     stage: str | None = None
     scan: tuple[int, int] | None = None
 

@@ -52,12 +52,12 @@ def tiles_class(name: str, folder: str) -> type[Tiles] | None:
     return result
 
 
-def lowerings(first: Lowering) -> tuple[Lowering, ...]:
+def lowerings(preferred: Lowering) -> tuple[Lowering, ...]:
     """The lowering, then those that a kernel falls to."""
-    if first.folder != Lowering.MOSAIC_GPU.folder:
-        return (first,)
-    triton = Lowering.INTERPRET if first.interpret else Lowering.TRITON
-    return (first, triton, Lowering.XLA) if HAS_TRITON else (first, Lowering.XLA)
+    if preferred.folder != Lowering.MOSAIC_GPU.folder:
+        return (preferred,)
+    triton = Lowering.INTERPRET if preferred.interpret else Lowering.TRITON
+    return (preferred, triton, Lowering.XLA) if HAS_TRITON else (preferred, Lowering.XLA)
 
 
 def stage(name: str, launches: Launches) -> Callable[..., Any]:

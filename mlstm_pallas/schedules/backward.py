@@ -150,19 +150,19 @@ def _mask_inactive(chunks: ChunkList | None, x: Any) -> Any:
     """x, (B * NH, S), with 0 in inactive chunks, where it may be undefined."""
     if chunks is None or x is None:
         return x
-    in_chunks = x.reshape(*chunks.active.shape, -1)
-    return only(in_chunks, chunks.active, 0, 1).reshape(x.shape)
+    in_chunks = x.reshape(*chunks.has_steps.shape, -1)
+    return only(in_chunks, chunks.has_steps, 0, 1).reshape(x.shape)
 
 
 def second_half(
-    plan: Plan, residuals: Residuals, cotangents: Cotangents, first: BackwardCarry
+    plan: Plan, residuals: Residuals, cotangents: Cotangents, carry: BackwardCarry
 ) -> tuple[Inputs, Array]:
     """The gradients of the inputs, where None is zeros, and those of n at the chunk boundaries.
 
     The arrays are ``prepared``.
     """
     (x, _, _, stored), (dh, last) = residuals, cotangents
-    gates, scores, (dC, dC_initial, C, C_last, _), normaliser, dn_added = first
+    gates, scores, (dC, dC_initial, C, C_last, _), normaliser, dn_added = carry
     if stored.C is not None:
         C, C_last = stored.C, stored.C_last
     spec, launches, active = plan.spec, plan.backward, _active_chunks(plan, x)
@@ -244,12 +244,12 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
     z = None if z is None else z[..., 0]
     dy = Cotangents(dh, States(n=jnp.zeros_like(x.initial.n)))
     stored = StoredStates(None, None, None, None, None)
-    first = first_half(plan, Residuals(inputs, h, z, stored), dy)
+    carry = first_half(plan, Residuals(inputs, h, z, stored), dy)
 
-    added = chunks.with_initial(key_sums(plan.backward, k, first.gates), before.n)
-    n, n_last = key_states(plan.backward, added, first.gates, x.initial.n)
+    added = chunks.with_initial(key_sums(plan.backward, k, carry.gates), before.n)
+    n, n_last = key_states(plan.backward, added, carry.gates, x.initial.n)
     list_residuals = Residuals(inputs, h, z, stored._replace(n=n, n_last=n_last))
-    carry = _with_segments(plan, chunks, first, x.segments, residuals.states, cotangents.last)
+    carry = _with_segments(plan, chunks, carry, x.segments, residuals.states, cotangents.last)
     dx, dn = second_half(plan, list_residuals, dy, carry)
 
     dq, dk, dv = (chunks.scatter(d, y, L) for d, y in ((dx.q, x.q), (dx.k, x.k), (dx.v, x.v)))
@@ -268,7 +268,7 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
 def _with_segments(
     plan: Plan,
     chunks: ChunkList,
-    first: BackwardCarry,
+    carry: BackwardCarry,
     initial: States | None,
     last: States,
     d_last: States,
@@ -277,7 +277,7 @@ def _with_segments(
 
     C and dC at the chunk boundaries are linear in these, and dn and dm are sums with them.
     """
-    gates, _, states, normaliser, dn_added = first
+    gates, _, states, normaliser, dn_added = carry
     gamma = gates.scaGamma
     begin, end = chunks.before_segments(), chunks.behind_segments()
     # Behind the last segment nothing arrives, because the remainder starts with a reset.
@@ -302,7 +302,7 @@ def _with_segments(
         rows, entries = end
         last_steps = rows, entries * plan.spec.problem.L - 1
         normaliser = normaliser._replace(vecDm=normaliser.vecDm.at[last_steps].add(dm))
-    return first._replace(
+    return carry._replace(
         states=states._replace(matDeltaC_states=dC),
         normaliser_gradients=normaliser,
         vecDeltaN_added=dn_added.at[end].set(d_last.n),

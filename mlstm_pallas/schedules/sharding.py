@@ -364,19 +364,19 @@ def _sharding_rule(work: Work, mesh: Any, operands: Any, results: Any) -> tuple[
 
     Beside pools only NH is free.
     """
-    whole, pooled = list[str](), work.spec.pooled
+    replicated, pooled = list[str](), work.spec.pooled
     free = [f"free{axis}" for axis in range(pooled, work.mapped + 2)]
 
     def axes(x: Any, free: Sequence[str]) -> str:
         free = free[: x.rank - pooled]
-        others = [f"whole{len(whole) + n}" for n in range(x.rank - len(free))]
-        whole.extend(others)
+        others = [f"replicated{len(replicated) + n}" for n in range(x.rank - len(free))]
+        replicated.extend(others)
         return " ".join([*others[:pooled], *free, *others[pooled:]])
 
     identity, *inputs = operands
     text = ", ".join([axes(identity, ()), *(axes(x, free) for x in inputs)])
     text += " -> " + ", ".join([axes(x, free) for x in results])
-    return text, {"need_replication_factors": tuple(whole)}
+    return text, {"need_replication_factors": tuple(replicated)}
 
 
 def _common_shardings(work: Work, args: Any, results: Any) -> tuple[Any, Any]:

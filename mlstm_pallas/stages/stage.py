@@ -50,7 +50,7 @@ class Lowering(enum.StrEnum):
 MAX_TILE_SIZE = 2**20 // MIN_TILE
 
 
-def clamped(tile: int, size: int) -> int:
+def dividing(tile: int, size: int) -> int:
     """The largest power of two up to the tile (itself a power of two) that divides the size."""
     return min(tile, size & -size)
 
@@ -158,7 +158,7 @@ class Tiles:
         sizes |= dict(siz_b_DHQK=next_power_of_two(K), siz_b_DHHV=next_power_of_two(V))
         sizes |= dict(state_rows=K, state_columns=V)  # which need not be powers of two
         fields = {
-            name: clamped(x, L) if "siz_b_L" in name else min(x, sizes[name])
+            name: dividing(x, L) if "siz_b_L" in name else min(x, sizes[name])
             for name, x in vars(self).items()
             if name in sizes
         }

@@ -46,7 +46,7 @@ from mlstm_pallas.stages import recurrent_bw_dC as dC
 from mlstm_pallas.stages import recurrent_fw_C as fw_C
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
-from mlstm_pallas.stages.stage import KernelOptions, Launch, clamped, least_padding
+from mlstm_pallas.stages.stage import KernelOptions, Launch, dividing, least_padding
 from mlstm_pallas.stages.step_sums import Operands as StepSums
 from mlstm_pallas.stages.vector_states import Operands as VectorStates
 from mlstm_pallas.stages.vector_states import vector_states
@@ -272,6 +272,6 @@ class RecurrenceTiles(PipelinedTiles):
         while max(K, V) > 64 and not options.gpu.filled_by(ctas(), CTAS_PER_SM):
             K, V = (K, V // 2) if V >= K else (K // 2, V)
         # The pipeline copies one operand; the other one passes through registers.
-        steps, stages = depth_and_stages(options.gpu, max(K, V), clamped(64, p.L), dtype)
+        steps, stages = depth_and_stages(options.gpu, max(K, V), dividing(64, p.L), dtype)
         splits = splits_of(p.NC, CTAS_PER_SM * options.gpu.sms // max(ctas(), 1))
         return cls(steps, K, V, num_warps=4, num_stages=stages, num_splits=splits)
