@@ -60,9 +60,8 @@ from mlstm_pallas.mosaic_gpu.common.persistent import PersistentKernel, persiste
 from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.mosaic_gpu.common.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients
-from mlstm_pallas.stages.stage import Launch, ScaledRows
+from mlstm_pallas.stages.stage import KernelOptions, Launch, ScaledRows
 
 TILE = 128  # queries per item, and keys
 DEPTH = 64  # columns that a step multiplies
@@ -255,7 +254,7 @@ def parallel_bw_dP(
         x,
         call,
         {"P": matrix, "dP": matrix, "tile_sums": w_sum_shapes(p), "delta": delta},
-        call.tiles.scratch(p, dtype, reads_h=reads_h),
+        call.tiles.scratch(p, dtype, KernelOptions(has_h=reads_h)),
         h_gmem=x.matH,
         e_gmem=g.vecE,
         u_gmem=g.vecU,
@@ -274,7 +273,7 @@ class ParallelBwDPTiles(RingTiles):
     def items(self, p: Problem) -> int:
         return p.BNH * p.NC * _items_per_chunk(p)
 
-    def scratch(self, p: Problem, dtype, *, reads_h: bool = True, **options) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
         # The tile and the vector have equally many bytes, so a slot has the same place in both.
         tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom_columns(p))
         tile = tiles(self.num_stages, TILE, DEPTH)
@@ -282,17 +281,17 @@ class ParallelBwDPTiles(RingTiles):
         transforms = tile_transforms(SLICE, dtype.itemsize)
         return {
             "operands_smem": [plgpu.RefUnion(tile, vector) for _ in range(2)],  # left and right
-            "h_smem": tiles(H_STAGES, TILE, DEPTH) if reads_h else None,
+            "h_smem": tiles(H_STAGES, TILE, DEPTH) if options.has_h else None,
             # One entry per warpgroup:
             "out_smem": plgpu.SMEM((2, 2, WG_ROWS, WG_ROWS), dtype, transforms=transforms),  # P, dP
             "sums_smem": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
             "barriers": ring_barriers(self.num_stages, copies=2),
-            "h_barriers": ring_barriers(H_STAGES, copies=1) if reads_h else None,
+            "h_barriers": ring_barriers(H_STAGES, copies=1) if options.has_h else None,
         }
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **options) -> Iterable[Self]:
-        return [cls(4, num_ctas=gpu.sms)]
+    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
+        return [cls(4, num_ctas=options.gpu.sms)]
 
-    def divides(self, p: Problem, **options) -> bool:
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
         return self.num_stages >= 2 and p.L % TILE == 0

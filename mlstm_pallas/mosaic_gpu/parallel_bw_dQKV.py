@@ -63,9 +63,8 @@ from mlstm_pallas.mosaic_gpu.common.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.common.persistent import PersistentKernel, persistent_call
 from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
-from mlstm_pallas.stages.stage import Launch, sequence_shape
+from mlstm_pallas.stages.stage import KernelOptions, Launch, sequence_shape
 
 ROWS = 128  # per item
 DEPTH = 64  # columns that a step multiplies
@@ -454,7 +453,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         x,
         call,
         outputs,
-        call.tiles.scratch(p, dtype, normalise=normalise),
+        call.tiles.scratch(p, dtype, KernelOptions(normalise=normalise)),
         C_gmem=x.matC_states,
         n_gmem=x.vecN_states if normalise else None,
         dC_gmem=x.matDeltaC_states,
@@ -509,9 +508,9 @@ class ParallelBwDQKVTiles(RingTiles):
         items_per_chunk = _items_per_chunk(_items(p, self.siz_b_DHHV))
         return p.BNH * p.NC * (1 if self.computes_scores else items_per_chunk)
 
-    def scratch(self, p: Problem, dtype, *, normalise: bool = True, **options) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
         if self.computes_scores:
-            return chunkwise.scratch(p, self, dtype, normalise=normalise)
+            return chunkwise.scratch(p, self, dtype, normalise=options.normalise)
         columns, atom = self.siz_b_DHHV, atom_columns(p)
         tiles = functools.partial(shared_tiles, self.num_stages, dtype=dtype, atom=atom)
         # All shapes of a tile have equally many bytes, so a slot has the same place in all of them.
@@ -525,16 +524,16 @@ class ParallelBwDQKVTiles(RingTiles):
         }
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **options) -> Iterable[Self]:
+    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
         """At DHQK 128, six stages by chunk: more would leave spilled registers too little L1."""
         if by_chunk(p):
             columns, stages = chunkwise.tile_columns(p), 7 if p.DHQK <= 64 else 6
         else:
             columns, stages = _columns(p), 3 if p.DHQK >= 512 else 4
         for num_stages in range(stages, 2, -1):
-            yield cls(num_stages, gpu.sms, columns, by_chunk(p))
+            yield cls(num_stages, options.gpu.sms, columns, by_chunk(p))
 
-    def divides(self, p: Problem, **options) -> bool:
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
         """A warpgroup holds three slots at once, so with fewer stages the kernel would deadlock."""
         if self.computes_scores != by_chunk(p) or p.L % ROWS:
             return False

@@ -61,12 +61,11 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 from mlstm_pallas.mosaic_gpu.common.limits import HEADS, HopperTiles
 from mlstm_pallas.mosaic_gpu.common.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages import recurrent_bw_dC as dC
 from mlstm_pallas.stages import recurrent_fw_C as fw_C
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
-from mlstm_pallas.stages.stage import Launch, largest_block
+from mlstm_pallas.stages.stage import KernelOptions, Launch, largest_block
 
 STEPS = 64  # per tile
 ROWS = {64: 256, 128: 256, 192: 128}  # of X, at most per CTA, by the CTA's columns
@@ -259,9 +258,11 @@ def _launch(
       states of (B * NH * sums); 0: it computes the states.
     """
     p, dtype, tiles = call.problem.split(num_splits), each[0].a.dtype, call.tiles
-    weighted = each[0].r is not None
-    has_h, has_vector = (
-        any(getattr(x, y) is not None for x in each) for y in ("h", "vecX_initial")
+    options = KernelOptions(
+        weighted=each[0].r is not None,
+        has_h=any(x.h is not None for x in each),
+        has_vector=any(x.vecX_initial is not None for x in each),
+        stores_states=not sums,
     )
     as_heads = functools.partial(jax.tree.map, lambda x: x.reshape(p.BNH, -1))
     inputs = [dataclasses.replace(x, gamma=as_heads(x.gamma), r=as_heads(x.r)) for x in each]
@@ -280,16 +281,14 @@ def _launch(
         for x in each
     ]
     computed = sums or num_splits
-    heads, row_blocks, column_blocks = tiles.grid(call.problem, recurrences=len(each))
+    heads, row_blocks, column_blocks = tiles.grid(call.problem)
     y: list[RecurrenceOutputs] = mosaic_call(
         functools.partial(_kernel, p=p, num_splits=num_splits, computed=computed),
         name=name,
-        grid={"head": heads * computed, "rows": row_blocks, "columns": column_blocks},
+        grid={"head": len(each) * heads * computed, "rows": row_blocks, "columns": column_blocks},
         warpgroups=tiles.state_columns // WG_ROWS,
         outputs={"outputs": outputs},
-        scratch=tiles.scratch(
-            p, dtype, weighted=weighted, has_h=has_h, has_vector=has_vector, stores_states=not sums
-        ),
+        scratch=tiles.scratch(p, dtype, options),
     )(each=inputs)["outputs"]
     return y
 
@@ -396,49 +395,41 @@ class RecurrenceTiles(HopperTiles):
     num_stages: int
     num_splits: int = 1
 
-    def grid(self, p: Problem, *, recurrences: int = 1, **options) -> tuple[int, ...]:
+    def grid(self, p: Problem) -> tuple[int, ...]:
         columns, rows = self.covered(p)
-        return recurrences * p.BNH, rows // self.state_rows, columns // self.state_columns
+        return p.BNH, rows // self.state_rows, columns // self.state_columns
 
     def covered(self, p: Problem) -> tuple[int, int]:
         """The columns and the rows of X that the blocks cover."""
         return rounded_up(p.DHV, self.state_columns), rounded_up(p.DHQK, self.state_rows)
 
-    def scratch(
-        self,
-        p: Problem,
-        dtype,
-        *,
-        weighted: bool = True,
-        has_h: bool = False,
-        has_vector: bool = False,
-        stores_states: bool = True,
-        **options,
-    ) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
         atom, n = atom_columns(p), self.num_stages
         tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom)
         columns, readers = self.state_columns, self.state_columns // WG_ROWS
         return {
             "a_smem": tiles(n, STEPS, self.state_rows),
             "b_smem": tiles(n, STEPS, columns),
-            "weights_smem": plgpu.SMEM((n, STEPS), jnp.float32) if weighted else None,
-            "h_smem": tiles(H_STAGES, STEPS, columns) if has_h else None,
-            "out_smem": tiles(readers, 2, atom, WG_ROWS) if stores_states else None,
-            "sum_smem": plgpu.SMEM((readers, SUM_SCRATCH), jnp.float32) if has_vector else None,
-            "barriers": ring_barriers(n, copies=3 if weighted else 2, readers=readers),
-            "h_barriers": ring_barriers(H_STAGES, copies=1, readers=readers) if has_h else None,
+            "weights_smem": plgpu.SMEM((n, STEPS), jnp.float32) if options.weighted else None,
+            "h_smem": tiles(H_STAGES, STEPS, columns) if options.has_h else None,
+            "out_smem": tiles(readers, 2, atom, WG_ROWS) if options.stores_states else None,
+            "sum_smem": plgpu.SMEM((readers, SUM_SCRATCH), jnp.float32)
+            if options.has_vector
+            else None,
+            "barriers": ring_barriers(n, copies=3 if options.weighted else 2, readers=readers),
+            "h_barriers": ring_barriers(H_STAGES, copies=1, readers=readers)
+            if options.has_h
+            else None,
         }
 
     @classmethod
-    def candidates(
-        cls, p: Problem, gpu: Gpu, *, recurrences: int = 1, has_vector: bool = False, **options
-    ) -> Iterable[Self]:
+    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
         """The most rows per block with which the launch fills the GPU; else splits."""
-        columns = _columns(p)
+        columns, gpu, has_vector = _columns(p), options.gpu, options.has_vector
         sizes = [
             _rows(p, columns, min(size, ROWS[columns]), has_vector) for size in (256, 128, WG_ROWS)
         ]
-        each = recurrences * p.BNH * blocks_over(p.DHV, columns)  # CTAs per block of rows
+        each = options.recurrences * p.BNH * blocks_over(p.DHV, columns)  # CTAs per block of rows
         rows = next((x for x in sizes if gpu.filled_by(each * blocks_over(p.DHQK, x))), sizes[-1])
         ctas = each * blocks_over(p.DHQK, rows)
         splits = splits_of(p.NC, min(gpu.sms // max(ctas, 1), p.S // MIN_SPLIT_STEPS))
@@ -447,13 +438,13 @@ class RecurrenceTiles(HopperTiles):
         for stages in (6 if has_vector and rows <= WG_ROWS else 4, 3, 2):
             yield cls(rows, columns, stages, splits)
 
-    def divides(self, p: Problem, *, has_vector: bool = False, **options) -> bool:
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
         rows, columns = self.state_rows, self.state_columns
         return (
             columns in ROWS
             and rows <= ROWS[columns]
             and rows % atom_columns(p) == p.L % STEPS == 0
-            and not (has_vector and (p.DHQK % rows or rows not in (32, WG_ROWS, columns)))
+            and not (options.has_vector and (p.DHQK % rows or rows not in (32, WG_ROWS, columns)))
             and self.num_stages >= 2  # a slot becomes free while the next step's product runs
             and p.NC % self.num_splits == 0
             and 2 * p.BNH * self.num_splits <= HEADS

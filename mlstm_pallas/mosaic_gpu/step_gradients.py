@@ -51,7 +51,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.stage import Launch
+from mlstm_pallas.stages.stage import KernelOptions, Launch
 from mlstm_pallas.stages.step_gradients import Operands
 
 T = WG_ROWS
@@ -258,5 +258,5 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
 
 
 class StepGradientsTiles(HopperTiles):
-    def divides(self, p: Problem, **options) -> bool:
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
         return p.L % LANES == 0 and p.L <= LANES * STEPS

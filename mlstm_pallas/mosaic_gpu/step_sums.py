@@ -39,7 +39,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.stage import Launch, largest_block
+from mlstm_pallas.stages.stage import KernelOptions, Launch, largest_block
 from mlstm_pallas.stages.step_sums import Operands
 
 ELEMENTS = 2**15  # of x per CTA, at most
@@ -141,5 +141,5 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
 
 
 class StepSumsTiles(HopperTiles):
-    def divides(self, p: Problem, **options) -> bool:
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
         return p.L % TILE == 0 and p.L <= STEPS

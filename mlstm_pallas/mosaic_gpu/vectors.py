@@ -35,7 +35,7 @@ from mlstm_pallas.mosaic_gpu.common.chunk_scans import (
 from mlstm_pallas.mosaic_gpu.common.launch import block, float32, mosaic_call, unravel
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.stage import Launch
+from mlstm_pallas.stages.stage import KernelOptions, Launch
 from mlstm_pallas.vectors import chunk_gates as stage
 
 _BLOCK = LANES * STEPS  # steps of a CTA, or chunks that the stabiliser scan joins at a time
@@ -173,7 +173,7 @@ def vector_call(
             "per_chunk_gmem": [padded] * 2 if m is None else [float32(p.BNH, p.NC)],
             "m_states_gmem": float32(p.BNH, p.NC + 1) if computed else None,
         },
-        scratch=call.tiles.scratch(p, None),
+        scratch=call.tiles.scratch(p, None, KernelOptions()),
         infer_layouts=False,
         approx_math=False,
     )(steps_gmem=jax.tree.map(by_cta, tuple(steps)), stabilisers_gmem=m)
@@ -231,13 +231,13 @@ chunk_gates = functools.partial(stage.chunk_gates, vector_call=vector_call, scan
 
 
 class VectorsTiles(HopperTiles):
-    def divides(self, p: Problem, **options) -> bool:
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
         return p.L % 64 == 0 and p.L <= _BLOCK
 
-    def grid(self, p: Problem, **options) -> tuple[int, ...]:
+    def grid(self, p: Problem) -> tuple[int, ...]:
         return _by_cta(p)[:1]
 
-    def scratch(self, p: Problem, dtype, **options) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
         """Shared memory of the scans of chunk_summaries and of chunk_gates."""
         buffers = scan_buffers(2, 3, 4, rows=LANES, chunk_rows=p.L // STEPS)
         return {f"scan{n}": buffer for n, buffer in enumerate(buffers)}

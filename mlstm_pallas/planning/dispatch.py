@@ -54,11 +54,11 @@ def tiles_class(name: str, folder: str) -> type[Tiles] | None:
     return result
 
 
-def lowerings(first: Lowering) -> tuple[Lowering, ...]:
+def lowerings(preferred: Lowering) -> tuple[Lowering, ...]:
     """The lowering, then those that a kernel falls to."""
-    if first is not Lowering.MOSAIC_GPU:
-        return (first,)
-    return (first, Lowering.TRITON, Lowering.XLA) if HAS_TRITON else (first, Lowering.XLA)
+    if preferred is not Lowering.MOSAIC_GPU:
+        return (preferred,)
+    return (preferred, Lowering.TRITON, Lowering.XLA) if HAS_TRITON else (preferred, Lowering.XLA)
 
 
 def stage(name: str, launches: Launches) -> Callable[..., Any]:

@@ -387,10 +387,16 @@ def check_integer(
 check_chunk_size = functools.partial(check_integer, least=MIN_CHUNK_SIZE, power_of_two=True)
 
 
-def check_segments_fit(num_segments: int, backend: str | None, front: int = 0) -> None:
-    """Raises for more segments than the grid of a kernel has places for; front: of ``CallSpec``."""
-    if backend != "xla" and num_segments + front > MAX_SEGMENTS:
-        less = "; one less with initial states and segment_ids that may be negative" * front
+def check_segments_fit(num_segments: int, backend: str | None, negative_segments: int = 0) -> None:
+    """Raises for more segments than the grid of a kernel has places for.
+
+    negative_segments: of ``CallSpec``.
+    """
+    if backend != "xla" and num_segments + negative_segments > MAX_SEGMENTS:
+        less = (
+            "; one less with initial states and segment_ids that may be negative"
+            * negative_segments
+        )
         raise ValueError(
             f"num_segments is {num_segments}, expected at most {MAX_SEGMENTS}, the limit of a "
             f"kernel's grid, or backend 'xla'{less}"

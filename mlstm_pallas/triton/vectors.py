@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.tiles import block_at, blocks_over, loop, rounded_up
 from mlstm_pallas.problem.dimensions import Problem, next_power_of_two
-from mlstm_pallas.stages.stage import Launch, Tiles
+from mlstm_pallas.stages.stage import KernelOptions, Launch, Tiles
 from mlstm_pallas.triton.launch import barrier, floats, kernel_call
 from mlstm_pallas.vectors import chunk_gates as stage
 from mlstm_pallas.vectors.scan import Join, Scan
@@ -194,5 +194,5 @@ class VectorsTiles(Tiles):
     num_warps: int = 1
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Any, **requested: Any) -> Self | None:
+    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self | None:
         return None if p.L > _MOST_STEPS else cls(min(max(p.L // _STEPS_PER_WARP, 1), 16))

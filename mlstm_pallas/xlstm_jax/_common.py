@@ -18,12 +18,12 @@ from mlstm_pallas.formulas import gates
 from mlstm_pallas.formulas.gates import ChunkGates, LocalGates
 from mlstm_pallas.formulas.normaliser import at_least, normaliser_gradients, query_scale
 from mlstm_pallas.planning.backend import requested_backend
-from mlstm_pallas.planning.call_spec import CallSpec, Plan, call_spec
+from mlstm_pallas.planning.call_spec import CallSpec, Plan, call_spec, launch_of, plan_of
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.dispatch import lowerings, stage
 from mlstm_pallas.planning.options import CHECKS, Options
 from mlstm_pallas.prepare import pad
-from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals, StoredStates
+from mlstm_pallas.problem.arrays import Cotangents, Inputs, Residuals, States, StoredStates
 from mlstm_pallas.problem.dimensions import InputGate, accumulator_dtype
 from mlstm_pallas.problem.validation import (
     INPUT_DTYPES,
@@ -267,7 +267,7 @@ class _Shard:
     def core(self, name: str, **options: Any) -> Any:
         """Runs a stage of the core. Its operands are found in x by name; None: x lacks them."""
         operands = STAGES[name].operands
-        run = stage(name, self.plan.launches(name))
+        run = stage(name, {name: launch_of(self.spec, name, self.plan.lowering)})
         return run(operands(*map(self.x.get, operands._fields)), **options)
 
     @property
@@ -331,7 +331,7 @@ class _Shard:
             options |= dict(output_dtype=self.output_dtype)
             first = self.plan.lowering
             if first.folder == "mosaic_gpu":  # whose kernel writes H in its own dtype alone
-                self.plan = Plan(self.spec, lowerings(first)[1])
+                self.plan = plan_of(self.spec, lowerings(first)[1])
         H, z = self.core("parallel_fw_H", **options)
         m = self.x["vecM"]
         den = at_least(jnp.abs(z), normaliser.floor(m))
@@ -384,17 +384,19 @@ class _Shard:
         spec = dataclasses.replace(self.spec, recompute_states_in_bw=C is None)
         # dz is 0, so n does not matter.
         n_states = jnp.zeros((p.BNH, p.NC, p.DHQK), n.dtype)
+        q, k, v, i, f, c, n, m = (x[name] for name in GRADIENTS)
         residuals = Residuals(
-            Inputs(*(x[name] for name in GRADIENTS)),
+            Inputs(q, k, v, i, f, States(c, n, m)),
             None,
             x["vecN_out"],
             StoredStates(C, n_states, None, None, None),
         )
-        last = LastStates(x.get("matDeltaC_last"), jnp.zeros_like(n), None)
+        last = States(x.get("matDeltaC_last"), jnp.zeros_like(n))
         dx = backward_schedule(
-            Plan(spec, self.plan.lowering), residuals, Cotangents(x["matDeltaH"], last)
+            plan_of(spec, self.plan.lowering), residuals, Cotangents(x["matDeltaH"], last)
         )
-        return dict(zip(GRADIENTS.values(), dx, strict=False))
+        gradients = dx.q, dx.k, dx.v, dx.i, dx.f, *dx.initial
+        return dict(zip(GRADIENTS.values(), gradients, strict=True))
 
 
 def backward(arguments: Arrays) -> tuple[jax.Array, ...]:
