@@ -156,7 +156,7 @@ FEW = "segments", "step", "lengths", "ring", "mapped_shards", "mesh", "recurrenc
 
 
 @pytest.mark.slow  # processes in modes that have to be set before the first call
-@pytest.mark.parametrize(("modes", "count"), zip(MODES, (8, 16, 8), strict=True))
+@pytest.mark.parametrize(("modes", "count"), [*zip(MODES, (8, 16, 8), strict=True)])
 def test_calls_of_a_fresh_process_in_modes(modes, count):
     settings = dict(PYTHONPATH=os.pathsep.join(sys.path), JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     output = run_python(__file__, modes, **settings)
