@@ -6,6 +6,7 @@ import json
 from roofline import FORWARD, backward_stages
 
 from mlstm_pallas import KernelConfig, stages
+from mlstm_pallas.planning.call_spec import launch_of as planned_launch
 from mlstm_pallas.problem.validation import check_chunk_size
 
 # Arguments of mlstm_chunkwise; packed has segment_ids as well, and the arrays of BTNH are
@@ -69,8 +70,8 @@ def launch_of(spec, stage):
     """How a stage runs, with sequences that are not split."""
     plan = spec.plan
     if stage in STAGES and STAGES[stage].fused:
-        return plan.launch(stage, plan.scan_problem, first=plan.scan.lowering)
-    return plan.launch(stage)
+        return planned_launch(spec, stage, plan.scan.lowering, plan.scan_problem)
+    return planned_launch(spec, stage, plan.lowering)
 
 
 def config_row(spec, stages=()):

@@ -274,16 +274,18 @@ class Case:
 
     Args:
       gradients: whether the gradients of whole calls are checked too.
+      mean_f: of the forget gates' pre-activations.
     """
 
-    def __init__(self, shape, dtype, *, gradients=False):
-        self.shape, self.dtype, self.gradients = shape, dtype, gradients
+    def __init__(self, shape, dtype, *, gradients=False, mean_f=4.0):
+        self.shape, self.dtype, self.gradients, self.mean_f = shape, dtype, gradients, mean_f
         self._expected = {}
         self.arrays = functools.lru_cache(maxsize=1)(self._arrays)
 
     @functools.cached_property
     def inputs(self):
-        return jax.block_until_ready(random_inputs(jax.random.key(0), self.shape, self.dtype))
+        inputs = random_inputs(jax.random.key(0), self.shape, self.dtype, self.mean_f)
+        return jax.block_until_ready(inputs)
 
     def _arrays(self, L, fused):
         return jax.block_until_ready(stage_arrays(self.inputs, L, fused))

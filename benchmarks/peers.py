@@ -43,13 +43,13 @@ def normals(key, *dims):
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def random_inputs(key, shape, dtype):
+def random_inputs(key, shape, dtype, mean_f=4.0):
     """q and k have a positive mean: near q.n = 0, h would have no digits to compare."""
     rows = shape[:3]
     keys, values = (*rows, shape.DHQK), (*rows, shape.DHV)
     q, k, v, i, f, dh = normals(key, keys, keys, values, rows, rows, values)
     q, k, v, dh = (x.astype(dtype) for x in (q + 0.5, k + 0.5, v, dh))
-    return Inputs(q, k, v, i, f + 4.0, dh)
+    return Inputs(q, k, v, i, f + mean_f, dh)
 
 
 ROWS = 128  # at once: the scores of all rows would not fit

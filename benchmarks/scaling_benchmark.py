@@ -6,7 +6,8 @@ r"""Times the mLSTM on 1, 2, 4, ... devices of this machine, with a split batch,
 
 Weak scaling gives every device one --shape: n devices have n times the batch, the heads or the
 steps. Strong scaling splits the steps of one --shape over the devices. Split batches and heads need
-no communication; a split sequence is mlstm_chunkwise_sequence_parallel.
+no communication; a split sequence is mlstm_chunkwise_sequence_parallel. With forget gates of mean
+4 the state before a chunk is forgotten within a few chunks, with a mean of 10 hardly ever.
 
 The numbers of devices take turns: each of --repeats rounds times one batch of calls for each.
 Efficiency is tokens per second and device, relative to the fewest devices that could run the shape
@@ -80,8 +81,8 @@ class Spread(peers.JaxImplementation):
 
     oracle = staticmethod(peers.exact)
 
-    def __init__(self, backend, dim, devices, layout):
-        self.name, self.steps_first = backend, layout == "BTNH"
+    def __init__(self, backend, dim, devices, layout, mean_f):
+        self.name, self.steps_first, self.mean_f = backend, layout == "BTNH", mean_f
         self.spec = P(*[None] * layout.index("BNT"[dim]), AXIS)
         self.mesh = Mesh(np.array(devices), (AXIS,))
         options = dict(backend=backend, layout=layout)
@@ -94,7 +95,7 @@ class Spread(peers.JaxImplementation):
         """Computed on the devices that need them; the same for any number of devices."""
 
         def make():
-            inputs = random_inputs(jax.random.key(0), shape, dtype)
+            inputs = random_inputs(jax.random.key(0), shape, dtype, self.mean_f)
             return Inputs(*swap_heads(*inputs)) if self.steps_first else inputs
 
         return jax.jit(make, out_shardings=NamedSharding(self.mesh, self.spec))()
@@ -112,12 +113,14 @@ class Spread(peers.JaxImplementation):
         return lambda: jax.block_until_ready(call())
 
 
-def prepare(row, of, options, calls):
+def prepare(row, of, calls):
     """Adds the call to time, by its number of devices, if the outputs of a small one are right."""
     n, mode, direction = row["devices"], MODES[row["mode"]], row["direction"]
-    case = Case(mode.reduced(of, n), row["dtype"], gradients=direction == "fwbw")
+    options = dict(gradients=direction == "fwbw", mean_f=row["mean_f"])
+    case = Case(mode.reduced(of, n), row["dtype"], **options)
     case.checked_heads = np.arange  # all of a small problem
-    impl = Spread(row["impl"], mode.dim, jax.local_devices()[:n], row["layout"])
+    devices = jax.local_devices()[:n]
+    impl = Spread(row["impl"], mode.dim, devices, row["layout"], row["mean_f"])
     try:
         reduced = impl.inputs(case.shape, case.dtype)
         call, outputs = runner.first_call(row, impl, reduced, direction)
@@ -148,7 +151,7 @@ def store_times(rows, times):
 
 
 def measured_rows(options):
-    """A row for each mode, shape, direction, layout, dtype and number of devices."""
+    """A row for each mode, shape, direction, layout, dtype, mean of f and number of devices."""
     present, gpu = len(jax.local_devices()), runner.on_gpu()
     backend = options.backend or ("triton" if gpu else "xla")
     runner.check_gpu([backend], "backend")
@@ -164,16 +167,17 @@ def measured_rows(options):
         if not MODES[name].grows and (odd := [n for n in counts if of.S % n]):
             steps = f"--shape: in {name} {of.S} steps of shape {of}"
             raise RequestError(f"{steps} are not a multiple of {odd[0]} devices")
-    product = itertools.product(cases, options.direction, options.layout, options.dtype)
-    for (name, of), direction, layout, dtype in product:
+    product = itertools.product(
+        cases, options.direction, options.layout, options.dtype, options.mean_f
+    )
+    for (name, of), direction, layout, dtype, mean_f in product:
         rows, calls = {}, {}
         for n in counts:
             shape = MODES[name].whole(of, n)
-            keys = dict(
-                mode=name, of=of, devices=n, direction=direction, layout=layout, dtype=dtype
-            )
+            keys = dict(mode=name, of=of, devices=n, direction=direction)
+            keys |= dict(layout=layout, dtype=dtype, mean_f=mean_f)
             rows[n] = runner.new_row(options, str(shape), shape, backend, **keys)
-            runner.attempt(rows[n], True, prepare, of, options, calls)
+            runner.attempt(rows[n], True, prepare, of, calls)
         if calls:
             turns = list(calls.values()), jax.block_until_ready, options.repeats
             store_times([rows[n] for n in calls], runner.time_in_turns(*turns))
@@ -186,6 +190,7 @@ mode          mode
 shape         shape
 direction     direction
 layout        layout
+mean f        mean_f             g
 devices       devices            d
 ms            ms                 .3f
 spread %      spread             .1%
@@ -203,7 +208,8 @@ def plot(rows, path):
 
     def label(row):
         shape = str(Shape(*row["of"]))
-        return " ".join(filter(None, (row["impl"], row["mode"], shape, row.get("layout"))))
+        gates = f"f near {row['mean_f']:g}" if "mean_f" in row else None
+        return " ".join(filter(None, (row["impl"], row["mode"], shape, row.get("layout"), gates)))
 
     keys = "ms", "efficiency_pct"
     reporting.plot(rows, path, label, lambda row: row["devices"], keys=keys, xlabel="devices")
@@ -213,6 +219,7 @@ def define_flags(define):
     define.names("mode", list(MODES), MODES, "the dimension that is split, and whether it grows.")
     define.items("devices", [], int, "Numbers of devices; none: 1, 2, 4, ... up to those present.")
     define.names("layout", ["BNTH"], ("BNTH", "BTNH"), "layout of the arrays.")
+    define.items("mean_f", [4.0, 10.0], float, "Means of the forget gates' pre-activations.")
     define.enum("backend", None, BACKENDS, "None: triton, without a GPU xla.")
     define.shared("shape", "direction", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
 

@@ -120,7 +120,7 @@ BACKWARD = [
     ],
     (
         XLA,
-        "step_flags, step_gradients",
+        "step_gradients",
         ["pairs, q_dot_dq_inter, k_dot_dk_inter, inner_C_dC, vecDm   gates"],
     ),
     ["vecDeltaI, vecDeltaF (B, NH, S)   scaDeltaM (B, NH)"],

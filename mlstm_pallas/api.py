@@ -15,7 +15,13 @@ from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import Arguments, Keywords, SequenceKeywords, prepare
 from mlstm_pallas.problem import validation
-from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
+from mlstm_pallas.problem.annotations import (
+    Array,
+    BackendName,
+    InputGateName,
+    LayoutName,
+    StatesTuple,
+)
 from mlstm_pallas.problem.validation import DEFAULT_LAYOUT
 
 
@@ -30,7 +36,7 @@ def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: Literal[True] = ..., **keywords: Unpack[Keywords],
-) -> tuple[jax.Array, States]: ...  # fmt: skip
+) -> tuple[jax.Array, StatesTuple]: ...  # fmt: skip
 @overload
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
@@ -38,7 +44,7 @@ def mlstm_chunkwise(
     return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, **keywords: Unpack[SequenceKeywords],
-) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
+) -> jax.Array | tuple[jax.Array, StatesTuple]: ...  # fmt: skip
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None,
@@ -49,7 +55,7 @@ def mlstm_chunkwise(
     input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
     state_dtype: DTypeLike | None = None, layout: LayoutName = DEFAULT_LAYOUT,
     backend: BackendName | None = None, config: KernelConfig | None = None,
-) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
+) -> jax.Array | tuple[jax.Array, StatesTuple]:  # fmt: skip
     """Applies the mLSTM of xLSTM to whole sequences, for training and prefill.
 
     For every batch entry and head it computes equations 19 to 27 of
@@ -157,7 +163,7 @@ def mlstm_chunkwise(
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
     spec = prepare(x, options, layout)
-    outputs: jax.Array | tuple[jax.Array, States] = mlstm(spec, x)
+    outputs: jax.Array | tuple[jax.Array, StatesTuple] = mlstm(spec, x)
     return outputs
 
 
@@ -215,7 +221,7 @@ def mlstm_chunkwise_states(
     normalize: bool = True, autocast_kernel_dtype: DTypeLike | None = None,
     state_dtype: DTypeLike | None = None, layout: LayoutName = DEFAULT_LAYOUT,
     backend: BackendName | None = None, config: KernelConfig | None = None,
-) -> tuple[jax.Array, States, States]:  # fmt: skip
+) -> tuple[jax.Array, StatesTuple, StatesTuple]:  # fmt: skip
     """``mlstm_chunkwise`` with the states after every N-th step.
 
     They are what a prefix cache stores. The forward pass writes them as it
@@ -248,7 +254,7 @@ def mlstm_chunkwise_states(
     # The fused scan has chunks of its own, and stores states at those of the call.
     if spec.plan.uses_fused_scan or spec.problem.L > N:
         spec = prepare(x, dataclasses.replace(options, chunk_size=N), layout)
-    outputs: tuple[jax.Array, States, States] = mlstm_with_states(spec, N, x)
+    outputs: tuple[jax.Array, StatesTuple, StatesTuple] = mlstm_with_states(spec, N, x)
     return outputs
 
 

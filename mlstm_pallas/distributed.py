@@ -39,47 +39,45 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.api import mlstm_chunkwise, with_arguments_of
-from mlstm_pallas.formulas.gate_gradients import inner, step_flags
+from mlstm_pallas.formulas.gate_gradients import inner
 from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, mark_segment_starts
 from mlstm_pallas.formulas.splits import decays_in_splits, other_decays
+from mlstm_pallas.formulas.tiles import blocks_over
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
-from mlstm_pallas.planning.call_spec import CallSpec, Plan
+from mlstm_pallas.planning.call_spec import CallSpec, Plan, plan_of
 from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.prepare import (
     Arguments,
     padded,
     results,
 )
-from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals
+from mlstm_pallas.problem.arrays import Cotangents, Inputs, Residuals, States
 from mlstm_pallas.problem.validation import check_axis_name
 from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half
 from mlstm_pallas.schedules.forward import PrecomputedStates, run_gates
 from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shards
-from mlstm_pallas.stages import chunk_gates, split_products, step_sums
+from mlstm_pallas.stages import split_products, step_sums
+from mlstm_pallas.vectors import chunk_gates
 
-# The most shards whose sums of C one all-reduce adds up, for all devices. More of them exchange
-# slices of C, although XLA then replicates C over mesh axes that are left to the compiler.
+# The most shards that send their C to every other one. More of them exchange slices of C, although
+# XLA then replicates C over mesh axes that are left to the compiler.
 MOST_AT_ONCE = 8
 
 
-def _boundaries(plan: Plan, x: Inputs, *, L: int) -> tuple[jax.Array, jax.Array]:
+def _boundaries(plan: Plan, x: Inputs) -> tuple[jax.Array, jax.Array]:
     """m and the log decay after each chunk from an empty start, (B * NH, NC) each."""
-    p = plan.spec.problem.in_chunks_of(L)
-    run = stage("chunk_gates", plan.launches("chunk_gates", problem=p))
-    empty = jnp.full_like(x.m_initial, -jnp.inf)
+    run = stage("chunk_gates", plan.summary)
+    empty = jnp.full_like(x.initial.m, -jnp.inf)
     operands = chunk_gates.Operands(x.i, x.f, empty, x.segment_starts)
     m, g = run(operands, input_gate=plan.spec.input_gate, only_boundaries=True)
     return m, jnp.cumsum(g, axis=1)
 
 
 def _from_zeros(
-    plan: Plan, x: Inputs, m_states: jax.Array | None, *, num_splits: int, L: int
+    plan: Plan, x: Inputs, m_states: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, PrecomputedStates]:
-    """What C and n of zeros give: Gamma, n and C after the shard, and the states.
-
-    num_splits, L: the arguments of ``Plan.summary``.
-    """
-    p, launches = plan.spec.problem.in_chunks_of(L), plan.summary(L, num_splits)
+    """What C and n of zeros give: Gamma, n and C after the shard, and the states."""
+    p, launches, num_splits = plan.scan_problem, plan.summary, plan.summary_splits
     gates = run_gates(plan.spec, launches, x, m_states)
     abar, gamma = gates.per_step().vecAbar, gates.scaGamma
     n = stage("step_sums", launches)(step_sums.Operands(x.k, abar))
@@ -104,17 +102,16 @@ def _first_half(
     """
     last = cotangents.last
     arrays = prepared(plan, residuals, cotangents)
-    first = first_half(plan, *arrays)
-    gates, _, states, normaliser, dn_added = first
+    carry = first_half(plan, *arrays)
+    gates, _, states, normaliser, dn_added = carry
     gamma = gates.scaGamma
-    whole = jnp.prod(gamma, axis=-1)
-    dn, dm, passes = whole[:, None] * last.n, last.m, jnp.ones_like(whole)
+    decay = jnp.prod(gamma, axis=-1)
+    dn, dm, passes = decay[:, None] * last.n, last.m, jnp.ones_like(decay)
     if dn_added is not None:
         decays = other_decays(gamma, backward=True)
         dn = dn + jnp.sum(decays[..., None] * dn_added, axis=1)
     if plan.spec.stabilised:
-        x = residuals.inputs
-        flags = step_flags(gates, x.f, x.segment_starts)
+        flags = gates.per_step().vecFlags
         steps = lax.broadcasted_iota(jnp.int32, flags.shape, 1)
         S = flags.shape[1]
         unbroken = jnp.min(jnp.where((flags & M_GRAD_FLOWS) == 0, steps, S), axis=1)
@@ -122,27 +119,47 @@ def _first_half(
         dm = passes * dm
         if normaliser.vecDm is not None:
             dm = dm + jnp.sum(jnp.where(steps < unbroken[:, None], normaliser.vecDm, 0.0), axis=1)
-    return first, [whole, dm, passes, dn], states.matDeltaC_initial
+    return carry, [decay, dm, passes, dn], states.matDeltaC_initial
+
+
+def _with_later_shards(dC: jax.Array, decays: jax.Array, dC_after: jax.Array) -> jax.Array:
+    """dC after each chunk, (B * NH, NC, ...), with decays, (B * NH, NC), times dC_after, in place.
+
+    Usually the decays of all but a few of the last chunks are 0. Then no others are read, because
+    the states of a shard are gigabytes.
+    """
+    last = dC.shape[1] - blocks_over(dC.shape[1], 16)
+
+    def add(dC: jax.Array, chunks: slice) -> jax.Array:
+        x, terms = dC[:, chunks], _weighted(decays[:, chunks], dC_after[:, None])
+        return dC.at[:, chunks].set((x.astype(terms.dtype) + terms).astype(x.dtype))
+
+    # Of at most one step: a conditional would copy dC.
+    _, dC = lax.while_loop(
+        lambda state: state[0],
+        lambda state: (jnp.zeros_like(state[0]), add(state[1], slice(last))),
+        (jnp.any(decays[:, :last] != 0), add(dC, slice(last, None))),
+    )
+    return dC
 
 
 def _second_half(
     plan: Plan,
     residuals: Residuals,
     cotangents: Cotangents,
-    first: BackwardCarry,
+    carry: BackwardCarry,
     dC_after: jax.Array,
 ) -> Inputs:
     """The gradients of the inputs; dC_after: what the later shards add to dC, (B * NH, ...)."""
-    gamma, states = first.gates.scaGamma, first.states
-    dC, decays = states.matDeltaC_states, other_decays(gamma)
-    dC = (dC.astype(gamma.dtype) + _weighted(decays, dC_after[:, None])).astype(dC.dtype)
-    whole = jnp.prod(gamma, axis=-1)[:, None, None]
-    dC_initial = states.matDeltaC_initial + whole * dC_after
-    first = first._replace(
+    gamma, states = carry.gates.scaGamma, carry.states
+    dC = _with_later_shards(states.matDeltaC_states, other_decays(gamma), dC_after)
+    decay = jnp.prod(gamma, axis=-1)[:, None, None]
+    dC_initial = states.matDeltaC_initial + decay * dC_after
+    carry = carry._replace(
         states=states._replace(matDeltaC_states=dC, matDeltaC_initial=dC_initial)
     )
     arrays = prepared(plan, residuals, cotangents)
-    return second_half(plan, *arrays, first)[0]
+    return second_half(plan, *arrays, carry)[0]
 
 
 class Axis(NamedTuple):
@@ -196,22 +213,26 @@ def _weighted(weights: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _sum_over(axis: Axis, weights: jax.Array, x: jax.Array) -> jax.Array:
-    """sum_j weights_ij x_j on device i, of x_j on device j; weights: (B, NH, P, P)."""
+    """sum_j weights_ij x_j on device i != j, of x_j on device j; weights: (B, NH, P, P)."""
     index = lax.axis_index(axis.name)
     (B, NH, K, V), P = x.shape, axis.size
     if P <= MOST_AT_ONCE or K % P:
-        sums: jax.Array = lax.psum(_weighted(weights[..., index], x[:, :, None]), axis.name)
-        return sums[:, :, index]
+        total = jnp.zeros_like(x)
+        for distance in range(1, P):
+            shift = [(j, (j + distance) % P) for j in range(P)]
+            weight = weights[:, :, index, (index - distance) % P]
+            total += _weighted(weight, lax.ppermute(x, axis.name, shift))
+        return total
     # Each device adds up one slice for all, and sends and receives x twice, whatever P is.
     exchanged = functools.partial(lax.all_to_all, axis_name=axis.name, split_axis=2, concat_axis=2)
     slices = exchanged(x.reshape(B, NH, P, K // P, V))
-    sums = exchanged(jnp.sum(_weighted(weights, slices[:, :, None]), axis=3))
+    sums: jax.Array = exchanged(jnp.sum(_weighted(weights, slices[:, :, None]), axis=3))
     return sums.reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sequence(axis: Axis, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates]:
-    outputs: tuple[jax.Array, LastStates] = _sequence_fwd(axis, spec.forward_only, inputs)[0]
+def _sequence(axis: Axis, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, States]:
+    outputs: tuple[jax.Array, States] = _sequence_fwd(axis, spec.forward_only, inputs)[0]
     return outputs
 
 
@@ -220,30 +241,28 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
 
     The initial states are those of the whole sequence; only the first device's are read.
     """
-    index, plan, m_states = lax.axis_index(axis.name), spec.plan, None
-    L, m = plan.scan_problem.L, x.m_initial
-    C_first, n_first = (jnp.where(index == 0, y, 0.0) for y in x[5:7])
+    index, spec, m_states = lax.axis_index(axis.name), spec.with_scan, None
+    C_first, n_first, m = x.initial
+    C_first, n_first = (jnp.where(index == 0, y, 0.0) for y in (C_first, n_first))
     if spec.stabilised:
-        m_after, g = on_shards(_boundaries, spec, x, L=L)
+        m_after, g = on_shards(_boundaries, spec, x)
         m, last = jnp.where(index == 0, m, -jnp.inf), g[..., -1:]
         m_all, g_all = _gathered(axis, jnp.maximum(m_after[..., -1], m + last[..., 0]), last)
         m_all = m_all[:, :, None] + _between(jnp.sum, g_all[..., 0], 0.0)
         m_all = _from_preceding(m_all, -jnp.inf)
         m = jnp.maximum(m, jnp.max(m_all, axis=3)[:, :, index])
-        first = m[..., None]
-        m_states = jnp.concatenate([first, jnp.maximum(m_after, first + g)], axis=-1)
-    x = x._replace(m_initial=m)
-    gamma, n, C, precomputed = on_shards(
-        _from_zeros, spec, x, m_states, num_splits=plan.summary_splits, L=L
-    )
+        before = m[..., None]
+        m_states = jnp.concatenate([before, jnp.maximum(m_after, before + g)], axis=-1)
+    x = x._replace(initial=x.initial._replace(m=m))
+    gamma, n, C, precomputed = on_shards(_from_zeros, spec, x, m_states)
     C, n = C + gamma[..., None, None] * C_first, n + gamma[..., None] * n_first
     # The products of C hide the exchange of n, and parallel_fw_P that of C, which follows it.
     gamma_all, n_all = _gathered(axis, gamma, n)
     gamma_all, C = lax.optimization_barrier((gamma_all, C))
     weights = _weights(gamma_all)
     n = n_first + jnp.sum(_weighted(weights[:, :, index], n_all), axis=2)
-    before = named(LastStates(C_first + _sum_over(axis, weights, C), n, m))
-    x = x._replace(c_initial=before.c, n_initial=before.n, m_initial=before.m)
+    before = named(States(C_first + _sum_over(axis, weights, C), n, m))
+    x = x._replace(initial=before)
     outputs = named(on_shards(forward_once, spec, x, precomputed))
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
@@ -252,13 +271,13 @@ def _sequence_bwd(
     axis: Axis,
     spec: CallSpec,
     residuals_and_last: Any,
-    cotangents: tuple[jax.Array, LastStates],
+    cotangents: tuple[jax.Array, States],
 ) -> tuple[Any, ...]:
     # The arrays that the halves exchange depend on the lowering.
     run = functools.partial(_backward, axis)
     args = *residuals_and_last, *cotangents
     if lowering := known_lowering(spec.backend):
-        return (run(Plan(spec, lowering), *args),)
+        return (run(plan_of(spec, lowering), *args),)
     mapped = [(axis.name, axis.size)] if axis.mapped else []
     return (by_platform(spec, run, *args, mapped=mapped),)
 
@@ -267,27 +286,27 @@ def _backward(
     axis: Axis,
     plan: Plan,
     residuals: Residuals,
-    last: LastStates,
+    last: States,
     index: jax.Array,
     dh: jax.Array,
-    dlast: LastStates,
+    dlast: States,
 ) -> Inputs:
     """The gradients of the inputs; dh, dlast: those of h and of the shard's last states."""
     dC, dn, dm = dlast
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
-    cotangents = Cotangents(dh, LastStates(dC, dn, dm))
+    cotangents = Cotangents(dh, States(dC, dn, dm))
     spec, on = plan.spec, dict(lowering=plan.lowering)
-    first, local, dC_before = on_shards(_first_half, spec, residuals, cotangents, **on)
+    carry, local, dC_before = on_shards(_first_half, spec, residuals, cotangents, **on)
     gamma, dm_all, passes, dn_all = _gathered(axis, *local)
     weights, passes = (_weights(y).swapaxes(2, 3) for y in (gamma, passes))
     dC_after = _sum_over(axis, weights, dC_before)
     dC, dn = dC + dC_after, dn + jnp.sum(_weighted(weights[:, :, index], dn_all), axis=2)
     dm = dm + jnp.sum(_weighted(passes[:, :, index], dm_all), axis=2)
     dm = dm + inner(dC, last.c, 2) + inner(dn, last.n)
-    cotangents = Cotangents(dh, LastStates(dC, dn, dm))
-    gradients: Inputs = on_shards(_second_half, spec, residuals, cotangents, first, dC_after, **on)
-    initial: Any = [jnp.where(index == 0, y, 0.0) for y in gradients[5:8]]
-    return Inputs(*gradients[:5], *initial)
+    cotangents = Cotangents(dh, States(dC, dn, dm))
+    gradients: Inputs = on_shards(_second_half, spec, residuals, cotangents, carry, dC_after, **on)
+    initial = jax.tree.map(lambda y: jnp.where(index == 0, y, 0.0), gradients.initial)
+    return gradients._replace(initial=initial)
 
 
 _sequence.defvjp(_sequence_fwd, _sequence_bwd)
@@ -298,13 +317,13 @@ def _mlstm(axis: Axis, spec: CallSpec, x: Arguments) -> Any:
     """h of the shard and, if asked for, the last states of the whole sequence, on every device."""
     index = lax.axis_index(axis.name)
     inputs = padded(spec, x, functools.partial(_segment_starts, axis), index)
-    if inputs.c_initial is None:  # every later shard has initial states
-        n = inputs.n_initial
+    n = inputs.initial.n
+    if inputs.initial.c is None:  # every later shard has initial states
         zeros = jnp.broadcast_to(n[..., None], (*n.shape, spec.problem.DHV))
-        inputs = inputs._replace(c_initial=zeros)
+        inputs = inputs._replace(initial=inputs.initial._replace(c=zeros))
     h, states = _sequence(axis, dataclasses.replace(spec, return_last_states=True), inputs)
-    last = LastStates(
-        *(lax.psum(jnp.where(index == axis.size - 1, y, 0.0), axis.name) for y in states)
+    last = jax.tree.map(
+        lambda y: lax.psum(jnp.where(index == axis.size - 1, y, 0.0), axis.name), states
     )
     return results(spec, x, h, last)
 
@@ -340,8 +359,8 @@ def mlstm_chunkwise_sequence_parallel(spec: CallSpec, x: Arguments, *, axis_name
 
     The devices exchange the states C of all shards, DHQK DHV floats of 4 bytes
     per batch entry and head, once in the forward and once in the backward pass:
-    up to 8 by one all-reduce of P states, more by two all-to-alls of one state,
-    if P divides DHQK. Smaller all-reduces have DHQK + 3 floats per shard. Here
+    up to 8 by P - 1 permutations of one state, more by two all-to-alls of one
+    state, if P divides DHQK. All-reduces have DHQK + 3 floats per shard. Here
     DHQK and DHV are padded to multiples of 16, unless the backend is "xla".
     return_last_states adds one all-reduce of the states. Beside the buffers of
     the exchange the memory per device does not depend on P.

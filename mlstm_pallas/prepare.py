@@ -17,8 +17,14 @@ from mlstm_pallas.planning.call_spec import CallSpec, call_spec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem import validation
-from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
-from mlstm_pallas.problem.arrays import Inputs, LastStates, SegmentStates
+from mlstm_pallas.problem.annotations import (
+    Array,
+    BackendName,
+    InputGateName,
+    LayoutName,
+    StatesTuple,
+)
+from mlstm_pallas.problem.arrays import Inputs, States, Token
 from mlstm_pallas.problem.dimensions import Layout, Problem, accumulator_dtype
 from mlstm_pallas.problem.gpu import target_gpu
 from mlstm_pallas.schedules.sharding import sharded_alike
@@ -67,6 +73,14 @@ class Arguments(NamedTuple):
     sequence_lengths: Any = None
     slots: Any = None
 
+    @property
+    def steps(self) -> Token:
+        return Token(self.q, self.k, self.v, self.i, self.f)
+
+    @property
+    def initial(self) -> States:
+        return States(self.c_initial, self.n_initial, self.m_initial)
+
 
 def prepare(x: Arguments, options: Options, layout: Any, shards: int = 1) -> CallSpec:
     """The CallSpec of ``mlstm_chunkwise``, after all checks.
@@ -87,20 +101,23 @@ def prepare(x: Arguments, options: Options, layout: Any, shards: int = 1) -> Cal
         validation.check_one_dtype(arrays)
     spec = call_spec(options, sizes, x.q.dtype)
     if N is not None:
-        front = int(x.c_initial is not None and _may_be_negative(x.segment_ids))
-        validation.check_segments_fit(N, spec.backend, front)
-        spec = dataclasses.replace(spec, num_segments=N + front, front=front)
+        negative_segments = int(x.c_initial is not None and _may_be_negative(x.segment_ids))
+        validation.check_segments_fit(N, spec.backend, negative_segments)
+        spec = dataclasses.replace(
+            spec, num_segments=N + negative_segments, negative_segments=negative_segments
+        )
     validation.check_layout_is_meant(layout, sizes, x.c_initial, x.segment_ids)
     _log.debug("%s", spec)
     return spec
 
 
 def prepare_steps(
-    arrays: Mapping[str, Any], options: Options, *, steps: bool, layout: Any = None
+    stage: str, arrays: Mapping[str, Any], options: Options, *, steps: bool, layout: Any = None
 ) -> CallSpec:
     """The CallSpec of steps from states to states, after all checks.
 
     Args:
+      stage: that every token runs.
       arrays: by the names of ``validation.DIMS``.
       steps: whether q has an axis of steps.
       layout: as it was passed, where that may be wrong.
@@ -122,6 +139,8 @@ def prepare_steps(
         problem=Problem(B, NH, S, DHQK, DHV, S, DHQK**-0.5),
         dtype=accumulator_dtype(arrays["q"].dtype) if c is None else c.dtype,
         gpu=target_gpu(),
+        steps=S,
+        stage=stage,
         pooled=arrays["slots"] is not None,
     )
 
@@ -139,7 +158,8 @@ def padded(
       shard: the number of the shard of the sequence that has the S steps; sequence_lengths are
         those of all shards.
     """
-    q, k, v, i, f, c, n, m, ids, lengths, _ = arguments
+    (q, k, v, i, f), (c, n, m) = arguments.steps, arguments.initial
+    ids, lengths = arguments.segment_ids, arguments.sequence_lengths
     p, dtype, acc, N = spec.problem, spec.dtype, accumulator_dtype(spec.dtype), spec.num_segments
     if spec.layout is Layout.BTNH:
         i, f = jnp.swapaxes(i, 1, 2), jnp.swapaxes(f, 1, 2)
@@ -157,8 +177,8 @@ def padded(
     if lengths is not None:
         lengths = jnp.clip(as_int32(lengths) - shard * S, 0, S)
         lengths = jnp.broadcast_to(lengths[:, None], (B, NH))
-    x = sharded_alike(spec, Inputs(q, k, v, i, f, c, n, m, None, lengths, ids, segments))
-    (i, f), segment_starts, ids = x[3:5], None, x.segment_ids
+    x = sharded_alike(spec, Inputs(q, k, v, i, f, States(c, n, m), None, lengths, ids, segments))
+    i, f, segment_starts, ids = x.i, x.f, None, x.segment_ids
     if x.lengths is not None:  # as the padding does, these gates carry the states on
         within = steps_within(x.lengths, S)
         i = jnp.where(within, i.astype(acc), CARRIES_ON[0])
@@ -170,16 +190,22 @@ def padded(
             segment_starts = jnp.roll(segment_starts, -1, 2)
         segment_starts = pad(segment_starts, segment_starts.dtype, p.S)
         # An id below 0 is -1, and one beyond N is N.
-        ids = None if N is None else as_int32(ids, -1, N - spec.front) + spec.front
+        ids = (
+            None
+            if N is None
+            else as_int32(ids, -1, N - spec.negative_segments) + spec.negative_segments
+        )
     return Inputs(
         pad(x.q, dtype, p.DHQK),
         pad(x.k, dtype, p.DHQK),
         pad(x.v, dtype, p.DHV),
         pad(i, acc, p.S, value=CARRIES_ON[0]),
         pad(f, acc, p.S, value=CARRIES_ON[1]),
-        None if c is None else pad(x.c_initial, acc, p.DHQK, p.DHV),
-        pad(x.n_initial, acc, p.DHQK),
-        pad(x.m_initial, acc),
+        States(
+            None if c is None else pad(x.initial.c, acc, p.DHQK, p.DHV),
+            pad(x.initial.n, acc, p.DHQK),
+            pad(x.initial.m, acc),
+        ),
         segment_starts,
         x.lengths,
         ids,
@@ -188,16 +214,16 @@ def padded(
 
 
 def results(
-    spec: CallSpec, x: Arguments, h: jax.Array, last: LastStates | SegmentStates | None
-) -> jax.Array | tuple[jax.Array, States]:
+    spec: CallSpec, x: Arguments, h: jax.Array, last: States | None
+) -> jax.Array | tuple[jax.Array, StatesTuple]:
     """What the public function returns, without the padding of the heads."""
     DHQK, DHV = x.q.shape[-1], x.v.shape[-1]
     h = h[..., :DHV].astype(x.q.dtype)
     if last is None or not spec.return_last_states:
         return h
-    c, n, m = last
     if spec.num_segments is not None:
-        c, n, m = (jnp.swapaxes(y[:, :, spec.front :], 1, 2) for y in last)
+        last = jax.tree.map(lambda y: jnp.swapaxes(y[:, :, spec.negative_segments :], 1, 2), last)
+    c, n, m = last
     return h, (c[..., :DHQK, :DHV].astype(spec.state_dtype or c.dtype), n[..., :DHQK], m)
 
 
@@ -208,7 +234,7 @@ def _may_be_negative(ids: Any) -> bool:
     return jnp.issubdtype(ids.dtype, jnp.signedinteger)
 
 
-def _segment_states(spec: CallSpec, c: Any, n: Any, m: Any) -> SegmentStates:
+def _segment_states(spec: CallSpec, c: Any, n: Any, m: Any) -> States:
     """The initial states of all segments; those of a row, (B, NH, ...), are segment 0's."""
     p, dtype, N = spec.problem, accumulator_dtype(spec.dtype), cast(int, spec.num_segments)
     m = jnp.zeros(n.shape[:-1], dtype) if m is None else m
@@ -217,9 +243,9 @@ def _segment_states(spec: CallSpec, c: Any, n: Any, m: Any) -> SegmentStates:
     else:
         c, n, m = (jnp.swapaxes(x, 1, 2) for x in (c, n, m))
     c, n, m = pad(c, dtype, N, p.DHQK, p.DHV), pad(n, dtype, N, p.DHQK), pad(m, dtype, N)
-    if spec.front:  # the last one, of zeros, is the first
+    if spec.negative_segments:  # the last one, of zeros, is the first
         c, n, m = (jnp.roll(x, 1, axis=2) for x in (c, n, m))
-    return SegmentStates(c, n, m)
+    return States(c, n, m)
 
 
 def per_head(counts: Any, shape: tuple[int, ...]) -> Any:

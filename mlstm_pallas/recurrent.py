@@ -13,78 +13,85 @@ from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import Arguments, per_head, prepare_steps
 from mlstm_pallas.problem import validation
-from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
+from mlstm_pallas.problem.annotations import (
+    Array,
+    BackendName,
+    InputGateName,
+    LayoutName,
+    StatesTuple,
+)
+from mlstm_pallas.problem.arrays import States, Token
 from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype
 from mlstm_pallas.schedules.sharding import run_step, sharded_alike
 from mlstm_pallas.stages.recurrent_step import Operands, split_token
 
 
-def _advanced(spec: CallSpec, x: Operands) -> tuple[Any, ...]:
-    """h (B, NH, DHV) and the new c, n and m. B and NH are the first axes, but of pools and slots.
+def _advanced(spec: CallSpec, x: Operands) -> tuple[jax.Array, States]:
+    """h (B, NH, DHV) and the new states. B and NH are the first axes, but of pools and slots.
 
     m is None with the sigmoid input gate.
     """
     functions = "mlstm_recurrent_step and mlstm_recurrent_sequence"
-    results: tuple[Any, ...] = run_step(spec, "recurrent_step", x, functions)
+    results: tuple[jax.Array, States] = run_step(spec, x, functions)
     return results
 
 
 def _sequence(
     spec: CallSpec, x: Operands, lengths: jax.Array | None, return_all: bool
-) -> tuple[Any, ...]:
+) -> tuple[jax.Array, States]:
     """h (B, NH, S, DHV) and the last states, or those after each token, (B, S, NH, ...).
 
     x: of a token, with an axis S behind NH; lengths: (B, NH), beyond which states stay and h is 0;
     None: all tokens count.
     """
-    tokens: Any = x[:5]
-    within = None
+    tokens, within = x.token, None
     if lengths is not None:
         q, k, v, i, f = tokens
         within = steps_within(lengths, i.shape[2])
         q, k, v = (jnp.where(within[..., None], y, 0) for y in (q, k, v))  # 0 times NaN is NaN
-        tokens = q, k, v, jnp.where(within, i, -jnp.inf), jnp.where(within, f, jnp.inf)
+        tokens = Token(q, k, v, jnp.where(within, i, -jnp.inf), jnp.where(within, f, jnp.inf))
 
-    def one(states: Any, token: Any) -> tuple[Any, Any]:
-        fields: Any = *token, *states, x.slots
-        h, *after = _advanced(spec, Operands(*fields))
-        return tuple(after), (h, after if return_all else None)
+    def one(states: States, token: Token) -> tuple[States, Any]:
+        h, after = _advanced(spec, Operands(token, states, x.slots))
+        return after, (h, after if return_all else None)
 
     tokens = jax.tree.map(lambda y: jnp.moveaxis(y, 2, 0), tokens)
-    last, (h, every) = lax.scan(one, x[5:8], tokens)
+    last, (h, every) = lax.scan(one, x.states, tokens)
     h = jnp.moveaxis(h, 0, 2)
     if within is not None:
         h = jnp.where(within[..., None], h, 0)
-    return h, *(jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), every) if return_all else last)
+    return h, jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), every) if return_all else last
 
 
 # One program also where the caller does not jit: no array is transferred for it.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _mlstm(
     spec: CallSpec, layout: Layout | None, return_all: bool, x: Arguments
-) -> tuple[jax.Array, States]:
+) -> tuple[jax.Array, StatesTuple]:
     """h and the last states, or those after each token; layout: of x, None: x is one token."""
 
     def heads_first(y: jax.Array) -> jax.Array:
         return jnp.swapaxes(y, 1, 2) if layout is Layout.BTNH else y
 
     p, acc = spec.problem, accumulator_dtype(x.q.dtype)
-    token: Any = jax.tree.map(heads_first, x[:5])
-    (c, n, m), lengths = x[5:8], per_head(x.sequence_lengths, (p.B, p.NH))
+    (c, n, m), lengths = x.initial, per_head(x.sequence_lengths, (p.B, p.NH))
     if c is None:
         c, n = jnp.zeros((p.B, p.NH, p.DHQK, p.DHV), acc), jnp.zeros((p.B, p.NH, p.DHQK), acc)
     if m is None:
         m = jnp.zeros(c.shape[:2], acc)
-    token, c, n, m, slots, lengths = sharded_alike(spec, (token, c, n, m, x.slots, lengths))
-    fields: Any = *token, c, n, m if spec.stabilised else None, slots
-    operands = Operands(*fields)
+    operands = Operands(jax.tree.map(heads_first, x.steps), States(c, n, m), x.slots)
+    operands, lengths = sharded_alike(spec, (operands, lengths))
+    m = operands.states.m
+    if not spec.stabilised:
+        operands = operands._replace(states=operands.states._replace(m=None))
     if layout is None:
-        h, c, n, after = _advanced(spec, operands)
+        h, after = _advanced(spec, operands)
     else:
-        h, c, n, after = _sequence(spec, operands, lengths, return_all)
-    if after is None:  # the sigmoid gate has no m
-        after = jnp.broadcast_to(m[:, None], n.shape[:-1]) if return_all else m
-    return heads_first(h), (c, n, after)
+        h, after = _sequence(spec, operands, lengths, return_all)
+    c, n, m_after = after
+    if m_after is None:  # the sigmoid gate has no m
+        m_after = jnp.broadcast_to(m[:, None], n.shape[:-1]) if return_all else m
+    return heads_first(h), (c, n, m_after)
 
 
 _split_token = jax.jit(split_token, static_argnums=(2, 3))  # transfers nothing
@@ -100,8 +107,7 @@ def _parts(x: Arguments) -> Arguments:
             "2 * DHQK + DHV or more), i (B, NH, 2) and the states; the shapes of q, i and c are "
             f"{q}, {i} and {states}"
         )
-    fields: Any = *_split_token(x.q, x.i, *states[2:]), *x[5:]
-    return Arguments(*fields)
+    return x._replace(**_split_token(x.q, x.i, *states[2:])._asdict())
 
 
 def mlstm_recurrent_step(
@@ -111,7 +117,7 @@ def mlstm_recurrent_step(
     stabilize_correctly: bool = True, input_gate: InputGateName = "exp", normalize: bool = True,
     slots: Array | None = None, backend: BackendName | None = None,
     config: KernelConfig | None = None,
-) -> tuple[jax.Array, States]:  # fmt: skip
+) -> tuple[jax.Array, StatesTuple]:  # fmt: skip
     """Advances the mLSTM of xLSTM by one token, for generation.
 
     It returns h of the token and the states after it, for every batch entry and
@@ -221,8 +227,10 @@ def mlstm_recurrent_step(
         input_gate=input_gate, normalize=normalize, backend=backend, config=config,
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, slots=slots)
-    spec = prepare_steps((_parts(x) if k is None else x)._asdict(), options, steps=False)
-    outputs: tuple[jax.Array, States] = _mlstm(spec, None, False, x)
+    spec = prepare_steps(
+        "recurrent_step", (_parts(x) if k is None else x)._asdict(), options, steps=False
+    )
+    outputs: tuple[jax.Array, StatesTuple] = _mlstm(spec, None, False, x)
     return outputs
 
 
@@ -234,7 +242,7 @@ def mlstm_recurrent_sequence(
     return_all_states: bool = False, slots: Array | None = None,
     layout: LayoutName = validation.DEFAULT_LAYOUT, backend: BackendName | None = None,
     config: KernelConfig | None = None,
-) -> tuple[jax.Array, States]:  # fmt: skip
+) -> tuple[jax.Array, StatesTuple]:  # fmt: skip
     """Advances the mLSTM by a few tokens, one after the other.
 
     It is ``mlstm_recurrent_step`` in a loop, for speculative tokens and short
@@ -279,11 +287,13 @@ def mlstm_recurrent_sequence(
     x = Arguments(
         q, k, v, i, f, c_initial, n_initial, m_initial, None, sequence_lengths, slots
     )  # fmt: skip
-    spec = prepare_steps(x._asdict(), options, steps=True, layout=layout)
+    spec = prepare_steps("recurrent_step", x._asdict(), options, steps=True, layout=layout)
     if slots is not None and return_all_states:
         raise ValueError(
             "return_all_states is True with slots, expected False: without slots, pass the rows "
             "of the pools, c_initial[slots] and so on"
         )
-    outputs: tuple[jax.Array, States] = _mlstm(spec, options.layout, bool(return_all_states), x)
+    outputs: tuple[jax.Array, StatesTuple] = _mlstm(
+        spec, options.layout, bool(return_all_states), x
+    )
     return outputs

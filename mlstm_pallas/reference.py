@@ -21,9 +21,9 @@ from mlstm_pallas.prepare import (
     prepare,
     results,
 )
-from mlstm_pallas.problem.annotations import Array, InputGateName, LayoutName, States
+from mlstm_pallas.problem.annotations import Array, InputGateName, LayoutName, StatesTuple
 from mlstm_pallas.problem.arrays import Forward
-from mlstm_pallas.problem.dimensions import InputGate, Layout, accumulator_dtype
+from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype
 from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_flag
 from mlstm_pallas.schedules.forward import forward
 from mlstm_pallas.schedules.sharding import Work, heads_first, on_shard
@@ -49,7 +49,7 @@ def recurrence(
     input_gate: InputGateName = "exp",
     normalize: bool = True,
     layout: LayoutName = DEFAULT_LAYOUT,
-) -> tuple[jax.Array, States]:
+) -> tuple[jax.Array, StatesTuple]:
     """The mLSTM as it is defined, one step at a time, in plain jnp.
 
     It computes equations 19 to 27 of arXiv:2405.04517, as ``mlstm_chunkwise``
@@ -89,16 +89,16 @@ def recurrence(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _recurrence(options: Options, normalize: bool, x: Arguments) -> tuple[jax.Array, States]:
+def _recurrence(options: Options, normalize: bool, x: Arguments) -> tuple[jax.Array, StatesTuple]:
     swap = functools.partial(jnp.swapaxes, axis1=1, axis2=2)
     heads_first = jnp.asarray if options.layout is Layout.BNTH else swap
-    q, k, v, i, f = map(heads_first, x[:5])
+    q, k, v, i, f = map(heads_first, x.steps)
     dtype = accumulator_dtype(q.dtype, k.dtype, v.dtype, i.dtype, f.dtype)
     B, NH, _, DHQK = q.shape
     shapes = (B, NH, DHQK, v.shape[-1]), (B, NH, DHQK), (B, NH)
     C, n, m = (
         jnp.zeros(shape, dtype) if y is None else jnp.asarray(y, dtype)
-        for y, shape in zip(x[5:8], shapes, strict=True)
+        for y, shape in zip(x.initial, shapes, strict=True)
     )
     scale = DHQK**-0.5
     fbar, reset = log_forget_gate(f.astype(dtype))
@@ -108,13 +108,13 @@ def _recurrence(options: Options, normalize: bool, x: Arguments) -> tuple[jax.Ar
     if x.segment_ids is not None:
         segment_starts |= mark_segment_starts(x.segment_ids)[:, None]
 
-    def step(states: Any, x: Any) -> tuple[States, jax.Array]:
+    def step(states: Any, x: Any) -> tuple[StatesTuple, jax.Array]:
         q, k, v, i, fbar, reset, start = x
         C, n, m = (
             jnp.where(start.reshape(start.shape + (1,) * (y.ndim - 2)), 0.0, y) for y in states
         )
         carried = jnp.where(reset, -_INF, fbar + m)
-        m_new = jnp.maximum(carried, i) if gate is InputGate.EXP else m
+        m_new = jnp.maximum(carried, i) if gate.stabilised else m
         m_safe = jnp.where(m_new == -_INF, 0.0, m_new)
         decay, gain = jnp.exp(carried - m_safe), jnp.exp(i - m_safe)
         C = decay[..., None, None] * C + gain[..., None, None] * k[..., :, None] * v[..., None, :]

@@ -13,7 +13,14 @@ from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import per_head, prepare_steps
 from mlstm_pallas.problem import validation
-from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, LayoutName, States
+from mlstm_pallas.problem.annotations import (
+    Array,
+    BackendName,
+    InputGateName,
+    LayoutName,
+    StatesTuple,
+)
+from mlstm_pallas.problem.arrays import Token
 from mlstm_pallas.problem.dimensions import InputGate, Layout, accumulator_dtype
 from mlstm_pallas.problem.validation import DEFAULT_LAYOUT
 from mlstm_pallas.schedules.sharding import run_step, sharded_alike
@@ -26,7 +33,7 @@ DEFAULT_LENGTH, MIN_LENGTH, MAX_LENGTH = 16, 8, 64
 @functools.partial(jax.jit, static_argnums=0)
 def _step(spec: CallSpec, x: Operands) -> tuple[jax.Array, RingStates]:
     """h (B, NH, T, DHV) and the new states."""
-    results: tuple[jax.Array, RingStates] = run_step(spec, "ring_step", x, "mlstm_ring_step")
+    results: tuple[jax.Array, RingStates] = run_step(spec, x, "mlstm_ring_step")
     return results
 
 
@@ -88,7 +95,7 @@ def mlstm_ring_states(
         power_of_two=True,
     )  # fmt: skip
     kind = validation.check_dtype("dtype", dtype, validation.INPUT_DTYPES)
-    if gate is InputGate.SIGMOID:
+    if not gate.stabilised:
         m = None
     elif m is None:
         m = jnp.zeros(n.shape[:-1], accumulator_dtype(n.dtype))
@@ -201,7 +208,9 @@ def mlstm_ring_step(
         config=config,
     )  # fmt: skip
     arrays |= dict(accepted=accepted, slots=slots)
-    spec = prepare_steps(arrays, options, steps=drafts, layout=layout if drafts else None)
+    spec = prepare_steps(
+        "ring_step", arrays, options, steps=drafts, layout=layout if drafts else None
+    )
     p, L = spec.problem, _length(states)
     for name, x, ring in ("k", k, states.k), ("v", v, states.v):
         if x.dtype != ring.dtype:
@@ -216,15 +225,15 @@ def mlstm_ring_step(
         return jnp.moveaxis(y if drafts else jnp.expand_dims(y, axis), axis, 2)
 
     counts = per_head(accepted, (p.B, p.NH))
-    fields: Any = *map(heads_first, (q, k, v, i, f)), states, counts, slots
-    h, states = _step(spec, sharded_alike(spec, Operands(*fields)))
+    tokens = Token(*map(heads_first, (q, k, v, i, f)))
+    h, states = _step(spec, sharded_alike(spec, Operands(tokens, states, counts, slots)))
     h = jnp.moveaxis(h, 2, axis)
     return h if drafts else h.squeeze(axis), states
 
 
 def mlstm_ring_flush(
     states: RingStates, *, accepted: Array | None = None, config: KernelConfig | None = None
-) -> States:
+) -> StatesTuple:
     """The plain states (c, n, m) after the tokens in the ring.
 
     They are in the dtypes of the states' c, n and m; with the sigmoid gate m is

@@ -2,165 +2,186 @@
 
 import inspect
 import re
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mlstm_pallas import KernelConfig  # noqa: F401, the table has it
+from mlstm_pallas import KernelConfig
 
 LIMITS = np.finfo("float32")
 TRACED = jax.ShapeDtypeStruct((), "float32")
-# Of arguments that are no arrays: the values that raise a TypeError or a ValueError, two accepted
-# values at the bounds, and what messages expect, as a regular expression.
-TABLE = """
-eps norm_val
-  TypeError TRACED, True, "1", jnp.ones(())
-  ValueError -1e-6, np.nan, 1e39, LIMITS.tiny / 2
-  accepted LIMITS.tiny, LIMITS.max
-  expected a Python float|0 or a number from 1.17.* to 3.40.*, the range of
 
-qk_scale
-  TypeError TRACED, True, "1"
-  ValueError np.nan, 1e39, LIMITS.tiny / 2
-  accepted -1.0, None
-  expected a Python float|0 or a number from 1.17.* to 3.40.*, the range of
 
-return_last_states return_all_states store_initial_state stabilize_correctly normalize keep_q \
-recompute_states_in_bw
-  TypeError TRACED, 1, "no"
-  accepted np.bool_(True), True
-  expected a Python bool
+class Option(NamedTuple):
+    """An argument that is no array."""
 
-reverse
-  TypeError TRACED, 1, "no"
-  accepted np.bool_(False), False
-  expected a Python bool
+    expected: str  # by messages; a regular expression
+    accepted: Sequence[object]  # two values at its bounds
+    type_errors: Sequence[object] = ()  # values that raise them
+    value_errors: Sequence[object] = ()
 
-chunk_size
-  TypeError TRACED
-  ValueError 8, 48, True, 64.0
-  accepted 16, np.int64(16)
-  expected a power of two >= 16
 
-num_segments
-  TypeError TRACED
-  ValueError 0, 2.0, 2**16 - 2
-  accepted 2, np.uint8(2)
-  expected an integer (from 1|>= 1)|at most 65533, the limit of a kernel's grid, or backend 'xla'
+def options(names, *args, **kwargs):
+    """The same of several arguments, by name."""
+    return dict.fromkeys(names.split(), Option(*args, **kwargs))
 
-num_chunks
-  TypeError TRACED
-  ValueError 0, 2.0
-  accepted 4, np.uint8(4)
-  expected an integer >= 1
 
-b nh s dhqk dhv
-  TypeError TRACED
-  ValueError 0, True, 1.5
-  accepted 1, np.uint8(1)
-  expected an integer >= 1
-
-siz_b_lq siz_b_lkv siz_b_dhqk siz_b_dhhv
-  ValueError 8, 48, 2**17, [64]
-  accepted np.uint8(16), 2**16
-  expected a power of two from 16 to 65536
-
-num_warps
-  ValueError 0, 3, 32
-  accepted 1, 16
-  expected a power of two from 1 to 16
-
-num_stages
-  ValueError 0, 9
-  accepted 1, 8
-  expected an integer from 1 to 8
-
-num_splits
-  ValueError 0, 3
-  accepted None, 2
-  expected a power of two >= 1
-
-precision
-  TypeError "highest"
-  accepted None, jax.lax.Precision.HIGH
-  expected None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset
-
-fused
-  TypeError 1
-  accepted False, None
-  expected None, True or False
-
-output_dtype
-  TypeError TRACED, None, "int8", "float64"
-  accepted "float16", jnp.bfloat16
-  expected one of float32, bfloat16, float16
-
-autocast_kernel_dtype state_dtype
-  TypeError TRACED, "fp8", "(1,", "int8", np.zeros(1)
-  accepted "float16", None
-  expected one of float32, bfloat16, float16
-
-dtype
-  TypeError TRACED, "float64", None
-  accepted "float16", jnp.bfloat16
-  expected one of float32, bfloat16, float16
-
-layout
-  TypeError TRACED, 1
-  ValueError "BSNH"
-  accepted "BNTH", "BNTH"
-  expected one of BNTH, BTNH
-
-input_gate
-  TypeError TRACED, 1
-  ValueError "relu"
-  accepted "exp", "exp"
-  expected one of exp, sigmoid
-
-backend
-  TypeError TRACED
-  ValueError "cuda", np.zeros(2)
-  accepted None, "xla"
-  expected None or one of triton, mosaic_gpu, interpret, xla, fastest
-
-config
-  TypeError TRACED, {}
-  accepted KernelConfig(), None
-  expected a KernelConfig or None
-
-axis_name
-  TypeError TRACED, 0, ["s"], ()
-  ValueError "t", ("s", "s")
-  accepted "s", ("s",)
-  expected a mesh axis of the surrounding jax.shard_map
-
-gpu
-  ValueError "NVIDIA FOO", 3, None
-  accepted "NVIDIA H200", "NVIDIA L4"
-  expected (the device_kind of a known GPU, such as|a name like) 'NVIDIA H200'
-
-platform
-  ValueError "gpu", [3], ()
-  accepted "cpu", ["cpu"]
-  expected one of cpu, cuda, or a sequence of them
-
-device_kind
-  ValueError "NVIDIA FOO", 3
-  accepted None, "cpu"
-  expected None or the device_kind of an NVIDIA GPU from compute capability 8.0, such as
-
-lengths
-  TypeError TRACED, 3, [1.5], [[1], 2]
-  ValueError [], [[], []], [3, -1]
-  accepted [0], [[1], [1, 0]]
-  expected the steps of each prompt, integers >= 0, of one row or of each of several
-"""
-OPTIONS = {}
-for names, *lines in (block.strip().splitlines() for block in TABLE.split("\n\n")):
-    row = dict(line.split(maxsplit=1) for line in lines)
-    OPTIONS |= dict.fromkeys(names.split(), row)
+OPTIONS = {
+    **options(
+        "eps norm_val",
+        "a Python float|0 or a number from 1.17.* to 3.40.*, the range of",
+        accepted=[LIMITS.tiny, LIMITS.max],
+        type_errors=[TRACED, True, "1", jnp.ones(())],
+        value_errors=[-1e-6, np.nan, 1e39, LIMITS.tiny / 2],
+    ),
+    **options(
+        "qk_scale",
+        "a Python float|0 or a number from 1.17.* to 3.40.*, the range of",
+        accepted=[-1.0, None],
+        type_errors=[TRACED, True, "1"],
+        value_errors=[np.nan, 1e39, LIMITS.tiny / 2],
+    ),
+    **options(
+        "return_last_states return_all_states store_initial_state stabilize_correctly normalize "
+        "keep_q recompute_states_in_bw",
+        "a Python bool",
+        accepted=[np.bool_(True), True],
+        type_errors=[TRACED, 1, "no"],
+    ),
+    **options(
+        "reverse",
+        "a Python bool",
+        accepted=[np.bool_(False), False],
+        type_errors=[TRACED, 1, "no"],
+    ),
+    **options(
+        "chunk_size",
+        "a power of two >= 16",
+        accepted=[16, np.int64(16)],
+        type_errors=[TRACED],
+        value_errors=[8, 48, True, 64.0],
+    ),
+    **options(
+        "num_segments",
+        "an integer (from 1|>= 1)|at most 65533, the limit of a kernel's grid, or backend 'xla'",
+        accepted=[2, np.uint8(2)],
+        type_errors=[TRACED],
+        value_errors=[0, 2.0, 2**16 - 2],
+    ),
+    **options(
+        "num_chunks",
+        "an integer >= 1",
+        accepted=[4, np.uint8(4)],
+        type_errors=[TRACED],
+        value_errors=[0, 2.0],
+    ),
+    **options(
+        "b nh s dhqk dhv",
+        "an integer >= 1",
+        accepted=[1, np.uint8(1)],
+        type_errors=[TRACED],
+        value_errors=[0, True, 1.5],
+    ),
+    **options(
+        "siz_b_lq siz_b_lkv siz_b_dhqk siz_b_dhhv",
+        "a power of two from 16 to 65536",
+        accepted=[np.uint8(16), 2**16],
+        value_errors=[8, 48, 2**17, [64]],
+    ),
+    **options(
+        "num_warps", "a power of two from 1 to 16", accepted=[1, 16], value_errors=[0, 3, 32]
+    ),
+    **options("num_stages", "an integer from 1 to 8", accepted=[1, 8], value_errors=[0, 9]),
+    **options("num_splits", "a power of two >= 1", accepted=[None, 2], value_errors=[0, 3]),
+    **options(
+        "precision",
+        "None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset",
+        accepted=[None, jax.lax.Precision.HIGH],
+        type_errors=["highest"],
+    ),
+    **options("fused", "None, True or False", accepted=[False, None], type_errors=[1]),
+    **options(
+        "output_dtype",
+        "one of float32, bfloat16, float16",
+        accepted=["float16", jnp.bfloat16],
+        type_errors=[TRACED, None, "int8", "float64"],
+    ),
+    **options(
+        "autocast_kernel_dtype state_dtype",
+        "one of float32, bfloat16, float16",
+        accepted=["float16", None],
+        type_errors=[TRACED, "fp8", "(1,", "int8", np.zeros(1)],
+    ),
+    **options(
+        "dtype",
+        "one of float32, bfloat16, float16",
+        accepted=["float16", jnp.bfloat16],
+        type_errors=[TRACED, "float64", None],
+    ),
+    **options(
+        "layout",
+        "one of BNTH, BTNH",
+        accepted=["BNTH", "BNTH"],
+        type_errors=[TRACED, 1],
+        value_errors=["BSNH"],
+    ),
+    **options(
+        "input_gate",
+        "one of exp, sigmoid",
+        accepted=["exp", "exp"],
+        type_errors=[TRACED, 1],
+        value_errors=["relu"],
+    ),
+    **options(
+        "backend",
+        "None or one of triton, mosaic_gpu, interpret, xla, fastest",
+        accepted=[None, "xla"],
+        type_errors=[TRACED],
+        value_errors=["cuda", np.zeros(2)],
+    ),
+    **options(
+        "config",
+        "a KernelConfig or None",
+        accepted=[KernelConfig(), None],
+        type_errors=[TRACED, {}],
+    ),
+    **options(
+        "axis_name",
+        "a mesh axis of the surrounding jax.shard_map",
+        accepted=["s", ("s",)],
+        type_errors=[TRACED, 0, ["s"], ()],
+        value_errors=["t", ("s", "s")],
+    ),
+    **options(
+        "gpu",
+        "(the device_kind of a known GPU, such as|a name like) 'NVIDIA H200'",
+        accepted=["NVIDIA H200", "NVIDIA L4"],
+        value_errors=["NVIDIA FOO", 3, None],
+    ),
+    **options(
+        "platform",
+        "one of cpu, cuda, or a sequence of them",
+        accepted=["cpu", ["cpu"]],
+        value_errors=["gpu", [3], ()],
+    ),
+    **options(
+        "device_kind",
+        "None or the device_kind of an NVIDIA GPU from compute capability 8.0, such as",
+        accepted=[None, "cpu"],
+        value_errors=["NVIDIA FOO", 3],
+    ),
+    **options(
+        "lengths",
+        "the steps of each prompt, integers >= 0, of one row or of each of several",
+        accepted=[[0], [[1], [1, 0]]],
+        type_errors=[TRACED, 3, [1.5], [[1], 2]],
+        value_errors=[[], [[], []], [3, -1]],
+    ),
+}
 
 
 class Foreign:
@@ -175,27 +196,24 @@ FIRST = {"q", "v", "matQ", "matK", "matV", "matDeltaH"}
 
 
 def option(name):
-    """The row of an argument, in any case; None: an array."""
+    """That of an argument, in any case; None: an array."""
     return OPTIONS.get(name.lower())
-
-
-def values_of(name, column):
-    return eval(f"[{option(name).get(column, '')}]")
 
 
 def accepted(names, arrays=(), bound=0):
     """Accepted arguments; arrays by name."""
-    return {x: arrays[x] if x in arrays else values_of(x, "accepted")[bound] for x in names}
+    return {x: arrays[x] if x in arrays else option(x).accepted[bound] for x in names}
 
 
 def bad_options(name):
     """Kinds of errors, values, and what messages say of them."""
-    for kind in TypeError, ValueError:
-        for x in values_of(name, kind.__name__):
+    row = option(name)
+    for kind, values in (TypeError, row.type_errors), (ValueError, row.value_errors):
+        for x in values:
             came = [re.escape(y) for y in (repr(x), str(x), f"a {type(x).__name__}")]
             if hasattr(x, "shape"):
                 came += "traced", r"a jax\.Array", r"an array of shape \(\d*,?\)", r"\w+Tracer\("
-            yield kind, x, f"is ({'|'.join(came)}).*, expected ({option(name)['expected']})"
+            yield kind, x, f"is ({'|'.join(came)}).*, expected ({row.expected})"
 
 
 def bad_arrays(x):

@@ -24,6 +24,7 @@ from oracle import (
     tolerance,
 )
 from stage_calls import (
+    KernelOptions,
     Launch,
     Lowering,
     ScaledRows,
@@ -224,7 +225,7 @@ class Recurrences:
         kind, (*_, K, V) = tiles_class(RECURRENCE, "mosaic_gpu"), self.shape
         rows, columns = self.rows or largest_block(K), self.columns or (64 if V % 128 else 128)
         tiles = kind(rows, columns, self.num_stages, self.num_splits)
-        assert tiles.supports(self.problem, has_h=self.delta)
+        assert tiles.supports(self.problem, KernelOptions(has_h=self.delta))
         return Launch(self.problem, tiles, None, lowering)
 
     def shapes(self):

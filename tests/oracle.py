@@ -136,7 +136,7 @@ def shown(x):
     if isinstance(x, dict):
         return f"dict({', '.join(f'{name}={shown(y)}' for name, y in x.items())})"
     if isinstance(x, list | tuple):
-        return f"[{', '.join(map(shown, x))}]"
+        return ("[{}]" if isinstance(x, list) else "({})").format(", ".join(map(shown, x)))
     if isinstance(x, np.ndarray):
         return f"array{x.shape}"
     if isinstance(x, functools.partial):
@@ -150,7 +150,7 @@ def param(*columns, id=None, marks=(), **options):
     """Parameters of a test: columns, which are names or shapes, and a dict of options, all of which
     are in its id."""
     if not id:
-        first = (x if isinstance(x, str) else "-".join(map(str, x)) for x in columns)
+        first = ("-".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in columns)
         id = " ".join([*first, shown(options)[5:-1]]).strip()
     return pytest.param(*columns, options, id=id, marks=marks)
 
@@ -303,14 +303,9 @@ def refused(kind, message, call, *args, **kwargs):
     assert str(caught.value).split("\n")[0] == message
 
 
-def refusals(table):
-    """Kind, message and what raises it, from blocks of these: a message is wrapped, and ``<-`` is
-    behind it."""
-    kinds = dict(TypeError=TypeError, ValueError=ValueError)
-    for block in table.split("\n\n"):
-        said, call = " ".join(block.split()).split(" <- ")
-        kind, message = said.split(" ", 1)
-        yield pytest.param(kinds[kind], message, call, id=message[:60])
+def refusal(kind, message, call):
+    """Parameters of a test: what raises an error of this kind with this message."""
+    return pytest.param(kind, message, call, id=message[:60])
 
 
 def mesh_for(device, shape=(), names="", kind=AxisType.Auto):

@@ -18,6 +18,7 @@ from stage_calls import UNKNOWN, known_gpu, make_problem, spec_of
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas import plan as plan_of
+from mlstm_pallas.planning.call_spec import launch_of
 
 TABLE = Path(__file__).with_suffix(".txt")
 LEFT_OUT = "stage", "backward", "launches"
@@ -48,7 +49,7 @@ def launch_lines(name, sizes, gpu, dtype="bfloat16", backend="triton", **config)
     if name == "recurrent_step":  # whose heads are not padded
         p = make_problem(q_sizes, DHV, 1, pad_heads=False)
         spec = dataclasses.replace(spec, problem=p)
-    x = spec.plan.launch(name)
+    x = launch_of(spec, name, spec.lowering)
     return [f"{fields(x)} grid={x.tiles and x.tiles.grid(x.problem)}"]
 
 

@@ -2,6 +2,7 @@
 of stages import these names from here."""
 
 import dataclasses
+import sys
 from unittest import mock
 
 import jax
@@ -30,9 +31,20 @@ from mlstm_pallas.problem.dimensions import MAX_TILE, InputGate, Problem, make_p
 from mlstm_pallas.problem.gpu import UNKNOWN, gpu_of, known_gpu  # noqa: F401
 from mlstm_pallas.stages import HELPERS
 from mlstm_pallas.stages import STAGES as ALL_STAGES
-from mlstm_pallas.stages.stage import Launch, Lowering, ScaledRows, largest_block  # noqa: F401
+from mlstm_pallas.stages.stage import (  # noqa: F401
+    KernelOptions,
+    Launch,
+    Lowering,
+    ScaledRows,
+    largest_block,
+)
 
 plain, tiles_class = planning.plain, dispatch.tiles_class
+
+
+def plain_form(name):
+    """The function of a stage's contract."""
+    return getattr(sys.modules[(ALL_STAGES | HELPERS)[name].operands.__module__], name)
 
 
 def run_stage(name, call, **inputs):
@@ -56,7 +68,8 @@ def launch_of(name, problem, dtype, lowering, tiles=None, **options):
     config = KernelConfig(**{f"{lowering.folder}_{name}": tiles} if tiles else {})
     shape = p.B, p.NH, p.S, p.DHQK, p.DHV
     spec = spec_of(shape, dtype, backend=lowering, config=config)
-    call = planning.Plan(dataclasses.replace(spec, problem=p), lowering).launch(name, **options)
+    spec = dataclasses.replace(spec, problem=p)
+    call = planning.launch_of(spec, name, lowering, **options)
     assert call.lowering is lowering, (name, call)
     return call
 

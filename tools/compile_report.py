@@ -122,10 +122,13 @@ def _triton_ir(lowered):
     lowered.compiler_ir().operation.walk(visit)
     [kernel] = kernels
     context = ir.Context()
+    context.allow_unregistered_dialects = True  # gpu, of the barriers
     dialect.register_dialect(context)
     with context, ir.Location.unknown():
         kernel = ir.Module.parse(kernel)
-        return kernel.operation.get_asm(enable_debug_info=False)
+        text = kernel.operation.get_asm(enable_debug_info=False)
+    # An operation of an unregistered dialect is printed with properties that Triton refuses.
+    return re.sub(r'"gpu\.barrier"\(\).*', "gpu.barrier", text)
 
 
 def inner_jaxprs(equation):

@@ -52,7 +52,7 @@ class ChunkList(NamedTuple):
         return self.entries.sizes.shape[1]
 
     @property
-    def active(self) -> Array:
+    def has_steps(self) -> Array:
         """Which entries have steps, (B * NH, NC)."""
         return self.entries.sizes > 0
 
@@ -61,7 +61,7 @@ class ChunkList(NamedTuple):
 
         An entry is a place in (B * NH, NC).
         """
-        active = self.active.reshape(-1)
+        active = self.has_steps.reshape(-1)
         order = jnp.argsort(~active, stable=True).astype(jnp.int32)
         return jnp.sum(active, dtype=jnp.int32, keepdims=True), order
 

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.formulas.gates import ChunkGates, join_flags, log_forget_gate
 from mlstm_pallas.problem.dimensions import accumulator_dtype
 
 
@@ -83,20 +82,3 @@ def segmented_suffix_sum(x: Array, flows: Array) -> Array:
         after = jnp.concatenate([reached[..., 1:], jnp.zeros_like(reached[..., :1])], axis=-1)
         R = R + jnp.where(before == ends[..., -1:], after[..., None], 0.0)
     return R.reshape(*groups[:-2], groups[-2] * size)[..., :n]
-
-
-def step_flags(
-    gates: ChunkGates, vecF: Array, segment_starts: Array | None, reverse: bool = False
-) -> Array:
-    """``gates.join_flags`` of every step, like vecF and segment_starts (B * NH, S)."""
-    if gates.vecFlags is not None:
-        return gates.vecFlags.reshape(vecF.shape)
-    f = vecF.reshape(gates.vecM.shape)
-    is_start = None if segment_starts is None else segment_starts.reshape(f.shape) > 0
-    log_f, reset = log_forget_gate(f)
-    m, ends = gates.vecM, gates.scaM_states
-    before = [m[..., 1:], ends[..., 1:, None]] if reverse else [ends[..., :-1, None], m[..., :-1]]
-    m_before = jnp.concatenate(before, axis=-1)
-    is_boundary = reset if is_start is None else reset | is_start
-    flags = join_flags(gates.vecE, gates.vecU, m, m_before, f, log_f, is_boundary, is_start)
-    return flags.reshape(vecF.shape)

@@ -8,9 +8,8 @@ Inside a chunk of L steps, with b_t the running sum of log sigmoid(f) through t 
     abar_t  = exp(e_t - p)                      gamma = exp(m_c - p)
 
 The stabilisers need no matrix product, so the kernels never rescale an accumulator. The functions
-come in the order of the computation: ``log_gates``, ``local_gates`` for b, e and its maxima in each
-chunk, ``stabiliser_scan`` for m_c at the boundaries, ``join_chunks`` for the rest. The kernels of
-chunk_gates call those of their parts that lower to them.
+come in the order in which ``vectors/chunk_gates.py`` calls them, and lower to Triton and to Mosaic
+GPU, but for those of packed segments and of L x L tiles.
 
 With the sigmoid input gate (mLSTMsig of the TFLA paper) log sigmoid(i_t) replaces i_t, every m_t is
 0 and u_t = -b_t. A packed segment that begins at step r starts from m = 0, so m_r is at least
@@ -30,17 +29,16 @@ Two precautions keep the matrix kernels simple:
 Arrays are (B * NH, NC, L), or (B * NH, NC) for one number per chunk. Any leading axes will do.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from mlstm_pallas.problem.dimensions import InputGate, Problem
 
 TwoFloat = tuple[Array, Array]  # an unevaluated sum hi + lo
-Elementwise = Callable[[Array], Array]
 
 _INF = float("inf")
 # A gate at or below this counts as -inf: i stores nothing, f resets. Callers mask with finite
@@ -75,7 +73,7 @@ class ChunkGates(NamedTuple):
     scaGamma: Array  # (B * NH, NC) gamma_c
     scaM_states: Array  # (B * NH, NC + 1) m_c at the chunk boundaries
     # (B * NH, NC, L) int32, of ``join_flags``; None: not computed
-    vecFlags: Array | None = None
+    vecFlags: Any = None
 
     def per_step(self) -> "ChunkGates":
         """The gates of every step as (B * NH, S)."""
@@ -84,6 +82,12 @@ class ChunkGates(NamedTuple):
             lambda x: x.reshape(BNH, NC * L) if x.ndim == 3 else x, self
         )
         return flat
+
+
+def as_chunk_gates(per_step: Any, gamma: Array, m: Array) -> ChunkGates:
+    """per_step: arrays (B * NH, NC, L) in the order of ``ChunkGates``, with or without flags."""
+    e_hi, e_lo, u_hi, u_lo, w, m_steps, abar, *flags = per_step
+    return ChunkGates((e_hi, e_lo), (u_hi, u_lo), w, m_steps, abar, gamma, m, *flags)
 
 
 def two_sum(a: Array, b: Array) -> TwoFloat:
@@ -108,13 +112,16 @@ def max_two_floats(a: TwoFloat, b: TwoFloat) -> TwoFloat:
 
 
 def least_power_of_two(x: Array) -> Array:
-    """The least power of two >= x > 0, up to the rounding of log2; without a derivative."""
-    return jnp.exp2(jnp.ceil(jnp.log2(lax.stop_gradient(x))))
+    """The least power of two >= x, a positive normal number; without a derivative."""
+    bits, integer = jnp.finfo(x.dtype), jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    below = np.array((1 << bits.nmant) - 1, integer)  # the bits of the mantissa
+    up = (lax.bitcast_convert_type(x, integer) + below) & ~below
+    return lax.bitcast_convert_type(up, x.dtype)
 
 
-def exact_sum_grid(largest: Array, count: int, power: Elementwise = least_power_of_two) -> Array:
+def exact_sum_grid(largest: Array, count: int) -> Array:
     """The ``split_at`` grid for which sums of up to ``count`` hi are exact; ``largest`` >= |x|."""
-    return 3.0 * power(jnp.maximum(largest, 1e-30) * count)
+    return 3.0 * least_power_of_two(jnp.maximum(largest, 1e-30) * count)
 
 
 def split_at(x: Array, grid: Array) -> TwoFloat:
@@ -123,15 +130,10 @@ def split_at(x: Array, grid: Array) -> TwoFloat:
     return hi, x - hi
 
 
-def split_for_exact_sums(x: Array, largest: Array, count: int) -> TwoFloat:
-    """x = hi + lo, where every sum of up to ``count`` hi is exact; ``largest`` bounds |x|."""
-    return split_at(x, exact_sum_grid(largest, count))
-
-
-def log_sigmoid(f: Array, log1p: Elementwise = jnp.log1p) -> Array:
+def log_sigmoid(f: Array) -> Array:
     """log sigmoid(f). Without abs and minimum its derivative is right at 0 too."""
     below = f <= 0
-    return jnp.where(below, f, 0.0) - log1p(jnp.exp(jnp.where(below, f, -f)))
+    return jnp.where(below, f, 0.0) - branchless_log1p(jnp.exp(jnp.where(below, f, -f)))
 
 
 def branchless_log1p(x: Array) -> Array:
@@ -145,34 +147,40 @@ def branchless_log1p(x: Array) -> Array:
     return jnp.log(y) + (x - (y - one)) / y
 
 
-def log_forget_gate(f: Array, log1p: Elementwise = jnp.log1p) -> tuple[Array, Array]:
+def log_forget_gate(f: Array) -> tuple[Array, Array]:
     """log sigmoid(f), 0 at a reset, and where the resets are."""
     reset = f <= MASKED
-    return jnp.where(reset, 0.0, log_sigmoid(jnp.where(reset, 0.0, f), log1p)), reset
+    return jnp.where(reset, 0.0, log_sigmoid(jnp.where(reset, 0.0, f))), reset
 
 
-def log_input_gate(i: Array, input_gate: InputGate, log1p: Elementwise = jnp.log1p) -> Array:
+# The logarithm of each input gate but exp, and its derivative, by the pre-activation.
+_LOG_INPUT_GATES: dict[InputGate, Any] = {
+    InputGate.SIGMOID: (lambda i: log_forget_gate(i)[0], lambda i: jax.nn.sigmoid(-i)),
+}
+
+
+def log_input_gate(i: Array, input_gate: InputGate) -> Array:
     """The logarithm of the input gate, -inf where nothing is stored. A NaN stays."""
-    masked = i <= MASKED
-    if input_gate is InputGate.SIGMOID:
-        i = log_forget_gate(i, log1p)[0]
-    return jnp.where(masked, -_INF, i)
+    log, _ = _LOG_INPUT_GATES.get(input_gate, (lambda i: i, None))
+    return jnp.where(i <= MASKED, -_INF, log(i))
 
 
-def log_gates(
-    i: Array,
-    f: Array,
-    input_gate: InputGate,
-    log1p: Elementwise = jnp.log1p,
-) -> tuple[Array, Array, Array]:
+def input_gate_gradient(d_log: Array, i: Array, input_gate: InputGate) -> Array:
+    """The gradient of the pre-activation i from that of ``log_input_gate``."""
+    if input_gate not in _LOG_INPUT_GATES:
+        return d_log
+    return jnp.where(i <= MASKED, 0.0, d_log * _LOG_INPUT_GATES[input_gate][1](i))
+
+
+def log_gates(i: Array, f: Array, input_gate: InputGate) -> tuple[Array, Array, Array]:
     """The logarithms of the input and the forget gate, and where the resets are.
 
     A NaN in f is moved to i. There it reaches every later step but no sum over the chunk, and so no
     earlier step.
     """
     nan = jnp.isnan(f)
-    return log_input_gate(jnp.where(nan, f, i), input_gate, log1p), *log_forget_gate(
-        jnp.where(nan, 0.0, f), log1p
+    return log_input_gate(jnp.where(nan, f, i), input_gate), *log_forget_gate(
+        jnp.where(nan, 0.0, f)
     )
 
 
@@ -214,18 +222,13 @@ def segment_ends(ids: Array, num_segments: int, lengths: Array | None) -> Array:
     return jnp.where(ends > ends[:, :1], ends, 0)[:, 1:]
 
 
-def reset_offset(
-    i_min: Array,
-    i_max: Array,
-    total_decay: Array,
-    power: Elementwise = least_power_of_two,
-) -> Array:
+def reset_offset(i_min: Array, i_max: Array, total_decay: Array) -> Array:
     """A power of two that exceeds the spread of e_t in a chunk by enough for exp to underflow.
 
     i_min and i_max bound the finite input gates (inf, -inf if there are none), and total_decay is
     the sum of |log sigmoid(f)|.
     """
-    return power(jnp.maximum(i_max - i_min, 0.0) + total_decay + _UNDERFLOW)
+    return least_power_of_two(jnp.maximum(i_max - i_min, 0.0) + total_decay + _UNDERFLOW)
 
 
 def stabiliser_sources(
@@ -248,7 +251,7 @@ def stabiliser_sources(
 
     stored = i != -_INF
     e = where_two_float(stored, source(jnp.where(stored, i, 0.0)))
-    if input_gate is InputGate.SIGMOID:
+    if not input_gate.stabilised:
         return e, source(jnp.zeros_like(i))
     if is_start is None:
         return e, e
@@ -265,86 +268,18 @@ def largest_since_reset(left: Any, x: Any) -> tuple[Any, ...]:
     return *where_two_float(same, max_two_floats(left[:2], x[:2]), x[:2]), x[2]
 
 
-def local_gates(
-    i: Array,
-    fbar: Array,
-    reset: Array,
-    segment_starts: Array | None = None,
-    input_gate: InputGate = InputGate.EXP,
-) -> LocalGates:
-    """The gates of every chunk by itself.
+def summary(local: LocalGates) -> tuple[Array, Array]:
+    """What a chunk does to m, at its last step: m_{c+1} = max(g + m_c, a).
 
-    i, fbar, reset: (B * NH, NC, L), of ``log_gates``; segment_starts: 1 at the first step of
-      a packed segment.
+    g is -inf where the chunk has a reset.
     """
-    i_min = jnp.min(jnp.where(i > -_INF, i, _INF), axis=-1, keepdims=True)
-    i_max = jnp.max(jnp.where(i > -_INF, i, -_INF), axis=-1, keepdims=True)
-    is_start = None if segment_starts is None else segment_starts > 0
-    if is_start is not None or input_gate is InputGate.SIGMOID:
-        i_min, i_max = jnp.minimum(i_min, 0.0), jnp.maximum(i_max, 0.0)  # m = 0 is a source as well
-    offset_unit = reset_offset(i_min, i_max, jnp.sum(-fbar, axis=-1, keepdims=True))
-    largest = jnp.max(jnp.abs(fbar), axis=-1, keepdims=True)
-    hi, lo = split_for_exact_sums(fbar, largest, fbar.shape[-1])
-    b = two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
-    is_boundary = reset if is_start is None else reset | is_start
-    count = jnp.cumsum(is_boundary, axis=-1, dtype=i.dtype)
-    offset = count * offset_unit
-    e, sources = stabiliser_sources(i, fbar, b, offset, reset, is_start, input_gate)
-    if input_gate is InputGate.SIGMOID:
-        return LocalGates(b, e, sources, offset)
-
-    L = i.shape[-1]
-
-    def join(n: Any, x: Any) -> tuple[Array, ...]:
-        """The maxima of 2 ** n steps to those of twice as many; before the first step is a -1."""
-        left = [jnp.concatenate([jnp.full_like(y, -1.0), y], axis=-1) for y in x]
-        left = [lax.dynamic_slice_in_dim(y, L - 2**n, L, axis=-1) for y in left]
-        return largest_since_reset(left, x)
-
-    # As lax.associative_scan, which takes XLA for TPUs a third of a compilation.
-    *emax, _ = lax.fori_loop(0, (L - 1).bit_length(), join, (*sources, count))
-    return LocalGates(b, e, (emax[0], emax[1]), offset)
-
-
-def chunk_summaries(local: LocalGates) -> tuple[Array, Array]:
-    """(g, a), (B * NH, NC) each: m_{c+1} = max(g + m_c, a), g -inf where a chunk has a reset."""
-    ends = local.vecB, local.vecEmax, local.vecOffset
-    return summary(*jax.tree.map(lambda x: x[..., -1], ends))
-
-
-def summary(b: TwoFloat, emax: TwoFloat, offset: Array) -> tuple[Array, Array]:
-    """``chunk_summaries`` from the last step of each chunk. Lowers to Mosaic GPU."""
-    g = jnp.where(offset > 0, -_INF, b[0] + b[1])
-    return g, (emax[0] - offset) + b[0] + (emax[1] + b[1])
+    (b_hi, b_lo), _, (max_hi, max_lo), offset = local
+    return jnp.where(offset > 0, -_INF, b_hi + b_lo), (max_hi - offset) + b_hi + (max_lo + b_lo)
 
 
 def join_summaries(left: Any, x: Any) -> tuple[Array, Array]:
-    """Joins the summaries of consecutive chunks. Lowers to Mosaic GPU."""
+    """Joins the summaries of consecutive chunks."""
     return left[0] + x[0], jnp.maximum(left[1] + x[0], x[1])
-
-
-def stabiliser_scan(
-    local: LocalGates, scaM_initial: Array, input_gate: InputGate = InputGate.EXP
-) -> Array:
-    """m_c at all chunk boundaries, (B * NH, NC + 1): a prefix in (max, +) over the chunks."""
-    g, a = chunk_summaries(local)
-    if input_gate is InputGate.SIGMOID:
-        return jnp.zeros((*g.shape[:-1], g.shape[-1] + 1), scaM_initial.dtype)
-    g = jnp.concatenate([jnp.zeros_like(scaM_initial)[..., None], g], axis=-1)
-    a = jnp.concatenate([scaM_initial[..., None], a], axis=-1)
-    m: Array = lax.associative_scan(join_summaries, (g, a), axis=-1)[1]
-    return m
-
-
-def join_chunks(
-    local: LocalGates, scaM_states: Array, input_gate: InputGate = InputGate.EXP
-) -> ChunkGates:
-    """Completes the local gates with the chunk boundaries' m_c, scaM_states: (B * NH, NC + 1)."""
-    m_start = scaM_states[..., :-1, None]
-    b_hi, b_lo, offset = (y[..., -1:] for y in (*local.vecB, local.vecOffset))
-    p, gamma = join_ends(b_hi, b_lo, offset, m_start, scaM_states[..., 1:, None])
-    u, w, m, abar = join_steps(local, m_start, p, input_gate)
-    return ChunkGates(local.vecE, u, w, m, abar, gamma[..., 0], scaM_states)
 
 
 def without_outputs(gates: ChunkGates, lengths: Array | None) -> ChunkGates:
@@ -385,7 +320,7 @@ def join_steps(
     empty = u[0] == -_INF
     u = (jnp.where(empty, _INF, u[0]), u[1])
     w = jnp.where(carried, jnp.exp((m_start - u[0]) - u[1]), 0.0)
-    if input_gate is InputGate.SIGMOID:
+    if not input_gate.stabilised:
         m = jnp.zeros_like(b_hi)
     else:
         m = jnp.where(empty, -_INF, ((jnp.where(empty, 0.0, u[0]) - offset) + b_hi) + (u[1] + b_lo))

@@ -69,7 +69,7 @@ class Normaliser:
         return inverse(den, factor)
 
     def gradients(self, delta: Array, z: Array, m: Array) -> NormaliserGradients:
-        """delta_t = dh_t . h_t; delta, z and m have one shape."""
+        """delta_t = dh_t . h_t; delta, z and m have one shape. The result is linear in delta."""
         floor = self.floor(m)
         inv_den = inverse(at_least(jnp.abs(z), floor) + self.eps)
         on_floor = jnp.abs(z) < floor  # False for NaN, which reaches dz

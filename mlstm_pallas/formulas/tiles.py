@@ -98,7 +98,7 @@ def loop(count: int | Array, body: Callable[[Array, Carry], Carry], init: Carry)
     return result
 
 
-def each(count: int | Array) -> Callable[[Callable[[Array], None]], None]:
+def fori(count: int | Array) -> Callable[[Callable[[Array], None]], None]:
     """Calls the decorated body(0), ..., body(count - 1), as ``pl.when`` calls what it decorates."""
 
     def run(body: Callable[[Array], None]) -> None:

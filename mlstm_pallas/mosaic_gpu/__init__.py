@@ -1,4 +1,4 @@
-"""The kernels for Mosaic GPU, one file per stage; common/ has what they share.
+"""The kernels for Hopper GPUs, in Mosaic GPU, one file per stage; common/ has what they share.
 
 It imports stages/ and below.
 """

@@ -31,9 +31,9 @@ from mlstm_pallas.formulas.normaliser import (
     NormaliserGradients,
     query_scale,
 )
-from mlstm_pallas.formulas.tiles import blocks, blocks_over, each, loop, triangle_tile
+from mlstm_pallas.formulas.tiles import blocks, blocks_over, fori, loop, triangle_tile
 from mlstm_pallas.mosaic_gpu.common import products
-from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_out, head_of, ring_barriers
+from mlstm_pallas.mosaic_gpu.common.copies import copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.common.fragments import (
     as_tile_sums,
     load_by_rows,
@@ -57,11 +57,11 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.mosaic_gpu.common.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.common.persistent import PersistentKernel, persistent_call
+from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.mosaic_gpu.common.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients
-from mlstm_pallas.stages.stage import Launch, ScaledRows
+from mlstm_pallas.stages.stage import KernelOptions, Launch, ScaledRows
 
 TILE = 128  # queries per item, and keys
 DEPTH = 64  # columns that a step multiplies
@@ -94,15 +94,19 @@ class _Kernel(PersistentKernel):
         super().__init__(*args)
         refs, p = self.refs, self.p
         (self.left, self.e_hi), (self.right, self.e_lo) = refs.operands_smem
-        # The steps of an item: products with k, products with v, and the last step.
-        self.steps_k, self.steps_v = blocks_over(p.DHQK, DEPTH), blocks_over(p.DHV, DEPTH)
-        self.last = self.steps_k + self.steps_v
-        n, items = self.last + 1, self.num_items
-        self.ring = CopyRing(refs.barriers, items * n, self.copy_operands, item_steps=n)
+        steps_k, steps_v = blocks_over(p.DHQK, DEPTH), blocks_over(p.DHV, DEPTH)
+        q_and_k = functools.partial(self.copy_tiles, refs.q_gmem, refs.k_gmem)
+        dh_and_v = functools.partial(self.copy_tiles, refs.dh_gmem, refs.v_gmem)
+        self.phases = Phases(
+            scores=Phase(steps_k, (q_and_k,)),
+            dA=Phase(steps_v, (dh_and_v,)),
+            weights=Phase(1, (self.copy_e,)),
+        )
+        self.ring = self.phases.ring(refs.barriers, self.num_items, self.item)
         self.rings, self.h_ring = [self.ring], None
         if refs.h_gmem is not None:
-            n = self.steps_v
-            self.h_ring = CopyRing(refs.h_barriers, items * n, self.copy_h, item_steps=n)
+            self.h_phases = Phases(dA=Phase(steps_v, (self.copy_h,)))
+            self.h_ring = self.h_phases.ring(refs.h_barriers, self.num_items, self.item)
             self.rings.append(self.h_ring)
 
     def item(self, index):
@@ -117,42 +121,32 @@ class _Kernel(PersistentKernel):
         """The index of a chunk's tile in the sequence."""
         return chunk * blocks(self.p.L, TILE) + tile
 
-    def copy_operands(self, index, x, copy) -> None:
-        """Copies step x of an item: q and k, dh and v, or the vectors of the keys."""
-        refs, steps_k = self.refs, self.steps_k
-        head, chunk, i, j = self.item(index)
-        queries, keys = (block(self.tile(chunk, y), TILE) for y in (i, j))
+    def copy_tiles(self, left, right, head, chunk, i, j, column, copy) -> None:
+        """Copies the rows of the queries of one array and of the keys of another one."""
+        for x, tile, buffer in ((left, i, self.left), (right, j, self.right)):
+            rows = block(self.tile(chunk, tile), TILE)
+            copy(head_of(x, head, self.p).at[rows, block(column, DEPTH)], buffer)
 
-        def tiles(a, b, x):
-            for y, rows, buffer in ((a, queries, self.left), (b, keys, self.right)):
-                copy(head_of(y, head, self.p).at[rows, block(x, DEPTH)], buffer)
+    def copy_e(self, head, chunk, i, j, _, copy) -> None:
+        keys = block(self.tile(chunk, j), TILE)
+        for x, buffer in zip(self.refs.e_gmem, (self.e_hi, self.e_lo), strict=True):
+            copy(x.at[head, keys], buffer, slice(TILE))
 
-        def vectors():
-            for y, buffer in zip(refs.e_gmem, (self.e_hi, self.e_lo), strict=True):
-                copy(y.at[head, keys], buffer, slice(TILE))
-
-        pl.when(x < steps_k)(lambda: tiles(refs.q_gmem, refs.k_gmem, x))
-        with_v = (x >= steps_k) & (x < self.last)
-        pl.when(with_v)(lambda: tiles(refs.dh_gmem, refs.v_gmem, x - steps_k))
-        pl.when(x == self.last)(vectors)
-
-    def copy_h(self, index, x, copy) -> None:
-        head, chunk, i, _ = self.item(index)
-        position = block(self.tile(chunk, i), TILE), block(x, DEPTH)
+    def copy_h(self, head, chunk, i, j, column, copy) -> None:
+        position = block(self.tile(chunk, i), TILE), block(column, DEPTH)
         copy(head_of(self.refs.h_gmem, head, self.p).at[position], self.refs.h_smem)
 
-    def multiply(self) -> None:
-        each(self.num_items)(functools.partial(_multiply, self))
+    def consume(self) -> None:
+        fori(self.num_items)(functools.partial(_run_item, self))
 
 
-def _scores_dA_and_delta(cta: _Kernel, index, first, tile_rows):
+def _scores_dA_and_delta(cta: _Kernel, index, tile_rows):
     """Returns delta, or None without h, and q k^T and dh v^T.
 
-    Args:
-      first: the item's first step in the ring.
-      tile_rows: the warpgroup's rows in the tile.
+    tile_rows: the warpgroup's rows in the tile.
     """
     ring, h_ring = dataclasses.replace(cta.ring, item=index), cta.h_ring
+    steps, steps_v = cta.phases.of_item(index), cta.phases["dA"].repeats
 
     def add_to(accumulator):
         return lambda slot: products.add(
@@ -160,42 +154,42 @@ def _scores_dA_and_delta(cta: _Kernel, index, first, tile_rows):
         )
 
     def issue(scores_acc, dA_acc):
-        @each(cta.steps_k)
-        def add_scores(x):
-            ring.multiply(first + x, add_to(scores_acc), follows=x > 0)
+        @fori(cta.phases["scores"].repeats)
+        def add_scores(j):
+            (step,) = steps("scores", j)
+            ring.mma(step, add_to(scores_acc), follows=j > 0)
 
-        def add_dA(x, delta):
+        def add_dA(j, delta):
             def add_delta(slot):
-                step, dh = index * cta.steps_v + x, cta.left.at[slot, tile_rows]
-                return delta + h_ring.row_products(step, dh, cta.refs.h_smem, tile_rows)
+                (h,), dh = cta.h_phases.of_item(index)("dA", j), cta.left.at[slot, tile_rows]
+                return delta + h_ring.row_products(h, dh, cta.refs.h_smem, tile_rows)
 
-            work = add_delta if h_ring else None
-            return ring.multiply(first + cta.steps_k + x, add_to(dA_acc), work)
+            (step,) = steps("dA", j)
+            return ring.mma(step, add_to(dA_acc), add_delta if h_ring else None)
 
         delta = products.zeros(WG_ROWS, layout=BY_ROWS) if h_ring else None
-        delta = loop(cta.steps_v, add_dA, delta)
+        delta = loop(steps_v, add_dA, delta)
         products.wait(0)
-        ring.advance(first + cta.last - 1)
+        ring.advance(*steps("dA", steps_v - 1))
         return delta
 
     return products.all_from_zeros(issue, (WG_ROWS, TILE), (WG_ROWS, TILE))
 
 
-def _multiply(cta: _Kernel, index) -> None:
+def _run_item(cta: _Kernel, index) -> None:
     """Computes and stores P, dP, the sums of W and delta of an item."""
     refs, wg = cta.refs, cta.wg
     head, chunk, i, j = cta.item(index)
     tile_rows = block(wg, WG_ROWS)
     rows = block(cta.tile(chunk, i) * (TILE // WG_ROWS) + wg, WG_ROWS)  # in the sequence
-    first = index * (cta.last + 1)
     # Loaded before the products and used after them, so that their latency is hidden.
     vectors = *refs.u_gmem, refs.inv_den_gmem, refs.slope_gmem
     *queries, slope = (load_by_rows(x, head, rows) for x in vectors)
-    delta, scores, dA = _scores_dA_and_delta(cta, index, first, tile_rows)
+    delta, scores, dA = _scores_dA_and_delta(cta, index, tile_rows)
     # No gradient flows back where the floor is larger, even if h is inf.
     dz_den = None if slope is None else jnp.where(slope == 0.0, 0.0, slope * delta)
-    last = first + cta.last
-    slot = cta.ring.wait(last)
+    (weights,) = cta.phases.of_item(index)("weights")
+    slot = cta.ring.wait(weights)
     t, s = rows_and_columns(WG_ROWS, SLICE)
     on_diagonal = 0.0
 
@@ -227,7 +221,7 @@ def _multiply(cta: _Kernel, index) -> None:
         for x, output in enumerate((refs.P, refs.dP)):
             destination = output.at[head, rows, block(column, WG_ROWS)]
             copy_out(refs.out_smem.at[wg, x], destination)
-    cta.ring.release(last)
+    cta.ring.release(weights)
 
     @pl.when(i == j)
     def store():
@@ -249,7 +243,8 @@ def parallel_bw_dP(
     """
     p, dtype, g, z = call.problem, x.matQ.dtype, x.gates.per_step(), x.vecZ
     reads_h, slopes = x.matH is not None, NormaliserGradients()
-    if normaliser is not None:  # the gradients are linear in delta
+    if normaliser is not None:
+        # Linear in delta, so those for a delta of 1 are the slopes that the kernel multiplies.
         slopes = normaliser.gradients(jnp.ones_like(z), z, g.vecM)
     matrix = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype)
     delta = float32(p.BNH, p.S) if reads_h else None
@@ -259,7 +254,7 @@ def parallel_bw_dP(
         x,
         call,
         {"P": matrix, "dP": matrix, "tile_sums": w_sum_shapes(p), "delta": delta},
-        call.tiles.scratch(p, dtype, reads_h=reads_h),
+        call.tiles.scratch(p, dtype, KernelOptions(has_h=reads_h)),
         h_gmem=x.matH,
         e_gmem=g.vecE,
         u_gmem=g.vecU,
@@ -278,7 +273,7 @@ class ParallelBwDPTiles(RingTiles):
     def items(self, p: Problem) -> int:
         return p.BNH * p.NC * _items_per_chunk(p)
 
-    def scratch(self, p: Problem, dtype, *, reads_h: bool = True, **options) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
         # The tile and the vector have equally many bytes, so a slot has the same place in both.
         tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom_columns(p))
         tile = tiles(self.num_stages, TILE, DEPTH)
@@ -286,17 +281,17 @@ class ParallelBwDPTiles(RingTiles):
         transforms = tile_transforms(SLICE, dtype.itemsize)
         return {
             "operands_smem": [plgpu.RefUnion(tile, vector) for _ in range(2)],  # left and right
-            "h_smem": tiles(H_STAGES, TILE, DEPTH) if reads_h else None,
+            "h_smem": tiles(H_STAGES, TILE, DEPTH) if options.has_h else None,
             # One entry per warpgroup:
             "out_smem": plgpu.SMEM((2, 2, WG_ROWS, WG_ROWS), dtype, transforms=transforms),  # P, dP
             "sums_smem": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
             "barriers": ring_barriers(self.num_stages, copies=2),
-            "h_barriers": ring_barriers(H_STAGES, copies=1) if reads_h else None,
+            "h_barriers": ring_barriers(H_STAGES, copies=1) if options.has_h else None,
         }
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **options) -> Iterable[Self]:
-        return [cls(4, num_ctas=gpu.sms)]
+    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
+        return [cls(4, num_ctas=options.gpu.sms)]
 
-    def divides(self, p: Problem, **options) -> bool:
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
         return self.num_stages >= 2 and p.L % TILE == 0

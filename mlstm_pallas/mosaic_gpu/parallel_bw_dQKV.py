@@ -6,8 +6,8 @@ gradients of a chunk in one CTA.
 An item of ``persistent.py`` is a block of 128 rows and siz_b_DHHV columns of dq, dk or dv, or 128
 rows of the states for <C_c, dC_{c+1}>. The last block of a head may reach beyond it, where TMA
 reads zeros and writes nothing. An item is a sequence of steps, each with one tile of the left
-operand and one of the right operand. One warpgroup copies the tiles num_stages steps ahead, across
-items too. Two warpgroups multiply, 64 rows each. The accumulator gets the product with the state,
+operand and one of the right operand. A producer copies the tiles num_stages steps ahead, across
+items too. Two consumers have 64 rows each. The accumulator gets the product with the state,
 which is then scaled, and after that the products with the tiles of P or dP. Between the two it is
 read a part of its columns at a time, so that 168 registers per thread are enough.
 
@@ -27,7 +27,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
-from mlstm_pallas.formulas.tiles import blocks_over, each, loop, rounded_up
+from mlstm_pallas.formulas.tiles import blocks_over, fori, loop, rounded_up
 from mlstm_pallas.mosaic_gpu import parallel_bw_dQKV_by_chunk as chunkwise
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
@@ -61,39 +61,34 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.mosaic_gpu.common.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.common.persistent import PersistentKernel, persistent_call
+from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
-from mlstm_pallas.stages.stage import Launch, sequence_shape
+from mlstm_pallas.stages.stage import KernelOptions, Launch, sequence_shape
 
 ROWS = 128  # per item
 DEPTH = 64  # columns that a step multiplies
 FEW_ITEMS = 3  # per CTA
 
 _DQ, _DK, _DV, _INNER = _ROLES = range(4)  # the output to which an item belongs
+_PHASES = "states", "dotted", "vector", "scores"  # of an item; roles differ in which they have
 
 
 class _Items(NamedTuple):
-    """The items of a role per chunk, rows x columns, and the numbers of an item's steps, in order.
-
-    Steps with tiles of P and dP come last; see ``_tile_steps``.
-    """
+    """The items of a role per chunk, rows x columns."""
 
     rows: int
     columns: int
-    state_steps: int
-    for_sums: int  # the queries or keys of each warpgroup, for the gates' gradients, and n or dn
 
 
-def _items(p: Problem, columns: int, normalise: bool) -> list[_Items]:
+def _items(p: Problem, columns: int) -> list[_Items]:
     row_blocks = blocks_over(p.L, ROWS)
     qk_blocks, v_blocks = blocks_over(p.DHQK, columns), blocks_over(p.DHV, columns)
-    steps_k, steps_v = blocks_over(p.DHQK, DEPTH), blocks_over(p.DHV, DEPTH)
     return [
-        _Items(row_blocks, qk_blocks, steps_v, 3 if normalise else 2),
-        _Items(row_blocks, qk_blocks, steps_v, 3),
-        _Items(row_blocks, v_blocks, steps_k, 0),
-        _Items(blocks_over(p.DHQK, ROWS), 1, steps_v, 0),
+        _Items(row_blocks, qk_blocks),
+        _Items(row_blocks, qk_blocks),
+        _Items(row_blocks, v_blocks),
+        _Items(blocks_over(p.DHQK, ROWS), 1),
     ]
 
 
@@ -120,11 +115,11 @@ class _Item(NamedTuple):
     role: Any
     row: Any
     column: Any
-    first: Any  # its first step, among all steps of the CTA
-    after_state: Any  # the first step behind those with C or dC
-    first_score_step: Any  # the first step with a tile of P or dP
     num_tiles: Any  # of P or dP
     first_tile: Any  # the index in the chunk of the first one
+    start: Any  # its first step, among all steps of the CTA
+    first: Any = None  # the first step of each phase
+    end: Any = None  # the first step behind it
 
 
 class _Kernel(PersistentKernel):
@@ -148,14 +143,16 @@ class _Kernel(PersistentKernel):
     """
 
     tiles: "ParallelBwDQKVTiles"
+    has_producer = True
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
         refs = self.refs
         self.columns = self.tiles.siz_b_DHHV
-        self.roles = _items(self.p, self.columns, refs.n_gmem is not None)
+        self.roles = _items(self.p, self.columns)
+        self.steps_k, self.steps_v = (blocks_over(x, DEPTH) for x in (self.p.DHQK, self.p.DHV))
         self.parts = [slice(j, j + self.atom) for j in range(0, self.columns, self.atom)]
-        self.ring = CopyRing(refs.barriers, None, None, readers=0)
+        self.ring = CopyRing(refs.barriers, None, None, has_producer=True)
         self.tile_rows = block(self.wg, WG_ROWS)
         left, right = refs.operands_smem
         self.left, self.left_transposed = left
@@ -186,10 +183,11 @@ class _Kernel(PersistentKernel):
             # A CTA's long items of dk or dv follow short ones of dq.
             if few and (role in (_DK, _DV)) != self.p.reverse:
                 row = items.rows - 1 - row
-            after_state = step + items.state_steps
-            scores = after_state + items.for_sums, *_tile_steps(role, row, self.p)
             position = head, chunk, np.int32(role), row, column
-            candidate = _Item(*position, step, after_state, *scores)
+            candidate = _Item(*position, *_tile_steps(role, row, self.p), step)
+            phases = _phases(self, role, candidate)
+            first = {x: step + phases.first.get(x, 0) for x in _PHASES}
+            candidate = candidate._replace(first=first, end=step + phases.num_steps)
             # The item is that of the last role whose items do not start behind it.
             select = functools.partial(jnp.where, x >= start)
             item = candidate if item is None else jax.tree.map(select, candidate, item)
@@ -202,26 +200,25 @@ class _Kernel(PersistentKernel):
         def one(index, step):
             item = self.item(index, step)
             run(item)
-            return item.first_score_step + item.num_tiles
+            return item.end
 
         return loop(self.num_items, one, np.int32(0))
 
-    readers = 0
-
-    def copy(self) -> None:
+    def produce(self) -> None:
         def copy_item(item):
             for role in _ROLES:
-                pl.when(item.role == role)(functools.partial(_copy_item, self, role, item))
+                load = functools.partial(_phases(self, role, item).load, self.ring, item.start)
+                pl.when(item.role == role)(load)
 
         self.ring.epilogue(self.for_each_item(copy_item))
 
-    def multiply(self) -> None:
-        def multiply_item(item):
+    def consume(self) -> None:
+        def run_item(item):
             is_inner = item.role == _INNER
             pl.when(is_inner)(functools.partial(_inner_C_dC, self, item))
             pl.when(~is_inner)(functools.partial(_gradient, self, item))
 
-        self.for_each_item(multiply_item)
+        self.for_each_item(run_item)
         refs = self.refs
         self.clear(refs.out_smem.at[self.wg, 0], refs.dq, refs.dk, refs.dv)
 
@@ -257,17 +254,11 @@ def _sources(refs, role: int) -> _Sources:
     return _Sources(k, refs.dC_gmem, refs.P_gmem, refs.dh_gmem)
 
 
-def _copy_item(cta: _Kernel, role: int, item: _Item) -> None:
-    refs, steps, left, right = cta.refs, cta.roles[role], cta.left, cta.right
+def _phases(cta: _Kernel, role: int, item: _Item) -> Phases:
+    """The steps of an item. Each has a tile of the left operand and one of the right operand."""
+    refs, left, right = cta.refs, cta.left, cta.right
     rows, columns = block(item.row, ROWS), block(item.column, cta.columns)
     state = item.head, item.chunk
-
-    def feed(start, count, copies):
-        """Loads ``count`` steps; copies(j, copy) starts the copies of step j."""
-
-        @each(count)
-        def one(j):
-            cta.ring.load(start + j, functools.partial(copies, j))
 
     def both_states(j, copy):
         position = *state, rows, block(j, DEPTH)
@@ -275,9 +266,8 @@ def _copy_item(cta: _Kernel, role: int, item: _Item) -> None:
         copy(refs.dC_gmem.at[position], cta.right_transposed, slice(ROWS))
 
     if role == _INNER:
-        feed(item.first, steps.state_steps, both_states)
-        return
-    x = _sources(cta.refs, role)
+        return Phases(states=Phase(cta.steps_v, (both_states,)))
+    x = _sources(refs, role)
 
     def state_operands(j, copy):
         depth = block(j, DEPTH)
@@ -291,7 +281,7 @@ def _copy_item(cta: _Kernel, role: int, item: _Item) -> None:
         start = rows.start + j * WG_ROWS
         _copy_halves(copy, cta.in_chunk(x.dotted, item), start, WG_ROWS, right, columns)
 
-    def vectors(_, copy):
+    def vector(_, copy):
         _copy_halves(copy, x.vectors.at[state], columns.start, cta.columns, cta.right_vector)
 
     def score_operands(j, copy):
@@ -302,36 +292,39 @@ def _copy_item(cta: _Kernel, role: int, item: _Item) -> None:
             copy(scores.at[others, rows], cta.left_transposed)
         copy(cta.in_chunk(x.others, item).at[others, columns], right)
 
-    feed(item.first, steps.state_steps, state_operands)
-    if role != _DV:
-        feed(item.after_state, 2, dotted)
-    if x.vectors is not None:
-        feed(item.after_state + 2, 1, vectors)
-    feed(item.first_score_step, item.num_tiles, score_operands)
+    scores = Phase(item.num_tiles, (score_operands,))
+    if role == _DV:
+        return Phases(states=Phase(cta.steps_k, (state_operands,)), scores=scores)
+    return Phases(
+        states=Phase(cta.steps_v, (state_operands,)),
+        dotted=Phase(2, (dotted,)),  # the queries or keys of each warpgroup
+        vector=Phase(int(x.vectors is not None), (vector,)),
+        scores=scores,
+    )
 
 
 def _inner_C_dC(cta: _Kernel, item: _Item) -> None:
     ring = cta.ring
 
     def add(j, total):
-        slot = ring.wait(item.first + j)
+        slot = ring.wait(item.start + j)
         C, dC = (load_float32(x.at[slot, cta.tile_rows]) for x in (cta.left, cta.right_transposed))
-        ring.release(item.first + j)
+        ring.release(item.start + j)
         return total + C * dC
 
-    total = loop(cta.roles[_INNER].state_steps, add, products.zeros(WG_ROWS, DEPTH))
+    total = loop(cta.steps_v, add, products.zeros(WG_ROWS, DEPTH))
     sums = products.sum_over_columns(total)
     cta.refs.inner_C_dC.at[item.head, item.chunk, cta.rows(item)][...] = sums
 
 
-def _multiply(
+def _add_products(
     cta: _Kernel, accumulator, start, count, operands: Callable[[Any], Sequence[Any]]
 ) -> None:
     """Adds the products of operands(slot) over ``count`` steps."""
 
-    @each(count)
+    @fori(count)
     def add(j):
-        cta.ring.multiply(
+        cta.ring.mma(
             start + j, lambda slot: products.add(accumulator, *operands(slot)), follows=j > 0
         )
 
@@ -346,10 +339,10 @@ def _scaled(cta: _Kernel, acc: Array, weights: Array) -> list[Array]:
 
 def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array | None, acc: Array):
     """The inter-chunk part of dq or dk; stores its inner products with the queries or keys."""
-    refs, ring, is_dq, first = cta.refs, cta.ring, item.role == _DQ, item.after_state
+    refs, ring, is_dq, vector = cta.refs, cta.ring, item.role == _DQ, item.first["vector"]
     has_vector = ~is_dq if refs.n_gmem is None else True
     parts = _scaled(cta, acc, weights)
-    dotted, vector = (first, first + 1), first + 2
+    dotted = [item.first["dotted"] + x for x in range(2)]
     for step in dotted:
         ring.wait(step)
     vector_weights = weights
@@ -365,7 +358,7 @@ def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array |
         return [x + factor * y for x, y in zip(parts, rows, strict=True)]
 
     parts = lax.cond(has_vector, add_vector, lambda *parts: list(parts), *parts)
-    slot = ring.slot(first + cta.wg)
+    slot = ring.slot(item.first["dotted"] + cta.wg)
     tiles = (load_float32(cta.right.at[slot, :, part]) for part in cta.parts)
     sums = [products.sum_over_columns(x * y) for x, y in zip(parts, tiles, strict=True)]
     inter = functools.reduce(jnp.add, sums)
@@ -396,7 +389,7 @@ def _store(cta: _Kernel, item: _Item, acc: Array) -> None:
 
 def _gradient(cta: _Kernel, item: _Item) -> None:
     """Runs an item of dq, dk or dv, all in one body because each body takes seconds to compile."""
-    refs, roles, tile_rows = cta.refs, cta.roles, cta.tile_rows
+    refs, tile_rows = cta.refs, cta.tile_rows
     is_dq, is_dv = item.role == _DQ, item.role == _DV
 
     def plain(slot):
@@ -409,14 +402,14 @@ def _gradient(cta: _Kernel, item: _Item) -> None:
         return cta.left_transposed.at[slot, :, tile_rows].T, cta.right.at[slot]
 
     def multiply_states(acc):
-        multiply = functools.partial(_multiply, cta, acc, item.first)
-        pl.when(is_dv)(lambda: multiply(roles[_DV].state_steps, plain))
-        pl.when(~is_dv)(lambda: multiply(roles[_DQ].state_steps, times_transposed))
+        add = functools.partial(_add_products, cta, acc, item.start)
+        pl.when(is_dv)(lambda: add(cta.steps_k, plain))
+        pl.when(~is_dv)(lambda: add(cta.steps_v, times_transposed))
 
     def multiply_scores(acc):
-        multiply = functools.partial(_multiply, cta, acc, item.first_score_step, item.num_tiles)
-        pl.when(is_dq)(lambda: multiply(plain))
-        pl.when(~is_dq)(lambda: multiply(transposed_times))
+        add = functools.partial(_add_products, cta, acc, item.first["scores"], item.num_tiles)
+        pl.when(is_dq)(lambda: add(plain))
+        pl.when(~is_dq)(lambda: add(transposed_times))
 
     # Loaded before the product and used after it, so that their latency is hidden.
     query_weights, key_weights, inv_den, dz_den = (
@@ -460,7 +453,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         x,
         call,
         outputs,
-        call.tiles.scratch(p, dtype, normalise=normalise),
+        call.tiles.scratch(p, dtype, KernelOptions(normalise=normalise)),
         C_gmem=x.matC_states,
         n_gmem=x.vecN_states if normalise else None,
         dC_gmem=x.matDeltaC_states,
@@ -512,12 +505,12 @@ class ParallelBwDQKVTiles(RingTiles):
     computes_scores: bool
 
     def items(self, p: Problem) -> int:
-        items_per_chunk = _items_per_chunk(_items(p, self.siz_b_DHHV, normalise=True))
+        items_per_chunk = _items_per_chunk(_items(p, self.siz_b_DHHV))
         return p.BNH * p.NC * (1 if self.computes_scores else items_per_chunk)
 
-    def scratch(self, p: Problem, dtype, *, normalise: bool = True, **options) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
         if self.computes_scores:
-            return chunkwise.scratch(p, self, dtype, normalise=normalise)
+            return chunkwise.scratch(p, self, dtype, normalise=options.normalise)
         columns, atom = self.siz_b_DHHV, atom_columns(p)
         tiles = functools.partial(shared_tiles, self.num_stages, dtype=dtype, atom=atom)
         # All shapes of a tile have equally many bytes, so a slot has the same place in all of them.
@@ -531,16 +524,16 @@ class ParallelBwDQKVTiles(RingTiles):
         }
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **options) -> Iterable[Self]:
+    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
         """At DHQK 128, six stages by chunk: more would leave spilled registers too little L1."""
         if by_chunk(p):
             columns, stages = chunkwise.tile_columns(p), 7 if p.DHQK <= 64 else 6
         else:
             columns, stages = _columns(p), 3 if p.DHQK >= 512 else 4
         for num_stages in range(stages, 2, -1):
-            yield cls(num_stages, gpu.sms, columns, by_chunk(p))
+            yield cls(num_stages, options.gpu.sms, columns, by_chunk(p))
 
-    def divides(self, p: Problem, **options) -> bool:
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
         """A warpgroup holds three slots at once, so with fewer stages the kernel would deadlock."""
         if self.computes_scores != by_chunk(p) or p.L % ROWS:
             return False

@@ -1,21 +1,21 @@
 """parallel_bw_dQKV on Mosaic GPU, with one CTA that computes P, dP and all gradients of a chunk.
 
-L is 128, and DHQK is at most 128. An item of ``persistent.py`` is a chunk. Two warpgroups
-multiply, each for 64 rows of the chunk. Tiles of 64 or 96 columns are copied num_stages tiles
-ahead, across chunks too. The last tile of a head may reach beyond it, where it has zeros. k stays
+L is 128, and DHQK is at most 128. An item of ``persistent.py`` is a chunk. Each of the two
+warpgroups has 64 rows of it. Tiles of 64 or 96 columns are copied num_stages tiles ahead, across
+chunks too. The last tile of a head may reach beyond it, where it has zeros. k stays
 in shared memory for the whole chunk. Up to DHQK 64 there is room for the k of the next chunk as
 well; beyond 64 its copy waits for the end of the chunk.
 
 The two warpgroups share the copying and have 255 registers per thread.
 
-The first phase of a chunk computes dh . v over DHV and q . k over DHQK, and from these P, dP and
-the sums of W. P and dP stay in shared memory. Each warpgroup computes the block of 64 x 64 on the
-diagonal that has its queries, and half the keys of the block below the diagonal.
+The phase "scores" of a chunk computes dh . v over DHV, and "queries" q . k over DHQK; P, dP and
+the sums of W follow from these. P and dP stay in shared memory. Each warpgroup computes the block
+of 64 x 64 on the diagonal that has its queries, and half the keys of the block below the diagonal.
 
-In the second phase a warpgroup keeps its rows of dq and dk, 64 x DHQK each, in registers, and the
-columns of v and dh are read once more. A step reads tiles of v, dC, C and dh from shared memory,
-adds to dq, dk and <C_c, dC_{c+1}>, and computes a tile of dv. This phase reads v and dh in
-reverse order, because their last columns are still in the L2.
+In the phase "gradients" a warpgroup keeps its rows of dq and dk, 64 x DHQK each, in registers, and
+the columns of v and dh are read once more. A repeat reads tiles of v, dC, C and dh from shared
+memory, adds to dq, dk and <C_c, dC_{c+1}>, and computes a tile of dv. The order is descending,
+because the last columns of v and dh are still in the L2.
 """
 
 import dataclasses
@@ -24,12 +24,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
-from mlstm_pallas.formulas.tiles import blocks_over, divide, each, loop, remainder, rounded_up
+from mlstm_pallas.formulas.tiles import blocks_over, fori, loop, remainder, rounded_up
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.common.fragments import (
@@ -54,6 +53,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.mosaic_gpu.common.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.common.persistent import PersistentKernel
+from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.mosaic_gpu.common.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
 
@@ -65,10 +65,6 @@ _E_HI, _E_LO, _DN, _N = range(4)  # rows of the vectors in shared memory; N only
 def tile_columns(p: Problem) -> int:
     """The columns of a tile: 96 if all tiles are full, because fewer steps take less time."""
     return 96 if p.DHQK == 96 and p.DHV % 96 == 0 else 64
-
-
-# The operand that a tile belongs to, in the order of a step of the second phase.
-_V, _DC, _C, _DH, _Q = _OPERANDS = range(5)
 
 
 class Kernel(PersistentKernel):
@@ -87,16 +83,21 @@ class Kernel(PersistentKernel):
     def __init__(self, *args) -> None:
         super().__init__(*args)
         refs, p, chunks = self.refs, self.p, self.num_items
-        # The order of a chunk's tiles: dh and v per step, q; then v, dC, C and dh per step, q.
         self.depth = tile_columns(p)
-        self.steps, self.parts = blocks_over(p.DHV, self.depth), blocks_over(p.DHQK, self.depth)
+        blocks, self.parts = blocks_over(p.DHV, self.depth), blocks_over(p.DHQK, self.depth)
         self.state_rows = rounded_up(p.DHQK, WG_ROWS)  # in a tile: 64 or 128
-        self.first_q = 2 * self.steps
-        self.second_phase = self.first_q + self.parts
-        self.last_q = self.second_phase + 4 * self.steps
-        self.num_tiles = n = self.last_q + self.parts
+        q, v, dh = (
+            functools.partial(self.copy_rows, x) for x in (refs.q_gmem, refs.v_gmem, refs.dh_gmem)
+        )
+        C, dC = (functools.partial(self.copy_state, x) for x in (refs.C_gmem, refs.dC_gmem))
+        self.phases = Phases(  # the tiles of a chunk, each a block of columns
+            scores=Phase(blocks, (dh, v)),
+            queries=Phase(self.parts, (q,)),
+            gradients=Phase(blocks, (v, dC, C, dh), descending=True),
+            queries_again=Phase(self.parts, (q,)),
+        )
         products.guard(refs.tiles_full, refs.P_smem, refs.dP_smem)
-        self.ring = CopyRing(refs.barriers, chunks * n, self.copy_any_tile, item_steps=n)
+        self.ring = self.phases.ring(refs.barriers, chunks, self.item_index)
         self.k_ring = CopyRing(refs.k_barriers, chunks, self.copy_k)
         self.rings = self.ring, self.k_ring
 
@@ -104,33 +105,13 @@ class Kernel(PersistentKernel):
         """The head and the chunk of the CTA's index-th item."""
         return self.head_and_chunk(self.item_of(index))
 
-    def last_first(self, step):
-        """The block of columns that a step of the second phase reads."""
-        return self.steps - 1 - step
+    def copy_rows(self, x, head, chunk, column, copy) -> None:
+        rows, columns = block(chunk, CHUNK), block(column, self.depth)
+        copy(head_of(x, head, self.p).at[rows, columns], self.refs.tiles_smem)
 
-    def copy_tile(self, kind, head, chunk, column, copy):
-        refs = self.refs
-        x = (refs.v_gmem, refs.dC_gmem, refs.C_gmem, refs.dh_gmem, refs.q_gmem)[kind]
-        is_state = kind in (_DC, _C)
-        rows = anywhere(0, self.state_rows) if is_state else block(chunk, CHUNK)
-        matrix = x.at[head, chunk] if is_state else head_of(x, head, self.p)
-        source = matrix.at[rows, block(column, self.depth)]
-        copy(source, refs.tiles_smem, slice(rows.size))
-
-    def copy_any_tile(self, index, x, copy):
-        """Copies tile x of a chunk."""
-        head, chunk = self.item_index(index)
-        y = x - self.second_phase
-        in_first, in_second = x < self.first_q, (y >= 0) & (x < self.last_q)
-        in_turn = 3 - 3 * remainder(x, 2)  # dh and v
-        kind = jnp.where(in_first, in_turn, jnp.where(in_second, remainder(y, 4), np.int32(_Q)))
-        q_column = x - jnp.where(y < 0, np.int32(self.first_q), np.int32(self.last_q))
-        step = divide(x, 2)
-        second_column = jnp.where(in_second, self.last_first(divide(y, 4)), q_column)
-        column = jnp.where(in_first, step, second_column)
-        for x in _OPERANDS:
-            start = functools.partial(self.copy_tile, x, head, chunk, column, copy)
-            pl.when(kind == x)(start)
+    def copy_state(self, x, head, chunk, column, copy) -> None:
+        rows, columns = anywhere(0, self.state_rows), block(column, self.depth)
+        copy(x.at[head, chunk, rows, columns], self.refs.tiles_smem, slice(rows.size))
 
     def copy_k(self, index, copy):
         """Copies k and the vectors of a chunk."""
@@ -146,8 +127,8 @@ class Kernel(PersistentKernel):
             if x is not None:
                 copy(x.at[head, chunk], refs.vectors_smem, y, slice(self.p.DHQK))
 
-    def multiply(self) -> None:
-        each(self.num_items)(lambda index: _multiply(_Chunk(self, index)))
+    def consume(self) -> None:
+        fori(self.num_items)(lambda index: _run_chunk(_Chunk(self, index)))
         refs = self.refs
         if refs.tiles_empty is not None:
             has_items = self.active is None or self.num_items > 0
@@ -155,29 +136,31 @@ class Kernel(PersistentKernel):
         self.clear(refs.staging_smem[0].at[self.wg], refs.dq, refs.dk, refs.dv)
 
 
-class _Chunk(Kernel):
+class _Chunk:
     """A chunk, as one warpgroup sees it.
 
     Attributes:
       index: among the CTA's chunks.
+      steps: steps(phase, j) are the steps in the ring of the j-th repeat of a phase.
+      here: the index in memory of the warpgroup's block of 64 steps; warpgroup 0 has the earlier
+        one.
+      earlier, later: the places in memory of the two blocks.
       tile_rows: the warpgroup's rows in the chunk.
       rows: these rows in the sequence.
-      here: the index in memory of its block of 64 steps; warpgroup 0 has the earlier one.
-      earlier, later: the places in memory of the two blocks.
-      first: the first tile's step in the ring.
       out_tile: for an output.
     """
 
     def __init__(self, cta: Kernel, index) -> None:
-        vars(self).update(vars(cta))
+        self.refs, self.p, self.index = cta.refs, cta.p, index
+        self.depth, self.parts, self.state_rows = cta.depth, cta.parts, cta.state_rows
         self.wg = lax.optimization_barrier(cta.wg)  # keeps what is derived from it out of registers
-        self.index, self.ring = index, dataclasses.replace(cta.ring, item=index)
         self.head, self.chunk = cta.item_index(index)
+        self.ring, self.k_ring = dataclasses.replace(cta.ring, item=index), cta.k_ring
+        self.phases, self.steps = cta.phases, cta.phases.of_item(index)
         self.here, self.earlier, self.later = (self.p.memory_index(x, 2) for x in (self.wg, 0, 1))
         self.tile_rows = block(self.here, WG_ROWS)
         self.rows = block(self.chunk * 2 + self.here, WG_ROWS)
         self.k_slot = cta.k_ring.slot(index)
-        self.first = index * cta.num_tiles
         self.k_tile = cta.refs.k_smem.at[self.k_slot]
         self.out_tile = cta.refs.staging_smem[0].at[self.wg]
 
@@ -189,11 +172,8 @@ class _Chunk(Kernel):
         """The warpgroup's rows of the y-th tile of k."""
         return self.k_tile.at[block(y * (CHUNK // WG_ROWS) + self.here, WG_ROWS)]
 
-    def slot(self, step):
+    def tile(self, step):
         return self.refs.tiles_smem.at[self.ring.slot(step)]
-
-    def q_step(self, y):
-        return self.first + self.last_q + y
 
     def store_per_key(self, W, tile, start):
         """Stores sums over the queries of a tile, for keys from ``start`` on in the chunk."""
@@ -253,7 +233,7 @@ def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
 
 def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
     """The blocks with their q k^T and dh v^T."""
-    ring, slots = c.ring, c.refs.tiles_smem
+    ring, slots, num_steps = c.ring, c.refs.tiles_smem, c.phases["scores"].repeats
 
     def add_blocks(sums, left, right, start=0):
         for x, part in zip(sums, both, strict=True):
@@ -263,27 +243,27 @@ def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
     def issue(*sums):
         scores, dA = sums[:2], sums[2:]
 
-        @each(c.steps)
-        def add(x):
-            dh, v = c.first + 2 * x, c.first + 2 * x + 1
+        @fori(num_steps)
+        def add(j):
+            dh, v = c.steps("scores", j)
             add_blocks(dA, slots.at[ring.wait(dh)], slots.at[ring.wait(v)])
             products.wait(2)
 
-            pl.when(x > 0)(lambda: c.ring.advance(dh - 2, v - 2))
-            pl.when((x == 0) & (c.index > 0))(lambda: c.k_ring.refill(c.index - 1))
+            pl.when(j > 0)(lambda: ring.advance(*c.steps("scores", j - 1)))
+            pl.when((j == 0) & (c.index > 0))(lambda: c.k_ring.refill(c.index - 1))
 
-        last_dh, last_v, *q = (c.first + c.first_q + y for y in range(-2, c.parts))
-        for y, step in enumerate(q):
-            slot = ring.wait(step)
+        last = c.steps("scores", num_steps - 1)
+        for y, q in enumerate(queries := c.steps("queries")):
+            slot = ring.wait(q)
             if y == 0:
                 c.k_ring.wait(c.index)
             add_blocks(scores, slots.at[slot], c.k_tile, y * CHUNK)
             if y == 0:
                 products.wait(2)
-                ring.release(last_dh, last_v)
+                ring.release(*last)
         products.wait(0)
-        ring.release(*q)
-        c.ring.refill(last_dh, last_v, *q)
+        ring.release(*queries)
+        ring.refill(*last, *queries)
 
     shapes = [(WG_ROWS, part.keys) for part in both]
     _, *sums = products.all_from_zeros(issue, *shapes, *shapes)
@@ -344,7 +324,7 @@ def _write_diagonal(c: _Chunk, diagonal: _Block) -> None:
 def _add_for_keys(c: _Chunk, accumulator, tile, x, columns=slice(None)) -> None:
     """Adds the tile times columns of x, over the queries from the warpgroup's keys on."""
 
-    @each(2 - c.wg)
+    @fori(2 - c.wg)
     def add(j):
         products.add(
             accumulator,
@@ -361,23 +341,24 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
     refs, ring, DHQK = c.refs, c.ring, c.p.DHQK
     total, *sums = carry
     parts = c.parts
-    v, dC, C, dh = (c.first + c.second_phase + 4 * j + x for x in range(4))
+    v, dC, C, dh = c.steps("gradients", j)
+    column = c.phases["gradients"].nth(j)
 
     def multiply_states(dq, dk, dv):
         ring.wait(v)
         ring.wait(dC)
-        products.add(dk, c.slot(v).at[c.tile_rows], c.slot(dC).at[:DHQK].T)
+        products.add(dk, c.tile(v).at[c.tile_rows], c.tile(dC).at[:DHQK].T)
         for y in range(parts):
-            products.add(dv, c.k_columns(y), c.slot(dC).at[block(y, c.depth)])
+            products.add(dv, c.k_columns(y), c.tile(dC).at[block(y, c.depth)])
         ring.wait(C)
         ring.wait(dh)
-        products.add(dq, c.slot(dh).at[c.tile_rows], c.slot(C).at[:DHQK].T)
+        products.add(dq, c.tile(dh).at[c.tile_rows], c.tile(C).at[:DHQK].T)
 
     *sums, new = products.onto(multiply_states, *sums, products.zeros(WG_ROWS, c.depth))
 
     def inner(total):
         rows = block(c.wg if c.state_rows > WG_ROWS else 0, WG_ROWS)
-        x, y = (load_float32(z.at[rows]) for z in (c.slot(dC), c.slot(C)))
+        x, y = (load_float32(z.at[rows]) for z in (c.tile(dC), c.tile(C)))
         return total + products.sum_over_columns(x * y)
 
     # A warpgroup sums 64 of the 128 rows of a tile. If a tile has only 64, the two take turns.
@@ -389,13 +370,13 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
     new *= across_columns(key_weights, c.depth)
 
     def multiply_P(dv):
-        _add_for_keys(c, dv, refs.P_smem, c.slot(dh))
+        _add_for_keys(c, dv, refs.P_smem, c.tile(dh))
         c.ring.refill(v, dC, C)  # while the product runs
 
     (new,) = products.onto(multiply_P, new)
     c.ring.advance(dh)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    c.store([(new, c.out_tile, refs.dv, block(c.last_first(j), c.depth))])
+    c.store([(new, c.out_tile, refs.dv, block(column, c.depth))])
     return total, *sums
 
 
@@ -408,15 +389,15 @@ def _weighted(
 ) -> list[Array]:
     """The scaled inter-chunk parts of dq and dk, a tile each; stores q . dq and k . dk."""
     inter, q_dots, k_dots = [], [], []
-    for y in range(c.parts):
-        slot = c.ring.wait(c.q_step(y))
+    for y, q in enumerate(c.steps("queries_again")):
+        c.ring.wait(q)
         dq, dk = (x[:, y * c.depth : (y + 1) * c.depth] for x in gradients)
         columns, n = c.columns(y), dq.shape[1]
         dq *= across_columns(weights, n)
         if norm_weights is not None:
             dq += across_columns(norm_weights, n) * across_rows(c.vector(_N, y * c.depth, n))
         dk = (dk + across_rows(c.vector(_DN, y * c.depth, n))) * across_columns(key_weights, n)
-        q_dots.append(c.row_dots(dq, c.refs.tiles_smem.at[slot, c.tile_rows, columns]))
+        q_dots.append(c.row_dots(dq, c.tile(q).at[c.tile_rows, columns]))
         k_dots.append(c.row_dots(dk, c.k_columns(y).at[:, columns]))
         inter += [dq, dk]
     c.refs.q_inter.at[c.head, 0, c.rows][...] = functools.reduce(jnp.add, q_dots)
@@ -426,23 +407,23 @@ def _weighted(
 
 def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
     """Adds the intra-chunk parts to dq and dk and stores them."""
-    refs, parts = c.refs, range(c.parts)
+    refs, parts, queries = c.refs, range(c.parts), c.steps("queries_again")
 
     def multiply_dP(*sums):
         for y in parts:
 
-            @each(c.wg + 1)
+            @fori(c.wg + 1)
             def add_keys(j, y=y):
                 """The keys up to the warpgroup's queries."""
                 dP = refs.dP_smem.at[block(c.wg + j, WG_ROWS)].T
                 keys = c.k_tile.at[block(2 * y + c.p.memory_index(j, 2), WG_ROWS), c.columns(y)]
                 products.add(sums[2 * y], dP, keys)
 
-            _add_for_keys(c, sums[2 * y + 1], refs.dP_smem, c.slot(c.q_step(y)), c.columns(y))
+            _add_for_keys(c, sums[2 * y + 1], refs.dP_smem, c.tile(queries[y]), c.columns(y))
 
     gradients = products.onto(multiply_dP, *inter)
     c.k_ring.release(c.index)
-    c.ring.advance(*map(c.q_step, parts))
+    c.ring.advance(*queries)
     if refs.tiles_empty is not None:
         products.release(refs.tiles_empty)
     columns = [anywhere(y * c.depth, c.depth) for y in parts]
@@ -459,7 +440,7 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
         c.store([(x, tile, *position) for (x, position), tile in remaining])
 
 
-def _multiply(c: _Chunk) -> None:
+def _run_chunk(c: _Chunk) -> None:
     """Runs both phases of a chunk."""
     refs = c.refs
     diagonal, below, weights, key_weights = _blocks_and_weights(c)
@@ -476,7 +457,7 @@ def _multiply(c: _Chunk) -> None:
     zeros = products.zeros(WG_ROWS, c.p.DHQK)
     total = products.zeros(WG_ROWS, layout=BY_ROWS)
     step = functools.partial(_gradient_step, c, key_weights)
-    total, *gradients = loop(c.steps, step, (total, zeros, zeros))
+    total, *gradients = loop(c.phases["gradients"].repeats, step, (total, zeros, zeros))
     refs.inner_C_dC.at[c.head, c.chunk, c.tile_rows][...] = total
 
     @pl.when(c.wg == 1)

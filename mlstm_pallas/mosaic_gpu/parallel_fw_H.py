@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.formulas.tiles import blocks, each, loop
+from mlstm_pallas.formulas.tiles import blocks, fori, loop
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
     CopyRing,
@@ -54,9 +54,8 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.mosaic_gpu.common.limits import KERNEL_DTYPE, HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
-from mlstm_pallas.stages.stage import Launch, largest_block, sequence_shape
+from mlstm_pallas.stages.stage import KernelOptions, Launch, largest_block, sequence_shape
 
 FEW_CTAS = 528  # four per SM of an H200
 
@@ -77,10 +76,10 @@ def _add_q_C(acc, q_smem, C_smem, wg, ring):
     """acc += q C, over the first steps of the ring."""
     _, steps, _, atom = q_smem.shape
 
-    @each(steps)
+    @fori(steps)
     def add(x):
         q = q_smem.at[wg, x]
-        ring.multiply(x, lambda slot: products.add(acc, q, C_smem.at[slot, :atom]), follows=x > 0)
+        ring.mma(x, lambda slot: products.add(acc, q, C_smem.at[slot, :atom]), follows=x > 0)
 
     products.wait(0)
     if ring.num_slots > 1:
@@ -95,7 +94,7 @@ def _add_q_k(acc, q, k):
         products.add(acc, q.at[x], k.at[:, block(x, atom)].T)
 
     if parts * atom > 256:  # in a loop, because eight unrolled products spill
-        return each(parts)(add)
+        return fori(parts)(add)
     for x in range(parts):
         add(x)
 
@@ -208,7 +207,7 @@ def _kernel(
     )
     num *= across_columns(row_scale, siz_b_DHHV)
     num, z = loop(tile + 1, join_keys, (num, z))
-    each(num_tiles - tile - 1)(skip_keys)
+    fori(num_tiles - tile - 1)(skip_keys)
     if normaliser is not None:
         num *= across_columns(1.0 / normaliser.denominator(z, m), siz_b_DHHV)
 
@@ -239,7 +238,7 @@ def parallel_fw_H(
             "h_gmem": sequence_shape(x.matV, p.DHV, dtype),
             "z_gmem": None if normaliser is None else float32(p.BNH, p.S),
         },
-        scratch=config.scratch(p, dtype),
+        scratch=config.scratch(p, dtype, KernelOptions()),
     )(**score_operands(x, normaliser), v_gmem=x.matV, C_gmem=x.matC_states)
     return Outputs(y["h_gmem"], y["z_gmem"])
 
@@ -250,10 +249,10 @@ class ParallelFwHTiles(HopperTiles):
     siz_b_DHHV: int
     num_stages: int
 
-    def grid(self, p: Problem, **options) -> tuple[int, ...]:
+    def grid(self, p: Problem) -> tuple[int, ...]:
         return (p.BNH * p.NC * blocks(p.L, self.siz_b_LQ) * blocks(p.DHV, self.siz_b_DHHV),)
 
-    def scratch(self, p: Problem, dtype, **options) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
         warpgroups, n, atom = self.siz_b_LQ // WG_ROWS, self.num_stages, atom_columns(p)
         tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom)
         parts = p.DHQK // atom
@@ -267,7 +266,7 @@ class ParallelFwHTiles(HopperTiles):
         }
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **options) -> Iterable[Self]:
+    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
         """Tiles with which an SM has room for two CTAs of 64 queries, or else for one of 128.
 
         With 64 queries, DHQK 256 and 256 columns ptxas spills at least 132 bytes.
@@ -276,7 +275,7 @@ class ParallelFwHTiles(HopperTiles):
         columns = next((x for x in (256, 128) if p.DHV % x == 0), largest_block(p.DHV, unit=atom))
         few = min(columns, 128)
         two = cls(WG_ROWS, columns, 2)
-        if 2 * (two.shared_bytes(p, KERNEL_DTYPE) + 1024) <= gpu.sm_shared_bytes:
+        if 2 * (two.shared_bytes(p, KERNEL_DTYPE, options) + 1024) <= options.gpu.sm_shared_bytes:
             yield two
         for sizes in (
             (128, columns, 2),
@@ -286,7 +285,7 @@ class ParallelFwHTiles(HopperTiles):
         ):
             yield cls(*sizes)
 
-    def divides(self, p: Problem, **options) -> bool:
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
         LQ, columns = self.siz_b_LQ, self.siz_b_DHHV
         supported = columns <= 256 and LQ in (WG_ROWS, 2 * WG_ROWS)
         return supported and p.DHV % columns == columns % atom_columns(p) == p.L % LQ == 0

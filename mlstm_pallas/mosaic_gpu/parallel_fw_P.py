@@ -41,7 +41,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
-from mlstm_pallas.stages.stage import Launch, ScaledRows
+from mlstm_pallas.stages.stage import KernelOptions, Launch, ScaledRows
 
 
 def _kernel(entries_gmem, r_gmem, z_gmem, *, p: Problem, **refs) -> None:
@@ -130,7 +130,7 @@ def parallel_fw_P(
             "r_gmem": per_step,
             "z_gmem": None if normaliser is None else per_step,
         },
-        scratch=call.tiles.scratch(p, dtype),
+        scratch=call.tiles.scratch(p, dtype, KernelOptions()),
     )(
         entries_gmem=None if x.chunks is None else x.chunks.entries,
         **score_operands(x, normaliser),
@@ -141,10 +141,10 @@ def parallel_fw_P(
 
 
 class ParallelFwPTiles(HopperTiles):
-    def grid(self, p: Problem, **options) -> tuple[int, ...]:
+    def grid(self, p: Problem) -> tuple[int, ...]:
         return p.BNH, p.NC
 
-    def scratch(self, p: Problem, dtype, **options) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
         operand = shared_tiles(WG_ROWS, p.DHQK, dtype=dtype, atom=atom_columns(p))
         return {
             "q_smem": operand,
@@ -153,6 +153,6 @@ class ParallelFwPTiles(HopperTiles):
             "full": plgpu.Barrier(num_arrivals=2),
         }
 
-    def divides(self, p: Problem, **options) -> bool:
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
         """Shared memory holds all of q and k of a chunk."""
         return p.L == WG_ROWS

@@ -61,12 +61,11 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 from mlstm_pallas.mosaic_gpu.common.limits import HEADS, HopperTiles
 from mlstm_pallas.mosaic_gpu.common.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages import recurrent_bw_dC as dC
 from mlstm_pallas.stages import recurrent_fw_C as fw_C
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
-from mlstm_pallas.stages.stage import Launch, largest_block
+from mlstm_pallas.stages.stage import KernelOptions, Launch, largest_block
 
 STEPS = 64  # per tile
 ROWS = {64: 256, 128: 256, 192: 128}  # of X, at most per CTA, by the CTA's columns
@@ -102,7 +101,7 @@ def _left(b, weights):
 def _recurrence(
     x,  # a Recurrence; matX_initial is transposed, one per split
     out,  # RecurrenceOutputs
-    is_first,  # whether the CTA computes b . h or x, if any
+    with_sums,  # whether the CTA computes b . h or x, if any
     head,  # splits count as heads
     at,  # where the last state is stored
     stores_last,  # whether it is
@@ -128,7 +127,7 @@ def _recurrence(
     # The warpgroup's rows of x. In a block of up to 64 rows all warpgroups have the same ones.
     x_size, x_part = min(rows, WG_ROWS), wg if rows > WG_ROWS else 0
     vector_rows = block(row_block * (rows // x_size) + x_part, x_size)
-    stores_inner, sums_vector = is_first and x.h is not None, is_first and out.vecX_last is not None
+    stores_inner, sums_vector = (with_sums and y is not None for y in (x.h, out.vecX_last))
 
     def chunk_at(index):
         return num_chunks - 1 - index if x.backward else index
@@ -152,7 +151,7 @@ def _recurrence(
 
     def add(index, accumulator):
         """Adds b^T a of the index-th chunk, and with an x returns the sum of r a."""
-        first, unrolled = index * n, 2 - n % 2
+        start, unrolled = index * n, 2 - n % 2
 
         def issue(slot):
             weights = None if x.r is None else weights_smem.at[slot]
@@ -162,7 +161,7 @@ def _recurrence(
         def beside(tile, total, slot):
             if stores_inner:
                 b = b_smem.at[slot, :, tile_columns]
-                inner = h_ring.row_products(first + tile, b, h_smem, slice(None), tile_columns)
+                inner = h_ring.row_products(start + tile, b, h_smem, slice(None), tile_columns)
                 out.inner.at[head, part, steps_of(index, tile)][...] = inner
             if sums_vector:
                 a = load_float32(a_smem.at[slot, :, block(x_part, x_size)])
@@ -173,12 +172,12 @@ def _recurrence(
             for j in range(unrolled):  # so that each left operand has registers of its own
                 tile = i * unrolled + j
                 beside_it = functools.partial(beside, tile, total)
-                total = ring.multiply(first + tile, issue, beside_it, follows=(j > 0) | (i > 0))
+                total = ring.mma(start + tile, issue, beside_it, follows=(j > 0) | (i > 0))
             return total
 
         total = loop(n // unrolled, tiles, products.zeros(WG_ROWS, x_size) if sums_vector else None)
         products.wait(0)
-        ring.release(first + n - 1)
+        ring.release(start + n - 1)
         return total
 
     stores_vector = pl.when(rows > WG_ROWS or wg == 0)
@@ -191,15 +190,15 @@ def _recurrence(
         if out.matX is not None:
             matX = out.matX.at[head, chunk]
             _store_state(index, XT, matX, matX_columns, columns, out_smem.at[wg])
-        if not sums_vector:
-            (XT,) = products.onto(functools.partial(add, index), XT * decay)
-            return XT, None, following
-        if out.vecX is not None:
-            stores_vector(lambda: write(out.vecX.at[head, chunk, vector_rows], vector))
-        # Only ``all_from_zeros`` returns other values beside the accumulators.
-        total, added = products.all_from_zeros(functools.partial(add, index), (WG_ROWS, rows))
-        sums = products.sum_over_rows(total, sum_smem.at[wg])
-        return XT * decay + added, vector * decay + sums, following
+        if sums_vector:
+            if out.vecX is not None:
+                stores_vector(lambda: write(out.vecX.at[head, chunk, vector_rows], vector))
+            total, added = products.all_from_zeros(lambda acc: add(index, acc), (WG_ROWS, rows))
+            XT = XT * decay + added
+            vector = vector * decay + products.sum_over_rows(total, sum_smem.at[wg])
+        else:
+            (XT,) = products.onto(lambda acc: add(index, acc), XT * decay)
+        return XT, vector, following
 
     for y in rings:
         y.prologue()
@@ -240,11 +239,11 @@ def _kernel(each, outputs, *, p, num_splits, computed, **shared):
         elif out.vecX_last is not None and columns < p.DHV:
             axis = "columns"
         # Two bodies, so that the loop over steps has no branch.
-        for is_first in (True, False) if axis else (True,):
+        for with_sums in (True, False) if axis else (True,):
             here = which == j
             if axis:
-                here &= (lax.axis_index(axis) == 0) == is_first
-            run = functools.partial(_recurrence, x, out, is_first, head, *last, p=p, **shared)
+                here &= (lax.axis_index(axis) == 0) == with_sums
+            run = functools.partial(_recurrence, x, out, with_sums, head, *last, p=p, **shared)
             pl.when(here)(run)
 
 
@@ -259,9 +258,11 @@ def _launch(
       states of (B * NH * sums); 0: it computes the states.
     """
     p, dtype, tiles = call.problem.split(num_splits), each[0].a.dtype, call.tiles
-    weighted = each[0].r is not None
-    has_h, has_vector = (
-        any(getattr(x, y) is not None for x in each) for y in ("h", "vecX_initial")
+    options = KernelOptions(
+        weighted=each[0].r is not None,
+        has_h=any(x.h is not None for x in each),
+        has_vector=any(x.vecX_initial is not None for x in each),
+        stores_states=not sums,
     )
     as_heads = functools.partial(jax.tree.map, lambda x: x.reshape(p.BNH, -1))
     inputs = [dataclasses.replace(x, gamma=as_heads(x.gamma), r=as_heads(x.r)) for x in each]
@@ -280,16 +281,14 @@ def _launch(
         for x in each
     ]
     computed = sums or num_splits
-    heads, row_blocks, column_blocks = tiles.grid(call.problem, recurrences=len(each))
+    heads, row_blocks, column_blocks = tiles.grid(call.problem)
     y: list[RecurrenceOutputs] = mosaic_call(
         functools.partial(_kernel, p=p, num_splits=num_splits, computed=computed),
         name=name,
-        grid={"head": heads * computed, "rows": row_blocks, "columns": column_blocks},
+        grid={"head": len(each) * heads * computed, "rows": row_blocks, "columns": column_blocks},
         warpgroups=tiles.state_columns // WG_ROWS,
         outputs={"outputs": outputs},
-        scratch=tiles.scratch(
-            p, dtype, weighted=weighted, has_h=has_h, has_vector=has_vector, stores_states=not sums
-        ),
+        scratch=tiles.scratch(p, dtype, options),
     )(each=inputs)["outputs"]
     return y
 
@@ -396,49 +395,41 @@ class RecurrenceTiles(HopperTiles):
     num_stages: int
     num_splits: int = 1
 
-    def grid(self, p: Problem, *, recurrences: int = 1, **options) -> tuple[int, ...]:
+    def grid(self, p: Problem) -> tuple[int, ...]:
         columns, rows = self.covered(p)
-        return recurrences * p.BNH, rows // self.state_rows, columns // self.state_columns
+        return p.BNH, rows // self.state_rows, columns // self.state_columns
 
     def covered(self, p: Problem) -> tuple[int, int]:
         """The columns and the rows of X that the blocks cover."""
         return rounded_up(p.DHV, self.state_columns), rounded_up(p.DHQK, self.state_rows)
 
-    def scratch(
-        self,
-        p: Problem,
-        dtype,
-        *,
-        weighted: bool = True,
-        has_h: bool = False,
-        has_vector: bool = False,
-        stores_states: bool = True,
-        **options,
-    ) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
         atom, n = atom_columns(p), self.num_stages
         tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom)
         columns, readers = self.state_columns, self.state_columns // WG_ROWS
         return {
             "a_smem": tiles(n, STEPS, self.state_rows),
             "b_smem": tiles(n, STEPS, columns),
-            "weights_smem": plgpu.SMEM((n, STEPS), jnp.float32) if weighted else None,
-            "h_smem": tiles(H_STAGES, STEPS, columns) if has_h else None,
-            "out_smem": tiles(readers, 2, atom, WG_ROWS) if stores_states else None,
-            "sum_smem": plgpu.SMEM((readers, SUM_SCRATCH), jnp.float32) if has_vector else None,
-            "barriers": ring_barriers(n, copies=3 if weighted else 2, readers=readers),
-            "h_barriers": ring_barriers(H_STAGES, copies=1, readers=readers) if has_h else None,
+            "weights_smem": plgpu.SMEM((n, STEPS), jnp.float32) if options.weighted else None,
+            "h_smem": tiles(H_STAGES, STEPS, columns) if options.has_h else None,
+            "out_smem": tiles(readers, 2, atom, WG_ROWS) if options.stores_states else None,
+            "sum_smem": plgpu.SMEM((readers, SUM_SCRATCH), jnp.float32)
+            if options.has_vector
+            else None,
+            "barriers": ring_barriers(n, copies=3 if options.weighted else 2, readers=readers),
+            "h_barriers": ring_barriers(H_STAGES, copies=1, readers=readers)
+            if options.has_h
+            else None,
         }
 
     @classmethod
-    def candidates(
-        cls, p: Problem, gpu: Gpu, *, recurrences: int = 1, has_vector: bool = False, **options
-    ) -> Iterable[Self]:
+    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
         """The most rows per block with which the launch fills the GPU; else splits."""
-        columns = _columns(p)
+        columns, gpu, has_vector = _columns(p), options.gpu, options.has_vector
         sizes = [
             _rows(p, columns, min(size, ROWS[columns]), has_vector) for size in (256, 128, WG_ROWS)
         ]
-        each = recurrences * p.BNH * blocks_over(p.DHV, columns)  # CTAs per block of rows
+        each = options.recurrences * p.BNH * blocks_over(p.DHV, columns)  # CTAs per block of rows
         rows = next((x for x in sizes if gpu.filled_by(each * blocks_over(p.DHQK, x))), sizes[-1])
         ctas = each * blocks_over(p.DHQK, rows)
         splits = splits_of(p.NC, min(gpu.sms // max(ctas, 1), p.S // MIN_SPLIT_STEPS))
@@ -447,13 +438,13 @@ class RecurrenceTiles(HopperTiles):
         for stages in (6 if has_vector and rows <= WG_ROWS else 4, 3, 2):
             yield cls(rows, columns, stages, splits)
 
-    def divides(self, p: Problem, *, has_vector: bool = False, **options) -> bool:
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
         rows, columns = self.state_rows, self.state_columns
         return (
             columns in ROWS
             and rows <= ROWS[columns]
             and rows % atom_columns(p) == p.L % STEPS == 0
-            and not (has_vector and (p.DHQK % rows or rows not in (32, WG_ROWS, columns)))
+            and not (options.has_vector and (p.DHQK % rows or rows not in (32, WG_ROWS, columns)))
             and self.num_stages >= 2  # a slot becomes free while the next step's product runs
             and p.NC % self.num_splits == 0
             and 2 * p.BNH * self.num_splits <= HEADS

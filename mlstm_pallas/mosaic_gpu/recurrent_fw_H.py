@@ -24,7 +24,7 @@ from mlstm_pallas.formulas.tiles import (
     blocks,
     blocks_over,
     divide,
-    each,
+    fori,
     loop,
     remainder,
     rounded_up,
@@ -56,9 +56,8 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
-from mlstm_pallas.stages.stage import Launch, largest_block, sequence_shape
+from mlstm_pallas.stages.stage import KernelOptions, Launch, largest_block, sequence_shape
 
 MOST_ROWS = {128: 320, 192: 128}  # of C, by the columns of a CTA
 PIECE = 256  # the most rows of C to which one product adds
@@ -79,7 +78,7 @@ class _Operands(NamedTuple):
 class _Part(NamedTuple):
     """The chunks of a CTA: a whole row, or a part of a ``ChunkList``."""
 
-    first: Any  # chunk, in the arrays that are not in the caller's steps
+    first_chunk: Any  # in the arrays that are not in the caller's steps
     num_chunks: Any
     state: Any  # the place of its states
     has_state: Any = True
@@ -155,7 +154,7 @@ def _kernel(
         chunk = chunk_at(index)
         for name, x in operands._asdict().items():
             if name in ("P", "r", "abar") and x is not None:
-                copy(x.at[head, block(part.first + chunk, L)], slots[name])
+                copy(x.at[head, block(part.first_chunk + chunk, L)], slots[name])
             elif x is not None:
                 columns = state_rows if name in "qk" else v_columns
                 copy(in_head(x).at[steps_of(chunk), columns], slots[name])
@@ -167,7 +166,7 @@ def _kernel(
         slot = ring.wait(index)
         tiles = {name: x.at[slot] for name, x in slots.items()}
         following = chunk_at(lax.min(index + 1, part.num_chunks - 1))
-        next_gamma = gamma_gmem[head, part.first + following]
+        next_gamma = gamma_gmem[head, part.first_chunk + following]
         size = lax.min(part.end - part.begin - chunk * L, np.int32(L)) if in_list else None
         r, abar = (across_rows(load(tiles[x], BY_COLUMNS)) for x in ("r", "abar"))
 
@@ -210,12 +209,12 @@ def _kernel(
     def clear():
         """Stores zeros in chunks of h."""
         write_out(h_tile, products.zeros(*h_tile.shape), 0)
-        each(part.zeros)(lambda chunk: copy_out(h_tile, h_of(chunk), within))
+        fori(part.zeros)(lambda chunk: copy_out(h_tile, h_of(chunk), within))
 
     (ring := CopyRing(barriers, part.num_chunks, load_slot)).prologue()
     rows_of = (pl.ds(launch * rows + start, size) for start, size in pieces)
     CT = [_initial(C_initial_gmem, part, x, columns) for x in rows_of]
-    first = part.first + lax.max(chunk_at(np.int32(0)), np.int32(0))  # there may be no chunks
+    first = part.first_chunk + lax.max(chunk_at(np.int32(0)), np.int32(0))  # there may be no chunks
     CT, _ = loop(part.num_chunks, join, (CT, gamma_gmem[head, first]))
     if C_last_gmem is not None:
         pl.when(part.has_state)(store_last)
@@ -257,7 +256,13 @@ def recurrent_fw_H(
             warpgroups=config.warpgroups,
             outputs=outputs,
             scratch=config.scratch(
-                p, dtype, first=launch == 0, stores=store_every > 0, in_list=chunks is not None
+                p,
+                dtype,
+                KernelOptions(
+                    adds_to_h=launch > 0,
+                    stores_states=store_every > 0,
+                    in_list=chunks is not None,
+                ),
             ),
         )(
             parts_gmem=None if chunks is None else chunks.parts,
@@ -288,57 +293,48 @@ class RecurrentFwHTiles(HopperTiles):
     def warpgroups(self) -> int:
         return self.siz_b_DHHV // WG_ROWS
 
-    def grid(self, p: Problem, **options) -> tuple[int, ...]:
+    def grid(self, p: Problem) -> tuple[int, ...]:
         return p.BNH, blocks_over(p.DHV, self.siz_b_DHHV)
 
-    def shared_bytes(self, p: Problem, dtype, **options) -> int:
+    def shared_bytes(self, p: Problem, dtype, options: KernelOptions) -> int:
         """The first launch reads P, and the second one reads h of the first.
 
         Only a single launch stores states.
         """
         p, one = p.in_chunks_of(self.siz_b_L), self.state_rows == p.DHQK
-        options["stores"] = one and options.get("stores", True)
+        options = dataclasses.replace(options, stores_states=one and options.stores_states)
+        launches = (dataclasses.replace(options, adds_to_h=x) for x in {False, not one})
         bytes_of = super().shared_bytes
-        return max(bytes_of(p, dtype, **options, first=x) for x in {True, one})
+        return max(bytes_of(p, dtype, x) for x in launches)
 
-    def scratch(
-        self,
-        p: Problem,
-        dtype,
-        *,
-        first: bool = True,
-        stores: bool = True,
-        in_list: bool = False,
-        **options,
-    ) -> dict[str, Any]:
-        """first: of the first launch or of the second one; stores: whether it stores states."""
+    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
         vectors, columns, atom = (self.num_stages, p.L), self.siz_b_DHHV, atom_columns(p)
         tiles, readers = functools.partial(shared_tiles, dtype=dtype, atom=atom), self.warpgroups
         widths = dict(q=self.state_rows, k=self.state_rows, v=columns)
         slots = {x: tiles(*vectors, width) for x, width in widths.items()}
-        if first:
-            slots["P"] = shared_tiles(*vectors, p.L, dtype=dtype)
-        else:
+        if options.adds_to_h:
             slots["partial"] = tiles(*vectors, columns)
+        else:
+            slots["P"] = shared_tiles(*vectors, p.L, dtype=dtype)
         slots |= {x: plgpu.SMEM(vectors, jnp.float32) for x in ("r", "abar")}
         states = tiles(readers, 2, atom, WG_ROWS)
         return {
             "slots": slots,
             "barriers": ring_barriers(self.num_stages, copies=len(slots), readers=readers),
             # Copies of single rows need tiles that are one swizzle atom wide.
-            "h_smem": tiles(readers, p.L, WG_ROWS, atom=WG_ROWS if in_list else atom),
-            "C_smem": states if stores else None,
+            "h_smem": tiles(readers, p.L, WG_ROWS, atom=WG_ROWS if options.in_list else atom),
+            "C_smem": states if options.stores_states else None,
         }
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **options) -> Iterable[Self]:
+    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
         """Three warpgroups instead of two if their blocks reach less far beyond a head."""
         rows = largest_block(p.DHQK, MOST_ROWS[128], atom_columns(p))
         three = rows <= MOST_ROWS[192] and rounded_up(p.DHV, 192) < rounded_up(p.DHV, 128)
         for stages in (3, 2) if p.DHQK <= 128 else (2,):
             yield cls(WG_ROWS, 192 if three else 128, rows, stages)
 
-    def divides(self, p: Problem, **options) -> bool:
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
         """At most two launches, and chunks of 64 steps, as in parallel_fw_P."""
         L, rows = min(p.L, self.siz_b_L), self.state_rows
         return (

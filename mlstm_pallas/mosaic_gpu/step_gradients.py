@@ -33,11 +33,12 @@ from mlstm_pallas.mosaic_gpu.common.chunk_scans import (
     LANES,
     STEPS,
     Scan,
+    Slots,
     across,
     chunk_columns,
     load_rows,
     row_index,
-    scan_buffer,
+    scan_buffers,
     store_rows,
 )
 from mlstm_pallas.mosaic_gpu.common.launch import (
@@ -47,11 +48,10 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
     mosaic_call,
     plgpu,
     unravel,
-    write,
 )
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.stage import Launch
+from mlstm_pallas.stages.stage import KernelOptions, Launch
 from mlstm_pallas.stages.step_gradients import Operands
 
 T = WG_ROWS
@@ -84,7 +84,7 @@ def _between_tiles(p, read: Sequence[Array], written: Array, tile: Array, buffer
     return functools.reduce(jnp.add, later + earlier)
 
 
-def _to_previous_step(scan: Scan, dm, flags, buffer) -> Sequence[Any]:
+def _to_previous_step(scan: Scan, dm, flags) -> Sequence[Any]:
     """What each step passes on to the m of the step before it, without the carry into its block,
     and 1 where all steps from it to the end of the block pass theirs on, so that the carry counts.
 
@@ -96,24 +96,21 @@ def _to_previous_step(scan: Scan, dm, flags, buffer) -> Sequence[Any]:
 
     flows = jnp.where((flags & M_GRAD_FLOWS) > 0, np.float32(1), np.float32(0))
     dm = jnp.where(flows > 0, dm, 0.0)
-    return scan.running(join, (dm, flows), (0.0, 1.0), buffer)
+    return scan.running(join, (dm, flows), (0.0, 1.0))
 
 
-def _carry(p, dm, flags, block: Array, buffer, firsts):
+def _carry(p, dm, flags, block: Array, buffer):
     """The gradient that flows into the m of a block's last step from the blocks behind it.
 
-    dm, flags: (blocks * LANES, steps) of a head; firsts: shared (blocks * LANES, 2).
+    dm, flags: (blocks * LANES, steps) of a head; buffer: of the scan.
     """
-    scan = Scan(LANES, not p.reverse)
-    sums = _to_previous_step(scan, load_rows(dm), load_rows(flags), buffer)
-    write(firsts, jnp.concatenate(scan.last_columns(*sums), axis=1))
-    plgpu.commit_smem()
+    scan = Scan(LANES, Slots([buffer]), not p.reverse)
+    firsts = scan.ends(*_to_previous_step(scan, load_rows(dm), load_rows(flags)))
     carry, num_blocks = jnp.float32(0), dm.shape[0] // LANES
     block = p.memory_index(block, num_blocks)
     for later in reversed(range(1, num_blocks)):
-        first = p.memory_index(later, num_blocks) * LANES + p.memory_index(0, LANES)
-        pass_through = firsts[first, 0] + jnp.where(firsts[first, 1] > 0, carry, 0.0)
-        carry = jnp.where(block < later, pass_through, carry)
+        first, flows = (x[p.memory_index(later, num_blocks)] for x in firsts)
+        carry = jnp.where(block < later, first + jnp.where(flows > 0, carry, 0.0), carry)
     return carry
 
 
@@ -132,9 +129,8 @@ def _kernel(
     df,  # out
     dm_first,  # out (B * NH, blocks) of the first step of each block; absent without dm
     other_tiles,  # shared, see _between_tiles
-    scans,  # shared, three scan_buffers
+    scans,  # shared, of the scans of the block
     carry_scan,  # shared, see _carry; absent with carries
-    firsts,  # likewise
     *,
     p,
     tile_rows: int,
@@ -147,12 +143,10 @@ def _kernel(
     def vector(ref):
         return load_rows(ref.at[rows])
 
-    def add(left, x):
-        return (left[0] + x[0],)
-
     # Of tiles, with and against time, and of the whole block against it.
-    ahead, back = Scan(tile_rows, p.reverse), Scan(tile_rows, not p.reverse)
-    block_back = Scan(LANES, not p.reverse)
+    slots = Slots([scans])
+    ahead, back = Scan(tile_rows, slots, p.reverse), Scan(tile_rows, slots, not p.reverse)
+    block_back = Scan(LANES, slots, not p.reverse)
     row = row_index((LANES, steps))
     first_tile = block * num_tiles
     tile = p.memory_index((divide(row, tile_rows) + first_tile) & np.int32(n - 1), n)
@@ -170,25 +164,22 @@ def _kernel(
     log_i_gradient = keys + keys_intra
     between = _between_tiles(p, read, written, tile, other_tiles)
     queries, keys = queries + between, keys + between
-    (from_step,) = back.running(add, [queries], [0.0], scans.at[0])
-    keys = ahead.shifted(keys, 0.0, scans.at[1])
-    (before_step,) = ahead.running(add, [keys], [0.0], scans.at[2])
+    (from_step,) = back.sums(queries)
+    (before_step,) = ahead.sums(ahead.shifted(keys, 0.0))
     chunks = [pass_through[head, divide(first_tile + j, n)] for j in range(0, num_tiles, n)]
     whole = chunk_columns([chunks], LANES)
     log_f_gradient = from_step + before_step + across(whole[0], steps)
     log_f_gradient = jnp.where((flag & DECAY_NONZERO) > 0, log_f_gradient, 0.0)
     if dm is not None:
         if carries is None:
-            carry = _carry(p, dm.at[head], flags.at[head], block, carry_scan, firsts)
+            carry = _carry(p, dm.at[head], flags.at[head], block, carry_scan)
         else:
             carry = carries[head, block]
         dm_block = vector(dm.at[head])
-        later, flows = _to_previous_step(block_back, dm_block, flag, scans.at[0])
+        later, flows = _to_previous_step(block_back, dm_block, flag)
         later += jnp.where(flows > 0, carry, 0.0)
-        dm_total = dm_block + block_back.shifted(later, carry, scans.at[1])
-        write(scans.at[2, 0, :LANES], across(block_back.last_columns(dm_total)[0], 2))
-        plgpu.commit_smem()
-        dm_first[head, block] = scans[2, 0, p.memory_index(0, LANES), 0]
+        dm_total = dm_block + block_back.shifted(later, carry)
+        [[dm_first[head, block]]] = block_back.ends(dm_total)
         from_previous = (flag & M_FROM_PREVIOUS) > 0
         log_i_gradient += jnp.where(from_previous, 0.0, dm_total)
         log_f_gradient += jnp.where(from_previous, dm_total, 0.0)
@@ -243,9 +234,8 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
         },
         scratch={
             "other_tiles": shared(n, LANES + (n - 1) * tile_rows, steps),
-            "scans": shared(3, *scan_buffer(2, LANES, LANES).shape),
-            "carry_scan": scan_buffer(2, head_rows, LANES) if few else None,
-            "firsts": shared(head_rows, 2) if few else None,
+            "scans": scan_buffers(2, rows=LANES, chunk_rows=LANES)[0],
+            "carry_scan": scan_buffers(2, rows=head_rows, chunk_rows=LANES)[0] if few else None,
         },
         infer_layouts=False,
     )(
@@ -268,5 +258,5 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
 
 
 class StepGradientsTiles(HopperTiles):
-    def divides(self, p: Problem, **options) -> bool:
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
         return p.L % LANES == 0 and p.L <= LANES * STEPS

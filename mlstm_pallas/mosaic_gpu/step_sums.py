@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.tiles import blocks, each, loop
+from mlstm_pallas.formulas.tiles import blocks, fori, loop
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import copy_in, head_of
 from mlstm_pallas.mosaic_gpu.common.fragments import across_columns
@@ -39,7 +39,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.stage import Launch, largest_block
+from mlstm_pallas.stages.stage import KernelOptions, Launch, largest_block
 from mlstm_pallas.stages.step_sums import Operands
 
 ELEMENTS = 2**15  # of x per CTA, at most
@@ -104,7 +104,7 @@ def _kernel(
             total += load_float32(x_tiles.at[j, group], by_warps) * w
         return total
 
-    @each(sums_per_cta)
+    @fori(sums_per_cta)
     def part_sum(i):
         zeros = products.zeros(GROUP, columns, layout=by_warps)
         total = loop(
@@ -141,5 +141,5 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
 
 
 class StepSumsTiles(HopperTiles):
-    def divides(self, p: Problem, **options) -> bool:
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
         return p.L % TILE == 0 and p.L <= STEPS

@@ -27,8 +27,7 @@ from mlstm_pallas.formulas.tiles import blocks, loop
 from mlstm_pallas.mosaic_gpu.common.launch import block, float32, load, mosaic_call, plgpu, unravel
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import Gpu
-from mlstm_pallas.stages.stage import Launch
+from mlstm_pallas.stages.stage import KernelOptions, Launch
 from mlstm_pallas.stages.vector_states import Operands
 
 AHEAD = 16  # chunks
@@ -137,9 +136,9 @@ class VectorStatesTiles(HopperTiles):
     num_splits: int
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **options) -> Iterable[Self]:
+    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
         most = min(p.NC // MIN_SPLIT_CHUNKS, MOST_CTAS * _columns(p.DHQK) // (p.BNH * p.DHQK))
         yield cls(splits_of(p.NC, most))
 
-    def divides(self, p: Problem, **options) -> bool:
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
         return p.DHQK % 32 == 0 and p.NC % self.num_splits == 0

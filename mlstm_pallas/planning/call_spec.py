@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,10 +19,10 @@ from mlstm_pallas.formulas.tiles import blocks_over
 from mlstm_pallas.planning.backend import lowering_on_gpu, requested_backend
 from mlstm_pallas.planning.dispatch import Launches, lowerings, tiles_class
 from mlstm_pallas.planning.options import Options
-from mlstm_pallas.problem.dimensions import Problem, make_problem, next_power_of_two
+from mlstm_pallas.problem.dimensions import Layout, Problem, make_problem, next_power_of_two
 from mlstm_pallas.problem.gpu import HOPPER, UNKNOWN, Gpu, target_gpu
 from mlstm_pallas.problem.validation import check_constant, kernel_dtype
-from mlstm_pallas.stages.stage import Launch, Lowering
+from mlstm_pallas.stages.stage import KernelOptions, Launch, Lowering
 
 # Splits of the fused scan cost a launch and a product over their steps, which shorter splits and
 # narrower heads (a smaller DHQK * DHV) do not repay.
@@ -46,15 +46,22 @@ class CallSpec(Options):
       gpu: the GPU that the kernels are planned for.
       pooled: whether the states of a step are in pools, (P, NH, ...), with slots (B,). Then NH is
         the only axis that is sharded.
-      front: 1: the first of num_segments is of ids below 0, because the initial states of the next
-        one enter behind its steps.
+      steps: of a row, before padding.
+      negative_segments: 1: the first of num_segments is of ids below 0, because the initial states
+        of the next one enter behind its steps; else 0.
+      stage: the stage that a call of tokens runs; None: the call is of sequences.
+      scan: steps per chunk and splits of the fused scan, where the devices of a sequence exchange
+        what depends on them, so that they are those of the whole call; None: they are planned.
     """
 
     problem: Problem
     dtype: jnp.dtype
     gpu: Gpu
+    steps: int
     pooled: bool = False
-    front: int = 0
+    negative_segments: int = 0
+    stage: str | None = None
+    scan: tuple[int, int] | None = None
 
     @property
     def lowering(self) -> Lowering:
@@ -64,7 +71,7 @@ class CallSpec(Options):
     @functools.cached_property
     def plan(self) -> "Plan":
         """The plan of the call's kernels."""
-        return Plan(self, self.lowering)
+        return plan_of(self, self.lowering)
 
     def planned_for(self, p: Problem) -> Problem:
         """The problem that tiles and splits follow from."""
@@ -74,6 +81,12 @@ class CallSpec(Options):
     def forward_only(self) -> "CallSpec":
         """The spec of a forward pass without a backward pass, which stores no states."""
         return dataclasses.replace(self, recompute_states_in_bw=True)
+
+    @property
+    def with_scan(self) -> "CallSpec":
+        """The spec whose shards have the chunks and the splits of this call's fused scan."""
+        plan = self.plan
+        return dataclasses.replace(self, scan=(plan.scan_problem.L, plan.num_splits))
 
     def with_heads(self, B: int, NH: int) -> "CallSpec":
         """The spec of a shard."""
@@ -130,6 +143,7 @@ def call_spec(
         problem=make(1),
         dtype=dtype,
         gpu=gpu,
+        steps=sizes["S"],
     )
     L = options.chunk_size or spec.config.chunk_size or chunk_size_for(spec)
     return dataclasses.replace(spec, problem=make(L))
@@ -140,176 +154,221 @@ def plain(problem: Problem) -> Launch:
     return Launch(problem, None, lax.Precision.HIGHEST, Lowering.XLA)
 
 
+def launch_of(
+    spec: CallSpec,
+    name: str,
+    lowering: Lowering,
+    problem: Problem | None = None,
+    *,
+    num_splits: int = 1,
+) -> Launch:
+    """How a stage runs.
+
+    Args:
+      lowering: the one to try before those that a kernel falls to.
+      problem: in the chunks of the stage; None: the call's.
+      num_splits: of split_products.
+    """
+    p = problem = problem or spec.problem
+    if name == "split_products":
+        p = problem.split(num_splits).in_splits(1)
+    options = options_of(spec, name, lowering)
+    for possible in lowerings(lowering):
+        if tiles := _tiles(spec, name, possible, p, options):
+            precision = spec.config.dot_precision(spec.dtype, possible.interpret)
+            return Launch(problem, tiles, precision, possible)
+    return plain(problem)
+
+
+def _tiles(
+    spec: CallSpec, name: str, lowering: Lowering, p: Problem, options: KernelOptions
+) -> Any:
+    """The tiles of a kernel, with the overrides of the config; None: it does not run."""
+    kernel, field = tiles_class(name, lowering.folder), f"{lowering.folder}_{name}"
+    if kernel is None:
+        return None
+    if spec.gpu is UNKNOWN and lowering.folder == "mosaic_gpu":
+        options = dataclasses.replace(options, gpu=HOPPER)
+    planned: Any = kernel.plan(spec.planned_for(p), spec.dtype, options)
+    if planned is None:
+        return None
+    fields = spec.config.tiles_of(field)
+    if unknown := fields.keys() - vars(planned).keys():
+        raise TypeError(
+            f"config.{field} has {', '.join(sorted(unknown))}, expected some of its "
+            f"fields {', '.join(vars(planned)) or '(it has none)'}"
+        )
+    tiles = dataclasses.replace(planned, **fields).clamped(p)
+    if tiles.supports(p, options):
+        return tiles
+    raise ValueError(
+        f"config.{field} is {fields}, expected tiles that the kernel has for heads of "
+        f"{p.DHQK}/{p.DHV} in chunks of {p.L} steps, such as {planned}"
+    )
+
+
+def options_of(spec: CallSpec, name: str, lowering: Lowering) -> KernelOptions:
+    """The options of a kernel as far as the call decides them."""
+    of_kernel = functools.partial(KernelOptions, spec.gpu)
+    if name == "recurrent_fw_H":
+        return of_kernel(stores_states=not spec.recompute_states_in_bw)
+    if name == "recurrent_fw_C":
+        return of_kernel(has_vector=True)
+    if name == "recurrent_bw_dC":
+        recurrences = 1 + spec.recompute_states_in_bw
+        return of_kernel(recurrences=recurrences, has_h=_computes_scores(spec, lowering))
+    return of_kernel(has_h=name == "parallel_bw_dP", stores_states=name != "split_products")
+
+
+def _computes_scores(spec: CallSpec, lowering: Lowering) -> bool:
+    tiles = launch_of(spec, "parallel_bw_dQKV", lowering).tiles
+    return getattr(tiles, "computes_scores", False)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What runs in a call: how schedules find their stages.
+    """What runs in a call: the launches of all its stages, and what schedules branch on.
+
+    It is complete when it is made, by ``plan_of`` alone.
 
     Attributes:
       lowering: of the kernels, before those that a kernel falls to; "xla": all is plain jnp.
+      forward, backward: the launches of the passes, in order but for the small ones. Those of a
+        step are ``forward``.
+      summary: the launches for what the devices of a sequence exchange.
+      scan: the fused scan without splits, whose tiles have its chunks, used or not.
+      scan_problem: the problem in the chunks of the fused scan.
+      num_splits: splits of each sequence in the fused scan; 0: the states are materialised.
+      summary_splits: splits of each shard of a sequence, where its devices exchange summaries.
+      computes_scores: whether parallel_bw_dQKV computes P and dP, and recurrent_bw_dC before it
+        delta. Otherwise parallel_bw_dP computes all three, and P and dP are in memory.
+      in_list: the plan of the backward pass of packed segments with states, whose rows are copied
+        to the order of their ``ChunkList``.
     """
 
     spec: CallSpec
     lowering: Lowering
-
-    def launch(
-        self,
-        name: str,
-        problem: Problem | None = None,
-        *,
-        first: Lowering | None = None,
-        num_splits: int = 1,
-    ) -> Launch:
-        """How a stage runs.
-
-        Args:
-          problem: in the chunks of the stage; None: the call's.
-          first: the lowering to try first, of the kernel whose outputs the stage reads; None: the
-            plan's.
-          num_splits: of split_products.
-        """
-        spec = self.spec
-        p = problem = problem or spec.problem
-        if name == "split_products":
-            p = problem.split(num_splits).in_splits(1)
-        for possible in lowerings(first or self.lowering):
-            if tiles := self._tiles(name, possible, p):
-                precision = spec.config.dot_precision(spec.dtype, possible.interpret)
-                return Launch(problem, tiles, precision, possible)
-        return plain(problem)
-
-    def _tiles(self, name: str, lowering: Lowering, p: Problem) -> Any:
-        """The tiles of a kernel, with the overrides of the config; None: it does not run."""
-        spec, requested, field = self.spec, self.requested(name), f"{lowering.folder}_{name}"
-        gpu = spec.gpu
-        if gpu is UNKNOWN and lowering.folder == "mosaic_gpu":
-            gpu = HOPPER
-        kernel = tiles_class(name, lowering.folder)
-        planned: Any = kernel and kernel.plan(spec.planned_for(p), spec.dtype, gpu, **requested)
-        if planned is None:
-            return None
-        fields = spec.config.tiles_of(field)
-        if unknown := fields.keys() - vars(planned).keys():
-            raise TypeError(
-                f"config.{field} has {', '.join(sorted(unknown))}, expected some of its "
-                f"fields {', '.join(vars(planned)) or '(it has none)'}"
-            )
-        tiles = dataclasses.replace(planned, **fields).clamped(p)
-        if tiles.supports(p, **requested):
-            return tiles
-        raise ValueError(
-            f"config.{field} is {fields}, expected tiles that the kernel has for heads of "
-            f"{p.DHQK}/{p.DHV} in chunks of {p.L} steps, such as {planned}"
-        )
-
-    def requested(self, name: str) -> dict[str, Any]:
-        """What the call asks of a kernel beside its result, as far as its tiles depend on it."""
-        if name == "recurrent_fw_H":
-            return dict(stores=not self.spec.recompute_states_in_bw)
-        if name == "recurrent_fw_C":
-            return dict(has_vector=True)
-        if name == "recurrent_bw_dC":
-            recurrences = 1 + self.spec.recompute_states_in_bw
-            return dict(recurrences=recurrences, has_h=self.computes_scores)
-        return dict(stores_states=False) if name == "split_products" else {}
-
-    @functools.cached_property
-    def scan(self) -> Launch:
-        """The fused scan without splits, whose tiles have its chunks, used or not."""
-        return self.launch("recurrent_fw_H")
-
-    @property
-    def scan_problem(self) -> Problem:
-        """The problem in the chunks of the fused scan."""
-        p, tiles = self.spec.problem, self.scan.tiles
-        return p if tiles is None else p.in_chunks_of(tiles.siz_b_L)
-
-    @functools.cached_property
-    def num_splits(self) -> int:
-        """Splits of each sequence in the fused scan; 0: the states are materialised."""
-        spec, tiles, p = self.spec, self.scan.tiles, self.scan_problem
-        if tiles is None:
-            return 0
-        splits = _scan_splits(spec, spec.planned_for(p), tiles)
-        stores = tiles.state_rows == p.DHQK and spec.problem.NC % max(splits, 1) == 0
-        return splits * (spec.recompute_states_in_bw or stores)
+    # Not compared, because they follow from the spec and the lowering.
+    forward: Launches = dataclasses.field(compare=False)
+    backward: Launches = dataclasses.field(default_factory=dict, compare=False)
+    summary: Launches = dataclasses.field(default_factory=dict, compare=False)
+    scan: Any = None
+    scan_problem: Any = None
+    num_splits: int = 0
+    summary_splits: int = 1
+    computes_scores: bool = False
+    in_list: Any = None
 
     @property
     def uses_fused_scan(self) -> bool:
         """True: the forward pass is the fused scan. False: it materialises the states."""
         return self.num_splits > 0
 
-    @functools.cached_property
-    def computes_scores(self) -> bool:
-        """Whether parallel_bw_dQKV computes P and dP, and recurrent_bw_dC before it delta.
-
-        Otherwise parallel_bw_dP computes all three, and P and dP are in memory.
-        """
-        return getattr(self.launch("parallel_bw_dQKV").tiles, "computes_scores", False)
+    @property
+    def skips_chunks(self) -> bool:
+        """Whether chunks without steps are left out; plain jnp computes all."""
+        return self.lowering is not Lowering.XLA
 
     @property
-    def summary_splits(self) -> int:
-        """Splits of each shard of a sequence, where its devices exchange summaries.
+    def barriers_copy(self) -> bool:
+        """Whether an optimization barrier copies its operands, as on CPUs."""
+        return self.lowering is Lowering.XLA
 
-        They are those of the forward pass, if it has several and they end at chunks of the call,
-        because a forward pass with another number of splits computes its products again.
-        """
-        NC, S = self.spec.problem.NC, self.spec.problem.S
-        if self.num_splits > 1 and NC % self.num_splits == 0:
-            return self.num_splits
-        enough = max(S // SUMMARY_STEPS, 1)
-        return math.gcd(NC, 1 << (enough.bit_length() - 1))
+    @property
+    def one_head_at_a_time(self) -> bool:
+        """Whether XLA must not choose the order of sums by the number of heads."""
+        return self.lowering is Lowering.XLA and bool(self.spec.config.batch_invariant)
 
-    def launches(self, *names: str, **options: Any) -> Launches:
-        """The launches of stages; options: the other arguments of ``launch``."""
-        return {name: self.launch(name, **options) for name in names}
 
-    def _until_scan(self, p: Problem, first: Lowering) -> Launches:
-        """The launches up to the fused scan, in its chunks; first: the scan's lowering."""
-        scores = self.launch("parallel_fw_P", p, first=first)
-        small = self.launches(*SMALL, problem=p, first=scores.lowering)
-        return self.launches("chunk_gates", problem=p) | dict(parallel_fw_P=scores) | small
+def plan_of(spec: CallSpec, lowering: Lowering) -> Plan:
+    """The plan of a call, or of a shard, in a lowering."""
+    p, N = spec.problem, spec.num_segments
 
-    @functools.cached_property
-    def forward(self) -> Launches:
-        """The launches of the forward pass, in order but for the small ones."""
-        if not self.uses_fused_scan:
-            return self.launches("chunk_gates", "recurrent_fw_C", "parallel_fw_H")
-        p, num_splits = self.scan_problem, self.num_splits
-        launches = self._until_scan(p, self.scan.lowering)
+    def launches(*names: str, lowering: Lowering = lowering, **options: Any) -> Launches:
+        return {name: launch_of(spec, name, lowering, **options) for name in names}
+
+    def until_scan(p: Problem, lowering: Lowering) -> Launches:
+        """The launches up to the fused scan, in its chunks; lowering: the scan's."""
+        scores = launches("parallel_fw_P", lowering=lowering, problem=p)
+        small = launches(*SMALL, lowering=scores["parallel_fw_P"].lowering, problem=p)
+        return launches("chunk_gates", problem=p) | scores | small
+
+    if spec.stage is not None:
+        return Plan(spec, lowering, launches(spec.stage))
+    if N is not None:
+        # The fused scan over a list of chunks. Its segments run side by side, as heads do.
+        scan = launch_of(spec, "recurrent_fw_H", lowering, dataclasses.replace(p, NH=p.NH * N))
+
+        def in_list(L: int) -> Problem:
+            return dataclasses.replace(p, S=num_entries(spec.steps, N, L) * L, L=L)
+
+        scan = dataclasses.replace(scan, problem=in_list(scan.tiles.siz_b_L if scan.tiles else p.L))
+        forward = until_scan(scan.problem, scan.lowering) | dict(recurrent_fw_H=scan)
+        sequence = dataclasses.replace(
+            spec.forward_only,
+            problem=in_list(p.L),
+            layout=Layout.BNTH,
+            num_segments=None,
+            return_last_states=False,
+        )
+        return Plan(spec, lowering, forward, in_list=plan_of(sequence, lowering))
+
+    scan = launch_of(spec, "recurrent_fw_H", lowering)
+    L, splits = spec.scan or (scan.tiles.siz_b_L if scan.tiles else p.L, None)
+    scan_problem = p.in_chunks_of(L)
+    num_splits = _num_splits(spec, scan_problem, scan.tiles) if splits is None else splits
+    summary_splits = _summary_splits(p, num_splits)
+    if scan.tiles is None:
+        num_splits = 0
+    forward = launches("chunk_gates", "recurrent_fw_C", "parallel_fw_H")
+    if num_splits:
+        forward = until_scan(scan_problem, scan.lowering)
         if num_splits > 1:
-            launches |= self.launches("split_products", problem=p, num_splits=num_splits)
-        return launches | self.launches("recurrent_fw_H", problem=p.split(num_splits))
+            forward |= launches("split_products", problem=scan_problem, num_splits=num_splits)
+        forward |= launches("recurrent_fw_H", problem=scan_problem.split(num_splits))
+    computes_scores = _computes_scores(spec, lowering)
+    names = () if computes_scores else ("parallel_bw_dP",)
+    backward = launches("chunk_gates", *names, "recurrent_bw_dC", "parallel_bw_dQKV")
+    scores = backward["parallel_bw_dQKV" if computes_scores else "parallel_bw_dP"]
+    backward |= launches(*SMALL, lowering=scores.lowering)
+    summary: Launches = {}
+    if spec.scan:
+        summary = until_scan(scan_problem, scan.lowering) | launches(
+            "split_products", problem=scan_problem, num_splits=summary_splits
+        )
+    return Plan(
+        spec,
+        lowering,
+        forward,
+        backward,
+        summary,
+        scan,
+        scan_problem,
+        num_splits,
+        summary_splits,
+        computes_scores,
+    )
 
-    def packed(self, S: int) -> Launches:
-        """The launches of a forward pass with the states of packed segments.
 
-        It is the fused scan over a ``ChunkList`` of rows of S steps. Its segments run side by side,
-        as heads do.
-        """
-        p, N = self.spec.problem, cast(int, self.spec.num_segments)
-        scan = self.launch("recurrent_fw_H", dataclasses.replace(p, NH=p.NH * N))
-        L = scan.tiles.siz_b_L if scan.tiles else p.L
-        p = dataclasses.replace(p, S=num_entries(S, N, L) * L, L=L)
-        scan = dataclasses.replace(scan, problem=p)
-        return self._until_scan(p, scan.lowering) | dict(recurrent_fw_H=scan)
+def _num_splits(spec: CallSpec, p: Problem, tiles: Any) -> int:
+    """Splits of a sequence in the fused scan; 0: the states are materialised."""
+    if tiles is None:
+        return 0
+    splits = _scan_splits(spec, spec.planned_for(p), tiles)
+    stores = tiles.state_rows == p.DHQK and spec.problem.NC % max(splits, 1) == 0
+    return splits * (spec.recompute_states_in_bw or stores)
 
-    @functools.cached_property
-    def backward(self) -> Launches:
-        """The launches of the backward pass."""
-        scores = () if self.computes_scores else ("parallel_bw_dP",)
-        names = *scores, "recurrent_bw_dC", "parallel_bw_dQKV"
-        launches = self.launches("chunk_gates", *names)
-        first = launches["parallel_bw_dQKV" if self.computes_scores else "parallel_bw_dP"].lowering
-        return launches | self.launches(*SMALL, first=first)
 
-    def summary(self, L: int, num_splits: int) -> Launches:
-        """The launches for what the devices of a sequence exchange.
+def _summary_splits(p: Problem, num_splits: int) -> int:
+    """Splits of a shard's summary.
 
-        L, num_splits: of the call, as shards may plan for fewer heads.
-        """
-        p = self.spec.problem.in_chunks_of(L)
-        splits = self.launches("split_products", problem=p, num_splits=num_splits)
-        return self._until_scan(p, self.scan.lowering) | splits
+    They are those of the forward pass, if it has several and they end at chunks of the call,
+    because a forward pass with another number of splits computes its products again.
+    """
+    if num_splits > 1 and p.NC % num_splits == 0:
+        return num_splits
+    enough = max(p.S // SUMMARY_STEPS, 1)
+    return math.gcd(p.NC, 1 << (enough.bit_length() - 1))
 
 
 def _scan_splits(spec: CallSpec, p: Problem, tiles: Any) -> int:

@@ -8,6 +8,7 @@ A stage has one name and one signature in every folder: ``stages/`` (plain jnp),
 import functools
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from typing import Any
@@ -37,8 +38,9 @@ def kernels() -> tuple[str, ...]:
 
 
 def _module(folder: str, name: str) -> Any:
-    file = name if folder == "stages" else _STAGES[name].file
-    return importlib.import_module(f"mlstm_pallas.{folder}.{file}")
+    if folder == "stages":  # the plain form, which is where the contract is
+        return sys.modules[_STAGES[name].operands.__module__]
+    return importlib.import_module(f"mlstm_pallas.{folder}.{_STAGES[name].file}")
 
 
 @functools.cache
@@ -52,11 +54,11 @@ def tiles_class(name: str, folder: str) -> type[Tiles] | None:
     return result
 
 
-def lowerings(first: Lowering) -> tuple[Lowering, ...]:
+def lowerings(preferred: Lowering) -> tuple[Lowering, ...]:
     """The lowering, then those that a kernel falls to."""
-    if first is not Lowering.MOSAIC_GPU:
-        return (first,)
-    return (first, Lowering.TRITON, Lowering.XLA) if HAS_TRITON else (first, Lowering.XLA)
+    if preferred is not Lowering.MOSAIC_GPU:
+        return (preferred,)
+    return (preferred, Lowering.TRITON, Lowering.XLA) if HAS_TRITON else (preferred, Lowering.XLA)
 
 
 def stage(name: str, launches: Launches) -> Callable[..., Any]:

@@ -71,9 +71,10 @@ class Options:
         vars(self).update(
             (name, check(name, getattr(self, name))) for name, check in CHECKS.items()
         )
-        if not (self.normalize or self.input_gate is InputGate.SIGMOID):
+        if self.input_gate.stabilised and not self.normalize:
             raise ValueError(
-                "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\""
+                f"normalize is False with input_gate {self.input_gate.value!r}, expected "
+                'input_gate="sigmoid"'
             )
 
         if self.reverse and self.num_segments:
@@ -83,7 +84,7 @@ class Options:
 
     @property
     def stabilised(self) -> bool:
-        return self.input_gate is InputGate.EXP
+        return bool(self.input_gate.stabilised)
 
     @property
     def normaliser(self) -> Normaliser | None:

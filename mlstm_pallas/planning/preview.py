@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from mlstm_pallas.planning.call_spec import SMALL, CallSpec, call_spec
+from mlstm_pallas.planning.call_spec import SMALL, CallSpec, call_spec, options_of
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.annotations import BackendName, LayoutName
@@ -141,7 +141,7 @@ def plan(
     spec = call_spec(options, sizes, check_dtype("dtype", dtype), gpu=facts)
     if spec.num_segments is not None:
         check_segments_fit(spec.num_segments, spec.backend)
-    return _call_plan(spec, sizes["S"])
+    return _call_plan(spec)
 
 
 def _facts(gpu: str | None) -> Gpu:
@@ -159,11 +159,10 @@ def _facts(gpu: str | None) -> Gpu:
     return known
 
 
-def _call_plan(spec: CallSpec, S: int) -> CallPlan:
+def _call_plan(spec: CallSpec) -> CallPlan:
     p, plan, num_segments = spec.problem, spec.plan, spec.num_segments
-    forward, backward, num_splits = plan.forward, plan.backward, plan.num_splits or 1
+    forward, backward = plan.forward, plan.backward
     if num_segments is not None:
-        forward, backward, num_splits = plan.packed(S), {}, 1
         p = forward["recurrent_fw_H"].problem
     launches = (
         _planned(spec, name, x, backward=schedule is backward)
@@ -175,7 +174,7 @@ def _call_plan(spec: CallSpec, S: int) -> CallPlan:
         spec.gpu,
         chunk_size=p.L,
         fused="recurrent_fw_H" in forward,
-        num_splits=num_splits,
+        num_splits=plan.num_splits or 1,
         num_segments=num_segments,
         launches=tuple(launches),
         backward_bytes=_backward_bytes(spec) if backward else 0,
@@ -198,12 +197,10 @@ def _planned(spec: CallSpec, name: str, x: Launch, *, backward: bool) -> Planned
         p = dataclasses.replace(p.split(splits), NH=p.NH * (splits - 1))
     fields, grid, shared = dict[str, Any](), tuple[int, ...](), 0
     if tiles is not None:
-        fields, requested = dict(vars(tiles)), spec.plan.requested(name)
+        fields, options = dict(vars(tiles)), options_of(spec, name, spec.lowering)
         p = p.split(fields.get("num_splits", 1))
-        grid, shared = (
-            tiles.grid(p, **requested),
-            tiles.shared_bytes(p, spec.dtype, gpu=spec.gpu, **requested),
-        )
+        grid = tiles.grid(dataclasses.replace(p, NH=p.NH * options.recurrences))
+        shared = tiles.shared_bytes(p, spec.dtype, options)
         if spec.num_segments is not None and name == "recurrent_fw_H":
             parts = spec.num_segments + 2  # with the remainder and the padding
             grid = grid[0], parts, grid[1]

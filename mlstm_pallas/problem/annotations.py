@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 Array: TypeAlias = jax.Array | np.ndarray
-States: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]  # c, n, m
+StatesTuple: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]  # c, n, m
 BackendName: TypeAlias = Literal["triton", "mosaic_gpu", "interpret", "xla", "fastest"]
 LayoutName: TypeAlias = Literal["BNTH", "BTNH"]
 InputGateName: TypeAlias = Literal["exp", "sigmoid"]

@@ -9,12 +9,25 @@ import jax.numpy as jnp
 from jax import Array
 
 
-class SegmentStates(NamedTuple):
-    """The states before or after the packed segments of each row."""
+class Token(NamedTuple):
+    """One step of every head, or with an axis of steps behind NH several."""
 
-    c: Any  # (B, NH, N, DHQK, DHV)
-    n: Array  # (B, NH, N, DHQK)
-    m: Array  # (B, NH, N)
+    q: Any  # (B, NH, DHQK)
+    k: Any  # (B, NH, DHQK)
+    v: Any  # (B, NH, DHV)
+    i: Any  # (B, NH) pre-activations
+    f: Any  # (B, NH)
+
+
+class States(NamedTuple):
+    """The states of every head, or with an axis N behind NH those of its packed segments.
+
+    None: zeros, or no gradient.
+    """
+
+    c: Any = None  # (B, NH, DHQK, DHV)
+    n: Any = None  # (B, NH, DHQK)
+    m: Any = None  # (B, NH)
 
 
 class Inputs(NamedTuple):
@@ -29,22 +42,13 @@ class Inputs(NamedTuple):
     v: Array
     i: Array
     f: Array
-    c_initial: Any = None  # an array; None: the states start from zeros, without gradients
-    n_initial: Any = None  # an array, as m_initial; None where there is no gradient
-    m_initial: Any = None
+    # n and m are arrays; c is None where the states start from zeros, without gradients.
+    initial: States = States()
     segment_starts: Array | None = None  # int32, 1 where a packed segment begins
     lengths: Array | None = None  # (B, NH) int32, h is 0 from this step on; None: nowhere
     # (B, NH, S) int32, where states of segments are asked for
     segment_ids: Any = None
-    segments: SegmentStates | None = None  # initial states of segments, in place of c_initial
-
-
-class LastStates(NamedTuple):
-    """The last states, or their cotangents, whose c and m may be None: zeros."""
-
-    c: Any  # (B, NH, DHQK, DHV)
-    n: Array  # (B, NH, DHQK)
-    m: Any  # (B, NH)
+    segments: States | None = None  # the initial states of segments, in place of initial.c
 
 
 class StoredStates(NamedTuple):
@@ -64,14 +68,14 @@ class Forward(NamedTuple):
     """The outputs of a forward pass."""
 
     h: Array  # (B, NH, S, DHV) or (B, S, NH, DHV)
-    last: Any  # LastStates, or SegmentStates; None where they are not returned
+    last: States | None  # the last ones, or those of segments; None where they are not returned
     z: Array | None  # (B, NH, S); None without a normaliser
-    states: Any  # StoredStates; None with SegmentStates
+    states: Any  # StoredStates; None with states of segments
 
 
 class Cotangents(NamedTuple):
     h: Array
-    last: Any  # as in Forward
+    last: Any  # States; None: zeros
 
 
 class Residuals(NamedTuple):
@@ -80,7 +84,7 @@ class Residuals(NamedTuple):
     inputs: Inputs
     h: Array | None  # None without a normaliser, or where the denominator is a constant
     z: Array | None
-    states: Any  # StoredStates, or the SegmentStates that the forward pass returned
+    states: Any  # StoredStates, or the States of segments that the forward pass returned
 
 
 # The fields that have the layout of the call; with "BTNH" they are (B, S, NH, D).

@@ -22,6 +22,11 @@ class InputGate(enum.StrEnum):
     EXP = "exp"
     SIGMOID = "sigmoid"
 
+    @property
+    def stabilised(self) -> bool:
+        """Whether m is computed; else every m is 0."""
+        return self is InputGate.EXP
+
 
 class Layout(enum.StrEnum):
     """The layout of q, k, v, h and their gradients: (B, NH, S, D) or (B, S, NH, D)."""

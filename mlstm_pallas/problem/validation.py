@@ -264,8 +264,7 @@ def check_inputs(
       shards: of a sequence; sequence_lengths are those of all shards.
     """
     states = {name: x for name, x in arrays.items() if name.endswith("_initial")}
-    sigmoid = gate is InputGate.SIGMOID
-    if sigmoid and states.get("m_initial") is None:
+    if not gate.stabilised and states.get("m_initial") is None:
         states.pop("m_initial", None)
     arrays = {name: x for name, x in arrays.items() if x is not None or name not in OPTIONAL}
     for name, x in arrays.items():
@@ -299,7 +298,7 @@ def check_inputs(
         check_indices("segment_ids", sizes["S"], arrays["segment_ids"], *lengths)
     if pooled:
         check_indices("slots", sizes["P"], arrays["slots"])
-    for name in ("m_initial", "m") if sigmoid else ():
+    for name in () if gate.stabilised else ("m_initial", "m"):
         check_zeros(name, arrays.get(name))
     return sizes
 
@@ -388,10 +387,16 @@ def check_integer(
 check_chunk_size = functools.partial(check_integer, least=MIN_CHUNK_SIZE, power_of_two=True)
 
 
-def check_segments_fit(num_segments: int, backend: str | None, front: int = 0) -> None:
-    """Raises for more segments than the grid of a kernel has places for; front: of ``CallSpec``."""
-    if backend != "xla" and num_segments + front > MAX_SEGMENTS:
-        less = "; one less with initial states and segment_ids that may be negative" * front
+def check_segments_fit(num_segments: int, backend: str | None, negative_segments: int = 0) -> None:
+    """Raises for more segments than the grid of a kernel has places for.
+
+    negative_segments: of ``CallSpec``.
+    """
+    if backend != "xla" and num_segments + negative_segments > MAX_SEGMENTS:
+        less = (
+            "; one less with initial states and segment_ids that may be negative"
+            * negative_segments
+        )
         raise ValueError(
             f"num_segments is {num_segments}, expected at most {MAX_SEGMENTS}, the limit of a "
             f"kernel's grid, or backend 'xla'{less}"

@@ -3,7 +3,6 @@
 Arrays belong to a shard, as in the forward schedule.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -12,20 +11,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length
-from mlstm_pallas.formulas.gate_gradients import inner, only, step_flags
-from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, MASKED, ChunkGates
+from mlstm_pallas.formulas.gate_gradients import inner, only
+from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, ChunkGates, input_gate_gradient
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
 from mlstm_pallas.planning.call_spec import Plan, plain
 from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.problem.arrays import (
     Cotangents,
     Inputs,
-    LastStates,
     Residuals,
-    SegmentStates,
+    States,
     StoredStates,
 )
-from mlstm_pallas.problem.dimensions import Layout
 from mlstm_pallas.schedules.forward import (
     key_states,
     key_sums,
@@ -43,7 +40,7 @@ from mlstm_pallas.stages import (
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.recurrent_bw_dC import StateGradients
-from mlstm_pallas.stages.stage import Lowering, ScaledRows
+from mlstm_pallas.stages.stage import ScaledRows
 
 
 class BackwardCarry(NamedTuple):
@@ -73,11 +70,10 @@ def prepared(
         # the other operands.
         k, v = x.k, x.v
         x = lax.optimization_barrier(x)
-        if plan.lowering is Lowering.XLA:
+        if plan.barriers_copy:
             x = x._replace(k=k, v=v)
     if cotangents.last is None:
-        zeros = LastStates(None, jnp.zeros_like(x.n_initial), None)
-        cotangents = cotangents._replace(last=zeros)
+        cotangents = cotangents._replace(last=States(n=jnp.zeros_like(x.initial.n)))
     return residuals._replace(inputs=x), cotangents
 
 
@@ -119,11 +115,11 @@ def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Back
             matDeltaC_last=last.c,
             keys=scores.keys if recompute else None,
             matV=x.v,
-            matC_initial=x.c_initial,
+            matC_initial=x.initial.c,
             matH=h if scores.vecDelta is None else None,
             active=active,
         ),
-        return_initial=x.c_initial is not None,
+        return_initial=x.initial.c is not None,
         return_last=spec.return_last_states,
     )
     delta = states.vecDelta if scores.vecDelta is None else scores.vecDelta
@@ -140,12 +136,12 @@ def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Back
 
 
 def _active_chunks(plan: Plan, x: Inputs) -> ChunkList | None:
-    """The chunks that kernels compute, those with steps; None: all. Plain jnp computes all.
+    """The chunks that are computed, those with steps; None: all.
 
     The first chunk of a row is always one, so that every recurrence has one. All others have no
     gradients.
     """
-    if x.lengths is None or plan.lowering is Lowering.XLA:
+    if x.lengths is None or not plan.skips_chunks:
         return None
     return chunks_by_length(jnp.maximum(x.lengths, 1), x.f.shape[1], plan.spec.problem)
 
@@ -154,19 +150,19 @@ def _mask_inactive(chunks: ChunkList | None, x: Any) -> Any:
     """x, (B * NH, S), with 0 in inactive chunks, where it may be undefined."""
     if chunks is None or x is None:
         return x
-    in_chunks = x.reshape(*chunks.active.shape, -1)
-    return only(in_chunks, chunks.active, 0, 1).reshape(x.shape)
+    in_chunks = x.reshape(*chunks.has_steps.shape, -1)
+    return only(in_chunks, chunks.has_steps, 0, 1).reshape(x.shape)
 
 
 def second_half(
-    plan: Plan, residuals: Residuals, cotangents: Cotangents, first: BackwardCarry
+    plan: Plan, residuals: Residuals, cotangents: Cotangents, carry: BackwardCarry
 ) -> tuple[Inputs, Array]:
     """The gradients of the inputs, where None is zeros, and those of n at the chunk boundaries.
 
     The arrays are ``prepared``.
     """
     (x, _, _, stored), (dh, last) = residuals, cotangents
-    gates, scores, (dC, dC_initial, C, C_last, _), normaliser, dn_added = first
+    gates, scores, (dC, dC_initial, C, C_last, _), normaliser, dn_added = carry
     if stored.C is not None:
         C, C_last = stored.C, stored.C_last
     spec, launches, active = plan.spec, plan.backward, _active_chunks(plan, x)
@@ -202,20 +198,27 @@ def second_half(
         # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
         dm_last = last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last)
         dm = dm.at[:, -1 - first_step].add(dm_last)
-    flags = step_flags(gates, x.f, x.segment_starts, spec.problem.reverse)
+    flags = gates.per_step().vecFlags
     tile_sums = gradients.tile_sums if scores.tile_sums is None else scores.tile_sums
     di, df, dm_first = stage("step_gradients", launches)(
-        step_gradients.Operands(x.f, tile_sums, *gradients[3:6], flags, dm)
+        step_gradients.Operands(
+            x.f,
+            tile_sums,
+            gradients.q_dot_dq_inter,
+            gradients.k_dot_dk_inter,
+            gradients.pass_through,
+            flags,
+            dm,
+        )
     )
     di, df = (_mask_inactive(active, y) for y in (di, df))
-    if not spec.stabilised:  # log sigmoid(i) is the input gate's logarithm
-        di = jnp.where(x.i <= MASKED, 0.0, di * jax.nn.sigmoid(-x.i))
+    di = input_gate_gradient(di, x.i, spec.input_gate)
     dm_initial = jnp.where((flags[:, first_step] & M_GRAD_FLOWS) > 0, dm_first, 0.0)
-    if x.c_initial is not None and spec.stabilised:
+    if x.initial.c is not None and spec.stabilised:
         # The initial m is also the scale of the initial states.
-        dm_initial += inner(dC_initial, x.c_initial, 2) + inner(dn_initial, x.n_initial)
+        dm_initial += inner(dC_initial, x.initial.c, 2) + inner(dn_initial, x.initial.n)
     dq, dk, dv = gradients.matDeltaQ, gradients.matDeltaK, gradients.matDeltaV
-    return Inputs(dq, dk, dv, di, df, dC_initial, dn_initial, dm_initial), dn
+    return Inputs(dq, dk, dv, di, df, States(dC_initial, dn_initial, dm_initial)), dn
 
 
 def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Inputs:
@@ -228,35 +231,27 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
     copied back to the row.
     """
     spec, x, L = plan.spec, residuals.inputs, plan.spec.problem.L
-    chunks, before = segments_of(spec, x, L)
-    p = dataclasses.replace(spec.problem, S=chunks.NC * L)
-    spec = dataclasses.replace(
-        spec.forward_only,
-        problem=p,
-        layout=Layout.BNTH,
-        num_segments=None,
-        return_last_states=False,
-    )
-    plan = Plan(spec, plan.lowering)
+    (chunks, before), plan = segments_of(spec, x, L), plan.in_list
+    p = plan.spec.problem
     z = None if residuals.z is None else residuals.z[..., None]
     q, k, v, h, dh, z = jax.tree.map(
         lambda y: chunks.gather(y, L).reshape(p.BNH, p.S, -1),
         (x.q, x.k, x.v, residuals.h, cotangents.h, z),
     )
     i, f, segment_starts = chunks.gates(x.i, x.f, x.segment_starts, before.m, L)
-    inputs = Inputs(q, k, v, i, f, None, x.n_initial, x.m_initial, segment_starts)
+    inputs = Inputs(q, k, v, i, f, x.initial._replace(c=None), segment_starts)
     z = None if z is None else z[..., 0]
-    dy = Cotangents(dh, LastStates(None, jnp.zeros_like(x.n_initial), None))
+    dy = Cotangents(dh, States(n=jnp.zeros_like(x.initial.n)))
     stored = StoredStates(None, None, None, None, None)
-    first = first_half(plan, Residuals(inputs, h, z, stored), dy)
+    carry = first_half(plan, Residuals(inputs, h, z, stored), dy)
 
-    added = chunks.with_initial(key_sums(plan.backward, k, first.gates), before.n)
-    n, n_last = key_states(plan.backward, added, first.gates, x.n_initial)
+    added = chunks.with_initial(key_sums(plan.backward, k, carry.gates), before.n)
+    n, n_last = key_states(plan.backward, added, carry.gates, x.initial.n)
     list_residuals = Residuals(inputs, h, z, stored._replace(n=n, n_last=n_last))
-    carry = _with_segments(plan, chunks, first, x.segments, residuals.states, cotangents.last)
+    carry = _with_segments(plan, chunks, carry, x.segments, residuals.states, cotangents.last)
     dx, dn = second_half(plan, list_residuals, dy, carry)
 
-    dq, dk, dv = (chunks.scatter(d, y, L) for d, y in zip(dx[:3], x[:3], strict=True))
+    dq, dk, dv = (chunks.scatter(d, y, L) for d, y in ((dx.q, x.q), (dx.k, x.k), (dx.v, x.v)))
     di, df = (chunks.scatter_steps(d, x.i, L) for d in (dx.i, dx.f))
     segments = None
     if x.segments is not None:
@@ -265,23 +260,24 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
         dn, dm = dn[at], dx.i[rows, entries * L]
         if spec.stabilised:  # the initial m is also the scale of the initial states
             dm += inner(dC, before.c, 2) + inner(dn, before.n)
-        segments = SegmentStates(dC, dn, dm)
+        segments = States(dC, dn, dm)
     return Inputs(dq, dk, dv, di, df, segments=segments)
 
 
 def _with_segments(
     plan: Plan,
     chunks: ChunkList,
-    first: BackwardCarry,
-    initial: SegmentStates | None,
-    last: SegmentStates,
-    d_last: SegmentStates,
+    carry: BackwardCarry,
+    initial: States | None,
+    last: States,
+    d_last: States,
 ) -> BackwardCarry:
     """The results of the first half, with the segments' initial states and last gradients.
 
     C and dC at the chunk boundaries are linear in these, and dn and dm are sums with them.
     """
-    gamma, (states, normaliser, dn_added) = first.gates.scaGamma, first[2:]
+    gates, _, states, normaliser, dn_added = carry
+    gamma = gates.scaGamma
     begin, end = chunks.before_segments(), chunks.behind_segments()
     # Behind the last segment nothing arrives, because the remainder starts with a reset.
     segment = jnp.minimum(chunks.entry_parts, chunks.N - 1)
@@ -305,7 +301,7 @@ def _with_segments(
         rows, entries = end
         last_steps = rows, entries * plan.spec.problem.L - 1
         normaliser = normaliser._replace(vecDm=normaliser.vecDm.at[last_steps].add(dm))
-    return first._replace(
+    return carry._replace(
         states=states._replace(matDeltaC_states=dC),
         normaliser_gradients=normaliser,
         vecDeltaN_added=dn_added.at[end].set(d_last.n),

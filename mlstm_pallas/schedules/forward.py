@@ -21,12 +21,10 @@ from mlstm_pallas.planning.dispatch import Launches, stage
 from mlstm_pallas.problem.arrays import (
     Forward,
     Inputs,
-    LastStates,
-    SegmentStates,
+    States,
     StoredStates,
 )
 from mlstm_pallas.stages import (
-    chunk_gates,
     parallel_fw_H,
     parallel_fw_P,
     recurrent_fw_C,
@@ -35,6 +33,7 @@ from mlstm_pallas.stages import (
     step_sums,
     vector_states,
 )
+from mlstm_pallas.vectors import chunk_gates
 
 
 class PrecomputedStates(NamedTuple):
@@ -54,7 +53,7 @@ def run_gates(
     spec: CallSpec, launches: Launches, x: Inputs, m_states: Array | None = None, **options: Any
 ) -> ChunkGates:
     """Runs chunk_gates; m_states: the stabilisers at the chunk boundaries, if already known."""
-    operands = chunk_gates.Operands(x.i, x.f, x.m_initial, x.segment_starts, m_states)
+    operands = chunk_gates.Operands(x.i, x.f, x.initial.m, x.segment_starts, m_states)
     gates = stage("chunk_gates", launches)(operands, input_gate=spec.input_gate, **options)
     return without_outputs(gates, x.lengths)
 
@@ -79,15 +78,15 @@ def key_states(
     return states
 
 
-def segments_of(spec: CallSpec, x: Inputs, L: int) -> tuple[ChunkList, SegmentStates]:
+def segments_of(spec: CallSpec, x: Inputs, L: int) -> tuple[ChunkList, States]:
     """The chunks of L steps of rows of packed segments, and the segments' initial states."""
     S, N, BNH = x.v.shape[1], cast(int, spec.num_segments), spec.problem.BNH
     end = jnp.full((BNH,), S, jnp.int32) if x.lengths is None else x.lengths
     chunks = chunks_by_segment(segment_ends(x.segment_ids, N, x.lengths), end, S, L)
     if x.segments is not None:
         return chunks, x.segments
-    n, m = (jnp.zeros((BNH, N, *y.shape[1:]), y.dtype) for y in (x.n_initial, x.m_initial))
-    return chunks, SegmentStates(None, n, m)
+    zeros = x.initial._replace(c=None)
+    return chunks, jax.tree.map(lambda y: jnp.zeros((BNH, N, *y.shape[1:]), y.dtype), zeros)
 
 
 def packed(plan: Plan, x: Inputs) -> Forward:
@@ -96,14 +95,14 @@ def packed(plan: Plan, x: Inputs) -> Forward:
     It is the fused scan over a list of chunks, whose segments run side by side. Segments beyond
     the first N have no states; they reset them where they begin.
     """
-    spec, launches = plan.spec, plan.packed(x.v.shape[1])
+    spec, launches = plan.spec, plan.forward
     L = launches["recurrent_fw_H"].problem.L
     chunks, (C, n, m) = segments_of(spec, x, L)
     i, f, segment_starts = chunks.gates(x.i, x.f, x.segment_starts, m, L)
     in_list = x._replace(i=i, f=f, segment_starts=segment_starts, lengths=None)
     gates = run_gates(spec, launches, in_list)
     added = chunks.with_initial(key_sums(launches, x.k, gates, chunks), n)
-    n_states, _ = key_states(launches, added, gates, x.n_initial)
+    n_states, _ = key_states(launches, added, gates, x.initial.n)
     operands = stage("parallel_fw_P", launches)(
         parallel_fw_P.Operands(x.q, x.k, gates, n_states, chunks), normaliser=spec.normaliser
     )
@@ -124,7 +123,7 @@ def packed(plan: Plan, x: Inputs) -> Forward:
     n, m = (y[chunks.behind_segments()] for y in (n_states, gates.scaM_states))
     z = operands.vecZ
     z = None if z is None else chunks.scatter_steps(z, x.i, L)
-    return Forward(H, SegmentStates(C_last, n, m), z, None)
+    return Forward(H, States(C_last, n, m), z, None)
 
 
 def materialised(plan: Plan, x: Inputs) -> Forward:
@@ -137,8 +136,8 @@ def materialised(plan: Plan, x: Inputs) -> Forward:
             matV=x.v,
             vecAbar=gates.per_step().vecAbar,
             scaGamma=gates.scaGamma,
-            matC_initial=x.c_initial,
-            vecN_initial=x.n_initial,
+            matC_initial=x.initial.c,
+            vecN_initial=x.initial.n,
         ),
         return_last=spec.return_last_states,
     )
@@ -151,7 +150,7 @@ def materialised(plan: Plan, x: Inputs) -> Forward:
     m = gates.scaM_states
     last = None
     if C_last is not None:
-        last = LastStates(C_last, n_last, m[:, 0 if spec.problem.reverse else -1])
+        last = States(C_last, n_last, m[:, 0 if spec.problem.reverse else -1])
     if spec.recompute_states_in_bw:
         C = C_last = None
     return Forward(h, last, z, StoredStates(C, n, m, C_last, n_last))
@@ -163,25 +162,22 @@ def fused_scan(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> 
     Stored states are those at the boundaries of the call's chunks.
     """
     spec, launches, p, num_splits = plan.spec, plan.forward, plan.scan_problem, plan.num_splits
-    exchanged = precomputed is not None
-    if precomputed is not None and precomputed.gates.scaGamma.shape[1] != p.NC:
-        precomputed = None  # a call with more heads than this shard plans other chunks
     gates = run_gates(spec, launches, x) if precomputed is None else precomputed.gates
     q, v, gamma, chunks = x.q, x.v, gates.scaGamma, None
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
         chunks = chunks_by_length(x.lengths, v.shape[1], p)
     added = key_sums(launches, x.k, gates, chunks) if precomputed is None else precomputed.n
-    n, n_last = key_states(launches, added, gates, x.n_initial)
+    n, n_last = key_states(launches, added, gates, x.initial.n)
     scan = stage("parallel_fw_P", launches)(
         parallel_fw_P.Operands(x.q, x.k, gates, n, chunks), normaliser=spec.normaliser
     )
-    z, scan, C_initial = scan.vecZ, scan._replace(vecZ=None), x.c_initial
-    if exchanged:  # C while parallel_fw_P runs
+    z, scan, C_initial = scan.vecZ, scan._replace(vecZ=None), x.initial.c
+    if precomputed is not None:  # C while parallel_fw_P runs
         scan, C_initial = lax.optimization_barrier((scan, C_initial))
     if chunks is not None and C_initial is not None:
         C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHV)
     if num_splits > 1:
-        if precomputed is not None and precomputed.matX.shape[1] == num_splits:
+        if precomputed is not None and plan.summary_splits == num_splits:
             added = precomputed.matX[:, :-1]
         else:
             added = stage("split_products", launches)(
@@ -209,7 +205,7 @@ def fused_scan(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> 
     if C_last is not None:
         end = 0 if p.reverse else -1
         C_last = C_last.reshape(p.BNH, num_splits, p.DHQK, p.DHV)[:, end]
-        last = LastStates(C_last, n_last, m[:, end])
+        last = States(C_last, n_last, m[:, end])
     if C is None:
         C_last = None
     else:

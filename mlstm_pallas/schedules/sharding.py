@@ -43,7 +43,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mlstm_pallas.planning.backend import lowering_on_gpu
-from mlstm_pallas.planning.call_spec import CallSpec, Plan
+from mlstm_pallas.planning.call_spec import CallSpec, Plan, plan_of
 from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.problem.arrays import IN_LAYOUT, Inputs, Residuals
 from mlstm_pallas.problem.dimensions import Layout
@@ -180,27 +180,22 @@ def on_shards(
     return _mappable(work)(*not_differentiated(args, message=message))
 
 
-def run_step(spec: CallSpec, name: str, x: Any, functions: str) -> Any:
+def run_step(spec: CallSpec, x: Any, functions: str) -> Any:
     """Runs a stage of tokens on its operands (B, NH, ...). Only plain jnp is differentiable."""
     if spec.backend == "xla":
-        return _run_step(Plan(spec, Lowering.XLA), x, name=name, axes=2)
+        return _run_step(plan_of(spec, Lowering.XLA), x, axes=2)
     message = f'the kernels of {functions} have no derivatives; backend="xla" has them'
-    return on_shards(_run_step, spec, x, message=message, name=name, axes=1 + spec.pooled)
+    return on_shards(_run_step, spec, x, message=message, axes=1 + spec.pooled)
 
 
-def _run_step(plan: Plan, x: Any, *, name: str, axes: int) -> Any:
+def _run_step(plan: Plan, x: Any, *, axes: int) -> Any:
     """axes: of heads, the first ones."""
-    run = stage(name, plan.launches(name))
-    run = functools.partial(run, normaliser=plan.spec.normaliser)
-    if not _one_head_at_a_time(plan):
+    (name,) = plan.forward
+    run: Any = functools.partial(stage(name, plan.forward), normaliser=plan.spec.normaliser)
+    if not plan.one_head_at_a_time:
         return run(x)
     run = one_at_a_time(run, axes)
     return run(x) if x.slots is None else on_rows(run, x)
-
-
-def _one_head_at_a_time(plan: Plan) -> bool:
-    """Whether XLA must not choose the order of sums by the number of heads."""
-    return plan.lowering is Lowering.XLA and bool(plan.spec.config.batch_invariant)
 
 
 def _mappable(work: Work) -> Callable[..., Any]:
@@ -279,7 +274,7 @@ def on_shard(work: Work, identity: Any, *args: Any) -> Any:
     else:
         args = _merged(spec, args, mapped + 2)
     lowering = work.lowering or known_lowering(spec.backend)
-    outputs = run(Plan(spec, lowering), *args) if lowering else by_platform(spec, run, *args)
+    outputs = run(plan_of(spec, lowering), *args) if lowering else by_platform(spec, run, *args)
     return outputs if few else _split(spec, outputs, heads)
 
 
@@ -321,18 +316,19 @@ def _few_heads_at_a_time(run: Callable[..., Any], axes: int, plan: Plan, *args: 
     On a TPU the intermediate arrays of a few heads fit in VMEM.
     """
     p, heads = plan.spec.problem, jax.tree.leaves(args)[0].shape[:axes]
-    alone, most = _one_head_at_a_time(plan), p.BNH
+    alone, most = plan.one_head_at_a_time, p.BNH
     if alone:
         most = 1
     elif plan.spec.gpu is TPU:
         most = VMEM_STATES // (4 * p.NC * p.DHQK * p.DHV)
     few = largest_block(p.BNH, min(most, p.BNH), 1) or 1
     loops = alone or few < p.BNH
-    spec = plan.spec.with_heads(1, few) if loops else plan.spec
+    if loops:
+        plan = plan_of(plan.spec.with_heads(1, few), plan.lowering)
 
     def on_some(args: Any, heads: Sequence[int]) -> Any:
-        outputs = run(Plan(spec, plan.lowering), *_merged(spec, args, len(heads)))
-        return _split(spec, outputs, heads)
+        outputs = run(plan, *_merged(plan.spec, args, len(heads)))
+        return _split(plan.spec, outputs, heads)
 
     if not loops:
         return on_some(args, heads)
@@ -365,19 +361,19 @@ def _sharding_rule(work: Work, mesh: Any, operands: Any, results: Any) -> tuple[
 
     Beside pools only NH is free.
     """
-    whole, pooled = list[str](), work.spec.pooled
+    replicated, pooled = list[str](), work.spec.pooled
     free = [f"free{axis}" for axis in range(pooled, work.mapped + 2)]
 
     def axes(x: Any, free: Sequence[str]) -> str:
         free = free[: x.rank - pooled]
-        others = [f"whole{len(whole) + n}" for n in range(x.rank - len(free))]
-        whole.extend(others)
+        others = [f"replicated{len(replicated) + n}" for n in range(x.rank - len(free))]
+        replicated.extend(others)
         return " ".join([*others[:pooled], *free, *others[pooled:]])
 
     identity, *inputs = operands
     text = ", ".join([axes(identity, ()), *(axes(x, free) for x in inputs)])
     text += " -> " + ", ".join([axes(x, free) for x in results])
-    return text, {"need_replication_factors": tuple(whole)}
+    return text, {"need_replication_factors": tuple(replicated)}
 
 
 def _common_shardings(work: Work, args: Any, results: Any) -> tuple[Any, Any]:
@@ -471,7 +467,7 @@ def by_platform(
 
     def traced(lowering: Lowering) -> Any:
         return jax.make_jaxpr(
-            lambda *x: run(Plan(spec, lowering), *jax.tree.unflatten(tree, x)),
+            lambda *x: run(plan_of(spec, lowering), *jax.tree.unflatten(tree, x)),
             axis_env=mapped,
             return_shape=True,
         )(*leaves)

@@ -10,12 +10,16 @@ from mlstm_pallas.stages.stage import Stage
 
 def _stages(**files: str) -> dict[str, Stage]:
     """The stages by name; files: of their kernels, "" where it is the name of the stage."""
-    modules = {name: importlib.import_module(f"{__name__}.{name}") for name in files}
-    return {name: Stage(modules[name].Operands, file or name) for name, file in files.items()}
+    stages = {}
+    for name, file in files.items():
+        folder = "vectors" if file == "vectors" else "stages"
+        module = importlib.import_module(f"mlstm_pallas.{folder}.{name}")
+        stages[name] = Stage(module.Operands, file or name)
+    return stages
 
 
 STAGES = _stages(
-    chunk_gates="",
+    chunk_gates="vectors",
     recurrent_fw_C="recurrence",
     parallel_fw_H="",
     parallel_fw_P="",

@@ -57,7 +57,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     q, k, v, dh = map(call.chunks, (x.matQ, x.matK, x.matV, x.matDeltaH))
     P, dP, product = call.chunks(x.scores.matP), call.chunks(x.scores.matDeltaP), call.product
     if x.active is not None:  # undefined in other chunks
-        C, dC, P, dP = (only(y, x.active.active, 0, 1) for y in (C, dC, P, dP))
+        C, dC, P, dP = (only(y, x.active.has_steps, 0, 1) for y in (C, dC, P, dP))
     if p.L > p.T:  # parallel_bw_dP leaves tiles above the diagonal undefined
         P, dP = (causal(y, p) for y in (P, dP))
     abar, inv_den = gates.vecAbar[..., None], None

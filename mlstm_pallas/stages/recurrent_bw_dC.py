@@ -63,7 +63,7 @@ def recurrent_bw_dC(
       recurrences: ``recurrence.recurrences`` of a lowering.
     """
     (q, r), keys, gamma, reverse = x.queries, x.keys, x.scaGamma, call.problem.reverse
-    num_active = None if x.active is None else jnp.sum(x.active.active, axis=1, dtype=jnp.int32)
+    num_active = None if x.active is None else jnp.sum(x.active.has_steps, axis=1, dtype=jnp.int32)
     operands = q, x.matDeltaH, gamma, x.matDeltaC_last, return_initial
     each = [Recurrence(*operands, backward=not reverse, r=r, h=x.matH, num_active=num_active)]
     if keys is not None and x.matV is not None:

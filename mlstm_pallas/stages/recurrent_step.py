@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.formulas.gates import MASKED, branchless_log1p, log_sigmoid
+from mlstm_pallas.formulas.gates import MASKED, log_sigmoid
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
+from mlstm_pallas.problem.arrays import States, Token
 from mlstm_pallas.problem.dimensions import accumulator_dtype
 from mlstm_pallas.stages.stage import Launch
 
@@ -30,29 +31,15 @@ _INF = float("inf")
 
 
 class Operands(NamedTuple):
-    """vecQ may hold q, k and v, on its last axis, and scaI then i and f: vecK, vecV, scaF are None.
+    """Floats of any dtype of at most 32 bits.
 
-    A kernel reads its operands from memory, so XLA would copy slices of the joined arrays.
+    token.q may hold q, k and v, on its last axis, and token.i then i and f: k, v and f are None. A
+    kernel reads its operands from memory, so XLA would copy slices of the joined arrays.
     """
 
-    vecQ: Array  # (B * NH, DHQK), any float dtype of at most 32 bits, like all that follow
-    vecK: Array | None  # (B * NH, DHQK)
-    vecV: Array | None  # (B * NH, DHV)
-    scaI: Array  # (B * NH,) pre-activations
-    scaF: Array | None  # (B * NH,)
-    matC: Array  # (B * NH, DHQK, DHV)
-    vecN: Array  # (B * NH, DHQK)
-    scaM: Array | None  # (B * NH,); None: the sigmoid input gate
-    slots: Array | None = None  # (B,), of any integer dtype
-
-
-class Step(NamedTuple):
-    """h and the new states, each in the dtype of the old one; C in its memory if that is free."""
-
-    vecH: Array  # (B * NH, DHV) in the dtype of vecQ
-    matC: Array  # (B * NH, DHQK, DHV)
-    vecN: Array  # (B * NH, DHQK)
-    scaM: Array | None  # (B * NH,); None: the sigmoid input gate
+    token: Token  # of (B * NH, ...)
+    states: States  # of (B * NH, ...), whose m is None with the sigmoid input gate
+    slots: Any = None  # (B,), of any integer dtype
 
 
 def rounded(x: Array, dtype: jnp.dtype, compiled: bool) -> Array:
@@ -78,35 +65,30 @@ def step_gates(
     """
     if m is None:
         return jax.nn.sigmoid(f), jax.nn.sigmoid(i), jnp.zeros_like(i)
-    carried = jnp.where(f <= MASKED, -_INF, log_sigmoid(f, branchless_log1p) + m)
+    carried = jnp.where(f <= MASKED, -_INF, log_sigmoid(f) + m)
     i = jnp.where(i <= MASKED, -_INF, i)
     m_new = round_m(jnp.maximum(carried, i))
     m_safe = jnp.where(m_new == -_INF, 0.0, m_new)
     return jnp.exp(carried - m_safe), jnp.exp(i - m_safe), m_new
 
 
-def split_token(qkv: Array, gates: Array, DHQK: int, DHV: int) -> tuple[Array, ...]:
-    """q, k, v, i, f of the joined arrays."""
+def split_token(qkv: Array, gates: Array, DHQK: int, DHV: int) -> Token:
+    """The token of joined arrays."""
     q, k, v = jnp.split(qkv[..., : 2 * DHQK + DHV], (DHQK, 2 * DHQK), axis=-1)
-    return q, k, v, gates[..., 0], gates[..., 1]
+    return Token(q, k, v, gates[..., 0], gates[..., 1])
 
 
 def on_rows(step: Callable[[Any], Any], x: Any) -> Any:
-    """h and the pools after a step of entries with slots.
-
-    x: the operands, five of the token and then the states, up to those with a default.
-    """
-    names = x._fields[5 : len(x) - len(x._field_defaults)]
-    pools = tuple(getattr(x, name) for name in names)
+    """h and the pools after a step of entries with slots; x: operands with states and slots."""
     rows = x.slots.astype("uint32")  # -1 is outside, not the last row
-    states = jax.tree.map(lambda y: y.at[rows].get(mode="fill", fill_value=0), pools)
-    h, *after = step(x._replace(**dict(zip(names, states, strict=True)), slots=None))
+    states = jax.tree.map(lambda y: y.at[rows].get(mode="fill", fill_value=0), x.states)
+    h, after = step(x._replace(states=states, slots=None))
 
     def updated(pool: Array, y: Array) -> Array:
         return pool.at[rows].set(y, mode="drop", unique_indices=True)
 
-    has_row = (rows < len(jax.tree.leaves(pools)[0])).reshape(-1, *[1] * (h.ndim - 1))
-    return jnp.where(has_row, h, 0), *jax.tree.map(updated, pools, tuple(after))
+    has_row = (rows < len(x.states.c)).reshape(-1, *[1] * (h.ndim - 1))
+    return jnp.where(has_row, h, 0), jax.tree.map(updated, x.states, after)
 
 
 def one_at_a_time(run: Callable[[Any], Any], axes: int = 1) -> Callable[[Any], Any]:
@@ -126,18 +108,21 @@ def one_at_a_time(run: Callable[[Any], Any], axes: int = 1) -> Callable[[Any], A
 
 def recurrent_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
-) -> Step:
-    """Runs the stage."""
+) -> tuple[Array, States]:
+    """Runs the stage: h (B * NH, DHV) in the dtype of q, and the new states.
+
+    Each state has the dtype of the old one, and C its memory if that is free.
+    """
     if x.slots is not None:
-        return Step(
-            *on_rows(functools.partial(recurrent_step, normaliser=normaliser, call=call), x)
-        )
-    token: Any = x[:5] if x.vecK is not None else split_token(x.vecQ, x.scaI, *x.matC.shape[-2:])
-    arrays = *token, x.matC, x.vecN
-    acc = accumulator_dtype(*(y.dtype for y in arrays))
-    q, k, v, i, f, c, n = (y.astype(acc) for y in arrays)
-    m = None if x.scaM is None else x.scaM.astype(acc)
-    m_dtype = acc if x.scaM is None else x.scaM.dtype
+        step = functools.partial(recurrent_step, normaliser=normaliser, call=call)
+        result: tuple[Array, States] = on_rows(step, x)
+        return result
+    token, states = x.token, x.states
+    if token.k is None:
+        token = split_token(token.q, token.i, *states.c.shape[-2:])
+    acc = accumulator_dtype(*(y.dtype for y in (*token, states.c, states.n)))
+    (q, k, v, i, f), (c, n, m) = jax.tree.map(lambda y: y.astype(acc), (token, states))
+    m_dtype = acc if states.m is None else states.m.dtype
     decay, gain, m_new = step_gates(i, f, m, lambda y: rounded(y, m_dtype, compiled=False))
     stored = gain[..., None] * k
     c = decayed(decay[..., None, None], c) + stored[..., :, None] * v[..., None, :]
@@ -145,9 +130,5 @@ def recurrent_step(
     h = jnp.einsum("...k,...kv->...v", q, c, precision="highest") * call.problem.qk_scale
     if normaliser is not None:
         h = normaliser.normalise(h, jnp.sum(q * n, axis=-1) * call.problem.qk_scale, m_new)
-    return Step(
-        h.astype(x.vecQ.dtype),
-        c.astype(x.matC.dtype),
-        n.astype(x.vecN.dtype),
-        None if x.scaM is None else m_new.astype(x.scaM.dtype),
-    )
+    new = States(c, n, None if m is None else m_new)
+    return h.astype(token.q.dtype), jax.tree.map(lambda y, x: y.astype(x.dtype), new, states)

@@ -30,8 +30,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.formulas.gates import MASKED, branchless_log1p, log_input_gate, log_sigmoid
+from mlstm_pallas.formulas.gates import MASKED, log_input_gate, log_sigmoid
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
+from mlstm_pallas.problem.arrays import Token
 from mlstm_pallas.problem.dimensions import InputGate, accumulator_dtype
 from mlstm_pallas.stages.recurrent_step import decayed, on_rows, one_at_a_time, rounded
 from mlstm_pallas.stages.stage import Launch
@@ -77,14 +78,10 @@ class RingStates(NamedTuple):
 class Operands(NamedTuple):
     """With slots, B and NH are two axes; the states are pools, (P, NH, ...)."""
 
-    matQ: Array  # (B * NH, T, DHQK), any float dtype of at most 32 bits
-    matK: Array  # (B * NH, T, DHQK)
-    matV: Array  # (B * NH, T, DHV)
-    vecI: Array  # (B * NH, T) pre-activations
-    vecF: Array  # (B * NH, T)
+    tokens: Token  # of (B * NH, T, ...), any float dtypes of at most 32 bits
     states: Any  # RingStates of (B * NH, ...), whose m is None with the sigmoid input gate
     accepted: Array | None = None  # (B * NH,) int32, how many drafts fill; None: all
-    slots: Array | None = None  # (B,), of any integer dtype
+    slots: Any = None  # (B,), of any integer dtype
 
 
 def ages(start: Array, size: int) -> Array:
@@ -96,8 +93,8 @@ def ages(start: Array, size: int) -> Array:
 def log_gates(i: Array, f: Array, stabilised: bool) -> tuple[Array, Array]:
     """The logarithms of the gates, -inf where nothing is stored and at resets."""
     gate = InputGate.EXP if stabilised else InputGate.SIGMOID
-    log_f = jnp.where(f <= MASKED, -_INF, log_sigmoid(f, branchless_log1p))
-    return log_input_gate(i, gate, branchless_log1p), log_f
+    log_f = jnp.where(f <= MASKED, -_INF, log_sigmoid(f))
+    return log_input_gate(i, gate), log_f
 
 
 def ring_weights(
@@ -133,18 +130,25 @@ def pending_tokens(pending: Array, accepted: Array | None) -> Array:
     return pending if accepted is None else jnp.minimum(jnp.maximum(accepted, 0), pending)
 
 
+def in_ring(x: Any) -> tuple[Any, ...]:
+    """The fields of tokens or of states that a ring holds."""
+    return x.k, x.v, x.i, x.f
+
+
 def with_tokens(x: Operands) -> RingStates:
     """A head's states with the drafts that fill among the tokens and new tokens behind them."""
-    states, T = x.states, len(x.vecI)
+    states, T = x.states, len(x.tokens.i)
     fill = states.fill + pending_tokens(states.pending, x.accepted)
     behind = ages(states.start, len(states.i)) - fill
     at, new = jnp.clip(behind, 0, T - 1), (behind >= 0) & (behind < T)
-    rings = (
+    k, v, i, f = (
         jnp.where(new.reshape(-1, *[1] * (y.ndim - 1)), y[at], ring)
-        for ring, y in zip(states[3:7], x[1:5], strict=True)
+        for ring, y in zip(in_ring(states), in_ring(x.tokens), strict=True)
     )
-    fields: Any = *states[:3], *rings, states.start, fill, jnp.full_like(fill, T)
-    return RingStates(*fields)
+    after: RingStates = states._replace(
+        k=k, v=v, i=i, f=f, fill=fill, pending=jnp.full_like(fill, T)
+    )
+    return after
 
 
 def _weights(states: RingStates, end: Any, **options: Any) -> tuple[Array, ...]:
@@ -185,7 +189,8 @@ def _head(x: Operands, m_dtype: Any, normaliser: Normaliser | None, qk_scale: fl
         z = decayed(w0, jnp.sum(states.n * q)) + jnp.sum(scores)
         return normaliser.normalise(h, z * qk_scale, m)
 
-    h = jax.vmap(one)(x.matQ, states.fill + 1 + lax.iota("int32", len(x.vecI)))
+    q = x.tokens.q
+    h = jax.vmap(one)(q, states.fill + 1 + lax.iota("int32", len(q)))
     return h, _flushed(states, len(states.i) // 2, m_dtype)
 
 
@@ -219,11 +224,11 @@ def flushed(states: RingStates, accepted: Array | None, in_loops: bool) -> RingS
 def ring_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
 ) -> tuple[Array, RingStates]:
-    """Runs the stage: h (B * NH, T, DHV) in the dtype of matQ, and the new states."""
+    """Runs the stage: h (B * NH, T, DHV) in the dtype of q, and the new states."""
     run = functools.partial(_head, normaliser=normaliser, qk_scale=call.problem.qk_scale)
 
     def on_heads(x: Operands) -> Any:
-        return _map_heads(run, x, x.states, (x.matQ, x.states))
+        return _map_heads(run, x, x.states, (x.tokens.q, x.states))
 
     result: tuple[Array, RingStates] = on_heads(x) if x.slots is None else on_rows(on_heads, x)
     return result

@@ -25,7 +25,7 @@ def split_products(
     """sum_t r_t a_t b_t^T over each split, (B * NH, num_splits - 1, DHQK, DHV) in the dtype of r.
 
     No split reads the last split's product (with backward the first one's), so it is left out
-    unless all_splits. The call's tiles need not be clamped.
+    unless all_splits. The call's tiles are not read.
     """
     split_call = dataclasses.replace(call, problem=call.problem.in_splits(num_splits))
     scaled = split_call.chunks(ScaledRows(x.a, x.r).product())

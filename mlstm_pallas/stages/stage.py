@@ -17,7 +17,7 @@ from jax import Array
 from mlstm_pallas.formulas.tiles import Precision, blocks_over
 from mlstm_pallas.problem.arrays import heads_as_rows, rows_as_heads
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, accumulator_dtype, next_power_of_two
-from mlstm_pallas.problem.gpu import Gpu
+from mlstm_pallas.problem.gpu import UNKNOWN, Gpu
 from mlstm_pallas.problem.validation import check_flag, check_integer
 
 
@@ -43,7 +43,7 @@ class Lowering(enum.StrEnum):
 MAX_TILE_SIZE = 2**20 // MIN_TILE
 
 
-def clamped(tile: int, size: int) -> int:
+def dividing(tile: int, size: int) -> int:
     """The largest power of two up to the tile (itself a power of two) that divides the size."""
     return min(tile, size & -size)
 
@@ -84,6 +84,34 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
 
 
 @dataclasses.dataclass(frozen=True)
+class KernelOptions:
+    """What the tiles of a kernel depend on beside the problem and the dtype.
+
+    A kernel reads the fields that concern it. The defaults are those of most calls.
+
+    Attributes:
+      gpu: that the kernel is compiled for.
+      normalise: whether the gradients have a normaliser.
+      recurrences: how many recurrences share the launch.
+      weighted, has_vector, has_h: whether the kernel of a recurrence reads the weights r, computes
+        x, and reads h; has_h also of parallel_bw_dP.
+      stores_states: whether the states at the chunk boundaries are stored.
+      in_list: whether the fused scan runs over a ``ChunkList``.
+      adds_to_h: whether a preceding launch of the fused scan has computed a part of h.
+    """
+
+    gpu: Gpu = UNKNOWN
+    normalise: bool = True
+    recurrences: int = 1
+    weighted: bool = True
+    has_vector: bool = False
+    has_h: bool = False
+    stores_states: bool = True
+    in_list: bool = False
+    adds_to_h: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Tiles:
     """The base of the tiles of a kernel: what it reads, and what planning asks of it.
 
@@ -98,23 +126,19 @@ class Tiles:
     """
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **requested: Any) -> Self | None:
-        """The tiles for a problem; None: the kernel does not support it.
-
-        requested: what the call asks for (``Plan.requested``); kernels ignore what they do not
-            know.
-        """
+    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self | None:
+        """The tiles for a problem; None: the kernel does not support it."""
         return cls()
 
-    def supports(self, p: Problem, **requested: Any) -> bool:
+    def supports(self, p: Problem, options: KernelOptions) -> bool:
         """Whether the kernel can run with these tiles."""
         return True
 
-    def grid(self, p: Problem, **requested: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem) -> tuple[int, ...]:
         """The CTAs of a launch, by axis; p: with splits as heads. By default one per chunk."""
         return p.NC, p.BNH
 
-    def shared_bytes(self, p: Problem, dtype: Any, **requested: Any) -> int:
+    def shared_bytes(self, p: Problem, dtype: Any, options: KernelOptions) -> int:
         """The shared memory of a CTA; an estimate for Triton, whose compiler decides."""
         return 0
 
@@ -125,7 +149,7 @@ class Tiles:
         sizes |= dict(siz_b_DHQK=next_power_of_two(K), siz_b_DHHV=next_power_of_two(V))
         sizes |= dict(state_rows=K, state_columns=V)  # which need not be powers of two
         fields = {
-            name: clamped(x, L) if "siz_b_L" in name else min(x, sizes[name])
+            name: dividing(x, L) if "siz_b_L" in name else min(x, sizes[name])
             for name, x in vars(self).items()
             if name in sizes
         }

@@ -32,7 +32,7 @@ class Operands(NamedTuple):
     q_dot_dq_inter: Array  # (B * NH, S), of parallel_bw_dQKV, with the inter-chunk parts
     k_dot_dk_inter: Array  # (B * NH, S)
     pass_through: Array  # (B * NH, NC), what passes through each chunk
-    flags: Array  # (B * NH, S) int32, of ``gate_gradients.step_flags``
+    flags: Array  # (B * NH, S) int32, of ``gates.join_flags``
     dm: Array | None  # (B * NH, S); None: m is a constant
 
 

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.tiles import divide, remainder
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu, export_mesh
-from mlstm_pallas.stages.stage import Launch, Tiles
+from mlstm_pallas.stages.stage import KernelOptions, Launch, Tiles
 
 plgpu: Any
 try:
@@ -38,9 +38,9 @@ class PipelinedTiles(Tiles):
         """The elements that an iteration reads, and those that stay in shared memory."""
         raise NotImplementedError
 
-    def shared_bytes(self, p: Problem, dtype: Any, **requested: Any) -> int:
+    def shared_bytes(self, p: Problem, dtype: Any, options: KernelOptions) -> int:
         """The estimate of ``stages_that_fit``."""
-        (iteration, kept), mma = self.elements(p), not requested["gpu"].multiplies_from_shared
+        (iteration, kept), mma = self.elements(p), not options.gpu.multiplies_from_shared
         return ((self.num_stages - mma) * iteration + kept) * dtype.itemsize + 8192 * mma
 
 

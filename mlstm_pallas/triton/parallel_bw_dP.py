@@ -27,7 +27,7 @@ from mlstm_pallas.formulas.tiles import (
     blocks_over,
     causal_mask,
     decay_tile,
-    each,
+    fori,
     product,
     remainder,
     rounded_up,
@@ -36,7 +36,7 @@ from mlstm_pallas.formulas.tiles import (
 from mlstm_pallas.problem.dimensions import MAX_TILE, Problem, next_power_of_two
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients, delta_and_gradients
-from mlstm_pallas.stages.stage import Launch, ScaledRows, least_padding
+from mlstm_pallas.stages.stage import KernelOptions, Launch, ScaledRows, least_padding
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     depth_and_stages,
@@ -116,7 +116,7 @@ def _parallel_bw_dP_kernel(
         if whole > 1 and n > 1:
             after = lax.min(whole - 1 - remainder(i, whole), n - 1 - i)
 
-            @each(jnp.where(i == j, after, 0))
+            @fori(jnp.where(i == j, after, 0))
             def _above(x):
                 above = queries, block_at(p.memory_index(i + 1 + x, n), T)
                 matP[above] = matDeltaP[above] = jnp.zeros((T, T), matP.dtype)
@@ -129,7 +129,7 @@ def _parallel_bw_dP_kernel(
         r = query_scale(w, scale, None if vecInvDen is None else vecInvDen[steps])
         dz_den = None if vecDzDen is None else vecDzDen[steps][:, None]
 
-        @each(blocks_over(DHQK, block_k))
+        @fori(blocks_over(DHQK, block_k))
         def _(x):
             columns = block_at(x, block_k)
             q = matQ[steps, columns].astype(jnp.float32) * r[:, None]
@@ -217,7 +217,7 @@ class ParallelBwDPTiles(BlockedTiles):
     num_warps: int
     num_stages: int
 
-    def grid(self, p: Problem, **requested: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem) -> tuple[int, ...]:
         n = blocks(p.L, self.siz_b_LQ)
         return n * (n + 1) // 2 + n, p.NC, p.BNH
 
@@ -225,11 +225,11 @@ class ParallelBwDPTiles(BlockedTiles):
         return 2 * self.siz_b_LQ * self.block_k, 0
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **requested: Any) -> Self:
+    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self:
         """Tiles of 64 x 64; P, dP and their gradients take a third of an SM's registers."""
         # In narrow heads 32 columns, for as many iterations as stages.
         depth = 32 if dtype.itemsize > 2 or p.DHQK + p.DHV <= 128 else 128
         # A head that is one masked block would have no pipeline.
         depth = min(depth, 128 if p.DHQK % 128 == p.DHV % 128 == 0 else 64)
         depth = least_padding(depth, p.DHQK, p.DHV, overhead=16)
-        return cls(64, depth, 4, 3).clamped(p).fitted(p, dtype, gpu)
+        return cls(64, depth, 4, 3).clamped(p).fitted(p, dtype, options.gpu)

@@ -34,9 +34,8 @@ from mlstm_pallas.formulas.tiles import (
     sum_of,
 )
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
-from mlstm_pallas.stages.stage import Launch, least_padding, sequence_shape
+from mlstm_pallas.stages.stage import KernelOptions, Launch, least_padding, sequence_shape
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,
@@ -155,7 +154,7 @@ class ParallelFwHTiles(PipelinedTiles):
     num_stages: int
     keep_q: bool
 
-    def grid(self, p: Problem, **requested: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem) -> tuple[int, ...]:
         return blocks_over(p.DHV, self.siz_b_DHHV), p.NC * blocks(p.L, self.siz_b_LQ), p.BNH
 
     def elements(self, p: Problem) -> tuple[int, int]:
@@ -165,7 +164,7 @@ class ParallelFwHTiles(PipelinedTiles):
         return keys + LKV * self.siz_b_DHHV, LQ * p.DHQK * self.keep_q
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **requested: Any) -> Self:
+    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self:
         """As many columns as possible, up to 256, because each block repeats the scores.
 
         An SM has two CTAs of 64 queries, or one of 128 where the queries take half of it.
@@ -186,7 +185,9 @@ class ParallelFwHTiles(PipelinedTiles):
         def fits(x):
             loops = (depth * (x.siz_b_LQ + x.siz_b_DHHV), 0), x.elements(p)
             return all(
-                stages_that_fit(gpu, size * itemsize, kept * itemsize, x.num_stages, ctas_per_sm=1)
+                stages_that_fit(
+                    options.gpu, size * itemsize, kept * itemsize, x.num_stages, ctas_per_sm=1
+                )
                 == x.num_stages
                 for size, kept in loops
             )

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.formulas.tiles import causal_scores, dot, pieces
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
-from mlstm_pallas.stages.stage import Launch, ScaledRows, Tiles
+from mlstm_pallas.stages.stage import KernelOptions, Launch, ScaledRows, Tiles
 from mlstm_pallas.triton.launch import entry_rows, floats, kernel_call, operands
 
 
@@ -96,11 +95,11 @@ class ParallelFwPTiles(Tiles):
     siz_b_DHQK: int
     num_warps: int
 
-    def shared_bytes(self, p: Problem, dtype: Any, **requested: Any) -> int:
+    def shared_bytes(self, p: Problem, dtype: Any, options: KernelOptions) -> int:
         return 2 * p.L * self.siz_b_DHQK * dtype.itemsize
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **requested: Any) -> Self:
+    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self:
         """Tiles of q and k of 4096 elements; one warp per 16 steps, more in float32."""
         if dtype.itemsize > 2:
             return cls(64, num_warps=4).clamped(p)

@@ -42,12 +42,11 @@ from mlstm_pallas.formulas.tiles import (
     remainder,
 )
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages import recurrent_bw_dC as dC
 from mlstm_pallas.stages import recurrent_fw_C as fw_C
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
-from mlstm_pallas.stages.stage import Launch, clamped, least_padding
+from mlstm_pallas.stages.stage import KernelOptions, Launch, dividing, least_padding
 from mlstm_pallas.stages.step_sums import Operands as StepSums
 from mlstm_pallas.stages.vector_states import Operands as VectorStates
 from mlstm_pallas.stages.vector_states import vector_states
@@ -246,9 +245,9 @@ class RecurrenceTiles(PipelinedTiles):
     num_stages: int
     num_splits: int = 1
 
-    def grid(self, p: Problem, *, recurrences: int = 1, **requested: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem) -> tuple[int, ...]:
         columns, rows = blocks_over(p.DHV, self.siz_b_DHHV), blocks_over(p.DHQK, self.siz_b_DHQK)
-        return columns, rows, recurrences * p.BNH
+        return columns, rows, p.BNH
 
     def elements(self, p: Problem) -> tuple[int, int]:
         return self.siz_b_L * (self.siz_b_DHQK + self.siz_b_DHHV), 0
@@ -260,9 +259,7 @@ class RecurrenceTiles(PipelinedTiles):
         )
 
     @classmethod
-    def plan(
-        cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, *, recurrences: int = 1, **requested: Any
-    ) -> Self:
+    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self:
         """Blocks of 128 x 128, the most that registers hold for two CTAs per SM.
 
         They are halved where CTAs are few. If that is not enough the sequence is split.
@@ -270,11 +267,11 @@ class RecurrenceTiles(PipelinedTiles):
         K, V = (least_padding(64 if dtype.itemsize > 2 else 128, size) for size in (p.DHQK, p.DHV))
 
         def ctas():
-            return recurrences * p.BNH * blocks_over(p.DHQK, K) * blocks_over(p.DHV, V)
+            return options.recurrences * p.BNH * blocks_over(p.DHQK, K) * blocks_over(p.DHV, V)
 
-        while max(K, V) > 64 and not gpu.filled_by(ctas(), CTAS_PER_SM):
+        while max(K, V) > 64 and not options.gpu.filled_by(ctas(), CTAS_PER_SM):
             K, V = (K, V // 2) if V >= K else (K // 2, V)
         # The pipeline copies one operand; the other one passes through registers.
-        steps, stages = depth_and_stages(gpu, max(K, V), clamped(64, p.L), dtype)
-        splits = splits_of(p.NC, CTAS_PER_SM * gpu.sms // max(ctas(), 1))
+        steps, stages = depth_and_stages(options.gpu, max(K, V), dividing(64, p.L), dtype)
+        splits = splits_of(p.NC, CTAS_PER_SM * options.gpu.sms // max(ctas(), 1))
         return cls(steps, K, V, num_warps=4, num_stages=stages, num_splits=splits)

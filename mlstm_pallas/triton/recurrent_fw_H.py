@@ -35,14 +35,13 @@ from mlstm_pallas.formulas.tiles import (
     blocks_over,
     divide,
     dot,
-    each,
+    fori,
     loop,
     pieces,
 )
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
-from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
-from mlstm_pallas.stages.stage import Launch, least_padding, sequence_shape
+from mlstm_pallas.stages.stage import KernelOptions, Launch, least_padding, sequence_shape
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,
@@ -92,7 +91,7 @@ def _recurrent_fw_H_kernel(
         all_chunks = divide(end - begin + (L - 1), L)
         chunks = lax.select(part > N, np.int32(0), all_chunks)
 
-        @each(all_chunks - chunks)
+        @fori(all_chunks - chunks)
         def _(chunk):
             matH[steps_of(chunk), :] = jnp.zeros((L, matV.shape[1]), matH.dtype)
 
@@ -249,7 +248,7 @@ class RecurrentFwHTiles(PipelinedTiles):
     ctas_per_sm: ClassVar[int] = 2
     least_share: ClassVar[float] = 0.6
 
-    def grid(self, p: Problem, **requested: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem) -> tuple[int, ...]:
         return blocks_over(p.DHV, self.siz_b_DHHV), p.BNH
 
     def elements(self, p: Problem) -> tuple[int, int]:
@@ -261,14 +260,14 @@ class RecurrentFwHTiles(PipelinedTiles):
         return dataclasses.replace(super().clamped(p), state_rows=rows, siz_b_DHQK=siz_b_DHQK)
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **requested: Any) -> Self:
+    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self:
         """A state of 16384 floats takes half of the registers of a CTA, with two CTAs per SM.
 
         Hopper reads operands of products from shared memory and has room for 20480. If heads are
         narrow or CTAs would be few, 8192 floats leave room for chunks of 64 steps. float32 also
         has 8192.
         """
-        wide = dtype.itemsize > 2
+        wide, gpu = dtype.itemsize > 2, options.gpu
         launches = blocks_over(p.DHQK, 128 if wide else 320 if gpu.hopper else 256)
         rows = min(p.DHQK, blocks_over(p.DHQK, 64 * launches) * 64)
         V = least_padding(64 if wide or rows > 128 or p.DHV <= p.DHQK else 128, p.DHV)

@@ -24,16 +24,15 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.formulas.tiles import block_at, blocks_over, loop
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
-from mlstm_pallas.problem.gpu import Gpu
-from mlstm_pallas.stages.recurrent_step import Operands, Step, decayed, rounded, step_gates
-from mlstm_pallas.stages.stage import Launch, Tiles
-from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store, operands
+from mlstm_pallas.stages.recurrent_step import Operands, decayed, rounded, step_gates
+from mlstm_pallas.stages.stage import KernelOptions, Launch, Tiles
+from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store
 
 
 def _recurrent_step_kernel(*, slots, **head):
     """slots: (), the entry's row of the pools, or absent."""
     run = functools.partial(_advance, **head)
-    for_columns(slots, head["matC"], head["vecH"], head["call"], run)
+    for_columns(slots, head["states"].c, head["vecH"], head["call"], run)
 
 
 def for_columns(slots, pool, h, call, run):
@@ -63,30 +62,22 @@ def _advance(
     part,  # the index of the CTA's columns
     columns,
     in_columns,  # a mask, or None
-    matC,  # (DHQK, DHV), the whole head's; states in pools have an axis P in front
-    vecN,  # (DHQK,)
-    scaM,  # (), or absent: the sigmoid input gate
-    vecQ,  # (DHQK,), or q, k and v, (2 * DHQK + DHV or more,)
-    vecK,  # (DHQK,), or absent: vecQ has it
-    vecV,  # (DHV,), or absent: vecQ has it
-    scaI,  # (), or i and f, (2,)
-    scaF,  # (), or absent: scaI has it
+    token,  # q (DHQK,), v (DHV,), i (); or q has q, k and v, (2 * DHQK + DHV or more,), i i and f
+    states,  # c (DHQK, DHV), the whole head's; n (DHQK,), m (); in pools with an axis P in front
     before,  # (DHQK + 1,), a copy of n and m; absent: the head has one CTA, and no slots
-    matC_new,  # out, in place, like n and m
-    vecN_new,
-    scaM_new,
+    states_new,  # out, in place
     vecH,  # out (DHV,)
     *,
     call,
     normaliser,
 ):
-    DHQK, scale, compiled = matC.shape[-2], call.problem.qk_scale, not call.interpret
+    DHQK, scale, compiled = states.c.shape[-2], call.problem.qk_scale, not call.interpret
     siz_b_DHQK = call.tiles.siz_b_DHQK
     num_blocks = blocks_over(DHQK, siz_b_DHQK)
 
-    *qk, v_at = (vecQ, 0), (vecK, 0), (vecV, 0)
-    if vecK is None:
-        *qk, v_at = (vecQ, 0), (vecQ, DHQK), (vecQ, 2 * DHQK)
+    *qk, v_at = (token.q, 0), (token.k, 0), (token.v, 0)
+    if token.k is None:
+        *qk, v_at = (token.q, 0), (token.q, DHQK), (token.q, 2 * DHQK)
 
     def load_vector(at, block, inside):
         ref, offset = at
@@ -95,7 +86,7 @@ def _advance(
 
     def load(ik):
         rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
-        C = masked_load(matC.at[(*row, rows, columns)], outer_mask(in_rows, in_columns))
+        C = masked_load(states.c.at[(*row, rows, columns)], outer_mask(in_rows, in_columns))
         q, k = (load_vector(at, rows, in_rows)[:, None] for at in qk)
         return C, q, k
 
@@ -103,29 +94,30 @@ def _advance(
         rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
         C, q, k = loaded
         C = decayed(decay, C.astype(jnp.float32)) + (gain * k) * v[None, :]
-        block = matC_new.at[(*row, rows, columns)]
-        masked_store(block, C.astype(matC.dtype), outer_mask(in_rows, in_columns))
+        block = states_new.c.at[(*row, rows, columns)]
+        masked_store(block, C.astype(states.c.dtype), outer_mask(in_rows, in_columns))
         return num + jnp.sum(q * C, axis=0)
 
     # The first block is loaded before anything waits.
     loaded = load(jnp.zeros((), jnp.int32))
-    gates = (scaI[0], scaI[1]) if scaF is None else (scaI[...], scaF[...])
+    i, f = token.i, token.f
+    gates = (i[0], i[1]) if f is None else (i[...], f[...])
     i, f = (gate.astype(jnp.float32) for gate in gates)
     v = load_vector(v_at, columns, in_columns)
     all_rows, in_all = whole(DHQK)
     q, k = (load_vector(at, all_rows, in_all) for at in qk)
-    n = load_vector((vecN if before is None else before, 0), all_rows, in_all)
+    n = load_vector((states.n if before is None else before, 0), all_rows, in_all)
     m = None
-    if scaM is not None:
-        m = (scaM[...] if before is None else before[DHQK]).astype(jnp.float32)
-    decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, scaM.dtype, compiled))
+    if states.m is not None:
+        m = (states.m[...] if before is None else before[DHQK]).astype(jnp.float32)
+    decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, states.m.dtype, compiled))
     n = decayed(decay, n) + gain * k
 
     @pl.when(part == 0)
     def _():
-        masked_store(vecN_new.at[(*row, all_rows)], n.astype(vecN.dtype), in_all)
-        if scaM is not None:
-            scaM_new[row or ...] = m_new.astype(scaM.dtype)
+        masked_store(states_new.n.at[(*row, all_rows)], n.astype(states.n.dtype), in_all)
+        if states.m is not None:
+            states_new.m[row or ...] = m_new.astype(states.m.dtype)
 
     carry = loaded, jnp.zeros((columns.size,), jnp.float32)
     if num_blocks > 1:
@@ -167,13 +159,13 @@ def entries(call, slots):
 
 def recurrent_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
-) -> Step:
+) -> tuple[Any, Any]:
     """Runs the stage: ``stages/recurrent_step.py``."""
-    DHV, vecN, scaM, before = x.matC.shape[-1], x.vecN, x.scaM, None
+    (C, n, m), q, before = x.states, x.token.q, None
+    DHV = C.shape[-1]
     token, states, grid = entries(call, x.slots)
     # Every CTA of a head reads n and m, and one updates them.
     if x.slots is not None or call.tiles.siz_b_DHHV < DHV:
-        n, m = vecN, scaM
         if x.slots is not None:
             rows = x.slots.astype("uint32")  # any row for an entry without one
             n, m = jax.tree.map(lambda y: y[rows], (n, m))
@@ -182,15 +174,14 @@ def recurrent_step(
         before = jnp.concatenate(pair, axis=-1)
     y = kernel_call(
         _recurrent_step_kernel,
-        operands(x, vecQ=token, vecK=token, vecV=token, scaI=token, scaF=token)
-        | dict(before=(before, token), slots=(x.slots, token)),
-        dict(vecH=(jax.ShapeDtypeStruct((*x.vecQ.shape[:-1], DHV), x.vecQ.dtype), token)),
-        updates=operands(x, matC=states, vecN=states, scaM=states),
+        dict(token=(x.token, token), before=(before, token), slots=(x.slots, token)),
+        dict(vecH=(jax.ShapeDtypeStruct((*q.shape[:-1], DHV), q.dtype), token)),
+        updates=dict(states=(x.states, states)),
         grid=grid,
         call=call,
         normaliser=normaliser,
     )
-    return Step(y.pop("vecH"), *y.values())
+    return y["vecH"], y["states_new"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,18 +193,18 @@ class RecurrentStepTiles(Tiles):
     num_warps: int = 4
 
     @classmethod
-    def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **requested: Any) -> Self:
+    def plan(cls, p: Problem, dtype: Any, options: KernelOptions) -> Self:
         """With 16-bit states and many CTAs, a CTA has one warp, which waits for no other."""
         if dtype.itemsize > 2:
             return cls()
         tiles = cls(16, 256, 1)
         # With longer vectors or with masks, one warp spills registers.
         in_registers = p.DHQK <= 512 and p.DHV % tiles.siz_b_DHHV == 0
-        if in_registers and gpu.filled_by(math.prod(tiles.grid(p)), 4):
+        if in_registers and options.gpu.filled_by(math.prod(tiles.grid(p)), 4):
             return tiles
         return cls(32, 128)
 
-    def grid(self, p: Problem, **requested: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem) -> tuple[int, ...]:
         return blocks_over(p.DHV, self.siz_b_DHHV), p.BNH
 
     def clamped(self, p: Problem) -> Self:

@@ -24,25 +24,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
-from mlstm_pallas.formulas.tiles import block_at, blocks_over, dot, each, loop, sum_of
+from mlstm_pallas.formulas.tiles import block_at, blocks_over, dot, fori, loop, sum_of
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.stages.recurrent_step import decayed, rounded
 from mlstm_pallas.stages.ring_step import (
     Operands,
     ages,
+    in_ring,
     log_gates,
     pending_tokens,
     ring_weights,
 )
-from mlstm_pallas.stages.stage import Launch
+from mlstm_pallas.stages.stage import KernelOptions, Launch
 from mlstm_pallas.triton.launch import (
     barrier,
     floats,
     kernel_call,
     masked_load,
     masked_store,
-    operands,
 )
 from mlstm_pallas.triton.recurrent_step import (
     RecurrentStepTiles,
@@ -74,11 +73,11 @@ def _ring_scores_kernel(x, states, states_new, weights, *, call, normaliser):
 
 def _scores(x, states, new, weights, call, normaliser, row):
     """row: (the row of the states,) in pools, otherwise ()."""
-    (T, DHQK), size, scale = x.matQ.shape, states.i.shape[-1], call.problem.qk_scale
-    L, at, ring, m = size // 2, row or ..., pl.ds(0, size), states.m
+    (T, DHQK), size, scale = x.tokens.q.shape, states.i.shape[-1], call.problem.qk_scale
+    L, at, ring, m, q = size // 2, row or ..., pl.ds(0, size), states.m, x.tokens.q
     first, drafts = states.start[at], None if x.accepted is None else x.accepted[...]
     old = states.fill[at] + pending_tokens(states.pending[at], drafts)
-    _store_tokens(row, first + old, new[3:7], x[1:5])
+    _store_tokens(row, first + old, in_ring(new), in_ring(x.tokens))
     barrier(call)  # for what follows reads them
     age = ages(first, size)
     i, f = (masked_load(ref.at[(*row, ring)], age < old + T) for ref in (new.i, new.f))
@@ -97,10 +96,10 @@ def _scores(x, states, new, weights, call, normaliser, row):
         columns, inside = masked_block(ik, block, DHQK)
         K = load_K(columns, inside, age < old + T)
         if T > 1:
-            q = masked_load(x.matQ.at[(tokens, columns)], outer_mask(in_tokens, inside))
-            return _product(q, K, call, b_axis=1)
-        q = load(x.matQ, columns, (jnp.int32(0),), inside)
-        return jnp.sum(q[None, :] * K.astype(jnp.float32), axis=1)[None, :]
+            q_rows = masked_load(q.at[(tokens, columns)], outer_mask(in_tokens, inside))
+            return _product(q_rows, K, call, b_axis=1)
+        q_row = load(q, columns, (jnp.int32(0),), inside)
+        return jnp.sum(q_row[None, :] * K.astype(jnp.float32), axis=1)[None, :]
 
     tokens: Any
     tokens, in_tokens = (pl.ds(0, 1), None) if T == 1 else whole(T)
@@ -108,12 +107,10 @@ def _scores(x, states, new, weights, call, normaliser, row):
     masked_store(weights.vecRing.at[(tokens, ring)], scores, outer_mask(in_tokens, None))
     barrier(call)
 
-    @each(T)
+    @fori(T)
     def _(t):
         end, (columns, inside) = old + t + 1, whole(DHQK)
-        n_dot_q = jnp.sum(
-            load(x.matQ, columns, (t,), inside) * load(states.n, columns, row, inside)
-        )
+        n_dot_q = jnp.sum(load(q, columns, (t,), inside) * load(states.n, columns, row, inside))
         w0, w, m_t = ring_weights(log_i, log_f, age, m_before, end)
         # The k of later tokens and of those before a reset may be NaN.
         scores = jnp.where(w != 0, scale * w * weights.vecRing[t, ring], 0.0)
@@ -134,7 +131,7 @@ def _scores(x, states, new, weights, call, normaliser, row):
         )
         weights.vecFlush[...], weights.scaDecay[...] = w, w0
 
-        @each(num_blocks)
+        @fori(num_blocks)
         def _(ik):
             columns, inside = masked_block(ik, block, DHQK)
             K = load_K(columns, inside, age < L).astype(jnp.float32)
@@ -227,7 +224,7 @@ def _read(matQ, states, weights, matC, matC_new, matH, call, row, part, columns,
     def flush():
         decay, block = weights.scaDecay[...], min(size, 32)
 
-        @each(num_blocks)
+        @fori(num_blocks)
         def _(ik):
             K_rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
             at, inside = (*row, K_rows, columns), outer_mask(in_rows, in_columns)
@@ -279,7 +276,7 @@ def ring_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
 ) -> tuple[Any, ...]:
     """Runs the stage: ``stages/ring_step.py``."""
-    *heads, T, _ = x.matQ.shape
+    q, (*heads, T, DHV) = x.tokens.q, x.tokens.v.shape
     size, C = x.states.i.shape[-1], x.states.c
     token, states, grid = entries(call, x.slots)
     weights = Weights(
@@ -302,9 +299,13 @@ def ring_step(
     after = y["states_new"]
     z = kernel_call(
         _ring_read_kernel,
-        operands(x, slots=token, matQ=token)
-        | dict(states=(after, states), weights=(y["weights"], token)),
-        dict(matH=(jax.ShapeDtypeStruct(x.matV.shape, x.matQ.dtype), token)),
+        dict(
+            slots=(x.slots, token),
+            matQ=(q, token),
+            states=(after, states),
+            weights=(y["weights"], token),
+        ),
+        dict(matH=(jax.ShapeDtypeStruct((*heads, T, DHV), q.dtype), token)),
         updates=dict(matC=(C, states)),
         grid=grid,
         call=call,
@@ -319,8 +320,8 @@ class RingStepTiles(RecurrentStepTiles):
     score_warps: int = 2  # of ring_scores
 
     @classmethod
-    def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **requested: Any) -> Self:
+    def plan(cls, p: Problem, dtype: Any, options: KernelOptions) -> Self:
         """Few CTAs have narrow blocks, so that there are more of them, with all rows in flight."""
-        if not gpu.filled_by(math.prod(cls().grid(p)), 12):
+        if not options.gpu.filled_by(math.prod(cls().grid(p)), 12):
             return cls(256, 32)
         return cls(128, 32) if p.S == 1 and dtype.itemsize > 2 else cls()

@@ -1,7 +1,7 @@
-"""step_sums in Triton, for keys: sum_s kbar_s of each chunk, from which n_c follows.
+"""step_sums in Triton: sums of weighted rows over each chunk, such as kbar, from which n follows.
 
 Grid (NC, B * NH). XLA is not used for it, because it may turn this sum into a product and transpose
-the keys in memory.
+the rows in memory.
 
 Bytes: tokens K itemsize.
 """
@@ -33,7 +33,7 @@ def _key_sums_kernel(
 
 
 def step_sums(x: Operands, *, call: Launch) -> Array:
-    """Runs the stage: ``stages/step_sums.py``, for keys."""
+    """Runs the stage: ``stages/step_sums.py``."""
     p = call.problem
     return kernel_call(
         _key_sums_kernel,

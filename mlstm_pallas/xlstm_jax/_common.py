@@ -18,12 +18,12 @@ from mlstm_pallas.formulas import gates
 from mlstm_pallas.formulas.gates import ChunkGates, LocalGates
 from mlstm_pallas.formulas.normaliser import at_least, normaliser_gradients, query_scale
 from mlstm_pallas.planning.backend import requested_backend
-from mlstm_pallas.planning.call_spec import CallSpec, Plan, call_spec
+from mlstm_pallas.planning.call_spec import CallSpec, Plan, call_spec, launch_of, plan_of
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.dispatch import lowerings, stage
 from mlstm_pallas.planning.options import CHECKS, Options
 from mlstm_pallas.prepare import pad
-from mlstm_pallas.problem.arrays import Cotangents, Inputs, LastStates, Residuals, StoredStates
+from mlstm_pallas.problem.arrays import Cotangents, Inputs, Residuals, States, StoredStates
 from mlstm_pallas.problem.dimensions import InputGate, accumulator_dtype
 from mlstm_pallas.problem.validation import (
     INPUT_DTYPES,
@@ -44,6 +44,8 @@ from mlstm_pallas.schedules.sharding import on_shards, sharded_alike
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.stage import FIELDS, ScaledRows
+from mlstm_pallas.vectors.chunk_gates import joined_gates, local_gates, stabilisers
+from mlstm_pallas.vectors.scan import Scan, by_chunk
 
 # The dimensions of arguments and results. States at chunk boundaries may include the last one.
 CONTRACTS = shapes_by_name(
@@ -265,7 +267,7 @@ class _Shard:
     def core(self, name: str, **options: Any) -> Any:
         """Runs a stage of the core. Its operands are found in x by name; None: x lacks them."""
         operands = STAGES[name].operands
-        run = stage(name, self.plan.launches(name))
+        run = stage(name, {name: launch_of(self.spec, name, self.plan.lowering)})
         return run(operands(*map(self.x.get, operands._fields)), **options)
 
     @property
@@ -284,28 +286,29 @@ class _Shard:
         (B * NH, NC, L). vecB is its running sums within each chunk, which are finite. m is the
         first one (B * NH,), or those of the chunk boundaries, (B * NH, NC) or (B * NH, NC + 1).
         """
-        x, p = self.x, self.spec.problem
+        x, p, gate = self.x, self.spec.problem, InputGate.EXP
         i = x["vecI"] if "vecI" in x else x["vecM"].reshape(p.BNH, p.NC, p.L)
         m = x["scaM_initial"][:, None] if "scaM_initial" in x else x["scaM_states"]
         if "vecB" in x:
             e, zeros = gates.two_sum(i, -x["vecB"]), jnp.zeros_like(i)
             e_max = lax.associative_scan(gates.max_two_floats, e, axis=-1)
             local = LocalGates((x["vecB"], zeros), e, e_max, zeros)
-        elif x["vecF"].ndim == 2:
-            f = x["vecF"].reshape(i.shape)
-            local = gates.local_gates(*gates.log_gates(i, f, InputGate.EXP))
         else:
-            reset = x["vecF"] <= gates.MASKED
-            local = gates.local_gates(i, jnp.where(reset, 0.0, x["vecF"]), reset)
-        num_precomputed = m.shape[1] - 1
-        if num_precomputed < p.NC:
-            remainder = jax.tree.map(lambda y: y[:, num_precomputed:], local)
-            m = jnp.append(
-                m[:, :num_precomputed],
-                gates.stabiliser_scan(remainder, m[:, num_precomputed]),
-                axis=1,
-            )
-        return gates.join_chunks(local, m)
+            if x["vecF"].ndim == 2:
+                logs = gates.log_gates(i, x["vecF"].reshape(i.shape), gate)
+            else:
+                reset = x["vecF"] <= gates.MASKED
+                logs = i, jnp.where(reset, 0.0, x["vecF"]), reset
+            chunk_gates = functools.partial(local_gates, Scan(p.L), is_start=None, input_gate=gate)
+            local = by_chunk(chunk_gates)(*logs)
+        count = m.shape[1] - 1  # chunks with a known m
+        if count < p.NC:
+            g, a = (y[:, count:, -1] for y in gates.summary(local))
+            m_after = jax.vmap(functools.partial(stabilisers, Scan(p.NC - count)))
+            m = jnp.append(m, m_after(g, a, m[:, count]), axis=1)
+        joined = by_chunk(lambda local, *m: joined_gates(Scan(p.L), local, m, gate))
+        per_step, gamma = joined(local, m[:, :-1], m[:, 1:])
+        return gates.as_chunk_gates(per_step, gamma, m)
 
     def recurrent_fw_C(self) -> Arrays:
         """The states at the chunk boundaries, C in the kernel dtype; the last ones in float32."""
@@ -328,7 +331,7 @@ class _Shard:
             options |= dict(output_dtype=self.output_dtype)
             first = self.plan.lowering
             if first.folder == "mosaic_gpu":  # whose kernel writes H in its own dtype alone
-                self.plan = Plan(self.spec, lowerings(first)[1])
+                self.plan = plan_of(self.spec, lowerings(first)[1])
         H, z = self.core("parallel_fw_H", **options)
         m = self.x["vecM"]
         den = at_least(jnp.abs(z), normaliser.floor(m))
@@ -381,17 +384,19 @@ class _Shard:
         spec = dataclasses.replace(self.spec, recompute_states_in_bw=C is None)
         # dz is 0, so n does not matter.
         n_states = jnp.zeros((p.BNH, p.NC, p.DHQK), n.dtype)
+        q, k, v, i, f, c, n, m = (x[name] for name in GRADIENTS)
         residuals = Residuals(
-            Inputs(*(x[name] for name in GRADIENTS)),
+            Inputs(q, k, v, i, f, States(c, n, m)),
             None,
             x["vecN_out"],
             StoredStates(C, n_states, None, None, None),
         )
-        last = LastStates(x.get("matDeltaC_last"), jnp.zeros_like(n), None)
+        last = States(x.get("matDeltaC_last"), jnp.zeros_like(n))
         dx = backward_schedule(
-            Plan(spec, self.plan.lowering), residuals, Cotangents(x["matDeltaH"], last)
+            plan_of(spec, self.plan.lowering), residuals, Cotangents(x["matDeltaH"], last)
         )
-        return dict(zip(GRADIENTS.values(), dx, strict=False))
+        gradients = dx.q, dx.k, dx.v, dx.i, dx.f, *dx.initial
+        return dict(zip(GRADIENTS.values(), gradients, strict=True))
 
 
 def backward(arguments: Arrays) -> tuple[jax.Array, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from mlstm_pallas.problem.annotations import Array, States
+from mlstm_pallas.problem.annotations import Array, StatesTuple
 from mlstm_pallas.xlstm_jax._common import STATES, backward, renamed, run
 from mlstm_pallas.xlstm_jax.triton_stablef import (
     _get_chunkwise_fwbw_kernel,
@@ -51,7 +51,7 @@ def _mlstm_chunkwise__recurrent_fw_C(
     matC_initial: Array | None = None, vecN_initial: Array | None = None,
     scaMinter_initial: Array | None = None, qk_scale: float | None = None, CHUNK_SIZE: int = 64,
     NUM_CHUNKS: int = 1,
-) -> States:  # fmt: skip
+) -> StatesTuple:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32.
 
     Args:

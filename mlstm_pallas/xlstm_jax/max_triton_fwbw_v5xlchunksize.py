@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mlstm_pallas.problem.annotations import Array, States
+from mlstm_pallas.problem.annotations import Array, StatesTuple
 from mlstm_pallas.xlstm_jax._common import STATES, backward, renamed, run
 from mlstm_pallas.xlstm_jax.triton_stablef import (
     _get_chunkwise_fwbw_kernel,
@@ -62,7 +62,7 @@ def mlstm_chunkwise__recurrent_fw_C(
     qk_scale: float | None = None, chunk_size: int = 64, siz_b_LKV: int | None = None,
     siz_b_DHQK: int | None = None, siz_b_DHHV: int | None = None, num_warps: int | None = None,
     num_stages: int | None = None,
-) -> States:  # fmt: skip
+) -> StatesTuple:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
     tiles = dict(siz_b_L="siz_b_LKV", siz_b_LKV="")
     return run("recurrent_fw_C", locals(), *STATES, **tiles)

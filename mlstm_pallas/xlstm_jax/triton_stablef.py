@@ -30,7 +30,7 @@ from mlstm_pallas.api import mlstm_chunkwise, typed_as
 from mlstm_pallas.fwbw import mlstm
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import Arguments, prepare
-from mlstm_pallas.problem.annotations import Array, States
+from mlstm_pallas.problem.annotations import Array, StatesTuple
 from mlstm_pallas.xlstm_jax._common import STATES, backward, run
 
 __all__ = [
@@ -50,7 +50,7 @@ def _mlstm_chunkwise__recurrent_fw_C(
     matK: Array, matV: Array, vecF: Array, vecI: Array, matC_initial: Array | None = None,
     vecN_initial: Array | None = None, scaMinter_initial: Array | None = None,
     qk_scale: float | None = None, chunk_size: int = 64, num_chunks: int = 1,
-) -> States:  # fmt: skip
+) -> StatesTuple:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
     return run("recurrent_fw_C", locals(), *STATES)
 
@@ -207,7 +207,7 @@ def mlstm_chunkwise_triton_stablef(
     return_last_states: bool = False, eps: float = 1e-6, chunk_size: int | None = 64,
     autocast_kernel_dtype: DTypeLike | None = jnp.float32, stabilize_correctly: bool = True,
     norm_val: float = 1.0,
-) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
+) -> jax.Array | tuple[jax.Array, StatesTuple]:  # fmt: skip
     """h (B, NH, S, DHV) in the dtype of q, or (h, (c, n, m)).
 
     The gradients of all eight arrays are exact. The other systems have this function under other
@@ -225,5 +225,7 @@ def mlstm_chunkwise_triton_stablef(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val
     )
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial)
-    outputs: jax.Array | tuple[jax.Array, States] = mlstm(prepare(x, options, options.layout), x)
+    outputs: jax.Array | tuple[jax.Array, StatesTuple] = mlstm(
+        prepare(x, options, options.layout), x
+    )
     return outputs

@@ -94,7 +94,7 @@ def test_the_backend_is_the_argument_then_that_of_use_backend_then_that_of_the_e
 
 def test_a_wrong_backend_of_the_environment_is_named(monkeypatch):
     monkeypatch.setenv(VARIABLE, "cuda")
-    message = f"{VARIABLE} is 'cuda', expected {option('backend')['expected'][8:]}"
+    message = f"{VARIABLE} is 'cuda', expected {option('backend').expected[8:]}"
     refused(ValueError, message, mlstm_chunkwise, *SMALL)
     refused(ValueError, message, mlstm_recurrent_step, *(x[:, :, 0] for x in SMALL))
     monkeypatch.setenv(VARIABLE, "mosaic_gpu")

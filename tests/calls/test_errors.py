@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arguments import accepted, check_arguments, stage_arrays, trace
-from oracle import PUBLIC, assert_same_bits, refusals, refused, run_python
+from oracle import (
+    PUBLIC,
+    assert_same_bits,
+    refusal,
+    refused,
+    run_python,
+)
 
 import mlstm_pallas
 from mlstm_pallas import (
@@ -132,163 +138,260 @@ HALF_STATES = WITHOUT_STATES | dict(input_gate="sigmoid", n_initial=INITIAL["n_i
 ZEROS = partial(mlstm_chunkwise, **zeros(ARRAYS))
 WIDE = partial(mlstm_chunkwise, **jax.tree.map(np.float64, zeros(ARRAYS)))
 # A kind and the whole message, then the changed arguments of mlstm_chunkwise, or another call.
-BAD_CALLS = f"""
-ValueError {SWAPPED.format("f")}
-<- BTNH | dict(layout="BTNH", f=PLAIN["f"])
+BAD_CALLS = [
+    refusal(ValueError, SWAPPED.format("f"), BTNH | dict(layout="BTNH", f=PLAIN["f"])),
+    refusal(
+        ValueError,
+        (
+            "k has shape (2, 3, 41, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16), as q has "
+            "shape (2, 3, 40, 16)"
+        ),
+        dict(k=array(2, 3, 41, 16)),
+    ),
+    refusal(
+        ValueError,
+        (
+            "k has shape (2, 1, 40, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16), as q has "
+            "shape (2, 3, 40, 16): repeat its heads, jnp.repeat(k, 3, axis=1)"
+        ),
+        dict(k=array(2, 1, 40, 16)),
+    ),
+    refusal(
+        ValueError,
+        (
+            "v has shape (2, 40, 2, 24), expected (B, S, NH, DHV) = (2, 40, 6, DHV), as q has "
+            "shape (2, 40, 6, 16): repeat its heads, jnp.repeat(v, 3, axis=2)"
+        ),
+        {**dict.fromkeys("qk", array(2, 40, 6, 16)), "v": array(2, 40, 2, 24), "layout": "BTNH"},
+    ),
+    refusal(
+        ValueError,
+        "f has shape (2, 2, 40), expected (B, NH, S) = (2, 3, 40), as q has shape (2, 3, 40, 16)",
+        dict(f=array(2, 2, 40)),
+    ),
+    refusal(
+        ValueError,
+        "q has shape (2, 3, 0, 16), expected (B, NH, S, DHQK) = (2, 3, S, DHQK) with S >= 1",
+        dict(q=array(2, 3, 0, 16)),
+    ),
+    refusal(
+        ValueError,
+        "v has shape (2, 3, 40, 0), expected (B, NH, S, DHV) = (2, 3, 40, DHV) with DHV >= 1",
+        dict(v=array(2, 3, 40, 0)),
+    ),
+    refusal(
+        ValueError,
+        "sequence_lengths has shape (3,), expected (B,) = (2,), as q has shape (2, 3, 40, 16)",
+        dict(sequence_lengths=array(3, dtype="int32")),
+    ),
+    refusal(
+        ValueError,
+        "n_initial is None, expected all initial states (c_initial, n_initial, m_initial) or none",
+        dict(n_initial=None),
+    ),
+    refusal(
+        ValueError,
+        "c_initial is None, expected all initial states (c_initial, n_initial) or none",
+        HALF_STATES,
+    ),
+    refusal(
+        ValueError,
+        (
+            "c_initial has shape (2, 4, 3, 16, 24), expected (B, N, NH, DHQK, DHV) = (2, 2, 3, 16, "
+            "24)"
+        ),
+        SEGMENTS | dict(c_initial=array(2, 4, 3, 16, 24)),
+    ),
+    refusal(
+        ValueError,
+        "num_segments is 2 without segment_ids, expected both",
+        SEGMENTS | dict(segment_ids=None),
+    ),
+    refusal(
+        ValueError,
+        "num_segments is 2 with return_last_states=False, expected return_last_states=True",
+        SEGMENTS | dict(return_last_states=False),
+    ),
+    refusal(
+        ValueError,
+        "reverse is True with num_segments 2, expected one of them",
+        SEGMENTS | dict(reverse=True),
+    ),
+    refusal(
+        ValueError,
+        "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\"",
+        dict(normalize=False),
+    ),
+    refusal(
+        ValueError,
+        (
+            "eps is an integer of 16610 bits, expected 0 or a number from 1.1754944e-38 to "
+            "3.4028235e+38, the range of float32"
+        ),
+        dict(eps=10**5000),
+    ),
+    refusal(
+        ValueError,
+        (
+            "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a "
+            "CPU: expected backend None or 'xla' (plain jnp), or 'interpret' (the Triton "
+            "kernels, interpreted)"
+        ),
+        partial(ZEROS, backend="triton"),
+    ),
+    refusal(
+        ValueError,
+        (
+            "device_kind is None and this process has no GPU, expected the device_kind of the GPU "
+            "to export for, such as 'NVIDIA H200'"
+        ),
+        partial(export.export, jnp.sin, 1.0, platform="cuda"),
+    ),
+    refusal(
+        ValueError,
+        "matQ has shape (1, 2, 64, 24), expected S = 64 to be 1 chunks of 16 steps",
+        stage("__parallel_bw_dQKV", num_chunks=1),
+    ),
+    refusal(TypeError, "vecN_out is a NoneType, expected an array", stage("_bw", vecN_out=None)),
+    refusal(
+        ValueError,
+        (
+            "vecN_initial, scaM_initial is None, expected all initial states (matC_initial, "
+            "vecN_initial, scaM_initial) or none"
+        ),
+        stage("_fw", vecN_initial=None, scaM_initial=None),
+    ),
+    refusal(
+        ValueError,
+        "c_initial is None with slots, expected a pool (P, NH, DHQK, DHV)",
+        pooled(mlstm_recurrent_step, **WITHOUT_STATES),
+    ),
+    refusal(
+        ValueError,
+        (
+            "n_initial has shape (2, 3, 16), expected (P, NH, DHQK) = (5, 3, 16), as c_initial has "
+            "shape (5, 3, 16, 24)"
+        ),
+        pooled(mlstm_recurrent_sequence, n_initial=STATES[1]),
+    ),
+    refusal(
+        ValueError,
+        (
+            "return_all_states is True with slots, expected False: without slots, pass the rows of "
+            "the pools, c_initial[slots] and so on"
+        ),
+        pooled(mlstm_recurrent_sequence, return_all_states=True),
+    ),
+    refusal(
+        ValueError,
+        (
+            "num_segments is 65533, expected at most 65533, the limit of a kernel's grid, or "
+            "backend 'xla'; one less with initial states and segment_ids that may be negative"
+        ),
+        SEGMENTS | dict(num_segments=MOST),
+    ),
+    refusal(
+        ValueError,
+        "lengths has 8 steps in row 1, expected at most S = 7",
+        partial(pack_lengths, [[2], [3, 5]], 7),
+    ),
+    refusal(
+        TypeError,
+        "k has dtype bfloat16, expected float32, the dtype of q",
+        dict(k=array(2, 3, 40, 16, dtype="bfloat16")),
+    ),
+    refusal(
+        TypeError,
+        "v has dtype bfloat16, expected float32, the dtype of q",
+        dict(v=array(2, 3, 40, 24, dtype="bfloat16")),
+    ),
+    refusal(
+        TypeError,
+        "k has dtype float32, expected bfloat16, the dtype of q",
+        dict(q=array(2, 3, 40, 16, dtype="bfloat16")),
+    ),
+    refusal(
+        TypeError,
+        f"autocast_kernel_dtype is float64, expected one of float32, bfloat16, float16{FLOAT64}",
+        dict(autocast_kernel_dtype="float64", backend="xla"),
+    ),
+    refusal(
+        TypeError, f"q has dtype float64, expected one of float32, bfloat16, float16{FLOAT64}", WIDE
+    ),
+    refusal(
+        TypeError,
+        "eps is Array(1.e-06, dtype=float32), expected a Python float",
+        dict(eps=jnp.float32(1e-6)),
+    ),
+    refusal(
+        TypeError,
+        "eps is traced, expected a Python float: mark it static in jit",
+        partial(jax.eval_shape, ZEROS, eps=0.5),
+    ),
+    refusal(TypeError, "c_initial is a tuple, expected an array", dict(c_initial=(1, np.zeros(1)))),
+    refusal(
+        TypeError,
+        "config.chunksize is no field, expected one like chunk_size",
+        config(chunksize=64),
+    ),
+    refusal(
+        TypeError,
+        f"{TILED}: num_warp is no field, expected one like num_warps, num_ctas",
+        tiles(num_warp=4),
+    ),
+    refusal(
+        TypeError,
+        (
+            f"{TILED} has block_k, expected some of its fields siz_b_LQ, siz_b_LKV, siz_b_DHQK, "
+            "siz_b_DHHV, num_warps, num_stages, keep_q"
+        ),
+        dict(backend="interpret", config=tiles(block_k=16)()),
+    ),
+]
 
-ValueError k has shape (2, 3, 41, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16), as q has shape
-(2, 3, 40, 16)
-<- dict(k=array(2, 3, 41, 16))
 
-ValueError k has shape (2, 1, 40, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16), as q has shape
-(2, 3, 40, 16): repeat its heads, jnp.repeat(k, 3, axis=1)
-<- dict(k=array(2, 1, 40, 16))
-
-ValueError v has shape (2, 40, 2, 24), expected (B, S, NH, DHV) = (2, 40, 6, DHV), as q has shape
-(2, 40, 6, 16): repeat its heads, jnp.repeat(v, 3, axis=2)
-<- {{**dict.fromkeys("qk", array(2, 40, 6, 16)), "v": array(2, 40, 2, 24), "layout": "BTNH"}}
-
-ValueError f has shape (2, 2, 40), expected (B, NH, S) = (2, 3, 40), as q has shape (2, 3, 40, 16)
-<- dict(f=array(2, 2, 40))
-
-ValueError q has shape (2, 3, 0, 16), expected (B, NH, S, DHQK) = (2, 3, S, DHQK) with S >= 1
-<- dict(q=array(2, 3, 0, 16))
-
-ValueError v has shape (2, 3, 40, 0), expected (B, NH, S, DHV) = (2, 3, 40, DHV) with DHV >= 1
-<- dict(v=array(2, 3, 40, 0))
-
-ValueError sequence_lengths has shape (3,), expected (B,) = (2,), as q has shape (2, 3, 40, 16)
-<- dict(sequence_lengths=array(3, dtype="int32"))
-
-ValueError n_initial is None, expected all initial states (c_initial, n_initial, m_initial) or none
-<- dict(n_initial=None)
-
-ValueError c_initial is None, expected all initial states (c_initial, n_initial) or none
-<- HALF_STATES
-
-ValueError c_initial has shape (2, 4, 3, 16, 24), expected (B, N, NH, DHQK, DHV) = (2, 2, 3, 16, 24)
-<- SEGMENTS | dict(c_initial=array(2, 4, 3, 16, 24))
-
-ValueError num_segments is 2 without segment_ids, expected both
-<- SEGMENTS | dict(segment_ids=None)
-
-ValueError num_segments is 2 with return_last_states=False, expected return_last_states=True
-<- SEGMENTS | dict(return_last_states=False)
-
-ValueError reverse is True with num_segments 2, expected one of them
-<- SEGMENTS | dict(reverse=True)
-
-ValueError normalize is False with input_gate 'exp', expected input_gate="sigmoid"
-<- dict(normalize=False)
-
-ValueError eps is an integer of 16610 bits, expected 0 or a number from 1.1754944e-38 to
-3.4028235e+38, the range of float32
-<- dict(eps=10**5000)
-
-ValueError backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a
-CPU: expected backend None or 'xla' (plain jnp), or 'interpret' (the Triton kernels, interpreted)
-<- partial(ZEROS, backend="triton")
-
-ValueError device_kind is None and this process has no GPU, expected the device_kind of the GPU to
-export for, such as 'NVIDIA H200'
-<- partial(export.export, jnp.sin, 1.0, platform="cuda")
-
-ValueError matQ has shape (1, 2, 64, 24), expected S = 64 to be 1 chunks of 16 steps
-<- stage("__parallel_bw_dQKV", num_chunks=1)
-
-TypeError vecN_out is a NoneType, expected an array
-<- stage("_bw", vecN_out=None)
-
-ValueError vecN_initial, scaM_initial is None, expected all initial states (matC_initial,
-vecN_initial, scaM_initial) or none
-<- stage("_fw", vecN_initial=None, scaM_initial=None)
-
-ValueError c_initial is None with slots, expected a pool (P, NH, DHQK, DHV)
-<- pooled(mlstm_recurrent_step, **WITHOUT_STATES)
-
-ValueError n_initial has shape (2, 3, 16), expected (P, NH, DHQK) = (5, 3, 16), as c_initial has
-shape (5, 3, 16, 24)
-<- pooled(mlstm_recurrent_sequence, n_initial=STATES[1])
-
-ValueError return_all_states is True with slots, expected False: without slots, pass the rows of the
-pools, c_initial[slots] and so on
-<- pooled(mlstm_recurrent_sequence, return_all_states=True)
-
-ValueError num_segments is 65533, expected at most 65533, the limit of a kernel's grid, or backend
-'xla'; one less with initial states and segment_ids that may be negative
-<- SEGMENTS | dict(num_segments=MOST)
-
-ValueError lengths has 8 steps in row 1, expected at most S = 7
-<- partial(pack_lengths, [[2], [3, 5]], 7)
-
-TypeError k has dtype bfloat16, expected float32, the dtype of q
-<- dict(k=array(2, 3, 40, 16, dtype="bfloat16"))
-
-TypeError v has dtype bfloat16, expected float32, the dtype of q
-<- dict(v=array(2, 3, 40, 24, dtype="bfloat16"))
-
-TypeError k has dtype float32, expected bfloat16, the dtype of q
-<- dict(q=array(2, 3, 40, 16, dtype="bfloat16"))
-
-TypeError autocast_kernel_dtype is float64, expected one of float32, bfloat16, float16{FLOAT64}
-<- dict(autocast_kernel_dtype="float64", backend="xla")
-
-TypeError q has dtype float64, expected one of float32, bfloat16, float16{FLOAT64}
-<- WIDE
-
-TypeError eps is Array(1.e-06, dtype=float32), expected a Python float
-<- dict(eps=jnp.float32(1e-6))
-
-TypeError eps is traced, expected a Python float: mark it static in jit
-<- partial(jax.eval_shape, ZEROS, eps=0.5)
-
-TypeError c_initial is a tuple, expected an array
-<- dict(c_initial=(1, np.zeros(1)))
-
-TypeError config.chunksize is no field, expected one like chunk_size
-<- config(chunksize=64)
-
-TypeError {TILED}: num_warp is no field, expected one like num_warps, num_ctas
-<- tiles(num_warp=4)
-
-TypeError {TILED} has block_k, expected some of its fields siz_b_LQ, siz_b_LKV, siz_b_DHQK,
-siz_b_DHHV, num_warps, num_stages, keep_q
-<- dict(backend="interpret", config=tiles(block_k=16)())
-"""
-
-
-@pytest.mark.parametrize(("kind", "message", "bad"), [*refusals(BAD_CALLS)])
+@pytest.mark.parametrize(("kind", "message", "bad"), BAD_CALLS)
 def test_bad_calls(kind, message, bad):
-    bad = eval(bad)
     call = bad if callable(bad) else partial(trace, mlstm_chunkwise, ARRAYS | bad)
     refused(kind, message, call)
 
 
 LENGTHS, ROWS, DESCENDS = np.array([3, 41]), np.array([4, 4]), np.repeat([[0, 1], [2, 1]], 20, 1)
 # What is said of wrong values, and by which function.
-INDICES = """
-ValueError sequence_lengths[1] is 41, expected 0 to S = 40
-<- mlstm_chunkwise, dict(sequence_lengths=LENGTHS)
-
-ValueError sequence_lengths[0] is -3, expected 0 to S = 40
-<- mlstm_recurrent_sequence, dict(sequence_lengths=-LENGTHS)
-
-ValueError segment_ids[1, 20] is 1, expected no id below an earlier one, as num_segments is set
-<- mlstm_chunkwise, dict(segment_ids=DESCENDS, num_segments=2, return_last_states=True)
-
-ValueError slots[1] is 4, expected -1 for none, or a row below P = 5 that no entry before it has
-<- mlstm_recurrent_step, dict(slots=ROWS)
-
-ValueError slots[0] is 5, expected -1 for none, or a row below P = 5 that no entry before it has
-<- mlstm_recurrent_sequence, dict(slots=ROWS + 1)
-"""
+INDICES = [
+    refusal(
+        ValueError,
+        "sequence_lengths[1] is 41, expected 0 to S = 40",
+        (mlstm_chunkwise, dict(sequence_lengths=LENGTHS)),
+    ),
+    refusal(
+        ValueError,
+        "sequence_lengths[0] is -3, expected 0 to S = 40",
+        (mlstm_recurrent_sequence, dict(sequence_lengths=-LENGTHS)),
+    ),
+    refusal(
+        ValueError,
+        "segment_ids[1, 20] is 1, expected no id below an earlier one, as num_segments is set",
+        (mlstm_chunkwise, dict(segment_ids=DESCENDS, num_segments=2, return_last_states=True)),
+    ),
+    refusal(
+        ValueError,
+        "slots[1] is 4, expected -1 for none, or a row below P = 5 that no entry before it has",
+        (mlstm_recurrent_step, dict(slots=ROWS)),
+    ),
+    refusal(
+        ValueError,
+        "slots[0] is 5, expected -1 for none, or a row below P = 5 that no entry before it has",
+        (mlstm_recurrent_sequence, dict(slots=ROWS + 1)),
+    ),
+]
 
 
 @pytest.mark.parametrize("values", ["numpy", "device", "traced"])
-@pytest.mark.parametrize(("kind", "message", "call"), [*refusals(INDICES)])
+@pytest.mark.parametrize(("kind", "message", "call"), INDICES)
 def test_wrong_indices_are_refused_with_their_place(monkeypatch, kind, message, call, values):
     """Reading arrays on a device would wait for them, so MLSTM_PALLAS_CHECKS asks for it."""
-    function, bad = eval(call)
+    function, bad = call
     x = zeros(arrays_of(function, 5 if "slots" in bad else B))
     arrays = {name: y for name, y in bad.items() if isinstance(y, np.ndarray)}
     run = partial(function, **x | {name: bad[name] for name in bad.keys() - arrays}, backend="xla")

@@ -25,9 +25,8 @@ from oracle import (
     lowered_for_cuda,
     oracle,
     outputs_and_gradients,
+    param,
     random_inputs,
-    row_of,
-    rows_of,
     strict,
     token_at,
     tolerance,
@@ -118,78 +117,6 @@ def inputs_of(
     return x, None if index is None else jnp.asarray(index, slots)
 
 
-# Backend, B, NH, S, DHQK, DHV, inputs, and options of run_of and of the call.
-CALLS = """
-interpret 2,3,1,32,64
-interpret 1,2,1,40,37 columns=16  # tiles that divide neither
-interpret 1,2,1,40,37 columns=16, inputs=BFLOAT16
-xla 1,2,1,40,37 inputs=BFLOAT16
-interpret 1,2,1,40,37 columns=64  # one CTA per head
-interpret 1,1,1,300,64  # five row blocks
-interpret 1,1,1,1,1
-xla 0,2,1,16,8
-interpret 0,2,1,16,8
-triton 0,2,1,16,8
-None 0,2,1,16,8
-interpret 1,2,1,16,8 **EMPTY
-interpret 1,2,1,16,8 **EMPTY, input_gate="sigmoid"
-interpret 2,4,3,20,24 eps=0.1, norm_val=0.0
-interpret 2,4,3,20,24 norm_val=40.0, stabilize_correctly=False
-interpret 2,4,3,20,24 eps=0.01, norm_val=2.0, normalize=False, **SIGMOID
-interpret 2,4,3,20,24 eps=0.01, norm_val=2.0, columns=16, **SIGMOID  # two CTAs
-xla 2,4,3,20,24 eps=0.01, norm_val=2.0, **SIGMOID
-interpret 2,4,3,20,24 inputs=dict(dtype="bfloat16", states=False)  # from zeros
-xla 2,4,3,20,24 layout="BTNH", eps=0.1
-xla 2,4,3,20,24 wide=True
-xla 2,4,3,16,8 eps=0.1, inputs=dict(resets=True, m=-np.inf)  # nothing is stored at first
-# All float16: it is rounded once, at the end.
-xla 2,4,1,32,64 inputs=dict(dtype="float16")
-interpret 2,4,1,32,64 inputs=dict(dtype="float16", dtypes=HALF)
-# A stabiliser that is rounded costs no digits.
-xla 2,4,6,16,8 eps=0.0, inputs=ROUNDED_M
-interpret 2,4,6,16,8 eps=0.0, inputs=ROUNDED_M
-triton 2,4,6,16,8 eps=0.0, inputs=ROUNDED_M
-xla 2,3,1,48,80 joined=True
-xla 2,3,1,48,80 joined=True, **SIGMOID
-interpret 2,3,1,48,80 joined=True
-interpret 2,3,1,48,80 joined=True, **SIGMOID
-interpret 2,3,1,48,80 joined=True, columns=16
-interpret 2,3,1,48,80 joined=True, columns=16, **SIGMOID
-triton 2,3,1,48,80 joined=True, columns=16
-triton 2,3,1,48,80 joined=True, **SIGMOID
-
-xla 3,2,3,16,16 lengths=[2, 0, 9]
-interpret 3,2,3,16,16 lengths=[2, 0, 9], layout="BTNH", **SIGMOID
-triton 3,2,3,16,16 lengths=[2, 0, 9], layout="BTNH"
-# Pools of states.
-xla 5,2,1,40,37 inputs=dict(rows=5)
-xla 5,2,1,40,37 inputs=BFLOAT16 | dict(rows=5, m_initial=False), input_gate="sigmoid"
-xla 5,2,1,40,37 inputs=dict(rows=200, slots="int8"), joined=True
-xla 5,2,3,40,37 inputs=dict(rows=5), lengths=[2, 3, 0, 1, 9], layout="BTNH"
-interpret 5,2,1,40,37 inputs=dict(rows=5)
-interpret 5,2,1,40,37 inputs=dict(rows=5, m_initial=False), columns=16, input_gate="sigmoid"
-interpret 5,2,1,40,37 inputs=dict(rows=200, slots="int8"), joined=True, columns=16
-interpret 5,2,1,40,37 inputs=BFLOAT16 | dict(rows=5, dtypes=["float16", "bfloat16"]), columns=16
-interpret 5,2,3,40,37 inputs=dict(rows=5), lengths=[2, 3, 0, 1, 9], layout="BTNH"
-triton 5,2,1,40,37 inputs=dict(rows=200, slots="int8"), joined=True, columns=16
-triton 5,2,1,40,37 inputs=BFLOAT16 | dict(rows=5, dtypes=["float16", "bfloat16"])
-triton 5,2,3,40,37 inputs=dict(rows=5), lengths=[2, 3, 0, 1, 9], layout="BTNH"
-triton 64,8,1,256,512 inputs=dict(rows=192)
-triton 64,8,1,256,512 inputs=BFLOAT16 | dict(rows=192)
-triton 3,8,1,333,500 inputs=dict(rows=7)
-# Real sizes and odd ones.
-triton 2,4,3,128,256 inputs=BFLOAT16
-triton 2,4,3,64,64
-triton 2,4,3,256,512
-triton 2,4,3,96,192 inputs=BFLOAT16
-triton 2,4,3,1024,1024
-triton 2,4,3,1,1 inputs=BFLOAT16
-triton 2,4,3,20,37
-triton 2,4,3,333,500 inputs=BFLOAT16
-triton 2,4,3,500,333
-triton 2,4,1,128,256 inputs=dict(dtype="float16")
-triton 2,4,1,128,256 inputs=dict(dtype="float16", dtypes=HALF)
-"""
 SIGMOID = dict(input_gate="sigmoid", inputs=dict(m_initial=False, i_scale=3.0, resets=True))
 EMPTY = dict(eps=0.0, norm_val=0.0, inputs=dict(states=False, i_shift=-np.inf))
 BFLOAT16 = dict(dtype="bfloat16", dtypes=["bfloat16"] * 2)
@@ -197,12 +124,105 @@ HALF = ["float16"] * 3
 ROUNDED_M = dict(i_scale=4.0, dtypes=["float32", "float32", "bfloat16"])
 
 
-def on_backends(table):
-    """Lines that begin with a backend, as parameters of a test."""
-    for line in rows_of(table):
-        marks = [pytest.mark.gpu] * line.startswith("triton")
-        marks += [pytest.mark.smoke] * line.startswith("triton 2,4,3,128,256")
-        yield pytest.param(line, marks=marks)
+def on(backend, shape, **options):
+    """Parameters of a test: where it runs, B, NH, S, DHQK, DHV, and options of check."""
+    triton = backend == "triton"
+    marks = [pytest.mark.gpu] * triton
+    marks += [pytest.mark.smoke] * (triton and shape == (2, 4, 3, 128, 256))
+    return param(backend, shape, marks=marks, **options)
+
+
+CALLS = [
+    on("interpret", (2, 3, 1, 32, 64)),
+    on("interpret", (1, 2, 1, 40, 37), columns=16),  # tiles that divide neither
+    on("interpret", (1, 2, 1, 40, 37), columns=16, inputs=BFLOAT16),
+    on("xla", (1, 2, 1, 40, 37), inputs=BFLOAT16),
+    on("interpret", (1, 2, 1, 40, 37), columns=64),  # one CTA per head
+    on("interpret", (1, 1, 1, 300, 64)),  # five row blocks
+    on("interpret", (1, 1, 1, 1, 1)),
+    on("xla", (0, 2, 1, 16, 8)),
+    on("interpret", (0, 2, 1, 16, 8)),
+    on("triton", (0, 2, 1, 16, 8)),
+    on(None, (0, 2, 1, 16, 8)),
+    on("interpret", (1, 2, 1, 16, 8), **EMPTY),
+    on("interpret", (1, 2, 1, 16, 8), **EMPTY, input_gate="sigmoid"),
+    on("interpret", (2, 4, 3, 20, 24), eps=0.1, norm_val=0.0),
+    on("interpret", (2, 4, 3, 20, 24), norm_val=40.0, stabilize_correctly=False),
+    on("interpret", (2, 4, 3, 20, 24), eps=0.01, norm_val=2.0, normalize=False, **SIGMOID),
+    # two CTAs
+    on("interpret", (2, 4, 3, 20, 24), eps=0.01, norm_val=2.0, columns=16, **SIGMOID),
+    on("xla", (2, 4, 3, 20, 24), eps=0.01, norm_val=2.0, **SIGMOID),
+    # from zeros
+    on("interpret", (2, 4, 3, 20, 24), inputs=dict(dtype="bfloat16", states=False)),
+    on("xla", (2, 4, 3, 20, 24), layout="BTNH", eps=0.1),
+    on("xla", (2, 4, 3, 20, 24), wide=True),
+    # nothing is stored at first
+    on("xla", (2, 4, 3, 16, 8), eps=0.1, inputs=dict(resets=True, m=-np.inf)),
+    # All float16: it is rounded once, at the end.
+    on("xla", (2, 4, 1, 32, 64), inputs=dict(dtype="float16")),
+    on("interpret", (2, 4, 1, 32, 64), inputs=dict(dtype="float16", dtypes=HALF)),
+    # A stabiliser that is rounded costs no digits.
+    on("xla", (2, 4, 6, 16, 8), eps=0.0, inputs=ROUNDED_M),
+    on("interpret", (2, 4, 6, 16, 8), eps=0.0, inputs=ROUNDED_M),
+    on("triton", (2, 4, 6, 16, 8), eps=0.0, inputs=ROUNDED_M),
+    on("xla", (2, 3, 1, 48, 80), joined=True),
+    on("xla", (2, 3, 1, 48, 80), joined=True, **SIGMOID),
+    on("interpret", (2, 3, 1, 48, 80), joined=True),
+    on("interpret", (2, 3, 1, 48, 80), joined=True, **SIGMOID),
+    on("interpret", (2, 3, 1, 48, 80), joined=True, columns=16),
+    on("interpret", (2, 3, 1, 48, 80), joined=True, columns=16, **SIGMOID),
+    on("triton", (2, 3, 1, 48, 80), joined=True, columns=16),
+    on("triton", (2, 3, 1, 48, 80), joined=True, **SIGMOID),
+    on("xla", (3, 2, 3, 16, 16), lengths=[2, 0, 9]),
+    on("interpret", (3, 2, 3, 16, 16), lengths=[2, 0, 9], layout="BTNH", **SIGMOID),
+    on("triton", (3, 2, 3, 16, 16), lengths=[2, 0, 9], layout="BTNH"),
+    # Pools of states.
+    on("xla", (5, 2, 1, 40, 37), inputs=dict(rows=5)),
+    on(
+        "xla",
+        (5, 2, 1, 40, 37),
+        inputs=BFLOAT16 | dict(rows=5, m_initial=False),
+        input_gate="sigmoid",
+    ),
+    on("xla", (5, 2, 1, 40, 37), inputs=dict(rows=200, slots="int8"), joined=True),
+    on("xla", (5, 2, 3, 40, 37), inputs=dict(rows=5), lengths=[2, 3, 0, 1, 9], layout="BTNH"),
+    on("interpret", (5, 2, 1, 40, 37), inputs=dict(rows=5)),
+    on(
+        "interpret",
+        (5, 2, 1, 40, 37),
+        inputs=dict(rows=5, m_initial=False),
+        columns=16,
+        input_gate="sigmoid",
+    ),
+    on(
+        "interpret", (5, 2, 1, 40, 37), inputs=dict(rows=200, slots="int8"), joined=True, columns=16
+    ),
+    on(
+        "interpret",
+        (5, 2, 1, 40, 37),
+        inputs=BFLOAT16 | dict(rows=5, dtypes=["float16", "bfloat16"]),
+        columns=16,
+    ),
+    on("interpret", (5, 2, 3, 40, 37), inputs=dict(rows=5), lengths=[2, 3, 0, 1, 9], layout="BTNH"),
+    on("triton", (5, 2, 1, 40, 37), inputs=dict(rows=200, slots="int8"), joined=True, columns=16),
+    on("triton", (5, 2, 1, 40, 37), inputs=BFLOAT16 | dict(rows=5, dtypes=["float16", "bfloat16"])),
+    on("triton", (5, 2, 3, 40, 37), inputs=dict(rows=5), lengths=[2, 3, 0, 1, 9], layout="BTNH"),
+    on("triton", (64, 8, 1, 256, 512), inputs=dict(rows=192)),
+    on("triton", (64, 8, 1, 256, 512), inputs=BFLOAT16 | dict(rows=192)),
+    on("triton", (3, 8, 1, 333, 500), inputs=dict(rows=7)),
+    # Real sizes and odd ones.
+    on("triton", (2, 4, 3, 128, 256), inputs=BFLOAT16),
+    on("triton", (2, 4, 3, 64, 64)),
+    on("triton", (2, 4, 3, 256, 512)),
+    on("triton", (2, 4, 3, 96, 192), inputs=BFLOAT16),
+    on("triton", (2, 4, 3, 1024, 1024)),
+    on("triton", (2, 4, 3, 1, 1), inputs=BFLOAT16),
+    on("triton", (2, 4, 3, 20, 37)),
+    on("triton", (2, 4, 3, 333, 500), inputs=BFLOAT16),
+    on("triton", (2, 4, 3, 500, 333)),
+    on("triton", (2, 4, 1, 128, 256), inputs=dict(dtype="float16")),
+    on("triton", (2, 4, 1, 128, 256), inputs=dict(dtype="float16", dtypes=HALF)),
+]
 
 
 def of_entries(slots, lengths):
@@ -272,10 +292,9 @@ def check(backend, *shape, inputs=(), wide=False, lengths=None, **options):
         assert not np.any(y[z == 0])
 
 
-@pytest.mark.parametrize("line", [*on_backends(CALLS)])
-def test_a_step_is_one_of_the_recurrence(line):
-    backend, shape, options = row_of(line, 2, globals())
-    check(None if backend == "None" else backend, *map(int, shape.split(",")), **options)
+@pytest.mark.parametrize(("backend", "shape", "options"), CALLS)
+def test_a_step_is_one_of_the_recurrence(backend, shape, options):
+    check(backend, *shape, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -316,29 +335,27 @@ def test_any_gates_and_stabilisers(backend):
 # ---------------- memory
 
 
-# Gate, dtype, DHQK, DHV, and the rows of a pool; 0: none.
-IN_PLACE = """
-exp bfloat16 20 37 0
-sigmoid float32 20 37 0
-exp float32 300 500 0
-sigmoid bfloat16 300 500 0
-exp float32 40 37 5
-sigmoid float32 40 37 5
-"""
+# The rows are those of a pool; 0: none.
+IN_PLACE = [
+    ("exp", "bfloat16", 20, 37, 0),
+    ("sigmoid", "float32", 20, 37, 0),
+    ("exp", "float32", 300, 500, 0),
+    ("sigmoid", "bfloat16", 300, 500, 0),
+    ("exp", "float32", 40, 37, 5),
+    ("sigmoid", "float32", 40, 37, 5),
+]
 
 
-@pytest.mark.parametrize("line", rows_of(IN_PLACE))
-def test_a_step_is_one_launch_in_place(line):
+@pytest.mark.parametrize(("input_gate", "dtype", "DHQK", "DHV", "rows"), IN_PLACE)
+def test_a_step_is_one_launch_in_place(input_gate, dtype, DHQK, DHV, rows):
     """It writes the states where it reads them. Several CTAs of a head read n and m from a copy;
     only n and m of slots are gathered."""
-    input_gate, dtype, *sizes = line.split()
-    *heads, rows = map(int, sizes)
-    x, slots = inputs_of(5, 2, 1, *heads, rows=rows, dtype=dtype)
+    x, slots = inputs_of(5, 2, 1, DHQK, DHV, rows=rows, dtype=dtype)
     step = functools.partial(mlstm_recurrent_step, input_gate=input_gate, backend="triton")
     run = jax.jit(lambda slots, *token: step(*token, slots=slots))
     text = lowered_for_cuda(run, slots, *token_at(x, 0).values())
     operations = {*re.findall(r"stablehlo\.(\w+)[ (]", text)} - {"reshape"}
-    copies, copied = {"broadcast_in_dim", "concatenate", "constant", "convert"}, heads[0] == 300
+    copies, copied = {"broadcast_in_dim", "concatenate", "constant", "convert"}, DHQK == 300
     if not rows:
         assert operations <= {"custom_call"} | (copies if copied else set())
         assert ("concatenate" in operations) == copied

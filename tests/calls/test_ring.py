@@ -1,6 +1,7 @@
 """Steps with a ring buffer against the recurrence in float64; drafts; flushes."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +23,10 @@ from oracle import (
     lowered_for_cuda,
     mesh_of,
     oracle,
+    param,
     random_inputs,
-    refusals,
+    refusal,
     refused,
-    row_of,
-    rows_of,
     slow,
     swapped,
     tolerance,
@@ -34,6 +34,7 @@ from oracle import (
 
 from mlstm_pallas import (
     KernelConfig,
+    RingStates,
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
     mlstm_ring_flush,
@@ -98,23 +99,22 @@ SMALL = KernelConfig(triton_ring_step=dict(siz_b_DHQK=16, siz_b_DHHV=16))
 
 
 # T, then options.
-CASES = """
-1 dtype="float32", heads=(80, 37)
-3 dtype="bfloat16"
-4 dtype="float32", gate="sigmoid"
-4 dtype="float32", gate="sigmoid", normalize=False
-3 dtype="bfloat16", state_dtype="bfloat16", length=16
-3 dtype="float16", state_dtype="float16", layout="BTNH"
-2 dtype="float32", slots=True
-"""
+CASES = [
+    param(1, dtype="float32", heads=(80, 37)),
+    param(3, dtype="bfloat16"),
+    param(4, dtype="float32", gate="sigmoid"),
+    param(4, dtype="float32", gate="sigmoid", normalize=False),
+    param(3, dtype="bfloat16", state_dtype="bfloat16", length=16),
+    param(3, dtype="float16", state_dtype="float16", layout="BTNH"),
+    param(2, dtype="float32", slots=True),
+]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("line", rows_of(CASES))
-def test_calls_are_the_recurrence(backend, line):
+@pytest.mark.parametrize(("T", "options"), CASES)
+def test_calls_are_the_recurrence(backend, T, options):
     """Odd head sizes, with resets and masked tokens at any place of the ring."""
-    T, options = row_of(line, 1)
-    check_calls(int(T), backend, SMALL, **options)
+    check_calls(T, backend, SMALL, **options)
 
 
 def check_calls(
@@ -294,45 +294,76 @@ def test_float64():
     assert_close(in_float64(run, x), oracle(x)[0], 1e-13)
 
 
-MESSAGES = """
-ValueError q has 5 tokens, expected at most 4, half the ring's length 8
-<- mlstm_ring_step(*tokens, states)
-
-TypeError states is a tuple, expected RingStates, as mlstm_ring_states returns them
-<- mlstm_ring_step(*first, tuple(states))
-
-ValueError states.n has shape (2, 2, 15), expected (B, NH, DHQK) = (2, 2, 16), as states.c has shape
-(2, 2, 16, 8)
-<- mlstm_ring_flush(states._replace(n=states.n[..., 1:]))
-
-TypeError k has dtype float32, expected bfloat16, that of the ring
-<- mlstm_ring_step(*first, ring_of(x, dtype="bfloat16"))
-
-ValueError accepted has shape (3,), expected (B,) = (2,), as q has shape (2, 2, 2, 16)
-<- mlstm_ring_step(*first, states, accepted=np.zeros(3, int))
-
-ValueError slots[1] is 1, expected -1 for none, or a row below P = 2 that no entry before it has
-<- mlstm_ring_step(*first, states, slots=np.array([1, 1]))
-
-TypeError accepted has dtype float64, expected an integer dtype
-<- mlstm_ring_step(*first, states, accepted=np.zeros(2))
-
-ValueError length is 12, expected a power of two from 8 to 64
-<- ring_of(x, length=12)
-
-TypeError states.fill has dtype float32, expected int32
-<- mlstm_ring_step(*first, states._replace(fill=states.m))
-
-TypeError states.start has dtype float32, expected int32
-<- mlstm_ring_flush(states._replace(start=states.m))
-
-ValueError m has values other than 0 with input_gate 'sigmoid', expected None or zeros
-<- ring_of(x, input_gate="sigmoid")
-"""
+class Arguments(NamedTuple):
+    inputs: dict[str, jax.Array]
+    tokens: list[jax.Array]
+    states: RingStates
+    first: list[jax.Array]  # two tokens
 
 
-@pytest.mark.parametrize(("kind", "message", "call"), [*refusals(MESSAGES)])
+MESSAGES = [
+    refusal(
+        ValueError,
+        "q has 5 tokens, expected at most 4, half the ring's length 8",
+        lambda x: mlstm_ring_step(*x.tokens, x.states),
+    ),
+    refusal(
+        TypeError,
+        "states is a tuple, expected RingStates, as mlstm_ring_states returns them",
+        lambda x: mlstm_ring_step(*x.first, tuple(x.states)),
+    ),
+    refusal(
+        ValueError,
+        (
+            "states.n has shape (2, 2, 15), expected (B, NH, DHQK) = (2, 2, 16), as states.c has "
+            "shape (2, 2, 16, 8)"
+        ),
+        lambda x: mlstm_ring_flush(x.states._replace(n=x.states.n[..., 1:])),
+    ),
+    refusal(
+        TypeError,
+        "k has dtype float32, expected bfloat16, that of the ring",
+        lambda x: mlstm_ring_step(*x.first, ring_of(x.inputs, dtype="bfloat16")),
+    ),
+    refusal(
+        ValueError,
+        "accepted has shape (3,), expected (B,) = (2,), as q has shape (2, 2, 2, 16)",
+        lambda x: mlstm_ring_step(*x.first, x.states, accepted=np.zeros(3, int)),
+    ),
+    refusal(
+        ValueError,
+        "slots[1] is 1, expected -1 for none, or a row below P = 2 that no entry before it has",
+        lambda x: mlstm_ring_step(*x.first, x.states, slots=np.array([1, 1])),
+    ),
+    refusal(
+        TypeError,
+        "accepted has dtype float64, expected an integer dtype",
+        lambda x: mlstm_ring_step(*x.first, x.states, accepted=np.zeros(2)),
+    ),
+    refusal(
+        ValueError,
+        "length is 12, expected a power of two from 8 to 64",
+        lambda x: ring_of(x.inputs, length=12),
+    ),
+    refusal(
+        TypeError,
+        "states.fill has dtype float32, expected int32",
+        lambda x: mlstm_ring_step(*x.first, x.states._replace(fill=x.states.m)),
+    ),
+    refusal(
+        TypeError,
+        "states.start has dtype float32, expected int32",
+        lambda x: mlstm_ring_flush(x.states._replace(start=x.states.m)),
+    ),
+    refusal(
+        ValueError,
+        "m has values other than 0 with input_gate 'sigmoid', expected None or zeros",
+        lambda x: ring_of(x.inputs, input_gate="sigmoid"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "message", "call"), MESSAGES)
 def test_messages(kind, message, call):
     x = random_inputs(16, 2, 2, 5, 16, 8)
-    names = dict(x=x, tokens=tokens_of(x), states=ring_of(x), first=tokens_of(x, 0, 2))
-    refused(kind, message, eval, call, globals() | names)
+    refused(kind, message, call, Arguments(x, tokens_of(x), ring_of(x), tokens_of(x, 0, 2)))

@@ -102,8 +102,9 @@ MESHES = {
 }
 
 
-def exchanged(passes=2, sums=0, segment_starts=0, m=True, sliced=False):
-    """How many collectives there are: one for C, one for n, and in the forward pass one for m.
+def exchanged(shards, passes=2, sums=0, segment_starts=0, m=True, sliced=False):
+    """How many collectives there are: one per other shard for C, one for n, and in the forward pass
+    one for m.
 
     starts: of packed segments, which are gathered; m: not with the sigmoid gate; sliced: whether
     the sums of C are exchanged in slices.
@@ -111,7 +112,8 @@ def exchanged(passes=2, sums=0, segment_starts=0, m=True, sliced=False):
     counts = {
         "all-gather": segment_starts,
         "all-to-all": 2 * passes * sliced,
-        "all-reduce": sums + passes * (2 - sliced) + m,
+        "collective-permute": 0 if sliced else passes * (shards - 1),
+        "all-reduce": sums + passes + m,
     }
     return {name: count for name, count in counts.items() if count}
 
@@ -135,16 +137,39 @@ def test_what_devices_exchange_and_hold(sliced, monkeypatch):
         S = (32 if sliced else 16) * devices
         x = random_inputs(0, B, NH, S, DHQK, DHV, states=False).values()
         run = h_over(mesh_of_shards(devices), chunk_size=16, backend="xla")
-        compiled = compiled_for(results_of(run), x, exchanged(sliced=sliced))
+        compiled = compiled_for(results_of(run), x, exchanged(devices, sliced=sliced))
         received = sum(
             4 * math.prod(map(int, dims.split(",")))
             for shapes, _ in COLLECTIVE.findall(compiled.as_text())
             for dims in re.findall(r"f32\[([\d,]+)\]", shapes)
         )  # bytes of a device
-        of_C = 2 * DHQK * DHV * (2 if sliced else devices)
+        of_C = 2 * DHQK * DHV * (2 if sliced else devices - 1)
         assert received == 4 * B * NH * (of_C + devices * (2 * DHQK + 6))
         held.append(compiled.memory_analysis().temp_size_in_bytes)
     assert not sliced or held[1] < 1.25 * held[0]
+
+
+@pytest.mark.parametrize("NC", [5, 16, 64])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dC_of_later_shards_reaches_every_chunk_with_a_decay(NC, dtype):
+    """The decays of one head never vanish, those of the other do 3 chunks before the end. An inf in
+    dC of later shards reaches no chunk of decay 0."""
+    rng = np.random.default_rng(NC)
+    dC = rng.standard_normal((2, NC, 3, 4)).astype(dtype)
+    dC_after = rng.standard_normal((2, 3, 4)).astype("float32")
+    dC_after[1, 2, 3] = np.inf
+    decays = np.full((2, NC), 0.9, "float32") ** np.arange(NC)[::-1]
+    decays[1, : NC - 3] = 0
+    for heads in (slice(0, 2), slice(0, 1), slice(1, 2)):
+        x = dC[heads], decays[heads], dC_after[heads]
+        result = jax.jit(distributed._with_later_shards)(*x)
+        added = np.zeros_like(dC[heads], "float32")
+        decayed = x[1] > 0
+        terms = x[1][..., None, None] * np.where(np.isinf(x[2]), 0, x[2])[:, None]
+        added[decayed] = (terms + np.where(np.isinf(x[2]), np.inf, 0)[:, None])[decayed]
+        expected = (x[0].astype("float32") + added).astype(dtype)
+        eps = float(jnp.finfo(dtype).eps)  # of a sum of terms below 8
+        np.testing.assert_allclose(*map(np.float64, (result, expected)), rtol=eps, atol=8 * eps)
 
 
 @functools.cache
@@ -159,7 +184,7 @@ def compiled_over(shards):
         patch.setattr(planning, "SUMMARY_STEPS", 16)
         in_slices(patch, 3)
         x = sharded(CASES["open"].values(), *shardings)
-        compiled = compiled_for(run, x, exchanged(sums=2, sliced=shards == 4))
+        compiled = compiled_for(run, x, exchanged(shards, sums=2, sliced=shards == 4))
     return lambda *x: compiled(*sharded(x, *shardings))
 
 
@@ -211,7 +236,7 @@ def test_kernels_on_shards_that_are_no_multiple_of_the_chunk():
     mesh = mesh_of((2, 4), names="bs")
     x = CASES["resets"].values()
     run = results_of(over(mesh, axis_names="s", **INTERPRETED))
-    result = on_mesh(run, [*x], [P("b")], mesh, exchanged=exchanged(sums=3))
+    result = on_mesh(run, [*x], [P("b")], mesh, exchanged=exchanged(4, sums=3))
     check(result, alone(*x), x)
 
 
@@ -224,7 +249,7 @@ def test_splits_of_a_shard_take_their_products_from_its_summary():
     split = over(mesh_of_shards(2), config=config, **INTERPRETED | {"chunk_size": 32})
     x = random_inputs(0, 1, 1, 128, DHQK, DHV, f_shift=6.0).values()
     run = jax.jit(split)
-    result = compiled_for(run, x, exchanged(passes=1, sums=1))(*x)
+    result = compiled_for(run, x, exchanged(2, passes=1, sums=1))(*x)
     compare(OUTPUTS, *map(jax.tree.leaves, (result, jax.jit(whole)(*x))), BOUND)
     launches = compile_report.equations(run.trace(*x).jaxpr.jaxpr, "pallas_call")
     names = Counter(x.params["name"] for x in launches)
@@ -312,7 +337,7 @@ def test_gpus_give_the_numbers_of_one(gpus, backend, dtype):
     x = list(random_inputs(0, *shape, dtype=dtype, f_shift=OPEN_GPU).values())
     split = results_of(over(mesh_of_shards(gpus, platform="gpu"), backend=backend))
     compiled = split.lower(*x).compile()
-    assert {*collectives(compiled)} <= {"all-reduce"}
+    assert {*collectives(compiled)} <= {"all-reduce", "collective-permute"}
     assert (compiled.as_text().count(f'"{MOSAIC_CALL}"') >= 8) == (
         backend == "mosaic_gpu"
     )  # all stages of both passes
@@ -347,7 +372,7 @@ def test_packed_sequences_and_lengths_over_four_devices(backend, gate):
         return swapped(h), states
 
     sums = 2 if backend == "xla" else 3  # without check_vma jax sums the states' cotangents too
-    counts = exchanged(sums=sums, segment_starts=1, m=not gate)
+    counts = exchanged(4, sums=sums, segment_starts=1, m=not gate)
     result, expected = compiled_for(results_of(split), x, counts)(*x), results_of(whole)(*x)
     assert_nothing_beyond(lengths, result, dict(zip(NAMES, result[4:], strict=False)))
     # The gradient of m_initial is one number per head, zero but for rounding.

@@ -232,8 +232,8 @@ CHANGES = dict(
     **dict(stabilize_correctly=False, norm_val=0.5, input_gate="exp", normalize=False),
     **dict(recompute_states_in_bw=False, layout="BTNH", backend="interpret", num_segments=2),
     **dict(config=KernelConfig(fused=True), state_dtype="float16", reverse=True, gpu=HOPPER),
-    **dict(problem=SPEC.problem.in_chunks_of(16), dtype=np.dtype("float16"), front=1),
-    **dict(pooled=True),
+    **dict(problem=SPEC.problem.in_chunks_of(16), dtype=np.dtype("float16"), negative_segments=1),
+    **dict(pooled=True, steps=63, stage="recurrent_step", scan=(16, 2)),
 )
 CONFIGS = dict(chunk_size=32, precision=jax.lax.Precision.HIGH, fused=False, num_splits=2)
 CONFIGS["batch_invariant"] = True

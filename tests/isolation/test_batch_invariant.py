@@ -23,6 +23,7 @@ from mlstm_pallas import (
     mlstm_ring_states,
     mlstm_ring_step,
 )
+from mlstm_pallas.planning.call_spec import launch_of
 from mlstm_pallas.problem.gpu import known_gpu
 
 CONFIG = KernelConfig(batch_invariant=True)
@@ -46,8 +47,9 @@ def chunkwise_plan(B, S, backend, config):
 def step_plan(B, T, backend, config):
     """Of steps of T tokens, which have no chunks."""
     p = Problem(B, 8, T, 256, 512, T, 1 / 16)
-    plan = dataclasses.replace(spec_for(B, T, backend, config), problem=p).plan
-    return tiles_in({name: plan.launch(name) for name in ("recurrent_step", "ring_step")})
+    spec, names = spec_for(B, T, backend, config), ("recurrent_step", "ring_step")
+    spec = dataclasses.replace(spec, problem=p)
+    return tiles_in({name: launch_of(spec, name, spec.lowering) for name in names})
 
 
 @pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])

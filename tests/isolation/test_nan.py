@@ -33,7 +33,6 @@ BATCH, HEAD, COLUMN = 1, 0, 3
 STEP = 37  # inside the second chunk, inside a tile
 OTHERS = np.array([[True, True], [False, True]])  # the other heads
 TILES = KernelConfig(
-    triton_chunk_gates=dict(siz_b_LQ=16),
     triton_parallel_fw_H=dict(
         siz_b_LQ=16, siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, keep_q=False
     ),

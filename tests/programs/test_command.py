@@ -55,7 +55,7 @@ scaling_benchmark --backend=triton: --backend=triton needs a GPU
 compile_report --device=K80: flag --device=K80: unknown K80, known are A100,
 compile_report --chunk_size=48: chunk_size is 48, expected a power of two
 compile_report --heads=64: flag --heads=64: cannot read the head sizes '64', expected DHQK/DHV
-compile_report --stage=nonsense: --stage: no stage nonsense in fwd, there are chunk_gates,
+compile_report --stage=nonsense: --stage: no stage nonsense in fwd, there are chunk_summaries,
 compile_report --direction=step --variant=packed: --variant: a step has no variant packed
 kernel_benchmark --shape=8k: flag --shape=8k: unknown shape '8k', known are 7b-8k
 kernel_benchmark --impl=cuda: flag --impl=cuda: unknown cuda, known are

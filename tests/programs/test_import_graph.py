@@ -22,6 +22,7 @@ LAYERS = (
     ("planning",),
     ("triton", "mosaic_gpu"),
     ("stages",),
+    ("vectors",),
     ("formulas",),
     ("problem",),
 )
@@ -31,7 +32,7 @@ PALLAS = "jax.experimental.pallas"
 # Modules that import others by computed names, and where those are.
 LAZY = {
     "planning.dispatch": ("stages", *LOWERINGS),
-    "stages": ("stages",),
+    "stages": ("stages", "vectors"),
 }
 
 

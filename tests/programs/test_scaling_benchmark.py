@@ -28,7 +28,9 @@ def test_figures_of_the_devices_that_could_run(monkeypatch):
     monkeypatch.setattr(scaling, "mlstm_chunkwise", quick_mlstm)
     monkeypatch.setattr(scaling.Spread, "oracle", staticmethod(quick_mlstm))
     shapes = benchmark_runs.timed(monkeypatch)
-    code, (one, two, four) = run("--devices=4,1,2", "--mode=weak-batch", "--repeats=3")
+    code, (one, two, four) = run(
+        "--devices=4,1,2", "--mode=weak-batch", "--repeats=3", "--mean_f=4"
+    )
     assert (code, one.get("ms"), shapes) == (0, None, [(4, 2, 32, 16), (8, 2, 32, 16)])
     assert one["note"].startswith("skipped: ")
     assert one["note"].endswith(": RESOURCE_EXHAUSTED: 9 GiB")
@@ -42,6 +44,19 @@ def test_figures_of_the_devices_that_could_run(monkeypatch):
 def test_other_errors_of_the_device_are_failures(monkeypatch):
     error = jax.errors.JaxRuntimeError("no such\nthing")
     monkeypatch.setattr(scaling.Spread, "inputs", mock.Mock(side_effect=error))
-    code, [row] = run("--devices=1", "--mode=weak-batch")
+    code, [row] = run("--devices=1", "--mode=weak-batch", "--mean_f=4")
     assert (code, row["status"]) == (1, "failed")
     assert row["note"].endswith(": no such thing")
+
+
+def test_rows_for_gates_that_close_and_for_gates_that_stay_open(monkeypatch):
+    monkeypatch.setattr(scaling, "mlstm_chunkwise", quick_mlstm)
+    monkeypatch.setattr(scaling.Spread, "oracle", staticmethod(quick_mlstm))
+    drawn = []
+    inputs = scaling.Spread.inputs
+    monkeypatch.setattr(scaling.Spread, "inputs", lambda *x: drawn.append(inputs(*x)) or drawn[-1])
+    code, rows = run("--devices=1", "--mode=weak-batch", "--repeats=1", "--dtype=float32")
+    assert code == 0
+    assert [row["mean_f"] for row in rows] == [4, 10]
+    closing, stays_open = (x.f for x in drawn[1::2])  # after those of the check, one head
+    assert abs(stays_open - closing - 6).max() < 1e-5

@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 import xlstm_checkpoint as checkpoint
 import xlstm_model as model
-from oracle import assert_close, row_of, rows_of
+from oracle import (
+    assert_close,
+    param,
+)
 from safetensors.numpy import save_file
 from test_xlstm_7b import FOLDER, ROUNDING, all_tensors, read
 
@@ -69,14 +72,21 @@ TO_XLSTM = "backbone.embeddings", "embedding"
 OLDER = (".q.", ".query."), (".k.", ".key."), (".v.", ".value.")
 SIGING = "chunkwise--triton_xl_chunk_siging"
 # What config.json has unlike the fixture's, and the model's tensors as the file has them.
-SAME = """
-fused fused(TENSORS) weight_mode="fused"
-older renamed(TENSORS,*OLDER) num_blocks=None, embedding_dim=None, v_dim_factor=2
-first TENSORS num_hidden_layers=None, hidden_size=None
-out_norm_all_the_same TENSORS add_out_norm=False
-kernels TENSORS chunkwise_kernel="parallel--native_stablef_custbw", \
-sequence_kernel="native_sequence__triton", step_kernel="triton"
-"""
+SAME = [
+    param(fused(TENSORS), id="fused", weight_mode="fused"),
+    param(
+        renamed(TENSORS, *OLDER), id="older", num_blocks=None, embedding_dim=None, v_dim_factor=2
+    ),
+    param(TENSORS, id="first", num_hidden_layers=None, hidden_size=None),
+    param(TENSORS, id="out_norm_all_the_same", add_out_norm=False),
+    param(
+        TENSORS,
+        id="kernels",
+        chunkwise_kernel="parallel--native_stablef_custbw",
+        sequence_kernel="native_sequence__triton",
+        step_kernel="triton",
+    ),
+]
 
 
 def write(folder, file=TENSORS, **changed):
@@ -84,16 +94,9 @@ def write(folder, file=TENSORS, **changed):
     save_file(file, folder / "model.safetensors")
 
 
-def write_row(folder, line):
-    """Writes the files of a line; returns its name."""
-    name, tensors, changed = row_of(line, 2, globals())
-    write(folder, eval(tensors), **changed)
-    return name
-
-
-@pytest.mark.parametrize("line", rows_of(SAME))
-def test_files_that_have_the_same_model(line, tmp_path):
-    write_row(tmp_path, line)
+@pytest.mark.parametrize(("tensors", "changed"), SAME)
+def test_files_that_have_the_same_model(tensors, changed, tmp_path):
+    write(tmp_path, tensors, **changed)
     (config, params), (expected_config, expected) = read(tmp_path), read(FOLDER)
     assert config == dataclasses.replace(expected_config, add_out_norm=config.add_out_norm)
     jax.tree.map(np.testing.assert_array_equal, params, expected)
@@ -116,17 +119,30 @@ def check(folder, name):
     assert_close(logits[0], last, ROUNDING + rounding)
 
 
-OF_TRANSFORMERS = """
-capless TENSORS gate_soft_cap=None, output_logit_soft_cap=None
-biased_sigmoid fused(biased(False)) use_bias=True, input_gate="sigmoid"
-sigmoid_float16 without_out_norm(TENSORS) chunkwise_kernel=SIGING, add_out_norm=False, \
-inference_state_dtype="float16"
-"""
+OF_TRANSFORMERS = [
+    param("capless", TENSORS, id="capless", gate_soft_cap=None, output_logit_soft_cap=None),
+    param(
+        "biased_sigmoid",
+        fused(biased(False)),
+        id="biased_sigmoid",
+        use_bias=True,
+        input_gate="sigmoid",
+    ),
+    param(
+        "sigmoid_float16",
+        without_out_norm(TENSORS),
+        id="sigmoid_float16",
+        chunkwise_kernel=SIGING,
+        add_out_norm=False,
+        inference_state_dtype="float16",
+    ),
+]
 
 
-@pytest.mark.parametrize("line", rows_of(OF_TRANSFORMERS))
-def test_checkpoints_of_transformers(line, tmp_path):
-    check(tmp_path, write_row(tmp_path, line))
+@pytest.mark.parametrize(("name", "tensors", "changed"), OF_TRANSFORMERS)
+def test_checkpoints_of_transformers(name, tensors, changed, tmp_path):
+    write(tmp_path, tensors, **changed)
+    check(tmp_path, name)
 
 
 YAML = """
@@ -151,20 +167,41 @@ inference_state_dtype: "float32"
 
 
 # The tensors, and what YAML has of use_bias, add_out_norm, both caps and the kernel.
-OF_XLSTM = """
-sigmoid fused(TENSORS) use_bias="false", add_out_norm="true", cap="15", kernel=SIGING
-biased biased(True) use_bias="true", add_out_norm="true", cap="null", \
-kernel="chunkwise--native_custbw"
-biased_sigmoid_no_out_norm fused(without_out_norm(biased(True))) use_bias="true", \
-add_out_norm="false", cap="", kernel=SIGING
-"""
+OF_XLSTM = [
+    param(
+        "sigmoid",
+        fused(TENSORS),
+        id="sigmoid",
+        use_bias="false",
+        add_out_norm="true",
+        cap="15",
+        kernel=SIGING,
+    ),
+    param(
+        "biased",
+        biased(True),
+        id="biased",
+        use_bias="true",
+        add_out_norm="true",
+        cap="null",
+        kernel="chunkwise--native_custbw",
+    ),
+    param(
+        "biased_sigmoid_no_out_norm",
+        fused(without_out_norm(biased(True))),
+        id="biased_sigmoid_no_out_norm",
+        use_bias="true",
+        add_out_norm="false",
+        cap="",
+        kernel=SIGING,
+    ),
+]
 
 
-@pytest.mark.parametrize("line", rows_of(OF_XLSTM))
-def test_checkpoints_of_xlstm(line, tmp_path):
-    name, tensors, values = row_of(line, 2, globals())
+@pytest.mark.parametrize(("name", "tensors", "values"), OF_XLSTM)
+def test_checkpoints_of_xlstm(name, tensors, values, tmp_path):
     (tmp_path / "config.yaml").write_text(YAML.format(**values))
-    file = renamed(eval(tensors), TO_XLSTM)
+    file = renamed(tensors, TO_XLSTM)
     names = [*file]  # in parts, as it writes large ones
     for n in range(2):
         save_file({name: file[name] for name in names[n::2]}, tmp_path / f"model_{n}.safetensors")
@@ -174,24 +211,34 @@ def test_checkpoints_of_xlstm(line, tmp_path):
 DOWN = "backbone.blocks.1.ffn.proj_down.weight"
 PART = "backbone.blocks.1.mlstm_layer.qkv_opreact.weight"
 # The tensors of a file, and what is said of them.
-WRONG = r"""
-fused(TENSORS) | {PART: fused(TENSORS)[PART][1:]} <- mlstm_layer.qkv_opreact.weight is F32 \
-\[383, 64\], and config.json makes it \[384, 64\]
-renamed(fused(TENSORS), (PART, "other")) <- lacks 4 .*k\.weight,
-TENSORS | {DOWN: TENSORS[DOWN].T.copy()} <- proj_down.weight is F32 \[96, 64\], .* \[64, 96\]
-TENSORS | {DOWN: TENSORS[DOWN].astype("int8")} <- proj_down.weight is I8, expected one of F32, BF16
-TENSORS | {DOWN: TENSORS[DOWN].astype("float64")} <- safetensors: .* is F64, expected one of F32,
-TENSORS | dict(foreign=TENSORS[DOWN]) <- has, unlike the model, 1 tensors: foreign
-fused(TENSORS) | TENSORS <-  is in (\S+model.safetensors) and in \1
-biased(True) <- unlike the model, .*\.bias
-without_out_norm(TENSORS) <- lacks 1 tensors: .*out_norm\.weight
-"""
+WRONG = [
+    (
+        fused(TENSORS) | {PART: fused(TENSORS)[PART][1:]},
+        r"mlstm_layer.qkv_opreact.weight is F32 \[383, 64\], and config.json makes it \[384, 64\]",
+    ),
+    (renamed(fused(TENSORS), (PART, "other")), r"lacks 4 .*k\.weight,"),
+    (
+        TENSORS | {DOWN: TENSORS[DOWN].T.copy()},
+        r"proj_down.weight is F32 \[96, 64\], .* \[64, 96\]",
+    ),
+    (
+        TENSORS | {DOWN: TENSORS[DOWN].astype("int8")},
+        r"proj_down.weight is I8, expected one of F32, BF16",
+    ),
+    (
+        TENSORS | {DOWN: TENSORS[DOWN].astype("float64")},
+        r"safetensors: .* is F64, expected one of F32,",
+    ),
+    (TENSORS | dict(foreign=TENSORS[DOWN]), r"has, unlike the model, 1 tensors: foreign"),
+    (fused(TENSORS) | TENSORS, r" is in (\S+model.safetensors) and in \1"),
+    (biased(True), r"unlike the model, .*\.bias"),
+    (without_out_norm(TENSORS), r"lacks 1 tensors: .*out_norm\.weight"),
+]
 
 
-@pytest.mark.parametrize("line", rows_of(WRONG.replace("\\\n", "")))
-def test_wrong_files_are_named(line, tmp_path):
-    tensors, message = line.split(" <- ")
-    write(tmp_path, eval(tensors))
+@pytest.mark.parametrize(("tensors", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_files_are_named(tensors, message, tmp_path):
+    write(tmp_path, tensors)
     with pytest.raises(checkpoint.CheckpointError, match=message):
         read(tmp_path)
 

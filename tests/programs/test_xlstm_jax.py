@@ -22,10 +22,9 @@ from oracle import (
     compare,
     in_float64,
     oracle,
+    param,
     random_inputs,
     refused,
-    row_of,
-    rows_of,
     slow,
     tolerance,
 )
@@ -257,33 +256,173 @@ BUFFERS = dict.fromkeys(("matc_states", "vecn_states", "scaminter_states"))
 NOT_STORED = dict.fromkeys(("matc_states", "matc_all", "scam_states", "vecm_out"))
 TILES = dict.fromkeys(("siz_b_lq", "siz_b_lkv", "siz_b_dhqk", "siz_b_dhhv"), 16)
 BOTH = dict(return_last_states=True, return_all_states=True)
-CASES = """
-v3 __recurrent_fw_C C+n+M **BUFFERS
-v5 __recurrent_fw_C C+n+M **BUFFERS
-stablef __recurrent_fw_C C+n+M **BUFFERS
-v3 __parallel_fw_H h+den shorter=True
-v5 __parallel_fw_Hintra h+den
-v5 __parallel_fw_Hintra h+den **TILES | dict(siz_b_dhhv=32, num_warps=2, num_stages=1)
-stablef __parallel_fw_H h+den+m
-v3 _fw h+den+m_last+C_last+n_last+m_last+C+n+M scale=None, **BOTH
-v5 _fw h+den+m+C_last+n_last+m_last+C+n+M scale=None, **BOTH
-stablef _fw h+den+m+C_last+n_last+m_last+C+n+M scale=None, **BOTH
-v3 __recurrent_bw_dC dC
-v5 __recurrent_bw_dC dC
-stablef __recurrent_bw_dC dC_rest+dC_first
-v3 __parallel_bw_dQKV dq+dk+dv
-stablef __parallel_bw_dQKV dq+dk+dv dtype="bfloat16"
-stablef __parallel_bw_dQKV dq+dk+dv dtype="bfloat16", shorter=True
-v5 __parallel_bw_dQ dq **TILES
-v5 __parallel_bw_dK dk **TILES
-v5 __parallel_bw_dV dv **TILES
-v3 _bw gradients shorter=True
-v5 _bw gradients shorter=True
-stablef _bw gradients shorter=True
-v3 _bw gradients scale=None, **NOT_STORED
-v5 _bw gradients scale=None, **NOT_STORED
-stablef _bw gradients scale=None, **NOT_STORED
-"""
+CASES = [
+    param(
+        "v3",
+        "__recurrent_fw_C",
+        (
+            "C",
+            "n",
+            "M",
+        ),
+        **BUFFERS,
+    ),
+    param(
+        "v5",
+        "__recurrent_fw_C",
+        (
+            "C",
+            "n",
+            "M",
+        ),
+        **BUFFERS,
+    ),
+    param(
+        "stablef",
+        "__recurrent_fw_C",
+        (
+            "C",
+            "n",
+            "M",
+        ),
+        **BUFFERS,
+    ),
+    param(
+        "v3",
+        "__parallel_fw_H",
+        (
+            "h",
+            "den",
+        ),
+        shorter=True,
+    ),
+    param(
+        "v5",
+        "__parallel_fw_Hintra",
+        (
+            "h",
+            "den",
+        ),
+    ),
+    param(
+        "v5",
+        "__parallel_fw_Hintra",
+        (
+            "h",
+            "den",
+        ),
+        **TILES | dict(siz_b_dhhv=32, num_warps=2, num_stages=1),
+    ),
+    param(
+        "stablef",
+        "__parallel_fw_H",
+        (
+            "h",
+            "den",
+            "m",
+        ),
+    ),
+    param(
+        "v3",
+        "_fw",
+        (
+            "h",
+            "den",
+            "m_last",
+            "C_last",
+            "n_last",
+            "m_last",
+            "C",
+            "n",
+            "M",
+        ),
+        scale=None,
+        **BOTH,
+    ),
+    param(
+        "v5",
+        "_fw",
+        (
+            "h",
+            "den",
+            "m",
+            "C_last",
+            "n_last",
+            "m_last",
+            "C",
+            "n",
+            "M",
+        ),
+        scale=None,
+        **BOTH,
+    ),
+    param(
+        "stablef",
+        "_fw",
+        (
+            "h",
+            "den",
+            "m",
+            "C_last",
+            "n_last",
+            "m_last",
+            "C",
+            "n",
+            "M",
+        ),
+        scale=None,
+        **BOTH,
+    ),
+    param("v3", "__recurrent_bw_dC", ("dC",)),
+    param("v5", "__recurrent_bw_dC", ("dC",)),
+    param(
+        "stablef",
+        "__recurrent_bw_dC",
+        (
+            "dC_rest",
+            "dC_first",
+        ),
+    ),
+    param(
+        "v3",
+        "__parallel_bw_dQKV",
+        (
+            "dq",
+            "dk",
+            "dv",
+        ),
+    ),
+    param(
+        "stablef",
+        "__parallel_bw_dQKV",
+        (
+            "dq",
+            "dk",
+            "dv",
+        ),
+        dtype="bfloat16",
+    ),
+    param(
+        "stablef",
+        "__parallel_bw_dQKV",
+        (
+            "dq",
+            "dk",
+            "dv",
+        ),
+        dtype="bfloat16",
+        shorter=True,
+    ),
+    param("v5", "__parallel_bw_dQ", ("dq",), **TILES),
+    param("v5", "__parallel_bw_dK", ("dk",), **TILES),
+    param("v5", "__parallel_bw_dV", ("dv",), **TILES),
+    param("v3", "_bw", ("gradients",), shorter=True),
+    param("v5", "_bw", ("gradients",), shorter=True),
+    param("stablef", "_bw", ("gradients",), shorter=True),
+    param("v3", "_bw", ("gradients",), scale=None, **NOT_STORED),
+    param("v5", "_bw", ("gradients",), scale=None, **NOT_STORED),
+    param("stablef", "_bw", ("gradients",), scale=None, **NOT_STORED),
+]
 
 
 def bound(name, dtype):
@@ -294,9 +433,8 @@ def bound(name, dtype):
 
 
 @pytest.mark.parametrize("backend", [None, slow("interpret")], ids=str)
-@pytest.mark.parametrize("line", rows_of(CASES))
-def test_values(line, backend):
-    system, name, results, changes = row_of(line, 3, globals())
+@pytest.mark.parametrize(("system", "name", "results", "changes"), CASES)
+def test_values(system, name, results, changes, backend):
     dtype = changes.get("dtype", "float32")
     expected = case(dtype, changes.get("scale", SCALE))[-1]
     C, n, m = states_of(expected)
@@ -304,7 +442,8 @@ def test_values(line, backend):
     expected = expected | dict(C=C, n=n, M=m, dC=fused(dC), dC_first=dC[:, :, 0])
     expected |= dict(C_last=C[:, :, -DHQK:], n_last=n[:, :, -DHQK:], m_last=m[..., -1])
     expected |= dict(dC_rest=fused(dC[:, :, 1:]), den=expected["den"] + EPS * (system == "stablef"))
-    results = [f"d{x}" for x in NAMES] if results == "gradients" else results.split("+")
+    if results == ("gradients",):
+        results = [f"d{x}" for x in NAMES]
     with use_backend(backend):
         built = jax.tree.leaves(run(SYSTEMS[system], name, **changes))
     for x, y in zip(results, built, strict=True):
@@ -312,33 +451,40 @@ def test_values(line, backend):
 
 
 WITHOUT_STATES = dict.fromkeys(("matc_initial", "vecn_initial", "scam_initial", "matdeltac_last"))
-# Of results, with q, k, v and dh in bfloat16.
-DTYPES = """
-v3 __recurrent_fw_C bfloat16+float32+float32 **BUFFERS
-v3 __recurrent_fw_C float32+float32+bfloat16 **OF_BUFFERS
-v3 __parallel_fw_H bfloat16+float32
-v5 __parallel_fw_Hintra float32+float32
-v5 __parallel_fw_Hintra bfloat16+float32 output_dtype="bfloat16"
-v3 __parallel_bw_dQKV bfloat16+bfloat16+bfloat16
-v5 __parallel_bw_dQ float32
-v5 __parallel_bw_dK float32
-v5 __parallel_bw_dV float32
-v5 __parallel_bw_dQ bfloat16 output_dtype="bfloat16"
-v5 __parallel_bw_dK bfloat16 output_dtype="bfloat16"
-v5 __parallel_bw_dV bfloat16 output_dtype="bfloat16"
-v3 _bw bfloat16+bfloat16+bfloat16+float32+float32 **NOT_STORED, **WITHOUT_STATES
-"""
+
+
+def dtypes_of_results(buffers):
+    """Of calls with q, k, v and dh in bfloat16."""
+    return [
+        ("v3", "__recurrent_fw_C", "bfloat16+float32+float32", dict(**BUFFERS)),
+        ("v3", "__recurrent_fw_C", "float32+float32+bfloat16", dict(**buffers)),
+        ("v3", "__parallel_fw_H", "bfloat16+float32", dict()),
+        ("v5", "__parallel_fw_Hintra", "float32+float32", dict()),
+        ("v5", "__parallel_fw_Hintra", "bfloat16+float32", dict(output_dtype="bfloat16")),
+        ("v3", "__parallel_bw_dQKV", "bfloat16+bfloat16+bfloat16", dict()),
+        ("v5", "__parallel_bw_dQ", "float32", dict()),
+        ("v5", "__parallel_bw_dK", "float32", dict()),
+        ("v5", "__parallel_bw_dV", "float32", dict()),
+        ("v5", "__parallel_bw_dQ", "bfloat16", dict(output_dtype="bfloat16")),
+        ("v5", "__parallel_bw_dK", "bfloat16", dict(output_dtype="bfloat16")),
+        ("v5", "__parallel_bw_dV", "bfloat16", dict(output_dtype="bfloat16")),
+        (
+            "v3",
+            "_bw",
+            "bfloat16+bfloat16+bfloat16+float32+float32",
+            dict(**NOT_STORED, **WITHOUT_STATES),
+        ),
+    ]
 
 
 def test_dtypes_of_results():
     expected = case("bfloat16", SCALE)[-1]  # made here, not while a function is traced
     dtypes = "float32", "float32", "bfloat16"
     buffers = map(np.zeros, (x.shape for x in states_of(expected)), dtypes)
-    names = globals() | dict(OF_BUFFERS=dict(zip(BUFFERS, buffers, strict=True)))
-    for line in rows_of(DTYPES):
-        system, name, dtypes, changes = row_of(line, 3, names)
+    rows = dtypes_of_results(dict(zip(BUFFERS, buffers, strict=True)))
+    for system, name, dtypes, changes in rows:
         built = jax.eval_shape(partial(run, SYSTEMS[system], name, "bfloat16", **changes))
-        assert [y.dtype.name for y in jax.tree.leaves(built)] == dtypes.split("+"), line
+        assert [y.dtype.name for y in jax.tree.leaves(built)] == dtypes.split("+"), (system, name)
 
 
 @ALL_SYSTEMS

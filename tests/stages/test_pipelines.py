@@ -3,12 +3,14 @@
 It is not found in those of the package: test_compile_report.py.
 """
 
+import types
+
 import compile_report
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
-from stage_calls import Launch, Lowering, Problem, tiles_class
+from stage_calls import Launch, Lowering, Problem
 from worker import ProcessEnded
 
 from mlstm_pallas.formulas.tiles import dot, loop
@@ -33,7 +35,7 @@ def product_and_sum(matA, matB, products, sums, *, call):
 def test_a_tile_that_feeds_a_product_and_plain_arithmetic_is_found():
     pytest.importorskip("triton")
     array = jax.ShapeDtypeStruct
-    tiles = tiles_class("chunk_gates", "triton")(num_warps=4, num_stages=3)
+    tiles = types.SimpleNamespace(num_warps=4, num_stages=3)
     outputs = dict(products=(array((D, D), "float32"), "00"), sums=(array((D,), "float32"), "0"))
     call = Launch(Problem(1, 1, D, D, D, D, 1.0), tiles, None, Lowering.TRITON)
 

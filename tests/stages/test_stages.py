@@ -36,12 +36,13 @@ from stage_calls import (
     normaliser_gradients,
     only,
     plain,
+    plain_form,
     row_of,
     run_stage,
     tiles_class,
 )
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, stages
+from mlstm_pallas import KernelConfig, mlstm_chunkwise
 
 HEADS, DHQK, DHV = 2, 32, 64
 
@@ -101,7 +102,7 @@ class Case:
         return inputs
 
     def run(self, name, inputs, lowering=Lowering.XLA, tiles=None, **options):
-        parameters = inspect.signature(getattr(getattr(stages, name), name)).parameters
+        parameters = inspect.signature(plain_form(name)).parameters
         options = {key: x for key, x in self.options.items() if key in parameters} | options
         if name == "recurrent_bw_dC":
             options["matH"] = inputs["matH"]
@@ -221,7 +222,8 @@ def check_line(line, lowering=Lowering.INTERPRET, **of_case):
 # Most of the default tiles are tested in bfloat16, most others in float32. Interpreted, what a
 # kernel reads beyond an array is NaN.
 CALLS = [
-    param("chunk_gates", (64, 2, 32, 64), **F32, siz_b_LQ=16),
+    param("chunk_gates", (64, 2, 32, 64), **F32),
+    param("chunk_gates", (64, 2, 32, 64), **F32, num_warps=2),
     param(
         "recurrent_fw_C",
         (16, 8, 32, 64),
@@ -434,16 +436,19 @@ def roundings(backend, **config):
     return ", ".join([*dict.fromkeys(result), f"XLA {between}"])
 
 
-BACKWARD = "parallel_bw_dP hhhfffhf 4, {}recurrent_bw_dC hh 2, parallel_bw_dQKV hfhfhf 3, XLA {}"
+# Of the outputs of gates three or two are workspace.
+GATES = "chunk_summaries fffff 0, stabiliser_scan fff 0, chunk_gates fffffffffff 0, "
+BACKWARD = "chunk_gates ffffffffffff 0, parallel_bw_dP hhhfffhf 4, {}recurrent_bw_dC hh 2, "
+BACKWARD += "parallel_bw_dQKV hfhfhf 3, XLA {}"
 
 
 def test_what_triton_kernels_round():
     """h once, not in each of eight launches of the scan."""
     assert roundings("triton", fused=True, triton_recurrent_fw_H=dict(state_rows=32)) == (
-        "chunk_gates fffffff 0, stabiliser_scan f 0, key_sums f 0, parallel_fw_P hfhf 3, "
+        GATES + "key_sums f 0, parallel_fw_P hfhf 3, "
         "recurrent_fw_H f 1, recurrent_fw_H h 2, " + BACKWARD.format("split_products hf 2, ", 1)
     )
     assert roundings("triton", fused=False) == (
-        "chunk_gates fffffff 0, stabiliser_scan f 0, split_products hf 2, recurrent_fw_C h 1, "
+        GATES + "split_products hf 2, recurrent_fw_C h 1, "
         "key_sums f 0, parallel_fw_H hf 2, " + BACKWARD.format("", 2)
     )

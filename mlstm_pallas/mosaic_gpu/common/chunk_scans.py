@@ -1,4 +1,4 @@
-"""Scans over the steps of each chunk, for ``chunk_gates.py`` and ``step_gradients.py``.
+"""``vectors.scan.Scan`` on Mosaic GPU: scans over the steps of each chunk.
 
 A thread holds whole rows of up to 4 consecutive steps, 16 bytes, which it reads and writes at once.
 A scan first runs inside the rows. The totals of the rows then meet in shared memory, in
@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.common.launch import load, plgpu, write
+from mlstm_pallas.vectors.scan import Join
 
 LANES = 128  # per warpgroup
 STEPS = 4  # per row
@@ -47,37 +48,59 @@ def split_columns(x: Array) -> list[Array]:
     return [lax.slice(x, (0, k), (x.shape[0], k + 1)) for k in range(x.shape[1])]
 
 
-def scan_buffer(arrays: int, rows: int, chunk_rows: int):
-    """Shared memory of ``running``, in two slots.
+def scan_buffers(*arrays: int, rows: int, chunk_rows: int) -> list[Any]:
+    """Shared memory of scans of so many arrays at once, in two slots each.
 
     A chunk of rows before or behind those of the scan is read but not used. Each row has the
     elements of all arrays side by side. There are at least two, because a single contiguous column
     would be read by ldmatrix, which starts only at multiples of 16 bytes.
     """
-    return plgpu.SMEM((2, chunk_rows + rows, max(arrays, 2)), jnp.float32)
+    return [plgpu.SMEM((2, chunk_rows + rows, n), jnp.float32) for n in arrays]
+
+
+class Slots:
+    """The slots of ``scan_buffers``, in turns.
+
+    All threads meet after each write to a slot. So when a slot is written again, they have read it.
+    """
+
+    def __init__(self, buffers: Sequence[Any]):
+        self.buffers, self._turn = buffers, 0
+
+    def next(self, arrays: int) -> Any:
+        """The next slot of the narrowest buffer for so many arrays."""
+        self._turn = 1 - self._turn
+        fits = (x for x in self.buffers if x.shape[-1] >= arrays)
+        return min(fits, key=lambda x: x.shape[-1]).at[self._turn]
 
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """How scans go through the steps of each chunk.
+    """``vectors.scan.Scan`` of tiles (rows, steps); what it returns per chunk is such a tile, too.
 
     Attributes:
       chunk_rows: rows of a chunk, a power of two.
+      slots: shared memory.
       backward: from the last step of each chunk to its first.
     """
 
     chunk_rows: int
+    slots: Slots
     backward: bool = False
 
+    @property
+    def L(self) -> int:
+        return self.chunk_rows * STEPS
+
     def _neighbours(
-        self, buffer, columns: Sequence[Array], edges: Sequence[Any]
+        self, columns: Sequence[Array], edges: Sequence[Any]
     ) -> Callable[[int], list[Array]]:
-        """Writes columns (rows, 1) to a slot of a ``scan_buffer``.
+        """Writes columns (rows, 1) to a slot.
 
         Returns a function of a distance in rows. It returns what the row at this distance before
         each row in the order of the scan wrote, and the edges where the chunk has no such row.
         """
-        rows = columns[0].shape[0]
+        rows, buffer = columns[0].shape[0], self.slots.next(len(columns))
         copies = buffer.shape[-1] // len(columns)
         start = 0 if self.backward else self.chunk_rows
         write(buffer.at[pl.ds(start, rows)], jnp.concatenate([*columns] * copies, axis=1))
@@ -95,63 +118,67 @@ class Scan:
 
         return at
 
-    def running(
-        self,
-        join: Callable[..., Sequence[Array]],
-        x: Sequence[Array],
-        identities: Sequence[float],
-        buffer,
-    ) -> Sequence[Array]:
-        """Inclusive scans over the steps of each chunk, with join(steps so far, further ones).
-
-        Args:
-          x: tiles (rows, steps), float32.
-          identities: the neutral element of join, per tile.
-          buffer: a ``scan_buffer``.
-        """
+    def running(self, join: Join, x: Sequence[Array], identities: Sequence[float]) -> Any:
+        """Inclusive scans over the steps of each chunk."""
+        x = [plgpu.layout_cast(y, rows_layout()) for y in x]
         columns: list[Sequence[Array]] = list(zip(*map(split_columns, x), strict=True))
         if self.backward:
             columns.reverse()
         for k in range(1, len(columns)):
             columns[k] = join(columns[k - 1], columns[k])
 
-        before, reach, slot = columns[-1], 1, 0
+        before, reach = columns[-1], 1
         while reach < self.chunk_rows:
-            at = self._neighbours(buffer.at[slot], before, identities)
+            at = self._neighbours(before, identities)
             # In the first round these are totals of rows, later of ``reach`` rows before each.
             shift = 1 if reach == 1 else 0
             distances = [shift + k * reach for k in reversed(range(_RADIX))]
             totals = [at(x) if x else before for x in distances if x < self.chunk_rows]
             before = functools.reduce(join, totals)
-            reach, slot = reach * _RADIX, 1 - slot
+            reach *= _RADIX
         columns = [join(before, column) for column in columns]
         if self.backward:
             columns.reverse()
         return [jnp.concatenate(y, axis=1) for y in zip(*columns, strict=True)]
 
-    def shifted(self, x: Array, edge, buffer) -> Array:
-        """x (rows, steps) of the preceding step; ``edge``, (rows, 1) or a number, where the chunk
-        has none. buffer: a ``scan_buffer``."""
-        columns = split_columns(x)
-        column = columns.pop(0 if self.backward else -1)
-        (neighbour,) = self._neighbours(buffer.at[0], [column], [edge])(1)
+    def sums(self, *x: Array) -> Any:
+        def add(left, x):
+            return [a + y for a, y in zip(left, x, strict=True)]
+
+        return self.running(add, x, (0.0,) * len(x))
+
+    def totals(self, *kinds: tuple[Callable[..., Array], float, Array]) -> list[Array]:
+        joins, identities, x = zip(*kinds, strict=True)
+
+        def join(left, x):
+            return [function(*pair) for function, *pair in zip(joins, left, x, strict=True)]
+
+        return self.last(*self.running(join, x, identities))
+
+    def last(self, *x: Array) -> list[Array]:
+        columns = chunk_columns(self.ends(*x), x[0].shape[0])
+        return [across(column, x[0].shape[1]) for column in columns]
+
+    def shifted(self, x: Array, edge) -> Array:
+        """x of the preceding step; ``edge``, a tile or a number, where the chunk has none."""
+        columns = split_columns(plgpu.layout_cast(x, rows_layout()))
+        first, last = (-1, 0) if self.backward else (0, -1)
+        edges = [split_columns(edge)[first] if jnp.ndim(edge) else edge]
+        (neighbour,) = self._neighbours([columns.pop(last)], edges)(1)
         columns.insert(len(columns) if self.backward else 0, neighbour)
         return jnp.concatenate(columns, axis=1)
 
-    def last_columns(self, *x: Array) -> list[Array]:
-        """The last column of each tile in the order of the scan."""
-        return [split_columns(y)[0 if self.backward else -1] for y in x]
-
-    def chunk_ends(self, columns: Sequence[Array], buffer) -> list[list[Array]]:
-        """The elements of each column in the row where each chunk's scan ends, as scalars.
-
-        columns: (rows, 1); buffer: shared (rows, columns or more).
-        """
-        write(buffer.at[:, : len(columns)], jnp.concatenate(columns, axis=1))
+    def ends(self, *x: Array) -> list[list[Array]]:
+        """The elements of each tile at the last step of each chunk, as scalars."""
+        columns = [split_columns(y)[0 if self.backward else -1] for y in x]
+        buffer, rows = self.slots.next(len(columns)), x[0].shape[0]
+        write(buffer.at[:rows, : len(columns)], jnp.concatenate(columns, axis=1))
         plgpu.commit_smem()
         first = 0 if self.backward else self.chunk_rows - 1
-        ends = range(first, columns[0].shape[0], self.chunk_rows)
-        return [[buffer[end, k] for end in ends] for k in range(len(columns))]
+        return [
+            [buffer[end, k] for end in range(first, rows, self.chunk_rows)]
+            for k in range(len(columns))
+        ]
 
 
 def chunk_columns(columns: Sequence[Sequence[Array]], rows: int) -> list[Array]:

@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.tiles import each, remainder, rounded_up
+from mlstm_pallas.formulas.tiles import fori, remainder, rounded_up
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.inline_mlir import (
     GROUP,
@@ -179,11 +179,12 @@ class CopyRing:
         ``epilogue`` receives the number.
       copies: copies(step, copy) starts the copies of a step. It calls copy(source, buffer, *index)
         for each, where index selects a part of the buffer's slot. It is None if ``steps`` is.
-      readers: the number of warpgroups that share the copying; 0: a dedicated warpgroup copies.
+      readers: the number of warpgroups that read the slots.
       item_steps: the number of steps per item. ``copies`` is then copies(item, step, copy),
         where the step is counted from the item's first.
       item: the item of the steps that are released, or the item before; None: not known. It saves a
         division per refill.
+      has_producer: whether a dedicated warpgroup copies; otherwise the readers share the copying.
     """
 
     barriers: RingBarriers
@@ -192,6 +193,7 @@ class CopyRing:
     readers: int = 2
     item_steps: int | None = None
     item: Any = None
+    has_producer: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -236,15 +238,16 @@ class CopyRing:
 
     def _by_copier(self, slot, condition, run: Callable[[], None]) -> None:
         """Calls ``run`` in the warpgroup that copies into the slot, if the condition holds."""
-        copier = remainder(slot, self.readers) if self.readers else np.int32(2)
+        readers = np.int32(self.readers)
+        copier = readers if self.has_producer else remainder(slot, self.readers)
         pl.when((lax.axis_index("wg") == copier) & condition)(run)
 
     def prologue(self) -> None:
         """Starts the copies of the first steps, one per slot."""
-        if self.readers:
+        if not self.has_producer:
 
-            @each(self.num_slots)
-            def first(step):
+            @fori(self.num_slots)
+            def fill(step):
                 self._by_copier(step, step < self.steps, lambda: self.load(step))
 
     def refill(self, *steps) -> None:
@@ -252,7 +255,7 @@ class CopyRing:
 
         A dedicated warpgroup does that by itself.
         """
-        for step in steps if self.readers else ():
+        for step in () if self.has_producer else steps:
             # The barrier keeps values derived from the step out of registers until this point.
             following = lax.optimization_barrier(step) + self.num_slots
             load = functools.partial(self.load, following)
@@ -263,7 +266,7 @@ class CopyRing:
         self.release(*steps)
         self.refill(*steps)
 
-    def multiply(self, step, issue: Callable[..., None], work=None, *, follows: Any = True):
+    def mma(self, step, issue: Callable[..., None], work=None, *, follows: Any = True):
         """Starts a step's product, which runs beside the product of the preceding step.
 
         Once the preceding product has ended, its step is released and its slot refilled. The caller

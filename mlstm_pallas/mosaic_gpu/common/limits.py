@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from mlstm_pallas.formulas.tiles import rounded_up
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import Gpu
-from mlstm_pallas.stages.stage import Tiles
+from mlstm_pallas.stages.stage import KernelOptions, Tiles
 
 KERNEL_DTYPE = jnp.dtype("bfloat16")  # float16 has the same size
 SHARED_BYTES = 232_448  # the most per CTA
@@ -22,25 +21,23 @@ class HopperTiles(Tiles):
     """The tiles of a Hopper kernel for 16-bit dtypes."""
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **options) -> Iterable[Self]:
+    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
         """Tiles to choose from, the best first."""
         return [cls()]
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **options) -> Self | None:
+    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self | None:
         if dtype.itemsize != 2:
             return None
-        return next(
-            (x for x in cls.candidates(p, gpu, **options) if x.supports(p, **options)), None
-        )
+        return next((x for x in cls.candidates(p, options) if x.supports(p, options)), None)
 
-    def scratch(self, p: Problem, dtype, **options) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
         """The kernel's shared memory and barriers by name, at most what a call may need."""
         return {}
 
-    def shared_bytes(self, p: Problem, dtype, **options) -> int:
+    def shared_bytes(self, p: Problem, dtype, options: KernelOptions) -> int:
         """Each array begins at a multiple of 1024 bytes; so do the barriers."""
-        buffers = jax.tree.leaves(self.scratch(p, dtype, **options))
+        buffers = jax.tree.leaves(self.scratch(p, dtype, options))
         sizes = [math.prod(x.shape) * x.dtype.itemsize for x in buffers if hasattr(x, "dtype")]
         return 1024 + sum(rounded_up(size, 1024) for size in sizes)
 
@@ -49,13 +46,13 @@ class HopperTiles(Tiles):
         columns = {x: y for x, y in vars(self).items() if x in ("siz_b_DHHV", "state_columns")}
         return dataclasses.replace(super().clamped(p), **columns)
 
-    def divides(self, p: Problem, **options) -> bool:
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
         """Whether the kernel has such tiles for the problem, and CUDA such a grid."""
         raise NotImplementedError
 
-    def supports(self, p: Problem, **options) -> bool:
-        fits = self.divides(p, **options)
-        return fits and self.shared_bytes(p, KERNEL_DTYPE, **options) <= SHARED_BYTES
+    def supports(self, p: Problem, options: KernelOptions) -> bool:
+        fits = self.divides(p, options)
+        return fits and self.shared_bytes(p, KERNEL_DTYPE, options) <= SHARED_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +66,7 @@ class RingTiles(HopperTiles):
         """The number of items that the CTAs share."""
         raise NotImplementedError
 
-    def grid(self, p: Problem, **options) -> tuple[int, ...]:
+    def grid(self, p: Problem) -> tuple[int, ...]:
         return (self.num_ctas,)
 
     def clamped(self, p: Problem) -> Self:

@@ -1,7 +1,7 @@
 """Launch, loader, main loop and epilogue of the persistent kernels of the backward pass.
 
-There is at most one CTA per SM, and each processes every num_ctas-th item. Two warpgroups multiply.
-Either they also share the copying, or a third warpgroup copies.
+There is at most one CTA per SM, and each processes every num_ctas-th item. Two warpgroups are the
+consumers. Either they share the copying, or a third warpgroup is the producer.
 """
 
 import types
@@ -11,7 +11,7 @@ from typing import Any
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.tiles import blocks_over, divide, each
+from mlstm_pallas.formulas.tiles import blocks_over, divide, fori
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_out, head_of, write_out
 from mlstm_pallas.mosaic_gpu.common.launch import (
@@ -31,7 +31,7 @@ class PersistentKernel:
     """A CTA of a kernel, as one of its warpgroups sees it.
 
     Attributes:
-      readers: the number of warpgroups that share the copying; 0: a third warpgroup copies.
+      has_producer: whether a third warpgroup copies; otherwise the consumers share the copying.
       refs: the references of the kernel, by name.
       program: the index of the CTA.
       num_items: the number of its items.
@@ -42,7 +42,7 @@ class PersistentKernel:
       rings: all rings whose number of steps is known from the start.
     """
 
-    readers = 2
+    has_producer = False
     ring: CopyRing
     rings: Sequence[CopyRing] = ()
 
@@ -72,12 +72,12 @@ class PersistentKernel:
             index = self.active[1][index]
         return unravel(index, self.p.NC)
 
-    def multiply(self) -> None:
-        """The work of a warpgroup that multiplies: all items, with their outputs."""
+    def consume(self) -> None:
+        """The work of a consumer: all items, with their outputs."""
         raise NotImplementedError
 
-    def copy(self) -> None:
-        """The work of the third warpgroup, if there is one."""
+    def produce(self) -> None:
+        """The work of the producer, if there is one."""
         raise NotImplementedError
 
     def clear(self, tile, *outputs) -> None:
@@ -87,20 +87,20 @@ class PersistentKernel:
         """
         if self.active is None:
             return
-        p, first = self.p, self.active[0][0]
+        p, num_active = self.p, self.active[0][0]
         write_out(tile, products.zeros(*tile.shape), 0)
 
-        @each(self.share_of(p.BNH * p.NC - first))
+        @fori(self.share_of(p.BNH * p.NC - num_active))
         def clear_chunk(index):
-            head, chunk = self.head_and_chunk(first + self.item_of(index))
+            head, chunk = self.head_and_chunk(num_active + self.item_of(index))
 
-            @each(p.L // (2 * WG_ROWS))
+            @fori(p.L // (2 * WG_ROWS))
             def clear_rows(pair):
                 rows = block(chunk * (p.L // WG_ROWS) + 2 * pair + self.wg, WG_ROWS)
                 for x in outputs:
                     steps = head_of(x, head, p)
 
-                    @each(blocks_over(x.shape[-1], tile.shape[1]))
+                    @fori(blocks_over(x.shape[-1], tile.shape[1]))
                     def clear_tile(column, steps=steps):
                         copy_out(tile, steps.at[rows, block(column, tile.shape[1])])
 
@@ -108,16 +108,16 @@ class PersistentKernel:
         """Runs the warpgroup."""
 
         def main_loop():
-            self.multiply()
+            self.consume()
             plgpu.wait_smem_to_gmem(0)
 
         for ring in self.rings:
             ring.prologue()
-        if self.ring.readers:
-            main_loop()
-        else:
+        if self.has_producer:
             pl.when(self.wg < 2)(main_loop)
-            pl.when(self.wg == 2)(self.copy)
+            pl.when(self.wg == 2)(self.produce)
+        else:
+            main_loop()
         for ring in self.rings:
             ring.epilogue()
 
@@ -140,7 +140,7 @@ def persistent_call(
         entry,
         name=name,
         grid={"program": call.tiles.num_ctas},
-        warpgroups=2 if kernel.readers else 3,
+        warpgroups=3 if kernel.has_producer else 2,
         outputs=outputs,
         scratch=scratch,
     )(
