@@ -10,18 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from call_checks import (
-    BTNH,  # noqa: F401, the table has it
+    BTNH,
     PROMISED,
     STORED,
-    UNNORMALISED,  # noqa: F401
+    UNNORMALISED,
     check_call,
 )
 from oracle import (
     array,
     cotangents_for,
     for_device,
-    row_of,
-    rows_of,
     slow,
     tolerance,
 )
@@ -122,50 +120,56 @@ def case(config=None, **call):
     return SimpleNamespace(config=config or fused(), **default | call)
 
 
-# Names and arguments of case.
-TABLE = """
-# Chunks whose gamma is not nearly 0: 64 steps keep exp(-0.16) of the state.
-states_BTNH **GATES, **BTNH
-heads shape=(2, 2, 256, 256, 256), **BTNH
-no_states recipe=dict(states=False)
-packed packed=True
-unnormalised recipe=dict(m_initial=False), **UNNORMALISED
-stored **STORED
-float16 dtype="float16"
-lengths shape=(2, 1, 256, 256, 256), packed=True, lengths=np.array([200, 77])
-lengths_of_one_block shape=(2, 1, 256, 64, 128), lengths=np.array([200, 0])
-lengths_of_heads_of_128 shape=(2, 2, 384, 128, 256), lengths=np.array([130, 300]), **BTNH
-padded shape=(1, 1, 201, 250, 200), **BTNH
-resets recipe=dict(resets=True)
-narrow **NARROW
-# A CTA makes all gradients of a chunk, to which dn comes from the next one. r dh falls below
-# the normal numbers of float16.
-one_block_of_rows_stored_float16 shape=(1, 2, 256, 64, 128), dtype="float16", \
-draw=small_cotangents, **GATES, **STORED
-three_blocks_of_rows shape=(1, 2, 256, 192, 128), **NO_CHUNKS
-splits config=fused(2), **NARROW
-splits_BTNH config=fused(2), **BTNH, **NARROW
-stored_in_splits config=fused(2), **STORED, **NARROW
-materialised config=materialised(), shape=(1, 2, 256, 64, 192), **GATES
-materialised_in_splits_BTNH config=materialised(2), packed=True, **BTNH, **NARROW
-two_launches config=fused(state_rows=64), **NARROW
-reverse shape=(1, 1, 201, 128, 128), reverse=True
-reverse_materialised config=materialised(), **NARROW, **BTNH, reverse=True
-reverse_stored_lengths shape=(2, 1, 256, 64, 128), lengths=np.array([200, 77]), \
-packed=True, **STORED, reverse=True
-reverse_lengths shape=(2, 1, 256, 64, 128), lengths=np.array([130, 0]), reverse=True
-reverse_in_splits config=fused(2), **NARROW, reverse=True
-reverse_float16 shape=(1, 1, 200, 64, 128), dtype="float16", draw=small_cotangents, reverse=True
-reverse_heads_of_96 config=fused(num_stages=3), shape=(1, 2, 131, 96, 192), reverse=True
-reverse_wide config=wide(), shape=(1, 1, 300, 128, 256), reverse=True, **NO_CHUNKS
-# Tiles that reach beyond the heads, or have three or five parts of a swizzle.
-heads_of_96_and_192 config=fused(num_stages=3), shape=(1, 2, 131, 96, 192), **BTNH
-heads_of_96_stored shape=(2, 1, 196, 96, 96), **GATES, **STORED
-heads_of_96_materialised config=materialised(), shape=(1, 2, 131, 96, 96), **BTNH
-heads_of_96_packed shape=(1, 2, 196, 96, 192), packed=True, lengths=np.array([131])
-heads_of_160_and_320 shape=(1, 1, 131, 160, 320), **BTNH
-"""
-CASES = {name: case(**call) for name, call in (row_of(x, 1, globals()) for x in rows_of(TABLE))}
+CASES = {
+    # Chunks whose gamma is not nearly 0: 64 steps keep exp(-0.16) of the state.
+    "states_BTNH": case(**GATES, **BTNH),
+    "heads": case(shape=(2, 2, 256, 256, 256), **BTNH),
+    "no_states": case(recipe=dict(states=False)),
+    "packed": case(packed=True),
+    "unnormalised": case(recipe=dict(m_initial=False), **UNNORMALISED),
+    "stored": case(**STORED),
+    "float16": case(dtype="float16"),
+    "lengths": case(shape=(2, 1, 256, 256, 256), packed=True, lengths=np.array([200, 77])),
+    "lengths_of_one_block": case(shape=(2, 1, 256, 64, 128), lengths=np.array([200, 0])),
+    "lengths_of_heads_of_128": case(
+        shape=(2, 2, 384, 128, 256), lengths=np.array([130, 300]), **BTNH
+    ),
+    "padded": case(shape=(1, 1, 201, 250, 200), **BTNH),
+    "resets": case(recipe=dict(resets=True)),
+    "narrow": case(**NARROW),
+    # A CTA makes all gradients of a chunk, to which dn comes from the next one. r dh falls below
+    # the normal numbers of float16.
+    "one_block_of_rows_stored_float16": case(
+        shape=(1, 2, 256, 64, 128), dtype="float16", draw=small_cotangents, **GATES, **STORED
+    ),
+    "three_blocks_of_rows": case(shape=(1, 2, 256, 192, 128), **NO_CHUNKS),
+    "splits": case(config=fused(2), **NARROW),
+    "splits_BTNH": case(config=fused(2), **BTNH, **NARROW),
+    "stored_in_splits": case(config=fused(2), **STORED, **NARROW),
+    "materialised": case(config=materialised(), shape=(1, 2, 256, 64, 192), **GATES),
+    "materialised_in_splits_BTNH": case(config=materialised(2), packed=True, **BTNH, **NARROW),
+    "two_launches": case(config=fused(state_rows=64), **NARROW),
+    "reverse": case(shape=(1, 1, 201, 128, 128), reverse=True),
+    "reverse_materialised": case(config=materialised(), **NARROW, **BTNH, reverse=True),
+    "reverse_stored_lengths": case(
+        shape=(2, 1, 256, 64, 128), lengths=np.array([200, 77]), packed=True, **STORED, reverse=True
+    ),
+    "reverse_lengths": case(shape=(2, 1, 256, 64, 128), lengths=np.array([130, 0]), reverse=True),
+    "reverse_in_splits": case(config=fused(2), **NARROW, reverse=True),
+    "reverse_float16": case(
+        shape=(1, 1, 200, 64, 128), dtype="float16", draw=small_cotangents, reverse=True
+    ),
+    "reverse_heads_of_96": case(
+        config=fused(num_stages=3), shape=(1, 2, 131, 96, 192), reverse=True
+    ),
+    "reverse_wide": case(config=wide(), shape=(1, 1, 300, 128, 256), reverse=True, **NO_CHUNKS),
+    # Tiles that reach beyond the heads, or have three or five parts of a swizzle.
+    "heads_of_96_and_192": case(config=fused(num_stages=3), shape=(1, 2, 131, 96, 192), **BTNH),
+    "heads_of_96_stored": case(shape=(2, 1, 196, 96, 96), **GATES, **STORED),
+    "heads_of_96_materialised": case(config=materialised(), shape=(1, 2, 131, 96, 96), **BTNH),
+    "heads_of_96_packed": case(shape=(1, 2, 196, 96, 192), packed=True, lengths=np.array([131])),
+    "heads_of_160_and_320": case(shape=(1, 1, 131, 160, 320), **BTNH),
+}
 
 
 def check_case(name, backend):
@@ -276,26 +280,31 @@ class Recurrences:
         check_stage(RECURRENCE, self.launch(lowering), operands, bound, **options)
 
 
-OF_RECURRENCES = """
-weighted
-scaled_dC_alone_BTNH weighted=False, alone=True, layout="BTNH"
-rows_of_128 shape=(1, 1, 512, 256, 128), L=256, rows=128, num_stages=6
-rows_of_192 shape=(1, 1, 256, 192, 128), L=64
-rows_of_256 shape=(1, 1, 512, 512, 128), L=256
-one_block_of_rows shape=(1, 2, 64, 64, 128), L=64
-delta shape=(1, 2, 256, 64, 128), delta=True
-delta_BTNH shape=(2, 2, 256, 128, 256), layout="BTNH", delta=True
-delta_rows_of_64 rows=64, num_stages=2, delta=True
-delta_dC_alone shape=(1, 1, 512, 128, 128), alone=True, states=False, delta=True
-splits shape=(1, 2, 512, 64, 64), L=64, num_stages=2, num_splits=4, layout="BTNH", delta=True
-columns_of_64 shape=(1, 2, 128, 64, 192), L=64, states=False
-# Three warpgroups; blocks beyond the columns, or beyond the rows.
-columns_of_192 shape=(1, 2, 128, 96, 192), rows=96, columns=192, layout="BTNH"
-delta_beyond_the_columns shape=(1, 2, 256, 96, 96), rows=96, columns=128, layout="BTNH", delta=True
-beyond_the_rows shape=(1, 2, 256, 160, 96), rows=96, columns=64, num_splits=2, delta=True
-beyond_the_only_columns shape=(1, 2, 256, 64, 64), rows=64, columns=128
-delta_scaled_float16 weighted=False, dtype="float16", delta=True
-"""
 RECURRENCES = {
-    name: Recurrences(**x) for name, x in (row_of(y, 1) for y in rows_of(OF_RECURRENCES))
+    "weighted": Recurrences(),
+    "scaled_dC_alone_BTNH": Recurrences(weighted=False, alone=True, layout="BTNH"),
+    "rows_of_128": Recurrences(shape=(1, 1, 512, 256, 128), L=256, rows=128, num_stages=6),
+    "rows_of_192": Recurrences(shape=(1, 1, 256, 192, 128), L=64),
+    "rows_of_256": Recurrences(shape=(1, 1, 512, 512, 128), L=256),
+    "one_block_of_rows": Recurrences(shape=(1, 2, 64, 64, 128), L=64),
+    "delta": Recurrences(shape=(1, 2, 256, 64, 128), delta=True),
+    "delta_BTNH": Recurrences(shape=(2, 2, 256, 128, 256), layout="BTNH", delta=True),
+    "delta_rows_of_64": Recurrences(rows=64, num_stages=2, delta=True),
+    "delta_dC_alone": Recurrences(
+        shape=(1, 1, 512, 128, 128), alone=True, states=False, delta=True
+    ),
+    "splits": Recurrences(
+        shape=(1, 2, 512, 64, 64), L=64, num_stages=2, num_splits=4, layout="BTNH", delta=True
+    ),
+    "columns_of_64": Recurrences(shape=(1, 2, 128, 64, 192), L=64, states=False),
+    # Three warpgroups; blocks beyond the columns, or beyond the rows.
+    "columns_of_192": Recurrences(shape=(1, 2, 128, 96, 192), rows=96, columns=192, layout="BTNH"),
+    "delta_beyond_the_columns": Recurrences(
+        shape=(1, 2, 256, 96, 96), rows=96, columns=128, layout="BTNH", delta=True
+    ),
+    "beyond_the_rows": Recurrences(
+        shape=(1, 2, 256, 160, 96), rows=96, columns=64, num_splits=2, delta=True
+    ),
+    "beyond_the_only_columns": Recurrences(shape=(1, 2, 256, 64, 64), rows=64, columns=128),
+    "delta_scaled_float16": Recurrences(weighted=False, dtype="float16", delta=True),
 }

@@ -32,11 +32,10 @@ from oracle import (
     mesh_for,
     mesh_of,
     needs_mosaic_gpu,
+    param,
     random_inputs,
     refused,
     results_of,
-    row_of,
-    rows_of,
     slow,
     tolerance,
 )
@@ -160,19 +159,19 @@ HOPPER = "expected a Hopper GPU (H100, H200, H800, H20, GH200)"
 A100, B200 = "NVIDIA A100-SXM4-80GB", "NVIDIA B200"
 
 
-# Versions of jax, GPUs, backends and messages.
-REFUSED = f"""
-0.11.1, NVIDIA H200, mosaic_gpu, {OLDER}, or backend None
-0.13.0, {A100}, mosaic_gpu, jax is 0.13.0, {JAX}, or backend None
-0.11.2, {A100}, mosaic_gpu, the GPU is a {A100}, {HOPPER} or backend 'triton'
-0.12.9, {B200}, mosaic_gpu, the GPU is a {B200}, {HOPPER} or backend 'triton'
-"""
+# Versions of jax, GPUs and messages.
+REFUSED = [
+    ("0.11.1", "NVIDIA H200", f"{OLDER}, or backend None"),
+    ("0.13.0", A100, f"jax is 0.13.0, {JAX}, or backend None"),
+    ("0.11.2", A100, f"the GPU is a {A100}, {HOPPER} or backend 'triton'"),
+    ("0.12.9", B200, f"the GPU is a {B200}, {HOPPER} or backend 'triton'"),
+]
 
 
-@pytest.mark.parametrize("line", rows_of(REFUSED))
-def test_another_jax_or_gpu_is_refused(line, monkeypatch):
+@pytest.mark.parametrize(("jax_version", "gpu", "message"), REFUSED)
+def test_another_jax_or_gpu_is_refused(jax_version, gpu, message, monkeypatch):
     """A step is not refused, because it has no Mosaic GPU kernel."""
-    jax_version, gpu, backend, message = line.split(", ", 3)
+    backend = "mosaic_gpu"
     monkeypatch.setattr(jax, "__version_info__", (*map(int, jax_version.split(".")),))
     monkeypatch.setattr(jax, "__version__", jax_version)
     with for_device(gpu):
@@ -266,43 +265,52 @@ def test_what_is_interpreted_and_what_is_compiled_are_traced_apart():
 
 
 def launch(stage, sizes, tiles):
-    """The launch of a stage, B-NH-S-DHQK-DHV, in chunks of as many steps as the heads have rows."""
-    shape = [*map(int, sizes.split("-"))]
-    config = {"chunk_size": shape[3], f"mosaic_gpu_{stage}": tiles}
-    return plans.launch_lines(stage, shape, "NVIDIA H200", backend="mosaic_gpu", **config)
+    """The launch of a stage for B, NH, S, DHQK, DHV, in chunks of as many steps as the heads have
+    rows."""
+    config = {"chunk_size": sizes[3], f"mosaic_gpu_{stage}": tiles}
+    return plans.launch_lines(stage, sizes, "NVIDIA H200", backend="mosaic_gpu", **config)
 
 
 # Stage, B-NH-S-DHQK-DHV, tiles.
-TILES = """
-# An item waits for three steps at once.
-parallel_bw_dQKV 8-8-8192-256-512 num_stages=2
-# A CTA makes a chunk, and a step holds v, dC, C and dh at once.
-parallel_bw_dQKV 8-16-8192-128-256 num_stages=3
-# A stage is free when the next one's product runs.
-recurrent_bw_dC 8-8-8192-256-512 num_stages=1
-recurrent_bw_dC 8-8-8192-256-512 num_splits=64  # of 32 chunks
-# Each warpgroup has 64 rows of x.
-recurrent_fw_C 8-16-8192-128-192 state_rows=128, state_columns=192
-# One step beyond what registers, or a copy of up to 256 elements, allow; memory would do.
-parallel_bw_dQKV 8-8-8192-256-512 siz_b_DHHV=288, num_stages=3
-parallel_fw_H 1-8-2048-64-576 siz_b_DHHV=288, num_stages=1
-parallel_fw_H 1-8-2048-64-576 siz_b_LQ=32
-recurrent_fw_C 8-8-8192-256-512 state_rows=320, state_columns=64, num_stages=2
-recurrent_bw_dC 8-8-8192-256-512 state_rows=192, state_columns=192, num_stages=2
-recurrent_bw_dC 8-8-8192-256-512 state_rows=64, state_columns=256, num_stages=2
-vector_states 8-8-8192-256-512 num_splits=64
-recurrent_fw_H 8-8-8192-256-512 siz_b_DHHV=256  # too few registers
-# It computes delta of h.
-recurrent_bw_dC 8-16-8192-128-256 state_rows=128, state_columns=128, num_stages=5
-recurrent_bw_dC 8-16-8192-128-256 state_rows=128, state_columns=128, num_stages=6
-"""
+TILES = [
+    # An item waits for three steps at once.
+    param("parallel_bw_dQKV", (8, 8, 8192, 256, 512), num_stages=2),
+    # A CTA makes a chunk, and a step holds v, dC, C and dh at once.
+    param("parallel_bw_dQKV", (8, 16, 8192, 128, 256), num_stages=3),
+    # A stage is free when the next one's product runs.
+    param("recurrent_bw_dC", (8, 8, 8192, 256, 512), num_stages=1),
+    # of 32 chunks
+    param("recurrent_bw_dC", (8, 8, 8192, 256, 512), num_splits=64),
+    # Each warpgroup has 64 rows of x.
+    param("recurrent_fw_C", (8, 16, 8192, 128, 192), state_rows=128, state_columns=192),
+    # One step beyond what registers, or a copy of up to 256 elements, allow; memory would do.
+    param("parallel_bw_dQKV", (8, 8, 8192, 256, 512), siz_b_DHHV=288, num_stages=3),
+    param("parallel_fw_H", (1, 8, 2048, 64, 576), siz_b_DHHV=288, num_stages=1),
+    param("parallel_fw_H", (1, 8, 2048, 64, 576), siz_b_LQ=32),
+    param("recurrent_fw_C", (8, 8, 8192, 256, 512), state_rows=320, state_columns=64, num_stages=2),
+    param(
+        "recurrent_bw_dC", (8, 8, 8192, 256, 512), state_rows=192, state_columns=192, num_stages=2
+    ),
+    param(
+        "recurrent_bw_dC", (8, 8, 8192, 256, 512), state_rows=64, state_columns=256, num_stages=2
+    ),
+    param("vector_states", (8, 8, 8192, 256, 512), num_splits=64),
+    # too few registers
+    param("recurrent_fw_H", (8, 8, 8192, 256, 512), siz_b_DHHV=256),
+    # It computes delta of h.
+    param(
+        "recurrent_bw_dC", (8, 16, 8192, 128, 256), state_rows=128, state_columns=128, num_stages=5
+    ),
+    param(
+        "recurrent_bw_dC", (8, 16, 8192, 128, 256), state_rows=128, state_columns=128, num_stages=6
+    ),
+]
 
 
 @needs_mosaic_gpu
-@pytest.mark.parametrize("line", rows_of(TILES))
-def test_tiles_that_a_kernel_cannot_have_are_refused(line):
-    stage, sizes, tiles = row_of(line, 2)
-    *_, DHQK, DHV = sizes.split("-")
+@pytest.mark.parametrize(("stage", "sizes", "tiles"), TILES)
+def test_tiles_that_a_kernel_cannot_have_are_refused(stage, sizes, tiles):
+    *_, DHQK, DHV = sizes
     message = f"config.mosaic_gpu_{stage} is {tiles}, expected tiles that the kernel has for heads "
     class_name = tiles_class(stage, "mosaic_gpu").__name__
     message += f"of {DHQK}/{DHV} in chunks of {DHQK} steps, such as {class_name}("
@@ -313,7 +321,7 @@ def test_tiles_that_a_kernel_cannot_have_are_refused(line):
 @needs_mosaic_gpu
 def test_tiles_of_h_fit_where_delta_is_computed():
     tiles = dict(state_rows=128, state_columns=128, num_stages=4)
-    launch("recurrent_bw_dC", "8-16-8192-128-256", tiles)
+    launch("recurrent_bw_dC", (8, 16, 8192, 128, 256), tiles)
     for heads, DHQK in itertools.product((2, 16, 128, 512), (64, 128)):
         assert "recurrent_bw_dC" in mosaic_stages(1, heads, 8192, DHQK, 2 * DHQK)
 

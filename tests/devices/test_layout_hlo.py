@@ -4,12 +4,14 @@ reversal, pad or slice of one; and nor does reverse=True."""
 
 import math
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import pytest
 from compile_report import on_a_hopper
 from oracle import call_shapes, config_in_splits, for_device, needs_compiler, slow, swapped
-from stage_calls import row_of, rows_of
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
 
@@ -22,40 +24,39 @@ CONFIGS = {
     "splits": config_in_splits(2, siz_b_L=32),
     "default": None,
 }
-# Name, config, B,NH,S,DHQK,DHV, other options. The splits are so long that no state has as many
-# elements as q.
-TABLE = """
-materialised materialised 2,4,256,64,128
-fused fused 2,4,256,64,128
-default default 2,8,1024,256,512
-stored materialised 2,4,256,64,128 recompute_states_in_bw=False
-fused_stored fused 2,4,256,64,128 recompute_states_in_bw=False
-splits splits 2,4,512,64,128
-last_states materialised 2,4,256,64,128 return_last_states=True
-sigmoid materialised 2,4,256,64,128 input_gate="sigmoid", normalize=False
-odd materialised 2,4,509,64,128
-fused_odd fused 2,4,509,64,128
-splits_odd splits 2,4,509,64,128
-partial materialised 2,4,250,96,192
-fused_partial fused 2,4,250,96,192
-fused_partial_BNTH fused 2,4,250,80,112 layout="BNTH"
-padded materialised 2,4,250,72,100
-fused_padded fused 2,4,250,72,100
-one_head materialised 2,1,256,64,128
-reverse materialised 2,4,250,64,128 reverse=True
-fused_reverse fused 2,4,250,64,128 reverse=True, layout="BNTH"
-splits_reverse splits 2,4,512,64,128 reverse=True, return_last_states=True
-"""
-CASES = {name: row for name, *row in (row_of(line, 3) for line in rows_of(TABLE))}
 
 
-def shape_of(case):
-    return [*map(int, CASES[case][1].split(","))]
+class Case(NamedTuple):
+    config: str
+    shape: tuple[int, ...]  # B, NH, S, DHQK, DHV
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+# The splits are so long that no state has as many elements as q.
+CASES = {
+    "materialised": Case("materialised", (2, 4, 256, 64, 128)),
+    "fused": Case("fused", (2, 4, 256, 64, 128)),
+    "default": Case("default", (2, 8, 1024, 256, 512)),
+    "stored": Case("materialised", (2, 4, 256, 64, 128), dict(recompute_states_in_bw=False)),
+    "odd": Case("materialised", (2, 4, 509, 64, 128)),
+    "fused_odd": Case("fused", (2, 4, 509, 64, 128)),
+    "splits_odd": Case("splits", (2, 4, 509, 64, 128)),
+    "partial": Case("materialised", (2, 4, 250, 96, 192)),
+    "fused_partial": Case("fused", (2, 4, 250, 96, 192)),
+    "fused_partial_BNTH": Case("fused", (2, 4, 250, 80, 112), dict(layout="BNTH")),
+    "padded": Case("materialised", (2, 4, 250, 72, 100)),
+    "fused_padded": Case("fused", (2, 4, 250, 72, 100)),
+    "one_head": Case("materialised", (2, 1, 256, 64, 128)),
+    "fused_reverse": Case("fused", (2, 4, 250, 64, 128), dict(reverse=True, layout="BNTH")),
+    "splits_reverse": Case(
+        "splits", (2, 4, 512, 64, 128), dict(reverse=True, return_last_states=True)
+    ),
+}
 
 
 def compiled_text(case, dtype, backward, sharding=None, function=mlstm_chunkwise):
     """The compiled text of a call with arrays (B, S, NH, ...)."""
-    config, _, options = CASES[case]
+    config, shape, options = CASES[case]
     options = dict(layout="BTNH", backend="triton", config=CONFIGS[config]) | options
 
     def run(*x):
@@ -65,7 +66,7 @@ def compiled_text(case, dtype, backward, sharding=None, function=mlstm_chunkwise
         h, vjp = jax.vjp(run, *x)
         return h, vjp(dh)
 
-    x = call_shapes(*shape_of(case), dtype, options["layout"], sharding)
+    x = call_shapes(*shape, dtype, options["layout"], sharding)
     traced = jax.jit(both).trace(x[2], *x) if backward else jax.jit(run).trace(*x)
     return traced.lower().compile().as_text()
 
@@ -88,7 +89,7 @@ def moves(text, shape):
 
 
 def check(text, case):
-    result = moves(text, shape_of(case))
+    result = moves(text, CASES[case].shape)
     assert {name for name, _ in result} <= ({"pad", "slice"} if "padded" in case else set()), result
     assert text.count("__gpu$xla.gpu.triton") >= 3  # the kernels are there
 
@@ -101,12 +102,14 @@ QUICK = (
     ("stored", "bfloat16", True),
     ("fused_reverse", "bfloat16", True),
 )
-# What has a backward pass has a forward pass too; a call without one keeps nothing for it.
+# What has a backward pass has a forward pass too; a call without one keeps nothing for it. Each
+# case compiles a program for ten seconds.
 SLOW = (
-    *((case, "bfloat16", True) for case in CASES if case not in {x for x, *_ in QUICK[1:]}),
+    *((case, "bfloat16", True) for case in ("default", "odd", "padded", "splits_reverse")),
+    *((case, "bfloat16", True) for case in ("partial", "fused_partial_BNTH", "one_head")),
     ("fused_padded", "float32", True),
     ("splits_odd", "float16", True),
-    *((case, "bfloat16", False) for case in ("materialised", "fused", "default")),
+    ("materialised", "bfloat16", False),
 )
 
 
@@ -123,7 +126,7 @@ def test_the_transposes_of_a_caller_are_seen():
         return swapped(mlstm_chunkwise(*map(swapped, x), **options | {"layout": "BNTH"}))
 
     text = compiled_for_an_h200("materialised", "bfloat16", False, function=transposed)
-    assert len(moves(text, shape_of("materialised"))) >= 4
+    assert len(moves(text, CASES["materialised"].shape)) >= 4
 
 
 @needs_compiler

@@ -145,18 +145,18 @@ def test_interpreted_prompts_under_x64():
         check_prompts(0, 16, 32, rows=([5, 40, 1], [33]), go_on=True, backend="interpret")
 
 
-# Together, because a process compiles all that it calls.
 MODES = (
     "jax_disable_jit",
-    "jax_debug_nans,jax_debug_infs,jax_transfer_guard,"
+    "jax_debug_nans,jax_debug_infs,jax_transfer_guard",
     "jax_enable_x64,jax_check_tracer_leaks,jax_explain_cache_misses,jax_log_compiles",
 )
-# Without jit each operation is compiled by itself: one call per path through the code.
-WITHOUT_JIT = "segments", "step", "lengths", "ring", "mapped_shards", "recurrence", "generator"
+# One call per path through the code, for modes in which nothing that is traced or compiled is used
+# again.
+FEW = "segments", "step", "lengths", "ring", "mapped_shards", "generator"
 
 
 @pytest.mark.slow  # processes in modes that have to be set before the first call
-@pytest.mark.parametrize(("modes", "count"), [*zip(MODES, (len(WITHOUT_JIT), 16), strict=True)])
+@pytest.mark.parametrize(("modes", "count"), [*zip(MODES, (6, 16, 6), strict=True)])
 def test_calls_of_a_fresh_process_in_modes(modes, count):
     settings = dict(PYTHONPATH=os.pathsep.join(sys.path), JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     output = run_python(__file__, modes, **settings)
@@ -216,8 +216,8 @@ if __name__ == "__main__":
     prepared = [*calls()]
     if "jax_debug_infs" in modes:  # an empty place of the ring has infinite gates
         prepared = [x for x in prepared if x[0] != "ring"]
-    if "jax_disable_jit" in modes:
-        prepared = [x for x in prepared if x[0] in WITHOUT_JIT]
+    else:
+        prepared = [x for x in prepared if x[0] in FEW]
     for mode in modes:
         jax.config.update(mode, "disallow" if mode == "jax_transfer_guard" else True)
     for name, run, x in prepared:

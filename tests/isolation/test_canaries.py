@@ -14,10 +14,10 @@ from jax.experimental import pallas as pl
 from mosaic_gpu_cases import fused, materialised
 from oracle import (
     HELPERS,
-    named_rows,
     needs_mosaic_gpu,
+    param,
     random_inputs,
-    row_of,
+    slow_param,
     token_at,
 )
 from stage_calls import STAGES, Launch, Lowering, Problem, tiles_class
@@ -50,33 +50,45 @@ def partial(block):
     }
 
 
-# Names (~: slow), S and L, options of the config, whether states are stored, and heads, in the
+# S and L, options of the config, whether states are stored, and heads, in the
 # layout "BTNH".
-CASES = """
-~materialised 64 32
-materialised-partial 64 32 changes=partial(32), heads=(48, 80)
-~fused-partial 64 32 changes=dict(fused=True) | partial(32), heads=(48, 80)
-~materialised-80-112 61 32 changes=partial(64), heads=(80, 112)
-~fused-80-112 61 32 changes=dict(fused=True) | partial(32), heads=(80, 112)
-~materialised-96-96 61 32 changes=partial(64), stored=True, heads=(96, 96)
-~fused-96-96 61 32 changes=dict(fused=True) | partial(64), heads=(96, 96)
-~fused-96-192-stored 61 32 changes=dict(fused=True) | partial(128), stored=True, heads=(96, 192)
-~materialised-long_chunks 256 256
-~materialised-splits 64 32 changes=SPLIT
-~fused 64 32 changes=dict(fused=True)
-fused-stored 64 32 changes=dict(fused=True) | small("recurrent_fw_H", state_rows=DHQK), stored=True
-"""
+CASES = [
+    slow_param(64, 32, id="materialised"),
+    param(64, 32, id="materialised-partial", changes=partial(32), heads=(48, 80)),
+    slow_param(64, 32, id="fused-partial", changes=dict(fused=True) | partial(32), heads=(48, 80)),
+    slow_param(61, 32, id="materialised-80-112", changes=partial(64), heads=(80, 112)),
+    slow_param(61, 32, id="fused-80-112", changes=dict(fused=True) | partial(32), heads=(80, 112)),
+    slow_param(61, 32, id="materialised-96-96", changes=partial(64), stored=True, heads=(96, 96)),
+    slow_param(61, 32, id="fused-96-96", changes=dict(fused=True) | partial(64), heads=(96, 96)),
+    slow_param(
+        61,
+        32,
+        id="fused-96-192-stored",
+        changes=dict(fused=True) | partial(128),
+        stored=True,
+        heads=(96, 192),
+    ),
+    slow_param(256, 256, id="materialised-long_chunks"),
+    slow_param(64, 32, id="materialised-splits", changes=SPLIT),
+    slow_param(64, 32, id="fused", changes=dict(fused=True)),
+    param(
+        64,
+        32,
+        id="fused-stored",
+        changes=dict(fused=True) | small("recurrent_fw_H", state_rows=DHQK),
+        stored=True,
+    ),
+]
 BACKENDS = ("interpret", pytest.param("triton", marks=pytest.mark.gpu))
 
 
-@pytest.mark.parametrize("line", [*named_rows(CASES)])
+@pytest.mark.parametrize(("S", "L", "options"), CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_kernels_write_everything_and_read_nothing_of_their_neighbours(backend, line):
-    S, L, options = row_of(line, 2, globals())
+def test_kernels_write_everything_and_read_nothing_of_their_neighbours(backend, S, L, options):
     heads, changes = options.get("heads"), options.get("changes", {})
     tiles = {name: x for stage in STAGES for name, x in small(stage).items()}
-    config = KernelConfig(**dict(chunk_size=int(L), fused=False) | tiles | changes)
-    shape, layout = (1, HEADS, int(S), *(heads or (DHQK, DHV))), "BTNH" if heads else "BNTH"
+    config = KernelConfig(**dict(chunk_size=L, fused=False) | tiles | changes)
+    shape, layout = (1, HEADS, S, *(heads or (DHQK, DHV))), "BTNH" if heads else "BNTH"
     options = dict(dtype="float32", recompute_states_in_bw="stored" not in options)
     run, x = check_neighbours(backend, shape, layout, config, **options)
     calls = compile_report.equations(jax.make_jaxpr(run)(*x).jaxpr, "pallas_call")

@@ -7,8 +7,7 @@ import compile_report
 import jax
 import pytest
 from mosaic_gpu_cases import ALL, Recurrences, stages_on_mosaic_gpu
-from oracle import HELPERS, needs_compiler, needs_mosaic_gpu
-from stage_calls import row_of, rows_of
+from oracle import HELPERS, needs_compiler, needs_mosaic_gpu, param
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV import by_chunk
@@ -61,41 +60,27 @@ class Together:
 
 # Heads, dtype, variants: odd lengths, in the layout BTNH, have steps that are copied by groups of
 # rows, which takes the most registers; materialised states come last.
-CALLS = """
-64-64 bfloat16 exp
-64-64 bfloat16 odd,odd_materialised
-64-128 bfloat16 exp,packed,sigmoid,exp_materialised
-64-128 bfloat16 odd,odd_materialised
-64-128 bfloat16 BTNH
-64-128 float16 unnormalised
-128-128 bfloat16 exp
-128-128 bfloat16 odd,odd_materialised
-128-256 bfloat16 exp,exp_materialised
-128-256 bfloat16 odd,odd_materialised
-128-256 bfloat16 BTNH
-128-256 float16 unnormalised
-256-256 bfloat16 exp
-256-256 bfloat16 odd,odd_materialised
-256-512 bfloat16 exp,exp_materialised
-256-512 bfloat16 odd,odd_materialised
-256-512 bfloat16 BTNH
-256-512 float16 unnormalised
-512-512 bfloat16 exp
-512-512 bfloat16 odd,odd_materialised
-# Rows of states that are no whole cache lines, to which jax 0.12 refuses plain stores.
-80-160 bfloat16 exp
-80-160 bfloat16 odd_materialised
-"""
+CALLS = [
+    param((64, 64), "bfloat16", variants=["odd"]),
+    param((64, 128), "bfloat16", variants=["packed", "odd_materialised"]),
+    param((128, 128), "bfloat16", variants=["odd"]),
+    param((128, 256), "bfloat16", variants=["odd", "odd_materialised"]),
+    param((256, 256), "bfloat16", variants=["odd"]),
+    param((256, 512), "bfloat16", variants=["exp", "odd", "odd_materialised"]),
+    param((256, 512), "float16", variants=["unnormalised"]),
+    param((512, 512), "bfloat16", variants=["odd_materialised"]),
+    # Rows of states that are no whole cache lines, to which jax 0.12 refuses plain stores.
+    param((80, 160), "bfloat16", variants=["exp", "odd_materialised"]),
+]
 
 
-@pytest.mark.parametrize("line", rows_of(CALLS))
-def test_the_kernels_compile_at_the_planned_tiles(line):
-    heads, dtype, variants = line.split()
+@pytest.mark.parametrize(("heads", "dtype", "options"), CALLS)
+def test_the_kernels_compile_at_the_planned_tiles(heads, dtype, options):
     together = Together(
         tuple(
             compile_report.Call(
                 H200,
-                *map(int, heads.split("-")),
+                *heads,
                 dtype,
                 seqlen=8191 if variant == "odd" else 8192,
                 config=KernelConfig(fused=not schedule),
@@ -103,7 +88,7 @@ def test_the_kernels_compile_at_the_planned_tiles(line):
                 variant="BTNH" if variant == "odd" else variant,
                 backend="mosaic_gpu",
             )
-            for variant, _, schedule in (x.partition("_") for x in variants.split(","))
+            for variant, _, schedule in (x.partition("_") for x in options["variants"])
         )
     )
     specs = [call.spec() for call in together.calls]
@@ -117,26 +102,25 @@ def test_the_kernels_compile_at_the_planned_tiles(line):
         assert (usage.wgmma > 0, usage.mma) == (multiplies, 0), kernel.name
 
 
-# Shape; chunk size, rows of a block of the state, stages.
-RECURRENCES = """
-8,8,8192,256,512 L=256, rows=256, num_stages=4, layout="BTNH"
-8,8,8192,256,512 L=256, rows=256, num_stages=4, alone=True
-1,8,8192,256,512 L=256, rows=128, num_stages=6
-8,16,8192,128,256 rows=128, num_stages=4, delta=True
-8,16,8192,128,256 rows=128, num_stages=4, delta=True, alone=True, layout="BTNH"
-8,32,8192,64,128 rows=64, num_stages=6, delta=True
-1,16,8192,128,256 rows=64, num_stages=4, delta=True
-"""
+RECURRENCES = [
+    Recurrences((8, 8, 8192, 256, 512), L=256, rows=256, num_stages=4, layout="BTNH"),
+    Recurrences((8, 8, 8192, 256, 512), L=256, rows=256, num_stages=4, alone=True),
+    Recurrences((1, 8, 8192, 256, 512), L=256, rows=128, num_stages=6),
+    Recurrences((8, 16, 8192, 128, 256), rows=128, num_stages=4, delta=True),
+    Recurrences(
+        (8, 16, 8192, 128, 256), rows=128, num_stages=4, delta=True, alone=True, layout="BTNH"
+    ),
+    Recurrences((8, 32, 8192, 64, 128), rows=64, num_stages=6, delta=True),
+    Recurrences((1, 16, 8192, 128, 256), rows=64, num_stages=4, delta=True),
+]
 
 
-@pytest.mark.parametrize("line", rows_of(RECURRENCES))
-def test_weighted_recurrences_compile(line):
+def test_weighted_recurrences_compile():
     """Scaled operands come from registers, of which there are enough, and products do not wait for
     each other."""
-    shape, options = row_of(line, 1)
-    call = Recurrences((*map(int, shape.split(",")),), **options)
-    [(kernel, *usages)] = compile_report.mosaic_gpu_kernels(call, RELOCATABLE)
-    for usage in usages:
+    kernels = compile_report.mosaic_gpu_kernels(Together(tuple(RECURRENCES)), RELOCATABLE)
+    assert len(kernels) == len(RECURRENCES)
+    for kernel, usage in ((kernel, usage) for kernel, *usages in kernels for usage in usages):
         check(kernel, usage, 0)
         assert usage.wgmma > 0
 

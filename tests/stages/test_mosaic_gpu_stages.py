@@ -10,7 +10,15 @@ import pytest
 import test_gates
 from jax.experimental import pallas as pl
 from mosaic_gpu_cases import RACE, RECURRENCES, quick_and_slow
-from oracle import assert_close, check_isolated, needs_mosaic_gpu, slow, tolerance
+from oracle import (
+    assert_close,
+    check_isolated,
+    needs_mosaic_gpu,
+    param,
+    slow,
+    slow_param,
+    tolerance,
+)
 from stage_calls import (
     ChunkList,
     Entries,
@@ -19,16 +27,15 @@ from stage_calls import (
     Normaliser,
     Problem,
     TileSums,
-    check_small,
+    check_small_row,
     check_stage,
     gates,
     launch_of,
     only,
     plain,
-    rows_of,
     run_stage,
 )
-from test_stages import case, check_line
+from test_stages import case, check_row
 
 from mlstm_pallas.vectors.chunk_gates import stabilisers
 
@@ -47,66 +54,115 @@ def no_race(capsys):
 
 
 # Lines of check_line.
-CALLS = """
-parallel_bw_dP 256-2-128-128 num_stages=3  # chunks of several tiles, more items than CTAs
-# Two warpgroups, which have not as many keys, and two column blocks.
-parallel_fw_H 256-2-128-256 layout="BTNH", siz_b_LQ=128, siz_b_DHHV=128, num_stages=2
-# Two steps through one slot, and two parts of h through the memory of one part of q.
-parallel_fw_H 64-2-64-128 siz_b_LQ=64, siz_b_DHHV=128, num_stages=1
-parallel_fw_P 64-2-384-64
-recurrent_fw_C 64-4-64-64 layout="BTNH", state_rows=64, state_columns=64, num_stages=2, num_splits=4
-# n in two column blocks, of which one stores it: once, or each warpgroup the half.
-recurrent_fw_C 128-2-64-256 state_rows=64, state_columns=128, num_stages=2, num_splits=1
-# A CTA makes all gradients of a chunk and gets no tiles, also in the first two slow calls.
-parallel_bw_dQKV 128-1-128-128 layout="BTNH", num_stages=4
-parallel_bw_dQKV 128-2-64-256 num_stages=4
-parallel_bw_dQKV 128-2-32-64 num_stages=4  # half of each tile of q and k is beyond the head
-# Heads of 96: three parts of a swizzle, and tiles of 64, of 128 or of 128 rows that reach beyond.
-parallel_fw_H 64-2-96-96 layout="BTNH"
-parallel_fw_P 64-2-96-96 layout="BTNH"
-parallel_bw_dP 128-1-96-96 layout="BTNH", num_stages=3
-parallel_bw_dQKV 128-1-96-64 layout="BTNH", num_stages=4
-parallel_bw_dQKV 128-1-96-96 layout="BTNH", num_stages=4  # or tiles of 96
-recurrent_fw_C 64-2-96-96 layout="BTNH", state_rows=32, state_columns=128
-recurrent_fw_H 64-2-96-96 layout="BTNH"
-recurrent_fw_H 64-2-96-192 layout="BTNH"  # three warpgroups
-recurrent_fw_C 64-2-128-192 layout="BTNH", state_rows=64, state_columns=192, num_stages=3
-# Items of three parts of 64 columns, so that the next item stores to the tile that was last.
-parallel_bw_dQKV 128-2-192-192 layout="BTNH"
-# Items reach beyond the only block of columns of all outputs.
-parallel_bw_dQKV 256-1-64-64 layout="BTNH"
-"""
-SLOW_CALLS = """
-parallel_bw_dP 128-4-128-128 layout="BTNH", num_stages=3  # chunks of one tile
-parallel_bw_dP 512-1-128-128 layout="BTNH", normalised=False, num_stages=3
-parallel_fw_H 128-2-320-256 normalised=False, siz_b_LQ=64, siz_b_DHHV=256, num_stages=1
-recurrent_fw_C 128-2-128-256 state_rows=128, state_columns=128, num_stages=2, num_splits=1
-# More items, or chunks, than CTAs, which have not all as many.
-parallel_bw_dQKV 128-3-128-256 layout="BTNH", num_stages=4
-parallel_bw_dQKV 128-3-64-512 normalised=False, num_stages=4
-parallel_bw_dQKV 256-3-256-512 num_stages=4
-parallel_bw_dQKV 128-3-512-256 normalised=False, num_stages=4
-# Parts of 32 columns: nine of the keys, an odd number of tiles of 64, items of five or of seven;
-# items that reach beyond the columns of both, or of one.
-parallel_fw_H 64-1-288-96 layout="BTNH"
-parallel_fw_P 64-1-288-96 layout="BTNH"
-parallel_bw_dP 128-2-160-96 layout="BTNH", normalised=False, num_stages=4
-recurrent_fw_C 64-2-96-192 layout="BTNH", state_rows=32, state_columns=192, num_splits=2
-recurrent_fw_H 64-2-160-96 layout="BTNH", state_rows=160
-parallel_bw_dQKV 128-2-96-192 layout="BTNH", normalised=False
-parallel_bw_dQKV 128-2-192-320 layout="BTNH"
-parallel_bw_dQKV 128-1-160-16 layout="BTNH"
-parallel_bw_dQKV 128-1-160-320 layout="BTNH", siz_b_DHHV=192
-parallel_bw_dQKV 128-1-224-448 layout="BTNH", siz_b_DHHV=192
-parallel_bw_dQKV 128-2-320-640 layout="BTNH"
-parallel_bw_dQKV 128-1-448-192 layout="BTNH", normalised=False, siz_b_DHHV=256
-"""
+CALLS = [
+    # chunks of several tiles, more items than CTAs
+    param("parallel_bw_dP", (256, 2, 128, 128), num_stages=3),
+    # Two warpgroups, which have not as many keys, and two column blocks.
+    param(
+        "parallel_fw_H",
+        (256, 2, 128, 256),
+        layout="BTNH",
+        siz_b_LQ=128,
+        siz_b_DHHV=128,
+        num_stages=2,
+    ),
+    # Two steps through one slot, and two parts of h through the memory of one part of q.
+    param("parallel_fw_H", (64, 2, 64, 128), siz_b_LQ=64, siz_b_DHHV=128, num_stages=1),
+    param("parallel_fw_P", (64, 2, 384, 64)),
+    param(
+        "recurrent_fw_C",
+        (64, 4, 64, 64),
+        layout="BTNH",
+        state_rows=64,
+        state_columns=64,
+        num_stages=2,
+        num_splits=4,
+    ),
+    # n in two column blocks, of which one stores it: once, or each warpgroup the half.
+    param(
+        "recurrent_fw_C",
+        (128, 2, 64, 256),
+        state_rows=64,
+        state_columns=128,
+        num_stages=2,
+        num_splits=1,
+    ),
+    # A CTA makes all gradients of a chunk and gets no tiles, also in the first two slow calls.
+    param("parallel_bw_dQKV", (128, 1, 128, 128), layout="BTNH", num_stages=4),
+    param("parallel_bw_dQKV", (128, 2, 64, 256), num_stages=4),
+    # half of each tile of q and k is beyond the head
+    param("parallel_bw_dQKV", (128, 2, 32, 64), num_stages=4),
+    # Heads of 96: three parts of a swizzle, and tiles of 64, of 128 or of 128 rows that reach
+    # beyond.
+    param("parallel_fw_H", (64, 2, 96, 96), layout="BTNH"),
+    param("parallel_fw_P", (64, 2, 96, 96), layout="BTNH"),
+    param("parallel_bw_dP", (128, 1, 96, 96), layout="BTNH", num_stages=3),
+    param("parallel_bw_dQKV", (128, 1, 96, 64), layout="BTNH", num_stages=4),
+    # or tiles of 96
+    param("parallel_bw_dQKV", (128, 1, 96, 96), layout="BTNH", num_stages=4),
+    param("recurrent_fw_C", (64, 2, 96, 96), layout="BTNH", state_rows=32, state_columns=128),
+    param("recurrent_fw_H", (64, 2, 96, 96), layout="BTNH"),
+    # three warpgroups
+    param("recurrent_fw_H", (64, 2, 96, 192), layout="BTNH"),
+    param(
+        "recurrent_fw_C",
+        (64, 2, 128, 192),
+        layout="BTNH",
+        state_rows=64,
+        state_columns=192,
+        num_stages=3,
+    ),
+    # Items of three parts of 64 columns, so that the next item stores to the tile that was last.
+    param("parallel_bw_dQKV", (128, 2, 192, 192), layout="BTNH"),
+    # Items reach beyond the only block of columns of all outputs.
+    param("parallel_bw_dQKV", (256, 1, 64, 64), layout="BTNH"),
+]
+# A GPU has heads of 64 and 192, 192 and 384, 320 and 640 and of 448 too (test_gpu.py).
+SLOW_CALLS = [
+    slow_param("parallel_bw_dP", (512, 1, 128, 128), layout="BTNH", normalised=False, num_stages=3),
+    slow_param(
+        "parallel_fw_H",
+        (128, 2, 320, 256),
+        normalised=False,
+        siz_b_LQ=64,
+        siz_b_DHHV=256,
+        num_stages=1,
+    ),
+    slow_param(
+        "recurrent_fw_C",
+        (128, 2, 128, 256),
+        state_rows=128,
+        state_columns=128,
+        num_stages=2,
+        num_splits=1,
+    ),
+    # More items, or chunks, than CTAs, which have not all as many.
+    slow_param("parallel_bw_dQKV", (128, 3, 128, 256), layout="BTNH", num_stages=4),
+    slow_param("parallel_bw_dQKV", (256, 3, 256, 512), num_stages=4),
+    # Parts of 32 columns: nine of the keys, an odd number of tiles of 64, items of five; items that
+    # reach beyond the columns of both, or of one.
+    slow_param("parallel_fw_H", (64, 1, 288, 96), layout="BTNH"),
+    slow_param("parallel_fw_P", (64, 1, 288, 96), layout="BTNH"),
+    slow_param("parallel_bw_dP", (128, 2, 160, 96), layout="BTNH", normalised=False, num_stages=4),
+    slow_param(
+        "recurrent_fw_C",
+        (64, 2, 96, 192),
+        layout="BTNH",
+        state_rows=32,
+        state_columns=192,
+        num_splits=2,
+    ),
+    slow_param("recurrent_fw_H", (64, 2, 160, 96), layout="BTNH", state_rows=160),
+    slow_param("parallel_bw_dQKV", (128, 2, 96, 192), layout="BTNH", normalised=False),
+    slow_param("parallel_bw_dQKV", (128, 1, 160, 16), layout="BTNH"),
+    slow_param("parallel_bw_dQKV", (128, 1, 160, 320), layout="BTNH", siz_b_DHHV=192),
+]
 
 
-@pytest.mark.parametrize("line", [*rows_of(CALLS), *map(slow, rows_of(SLOW_CALLS))])
-def test_the_kernel_agrees_with_the_plain_form(line):
-    gradients = line.startswith("parallel_bw_dQKV")
-    check_line(line, **ON, heads=(1, 2 + gradients), f_shift=6.0)
+@pytest.mark.parametrize(("stage", "sizes", "options"), CALLS + SLOW_CALLS)
+def test_the_kernel_agrees_with_the_plain_form(stage, sizes, options):
+    heads = 1, 3 if stage == "parallel_bw_dQKV" else 2
+    check_row(stage, sizes, options, **ON, heads=heads, f_shift=6.0)
 
 
 @pytest.mark.parametrize(("heads", "tiles"), [((192, 64), dict(num_ctas=4)), ((80, 112), {})])
@@ -203,23 +259,25 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm, reverse):
     check_stage("step_gradients", call, x, tolerance("float32", S), **options)
 
 
-SMALL = """
-step_sums 2-2-512-64-64-64 layout="BTNH", dtype="float16"  # in two CTAs of four sums each
-step_sums 1-1-1024-64-64-512 layout="BTNH"  # in two CTAs
-step_sums 1-2-192-320-320-64
-step_sums 2-2-128-96-96-128 layout="BTNH"
-# Less than a group of chunks, one, and four splits of two with five chunks more.
-vector_states 1-2-320-128-128-64 tiles=dict(num_splits=1), backward=False
-vector_states 1-2-1024-128-128-64 tiles=dict(num_splits=1), backward=True
-vector_states 1-2-9472-128-128-64 tiles=dict(num_splits=4), backward=False
-vector_states 1-2-9472-128-128-64 tiles=dict(num_splits=4), backward=True
-vector_states 1-2-320-96-96-64 tiles=dict(num_splits=1), backward=True
-"""
+SMALL = [
+    # in two CTAs of four sums each
+    param("step_sums", (2, 2, 512, 64, 64, 64), layout="BTNH", dtype="float16"),
+    # in two CTAs
+    param("step_sums", (1, 1, 1024, 64, 64, 512), layout="BTNH"),
+    param("step_sums", (1, 2, 192, 320, 320, 64)),
+    param("step_sums", (2, 2, 128, 96, 96, 128), layout="BTNH"),
+    # Less than a group of chunks, one, and four splits of two with five chunks more.
+    param("vector_states", (1, 2, 320, 128, 128, 64), tiles=dict(num_splits=1), backward=False),
+    param("vector_states", (1, 2, 1024, 128, 128, 64), tiles=dict(num_splits=1), backward=True),
+    param("vector_states", (1, 2, 9472, 128, 128, 64), tiles=dict(num_splits=4), backward=False),
+    param("vector_states", (1, 2, 9472, 128, 128, 64), tiles=dict(num_splits=4), backward=True),
+    param("vector_states", (1, 2, 320, 96, 96, 64), tiles=dict(num_splits=1), backward=True),
+]
 
 
-@pytest.mark.parametrize("line", rows_of(SMALL))
-def test_small_stages(line):
-    check_small(line, **ON)
+@pytest.mark.parametrize(("stage", "sizes", "options"), SMALL)
+def test_small_stages(stage, sizes, options):
+    check_small_row(stage, sizes, options, **ON)
 
 
 def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group():
@@ -259,28 +317,32 @@ def test_tiles_that_are_copied_by_groups_are_where_they_should_be(B, NH, num_spl
 
 
 # Lines of test_gates.check_line.
-GATES = """
-plain-64-192 exp packed lengths
-resets-64-192 sigmoid
-resets-64-448 exp  # two CTAs, of which the second has fewer chunks
-resets-64-448 exp packed reverse
-plain-128-1024 exp packed  # two CTAs, which join the chunks of their head
-plain-128-1024 exp packed reverse
-"""
-SLOW_GATES = """
-plain-512-1024 exp  # one chunk per CTA
-resets-64-192 sigmoid reverse
-resets-64-1536 exp reverse  # a scan over the chunks
-plain-512-1024 exp reverse
-"""
+GATES = [
+    "plain-64-192 exp packed lengths",
+    "resets-64-192 sigmoid",
+    # two CTAs, of which the second has fewer chunks
+    "resets-64-448 exp",
+    "resets-64-448 exp packed reverse",
+    # two CTAs, which join the chunks of their head
+    "plain-128-1024 exp packed",
+    "plain-128-1024 exp packed reverse",
+]
+SLOW_GATES = [
+    # one chunk per CTA
+    "plain-512-1024 exp",
+    "resets-64-192 sigmoid reverse",
+    # a scan over the chunks
+    "resets-64-1536 exp reverse",
+    "plain-512-1024 exp reverse",
+]
 
 
 @pytest.mark.parametrize(
     "line",
     [
         *(f"{case}-64-192 exp packed" for case in test_gates.CASES if case != "plain"),
-        *rows_of(GATES),
-        *map(slow, rows_of(SLOW_GATES)),
+        *GATES,
+        *map(slow, SLOW_GATES),
     ],
 )
 def test_gates_are_those_of_the_recurrence(line):

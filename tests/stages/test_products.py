@@ -19,8 +19,7 @@ from oracle import (
     gradients_of_call,
     needs_mosaic_gpu,
     random_inputs,
-    row_of,
-    rows_of,
+    shown,
 )
 
 from mlstm_pallas.mosaic_gpu.common import copies, products
@@ -129,50 +128,58 @@ def two_squares(*, waits=True, second=0, pending=1):
         assert_close(result, own @ own)
 
 
-# A kernel, and how it is wrong.
-RIGHT = """
-sum_of_squares
-two_squares
-two_squares waits=False, second=1  # tiles of their own
-"""
-# The same, and what is said of it; jax 0.12 raises that of a race, 0.11 prints it.
+# jax 0.12 raises what is said of a race, 0.11 prints it.
 STILL_READ = ", which a running product reads, expected wait before"
-DEFECTS = f"""
-# A product of one iteration, released in the next; no wait before a release, for a copy.
-sum_of_squares in_loop=2: releases barriers.empty of left{STILL_READ}
-sum_of_squares after_loop=1: releases barriers.empty of left{STILL_READ}
-sum_of_squares unread=2: {RACE}
-# No release; no last one; no last one of a slot that the other warpgroup fills; that of another.
-sum_of_squares kept=1: acquires barriers.empty[1] again, expected release before
-sum_of_squares kept=4: waits for barriers.empty[0], which it has itself, expected release before
-sum_of_squares kept=3: ends with barriers.empty[1], expected release before
-sum_of_squares last=3: releases barriers.empty[1], expected acquire before
-# A tile that is written, and an accumulator that is read, too early.
-two_squares waits=False: writes tile{STILL_READ}
-two_squares waits=False, second=1, pending=2: reads accumulator 1, to which a running product \
-adds, expected wait before
-"""
+# A kernel, how it is wrong, and what is said of it.
+DEFECTS = [
+    # A product of one iteration, released in the next; no wait before a release, for a copy.
+    (sum_of_squares, dict(in_loop=2), f"releases barriers.empty of left{STILL_READ}"),
+    (sum_of_squares, dict(after_loop=1), f"releases barriers.empty of left{STILL_READ}"),
+    (sum_of_squares, dict(unread=2), RACE),
+    # No release; no last one; no last one of a slot that the other warpgroup fills; that of
+    # another.
+    (
+        sum_of_squares,
+        dict(kept=1),
+        "acquires barriers.empty[1] again, expected release before",
+    ),
+    (
+        sum_of_squares,
+        dict(kept=4),
+        "waits for barriers.empty[0], which it has itself, expected release before",
+    ),
+    (sum_of_squares, dict(kept=3), "ends with barriers.empty[1], expected release before"),
+    (sum_of_squares, dict(last=3), "releases barriers.empty[1], expected acquire before"),
+    # A tile that is written, and an accumulator that is read, too early.
+    (two_squares, dict(waits=False), f"writes tile{STILL_READ}"),
+    (
+        two_squares,
+        dict(waits=False, second=1, pending=2),
+        "reads accumulator 1, to which a running product adds, expected wait before",
+    ),
+]
 
 
-def run(line):
-    name, options = row_of(line, 1)
-    globals()[name](**options)
+@pytest.mark.parametrize(
+    ("kernel", "tiles_of_their_own"),
+    [(sum_of_squares, {}), (two_squares, {}), (two_squares, dict(waits=False, second=1))],
+)
+def test_a_kernel_that_waits_is_right(kernel, tiles_of_their_own):
+    kernel(**tiles_of_their_own)
 
 
-@pytest.mark.parametrize("line", rows_of(RIGHT))
-def test_a_kernel_that_waits_is_right(line):
-    run(line)
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("line", rows_of(DEFECTS), ids=lambda x: x.partition(":")[0])
-def test_a_defect_is_refused(line, capsys):
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(
+    ("kernel", "defects", "message"),
+    DEFECTS,
+    ids=[f"{kernel.__name__} {shown(defects)[5:-1]}" for kernel, defects, _ in DEFECTS],
+)
+def test_a_defect_is_refused(kernel, defects, message, capsys):
     """At once, although the other warpgroup waits for the one that has it."""
-    line, message = line.split(": ")
     with pytest.raises(jax.errors.JaxRuntimeError) as raised:
-        run(line)
-    said, kernel = str(raised.value) + capsys.readouterr().out, line.split()[0]
-    assert f"{kernel}: warpgroup 0 {message}" in said or message == RACE in said
+        kernel(**defects)
+    said = str(raised.value) + capsys.readouterr().out
+    assert f"{kernel.__name__}: warpgroup 0 {message}" in said or message == RACE in said
     two_squares()  # the next launch is none the worse
 
 
