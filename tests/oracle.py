@@ -133,6 +133,10 @@ def slow(*values):
 
 def shown(x):
     """A value as it is in the id of a test."""
+    if isinstance(x, KernelConfig):
+        fields = vars(x) | {name: dict(tiles) for name, tiles in x.tiles}
+        fields = {name: y for name, y in fields.items() if name != "tiles" and y is not None}
+        return f"KernelConfig({shown(fields)[5:-1]})"
     if isinstance(x, dict):
         return f"dict({', '.join(f'{name}={shown(y)}' for name, y in x.items())})"
     if isinstance(x, list | tuple):
