@@ -182,6 +182,6 @@ def anchored(patch, sources):
 
 def sources_of(root):
     """{path: text} of what a patch may change."""
-    folders = "mlstm_pallas", "benchmarks", "examples", "tools"
+    folders = "mlstm_pallas", "benchmarks", "examples", "tools", "tests"
     paths = (x for folder in folders for x in sorted(Path(root, folder).glob("**/*.py")))
     return {str(x.relative_to(root)): x.read_text() for x in paths}
