@@ -133,6 +133,10 @@ def slow(*values):
 
 def shown(x):
     """A value as it is in the id of a test."""
+    if isinstance(x, KernelConfig):
+        fields = vars(x) | {name: dict(tiles) for name, tiles in x.tiles}
+        fields = {name: y for name, y in fields.items() if name != "tiles" and y is not None}
+        return f"KernelConfig({shown(fields)[5:-1]})"
     if isinstance(x, dict):
         return f"dict({', '.join(f'{name}={shown(y)}' for name, y in x.items())})"
     if isinstance(x, list | tuple):
@@ -253,6 +257,13 @@ def compare(names, actual, desired, bound):
 def check_outputs(result, inputs, bound, **options):
     """Compares h, (c, n, m) of a call with the recurrence in float64."""
     compare(OUTPUTS, jax.tree.leaves(result), oracle(inputs, **options), bound)
+
+
+def assert_values(arrays, expected, decimals=None):
+    """Arrays have these values; decimals: how many the values are rounded to."""
+    atol = 0.0 if decimals is None else 0.5001 * 10.0**-decimals
+    for x, y in zip(arrays, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(x), y, rtol=1e-6, atol=atol)
 
 
 def shapes_and_dtypes(arrays):

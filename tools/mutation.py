@@ -26,15 +26,13 @@ from plant_defects import ROOT, outcome
 SECONDS = 120  # of a mutant, after which it counts as killed: it waits or it loops
 # By module, its tests, the quickest first, and the functions that count; none: all.
 MODULES = {
-    "mlstm_pallas/planning/call_spec.py": ("by_hand.py::test_the_values_of[planning] planning.py",),
-    "mlstm_pallas/planning/config.py": ("by_hand.py::test_the_values_of[config]",),
-    "mlstm_pallas/problem/gpu.py": (
-        "by_hand.py::test_the_values_of[gpu] gpu_facts.py planning.py",
-    ),
-    "mlstm_pallas/problem/dimensions.py": ("by_hand.py::test_the_values_of[problem]",),
-    "mlstm_pallas/formulas/chunk_list.py": ("by_hand.py::test_the_values_of[chunk_list]",),
-    "mlstm_pallas/formulas/splits.py": ("by_hand.py::test_the_values_of[splits]",),
-    "mlstm_pallas/formulas/normaliser.py": ("by_hand.py::test_the_values_of[normaliser]",),
+    "mlstm_pallas/planning/call_spec.py": ("values_of_planning.py planning.py",),
+    "mlstm_pallas/planning/config.py": ("values_of_config.py",),
+    "mlstm_pallas/problem/gpu.py": ("values_of_gpu.py gpu_facts.py planning.py",),
+    "mlstm_pallas/problem/dimensions.py": ("values_of_problem.py",),
+    "mlstm_pallas/formulas/chunk_list.py": ("values_of_chunk_list.py",),
+    "mlstm_pallas/formulas/splits.py": ("values_of_splits.py",),
+    "mlstm_pallas/formulas/normaliser.py": ("values_of_normaliser.py",),
     "mlstm_pallas/planning/preview.py": (
         "planning.py "
         "errors.py::test_every_argument_is_refused_by_name_and_accepted_at_its_bounds[plan]",
@@ -43,13 +41,9 @@ MODULES = {
         "distributed.py",
         "_boundaries _from_zeros _gathered _between _of_earlier _weights _weighted _sum_over",
     ),
-    "examples/xlstm_checkpoint.py": (
-        "by_hand.py::test_the_values_of[examples] xlstm_7b.py xlstm_checkpoints.py",
-    ),
-    "benchmarks/runner.py": (
-        "by_hand.py::test_the_values_of[benchmarks] runner.py command.py kernel_benchmark.py",
-    ),
-    "benchmarks/roofline.py": ("by_hand.py::test_the_values_of[benchmarks]",),
+    "examples/xlstm_checkpoint.py": ("values_of_examples.py xlstm_7b.py xlstm_checkpoints.py",),
+    "benchmarks/runner.py": ("values_of_benchmarks.py runner.py command.py kernel_benchmark.py",),
+    "benchmarks/roofline.py": ("values_of_benchmarks.py",),
 }
 
 

@@ -1,4 +1,4 @@
-"""gpu.py: the facts of a GPU by its name, of an abstract device; by_hand/gpu.txt has devices."""
+"""gpu.py: the facts of a GPU by its name, of an abstract device; devices: test_values_of_gpu.py."""
 
 import dataclasses
 

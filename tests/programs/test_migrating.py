@@ -194,42 +194,41 @@ def arguments(code, theirs):
     return eval(f"dict({code})", dict(vars(mlstm_pallas), jnp=jnp, np=np, DHQK=DHQK) | theirs)
 
 
-# What the packages call our arguments.
-THEIRS = """
-q matQ vecQ query queries: q
-matK vecK key keys: k
-matV vecV value values: v
-i scaI igate_preact: i[..., None]
-f scaF fgate_preact: f[..., None]
-vecI: i
-vecF: f
-igate: i[..., None] if step else i
-fgate: f[..., None] if step else f
-c matC_initial matC_old cstate: c
-n vecN_initial vecN_old nstate: n
-m m_initial scaM_old mstate: m[..., None]
-scaM_initial: m
-c_state: c / DHQK**0.5
-n_state: n[..., None] / DHQK**0.5
-m_state: m[..., None, None]
-qk_scale: DHQK**-0.5
-EPS: 1e-6
-CHUNK_SIZE: 32
-autocast_kernel_dtype dtype_state: jnp.float32
-"""
+def theirs_of(step, q, k, v, i, f, c, n, m):
+    """Our arguments, by what the packages call them."""
+    values = {
+        "q matQ vecQ query queries": q,
+        "matK vecK key keys": k,
+        "matV vecV value values": v,
+        "i scaI igate_preact": i[..., None],
+        "f scaF fgate_preact": f[..., None],
+        "vecI": i,
+        "vecF": f,
+        "igate": i[..., None] if step else i,
+        "fgate": f[..., None] if step else f,
+        "c matC_initial matC_old cstate": c,
+        "n vecN_initial vecN_old nstate": n,
+        "m m_initial scaM_old mstate": m[..., None],
+        "scaM_initial": m,
+        "c_state": c / DHQK**0.5,
+        "n_state": n[..., None] / DHQK**0.5,
+        "m_state": m[..., None, None],
+        "qk_scale": DHQK**-0.5,
+        "EPS": 1e-6,
+        "CHUNK_SIZE": 32,
+        "autocast_kernel_dtype dtype_state": jnp.float32,
+    }
+    return {name: x for names, x in values.items() for name in names.split()}
 
 
 @pytest.mark.parametrize("package", ["xlstm-jax", "mlstm_kernels", "transformers", "xlstm"])
 def test_each_row_is_our_call(package):
     inputs = random_inputs(3, B, NH, S, DHQK, DHV)
-    lines = [line.split(": ") for line in THEIRS.strip().splitlines()]
     for cell, code in rows(package):
         step = cell.startswith("step")
         call = mlstm_recurrent_step if step else partial(mlstm_chunkwise, return_last_states=True)
         ours = {x: y[:, :, 0] if step and x in "qkvif" else y for x, y in inputs.items()}
-        short = {x[0]: y for x, y in ours.items()} | dict(step=step, DHQK=DHQK, jnp=jnp)
-        theirs = {x: eval(y, short) for names, y in lines for x in names.split()}
-        changed = ours | arguments(code, theirs)
+        changed = ours | arguments(code, theirs_of(step, *ours.values()))
         result = call(*[changed.pop(x) for x in NAMES], **changed)
         pair = map(jax.tree.leaves, (result, call(*ours.values())))
         compare([f"{x} of {cell}" for x in OUTPUTS], *pair, bound("float32"))

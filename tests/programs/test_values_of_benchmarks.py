@@ -1,0 +1,347 @@
+"""The benchmarks: values that a hand can check."""
+
+import math
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import kernel_benchmark
+import layer_benchmark
+import numpy as np
+import peers
+import roofline
+import runner
+import scaling_benchmark as scaling
+import tables
+import xlstm_lm_benchmark as lm
+from benchmark_runs import dot_flops
+from oracle import in_float64, refused
+from shapes import Shape
+
+from mlstm_pallas import KernelConfig, reference
+
+first = dict(losses=[10.0, 9.0], gradient_norms=[1.0] * 2)
+runs = [
+    [dict(impl="a", direction="fwd", ms=0.04449), dict(impl="a", pooled="", ms=1999.6, pct=32.46)],
+    [dict(impl="b", ms=4.0, x="fwd"), dict(impl="b", ms=5.0, x="fwd"), dict(impl="c", ms=1.0)],
+    [dict(impl="a", ms=7.0), dict(impl="a", ms=None, status="wrong", x=True)],
+]
+
+
+def attempt(error, ours):
+    def measure(row, seconds):
+        row["ms"] = seconds
+        if error:
+            raise error
+
+    return [*runner.attempt(dict(status="ok", note=""), ours, measure, 2.0).values()]
+
+
+def nbytes(tree):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def costs(backend, shape, L, *stages):
+    config = KernelConfig(triton_recurrent_fw_H=dict(siz_b_L=32))
+    for stage in stages or kernel_benchmark.STAGES:
+        with mock.patch("mlstm_pallas.planning.backend.check_mosaic_gpu"):
+            impl = kernel_benchmark.MlstmPallasStage(stage, backend, shape, "bfloat16", L, config)
+        [cost] = impl.phases(shape, 2, "fwd")
+        print(stage, *cost)
+
+
+LAYER = Shape(2, 3, 32, 16, 24)
+
+
+def counted(impl, direction, shape=LAYER):
+    inputs = jax.eval_shape(lambda: layer_benchmark.random_inputs(shape))
+
+    def outputs(x):
+        return layer_benchmark.outputs(impl, None, direction, x)
+
+    flops = dot_flops(jax.make_jaxpr(outputs)(inputs).jaxpr)
+    return flops == layer_benchmark.product_flops(shape, direction)
+
+
+def compare(*losses, norm):
+    lm.compare(dict(losses=losses, gradient_norms=[norm] * 2), first)
+
+
+def cells(*selectors):
+    return [tables.figure(runs, x, bold=True) for x in selectors]
+
+
+small = Shape(2, 3, 64, 16, 32)
+of, big, modes = Shape(2, 2, 32, 16, 16), Shape(8, 8, 8192, 256, 512), scaling.MODES
+
+
+def test_relative_errors():
+    """Relative errors. An output is wrong beyond its limit or if it is not a number; what has no
+    limit is not compared."""
+    x = np.array([3.0, 4.0])
+    assert (
+        round(runner.relative_error(x, x * 1.25), 12),
+        round(runner.relative_error(x * 1e-30, 0 * x), 12),
+    ) == (0.2, 5.0)
+    assert repr(runner.relative_error(x * math.nan, x)) == "nan"
+    row, limits = {}, dict(h=0.1, dq=0.2, dk=0.5)
+    runner.check(row, dict(h=0.1, dq=0.1, di=9.0), limits)
+    assert row == {"errors": {"h": 0.1, "dq": 0.1, "di": 9.0}, "error": 9.0}
+    refused(
+        runner.WrongOutputError,
+        "error nan in h, at most 1e-01; error 2.5e-01 in dq, at most 2e-01",
+        lambda: runner.check(row, dict(h=math.nan, dq=0.25, dk=0.5), limits),
+    )
+
+
+def test_an_exception_becomes_a_status_of_the_row():
+    """An exception becomes a status of the row: a failure of mlstm_pallas, and a peer that is
+    skipped."""
+    assert attempt(None, True) == ["ok", "", 2.0]
+    assert attempt(runner.WrongOutputError("h"), False) == ["wrong", "wrong: h", 2.0]
+    assert attempt(runner.UnsupportedError("x\ny"), True) == [
+        "skipped",
+        "skipped: UnsupportedError: x y",
+        2.0,
+    ]
+    assert (attempt(TypeError("x"), True), attempt(TypeError("x"), False)) == (
+        ["failed", "failed: TypeError: x", 2.0],
+        ["skipped", "skipped: TypeError: x", 2.0],
+    )
+
+
+def test_heads_that_are_checked():
+    """The first, a middle and the last head are checked; beyond 32768 steps the last alone."""
+    assert [
+        kernel_benchmark.Case(Shape(1, 2, S, 128, 128), "float32").checked_heads(6).tolist()
+        for S in (2**15, 2**15 + 1)
+    ] == [[0, 3, 5], [5]]
+
+
+def test_a_peer_is_not_run_beyond_its_offsets():
+    """A peer is not run beyond its offsets: it would write to other addresses, and take the rest
+    of the run with it."""
+    shape = Shape(16, 8, 8192, 256, 512)
+    inputs = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), shape, "bfloat16"))
+    refused(
+        ValueError,
+        "its states would have 2164260864 elements, beyond its offsets of 32 bits",
+        lambda: object.__new__(peers.LimitChunk).build(inputs, "fwd"),
+    )
+
+
+def test_peak_memory_is_beyond_the_inputs():
+    """Peak memory is beyond the inputs."""
+    sizes = dict(temp=5, output=3, argument=100, alias=1000)
+    memory = SimpleNamespace(**{f"{name}_size_in_bytes": x for name, x in sizes.items()})
+    impl = peers.JaxImplementation()
+    impl.compiled = SimpleNamespace(memory_analysis=lambda: memory)
+    assert impl.peak_memory_bytes(None) == 8
+    peer, used = object.__new__(peers.TorchPeer), [7]
+    cuda = SimpleNamespace(
+        synchronize=lambda: None,
+        memory_allocated=lambda: used[-1],
+        reset_peak_memory_stats=lambda: used.append(7),
+        max_memory_allocated=lambda: max(used[1:]),
+    )
+    peer.torch = SimpleNamespace(cuda=cuda)
+    assert peer.peak_memory_bytes(lambda: used.extend([12, 9])) == 5
+
+
+def test_the_roofline_of_the_recurrence():
+    """The oracle is the recurrence."""
+    x = peers.random_inputs(jax.random.key(1), Shape(1, 2, 40, 8, 4), "float32")
+    functions = peers.exact, lambda *x: reference.recurrence(*x)[0]
+    both = (in_float64(jax.jit(peers.directed(f, x, "fwbw")[0]), *x) for f in functions)
+    assert [np.allclose(*y, rtol=1e-9, atol=1e-12) for y in zip(*both, strict=True)] == [
+        True,
+        True,
+        True,
+        True,
+        True,
+        True,
+    ]
+
+
+def test_bytes_of_a_direction():
+    """A direction has the bytes of its arrays: h is as large as its cotangent, and the backward
+    pass reads z and m in float32."""
+    inputs = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), small, "bfloat16"))
+    forward, backward = roofline.mlstm(small, 2, "fwbw")
+    assert (forward,) == roofline.mlstm(small, 2, "fwd")
+    assert (
+        forward.bytes == nbytes(inputs),
+        backward.bytes == 2 * nbytes(inputs) + 2 * 4 * small.steps,
+    ) == (True, True)
+
+
+def test_costs_of_stages(capsys):
+    """A stage, in bfloat16 and chunks of 32 or, on Mosaic GPU, 128 steps, which the fused scan
+    has halved: once the sizes of the arrays that its kernel reads and writes, and products of
+    which those within a chunk count for s <= t alone. With heads of 64/128 parallel_bw_dQKV
+    computes P and dP."""
+    costs("interpret", small, 32)
+    assert capsys.readouterr().out == (
+        "chunk_gates 0 13968\n"
+        "recurrent_fw_C 393216 76848\n"
+        "parallel_fw_H 1001472 97536\n"
+        "parallel_fw_P 202752 76032\n"
+        "recurrent_fw_H 1191936 124464\n"
+        "parallel_bw_dP 608256 191232\n"
+        "recurrent_bw_dC 786432 147552\n"
+        "parallel_bw_dQKV 1990656 207408\n"
+    )
+    costs("mosaic_gpu", Shape(1, 64, 256, 256, 512), 128)
+    assert capsys.readouterr().out == (
+        "chunk_gates 0 591360\n"
+        "recurrent_fw_C 4294967296 126157312\n"
+        "parallel_fw_H 5918162944 84475904\n"
+        "parallel_fw_P 272629760 19660800\n"
+        "recurrent_fw_H 9135194112 119669760\n"
+        "parallel_bw_dP 1623195648 76414976\n"
+        "recurrent_bw_dC 8589934592 251790336\n"
+        "parallel_bw_dQKV 15049162752 160039424\n"
+    )
+    costs("mosaic_gpu", Shape(1, 64, 256, 64, 128), 128, "parallel_bw_dQKV")
+    assert capsys.readouterr().out == "parallel_bw_dQKV 1752170496 26083840\n"
+
+
+def test_attention_counts_pairs_of_steps_once():
+    """Attention counts pairs of steps once: 15 for 5 steps, in each of 6 heads."""
+    phases = roofline.attention(2, 3, 5, 16, 2, "fwbw")
+    assert phases == ((90 * 2 * 2 * 16, 4 * 960), (90 * 5 * 2 * 16, 8 * 960))
+    assert roofline.attention(2, 3, 5, 16, 2, "fwd") == phases[:1]
+
+
+def test_floors_of_7b_8k():
+    """7b-8k, in chunks of 128 steps, by step and head, whichever kernels run."""
+    steps, inter, triangle = 8 * 8 * 8192, 2 * 256 * 512, 129
+    forward, backward = roofline.mlstm(Shape(8, 8, 8192, 256, 512), 2, "fwbw")
+    assert forward.flops == steps * (2 * inter + triangle * (256 + 512))
+    assert backward.flops == steps * (5 * inter + triangle * (3 * 256 + 2 * 512))
+    assert roofline.backward_stages(True) == ("chunk_gates", "recurrent_bw_dC", "parallel_bw_dQKV")
+
+
+def test_the_floor_is_the_slower_of_products_and_traffic():
+    """The floor is the slower of products and traffic in each phase. Rates were measured on one
+    device."""
+    assert roofline.floor_seconds([roofline.Cost(6, 1), roofline.Cost(1, 8)], 2.0, 4.0) == 5.0
+    assert [roofline.device_rates("NVIDIA H200", x) for x in ("bfloat16", "float16")] == [
+        (790000000000000.0, 4270000000000.0),
+        (790000000000000.0, 4270000000000.0),
+    ]
+    assert roofline.device_rates("NVIDIA H200", "float32") == (790e12 / 6, 4.27e12)
+    assert roofline.device_rates("cpu", "float32") == (None, None)
+
+
+def test_products_of_layers(capsys):
+    """Without the mLSTM the products that are counted are left."""
+    assert [
+        counted(impl, x) for impl in ("products", "without_mlstm") for x in ("fwd", "fwbw")
+    ] == [True, True, True, True]
+    row = dict(name="a", direction="fwd", product_flops=2e9, elementwise_bytes=3e6)
+    row |= dict(product_floor_ms=0.5, elementwise_floor_ms=0.25, impl="without_mlstm", ms=4.0)
+    other = row | dict(name="b", product_floor_ms=None)
+    layer_benchmark.remainders([row, row | dict(impl="products", ms=1.5), other])
+    assert capsys.readouterr().out == (
+        "\n"
+        "a, forward: products 2.000e+09 FLOP, floor 0.500 ms; the rest 3.000e+06 bytes, "
+        "floor 0.250 ms; without_mlstm less products 2.500 ms, less the floor of products "
+        "3.500 ms\n"
+        "\n"
+        "b, forward: products 2.000e+09 FLOP, floor -; the rest 3.000e+06 bytes, floor 0.250 "
+        "ms; without_mlstm less products -, less the floor of products -\n"
+    )
+
+
+def test_shapes_of_devices(capsys):
+    """Shapes of two devices, and reduced ones, which keep the head dimensions."""
+    for name, mode in modes.items():
+        print(name, mode.whole(of, 2))
+    assert capsys.readouterr().out == (
+        "weak-batch 4x2x32x16x16\n"
+        "weak-heads 2x4x32x16x16\n"
+        "weak-sequence 2x2x64x16x16\n"
+        "strong-sequence 2x2x32x16x16\n"
+    )
+    print(
+        modes["weak-heads"].reduced(big, 4),
+        modes["strong-sequence"].reduced(big, 4),
+        modes["strong-sequence"].reduced(big._replace(S=64), 4),
+    )
+    assert capsys.readouterr().out == "1x4x256x256x512 1x1x1024x256x512 1x1x64x256x512\n"
+
+
+def test_efficiencies_are_of_rounds(capsys):
+    """Efficiencies are of rounds: one device, and two that take 2, 4 and 8 s for the work of
+    one, then 2, 4 and 5 s."""
+    for name, mode in modes.items():
+        rows = [dict(shape=mode.whole(of, n), devices=n) for n in (1, 2)]
+        seconds = [(1 + mode.grows) * x / 2 for x in (2.0, 4.0, 10.0)]
+        scaling.store_times(rows, [[2.0, 4.0, 8.0], seconds])
+        for row in rows:
+            print(
+                name,
+                *(
+                    row[x]
+                    for x in (
+                        "ms",
+                        "spread",
+                        "tokens_per_second",
+                        "efficiency_pct",
+                        "efficiency_range",
+                    )
+                ),
+            )
+    assert capsys.readouterr().out == (
+        "weak-batch 4000.0 1.5 16.0 100.0 [100.0, 100.0]\n"
+        "weak-batch 4000.0 2.0 32.0 100.0 [80.0, 100.0]\n"
+        "weak-heads 4000.0 1.5 16.0 100.0 [100.0, 100.0]\n"
+        "weak-heads 4000.0 2.0 16.0 100.0 [80.0, 100.0]\n"
+        "weak-sequence 4000.0 1.5 16.0 100.0 [100.0, 100.0]\n"
+        "weak-sequence 4000.0 2.0 32.0 100.0 [80.0, 100.0]\n"
+        "strong-sequence 4000.0 1.5 16.0 100.0 [100.0, 100.0]\n"
+        "strong-sequence 2000.0 2.0 32.0 100.0 [80.0, 100.0]\n"
+    )
+
+
+def test_parameters_and_flops_of_a_language_model(capsys):
+    """All parameters, those of matrix products, and the FLOPs
+    of a step of two sequences of 256 tokens: three times those of the forward products and of
+    the mLSTM in chunks of 128. Parameters are float32."""
+    for name, model in lm.MODELS.items():
+        print(name, *model.parameters(), model.flops(2, 256))
+    assert capsys.readouterr().out == (
+        "1.3b 1345865920 1280180224 4024631820288\ntiny 123848 115200 404520960\n"
+    )
+    params = jax.eval_shape(lambda: lm.initial_state(model)).params
+    assert {str(x.dtype) for x in jax.tree.leaves(params)} == {"float32"}
+
+
+def test_losses_and_gradient_norms_are_compared():
+    """Two losses and a gradient norm, compared with 10, 9 and 1."""
+    compare(10.005, 9.05, norm=1.01)
+    refused(
+        runner.WrongOutputError,
+        "error 2.0e-03 in loss 0, at most 1e-03",
+        lambda: compare(10.02, 9, norm=1),
+    )
+    refused(
+        runner.WrongOutputError,
+        ("error nan in loss 1, at most 1e-02; error 1.0e-01 in gradient norm, at most 2e-02"),
+        lambda: compare(10, math.nan, norm=0.9),
+    )
+
+
+def test_cells_of_a_table():
+    """Three digits; a key that the row lacks; another run, and the first of two rows of one
+    setting."""
+    assert cells("a+fwd", "a+direction=", "a+direction=:pct", "b", "x=True", "d") == [
+        "**0.0445**",
+        "**2,000**",
+        "**32.5 %**",
+        "**4.00**†",
+        "wrong",
+        "",
+    ]
+    refused(ValueError, "rows of several settings have a", lambda: cells("a"))
