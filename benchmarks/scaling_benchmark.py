@@ -219,7 +219,7 @@ def define_flags(define):
     define.names("mode", list(MODES), MODES, "the dimension that is split, and whether it grows.")
     define.items("devices", [], int, "Numbers of devices; none: 1, 2, 4, ... up to those present.")
     define.names("layout", ["BNTH"], ("BNTH", "BTNH"), "layout of the arrays.")
-    define.items("mean_f", [4.0, 10.0], float, "Means of the forget gates' pre-activations.")
+    define.items("mean_f", ["4", "10"], float, "Means of the forget gates' pre-activations.")
     define.enum("backend", None, BACKENDS, "None: triton, without a GPU xla.")
     define.shared("shape", "direction", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
 

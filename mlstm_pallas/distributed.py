@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from mlstm_pallas.api import mlstm_chunkwise, with_arguments_of
@@ -128,17 +129,19 @@ def _with_later_shards(dC: jax.Array, decays: jax.Array, dC_after: jax.Array) ->
     Usually the decays of all but a few of the last chunks are 0. Then no others are read, because
     the states of a shard are gigabytes.
     """
-    last = dC.shape[1] - blocks_over(dC.shape[1], 16)
+    NC = dC.shape[1]
+    last = NC - blocks_over(NC, 16)
 
-    def add(dC: jax.Array, chunks: slice) -> jax.Array:
-        x, terms = dC[:, chunks], _weighted(decays[:, chunks], dC_after[:, None])
-        return dC.at[:, chunks].set((x.astype(terms.dtype) + terms).astype(x.dtype))
+    def add(dC: jax.Array, start: int, stop: int) -> jax.Array:
+        x, weights = (lax.slice_in_dim(y, start, stop, axis=1) for y in (dC, decays))
+        x = (x.astype(decays.dtype) + _weighted(weights, dC_after[:, None])).astype(x.dtype)
+        return lax.dynamic_update_slice_in_dim(dC, x, np.int32(start), axis=1)
 
     # Of at most one step: a conditional would copy dC.
     _, dC = lax.while_loop(
         lambda state: state[0],
-        lambda state: (jnp.zeros_like(state[0]), add(state[1], slice(last))),
-        (jnp.any(decays[:, :last] != 0), add(dC, slice(last, None))),
+        lambda state: (state[0] & False, add(state[1], 0, last)),
+        (jnp.any(lax.slice_in_dim(decays, 0, last, axis=1) != 0), add(dC, last, NC)),
     )
     return dC
 

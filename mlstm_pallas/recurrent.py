@@ -227,9 +227,8 @@ def mlstm_recurrent_step(
         input_gate=input_gate, normalize=normalize, backend=backend, config=config,
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, slots=slots)
-    spec = prepare_steps(
-        "recurrent_step", (_parts(x) if k is None else x)._asdict(), options, steps=False
-    )
+    arrays = (_parts(x) if k is None else x)._asdict()
+    spec = prepare_steps("recurrent_step", arrays, options, steps=False)
     outputs: tuple[jax.Array, StatesTuple] = _mlstm(spec, None, False, x)
     return outputs
 

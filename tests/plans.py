@@ -244,9 +244,7 @@ CALLS = [
     Call.of(
         launch_lines, "parallel_fw_H", (8, 8, 8192, 100, 200), None, "float32", backend="interpret"
     ),
-    Call.of(
-        launch_lines, "parallel_bw_dP", (8, 8, 8192, 256, 512), None, backend="mosaic_gpu_interpret"
-    ),
+    Call.of(launch_lines, "parallel_bw_dP", (8, 8, 8192, 256, 512), None, backend="mosaic_gpu"),
     Call.of(
         launch_lines,
         "parallel_fw_H",
@@ -254,15 +252,6 @@ CALLS = [
         "NVIDIA H200",
         "float32",
         "mosaic_gpu",
-        triton_parallel_fw_H=dict(siz_b_LQ=128, siz_b_DHHV=256),
-    ),
-    Call.of(
-        launch_lines,
-        "parallel_fw_H",
-        (1, 8, 128, 16, 32),
-        "NVIDIA H200",
-        "float32",
-        "mosaic_gpu_interpret",
         triton_parallel_fw_H=dict(siz_b_LQ=128, siz_b_DHHV=256),
     ),
     Call.of(printed_lines, (1, 8, 8192, 256, 512), "NVIDIA H200"),

@@ -298,7 +298,7 @@ def _phases(cta: _Kernel, role: int, item: _Item) -> Phases:
     return Phases(
         states=Phase(cta.steps_v, (state_operands,)),
         dotted=Phase(2, (dotted,)),  # the queries or keys of each warpgroup
-        vector=Phase(int(x.vectors is not None), (vector,)),
+        vector=Phase(1, () if x.vectors is None else (vector,)),
         scores=scores,
     )
 

@@ -21,7 +21,7 @@ layer mlstm_chunkwise --impl=xla --layout=BTNH --direction=fwbw: query, at most 
 prefill mlstm_chunkwise --segments=2 --backend=interpret --variant=plain: h, at most 5e-03
 prefill mlstm_chunkwise --segments=2 --backend=interpret --variant=states --dtype=float32: \
 c, at most 1e-05
-scaling mlstm_chunkwise --devices=1 --mode=weak-batch: h, at most 5e-03
+scaling mlstm_chunkwise --devices=1 --mode=weak-batch --mean_f=4: h, at most 5e-03
 step mlstm_recurrent_step --impl=xla: h, at most 1e-02
 step mlstm_recurrent_step --impl=xla --dtype=float32 --state_dtype=float16: h, at most 1e-03
 """
@@ -137,11 +137,11 @@ slow step --shape=2x3x9x16x32 --steps=3 --repeats=3 --impl=xla --slots=5 --ring=
 | slots 8 1 2 h
 | slots 8 2 4 h
 | gathered 0 1 2 h
-slow scaling --shape=2x2x32x16x16 --backend=xla --devices=2 --mode=weak-sequence --direction=fwbw
+slow scaling --shape=2x2x32x16x16 --backend=xla --devices=2 --mode=weak-sequence --direction=fwbw --mean_f=4
     --dtype=float32 --layout=BTNH --repeats=3
 | devices errors
 | 2 h+dq+dk+dv+di+df
-slow scaling --shape=2x2x32x16x16 --backend=xla --devices=2,1 --mode=weak-heads,strong-sequence
+slow scaling --shape=2x2x32x16x16 --backend=xla --devices=2,1 --mode=weak-heads,strong-sequence --mean_f=4
     --dtype=float32 --layout=BTNH --repeats=3
 | mode devices errors
 | weak-heads 1 h
