@@ -1,7 +1,7 @@
 """mlstm_recurrent_step, mlstm_recurrent_sequence: the mLSTM token by token, as in generation."""
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -229,8 +229,7 @@ def mlstm_recurrent_step(
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, slots=slots)
     arrays = (_parts(x) if k is None else x)._asdict()
     spec = prepare_steps("recurrent_step", arrays, options, steps=False)
-    outputs: tuple[jax.Array, StatesTuple] = _mlstm(spec, None, False, x)
-    return outputs
+    return cast(tuple[jax.Array, StatesTuple], _mlstm(spec, None, False, x))
 
 
 def mlstm_recurrent_sequence(

@@ -137,12 +137,12 @@ slow step --shape=2x3x9x16x32 --steps=3 --repeats=3 --impl=xla --slots=5 --ring=
 | slots 8 1 2 h
 | slots 8 2 4 h
 | gathered 0 1 2 h
-slow scaling --shape=2x2x32x16x16 --backend=xla --devices=2 --mode=weak-sequence --direction=fwbw --mean_f=4
-    --dtype=float32 --layout=BTNH --repeats=3
+slow scaling --shape=2x2x32x16x16 --backend=xla --devices=2 --mode=weak-sequence --direction=fwbw
+    --dtype=float32 --layout=BTNH --repeats=3 --mean_f=4
 | devices errors
 | 2 h+dq+dk+dv+di+df
-slow scaling --shape=2x2x32x16x16 --backend=xla --devices=2,1 --mode=weak-heads,strong-sequence --mean_f=4
-    --dtype=float32 --layout=BTNH --repeats=3
+slow scaling --shape=2x2x32x16x16 --backend=xla --devices=2,1 --mode=weak-heads,strong-sequence
+    --dtype=float32 --layout=BTNH --repeats=3 --mean_f=4
 | mode devices errors
 | weak-heads 1 h
 | weak-heads 2 h
