@@ -113,7 +113,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if config.getoption("complete") and not hasattr(config, "workerinput"):
+    if not config.getoption("complete"):
+        return
+    # A program that another process is just writing is compiled once more.
+    unread = "ignore:Error (reading|writing) persistent compilation cache entry:UserWarning"
+    config.addinivalue_line("filterwarnings", unread)
+    if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Completeness())
 
 
