@@ -266,6 +266,12 @@ def on_shard(work: Work, identity: Any, *args: Any) -> Any:
             "constrain them with jax.lax.with_sharding_constraint"
         )
     *batch, NH = heads = leaves[0].shape[: mapped + 2]
+    if spec.config.batch_invariant and math.prod(heads) == 1 and not spec.pooled:
+        # Pallas replaces the indices of one CTA by constants, so Triton may lay out tiles otherwise
+        # than beside other entries.
+        twice = jax.tree.map(lambda x: jnp.concatenate([x, x], axis=mapped), args)
+        outputs = on_shard(work, identity, *twice)
+        return jax.tree.map(lambda x: jax.lax.slice_in_dim(x, 0, 1, axis=mapped), outputs)
     spec = spec.with_heads(math.prod(batch), NH)
     run = functools.partial(work.function, **dict(work.options))
     few = _may_run_few_heads(spec, args)

@@ -160,19 +160,13 @@ def _weights(states: RingStates, end: Any, **options: Any) -> tuple[Array, ...]:
     return w0, w, m, *rows
 
 
-def _flushed(
-    states: RingStates, end: Any, m_dtype: Any, *, batch_invariant: bool = False
-) -> RingStates:
+def _flushed(states: RingStates, end: Any, m_dtype: Any) -> RingStates:
     """A head after a flush of its ``end`` oldest tokens, if the ring has so many."""
     round_m = functools.partial(rounded, dtype=m_dtype, compiled=False)
     w0, w, m, K, V = _weights(states, end, round_m=round_m)
     K = w[:, None] * K
-    if batch_invariant:  # XLA chooses the algorithm of a product on a GPU by timing it
-        added = jnp.sum(K[:, :, None] * V[:, None, :], axis=0)
-    else:
-        added = jnp.einsum("sk,sv->kv", K, V, precision="highest")
     after = states._replace(
-        c=decayed(w0, states.c) + added,
+        c=decayed(w0, states.c) + jnp.einsum("sk,sv->kv", K, V, precision="highest"),
         n=decayed(w0, states.n) + jnp.sum(K, axis=0),
         m=None if states.m is None else m,
         start=len(states.i) // 2 - states.start,
@@ -215,16 +209,15 @@ def _map_heads(
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def flushed(states: RingStates, accepted: Array | None, batch_invariant: bool) -> RingStates:
+def flushed(states: RingStates, accepted: Array | None, in_loops: bool) -> RingStates:
     """The states without tokens, those of a full half first."""
     fill = states.fill + pending_tokens(states.pending, accepted)
     states, half = states._replace(fill=fill), states.i.shape[-1] // 2
-    flush = functools.partial(_flushed, batch_invariant=batch_invariant)
     for run in (
-        functools.partial(flush, end=half),
-        lambda states, m_dtype: flush(states, states.fill, m_dtype),
+        functools.partial(_flushed, end=half),
+        lambda states, m_dtype: _flushed(states, states.fill, m_dtype),
     ):
-        states = _map_heads(run, states, states, states, in_loops=batch_invariant)
+        states = _map_heads(run, states, states, states, in_loops)
     return states
 
 

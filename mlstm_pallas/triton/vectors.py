@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.tiles import block_at, blocks_over, loop, rounded_up
 from mlstm_pallas.problem.dimensions import Problem, next_power_of_two
 from mlstm_pallas.stages.stage import KernelOptions, Launch, Tiles
-from mlstm_pallas.triton.launch import barrier, floats, kernel_call
+from mlstm_pallas.triton.launch import barrier, floats, kernel_call, masked_load
 from mlstm_pallas.vectors import chunk_gates as stage
 from mlstm_pallas.vectors.scan import Join, Scan
 
@@ -150,7 +150,8 @@ def _stabiliser_scan_kernel(
         chunks = block_at(j, block)
         boundary = chunks.start + scan.step + np.int32(1)
         inside = boundary <= p.NC
-        g, a = jnp.where(inside, scaG[chunks], 0.0), jnp.where(inside, scaA[chunks], -_INF)
+        g, a = (masked_load(x.at[chunks], inside) for x in (scaG, scaA))
+        a = jnp.where(inside, a, -_INF)
         after = body(scan, g, a, before)
         # Beyond the last boundary m stays as it is, so all that is stored there is the same.
         scaM[p.memory_index(lax.min(boundary, np.int32(p.NC)), p.NC + 1)] = after

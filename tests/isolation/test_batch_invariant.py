@@ -22,6 +22,7 @@ from mlstm_pallas import (
     mlstm_ring_flush,
     mlstm_ring_states,
     mlstm_ring_step,
+    selfcheck,
 )
 from mlstm_pallas.planning.call_spec import launch_of
 from mlstm_pallas.problem.gpu import known_gpu
@@ -339,3 +340,29 @@ ON_A_GPU = [
 def test_bits_on_a_gpu(function, call):
     """In an odd batch that has more heads than there are SMs."""
     assert not differences(function, call, (63 if call.NH > 2 else 135,))
+
+
+@pytest.mark.parametrize(
+    ("backend", "seed"),
+    [("interpret", 2), pytest.param("triton", 23559883, marks=pytest.mark.gpu)],
+)
+def test_one_head_alone_has_the_bits_of_a_batch(backend, seed):
+    """With seeds of which a launch of one CTA, whose indices are constants, has other bits. The
+    rows of this head are at no multiple of 16 bytes."""
+    options = {"layout": "BNTH", "T": 1, "length": 16, "rollback": False, "phase": 0}
+    errors = selfcheck.check(
+        function="mlstm_ring_step",
+        backend=backend,
+        seed=seed,
+        B=3,
+        NH=1,
+        S=48,
+        DHQK=250,
+        DHV=24,
+        initial=True,
+        dtype="float16",
+        states=["bfloat16", "float32", "float32"],
+        slots=False,
+        options=options | {"config": {"batch_invariant": True}},
+    )
+    assert errors["bits in a batch"] == (0, 1)
