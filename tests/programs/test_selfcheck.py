@@ -372,6 +372,6 @@ def test_settings_that_check_nothing(flag, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_program():
-    flags = "--minutes=3", "--backend=xla", "--processes=2"
+    flags = "--minutes=2", "--backend=xla", "--processes=2"
     out = run_python("-m", "mlstm_pallas.selfcheck", *flags, PYTHONPATH=str(PACKAGE.parent))
     assert "| right |\n" in out
