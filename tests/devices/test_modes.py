@@ -189,21 +189,21 @@ def test_a_use_backend_is_entered_twice_and_by_two_threads():
     def other():
         with xla, interpret:
             entered.set()
-            left.wait(60)
+            left.wait(20)
             seen.append(requested_backend())
         seen.append(requested_backend())
 
     thread = threading.Thread(target=other)
     with interpret:
         thread.start()
-        entered.wait(60)
+        entered.wait(20)
         with xla:
             with interpret:
                 assert requested_backend() == "interpret"
             assert requested_backend() == "xla"
         assert requested_backend() == "interpret"
     left.set()
-    thread.join(60)
+    thread.join(20)
     assert seen == ["interpret", None]
     assert requested_backend() is None
 

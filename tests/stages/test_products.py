@@ -168,7 +168,7 @@ def test_a_kernel_that_waits_is_right(kernel, tiles_of_their_own):
     kernel(**tiles_of_their_own)
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(45, method="thread")  # a signal does not end a kernel that waits
 @pytest.mark.parametrize(
     ("kernel", "defects", "message"),
     DEFECTS,
