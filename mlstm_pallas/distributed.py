@@ -418,8 +418,9 @@ def mlstm_chunkwise_sequence_parallel(spec: CallSpec, x: Arguments, *, axis_name
       chunk_size: as for ``mlstm_chunkwise``; a chunk ends where a shard ends.
       backend, eps, autocast_kernel_dtype, stabilize_correctly, norm_val: as
         for ``mlstm_chunkwise``.
-      input_gate, normalize, recompute_states_in_bw, state_dtype, layout,
-        config: as for ``mlstm_chunkwise``.
+      input_gate, normalize, recompute_states_in_bw, state_dtype: as for
+        ``mlstm_chunkwise``.
+      layout, config: as for ``mlstm_chunkwise``.
 
     Returns:
       h of this device's shard, shaped as v, in the dtype of q. With
