@@ -343,10 +343,13 @@ def test_bits_on_a_gpu(function, call):
 
 
 @pytest.mark.parametrize(
-    ("backend", "seed"),
-    [("interpret", 2), pytest.param("triton", 23559883, marks=pytest.mark.gpu)],
+    ("backend", "dtype", "seed"),
+    [
+        ("interpret", "float16", 2),
+        pytest.param("triton", "float16", 23559883, marks=pytest.mark.gpu),
+    ],
 )
-def test_one_head_alone_has_the_bits_of_a_batch(backend, seed):
+def test_one_head_alone_has_the_bits_of_a_batch(backend, dtype, seed):
     """With seeds of which a launch of one CTA, whose indices are constants, has other bits. The
     rows of this head are at no multiple of 16 bytes."""
     options = {"layout": "BNTH", "T": 1, "length": 16, "rollback": False, "phase": 0}
@@ -360,7 +363,7 @@ def test_one_head_alone_has_the_bits_of_a_batch(backend, seed):
         DHQK=250,
         DHV=24,
         initial=True,
-        dtype="float16",
+        dtype=dtype,
         states=["bfloat16", "float32", "float32"],
         slots=False,
         options=options | {"config": {"batch_invariant": True}},
