@@ -162,26 +162,6 @@ def param(*columns, id=None, marks=(), **options):
 slow_param = functools.partial(param, marks=pytest.mark.slow)
 
 
-def rows_of(table):
-    """The lines of a table, without comments."""
-    rows = (line.split("#")[0].strip() for line in table.splitlines())
-    return [*filter(None, rows)]
-
-
-def row_of(line, columns, names=None):
-    """The first columns of a line, and a dict of what is behind them: options, or fields of tiles,
-    with these names."""
-    *first, options = f"{line} ".split(" ", columns)
-    return *first, eval(f"dict({options})", names)
-
-
-def named_rows(table):
-    """Parameters of a test, from lines that begin with a name; those with ~ are slow."""
-    for line in rows_of(table):
-        name, _, row = line.partition(" ")
-        yield pytest.param(row, id=name.strip("~"), marks=[pytest.mark.slow] * (name[0] == "~"))
-
-
 def run_python(*arguments, timeout=600, **settings):
     """What a process prints that has to end well, and in time. Settings: of its environment."""
     try:

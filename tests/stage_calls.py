@@ -13,8 +13,6 @@ from oracle import (
     array,
     assert_close,
     in_float64,
-    row_of,
-    rows_of,  # noqa: F401
     swapped,
     tolerance,
 )
@@ -134,9 +132,3 @@ def check_small_row(name, sizes, options, lowering):
     terms = dict(split_products=p.S, step_sums=p.L, vector_states=p.NC)[name]
     bound = tolerance("bfloat16" if name == "split_products" else "float32", terms)
     check_drawn(name, call, bound, **options)
-
-
-def check_small(line, lowering):
-    """check_small_row of a line: a stage, B-NH-S-DHQK-DHV-L, options."""
-    name, sizes, options = row_of(line, 2)
-    check_small_row(name, [*map(int, sizes.split("-"))], options, lowering)

@@ -53,7 +53,7 @@ def no_race(capsys):
     assert RACE not in capsys.readouterr().out
 
 
-# Lines of check_line.
+# Rows of check_row.
 CALLS = [
     # chunks of several tiles, more items than CTAs
     param("parallel_bw_dP", (256, 2, 128, 128), num_stages=3),

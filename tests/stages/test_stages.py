@@ -37,7 +37,6 @@ from stage_calls import (
     only,
     plain,
     plain_form,
-    row_of,
     run_stage,
     tiles_class,
 )
@@ -211,12 +210,6 @@ def check_row(stage, sizes, options, lowering=Lowering.INTERPRET, **of_case):
     options = {name: options[name] for name in OF_CHECK & {*options}}
     x = case(**dict(dtype="bfloat16") | of_case, L=L, S=chunks * L, DHQK=DHQK, DHV=DHV)
     x.check(stage, tiles, lowering, **options)
-
-
-def check_line(line, lowering=Lowering.INTERPRET, **of_case):
-    """check_row of a line: a stage, L-chunks-DHQK-DHV, options."""
-    stage, sizes, options = row_of(line, 2, globals())
-    check_row(stage, [*map(int, sizes.split("-"))], options, lowering, **of_case)
 
 
 # Most of the default tiles are tested in bfloat16, most others in float32. Interpreted, what a
