@@ -172,8 +172,8 @@ def pytest_runtest_protocol(item):
 # is not here takes 10 or less. The pattern that comes first counts.
 GPU_SECONDS = {
     r"kernels_are_clean\[|test_lengths_segments_and_slots_are_clean": 200,
-    r"cases_on_a_gpu-.*-|recurrences_on_a_gpu|kernels_run_on_a_gpu": 150,
-    r"test_mosaic_gpu_on_a_gpu.py.*(any_heads|other_schedule|columns|plan|prompts)": 100,
+    r"cases_on_a_gpu-.*-|any_heads_on_a_gpu|recurrences_on_a_gpu|kernels_run_on_a_gpu": 150,
+    r"test_mosaic_gpu_on_a_gpu.py.*(columns|plan|prompts)": 100,
     r"test_bits_on_a_gpu\[mosaic_gpu-p|test_lengths_and_states|test_memory_of_odd": 60,
     r"test_mosaic_gpu_on_a_gpu.py": 50,
     r"test_against_float64\[(odd_lengths|reverse|lengths|long)|shards_on_one_gpu": 45,

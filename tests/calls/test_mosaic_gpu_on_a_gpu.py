@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import test_gates
 from call_checks import (
-    ANY_HEADS,
     BTNH,
     STORED,
     calls_of_any_heads,
@@ -48,6 +47,7 @@ from mlstm_pallas.stages.stage import Lowering
 
 MODULE = Path(__file__).stem
 FUSED = KernelConfig(fused=True)
+OF_ANY_HEADS = dict(calls_of_any_heads("mosaic_gpu"))
 SECONDS = 300  # of a check: a kernel that waits for ever hangs its process
 
 
@@ -84,20 +84,13 @@ def vector_states_on_a_gpu():
         test_gates.check_vector_states(call, backward)
 
 
-def any_heads_on_a_gpu(*names, other=False):
-    """Those of 24 head sizes; other: with the other schedule."""
-    calls = dict(calls_of_any_heads(backend="mosaic_gpu"))
+def any_heads_on_a_gpu(*names):
     for name in names:
         print(name, flush=True)
-        call = calls[name]
-        call["config"] = KernelConfig(fused=call["config"].fused != other)
+        call = OF_ANY_HEADS[name]
         stages = mosaic_stages(*call["shape"], config=call["config"])
         assert stages >= {"recurrent_bw_dC", "parallel_bw_dQKV"}, stages
         check_call(**call)
-
-
-def other_schedule_on_a_gpu(*names):
-    any_heads_on_a_gpu(*names, other=True)
 
 
 def columns_on_a_gpu(DHQK, DHV, *schedules):
@@ -183,15 +176,14 @@ SMOKE = [(cases_on_a_gpu, "splits"), (recurrences_on_a_gpu,)]
 OTHERS = [name for name in CASES if not any(name in check for check in SMOKE)]
 GPU_CHECKS = [
     *SMOKE,
-    *((cases_on_a_gpu, *OTHERS[part::10]) for part in range(10)),
-    # Shapes of test_gpu.py, half of them with a part of a chunk.
-    *((plan_on_a_gpu, 1, 2, 2040, *heads) for heads in ((256, 512), (128, 256), (64, 128))),
-    *((plan_on_a_gpu, 1, 2, 2048, *heads) for heads in ((256, 256), (128, 128), (512, 512))),
+    *((cases_on_a_gpu, *OTHERS[part::8]) for part in range(8)),
+    (plan_on_a_gpu, 1, 2, 2040, 256, 512),
+    (plan_on_a_gpu, 1, 2, 2048, 256, 256),
+    (plan_on_a_gpu, 1, 2, 2048, 512, 512),
     # More chunks of 128 steps than SMs: CTAs that own a chunk take another one after it.
     *((plan_on_a_gpu, 1, 20, 1024, *heads) for heads in ((64, 128), (128, 256))),
     (vector_states_on_a_gpu,),
-    *((any_heads_on_a_gpu, *ANY_HEADS.split()[part::8]) for part in range(8)),
-    *((other_schedule_on_a_gpu, *x.split()) for x in ("96-96 96-192 128-192", "192-384 320-640")),
+    *((any_heads_on_a_gpu, *[*OF_ANY_HEADS][part::4]) for part in range(4)),
     (columns_on_a_gpu, 96, 96, True, False),
     (columns_on_a_gpu, 96, 192, False),
     (columns_on_a_gpu, 160, 320, True),
@@ -199,13 +191,9 @@ GPU_CHECKS = [
     (check_neighbours, "mosaic_gpu", (2, 3, 512, 256, 512)),
     (packed_resets_on_a_gpu,),
     (extremes_on_a_gpu,),
-    *(
-        (repeats_on_a_gpu, *shape)
-        for shape in (
-            *((8, 8, 8192, 256, 512), (8, 16, 8192, 128, 256), (8, 32, 8192, 64, 128)),
-            *((1, 4, 2048, 256, 512), (1, 4, 16384, 128, 128)),
-        )
-    ),
+    (repeats_on_a_gpu, 8, 8, 8192, 256, 512),
+    (repeats_on_a_gpu, 8, 32, 8192, 64, 128),
+    (repeats_on_a_gpu, 1, 4, 2048, 256, 512),
     (prompts_on_a_gpu,),
 ]
 

@@ -48,9 +48,7 @@ def test_against_float64(call):
     check_call(**call)
 
 
-@pytest.mark.parametrize(
-    ("backend", "layout"), [("triton", "BTNH"), ("mosaic_gpu", "BNTH"), ("mosaic_gpu", "BTNH")]
-)
+@pytest.mark.parametrize(("backend", "layout"), [("triton", "BNTH"), ("mosaic_gpu", "BTNH")])
 def test_memory_of_odd_lengths(backend, layout):
     """No array is padded: a copy of v alone would be a tenth."""
     run = functools.partial(mlstm_chunkwise, backend=backend, layout=layout)

@@ -52,6 +52,7 @@ def run(tmp_path_factory):
     paths = filter(None, [str(DRIVER.parent.parent), os.environ.get("PYTHONPATH")])
     environment = {
         "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",  # "platform" takes 2 MiB for each array
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # most of the memory, which other tests need
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
