@@ -49,6 +49,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
     WG_ROWS,
     atom_columns,
     block,
+    by_lanes,
     float32,
     load,
     load_float32,
@@ -204,7 +205,7 @@ def _recurrence(
         y.prologue()
     gamma = x.gamma[head, chunk_at(np.int32(0))]
     XT = load_or_zeros(x.matX_initial, (head, matX_columns, block_rows))
-    initial = x.vecX_initial, (head, vector_rows), BY_COLUMNS
+    initial = x.vecX_initial, (head, vector_rows), by_lanes(x_size)
     vector: Any = load_or_zeros(*initial) if sums_vector else None
     XT, vector, _ = loop(num_chunks, join, (XT, vector, gamma))
 

@@ -24,7 +24,14 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.splits import split_states, splits_of
 from mlstm_pallas.formulas.tiles import blocks, loop
-from mlstm_pallas.mosaic_gpu.common.launch import block, float32, load, mosaic_call, plgpu, unravel
+from mlstm_pallas.mosaic_gpu.common.launch import (
+    block,
+    by_lanes,
+    float32,
+    load,
+    mosaic_call,
+    unravel,
+)
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.stage import KernelOptions, Launch
@@ -40,14 +47,6 @@ def _columns(D: int) -> int:
     return 32 if D % 64 else 64
 
 
-def _by_lanes(columns: int):
-    """The layout of 32 or 64 elements: every warp has all, every lane has neighbouring ones."""
-    tiling = plgpu.Tiling(((columns,), (columns // 32,)))
-    return plgpu.Layout.TILED(
-        tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
-    )
-
-
 def _kernel(
     added,  # (B * NH, NC, D)
     gamma,  # (B * NH, NC)
@@ -59,7 +58,7 @@ def _kernel(
 ) -> None:
     _, NC, D = added.shape
     head, column = unravel(lax.axis_index("program"), blocks(D, _columns(D)))
-    columns, layout = block(column, _columns(D)), _by_lanes(_columns(D))
+    columns, layout = block(column, _columns(D)), by_lanes(_columns(D))
     groups, remaining = divmod(NC, AHEAD)
 
     def chunks_from(first, count):

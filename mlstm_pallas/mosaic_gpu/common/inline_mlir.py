@@ -21,7 +21,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import launch_context, utils
 from jax.extend.core import Primitive
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 
 from mlstm_pallas.formulas.tiles import remainder
 from mlstm_pallas.mosaic_gpu.common.launch import plgpu, tile_transforms
@@ -146,3 +146,36 @@ def inline_load_transposed(_, zeros, array) -> mgpu.FragmentedArray:
 
 def inline_store_transposed(_, tile, array) -> None:
     tile.foreach(lambda x, at: memref.store(x, array, at[::-1]))
+
+
+def inline_sum_by_warps(_, tile, scratch) -> None:
+    """Writes the sums over each warp's 16 rows of a tile to scratch, (4 * columns,).
+
+    A lane has two rows of the tile, and of each 8 columns two neighbouring ones. In each round two
+    lanes with the same columns exchange halves of their sums: 14 shuffles for 64 columns, and one
+    barrier, where FragmentedArray.reduce has 48 shuffles, and a barrier per 8 columns.
+
+    tile: 64 rows and 32 or 64 columns.
+    """
+    columns = tile.shape[1]
+    sums = [arith.addf(x, y) for x, y in tile.registers.reshape(columns // 8, 2)]
+    thread = arith.remui(utils.thread_idx(), _i32(THREADS))
+    lane = arith.remui(thread, _i32(32))
+    for distance in (16, 8, 4):
+        if len(sums) == 1:  # two lanes have the same sum
+            sums *= 2
+        upper = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, _i32(distance)), _i32(0))
+        half = len(sums) // 2
+        pairs = list(zip(sums[:half], sums[half:], strict=True))
+        kept = [arith.select(upper, y, x) for x, y in pairs]
+        sent = [arith.select(upper, x, y) for x, y in pairs]
+        sums = [
+            arith.addf(x, utils.shfl_bfly(y, distance)) for x, y in zip(kept, sent, strict=True)
+        ]
+    of_warp = arith.muli(arith.divui(thread, _i32(32)), _i32(columns))
+    group = arith.muli(arith.divui(lane, _i32(256 // columns)), _i32(8))
+    in_group = arith.muli(arith.remui(lane, _i32(4)), _i32(2))
+    place = arith.addi(of_warp, arith.addi(group, in_group))
+    utils.warpgroup_barrier()  # the sums before these were read
+    vector.store(sums[0], scratch, [arith.index_cast(ir.IndexType.get(), place)])
+    utils.warpgroup_barrier()

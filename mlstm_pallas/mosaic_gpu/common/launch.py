@@ -126,6 +126,14 @@ def float32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+def by_lanes(columns: int):
+    """The layout of 32 or 64 elements: every warp has all, every lane has neighbouring ones."""
+    tiling = plgpu.Tiling(((columns,), (columns // 32,)))
+    return plgpu.Layout.TILED(
+        tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
+    )
+
+
 def load(ref, layout=plgpu.Layout.WGMMA, *, optimized: bool = True):
     """Loads a tile in the layout of an accumulator, or in the given layout a vector beside one.
 

@@ -4,6 +4,7 @@ The products of a warpgroup run asynchronously: see ``read`` and ``wait``. Some 
 the buffers of ``guard``, only declare the protocol: tests replace these functions and check it.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.mosaic_gpu.common.launch import BY_COLUMNS, BY_ROWS, WG_ROWS, plgpu
+from mlstm_pallas.mosaic_gpu.common.inline_mlir import inline_sum_by_warps
+from mlstm_pallas.mosaic_gpu.common.launch import BY_ROWS, WG_ROWS, by_lanes, load, plgpu
 
 SUM_SCRATCH = 4 * WG_ROWS  # float32 elements, for ``sum_over_rows``
 
@@ -59,15 +61,14 @@ def onto(issue: Callable[..., None], *initial: jax.Array) -> Sequence[jax.Array]
 
 
 def sum_over_rows(x: jax.Array, scratch):
-    """jnp.sum(x, axis=0), BY_COLUMNS, of a float32 tile of 64 rows.
+    """jnp.sum(x, axis=0), ``by_lanes``, of a float32 tile of 64 rows and 32 or 64 columns.
 
-    scratch: SUM_SCRATCH elements that no other warpgroup uses. jnp.sum has one scratch for all
-      warpgroups of a CTA, which is a race.
+    scratch: SUM_SCRATCH elements that no other warpgroup uses.
     """
-    shape = plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=BY_COLUMNS)
-    types = plgpu.Layout.WGMMA, plgpu.RefType()
-    inline = plgpu.inline_mgpu(arg_types=types, return_type=shape)
-    return inline(lambda _, tile, scratch: tile.reduce("add", 0, scratch))(x, scratch)
+    types, columns = (plgpu.Layout.WGMMA, plgpu.RefType()), x.shape[1]
+    plgpu.inline_mgpu(arg_types=types)(inline_sum_by_warps)(x, scratch)
+    warps = (load(scratch.at[pl.ds(n * columns, columns)], by_lanes(columns)) for n in range(4))
+    return functools.reduce(jnp.add, warps)
 
 
 def sum_over_columns(x: jax.Array):
