@@ -331,11 +331,11 @@ def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOu
         sums = _launch("split_products", for_sums, call, num_splits, num_splits - 1)
         with_states = functools.partial(_with_states, others=num_splits - 1)
         inputs = [*map(with_states, inputs, sums)]
-    whole = functools.partial(jax.tree.map, lambda x: x.reshape(p.BNH, -1, *x.shape[2:]))
+    of_sequences = functools.partial(jax.tree.map, lambda x: x.reshape(p.BNH, -1, *x.shape[2:]))
     return [
         x._replace(
-            matX=whole(x.matX),
-            vecX=whole(x.vecX),
+            matX=of_sequences(x.matX),
+            vecX=of_sequences(x.vecX),
             inner=None if x.inner is None else jnp.sum(x.inner, axis=1).reshape(p.BNH, p.S),
             matX_last=None if x.matX_last is None else _transposed(x.matX_last, p),
         )
@@ -359,9 +359,9 @@ def split_products(
     p = call.problem.in_splits(num_splits)
     call = dataclasses.replace(call, problem=p)
     gamma = jnp.ones((p.BNH, num_splits), jnp.float32)
-    whole = Recurrence(x.a, x.b, gamma, None, return_last=True, backward=backward, r=x.r)
+    undecayed = Recurrence(x.a, x.b, gamma, None, return_last=True, backward=backward, r=x.r)
     computed = num_splits - (not all_splits)
-    [sums] = _launch("split_products", [whole], call, num_splits, computed)
+    [sums] = _launch("split_products", [undecayed], call, num_splits, computed)
     return _transposed(group_splits(sums.matX_last, computed), p)
 
 

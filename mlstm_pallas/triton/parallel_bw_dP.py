@@ -112,9 +112,9 @@ def _parallel_bw_dP_kernel(
             jnp.full((T,), i == j),
         )
 
-        whole = MAX_TILE // T  # tiles per side of a block
-        if whole > 1 and n > 1:
-            after = lax.min(whole - 1 - remainder(i, whole), n - 1 - i)
+        side = MAX_TILE // T  # of a block, in tiles
+        if side > 1 and n > 1:
+            after = lax.min(side - 1 - remainder(i, side), n - 1 - i)
 
             @fori(jnp.where(i == j, after, 0))
             def _above(x):

@@ -141,10 +141,10 @@ def split_products(
     a, b, r = (splits_as_heads(y, num_splits, call.problem.S) for y in x)
     p = call.problem.split(num_splits).in_splits(1)
     tiles = dataclasses.replace(call.tiles, num_splits=num_splits)
-    whole = Recurrence(a, b, jnp.ones((p.BNH, 1), jnp.float32), None, return_last=True, r=r)
+    undecayed = Recurrence(a, b, jnp.ones((p.BNH, 1), jnp.float32), None, return_last=True, r=r)
     splits = range(num_splits) if all_splits else range(backward, num_splits - 1 + backward)
     call = dataclasses.replace(call, problem=p, tiles=tiles)
-    (outputs,) = recurrences("split_products", whole, call=call, splits=splits)
+    (outputs,) = recurrences("split_products", undecayed, call=call, splits=splits)
     return group_splits(outputs.matX_last, len(splits))
 
 
@@ -159,11 +159,11 @@ def recurrences(
 
     splits: the call's heads are splits, of which the launch computes these of every num_splits.
     """
-    num_splits, whole, count = call.tiles.num_splits, call, len(each)
+    num_splits, of_sequences, count = call.tiles.num_splits, call, len(each)
     in_splits = splits is None and num_splits > 1
     if in_splits:
-        parts = [_in_splits(x, whole) for x in each]
-        call = dataclasses.replace(whole, problem=whole.problem.split(num_splits))
+        parts = [_in_splits(x, of_sequences) for x in each]
+        call = dataclasses.replace(of_sequences, problem=of_sequences.problem.split(num_splits))
     else:
         parts = [x.scaled() if x.vecX_initial is None and splits is None else x for x in each]
     p, splits = call.problem, splits or range(num_splits)
@@ -200,7 +200,7 @@ def recurrences(
     )
     outputs = [RecurrenceOutputs(*x) for x in zip(*y.values(), strict=True)]
     if in_splits:
-        return [_join_splits(x, y, whole) for x, y in zip(each, outputs, strict=True)]
+        return [_join_splits(x, y, of_sequences) for x, y in zip(each, outputs, strict=True)]
     return outputs
 
 

@@ -104,7 +104,7 @@ def _advance(
     gates = (i[0], i[1]) if f is None else (i[...], f[...])
     i, f = (gate.astype(jnp.float32) for gate in gates)
     v = load_vector(v_at, columns, in_columns)
-    all_rows, in_all = whole(DHQK)
+    all_rows, in_all = covering(DHQK)
     q, k = (load_vector(at, all_rows, in_all) for at in qk)
     n = load_vector((states.n if before is None else before, 0), all_rows, in_all)
     m = None
@@ -134,8 +134,8 @@ def masked_block(index, size: int, total: int):
     return block_at(index, size), inside
 
 
-def whole(size: int):
-    """``masked_block`` of a whole axis."""
+def covering(size: int):
+    """``masked_block`` of a block that covers an axis."""
     return masked_block(jnp.zeros((), jnp.int32), at_least_a_tile(size), size)
 
 

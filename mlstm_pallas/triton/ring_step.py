@@ -46,12 +46,12 @@ from mlstm_pallas.triton.launch import (
 from mlstm_pallas.triton.recurrent_step import (
     RecurrentStepTiles,
     at_least_a_tile,
+    covering,
     entries,
     for_columns,
     for_row,
     masked_block,
     outer_mask,
-    whole,
 )
 
 
@@ -102,14 +102,14 @@ def _scores(x, states, new, weights, call, normaliser, row):
         return jnp.sum(q_row[None, :] * K.astype(jnp.float32), axis=1)[None, :]
 
     tokens: Any
-    tokens, in_tokens = (pl.ds(0, 1), None) if T == 1 else whole(T)
+    tokens, in_tokens = (pl.ds(0, 1), None) if T == 1 else covering(T)
     scores = sum_of(num_blocks, scores_of, (tokens.size, size))
     masked_store(weights.vecRing.at[(tokens, ring)], scores, outer_mask(in_tokens, None))
     barrier(call)
 
     @fori(T)
     def _(t):
-        end, (columns, inside) = old + t + 1, whole(DHQK)
+        end, (columns, inside) = old + t + 1, covering(DHQK)
         n_dot_q = jnp.sum(load(q, columns, (t,), inside) * load(states.n, columns, row, inside))
         w0, w, m_t = ring_weights(log_i, log_f, age, m_before, end)
         # The k of later tokens and of those before a reset may be NaN.
@@ -153,7 +153,7 @@ def _store_tokens(row, first, rings, tokens):
     for t in range(T):
         to, at = (first + t) & jnp.int32(size - 1), jnp.int32(t)
         for ring, x in zip(rings, tokens, strict=True):
-            *columns, inside = whole(x.shape[1]) if len(x.shape) > 1 else (None,)
+            *columns, inside = covering(x.shape[1]) if len(x.shape) > 1 else (None,)
             token = masked_load(x.at[(at, *columns)], inside)
             stores.append((ring.at[(*row, to, *columns)], token.astype(ring.dtype), inside))
     for store in stores:  # after all loads, which thus wait once
@@ -173,7 +173,7 @@ def _read(matQ, states, weights, matC, matC_new, matH, call, row, part, columns,
     num_blocks, one = blocks_over(DHQK, siz_b_DHQK), T == 1
     # One token is a vector; a product has 16 or more.
     zero = jnp.zeros((), jnp.int32)
-    tokens, in_tokens = (zero, None) if one else whole(T)
+    tokens, in_tokens = (zero, None) if one else covering(T)
 
     def load(ik):
         rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)

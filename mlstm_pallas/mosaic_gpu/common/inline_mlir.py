@@ -63,8 +63,8 @@ def _barrier_address() -> Primitive:
 
 def groups_alone(first, S: int, rows: int) -> jax.Array:
     """How many groups of the tile at row ``first`` of S are copied one by one; 0: all at once."""
-    whole = (first <= S // GROUP * GROUP - rows) & (remainder(first, GROUP) == 0)
-    return jnp.where(whole, np.int32(0), np.int32(rows // GROUP))
+    in_groups = (first <= S // GROUP * GROUP - rows) & (remainder(first, GROUP) == 0)
+    return jnp.where(in_groups, np.int32(0), np.int32(rows // GROUP))
 
 
 def copy_steps(steps, tile, pieces, barrier=None) -> None:
@@ -111,11 +111,11 @@ def copy_steps(steps, tile, pieces, barrier=None) -> None:
             )
 
         leader = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
-        whole, transform = ((), ()) if one_atom else (groups, atoms)
+        order, transform = ((), ()) if one_atom else (groups, atoms)
         if one_atom:
             tile = utils.memref_reshape(tile, (rows, columns))
         at_once = arith.cmpi(arith.CmpIPredicate.eq, count, _i32(0))
-        copy(tile, first, rows, whole, arith.andi(leader, at_once))
+        copy(tile, first, rows, order, arith.andi(leader, at_once))
 
         def piece(g, carry):
             row = arith.addi(first, arith.muli(g, _i32(piece_rows)))
