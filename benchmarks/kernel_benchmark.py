@@ -140,18 +140,19 @@ def written(outputs):
 
 @jax.jit
 def _written(outputs):
-    BNH, NC, n, T = outputs.tile_sums.diagonal.shape
-    block, tile = jnp.arange(n * T) // MAX_TILE, jnp.arange(n)
+    per_query, per_key, diagonal = outputs.tile_sums
+    BNH, S, L = outputs.matP.shape
+    n, step = per_query.shape[1], jnp.arange(L)
+    block, tile = step // MAX_TILE, jnp.tile(step // (L // n), S // L)
+    other = jnp.arange(n)[:, None]
 
     def lower(x):
-        return jnp.where(block[:, None] >= block, x.reshape(BNH, NC, n * T, n * T), 0.0)
+        return jnp.where(block[:, None] >= block, x.reshape(BNH, -1, L, L), 0.0)
 
     def total(x, where):
-        return jnp.sum(jnp.where(where.reshape(n, 1, n, 1), x, 0.0), axis=1).reshape(BNH, -1)
+        return jnp.sum(jnp.where(where, x, 0.0), axis=1)
 
-    per_query, per_key, diagonal = outputs.tile_sums
-    upper, lower_tiles = tile[:, None] <= tile, tile[:, None] >= tile
-    sums = total(per_query, upper), total(per_key, lower_tiles), diagonal.reshape(BNH, -1)
+    sums = total(per_query, other <= tile), total(per_key, other >= tile), diagonal
     matrices = dict(matP=lower(outputs.matP), matDeltaP=lower(outputs.matDeltaP))
     products = dict(queries=outputs.queries.product(), keys=outputs.keys.product())
     return outputs._replace(tile_sums=TileSums(*sums), **matrices, **products)

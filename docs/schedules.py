@@ -13,7 +13,7 @@ from absl import flags
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-KERNEL, XLA, SOME = "#cfe2f3", "#e7e6e6", "#fff2cc"
+KERNEL, SOME = "#cfe2f3", "#fff2cc"
 WIDTH, GAP = 8.6, 1.0  # of a column, and between columns
 LINE, PAD = 0.34, 0.16  # heights
 
@@ -119,7 +119,7 @@ BACKWARD = [
         "q_dot_dq_inter, k_dot_dk_inter (B, NH, S)   inner_C_dC (B, NH, NC)",
     ],
     (
-        XLA,
+        KERNEL,
         "step_gradients",
         ["pairs, q_dot_dq_inter, k_dot_dk_inter, inner_C_dC, vecDm   gates"],
     ),
@@ -133,11 +133,10 @@ COLUMNS = (
 LEGEND = (
     (KERNEL, "kernel, or plain jnp"),
     (SOME, "not in every call"),
-    (XLA, "XLA, and a kernel on Mosaic GPU"),
 )
 NOTES = (
     "Inside the sharded region B and NH are one axis. NC chunks have L steps, NCF chunks of the "
-    "fused scan LF. pairs: (B, NH, n, NC, n, T) with tiles of T <= min(L, 128) steps, n = L / T.",
+    "fused scan LF. pairs: (B, NH, n, S) with tiles of T <= min(L, 128) steps, n = L / T.",
     "Kept for the backward pass: the inputs, matH, vecZ, vecN_states and scaM_states of every "
     "chunk of L steps, and matC_states if recompute_states_in_bw=False.",
 )

@@ -39,6 +39,8 @@ MOSAIC_CALL = "mosaic_gpu_v2"  # the target of the custom call of a Mosaic GPU k
 HELPERS = {
     "chunk_summaries",
     "stabiliser_scan",
+    "m_summaries",
+    "m_carry_scan",
     "key_sums",
     "step_sums",
     "vector_states",

@@ -35,7 +35,6 @@ from mlstm_pallas.formulas.tiles import blocks, blocks_over, fori, loop, triangl
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.common.fragments import (
-    as_tile_sums,
     load_by_rows,
     rows_and_columns,
     w_sum_shapes,
@@ -263,9 +262,7 @@ def parallel_bw_dP(
     )
     queries = ScaledRows(x.matQ, query_scale(g.vecW, p.qk_scale, slopes.vecInvDen))
     keys = ScaledRows(x.matK, g.vecAbar) if return_keys else None
-    return ScoreGradients(
-        y["P"], y["dP"], queries, keys, as_tile_sums(y["tile_sums"], p), y["delta"]
-    )
+    return ScoreGradients(y["P"], y["dP"], queries, keys, y["tile_sums"], y["delta"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,7 +41,6 @@ from mlstm_pallas.mosaic_gpu.common.copies import (
 from mlstm_pallas.mosaic_gpu.common.fragments import (
     across_columns,
     across_rows,
-    as_tile_sums,
     load_by_rows,
     w_sum_shapes,
 )
@@ -475,8 +474,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         parts = y["inner_C_dC"][..., : p.DHQK] + inner_n_dn
     pass_through = (x.gates.scaGamma[..., None] * parts).sum(-1)
     inter = y["q_inter"].sum(1), y["k_inter"].sum(1)
-    tile_sums = as_tile_sums(y["tile_sums"], p) if recomputes else None
-    return Gradients(y["dq"], y["dk"], y["dv"], *inter, pass_through, tile_sums)
+    return Gradients(y["dq"], y["dk"], y["dv"], *inter, pass_through, y["tile_sums"])
 
 
 def by_chunk(p: Problem) -> bool:

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length
 from mlstm_pallas.formulas.gate_gradients import inner, only
-from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, ChunkGates, input_gate_gradient
+from mlstm_pallas.formulas.gates import ChunkGates, input_gate_gradient
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
 from mlstm_pallas.planning.call_spec import Plan, plain
 from mlstm_pallas.planning.dispatch import stage
@@ -33,7 +33,6 @@ from mlstm_pallas.stages import (
     parallel_bw_dP,
     parallel_bw_dQKV,
     recurrent_bw_dC,
-    step_gradients,
     step_sums,
     vector_states,
 )
@@ -41,6 +40,7 @@ from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.recurrent_bw_dC import StateGradients
 from mlstm_pallas.stages.stage import ScaledRows
+from mlstm_pallas.vectors import step_gradients
 
 
 class BackwardCarry(NamedTuple):
@@ -193,27 +193,24 @@ def second_half(
     )
 
     dm = normaliser.vecDm if spec.stabilised else None
-    first_step = spec.problem.memory_index(0, x.f.shape[1])
     if dm is not None and spec.return_last_states:
         # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
         dm_last = last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last)
-        dm = dm.at[:, -1 - first_step].add(dm_last)
-    flags = gates.per_step().vecFlags
+        dm = dm.at[:, 0 if spec.problem.reverse else -1].add(dm_last)
     tile_sums = gradients.tile_sums if scores.tile_sums is None else scores.tile_sums
-    di, df, dm_first = stage("step_gradients", launches)(
+    di, df, dm_initial = stage("step_gradients", launches)(
         step_gradients.Operands(
             x.f,
             tile_sums,
             gradients.q_dot_dq_inter,
             gradients.k_dot_dk_inter,
             gradients.pass_through,
-            flags,
+            gates.per_step().vecFlags,
             dm,
         )
     )
     di, df = (_mask_inactive(active, y) for y in (di, df))
     di = input_gate_gradient(di, x.i, spec.input_gate)
-    dm_initial = jnp.where((flags[:, first_step] & M_GRAD_FLOWS) > 0, dm_first, 0.0)
     if x.initial.c is not None and spec.stabilised:
         # The initial m is also the scale of the initial states.
         dm_initial += inner(dC_initial, x.initial.c, 2) + inner(dn_initial, x.initial.n)

@@ -33,7 +33,7 @@ STAGES = _stages(
 # Small stages between the others.
 HELPERS = _stages(
     split_products="recurrence",
-    step_gradients="",
+    step_gradients="vectors",
     step_sums="",
     vector_states="",
 )

@@ -97,12 +97,10 @@ def parallel_bw_dP(
     n, T = p.L // p.T, p.T
     W = dP * scores
     strict = causal(W, p, offset=-1).reshape(p.BNH, p.NC, n, T, n, T)
-    diagonal = jnp.diagonal(W, axis1=-2, axis2=-1).reshape(p.BNH, p.NC, n, T)
-    tile_sums = TileSums(
-        jnp.moveaxis(jnp.sum(strict, axis=-1), -1, 1),
-        jnp.moveaxis(jnp.sum(strict, axis=-3), 2, 1),
-        diagonal,
-    )
+    sums = jnp.moveaxis(jnp.sum(strict, axis=-1), -1, 1), jnp.moveaxis(jnp.sum(strict, -3), 2, 1)
+    per_query, per_key = (y.reshape(p.BNH, n, p.S) for y in sums)
+    diagonal = jnp.diagonal(W, axis1=-2, axis2=-1).reshape(p.BNH, p.S)
+    tile_sums = TileSums(per_query, per_key, diagonal)
     acc = gates.vecW.dtype
     qbar = q.astype(acc) * query_scale(gates.vecW, p.qk_scale, inv_den)[..., None]
     kbar = k.astype(acc) * gates.vecAbar[..., None]

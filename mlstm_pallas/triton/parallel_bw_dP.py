@@ -179,16 +179,12 @@ def parallel_bw_dP(
     dn_added = y["vecDeltaN_added"]
     if dn_added is not None:
         dn_added = jnp.sum(dn_added, axis=2)
-    per_query, per_key = (
-        y[name].reshape(p.BNH, n, p.NC, n, T) for name in ("per_query", "per_key")
-    )
-    tile_sums = TileSums(per_query, per_key, y["diagonal"].reshape(p.BNH, p.NC, n, T))
     return ScoreGradients(
         y["matP"],
         y["matDeltaP"],
         ScaledRows(y["matQbar"], None),
         ScaledRows(y["matKbar"], None) if return_keys else None,
-        tile_sums,
+        TileSums(y["per_query"], y["per_key"], y["diagonal"]),
         delta,
         dn_added,
     )

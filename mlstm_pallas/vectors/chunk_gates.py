@@ -128,11 +128,12 @@ def chunk_gates(
         m = jnp.zeros((p.BNH, p.NC + 1), x.scaM_initial.dtype)
     if m is None:
         body = functools.partial(summaries, input_gate=input_gate)
-        _, (g, a), _ = vector_call(body, steps, (), name="chunk_summaries", call=call)
-        m = scan_chunks(stabilisers, (g, a), x.scaM_initial, call=call, after=only_boundaries)
+        _, (g, a), _ = vector_call(body, steps, (), 2, name="chunk_summaries", call=call)
+        scan = functools.partial(scan_chunks, stabilisers, name="stabiliser_scan", call=call)
+        m = scan((g, a), x.scaM_initial, after=only_boundaries)
         if only_boundaries:
             return m, g[:, : p.NC]
     outputs = ("float32",) * 7 + ("int32",) * with_flags
     body = functools.partial(step_gates, input_gate=input_gate, with_flags=with_flags)
-    per_step, (gamma,), m = vector_call(body, steps, outputs, name="chunk_gates", call=call, m=m)
+    per_step, (gamma,), m = vector_call(body, steps, outputs, 1, name="chunk_gates", call=call, m=m)
     return gates.as_chunk_gates(per_step, gamma, m)

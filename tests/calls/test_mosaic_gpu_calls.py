@@ -233,7 +233,7 @@ def test_what_mosaic_gpu_kernels_round():
     scan, states = "parallel_fw_P hff 1, recurrent_fw_H h 4, ", "recurrent_fw_C hff 6, "
     states += "parallel_fw_H hf 5, "
     dP, dC = "parallel_bw_dP hhffff 8, ", "recurrent_bw_dC hh 6, "
-    last = "parallel_bw_dQKV hfhfhf 4, step_gradients fff 0, XLA 1"
+    last = "parallel_bw_dQKV hfhfhf 4, m_summaries ff 0, step_gradients fff 0, XLA 1"
     tiles = dict(state_rows=128)
     fused_plan = roundings("mosaic_gpu", fused=True, mosaic_gpu_recurrent_fw_H=tiles)
     assert fused_plan == gates + sums + scan + dP + dC + last

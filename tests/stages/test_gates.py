@@ -2,13 +2,13 @@
 written out step by step."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import (
+    compare,
     random_inputs,
     tolerance,
 )
@@ -16,6 +16,7 @@ from stage_calls import (
     InputGate,
     Lowering,
     Problem,
+    TileSums,
     check_drawn,
     gate_gradients,
     gates,
@@ -193,19 +194,96 @@ def check_vector_states(call, backward):
     check_drawn("vector_states", call, tolerance("float32", call.problem.NC), backward=backward)
 
 
-@pytest.mark.parametrize("n", [1, 32, 33, 1000])
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.97, 1.0])
-def test_sums_over_runs_of_steps(n, share):
-    """Runs within one group, over several, and over groups of groups."""
-    r = np.random.default_rng(n)
-    x, goes_on = r.normal(size=(6, n)), r.random((6, n)) < share
-    expected, after = np.zeros_like(x), np.zeros(6)
-    for t in reversed(range(n)):
-        after = expected[:, t] = x[:, t] + np.where(goes_on[:, t], after, 0.0)
-    result = jax.jit(gate_gradients.segmented_suffix_sum)(x.astype("float32"), goes_on)
-    # One rounding of each x, and sums of n terms.
-    bound = (1 + math.sqrt(n)) * 2.0**-24 * np.linalg.norm(expected)
-    assert np.linalg.norm(np.asarray(result) - expected) <= bound
+def gradients_by_definition(BNH, S, L, T, share, has_dm=True):
+    """Operands of step_gradients, and its results in float64, from W_ts of all pairs of steps.
+
+    What the stages leave unwritten is NaN.
+
+    share: of the steps whose stabiliser is that of the step before.
+    """
+    r, NC, n = np.random.default_rng(0), S // L, L // T
+    W = np.tril(r.normal(size=(BNH, NC, L, L)))
+    strict, tile = np.tril(W, -1), np.arange(S) % L // T
+    tiles, written = strict.reshape(BNH, NC, n, T, n, T), tile - np.arange(n)[:, None]
+    per_query, per_key = (
+        np.where(where, np.moveaxis(sums, axis, 1).reshape(BNH, n, S), np.nan)
+        for where, sums, axis in (
+            (written >= 0, tiles.sum(axis=5), 4),
+            (written <= 0, tiles.sum(axis=3), 2),
+        )
+    )
+    diagonal = np.diagonal(W, axis1=2, axis2=3).reshape(BNH, S)
+    f, q, k, dm = r.normal(size=(4, BNH, S))
+    through = r.normal(size=(BNH, NC))
+    from_previous, goes_on, decays = (r.random((BNH, S)) < p for p in (share, 0.999, 0.95))
+    from_previous[0, 2 * L : 2 * L + 1] = False  # behind whole chunks, if there are so many
+    bits = gates.M_FROM_PREVIOUS, gates.M_GRAD_FLOWS, gates.DECAY_NONZERO
+    flags = np.tensordot(bits, (from_previous, goes_on & from_previous, decays), 1)
+    x = dict(
+        vecF=f,
+        tile_sums=TileSums(per_query, per_key, diagonal),
+        q_dot_dq_inter=q,
+        k_dot_dk_inter=k,
+        pass_through=through,
+        dm=dm if has_dm else None,
+    )
+    x = jax.tree.map(np.float32, x) | dict(flags=np.int32(flags))
+
+    q, k, df = q.reshape(BNH, NC, L), k.reshape(BNH, NC, L), np.zeros((BNH, NC, L))
+    for t in range(L):
+        across = strict[:, :, t:, :t].sum(axis=(2, 3))
+        df[:, :, t] = across + q[:, :, t:].sum(-1) + k[:, :, :t].sum(-1) + through
+    di, df = (k + W.sum(axis=2)).reshape(BNH, S), np.where(decays, df.reshape(BNH, S), 0)
+    later = np.zeros(BNH)
+    for t in reversed(range(S if has_dm else 0)):
+        total = dm[:, t] + later
+        di[:, t] += np.where(from_previous[:, t], 0, total)
+        df[:, t] += np.where(from_previous[:, t], total, 0)
+        later = np.where(goes_on[:, t] & from_previous[:, t], total, 0)
+    return x, (di, df / (1 + np.exp(f)), later)
+
+
+def check_step_gradients(form, sizes, reverse=False, **options):
+    """step_gradients against its definition; sizes: B * NH, S, L, T and the share."""
+    BNH, S, L, *_ = sizes
+    x, expected = gradients_by_definition(*sizes, **options)
+    call = launch_of(
+        "step_gradients", Problem(1, BNH, S, 64, 64, L, 1.0, reverse), "bfloat16", form
+    )
+    x = call.processing_order(x)
+    *steps, dm_initial = jax.jit(lambda x: run_stage("step_gradients", call, **x))(x)
+    compare(
+        ("di", "df", "dm_initial"),
+        (*call.processing_order(steps), dm_initial),
+        expected,
+        tolerance("float32", S),
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (6, 16, 16, 16, 0.5),  # one chunk of one tile
+        (6, 128, 128, 16, 1.0),  # of several
+        (2, 1024, 64, 32, 0.97),  # runs over several chunks
+        (2, 640, 128, 64, 0.0),  # no run
+        (1, 512, 256, 16, 1.0),  # of more tiles than loops are unrolled for
+    ],
+)
+def test_gradients_of_gates_are_those_by_definition(form, sizes, reverse):
+    check_step_gradients(form, sizes, reverse)
+
+
+def test_runs_over_many_chunks_carry_the_gradient_of_m():
+    """Over three blocks of 512 chunks."""
+    check_step_gradients(Lowering.INTERPRET, (2, 1040 * 16, 16, 16, 0.9999))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_gates_with_a_constant_m(form):
+    check_step_gradients(form, (2, 256, 128, 64, 0.5), has_dm=False)
 
 
 def test_inner_products_of_float16_are_of_float32():

@@ -26,9 +26,7 @@ from stage_calls import (
     Lowering,
     Normaliser,
     Problem,
-    TileSums,
     check_small_row,
-    check_stage,
     gates,
     launch_of,
     only,
@@ -225,38 +223,18 @@ def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger(
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
-    ("BNH", "S", "L", "share", "has_dm"),
+    ("sizes", "has_dm"),
     [
-        (2, 384, 128, 1.0, True),  # blocks of 128 steps, runs over several of them
-        (1, 1536, 512, 0.99, True),  # one chunk per block, each of which joins the later ones
-        (2, 640, 128, 1.0, True),  # XLA joins more than four blocks
-        slow(1, 512, 256, 0.5, False),  # two chunks per block
-        slow(1, 512, 128, 0.99, True),  # four chunks per block
+        ((2, 384, 128, 64, 1.0), True),  # CTAs of several heads, the last one with fewer steps
+        ((1, 1536, 512, 64, 0.99), True),  # one chunk per CTA, each of which joins the others
+        ((1, 1536, 256, 64, 1.0), True),  # runs over chunks that a CTA joins
+        ((1, 2560, 128, 64, 1.0), True),  # over more chunks
+        slow((1, 512, 256, 64, 0.5), False),  # two chunks per CTA
+        slow((1, 512, 128, 64, 0.99), True),  # four chunks per CTA
     ],
 )
-def test_step_gradients_against_float64(BNH, S, L, share, has_dm, reverse):
-    """What the stages leave unwritten is NaN.
-
-    share: of the steps whose stabiliser is that of the step before.
-    """
-    draw, n, NC, T = np.random.default_rng(0), L // 64, S // L, 64
-    written = np.tri(n, dtype=bool)
-    per_query, per_key = (
-        np.where(where[:, None, :, None], draw.normal(size=(BNH, n, NC, n, T)), np.nan)
-        for where in (written.T, written)
-    )
-    names = ("vecF", "q_dot_dq_inter", "k_dot_dk_inter", "dm")
-    x = {name: draw.normal(size=(BNH, S)) for name in names[: 3 + has_dm]}
-    x["tile_sums"] = TileSums(per_query, per_key, draw.normal(size=(BNH, NC, n, T)))
-    x["pass_through"] = draw.normal(size=(BNH, NC))
-    carried, goes_on, passes = (draw.random((BNH, S)) < p for p in (share, 0.999, 0.95))
-    carried[0, 2 * L : 2 * L + 1] = False  # behind a whole block, if there is one
-    weights = gates.M_FROM_PREVIOUS, gates.M_GRAD_FLOWS, gates.DECAY_NONZERO
-    flags = np.int32(np.tensordot(weights, (carried, goes_on & carried, passes), 1))
-    call = call_of("step_gradients", Problem(1, BNH, S, 64, 64, L, 1.0, reverse))
-    x, flags = call.processing_order((jax.tree.map(np.float32, x), flags))
-    options = dict(flags=flags) | ({} if has_dm else dict(dm=None))
-    check_stage("step_gradients", call, x, tolerance("float32", S), **options)
+def test_step_gradients_by_definition(sizes, has_dm, reverse):
+    test_gates.check_step_gradients(Lowering.MOSAIC_GPU, sizes, reverse, has_dm=has_dm)
 
 
 SMALL = [
@@ -377,7 +355,7 @@ def test_the_stabiliser_scan_of_many_chunks():
     m = initial = np.float32(draw.normal(size=heads))
     padded = [np.pad(y, [(0, 0), (0, -NC % 1024)], constant_values=np.nan) for y in (g, a)]
     call = call_of("chunk_gates", Problem(1, heads, 64 * NC, 64, 64, 64, 1.0))
-    run = functools.partial(scan_chunks, stabilisers, call=call, after=True)
+    run = functools.partial(scan_chunks, stabilisers, name="scan", call=call, after=True)
     result = np.asarray(jax.jit(run)(padded, initial))
     # Sums of up to 89 numbers in float32, in a tree over all.
     bound = 2 * NC.bit_length() * 2.0**-24 * 89 * np.abs(g[np.isfinite(g)]).max()

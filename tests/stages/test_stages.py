@@ -140,11 +140,13 @@ class Case:
         if scores:
             result, expected = (self.unwritten(x, 0) for x in (result, expected))
         if tile_sums:
-            after = np.tri(tile_sums.diagonal.shape[2], dtype=bool)  # [i, j]
             # Where queries lie before the tile of keys nothing is written.
-            per_query, per_key = only(tile_sums[0], after.T, 1, 3), only(tile_sums[1], after, 1, 3)
+            n = tile_sums.per_query.shape[1]
+            later = np.arange(p.S) % p.L // (p.L // n) - np.arange(n)[:, None]
+            written = (tile_sums[0], later >= 0), (tile_sums[1], later <= 0)
+            per_query, per_key = (only(sums, where, 1, 2) for sums, where in written)
             result = result._replace(tile_sums=TileSums(per_query, per_key, tile_sums.diagonal))
-            expected = expected._replace(tile_sums=self.as_tile_sums(tile_sums.diagonal.shape[-1]))
+            expected = expected._replace(tile_sums=self.as_tile_sums(p.L // n))
 
         def bound(path, dtype):
             terms = p.DHQK * p.DHV if path == ".pass_through" else p.S + p.DHQK + p.DHV
@@ -184,7 +186,8 @@ class Case:
         tiles = *W.shape[:2], W.shape[2] // T, T
         strict = np.tril(W, -1).reshape(*tiles, *tiles[2:])
         sums = (np.einsum(axes, strict) for axes in ("ncitjs->njcit", "ncitjs->nicjs"))
-        return TileSums(*sums, np.einsum("nctt->nct", W).reshape(tiles))
+        per_query, per_key = (y.reshape(*y.shape[:2], -1) for y in sums)
+        return TileSums(per_query, per_key, np.einsum("nctt->nct", W).reshape(len(W), -1))
 
 
 case = functools.cache(Case)
@@ -429,10 +432,11 @@ def roundings(backend, **config):
     return ", ".join([*dict.fromkeys(result), f"XLA {between}"])
 
 
-# Of the outputs of gates three or two are workspace.
+# Of the outputs of chunk_gates, step_gradients and their scans three or two are workspace.
 GATES = "chunk_summaries fffff 0, stabiliser_scan fff 0, chunk_gates fffffffffff 0, "
 BACKWARD = "chunk_gates ffffffffffff 0, parallel_bw_dP hhhfffhf 4, {}recurrent_bw_dC hh 2, "
-BACKWARD += "parallel_bw_dQKV hfhfhf 3, XLA {}"
+BACKWARD += "parallel_bw_dQKV hfhfhf 3, m_summaries fffff 0, m_carry_scan fff 0, "
+BACKWARD += "step_gradients fffff 0, XLA {}"
 
 
 def test_what_triton_kernels_round():

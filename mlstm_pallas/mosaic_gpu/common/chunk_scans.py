@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.formulas.tiles import divide
 from mlstm_pallas.mosaic_gpu.common.launch import load, plgpu, write
 from mlstm_pallas.vectors.scan import Join
 
@@ -141,11 +142,31 @@ class Scan:
             columns.reverse()
         return [jnp.concatenate(y, axis=1) for y in zip(*columns, strict=True)]
 
-    def sums(self, *x: Array) -> Any:
+    @property
+    def step(self) -> Array:
+        shape = LANES, STEPS
+        column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), rows_layout())
+        step = (row_index(shape) & (self.chunk_rows - 1)) * STEPS + column
+        return self.L - 1 - step if self.backward else step
+
+    def sums(self, *x: Array, T: int | None = None) -> Any:
         def add(left, x):
             return [a + y for a, y in zip(left, x, strict=True)]
 
-        return self.running(add, x, (0.0,) * len(x))
+        scan = self if T is None else dataclasses.replace(self, chunk_rows=T // STEPS)
+        return scan.running(add, x, (0.0,) * len(x))
+
+    def against(self, function: Callable[..., Array], *x: Array) -> Array:
+        return function(dataclasses.replace(self, backward=not self.backward), *x)
+
+    def over_tiles(self, n: int, function: Callable[..., Any], carry: Any) -> tuple[Any, Array]:
+        tile, x, total = divide(self.step, self.L // n), {}, carry[0]
+        for other in reversed(range(n)):
+            carry, x[other] = function(other, carry)
+        totals = self.totals(*((jnp.add, 0.0, y) for y in x.values()))
+        for other, y in zip(x, totals, strict=True):
+            total = jnp.where(tile == other, y, total)
+        return carry, total
 
     def totals(self, *kinds: tuple[Callable[..., Array], float, Array]) -> list[Array]:
         joins, identities, x = zip(*kinds, strict=True)

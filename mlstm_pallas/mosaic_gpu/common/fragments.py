@@ -160,8 +160,3 @@ def w_sum_shapes(p: Problem) -> TileSums:
     per_tile: Any = float32(p.BNH, p.L // WG_ROWS, p.S)
     per_step: Any = float32(p.BNH, p.S)
     return TileSums(per_tile, per_tile, per_step)
-
-
-def as_tile_sums(sums: TileSums, p: Problem) -> TileSums:
-    """The sums that a kernel wrote to outputs of ``w_sum_shapes``, by chunk."""
-    return TileSums(*(x.reshape(*x.shape[:-1], p.NC, p.L // WG_ROWS, WG_ROWS) for x in sums))
