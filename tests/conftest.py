@@ -195,7 +195,7 @@ def pytest_report_header():
     return f"MLSTM_PALLAS_SEED={SEED}"
 
 
-# Seconds. A quick test of an interpreted kernel takes up to 40 on an idle core, and waits for ever
+# Seconds. A quick test of an interpreted kernel takes up to 15 on an idle core, and waits for ever
 # where one of its warpgroups waits for another.
 INTERPRETED = 480
 UNANSWERED = 120  # more than a compilation or a program takes, which a signal does not interrupt

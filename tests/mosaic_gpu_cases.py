@@ -69,20 +69,20 @@ def fused(num_splits=None, **scan):
     )
 
 
-def materialised(num_splits=None):
-    """Materialised states, in chunks of 128."""
+def materialised(num_splits=None, chunk_size=128):
+    """Materialised states."""
     splits = dict(num_splits=num_splits) if num_splits else {}
     return KernelConfig(
-        chunk_size=128,
+        chunk_size=chunk_size,
         fused=False,
         mosaic_gpu_recurrent_fw_C=splits,
         mosaic_gpu_recurrent_bw_dC=splits,
     )
 
 
-def wide():
+def wide(num_splits=None):
     """Materialised states, in chunks of 256."""
-    return KernelConfig(chunk_size=256, fused=False)
+    return materialised(num_splits, chunk_size=256)
 
 
 def stages_on_mosaic_gpu(spec):
@@ -171,10 +171,81 @@ CASES = {
     "heads_of_160_and_320": case(shape=(1, 1, 131, 160, 320), **BTNH),
 }
 
+# With the cases "states_BTNH", "one_block_of_rows_stored_float16" and "lengths_of_one_block" each
+# pair of features comes once: schedule, in one split or in two; layout; stored states; direction;
+# lengths; segments; initial states; gate, with normalisation; and heads, with the schedule and with
+# the splits. Heads are of three kinds, by the kernels of their gradients: a CTA makes a chunk;
+# there are more rows, or longer chunks; tiles reach beyond the heads. A GPU has CASES.
+NO_STATES, NO_M = dict(recipe=dict(states=False)), dict(recipe=dict(m_initial=False))
+INTERPRETED = {
+    "reverse_heads_of_96_in_splits_stored_lengths_packed_BTNH": case(
+        config=fused(2, num_stages=3),
+        shape=(1, 2, 196, 96, 192),
+        lengths=np.array([131]),
+        packed=True,
+        reverse=True,
+        **NO_STATES,
+        **UNNORMALISED,
+        **STORED,
+        **BTNH,
+    ),
+    "wide_in_splits_packed": case(
+        config=wide(2),
+        shape=(1, 1, 300, 128, 256),
+        packed=True,
+        **NO_STATES,
+        **UNNORMALISED,
+        **NO_CHUNKS,
+    ),
+    "reverse_heads_of_96_materialised_float16": case(
+        config=materialised(),
+        shape=(1, 2, 131, 96, 96),
+        dtype="float16",
+        draw=small_cotangents,
+        reverse=True,
+        **NO_M,
+        **UNNORMALISED,
+    ),
+    "reverse_materialised_in_splits_stored_lengths_packed_BTNH": case(
+        config=materialised(2),
+        shape=(1, 2, 256, 128, 128),
+        lengths=np.array([200]),
+        packed=True,
+        reverse=True,
+        **STORED,
+        **BTNH,
+    ),
+    "padded_in_splits_and_two_launches": case(
+        config=fused(2, state_rows=128), shape=(1, 1, 201, 250, 200)
+    ),
+    "three_blocks_of_rows_materialised_stored_lengths_packed_BTNH": case(
+        config=materialised(),
+        shape=(1, 2, 256, 192, 128),
+        lengths=np.array([200]),
+        packed=True,
+        **NO_STATES,
+        **STORED,
+        **BTNH,
+        **NO_CHUNKS,
+    ),
+    "reverse_lengths_packed_BTNH": case(
+        shape=(2, 2, 256, 64, 128),
+        lengths=np.array([130, 0]),
+        packed=True,
+        reverse=True,
+        **NO_STATES,
+        **UNNORMALISED,
+        **BTNH,
+    ),
+    "reverse_materialised_in_splits": case(
+        config=materialised(2), reverse=True, **NO_STATES, **UNNORMALISED
+    ),
+}
+
 
 def check_case(name, backend):
     """Outputs and the gradients of all inputs of a case against float64."""
-    call = dict(seed=5, packed=False, backend=backend) | vars(CASES[name])
+    call = dict(seed=5, packed=False, backend=backend) | vars((CASES | INTERPRETED)[name])
     stages, config, (B, _, S, DHQK, _) = call.pop("stages"), call["config"], call["shape"]
     if call.pop("packed"):  # segments that begin inside a chunk and inside a tile, one over two
         call["segment_ids"] = np.repeat([[3, 0, 7]] * B, [100, 29, S - 129], axis=1)

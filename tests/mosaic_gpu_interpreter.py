@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
@@ -26,6 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src import callback as jax_callback
+from jax._src.pallas.mosaic.interpret import thread_map, vector_clock
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
@@ -86,9 +89,57 @@ def interpreted_mosaic_gpu() -> Iterator[None]:
                 sharding, "_partitioned", lambda work: functools.partial(sharding.on_shard, work)
             ),
             *map(_two_ctas, ("parallel_bw_dP", "parallel_bw_dQKV")),
+            mock.patch.object(thread_map, "_run_jaxpr", _programs_compiled_once()),
+            mock.patch.object(jax_callback, "io_callback_impl", _run_callback),
+            mock.patch.object(vector_clock.NpVectorClock, "ordered", _ordered),
         ):
             stack.enter_context(context)
         yield
+
+
+def _programs_compiled_once() -> Callable[..., None]:
+    """Runs the program of a warpgroup. jax's form traces and lowers it in each warpgroup of each
+    CTA, and compiles it in each warpgroup of the first CTA."""
+    programs: dict[Any, Any] = {}
+    lock = threading.Lock()
+
+    def run(jaxpr, consts, *args) -> None:
+        with lock:
+            if jaxpr not in programs:
+                traced = jax.jit(thread_map._run, static_argnums=0).trace(jaxpr, consts, *args)
+                programs[jaxpr] = traced.lower().compile()
+        programs[jaxpr](consts, *args)
+
+    return run
+
+
+def _run_callback(*args, callback: Callable[..., Any], **_) -> list[np.ndarray]:
+    """Calls a function on the host with numpy's arrays, and with numbers for scalars. jax's form
+    makes a jax.Array of each of some ten arguments, which takes longer than most functions.
+
+    The arrays are XLA's buffers, which a function must not keep.
+    """
+    args = (x if x.shape or x.dtype.kind not in "bi" else x.item() for x in args)
+    return [*map(np.asarray, callback(*args))]
+
+
+def _ordered(x: Any, y: Any) -> bool:
+    """Whether one of two accesses happened before the other: no count of its clock is larger, and
+    one is smaller.
+
+    The race detector asks this of each pair of accesses to a buffer. The clock of an access does
+    not change, so it is kept as one number of 32 bits per count.
+    """
+    (a, signs), (b, _) = _as_number(x), _as_number(y)
+    return a != b and (((b | signs) - a) & signs == signs or ((a | signs) - b) & signs == signs)
+
+
+def _as_number(clock: Any) -> tuple[int, int]:
+    """The counts of a clock, and their sign bits, which survive a subtraction of smaller counts."""
+    if not hasattr(clock, "number"):
+        parts = clock.clock.astype("<u4"), np.full(clock.clock.shape, 1 << 31, "<u4")
+        clock.number = tuple(int.from_bytes(x.tobytes(), "little") for x in parts)
+    return clock.number
 
 
 def _two_ctas(stage: str):
@@ -354,7 +405,7 @@ class Interpreter:
         name = self._name(accumulator)
 
         def start(wg: _Warpgroup, value) -> None:
-            wg.values[name] = np.asarray(value)
+            wg.values[name] = np.array(value)
 
         self._call(start, initial)
         return accumulator

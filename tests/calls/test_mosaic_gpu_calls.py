@@ -13,13 +13,13 @@ import pytest
 from call_checks import PROMISED
 from mosaic_gpu_cases import (
     ALL,
+    INTERPRETED,
     RACE,
     SCAN,
     check_case,
     fused,
     materialised,
     mosaic_stages,
-    quick_and_slow,
 )
 from mosaic_gpu_interpreter import interpreted_mosaic_gpu
 from oracle import (
@@ -50,20 +50,11 @@ from mlstm_pallas.export import CUSTOM_CALL_TARGET
 from mlstm_pallas.xlstm_jax import triton_stablef
 
 QUICK = "states_BTNH", "one_block_of_rows_stored_float16", "lengths_of_one_block"
-# With these each pair of schedule, splits, layout, stored states, direction, lengths, segments and
-# kind of heads (of 64, of 128, of 256, of 96, padded) comes once. A GPU has all cases, and
-# test_mosaic_gpu_stages.py the kernels of each alone.
-INTERPRETED = (
-    *(*QUICK, "no_states", "padded", "lengths_of_heads_of_128", "three_blocks_of_rows"),
-    *("stored_in_splits", "materialised_in_splits_BTNH", "two_launches", "unnormalised"),
-    *("reverse_stored_lengths", "reverse_in_splits", "reverse_float16", "reverse_wide"),
-    *("heads_of_96_materialised", "heads_of_96_packed"),
-)
 
 
 @needs_mosaic_gpu
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", quick_and_slow(INTERPRETED, quick=QUICK))
+@pytest.mark.parametrize("name", [*QUICK, *map(slow, INTERPRETED)])
 def test_interpreted_kernels_against_float64(name, capsys):
     check_case(name, "mosaic_gpu")
     assert RACE not in capsys.readouterr().out

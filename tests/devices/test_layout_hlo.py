@@ -38,18 +38,15 @@ CASES = {
     "fused": Case("fused", (2, 4, 256, 64, 128)),
     "default": Case("default", (2, 8, 1024, 256, 512)),
     "stored": Case("materialised", (2, 4, 256, 64, 128), dict(recompute_states_in_bw=False)),
-    "odd": Case("materialised", (2, 4, 509, 64, 128)),
     "fused_odd": Case("fused", (2, 4, 509, 64, 128)),
-    "splits_odd": Case("splits", (2, 4, 509, 64, 128)),
-    "partial": Case("materialised", (2, 4, 250, 96, 192)),
+    "partial": Case("materialised", (2, 4, 509, 96, 192)),
     "fused_partial": Case("fused", (2, 4, 250, 96, 192)),
     "fused_partial_BNTH": Case("fused", (2, 4, 250, 80, 112), dict(layout="BNTH")),
-    "padded": Case("materialised", (2, 4, 250, 72, 100)),
     "fused_padded": Case("fused", (2, 4, 250, 72, 100)),
     "one_head": Case("materialised", (2, 1, 256, 64, 128)),
     "fused_reverse": Case("fused", (2, 4, 250, 64, 128), dict(reverse=True, layout="BNTH")),
     "splits_reverse": Case(
-        "splits", (2, 4, 512, 64, 128), dict(reverse=True, return_last_states=True)
+        "splits", (2, 4, 509, 64, 128), dict(reverse=True, return_last_states=True)
     ),
 }
 
@@ -103,12 +100,14 @@ QUICK = (
     ("fused_reverse", "bfloat16", True),
 )
 # What has a backward pass has a forward pass too; a call without one keeps nothing for it. Each
-# case compiles a program for ten seconds.
+# case compiles a program for ten seconds. The first three run on a GPU, too.
 SLOW = (
-    *((case, "bfloat16", True) for case in ("default", "odd", "padded", "splits_reverse")),
-    *((case, "bfloat16", True) for case in ("partial", "fused_partial_BNTH", "one_head")),
+    ("default", "bfloat16", True),
+    ("partial", "bfloat16", True),
+    ("splits_reverse", "float16", True),
+    ("fused_partial_BNTH", "bfloat16", True),
+    ("one_head", "bfloat16", True),
     ("fused_padded", "float32", True),
-    ("splits_odd", "float16", True),
     ("materialised", "bfloat16", False),
 )
 
@@ -136,7 +135,7 @@ def test_nothing_moves_in_what_is_compiled_without_a_gpu(case, dtype, backward):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "dtype", "backward"), [*QUICK, *SLOW[::4]])
+@pytest.mark.parametrize(("case", "dtype", "backward"), [*QUICK, *SLOW[:3]])
 def test_nothing_moves_in_what_is_compiled_on_the_gpu(case, dtype, backward):
     """The same program, with what XLA decides by measurements on the GPU."""
     check(compiled_text(case, dtype, backward), case)

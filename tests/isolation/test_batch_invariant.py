@@ -308,9 +308,10 @@ OF_MOSAIC_GPU = Call(1, 128, 64, 128, "bfloat16", backend="mosaic_gpu")
     ],
 )
 def test_bits_of_interpreted_kernels(function, call):
+    """On Mosaic GPU an entry has others before or behind it; on a GPU it has both."""
     on_mosaic_gpu = call is OF_MOSAIC_GPU
     with interpreted_mosaic_gpu() if on_mosaic_gpu else contextlib.nullcontext():
-        assert not differences(function, call, (3,))
+        assert not differences(function, call, (2,) if on_mosaic_gpu else (3,))
 
 
 GPU_CALLS = (
