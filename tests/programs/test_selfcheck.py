@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 import sys
 import types
 from pathlib import Path
@@ -370,8 +371,27 @@ def test_settings_that_check_nothing(flag, monkeypatch, capsys):
     assert f"error: argument {flag.partition('=')[0]}: " in capsys.readouterr().err
 
 
-@pytest.mark.slow
+# The program with a clock that each call moves on by five seconds: in two minutes two processes
+# make four draws of each function's call, however busy the machine is.
+PROGRAM = """
+import io, runpy, sys, time
+
+class Clock(io.TextIOBase):
+    seconds = 0
+
+    def write(self, text):
+        self.seconds += 5 * text.endswith(" calls")
+
+sys.stderr = clock = Clock()
+time.monotonic = lambda: clock.seconds
+runpy.run_module("mlstm_pallas.selfcheck", run_name="__main__")
+"""
+
+
+@pytest.mark.slow  # processes
 def test_the_program():
     flags = "--minutes=2", "--backend=xla", "--processes=2"
-    out = run_python("-m", "mlstm_pallas.selfcheck", *flags, PYTHONPATH=str(PACKAGE.parent))
-    assert "| right |\n" in out
+    out = run_python("-c", PROGRAM, *flags, PYTHONPATH=str(PACKAGE.parent))
+    calls = re.search(r"\| xla \| (\d+) \| 0 \| 0 \| 0\.\d+ \| \w+ \| right \|\n", out)
+    assert calls
+    assert int(calls[1]) >= 4 * len(PROGRAMS)
