@@ -39,6 +39,24 @@ PROGRAMS = dict(
 )
 
 
+@pytest.fixture(autouse=True)
+def recurrences(monkeypatch):
+    """The recurrence of a program, for which nothing is planted, is compiled once; otherwise each
+    program frees what was compiled before it."""
+    compiled = selfcheck.compiled
+
+    def sharing(program):
+        p, actual, exact = compiled(program)
+        return p, actual, EXACT.setdefault(program, exact)
+
+    sharing.cache_clear = compiled.cache_clear
+    monkeypatch.setattr(selfcheck, "compiled", sharing)
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)
+
+
+EXACT = {}  # recurrences by program
+
+
 def program(name, **changes):
     call = PROGRAMS[name] | dict(function=name)
     return call | changes | dict(options=call["options"] | changes.get("options", {}))
