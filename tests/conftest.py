@@ -49,6 +49,8 @@ jax.config.update(
     "jax_num_cpu_devices", 8
 )  # for the tests of sharding; what runs on one device is the same and as fast
 
+# Tests raise thousands of errors. Cutting jax's frames from their tracebacks takes as long again.
+jax.config.update("jax_traceback_filtering", "off")
 
 NO_GPU = "no GPU", "fewer than two GPUs"
 

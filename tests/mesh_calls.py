@@ -4,10 +4,11 @@ and how other tests run a call on a mesh, ``on_mesh``.
 usage: mesh_calls.py KIND BACKEND PLATFORM [lowered]
 
 KIND is that of the mesh axis, "Auto" or "Explicit"; PLATFORM is "cpu" or "export", for CPUs and for
-CUDA. On CPUs calls are traced, and with "lowered" lowered too. Each call has a shape that is new to
-the process, and calls with manual axes come first: jax keeps the operations that it
-has once run eagerly, which would hide that a trace runs some. The transfer guard refuses them
-anywhere.
+CUDA. On CPUs calls are traced; with "lowered" those without manual axes are lowered too. Of those
+with manual axes, alike inside both kinds, one kind exports every other and the other kind the
+rest. Each call has a shape that is new to the process, and calls with manual axes come first: jax
+keeps the operations that it has once run eagerly, which would hide that a trace runs some. The
+transfer guard refuses them anywhere.
 """
 
 import argparse
@@ -139,6 +140,15 @@ def of_kind(manual, run):
     return over_shards(run) if manual else run
 
 
+def is_made(position, manual):
+    """Whether this process makes a call."""
+    if on_cpu:
+        return not (manual and is_lowered)
+    if manual:
+        return position % 2 == (kind == "Auto")
+    return kind == "Explicit"  # automatic axes need devices
+
+
 def lower(run, x):
     if platform == "export":
         export(run, *x, platform=("cpu", "cuda"))
@@ -169,9 +179,9 @@ if __name__ == "__main__":
         use_backend(None if backend == "None" else backend),
         jax.transfer_guard("disallow"),
     ):
-        for name, run, axes, spec in calls():
-            if not on_cpu and kind == "Auto" and not name.startswith("manual"):
-                continue  # automatic axes need devices
+        for position, (name, run, axes, spec) in enumerate(calls()):
+            if not is_made(position, name.startswith("manual")):
+                continue
             sharding = NamedSharding(mesh, spec)
             shapes = [(*axes, D)] * 3 + [axes] * 2
             x = [jax.ShapeDtypeStruct(shape, "float32", sharding=sharding) for shape in shapes]

@@ -225,8 +225,10 @@ CALLS = [
 ]
 
 
-def of_entries(slots, lengths):
-    """The recurrence of the entries that have rows, from the states in these and to them."""
+@functools.cache
+def of_entries(slots, lengths, **options):
+    """The recurrence of the entries that have rows, from the states in these and to them; one
+    object for equal arguments, so that it is compiled once."""
     index = None if slots is None else np.asarray(slots, int)
 
     def run(*, segment_ids=None, **x):
@@ -243,7 +245,12 @@ def of_entries(slots, lengths):
         after = (y.at[rows].set(z) for y, z in zip(pools, states, strict=True))
         return jnp.zeros_like(x["v"]).at[used].set(h), *after
 
-    return run
+    return functools.partial(run, **options)
+
+
+@functools.cache
+def jitted(run):
+    return jax.jit(lambda x: run(**x))
 
 
 def check(backend, *shape, inputs=(), wide=False, lengths=None, **options):
@@ -258,11 +265,12 @@ def check(backend, *shape, inputs=(), wide=False, lengths=None, **options):
     (*_, S, DHQK, _), (x, slots) = shape, inputs_of(*shape, lengths=lengths, **dict(inputs))
     run = run_of(S, backend, lengths=lengths, **options)
     of_recurrence = {name: options[name] for name in OF_RECURRENCE & {*options}}
-    alone = functools.partial(of_entries(slots, lengths), **of_recurrence)
+    index = None if slots is None else tuple(np.asarray(slots, int))
+    alone = of_entries(index, lengths and tuple(lengths), **of_recurrence)
     # Nothing reads a NaN.
     clean = {name: np.where(np.isnan(y), y.dtype.type(0), y) for name, y in x.items()}
     dtypes = [x[name].dtype if name in x else "float32" for name in ("v", *STATES)]
-    desired = in_float64(jax.jit(lambda x: alone(**x)), clean)
+    desired = in_float64(jitted(alone), clean)
     if wide:
         dtypes, outputs = ["float64"] * 4, in_float64(lambda x: run(**x), x)
     else:

@@ -75,12 +75,17 @@ def prefix(x, end):
     return x
 
 
+@functools.cache
+def jitted(function, **static):
+    """One object for equal options, so that their calls share what is compiled."""
+    return jax.jit(lambda traced: function(**traced, **static))
+
+
 def called(function, x, **options):
     """The results of a jitted function, whose arrays are traced."""
     x = dict(backend="xla", layout="BNTH") | x | options
     traced = {name: y for name, y in x.items() if isinstance(y, np.ndarray)}
-    static = {name: y for name, y in x.items() if name not in traced}
-    return jax.jit(lambda traced: function(**traced, **static))(traced)
+    return jitted(function, **{name: x[name] for name in sorted(x.keys() - traced)})(traced)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -120,11 +120,11 @@ def calls_with_slots():
     yield mlstm_recurrent_step, joined(token)
 
 
-@pytest.mark.parametrize("every", [False, slow(True)])
-def test_calls_under_x64_keep_the_dtypes_of_their_arguments(every):
+@pytest.mark.parametrize("slow_ones", [False, slow(True)])
+def test_calls_under_x64_keep_the_dtypes_of_their_arguments(slow_ones):
     """The default backend traces the Triton kernels and plain jnp."""
-    slow_ones = "chunkwise", "without_states", "packed", "mapped_shards"
-    traced = [(run, x) for name, run, x in calls() if every or name not in slow_ones]
+    names = "chunkwise", "without_states", "packed", "mapped_shards"
+    traced = [(run, x) for name, run, x in calls() if (name in names) == slow_ones]
     with jax.enable_x64(True):
         for run, x in [*traced, *calls_with_slots()]:
             found = {y.dtype.name for y in jax.tree.leaves(jax.eval_shape(run, *x))}
@@ -224,7 +224,7 @@ if __name__ == "__main__":
         print(name, flush=True)
         # jax finds a leak in the jitted gradient of every shard_map that sums by axis_index.
         leaks = "jax_check_tracer_leaks" in modes and name != "mesh"
-        with jax.check_tracer_leaks(leaks):
+        with jax.check_tracer_leaks(leaks), jax.disable_jit(False):
             results = jax.tree.leaves(jax.jit(run)(*x))
         for y, expected in zip(jax.tree.leaves(run(*x)), results, strict=True):
             with jax.transfer_guard("allow"), jax.disable_jit(False):

@@ -53,13 +53,9 @@ def partial(block):
 # S and L, options of the config, whether states are stored, and heads, in the
 # layout "BTNH".
 CASES = [
-    slow_param(64, 32, id="materialised"),
     param(64, 32, id="materialised-partial", changes=partial(32), heads=(48, 80)),
-    slow_param(64, 32, id="fused-partial", changes=dict(fused=True) | partial(32), heads=(48, 80)),
-    slow_param(61, 32, id="materialised-80-112", changes=partial(64), heads=(80, 112)),
     slow_param(61, 32, id="fused-80-112", changes=dict(fused=True) | partial(32), heads=(80, 112)),
     slow_param(61, 32, id="materialised-96-96", changes=partial(64), stored=True, heads=(96, 96)),
-    slow_param(61, 32, id="fused-96-96", changes=dict(fused=True) | partial(64), heads=(96, 96)),
     slow_param(
         61,
         32,
@@ -70,7 +66,6 @@ CASES = [
     ),
     slow_param(256, 256, id="materialised-long_chunks"),
     slow_param(64, 32, id="materialised-splits", changes=SPLIT),
-    slow_param(64, 32, id="fused", changes=dict(fused=True)),
     param(
         64,
         32,
@@ -79,11 +74,30 @@ CASES = [
         stored=True,
     ),
 ]
+# What is beyond an array there is another one's memory, however a block reaches it.
+MORE_ON_A_GPU = [
+    param(64, 32, id="materialised"),
+    param(64, 32, id="fused-partial", changes=dict(fused=True) | partial(32), heads=(48, 80)),
+    param(61, 32, id="materialised-80-112", changes=partial(64), heads=(80, 112)),
+    param(61, 32, id="fused-96-96", changes=dict(fused=True) | partial(64), heads=(96, 96)),
+    param(64, 32, id="fused", changes=dict(fused=True)),
+]
+
+
+def on(backend, cases, marks=()):
+    """The parameters of cases on a backend."""
+    return [
+        pytest.param(backend, *x.values, id=f"{backend}-{x.id}", marks=[*x.marks, *marks])
+        for x in cases
+    ]
+
+
+ON_A_CPU = on("interpret", CASES)
+ON_A_GPU = on("triton", CASES + MORE_ON_A_GPU, [pytest.mark.gpu])
 BACKENDS = ("interpret", pytest.param("triton", marks=pytest.mark.gpu))
 
 
-@pytest.mark.parametrize(("S", "L", "options"), CASES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "S", "L", "options"), ON_A_CPU + ON_A_GPU)
 def test_kernels_write_everything_and_read_nothing_of_their_neighbours(backend, S, L, options):
     heads, changes = options.get("heads"), options.get("changes", {})
     tiles = {name: x for stage in STAGES for name, x in small(stage).items()}

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 import sys
 import types
 from pathlib import Path
@@ -36,6 +37,24 @@ PROGRAMS = dict(
     mlstm_recurrent_sequence=TOKENS | dict(S=3, lengths=True, options=dict(layout="BTNH")),
     mlstm_ring_step=TOKENS | dict(S=24, slots=True, options=DRAFTS),
 )
+
+
+@pytest.fixture(autouse=True)
+def recurrences(monkeypatch):
+    """The recurrence of a program, for which nothing is planted, is compiled once; otherwise each
+    program frees what was compiled before it."""
+    compiled = selfcheck.compiled
+
+    def sharing(program):
+        p, actual, exact = compiled(program)
+        return p, actual, EXACT.setdefault(program, exact)
+
+    sharing.cache_clear = compiled.cache_clear
+    monkeypatch.setattr(selfcheck, "compiled", sharing)
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)
+
+
+EXACT = {}  # recurrences by program
 
 
 def program(name, **changes):
@@ -370,8 +389,27 @@ def test_settings_that_check_nothing(flag, monkeypatch, capsys):
     assert f"error: argument {flag.partition('=')[0]}: " in capsys.readouterr().err
 
 
-@pytest.mark.slow
+# The program with a clock that each call moves on by five seconds: in two minutes two processes
+# make four draws of each function's call, however busy the machine is.
+PROGRAM = """
+import io, runpy, sys, time
+
+class Clock(io.TextIOBase):
+    seconds = 0
+
+    def write(self, text):
+        self.seconds += 5 * text.endswith(" calls")
+
+sys.stderr = clock = Clock()
+time.monotonic = lambda: clock.seconds
+runpy.run_module("mlstm_pallas.selfcheck", run_name="__main__")
+"""
+
+
+@pytest.mark.slow  # processes
 def test_the_program():
     flags = "--minutes=2", "--backend=xla", "--processes=2"
-    out = run_python("-m", "mlstm_pallas.selfcheck", *flags, PYTHONPATH=str(PACKAGE.parent))
-    assert "| right |\n" in out
+    out = run_python("-c", PROGRAM, *flags, PYTHONPATH=str(PACKAGE.parent))
+    calls = re.search(r"\| xla \| (\d+) \| 0 \| 0 \| 0\.\d+ \| \w+ \| right \|\n", out)
+    assert calls
+    assert int(calls[1]) >= 4 * len(PROGRAMS)
