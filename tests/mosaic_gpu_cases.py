@@ -124,19 +124,10 @@ CASES = {
     # Chunks whose gamma is not nearly 0: 64 steps keep exp(-0.16) of the state.
     "states_BTNH": case(**GATES, **BTNH),
     "heads": case(shape=(2, 2, 256, 256, 256), **BTNH),
-    "no_states": case(recipe=dict(states=False)),
-    "packed": case(packed=True),
-    "unnormalised": case(recipe=dict(m_initial=False), **UNNORMALISED),
-    "stored": case(**STORED),
     "float16": case(dtype="float16"),
-    "lengths": case(shape=(2, 1, 256, 256, 256), packed=True, lengths=np.array([200, 77])),
     "lengths_of_one_block": case(shape=(2, 1, 256, 64, 128), lengths=np.array([200, 0])),
-    "lengths_of_heads_of_128": case(
-        shape=(2, 2, 384, 128, 256), lengths=np.array([130, 300]), **BTNH
-    ),
     "padded": case(shape=(1, 1, 201, 250, 200), **BTNH),
     "resets": case(recipe=dict(resets=True)),
-    "narrow": case(**NARROW),
     # A CTA makes all gradients of a chunk, to which dn comes from the next one. r dh falls below
     # the normal numbers of float16.
     "one_block_of_rows_stored_float16": case(
@@ -144,38 +135,23 @@ CASES = {
     ),
     "three_blocks_of_rows": case(shape=(1, 2, 256, 192, 128), **NO_CHUNKS),
     "splits": case(config=fused(2), **NARROW),
-    "splits_BTNH": case(config=fused(2), **BTNH, **NARROW),
-    "stored_in_splits": case(config=fused(2), **STORED, **NARROW),
     "materialised": case(config=materialised(), shape=(1, 2, 256, 64, 192), **GATES),
-    "materialised_in_splits_BTNH": case(config=materialised(2), packed=True, **BTNH, **NARROW),
     "two_launches": case(config=fused(state_rows=64), **NARROW),
     "reverse": case(shape=(1, 1, 201, 128, 128), reverse=True),
-    "reverse_materialised": case(config=materialised(), **NARROW, **BTNH, reverse=True),
-    "reverse_stored_lengths": case(
-        shape=(2, 1, 256, 64, 128), lengths=np.array([200, 77]), packed=True, **STORED, reverse=True
-    ),
-    "reverse_lengths": case(shape=(2, 1, 256, 64, 128), lengths=np.array([130, 0]), reverse=True),
-    "reverse_in_splits": case(config=fused(2), **NARROW, reverse=True),
     "reverse_float16": case(
         shape=(1, 1, 200, 64, 128), dtype="float16", draw=small_cotangents, reverse=True
-    ),
-    "reverse_heads_of_96": case(
-        config=fused(num_stages=3), shape=(1, 2, 131, 96, 192), reverse=True
     ),
     "reverse_wide": case(config=wide(), shape=(1, 1, 300, 128, 256), reverse=True, **NO_CHUNKS),
     # Tiles that reach beyond the heads, or have three or five parts of a swizzle.
     "heads_of_96_and_192": case(config=fused(num_stages=3), shape=(1, 2, 131, 96, 192), **BTNH),
-    "heads_of_96_stored": case(shape=(2, 1, 196, 96, 96), **GATES, **STORED),
-    "heads_of_96_materialised": case(config=materialised(), shape=(1, 2, 131, 96, 96), **BTNH),
-    "heads_of_96_packed": case(shape=(1, 2, 196, 96, 192), packed=True, lengths=np.array([131])),
     "heads_of_160_and_320": case(shape=(1, 1, 131, 160, 320), **BTNH),
 }
 
-# With the cases "states_BTNH", "one_block_of_rows_stored_float16" and "lengths_of_one_block" each
-# pair of features comes once: schedule, in one split or in two; layout; stored states; direction;
+# With "states_BTNH", "one_block_of_rows_stored_float16" and "lengths_of_one_block" each pair of
+# features comes once: schedule, in one split or in two; layout; stored states; direction;
 # lengths; segments; initial states; gate, with normalisation; and heads, with the schedule and with
 # the splits. Heads are of three kinds, by the kernels of their gradients: a CTA makes a chunk;
-# there are more rows, or longer chunks; tiles reach beyond the heads. A GPU has CASES.
+# there are more rows, or longer chunks; tiles reach beyond the heads. A GPU has CASES and these.
 NO_STATES, NO_M = dict(recipe=dict(states=False)), dict(recipe=dict(m_initial=False))
 INTERPRETED = {
     "reverse_heads_of_96_in_splits_stored_lengths_packed_BTNH": case(

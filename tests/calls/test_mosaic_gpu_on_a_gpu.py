@@ -21,6 +21,7 @@ from call_checks import (
 from mosaic_gpu_cases import (
     ALL,
     CASES,
+    INTERPRETED,
     RECURRENCES,
     SCAN,
     check_case,
@@ -172,10 +173,10 @@ def prompts_on_a_gpu():
 
 # Of the quick selection.
 SMOKE = [(cases_on_a_gpu, "splits"), (recurrences_on_a_gpu,)]
-OTHERS = [name for name in CASES if not any(name in check for check in SMOKE)]
+OTHERS = [name for name in CASES | INTERPRETED if not any(name in check for check in SMOKE)]
 GPU_CHECKS = [
     *SMOKE,
-    *((cases_on_a_gpu, *OTHERS[part::8]) for part in range(8)),
+    *((cases_on_a_gpu, *OTHERS[part::6]) for part in range(6)),
     (plan_on_a_gpu, 1, 2, 2040, 256, 512),
     (plan_on_a_gpu, 1, 2, 2048, 256, 256),
     (plan_on_a_gpu, 1, 2, 2048, 512, 512),

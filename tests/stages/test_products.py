@@ -290,7 +290,7 @@ def blocks_of(jaxpr):
         yield from blocks_of(inner)
 
 
-@pytest.mark.parametrize("name", ["states_BTNH", "narrow"])
+@pytest.mark.parametrize("name", ["states_BTNH", "splits"])
 def test_kernels_with_products_write_shared_memory_by_products_store(name):
     """What asks whether a product reads the tile, a callback, comes right before each write."""
     case = CASES[name]
