@@ -285,6 +285,15 @@ def test_bits_do_not_depend_on_the_batch(function, call):
 OF_MOSAIC_GPU = Call(1, 128, 64, 128, "bfloat16", backend="mosaic_gpu")
 
 
+@pytest.fixture
+def quick_code():
+    """Nobody runs interpreted kernels as XLA optimises them, which takes most of the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.usefixtures("quick_code")
 @pytest.mark.parametrize(
     ("function", "call"),
     [
