@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mosaic_gpu_interpreter import interpreted_mosaic_gpu
-from oracle import NAMES, needs_mosaic_gpu, random_inputs, swapped
+from oracle import NAMES, needs_mosaic_gpu, quick_code, random_inputs, swapped
 from stage_calls import Problem, spec_of
 
 from mlstm_pallas import (
@@ -285,15 +285,6 @@ def test_bits_do_not_depend_on_the_batch(function, call):
 OF_MOSAIC_GPU = Call(1, 128, 64, 128, "bfloat16", backend="mosaic_gpu")
 
 
-@pytest.fixture
-def quick_code():
-    """Nobody runs interpreted kernels as XLA optimises them, which takes most of the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.mark.usefixtures("quick_code")
 @pytest.mark.parametrize(
     ("function", "call"),
     [
@@ -317,7 +308,7 @@ def quick_code():
 )
 def test_bits_of_interpreted_kernels(function, call):
     on_mosaic_gpu = call is OF_MOSAIC_GPU
-    with interpreted_mosaic_gpu() if on_mosaic_gpu else contextlib.nullcontext():
+    with quick_code(), interpreted_mosaic_gpu() if on_mosaic_gpu else contextlib.nullcontext():
         assert not differences(function, call, (3,))
 
 
