@@ -354,6 +354,18 @@ def loss_of(h, states):
 
 
 @contextlib.contextmanager
+def quick_code(quick=True):
+    """What is compiled inside, if quick, is not optimised, in modules that compile as users do:
+    interpreted kernels, which nobody runs as they are."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", quick or before)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+@contextlib.contextmanager
 def strict():
     """Everything inside traces under the strict promotion modes of jax, as in some models."""
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):

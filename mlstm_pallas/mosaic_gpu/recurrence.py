@@ -205,8 +205,9 @@ def _recurrence(
         y.prologue()
     gamma = x.gamma[head, chunk_at(np.int32(0))]
     XT = load_or_zeros(x.matX_initial, (head, matX_columns, block_rows))
-    initial = x.vecX_initial, (head, vector_rows), by_lanes(x_size)
-    vector: Any = load_or_zeros(*initial) if sums_vector else None
+    vector: Any = None
+    if sums_vector:
+        vector = load_or_zeros(x.vecX_initial, (head, vector_rows), by_lanes(x_size))
     XT, vector, _ = loop(num_chunks, join, (XT, vector, gamma))
 
     @pl.when(stores_last)

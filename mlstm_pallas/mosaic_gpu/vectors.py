@@ -38,6 +38,7 @@ from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.stage import KernelOptions, Launch
 from mlstm_pallas.vectors import chunk_gates as gates_stage
 from mlstm_pallas.vectors import step_gradients as gradients_stage
+from mlstm_pallas.vectors.scan import vector_of
 
 _BLOCK = LANES * STEPS  # steps of a CTA, or chunks that the stabiliser scan joins at a time
 _FEW_CHUNKS = 16  # per sequence; a CTA joins so few itself
@@ -127,7 +128,8 @@ def _kernel(
             return ref if ref is None else load_rows(ref.at[cta])
         _, n, ctas, *_ = ref.shape
         group, index = unravel(cta, ctas)
-        return [load_rows(ref.at[group, p.memory_index(j, n), index]) for j in range(n)]
+        places = (p.memory_index(j, n) for j in range(n))
+        return vector_of([load_rows(ref.at[group, x, index]) for x in places])
 
     def by_chunk(values):
         """Tiles with the values of each chunk at its steps."""

@@ -83,19 +83,6 @@ class _Scan(Scan):
         return self._neighbours([x], [edge])(1)[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tiles:
-    """Vectors that are read where a body asks for them."""
-
-    ref: Any  # (n, L)
-    at: Any
-    problem: Problem
-
-    def __getitem__(self, tile: Any) -> Any:
-        ref, at, p = self.ref, self.at, self.problem
-        return ref[p.memory_index(tile, ref.shape[0]), at]
-
-
 def _kernel(
     chunks,  # () each
     m,  # (NC + 1,) m at the chunk boundaries; absent if the body has none
@@ -112,9 +99,14 @@ def _kernel(
     at = p.memory_index(scan.step, p.L) if p.reverse else slice(None)
 
     def load(ref):
-        if ref is None or len(ref.shape) == 2:
-            return None if ref is None else _Tiles(ref, at, p)
-        return ref[at]
+        if ref is None or len(ref.shape) == 1:
+            return ref if ref is None else ref[at]
+
+        def vector(index, mask):
+            place = jnp.asarray(p.memory_index(index, ref.shape[0]), jnp.int32)
+            return masked_load(ref.at[place, at], mask)
+
+        return vector
 
     if m is not None:
         ends = m[c], m[c + 1]

@@ -17,12 +17,18 @@ if TYPE_CHECKING:
 
 Join = Callable[..., Any]  # (arrays of the steps so far, of further ones) -> joined arrays
 _MOST_UNROLLED = 8  # tiles of a chunk
+VectorOf = Callable[[Any, Array], Array]  # (index, mask) -> a vector, 0 where the mask is False
 _REDUCTIONS: dict[Any, Any] = {jnp.minimum: jnp.min, jnp.maximum: jnp.max, jnp.add: jnp.sum}
 
 
 def by_chunk(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of one chunk as one of arrays (B * NH, NC, ...)."""
     return jax.vmap(jax.vmap(function))
+
+
+def vector_of(vectors: Any) -> VectorOf:
+    """Reads of vectors that the body has all."""
+    return lambda index, mask: jnp.where(mask, vectors[index], 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +118,8 @@ def vector_call(
     It returns outputs per step and per chunk. Of the latter the last step counts.
 
     Args:
-      steps: (B * NH, S) each, or None; or (B * NH, n, S), of which the body reads vectors by
-        their index in processing order.
+      steps: (B * NH, S) each, or None; or (B * NH, n, S), a VectorOf for the body, whose indices
+        are in processing order.
       outputs: the dtypes of outputs per step; the results are (B * NH, NC, L).
       per_chunk: the number of outputs per chunk. Beside outputs per step they are at least 0;
         without them they are in the form that ``scan_chunks`` reads.
@@ -127,6 +133,7 @@ def vector_call(
     scan = Scan(call.problem.L)
 
     def run(steps: Any, chunks: Any, given: Any) -> Any:
+        steps = [vector_of(x) if x is not None and x.ndim == 2 else x for x in steps]
         per_step, per_chunk = body(scan, *steps, *chunks, **given)
         return per_step, scan.last(*per_chunk)
 

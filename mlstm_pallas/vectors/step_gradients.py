@@ -27,7 +27,7 @@ from jax import Array
 from mlstm_pallas.formulas.gate_gradients import TileSums
 from mlstm_pallas.formulas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
 from mlstm_pallas.formulas.tiles import divide, remainder
-from mlstm_pallas.vectors.scan import Scan, scan_chunks, vector_call
+from mlstm_pallas.vectors.scan import Scan, VectorOf, scan_chunks, vector_call
 
 if TYPE_CHECKING:
     from mlstm_pallas.stages.stage import Launch
@@ -62,8 +62,8 @@ def m_carries(scan: Scan, passed: Array, flows: Array, carry: Array) -> Array:
 
 def gradients(
     scan: Scan,
-    per_query: Any,
-    per_key: Any,
+    per_query: VectorOf,
+    per_key: VectorOf,
     diagonal: Array,
     q_inter: Array,
     k_inter: Array,
@@ -87,12 +87,13 @@ def gradients(
         k_s with the rest of dk_s; of q_t with the part of dq_t from before tile ``other``.
         """
         queries, keys, keys_intra, read = sums
-        W_queries, W_keys = per_query[other], per_key[other]
+        # Neither is written elsewhere.
+        W_queries, W_keys = per_query(other, tile <= other), per_key(other, tile >= other)
         intra = jnp.where(tile == other, W_keys, 0.0)
         # What later queries read from before this tile, and what earlier keys add beyond the chunk.
         through = jnp.where(tile < other, read, jnp.where(tile > other, k_inter, 0.0))
         sums = (
-            queries + jnp.where(tile <= other, W_queries, 0.0) - intra,
+            queries + W_queries - intra,
             keys + jnp.where(tile > other, W_keys, 0.0),
             keys_intra + intra,
             read + jnp.where(tile < other, W_queries, 0.0),

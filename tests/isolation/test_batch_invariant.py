@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mosaic_gpu_interpreter import interpreted_mosaic_gpu
-from oracle import NAMES, needs_mosaic_gpu, random_inputs, swapped
+from oracle import NAMES, needs_mosaic_gpu, quick_code, random_inputs, swapped
 from stage_calls import Problem, spec_of
 
 from mlstm_pallas import (
@@ -309,7 +309,7 @@ OF_MOSAIC_GPU = Call(1, 128, 64, 128, "bfloat16", backend="mosaic_gpu")
 def test_bits_of_interpreted_kernels(function, call):
     """On Mosaic GPU an entry has others before or behind it; on a GPU it has both."""
     on_mosaic_gpu = call is OF_MOSAIC_GPU
-    with interpreted_mosaic_gpu() if on_mosaic_gpu else contextlib.nullcontext():
+    with quick_code(), interpreted_mosaic_gpu() if on_mosaic_gpu else contextlib.nullcontext():
         assert not differences(function, call, (2,) if on_mosaic_gpu else (3,))
 
 

@@ -61,6 +61,7 @@ class Together:
 # Heads, dtype, variants: odd lengths, in the layout BTNH, have steps that are copied by groups of
 # rows, which takes the most registers; materialised states come last.
 CALLS = [
+    param((16, 16), "bfloat16", variants=["odd_materialised"]),
     param((64, 64), "bfloat16", variants=["odd"]),
     param((64, 128), "bfloat16", variants=["packed", "odd_materialised"]),
     param((128, 128), "bfloat16", variants=["odd"]),
