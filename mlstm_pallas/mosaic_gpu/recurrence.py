@@ -205,9 +205,8 @@ def _recurrence(
         y.prologue()
     gamma = x.gamma[head, chunk_at(np.int32(0))]
     XT = load_or_zeros(x.matX_initial, (head, matX_columns, block_rows))
-    vector: Any = None
-    if sums_vector:
-        vector = load_or_zeros(x.vecX_initial, (head, vector_rows), by_lanes(x_size))
+    initial = x.vecX_initial, (head, vector_rows)
+    vector: Any = load_or_zeros(*initial, by_lanes(x_size)) if sums_vector else None
     XT, vector, _ = loop(num_chunks, join, (XT, vector, gamma))
 
     @pl.when(stores_last)
