@@ -64,7 +64,8 @@ def test_huge_arrays_are_addressed_with_64_bits_and_grids_are_launchable(
         for number, x in enumerate([*call.invars, *call.outvars]):
             if x.aval.size * x.aval.dtype.itemsize > 2**32:
                 huge += 1
-                assert offsets[number] == {64}, (
+                # No offset: a workspace that the body of vectors/ does not need.
+                assert offsets.get(number, {64}) == {64}, (
                     f"{kernel.name}: argument {number}, {x.aval.str_short()}"
                 )
             else:
