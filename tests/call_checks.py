@@ -704,8 +704,8 @@ UNDER_X64 = [
 # ---------------- on a GPU
 
 TWO_LOWERINGS = dict(several=[dict(backend=backend) for backend in ("triton", "mosaic_gpu")])
-# Multiples of 64, of 32, of 16, of 8 and of none, from 8 to 1,024, and the lowerings that run them:
-# one, or where the tiles of both change both. The self-check draws any for either.
+# Multiples of 64, of 32, of 16, of 8 and of none, from 8 to 1,024, and the lowerings that run them,
+# which are both for the smallest multiples of 16. The self-check draws any for either.
 ANY_HEADS = {
     (8, 8): ["triton"],
     (16, 16): ["triton", "mosaic_gpu"],

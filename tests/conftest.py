@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import pytest_timeout
-from oracle import SEED, needs_compiler, needs_mosaic_gpu
+from oracle import SEED, needs_compiler, needs_mosaic_gpu, quick_code
 
 from mlstm_pallas.selfcheck import package_hash
 
@@ -342,9 +342,6 @@ def mapped_memory():
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation(request):
     """What a module has compiled is freed at its end."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    quick = request.module.__name__ not in AS_USERS_DO
-    jax.config.update("jax_disable_most_optimizations", quick)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    with quick_code(request.module.__name__ not in AS_USERS_DO):
+        yield
     jax.clear_caches()

@@ -355,8 +355,8 @@ def loss_of(h, states):
 
 @contextlib.contextmanager
 def quick_code(quick=True):
-    """What is compiled inside, if quick, is not optimised, in modules that compile as users do:
-    interpreted kernels, which nobody runs as they are."""
+    """What is compiled inside, if quick, is not optimised: nobody runs interpreted kernels as they
+    are."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", quick or before)
     try:
