@@ -36,7 +36,6 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from mlstm_pallas.api import mlstm_chunkwise, with_arguments_of
@@ -133,9 +132,13 @@ def _with_later_shards(dC: jax.Array, decays: jax.Array, dC_after: jax.Array) ->
     last = NC - blocks_over(NC, 16)
 
     def add(dC: jax.Array, start: int, stop: int) -> jax.Array:
-        x, weights = (lax.slice_in_dim(y, start, stop, axis=1) for y in (dC, decays))
+        # XLA updates in place what it reads at the same index, unless it knows the index.
+        index = lax.optimization_barrier(jnp.int32(start))
+        x, weights = (
+            lax.dynamic_slice_in_dim(y, index, stop - start, axis=1) for y in (dC, decays)
+        )
         x = (x.astype(decays.dtype) + _weighted(weights, dC_after[:, None])).astype(x.dtype)
-        return lax.dynamic_update_slice_in_dim(dC, x, np.int32(start), axis=1)
+        return lax.dynamic_update_slice_in_dim(dC, x, index, axis=1)
 
     # Of at most one step: a conditional would copy dC.
     _, dC = lax.while_loop(

@@ -13,7 +13,7 @@ import pytest
 from compile_report import on_a_hopper
 from oracle import call_shapes, config_in_splits, for_device, needs_compiler, slow, swapped
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise
+from mlstm_pallas import KernelConfig, distributed, mlstm_chunkwise
 
 MOVES = re.compile(r"^\s*(?:ROOT )?%?\S+ = (.*?) (transpose|copy|copy-start|pad|slice|reverse)\(")
 SHAPE = re.compile(r"\w+\[([\d,]+)\]")
@@ -132,6 +132,17 @@ def test_the_transposes_of_a_caller_are_seen():
 @pytest.mark.parametrize(("case", "dtype", "backward"), [*QUICK, *(slow(*x) for x in SLOW)])
 def test_nothing_moves_in_what_is_compiled_without_a_gpu(case, dtype, backward):
     check(compiled_for_an_h200(case, dtype, backward), case)
+
+
+@needs_compiler
+def test_dC_of_later_shards_is_added_where_the_states_are():
+    """XLA writes the whole array if it knows the index at which it reads a part."""
+    shapes = ((8, 64, 32, 64), "bfloat16"), ((8, 64), "float32"), ((8, 32, 64), "float32")
+    sharding = on_a_hopper()
+    x = [jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in shapes]
+    text = jax.jit(distributed._with_later_shards, donate_argnums=0).lower(*x).compile().as_text()
+    reads = re.findall(r"= bf16\[\S+ (slice|dynamic-slice|copy)\(", text)
+    assert reads == ["dynamic-slice"] * 2, text  # of the last chunks, and of the others
 
 
 @pytest.mark.gpu
