@@ -151,9 +151,10 @@ CASES = {
 # features comes once: schedule, in one split or in two; layout; stored states; direction;
 # lengths; segments; initial states; gate, with normalisation; and heads, with the schedule and with
 # the splits. Heads are of three kinds, by the kernels of their gradients: a CTA makes a chunk;
-# there are more rows, or longer chunks; tiles reach beyond the heads. A GPU has CASES and these.
+# there are more rows, or longer chunks; tiles reach beyond the heads. A GPU has CASES and these,
+# the interpreter some of them.
 NO_STATES, NO_M = dict(recipe=dict(states=False)), dict(recipe=dict(m_initial=False))
-INTERPRETED = {
+PAIRS = {
     "reverse_heads_of_96_in_splits_stored_lengths_packed_BTNH": case(
         config=fused(2, num_stages=3),
         shape=(1, 2, 196, 96, 192),
@@ -221,7 +222,7 @@ INTERPRETED = {
 
 def check_case(name, backend):
     """Outputs and the gradients of all inputs of a case against float64."""
-    call = dict(seed=5, packed=False, backend=backend) | vars((CASES | INTERPRETED)[name])
+    call = dict(seed=5, packed=False, backend=backend) | vars((CASES | PAIRS)[name])
     stages, config, (B, _, S, DHQK, _) = call.pop("stages"), call["config"], call["shape"]
     if call.pop("packed"):  # segments that begin inside a chunk and inside a tile, one over two
         call["segment_ids"] = np.repeat([[3, 0, 7]] * B, [100, 29, S - 129], axis=1)

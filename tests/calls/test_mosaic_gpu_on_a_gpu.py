@@ -21,7 +21,7 @@ from call_checks import (
 from mosaic_gpu_cases import (
     ALL,
     CASES,
-    INTERPRETED,
+    PAIRS,
     RECURRENCES,
     SCAN,
     check_case,
@@ -173,7 +173,7 @@ def prompts_on_a_gpu():
 
 # Of the quick selection.
 SMOKE = [(cases_on_a_gpu, "splits"), (recurrences_on_a_gpu,)]
-OTHERS = [name for name in CASES | INTERPRETED if not any(name in check for check in SMOKE)]
+OTHERS = [name for name in CASES | PAIRS if not any(name in check for check in SMOKE)]
 GPU_CHECKS = [
     *SMOKE,
     *((cases_on_a_gpu, *OTHERS[part::6]) for part in range(6)),

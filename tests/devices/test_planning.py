@@ -4,7 +4,6 @@ import itertools
 import re
 from functools import partial
 
-import compile_report
 import costs
 import jax
 import jax.numpy as jnp
@@ -36,30 +35,6 @@ def test_the_table_of_plans(any_jax):
     """``plans.py`` says how to write the table anew."""
     for call, lines in zip(plans.CALLS, plans.table(), strict=True):
         assert call.lines() == lines
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("device", "gpu", "heads"),
-    [
-        ("H200", "NVIDIA H200", WIDE),
-        ("A100", "NVIDIA A100-SXM4-80GB", WIDE),
-        ("RTX4090", "NVIDIA GeForce RTX 4090", (64, 128)),
-    ],
-)
-def test_the_compiler_takes_the_shared_memory_of_the_plan(device, gpu, heads):
-    """At most the 2 KiB beside the stages more, and no less than half: mma has its operands of one
-    of two or more stages in registers. On Hopper a pipelined loop takes what its stages have."""
-    pytest.importorskip("triton")
-    shared = {x.stage: x.shared_bytes for x in plan((1, 8, 8192, *heads), gpu).launches}
-    del shared["chunk_gates"]  # whose 64 bytes are left out
-    rows = [*compile_report.report(device, [heads], ["bfloat16"], direction="fwbw")]
-    assert shared.keys() <= {row["stage"] for row in rows}
-    for row in rows:
-        if planned_bytes := shared.get(row["stage"]):
-            exact = device == "H200" and row["stage"] != "parallel_fw_P"
-            least = planned_bytes if exact else planned_bytes // 2
-            assert least <= row["shared_bytes"] <= planned_bytes + 2048, row["stage"]
 
 
 SMALL = HELPERS - {"split_products"}

@@ -155,7 +155,6 @@ PROMPTS = [
     ),
     param(9, id="prompts_are_read_at_once-plain_go_on", backend="xla", layout="BTNH", go_on=True),
     param(0, id="prompts_are_read_at_once-triton_go_on", backend="interpret", go_on=True, rows=ODD),
-    slow_param(9, id="prompts_are_read_at_once-bfloat16", backend="interpret", dtype="bfloat16"),
     # Two launches of the scan, each with two blocks of columns.
     slow_param(
         0,
@@ -188,7 +187,6 @@ PROMPTS = [
     slow_param(
         0, id="belong_to_no_segment-without_states", backend="interpret", states=False, **OUTSIDE
     ),
-    slow_param(0, id="belong_to_no_segment-triton", backend="interpret", **OUTSIDE),
 ]
 
 

@@ -1,7 +1,10 @@
 """The Mosaic GPU kernels compiled for Hopper without a GPU: spills, messages, shared memory."""
 
+import contextlib
 import dataclasses
+import functools
 from types import SimpleNamespace
+from unittest import mock
 
 import compile_report
 import jax
@@ -14,6 +17,32 @@ from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV import by_chunk
 
 pytestmark = [needs_mosaic_gpu, needs_compiler, pytest.mark.slow]
 H200 = compile_report.DEVICES["H200"]
+KERNELS = {}  # that a process has compiled, by equation
+
+
+def compiled_once(call, relocatable, folder):
+    """compile_report compiles the kernels that are new to this process."""
+    equations = {str(x): x for x in compile_report.equations(call.traced(), "mpmd_map")}
+    new = {name: x for name, x in equations.items() if name not in KERNELS}
+    call = SimpleNamespace(traced=lambda: SimpleNamespace(eqns=[*new.values()]))
+    kernels = compile_report._compile_mosaic_gpu(call, relocatable, folder)
+    KERNELS.update(zip(new, kernels, strict=True))
+    return [KERNELS[name] for name in equations]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """The kernels of calls, which one process compiles, so that jax is imported once."""
+    variables = compile_report.PRINTING | dict(JAX_PLATFORMS="cpu")
+    with contextlib.closing(compile_report.Worker(compiled_once, variables)) as compiler:
+        shared = functools.partial(compiler)
+        shared.close = lambda: None
+
+        def kernels_of(calls):
+            with mock.patch.object(compile_report, "Worker", return_value=shared):
+                return compile_report.mosaic_gpu_kernels(Together(tuple(calls)), RELOCATABLE)
+
+        yield kernels_of
 
 
 def max_spill_bytes(stage, spec):
@@ -76,24 +105,21 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("heads", "dtype", "options"), CALLS)
-def test_the_kernels_compile_at_the_planned_tiles(heads, dtype, options):
-    together = Together(
-        tuple(
-            compile_report.Call(
-                H200,
-                *heads,
-                dtype,
-                seqlen=8191 if variant == "odd" else 8192,
-                config=KernelConfig(fused=not schedule),
-                direction="fwbw",
-                variant="BTNH" if variant == "odd" else variant,
-                backend="mosaic_gpu",
-            )
-            for variant, _, schedule in (x.partition("_") for x in options["variants"])
+def test_the_kernels_compile_at_the_planned_tiles(heads, dtype, options, compiled):
+    calls = [
+        compile_report.Call(
+            H200,
+            *heads,
+            dtype,
+            seqlen=8191 if variant == "odd" else 8192,
+            config=KernelConfig(fused=not schedule),
+            direction="fwbw",
+            variant="BTNH" if variant == "odd" else variant,
+            backend="mosaic_gpu",
         )
-    )
-    specs = [call.spec() for call in together.calls]
-    kernels = compile_report.mosaic_gpu_kernels(together, RELOCATABLE)
+        for variant, _, schedule in (x.partition("_") for x in options["variants"])
+    ]
+    specs, kernels = [call.spec() for call in calls], compiled(calls)
     stages = set.union(*map(stages_on_mosaic_gpu, specs))
     assert {kernel.name for kernel, *_ in kernels} - HELPERS == stages & ALL
     for kernel, usage in ((kernel, usage) for kernel, *usages in kernels for usage in usages):
@@ -116,10 +142,10 @@ RECURRENCES = [
 ]
 
 
-def test_weighted_recurrences_compile():
+def test_weighted_recurrences_compile(compiled):
     """Scaled operands come from registers, of which there are enough, and products do not wait for
     each other."""
-    kernels = compile_report.mosaic_gpu_kernels(Together(tuple(RECURRENCES)), RELOCATABLE)
+    kernels = compiled(RECURRENCES)
     assert len(kernels) == len(RECURRENCES)
     for kernel, usage in ((kernel, usage) for kernel, *usages in kernels for usage in usages):
         check(kernel, usage, 0)
