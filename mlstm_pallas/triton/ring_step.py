@@ -24,8 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
-from mlstm_pallas.formulas.tiles import block_at, blocks_over, dot, fori, loop, sum_of
-from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.formulas.tiles import blocks_over, dot, fori, loop, sum_of
+from mlstm_pallas.problem.dimensions import MIN_TILE, Problem
 from mlstm_pallas.stages.recurrent_step import decayed, rounded
 from mlstm_pallas.stages.ring_step import (
     Operands,
@@ -222,25 +222,23 @@ def _read(matQ, states, weights, matC, matC_new, matH, call, row, part, columns,
 
     @pl.when(flushes != 0)
     def flush():
-        decay, block = weights.scaDecay[...], min(size, 32)
+        # The flushed tokens are one half of the ring; a product has 16 rows or more.
+        L, decay = size // 2, weights.scaDecay[...]
+        ring = pl.ds(start if L >= MIN_TILE else 0, max(L, MIN_TILE))
+        w = weights.vecFlush[ring]
+        V = masked_load(states.v.at[(*row, ring, columns)], outer_mask(w != 0, in_columns))
+        V = V.astype(jnp.float32) * w[:, None]
 
         @fori(num_blocks)
         def _(ik):
-            K_rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
-            at, inside = (*row, K_rows, columns), outer_mask(in_rows, in_columns)
-
-            def add_outer(index, C):
-                rows = block_at(index, block)
-                w = weights.vecFlush[rows]
-                K = masked_load(states.k.at[(*row, rows, K_rows)], outer_mask(w != 0, in_rows))
-                V = masked_load(states.v.at[(*row, rows, columns)], outer_mask(w != 0, in_columns))
-                return C + _product(K, V.astype(jnp.float32) * w[:, None], call, a_axis=0)
-
+            rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
+            at, inside = (*row, rows, columns), outer_mask(in_rows, in_columns)
             # A select of loaded tiles takes longer than this mask.
-            kept = jnp.broadcast_to(decay != 0, (K_rows.size, columns.size))
+            kept = jnp.broadcast_to(decay != 0, (rows.size, columns.size))
             kept = kept if inside is None else kept & inside
             C = decay * masked_load(matC.at[at], kept).astype(jnp.float32)
-            C = loop(size // block, add_outer, C)
+            K = masked_load(states.k.at[(*row, ring, rows)], outer_mask(w != 0, in_rows))
+            C += _product(K, V, call, a_axis=0)
             masked_store(matC_new.at[at], C.astype(matC.dtype), inside)
 
 
@@ -324,4 +322,4 @@ class RingStepTiles(RecurrentStepTiles):
         """Few CTAs have narrow blocks, so that there are more of them, with all rows in flight."""
         if not options.gpu.filled_by(math.prod(cls().grid(p)), 12):
             return cls(256, 32)
-        return cls(128, 32) if p.S == 1 and dtype.itemsize > 2 else cls()
+        return cls()
