@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -173,16 +174,23 @@ def next_logits(config: Config, params: Params, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def prefill_block(
-    config: Config, p: Params, x: jax.Array, segment_ids: jax.Array, ends: jax.Array
+    config: Config,
+    p: Params,
+    x: jax.Array,
+    segment_ids: jax.Array | None,
+    ends: jax.Array,
+    initial: State | None,
 ) -> tuple[jax.Array, State]:
     """x (1, S, D) after a block, and the states (B, ...) at the end of each prompt."""
     B = len(ends)
     packed = dict(segment_ids=segment_ids, num_segments=B) if B > 1 else {}
+    before = [y[None] if B > 1 else y for y in initial or ()]
 
     def mlstm(qkvo: jax.Array, gates: jax.Array) -> tuple[jax.Array, State]:
         options = dict(layout="BTNH", eps=config.eps, input_gate=config.input_gate)
         return mlstm_chunkwise(
             *separate(config, qkvo, gates),
+            *before,
             return_last_states=True,
             sequence_lengths=ends[-1:],
             **options,
@@ -196,22 +204,28 @@ def prefill_block(
 
 
 def prefill(
-    config: Config, params: Params, tokens: jax.Array, segment_ids: jax.Array, ends: jax.Array
+    config: Config,
+    params: Params,
+    tokens: jax.Array,
+    segment_ids: jax.Array | None,
+    ends: jax.Array,
+    initial: list[State] | None = None,
 ) -> tuple[jax.Array, list[State]]:
     """Reads prompts that ``pack_lengths`` has put into one row.
 
     All blocks have the same shapes, so the loop over them compiles one.
 
     Args:
-      tokens, segment_ids: (1, S).
+      tokens, segment_ids: (1, S); a single prompt needs no segment_ids.
       ends: (B,), the steps up to the end of each prompt.
+      initial: the states before each prompt, as this function returns them. None: zeros.
 
     Returns:
       x (1, S, D), of which ``next_logits`` makes logits, and the states after each prompt.
     """
     x, states = params["embeddings"][tokens], []
-    for p in params["blocks"]:
-        x, state = prefill_block(config, p, x, segment_ids, ends)
+    for p, before in zip(params["blocks"], initial or repeat(None), strict=False):
+        x, state = prefill_block(config, p, x, segment_ids, ends, before)
         states.append(state)
     return x, states
 
