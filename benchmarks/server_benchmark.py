@@ -19,9 +19,9 @@ A row is a combination of
 The time to the first token is from the end of the client's last answer until the host has the
 token, without the first request of each client. Tokens per call are those that a call of the model
 adds to an answer: with drafts, one and the accepted ones. "Same" is the share of answers that are
-those of the first row of their text: other sums round otherwise. Memory is the most that the device had in use,
-read 500 times per second. Exit code 1 when an answer lacks tokens or the server fails, 2 when the
-request makes no sense, 130 after Ctrl-C.
+those of the first row of their text: other sums round otherwise. Memory is the most that the device
+had in use, read 500 times per second. Exit code 1 when an answer lacks tokens or the server fails,
+2 when the request makes no sense, 130 after Ctrl-C.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def repeating(params):
 
 @contextlib.contextmanager
 def peak_memory():
-    """A list with the most bytes that the device has in use meanwhile; empty where it tells none."""
+    """A list with the most bytes in use on the device meanwhile; empty where it tells none."""
     device, peak, done = jax.devices()[0], [], threading.Event()
 
     def watch():

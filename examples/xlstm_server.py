@@ -9,8 +9,8 @@ Few shapes are compiled: a prefill has ``bucket`` steps and the same number of s
 some may be empty, and a loop has a row for every slot.
 
 Two options make a server faster where its requests allow it. With a ``PrefixCache`` a prompt starts
-from the states after the blocks of tokens that it has in common with a prompt before it. With drafts
-a call of the model checks several tokens for each row.
+from the states after the blocks of tokens that it has in common with a prompt before it. With
+drafts a call of the model checks several tokens for each row.
 """
 
 import functools
@@ -41,6 +41,7 @@ from mlstm_pallas import pack_lengths
 FEWEST_STEPS, MOST_STEPS = 256, 4096
 MOST_PROMPTS = 16  # of a prefill, because as many states are there twice
 BLOCK = 1024  # tokens between two states of a prefix cache
+LEAST_ENTRIES = MOST_PROMPTS + 1  # of a prefix cache: those of a prefill, and one that it reads
 # Tokens of an answer, and answers, because the number of a draw has 32 bits.
 MOST_TOKENS = MOST_ANSWERS = 2**16
 Setup = tuple[Config, Params, Sampling, jax.Array]  # and the key of the draws
@@ -71,8 +72,7 @@ class PrefixCache:
     They are the rows of a pool; row 0 has the states before a prompt, which are zeros. c is in the
     dtype of the activations, to which a prefill rounds it in any case.
 
-    entries: most blocks that it keeps, those that were used last. A prefill needs up to
-    MOST_PROMPTS of them and reads another one.
+    entries: LEAST_ENTRIES or more; the blocks that were used last are kept.
     """
 
     def __init__(self, config: Config, params: Params, entries: int) -> None:
@@ -158,7 +158,7 @@ def serve(
     cache: PrefixCache | None = None,
     rings: bool | None = None,
 ) -> Iterator[tuple[int, list[int], bool]]:
-    """The number of a prompt, the next tokens of its answer, and whether it has ended, as they come.
+    """As tokens come: the number of a prompt, tokens of its answer, and whether this one has ended.
 
     An answer goes up to a token to stop at, which is not one of its tokens.
 
@@ -169,7 +169,7 @@ def serve(
       continuous: whether a prompt starts as soon as a slot is free, or when all are.
       draft: most tokens that a call checks beside the next one; needs temperature 0.
       cache: of earlier prompts, to which those of these prompts are added.
-      rings: whether the states have ring buffers, as they must for drafts. None: where it is faster.
+      rings: whether states have ring buffers, which drafts need. None: where it is faster.
     """
     config, params, sampling, key = setup
     waiting, pool, N = [*prompts], None, min(MOST_PROMPTS, slots)
