@@ -223,6 +223,8 @@ def prefill(
     Returns:
       x (1, S, D), of which ``next_logits`` makes logits, and the states after each prompt.
     """
+    # Once, not for each block.
+    tokens, segment_ids, ends = jax.device_put((tokens, segment_ids, ends))
     x, states = params["embeddings"][tokens], []
     for p, before in zip(params["blocks"], initial or repeat(None), strict=False):
         x, state = prefill_block(config, p, x, segment_ids, ends, before)
