@@ -42,6 +42,13 @@ from mlstm_pallas import (
 
 Params = dict[str, Any]
 State = tuple[jax.Array, jax.Array, jax.Array] | RingStates
+# Of a loop over tokens: cuBLAS computes products of a few rows faster than the Triton products that
+# XLA splits along their sums, and the loop is one CUDA graph, whose kernels may overlap.
+LOOP_OPTIONS = dict(
+    xla_gpu_enable_triton_gemm=False,
+    xla_gpu_enable_command_buffer="FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,WHILE",
+    xla_gpu_command_buffer_scheduling_mode="CONCURRENT",
+)
 RING_BATCH = 16  # with fewer prompts the two launches of a step with a ring take longer
 
 
@@ -282,7 +289,9 @@ def look_up(text: jax.Array, length: jax.Array, count: int) -> jax.Array:
     return lax.dynamic_slice(text, (begin,), (count,))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
+@functools.partial(
+    jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5), compiler_options=LOOP_OPTIONS
+)
 def speculate(
     config: Config,
     calls: int,
@@ -339,7 +348,9 @@ def sample(sampling: Sampling, logits: jax.Array, key: jax.Array, number: Any) -
     return jax.vmap(jax.random.categorical)(keys, logits)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+@functools.partial(
+    jax.jit, static_argnums=(0, 1, 2), donate_argnums=4, compiler_options=LOOP_OPTIONS
+)
 def decode(
     config: Config,
     sampling: Sampling,
