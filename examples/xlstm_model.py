@@ -42,11 +42,10 @@ from mlstm_pallas import (
 
 Params = dict[str, Any]
 State = tuple[jax.Array, jax.Array, jax.Array] | RingStates
-# Of a loop over tokens: cuBLAS computes products of a few rows faster than the Triton products that
-# XLA splits along their sums, and the loop is one CUDA graph, whose kernels may overlap.
+# Of loops over tokens. Where XLA may choose Triton for a product of few rows, it splits the sums, and
+# the parts are added afterwards; cuBLAS is faster. Kernels of a CUDA graph may run side by side.
 LOOP_OPTIONS = dict(
     xla_gpu_enable_triton_gemm=False,
-    xla_gpu_enable_command_buffer="FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,WHILE",
     xla_gpu_command_buffer_scheduling_mode="CONCURRENT",
 )
 RING_BATCH = 16  # with fewer prompts the two launches of a step with a ring take longer
@@ -156,7 +155,9 @@ def block(
     """
     y = rms_norm(p, "norm_mlstm", x, config.norm_eps)
     qkvo = project(p, "qkvo", y)
-    gates = project(p, "gates", y, jnp.float32) + p["gate_bias"]
+    gates = project(p, "gates", y, jnp.float32)
+    # Without the barrier the bias becomes an operand of the product, of which it is a copy per row.
+    gates = lax.optimization_barrier(gates) + p["gate_bias"]
     gates = soft_cap(gates, config.gate_soft_cap)
     h, states = mlstm(qkvo, gates)
     h, o = h.astype(jnp.float32), qkvo[..., -h.shape[-1] :].astype(jnp.float32)
