@@ -34,8 +34,7 @@ force_bos_token_insert, as that of NX-AI/xLSTM-7b, with bos_token_id.
 The model is in xlstm_model.py, the reader of checkpoints in xlstm_checkpoint.py, the loop over
 slots in xlstm_server.py.
 JAX_COMPILATION_CACHE_DIR=FOLDER makes the next start fast, and MLSTM_PALLAS_BACKEND=mosaic_gpu the
-prefill on Hopper GPUs (jax >= 0.11.2). XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE makes a
-CUDA graph of the loop: 253 instead of 250 tokens/s for a prompt on an H200.
+prefill on Hopper GPUs (jax >= 0.11.2).
 
 --benchmark prints one row of JSON. The memory limit of a token is the time in which one device
 copies as many bytes as a step reads and writes there: its weights but not the embeddings of other

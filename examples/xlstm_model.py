@@ -42,8 +42,8 @@ from mlstm_pallas import (
 
 Params = dict[str, Any]
 State = tuple[jax.Array, jax.Array, jax.Array] | RingStates
-# Of loops over tokens. Where XLA may choose Triton for a product of few rows, it splits the sums, and
-# the parts are added afterwards; cuBLAS is faster. Kernels of a CUDA graph may run side by side.
+# Of loops over tokens. XLA splits its Triton products of few rows along their sums, whose parts it
+# adds afterwards; cuBLAS is faster. Kernels of a CUDA graph may run side by side.
 LOOP_OPTIONS = dict(
     xla_gpu_enable_triton_gemm=False,
     xla_gpu_command_buffer_scheduling_mode="CONCURRENT",
