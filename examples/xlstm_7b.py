@@ -38,8 +38,9 @@ prefill on Hopper GPUs (jax >= 0.11.2).
 
 --benchmark prints one row of JSON. The memory limit of a token is the time in which one device
 copies as many bytes as a step reads and writes there: its weights but not the embeddings of other
-tokens, and its states twice, or with ring buffers once and a 16th of them again. With --slots there is a row for each --batching. Where a flag or the
-checkpoint is wrong, the exit code is 2 and stderr has one line; after Ctrl-C it is 130.
+tokens, and its states twice, or with ring buffers once and a 16th of them again. With --slots there
+is a row for each --batching. Where a flag or the checkpoint is wrong, the exit code is 2 and stderr
+has one line; after Ctrl-C it is 130.
 """
 
 import collections
