@@ -21,6 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from xlstm_model import (
     Config,
     Params,
@@ -76,11 +78,15 @@ class PrefixCache:
     """
 
     def __init__(self, config: Config, params: Params, entries: int) -> None:
-        (DHQK, DHV), NH, P = config.head_dims, config.num_heads, 1 + entries
-        shapes = (P, NH, DHQK, DHV), (P, NH, DHQK), (P, NH)
+        (DHQK, DHV), heads = config.head_dims, (1 + entries, config.num_heads)
+        shapes = (*heads, DHQK, DHV), (*heads, DHQK), heads
         dtypes = params["embeddings"].dtype, "float32", "float32"
-        zeros = [map(jnp.zeros, shapes, dtypes) for _ in range(config.num_blocks)]
-        self.pool, self.free = [*map(tuple, zeros)], [*range(1, P)]
+        # They are placed as the states of a prefill are, so that its shapes compile once.
+        mesh = params["embeddings"].sharding.mesh
+        placed = NamedSharding(mesh, P(None, "heads") if mesh.size > 1 else P())
+        zeros = functools.partial(jnp.zeros, device=placed)
+        self.pool = [tuple(map(zeros, shapes, dtypes)) for _ in range(config.num_blocks)]
+        self.free = [*range(1, 1 + entries)]
         self.rows: dict[tuple[int, ...], int] = {}  # by all tokens; the one used last is the last
         self.config, self.params, self.blocks_read = config, params, 0
 
