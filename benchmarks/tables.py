@@ -1,4 +1,4 @@
-"""Writes the figures in the tables of README.md from the rows in results/.
+"""Writes the figures in the tables of README.md and docs/serving.md from the rows in results/.
 
   python benchmarks/tables.py
 
@@ -21,6 +21,7 @@ from pathlib import Path
 import command
 
 HERE = Path(__file__).parent
+PAGES = HERE / "README.md", HERE.parent / "docs" / "serving.md"
 TABLE = re.compile(r"<!-- rows ([^>]*) -->\n(?:\|.*\n)+")
 
 
@@ -80,8 +81,8 @@ def written(table):
 
 
 def main(_):
-    path = HERE / "README.md"
-    path.write_text(TABLE.sub(written, path.read_text()))
+    for path in PAGES:
+        path.write_text(TABLE.sub(written, path.read_text()))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ counts from 0, then each line of the file, which ends with \n or \r\n; an empty 
 no answer.
 Ctrl-C keeps the answers that are there.
 
+--prefix_cache=64 keeps the states after 64 blocks of 1,024 tokens with which prompts began, so that
+a prompt that begins with one of them is read from there on.
+
 --draft=7 drafts up to seven tokens per step, those that followed the last two tokens where they
 stood before, and checks them in one call of the model, so that text that repeats itself comes
 faster. A call of several tokens rounds otherwise than a step of one, so that sometimes another
@@ -31,15 +34,16 @@ force_bos_token_insert, as that of NX-AI/xLSTM-7b, with bos_token_id.
 The model is in xlstm_model.py, the reader of checkpoints in xlstm_checkpoint.py, the loop over
 slots in xlstm_server.py.
 JAX_COMPILATION_CACHE_DIR=FOLDER makes the next start fast, and MLSTM_PALLAS_BACKEND=mosaic_gpu the
-prefill on Hopper GPUs (jax >= 0.11.2). XLA_FLAGS=--xla_gpu_enable_command_buffer=+WHILE makes a
-CUDA graph of the loop: 253 instead of 250 tokens/s for a prompt on an H200.
+prefill on Hopper GPUs (jax >= 0.11.2).
 
 --benchmark prints one row of JSON. The memory limit of a token is the time in which one device
 copies as many bytes as a step reads and writes there: its weights but not the embeddings of other
-tokens, and its states twice. With --slots there is a row for each --batching. Where a flag or the
-checkpoint is wrong, the exit code is 2 and stderr has one line; after Ctrl-C it is 130.
+tokens, and its states twice, or with ring buffers once and a 16th of them again. With --slots there
+is a row for each --batching. Where a flag or the checkpoint is wrong, the exit code is 2 and stderr
+has one line; after Ctrl-C it is 130.
 """
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -80,10 +84,13 @@ from xlstm_checkpoint import (
 )
 from xlstm_model import Config, Params, Sampling, decode, rings_are_faster, speculate
 from xlstm_server import (
+    BLOCK,
+    LEAST_ENTRIES,
     MOST_ANSWERS,
     MOST_PROMPTS,
     MOST_STEPS,
     MOST_TOKENS,
+    PrefixCache,
     Setup,
     bucket,
     first_tokens,
@@ -96,6 +103,7 @@ SIZES = {
 }
 BATCHINGS = "fixed", "continuous"
 DRAFT = "Tokens to draft from the text so far; 0: none. They change roundings: tokens may differ."
+CACHE = f"Blocks of {BLOCK} tokens of prompts whose states are kept: 0, or {LEAST_ENTRIES} or more."
 STOP_TOKENS = "Ids; none: eos_token_id of generation_config.json, else of config.json."
 FLAGS = flags.FlagValues()
 for kind, *definition in (
@@ -117,6 +125,7 @@ for kind, *definition in (
     # The host needs a thousandth of a second between two loops, and 16 tokens take 60 or more.
     ("integer", "stream_every", 16, "Steps of the model per loop.", 1, MOST_TOKENS),
     ("integer", "draft", 0, DRAFT, 0, 7),
+    ("integer", "prefix_cache", 0, CACHE, 0, 2**20),
     ("boolean", "benchmark", False, "Measure, and print one row of JSON."),
     ("integer", "batch", 1, "Number of random prompts.", 1, MOST_ANSWERS),
     ("integer", "prompt_length", 128, "Tokens per random prompt.", 1, 2**20),
@@ -124,6 +133,7 @@ for kind, *definition in (
 ):
     getattr(flags, f"DEFINE_{kind}")(*definition, flag_values=FLAGS)
 command.check_temperature(FLAGS)
+flags.register_validator("prefix_cache", lambda x: x == 0 or x >= LEAST_ENTRIES, CACHE, FLAGS)
 MOST_RANDOM = 2**28  # tokens of all random prompts
 MULTIPLE = 64  # of the steps of a prefill, so that prompts of similar lengths compile once
 
@@ -199,14 +209,17 @@ def build() -> Model:
             n: rng.integers(config.vocab_size, size=length).tolist()
             for n, length in enumerate(lengths)
         }
-    if FLAGS.draft and (len(prompts) > 1 or FLAGS.temperature or FLAGS.slots or FLAGS.output):
-        raise CheckpointError("--draft is for one streamed prompt at temperature 0")
     if FLAGS.temperature and max(prompts) >= MOST_ANSWERS:
         raise CheckpointError(f"--temperature: draws have numbers for {MOST_ANSWERS} prompts")
     several = not FLAGS.benchmark and (len(prompts) > 1 or bool(FLAGS.output))
     slots = min(FLAGS.slots or several * len(prompts), len(prompts))
+    if FLAGS.draft and (FLAGS.temperature or (len(prompts) > 1 and not slots)):
+        raise CheckpointError("--draft is for temperature 0, and with --benchmark for --slots")
+    if FLAGS.prefix_cache and not slots:
+        raise CheckpointError("--prefix_cache is for several prompts")
     longest = bucket(max(MOST_STEPS, *map(len, prompts.values())))
-    sizes = (slots + MOST_PROMPTS, longest) if slots else ()
+    cached = FLAGS.prefix_cache and FLAGS.prefix_cache + MOST_PROMPTS
+    sizes = (slots + MOST_PROMPTS + cached, longest) if slots else ()
     check_prompts(config, tensors, prompts, *sizes)
     if FLAGS.output:
         with command.naming("output"):
@@ -311,7 +324,15 @@ def stream(model: Model) -> None:
 def answers(model: Model, batching: str) -> Iterator[tuple[int, list[int]]]:
     """The numbers of prompts and their answers, as they end."""
     queue = model.prompts, model.limits, model.stop_tokens, model.slots, FLAGS.stream_every
-    return serve(model.setup(), *queue, batching == "continuous")
+    cache = (
+        PrefixCache(model.config, model.params, FLAGS.prefix_cache) if FLAGS.prefix_cache else None
+    )
+    parts = serve(model.setup(), *queue, batching == "continuous", draft=FLAGS.draft, cache=cache)
+    so_far = collections.defaultdict(list)
+    for n, tokens, ended in parts:
+        so_far[n] += tokens
+        if ended:
+            yield n, so_far.pop(n)
 
 
 def write_answers(model: Model) -> None:
@@ -359,7 +380,9 @@ def benchmark(model: Model) -> dict[str, Any]:
     B, steps, weights = len(model.prompts), model.steps, dict(model.tensors)
     if not config.tie_word_embeddings:
         del weights["backbone.embeddings.weight"]
-    moved = bytes_per_device(weights) + 2 * B * state_bytes(config, devices)
+    # A step reads and writes the states; with ring buffers of 16 tokens it writes a 16th of them.
+    moves = 1 + 1 / 16 if FLAGS.draft or rings_are_faster(B) else 2
+    moved = bytes_per_device(weights) + moves * B * state_bytes(config, devices)
     products = sum(
         x.size for name, x in weights.items() if ".blocks." in name and len(x.shape) == 2
     )

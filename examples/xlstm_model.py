@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -41,6 +42,12 @@ from mlstm_pallas import (
 
 Params = dict[str, Any]
 State = tuple[jax.Array, jax.Array, jax.Array] | RingStates
+# Of loops over tokens. XLA splits its Triton products of few rows along their sums, whose parts it
+# adds afterwards; cuBLAS is faster. Kernels of a CUDA graph may run side by side.
+LOOP_OPTIONS = dict(
+    xla_gpu_enable_triton_gemm=False,
+    xla_gpu_command_buffer_scheduling_mode="CONCURRENT",
+)
 RING_BATCH = 16  # with fewer prompts the two launches of a step with a ring take longer
 
 
@@ -148,7 +155,9 @@ def block(
     """
     y = rms_norm(p, "norm_mlstm", x, config.norm_eps)
     qkvo = project(p, "qkvo", y)
-    gates = project(p, "gates", y, jnp.float32) + p["gate_bias"]
+    gates = project(p, "gates", y, jnp.float32)
+    # Without the barrier the bias becomes an operand of the product, of which it is a copy per row.
+    gates = lax.optimization_barrier(gates) + p["gate_bias"]
     gates = soft_cap(gates, config.gate_soft_cap)
     h, states = mlstm(qkvo, gates)
     h, o = h.astype(jnp.float32), qkvo[..., -h.shape[-1] :].astype(jnp.float32)
@@ -173,16 +182,23 @@ def next_logits(config: Config, params: Params, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def prefill_block(
-    config: Config, p: Params, x: jax.Array, segment_ids: jax.Array, ends: jax.Array
+    config: Config,
+    p: Params,
+    x: jax.Array,
+    segment_ids: jax.Array | None,
+    ends: jax.Array,
+    initial: State | None,
 ) -> tuple[jax.Array, State]:
     """x (1, S, D) after a block, and the states (B, ...) at the end of each prompt."""
     B = len(ends)
     packed = dict(segment_ids=segment_ids, num_segments=B) if B > 1 else {}
+    before = [y[None] if B > 1 else y for y in initial or ()]
 
     def mlstm(qkvo: jax.Array, gates: jax.Array) -> tuple[jax.Array, State]:
         options = dict(layout="BTNH", eps=config.eps, input_gate=config.input_gate)
         return mlstm_chunkwise(
             *separate(config, qkvo, gates),
+            *before,
             return_last_states=True,
             sequence_lengths=ends[-1:],
             **options,
@@ -196,22 +212,30 @@ def prefill_block(
 
 
 def prefill(
-    config: Config, params: Params, tokens: jax.Array, segment_ids: jax.Array, ends: jax.Array
+    config: Config,
+    params: Params,
+    tokens: jax.Array,
+    segment_ids: jax.Array | None,
+    ends: jax.Array,
+    initial: list[State] | None = None,
 ) -> tuple[jax.Array, list[State]]:
     """Reads prompts that ``pack_lengths`` has put into one row.
 
     All blocks have the same shapes, so the loop over them compiles one.
 
     Args:
-      tokens, segment_ids: (1, S).
+      tokens, segment_ids: (1, S); a single prompt needs no segment_ids.
       ends: (B,), the steps up to the end of each prompt.
+      initial: the states before each prompt, as this function returns them. None: zeros.
 
     Returns:
       x (1, S, D), of which ``next_logits`` makes logits, and the states after each prompt.
     """
+    # Once, not for each block.
+    tokens, segment_ids, ends = jax.device_put((tokens, segment_ids, ends))
     x, states = params["embeddings"][tokens], []
-    for p in params["blocks"]:
-        x, state = prefill_block(config, p, x, segment_ids, ends)
+    for p, before in zip(params["blocks"], initial or repeat(None), strict=False):
+        x, state = prefill_block(config, p, x, segment_ids, ends, before)
         states.append(state)
     return x, states
 
@@ -266,7 +290,9 @@ def look_up(text: jax.Array, length: jax.Array, count: int) -> jax.Array:
     return lax.dynamic_slice(text, (begin,), (count,))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
+@functools.partial(
+    jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5), compiler_options=LOOP_OPTIONS
+)
 def speculate(
     config: Config,
     calls: int,
@@ -323,7 +349,9 @@ def sample(sampling: Sampling, logits: jax.Array, key: jax.Array, number: Any) -
     return jax.vmap(jax.random.categorical)(keys, logits)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+@functools.partial(
+    jax.jit, static_argnums=(0, 1, 2), donate_argnums=4, compiler_options=LOOP_OPTIONS
+)
 def decode(
     config: Config,
     sampling: Sampling,

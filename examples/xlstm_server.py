@@ -7,6 +7,10 @@ all the same: no row sees another.
 
 Few shapes are compiled: a prefill has ``bucket`` steps and the same number of segments, of which
 some may be empty, and a loop has a row for every slot.
+
+Two options make a server faster where its requests allow it. With a ``PrefixCache`` a prompt starts
+from the states after the blocks of tokens that it has in common with a prompt before it. With
+drafts a call of the model checks several tokens for each row.
 """
 
 import functools
@@ -15,7 +19,10 @@ from itertools import accumulate, takewhile
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from xlstm_model import (
     Config,
     Params,
@@ -25,6 +32,7 @@ from xlstm_model import (
     prefill,
     rings_are_faster,
     sample,
+    speculate,
     with_rings,
 )
 
@@ -34,6 +42,8 @@ from mlstm_pallas import pack_lengths
 # GPU, and the other slots do not wait for more.
 FEWEST_STEPS, MOST_STEPS = 256, 4096
 MOST_PROMPTS = 16  # of a prefill, because as many states are there twice
+BLOCK = 1024  # tokens between two states of a prefix cache
+LEAST_ENTRIES = MOST_PROMPTS + 1  # of a prefix cache: those of a prefill, and one that it reads
 # Tokens of an answer, and answers, because the number of a draw has 32 bits.
 MOST_TOKENS = MOST_ANSWERS = 2**16
 Setup = tuple[Config, Params, Sampling, jax.Array]  # and the key of the draws
@@ -50,26 +60,95 @@ def bucket(steps: int) -> int:
 @functools.partial(jax.jit, donate_argnums=0)
 def put_rows(pool: Any, rows: jax.Array, values: Any) -> Any:
     """Values go to rows (N,) of the pool; those of rows beyond it, nowhere."""
-    return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), pool, values)
+    return jax.tree.map(lambda x, y: x.at[rows].set(y.astype(x.dtype), mode="drop"), pool, values)
+
+
+@jax.jit
+def take_rows(pool: Any, rows: jax.Array) -> Any:
+    return jax.tree.map(lambda x: x[rows], pool)
+
+
+class PrefixCache:
+    """The states after the blocks of BLOCK tokens with which prompts began.
+
+    They are the rows of a pool; row 0 has the states before a prompt, which are zeros. c is in the
+    dtype of the activations, to which a prefill rounds it in any case.
+
+    entries: LEAST_ENTRIES or more; the blocks that were used last are kept.
+    """
+
+    def __init__(self, config: Config, params: Params, entries: int) -> None:
+        (DHQK, DHV), heads = config.head_dims, (1 + entries, config.num_heads)
+        shapes = (*heads, DHQK, DHV), (*heads, DHQK), heads
+        dtypes = params["embeddings"].dtype, "float32", "float32"
+        # They are placed as the states of a prefill are, so that its shapes compile once.
+        mesh = params["embeddings"].sharding.mesh
+        placed = NamedSharding(mesh, P(None, "heads") if mesh.size > 1 else P())
+        zeros = functools.partial(jnp.zeros, device=placed)
+        self.pool = [tuple(map(zeros, shapes, dtypes)) for _ in range(config.num_blocks)]
+        self.free = [*range(1, 1 + entries)]
+        self.rows: dict[tuple[int, ...], int] = {}  # by all tokens; the one used last is the last
+        self.config, self.params, self.blocks_read = config, params, 0
+
+    @staticmethod
+    def length(prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt are in its blocks; at least one is not."""
+        return (len(prompt) - 1) // BLOCK * BLOCK
+
+    def states(self, prompts: Sequence[list[int]], N: int) -> list[Any]:
+        """The states (N, ...) after the blocks of prompts, of which it reads those it lacks."""
+        used = list[int]()
+        for prompt in prompts:
+            used.append(0)
+            for end in range(BLOCK, self.length(prompt) + 1, BLOCK):
+                row = self.rows.pop(begin := tuple(prompt[:end]), None)
+                if row is None:
+                    row = self.read(np.array([prompt[end - BLOCK : end]]), used)
+                self.rows[begin] = used[-1] = row
+        return take_rows(self.pool, np.array((used + [0] * N)[:N]))
+
+    def read(self, tokens: np.ndarray, used: list[int]) -> int:
+        """A row with the states after a block (1, BLOCK) behind the last one of the rows used."""
+        if not self.free:
+            oldest = next(x for x, row in self.rows.items() if row not in used)
+            self.free.append(self.rows.pop(oldest))
+        row, self.blocks_read = self.free.pop(), self.blocks_read + 1
+        initial, ends = take_rows(self.pool, np.array(used[-1:])), np.array([BLOCK])
+        _, states = prefill(self.config, self.params, tokens, None, ends, initial)
+        self.pool = put_rows(self.pool, np.array([row]), states)
+        return row
 
 
 def first_tokens(
-    setup: Setup, prompts: dict[int, list[int]], N: int, S: int, rings: bool = False
+    setup: Setup,
+    prompts: dict[int, list[int]],
+    N: int,
+    S: int,
+    rings: bool = False,
+    initial: list[Any] | None = None,
 ) -> list[Any]:
     """Reads prompts, by their numbers, as the first of N segments of a row of S steps.
 
     rings: whether the states get a ring buffer each.
+    initial: the states (N, ...) before the prompts; None: zeros.
 
     Returns the states and the token after each of them, (N, ...). Others are as after the last one.
     """
     (config, params, sampling, key), lists = setup, [*prompts.values()]
     segment_ids, (ends,) = pack_lengths([*map(len, lists), *[0] * (N - len(lists))], S=S)
     tokens = np.resize(np.concatenate(lists), segment_ids.shape)
-    x, states = prefill(config, params, tokens, segment_ids, ends)
+    x, states = prefill(config, params, tokens, segment_ids, ends, initial)
     if rings:
         states = with_rings(config, x.dtype.name, states)
     logits = next_logits(config, params, x[0, ends - 1])
     return [states, sample(sampling, logits, key, MOST_TOKENS * np.resize([*prompts], N))]
+
+
+@jax.jit
+def with_texts(texts: jax.Array, lengths: jax.Array, token: jax.Array) -> tuple[jax.Array, ...]:
+    """The last arguments of ``speculate`` after prompts of these lengths and a token (N,) each."""
+    texts = texts.at[jnp.arange(len(texts)), lengths].set(token.astype(texts.dtype))
+    return texts, lengths + 1, jnp.zeros_like(lengths)
 
 
 def serve(
@@ -80,37 +159,77 @@ def serve(
     slots: int,
     steps: int,
     continuous: bool = True,
-) -> Iterator[tuple[int, list[int]]]:
-    """The number of a prompt and its answer, up to a token to stop at, as answers end.
+    *,
+    draft: int = 0,
+    cache: PrefixCache | None = None,
+    rings: bool | None = None,
+) -> Iterator[tuple[int, list[int], bool]]:
+    """As tokens come: the number of a prompt, tokens of its answer, and whether this one has ended.
+
+    An answer goes up to a token to stop at, which is not one of its tokens.
 
     Args:
       prompts: by their numbers.
       limits: most tokens of each answer, by the number of its prompt.
-      steps: tokens per loop.
+      steps: calls of the model per loop.
       continuous: whether a prompt starts as soon as a slot is free, or when all are.
+      draft: most tokens that a call checks beside the next one; needs temperature 0.
+      cache: of earlier prompts, to which those of these prompts are added.
+      rings: whether states have ring buffers, which drafts need. None: where it is faster.
     """
     config, params, sampling, key = setup
     waiting, pool, N = [*prompts], None, min(MOST_PROMPTS, slots)
-    busy: dict[int, tuple[int, list[int]]] = {}  # by row, a prompt's number and its answer so far
+    busy: dict[int, tuple[int, int]] = {}  # by row, a prompt's number and the tokens of its answer
+    rings = rings_are_faster(slots) or draft > 0 if rings is None else rings
+    size = bucket(max(len(prompts[n]) + limits[n] for n in prompts) + steps * (1 + draft))
+    known = np.zeros(slots, np.int32)  # tokens in the texts of the rows
+
+    def add(row: int, column: list[int]) -> tuple[int, list[int], bool]:
+        n, count = busy[row]
+        tokens = [*takewhile(lambda token: token not in stop, column[: limits[n] - count])]
+        busy[row] = n, count + len(tokens)
+        ended = len(tokens) < len(column) or count + len(tokens) == limits[n]
+        if ended:
+            del busy[row]
+        return n, tokens, ended
+
     while waiting or busy:
         free = [*({*range(slots)} - {*busy})] if continuous or not busy else []
+        started = []
         while waiting and free:
-            ends = [*accumulate(len(prompts[n]) for n in waiting[: min(N, len(free))])]
+            lists = {n: prompts[n] for n in waiting[: min(N, len(free))]}
+            cut = {n: cache.length(x) if cache else 0 for n, x in lists.items()}
+            ends = [*accumulate(len(x) - cut[n] for n, x in lists.items())]
             count = max(1, sum(end <= MOST_STEPS for end in ends))
-            some, waiting = {n: prompts[n] for n in waiting[:count]}, waiting[count:]
-            steps_read = bucket(ends[count - 1])
-            values = first_tokens(setup, some, N, steps_read, rings_are_faster(slots))
+            some, waiting = waiting[:count], waiting[count:]
+            initial = cache.states([lists[n] for n in some], N) if cache else None
+            rest = {n: lists[n][cut[n] :] for n in some}
+            values = first_tokens(setup, rest, N, bucket(ends[count - 1]), rings, initial)
+            token = values[-1]
+            if draft:
+                texts, lengths = np.zeros((N, size), np.int32), np.zeros(N, np.int32)
+                for j, n in enumerate(some):
+                    lengths[j] = len(lists[n])
+                    texts[j, : lengths[j]] = lists[n]
+                values[1:] = with_texts(texts, lengths, token)
+                known[free[:count]] = 1 + lengths[:count]
             rows, free = free[:count], free[count:]
             pool = pool or jax.tree.map(lambda x: x[np.zeros(slots, int)], values)
             pool = put_rows(pool, np.array((rows + [slots] * N)[:N]), values)
-            busy |= {row: (n, []) for row, n in zip(rows, some, strict=True)}
-        numbers, (states, before) = np.zeros(slots, int), pool
-        numbers[[*busy]] = [MOST_TOKENS * n + (len(answer) or 1) for n, answer in busy.values()]
-        *pool, tokens = decode(config, sampling, steps, params, states, before, key, numbers)
-        tokens = np.vstack([before, tokens])  # the first ones are new after a prefill only
-        for row, (n, answer) in [*busy.items()]:
-            column = tokens[bool(answer) :, row].tolist()[: limits[n] - len(answer)]
-            answer += takewhile(lambda token: token not in stop, column)
-            if not stop.isdisjoint(column) or len(answer) == limits[n]:
-                del busy[row]
-                yield n, answer
+            busy |= {row: (n, 0) for row, n in zip(rows, some, strict=True)}
+            started.append((rows, token))
+        if draft:
+            pool = [*speculate(config, steps, 1 + draft, params, *pool)]
+        else:
+            numbers, (states, last) = np.zeros(slots, int), pool
+            numbers[[*busy]] = [MOST_TOKENS * n + (count or 1) for n, count in busy.values()]
+            *pool, tokens = decode(config, sampling, steps, params, states, last, key, numbers)
+        for rows, token in started:  # which are there before the tokens of the loop
+            yield from map(add, rows, np.asarray(token)[: len(rows), None].tolist())
+        if draft:
+            before, known, text = known, np.array(pool[2]), np.asarray(pool[1])
+            columns = [text[row, before[row] : known[row]] for row in range(slots)]
+        else:
+            columns = np.asarray(tokens).T
+        for row in [*busy]:
+            yield add(row, columns[row].tolist())

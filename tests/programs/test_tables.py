@@ -1,15 +1,16 @@
-"""The figures in the tables of benchmarks/README.md are those of the rows."""
+"""The figures in the tables of the pages are those of the rows."""
 
 import re
 
+import pytest
 import tables
 
-README = (tables.HERE / "README.md").read_text()
 
-
-def test_the_tables_are_those_of_the_rows():
-    assert tables.TABLE.sub(tables.written, README) == README
-    others = tables.TABLE.sub("", README)
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.stem)
+def test_the_tables_are_those_of_the_rows(page):
+    text = page.read_text()
+    assert tables.TABLE.sub(tables.written, text) == text
+    others = tables.TABLE.sub("", text)
     assert not re.findall(r"^\|.*\| \**[\d.,]+[%†* ]*\|", others, re.M), "tables without rows"
 
 

@@ -12,7 +12,7 @@ import pytest
 import xlstm_7b
 import xlstm_model as model
 import xlstm_server as server
-from test_xlstm_7b import FLOAT32, GREEDY, HERE, PROMPTS, exit_code, parse, run, text
+from test_xlstm_7b import FLOAT32, GREEDY, HERE, PROMPTS, exit_code, parse, read, run, text
 
 SLOTS, STEPS, COUNT = 12, 4, 60
 STOP = 18, 88
@@ -24,13 +24,24 @@ def one_length():
         yield
 
 
+def collected(parts):
+    """The answers by their numbers; each ends once, with its last tokens."""
+    answers, ended = {}, []
+    for n, tokens, last in parts:
+        assert n not in ended
+        answers.setdefault(n, []).extend(tokens)
+        ended += [n] * last
+    assert sorted(ended) == sorted(answers)
+    return answers
+
+
 def test_numbers_of_draws_and_prompts_of_a_prefill(monkeypatch):
     """Each token has a draw of its own, here its value. The lengths of prompts add up to exactly
     MOST_STEPS, to one more, and are more than that alone. States have rings where these are
     faster, here for 8 slots and for 2 prompts without slots."""
     prefills, rings, setup = [], [], (None,) * 4
 
-    def prefill(config, params, tokens, segment_ids, ends):
+    def prefill(config, params, tokens, segment_ids, ends, initial):
         prefills.append([x for x in np.diff(ends, prepend=0).tolist() if x])
         return np.zeros((1, tokens.size, 1)), [np.zeros(len(ends))]
 
@@ -46,8 +57,8 @@ def test_numbers_of_draws_and_prompts_of_a_prefill(monkeypatch):
     stubs["with_rings"] = lambda config, dtype, states: rings.append(dtype) or states
     with mock.patch.multiple(server, **stubs):
         for slots in (1, 8):
-            answers = server.serve(setup, prompts, limits, set(), slots, STEPS)
-            assert dict(answers) == {n: [2**16 * n + t for t in range(limits[n])] for n in prompts}
+            answers = collected(server.serve(setup, prompts, limits, set(), slots, STEPS))
+            assert answers == {n: [2**16 * n + t for t in range(limits[n])] for n in prompts}
         parse("--seed=7", "--stream_every=3")
         batch = xlstm_7b.Model(None, {}, {}, {0: [1], 2: [3, 4]}, set(), None)
         with mock.patch.object(xlstm_7b, "rings_are_faster", lambda B: B == 2):
@@ -56,6 +67,23 @@ def test_numbers_of_draws_and_prompts_of_a_prefill(monkeypatch):
     assert prefills[7:-1] == [[200, 56], [100], [157], [300], [1, 255]]
     np.testing.assert_array_equal(tokens, np.add.outer(np.arange(8), [0, 2**17]))
     assert batch.setup()[-1] == jax.random.key(7)
+
+
+def test_cached_beginnings_and_drafts_change_no_token(monkeypatch):
+    """The prompts of 64 and 130 tokens have one and four blocks of 32. With two prompts a prefill
+    keeps the states of the first one while it reads the second one's; of three entries those used
+    last stay, so that the four blocks are read twice."""
+    config, params = read()
+    order, limits = (2, 3, 1, 0, 2, 3), [24, 9, 1, 14, 7, 20]
+    for name, value in dict(BLOCK=32, MOST_PROMPTS=2).items():
+        monkeypatch.setattr(server, name, value)
+    cache = server.PrefixCache(config, params, 3)
+    setup = config, params, model.Sampling(), jax.random.key(0)
+    prompts = {n: PROMPTS[m].tolist() for n, m in enumerate(order)}
+    answers = server.serve(setup, prompts, limits, set(), 2, STEPS, draft=3, cache=cache)
+    expected = {n: GREEDY[m][: limits[n]].tolist() for n, m in enumerate(order)}
+    assert collected(answers) == expected
+    assert (cache.blocks_read, len(cache.rows)) == (5 + 4, 3)
 
 
 # ---------------- the command
@@ -111,12 +139,12 @@ def test_both_batchings_are_measured_with_random_prompts(capsys, monkeypatch):
     device, seconds = benchmark_runs.Device(monkeypatch, xlstm_7b), iter((9.0, 2.0) * 2)
     asked = []
 
-    def serve(setup, prompts, limits, *options):
+    def serve(setup, prompts, limits, *options, draft, cache):
         assert {*map(len, prompts.values())} == {*range(5, 51)}
         assert {*limits} == {*range(3, 25)}
         asked.append(options)
         device.now += next(seconds)
-        return [(0, [1, 2, 3]), (1, [4])]
+        return [(0, [1], False), (1, [4], True), (0, [2, 3], True)]
 
     monkeypatch.setattr(xlstm_7b, "serve", serve)
     monkeypatch.setattr(xlstm_7b, "load", lambda *_: {})

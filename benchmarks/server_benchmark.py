@@ -1,0 +1,239 @@
+r"""Times a server's day: examples/xlstm_server.py answers 1,000 requests of clients that wait.
+
+    python benchmarks/server_benchmark.py                              # 1b on a GPU, else tiny
+    python benchmarks/server_benchmark.py --states=ring --draft=0 --cache=0,64 --jsonl=server.jsonl
+
+There is a client per slot. Each sends its next request when its answer has ended. A request begins
+with one of --systems system prompts of 1 to 4 blocks of 1,024 tokens (xlstm_server.BLOCK), goes on
+with --tail / 16 to --tail tokens of its own, and has an answer of --new_tokens / 16 to --new_tokens
+tokens. All are random, of a fixed seed, and so are the weights. Tokens are the likeliest ones.
+
+A row is a combination of
+
+    states   "step" (mlstm_recurrent_step) or "ring" (mlstm_ring_step)
+    draft    tokens that a call checks beside the next one, looked up in the text so far; ring only
+    cache    blocks of tokens whose states are kept; 0: every prompt is read from its first token
+    text     "random" answers hardly repeat themselves, so that nearly no draft is right; "repeated"
+             ones do after 64 tokens, because of weights with which a token decides on the next one
+
+The time to the first token is from the end of the client's last answer until the host has the
+token, without the first request of each client. Tokens per call are those that a call of the model
+adds to an answer: with drafts, one and the accepted ones. "Same" is the share of answers that are
+those of the first row of their text: other sums round otherwise. Memory is the most that the device
+had in use, read 500 times per second. Exit code 1 when an answer lacks tokens or the server fails,
+2 when the request makes no sense, 130 after Ctrl-C.
+"""
+
+import contextlib
+import functools
+import itertools
+import statistics
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import command
+import jax
+import numpy as np
+import reporting
+import runner
+from shapes import Shape
+from tqdm import tqdm
+
+STATES, TEXTS = ("ring", "step"), ("random", "repeated")
+CYCLE = 64  # tokens
+SIZES = {"1b": dict(hidden_size=2048, num_blocks=24, num_heads=4)}
+SIZES["tiny"] = dict(vocab_size=256, hidden_size=128, num_blocks=2, num_heads=4)
+
+
+def random_requests(options, vocabulary, block):
+    """Prompts by their numbers, and the tokens of their answers."""
+    rng = np.random.default_rng(0)
+    systems = [rng.integers(vocabulary, size=block * (1 + n % 4)) for n in range(options.systems)]
+    prompts = {}
+    for n in range(options.requests):
+        tail = rng.integers(-(-options.tail // 16), options.tail, endpoint=True)
+        parts = systems[rng.integers(len(systems))], rng.integers(vocabulary, size=tail)
+        prompts[n] = np.concatenate(parts).tolist()
+    longest = options.new_tokens
+    limits = rng.integers(-(-longest // 16), longest, len(prompts), endpoint=True).tolist()
+    return prompts, limits
+
+
+def repeating(params):
+    """Weights with which the tokens of a cycle follow one another, whatever the blocks add."""
+    x = params["embeddings"]
+    tokens = np.arange(len(x))
+    first = tokens - tokens % CYCLE
+    before = first + (tokens - first - 1) % np.minimum(CYCLE, len(x) - first)
+    return params | dict(embeddings=10 * x.shape[1] ** 0.5 * x, lm_head=x[before])
+
+
+@contextlib.contextmanager
+def peak_memory():
+    """A list with the most bytes in use on the device meanwhile; empty where it tells none."""
+    device, peak, done = jax.devices()[0], [], threading.Event()
+
+    def watch():
+        while (stats := device.memory_stats()) and not done.wait(0.002):
+            peak[:] = [max([stats["bytes_in_use"], *peak])]
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+
+
+def measure(row, answer, limits, slots, steps, first):
+    """Fills the row.
+
+    answer: () -> what ``serve`` yields.
+    first: the answers of the first row, to which this function adds those that it lacks.
+    """
+    sent, ends = [], []  # times of requests, by number
+    answers, firsts, per_call = {}, {}, []
+    with peak_memory() as peak, tqdm(total=len(limits), unit="answer") as bar:
+        started = time.perf_counter()
+        for n, tokens, ended in answer():
+            now = time.perf_counter()
+            if n not in firsts:
+                sent.append(ends[n - slots] if n >= slots else started)
+                firsts[n] = now - sent[n]
+            elif not ended:
+                per_call.append(len(tokens) / steps)
+            answers.setdefault(n, []).extend(tokens)
+            if ended:
+                ends.append(now)
+                bar.update()
+        seconds = time.perf_counter() - started
+    if wrong := [n for n, limit in enumerate(limits) if len(answers.get(n, [])) != limit]:
+        raise runner.WrongOutputError(f"answer {wrong[0]} has not {limits[wrong[0]]} tokens")
+    first |= answers | first
+    waits = sorted(firsts[n] for n in firsts if n >= slots) or [*firsts.values()]
+    row |= dict(
+        ms=1e3 * seconds,
+        requests=len(limits),
+        new_tokens=sum(limits),
+        tokens_per_s=sum(limits) / seconds,
+        first_token_ms=1e3 * statistics.median(waits),
+        first_token_95_ms=1e3 * float(np.percentile(waits, 95)),
+        tokens_per_call=statistics.mean(per_call) if per_call else None,
+        same_pct=100 * statistics.mean(answers[n] == first[n] for n in answers),
+        peak_mib=peak[0] / 2**20 if peak else None,
+    )
+
+
+def measured_rows(options):
+    """A row for each kind of states, drafts and cache."""
+    import xlstm_checkpoint
+    import xlstm_server as server
+    from xlstm_model import Config, Sampling
+
+    gpu = runner.on_gpu()
+    name = options.size or ("1b" if gpu else "tiny")
+    config, slots, steps = Config(**SIZES[name]), options.slots, options.steps
+    runner.check_gpu(["triton"] if gpu else ["xla"])
+    prompts, limits = random_requests(options, config.vocab_size, server.BLOCK)
+    tensors = xlstm_checkpoint.tensors_of(config, options.dtype, 1)
+    params = xlstm_checkpoint.load(config, tensors, xlstm_checkpoint.random_tensors(0))
+    setups = {
+        text: (config, weights, Sampling(), jax.random.key(0))
+        for text, weights in zip(TEXTS, (params, repeating(params)), strict=True)
+    }
+
+    def serve(some, case):
+        text, entries, states, draft = case
+        cache = server.PrefixCache(*setups[text][:2], entries) if entries else None
+        more = dict(draft=draft, cache=cache, rings=states == "ring")
+        return server.serve(setups[text], some, limits, set(), slots, steps, **more)
+
+    cases = [
+        (text, entries, states, draft)
+        for text, entries, states, draft in itertools.product(
+            options.text, options.cache, options.states, options.draft
+        )
+        if (states == "ring" or not draft) and (text == "random" or draft)
+    ]
+    compile_all(server, setups["random"], prompts, limits, slots, cases, serve)
+    for _ in serve({n: prompts[n] for n in range(min(slots, len(prompts)))}, cases[0]):
+        pass  # the first answers of a process take longer
+    DHQK, DHV = config.head_dims
+    shape = Shape(slots, config.num_heads, max(map(len, prompts.values())), DHQK, DHV)
+    first = {text: {} for text in TEXTS}
+    for case in cases:
+        keys = dict(zip(("text", "cache", "states", "draft"), case, strict=True))
+        keys |= dict(slots=slots, steps=steps, direction="fwd", dtype=options.dtype)
+        row = runner.new_row(options, name, shape, "xlstm_server", **keys)
+        answer = functools.partial(serve, prompts, case)
+        yield runner.attempt(row, True, measure, answer, limits, slots, steps, first[case[0]])
+
+
+def compile_all(server, setup, prompts, limits, slots, cases, serve):
+    """Compiles what the cases run: the request with most tokens, and prefills of all lengths."""
+    longest = max(prompts, key=lambda n: len(prompts[n]) + limits[n])
+    N, jobs = (
+        min(server.MOST_PROMPTS, slots),
+        [
+            functools.partial(lambda case: [*serve({longest: prompts[longest]}, case)], case)
+            for case in cases
+        ],
+    )
+    for entries in {entries for _, entries, *_ in cases}:
+        cache = server.PrefixCache(*setup[:2], 1) if entries else None
+        read = [len(x) - (cache.length(x) if cache else 0) for x in prompts.values()]
+        most = server.bucket(max(server.MOST_STEPS, *read))
+        sizes = {server.bucket(x) for x in range(min(read), most + 1)}
+        initial = cache and cache.states([], N)
+        arguments = ((setup, {0: [0]}, N, S, False, initial) for S in sorted(sizes))
+        jobs += (functools.partial(server.first_tokens, *x) for x in arguments)
+    with ThreadPoolExecutor() as pool:
+        done = pool.map(lambda job: jax.block_until_ready(job()), jobs)
+        for _ in tqdm(done, total=len(jobs), desc="compiling"):
+            pass
+
+
+COLUMNS = reporting.columns(
+    """
+size             name
+states           states
+text             text
+draft            draft             d
+cache            cache             d
+tokens/s         tokens_per_s      .0f
+first token ms   first_token_ms    .1f
+95th percentile  first_token_95_ms  .1f
+tokens per call  tokens_per_call   .3f
+same %           same_pct          .1f
+peak MiB         peak_mib          .0f
+note             note
+"""
+)
+
+
+def define_flags(define):
+    define.enum("size", None, list(SIZES), "None: 1b, without a GPU tiny.")
+    define.names("states", STATES, STATES, "see above.")
+    define.items("draft", ["0", "3"], int, "Drafts per call, 0 to 7.")
+    define.names("text", TEXTS, TEXTS, "see above; repeated with drafts only.")
+    define.items("cache", ["64", "0"], int, "Blocks that are kept: 0, or 17 and more.")
+    define.integer("slots", 64, "Requests that are answered at a time.", 1)
+    define.integer("steps", 16, "Calls of the model per loop.", 1)
+    define.integer("requests", 1000, "Requests of the day.", 1)
+    define.integer("systems", 8, "System prompts.", 1)
+    define.integer("tail", 512, "Most tokens of a request beside its system prompt.", 1)
+    define.integer("new_tokens", 240, "Most tokens of an answer.", 1)
+    define.enum("dtype", "bfloat16", ("bfloat16", "float32"), "Type of the weights.")
+    define.shared("commit", "from_jsonl", "jsonl")
+
+
+run = functools.partial(runner.run, measured_rows, COLUMNS)
+
+
+if __name__ == "__main__":
+    command.main(define_flags, run)

@@ -1,0 +1,69 @@
+"""The benchmark of a server's day: times of tokens, requests, answers that lack tokens."""
+
+import types
+
+import benchmark_runs
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import runner
+import server_benchmark as benchmark
+
+# Seconds until a part of an answer comes, the request, its new tokens, whether it ends.
+PARTS = (
+    (1.0, 0, [5], False),
+    (1.0, 1, [6], True),
+    (2.0, 0, [7, 8, 9, 1, 2, 3], False),
+    (0.5, 2, [4], False),
+    (1.5, 0, [1], True),
+    (4.0, 2, [4, 4], True),
+    (2.0, 3, [9], True),
+)
+LIMITS = [8, 1, 3, 1]
+
+
+def measured(monkeypatch, first, limits=LIMITS):
+    """A row of two clients and loops of 4 calls."""
+    device, row = benchmark_runs.Device(monkeypatch, benchmark), {}
+
+    def answer():
+        for seconds, *part in PARTS:
+            device.now += seconds
+            yield part
+
+    benchmark.measure(row, answer, limits, 2, 4, first)
+    return row
+
+
+def test_times_to_first_tokens_are_from_the_answer_before(monkeypatch):
+    """Requests 2 and 3 are sent when answers 1 and 0 have ended, after 2 and 6 s, and have a token
+    after 4.5 and 12 s. Of the tokens of loops only those of answers that go on count per call."""
+    first = {0: [5, 7, 8, 9, 1, 2, 3, 1], 1: [6], 2: [4, 4, 5], 3: [9]}
+    row = measured(monkeypatch, first)
+    figures = dict(ms=12e3, new_tokens=13, tokens_per_s=13 / 12, requests=4, same_pct=75)
+    benchmark_runs.assert_row(row, **figures, tokens_per_call=6 / 4)
+    assert row["first_token_ms"] == pytest.approx((2500 + 6000) / 2)
+    assert row["first_token_95_ms"] == pytest.approx(2500 + 0.95 * 3500)
+    assert measured(monkeypatch, {})["same_pct"] == 100
+    with pytest.raises(runner.WrongOutputError, match="answer 3 has not 2 tokens"):
+        measured(monkeypatch, {}, [8, 1, 3, 2])
+
+
+def test_requests_begin_with_system_prompts():
+    """Of 16, 32 and 48 tokens here; 1 to 12 of their own follow, and answers have 3 to 48."""
+    options = types.SimpleNamespace(systems=3, requests=500, tail=12, new_tokens=48)
+    prompts, limits = benchmark.random_requests(options, 100, 16)
+    sizes = {}
+    for prompt in prompts.values():
+        sizes.setdefault((*prompt[:16],), set()).add(len(prompt))
+    ranges = sorted((min(x), max(x)) for x in sizes.values())
+    assert ranges == [(16 * n + 1, 16 * n + 12) for n in (1, 2, 3)]
+    assert (len(prompts), min(limits), max(limits)) == (500, 3, 48)
+
+
+def test_a_token_decides_on_the_next_one(monkeypatch):
+    """Cycles of four tokens, the last one of two, with weights whose tokens are their own."""
+    monkeypatch.setattr(benchmark, "CYCLE", 4)
+    weights = benchmark.repeating(dict(embeddings=jnp.eye(6), other=1))
+    logits = weights["embeddings"] @ weights["lm_head"].T
+    assert np.argmax(logits, axis=1).tolist() == [1, 2, 3, 0, 5, 4]
