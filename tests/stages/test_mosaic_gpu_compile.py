@@ -38,8 +38,11 @@ def compiled():
         shared = functools.partial(compiler)
         shared.close = lambda: None
 
+        def worker(*_):
+            return shared
+
         def kernels_of(calls):
-            with mock.patch.object(compile_report, "Worker", return_value=shared):
+            with mock.patch.object(compile_report, "Worker", worker):
                 return compile_report.mosaic_gpu_kernels(Together(tuple(calls)), RELOCATABLE)
 
         yield kernels_of
