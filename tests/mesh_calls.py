@@ -4,12 +4,12 @@ and how other tests run a call on a mesh, ``on_mesh``.
 usage: mesh_calls.py KIND BACKEND PLATFORM [lowered]
 
 KIND is that of the mesh axis, "Auto" or "Explicit"; PLATFORM is "cpu" or "export", for CPUs and for
-CUDA. On CPUs calls are traced; with "lowered" those without manual axes are lowered too, of several
-systems those of one, whose shards XLA traces at the same places. Of those
+CUDA. On CPUs calls are traced; with "lowered" those without manual axes are lowered too. Of those
 with manual axes, alike inside both kinds, one kind exports every other and the other kind the
-rest. Each call has a shape that is new to the process, and calls with manual axes come first: jax
-keeps the operations that it has once run eagerly, which would hide that a trace runs some. The
-transfer guard refuses them anywhere.
+rest. Without manual axes one system of mlstm_pallas.xlstm_jax is lowered or exported: they differ
+where they are traced. Each call has a shape that is new to the process, and calls with manual axes
+come first: jax keeps the operations that it has once run eagerly, which would hide that a trace
+runs some. The transfer guard refuses them anywhere.
 """
 
 import argparse
@@ -144,11 +144,12 @@ def of_kind(manual, run):
 def is_made(position, name):
     """Whether this process makes a call."""
     manual = name.startswith("manual")
-    if on_cpu:
-        return not is_lowered or not (manual or name.endswith(("noslice", "chunksize")))
+    if on_cpu and not is_lowered:
+        return True
     if manual:
-        return position % 2 == (kind == "Auto")
-    return kind == "Explicit"  # automatic axes need devices
+        return not on_cpu and position % 2 == (kind == "Auto")
+    is_other = name.endswith(("noslice", "chunksize"))
+    return not is_other and (on_cpu or kind == "Explicit")  # automatic axes need devices
 
 
 def lower(run, x):

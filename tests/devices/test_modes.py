@@ -156,7 +156,7 @@ FEW = "segments", "step", "lengths", "ring", "mapped_shards", "generator"
 
 
 @pytest.mark.slow  # processes in modes that have to be set before the first call
-@pytest.mark.parametrize(("modes", "count"), [*zip(MODES, (6, 14, 6), strict=True)])
+@pytest.mark.parametrize(("modes", "count"), [*zip(MODES, (6, 12, 6), strict=True)])
 def test_calls_of_a_fresh_process_in_modes(modes, count):
     settings = dict(PYTHONPATH=os.pathsep.join(sys.path), JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     output = run_python(__file__, modes, **settings)
@@ -216,7 +216,8 @@ if __name__ == "__main__":
     prepared = [*calls()]
     if "jax_debug_infs" in modes:
         # An empty place of the ring has infinite gates; others make the rest of these calls.
-        left_out = "ring", "packed", max_triton_fwbw_v3noslice.__name__
+        left_out = {"ring", "without_states", "packed"}
+        left_out |= {max_triton_fwbw_v3noslice.__name__, max_triton_fwbw_v5xlchunksize.__name__}
         prepared = [x for x in prepared if x[0] not in left_out]
     else:
         prepared = [x for x in prepared if x[0] in FEW]
