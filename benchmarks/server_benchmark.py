@@ -129,12 +129,27 @@ def measure(row, answer, limits, slots, steps, first):
     )
 
 
+def cases_of(options):
+    """A text, the entries of the cache, the kind of states and the drafts of each row."""
+    cases = [
+        (text, entries, states, draft)
+        for text, entries, states, draft in itertools.product(
+            options.text, options.cache, options.states, options.draft
+        )
+        if (states == "ring" or not draft) and (text == "random" or draft)
+    ]
+    if not cases:
+        raise command.RequestError("--draft needs --states=ring, and --text=repeated drafts")
+    return cases
+
+
 def measured_rows(options):
     """A row for each kind of states, drafts and cache."""
     import xlstm_checkpoint
     import xlstm_server as server
     from xlstm_model import Config, Sampling
 
+    cases = cases_of(options)
     gpu = runner.on_gpu()
     name = options.size or ("1b" if gpu else "tiny")
     config, slots, steps = Config(**SIZES[name]), options.slots, options.steps
@@ -153,13 +168,6 @@ def measured_rows(options):
         more = dict(draft=draft, cache=cache, rings=states == "ring")
         return server.serve(setups[text], some, limits, set(), slots, steps, **more)
 
-    cases = [
-        (text, entries, states, draft)
-        for text, entries, states, draft in itertools.product(
-            options.text, options.cache, options.states, options.draft
-        )
-        if (states == "ring" or not draft) and (text == "random" or draft)
-    ]
     compile_all(server, setups["random"], prompts, limits, slots, cases, serve)
     for _ in serve({n: prompts[n] for n in range(min(slots, len(prompts)))}, cases[0]):
         pass  # the first answers of a process take longer
@@ -216,12 +224,24 @@ note             note
 )
 
 
+def known(numbers):
+    """The parser of a number that is one of these."""
+
+    def parse(text):
+        if (number := int(text)) not in numbers:
+            raise ValueError(f"{number} is out of range")
+        return number
+
+    return parse
+
+
 def define_flags(define):
     define.enum("size", None, list(SIZES), "None: 1b, without a GPU tiny.")
     define.names("states", STATES, STATES, "see above.")
-    define.items("draft", ["0", "3"], int, "Drafts per call, 0 to 7.")
+    define.items("draft", ["0", "3"], known(range(8)), "Drafts per call, 0 to 7.")
     define.names("text", TEXTS, TEXTS, "see above; repeated with drafts only.")
-    define.items("cache", ["64", "0"], int, "Blocks that are kept: 0, or 17 and more.")
+    entries = known({0, *range(17, 2**16)})
+    define.items("cache", ["64", "0"], entries, "Blocks that are kept: 0, or 17 and more.")
     define.integer("slots", 64, "Requests that are answered at a time.", 1)
     define.integer("steps", 16, "Calls of the model per loop.", 1)
     define.integer("requests", 1000, "Requests of the day.", 1)

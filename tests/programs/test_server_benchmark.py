@@ -67,3 +67,16 @@ def test_a_token_decides_on_the_next_one(monkeypatch):
     weights = benchmark.repeating(dict(embeddings=jnp.eye(6), other=1))
     logits = weights["embeddings"] @ weights["lm_head"].T
     assert np.argmax(logits, axis=1).tolist() == [1, 2, 3, 0, 5, 4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--cache=0,16"], "--cache"),
+        (["--draft=8"], "--draft"),
+        (["--states=step", "--draft=3"], "--draft"),
+        (["--text=repeated", "--draft=0"], "--text"),
+    ],
+)
+def test_requests_that_make_no_sense(flags, named):
+    assert named in benchmark_runs.error_of(benchmark_runs.run, benchmark, *flags)
