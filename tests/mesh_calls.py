@@ -6,10 +6,9 @@ usage: mesh_calls.py KIND BACKEND PLATFORM [lowered]
 KIND is that of the mesh axis, "Auto" or "Explicit"; PLATFORM is "cpu" or "export", for CPUs and for
 CUDA. On CPUs calls are traced; with "lowered" those without manual axes are lowered too. Of those
 with manual axes, alike inside both kinds, one kind exports every other and the other kind the
-rest. Without manual axes one system of mlstm_pallas.xlstm_jax is lowered or exported: they differ
-where they are traced. Each call has a shape that is new to the process, and calls with manual axes
-come first: jax keeps the operations that it has once run eagerly, which would hide that a trace
-runs some. The transfer guard refuses them anywhere.
+rest. Each call has a shape that is new to the process, and calls with manual axes come first: jax
+keeps the operations that it has once run eagerly, which would hide that a trace runs some. The
+transfer guard refuses them anywhere.
 """
 
 import argparse
@@ -141,15 +140,13 @@ def of_kind(manual, run):
     return over_shards(run) if manual else run
 
 
-def is_made(position, name):
+def is_made(position, manual):
     """Whether this process makes a call."""
-    manual = name.startswith("manual")
-    if on_cpu and not is_lowered:
-        return True
+    if on_cpu:
+        return not (manual and is_lowered)
     if manual:
-        return not on_cpu and position % 2 == (kind == "Auto")
-    is_other = name.endswith(("noslice", "chunksize"))
-    return not is_other and (on_cpu or kind == "Explicit")  # automatic axes need devices
+        return position % 2 == (kind == "Auto")
+    return kind == "Explicit"  # automatic axes need devices
 
 
 def lower(run, x):
@@ -183,7 +180,7 @@ if __name__ == "__main__":
         jax.transfer_guard("disallow"),
     ):
         for position, (name, run, axes, spec) in enumerate(calls()):
-            if not is_made(position, name):
+            if not is_made(position, name.startswith("manual")):
                 continue
             sharding = NamedSharding(mesh, spec)
             shapes = [(*axes, D)] * 3 + [axes] * 2

@@ -17,8 +17,8 @@ SCRIPT = Path(__file__).parents[1] / "mesh_calls.py"
         (24, "Auto interpret cpu"),
         # Processes: what is traced is lowered too, for explicit axes (which automatic ones refuse),
         # for CPUs, where XLA traces the shards, and for manual axes, between both kinds.
-        slow(16, "Explicit None export"),
-        slow(8, "Auto interpret cpu lowered"),
+        slow(18, "Explicit None export"),
+        slow(10, "Auto interpret cpu lowered"),
         slow(6, "Auto None export"),
     ],
 )

@@ -389,8 +389,8 @@ def test_settings_that_check_nothing(flag, monkeypatch, capsys):
     assert f"error: argument {flag.partition('=')[0]}: " in capsys.readouterr().err
 
 
-# The program with a clock that each call moves on by five seconds: in a minute and a half two
-# processes make three draws of each function's call, however busy the machine is.
+# The program with a clock that each call moves on by five seconds: in two minutes two processes
+# make four draws of each function's call, however busy the machine is.
 PROGRAM = """
 import io, runpy, sys, time
 
@@ -408,8 +408,8 @@ runpy.run_module("mlstm_pallas.selfcheck", run_name="__main__")
 
 @pytest.mark.slow  # processes
 def test_the_program():
-    flags = "--minutes=1.5", "--backend=xla", "--processes=2"
+    flags = "--minutes=2", "--backend=xla", "--processes=2"
     out = run_python("-c", PROGRAM, *flags, PYTHONPATH=str(PACKAGE.parent))
     calls = re.search(r"\| xla \| (\d+) \| 0 \| 0 \| 0\.\d+ \| \w+ \| right \|\n", out)
     assert calls
-    assert int(calls[1]) >= 3 * len(PROGRAMS)
+    assert int(calls[1]) >= 4 * len(PROGRAMS)
