@@ -50,11 +50,6 @@ def partial(block):
     }
 
 
-LONG = {
-    name: tiles | dict.fromkeys({"siz_b_LQ", "siz_b_LKV", "siz_b_L"} & {*tiles}, 64)
-    for stage in STAGES
-    for name, tiles in small(stage).items()
-}
 # S and L, options of the config, whether states are stored, and heads, in the
 # layout "BTNH".
 CASES = [
@@ -69,7 +64,7 @@ CASES = [
         stored=True,
         heads=(96, 192),
     ),
-    slow_param(256, 256, id="materialised-long_chunks", changes=LONG),
+    slow_param(256, 256, id="materialised-long_chunks"),
     slow_param(64, 32, id="materialised-splits", changes=SPLIT),
     param(
         64,
