@@ -41,7 +41,7 @@ from oracle import (
 from sanitize import FEATURES
 from stage_calls import tiles_class
 from test_distributed import h_over
-from test_packed_sequences import check_large_states, check_prompts
+from test_packed_sequences import check_large_states
 from test_stages import roundings
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, use_backend
@@ -49,14 +49,12 @@ from mlstm_pallas.export import CUSTOM_CALL_TARGET
 from mlstm_pallas.xlstm_jax import triton_stablef
 
 QUICK = "states_BTNH", "one_block_of_rows_stored_float16", "lengths_of_one_block"
-# Interpreted, each feature comes once in both schedules, and in both directions; each pair comes on
-# a GPU. test_mosaic_gpu_stages.py has the stages of the other rows.
+# Interpreted, each feature comes once. Each pair, and the states of packed prompts, come on a GPU;
+# test_mosaic_gpu_stages.py has the stages of all rows.
 SLOW = (
     "reverse_heads_of_96_in_splits_stored_lengths_packed_BTNH",
-    "wide_in_splits_packed",
     "reverse_materialised_in_splits_stored_lengths_packed_BTNH",
     "padded_in_splits_and_two_launches",
-    "three_blocks_of_rows_materialised_stored_lengths_packed_BTNH",
 )
 
 
@@ -66,15 +64,6 @@ SLOW = (
 def test_interpreted_kernels_against_float64(name, capsys):
     check_case(name, "mosaic_gpu")
     assert RACE not in capsys.readouterr().out
-
-
-@needs_mosaic_gpu
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.slow  # states of segments, which no kernel has alone
-def test_states_of_packed_prompts():
-    rows = [7, 1, 64, 30], [0, 70, 0, 9]  # one chunk
-    options = dict(dtype="bfloat16", layout="BTNH", backend="mosaic_gpu")
-    check_prompts(0, 64, 128, rows=rows, others=(1, 1), go_on=True, **options)
 
 
 @needs_mosaic_gpu

@@ -136,7 +136,6 @@ SLOW_CALLS = [
     ),
     # More items, or chunks, than CTAs, which have not all as many.
     slow_param("parallel_bw_dQKV", (128, 3, 128, 256), layout="BTNH", num_stages=4),
-    slow_param("parallel_bw_dQKV", (256, 3, 256, 512), num_stages=4),
     # Parts of 32 columns: nine of the keys, an odd number of tiles of 64, items of five; items that
     # reach beyond the columns of both, or of one.
     slow_param("parallel_fw_H", (64, 1, 288, 96), layout="BTNH"),
