@@ -1,4 +1,4 @@
-"""Writes the figures in the tables of README.md and docs/serving.md from the rows in results/.
+"""Writes the figures in the tables of the pages from the rows in results/.
 
   python benchmarks/tables.py
 
@@ -21,7 +21,11 @@ from pathlib import Path
 import command
 
 HERE = Path(__file__).parent
-PAGES = HERE / "README.md", HERE.parent / "docs" / "serving.md"
+PAGES = (
+    HERE / "README.md",
+    HERE.parent / "docs" / "background.md",
+    HERE.parent / "docs" / "serving.md",
+)
 TABLE = re.compile(r"<!-- rows ([^>]*) -->\n(?:\|.*\n)+")
 
 
@@ -60,6 +64,8 @@ def figure(runs, selector, bold):
             return found[0]["status"]
         if found:
             text = (f"{x:,.0f}" if x >= 999.5 else f"{x:#.3g}").rstrip(".")
+            if key.endswith("error"):  # 1.2e-4, 3.4
+                text = re.sub(r"e\+?(-?)0(\d)", r"e\1\2", f"{x:.1e}").removesuffix("e0")
             text += " %" * key.endswith("pct")
             return (f"**{text}**" if bold else text) + mark.strip()
     return ""
