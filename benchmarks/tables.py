@@ -54,8 +54,8 @@ def setting(row):
 
 def figure(runs, selector, bold):
     """A cell, which is empty without a row; raises ValueError if it could show several settings."""
-    key = (re.findall(r":(\w+)", selector) or ["ms"])[0]
-    words = re.sub(r":\w+", "", selector).strip("+").split("+")
+    key = (re.findall(r":([a-z]\w*)", selector) or ["ms"])[0]
+    words = re.sub(r":[a-z]\w*", "", selector).strip("+").split("+")
     for run, mark in zip(runs, " ††", strict=False):
         found = [row for row in run if all(has(row, word) for word in words)]
         if len({*map(setting, found)}) > 1:
