@@ -20,17 +20,6 @@ def test_figures_have_their_commits_beside_them(page):
     assert [*tables.without_commit(page.read_text())] == []
 
 
-def test_the_range_in_the_readme_is_that_of_its_table():
-    text = tables.PAGES[0].read_text()
-    lines = {
-        x: line for x in ("Mosaic GPU", "Triton") for line in re.findall(rf"^\| {x}.*", text, re.M)
-    }
-    ours, other = ([float(x) for x in re.findall(r"[\d.]{3,}", line)] for line in lines.values())
-    less = [100 * (1 - x / y) for x, y in zip(ours, other, strict=True)]
-    said = re.search(r"takes (\d+) to (\d+) % less\s+time\s+in\s+the\s+table", text)
-    assert [int(x) for x in said.groups()] == [round(min(less)), round(max(less))]
-
-
 def test_commits_that_are_named_exist():
     """In the repository's history; a copy of its files has none."""
     if subprocess.run(
