@@ -27,9 +27,8 @@ import command
 
 HERE = Path(__file__).parent
 DOCUMENTS = HERE.parent
-# Those with tables, and those whose figures have commits.
-PAGES = DOCUMENTS / "README.md", HERE / "README.md", DOCUMENTS / "docs" / "serving.md"
-DATED = PAGES[:2]
+DATED = DOCUMENTS / "README.md", HERE / "README.md", *sorted((DOCUMENTS / "docs").glob("*.md"))
+PAGES = [path for path in DATED if "<!-- rows" in path.read_text()]
 TABLE = re.compile(r"<!-- rows ([^>]*) -->\n(?:\|.*\n)+")
 # Seven digits, with a letter or after the word.
 COMMIT = re.compile(r"\b(?=\w*\d)(?=\w*[a-f])[\da-f]{7}\b|(?<=commit )\d{7}\b")
@@ -64,7 +63,7 @@ def setting(row):
 
 def row_of(run, selector):
     """The row of a cell, or none; raises ValueError if it could show several settings."""
-    words = re.sub(r":\w+", "", selector).strip("+").split("+")
+    words = re.sub(r":[a-z]\w*", "", selector).strip("+").split("+")
     found = [row for row in run if all(has(row, word) for word in words)]
     if len({*map(setting, found)}) > 1:
         raise ValueError(f"rows of several settings have {selector}")
@@ -75,11 +74,13 @@ def figure(run, selector, bold):
     """A cell, which is empty without a row."""
     if (row := row_of(run, selector)) is None:
         return ""
-    key = (re.findall(r":(\w+)", selector) or ["ms"])[0]
+    key = (re.findall(r":([a-z]\w*)", selector) or ["ms"])[0]
     if (x := row.get(key)) is None:
         return row["status"]
     text = (f"{x:,.0f}" if x >= 999.5 else f"{x:#.3g}").rstrip(".")
     text += " %" * key.endswith("pct")
+    if key.endswith("error"):  # 1.2e-4, 3.4
+        text = re.sub(r"e\+?(-?)0(\d)", r"e\1\2", f"{x:.1e}").removesuffix("e0")
     return f"**{text}**" if bold else text
 
 

@@ -94,3 +94,10 @@ def test_a_figure_of_a_row_replaces_what_is_there(tmp_path, monkeypatch):
     new = text + "| x | **2.00** | 2,000 |\n| *others* | | |\n| y | | |\n"
     old = text + "| x | **3** | |\n| *others* | | |\n| y | 3 | |\n"
     assert tables.TABLE.sub(tables.written, old) == new
+
+
+@pytest.mark.parametrize(
+    ("error", "text"), [(1.23e-4, "1.2e-4"), (3.44, "3.4"), (12345.6, "1.2e4"), (1e400, "inf")]
+)
+def test_errors_have_two_digits(error, text):
+    assert tables.figure([{"h_error": error, "impl": "a"}], "a+:h_error", False) == text
