@@ -3,11 +3,12 @@
 import importlib.util
 import os
 import re
+import textwrap
 
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwbw": "forward + backward"}
 MARKERS = "osD^vP*X<>"
-# What legends say for the names of implementations, modes and loops.
-LEGEND = """
+# What plots say for the names of implementations, modes and loops.
+NAMES = """
 mosaic_gpu: mlstm_pallas, Mosaic GPU
 triton: mlstm_pallas, Triton
 mlstm_pallas_mosaic_gpu: mlstm_pallas, Mosaic GPU
@@ -31,7 +32,7 @@ weak-heads: heads split, per device
 weak-sequence: sequence split, per device
 strong-sequence: sequence split, in all
 """
-WORDS = dict(line.split(": ") for line in LEGEND.strip().splitlines())
+WORDS = dict(line.split(": ") for line in NAMES.strip().splitlines())
 
 
 def columns(lines, **functions):
@@ -90,42 +91,91 @@ def in_words(label):
     return re.sub(r"[\w-]+", lambda name: WORDS.get(name[0], name[0]), label)
 
 
+def names(lines):
+    """What is drawn at each line, without the words of all of them, and these."""
+    words = [line.split() for line in lines]
+    shared = [x for x in words[0] if len(lines) > 1 and all(x in others for others in words)]
+    own = (" ".join(x for x in line if x not in shared) for line in words)
+    return dict(zip(lines, map(in_words, own), strict=True)), in_words(" ".join(shared))
+
+
+# Inches and points, so that the words of a plot 390 pixels wide have about the size of text.
+WIDTH, PANEL_HEIGHT, FONT_SIZE = 5.2, 3.4, 10.5
+LINE_HEIGHT = 1.15 * FONT_SIZE / 72 / (PANEL_HEIGHT - 0.7)  # as a part of the height of the axes
+NAME_WIDTH, TITLE_WIDTH = 16, 36  # characters
+
+
+def apart(places, sizes):
+    """Ascending places, moved until intervals of these sizes around them do not overlap."""
+    places, pairs = list(places), range(len(places) - 1)
+    for _ in range(100):
+        for n in pairs:
+            excess = (sizes[n] + sizes[n + 1]) / 2 - (places[n + 1] - places[n])
+            if excess > 0:
+                places[n] -= excess / 2
+                places[n + 1] += excess / 2
+    return places
+
+
+def write_names(axes, ends):
+    """The name of each line to the right of the axes, at its end as far as there is room.
+
+    ends: by the name, the last point (x, y) and the color of the line.
+    """
+    to_axes = axes.transScale + axes.transLimits
+    ends = sorted(ends.items(), key=lambda item: item[1][0][1])
+    texts = [textwrap.fill(name, NAME_WIDTH, break_long_words=False) for name, _ in ends]
+    sizes = [LINE_HEIGHT * (1.4 + text.count("\n")) for text in texts]
+    places = apart([to_axes.transform(point)[1] for _, (point, _) in ends], sizes)
+    for text, place, (_, (_, color)) in zip(texts, places, ends, strict=True):
+        style = dict(color=color, va="center", linespacing=1.0, fontsize=FONT_SIZE - 0.5)
+        axes.text(1.03, place, text, transform=axes.transAxes, **style)
+
+
 def plot(
     rows, path, line, x, panel=lambda row: DIRECTIONS[row["direction"]], keys=("ms",), xlabel=""
 ):
     """Panels of keys of the rows against x: curves if x is a number, otherwise points."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
+    from matplotlib.ticker import EngFormatter, LogLocator
 
     rows = [row for row in rows if row.get("ms") is not None]
     lines, xs = (list(dict.fromkeys(map(f, rows))) for f in (line, x))
     if curves := isinstance(xs[0], int):
         xs.sort()
+    line_names, shared = names(lines)
     panels = [(title, key) for key in keys for title in dict.fromkeys(map(panel, rows))]
-    size = 1.5 + 5.5 * len(panels), 4.2 + 0.22 * -(-len(lines) // 3)
-    figure = Figure(figsize=size, layout="constrained")
-    all_axes = figure.subplots(1, len(panels), squeeze=False).flat
-    for axes, (title, key) in zip(all_axes, panels, strict=True):
-        for n, label in enumerate(lines):
-            curve = (row for row in rows if (line(row), panel(row)) == (label, title))
-            points = ((x(row) if curves else xs.index(x(row)), row[key]) for row in curve)
-            points = dict(sorted(dict(points).items()))
-            style = dict(color=f"C{n}", marker=MARKERS[n % len(MARKERS)], label=in_words(label))
-            axes.plot([*points], [*points.values()], linestyle="-" if curves else "", **style)
-        if curves:
-            axes.set_xscale("log", base=2)
-        axes.set_xticks(xs if curves else range(len(xs)), map(_thousands, xs))
-        if key == "ms":
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("")
-        else:
-            axes.set_ylim(0, None)
-        axes.set(title=title, xlabel=xlabel, ylabel=in_words(key))
-        axes.grid(which="both", alpha=0.3)
-    legend = dict(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    figure.legend(*axes.get_legend_handles_labels(), **legend)
     settings = dict.fromkeys(f"{row['dtype']} on {row['device']}" for row in rows)
-    figure.suptitle("; ".join(settings), fontsize=10)
-    figure.savefig(path, dpi=130)
+    with rc_context({"font.size": FONT_SIZE}):
+        size = WIDTH, 0.4 + PANEL_HEIGHT * len(panels)
+        figure = Figure(figsize=size, layout="constrained")
+        all_axes = figure.subplots(len(panels), 1, squeeze=False).flat
+        for axes, (title, key) in zip(all_axes, panels, strict=True):
+            ends = {}
+            for n, label in enumerate(lines):
+                curve = (row for row in rows if (line(row), panel(row)) == (label, title))
+                points = ((x(row) if curves else xs.index(x(row)), row[key]) for row in curve)
+                points = dict(sorted(dict(points).items()))
+                style = dict(color=f"C{n}", marker=MARKERS[n % len(MARKERS)], markersize=5)
+                axes.plot([*points], [*points.values()], linestyle="-" if curves else "", **style)
+                if points:
+                    ends[line_names[label]] = [*points.items()][-1], f"C{n}"
+            if curves:
+                axes.set_xscale("log", base=2)
+            axes.set_xticks(xs if curves else range(len(xs)), map(_thousands, xs))
+            if key == "ms":
+                axes.set_yscale("log")
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter("")
+            else:
+                axes.set_ylim(0, None)
+                axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+            title = textwrap.fill(title, TITLE_WIDTH)
+            axes.set(title=title, xlabel=xlabel, ylabel=in_words(key))
+            axes.grid(which="both", alpha=0.3)
+            write_names(axes, ends)
+        title = "; ".join(filter(None, (*settings, shared)))
+        figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=FONT_SIZE)
+        figure.savefig(path, dpi=200)

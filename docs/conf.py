@@ -108,6 +108,8 @@ PROGRAMS = "|".join(str(x.relative_to(ROOT)) for y in FOLDERS for x in ROOT.glob
 FILE = re.compile(
     rf"\b(?:(docs/\w+|BUILD_NOTES|CONTRIBUTING|benchmarks/README)\.md|({PROGRAMS}))\b"
 )
+# Links to documents outside of docs/, of which a page there includes all or a part.
+OUTSIDE = re.compile(r"\]\(((?:\.\./)*)\.\./(README|benchmarks/README)\.md\b")
 
 
 def write_types(app, what, name, obj, options, signature, returns):
@@ -122,6 +124,15 @@ def add_index(app, docname, source):
         heading = re.search(f"^##+ .*{word}.*\n", text, flags) or re.search("^# .*\n", text, flags)
         entry = f"\n```{{index}} ! {word}\n```\n"
         source[0] = text[: heading.end()] + entry + text[heading.end() :]
+
+
+def link_pages(app, docname, source):
+    """Links to documents outside of docs/ lead to the pages that include them."""
+
+    def link(match):
+        return f"]({match[1]}{'benchmarks' if '/' in match[2] else 'index'}.md"
+
+    source[0] = OUTSIDE.sub(link, source[0])
 
 
 def add_links(app, doctree):
@@ -207,6 +218,7 @@ def setup(app):
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
     app.connect("autodoc-process-signature", write_types)
     app.connect("source-read", add_index)
+    app.connect("source-read", link_pages)
     app.connect("doctree-read", add_links)
     app.connect("html-collect-pages", program_pages)
     app.connect("html-page-context", add_description)

@@ -368,7 +368,8 @@ def mlstm_chunkwise_sequence_parallel(spec: CallSpec, x: Arguments, *, axis_name
     up to 8 by P - 1 permutations of one state, more by two all-to-alls of one
     state, if P divides DHQK. All-reduces have DHQK + 3 floats per shard. Here
     DHQK and DHV are padded to multiples of 16, unless the backend is "xla".
-    return_last_states adds one all-reduce of the states. Beside the buffers of
+    return_last_states adds one all-reduce of the states, and segment_ids an
+    all-gather of one id per batch entry. Beside the buffers of
     the exchange the memory per device does not depend on P.
 
     As with ``mlstm_chunkwise``, only first derivatives in reverse mode exist.

@@ -183,7 +183,8 @@ def mlstm_ring_step(
       f: forget gate pre-activation, shaped as i.
       states: of ``mlstm_ring_states`` or of this function.
       accepted: (B,) integers, how many tokens of the call before count, from 0
-        to their number. None: all.
+        to their number; a larger number is taken for theirs. None: all. Before
+        the first call there are none.
       slots: (B,) integers: entry b reads and writes row slots[b] of states
         (P, NH, ...), as in ``mlstm_recurrent_step``.
       layout: "BNTH", or "BTNH": q, k, v and h of T tokens are (B, T, NH, D), i

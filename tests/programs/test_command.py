@@ -117,6 +117,10 @@ train_byte_lm --temperature=nan: --temperature=nan
 train_byte_lm --temperature=1e-40: --temperature=1e-40: expected 0, or a number from 1e-30 to 1e30
 train_byte_lm --seed=4294967296: --seed=4294967296: 4294967296 is not an integer in the range
 train_byte_lm --steps=100000000000000000000: --steps=100000000000000000000
+numerics --gates=1: flag --gates=1: unknown gates '1', expected I:F or I:F:C
+numerics --gates=1:two: flag --gates=1:two: unknown gates '1:two'
+numerics --cotangents=positive: flag --cotangents=positive: unknown positive, known are random
+numerics --impl=triton: --impl=triton needs a GPU
 draft_tokens --seeds=0: flag --seeds=0
 draft_tokens --draft=8: flag --draft=8
 draft_tokens --dtype=float16: flag --dtype=float16: unknown float16, known are bfloat16, float32
@@ -144,7 +148,7 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(request_line, capsys, monke
 
 
 PROGRAMS = """
-chunkwise compile_report draft_tokens kernel_benchmark layer_benchmark plant_defects
+chunkwise compile_report draft_tokens kernel_benchmark layer_benchmark numerics plant_defects
 prefill_benchmark scaling_benchmark schedules step_benchmark train_byte_lm transformers_xlstm_7b
 xlstm_7b xlstm_lm_benchmark
 """
