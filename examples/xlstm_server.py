@@ -214,7 +214,7 @@ def serve(
                 values[1:] = with_texts(texts, lengths, token)
                 known[free[:count]] = 1 + lengths[:count]
             rows, free = free[:count], free[count:]
-            pool = pool or jax.tree.map(lambda x: x[np.zeros(slots, int)], values)
+            pool = pool or take_rows(values, np.zeros(slots, int))
             pool = put_rows(pool, np.array((rows + [slots] * N)[:N]), values)
             busy |= {row: (n, 0) for row, n in zip(rows, some, strict=True)}
             started.append((rows, token))

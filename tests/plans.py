@@ -48,7 +48,7 @@ def launch_lines(name, sizes, gpu, dtype="bfloat16", backend="triton", **config)
     *q_sizes, DHV = sizes
     facts, config = (gpu and known_gpu(gpu)) or UNKNOWN, KernelConfig(**config)
     spec = spec_of(sizes, dtype, facts, backend, config=config)
-    if name == "recurrent_step":  # whose heads are not padded
+    if name in ("recurrent_step", "ring_step"):  # whose heads are not padded
         p = make_problem(q_sizes, DHV, 1, pad_heads=False)
         spec = dataclasses.replace(spec, problem=p)
     x = launch_of(spec, name, spec.lowering)
@@ -216,6 +216,10 @@ CALLS = [
         "float32",
         triton_recurrent_step=dict(siz_b_DHHV=128),
     ),
+    Call.of(launch_lines, "ring_step", (64, 8, 1, 256, 512), "NVIDIA H200", "float32"),
+    Call.of(launch_lines, "ring_step", (64, 8, 4, 256, 512), "NVIDIA H200", "float32"),
+    Call.of(launch_lines, "ring_step", (64, 8, 4, 256, 512), "NVIDIA H200"),
+    Call.of(launch_lines, "ring_step", (1, 8, 4, 256, 512), "NVIDIA H200", "float32"),
     Call.of(launch_lines, "step_sums", (1, 8, 8192, 256, 512), "NVIDIA H200"),
     Call.of(launch_lines, "step_sums", (1, 8, 8192, 256, 512), "NVIDIA H200", backend="mosaic_gpu"),
     Call.of(

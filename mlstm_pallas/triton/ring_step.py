@@ -83,7 +83,8 @@ def _scores(x, states, new, weights, call, normaliser, row):
     i, f = (masked_load(ref.at[(*row, ring)], age < old + T) for ref in (new.i, new.f))
     log_i, log_f = log_gates(i, f, m is not None)
     m_before = None if m is None else m[at].astype(jnp.float32)
-    block = min(at_least_a_tile(DHQK), 64)
+    # A block of k has 8 KiB, in registers.
+    block = min(at_least_a_tile(DHQK), 8192 // (size * new.k.dtype.itemsize))
     num_blocks = blocks_over(DHQK, block)
 
     def load(ref, columns, rows, mask):
@@ -322,4 +323,5 @@ class RingStepTiles(RecurrentStepTiles):
         """Few CTAs have narrow blocks, so that there are more of them, with all rows in flight."""
         if not options.gpu.filled_by(math.prod(cls().grid(p)), 12):
             return cls(256, 32)
-        return cls()
+        # A product splits float32 states into three parts, in registers.
+        return cls(64, 32) if p.S > 1 and dtype.itemsize > 2 else cls()

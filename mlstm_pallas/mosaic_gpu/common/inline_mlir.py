@@ -5,8 +5,8 @@ transpose in global memory, which plgpu refuses because registers hold pairs of 
 ``copy_steps`` copies a tile in the layout that wgmma reads, from or to an array whose number of
 steps is no multiple of 8. plgpu's TMA copies refuse such an array, because they view it as whole
 groups of 8 rows. A search for a jax issue about it found none (November 2026).
-``inline_sum_by_warps`` sums the rows of a tile by exchanges between the lanes of a warp, where
-plgpu's reduction goes through shared memory.
+``inline_sum_by_warps`` sums the rows of a tile with fewer shuffles and barriers than plgpu's
+reduction has.
 
 The lowering rule of ``barrier_address`` needs jax._src, which is imported when a kernel has such an
 address: inline_mgpu passes arrays and references to memory, no barriers, and jax has no public way
