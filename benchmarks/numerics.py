@@ -180,9 +180,7 @@ def define_flags(define):
     define.names("operands", ["random", "positive"], ("random", "positive"), "see above.")
     define.names("cotangents", ["random"], ("random", "normalised"), "see above.")
     define.integer("seed", 0, "Of the draws.", 0, 2**32 - 1)
-    define.shared(
-        "shape", "commit", "from_jsonl", "jsonl", dtype=["bfloat16", "float16", "float32"]
-    )
+    define.shared("shape", "commit", "from_jsonl", "jsonl", dtype=DTYPES)
 
 
 run = functools.partial(runner.run, measured_rows, COLUMNS)
