@@ -220,6 +220,9 @@ CALLS = [
     Call.of(launch_lines, "ring_step", (64, 8, 4, 256, 512), "NVIDIA H200", "float32"),
     Call.of(launch_lines, "ring_step", (64, 8, 4, 256, 512), "NVIDIA H200"),
     Call.of(launch_lines, "ring_step", (1, 8, 4, 256, 512), "NVIDIA H200", "float32"),
+    Call.of(launch_lines, "ring_step", (4, 8, 1, 256, 512), "NVIDIA H200", "float32"),
+    Call.of(launch_lines, "ring_step", (4, 8, 4, 256, 512), "NVIDIA H200", "float32"),
+    Call.of(launch_lines, "ring_step", (4, 8, 4, 256, 512), "NVIDIA H200"),
     Call.of(launch_lines, "step_sums", (1, 8, 8192, 256, 512), "NVIDIA H200"),
     Call.of(launch_lines, "step_sums", (1, 8, 8192, 256, 512), "NVIDIA H200", backend="mosaic_gpu"),
     Call.of(

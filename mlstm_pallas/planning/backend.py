@@ -24,11 +24,12 @@ class use_backend:
     * None: "triton" where the computation is lowered for an NVIDIA GPU, "xla"
       elsewhere.
     * "fastest": the same, but "mosaic_gpu" where it runs: on Hopper with
-      jax >= 0.11.2, in bfloat16 and float16. One setting for all machines.
+      jax >= 0.11.2, in bfloat16 and float16. Heads of 16 and fewer dimensions
+      stay on Triton. One setting for all machines.
     * "triton": Triton kernels, on NVIDIA GPUs from compute capability 8.0.
     * "mosaic_gpu": Mosaic GPU kernels, on Hopper in 16-bit dtypes. They take
       10 to 50 % less time than Triton's at most shapes, but up to 40 % more in
-      the forward pass of heads of 32 and fewer dimensions.
+      the forward pass of heads of 16 dimensions.
       Stages without such a kernel run the Triton kernel, or plain jnp if jax has
       no Triton backend. Another GPU or an unsupported jax raises a ValueError.
     * "xla": plain jnp, on any device.

@@ -17,7 +17,7 @@ from jax import lax
 from mlstm_pallas.formulas.chunk_list import num_entries
 from mlstm_pallas.formulas.tiles import blocks_over
 from mlstm_pallas.planning.backend import lowering_on_gpu, requested_backend
-from mlstm_pallas.planning.dispatch import Launches, lowerings, tiles_class
+from mlstm_pallas.planning.dispatch import HAS_TRITON, Launches, lowerings, tiles_class
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.dimensions import Layout, Problem, make_problem, next_power_of_two
 from mlstm_pallas.problem.gpu import HOPPER, UNKNOWN, Gpu, target_gpu
@@ -29,6 +29,8 @@ from mlstm_pallas.stages.stage import KernelOptions, Launch, Lowering
 MIN_SPLIT_STEPS, MIN_SPLIT_STATE = 1024, 2**15
 MIN_FUSED_STATE = 2**13  # DHQK * DHV
 SCAN_SHARE = 0.6  # the share of the places for CTAs that the fused scan should fill
+# The DHQK and DHV up to which Triton's forward pass is faster than Mosaic GPU's.
+FASTEST_ON_TRITON = 16
 # Stages between the others, in the lowering of the kernel that computes or reads the scores.
 SMALL = "step_sums", "vector_states", "step_gradients"
 SUMMARY_STEPS = 4096  # of a split of a shard's summary: enough work per CTA, and enough CTAs
@@ -133,6 +135,8 @@ def call_spec(
     check_constant(sizes, backend)
     *shape, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
     dtype = kernel_dtype(options.autocast_kernel_dtype, q_dtype, backend)
+    if backend == "fastest" and HAS_TRITON and max(shape[-1], DHV) <= FASTEST_ON_TRITON:
+        backend = None
     if 0 in shape:
         backend = "xla"  # a kernel has no empty grid
     make = functools.partial(

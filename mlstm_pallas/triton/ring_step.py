@@ -320,8 +320,11 @@ class RingStepTiles(RecurrentStepTiles):
 
     @classmethod
     def plan(cls, p: Problem, dtype: Any, options: KernelOptions) -> Self:
-        """Few CTAs have narrow blocks, so that there are more of them, with all rows in flight."""
-        if not options.gpu.filled_by(math.prod(cls().grid(p)), 12):
+        """Few CTAs have narrow blocks, so that there are more of them, with all rows in flight.
+
+        With several tokens, whose products need registers, only where each has an SM of its own.
+        """
+        if not options.gpu.filled_by(math.prod(cls().grid(p)), 12 if p.S == 1 else 1):
             return cls(256, 32)
         # A product splits float32 states into three parts, in registers.
         return cls(64, 32) if p.S > 1 and dtype.itemsize > 2 else cls()

@@ -98,6 +98,8 @@ def test_only_hopper_gets_mosaic_gpu_kernels(any_jax, monkeypatch):
         assert chosen == ("fastest" if hopper else None)
         launches = plan(sizes, kind, backend="fastest").launches
         assert {x.lowering for x in launches} == {"mosaic_gpu" if hopper else "triton"}
+        for heads, expected in ((16, 16), None), ((16, 17), chosen), ((17, 16), chosen):
+            assert spec_of((*sizes[:3], *heads), "bfloat16", gpu, "fastest").backend == expected
         with monkeypatch.context() as patch:
             patch.setattr(backend, "HAS_TRITON", False)
             assert requested_backend(None, gpu) == chosen

@@ -125,13 +125,15 @@ from mlstm_pallas.problem.gpu import target_gpu
 config = mlstm_pallas.KernelConfig(fused=True)
 call = jax.jit(lambda *x: mlstm_pallas.mlstm_chunkwise(*x, config=config))
 half = [jax.ShapeDtypeStruct((1, 2, 256, D), "bfloat16") for D in (64, 64, 128)]
+narrow = [jax.ShapeDtypeStruct((1, 2, 256, 16), "bfloat16")] * 3
 gates = [jax.ShapeDtypeStruct((1, 2, 256), "float32")] * 2
 for kind, backend in {"NVIDIA H200": "fastest", "NVIDIA A100-SXM4-80GB": None}.items():
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
         assert requested_backend(None, target_gpu()) == backend, kind
-        text = call.trace(*half, *gates).lower(lowering_platforms=("cuda",)).as_text()
-        assert ("mosaic_gpu" in text) == (backend is not None), kind
+        for x in half, narrow:
+            text = call.trace(*x, *gates).lower(lowering_platforms=("cuda",)).as_text()
+            assert ("mosaic_gpu" in text) == (backend is not None), kind
         wide = [jax.ShapeDtypeStruct(x.shape, "float32") for x in half]
         lowered = call.trace(*wide, *gates).lower(lowering_platforms=("cuda",))
         assert "mosaic_gpu" not in lowered.as_text()
