@@ -18,6 +18,7 @@ from call_checks import (
     check_call,
     recurrence_of_lengths,
 )
+from numpy_evaluator import in_numpy
 from oracle import (
     BACKENDS,
     NAMES,
@@ -127,7 +128,8 @@ def test_states_after_every_nth_step(backend, N, fused, lengths):
     ends = np.array(lengths or [S, S])
 
     def after(ends):
-        return jax.tree.leaves(in_float64(lambda x: recurrence_of_lengths(ends)(**x), x))
+        exact = in_numpy(lambda x: recurrence_of_lengths(ends)(**x))
+        return jax.tree.leaves(in_float64(exact, x))
 
     compare(OUTPUTS, (swapped(h), *last), after(ends), 3e-6)
     for j in range(S // N):

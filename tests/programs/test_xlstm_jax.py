@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from arguments import stage_arrays
+from numpy_evaluator import in_numpy
 from oracle import (
     NAMES,
     array,
@@ -183,7 +184,7 @@ def case(dtype="float32", scale=None):
     dh = array(r.normal(size=x["v"].shape), dtype)
     dC_last = array(r.normal(size=x["c_initial"].shape), "float32")
     scale = scale or DHQK**-0.5
-    return x, dh, dC_last, in_float64(documented, [*x.values()], dh, dC_last, scale, EPS)
+    return x, dh, dC_last, in_float64(in_numpy(documented), [*x.values()], dh, dC_last, scale, EPS)
 
 
 def fused(x):
