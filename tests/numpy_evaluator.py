@@ -44,7 +44,7 @@ def _evaluate(closed, args):
         elif name in CALLS and not _too_long(eqn):
             results = CALLS[name](*operands, **eqn.params)
         else:
-            results = eqn.primitive.bind(*operands, **eqn.params)
+            results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
         results = results if isinstance(results, list | tuple) else [results]
         for x, y in zip(eqn.outvars, results, strict=True):
             assert np.shape(y) == x.aval.shape, (eqn, np.shape(y))
@@ -98,7 +98,8 @@ def _cond(index, *args, branches, **_):
     return _evaluate(branches[np.clip(int(index), 0, len(branches) - 1)], args)
 
 
-CALLS = dict.fromkeys(("jit", "remat2", "custom_jvp_call", "custom_vjp_call"), _call)
+CLOSED = {"closed_call", "eval_jaxpr"}  # one in jax 0.10, the other in later ones
+CALLS = dict.fromkeys({"jit", "remat2", "custom_jvp_call", "custom_vjp_call"} | CLOSED, _call)
 CALLS |= {"scan": _scan, "while": _while, "cond": _cond}
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_evaluator
 from jax import lax
-from numpy_evaluator import CALLS, OPERATIONS, in_numpy
+from numpy_evaluator import CALLS, CLOSED, OPERATIONS, in_numpy
 from oracle import assert_same_bits
 
 
@@ -72,6 +72,10 @@ def called(x, y, n, is_set):
     def step(carry, row):
         return carry * 0.5 + row, (carry[0], row - carry)
 
+    @jax.checkpoint
+    def recomputed(carry, row):
+        return jnp.sin(carry) * row, carry
+
     def counted(state):
         return state[0] + 1, state[1] * 1.5
 
@@ -86,6 +90,7 @@ def called(x, y, n, is_set):
         [lax.switch(jnp.int32(index), branches, x) for index in (-1, 1, 7)],
         lax.cond(n[0, 0, 0] > 0, lambda: x, lambda: y),
         [jax.jit(jnp.sin)(x), with_a_jvp(x), with_a_vjp(x), jax.checkpoint(jnp.cos)(x)],
+        jax.grad(lambda x: jnp.sum(lax.scan(recomputed, x[0], x)[0]))(x),
         jax.grad(lambda x: jnp.sum(with_a_vjp(with_a_jvp(x)) ** 2 + lax.cumsum(x, 2) ** 3))(x),
     )
 
@@ -119,7 +124,7 @@ def test_operations_are_those_of_xla():
         for y, z in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
             assert y.dtype == z.dtype
             np.testing.assert_allclose(y, z, rtol=1e-14, atol=1e-14)
-    assert {*OPERATIONS, *CALLS} <= seen
+    assert {*OPERATIONS, *CALLS} - seen < CLOSED
 
 
 def test_what_takes_longer_than_a_compiler_is_compiled(monkeypatch):
