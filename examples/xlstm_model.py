@@ -53,9 +53,6 @@ LOOP_OPTIONS = dict(
     xla_gpu_enable_triton_gemm=False,
     xla_gpu_command_buffer_scheduling_mode="CONCURRENT",
 )
-# A CUDA graph of a block would be updated for the weights and states of every block, which takes
-# longer than to launch its kernels.
-PREFILL_OPTIONS = dict(xla_gpu_graph_min_graph_size=2**20)
 RING_BATCH = 16  # with fewer prompts the two launches of a step with a ring take longer
 
 
@@ -225,9 +222,7 @@ def empty_states(
     return placed_states
 
 
-@functools.partial(
-    jax.jit, static_argnums=0, donate_argnums=(2, 7), compiler_options=PREFILL_OPTIONS
-)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 7))
 def prefill_block(
     config: Config,
     p: Params,
