@@ -41,7 +41,7 @@ from mlstm_pallas import pack_lengths
 # A prefill of fewer steps waits for the weights as long as one of 256. With 4096 it uses all of a
 # GPU, and the other slots do not wait for more.
 FEWEST_STEPS, MOST_STEPS = 256, 4096
-MOST_PROMPTS = 16  # of a prefill, because a block has as many states twice, whatever there are
+MOST_PROMPTS = 16  # of a prefill; with fewer prompts its blocks copy as many states all the same
 BLOCK = 1024  # tokens between two states of a prefix cache
 LEAST_ENTRIES = MOST_PROMPTS + 1  # of a prefix cache: those of a prefill, and one that it reads
 # Tokens of an answer, and answers, because the number of a draw has 32 bits.
