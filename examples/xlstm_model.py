@@ -207,19 +207,25 @@ def empty_states(
       dtype: of c. None: that of the config.
       rings: whether the states have a ring buffer each.
     """
+    embeddings, blocks = params["embeddings"], len(params["blocks"])
+    mesh = embeddings.sharding.mesh
+    placed = NamedSharding(mesh, P(None, "heads") if mesh.size > 1 else P())
+    return placed_zeros(config, blocks, B, dtype, embeddings.dtype if rings else None, placed)
+
+
+@functools.partial(jax.jit, static_argnums=range(6))
+def placed_zeros(
+    config: Config, blocks: int, B: int, dtype: Any, ring_dtype: Any, placed: NamedSharding
+) -> list[State]:
+    """One program for ``empty_states``, because it makes hundreds of arrays."""
     (DHQK, DHV), heads = config.head_dims, (B, config.num_heads)
     shapes = (*heads, DHQK, DHV), (*heads, DHQK), heads
     kinds = dtype or config.inference_state_dtype, config.inference_state_dtype, "float32"
-    embeddings = params["embeddings"]
-    mesh = embeddings.sharding.mesh
-    placed = NamedSharding(mesh, P(None, "heads") if mesh.size > 1 else P())
-    zeros = functools.partial(jnp.zeros, device=placed)
-    states: list[State] = [tuple(map(zeros, shapes, kinds)) for _ in params["blocks"]]
-    if rings:
-        options: dict[str, Any] = dict(dtype=embeddings.dtype, input_gate=config.input_gate)
+    states: list[State] = [tuple(map(jnp.zeros, shapes, kinds)) for _ in range(blocks)]
+    if ring_dtype is not None:
+        options: dict[str, Any] = dict(dtype=ring_dtype, input_gate=config.input_gate)
         states = [mlstm_ring_states(*state[:3], **options) for state in states]
-    placed_states: list[State] = jax.device_put(states, placed)
-    return placed_states
+    return lax.with_sharding_constraint(states, placed)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 7))
