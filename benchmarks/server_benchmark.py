@@ -183,23 +183,28 @@ def measured_rows(options):
 
 
 def compile_all(server, setup, prompts, limits, slots, cases, serve):
-    """Compiles what the cases run: the request with most tokens, and prefills of all lengths."""
+    """Compiles what the cases run: the request with most tokens, and prefills of all lengths.
+
+    These run one block, which is compiled for all.
+    """
+    config, params, *others = setup
+    short = params | dict(blocks=params["blocks"][:1])
     longest = max(prompts, key=lambda n: len(prompts[n]) + limits[n])
-    N, jobs = (
-        min(server.MOST_PROMPTS, slots),
-        [
-            functools.partial(lambda case: [*serve({longest: prompts[longest]}, case)], case)
-            for case in cases
-        ],
-    )
-    for entries in {entries for _, entries, *_ in cases}:
-        cache = server.PrefixCache(*setup[:2], 1) if entries else None
-        read = [len(x) - (cache.length(x) if cache else 0) for x in prompts.values()]
-        most = server.bucket(max(server.MOST_STEPS, *read))
-        sizes = {server.bucket(x) for x in range(min(read), most + 1)}
+    N, some = min(server.MOST_PROMPTS, slots), {longest: prompts[longest]}
+    jobs = [functools.partial(lambda case: [*serve(some, case)], case) for case in cases]
+
+    def read(entries, rings, S):
+        cache = server.PrefixCache(config, short, entries) if entries else None
+        into = server.empty_states(config, short, slots, rings=rings), np.arange(N)
         initial = cache and cache.states([], N)
-        arguments = ((setup, {0: [0]}, N, S, False, initial) for S in sorted(sizes))
-        jobs += (functools.partial(server.first_tokens, *x) for x in arguments)
+        return server.first_tokens((config, short, *others), {0: [0]}, S, into, initial)
+
+    for entries, states in {case[1:3] for case in cases}:
+        cut = server.PrefixCache.length if entries else lambda prompt: 0
+        lengths = [len(x) - cut(x) for x in prompts.values()]
+        most = server.bucket(max(server.MOST_STEPS, *lengths))
+        sizes = {server.bucket(x) for x in range(min(lengths), most + 1)}
+        jobs += (functools.partial(read, entries, states == "ring", S) for S in sorted(sizes))
     with ThreadPoolExecutor() as pool:
         done = pool.map(lambda job: jax.block_until_ready(job()), jobs)
         for _ in tqdm(done, total=len(jobs), desc="compiling"):

@@ -82,7 +82,15 @@ from xlstm_checkpoint import (
     state_bytes,
     tensors_of,
 )
-from xlstm_model import Config, Params, Sampling, decode, rings_are_faster, speculate
+from xlstm_model import (
+    Config,
+    Params,
+    Sampling,
+    decode,
+    empty_states,
+    rings_are_faster,
+    speculate,
+)
 from xlstm_server import (
     BLOCK,
     LEAST_ENTRIES,
@@ -218,8 +226,9 @@ def build() -> Model:
     if FLAGS.prefix_cache and not slots:
         raise CheckpointError("--prefix_cache is for several prompts")
     longest = bucket(max(MOST_STEPS, *map(len, prompts.values())))
-    cached = FLAGS.prefix_cache and FLAGS.prefix_cache + MOST_PROMPTS
-    sizes = (slots + MOST_PROMPTS + cached, longest) if slots else ()
+    # One block at a time has the states before and after the prompts of a prefill.
+    rows = slots + FLAGS.prefix_cache + -(-2 * MOST_PROMPTS // config.num_blocks)
+    sizes = (rows, longest) if slots else ()
     check_prompts(config, tensors, prompts, *sizes)
     if FLAGS.output:
         with command.naming("output"):
@@ -251,7 +260,8 @@ def generate(
     B = len(prompts)
     S = -(-model.steps // MULTIPLE) * MULTIPLE
     setup = config, params, sampling, key = model.setup()
-    states, token = first_tokens(setup, prompts, B, S, FLAGS.draft > 0 or rings_are_faster(B))
+    states = empty_states(config, params, B, rings=FLAGS.draft > 0 or rings_are_faster(B))
+    states, token = first_tokens(setup, prompts, S, (states, np.arange(B)))
     yield np.asarray(token)[None]
     if FLAGS.draft:
         per_call = [] if per_call is None else per_call

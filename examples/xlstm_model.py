@@ -18,7 +18,8 @@ A checkpoint with use_bias has NAME_bias beside each array of a block; out_norm 
 
 States are a list with (c, n, m) per block: (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH). With one
 array per block a step updates each in place; slices of one array for all blocks would be copied.
-For many prompts on a GPU, and for drafts, they are RingStates (``with_rings``).
+For many prompts on a GPU, and for drafts, they are RingStates. ``empty_states`` makes a pool of
+states, into whose rows a prefill writes.
 """
 
 import dataclasses
@@ -30,7 +31,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from mlstm_pallas import (
     RingStates,
@@ -42,6 +46,7 @@ from mlstm_pallas import (
 
 Params = dict[str, Any]
 State = tuple[jax.Array, jax.Array, jax.Array] | RingStates
+Rows = tuple[list[State], np.ndarray]  # a pool with the states of all blocks, and rows of it
 # Of loops over tokens. XLA splits its Triton products of few rows along their sums, whose parts it
 # adds afterwards; cuBLAS is faster. Kernels of a CUDA graph may run side by side.
 LOOP_OPTIONS = dict(
@@ -180,7 +185,50 @@ def next_logits(config: Config, params: Params, x: jax.Array) -> jax.Array:
     return soft_cap(project(params, weight, x, jnp.float32), config.output_logit_soft_cap)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@functools.partial(jax.jit, donate_argnums=0)
+def put_rows(pool: Any, rows: jax.Array, values: Any) -> Any:
+    """Values go to rows (N,) of the pool; those of rows beyond it, nowhere."""
+    return jax.tree.map(lambda x, y: x.at[rows].set(y.astype(x.dtype), mode="drop"), pool, values)
+
+
+@jax.jit
+def take_rows(pool: Any, rows: Any) -> Any:
+    return jax.tree.map(lambda x: x[rows], pool)
+
+
+def empty_states(
+    config: Config, params: Params, B: int, dtype: Any = None, rings: bool = False
+) -> list[State]:
+    """States (B, ...) before a prompt, which are zeros.
+
+    They are placed as a prefill and the steps return them, so that their shapes compile once.
+
+    Args:
+      dtype: of c. None: that of the config.
+      rings: whether the states have a ring buffer each.
+    """
+    embeddings, blocks = params["embeddings"], len(params["blocks"])
+    mesh = embeddings.sharding.mesh
+    placed = NamedSharding(mesh, P(None, "heads") if mesh.size > 1 else P())
+    return placed_zeros(config, blocks, B, dtype, embeddings.dtype if rings else None, placed)
+
+
+@functools.partial(jax.jit, static_argnums=range(6))
+def placed_zeros(
+    config: Config, blocks: int, B: int, dtype: Any, ring_dtype: Any, placed: NamedSharding
+) -> list[State]:
+    """One program for ``empty_states``, because it makes hundreds of arrays."""
+    (DHQK, DHV), heads = config.head_dims, (B, config.num_heads)
+    shapes = (*heads, DHQK, DHV), (*heads, DHQK), heads
+    kinds = dtype or config.inference_state_dtype, config.inference_state_dtype, "float32"
+    states: list[State] = [tuple(map(jnp.zeros, shapes, kinds)) for _ in range(blocks)]
+    if ring_dtype is not None:
+        options: dict[str, Any] = dict(dtype=ring_dtype, input_gate=config.input_gate)
+        states = [mlstm_ring_states(*state[:3], **options) for state in states]
+    return lax.with_sharding_constraint(states, placed)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 7))
 def prefill_block(
     config: Config,
     p: Params,
@@ -188,11 +236,14 @@ def prefill_block(
     segment_ids: jax.Array | None,
     ends: jax.Array,
     initial: State | None,
+    initial_rows: jax.Array | None,
+    pool: State | None,
+    rows: jax.Array | None,
 ) -> tuple[jax.Array, State]:
-    """x (1, S, D) after a block, and the states (B, ...) at the end of each prompt."""
+    """x (1, S, D) after a block, and its states as ``prefill`` has them."""
     B = len(ends)
     packed = dict(segment_ids=segment_ids, num_segments=B) if B > 1 else {}
-    before = [y[None] if B > 1 else y for y in initial or ()]
+    before = [y[None] if B > 1 else y for y in take_rows(initial, initial_rows) or ()]
 
     def mlstm(qkvo: jax.Array, gates: jax.Array) -> tuple[jax.Array, State]:
         options = dict(layout="BTNH", eps=config.eps, input_gate=config.input_gate)
@@ -208,7 +259,11 @@ def prefill_block(
     x, states = block(config, p, x, mlstm)
     c, n, m = (y[0] for y in states) if B > 1 else states
     dtype = config.inference_state_dtype
-    return x, (c.astype(dtype), n.astype(dtype), m)
+    states = c.astype(dtype), n.astype(dtype), m
+    if isinstance(pool, RingStates):
+        options = dict(dtype=pool.k.dtype, input_gate=config.input_gate)
+        states = mlstm_ring_states(*states, **options)
+    return x, put_rows(pool, rows, states) if pool else states
 
 
 def prefill(
@@ -217,34 +272,35 @@ def prefill(
     tokens: jax.Array,
     segment_ids: jax.Array | None,
     ends: jax.Array,
-    initial: list[State] | None = None,
+    initial: Rows | None = None,
+    into: Rows | None = None,
 ) -> tuple[jax.Array, list[State]]:
     """Reads prompts that ``pack_lengths`` has put into one row.
 
-    All blocks have the same shapes, so the loop over them compiles one.
+    All blocks have the same shapes, so the loop over them compiles one, which also takes initial
+    states from rows of a pool and puts states into rows of another one.
 
     Args:
       tokens, segment_ids: (1, S); a single prompt needs no segment_ids.
       ends: (B,), the steps up to the end of each prompt.
-      initial: the states before each prompt, as this function returns them. None: zeros.
+      initial: the states before each prompt, rows (B,) of a pool. None: zeros.
+      into: where the states after each prompt go, rows (B,) of another pool, which is updated in
+        place; the states of rows beyond it go nowhere. None: into an array for the B prompts.
 
     Returns:
-      x (1, S, D), of which ``next_logits`` makes logits, and the states after each prompt.
+      x (1, S, D), of which ``next_logits`` makes logits, and the states after each prompt, in the
+      pool if there is one.
     """
+    initial, initial_rows = initial or (repeat(None), None)
+    pool, rows = into or (repeat(None), None)
     # Once, not for each block.
-    tokens, segment_ids, ends = jax.device_put((tokens, segment_ids, ends))
-    x, states = params["embeddings"][tokens], []
-    for p, before in zip(params["blocks"], initial or repeat(None), strict=False):
-        x, state = prefill_block(config, p, x, segment_ids, ends, before)
+    tokens, *others = jax.device_put((tokens, segment_ids, ends, initial_rows, rows))
+    segment_ids, ends, initial_rows, rows = others
+    x, states = take_rows(params["embeddings"], tokens), []
+    for p, before, state in zip(params["blocks"], initial, pool, strict=False):
+        x, state = prefill_block(config, p, x, segment_ids, ends, before, initial_rows, state, rows)
         states.append(state)
     return x, states
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def with_rings(config: Config, dtype: str, states: list[State]) -> list[State]:
-    """The states of a prefill with a ring buffer each; dtype: of the activations."""
-    options: dict[str, Any] = dict(dtype=dtype, input_gate=config.input_gate)
-    return [mlstm_ring_states(*state[:3], **options) for state in states]
 
 
 @functools.partial(jax.jit, static_argnums=0)

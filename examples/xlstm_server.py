@@ -13,27 +13,27 @@ from the states after the blocks of tokens that it has in common with a prompt b
 drafts a call of the model checks several tokens for each row.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, takewhile
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from xlstm_model import (
     Config,
     Params,
+    Rows,
     Sampling,
+    State,
     decode,
+    empty_states,
     next_logits,
     prefill,
+    put_rows,
     rings_are_faster,
     sample,
     speculate,
-    with_rings,
+    take_rows,
 )
 
 from mlstm_pallas import pack_lengths
@@ -41,7 +41,7 @@ from mlstm_pallas import pack_lengths
 # A prefill of fewer steps waits for the weights as long as one of 256. With 4096 it uses all of a
 # GPU, and the other slots do not wait for more.
 FEWEST_STEPS, MOST_STEPS = 256, 4096
-MOST_PROMPTS = 16  # of a prefill, because as many states are there twice
+MOST_PROMPTS = 16  # of a prefill; with fewer prompts its blocks copy as many states all the same
 BLOCK = 1024  # tokens between two states of a prefix cache
 LEAST_ENTRIES = MOST_PROMPTS + 1  # of a prefix cache: those of a prefill, and one that it reads
 # Tokens of an answer, and answers, because the number of a draw has 32 bits.
@@ -57,17 +57,6 @@ def bucket(steps: int) -> int:
     return size
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def put_rows(pool: Any, rows: jax.Array, values: Any) -> Any:
-    """Values go to rows (N,) of the pool; those of rows beyond it, nowhere."""
-    return jax.tree.map(lambda x, y: x.at[rows].set(y.astype(x.dtype), mode="drop"), pool, values)
-
-
-@jax.jit
-def take_rows(pool: Any, rows: jax.Array) -> Any:
-    return jax.tree.map(lambda x: x[rows], pool)
-
-
 class PrefixCache:
     """The states after the blocks of BLOCK tokens with which prompts began.
 
@@ -78,14 +67,7 @@ class PrefixCache:
     """
 
     def __init__(self, config: Config, params: Params, entries: int) -> None:
-        (DHQK, DHV), heads = config.head_dims, (1 + entries, config.num_heads)
-        shapes = (*heads, DHQK, DHV), (*heads, DHQK), heads
-        dtypes = params["embeddings"].dtype, "float32", "float32"
-        # They are placed as the states of a prefill are, so that its shapes compile once.
-        mesh = params["embeddings"].sharding.mesh
-        placed = NamedSharding(mesh, P(None, "heads") if mesh.size > 1 else P())
-        zeros = functools.partial(jnp.zeros, device=placed)
-        self.pool = [tuple(map(zeros, shapes, dtypes)) for _ in range(config.num_blocks)]
+        self.pool = empty_states(config, params, 1 + entries, params["embeddings"].dtype)
         self.free = [*range(1, 1 + entries)]
         self.rows: dict[tuple[int, ...], int] = {}  # by all tokens; the one used last is the last
         self.config, self.params, self.blocks_read = config, params, 0
@@ -95,8 +77,8 @@ class PrefixCache:
         """How many tokens of a prompt are in its blocks; at least one is not."""
         return (len(prompt) - 1) // BLOCK * BLOCK
 
-    def states(self, prompts: Sequence[list[int]], N: int) -> list[Any]:
-        """The states (N, ...) after the blocks of prompts, of which it reads those it lacks."""
+    def states(self, prompts: Sequence[list[int]], N: int) -> Rows:
+        """N rows with the states after the blocks of prompts, of which it reads those it lacks."""
         used = list[int]()
         for prompt in prompts:
             used.append(0)
@@ -105,7 +87,7 @@ class PrefixCache:
                 if row is None:
                     row = self.read(np.array([prompt[end - BLOCK : end]]), used)
                 self.rows[begin] = used[-1] = row
-        return take_rows(self.pool, np.array((used + [0] * N)[:N]))
+        return self.pool, np.array((used + [0] * N)[:N])
 
     def read(self, tokens: np.ndarray, used: list[int]) -> int:
         """A row with the states after a block (1, BLOCK) behind the last one of the rows used."""
@@ -113,35 +95,27 @@ class PrefixCache:
             oldest = next(x for x, row in self.rows.items() if row not in used)
             self.free.append(self.rows.pop(oldest))
         row, self.blocks_read = self.free.pop(), self.blocks_read + 1
-        initial, ends = take_rows(self.pool, np.array(used[-1:])), np.array([BLOCK])
-        _, states = prefill(self.config, self.params, tokens, None, ends, initial)
-        self.pool = put_rows(self.pool, np.array([row]), states)
+        initial = take_rows(self.pool, np.array(used[-1:])), np.array([0])
+        options = np.array([BLOCK]), initial, (self.pool, np.array([row]))
+        _, self.pool = prefill(self.config, self.params, tokens, None, *options)
         return row
 
 
 def first_tokens(
-    setup: Setup,
-    prompts: dict[int, list[int]],
-    N: int,
-    S: int,
-    rings: bool = False,
-    initial: list[Any] | None = None,
-) -> list[Any]:
-    """Reads prompts, by their numbers, as the first of N segments of a row of S steps.
+    setup: Setup, prompts: dict[int, list[int]], S: int, into: Rows, initial: Rows | None = None
+) -> tuple[list[State], jax.Array]:
+    """Reads prompts, by their numbers, as the first segments of a row of S steps.
 
-    rings: whether the states get a ring buffer each.
-    initial: the states (N, ...) before the prompts; None: zeros.
+    into, initial: as for ``prefill``, with a row for each of N segments.
 
-    Returns the states and the token after each of them, (N, ...). Others are as after the last one.
+    Returns the pool with the states after the prompts, and the token after each of N segments.
     """
-    (config, params, sampling, key), lists = setup, [*prompts.values()]
+    (config, params, sampling, key), lists, N = setup, [*prompts.values()], len(into[1])
     segment_ids, (ends,) = pack_lengths([*map(len, lists), *[0] * (N - len(lists))], S=S)
     tokens = np.resize(np.concatenate(lists), segment_ids.shape)
-    x, states = prefill(config, params, tokens, segment_ids, ends, initial)
-    if rings:
-        states = with_rings(config, x.dtype.name, states)
-    logits = next_logits(config, params, x[0, ends - 1])
-    return [states, sample(sampling, logits, key, MOST_TOKENS * np.resize([*prompts], N))]
+    x, states = prefill(config, params, tokens, segment_ids, ends, initial, into)
+    logits = next_logits(config, params, take_rows(x, (0, ends - 1)))
+    return states, sample(sampling, logits, key, MOST_TOKENS * np.resize([*prompts], N))
 
 
 @jax.jit
@@ -178,9 +152,10 @@ def serve(
       rings: whether states have ring buffers, which drafts need. None: where it is faster.
     """
     config, params, sampling, key = setup
-    waiting, pool, N = [*prompts], None, min(MOST_PROMPTS, slots)
+    waiting, others, N = [*prompts], None, min(MOST_PROMPTS, slots)
     busy: dict[int, tuple[int, int]] = {}  # by row, a prompt's number and the tokens of its answer
     rings = rings_are_faster(slots) or draft > 0 if rings is None else rings
+    states = empty_states(config, params, slots, rings=rings)
     size = bucket(max(len(prompts[n]) + limits[n] for n in prompts) + steps * (1 + draft))
     known = np.zeros(slots, np.int32)  # tokens in the texts of the rows
 
@@ -204,30 +179,32 @@ def serve(
             some, waiting = waiting[:count], waiting[count:]
             initial = cache.states([lists[n] for n in some], N) if cache else None
             rest = {n: lists[n][cut[n] :] for n in some}
-            values = first_tokens(setup, rest, N, bucket(ends[count - 1]), rings, initial)
-            token = values[-1]
+            rows, free = free[:count], free[count:]
+            into = states, np.array((rows + [slots] * N)[:N])
+            states, token = first_tokens(setup, rest, bucket(ends[count - 1]), into, initial)
+            values = [token]
             if draft:
                 texts, lengths = np.zeros((N, size), np.int32), np.zeros(N, np.int32)
                 for j, n in enumerate(some):
                     lengths[j] = len(lists[n])
                     texts[j, : lengths[j]] = lists[n]
-                values[1:] = with_texts(texts, lengths, token)
-                known[free[:count]] = 1 + lengths[:count]
-            rows, free = free[:count], free[count:]
-            pool = pool or take_rows(values, np.zeros(slots, int))
-            pool = put_rows(pool, np.array((rows + [slots] * N)[:N]), values)
+                values = [*with_texts(texts, lengths, token)]
+                known[rows] = 1 + lengths[:count]
+            others = others or take_rows(values, np.zeros(slots, int))
+            others = put_rows(others, into[1], values)
             busy |= {row: (n, 0) for row, n in zip(rows, some, strict=True)}
             started.append((rows, token))
         if draft:
-            pool = [*speculate(config, steps, 1 + draft, params, *pool)]
+            states, *others = speculate(config, steps, 1 + draft, params, states, *others)
         else:
-            numbers, (states, last) = np.zeros(slots, int), pool
+            numbers = np.zeros(slots, int)
             numbers[[*busy]] = [MOST_TOKENS * n + (count or 1) for n, count in busy.values()]
-            *pool, tokens = decode(config, sampling, steps, params, states, last, key, numbers)
+            loop = config, sampling, steps, params, states, *others, key, numbers
+            states, *others, tokens = decode(*loop)
         for rows, token in started:  # which are there before the tokens of the loop
             yield from map(add, rows, np.asarray(token)[: len(rows), None].tolist())
         if draft:
-            before, known, text = known, np.array(pool[2]), np.asarray(pool[1])
+            before, known, text = known, np.array(others[1]), np.asarray(others[0])
             columns = [text[row, before[row] : known[row]] for row in range(slots)]
         else:
             columns = np.asarray(tokens).T

@@ -224,6 +224,7 @@ def test_figures_of_the_benchmark(monkeypatch, capsys):
     monkeypatch.setitem(xlstm_7b.SIZES, "tiny", CONFIG)
     monkeypatch.setattr(xlstm_7b, "load", lambda *_: {})
     stubs = dict(
+        empty_states=lambda *_, rings: None,
         first_tokens=lambda *_: after(firsts, None, np.zeros(2)),
         decode=lambda *_: after(loops, None, np.zeros(2), np.zeros((16, 2))),
     )
@@ -456,9 +457,9 @@ def test_memory_is_counted_before_anything_is_loaded(monkeypatch):
     sizes = "--random", "--devices=2", "--batch=64", "--prompt_length=1024"
     for flags, needed, summands in (
         (["--benchmark"], 13.63, "states 4.01, prefill 3.00, sampling 0.04"),
-        # 16 prompts of a prefill have their states twice. A prefill has 4096 steps at most.
-        ([], 11.83, "states 5.01, prefill 0.19, sampling 0.04"),
-        (["--slots=8"], 8.29, "states 1.50, prefill 0.19, sampling 0.01"),
+        # One block of 32 has the states of 16 prompts twice. A prefill has 4096 steps at most.
+        ([], 10.88, "states 4.07, prefill 0.19, sampling 0.04"),
+        (["--slots=8"], 7.34, "states 0.56, prefill 0.19, sampling 0.01"),
     ):
         memory = f"{needed} GiB per device (weights 6.59, {summands})"
         assert f"needs {memory}, 1.00 are free: " in error(*sizes, *flags)

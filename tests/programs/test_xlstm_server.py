@@ -38,12 +38,20 @@ def collected(parts):
 def test_numbers_of_draws_and_prompts_of_a_prefill(monkeypatch):
     """Each token has a draw of its own, here its value. The lengths of prompts add up to exactly
     MOST_STEPS, to one more, and are more than that alone. States have rings where these are
-    faster, here for 8 slots and for 2 prompts without slots."""
-    prefills, rings, setup = [], [], (None,) * 4
+    faster, here for 8 slots and for 2 prompts without slots. A prompt's row of the pool is that of
+    its slot; other segments have none."""
+    prefills, pools, setup = [], [], (None,) * 4
 
-    def prefill(config, params, tokens, segment_ids, ends, initial):
+    def prefill(config, params, tokens, segment_ids, ends, initial, into):
         prefills.append([x for x in np.diff(ends, prepend=0).tolist() if x])
-        return np.zeros((1, tokens.size, 1)), [np.zeros(len(ends))]
+        states, rows = into
+        used = [row for row in rows.tolist() if row < len(states)]
+        assert len({*used}) == len(used) == len(prefills[-1])
+        return np.zeros((1, tokens.size, 1)), states
+
+    def empty_states(config, params, B, rings):
+        pools.append((B, rings))
+        return np.zeros(B)
 
     def sample(sampling, logits, key, number):
         return jnp.broadcast_to(number, len(logits))
@@ -53,27 +61,28 @@ def test_numbers_of_draws_and_prompts_of_a_prefill(monkeypatch):
     prompts = {n: [1] * size for n, size in enumerate((200, 56, 100, 157, 300, 1, 255), 3)}
     limits = [*range(12, 2, -1)]
     stubs = dict(sample=sample, prefill=prefill, next_logits=lambda config, params, x: x)
-    stubs["rings_are_faster"] = lambda B: B == 8
-    stubs["with_rings"] = lambda config, dtype, states: rings.append(dtype) or states
+    stubs |= dict(rings_are_faster=lambda B: B == 8, empty_states=empty_states)
     with mock.patch.multiple(server, **stubs):
         for slots in (1, 8):
             answers = collected(server.serve(setup, prompts, limits, set(), slots, STEPS))
             assert answers == {n: [2**16 * n + t for t in range(limits[n])] for n in prompts}
         parse("--seed=7", "--stream_every=3")
         batch = xlstm_7b.Model(None, {}, {}, {0: [1], 2: [3, 4]}, set(), None)
-        with mock.patch.object(xlstm_7b, "rings_are_faster", lambda B: B == 2):
+        stubs = dict(rings_are_faster=lambda B: B == 2, empty_states=empty_states)
+        with mock.patch.multiple(xlstm_7b, **stubs):
             tokens = np.vstack([*xlstm_7b.generate(batch, 8)])
-    assert rings == ["float64"] * (len(prefills) - 7)  # not for the seven with one slot
+    assert pools == [(1, False), (8, True), (2, True)]
     assert prefills[7:-1] == [[200, 56], [100], [157], [300], [1, 255]]
     np.testing.assert_array_equal(tokens, np.add.outer(np.arange(8), [0, 2**17]))
     assert batch.setup()[-1] == jax.random.key(7)
 
 
-def test_cached_beginnings_and_drafts_change_no_token(monkeypatch):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_cached_beginnings_and_drafts_change_no_token(devices, monkeypatch):
     """The prompts of 64 and 130 tokens have one and four blocks of 32. With two prompts a prefill
     keeps the states of the first one while it reads the second one's; of three entries those used
     last stay, so that the four blocks are read twice."""
-    config, params = read()
+    config, params = read(devices=devices)
     order, limits = (2, 3, 1, 0, 2, 3), [24, 9, 1, 14, 7, 20]
     for name, value in dict(BLOCK=32, MOST_PROMPTS=2).items():
         monkeypatch.setattr(server, name, value)
