@@ -73,8 +73,8 @@ def called(x, y, n, is_set):
         return carry * 0.5 + row, (carry[0], row - carry)
 
     @jax.checkpoint
-    def recomputed(carry, row):
-        return jnp.sin(carry) * row, carry
+    def recomputed(x):
+        return lax.scan(lambda carry, row: (jnp.sin(carry) * row, None), x[0], x)[0]
 
     def counted(state):
         return state[0] + 1, state[1] * 1.5
@@ -90,7 +90,7 @@ def called(x, y, n, is_set):
         [lax.switch(jnp.int32(index), branches, x) for index in (-1, 1, 7)],
         lax.cond(n[0, 0, 0] > 0, lambda: x, lambda: y),
         [jax.jit(jnp.sin)(x), with_a_jvp(x), with_a_vjp(x), jax.checkpoint(jnp.cos)(x)],
-        jax.grad(lambda x: jnp.sum(lax.scan(recomputed, x[0], x)[0]))(x),
+        jax.grad(lambda x: jnp.sum(recomputed(x)))(x),
         jax.grad(lambda x: jnp.sum(with_a_vjp(with_a_jvp(x)) ** 2 + lax.cumsum(x, 2) ** 3))(x),
     )
 
