@@ -1,8 +1,8 @@
 """Evaluates functions of JAX in NumPy, one operation after the other.
 
 XLA takes about a second to compile an oracle, and does so for each shape. NumPy takes
-milliseconds for the small arrays of most tests, and knows nothing of XLA's rewrites. What NumPy has
-no operation for, and loops that take it longer than a compiler, JAX runs as it would.
+milliseconds for the small arrays of most tests, and knows nothing of XLA's rewrites. JAX runs the
+operations that NumPy lacks, and all of a function that would take NumPy longer than a compiler.
 """
 
 import functools
@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax import lax
 
-# Of a loop. Seconds: of an operation, of an element that it computes, and of XLA's compiler.
-OPERATION, ELEMENT, COMPILER = 4e-6, 2e-9, 1.0
+# Seconds of an operation, of one of its elements, of a product in a matrix product; of a compiler.
+OPERATION, ELEMENT, PRODUCT, COMPILER = 4e-6, 3e-9, 2e-10, 1.0
 
 
 def in_numpy(function):
@@ -22,6 +22,8 @@ def in_numpy(function):
     @functools.wraps(function)
     def evaluated(*x):
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*x)
+        if _seconds(closed) > COMPILER:
+            return jax.tree.map(np.asarray, jax.jit(function)(*x))
         with np.errstate(all="ignore"):
             outputs = _evaluate(closed, map(np.asarray, jax.tree.leaves(x)))
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
@@ -41,7 +43,7 @@ def _evaluate(closed, args):
         operands, name = map(read, eqn.invars), eqn.primitive.name
         if name in OPERATIONS:
             results = OPERATIONS[name](*operands, **eqn.params)
-        elif name in CALLS and not _too_long(eqn):
+        elif name in CALLS:
             results = CALLS[name](*operands, **eqn.params)
         else:
             results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
@@ -53,16 +55,21 @@ def _evaluate(closed, args):
 
 
 def _seconds(closed):
-    """Roughly, that NumPy takes for the operations."""
-    jaxpr = getattr(closed, "jaxpr", closed)
-    outputs = (x.aval.shape for eqn in jaxpr.eqns for x in eqn.outvars)
-    return len(jaxpr.eqns) * OPERATION + sum(map(math.prod, outputs)) * ELEMENT
+    """Roughly, that NumPy takes; of a while loop for one turn."""
+    return sum(map(_seconds_of, getattr(closed, "jaxpr", closed).eqns))
 
 
-def _too_long(eqn):
-    return eqn.primitive.name == "scan" and (
-        eqn.params["length"] * _seconds(eqn.params["jaxpr"]) > COMPILER
-    )
+def _seconds_of(eqn):
+    inner = jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
+    inner = [_seconds(x) for x in inner if hasattr(x, "eqns")]
+    if inner:
+        return eqn.params.get("length", 1) * sum(inner)
+    sizes = [math.prod(x.aval.shape) for x in (*eqn.invars, *eqn.outvars)]
+    if eqn.primitive.name == "dot_general":
+        (summed, _), _ = eqn.params["dimension_numbers"]
+        terms = math.prod(eqn.invars[0].aval.shape[axis] for axis in summed)
+        return OPERATION + PRODUCT * terms * sizes[-1]
+    return OPERATION + ELEMENT * max(sizes)
 
 
 def _call(*args, **params):

@@ -1,11 +1,13 @@
 """numpy_evaluator.py: every operation, as XLA computes it."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy_evaluator
+import pytest
 from jax import lax
 from numpy_evaluator import CALLS, CLOSED, OPERATIONS, in_numpy
 from oracle import assert_same_bits
@@ -127,15 +129,18 @@ def test_operations_are_those_of_xla():
     assert {*OPERATIONS, *CALLS} - seen < CLOSED
 
 
-def test_what_takes_longer_than_a_compiler_is_compiled(monkeypatch):
-    def refuse(*_, **options):
-        raise AssertionError(options)
+def test_what_takes_longer_than_a_compiler_is_compiled():
+    """A loop with a product, by its shapes and its length."""
 
-    run, x = lambda x: lax.scan(lambda c, y: (c + y, c), 0.0, x), np.arange(8.0)
-    expected = in_numpy(run)(x)
-    monkeypatch.setattr(numpy_evaluator, "COMPILER", 0.0)
-    monkeypatch.setitem(CALLS, "scan", refuse)
-    assert_same_bits(in_numpy(run)(x), expected)
+    def run(x, steps):
+        return lax.scan(lambda y, _: (y @ y, None), x, length=steps)[0]
+
+    x = np.eye(64)
+    with mock.patch.object(numpy_evaluator, "_evaluate", side_effect=AssertionError):
+        assert_same_bits(in_numpy(functools.partial(run, steps=10**6))(x[:2, :2]), x[:2, :2])
+        with pytest.raises(AssertionError):
+            in_numpy(functools.partial(run, steps=10**3))(x)
+        assert_same_bits(in_numpy(functools.partial(run, steps=10**5))(x), x)
 
 
 def test_an_operation_that_numpy_lacks_runs_as_in_jax():
