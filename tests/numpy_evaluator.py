@@ -1,8 +1,9 @@
-"""Evaluates functions of JAX in NumPy, one operation after the other.
+"""Runs functions of JAX in NumPy, one operation at a time.
 
 XLA takes about a second to compile an oracle, and does so for each shape. NumPy takes
-milliseconds for the small arrays of most tests, and knows nothing of XLA's rewrites. JAX runs the
-operations that NumPy lacks, and all of a function that would take NumPy longer than a compiler.
+milliseconds for the small arrays of most tests, and does not depend on XLA's rewrites. Operations
+without a form in NumPy here run in JAX. A function is compiled instead if NumPy is estimated to
+take longer than the compiler.
 """
 
 import functools
@@ -12,12 +13,12 @@ import jax
 import numpy as np
 from jax import lax
 
-# Seconds of an operation, of one of its elements, of a product in a matrix product; of a compiler.
+# Estimated seconds: per operation, per element, per product in a matrix product, and to compile.
 OPERATION, ELEMENT, PRODUCT, COMPILER = 4e-6, 3e-9, 2e-10, 1.0
 
 
 def in_numpy(function):
-    """A function that returns the arrays of this one, as NumPy's."""
+    """Wraps a function of JAX: the same results as arrays of NumPy, compiled only if faster."""
 
     @functools.wraps(function)
     def evaluated(*x):
@@ -55,15 +56,19 @@ def _evaluate(closed, args):
 
 
 def _seconds(closed):
-    """Roughly, that NumPy takes; of a while loop for one turn."""
+    """That NumPy takes, roughly: a while loop counts as one turn, a cond as all its branches."""
     return sum(map(_seconds_of, getattr(closed, "jaxpr", closed).eqns))
 
 
+def jaxprs_in(eqn):
+    """The programs that an operation runs, as loops and calls do."""
+    params = jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
+    return [x for x in params if hasattr(x, "eqns")]
+
+
 def _seconds_of(eqn):
-    inner = jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
-    inner = [_seconds(x) for x in inner if hasattr(x, "eqns")]
-    if inner:
-        return eqn.params.get("length", 1) * sum(inner)
+    if inner := jaxprs_in(eqn):
+        return eqn.params.get("length", 1) * sum(map(_seconds, inner))
     sizes = [math.prod(x.aval.shape) for x in (*eqn.invars, *eqn.outvars)]
     if eqn.primitive.name == "dot_general":
         (summed, _), _ = eqn.params["dimension_numbers"]
@@ -95,9 +100,9 @@ def _scan(*args, jaxpr, length, reverse, ft_in=None, num_consts=None, num_carry=
 
 def _while(*args, cond_jaxpr, cond_nconsts, body_jaxpr, body_nconsts):
     ends = cond_nconsts, cond_nconsts + body_nconsts
-    of_cond, of_body, carry = args[: ends[0]], args[ends[0] : ends[1]], args[ends[1] :]
-    while _evaluate(cond_jaxpr, (*of_cond, *carry))[0]:
-        carry = _evaluate(body_jaxpr, (*of_body, *carry))
+    cond_consts, body_consts, carry = args[: ends[0]], args[ends[0] : ends[1]], args[ends[1] :]
+    while _evaluate(cond_jaxpr, (*cond_consts, *carry))[0]:
+        carry = _evaluate(body_jaxpr, (*body_consts, *carry))
     return carry
 
 
@@ -105,7 +110,7 @@ def _cond(index, *args, branches, **_):
     return _evaluate(branches[np.clip(int(index), 0, len(branches) - 1)], args)
 
 
-CLOSED = {"closed_call", "eval_jaxpr"}  # one in jax 0.10, the other in later ones
+CLOSED = {"closed_call", "eval_jaxpr"}  # in jax 0.10, and in later ones
 CALLS = dict.fromkeys({"jit", "remat2", "custom_jvp_call", "custom_vjp_call"} | CLOSED, _call)
 CALLS |= {"scan": _scan, "while": _while, "cond": _cond}
 
@@ -151,7 +156,7 @@ def _slice(x, *, start_indices, limit_indices, strides):
 
 
 def _block(x, sizes, starts):
-    """The index of a block, which lies within x as in JAX."""
+    """The slices of a block of x, whose start is moved so that it lies within, as in JAX."""
     starts = (
         min(max(int(i), 0), n - size) for i, n, size in zip(starts, x.shape, sizes, strict=True)
     )
@@ -175,14 +180,14 @@ def _pad(x, value, *, padding_config):
 
 
 def _dot_general(a, b, *, dimension_numbers, preferred_element_type, **_):
-    """Products of 16-bit operands have sums in float32 at least."""
+    """Sums are in float32 at least, also those of operands with 16 bits."""
     (sum_a, sum_b), (batch_a, batch_b) = dimension_numbers
     wide = np.promote_types(preferred_element_type or a.dtype, "float32")
     a, b = a.astype(wide), b.astype(wide)
 
-    def matrices(x, batch, first, second):
-        x = x.transpose(*batch, *first, *second)
-        n, m = len(batch), len(batch) + len(first)
+    def matrices(x, batch, rows, columns):
+        x = x.transpose(*batch, *rows, *columns)
+        n, m = len(batch), len(batch) + len(rows)
         return x.reshape(*x.shape[:n], math.prod(x.shape[n:m]), math.prod(x.shape[m:]))
 
     def others(x, *used):
