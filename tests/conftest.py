@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import pytest_timeout
+from numpy_evaluator import kernels_in_numpy
 from oracle import SEED, needs_compiler, needs_mosaic_gpu, quick_code
 
 from mlstm_pallas.selfcheck import package_hash
@@ -331,6 +332,8 @@ AS_USERS_DO = {
     "test_pipelines",
     "test_compile_report",
 }
+# Modules whose kernels run a hundred times, which takes longer in NumPy than to compile them.
+CALLED_OFTEN = {"test_ring_states"}
 
 
 @pytest.fixture(autouse=True)
@@ -345,7 +348,12 @@ def mapped_memory():
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation(request):
-    """What a module has compiled is freed at its end."""
-    with quick_code(request.module.__name__ not in AS_USERS_DO):
+    """Interpreted kernels run in NumPy in most modules. What a module has compiled is freed at its
+    end."""
+    name, folder = request.module.__name__, request.path.parent.name
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(quick_code(name not in AS_USERS_DO))
+        if name not in CALLED_OFTEN and folder != "devices":
+            stack.enter_context(kernels_in_numpy())
         yield
     jax.clear_caches()

@@ -16,9 +16,7 @@ uses, and if it breaks the protocol of a ring, before any warpgroup waits for ev
 import contextlib
 import dataclasses
 import functools
-import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
@@ -27,11 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import callback as jax_callback
 from jax._src.pallas.mosaic.interpret import thread_map, vector_clock
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
+from numpy_evaluator import evaluate, kernels_in_numpy, on_host
 
 from mlstm_pallas.mosaic_gpu.common import copies, products
 from mlstm_pallas.mosaic_gpu.common.launch import plgpu
@@ -56,9 +54,9 @@ in_interpreter = jax.make_user_context(False)
 def interpreted_mosaic_gpu() -> Iterator[None]:
     """Inside, a CPU runs all kernels, interpreted: backend "mosaic_gpu", planned for Hopper.
 
-    The stages without a Mosaic GPU kernel run the Triton kernel, interpreted as well. Calls run on
-    one device: ordered callbacks exclude custom_partitioning. A persistent kernel has two CTAs, so
-    that each has several items.
+    The stages without a Mosaic GPU kernel run the Triton kernel, interpreted as well. All of them
+    run in NumPy. Calls run on one device: ordered callbacks exclude custom_partitioning. A
+    persistent kernel has two CTAs, so that each has several items.
     """
     compiled = plgpu.kernel
 
@@ -89,38 +87,18 @@ def interpreted_mosaic_gpu() -> Iterator[None]:
                 sharding, "_partitioned", lambda work: functools.partial(sharding.on_shard, work)
             ),
             *map(_two_ctas, ("parallel_bw_dP", "parallel_bw_dQKV")),
-            mock.patch.object(thread_map, "_run_jaxpr", _programs_compiled_once()),
-            mock.patch.object(jax_callback, "io_callback_impl", _run_callback),
+            mock.patch.object(thread_map, "_run_jaxpr", _run_in_numpy),
+            kernels_in_numpy(),
+            on_host(interpret_pallas_call, "interpret_pallas_call"),
             mock.patch.object(vector_clock.NpVectorClock, "ordered", _ordered),
         ):
             stack.enter_context(context)
         yield
 
 
-def _programs_compiled_once() -> Callable[..., None]:
-    """Runs the program of a warpgroup. jax's form traces and lowers it in each warpgroup of each
-    CTA, and compiles it in each warpgroup of the first CTA."""
-    programs: dict[Any, Any] = {}
-    lock = threading.Lock()
-
-    def run(jaxpr, consts, *args) -> None:
-        with lock:
-            if jaxpr not in programs:
-                traced = jax.jit(thread_map._run, static_argnums=0).trace(jaxpr, consts, *args)
-                programs[jaxpr] = traced.lower().compile()
-        programs[jaxpr](consts, *args)
-
-    return run
-
-
-def _run_callback(*args, callback: Callable[..., Any], **_) -> list[np.ndarray]:
-    """Calls a function on the host with numpy's arrays, and with numbers for scalars. jax's form
-    makes a jax.Array of each of some ten arguments, which takes longer than most functions.
-
-    The arrays are XLA's buffers, which a function must not keep.
-    """
-    args = (x if x.shape or x.dtype.kind not in "bi" else x.item() for x in args)
-    return [*map(np.asarray, callback(*args))]
+def _run_in_numpy(jaxpr, consts, *args) -> None:
+    """Runs the program of a warpgroup, which jax's form compiles."""
+    evaluate(jaxpr, *map(np.asarray, args), consts=consts)
 
 
 def _ordered(x: Any, y: Any) -> bool:
@@ -187,13 +165,6 @@ class Interpreter:
     """
 
     def __init__(self, kernel: str, warpgroups: int) -> None:
-        # XLA's threads: a warpgroup that waits for others keeps the one that it runs on.
-        threads = max(jax.local_device_count(), os.cpu_count() or 1)
-        if warpgroups > threads:
-            raise RuntimeError(
-                f"{kernel} has {warpgroups} warpgroups, and XLA has {threads} threads for them, "
-                f'expected jax.config.update("jax_num_cpu_devices", {warpgroups}) before JAX runs'
-            )
         self.kernel = kernel
         self._warpgroups = [_Warpgroup(wg, {}, [], []) for wg in range(warpgroups)]
         self._names: dict[int, tuple[Any, str]] = {}  # by id: the object and its name

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
-from numpy_evaluator import in_numpy
+from numpy_evaluator import in_numpy, jit
 
 from mlstm_pallas import (
     KernelConfig,
@@ -445,7 +445,7 @@ def outputs_and_gradients(run, layout="BNTH"):
     Further arguments of run, by name, are traced.
     """
 
-    @jax.jit
+    @jit
     @strict()
     def both(x, cotangents, **traced):
         def outputs_of(x):

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from call_checks import restabilised
-from jax.sharding import PartitionSpec as P
-from mesh_calls import on_mesh
 from oracle import (
     BACKENDS,
     NAMES,
@@ -21,7 +19,6 @@ from oracle import (
     in_layout,
     loss_of,
     lowered_for_cuda,
-    mesh_of,
     oracle,
     param,
     random_inputs,
@@ -211,21 +208,6 @@ def test_gradients_through_xla():
     result, expected = jax.jit(jax.grad(of_ring))(x), jax.jit(jax.grad(of_sequence))(x)
     for name, y in expected.items():
         assert_close(result[name], y, 1e-4, name)
-
-
-@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-def test_batch_and_heads_stay_sharded(kind):
-    x, heads = random_inputs(10, 4, 2, 3, 16, 16), P("x", "y")
-
-    @jax.jit
-    def run(accepted, states, *tokens):
-        return mlstm_ring_step(*tokens, states, accepted=accepted, backend="interpret")
-
-    operands = np.zeros(4, "int32"), ring_of(x), *tokens_of(x)
-    specs = [P("x"), *[heads] * 6]
-    result = on_mesh(run, operands, specs, mesh_of((4, 2), kind), [heads] * 11)
-    for y, z in zip(*map(jax.tree.leaves, (result, run(*operands))), strict=True):
-        assert_close(y, z, 1e-6)
 
 
 def test_a_step_updates_the_states_in_place():

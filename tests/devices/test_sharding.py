@@ -31,7 +31,13 @@ from oracle import (
 )
 from stage_calls import spec_of
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
+from mlstm_pallas import (
+    KernelConfig,
+    mlstm_chunkwise,
+    mlstm_recurrent_step,
+    mlstm_ring_states,
+    mlstm_ring_step,
+)
 from mlstm_pallas.problem.gpu import HOPPER
 from mlstm_pallas.schedules.sharding import Work, on_shards
 
@@ -319,6 +325,21 @@ def test_steps_and_heads_of_pools_stay_sharded(backend, kind):
     result = local(np.repeat(of_shard[:, None], 2, axis=1), *TOKEN)
     of_all = np.where(of_shard < 0, -1, of_shard + np.array([0, 0, 4, 4], "int32"))
     compare(OUTPUTS, result, step(of_all, *TOKEN), BOUND)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_batch_and_heads_of_rings_stay_sharded(kind):
+    x = [*random_inputs(10, 4, 2, 3, 16, 16).values()]
+    operands = np.zeros(4, "int32"), mlstm_ring_states(*x[5:], dtype="float32", length=8), *x[:5]
+
+    @jax.jit
+    def run(accepted, states, *tokens):
+        return mlstm_ring_step(*tokens, states, accepted=accepted, backend="interpret")
+
+    mesh, specs = mesh_of((4, 2), kind), [BATCH, *[HEADS] * 6]
+    result = on_mesh(run, operands, specs, mesh, [HEADS] * 11)
+    for y, z in zip(*map(jax.tree.leaves, (result, run(*operands))), strict=True):
+        assert_close(y, z, 1e-6)
 
 
 def test_slots_on_automatic_axes_inside_a_shard_map():
