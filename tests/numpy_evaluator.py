@@ -42,13 +42,15 @@ def jit(function):
 
     @functools.wraps(function)
     def called(*x, **more):
-        args = jax.tree.leaves((x, more))
-        if any(isinstance(y, jax.core.Tracer) for y in args):
+        if any(isinstance(y, jax.core.Tracer) for y in jax.tree.leaves((x, more))):
             return jitted(*x, **more)
+        # What was traced with NumPy's 64-bit integers is compiled for 32 bits, and does not run
+        # with them (jax 0.11).
+        x, more = jax.device_put((x, more))
         traced = jitted.trace(*x, **more)
         if not _interprets(traced.jaxpr):
             return jitted(*x, **more)
-        outputs = evaluate(traced.jaxpr, *map(np.asarray, args))
+        outputs = evaluate(traced.jaxpr, *map(np.asarray, jax.tree.leaves((x, more))))
         return jax.tree.unflatten(jax.tree.structure(traced.out_info), map(np.asarray, outputs))
 
     return called
