@@ -332,8 +332,9 @@ AS_USERS_DO = {
     "test_pipelines",
     "test_compile_report",
 }
-# Modules whose kernels run a hundred times, which takes longer in NumPy than to compile them.
-CALLED_OFTEN = {"test_ring_states"}
+# Modules whose interpreted kernels are compiled: because of the bits that a compiler makes, and
+# because they run a hundred times, which takes longer in NumPy.
+COMPILED = {"test_batch_invariant", "test_ring_states"}
 
 
 @pytest.fixture(autouse=True)
@@ -353,7 +354,7 @@ def quick_compilation(request):
     name, folder = request.module.__name__, request.path.parent.name
     with contextlib.ExitStack() as stack:
         stack.enter_context(quick_code(name not in AS_USERS_DO))
-        if name not in CALLED_OFTEN and folder != "devices":
+        if name not in COMPILED and folder != "devices":
             stack.enter_context(kernels_in_numpy())
         yield
     jax.clear_caches()

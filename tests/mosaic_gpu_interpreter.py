@@ -98,7 +98,7 @@ def interpreted_mosaic_gpu() -> Iterator[None]:
 
 def _run_in_numpy(jaxpr, consts, *args) -> None:
     """Runs the program of a warpgroup, which jax's form compiles."""
-    evaluate(jaxpr, *map(np.asarray, args), consts=consts)
+    evaluate(jaxpr, *args, consts=consts)
 
 
 def _ordered(x: Any, y: Any) -> bool:

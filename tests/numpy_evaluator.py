@@ -30,7 +30,9 @@ def in_numpy(function):
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*x)
         if _seconds(closed) > COMPILER:
             return jax.tree.map(np.asarray, jax.jit(function)(*x))
-        outputs = evaluate(closed, *map(np.asarray, jax.tree.leaves(x)))
+        # A program that is kept would keep its constants, of which jax 0.11 then has 64 bits even
+        # where an array is an argument of a call in 32 bits.
+        outputs = _results(Program(closed.jaxpr), closed.consts, jax.tree.leaves(x))
         return jax.tree.unflatten(jax.tree.structure(shapes), map(np.asarray, outputs))
 
     return evaluated
@@ -44,13 +46,10 @@ def jit(function):
     def called(*x, **more):
         if any(isinstance(y, jax.core.Tracer) for y in jax.tree.leaves((x, more))):
             return jitted(*x, **more)
-        # What was traced with NumPy's 64-bit integers is compiled for 32 bits, and does not run
-        # with them (jax 0.11).
-        x, more = jax.device_put((x, more))
         traced = jitted.trace(*x, **more)
         if not _interprets(traced.jaxpr):
             return jitted(*x, **more)
-        outputs = evaluate(traced.jaxpr, *map(np.asarray, jax.tree.leaves((x, more))))
+        outputs = evaluate(traced.jaxpr, *jax.tree.leaves((x, more)))
         return jax.tree.unflatten(jax.tree.structure(traced.out_info), map(np.asarray, outputs))
 
     return called
@@ -63,10 +62,18 @@ def _interprets(closed):
 
 
 def evaluate(closed, *args, consts=None):
-    """The results of a jaxpr; consts: instead of those that it has."""
-    consts = closed.consts if consts is None else consts
+    """The results of a jaxpr, whose program is kept; consts: instead of those that it has."""
+    return _results(_program(closed.jaxpr), closed.consts if consts is None else consts, args)
+
+
+def _results(program, consts, args):
     with np.errstate(all="ignore"):
-        return _program(closed.jaxpr)(*map(np.asarray, consts), *args)
+        return program(*map(np.asarray, (*consts, *args)))
+
+
+@functools.lru_cache(maxsize=256)
+def _program(jaxpr):
+    return Program(jaxpr)
 
 
 class Program:
@@ -135,11 +142,6 @@ def _run(steps, values):
             values[i] = x if x.dtype == dtype else x.astype(dtype)
 
 
-@functools.lru_cache(maxsize=256)
-def _program(jaxpr):
-    return Program(jaxpr)
-
-
 def _function_of(eqn):
     """Of NumPy's arrays, or of JAX's where NumPy has no form."""
     name, params = eqn.primitive.name, eqn.params
@@ -184,8 +186,7 @@ def _seconds_of(eqn):
 
 def _inner(closed):
     """A jaxpr of an operation, as a function of its arguments."""
-    consts = [*map(np.asarray, closed.consts)]
-    return functools.partial(_program(closed.jaxpr), *consts)
+    return functools.partial(Program(closed.jaxpr), *map(np.asarray, closed.consts))
 
 
 def _scan(*, jaxpr, length, reverse, ft_in=None, num_consts=None, num_carry=None, **_):
@@ -279,7 +280,7 @@ def on_host(module, name, seconds=math.inf):
 
         def run(*args):
             with TURN:
-                return evaluate(closed, *map(np.asarray, args))
+                return evaluate(closed, *args)
 
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in closed.out_avals]
         return jax.pure_callback(run, results, *args)

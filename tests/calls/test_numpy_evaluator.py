@@ -212,7 +212,7 @@ def test_what_takes_longer_than_a_compiler_is_compiled():
         return lax.scan(lambda y, _: (y @ y, None), x, length=steps)[0]
 
     x = np.eye(64)
-    with mock.patch.object(numpy_evaluator, "evaluate", side_effect=AssertionError):
+    with mock.patch.object(numpy_evaluator, "Program", side_effect=AssertionError):
         assert_same_bits(in_numpy(functools.partial(run, steps=10**6))(x[:2, :2]), x[:2, :2])
         with pytest.raises(AssertionError):
             in_numpy(functools.partial(run, steps=10**3))(x)
