@@ -133,8 +133,7 @@ def _gather(x, indices, *, dimension_numbers, slice_sizes, mode, fill_value, **_
     where, inside = _windows(x.shape, slice_sizes, indices, mode, *of)
     y = x[tuple(where)]
     if not inside.all():
-        lowest = np.nan if x.dtype.kind not in "biu" else np.iinfo(x.dtype).min
-        y[~inside] = lowest if fill_value is None else fill_value
+        y[~inside] = fill_value
     batch = indices.ndim - 1
     return np.moveaxis(y, range(batch, y.ndim), d.offset_dims)
 
