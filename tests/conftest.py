@@ -332,8 +332,8 @@ AS_USERS_DO = {
     "test_pipelines",
     "test_compile_report",
 }
-# Modules whose interpreted kernels are compiled: because of the bits that a compiler makes, and
-# because they run a hundred times, which takes longer in NumPy.
+# Modules whose interpreted kernels are compiled: the first compares the bits that a compiler makes,
+# the second runs a kernel a hundred times, which takes longer in NumPy.
 COMPILED = {"test_batch_invariant", "test_ring_states"}
 
 

@@ -124,8 +124,7 @@ class Program:
                 continue
             results = [self._new() for _ in eqn.outvars]
             numbers |= zip(eqn.outvars, results, strict=True)
-            dtypes = [getattr(x.aval, "dtype", None) for x in eqn.outvars]
-            step = _function_of(eqn), operands, results, dtypes
+            step = _function_of(eqn), operands, results, [x.aval.dtype for x in eqn.outvars]
             if not eqn.effects and self.known.issuperset(operands):
                 _run([step], self.values)
                 self.known.update(results)
@@ -146,9 +145,8 @@ def _function_of(eqn):
     """Of NumPy's arrays, or of JAX's where NumPy has no form."""
     name, params = eqn.primitive.name, eqn.params
     if name == "pallas_call" and params["interpret"] is True:
-        shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
         options = {key: x for key, x in params.items() if key not in ("interpret", "backend")}
-        return _inner(jax.make_jaxpr(functools.partial(interpret_kernel, **options))(*shapes))
+        return _inner(_interpretation(interpret_kernel, [x.aval for x in eqn.invars], options))
     if name in LOOPS:
         return LOOPS[name](**params)
     if name in OPERATIONS:
@@ -265,6 +263,15 @@ def _called(*args, callback, **_):
     return callback(*args)
 
 
+def _shapes(arrays):
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+
+
+def _interpretation(interpret, arrays, params):
+    """The jaxpr that interprets a kernel of such arrays."""
+    return jax.make_jaxpr(functools.partial(interpret, **params))(*_shapes(arrays))
+
+
 def on_host(module, name, seconds=math.inf):
     """Inside, the kernels that a function of ``module`` interprets run in NumPy, if it takes no
     more than so many seconds."""
@@ -273,8 +280,7 @@ def on_host(module, name, seconds=math.inf):
     def called(*args, **params):
         if get_axis_env().axis_sizes:  # of a mesh
             return interpret(*args, **params)
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
-        closed = jax.make_jaxpr(functools.partial(interpret, **params))(*shapes)
+        closed = _interpretation(interpret, args, params)
         if math.prod(params["grid_mapping"].grid) * _seconds(closed) > seconds:
             return interpret(*args, **params)
 
@@ -282,7 +288,6 @@ def on_host(module, name, seconds=math.inf):
             with TURN:
                 return evaluate(closed, *args)
 
-        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in closed.out_avals]
-        return jax.pure_callback(run, results, *args)
+        return jax.pure_callback(run, _shapes(closed.out_avals), *args)
 
     return mock.patch.object(module, name, called)

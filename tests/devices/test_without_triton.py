@@ -12,8 +12,6 @@ sys.modules["jax.experimental.pallas.triton"] = None  # importing it raises Impo
 sys.path[:0] = {folders}
 import functools, re
 import jax, jax.numpy as jnp, numpy as np
-# With few threads the interpreted warpgroups wait for each other for ever.
-jax.config.update("jax_num_cpu_devices", 8)
 import mlstm_pallas
 from mlstm_pallas import reference
 
