@@ -42,7 +42,7 @@ from mlstm_pallas.api import mlstm_chunkwise, with_arguments_of
 from mlstm_pallas.formulas.gate_gradients import inner
 from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, mark_segment_starts
 from mlstm_pallas.formulas.splits import decays_in_splits, other_decays
-from mlstm_pallas.formulas.tiles import blocks_over
+from mlstm_pallas.formulas.tiles import blocks_over, weighted
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
 from mlstm_pallas.planning.call_spec import CallSpec, Plan, plan_of
 from mlstm_pallas.planning.dispatch import stage
@@ -160,7 +160,7 @@ def _second_half(
     gamma, states = carry.gates.scaGamma, carry.states
     dC = _with_later_shards(states.matDeltaC_states, other_decays(gamma), dC_after)
     decay = jnp.prod(gamma, axis=-1)[:, None, None]
-    dC_initial = states.matDeltaC_initial + decay * dC_after
+    dC_initial = states.matDeltaC_initial + weighted(decay, dC_after)
     carry = carry._replace(
         states=states._replace(matDeltaC_states=dC, matDeltaC_initial=dC_initial)
     )
@@ -213,9 +213,8 @@ def _weights(gamma: jax.Array) -> jax.Array:
 
 
 def _weighted(weights: jax.Array, x: jax.Array) -> jax.Array:
-    """weights x, and 0 for a weight of 0, also where x is inf or NaN; x may have more axes."""
-    weights = lax.expand_dims(weights, range(weights.ndim, x.ndim))
-    return jnp.where(weights == 0, 0.0, weights * x)
+    """``weighted``; x may have more axes."""
+    return weighted(lax.expand_dims(weights, range(weights.ndim, x.ndim)), x)
 
 
 def _sum_over(axis: Axis, weights: jax.Array, x: jax.Array) -> jax.Array:

@@ -106,6 +106,8 @@ def prepare(x: Arguments, options: Options, layout: Any, shards: int = 1) -> Cal
         spec = dataclasses.replace(
             spec, num_segments=N + negative_segments, negative_segments=negative_segments
         )
+    if x.segment_ids is not None or x.sequence_lengths is not None:
+        spec = dataclasses.replace(spec, problem=dataclasses.replace(spec.problem, isolates=True))
     validation.check_layout_is_meant(layout, sizes, x.c_initial, x.segment_ids)
     _log.debug("%s", spec)
     return spec

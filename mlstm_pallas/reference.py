@@ -13,6 +13,7 @@ from jax import lax
 
 from mlstm_pallas.api import mlstm_chunkwise, with_arguments_of
 from mlstm_pallas.formulas.gates import log_forget_gate, log_input_gate, mark_segment_starts
+from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import (
@@ -117,8 +118,9 @@ def _recurrence(options: Options, normalize: bool, x: Arguments) -> tuple[jax.Ar
         m_new = jnp.maximum(carried, i) if gate.stabilised else m
         m_safe = jnp.where(m_new == -_INF, 0.0, m_new)
         decay, gain = jnp.exp(carried - m_safe), jnp.exp(i - m_safe)
-        C = decay[..., None, None] * C + gain[..., None, None] * k[..., :, None] * v[..., None, :]
-        n = decay[..., None] * n + gain[..., None] * k
+        stored = gain[..., None] * k
+        C = weighted(decay[..., None, None], C) + stored[..., :, None] * v[..., None, :]
+        n = weighted(decay[..., None], n) + stored
         num = scale * jnp.einsum("bhk,bhkv->bhv", q, C, precision="highest")
         z = scale * jnp.einsum("bhk,bhk->bh", q, n, precision="highest")
         return (C, n, m_new), normaliser.normalise(num, z, m_new) if normaliser else num

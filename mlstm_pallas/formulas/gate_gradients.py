@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.problem.dimensions import accumulator_dtype
 
 
@@ -20,9 +21,9 @@ class TileSums(NamedTuple):
 
 
 def inner(a: Array, b: Array, axes: int = 1) -> Array:
-    """Inner product over the last axes, in at least float32."""
+    """Inner product over the last axes, in at least float32; zeros of a leave out what is in b."""
     acc = accumulator_dtype(a.dtype)
-    return jnp.sum(a.astype(acc) * b.astype(acc), axis=tuple(range(-axes, 0)))
+    return jnp.sum(weighted(a.astype(acc), b.astype(acc)), axis=tuple(range(-axes, 0)))
 
 
 def only(x: Array, where: Array, *axes: int) -> Array:

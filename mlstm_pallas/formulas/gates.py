@@ -282,18 +282,17 @@ def join_summaries(left: Any, x: Any) -> tuple[Array, Array]:
     return left[0] + x[0], jnp.maximum(left[1] + x[0], x[1])
 
 
-def without_outputs(gates: ChunkGates, lengths: Array | None) -> ChunkGates:
-    """The gates with h_t = 0 for t >= lengths, (B * NH,) int32; None: unchanged.
+def only_outputs(gates: ChunkGates, steps: Array | None) -> ChunkGates:
+    """The gates with h_t = 0 where ``steps``, (B * NH, S), is False; None: unchanged.
 
     With u_t = +inf and w_t = 0 a step reads neither keys nor states, and its dh reaches nothing.
     """
-    if lengths is None:
+    if steps is None:
         return gates
-    _, NC, L = gates.vecW.shape
-    beyond = ~steps_within(lengths, NC * L).reshape(gates.vecW.shape)
+    steps = steps.reshape(gates.vecW.shape)
     return gates._replace(
-        vecU=where_two_float(beyond, (_INF, 0.0), gates.vecU),
-        vecW=jnp.where(beyond, 0.0, gates.vecW),
+        vecU=where_two_float(steps, gates.vecU, (_INF, 0.0)),
+        vecW=jnp.where(steps, gates.vecW, 0.0),
     )
 
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from mlstm_pallas.formulas.tiles import weighted
+
 
 class NormaliserGradients(NamedTuple):
     """The normaliser's gradients of every step, (B * NH, S) each; all None without a normaliser."""
@@ -73,13 +75,15 @@ class Normaliser:
         floor = self.floor(m)
         inv_den = inverse(at_least(jnp.abs(z), floor) + self.eps)
         on_floor = jnp.abs(z) < floor  # False for NaN, which reaches dz
-        dz_den = jnp.where(on_floor, 0.0, -jnp.sign(z) * delta)
+        dz_den = jnp.where(on_floor, 0.0, -weighted(delta, jnp.sign(z)))
         share = (
             self.eps * inv_den
             if self.stabilize_correctly
             else jnp.where(on_floor, 1.0, self.eps * inv_den)
         )
-        return NormaliserGradients(inv_den, dz_den * inv_den, dz_den, -delta * share)
+        return NormaliserGradients(
+            inv_den, weighted(dz_den, inv_den), dz_den, -weighted(delta, share)
+        )
 
 
 DEFAULT_NORMALISER = Normaliser()
@@ -107,4 +111,4 @@ def inverse(den: Array, factor: Any = 1.0) -> Array:
 def query_scale(w: Array, qk_scale: float, inv_den: Array | None = None) -> Array:
     """r_t = w_t scale / den_t, the scale of a query's inter-chunk part; inv_den None: den is 1."""
     r = w * qk_scale
-    return r if inv_den is None else r * inv_den
+    return r if inv_den is None else weighted(r, inv_den)

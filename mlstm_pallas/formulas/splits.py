@@ -12,6 +12,8 @@ is known, splits are as independent as heads. ``split_products`` computes sum_t 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mlstm_pallas.formulas.tiles import weighted
+
 MIN_SPLITS, MAX_SPLITS = 4, 16  # fewer gain less than the second launch and their sums cost
 
 
@@ -57,7 +59,7 @@ def split_states(
     gamma = gamma[:, 1:] if backward else gamma[:, :-1]
     states = [jnp.zeros_like(added[:, 0]) if initial is None else initial]
     for j in reversed(range(others)) if backward else range(others):
-        states.append(gamma[:, j] * states[-1] + added[:, j])
+        states.append(weighted(gamma[:, j], states[-1]) + added[:, j])
     return jnp.stack(states[::-1] if backward else states, axis=1).reshape(
         BNH * (others + 1), *added.shape[2:]
     )

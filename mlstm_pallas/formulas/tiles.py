@@ -53,6 +53,13 @@ def decay_tile(e: Iterable[Array], u: Iterable[Array], mask: Array | None) -> Ar
     return jnp.exp2(exponent if mask is None else jnp.where(mask, exponent, _NEG_INF))
 
 
+def weighted(w: Array, x: Array, p: Problem | None = None) -> Array:
+    """w x, and 0 where w is 0, even if x is inf or NaN; with p only if ``p.isolates``."""
+    if p is None or p.isolates:
+        x = jnp.where(jnp.broadcast_to(w == 0, x.shape), 0.0, x)
+    return w * x
+
+
 def causal_scores(
     scores: Array, e: Iterable[Any], u: Iterable[Any], p: Problem, distance: Any
 ) -> Array:
@@ -61,7 +68,7 @@ def causal_scores(
     It is masked after the product, not before, so that a NaN in k reaches no earlier step.
     """
     D, mask = decay_tile(e, u, None), causal_mask(scores.shape, distance, reverse=p.reverse)
-    return jnp.where(mask, scores * (D * p.qk_scale), 0.0)
+    return jnp.where(mask, weighted(D * p.qk_scale, scores, p), 0.0)
 
 
 Carry = TypeVar("Carry")

@@ -201,7 +201,7 @@ def _run_item(cta: _Kernel, index) -> None:
         e = (load(x.at[slot, columns], BY_COLUMNS) for x in (cta.e_hi, cta.e_lo))
         P, dP = (refs.out_smem.at[wg, x, :, in_tile] for x in range(2))
         operands = scores[:, columns], dA[:, columns], e, (*queries, dz_den)
-        W = write_tiles(P, dP, *operands, key <= last_seen, cta.p.qk_scale)
+        W = write_tiles(P, dP, *operands, key <= last_seen, cta.p)
         earlier = jnp.where(key < last_seen, W, 0.0)
         keys = aligned(cta.tile(chunk, j) * TILE + start, SLICE)
         sums = products.sum_over_rows(earlier, refs.sums_smem.at[wg])

@@ -27,7 +27,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
-from mlstm_pallas.formulas.tiles import blocks_over, fori, loop, rounded_up
+from mlstm_pallas.formulas.tiles import blocks_over, fori, loop, rounded_up, weighted
 from mlstm_pallas.mosaic_gpu import parallel_bw_dQKV_by_chunk as chunkwise
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
@@ -309,7 +309,7 @@ def _inner_C_dC(cta: _Kernel, item: _Item) -> None:
         slot = ring.wait(item.start + j)
         C, dC = (load_float32(x.at[slot, cta.tile_rows]) for x in (cta.left, cta.right_transposed))
         ring.release(item.start + j)
-        return total + C * dC
+        return total + weighted(dC, C, cta.p)
 
     total = loop(cta.steps_v, add, products.zeros(WG_ROWS, DEPTH))
     sums = products.sum_over_columns(total)
@@ -333,7 +333,8 @@ def _add_products(
 
 def _scaled(cta: _Kernel, acc: Array, weights: Array) -> list[Array]:
     """The scaled accumulator by parts of its columns, because few registers are left."""
-    return [acc[:, part] * across_columns(weights, cta.atom) for part in cta.parts]
+    factor = across_columns(weights, cta.atom)
+    return [weighted(factor, acc[:, part], cta.p) for part in cta.parts]
 
 
 def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array | None, acc: Array):
@@ -346,7 +347,7 @@ def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array |
         ring.wait(step)
     vector_weights = weights
     if dz_den is not None:
-        vector_weights = lax.cond(is_dq, lambda: weights * dz_den, lambda: weights)
+        vector_weights = lax.cond(is_dq, lambda: weighted(weights, dz_den, cta.p), lambda: weights)
 
     def add_vector(*parts):
         slot = ring.wait(vector)
@@ -354,7 +355,7 @@ def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array |
             across_rows(load(cta.right_vector.at[slot, part], BY_COLUMNS)) for part in cta.parts
         ]
         factor = across_columns(vector_weights, cta.atom)
-        return [x + factor * y for x, y in zip(parts, rows, strict=True)]
+        return [x + weighted(factor, y, cta.p) for x, y in zip(parts, rows, strict=True)]
 
     parts = lax.cond(has_vector, add_vector, lambda *parts: list(parts), *parts)
     slot = ring.slot(item.first["dotted"] + cta.wg)
@@ -467,12 +468,12 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         dP_gmem=x.scores.matDeltaP,
     )
     # One sum over everything, because XLA runs it as one kernel.
-    inner_n_dn = x.vecN_states * x.vecDeltaN_states
+    inner_n_dn = weighted(x.vecDeltaN_states, x.vecN_states)
     if recomputes:
         parts = jnp.concatenate([y["inner_C_dC"], inner_n_dn], axis=-1)
     else:
         parts = y["inner_C_dC"][..., : p.DHQK] + inner_n_dn
-    pass_through = (x.gates.scaGamma[..., None] * parts).sum(-1)
+    pass_through = weighted(x.gates.scaGamma[..., None], parts).sum(-1)
     inter = y["q_inter"].sum(1), y["k_inter"].sum(1)
     return Gradients(y["dq"], y["dk"], y["dv"], *inter, pass_through, y["tile_sums"])
 

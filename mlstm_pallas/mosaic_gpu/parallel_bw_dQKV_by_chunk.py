@@ -28,7 +28,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
-from mlstm_pallas.formulas.tiles import blocks_over, fori, loop, remainder, rounded_up
+from mlstm_pallas.formulas.tiles import blocks_over, fori, loop, remainder, rounded_up, weighted
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.common.fragments import (
@@ -278,7 +278,7 @@ def _write_keys(c: _Chunk, x: _Block, start: int, mask: Array | None = None):
     e = (c.vector(y, key, HALF) for y in (_E_HI, _E_LO))
     tiles = refs.P_smem.at[at].T, refs.dP_smem.at[at].T
     scores, dA = x.scores[:, columns], x.dA[:, columns]
-    return write_tiles(*tiles, scores, dA, e, x.vectors, mask, c.p.qk_scale)
+    return write_tiles(*tiles, scores, dA, e, x.vectors, mask, c.p)
 
 
 def _write_below(c: _Chunk, below: _Block):
@@ -359,7 +359,7 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
     def inner(total):
         rows = block(c.wg if c.state_rows > WG_ROWS else 0, WG_ROWS)
         x, y = (load_float32(z.at[rows]) for z in (c.tile(dC), c.tile(C)))
-        return total + products.sum_over_columns(x * y)
+        return total + products.sum_over_columns(weighted(x, y, c.p))
 
     # A warpgroup sums 64 of the 128 rows of a tile. If a tile has only 64, the two take turns.
     if c.state_rows > WG_ROWS:
@@ -367,7 +367,7 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
     else:
         total = lax.cond(remainder(j, 2) == c.wg, inner, lambda total: total, total)
     ring.release(v, dC, C)
-    new *= across_columns(key_weights, c.depth)
+    new = weighted(across_columns(key_weights, c.depth), new, c.p)
 
     def multiply_P(dv):
         _add_for_keys(c, dv, refs.P_smem, c.tile(dh))
@@ -384,7 +384,7 @@ def _weighted(
     c: _Chunk,
     gradients: Sequence[Array],
     weights: Array,
-    norm_weights: Array | None,
+    dz_den: Array | None,
     key_weights: Array,
 ) -> list[Array]:
     """The scaled inter-chunk parts of dq and dk, a tile each; stores q . dq and k . dk."""
@@ -393,10 +393,12 @@ def _weighted(
         c.ring.wait(q)
         dq, dk = (x[:, y * c.depth : (y + 1) * c.depth] for x in gradients)
         columns, n = c.columns(y), dq.shape[1]
-        dq *= across_columns(weights, n)
-        if norm_weights is not None:
-            dq += across_columns(norm_weights, n) * across_rows(c.vector(_N, y * c.depth, n))
-        dk = (dk + across_rows(c.vector(_DN, y * c.depth, n))) * across_columns(key_weights, n)
+        if dz_den is not None:
+            dq += across_columns(dz_den, n) * across_rows(c.vector(_N, y * c.depth, n))
+        dk += across_rows(c.vector(_DN, y * c.depth, n))
+        dq, dk = (
+            weighted(across_columns(w, n), x, c.p) for w, x in ((weights, dq), (key_weights, dk))
+        )
         q_dots.append(c.row_dots(dq, c.tile(q).at[c.tile_rows, columns]))
         k_dots.append(c.row_dots(dk, c.k_columns(y).at[:, columns]))
         inter += [dq, dk]
@@ -453,7 +455,6 @@ def _run_chunk(c: _Chunk) -> None:
     _write_diagonal(c, diagonal)
     plgpu.commit_smem()
     products.acquire(refs.tiles_full, refs.tiles_empty)
-    norm_weights = None if refs.n_gmem is None else weights * diagonal.vectors[3]
     zeros = products.zeros(WG_ROWS, c.p.DHQK)
     total = products.zeros(WG_ROWS, layout=BY_ROWS)
     step = functools.partial(_gradient_step, c, key_weights)
@@ -466,7 +467,7 @@ def _run_chunk(c: _Chunk) -> None:
         other = load_by_rows(refs.tile_sums.per_query.at[:, c.later], c.head, earlier)
         refs.tile_sums.per_query.at[c.head, c.earlier, c.rows][...] = half_sums + other
 
-    inter = _weighted(c, gradients, weights, norm_weights, key_weights)
+    inter = _weighted(c, gradients, weights, diagonal.vectors[3], key_weights)
     _store_dq_and_dk(c, inter, aligned(diagonal.row, WG_ROWS))
 
 

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.formulas.tiles import blocks, fori, loop
+from mlstm_pallas.formulas.tiles import blocks, fori, loop, weighted
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
     CopyRing,
@@ -201,11 +201,11 @@ def _kernel(
     z = products.zeros(WG_ROWS, layout=BY_ROWS)
     if normaliser is not None:
         q_n = q_times_n(lambda x: q_smem.at[wg, x], atom, n_gmem, head, chunk)
-        z += products.sum_over_columns(q_n) * row_scale
+        z += weighted(row_scale, products.sum_over_columns(q_n), p)
     num = products.from_zeros(
         lambda acc: _add_q_C(acc, q_smem, v_smem, wg, v_ring), WG_ROWS, siz_b_DHHV
     )
-    num *= across_columns(row_scale, siz_b_DHHV)
+    num = weighted(across_columns(row_scale, siz_b_DHHV), num, p)
     num, z = loop(tile + 1, join_keys, (num, z))
     fori(num_tiles - tile - 1)(skip_keys)
     if normaliser is not None:

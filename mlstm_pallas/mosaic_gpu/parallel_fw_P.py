@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import copy_in, copy_out, head_of
 from mlstm_pallas.mosaic_gpu.common.fragments import (
@@ -101,7 +102,7 @@ def _chunk(
         atom = atom_columns(p)
         # A loop, because unrolled, with all of n in registers, an SM would hold only two CTAs.
         q_n = q_times_n(lambda x: q_smem.at[:, block(x, atom)], atom, n_gmem, head, chunk)
-        z = products.sum_over_columns(P) + products.sum_over_columns(q_n) * row_scale
+        z = products.sum_over_columns(P) + weighted(row_scale, products.sum_over_columns(q_n), p)
         inv_den = 1.0 / normaliser.denominator(z, m)
         P, row_scale = P * across_columns(inv_den), row_scale * inv_den
         z_gmem.at[head, steps][...] = z

@@ -32,7 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.splits import group_splits, split_states, splits_of
-from mlstm_pallas.formulas.tiles import blocks_over, loop, remainder, rounded_up
+from mlstm_pallas.formulas.tiles import blocks_over, loop, remainder, rounded_up, weighted
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
     CopyRing,
@@ -195,10 +195,10 @@ def _recurrence(
             if out.vecX is not None:
                 stores_vector(lambda: write(out.vecX.at[head, chunk, vector_rows], vector))
             total, added = products.all_from_zeros(lambda acc: add(index, acc), (WG_ROWS, rows))
-            XT = XT * decay + added
-            vector = vector * decay + products.sum_over_rows(total, sum_smem.at[wg])
+            XT = weighted(decay, XT, p) + added
+            vector = weighted(decay, vector, p) + products.sum_over_rows(total, sum_smem.at[wg])
         else:
-            (XT,) = products.onto(lambda acc: add(index, acc), XT * decay)
+            (XT,) = products.onto(lambda acc: add(index, acc), weighted(decay, XT, p))
         return XT, vector, following
 
     for y in rings:

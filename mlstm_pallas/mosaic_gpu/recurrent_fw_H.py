@@ -28,6 +28,7 @@ from mlstm_pallas.formulas.tiles import (
     loop,
     remainder,
     rounded_up,
+    weighted,
 )
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
@@ -184,7 +185,7 @@ def _kernel(
                     write_out(tile.T, CT_tile, pending)
                     copy_out(tile, states, here if within is None else here & within)
 
-        hT = products.from_zeros(inter, WG_ROWS, L) * r
+        hT = weighted(r, products.from_zeros(inter, WG_ROWS, L), p)
         if operands.partial is not None:
             hT += load_float32(tiles["partial"].at[:, in_tile].T)
         vT = load(tiles["v"].at[:, in_tile].T)
@@ -198,7 +199,7 @@ def _kernel(
             write_out(h_tile.T, products.read(hT_acc, len(pieces)), 0)
             copy_out(h_tile, h_of(chunk), within, size)
 
-        CT = [*products.onto(intra, hT, *(x * gamma for x in CT))[1:]]
+        CT = [*products.onto(intra, hT, *(weighted(gamma, x, p) for x in CT))[1:]]
         ring.release(index)
         return CT, next_gamma
 

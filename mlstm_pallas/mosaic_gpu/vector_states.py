@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.splits import split_states, splits_of
-from mlstm_pallas.formulas.tiles import blocks, loop
+from mlstm_pallas.formulas.tiles import blocks, loop, weighted
 from mlstm_pallas.mosaic_gpu.common.launch import (
     block,
     by_lanes,
@@ -54,6 +54,7 @@ def _kernel(
     states,  # out (B * NH, NC, D), may be absent
     last,  # out (B * NH, D)
     *,
+    p: Problem,
     backward: bool,
 ) -> None:
     _, NC, D = added.shape
@@ -78,7 +79,7 @@ def _kernel(
         count, before = len(gammas), {}
         for j in reversed(range(count)) if backward else range(count):
             before[j] = x
-            x = gammas[j] * x + lax.slice(tile, (j, 0), (j + 1, tile.shape[1]))
+            x = weighted(gammas[j], x, p) + lax.slice(tile, (j, 0), (j + 1, tile.shape[1]))
         if states is not None:
             x_before = jnp.concatenate([before[j] for j in range(count)])
             states.at[head, chunks_from(first, count), columns][...] = x_before
@@ -109,7 +110,7 @@ def vector_states(
 
     def run(initial, *, return_states):
         return mosaic_call(
-            functools.partial(_kernel, backward=backward),
+            functools.partial(_kernel, p=call.problem, backward=backward),
             name="vector_states",
             grid={"program": heads * blocks(D, _columns(D))},
             outputs={

@@ -66,6 +66,8 @@ class Problem:
     qk_scale: float  # DHQK ** -0.5 of the unpadded head dimension
     # Whether time runs from the last step to the first.
     reverse: bool = dataclasses.field(default=False, repr=False)
+    # Whether packed segments or lengths make weights 0, which leave out even inf and NaN.
+    isolates: bool = dataclasses.field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.S % self.L:

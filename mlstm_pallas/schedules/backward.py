@@ -12,8 +12,9 @@ from jax import Array, lax
 
 from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length
 from mlstm_pallas.formulas.gate_gradients import inner, only
-from mlstm_pallas.formulas.gates import ChunkGates, input_gate_gradient
+from mlstm_pallas.formulas.gates import ChunkGates, input_gate_gradient, only_outputs
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
+from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.planning.call_spec import Plan, plain
 from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.problem.arrays import (
@@ -39,7 +40,7 @@ from mlstm_pallas.stages import (
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.recurrent_bw_dC import StateGradients
-from mlstm_pallas.stages.stage import ScaledRows
+from mlstm_pallas.stages.stage import ScaledRows, by_head
 from mlstm_pallas.vectors import step_gradients
 
 
@@ -86,7 +87,11 @@ def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Back
     (x, h, z, stored), (dh, last) = residuals, cotangents
     spec, launches = plan.spec, plan.backward
     recompute, active = stored.C is None, _active_chunks(plan, x)
-    gates = run_gates(spec, launches, x, stored.m, with_flags=True)
+    gates, read = run_gates(spec, launches, x, stored.m, with_flags=True), None
+    if x.segment_starts is not None:
+        # A segment whose outputs nobody reads has no gradients, even if its states are inf.
+        read = by_head(jnp.any(dh != 0, axis=-1), x.f.shape[1])
+        gates = only_outputs(gates, read)
     g = gates.per_step()
     gradients_for = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
     r = query_scale(g.vecW, spec.problem.qk_scale, gradients_for(delta=None).vecInvDen)
@@ -126,10 +131,12 @@ def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Back
     # Undefined values of delta would reach active chunks, through dm and dn. All other undefined
     # values stay in their chunks.
     delta = _mask_inactive(active, delta)
+    if read is not None and delta is not None:
+        delta = jnp.where(read, delta, 0.0)
     normaliser, dn_added = gradients_for(delta=delta), scores.vecDeltaN_added
     if normaliser.vecDzDen is not None and dn_added is None:
         dn_added = stage("step_sums", launches)(
-            step_sums.Operands(rows=x.q, weights=r * normaliser.vecDzDen)
+            step_sums.Operands(rows=x.q, weights=weighted(r, normaliser.vecDzDen))
         )
     scores = ScoreGradients(scores.matP, scores.matDeltaP, tile_sums=scores.tile_sums)
     return BackwardCarry(gates, scores, states._replace(vecDelta=None), normaliser, dn_added)

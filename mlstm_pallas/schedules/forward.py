@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length, chunks_by_segment
-from mlstm_pallas.formulas.gates import ChunkGates, segment_ends, without_outputs
+from mlstm_pallas.formulas.gates import ChunkGates, only_outputs, segment_ends, steps_within
 from mlstm_pallas.formulas.splits import (
     decays_in_splits,
     split_states,
@@ -59,7 +59,8 @@ def run_gates(
     """Runs chunk_gates; m_states: the stabilisers at the chunk boundaries, if already known."""
     operands = chunk_gates.Operands(x.i, x.f, x.initial.m, x.segment_starts, m_states)
     gates = stage("chunk_gates", launches)(operands, input_gate=spec.input_gate, **options)
-    return without_outputs(gates, x.lengths)
+    steps = None if x.lengths is None else steps_within(x.lengths, x.f.shape[1])
+    return only_outputs(gates, steps)
 
 
 def key_sums(

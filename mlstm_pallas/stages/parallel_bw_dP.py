@@ -25,6 +25,7 @@ from mlstm_pallas.formulas.normaliser import (
     normaliser_gradients,
     query_scale,
 )
+from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.stages.stage import Launch, ScaledRows, by_head
 
 
@@ -86,27 +87,28 @@ def parallel_bw_dP(
     p, gates = call.problem, x.gates
     q, k, v, dh = map(call.chunks, (x.matQ, x.matK, x.matV, x.matDeltaH))
     D, scores = decay_matrix(gates, p), call.product("nctk,ncsk->ncts", q, k) * p.qk_scale
-    P, dA = D * scores, call.product("nctv,ncsv->ncts", dh, v)
+    P, dA = scores, call.product("nctv,ncsv->ncts", dh, v)
     inv_den = dz_den = None
     if gradients.vecInvDen is not None:
         inv_den, dz_den = fusion_barrier(
             (call.chunks(gradients.vecInvDen), call.chunks(gradients.vecDzDen)), gradients.vecInvDen
         )
         P, dA = P * inv_den[..., None], (dA + dz_den[..., None]) * inv_den[..., None]
-    dP = D * dA
+    P, dP = weighted(D, P, p), weighted(D, dA, p)
     n, T = p.L // p.T, p.T
-    W = dP * scores
+    W = weighted(dP, scores, p)
     strict = causal(W, p, offset=-1).reshape(p.BNH, p.NC, n, T, n, T)
     sums = jnp.moveaxis(jnp.sum(strict, axis=-1), -1, 1), jnp.moveaxis(jnp.sum(strict, -3), 2, 1)
     per_query, per_key = (y.reshape(p.BNH, n, p.S) for y in sums)
     diagonal = jnp.diagonal(W, axis1=-2, axis2=-1).reshape(p.BNH, p.S)
     tile_sums = TileSums(per_query, per_key, diagonal)
     acc = gates.vecW.dtype
-    qbar = q.astype(acc) * query_scale(gates.vecW, p.qk_scale, inv_den)[..., None]
+    r = query_scale(gates.vecW, p.qk_scale, inv_den)[..., None]
+    qbar = q.astype(acc) * r
     kbar = k.astype(acc) * gates.vecAbar[..., None]
     P, dP, Q_scaled, K_scaled = (
         y.reshape(p.BNH, p.S, y.shape[-1]).astype(q.dtype) for y in (P, dP * p.qk_scale, qbar, kbar)
     )
-    dn_added = None if dz_den is None else jnp.sum(qbar * dz_den[..., None], axis=2)
+    dn_added = None if dz_den is None else jnp.sum(q * weighted(r, dz_den[..., None], p), axis=2)
     keys = ScaledRows(K_scaled, None) if return_keys else None
     return ScoreGradients(P, dP, ScaledRows(Q_scaled, None), keys, tile_sums, delta, dn_added)

@@ -16,6 +16,7 @@ from mlstm_pallas.formulas.chunk_list import ChunkList
 from mlstm_pallas.formulas.gate_gradients import inner, only
 from mlstm_pallas.formulas.gates import ChunkGates, causal
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, query_scale
+from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.stage import Launch
 
@@ -65,9 +66,9 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     if gradients.vecInvDen is not None:
         inv_den = call.chunks(gradients.vecInvDen)
         dq += call.chunks(gradients.vecDzDen)[..., None] * n[:, :, None]
-    dq = query_scale(gates.vecW, p.qk_scale, inv_den)[..., None] * dq
-    dk = abar * (product("ncsv,nckv->ncsk", v, dC) + dn[:, :, None])
-    dv = abar * product("ncsk,nckv->ncsv", k, dC) + product("ncts,nctv->ncsv", P, dh)
+    dq = weighted(query_scale(gates.vecW, p.qk_scale, inv_den)[..., None], dq, p)
+    dk = weighted(abar, product("ncsv,nckv->ncsk", v, dC) + dn[:, :, None], p)
+    dv = weighted(abar, product("ncsk,nckv->ncsv", k, dC), p) + product("ncts,nctv->ncsv", P, dh)
     q_inter, k_inter = (inner(y, dy).reshape(p.BNH, p.S) for y, dy in ((q, dq), (k, dk)))
     dq += product("ncts,ncsk->nctk", dP, k)
     dk += product("ncts,nctk->ncsk", dP, q)
@@ -75,5 +76,5 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         call.unchunked(dy, y).astype(y.dtype)
         for dy, y in ((dq, x.matQ), (dk, x.matK), (dv, x.matV))
     )
-    pass_through = gates.scaGamma * (inner(C, dC, 2) + inner(n, dn))
+    pass_through = weighted(gates.scaGamma, inner(dC, C, 2) + inner(dn, n))
     return Gradients(dQ, dK, dV, q_inter, k_inter, pass_through)

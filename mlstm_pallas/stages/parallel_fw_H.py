@@ -15,6 +15,7 @@ from jax import Array
 
 from mlstm_pallas.formulas.gates import ChunkGates, causal, decay_matrix
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.stages.stage import Launch
 
 
@@ -43,13 +44,14 @@ def parallel_fw_H(
     output_dtype = x.matQ.dtype if output_dtype is None else output_dtype
     p, gates, (q, k, v) = call.problem, x.gates, map(call.chunks, (x.matQ, x.matK, x.matV))
     # Masked after the product, so that a NaN in k reaches no earlier step.
-    P = causal(call.product("nctk,ncsk->ncts", q, k) * (decay_matrix(gates, p) * p.qk_scale), p)
+    D = decay_matrix(gates, p) * p.qk_scale
+    P = causal(weighted(D, call.product("nctk,ncsk->ncts", q, k), p), p)
     w = query_scale(gates.vecW, p.qk_scale)
-    num = call.product("nctk,nckv->nctv", q, x.matC_states) * w[..., None]
+    num = weighted(w[..., None], call.product("nctk,nckv->nctv", q, x.matC_states), p)
     num += call.product("ncts,ncsv->nctv", P.astype(q.dtype), v)
     z = None
     if normaliser is not None:
-        z = jnp.sum(q.astype(w.dtype) * x.vecN_states[:, :, None], axis=-1) * w
+        z = weighted(w, jnp.sum(q.astype(w.dtype) * x.vecN_states[:, :, None], axis=-1), p)
         z += jnp.sum(P, axis=-1)
         num = normaliser.normalise(num, z, gates.vecM)
     return Outputs(

@@ -16,6 +16,7 @@ from jax import Array
 from mlstm_pallas.formulas.chunk_list import ChunkList
 from mlstm_pallas.formulas.gates import ChunkGates, causal, decay_matrix
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.stages.stage import Launch, ScaledRows
 
 
@@ -48,10 +49,13 @@ def parallel_fw_P(
     q, k = (call.chunks(y) if chunks is None else chunks.gather(y, p.L) for y in (x.matQ, x.matK))
     kbar = k.astype(gates.vecW.dtype) * gates.vecAbar[..., None]
     n = x.vecN_states
-    P = causal(call.product("nctk,ncsk->ncts", q, k) * (decay_matrix(gates, p) * p.qk_scale), p)
+    D = decay_matrix(gates, p) * p.qk_scale
+    P = causal(weighted(D, call.product("nctk,ncsk->ncts", q, k), p), p)
     r, z = query_scale(gates.vecW, p.qk_scale), None
     if normaliser is not None:
-        z = r * jnp.sum(q.astype(n.dtype) * n[:, :, None], axis=-1) + jnp.sum(P, axis=-1)
+        z = weighted(r, jnp.sum(q.astype(n.dtype) * n[:, :, None], axis=-1), p) + jnp.sum(
+            P, axis=-1
+        )
         normalised = normaliser.normalise(
             jnp.concatenate([P, r[..., None]], axis=-1), z, gates.vecM
         )

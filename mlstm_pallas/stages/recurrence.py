@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.stages.stage import Launch, ScaledRows
 from mlstm_pallas.stages.vector_states import Operands, vector_states
 
@@ -84,7 +85,7 @@ def _recurrence(x: Recurrence, call: Launch) -> RecurrenceOutputs:
     def step(carry: Any, chunk: Any) -> tuple[Any, None]:
         matX, states = carry
         index, gamma = chunk
-        matX = gamma[:, None, None] * matX + lax.dynamic_index_in_dim(
+        matX = weighted(gamma[:, None, None], matX, call.problem) + lax.dynamic_index_in_dim(
             states, index, 1, keepdims=False
         )
         return (matX, lax.dynamic_update_index_in_dim(states, matX, index, 1)), None

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length
+from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.stages.parallel_fw_P import ScanOperands
 from mlstm_pallas.stages.stage import Launch
 
@@ -66,9 +67,9 @@ def recurrent_fw_H(
         """From the states of all parts; the chunk belongs to one of them."""
         part, size, q, kbar, v, P, r, gamma = chunk
         C = states[heads, part]
-        h = call.product("ntk,nkv->ntv", q, C.astype(q.dtype)) * r[..., None]
+        h = weighted(r[..., None], call.product("ntk,nkv->ntv", q, C.astype(q.dtype)), p)
         h += call.product("nts,nsv->ntv", P, v)
-        after = gamma[:, None, None] * C + call.product("nsk,nsv->nkv", kbar, v)
+        after = weighted(gamma[:, None, None], C, p) + call.product("nsk,nsv->nkv", kbar, v)
         after = jnp.where((size > 0)[:, None, None], after, C)
         return states.at[heads, part].set(after), (h, C.astype(q.dtype) if store_every else None)
 

@@ -23,6 +23,7 @@ from jax import Array, lax
 
 from mlstm_pallas.formulas.gates import MASKED, log_sigmoid
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
+from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.problem.arrays import States, Token
 from mlstm_pallas.problem.dimensions import accumulator_dtype
 from mlstm_pallas.stages.stage import Launch
@@ -48,11 +49,6 @@ def rounded(x: Array, dtype: jnp.dtype, compiled: bool) -> Array:
         return x.astype(dtype).astype(x.dtype)
     limits = jnp.finfo(dtype)
     return lax.reduce_precision(x, limits.nexp, limits.nmant)
-
-
-def decayed(decay: Array, x: Array) -> Array:
-    """decay x, and 0 where the decay is 0, whatever x is."""
-    return decay * jnp.where(decay == 0, 0.0, x)
 
 
 def step_gates(
@@ -125,8 +121,8 @@ def recurrent_step(
     m_dtype = acc if states.m is None else states.m.dtype
     decay, gain, m_new = step_gates(i, f, m, lambda y: rounded(y, m_dtype, compiled=False))
     stored = gain[..., None] * k
-    c = decayed(decay[..., None, None], c) + stored[..., :, None] * v[..., None, :]
-    n = decayed(decay[..., None], n) + stored
+    c = weighted(decay[..., None, None], c) + stored[..., :, None] * v[..., None, :]
+    n = weighted(decay[..., None], n) + stored
     h = jnp.einsum("...k,...kv->...v", q, c, precision="highest") * call.problem.qk_scale
     if normaliser is not None:
         h = normaliser.normalise(h, jnp.sum(q * n, axis=-1) * call.problem.qk_scale, m_new)

@@ -32,9 +32,10 @@ from jax import Array, lax
 
 from mlstm_pallas.formulas.gates import MASKED, log_input_gate, log_sigmoid
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
+from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.problem.arrays import Token
 from mlstm_pallas.problem.dimensions import InputGate, accumulator_dtype
-from mlstm_pallas.stages.recurrent_step import decayed, on_rows, one_at_a_time, rounded
+from mlstm_pallas.stages.recurrent_step import on_rows, one_at_a_time, rounded
 from mlstm_pallas.stages.stage import Launch
 
 _INF = float("inf")
@@ -166,8 +167,8 @@ def _flushed(states: RingStates, end: Any, m_dtype: Any) -> RingStates:
     w0, w, m, K, V = _weights(states, end, round_m=round_m)
     K = w[:, None] * K
     after = states._replace(
-        c=decayed(w0, states.c) + jnp.einsum("sk,sv->kv", K, V, precision="highest"),
-        n=decayed(w0, states.n) + jnp.sum(K, axis=0),
+        c=weighted(w0, states.c) + jnp.einsum("sk,sv->kv", K, V, precision="highest"),
+        n=weighted(w0, states.n) + jnp.sum(K, axis=0),
         m=None if states.m is None else m,
         start=len(states.i) // 2 - states.start,
         fill=states.fill - end,
@@ -183,10 +184,10 @@ def _head(x: Operands, m_dtype: Any, normaliser: Normaliser | None, qk_scale: fl
     def one(q: Array, end: Array) -> Array:
         w0, w, m, K, V = _weights(states, end)
         scores = w * dot("sk,k->s", K, q)
-        h = (decayed(w0, dot("k,kv->v", q, states.c)) + dot("s,sv->v", scores, V)) * qk_scale
+        h = (weighted(w0, dot("k,kv->v", q, states.c)) + dot("s,sv->v", scores, V)) * qk_scale
         if normaliser is None:
             return h
-        z = decayed(w0, jnp.sum(states.n * q)) + jnp.sum(scores)
+        z = weighted(w0, jnp.sum(states.n * q)) + jnp.sum(scores)
         return normaliser.normalise(h, z * qk_scale, m)
 
     q = x.tokens.q

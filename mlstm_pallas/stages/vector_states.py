@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.stages.stage import Launch
 
 
@@ -21,10 +22,10 @@ def vector_states(x: Operands, *, backward: bool = False, call: Launch) -> tuple
       x before each chunk (after it with backward), (B * NH, NC, DHQK), and x after the last chunk
       (before the first); float32.
     """
-    added, gamma, initial = x
+    (added, gamma, initial), p = x, call.problem
 
     def join(left: Any, right: Any) -> tuple[Any, ...]:
-        return left[0] * right[0], left[1] * right[0] + right[1]
+        return left[0] * right[0], weighted(right[0], left[1], p) + right[1]
 
     def entering(first: Array, x: Array) -> Array:
         """x of the chunk before each (after it with backward); ``first`` at the first one."""
@@ -35,4 +36,4 @@ def vector_states(x: Operands, *, backward: bool = False, call: Launch) -> tuple
         join, (factors, entering(initial[:, None], added)), reverse=backward, axis=1
     )
     end = 0 if backward else -1
-    return states, gamma[:, end, None] * states[:, end] + added[:, end]
+    return states, weighted(gamma[:, end, None], states[:, end], p) + added[:, end]

@@ -32,6 +32,7 @@ from mlstm_pallas.formulas.tiles import (
     remainder,
     rounded_up,
     triangle_tile,
+    weighted,
 )
 from mlstm_pallas.problem.dimensions import MAX_TILE, Problem, next_power_of_two
 from mlstm_pallas.problem.gpu import Gpu
@@ -92,13 +93,12 @@ def _parallel_bw_dP_kernel(
         scores *= scale
         e, u = [ref[keys] for ref in vecE], [ref[queries] for ref in vecU]
         mask = functools.partial(causal_mask, (T, T), (row - column) * T, reverse=p.reverse)
-        D = decay_tile(e, u, mask())
-        P = D * scores
+        D, P = decay_tile(e, u, mask()), scores
         if vecInvDen is not None:
             inv_den = vecInvDen[queries][:, None]
-            P, dA = P * inv_den, (dA + vecDzDen[queries][:, None]) * inv_den
-        dP = D * dA
-        W, strict = dP * scores, mask(strict=True)
+            P, dA = scores * inv_den, (dA + vecDzDen[queries][:, None]) * inv_den
+        P, dP, strict = weighted(D, P, p), weighted(D, dA, p), mask(strict=True)
+        W = weighted(dP, scores, p)
         before = jnp.where(strict, W, 0.0)
         per_query[column, queries] = jnp.sum(before, axis=1)
         per_key[row, keys] = jnp.sum(before, axis=0)
@@ -127,18 +127,18 @@ def _parallel_bw_dP_kernel(
         steps = block_at(tile, T)
         abar, w = vecAbar[steps][:, None], vecW[steps]
         r = query_scale(w, scale, None if vecInvDen is None else vecInvDen[steps])
-        dz_den = None if vecDzDen is None else vecDzDen[steps][:, None]
+        dn = None if vecDzDen is None else weighted(r, vecDzDen[steps], p)[:, None]
 
         @fori(blocks_over(DHQK, block_k))
         def _(x):
             columns = block_at(x, block_k)
-            q = matQ[steps, columns].astype(jnp.float32) * r[:, None]
-            matQbar[steps, columns] = q.astype(matQbar.dtype)
+            q = matQ[steps, columns].astype(jnp.float32)
+            matQbar[steps, columns] = (q * r[:, None]).astype(matQbar.dtype)
             if matKbar is not None:
                 k = matK[steps, columns].astype(jnp.float32) * abar
                 matKbar[steps, columns] = k.astype(matKbar.dtype)
             if vecDeltaN_added is not None:
-                vecDeltaN_added[tile, columns] = jnp.sum(q * dz_den, axis=0)
+                vecDeltaN_added[tile, columns] = jnp.sum(q * dn, axis=0)
 
 
 def parallel_bw_dP(

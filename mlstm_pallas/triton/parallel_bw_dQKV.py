@@ -30,6 +30,7 @@ from mlstm_pallas.formulas.tiles import (
     product,
     remainder,
     rounded_up,
+    weighted,
 )
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
@@ -118,25 +119,29 @@ def _parallel_bw_dQKV_kernel(
 
         return run(role, start, (L, siz_b_LQ), column_blocks, out)
 
+    def by_step(w, acc):
+        return weighted(w[:, None], acc, call.problem)
+
     def dq(steps, columns):
         r = query_scale(vecW[steps], scale, None if vecInvDen is None else vecInvDen[steps])
         acc = product(matDeltaH, matC_states, steps, columns, block_k, precision, b_axis=1)
-        acc *= r[:, None]
         if vecDzDen is not None:
-            acc += (r * vecDzDen[steps])[:, None] * vecN_states[columns][None, :]
-        return acc
+            acc += vecDzDen[steps][:, None] * vecN_states[columns][None, :]
+        return by_step(r, acc)
 
     def dk(steps, columns):
         acc = product(matV, matDeltaC_states, steps, columns, block_k, precision, b_axis=1)
-        return (acc + vecDeltaN_states[columns][None, :]) * vecAbar[steps][:, None]
+        return by_step(vecAbar[steps], acc + vecDeltaN_states[columns][None, :])
 
     def dv(steps, columns):
         acc = product(matK, matDeltaC_states, steps, columns, block_k, precision)
-        return acc * vecAbar[steps][:, None]
+        return by_step(vecAbar[steps], acc)
 
     def inner_states(row, column, rows, columns):
         C, dC = (ref[rows, columns].astype(jnp.float32) for ref in (matC_states, matDeltaC_states))
-        inner_C_dC[row * blocks_over(*DHHV_blocks) + column] = jnp.sum(C * dC)
+        inner_C_dC[row * blocks_over(*DHHV_blocks) + column] = jnp.sum(
+            weighted(dC, C, call.problem)
+        )
 
     DHQK_blocks, DHHV_blocks = (matQ.shape[1], tiles.siz_b_DHQK), (matV.shape[1], tiles.siz_b_DHHV)
     end = gradient(dq, 0, DHQK_blocks, matDeltaP, matK, matDeltaQ, matQ, q_dot_dq_inter)
@@ -179,8 +184,8 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         ),
         call=call,
     )
-    states = y.pop("inner_C_dC").sum(-1) + inner(x.vecN_states, x.vecDeltaN_states)
-    y["pass_through"] = x.gates.scaGamma * states
+    states = y.pop("inner_C_dC").sum(-1) + inner(x.vecDeltaN_states, x.vecN_states)
+    y["pass_through"] = weighted(x.gates.scaGamma, states)
     for name in ("q_dot_dq_inter", "k_dot_dk_inter"):
         y[name] = y[name].sum(1)
     return Gradients(**y)

@@ -32,6 +32,7 @@ from mlstm_pallas.formulas.tiles import (
     remainder,
     rounded_up,
     sum_of,
+    weighted,
 )
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
@@ -83,7 +84,7 @@ def _parallel_fw_H_kernel(
         parts = [norm(q, vecN_states[at]) for at, q in whole_q] or [sum_of(num_k, norm_of, (LQ,))]
         z = [functools.reduce(operator.add, parts)]
     w = query_scale(vecW[...], p.qk_scale)
-    num, z = num * w[:, None], [x * w for x in z]
+    num, z = weighted(w[:, None], num, p), [weighted(w, x, p) for x in z]
     u = [ref[...] for ref in vecU]
 
     def add_keys(j, carry):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.formulas.tiles import causal_scores, dot, pieces
+from mlstm_pallas.formulas.tiles import causal_scores, dot, pieces, weighted
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
 from mlstm_pallas.stages.stage import KernelOptions, Launch, ScaledRows, Tiles
@@ -53,7 +53,7 @@ def _parallel_fw_P_kernel(
     P = causal_scores(scores, e, u, call.problem, 0)
     r = query_scale(vecW[...], scale)
     if normaliser is not None:
-        z = r * q_n + jnp.sum(P, axis=1)
+        z = weighted(r, q_n, call.problem) + jnp.sum(P, axis=1)
         inv_den = 1.0 / normaliser.denominator(z, vecM[...])
         P, r = P * inv_den[:, None], r * inv_den
         vecZ[...] = z

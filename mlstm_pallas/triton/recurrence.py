@@ -40,6 +40,7 @@ from mlstm_pallas.formulas.tiles import (
     dot,
     loop,
     remainder,
+    weighted,
 )
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages import recurrent_bw_dC as dC
@@ -107,7 +108,8 @@ def _recurrence_kernel(
             return XT + dot(b[steps, :], rows, call.precision, a_axis=0), vectors
 
         decay = gamma[chunk]
-        return loop(num_tiles, add, (XT * decay, [vector * decay for vector in vectors]))
+        decayed = functools.partial(weighted, decay, p=call.problem)
+        return loop(num_tiles, add, (decayed(XT), [*map(decayed, vectors)]))
 
     vectors = [] if vecX_initial is None else [vecX_initial[...]]
     zeros = jnp.zeros((b.shape[1], a.shape[1]), jnp.float32)

@@ -38,6 +38,7 @@ from mlstm_pallas.formulas.tiles import (
     fori,
     loop,
     pieces,
+    weighted,
 )
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
@@ -123,7 +124,7 @@ def _recurrent_fw_H_kernel(
         hT = jnp.zeros((v.shape[1], L), jnp.float32)
         for tile, block in zip(row_tiles, CT, strict=True):
             hT += dot(block.astype(v.dtype), matQ[steps, tile], precision, b_axis=1)
-        hT = hT * r[None, :]
+        hT = weighted(r[None, :], hT, p)
         if P is not None:
             hT += dot(v, P, precision, a_axis=0, b_axis=1)
         if partial is None:
@@ -131,7 +132,7 @@ def _recurrent_fw_H_kernel(
         else:
             matH[steps, :] = (hT.T + partial.astype(jnp.float32)).astype(matH.dtype)
         CT = tuple(
-            block * gamma + dot(v, matKbar[entry_of(chunk), tile], precision, a_axis=0)
+            weighted(gamma, block, p) + dot(v, matKbar[entry_of(chunk), tile], precision, a_axis=0)
             for tile, block in zip(row_tiles, CT, strict=True)
         )
         return CT, following

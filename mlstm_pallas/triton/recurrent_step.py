@@ -22,9 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
-from mlstm_pallas.formulas.tiles import block_at, blocks_over, loop
+from mlstm_pallas.formulas.tiles import block_at, blocks_over, loop, weighted
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
-from mlstm_pallas.stages.recurrent_step import Operands, decayed, rounded, step_gates
+from mlstm_pallas.stages.recurrent_step import Operands, rounded, step_gates
 from mlstm_pallas.stages.stage import KernelOptions, Launch, Tiles
 from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store
 
@@ -93,7 +93,7 @@ def _advance(
     def update(ik, loaded, num):
         rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
         C, q, k = loaded
-        C = decayed(decay, C.astype(jnp.float32)) + (gain * k) * v[None, :]
+        C = weighted(decay, C.astype(jnp.float32)) + (gain * k) * v[None, :]
         block = states_new.c.at[(*row, rows, columns)]
         masked_store(block, C.astype(states.c.dtype), outer_mask(in_rows, in_columns))
         return num + jnp.sum(q * C, axis=0)
@@ -111,7 +111,7 @@ def _advance(
     if states.m is not None:
         m = (states.m[...] if before is None else before[DHQK]).astype(jnp.float32)
     decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, states.m.dtype, compiled))
-    n = decayed(decay, n) + gain * k
+    n = weighted(decay, n) + gain * k
 
     @pl.when(part == 0)
     def _():

@@ -24,9 +24,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
-from mlstm_pallas.formulas.tiles import blocks_over, dot, fori, loop, sum_of
+from mlstm_pallas.formulas.tiles import blocks_over, dot, fori, loop, sum_of, weighted
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem
-from mlstm_pallas.stages.recurrent_step import decayed, rounded
+from mlstm_pallas.stages.recurrent_step import rounded
 from mlstm_pallas.stages.ring_step import (
     Operands,
     ages,
@@ -117,7 +117,7 @@ def _scores(x, states, new, weights, call, normaliser, row):
         scores = jnp.where(w != 0, scale * w * weights.vecRing[t, ring], 0.0)
         w0 = scale * w0
         if normaliser is not None:
-            inverse = normaliser.reciprocal(decayed(w0, n_dot_q) + jnp.sum(scores), m_t)
+            inverse = normaliser.reciprocal(weighted(w0, n_dot_q) + jnp.sum(scores), m_t)
             scores, w0 = scores * inverse, w0 * inverse
         weights.vecRing[t, ring], weights.scaState[t] = scores, w0
 
@@ -137,7 +137,7 @@ def _scores(x, states, new, weights, call, normaliser, row):
             columns, inside = masked_block(ik, block, DHQK)
             K = load_K(columns, inside, age < L).astype(jnp.float32)
             added = jnp.sum(jnp.where(w[:, None] != 0, w[:, None] * K, 0.0), axis=0)
-            n = decayed(w0, load(states.n, columns, row, inside)) + added
+            n = weighted(w0, load(states.n, columns, row, inside)) + added
             masked_store(new.n.at[(*row, columns)], n.astype(states.n.dtype), inside)
 
         if m is not None:
@@ -217,7 +217,7 @@ def _read(matQ, states, weights, matC, matC_new, matH, call, row, part, columns,
         weights.vecRing.at[(tokens, ring)], None if one else outer_mask(in_tokens, None)
     )
     w_state = masked_load(weights.scaState.at[tokens], in_tokens)
-    h = add_values(w, V, decayed(w_state if one else w_state[:, None], add(*carry)))
+    h = add_values(w, V, weighted(w_state if one else w_state[:, None], add(*carry)))
     inside = in_columns if one else outer_mask(in_tokens, in_columns)
     masked_store(matH.at[(tokens, columns)], h.astype(matH.dtype), inside)
 

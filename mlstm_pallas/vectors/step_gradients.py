@@ -73,6 +73,7 @@ def gradients(
     pass_through: Array,
     *,
     T: int,
+    isolates: bool,
     m: Any = None,
 ) -> Any:
     """The gradients of log i and f per step, and none per chunk; m: what reaches m around it."""
@@ -107,11 +108,17 @@ def gradients(
         (sums,) = scan.sums(scan.shifted(x, 0.0), T=T)
         return sums
 
-    (from_step,) = scan.sums(queries, T=T)
+    # What is later reaches nothing before a step that reads nothing from before it, even as inf.
+    nonzero = jnp.where((flags & DECAY_NONZERO) > 0, 1.0, 0.0)
+    if isolates:
+        continues = jnp.where(remainder(scan.step, T) > 0, scan.shifted(nonzero, 0.0), 0.0)
+        from_step, _ = scan.running(_join, (queries, continues), (0.0, 1.0))
+    else:
+        (from_step,) = scan.sums(queries, T=T)
     # The last key of a tile is before none of its steps.
     before_step = scan.against(sums_before, jnp.where(remainder(scan.step, T) > 0, keys, 0.0))
     df, di = from_step + before_step + through + pass_through, keys + keys_intra
-    df = jnp.where((flags & DECAY_NONZERO) > 0, df, 0.0)
+    df = jnp.where(nonzero > 0, df, 0.0)
     if dm is not None:
         _, (passed, flows) = m_summaries(scan, dm, flags)
         dm += scan.shifted(passed + jnp.where(flows > 0, m[0], 0.0), m[0])
@@ -132,7 +139,7 @@ def step_gradients(
         _, summaries, _ = vector_call(m_summaries, steps, (), 2, name="m_summaries", call=call)
         m = scan_chunks(m_carries, summaries, dm_initial, name="m_carry_scan", call=call)
     (di, df), _, m = vector_call(
-        functools.partial(gradients, T=p.L // x.tile_sums.per_query.shape[1]),
+        functools.partial(gradients, T=p.L // x.tile_sums.per_query.shape[1], isolates=p.isolates),
         (*x.tile_sums, x.q_dot_dq_inter, x.k_dot_dk_inter, x.vecF, x.flags, x.dm),
         ("float32",) * 2,
         chunks=(x.pass_through,),

@@ -84,7 +84,8 @@ def gates_of(
         scaM_initial=m_initial
     )
     result = run_stage("chunk_gates", call, input_gate=input_gate, **x)
-    return gates.without_outputs(call.processing_order(result), lengths)
+    steps = None if lengths is None else gates.steps_within(lengths, i.shape[1])
+    return gates.only_outputs(call.processing_order(result), steps)
 
 
 # Options of random_inputs.

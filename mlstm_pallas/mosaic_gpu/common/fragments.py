@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.gate_gradients import TileSums
 from mlstm_pallas.formulas.normaliser import Normaliser
-from mlstm_pallas.formulas.tiles import LOG2_E, blocks, loop
+from mlstm_pallas.formulas.tiles import LOG2_E, blocks, loop, weighted
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.launch import (
     BY_COLUMNS,
@@ -113,7 +113,7 @@ def causal_scores(S: jax.Array, D: jax.Array, p: Problem, distance: Any = 0) -> 
     distance: from the first key of the tile to the first query, in time.
     """
     t, s = rows_and_columns(WG_ROWS, WG_ROWS, p.reverse)
-    return jnp.where(s <= t + distance, S * (D * p.qk_scale), 0.0)
+    return jnp.where(s <= t + distance, weighted(D * p.qk_scale, S, p), 0.0)
 
 
 def write_tiles(
@@ -124,7 +124,7 @@ def write_tiles(
     e: Iterable[jax.Array],
     queries: Sequence[Any],
     mask: jax.Array | None,
-    scale: float,
+    p: Problem,
 ) -> jax.Array:
     """Writes P and dP to shared memory; returns W.
 
@@ -140,15 +140,17 @@ def write_tiles(
     columns = scores.shape[1]
 
     def scaled(x):
-        return x * (scale if inv_den is None else across_columns(inv_den * scale, columns))
+        return x * (
+            p.qk_scale if inv_den is None else across_columns(inv_den * p.qk_scale, columns)
+        )
 
     D = decay_tile(e, u)
     D = D if mask is None else jnp.where(mask, D, 0.0)
-    scores = D * scores
-    products.store(P, scaled(scores).astype(P.dtype))
+    products.store(P, weighted(D, scaled(scores), p).astype(P.dtype))
     dA = scaled(dA if dz_den is None else dA + across_columns(dz_den, columns))
-    products.store(dP, (D * dA).astype(dP.dtype))
-    return scores * dA
+    dA = weighted(D, dA, p)
+    products.store(dP, dA.astype(dP.dtype))
+    return weighted(dA, scores, p)
 
 
 def w_sum_shapes(p: Problem) -> TileSums:
