@@ -117,7 +117,10 @@ def read_text(path: Path | str) -> str:
 
 
 class YamlLoader(yaml.SafeLoader):
-    """As xlstm does, it reads 1e-6 as a number and refuses a name that is there twice."""
+    """It reads 1e-6 as a number and refuses a name that is there twice.
+
+    xlstm 2.0.6 reads 1e-6 as a string, which its norms refuse, and the last of two equal names.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [name.value for name, _ in node.value]

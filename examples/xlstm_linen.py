@@ -64,7 +64,7 @@ class LanguageModel(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array, states=None):
-        """tokens (B, S), or (B,) with states -> logits (..., vocabulary) and states.
+        """tokens (B, S), or (B,) with states -> float32 logits (..., vocabulary), states.
 
         The states of all blocks are stacked on their first axis.
         """
@@ -77,5 +77,8 @@ class LanguageModel(nn.Module):
         x = nn.Embed(self.vocabulary, self.width, name="embed")(tokens)
         x, states = run(self.heads, name="blocks")(x, states)
         x = nn.RMSNorm(name="norm")(x)
-        logits = nn.Dense(self.vocabulary, use_bias=False, name="unembed")(x)
+        # Logits are float32, also those of bfloat16 weights.
+        product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+        options = dict(use_bias=False, dot_general=product)
+        logits = nn.Dense(self.vocabulary, **options, name="unembed")(x)
         return soft_cap(logits, 30.0), states

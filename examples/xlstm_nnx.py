@@ -74,13 +74,17 @@ class LanguageModel(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
+        # Otherwise rows of a bfloat16 copy of the table would have the dtype of the initial table.
+        self.embed.dtype = None
         make = nnx.vmap(lambda rngs: Block(width, heads, mlstm=mlstm, rngs=rngs))
         self.blocks = make(rngs.split(layers))
         self.norm = nnx.RMSNorm(width, rngs=rngs)
-        self.unembed = nnx.Linear(width, vocabulary, use_bias=False, rngs=rngs)
+        # Logits are float32, also those of bfloat16 weights.
+        options = dict(use_bias=False, preferred_element_type=jnp.float32)
+        self.unembed = nnx.Linear(width, vocabulary, **options, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, states=None):
-        """tokens (B, S), or (B,) with states -> logits (..., vocabulary) and states.
+        """tokens (B, S), or (B,) with states -> float32 logits (..., vocabulary), states.
 
         The states of all blocks are stacked on their first axis.
         """

@@ -125,9 +125,9 @@ def mlstm_chunkwise(
         steps h and all gradients are 0, even if the padding holds NaN gates or
         finite q, k and v up to 1e10.
       num_segments: N, with return_last_states, for packed prompts. Segment n is
-        the steps with id n; ids ascend in a batch entry, and those below 0 or
-        from N on are of no segment. The call returns the states at the ends of
-        segments 0 to N - 1, (B, N, NH, ...). Initial states may be so too.
+        the steps with id n; ids ascend, up to padding of 0. Those below 0, from
+        N on or behind a descent are of no segment. It returns the states at the
+        ends of segments, (B, N, NH, ...). Initial states may be so too.
       reverse: True runs from the last step (of sequence_lengths) to the first,
         as the call of flipped sequences does, without flipping them. Initial
         states enter at the last step, last states leave at step 0, and segments

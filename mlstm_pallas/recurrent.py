@@ -163,8 +163,8 @@ def mlstm_recurrent_step(
     pools as states and ``slots``, the row of each batch entry. The pools are
     returned whole and updated in place, as states are; nothing is gathered.
     Heads of pools may be sharded; shards of B and P are gathered first, and in
-    shard_map slots are rows of the shard's pools. vmap runs kernels for one
-    mapped element after the other.
+    shard_map slots are rows of the shard's pools. vmap joins its axis to the
+    batch, in one launch; with ``slots`` elements run one after the other.
 
     The kernels have no derivatives; backend "xla" has them, of every order.
 

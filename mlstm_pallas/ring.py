@@ -152,8 +152,8 @@ def mlstm_ring_step(
     of the drafts behind it. Drafts that are taken back leave no NaN.
 
     The states are updated in place if the caller does not use them afterwards,
-    as those of ``mlstm_recurrent_step``; slots, pools, meshes and derivatives
-    are as there.
+    as those of ``mlstm_recurrent_step``; slots, pools, meshes, vmap and
+    derivatives are as there.
 
     Example::
 

@@ -295,7 +295,7 @@ def check_inputs(
     if lengths:
         check_indices("sequence_lengths", sizes["S"] * shards, *lengths)
     if num_segments:
-        check_indices("segment_ids", sizes["S"], arrays["segment_ids"], *lengths)
+        check_indices("segment_ids", num_segments, arrays["segment_ids"], *lengths)
     if pooled:
         check_indices("slots", sizes["P"], arrays["slots"])
     for name in () if gate.stabilised else ("m_initial", "m"):
@@ -303,14 +303,20 @@ def check_inputs(
     return sizes
 
 
+def _descending(N: int, x: Any, lengths: Any = np.inf) -> Any:
+    """Which ids of segments 1 to N - 1 are behind a descent, as ``segment_ends`` has it."""
+    ids = np.clip(x.astype(float), -1, N)
+    behind = np.maximum.accumulate(ids < np.maximum.accumulate(ids, axis=1), axis=1)
+    within = np.arange(x.shape[1]) < np.reshape(lengths, (-1, 1))
+    return behind & within & (ids > 0) & (ids < N)
+
+
 # Which values are wrong, and what was expected.
 _WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "sequence_lengths": (lambda S, x: (x < 0) | (x > S), "0 to S = {}"),
     "segment_ids": (
-        lambda S, x, lengths=np.inf: (
-            (x < np.maximum.accumulate(x, axis=1)) & (np.arange(S) < np.reshape(lengths, (-1, 1)))
-        ),
-        "no id below an earlier one, as num_segments is set",
+        _descending,
+        "ids that ascend, up to padding of 0 at the end, as num_segments is set",
     ),
     "slots": (
         lambda P, x: (

@@ -371,7 +371,8 @@ INDICES = [
     ),
     refusal(
         ValueError,
-        "segment_ids[1, 20] is 1, expected no id below an earlier one, as num_segments is set",
+        "segment_ids[1, 20] is 1, expected ids that ascend, up to padding of 0 at the end, as "
+        "num_segments is set",
         (mlstm_chunkwise, dict(segment_ids=DESCENDS, num_segments=2, return_last_states=True)),
     ),
     refusal(
@@ -435,7 +436,7 @@ def test_indices_of_several_kinds_in_a_call(monkeypatch, ids, lengths, checks):
 
     run(segment_ids=DESCENDS, sequence_lengths=np.array([40, 20]))
     if checks == "1":
-        with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="is 1, expected no id"):
+        with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="is 1, expected ids"):
             run(segment_ids=DESCENDS, sequence_lengths=np.array([40, 21]))
 
 

@@ -1,8 +1,10 @@
 """Steps with a ring buffer against the recurrence in float64; drafts; flushes."""
 
 import functools
+import math
 from typing import NamedTuple
 
+import compile_report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -234,6 +236,33 @@ def test_mapped_and_exported():
         assert_close(y[:, 0], z, 1e-6)
     exported = jax.export.export(plain)(*operands)
     assert_close(exported.call(*operands)[0], expected[0], 1e-6)
+
+
+@pytest.mark.parametrize("pooled", [False, True], ids=["states", "slots"])
+@pytest.mark.parametrize("step", [mlstm_recurrent_step, mlstm_ring_step])
+def test_vmap_joins_its_axis_to_the_batch_unless_there_are_slots(step, pooled):
+    """One launch of all mapped elements, or a loop over them, as the docstring says."""
+    B, NH, D = 2, 2, 16
+    rows, gates = jnp.zeros((B, NH, D)), jnp.zeros((B, NH))
+    states = jnp.zeros((B, NH, D, D)), rows, gates
+    if step is mlstm_ring_step:
+        states = [mlstm_ring_states(*states, dtype=rows.dtype)]
+    slots = jnp.arange(B) if pooled else None
+
+    def run(states, slots):
+        return step(rows, rows, rows, gates, gates, *states, slots=slots, backend="interpret")
+
+    def launched(run, *operands):
+        """How many instances of a kernel each launch has, and the loops, also in kernels."""
+        jaxpr = jax.make_jaxpr(run)(*operands).jaxpr
+        launches = compile_report.equations(jaxpr, "pallas_call")
+        loops = [y for x in ("scan", "while") for y in compile_report.equations(jaxpr, x)]
+        return [math.prod(x.params["grid_mapping"].grid) for x in launches], len(loops)
+
+    alone, loops = launched(run, states, slots)
+    operands = jax.tree.map(lambda x: jnp.stack([x] * 3), (states, slots))
+    expected = (alone, loops + 1) if pooled else ([3 * n for n in alone], loops)
+    assert launched(jax.vmap(run), *operands) == expected
 
 
 @pytest.mark.parametrize(

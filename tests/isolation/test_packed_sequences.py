@@ -32,7 +32,8 @@ from oracle import (
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, pack_lengths
 from mlstm_pallas.formulas.gates import segment_ends
 from mlstm_pallas.planning.options import Options
-from mlstm_pallas.prepare import Arguments, padded, prepare
+from mlstm_pallas.prepare import Arguments, as_int32, padded, prepare
+from mlstm_pallas.problem.validation import check_indices
 
 S, L = 90, 32
 STATES = NAMES[5:]
@@ -252,6 +253,62 @@ def test_ids_of_any_integer_dtype():
             expected = np.array([max(limits.min, -1), 1, 2, min(limits.max, count)]) + front
             assert np.array_equal(padded(spec, call).segment_ids, [[expected]])
             assert (spec.num_segments, spec.negative_segments) == (count + front, front)
+
+
+# Rows of ids for 3 segments. Documents of grain, MaxText and T5X are 1 to N, with padding of 0.
+LOADERS = dict(
+    padding_behind=[[1, 1, 1, 2, 2, 2, 2, 0, 0], [1, 1, 2, 0, 0, 0, 0, 0, 0]],
+    no_padding=[[1, 1, 1, 2, 2, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 1, 1, 0]],
+    padding_in_front=[[0, 0, 1, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 1, 2]],
+    padding_at_both_ends=[[0, 0, 1, 1, 1, 2, 2, 0, 0], [-1, -1, 0, 1, 1, 2, -1, -1, -1]],
+    negative_padding=[[0, 0, 0, 1, 1, 2, 2, -1, -1], [-3, -1, -2, 0, 1, 1, -1, 0, -1]],
+    ids_without_states=[[1, 1, 2, 9, 9, 7, 7, 3, 0], [1, 2, 2, 4, 4, 4, 3, 3, 0]],
+    nothing_but_padding=[[0] * 9, [-1] * 9],
+)
+
+
+@pytest.mark.parametrize("go_on", [False, True], ids=["from_zeros", "from_states"])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_ids_of_loaders_are_read_alike_from_numpy_and_jax(loader, go_on):
+    """The states are those of the steps with an id, before the first descent."""
+    ids = np.repeat(LOADERS[loader], 3, axis=1).astype("int32")
+    x = random_inputs(8, *(2, 2, 27), 16, 16, states=go_on)
+    x |= states_of_segments(x, 3) if go_on else {}
+    options = dict(num_segments=3, return_last_states=True, backend="xla", layout="BNTH")
+    run = functools.partial(mlstm_chunkwise, **x, **options)
+    results = run(segment_ids=ids), run(segment_ids=jnp.asarray(ids))
+    compare(OUTPUTS, *map(jax.tree.leaves, results), tolerance("float32", 27))
+    for b, n in itertools.product(range(2), range(3)):
+        row = np.maximum(ids[b], -1).clip(max=3)
+        steps = (row == n) & (np.cumsum(np.diff(row, prepend=-1) < 0) == 0)
+        before = [x[name][b, n] for name in STATES] if go_on else [0, 0, 0]
+        if np.any(steps):
+            alone = {name: x[name][b : b + 1, :, steps] for name in "qkvif"}
+            alone |= {name: x[name][b : b + 1, n] for name in STATES} if go_on else {}
+            before = [y[0] for y in oracle(alone)[1:]]
+        after = [y[b, n] for y in results[0][1]]
+        before = [np.broadcast_to(y, z.shape) for y, z in zip(before, after, strict=True)]
+        compare("cnm", after, before, tolerance("float32", 27))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int64", "uint8", "uint64"])
+def test_ids_are_refused_if_a_segment_would_lose_steps(dtype):
+    """Of random rows: NumPy arrays are refused where ``segment_ends`` leaves out an id above 0."""
+    draw, count, refused = np.random.default_rng(1), 3, 0
+    for _ in range(300):
+        ids = draw.integers(-2 if dtype.startswith("i") else 0, 6, size=(1, 5)).astype(dtype)
+        with jax.enable_x64(True):
+            clipped = as_int32(jnp.asarray(ids), -1, count)
+        ends = [0, *np.asarray(segment_ends(clipped, count, None))[0].tolist()]
+        lost = [t for t, n in enumerate(ids[0]) if n in (1, 2) and not ends[n] <= t < ends[n + 1]]
+        try:
+            check_indices("segment_ids", count, ids)
+        except ValueError:
+            assert lost, ids
+            refused += 1
+        else:
+            assert not lost, ids
+    assert 50 < refused < 250
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import itertools
 import math
 import re
 import sys
@@ -234,6 +235,23 @@ def test_each_row_is_our_call(package):
         compare([f"{x} of {cell}" for x in OUTPUTS], *pair, bound("float32"))
 
 
+@pytest.mark.parametrize("scale", ["qk_scale", "scale"])
+def test_the_default_scale_leaves_every_bit_of_q(scale):
+    """A factor of q that is not 1 rounds it; the default is 1, in any dtype."""
+    table = "FLA" if scale == "scale" else "mlstm_kernels"
+    [code] = [code for cell, code in rows(table) if cell == f"`{scale}`"]
+    for dtype, width in itertools.product(("float32", "bfloat16", "float16"), (3, 64, 96, 128)):
+        q = jax.random.normal(jax.random.key(width), (40, width)).astype(dtype)
+        names = {"q": q, scale: width**-0.5, "DHQK": width}
+        scaled = arguments(code, names)["q"]
+        assert (scaled.dtype, scaled.tolist()) == (q.dtype, q.tolist())
+
+
+def decay_rows():
+    """The rows of FLA with a forget gate, by their first cell."""
+    return {cell: code for cell, code in rows("FLA") if code.startswith("f=")}
+
+
 def test_the_rows_of_fla_are_its_function():
     """With two sequences, of which the second goes on from the state after the first."""
     x = random_inputs(3, 1, NH, S, DHQK, DHV, states=False).values()
@@ -244,18 +262,78 @@ def test_the_rows_of_fla_are_its_function():
     arrays, states = dict(q=q, k=k, v=v), jnp.stack([0 * state, state], axis=1)
     theirs = arrays | dict(g=g, scale=2 * DHQK**-0.5, cu_seqlens=[0, 15, S], initial_state=states)
     theirs |= dict(head_first=False, output_final_state=True)
-    [(_, of_gamma)], lines = (
-        [x for x in rows("FLA") if x[0].startswith("`g_gamma") == gamma] for gamma in (True, False)
-    )
-    for _, code in lines:
-        arrays |= arguments(code, theirs)
+    of_g, of_gamma, of_neither = decay_rows().values()
+    for _, code in rows("FLA"):
+        if code not in (of_gamma, of_neither):
+            arrays |= arguments(code, theirs)
     h, (c, *_) = mlstm_chunkwise(**arrays)
     expected = 2 * in_float64(jax.jit(peers.no_input_gate), *x)
     assert_close(np.swapaxes(h, 1, 2), expected, bound("float32"))
     assert c.shape == states.shape
     decays = dict(q=q, g_gamma=g[0, 0], g=jnp.broadcast_to(g[:, :1], g.shape))
-    [of_g] = [code for _, code in lines if code.startswith("f=")]
     np.testing.assert_array_equal(*(arguments(x, decays)["f"] for x in (of_g, of_gamma)))
+    no_decay = [arguments(x, decays | dict(g=0 * g))["f"] for x in (of_g, of_neither)]
+    np.testing.assert_allclose(*map(jax.nn.log_sigmoid, no_decay), atol=1e-15)
+
+
+def simple_gla(q, k, v, g):
+    """FLA's function, (B, T, H, D), step by step."""
+
+    def step(state, x):
+        q, k, v, g = x
+        state = state * jnp.exp(g)[..., None, None] + k[..., :, None] * v[..., None, :]
+        return state, jnp.einsum("bhk,bhkv->bhv", q * q.shape[-1] ** -0.5, state)
+
+    steps = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g))
+    state = jnp.zeros((*q.shape[:1], *q.shape[2:], v.shape[-1]), q.dtype)
+    return jnp.moveaxis(jax.lax.scan(step, state, steps)[1], 0, 1)
+
+
+# The edges of the decays that FLA takes: none, less than a rounding, subnormal, a reset.
+DECAYS = {
+    "none_at_some_steps": lambda g: g.at[:, ::3].set(0.0),
+    "none": jnp.zeros_like,
+    "tiny": lambda g: 1e-9 * g,
+    "least_normal": lambda g: jnp.full_like(g, -1.2e-38),
+    "subnormal": lambda g: jnp.full_like(g, -1e-40),
+    "very_negative": lambda g: 300 * g,
+    "reset_at_a_step": lambda g: g.at[:, 17].set(-1e4),
+    "infinite_at_a_step": lambda g: g.at[:, 17].set(-jnp.inf),
+}
+
+
+@pytest.mark.parametrize("cotangent", [1.0, 1e-12], ids=["plain", "small_cotangents"])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_the_gate_of_fla_has_the_gradient_of_its_decay(decay, cotangent):
+    x = random_inputs(4, 1, NH, S, DHQK, DHV, states=False)
+    q, k, v = (jnp.swapaxes(x[name], 1, 2) for name in "qkv")
+    dh = cotangent * jax.random.normal(jax.random.key(1), v.shape)
+    g = DECAYS[decay](-jax.random.uniform(jax.random.key(0), q.shape[:3]))
+    code, gate = decay_rows()["`g`, logarithms"], rows("FLA")[1][1]
+
+    def ours(g):
+        theirs = dict(q=q, g=g)
+        options = arguments(code, theirs) | arguments(gate, theirs)
+        return mlstm_chunkwise(q, k, v, **options, layout="BTNH", backend="xla")
+
+    def both(function, g, dh):
+        h, pullback = jax.vjp(function, g)
+        return h, pullback(dh)[0]
+
+    def theirs(q, k, v, g, dh):
+        return both(partial(simple_gla, q, k, v), g, dh)
+
+    pairs = zip(both(ours, g, dh), in_float64(jax.jit(theirs), q, k, v, g, dh), strict=True)
+    for result, expected in pairs:
+        assert_close(result, expected, bound("float32"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_gate_of_fla_is_as_exact_as_a_decay_of_16_bits(dtype):
+    g = -jnp.asarray([0.0, 1e-4, 1e-3, 0.01, 0.1, 1.0, 30.0], dtype)
+    f = arguments(decay_rows()["`g`, logarithms"], dict(g=g))["f"]
+    assert f.dtype == "float32"
+    np.testing.assert_allclose(jax.nn.log_sigmoid(f), g.astype("float32"), rtol=1e-5, atol=1e-15)
 
 
 def table_of(head):

@@ -1,0 +1,491 @@
+"""What docs/migrating.md and docs/packing.md say of other packages, by running these on a CPU.
+
+A test is skipped if its package is not installed; .ci/run installs them. A failure means that
+another version does something else: then the page changes.
+"""
+
+import functools
+import importlib
+import importlib.util
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import assert_close, compare, error, oracle, random_inputs, tolerance
+from test_migrating import arguments, rows
+
+from mlstm_pallas import mlstm_chunkwise
+
+B, T, NH, DHQK, DHV = 2, 40, 2, 16, 32
+
+
+def package(name, *others):
+    """A module of another package; skips the test if one of the packages is not installed."""
+    for x in (name, *others):
+        x = x.partition(".")[0]
+        if importlib.util.find_spec(x) is None:
+            pytest.skip(f"{x} is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of packages, when they are imported
+        return importlib.import_module(name)
+
+
+# ---------------- grain
+
+
+def test_grain_packs_documents_from_1_and_pads_with_0():
+    """The states of each document are those of the document alone, from NumPy and from JAX."""
+    grain = package("grain")
+    lengths, S = (3, 5, 4, 2, 6, 3), 8
+    draw = np.random.default_rng(0)
+    documents = [dict(x=draw.normal(size=(n, 3, 8)).astype("float32")) for n in lengths]
+    dataset = grain.MapDataset.source(documents).to_iter_dataset()
+    pack = grain.experimental.FirstFitPackIterDataset
+    [batch] = pack(dataset, length_struct=dict(x=S), num_packing_bins=4).batch(4)
+    x, ids = batch["x"], batch["x_segment_ids"]
+    assert sorted(map(list, ids)) == [
+        [1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 2, 2, 0, 0],
+        [1, 1, 1, 2, 2, 2, 2, 2],
+    ]
+
+    q, k, v = (x[:, :, None, j] for j in range(3))
+    arrays = dict(q=q, k=k, v=v, i=q[..., 0], f=3 + k[..., 0])
+    options = dict(num_segments=3, return_last_states=True, layout="BTNH")
+    for kind in (np.asarray, jnp.asarray):
+        _, (c, n, m) = mlstm_chunkwise(**arrays, segment_ids=kind(ids), **options)
+        assert not np.any(c[:, 0])
+        for b, number in {(b, number) for b, row in enumerate(ids) for number in row if number}:
+            steps = ids[b] == number
+            alone = {name: y[b : b + 1, steps].swapaxes(1, 2) for name, y in arrays.items()}
+            result = [y[b : b + 1, number] for y in (c, n, m)]
+            compare("cnm", result, oracle(alone)[1:], tolerance("float32", S))
+
+
+def test_grain_pads_between_documents_where_they_are_aligned():
+    grain = package("grain")
+    documents = [dict(x=np.ones(n)) for n in (3, 5, 4)]
+    dataset = grain.MapDataset.source(documents).to_iter_dataset()
+    options = dict(length_struct=dict(x=16), num_packing_bins=1, pack_alignment_struct=dict(x=4))
+    [row] = grain.experimental.FirstFitPackIterDataset(dataset, **options)
+    ids = row["x_segment_ids"]
+    assert ids.tolist() == [1] * 3 + [0] + [2] * 5 + [0] * 3 + [3] * 4
+    q, gate = jnp.ones((1, 16, 1, 8)), jnp.zeros((1, 16, 1))
+    run = functools.partial(mlstm_chunkwise, q, q, q, gate, gate, return_last_states=True)
+    with pytest.raises(ValueError, match=r"segment_ids\[0, 4\] is 2, expected ids that ascend"):
+        run(segment_ids=ids[None], num_segments=4, layout="BTNH")
+
+
+# ---------------- jax-linear-attention
+
+
+def jla_inputs(**shifts):
+    x = random_inputs(2, B, NH, T, DHQK, DHV, **shifts)
+    return {name: y.swapaxes(1, 2) if name in "qkvif" else y for name, y in x.items()}
+
+
+def of_jla(x, q=None, segment_ids=None, **options):
+    """h and the states of jla's mLSTM; g is log sigmoid of f."""
+    attention = package("jla.ops").linear_attention
+    state = tuple(x[name] for name in ("c_initial", "n_initial", "m_initial") if name in x)
+    return attention(
+        "mlstm",
+        x["q"] if q is None else q,
+        x["k"],
+        x["v"],
+        g=jax.nn.log_sigmoid(x["f"]),
+        i=x["i"],
+        initial_state=state or None,
+        output_final_state=True,
+        segment_ids=segment_ids,
+        **options,
+    )
+
+
+def true_states(states):
+    c, n, m = states
+    return jnp.exp(m)[..., None, None] * c, jnp.exp(m)[..., None] * n
+
+
+def with_gradients(run, x, dh):
+    """h, the true last states and the gradients of all arrays."""
+
+    def loss(x):
+        h, states = run(x)
+        outputs = (h, *true_states(states))
+        return sum(jnp.sum(jnp.sin(y)) for y in outputs[1:]) + jnp.vdot(h, dh), outputs
+
+    (_, outputs), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(x)
+    return [*outputs, *(gradients[name] for name in x)]
+
+
+JLA = {
+    "states": dict(scale=0.3),
+    "packed": dict(packed=True),
+    "from_nothing": dict(states=False),
+    "gates_near_the_floor": dict(states=False, i_shift=-20.0, f_shift=12.0),
+}
+
+
+@pytest.mark.parametrize("case", JLA)
+def test_jla_computes_the_same_through_its_rows(case):
+    package("jla")
+    options = dict(JLA[case])
+    packed, scale = options.pop("packed", False), options.pop("scale", None)
+    x = jla_inputs(**options)
+    draw = np.random.default_rng(0)
+    ids = np.cumsum(draw.random((B, T)) < 0.1, axis=1).astype("int32") if packed else None
+    table = dict(rows("jax-linear-attention"))
+    assert [*table] == [
+        "arrays (B, T, H, D)",
+        "`scale`",
+        "`initial_state`, an MLSTMState (c, n, m)",
+        "`output_final_state`",
+    ]
+
+    def ours(x):
+        state = [x[name] for name in ("c_initial", "n_initial", "m_initial") if name in x]
+        theirs = dict(q=x["q"], scale=DHQK**-0.5 if scale is None else scale, DHQK=DHQK)
+        theirs |= dict(initial_state=state, output_final_state=True)
+        changed = dict(x)
+        for cell, code in table.items():
+            if state or "initial_state" not in cell:
+                changed |= arguments(code, theirs)
+        if not state:  # equal m, and so an equal eps
+            names = ("c_initial", "n_initial", "m_initial")
+            empty = (
+                jnp.zeros((B, NH, DHQK, DHV)),
+                jnp.zeros((B, NH, DHQK)),
+                jnp.full((B, NH), -1e30),
+            )
+            changed |= dict(zip(names, empty, strict=True))
+        return mlstm_chunkwise(**changed, segment_ids=ids)
+
+    other = functools.partial(of_jla, segment_ids=ids)
+    if scale is not None:
+        other = functools.partial(other, scale=scale)
+    dh = random_inputs(3, B, NH, T, DHQK, DHV)["v"].swapaxes(1, 2)
+    names = ["h", "C", "N", *x]
+    compare(names, with_gradients(ours, x, dh), with_gradients(other, x, dh), 1e-5)
+
+
+def test_jla_starts_from_a_stabiliser_of_its_own():
+    """From m = -1e30, also after a border; h is the same up to eps."""
+    empty = package("jla.ops").reference.mlstm_empty_state(1, 1, 1, 1)
+    assert [float(y.item()) for y in empty] == [0, 0, np.float32(-1e30)]
+    x = jla_inputs(states=False, i_shift=-10.0)
+    ids = np.repeat([[0, 1]] * B, T // 2, axis=1)
+    h, states = of_jla(x, segment_ids=ids)
+    run = functools.partial(mlstm_chunkwise, **x, segment_ids=ids, layout="BTNH")
+    ours, last = run(return_last_states=True)
+    assert_close(ours, h, 1e-5)
+    compare("CN", true_states(last), true_states(states), 1e-5)
+    assert np.max(np.abs(last[2] - states[2])) > 0.1
+
+
+def test_jla_stops_the_floor_at_exp_80():
+    """With m = -85 h is 1 / (exp(85) + eps) here, and exp(5) times that there."""
+    one = jnp.ones((1, 1, 1, 1))
+    x = dict(q=one, k=one, v=one, i=one[..., 0] * -85.0, f=one[..., 0])
+    h, _ = of_jla(x)
+    ours = mlstm_chunkwise(**x, layout="BTNH")
+    np.testing.assert_allclose(float(ours.item()), np.exp(-85.0), rtol=1e-4)
+    np.testing.assert_allclose(float(h.item()), np.exp(-80.0), rtol=1e-4)
+
+
+def test_jla_runs_its_kernels_only_if_they_are_asked_for():
+    """Its Hopper kernels are registered for some head sizes, and not for "auto"."""
+    ops = package("jla.ops")
+    assert ops.available("mlstm") == ("mosaic_gpu", "chunked", "reference")
+    kernels = importlib.import_module("jla.ops.mosaic_gpu.mlstm")
+    assert (kernels.KEY_DIMS, kernels.VALUE_DIMS) == ((64, 128, 256), (64, 128, 256, 512))
+    assert {x.name for x in kernels.SUPPORTED_DTYPES} == {"bfloat16", "float16"}
+    x = jla_inputs(states=False)
+    auto, chunked = (of_jla(x, impl=impl)[0] for impl in ("auto", "chunked"))
+    assert np.array_equal(auto, chunked)
+    with pytest.raises(ValueError, match="Hopper"):
+        of_jla(x, impl="mosaic_gpu")
+
+
+# ---------------- FLA
+
+
+def test_fla_has_the_gradients_of_our_rows():
+    """Its step-by-step form, where some steps have no decay."""
+    fla, torch = package("fla.ops.simple_gla.naive", "torch"), package("torch")
+    draw = np.random.default_rng(0)
+    q, k, v, dh = (draw.normal(size=(1, 12, 2, 8)).astype("float32") for _ in range(4))
+    g = -draw.uniform(size=(1, 12, 2)).astype("float32")
+    g[:, ::3] = 0
+    x = [torch.tensor(y, requires_grad=True) for y in (q, k, v, g)]
+    h, _ = fla.naive_recurrent_simple_gla(*x)
+    h.backward(torch.tensor(dh))
+    table = dict(rows("FLA"))
+    codes = [table[cell] for cell in ("no input gate, no normaliser", "`g`, logarithms")]
+
+    def ours(q, k, v, g):
+        theirs = dict(q=q, g=g)
+        options = arguments(codes[0], theirs) | arguments(codes[1], theirs)
+        return mlstm_chunkwise(q, k, v, **options, layout="BTNH")
+
+    result, pullback = jax.vjp(ours, q, k, v, g)
+    expected = [h.detach().numpy(), *(y.grad.numpy() for y in x)]
+    compare(["h", *"qkvg"], [result, *pullback(dh)], expected, 1e-5)
+
+
+def test_fla_has_no_argument_head_first():
+    torch, chunk = package("torch"), package("fla.ops.simple_gla", "torch").chunk_simple_gla
+    q = torch.ones(1, 16, 1, 16)
+    with pytest.raises(DeprecationWarning, match="head_first has been removed"):
+        chunk(q, q, q, torch.zeros(1, 16, 1), head_first=True)
+
+
+# ---------------- mlstm_kernels
+
+
+NATIVE = dict(
+    chunkwise_kernel="chunkwise--native_autograd",
+    sequence_kernel="native_sequence__native",
+    step_kernel="native",
+)
+
+
+def gradients_of(torch, kernel, output):
+    """Of one output of a kernel of mlstm_kernels, by argument."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(16,), (16,), (32,)]
+    x = [torch.randn(1, 2, 32, *y, generator=generator) for y in (*shapes, (), ())]
+    x += [torch.randn(1, 2, *y, generator=generator) for y in ((16, 32), (16,), (1,))]
+    x = [y.requires_grad_() for y in x]
+    options = dict(return_last_states=True, chunk_size=16, autocast_kernel_dtype=torch.float32)
+    h, states = kernel(*x, **options)
+    y = dict(zip("hcnm", (h, *states), strict=True))[output]
+    loss = torch.sum(torch.sin(y))
+    if not loss.requires_grad:
+        return None
+    found = torch.autograd.grad(loss, x, allow_unused=True)
+    return [np.zeros(1) if y is None else y.numpy() for y in found]
+
+
+def test_the_custom_backward_pass_of_mlstm_kernels_is_not_the_derivative():
+    """It has no gradients of the last n and m, nor of the initial ones."""
+    torch, kernels = package("torch"), package("mlstm_kernels.torch", "torch")
+    autograd, custom = (
+        functools.partial(gradients_of, torch, kernels.get_mlstm_kernel(f"chunkwise--native_{x}"))
+        for x in ("autograd", "custbw")
+    )
+    for output in "nm":
+        assert all(not np.any(y) for y in custom(output) or [])
+        assert any(np.any(y) for y in autograd(output))
+    expected, found = autograd("h"), custom("h")
+    assert [not np.any(y) for y in found] == [False] * 6 + [True] * 2
+    assert all(np.any(y) for y in expected)
+    errors = dict(zip("qkvifcnm", map(error, found, expected), strict=True))
+    assert {name for name, y in errors.items() if y > 0.1} == {*"qkifnm"}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 64])
+def test_mlstm_kernels_in_bfloat16_reads_one_step_only(steps):
+    torch, module = package("torch"), package("mlstm_kernels.torch.backend_module", "torch")
+    backend = module.mLSTMBackend(module.mLSTMBackendConfig(mode="inference", **NATIVE))
+    rows = [torch.ones(1, 2, steps, *y).bfloat16() for y in ((16,), (16,), (32,), (), ())]
+    if steps == 1:
+        assert backend(*rows)[0].dtype == torch.bfloat16
+        return
+    with pytest.raises(RuntimeError, match="same dtype"):
+        backend(*rows)
+
+
+# ---------------- xlstm
+
+
+SMALL = dict(embedding_dim=128, num_heads=2, num_blocks=1, vocab_size=50)
+
+
+def xlstm_model(**options):
+    module = package("xlstm.xlstm_large.model", "torch")
+    return module.xLSTMLarge(module.xLSTMLargeConfig(**SMALL, **NATIVE, **options))
+
+
+def test_xlstm_does_not_train_by_default():
+    torch = package("torch")
+    tokens = torch.zeros((1, 64), dtype=torch.int64)
+    with pytest.raises(ValueError, match="not enough values to unpack"):
+        xlstm_model()(tokens)
+    logits, _ = xlstm_model(return_last_states=True)(tokens)
+    assert logits.shape == (1, 64, 50)
+
+
+def test_xlstm_overwrites_the_states_that_generate_gets():
+    torch = package("torch")
+    model = xlstm_model(mode="inference", return_last_states=True)
+    with torch.no_grad():
+        _, states = model(torch.arange(9)[None])
+        before = [y.clone() for y in states[0]]
+        _, after = model.generate(torch.arange(5)[None], max_length=3, state=states)
+    assert after is states
+    assert not torch.equal(before[0], states[0][0])
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("norm_eps: 1e-6", "'Tensor' and 'str'"),
+        ("norm_eps: 1.0e-6", None),
+        ("norm_eps: 0.1\nnorm_eps: 0.5", None),
+    ],
+    ids=["exponent", "point", "twice"],
+)
+def test_xlstm_reads_config_yaml_as_pyyaml_does(lines, message, tmp_path):
+    import yaml
+    from safetensors.torch import save_file
+
+    torch, load = package("torch"), package("xlstm.xlstm_large.from_pretrained", "torch")
+    save_file(xlstm_model().state_dict(), tmp_path / "model.safetensors")
+    text = f"{yaml.safe_dump(SMALL | NATIVE)}{lines}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    model = load.load_from_pretrained(tmp_path, return_last_states=True)
+    tokens = torch.zeros((1, 3), dtype=torch.int64)
+    if message:
+        with pytest.raises(TypeError, match=message):
+            model(tokens)
+        return
+    model(tokens)
+    assert model.config.norm_eps == float(lines.split()[-1])
+
+
+# ---------------- transformers
+
+
+@pytest.fixture(params=["alone", "with_xlstm"])
+def transformers(request, monkeypatch):
+    """transformers' modules of xLSTM, which use xlstm if that is installed."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    package("transformers", "torch")
+    if request.param == "with_xlstm":
+        package("xlstm")
+    utils = importlib.import_module("transformers.utils")
+    monkeypatch.setattr(utils, "is_xlstm_available", lambda: request.param == "with_xlstm")
+    for name in [x for x in sys.modules if x.startswith("transformers.models.xlstm")]:
+        monkeypatch.delitem(sys.modules, name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        modules = [
+            importlib.import_module(f"transformers.models.xlstm.{x}_xlstm")
+            for x in ("configuration", "modeling")
+        ]
+    assert modules[1].external_xlstm is (request.param == "with_xlstm")
+    return modules
+
+
+def transformers_model(modules, **options):
+    torch, (configuration, modeling) = package("torch"), modules
+    options = SMALL | NATIVE | dict(autocast_kernel_dtype="float32", chunk_size=16) | options
+    options["hidden_size"] = options["embedding_dim"]
+    torch.manual_seed(0)
+    model = modeling.xLSTMForCausalLM(configuration.xLSTMConfig(**options)).eval()
+    with torch.no_grad():
+        for x in model.parameters():
+            if x.ndim == 2:
+                x.normal_(std=0.3)
+    return model
+
+
+TOKENS = np.random.default_rng(0).integers(3, 50, size=(2, 21))
+
+
+def logits_of(model, tokens=TOKENS, **options):
+    torch = package("torch")
+    with torch.no_grad():
+        return model(torch.tensor(tokens), **options).logits.float().numpy()
+
+
+def test_transformers_ignores_the_attention_mask(transformers):
+    torch, model = package("torch"), transformers_model(transformers)
+    mask = torch.ones(TOKENS.shape)
+    mask[0, :7] = 0
+    masked = logits_of(model, attention_mask=mask)
+    assert np.array_equal(masked, logits_of(model))
+    assert error(masked[:1, 7:], logits_of(model, TOKENS[:1, 7:])) > 0.1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_transformers_caches_states_in_the_dtype_of_the_model(transformers, dtype):
+    torch = package("torch")
+    other = dict(bfloat16="float32", float32="bfloat16")[dtype]
+    model = transformers_model(transformers, inference_state_dtype=other)
+    with torch.no_grad():
+        cache = model.to(getattr(torch, dtype))(torch.tensor(TOKENS), use_cache=True).cache
+    assert {str(x.dtype) for x in cache.rnn_state[0]} == {f"torch.{dtype}"}
+
+
+@pytest.mark.parametrize("width", [64, 96, 128, 160, 192])
+def test_transformers_caches_only_multiples_of_64(transformers, width):
+    model = transformers_model(transformers, embedding_dim=width)
+    logits_of(model, use_cache=False)
+    if width == 128:
+        logits_of(model, use_cache=True)
+        return
+    with pytest.raises(RuntimeError, match="must match the existing size"):
+        logits_of(model, use_cache=True)
+
+
+def test_transformers_rounds_states_between_parts_of_a_prompt(transformers):
+    model = transformers_model(transformers)
+    expected = logits_of(model, use_cache=False)
+    model.config.max_inference_chunksize = 8
+    assert 1e-4 < error(logits_of(model, use_cache=False), expected) < 1e-2
+    assert error(logits_of(model, use_cache=True), expected) < 1e-5
+
+
+@pytest.mark.parametrize("steps", [1, 15, 16])
+def test_transformers_in_bfloat16_needs_a_cache(transformers, steps):
+    torch = package("torch")
+    model = transformers_model(transformers).to(torch.bfloat16)
+    tokens = TOKENS[:, :steps]
+    logits_of(model, tokens, use_cache=True)
+    if steps < (2 if transformers[1].external_xlstm else 16):
+        logits_of(model, tokens, use_cache=False)
+        return
+    with pytest.raises(RuntimeError, match="same dtype"):
+        logits_of(model, tokens, use_cache=False)
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+def test_transformers_trains_without_a_cache_only(transformers, mode):
+    torch = package("torch")
+    tokens = torch.tensor(TOKENS[:, :16])
+    model = transformers_model(transformers, mode=mode).train()
+    model(tokens, labels=tokens, use_cache=False).loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(tokens, labels=tokens).loss.backward()
+
+
+def test_transformers_leaves_three_fields_aside(transformers):
+    with pytest.raises(RuntimeError, match="must match the size"):
+        transformers_model(transformers, weight_mode="fused")
+    model = transformers_model(transformers, tie_word_embeddings=True, add_out_norm=False)
+    assert model.lm_head.weight.data_ptr() != model.backbone.embeddings.weight.data_ptr()
+    assert "Norm" in type(model.backbone.out_norm).__name__
+
+
+# ---------------- the pages
+
+
+def test_the_pages_have_the_versions_that_ran():
+    """Those that .ci/run installs."""
+    root = Path(__file__).parents[2]
+    script, page = ((root / x).read_text() for x in (".ci/run", "docs/migrating.md"))
+    versions = dict(re.findall(r"([a-z_\-]+)==(\d[\d.]*)", script))
+    names = {x: x for x in ("xlstm", "mlstm_kernels", "transformers", "torch")}
+    names |= dict(jla="jax-linear-attention", FLA="fla-core")
+    for name, installed in names.items():
+        found = {*re.findall(rf"\b{name} (\d[\d.]*\d)", page)}
+        assert found, name
+        assert all(versions[installed].startswith(x) for x in found), (name, found)
