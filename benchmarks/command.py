@@ -1,11 +1,14 @@
 """The command line of all programs: flags, --help, and errors that are one line.
 
 The exit code of every program is 2 where a flag is wrong or a request makes no sense, with a line
-on stderr that names the flag, and 130 after Ctrl-C.
+on stderr that names the flag, 130 after Ctrl-C, and 1 where a result is not finite or a file or
+stdout cannot be written.
 """
 
 import contextlib
+import fcntl
 import functools
+import io
 import os
 import subprocess
 import sys
@@ -38,6 +41,22 @@ def naming(flag):
         yield
     except (OSError, ValueError) as error:
         raise RequestError(f"--{flag}: {error}") from None
+
+
+def open_alone(flag, path):
+    """Opens a file to append to, or raises RequestError while another process has it open so.
+
+    The kernel ends the lock with the process, however it ends.
+    """
+    with naming(flag), contextlib.ExitStack() as files:
+        file = files.enter_context(open(path, "a"))
+        try:
+            if Path(path).is_file():  # others, such as /dev/null, may be shared
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another run is writing {path}") from None
+        files.pop_all()
+        return file
 
 
 def check_temperature(values):
@@ -119,22 +138,44 @@ def run(argv, values, start, refused=RequestError, about=""):
     refused: an exception whose message is for the user, as that of RequestError is.
     about: the docstring of the program.
     """
-    if {"--help", "-h"} & {*argv[1:]}:
-        print(help_text(about or "", values))
-        return 0
-    try:
+
+    def code_of_start():
+        if sys.stdout is None:
+            raise RequestError("stdout is closed, expected a file or a pipe")
+        if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters
+            sys.stdout.reconfigure(errors="backslashreplace")
+        if {"--help", "-h"} & {*argv[1:]}:
+            return print(help_text(about or "", values))
         if others := values(argv)[1:]:
             raise RequestError(f"unexpected argument {others[0]}, expected --FLAG=VALUE")
         if wrong := [name for name, x in values.flag_values_dict().items() if x != x]:
             raise RequestError(f"--{wrong[0]}=nan, expected a number")
-        return start(values) or 0
+        return start(values)
+
+    try:
+        code = code_of_start() or 0
+        sys.stdout.flush()
+        return code
     except (flags.Error, RequestError, refused) as error:
-        message = " ".join(str(error).split())
-        print(f"{Path(argv[0]).stem}: {message}", file=sys.stderr)
-        return 2
+        code, message = 2, str(error)
+    except (FloatingPointError, OSError) as error:
+        lost = not can_flush(sys.stdout) or isinstance(error, BrokenPipeError)
+        code, message = 1, f"cannot write to stdout: {error}" if lost else str(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    print(f"{Path(argv[0]).stem}: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def can_flush(file):
+    """Whether that is so; if not, nothing that is written there from now on fails again."""
+    try:
+        file.flush()
+        return True
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        return False
 
 
 def main(define_flags, start):

@@ -189,6 +189,10 @@ def run(measured, columns, options, report=lambda rows: None, plot=None):
     with naming("plot"):
         reporting.check_plot(path)
     with naming("from_jsonl"):
+        if options.jsonl and any(
+            os.path.realpath(options.jsonl) == os.path.realpath(x) for x in stored
+        ):
+            raise ValueError(f"{options.jsonl} is --jsonl too, which is written")
         read = [row for file in stored for row in read_rows(file)]
     with contextlib.ExitStack() as files:
         with naming("jsonl"):

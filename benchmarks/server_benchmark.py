@@ -2,6 +2,7 @@ r"""Times a server's day: examples/xlstm_server.py answers 1,000 requests of cli
 
     python benchmarks/server_benchmark.py                              # 1b on a GPU, else tiny
     python benchmarks/server_benchmark.py --states=ring --draft=0 --cache=0,64 --jsonl=server.jsonl
+    python benchmarks/server_benchmark.py --states=ring --draft=0 --cache=0 --long_prompt=50000
 
 There is a client per slot. Each sends its next request when its answer has ended. A request begins
 with one of --systems system prompts of 1 to 4 blocks of 1,024 tokens (xlstm_server.BLOCK), goes on
@@ -20,8 +21,15 @@ The time to the first token is from the end of the client's last answer until th
 token, without the first request of each client. Tokens per call are those that a call of the model
 adds to an answer: with drafts, one and the accepted ones. "Same" is the share of answers that are
 those of the first row of their text: other sums round otherwise. Memory is the most that the device
-had in use, read 500 times per second. Exit code 1 when an answer lacks tokens or the server fails,
-2 when the request makes no sense, 130 after Ctrl-C.
+had in use, read 500 times per second.
+
+With --long_prompt there are two rows instead, without and with a prompt of so many tokens that is
+read while all other slots have answers. They have the time between two tokens of these answers,
+which is the time between two loops divided by the tokens of one, and the ratio of the 95th
+percentiles. The first token is that of the long prompt.
+
+Exit code 1 when an answer lacks tokens or the server fails, 2 when the request makes no sense, 130
+after Ctrl-C.
 """
 
 import contextlib
@@ -129,6 +137,32 @@ def measure(row, answer, limits, slots, steps, first):
     )
 
 
+def measure_gaps(row, answer, long, before):
+    """Fills the row with the time between tokens; ``answer`` as for ``measure``.
+
+    long: the number of the long prompt, up to whose first token it measures; None: for 64 loops.
+    before: the row without it.
+    """
+    for _ in range(2):  # the first one compiles
+        times, started = {}, time.perf_counter()
+        for n, tokens, _ in answer():
+            times.setdefault(n, []).append((time.perf_counter(), len(tokens)))
+            if n == long or (long is None and len(times[n]) > 65):
+                break
+    parts = [x for m, x in times.items() if m != long]
+    # A first token comes with the tokens of the loop after it.
+    gaps = [(y - x) / n for some in parts for (x, _), (y, n) in itertools.pairwise(some[1:]) if n]
+    row |= dict(
+        ms=1e3 * (times[n][-1][0] - started),
+        token_ms=1e3 * statistics.median(gaps),
+        token_95_ms=1e3 * float(np.percentile(gaps, 95)),
+    )
+    if long is not None:
+        row |= dict(
+            first_token_ms=row["ms"], token_95_ratio=row["token_95_ms"] / before["token_95_ms"]
+        )
+
+
 def cases_of(options):
     """A text, the entries of the cache, the kind of states and the drafts of each row."""
     cases = [
@@ -162,12 +196,15 @@ def measured_rows(options):
         for text, weights in zip(TEXTS, (params, repeating(params)), strict=True)
     }
 
-    def serve(some, case):
+    def serve(some, case, limits=limits):
         text, entries, states, draft = case
         cache = server.PrefixCache(*setups[text][:2], entries) if entries else None
         more = dict(draft=draft, cache=cache, rings=states == "ring")
         return server.serve(setups[text], some, limits, set(), slots, steps, **more)
 
+    if options.long_prompt:
+        yield from rows_with_a_long_prompt(options, config, name, cases, serve)
+        return
     compile_all(server, setups["random"], prompts, limits, slots, cases, serve)
     for _ in serve({n: prompts[n] for n in range(min(slots, len(prompts)))}, cases[0]):
         pass  # the first answers of a process take longer
@@ -182,6 +219,28 @@ def measured_rows(options):
         yield runner.attempt(row, True, measure, answer, limits, slots, steps, first[case[0]])
 
 
+def rows_with_a_long_prompt(options, config, name, cases, serve):
+    """Two rows for each case, without and with it, while the other slots have endless answers."""
+    from xlstm_server import MOST_TOKENS
+
+    rng, slots = np.random.default_rng(0), options.slots
+    sizes = [*rng.integers(1, options.tail, slots - 1, endpoint=True), options.long_prompt]
+    prompts = {n: rng.integers(config.vocab_size, size=x).tolist() for n, x in enumerate(sizes)}
+    shape = Shape(slots, config.num_heads, options.long_prompt, *config.head_dims)
+    for case in cases:
+        keys = dict(zip(("text", "cache", "states", "draft"), case, strict=True))
+        keys |= dict(slots=slots, steps=options.steps, direction="fwd", dtype=options.dtype)
+        before = None
+        for count, long in ((slots - 1, None), (slots, slots - 1)):
+            more = dict(long_prompt=options.long_prompt if long else 0)
+            row = runner.new_row(options, name, shape, "xlstm_server", **keys, **more)
+            some = {n: prompts[n] for n in range(count)}
+            answer = functools.partial(serve, some, case, [MOST_TOKENS] * slots)
+            row = runner.attempt(row, True, measure_gaps, answer, long, before)
+            before = row
+            yield row
+
+
 def compile_all(server, setup, prompts, limits, slots, cases, serve):
     """Compiles what the cases run: the request with most tokens, and prefills of all lengths.
 
@@ -193,18 +252,22 @@ def compile_all(server, setup, prompts, limits, slots, cases, serve):
     N, some = min(server.MOST_PROMPTS, slots), {longest: prompts[longest]}
     jobs = [functools.partial(lambda case: [*serve(some, case)], case) for case in cases]
 
-    def read(entries, rings, S):
+    def read(entries, rings, S, alone=False):
         cache = server.PrefixCache(config, short, entries) if entries else None
-        into = server.empty_states(config, short, slots, rings=rings), np.arange(N)
+        into = server.empty_states(config, short, slots, rings=rings), np.arange(1 if alone else N)
         initial = cache and cache.states([], N)
+        if alone:
+            initial = server.empty_states(config, short, 1), np.array([0])
         return server.first_tokens((config, short, *others), {0: [0]}, S, into, initial)
 
     for entries, states in {case[1:3] for case in cases}:
         cut = server.PrefixCache.length if entries else lambda prompt: 0
         lengths = [len(x) - cut(x) for x in prompts.values()]
-        most = server.bucket(max(server.MOST_STEPS, *lengths))
-        sizes = {server.bucket(x) for x in range(min(lengths), most + 1)}
+        sizes = {server.bucket(x) for x in range(min(lengths), server.MOST_STEPS + 1)}
         jobs += (functools.partial(read, entries, states == "ring", S) for S in sorted(sizes))
+        # What follows the first MOST_STEPS of a prompt is read alone.
+        sizes = {server.bucket(x - server.MOST_STEPS) for x in lengths if x > server.MOST_STEPS}
+        jobs += (functools.partial(read, entries, states == "ring", S, True) for S in sorted(sizes))
     with ThreadPoolExecutor() as pool:
         done = pool.map(lambda job: jax.block_until_ready(job()), jobs)
         for _ in tqdm(done, total=len(jobs), desc="compiling"):
@@ -222,6 +285,10 @@ tokens/s         tokens_per_s      .0f
 first token ms   first_token_ms    .1f
 95th percentile  first_token_95_ms  .1f
 tokens per call  tokens_per_call   .3f
+long prompt      long_prompt       d
+ms per token     token_ms          .2f
+its 95th         token_95_ms       .2f
+ratio            token_95_ratio    .2f
 same %           same_pct          .1f
 peak MiB         peak_mib          .0f
 note             note
@@ -253,6 +320,7 @@ def define_flags(define):
     define.integer("systems", 8, "System prompts.", 1)
     define.integer("tail", 512, "Most tokens of a request beside its system prompt.", 1)
     define.integer("new_tokens", 240, "Most tokens of an answer.", 1)
+    define.integer("long_prompt", 0, "Tokens of a prompt beside running answers.", 0, 2**20)
     define.enum("dtype", "bfloat16", ("bfloat16", "float32"), "Type of the weights.")
     define.shared("commit", "from_jsonl", "jsonl")
 

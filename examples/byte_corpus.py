@@ -1,6 +1,7 @@
 """The text that train_byte_lm.py learns: files, training and held-out text."""
 
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -24,17 +25,23 @@ def corpus_files(corpus: Path | None) -> list[Path]:
     return [x for x in paths if corpus or not NOT_EVERYWHERE & {*x.relative_to(root).parts}]
 
 
-def read_corpus(corpus: Path | None, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+def read_corpus(
+    corpus: Path | None, seq_len: int, written: Iterable[Path] = ()
+) -> tuple[np.ndarray, np.ndarray]:
     """Training and held-out text, each uint8 (bytes,) with more than seq_len bytes.
 
     No file is in both, unless there is only one.
+
+    written: files and folders that the program writes, which are no part of the text.
 
     Raises:
       UserError: too little text.
       OSError: a file that cannot be read.
     """
     source = "the standard library" if corpus is None else f"corpus {corpus}"
-    texts = [text for path in corpus_files(corpus) if (text := path.read_bytes())]
+    outputs = {path.resolve() for path in written}
+    files = [x for x in corpus_files(corpus) if outputs.isdisjoint([y := x.resolve(), *y.parents])]
+    texts = [text for path in files if (text := path.read_bytes())]
     if not texts:
         raise UserError(f"{source} has no text")
     if len(texts) == 1:

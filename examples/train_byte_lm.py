@@ -8,10 +8,11 @@ On a GPU it runs the Triton kernels, unless MLSTM_PALLAS_BACKEND names another b
 is in xlstm_model.py. The output folder gets log.jsonl (the configuration, then a line for each
 logged step and each evaluation), loss.png, sample.txt and checkpoints/, which has the last two.
 
-Ctrl-C ends the training early: evaluation, sample and plot follow, and the exit code is 130. A
-second Ctrl-C kills. --max_minutes ends it alike, with exit code 75. However a run has ended, the
-same command continues it from its last checkpoint, along the same curve. A finished run is not
-trained again; --noresume starts over.
+Ctrl-C or SIGTERM ends the training early: a checkpoint, an evaluation, sample and plot follow, and
+the exit code is 130 or 143. A second signal of either kind kills. --max_minutes ends it alike, with
+exit code 75. However a run has ended, the same command continues it from its last checkpoint, along
+the same curve. A finished run is not trained again; --noresume starts over. A second run in the
+output folder of a running one is refused.
 
 On several devices the batch, the heads and the steps of a sequence may be split, each over an axis
 of a mesh:
@@ -21,17 +22,19 @@ of a mesh:
         --num_processes=2 --process_id=0  # and 1
 
 Several processes (jax.distributed) share the output folder; the first one writes log, plot and
-sample. A Ctrl-C to one of them ends all. If one dies, the others end too, within two minutes and
+sample. A signal to one of them ends all. If one dies, the others end too, within two minutes and
 with exit code 1, as after any error but wrong flags and files, which have exit code 2.
 """
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import json
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -54,7 +57,7 @@ from jax.experimental import multihost_utils
 from matplotlib.figure import Figure
 from numpy.lib.stride_tricks import sliding_window_view
 from tqdm import tqdm
-from xlstm_model import Config, Params, Sampling, decode, prefill
+from xlstm_model import NO_TOKEN, Config, Params, Sampling, decode, not_finite, prefill
 
 FLAGS = flags.FlagValues()
 for name, default, least, about in (
@@ -95,6 +98,8 @@ for kind, *definition in (
     ("bool", "resume", True, "Continue from the last checkpoint; else remove all there."),
 ):
     getattr(flags, f"DEFINE_{kind}")(*definition, flag_values=FLAGS)
+LOG, PLOT, SAMPLE = "log.jsonl", "loss.png", "sample.txt"
+WRITTEN = LOG, PLOT, SAMPLE, f".{PLOT}", f".{SAMPLE}", "checkpoints"  # in the output folder
 # A run continues from a checkpoint with the same values of these; devices, backend, logging and
 # sampling may change.
 DECIDE_ON_THE_CURVE = (
@@ -194,7 +199,7 @@ class Training:
                 self.checkpoints.delete(step)
         last = self.checkpoints.latest_step()
         lines = self.restore(last) if last else []
-        self.finished = last == FLAGS.steps and (output / "sample.txt").exists()
+        self.finished = last == FLAGS.steps and (output / SAMPLE).exists()
         if self.finished:
             again = "--noresume starts over, another --output_dir keeps this run"
             say(f"the run in {output} is finished after step {last}: {again}")
@@ -203,8 +208,10 @@ class Training:
         self.state = shard((params, self.optimizer.init(params)), model.mesh)
         if last:
             self.state = self.read(last, state=ocp.args.StandardRestore(self.state))
+            if names := not_finite(self.state):
+                raise UserError(f"the checkpoint {folder / str(last)}: {names[0]} is not finite")
             say(f"going on after step {last} of {FLAGS.steps} with {folder / str(last)}")
-        self.log = Log(output / "log.jsonl", lines)
+        self.log = Log(output / LOG, lines)
 
     def advance(self) -> None:
         """One step."""
@@ -219,10 +226,13 @@ class Training:
         """The losses as numbers, which are waited for; raises FloatingPointError."""
         self.losses = [float(loss) for loss in jax.device_get(self.losses)]
         if wrong := [loss for loss in self.losses if not math.isfinite(loss)]:
-            message = f"the loss is {wrong[0]} by step {self.step}"
-            self.log.write(step=self.step, error=message)
-            raise FloatingPointError(message)
+            self.fail(f"the loss is {wrong[0]}")
         return self.losses
+
+    def fail(self, problem: str) -> NoReturn:
+        message = f"{problem} by step {self.step}"
+        self.log.write(step=self.step, error=message)
+        raise FloatingPointError(message)
 
     def log_losses(self, steps: int, since: float, bar: tqdm) -> None:
         """Writes the mean loss, and the speed of the last steps, since a time.
@@ -244,11 +254,20 @@ class Training:
         batches = (self.held_out[x] for x in np.split(starts, FLAGS.eval_batches))
         nats = [float(cross_entropy(self.model, self.state[0], batch)) for batch in batches]
         bits = float(np.mean(nats)) / math.log(2)
+        if not math.isfinite(bits):
+            self.fail(f"the loss of held-out text is {bits}")
         self.log.write(step=self.step, held_out_bits_per_byte=bits)
         say(f"step {self.step}: {bits:.3f} held-out bits per byte")
 
     def save(self) -> None:
-        """Writes a checkpoint, which gets its name when it is complete."""
+        """Writes a checkpoint, which gets its name when it is complete.
+
+        Raises:
+          FloatingPointError: a loss or the state is not finite.
+          OSError: it cannot be written.
+        """
+        if names := not_finite(self.state):
+            self.fail(f"{names[0]} of the state is not finite")
         settings = {name: FLAGS[name].value for name in DECIDE_ON_THE_CURVE}
         progress = dict(
             settings=settings,
@@ -258,7 +277,12 @@ class Training:
             log=self.log.lines,
         )
         items = dict(state=ocp.args.StandardSave(self.state), progress=ocp.args.JsonSave(progress))
-        self.checkpoints.save(self.step, args=ocp.args.Composite(**items))
+        try:
+            self.checkpoints.save(self.step, args=ocp.args.Composite(**items))
+        except Exception as error:  # tensorstore raises ValueError where the disk is full
+            reason = " ".join(str(error).split())[:300]
+            path = self.checkpoints.directory / str(self.step)
+            raise OSError(f"the checkpoint {path} cannot be written: {reason}") from None
 
     def read(self, step: int, **item: Any) -> Any:
         """One item of a checkpoint."""
@@ -317,15 +341,17 @@ def sample(config: Config, params: Params) -> tuple[bytes, float]:
 
     The time counts reading the prompt, and not compiling.
     """
-    prompt, sampling = FLAGS.prompt.encode(), Sampling(FLAGS.temperature)
+    prompt, sampling = os.fsencode(FLAGS.prompt), Sampling(FLAGS.temperature)
     tokens, key = np.array([[*b"\n\n", *prompt]]), jax.random.key(FLAGS.seed)
     for _ in range(2):
         start = time.perf_counter()
         _, states = prefill(config, params, tokens[:, :-1], None, np.array([len(prompt) + 1]))
         loop = config, sampling, FLAGS.sample_length, params, states, tokens[:, -1], key, 0
-        text = bytes(decode(*loop)[-1][:, 0].tolist())
+        generated = np.asarray(decode(*loop)[-1])[:, 0]
     speed = FLAGS.sample_length / (time.perf_counter() - start)
-    return prompt + text, speed
+    if NO_TOKEN in generated:
+        raise FloatingPointError("the logits of the sample are not finite")
+    return prompt + bytes(generated.tolist()), speed
 
 
 def plot(log: Log, unigram: float, path: Path) -> None:
@@ -341,47 +367,70 @@ def plot(log: Log, unigram: float, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+@dataclasses.dataclass
+class Stop:
+    signal: int = 0  # 0: go on
+
+
 @contextlib.contextmanager
-def stop_on_interrupt() -> Iterator[threading.Event]:
-    """Yields an event that the first Ctrl-C sets; the second one kills the process."""
-    stop = threading.Event()
+def stop_on_signals() -> Iterator[Stop]:
+    """Yields what the first Ctrl-C or SIGTERM sets; a second one of either kind kills the process.
 
-    def first(*_) -> None:
-        stop.set()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    A thread waits for the second one, because Python runs no handler while XLA compiles.
+    """
+    stop, (reader, writer) = Stop(), socket.socketpair()
+    writer.setblocking(False)
 
-    previous = signal.signal(signal.SIGINT, first)
+    def first(number: int, _: Any) -> None:
+        stop.signal = stop.signal or number
+
+    def kill_at_the_second() -> None:
+        _, second = (reader.recv(1) for _ in range(2))
+        if second:  # otherwise the training has ended
+            ctypes.CDLL(None).signal(second[0], None)  # to the default
+            os.kill(os.getpid(), second[0])
+
+    handlers = {x: signal.signal(x, first) for x in (signal.SIGINT, signal.SIGTERM)}
+    previous, thread = (
+        signal.set_wakeup_fd(writer.fileno()),
+        threading.Thread(target=kill_at_the_second),
+    )
+    thread.start()
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, previous)
+        signal.set_wakeup_fd(previous)
+        for x, handler in handlers.items():
+            signal.signal(x, handler)
+        writer.close()
+        thread.join()
+        reader.close()
 
 
-def asked_to_end(stop: threading.Event, deadline: float, step: int) -> bool:
-    """Whether to end after this step, because of a Ctrl-C or --max_minutes.
+def asked_to_end(stop: Stop, deadline: float, step: int) -> bool:
+    """Whether to end after this step, because of a signal or --max_minutes.
 
-    Several processes agree on it at the steps that log: a Ctrl-C to one sets ``stop`` in all.
+    Several processes agree on it at the steps that log: a signal to one sets ``stop`` in all.
     """
-    asked = np.asarray([stop.is_set(), time.monotonic() > deadline])
+    asked = np.asarray([stop.signal, time.monotonic() > deadline])
     if jax.process_count() > 1:
         if step % FLAGS.log_every:
             return False
-        asked = multihost_utils.process_allgather(asked).any(axis=0)
-    if asked[0]:
-        stop.set()
+        asked = multihost_utils.process_allgather(asked).max(axis=0)
+    stop.signal = stop.signal or int(asked[0])
     return bool(asked.any())
 
 
 GO_ON = "when all processes have ended, the same commands go on from the last checkpoint"
 
 
-def end_alone(message: str) -> NoReturn:
+def end_alone(message: str, code: int = 1) -> NoReturn:
     """Ends one of several processes.
 
     At a normal exit jax.distributed would wait for the others, and abort after a minute.
     """
     os.write(2, f"\ntrain_byte_lm: {message}\n".encode())
-    os._exit(1)
+    os._exit(code)
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -395,28 +444,42 @@ def say(text: str) -> None:
         tqdm.write(text)
 
 
-def run(stop: threading.Event) -> int:
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """What ``write`` writes to a path gets this one when it is complete."""
+    write(temporary := path.with_name(f".{path.name}"))
+    temporary.replace(path)
+
+
+def run(stop: Stop, files: contextlib.ExitStack) -> int:
     """The whole job, from the corpus to the plot; returns the exit code."""
     minutes = math.inf if FLAGS.max_minutes is None else FLAGS.max_minutes
     deadline = time.monotonic() + 60 * minutes
-    mesh = make_mesh(FLAGS.mesh)
+    mesh, output = make_mesh(FLAGS.mesh), Path(FLAGS.output_dir)
     with command.naming("corpus"):
-        text, held_out = read_corpus(Path(FLAGS.corpus) if FLAGS.corpus else None, FLAGS.seq_len)
+        corpus, written = (
+            Path(FLAGS.corpus) if FLAGS.corpus else None,
+            map(output.joinpath, WRITTEN),
+        )
+        text, held_out = read_corpus(corpus, FLAGS.seq_len, written)
     sizes = VOCABULARY, FLAGS.embedding_dim, FLAGS.layers, FLAGS.heads
     config = Config(*sizes, ffn_proj_factor=2.0, ffn_round_up_to_multiple_of=1)
-    output, unigram = Path(FLAGS.output_dir), unigram_bits(text, held_out)
+    unigram = unigram_bits(text, held_out)
     with command.naming("output_dir"):
         output.mkdir(parents=True, exist_ok=True)
+    if jax.process_index() == 0:
+        files.enter_context(command.open_alone("output_dir", output / LOG))
     training = Training(Model(config, mesh, FLAGS.dtype), text, held_out, output)
     if training.finished:
         return 0
     log, parameters = training.log, sum(x.size for x in jax.tree.leaves(training.state[0]))
     device = jax.devices()[0].device_kind
-    corpus = f"{len(text):,} bytes to learn, {len(held_out):,} held out"
-    say(f"{parameters:,} parameters, {corpus}, on {mesh.size} x {device}")
+    texts = f"{len(text):,} bytes to learn, {len(held_out):,} held out"
+    say(f"{parameters:,} parameters, {texts}, on {mesh.size} x {device}")
     if not log.lines:
+        values = FLAGS.flag_values_dict()
         log.write(
-            flags=FLAGS.flag_values_dict(),
+            # JSON has no infinity, which two flags may be.
+            flags={name: str(x) if x == math.inf else x for name, x in values.items()},
             device=device,
             devices=mesh.size,
             parameters=parameters,
@@ -428,18 +491,19 @@ def run(stop: threading.Event) -> int:
     train(training, functools.partial(asked_to_end, stop, deadline))
     code = 0
     if training.step < FLAGS.steps:
-        code = 130 if stop.is_set() else 75
+        code = 128 + stop.signal if stop.signal else 75
         what = "ending with what there is; the same command goes on from here"
         tqdm.write(f"interrupted after step {training.step}: {what}")
         training.evaluate()
     params = multihost_utils.process_allgather(training.state[0], tiled=True)
     if jax.process_index() == 0:
-        plot(log, unigram, output / "loss.png")
+        write_whole(output / PLOT, functools.partial(plot, log, unigram))
         params = jax.device_put(cast(params, FLAGS.dtype), mesh.local_devices[0])
         generated, speed = sample(config, params)
         text = generated.decode(errors="backslashreplace")
         log.write(step=training.step, generated_tokens_per_second=round(speed, 1))
-        (output / "sample.txt").write_text(text, encoding="utf-8")
+        data = text.encode()
+        write_whole(output / SAMPLE, lambda path: path.write_bytes(data))
         say(f"--- sample\n{text}\n--- generated at {speed:.0f} tokens per second")
         _, [*_, bits] = log.curve("held_out_bits_per_byte")
         result = f"held-out bits per byte: {bits:.3f} (unigram: {unigram:.3f})"
@@ -460,7 +524,7 @@ def start_processes() -> None:
 
 
 def start(_: flags.FlagValues) -> int:
-    """Returns the exit code: 0, 75 if --max_minutes ended the training, 130 if a Ctrl-C did.
+    """Returns the exit code: 0, 75 if --max_minutes ended the training, 128 + that of a signal.
 
     A loss that is not finite and processes that die are one line, with exit code 1.
 
@@ -470,22 +534,20 @@ def start(_: flags.FlagValues) -> int:
     check_flags()
     if FLAGS.coordinator_address is not None:
         start_processes()
-    with stop_on_interrupt() as stop:
+    code = 1
+    with stop_on_signals() as stop, contextlib.ExitStack() as files:
         try:
-            return run(stop)
+            return run(stop, files)
         except (UserError, command.RequestError, FloatingPointError, OSError) as error:
-            if isinstance(error, ValueError) and jax.process_count() == 1:
+            if jax.process_count() == 1:
                 raise
-            message = str(error)
+            code, message = 2 if isinstance(error, ValueError) else 1, str(error)
         except jax.errors.JaxRuntimeError as error:  # a collective fails if a process has died
             if jax.process_count() == 1:
                 raise
             reason = " ".join(str(error).split())[:300]
             message = f"the processes have lost each other ({reason}): {GO_ON}"
-    if jax.process_count() > 1:
-        end_alone(message)
-    print(f"train_byte_lm: {message}", file=sys.stderr)
-    return 1
+    end_alone(message, code)
 
 
 def main(argv: list[str]) -> int:

@@ -40,10 +40,12 @@ prefill on Hopper GPUs (jax >= 0.11.2).
 copies as many bytes as a step reads and writes there: its weights but not the embeddings of other
 tokens, and its states twice, or with ring buffers once and a 16th of them again. With --slots there
 is a row for each --batching. Where a flag or the checkpoint is wrong, the exit code is 2 and stderr
-has one line; after Ctrl-C it is 130.
+has one line; after Ctrl-C it is 130. It is 1 where logits are not finite, which leaves one prompt
+without an answer and not the others, or where an answer cannot be written.
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -54,7 +56,7 @@ import time
 import timeit
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import command
@@ -83,6 +85,8 @@ from xlstm_checkpoint import (
     tensors_of,
 )
 from xlstm_model import (
+    MOST_STEPS,
+    NO_TOKEN,
     Config,
     Params,
     Sampling,
@@ -96,12 +100,12 @@ from xlstm_server import (
     LEAST_ENTRIES,
     MOST_ANSWERS,
     MOST_PROMPTS,
-    MOST_STEPS,
     MOST_TOKENS,
     PrefixCache,
     Setup,
-    bucket,
     first_tokens,
+    not_finite_error,
+    read_pieces,
     serve,
 )
 
@@ -156,6 +160,7 @@ class Model:
     tokenizer: Tokenizer | None
     limits: Sequence[int] = ()  # tokens of each answer, by number
     slots: int = 0  # 0: all prompts in one batch, which does not end before --new_tokens
+    output: IO[str] | None = None
 
     @property
     def steps(self) -> int:
@@ -225,21 +230,47 @@ def build() -> Model:
         raise CheckpointError("--draft is for temperature 0, and with --benchmark for --slots")
     if FLAGS.prefix_cache and not slots:
         raise CheckpointError("--prefix_cache is for several prompts")
-    longest = bucket(max(MOST_STEPS, *map(len, prompts.values())))
+    # Of a long prompt there are states before and after a part, beside the rows.
+    long = 2 * (max(map(len, prompts.values())) > MOST_STEPS)
     # One block at a time has the states before and after the prompts of a prefill.
-    rows = slots + FLAGS.prefix_cache + -(-2 * MOST_PROMPTS // config.num_blocks)
-    sizes = (rows, longest) if slots else ()
-    check_prompts(config, tensors, prompts, *sizes)
-    if FLAGS.output:
-        with command.naming("output"):
-            Path(FLAGS.output).write_text("")
-    params = load(config, tensors, read)
-    return Model(config, tensors, params, prompts, stop_tokens, tokenizer, limits, slots)
+    rows = slots + -(-2 * MOST_PROMPTS // config.num_blocks) if slots else len(prompts)
+    cached = FLAGS.prefix_cache and 1 + FLAGS.prefix_cache
+    steps = sum(map(len, prompts.values()))
+    steps = MOST_STEPS if slots else min(steps, MOST_STEPS) if len(prompts) == 1 else steps
+    check_prompts(config, tensors, prompts, rows + cached + long, steps)
+    with contextlib.ExitStack() as files:
+        output = None
+        if FLAGS.output:
+            output = files.enter_context(command.open_alone("output", check_output()))
+        with command.naming("checkpoint"):
+            params = load(config, tensors, read)
+        if output:
+            output.truncate(0)
+        files.pop_all()
+    return Model(config, tensors, params, prompts, stop_tokens, tokenizer, limits, slots, output)
+
+
+def check_output() -> str:
+    """--output, which is no file that this command has read or would read the next time.
+
+    Raises:
+      CheckpointError: it is one.
+    """
+    path = Path(FLAGS.output).resolve()
+    of_the_checkpoint = FLAGS.checkpoint and path.parent == Path(FLAGS.checkpoint).resolve()
+    if (FLAGS.prompts and path == Path(FLAGS.prompts).resolve()) or (
+        of_the_checkpoint and path.suffix in (".json", ".yaml", ".safetensors")
+    ):
+        raise CheckpointError(f"--output: {path} is for --prompts or --checkpoint")
+    return FLAGS.output
 
 
 def read_prompts() -> dict[int, str]:
     """The prompts by their numbers."""
     texts = dict(enumerate(FLAGS.prompt))
+    with command.naming("prompt"):
+        for text in texts.values():
+            text.encode()
     if FLAGS.prompts:
         with command.naming("prompts"):
             lines = re.split("\r?\n", read_text(FLAGS.prompts))
@@ -255,16 +286,37 @@ def generate(
     """The next tokens of all prompts, (steps, B), as they come: first one, then --stream_every.
 
     per_call: with drafts it gets, before each yield, the mean number of tokens per call so far.
+
+    Raises:
+      FloatingPointError: logits are not finite.
     """
-    prompts = model.prompts
-    B = len(prompts)
-    S = -(-model.steps // MULTIPLE) * MULTIPLE
+    answers = []
+    for tokens in unchecked(model, new_tokens, [] if per_call is None else per_call):
+        wrong = tokens == NO_TOKEN
+        count = np.argmax(wrong.any(axis=1)) if wrong.any() else len(tokens)
+        answers.append(tokens[:count])
+        yield answers[-1]
+        if wrong.any():
+            rows = zip(
+                model.prompts.items(), np.vstack(answers).T.tolist(), wrong[count], strict=True
+            )
+            texts = {n: prompt + answer for (n, prompt), answer, first in rows if first}
+            raise not_finite_error(model.config, model.params, texts)
+
+
+def unchecked(model: Model, new_tokens: int, per_call: list[float]) -> Iterator[np.ndarray]:
+    """As ``generate``, with NO_TOKEN where logits are not finite."""
+    prompts, initial = model.prompts, None
     setup = config, params, sampling, key = model.setup()
+    if (B := len(prompts)) == 1 and model.steps > MOST_STEPS:
+        [(n, prompt)] = prompts.items()
+        for end, states in read_pieces(config, params, prompt, MOST_STEPS):
+            prompts, initial = {n: prompt[end:]}, (states, np.array([0]))
+    S = -(-sum(map(len, prompts.values())) // MULTIPLE) * MULTIPLE
     states = empty_states(config, params, B, rings=FLAGS.draft > 0 or rings_are_faster(B))
-    states, token = first_tokens(setup, prompts, S, (states, np.arange(B)))
+    states, token = first_tokens(setup, prompts, S, (states, np.arange(B)), initial)
     yield np.asarray(token)[None]
     if FLAGS.draft:
-        per_call = [] if per_call is None else per_call
         yield from generate_with_drafts(model, states, np.asarray(token), new_tokens - 1, per_call)
         return
     coming = []
@@ -348,14 +400,15 @@ def answers(model: Model, batching: str) -> Iterator[tuple[int, list[int]]]:
 def write_answers(model: Model) -> None:
     """Writes answers as they end; stderr shows how many there are."""
     coming = answers(model, FLAGS.batching)
-    for n, tokens in tqdm(coming, total=len(model.prompts), unit="answer"):
-        text = model.text(tokens)
-        if FLAGS.output:
-            with open(FLAGS.output, "a") as file:
-                print(json.dumps(dict(prompt=n, answer=text, tokens=tokens)), file=file)
-        else:
-            tqdm.write(f"[{n}] {text}")
-            sys.stdout.flush()
+    with model.output or contextlib.nullcontext() as output:
+        for n, tokens in tqdm(coming, total=len(model.prompts), unit="answer"):
+            text = model.text(tokens)
+            if output:
+                row = dict(prompt=n, answer=text, tokens=tokens)
+                print(json.dumps(row), file=output, flush=True)
+            else:
+                tqdm.write(f"[{n}] {text}")
+                sys.stdout.flush()
 
 
 def benchmark_slots(model: Model, batching: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from jax.typing import ArrayLike
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from tqdm import tqdm
-from xlstm_model import Config, Params
+from xlstm_model import Config, Params, not_finite
 
 DTYPES = ("float32", "bfloat16")
 READ_DTYPES = ("F32", "BF16", "F16")  # of files
@@ -331,7 +331,11 @@ def join(config: Config, block: dict[str, jax.Array]) -> Params:
 
 
 def load(config: Config, tensors: Tensors, read: Reader) -> Params:
-    """The weights of the model, with a progress bar."""
+    """The weights of the model, with a progress bar.
+
+    Raises:
+      CheckpointError: a tensor is not finite in its dtype here.
+    """
 
     def array(name: str) -> jax.Array:
         x = tensors[name]
@@ -340,13 +344,22 @@ def load(config: Config, tensors: Tensors, read: Reader) -> Params:
     names = dict(embeddings="backbone.embeddings.weight", lm_head="lm_head.weight")
     names |= dict(out_norm=f"{OUT_NORM}.weight", out_norm_bias=f"{OUT_NORM}.bias")
     params: Params = {x: array(name) for x, name in names.items() if name in tensors}
+    check_finite({name: params[x] for x, name in names.items() if x in params})
     params["blocks"] = []
     for n in tqdm(range(config.num_blocks), "loading", unit="block"):
         prefix = f"backbone.blocks.{n}."
-        block = {x.removeprefix(prefix): array(x) for x in tensors if x.startswith(prefix)}
+        block = {x: array(x) for x in tensors if x.startswith(prefix)}
+        check_finite(block)
+        block = {x.removeprefix(prefix): y for x, y in block.items()}
         # The tensors of one block at a time are there twice.
         params["blocks"].append(jax.block_until_ready(join(config, block)))
     return params
+
+
+def check_finite(arrays: dict[str, jax.Array]) -> None:
+    if names := not_finite(arrays):
+        dtype = arrays[names[0]].dtype
+        raise CheckpointError(f"{names[0]} has values that are not finite in {dtype}")
 
 
 def parts_of(name: str) -> list[str]:

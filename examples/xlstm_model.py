@@ -53,6 +53,8 @@ LOOP_OPTIONS = dict(
     xla_gpu_enable_triton_gemm=False,
     xla_gpu_command_buffer_scheduling_mode="CONCURRENT",
 )
+NO_TOKEN = -1  # where logits are not finite
+MOST_STEPS = 4096  # of a prefill; with these it uses all of a GPU
 RING_BATCH = 16  # with fewer prompts the two launches of a step with a ring take longer
 
 
@@ -303,6 +305,36 @@ def prefill(
     return x, states
 
 
+@jax.jit
+def finite(tree: Any) -> Any:
+    """Whether all values of each array are."""
+    return jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), tree)
+
+
+def not_finite(tree: Any) -> list[str]:
+    """The names of the arrays of a tree that have values that are not finite."""
+    leaves = jax.tree.leaves_with_path(jax.device_get(finite(tree)))
+    return [jax.tree_util.keystr(x, simple=True, separator=".") for x, right in leaves if not right]
+
+
+def first_not_finite(config: Config, params: Params, tokens: list[int]) -> str:
+    """What is not finite first when the model reads tokens: a weight, a block or the logits."""
+    if names := not_finite(params):
+        return names[0]
+    states: Any = empty_states(config, params, 1)
+    for n in range(0, len(tokens), MOST_STEPS):
+        some = np.array([tokens[n : n + MOST_STEPS]])
+        x, after = take_rows(params["embeddings"], some), []
+        for number, (p, before) in enumerate(zip(params["blocks"], states, strict=True)):
+            rows = None, np.array([some.size]), before, np.array([0]), None, None
+            x, state = prefill_block(config, p, x, *rows)
+            if not_finite((x, state)):
+                return f"block {number} of {len(states)}"
+            after.append(state)
+        states = after
+    return "the logits"
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def step_block(
     config: Config, p: Params, x: jax.Array, state: State, accepted: jax.Array | None = None
@@ -377,7 +409,7 @@ def speculate(
         last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)
         tokens = jnp.concatenate([last, drafts], axis=1)
         logits, states = step(config, params, states, tokens, accepted)
-        likeliest = jnp.argmax(logits, axis=-1).astype(text.dtype)
+        likeliest = sample(Sampling(), logits, None, 0).astype(text.dtype)
         right = jnp.cumprod(drafts == likeliest[:, :-1], axis=1, dtype=length.dtype)
         accepted = 1 + jnp.sum(right, axis=1, dtype=length.dtype)
         text = jax.vmap(lax.dynamic_update_slice)(text, likeliest, length[:, None])
@@ -389,10 +421,17 @@ def speculate(
 
 @functools.partial(jax.jit, static_argnums=0)
 def sample(sampling: Sampling, logits: jax.Array, key: jax.Array, number: Any) -> jax.Array:
-    """Token (B,) from logits (B, V). number: of the draw, (B,) or for all; folded into the key."""
+    """Token (..., B) from logits (..., B, V), or NO_TOKEN where one is NaN or inf.
+
+    number: of the draw, (B,) or for all; folded into the key. Draws are from logits (B, V).
+    """
+    known = jnp.all(logits < jnp.inf, axis=-1)
     if not sampling.temperature:
-        return jnp.argmax(logits, axis=-1)
-    logits = logits / sampling.temperature
+        return jnp.where(known, jnp.argmax(logits, axis=-1), NO_TOKEN)
+    # Of the largest logit the quotient is 0 at any temperature, and others are at least -inf.
+    logits = logits - jnp.max(logits, axis=-1, keepdims=True)
+    limits = jnp.finfo(logits.dtype)
+    logits = logits / float(np.clip(sampling.temperature, limits.tiny, limits.max))
     if sampling.top_p < 1.0:
         ordered, tokens = lax.top_k(logits, logits.shape[-1])  # equal ones in the order of ids
         mass = jax.nn.softmax(ordered)
@@ -402,7 +441,7 @@ def sample(sampling: Sampling, logits: jax.Array, key: jax.Array, number: Any) -
         logits = jnp.put_along_axis(logits, tokens, drawn, axis=-1, inplace=False)
     number = jnp.broadcast_to(number, len(logits))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, number)
-    return jax.vmap(jax.random.categorical)(keys, logits)
+    return jnp.where(known, jax.vmap(jax.random.categorical)(keys, logits), NO_TOKEN)
 
 
 @functools.partial(

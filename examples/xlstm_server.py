@@ -6,20 +6,28 @@ packed prefill writes the states of the next prompts over theirs. A row without 
 all the same: no row sees another.
 
 Few shapes are compiled: a prefill has ``bucket`` steps and the same number of segments, of which
-some may be empty, and a loop has a row for every slot.
+some may be empty, and a loop has a row for every slot. No prefill has more than MOST_STEPS steps.
+A prompt with more than twice as many tokens is read in pieces of 512 steps, one prompt at a time.
+Between two loops there are as many pieces as take LONGEST_WAIT of the time of a loop, by those
+before, so that running answers go on; shorter prompts behind a long one start before it.
 
 Two options make a server faster where its requests allow it. With a ``PrefixCache`` a prompt starts
 from the states after the blocks of tokens that it has in common with a prompt before it. With
 drafts a call of the model checks several tokens for each row.
 """
 
+import dataclasses
+import functools
+import time
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, takewhile
+from itertools import islice, takewhile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from xlstm_model import (
+    MOST_STEPS,
+    NO_TOKEN,
     Config,
     Params,
     Rows,
@@ -27,6 +35,7 @@ from xlstm_model import (
     State,
     decode,
     empty_states,
+    first_not_finite,
     next_logits,
     prefill,
     put_rows,
@@ -38,9 +47,9 @@ from xlstm_model import (
 
 from mlstm_pallas import pack_lengths
 
-# A prefill of fewer steps waits for the weights as long as one of 256. With 4096 it uses all of a
-# GPU, and the other slots do not wait for more.
-FEWEST_STEPS, MOST_STEPS = 256, 4096
+FEWEST_STEPS = 256  # of a prefill; one of fewer waits for the weights as long
+# Steps of a piece: a GPU takes hardly less time for fewer, a CPU as much less.
+PIECES, LONGEST_WAIT = dict(gpu=512), 0.4
 MOST_PROMPTS = 16  # of a prefill; with fewer prompts its blocks copy as many states all the same
 BLOCK = 1024  # tokens between two states of a prefix cache
 LEAST_ENTRIES = MOST_PROMPTS + 1  # of a prefix cache: those of a prefill, and one that it reads
@@ -63,7 +72,10 @@ class PrefixCache:
     They are the rows of a pool; row 0 has the states before a prompt, which are zeros. c is in the
     dtype of the activations, to which a prefill rounds it in any case.
 
-    entries: LEAST_ENTRIES or more; the blocks that were used last are kept.
+    A prompt needs the last of its blocks that is there, and none before it. The one that was
+    neither read nor needed for the longest time makes room for another one.
+
+    entries: LEAST_ENTRIES or more.
     """
 
     def __init__(self, config: Config, params: Params, entries: int) -> None:
@@ -77,28 +89,62 @@ class PrefixCache:
         """How many tokens of a prompt are in its blocks; at least one is not."""
         return (len(prompt) - 1) // BLOCK * BLOCK
 
+    def find(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """The end and the row of the last block of a prompt that is there, or 0 and row 0."""
+        for end in range(self.length(prompt), 0, -BLOCK):
+            if row := self.rows.pop(begin := tuple(prompt[:end]), 0):
+                self.rows[begin] = row
+                return end, row
+        return 0, 0
+
     def states(self, prompts: Sequence[list[int]], N: int) -> Rows:
         """N rows with the states after the blocks of prompts, of which it reads those it lacks."""
         used = list[int]()
         for prompt in prompts:
-            used.append(0)
-            for end in range(BLOCK, self.length(prompt) + 1, BLOCK):
-                row = self.rows.pop(begin := tuple(prompt[:end]), None)
-                if row is None:
-                    row = self.read(np.array([prompt[end - BLOCK : end]]), used)
-                self.rows[begin] = used[-1] = row
+            for _ in read_pieces(self.config, self.params, prompt, BLOCK, self, used):
+                pass
+            used.append(self.find(prompt)[1])
         return self.pool, np.array((used + [0] * N)[:N])
 
-    def read(self, tokens: np.ndarray, used: list[int]) -> int:
-        """A row with the states after a block (1, BLOCK) behind the last one of the rows used."""
+    def add(self, begin: Sequence[int], states: list[State], used: Sequence[int] = ()) -> None:
+        """Keeps the states after a block that was read; the rows used stay."""
+        self.blocks_read += 1
+        if self.find([*begin, 0])[0] == len(begin):  # another prompt with this block was faster
+            return
         if not self.free:
             oldest = next(x for x, row in self.rows.items() if row not in used)
             self.free.append(self.rows.pop(oldest))
-        row, self.blocks_read = self.free.pop(), self.blocks_read + 1
-        initial = take_rows(self.pool, np.array(used[-1:])), np.array([0])
-        options = np.array([BLOCK]), initial, (self.pool, np.array([row]))
-        _, self.pool = prefill(self.config, self.params, tokens, None, *options)
-        return row
+        self.rows[tuple(begin)] = row = self.free.pop()
+        self.pool = put_rows(self.pool, np.array([row]), states)
+
+
+def read_pieces(
+    config: Config,
+    params: Params,
+    prompt: list[int],
+    steps: int,
+    cache: PrefixCache | None = None,
+    used: Sequence[int] = (),
+) -> Iterator[tuple[int, list[State]]]:
+    """Reads a prompt but for its last tokens, 1 to ``steps``.
+
+    Yields the number of tokens that are read and a row of states after them: of those in the
+    cache, then after each piece of so many steps, which divide BLOCK. It adds blocks to the cache.
+    """
+    config = dataclasses.replace(config, inference_state_dtype="float32")
+    end, states = 0, empty_states(config, params, 1)
+    if cache:
+        end, row = cache.find(prompt)
+        states = put_rows(states, np.array([0]), take_rows(cache.pool, np.array([row])))
+    yield end, states
+    while end + steps < len(prompt):
+        piece = np.array([prompt[end : end + steps]])
+        rows = states, np.array([0])
+        _, states = prefill(config, params, piece, None, np.array([steps]), rows)
+        end += steps
+        if cache and end % BLOCK == 0:
+            cache.add(prompt[:end], states, used)
+        yield end, states
 
 
 def first_tokens(
@@ -140,7 +186,8 @@ def serve(
 ) -> Iterator[tuple[int, list[int], bool]]:
     """As tokens come: the number of a prompt, tokens of its answer, and whether this one has ended.
 
-    An answer goes up to a token to stop at, which is not one of its tokens.
+    An answer goes up to a token to stop at, which is not one of its tokens. One whose logits are
+    not finite does not end; the others go on.
 
     Args:
       prompts: by their numbers.
@@ -150,63 +197,133 @@ def serve(
       draft: most tokens that a call checks beside the next one; needs temperature 0.
       cache: of earlier prompts, to which those of these prompts are added.
       rings: whether states have ring buffers, which drafts need. None: where it is faster.
+
+    Raises:
+      FloatingPointError: at the end, if there are logits that are not finite.
     """
     config, params, sampling, key = setup
-    waiting, others, N = [*prompts], None, min(MOST_PROMPTS, slots)
-    busy: dict[int, tuple[int, int]] = {}  # by row, a prompt's number and the tokens of its answer
+    waiting, others, N = dict.fromkeys(prompts), None, min(MOST_PROMPTS, slots)
+    busy: dict[int, tuple[int, list[int]]] = {}  # by row, a prompt's number and its answer so far
+    failed: dict[int, list[int]] = {}  # by number, the tokens before logits that are not finite
+    long, most_pieces = None, 1
+    piece = min(PIECES.get(jax.default_backend(), 64), MOST_STEPS, BLOCK)
     rings = rings_are_faster(slots) or draft > 0 if rings is None else rings
     states = empty_states(config, params, slots, rings=rings)
     size = bucket(max(len(prompts[n]) + limits[n] for n in prompts) + steps * (1 + draft))
     known = np.zeros(slots, np.int32)  # tokens in the texts of the rows
 
+    def next_prompts(most: int) -> dict[int, int]:
+        """Those of a prefill and where it begins; or a longer one, if none is being read."""
+        begins, total = dict[int, int](), 0
+        for n in islice((n for n in waiting if not (long and is_long(n))), most):
+            begin = cache.length(prompts[n]) if cache and not is_long(n) else 0
+            total += len(prompts[n]) - begin
+            if begins and total > MOST_STEPS:
+                break
+            begins[n] = begin
+        return begins
+
+    @functools.cache
+    def is_long(n: int) -> bool:
+        if len(prompts[n]) <= 2 * MOST_STEPS:
+            return False
+        return not cache or len(prompts[n]) - cache.find(prompts[n])[0] > 2 * MOST_STEPS
+
+    def start(begins: dict[int, int], rows: list[int], N: int, initial: Rows | None) -> None:
+        """Reads prompts from there on as the first of N segments, into rows."""
+        nonlocal states, others
+        into = states, np.array((rows + [slots] * N)[:N])
+        rest = {n: prompts[n][begin:] for n, begin in begins.items()}
+        S = bucket(sum(map(len, rest.values())))
+        states, token = first_tokens(setup, rest, S, into, initial)
+        values = [token]
+        if draft:
+            texts, lengths = np.zeros((N, size), np.int32), np.zeros(N, np.int32)
+            for j, n in enumerate(begins):
+                lengths[j] = len(prompts[n])
+                texts[j, : lengths[j]] = prompts[n]
+            values = [*with_texts(texts, lengths, token)]
+            known[rows] = 1 + lengths[: len(rows)]
+        others = others or take_rows(values, np.zeros(slots, int))
+        others = put_rows(others, into[1], values)
+        busy.update({row: (n, []) for row, n in zip(rows, begins, strict=True)})
+        started.append((rows, token))
+
+    def go_on(most: int | None) -> None:
+        """Reads so many pieces of the long prompt, or all; after the last one it starts."""
+        nonlocal long, end, before, count
+        for read in islice(pieces, most):
+            count, (end, before) = count + 1, read
+        if end + piece >= len(prompts[long[0]]):
+            start({long[0]: end}, [long[1]], 1, (before, np.array([0])))
+            long = None
+
     def add(row: int, column: list[int]) -> tuple[int, list[int], bool]:
-        n, count = busy[row]
-        tokens = [*takewhile(lambda token: token not in stop, column[: limits[n] - count])]
-        busy[row] = n, count + len(tokens)
-        ended = len(tokens) < len(column) or count + len(tokens) == limits[n]
+        n, answer = busy[row]
+        column = column[: limits[n] - len(answer)]
+        tokens = [*takewhile(lambda token: token not in {*stop, NO_TOKEN}, column)]
+        answer += tokens
+        ended = len(tokens) < len(column) or len(answer) == limits[n]
         if ended:
             del busy[row]
+        if column[len(tokens) :][:1] == [NO_TOKEN]:
+            failed[n], ended = prompts[n] + answer, False
         return n, tokens, ended
 
-    while waiting or busy:
-        free = [*({*range(slots)} - {*busy})] if continuous or not busy else []
-        started = []
-        while waiting and free:
-            lists = {n: prompts[n] for n in waiting[: min(N, len(free))]}
-            cut = {n: cache.length(x) if cache else 0 for n, x in lists.items()}
-            ends = [*accumulate(len(x) - cut[n] for n, x in lists.items())]
-            count = max(1, sum(end <= MOST_STEPS for end in ends))
-            some, waiting = waiting[:count], waiting[count:]
-            initial = cache.states([lists[n] for n in some], N) if cache else None
-            rest = {n: lists[n][cut[n] :] for n in some}
-            rows, free = free[:count], free[count:]
-            into = states, np.array((rows + [slots] * N)[:N])
-            states, token = first_tokens(setup, rest, bucket(ends[count - 1]), into, initial)
-            values = [token]
-            if draft:
-                texts, lengths = np.zeros((N, size), np.int32), np.zeros(N, np.int32)
-                for j, n in enumerate(some):
-                    lengths[j] = len(lists[n])
-                    texts[j, : lengths[j]] = lists[n]
-                values = [*with_texts(texts, lengths, token)]
-                known[rows] = 1 + lengths[:count]
-            others = others or take_rows(values, np.zeros(slots, int))
-            others = put_rows(others, into[1], values)
-            busy |= {row: (n, 0) for row, n in zip(rows, some, strict=True)}
-            started.append((rows, token))
+    while waiting or busy or long:
+        began, started, count = time.perf_counter(), [], 0
+        free = [*({*range(slots)} - {*busy, long and long[1]})] if continuous or not busy else []
+        while free and (begins := next_prompts(min(N, len(free)))):
+            some, rows, free = [*begins], free[: len(begins)], free[len(begins) :]
+            for n in some:
+                del waiting[n]
+            if is_long(some[0]):
+                pieces = read_pieces(config, params, prompts[some[0]], piece, cache)
+                long, (end, before) = (some[0], rows[0]), next(pieces)
+                if not continuous:
+                    go_on(None)
+            elif cache:
+                start(begins, rows, N, cache.states([prompts[n] for n in some], N))
+            elif len(prompts[some[0]]) > MOST_STEPS:
+                for begin, part in read_pieces(config, params, prompts[some[0]], MOST_STEPS):
+                    begins, initial = {some[0]: begin}, (part, np.array([0]))
+                start(begins, rows, 1, initial)
+            else:
+                start(begins, rows, N, None)
+        if long:
+            go_on(most_pieces if busy else None)
         if draft:
             states, *others = speculate(config, steps, 1 + draft, params, states, *others)
         else:
             numbers = np.zeros(slots, int)
-            numbers[[*busy]] = [MOST_TOKENS * n + (count or 1) for n, count in busy.values()]
+            numbers[[*busy]] = [MOST_TOKENS * n + (len(x) or 1) for n, x in busy.values()]
             loop = config, sampling, steps, params, states, *others, key, numbers
             states, *others, tokens = decode(*loop)
+        if count:
+            jax.block_until_ready(before)
+        read = time.perf_counter()
         for rows, token in started:  # which are there before the tokens of the loop
             yield from map(add, rows, np.asarray(token)[: len(rows), None].tolist())
         if draft:
-            before, known, text = known, np.array(others[1]), np.asarray(others[0])
-            columns = [text[row, before[row] : known[row]] for row in range(slots)]
+            earlier, known, text = known, np.array(others[1]), np.asarray(others[0])
+            columns = [text[row, earlier[row] : known[row]] for row in range(slots)]
         else:
             columns = np.asarray(tokens).T
+        if count and not started:
+            loop_per_piece = count * (time.perf_counter() - read) / (read - began)
+            most_pieces = max(1, int(LONGEST_WAIT * loop_per_piece))
         for row in [*busy]:
             yield add(row, columns[row].tolist())
+    if failed:
+        raise not_finite_error(config, params, failed)
+
+
+def not_finite_error(
+    config: Config, params: Params, texts: dict[int, list[int]]
+) -> FloatingPointError:
+    """Of prompts, by number: the tokens, with those of an answer, before logits that are not."""
+    n, text = next(iter(texts.items()))
+    what, names = first_not_finite(config, params, text), ", ".join(map(str, sorted(texts)))
+    return FloatingPointError(
+        f"prompts without an answer: {names}; of prompt {n}, not finite: {what}"
+    )

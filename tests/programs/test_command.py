@@ -1,11 +1,13 @@
 """The benchmarks, tools and examples as programs: wrong requests, exit codes."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import benchmark_runs
+import command
 import extras
 import jax
 import pytest
@@ -43,6 +45,73 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, line):
     assert (process.returncode, process.stderr, process.stdout) == (*expected, "")
 
 
+STDOUT = """
+import command
+command.main(lambda define: None, lambda options: print("\\u2192", flush=FLUSH))
+"""
+
+
+@pytest.mark.parametrize(("flush", "unbuffered"), [("False", ""), ("True", ""), ("False", "1")])
+@pytest.mark.parametrize(
+    ("file", "code", "message"),
+    [
+        ("full", 1, "stand_in: .*No space left on device\n"),
+        ("pipe", 1, "stand_in: cannot write to stdout: .*Broken pipe\n"),
+        ("none", 2, "stand_in: stdout is closed, expected a file or a pipe\n"),
+        ("ascii", 0, ""),
+    ],
+)
+def test_what_stdout_cannot_take_is_one_line(file, code, message, flush, unbuffered, tmp_path):
+    program = tmp_path / "stand_in.py"
+    program.write_text(STDOUT.replace("FLUSH", flush))
+    settings = {"PYTHONPATH": str(BENCHMARKS), "PYTHONUNBUFFERED": unbuffered}
+    settings["PYTHONIOENCODING"] = "ascii" if file == "ascii" else "utf-8"
+    reader, writer = os.pipe()
+    os.close(reader)
+    files = dict(full=os.open("/dev/full", os.O_WRONLY), pipe=writer)
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh"] if file == "none" else []
+    process = subprocess.run(
+        [*closed, sys.executable, program],
+        env=os.environ | settings,
+        stdout=files.get(file, subprocess.DEVNULL),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for number in files.values():
+        os.close(number)
+    assert process.returncode == code
+    assert re.fullmatch(message, process.stderr)
+
+
+LOCK = """
+import sys, command
+file = command.open_alone("output", sys.argv[1])
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_file_is_written_by_one_run_at_a_time(tmp_path):
+    """A run that is killed leaves no lock; what cannot be locked may be shared."""
+    path = tmp_path / "rows"
+    with subprocess.Popen(
+        [sys.executable, "-c", LOCK, path],
+        env=os.environ | {"PYTHONPATH": str(BENCHMARKS)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout.readline() == b"locked\n"
+        with pytest.raises(command.RequestError, match=f"^--output: another run is writing {path}"):
+            command.open_alone("output", path)
+        process.kill()
+    for _ in range(2):
+        with command.open_alone("output", path) as file:
+            file.write("kept")
+    assert path.read_text() == "keptkept"
+    with command.open_alone("output", os.devnull), command.open_alone("output", os.devnull):
+        pass
+
+
 # program, arguments: what the message has.
 REQUESTS = f"""
 plant_defects --patch=/no/such: flag --patch=/no/such: there is no /no/such
@@ -63,6 +132,7 @@ kernel_benchmark --config={{: flag --config={{: Expecting property name
 kernel_benchmark --config={{"no":1}}: config.no is no field, expected one like batch
 kernel_benchmark --from_jsonl={__file__}: --from_jsonl: {__file__}, line 1 is no row
 kernel_benchmark --from_jsonl=/no/such: --from_jsonl: [Errno 2] No such file
+kernel_benchmark --from_jsonl=/dev/null --jsonl=/dev/null: --from_jsonl: /dev/null is --jsonl too
 kernel_benchmark --impl=mosaic_gpu: --impl=mosaic_gpu needs a GPU
 kernel_benchmark --stage=chunk_gates --direction=fwbw: --stage has one direction
 kernel_benchmark --plot=x.foo: --plot: x.foo does not end with .png, .pdf or .svg
@@ -95,6 +165,9 @@ xlstm_7b {CHECKPOINT} --prompts={FIXTURE}/expected.npz: cannot read
 xlstm_7b {CHECKPOINT} --prompts=/dev/null: no prompt: give --prompt, or --prompts=FILE
 xlstm_7b {CHECKPOINT} --prompt=a --prompt=: prompt 1 has no token
 xlstm_7b {CHECKPOINT} --prompt=a --output=/no/such/folder/file: --output: [Errno 2]
+xlstm_7b {CHECKPOINT} --prompt=a --output={FIXTURE}/new.json: --output: {FIXTURE}/new.json is for
+xlstm_7b {CHECKPOINT} --prompts={__file__} --output={__file__}: --output: {__file__} is for
+xlstm_7b {CHECKPOINT} --prompt=\udcff: --prompt: 'utf-8' codec can't encode character
 xlstm_7b {CHECKPOINT} --prompt=a --slots=0: --slots=0
 xlstm_7b {CHECKPOINT} --prompt=a --slots=two: slots
 xlstm_7b {CHECKPOINT} --prompt=a --batching=some: batching

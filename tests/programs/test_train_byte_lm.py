@@ -11,10 +11,12 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import byte_corpus as corpus
 import byte_lm
+import command
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,6 +67,21 @@ def read_log(folder, name=""):
     """The lines, or those values that have this name."""
     lines = records(folder / "log.jsonl")
     return [line[name] for line in lines if name in line] if name else lines
+
+
+def test_what_a_run_writes_is_no_text_of_the_next_one(tmp_path):
+    """The output folder is in the corpus, or is the corpus; or a file there is."""
+    (tmp_path / "text.txt").write_text("text " * 9)
+    for output in (tmp_path / "runs" / "output", tmp_path):
+        written = [output / name for name in lm.WRITTEN]
+        before = [x.tobytes() for x in corpus.read_corpus(tmp_path, 1, written)]
+        (output / "checkpoints" / "10").mkdir(parents=True)
+        for path in (*written[:-1], written[-1] / "10" / "data"):
+            path.write_text("other " * 9)
+        assert before == [x.tobytes() for x in corpus.read_corpus(tmp_path, 1, written)]
+        with pytest.raises(corpus.UserError, match="has no text"):
+            corpus.read_corpus(written[2], 1, written)
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
 
 
 def test_split_is_by_files(tmp_path):
@@ -118,18 +135,18 @@ def output(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
-    """The output folder of a run that a Ctrl-C ended after 13 steps; its last checkpoints are of
+    """The output folder of a run that a SIGTERM ended after 13 steps; its last checkpoints are of
     steps 10 and 13."""
 
     def interrupt(stop, until, step, asked_to_end=lm.asked_to_end):
         if step == 13:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
         return asked_to_end(stop, until, step)
 
     folder = tmp_path_factory.mktemp("interrupted")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lm, "asked_to_end", interrupt)
-        assert train(folder, checkpoint_every=5) == 130
+        assert train(folder, checkpoint_every=5) == 143
     return folder
 
 
@@ -215,6 +232,61 @@ def test_noresume_starts_over(copied):
     assert read_log(copied, "step") == [1, 1]
 
 
+def test_a_folder_has_one_run_at_a_time(interrupted):
+    path = interrupted / lm.LOG
+    with command.open_alone("output_dir", path):
+        message = error_of(train, interrupted)
+    assert message == f"train_byte_lm: --output_dir: another run is writing {path}"
+
+
+def test_a_state_that_is_not_finite_is_not_read(copied, monkeypatch):
+    def read(training, step, read=lm.Training.read, **item):
+        value = read(training, step, **item)
+        if "state" in item:
+            value[0]["blocks"][0]["gates"] *= np.inf
+        return value
+
+    monkeypatch.setattr(lm.Training, "read", read)
+    message = f"the checkpoint {copied}/checkpoints/13: 0.blocks.0.gates is not finite"
+    assert error_of(train, copied) == f"train_byte_lm: {message}"
+
+
+def test_a_state_that_is_not_finite_or_cannot_be_written_ends_the_training(monkeypatch):
+    """So does a loss of held-out text, in each case with the checkpoint before it."""
+    parse(lm, *arguments(""))
+    training = object.__new__(lm.Training)
+    vars(training).update(step=7, losses=[1.0], text=np.zeros(3, np.uint8), log=mock.Mock(lines=[]))
+    vars(training).update(rng=np.random.default_rng(0), held_out=np.ones((9, 1)), model=None)
+    training.checkpoints = mock.Mock(directory=Path("folder"))
+    for bad in (jnp.nan, -jnp.inf):
+        training.state = dict(weights=jnp.ones(3), moments=[jnp.array([1.0, bad])]), 3
+        with pytest.raises(FloatingPointError, match=r"^0.moments.0 of the state is not finite by"):
+            training.save()
+        monkeypatch.setattr(lm, "cross_entropy", lambda *_, bad=bad: bad)
+        with pytest.raises(FloatingPointError, match=r"^the loss of held-out text is .* by step 7"):
+            training.evaluate()
+    training.checkpoints.save.assert_not_called()
+    assert all({*call.kwargs} == {"step", "error"} for call in training.log.write.call_args_list)
+    training.state = [jnp.ones(3)]
+    training.checkpoints.save.side_effect = ValueError("No space\nleft")
+    with pytest.raises(OSError, match=r"^the checkpoint folder/7 cannot be written: No space"):
+        training.save()
+
+
+def test_a_file_that_is_not_complete_does_not_get_its_name(tmp_path):
+    path = tmp_path / lm.SAMPLE
+    lm.write_whole(path, lambda other: other.write_text("first"))
+
+    def half(other):
+        other.write_text("sec")
+        raise OSError("No space left")
+
+    with pytest.raises(OSError, match="No space"):
+        lm.write_whole(path, half)
+    assert path.read_text() == "first"
+    assert {x.name for x in tmp_path.iterdir()} <= {*lm.WRITTEN}
+
+
 def test_a_run_does_not_go_on_with_what_does_not_fit(text_folder, interrupted, copied, tmp_path):
     checkpoint = interrupted / "checkpoints" / "13"
     for name, before, x in (("layers", 1, 2), ("dtype", "float32", "bfloat16")):
@@ -286,8 +358,8 @@ def end_of_processes(folder, end=lambda *_: None):
 @pytest.mark.slow
 def test_processes_end_together_and_have_the_curve_of_a_single_device(output, tmp_path):
     end = functools.partial(end_of_processes, tmp_path)
-    codes, *printed = end(lambda first, second: first.send_signal(signal.SIGINT))
-    assert codes == [130, 130], printed
+    codes, *printed = end(lambda first, second: second.send_signal(signal.SIGTERM))
+    assert codes == [143, 143], printed
     assert all("the same command goes on from here" in stdout for stdout, _ in printed)
     codes, (_, error), _ = end(lambda first, second: second.kill())
     assert codes == [1, -signal.SIGKILL], error
@@ -303,8 +375,51 @@ def test_processes_end_together_and_have_the_curve_of_a_single_device(output, tm
 # ---------------- how runs end
 
 
+# The training waits in a call that runs no Python, as those of a compiler.
+BUSY = """
+import hashlib, train_byte_lm
+with train_byte_lm.stop_on_signals() as stop:
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"), [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGTERM)]
+)
+def test_a_second_signal_ends_at_once(first, second):
+    settings = dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), JAX_PLATFORMS="cpu")
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY], env=os.environ | settings, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(first)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
+        process.send_signal(second)
+        try:
+            assert process.wait(timeout=10) == -second
+        finally:
+            process.kill()
+
+
+def test_the_first_signal_decides_on_the_exit_code(monkeypatch):
+    """Handlers are those of before afterwards."""
+    before = [*map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))]
+    for first in (signal.SIGINT, signal.SIGTERM):
+        with lm.stop_on_signals() as stop:
+            assert not lm.asked_to_end(stop, np.inf, 1)
+            signal.raise_signal(first)
+            assert lm.asked_to_end(stop, np.inf, 2)
+            assert stop.signal == first
+        assert [*map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))] == before
+
+
 @pytest.mark.slow
 def test_loss_that_is_not_finite(tmp_path):
     message = "the loss is nan by step 10"
     assert message in error_of(train, tmp_path, code=1, learning_rate=float("inf"))
     assert read_log(tmp_path, "error") == [message]
+    assert read_log(tmp_path, "flags")[0]["learning_rate"] == "inf"
+    assert "Infinity" not in (tmp_path / lm.LOG).read_text()

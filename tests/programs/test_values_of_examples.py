@@ -9,6 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import xlstm_checkpoint as checkpoint
 import xlstm_model as model
 import xlstm_server as server
@@ -184,3 +185,52 @@ def test_tokens_are_drawn_from_the_likeliest():
         draws(0.0, 1.0, 0, 1, 0, 0),
     ) == (True, True, True)
     assert (draws(1e-30, 1.0, 0, 1, 0, 0), draws(1e30, 1.0, 1, 1, 1, 1)) == (True, True)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.5, 0.0])
+def test_temperatures_at_the_ends_of_their_range(top_p):
+    """The least ones, which float32 flushes or cannot divide by, take the likeliest token, also of
+    logits whose difference is infinite. Logits that are NaN or inf have none, in their row alone;
+    one of -inf has the mass 0."""
+    largest, inf = float(jnp.finfo("float32").max), jnp.inf
+    rows = [1, 5, 30, -3], [0, 1 - 2**-24, 1, 0.5], [-largest, 1, largest, 2], [-inf, 0, 1, -inf]
+    logits = jnp.array([*rows, [1, jnp.nan, 2, 3], [inf, 1, 2, 3]])
+    for temperature in (0.0, 5e-324, 1e-40, 1e-38, 1.2e-38, 1e-30):
+        sampling = model.Sampling(temperature, top_p)
+        tokens = model.sample(sampling, logits, jax.random.key(0), np.arange(6))
+        assert tokens.tolist() == [2, 2, 2, 2, model.NO_TOKEN, model.NO_TOKEN], temperature
+    for temperature in (1e38, 1e39, np.inf):
+        sampling = model.Sampling(temperature)
+        tokens = model.sample(sampling, jnp.tile(logits[:1], (400, 1)), jax.random.key(0), 0)
+        many = model.sample(
+            sampling, jnp.tile(logits[:1], (400, 1)), jax.random.key(0), np.arange(400)
+        )
+        assert {*np.asarray(tokens).tolist()} <= {*np.asarray(many).tolist()} == {0, 1, 2, 3}
+
+
+def test_the_first_that_is_not_finite_is_named():
+    """A weight, else the block whose output or states are, else the logits."""
+    config = model.Config(vocab_size=8, hidden_size=16, num_blocks=2, num_heads=1)
+    tensors = checkpoint.tensors_of(config, "float32", 1)
+    params = checkpoint.load(config, tensors, checkpoint.random_tensors(0))
+    first, second = params["blocks"]
+    huge = second | dict(down=second["down"].at[3].set(3e38))
+    bad = first | dict(up=first["up"].at[0, 0, 0].set(-jnp.inf))
+
+    def named(tokens=(1, 2, 3), **changed):
+        return model.first_not_finite(config, params | changed, [*tokens])
+
+    assert named() == "the logits"
+    assert named(blocks=[first, huge]) == "block 1 of 2"
+    assert named(blocks=[bad, huge]) == "blocks.0.up"
+    with mock.patch.object(model, "MOST_STEPS", 2):
+        assert named() == "the logits"
+        assert named(blocks=[first, huge]) == "block 1 of 2"
+    block = "backbone.blocks.1.ffn.proj_down.weight"
+
+    def read(name, x):
+        return np.full(x.shape, np.finfo("float32").max if name == block else 0, "float32")
+
+    message = f"{block} has values that are not finite in bfloat16"
+    tensors = checkpoint.tensors_of(config, "bfloat16", 1)
+    refused(checkpoint.CheckpointError, message, lambda: checkpoint.load(config, tensors, read))

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import benchmark_runs
+import command
 import draft_tokens
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ import pytest
 import xlstm_7b
 import xlstm_checkpoint as checkpoint
 import xlstm_model as model
+import xlstm_server
 from oracle import assert_close, tolerance
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
@@ -189,6 +191,63 @@ def test_the_line_of_an_answer_ends_before_control_c_is_reported():
     with terminal() as written, stop:
         assert exit_code(HERE, f"--prompt={text(PROMPTS[2])}", *FLOAT32) == 130
     assert re.search(r" s\n[^\n]+\ninterrupted\n$", written.getvalue())
+
+
+@pytest.mark.parametrize("flags", [[], ["--draft=7"], [f"--prompt={text(PROMPTS[0])}"]])
+def test_logits_that_are_not_finite_are_an_error(flags, copied, monkeypatch, capsys):
+    """What was right before is printed; of two prompts the other's answer is complete."""
+    answer, others = GREEDY[2].tolist(), {*PROMPTS[0], *GREEDY[0], *PROMPTS[2]}
+    end = next(n for n in range(7, 23) if answer[n] not in others | {*answer[:n]})
+    tensors = all_tensors()
+    tensors["backbone.embeddings.weight"][answer[end]] = np.nan
+    save_file(tensors, copied / "model.safetensors")
+    arguments = [f"--checkpoint={copied}", f"--prompt={text(PROMPTS[2])}", *FLOAT32, *flags]
+    named = "backbone.embeddings.weight has values that are not finite in float32"
+    assert error(*arguments) == f"xlstm_7b: --checkpoint: {named}"
+    monkeypatch.setattr(checkpoint, "check_finite", lambda _: None)
+    capsys.readouterr()
+    assert exit_code(*arguments) == 1
+    output, errors = capsys.readouterr()
+    message = "prompts without an answer: 0; of prompt 0, not finite: embeddings"
+    assert errors.splitlines()[-1] == f"xlstm_7b: {message}"
+    several = "--prompt" in "".join(flags)
+    assert output == (f"[1] {text(GREEDY[0])}" if several else text(answer[: end + 1])) + "\n"
+
+
+def test_a_long_prompt_is_read_in_pieces(monkeypatch, capsys):
+    """Here two of 64 tokens and one of 2; memory is counted for these and not for the prompt."""
+    monkeypatch.setattr(xlstm_7b, "MOST_STEPS", 64)
+    with mock.patch.object(xlstm_server, "prefill", wraps=model.prefill) as prefill:
+        run(HERE, f"--prompt={text(PROMPTS[3])}", *FLOAT32)
+    assert capsys.readouterr().out == text(GREEDY[3]) + "\n"
+    assert [x.args[4].tolist() for x in prefill.call_args_list] == [[64], [64], [2]] * 2
+    counted = []
+    stubs = dict(load=lambda *_: {}, check_prompts=lambda *arguments: counted.append(arguments[3:]))
+    with mock.patch.multiple(xlstm_7b, **stubs):
+        for size in (50, 65, 500):
+            parse("--random", "--size=tiny", f"--prompt_length={size}")
+            xlstm_7b.build()
+        parse("--random", "--size=tiny", "--batch=9", "--prompt_length=500", "--prefix_cache=20")
+        xlstm_7b.build()
+    # Rows of states, beside the prompts' those before and after a part, and steps.
+    assert counted == [(1, 50), (3, 64), (3, 64), (9 + 16 + 21 + 2, 64)]
+
+
+def test_answers_that_are_there_stay_until_there_is_a_model(copied, tmp_path):
+    """And while another run writes to their file, which is read as it was written."""
+    path, line = tmp_path / "answers.jsonl", '{"prompt": 0, "answer": "a", "tokens": [1]}\n'
+    path.write_text(line)
+    request = [f"--checkpoint={copied}", "--prompt=ab", "--new_tokens=2", f"--output={path}"]
+    with command.open_alone("output", path):
+        assert error(*request) == f"xlstm_7b: --output: another run is writing {path}"
+    tensors = all_tensors()
+    tensors["lm_head.weight"][5] = np.inf
+    save_file(tensors, copied / "model.safetensors")
+    assert "lm_head.weight has values that are not finite" in error(*request)
+    assert path.read_text() == line
+    run(HERE, *request[1:])
+    [row] = benchmark_runs.records(path)
+    assert (row["prompt"], row["answer"]) == (0, text(row["tokens"]))
 
 
 def test_a_prompt_is_a_line_and_has_its_number(tmp_path, monkeypatch):

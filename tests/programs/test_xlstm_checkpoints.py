@@ -209,6 +209,7 @@ def test_checkpoints_of_xlstm(name, tensors, values, tmp_path):
 
 
 DOWN = "backbone.blocks.1.ffn.proj_down.weight"
+EMBEDDINGS = "backbone.embeddings.weight"
 PART = "backbone.blocks.1.mlstm_layer.qkv_opreact.weight"
 # The tensors of a file, and what is said of them.
 WRONG = [
@@ -233,6 +234,14 @@ WRONG = [
     (fused(TENSORS) | TENSORS, r" is in (\S+model.safetensors) and in \1"),
     (biased(True), r"unlike the model, .*\.bias"),
     (without_out_norm(TENSORS), r"lacks 1 tensors: .*out_norm\.weight"),
+    (
+        TENSORS | {DOWN: np.where(TENSORS[DOWN] > 0.1, np.nan, TENSORS[DOWN])},
+        f"^{DOWN} has values that",
+    ),
+    (
+        TENSORS | {EMBEDDINGS: np.where(np.arange(64) == 63, -np.inf, TENSORS[EMBEDDINGS])},
+        f"^{EMBEDDINGS} has values that are not finite in float32$",
+    ),
 ]
 
 
