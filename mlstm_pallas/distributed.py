@@ -87,8 +87,8 @@ def _from_zeros(
         all_splits=True,
     )
     by_split = jnp.prod(gamma.reshape(p.BNH, num_splits, p.NC // num_splits), axis=-1)
-    C = jnp.sum(other_decays(by_split)[..., None, None] * matX, axis=1)
-    last = jnp.sum(other_decays(gamma)[..., None] * n, axis=1)
+    C = jnp.sum(_weighted(other_decays(by_split), matX), axis=1)
+    last = jnp.sum(_weighted(other_decays(gamma), n), axis=1)
     return jnp.prod(by_split, axis=-1), last, C, PrecomputedStates(gates, n, matX)
 
 
@@ -213,8 +213,9 @@ def _weights(gamma: jax.Array) -> jax.Array:
 
 
 def _weighted(weights: jax.Array, x: jax.Array) -> jax.Array:
-    """``weighted``; x may have more axes."""
-    return weighted(lax.expand_dims(weights, range(weights.ndim, x.ndim)), x)
+    """weights x, and 0 for a weight of 0, also where x is inf or NaN; x may have more axes."""
+    weights = lax.expand_dims(weights, range(weights.ndim, x.ndim))
+    return jnp.where(weights == 0, 0.0, weights * x)
 
 
 def _sum_over(axis: Axis, weights: jax.Array, x: jax.Array) -> jax.Array:
