@@ -87,13 +87,13 @@ def overflowing(r, x, kept, dtype):
     return {name: array(y, x[name].dtype) for name, y in result.items()}
 
 
-def neighbours(r, structure, reverse, shape, L):
+def neighbours(r, structure, reverse, shape):
     """Arrays that say where segments and entries end, and what is kept of a call."""
     B, NH, S = shape
     t, everything = np.arange(S), np.ones((B, NH), bool)
-    # Anywhere, or where chunks begin.
+    # Anywhere, or where chunks may begin.
     ends = [np.sort(r.choice(np.arange(1, S), 2, replace=False)) for _ in range(B)]
-    at_chunks = [np.sort(r.choice(np.arange(L, S, L), 2, replace=False)) for _ in range(B)]
+    at_chunks = [np.sort(r.choice(np.arange(16, S, 16), 2, replace=False)) for _ in range(B)]
     first, second = np.array(ends if r.random() < 0.7 else at_chunks).T[..., None]
     ids = (t >= first).astype("int32") + (t >= second)
     lengths = np.full(B, S, "int32")
@@ -129,7 +129,6 @@ class Row:
     function: Callable
     options: dict
     shape: tuple = (B, NH, S, 16, 16)
-    L: int = 16
     states: bool = True  # whether there are initial states
     last: bool = True  # whether there are last states
 
@@ -151,7 +150,7 @@ def drawn(row, dtype, seed):
     """A call with harmless neighbours, one with others, traced options, what is kept."""
     r, (B, NH, S, DHQK, DHV) = np.random.default_rng((seed, 4)), row.shape
     reverse = bool(row.options.get("reverse"))
-    traced, kept = neighbours(r, row.structure, reverse, (B, NH, S), row.L)
+    traced, kept = neighbours(r, row.structure, reverse, (B, NH, S))
     f_shift = r.choice([0.0, 4.0, 20.0])
     has_m = "input_gate" not in row.options
     recipe = dict(states=row.states, m_initial=has_m, f_shift=f_shift, resets=r.random() < 0.3)
@@ -280,7 +279,7 @@ CHUNKWISE = {
     "materialised_splits": Row(
         "segments", mlstm_chunkwise, INTERPRET | dict(config=splits(2, fused=False)), **EVEN
     ),
-    "tiled": Row("segments", mlstm_chunkwise, INTERPRET | TILED, L=32),
+    "tiled": Row("segments", mlstm_chunkwise, INTERPRET | TILED),
     "fused_lengths_reverse": Row("lengths", mlstm_chunkwise, INTERPRET | FUSED | REVERSE),
     "materialised_lengths": Row("lengths", mlstm_chunkwise, INTERPRET | UNFUSED),
     "fused_padded": Row("padded_segments", mlstm_chunkwise, INTERPRET | FUSED),
@@ -566,7 +565,7 @@ def test_the_values_of_neighbours_overflow(dtype):
 def real(structure, DHQK, DHV, S, *options, **fields):
     """A call of the sizes of models; a backend is added."""
     options = functools.reduce(lambda x, y: x | y, options, dict(layout="BTNH"))
-    return Row(structure, mlstm_chunkwise, options, shape=(2, 2, S, DHQK, DHV), L=64, **fields)
+    return Row(structure, mlstm_chunkwise, options, shape=(2, 2, S, DHQK, DHV), **fields)
 
 
 ON_A_GPU = {
@@ -605,5 +604,5 @@ INTERPRETED = {
 def test_what_overflows_reaches_no_neighbour_on_mosaic_gpu(name):
     config, structure, dtype = INTERPRETED[name]
     options = dict(config=config, backend="mosaic_gpu", recompute_states_in_bw=name == "fused")
-    row = Row(structure, mlstm_chunkwise, options, shape=(1, 1, 256, 64, 128), L=128)
+    row = Row(structure, mlstm_chunkwise, options, shape=(1, 1, 256, 64, 128))
     check_draws(functools.partial(check, row, dtype), name, EXAMPLES // 10)
