@@ -122,7 +122,8 @@ def prepare_steps(
       steps: whether q has an axis of steps.
       layout: as it was passed, where that may be wrong.
     """
-    backend = requested_backend(options.backend)
+    gpu = target_gpu()
+    backend = requested_backend(options.backend, gpu, mosaic_gpu=False)
     sizes = validation.check_inputs(
         arrays, options.input_gate, options.layout, backend=backend, cast=False, steps=steps
     )
@@ -138,10 +139,22 @@ def prepare_steps(
         **vars(options) | dict(backend=backend, layout=Layout.BNTH),  # of every token
         problem=Problem(B, NH, S, DHQK, DHV, S, DHQK**-0.5),
         dtype=accumulator_dtype(arrays["q"].dtype) if c is None else c.dtype,
-        gpu=target_gpu(),
+        gpu=gpu,
         steps=S,
         stage=stage,
         pooled=arrays["slots"] is not None,
+    )
+
+
+def constants(tree: Any) -> Any:
+    """The tree with NumPy's arrays as copies in jax's dtypes.
+
+    A traced function has them as constants. While its program lives, jax keeps a constant in the 32
+    bits in which it was compiled, also for later programs under jax_enable_x64, which then fail.
+    """
+    dtype_of = jax.dtypes.canonicalize_dtype
+    return jax.tree.map(
+        lambda x: x.astype(dtype_of(x.dtype)) if isinstance(x, np.ndarray) else x, tree
     )
 
 

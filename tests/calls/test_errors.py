@@ -233,17 +233,18 @@ BAD_CALLS = [
     refusal(
         ValueError,
         (
-            "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a "
-            "CPU: expected backend None or 'xla' (plain jnp), or 'interpret' (the Triton "
-            "kernels, interpreted)"
+            "backend is 'triton', whose kernels are for NVIDIA GPUs, and the computation is "
+            "lowered for another device: expected backend None or 'xla' (plain jnp), or "
+            "'interpret' (the Triton kernels, interpreted)"
         ),
         partial(ZEROS, backend="triton"),
     ),
     refusal(
         ValueError,
         (
-            "device_kind is None and this process has no GPU, expected the device_kind of the GPU "
-            "to export for, such as 'NVIDIA H200'"
+            "device_kind is None, expected the name of a known NVIDIA GPU, such as 'NVIDIA H200' "
+            "or 'NVIDIA A100-SXM4-80GB', or of this process's; for an unknown one, that of a known "
+            "GPU of its compute capability"
         ),
         partial(export.export, jnp.sin, 1.0, platform="cuda"),
     ),
