@@ -82,8 +82,10 @@ class Arguments(NamedTuple):
         return States(self.c_initial, self.n_initial, self.m_initial)
 
 
-def prepare(x: Arguments, options: Options, layout: Any, shards: int = 1) -> CallSpec:
-    """The CallSpec of ``mlstm_chunkwise``, after all checks.
+def prepare(
+    x: Arguments, options: Options, layout: Any, shards: int = 1
+) -> tuple[CallSpec, Arguments]:
+    """The CallSpec of ``mlstm_chunkwise``, after all checks, and the ``constants`` of x.
 
     layout: as it was passed; shards: of the sequence, of which x has one.
     """
@@ -108,7 +110,7 @@ def prepare(x: Arguments, options: Options, layout: Any, shards: int = 1) -> Cal
         )
     validation.check_layout_is_meant(layout, sizes, x.c_initial, x.segment_ids)
     _log.debug("%s", spec)
-    return spec
+    return spec, constants(x)
 
 
 def prepare_steps(

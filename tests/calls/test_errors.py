@@ -26,6 +26,8 @@ from mlstm_pallas import (
     mlstm_chunkwise,
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
+    mlstm_ring_flush,
+    mlstm_ring_states,
     pack_lengths,
     plan,
     reference,
@@ -404,6 +406,28 @@ def test_wrong_indices_are_refused_with_their_place(monkeypatch, kind, message, 
         jax.block_until_ready(run(**jax.tree.map(jnp.asarray, arrays)))
     assert message in str(error.value)
     jax.effects_barrier()
+
+
+@pytest.mark.parametrize("x", [2**40, -(2**31) - 1, np.uint64(2**63)], ids=str)
+def test_numpy_integers_beyond_32_bits_are_refused_by_name(x):
+    """JAX would read the lower 32 bits, 2**40 as 0."""
+    states = mlstm_ring_states(*(np.zeros(x.shape, "float32") for x in STATES), dtype="float32")
+    new = partial(mlstm_ring_states, *states[:3], dtype="float32")
+    row = np.full((B,), x)
+    step = partial(mlstm_recurrent_step, **zeros(arrays_of(mlstm_recurrent_step, 5)))
+    for name, run in dict(
+        segment_ids=partial(mlstm_chunkwise, **zeros(PLAIN)),
+        sequence_lengths=partial(mlstm_chunkwise, **zeros(PLAIN)),
+        slots=step,
+        accepted=partial(mlstm_ring_flush, states),
+        phase=new,
+    ).items():
+        bad = np.broadcast_to(row[:, None], (B, S)) if name == "segment_ids" else row
+        message = (
+            f"{name} is an array of shape {bad.shape}, expected integers of 32 bits; for ids, "
+            "np.unique(ids, return_inverse=True)[1] has those"
+        )
+        refused(ValueError, message, run, **{name: bad})
 
 
 def test_indices_that_count_for_nothing_may_be_anything():
