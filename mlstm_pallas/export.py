@@ -69,9 +69,8 @@ def export(
         raise wrong("platform", platform, expected)
     gpu: Gpu | None = target_gpu()
     if device_kind is not None:
-        here = {x.device_kind: gpu_of(x) for x in jax.devices()}
-        named = isinstance(device_kind, str)
-        gpu = here.get(device_kind) or known_gpu(device_kind) if named else None
+        here = (gpu_of(x) for x in jax.devices() if x.device_kind == device_kind)
+        gpu = next(here, known_gpu(device_kind))
     if gpu is None or ("cuda" in platforms and (gpu is UNKNOWN or not gpu.capability)):
         raise wrong(
             "device_kind",

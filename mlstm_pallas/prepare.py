@@ -154,9 +154,8 @@ def constants(tree: Any) -> Any:
     A traced function has them as constants. While its program lives, jax keeps a constant in the 32
     bits in which it was compiled, also for later programs under jax_enable_x64, which then fail.
     """
-    dtype_of = jax.dtypes.canonicalize_dtype
     return jax.tree.map(
-        lambda x: x.astype(dtype_of(x.dtype)) if isinstance(x, np.ndarray) else x, tree
+        lambda x: np.array(x, jnp.result_type(x)) if isinstance(x, np.ndarray) else x, tree
     )
 
 

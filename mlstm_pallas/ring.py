@@ -223,9 +223,9 @@ def mlstm_ring_step(
     def heads_first(y: Any) -> jax.Array:
         return jnp.moveaxis(y if drafts else jnp.expand_dims(y, axis), axis, 2)
 
-    tokens, accepted, slots = constants((Token(q, k, v, i, f), accepted, slots))
+    accepted, slots = constants((accepted, slots))
     counts = per_head(accepted, (p.B, p.NH))
-    tokens = Token(*map(heads_first, tokens))
+    tokens = Token(*map(heads_first, (q, k, v, i, f)))
     h, states = _step(spec, sharded_alike(spec, Operands(tokens, states, counts, slots)))
     h = jnp.moveaxis(h, 2, axis)
     return h if drafts else h.squeeze(axis), states

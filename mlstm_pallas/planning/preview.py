@@ -147,21 +147,16 @@ def plan(
 
 
 def _facts(gpu: str | Gpu | None) -> Gpu:
-    if isinstance(gpu, Gpu):
-        return gpu
-    if gpu is None:
+    facts = gpu if isinstance(gpu, Gpu) else known_gpu(gpu)
+    if gpu is None and target_gpu() is not UNKNOWN:
         facts = target_gpu()
-        if facts is UNKNOWN:
-            raise ValueError("gpu is None and there is no GPU, expected a name like 'NVIDIA H200'")
-        return facts
-    known = known_gpu(gpu) if isinstance(gpu, str) else None
-    if known is None:
+    if facts is None:
         raise ValueError(
             f"gpu is {gpu!r}, expected the device_kind of a known GPU, such as 'NVIDIA H200', "
-            "'NVIDIA A100-SXM4-80GB' or 'NVIDIA L40S', or the facts of another one as a "
-            "mlstm_pallas.Gpu"
+            "'NVIDIA A100-SXM4-80GB' or 'NVIDIA L40S', the facts of another one as a "
+            "mlstm_pallas.Gpu, or None where this process has a GPU"
         )
-    return known
+    return facts
 
 
 def _call_plan(spec: CallSpec) -> CallPlan:

@@ -106,9 +106,9 @@ def _shared_bytes(capability: int) -> int:
     return 1024 * (227 if 90 <= capability < 120 else _KIB.get(capability, 99))
 
 
-def known_gpu(device_kind: str) -> Gpu | None:
-    """The facts of a GPU, or of a slice of one, by its name; None for an unknown name."""
-    for capability, names in _SMS.items():
+def known_gpu(device_kind: Any) -> Gpu | None:
+    """The facts of a GPU, or of a slice of one, by its name; None for what is no known name."""
+    for capability, names in _SMS.items() if isinstance(device_kind, str) else ():
         for pattern, sms in names.items():
             if re.search(pattern, device_kind):
                 if slices := re.search(_SLICES, device_kind):  # each has about so many SMs

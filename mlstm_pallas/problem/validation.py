@@ -118,8 +118,11 @@ def check_integers(name: str, x: Any) -> None:
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype")
     if isinstance(x, np.ndarray) and np.any(x != x.astype("int32")):
-        expected = "integers of 32 bits; for ids, np.unique(ids, return_inverse=True)[1] has those"
-        raise wrong(name, x, expected)
+        raise wrong(
+            name,
+            x,
+            "integers of 32 bits; for ids, np.unique(ids, return_inverse=True)[1] has those",
+        )
 
 
 def check_zeros(name: str, x: Any) -> None:
