@@ -179,21 +179,22 @@ def program_of(run, x, *switches):
         return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(run)(*x)))
 
 
-@pytest.mark.parametrize(
-    ("name", "apart"), [*((name, False) for name in SHORT), slow("others", True)]
-)
-def test_switches_of_jax_change_no_program(name, apart):
-    """All short calls under all switches at once but for one precision, the others one by one.
+LONG = "chunkwise", "without_states", "segments", "packed", "mapped_shards", "mesh", "generator"
+LONG += "reference", "recurrence"
+
+
+@pytest.mark.parametrize("name", [*SHORT, *map(slow, LONG)])
+def test_switches_of_jax_change_no_program(name):
+    """All at once, but for one precision at a time.
 
     jax finds a leak in the jitted gradient of every shard_map that sums by axis_index.
     """
-    selected = [(x, run, y) for x, run, y in calls() if apart or x == name]
-    together = [x for x in SWITCHES if x not in ("bfloat16", "tensorfloat32", "float32")]
-    for x, run, arrays in selected:
-        expected = program_of(run, arrays)
-        for switches in [[y] for y in SWITCHES] if apart else [together, ["float32"]]:
-            if x != "mesh" or "leaks" not in switches:
-                assert program_of(run, arrays, *switches) == expected, (x, switches)
+    [(run, x)] = [(run, x) for other, run, x in calls() if other == name]
+    others = [y for y in SWITCHES if name != "mesh" or y != "leaks"]
+    others = [y for y in others if y not in ("bfloat16", "tensorfloat32", "float32")]
+    expected = program_of(run, x)
+    for switches in others, ["float32"]:
+        assert program_of(run, x, *switches) == expected, switches
 
 
 def calls_with_constants():
