@@ -170,7 +170,7 @@ OPTIONS = {
     ),
     **options(
         "device_kind",
-        "None or the device_kind of an NVIDIA GPU from compute capability 8.0, such as",
+        "the name of a known NVIDIA GPU, such as",
         accepted=[None, "cpu"],
         value_errors=["NVIDIA FOO", 3],
     ),

@@ -25,6 +25,7 @@ def dot(a: Array, b: Array, precision: Precision, *, a_axis: int = 1, b_axis: in
     if precision is lax.Precision.HIGHEST:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     dims = (((a_axis,), (b_axis,)), ((), ()))
+    precision = precision or lax.Precision.DEFAULT  # jax's default may be set by the caller
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 

@@ -117,6 +117,12 @@ def check_integers(name: str, x: Any) -> None:
     check_is_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype")
+    if isinstance(x, np.ndarray) and np.any(x != x.astype("int32")):
+        raise wrong(
+            name,
+            x,
+            "integers of 32 bits; for ids, np.unique(ids, return_inverse=True)[1] has those",
+        )
 
 
 def check_zeros(name: str, x: Any) -> None:

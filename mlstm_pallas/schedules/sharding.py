@@ -418,11 +418,11 @@ _by_platform.def_impl(_evaluated)
 def _lowered(
     platform: str | None, ctx: Any, *args: Any, backend: str | None, cuda: Any, other: Any
 ) -> Any:
-    if platform == "cpu" and other is None:
+    if platform != "cuda" and other is None:
         raise ValueError(
-            f"backend is {backend!r}, whose kernels are for GPUs, and the computation is "
-            "lowered for a CPU: expected backend None or 'xla' (plain jnp), or 'interpret' (the "
-            "Triton kernels, interpreted)"
+            f"backend is {backend!r}, whose kernels are for NVIDIA GPUs, and the computation is "
+            "lowered for another device: expected backend None or 'xla' (plain jnp), or "
+            "'interpret' (the Triton kernels, interpreted)"
         )
     module = ctx.module_context
     # jax keeps the lowered form of inner jits without their platforms: the CPU would call a
@@ -431,7 +431,7 @@ def _lowered(
     if ctx.platforms is not None:
         lowered = lowered.setdefault((_by_platform, *ctx.platforms), {})
     ctx = ctx.replace(module_context=module.replace(cached_primitive_lowerings=lowered))
-    jaxpr = cuda if platform == "cuda" or other is None else other
+    jaxpr = cuda if platform == "cuda" else other
     return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *args)
 
 

@@ -26,6 +26,8 @@ from mlstm_pallas import (
     mlstm_chunkwise,
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
+    mlstm_ring_flush,
+    mlstm_ring_states,
     pack_lengths,
     plan,
     reference,
@@ -233,17 +235,18 @@ BAD_CALLS = [
     refusal(
         ValueError,
         (
-            "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a "
-            "CPU: expected backend None or 'xla' (plain jnp), or 'interpret' (the Triton "
-            "kernels, interpreted)"
+            "backend is 'triton', whose kernels are for NVIDIA GPUs, and the computation is "
+            "lowered for another device: expected backend None or 'xla' (plain jnp), or "
+            "'interpret' (the Triton kernels, interpreted)"
         ),
         partial(ZEROS, backend="triton"),
     ),
     refusal(
         ValueError,
         (
-            "device_kind is None and this process has no GPU, expected the device_kind of the GPU "
-            "to export for, such as 'NVIDIA H200'"
+            "device_kind is None, expected the name of a known NVIDIA GPU, such as 'NVIDIA H200' "
+            "or 'NVIDIA A100-SXM4-80GB', or of this process's; for an unknown one, that of a known "
+            "GPU of its compute capability"
         ),
         partial(export.export, jnp.sin, 1.0, platform="cuda"),
     ),
@@ -404,6 +407,28 @@ def test_wrong_indices_are_refused_with_their_place(monkeypatch, kind, message, 
         jax.block_until_ready(run(**jax.tree.map(jnp.asarray, arrays)))
     assert message in str(error.value)
     jax.effects_barrier()
+
+
+@pytest.mark.parametrize("x", [2**40, -(2**31) - 1, np.uint64(2**63)], ids=str)
+def test_numpy_integers_beyond_32_bits_are_refused_by_name(x):
+    """JAX would read the lower 32 bits, 2**40 as 0."""
+    states = mlstm_ring_states(*(np.zeros(x.shape, "float32") for x in STATES), dtype="float32")
+    new = partial(mlstm_ring_states, *states[:3], dtype="float32")
+    row = np.full((B,), x)
+    step = partial(mlstm_recurrent_step, **zeros(arrays_of(mlstm_recurrent_step, 5)))
+    for name, run in dict(
+        segment_ids=partial(mlstm_chunkwise, **zeros(PLAIN)),
+        sequence_lengths=partial(mlstm_chunkwise, **zeros(PLAIN)),
+        slots=step,
+        accepted=partial(mlstm_ring_flush, states),
+        phase=new,
+    ).items():
+        bad = np.broadcast_to(row[:, None], (B, S)) if name == "segment_ids" else row
+        message = (
+            f"{name} is an array of shape {bad.shape}, expected integers of 32 bits; for ids, "
+            "np.unique(ids, return_inverse=True)[1] has those"
+        )
+        refused(ValueError, message, run, **{name: bad})
 
 
 def test_indices_that_count_for_nothing_may_be_anything():
