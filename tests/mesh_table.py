@@ -64,12 +64,15 @@ SEVERAL = [f"b-{x[1:]}" for x in STATES]  # of segments, or after several steps
 ALL = TOKENS + STATES
 
 
+BATCH_AND_HEADS = {"b": "x", "h": "y"}  # the mesh axis of each dimension
+
+
 class Call(NamedTuple):
     function: Any  # returns arrays
     arrays: list[Any]
     dims: list[str]
     results: list[str]
-    shards: dict[str, str] = {"b": "x", "h": "y"}  # the mesh axis of each dimension
+    shards: dict[str, str] = BATCH_AND_HEADS
     around: Any = lambda run: run  # a transform outside of the shard_maps
     alone: Any = None  # the function without a mesh, if it is another one
 
