@@ -11,8 +11,7 @@ shards of these two axes (``on_shards``). How it learns its shards depends on th
   turns a mapped axis into one more free axis. Its callback cannot be exported and needs devices
   when it is lowered.
 * Explicit axes: shardings are in the types of the arrays and are read when the call is traced.
-  ``jax.shard_map`` over those axes lowers without devices (AbstractMesh), and exports. Auto axes
-  beside them are partitioned inside of it, as above.
+  ``jax.shard_map`` over those axes lowers without devices (AbstractMesh), and exports.
 * Manual axes, inside the user's shard_map: the arrays are the shard.
 
 Arrays cross the boundary of the sharded region as (B, NH, ...) in either layout. They are
@@ -233,30 +232,29 @@ def _on_mesh(work: Work, *args: Any) -> Any:
     """Finds the shards as the axes of the mesh ask; the module's docstring has the cases."""
     mesh = jax.typeof(jax.tree.leaves(args)[0]).sharding.mesh
     context = jax.sharding.get_abstract_mesh()
-    around = mesh if mesh.explicit_axes else context
     one_device = (
-        around.abstract_device is not None
-        if around.empty
-        else math.prod(around.shape[axis] for axis in around.auto_axes) == 1
+        context.abstract_device is not None
+        if context.empty
+        else math.prod(context.shape[axis] for axis in context.auto_axes) == 1
     )
     args = heads_first(work.spec, args, work.mapped)
-    run = functools.partial(on_shard, work, None)
-    if not one_device:
-        run = functools.partial(_partitioned(work), work.identity())
     if mesh.explicit_axes:
         args, common = _resharded(work.spec, args, mesh, work.mapped)
         # An empty set is all axes but those that vmap holds, which only shard_map knows.
         some = len(mesh.explicit_axes) < len(mesh.axis_names)
-        run = jax.shard_map(
-            run,
+        outputs = jax.shard_map(
+            functools.partial(on_shard, work, None),
             mesh=None if mesh == context else mesh,
             in_specs=jax.tree.map(lambda x: _padded(common, x.ndim), args),
             out_specs=common,
             axis_names=set(mesh.explicit_axes) if some else set(),
             check_vma=False,
-        )
-    # check_vma=False forgets the manual axes outside.
-    outputs = _varying_as(args, run(*args))
+        )(*args)
+        outputs = _varying_as(args, outputs)  # check_vma=False forgets the manual axes outside
+    elif one_device:
+        outputs = on_shard(work, None, *args)
+    else:
+        outputs = _partitioned(work)(work.identity(), *args)
     return heads_first(work.spec, outputs, work.mapped)
 
 

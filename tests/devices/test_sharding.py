@@ -101,7 +101,6 @@ MESHES = [
     slow_param((8,), (AUTO,), id="stays-batch", **kept(BATCH, "interpret", "BTNH")),
     param((2, 2, 2), (EXPLICIT,), id="stays-three_axes", **kept(P(("x", "y"), "z"))),
     param((4, 2), (EXPLICIT,), id="stays-two_axes", **kept(HEADS, layout="BTNH")),
-    param((4, 2), (EXPLICIT, AUTO), id="stays-explicit_and_automatic", **kept(HEADS)),
     # Shardings that are undone.
     param(
         (4, 2),
