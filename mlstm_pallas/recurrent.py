@@ -99,6 +99,8 @@ _split_token = jax.jit(split_token, static_argnums=(2, 3))  # transfers nothing
 
 def _parts(x: Arguments) -> Arguments:
     """The arguments with joined arrays in parts, for the checks."""
+    validation.check_is_array("q", x.q)
+    validation.check_is_array("i", x.i)
     q, i, states = (tuple(getattr(y, "shape", ())) for y in (x.q, x.i, x.c_initial))
     dims = len(q) == len(i) == 3 and len(states) == 4 and x.v is None and x.f is None
     if not dims or i[2] != 2 or q[2] < 2 * states[2] + states[3]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arguments import accepted, check_arguments, stage_arrays, trace
+from arguments import HOST, accepted, check_arguments, on_host, stage_arrays, trace
 from oracle import (
     PUBLIC,
     assert_same_bits,
@@ -24,10 +24,12 @@ from mlstm_pallas import (
     KernelConfig,
     export,
     mlstm_chunkwise,
+    mlstm_chunkwise_states,
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
     mlstm_ring_flush,
     mlstm_ring_states,
+    mlstm_ring_step,
     pack_lengths,
     plan,
     reference,
@@ -543,6 +545,48 @@ def test_more_heads_than_steps_get_a_warning_at_each_line_that_names_no_layout(f
 @pytest.mark.parametrize("function", STEPS)
 def test_slots_are_refused_by_name(function):
     check_arguments(partial(function, **zeros(arrays_of(function, 5))), dict(slots=SLOTS))
+
+
+new_rings = partial(mlstm_ring_states, dtype="float32")
+FRESH = jax.eval_shape(new_rings, *STATES)
+COUNTS = array(B, dtype="int32")
+
+
+def ring_of(x):
+    """The arguments of a function of rings: fields of states have their prefix in the names."""
+    fields = {name.partition(".")[2]: y for name, y in x.items() if "." in name}
+    return {name: y for name, y in x.items() if "." not in name} | (
+        dict(states=FRESH._replace(**fields)) if fields else {}
+    )
+
+
+RINGS = {f"states.{name}": x for name, x in FRESH._asdict().items()}
+# Functions whose arguments the table of arguments does not have, with their arrays.
+OTHERS = {
+    "states": (partial(mlstm_chunkwise_states, every=16), ARRAYS | OPTIONAL),
+    "joined": (
+        partial(mlstm_recurrent_step, k=None, v=None, f=None),
+        dict(q=array(B, NH, 2 * DHQK + DHV), i=array(B, NH, 2)) | INITIAL,
+    ),
+    "ring_states": (
+        new_rings,
+        dict(zip("cnm", STATES, strict=True)) | dict(phase=COUNTS),
+    ),
+    "ring_step": (mlstm_ring_step, TOKEN | RINGS | dict(accepted=COUNTS, slots=COUNTS)),
+    "ring_flush": (mlstm_ring_flush, RINGS | dict(accepted=COUNTS)),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_an_array_in_host_memory_is_refused_by_name(case):
+    """Traced or not. Of the other functions the table of arguments has a row."""
+    function, arrays = OTHERS[case]
+    for name, x in arrays.items():
+        run, x = (lambda x: function(**ring_of(x))), arrays | {name: on_host(x)}
+        argument = name.partition(".")[0]
+        message = f"{name} {HOST.format(argument)}jax.memory.Space.Device) moves it there"
+        refused(ValueError, message, run, zeros(arrays) | {name: x[name]})
+        refused(ValueError, message, jax.eval_shape, run, x)
 
 
 SQUARE = zeros(inputs(1, 1, 16))
