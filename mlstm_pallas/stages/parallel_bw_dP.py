@@ -109,6 +109,8 @@ def parallel_bw_dP(
     P, dP, Q_scaled, K_scaled = (
         y.reshape(p.BNH, p.S, y.shape[-1]).astype(q.dtype) for y in (P, dP * p.qk_scale, qbar, kbar)
     )
-    dn_added = None if dz_den is None else jnp.sum(q * weighted(r, dz_den[..., None], p), axis=2)
+    dn_added = None
+    if dz_den is not None:
+        dn_added = jnp.sum(q.astype(acc) * weighted(r, dz_den[..., None], p), axis=2)
     keys = ScaledRows(K_scaled, None) if return_keys else None
     return ScoreGradients(P, dP, ScaledRows(Q_scaled, None), keys, tile_sums, delta, dn_added)

@@ -25,7 +25,7 @@ get_mlstm_kernel max_triton_fwbw_v3 v3noslice mLSTMBackend xLSTMBackend parallel
 reduce_slicing store_final_state save_states_every_nth_chunk chunk_size_inter chunk_size_intra
 head_first vecN_all scaM_all vecM_out matC_all vecM_combine scaMinter_initial chunk_simple_gla
 mLSTMBackendConfig xLSTMConfig xLSTMForCausalLM xLSTMLarge g_gamma Config mode
-pack_alignment_struct ncclGetPeerDevicePointer psum_scatter
+pack_alignment_struct ncclGetPeerDevicePointer psum_scatter jax_default_matmul_precision
 """
 README, NOTES = ((ROOT / name).read_text() for name in ("README.md", "BUILD_NOTES.md"))
 SITE = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md"))]
