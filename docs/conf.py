@@ -63,6 +63,7 @@ TYPES = {  # as one writes them
     "<class 'jax.numpy.float32'>": "jax.numpy.float32",
     "str | type[~typing.Any] | ~numpy.dtype | ~jax._src.typing.SupportsDType": "DTypeLike",
     "~mlstm_pallas.planning.config.KernelConfig": "~mlstm_pallas.KernelConfig",
+    "~mlstm_pallas.problem.gpu.Gpu": "~mlstm_pallas.Gpu",
     "~mlstm_pallas.stages.ring_step.RingStates": "~mlstm_pallas.RingStates",
 }
 napoleon_numpy_docstring = False

@@ -101,8 +101,9 @@ class PrefixCache:
         """N rows with the states after the blocks of prompts, of which it reads those it lacks."""
         used = list[int]()
         for prompt in prompts:
-            for _ in read_pieces(self.config, self.params, prompt, BLOCK, self, used):
-                pass
+            if self.find(prompt)[0] < self.length(prompt):
+                for _ in read_pieces(self.config, self.params, prompt, BLOCK, self, used):
+                    pass
             used.append(self.find(prompt)[1])
         return self.pool, np.array((used + [0] * N)[:N])
 

@@ -162,7 +162,7 @@ def mlstm_chunkwise(
         num_segments, reverse,
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
-    spec = prepare(x, options, layout)
+    spec, x = prepare(x, options, layout)
     outputs: jax.Array | tuple[jax.Array, StatesTuple] = mlstm(spec, x)
     return outputs
 
@@ -205,7 +205,7 @@ def with_arguments_of(
             x = Arguments(*(values.pop(name, None) for name in Arguments._fields))
             added = {other.name: values.pop(other.name) for other in others}
             options = dataclasses.replace(Options(**values), **fixed)
-            return run(prepare(x, options, values["layout"], shards(**added)), x, **added)
+            return run(*prepare(x, options, values["layout"], shards(**added)), **added)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         return call
@@ -250,10 +250,10 @@ def mlstm_chunkwise_states(
         autocast_kernel_dtype=autocast_kernel_dtype, state_dtype=state_dtype, layout=layout,
         backend=backend, config=config,
     )  # fmt: skip
-    spec = prepare(x, options, layout)
+    spec, x = prepare(x, options, layout)
     # The fused scan has chunks of its own, and stores states at those of the call.
     if spec.plan.uses_fused_scan or spec.problem.L > N:
-        spec = prepare(x, dataclasses.replace(options, chunk_size=N), layout)
+        spec, x = prepare(x, dataclasses.replace(options, chunk_size=N), layout)
     outputs: tuple[jax.Array, StatesTuple, StatesTuple] = mlstm_with_states(spec, N, x)
     return outputs
 

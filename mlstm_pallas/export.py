@@ -10,7 +10,7 @@ from jax.export import export as jax_export
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas.planning.backend import requested_backend, use_backend
-from mlstm_pallas.problem.gpu import UNKNOWN, export_mesh, known_gpu, target_gpu
+from mlstm_pallas.problem.gpu import UNKNOWN, Gpu, export_gpu, gpu_of, known_gpu, target_gpu
 from mlstm_pallas.problem.validation import CHECKS, checks_indices, wrong
 
 PLATFORMS = ("cpu", "cuda")
@@ -52,12 +52,12 @@ def export(
       args, kwargs: its arguments, or jax.ShapeDtypeStructs of them.
       platform: "cpu", "cuda", or both, ("cpu", "cuda"); no GPU is needed to export for "cuda".
       device_kind: the GPU that tiles are chosen for and kernels are lowered for ("NVIDIA H200").
-        None: this process's first GPU.
+        None: this process's first GPU. On a GPU below compute capability 8.0 all is plain jnp.
 
     Raises:
       ValueError: for another platform, for a device_kind that is neither a known GPU nor a device
-        of this process, without device_kind for "cuda" where there is no GPU, and for functions
-        with checks that MLSTM_PALLAS_CHECKS=1 asks for.
+        of this process, without device_kind for "cuda" where there is no NVIDIA GPU, and for
+        functions with checks that MLSTM_PALLAS_CHECKS=1 asks for.
     """
     if not callable(function):
         raise wrong("function", function, "a callable", TypeError)
@@ -67,27 +67,24 @@ def export(
     if not platforms or not all(isinstance(x, str) and x in PLATFORMS for x in platforms):
         expected = f"one of {', '.join(PLATFORMS)}, or a sequence of them"
         raise wrong("platform", platform, expected)
-    kinds = [device.device_kind for device in jax.devices()]
-    named = isinstance(device_kind, str)
-    if device_kind is not None and not (named and (device_kind in kinds or known_gpu(device_kind))):
+    gpu: Gpu | None = target_gpu()
+    if device_kind is not None:
+        here = (gpu_of(x) for x in jax.devices() if x.device_kind == device_kind)
+        gpu = next(here, known_gpu(device_kind))
+    if gpu is None or ("cuda" in platforms and (gpu is UNKNOWN or not gpu.capability)):
         raise wrong(
             "device_kind",
             device_kind,
-            "None or the device_kind of an NVIDIA GPU from compute capability 8.0, such as "
-            "'NVIDIA H200' or 'NVIDIA A100-SXM4-80GB'",
+            "the name of a known NVIDIA GPU, such as 'NVIDIA H200' or 'NVIDIA A100-SXM4-80GB', or "
+            "of this process's; for an unknown one, that of a known GPU of its compute capability",
         )
     jitted: Any = function if hasattr(function, "trace") else jax.jit(function)
-    if device_kind is None and "cuda" in platforms and target_gpu() is UNKNOWN:
-        raise ValueError(
-            "device_kind is None and this process has no GPU, expected the device_kind of the GPU "
-            "to export for, such as 'NVIDIA H200'"
-        )
     dims = [dim for x in jax.tree.leaves((args, kwargs)) for dim in getattr(x, "shape", ())]
     with contextlib.ExitStack() as contexts:
         if device_kind is not None:
             device = AbstractDevice(device_kind, None, "gpu" if "cuda" in platforms else "cpu")
             mesh = AbstractMesh((), (), abstract_device=device)
-            contexts.callback(export_mesh.reset, export_mesh.set(mesh))
+            contexts.callback(export_gpu.reset, export_gpu.set(gpu))
             contexts.enter_context(jax.sharding.use_abstract_mesh(mesh))
         # Backend None also traces the kernels. Calls of constant shapes must not be traced for
         # "xla" alone: jit would use that trace for the same call on a GPU.

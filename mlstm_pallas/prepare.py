@@ -82,8 +82,10 @@ class Arguments(NamedTuple):
         return States(self.c_initial, self.n_initial, self.m_initial)
 
 
-def prepare(x: Arguments, options: Options, layout: Any, shards: int = 1) -> CallSpec:
-    """The CallSpec of ``mlstm_chunkwise``, after all checks.
+def prepare(
+    x: Arguments, options: Options, layout: Any, shards: int = 1
+) -> tuple[CallSpec, Arguments]:
+    """The CallSpec of ``mlstm_chunkwise``, after all checks, and the ``constants`` of x.
 
     layout: as it was passed; shards: of the sequence, of which x has one.
     """
@@ -110,7 +112,7 @@ def prepare(x: Arguments, options: Options, layout: Any, shards: int = 1) -> Cal
         spec = dataclasses.replace(spec, problem=dataclasses.replace(spec.problem, isolates=True))
     validation.check_layout_is_meant(layout, sizes, x.c_initial, x.segment_ids)
     _log.debug("%s", spec)
-    return spec
+    return spec, constants(x)
 
 
 def prepare_steps(
@@ -124,7 +126,8 @@ def prepare_steps(
       steps: whether q has an axis of steps.
       layout: as it was passed, where that may be wrong.
     """
-    backend = requested_backend(options.backend)
+    gpu = target_gpu()
+    backend = requested_backend(options.backend, gpu, mosaic_gpu=False)
     sizes = validation.check_inputs(
         arrays, options.input_gate, options.layout, backend=backend, cast=False, steps=steps
     )
@@ -140,10 +143,21 @@ def prepare_steps(
         **vars(options) | dict(backend=backend, layout=Layout.BNTH),  # of every token
         problem=Problem(B, NH, S, DHQK, DHV, S, DHQK**-0.5),
         dtype=accumulator_dtype(arrays["q"].dtype) if c is None else c.dtype,
-        gpu=target_gpu(),
+        gpu=gpu,
         steps=S,
         stage=stage,
         pooled=arrays["slots"] is not None,
+    )
+
+
+def constants(tree: Any) -> Any:
+    """The tree with NumPy's arrays as copies in jax's dtypes.
+
+    A traced function has them as constants. While its program lives, jax keeps a constant in the 32
+    bits in which it was compiled, also for later programs under jax_enable_x64, which then fail.
+    """
+    return jax.tree.map(
+        lambda x: np.array(x, jnp.result_type(x)) if isinstance(x, np.ndarray) else x, tree
     )
 
 

@@ -11,7 +11,7 @@ from mlstm_pallas.formulas.gates import steps_within
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
-from mlstm_pallas.prepare import Arguments, per_head, prepare_steps
+from mlstm_pallas.prepare import Arguments, constants, per_head, prepare_steps
 from mlstm_pallas.problem import validation
 from mlstm_pallas.problem.annotations import (
     Array,
@@ -99,6 +99,8 @@ _split_token = jax.jit(split_token, static_argnums=(2, 3))  # transfers nothing
 
 def _parts(x: Arguments) -> Arguments:
     """The arguments with joined arrays in parts, for the checks."""
+    validation.check_is_array("q", x.q)
+    validation.check_is_array("i", x.i)
     q, i, states = (tuple(getattr(y, "shape", ())) for y in (x.q, x.i, x.c_initial))
     dims = len(q) == len(i) == 3 and len(states) == 4 and x.v is None and x.f is None
     if not dims or i[2] != 2 or q[2] < 2 * states[2] + states[3]:
@@ -107,7 +109,7 @@ def _parts(x: Arguments) -> Arguments:
             "2 * DHQK + DHV or more), i (B, NH, 2) and the states; the shapes of q, i and c are "
             f"{q}, {i} and {states}"
         )
-    return x._replace(**_split_token(x.q, x.i, *states[2:])._asdict())
+    return x._replace(**_split_token(*constants((x.q, x.i)), *states[2:])._asdict())
 
 
 def mlstm_recurrent_step(
@@ -229,7 +231,7 @@ def mlstm_recurrent_step(
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, slots=slots)
     arrays = (_parts(x) if k is None else x)._asdict()
     spec = prepare_steps("recurrent_step", arrays, options, steps=False)
-    return cast(tuple[jax.Array, StatesTuple], _mlstm(spec, None, False, x))
+    return cast(tuple[jax.Array, StatesTuple], _mlstm(spec, None, False, constants(x)))
 
 
 def mlstm_recurrent_sequence(
@@ -292,6 +294,6 @@ def mlstm_recurrent_sequence(
             "of the pools, c_initial[slots] and so on"
         )
     outputs: tuple[jax.Array, StatesTuple] = _mlstm(
-        spec, options.layout, bool(return_all_states), x
+        spec, options.layout, bool(return_all_states), constants(x)
     )
     return outputs

@@ -84,7 +84,7 @@ def recurrence(
         input_gate=input_gate, layout=layout, backend="xla",
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids)
-    prepare(x, options, layout)
+    _, x = prepare(x, options, layout)
     h, states = _recurrence(options, normalize, x)
     return h, states
 

@@ -4,14 +4,13 @@ import functools
 from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
-from mlstm_pallas.prepare import per_head, prepare_steps
+from mlstm_pallas.prepare import constants, per_head, prepare_steps
 from mlstm_pallas.problem import validation
 from mlstm_pallas.problem.annotations import (
     Array,
@@ -26,7 +25,6 @@ from mlstm_pallas.problem.validation import DEFAULT_LAYOUT
 from mlstm_pallas.schedules.sharding import run_step, sharded_alike
 from mlstm_pallas.stages.ring_step import Operands, RingStates, flushed
 
-jax.export.register_namedtuple_serialization(RingStates, serialized_name="mlstm_pallas.RingStates")
 DEFAULT_LENGTH, MIN_LENGTH, MAX_LENGTH = 16, 8, 64
 
 
@@ -225,6 +223,7 @@ def mlstm_ring_step(
     def heads_first(y: Any) -> jax.Array:
         return jnp.moveaxis(y if drafts else jnp.expand_dims(y, axis), axis, 2)
 
+    accepted, slots = constants((accepted, slots))
     counts = per_head(accepted, (p.B, p.NH))
     tokens = Token(*map(heads_first, (q, k, v, i, f)))
     h, states = _step(spec, sharded_alike(spec, Operands(tokens, states, counts, slots)))
@@ -251,6 +250,6 @@ def mlstm_ring_flush(
     arrays, config = _fields(states) | dict(accepted=accepted), Options(config=config).config
     validation.check_inputs(arrays, _gate(states), Layout.BNTH, backend="xla", cast=False)
     _length(states)
-    counts = per_head(accepted, states.fill.shape)
+    counts = per_head(constants(accepted), states.fill.shape)
     c, n, m, *_ = flushed(states, counts, bool(config.batch_invariant))
     return c, n, jnp.zeros_like(states.fill, accumulator_dtype(n.dtype)) if m is None else m

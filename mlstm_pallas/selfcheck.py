@@ -708,7 +708,9 @@ def main():
     backends = ["xla"] + ["interpret"] * HAS_TRITON
     if gpu:
         driver = subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader")
-        backends = 2 * (["mosaic_gpu"] * mosaic_gpu + ["triton"] * HAS_TRITON) + ["xla"]
+        backends = 2 * (
+            ["mosaic_gpu"] * mosaic_gpu + ["triton"] * (HAS_TRITON and target_gpu().runs_kernels)
+        ) + ["xla"]
     parser = argparse.ArgumentParser("mlstm_pallas.selfcheck", description=__doc__)
     parser.add_argument("--minutes", type=positive(float), default=5)
     parser.add_argument("--seed", type=int, default=0)

@@ -170,7 +170,7 @@ OPTIONS = {
     ),
     **options(
         "device_kind",
-        "None or the device_kind of an NVIDIA GPU from compute capability 8.0, such as",
+        "the name of a known NVIDIA GPU, such as",
         accepted=[None, "cpu"],
         value_errors=["NVIDIA FOO", 3],
     ),
@@ -216,10 +216,23 @@ def bad_options(name):
             yield kind, x, f"is ({'|'.join(came)}).*, expected ({row.expected})"
 
 
+HOST = "is in host memory, expected device memory: jax.device_put({}, "
+
+
+def on_host(x):
+    """Zeros of a shape in the host's memory."""
+    return jax.device_put(np.zeros(x.shape, x.dtype), jax.memory.Space.Host)
+
+
+def is_on_host(x):
+    return isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
 def bad_arrays(x):
-    """No arrays, other dtypes, an axis more, and each axis longer by one."""
+    """No arrays, the host's memory, other dtypes, an axis more, and each axis longer by one."""
     for y in NO_ARRAYS:
         yield TypeError, y, f"is a {type(y).__name__}, expected an array$"
+    yield ValueError, on_host(x), re.escape(HOST).replace(r"\{\}", r"\w+")
     integer = jnp.issubdtype(x.dtype, jnp.integer)
     for dtype in ("float32", "bool") if integer else ("int32",):
         expected = "an integer dtype" if integer else "one of float"
@@ -231,8 +244,13 @@ def bad_arrays(x):
 
 
 def trace(function, arguments):
-    """Traces a call inside a vmap whose axis is s; shapes are arrays, the rest is static."""
-    arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    """Traces a call inside a vmap whose axis is s; shapes and what is in the host's memory are
+    arrays, the rest is static."""
+    arrays = {
+        name: x
+        for name, x in arguments.items()
+        if isinstance(x, jax.ShapeDtypeStruct) or is_on_host(x)
+    }
 
     def call(arrays):
         function(**arguments | arrays)  # may return anything

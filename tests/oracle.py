@@ -305,7 +305,7 @@ def refusal(kind, message, call):
 
 def mesh_for(device, shape=(), names="", kind=AxisType.Auto):
     """A mesh of GPUs of this kind, which need not be there."""
-    device = AbstractDevice(device, None, "gpu")
+    device = AbstractDevice(device, None, "tpu" if device.startswith("TPU") else "gpu")
     return AbstractMesh(shape, tuple(names), (kind,) * len(shape), abstract_device=device)
 
 

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 
 import jax
 
-from mlstm_pallas.planning.dispatch import HAS_TRITON, lowerings
+from mlstm_pallas.planning.dispatch import HAS_TRITON
 from mlstm_pallas.problem.annotations import BackendName
 from mlstm_pallas.problem.gpu import UNKNOWN, Gpu
 from mlstm_pallas.problem.validation import MOSAIC_GPU_JAX, check_backend
@@ -21,12 +21,13 @@ _entered: ContextVar[tuple[str | None, ...]] = ContextVar("entered", default=())
 class use_backend:
     """Sets the backend of calls that pass none, inside a with statement.
 
-    * None: "triton" where the computation is lowered for an NVIDIA GPU, "xla"
-      elsewhere.
+    * None: "triton" where the computation is lowered for an NVIDIA GPU from
+      compute capability 8.0, "xla" elsewhere.
     * "fastest": the same, but "mosaic_gpu" where it runs: on Hopper with
       jax >= 0.11.2, in bfloat16 and float16. Heads of 16 and fewer dimensions
       stay on Triton. One setting for all machines.
     * "triton": Triton kernels, on NVIDIA GPUs from compute capability 8.0.
+      Another GPU raises a ValueError.
     * "mosaic_gpu": Mosaic GPU kernels, on Hopper in 16-bit dtypes. They take
       10 to 50 % less time than Triton's at most shapes, but up to 40 % more in
       the forward pass of heads of 16 dimensions.
@@ -76,18 +77,21 @@ class use_backend:
             )
 
 
-def requested_backend(backend: str | None = None, gpu: Gpu | None = None) -> str | None:
+def requested_backend(
+    backend: str | None = None, gpu: Gpu = UNKNOWN, *, mosaic_gpu: bool = True
+) -> str | None:
     """The backend of a call, from its argument, ``use_backend`` or the environment.
 
     None and "fastest" leave other platforms than CUDA to plain jnp, when the call is lowered. On
-    CUDA they are Triton, or plain jnp if jax has none, and Mosaic GPU.
+    CUDA they are Triton, or plain jnp if jax has none, and Mosaic GPU; "xla" for a GPU on which no
+    kernel runs.
 
     Args:
-      gpu: that Mosaic GPU kernels are compiled for. None: the call has none of them, so that it
-        runs on backend "mosaic_gpu" anywhere.
+      gpu: that kernels are compiled for.
+      mosaic_gpu: whether the call has Mosaic GPU kernels; others run on that backend with any jax.
 
     Raises:
-      ValueError: where the Mosaic GPU kernels cannot run, and for a wrong MLSTM_PALLAS_BACKEND.
+      ValueError: where the kernels cannot run, and for a wrong MLSTM_PALLAS_BACKEND.
     """
     name, entered = "backend", _entered.get()
     if backend is None and entered:
@@ -95,10 +99,16 @@ def requested_backend(backend: str | None = None, gpu: Gpu | None = None) -> str
     elif backend is None:
         name, backend = VARIABLE, os.environ.get(VARIABLE) or None
         check_backend(VARIABLE, backend)
+    if not gpu.runs_kernels and backend != Lowering.INTERPRET:
+        if backend in (Lowering.TRITON, Lowering.MOSAIC_GPU):
+            raise ValueError(
+                f"{name} is '{backend}' and the device is a {gpu.name}, expected an NVIDIA GPU "
+                "from compute capability 8.0, or backend None or 'xla' (plain jnp)"
+            )
+        return Lowering.XLA
     if backend == "fastest" or (backend is None and not HAS_TRITON):
-        runs = gpu is not None and gpu.hopper and jax_has_mosaic_gpu()
-        return "fastest" if runs else None
-    if backend == Lowering.MOSAIC_GPU and gpu is not None:
+        return "fastest" if mosaic_gpu and gpu.hopper and jax_has_mosaic_gpu() else None
+    if backend == Lowering.MOSAIC_GPU and mosaic_gpu:
         check_mosaic_gpu(name, gpu)
     return backend
 
@@ -120,14 +130,12 @@ def check_mosaic_gpu(name: str, gpu: Gpu) -> None:
     """Refuses the Mosaic GPU kernels for another jax, or for another GPU than Hopper."""
     if not jax_has_mosaic_gpu():
         first, end = (".".join(map(str, version)) for version in MOSAIC_GPU_JAX)
-        python = ", which needs Python >= 3.12" if jax.__version_info__ < MOSAIC_GPU_JAX[0] else ""
-        versions = f"jax >= {first} and < {end}{python}"
         raise ValueError(
-            f"{name} is 'mosaic_gpu' and jax is {jax.__version__}, expected {versions}, "
-            "or backend None"
+            f"{name} is 'mosaic_gpu' and jax is {jax.__version__}, expected jax >= {first} and < "
+            f"{end}, which needs Python >= 3.12, or backend None"
         )
     if gpu is not UNKNOWN and not gpu.hopper:
         raise ValueError(
             f"{name} is 'mosaic_gpu' and the GPU is a {gpu.name}, expected a Hopper GPU "
-            f"(H100, H200, H800, H20, GH200) or backend '{lowerings(Lowering.MOSAIC_GPU)[1]}'"
+            "(H100, H200, H800, H20, GH200) or backend None"
         )

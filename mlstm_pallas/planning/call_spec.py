@@ -279,6 +279,14 @@ class Plan:
         return self.lowering is Lowering.XLA
 
     @property
+    def drops_unread(self) -> bool:
+        """Whether packed segments whose outputs nobody reads have no gradients, even with inf.
+
+        XLA finds them in dh, which takes a pass on Mosaic GPU. There only float16 has it.
+        """
+        return self.lowering is not Lowering.MOSAIC_GPU or self.spec.dtype == jnp.float16
+
+    @property
     def one_head_at_a_time(self) -> bool:
         """Whether XLA must not choose the order of sums by the number of heads."""
         return self.lowering is Lowering.XLA and bool(self.spec.config.batch_invariant)

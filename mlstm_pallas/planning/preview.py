@@ -99,7 +99,7 @@ def plan(
     layout: LayoutName = "BNTH",
     num_segments: int | None = None,
     backend: BackendName | None = None,
-    gpu: str | None = None,
+    gpu: str | Gpu | None = None,
     recompute_states_in_bw: bool = True,
     config: KernelConfig | None = None,
 ) -> CallPlan:
@@ -113,8 +113,10 @@ def plan(
       dtype: the dtype of q, k and v.
       layout: the layout of q, k and v; it changes no launch.
       num_segments: as for ``mlstm_chunkwise``; the plan has the forward pass alone.
-      backend: as for ``mlstm_chunkwise``; None is "triton" here.
-      gpu: the GPU's device_kind in jax, such as "NVIDIA H20"; None: the GPU of this process.
+      backend: as for ``mlstm_chunkwise``; None is "triton" here, and "xla", plain jnp, for a GPU
+        on which no kernel runs.
+      gpu: the GPU's device_kind in jax, such as "NVIDIA H20", or the facts of any GPU, a ``Gpu``;
+        None: the GPU of this process.
       recompute_states_in_bw, config: as for ``mlstm_chunkwise``.
 
     Raises:
@@ -144,19 +146,17 @@ def plan(
     return _call_plan(spec)
 
 
-def _facts(gpu: str | None) -> Gpu:
-    if gpu is None:
+def _facts(gpu: str | Gpu | None) -> Gpu:
+    facts = gpu if isinstance(gpu, Gpu) else known_gpu(gpu)
+    if gpu is None and target_gpu() is not UNKNOWN:
         facts = target_gpu()
-        if facts is UNKNOWN:
-            raise ValueError("gpu is None and there is no GPU, expected a name like 'NVIDIA H200'")
-        return facts
-    known = known_gpu(gpu) if isinstance(gpu, str) else None
-    if known is None:
+    if facts is None:
         raise ValueError(
             f"gpu is {gpu!r}, expected the device_kind of a known GPU, such as 'NVIDIA H200', "
-            "'NVIDIA A100-SXM4-80GB' or 'NVIDIA L40S'"
+            "'NVIDIA A100-SXM4-80GB' or 'NVIDIA L40S', the facts of another one as a "
+            "mlstm_pallas.Gpu, or None where this process has a GPU"
         )
-    return known
+    return facts
 
 
 def _call_plan(spec: CallSpec) -> CallPlan:

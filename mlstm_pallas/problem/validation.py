@@ -105,6 +105,12 @@ def is_array(x: Any) -> bool:
 def check_is_array(name: str, x: Any) -> None:
     if not is_array(x) or isinstance(x, np.ma.MaskedArray):  # which jax refuses
         raise TypeError(f"{name} is a {type(x).__name__}, expected an array")
+    if isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host:
+        argument = name.partition(".")[0]
+        raise ValueError(
+            f"{name} is in host memory, expected device memory: "
+            f"jax.device_put({argument}, jax.memory.Space.Device) moves it there"
+        )
 
 
 def check_array(name: str, x: Any, dtypes: Sequence[str], backend: str | None = None) -> None:
@@ -117,6 +123,12 @@ def check_integers(name: str, x: Any) -> None:
     check_is_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype")
+    if isinstance(x, np.ndarray) and x.itemsize > 4 and np.any(x != x.astype("int32")):
+        raise wrong(
+            name,
+            x,
+            "integers of 32 bits; for ids, np.unique(ids, return_inverse=True)[1] has those",
+        )
 
 
 def check_zeros(name: str, x: Any) -> None:

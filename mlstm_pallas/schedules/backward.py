@@ -88,8 +88,7 @@ def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Back
     spec, launches = plan.spec, plan.backward
     recompute, active = stored.C is None, _active_chunks(plan, x)
     gates, read = run_gates(spec, launches, x, stored.m, with_flags=True), None
-    if x.segment_starts is not None:
-        # A segment whose outputs nobody reads has no gradients, even if its states are inf.
+    if x.segment_starts is not None and plan.drops_unread:
         read = by_head(jnp.any(dh != 0, axis=-1), x.f.shape[1])
         gates = only_outputs(gates, read)
     g = gates.per_step()

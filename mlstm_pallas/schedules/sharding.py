@@ -39,7 +39,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.export import is_symbolic_dim
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mlstm_pallas.planning.backend import lowering_on_gpu
@@ -84,11 +84,16 @@ def sharded_alike(spec: CallSpec, tree: Any) -> Any:
     They are sharded over the same explicit axes in B and NH and over none in other axes, and vary
     over the same manual axes.
     """
-    types = [jax.typeof(x) for x in jax.tree.leaves(tree)]
-    mesh = types[0].sharding.mesh
+    mesh = jax.typeof(jax.tree.leaves(tree)[0]).sharding.mesh
     if mesh.explicit_axes:
-        return heads_first(spec, _resharded(spec, heads_first(spec, tree), mesh)[0])
-    varying = frozenset().union(*(x.manual_axis_type.varying for x in types))
+        tree = heads_first(spec, _resharded(spec, heads_first(spec, tree), mesh)[0])
+    return _varying_as(tree, tree)
+
+
+def _varying_as(inputs: Any, tree: Any) -> Any:
+    """The arrays of a tree, which vary over each manual axis over which one of the inputs does."""
+    types = (jax.typeof(x).manual_axis_type for x in jax.tree.leaves(inputs))
+    varying = frozenset().union(*(x.varying for x in types))
 
     def cast(x: Array) -> Array:
         axes = tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying))
@@ -245,6 +250,7 @@ def _on_mesh(work: Work, *args: Any) -> Any:
             axis_names=set(mesh.explicit_axes) if some else set(),
             check_vma=False,
         )(*args)
+        outputs = _varying_as(args, outputs)  # check_vma=False forgets the manual axes outside
     elif one_device:
         outputs = on_shard(work, None, *args)
     else:
@@ -352,9 +358,14 @@ def _partitioned(work: Work) -> Callable[..., Any]:
     """
     run = functools.partial(on_shard, work)
 
+    def of_shard(*args: Any) -> Any:
+        # jax 0.12 traces it under the user's mesh, whose explicit axes have no meaning here.
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return run(*args)
+
     def partition(mesh: Any, args: Any, results: Any) -> tuple[Any, ...]:
         in_shardings, out_shardings = _common_shardings(work, args, results)
-        return mesh, run, out_shardings, in_shardings
+        return mesh, of_shard, out_shardings, in_shardings
 
     partitioned = custom_partitioning(run)
     rule = functools.partial(_sharding_rule, work)
@@ -418,11 +429,11 @@ _by_platform.def_impl(_evaluated)
 def _lowered(
     platform: str | None, ctx: Any, *args: Any, backend: str | None, cuda: Any, other: Any
 ) -> Any:
-    if platform == "cpu" and other is None:
+    if platform != "cuda" and other is None:
         raise ValueError(
-            f"backend is {backend!r}, whose kernels are for GPUs, and the computation is "
-            "lowered for a CPU: expected backend None or 'xla' (plain jnp), or 'interpret' (the "
-            "Triton kernels, interpreted)"
+            f"backend is {backend!r}, whose kernels are for NVIDIA GPUs, and the computation is "
+            "lowered for another device: expected backend None or 'xla' (plain jnp), or "
+            "'interpret' (the Triton kernels, interpreted)"
         )
     module = ctx.module_context
     # jax keeps the lowered form of inner jits without their platforms: the CPU would call a
@@ -431,7 +442,7 @@ def _lowered(
     if ctx.platforms is not None:
         lowered = lowered.setdefault((_by_platform, *ctx.platforms), {})
     ctx = ctx.replace(module_context=module.replace(cached_primitive_lowerings=lowered))
-    jaxpr = cuda if platform == "cuda" or other is None else other
+    jaxpr = cuda if platform == "cuda" else other
     return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *args)
 
 

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.export import register_namedtuple_serialization
 
 from mlstm_pallas.formulas.gates import MASKED, log_input_gate, log_sigmoid
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
@@ -74,6 +75,15 @@ class RingStates(NamedTuple):
     start: Any
     fill: Any
     pending: Any
+
+
+# Every import of this module has the class of the first in this process: callers may have states
+# of that, and jax.export registers a name once.
+RingStates, *_later = (  # type: ignore[misc, assignment]
+    x for x in tuple.__subclasses__() if str(x) == str(RingStates)
+)
+if not _later:
+    register_namedtuple_serialization(RingStates, serialized_name="mlstm_pallas.RingStates")
 
 
 class Operands(NamedTuple):

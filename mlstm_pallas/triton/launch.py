@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas.formulas.tiles import divide, remainder
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.problem.gpu import Gpu, export_mesh
+from mlstm_pallas.problem.gpu import Gpu, export_gpu
 from mlstm_pallas.stages.stage import KernelOptions, Launch, Tiles
 
 plgpu: Any
@@ -77,6 +78,9 @@ def depth_and_stages(gpu: Gpu, elements: int, depth: int, dtype: Any) -> tuple[i
             return depth, max(stages, 1)
         depth //= 2
 
+
+# jax >= 0.11 lowers for a device of some twenty names. The name matters for casts to float8 alone.
+_KNOWN_TO_JAX = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA A100", None, "gpu"))
 
 # Arrays, or shapes of outputs, and a letter per axis of the layout "BNTH": see ``kernel_call``.
 Operand = tuple[Any, str]
@@ -167,11 +171,11 @@ def kernel_call(
         input_output_aliases={n: n for n in range(in_place)},
         name=name,
     )
-    if mesh := export_mesh.get():
+    if export_gpu.get():
         # Pallas lowers a launch for the device of the mesh in which it is bound. That of a
         # shard_map has a device of this process, and is needed where the kernel is traced.
         [bound] = jax.make_jaxpr(launch)(*passed).eqns
-        with jax.sharding.use_abstract_mesh(mesh):
+        with jax.sharding.use_abstract_mesh(_KNOWN_TO_JAX):
             results = bound.primitive.bind(*jax.tree.leaves(passed), **bound.params)
         results = jax.tree.unflatten(jax.tree.structure(arrays[count:]), results)
     else:

@@ -81,6 +81,7 @@ def _recurrent_fw_H_kernel(
         return pl.ds(begin + chunk * L, L)
 
     if parts is not None:
+        p = dataclasses.replace(p, isolates=False)  # a part is alone in its CTA
         part, N = pl.program_id(1), parts.start_steps.shape[0] - 3
         begin, end = parts.start_steps[part], parts.start_steps[part + 1]
         # It is read ahead, also by a part without chunks.

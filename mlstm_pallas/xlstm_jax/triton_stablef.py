@@ -187,7 +187,7 @@ def _forward_function(options: Options) -> Callable[..., tuple[Any, ...]]:
         scaM_initial: Array | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
         x = Arguments(matQ, matK, matV, vecI, vecF, matC_initial, vecN_initial, scaM_initial)
-        spec = prepare(x, options, options.layout)
+        spec, x = prepare(x, options, options.layout)
         outputs = mlstm(spec, x)
         h, states = outputs if options.return_last_states else (outputs, (None, None, None))
         return h, *states
@@ -225,7 +225,5 @@ def mlstm_chunkwise_triton_stablef(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val
     )
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial)
-    outputs: jax.Array | tuple[jax.Array, StatesTuple] = mlstm(
-        prepare(x, options, options.layout), x
-    )
+    outputs: jax.Array | tuple[jax.Array, StatesTuple] = mlstm(*prepare(x, options, options.layout))
     return outputs

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arguments import accepted, check_arguments, stage_arrays, trace
+from arguments import HOST, accepted, check_arguments, on_host, stage_arrays, trace
 from oracle import (
     PUBLIC,
     assert_same_bits,
@@ -24,8 +24,12 @@ from mlstm_pallas import (
     KernelConfig,
     export,
     mlstm_chunkwise,
+    mlstm_chunkwise_states,
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
+    mlstm_ring_flush,
+    mlstm_ring_states,
+    mlstm_ring_step,
     pack_lengths,
     plan,
     reference,
@@ -233,17 +237,18 @@ BAD_CALLS = [
     refusal(
         ValueError,
         (
-            "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a "
-            "CPU: expected backend None or 'xla' (plain jnp), or 'interpret' (the Triton "
-            "kernels, interpreted)"
+            "backend is 'triton', whose kernels are for NVIDIA GPUs, and the computation is "
+            "lowered for another device: expected backend None or 'xla' (plain jnp), or "
+            "'interpret' (the Triton kernels, interpreted)"
         ),
         partial(ZEROS, backend="triton"),
     ),
     refusal(
         ValueError,
         (
-            "device_kind is None and this process has no GPU, expected the device_kind of the GPU "
-            "to export for, such as 'NVIDIA H200'"
+            "device_kind is None, expected the name of a known NVIDIA GPU, such as 'NVIDIA H200' "
+            "or 'NVIDIA A100-SXM4-80GB', or of this process's; for an unknown one, that of a known "
+            "GPU of its compute capability"
         ),
         partial(export.export, jnp.sin, 1.0, platform="cuda"),
     ),
@@ -406,6 +411,28 @@ def test_wrong_indices_are_refused_with_their_place(monkeypatch, kind, message, 
     jax.effects_barrier()
 
 
+@pytest.mark.parametrize("x", [2**40, -(2**31) - 1, np.uint64(2**63)], ids=str)
+def test_numpy_integers_beyond_32_bits_are_refused_by_name(x):
+    """JAX would read the lower 32 bits, 2**40 as 0."""
+    states = mlstm_ring_states(*(np.zeros(x.shape, "float32") for x in STATES), dtype="float32")
+    new = partial(mlstm_ring_states, *states[:3], dtype="float32")
+    row = np.full((B,), x)
+    step = partial(mlstm_recurrent_step, **zeros(arrays_of(mlstm_recurrent_step, 5)))
+    for name, run in dict(
+        segment_ids=partial(mlstm_chunkwise, **zeros(PLAIN)),
+        sequence_lengths=partial(mlstm_chunkwise, **zeros(PLAIN)),
+        slots=step,
+        accepted=partial(mlstm_ring_flush, states),
+        phase=new,
+    ).items():
+        bad = np.broadcast_to(row[:, None], (B, S)) if name == "segment_ids" else row
+        message = (
+            f"{name} is an array of shape {bad.shape}, expected integers of 32 bits; for ids, "
+            "np.unique(ids, return_inverse=True)[1] has those"
+        )
+        refused(ValueError, message, run, **{name: bad})
+
+
 def test_indices_that_count_for_nothing_may_be_anything():
     """Ids beyond a length or without num_segments, several slots of -1, no entries."""
     packed = partial(mlstm_chunkwise, return_last_states=True, segment_ids=DESCENDS)
@@ -518,6 +545,48 @@ def test_more_heads_than_steps_get_a_warning_at_each_line_that_names_no_layout(f
 @pytest.mark.parametrize("function", STEPS)
 def test_slots_are_refused_by_name(function):
     check_arguments(partial(function, **zeros(arrays_of(function, 5))), dict(slots=SLOTS))
+
+
+new_rings = partial(mlstm_ring_states, dtype="float32")
+FRESH = jax.eval_shape(new_rings, *STATES)
+COUNTS = array(B, dtype="int32")
+
+
+def ring_of(x):
+    """The arguments of a function of rings: fields of states have their prefix in the names."""
+    fields = {name.partition(".")[2]: y for name, y in x.items() if "." in name}
+    return {name: y for name, y in x.items() if "." not in name} | (
+        dict(states=FRESH._replace(**fields)) if fields else {}
+    )
+
+
+RINGS = {f"states.{name}": x for name, x in FRESH._asdict().items()}
+# Functions whose arguments the table of arguments does not have, with their arrays.
+OTHERS = {
+    "states": (partial(mlstm_chunkwise_states, every=16), ARRAYS | OPTIONAL),
+    "joined": (
+        partial(mlstm_recurrent_step, k=None, v=None, f=None),
+        dict(q=array(B, NH, 2 * DHQK + DHV), i=array(B, NH, 2)) | INITIAL,
+    ),
+    "ring_states": (
+        new_rings,
+        dict(zip("cnm", STATES, strict=True)) | dict(phase=COUNTS),
+    ),
+    "ring_step": (mlstm_ring_step, TOKEN | RINGS | dict(accepted=COUNTS, slots=COUNTS)),
+    "ring_flush": (mlstm_ring_flush, RINGS | dict(accepted=COUNTS)),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_an_array_in_host_memory_is_refused_by_name(case):
+    """Traced or not. Of the other functions the table of arguments has a row."""
+    function, arrays = OTHERS[case]
+    for name, x in arrays.items():
+        run, x = (lambda x: function(**ring_of(x))), arrays | {name: on_host(x)}
+        argument = name.partition(".")[0]
+        message = f"{name} {HOST.format(argument)}jax.memory.Space.Device) moves it there"
+        refused(ValueError, message, run, zeros(arrays) | {name: x[name]})
+        refused(ValueError, message, jax.eval_shape, run, x)
 
 
 SQUARE = zeros(inputs(1, 1, 16))

@@ -1,10 +1,11 @@
 """Every public function traces and lowers under any mesh: tests/mesh_calls.py, each time in a fresh
-process."""
+process; and what runs on which kinds of axes, with which numbers: tests/mesh_table.py."""
 
 import os
 import sys
 from pathlib import Path
 
+import mesh_table
 import pytest
 from oracle import run_python, slow
 
@@ -26,3 +27,22 @@ def test_calls_of_a_fresh_process_under_a_mesh(count, arguments):
     settings = dict(PYTHONPATH=os.pathsep.join(sys.path), JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     output = run_python(SCRIPT, *arguments.split(), **settings)
     assert output.splitlines()[-1] == f"{count} calls"
+
+
+# Once as users do who have a loss per replica, and once with a kind of axis that jax forgets.
+QUICK = {
+    ("`shard_map` over x, y explicit", "gradient outside"),
+    ("`shard_map` over x, which is explicit outside, y automatic", "forward"),
+}
+CELLS = [(axes, call) for call in mesh_table.CALLS for axes in mesh_table.AXES]
+
+
+@pytest.mark.parametrize(("axes", "call"), [x if x in QUICK else slow(*x) for x in CELLS])
+def test_the_table_of_kinds_of_axes_is_what_happens(axes, call):
+    assert mesh_table.cells_of_page()[axes, call] == mesh_table.cell(axes, call)
+
+
+def test_the_table_of_kinds_of_axes_has_every_call():
+    assert [*mesh_table.cells_of_page()] == [
+        (axes, call) for axes in mesh_table.AXES for call in mesh_table.CALLS
+    ]

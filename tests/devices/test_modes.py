@@ -4,8 +4,10 @@ As a script, test_modes.py MODE,..., it makes the calls under these modes togeth
 """
 
 import argparse
+import contextlib
 import functools
 import os
+import re
 import sys
 import threading
 
@@ -31,8 +33,10 @@ from test_packed_sequences import check_prompts
 from mlstm_pallas import (
     KernelConfig,
     mlstm_chunkwise,
+    mlstm_chunkwise_states,
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
+    mlstm_ring_flush,
     mlstm_ring_states,
     mlstm_ring_step,
     reference,
@@ -91,6 +95,9 @@ def calls():
     yield "lengths", functools.partial(mlstm_recurrent_sequence, sequence_lengths=lengths), plain
     yield "joined", mlstm_recurrent_step, joined(token)
     yield "ring", mlstm_ring_step, [*few, jax.jit(ring_of)(token)]
+    yield "flush", mlstm_ring_flush, [jax.jit(ring_of)(token)]
+    yield "states", functools.partial(mlstm_chunkwise_states, every=16), x
+    yield "bfloat16", functools.partial(packed, **ids), [y.astype("bfloat16") for y in plain]
     yield "mapped_shards", with_gradients(on_mapped_shards), shards
     yield "mesh", with_gradients(on_mesh), sharded(plain, mesh, STEPS)
     yield "reference", with_gradients(reference.chunkwise), x
@@ -127,8 +134,10 @@ def test_calls_under_x64_keep_the_dtypes_of_their_arguments(slow_ones):
     traced = [(run, x) for name, run, x in calls() if (name in names) == slow_ones]
     with jax.enable_x64(True):
         for run, x in [*traced, *calls_with_slots()]:
-            found = {y.dtype.name for y in jax.tree.leaves(jax.eval_shape(run, *x))}
-            assert found <= {"float32", "int32"}
+            passed, found = (
+                {y.dtype.name for y in jax.tree.leaves(z)} for z in (x, jax.eval_shape(run, *x))
+            )
+            assert found <= {"float32", "int32", *passed}
         exported = export(run, *x, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
         assert {y.dtype.name for y in exported.out_avals} == {"float32"}
 
@@ -143,6 +152,107 @@ def test_interpreted_kernels_under_x64(call):
 def test_interpreted_prompts_under_x64():
     with jax.enable_x64(True):
         check_prompts(0, 16, 32, rows=([5, 40, 1], [33]), go_on=True, backend="interpret")
+
+
+# Switches of jax that change nothing: a call is traced to the same program, so that its results
+# have the same bits.
+SWITCHES = {
+    "rank_promotion": lambda: jax.numpy_rank_promotion("raise"),
+    "dtype_promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "custom_prng": lambda: jax.enable_custom_prng(True),
+    "threefry": lambda: jax.threefry_partitionable(not jax.config.jax_threefry_partitionable),
+    "leaks": lambda: jax.checking_leaks(),
+    **{
+        x: functools.partial(jax.default_matmul_precision, x)
+        for x in ("bfloat16", "tensorfloat32", "float32", "BF16_BF16_F32", "F32_F32_F32")
+    },
+}
+# Calls that are traced within a second.
+SHORT = "step", "steps", "lengths", "joined", "ring", "flush", "states", "bfloat16"
+
+
+def program_of(run, x, *switches):
+    """The jaxpr of a call that is traced anew under the switches."""
+    with contextlib.ExitStack() as stack:
+        for name in switches:
+            stack.enter_context(SWITCHES[name]())
+        return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(run)(*x)))
+
+
+LONG = "chunkwise", "without_states", "segments", "packed", "mapped_shards", "mesh", "generator"
+LONG += "reference", "recurrence"
+
+
+@pytest.mark.parametrize("name", [*SHORT, *map(slow, LONG)])
+def test_switches_of_jax_change_no_program(name):
+    """Short calls under all at once but for one precision at a time, the others one by one, because
+    jax prints a jaxpr that several equations share in another way where leaks are checked.
+
+    jax finds a leak in the jitted gradient of every shard_map that sums by axis_index.
+    """
+    [(run, x)] = [(run, x) for other, run, x in calls() if other == name]
+    together = [y for y in SWITCHES if y not in ("bfloat16", "tensorfloat32", "float32")]
+    apart = [[y] for y in SWITCHES if name != "mesh" or y != "leaks"]
+    expected = program_of(run, x)
+    for switches in [together, ["float32"]] if name in SHORT else apart:
+        assert program_of(run, x, *switches) == expected, switches
+
+
+def calls_with_constants():
+    """(name, function of floats of 32 bits, those floats): NumPy arrays of 64 bits are closed over,
+    integers and gates."""
+    x, tokens = random_inputs(0, 2, 1, 32, 8, 8), random_inputs(0, 2, 1, 3, 8, 8)
+    ids, lengths = np.repeat(np.arange(2), 16)[None].repeat(2, 0), np.array([20, 32])
+    i, f = (np.asarray(x[name], "float64") for name in "if")
+    floats, few = [x[name] for name in "qkv"], [*tokens.values()]
+    token, pools = [y[:, :, 0] for y in few[:5]], [jnp.concatenate([y, y]) for y in few[5:]]
+    rings = mlstm_ring_states(*pools, dtype="float32", phase=np.array([3, 1, 4, 2]))
+    slots, accepted, gates = np.array([2, 0]), np.array([0, 2]), np.asarray(token[3], "float64")
+    here = dict(segment_ids=ids, sequence_lengths=lengths)
+    packed = functools.partial(chunkwise, num_segments=2, return_last_states=True, **here)
+    yield "chunkwise", lambda *x: chunkwise(*x, i, f, **here), floats
+    yield "step", lambda *x: mlstm_recurrent_step(*x, gates, gates, *pools, slots=slots), token[:3]
+    yield (
+        "ring",
+        lambda *x: mlstm_ring_flush(
+            mlstm_ring_step(*x, gates, gates, rings, slots=slots, accepted=accepted)[1],
+            accepted=np.array([1, 0, 1, 0]),
+        ),
+        token[:3],
+    )
+    yield (
+        "sequence",
+        lambda *x: mlstm_recurrent_sequence(*x, sequence_lengths=np.array([1, 3])),
+        few[:5],
+    )
+    yield "segments", lambda *x: packed(*x, i, f), floats
+    yield "states", lambda *x: mlstm_chunkwise_states(*x, i, f, every=16, **here), floats
+    yield "reference", lambda *x: reference.chunkwise(*x, i, f, chunk_size=16, **here), floats
+    yield "recurrence", lambda *x: reference.recurrence(*x, i, f, segment_ids=ids), floats
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        *((name, False) for name in ("chunkwise", "step", "ring", "sequence")),
+        *(
+            slow(name, first)
+            for name in ("segments", "states", "reference", "recurrence")
+            for first in (False, True)
+        ),
+        *(slow(name, True) for name in ("chunkwise", "step", "ring", "sequence")),
+    ],
+)
+def test_numpy_constants_of_a_live_program_before_and_after_x64(name, first):
+    """jax would keep the NumPy array in the width of the first program."""
+    [(run, x)] = [(run, x) for other, run, x in calls_with_constants() if other == name]
+    jitted, results = jax.jit(run), []
+    for x64 in (True, False, True) if first else (False, True):
+        with jax.enable_x64(x64):
+            results += [jax.tree.leaves(function(*x)) for function in (jitted, run)]
+    for result in results[1:]:
+        for y, expected in zip(result, results[0], strict=True):
+            assert_close(y, expected, BOUND, name)
 
 
 MODES = (

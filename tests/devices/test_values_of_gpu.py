@@ -35,18 +35,18 @@ def test_facts_of_a_device_before_those_of_its_name():
         facts("NVIDIA H200", compute_capability="9.0"),
         facts("NVIDIA H200", compute_capability="12.0"),
     ) == (("NVIDIA H200", 90, 132, 232448), ("NVIDIA H200", 120, 132, 101376))
-    assert facts("NVIDIA H200", compute_capability="13.0") == ("NVIDIA H200", 130, 132, 232448)
+    assert facts("NVIDIA H200", compute_capability="13.0") == ("NVIDIA H200", 130, 132, 101376)
     assert (facts("NVIDIA FOO"), facts("NVIDIA FOO", compute_capability="10.3")) == (
         ("NVIDIA FOO", 80, 108, 101376),
         ("NVIDIA FOO", 103, 108, 232448),
     )
-    assert (facts("NVIDIA H200", compute_capability="gfx942"), facts("NVIDIA H200", "rocm")) == (
-        ("unknown", 80, 108, 101376),
+    assert (facts("Foo", compute_capability="gfx942"), facts("cpu", "cpu")) == (
+        ("Foo", 0, 108, 65536),
         ("unknown", 80, 108, 101376),
     )
-    assert (facts("cpu", "cpu"), facts("AMD Instinct MI300X", compute_capability="gfx942")) == (
-        ("unknown", 80, 108, 101376),
-        ("unknown", 80, 108, 101376),
+    assert (facts("AMD Instinct MI300X", "rocm"), facts("TPU v6 lite", "tpu")) == (
+        ("AMD Instinct MI300X", 0, 304, 65536),
+        ("TPU", 0, 108, 101376),
     )
 
 

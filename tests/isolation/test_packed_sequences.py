@@ -248,7 +248,7 @@ def test_ids_of_any_integer_dtype():
             options = Options(num_segments=count, return_last_states=True, backend="xla")
             arrays = [*x.values()][: 8 if states else 5]
             call = Arguments(*arrays)._replace(segment_ids=ids)
-            spec = prepare(call, options, None)
+            spec, _ = prepare(call, options, None)
             front = states and limits.min < 0  # a segment of ids below 0
             expected = np.array([max(limits.min, -1), 1, 2, min(limits.max, count)]) + front
             assert np.array_equal(padded(spec, call).segment_ids, [[expected]])

@@ -18,14 +18,14 @@ from mlstm_pallas import KernelConfig, __version__
 ROOT = PACKAGE.parent
 FILES = [x for y in ("mlstm_pallas", "[tbe]*") for x in ROOT.glob(f"{y}/**/*.py")]
 WORDS = {x.name: {x.stem, *re.findall(r"\w+", x.read_text())} for x in FILES}
-# Names of jax, of LLVM, of an experiment that failed, and of other packages.
+# Names of jax, of LLVM, of NCCL, of an experiment that failed, and of other packages.
 FOREIGN = """
 segment_sum async_prefetch barrier_arrive ClusterBarrier maxnumf operand_maps pmean pth
 get_mlstm_kernel max_triton_fwbw_v3 v3noslice mLSTMBackend xLSTMBackend parallel_stabilized_simple
 reduce_slicing store_final_state save_states_every_nth_chunk chunk_size_inter chunk_size_intra
 head_first vecN_all scaM_all vecM_out matC_all vecM_combine scaMinter_initial chunk_simple_gla
 mLSTMBackendConfig xLSTMConfig xLSTMForCausalLM xLSTMLarge g_gamma Config mode
-pack_alignment_struct
+pack_alignment_struct ncclGetPeerDevicePointer psum_scatter jax_default_matmul_precision
 """
 README, NOTES = ((ROOT / name).read_text() for name in ("README.md", "BUILD_NOTES.md"))
 SITE = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md"))]

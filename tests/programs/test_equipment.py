@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import conftest
 import oracle
 import pytest
 
@@ -26,6 +27,22 @@ def run_tests(folder, *arguments, **files):
         timeout=300,
     )
     return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("jaxlib", "plugins", "gpus", "flags"),
+    [
+        ("0.10.2", False, 0, conftest.QUICK_CODE),
+        ("0.10.2", True, 2, ""),
+        ("0.11.2", True, 2, ""),
+        ("0.12.0.1", True, 2, conftest.NO_ONE_SHOT),
+        ("0.12.0.1", True, 1, ""),
+        ("0.12.0.1", False, 2, ""),
+        ("0.13.0", True, 2, ""),
+    ],
+)
+def test_xla_gets_flags_that_it_knows(jaxlib, plugins, gpus, flags):
+    assert conftest.added_flags(jaxlib, plugins, gpus) == flags
 
 
 TOO_SLOW = """

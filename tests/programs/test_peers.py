@@ -343,10 +343,10 @@ def test_xlstm_overwrites_the_states_that_generate_gets():
     ids=["exponent", "point", "twice"],
 )
 def test_xlstm_reads_config_yaml_as_pyyaml_does(lines, message, tmp_path):
+    torch, load = package("torch"), package("xlstm.xlstm_large.from_pretrained", "torch")
     import yaml
     from safetensors.torch import save_file
 
-    torch, load = package("torch"), package("xlstm.xlstm_large.from_pretrained", "torch")
     save_file(xlstm_model().state_dict(), tmp_path / "model.safetensors")
     text = f"{yaml.safe_dump(SMALL | NATIVE)}{lines}\n"
     (tmp_path / "config.yaml").write_text(text)
