@@ -213,9 +213,8 @@ def _weights(gamma: jax.Array) -> jax.Array:
 
 
 def _weighted(weights: jax.Array, x: jax.Array) -> jax.Array:
-    """weights x, and 0 for a weight of 0, also where x is inf or NaN; x may have more axes."""
-    weights = lax.expand_dims(weights, range(weights.ndim, x.ndim))
-    return jnp.where(weights == 0, 0.0, weights * x)
+    """``weighted``; x may have more axes."""
+    return weighted(lax.expand_dims(weights, range(weights.ndim, x.ndim)), x)
 
 
 def _sum_over(axis: Axis, weights: jax.Array, x: jax.Array) -> jax.Array:

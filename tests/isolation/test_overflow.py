@@ -197,7 +197,8 @@ def check(row, dtype, seed):
                 for name, y in named}  # fmt: skip
 
     assert_unaffected(unaffected(clean), unaffected(overflows))
-    if row.structure != "entries" and row.function is not reference.recurrence:
+    drops_unread = (row.backend, dtype) != ("mosaic_gpu", "bfloat16") or row.structure == "lengths"
+    if row.structure != "entries" and row.function is not reference.recurrence and drops_unread:
         for name, y in overflows[1].items():
             assert np.isfinite(np.float64(y)).all(), f"d{name} is not finite"
             assert not np.any(np.asarray(y)[~kept.of(name)]), f"d{name} of a neighbour is not 0"
