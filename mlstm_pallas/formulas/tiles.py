@@ -57,7 +57,8 @@ def decay_tile(e: Iterable[Array], u: Iterable[Array], mask: Array | None) -> Ar
 def weighted(w: Array, x: Array, p: Problem | None = None) -> Array:
     """w x, and 0 where w is 0, even if x is inf or NaN; with p only if ``p.isolates``."""
     if p is None or p.isolates:
-        x = jnp.where(jnp.broadcast_to(w == 0, x.shape), 0.0, x)
+        shape = jnp.broadcast_shapes(w.shape, x.shape)
+        x = jnp.where(jnp.broadcast_to(w == 0, shape), 0.0, x)
     return w * x
 
 
