@@ -163,8 +163,7 @@ def mlstm_chunkwise(
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
     spec, x = prepare(x, options, layout)
-    outputs: jax.Array | tuple[jax.Array, StatesTuple] = mlstm(spec, x)
-    return outputs
+    return mlstm(spec, x)
 
 
 _Public = TypeVar("_Public")
@@ -254,8 +253,7 @@ def mlstm_chunkwise_states(
     # The fused scan has chunks of its own, and stores states at those of the call.
     if spec.plan.uses_fused_scan or spec.problem.L > N:
         spec, x = prepare(x, dataclasses.replace(options, chunk_size=N), layout)
-    outputs: tuple[jax.Array, StatesTuple, StatesTuple] = mlstm_with_states(spec, N, x)
-    return outputs
+    return mlstm_with_states(spec, N, x)
 
 
 def pack_lengths(

@@ -46,11 +46,7 @@ from mlstm_pallas.formulas.tiles import blocks_over, weighted
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
 from mlstm_pallas.planning.call_spec import CallSpec, Plan, plan_of
 from mlstm_pallas.planning.dispatch import stage
-from mlstm_pallas.prepare import (
-    Arguments,
-    padded,
-    results,
-)
+from mlstm_pallas.prepare import Arguments, padded, results
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, Residuals, States
 from mlstm_pallas.problem.validation import check_axis_name
 from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half
@@ -231,14 +227,13 @@ def _sum_over(axis: Axis, weights: jax.Array, x: jax.Array) -> jax.Array:
     # Each device adds up one slice for all, and sends and receives x twice, whatever P is.
     exchanged = functools.partial(lax.all_to_all, axis_name=axis.name, split_axis=2, concat_axis=2)
     slices = exchanged(x.reshape(B, NH, P, K // P, V))
-    sums: jax.Array = exchanged(jnp.sum(_weighted(weights, slices[:, :, None]), axis=3))
+    sums = exchanged(jnp.sum(_weighted(weights, slices[:, :, None]), axis=3))
     return sums.reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _sequence(axis: Axis, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, States]:
-    outputs: tuple[jax.Array, States] = _sequence_fwd(axis, spec.forward_only, inputs)[0]
-    return outputs
+    return _sequence_fwd(axis, spec.forward_only, inputs)[0]
 
 
 def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """mlstm_recurrent_step, mlstm_recurrent_sequence: the mLSTM token by token, as in generation."""
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,7 @@ def _advanced(spec: CallSpec, x: Operands) -> tuple[jax.Array, States]:
 
     m is None with the sigmoid input gate.
     """
-    functions = "mlstm_recurrent_step and mlstm_recurrent_sequence"
-    results: tuple[jax.Array, States] = run_step(spec, x, functions)
-    return results
+    return run_step(spec, x, "mlstm_recurrent_step and mlstm_recurrent_sequence")
 
 
 def _sequence(
@@ -231,7 +229,7 @@ def mlstm_recurrent_step(
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, slots=slots)
     arrays = (_parts(x) if k is None else x)._asdict()
     spec = prepare_steps("recurrent_step", arrays, options, steps=False)
-    return cast(tuple[jax.Array, StatesTuple], _mlstm(spec, None, False, constants(x)))
+    return _mlstm(spec, None, False, constants(x))
 
 
 def mlstm_recurrent_sequence(
@@ -293,7 +291,4 @@ def mlstm_recurrent_sequence(
             "return_all_states is True with slots, expected False: without slots, pass the rows "
             "of the pools, c_initial[slots] and so on"
         )
-    outputs: tuple[jax.Array, StatesTuple] = _mlstm(
-        spec, options.layout, bool(return_all_states), constants(x)
-    )
-    return outputs
+    return _mlstm(spec, options.layout, bool(return_all_states), constants(x))

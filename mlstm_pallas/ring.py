@@ -31,8 +31,7 @@ DEFAULT_LENGTH, MIN_LENGTH, MAX_LENGTH = 16, 8, 64
 @functools.partial(jax.jit, static_argnums=0)
 def _step(spec: CallSpec, x: Operands) -> tuple[jax.Array, RingStates]:
     """h (B, NH, T, DHV) and the new states."""
-    results: tuple[jax.Array, RingStates] = run_step(spec, x, "mlstm_ring_step")
-    return results
+    return run_step(spec, x, "mlstm_ring_step")
 
 
 def _fields(states: Any) -> dict[str, Any]:
@@ -117,8 +116,7 @@ def _phases(phase: Any, B: int, L: int) -> jax.Array:
     validation.check_integers("phase", phase)
     if phase.ndim:
         validation.check_shapes(dict(phase=phase), dict(phase=(("B",),)), dict(B=B))
-    phases: jax.Array = (phase.reshape(-1, 1) % L).astype("int32")
-    return phases
+    return (phase.reshape(-1, 1) % L).astype("int32")
 
 
 def mlstm_ring_step(

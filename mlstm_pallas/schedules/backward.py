@@ -17,19 +17,8 @@ from mlstm_pallas.formulas.normaliser import NormaliserGradients, normaliser_gra
 from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.planning.call_spec import Plan, plain
 from mlstm_pallas.planning.dispatch import stage
-from mlstm_pallas.problem.arrays import (
-    Cotangents,
-    Inputs,
-    Residuals,
-    States,
-    StoredStates,
-)
-from mlstm_pallas.schedules.forward import (
-    key_states,
-    key_sums,
-    run_gates,
-    segments_of,
-)
+from mlstm_pallas.problem.arrays import Cotangents, Inputs, Residuals, States, StoredStates
+from mlstm_pallas.schedules.forward import key_states, key_sums, run_gates, segments_of
 from mlstm_pallas.stages import (
     parallel_bw_dP,
     parallel_bw_dQKV,

@@ -11,19 +11,10 @@ from jax import Array, lax
 
 from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length, chunks_by_segment
 from mlstm_pallas.formulas.gates import ChunkGates, only_outputs, segment_ends, steps_within
-from mlstm_pallas.formulas.splits import (
-    decays_in_splits,
-    split_states,
-    splits_as_heads,
-)
+from mlstm_pallas.formulas.splits import decays_in_splits, split_states, splits_as_heads
 from mlstm_pallas.planning.call_spec import CallSpec, Plan
 from mlstm_pallas.planning.dispatch import Launches, stage
-from mlstm_pallas.problem.arrays import (
-    Forward,
-    Inputs,
-    States,
-    StoredStates,
-)
+from mlstm_pallas.problem.arrays import Forward, Inputs, States, StoredStates
 from mlstm_pallas.stages import (
     parallel_fw_H,
     parallel_fw_P,
@@ -68,8 +59,7 @@ def key_sums(
 ) -> Array:
     """What each chunk adds to n, (B * NH, NC, DHQK)."""
     operands = step_sums.Operands(k, gates.per_step().vecAbar, chunks)
-    sums: Array = stage("step_sums", launches)(operands)
-    return sums
+    return stage("step_sums", launches)(operands)
 
 
 def key_states(
@@ -77,10 +67,9 @@ def key_states(
 ) -> tuple[Array, Array]:
     """n before each chunk, (B * NH, NC, DHQK), and the last one; added: ``key_sums``."""
     launch = launches["vector_states"]
-    states: tuple[Array, Array] = stage("vector_states", launches)(
+    return stage("vector_states", launches)(
         vector_states.Operands(added, gates.scaGamma, n_initial), backward=launch.problem.reverse
     )
-    return states
 
 
 def segments_of(spec: CallSpec, x: Inputs, L: int) -> tuple[ChunkList, States]:

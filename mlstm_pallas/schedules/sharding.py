@@ -121,8 +121,7 @@ def _resharded(spec: CallSpec, tree: Any, mesh: Any, mapped: int = 0) -> tuple[A
     common = _common_spec(spec, specs, mapped)
 
     def resharded(x: Array) -> Array:
-        y: Array = jax.sharding.reshard(x, NamedSharding(mesh, _padded(common, x.ndim)))
-        return y
+        return jax.sharding.reshard(x, NamedSharding(mesh, _padded(common, x.ndim)))
 
     return jax.tree.map(resharded, tree), common
 

@@ -225,5 +225,4 @@ def mlstm_chunkwise_triton_stablef(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val
     )
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial)
-    outputs: jax.Array | tuple[jax.Array, StatesTuple] = mlstm(*prepare(x, options, options.layout))
-    return outputs
+    return mlstm(*prepare(x, options, options.layout))
