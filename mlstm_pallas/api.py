@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, Unpack, cast, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
@@ -167,11 +167,6 @@ def mlstm_chunkwise(
 
 
 _Public = TypeVar("_Public")
-
-
-def typed_as(public: _Public) -> Callable[[Callable[..., Any]], _Public]:
-    """Gives a function the type of a public one, whose overloads tell what it returns."""
-    return lambda function: cast(_Public, function)
 
 
 def with_arguments_of(

@@ -155,8 +155,7 @@ def _second_half(
     """The gradients of the inputs; dC_after: what the later shards add to dC, (B * NH, ...)."""
     gamma, states = carry.gates.scaGamma, carry.states
     dC = _with_later_shards(states.matDeltaC_states, other_decays(gamma), dC_after)
-    decay = jnp.prod(gamma, axis=-1)[:, None, None]
-    dC_initial = states.matDeltaC_initial + weighted(decay, dC_after)
+    dC_initial = states.matDeltaC_initial + _weighted(jnp.prod(gamma, axis=-1), dC_after)
     carry = carry._replace(
         states=states._replace(matDeltaC_states=dC, matDeltaC_initial=dC_initial)
     )
@@ -241,7 +240,9 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
 
     The initial states are those of the whole sequence; only the first device's are read.
     """
-    index, spec, m_states = lax.axis_index(axis.name), spec.with_scan, None
+    index, m_states = lax.axis_index(axis.name), None
+    # Shards have the chunks and the splits of the call's fused scan.
+    spec = dataclasses.replace(spec, scan=(spec.plan.scan_problem.L, spec.plan.num_splits))
     C_first, n_first, m = x.initial
     C_first, n_first = (jnp.where(index == 0, y, 0.0) for y in (C_first, n_first))
     if spec.stabilised:

@@ -26,14 +26,6 @@ from mlstm_pallas.schedules.sharding import run_step, sharded_alike
 from mlstm_pallas.stages.recurrent_step import Operands, split_token
 
 
-def _advanced(spec: CallSpec, x: Operands) -> tuple[jax.Array, States]:
-    """h (B, NH, DHV) and the new states. B and NH are the first axes, but of pools and slots.
-
-    m is None with the sigmoid input gate.
-    """
-    return run_step(spec, x, "mlstm_recurrent_step and mlstm_recurrent_sequence")
-
-
 def _sequence(
     spec: CallSpec, x: Operands, lengths: jax.Array | None, return_all: bool
 ) -> tuple[jax.Array, States]:
@@ -50,7 +42,7 @@ def _sequence(
         tokens = Token(q, k, v, jnp.where(within, i, -jnp.inf), jnp.where(within, f, jnp.inf))
 
     def one(states: States, token: Token) -> tuple[States, Any]:
-        h, after = _advanced(spec, Operands(token, states, x.slots))
+        h, after = run_step(spec, Operands(token, states, x.slots))
         return after, (h, after if return_all else None)
 
     tokens = jax.tree.map(lambda y: jnp.moveaxis(y, 2, 0), tokens)
@@ -83,7 +75,7 @@ def _mlstm(
     if not spec.stabilised:
         operands = operands._replace(states=operands.states._replace(m=None))
     if layout is None:
-        h, after = _advanced(spec, operands)
+        h, after = run_step(spec, operands)
     else:
         h, after = _sequence(spec, operands, lengths, return_all)
     c, n, m_after = after
@@ -281,14 +273,14 @@ def mlstm_recurrent_sequence(
         eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
         input_gate=input_gate, normalize=normalize, layout=layout, backend=backend, config=config,
     )  # fmt: skip
-    validation.check_flag("return_all_states", return_all_states)
+    return_all = validation.check_flag("return_all_states", return_all_states)
     x = Arguments(
         q, k, v, i, f, c_initial, n_initial, m_initial, None, sequence_lengths, slots
     )  # fmt: skip
     spec = prepare_steps("recurrent_step", x._asdict(), options, steps=True, layout=layout)
-    if slots is not None and return_all_states:
+    if slots is not None and return_all:
         raise ValueError(
             "return_all_states is True with slots, expected False: without slots, pass the rows "
             "of the pools, c_initial[slots] and so on"
         )
-    return _mlstm(spec, options.layout, bool(return_all_states), constants(x))
+    return _mlstm(spec, options.layout, return_all, constants(x))

@@ -80,8 +80,7 @@ def recurrence(
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids)
     _, x = prepare(x, options, layout)
-    h, states = _recurrence(options, normalize, x)
-    return h, states
+    return _recurrence(options, normalize, x)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -37,11 +37,7 @@ class PrecomputedStates(NamedTuple):
 
 def forward(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None = None) -> Forward:
     """The forward pass."""
-    if not plan.uses_fused_scan:
-        return materialised(plan, x, run_gates(plan.spec, plan.forward, x))
-    if precomputed is None:
-        return fused_scan(plan, x, run_gates(plan.spec, plan.forward, x))
-    return fused_scan(plan, x, precomputed.gates, precomputed)
+    return fused_scan(plan, x, precomputed) if plan.uses_fused_scan else materialised(plan, x)
 
 
 def run_gates(
@@ -120,9 +116,10 @@ def packed(plan: Plan, x: Inputs) -> Forward:
     return Forward(H, States(C_last, n, m), z, None)
 
 
-def materialised(plan: Plan, x: Inputs, gates: ChunkGates) -> Forward:
+def materialised(plan: Plan, x: Inputs) -> Forward:
     """The forward pass with the state of every chunk in memory."""
     spec, launches = plan.spec, plan.forward
+    gates = run_gates(spec, launches, x)
     C, C_last, n, n_last = stage("recurrent_fw_C", launches)(
         recurrent_fw_C.Operands(
             matK=x.k,
@@ -149,14 +146,13 @@ def materialised(plan: Plan, x: Inputs, gates: ChunkGates) -> Forward:
     return Forward(h, last, z, StoredStates(C, n, m, C_last, n_last))
 
 
-def fused_scan(
-    plan: Plan, x: Inputs, gates: ChunkGates, precomputed: PrecomputedStates | None = None
-) -> Forward:
+def fused_scan(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> Forward:
     """The fused scan, with the state on the chip. It has chunks of its own; splits count as heads.
 
     Stored states are those at the boundaries of the call's chunks.
     """
     spec, launches, p, num_splits = plan.spec, plan.forward, plan.scan_problem, plan.num_splits
+    gates = run_gates(spec, launches, x) if precomputed is None else precomputed.gates
     q, v, gamma, chunks = x.q, x.v, gates.scaGamma, None
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
         chunks = chunks_by_length(x.lengths, v.shape[1], p)
