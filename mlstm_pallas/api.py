@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, Unpack, cast, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
@@ -163,16 +163,10 @@ def mlstm_chunkwise(
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
     spec, x = prepare(x, options, layout)
-    outputs: jax.Array | tuple[jax.Array, StatesTuple] = mlstm(spec, x)
-    return outputs
+    return mlstm(spec, x)
 
 
 _Public = TypeVar("_Public")
-
-
-def typed_as(public: _Public) -> Callable[[Callable[..., Any]], _Public]:
-    """Gives a function the type of a public one, whose overloads tell what it returns."""
-    return lambda function: cast(_Public, function)
 
 
 def with_arguments_of(
@@ -254,8 +248,7 @@ def mlstm_chunkwise_states(
     # The fused scan has chunks of its own, and stores states at those of the call.
     if spec.plan.uses_fused_scan or spec.problem.L > N:
         spec, x = prepare(x, dataclasses.replace(options, chunk_size=N), layout)
-    outputs: tuple[jax.Array, StatesTuple, StatesTuple] = mlstm_with_states(spec, N, x)
-    return outputs
+    return mlstm_with_states(spec, N, x)
 
 
 def pack_lengths(

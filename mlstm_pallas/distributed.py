@@ -46,11 +46,7 @@ from mlstm_pallas.formulas.tiles import blocks_over, weighted
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
 from mlstm_pallas.planning.call_spec import CallSpec, Plan, plan_of
 from mlstm_pallas.planning.dispatch import stage
-from mlstm_pallas.prepare import (
-    Arguments,
-    padded,
-    results,
-)
+from mlstm_pallas.prepare import Arguments, padded, results
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, Residuals, States
 from mlstm_pallas.problem.validation import check_axis_name
 from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half
@@ -159,8 +155,7 @@ def _second_half(
     """The gradients of the inputs; dC_after: what the later shards add to dC, (B * NH, ...)."""
     gamma, states = carry.gates.scaGamma, carry.states
     dC = _with_later_shards(states.matDeltaC_states, other_decays(gamma), dC_after)
-    decay = jnp.prod(gamma, axis=-1)[:, None, None]
-    dC_initial = states.matDeltaC_initial + weighted(decay, dC_after)
+    dC_initial = states.matDeltaC_initial + _weighted(jnp.prod(gamma, axis=-1), dC_after)
     carry = carry._replace(
         states=states._replace(matDeltaC_states=dC, matDeltaC_initial=dC_initial)
     )
@@ -231,14 +226,13 @@ def _sum_over(axis: Axis, weights: jax.Array, x: jax.Array) -> jax.Array:
     # Each device adds up one slice for all, and sends and receives x twice, whatever P is.
     exchanged = functools.partial(lax.all_to_all, axis_name=axis.name, split_axis=2, concat_axis=2)
     slices = exchanged(x.reshape(B, NH, P, K // P, V))
-    sums: jax.Array = exchanged(jnp.sum(_weighted(weights, slices[:, :, None]), axis=3))
+    sums = exchanged(jnp.sum(_weighted(weights, slices[:, :, None]), axis=3))
     return sums.reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _sequence(axis: Axis, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, States]:
-    outputs: tuple[jax.Array, States] = _sequence_fwd(axis, spec.forward_only, inputs)[0]
-    return outputs
+    return _sequence_fwd(axis, spec.forward_only, inputs)[0]
 
 
 def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
@@ -246,7 +240,9 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
 
     The initial states are those of the whole sequence; only the first device's are read.
     """
-    index, spec, m_states = lax.axis_index(axis.name), spec.with_scan, None
+    index, m_states = lax.axis_index(axis.name), None
+    # Shards have the chunks and the splits of the call's fused scan.
+    spec = dataclasses.replace(spec, scan=(spec.plan.scan_problem.L, spec.plan.num_splits))
     C_first, n_first, m = x.initial
     C_first, n_first = (jnp.where(index == 0, y, 0.0) for y in (C_first, n_first))
     if spec.stabilised:

@@ -254,10 +254,8 @@ def _segment_states(spec: CallSpec, c: Any, n: Any, m: Any) -> States:
     """The initial states of all segments; those of a row, (B, NH, ...), are segment 0's."""
     p, dtype, N = spec.problem, accumulator_dtype(spec.dtype), cast(int, spec.num_segments)
     m = jnp.zeros(n.shape[:-1], dtype) if m is None else m
-    if c.ndim == 4:
-        c, n, m = (x[:, :, None] for x in (c, n, m))
-    else:
-        c, n, m = (jnp.swapaxes(x, 1, 2) for x in (c, n, m))
+    one_row = c.ndim == 4
+    c, n, m = (x[:, :, None] if one_row else jnp.swapaxes(x, 1, 2) for x in (c, n, m))
     c, n, m = pad(c, dtype, N, p.DHQK, p.DHV), pad(n, dtype, N, p.DHQK), pad(m, dtype, N)
     if spec.negative_segments:  # the last one, of zeros, is the first
         c, n, m = (jnp.roll(x, 1, axis=2) for x in (c, n, m))

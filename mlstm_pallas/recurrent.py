@@ -1,7 +1,7 @@
 """mlstm_recurrent_step, mlstm_recurrent_sequence: the mLSTM token by token, as in generation."""
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +26,6 @@ from mlstm_pallas.schedules.sharding import run_step, sharded_alike
 from mlstm_pallas.stages.recurrent_step import Operands, split_token
 
 
-def _advanced(spec: CallSpec, x: Operands) -> tuple[jax.Array, States]:
-    """h (B, NH, DHV) and the new states. B and NH are the first axes, but of pools and slots.
-
-    m is None with the sigmoid input gate.
-    """
-    functions = "mlstm_recurrent_step and mlstm_recurrent_sequence"
-    results: tuple[jax.Array, States] = run_step(spec, x, functions)
-    return results
-
-
 def _sequence(
     spec: CallSpec, x: Operands, lengths: jax.Array | None, return_all: bool
 ) -> tuple[jax.Array, States]:
@@ -52,7 +42,7 @@ def _sequence(
         tokens = Token(q, k, v, jnp.where(within, i, -jnp.inf), jnp.where(within, f, jnp.inf))
 
     def one(states: States, token: Token) -> tuple[States, Any]:
-        h, after = _advanced(spec, Operands(token, states, x.slots))
+        h, after = run_step(spec, Operands(token, states, x.slots))
         return after, (h, after if return_all else None)
 
     tokens = jax.tree.map(lambda y: jnp.moveaxis(y, 2, 0), tokens)
@@ -85,7 +75,7 @@ def _mlstm(
     if not spec.stabilised:
         operands = operands._replace(states=operands.states._replace(m=None))
     if layout is None:
-        h, after = _advanced(spec, operands)
+        h, after = run_step(spec, operands)
     else:
         h, after = _sequence(spec, operands, lengths, return_all)
     c, n, m_after = after
@@ -231,7 +221,7 @@ def mlstm_recurrent_step(
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, slots=slots)
     arrays = (_parts(x) if k is None else x)._asdict()
     spec = prepare_steps("recurrent_step", arrays, options, steps=False)
-    return cast(tuple[jax.Array, StatesTuple], _mlstm(spec, None, False, constants(x)))
+    return _mlstm(spec, None, False, constants(x))
 
 
 def mlstm_recurrent_sequence(
@@ -283,17 +273,14 @@ def mlstm_recurrent_sequence(
         eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
         input_gate=input_gate, normalize=normalize, layout=layout, backend=backend, config=config,
     )  # fmt: skip
-    validation.check_flag("return_all_states", return_all_states)
+    return_all = validation.check_flag("return_all_states", return_all_states)
     x = Arguments(
         q, k, v, i, f, c_initial, n_initial, m_initial, None, sequence_lengths, slots
     )  # fmt: skip
     spec = prepare_steps("recurrent_step", x._asdict(), options, steps=True, layout=layout)
-    if slots is not None and return_all_states:
+    if slots is not None and return_all:
         raise ValueError(
             "return_all_states is True with slots, expected False: without slots, pass the rows "
             "of the pools, c_initial[slots] and so on"
         )
-    outputs: tuple[jax.Array, StatesTuple] = _mlstm(
-        spec, options.layout, bool(return_all_states), constants(x)
-    )
-    return outputs
+    return _mlstm(spec, options.layout, return_all, constants(x))

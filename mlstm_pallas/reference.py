@@ -16,12 +16,7 @@ from mlstm_pallas.formulas.gates import log_forget_gate, log_input_gate, mark_se
 from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.options import Options
-from mlstm_pallas.prepare import (
-    Arguments,
-    padded,
-    prepare,
-    results,
-)
+from mlstm_pallas.prepare import Arguments, padded, prepare, results
 from mlstm_pallas.problem.annotations import Array, InputGateName, LayoutName, StatesTuple
 from mlstm_pallas.problem.arrays import Forward
 from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype
@@ -85,8 +80,7 @@ def recurrence(
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids)
     _, x = prepare(x, options, layout)
-    h, states = _recurrence(options, normalize, x)
-    return h, states
+    return _recurrence(options, normalize, x)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -31,8 +31,7 @@ DEFAULT_LENGTH, MIN_LENGTH, MAX_LENGTH = 16, 8, 64
 @functools.partial(jax.jit, static_argnums=0)
 def _step(spec: CallSpec, x: Operands) -> tuple[jax.Array, RingStates]:
     """h (B, NH, T, DHV) and the new states."""
-    results: tuple[jax.Array, RingStates] = run_step(spec, x, "mlstm_ring_step")
-    return results
+    return run_step(spec, x)
 
 
 def _fields(states: Any) -> dict[str, Any]:
@@ -55,7 +54,7 @@ def _length(states: RingStates) -> int:
     validation.check_integer(
         "states.i.shape[2]", rows, 2 * MIN_LENGTH, 2 * MAX_LENGTH, power_of_two=True
     )
-    return int(rows) // 2
+    return rows // 2
 
 
 def mlstm_ring_states(
@@ -86,7 +85,7 @@ def mlstm_ring_states(
       is None.
     """
     gate = validation.check_choice("input_gate", input_gate, InputGate)
-    arrays = dict(c=c, n=n) | ({} if m is None else dict(m=m))
+    arrays = dict(c=c, n=n, m=m)
     B, NH, DHQK, DHV = validation.check_inputs(arrays, gate, Layout.BNTH).values()
     L = validation.check_integer(
         "length", DEFAULT_LENGTH if length is None else length, MIN_LENGTH, MAX_LENGTH,
@@ -117,8 +116,7 @@ def _phases(phase: Any, B: int, L: int) -> jax.Array:
     validation.check_integers("phase", phase)
     if phase.ndim:
         validation.check_shapes(dict(phase=phase), dict(phase=(("B",),)), dict(B=B))
-    phases: jax.Array = (phase.reshape(-1, 1) % L).astype("int32")
-    return phases
+    return (phase.reshape(-1, 1) % L).astype("int32")
 
 
 def mlstm_ring_step(

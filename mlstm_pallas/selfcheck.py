@@ -170,7 +170,11 @@ def rows_of(**options):
 
 
 GATES = [
-    *({}, {}, dict(eps=0.1), dict(stabilize_correctly=False), dict(input_gate="sigmoid")),
+    {},
+    {},
+    dict(eps=0.1),
+    dict(stabilize_correctly=False),
+    dict(input_gate="sigmoid"),
     dict(input_gate="sigmoid", normalize=False),
 ]
 LAYOUT, LAST = rows_of(layout=["BNTH", "BTNH"]), dict(return_last_states=True)
@@ -190,15 +194,18 @@ FUNCTIONS = {
     "mlstm_chunkwise": (chunkwise, LONG, [KINDS, ROUNDED, *LAYOUT, *SPLITS, *RECOMPUTE]),
     "mlstm_ring_step": (ring, TOKENS | dict(S=[24, 48]), [*LAYOUT, *RINGS]),
     "mlstm_chunkwise_states": (
-        *(chunkwise_states, LONG),
+        chunkwise_states,
+        LONG,
         [ROUNDED, *LAYOUT, *rows_of(every=[64, 16, 32], config=CONFIGS)],
     ),
     "mlstm_recurrent_sequence": (
-        *(sequence, TOKENS | dict(lengths=[False, True])),
+        sequence,
+        TOKENS | dict(lengths=[False, True]),
         [[{}, dict(return_all_states=True)], *LAYOUT],
     ),
     "mlstm_chunkwise_sequence_parallel": (
-        *(sequence_parallel, LONG),
+        sequence_parallel,
+        LONG,
         [[LAST], *LAYOUT, *RECOMPUTE, *rows_of(shards=[4, 1, 2])],
     ),
     "mlstm_recurrent_step": (steps, TOKENS, rows_of(joined=[False, True])),

@@ -78,10 +78,7 @@ class ChunkGates(NamedTuple):
     def per_step(self) -> "ChunkGates":
         """The gates of every step as (B * NH, S)."""
         BNH, NC, L = self.vecW.shape
-        flat: ChunkGates = jax.tree.map(
-            lambda x: x.reshape(BNH, NC * L) if x.ndim == 3 else x, self
-        )
-        return flat
+        return jax.tree.map(lambda x: x.reshape(BNH, NC * L) if x.ndim == 3 else x, self)
 
 
 def as_chunk_gates(per_step: Any, gamma: Array, m: Array) -> ChunkGates:

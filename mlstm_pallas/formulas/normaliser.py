@@ -76,11 +76,9 @@ class Normaliser:
         inv_den = inverse(at_least(jnp.abs(z), floor) + self.eps)
         on_floor = jnp.abs(z) < floor  # False for NaN, which reaches dz
         dz_den = jnp.where(on_floor, 0.0, -weighted(delta, jnp.sign(z)))
-        share = (
-            self.eps * inv_den
-            if self.stabilize_correctly
-            else jnp.where(on_floor, 1.0, self.eps * inv_den)
-        )
+        share = self.eps * inv_den
+        if not self.stabilize_correctly:
+            share = jnp.where(on_floor, 1.0, share)
         return NormaliserGradients(
             inv_den, weighted(dz_den, inv_den), dz_den, -weighted(delta, share)
         )

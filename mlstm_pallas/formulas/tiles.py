@@ -103,8 +103,7 @@ def loop(count: int | Array, body: Callable[[Array, Carry], Carry], init: Carry)
     def step(index: Array, carry: Carry) -> Carry:
         return body(lax.convert_element_type(index, np.int32), carry)
 
-    result: Carry = lax.fori_loop(0, count, step, init)
-    return result
+    return lax.fori_loop(0, count, step, init)
 
 
 def fori(count: int | Array) -> Callable[[Callable[[Array], None]], None]:

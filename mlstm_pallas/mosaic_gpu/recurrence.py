@@ -283,7 +283,7 @@ def _launch(
     ]
     computed = sums or num_splits
     heads, row_blocks, column_blocks = tiles.grid(call.problem)
-    y: list[RecurrenceOutputs] = mosaic_call(
+    return mosaic_call(
         functools.partial(_kernel, p=p, num_splits=num_splits, computed=computed),
         name=name,
         grid={"head": len(each) * heads * computed, "rows": row_blocks, "columns": column_blocks},
@@ -291,7 +291,6 @@ def _launch(
         outputs={"outputs": outputs},
         scratch=tiles.scratch(p, dtype, options),
     )(each=inputs)["outputs"]
-    return y
 
 
 def _with_states(x: Recurrence, added: RecurrenceOutputs, others: int) -> Recurrence:

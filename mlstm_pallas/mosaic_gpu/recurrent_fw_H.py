@@ -137,8 +137,8 @@ def _kernel(
     pieces = [(start, min(rows - start, PIECE)) for start in range(0, rows, PIECE)]
     part = _Part(0, np.int32(p.NC), head)
     if in_list:
-        p = dataclasses.replace(p, isolates=False)  # a part is alone in its CTA
         parts = parts_gmem.start_steps.shape[1] - 1
+        p = dataclasses.replace(p, isolates=parts == 3)  # of several segments each has its CTA
         head, part_index = unravel(head, parts)
         part = _part_of(parts_gmem, head, part_index, p)
     in_head = functools.partial(head_of, n=head, p=p, any_step=in_list)

@@ -136,8 +136,7 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=num_tiles),
         },
     )(x=rows, weights=weights, entries=None if chunks is None else chunks.entries)
-    sums: Array = y["sums"]
-    return sums
+    return y["sums"]
 
 
 class StepSumsTiles(HopperTiles):

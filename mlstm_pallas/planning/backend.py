@@ -122,8 +122,7 @@ def lowering_on_gpu(backend: str | None) -> Lowering:
 
 def jax_has_mosaic_gpu() -> bool:
     """Whether the installed jax compiles the Mosaic GPU kernels."""
-    version: tuple[int, ...] = jax.__version_info__
-    return MOSAIC_GPU_JAX[0] <= version < MOSAIC_GPU_JAX[1]
+    return MOSAIC_GPU_JAX[0] <= jax.__version_info__ < MOSAIC_GPU_JAX[1]
 
 
 def check_mosaic_gpu(name: str, gpu: Gpu) -> None:

@@ -84,12 +84,6 @@ class CallSpec(Options):
         """The spec of a forward pass without a backward pass, which stores no states."""
         return dataclasses.replace(self, recompute_states_in_bw=True)
 
-    @property
-    def with_scan(self) -> "CallSpec":
-        """The spec whose shards have the chunks and the splits of this call's fused scan."""
-        plan = self.plan
-        return dataclasses.replace(self, scan=(plan.scan_problem.L, plan.num_splits))
-
     def with_heads(self, B: int, NH: int) -> "CallSpec":
         """The spec of a shard."""
         return dataclasses.replace(self, problem=dataclasses.replace(self.problem, B=B, NH=NH))
@@ -269,13 +263,8 @@ class Plan:
         return self.num_splits > 0
 
     @property
-    def skips_chunks(self) -> bool:
-        """Whether chunks without steps are left out; plain jnp computes all."""
-        return self.lowering is not Lowering.XLA
-
-    @property
-    def barriers_copy(self) -> bool:
-        """Whether an optimization barrier copies its operands, as on CPUs."""
+    def is_plain(self) -> bool:
+        """Whether all is plain jnp, as on CPUs."""
         return self.lowering is Lowering.XLA
 
     @property
@@ -289,7 +278,7 @@ class Plan:
     @property
     def one_head_at_a_time(self) -> bool:
         """Whether XLA must not choose the order of sums by the number of heads."""
-        return self.lowering is Lowering.XLA and bool(self.spec.config.batch_invariant)
+        return self.is_plain and bool(self.spec.config.batch_invariant)
 
 
 def plan_of(spec: CallSpec, lowering: Lowering) -> Plan:

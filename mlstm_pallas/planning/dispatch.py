@@ -50,8 +50,7 @@ def tiles_class(name: str, folder: str) -> type[Tiles] | None:
         return None
     words = _STAGES[name].file.split("_")
     class_name = "".join(word[0].upper() + word[1:] for word in words) + "Tiles"
-    result: type[Tiles] = getattr(_module(folder, name), class_name)
-    return result
+    return getattr(_module(folder, name), class_name)
 
 
 def lowerings(preferred: Lowering) -> tuple[Lowering, ...]:

@@ -84,7 +84,7 @@ class Options:
 
     @property
     def stabilised(self) -> bool:
-        return bool(self.input_gate.stabilised)
+        return self.input_gate.stabilised
 
     @property
     def normaliser(self) -> Normaliser | None:

@@ -132,7 +132,15 @@ def plan(
     """
     sizes = dict(B=B, NH=NH, S=S, DHQK=DHQK, DHV=DHV)
     sizes = {name: check_integer(name, x, 1) for name, x in sizes.items()}
-    facts = _facts(gpu)
+    facts = gpu if isinstance(gpu, Gpu) else known_gpu(gpu)
+    if gpu is None and target_gpu() is not UNKNOWN:
+        facts = target_gpu()
+    if facts is None:
+        raise ValueError(
+            f"gpu is {gpu!r}, expected the device_kind of a known GPU, such as 'NVIDIA H200', "
+            "'NVIDIA A100-SXM4-80GB' or 'NVIDIA L40S', the facts of another one as a "
+            "mlstm_pallas.Gpu, or None where this process has a GPU"
+        )
     options = Options(
         recompute_states_in_bw=recompute_states_in_bw,
         layout=layout,
@@ -144,19 +152,6 @@ def plan(
     if spec.num_segments is not None:
         check_segments_fit(spec.num_segments, spec.backend)
     return _call_plan(spec)
-
-
-def _facts(gpu: str | Gpu | None) -> Gpu:
-    facts = gpu if isinstance(gpu, Gpu) else known_gpu(gpu)
-    if gpu is None and target_gpu() is not UNKNOWN:
-        facts = target_gpu()
-    if facts is None:
-        raise ValueError(
-            f"gpu is {gpu!r}, expected the device_kind of a known GPU, such as 'NVIDIA H200', "
-            "'NVIDIA A100-SXM4-80GB' or 'NVIDIA L40S', the facts of another one as a "
-            "mlstm_pallas.Gpu, or None where this process has a GPU"
-        )
-    return facts
 
 
 def _call_plan(spec: CallSpec) -> CallPlan:

@@ -5,6 +5,7 @@ B and NH are the first axes of all arrays, but for ``IN_LAYOUT``. Inside a shard
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -89,6 +90,12 @@ class Residuals(NamedTuple):
 
 # The fields that have the layout of the call; with "BTNH" they are (B, S, NH, D).
 IN_LAYOUT = {"q", "k", "v", "h"}
+
+
+def varying_axes(tree: Any) -> frozenset[str]:
+    """The manual mesh axes over which some array varies."""
+    types = map(jax.typeof, jax.tree.leaves(tree))
+    return frozenset().union(*(x.manual_axis_type.varying for x in types))
 
 
 def heads_as_rows(x: Array) -> Array:

@@ -119,7 +119,7 @@ def known_gpu(device_kind: Any) -> Gpu | None:
 
 def gpu_of(device: Any) -> Gpu:
     """The facts of a jax device; its name tells what it does not. UNKNOWN for another platform."""
-    kind: str = device.device_kind
+    kind = device.device_kind
     if device.platform not in ("gpu", "cuda", "rocm"):
         return TPU if device.platform == "tpu" else UNKNOWN
     gpu = known_gpu(kind) or dataclasses.replace(UNKNOWN, name=kind)

@@ -72,7 +72,7 @@ DIMS = shapes_by_name(
 )
 COUNTERS = "states.start", "states.fill", "states.pending"
 INDICES = "segment_ids", "sequence_lengths", "slots", "accepted"
-OPTIONAL = "c_initial", "n_initial", "m_initial", "states.m", *INDICES
+OPTIONAL = "c_initial", "n_initial", "m_initial", "states.m", "m", *INDICES
 
 Choice = TypeVar("Choice", InputGate, Layout)
 

@@ -17,19 +17,8 @@ from mlstm_pallas.formulas.normaliser import NormaliserGradients, normaliser_gra
 from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.planning.call_spec import Plan, plain
 from mlstm_pallas.planning.dispatch import stage
-from mlstm_pallas.problem.arrays import (
-    Cotangents,
-    Inputs,
-    Residuals,
-    States,
-    StoredStates,
-)
-from mlstm_pallas.schedules.forward import (
-    key_states,
-    key_sums,
-    run_gates,
-    segments_of,
-)
+from mlstm_pallas.problem.arrays import Cotangents, Inputs, Residuals, States, StoredStates
+from mlstm_pallas.schedules.forward import key_states, key_sums, run_gates, segments_of
 from mlstm_pallas.stages import (
     parallel_bw_dP,
     parallel_bw_dQKV,
@@ -71,7 +60,7 @@ def prepared(
         # the other operands.
         k, v = x.k, x.v
         x = lax.optimization_barrier(x)
-        if plan.barriers_copy:
+        if plan.is_plain:
             x = x._replace(k=k, v=v)
     if cotangents.last is None:
         cotangents = cotangents._replace(last=States(n=jnp.zeros_like(x.initial.n)))
@@ -142,12 +131,12 @@ def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Back
 
 
 def _active_chunks(plan: Plan, x: Inputs) -> ChunkList | None:
-    """The chunks that are computed, those with steps; None: all.
+    """The chunks that are computed, those with steps; None: all, as in plain jnp.
 
     The first chunk of a row is always one, so that every recurrence has one. All others have no
     gradients.
     """
-    if x.lengths is None or not plan.skips_chunks:
+    if x.lengths is None or plan.is_plain:
         return None
     return chunks_by_length(jnp.maximum(x.lengths, 1), x.f.shape[1], plan.spec.problem)
 

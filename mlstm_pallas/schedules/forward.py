@@ -11,19 +11,10 @@ from jax import Array, lax
 
 from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length, chunks_by_segment
 from mlstm_pallas.formulas.gates import ChunkGates, only_outputs, segment_ends, steps_within
-from mlstm_pallas.formulas.splits import (
-    decays_in_splits,
-    split_states,
-    splits_as_heads,
-)
+from mlstm_pallas.formulas.splits import decays_in_splits, split_states, splits_as_heads
 from mlstm_pallas.planning.call_spec import CallSpec, Plan
 from mlstm_pallas.planning.dispatch import Launches, stage
-from mlstm_pallas.problem.arrays import (
-    Forward,
-    Inputs,
-    States,
-    StoredStates,
-)
+from mlstm_pallas.problem.arrays import Forward, Inputs, States, StoredStates
 from mlstm_pallas.stages import (
     parallel_fw_H,
     parallel_fw_P,
@@ -46,11 +37,7 @@ class PrecomputedStates(NamedTuple):
 
 def forward(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None = None) -> Forward:
     """The forward pass."""
-    if not plan.uses_fused_scan:
-        return materialised(plan, x, run_gates(plan.spec, plan.forward, x))
-    if precomputed is None:
-        return fused_scan(plan, x, run_gates(plan.spec, plan.forward, x))
-    return fused_scan(plan, x, precomputed.gates, precomputed)
+    return fused_scan(plan, x, precomputed) if plan.uses_fused_scan else materialised(plan, x)
 
 
 def run_gates(
@@ -68,8 +55,7 @@ def key_sums(
 ) -> Array:
     """What each chunk adds to n, (B * NH, NC, DHQK)."""
     operands = step_sums.Operands(k, gates.per_step().vecAbar, chunks)
-    sums: Array = stage("step_sums", launches)(operands)
-    return sums
+    return stage("step_sums", launches)(operands)
 
 
 def key_states(
@@ -77,10 +63,9 @@ def key_states(
 ) -> tuple[Array, Array]:
     """n before each chunk, (B * NH, NC, DHQK), and the last one; added: ``key_sums``."""
     launch = launches["vector_states"]
-    states: tuple[Array, Array] = stage("vector_states", launches)(
+    return stage("vector_states", launches)(
         vector_states.Operands(added, gates.scaGamma, n_initial), backward=launch.problem.reverse
     )
-    return states
 
 
 def segments_of(spec: CallSpec, x: Inputs, L: int) -> tuple[ChunkList, States]:
@@ -131,9 +116,10 @@ def packed(plan: Plan, x: Inputs) -> Forward:
     return Forward(H, States(C_last, n, m), z, None)
 
 
-def materialised(plan: Plan, x: Inputs, gates: ChunkGates) -> Forward:
+def materialised(plan: Plan, x: Inputs) -> Forward:
     """The forward pass with the state of every chunk in memory."""
     spec, launches = plan.spec, plan.forward
+    gates = run_gates(spec, launches, x)
     C, C_last, n, n_last = stage("recurrent_fw_C", launches)(
         recurrent_fw_C.Operands(
             matK=x.k,
@@ -160,14 +146,13 @@ def materialised(plan: Plan, x: Inputs, gates: ChunkGates) -> Forward:
     return Forward(h, last, z, StoredStates(C, n, m, C_last, n_last))
 
 
-def fused_scan(
-    plan: Plan, x: Inputs, gates: ChunkGates, precomputed: PrecomputedStates | None = None
-) -> Forward:
+def fused_scan(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> Forward:
     """The fused scan, with the state on the chip. It has chunks of its own; splits count as heads.
 
     Stored states are those at the boundaries of the call's chunks.
     """
     spec, launches, p, num_splits = plan.spec, plan.forward, plan.scan_problem, plan.num_splits
+    gates = run_gates(spec, launches, x) if precomputed is None else precomputed.gates
     q, v, gamma, chunks = x.q, x.v, gates.scaGamma, None
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
         chunks = chunks_by_length(x.lengths, v.shape[1], p)

@@ -45,7 +45,7 @@ from jax.sharding import PartitionSpec as P
 from mlstm_pallas.planning.backend import lowering_on_gpu
 from mlstm_pallas.planning.call_spec import CallSpec, Plan, plan_of
 from mlstm_pallas.planning.dispatch import stage
-from mlstm_pallas.problem.arrays import IN_LAYOUT, Inputs, Residuals
+from mlstm_pallas.problem.arrays import IN_LAYOUT, Inputs, Residuals, varying_axes
 from mlstm_pallas.problem.dimensions import Layout
 from mlstm_pallas.problem.gpu import TPU
 from mlstm_pallas.problem.version import __version__
@@ -53,6 +53,11 @@ from mlstm_pallas.schedules.derivatives import NO_SUCH_DERIVATIVE, not_different
 from mlstm_pallas.stages.recurrent_step import on_rows, one_at_a_time
 from mlstm_pallas.stages.stage import Lowering, largest_block
 
+# The public functions whose tokens run a stage.
+TOKEN_FUNCTIONS: dict[Any, str] = {
+    "recurrent_step": "mlstm_recurrent_step and mlstm_recurrent_sequence",
+    "ring_step": "mlstm_ring_step",
+}
 VMEM_STATES = 2**24  # bytes of float32 states of all chunks; VMEM also holds tiles and operands
 
 
@@ -92,11 +97,10 @@ def sharded_alike(spec: CallSpec, tree: Any) -> Any:
 
 def _varying_as(inputs: Any, tree: Any) -> Any:
     """The arrays of a tree, which vary over each manual axis over which one of the inputs does."""
-    types = (jax.typeof(x).manual_axis_type for x in jax.tree.leaves(inputs))
-    varying = frozenset().union(*(x.varying for x in types))
+    varying = varying_axes(inputs)
 
     def cast(x: Array) -> Array:
-        axes = tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying))
+        axes = tuple(sorted(varying - varying_axes(x)))
         return jax.lax.pcast(x, axes, to="varying") if axes else x
 
     return jax.tree.map(cast, tree)
@@ -120,11 +124,8 @@ def _resharded(spec: CallSpec, tree: Any, mesh: Any, mapped: int = 0) -> tuple[A
     specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)]
     common = _common_spec(spec, specs, mapped)
 
-    def resharded(x: Array) -> Array:
-        y: Array = jax.sharding.reshard(x, NamedSharding(mesh, _padded(common, x.ndim)))
-        return y
-
-    return jax.tree.map(resharded, tree), common
+    shardings = jax.tree.map(lambda x: NamedSharding(mesh, _padded(common, x.ndim)), tree)
+    return jax.sharding.reshard(tree, shardings), common
 
 
 def _padded(spec: P, ndim: int) -> P:
@@ -185,10 +186,15 @@ def on_shards(
     return _mappable(work)(*not_differentiated(args, message=message))
 
 
-def run_step(spec: CallSpec, x: Any, functions: str) -> Any:
-    """Runs a stage of tokens on its operands (B, NH, ...). Only plain jnp is differentiable."""
+def run_step(spec: CallSpec, x: Any) -> Any:
+    """h and the new states of a stage of tokens, from its operands.
+
+    B and NH are the first axes, but of pools and slots. m is None with the sigmoid input gate. Only
+    plain jnp is differentiable.
+    """
     if spec.backend == "xla":
         return _run_step(plan_of(spec, Lowering.XLA), x, axes=2)
+    functions = TOKEN_FUNCTIONS[spec.stage]
     message = f'the kernels of {functions} have no derivatives; backend="xla" has them'
     return on_shards(_run_step, spec, x, message=message, axes=1 + spec.pooled)
 
@@ -280,7 +286,10 @@ def on_shard(work: Work, identity: Any, *args: Any) -> Any:
         return jax.tree.map(lambda x: jax.lax.slice_in_dim(x, 0, 1, axis=mapped), outputs)
     spec = spec.with_heads(math.prod(batch), NH)
     run = functools.partial(work.function, **dict(work.options))
-    few = _may_run_few_heads(spec, args)
+    # Some lowering may run a sequence for a few heads at a time.
+    few = (spec.gpu is TPU or spec.config.batch_invariant) and (
+        isinstance(args[0], Inputs | Residuals) and not is_symbolic_dim(spec.problem.B)
+    )
     if few:
         run = functools.partial(_few_heads_at_a_time, run, mapped + 2)
     else:
@@ -313,13 +322,6 @@ def _split(spec: CallSpec, outputs: Any, heads: Sequence[int]) -> Any:
         return x.reshape(*heads, *x.shape[1 + steps_first :])
 
     return _map(spec, split, outputs)
-
-
-def _may_run_few_heads(spec: CallSpec, args: Any) -> bool:
-    """Whether some lowering runs a sequence for a few heads at a time."""
-    planned = spec.gpu is TPU or bool(spec.config.batch_invariant)
-    is_sequence = isinstance(args[0], Inputs | Residuals)
-    return planned and is_sequence and not is_symbolic_dim(spec.problem.B)
 
 
 def _few_heads_at_a_time(run: Callable[..., Any], axes: int, plan: Plan, *args: Any) -> Any:

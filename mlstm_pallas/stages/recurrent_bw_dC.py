@@ -75,5 +75,5 @@ def recurrent_bw_dC(
     delta = dC.inner
     if x.matH is not None and delta is None:
         delta = by_head(inner(x.matDeltaH, x.matH), call.problem.S)
-    states = StateGradients(dC.matX, dC.matX_last, None, None, delta)
-    return states._replace(matC_states=C[0].matX, matC_last=C[0].matX_last) if C else states
+    C_states, C_last = C[0][:2] if C else (None, None)
+    return StateGradients(dC.matX, dC.matX_last, C_states, C_last, delta)

@@ -44,7 +44,11 @@ def recurrent_fw_C(
       recurrences: ``recurrence.recurrences`` of a lowering.
     """
     C_recurrence = Recurrence(
-        *(x.matK, x.matV, x.scaGamma, x.matC_initial, return_last),
+        x.matK,
+        x.matV,
+        x.scaGamma,
+        x.matC_initial,
+        return_last,
         backward=call.problem.reverse,
         r=x.vecAbar,
         vecX_initial=x.vecN_initial,

@@ -111,8 +111,7 @@ def recurrent_step(
     """
     if x.slots is not None:
         step = functools.partial(recurrent_step, normaliser=normaliser, call=call)
-        result: tuple[Array, States] = on_rows(step, x)
-        return result
+        return on_rows(step, x)
     token, states = x.token, x.states
     if token.k is None:
         token = split_token(token.q, token.i, *states.c.shape[-2:])

@@ -156,10 +156,7 @@ def with_tokens(x: Operands) -> RingStates:
         jnp.where(new.reshape(-1, *[1] * (y.ndim - 1)), y[at], ring)
         for ring, y in zip(in_ring(states), in_ring(x.tokens), strict=True)
     )
-    after: RingStates = states._replace(
-        k=k, v=v, i=i, f=f, fill=fill, pending=jnp.full_like(fill, T)
-    )
-    return after
+    return states._replace(k=k, v=v, i=i, f=f, fill=fill, pending=jnp.full_like(fill, T))
 
 
 def _weights(states: RingStates, end: Any, **options: Any) -> tuple[Array, ...]:
@@ -183,8 +180,7 @@ def _flushed(states: RingStates, end: Any, m_dtype: Any) -> RingStates:
         start=len(states.i) // 2 - states.start,
         fill=states.fill - end,
     )
-    head: RingStates = jax.tree.map(lambda y, z: jnp.where(states.fill >= end, z, y), states, after)
-    return head
+    return jax.tree.map(lambda y, z: jnp.where(states.fill >= end, z, y), states, after)
 
 
 def _head(x: Operands, m_dtype: Any, normaliser: Normaliser | None, qk_scale: float) -> Any:
@@ -241,5 +237,4 @@ def ring_step(
     def on_heads(x: Operands) -> Any:
         return _map_heads(run, x, x.states, (x.tokens.q, x.states))
 
-    result: tuple[Array, RingStates] = on_heads(x) if x.slots is None else on_rows(on_heads, x)
-    return result
+    return on_heads(x) if x.slots is None else on_rows(on_heads, x)

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas.formulas.tiles import divide, remainder
+from mlstm_pallas.problem.arrays import varying_axes
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu, export_gpu
 from mlstm_pallas.stages.stage import KernelOptions, Launch, Tiles
@@ -153,9 +154,7 @@ def kernel_call(
 
     passed = arrays[:count]
     # A shard_map with check_vma needs the axes over which outputs vary.
-    types = map(jax.typeof, jax.tree.leaves(passed))
-    varying = frozenset().union(*(x.manual_axis_type.varying for x in types))
-    kind = jax.sharding.ManualAxisType(varying=varying)
+    kind = jax.sharding.ManualAxisType(varying=varying_axes(passed))
     launch = pl.pallas_call(
         body,
         grid=grid,

@@ -52,12 +52,7 @@ from mlstm_pallas.stages.step_sums import Operands as StepSums
 from mlstm_pallas.stages.vector_states import Operands as VectorStates
 from mlstm_pallas.stages.vector_states import vector_states
 from mlstm_pallas.triton import step_sums
-from mlstm_pallas.triton.launch import (
-    PipelinedTiles,
-    depth_and_stages,
-    floats,
-    kernel_call,
-)
+from mlstm_pallas.triton.launch import PipelinedTiles, depth_and_stages, floats, kernel_call
 
 CTAS_PER_SM = 2
 

@@ -36,13 +36,7 @@ from mlstm_pallas.stages.ring_step import (
     ring_weights,
 )
 from mlstm_pallas.stages.stage import KernelOptions, Launch
-from mlstm_pallas.triton.launch import (
-    barrier,
-    floats,
-    kernel_call,
-    masked_load,
-    masked_store,
-)
+from mlstm_pallas.triton.launch import barrier, floats, kernel_call, masked_load, masked_store
 from mlstm_pallas.triton.recurrent_step import (
     RecurrentStepTiles,
     at_least_a_tile,

@@ -86,8 +86,7 @@ class Scan:
         state = carry, carry[0]  # every step is in a tile
         if n <= _MOST_UNROLLED:
             return functools.reduce(lambda state, j: step(j, state), range(n), state)
-        result: tuple[Any, Array] = loop(n, step, state)
-        return result
+        return loop(n, step, state)
 
     def totals(self, *kinds: tuple[Any, float, Array]) -> Any:
         """Per chunk and (function that joins two elements, its neutral element, array)."""
@@ -168,5 +167,4 @@ def scan_chunks(
     m = jax.vmap(lambda *x: body(Scan(call.problem.NC), *x))(*summaries, m_initial)
     if after:
         return m
-    boundaries: Array = call.processing_order(jnp.append(m_initial[:, None], m, axis=1))
-    return boundaries
+    return call.processing_order(jnp.append(m_initial[:, None], m, axis=1))

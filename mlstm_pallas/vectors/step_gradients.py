@@ -105,8 +105,7 @@ def gradients(
     queries, keys, keys_intra, _ = sums
 
     def sums_before(scan: Scan, x: Array) -> Any:
-        (sums,) = scan.sums(scan.shifted(x, 0.0), T=T)
-        return sums
+        return scan.sums(scan.shifted(x, 0.0), T=T)[0]
 
     # What is later reaches nothing before a step that reads nothing from before it, even as inf.
     nonzero = jnp.where((flags & DECAY_NONZERO) > 0, 1.0, 0.0)

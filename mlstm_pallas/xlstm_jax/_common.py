@@ -84,8 +84,7 @@ def renamed(function: Function, name: str, module: str) -> Function:
     )
     copy.__doc__, copy.__annotations__ = original.__doc__, original.__annotations__
     copy.__module__ = module
-    result: Function = copy
-    return result
+    return copy
 
 
 # Each checks an argument that is no array, under the name that it has in a function.

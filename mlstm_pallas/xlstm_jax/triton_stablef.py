@@ -20,13 +20,13 @@ NT = num_chunks chunks of BT = chunk_size steps.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from mlstm_pallas.api import mlstm_chunkwise, typed_as
+from mlstm_pallas.api import mlstm_chunkwise
 from mlstm_pallas.fwbw import mlstm
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import Arguments, prepare
@@ -200,7 +200,15 @@ def _get_chunkwise_fwbw_kernel(autocast_kernel_dtype: Any, **kwargs: Any) -> Cal
     return _mlstm_chunkwise_fwbw_generator(autocast_kernel_dtype, **kwargs)
 
 
-@typed_as(mlstm_chunkwise)
+_Public = TypeVar("_Public")
+
+
+def _typed_as(public: _Public) -> Callable[[Callable[..., Any]], _Public]:
+    """Gives a function the type of a public one, whose overloads tell what it returns."""
+    return lambda function: cast(_Public, function)
+
+
+@_typed_as(mlstm_chunkwise)
 def mlstm_chunkwise_triton_stablef(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None,
@@ -225,5 +233,4 @@ def mlstm_chunkwise_triton_stablef(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val
     )
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial)
-    outputs: jax.Array | tuple[jax.Array, StatesTuple] = mlstm(*prepare(x, options, options.layout))
-    return outputs
+    return mlstm(*prepare(x, options, options.layout))

@@ -512,6 +512,7 @@ QUICK = {
     ("call-plain_padded", "bfloat16"),
     ("call-plain_lengths_reverse_stored", "float32"),
     ("call-fused", "bfloat16"),
+    ("call-fused_padded", "bfloat16"),
     ("call-materialised_splits", "bfloat16"),
     ("call-recurrence", "float32"),
     ("call-shards", "bfloat16"),
@@ -607,6 +608,7 @@ def test_what_overflows_reaches_no_neighbour_on_a_gpu(backend, name, dtype):
 
 INTERPRETED = [
     ("fused", "segments", "float16"),
+    slow("fused", "padded_segments", "bfloat16"),
     slow("materialised", "padded_segments", "bfloat16"),
     slow("fused", "lengths", "bfloat16"),
 ]

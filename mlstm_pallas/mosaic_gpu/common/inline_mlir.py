@@ -140,10 +140,7 @@ def copy_steps(steps, tile, pieces, barrier=None) -> None:
 
 def inline_load_transposed(_, zeros, array) -> mgpu.FragmentedArray:
     """The transposed tile in global memory, with the layout of ``zeros``, element by element."""
-    tile: mgpu.FragmentedArray = zeros.foreach(
-        lambda _, at: memref.load(array, at[::-1]), create_array=True
-    )
-    return tile
+    return zeros.foreach(lambda _, at: memref.load(array, at[::-1]), create_array=True)
 
 
 def inline_store_transposed(_, tile, array) -> None:

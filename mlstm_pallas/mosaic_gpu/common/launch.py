@@ -17,6 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from mlstm_pallas.formulas.tiles import divide, remainder
+from mlstm_pallas.problem.arrays import varying_axes
 from mlstm_pallas.problem.dimensions import Problem
 
 plgpu: Any = mosaic_gpu  # it has no type annotations
@@ -55,8 +56,7 @@ def mosaic_call(
         tree = jax.tree.structure([*inputs.values(), *outputs.values()])
         # In a shard_map with check_vma, outputs must declare the axes over which they vary, and
         # plgpu.kernel knows of no such axes.
-        axes = (jax.typeof(x).manual_axis_type.varying for x in arrays)
-        varying = tuple(frozenset().union(*axes))
+        varying = tuple(varying_axes(arrays))
 
         def entry(*refs, **scratch_refs):
             # Without jit a loop would run here, and its indices would be constants.
