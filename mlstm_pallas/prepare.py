@@ -108,8 +108,10 @@ def prepare(
         spec = dataclasses.replace(
             spec, num_segments=N + negative_segments, negative_segments=negative_segments
         )
-    if x.segment_ids is not None or x.sequence_lengths is not None:
-        spec = dataclasses.replace(spec, problem=dataclasses.replace(spec.problem, isolates=True))
+    packed = x.segment_ids is not None
+    if packed or x.sequence_lengths is not None:
+        p = dataclasses.replace(spec.problem, isolates=True, packed=packed)
+        spec = dataclasses.replace(spec, problem=p)
     validation.check_layout_is_meant(layout, sizes, x.c_initial, x.segment_ids)
     _log.debug("%s", spec)
     return spec, constants(x)

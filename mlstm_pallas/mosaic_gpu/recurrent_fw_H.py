@@ -138,7 +138,7 @@ def _kernel(
     part = _Part(0, np.int32(p.NC), head)
     if in_list:
         parts = parts_gmem.start_steps.shape[1] - 1
-        p = dataclasses.replace(p, isolates=parts == 3)  # of several segments each has its CTA
+        p = dataclasses.replace(p, isolates=p.packed and parts == 3)  # of more each has its CTA
         head, part_index = unravel(head, parts)
         part = _part_of(parts_gmem, head, part_index, p)
     in_head = functools.partial(head_of, n=head, p=p, any_step=in_list)

@@ -68,6 +68,7 @@ class Problem:
     reverse: bool = dataclasses.field(default=False, repr=False)
     # Whether packed segments or lengths make weights 0, which leave out even inf and NaN.
     isolates: bool = dataclasses.field(default=False, repr=False)
+    packed: bool = dataclasses.field(default=False, repr=False)  # with segment_ids
 
     def __post_init__(self) -> None:
         if self.S % self.L:

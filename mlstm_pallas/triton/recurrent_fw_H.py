@@ -82,7 +82,7 @@ def _recurrent_fw_H_kernel(
 
     if parts is not None:
         part, N = pl.program_id(1), parts.start_steps.shape[0] - 3
-        p = dataclasses.replace(p, isolates=N == 1)  # of several segments each has its CTA
+        p = dataclasses.replace(p, isolates=p.packed and N == 1)  # of more each has its CTA
         begin, end = parts.start_steps[part], parts.start_steps[part + 1]
         # It is read ahead, also by a part without chunks.
         first = lax.min(parts.first[part], np.int32(p.NC - 1))
