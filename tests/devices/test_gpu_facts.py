@@ -155,10 +155,10 @@ def lowered_for(run, x, kind):
 # One GPU per compute capability and form of name.
 FEW = {gpu.capability: gpu.name for gpu in reversed(WITH_KERNELS)}
 FEW = [*FEW.values(), "GRID A100-10C", "NVIDIA A40-48Q", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
-OTHERS = sorted({x.name for x in WITH_KERNELS} - {*FEW})
+REMAINING = sorted({x.name for x in WITH_KERNELS} - {*FEW})
 
 
-@pytest.mark.parametrize("kind", [*FEW, *map(slow, OTHERS)])
+@pytest.mark.parametrize("kind", [*FEW, *map(slow, REMAINING)])
 def test_an_export_for_a_gpu_has_the_kernels(kind):
     assert CUSTOM_CALL_TARGET in lowered_for(mlstm_recurrent_step, TOKEN, kind)
 
