@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # jax 0.10.2 and 0.12.0.1 on a CPU: jnp.max of 4,096 and more floats drops a NaN, and may be -inf.
 #
-# jnp.max and jnp.min are NaN where an element is, as in NumPy and on other devices, so a program
-# compares the largest error with a bound to see that a result is right. From 4,096 elements of the
-# operand on, along whichever axes, XLA's maximum is one of the other elements, or -inf, which is
-# below every bound. A test that is right for a small array then passes with a NaN in a large one.
+# jnp.max and jnp.min are NaN where an element is, as in NumPy, so a program compares the largest
+# error with a bound to see that a result is right. From 4,096 elements of the operand on, along
+# whichever axes, XLA's maximum is one of the other elements, or -inf, which is below every bound. A
+# test that works with a small array then passes with a NaN in a large one.
 # np.max of a jax array is jnp.max. sum, argmax, isfinite and elementwise maximum keep the NaN.
 # XLA_FLAGS=--xla_cpu_enable_fast_min_max=false changes nothing.
 #
