@@ -1,0 +1,276 @@
+"""xlstm_server.py and the loops of xlstm_7b.py, with a model in NumPy whose tokens a loop of a few
+lines tells: which tokens an answer has, whatever its prompt shares slots, prefills, pieces, a cache
+and drafts with."""
+
+import itertools
+
+import numpy as np
+import pytest
+import xlstm_7b
+import xlstm_server as server
+from test_xlstm_7b import parse
+from xlstm_model import NO_TOKEN, Config, Sampling
+
+VOCABULARY, PRIME = 101, 32749
+BAD, STOP = 100, {3, 50}  # what stands for logits that are not finite, and tokens to stop at
+
+
+def after(state, token):
+    """The state of a prompt, a number that tells all of its tokens in their order."""
+    return (37 * state + token + 1) % PRIME
+
+
+def next_token(state, number=0):
+    token = (state + number) % VOCABULARY
+    return np.where(token == BAD, NO_TOKEN, token)
+
+
+def expected(n, prompt, limit, stop=STOP, drafts=False):
+    """The tokens of an answer, and whether logits that are not finite have ended it. With drafts no
+    token is drawn but the first."""
+    state, answer = 0, []
+    for token in prompt:
+        state = after(state, token)
+    for t in range(limit):
+        number = 0 if drafts and t else server.MOST_TOKENS * n + t
+        token = int(next_token(state, number))
+        if token == NO_TOKEN or token in stop:
+            return answer, token == NO_TOKEN
+        answer.append(token)
+        state = after(state, token)
+    return answer, False
+
+
+def prefill(config, params, tokens, segment_ids, ends, initial=None, into=None):
+    """As xlstm_model's, whose x has the states here. A row of the pool is written once."""
+    (states,), rows = initial or ([np.zeros(len(ends), int)], np.arange(len(ends)))
+    (pool,), where = into or ([np.zeros(len(ends), int)], np.arange(len(ends)))
+    pool, where = pool.copy(), np.asarray(where)
+    written = where[where < len(pool)]
+    assert len({*written}) == len(written)
+    (tokens,), begin, x = tokens, 0, np.zeros(tokens.size, int)
+    assert ends[-1] <= len(tokens)
+    for n, end in enumerate(np.asarray(ends)):
+        state = states[rows[n]]
+        for t in range(begin, end):
+            assert segment_ids is None or segment_ids[0, t] == n
+            x[t] = state = after(state, tokens[t])
+        if where[n] < len(pool):
+            pool[where[n]] = state
+        begin = end
+    return x[None], [pool]
+
+
+def decode(config, sampling, steps, params, states, token, key, number):
+    (state,), tokens = states, []
+    for t in range(steps):
+        state = after(state, token)
+        token = next_token(state, number + t)
+        tokens.append(token)
+    return [state], token, np.array(tokens)
+
+
+class Drafts:
+    """As xlstm_model's speculate: of the drafts of a row a random number are right. What is written
+    beyond the end of a text goes to its last places, as dynamic_update_slice does it."""
+
+    def __init__(self, seed):
+        self.draw = np.random.default_rng(seed)
+
+    def __call__(self, config, calls, T, params, states, text, length, accepted):
+        (state,), text, length = (states[0].copy(),), np.array(text), np.array(length)
+        accepted = np.zeros_like(length)
+        for row in np.tile(np.arange(len(text)), calls):
+            count = self.draw.integers(1, T, endpoint=True)
+            token = text[row, min(length[row], text.shape[1]) - 1]
+            likeliest = self.draw.integers(VOCABULARY, size=T)
+            for t in range(count):
+                state[row] = after(state[row], token)
+                likeliest[t] = token = next_token(state[row])
+            begin = min(length[row], text.shape[1] - T)
+            text[row, begin : begin + T] = likeliest
+            length[row], accepted[row] = length[row] + count, count
+        return [state], text, length, accepted
+
+
+def put_rows(pool, rows, values):
+    def put(x, y):
+        x, inside = x.copy(), rows < len(x)
+        x[rows[inside]] = np.asarray(y)[inside]
+        return x
+
+    return [*map(put, pool, values)]
+
+
+@pytest.fixture(autouse=True)
+def small_model(monkeypatch):
+    stubs = dict(
+        prefill=prefill,
+        decode=decode,
+        speculate=Drafts(0),
+        put_rows=put_rows,
+        take_rows=lambda pool, rows: (
+            [x[rows] for x in pool] if isinstance(pool, list) else pool[rows]
+        ),
+        empty_states=lambda config, params, B, *_, **__: [np.zeros(B, int)],
+        next_logits=lambda config, params, x: x,
+        sample=lambda sampling, logits, key, number: next_token(logits, number),
+        with_texts=with_texts,
+        first_not_finite=lambda config, params, text: text,
+        MOST_STEPS=64,
+        MOST_PROMPTS=3,
+        BLOCK=16,
+        FEWEST_STEPS=32,
+    )
+    for module, (name, value) in itertools.product((server, xlstm_7b), stubs.items()):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, value)
+    monkeypatch.setitem(server.PIECES, "cpu", 8)
+
+
+def with_texts(texts, lengths, token):
+    texts = texts.copy()
+    texts[np.arange(len(texts)), lengths] = token
+    return texts, lengths + 1, np.zeros_like(lengths)
+
+
+def served(prompts, limits, slots, steps, continuous=True, stop=STOP, entries=0, draft=0):
+    """The answers, and those that logits which are not finite have ended, of a number of loops."""
+    setup = Config(vocab_size=VOCABULARY), dict(embeddings=np.zeros(1)), Sampling(), None
+    cache = server.PrefixCache(*setup[:2], entries) if entries else None
+    options = dict(draft=draft, cache=cache, rings=draft > 0)
+    answers, ended, failed = {n: [] for n in prompts}, [], {}
+    parts = server.serve(setup, prompts, limits, stop, slots, steps, continuous, **options)
+    try:
+        for n, tokens, last in itertools.islice(parts, 10_000):
+            assert n not in ended
+            answers[n] += tokens
+            ended += [n] * last
+    except FloatingPointError as error:
+        names, text = str(error).removeprefix("prompts without an answer: ").split("; of prompt ")
+        failed = {int(n): answers.pop(int(n)) for n in names.split(", ")}
+        n, text = text.split(", not finite: ")
+        assert [*map(int, text[1:-1].split(","))] == prompts[int(n)] + failed[int(n)]
+    assert sorted(ended) == sorted(answers)
+    return answers, failed
+
+
+def check(prompts, limits, *args, stop=STOP, draft=0, **options):
+    answers, failed = served(prompts, limits, *args, stop=stop, draft=draft, **options)
+    for n, prompt in prompts.items():
+        answer, is_bad = expected(n, prompt, limits[n], stop, draft > 0)
+        assert (failed if is_bad else answers)[n] == answer, n
+    assert len(answers) + len(failed) == len(prompts)
+
+
+def random_prompts(seed, count=12, longest=220):
+    """Some begin as others do, some are longer than two prefills, and numbers are left out."""
+    draw = np.random.default_rng(seed)
+    stem = draw.integers(VOCABULARY, size=longest).tolist()
+    prompts = {}
+    for n in range(0, 2 * count, 2):
+        size = int(draw.choice([draw.integers(1, 40), draw.integers(40, longest), 64, 65, 17, 16]))
+        same = int(draw.integers(size)) * int(draw.integers(2))
+        prompts[n] = stem[:same] + draw.integers(VOCABULARY, size=size - same).tolist()
+    limits = draw.integers(1, 30, 2 * count).tolist()
+    return prompts, limits
+
+
+@pytest.mark.parametrize("draft", [0, 1, 3])
+@pytest.mark.parametrize("entries", [0, 4, 40])
+@pytest.mark.parametrize("continuous", [True, False], ids=["continuous", "fixed"])
+def test_answers_do_not_depend_on_what_runs_beside_them(continuous, entries, draft):
+    for seed, (slots, steps) in enumerate(((1, 1), (2, 3), (5, 4), (12, 5))):
+        prompts, limits = random_prompts(10 * draft + seed)
+        check(prompts, limits, slots, steps, continuous, entries=entries, draft=draft)
+
+
+@pytest.mark.parametrize("draft", [0, 1, 7])
+@pytest.mark.parametrize("steps", [1, 3, 16])
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+def test_prompt_and_answer_fill_a_bucket(beyond, steps, draft):
+    """Or nearly so: drafts beyond the answer have no place in it, but in the text."""
+    for size in (32, 64, 96):
+        prompts, limits = {0: [7] * (size - 9), 1: [5]}, [9 + beyond, 2]
+        check(prompts, limits, 2, steps, stop=set(), draft=draft)
+
+
+def test_the_time_of_a_cached_block_begins_when_it_is_read_or_needed():
+    """Prompts of 1 to 4 blocks against a list of blocks in the order of their last use."""
+    draw, longest = np.random.default_rng(0), 4 * server.BLOCK + 1
+    setup = Config(), dict(embeddings=np.zeros(1))
+    stems = [draw.integers(VOCABULARY, size=longest).tolist() for _ in range(4)]
+    stems += [stems[0][: 2 * server.BLOCK] + stems[1]]
+    for entries in (4, 5, 9):
+        cache, order, read = server.PrefixCache(*setup, entries), [], 0
+        for _ in range(80):
+            blocks = int(draw.integers(5))
+            prompt = stems[draw.integers(5)][: blocks * server.BLOCK + 1 + int(draw.integers(9))]
+            ends = [server.BLOCK * n for n in range(1, len(prompt[:-1]) // server.BLOCK + 1)]
+            begins = [tuple(prompt[:end]) for end in ends]
+            there = max((n for n, x in enumerate(begins, 1) if x in order), default=0)
+            # The last one that is there is needed, and those behind it are read.
+            for x in begins[max(there - 1, 0) :]:
+                order = [y for y in order if y != x] + [x]
+            read += len(begins) - there
+            order = order[-entries:]
+            [pool], rows = cache.states([prompt], 2)
+            state = 0
+            for token in prompt[: ends[-1] if ends else 0]:
+                state = after(state, token)
+            assert pool[rows].tolist() == [state, 0]
+            assert [*cache.rows] == order
+            assert cache.blocks_read == read
+            assert sorted([*cache.rows.values(), *cache.free]) == [*range(1, 1 + entries)]
+
+
+# ---------------- xlstm_7b.py without slots
+
+
+@pytest.mark.parametrize("draft", [0, 1, 7])
+@pytest.mark.parametrize("new_tokens", [1, 2, 16, 17, 18, 40])
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 129, 200])
+def test_tokens_of_a_prompt_alone(size, new_tokens, draft):
+    """As many as asked for, in the first of all parts one. Longer prompts are read in pieces."""
+    parse("--stream_every=4", f"--draft={draft}", f"--new_tokens={new_tokens}")
+    prompt = np.random.default_rng(size).integers(VOCABULARY, size=size).tolist()
+    answer, is_bad = expected(5, prompt, new_tokens, set(), draft > 0)
+    per_call = []
+    parts, error = generated({5: prompt}, new_tokens, per_call)
+    assert error == (f"5; of prompt 5, not finite: {prompt + answer}" if is_bad else "")
+    assert np.concatenate(parts)[:, 0].tolist() == answer
+    assert is_bad or len(answer) == new_tokens
+    assert len(parts[0]) == min(1, len(answer))
+    if draft and new_tokens > 1 and not is_bad:
+        assert 1 <= per_call[-1] <= 1 + draft
+        assert len(per_call) == len(parts) - 1
+
+
+def generated(prompts, new_tokens, per_call=None):
+    """The parts of tokens, and the prompts that are named where logits are not finite."""
+    model = Config(vocab_size=VOCABULARY), {}, dict(embeddings=np.zeros(1)), prompts, set(), None
+    parts = []
+    try:
+        parts.extend(xlstm_7b.generate(xlstm_7b.Model(*model), new_tokens, per_call))
+    except FloatingPointError as error:
+        return parts, str(error).removeprefix("prompts without an answer: ")
+    return parts, ""
+
+
+def test_tokens_of_prompts_in_a_batch():
+    """Loops of four tokens. Logits that are not finite end all; the first ones are named."""
+    parse("--stream_every=4")
+    draw, all_named = np.random.default_rng(1), set()
+    for count, new_tokens in itertools.product((2, 5), (1, 4, 5, 6, 9, 30)):
+        prompts = {3 * n: draw.integers(VOCABULARY, size=9 + n).tolist() for n in range(count)}
+        each = {n: expected(n, x, new_tokens, set()) for n, x in prompts.items()}
+        length = min(len(answer) for answer, _ in each.values())
+        bad = [n for n, (answer, is_bad) in each.items() if is_bad and len(answer) == length]
+        parts, named = generated(prompts, new_tokens)
+        assert np.concatenate(parts).T.tolist() == [x[:length] for x, _ in each.values()]
+        sizes = [1, *[4] * 8][: 1 + -(-(new_tokens - 1) // 4)]
+        assert bad or [*map(len, parts)] == [*sizes[:-1], new_tokens - sum(sizes[:-1])]
+        text = "".join(f"; of prompt {n}, not finite: {prompts[n] + each[n][0]}" for n in bad[:1])
+        assert named == ", ".join(map(str, bad)) + text
+        all_named.add(len(bad))
+    assert all_named >= {0, 1}
