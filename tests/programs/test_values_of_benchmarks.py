@@ -9,12 +9,15 @@ import kernel_benchmark
 import layer_benchmark
 import numpy as np
 import peers
+import prefill_benchmark
+import pytest
+import reporting
 import roofline
 import runner
 import scaling_benchmark as scaling
 import tables
 import xlstm_lm_benchmark as lm
-from benchmark_runs import dot_flops
+from benchmark_runs import dot_flops, measured
 from oracle import in_float64, refused
 from shapes import Shape
 
@@ -344,3 +347,182 @@ def test_cells_of_a_table():
         "",
     ]
     refused(ValueError, "rows of several settings have a", lambda: cells("a"))
+
+
+# ---------------- plots
+
+
+# Places and sizes of names: where they go.
+APART = """
+0 1, 1 1: 0 1
+0 0.5, 1 1: -0.25 0.75
+0 0, 1 3: -1 1
+2 2, 4 0: 1 3
+0 0 5, 1 1 1: -0.5 0.5 5
+0 0 0, 2 2 2: -2 0 2
+3, 1: 3
+"""
+
+
+@pytest.mark.parametrize("line", APART.strip().splitlines())
+def test_names_are_moved_apart(line):
+    places, sizes, expected = ([*map(float, x.split())] for x in line.replace(":", ",").split(","))
+    assert reporting.apart(places, sizes) == pytest.approx(expected, abs=1e-9)
+
+
+def test_words_of_plots():
+    """What all lines have in common stands in the title."""
+    sizes = 7, 1023, 1024, 1536, 2**20, "7b-8k"
+    assert [*map(reporting._thousands, sizes)] == ["7", "1023", "1k", "1.5k", "1024k", "7b-8k"]
+    assert reporting.in_words("triton, scan of x") == "mlstm_pallas, Triton, loop by scan of x"
+    own = {"triton fwd": "mlstm_pallas, Triton", "xla fwd": "xla"}
+    assert reporting.names(["triton fwd", "xla fwd"]) == (own, "fwd")
+    assert reporting.names(["triton fwd"]) == ({"triton fwd": "mlstm_pallas, Triton fwd"}, "")
+    lines = ["a b c", "c a", "d a c"]
+    assert reporting.names(lines) == (dict(zip(lines, ("b", "", "d"), strict=True)), "a c")
+
+
+def drawn(rows, **options):
+    """By the title of a panel, its lines, as (x, y), and its labels and ticks."""
+    figures, figure = [], pytest.importorskip("matplotlib.figure").Figure
+    with mock.patch.object(figure, "savefig", lambda figure, *_, **__: figures.append(figure)):
+        reporting.plot(rows, "", **options)
+    return {
+        (axes.get_title(), axes.get_ylabel()): (
+            [[*zip(*x.get_data(), strict=True)] for x in axes.lines],
+            [x.get_text() for x in axes.texts],
+            [x.get_text() for x in axes.get_xticklabels()],
+            (axes.get_xscale(), axes.get_yscale(), axes.get_xlabel()),
+        )
+        for axes in figures[0].axes
+    }
+
+
+def test_a_plot_has_the_last_row_of_each_point_in_the_order_of_x():
+    """A panel per direction, a curve per implementation, over numbers; names stand at its end."""
+    keys = dict(dtype="bfloat16", device="H200")
+    cases = (("xla", "fwd", 2048, 4.0), ("xla", "fwd", 512, 1.5), ("triton", "fwd", 512, 1.0))
+    cases += (("xla", "fwd", 512, 2.0), ("xla", "fwbw", 512, 9.0), ("xla", "fwbw", 64, None))
+    rows = [keys | dict(impl=x, direction=y, S=S, ms=ms) for x, y, S, ms in cases]
+    panels = drawn(rows, line=lambda row: row["impl"], x=lambda row: row["S"], xlabel="S")
+    scales = "log", "log", "S"
+    assert panels == {
+        ("forward", "ms"): (
+            [[(512, 2.0), (2048, 4.0)], [(512, 1.0)]],
+            ["mlstm_pallas,\nTriton", "xla"],
+            ["512", "2k"],
+            scales,
+        ),
+        ("forward + backward", "ms"): ([[(512, 9.0)], []], ["xla"], ["512", "2k"], scales),
+    }
+
+
+def test_points_over_names_are_in_the_order_of_the_rows():
+    keys = dict(dtype="bfloat16", device="H200", direction="fwd")
+    rows = [keys | dict(impl="xla", name=x, ms=1.0, rate=y) for x, y in (("b", 3.0), ("a", 5.0))]
+    options = dict(line=lambda row: row["impl"], x=lambda row: row["name"], keys=("ms", "rate"))
+    panels = drawn(rows, **options)
+    assert [*panels] == [("forward", "ms"), ("forward", "rate")]
+    scales = "linear", "linear", ""
+    expected = [[(0, 3.0), (1, 5.0)]], ["xla"], ["b", "a"], scales
+    assert panels["forward", "rate"] == expected
+
+
+# ---------------- which rows there are
+
+
+def asked(program, *flags):
+    """The rows of a program with these flags, none of which is measured."""
+    with mock.patch.multiple(program, measure=mock.DEFAULT, Case=mock.DEFAULT, create=True):
+        code, rows = measured(program, *flags)
+    assert code == 0
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("S", "flags", "N"), [(4096, "", 4), (5120, "", 5), (64, "--segments=3", 3)]
+)
+def test_prompts_of_a_prefill(S, flags, N):
+    rows = asked(prefill_benchmark, f"--shape=1x1x{S}x16x16", "--variant=states", *flags.split())
+    assert [(row["segments"], row["odd"]) for row in rows] == [(N, False)]
+
+
+def test_rows_of_implementations_and_layouts(capsys):
+    """A layout and a variant are of mlstm_pallas alone."""
+    rows = asked(layer_benchmark, "--shape=2x2x32x16x32", "--direction=fwd", "--layout=BNTH,BTNH")
+    seen = [(row["impl"], row["layout"]) for row in rows]
+    others = [(x, None) for x in ("without_mlstm", "products", "mlstm_kernels_limit_chunk")]
+    assert seen == [("xla", "BNTH"), ("xla", "BTNH"), *others]
+    rows = asked(kernel_benchmark, "--shape=1x1x16x16x16", "--variant=exp,BTNH", "--impl=xla,peers")
+    seen = [(row["impl"], row["variant"]) for row in rows]
+    assert seen == [("xla", "exp"), ("xla", "BTNH"), *((x, None) for x in peers.PEERS)]
+    stages = "--stage=chunk_gates,parallel_bw_dP"
+    rows = asked(kernel_benchmark, "--shape=1x1x16x16x16", stages, "--variant=exp,BTNH")
+    assert [(x["stage"], x["direction"], x["variant"]) for x in rows] == [
+        ("chunk_gates", "fwd", None),
+        ("parallel_bw_dP", "bwd", None),
+    ]
+
+
+# ---------------- which outputs are compared, and how closely
+
+
+def test_limits_of_whole_calls_and_of_stages():
+    """Of h and of gradients. A stage of the backward pass has those of gradients, and one without
+    matrices those of float32."""
+    limits = dict(bfloat16=(5e-3, 2e-2), float16=(6.25e-4, 2.5e-3), float32=(1e-5, 1e-4))
+    for dtype, (of_h, of_gradients) in limits.items():
+        case = kernel_benchmark.Case(small, dtype)
+        call = SimpleNamespace(stage=None)
+        assert case.limits(call, ["h", "dq", "di"]) == dict(
+            h=of_h, dq=of_gradients, di=of_gradients
+        )
+        of_stages = {
+            name: case.limits(SimpleNamespace(stage=stage), ["matX", "vecX"])
+            for name, stage in kernel_benchmark.STAGES.items()
+        }
+        assert of_stages["chunk_gates"] == dict(matX=1e-5, vecX=1e-5)
+        assert (
+            of_stages["parallel_fw_H"] == of_stages["recurrent_fw_C"] == dict(matX=of_h, vecX=of_h)
+        )
+        assert of_stages["parallel_bw_dQKV"] == dict(matX=of_gradients, vecX=of_gradients)
+
+
+def test_a_forward_call_has_one_output_to_compare():
+    case = kernel_benchmark.Case(small, "float32")
+    impl = peers.JaxImplementation()
+    expected = dict(zip(impl.outputs, ([2.0], [4.0], [8.0]), strict=False))
+    case.expected = lambda impl: ([0], [*map(np.array, expected.values())])
+    outputs = [np.array([x]) for x in (3.0, 4.0, 10.0)]
+    impl.heads = lambda outputs, index: outputs
+    assert case.errors(impl, outputs, "fwbw") == dict(h=0.5, dq=0.0, dk=0.25)
+    assert case.errors(impl, outputs, "fwd") == dict(h=0.5)
+    impl.stage = "a stage"
+    assert [*case.errors(impl, outputs)] == ["h", "dq", "dk"]
+
+
+def test_outputs_of_a_layer_that_are_compared():
+    """The first batch entry of y and of the gradient of x. A gate's matrix and bias are one array,
+    without which the input gate's bias would have no digits."""
+    params = layer_benchmark.Params(*(np.full((2, 3), n) for n in range(10)))
+    x = np.arange(12).reshape(3, 4)
+    arrays = layer_benchmark.named((x, params, -x))
+    names = {*layer_benchmark.Params._fields} - {"input_bias", "forget_bias"}
+    assert {*arrays} == {*names, "x", "y"}
+    assert (arrays["y"].tolist(), arrays["x"].tolist()) == ([[0, 1, 2, 3]], [[0, -1, -2, -3]])
+    assert arrays["input_gate"][:, 0].tolist() == [3, 3, 4, 4]
+    assert arrays["forget_gate"][:, 0].tolist() == [5, 5, 6, 6]
+    assert [*layer_benchmark.named((x, ()))] == ["y"]
+
+
+def test_errors_of_the_layer_grow_with_its_roundings():
+    assert pytest.approx(7.54e-3, rel=1e-3) == layer_benchmark.OUTPUT_TOLERANCE
+    assert layer_benchmark.GRADIENT_TOLERANCE == 2e-2
+
+
+def test_a_nan_is_the_error_of_its_row():
+    """Wherever it stands among the errors, and whether it is compared or not."""
+    for order in (("h", "dq"), ("dq", "h")):
+        row = {}
+        runner.check(row, {name: dict(h=1.0, dq=math.nan)[name] for name in order}, {})
+        assert math.isnan(row["error"])

@@ -152,6 +152,8 @@ def served(prompts, limits, slots, steps, continuous=True, stop=STOP, entries=0,
         n, text = text.split(", not finite: ")
         assert [*map(int, text[1:-1].split(","))] == prompts[int(n)] + failed[int(n)]
     assert sorted(ended) == sorted(answers)
+    if cache:
+        assert sorted([*cache.rows.values(), *cache.free]) == [*range(1, 1 + entries)]
     return answers, failed
 
 
@@ -186,11 +188,10 @@ def test_answers_do_not_depend_on_what_runs_beside_them(continuous, entries, dra
 
 
 @pytest.mark.parametrize("draft", [0, 1, 7])
-@pytest.mark.parametrize("steps", [1, 3, 16])
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
-def test_prompt_and_answer_fill_a_bucket(beyond, steps, draft):
+def test_prompt_and_answer_fill_a_bucket(beyond, draft):
     """Or nearly so: drafts beyond the answer have no place in it, but in the text."""
-    for size in (32, 64, 96):
+    for size, steps in itertools.product((32, 64, 96), (1, 3, 16)):
         prompts, limits = {0: [7] * (size - 9), 1: [5]}, [9 + beyond, 2]
         check(prompts, limits, 2, steps, stop=set(), draft=draft)
 
@@ -228,22 +229,22 @@ def test_the_time_of_a_cached_block_begins_when_it_is_read_or_needed():
 
 
 @pytest.mark.parametrize("draft", [0, 1, 7])
-@pytest.mark.parametrize("new_tokens", [1, 2, 16, 17, 18, 40])
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 129, 200])
-def test_tokens_of_a_prompt_alone(size, new_tokens, draft):
+def test_tokens_of_a_prompt_alone(size, draft):
     """As many as asked for, in the first of all parts one. Longer prompts are read in pieces."""
-    parse("--stream_every=4", f"--draft={draft}", f"--new_tokens={new_tokens}")
     prompt = np.random.default_rng(size).integers(VOCABULARY, size=size).tolist()
-    answer, is_bad = expected(5, prompt, new_tokens, set(), draft > 0)
-    per_call = []
-    parts, error = generated({5: prompt}, new_tokens, per_call)
-    assert error == (f"5; of prompt 5, not finite: {prompt + answer}" if is_bad else "")
-    assert np.concatenate(parts)[:, 0].tolist() == answer
-    assert is_bad or len(answer) == new_tokens
-    assert len(parts[0]) == min(1, len(answer))
-    if draft and new_tokens > 1 and not is_bad:
-        assert 1 <= per_call[-1] <= 1 + draft
-        assert len(per_call) == len(parts) - 1
+    for new_tokens in (1, 2, 16, 17, 18, 40):
+        parse("--stream_every=4", f"--draft={draft}", f"--new_tokens={new_tokens}")
+        answer, is_bad = expected(5, prompt, new_tokens, set(), draft > 0)
+        per_call = []
+        parts, error = generated({5: prompt}, new_tokens, per_call)
+        assert error == (f"5; of prompt 5, not finite: {prompt + answer}" if is_bad else "")
+        assert np.concatenate(parts)[:, 0].tolist() == answer
+        assert is_bad or len(answer) == new_tokens
+        assert len(parts[0]) == min(1, len(answer))
+        if draft and new_tokens > 1 and not is_bad:
+            assert 1 <= per_call[-1] <= 1 + draft
+            assert len(per_call) == len(parts) - 1
 
 
 def generated(prompts, new_tokens, per_call=None):
