@@ -13,6 +13,7 @@ from xlstm_model import NO_TOKEN, Config, Sampling
 
 VOCABULARY, PRIME = 101, 32749
 BAD, STOP = 100, {3, 50}  # what stands for logits that are not finite, and tokens to stop at
+SIZES = set[int]()  # of prefills
 
 
 def after(state, token):
@@ -50,6 +51,7 @@ def prefill(config, params, tokens, segment_ids, ends, initial=None, into=None):
     assert len({*written}) == len(written)
     (tokens,), begin, x = tokens, 0, np.zeros(tokens.size, int)
     assert ends[-1] <= len(tokens)
+    SIZES.add(len(tokens))
     for n, end in enumerate(np.asarray(ends)):
         state = states[rows[n]]
         for t in range(begin, end):
@@ -139,6 +141,7 @@ def served(prompts, limits, slots, steps, continuous=True, stop=STOP, entries=0,
     setup = Config(vocab_size=VOCABULARY), dict(embeddings=np.zeros(1)), Sampling(), None
     cache = server.PrefixCache(*setup[:2], entries) if entries else None
     options = dict(draft=draft, cache=cache, rings=draft > 0)
+    SIZES.clear()
     answers, ended, failed = {n: [] for n in prompts}, [], {}
     parts = server.serve(setup, prompts, limits, stop, slots, steps, continuous, **options)
     try:
@@ -152,6 +155,7 @@ def served(prompts, limits, slots, steps, continuous=True, stop=STOP, entries=0,
         n, text = text.split(", not finite: ")
         assert [*map(int, text[1:-1].split(","))] == prompts[int(n)] + failed[int(n)]
     assert sorted(ended) == sorted(answers)
+    assert {8, 16, 32, 48, 64, 96, 128} >= SIZES  # pieces, blocks, buckets; few of them compile
     if cache:
         assert sorted([*cache.rows.values(), *cache.free]) == [*range(1, 1 + entries)]
     return answers, failed
