@@ -3,17 +3,21 @@ lines tells: which tokens an answer has, whatever its prompt shares slots, prefi
 and drafts with."""
 
 import itertools
+import sys
 
+import benchmark_runs
 import numpy as np
 import pytest
+import server_benchmark
 import xlstm_7b
+import xlstm_checkpoint as checkpoint
 import xlstm_server as server
 from test_xlstm_7b import parse
 from xlstm_model import NO_TOKEN, Config, Sampling
 
 VOCABULARY, PRIME = 101, 32749
 BAD, STOP = 100, {3, 50}  # what stands for logits that are not finite, and tokens to stop at
-SIZES = set[int]()  # of prefills
+PREFILLS = []  # steps, and the lengths of prompts
 
 
 def after(state, token):
@@ -51,7 +55,7 @@ def prefill(config, params, tokens, segment_ids, ends, initial=None, into=None):
     assert len({*written}) == len(written)
     (tokens,), begin, x = tokens, 0, np.zeros(tokens.size, int)
     assert ends[-1] <= len(tokens)
-    SIZES.add(len(tokens))
+    PREFILLS.append((len(tokens), [x for x in np.diff(ends, prepend=0).tolist() if x]))
     for n, end in enumerate(np.asarray(ends)):
         state = states[rows[n]]
         for t in range(begin, end):
@@ -141,7 +145,7 @@ def served(prompts, limits, slots, steps, continuous=True, stop=STOP, entries=0,
     setup = Config(vocab_size=VOCABULARY), dict(embeddings=np.zeros(1)), Sampling(), None
     cache = server.PrefixCache(*setup[:2], entries) if entries else None
     options = dict(draft=draft, cache=cache, rings=draft > 0)
-    SIZES.clear()
+    PREFILLS.clear()
     answers, ended, failed = {n: [] for n in prompts}, [], {}
     parts = server.serve(setup, prompts, limits, stop, slots, steps, continuous, **options)
     try:
@@ -155,7 +159,8 @@ def served(prompts, limits, slots, steps, continuous=True, stop=STOP, entries=0,
         n, text = text.split(", not finite: ")
         assert [*map(int, text[1:-1].split(","))] == prompts[int(n)] + failed[int(n)]
     assert sorted(ended) == sorted(answers)
-    assert {8, 16, 32, 48, 64, 96, 128} >= SIZES  # pieces, blocks, buckets; few of them compile
+    # Few sizes are compiled: those of pieces and blocks, and buckets.
+    assert {size for size, _ in PREFILLS} <= {8, 16, 32, 48, 64, 96, 128}
     if cache:
         assert sorted([*cache.rows.values(), *cache.free]) == [*range(1, 1 + entries)]
     return answers, failed
@@ -227,6 +232,85 @@ def test_the_time_of_a_cached_block_begins_when_it_is_read_or_needed():
             assert [*cache.rows] == order
             assert cache.blocks_read == read
             assert sorted([*cache.rows.values(), *cache.free]) == [*range(1, 1 + entries)]
+
+
+def test_prefills_are_filled_by_what_is_not_cached(monkeypatch):
+    """Of prompts with two blocks and 2 to 30 tokens, in their order, up to 64 steps of three; the
+    blocks are read once."""
+    monkeypatch.setattr(server, "BLOCK", 32)
+    sizes = 12, 12, 12, 30, 30, 12, 2
+    prompts = {n: [*range(64)] + [n + 60] * size for n, size in enumerate(sizes)}
+    served(prompts, [2] * 7, 7, 2, entries=4, stop=set())
+    expected = [(48, [12, 12, 12]), (64, [30, 30]), (32, [12, 2])]
+    assert [*[(32, [32])] * 2, *expected] == PREFILLS
+
+
+# Tokens of a prompt, and of what it is read in; the second time, too, with a cache of 20 blocks.
+ALONE = """
+64: 64
+65: 64 1
+127: 64 63
+128: 64 64
+129: 8*16 1
+200: 8*24 8
+64 cached: 16*3 16, 16
+65 cached: 16*4 1, 1
+128 cached: 16*7 16, 16
+129 cached: 8*16 1, 1
+200 cached: 8*24 8, 8
+"""
+
+
+@pytest.mark.parametrize("line", ALONE.strip().splitlines())
+def test_a_prompt_is_read_at_once_or_in_pieces(line):
+    """In pieces of 8 steps if it has more than 128 that are not cached."""
+    prompt, expected = line.split(": ")
+    size, *cached = prompt.split()
+    numbers = [x.partition("*") for x in expected.replace(",", "").split()]
+    expected = [int(x) for x, _, times in numbers for _ in range(int(times or 1))]
+    prompts = {n: [5] * int(size) for n in range(1 + len(cached))}
+    served(prompts, [1] * 2, 1, 1, entries=20 * len(cached), stop=set())
+    assert [x for _, lengths in PREFILLS for x in lengths] == expected
+
+
+# ---------------- the day of the server's benchmark
+
+
+def asked(monkeypatch, *flags):
+    """Its rows; no answer ends but at its limit."""
+    monkeypatch.setattr(sys.modules[__name__], "next_token", lambda state, _=0: state % VOCABULARY)
+    weights = dict(embeddings=np.ones((256, 4)), lm_head=np.ones((256, 4)), blocks=[])
+    monkeypatch.setattr(checkpoint, "load", lambda *_: weights)
+    sizes = "--size=tiny", "--slots=3", "--steps=2", "--tail=20", "--new_tokens=20", "--systems=2"
+    code, rows = benchmark_runs.measured(server_benchmark, *sizes, *flags)
+    assert (code, {row["status"] for row in rows}) == (0, {"ok"})
+    return rows
+
+
+def test_a_day_has_a_row_for_each_case(monkeypatch):
+    """The answers are the same; without drafts a call adds a token, with three one to four."""
+    rows = asked(monkeypatch, "--requests=9", "--cache=20,0")
+    keys = "text", "cache", "states", "draft"
+    cases = [tuple(row[x] for x in keys) for row in rows]
+    cached = [("random", 20, "ring", 0), ("random", 20, "ring", 3), ("random", 20, "step", 0)]
+    repeated = [("repeated", 20, "ring", 3), ("repeated", 0, "ring", 3)]
+    expected = [*cached, *((x, 0, y, z) for x, _, y, z in cached), *repeated]
+    assert cases == expected
+    assert {row["requests"] for row in rows} == {9}
+    assert len({row["new_tokens"] for row in rows}) == 1
+    for row in rows:
+        assert row["same_pct"] == 100
+        calls = row["tokens_per_call"]
+        assert 1 < calls < 4 if row["draft"] else calls == 1
+        assert row["shape"] == [3, 4, max(row["shape"][2], 17), 16, 32]
+
+
+def test_a_long_prompt_has_a_row_without_it_before(monkeypatch):
+    rows = asked(monkeypatch, "--long_prompt=300", "--cache=0", "--draft=0", "--states=step")
+    assert [(row["long_prompt"], row["shape"][2]) for row in rows] == [(0, 300), (300, 300)]
+    without, beside = rows
+    assert beside["token_95_ratio"] == beside["token_95_ms"] / without["token_95_ms"]
+    assert beside["first_token_ms"] == beside["ms"] > 0
 
 
 # ---------------- xlstm_7b.py without slots
