@@ -276,13 +276,15 @@ def test_memory_that_is_counted(line):
 
 
 def test_lengths_of_random_prompts_and_answers():
-    """From a third of the longest, rounded up, to it."""
+    """From a third of the longest, rounded up, to it; and the flags of how tokens are drawn."""
     sizes = "--prompt_length=10", "--new_tokens=20", "--spread=3", "--batch=400"
-    benchmark_runs.parse(xlstm_7b, "--random", "--size=tiny", *sizes)
+    drawn = "--seed=7", "--temperature=0.5", "--top_p=0.75"
+    benchmark_runs.parse(xlstm_7b, "--random", "--size=tiny", *sizes, *drawn)
     with mock.patch.object(xlstm_7b, "load"):
         built = xlstm_7b.build()
     assert {*map(len, built.prompts.values())} == {*range(4, 11)}
     assert {*built.limits} == {*range(7, 21)}
+    assert built.setup()[2:] == (model.Sampling(0.5, 0.75), jax.random.key(7))
     assert {token for x in built.prompts.values() for token in x} == {*range(256)}
 
 

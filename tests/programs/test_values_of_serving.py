@@ -18,6 +18,7 @@ from xlstm_model import NO_TOKEN, Config, Sampling
 VOCABULARY, PRIME = 101, 32749
 BAD, STOP = 100, {3, 50}  # what stands for logits that are not finite, and tokens to stop at
 PREFILLS = []  # steps, and the lengths of prompts
+POOLS = []  # rows, and whether the states have rings
 
 
 def after(state, token):
@@ -99,6 +100,11 @@ class Drafts:
         return [state], text, length, accepted
 
 
+def empty_states(config, params, B, dtype=None, rings=False):
+    POOLS.append((B, rings))
+    return [np.zeros(B, int)]
+
+
 def put_rows(pool, rows, values):
     def put(x, y):
         x, inside = x.copy(), rows < len(x)
@@ -118,7 +124,7 @@ def small_model(monkeypatch):
         take_rows=lambda pool, rows: (
             [x[rows] for x in pool] if isinstance(pool, list) else pool[rows]
         ),
-        empty_states=lambda config, params, B, *_, **__: [np.zeros(B, int)],
+        empty_states=empty_states,
         next_logits=lambda config, params, x: x,
         sample=lambda sampling, logits, key, number: next_token(logits, number),
         with_texts=with_texts,
@@ -140,11 +146,11 @@ def with_texts(texts, lengths, token):
     return texts, lengths + 1, np.zeros_like(lengths)
 
 
-def served(prompts, limits, slots, steps, continuous=True, stop=STOP, entries=0, draft=0):
+def served(prompts, limits, slots, steps, continuous=True, stop=STOP, entries=0, draft=0, **more):
     """The answers, and those that logits which are not finite have ended, of a number of loops."""
     setup = Config(vocab_size=VOCABULARY), dict(embeddings=np.zeros(1)), Sampling(), None
     cache = server.PrefixCache(*setup[:2], entries) if entries else None
-    options = dict(draft=draft, cache=cache, rings=draft > 0)
+    options = dict(draft=draft, cache=cache, rings=draft > 0) | more
     PREFILLS.clear()
     answers, ended, failed = {n: [] for n in prompts}, [], {}
     parts = server.serve(setup, prompts, limits, stop, slots, steps, continuous, **options)
@@ -235,14 +241,43 @@ def test_the_time_of_a_cached_block_begins_when_it_is_read_or_needed():
 
 
 def test_prefills_are_filled_by_what_is_not_cached(monkeypatch):
-    """Of prompts with two blocks and 2 to 30 tokens, in their order, up to 64 steps of three; the
+    """Of prompts with two blocks and 2 to 32 tokens, in their order, up to 64 steps of three; the
     blocks are read once."""
     monkeypatch.setattr(server, "BLOCK", 32)
-    sizes = 12, 12, 12, 30, 30, 12, 2
+    sizes = 12, 12, 12, 32, 32, 31, 32, 2
     prompts = {n: [*range(64)] + [n + 60] * size for n, size in enumerate(sizes)}
-    served(prompts, [2] * 7, 7, 2, entries=4, stop=set())
-    expected = [(48, [12, 12, 12]), (64, [30, 30]), (32, [12, 2])]
+    served(prompts, [2] * 8, 8, 2, entries=4, stop=set())
+    expected = [(48, [12, 12, 12]), (64, [32, 32]), (64, [31, 32]), (32, [2])]
     assert [*[(32, [32])] * 2, *expected] == PREFILLS
+
+
+# Slots and drafts, or prompts at once and drafts: whether states have rings, faster for 8 rows.
+RINGS = """
+1 slots 0: False
+8 slots 0: True
+8 slots 3: True
+9 slots 3: True
+9 slots 0: False
+8 prompts 0: True
+2 prompts 0: False
+1 prompts 3: True
+"""
+
+
+@pytest.mark.parametrize("line", RINGS.strip().splitlines())
+def test_states_have_rings_where_these_are_faster_or_drafts_need_them(line, monkeypatch):
+    case, expected = line.split(": ")
+    count, kind, draft = case.split()
+    for module in (server, xlstm_7b):
+        monkeypatch.setattr(module, "rings_are_faster", lambda B: B == 8)
+    prompts = {n: [1] for n in range(int(count))}
+    POOLS.clear()
+    if kind == "slots":
+        served(prompts, [1] * 9, int(count), 1, draft=int(draft), rings=None)
+    else:
+        parse(f"--draft={draft}")
+        generated(prompts, 2)
+    assert [(int(count), expected == "True")] == POOLS
 
 
 # Tokens of a prompt, and of what it is read in; the second time, too, with a cache of 20 blocks.
