@@ -1,5 +1,6 @@
 """The benchmarks: values that a hand can check."""
 
+import itertools
 import math
 from types import SimpleNamespace
 from unittest import mock
@@ -131,6 +132,24 @@ def test_a_peer_is_not_run_beyond_its_offsets():
         "its states would have 2164260864 elements, beyond its offsets of 32 bits",
         lambda: object.__new__(peers.LimitChunk).build(inputs, "fwd"),
     )
+
+
+def test_the_last_states_within_the_offsets_of_a_peer():
+    """2**14 states of 2**17 elements; another one is beyond."""
+    shape = Shape(1, 1, 64 * (2**14 - 1), 256, 512)
+    peers.check_state_size(shape, 64)
+    with pytest.raises(ValueError, match=f"would have {2**31 + 2**17} elements"):
+        peers.check_state_size(shape._replace(S=shape.S + 64), 64)
+
+
+def test_attention_of_the_same_width():
+    """12 heads of 32 columns are 3 of 128, whose pairs of 5 steps count: 15 per head and batch."""
+    shape = Shape(2, 12, 5, 16, 32)
+    assert peers.attention_heads(shape) == 3
+    impl = object.__new__(peers.TorchAttentionCudnn)
+    assert impl.phases(shape, 2, "fwbw")[1].flops == 10 * (2 * 3 * 15) * 128
+    with pytest.raises(ValueError, match=r"the width NH \* DHV = 352 has no heads of 128"):
+        peers.attention_heads(shape._replace(NH=11))
 
 
 def test_peak_memory_is_beyond_the_inputs():
@@ -434,7 +453,7 @@ def test_points_over_names_are_in_the_order_of_the_rows():
 def asked(program, *flags):
     """The rows of a program with these flags, none of which is measured."""
     with mock.patch.multiple(program, measure=mock.DEFAULT, Case=mock.DEFAULT, create=True):
-        code, rows = measured(program, *flags)
+        code, rows = measured(program, "--commit=a", *flags)
     assert code == 0
     return rows
 
@@ -461,6 +480,33 @@ def test_rows_of_implementations_and_layouts(capsys):
     assert [(x["stage"], x["direction"], x["variant"]) for x in rows] == [
         ("chunk_gates", "fwd", None),
         ("parallel_bw_dP", "bwd", None),
+    ]
+
+
+@pytest.mark.parametrize(("present", "counts"), [(1, [1]), (6, [1, 2, 4]), (8, [1, 2, 4, 8])])
+def test_numbers_of_devices(present, counts):
+    """Powers of two up to those that there are, for each mode, direction and mean."""
+    flags = "--shape=2x2x32x16x16", "--direction=fwd,fwbw", "--layout=BNTH,BTNH", "--commit=a"
+    with (
+        mock.patch.object(scaling, "prepare"),
+        mock.patch.object(jax, "local_devices", return_value=[None] * present),
+    ):
+        code, rows = measured(scaling, *flags, "--mode=weak-heads,strong-sequence")
+    keys = "mode", "direction", "layout", "mean_f", "devices"
+    cases = ("weak-heads", "strong-sequence"), ("fwd", "fwbw"), ("BNTH", "BTNH"), (4, 10), counts
+    assert [tuple(row[x] for x in keys) for row in rows] == [*itertools.product(*cases)]
+    assert code == 0
+    expected = {n: [2, 2 * n, 32, 16, 16] for n in counts}
+    assert all(row["shape"] == expected[row["devices"]] for row in rows[: len(counts)])
+
+
+def test_numbers_of_devices_that_are_asked_for():
+    with mock.patch.object(scaling, "prepare"):
+        options = "--shape=2x2x33x16x16", "--mode=weak-batch", "--mean_f=7"
+        _, rows = measured(scaling, *options, "--devices=3,1,3")
+    assert [(row["devices"], row["shape"][0], row["mean_f"]) for row in rows] == [
+        (1, 2, 7),
+        (3, 6, 7),
     ]
 
 

@@ -260,6 +260,10 @@ NEEDED = """
 --size=tiny --prompt_length=50 --batch=4 --slots=3 --benchmark: 19 4096
 --size=tiny --prompt_length=50 --batch=4 --slots=3 --prefix_cache=17: 37 4096
 --size=tiny --prompt_length=4097 --batch=4 --slots=3 --prefix_cache=40: 62 4096
+--size=tiny --prompt_length=50 --batch=2: 18 4096
+--size=tiny --prompt_length=50 --draft=3: 1 50
+--size=tiny --prompt_length=50 --batch=2 --benchmark --slots=2 --draft=3: 18 4096
+--size=tiny --prompt_length=5000 --batch=40 --slots=1 --spread=5000: 19 4096
 --size=7b --prompt_length=50 --batch=4 --slots=3: 4 4096
 --size=7b --prompt_length=4096 --batch=4 --slots=3 --prefix_cache=17: 22 4096
 """

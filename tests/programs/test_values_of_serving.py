@@ -82,11 +82,12 @@ class Drafts:
     beyond the end of a text goes to its last places, as dynamic_update_slice does it."""
 
     def __init__(self, seed):
-        self.draw = np.random.default_rng(seed)
+        self.draw, self.sizes = np.random.default_rng(seed), set[int]()
 
     def __call__(self, config, calls, T, params, states, text, length, accepted):
         (state,), text, length = (states[0].copy(),), np.array(text), np.array(length)
         accepted = np.zeros_like(length)
+        self.sizes.add(T)
         for row in np.tile(np.arange(len(text)), calls):
             count = self.draw.integers(1, T, endpoint=True)
             token = text[row, min(length[row], text.shape[1]) - 1]
@@ -178,6 +179,7 @@ def check(prompts, limits, *args, stop=STOP, draft=0, **options):
         answer, is_bad = expected(n, prompt, limits[n], stop, draft > 0)
         assert (failed if is_bad else answers)[n] == answer, n
     assert len(answers) + len(failed) == len(prompts)
+    assert server.speculate.sizes == ({1 + draft} if draft else set())
 
 
 def random_prompts(seed, count=12, longest=220):
@@ -238,6 +240,24 @@ def test_the_time_of_a_cached_block_begins_when_it_is_read_or_needed():
             assert [*cache.rows] == order
             assert cache.blocks_read == read
             assert sorted([*cache.rows.values(), *cache.free]) == [*range(1, 1 + entries)]
+
+
+@pytest.mark.parametrize("entries", [0, 20])
+def test_fixed_batches_start_together_when_all_have_ended(entries):
+    """Also with a prompt that is read in pieces; otherwise the next one starts in a free slot."""
+    sizes, limits = (5, 200, 9, 7, 130, 3, 200, 8), [3, 9, 5, 7, 4, 8, 6, 2]
+    prompts = {n: [n] * size for n, size in enumerate(sizes)}
+    for continuous in (False, True):
+        model = Config(vocab_size=VOCABULARY), dict(embeddings=np.zeros(1))
+        cache = server.PrefixCache(*model, entries) if entries else None
+        queue = (*model, Sampling(), None), prompts, limits, set(), 3, 2
+        order = [n for n, _, _ in server.serve(*queue, continuous, cache=cache)]
+        if continuous:
+            assert [n // 3 for n in order] != sorted(n // 3 for n in order)
+            continue
+        batches = [[*x] for _, x in itertools.groupby(order, lambda n: n // 3)]
+        firsts = [{*x[: len({*x})]} for x in batches]
+        assert firsts == [{0, 1, 2}, {3, 4, 5}, {6, 7}]
 
 
 def test_prefills_are_filled_by_what_is_not_cached(monkeypatch):

@@ -164,6 +164,24 @@ def test_answers_that_drafts_change_are_counted(monkeypatch, capsys):
     assert benchmark_runs.run(draft_tokens, "--seeds=7", "--dtype=float32") == 0
     row = json.loads(capsys.readouterr().out)
     assert row == row | dict(dtype="float32", answers=7, differ=3, equal_before=3)
+    assert row == row | dict(draft=7, new_tokens=200)
+
+
+def test_flags_of_answers_with_and_without_drafts(monkeypatch):
+    built = []
+
+    def build():
+        names = "random", "size", "dtype", "draft", "seed", "prompt_length"
+        built.append([xlstm_7b.FLAGS[name].value for name in names])
+
+    monkeypatch.setattr(xlstm_7b, "build", build)
+    tokens = [np.array([[1]]), np.array([[2], [3]])]
+    monkeypatch.setattr(xlstm_7b, "generate", lambda _, new_tokens: tokens[:new_tokens])
+    options = mock.Mock(prompt_length=40, new_tokens=2)
+    for draft in (0, 7):
+        answer = draft_tokens.answer(xlstm_7b, options, "float32", draft, 5)
+        assert answer.tolist() == [1, 2, 3]
+    assert built == [[True, "tiny", "float32", draft, 5, 40] for draft in (0, 7)]
 
 
 @contextlib.contextmanager
