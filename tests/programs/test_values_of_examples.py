@@ -329,6 +329,46 @@ def test_bytes_and_medians_of_a_token(line):
     )
 
 
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, tokens):
+        return bytes(tokens).decode(errors="replace")
+
+
+# Parts of an answer as bytes, where 0 is a token to stop at; what each of them prints, up to the
+# one that stops, and what the end does; the speed. The first part takes 2 s, the others 4 s.
+STREAMED = """
+61 6263 64|a,bc,d,|0.4 tokens/s
+c3 a961 e2 82ac62|,éa,,€b,|0.5 tokens/s
+61 6200 63|a,b|0.2 tokens/s
+61 c300 63|a,?|0.2 tokens/s
+61 e2|a,,?|0.2 tokens/s
+61 00|a,|no more
+00 61||no more
+"""
+
+
+@pytest.mark.parametrize("line", STREAMED.strip().splitlines())
+def test_an_answer_is_printed_as_its_characters_come(line, monkeypatch, capsys):
+    parts, printed, speed = line.split("|")
+    device, seen = benchmark_runs.Device(monkeypatch, xlstm_7b), []
+
+    def generate(*_):
+        for n, part in enumerate(map(bytes.fromhex, parts.split())):
+            device.now += 4.0 if n else 2.0
+            yield np.array([[x] for x in part])
+            assert 0 not in part
+            seen.append(capsys.readouterr().out)
+
+    benchmark_runs.parse(xlstm_7b)
+    monkeypatch.setattr(xlstm_7b, "generate", generate)
+    xlstm_7b.stream(xlstm_7b.Model(None, {}, {}, {0: [1]}, {0}, Bytes()))
+    output, errors = capsys.readouterr()
+    assert ",".join([*seen, output]).replace("\ufffd", "?") == f"{printed}\n"
+    assert errors == f"first token after 2.000 s, then {speed}\n"
+
+
 # force_bos_token_insert and bos_token_id of a config; -: there is none.
 BOS = """
 true 5: [5]

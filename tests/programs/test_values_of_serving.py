@@ -380,11 +380,14 @@ def test_tokens_of_a_prompt_alone(size, draft):
         parse("--stream_every=4", f"--draft={draft}", f"--new_tokens={new_tokens}")
         answer, is_bad = expected(5, prompt, new_tokens, set(), draft > 0)
         per_call = []
+        PREFILLS.clear()
         parts, error = generated({5: prompt}, new_tokens, per_call)
         assert error == (f"5; of prompt 5, not finite: {prompt + answer}" if is_bad else "")
         assert np.concatenate(parts)[:, 0].tolist() == answer
         assert is_bad or len(answer) == new_tokens
         assert len(parts[0]) == min(1, len(answer))
+        pieces = [64] * ((size - 1) // 64)
+        assert [(64, [x]) for x in (*pieces, size - sum(pieces))] == PREFILLS
         if draft and new_tokens > 1 and not is_bad:
             assert 1 <= per_call[-1] <= 1 + draft
             assert len(per_call) == len(parts) - 1
