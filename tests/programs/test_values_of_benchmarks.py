@@ -561,6 +561,45 @@ def test_outputs_of_a_layer_that_are_compared():
     assert [*layer_benchmark.named((x, ()))] == ["y"]
 
 
+def compared(impl, **off):
+    """The row of a layer, some of whose arrays are off by these shares."""
+    names = {*layer_benchmark.Params._fields} - {"input_bias", "forget_bias"} | {"x", "y"}
+    expected = mock.Mock(return_value=dict.fromkeys(names, np.ones(1)))
+    row = dict(impl=impl, layout=None, direction="fwbw", versions={}, product_floor_ms=50.0)
+    row |= dict(shape=LAYER, ms=2e3, status="ok", note="")
+    arrays = {name: np.array([1.0 + off.get(name, 0.0)]) for name in names}
+    stubs = dict(first_call=lambda *_: (None, None), measure=lambda *_: 2.0)
+    with (
+        mock.patch.multiple(layer_benchmark, named=lambda _: arrays, Layer=mock.Mock()),
+        mock.patch.multiple(runner, **stubs),
+        mock.patch.object(peers, "jax_triton_versions", return_value=dict(triton="3")),
+    ):
+        case, options = mock.Mock(expected=expected), mock.Mock()
+        runner.attempt(row, True, layer_benchmark.measure, case, options)
+    return row, names - row["errors"].keys(), expected.call_args.args
+
+
+def test_what_is_compared_of_a_layer():
+    """Not the gradients that are invented, nor a peer's of gates; y more closely than gradients."""
+    gates = {"input_gate", "forget_gate"}
+    invented = gates | {"query", "key"}
+    for impl, without, like in (
+        ("triton", set(), "xla"),
+        ("without_mlstm", invented, "without_mlstm"),
+        ("products", invented | {"output_gate"}, "products"),
+        ("mlstm_kernels_limit_chunk", gates, "xla"),
+    ):
+        row, not_compared, args = compared(impl, y=0.007, value=0.019)
+        assert (row["status"], not_compared, args) == ("ok", without, (like,))
+        assert (row["tokens_per_s"], row["product_pct"]) == (LAYER.B * LAYER.S / 2.0, 2.5)
+        assert row["versions"] == (dict(triton="3") if "kernels" in impl else {})
+        for name in {"y", "x", "value"}:
+            row, _, _ = compared(impl, **{name: 0.008 if name == "y" else 0.021})
+            assert row["note"].startswith(f"wrong: error {'8' if name == 'y' else '2'}")
+            assert row["status"] == "wrong"
+    assert compared("products", query=1.0)[0]["status"] == "ok"
+
+
 def test_errors_of_the_layer_grow_with_its_roundings():
     assert pytest.approx(7.54e-3, rel=1e-3) == layer_benchmark.OUTPUT_TOLERANCE
     assert layer_benchmark.GRADIENT_TOLERANCE == 2e-2
