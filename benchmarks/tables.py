@@ -46,7 +46,8 @@ def rows(names):
     texts = [(HERE / "results" / name).read_text() for name in expanded(names)]
     read = [json.loads(line) for line in "".join(texts).splitlines()]
     for row in read:
-        row |= row.get("versions", {}) | {"us": 1e3 * (row.get("ms") or 0)}
+        row |= row.get("versions", {})
+        row["us"] = row.get("ms") and 1e3 * row["ms"]
         row["sizes"] = "x".join(map(str, row.get("shape", "")))
     return read
 
@@ -113,7 +114,7 @@ def commits(table):
 
 def without_commit(text):
     """What a page has to say: for each section, the commits of rows that it does not name."""
-    head = re.split(r"^(?:## |<!-- rows|!\[)", text, maxsplit=1, flags=re.M)[0]
+    head = re.split(r"^(?:## |<!-- rows|!\[)", text, flags=re.M)[0]
     text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     for section in re.split(r"^(?=## )", text, flags=re.M):
         title = section.partition("\n")[0]

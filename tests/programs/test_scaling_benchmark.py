@@ -5,6 +5,7 @@ from unittest import mock
 
 import benchmark_runs
 import jax
+import numpy as np
 import pytest
 import scaling_benchmark as scaling
 from benchmark_runs import quick_mlstm
@@ -59,4 +60,4 @@ def test_rows_for_gates_that_close_and_for_gates_that_stay_open(monkeypatch):
     assert code == 0
     assert [row["mean_f"] for row in rows] == [4, 10]
     closing, stays_open = (x.f for x in drawn[1::2])  # after those of the check, one head
-    assert abs(stays_open - closing - 6).max() < 1e-5
+    np.testing.assert_allclose(stays_open - closing, 6, atol=1e-5)

@@ -1,9 +1,13 @@
 """The benchmark of a server's day: times of tokens, requests, answers that lack tokens."""
 
+import contextlib
+import itertools
+import threading
 import types
+from unittest import mock
 
 import benchmark_runs
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 import runner
@@ -17,41 +21,81 @@ PARTS = (
     (0.5, 2, [4], False),
     (1.5, 0, [1], True),
     (4.0, 2, [4, 4], True),
-    (2.0, 3, [9], True),
+    (2.0, 3, [9], False),
+    (1.0, 3, [8, 8], False),
+    (1.0, 3, [], False),
+    (1.0, 4, [7], True),
+    (1.0, 3, [1], True),
 )
-LIMITS = [8, 1, 3, 1]
+LIMITS = [8, 1, 3, 4, 1]
 
 
-def measured(monkeypatch, first, limits=LIMITS):
-    """A row of two clients and loops of 4 calls."""
+def measured(monkeypatch, first, limits=LIMITS, slots=2, peak=()):
+    """A row of so many clients and loops of 4 calls."""
     device, row = benchmark_runs.Device(monkeypatch, benchmark), {}
+    monkeypatch.setattr(benchmark, "peak_memory", lambda: contextlib.nullcontext(peak))
 
     def answer():
         for seconds, *part in PARTS:
             device.now += seconds
             yield part
 
-    benchmark.measure(row, answer, limits, 2, 4, first)
+    benchmark.measure(row, answer, limits, slots, 4, first)
     return row
 
 
 def test_times_to_first_tokens_are_from_the_answer_before(monkeypatch):
-    """Requests 2 and 3 are sent when answers 1 and 0 have ended, after 2 and 6 s, and have a token
-    after 4.5 and 12 s. Of the tokens of loops only those of answers that go on count per call."""
-    first = {0: [5, 7, 8, 9, 1, 2, 3, 1], 1: [6], 2: [4, 4, 5], 3: [9]}
-    row = measured(monkeypatch, first)
-    figures = dict(ms=12e3, new_tokens=13, tokens_per_s=13 / 12, requests=4, same_pct=75)
-    benchmark_runs.assert_row(row, **figures, tokens_per_call=6 / 4)
-    assert row["first_token_ms"] == pytest.approx((2500 + 6000) / 2)
-    assert row["first_token_95_ms"] == pytest.approx(2500 + 0.95 * 3500)
-    assert measured(monkeypatch, {})["same_pct"] == 100
-    with pytest.raises(runner.WrongOutputError, match="answer 3 has not 2 tokens"):
-        measured(monkeypatch, {}, [8, 1, 3, 2])
+    """Requests 2, 3 and 4 are sent when answers 1, 0 and 2 have ended, after 2, 6 and 10 s, and
+    have a token after 4.5, 12 and 15 s. Of the tokens of loops only those of answers that go on
+    count per call."""
+    first = {0: [5, 7, 8, 9, 1, 2, 3, 1], 1: [6], 2: [4, 4, 5], 3: [9, 8, 8, 1], 4: [7]}
+    row = measured(monkeypatch, first, peak=[3 * 2**20])
+    figures = dict(ms=16e3, new_tokens=17, tokens_per_s=17 / 16, requests=5, same_pct=80)
+    figures |= dict(first_token_ms=5e3, first_token_95_ms=5e3 + 0.9 * 1e3, peak_mib=3.0)
+    benchmark_runs.assert_row(row, **figures, tokens_per_call=(6 / 4 + 2 / 4 + 0) / 3)
+    assert first[2] == [4, 4, 5]
+
+
+def test_figures_of_fewer_requests_than_clients(monkeypatch):
+    """Then the first tokens are those of first requests. A device may not tell its memory."""
+    first = {}
+    row = measured(monkeypatch, first, slots=5)
+    benchmark_runs.assert_row(row, first_token_ms=4.5e3, same_pct=100)
+    assert row["peak_mib"] is None
+    assert [*map(len, first.values())] == LIMITS
+
+
+@pytest.mark.parametrize(("n", "tokens"), [(0, 7), (0, 9), (3, 5), (5, 1)])
+def test_an_answer_with_other_tokens_is_wrong(n, tokens, monkeypatch):
+    limits = [*LIMITS, 0]
+    limits[n] = tokens
+    with pytest.raises(runner.WrongOutputError, match=f"answer {n} has not {tokens} tokens"):
+        measured(monkeypatch, {}, limits)
+
+
+def test_the_peak_of_memory_that_rises_and_falls(monkeypatch):
+    sizes, read = iter([3, 9, 5]), threading.Event()
+
+    def memory_stats():
+        size = next(sizes, 0)
+        if not size:
+            read.set()
+        return dict(bytes_in_use=size)
+
+    monkeypatch.setattr(jax, "devices", lambda: [mock.Mock(memory_stats=memory_stats)])
+    with benchmark.peak_memory() as peak:
+        assert read.wait(60)
+    assert peak == [9]
+    monkeypatch.setattr(jax, "devices", lambda: [mock.Mock(memory_stats=lambda: None)])
+    with benchmark.peak_memory() as peak:
+        pass
+    assert peak == []
 
 
 def test_time_between_tokens_beside_a_long_prompt(monkeypatch):
     """The second run counts, between loops of 2 tokens for each of two answers. They are 1 s apart
-    without the long prompt, which is number 2, and up to its first token 1, 3 and 2 s."""
+    without the long prompt, which is number 2, and up to its first token 1, 8 and 2 s in turns. A
+    loop may have no token of an answer."""
     device, rows = benchmark_runs.Device(monkeypatch, benchmark), [{}, {}]
     runs = iter((50.0, 1.0, 50.0, 1.0))
 
@@ -63,34 +107,61 @@ def test_time_between_tokens_beside_a_long_prompt(monkeypatch):
             yield from ((n, [1, 1], False) for n in (0, 1))
         yield from ((n, [1], True) for n in ([2] if long else ()))
         device.now += 100.0
-        yield 0, [1, 1], False
+        yield 0, [], False
 
-    ones, some = [1.0] * 66, [9.0, 1.0, 3.0, 2.0]
+    ones, some = [1.0] * 66, [9.0, *[1.0, 8.0, 2.0] * 25]
     benchmark.measure_gaps(rows[0], lambda: answer(ones, False), None, None)
     benchmark.measure_gaps(rows[1], lambda: answer(some, True), 2, rows[0])
     benchmark_runs.assert_row(rows[0], token_ms=500.0, token_95_ms=500.0, ms=65e3)
-    figures = dict(token_ms=1e3, token_95_ms=1500.0, token_95_ratio=3.0)
-    benchmark_runs.assert_row(rows[1], **figures, ms=15e3, first_token_ms=15e3)
+    figures = dict(token_ms=1e3, token_95_ms=4000.0, token_95_ratio=8.0)
+    benchmark_runs.assert_row(rows[1], **figures, ms=284e3, first_token_ms=284e3)
+    assert "first_token_ms" not in rows[0]
 
 
 def test_requests_begin_with_system_prompts():
-    """Of 16, 32 and 48 tokens here; 1 to 12 of their own follow, and answers have 3 to 48."""
-    options = types.SimpleNamespace(systems=3, requests=500, tail=12, new_tokens=48)
+    """Of 16, 32, 48 and 64 tokens, then of 16 and 32; 3 to 33 of their own follow, and answers have
+    4 to 50."""
+    options = types.SimpleNamespace(systems=6, requests=1500, tail=33, new_tokens=50)
     prompts, limits = benchmark.random_requests(options, 100, 16)
     sizes = {}
     for prompt in prompts.values():
         sizes.setdefault((*prompt[:16],), set()).add(len(prompt))
     ranges = sorted((min(x), max(x)) for x in sizes.values())
-    assert ranges == [(16 * n + 1, 16 * n + 12) for n in (1, 2, 3)]
-    assert (len(prompts), min(limits), max(limits)) == (500, 3, 48)
+    assert ranges == sorted((16 * n + 3, 16 * n + 33) for n in (1, 2, 3, 4, 1, 2))
+    assert (len(prompts), min(limits), max(limits)) == (1500, 4, 50)
+    assert {*itertools.chain(*prompts.values())} == {*range(100)}
 
 
 def test_a_token_decides_on_the_next_one(monkeypatch):
-    """Cycles of four tokens, the last one of two, with weights whose tokens are their own."""
+    """Cycles of four tokens, the last one of three, whatever is added to the embeddings, whose rows
+    of norm 1 are 10 per element then."""
     monkeypatch.setattr(benchmark, "CYCLE", 4)
-    weights = benchmark.repeating(dict(embeddings=jnp.eye(6), other=1))
-    logits = weights["embeddings"] @ weights["lm_head"].T
-    assert np.argmax(logits, axis=1).tolist() == [1, 2, 3, 0, 5, 4]
+    x = np.arange(28.0).reshape(7, 4)
+    weights = benchmark.repeating(dict(embeddings=x, other=1))
+    assert weights["lm_head"].tolist() == x[[3, 0, 1, 2, 6, 4, 5]].tolist()
+    assert weights["embeddings"].tolist() == (10 * 2 * x).tolist()
+    assert weights["other"] == 1
+
+
+# Flags of texts, states and drafts; the rows: texts, states and drafts by their first letters.
+CASES = """
+random,repeated ring,step 0,3: raR0 raR3 raS0 reR3
+random ring 0: raR0
+repeated ring,step 0,7: reR7
+random step 0,3: raS0
+"""
+
+
+@pytest.mark.parametrize("line", CASES.strip().splitlines())
+def test_drafts_are_for_rings_and_repeated_texts_for_drafts(line):
+    flags, expected = line.split(": ")
+    texts, states, drafts = (x.split(",") for x in flags.split())
+    options = types.SimpleNamespace(
+        text=texts, cache=[64], states=states, draft=[*map(int, drafts)]
+    )
+    cases = benchmark.cases_of(options)
+    assert [f"{x[:2]}{y[0].upper()}{z}" for x, _, y, z in cases] == expected.split()
+    assert {entries for _, entries, _, _ in cases} == {64}
 
 
 @pytest.mark.parametrize(

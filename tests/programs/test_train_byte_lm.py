@@ -108,7 +108,7 @@ def test_the_model_that_generates_is_the_one_that_is_trained():
     parse(lm, "--temperature=0", "--sample_length=12")
     text, _ = lm.sample(config, params)
     tokens = np.array([[*b"\n\n", *text]])
-    logits = byte_lm.logits_of(byte_lm.Model(config, make_mesh("")), params, tokens)
+    logits = np.asarray(byte_lm.logits_of(byte_lm.Model(config, make_mesh("")), params, tokens))
     chosen = np.take_along_axis(logits[0, -13:-1], tokens[0, -12:, None], axis=-1)
     assert_close(chosen[:, 0], np.max(logits[0, -13:-1], axis=-1), 1e-5)
 

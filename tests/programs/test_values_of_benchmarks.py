@@ -1,5 +1,6 @@
 """The benchmarks: values that a hand can check."""
 
+import itertools
 import math
 from types import SimpleNamespace
 from unittest import mock
@@ -9,12 +10,15 @@ import kernel_benchmark
 import layer_benchmark
 import numpy as np
 import peers
+import prefill_benchmark
+import pytest
+import reporting
 import roofline
 import runner
 import scaling_benchmark as scaling
 import tables
 import xlstm_lm_benchmark as lm
-from benchmark_runs import dot_flops
+from benchmark_runs import dot_flops, measured
 from oracle import in_float64, refused
 from shapes import Shape
 
@@ -128,6 +132,24 @@ def test_a_peer_is_not_run_beyond_its_offsets():
         "its states would have 2164260864 elements, beyond its offsets of 32 bits",
         lambda: object.__new__(peers.LimitChunk).build(inputs, "fwd"),
     )
+
+
+def test_the_last_states_within_the_offsets_of_a_peer():
+    """2**14 states of 2**17 elements; another one is beyond."""
+    shape = Shape(1, 1, 64 * (2**14 - 1), 256, 512)
+    peers.check_state_size(shape, 64)
+    with pytest.raises(ValueError, match=f"would have {2**31 + 2**17} elements"):
+        peers.check_state_size(shape._replace(S=shape.S + 64), 64)
+
+
+def test_attention_of_the_same_width():
+    """12 heads of 32 columns are 3 of 128, whose pairs of 5 steps count: 15 per head and batch."""
+    shape = Shape(2, 12, 5, 16, 32)
+    assert peers.attention_heads(shape) == 3
+    impl = object.__new__(peers.TorchAttentionCudnn)
+    assert impl.phases(shape, 2, "fwbw")[1].flops == 10 * (2 * 3 * 15) * 128
+    with pytest.raises(ValueError, match=r"the width NH \* DHV = 352 has no heads of 128"):
+        peers.attention_heads(shape._replace(NH=11))
 
 
 def test_peak_memory_is_beyond_the_inputs():
@@ -344,3 +366,248 @@ def test_cells_of_a_table():
         "",
     ]
     refused(ValueError, "rows of several settings have a", lambda: cells("a"))
+
+
+# ---------------- plots
+
+
+# Places and sizes of names: where they go.
+APART = """
+0 1, 1 1: 0 1
+0 0.5, 1 1: -0.25 0.75
+0 0, 1 3: -1 1
+2 2, 4 0: 1 3
+0 0 5, 1 1 1: -0.5 0.5 5
+0 0 0, 2 2 2: -2 0 2
+3, 1: 3
+"""
+
+
+@pytest.mark.parametrize("line", APART.strip().splitlines())
+def test_names_are_moved_apart(line):
+    places, sizes, expected = ([*map(float, x.split())] for x in line.replace(":", ",").split(","))
+    assert reporting.apart(places, sizes) == pytest.approx(expected, abs=1e-9)
+
+
+def test_words_of_plots():
+    """What all lines have in common stands in the title."""
+    sizes = 7, 1023, 1024, 1536, 2**20, "7b-8k"
+    assert [*map(reporting._thousands, sizes)] == ["7", "1023", "1k", "1.5k", "1024k", "7b-8k"]
+    assert reporting.in_words("triton, scan of x") == "mlstm_pallas, Triton, loop by scan of x"
+    own = {"triton fwd": "mlstm_pallas, Triton", "xla fwd": "xla"}
+    assert reporting.names(["triton fwd", "xla fwd"]) == (own, "fwd")
+    assert reporting.names(["triton fwd"]) == ({"triton fwd": "mlstm_pallas, Triton fwd"}, "")
+    lines = ["a b c", "c a", "d a c"]
+    assert reporting.names(lines) == (dict(zip(lines, ("b", "", "d"), strict=True)), "a c")
+
+
+def drawn(rows, **options):
+    """By the title of a panel, its lines, as (x, y), and its labels and ticks."""
+    figures, figure = [], pytest.importorskip("matplotlib.figure").Figure
+    with mock.patch.object(figure, "savefig", lambda figure, *_, **__: figures.append(figure)):
+        reporting.plot(rows, "", **options)
+    return {
+        (axes.get_title(), axes.get_ylabel()): (
+            [[*zip(*x.get_data(), strict=True)] for x in axes.lines],
+            [x.get_text() for x in axes.texts],
+            [x.get_text() for x in axes.get_xticklabels()],
+            (axes.get_xscale(), axes.get_yscale(), axes.get_xlabel()),
+        )
+        for axes in figures[0].axes
+    }
+
+
+def test_a_plot_has_the_last_row_of_each_point_in_the_order_of_x():
+    """A panel per direction, a curve per implementation, over numbers; names stand at its end."""
+    keys = dict(dtype="bfloat16", device="H200")
+    cases = (("xla", "fwd", 2048, 4.0), ("xla", "fwd", 512, 1.5), ("triton", "fwd", 512, 1.0))
+    cases += (("xla", "fwd", 512, 2.0), ("xla", "fwbw", 512, 9.0), ("xla", "fwbw", 64, None))
+    rows = [keys | dict(impl=x, direction=y, S=S, ms=ms) for x, y, S, ms in cases]
+    panels = drawn(rows, line=lambda row: row["impl"], x=lambda row: row["S"], xlabel="S")
+    scales = "log", "log", "S"
+    assert panels == {
+        ("forward", "ms"): (
+            [[(512, 2.0), (2048, 4.0)], [(512, 1.0)]],
+            ["mlstm_pallas,\nTriton", "xla"],
+            ["512", "2k"],
+            scales,
+        ),
+        ("forward + backward", "ms"): ([[(512, 9.0)], []], ["xla"], ["512", "2k"], scales),
+    }
+
+
+def test_points_over_names_are_in_the_order_of_the_rows():
+    keys = dict(dtype="bfloat16", device="H200", direction="fwd")
+    rows = [keys | dict(impl="xla", name=x, ms=1.0, rate=y) for x, y in (("b", 3.0), ("a", 5.0))]
+    options = dict(line=lambda row: row["impl"], x=lambda row: row["name"], keys=("ms", "rate"))
+    panels = drawn(rows, **options)
+    assert [*panels] == [("forward", "ms"), ("forward", "rate")]
+    scales = "linear", "linear", ""
+    expected = [[(0, 3.0), (1, 5.0)]], ["xla"], ["b", "a"], scales
+    assert panels["forward", "rate"] == expected
+
+
+# ---------------- which rows there are
+
+
+def asked(program, *flags):
+    """The rows of a program with these flags, none of which is measured."""
+    with mock.patch.multiple(program, measure=mock.DEFAULT, Case=mock.DEFAULT, create=True):
+        code, rows = measured(program, "--commit=a", *flags)
+    assert code == 0
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("S", "flags", "N"), [(4096, "", 4), (5120, "", 5), (64, "--segments=3", 3)]
+)
+def test_prompts_of_a_prefill(S, flags, N):
+    rows = asked(prefill_benchmark, f"--shape=1x1x{S}x16x16", "--variant=states", *flags.split())
+    assert [(row["segments"], row["odd"]) for row in rows] == [(N, False)]
+
+
+def test_rows_of_implementations_and_layouts(capsys):
+    """A layout and a variant are of mlstm_pallas alone."""
+    rows = asked(layer_benchmark, "--shape=2x2x32x16x32", "--direction=fwd", "--layout=BNTH,BTNH")
+    seen = [(row["impl"], row["layout"]) for row in rows]
+    others = [(x, None) for x in ("without_mlstm", "products", "mlstm_kernels_limit_chunk")]
+    assert seen == [("xla", "BNTH"), ("xla", "BTNH"), *others]
+    rows = asked(kernel_benchmark, "--shape=1x1x16x16x16", "--variant=exp,BTNH", "--impl=xla,peers")
+    seen = [(row["impl"], row["variant"]) for row in rows]
+    assert seen == [("xla", "exp"), ("xla", "BTNH"), *((x, None) for x in peers.PEERS)]
+    stages = "--stage=chunk_gates,parallel_bw_dP"
+    rows = asked(kernel_benchmark, "--shape=1x1x16x16x16", stages, "--variant=exp,BTNH")
+    assert [(x["stage"], x["direction"], x["variant"]) for x in rows] == [
+        ("chunk_gates", "fwd", None),
+        ("parallel_bw_dP", "bwd", None),
+    ]
+
+
+@pytest.mark.parametrize(("present", "counts"), [(1, [1]), (6, [1, 2, 4]), (8, [1, 2, 4, 8])])
+def test_numbers_of_devices(present, counts):
+    """Powers of two up to those that there are, for each mode, direction and mean."""
+    flags = "--shape=2x2x32x16x16", "--direction=fwd,fwbw", "--layout=BNTH,BTNH", "--commit=a"
+    with (
+        mock.patch.object(scaling, "prepare"),
+        mock.patch.object(jax, "local_devices", return_value=[None] * present),
+    ):
+        code, rows = measured(scaling, *flags, "--mode=weak-heads,strong-sequence")
+    keys = "mode", "direction", "layout", "mean_f", "devices"
+    cases = ("weak-heads", "strong-sequence"), ("fwd", "fwbw"), ("BNTH", "BTNH"), (4, 10), counts
+    assert [tuple(row[x] for x in keys) for row in rows] == [*itertools.product(*cases)]
+    assert code == 0
+    expected = {n: [2, 2 * n, 32, 16, 16] for n in counts}
+    assert all(row["shape"] == expected[row["devices"]] for row in rows[: len(counts)])
+
+
+def test_numbers_of_devices_that_are_asked_for():
+    with mock.patch.object(scaling, "prepare"):
+        options = "--shape=2x2x33x16x16", "--mode=weak-batch", "--mean_f=7"
+        _, rows = measured(scaling, *options, "--devices=3,1,3")
+    assert [(row["devices"], row["shape"][0], row["mean_f"]) for row in rows] == [
+        (1, 2, 7),
+        (3, 6, 7),
+    ]
+
+
+# ---------------- which outputs are compared, and how closely
+
+
+def test_limits_of_whole_calls_and_of_stages():
+    """Of h and of gradients. A stage of the backward pass has those of gradients, and one without
+    matrices those of float32."""
+    limits = dict(bfloat16=(5e-3, 2e-2), float16=(6.25e-4, 2.5e-3), float32=(1e-5, 1e-4))
+    for dtype, (of_h, of_gradients) in limits.items():
+        case = kernel_benchmark.Case(small, dtype)
+        call = SimpleNamespace(stage=None)
+        assert case.limits(call, ["h", "dq", "di"]) == dict(
+            h=of_h, dq=of_gradients, di=of_gradients
+        )
+        of_stages = {
+            name: case.limits(SimpleNamespace(stage=stage), ["matX", "vecX"])
+            for name, stage in kernel_benchmark.STAGES.items()
+        }
+        assert of_stages["chunk_gates"] == dict(matX=1e-5, vecX=1e-5)
+        assert (
+            of_stages["parallel_fw_H"] == of_stages["recurrent_fw_C"] == dict(matX=of_h, vecX=of_h)
+        )
+        assert of_stages["parallel_bw_dQKV"] == dict(matX=of_gradients, vecX=of_gradients)
+
+
+def test_a_forward_call_has_one_output_to_compare():
+    case = kernel_benchmark.Case(small, "float32")
+    impl = peers.JaxImplementation()
+    expected = dict(zip(impl.outputs, ([2.0], [4.0], [8.0]), strict=False))
+    case.expected = lambda impl: ([0], [*map(np.array, expected.values())])
+    outputs = [np.array([x]) for x in (3.0, 4.0, 10.0)]
+    impl.heads = lambda outputs, index: outputs
+    assert case.errors(impl, outputs, "fwbw") == dict(h=0.5, dq=0.0, dk=0.25)
+    assert case.errors(impl, outputs, "fwd") == dict(h=0.5)
+    impl.stage = "a stage"
+    assert [*case.errors(impl, outputs)] == ["h", "dq", "dk"]
+
+
+def test_outputs_of_a_layer_that_are_compared():
+    """The first batch entry of y and of the gradient of x. A gate's matrix and bias are one array,
+    without which the input gate's bias would have no digits."""
+    params = layer_benchmark.Params(*(np.full((2, 3), n) for n in range(10)))
+    x = np.arange(12).reshape(3, 4)
+    arrays = layer_benchmark.named((x, params, -x))
+    names = {*layer_benchmark.Params._fields} - {"input_bias", "forget_bias"}
+    assert {*arrays} == {*names, "x", "y"}
+    assert (arrays["y"].tolist(), arrays["x"].tolist()) == ([[0, 1, 2, 3]], [[0, -1, -2, -3]])
+    assert arrays["input_gate"][:, 0].tolist() == [3, 3, 4, 4]
+    assert arrays["forget_gate"][:, 0].tolist() == [5, 5, 6, 6]
+    assert [*layer_benchmark.named((x, ()))] == ["y"]
+
+
+def compared(impl, **off):
+    """The row of a layer, some of whose arrays are off by these shares."""
+    names = {*layer_benchmark.Params._fields} - {"input_bias", "forget_bias"} | {"x", "y"}
+    expected = mock.Mock(return_value=dict.fromkeys(names, np.ones(1)))
+    row = dict(impl=impl, layout=None, direction="fwbw", versions={}, product_floor_ms=50.0)
+    row |= dict(shape=LAYER, ms=2e3, status="ok", note="")
+    arrays = {name: np.array([1.0 + off.get(name, 0.0)]) for name in names}
+    stubs = dict(first_call=lambda *_: (None, None), measure=lambda *_: 2.0)
+    with (
+        mock.patch.multiple(layer_benchmark, named=lambda _: arrays, Layer=mock.Mock()),
+        mock.patch.multiple(runner, **stubs),
+        mock.patch.object(peers, "jax_triton_versions", return_value=dict(triton="3")),
+    ):
+        case, options = mock.Mock(expected=expected), mock.Mock()
+        runner.attempt(row, True, layer_benchmark.measure, case, options)
+    return row, names - row["errors"].keys(), expected.call_args.args
+
+
+def test_what_is_compared_of_a_layer():
+    """Not the gradients that are invented, nor a peer's of gates; y more closely than gradients."""
+    gates = {"input_gate", "forget_gate"}
+    invented = gates | {"query", "key"}
+    for impl, without, like in (
+        ("triton", set(), "xla"),
+        ("without_mlstm", invented, "without_mlstm"),
+        ("products", invented | {"output_gate"}, "products"),
+        ("mlstm_kernels_limit_chunk", gates, "xla"),
+    ):
+        row, not_compared, args = compared(impl, y=0.007, value=0.019)
+        assert (row["status"], not_compared, args) == ("ok", without, (like,))
+        assert (row["tokens_per_s"], row["product_pct"]) == (LAYER.B * LAYER.S / 2.0, 2.5)
+        assert row["versions"] == (dict(triton="3") if "kernels" in impl else {})
+        for name in {"y", "x", "value"}:
+            row, _, _ = compared(impl, **{name: 0.008 if name == "y" else 0.021})
+            assert row["note"].startswith(f"wrong: error {'8' if name == 'y' else '2'}")
+            assert row["status"] == "wrong"
+    assert compared("products", query=1.0)[0]["status"] == "ok"
+
+
+def test_errors_of_the_layer_grow_with_its_roundings():
+    assert pytest.approx(7.54e-3, rel=1e-3) == layer_benchmark.OUTPUT_TOLERANCE
+    assert layer_benchmark.GRADIENT_TOLERANCE == 2e-2
+
+
+def test_a_nan_is_the_error_of_its_row():
+    """Wherever it stands among the errors, and whether it is compared or not."""
+    for order in (("h", "dq"), ("dq", "h")):
+        row = {}
+        runner.check(row, {name: dict(h=1.0, dq=math.nan)[name] for name in order}, {})
+        assert math.isnan(row["error"])

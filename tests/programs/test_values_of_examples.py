@@ -6,14 +6,22 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import benchmark_runs
+import byte_corpus
+import byte_lm
+import byte_lm_mesh
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import train_byte_lm as lm
+import xlstm_7b
 import xlstm_checkpoint as checkpoint
 import xlstm_model as model
 import xlstm_server as server
 from oracle import refused
+
+FIXTURE = Path(__file__).with_name("xlstm_7b")
 
 
 def rings(platform):
@@ -123,9 +131,7 @@ def test_the_default_width_of_the_feed_forward():
 
 def test_prompts_fit_to_the_byte(capsys):
     """Prompts fit to the byte: norms and the biases of gates are float32, and m is."""
-    tiny, _ = checkpoint.read_config(
-        Path(checkpoint.__file__).parents[1] / "tests" / "programs" / "xlstm_7b"
-    )
+    tiny, _ = checkpoint.read_config(FIXTURE)
     big = checkpoint.Config()
     smaller = dataclasses.replace(big, inference_state_dtype="bfloat16")
     for needed, *call in (
@@ -234,3 +240,268 @@ def test_the_first_that_is_not_finite_is_named():
     message = f"{block} has values that are not finite in bfloat16"
     tensors = checkpoint.tensors_of(config, "bfloat16", 1)
     refused(checkpoint.CheckpointError, message, lambda: checkpoint.load(config, tensors, read))
+
+
+# ---------------- what a command needs and shows
+
+
+# Flags of xlstm_7b.py: most rows of states at a time, and most steps of a prefill. One block of two
+# (tiny) or of 32 (7b) has the states of 16 prompts before and after a prefill: 16 rows, or one.
+NEEDED = """
+--size=tiny --prompt_length=50: 1 50
+--size=tiny --prompt_length=5000: 3 4096
+--size=tiny --prompt_length=50 --benchmark: 1 50
+--size=tiny --prompt_length=50 --batch=4 --benchmark: 4 200
+--size=tiny --prompt_length=5000 --batch=2 --benchmark: 4 10000
+--size=tiny --prompt_length=50 --batch=4: 20 4096
+--size=tiny --prompt_length=50 --batch=4 --slots=3: 19 4096
+--size=tiny --prompt_length=50 --batch=4 --slots=9: 20 4096
+--size=tiny --prompt_length=5000 --batch=4 --slots=3: 21 4096
+--size=tiny --prompt_length=50 --batch=4 --slots=3 --benchmark: 19 4096
+--size=tiny --prompt_length=50 --batch=4 --slots=3 --prefix_cache=17: 37 4096
+--size=tiny --prompt_length=4097 --batch=4 --slots=3 --prefix_cache=40: 62 4096
+--size=tiny --prompt_length=50 --batch=2: 18 4096
+--size=tiny --prompt_length=50 --draft=3: 1 50
+--size=tiny --prompt_length=50 --batch=2 --benchmark --slots=2 --draft=3: 18 4096
+--size=tiny --prompt_length=5000 --batch=40 --slots=1 --spread=5000: 19 4096
+--size=7b --prompt_length=50 --batch=4 --slots=3: 4 4096
+--size=7b --prompt_length=4096 --batch=4 --slots=3 --prefix_cache=17: 22 4096
+"""
+
+
+@pytest.mark.parametrize("line", NEEDED.strip().splitlines())
+def test_memory_that_is_counted(line):
+    given, _, needed = line.partition(": ")
+    benchmark_runs.parse(xlstm_7b, "--random", *given.split())
+    with mock.patch.multiple(xlstm_7b, load=mock.DEFAULT, check_prompts=mock.DEFAULT) as stubs:
+        xlstm_7b.build()
+    *_, rows, steps = stubs["check_prompts"].call_args.args
+    assert f"{rows} {steps}" == needed
+
+
+def test_lengths_of_random_prompts_and_answers():
+    """From a third of the longest, rounded up, to it; and the flags of how tokens are drawn."""
+    sizes = "--prompt_length=10", "--new_tokens=20", "--spread=3", "--batch=400"
+    drawn = "--seed=7", "--temperature=0.5", "--top_p=0.75"
+    benchmark_runs.parse(xlstm_7b, "--random", "--size=tiny", *sizes, *drawn)
+    with mock.patch.object(xlstm_7b, "load"):
+        built = xlstm_7b.build()
+    assert {*map(len, built.prompts.values())} == {*range(4, 11)}
+    assert {*built.limits} == {*range(7, 21)}
+    assert built.setup()[2:] == (model.Sampling(0.5, 0.75), jax.random.key(7))
+    assert {token for x in built.prompts.values() for token in x} == {*range(256)}
+
+
+# What a step reads and writes: 448,832 bytes of weights, and of each of four prompts 8 heads of
+# 16/32 with 2,116 bytes of states, or 1,060 of 16 bits: twice, with rings once and a 16th.
+MOVED = """
+step: 584256
+rings: 520776
+--draft=3: 520776
+tied: 584256
+half: 516672
+"""
+
+
+@pytest.mark.parametrize("line", MOVED.strip().splitlines())
+def test_bytes_and_medians_of_a_token(line):
+    """Of three runs whose means are others; four prompts of 5 tokens have answers of 24."""
+    case, moved = line.split(": ")
+    values = dict(tied=dict(tie_word_embeddings=True), half=dict(inference_state_dtype="float16"))
+    config, _ = checkpoint.read_config(FIXTURE)
+    config = dataclasses.replace(config, **values.get(case, {}))
+    benchmark_runs.parse(xlstm_7b, "--new_tokens=24", *([case] if "--" in case else []))
+    runs = iter([(2.0, 4.6), (1.0, 9.2), (9.0, 2.3)])
+    stubs = dict(copy_rate=lambda: 1e6, rings_are_faster=lambda B: case == "rings" and B == 4)
+    tensors = checkpoint.tensors_of(config, "float32", 1)
+    model = xlstm_7b.Model(config, tensors, {}, {n: [1] * 5 for n in range(4)}, set(), None)
+    with mock.patch.multiple(xlstm_7b, **stubs, run=lambda *_: next(runs)):
+        row = xlstm_7b.benchmark(model)
+    moved = int(moved)
+    # Per block q, k, v, the output gate, two gates, the projection and three of the feed-forward.
+    block = 64 * (64 + 64 + 128 + 128 + 4 + 4 + 128 + 3 * 96) + 2 * 64 * 32
+    flops = 2 * (20 * 2 * block + 4 * 128 * 64)
+    benchmark_runs.assert_row(
+        row,
+        **dict(first_token_ms=2e3, ms_per_token=200.0, tokens_per_s=20.0, new_tokens=24),
+        **dict(gb_per_token=moved / 1e9, copy_gbps=1e-3, prefill_tflops=flops / 2 / 1e12),
+        memory_limit_pct=100 * moved / 1e6 / 0.2,
+    )
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, tokens):
+        return bytes(tokens).decode(errors="replace")
+
+
+# Parts of an answer as bytes, where 0 is a token to stop at; what each of them prints, up to the
+# one that stops, and what the end does; the speed. The first part takes 2 s, the others 4 s.
+STREAMED = """
+61 6263 64|a,bc,d,|0.4 tokens/s
+c3 a961 e2 82ac62|,éa,,€b,|0.5 tokens/s
+61 6200 63|a,b|0.2 tokens/s
+61 c300 63|a,?|0.2 tokens/s
+61 e2|a,,?|0.2 tokens/s
+61 00|a,|no more
+00 61||no more
+"""
+
+
+@pytest.mark.parametrize("line", STREAMED.strip().splitlines())
+def test_an_answer_is_printed_as_its_characters_come(line, monkeypatch, capsys):
+    parts, printed, speed = line.split("|")
+    device, seen = benchmark_runs.Device(monkeypatch, xlstm_7b), []
+
+    def generate(*_):
+        for n, part in enumerate(map(bytes.fromhex, parts.split())):
+            device.now += 4.0 if n else 2.0
+            yield np.array([[x] for x in part])
+            assert 0 not in part
+            seen.append(capsys.readouterr().out)
+
+    benchmark_runs.parse(xlstm_7b)
+    monkeypatch.setattr(xlstm_7b, "generate", generate)
+    xlstm_7b.stream(xlstm_7b.Model(None, {}, {}, {0: [1]}, {0}, Bytes()))
+    output, errors = capsys.readouterr()
+    assert ",".join([*seen, output]).replace("\ufffd", "?") == f"{printed}\n"
+    assert errors == f"first token after 2.000 s, then {speed}\n"
+
+
+# force_bos_token_insert and bos_token_id of a config; -: there is none.
+BOS = """
+true 5: [5]
+true 0: [0]
+true -: [0]
+false 5: []
+false -: []
+null 5: []
+- 5: []
+- -: []
+"""
+
+
+@pytest.mark.parametrize("line", BOS.strip().splitlines())
+def test_the_bos_of_a_config(line):
+    """transformers' default of bos_token_id is 0."""
+    (force, bos), expected = line.split(": ")[0].split(), json.loads(line.split(": ")[1])
+    named = dict(force_bos_token_insert=force, bos_token_id=bos)
+    values = {name: json.loads(x) for name, x in named.items() if x != "-"}
+    assert checkpoint.read_bos(Path("folder"), checkpoint.Config(), values) == expected
+
+
+# A text, and the draft: what followed its last two tokens where they last stood before.
+DRAFTS = """
+1 2 3 4 1 2: 3 4 1
+1 2 3 1 2 4 1 2: 4 1 2
+5 5 5 5: 5 0 0
+1 2 3 4 5 6: 1 2 3
+2 1 2 9 2: 2 1 2
+7 1 2 8 1 2: 8 1 2
+"""
+
+
+@pytest.mark.parametrize("line", DRAFTS.strip().splitlines())
+def test_a_draft_is_what_followed_the_last_two_tokens(line):
+    """What is behind the text does not count; without such a place it is the first tokens."""
+    text, draft = ([*map(int, x.split())] for x in line.split(": "))
+    padded = np.array([*text, *[0] * 4, *text[-2:], 99, 0, 0, 0])
+    found = model.look_up(jnp.asarray(padded), len(text), 3)
+    assert found.tolist() == draft
+
+
+# ---------------- the byte-level language model
+
+
+def test_bits_of_a_model_of_frequencies():
+    """Of three bytes twice 0 and once 1, with one added to each of 256 counts."""
+    train, held_out = (np.array(x, np.uint8) for x in ([0, 1, 0], [0, 1, 255, 255]))
+    bits = -np.mean(np.log2(np.array([3, 2, 1, 1]) / 259))
+    assert byte_corpus.unigram_bits(train, held_out) == pytest.approx(bits, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes"), [(39, (38, 1)), (40, (38, 2)), (41, (39, 2)), (19, None), (20, (19, 1))]
+)
+def test_the_last_twentieth_of_a_file_is_held_out(size, sizes, tmp_path):
+    (tmp_path / "x").write_bytes(bytes(size))
+    if sizes:
+        assert tuple(map(len, byte_corpus.read_corpus(tmp_path / "x", 0))) == sizes
+    for seq_len in sizes or (0, 19):
+        with pytest.raises(byte_corpus.UserError, match=r"has \d+ bytes of .* fewer than the"):
+            byte_corpus.read_corpus(tmp_path / "x", seq_len)
+
+
+def test_sources_of_the_standard_library_that_are_everywhere(tmp_path, monkeypatch):
+    """Those in Python; of a corpus all files."""
+    names = "a.py", "a.txt", "test/a.py", "b/tests/a.py", "site-packages/a.py", "b/tester/a.py"
+    for name in names:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.setattr(byte_corpus.sysconfig, "get_path", lambda _: str(tmp_path))
+    found = [str(x.relative_to(tmp_path)) for x in byte_corpus.corpus_files(None)]
+    assert found == ["a.py", "b/tester/a.py"]
+    assert len(byte_corpus.corpus_files(tmp_path)) == len(names)
+    assert byte_corpus.corpus_files(tmp_path / "a.txt") == [tmp_path / "a.txt"]
+
+
+def test_the_learning_rate_rises_for_a_twentieth_and_falls_to_a_tenth():
+    """AdamW makes an update of the rate from gradients that do not change; larger ones are clipped
+    to the same norm. Matrices also decay by a tenth of it."""
+    benchmark_runs.parse(lm, "--steps=40", "--learning_rate=3.0")
+    optimizer, steps = lm.make_optimizer(), np.arange(41)
+    params = dict(qkvo=jnp.full(1, 2.0), norm=jnp.full(1, 2.0))
+    state, rates = optimizer.init(params), []
+    update = jax.jit(optimizer.update)
+    for step in steps:
+        gradients = {name: x * 1e3 ** (step % 2) for name, x in params.items()}
+        updates, state = update(gradients, state, params)
+        rates.append([-float(updates[name][0]) for name in ("norm", "qkvo")])
+    expected = np.where(
+        steps < 2, 3.0 * steps / 2, 0.3 + 2.7 * (1 + np.cos(np.pi * (steps - 2) / 38)) / 2
+    )
+    rates = np.array(rates)
+    np.testing.assert_allclose(rates[:, 0], expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(rates[:, 1], 1.2 * expected, rtol=1e-4, atol=1e-6)
+
+
+def test_where_the_parameters_of_the_byte_model_are():
+    """Heads and hidden columns over tensor: rows of the matrices before them, columns behind."""
+    config = model.Config(256, 32, num_blocks=1, num_heads=2)
+    params = jax.eval_shape(lambda: byte_lm.initial_params(config, jax.random.key(0)))
+    mesh = jax.sharding.AbstractMesh((2, 2, 2), byte_lm_mesh.AXES)
+    specs = jax.tree.map(lambda x: tuple(x.spec), byte_lm_mesh.shardings(params, mesh))
+    rows, columns = ("tensor",), (None, "tensor")
+    assert specs.pop("blocks") == [
+        dict(
+            **dict(norm_mlstm=(), qkvo=rows, gates=rows, gate_bias=rows, multihead_norm=rows),
+            **dict(out_proj=columns, norm_ffn=(), up=rows, down=columns),
+        )
+    ]
+    assert {*specs.values()} == {()}
+    kinds = byte_lm.matrices(params)
+    norms = {name for name, is_matrix in kinds["blocks"][0].items() if not is_matrix}
+    assert norms == {"norm_mlstm", "gate_bias", "multihead_norm", "norm_ffn"}
+    assert {name for name in specs if not kinds[name]} == {"out_norm"}
+    sizes = dict(data=2, tensor=1, sequence=4)
+    assert byte_lm_mesh.parse_mesh("sequence:4,data:2") == sizes
+
+
+def test_several_processes_end_at_a_step_that_logs(monkeypatch):
+    """Where any of them was asked to, by its signal or because of the time."""
+    benchmark_runs.parse(lm, "--log_every=5")
+    inf = float("inf")
+    for others, deadline, expected in (((15, 0), inf, 15), ((0, 1), inf, 0), ((0, 0), -inf, 0)):
+        stop = lm.Stop()
+        monkeypatch.setattr(
+            lm.multihost_utils, "process_allgather", lambda x, y=others: np.array([x, y])
+        )
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        assert not lm.asked_to_end(stop, deadline, 9)
+        assert lm.asked_to_end(stop, deadline, 10)
+        assert stop.signal == expected
+        monkeypatch.setattr(jax, "process_count", lambda: 1)
+        assert lm.asked_to_end(lm.Stop(), deadline, 9) == (deadline < 0)
+    assert lm.asked_to_end(lm.Stop(2), inf, 9)

@@ -164,6 +164,24 @@ def test_answers_that_drafts_change_are_counted(monkeypatch, capsys):
     assert benchmark_runs.run(draft_tokens, "--seeds=7", "--dtype=float32") == 0
     row = json.loads(capsys.readouterr().out)
     assert row == row | dict(dtype="float32", answers=7, differ=3, equal_before=3)
+    assert row == row | dict(draft=7, new_tokens=200)
+
+
+def test_flags_of_answers_with_and_without_drafts(monkeypatch):
+    built = []
+
+    def build():
+        names = "random", "size", "dtype", "draft", "seed", "prompt_length"
+        built.append([xlstm_7b.FLAGS[name].value for name in names])
+
+    monkeypatch.setattr(xlstm_7b, "build", build)
+    tokens = [np.array([[1]]), np.array([[2], [3]])]
+    monkeypatch.setattr(xlstm_7b, "generate", lambda _, new_tokens: tokens[:new_tokens])
+    options = mock.Mock(prompt_length=40, new_tokens=2)
+    for draft in (0, 7):
+        answer = draft_tokens.answer(xlstm_7b, options, "float32", draft, 5)
+        assert answer.tolist() == [1, 2, 3]
+    assert built == [[True, "tiny", "float32", draft, 5, 40] for draft in (0, 7)]
 
 
 @contextlib.contextmanager
@@ -215,22 +233,12 @@ def test_logits_that_are_not_finite_are_an_error(flags, copied, monkeypatch, cap
 
 
 def test_a_long_prompt_is_read_in_pieces(monkeypatch, capsys):
-    """Here two of 64 tokens and one of 2; memory is counted for these and not for the prompt."""
+    """Here two of 64 tokens and one of 2."""
     monkeypatch.setattr(xlstm_7b, "MOST_STEPS", 64)
     with mock.patch.object(xlstm_server, "prefill", wraps=model.prefill) as prefill:
         run(HERE, f"--prompt={text(PROMPTS[3])}", *FLOAT32)
     assert capsys.readouterr().out == text(GREEDY[3]) + "\n"
     assert [x.args[4].tolist() for x in prefill.call_args_list] == [[64], [64], [2]] * 2
-    counted = []
-    stubs = dict(load=lambda *_: {}, check_prompts=lambda *arguments: counted.append(arguments[3:]))
-    with mock.patch.multiple(xlstm_7b, **stubs):
-        for size in (50, 65, 500):
-            parse("--random", "--size=tiny", f"--prompt_length={size}")
-            xlstm_7b.build()
-        parse("--random", "--size=tiny", "--batch=9", "--prompt_length=500", "--prefix_cache=20")
-        xlstm_7b.build()
-    # Rows of states, beside the prompts' those before and after a part, and steps.
-    assert counted == [(1, 50), (3, 64), (3, 64), (9 + 16 + 21 + 2, 64)]
 
 
 def test_answers_that_are_there_stay_until_there_is_a_model(copied, tmp_path):

@@ -1,0 +1,423 @@
+"""xlstm_server.py and the loops of xlstm_7b.py, with a model in NumPy whose tokens a loop of a few
+lines tells: which tokens an answer has, whatever its prompt shares slots, prefills, pieces, a cache
+and drafts with."""
+
+import itertools
+import sys
+
+import benchmark_runs
+import numpy as np
+import pytest
+import server_benchmark
+import xlstm_7b
+import xlstm_checkpoint as checkpoint
+import xlstm_server as server
+from test_xlstm_7b import parse
+from xlstm_model import NO_TOKEN, Config, Sampling
+
+VOCABULARY, PRIME = 101, 32749
+BAD, STOP = 100, {3, 50}  # what stands for logits that are not finite, and tokens to stop at
+PREFILLS = []  # steps, and the lengths of prompts
+POOLS = []  # rows, and whether the states have rings
+
+
+def after(state, token):
+    """The state of a prompt, a number that tells all of its tokens in their order."""
+    return (37 * state + token + 1) % PRIME
+
+
+def next_token(state, number=0):
+    token = (state + number) % VOCABULARY
+    return np.where(token == BAD, NO_TOKEN, token)
+
+
+def expected(n, prompt, limit, stop=STOP, drafts=False):
+    """The tokens of an answer, and whether logits that are not finite have ended it. With drafts no
+    token is drawn but the first."""
+    state, answer = 0, []
+    for token in prompt:
+        state = after(state, token)
+    for t in range(limit):
+        number = 0 if drafts and t else server.MOST_TOKENS * n + t
+        token = int(next_token(state, number))
+        if token == NO_TOKEN or token in stop:
+            return answer, token == NO_TOKEN
+        answer.append(token)
+        state = after(state, token)
+    return answer, False
+
+
+def prefill(config, params, tokens, segment_ids, ends, initial=None, into=None):
+    """As xlstm_model's, whose x has the states here. A row of the pool is written once."""
+    (states,), rows = initial or ([np.zeros(len(ends), int)], np.arange(len(ends)))
+    (pool,), where = into or ([np.zeros(len(ends), int)], np.arange(len(ends)))
+    pool, where = pool.copy(), np.asarray(where)
+    written = where[where < len(pool)]
+    assert len({*written}) == len(written)
+    (tokens,), begin, x = tokens, 0, np.zeros(tokens.size, int)
+    assert ends[-1] <= len(tokens)
+    PREFILLS.append((len(tokens), [x for x in np.diff(ends, prepend=0).tolist() if x]))
+    for n, end in enumerate(np.asarray(ends)):
+        state = states[rows[n]]
+        for t in range(begin, end):
+            assert segment_ids is None or segment_ids[0, t] == n
+            x[t] = state = after(state, tokens[t])
+        if where[n] < len(pool):
+            pool[where[n]] = state
+        begin = end
+    return x[None], [pool]
+
+
+def decode(config, sampling, steps, params, states, token, key, number):
+    (state,), tokens = states, []
+    for t in range(steps):
+        state = after(state, token)
+        token = next_token(state, number + t)
+        tokens.append(token)
+    return [state], token, np.array(tokens)
+
+
+class Drafts:
+    """As xlstm_model's speculate: of the drafts of a row a random number are right. What is written
+    beyond the end of a text goes to its last places, as dynamic_update_slice does it."""
+
+    def __init__(self, seed):
+        self.draw, self.sizes = np.random.default_rng(seed), set[int]()
+
+    def __call__(self, config, calls, T, params, states, text, length, accepted):
+        (state,), text, length = (states[0].copy(),), np.array(text), np.array(length)
+        accepted = np.zeros_like(length)
+        self.sizes.add(T)
+        for row in np.tile(np.arange(len(text)), calls):
+            count = self.draw.integers(1, T, endpoint=True)
+            token = text[row, min(length[row], text.shape[1]) - 1]
+            likeliest = self.draw.integers(VOCABULARY, size=T)
+            for t in range(count):
+                state[row] = after(state[row], token)
+                likeliest[t] = token = next_token(state[row])
+            begin = min(length[row], text.shape[1] - T)
+            text[row, begin : begin + T] = likeliest
+            length[row], accepted[row] = length[row] + count, count
+        return [state], text, length, accepted
+
+
+def empty_states(config, params, B, dtype=None, rings=False):
+    POOLS.append((B, rings))
+    return [np.zeros(B, int)]
+
+
+def put_rows(pool, rows, values):
+    def put(x, y):
+        x, inside = x.copy(), rows < len(x)
+        x[rows[inside]] = np.asarray(y)[inside]
+        return x
+
+    return [*map(put, pool, values)]
+
+
+@pytest.fixture(autouse=True)
+def small_model(monkeypatch):
+    stubs = dict(
+        prefill=prefill,
+        decode=decode,
+        speculate=Drafts(0),
+        put_rows=put_rows,
+        take_rows=lambda pool, rows: (
+            [x[rows] for x in pool] if isinstance(pool, list) else pool[rows]
+        ),
+        empty_states=empty_states,
+        next_logits=lambda config, params, x: x,
+        sample=lambda sampling, logits, key, number: next_token(logits, number),
+        with_texts=with_texts,
+        first_not_finite=lambda config, params, text: text,
+        MOST_STEPS=64,
+        MOST_PROMPTS=3,
+        BLOCK=16,
+        FEWEST_STEPS=32,
+    )
+    for module, (name, value) in itertools.product((server, xlstm_7b), stubs.items()):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, value)
+    monkeypatch.setitem(server.PIECES, "cpu", 8)
+
+
+def with_texts(texts, lengths, token):
+    texts = texts.copy()
+    texts[np.arange(len(texts)), lengths] = token
+    return texts, lengths + 1, np.zeros_like(lengths)
+
+
+def served(prompts, limits, slots, steps, continuous=True, stop=STOP, entries=0, draft=0, **more):
+    """The answers, and those that logits which are not finite have ended, of a number of loops."""
+    setup = Config(vocab_size=VOCABULARY), dict(embeddings=np.zeros(1)), Sampling(), None
+    cache = server.PrefixCache(*setup[:2], entries) if entries else None
+    options = dict(draft=draft, cache=cache, rings=draft > 0) | more
+    PREFILLS.clear()
+    answers, ended, failed = {n: [] for n in prompts}, [], {}
+    parts = server.serve(setup, prompts, limits, stop, slots, steps, continuous, **options)
+    try:
+        for n, tokens, last in itertools.islice(parts, 10_000):
+            assert n not in ended
+            answers[n] += tokens
+            ended += [n] * last
+    except FloatingPointError as error:
+        names, text = str(error).removeprefix("prompts without an answer: ").split("; of prompt ")
+        failed = {int(n): answers.pop(int(n)) for n in names.split(", ")}
+        n, text = text.split(", not finite: ")
+        assert [*map(int, text[1:-1].split(","))] == prompts[int(n)] + failed[int(n)]
+    assert sorted(ended) == sorted(answers)
+    # Few sizes are compiled: those of pieces and blocks, and buckets.
+    assert {size for size, _ in PREFILLS} <= {8, 16, 32, 48, 64, 96, 128}
+    if cache:
+        assert sorted([*cache.rows.values(), *cache.free]) == [*range(1, 1 + entries)]
+    return answers, failed
+
+
+def check(prompts, limits, *args, stop=STOP, draft=0, **options):
+    answers, failed = served(prompts, limits, *args, stop=stop, draft=draft, **options)
+    for n, prompt in prompts.items():
+        answer, is_bad = expected(n, prompt, limits[n], stop, draft > 0)
+        assert (failed if is_bad else answers)[n] == answer, n
+    assert len(answers) + len(failed) == len(prompts)
+    assert server.speculate.sizes == ({1 + draft} if draft else set())
+
+
+def random_prompts(seed, count=12, longest=220):
+    """Some begin as others do, some are longer than two prefills, and numbers are left out."""
+    draw = np.random.default_rng(seed)
+    stem = draw.integers(VOCABULARY, size=longest).tolist()
+    prompts = {}
+    for n in range(0, 2 * count, 2):
+        size = int(draw.choice([draw.integers(1, 40), draw.integers(40, longest), 64, 65, 17, 16]))
+        same = int(draw.integers(size)) * int(draw.integers(2))
+        prompts[n] = stem[:same] + draw.integers(VOCABULARY, size=size - same).tolist()
+    limits = draw.integers(1, 30, 2 * count).tolist()
+    return prompts, limits
+
+
+@pytest.mark.parametrize("draft", [0, 1, 3])
+@pytest.mark.parametrize("entries", [0, 4, 40])
+@pytest.mark.parametrize("continuous", [True, False], ids=["continuous", "fixed"])
+def test_answers_do_not_depend_on_what_runs_beside_them(continuous, entries, draft):
+    for seed, (slots, steps) in enumerate(((1, 1), (2, 3), (5, 4), (12, 5))):
+        prompts, limits = random_prompts(10 * draft + seed)
+        check(prompts, limits, slots, steps, continuous, entries=entries, draft=draft)
+
+
+@pytest.mark.parametrize("draft", [0, 1, 7])
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+def test_prompt_and_answer_fill_a_bucket(beyond, draft):
+    """Or nearly so: drafts beyond the answer have no place in it, but in the text."""
+    for size, steps in itertools.product((32, 64, 96), (1, 3, 16)):
+        prompts, limits = {0: [7] * (size - 9), 1: [5]}, [9 + beyond, 2]
+        check(prompts, limits, 2, steps, stop=set(), draft=draft)
+
+
+def test_the_time_of_a_cached_block_begins_when_it_is_read_or_needed():
+    """Prompts of 1 to 4 blocks against a list of blocks in the order of their last use."""
+    draw, longest = np.random.default_rng(0), 4 * server.BLOCK + 1
+    setup = Config(), dict(embeddings=np.zeros(1))
+    stems = [draw.integers(VOCABULARY, size=longest).tolist() for _ in range(4)]
+    stems += [stems[0][: 2 * server.BLOCK] + stems[1]]
+    for entries in (4, 5, 9):
+        cache, order, read = server.PrefixCache(*setup, entries), [], 0
+        for _ in range(80):
+            blocks = int(draw.integers(5))
+            prompt = stems[draw.integers(5)][: blocks * server.BLOCK + 1 + int(draw.integers(9))]
+            ends = [server.BLOCK * n for n in range(1, len(prompt[:-1]) // server.BLOCK + 1)]
+            begins = [tuple(prompt[:end]) for end in ends]
+            there = max((n for n, x in enumerate(begins, 1) if x in order), default=0)
+            # The last one that is there is needed, and those behind it are read.
+            for x in begins[max(there - 1, 0) :]:
+                order = [y for y in order if y != x] + [x]
+            read += len(begins) - there
+            order = order[-entries:]
+            [pool], rows = cache.states([prompt], 2)
+            state = 0
+            for token in prompt[: ends[-1] if ends else 0]:
+                state = after(state, token)
+            assert pool[rows].tolist() == [state, 0]
+            assert [*cache.rows] == order
+            assert cache.blocks_read == read
+            assert sorted([*cache.rows.values(), *cache.free]) == [*range(1, 1 + entries)]
+
+
+@pytest.mark.parametrize("entries", [0, 20])
+def test_fixed_batches_start_together_when_all_have_ended(entries):
+    """Also with a prompt that is read in pieces; otherwise the next one starts in a free slot."""
+    sizes, limits = (5, 200, 9, 7, 130, 3, 200, 8), [3, 9, 5, 7, 4, 8, 6, 2]
+    prompts = {n: [n] * size for n, size in enumerate(sizes)}
+    for continuous in (False, True):
+        model = Config(vocab_size=VOCABULARY), dict(embeddings=np.zeros(1))
+        cache = server.PrefixCache(*model, entries) if entries else None
+        queue = (*model, Sampling(), None), prompts, limits, set(), 3, 2
+        order = [n for n, _, _ in server.serve(*queue, continuous, cache=cache)]
+        if continuous:
+            assert [n // 3 for n in order] != sorted(n // 3 for n in order)
+            continue
+        batches = [[*x] for _, x in itertools.groupby(order, lambda n: n // 3)]
+        firsts = [{*x[: len({*x})]} for x in batches]
+        assert firsts == [{0, 1, 2}, {3, 4, 5}, {6, 7}]
+
+
+def test_prefills_are_filled_by_what_is_not_cached(monkeypatch):
+    """Of prompts with two blocks and 2 to 32 tokens, in their order, up to 64 steps of three; the
+    blocks are read once."""
+    monkeypatch.setattr(server, "BLOCK", 32)
+    sizes = 12, 12, 12, 32, 32, 31, 32, 2
+    prompts = {n: [*range(64)] + [n + 60] * size for n, size in enumerate(sizes)}
+    served(prompts, [2] * 8, 8, 2, entries=4, stop=set())
+    expected = [(48, [12, 12, 12]), (64, [32, 32]), (64, [31, 32]), (32, [2])]
+    assert [*[(32, [32])] * 2, *expected] == PREFILLS
+
+
+# Slots and drafts, or prompts at once and drafts: whether states have rings, faster for 8 rows.
+RINGS = """
+1 slots 0: False
+8 slots 0: True
+8 slots 3: True
+9 slots 3: True
+9 slots 0: False
+8 prompts 0: True
+2 prompts 0: False
+1 prompts 3: True
+"""
+
+
+@pytest.mark.parametrize("line", RINGS.strip().splitlines())
+def test_states_have_rings_where_these_are_faster_or_drafts_need_them(line, monkeypatch):
+    case, expected = line.split(": ")
+    count, kind, draft = case.split()
+    for module in (server, xlstm_7b):
+        monkeypatch.setattr(module, "rings_are_faster", lambda B: B == 8)
+    prompts = {n: [1] for n in range(int(count))}
+    POOLS.clear()
+    if kind == "slots":
+        served(prompts, [1] * 9, int(count), 1, draft=int(draft), rings=None)
+    else:
+        parse(f"--draft={draft}")
+        generated(prompts, 2)
+    assert [(int(count), expected == "True")] == POOLS
+
+
+# Tokens of a prompt, and of what it is read in; the second time, too, with a cache of 20 blocks.
+ALONE = """
+64: 64
+65: 64 1
+127: 64 63
+128: 64 64
+129: 8*16 1
+200: 8*24 8
+64 cached: 16*3 16, 16
+65 cached: 16*4 1, 1
+128 cached: 16*7 16, 16
+129 cached: 8*16 1, 1
+200 cached: 8*24 8, 8
+"""
+
+
+@pytest.mark.parametrize("line", ALONE.strip().splitlines())
+def test_a_prompt_is_read_at_once_or_in_pieces(line):
+    """In pieces of 8 steps if it has more than 128 that are not cached."""
+    prompt, expected = line.split(": ")
+    size, *cached = prompt.split()
+    numbers = [x.partition("*") for x in expected.replace(",", "").split()]
+    expected = [int(x) for x, _, times in numbers for _ in range(int(times or 1))]
+    prompts = {n: [5] * int(size) for n in range(1 + len(cached))}
+    served(prompts, [1] * 2, 1, 1, entries=20 * len(cached), stop=set())
+    assert [x for _, lengths in PREFILLS for x in lengths] == expected
+
+
+# ---------------- the day of the server's benchmark
+
+
+def asked(monkeypatch, *flags):
+    """Its rows; no answer ends but at its limit."""
+    monkeypatch.setattr(sys.modules[__name__], "next_token", lambda state, _=0: state % VOCABULARY)
+    weights = dict(embeddings=np.ones((256, 4)), lm_head=np.ones((256, 4)), blocks=[])
+    monkeypatch.setattr(checkpoint, "load", lambda *_: weights)
+    sizes = "--size=tiny", "--slots=3", "--steps=2", "--tail=20", "--new_tokens=20", "--systems=2"
+    code, rows = benchmark_runs.measured(server_benchmark, *sizes, *flags)
+    assert (code, {row["status"] for row in rows}) == (0, {"ok"})
+    return rows
+
+
+def test_a_day_has_a_row_for_each_case(monkeypatch):
+    """The answers are the same; without drafts a call adds a token, with three one to four."""
+    rows = asked(monkeypatch, "--requests=9", "--cache=20,0")
+    keys = "text", "cache", "states", "draft"
+    cases = [tuple(row[x] for x in keys) for row in rows]
+    cached = [("random", 20, "ring", 0), ("random", 20, "ring", 3), ("random", 20, "step", 0)]
+    repeated = [("repeated", 20, "ring", 3), ("repeated", 0, "ring", 3)]
+    expected = [*cached, *((x, 0, y, z) for x, _, y, z in cached), *repeated]
+    assert cases == expected
+    assert {row["requests"] for row in rows} == {9}
+    assert len({row["new_tokens"] for row in rows}) == 1
+    for row in rows:
+        assert row["same_pct"] == 100
+        calls = row["tokens_per_call"]
+        assert 1 < calls < 4 if row["draft"] else calls == 1
+        assert row["shape"] == [3, 4, max(row["shape"][2], 17), 16, 32]
+
+
+def test_a_long_prompt_has_a_row_without_it_before(monkeypatch):
+    rows = asked(monkeypatch, "--long_prompt=300", "--cache=0", "--draft=0", "--states=step")
+    assert [(row["long_prompt"], row["shape"][2]) for row in rows] == [(0, 300), (300, 300)]
+    without, beside = rows
+    assert beside["token_95_ratio"] == beside["token_95_ms"] / without["token_95_ms"]
+    assert beside["first_token_ms"] == beside["ms"] > 0
+
+
+# ---------------- xlstm_7b.py without slots
+
+
+@pytest.mark.parametrize("draft", [0, 1, 7])
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 129, 200])
+def test_tokens_of_a_prompt_alone(size, draft):
+    """As many as asked for, in the first of all parts one. Longer prompts are read in pieces."""
+    prompt = np.random.default_rng(size).integers(VOCABULARY, size=size).tolist()
+    for new_tokens in (1, 2, 16, 17, 18, 40):
+        parse("--stream_every=4", f"--draft={draft}", f"--new_tokens={new_tokens}")
+        answer, is_bad = expected(5, prompt, new_tokens, set(), draft > 0)
+        per_call = []
+        PREFILLS.clear()
+        parts, error = generated({5: prompt}, new_tokens, per_call)
+        assert error == (f"5; of prompt 5, not finite: {prompt + answer}" if is_bad else "")
+        assert np.concatenate(parts)[:, 0].tolist() == answer
+        assert is_bad or len(answer) == new_tokens
+        assert len(parts[0]) == min(1, len(answer))
+        pieces = [64] * ((size - 1) // 64)
+        assert [(64, [x]) for x in (*pieces, size - sum(pieces))] == PREFILLS
+        if draft and new_tokens > 1 and not is_bad:
+            assert 1 <= per_call[-1] <= 1 + draft
+            assert len(per_call) == len(parts) - 1
+
+
+def generated(prompts, new_tokens, per_call=None):
+    """The parts of tokens, and the prompts that are named where logits are not finite."""
+    model = Config(vocab_size=VOCABULARY), {}, dict(embeddings=np.zeros(1)), prompts, set(), None
+    parts = []
+    try:
+        parts.extend(xlstm_7b.generate(xlstm_7b.Model(*model), new_tokens, per_call))
+    except FloatingPointError as error:
+        return parts, str(error).removeprefix("prompts without an answer: ")
+    return parts, ""
+
+
+def test_tokens_of_prompts_in_a_batch():
+    """Loops of four tokens. Logits that are not finite end all; the first ones are named."""
+    parse("--stream_every=4")
+    draw, all_named = np.random.default_rng(1), set()
+    for count, new_tokens in itertools.product((2, 5), (1, 4, 5, 6, 9, 30)):
+        prompts = {3 * n: draw.integers(VOCABULARY, size=9 + n).tolist() for n in range(count)}
+        each = {n: expected(n, x, new_tokens, set()) for n, x in prompts.items()}
+        length = min(len(answer) for answer, _ in each.values())
+        bad = [n for n, (answer, is_bad) in each.items() if is_bad and len(answer) == length]
+        parts, named = generated(prompts, new_tokens)
+        assert np.concatenate(parts).T.tolist() == [x[:length] for x, _ in each.values()]
+        sizes = [1, *[4] * 8][: 1 + -(-(new_tokens - 1) // 4)]
+        assert bad or [*map(len, parts)] == [*sizes[:-1], new_tokens - sum(sizes[:-1])]
+        text = "".join(f"; of prompt {n}, not finite: {prompts[n] + each[n][0]}" for n in bad[:1])
+        assert named == ", ".join(map(str, bad)) + text
+        all_named.add(len(bad))
+    assert all_named >= {0, 1}
