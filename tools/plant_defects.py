@@ -11,10 +11,14 @@ of their own. Prints caught, survived or hung for each, and the seconds: "no tes
 selected, "broken" where the tests could not be collected or the patch does not apply. The exit code
 is 1 unless all are caught.
 
-Before its diff, a patch may name its tests, as pytest takes them; without them the whole quick
-selection runs, which has to last at most 15 minutes. It may also say that it needs interpreted
-Mosaic GPU kernels: it is left out without --mosaic_gpu_python, an interpreter with jax >= 0.11.2.
+Before its diff, a patch of tools/planted_defects/ names its mechanism, the rule or promise that it
+breaks. Several patches may break one, but no two that the same tests catch for the same reason.
+`grep -h ^Mechanism tools/planted_defects/* | sort | uniq -c` lists them. A patch may also name its
+tests, as pytest takes them; without them the whole quick selection runs, which has to last at most
+15 minutes. It may say that it needs interpreted Mosaic GPU kernels: it is left out without
+--mosaic_gpu_python, an interpreter with jax >= 0.11.2.
 
+    Mechanism: the slot that is released
     Tests: tests/stages/test_products.py -k waits_is_right
     Needs: mosaic_gpu
 
