@@ -235,7 +235,7 @@ def measure(row, case, options):
     timed = Layer(impl, row["layout"])
     call, outputs = runner.first_call(row, timed, case.masked, row["direction"])
     if impl == PEER:
-        row["versions"] |= peers.jax_triton_versions()
+        row["versions"] |= peers.jax_versions(impl)
     arrays = named(outputs)
     del outputs
     expected = case.expected(impl if impl in WITHOUT else "xla")

@@ -356,8 +356,35 @@ def limit_chunk(q, k, v, i, f):
     return jnp.swapaxes(module.mlstm_chunkwise__limit_chunk(*arrays, **options), 1, 2)
 
 
-def jax_triton_versions():
-    return {name: metadata.version(name) for name in ("mlstm_kernels", "jax-triton", "triton")}
+def jla(q, k, v, i, f, impl="mosaic_gpu"):
+    """jax-linear-attention's mLSTM; arrays are (B, S, NH, ...)."""
+    attention = importlib.import_module("jla.ops").linear_attention
+    return attention("mlstm", q, k, v, g=jax.nn.log_sigmoid(f), i=i, impl=impl)[0]
+
+
+# The packages of functions above that models in JAX call, by the name of the implementation.
+JAX_PACKAGES = {
+    "mlstm_kernels_limit_chunk": ("mlstm_kernels", "jax-triton", "triton"),
+    "jla": ("jax-linear-attention",),
+}
+
+
+def jax_versions(name):
+    return {package: metadata.version(package) for package in JAX_PACKAGES[name]}
+
+
+class Jla(JaxImplementation):
+    """jax-linear-attention: the stabilised mLSTM, with all gradients."""
+
+    name, steps_first, oracle = "jla", True, staticmethod(exact)
+    config = MappingProxyType(dict(impl="mosaic_gpu"))
+
+    def versions(self):
+        return jax_versions(self.name)
+
+    def computation(self, inputs, direction):
+        forward = functools.partial(jla, **self.config)
+        return directed(forward, Inputs(*swap_heads(*inputs)), direction)
 
 
 class XLChunk(MlstmKernels):
@@ -431,5 +458,5 @@ class TorchAttentionCudnn(TorchPeer):
             return self.torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-_PEERS = LimitChunk, XLChunk, XLChunkSiging, SimpleGLA, TorchAttentionCudnn
+_PEERS = LimitChunk, XLChunk, Jla, XLChunkSiging, SimpleGLA, TorchAttentionCudnn
 PEERS = {peer.name: peer for peer in _PEERS}

@@ -18,6 +18,7 @@ mlstm_kernels_xl_chunk: mlstm_kernels xl_chunk
 mlstm_kernels_xl_chunk_siging: mlstm_kernels xl_chunk_siging (sigmoid gate)
 mlstm_kernels_triton_step: mlstm_kernels step
 mlstm_kernels_triton_step_in_place: mlstm_kernels step in place
+jla: jax-linear-attention
 fla_simple_gla: FLA simple_gla (no normaliser)
 torch_sdpa_cudnn: attention, cuDNN
 without_mlstm: layer without the mLSTM

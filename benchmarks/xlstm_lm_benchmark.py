@@ -193,7 +193,7 @@ def ours(backend):
     return functools.partial(mlstm_chunkwise, layout="BTNH", **options)
 
 
-PEERS = {"mlstm_kernels_limit_chunk": peers.limit_chunk}
+PEERS = {"mlstm_kernels_limit_chunk": peers.limit_chunk, "jla": peers.jla}
 
 
 # ---------------------------------------------------------------- the training step
@@ -269,7 +269,7 @@ def measure(row, mlstm, model, first, options):
         measured_pct=measured and 100 * row["flops"] / seconds / measured,
     )
     if row["impl"] in PEERS:
-        row["versions"] |= peers.jax_triton_versions()
+        row["versions"] |= peers.jax_versions(row["impl"])
     compare(row, first or row)
 
 

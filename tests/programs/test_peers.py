@@ -4,20 +4,37 @@ A test is skipped if its package is not installed; .ci/run installs them. A fail
 another version does something else: then the page changes.
 """
 
+import builtins
+import dataclasses
 import functools
 import importlib
 import importlib.util
 import re
 import sys
+import types
 import warnings
 from pathlib import Path
+from unittest import mock
 
+import benchmark_runs
 import jax
 import jax.numpy as jnp
+import kernel_benchmark
 import numpy as np
+import peers
 import pytest
-from oracle import assert_close, compare, error, oracle, random_inputs, tolerance
-from test_migrating import arguments, rows
+from oracle import (
+    MOSAIC_CALL,
+    assert_close,
+    compare,
+    error,
+    oracle,
+    random_inputs,
+    shapes_and_dtypes,
+    tolerance,
+)
+from shapes import Shape
+from test_migrating import PAGE, arguments, rows
 
 from mlstm_pallas import mlstm_chunkwise
 
@@ -211,6 +228,166 @@ def test_jla_runs_its_kernels_only_if_they_are_asked_for():
     assert np.array_equal(auto, chunked)
     with pytest.raises(ValueError, match="Hopper"):
         of_jla(x, impl="mosaic_gpu")
+
+
+@pytest.fixture
+def jla_with_the_page(monkeypatch):
+    """The names of the page's block, which a process runs before jla looks for a kernel."""
+    ops = package("jla.ops")
+    ops.available("mlstm")
+    registry = {name: dict(kinds) for name, kinds in ops._REGISTRY.items()}
+    del registry["mosaic_gpu"]["mlstm"]
+    monkeypatch.setattr(ops, "_REGISTRY", registry)
+    monkeypatch.setattr(ops, "_kernels_loaded", False)
+    for name in [x for x in sys.modules if x.startswith("jla.ops.mosaic_gpu")]:
+        monkeypatch.delitem(sys.modules, name)
+    # Its fence is not "python", so that test_documents.py leaves it where jla may be missing.
+    [block] = re.findall(r"^```py\n(.*?)^```$", PAGE, re.M | re.S)
+    names = {}
+    exec(compile(block, "migrating.md", "exec"), names)
+    chunkwise = mock.Mock(side_effect=names["mlstm_chunkwise"])
+    names["mlstm_chunkwise"] = chunkwise
+    return types.SimpleNamespace(**names, chunkwise=chunkwise)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["scaled", "packed"])
+def test_jla_runs_the_function_of_the_page_as_its_own(packed, jla_with_the_page):
+    """h, the true states and all eight gradients. The same eps is the same for equal m only."""
+    x = jla_inputs()
+    ids = np.arange(T) // 7 * np.ones((B, 1), "int32")
+    options = dict(segment_ids=ids) if packed else dict(scale=0.3, eps=0.1)
+    run = functools.partial(of_jla, **options)
+    dh = random_inputs(3, B, NH, T, DHQK, DHV)["v"].swapaxes(1, 2)
+    results = [
+        with_gradients(functools.partial(run, impl=impl), x, dh) for impl in ("auto", "reference")
+    ]
+    compare(["h", "C", "N", *x], *results, 1e-5)
+    assert jla_with_the_page.chunkwise.call_count == 1
+
+
+@pytest.mark.parametrize("states", [False, True], ids=["h_alone", "states"])
+def test_jla_gets_what_its_reference_returns(states, jla_with_the_page):
+    """From its empty state, in bfloat16: a prefill of its layers, whose next steps it runs."""
+    x = jla_inputs(states=False)
+    q, k, v = (x[name].astype("bfloat16") for name in "qkv")
+    ops = jla_with_the_page.ops
+    gates = dict(g=jax.nn.log_sigmoid(x["f"]), i=x["i"])
+    options = dict(chunk_size=16, output_final_state=states)
+    if states:
+        options["initial_state"] = ops.reference.mlstm_empty_state(B, NH, DHQK, DHV)
+    result, expected = (
+        ops.linear_attention("mlstm", q, k, v, impl=impl, **gates, **options)
+        for impl in ("mosaic_gpu", "reference")
+    )
+    assert jla_with_the_page.chunkwise.call_count == 1
+    assert jax.tree.structure(result) == jax.tree.structure(expected)
+    leaves, others = jax.tree.leaves(result), jax.tree.leaves(expected)
+    assert shapes_and_dtypes(leaves) == shapes_and_dtypes(others)
+    compare("hcnm"[: len(others)], leaves, others, tolerance("bfloat16", T))
+
+
+JLA_REFUSES = """
+cu_seqlens ValueError not cu_seqlens
+segment_ids ValueError segment_ids must be
+initial_state ValueError initial_state must be MLSTMState
+precision TypeError unexpected keyword argument 'precision'
+use_qk_l2norm TypeError unexpected keyword argument 'use_qk_l2norm'
+"""
+
+
+@pytest.mark.parametrize("line", JLA_REFUSES.strip().splitlines())
+def test_jla_gets_an_error_that_names_what_is_not_there(line, jla_with_the_page):
+    name, kind, message = line.split(" ", 2)
+    x = jla_inputs(states=False)
+    value = 3 * (x["i"],) if name == "initial_state" else np.zeros(2, "int32")
+    with pytest.raises(getattr(builtins, kind), match=message):
+        jla_with_the_page.mlstm(*(x[y] for y in "qkvfi"), **{name: value})
+
+
+@pytest.mark.slow
+def test_jla_has_the_gradients_of_its_model(jla_with_the_page):
+    """Rematerialised blocks in a scan, of packed documents."""
+    equinox, models = package("equinox", "jla"), package("jla.models", "equinox")
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, 512, size=(2, T))
+    ids = np.cumsum(draw.random((2, T)) < 0.1, axis=1).astype("int32")
+    dy = draw.normal(size=(2, T, 64))
+
+    def gradients(implementation):
+        config = models.get_preset("tiny-mlstm")
+        mixer = dataclasses.replace(config.linear_attention, implementation=implementation)
+        config = config.replace(compute_dtype="float32", linear_attention=mixer)
+        model = models.build_model(config, key=jax.random.key(0))
+
+        def loss(model):
+            return jnp.vdot(model(tokens, segment_ids=ids).hidden, dy)
+
+        return jax.tree.leaves(equinox.filter_jit(equinox.filter_grad(loss))(model))
+
+    result, expected = gradients("auto"), gradients("reference")
+    assert jla_with_the_page.chunkwise.called
+    compare(range(len(expected)), result, expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_jla_trains_on_the_function_of_the_page(jla_with_the_page, tmp_path):
+    """Its trainer, on four devices; its reference on one has the same losses."""
+    trainer, config = package("jla.training.trainer", "equinox"), package("jla.config")
+
+    def losses(implementation, dp, tp):
+        train = dict(max_steps=3, seq_len=T, micro_batch_per_replica=4 // dp, log_every=1)
+        train |= dict(save_final=False, final_eval=False, compile_preflight=False)
+        train |= dict(ce_compute_dtype="float32", output_dir=str(tmp_path / implementation))
+        model = dict(preset="tiny-mlstm", n_layers=1, layer_types=["mlstm"])
+        model |= dict(compute_dtype="float32", linear_attention=dict(implementation=implementation))
+        data = dict(eos_id=0, document_masking=True, synthetic_doc_length=13, num_workers=0)
+        sections = dict(train=train, model=model, data=data, mesh=dict(dp=dp, tp=tp))
+        experiment = config.config_from_mapping(sections | dict(optim=dict(lr=0.01)))
+        result = trainer.Trainer(experiment, devices=jax.devices()[: dp * tp]).run()
+        return [row["loss"] for row in result.history]
+
+    result = losses("auto", 2, 2)
+    assert jla_with_the_page.chunkwise.called
+    first, *_, last = expected = losses("reference", 1, 1)
+    assert last < first - 0.1
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
+
+
+def test_jla_is_a_peer_of_the_kernel_benchmark(monkeypatch):
+    """Checked against float64 in both directions; here its chunked implementation runs."""
+    package("jla")
+    benchmark_runs.timed(monkeypatch)
+    monkeypatch.setattr(peers.Jla, "config", dict(impl="chunked"))
+    request = ["--impl=jla", "--direction=fwd,fwbw", "--dtype=float32", "--shape=1x2x80x16x32"]
+    code, found = benchmark_runs.measured(kernel_benchmark, *request)
+    assert (code, [row["note"] for row in found]) == (0, ["", ""])
+    assert [[*row["errors"]] for row in found] == [["h"], ["h", "dq", "dk", "dv", "di", "df"]]
+    assert {row["versions"]["jax-linear-attention"] for row in found} == {"0.1.0"}
+
+
+def test_jla_s_kernels_lower_for_hopper_as_the_benchmark_calls_them(monkeypatch):
+    """With the heads of xLSTM-7B; elsewhere, and for other heads, its row says what is missing."""
+    package("jla.ops").available("mlstm")
+    request = "--impl=jla", "--shape=1x1x64x64x64"
+    _, [row] = benchmark_runs.measured(kernel_benchmark, *request)
+    assert row["status"] == "skipped"
+    assert "need an sm_90 (Hopper) GPU" in row["note"]
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("jla.") and hasattr(module, "is_hopper"):
+            monkeypatch.setattr(module, "is_hopper", lambda: True)
+
+    def lowered(shape):
+        inputs = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), shape, "bfloat16"))
+
+        def run(*x):
+            function, arguments = peers.Jla().computation(peers.Inputs(*x), "fwbw")
+            return function(*arguments)
+
+        return jax.jit(run).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert MOSAIC_CALL in lowered(Shape(1, 2, 128, 256, 512))
+    with pytest.raises(ValueError, match="head dims K=96, V=192 must be in"):
+        lowered(Shape(1, 2, 128, 96, 192))
 
 
 # ---------------- FLA

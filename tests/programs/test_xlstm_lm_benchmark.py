@@ -17,7 +17,7 @@ def test_measures_a_model_refuses_a_peer_that_differs_and_skips_one_that_is_not_
         return quick_mlstm(-q, *others, layout="BTNH")
 
     monkeypatch.setattr(benchmark, "mlstm_chunkwise", quick_mlstm)
-    monkeypatch.setattr(benchmark.peers, "jax_triton_versions", dict)
+    monkeypatch.setattr(benchmark.peers, "jax_versions", lambda _: {})
     monkeypatch.setitem(benchmark.PEERS, "mlstm_kernels_limit_chunk", other)
     monkeypatch.setitem(benchmark.PEERS, "absent", benchmark_runs.missing)
     request = "--batch=1", "--sequence=16", "--warmup=1", "--steps=2"
