@@ -12,9 +12,18 @@ output gate and a projection follow. Logits are 30 tanh(x / 30). The embedding i
     1.3b    24 blocks of width 2048, 4 heads of 256/512 as in xLSTM-7B, MLP of width 5504 (8/3 of
             the width, rounded up to 64), 32,000 tokens: 1,345,865,920 parameters
 
-Parameters, gradients and AdamW's moments are float32, products and activations bfloat16. The blocks
-are one scan and rematerialised. The batch of random tokens is the same in each step, so that the
-loss falls. The state is donated.
+Parameters, gradients and AdamW's moments are float32, products and activations bfloat16. The batch
+of random tokens is the same in each step, so that the loss falls. The state is donated.
+
+Memory is traded for time by a recipe. "parts" means that the logits of an eighth of the tokens are
+in memory at a time, and that matrices are cast to bfloat16 once per step:
+
+    inputs               the backward pass finds the input of each block, and computes what is in it
+                         again; the blocks are one scan
+    inputs_in_parts      the same with parts
+    products             results of products and of the mLSTM are kept; parts; one scan
+    products_unrolled    the same, with one block after the other in the program
+    without_up_unrolled  the same, but one of two wide products of the MLP is computed again
 
 FLOPs of the model are 6 for each token and parameter of a matrix product, and three times the
 forward products of the mLSTM in chunks of 128. Neither the embedding nor what is computed again
@@ -22,13 +31,15 @@ counts. MFU is the share of the data sheet's dense bfloat16 rate, "of measured" 
 roofline.py. Memory is what the compiled step needs: its arguments, which it updates in place, and
 temporary arrays.
 
-Every implementation starts from the same parameters and tokens. Its losses and its first gradient
-norm are compared with the first implementation's. Exit code 1 when they differ or mlstm_pallas
+Every implementation and recipe starts from the same parameters and tokens. Its losses and its first
+gradient norm are compared with those of the first row. Exit code 1 when they differ or mlstm_pallas
 fails, 2 when the request makes no sense, 130 after Ctrl-C.
 """
 
 import dataclasses
 import functools
+import itertools
+import operator
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -42,6 +53,8 @@ import peers
 import reporting
 import roofline
 import runner
+from command import RequestError
+from jax.ad_checkpoint import checkpoint_name
 from shapes import Shape
 
 from mlstm_pallas import mlstm_chunkwise
@@ -55,6 +68,25 @@ PEAK_FLOPS = {"H200": 989e12}
 # loss differs by rounding alone. Adam's first updates have the size of the learning rate whatever
 # the gradient's size is, so the losses of later steps also differ by updates of noise.
 FIRST_TOLERANCE, LATER_TOLERANCE, GRADIENT_NORM_TOLERANCE = 1e-3, 1e-2, 2e-2
+
+
+class Recipe(NamedTuple):
+    """How a step is written: each field changes a few lines of Network, which a model can have.
+
+    keep: names of results that the backward pass takes from the forward pass; it computes the
+      others again from the input of their block.
+    loss_parts: parts of the tokens whose logits are in memory one after the other, which give their
+      gradients in the forward pass; 1 for all at once.
+    scan: the blocks are one scan, whose results are stacked, and not one after the other in the
+      program.
+    cast_once: the matrices become bfloat16 before the blocks and not in each of them.
+    """
+
+    keep: tuple[str, ...] = ()
+    loss_parts: int = 1
+    scan: bool = True
+    cast_once: bool = False
+
 
 MLSTM = Callable[..., jax.Array]  # q, k, v, i, f as (B, S, NH, ...) -> h (B, S, NH, DHV)
 
@@ -82,7 +114,8 @@ class Model:
         """The number of parameters, and of those in matrix products."""
         params = jax.eval_shape(lambda: initial_state(self)).params
         sizes = [(path[-1].key, x.size) for path, x in jax.tree.leaves_with_path(params)]
-        return sum(x for _, x in sizes), sum(x for name, x in sizes if name == "kernel")
+        of_products = sum(x for name, x in sizes if name in ("kernel", "unembedding"))
+        return sum(x for _, x in sizes), of_products
 
     def flops(self, batch, sequence):
         """FLOPs of a training step."""
@@ -97,10 +130,31 @@ MODELS = {
 }
 
 
+OF_MLSTM = "mlstm_h", "mlstm_n", "mlstm_m", "mlstm_z"
+# Of these the backward pass needs nothing but the elementwise parts of a block.
+PRODUCTS = (*OF_MLSTM, "query", "key", "value", "input_gate", "forget_gate", "output_gate")
+PRODUCTS += "residual", "gate", "up"
+WITHOUT_UP = tuple(x for x in PRODUCTS if x != "up")
+
+RECIPES = {
+    "inputs": Recipe(),
+    "inputs_in_parts": Recipe(loss_parts=8, cast_once=True),
+    "products": Recipe(PRODUCTS, 8, cast_once=True),
+    "products_unrolled": Recipe(PRODUCTS, 8, scan=False, cast_once=True),
+    "without_up_unrolled": Recipe(WITHOUT_UP, 8, scan=False, cast_once=True),
+}
+
+
 # ---------------------------------------------------------------- the model
 
 dense = functools.partial(nn.Dense, use_bias=False, dtype=DTYPE)
 norm = functools.partial(nn.RMSNorm, dtype=DTYPE)
+
+
+def product(width, name, **options):
+    """A projection whose result has the name of its parameters, for a policy of jax.checkpoint."""
+    layer = dense(width, name=name, **options)
+    return lambda x: checkpoint_name(layer(x), name)
 
 
 def residual_dense(model):
@@ -129,11 +183,11 @@ class MLSTMLayer(nn.Module):
         model = self.model
 
         def heads(width, name):
-            return dense(width, name=name)(x).reshape(*x.shape[:2], model.heads, -1)
+            return product(width, name)(x).reshape(*x.shape[:2], model.heads, -1)
 
         def gate(bias, name):
             options = dict(use_bias=True, bias_init=bias, kernel_init=nn.initializers.normal(0.02))
-            return capped(dense(model.heads, name=name, **options)(x), GATE_CAP)
+            return capped(product(model.heads, name, **options)(x), GATE_CAP)
 
         q, k = heads(model.qk_width, "query"), heads(model.qk_width, "key")
         v = heads(model.width, "value")
@@ -143,7 +197,7 @@ class MLSTMLayer(nn.Module):
         h = self.mlstm(q, k, v, i, gate(forget_bias, "forget_gate"))
         # One mean per head, one scale per channel.
         h = norm(reduction_axes=-1, feature_axes=(-2, -1), name="head_norm")(h).reshape(x.shape)
-        return residual_dense(model)(h * nn.sigmoid(dense(model.width, name="output_gate")(x)))
+        return residual_dense(model)(h * nn.sigmoid(product(model.width, "output_gate")(x)))
 
 
 class GatedMLP(nn.Module):
@@ -152,7 +206,7 @@ class GatedMLP(nn.Module):
     @nn.compact
     def __call__(self, x):
         """x (B, S, width) -> the same."""
-        gate, up = dense(self.model.mlp_width), dense(self.model.mlp_width)
+        gate, up = (product(self.model.mlp_width, name) for name in ("gate", "up"))
         return residual_dense(self.model)(nn.silu(gate(x)) * up(x))
 
 
@@ -162,34 +216,105 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        """x (B, S, width) -> the same, as a carry of the scan."""
+        """x (B, S, width) -> the same."""
         x = x + MLSTMLayer(self.model, self.mlstm)(norm()(x))
-        return x + GatedMLP(self.model)(norm()(x)), None
+        x = checkpoint_name(x, "residual")
+        return x + GatedMLP(self.model)(norm()(x))
 
 
-class LanguageModel(nn.Module):
+class Network(NamedTuple):
+    """A language model of a recipe; the parameters of its blocks are one tree, or one each."""
+
     model: Model
     mlstm: MLSTM
+    recipe: Recipe
 
-    @nn.compact
-    def __call__(self, tokens):
-        """tokens (B, S) -> float32 logits (B, S, vocabulary)."""
-        options = dict(embedding_init=nn.initializers.normal(0.02), dtype=DTYPE)
-        x = nn.Embed(self.model.vocabulary, self.model.width, **options)(tokens)
+    def blocks(self, params, x):
+        """x (B, S, width) -> the same, through all blocks."""
+        policy = jax.checkpoint_policies.save_only_these_names(*self.recipe.keep)
+        block = Block(self.model, self.mlstm)
+
         # In a scan the compiler cannot merge what is computed again with what was computed before.
-        block = nn.remat(Block, prevent_cse=False)
-        axes = dict(variable_axes={"params": 0}, split_rngs={"params": True})
-        blocks = nn.scan(block, length=self.model.layers, **axes)
-        x, _ = blocks(self.model, self.mlstm, name="blocks")(x)
-        return capped(dense(self.model.vocabulary, name="unembedding")(norm()(x)), LOGIT_CAP)
+        @functools.partial(jax.checkpoint, policy=policy, prevent_cse=not self.recipe.scan)
+        def of_block(params, x):
+            return block.apply({"params": params}, x)
+
+        if self.recipe.scan:
+            return jax.lax.scan(lambda x, y: (of_block(y, x), None), x, params)[0]
+        for of_one in params:
+            x = of_block(of_one, x)
+        return x
+
+    def loss(self, params, tokens):
+        """Mean nats of every token (B, S + 1) but the first, given those before it."""
+
+        def cast(path, x):
+            matrix = self.recipe.cast_once and path[-1].key == "kernel"
+            return x.astype(DTYPE) if matrix else x
+
+        blocks = jax.tree.map_with_path(cast, params["blocks"])
+        x = self.blocks(blocks, params["embedding"].astype(DTYPE)[tokens[:, :-1]])
+        head, targets = (params["norm"], params["unembedding"]), tokens[:, 1:]
+        if self.recipe.loss_parts == 1:
+            logits = capped(raw_logits(head, x), LOGIT_CAP)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+        shape = self.recipe.loss_parts, -1
+        x, targets = x.reshape(*shape, x.shape[-1]), targets.reshape(shape)
+        return nats_in_parts(head, x, targets) / targets.size
+
+
+def raw_logits(head, x):
+    """x (..., width) -> bfloat16 logits (..., vocabulary) that are not capped."""
+    scale, unembedding = head
+    return norm().apply({"params": {"scale": scale}}, x) @ unembedding.astype(DTYPE)
+
+
+@jax.checkpoint
+def nats(logits, targets):
+    """The sum over targets (T,) of raw logits (T, vocabulary): one pass over them.
+
+    The gradient is one more, because it needs the raw logits alone and has no scatter. The sum of
+    exponentials needs no maximum, because logits are capped.
+    """
+    logits = capped(logits, LOGIT_CAP)
+    is_target = jnp.arange(logits.shape[-1]) == targets[:, None]
+    of_targets = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+    return jnp.sum(jnp.log(jnp.sum(jnp.exp(logits), axis=-1)) - of_targets)
+
+
+@jax.custom_vjp
+def nats_in_parts(head, x, targets):
+    """The sum over parts (parts, ...): the logits of one part at a time are in memory, and the
+    forward pass computes the gradients, so that no part's logits are computed again."""
+    return sum_of_parts(head, x, targets)[0]
+
+
+def sum_of_parts(head, x, targets):
+    def nats_of_part(head, x, targets):
+        return nats(raw_logits(head, x), targets)
+
+    def add(total, part):
+        of_part, (of_head, of_x) = jax.value_and_grad(nats_of_part, (0, 1))(head, *part)
+        return jax.tree.map(jnp.add, total, (of_part, of_head)), of_x
+
+    zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), head))
+    (total, of_head), of_x = jax.lax.scan(add, zeros, (x, targets))
+    return total, (of_head, of_x)
+
+
+def scaled_gradients(gradients, cotangent):
+    return *jax.tree.map(lambda x: x * cotangent.astype(x.dtype), gradients), None
+
+
+nats_in_parts.defvjp(sum_of_parts, scaled_gradients)
 
 
 # ---------------------------------------------------------------- implementations of the mLSTM
 
 
-def ours(backend):
-    """The states of one block at a time are kept for the backward pass."""
-    options = dict(backend=backend, recompute_states_in_bw=False)
+def ours(backend, recipe):
+    """The states of one block at a time are kept for the backward pass, unless h of all is."""
+    options = dict(backend=backend, recompute_states_in_bw="mlstm_h" in recipe.keep)
     return functools.partial(mlstm_chunkwise, layout="BTNH", **options)
 
 
@@ -213,23 +338,27 @@ ADAMW = optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def initial_state(model):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def initial_state(model, scan=True):
     """The same for all implementations; a short sequence on backend "xla" tells the shapes."""
-    network = LanguageModel(model, ours("xla"))
-    params = network.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
+    key, *keys = jax.random.split(jax.random.key(0), 3)
+    block = Block(model, ours("xla", Recipe()))
+
+    def of_block(key):
+        return block.init(key, jnp.zeros((1, 8, model.width), DTYPE))["params"]
+
+    blocks = jax.vmap(of_block)(jax.random.split(key, model.layers))
+    if not scan:
+        blocks = tuple(jax.tree.map(operator.itemgetter(n), blocks) for n in range(model.layers))
+    table = nn.initializers.normal(0.02)(keys[0], (model.vocabulary, model.width))
+    head = nn.initializers.lecun_normal()(keys[1], table.shape[::-1])
+    params = dict(embedding=table, blocks=blocks, norm=jnp.ones(model.width), unembedding=head)
     return State(params, OPTIMIZER.init(params))
-
-
-def loss_of(network, params, tokens):
-    """Mean nats of every token (B, S + 1) but the first, given those before it."""
-    logits = network.apply(params, tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
 def train_step(network, state, tokens):
     """One update; the metrics are those before it."""
-    loss, gradients = jax.value_and_grad(loss_of, 1)(network, state.params, tokens)
+    loss, gradients = jax.value_and_grad(network.loss)(state.params, tokens)
     updates, optimizer = OPTIMIZER.update(gradients, state.optimizer, state.params)
     metrics = Metrics(loss, optax.tree.norm(gradients))
     return State(optax.apply_updates(state.params, updates), optimizer), metrics
@@ -238,12 +367,12 @@ def train_step(network, state, tokens):
 # ---------------------------------------------------------------- measuring
 
 
-def measure(row, mlstm, model, first, options):
+def measure(row, network, first, options):
     """Fills the row and compares it with the first one, {} if there is none."""
     B, _, S, *_ = row["shape"]
+    model, _, recipe = network
     tokens = jax.random.randint(jax.random.key(1), (B, S + 1), 0, model.vocabulary)
-    network = LanguageModel(model, mlstm)
-    state = jax.block_until_ready(initial_state(model))
+    state = jax.block_until_ready(initial_state(model, recipe.scan))
     start = time.perf_counter()
     step = jax.jit(functools.partial(train_step, network), donate_argnums=0)
     compiled = step.lower(state, tokens).compile()
@@ -298,10 +427,16 @@ def measured_rows(options):
     step = f"{batch * sequence:,} tokens and {flops:.3e} FLOP per step"
     print(f"{name}: {parameters:,} parameters, {step}", flush=True)
     first = {}
-    for impl in impls:
-        row = runner.new_row(options, name, shape, impl, **keys)
-        mlstm = PEERS.get(impl) or ours(impl)
-        yield runner.attempt(row, impl in BACKENDS, measure, mlstm, model, first, options)
+    for recipe_name, impl in itertools.product(options.recipe, impls):
+        recipe = RECIPES[recipe_name]
+        if (batch * sequence) % recipe.loss_parts:
+            tokens = f"{batch} x {sequence} tokens"
+            raise RequestError(
+                f"--recipe={recipe_name} has {recipe.loss_parts} parts, not {tokens}"
+            )
+        row = runner.new_row(options, name, shape, impl, recipe=recipe_name, **keys)
+        network = Network(model, PEERS.get(impl) or ours(impl, recipe), recipe)
+        yield runner.attempt(row, impl in BACKENDS, measure, network, first, options)
         first = first or (row if row["status"] == "ok" else {})
 
 
@@ -312,6 +447,7 @@ COLUMNS = reporting.columns(
     """
 model          name
 tokens         tokens
+recipe         recipe
 impl           impl
 ms             ms            .1f
 spread %       spread        .1%
@@ -331,6 +467,7 @@ def define_flags(define):
     warmup = "Steps that are not timed, the first call among them."
     default = "none: triton, mosaic_gpu and peers, without a GPU xla."
     define.names("impl", [], (*BACKENDS, *PEERS), f"implementation of the mLSTM; {default}")
+    define.names("recipe", ["inputs_in_parts"], RECIPES, "how the step is written; see above.")
     define.enum("model", None, list(MODELS), "None: 1.3b, without a GPU tiny.")
     define.integer("batch", None, "Sequences; none: 8, without a GPU 2.", lower_bound=1)
     define.integer("sequence", None, "Steps; none: 8192, without a GPU 64.", lower_bound=1)

@@ -1,13 +1,16 @@
 """The benchmark of a language model: parameters, FLOPs, comparison, records."""
 
+import functools
 import math
 from unittest import mock
 
 import benchmark_runs
 import jax
+import jax.numpy as jnp
 import pytest
 import xlstm_lm_benchmark as benchmark
 from benchmark_runs import quick_mlstm
+from oracle import slow
 from shapes import Shape
 from xlstm_lm_benchmark import MODELS
 
@@ -20,7 +23,7 @@ def test_measures_a_model_refuses_a_peer_that_differs_and_skips_one_that_is_not_
     monkeypatch.setattr(benchmark.peers, "jax_versions", lambda _: {})
     monkeypatch.setitem(benchmark.PEERS, "mlstm_kernels_limit_chunk", other)
     monkeypatch.setitem(benchmark.PEERS, "absent", benchmark_runs.missing)
-    request = "--batch=1", "--sequence=16", "--warmup=1", "--steps=2"
+    request = "--batch=1", "--sequence=16", "--warmup=1", "--steps=2", "--recipe=inputs"
     impls = "--impl=xla,mlstm_kernels_limit_chunk,absent"
     code, (ours, wrong, skipped) = benchmark_runs.measured(benchmark, *request, impls)
     assert code == 1
@@ -48,12 +51,44 @@ def test_figures_of_a_training_step(monkeypatch):
         device.now += 5.0
         return mock.Mock(side_effect=step, memory_analysis=lambda: mock.Mock(**memory))
 
-    monkeypatch.setattr(benchmark, "initial_state", lambda _: "state")
+    monkeypatch.setattr(benchmark, "initial_state", lambda *_: "state")
     lowered = mock.Mock(compile=compiled)
     monkeypatch.setattr(jax, "jit", lambda *_, **__: mock.Mock(lower=lambda *_: lowered))
     row = dict(impl="xla", device="NVIDIA H200", shape=Shape(2, 4, 16, 8, 8), flops=6e12)
     options = mock.Mock(warmup=1, steps=3)
-    benchmark.measure(row, None, MODELS["tiny"], {}, options)
+    benchmark.measure(row, benchmark.Network(MODELS["tiny"], None, benchmark.Recipe()), {}, options)
     figures = dict(first_call_s=14.0, ms=3e3, spread=5 / 3, tokens_per_s=32 / 3, peak_mib=11)
     benchmark_runs.assert_row(row, **figures, mfu_pct=200 / 989, measured_pct=200 / 790)
     assert (row["losses"], row["gradient_norms"]) == ([4.0, 3.5, 3.0, 2.5], [0.5] * 4)
+
+
+def recipe_step(name, monkeypatch):
+    """Loss and gradients of a recipe in float32; those of its blocks are stacked."""
+    monkeypatch.setattr(benchmark, "DTYPE", "float32")
+    for layer in (benchmark.dense, benchmark.norm):
+        monkeypatch.setitem(layer.keywords, "dtype", "float32")
+    benchmark.initial_state.clear_cache()
+    recipe = benchmark.RECIPES[name]
+    recipe = recipe._replace(loss_parts=min(recipe.loss_parts, 3))
+    mlstm = functools.partial(quick_mlstm, layout="BTNH")
+    network = benchmark.Network(MODELS["tiny"], mlstm, recipe)
+    params = benchmark.initial_state(MODELS["tiny"], recipe.scan).params
+    tokens = jax.random.randint(jax.random.key(2), (2, 13), 0, MODELS["tiny"].vocabulary)
+    loss, gradients = jax.jit(jax.value_and_grad(network.loss))(params, tokens)
+    if not recipe.scan:
+        gradients["blocks"] = jax.tree.map(lambda *x: jnp.stack(x), *gradients["blocks"])
+    return loss, gradients
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "products_unrolled",
+        *(slow(x) for x in ("inputs_in_parts", "products", "without_up_unrolled")),
+    ],
+)
+def test_a_recipe_has_the_gradients_of_the_first(monkeypatch, name):
+    """In float32: sums in other orders, of up to some thousands of terms."""
+    pair = (recipe_step(x, monkeypatch) for x in (name, "inputs"))
+    for x, y in zip(*map(jax.tree.leaves, pair), strict=True):
+        assert jnp.linalg.norm(x - y) <= 1e-5 * jnp.linalg.norm(y)
