@@ -132,7 +132,7 @@ MODELS = {
 
 OF_MLSTM = "mlstm_h", "mlstm_n", "mlstm_m", "mlstm_z"
 # Of these the backward pass needs nothing but the elementwise parts of a block.
-PRODUCTS = (*OF_MLSTM, "query", "key", "value", "input_gate", "forget_gate", "output_gate")
+PRODUCTS = (*OF_MLSTM, "query", "key", "value", "gates", "output_gate")
 PRODUCTS += "residual", "gate", "up"
 WITHOUT_UP = tuple(x for x in PRODUCTS if x != "up")
 
@@ -168,9 +168,16 @@ def capped(x, cap):
     return cap * jnp.tanh(x.astype(jnp.float32) / cap)
 
 
-def forget_bias(key, shape, dtype):
-    """From short to long memory."""
-    return jnp.linspace(3.0, 6.0, *shape, dtype=dtype)
+def gate_biases(key, shape, dtype):
+    """Of the input gates and then the forget gates of all heads.
+
+    Input gates are almost closed, as trainings of xLSTM start. With open ones n . q may cancel, and
+    a few such steps make up most of a gradient norm. Forget gates go from short to long memory.
+    """
+    heads = shape[0] // 2
+    return jnp.concatenate(
+        [jnp.full(heads, -10.0, dtype), jnp.linspace(3.0, 6.0, heads, dtype=dtype)]
+    )
 
 
 class MLSTMLayer(nn.Module):
@@ -185,16 +192,11 @@ class MLSTMLayer(nn.Module):
         def heads(width, name):
             return product(width, name)(x).reshape(*x.shape[:2], model.heads, -1)
 
-        def gate(bias, name):
-            options = dict(use_bias=True, bias_init=bias, kernel_init=nn.initializers.normal(0.02))
-            return capped(product(model.heads, name, **options)(x), GATE_CAP)
-
         q, k = heads(model.qk_width, "query"), heads(model.qk_width, "key")
         v = heads(model.width, "value")
-        # Almost closed, as trainings of xLSTM start. With open input gates n . q may cancel, and a
-        # few such steps make up most of a gradient norm.
-        i = gate(nn.initializers.constant(-10.0), "input_gate")
-        h = self.mlstm(q, k, v, i, gate(forget_bias, "forget_gate"))
+        options = dict(bias_init=gate_biases, kernel_init=nn.initializers.normal(0.02))
+        gates = product(2 * model.heads, "gates", use_bias=True, **options)(x)
+        h = self.mlstm(q, k, v, *jnp.split(capped(gates, GATE_CAP), 2, axis=-1))
         # One mean per head, one scale per channel.
         h = norm(reduction_axes=-1, feature_axes=(-2, -1), name="head_norm")(h).reshape(x.shape)
         return residual_dense(model)(h * nn.sigmoid(product(model.width, "output_gate")(x)))
