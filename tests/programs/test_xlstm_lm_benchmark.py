@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 import xlstm_lm_benchmark as benchmark
 from benchmark_runs import quick_mlstm
-from oracle import slow
 from shapes import Shape
 from xlstm_lm_benchmark import MODELS
 
@@ -23,9 +22,9 @@ def test_measures_a_model_refuses_a_peer_that_differs_and_skips_one_that_is_not_
     monkeypatch.setattr(benchmark.peers, "jax_versions", lambda _: {})
     monkeypatch.setitem(benchmark.PEERS, "mlstm_kernels_limit_chunk", other)
     monkeypatch.setitem(benchmark.PEERS, "absent", benchmark_runs.missing)
-    request = "--batch=1", "--sequence=16", "--warmup=1", "--steps=2", "--recipe=inputs"
-    impls = "--impl=xla,mlstm_kernels_limit_chunk,absent"
-    code, (ours, wrong, skipped) = benchmark_runs.measured(benchmark, *request, impls)
+    request = "--batch=1", "--sequence=16", "--warmup=1", "--steps=2"
+    impls = "--impl=xla,mlstm_kernels_limit_chunk,absent", "--recipe=products_unrolled"
+    code, (ours, wrong, skipped) = benchmark_runs.measured(benchmark, *request, *impls)
     assert code == 1
     assert (ours["status"], ours["error"]) == ("ok", 0.0)
     assert ours["tokens_per_s"] == pytest.approx(16 / ours["ms"] * 1e3)
@@ -80,13 +79,8 @@ def recipe_step(name, monkeypatch):
     return loss, gradients
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "products_unrolled",
-        *(slow(x) for x in ("inputs_in_parts", "products", "without_up_unrolled")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*benchmark.RECIPES][1:])
 def test_a_recipe_has_the_gradients_of_the_first(monkeypatch, name):
     """In float32: sums in other orders, of up to some thousands of terms."""
     pair = (recipe_step(x, monkeypatch) for x in (name, "inputs"))
