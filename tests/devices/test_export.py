@@ -209,9 +209,7 @@ OR_XLA = 'expected a constant, or backend "xla", which takes'
 def test_a_symbolic_dimension_is_refused_by_name(dim, backend, platform, message):
     sizes = dict(B=1, NH=2, S=64, DHQK=16, DHV=16) | {dim: jax.export.symbolic_shape(dim)[0]}
     with use_backend(backend), pytest.raises(ValueError, match=message):
-        export(
-            mlstm_chunkwise, *call_shapes(**sizes), platform=platform, device_kind="NVIDIA H200"
-        )
+        export(mlstm_chunkwise, *call_shapes(**sizes), platform=platform, device_kind="NVIDIA H200")
 
 
 @pytest.mark.gpu
