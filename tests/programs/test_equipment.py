@@ -6,11 +6,14 @@ import ast
 import functools
 import inspect
 import itertools
+import math
 import os
 import subprocess
 import sys
 import traceback
+from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import arguments
@@ -20,6 +23,7 @@ import conftest
 import jax
 import jax.numpy as jnp
 import mesh_calls
+import mosaic_gpu_cases
 import numpy as np
 import oracle
 import pytest
@@ -231,6 +235,18 @@ def check_small_row(change):
         stage_calls.check_small_row("step_sums", SIZES, {}, INTERPRET)
 
 
+def check_case(result=None, on_mosaic_gpu=mosaic_gpu_cases.ALL, **plan):
+    """That of mosaic_gpu_cases, of a call with this plan."""
+    stages = mosaic_gpu_cases.ALL - {"parallel_bw_dP"}
+    of_call = dict(chunk_size=128, fused=True, num_splits=1, launches=[*map(Launch, stages)]) | plan
+    of_case = dict(
+        planned=mock.Mock(return_value=(SimpleNamespace(**of_call), on_mosaic_gpu)),
+        check_call=mock.Mock(side_effect=result),
+    )
+    with mock.patch.multiple(mosaic_gpu_cases, **of_case):
+        mosaic_gpu_cases.check_case("one_block_of_rows_stored_float16", "mosaic_gpu")
+
+
 def launch_of(dtype, lowering=stage_calls.Lowering.MOSAIC_GPU):
     p = stage_calls.Problem(1, 1, 256, 64, 64, 64, 1.0)
     return stage_calls.launch_of("recurrent_fw_C", p, dtype, lowering)
@@ -272,6 +288,9 @@ def check_arguments(function):
 
 def a_step(eps):
     mlstm_recurrent_step(*TOKEN, eps=eps, backend="xla")
+
+
+Launch = namedtuple("Launch", "stage")
 
 
 def row(function, right, wrong, **options):
@@ -347,6 +366,11 @@ ROWS = [
     row(outputs, None, ["", (X, X), (X,), lambda *_: 0]),
     row(check_small_row, [times(1)], [times(1.001)]),
     row(check_small_row, None, [lambda x: x.astype("bfloat16")]),
+    row(check_case, [], [AssertionError()]),
+    row(check_case, None, [None, {"chunk_gates"}]),
+    row(check_case, None, [], chunk_size=64),
+    row(check_case, None, [], fused=False),
+    row(check_case, None, [], num_splits=2),
     row(on_mesh, [P("x")], [P()]),
     row(on_mesh, None, [P("x"), {"all-reduce": 1}]),
     row(timed, [lambda x: jax.block_until_ready(x)], [id]),
@@ -374,7 +398,7 @@ GROUPS = groups()
 # Functions that those of rows call.
 INSIDE = {"check_small_row": ["check_drawn", "check_stage"], "on_mesh": ["compiled_for"]}
 REFUSALS = AssertionError, TypeError, ValueError, pytest.fail.Exception
-MODULES = arguments, benchmark_runs, call_checks, mesh_calls, oracle, stage_calls
+MODULES = arguments, benchmark_runs, call_checks, mesh_calls, mosaic_gpu_cases, oracle, stage_calls
 
 
 def is_check(node):
@@ -416,3 +440,26 @@ def test_a_check_accepts_what_is_right_and_refuses_what_is_wrong(name):
 
 def test_each_function_that_checks_has_rows():
     assert checks().keys() <= {*GROUPS}.union(*INSIDE.values())
+
+
+def test_bounds_by_hand():
+    bounds = {
+        oracle.tolerance("bfloat16", 64): math.sqrt(4 / 3) * 2.0**-8 + 8 * 2.0**-24,
+        oracle.tolerance("float16", 4): math.sqrt(4 / 3) * 2.0**-11 + 2 * 2.0**-24,
+        oracle.tolerance("float32", 64): (math.sqrt(4 / 3) + 8) * 2.0**-24,
+        oracle.tolerance("float64", 64): (math.sqrt(4 / 3) + 8) * 2.0**-53,
+        call_checks.backward_bound("float32", 16): (math.sqrt(16 / 3) + 4 * 4) * 2.0**-24,
+        call_checks.backward_bound("bfloat16", 16): math.sqrt(16 / 3) * 2.0**-8 + 16 * 2.0**-24,
+        call_checks.spacing_of(X, -5 * X, INFINITE, NAN): 2.0**-20,  # of numbers from 8 to 16
+    }
+    assert [*bounds] == pytest.approx([*bounds.values()], rel=1e-12)
+
+
+def test_the_error_of_dm_is_relative_to_its_terms():
+    states = dict(c_initial=np.ones((1, 1, 1, 1)), n_initial=np.ones((1, 1, 1)))
+    wanted = {name: size * x for (name, x), size in zip(states.items(), (3, -4), strict=True)}
+    for dm, expected in (0.07, 0.01), (14.0, 1.0):
+        desired = wanted | dict(m_initial=np.full((1, 1), dm))
+        result = [X], desired | dict(m_initial=np.full((1, 1), 2 * dm))
+        _, errors = oracle.errors_of(states, result, ([X], desired))
+        assert errors == pytest.approx(dict(c_initial=0, n_initial=0, m_initial=expected))

@@ -233,7 +233,9 @@ def steps_copied(start, *, columns=2 * R, pieces=None, size=16, out=False):
             of_tile = mock.patch.object(copies.Steps, "pieces", return_value=pieces)
             stack.enter_context(of_tile)
         y = launch(kernel, "steps_copied", x, y=(x.shape, x.dtype), **scratch)
-    assert np.all(y[0, start if out else 0 :][: min(size, 100 - start)] == 1)
+    copied = min(size, 100 - start)
+    assert np.all(y[0, start if out else 0 :][:copied] == 1)
+    assert np.sum(y == 1) == copied * columns
 
 
 HAS_IT = ", which it has itself, expected release before"
