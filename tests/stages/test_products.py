@@ -266,6 +266,8 @@ IN_TURN = [
     ("store1 add1 store_other0", "store1 add1 store_other1", SHARED),
     (f"{AGAIN} copy_other0 acquire0 release0 wait_empty0", "store0 add0 copy_other0", SHARED),
     ("store0 add0 wait0 sum0", "store0 add0 sum0", SHARED),
+    # Another copy than the one that is waited for, on another thread of the interpreter.
+    (f"{BOTH} wait0 release0 release1", "copy0 copy1 acquire1 add0 wait0 release0", RACE),
     # A single barrier guards all slots.
     ("copy1 acquire0 add1 wait0 release0", "copy1 acquire0 add1 release0", RELEASED),
 ]
