@@ -356,6 +356,7 @@ ROWS = [
         for x in (0, "i")
     ),
     row(check_middle_head, [times(2)], [beside_others]),
+    *(row(check_middle_head, None, [lambda x, n=n: x + x[:, n : n + 1]]) for n in (0, 2)),
     row(check_middle_head, None, [lambda x: np.where([[[0], [1], [1]]], x, np.inf)]),
     row(check_middle_head, None, [lambda x: x + next(COUNT) // 2]),
     row(check_neighbours, [times(2)], [beside_others]),
@@ -463,3 +464,14 @@ def test_the_error_of_dm_is_relative_to_its_terms():
         result = [X], desired | dict(m_initial=np.full((1, 1), 2 * dm))
         _, errors = oracle.errors_of(states, result, ([X], desired))
         assert errors == pytest.approx(dict(c_initial=0, n_initial=0, m_initial=expected))
+
+
+def test_what_is_beyond_a_length_is_garbage():
+    """NaN in gates, and elsewhere what no result can hide."""
+    x = dict.fromkeys((*"qkvif", "m_initial"), X)
+    garbage, cotangents = call_checks.with_garbage(TWO, x, [X, X])
+    garbage["dh"], garbage["dc"] = cotangents
+    for name, y in garbage.items():
+        assert np.array_equal(y[..., :2], X[..., :2])
+        last = y[0, 0, 2]
+        assert np.isnan(last) if name in "if" else (last > 1e5) == (name in "qkvdh"), name
