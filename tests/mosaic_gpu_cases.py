@@ -125,7 +125,9 @@ CASES = {
     "states_BTNH": case(**GATES, **BTNH),
     "heads": case(shape=(2, 2, 256, 256, 256), **BTNH),
     "float16": case(dtype="float16"),
-    "lengths_of_one_block": case(shape=(2, 1, 256, 64, 128), lengths=np.array([200, 0])),
+    "reverse_lengths_of_one_block": case(
+        shape=(2, 1, 256, 64, 128), lengths=np.array([200, 0]), reverse=True
+    ),
     "padded": case(shape=(1, 1, 201, 250, 200), **BTNH),
     "resets": case(recipe=dict(resets=True)),
     # A CTA makes all gradients of a chunk, to which dn comes from the next one. r dh falls below
@@ -147,8 +149,8 @@ CASES = {
     "heads_of_160_and_320": case(shape=(1, 1, 131, 160, 320), **BTNH),
 }
 
-# With "states_BTNH", "one_block_of_rows_stored_float16" and "lengths_of_one_block" each pair of
-# features comes once: schedule, in one split or in two; layout; stored states; direction;
+# With "states_BTNH", "one_block_of_rows_stored_float16" and "reverse_lengths_of_one_block" each
+# pair of features comes once: schedule, in one split or in two; layout; stored states; direction;
 # lengths; segments; initial states; gate, with normalisation; and heads, with the schedule and with
 # the splits. Heads are of three kinds, by the kernels of their gradients: a CTA makes a chunk;
 # there are more rows, or longer chunks; tiles reach beyond the heads. A GPU has CASES and these,

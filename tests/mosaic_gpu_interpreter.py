@@ -213,7 +213,7 @@ class Interpreter:
 
     def wait(self, pending: int) -> None:
         def end(wg: _Warpgroup, _) -> None:
-            del wg.running[: max(len(wg.running) - pending, 0)]
+            del wg.running[: -pending or None]
 
         self._call(end)
 
@@ -256,16 +256,13 @@ class Interpreter:
     def copy_in(self, source, tile, barrier) -> None:
         self.guard(barrier, tile)
         self._overwrite(tile)
-        if hasattr(source, "pieces"):
-            source = self._in_pieces(source, tile, source.pieces(tile), loads=True)
+        source = self._all_steps(source, tile)
         self._check_copy(tile, source)
         plgpu.copy_gmem_to_smem(source, tile, barrier)
 
     def copy_out(self, tile, destination, where=None, size=None) -> None:
         rows = tile.shape[0]
-        if hasattr(destination, "pieces"):
-            pieces = destination.pieces(tile, size)
-            destination = self._in_pieces(destination, tile, pieces, loads=False)
+        destination = self._all_steps(destination, tile, size)
         self._check_copy(tile, destination, where)
         copy, whole = plgpu.copy_smem_to_gmem, where is None or where
         if size is not None:
@@ -275,19 +272,21 @@ class Interpreter:
             whole &= size == rows
         pl.when(whole)(lambda: copy(tile, destination))
 
-    def _in_pieces(self, steps, tile, pieces, *, loads: bool):
-        """The reference to steps that are copied at once, if pieces is 0, or one by one."""
+    def _all_steps(self, steps, tile, size=None):
+        """The reference to steps that are copied at once or in pieces, after a check."""
+        if not hasattr(steps, "pieces"):
+            return steps
         (start, S), rows, piece_rows = steps.start_and_count, tile.shape[0], steps.piece_rows(tile)
 
         def check(wg: _Warpgroup, values) -> None:
-            pieces, start = map(int, values)
-            whole = start % 8 == 0 and start + rows <= S // 8 * 8
-            if not pieces and not (whole or piece_rows == 1):
+            start, pieces, size = map(int, values)
+            in_groups = start % 8 == 0 and start + rows <= S // 8 * 8
+            if not (pieces or piece_rows == 1 or in_groups):
                 self._refuse(wg, f"copies {rows} of {S} steps from {start} on at once", "pieces")
-            if pieces and loads and pieces * piece_rows != rows:
-                self._refuse(wg, f"copies {pieces} pieces of {piece_rows} steps", f"{rows} steps")
+            if (copied := pieces * piece_rows or rows) != size:
+                self._refuse(wg, f"copies {copied} steps", f"{size} steps")
 
-        self._call(check, (pieces, start))
+        self._call(check, (start, steps.pieces(tile, size), rows if size is None else size))
         return steps.reference
 
     def _check_copy(self, tile, array, where=None) -> None:
@@ -304,19 +303,24 @@ class Interpreter:
         kept = {x for x, count in enumerate(blocks) if count > 1 or shape[x] > tiles.get(x, 1)}
         squeezed = len(kept - {*axes})  # becomes one axis if there are more than five
         rank = len(kept) + len(tiles) - max(squeezed - 1, 0)
-        if rank > 5 or max(*blocks, *atom) > 256 or any(strides % 16):
-            raise ValueError(
-                f"{self.kernel} copies {tile.shape} of {shape} in blocks of {atom}, expected up "
-                "to five axes, up to 256 blocks along each, and strides of whole 16 bytes"
-            )
+
+        def expect(is_met: bool, limit: str) -> None:
+            if not is_met:
+                what = f"{self.kernel} copies {tile.shape} of {shape} in blocks of {atom}"
+                raise ValueError(f"{what}, expected {limit}")
+
+        expect(rank <= 5, "five axes or fewer")
+        expect(max(blocks) <= 256, "256 blocks or fewer along each axis")
+        expect(max(atom, default=1) <= 256, "blocks of 256 elements or fewer along each axis")
+        expect(not any(strides % 16), "strides of whole 16 bytes")
         one = [x for x, count in enumerate(blocks) if count == 1]
 
         def check(wg: _Warpgroup, values) -> None:
             offsets, where = values
             for axis, start in zip(one, map(int, offsets), strict=True):
-                if where and not 0 <= start < shape[axis]:
-                    what = f"copies a block at {start} of an axis of {shape[axis]}"
-                    self._refuse(wg, what, "it within")
+                size = shape[axis]
+                if where and not 0 <= start < size:
+                    self._refuse(wg, f"copies a block at {start} of an axis of {size}", "it within")
 
         self._call(check, ([region[x][0] for x in one], where is None or where))
 
@@ -394,9 +398,8 @@ class Interpreter:
 
         def check(wg: _Warpgroup, slot: Region) -> None:
             if (barrier := _indexed(name, slot)) in wg.acquired:
-                waits = f"waits for {barrier}, which it has itself"
-                what = f"acquires {barrier} again" if acquires else waits
-                self._refuse(wg, what, "release before")
+                does = "acquires" if acquires else "waits for"
+                self._refuse(wg, f"{does} {barrier}, which it has itself", "release before")
             if acquires:
                 wg.acquired.append(barrier)
 

@@ -138,7 +138,7 @@ CALLS = [
             triton_recurrent_fw_C=dict(num_splits=8),
         ),
     ),
-    Call.of(plan_lines, (2, 4, 1001, 256, 512), "NVIDIA H200", num_segments=13),
+    Call.of(plan_lines, (1, 8, 1001, 128, 256), "NVIDIA H200", num_segments=40),
     Call.of(
         plan_lines, (2, 4, 1001, 256, 512), "NVIDIA H200", num_segments=13, backend="mosaic_gpu"
     ),
@@ -394,7 +394,7 @@ CALLS = [
     Call.of(plan_lines, (256, 4, 196, 96, 96), "NVIDIA H200", backend="mosaic_gpu"),
     Call.of(
         plan_lines,
-        (256, 4, 196, 96, 96),
+        (256, 4, 196, 96, 128),
         "NVIDIA H100 80GB HBM3",
         backend="mosaic_gpu",
         config=KernelConfig(fused=False),

@@ -48,7 +48,7 @@ from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, us
 from mlstm_pallas.export import CUSTOM_CALL_TARGET
 from mlstm_pallas.xlstm_jax import triton_stablef
 
-QUICK = "states_BTNH", "one_block_of_rows_stored_float16", "lengths_of_one_block"
+QUICK = "states_BTNH", "one_block_of_rows_stored_float16", "reverse_lengths_of_one_block"
 # Interpreted, each feature comes once. Each pair, and the states of packed prompts, come on a GPU;
 # test_mosaic_gpu_stages.py has the stages of all rows.
 SLOW = (

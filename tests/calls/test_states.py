@@ -6,11 +6,22 @@ import functools
 import inspect
 from typing import Any, NamedTuple
 
+import compile_report
 import jax
 import numpy as np
 import pytest
 from numpy_evaluator import in_numpy
-from oracle import NAMES, OUTPUTS, assert_close, compare, error, random_inputs, swapped, tolerance
+from oracle import (
+    NAMES,
+    OUTPUTS,
+    assert_close,
+    call_shapes,
+    compare,
+    error,
+    random_inputs,
+    swapped,
+    tolerance,
+)
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_chunkwise_states
 
@@ -118,3 +129,14 @@ def test_backend_and_config_are_those_of_the_call():
     assert "pallas_call" not in jaxpr()
     assert "pallas_call" in jaxpr(backend="interpret")
     assert jaxpr(config=KernelConfig(batch_invariant=True)) != jaxpr()
+
+
+def test_the_fused_scan_stores_no_other_states():
+    """Its chunks and those of the config are shorter."""
+    config = KernelConfig(chunk_size=16, fused=True, triton_recurrent_fw_H=dict(siz_b_L=16))
+    options = dict(every=64, layout="BNTH", backend="interpret", config=config)
+    run = functools.partial(mlstm_chunkwise_states, **options)
+    traced = jax.make_jaxpr(run)(*call_shapes(1, 2, 256, 16, 32))
+    kernels = compile_report.equations(traced.jaxpr, "pallas_call")
+    [scan] = (x for x in kernels if x.params["name"] == "recurrent_fw_H")
+    assert scan.outvars[-1].aval.shape == (2, 256 // 64, 16, 32)

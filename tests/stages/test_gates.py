@@ -35,11 +35,12 @@ def assert_decays(result, expected, rounding):
 
 
 def by_definition(i, f, m_initial, segment_starts, L, input_gate):
-    """Stabilisers, decays and chunk-boundary states of one head by the recurrence, in float64."""
+    """Stabilisers, decays, flags and chunk-boundary states of one head by the recurrence, in
+    float64."""
     fbar, i = -np.logaddexp(0.0, -np.asarray(f, "float64")), np.asarray(i, "float64")
     i = -np.logaddexp(0.0, -i) if input_gate is InputGate.SIGMOID else i
     m, S = float(m_initial), len(i)
-    m_t, w, D = np.zeros(S), np.zeros(S), np.zeros((S, L))
+    m_t, w, D, flags = np.zeros(S), np.zeros(S), np.zeros((S, L)), np.zeros(S, int)
     for s in range(S):
         t = s % L
         if t == 0:
@@ -51,20 +52,28 @@ def by_definition(i, f, m_initial, segment_starts, L, input_gate):
         logs[:t] += fbar[s]
         logs[t] = i[s]
         carried += fbar[s]
+        decayed = fbar[s] + m
         if input_gate is InputGate.EXP:
-            m = max(fbar[s] + m, i[s])
+            m = max(decayed, i[s])
+        # The former m where nothing is stored, too.
+        goes_on, is_first = decayed >= i[s] and fbar[s] > -np.inf, segment_starts[s]
+        nonzero = decayed > -np.inf and decayed - m > gates.LEAST_EXPONENT["float32"]
+        bits = gates.M_FROM_PREVIOUS, gates.M_GRAD_FLOWS, gates.DECAY_NONZERO
+        flags[s] = np.dot(bits, (goes_on, goes_on and not is_first, nonzero and not is_first))
         m_t[s] = m
         if m > -np.inf:
             w[s] = np.exp(carried - m)
             D[s, : t + 1] = np.exp(logs[: t + 1] - m)
     last = slice(L - 1, None, L)  # of each chunk
-    return m_t, w, D, np.append(m_initial, m_t[last]), w[last], D[last].ravel()
+    return m_t, w, D, flags, np.append(m_initial, m_t[last]), w[last], D[last].ravel()
 
 
 FORMS = (Lowering.XLA, Lowering.INTERPRET)
 
 
-@functools.partial(jax.jit, static_argnames=("L", "form", "input_gate", "reverse"))
+@functools.partial(
+    jax.jit, static_argnames=("L", "form", "input_gate", "reverse", "only_boundaries")
+)
 def gates_of(
     i,
     f,
@@ -76,6 +85,7 @@ def gates_of(
     form,
     input_gate=InputGate.EXP,
     reverse=False,
+    only_boundaries=False,
 ):
     """chunk_gates of (heads, S), in time."""
     p = Problem(1, *i.shape, 64, 64, L, 1.0, reverse)
@@ -83,7 +93,10 @@ def gates_of(
     x = call.processing_order(dict(vecI=i, vecF=f, segment_starts=segment_starts)) | dict(
         scaM_initial=m_initial
     )
-    result = run_stage("chunk_gates", call, input_gate=input_gate, **x)
+    options = dict(with_flags=True) if not only_boundaries else dict(only_boundaries=True)
+    result = run_stage("chunk_gates", call, input_gate=input_gate, **options, **x)
+    if only_boundaries:
+        return result
     steps = None if lengths is None else gates.steps_within(lengths, i.shape[1])
     return gates.only_outputs(call.processing_order(result), steps)
 
@@ -117,12 +130,15 @@ def test_stabilisers_of_many_chunks_are_those_of_the_recurrence():
     i, f = np.float32(r.normal(size=(2, 1, S)))
     m, f = np.float32([40.0]), f + 9
     f[0, 9000] = -np.inf
+    run = functools.partial(gates_of, i, f, m, L=L, form=Lowering.INTERPRET)
     with quick_code():
-        result = gates_of(i, f, m, L=L, form=Lowering.INTERPRET).scaM_states
+        result, (after, added) = run().scaM_states, run(only_boundaries=True)
     expected, fbar = [m], -np.logaddexp(0.0, -np.float64(f))
     for t in range(S):
         expected.append(np.maximum(fbar[:, t] + expected[-1], i[:, t]))
-    np.testing.assert_allclose(result.T, expected[::L], rtol=2.0**-22, atol=2.0**-22)
+    sums = fbar.reshape(1, -1, L).sum(axis=2)
+    for y, desired in (result, expected[::L]), (after, expected[L::L]), (added, sums.T):
+        np.testing.assert_allclose(y.T, desired, rtol=2.0**-22, atol=2.0**-22)
 
 
 def drawn(L, S, input_gate, packed, recipe):
@@ -147,7 +163,7 @@ def check_line(line, form):
     result = gates_of(*x, lengths, L=L, form=form, **options)
     heads = zip(i, f, m_initial, segment_starts if packed else np.zeros((2, S)), strict=True)
     expected = (by_definition(*head, L, input_gate) for head in heads)
-    m_t, w, D, boundaries, gamma, abar = map(np.stack, zip(*expected, strict=True))
+    m_t, w, D, flags, boundaries, gamma, abar = map(np.stack, zip(*expected, strict=True))
     if lengths is not None:
         beyond = np.arange(S) >= lengths[:, None]
         w[beyond], D[beyond] = 0, 0
@@ -155,6 +171,9 @@ def check_line(line, form):
     def of_heads(y):
         return np.asarray(y, "float64").reshape(2, -1)
 
+    # m is constant with the sigmoid gate.
+    read = ~0 if input_gate is InputGate.EXP else gates.DECAY_NONZERO
+    assert np.array_equal(np.reshape(result.vecFlags, flags.shape) & read, flags & read)
     # Four roundings of float32 (2**-24 each): log sigmoid, m_c at a chunk boundary, their sum, the
     # result.
     for m, desired in ((result.scaM_states, boundaries), (result.vecM, m_t)):

@@ -1,7 +1,6 @@
 """The Mosaic GPU kernel of every stage, interpreted with race detection, against float64."""
 
 import functools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +21,12 @@ from oracle import (
 from stage_calls import (
     ChunkList,
     Entries,
-    InputGate,
     Lowering,
     Normaliser,
     Problem,
     check_small_row,
-    gates,
     launch_of,
     only,
-    plain,
     run_stage,
 )
 from test_stages import case, check_row
@@ -111,7 +107,7 @@ CALLS = [
         num_stages=3,
     ),
     # Items of three parts of 64 columns, so that the next item stores to the tile that was last.
-    param("parallel_bw_dQKV", (128, 2, 192, 192), layout="BTNH"),
+    param("parallel_bw_dQKV", (128, 2, 192, 192), layout="BTNH", normalised=False),
     # Items reach beyond the only block of columns of all outputs.
     param("parallel_bw_dQKV", (256, 1, 64, 64), layout="BTNH"),
 ]
@@ -324,24 +320,6 @@ SLOW_GATES = [
 )
 def test_gates_are_those_of_the_recurrence(line):
     test_gates.check_line(line, Lowering.MOSAIC_GPU)
-
-
-@pytest.mark.parametrize(
-    ("L", "S", "reverse"), [(64, 448, False), (64, 448, True), slow(512, 1024, False)]
-)
-def test_flags_are_those_of_the_plain_form(L, S, reverse):
-    """Where the stabilisers at the chunk boundaries and the logarithms are the same."""
-    i, f, m, segment_starts = test_gates.drawn(L, S, InputGate.EXP, True, dict(resets=True))
-    p = Problem(1, 2, S, 64, 64, L, 1.0, reverse)
-
-    def run(call, **m_states):
-        x = dict(vecI=i, vecF=f, scaM_initial=m, segment_starts=segment_starts) | m_states
-        return jax.jit(functools.partial(run_stage, "chunk_gates", call, with_flags=True))(**x)
-
-    with mock.patch.object(gates, "log_sigmoid", lambda f: jnp.minimum(f, 0.0)):
-        expected = run(plain(p))
-        result = run(call_of("chunk_gates", p), scaM_states=expected.scaM_states)
-    assert np.array_equal(result.vecFlags, expected.vecFlags)
 
 
 def test_the_stabiliser_scan_of_many_chunks():

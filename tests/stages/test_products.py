@@ -1,16 +1,23 @@
 """GPU interpret mode refuses what a running product still uses, where only a GPU would compute
 wrong numbers, and what makes warpgroups wait for ever."""
 
+import ast
+import contextlib
 import functools
+import inspect
+import itertools
 import re
 from pathlib import Path
+from unittest import mock
 
 import compile_report
 import jax
 import jax.numpy as jnp
+import mosaic_gpu_interpreter
 import numpy as np
 import pytest
 from jax import lax
+from jax._src.pallas.mosaic.interpret.vector_clock import NpVectorClock
 from jax.experimental import pallas as pl
 from mosaic_gpu_cases import CASES, RACE
 from oracle import (
@@ -20,26 +27,28 @@ from oracle import (
     random_inputs,
     shown,
 )
+from stage_calls import Lowering, Problem, launch_of
 
 from mlstm_pallas.mosaic_gpu.common import copies, products
 from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_in, copy_out, ring_barriers
 from mlstm_pallas.mosaic_gpu.common.launch import (
+    anywhere,
     mosaic_call,
     plgpu,
     shared_tiles,
     tile_transforms,
 )
-from mlstm_pallas.problem.dimensions import Problem
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), needs_mosaic_gpu]
 
+SOURCE = ast.parse(inspect.getsource(mosaic_gpu_interpreter))
 R, STEPS, SLOTS = 64, 5, 2
 X = np.random.default_rng(0).normal(size=(STEPS * R, R)).astype(jnp.bfloat16)
 X_TILES = X.astype("float32").reshape(STEPS, R, R)
 
 
-def launch(kernel, name, x=X, *, y=((2, R, R), "float32"), warpgroups=1, **scratch):
-    """y of kernel(x, y, **scratch), of this shape and dtype."""
+def program(kernel, name, *, y=((2, R, R), "float32"), warpgroups=1, **scratch):
+    """A function that returns y of kernel(x, y, **scratch), of this shape and dtype."""
     call = mosaic_call(
         kernel,
         name=name,
@@ -48,7 +57,11 @@ def launch(kernel, name, x=X, *, y=((2, R, R), "float32"), warpgroups=1, **scrat
         outputs={"y": jax.ShapeDtypeStruct(*y)},
         scratch=scratch,
     )
-    return np.asarray(jax.jit(lambda x: call(x=x)["y"])(x))
+    return jax.jit(lambda x: call(x=x)["y"])
+
+
+def launch(kernel, name, x=X, **options):
+    return np.asarray(program(kernel, name, **options)(x))
 
 
 def tiles(count):
@@ -127,93 +140,288 @@ def two_squares(*, waits=True, second=0, pending=1):
         assert_close(result, own @ own)
 
 
-# jax 0.12 raises what is said of a race, 0.11 prints it.
-STILL_READ = ", which a running product reads, expected wait before"
-# A kernel, how it is wrong, and what is said of it.
-DEFECTS = [
-    # A product of one iteration, released in the next; no wait before a release, for a copy.
-    (sum_of_squares, dict(in_loop=2), f"releases barriers.empty of left{STILL_READ}"),
-    (sum_of_squares, dict(after_loop=1), f"releases barriers.empty of left{STILL_READ}"),
-    (sum_of_squares, dict(unread=2), RACE),
-    # No release; no last one; no last one of a slot that the other warpgroup fills; that of
-    # another.
-    (
-        sum_of_squares,
-        dict(kept=1),
-        "acquires barriers.empty[1] again, expected release before",
-    ),
-    (
-        sum_of_squares,
-        dict(kept=4),
-        "waits for barriers.empty[0], which it has itself, expected release before",
-    ),
-    (sum_of_squares, dict(kept=3), "ends with barriers.empty[1], expected release before"),
-    (sum_of_squares, dict(last=3), "releases barriers.empty[1], expected acquire before"),
-    # A tile that is written, and an accumulator that is read, too early.
-    (two_squares, dict(waits=False), f"writes tile{STILL_READ}"),
-    (
-        two_squares,
-        dict(waits=False, second=1, pending=2),
-        "reads accumulator 1, to which a running product adds, expected wait before",
-    ),
-]
+def in_turn(steps):
+    """x_0 x_0 for each "add", by a warpgroup that does the steps in turn, each with a slot of a
+    ring: it copies or stores x_0 there, adds the square, and so on.
+
+    The ring shares its memory with other tiles and with scratch of sums. A single barrier guards
+    slot 1 if slot 0 is not copied to.
+    """
+    num_barriers = 1 if steps.startswith("copy1") else SLOTS
+
+    def kernel(x, y, shared, full, empty):
+        ring, others, sums = shared
+        tile, zeros = x.at[:R], jnp.zeros((R, R))
+
+        def run(accumulator):
+            operations = dict(
+                copy=lambda n: copy_in(tile, ring.at[n], full.at[min(n, num_barriers - 1)]),
+                store=lambda n: products.store(ring.at[n], tile[...]),
+                arrive=lambda n: plgpu.barrier_arrive(full.at[n]),
+                acquire=lambda n: products.acquire(full.at[n], empty.at[n]),
+                add=lambda n: products.add(accumulator, ring.at[n], ring.at[n]),
+                wait=products.wait,
+                release=lambda n: products.release(empty.at[n]),
+                wait_empty=lambda n: products.wait_empty(empty.at[n]),
+                copy_other=lambda n: copy_in(tile, others.at[n], full.at[n]),
+                store_other=lambda n: products.store(others.at[n], zeros.astype(ring.dtype)),
+                sum=lambda n: products.sum_over_rows(zeros, sums.at[n]),
+            )
+            for step in steps.split():
+                operations[step[:-1]](np.int32(step[-1]))
+                plgpu.commit_smem()
+
+        y[0] = products.from_zeros(run, R, R)
+
+    sums = plgpu.SMEM((SLOTS, products.SUM_SCRATCH), jnp.float32)
+    barriers = plgpu.Barrier(num_arrivals=1, num_barriers=num_barriers)
+    shared = plgpu.RefUnion(tiles(SLOTS), tiles(SLOTS), sums)
+    y = launch(kernel, "in_turn", shared=shared, full=barriers, empty=barriers)
+    assert_close(y[0], steps.count("add") * (X_TILES[0] @ X_TILES[0]))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "tiles_of_their_own"),
-    [(sum_of_squares, {}), (two_squares, {}), (two_squares, dict(waits=False, second=1))],
-)
-def test_a_kernel_that_waits_is_right(kernel, tiles_of_their_own):
-    kernel(**tiles_of_their_own)
+def copied(tile, index=(), *, shape=(320, 64), atom=None, out=False, where=None):
+    """Copies a tile of bfloat16 with such swizzle atoms from a part of an array, or out to it.
 
-
-@pytest.mark.timeout(45, method="thread")  # a signal does not end a kernel that waits
-@pytest.mark.parametrize(
-    ("kernel", "defects", "message"),
-    DEFECTS,
-    ids=[f"{kernel.__name__} {shown(defects)[5:-1]}" for kernel, defects, _ in DEFECTS],
-)
-def test_a_defect_is_refused(kernel, defects, message, capsys):
-    """At once, although the other warpgroup waits for the one that has it."""
-    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
-        kernel(**defects)
-    said = str(raised.value) + capsys.readouterr().out
-    assert f"{kernel.__name__}: warpgroup 0 {message}" in said or message == RACE in said
-    two_squares()  # the next launch is none the worse
-
-
-def copied(tile, *, start=0, out=False):
-    """Copies a tile of an array (320, 64) of bfloat16, from the start column on, in or out."""
-    rows, columns = tile.shape
+    index: the part; axes are a number, or a start and a size.
+    """
 
     def kernel(x, y, tile, full):
-        array, start_ = (y if out else x), jnp.asarray(start, jnp.int32)
-        part = array.at[pl.ds(0, rows), pl.ds(start_, columns)]
+        parts = (anywhere(*part) if isinstance(part, tuple) else part for part in index)
+        part = (y if out else x).at[(*parts, ...)]
         if out:
             products.store(tile, jnp.ones(tile.shape, tile.dtype))
             plgpu.commit_smem()
-            copy_out(tile, part)
+            copy_out(tile, part, where)
             plgpu.wait_smem_to_gmem(0)
         else:
             copy_in(part, tile, full)
             plgpu.barrier_wait(full)
 
-    launch(kernel, "copied", y=(X.shape, X.dtype), tile=tile, full=plgpu.Barrier(num_arrivals=1))
+    x = np.ones(shape, jnp.bfloat16)
+    scratch = dict(full=plgpu.Barrier(num_arrivals=1))
+    scratch["tile"] = plgpu.SMEM(
+        tile, x.dtype, transforms=[plgpu.TilingTransform(atom)] * bool(atom)
+    )
+    launch(kernel, "copied", x, y=(shape, x.dtype), **scratch)
 
 
-@pytest.mark.parametrize("out", [False, True])
-def test_a_copy_that_begins_beyond_its_array_is_refused(out):
-    """TMA has no index along an axis of which the array and the copy have one block."""
-    tile = shared_tiles(64, 64, dtype=jnp.dtype("bfloat16"))
-    copied(tile, out=out)
-    message = "copied: warpgroup 0 copies a block at 64 of an axis of 64, expected it within"
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        copied(tile, out=out, start=64)
+def steps_copied(start, *, columns=2 * R, pieces=None, size=16, out=False):
+    """Copies 16 of 100 steps, which are twelve groups of 8 and a half, in or out.
+
+    pieces: how many are copied one by one, if not as many as the package says.
+    size: how many steps are copied out, if not all.
+    """
+    p, rows = Problem(1, 1, 128, columns, columns, R, 1.0), 16
+
+    def kernel(x, y, tile, full):
+        steps = copies.head_of(y if out else x, 0, p).at[pl.ds(jnp.int32(start), rows)]
+        if out:
+            products.store(tile, jnp.ones(tile.shape, tile.dtype))
+            plgpu.commit_smem()
+            copy_out(tile, steps, size=None if size == rows else jnp.int32(size))
+            plgpu.wait_smem_to_gmem(0)
+        else:
+            copy_in(steps, tile, full)
+            plgpu.barrier_wait(full)
+            y[0, :rows] = tile[...]
+
+    x = np.ones((1, 100, columns), jnp.bfloat16)
+    scratch = dict(tile=shared_tiles(rows, columns, dtype=x.dtype), full=plgpu.Barrier())
+    with contextlib.ExitStack() as stack:
+        if pieces is not None:
+            of_tile = mock.patch.object(copies.Steps, "pieces", return_value=pieces)
+            stack.enter_context(of_tile)
+        y = launch(kernel, "steps_copied", x, y=(x.shape, x.dtype), **scratch)
+    copied = min(size, 100 - start)
+    assert np.all(y[0, start if out else 0 :][:copied] == 1)
+    assert np.sum(y == 1) == copied * columns
 
 
-def test_a_box_beyond_the_limits_of_tma_is_refused():
-    with pytest.raises(ValueError, match=r"copied copies \(320, 16\) of \(320, 64\)"):
-        copied(plgpu.SMEM((320, 16), jnp.bfloat16))
+HAS_IT = ", which it has itself, expected release before"
+# jax 0.12 raises what is said of a race, 0.11 prints it.
+STILL_READ = ", which a running product reads, expected wait before"
+RELEASED, SHARED = f"releases empty of shared.0{STILL_READ}", f"overwrites shared.0{STILL_READ}"
+READ, BOTH = "copy0 acquire0 add0 wait0 release0", "copy0 copy1 acquire0 acquire1 add0 add1"
+AGAIN = f"{READ} wait_empty0"
+# Steps of in_turn, those that are wrong beside them, and what is said of these.
+IN_TURN = [
+    (READ, "copy0 acquire0 add0 release0", RELEASED),
+    (f"{BOTH} wait1 release0 wait0 release1", f"{BOTH} wait1 release1", RELEASED),
+    # There are not as many.
+    (f"{BOTH} wait0 release0 release1", f"{BOTH} wait3 release0", RELEASED),
+    (READ, "copy0 acquire0", "ends with empty[0], expected release before"),
+    (READ, "copy0 acquire0 release1", "releases empty[1], expected acquire before"),
+    (READ, f"{READ} release0", "releases empty[0], expected acquire before"),
+    (f"{AGAIN} {AGAIN}", "copy0 acquire0 copy0 acquire0", f"acquires empty[0]{HAS_IT}"),
+    (AGAIN, "copy0 acquire0 wait_empty0", f"waits for empty[0]{HAS_IT}"),
+    (
+        READ,
+        "arrive0 acquire0 release0",
+        "releases empty, which guards no buffer, expected copy_in or guard before",
+    ),
+    ("store0 add0 wait0 store0", "store0 add0 store0", f"writes shared.0{STILL_READ}"),
+    # The other slot, behind the one that is read or before it.
+    ("store0 add0 store_other1", "store0 add0 store_other0", SHARED),
+    ("store1 add1 store_other0", "store1 add1 store_other1", SHARED),
+    (f"{AGAIN} copy_other0 acquire0 release0 wait_empty0", "store0 add0 copy_other0", SHARED),
+    ("store0 add0 wait0 sum0", "store0 add0 sum0", SHARED),
+    # Another copy than the one that is waited for, on another thread of the interpreter.
+    (f"{BOTH} wait0 release0 release1", "copy0 copy1 acquire1 add0 wait0 release0", RACE),
+    # A single barrier guards all slots.
+    ("copy1 acquire0 add1 wait0 release0", "copy1 acquire0 add1 release0", RELEASED),
+]
+AT_ONCE = "copies 16 of 100 steps from {} on at once, expected pieces"
+OUT, ONE_ATOM = dict(start=88, out=True), dict(start=88, out=True, columns=R, size=5)
+FIVE_AXES, SIX_AXES = (2, 2, 2, 2, 8), (2, 2, 2, 2, 2, 8)
+WITHIN, BEYOND = ((0, 64), (0, 64)), ((0, 64), (64, 64))
+TILE = dict(tile=(64, 64), atom=(8, 64))
+OF_64 = "copies a block at {} of an axis of 64, expected it within"
+# A kernel, arguments with which it is right, others beside these with which it is wrong, and what
+# is said of it then.
+CHECKS = [
+    # A product of one iteration, released in the next; no release for a copy that follows.
+    (sum_of_squares, {}, dict(in_loop=2), f"releases barriers.empty of left{STILL_READ}"),
+    (sum_of_squares, {}, dict(unread=2), RACE),
+    (sum_of_squares, {}, dict(kept=1), f"acquires barriers.empty[1]{HAS_IT}"),
+    # A tile that is written, and an accumulator that is read, too early.
+    (two_squares, {}, dict(waits=False), f"writes tile{STILL_READ}"),
+    (
+        two_squares,
+        dict(waits=False, second=1),
+        dict(waits=False, second=1, pending=3),
+        "reads accumulator 1, to which a running product adds, expected wait before",
+    ),
+    *((in_turn, dict(steps=x), dict(steps=y), message) for x, y, message in IN_TURN),
+    (steps_copied, dict(start=88), dict(start=88, pieces=0), AT_ONCE.format(88)),
+    (steps_copied, dict(start=80, pieces=0), dict(start=4, pieces=0), AT_ONCE.format(4)),
+    (steps_copied, dict(start=88), dict(start=88, pieces=1), "copies 8 steps, expected 16 steps"),
+    (steps_copied, OUT, OUT | dict(pieces=1), "copies 8 steps, expected 16 steps"),
+    (steps_copied, ONE_ATOM, ONE_ATOM | dict(pieces=4), "copies 4 steps, expected 5 steps"),
+    (steps_copied, ONE_ATOM, ONE_ATOM | dict(pieces=0), "copies 16 steps, expected 5 steps"),
+    # TMA has no index along an axis of which the array and the copy have one block.
+    (copied, TILE | dict(index=WITHIN), TILE | dict(index=BEYOND), OF_64.format(64)),
+    (
+        copied,
+        TILE | dict(index=WITHIN, out=True),
+        TILE | dict(index=BEYOND, out=True),
+        OF_64.format(64),
+    ),
+    (
+        copied,
+        TILE | dict(index=BEYOND, out=True, where=False),
+        TILE | dict(index=((0, 64), (-64, 64)), out=True),
+        OF_64.format(-64),
+    ),
+    (
+        copied,
+        dict(tile=FIVE_AXES, shape=FIVE_AXES),
+        dict(tile=SIX_AXES, shape=SIX_AXES),
+        f"copies {SIX_AXES} of {SIX_AXES} in blocks of (), expected five axes or fewer",
+    ),
+    # Axes that the tile lacks become one.
+    (
+        copied,
+        dict(tile=FIVE_AXES[1:], shape=SIX_AXES, index=(1, 1)),
+        dict(tile=FIVE_AXES, shape=SIX_AXES, index=(1,)),
+        f"copies {FIVE_AXES} of {SIX_AXES} in blocks of (), expected five axes or fewer",
+    ),
+    (
+        copied,
+        dict(tile=(256, 8), shape=(256, 8)),
+        dict(tile=(257, 8), shape=(257, 8)),
+        "copies (257, 8) of (257, 8) in blocks of (), expected 256 blocks or fewer along each axis",
+    ),
+    (
+        copied,
+        dict(tile=(8, 256), shape=(8, 256), atom=(8, 256)),
+        dict(tile=(8, 512), shape=(8, 512), atom=(8, 512)),
+        "in blocks of (8, 512), expected blocks of 256 elements or fewer along each axis",
+    ),
+    (
+        copied,
+        dict(tile=(8, 24), shape=(8, 24)),
+        dict(tile=(8, 20), shape=(8, 20)),
+        "copies (8, 20) of (8, 20) in blocks of (), expected strides of whole 16 bytes",
+    ),
+]
+
+
+def ids(column):
+    return [f"{x[0].__name__} {shown(x[column])[5:-1]}".strip() for x in CHECKS]
+
+
+RIGHT = {name: x[:2] for name, x in zip(ids(1), CHECKS, strict=True)}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_kernel_that_waits_is_right(name):
+    kernel, arguments = RIGHT[name]
+    kernel(**arguments)
+
+
+@pytest.mark.timeout(45, method="thread")  # a signal does not end a kernel that waits
+@pytest.mark.parametrize(("kernel", "right", "wrong", "message"), CHECKS, ids=ids(2))
+def test_a_defect_is_refused(kernel, right, wrong, message, capsys):
+    """At once, although the other warpgroup waits for the one that has it."""
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as raised:
+        kernel(**wrong)
+    said = str(raised.value) + capsys.readouterr().out
+    who = "" if message == RACE else rf"{kernel.__name__}(: warpgroup 0)? (.* )?"
+    assert re.search(who + re.escape(message), said)
+
+
+CHECKED_BY = {"_refuse", "_check_unread", "_end", "expect"}
+
+
+def test_each_check_of_the_interpreter_has_a_kernel():
+    """What a check says, from its text, is said of some kernel in the table."""
+    calls = [x for x in ast.walk(SOURCE) if isinstance(x, ast.Call)]
+    calls = [x for x in calls if getattr(x.func, "attr", getattr(x.func, "id", 0)) in CHECKED_BY]
+    texts = [
+        [getattr(part, "value", None) for part in getattr(x, "values", [x])]
+        for call in calls
+        for x in call.args[:2]
+        if isinstance(x, ast.Constant | ast.JoinedStr)
+    ]
+    assert len(texts) >= 15
+    for text in texts:
+        pattern = "".join(re.escape(x) if isinstance(x, str) else ".+" for x in text)
+        assert any(re.search(rf"\b{pattern}", message) for *_, message in CHECKS), pattern
+    functions = (x for x in ast.walk(SOURCE) if isinstance(x, ast.FunctionDef))
+    raising = {x.name for x in functions if any(isinstance(y, ast.Raise) for y in x.body)}
+    assert raising == {"_refuse"}
+
+
+def test_clocks_are_ordered_as_in_jax():
+    clocks = []
+    for counts in itertools.product((0, 1, 2, 255, 256), repeat=3):
+        clocks.append(NpVectorClock(3))
+        clocks[-1].clock[:] = counts
+    for x, y in itertools.product(clocks, repeat=2):
+        assert mosaic_gpu_interpreter._ordered(x, y) == (x.lt(y) or y.lt(x))
+
+
+def test_a_launch_forgets_one_that_was_refused():
+    def kernel(x, y, tile, full, empty):
+        copy_in(x.at[:R], tile, full)
+        products.acquire(full, empty)
+        pl.when(x[0, 0] == 1)(lambda: products.release(empty))
+
+    barrier = plgpu.Barrier(num_barriers=1)
+    run = program(
+        kernel, "launch", tile=plgpu.SMEM((R, R), jnp.bfloat16), full=barrier, empty=barrier
+    )
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="ends with empty, expected release"):
+            run(0 * X)
+    run(0 * X + 1)
+
+
+def test_persistent_kernels_have_two_ctas():
+    for stage in ("parallel_bw_dP", "parallel_bw_dQKV"):
+        p = Problem(8, 8, 512, 256, 256, 256, 1.0)
+        assert launch_of(stage, p, "bfloat16", Lowering.MOSAIC_GPU).tiles.num_ctas == 2
 
 
 def test_arrays_that_share_memory_overwrite_each_other():
@@ -231,29 +439,6 @@ def test_arrays_that_share_memory_overwrite_each_other():
     assert np.isnan(first).all()
 
 
-def test_steps_beyond_whole_groups_are_not_copied_at_once(monkeypatch):
-    """An array of 100 steps has twelve whole groups of 8."""
-
-    p = Problem(1, 1, 128, 2 * R, 2 * R, R, 1.0)
-
-    def kernel(x, y, tile, full):
-        copy_in(copies.head_of(x, 0, p).at[pl.ds(jnp.int32(R), R)], tile, full)
-        plgpu.barrier_wait(full)
-        y[...] = tile[...].astype(jnp.float32)
-
-    def run():
-        x = np.ones((1, 100, 2 * R), jnp.bfloat16)
-        scratch = dict(tile=shared_tiles(R, 2 * R, dtype=x.dtype))
-        scratch["full"] = plgpu.Barrier(num_arrivals=1)
-        return launch(kernel, "odd", x, y=((R, 2 * R), "float32"), **scratch)
-
-    assert run().sum() == (100 - R) * 2 * R
-    monkeypatch.setattr(copies, "groups_alone", lambda *_: 0)
-    message = "copies 64 of 100 steps from 64 on at once, expected pieces"
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        run()
-
-
 def test_only_copies_py_starts_copies():
     """The interpreter checks those that ``copy_in`` and ``copy_out`` start."""
     files = Path(copies.__file__).parent.glob("*.py")
@@ -261,18 +446,6 @@ def test_only_copies_py_starts_copies():
         x.name for x in files if re.search(r"plgpu\.copy_\w+\(|\.async_copy\(", x.read_text())
     }
     assert started == {"copies.py", "inline_mlir.py"}
-
-
-def test_what_guards_nothing_is_refused():
-    def kernel(x, y, full, empty):
-        plgpu.barrier_arrive(full)
-        products.acquire(full, empty)
-        products.release(empty)
-
-    barriers = {name: plgpu.Barrier(num_arrivals=1, num_barriers=1) for name in ("full", "empty")}
-    message = "releases empty, which guards no buffer, expected copy_in or guard before"
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        launch(kernel, "guardless", **barriers)
 
 
 def blocks_of(jaxpr):
