@@ -399,8 +399,13 @@ def label(row, *parts):
     return " ".join(filter(None, (*(row[x] for x in parts), row["variant"]))).removesuffix(" exp")
 
 
+def tokens_per_s(row):
+    return row.get("ms") and row["shape"].B * row["shape"].S / row["ms"] * 1e3
+
+
 def plot(rows, path):
-    """Time against the sequence length or the batch where that varies, else by shape."""
+    """Tokens per second against the sequence length or the batch where that varies, else the time
+    of each shape."""
     different = {row["shape"] for row in rows}
     axes = {"S": "sequence length S", "B": "batch B"} if len(different) > 1 else {}
     vary = [x for x in axes if len({getattr(y, x) for y in different}) == len(different)]
@@ -408,9 +413,12 @@ def plot(rows, path):
     def x(row):
         return getattr(row["shape"], vary[0]) if vary else row["name"]
 
-    title = axes[vary[0]] if vary else ""
+    options = dict(beside=True)
+    if vary:
+        options |= dict(keys=["tokens_per_s"], xlabel=axes[vary[0]])
+        rows = [row | dict(tokens_per_s=tokens_per_s(row)) for row in rows]
     parts = "impl", "stage", *["dtype"] * (len({row["dtype"] for row in rows}) > 1)
-    reporting.plot(rows, path, lambda row: label(row, *parts), x, xlabel=title)
+    reporting.plot(rows, path, lambda row: label(row, *parts), x, **options)
 
 
 COLUMNS = reporting.columns(

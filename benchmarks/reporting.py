@@ -25,6 +25,7 @@ without_mlstm: layer without the mLSTM
 torch_without_mlstm: torch layer without the mLSTM
 products: matrix products alone
 efficiency_pct: efficiency, %
+tokens_per_s: tokens/s
 graph: CUDA graph
 scan: loop by scan
 while: loop by while_loop
@@ -134,9 +135,19 @@ def write_names(axes, ends):
 
 
 def plot(
-    rows, path, line, x, panel=lambda row: DIRECTIONS[row["direction"]], keys=("ms",), xlabel=""
+    rows,
+    path,
+    line,
+    x,
+    panel=lambda row: DIRECTIONS[row["direction"]],
+    keys=("ms",),
+    xlabel="",
+    beside=False,
 ):
-    """Panels of keys of the rows against x: curves if x is a number, otherwise points."""
+    """Panels of keys of the rows against x: curves if x is a number, otherwise points.
+
+    beside: the panels are beside each other instead of below.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, LogLocator
@@ -149,9 +160,10 @@ def plot(
     panels = [(title, key) for key in keys for title in dict.fromkeys(map(panel, rows))]
     settings = dict.fromkeys(f"{row['dtype']} on {row['device']}" for row in rows)
     with rc_context({"font.size": FONT_SIZE}):
-        size = WIDTH, 0.4 + PANEL_HEIGHT * len(panels)
+        down, across = (1, len(panels)) if beside else (len(panels), 1)
+        size = WIDTH * across, 0.4 + PANEL_HEIGHT * down
         figure = Figure(figsize=size, layout="constrained")
-        all_axes = figure.subplots(len(panels), 1, squeeze=False).flat
+        all_axes = figure.subplots(down, across, squeeze=False).flat
         for axes, (title, key) in zip(all_axes, panels, strict=True):
             ends = {}
             for n, label in enumerate(lines):
@@ -178,5 +190,5 @@ def plot(
             axes.grid(which="both", alpha=0.3)
             write_names(axes, ends)
         title = "; ".join(filter(None, (*settings, shared)))
-        figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=FONT_SIZE)
+        figure.suptitle(textwrap.fill(title, TITLE_WIDTH * across), fontsize=FONT_SIZE)
         figure.savefig(path, dpi=200)

@@ -401,11 +401,11 @@ def test_words_of_plots():
     assert reporting.names(lines) == (dict(zip(lines, ("b", "", "d"), strict=True)), "a c")
 
 
-def drawn(rows, **options):
+def drawn(rows, plot=reporting.plot, **options):
     """By the title of a panel, its lines, as (x, y), and its labels and ticks."""
     figures, figure = [], pytest.importorskip("matplotlib.figure").Figure
     with mock.patch.object(figure, "savefig", lambda figure, *_, **__: figures.append(figure)):
-        reporting.plot(rows, "", **options)
+        plot(rows, "", **options)
     return {
         (axes.get_title(), axes.get_ylabel()): (
             [[*zip(*x.get_data(), strict=True)] for x in axes.lines],
@@ -434,6 +434,20 @@ def test_a_plot_has_the_last_row_of_each_point_in_the_order_of_x():
         ),
         ("forward + backward", "ms"): ([[(512, 9.0)], []], ["xla"], ["512", "2k"], scales),
     }
+
+
+def test_a_plot_over_lengths_has_tokens_per_second_and_one_of_shapes_times():
+    """2048 tokens in 2 and in 5 ms. A row that was not measured has no point."""
+    keys = dict(impl="xla", stage=None, variant="exp", dtype="bfloat16", device="H200")
+    keys |= dict(direction="fwd")
+    cases = ((Shape(4, 2, 512, 8, 8), 2.0), (Shape(2, 2, 1024, 8, 8), 5.0))
+    rows = [keys | dict(shape=x, ms=ms, name=str(x)) for x, ms in cases]
+    rows.append(keys | dict(shape=Shape(1, 2, 2048, 8, 8), ms=None, name=""))
+    scales = "log", "linear", "sequence length S"
+    expected = [[(512, 1.024e6), (1024, 4.096e5)]], ["xla"], ["512", "1k"], scales
+    assert drawn(rows, kernel_benchmark.plot) == {("forward", "tokens/s"): expected}
+    [(title, _)] = drawn(rows[:1], kernel_benchmark.plot).items()
+    assert title == ("forward", "ms")
 
 
 def test_points_over_names_are_in_the_order_of_the_rows():
