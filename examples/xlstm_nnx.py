@@ -66,7 +66,10 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """Blocks whose parameters are stacked: one scan runs them, so that one is compiled."""
+    """Blocks whose parameters are stacked: one scan runs them, so that one is compiled.
+
+    embed_sharding: of x (B, S, width), which a gather needs on explicit mesh axes.
+    """
 
     def __init__(
         self,
@@ -76,8 +79,10 @@ class LanguageModel(nnx.Module):
         layers: int,
         *,
         mlstm=mlstm_chunkwise,
+        embed_sharding=None,
         rngs: nnx.Rngs,
     ):
+        self.embed_sharding = embed_sharding
         self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
         # Otherwise rows of a bfloat16 copy of the table would have the dtype of the initial table.
         self.embed.dtype = None
@@ -100,5 +105,6 @@ class LanguageModel(nnx.Module):
         def run(block: Block, x: jax.Array, states):
             return block(x, states, segment_ids=segment_ids, resets=resets)
 
-        x, states = run(self.blocks, self.embed(tokens), states)
+        x = self.embed(tokens, out_sharding=self.embed_sharding)
+        x, states = run(self.blocks, x, states)
         return soft_cap(self.unembed(self.norm(x)), 30.0), states
