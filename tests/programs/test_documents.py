@@ -4,6 +4,8 @@ as it stands."""
 import functools
 import itertools
 import re
+import sys
+from importlib import metadata
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +40,7 @@ reduce_slicing store_final_state save_states_every_nth_chunk chunk_size_inter ch
 head_first vecN_all scaM_all vecM_out matC_all vecM_combine scaMinter_initial chunk_simple_gla
 mLSTMBackendConfig xLSTMConfig xLSTMForCausalLM xLSTMLarge g_gamma Config mode
 pack_alignment_struct ncclGetPeerDevicePointer psum_scatter jax_default_matmul_precision
-on_get_value XLA_PYTHON_CLIENT_MEM_FRACTION
+on_get_value _mosaic_gpu_kernel XLA_PYTHON_CLIENT_MEM_FRACTION
 """
 README, NOTES = ((ROOT / name).read_text() for name in ("README.md", "BUILD_NOTES.md"))
 SITE = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md"))]
@@ -188,6 +190,25 @@ def test_the_table_of_a_profile_has_the_names_of_the_kernels(lowering, primitive
     names = {n: x for names, *x in table for n in names.split(", ")}
     column = ["triton", "mosaic_gpu"].index(lowering)
     assert found == {name for name, runs in names.items() if runs[column] == "yes"}
+
+
+def test_the_versions_of_the_training_page_are_there():
+    """The page has versions that ran it, of which none is newer than what is installed here."""
+    text = (ROOT / "docs" / "training.md").read_text().partition("| Package | Python 3.11 |")[2]
+    rows = re.findall(r"^\| ([a-z-]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.M)
+    assert {"jax", "flax", "optax", "orbax-checkpoint", "grain"} == {name for name, *_ in rows}
+
+    def numbers(version):
+        return [int(x) for x in re.findall(r"\d+", version)]
+
+    for name, *versions in rows:
+        version = versions[sys.version_info >= (3, 12)]
+        if name == "grain":
+            assert f"grain=={version}" in (ROOT / ".ci" / "run").read_text()
+        else:
+            assert numbers(version) <= numbers(metadata.version(name)), name
+    if numbers(metadata.version("flax")) >= [0, 12, 9]:
+        assert metadata.metadata("flax")["Requires-Python"] == ">=3.12"
 
 
 def test_the_api_reference_has_the_public_names():
