@@ -40,7 +40,7 @@ reduce_slicing store_final_state save_states_every_nth_chunk chunk_size_inter ch
 head_first vecN_all scaM_all vecM_out matC_all vecM_combine scaMinter_initial chunk_simple_gla
 mLSTMBackendConfig xLSTMConfig xLSTMForCausalLM xLSTMLarge g_gamma Config mode
 pack_alignment_struct ncclGetPeerDevicePointer psum_scatter jax_default_matmul_precision
-on_get_value _mosaic_gpu_kernel XLA_PYTHON_CLIENT_MEM_FRACTION
+on_get_value _mosaic_gpu_kernel XLA_CLIENT_MEM_FRACTION
 """
 README, NOTES = ((ROOT / name).read_text() for name in ("README.md", "BUILD_NOTES.md"))
 SITE = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md"))]
