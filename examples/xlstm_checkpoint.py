@@ -1,4 +1,4 @@
-"""Weights of xlstm_model.py: from a checkpoint or random, on one or several devices.
+"""Weights of xlstm_model.py: from a checkpoint or random, on one or several devices; and back.
 
 A checkpoint is a folder that transformers (xLSTMForCausalLM) or NX-AI's package xlstm (xLSTMLarge)
 can read: config.json, or xlstm's config.yaml, generation_config.json, if it is there, for stop
@@ -18,6 +18,9 @@ The heads, the feed-forward columns and the vocabulary of lm_head are split over
 checkpoint, so it is found before any weight is read, except for tied embeddings: lm_head.weight, if
 it is saved all the same, is compared with them. Where it differs, transformers 5 uses it and older
 versions do not, so that the checkpoint is refused.
+
+``write`` puts weights that were trained further into a new folder, which has the files of the
+checkpoint that they come from.
 """
 
 import difflib
@@ -26,7 +29,9 @@ import itertools
 import json
 import math
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -39,12 +44,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tqdm import tqdm
 from xlstm_model import Config, Params, not_finite
 
 DTYPES = ("float32", "bfloat16")
-READ_DTYPES = ("F32", "BF16", "F16")  # of files
 # What config.json may have beside numbers. All that one of these matches is the same function here,
 # up to rounding errors, but for input_gate and a kernel with siging: the sigmoid input gate.
 KERNEL = (
@@ -94,6 +99,16 @@ FUSED = {
     "ffn.proj_up_gate_z": JOINED["up"],
 }
 OUT_NORM = "backbone.out_norm"
+# Weights that are not a block's, by the name of their array.
+OUTSIDE = dict(
+    embeddings="backbone.embeddings.weight",
+    lm_head="lm_head.weight",
+    out_norm=f"{OUT_NORM}.weight",
+    out_norm_bias=f"{OUT_NORM}.bias",
+)
+# Of a checkpoint, beside its weights.
+TEXTS = ".json", ".yaml", ".model", ".txt", ".jinja"
+DTYPE_OF = dict(F32=jnp.float32, BF16=jnp.bfloat16, F16=jnp.float16)
 
 Tensors = dict[str, jax.ShapeDtypeStruct]
 # The values of a tensor by its name, in any dtype.
@@ -313,20 +328,28 @@ def tensors_of(config: Config, dtype: str, devices: int) -> Tensors:
     return tensors
 
 
+def joined_rows(config: Config) -> dict[str, int]:
+    """Arrays that have a part of each of their tensors per row, and how many rows."""
+    rows = dict.fromkeys(("qkvo", "gates", "multihead_norm"), config.num_heads)
+    return rows | dict(up=config.ffn_dim)
+
+
+def joined_name(name: str, kind: str) -> str:
+    return name if kind == "weight" else "gate_bias" if name == "gates" else f"{name}_bias"
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def join(config: Config, block: dict[str, jax.Array]) -> Params:
     """A block of xlstm_model.py: tensors with the same input are one array."""
-    rows = dict.fromkeys(("qkvo", "gates", "multihead_norm"), config.num_heads)
-    rows["up"], params = config.ffn_dim, {}
+    rows, params = joined_rows(config), {}
     for name, layers in JOINED.items():
-        for kind, joined in (("weight", name), ("bias", f"{name}_bias")):
+        for kind in ("weight", "bias"):
             parts = [block[y] for x in layers.split() if (y := f"{x}.{kind}") in block]
             if name in rows and parts:
                 parts = [x.reshape(rows[name], -1, *x.shape[1:]) for x in parts]
                 parts = [jnp.concatenate(parts, axis=1)]
             if parts:
-                params[joined] = parts[0]
-    params["gate_bias"] = params.pop("gates_bias")
+                params[joined_name(name, kind)] = parts[0]
     return params
 
 
@@ -341,10 +364,8 @@ def load(config: Config, tensors: Tensors, read: Reader) -> Params:
         x = tensors[name]
         return jax.device_put(read(name, x), x.sharding).astype(x.dtype)
 
-    names = dict(embeddings="backbone.embeddings.weight", lm_head="lm_head.weight")
-    names |= dict(out_norm=f"{OUT_NORM}.weight", out_norm_bias=f"{OUT_NORM}.bias")
-    params: Params = {x: array(name) for x, name in names.items() if name in tensors}
-    check_finite({name: params[x] for x, name in names.items() if x in params})
+    params: Params = {x: array(name) for x, name in OUTSIDE.items() if name in tensors}
+    check_finite({name: params[x] for x, name in OUTSIDE.items() if x in params})
     params["blocks"] = []
     for n in tqdm(range(config.num_blocks), "loading", unit="block"):
         prefix = f"backbone.blocks.{n}."
@@ -356,10 +377,13 @@ def load(config: Config, tensors: Tensors, read: Reader) -> Params:
     return params
 
 
+def not_finite_in(name: str, dtype: Any) -> CheckpointError:
+    return CheckpointError(f"{name} has values that are not finite in {dtype}")
+
+
 def check_finite(arrays: dict[str, jax.Array]) -> None:
     if names := not_finite(arrays):
-        dtype = arrays[names[0]].dtype
-        raise CheckpointError(f"{names[0]} has values that are not finite in {dtype}")
+        raise not_finite_in(names[0], arrays[names[0]].dtype)
 
 
 def parts_of(name: str) -> list[str]:
@@ -407,8 +431,8 @@ def open_tensors(folder: Path, tensors: Tensors, config: Config) -> Reader:
             raise CheckpointError(f"cannot read {path}: {error}") from None
         for name in file.keys():  # noqa: SIM118
             slices[name] = file.get_slice(name)
-            if (dtype := slices[name].get_dtype()) not in READ_DTYPES:
-                known = ", ".join(READ_DTYPES)
+            if (dtype := slices[name].get_dtype()) not in DTYPE_OF:
+                known = ", ".join(DTYPE_OF)
                 raise CheckpointError(f"{path}: {name} is {dtype}, expected one of {known}")
             for part in parts_of(name):
                 if part in files:
@@ -440,6 +464,65 @@ def open_tensors(folder: Path, tensors: Tensors, config: Config) -> Reader:
             "lm_head.weight differs from the embeddings: tie_word_embeddings must be false"
         )
     return lambda name, _: rows[name]()
+
+
+def tensor_of(config: Config, params: Params, tensors: Tensors, name: str) -> np.ndarray:
+    """The tensor of this name, of those that ``load`` has made one array."""
+    for array, outside in OUTSIDE.items():
+        if name == outside:
+            return np.asarray(params[array])
+    prefix, number, layer, kind = re.fullmatch(
+        r"(backbone\.blocks\.(\d+)\.)(.*)\.(weight|bias)", name
+    ).groups()
+    [(joined, layers)] = [(x, y.split()) for x, y in JOINED.items() if layer in y.split()]
+    array = np.asarray(params["blocks"][int(number)][joined_name(joined, kind)])
+    rows = joined_rows(config).get(joined, 1)
+    sizes = [tensors[f"{prefix}{x}.{kind}"].shape[0] // rows for x in layers]
+    begin = sum(sizes[: layers.index(layer)])
+    shape = tensors[name].shape
+    array = array.reshape(rows, sum(sizes), *shape[1:])
+    return array[:, begin : begin + sizes[layers.index(layer)]].reshape(shape)
+
+
+def write(source: Path, folder: Path, params: Params) -> None:
+    """Writes weights as a checkpoint like the one that they come from, into a new folder.
+
+    Its files have the names, the tensors and the dtypes of the source's, and its configuration and
+    tokenizer are copies. The folder appears when all of it is written.
+
+    Args:
+      source: the checkpoint that ``load`` has read.
+      folder: must not be there yet.
+      params: in the structure of xlstm_model.py, in any dtype.
+
+    Raises:
+      CheckpointError: the folder is there, or weights are not finite in the dtype of their file.
+    """
+    if folder.exists():
+        raise CheckpointError(f"{folder} is there already")
+    config, _ = read_config(source)
+    tensors = tensors_of(config, "float32", 1)
+    open_tensors(source, tensors, config)  # checks the source
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as temporary:
+        coming = Path(temporary, folder.name)
+        coming.mkdir()
+        for path in source.iterdir():
+            if path.suffix in TEXTS:
+                shutil.copyfile(path, coming / path.name)
+        for path in files_of(source):
+            file, arrays = safe_open(path, framework="numpy"), dict[str, np.ndarray]()
+            for name in file.keys():  # noqa: SIM118
+                parts = parts_of(name)
+                if name == "lm_head.weight" and name not in tensors:
+                    parts = ["backbone.embeddings.weight"]  # tied, and saved all the same
+                rows = [tensor_of(config, params, tensors, part) for part in parts]
+                with np.errstate(over="ignore"):
+                    x = np.concatenate(rows).astype(DTYPE_OF[file.get_slice(name).get_dtype()])
+                if not np.isfinite(x).all():
+                    raise not_finite_in(name, x.dtype)
+                arrays[name] = np.ascontiguousarray(x)  # safetensors writes a view's memory
+            save_file(arrays, coming / path.name, file.metadata())
+        coming.rename(folder)
 
 
 def random_tensors(seed: int) -> Reader:

@@ -19,10 +19,13 @@ class Block(nn.Module):
     heads: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, states=None):
+    def __call__(self, x: jax.Array, states=None, segment_ids=None, resets=None):
         """x (B, S, width), or one token, (B, width) with the states (c, n, m) before it.
 
-        Returns the same shape and the states after the last token.
+        segment_ids: (B, S), the documents of a packed row, each from zero states.
+        resets: (B, S), or (B,) for one token; where it is True the states before count no more.
+
+        Returns the same shape as x and the states after the last token.
         """
         width = x.shape[-1]
         linear = functools.partial(nn.Dense, use_bias=False)
@@ -41,10 +44,12 @@ class Block(nn.Module):
             soft_cap(nn.Dense(self.heads, bias_init=bias, name=name)(y), 15.0)
             for name, bias in biases.items()
         )
+        if resets is not None:
+            f = jnp.where(resets[..., None], -jnp.inf, f)
         if x.ndim == 2:
             h, states = mlstm_recurrent_step(q, k, v, i, f, *states)
         else:
-            options = dict(return_last_states=True, layout="BTNH")
+            options = dict(segment_ids=segment_ids, return_last_states=True, layout="BTNH")
             h, states = mlstm_chunkwise(q, k, v, i, f, *(states or ()), **options)
         # The output projection can do what a scale of this norm would do.
         h = nn.RMSNorm(use_scale=False, name="head_norm")(h).reshape(x.shape)
@@ -63,19 +68,21 @@ class LanguageModel(nn.Module):
     layers: int
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, states=None):
+    def __call__(self, tokens: jax.Array, states=None, *, segment_ids=None, resets=None):
         """tokens (B, S), or (B,) with states -> float32 logits (..., vocabulary), states.
 
-        The states of all blocks are stacked on their first axis.
+        The states of all blocks are stacked on their first axis. segment_ids and resets are those
+        of a block.
         """
         run = nn.scan(
             nn.remat(Block, prevent_cse=False),  # a scan needs no barriers
             variable_axes={"params": 0},
             split_rngs={"params": True},
+            in_axes=(0, nn.broadcast, nn.broadcast),  # states of each block, and of all
             length=self.layers,
         )
         x = nn.Embed(self.vocabulary, self.width, name="embed")(tokens)
-        x, states = run(self.heads, name="blocks")(x, states)
+        x, states = run(self.heads, name="blocks")(x, states, segment_ids, resets)
         x = nn.RMSNorm(name="norm")(x)
         # Logits are float32, also those of bfloat16 weights.
         product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)

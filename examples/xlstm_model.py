@@ -305,6 +305,30 @@ def prefill(
     return x, states
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def forward(
+    config: Config, params: Params, tokens: jax.Array, segment_ids: jax.Array | None = None
+) -> jax.Array:
+    """tokens (B, S) -> float32 logits (B, S, V), with derivatives: for training.
+
+    Each block runs once more in the backward pass.
+
+    Args:
+      segment_ids: (B, S), documents of packed rows. None: each row is one.
+    """
+
+    def mlstm(qkvo: jax.Array, gates: jax.Array) -> tuple[jax.Array, Any]:
+        options: dict[str, Any] = dict(layout="BTNH", eps=config.eps, input_gate=config.input_gate)
+        arrays = separate(config, qkvo, gates)
+        return mlstm_chunkwise(*arrays, segment_ids=segment_ids, **options), None
+
+    run = jax.checkpoint(lambda p, x: block(config, p, x, mlstm)[0])
+    x = params["embeddings"][tokens]
+    for p in params["blocks"]:
+        x = run(p, x)
+    return next_logits(config, params, x)
+
+
 @jax.jit
 def finite(tree: Any) -> Any:
     """Whether all values of each array are."""

@@ -38,10 +38,13 @@ class Block(nnx.Module):
         self.up, self.up_gate = linear(width, 2 * width), linear(width, 2 * width)
         self.down = linear(2 * width, width)
 
-    def __call__(self, x: jax.Array, states=None):
+    def __call__(self, x: jax.Array, states=None, *, segment_ids=None, resets=None):
         """x (B, S, width), or one token, (B, width) with the states (c, n, m) before it.
 
-        Returns the same shape and the states after the last token.
+        segment_ids: (B, S), the documents of a packed row, each from zero states.
+        resets: (B, S), or (B,) for one token; where it is True the states before count no more.
+
+        Returns the same shape as x and the states after the last token.
         """
         y = self.norm_mlstm(x)
         q, k, v = (
@@ -49,10 +52,12 @@ class Block(nnx.Module):
             for project in (self.query, self.key, self.value)
         )
         i, f = (soft_cap(gate(y), 15.0) for gate in (self.input_gate, self.forget_gate))
+        if resets is not None:
+            f = jnp.where(resets[..., None], -jnp.inf, f)
         if x.ndim == 2:
             h, states = mlstm_recurrent_step(q, k, v, i, f, *states)
         else:
-            options = dict(return_last_states=True, layout="BTNH")
+            options = dict(segment_ids=segment_ids, return_last_states=True, layout="BTNH")
             h, states = self.mlstm(q, k, v, i, f, *(states or ()), **options)
         h = self.head_norm(h).reshape(x.shape)
         x = x + self.output(nnx.sigmoid(self.output_gate(y)) * h)
@@ -61,7 +66,10 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """Blocks whose parameters are stacked: one scan runs them, so that one is compiled."""
+    """Blocks whose parameters are stacked: one scan runs them, so that one is compiled.
+
+    embed_sharding: of x (B, S, width), which a gather needs on explicit mesh axes.
+    """
 
     def __init__(
         self,
@@ -71,8 +79,10 @@ class LanguageModel(nnx.Module):
         layers: int,
         *,
         mlstm=mlstm_chunkwise,
+        embed_sharding=None,
         rngs: nnx.Rngs,
     ):
+        self.embed_sharding = embed_sharding
         self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
         # Otherwise rows of a bfloat16 copy of the table would have the dtype of the initial table.
         self.embed.dtype = None
@@ -83,16 +93,18 @@ class LanguageModel(nnx.Module):
         options = dict(use_bias=False, preferred_element_type=jnp.float32)
         self.unembed = nnx.Linear(width, vocabulary, **options, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array, states=None):
+    def __call__(self, tokens: jax.Array, states=None, *, segment_ids=None, resets=None):
         """tokens (B, S), or (B,) with states -> float32 logits (..., vocabulary), states.
 
-        The states of all blocks are stacked on their first axis.
+        The states of all blocks are stacked on their first axis. segment_ids and resets are those
+        of a block.
         """
 
         @nnx.scan(in_axes=(0, nnx.Carry, 0), out_axes=(nnx.Carry, 0))
         @nnx.remat
         def run(block: Block, x: jax.Array, states):
-            return block(x, states)
+            return block(x, states, segment_ids=segment_ids, resets=resets)
 
-        x, states = run(self.blocks, self.embed(tokens), states)
+        x = self.embed(tokens, out_sharding=self.embed_sharding)
+        x, states = run(self.blocks, x, states)
         return soft_cap(self.unembed(self.norm(x)), 30.0), states

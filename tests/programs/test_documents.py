@@ -1,11 +1,18 @@
 """The documents name files, identifiers and limits that exist; the Python code of each page runs
 as it stands."""
 
+import functools
 import itertools
 import re
+import sys
+from importlib import metadata
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from oracle import needs_mosaic_gpu, shapes_and_dtypes, slow
+from compile_report import equations
+from oracle import collectives, mesh_for, needs_mosaic_gpu, shapes_and_dtypes, slow
 from plans import plan
 from sybil import Sybil
 from sybil.evaluators.python import PythonEvaluator
@@ -13,7 +20,14 @@ from sybil.parsers.myst import CodeBlockParser
 from test_import_graph import LAYER, PACKAGE
 
 import mlstm_pallas
-from mlstm_pallas import KernelConfig, __version__
+from mlstm_pallas import (
+    KernelConfig,
+    __version__,
+    mlstm_chunkwise,
+    mlstm_recurrent_step,
+    mlstm_ring_states,
+    mlstm_ring_step,
+)
 
 ROOT = PACKAGE.parent
 FILES = [x for y in ("mlstm_pallas", "[tbe]*") for x in ROOT.glob(f"{y}/**/*.py")]
@@ -26,11 +40,13 @@ reduce_slicing store_final_state save_states_every_nth_chunk chunk_size_inter ch
 head_first vecN_all scaM_all vecM_out matC_all vecM_combine scaMinter_initial chunk_simple_gla
 mLSTMBackendConfig xLSTMConfig xLSTMForCausalLM xLSTMLarge g_gamma Config mode
 pack_alignment_struct ncclGetPeerDevicePointer psum_scatter jax_default_matmul_precision
+on_get_value _mosaic_gpu_kernel XLA_CLIENT_MEM_FRACTION
 """
 README, NOTES = ((ROOT / name).read_text() for name in ("README.md", "BUILD_NOTES.md"))
 SITE = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md"))]
 PAGES = "README.md", "BUILD_NOTES.md", "CONTRIBUTING.md", "benchmarks/README.md", *SITE
 SLOW = "packing", "serving", "devices", "debugging", "exporting", "training", "bidirectional"
+SLOW += ("examples/xlstm_7b",)
 
 
 def exists(name, page):
@@ -112,6 +128,87 @@ def test_the_code_of_a_page_runs(page):
     if page == "README.md":
         *inputs, gradients = (document.namespace[x] for x in (*"qkvif", "gradients"))
         assert shapes_and_dtypes(gradients) == shapes_and_dtypes(inputs)
+    if page == "docs/training.md":
+        check_gathers(*(document.namespace[x] for x in ("programs", "state")))
+
+
+def check_gathers(programs, state):
+    """A weight that is split is gathered once; one of a block once per pass."""
+    split = [
+        path[0].key
+        for path, x in jax.tree.leaves_with_path(state["params"])
+        if not x.sharding.is_fully_replicated
+    ]
+    assert len(split) == 10
+    one_device, *others = map(collectives, programs)
+    assert not one_device
+    for counts in others:
+        assert counts == {"all-gather": len(split) + split.count("blocks"), "all-reduce": 2}
+
+
+PROFILED = {
+    "mlstm_chunkwise": dict(),
+    "fused": dict(config=KernelConfig(fused=True)),
+    "precomputed_chunks": dict(segment_ids=np.zeros((2, 2048), "int32"), num_segments=2),
+}
+
+
+def kernels_of(primitive, function, *x):
+    """The names of kernels in the jaxpr of a function on an H200."""
+    with jax.sharding.use_abstract_mesh(mesh_for("NVIDIA H200")):
+        jaxpr = jax.make_jaxpr(function)(*x).jaxpr
+    return {x.params["name"] for x in equations(jaxpr, primitive)}
+
+
+@pytest.mark.parametrize(
+    ("lowering", "primitive", "width"),
+    [
+        ("triton", "pallas_call", 64),
+        pytest.param("mosaic_gpu", "mpmd_map", 256, marks=needs_mosaic_gpu),
+    ],
+)
+def test_the_table_of_a_profile_has_the_names_of_the_kernels(lowering, primitive, width):
+    shape = jax.ShapeDtypeStruct
+    q, gate = shape((2, 2048, 2, width), "bfloat16"), shape((2, 2048, 2), "float32")
+
+    def loss(options, *x):
+        options = dict(backend=lowering, return_last_states=True, layout="BTNH") | options
+        return sum(jnp.sum(y) for y in jax.tree.leaves(mlstm_chunkwise(*x, **options)))
+
+    found = set()
+    for options in PROFILED.values():
+        function = jax.grad(functools.partial(loss, options), argnums=range(5))
+        found |= kernels_of(primitive, function, q, q, q, gate, gate)
+    token = [shape(x.shape[:1] + x.shape[2:], x.dtype) for x in (q, q, q, gate, gate)]
+    n = shape((2, 2, width), "float32")
+    states = shape((*n.shape, width), "float32"), n, shape((2, 2), "float32")
+    rings = jax.eval_shape(functools.partial(mlstm_ring_states, dtype="bfloat16"), *states)
+    for step, x in ((mlstm_recurrent_step, states), (mlstm_ring_step, [rings])):
+        found |= kernels_of(primitive, functools.partial(step, backend=lowering), *token, *x)
+    table = (ROOT / "docs" / "debugging.md").read_text().partition("| Kernel | Triton |")[2]
+    table = re.findall(r"^\| ([\w, ]+) \| (yes|no) \| (yes|no) \|", table, re.M)
+    names = {n: x for names, *x in table for n in names.split(", ")}
+    column = ["triton", "mosaic_gpu"].index(lowering)
+    assert found == {name for name, runs in names.items() if runs[column] == "yes"}
+
+
+def test_the_versions_of_the_training_page_are_there():
+    """The page has versions that ran it, of which none is newer than what is installed here."""
+    text = (ROOT / "docs" / "training.md").read_text().partition("| Package | Python 3.11 |")[2]
+    rows = re.findall(r"^\| ([a-z-]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.M)
+    assert {"jax", "flax", "optax", "orbax-checkpoint", "grain"} == {name for name, *_ in rows}
+
+    def numbers(version):
+        return [int(x) for x in re.findall(r"\d+", version)]
+
+    for name, *versions in rows:
+        version = versions[sys.version_info >= (3, 12)]
+        if name == "grain":
+            assert f"grain=={version}" in (ROOT / ".ci" / "run").read_text()
+        else:
+            assert numbers(version) <= numbers(metadata.version(name)), name
+    if numbers(metadata.version("flax")) >= [0, 12, 9]:
+        assert metadata.metadata("flax")["Requires-Python"] == ">=3.12"
 
 
 def test_the_api_reference_has_the_public_names():

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import json
 import re
 import sys
 import types
@@ -23,6 +24,9 @@ import kernel_benchmark
 import numpy as np
 import peers
 import pytest
+import xlstm_checkpoint as checkpoint
+import xlstm_nnx
+from flax import nnx
 from oracle import (
     MOSAIC_CALL,
     assert_close,
@@ -35,6 +39,8 @@ from oracle import (
 )
 from shapes import Shape
 from test_migrating import PAGE, arguments, rows
+from test_xlstm_7b import ROUNDING, read
+from xlstm_model import forward
 
 from mlstm_pallas import mlstm_chunkwise
 
@@ -97,6 +103,54 @@ def test_grain_pads_between_documents_where_they_are_aligned():
     run = functools.partial(mlstm_chunkwise, q, q, q, gate, gate, return_last_states=True)
     with pytest.raises(ValueError, match=r"segment_ids\[0, 4\] is 2, expected ids that ascend"):
         run(segment_ids=ids[None], num_segments=4, layout="BTNH")
+
+
+def packed_batches(grain, documents):
+    """As docs/training.md packs them: inputs and targets, shifted before, in rows of 16 steps."""
+    shifted = [dict(inputs=x[:-1], targets=x[1:]) for x in documents]
+    dataset = grain.MapDataset.source(shifted).shuffle(seed=0).repeat(2).to_iter_dataset()
+    lengths = dict(inputs=16, targets=16)
+    pack = grain.experimental.FirstFitPackIterDataset
+    return pack(dataset, length_struct=lengths, num_packing_bins=3).batch(2)
+
+
+DOCUMENTS = [np.arange(n) % 7 for n in (4, 9, 13, 6, 3, 11, 17, 8)]
+
+
+def test_the_tutorials_model_trains_on_packed_batches_of_grain():
+    """Each document has the logits that it has alone."""
+    batch = next(iter(packed_batches(package("grain"), DOCUMENTS)))
+    ids = batch["inputs_segment_ids"]
+    np.testing.assert_array_equal(ids, batch["targets_segment_ids"])
+    sizes = dict(vocabulary=7, width=32, heads=2, layers=1)
+    model = xlstm_nnx.LanguageModel(**sizes, rngs=nnx.Rngs(0))
+    run = nnx.jit(lambda model, tokens, ids: model(tokens, segment_ids=ids)[0])
+    logits = run(model, batch["inputs"], ids)
+    alone, places = np.zeros_like(batch["inputs"], shape=(8, 16)), []
+    for row, n in {(row, n) for row, x in enumerate(ids) for n in x if n}:
+        steps = ids[row] == n
+        tokens = batch["inputs"][row, steps]
+        np.testing.assert_array_equal(tokens[1:], batch["targets"][row, steps][:-1])
+        alone[len(places), : len(tokens)] = tokens
+        places.append((row, steps, len(tokens)))
+    assert len(places) >= 3
+    expected = run(model, alone, np.zeros_like(alone))
+    bound = 10 * tolerance("float32", sizes["width"])  # of some ten products in a row
+    for n, (row, steps, length) in enumerate(places):
+        np.testing.assert_allclose(logits[row, steps], expected[n, :length], atol=bound)
+
+
+def test_the_state_of_a_grain_iterator_is_json():
+    dataset = packed_batches(package("grain"), DOCUMENTS)
+    iterator, resumed = iter(dataset), iter(dataset)
+    next(iterator)
+    state = json.loads(json.dumps(iterator.get_state()))
+    resumed.set_state(state)
+    expected, batch = next(iterator), next(resumed)
+    assert expected.keys() == batch.keys()
+    for name, x in expected.items():
+        np.testing.assert_array_equal(x, batch[name])
+    assert not np.array_equal(next(iter(dataset))["inputs"], batch["inputs"])
 
 
 # ---------------- jax-linear-attention
@@ -650,6 +704,34 @@ def test_transformers_leaves_three_fields_aside(transformers):
     model = transformers_model(transformers, tie_word_embeddings=True, add_out_norm=False)
     assert model.lm_head.weight.data_ptr() != model.backbone.embeddings.weight.data_ptr()
     assert "Norm" in type(model.backbone.out_norm).__name__
+
+
+def test_transformers_loads_a_checkpoint_that_was_trained_and_written(transformers, tmp_path):
+    """The gradients here are those of PyTorch, and after a step with them so are the logits."""
+    torch, kind = package("torch"), transformers[1].xLSTMForCausalLM
+    model, source = transformers_model(transformers), tmp_path / "source"
+    model.save_pretrained(source)
+    config, params = read(source)
+    tensors = checkpoint.tensors_of(config, "float32", 1)
+
+    @jax.jit
+    def loss(params):
+        logits = jax.nn.log_softmax(forward(config, params, TOKENS[:, :-1]))
+        return -jnp.mean(jnp.take_along_axis(logits, TOKENS[:, 1:, None], axis=-1))
+
+    gradients = jax.grad(loss)(params)
+    tokens = torch.tensor(TOKENS)
+    model.train()(tokens, labels=tokens, use_cache=False).loss.backward()
+    bound = 2 * ROUNDING  # forward and backward
+    for name, x in model.named_parameters():
+        result = checkpoint.tensor_of(config, gradients, tensors, name)
+        assert_close(result, x.grad.numpy(), bound, name)
+    trained = jax.tree.map(lambda x, g: x - 0.1 * g, params, gradients)
+    checkpoint.write(source, tmp_path / "written", trained)
+    written = kind.from_pretrained(tmp_path / "written", dtype=torch.float32).eval()
+    logits = forward(config, trained, TOKENS)
+    assert_close(logits, logits_of(written, use_cache=False), ROUNDING)
+    assert error(logits, logits_of(model.eval(), use_cache=False)) > 10 * ROUNDING
 
 
 # ---------------- the pages

@@ -4,6 +4,7 @@ xLSTM for the checkpoint in xlstm_7b/, the command and its errors."""
 import contextlib
 import functools
 import io
+import itertools
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ import benchmark_runs
 import command
 import draft_tokens
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import xlstm_7b
@@ -90,6 +92,43 @@ def test_logits_are_those_of_transformers(dtype, bound, of_largest):
         logits = model.next_logits(CONFIG, params, x[0, positions])
         assert_close(logits, expected, bound)
         assert np.abs(logits - expected).max() < of_largest * np.abs(expected).max()
+
+
+def test_the_logits_of_a_packed_row_are_those_of_transformers():
+    """Of the forward pass with derivatives, whose prompts share a row with padding behind them."""
+    _, params = read()
+    row, ids = np.zeros((2, 1, S), "int32")
+    ends = np.cumsum([0, *map(len, PROMPTS)])
+    for n, (begin, end) in enumerate(itertools.pairwise(ends)):
+        row[0, begin:end], ids[0, begin:end] = PROMPTS[n], n + 1
+    logits = model.forward(CONFIG, params, row, ids)
+    for begin, positions, expected in zip(ends, POSITIONS, LOGITS, strict=False):
+        assert_close(logits[0, begin + positions], expected, ROUNDING)
+
+
+@pytest.mark.slow
+def test_the_gradient_of_the_forward_pass_is_the_slope_of_its_loss():
+    """Along itself, by central differences of 6e-4.
+
+    The rounding errors of the loss, 6e-8, are 1e-4 of that, and the third derivative adds less.
+    """
+    _, params = read()
+    tokens = PROMPTS[3][None, :16].astype("int32")
+
+    @jax.jit
+    def loss(params):
+        return jnp.mean(jnp.sin(model.forward(CONFIG, params, tokens)))
+
+    gradient = jax.grad(loss)(params)
+    norm = np.linalg.norm([np.linalg.norm(x) for x in jax.tree.leaves(gradient)])
+    step = 3e-4 / norm
+
+    @jax.jit
+    def loss_beside(params, gradient, step):
+        return loss(jax.tree.map(lambda x, g: x + step * g, params, gradient))
+
+    low, high = (float(loss_beside(params, gradient, x)) for x in (-step, step))
+    np.testing.assert_allclose((high - low) / (2 * step), norm**2, rtol=1e-3)
 
 
 def test_no_device_has_all_of_a_weight_that_is_split():

@@ -18,6 +18,7 @@ from oracle import (
     assert_close,
     param,
 )
+from safetensors import safe_open
 from safetensors.numpy import save_file
 from test_xlstm_7b import FOLDER, ROUNDING, all_tensors, read
 
@@ -259,6 +260,62 @@ def test_a_tied_head_of_another_dtype_is_named(tmp_path):
         checkpoint.CheckpointError, match=r"lm_head\.weight is F64, expected one of"
     ):
         read(tmp_path)
+
+
+# ---------------- back to a checkpoint
+
+
+def contents(folder):
+    """The bytes of the texts, and of each file of weights its tensors and metadata."""
+    files = {}
+    for path in folder.iterdir():
+        if path.suffix != ".safetensors":
+            files[path.name] = path.read_bytes()
+            continue
+        with safe_open(path, framework="numpy") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            arrays = {name: (x.dtype, x.shape, x.tobytes()) for name, x in tensors.items()}
+            files[path.name] = arrays, file.metadata()
+    return files
+
+
+FORMS = {
+    "single": (TENSORS, {}),
+    "fused": (fused(biased(False)), dict(use_bias=True, weight_mode="fused")),
+    "older": (renamed(TENSORS, *OLDER), {}),
+    "no_out_norm": (without_out_norm(TENSORS), dict(add_out_norm=False)),
+    "tied": (
+        TENSORS | {"lm_head.weight": TENSORS["backbone.embeddings.weight"]},
+        dict(tie_word_embeddings=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["fixture", *FORMS])
+def test_what_was_read_is_written_with_the_same_bits(form, tmp_path):
+    source = FOLDER
+    if form != "fixture":
+        (source := tmp_path / "source").mkdir()
+        tensors, changed = FORMS[form]
+        write(source, tensors, **changed)
+    _, params = read(source)
+    checkpoint.write(source, tmp_path / "written", params)
+    expected = {x: y for x, y in contents(source).items() if not x.endswith((".npz", ".py"))}
+    assert contents(tmp_path / "written") == expected
+    assert {x.name for x in tmp_path.iterdir()} <= {"source", "written"}
+
+
+def test_only_a_checkpoint_that_is_complete_appears(tmp_path):
+    _, params = read(FOLDER)
+    folder = tmp_path / "written"
+    broken = dict(params, lm_head=params["lm_head"].at[3, 4].set(3.4e38))
+    message = r"^lm_head.weight has values .* bfloat16"  # which the largest float32 overflows
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        checkpoint.write(FOLDER, folder, broken)
+    assert not [*tmp_path.iterdir()]
+    folder.mkdir()
+    with pytest.raises(checkpoint.CheckpointError, match="written is there already"):
+        checkpoint.write(FOLDER, folder, params)
 
 
 # ---------------- fields and forms of the configuration

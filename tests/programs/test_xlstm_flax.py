@@ -18,7 +18,7 @@ import xlstm_nnx
 from byte_lm_mesh import make_mesh
 from flax import nnx
 from numpy_evaluator import jaxprs_in
-from oracle import tolerance
+from oracle import assert_close, tolerance
 from xlstm_model import Config
 
 from mlstm_pallas import mlstm_chunkwise
@@ -49,6 +49,72 @@ def test_both_models_and_their_steps_compute_the_same():
     np.testing.assert_allclose(logits, expected[:, -1], atol=bound)
     for x, y in zip(states, last, strict=True):
         np.testing.assert_allclose(x, y, atol=bound)
+
+
+# Rows as grain packs them: documents from 1, padding 0 at the end. Beside it, the documents.
+IDS = np.array([np.repeat([1, 2, 0], [5, 9, 2]), np.repeat([1, 2, 3], [8, 1, 7])])
+DOCUMENTS = [(b, n) for b, row in enumerate(IDS) for n in np.unique(row) if n]
+
+
+def model_of(kind, tokens):
+    """(params, tokens, states=None, **options) -> logits, states; and parameters with values."""
+    if kind == "linen":
+        model = xlstm_linen.LanguageModel(**SIZES)
+        return model.apply, model.init(jax.random.key(1), tokens)
+    graph, params = nnx.split(xlstm_nnx.LanguageModel(**SIZES, rngs=nnx.Rngs(0)))
+    return lambda params, *x, **options: nnx.merge(graph, params)(*x, **options), params
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["segment_ids", "resets"])
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_documents_of_a_packed_row_compute_what_they_compute_alone(kind, by):
+    """Logits, and gradients of the parameters; alone, each document has a row and padding behind.
+
+    Weights of the loss are 0 in the padding.
+    """
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, SIZES["vocabulary"], IDS.shape)
+    weights = np.where(IDS > 0, draw.normal(size=IDS.shape), 0).astype("float32")
+    rows = np.zeros((len(DOCUMENTS), IDS.shape[1]))
+    alone = dict(tokens=rows.astype(int), weights=rows.astype("float32"))
+    for row, (b, n) in enumerate(DOCUMENTS):
+        steps = IDS[b] == n
+        alone["tokens"][row, : sum(steps)] = tokens[b, steps]
+        alone["weights"][row, : sum(steps)] = weights[b, steps]
+    run, params = model_of(kind, tokens)
+
+    @jax.jit
+    def gradients(params, tokens, weights, options):
+        def loss(params):
+            logits, _ = run(params, tokens, **options)
+            return jnp.sum(jnp.sin(logits) * weights[..., None]), logits
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    packed = {by: IDS if by == "segment_ids" else np.diff(IDS, axis=1, prepend=-1) != 0}
+    grads, logits = gradients(params, tokens, weights, packed)
+    expected, logits_alone = gradients(params, **alone, options={})
+    bound = 20 * tolerance("float32", SIZES["width"])  # of some twenty products in a row
+    for row, (b, n) in enumerate(DOCUMENTS):
+        steps = IDS[b] == n
+        np.testing.assert_allclose(logits[b, steps], logits_alone[row, : sum(steps)], atol=bound)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        assert_close(x, y, 2 * bound)  # forward and backward
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_a_step_after_a_reset_is_the_first_one(kind):
+    tokens = np.array([[1, 2, 3, 4], [5, 6, 0, 1]])
+    run, params = model_of(kind, tokens)
+    run = jax.jit(run)
+    expected, _ = run(params, tokens)
+    _, states = run(params, tokens[:, :3])
+    first, _ = run(params, tokens[:, 3:])
+    logits, _ = run(params, tokens[:, 3], states, resets=np.array([True, False]))
+    bound = 20 * tolerance("float32", SIZES["width"])
+    np.testing.assert_allclose(logits, [first[0, 0], expected[1, 3]], atol=bound)
 
 
 def of_page():
