@@ -267,14 +267,17 @@ def pytest_make_collect_report(collector):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The quick selection has only those GPU tests that are marked smoke. Tests that the oldest
-    Python skips are marked."""
+    """The quick selection has only those rows that a mark names, and those GPU tests that are
+    marked smoke. Tests that the oldest Python skips are marked."""
     gpus = gpu_count()
     newer = [needs_compiler.mark, needs_mosaic_gpu.mark]
     items.sort(key=gpu_order)
     for item in items:
         if any(mark in newer for mark in item.iter_markers("skipif")):
             item.add_marker("newer_python")
+        for mark in item.iter_markers("quick"):
+            if not item.callspec.id.startswith(mark.args):
+                item.add_marker(pytest.mark.slow)
         marks = {mark.name for mark in item.iter_markers()}
         interpreted = item.module.__name__.startswith(("test_mosaic_gpu", "test_products"))
         if interpreted and not marks & {"slow", "gpu"}:
