@@ -686,7 +686,14 @@ CALLS = [
         **LENGTHS,
     ),
     calls(
-        "lengths_fused_stored_BTNH", 32, ["default"], config=fused(), **BTNH, **STORED, **WITH_IDS
+        "lengths_fused_stored_BTNH",
+        32,
+        [],
+        slow=["default"],
+        config=fused(),
+        **BTNH,
+        **STORED,
+        **WITH_IDS,
     ),
     calls("lengths_tiles_and_splits", 64, [], slow=["default"], config=SMALL_TILES, **LENGTHS),
     calls("lengths_plain", 32, ["default"], backend="xla", **NO_M, **UNNORMALISED, **WITH_IDS),

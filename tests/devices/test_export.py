@@ -144,7 +144,7 @@ def test_shards_of_explicit_axes_are_exported():
 TOKEN = [jax.ShapeDtypeStruct((4, 2, *x), "float32") for x in ((8,), (8,), (8,), (), ())]
 
 
-@pytest.mark.quick("chunkwise-AxisType.Explicit-True", "step")
+@pytest.mark.quick("step")
 @pytest.mark.parametrize(
     ("kind", "inside"),
     [(AxisType.Auto, True), (AxisType.Explicit, True), (AxisType.Explicit, False)],

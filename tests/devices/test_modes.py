@@ -185,7 +185,7 @@ LONG = "chunkwise", "without_states", "segments", "packed", "mapped_shards", "me
 LONG += "reference", "recurrence"
 
 
-@pytest.mark.quick("ring", "flush", "step", "joined", "lengths")
+@pytest.mark.quick("flush", "step")
 @pytest.mark.parametrize("name", [*SHORT, *map(slow, LONG)])
 def test_switches_of_jax_change_no_program(name):
     """Short calls under all at once but for one precision at a time, the others one by one, because

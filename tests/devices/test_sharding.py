@@ -122,7 +122,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.quick("stays-two_axes", "inside_shard_map")
+@pytest.mark.quick("inside_shard_map")
 @pytest.mark.parametrize(("shape", "kinds", "options"), MESHES)
 def test_numbers_on_a_mesh_are_those_of_one_device(expected, shape, kinds, options):
     mesh, layout = mesh_of(shape, *kinds), options.get("layout", "BNTH")
@@ -332,7 +332,7 @@ def test_steps_and_heads_of_pools_stay_sharded(backend, kind):
     compare(OUTPUTS, result, step(of_all, *TOKEN), BOUND)
 
 
-@pytest.mark.quick("AxisType.Explicit")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_batch_and_heads_of_rings_stay_sharded(kind):
     x = [*random_inputs(10, 4, 2, 3, 16, 16).values()]

@@ -59,7 +59,7 @@ def gradients_and_m(inputs, backend):
     return jax.grad(loss, has_aux=True)(inputs)
 
 
-@pytest.mark.quick("xla-i", "interpret-f")
+@pytest.mark.quick("xla-i")
 @BOTH_VALUES
 @BOTH_GATES
 @pytest.mark.parametrize("backend", ["interpret", "xla"])

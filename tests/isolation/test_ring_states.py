@@ -167,6 +167,7 @@ def test_nothing_of_a_former_request_passes_a_reset(backend, gate):
         assert_same_bits(poisoned, clean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fresh_rows_in_a_used_pool_are_those_of_a_fresh_pool(backend):
     """Whatever was there before, and at any number of pending tokens."""
@@ -236,7 +237,7 @@ def test_heads_and_entries_begin_at_their_phases(heads, length):
 # ---------------- dtypes of the states
 
 
-@pytest.mark.quick("interpret-float32-bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "of_c", "of_m"),
     [

@@ -147,7 +147,7 @@ def bound(dtype):
     return 20 * math.sqrt(B * S) * float(jnp.finfo(dtype).eps) / 2
 
 
-@pytest.mark.quick("mlstm_kernels", "layout")
+@pytest.mark.quick("layout")
 @pytest.mark.parametrize(
     ("model", "diff"), DIFFS, ids=["import", "layout", "mlstm_kernels", "siging"]
 )

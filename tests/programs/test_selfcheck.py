@@ -186,11 +186,7 @@ PLANTS = [
 
 
 @pytest.mark.quick(
-    "mlstm_chunkwise-None-plant",
-    "mlstm_chunkwise_states-None-plant",
-    "mlstm_recurrent_sequence",
-    "mlstm_recurrent_step-None-other",
-    "mlstm_ring_step-None-plant",
+    "mlstm_chunkwise_states-None-plant", "mlstm_recurrent_sequence", "mlstm_ring_step-None-plant"
 )
 @pytest.mark.parametrize(("name", "function", "plant", "result"), PLANTS)
 def test_a_wrong_function_is_found(name, function, plant, result, monkeypatch):

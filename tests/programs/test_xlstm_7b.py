@@ -147,6 +147,7 @@ def test_command_streams_what_transformers_generates(flags, tokens, capsys):
 REPEATED = HERE, "--prompt=" + 16 * "dnxy", *FLOAT32
 
 
+@pytest.mark.slow
 def test_accepted_drafts_do_not_change_the_likeliest_tokens(capsys):
     run(*REPEATED)
     expected = capsys.readouterr().out
