@@ -515,7 +515,7 @@ def test_num_segments_and_rows_of_prompts_may_be_exactly_their_limits():
     assert pack_lengths([[3, 5], [2]], 8)[0].shape == (2, 8)
 
 
-@pytest.mark.quick("chunkwise", "mlstm_recurrent", "recurrence")
+@pytest.mark.quick("mlstm_recurrent", "recurrence")
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "function",

@@ -318,10 +318,6 @@ def check_drawn(name, backend, count):
     check_draws(lambda seed: check(case, backend, *drawn(case, seed), seed), name, count)
 
 
-def test_a_few_values():
-    check_drawn("bfloat16_packed", "interpret", EXAMPLES // 10)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "backend"), [*sorted(ON_A_CPU.items()), ("packed_tiles", "xla")])
 def test_any_values(name, backend):

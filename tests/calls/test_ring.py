@@ -143,7 +143,7 @@ def check_calls(
     compare("cn", restabilised(last, expected[2]), expected[:2], bound)
 
 
-@pytest.mark.quick("xla")
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_drafts_that_are_taken_back_leave_no_bit(backend):
     """The same tokens in calls that accept others have the bits of the same states."""

@@ -271,9 +271,7 @@ LOADERS = dict(
 )
 
 
-@pytest.mark.quick(
-    "padding_behind-from_zeros", "no_padding-from_zeros", "padding_in_front-from_zeros"
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("go_on", [False, True], ids=["from_zeros", "from_states"])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_ids_of_loaders_are_read_alike_from_numpy_and_jax(loader, go_on):

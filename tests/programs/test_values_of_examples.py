@@ -193,7 +193,7 @@ def test_tokens_are_drawn_from_the_likeliest():
     assert (draws(1e-30, 1.0, 0, 1, 0, 0), draws(1e30, 1.0, 1, 1, 1, 1)) == (True, True)
 
 
-@pytest.mark.quick("0.0")
+@pytest.mark.slow
 @pytest.mark.parametrize("top_p", [1.0, 0.5, 0.0])
 def test_temperatures_at_the_ends_of_their_range(top_p):
     """The least ones, which float32 flushes or cannot divide by, take the likeliest token, also of

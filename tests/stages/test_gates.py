@@ -286,7 +286,7 @@ def check_step_gradients(form, sizes, reverse=False, **options):
     )
 
 
-@pytest.mark.quick("sizes0", "sizes1-True-xla", "sizes1-False-interpret", "sizes2-True-interpret")
+@pytest.mark.quick("sizes0", "sizes1-True-xla")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
