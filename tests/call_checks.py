@@ -390,7 +390,8 @@ LENGTHS = dict(seed=0, shape=(5, 2, 70, 16, 32), lengths=np.array([0, 1, 20, 40,
 # One segment starts beyond 40.
 WITH_IDS = dict(segment_ids=np.repeat([[0, 1, 0]] * 5, [20, 31, 19], axis=1)) | LENGTHS
 FLOAT32 = tolerance("float32", 40 + 8), PROMISED["float32"][1]
-# The calls of test_calls.py. Slow rows are pairs that no quick row has: of an algorithm with a
+# The calls of test_calls.py. Quick rows have each lowering, and lengths, packed sequences, both
+# directions and a reset once. Slow ones are pairs that no quick row has, of an algorithm with a
 # direction, packed sequences, a dtype, heads or a length; or values that once were wrong. Larger
 # tiles and chunks are in test_stages.py and test_canaries.py.
 CALLS = [
