@@ -390,29 +390,48 @@ LENGTHS = dict(seed=0, shape=(5, 2, 70, 16, 32), lengths=np.array([0, 1, 20, 40,
 # One segment starts beyond 40.
 WITH_IDS = dict(segment_ids=np.repeat([[0, 1, 0]] * 5, [20, 31, 19], axis=1)) | LENGTHS
 FLOAT32 = tolerance("float32", 40 + 8), PROMISED["float32"][1]
-# The calls of test_calls.py. Slow rows are pairs that no quick row has: of an algorithm with a
+# The calls of test_calls.py. Quick rows have each lowering, and lengths, packed sequences, both
+# directions and a reset once. Slow ones are pairs that no quick row has, of an algorithm with a
 # direction, packed sequences, a dtype, heads or a length; or values that once were wrong. Larger
 # tiles and chunks are in test_stages.py and test_canaries.py.
 CALLS = [
     # Whole blocks of the fused scan and no whole chunks; padded heads.
-    calls("float32", 64, ["materialised", "fused"], **PADDED),
+    calls("float32", 64, ["materialised"], slow=["fused"], **PADDED),
     # With C = n = 0 it equals a first step of i = -inf that resets; m = 0 would win.
     calls(
         "m_of_minus_infinity",
         64,
-        ["materialised", "fused"],
+        [],
+        slow=["materialised", "fused"],
         change=emptied,
         recipe=dict(i_shift=-20.0, i_scale=0.1, f_shift=5.0),
         **PADDED,
     ),
-    calls("behind_a_norm", 64, ["materialised"], draw=behind_a_norm, skip=["n_initial"], **PADDED),
+    calls(
+        "behind_a_norm",
+        64,
+        [],
+        slow=["materialised"],
+        draw=behind_a_norm,
+        skip=["n_initial"],
+        **PADDED,
+    ),
     calls("states_alone", 64, ["materialised"], draw=states_alone, skip="q", **PADDED),
     # There are no initial states, and the last ones are not returned: neither is read or written.
-    calls("h_alone-ordinary", 16, ["splits"], recipe=dict(states=False), **ALONE, **UNNORMALISED),
+    calls(
+        "h_alone-ordinary",
+        16,
+        [],
+        slow=["splits"],
+        recipe=dict(states=False),
+        **ALONE,
+        **UNNORMALISED,
+    ),
     calls(
         "h_alone-resets",
         16,
-        ["splits"],
+        [],
+        slow=["splits"],
         recipe=dict(states=False, resets=True),
         **ALONE,
         **UNNORMALISED,
@@ -420,7 +439,8 @@ CALLS = [
     calls(
         "h_alone-closed_input_gates",
         16,
-        ["splits"],
+        [],
+        slow=["splits"],
         recipe=dict(states=False, i_scale=30.0),
         **ALONE,
         **UNNORMALISED,
@@ -430,7 +450,8 @@ CALLS = [
     calls(
         "both_gates_closed",
         16,
-        ["xla"],
+        [],
+        slow=["xla"],
         input_gate="sigmoid",
         return_last_states=False,
         seed=5,
@@ -443,8 +464,8 @@ CALLS = [
     calls(
         "gradients_of_gates-ordinary",
         32,
-        ["materialised"],
-        slow=["fused"],
+        [],
+        slow=["materialised", "fused"],
         recipe={},
         skip=STATES,
         **PACKED,
@@ -452,24 +473,24 @@ CALLS = [
     calls(
         "gradients_of_gates-resets",
         32,
-        ["materialised"],
-        slow=["fused"],
+        [],
+        slow=["materialised", "fused"],
         recipe=dict(resets=True),
         **PACKED,
     ),
     calls(
         "gradients_of_gates-closed_forget_gates",
         32,
-        ["materialised"],
-        slow=["fused"],
+        [],
+        slow=["materialised", "fused"],
         recipe=dict(f_shift=-30.0),
         **PACKED,
     ),
     calls(
         "gradients_of_gates-open_forget_gates",
         32,
-        ["materialised"],
-        slow=["fused"],
+        [],
+        slow=["materialised", "fused"],
         recipe=dict(f_shift=10.0),
         skip=STATES,
         **PACKED,
@@ -477,8 +498,8 @@ CALLS = [
     calls(
         "gradients_of_gates-wild_gates",
         32,
-        ["materialised"],
-        slow=["fused"],
+        [],
+        slow=["materialised", "fused"],
         recipe=dict(f_scale=1e3, i_scale=1e3),
         skip=("f", *STATES, "m_initial"),
         **PACKED,
@@ -492,7 +513,8 @@ CALLS = [
     calls(
         "nearly_closed_at-20.0",
         64,
-        ["xla"],
+        [],
+        slow=["xla"],
         recipe=dict(f_shift=6.0),
         **HALF,
         change=partial(nearly_closed, -20.0),
@@ -516,25 +538,33 @@ CALLS = [
         change=partial(nearly_closed, -6.0),
     ),
     # Multiples of 16 are not padded, other heads are.
-    calls("heads_of_80_and_112", 32, ["fused"], seed=37, shape=(1, 3, 37, 80, 112)),
+    calls("heads_of_80_and_112", 32, [], slow=["fused"], seed=37, shape=(1, 3, 37, 80, 112)),
     calls("heads_of_16_and_160", 32, [], slow=["materialised"], seed=40, shape=(1, 3, 40, 16, 160)),
     calls("heads_of_320_and_48", 16, [], slow=["fused"], seed=17, shape=(1, 3, 17, 320, 48)),
     # Interpreted, what a kernel reads beyond an array is NaN.
-    calls("odd_lengths-1", 32, ["tiles16x32"], seed=1, shape=(2, 3, 1, 1, 17)),
-    calls("odd_lengths-61", 16, ["splits"], seed=61, shape=(2, 3, 61, 32, 16)),
+    calls("odd_lengths-1", 32, [], slow=["tiles16x32"], seed=1, shape=(2, 3, 1, 1, 17)),
+    calls("odd_lengths-61", 16, [], slow=["splits"], seed=61, shape=(2, 3, 61, 32, 16)),
     calls(
         "odd_lengths-127", 32, [], slow=["fused_two_launches"], seed=127, shape=(2, 3, 127, 32, 16)
     ),
     calls("odd_lengths-129", 16, [], slow=["splits_stored"], seed=129, shape=(2, 3, 129, 32, 16)),
     calls(
-        "no_batch", 16, ["xla", "materialised"], shape=(0, 2, 20, 16, 24), recipe=dict(states=False)
+        "no_batch",
+        16,
+        [],
+        slow=["xla", "materialised"],
+        shape=(0, 2, 20, 16, 24),
+        recipe=dict(states=False),
     ),
-    calls("no_heads", 16, ["xla", "fused"], shape=(2, 0, 20, 16, 24), recipe=dict(states=False)),
+    calls(
+        "no_heads", 16, ["xla"], slow=["fused"], shape=(2, 0, 20, 16, 24), recipe=dict(states=False)
+    ),
     # Nothing passes a reset; at step 0 it discards the initial states.
     calls(
         "reset_at-0",
         16,
-        ["default", "xla"],
+        [],
+        slow=["default", "xla"],
         seed=5,
         shape=(1, 2, 40, 16, 16),
         change=partial(reset_at, 0),
@@ -542,7 +572,8 @@ CALLS = [
     calls(
         "reset_at-17",
         16,
-        ["default", "xla"],
+        ["xla"],
+        slow=["default"],
         seed=5,
         shape=(1, 2, 40, 16, 16),
         change=partial(reset_at, 17),
@@ -550,7 +581,8 @@ CALLS = [
     calls(
         "left_padding",
         16,
-        ["xla"],
+        [],
+        slow=["xla"],
         seed=3,
         shape=(2, 2, 40, 16, 16),
         change=partial(masked, np.arange(40) >= 13),
@@ -559,7 +591,8 @@ CALLS = [
     calls(
         "floor_of_zero",
         32,
-        ["default"],
+        [],
+        slow=["default"],
         recipe=dict(states=False, i_shift=-300.0),
         change=partial(reset_at, 0),
         shape=(1, 1, 40, 8, 8),
@@ -570,15 +603,22 @@ CALLS = [
     calls(
         "reverse_states",
         16,
-        ["materialised", "fused_stored"],
-        slow=["fused_two_launches", "splits_materialised", "xla_stored"],
+        [],
+        slow=[
+            "materialised",
+            "fused_stored",
+            "fused_two_launches",
+            "splits_materialised",
+            "xla_stored",
+        ],
         **BACK,
     ),
     # The first step is the last one in memory; through the floor the gradient of m is not 0.
     calls(
         "reverse_first_step",
         16,
-        ["xla"],
+        [],
+        slow=["xla"],
         seed=2,
         shape=(2, 3, 48, 16, 24),
         change=partial(reset_at, 47),
@@ -619,8 +659,8 @@ CALLS = [
     calls(
         "reverse_lengths",
         16,
-        ["fused", "xla"],
-        slow=["splits"],
+        ["fused"],
+        slow=["xla", "splits"],
         segment_ids=segments(4),
         **SHORT,
     ),
@@ -639,16 +679,24 @@ CALLS = [
     calls(
         "lengths_materialised",
         32,
-        ["default"],
+        [],
+        slow=["default"],
         eps=0.0,
         stabilize_correctly=False,
         norm_val=0.0,
         **LENGTHS,
     ),
     calls(
-        "lengths_fused_stored_BTNH", 32, ["default"], config=fused(), **BTNH, **STORED, **WITH_IDS
+        "lengths_fused_stored_BTNH",
+        32,
+        [],
+        slow=["default"],
+        config=fused(),
+        **BTNH,
+        **STORED,
+        **WITH_IDS,
     ),
-    calls("lengths_tiles_and_splits", 64, ["default"], config=SMALL_TILES, **LENGTHS),
+    calls("lengths_tiles_and_splits", 64, [], slow=["default"], config=SMALL_TILES, **LENGTHS),
     calls("lengths_plain", 32, ["default"], backend="xla", **NO_M, **UNNORMALISED, **WITH_IDS),
 ]
 

@@ -266,15 +266,20 @@ def pytest_make_collect_report(collector):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """The quick selection has only those GPU tests that are marked smoke. Tests that the oldest
-    Python skips are marked."""
+def pytest_collection_modifyitems(config, items):
+    """The quick selection has only those rows that a mark names, and those GPU tests that are
+    marked smoke. Tests that the oldest Python skips are marked."""
     gpus = gpu_count()
-    newer = [needs_compiler.mark, needs_mosaic_gpu.mark]
+    newer, unused = [needs_compiler.mark, needs_mosaic_gpu.mark], {}
     items.sort(key=gpu_order)
     for item in items:
         if any(mark in newer for mark in item.iter_markers("skipif")):
             item.add_marker("newer_python")
+        for mark in item.iter_markers("quick"):
+            begun = {x for x in mark.args if item.callspec.id.startswith(x)}
+            unused.setdefault(item.function, {*mark.args}).difference_update(begun)
+            if not begun:
+                item.add_marker(pytest.mark.slow)
         marks = {mark.name for mark in item.iter_markers()}
         interpreted = item.module.__name__.startswith(("test_mosaic_gpu", "test_products"))
         if interpreted and not marks & {"slow", "gpu"}:
@@ -286,6 +291,10 @@ def pytest_collection_modifyitems(items):
             if gpus < needed:
                 reason = "no GPU" if needed == 1 else "fewer than two GPUs"
                 item.add_marker(pytest.mark.skip(reason=reason))
+    stale = [f"{test.__name__}: {names}" for test, names in unused.items() if names]
+    partial = config.getoption("lf", False) or any("::" in x for x in config.args)
+    if stale and not partial:
+        raise pytest.UsageError(f"no row begins with what pytest.mark.quick names: {stale}")
 
 
 def pytest_make_parametrize_id(val):

@@ -14,9 +14,9 @@ is 1 unless all are caught.
 Before its diff, a patch of tools/planted_defects/ names its mechanism, the rule or promise that it
 breaks. Several patches may break one, but no two that the same tests catch for the same reason.
 `grep -h ^Mechanism tools/planted_defects/* | sort | uniq -c` lists them. A patch may also name its
-tests, as pytest takes them; without them the whole quick selection runs, which has to last at most
-15 minutes. It may say that it needs interpreted Mosaic GPU kernels: it is left out without
---mosaic_gpu_python, an interpreter with jax >= 0.11.2.
+tests, quick or slow, as pytest takes them; without them the whole quick selection runs, which has
+to last at most 15 minutes. It may say that it needs interpreted Mosaic GPU kernels: it is left out
+without --mosaic_gpu_python, an interpreter with jax >= 0.11.2.
 
     Mechanism: the slot that is released
     Tests: tests/stages/test_products.py -k waits_is_right
@@ -48,7 +48,7 @@ LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "results")
 VERDICTS = {0: "survived", 1: "caught", 5: "no test"}  # by exit codes of pytest
 # A defect that is planted leaves its patch no place, which is no catch.
 OF_PATCHES = "--ignore=tests/programs/test_plant_defects.py"
-QUICK, QUICK_SECONDS = ["-n", "auto", "--dist", "worksteal"], 900.0
+QUICK, QUICK_SECONDS = ["-m", "not slow", "-n", "auto", "--dist", "worksteal"], 900.0
 
 
 def headers(patch):
@@ -93,7 +93,7 @@ def outcome(plant, tests, seconds, python=sys.executable):
         shutil.copytree(ROOT, folder, ignore=LEFT_OUT, dirs_exist_ok=True)
         if broken := plant(folder):
             return "broken", broken
-        command = [python, "-m", "pytest", "-qx", "-m", "not slow", "-p", "no:cacheprovider"]
+        command = [python, "-m", "pytest", "-qx", "-p", "no:cacheprovider"]
         run = subprocess.Popen(
             [*command, OF_PATCHES, *tests],
             cwd=folder,

@@ -144,6 +144,7 @@ ROUNDED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "dtype", "options"), ROUNDED)
 def test_c_has_the_dtype_that_the_caller_asks_for(function, dtype, options):
     """It is rounded, and its cotangent has that dtype; n, m and h are as ever."""

@@ -51,6 +51,7 @@ def test_against_float64(call):
 # ---------------- lengths
 
 
+@pytest.mark.quick("uint32")
 @pytest.mark.parametrize("dtype", ["int8", "uint32"])
 def test_any_integer_dtype_is_clipped(dtype):
     """S does not fit int8, and int32 does not have all of uint32."""
@@ -109,6 +110,7 @@ def test_states_of_a_step_beyond_float16_are_inf():
 # ---------------- states after every N-th step
 
 
+@pytest.mark.quick("32-True-None-xla", "16-False-lengths1-interpret")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("N", "fused", "lengths"), [(32, True, None), (16, False, [70, 33]), (128, None, None)]
@@ -138,6 +140,7 @@ def test_states_after_every_nth_step(backend, N, fused, lengths):
     assert {y.shape[1] for y in states} == {S // N}
 
 
+@pytest.mark.slow
 def test_c_is_rounded_once_to_the_dtype_of_q():
     x = random_inputs(2, 1, 2, 64, 16, 16, dtype="bfloat16")
     run = functools.partial(mlstm_chunkwise_states, every=32, layout="BNTH", backend="xla")

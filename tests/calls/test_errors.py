@@ -17,6 +17,7 @@ from oracle import (
     refusal,
     refused,
     run_python,
+    slow,
 )
 
 import mlstm_pallas
@@ -102,7 +103,7 @@ CALLS = [
         all_of(x, arrays_of(x) | OPTIONAL, "slots")
         for x in (*PUBLIC, stablef.mlstm_chunkwise_triton_stablef)
     ),
-    *(all_of(x, stage_arrays(x)) for x in STAGES),
+    *(slow(all_of(x, stage_arrays(x))) for x in STAGES),
     *map(all_of, (plan, pack_lengths, entered)),
     (lambda **x: generate(**x)(*zeros(PLAIN).values()), *all_of(generate)[1:]),
     (KernelConfig, dict(chunk_size=16), ""),
@@ -433,6 +434,7 @@ def test_numpy_integers_beyond_32_bits_are_refused_by_name(x):
         refused(ValueError, message, run, **{name: bad})
 
 
+@pytest.mark.slow
 def test_indices_that_count_for_nothing_may_be_anything():
     """Ids beyond a length or without num_segments, several slots of -1, no entries."""
     packed = partial(mlstm_chunkwise, return_last_states=True, segment_ids=DESCENDS)
@@ -441,6 +443,7 @@ def test_indices_that_count_for_nothing_may_be_anything():
     pooled(mlstm_recurrent_step, slots=np.array([-1, -1]))()
 
 
+@pytest.mark.quick("numpy-device", "device-device")
 @pytest.mark.parametrize("checks", ["0", "1"])
 @pytest.mark.parametrize("lengths", ["device", "traced"])
 @pytest.mark.parametrize("ids", ["numpy", "device", "traced"])
@@ -470,6 +473,7 @@ def test_indices_of_several_kinds_in_a_call(monkeypatch, ids, lengths, checks):
 OF_CHUNKS = mlstm_chunkwise, mlstm_chunkwise_sequence_parallel, reference.chunkwise
 
 
+@pytest.mark.quick("mlstm_chunkwise-False", "mlstm_recurrent", "recurrence")
 @pytest.mark.parametrize(
     ("function", "pooled"), [*((x, False) for x in PUBLIC), *((x, True) for x in STEPS)]
 )
@@ -511,6 +515,7 @@ def test_num_segments_and_rows_of_prompts_may_be_exactly_their_limits():
     assert pack_lengths([[3, 5], [2]], 8)[0].shape == (2, 8)
 
 
+@pytest.mark.quick("mlstm_recurrent", "recurrence")
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "function",
@@ -631,6 +636,7 @@ for module in (mlstm_pallas, mlstm_pallas.xlstm_jax):
 """
 
 
+@pytest.mark.slow
 def test_modules_are_attributes_without_an_import_of_their_own():
     """Modules list all that they have."""
     run_python("-W", "error", "-c", ATTRIBUTES)

@@ -16,7 +16,6 @@ from oracle import (
     random_inputs,
     refusal,
     refused,
-    slow,
 )
 
 from mlstm_pallas import (
@@ -94,7 +93,8 @@ def launches(run, x):
     return Counter(x.params["name"] for x in calls)
 
 
-@pytest.mark.parametrize("case", ["fused", "stored", slow("shards")])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["fused", "stored", "shards"])
 def test_saved_residuals_keep_the_forward_kernels_from_running_again(case):
     run, x = NAMED[case], inputs_of(case)
     plain, named = gradients(run), gradients(run, RESIDUAL_NAMES)
@@ -107,6 +107,7 @@ def test_saved_residuals_keep_the_forward_kernels_from_running_again(case):
         assert again > once, names
 
 
+@pytest.mark.quick("xla")
 @pytest.mark.parametrize("backend", ["xla", "interpret"])
 def test_names_are_not_in_a_lowered_program(backend, monkeypatch):
     """Where no policy reads them it is the program without them."""

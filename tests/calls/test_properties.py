@@ -21,7 +21,6 @@ from oracle import (
     initial_state_scale,
     outputs_and_gradients,
     random_inputs,
-    slow,
     tolerance,
 )
 
@@ -310,10 +309,8 @@ def test_a_large_old_state_before_tiny_keys():
     check(CASES["padded"], "xla", x | {name: x[name] * size for name, size in sizes.items()})
 
 
-QUICK = {"packed_tiles": "xla", "bfloat16_packed": "interpret"}.items()
 # The interpreter has packed sequences of bfloat16 in the same tiles.
-OTHERS = dict.fromkeys(CASES.keys() - {"bfloat16"}, "interpret") | {"padded": "xla"}
-SLOW = sorted(OTHERS.items() - QUICK)
+ON_A_CPU = dict.fromkeys(CASES.keys() - {"bfloat16"}, "interpret") | {"padded": "xla"}
 
 
 def check_drawn(name, backend, count):
@@ -321,18 +318,20 @@ def check_drawn(name, backend, count):
     check_draws(lambda seed: check(case, backend, *drawn(case, seed), seed), name, count)
 
 
-@pytest.mark.parametrize(("name", "backend"), [*QUICK, *(slow(*x) for x in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "backend"), [*sorted(ON_A_CPU.items()), ("packed_tiles", "xla")])
 def test_any_values(name, backend):
     check_drawn(name, backend, EXAMPLES if backend == "xla" else EXAMPLES // 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "backend", "seed"),
     [
         ("bfloat16", "xla", 2),  # rounded P in n . q would take 12 times what is allowed
-        slow("float32", "xla", 115),  # C^T q cancels within one step, and dh . h in its row
-        slow("float16", "xla", 2),
-        slow("bfloat16", "interpret", 2),
+        ("float32", "xla", 115),  # C^T q cancels within one step, and dh . h in its row
+        ("float16", "xla", 2),
+        ("bfloat16", "interpret", 2),
     ],
 )
 def test_errors_are_those_of_one_more_rounding_whatever_cancels(dtype, backend, seed):

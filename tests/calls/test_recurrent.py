@@ -124,49 +124,57 @@ HALF = ["float16"] * 3
 ROUNDED_M = dict(i_scale=4.0, dtypes=["float32", "float32", "bfloat16"])
 
 
-def on(backend, shape, **options):
+def on(backend, shape, slow=False, **options):
     """Parameters of a test: where it runs, B, NH, S, DHQK, DHV, and options of check."""
     triton = backend == "triton"
-    marks = [pytest.mark.gpu] * triton
+    marks = [pytest.mark.gpu] * triton + [pytest.mark.slow] * slow
     marks += [pytest.mark.smoke] * (triton and shape == (2, 4, 3, 128, 256))
     return param(backend, shape, marks=marks, **options)
 
 
 CALLS = [
     on("interpret", (2, 3, 1, 32, 64)),
-    on("interpret", (1, 2, 1, 40, 37), columns=16),  # tiles that divide neither
+    on("interpret", (1, 2, 1, 40, 37), slow=True, columns=16),  # tiles that divide neither
     on("interpret", (1, 2, 1, 40, 37), columns=16, inputs=BFLOAT16),
     on("xla", (1, 2, 1, 40, 37), inputs=BFLOAT16),
     on("interpret", (1, 2, 1, 40, 37), columns=64),  # one CTA per head
-    on("interpret", (1, 1, 1, 300, 64)),  # five row blocks
+    on("interpret", (1, 1, 1, 300, 64), slow=True),  # five row blocks
     on("interpret", (1, 1, 1, 1, 1)),
     on("xla", (0, 2, 1, 16, 8)),
     on("interpret", (0, 2, 1, 16, 8)),
     on("triton", (0, 2, 1, 16, 8)),
     on(None, (0, 2, 1, 16, 8)),
-    on("interpret", (1, 2, 1, 16, 8), **EMPTY),
-    on("interpret", (1, 2, 1, 16, 8), **EMPTY, input_gate="sigmoid"),
-    on("interpret", (2, 4, 3, 20, 24), eps=0.1, norm_val=0.0),
-    on("interpret", (2, 4, 3, 20, 24), norm_val=40.0, stabilize_correctly=False),
-    on("interpret", (2, 4, 3, 20, 24), eps=0.01, norm_val=2.0, normalize=False, **SIGMOID),
+    on("interpret", (1, 2, 1, 16, 8), slow=True, **EMPTY),
+    on("interpret", (1, 2, 1, 16, 8), slow=True, **EMPTY, input_gate="sigmoid"),
+    on("interpret", (2, 4, 3, 20, 24), slow=True, eps=0.1, norm_val=0.0),
+    on("interpret", (2, 4, 3, 20, 24), slow=True, norm_val=40.0, stabilize_correctly=False),
+    on(
+        "interpret",
+        (2, 4, 3, 20, 24),
+        slow=True,
+        eps=0.01,
+        norm_val=2.0,
+        normalize=False,
+        **SIGMOID,
+    ),
     # two CTAs
     on("interpret", (2, 4, 3, 20, 24), eps=0.01, norm_val=2.0, columns=16, **SIGMOID),
     on("xla", (2, 4, 3, 20, 24), eps=0.01, norm_val=2.0, **SIGMOID),
     # from zeros
     on("interpret", (2, 4, 3, 20, 24), inputs=dict(dtype="bfloat16", states=False)),
-    on("xla", (2, 4, 3, 20, 24), layout="BTNH", eps=0.1),
+    on("xla", (2, 4, 3, 20, 24), slow=True, layout="BTNH", eps=0.1),
     on("xla", (2, 4, 3, 20, 24), wide=True),
     # nothing is stored at first
-    on("xla", (2, 4, 3, 16, 8), eps=0.1, inputs=dict(resets=True, m=-np.inf)),
+    on("xla", (2, 4, 3, 16, 8), slow=True, eps=0.1, inputs=dict(resets=True, m=-np.inf)),
     # All float16: it is rounded once, at the end.
     on("xla", (2, 4, 1, 32, 64), inputs=dict(dtype="float16")),
     on("interpret", (2, 4, 1, 32, 64), inputs=dict(dtype="float16", dtypes=HALF)),
     # A stabiliser that is rounded costs no digits.
-    on("xla", (2, 4, 6, 16, 8), eps=0.0, inputs=ROUNDED_M),
+    on("xla", (2, 4, 6, 16, 8), slow=True, eps=0.0, inputs=ROUNDED_M),
     on("interpret", (2, 4, 6, 16, 8), eps=0.0, inputs=ROUNDED_M),
     on("triton", (2, 4, 6, 16, 8), eps=0.0, inputs=ROUNDED_M),
-    on("xla", (2, 3, 1, 48, 80), joined=True),
-    on("xla", (2, 3, 1, 48, 80), joined=True, **SIGMOID),
+    on("xla", (2, 3, 1, 48, 80), slow=True, joined=True),
+    on("xla", (2, 3, 1, 48, 80), slow=True, joined=True, **SIGMOID),
     on("interpret", (2, 3, 1, 48, 80), joined=True),
     on("interpret", (2, 3, 1, 48, 80), joined=True, **SIGMOID),
     on("interpret", (2, 3, 1, 48, 80), joined=True, columns=16),
@@ -177,7 +185,7 @@ CALLS = [
     on("interpret", (3, 2, 3, 16, 16), lengths=[2, 0, 9], layout="BTNH", **SIGMOID),
     on("triton", (3, 2, 3, 16, 16), lengths=[2, 0, 9], layout="BTNH"),
     # Pools of states.
-    on("xla", (5, 2, 1, 40, 37), inputs=dict(rows=5)),
+    on("xla", (5, 2, 1, 40, 37), slow=True, inputs=dict(rows=5)),
     on(
         "xla",
         (5, 2, 1, 40, 37),
@@ -185,7 +193,14 @@ CALLS = [
         input_gate="sigmoid",
     ),
     on("xla", (5, 2, 1, 40, 37), inputs=dict(rows=200, slots="int8"), joined=True),
-    on("xla", (5, 2, 3, 40, 37), inputs=dict(rows=5), lengths=[2, 3, 0, 1, 9], layout="BTNH"),
+    on(
+        "xla",
+        (5, 2, 3, 40, 37),
+        slow=True,
+        inputs=dict(rows=5),
+        lengths=[2, 3, 0, 1, 9],
+        layout="BTNH",
+    ),
     on("interpret", (5, 2, 1, 40, 37), inputs=dict(rows=5)),
     on(
         "interpret",

@@ -26,7 +26,6 @@ from oracle import (
     random_inputs,
     refusal,
     refused,
-    slow,
     swapped,
     tolerance,
 )
@@ -109,6 +108,12 @@ CASES = [
 ]
 
 
+@pytest.mark.quick(
+    '1 dtype="float32", heads=(80, 37)-xla',
+    '2 dtype="float32", slots=True-interpret',
+    '3 dtype="bfloat16"-xla',
+    '4 dtype="float32", gate="sigmoid"-interpret',
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("T", "options"), CASES)
 def test_calls_are_the_recurrence(backend, T, options):
@@ -138,6 +143,7 @@ def check_calls(
     compare("cn", restabilised(last, expected[2]), expected[:2], bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_drafts_that_are_taken_back_leave_no_bit(backend):
     """The same tokens in calls that accept others have the bits of the same states."""
@@ -150,6 +156,7 @@ def test_drafts_that_are_taken_back_leave_no_bit(backend):
         assert_same_bits(result, results[0])
 
 
+@pytest.mark.quick("3-1-8")
 @pytest.mark.parametrize(("B", "NH", "L"), [(4, 4, 8), (1, 8, 16), (3, 1, 8)])
 def test_flushes_are_spread_over_steps(B, NH, L):
     x = random_inputs(5, B, NH, 2 * L, 4, 4)
@@ -175,6 +182,7 @@ def test_a_full_ring_resumes():
     assert_close(h, oracle(x)[0][:, :, 8:], 1e-6)
 
 
+@pytest.mark.quick("interpret")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_entries_without_a_row(backend):
     """Their h is 0 whatever they are; rows without an entry keep their bits."""
@@ -192,6 +200,7 @@ def test_entries_without_a_row(backend):
     assert np.all(after.pending[slots[[0, 2]]] == 2)
 
 
+@pytest.mark.slow
 def test_gradients_through_xla():
     """They are those of mlstm_recurrent_sequence, through flushes and drafts."""
     x = random_inputs(8, 2, 2, 12, 16, 8, f_shift=1.0)
@@ -224,6 +233,7 @@ def test_a_step_updates_the_states_in_place():
     assert "stablehlo.concatenate" not in text
 
 
+@pytest.mark.slow
 def test_mapped_and_exported():
     x = random_inputs(12, 3, 2, 2, 16, 16)
     operands = *tokens_of(x), ring_of(x)
@@ -265,9 +275,10 @@ def test_vmap_joins_its_axis_to_the_batch_unless_there_are_slots(step, pooled):
     assert launched(jax.vmap(run), *operands) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forget", "S"),
-    [(6.0, 1024), (10.0, 1024), *(slow(forget, 8192) for forget in (0.0, 4.0, 6.0, 10.0))],
+    [(6.0, 1024), (10.0, 1024), *((forget, 8192) for forget in (0.0, 4.0, 6.0, 10.0))],
 )
 def test_16_bits_round_less_often(forget, S):
     """h of the last tokens has a smaller error than that of steps that round C at every token."""
@@ -296,6 +307,7 @@ def test_10000_tokens(T):
     check_calls(T, "xla", dtype="float32", S=10_000, f_shift=4.0, length=16)
 
 
+@pytest.mark.slow
 def test_float64():
     x = random_inputs(15, 1, 2, 4, 16, 8)
 

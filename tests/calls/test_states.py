@@ -95,6 +95,7 @@ def called(function, x, **options):
     return in_numpy(lambda traced: function(**traced, **static))(traced)
 
 
+@pytest.mark.quick("segment_ids", "sequence_lengths", "input_gate")
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_chunkwise_with_the_option(name):
     options, depends, plain = CASES[name]

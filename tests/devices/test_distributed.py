@@ -127,7 +127,8 @@ def in_slices(patch, least):
     patch.setattr(distributed, "MOST_AT_ONCE", least)
 
 
-@pytest.mark.parametrize("sliced", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sliced", [False, True])
 def test_what_devices_exchange_and_hold(sliced, monkeypatch):
     """The number of collectives and their bytes, of both passes. The memory of a device does not
     grow where sums are exchanged in slices."""
@@ -220,6 +221,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shards", MESHES)
 def test_shards_give_the_numbers_of_the_whole(shards, case):
@@ -241,6 +243,7 @@ def test_kernels_on_shards_that_are_no_multiple_of_the_chunk():
     check(result, alone(*x), x)
 
 
+@pytest.mark.slow
 def test_splits_of_a_shard_take_their_products_from_its_summary():
     """The fused scan, interpreted, on two devices: two splits each in the forward pass, whose
     products are computed once."""
@@ -293,7 +296,8 @@ def on_one_device(shards, gradients="inside", **options):
     return results_of(mapped(device))
 
 
-@pytest.mark.parametrize("gradients", [slow("inside"), "outside"])
+@pytest.mark.slow
+@pytest.mark.parametrize("gradients", ["inside", "outside"])
 def test_a_mapped_axis_does_for_a_mesh_axis(gradients):
     x = CASES["resets"].values()
     check(on_one_device(3, gradients, **OPTIONS)(*x), alone(*x), x)
@@ -346,6 +350,7 @@ def test_gpus_give_the_numbers_of_one(gpus, backend, dtype):
     check(compiled(*x), on_a_gpu(*x), x, BOUNDS[dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "gate"),
     [

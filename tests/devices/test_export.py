@@ -105,6 +105,7 @@ def test_processes_run_an_export_lower_alike_and_share_the_compilation_cache(tmp
     compare(RESULTS, result, results_of(function)(*x), BOUND)
 
 
+@pytest.mark.slow
 def test_lowering_again_gives_the_same_module():
     first = module_for_cuda()
     assert module_for_cuda() == first
@@ -127,6 +128,7 @@ def test_an_export_for_cuda_is_made_and_read_without_a_gpu(backend, config):
     assert shapes_and_dtypes(loaded.vjp().out_avals) == shapes_and_dtypes(x)
 
 
+@pytest.mark.slow
 def test_shards_of_explicit_axes_are_exported():
     mesh = mesh_of((8,), AxisType.Explicit)
     x = [*random_inputs(0, 8, 1, 32, 8, 8, states=False).values()]
@@ -142,6 +144,7 @@ def test_shards_of_explicit_axes_are_exported():
 TOKEN = [jax.ShapeDtypeStruct((4, 2, *x), "float32") for x in ((8,), (8,), (8,), (), ())]
 
 
+@pytest.mark.quick("step")
 @pytest.mark.parametrize(
     ("kind", "inside"),
     [(AxisType.Auto, True), (AxisType.Explicit, True), (AxisType.Explicit, False)],
@@ -174,6 +177,7 @@ def test_shards_are_exported_for_the_gpu_that_the_caller_names(run, x, inside, k
     assert target_gpu() is UNKNOWN
 
 
+@pytest.mark.slow
 def test_an_export_for_cpu_and_cuda_has_the_kernels_and_runs_on_the_cpu():
     x = INPUTS.values()
     exported = export(function, *x, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
@@ -182,6 +186,7 @@ def test_an_export_for_cpu_and_cuda_has_the_kernels_and_runs_on_the_cpu():
     compare(OUTPUTS, *map(jax.tree.leaves, (exported.call(*x), function(*x))), BOUND)
 
 
+@pytest.mark.slow
 def test_the_batch_may_be_symbolic_in_plain_jnp():
     (B,) = jax.export.symbolic_shape("B")
     x = random_inputs(0, 2, 2, 20, 16, 8, states=False).values()

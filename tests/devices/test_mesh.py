@@ -7,20 +7,21 @@ from pathlib import Path
 
 import mesh_table
 import pytest
-from oracle import run_python, slow
+from oracle import run_python
 
 SCRIPT = Path(__file__).parents[1] / "mesh_calls.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "arguments"),
     [
         (24, "Auto interpret cpu"),
         # Processes: what is traced is lowered too, for explicit axes (which automatic ones refuse),
         # for CPUs, where XLA traces the shards, and for manual axes, between both kinds.
-        slow(18, "Explicit None export"),
-        slow(10, "Auto interpret cpu lowered"),
-        slow(6, "Auto None export"),
+        (18, "Explicit None export"),
+        (10, "Auto interpret cpu lowered"),
+        (6, "Auto None export"),
     ],
 )
 def test_calls_of_a_fresh_process_under_a_mesh(count, arguments):
@@ -29,15 +30,11 @@ def test_calls_of_a_fresh_process_under_a_mesh(count, arguments):
     assert output.splitlines()[-1] == f"{count} calls"
 
 
-# Once as users do who have a loss per replica, and once with a kind of axis that jax forgets.
-QUICK = {
-    ("`shard_map` over x, y explicit", "gradient outside"),
-    ("`shard_map` over x, which is explicit outside, y automatic", "forward"),
-}
 CELLS = [(axes, call) for call in mesh_table.CALLS for axes in mesh_table.AXES]
 
 
-@pytest.mark.parametrize(("axes", "call"), [x if x in QUICK else slow(*x) for x in CELLS])
+@pytest.mark.slow
+@pytest.mark.parametrize(("axes", "call"), CELLS)
 def test_the_table_of_kinds_of_axes_is_what_happens(axes, call):
     assert mesh_table.cells_of_page()[axes, call] == mesh_table.cell(axes, call)
 

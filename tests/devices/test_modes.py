@@ -127,6 +127,7 @@ def calls_with_slots():
     yield mlstm_recurrent_step, joined(token)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow_ones", [False, slow(True)])
 def test_calls_under_x64_keep_the_dtypes_of_their_arguments(slow_ones):
     """The default backend traces the Triton kernels and plain jnp."""
@@ -142,6 +143,7 @@ def test_calls_under_x64_keep_the_dtypes_of_their_arguments(slow_ones):
         assert {y.dtype.name for y in exported.out_avals} == {"float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [*calls_of(UNDER_X64)])
 def test_interpreted_kernels_under_x64(call):
     with jax.enable_x64(True):
@@ -183,6 +185,7 @@ LONG = "chunkwise", "without_states", "segments", "packed", "mapped_shards", "me
 LONG += "reference", "recurrence"
 
 
+@pytest.mark.quick("flush", "step")
 @pytest.mark.parametrize("name", [*SHORT, *map(slow, LONG)])
 def test_switches_of_jax_change_no_program(name):
     """Short calls under all at once but for one precision at a time, the others one by one, because
@@ -231,6 +234,7 @@ def calls_with_constants():
     yield "recurrence", lambda *x: reference.recurrence(*x, i, f, segment_ids=ids), floats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "first"),
     [
@@ -282,6 +286,7 @@ def configured(*x):
 EAGER = dict(mapped_shards=on_mapped_shards, configured=configured, recurrence=reference.recurrence)
 
 
+@pytest.mark.quick("configured", "lengths", "recurrence", "steps", "joined")
 @pytest.mark.parametrize("name", [*EAGER, "steps", "lengths", "joined"])
 def test_a_second_call_without_jit_compiles_and_transfers_nothing(caplog, name):
     [(run, x)] = [(run, x) for other, run, x in calls() if other == name] or [(None, inputs(16))]

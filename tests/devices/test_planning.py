@@ -51,6 +51,7 @@ def grids_of(call):
     return {(x.stage, x.grid) for x in call.launches if not x.backward}
 
 
+@pytest.mark.quick("recomputed-materialised", "stored-fused")
 @pytest.mark.parametrize("fused", [False, True], ids=["materialised", "fused"])
 @pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "stored"])
 def test_the_grids_of_a_plan_are_those_that_run(recompute, fused):
@@ -79,6 +80,7 @@ def test_a_plan_shows_the_launches_of_a_call_with_num_segments():
     assert traced == grids_of(plan(sizes, **options))
 
 
+@pytest.mark.slow
 def test_a_shard_is_decided_for_its_own_heads():
     """Two devices have eight heads each, in twice as many splits as 16; one head has too few."""
     for devices, NH in ((1, 16), (2, 8), (16, 1)):

@@ -122,6 +122,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.quick("inside_shard_map")
 @pytest.mark.parametrize(("shape", "kinds", "options"), MESHES)
 def test_numbers_on_a_mesh_are_those_of_one_device(expected, shape, kinds, options):
     mesh, layout = mesh_of(shape, *kinds), options.get("layout", "BNTH")
@@ -144,6 +145,7 @@ def test_an_argument_that_does_not_vary_gets_the_sum_of_its_gradients():
     assert_close(result, np.reshape(df, (4, *f.shape)).sum(axis=0), BOUND)
 
 
+@pytest.mark.slow
 def test_vmap_over_an_axis_that_is_sharded_explicitly(expected):
     specs, x = [P("x", None, "y")], [y[:, None] for y in INPUTS]
     run = jax.jit(jax.vmap(results_of(run_on())))
@@ -151,6 +153,7 @@ def test_vmap_over_an_axis_that_is_sharded_explicitly(expected):
     compare(RESULTS, [y[:, 0] for y in result], expected, BOUND)
 
 
+@pytest.mark.quick("interpret")
 @pytest.mark.parametrize("backend", [None, "interpret"])
 def test_vmap_over_no_examples(backend):
     none = [jnp.zeros((0, *x.shape)) for x in INPUTS]
@@ -187,6 +190,7 @@ def entries(tmp_path):
             yield lambda: len([*tmp_path.glob("jit_results*-cache")])
 
 
+@pytest.mark.slow
 def test_operations_that_differ_are_told_apart_in_the_compilation_cache(entries):
     """Its keys are without the addresses of callbacks. A program is for one device, or for all."""
     for eps, count in ((0.5, 2), (0.25, 4), (0.5, 4)):
@@ -311,6 +315,7 @@ def step_of(**options):
     return jax.jit(lambda slots, *x: jax.tree.leaves(step(*x, slots=slots)))
 
 
+@pytest.mark.quick("xla")
 @pytest.mark.parametrize(("backend", "kind"), [("xla", EXPLICIT), ("interpret", AUTO)])
 def test_steps_and_heads_of_pools_stay_sharded(backend, kind):
     """Shards of entries and of rows are gathered first; in shard_map a pool is a shard's."""
@@ -327,6 +332,7 @@ def test_steps_and_heads_of_pools_stay_sharded(backend, kind):
     compare(OUTPUTS, result, step(of_all, *TOKEN), BOUND)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_batch_and_heads_of_rings_stay_sharded(kind):
     x = [*random_inputs(10, 4, 2, 3, 16, 16).values()]

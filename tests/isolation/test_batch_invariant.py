@@ -261,14 +261,15 @@ CALLS = (
     Call(1, 20, 8, 16, "bfloat16", "sigmoid", "BTNH"),
     Call(2, 40, 8, 8, "float16", layout="BTNH"),
 )
-# The first call is in the quick selection. The others, in 16 bits and in a batch of 64, take turns:
-# each has functions of sequences, of steps and of rings.
+# Some functions of the first call are in the quick selection. The other calls, in 16 bits and in a
+# batch of 64, take turns: each has functions of sequences, of steps and of rings.
+QUICK = prompts, step, several_steps
 ON_A_CPU = [
     pytest.param(
         function,
         call,
         id=f"{function.__name__}-{call.dtype}-{call.gate}",
-        marks=[pytest.mark.slow] * (call is not CALLS[0]),
+        marks=[pytest.mark.slow] * (function not in QUICK or call is not CALLS[0]),
     )
     for n, function in enumerate(FUNCTIONS)
     for call in (CALLS[0], CALLS[1 + n % 2])
@@ -285,14 +286,12 @@ def test_bits_do_not_depend_on_the_batch(function, call):
 OF_MOSAIC_GPU = Call(1, 128, 64, 128, "bfloat16", backend="mosaic_gpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "call"),
     [
         pytest.param(
-            function,
-            CALLS[0]._replace(backend="interpret"),
-            id=f"triton-{function.__name__}",
-            marks=() if function in (ring_of_drafts, prompts) else pytest.mark.slow,
+            function, CALLS[0]._replace(backend="interpret"), id=f"triton-{function.__name__}"
         )
         for function in KERNELS
     ]
@@ -301,7 +300,7 @@ OF_MOSAIC_GPU = Call(1, 128, 64, 128, "bfloat16", backend="mosaic_gpu")
             function,
             OF_MOSAIC_GPU,
             id=f"mosaic_gpu-{function.__name__}",
-            marks=[needs_mosaic_gpu, pytest.mark.slow],
+            marks=needs_mosaic_gpu,
         )
         for function in CHUNKWISE
         if function is not prompts  # padded ones run the same kernels

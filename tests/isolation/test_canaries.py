@@ -97,6 +97,7 @@ ON_A_GPU = on("triton", CASES + MORE_ON_A_GPU, [pytest.mark.gpu])
 BACKENDS = ("interpret", pytest.param("triton", marks=pytest.mark.gpu))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "S", "L", "options"), ON_A_CPU + ON_A_GPU)
 def test_kernels_write_everything_and_read_nothing_of_their_neighbours(backend, S, L, options):
     heads, changes = options.get("heads"), options.get("changes", {})

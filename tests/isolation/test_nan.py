@@ -53,6 +53,7 @@ def jitted(backend, reverse):
     return jax.jit(lambda x: run(**x))
 
 
+@pytest.mark.quick("xla-False", "interpret-True")
 @pytest.mark.parametrize("name", "qkvif")
 @pytest.mark.parametrize(
     ("backend", "reverse"),
@@ -81,6 +82,7 @@ def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, reverse, name)
     assert_close(h, expected, 0.0 if name in "qv" else tolerance("float32", S + 16))
 
 
+@pytest.mark.quick("mlstm_recurrent_sequence", "recurrence")
 @pytest.mark.parametrize(
     ("function", "backend"),
     [
@@ -151,6 +153,7 @@ def steps_of(backend, gate, pooled, tokens):
     return jax.jit(run)
 
 
+@pytest.mark.quick("interpret-step-exp-pools", "interpret-sequence-exp-states", "xla")
 @pytest.mark.parametrize("pooled", [False, True], ids=["states", "pools"])
 @pytest.mark.parametrize("gate", ["exp", "sigmoid"])
 @pytest.mark.parametrize("tokens", [1, 3], ids=["step", "sequence"])

@@ -508,15 +508,8 @@ TABLE = {
     for name, row in rows.items()
 }
 QUICK = {
-    ("call-plain", "float16"),
-    ("call-plain_padded", "bfloat16"),
     ("call-plain_lengths_reverse_stored", "float32"),
-    ("call-fused", "bfloat16"),
-    ("call-fused_padded", "bfloat16"),
-    ("call-materialised_splits", "bfloat16"),
     ("call-recurrence", "float32"),
-    ("call-shards", "bfloat16"),
-    ("states-plain", "bfloat16"),
     ("steps-mlstm_recurrent_sequence_xla_exp", "float16"),
     ("ring-xla_exp", "float16"),
 }

@@ -23,7 +23,6 @@ from oracle import (
     oracle,
     param,
     random_inputs,
-    slow,
     slow_param,
     swapped,
     tolerance,
@@ -39,6 +38,7 @@ S, L = 90, 32
 STATES = NAMES[5:]
 
 
+@pytest.mark.quick("interpret")
 @pytest.mark.parametrize("backend", ["xla", "interpret"])
 def test_nothing_leaks_from_one_sequence_into_the_next(backend):
     """The first sequence is 1e15 times as large, and its forget gates are open: far below a very
@@ -151,11 +151,13 @@ TILES = dict(siz_b_DHQK=16, siz_b_DHHV=16, state_rows=16)
 BLOCKS = KernelConfig(chunk_size=16, triton_recurrent_fw_H=TILES)
 PROMPTS = [
     slow_param(30, id="prompts_are_read_at_once-triton", backend="interpret", layout="BTNH"),
-    param(
+    slow_param(
         9, id="prompts_are_read_at_once-plain", backend="xla", layout="BTNH", input_gate="sigmoid"
     ),
     param(9, id="prompts_are_read_at_once-plain_go_on", backend="xla", layout="BTNH", go_on=True),
-    param(0, id="prompts_are_read_at_once-triton_go_on", backend="interpret", go_on=True, rows=ODD),
+    slow_param(
+        0, id="prompts_are_read_at_once-triton_go_on", backend="interpret", go_on=True, rows=ODD
+    ),
     # Two launches of the scan, each with two blocks of columns.
     slow_param(
         0,
@@ -168,8 +170,8 @@ PROMPTS = [
         rows=FEW,
     ),
     # Ids below 0 and from n on.
-    param(0, id="belong_to_no_segment-plain", backend="xla", states=False, **OUTSIDE),
-    param(
+    slow_param(0, id="belong_to_no_segment-plain", backend="xla", states=False, **OUTSIDE),
+    slow_param(
         0,
         id="belong_to_no_segment-plain_go_on",
         backend="xla",
@@ -232,11 +234,13 @@ def check_large_states(backend, config, dtype="float32", NH=2, DHQK=16, DHV=16, 
             compare("cnm", [y[b, n] for y in states], [x[name][b, n] for name in STATES], 1e-6)
 
 
+@pytest.mark.quick("fused")
 @pytest.mark.parametrize("schedule", LARGE_STATES)
 def test_large_states_stay_in_their_segments(schedule):
     check_large_states(**LARGE_STATES[schedule])
 
 
+@pytest.mark.slow
 def test_ids_of_any_integer_dtype():
     """The least and the largest id of each, with fewer segments and with more than int8 has."""
     x = random_inputs(3, 1, 1, 4, 8, 8)
@@ -267,6 +271,7 @@ LOADERS = dict(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("go_on", [False, True], ids=["from_zeros", "from_states"])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_ids_of_loaders_are_read_alike_from_numpy_and_jax(loader, go_on):
@@ -291,6 +296,7 @@ def test_ids_of_loaders_are_read_alike_from_numpy_and_jax(loader, go_on):
         compare("cnm", after, before, tolerance("float32", 27))
 
 
+@pytest.mark.quick("int64")
 @pytest.mark.parametrize("dtype", ["int8", "int64", "uint8", "uint64"])
 def test_ids_are_refused_if_a_segment_would_lose_steps(dtype):
     """Of random rows: NumPy arrays are refused where ``segment_ends`` leaves out an id above 0."""
@@ -311,9 +317,10 @@ def test_ids_are_refused_if_a_segment_would_lose_steps(dtype):
     assert 50 < refused < 250
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "layout", "go_on"),
-    [slow("xla", "BNTH", True), ("interpret", "BTNH", True), ("interpret", "BNTH", False)],
+    [("xla", "BNTH", True), ("interpret", "BTNH", True), ("interpret", "BNTH", False)],
     ids=["plain", "triton", "first_segment"],
 )
 def test_a_vmap_of_packed_prompts_equals_the_calls_one_by_one(backend, layout, go_on):
@@ -334,6 +341,7 @@ def test_a_vmap_of_packed_prompts_equals_the_calls_one_by_one(backend, layout, g
         compare(OUTPUTS, *both, tolerance("float32", S))
 
 
+@pytest.mark.quick("interpret")
 @pytest.mark.parametrize("backend", ["xla", "interpret"])
 def test_the_states_of_a_segment_see_no_nan_of_the_next(backend):
     inputs, ids = random_inputs(5, 1, 2, S, 16, 16, states=False), np.repeat([0, 1], [40, 50])
@@ -343,6 +351,7 @@ def test_the_states_of_a_segment_see_no_nan_of_the_next(backend):
     check_isolated(run, inputs, poisoned, lambda states: states)
 
 
+@pytest.mark.quick("6-", "1-")
 @pytest.mark.parametrize("lengths", [None, (0, 3, 7, 24, 60)])
 @pytest.mark.parametrize("count", [1, 6, 70])
 def test_ends_of_segments_take_no_array_of_steps_by_segments(count, lengths):

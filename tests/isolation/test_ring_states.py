@@ -105,6 +105,7 @@ def rejecting(backend, length, poisoned):
             return seen
 
 
+@pytest.mark.quick("xla-8")
 @pytest.mark.parametrize("length", [8, 16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rejected_drafts_of_nan_and_inf_leave_no_bit(backend, length):
@@ -150,6 +151,7 @@ def after_a_reset(backend, gate, T, reset_at, poisoned, slots=None):
 PLACES = (1, 0, False), (4, 0, False), (4, 2, False), (1, 0, True)
 
 
+@pytest.mark.quick("xla-exp")
 @pytest.mark.parametrize("gate", ["exp", "sigmoid"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_of_a_former_request_passes_a_reset(backend, gate):
@@ -165,6 +167,7 @@ def test_nothing_of_a_former_request_passes_a_reset(backend, gate):
         assert_same_bits(poisoned, clean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fresh_rows_in_a_used_pool_are_those_of_a_fresh_pool(backend):
     """Whatever was there before, and at any number of pending tokens."""
@@ -207,6 +210,7 @@ def test_a_reset_that_is_taken_back_restores_the_former_states(backend):
 # ---------------- phases
 
 
+@pytest.mark.quick("1-8", "67-16")
 @pytest.mark.parametrize("length", [8, 16, 32, 64])
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 12, 67])
 def test_heads_and_entries_begin_at_their_phases(heads, length):
@@ -233,6 +237,7 @@ def test_heads_and_entries_begin_at_their_phases(heads, length):
 # ---------------- dtypes of the states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "of_c", "of_m"),
     [
@@ -320,6 +325,7 @@ def sequence_call(heads, *tokens, **options):
     )
 
 
+@pytest.mark.quick("sequence")
 @pytest.mark.parametrize("call", [ring_call, sequence_call], ids=["ring_step", "sequence"])
 def test_as_many_tokens_as_heads_get_a_warning(call):
     """In both layouts such arrays have one shape. Where the shapes tell, none is given."""
@@ -466,6 +472,7 @@ def pooled(slots, states, *token):
     return mlstm_ring_step(*token, states, slots=slots, backend="xla")
 
 
+@pytest.mark.slow
 def test_a_step_is_exported_with_its_states():
     """RingStates are serialised by their name."""
     operands = SLOTS, new(), *token_of()

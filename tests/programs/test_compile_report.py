@@ -68,6 +68,7 @@ def checked_rows(device, heads, dtype, stages=(), **options):
     return rows, spec
 
 
+@pytest.mark.quick("H200 64/64")
 @pytest.mark.parametrize(
     ("device", "heads", "dtype", "variant", "fields"),
     [
@@ -88,6 +89,7 @@ def test_every_stage_lowers(device, heads, dtype, variant, fields, monkeypatch):
     assert scans == (variant in ("exp", "packed", "BTNH"))
 
 
+@pytest.mark.slow
 def test_one_kernel_too_large_and_one_that_fails_leave_the_others(monkeypatch):
     def compile_kernel(ir, *_):
         if "recurrent_fw_C" in ir:

@@ -79,6 +79,7 @@ def test_behind_it():
 """
 
 
+@pytest.mark.slow
 def test_a_test_that_is_too_slow_fails_alone(tmp_path):
     code, output = run_tests(tmp_path, test_limits=TOO_SLOW)
     assert code == 1
@@ -99,6 +100,7 @@ def test_hangs():
 """
 
 
+@pytest.mark.slow
 def test_a_test_that_answers_no_signal_ends_its_process(tmp_path):
     code, output = run_tests(tmp_path, "-v", test_limits=HANGS)
     assert code == 1
@@ -113,6 +115,7 @@ def test_needs_it():
 """
 
 
+@pytest.mark.slow
 def test_a_file_whose_package_is_not_installed_is_skipped(tmp_path):
     block = "import sys\nsys.modules['sybil'] = None\n"
     needs, others = (NEEDS.format(package=x) for x in ("sybil.parsers", "os"))

@@ -148,6 +148,7 @@ print(*sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_what_does_not_run_is_not_imported():
     """All stages are there, but no kernel where there is none in a call."""
     public = ", ".join(f"mlstm_pallas.{name}" for name in LAYERS[2])

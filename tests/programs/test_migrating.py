@@ -147,6 +147,7 @@ def bound(dtype):
     return 20 * math.sqrt(B * S) * float(jnp.finfo(dtype).eps) / 2
 
 
+@pytest.mark.quick("layout")
 @pytest.mark.parametrize(
     ("model", "diff"), DIFFS, ids=["import", "layout", "mlstm_kernels", "siging"]
 )
@@ -252,6 +253,7 @@ def decay_rows():
     return {cell: code for cell, code in rows("FLA") if code.startswith("f=")}
 
 
+@pytest.mark.slow
 def test_the_rows_of_fla_are_its_function():
     """With two sequences, of which the second goes on from the state after the first."""
     x = random_inputs(3, 1, NH, S, DHQK, DHV, states=False).values()
@@ -302,6 +304,7 @@ DECAYS = {
 }
 
 
+@pytest.mark.quick("none-", "reset_at_a_step", "infinite_at")
 @pytest.mark.parametrize("cotangent", [1.0, 1e-12], ids=["plain", "small_cotangents"])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_the_gate_of_fla_has_the_gradient_of_its_decay(decay, cotangent):

@@ -56,6 +56,7 @@ def check(package, before):
     return lambda: jax.jit(lambda *x: loaded.call(*x))(*token(), before)
 
 
+@pytest.mark.slow
 def test_a_package_imported_again_goes_on_with_states_of_before():
     before, old = (
         modules(),

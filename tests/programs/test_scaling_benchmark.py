@@ -15,6 +15,7 @@ OF = Shape(2, 2, 32, 16, 16)
 run = functools.partial(benchmark_runs.measured, scaling, f"--shape={OF}", "--backend=xla")
 
 
+@pytest.mark.slow
 def test_figures_of_the_devices_that_could_run(monkeypatch):
     """One cannot; two and then four take turns, four in twice the time."""
     if jax.local_device_count() < 4:

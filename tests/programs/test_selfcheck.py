@@ -80,6 +80,7 @@ MORE = [
 ]
 
 
+@pytest.mark.quick("mlstm_ring_step", "mlstm_recurrent")
 @pytest.mark.parametrize(
     ("name", "changes"), [*((x, {}) for x in PROGRAMS), *(slow(*x) for x in MORE)]
 )
@@ -184,6 +185,9 @@ PLANTS = [
 ]
 
 
+@pytest.mark.quick(
+    "mlstm_chunkwise_states-None-plant", "mlstm_recurrent_sequence", "mlstm_ring_step-None-plant"
+)
 @pytest.mark.parametrize(("name", "function", "plant", "result"), PLANTS)
 def test_a_wrong_function_is_found(name, function, plant, result, monkeypatch):
     module = distributed if "parallel" in name else mlstm_pallas
@@ -197,6 +201,7 @@ def test_a_wrong_function_is_found(name, function, plant, result, monkeypatch):
     assert max(x[result] for x in found) > (1e300 if plant is other_gradients else 1)
 
 
+@pytest.mark.slow
 def test_a_wrong_forward_pass_without_derivatives_is_found(monkeypatch):
     """It is another program than that of a call with derivatives."""
     options = [selfcheck.draw(0, number, ["xla"])["options"] for number in range(100)]
@@ -214,6 +219,7 @@ def test_a_wrong_forward_pass_without_derivatives_is_found(monkeypatch):
     assert error > bound
 
 
+@pytest.mark.slow
 def test_every_function_is_called_with_the_backend(monkeypatch):
     """A turn of the rotation calls every public function that computes, on its lowering."""
     called = {}

@@ -25,6 +25,7 @@ def observed(monkeypatch, name):
     return calls
 
 
+@pytest.mark.slow
 def test_pools_have_rows_beside_the_step_without_them(monkeypatch):
     """At random; the first, a middle and the last head are checked."""
     step, expected_h = (observed(monkeypatch, x) for x in ("mlstm_recurrent_step", "expected_h"))
@@ -52,6 +53,7 @@ def test_tokens_per_second_and_their_limit_by_batch(tmp_path, monkeypatch):
     assert limits == pytest.approx([8 * 2 * 2**10 / 3.0 / (2 * 2 * 273 * 2)] * 4)
 
 
+@pytest.mark.slow
 def test_a_call_of_several_tokens_counts_each():
     """Calls of all rows last as long; of a ring all tokens are accepted."""
     code, rows = measured("--shape=2x2x1x16x16", "--ring=8", "--tokens=1,4")

@@ -113,6 +113,7 @@ def test_the_model_that_generates_is_the_one_that_is_trained():
     assert_close(chosen[:, 0], np.max(logits[0, -13:-1], axis=-1), 1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_reaches_the_mlstm():
     config = Config(256, 16, num_blocks=1, num_heads=2)
     params = byte_lm.initial_params(config, jax.random.key(0))

@@ -586,7 +586,7 @@ def compared(impl, **off):
     with (
         mock.patch.multiple(layer_benchmark, named=lambda _: arrays, Layer=mock.Mock()),
         mock.patch.multiple(runner, **stubs),
-        mock.patch.object(peers, "jax_triton_versions", return_value=dict(triton="3")),
+        mock.patch.object(peers, "jax_versions", return_value=dict(triton="3")),
     ):
         case, options = mock.Mock(expected=expected), mock.Mock()
         runner.attempt(row, True, layer_benchmark.measure, case, options)

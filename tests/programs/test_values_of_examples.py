@@ -193,6 +193,7 @@ def test_tokens_are_drawn_from_the_likeliest():
     assert (draws(1e-30, 1.0, 0, 1, 0, 0), draws(1e30, 1.0, 1, 1, 1, 1)) == (True, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_p", [1.0, 0.5, 0.0])
 def test_temperatures_at_the_ends_of_their_range(top_p):
     """The least ones, which float32 flushes or cannot divide by, take the likeliest token, also of
@@ -214,6 +215,7 @@ def test_temperatures_at_the_ends_of_their_range(top_p):
         assert {*np.asarray(tokens).tolist()} <= {*np.asarray(many).tolist()} == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_the_first_that_is_not_finite_is_named():
     """A weight, else the block whose output or states are, else the logits."""
     config = model.Config(vocab_size=8, hidden_size=16, num_blocks=2, num_heads=1)

@@ -75,6 +75,7 @@ BFLOAT16 = 2 * (2 * 14 + 2) ** 0.5 * 2.0**-9
 # ---------------- the function
 
 
+@pytest.mark.quick("bfloat16")
 @pytest.mark.parametrize(
     ("dtype", "bound", "of_largest"),
     [("float32", ROUNDING, ROUNDING), ("bfloat16", BFLOAT16, 2 * BFLOAT16)],
@@ -166,6 +167,7 @@ ANSWER = text(GREEDY[2])
 STOP = GREEDY[2][12]
 
 
+@pytest.mark.quick("-24", "--new", "--stop")
 @pytest.mark.parametrize(
     ("flags", "tokens"),
     [
@@ -184,6 +186,7 @@ def test_command_streams_what_transformers_generates(flags, tokens, capsys):
 REPEATED = HERE, "--prompt=" + 16 * "dnxy", *FLOAT32
 
 
+@pytest.mark.slow
 def test_accepted_drafts_do_not_change_the_likeliest_tokens(capsys):
     run(*REPEATED)
     expected = capsys.readouterr().out
@@ -250,6 +253,7 @@ def test_the_line_of_an_answer_ends_before_control_c_is_reported():
     assert re.search(r" s\n[^\n]+\ninterrupted\n$", written.getvalue())
 
 
+@pytest.mark.quick("flags0", "flags1")
 @pytest.mark.parametrize("flags", [[], ["--draft=7"], [f"--prompt={text(PROMPTS[0])}"]])
 def test_logits_that_are_not_finite_are_an_error(flags, copied, monkeypatch, capsys):
     """What was right before is printed; of two prompts the other's answer is complete."""
@@ -271,6 +275,7 @@ def test_logits_that_are_not_finite_are_an_error(flags, copied, monkeypatch, cap
     assert output == (f"[1] {text(GREEDY[0])}" if several else text(answer[: end + 1])) + "\n"
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_read_in_pieces(monkeypatch, capsys):
     """Here two of 64 tokens and one of 2."""
     monkeypatch.setattr(xlstm_7b, "MOST_STEPS", 64)
@@ -280,6 +285,7 @@ def test_a_long_prompt_is_read_in_pieces(monkeypatch, capsys):
     assert [x.args[4].tolist() for x in prefill.call_args_list] == [[64], [64], [2]] * 2
 
 
+@pytest.mark.slow
 def test_answers_that_are_there_stay_until_there_is_a_model(copied, tmp_path):
     """And while another run writes to their file, which is read as it was written."""
     path, line = tmp_path / "answers.jsonl", '{"prompt": 0, "answer": "a", "tokens": [1]}\n'

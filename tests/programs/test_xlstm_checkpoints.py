@@ -140,6 +140,7 @@ OF_TRANSFORMERS = [
 ]
 
 
+@pytest.mark.quick("biased_sigmoid")
 @pytest.mark.parametrize(("name", "tensors", "changed"), OF_TRANSFORMERS)
 def test_checkpoints_of_transformers(name, tensors, changed, tmp_path):
     write(tmp_path, tensors, **changed)
@@ -199,6 +200,7 @@ OF_XLSTM = [
 ]
 
 
+@pytest.mark.quick("sigmoid")
 @pytest.mark.parametrize(("name", "tensors", "values"), OF_XLSTM)
 def test_checkpoints_of_xlstm(name, tensors, values, tmp_path):
     (tmp_path / "config.yaml").write_text(YAML.format(**values))

@@ -153,6 +153,7 @@ def seen(monkeypatch):
     return dtypes
 
 
+@pytest.mark.quick("nnx", "linen")
 @pytest.mark.parametrize("model", ["nnx", "linen", "byte_lm"])
 def test_mixed_precision_has_the_dtypes_of_its_table(model, seen):
     """Those of docs/training.md; byte_lm.py has the same ones with --dtype=bfloat16."""
@@ -189,6 +190,7 @@ def test_mixed_precision_has_the_dtypes_of_its_table(model, seen):
     assert {dtype for n, dtype in found if n not in float32} == {"bfloat16"}
 
 
+@pytest.mark.slow
 def test_mixed_precision_keeps_gradients_and_moments_in_float32():
     page = of_page()
     arguments = (page[name] for name in ("params", "inputs", "targets"))

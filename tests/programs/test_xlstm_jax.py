@@ -443,6 +443,15 @@ ON_BACKENDS = [
 ]
 
 
+@pytest.mark.quick(
+    "v3 _fw",
+    "v5 _fw",
+    "stablef _fw",
+    "v3 _bw gradients shorter",
+    "v5 __parallel_bw_dQ",
+    "v5 __parallel_fw_Hintra h-den-None",
+    "v5 __recurrent",
+)
 @pytest.mark.parametrize(("system", "name", "results", "changes", "backend"), ON_BACKENDS)
 def test_values(system, name, results, changes, backend):
     dtype = changes.get("dtype", "float32")
@@ -487,6 +496,7 @@ def dtypes_of_results(buffers):
     ]
 
 
+@pytest.mark.slow
 def test_dtypes_of_results():
     expected = case("bfloat16", SCALE)[-1]  # made here, not while a function is traced
     dtypes = "float32", "float32", "bfloat16"
@@ -497,6 +507,7 @@ def test_dtypes_of_results():
         assert [y.dtype.name for y in jax.tree.leaves(built)] == dtypes.split("+"), (system, name)
 
 
+@pytest.mark.slow
 @ALL_SYSTEMS
 def test_forward_returns_what_is_asked_for(system):
     x = inputs_of(states=False)
@@ -508,6 +519,7 @@ def test_forward_returns_what_is_asked_for(system):
     assert (len(last), every[0].shape[2]) == (3, (NC + 1) * DHQK)
 
 
+@pytest.mark.slow
 def test_resets_where_the_forget_gate_itself_comes_in():
     """As a pre-activation in v5, as its logarithm in stablef."""
     x = random_inputs(14, *SHAPE, resets=True)
@@ -548,6 +560,7 @@ entry, generate = stablef.mlstm_chunkwise_triton_stablef, stablef._mlstm_chunkwi
 ENTRIES = v3.mlstm_chunkwise_max_triton, v5.mlstm_chunkwise_max_triton, v5.mlstm_chunkwise__xl_chunk
 
 
+@pytest.mark.quick("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_entries(dtype):
     """Every option reaches mlstm_chunkwise, also through the generator."""
@@ -566,6 +579,7 @@ def test_entries(dtype):
 NOT_READ = dict(dQ="siz_b_LKV", dK="siz_b_LQ", dV="siz_b_LQ")
 
 
+@pytest.mark.quick("mlstm_chunkwise__recurrent_bw_dC")
 @pytest.mark.parametrize("name", [name for name in v5.__all__ if re.search("__[pr]", name)])
 def test_every_documented_tile_changes_the_launch(name):
     function = getattr(v5, name)
@@ -583,6 +597,7 @@ def test_every_documented_tile_changes_the_launch(name):
         text(siz_b_L=16)
 
 
+@pytest.mark.quick("v3", "v5")
 @ALL_SYSTEMS
 def test_derivatives_of_the_passes_are_refused(system):
     q = case("float32", None)[0]["q"]  # outside of the trace, which would leak into the cache

@@ -44,6 +44,7 @@ def collected(parts):
     return answers
 
 
+@pytest.mark.slow
 def test_cached_beginnings_and_drafts_change_no_token_on_two_devices(monkeypatch):
     """The prompts of 64 and 130 tokens have one and four blocks of 32. With two prompts a prefill
     keeps the states of the first one while it reads the second one's; of three entries those used
@@ -61,6 +62,7 @@ def test_cached_beginnings_and_drafts_change_no_token_on_two_devices(monkeypatch
     assert (cache.blocks_read, len(cache.rows)) == (5, 3)
 
 
+@pytest.mark.slow
 def test_long_prompts_have_the_same_answers(monkeypatch):
     """The one of 130 tokens is read in pieces of 32, which are its blocks in the cache, and the
     next time behind these."""
@@ -114,6 +116,7 @@ def test_pieces_of_a_long_prompt_take_a_share_of_the_time(monkeypatch):
     assert each == ["start-", "-", "----", "----", "----start", "start", 9 * "-" + "start", ""]
 
 
+@pytest.mark.slow
 def test_logits_that_are_not_finite_end_one_answer(monkeypatch):
     """Those after a token that only one prompt has; the other answers are right and complete."""
     config, params = read()
@@ -140,6 +143,7 @@ def request(*others):
     return HERE, *prompts, *FLOAT32, f"--slots={SLOTS}", f"--stream_every={STEPS}", *others
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_transformers(tmp_path, capsys):
     """Up to a stop token, after 5, 9, 17 and 24 tokens, with the number of the prompt."""
     path, loops = tmp_path / "answers.jsonl", []

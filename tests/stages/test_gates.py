@@ -117,6 +117,7 @@ CASES = {
 LINES = *(f"{case} exp packed" for case in CASES), "plain exp lengths", "resets sigmoid"
 
 
+@pytest.mark.quick("xla-16-resets", "xla-16-gates", "interpret")
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize(("form", "L"), [*zip(FORMS, (16, 64), strict=True)])
 def test_gates_are_those_of_the_recurrence(form, L, line):
@@ -124,6 +125,7 @@ def test_gates_are_those_of_the_recurrence(form, L, line):
         check_line(line.replace(" ", f"-{L}-128 ", 1), form)
 
 
+@pytest.mark.slow
 def test_stabilisers_of_many_chunks_are_those_of_the_recurrence():
     """In three blocks of 512 chunks; the initial state is forgotten in the second one."""
     r, S, L = np.random.default_rng(0), 1040 * 16, 16
@@ -200,6 +202,7 @@ def test_exact_sums_are_exact():
     assert np.array_equal(jnp.cumsum(hi), np.cumsum(hi, dtype="float64"))
 
 
+@pytest.mark.quick("float32")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_forget_gate_keeps_its_digits(dtype):
     """exp, log1p and a sum: two roundings each but for the sum. exp of 40 in one rounding of its
@@ -283,6 +286,7 @@ def check_step_gradients(form, sizes, reverse=False, **options):
     )
 
 
+@pytest.mark.quick("sizes0", "sizes1-True-xla")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
@@ -299,6 +303,7 @@ def test_gradients_of_gates_are_those_by_definition(form, sizes, reverse):
     check_step_gradients(form, sizes, reverse)
 
 
+@pytest.mark.slow
 def test_runs_over_many_chunks_carry_the_gradient_of_m():
     """Over three blocks of 512 chunks."""
     check_step_gradients(Lowering.INTERPRET, (2, 1040 * 16, 16, 16, 0.9999))

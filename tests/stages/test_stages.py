@@ -219,9 +219,9 @@ def check_row(stage, sizes, options, lowering=Lowering.INTERPRET, **of_case):
 # Most of the default tiles are tested in bfloat16, most others in float32. Interpreted, what a
 # kernel reads beyond an array is NaN.
 CALLS = [
-    param("chunk_gates", (64, 2, 32, 64), **F32),
-    param("chunk_gates", (64, 2, 32, 64), **F32, num_warps=2),
-    param(
+    slow_param("chunk_gates", (64, 2, 32, 64), **F32),
+    slow_param("chunk_gates", (64, 2, 32, 64), **F32, num_warps=2),
+    slow_param(
         "recurrent_fw_C",
         (16, 8, 32, 64),
         **F32,
@@ -231,7 +231,7 @@ CALLS = [
         num_splits=1,
     ),
     param("recurrent_fw_C", (64, 2, 32, 64), **F32, siz_b_L=32, siz_b_DHQK=64, siz_b_DHHV=64),
-    param(
+    slow_param(
         "parallel_fw_H",
         (64, 2, 32, 64),
         **F32,
@@ -240,7 +240,7 @@ CALLS = [
         siz_b_DHQK=16,
         siz_b_DHHV=16,
     ),
-    param(
+    slow_param(
         "parallel_fw_H",
         (64, 2, 32, 64),
         **F32,
@@ -264,7 +264,7 @@ CALLS = [
     param("recurrent_fw_H", (16, 8, 32, 64), **F32, siz_b_DHQK=16, siz_b_DHHV=16, state_rows=16),
     param("recurrent_fw_H", (64, 2, 32, 64), **F32, siz_b_DHQK=16, siz_b_DHHV=64, state_rows=32),
     param("parallel_bw_dP", (16, 8, 32, 64), **F32, siz_b_LQ=16, block_k=16),
-    param("parallel_bw_dP", (256, 1, 32, 64), **F32, siz_b_LQ=32, block_k=16),
+    slow_param("parallel_bw_dP", (256, 1, 32, 64), **F32, siz_b_LQ=32, block_k=16),
     param("recurrent_bw_dC", (64, 2, 32, 64), **F32, siz_b_L=16, siz_b_DHQK=16, siz_b_DHHV=32),
     param(
         "parallel_bw_dQKV",
@@ -275,7 +275,7 @@ CALLS = [
         siz_b_DHHV=64,
         block_k=16,
     ),
-    param(
+    slow_param(
         "parallel_bw_dQKV",
         (256, 1, 32, 64),
         **F32,
@@ -285,7 +285,7 @@ CALLS = [
         block_k=32,
     ),
     # Blocks and pieces of columns that do not divide the heads.
-    param(
+    slow_param(
         "recurrent_fw_C",
         (16, 4, 48, 80),
         **PARTIAL,
@@ -303,7 +303,9 @@ CALLS = [
         siz_b_DHHV=32,
         num_splits=2,
     ),
-    param("parallel_fw_H", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=32, siz_b_DHHV=64, keep_q=True),
+    slow_param(
+        "parallel_fw_H", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=32, siz_b_DHHV=64, keep_q=True
+    ),
     param("parallel_fw_H", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=64, siz_b_DHHV=128, keep_q=False),
     param("parallel_fw_P", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=64),
     # two launches
@@ -314,19 +316,21 @@ CALLS = [
         "recurrent_fw_H", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=64, siz_b_DHHV=32, state_rows=64
     ),
     param("parallel_bw_dP", (16, 4, 48, 80), **PARTIAL, block_k=32),
-    param("recurrent_bw_dC", (16, 4, 48, 80), **PARTIAL, siz_b_L=16, siz_b_DHQK=64, siz_b_DHHV=32),
+    slow_param(
+        "recurrent_bw_dC", (16, 4, 48, 80), **PARTIAL, siz_b_L=16, siz_b_DHQK=64, siz_b_DHHV=32
+    ),
     param("parallel_bw_dQKV", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=32, siz_b_DHHV=64, block_k=64),
-    param(
+    slow_param(
         "parallel_bw_dQKV", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=64, siz_b_DHHV=128, block_k=32
     ),
     param(
         "recurrent_fw_C", (16, 8, 32, 64), **F32, **SMALL, num_splits=8, resets=True, f_shift=6.0
     ),
-    param("recurrent_fw_C", (128, 2, 32, 64), **SMALL, num_splits=2, f_shift=6.0),
-    param(
+    slow_param("recurrent_fw_C", (128, 2, 32, 64), **SMALL, num_splits=2, f_shift=6.0),
+    slow_param(
         "recurrent_bw_dC", (16, 8, 32, 64), **F32, **SMALL, num_splits=8, resets=True, f_shift=6.0
     ),
-    param("recurrent_bw_dC", (128, 2, 32, 64), **SMALL, num_splits=2, f_shift=6.0),
+    slow_param("recurrent_bw_dC", (128, 2, 32, 64), **SMALL, num_splits=2, f_shift=6.0),
     param("parallel_fw_H", (64, 2, 32, 64), **F32, resets=True, normalised=False),
     param("recurrent_fw_H", (16, 4, 32, 64), **F32, store_every=2),
     param("parallel_bw_dP", (32, 2, 32, 64), return_keys=False),  # C is recomputed
