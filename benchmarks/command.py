@@ -140,7 +140,7 @@ def run(argv, values, start, refused=RequestError, about=""):
     """
 
     if sys.stderr is None:  # it is closed, and print would write to stdout instead
-        sys.stderr = open(os.devnull, "w")
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
     def code_of_start():
         if sys.stdout is None:

@@ -278,7 +278,8 @@ class Training:
             losses=self.finite_losses(),
             log=self.log.lines,
         )
-        if self.step == FLAGS.steps:  # with a sample, which may be of an earlier end, it is finished
+        # A run is finished if it has a sample, which may be of an earlier end.
+        if self.step == FLAGS.steps:
             (self.checkpoints.directory.parent / SAMPLE).unlink(missing_ok=True)
         items = dict(state=ocp.args.StandardSave(self.state), progress=ocp.args.JsonSave(progress))
         try:
@@ -566,7 +567,7 @@ def start_processes() -> None:
 def start(_: flags.FlagValues) -> int:
     """Returns the exit code: 0, 75 if --max_minutes ended the training, 128 + that of a signal.
 
-    A loss that is not finite, text that cannot be printed and processes that die are one line, with exit code 1.
+    A loss that is not finite, lost text and processes that die are one line, with exit code 1.
 
     Raises:
       UserError, command.RequestError: a single process cannot do what the flags ask for.
