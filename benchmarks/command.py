@@ -139,6 +139,9 @@ def run(argv, values, start, refused=RequestError, about=""):
     about: the docstring of the program.
     """
 
+    if sys.stderr is None:  # it is closed, and print would write to stdout instead
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
     def code_of_start():
         if sys.stdout is None:
             raise RequestError("stdout is closed, expected a file or a pipe")

@@ -8,11 +8,13 @@ On a GPU it runs the Triton kernels, unless MLSTM_PALLAS_BACKEND names another b
 is in xlstm_model.py. The output folder gets log.jsonl (the configuration, then a line for each
 logged step and each evaluation), loss.png, sample.txt and checkpoints/, which has the last two.
 
-Ctrl-C or SIGTERM ends the training early: a checkpoint, an evaluation, sample and plot follow, and
-the exit code is 130 or 143. A second signal of either kind kills. --max_minutes ends it alike, with
-exit code 75. However a run has ended, the same command continues it from its last checkpoint, along
-the same curve. A finished run is not trained again; --noresume starts over. A second run in the
-output folder of a running one is refused.
+Ctrl-C, SIGTERM or a terminal that is closed (SIGHUP, unless nohup ignores it) ends the training
+early: a checkpoint, an evaluation, sample and plot follow, and the exit code is 130, 143 or 129. A
+second Ctrl-C or SIGTERM, half a second later or more, kills. --max_minutes ends it alike, with exit
+code 75, and so does a stdout or stderr that cannot be written, with exit code 1. However a run has
+ended, the same command continues it from its last checkpoint, along the same curve. A finished run
+is not trained again; --noresume starts over. A second run in the output folder of a running one is
+refused.
 
 On several devices the batch, the heads and the steps of a sequence may be split, each over an axis
 of a mesh:
@@ -41,7 +43,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import command
@@ -276,6 +278,9 @@ class Training:
             losses=self.finite_losses(),
             log=self.log.lines,
         )
+        # A run is finished if it has a sample, which may be of an earlier end.
+        if self.step == FLAGS.steps:
+            (self.checkpoints.directory.parent / SAMPLE).unlink(missing_ok=True)
         items = dict(state=ocp.args.StandardSave(self.state), progress=ocp.args.JsonSave(progress))
         try:
             self.checkpoints.save(self.step, args=ocp.args.Composite(**items))
@@ -370,13 +375,43 @@ def plot(log: Log, unigram: float, path: Path) -> None:
 @dataclasses.dataclass
 class Stop:
     signal: int = 0  # 0: go on
+    unprinted: OSError | None = None  # why text for stdout or stderr was lost
+
+
+class Output:
+    """stdout or stderr; text that it cannot take is lost, and ``stop`` knows.
+
+    The reader of a pipe may have ended with the same Ctrl-C, a terminal is closed.
+    """
+
+    def __init__(self, file: TextIO, stop: Stop):
+        self._file, self._stop = file, stop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> None:
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            self._stop.unprinted = error
+            command.can_flush(self._file)
+
+    def flush(self) -> None:
+        """Each text is flushed when it is written."""
+
+
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+SAME_SIGNAL = 0.5  # seconds in which timeout and others send one signal more than once
 
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Yields what the first Ctrl-C or SIGTERM sets; a second one of either kind kills the process.
+    """Yields what the first signal sets; a later Ctrl-C or SIGTERM kills the process.
 
-    A thread waits for the second one, because Python runs no handler while XLA compiles.
+    A thread waits for that one, because Python runs no handler while XLA compiles. A SIGHUP that
+    is ignored stays so. It does not kill, because a shell repeats that of its terminal.
     """
     stop, (reader, writer) = Stop(), socket.socketpair()
     writer.setblocking(False)
@@ -385,12 +420,16 @@ def stop_on_signals() -> Iterator[Stop]:
         stop.signal = stop.signal or number
 
     def kill_at_the_second() -> None:
-        _, second = (reader.recv(1) for _ in range(2))
-        if second:  # otherwise the training has ended
-            ctypes.CDLL(None).signal(second[0], None)  # to the default
-            os.kill(os.getpid(), second[0])
+        since = math.inf
+        while number := reader.recv(1):  # until the training has ended
+            now = time.monotonic()
+            if now > since + SAME_SIGNAL and number[0] != signal.SIGHUP:
+                ctypes.CDLL(None).signal(number[0], None)  # to the default
+                os.kill(os.getpid(), number[0])
+            since = min(since, now)
 
-    handlers = {x: signal.signal(x, first) for x in (signal.SIGINT, signal.SIGTERM)}
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    handlers = {x: signal.signal(x, first) for x in SIGNALS if x not in ignored}
     previous, thread = (
         signal.set_wakeup_fd(writer.fileno()),
         threading.Thread(target=kill_at_the_second),
@@ -408,11 +447,11 @@ def stop_on_signals() -> Iterator[Stop]:
 
 
 def asked_to_end(stop: Stop, deadline: float, step: int) -> bool:
-    """Whether to end after this step, because of a signal or --max_minutes.
+    """Whether to end after this step, because of a signal, lost text or --max_minutes.
 
     Several processes agree on it at the steps that log: a signal to one sets ``stop`` in all.
     """
-    asked = np.asarray([stop.signal, time.monotonic() > deadline])
+    asked = np.asarray([stop.signal, time.monotonic() > deadline or stop.unprinted is not None])
     if jax.process_count() > 1:
         if step % FLAGS.log_every:
             return False
@@ -508,6 +547,8 @@ def run(stop: Stop, files: contextlib.ExitStack) -> int:
         _, [*_, bits] = log.curve("held_out_bits_per_byte")
         result = f"held-out bits per byte: {bits:.3f} (unigram: {unigram:.3f})"
         say(f"{result}; log, plot and sample are in {output}")
+    if stop.unprinted and not stop.signal:
+        raise OSError(f"cannot write to stdout or stderr: {stop.unprinted}")
     return code
 
 
@@ -526,7 +567,7 @@ def start_processes() -> None:
 def start(_: flags.FlagValues) -> int:
     """Returns the exit code: 0, 75 if --max_minutes ended the training, 128 + that of a signal.
 
-    A loss that is not finite and processes that die are one line, with exit code 1.
+    A loss that is not finite, lost text and processes that die are one line, with exit code 1.
 
     Raises:
       UserError, command.RequestError: a single process cannot do what the flags ask for.
@@ -536,6 +577,8 @@ def start(_: flags.FlagValues) -> int:
         start_processes()
     code = 1
     with stop_on_signals() as stop, contextlib.ExitStack() as files:
+        files.enter_context(contextlib.redirect_stdout(Output(sys.stdout, stop)))
+        files.enter_context(contextlib.redirect_stderr(Output(sys.stderr, stop)))
         try:
             return run(stop, files)
         except (UserError, command.RequestError, FloatingPointError, OSError) as error:

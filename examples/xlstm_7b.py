@@ -244,7 +244,7 @@ def build() -> Model:
             output = files.enter_context(command.open_alone("output", check_output()))
         with command.naming("checkpoint"):
             params = load(config, tensors, read)
-        if output:
+        if output and Path(FLAGS.output).is_file():  # a pipe has nothing to remove
             output.truncate(0)
         files.pop_all()
     return Model(config, tensors, params, prompts, stop_tokens, tokenizer, limits, slots, output)

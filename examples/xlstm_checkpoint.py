@@ -125,6 +125,8 @@ def read_text(path: Path | str) -> str:
     A byte order mark, which editors on Windows write, is no part of it.
     """
     try:
+        if path == "-" and sys.stdin is None:
+            raise OSError("stdin is closed")
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         return data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

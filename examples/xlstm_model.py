@@ -445,11 +445,11 @@ def speculate(
 
 @functools.partial(jax.jit, static_argnums=0)
 def sample(sampling: Sampling, logits: jax.Array, key: jax.Array, number: Any) -> jax.Array:
-    """Token (..., B) from logits (..., B, V), or NO_TOKEN where one is NaN or inf.
+    """Token (..., B) from logits (..., B, V), or NO_TOKEN where one is NaN or inf, or all -inf.
 
     number: of the draw, (B,) or for all; folded into the key. Draws are from logits (B, V).
     """
-    known = jnp.all(logits < jnp.inf, axis=-1)
+    known = jnp.all(logits < jnp.inf, axis=-1) & jnp.any(logits > -jnp.inf, axis=-1)
     if not sampling.temperature:
         return jnp.where(known, jnp.argmax(logits, axis=-1), NO_TOKEN)
     # Of the largest logit the quotient is 0 at any temperature, and others are at least -inf.

@@ -274,6 +274,20 @@ def test_a_state_that_is_not_finite_or_cannot_be_written_ends_the_training(monke
         training.save()
 
 
+def test_a_run_is_not_finished_with_the_sample_of_an_earlier_end(tmp_path):
+    """It is killed between the last checkpoint and its sample."""
+    parse(lm, *arguments(""))
+    training = object.__new__(lm.Training)
+    vars(training).update(losses=[1.0], text=np.zeros(3, np.uint8), log=mock.Mock(lines=[]))
+    vars(training).update(rng=np.random.default_rng(0), state=[jnp.ones(3)])
+    training.checkpoints = mock.Mock(directory=tmp_path / "checkpoints")
+    (tmp_path / lm.SAMPLE).touch()
+    for step, exists in ((49, True), (50, False), (50, False)):
+        training.step = step
+        training.save()
+        assert (tmp_path / lm.SAMPLE).exists() == exists
+
+
 def test_a_file_that_is_not_complete_does_not_get_its_name(tmp_path):
     path = tmp_path / lm.SAMPLE
     lm.write_whole(path, lambda other: other.write_text("first"))
@@ -387,7 +401,12 @@ with train_byte_lm.stop_on_signals() as stop:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "second"), [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGTERM)]
+    ("first", "second"),
+    [
+        (signal.SIGINT, signal.SIGTERM),
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGHUP, signal.SIGINT),
+    ],
 )
 def test_a_second_signal_ends_at_once(first, second):
     settings = dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), JAX_PLATFORMS="cpu")
@@ -407,14 +426,49 @@ def test_a_second_signal_ends_at_once(first, second):
 
 def test_the_first_signal_decides_on_the_exit_code(monkeypatch):
     """Handlers are those of before afterwards."""
-    before = [*map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))]
-    for first in (signal.SIGINT, signal.SIGTERM):
+    before = [*map(signal.getsignal, lm.SIGNALS)]
+    for first in lm.SIGNALS:
         with lm.stop_on_signals() as stop:
             assert not lm.asked_to_end(stop, np.inf, 1)
-            signal.raise_signal(first)
+            for number in (first, first, *lm.SIGNALS):  # at once, as timeout and shells send them
+                signal.raise_signal(number)
             assert lm.asked_to_end(stop, np.inf, 2)
             assert stop.signal == first
-        assert [*map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))] == before
+        assert [*map(signal.getsignal, lm.SIGNALS)] == before
+
+
+def test_a_hangup_that_is_ignored_stays_so():
+    """As nohup has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with lm.stop_on_signals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.signal
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_text_that_is_lost_ends_a_run_with_a_checkpoint(name, tmp_path, monkeypatch):
+    """As where the reader of a pipe ends."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as file:
+        monkeypatch.setattr(sys, name, file)
+        assert train(tmp_path) == 1
+    assert {*os.listdir(tmp_path)} >= {"loss.png", "sample.txt"}
+    assert os.listdir(tmp_path / "checkpoints") == ["1"]
+
+
+def test_a_hangup_after_another_signal_does_not_kill(monkeypatch):
+    monkeypatch.setattr(lm, "SAME_SIGNAL", 0.0)
+    with lm.stop_on_signals() as stop:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGHUP)
+            time.sleep(0.01)
+        assert stop.signal == signal.SIGHUP
 
 
 @pytest.mark.slow

@@ -197,15 +197,15 @@ def test_tokens_are_drawn_from_the_likeliest():
 @pytest.mark.parametrize("top_p", [1.0, 0.5, 0.0])
 def test_temperatures_at_the_ends_of_their_range(top_p):
     """The least ones, which float32 flushes or cannot divide by, take the likeliest token, also of
-    logits whose difference is infinite. Logits that are NaN or inf have none, in their row alone;
-    one of -inf has the mass 0."""
+    logits whose difference is infinite. Logits that are NaN or inf, or all -inf, have none, in
+    their row alone; one of -inf has the mass 0."""
     largest, inf = float(jnp.finfo("float32").max), jnp.inf
     rows = [1, 5, 30, -3], [0, 1 - 2**-24, 1, 0.5], [-largest, 1, largest, 2], [-inf, 0, 1, -inf]
-    logits = jnp.array([*rows, [1, jnp.nan, 2, 3], [inf, 1, 2, 3]])
+    logits = jnp.array([*rows, [1, jnp.nan, 2, 3], [inf, 1, 2, 3], [-inf] * 4])
     for temperature in (0.0, 5e-324, 1e-40, 1e-38, 1.2e-38, 1e-30):
         sampling = model.Sampling(temperature, top_p)
-        tokens = model.sample(sampling, logits, jax.random.key(0), np.arange(6))
-        assert tokens.tolist() == [2, 2, 2, 2, model.NO_TOKEN, model.NO_TOKEN], temperature
+        tokens = model.sample(sampling, logits, jax.random.key(0), np.arange(7))
+        assert tokens.tolist() == [2, 2, 2, 2, *[model.NO_TOKEN] * 3], temperature
     for temperature in (1e38, 1e39, np.inf):
         sampling = model.Sampling(temperature)
         tokens = model.sample(sampling, jnp.tile(logits[:1], (400, 1)), jax.random.key(0), 0)
@@ -506,4 +506,5 @@ def test_several_processes_end_at_a_step_that_logs(monkeypatch):
         assert stop.signal == expected
         monkeypatch.setattr(jax, "process_count", lambda: 1)
         assert lm.asked_to_end(lm.Stop(), deadline, 9) == (deadline < 0)
+    assert lm.asked_to_end(lm.Stop(unprinted=OSError()), inf, 9)
     assert lm.asked_to_end(lm.Stop(2), inf, 9)

@@ -6,6 +6,7 @@ import functools
 import io
 import itertools
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -301,6 +302,7 @@ def test_answers_that_are_there_stay_until_there_is_a_model(copied, tmp_path):
     run(HERE, *request[1:])
     [row] = benchmark_runs.records(path)
     assert (row["prompt"], row["answer"]) == (0, text(row["tokens"]))
+    run(HERE, *request[1:-1], f"--output={os.devnull}")  # which cannot be truncated
 
 
 def test_a_prompt_is_a_line_and_has_its_number(tmp_path, monkeypatch):
@@ -312,6 +314,9 @@ def test_a_prompt_is_a_line_and_has_its_number(tmp_path, monkeypatch):
             monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
             parse("--prompt=def", "--prompt=of", f"--prompts={source}")
             assert xlstm_7b.read_prompts() == {0: "def", 1: "of", 2: line, 4: "last"}
+    monkeypatch.setattr("sys.stdin", None)
+    message = "xlstm_7b: --prompts: cannot read -: stdin is closed"
+    assert error(HERE, "--prompts=-") == message
 
 
 def test_figures_of_the_benchmark(monkeypatch, capsys):
