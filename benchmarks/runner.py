@@ -172,6 +172,14 @@ def read_rows(path):
             yield row
 
 
+def ends_a_line(path):
+    """Whether a file is empty or ends with a whole line; a full disk leaves a part of one."""
+    if not os.path.isfile(path):
+        return True
+    with open(path, "rb") as file:
+        return file.read()[-1:] in (b"", b"\n")
+
+
 def run(measured, columns, options, report=lambda rows: None, plot=None):
     """Measures, or reads --from_jsonl, and reports; returns the exit code.
 
@@ -197,6 +205,8 @@ def run(measured, columns, options, report=lambda rows: None, plot=None):
     with contextlib.ExitStack() as files:
         with naming("jsonl"):
             jsonl = files.enter_context(open(options.jsonl or os.devnull, "a"))
+            if not ends_a_line(jsonl.name):
+                print(file=jsonl)
         try:
             for row in read if stored else measured(options):
                 rows.append(row)

@@ -637,6 +637,15 @@ def logits_of(model, tokens=TOKENS, **options):
         return model(torch.tensor(tokens), **options).logits.float().numpy()
 
 
+def test_transformers_numbers_the_positions_of_each_document():
+    """Of packed documents, from 0; docs/packing.md counts them."""
+    pack = package("transformers", "torch").DataCollatorWithFlattening(return_tensors="np")
+    batch = pack([dict(input_ids=[7] * n) for n in (3, 1, 2)])
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
+    ids = np.cumsum(batch["position_ids"] == 0, axis=1)
+    assert ids.tolist() == [[1, 1, 1, 2, 3, 3]]
+
+
 def test_transformers_ignores_the_attention_mask(transformers):
     torch, model = package("torch"), transformers_model(transformers)
     mask = torch.ones(TOKENS.shape)

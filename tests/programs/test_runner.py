@@ -163,6 +163,15 @@ def test_rows_are_printed_stored_and_reported(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_row_does_not_go_on_with_a_part_of_another_one(tmp_path):
+    """As a full disk leaves it."""
+    rows, right = tmp_path / "rows", json.dumps(ROWS[0])
+    for before in (f"{right}\n{right[:9]}", right):
+        rows.write_text(before)
+        assert run(ROWS[:1], jsonl=str(rows)) == 0
+        assert rows.read_text() == f"{before}\n{right}\n"
+
+
 def test_a_line_that_is_no_row_is_named(tmp_path):
     rows, right = tmp_path / "rows", json.dumps(ROWS[0])
     lacking = json.dumps({x: y for x, y in ROW.items() if x != "dtype"})
