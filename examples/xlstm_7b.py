@@ -230,6 +230,8 @@ def build() -> Model:
         raise CheckpointError("--draft is for temperature 0, and with --benchmark for --slots")
     if FLAGS.prefix_cache and not slots:
         raise CheckpointError("--prefix_cache is for several prompts")
+    if FLAGS.benchmark and not slots and FLAGS.new_tokens == 1:
+        raise CheckpointError("--benchmark times the tokens after the first, so --new_tokens >= 2")
     # Of a long prompt there are states before and after a part, beside the rows.
     long = 2 * (max(map(len, prompts.values())) > MOST_STEPS)
     # One block at a time has the states before and after the prompts of a prefill.
@@ -452,7 +454,7 @@ def benchmark(model: Model) -> dict[str, Any]:
     # C + k v^T and C^T q. Only the last token of a prompt needs logits.
     products += 2 * config.num_blocks * config.qk_dim * config.head_dims[1]
     flops = 2 * (steps * products + B * config.vocab_size * config.hidden_size)
-    rate, per_token = copy_rate(), rest / max(new_tokens - 1, 1)
+    rate, per_token = copy_rate(), rest / (new_tokens - 1)
     return dict(
         new_tokens=new_tokens,
         first_token_ms=1e3 * first,

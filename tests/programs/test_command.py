@@ -175,6 +175,7 @@ xlstm_7b {CHECKPOINT} --prompt=a --stop_tokens=128: --stop_tokens: 128 is no tok
 xlstm_7b --random --draft=3 --temperature=1: --draft is for temperature 0
 xlstm_7b --random --draft=3 --batch=2 --benchmark: --draft is for temperature 0, and with
 xlstm_7b --random --prefix_cache=17: --prefix_cache is for several prompts
+xlstm_7b --random --benchmark --new_tokens=1: --benchmark times the tokens after the first
 xlstm_7b --random --prefix_cache=16 --batch=2: --prefix_cache=16: Blocks of 1024 tokens
 xlstm_7b --random --batch=65536 --prompt_length=4097: make 268500992 tokens, expected at most 268
 xlstm_7b --random --seed=4294967296: --seed=4294967296: 4294967296 is not an integer in the range
