@@ -390,6 +390,14 @@ def test_processes_end_together_and_have_the_curve_of_a_single_device(output, tm
 # ---------------- how runs end
 
 
+@pytest.fixture
+def without_nohup():
+    """SIGHUP ends this process and those that it starts, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 # The training waits in a call that runs no Python, as those of a compiler.
 BUSY = """
 import hashlib, train_byte_lm
@@ -400,6 +408,7 @@ with train_byte_lm.stop_on_signals() as stop:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_nohup")
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -424,7 +433,8 @@ def test_a_second_signal_ends_at_once(first, second):
             process.kill()
 
 
-def test_the_first_signal_decides_on_the_exit_code(monkeypatch):
+@pytest.mark.usefixtures("without_nohup")
+def test_the_first_signal_decides_on_the_exit_code():
     """Handlers are those of before afterwards."""
     before = [*map(signal.getsignal, lm.SIGNALS)]
     for first in lm.SIGNALS:
@@ -462,6 +472,7 @@ def test_text_that_is_lost_ends_a_run_with_a_checkpoint(name, tmp_path, monkeypa
     assert os.listdir(tmp_path / "checkpoints") == ["1"]
 
 
+@pytest.mark.usefixtures("without_nohup")
 def test_a_hangup_after_another_signal_does_not_kill(monkeypatch):
     monkeypatch.setattr(lm, "SAME_SIGNAL", 0.0)
     with lm.stop_on_signals() as stop:
