@@ -30,7 +30,8 @@ FLOPs of the model are 6 for each token and parameter of a matrix product, and t
 forward products of the mLSTM in chunks of 128. Neither the embedding nor what is computed again
 counts. MFU is the share of the data sheet's dense bfloat16 rate, "of measured" that of the rate in
 roofline.py. Memory is what the compiled step needs: its arguments, which it updates in place, and
-temporary arrays.
+temporary arrays. On a GPU one more step is profiled: the milliseconds of matrix products, of the
+mLSTM, of elementwise kernels with reductions among them, and of copies.
 
 Every implementation and recipe starts from the same parameters and tokens. Its losses and its first
 gradient norm are compared with those of the first row. Exit code 1 when they differ or mlstm_pallas
@@ -51,6 +52,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import peers
+import profiles
 import reporting
 import roofline
 import runner
@@ -342,9 +344,19 @@ ADAMW = optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def initial_state(model, scan=True):
-    """The same for all implementations; a short sequence on backend "xla" tells the shapes."""
+    """The same for all implementations."""
+    params = initial_params(model)
+    if not scan:  # not in the program that draws them, which would take minutes to compile
+        blocks = params["blocks"]
+        each = (jax.tree.map(operator.itemgetter(n), blocks) for n in range(model.layers))
+        params["blocks"] = tuple(each)
+    return State(params, OPTIMIZER.init(params))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def initial_params(model):
+    """Blocks are stacked; a short sequence on backend "xla" tells the shapes."""
     key, *keys = jax.random.split(jax.random.key(0), 3)
     block = Block(model, ours("xla", Recipe()))
 
@@ -352,12 +364,9 @@ def initial_state(model, scan=True):
         return block.init(key, jnp.zeros((1, 8, model.width), DTYPE))["params"]
 
     blocks = jax.vmap(of_block)(jax.random.split(key, model.layers))
-    if not scan:
-        blocks = tuple(jax.tree.map(operator.itemgetter(n), blocks) for n in range(model.layers))
     table = nn.initializers.normal(0.02)(keys[0], (model.vocabulary, model.width))
     head = nn.initializers.lecun_normal()(keys[1], table.shape[::-1])
-    params = dict(embedding=table, blocks=blocks, norm=jnp.ones(model.width), unembedding=head)
-    return State(params, OPTIMIZER.init(params))
+    return dict(embedding=table, blocks=blocks, norm=jnp.ones(model.width), unembedding=head)
 
 
 def train_step(network, state, tokens):
@@ -401,6 +410,9 @@ def measure(row, network, first, options):
         mfu_pct=peak and 100 * row["flops"] / seconds / peak,
         measured_pct=measured and 100 * row["flops"] / seconds / measured,
     )
+    if runner.on_gpu():
+        times = profiles.milliseconds(lambda: compiled(state, tokens))
+        row |= {f"{kind}_ms": x for kind, x in times.items()}
     if row["impl"] in PEERS:
         row["versions"] |= peers.jax_versions(row["impl"])
     compare(row, first or row)
@@ -449,19 +461,23 @@ def measured_rows(options):
 
 COLUMNS = reporting.columns(
     """
-model          name
-tokens         tokens
-recipe         recipe
-impl           impl
-ms             ms            .1f
-spread %       spread        .1%
-tokens/s       tokens_per_s  .0f
-MFU %          mfu_pct       .1f
-of measured %  measured_pct  .1f
-peak MiB       peak_mib      .0f
-first call s   first_call_s  .1f
-error          error         .1e
-note           note
+model           name
+tokens          tokens
+recipe          recipe
+impl            impl
+ms              ms              .1f
+spread %        spread          .1%
+tokens/s        tokens_per_s    .0f
+MFU %           mfu_pct         .1f
+of measured %   measured_pct    .1f
+peak MiB        peak_mib        .0f
+products ms     products_ms     .0f
+mLSTM ms        mlstm_ms        .0f
+elementwise ms  elementwise_ms  .0f
+copies ms       copies_ms       .0f
+first call s    first_call_s    .1f
+error           error           .1e
+note            note
 """,
     tokens=lambda row: f"{row['shape'].B} x {row['shape'].S}",
 )

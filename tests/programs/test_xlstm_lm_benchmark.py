@@ -66,7 +66,7 @@ def recipe_step(name, monkeypatch):
     monkeypatch.setattr(benchmark, "DTYPE", "float32")
     for layer in (benchmark.dense, benchmark.norm):
         monkeypatch.setitem(layer.keywords, "dtype", "float32")
-    benchmark.initial_state.clear_cache()
+    benchmark.initial_params.clear_cache()
     recipe = benchmark.RECIPES[name]
     recipe = recipe._replace(loss_parts=min(recipe.loss_parts, 3))
     mlstm = functools.partial(quick_mlstm, layout="BTNH")
