@@ -417,7 +417,27 @@ def _common_shardings(work: Work, args: Any, results: Any) -> tuple[Any, Any]:
 # refuses to lower kernels for a CPU, with a message that does not name ``backend``.
 _by_platform = Primitive("by_platform")
 _by_platform.multiple_results = True
-_by_platform.def_abstract_eval(lambda *_, backend, cuda, other: (other or cuda).out_avals)
+_by_platform.def_abstract_eval(lambda *_, backend, cuda, other: cuda.out_avals)
+
+
+class _Later:
+    """A function of arrays, without collectives, whose jaxpr is traced when it is lowered.
+
+    In a program for GPUs the plain form never is. The mesh and the 64-bit types are the caller's.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.function = function
+        self.args = [*map(jax.typeof, args)]
+        self.mesh, self.x64 = jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
+
+    def __call__(self, *args: Any) -> Any:
+        return jaxpr_as_fun(self.jaxpr)(*args)
+
+    @functools.cached_property
+    def jaxpr(self) -> Any:
+        with jax.sharding.use_abstract_mesh(self.mesh), jax.enable_x64(self.x64):
+            return jax.make_jaxpr(self.function)(*self.args)
 
 
 def _evaluated(*args: Any, **params: Any) -> Any:
@@ -444,17 +464,22 @@ def _lowered(
     if ctx.platforms is not None:
         lowered = lowered.setdefault((_by_platform, *ctx.platforms), {})
     ctx = ctx.replace(module_context=module.replace(cached_primitive_lowerings=lowered))
-    jaxpr = cuda if platform == "cuda" else other
-    return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *args)
+    return mlir.lower_fun(jaxpr_as_fun(cuda) if platform == "cuda" else other)(ctx, *args)
 
 
-def _batched(axis: Any, args: Any, dims: Any, backend: Any, **jaxprs: Any) -> tuple[Any, Any]:
-    def mapped(jaxpr: Any) -> Any:
+def _batched(
+    axis: Any, args: Any, dims: Any, backend: Any, cuda: Any, other: Any
+) -> tuple[Any, Any]:
+    def mapped(function: Callable[..., Any]) -> Callable[..., Any]:
         names = dict(axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
-        return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), tuple(dims), **names))(*args)
+        return jax.vmap(function, tuple(dims), **names)
 
-    jaxprs = {name: x and mapped(x) for name, x in jaxprs.items()}
-    results = _by_platform.bind(*args, backend=backend, **jaxprs)
+    cuda = jax.make_jaxpr(mapped(jaxpr_as_fun(cuda)))(*args)
+    if isinstance(other, _Later):
+        other = _Later(mapped(other), *args)
+    elif other is not None:
+        other = jaxpr_as_fun(jax.make_jaxpr(mapped(other))(*args))
+    results = _by_platform.bind(*args, backend=backend, cuda=cuda, other=other)
     return results, [0] * len(results)
 
 
@@ -474,25 +499,24 @@ def by_platform(
     spec: CallSpec,
     run: Callable[..., Any],
     *args: Any,
-    mapped: Sequence[tuple[str, int]] = (),
+    mapped: Sequence[tuple[str, int]] | None = None,
 ) -> Any:
     """run(plan, *args), for a backend without a ``known_lowering``.
 
-    mapped: (name, size) of the axes of a vmap that run names, where jax may have left the vmap.
+    mapped: (name, size) of the axes of a vmap that run names, where jax may have left the vmap;
+      None: run has no collectives.
 
     None and "fastest" are XLA where the computation is not lowered for CUDA.
     """
     (leaves, tree), backend = jax.tree.flatten(args), spec.backend
 
-    def traced(lowering: Lowering) -> Any:
-        return jax.make_jaxpr(
-            lambda *x: run(plan_of(spec, lowering), *jax.tree.unflatten(tree, x)),
-            axis_env=mapped,
-            return_shape=True,
-        )(*leaves)
+    def on(lowering: Lowering) -> Callable[..., Any]:
+        return lambda *x: run(plan_of(spec, lowering), *jax.tree.unflatten(tree, x))
 
-    (cuda, outputs), other = traced(lowering_on_gpu(backend)), None  # None: on any GPU
+    trace = functools.partial(jax.make_jaxpr, axis_env=mapped or (), return_shape=True)
+    (cuda, outputs), other = trace(on(lowering_on_gpu(backend)))(*leaves), None
     if backend in (None, "fastest"):
-        other, outputs = traced(Lowering.XLA)
+        plain = on(Lowering.XLA)
+        other = _Later(plain, *leaves) if mapped is None else jaxpr_as_fun(trace(plain)(*leaves)[0])
     results = _by_platform.bind(*leaves, backend=backend, cuda=cuda, other=other)
     return jax.tree.unflatten(jax.tree.structure(outputs), results)
