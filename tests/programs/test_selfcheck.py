@@ -6,6 +6,7 @@ Wrong functions are planted into a right package; each has to be found.
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -72,6 +73,7 @@ MORE = [
     ("mlstm_chunkwise", dict(options=dict(reverse=True), segments=True)),
     ("mlstm_chunkwise", dict(options=dict(num_segments=3, layout="BTNH"), segments=True)),
     ("mlstm_chunkwise", dict(options=dict(input_gate="sigmoid", normalize=False))),
+    ("mlstm_chunkwise", dict(options=dict(eps=0.1))),
     ("mlstm_recurrent_sequence", dict(options=dict(return_all_states=True))),
     ("mlstm_recurrent_step", dict(options=dict(joined=True, input_gate="sigmoid") | INVARIANT)),
     ("mlstm_ring_step", dict(dtype="bfloat16", states=["bfloat16"] * 3)),
@@ -142,9 +144,16 @@ def other_slots(function, *x, slots, **options):
     return function(*x, slots=slots[::-1], **options)
 
 
-def bits_of_a_batch(function, *x, **options):
-    h, states = function(*x, **options)
-    return h * (1 + 2e-7 * (len(h) > 1)), states
+def bits_of_a_batch(**changes):
+    """Other results of several entries, each by about one bit."""
+
+    def plant(function, *x, **options):
+        return (changed(**changes) if len(x[0]) > 1 else changed())(function, *x, **options)
+
+    return plant
+
+
+ONE_BIT = [bits_of_a_batch(**{name: lambda y: y * (1 + 2e-7)}) for name in "hcnm"]
 
 
 def one_draft_more(function, *x, accepted, **options):
@@ -176,7 +185,7 @@ PLANTS = [
     ("mlstm_chunkwise_states", None, changed(c=times(1.001)), "c"),
     ("mlstm_chunkwise_sequence_parallel", None, changed(h=times(1.001)), "h"),
     ("mlstm_recurrent_step", None, other_slots, "h"),
-    ("mlstm_recurrent_step", None, bits_of_a_batch, "bits in a batch"),
+    *(("mlstm_recurrent_step", None, plant, "bits in a batch") for plant in ONE_BIT),
     ("mlstm_recurrent_sequence", None, changed(n=times(1.001)), "n"),
     ("mlstm_ring_step", None, changed(h=times(1.01)), "h"),
     ("mlstm_ring_step", None, one_draft_more, "h"),
@@ -194,7 +203,7 @@ def test_a_wrong_function_is_found(name, function, plant, result, monkeypatch):
     replaced(monkeypatch, function or name, plant, module)
     selfcheck.compiled.cache_clear()
     found = [
-        ratios(name, seed, **(dict(options=INVARIANT) if plant is bits_of_a_batch else {}))
+        ratios(name, seed, **(dict(options=INVARIANT) if plant in ONE_BIT else {}))
         for seed in range(SEED, SEED + (7 if plant is nan_of_later_drafts else 3))
     ]
     # What is not 0 beyond a length is wrong whatever its size.
@@ -211,7 +220,7 @@ def test_a_wrong_forward_pass_without_derivatives_is_found(monkeypatch):
     del call["options"]["recompute_states_in_bw"]
     selfcheck.compiled.cache_clear()
     errors = selfcheck.check(SEED, **call)
-    assert [*errors] == [*"hcnm"]
+    assert [*errors] == [*"hcnm", selfcheck.LOST]
     assert all(error <= bound for error, bound in errors.values())
     replaced(monkeypatch, "mlstm_chunkwise", changed(h=times(1.001)))
     selfcheck.compiled.cache_clear()
@@ -248,6 +257,53 @@ def test_every_function_is_called_with_the_backend(monkeypatch):
         jax.eval_shape(actual, x, data, dy)
     without = {name: {None} for name in ("mlstm_ring_states", "mlstm_ring_flush")}
     assert called == {name: {"interpret"} for name in names | parallel} | without
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"), [(1.0, 0), (np.nan, np.inf), (np.inf, np.inf), (-np.inf, np.inf)]
+)
+def test_a_nan_or_infinity_is_wrong_where_nothing_else_is_left(wrong, error):
+    """The first of two heads changes by itself in a rounding, so 1 is as good as 2 there."""
+    fields = dict(B=1, NH=2, outputs=1, derivatives=False, tokens=False, dtype="float32")
+    p = types.SimpleNamespace(**fields, dtypes=["float32"] * 4)
+    desired, rounded = np.full((1, 2, 1, 2), 2.0), np.full((1, 2, 1, 2), 2.0)
+    rounded[0, 0], actual = 4.0, desired.copy()
+    actual[0, 0, 0, 0] = wrong
+    x, within = [np.zeros(1)] * 5, np.ones((1, 1, 1), bool)
+
+    def errors():
+        return selfcheck.compared(p, x, within, [actual.copy()], [desired], [[rounded]])
+
+    found = errors()
+    assert (found["h"][0], found[selfcheck.LOST]) == (error, (1, 2))
+    actual[0] = desired[0] + 1e-3  # in the other head as well
+    off, bound = errors()["h"]
+    assert off == pytest.approx(5e-4)
+    assert off > bound
+
+
+@pytest.mark.parametrize("backend", ["xla", "mosaic_gpu"])
+def test_a_run_draws_every_value_of_every_table(backend):
+    """A run of 200 programs of a lowering; steps are cut to a size that float64 can have."""
+    calls = [selfcheck.draw(0, number, [backend]) for number in range(200)]
+
+    def missing(table, calls):
+        return [
+            (key, x)
+            for key, row in table.items()
+            for x in row
+            if not any(y.get(key, object()) == x or (key == "S" and y["S"] <= x) for y in calls)
+        ]
+
+    assert not missing(selfcheck.SHAPES, calls)
+    assert {*selfcheck.LONG["S"]} & {x["S"] for x in calls} >= {40, 640, 1024}
+    for name, (_, table, rows) in selfcheck.FUNCTIONS.items():
+        mine = [x for x in calls if x["function"] == name]
+        assert not missing(table, mine), name
+        options = [x["options"].items() for x in mine]
+        for x in itertools.chain(selfcheck.GATES, *rows):
+            wanted = x.items() if x.get("config") != {} else {}.items()
+            assert any(wanted <= y for y in options), (name, x)
 
 
 def test_draws_do_not_depend_on_the_run():
@@ -304,7 +360,13 @@ def test_a_process_that_ends_or_hangs(worker, message, monkeypatch):
 
 
 RIGHT, WRONG = {"h": (0.25, 1.0), "dv": (0.01, 0.02)}, {"h": (0.25, 1.0), "dv": (1.0, 0.02)}
-ENOUGH = [RIGHT] * 100
+
+
+def lost(heads):
+    return RIGHT | {selfcheck.LOST: (heads, heads)}
+
+
+ENOUGH = [RIGHT | {selfcheck.LOST: (0, 5)}] * 98 + [lost(5)] * 2
 
 
 def run_program(monkeypatch, capsys, answers, *flags):
@@ -338,7 +400,7 @@ def run_program(monkeypatch, capsys, answers, *flags):
 def test_the_program_ends_with_a_table(monkeypatch, capsys):
     code, out = run_program(monkeypatch, capsys, [*ENOUGH, {}])
     assert code == 0
-    assert out.endswith("| xla | 100 | 0 | 1 | 0.50 | dv | right |\n")
+    assert out.endswith("| xla | 100 | 0 | 1 | 10 | 0.50 | dv | right |\n")
     digest = hashlib.sha256()
     for name in sorted(str(x.relative_to(PACKAGE)) for x in PACKAGE.rglob("*.py")):
         digest.update(name.encode() + b"\0" + (PACKAGE / name).read_bytes() + b"\0")
@@ -347,12 +409,14 @@ def test_the_program_ends_with_a_table(monkeypatch, capsys):
 
 # The answers, the exit code and how the row of the table ends.
 ENDS = [
-    ([*ENOUGH, WRONG], 1, "| 101 | 1 | 0 | 50.00 | dv | wrong |"),
+    ([*ENOUGH, WRONG], 1, "| 101 | 1 | 0 | 10 | 50.00 | dv | wrong |"),
     ([*ENOUGH, RuntimeError("pipe")], 1, "| inf | RuntimeError('pipe') | wrong |"),
-    ([WRONG, RIGHT, KeyboardInterrupt()], 1, "| xla | 2 | 1 | 0 | 50.00 | dv | wrong |"),
-    ([], 2, "| not checked: under 12 calls, no " + ", no ".join(sorted(PROGRAMS)) + " |"),
-    ([RIGHT] * 20, 2, "| 20 | 0 | 0 | 0.50 | dv | not checked, no mlstm_recurrent_step |"),
-    ([RIGHT, {}, {}, {}] * 6, 2, "| 6 | 0 | 18 | 0.50 | dv | not checked: under 12 calls |"),
+    ([WRONG, RIGHT, KeyboardInterrupt()], 1, "| xla | 2 | 1 | 0 | 0 | 50.00 | dv | wrong |"),
+    ([], 2, "| not checked: under 12 calls, no " + ", no ".join(selfcheck.FUNCTIONS) + " |"),
+    ([RIGHT] * 20, 2, "| 20 | 0 | 0 | 0 | 0.50 | dv | not checked: no mlstm_recurrent_step |"),
+    ([RIGHT, {}, {}, {}] * 6, 2, "| 6 | 0 | 18 | 0 | 0.50 | dv | not checked: under 12 calls |"),
+    ([*ENOUGH, lost(45)], 2, "| 55 | 0.50 | dv | not checked: too many heads lost |"),
+    ([*ENOUGH, lost(44)], 0, "| 54 | 0.50 | dv | right |"),
 ]
 
 
@@ -376,12 +440,21 @@ def test_a_call_that_ctrl_c_ends_does_not_count(monkeypatch):
     assert not run.calls
 
 
+def test_a_wrong_lowering_beside_one_that_is_not_checked(monkeypatch, capsys):
+    monkeypatch.setattr(selfcheck, "HAS_TRITON", True)
+    monkeypatch.setattr(selfcheck, "jax_has_mosaic_gpu", lambda: False)
+    code, out = run_program(monkeypatch, capsys, [WRONG] * 4, "--seed=1")
+    assert code == 1
+    assert "| wrong |" in out
+    assert "| not checked: under 12 calls, " in out
+
+
 def test_a_lowering_without_calls_is_not_checked(monkeypatch, capsys):
     monkeypatch.setattr(selfcheck, "HAS_TRITON", True)
     monkeypatch.setattr(selfcheck, "jax_has_mosaic_gpu", lambda: False)
     code, out = run_program(monkeypatch, capsys, ENOUGH[:4], "--seed=1")
     assert code == 2
-    assert "| interpret | 0 | 0 | 0 | 0.00 | - | not checked: under 12 calls, no mlstm_" in out
+    assert "| interpret | 0 | 0 | 0 | 0 | 0.00 | - | not checked: under 12 calls, no mlstm_" in out
 
 
 @pytest.mark.parametrize(
@@ -416,6 +489,6 @@ runpy.run_module("mlstm_pallas.selfcheck", run_name="__main__")
 def test_the_program():
     flags = "--minutes=2", "--backend=xla", "--processes=2"
     out = run_python("-c", PROGRAM, *flags, PYTHONPATH=str(PACKAGE.parent))
-    calls = re.search(r"\| xla \| (\d+) \| 0 \| 0 \| 0\.\d+ \| \w+ \| right \|\n", out)
+    calls = re.search(r"\| xla \| (\d+) \| 0 \| 0 \| 0 \| 0\.\d+ \| \w+ \| right \|\n", out)
     assert calls
     assert int(calls[1]) >= 4 * len(PROGRAMS)
