@@ -297,6 +297,8 @@ def test_a_run_draws_every_value_of_every_table(backend):
 
     assert not missing(selfcheck.SHAPES, calls)
     assert {*selfcheck.LONG["S"]} & {x["S"] for x in calls} >= {40, 640, 1024}
+    for key in ("initial", "lengths", "segments", "slots"):
+        assert {x[key] for x in calls if key in x} == {False, True}
     for name, (_, table, rows) in selfcheck.FUNCTIONS.items():
         mine = [x for x in calls if x["function"] == name]
         assert not missing(table, mine), name
