@@ -11,6 +11,7 @@ import layer_benchmark
 import numpy as np
 import peers
 import prefill_benchmark
+import profiles
 import pytest
 import reporting
 import roofline
@@ -625,3 +626,44 @@ def test_a_nan_is_the_error_of_its_row():
         row = {}
         runner.check(row, {name: dict(h=1.0, dq=math.nan)[name] for name in order}, {})
         assert math.isnan(row["error"])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_sm90_tst_128x160_64x5_2x1_v_bz_TNT", "products"),
+        ("gemm_fusion_dot_49", "products"),
+        ("cutlass_80_tensorop_bf16_s16816gemm", "products"),
+        ("memcpy128", "copies"),
+        ("MemcpyD2D", "copies"),
+        ("Memset (Device)", "copies"),
+        ("loop_dynamic_update_slice_fusion_1", "copies"),
+        ("input_add_reduce_fusion_3", "elementwise"),
+        ("wrapped_convert_9", "elementwise"),
+        ("parallel_bw_dQKV_mosaic_gpu_kernel", "mlstm"),
+        ("chunk_gates__1", "mlstm"),
+        ("mlstm_chunkwise__parallel_fw_Hintra_kernel", "mlstm"),
+    ],
+)
+def test_kinds_of_kernels_in_a_profile(kernel, kind):
+    assert profiles.kind(kernel) == kind
+
+
+def test_a_profile_has_the_milliseconds_of_one_call_on_all_streams(monkeypatch):
+    def line(name, *events):
+        events = [SimpleNamespace(name=x, duration_ns=1e6 * ms) for x, ms in events]
+        return SimpleNamespace(name=name, events=events)
+
+    lines = [
+        line("Stream #13(Compute)", ("nvjet_a", 3.0), ("memcpy128", 0.5), ("nvjet_b", 1.0)),
+        line("Stream #14(Memset)", ("Memset", 0.25), ("recurrent_fw_H", 2.0)),
+        line("XLA Modules", ("jit_step", 100.0)),
+    ]
+    planes = [("/device:GPU:0", lines), ("/device:GPU:1", lines[:1]), ("/host:CPU", lines)]
+    planes = [SimpleNamespace(name=name, lines=lines) for name, lines in planes]
+    profile = mock.Mock(from_file=lambda path: SimpleNamespace(planes=planes))
+    monkeypatch.setattr(jax.profiler, "ProfileData", profile)
+    calls = []
+    found = profiles.milliseconds(lambda: calls.append(1))
+    assert calls == [1]
+    assert found == dict(products=8.0, copies=1.25, elementwise=0.0, mlstm=2.0)
