@@ -122,6 +122,21 @@ def test_shard_map_lowers():
 
 
 @needs_mosaic_gpu
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax 0.11 numbers the kernels")
+def test_programs_share_their_kernels():
+    """jaxlib keeps compiled kernels by these hashes, which nothing around a call may change."""
+
+    def hashes(call):
+        text = lowered_for_cuda(jax.jit(call), *call_shapes(1, 2, 512, 128, 256))
+        return re.findall(r'kernel_hash = "(.*?)", ', text)
+
+    run = functools.partial(mlstm_chunkwise, backend="mosaic_gpu")
+    first = hashes(run)
+    assert len({*first}) == len(first) > 2
+    assert hashes(lambda *x: 2 * jax.named_scope("layer")(run)(*x)) == first
+
+
+@needs_mosaic_gpu
 def test_reverse_flips_nothing():
     options = dict(backend="mosaic_gpu", reverse=True, return_last_states=True)
     run = results_of(functools.partial(mlstm_chunkwise, **options))
