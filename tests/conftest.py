@@ -198,7 +198,7 @@ def pytest_runtest_protocol(item):
 GPU_SECONDS = {
     r"kernels_are_clean\[|test_lengths_segments_and_slots_are_clean": 200,
     r"cases_on_a_gpu-.*-|any_heads_on_a_gpu|recurrences_on_a_gpu|kernels_run_on_a_gpu": 150,
-    r"test_mosaic_gpu_on_a_gpu.py.*(columns|plan|prompts)": 100,
+    r"test_mosaic_gpu_on_a_gpu.py.*(columns|plan|prompts)|overflows_reaches_no.*on_a_gpu": 100,
     r"test_bits_on_a_gpu\[mosaic_gpu-p|test_lengths_and_states|test_memory_of_odd": 60,
     r"test_mosaic_gpu_on_a_gpu.py": 50,
     r"test_against_float64\[(odd_lengths|reverse|lengths|long)|shards_on_one_gpu": 45,
