@@ -429,7 +429,7 @@ class _Later:
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self.function = function
         self.args = [*map(jax.typeof, args)]
-        self.mesh, self.x64 = jax.sharding.get_abstract_mesh(), jax.config.jax_enable_x64
+        self.mesh, self.x64 = jax.sharding.get_abstract_mesh(), jax.enable_x64.value
 
     def __call__(self, *args: Any) -> Any:
         return jaxpr_as_fun(self.jaxpr)(*args)
@@ -513,7 +513,7 @@ def by_platform(
     def on(lowering: Lowering) -> Callable[..., Any]:
         return lambda *x: run(plan_of(spec, lowering), *jax.tree.unflatten(tree, x))
 
-    trace = functools.partial(jax.make_jaxpr, axis_env=mapped or (), return_shape=True)
+    trace: Any = functools.partial(jax.make_jaxpr, axis_env=mapped or (), return_shape=True)
     (cuda, outputs), other = trace(on(lowering_on_gpu(backend)))(*leaves), None
     if backend in (None, "fastest"):
         plain = on(Lowering.XLA)
