@@ -122,9 +122,11 @@ def test_shard_map_lowers():
 
 
 @needs_mosaic_gpu
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax 0.11 numbers the kernels")
-def test_programs_share_their_kernels():
-    """jaxlib keeps compiled kernels by these hashes, which nothing around a call may change."""
+def test_programs_share_their_kernels_with_jax_0_12():
+    """jaxlib keeps compiled kernels by these hashes, which nothing around a call may change.
+
+    jax 0.11 numbers the kernels of a process, and no two are equal.
+    """
 
     def hashes(call):
         text = lowered_for_cuda(jax.jit(call), *call_shapes(1, 2, 512, 128, 256))
@@ -133,7 +135,10 @@ def test_programs_share_their_kernels():
     run = functools.partial(mlstm_chunkwise, backend="mosaic_gpu")
     first = hashes(run)
     assert len({*first}) == len(first) > 2
-    assert hashes(lambda *x: 2 * jax.named_scope("layer")(run)(*x)) == first
+    second = hashes(lambda *x: 2 * jax.named_scope("layer")(run)(*x))
+    assert len(second) == len(first)
+    both_have = len(first) if jax.__version_info__ >= (0, 12) else 0
+    assert len({*first} & {*second}) == both_have
 
 
 @needs_mosaic_gpu
