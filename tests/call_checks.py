@@ -669,8 +669,8 @@ CALLS = [
     calls(
         "float16",
         32,
-        ["fused"],
-        slow=["splits"],
+        [],
+        slow=["fused", "splits"],
         dtype="float16",
         seed=3,
         shape=(2, 2, 100, 24, 60),

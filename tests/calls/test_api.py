@@ -23,6 +23,7 @@ from oracle import (
     param,
     random_inputs,
     refused,
+    slow,
     slow_param,
     tolerance,
 )
@@ -114,7 +115,12 @@ def test_use_backend_that_is_never_entered_warns():
 
 @pytest.mark.parametrize(
     ("given", "autocast"),
-    [("float32", "bfloat16"), ("float32", "float16"), ("float16", "float32"), ("float32", None)],
+    [
+        ("float32", "bfloat16"),
+        ("float32", None),
+        slow("float32", "float16"),
+        slow("float16", "float32"),
+    ],
 )
 def test_dtypes(given, autocast):
     inputs = random_inputs(1, 1, 2, 16, 16, 16, dtype=given)

@@ -137,10 +137,10 @@ CALLS = [
     on("interpret", (1, 2, 1, 40, 37), slow=True, columns=16),  # tiles that divide neither
     on("interpret", (1, 2, 1, 40, 37), columns=16, inputs=BFLOAT16),
     on("xla", (1, 2, 1, 40, 37), inputs=BFLOAT16),
-    on("interpret", (1, 2, 1, 40, 37), columns=64),  # one CTA per head
+    on("interpret", (1, 2, 1, 40, 37), slow=True, columns=64),  # one CTA per head
     on("interpret", (1, 1, 1, 300, 64), slow=True),  # five row blocks
     on("interpret", (1, 1, 1, 1, 1)),
-    on("xla", (0, 2, 1, 16, 8)),
+    on("xla", (0, 2, 1, 16, 8), slow=True),
     on("interpret", (0, 2, 1, 16, 8)),
     on("triton", (0, 2, 1, 16, 8)),
     on(None, (0, 2, 1, 16, 8)),
@@ -159,26 +159,26 @@ CALLS = [
     ),
     # two CTAs
     on("interpret", (2, 4, 3, 20, 24), eps=0.01, norm_val=2.0, columns=16, **SIGMOID),
-    on("xla", (2, 4, 3, 20, 24), eps=0.01, norm_val=2.0, **SIGMOID),
+    on("xla", (2, 4, 3, 20, 24), slow=True, eps=0.01, norm_val=2.0, **SIGMOID),
     # from zeros
-    on("interpret", (2, 4, 3, 20, 24), inputs=dict(dtype="bfloat16", states=False)),
+    on("interpret", (2, 4, 3, 20, 24), slow=True, inputs=dict(dtype="bfloat16", states=False)),
     on("xla", (2, 4, 3, 20, 24), slow=True, layout="BTNH", eps=0.1),
     on("xla", (2, 4, 3, 20, 24), wide=True),
     # nothing is stored at first
     on("xla", (2, 4, 3, 16, 8), slow=True, eps=0.1, inputs=dict(resets=True, m=-np.inf)),
     # All float16: it is rounded once, at the end.
-    on("xla", (2, 4, 1, 32, 64), inputs=dict(dtype="float16")),
+    on("xla", (2, 4, 1, 32, 64), slow=True, inputs=dict(dtype="float16")),
     on("interpret", (2, 4, 1, 32, 64), inputs=dict(dtype="float16", dtypes=HALF)),
     # A stabiliser that is rounded costs no digits.
     on("xla", (2, 4, 6, 16, 8), slow=True, eps=0.0, inputs=ROUNDED_M),
-    on("interpret", (2, 4, 6, 16, 8), eps=0.0, inputs=ROUNDED_M),
+    on("interpret", (2, 4, 6, 16, 8), slow=True, eps=0.0, inputs=ROUNDED_M),
     on("triton", (2, 4, 6, 16, 8), eps=0.0, inputs=ROUNDED_M),
     on("xla", (2, 3, 1, 48, 80), slow=True, joined=True),
     on("xla", (2, 3, 1, 48, 80), slow=True, joined=True, **SIGMOID),
-    on("interpret", (2, 3, 1, 48, 80), joined=True),
-    on("interpret", (2, 3, 1, 48, 80), joined=True, **SIGMOID),
+    on("interpret", (2, 3, 1, 48, 80), slow=True, joined=True),
+    on("interpret", (2, 3, 1, 48, 80), slow=True, joined=True, **SIGMOID),
     on("interpret", (2, 3, 1, 48, 80), joined=True, columns=16),
-    on("interpret", (2, 3, 1, 48, 80), joined=True, columns=16, **SIGMOID),
+    on("interpret", (2, 3, 1, 48, 80), slow=True, joined=True, columns=16, **SIGMOID),
     on("triton", (2, 3, 1, 48, 80), joined=True, columns=16),
     on("triton", (2, 3, 1, 48, 80), joined=True, **SIGMOID),
     on("xla", (3, 2, 3, 16, 16), lengths=[2, 0, 9]),
@@ -189,6 +189,7 @@ CALLS = [
     on(
         "xla",
         (5, 2, 1, 40, 37),
+        slow=True,
         inputs=BFLOAT16 | dict(rows=5, m_initial=False),
         input_gate="sigmoid",
     ),
@@ -218,7 +219,14 @@ CALLS = [
         inputs=BFLOAT16 | dict(rows=5, dtypes=["float16", "bfloat16"]),
         columns=16,
     ),
-    on("interpret", (5, 2, 3, 40, 37), inputs=dict(rows=5), lengths=[2, 3, 0, 1, 9], layout="BTNH"),
+    on(
+        "interpret",
+        (5, 2, 3, 40, 37),
+        slow=True,
+        inputs=dict(rows=5),
+        lengths=[2, 3, 0, 1, 9],
+        layout="BTNH",
+    ),
     on("triton", (5, 2, 1, 40, 37), inputs=dict(rows=200, slots="int8"), joined=True, columns=16),
     on("triton", (5, 2, 1, 40, 37), inputs=BFLOAT16 | dict(rows=5, dtypes=["float16", "bfloat16"])),
     on("triton", (5, 2, 3, 40, 37), inputs=dict(rows=5), lengths=[2, 3, 0, 1, 9], layout="BTNH"),

@@ -111,8 +111,6 @@ CASES = [
 @pytest.mark.quick(
     '1 dtype="float32", heads=(80, 37)-xla',
     '2 dtype="float32", slots=True-interpret',
-    '3 dtype="bfloat16"-xla',
-    '4 dtype="float32", gate="sigmoid"-interpret',
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("T", "options"), CASES)

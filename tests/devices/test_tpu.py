@@ -20,7 +20,7 @@ from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.schedules import sharding
 
 CALLS = [
-    calls("states", 64, ["xla"], slow=["xla_stored"], **PADDED),
+    calls("states", 64, [], slow=["xla", "xla_stored"], **PADDED),
     calls("h_alone", 16, [], slow=["xla"], recipe=dict(states=False, resets=True), **ALONE),
     calls("reverse", 32, [], slow=["xla"], **BACK, **BTNH),
     calls("lengths", 32, [], slow=["xla"], **WITH_IDS, **BTNH),

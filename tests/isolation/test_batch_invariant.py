@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mosaic_gpu_interpreter import interpreted_mosaic_gpu
-from oracle import NAMES, needs_mosaic_gpu, quick_code, random_inputs, swapped
+from oracle import NAMES, needs_mosaic_gpu, quick_code, random_inputs, slow, swapped
 from stage_calls import Problem, spec_of
 
 from mlstm_pallas import (
@@ -263,7 +263,7 @@ CALLS = (
 )
 # Some functions of the first call are in the quick selection. The other calls, in 16 bits and in a
 # batch of 64, take turns: each has functions of sequences, of steps and of rings.
-QUICK = prompts, step, several_steps
+QUICK = prompts, step
 ON_A_CPU = [
     pytest.param(
         function,
@@ -347,7 +347,7 @@ def test_bits_on_a_gpu(function, call):
 @pytest.mark.parametrize(
     ("backend", "dtype", "seed"),
     [
-        ("interpret", "float16", 2),
+        slow("interpret", "float16", 2),
         pytest.param("triton", "float16", 23559883, marks=pytest.mark.gpu),
     ],
 )

@@ -510,7 +510,6 @@ TABLE = {
 QUICK = {
     ("call-plain_lengths_reverse_stored", "float32"),
     ("call-recurrence", "float32"),
-    ("steps-mlstm_recurrent_sequence_xla_exp", "float16"),
     ("ring-xla_exp", "float16"),
 }
 DRAWN = (

@@ -234,7 +234,7 @@ def check_large_states(backend, config, dtype="float32", NH=2, DHQK=16, DHV=16, 
             compare("cnm", [y[b, n] for y in states], [x[name][b, n] for name in STATES], 1e-6)
 
 
-@pytest.mark.quick("fused")
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", LARGE_STATES)
 def test_large_states_stay_in_their_segments(schedule):
     check_large_states(**LARGE_STATES[schedule])

@@ -159,9 +159,7 @@ def cell(x):
     return f"{x:.4g}" if isinstance(x, float) else str(x)
 
 
-@pytest.mark.quick(
-    "layer", "prefill", "kernel", "step shape=2x3x9x16x32 steps=3 repeats=3 impl=xla variant"
-)
+@pytest.mark.quick("layer", "kernel", "step shape=2x3x9x16x32 steps=3 repeats=3 impl=xla variant")
 @pytest.mark.parametrize(
     "command",
     [slow(x) if x.startswith("slow") else x for x in COMMANDS],

@@ -163,7 +163,7 @@ def kernels_of(primitive, function, *x):
 @pytest.mark.parametrize(
     ("lowering", "primitive", "width"),
     [
-        ("triton", "pallas_call", 64),
+        slow("triton", "pallas_call", 64),
         pytest.param("mosaic_gpu", "mpmd_map", 256, marks=needs_mosaic_gpu),
     ],
 )

@@ -304,7 +304,7 @@ DECAYS = {
 }
 
 
-@pytest.mark.quick("none-", "reset_at_a_step", "infinite_at")
+@pytest.mark.quick("reset_at_a_step", "infinite_at")
 @pytest.mark.parametrize("cotangent", [1.0, 1e-12], ids=["plain", "small_cotangents"])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_the_gate_of_fla_has_the_gradient_of_its_decay(decay, cotangent):

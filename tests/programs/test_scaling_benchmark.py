@@ -51,6 +51,7 @@ def test_other_errors_of_the_device_are_failures(monkeypatch):
     assert row["note"].endswith(": no such thing")
 
 
+@pytest.mark.slow
 def test_rows_for_gates_that_close_and_for_gates_that_stay_open(monkeypatch):
     monkeypatch.setattr(scaling, "mlstm_chunkwise", quick_mlstm)
     monkeypatch.setattr(scaling.Spread, "oracle", staticmethod(quick_mlstm))

@@ -38,6 +38,7 @@ def test_pools_have_rows_beside_the_step_without_them(monkeypatch):
     assert [abs(x[0] - x[1]) > 1 for x in slots] == [True]
 
 
+@pytest.mark.slow
 def test_tokens_per_second_and_their_limit_by_batch(tmp_path, monkeypatch):
     """A sequence has 2 heads of 273 numbers of 2 bytes, read and written."""
     path, plot = tmp_path / "plot.png", observed(monkeypatch, "reporting").plot

@@ -96,6 +96,7 @@ def test_logits_are_those_of_transformers(dtype, bound, of_largest):
         assert np.abs(logits - expected).max() < of_largest * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_the_logits_of_a_packed_row_are_those_of_transformers():
     """Of the forward pass with derivatives, whose prompts share a row with padding behind them."""
     _, params = read()
@@ -235,6 +236,7 @@ def terminal():
         yield written
 
 
+@pytest.mark.slow
 def test_the_line_of_an_answer_ends_before_its_statistics(capsys):
     run(*REPEATED)
     answer = re.escape(capsys.readouterr().out)
@@ -254,7 +256,7 @@ def test_the_line_of_an_answer_ends_before_control_c_is_reported():
     assert re.search(r" s\n[^\n]+\ninterrupted\n$", written.getvalue())
 
 
-@pytest.mark.quick("flags0", "flags1")
+@pytest.mark.quick("flags0")
 @pytest.mark.parametrize("flags", [[], ["--draft=7"], [f"--prompt={text(PROMPTS[0])}"]])
 def test_logits_that_are_not_finite_are_an_error(flags, copied, monkeypatch, capsys):
     """What was right before is printed; of two prompts the other's answer is complete."""

@@ -14,6 +14,7 @@ from shapes import Shape
 from xlstm_lm_benchmark import MODELS
 
 
+@pytest.mark.slow
 def test_measures_a_model_refuses_a_peer_that_differs_and_skips_one_that_is_not_there(monkeypatch):
     def other(q, *others):
         return quick_mlstm(-q, *others, layout="BTNH")

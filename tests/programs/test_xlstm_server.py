@@ -173,6 +173,7 @@ def test_answers_are_those_of_transformers(tmp_path, capsys):
     assert all(f"[{row['prompt']}] {row['answer']}\n" in printed for row in expected)
 
 
+@pytest.mark.slow
 def test_control_c_keeps_the_answers_that_are_there(tmp_path, capsys):
     path, before = tmp_path / "answers.jsonl", [mock.DEFAULT] * 8
     with mock.patch.object(

@@ -54,7 +54,7 @@ def check_float32(call, dots, precision):
         assert dot.params["precision"] == precision, call.params["name"]
 
 
-@pytest.mark.quick("fused")
+@pytest.mark.slow
 @BOTH
 def test_every_product_in_a_kernel_is_six_products_of_bfloat16(case):
     """In the jaxpr and in the Triton IR; the kernels of the stages and the ones between them,
