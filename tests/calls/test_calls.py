@@ -51,7 +51,7 @@ def test_against_float64(call):
 # ---------------- lengths
 
 
-@pytest.mark.quick("uint32")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "uint32"])
 def test_any_integer_dtype_is_clipped(dtype):
     """S does not fit int8, and int32 does not have all of uint32."""

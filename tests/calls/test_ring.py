@@ -108,10 +108,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick(
-    '1 dtype="float32", heads=(80, 37)-xla',
-    '2 dtype="float32", slots=True-interpret',
-)
+@pytest.mark.quick('1 dtype="float32", heads=(80, 37)')
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("T", "options"), CASES)
 def test_calls_are_the_recurrence(backend, T, options):

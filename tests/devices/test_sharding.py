@@ -153,7 +153,7 @@ def test_vmap_over_an_axis_that_is_sharded_explicitly(expected):
     compare(RESULTS, [y[:, 0] for y in result], expected, BOUND)
 
 
-@pytest.mark.quick("interpret")
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "interpret"])
 def test_vmap_over_no_examples(backend):
     none = [jnp.zeros((0, *x.shape)) for x in INPUTS]

@@ -509,7 +509,6 @@ TABLE = {
 }
 QUICK = {
     ("call-plain_lengths_reverse_stored", "float32"),
-    ("call-recurrence", "float32"),
     ("ring-xla_exp", "float16"),
 }
 DRAWN = (

@@ -189,6 +189,7 @@ def test_fresh_rows_in_a_used_pool_are_those_of_a_fresh_pool(backend):
     assert_same_bits(*(jax.tree.map(lambda y: y[rows], x) for x in (pools, fresh)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_reset_that_is_taken_back_restores_the_former_states(backend):
     before, zeros = drawn_states(9, 8), np.zeros(B, "int32")

@@ -117,7 +117,7 @@ CASES = {
 LINES = *(f"{case} exp packed" for case in CASES), "plain exp lengths", "resets sigmoid"
 
 
-@pytest.mark.quick("xla-16-resets sigmoid", "xla-16-gates", "interpret")
+@pytest.mark.quick("xla-16-resets sigmoid", "interpret")
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize(("form", "L"), [*zip(FORMS, (16, 64), strict=True)])
 def test_gates_are_those_of_the_recurrence(form, L, line):
