@@ -172,7 +172,7 @@ def rows_of(**options):
 GATES = [
     {},
     {},
-    dict(eps=0.1),
+    dict(eps=0.1, norm_val=0.5),
     dict(stabilize_correctly=False),
     dict(input_gate="sigmoid"),
     dict(input_gate="sigmoid", normalize=False),
@@ -223,7 +223,10 @@ EDGES = [
         for x in (128, 192)
     ),
 ]
-DRAWS = 4  # of data for a program; n . q and dh . h cancel in the last one
+# Of a program's draws of data, beside those of a model: gates, q, k and v of any size; n . q and
+# dh . h that cancel.
+KINDS_OF_DATA = [None, "any size", None, "cancels"]
+DRAWS = len(KINDS_OF_DATA)
 
 
 def draw(seed, number, backends):
@@ -301,32 +304,40 @@ def drawn_steps(r, p):
     return data, (ids, counted, kept)
 
 
-def drawn_arrays(r, p, cancels):
-    """q, k, v, i, f, c, n and m, or fewer states; and whether they are beyond the promise."""
+def drawn_gate(r, shape, edges, largest):
+    """A gate of two sizes, each in a part of the steps, and at the edges of its range in others."""
+
+    def any_size():
+        tables = [0, 3, -3, 30, -30, 1e3, -1e3], [0, 1, 10, 1e3]
+        centre, width = (r.choice([x for x in table if abs(x) <= largest]) for table in tables)
+        return centre + width * r.standard_normal(shape)
+
+    y = np.where(r.random(shape) < r.choice([0, 0.05, 0.5]), any_size(), any_size())
+    y = np.where(r.random(shape) < r.choice([0, 0.1]), r.choice(edges, size=shape), y)
+    # At a tie of maxima any subgradient will do.
+    return y * (1 + 0.01 * r.random(shape)) + 0.01 * r.random(shape)
+
+
+def drawn_arrays(r, p, kind):
+    """q, k, v, i, f, c, n and m, or fewer states: those of a model, or of one of KINDS_OF_DATA."""
     sizes = [p.S, p.DHQK], [p.S, p.DHQK], [p.S, p.DHV], [p.S], [p.S], [p.DHQK, p.DHV], [p.DHQK], []
-    q, k, v, i, f, c, n, m = (r.standard_normal((p.B, p.NH, *size)) for size in sizes)
-    forget = 10 if cancels else r.choice([4, 0, 10, 40])
-    f += forget
-    masked = not cancels and r.random() < 1 / 3
-    if cancels:  # n . q; with wide gates nothing is left of it in 16 bits
-        i *= 5 if p.dtype == "float32" else 1
-    else:
+    shapes = [(p.B, p.NH, *size) for size in sizes]
+    q, k, v, i, f, c, n, m = map(r.standard_normal, shapes)
+    f += 10 if kind == "cancels" else r.choice([4, 0, 10, 40])
+    if kind != "cancels":  # n . q
         q, k, n = (abs(y) + 0.2 for y in (q, k, n))
         q *= r.choice((-1, 1), (p.B, p.NH, p.S, 1))
-        if masked:
-            for y, value in (
-                (f, -np.inf),
-                (f, np.inf if forget > 4 else -30),
-                (i, -30),
-                (i, -np.inf),
-            ):
-                where = r.random(y.shape) < 0.1
-                y[where] = value if np.isinf(value) else y[where] + value  # without ties
+    if kind == "any size":
+        wide = p.states[2] == "float32"  # what is left of a large m in 16 bits is not its exp
+        i = drawn_gate(r, shapes[3], [-np.inf, -9e3, 9e3][: 1 + 2 * wide], 1e3 if wide else 3)
+        f = drawn_gate(r, shapes[4], [-np.inf, -900, 900, np.inf], 1e3)
+        m, c = m * r.choice([0, 1, 100 if wide else 1]), c * r.choice([0, 1])
+        if "float16" not in (p.dtype, *p.states):
+            q, k, v = (y * r.choice([1, 1, 1, 1e-30, 1e-3, 1e4]) for y in (q, k, v))
     sigmoid, dtypes = "input_gate" in p.options, [p.dtype] * 3 + ["float32"] * 2 + p.states
     count = (3 if p.tokens or not sigmoid else 2) * p.initial
     x = [q, k, v, i, f, *(c, n, m * (not sigmoid))[:count]]
-    x = [y.astype(jnp.dtype(dtype)) for y, dtype in zip(x, dtypes, strict=False)]
-    return x, cancels or masked
+    return [y.astype(jnp.dtype(dtype)) for y, dtype in zip(x, dtypes, strict=False)]
 
 
 # ---------------- how it is compared
@@ -362,10 +373,10 @@ def with_rounded_sums(x, noise):
     return q, k, v, i, f, *states
 
 
-def recurrence(p, x, noise, ids, counted, kept, **more):
+def recurrence(p, x, noise, noise_of_h, ids, counted, kept, **more):
     """h and the states of the recurrence; a step that does not count leaves the states."""
     x = with_rounded_sums(x, noise)
-    names = "input_gate", "normalize", "eps", "stabilize_correctly"
+    names = "input_gate", "normalize", "eps", "norm_val", "stabilize_correctly"
     gate = {name: p.options[name] for name in names if name in p.options} | more
     order = slice(None, None, -1 if "reverse" in p.options else 1)
 
@@ -382,7 +393,7 @@ def recurrence(p, x, noise, ids, counted, kept, **more):
 
     h, *states = jax.vmap(until, 1)(counted, kept)
     c, n, m = (jnp.moveaxis(y, 0, 2) for y in states)
-    return h[-1], c[..., : p.DHQK, :], n[..., : p.DHQK], m
+    return h[-1] * (1 + noise_of_h[..., None]), c[..., : p.DHQK, :], n[..., : p.DHQK], m
 
 
 @functools.lru_cache(1)
@@ -415,9 +426,9 @@ def compiled(program):
         return results(lambda x: run(x, data), x, cotangents)[0]
 
     @functools.partial(jax.jit, static_argnums=0)
-    def exact(rounds, x, steps, dy, cancels, noise, noise_of_sums):
+    def exact(rounds, x, steps, dy, cancels, noise, noises):
         def run(x, **more):
-            return recurrence(p, x, noise_of_sums, *steps, **more)[: p.outputs]
+            return recurrence(p, x, *noises, *steps, **more)[: p.outputs]
 
         def cotangents(h, *states):
             along = jnp.sum(dy[0] * h, -1, keepdims=True) / (
@@ -442,32 +453,49 @@ def compiled(program):
     return p, actual, exact
 
 
+def largest_of(p, *arrays):
+    """The largest finite size in each head, (B, NH)."""
+    each = (abs(np.float64(y)).reshape(p.B, p.NH, -1) for y in arrays)
+    return np.max([np.max(y, 2, initial=0, where=np.isfinite(y)) for y in each], 0)
+
+
 def check(seed, **program):
     """The error and the bound of each result of a call, by name."""
     p, actual, exact = compiled(json.dumps(program))
-    r, cancels = np.random.default_rng(seed), seed % DRAWS == DRAWS - 1 and p.states[1] == "float32"
+    r, kind = np.random.default_rng(seed), KINDS_OF_DATA[seed % DRAWS]
+    cancels = kind == "cancels" and p.states[1] == "float32"
+    kind = kind if cancels or kind != "cancels" else None
     data, steps = drawn_steps(r, p)
-    x, beyond_promise = drawn_arrays(r, p, cancels)
+    x = drawn_arrays(r, p, kind)
     N = steps[1].shape[1]
     sizes = [p.S, p.DHV], [N, p.DHQK, p.DHV], [N, p.DHQK], [N]
     dy = [r.standard_normal((p.B, p.NH, *size)) for size in sizes]
+    if kind == "any size":  # else nothing is left of df beside dc . c
+        k, v = (max(1, np.max(abs(np.float64(y)))) for y in x[1:3])
+        dy[1:3] = dy[1] / (k * v), dy[2] / k
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
 
         def exactly(dy, cancels, times):
-            noises = (times * r.standard_normal(y.shape) for y in (*x, x[2], x[3]))
-            *noises, of_h, of_sums = noises
+            noises = (times * r.standard_normal(y.shape) for y in (*x, x[2], *[x[3]] * 2))
+            *noises, of_h, of_sums, of_eps = noises
             # c is rounded after every token, as if v were.
             of_c = unit(p.states[0]) * (p.S**0.5 if p.tokens else 1)
             units = [unit(p.dtype)] * 2 + [max(unit(p.dtype), of_c)]
             units += [unit("float32")] * 2 + [of_c, unit(p.states[1]) * p.S**0.5, 0]
             factors = (1 + u * z for u, z in zip(units, noises, strict=False))
             wide = [np.float64(y) * z for y, z in zip(x, factors, strict=True)]
-            of_h, of_sums = unit(p.dtype) * of_h, unit("float32") * of_sums
-            results, dy = exact(times > 0, wide, steps, dy, cancels, of_h, of_sums)
+            for j in {3, 7} & {*range(len(x))}:  # exponents are relative to m, which is rounded,
+                noise = times * r.standard_normal(x[j].T.shape)
+                wide[j] = wide[j] + (unit("float32") * largest.T * noise).T
+            of_eps *= largest[..., None]  # as is eps
+            of_sums = unit("float32") * of_sums, unit("float32") * of_eps
+            results, dy = exact(times > 0, wide, steps, dy, cancels, unit(p.dtype) * of_h, of_sums)
             return [*map(np.asarray, results)], dy
 
+        largest = largest_of(p, *x[3:8:4])
         desired, dy = exactly(dy, cancels, 0)
-        rounded = [exactly(dy, False, 1)[0] for _ in range(ROUNDINGS * beyond_promise)]
+        largest = largest_of(p, *x[3:8:4], *desired[3 : p.outputs])
+        rounded = [exactly(dy, False, 1)[0] for _ in range(ROUNDINGS * (kind is not None))]
         dy = jax.tree.map(np.float32, dy)
     within = steps[1][:, -1][:, None, :]
     names = range(5) if "T" in p.options else (3, 4) if p.lengths else ()
@@ -488,41 +516,50 @@ def check(seed, **program):
     return errors
 
 
+def apart(a, b):
+    """a - b, and 0 where one of them is not finite."""
+    return np.where(np.isfinite(a) & np.isfinite(b), a - b, 0)
+
+
 @np.errstate(invalid="ignore", over="ignore")  # NaN and -inf have their places
 def compared(p, x, within, actual, desired, rounded):
     """Errors and bounds by name; rounded: results after roundings, beyond the promise.
 
-    Where a rounding changes a third of a result, nothing is left to compare in that head but the
-    places of NaN and infinities. So many heads of all are LOST.
+    Where a rounding changes a third of h, nothing is left to compare in h and the gradients of that
+    head but the places of NaN and infinities. So many heads of all are LOST.
     """
     names = [*"hcnm"[: p.outputs], *GRADIENTS][: len(actual)]
     exact = dict(zip(names, desired, strict=True))
     promised = np.max([PROMISED[dtype] for dtype in p.dtypes], 0)
-    errors = {}
-
-    lost = np.zeros(p.B * p.NH if rounded else 1, bool)
+    lost, errors = np.zeros(p.B * p.NH if rounded else 1, bool), {}
 
     def norm(y):
         """Per head where something may cancel."""
-        return np.linalg.norm(y.reshape(p.B * p.NH if rounded else 1, -1), axis=1)
+        return np.linalg.norm(y.reshape(lost.size, -1), axis=1)
 
     def change_of(name, results):
         """What a rounding changes. Sums of q . dq and k . dk, which round apart, are di and df."""
-        changes = {y: z - exact[y] for y, z in zip(names, results, strict=True)}
-        share = {"di": 1, "df": 1 / (1 + np.exp(np.float64(x[4])))}.get(name, 0)
-        both = zip(x, ("dq", "dk") if p.derivatives else (), strict=False)
-        terms = (share * (np.float64(y) * changes[z]).sum(-1) for y, z in both)
-        return norm(changes[name]) + sum(map(norm, terms))
+        changes = {y: apart(z, exact[y]) for y, z in zip(names, results, strict=True)}
+        change = norm(changes[name])
+        if name in ("di", "df"):
+            both = zip(x, ("dq", "dk"), strict=False)
+            terms = sum(norm((np.float64(y) * changes[z]).sum(-1)) for y, z in both)
+            # What is left of the sums of later steps is in each df, times sigmoid(-f).
+            change += terms * (1 if name == "di" else norm(1 / (1 + np.exp(np.float64(x[4])))))
+        return change
 
-    if p.outputs > 1:  # c and n are relative to m
-        apart = np.exp(np.where(np.isfinite(exact["m"]), actual[3] - exact["m"], 0))
-        actual[1:3] = actual[1] * apart[..., None, None], actual[2] * apart[..., None]
+    shift = np.zeros(lost.shape)
+    for y in (*rounded, actual) if p.outputs > 1 else ():  # c and n are relative to m
+        factors = np.exp(apart(y[3], exact["m"]))
+        y[1:3] = y[1] * factors[..., None, None], y[2] * factors[..., None]
+        # So is what the cotangents of the actual ones give.
+        shift = abs(factors - 1).reshape(lost.size, -1).max(1)
     for name, a, b in zip(names, actual, desired, strict=True):
         mask = within if a.ndim == 3 else within[..., None]
-        finite = np.isfinite(a) & np.isfinite(b)
-        wrong = np.any((a != b) & ~finite) or (name in "h dq dk dv di df" and np.any(a * ~mask))
-        a, b = np.where(finite, (a, b), 0)
-        size = norm(np.maximum(abs(b), 1) if name == "m" else b)
+        wrong = np.any((a != b) & ~(np.isfinite(a) & np.isfinite(b)))
+        wrong |= name in "h dq dk dv di df" and np.any(a * ~mask)
+        size = apart(b, 0)
+        size = norm(np.maximum(abs(size), 1) if name == "m" else size)
         if name == "dn_initial":  # n is one more column of C, and dh . h may cancel
             size = np.hypot(size, norm(exact["dc_initial"]))
         if name == "dm_initial":  # a sum whose terms may cancel
@@ -532,12 +569,14 @@ def compared(p, x, within, actual, desired, rounded):
         bound = np.full(size.shape, promised[int(name in GRADIENTS)])
         if name == "m" and p.tokens:  # it is rounded after every token
             bound += p.S * unit(p.states[2])
-        if rounded and name[0] in "hd":
+        if rounded:
             change = np.sqrt(np.mean([change_of(name, y) ** 2 for y in rounded], 0))
+            change = change / size + unit("float32" if name == "m" else p.dtype)
             factor = FACTORS.get(name, 8 if p.tokens else 3)
-            bound = np.maximum(bound, factor * (change / size + unit(p.dtype)))
-            lost |= bound > factor / 3
-        error = np.where(lost, 0, norm(a - b) / size) + (math.inf if wrong else 0)
+            bound = np.maximum(bound, factor * change) + shift * (name in GRADIENTS)
+            lost |= (name == "h") & (bound > factor / 3)
+        error = np.where(lost & (name not in "cnm"), 0, norm(apart(a, b)) / size)
+        error += math.inf if wrong else 0
         worst = np.argmax(error / bound)
         errors[name] = float(error[worst]), float(bound[worst])
     errors[LOST] = int(lost.sum()), p.B * p.NH
@@ -606,7 +645,7 @@ def ask(process, log, call):
 def worst_of(errors):
     """The largest error in units of its bound, and its name."""
     pairs = ((x / y, name) for name, (x, y) in errors.items() if name != LOST)
-    return max(pairs, default=(0, "-"))
+    return max(((math.inf if math.isnan(x) else x, name) for x, name in pairs), default=(0, "-"))
 
 
 class Run:

@@ -24,7 +24,8 @@ import mlstm_pallas
 from mlstm_pallas import distributed, selfcheck
 
 PACKAGE = Path(mlstm_pallas.__file__).parent
-SEED, CANCELS = 4 * 12, 4 * 12 + 3
+SEED = 4 * 12
+ANY_SIZE, CANCELS = (SEED + selfcheck.KINDS_OF_DATA.index(x) for x in ("any size", "cancels"))
 SMALL = dict(backend="xla", B=2, NH=1, DHQK=8, DHV=8, dtype="float32", initial=True)
 TOKENS = SMALL | dict(states=["float32"] * 3, slots=False)
 LAST = dict(return_last_states=True, recompute_states_in_bw=True)
@@ -87,8 +88,8 @@ MORE = [
     ("name", "changes"), [*((x, {}) for x in PROGRAMS), *(slow(*x) for x in MORE)]
 )
 def test_right_calls_are_within_the_bounds(name, changes):
-    """Where n . q and dh . h cancel, and where not."""
-    for seed in (CANCELS, SEED):
+    """Where n . q and dh . h cancel, where values have any size, and where not."""
+    for seed in (CANCELS, ANY_SIZE, SEED):
         errors = selfcheck.check(seed, **program(name, **changes))
         assert all(error <= bound for error, bound in errors.values()), errors
         assert {*"hcnm"} <= {*errors}
@@ -251,7 +252,7 @@ def test_every_function_is_called_with_the_backend(monkeypatch):
     for call in turn:  # those of small sizes are traced, not compiled
         p, actual, _ = selfcheck.compiled(json.dumps(call))
         data, (_, counted, _) = selfcheck.drawn_steps(np.random.default_rng(0), p)
-        x = selfcheck.drawn_arrays(np.random.default_rng(0), p, False)[0]
+        x = selfcheck.drawn_arrays(np.random.default_rng(0), p, None)
         sizes = [p.S, p.DHV], [N := counted.shape[1], p.DHQK, p.DHV], [N, p.DHQK], [N]
         dy = [jax.ShapeDtypeStruct((p.B, p.NH, *size), "float32") for size in sizes]
         jax.eval_shape(actual, x, data, dy)
@@ -282,6 +283,12 @@ def test_a_nan_or_infinity_is_wrong_where_nothing_else_is_left(wrong, error):
     assert off > bound
 
 
+def test_an_error_without_a_bound_is_the_worst():
+    errors = {"h": (0.0, math.nan), "c": (2.0, 1.0), selfcheck.LOST: (9, 9)}
+    assert selfcheck.worst_of(errors) == (math.inf, "h")
+    assert selfcheck.worst_of({"h": (0.0, 1.0), "c": (2.0, 1.0)}) == (2.0, "c")
+
+
 @pytest.mark.parametrize("backend", ["xla", "mosaic_gpu"])
 def test_a_run_draws_every_value_of_every_table(backend):
     """A run of 200 programs of a lowering; steps are cut to a size that float64 can have."""
@@ -306,6 +313,28 @@ def test_a_run_draws_every_value_of_every_table(backend):
         for x in itertools.chain(selfcheck.GATES, *rows):
             wanted = x.items() if x.get("config") != {} else {}.items()
             assert any(wanted <= y for y in options), (name, x)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "state", "large"),
+    [("float32", "float32", True), ("bfloat16", "bfloat16", False), ("float16", "float32", True)],
+)
+def test_values_of_any_size(dtype, state, large):
+    """Gates have their edges; 16 bits hold no large m, and float16 no large q, k and v."""
+    call = TOKENS | dict(S=50, dtype=dtype, states=[state] * 3, tokens=True, options={})
+    p, r = types.SimpleNamespace(**call), np.random.default_rng(5)
+    draws = [selfcheck.drawn_arrays(r, p, "any size") for _ in range(100)]
+    q, k, v, i, f, *_, m = (np.abs([np.float64(x[j]) for x in draws]) for j in range(8))
+    raw = [[np.float64(x[j]) for x in draws] for j in (3, 4)]
+    assert np.isneginf(raw[0]).any()
+    assert np.isneginf(raw[1]).any()
+    assert np.isposinf(raw[1]).any()
+    largest = np.max(i, where=np.isfinite(i), initial=0)
+    assert largest > 9e3 if large else largest < 10
+    assert np.max(f, where=np.isfinite(f), initial=0) > 900
+    assert (m.max() > 90) == large
+    for y in (q, k, v):
+        assert (y.max() > 9e3) == (y.max() > 10) == (dtype != "float16")
 
 
 def test_draws_do_not_depend_on_the_run():
