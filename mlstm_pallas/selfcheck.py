@@ -506,7 +506,8 @@ def check(seed, **program):
         given[j] = np.where(mask, x[j], (garbage * x[j]).astype(x[j].dtype))
     arguments = given, data, dy
     results = actual(*arguments)
-    errors = compared(p, x, within, [np.float64(y) for y in results], desired, rounded)
+    wide = [np.float64(y) for y in results]
+    errors = compared(p, x, within, dy, wide, desired, rounded)
     if p.options.get("config", {}).get("batch_invariant"):
         b = r.integers(p.B)
         alone = actual(*jax.tree.map(lambda y: y[b : b + 1], arguments))
@@ -522,7 +523,7 @@ def apart(a, b):
 
 
 @np.errstate(invalid="ignore", over="ignore")  # NaN and -inf have their places
-def compared(p, x, within, actual, desired, rounded):
+def compared(p, x, within, dy, actual, desired, rounded):
     """Errors and bounds by name; rounded: results after roundings, beyond the promise.
 
     Where a rounding changes a third of h, nothing is left to compare in h and the gradients of that
@@ -540,13 +541,15 @@ def compared(p, x, within, actual, desired, rounded):
     def change_of(name, results):
         """What a rounding changes. Sums of q . dq and k . dk, which round apart, are di and df."""
         changes = {y: apart(z, exact[y]) for y, z in zip(names, results, strict=True)}
-        change = norm(changes[name])
+        terms = 0
         if name in ("di", "df"):
             both = zip(x, ("dq", "dk"), strict=False)
             terms = sum(norm((np.float64(y) * changes[z]).sum(-1)) for y, z in both)
-            # What is left of the sums of later steps is in each df, times sigmoid(-f).
-            change += terms * (1 if name == "di" else norm(1 / (1 + np.exp(np.float64(x[4])))))
-        return change
+        if name == "df":  # what is left of later sums and of dc . c, times sigmoid(-f)
+            pairs = zip(dy[1 : p.outputs], desired[1:3], strict=False)
+            terms += unit(p.dtype) * sum(norm(y * z) for y, z in pairs)
+            terms *= norm(1 / (1 + np.exp(np.float64(x[4]))))
+        return norm(changes[name]) + terms
 
     shift = np.zeros(lost.shape)
     for y in (*rounded, actual) if p.outputs > 1 else ():  # c and n are relative to m

@@ -273,7 +273,7 @@ def test_a_nan_or_infinity_is_wrong_where_nothing_else_is_left(wrong, error):
     x, within = [np.zeros(1)] * 5, np.ones((1, 1, 1), bool)
 
     def errors():
-        return selfcheck.compared(p, x, within, [actual.copy()], [desired], [[rounded]])
+        return selfcheck.compared(p, x, within, [], [actual.copy()], [desired], [[rounded]])
 
     found = errors()
     assert (found["h"][0], found[selfcheck.LOST]) == (error, (1, 2))
