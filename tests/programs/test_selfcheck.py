@@ -277,7 +277,10 @@ def test_a_nan_or_infinity_is_wrong_where_nothing_else_is_left(wrong, error):
 
     found = errors()
     assert (found["h"][0], found[selfcheck.LOST]) == (error, (1, 2))
-    actual[0] = desired[0] + 1e-3  # in the other head as well
+    rounded[0, 1] = 4.0  # nothing is left of the other head either
+    found = errors()
+    assert (found["h"][0], found[selfcheck.LOST]) == (error, (2, 2))
+    rounded[0, 1], actual[0] = 2.0, desired[0] + 1e-3
     off, bound = errors()["h"]
     assert off == pytest.approx(5e-4)
     assert off > bound
