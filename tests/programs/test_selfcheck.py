@@ -136,6 +136,11 @@ def no_gradient_of_f(function, q, k, v, i, f, *x, **options):
     return function(q, k, v, i, jax.lax.stop_gradient(f), *x, **options)
 
 
+def clipped_gates(function, q, k, v, i, f, *x, **options):
+    """Right for the gates of a model."""
+    return function(q, k, v, jnp.clip(i, -20, 20), f, *x, **options)
+
+
 def states_without_gradients(function, *x, **options):
     h, states = function(*x, **options)
     return h, jax.lax.stop_gradient(states)
@@ -181,6 +186,7 @@ PLANTS = [
     ("mlstm_chunkwise", None, other_gradients, "dv"),
     ("mlstm_chunkwise", None, no_gradient_of_f, "df"),
     ("mlstm_chunkwise", None, states_without_gradients, "dv"),
+    ("mlstm_chunkwise", None, clipped_gates, "h"),
     ("mlstm_chunkwise", None, changed(m=lambda y: y + 1e-2), "m"),
     ("mlstm_chunkwise_states", None, one_chunk_late, "c"),
     ("mlstm_chunkwise_states", None, changed(c=times(1.001)), "c"),
@@ -205,7 +211,7 @@ def test_a_wrong_function_is_found(name, function, plant, result, monkeypatch):
     selfcheck.compiled.cache_clear()
     found = [
         ratios(name, seed, **(dict(options=INVARIANT) if plant in ONE_BIT else {}))
-        for seed in range(SEED, SEED + (7 if plant is nan_of_later_drafts else 3))
+        for seed in range(SEED, SEED + (7 if plant in (clipped_gates, nan_of_later_drafts) else 3))
     ]
     # What is not 0 beyond a length is wrong whatever its size.
     assert max(x[result] for x in found) > (1e300 if plant is other_gradients else 1)
