@@ -214,3 +214,8 @@ def test_defaults():
     assert_values(
         [query_scale(w, 0.5), query_scale(w, 0.5, np.float32([4, 8]))], [[1.0, 1.5], [4.0, 12.0]]
     )
+
+
+def test_a_query_of_weight_0_has_scale_0_whatever_its_denominator():
+    w, inv_den = np.float32([0, 0, 0, 2]), np.float32([np.inf, np.nan, -np.inf, 4])
+    assert_values(query_scale(w, 0.5, inv_den), [0.0, 0.0, 0.0, 4.0])
