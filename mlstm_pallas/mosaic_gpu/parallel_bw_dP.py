@@ -77,13 +77,13 @@ class _Kernel(PersistentKernel):
     """Runs a CTA.
 
     Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
-      q_gmem, k_gmem: D = DHQK.
-      v_gmem, dh_gmem, h_gmem: D = DHV. h is absent if delta is not computed.
-    Inputs (B * NH, S): e_gmem and u_gmem, two each; inv_den_gmem, absent without a normaliser;
-      slope_gmem, absent without a normaliser or h.
-    Input active_gmem: ``ChunkList.active_first``, absent if all chunks are active.
-    Outputs: P, dP, (B * NH, S, L); tile_sums, see ``w_sum_shapes``; delta, (B * NH, S), absent
-      without h.
+      matQ, matK: D = DHQK.
+      matV, matDeltaH, matH: D = DHV. matH is absent if delta is not computed.
+    Inputs (B * NH, S): vecE and vecU, two each; vecInvDen, absent without a normaliser;
+      vecSlope, absent without a normaliser or matH.
+    Input active: ``ChunkList.active_first``, absent if all chunks are active.
+    Outputs: matP, matDeltaP, (B * NH, S, L); tile_sums, see ``w_sum_shapes``; vecDelta,
+      (B * NH, S), absent without matH.
     Shared memory and barriers: see ``ParallelBwDPTiles.scratch``.
     """
 
@@ -94,8 +94,8 @@ class _Kernel(PersistentKernel):
         refs, p = self.refs, self.p
         (self.left, self.e_hi), (self.right, self.e_lo) = refs.operands_smem
         steps_k, steps_v = blocks_over(p.DHQK, DEPTH), blocks_over(p.DHV, DEPTH)
-        q_and_k = functools.partial(self.copy_tiles, refs.q_gmem, refs.k_gmem)
-        dh_and_v = functools.partial(self.copy_tiles, refs.dh_gmem, refs.v_gmem)
+        q_and_k = functools.partial(self.copy_tiles, refs.matQ, refs.matK)
+        dh_and_v = functools.partial(self.copy_tiles, refs.matDeltaH, refs.matV)
         self.phases = Phases(
             scores=Phase(steps_k, (q_and_k,)),
             dA=Phase(steps_v, (dh_and_v,)),
@@ -103,7 +103,7 @@ class _Kernel(PersistentKernel):
         )
         self.ring = self.phases.ring(refs.barriers, self.num_items, self.item)
         self.rings, self.h_ring = [self.ring], None
-        if refs.h_gmem is not None:
+        if refs.matH is not None:
             self.h_phases = Phases(dA=Phase(steps_v, (self.copy_h,)))
             self.h_ring = self.h_phases.ring(refs.h_barriers, self.num_items, self.item)
             self.rings.append(self.h_ring)
@@ -128,12 +128,12 @@ class _Kernel(PersistentKernel):
 
     def copy_e(self, head, chunk, i, j, _, copy) -> None:
         keys = block(self.tile(chunk, j), TILE)
-        for x, buffer in zip(self.refs.e_gmem, (self.e_hi, self.e_lo), strict=True):
+        for x, buffer in zip(self.refs.vecE, (self.e_hi, self.e_lo), strict=True):
             copy(x.at[head, keys], buffer, slice(TILE))
 
     def copy_h(self, head, chunk, i, j, column, copy) -> None:
         position = block(self.tile(chunk, i), TILE), block(column, DEPTH)
-        copy(head_of(self.refs.h_gmem, head, self.p).at[position], self.refs.h_smem)
+        copy(head_of(self.refs.matH, head, self.p).at[position], self.refs.h_smem)
 
     def consume(self) -> None:
         fori(self.num_items)(functools.partial(_run_item, self))
@@ -182,7 +182,7 @@ def _run_item(cta: _Kernel, index) -> None:
     tile_rows = block(wg, WG_ROWS)
     rows = block(cta.tile(chunk, i) * (TILE // WG_ROWS) + wg, WG_ROWS)  # in the sequence
     # Loaded before the products and used after them, so that their latency is hidden.
-    vectors = *refs.u_gmem, refs.inv_den_gmem, refs.slope_gmem
+    vectors = *refs.vecU, refs.vecInvDen, refs.vecSlope
     *queries, slope = (load_by_rows(x, head, rows) for x in vectors)
     delta, scores, dA = _scores_dA_and_delta(cta, index, tile_rows)
     # No gradient flows back where the floor is larger, even if h is inf.
@@ -217,7 +217,7 @@ def _run_item(cta: _Kernel, index) -> None:
         column = j * (TILE // WG_ROWS) + b
         refs.tile_sums.per_query.at[head, column, rows][...] = earlier
         plgpu.commit_smem()
-        for x, output in enumerate((refs.P, refs.dP)):
+        for x, output in enumerate((refs.matP, refs.matDeltaP)):
             destination = output.at[head, rows, block(column, WG_ROWS)]
             copy_out(refs.out_smem.at[wg, x], destination)
     cta.ring.release(weights)
@@ -226,7 +226,7 @@ def _run_item(cta: _Kernel, index) -> None:
     def store():
         refs.tile_sums.diagonal.at[head, rows][...] = on_diagonal
         if delta is not None:
-            refs.delta.at[head, rows][...] = delta
+            refs.vecDelta.at[head, rows][...] = delta
 
 
 def parallel_bw_dP(
@@ -252,17 +252,17 @@ def parallel_bw_dP(
         "parallel_bw_dP",
         x,
         call,
-        {"P": matrix, "dP": matrix, "tile_sums": w_sum_shapes(p), "delta": delta},
+        {"matP": matrix, "matDeltaP": matrix, "tile_sums": w_sum_shapes(p), "vecDelta": delta},
         call.tiles.scratch(p, dtype, KernelOptions(has_h=reads_h)),
-        h_gmem=x.matH,
-        e_gmem=g.vecE,
-        u_gmem=g.vecU,
-        inv_den_gmem=slopes.vecInvDen,
-        slope_gmem=slopes.vecDzDen if reads_h else None,
+        matH=x.matH,
+        vecE=g.vecE,
+        vecU=g.vecU,
+        vecInvDen=slopes.vecInvDen,
+        vecSlope=slopes.vecDzDen if reads_h else None,
     )
     queries = ScaledRows(x.matQ, query_scale(g.vecW, p.qk_scale, slopes.vecInvDen))
     keys = ScaledRows(x.matK, g.vecAbar) if return_keys else None
-    return ScoreGradients(y["P"], y["dP"], queries, keys, y["tile_sums"], y["delta"])
+    return ScoreGradients(y["matP"], y["matDeltaP"], queries, keys, y["tile_sums"], y["vecDelta"])
 
 
 @dataclasses.dataclass(frozen=True)

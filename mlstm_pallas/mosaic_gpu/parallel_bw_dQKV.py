@@ -125,18 +125,19 @@ class _Kernel(PersistentKernel):
     """Runs a CTA.
 
     Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
-      q_gmem, k_gmem: D = DHQK.
-      v_gmem, dh_gmem: D = DHV.
+      matQ, matK: D = DHQK.
+      matV, matDeltaH: D = DHV.
     Other inputs:
-      C_gmem, dC_gmem: (B * NH, NC, DHQK, DHV).
-      n_gmem, dn_gmem: (B * NH, NC, DHQK); n is absent without a normaliser.
-      P_gmem, dP_gmem: (B * NH, S, L).
-      w_gmem, abar_gmem, inv_den_gmem, dz_den_gmem: (B * NH, S); the last two are absent without a
+      matC_states, matDeltaC_states: (B * NH, NC, DHQK, DHV).
+      vecN_states, vecDeltaN_states: (B * NH, NC, DHQK); vecN_states is absent without a
         normaliser.
-      active_gmem: ``ChunkList.active_first``, absent if all chunks are active.
+      matP, matDeltaP: (B * NH, S, L).
+      vecW, vecAbar, vecInvDen, vecDzDen: (B * NH, S); the last two are absent without a
+        normaliser.
+      active: ``ChunkList.active_first``, absent if all chunks are active.
     Outputs:
-      dq, dk, dv: like q, k and v.
-      q_inter, k_inter: (B * NH, column blocks, S).
+      matDeltaQ, matDeltaK, matDeltaV: like q, k and v.
+      q_dot_dq_inter, k_dot_dk_inter: (B * NH, column blocks, S).
       inner_C_dC: (B * NH, NC, whole blocks of DHQK), sums over the columns.
     Shared memory and barriers: see ``ParallelBwDQKVTiles.scratch``.
     """
@@ -219,7 +220,7 @@ class _Kernel(PersistentKernel):
 
         self.for_each_item(run_item)
         refs = self.refs
-        self.clear(refs.out_smem.at[self.wg, 0], refs.dq, refs.dk, refs.dv)
+        self.clear(refs.out_smem.at[self.wg, 0], refs.matDeltaQ, refs.matDeltaK, refs.matDeltaV)
 
 
 def _copy_halves(copy, x, start, size: int, tile, *index) -> None:
@@ -245,12 +246,21 @@ class _Sources(NamedTuple):
 
 
 def _sources(refs, role: int) -> _Sources:
-    q, k = refs.q_gmem, refs.k_gmem
+    q, k = refs.matQ, refs.matK
     if role == _DQ:
-        return _Sources(refs.dh_gmem, refs.C_gmem, refs.dP_gmem, k, dotted=q, vectors=refs.n_gmem)
+        return _Sources(
+            refs.matDeltaH, refs.matC_states, refs.matDeltaP, k, dotted=q, vectors=refs.vecN_states
+        )
     if role == _DK:
-        return _Sources(refs.v_gmem, refs.dC_gmem, refs.dP_gmem, q, dotted=k, vectors=refs.dn_gmem)
-    return _Sources(k, refs.dC_gmem, refs.P_gmem, refs.dh_gmem)
+        return _Sources(
+            refs.matV,
+            refs.matDeltaC_states,
+            refs.matDeltaP,
+            q,
+            dotted=k,
+            vectors=refs.vecDeltaN_states,
+        )
+    return _Sources(k, refs.matDeltaC_states, refs.matP, refs.matDeltaH)
 
 
 def _phases(cta: _Kernel, role: int, item: _Item) -> Phases:
@@ -261,8 +271,8 @@ def _phases(cta: _Kernel, role: int, item: _Item) -> Phases:
 
     def both_states(j, copy):
         position = *state, rows, block(j, DEPTH)
-        copy(refs.C_gmem.at[position], left)
-        copy(refs.dC_gmem.at[position], cta.right_transposed, slice(ROWS))
+        copy(refs.matC_states.at[position], left)
+        copy(refs.matDeltaC_states.at[position], cta.right_transposed, slice(ROWS))
 
     if role == _INNER:
         return Phases(states=Phase(cta.steps_v, (both_states,)))
@@ -340,7 +350,7 @@ def _scaled(cta: _Kernel, acc: Array, weights: Array) -> list[Array]:
 def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array | None, acc: Array):
     """The inter-chunk part of dq or dk; stores its inner products with the queries or keys."""
     refs, ring, is_dq, vector = cta.refs, cta.ring, item.role == _DQ, item.first["vector"]
-    has_vector = ~is_dq if refs.n_gmem is None else True
+    has_vector = ~is_dq if refs.vecN_states is None else True
     parts = _scaled(cta, acc, weights)
     dotted = [item.first["dotted"] + x for x in range(2)]
     for step in dotted:
@@ -364,7 +374,7 @@ def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array |
     inter = functools.reduce(jnp.add, sums)
     ring.release(*dotted)
     pl.when(has_vector)(lambda: ring.release(vector))
-    for role, output in enumerate((refs.q_inter, refs.k_inter)):
+    for role, output in enumerate((refs.q_dot_dq_inter, refs.k_dot_dk_inter)):
 
         @pl.when(item.role == role)
         def store(output=output):
@@ -376,7 +386,10 @@ def _scaled_with_sums(cta: _Kernel, item: _Item, weights: Array, dz_den: Array |
 def _store(cta: _Kernel, item: _Item, acc: Array) -> None:
     refs, rows = cta.refs, cta.rows(item)
     for j, part in enumerate(cta.parts):
-        tile, outputs = refs.out_smem.at[cta.wg, j % 2], (refs.dq, refs.dk, refs.dv)
+        tile, outputs = (
+            refs.out_smem.at[cta.wg, j % 2],
+            (refs.matDeltaQ, refs.matDeltaK, refs.matDeltaV),
+        )
         columns = aligned(item.column * cta.columns + part.start, cta.atom)
         within = [starts_within((columns, cta.columns, x.shape[-1])) for x in outputs]
         # If the number of parts is odd, the previous item stored its last one from the same tile.
@@ -414,7 +427,7 @@ def _gradient(cta: _Kernel, item: _Item) -> None:
     # Loaded before the product and used after it, so that their latency is hidden.
     query_weights, key_weights, inv_den, dz_den = (
         load_by_rows(x, item.head, cta.steps(item))
-        for x in (refs.w_gmem, refs.abar_gmem, refs.inv_den_gmem, refs.dz_den_gmem)
+        for x in (refs.vecW, refs.vecAbar, refs.vecInvDen, refs.vecDzDen)
     )
     acc = products.from_zeros(multiply_states, WG_ROWS, cta.columns)
     weights = lax.cond(
@@ -437,11 +450,11 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     recomputes = x.scores.matP is None
     sums = float32(p.BNH, 1 if recomputes else blocks_over(p.DHQK, call.tiles.siz_b_DHHV), p.S)
     outputs: dict[str, Any] = {
-        "dq": sequence_shape(x.matQ, p.DHQK, dtype),
-        "q_inter": sums,
-        "dk": sequence_shape(x.matK, p.DHQK, dtype),
-        "k_inter": sums,
-        "dv": sequence_shape(x.matV, p.DHV, dtype),
+        "matDeltaQ": sequence_shape(x.matQ, p.DHQK, dtype),
+        "q_dot_dq_inter": sums,
+        "matDeltaK": sequence_shape(x.matK, p.DHQK, dtype),
+        "k_dot_dk_inter": sums,
+        "matDeltaV": sequence_shape(x.matV, p.DHV, dtype),
         "inner_C_dC": float32(
             p.BNH, p.NC, chunkwise.CHUNK if recomputes else rounded_up(p.DHQK, ROWS)
         ),
@@ -454,18 +467,18 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         call,
         outputs,
         call.tiles.scratch(p, dtype, KernelOptions(normalise=normalise)),
-        C_gmem=x.matC_states,
-        n_gmem=x.vecN_states if normalise else None,
-        dC_gmem=x.matDeltaC_states,
-        dn_gmem=x.vecDeltaN_states,
-        w_gmem=g.vecW,
-        abar_gmem=g.vecAbar,
-        inv_den_gmem=x.normaliser_gradients.vecInvDen,
-        dz_den_gmem=x.normaliser_gradients.vecDzDen,
-        e_gmem=g.vecE if recomputes else None,
-        u_gmem=g.vecU if recomputes else None,
-        P_gmem=x.scores.matP,
-        dP_gmem=x.scores.matDeltaP,
+        matC_states=x.matC_states,
+        vecN_states=x.vecN_states if normalise else None,
+        matDeltaC_states=x.matDeltaC_states,
+        vecDeltaN_states=x.vecDeltaN_states,
+        vecW=g.vecW,
+        vecAbar=g.vecAbar,
+        vecInvDen=x.normaliser_gradients.vecInvDen,
+        vecDzDen=x.normaliser_gradients.vecDzDen,
+        vecE=g.vecE if recomputes else None,
+        vecU=g.vecU if recomputes else None,
+        matP=x.scores.matP,
+        matDeltaP=x.scores.matDeltaP,
     )
     # One sum over everything, because XLA runs it as one kernel.
     inner_n_dn = weighted(x.vecDeltaN_states, x.vecN_states)
@@ -474,8 +487,10 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     else:
         parts = y["inner_C_dC"][..., : p.DHQK] + inner_n_dn
     pass_through = weighted(x.gates.scaGamma[..., None], parts).sum(-1)
-    inter = y["q_inter"].sum(1), y["k_inter"].sum(1)
-    return Gradients(y["dq"], y["dk"], y["dv"], *inter, pass_through, y["tile_sums"])
+    inter = y["q_dot_dq_inter"].sum(1), y["k_dot_dk_inter"].sum(1)
+    return Gradients(
+        y["matDeltaQ"], y["matDeltaK"], y["matDeltaV"], *inter, pass_through, y["tile_sums"]
+    )
 
 
 def by_chunk(p: Problem) -> bool:

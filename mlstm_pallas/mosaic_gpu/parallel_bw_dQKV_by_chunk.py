@@ -70,11 +70,11 @@ def tile_columns(p: Problem) -> int:
 class Kernel(PersistentKernel):
     """Runs a CTA.
 
-    Inputs in global memory: all of ``parallel_bw_dQKV._Kernel`` except P and dP; and e_gmem and
-    u_gmem, two (B * NH, S) each.
+    Inputs in global memory: all of ``parallel_bw_dQKV._Kernel`` except matP and matDeltaP;
+    and vecE and vecU, two (B * NH, S) each.
     Outputs:
-      dq, dk, dv: like q, k and v.
-      q_inter, k_inter: (B * NH, 1, S).
+      matDeltaQ, matDeltaK, matDeltaV: like q, k and v.
+      q_dot_dq_inter, k_dot_dk_inter: (B * NH, 1, S).
       inner_C_dC: (B * NH, NC, 128), parts of <C_c, dC_{c+1}>.
       tile_sums: see ``w_sum_shapes``. The part of per_query whose keys are all later is scratch.
     Shared memory and barriers: see ``scratch``.
@@ -87,9 +87,11 @@ class Kernel(PersistentKernel):
         blocks, self.parts = blocks_over(p.DHV, self.depth), blocks_over(p.DHQK, self.depth)
         self.state_rows = rounded_up(p.DHQK, WG_ROWS)  # in a tile: 64 or 128
         q, v, dh = (
-            functools.partial(self.copy_rows, x) for x in (refs.q_gmem, refs.v_gmem, refs.dh_gmem)
+            functools.partial(self.copy_rows, x) for x in (refs.matQ, refs.matV, refs.matDeltaH)
         )
-        C, dC = (functools.partial(self.copy_state, x) for x in (refs.C_gmem, refs.dC_gmem))
+        C, dC = (
+            functools.partial(self.copy_state, x) for x in (refs.matC_states, refs.matDeltaC_states)
+        )
         self.phases = Phases(  # the tiles of a chunk, each a block of columns
             scores=Phase(blocks, (dh, v)),
             queries=Phase(self.parts, (q,)),
@@ -119,11 +121,11 @@ class Kernel(PersistentKernel):
         refs, rows = self.refs, block(chunk, CHUNK)
         for y in range(self.parts):
             columns = anywhere(y * self.depth, self.depth)
-            source = head_of(refs.k_gmem, head, self.p).at[rows, columns]
+            source = head_of(refs.matK, head, self.p).at[rows, columns]
             copy(source, refs.k_smem, block(y, CHUNK))
-        for y, x in enumerate(refs.e_gmem):
+        for y, x in enumerate(refs.vecE):
             copy(x.at[head, rows], refs.vectors_smem, y)
-        for y, x in enumerate((refs.dn_gmem, refs.n_gmem), _DN):
+        for y, x in enumerate((refs.vecDeltaN_states, refs.vecN_states), _DN):
             if x is not None:
                 copy(x.at[head, chunk], refs.vectors_smem, y, slice(self.p.DHQK))
 
@@ -133,7 +135,7 @@ class Kernel(PersistentKernel):
         if refs.tiles_empty is not None:
             has_items = self.active is None or self.num_items > 0
             pl.when(has_items)(lambda: plgpu.barrier_wait(refs.tiles_empty))
-        self.clear(refs.staging_smem[0].at[self.wg], refs.dq, refs.dk, refs.dv)
+        self.clear(refs.staging_smem[0].at[self.wg], refs.matDeltaQ, refs.matDeltaK, refs.matDeltaV)
 
 
 class _Chunk:
@@ -220,15 +222,15 @@ def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
     half, key = (pl.multiple_of(c.here * keys, keys) for keys in (HALF, WG_ROWS))
 
     def vectors(rows):
-        sources = *refs.u_gmem, refs.inv_den_gmem, refs.dz_den_gmem
+        sources = *refs.vecU, refs.vecInvDen, refs.vecDzDen
         return [load_by_rows(x, c.head, rows) for x in sources]
 
     diagonal = _Block(c.tile_rows, key, WG_ROWS, 2 * c.wg * WG_ROWS, vectors(c.rows))
     key = c.earlier * WG_ROWS + half
     below = _Block(block(c.later, WG_ROWS), key, HALF, WG_ROWS + half, vectors(later))
-    w = load_by_rows(refs.w_gmem, c.head, c.rows)
+    w = load_by_rows(refs.vecW, c.head, c.rows)
     weights = query_scale(w, c.p.qk_scale, diagonal.vectors[2])
-    return diagonal, below, weights, load_by_rows(refs.abar_gmem, c.head, c.rows)
+    return diagonal, below, weights, load_by_rows(refs.vecAbar, c.head, c.rows)
 
 
 def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
@@ -376,7 +378,7 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
     (new,) = products.onto(multiply_P, new)
     c.ring.advance(dh)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    c.store([(new, c.out_tile, refs.dv, block(column, c.depth))])
+    c.store([(new, c.out_tile, refs.matDeltaV, block(column, c.depth))])
     return total, *sums
 
 
@@ -402,8 +404,8 @@ def _weighted(
         q_dots.append(c.row_dots(dq, c.tile(q).at[c.tile_rows, columns]))
         k_dots.append(c.row_dots(dk, c.k_columns(y).at[:, columns]))
         inter += [dq, dk]
-    c.refs.q_inter.at[c.head, 0, c.rows][...] = functools.reduce(jnp.add, q_dots)
-    c.refs.k_inter.at[c.head, 0, c.rows][...] = functools.reduce(jnp.add, k_dots)
+    c.refs.q_dot_dq_inter.at[c.head, 0, c.rows][...] = functools.reduce(jnp.add, q_dots)
+    c.refs.k_dot_dk_inter.at[c.head, 0, c.rows][...] = functools.reduce(jnp.add, k_dots)
     return inter
 
 
@@ -429,7 +431,7 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
     if refs.tiles_empty is not None:
         products.release(refs.tiles_empty)
     columns = [anywhere(y * c.depth, c.depth) for y in parts]
-    places = [(output, y) for y in columns for output in (refs.dq, refs.dk)]
+    places = [(output, y) for y in columns for output in (refs.matDeltaQ, refs.matDeltaK)]
     outputs = [*zip(gradients, places, strict=True)]
     # Only the warpgroup that wrote a corner block of P or dP reads it.
     free_tiles = [c.out_tile]

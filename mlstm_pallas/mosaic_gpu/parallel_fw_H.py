@@ -111,17 +111,17 @@ def _store_h(num, buffers, h, rows, column):
 
 
 def _kernel(
-    q_gmem,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
-    k_gmem,
-    v_gmem,  # (B * NH, S, DHV) or (B, S, NH, DHV)
-    C_gmem,  # (B * NH, NC, DHQK, DHV)
-    n_gmem,  # (B * NH, NC, DHQK), None without a normaliser
-    e_gmem,  # hi and lo, (B * NH, S) each, like u, w and m
-    u_gmem,  # hi and lo
-    w_gmem,
-    m_gmem,  # None if the floor does not need it
-    h_gmem,  # output, like v
-    z_gmem,  # output (B * NH, S), None without a normaliser
+    matQ,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    matK,
+    matV,  # (B * NH, S, DHV) or (B, S, NH, DHV)
+    matC_states,  # (B * NH, NC, DHQK, DHV)
+    vecN_states,  # (B * NH, NC, DHQK), None without a normaliser
+    vecE,  # hi and lo, (B * NH, S) each, like u, w and m
+    vecU,  # hi and lo
+    vecW,
+    vecM,  # None if the floor does not need it
+    matH,  # output, like v
+    vecZ,  # output (B * NH, S), None without a normaliser
     q_smem,  # (warpgroups, DHQK / atom, 64, atom): the columns of a swizzle atom
     k_smem,  # (num_stages, 64, DHQK)
     v_smem,  # (num_stages, 64, siz_b_DHHV): rows of C, then v
@@ -138,7 +138,7 @@ def _kernel(
     column, i, head, chunk = _cta_tile(p, config)
     _, steps_k, _, atom = q_smem.shape
     num_tiles = (i + 1) * warpgroups
-    q, k, v = (head_of(x, head, p) for x in (q_gmem, k_gmem, v_gmem))
+    q, k, v = (head_of(x, head, p) for x in (matQ, matK, matV))
 
     def steps(tile):  # in processing order
         return block(chunk * (p.L // WG_ROWS) + p.memory_index(tile, p.L // WG_ROWS), WG_ROWS)
@@ -147,7 +147,7 @@ def _kernel(
         copy(k.at[steps(j)], k_smem)
 
     def load_v(step, copy):
-        C_rows = C_gmem.at[head, chunk, block(step, atom), block(column, siz_b_DHHV)]
+        C_rows = matC_states.at[head, chunk, block(step, atom), block(column, siz_b_DHHV)]
         v_rows = v.at[steps(step - steps_k), block(column, siz_b_DHHV)]
         pl.when(step < steps_k)(lambda: copy(C_rows, v_smem, slice(atom)))
         pl.when(step >= steps_k)(lambda: copy(v_rows, v_smem))
@@ -162,15 +162,15 @@ def _kernel(
     k_ring.prologue()
     rows = steps(tile)
     # Loaded before the products and used after them, so that their latency is hidden.
-    u = [load_by_rows(x, head, rows) for x in u_gmem]
-    w, m = (load_by_rows(x, head, rows) for x in (w_gmem, m_gmem))
+    u = [load_by_rows(x, head, rows) for x in vecU]
+    w, m = (load_by_rows(x, head, rows) for x in (vecW, vecM))
     row_scale = query_scale(w, p.qk_scale)
 
     def join_keys(j, carry):
         """Adds a tile of keys and values to the numerators and to the sums of P."""
         num, z = carry
         keys = steps(j)
-        e = [load(x.at[head, keys], BY_COLUMNS, optimized=False) for x in e_gmem]
+        e = [load(x.at[head, keys], BY_COLUMNS, optimized=False) for x in vecE]
         slot = k_ring.wait(j)
         S = products.from_zeros(
             lambda acc: _add_q_k(acc, q_smem.at[wg], k_smem.at[slot]), WG_ROWS, WG_ROWS
@@ -183,7 +183,7 @@ def _kernel(
         slot_v = v_ring.wait(step)
 
         def add(acc):
-            products.add(acc, P.astype(q_gmem.dtype), v_smem.at[slot_v])
+            products.add(acc, P.astype(matQ.dtype), v_smem.at[slot_v])
             products.wait(0)
 
         (num,) = products.onto(add, num)
@@ -200,7 +200,7 @@ def _kernel(
     plgpu.barrier_wait(q_full.at[wg])
     z = products.zeros(WG_ROWS, layout=BY_ROWS)
     if normaliser is not None:
-        q_n = q_times_n(lambda x: q_smem.at[wg, x], atom, n_gmem, head, chunk)
+        q_n = q_times_n(lambda x: q_smem.at[wg, x], atom, vecN_states, head, chunk)
         z += weighted(row_scale, products.sum_over_columns(q_n), p)
     num = products.from_zeros(
         lambda acc: _add_q_C(acc, q_smem, v_smem, wg, v_ring), WG_ROWS, siz_b_DHHV
@@ -213,10 +213,10 @@ def _kernel(
 
         @pl.when(column == 0)
         def _():
-            z_gmem.at[head, rows][...] = z
+            vecZ.at[head, rows][...] = z
 
     free = [q_smem.at[wg, x] for x in range(steps_k)]  # no product reads the queries any more
-    _store_h(num, free, head_of(h_gmem, head, p), rows, column)
+    _store_h(num, free, head_of(matH, head, p), rows, column)
     k_ring.epilogue()
     v_ring.epilogue()
 
@@ -235,12 +235,12 @@ def parallel_fw_H(
         grid={"program": config.grid(p)[0]},
         warpgroups=config.siz_b_LQ // WG_ROWS,
         outputs={
-            "h_gmem": sequence_shape(x.matV, p.DHV, dtype),
-            "z_gmem": None if normaliser is None else float32(p.BNH, p.S),
+            "matH": sequence_shape(x.matV, p.DHV, dtype),
+            "vecZ": None if normaliser is None else float32(p.BNH, p.S),
         },
         scratch=config.scratch(p, dtype, KernelOptions()),
-    )(**score_operands(x, normaliser), v_gmem=x.matV, C_gmem=x.matC_states)
-    return Outputs(y["h_gmem"], y["z_gmem"])
+    )(**score_operands(x, normaliser), matV=x.matV, matC_states=x.matC_states)
+    return Outputs(y["matH"], y["vecZ"])
 
 
 @dataclasses.dataclass(frozen=True)

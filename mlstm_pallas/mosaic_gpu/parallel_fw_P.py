@@ -45,18 +45,18 @@ from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
 from mlstm_pallas.stages.stage import KernelOptions, Launch, ScaledRows
 
 
-def _kernel(entries_gmem, r_gmem, z_gmem, *, p: Problem, **refs) -> None:
+def _kernel(entries, vecR, vecZ, *, p: Problem, **refs) -> None:
     """The chunk of a CTA, or zeros of r and z for an entry without steps."""
     head, chunk = unravel(lax.axis_index("program"), p.NC)
-    run = functools.partial(_chunk, head, chunk, entries_gmem, r_gmem, z_gmem, p=p, **refs)
-    if entries_gmem is None:
+    run = functools.partial(_chunk, head, chunk, entries, vecR, vecZ, p=p, **refs)
+    if entries is None:
         return run()
-    size = entries_gmem.sizes[head, chunk]
+    size = entries.sizes[head, chunk]
     pl.when(size > 0)(run)
 
     @pl.when(size == 0)
     def _() -> None:
-        for x in (r_gmem, z_gmem):
+        for x in (vecR, vecZ):
             if x is not None:
                 zeros = products.zeros(WG_ROWS, layout=BY_ROWS)
                 x.at[head, block(chunk, WG_ROWS)][...] = zeros
@@ -65,17 +65,17 @@ def _kernel(entries_gmem, r_gmem, z_gmem, *, p: Problem, **refs) -> None:
 def _chunk(
     head,
     chunk,
-    entries_gmem,  # of ``ChunkList``: (B * NH, NC) each, None without a list
-    r_gmem,  # output (B * NH, S)
-    z_gmem,  # output (B * NH, S), None without a normaliser
-    q_gmem,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
-    k_gmem,
-    n_gmem,  # (B * NH, NC, DHQK), None without a normaliser
-    e_gmem,  # hi and lo, (B * NH, S) each, like u, w and m
-    u_gmem,  # hi and lo
-    w_gmem,
-    m_gmem,  # None if the floor does not need it
-    P_gmem,  # output (B * NH, S, L)
+    entries,  # of ``ChunkList``: (B * NH, NC) each, None without a list
+    vecR,  # output (B * NH, S)
+    vecZ,  # output (B * NH, S), None without a normaliser
+    matQ,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    matK,
+    vecN_states,  # (B * NH, NC, DHQK), None without a normaliser
+    vecE,  # hi and lo, (B * NH, S) each, like u, w and m
+    vecU,  # hi and lo
+    vecW,
+    vecM,  # None if the floor does not need it
+    matP,  # output (B * NH, S, L)
     q_smem,  # (L, DHQK)
     k_smem,
     P_smem,  # (L, L)
@@ -85,15 +85,15 @@ def _chunk(
     normaliser: Normaliser | None,
 ) -> None:
     steps = in_row = block(chunk, WG_ROWS)
-    if entries_gmem is not None:
-        in_row = pl.ds(entries_gmem.steps[head, chunk], WG_ROWS)
-    for x, tile in ((q_gmem, q_smem), (k_gmem, k_smem)):
-        in_head = head_of(x, head, p, any_step=entries_gmem is not None)
+    if entries is not None:
+        in_row = pl.ds(entries.steps[head, chunk], WG_ROWS)
+    for x, tile in ((matQ, q_smem), (matK, k_smem)):
+        in_head = head_of(x, head, p, any_step=entries is not None)
         copy_in(in_head.at[in_row], tile, full)
-    e = (load(x.at[head, steps], BY_COLUMNS, optimized=False) for x in e_gmem)
-    D = decay_tile(e, (load_by_rows(x, head, steps) for x in u_gmem))
-    row_scale = query_scale(load_by_rows(w_gmem, head, steps), p.qk_scale)
-    m = load_by_rows(m_gmem, head, steps)
+    e = (load(x.at[head, steps], BY_COLUMNS, optimized=False) for x in vecE)
+    D = decay_tile(e, (load_by_rows(x, head, steps) for x in vecU))
+    row_scale = query_scale(load_by_rows(vecW, head, steps), p.qk_scale)
+    m = load_by_rows(vecM, head, steps)
     plgpu.barrier_wait(full)
 
     S = products.from_zeros(lambda acc: products.add(acc, q_smem, k_smem.T), WG_ROWS, WG_ROWS)
@@ -101,15 +101,15 @@ def _chunk(
     if normaliser is not None:
         atom = atom_columns(p)
         # A loop, because unrolled, with all of n in registers, an SM would hold only two CTAs.
-        q_n = q_times_n(lambda x: q_smem.at[:, block(x, atom)], atom, n_gmem, head, chunk)
+        q_n = q_times_n(lambda x: q_smem.at[:, block(x, atom)], atom, vecN_states, head, chunk)
         z = products.sum_over_columns(P) + weighted(row_scale, products.sum_over_columns(q_n), p)
         inv_den = 1.0 / normaliser.denominator(z, m)
         P, row_scale = P * across_columns(inv_den), row_scale * inv_den
-        z_gmem.at[head, steps][...] = z
-    r_gmem.at[head, steps][...] = row_scale
-    products.store(P_smem, P.astype(q_gmem.dtype))
+        vecZ.at[head, steps][...] = z
+    vecR.at[head, steps][...] = row_scale
+    products.store(P_smem, P.astype(matQ.dtype))
     plgpu.commit_smem()
-    copy_out(P_smem, P_gmem.at[head, steps])
+    copy_out(P_smem, matP.at[head, steps])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -127,17 +127,17 @@ def parallel_fw_P(
         name="parallel_fw_P",
         grid={"program": p.BNH * p.NC},
         outputs={
-            "P_gmem": jax.ShapeDtypeStruct((p.BNH, p.S, WG_ROWS), dtype),
-            "r_gmem": per_step,
-            "z_gmem": None if normaliser is None else per_step,
+            "matP": jax.ShapeDtypeStruct((p.BNH, p.S, WG_ROWS), dtype),
+            "vecR": per_step,
+            "vecZ": None if normaliser is None else per_step,
         },
         scratch=call.tiles.scratch(p, dtype, KernelOptions()),
     )(
-        entries_gmem=None if x.chunks is None else x.chunks.entries,
+        entries=None if x.chunks is None else x.chunks.entries,
         **score_operands(x, normaliser),
     )
     return ScanOperands(
-        y["P_gmem"], ScaledRows(x.matK, x.gates.per_step().vecAbar), y["r_gmem"], y["z_gmem"]
+        y["matP"], ScaledRows(x.matK, x.gates.per_step().vecAbar), y["vecR"], y["vecZ"]
     )
 
 

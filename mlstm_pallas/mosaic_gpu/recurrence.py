@@ -74,21 +74,19 @@ H_STAGES = 3  # tiles of h in shared memory
 MIN_SPLIT_STEPS = 1024  # shorter splits gain less than the second launch and their sums cost
 
 
-def _store_state(index, XT, matX_gmem, matX_columns, columns, tiles_smem):
+def _store_state(index, XT, matX, matX_columns, columns, tiles_smem):
     """Stores X^T, (64, rows), before the index-th chunk in the order of the recurrence.
 
-    matX_gmem: (DHQK, DHV); columns: of a CTA; tiles_smem: (2, atom, 64).
+    matX: (DHQK, DHV); columns: of a CTA; tiles_smem: (2, atom, 64).
     """
     atom = tiles_smem.shape[1]  # the columns of a swizzle atom
     n = XT.shape[1] // atom
     for j in range(n):
         tile = tiles_smem.at[remainder(index * n + j, 2)]
         at = block(lax.axis_index("rows") * n + j, atom), matX_columns
-        where, pending = starts_within(
-            *zip(at, (XT.shape[1], columns), matX_gmem.shape, strict=True)
-        )
+        where, pending = starts_within(*zip(at, (XT.shape[1], columns), matX.shape, strict=True))
         write_out(tile.T, XT[:, j * atom : (j + 1) * atom], pending)
-        copy_out(tile, matX_gmem.at[at], where)
+        copy_out(tile, matX.at[at], where)
 
 
 def _left(b, weights):

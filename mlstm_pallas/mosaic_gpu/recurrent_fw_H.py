@@ -107,13 +107,13 @@ def _initial(states, part, rows, columns):
 
 
 def _kernel(
-    parts_gmem,  # of ``ChunkList``: (B * NH, N + 3) each, None without a list
+    parts,  # of ``ChunkList``: (B * NH, N + 3) each, None without a list
     operands,  # _Operands
-    gamma_gmem,  # (B * NH, NC)
-    C_initial_gmem,  # (B * NH, DHV, DHQK), with a list (B * N * NH, DHQK, DHV), may be None
-    h_gmem,  # output, like v
-    C_last_gmem,  # output (B * NH, state_rows, DHV), with a list (B * N * NH, ...), may be None
-    C_states_gmem,  # output (B * NH, stored, DHQK, DHV), may be None
+    scaGamma,  # (B * NH, NC)
+    matC_initial,  # (B * NH, DHV, DHQK), with a list (B * N * NH, DHQK, DHV), may be None
+    matH,  # output, like v
+    matC_last,  # output (B * NH, state_rows, DHV), with a list (B * N * NH, ...), may be None
+    matC_states,  # output (B * NH, stored, DHQK, DHV), may be None
     slots,  # by name: the tiles of the chunks in flight in shared memory, (num_stages, ...) each
     barriers,  # of the ring of slots
     h_smem,  # (warpgroups, L, 64)
@@ -128,7 +128,7 @@ def _kernel(
     column_blocks, atom = blocks_over(p.DHV, config.siz_b_DHHV), atom_columns(p)
     head, column_block = unravel(index, column_blocks)
     L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, h_smem.dtype
-    in_list = parts_gmem is not None
+    in_list = parts is not None
     state_rows, v_columns = pl.ds(launch * rows, rows), block(column_block, siz_b_DHHV)
     # The columns of the warpgroup, in a tile and in the arrays.
     in_tile = block(wg, WG_ROWS)
@@ -137,12 +137,12 @@ def _kernel(
     pieces = [(start, min(rows - start, PIECE)) for start in range(0, rows, PIECE)]
     part = _Part(0, np.int32(p.NC), head)
     if in_list:
-        parts = parts_gmem.start_steps.shape[1] - 1
-        p = dataclasses.replace(p, isolates=p.packed and parts == 3)  # of more each has its CTA
-        head, part_index = unravel(head, parts)
-        part = _part_of(parts_gmem, head, part_index, p)
+        num_parts = parts.start_steps.shape[1] - 1
+        p = dataclasses.replace(p, isolates=p.packed and num_parts == 3)  # of more each has its CTA
+        head, part_index = unravel(head, num_parts)
+        part = _part_of(parts, head, part_index, p)
     in_head = functools.partial(head_of, n=head, p=p, any_step=in_list)
-    h, h_tile = in_head(h_gmem), h_smem.at[wg]
+    h, h_tile = in_head(matH), h_smem.at[wg]
 
     def steps_of(chunk):  # in q, k, v and h
         return pl.ds(part.begin + chunk * L, L) if in_list else block(chunk, L)
@@ -168,7 +168,7 @@ def _kernel(
         slot = ring.wait(index)
         tiles = {name: x.at[slot] for name, x in slots.items()}
         following = chunk_at(lax.min(index + 1, part.num_chunks - 1))
-        next_gamma = gamma_gmem[head, part.first_chunk + following]
+        next_gamma = scaGamma[head, part.first_chunk + following]
         size = lax.min(part.end - part.begin - chunk * L, np.int32(L)) if in_list else None
         r, abar = (across_rows(load(tiles[x], BY_COLUMNS)) for x in ("r", "abar"))
 
@@ -179,9 +179,9 @@ def _kernel(
                 CT_tile = CT[start // PIECE][:, in_piece].astype(dtype)
                 products.add(hT_acc, CT_tile, tiles["q"].at[:, atom_rows].T)
                 products.wait(1)  # at most two rounded tiles are live
-                if C_states_gmem is not None:  # predicated, because a branch costs registers
+                if matC_states is not None:  # predicated, because a branch costs registers
                     stored = divide(chunk, store_every)
-                    states = C_states_gmem.at[head, stored, atom_rows, columns]
+                    states = matC_states.at[head, stored, atom_rows, columns]
                     here, tile = remainder(index, store_every) == 0, C_smem.at[wg, j % 2]
                     write_out(tile.T, CT_tile, pending)
                     copy_out(tile, states, here if within is None else here & within)
@@ -206,7 +206,7 @@ def _kernel(
 
     def store_last():
         for piece, x in zip(pieces, CT, strict=True):
-            store_transposed(C_last_gmem.at[part.state, pl.ds(*piece), columns], x)
+            store_transposed(matC_last.at[part.state, pl.ds(*piece), columns], x)
 
     def clear():
         """Stores zeros in chunks of h."""
@@ -215,10 +215,10 @@ def _kernel(
 
     (ring := CopyRing(barriers, part.num_chunks, load_slot)).prologue()
     rows_of = (pl.ds(launch * rows + start, size) for start, size in pieces)
-    CT = [_initial(C_initial_gmem, part, x, columns) for x in rows_of]
+    CT = [_initial(matC_initial, part, x, columns) for x in rows_of]
     first = part.first_chunk + lax.max(chunk_at(np.int32(0)), np.int32(0))  # there may be no chunks
-    CT, _ = loop(part.num_chunks, join, (CT, gamma_gmem[head, first]))
-    if C_last_gmem is not None:
+    CT, _ = loop(part.num_chunks, join, (CT, scaGamma[head, first]))
+    if matC_last is not None:
         pl.when(part.has_state)(store_last)
     if in_list:
         pl.when(part.zeros > 0)(clear)
@@ -245,9 +245,9 @@ def recurrent_fw_H(
     if store_every:
         states = jax.ShapeDtypeStruct((p.BNH, p.NC // store_every, p.DHQK, p.DHV), dtype)
     outputs = {
-        "h_gmem": sequence_shape(matV, p.DHV, dtype),
-        "C_last_gmem": float32(N * p.BNH, config.state_rows, columns) if return_last else None,
-        "C_states_gmem": states,
+        "matH": sequence_shape(matV, p.DHV, dtype),
+        "matC_last": float32(N * p.BNH, config.state_rows, columns) if return_last else None,
+        "matC_states": states,
     }
     lasts = []
     for launch in range(blocks(p.DHQK, config.state_rows)):
@@ -267,17 +267,17 @@ def recurrent_fw_H(
                 ),
             ),
         )(
-            parts_gmem=None if chunks is None else chunks.parts,
+            parts=None if chunks is None else chunks.parts,
             operands=operands,
-            gamma_gmem=scaGamma,
-            C_initial_gmem=C_initial,
+            scaGamma=scaGamma,
+            matC_initial=C_initial,
         )
-        operands = operands._replace(partial=y["h_gmem"], P=None)
-        lasts.append(y["C_last_gmem"])
+        operands = operands._replace(partial=y["matH"], P=None)
+        lasts.append(y["matC_last"])
     last = jnp.concatenate(lasts, axis=1)[..., : p.DHV] if return_last else None
     if last is not None and chunks is not None:
         last = last.reshape(p.B, N, p.NH, p.DHQK, p.DHV)
-    return FusedScan(y["h_gmem"], last, y["C_states_gmem"])
+    return FusedScan(y["matH"], last, y["matC_states"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,17 +82,17 @@ def q_times_n(q_tile: Callable[[Any], Any], columns: int, n, *chunk) -> jax.Arra
 def score_operands(x, normaliser: Normaliser | None) -> dict[str, Any]:
     """The inputs, by name, of a kernel that computes P: queries, keys and what weights them.
 
-    n_gmem is None without a normaliser, and m_gmem also if the floor does not need it.
+    vecN_states is None without a normaliser, and vecM also if the floor does not need it.
     """
     g, needs_m = x.gates.per_step(), normaliser is not None and normaliser.floor_needs_m
     return dict(
-        q_gmem=x.matQ,
-        k_gmem=x.matK,
-        n_gmem=None if normaliser is None else x.vecN_states,
-        e_gmem=g.vecE,
-        u_gmem=g.vecU,
-        w_gmem=g.vecW,
-        m_gmem=g.vecM if needs_m else None,
+        matQ=x.matQ,
+        matK=x.matK,
+        vecN_states=None if normaliser is None else x.vecN_states,
+        vecE=g.vecE,
+        vecU=g.vecU,
+        vecW=g.vecW,
+        vecM=g.vecM if needs_m else None,
     )
 
 

@@ -50,7 +50,7 @@ class PersistentKernel:
         self.refs, self.p, self.tiles = refs, p, tiles
         self.wg, self.program = lax.axis_index("wg"), lax.axis_index("program")
         self.atom = atom_columns(p)
-        self.active, items = refs.active_gmem, tiles.items(p)
+        self.active, items = refs.active, tiles.items(p)
         if self.active is not None:
             items = self.active[0][0] * (items // (p.BNH * p.NC))
         self.num_items = self.share_of(items)
@@ -144,10 +144,10 @@ def persistent_call(
         outputs=outputs,
         scratch=scratch,
     )(
-        q_gmem=x.matQ,
-        k_gmem=x.matK,
-        v_gmem=x.matV,
-        dh_gmem=x.matDeltaH,
-        active_gmem=x.active and x.active.active_first(),
+        matQ=x.matQ,
+        matK=x.matK,
+        matV=x.matV,
+        matDeltaH=x.matDeltaH,
+        active=x.active and x.active.active_first(),
         **inputs,
     )
