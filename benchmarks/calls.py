@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from roofline import FORWARD, backward_stages
+from roofline import BACKWARD, FORWARD
 
 from mlstm_pallas import KernelConfig, stages
 from mlstm_pallas.planning.call_spec import launch_of as planned_launch
@@ -47,7 +47,7 @@ class Stage:
 
     @property
     def backward(self):
-        return "_bw_" in self.name
+        return "_bw_" in self.name or self.name == "chunk_gradients"
 
 
 # In order. step_benchmark.py times the stages of generation.
@@ -59,9 +59,10 @@ STAGES = {
         Stage("parallel_fw_H"),
         Stage("parallel_fw_P", "scan", fused=True),
         Stage("recurrent_fw_H", fused=True),
-        Stage("parallel_bw_dP", "scores"),
+        Stage("parallel_bw_dP"),
         Stage("recurrent_bw_dC"),
         Stage("parallel_bw_dQKV"),
+        Stage("chunk_gradients"),
     )
 }
 
@@ -83,7 +84,7 @@ def config_row(spec, stages=()):
     row = dict(chunk_size=spec.problem.L, fused=plan.uses_fused_scan)
     if plan.uses_fused_scan:
         row["num_splits"] = plan.num_splits
-    of_call = *FORWARD[plan.uses_fused_scan], *backward_stages(plan.computes_scores)
+    of_call = *FORWARD[plan.uses_fused_scan], *BACKWARD[plan.by_chunk]
     for stage in stages or dict.fromkeys(of_call):
         launch = launch_of(spec, stage)
         if launch.tiles is not None:

@@ -65,6 +65,12 @@ def cost(name, p, itemsize):
             steps * (4 * K + 3 * V + 2 * p.L) + 2 * states,
             2 * chunks * K + 6 * steps + chunks,
         ),
+        # n, dn, e, u, w, abar, 1/den, dz den; five sums per step and one per chunk for the gates
+        "chunk_gradients": (
+            3 * inter + pairs * (3 * K + 2 * V),
+            steps * (4 * K + 3 * V) + 2 * states,
+            2 * chunks * K + 13 * steps + chunks,
+        ),
     }
     flops, numbers, floats = costs[name]
     return Cost(flops, itemsize * numbers + 4 * floats)
@@ -74,9 +80,7 @@ def launch_cost(name, call, itemsize):
     """The cost of a stage as it runs.
 
     On Mosaic GPU recurrent_fw_H scales v: it reads abar, which parallel_fw_P does not, and
-    parallel_fw_P writes no keys. Likewise parallel_bw_dP writes no queries and keys. If
-    parallel_bw_dQKV recomputes P and dP, it has their FLOPs too: it reads e and u, of two floats
-    each, in place of P and dP, and writes three sums.
+    parallel_fw_P writes no keys. Likewise parallel_bw_dP writes no queries and keys.
     """
     p = call.problem
     flops, moved = cost(name, p, itemsize)
@@ -84,7 +88,4 @@ def launch_cost(name, call, itemsize):
     if call.lowering.folder == "mosaic_gpu":
         more = {"parallel_fw_P": -itemsize * p.DHQK - 4, "recurrent_fw_H": 4}
         more["parallel_bw_dP"] = -2 * itemsize * p.DHQK
-    if getattr(call.tiles, "computes_scores", False):
-        flops += cost("parallel_bw_dP", p, itemsize).flops
-        more[name] = 4 * (4 + 3) - 2 * itemsize * p.L
     return Cost(flops, moved + more.get(name, 0) * p.BNH * p.S)

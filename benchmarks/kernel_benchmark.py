@@ -44,7 +44,7 @@ import shapes
 from calls import STAGES, Stage, config_row, launch_of, padded
 from command import RequestError
 from peers import random_inputs, swap_heads
-from roofline import backward_stages
+from roofline import BACKWARD
 from runner import UnsupportedError, WrongOutputError
 
 from mlstm_pallas import mlstm_chunkwise
@@ -55,8 +55,8 @@ from mlstm_pallas.planning import dispatch
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.dimensions import MAX_TILE, Problem
 from mlstm_pallas.problem.validation import BACKENDS
-from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
-from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
+from mlstm_pallas.stages.chunk_gradients import ChunkGradients
+from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients, ScoreTiles
 from mlstm_pallas.stages.parallel_fw_P import ScanOperands
 from mlstm_pallas.stages.stage import Lowering, ScaledRows
 
@@ -124,38 +124,43 @@ def stage_arrays(x, L, fused):
     return {name: known[name] for name in required}
 
 
-def written(outputs):
-    """The outputs of a stage in a form whose shapes do not depend on the tiles.
+def written(outputs, L):
+    """The outputs of a stage in chunks of L steps, in a form whose shapes do not depend on tiles.
 
-    Those of parallel_bw_dP come without what it leaves unwritten, and with sums over chunks in
-    place of sums by tile. Those of parallel_bw_dQKV come without sums of W, which only one of its
-    kernels makes. Weighted operands are their products.
+    Those of parallel_bw_dP come without what it leaves unwritten. Sums by tile are sums over
+    chunks. Weighted operands are their products.
     """
-    if isinstance(outputs, Gradients):
-        return outputs._replace(tile_sums=None)
+    if isinstance(outputs, ChunkGradients):
+        return outputs._replace(tile_sums=over_chunks(outputs.tile_sums, L))
     if isinstance(outputs, ScanOperands):
         return outputs._replace(keys=outputs.keys.product())
-    return _written(outputs) if isinstance(outputs, ScoreGradients) else outputs
+    return _written(outputs, L) if isinstance(outputs, ScoreGradients) else outputs
 
 
-@jax.jit
-def _written(outputs):
-    per_query, per_key, diagonal = outputs.tile_sums
-    BNH, S, L = outputs.matP.shape
-    n, step = per_query.shape[1], jnp.arange(L)
-    block, tile = step // MAX_TILE, jnp.tile(step // (L // n), S // L)
-    other = jnp.arange(n)[:, None]
-
-    def lower(x):
-        return jnp.where(block[:, None] >= block, x.reshape(BNH, -1, L, L), 0.0)
+def over_chunks(sums, L):
+    """The sums of W over the chunk of L steps, of the tiles that are written."""
+    per_query, per_key, diagonal = sums
+    n, S = per_query.shape[1:]
+    tile, other = jnp.arange(S) % L // (L // n), jnp.arange(n)[:, None]
 
     def total(x, where):
         return jnp.sum(jnp.where(where, x, 0.0), axis=1)
 
-    sums = total(per_query, other <= tile), total(per_key, other >= tile), diagonal
-    matrices = dict(matP=lower(outputs.matP), matDeltaP=lower(outputs.matDeltaP))
+    return TileSums(total(per_query, other <= tile), total(per_key, other >= tile), diagonal)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _written(outputs, L):
+    scores, block = outputs.scores, jnp.arange(L) // MAX_TILE
+
+    def lower(x):
+        return jnp.where(block[:, None] >= block, x.reshape(len(x), -1, L, L), 0.0)
+
+    scores = ScoreTiles(
+        lower(scores.matP), lower(scores.matDeltaP), over_chunks(scores.tile_sums, L)
+    )
     products = dict(queries=outputs.queries.product(), keys=outputs.keys.product())
-    return outputs._replace(tile_sums=TileSums(*sums), **matrices, **products)
+    return outputs._replace(scores=scores, **products)
 
 
 # Arrays (B, S, NH, ...): passed as they are, or transposed by the caller.
@@ -217,12 +222,12 @@ class MlstmPallasStage(MlstmPallas):
             raise ValueError(f"a stage by itself is not padded: its tiles need {sizes}")
         self.call = launch_of(self.spec, stage)
         self.config |= config_row(self.spec, [stage])
-        scores = backward_stages(self.spec.plan.computes_scores)[1]
+        scores = BACKWARD[self.spec.plan.by_chunk][1]
         # Whether recurrent_bw_dC has queries and keys with their weights.
         calls = (launch_of(self.spec, name) for name in (scores, "recurrent_bw_dC"))
         self.weighted = all(call.lowering.folder == "mosaic_gpu" for call in calls)
-        if Lowering(backend).folder == "mosaic_gpu" != self.call.lowering.folder:
-            raise UnsupportedError(f"{stage} has no Mosaic GPU kernel for this shape and dtype")
+        if Lowering(backend).folder != self.call.lowering.folder:
+            raise UnsupportedError(f"{stage} has no {backend} kernel for this shape and dtype")
 
     def phases(self, shape, itemsize, direction):
         cost = costs.launch_cost(self.stage.name, self.call, itemsize)
@@ -248,13 +253,13 @@ class MlstmPallasStage(MlstmPallas):
     def reference(self, *args):
         heads = jax.tree.leaves(args)[0].shape[0]
         problem = dataclasses.replace(self.call.problem, B=1, NH=heads)
-        return written(plain(self.stage, problem)(*args))
+        return written(plain(self.stage, problem)(*args), problem.L)
 
     def finite(self, outputs):
-        return super().finite(written(outputs))
+        return super().finite(written(outputs, self.call.problem.L))
 
     def heads(self, outputs, index):
-        return super().heads(written(outputs), index)
+        return super().heads(written(outputs, self.call.problem.L), index)
 
     def named(self, outputs):
         """By field; the fields of NamedTuples inside count, pairs of floats as their sum."""

@@ -23,10 +23,11 @@ FORWARD = {
 }
 
 
-def backward_stages(computes_scores=False):
-    """The stages of the backward pass; computes_scores: whether parallel_bw_dQKV makes P, dP."""
-    scores = () if computes_scores else ("parallel_bw_dP",)
-    return "chunk_gates", *scores, "recurrent_bw_dC", "parallel_bw_dQKV"
+# The stages of the backward pass, by whether one stage computes all gradients of a chunk.
+BACKWARD = {
+    False: ("chunk_gates", "parallel_bw_dP", "recurrent_bw_dC", "parallel_bw_dQKV"),
+    True: ("chunk_gates", "recurrent_bw_dC", "chunk_gradients"),
+}
 
 
 def _flops(shape, stages):
@@ -52,7 +53,7 @@ def backward(shape, itemsize):
     the chip.
     """
     moved = itemsize * (4 * shape.DHQK + 4 * shape.DHV) + 24
-    return Cost(_flops(shape, backward_stages()), shape.steps * moved)
+    return Cost(_flops(shape, BACKWARD[False]), shape.steps * moved)
 
 
 def mlstm(shape, itemsize, direction):

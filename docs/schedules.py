@@ -86,7 +86,7 @@ BACKWARD = [
         "parallel_bw_dP",
         [
             "matQ, matK, matV   matDeltaH, matH (B, NH, S, DHV)   vecZ",
-            "not run where parallel_bw_dQKV makes P and dP",
+            "where chunk_gradients runs, delta is of recurrent_bw_dC",
         ],
     ),
     [
@@ -108,7 +108,7 @@ BACKWARD = [
     ],
     (
         KERNEL,
-        "parallel_bw_dQKV, with vector_states",
+        "parallel_bw_dQKV or chunk_gradients, with vector_states",
         [
             "matQ, matK, matV, matDeltaH   P, dP, C, dC   gates",
             "vecN_states, vecDeltaN_states (B, NH, NC, DHQK)",

@@ -86,7 +86,7 @@ def interpreted_mosaic_gpu() -> Iterator[None]:
             mock.patch.object(
                 sharding, "_partitioned", lambda work: functools.partial(sharding.on_shard, work)
             ),
-            *map(_two_ctas, ("parallel_bw_dP", "parallel_bw_dQKV")),
+            *map(_two_ctas, ("parallel_bw_dP", "parallel_bw_dQKV", "chunk_gradients")),
             mock.patch.object(thread_map, "_run_jaxpr", _run_in_numpy),
             kernels_in_numpy(),
             on_host(interpret_pallas_call, "interpret_pallas_call"),

@@ -59,7 +59,7 @@ from mlstm_pallas.mosaic_gpu.common.persistent import PersistentKernel, persiste
 from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.mosaic_gpu.common.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients
+from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients, ScoreTiles
 from mlstm_pallas.stages.stage import KernelOptions, Launch, ScaledRows
 
 TILE = 128  # queries per item, and keys
@@ -262,7 +262,8 @@ def parallel_bw_dP(
     )
     queries = ScaledRows(x.matQ, query_scale(g.vecW, p.qk_scale, slopes.vecInvDen))
     keys = ScaledRows(x.matK, g.vecAbar) if return_keys else None
-    return ScoreGradients(y["matP"], y["matDeltaP"], queries, keys, y["tile_sums"], y["vecDelta"])
+    tiles = ScoreTiles(y["matP"], y["matDeltaP"], y["tile_sums"])
+    return ScoreGradients(tiles, queries, keys, y["vecDelta"], None)
 
 
 @dataclasses.dataclass(frozen=True)

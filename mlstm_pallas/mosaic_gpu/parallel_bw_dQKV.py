@@ -1,8 +1,5 @@
 """parallel_bw_dQKV on Mosaic GPU: the products of ``stages/parallel_bw_dQKV.py``.
 
-If the stage gets no P and dP, the kernel of ``parallel_bw_dQKV_by_chunk`` computes them and all
-gradients of a chunk in one CTA.
-
 An item of ``persistent.py`` is a block of 128 rows and siz_b_DHHV columns of dq, dk or dv, or 128
 rows of the states for <C_c, dC_{c+1}>. The last block of a head may reach beyond it, where TMA
 reads zeros and writes nothing. An item is a sequence of steps, each with one tile of the left
@@ -28,7 +25,6 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
 from mlstm_pallas.formulas.tiles import blocks_over, fori, loop, rounded_up, weighted
-from mlstm_pallas.mosaic_gpu import parallel_bw_dQKV_by_chunk as chunkwise
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
     CopyRing,
@@ -42,7 +38,11 @@ from mlstm_pallas.mosaic_gpu.common.fragments import (
     across_columns,
     across_rows,
     load_by_rows,
-    w_sum_shapes,
+)
+from mlstm_pallas.mosaic_gpu.common.gradients import (
+    gradient_operands,
+    gradient_shapes,
+    gradients_of,
 )
 from mlstm_pallas.mosaic_gpu.common.launch import (
     BY_COLUMNS,
@@ -51,7 +51,6 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
     atom_columns,
     block,
     chunk_and_item,
-    float32,
     load,
     load_float32,
     plgpu,
@@ -63,7 +62,7 @@ from mlstm_pallas.mosaic_gpu.common.persistent import PersistentKernel, persiste
 from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
-from mlstm_pallas.stages.stage import KernelOptions, Launch, sequence_shape
+from mlstm_pallas.stages.stage import KernelOptions, Launch
 
 ROWS = 128  # per item
 DEPTH = 64  # columns that a step multiplies
@@ -445,60 +444,21 @@ def _gradient(cta: _Kernel, item: _Item) -> None:
 
 def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
-    p, dtype, g = call.problem, x.matQ.dtype, x.gates.per_step()
-    normalise = x.normaliser_gradients.vecInvDen is not None
-    recomputes = x.scores.matP is None
-    sums = float32(p.BNH, 1 if recomputes else blocks_over(p.DHQK, call.tiles.siz_b_DHHV), p.S)
-    outputs: dict[str, Any] = {
-        "matDeltaQ": sequence_shape(x.matQ, p.DHQK, dtype),
-        "q_dot_dq_inter": sums,
-        "matDeltaK": sequence_shape(x.matK, p.DHQK, dtype),
-        "k_dot_dk_inter": sums,
-        "matDeltaV": sequence_shape(x.matV, p.DHV, dtype),
-        "inner_C_dC": float32(
-            p.BNH, p.NC, chunkwise.CHUNK if recomputes else rounded_up(p.DHQK, ROWS)
-        ),
-        "tile_sums": w_sum_shapes(p) if recomputes else None,
-    }
+    p = call.problem
+    column_blocks = blocks_over(p.DHQK, call.tiles.siz_b_DHHV)
     y = persistent_call(
-        chunkwise.Kernel if recomputes else _Kernel,
+        _Kernel,
         "parallel_bw_dQKV",
         x,
         call,
-        outputs,
-        call.tiles.scratch(p, dtype, KernelOptions(normalise=normalise)),
-        matC_states=x.matC_states,
-        vecN_states=x.vecN_states if normalise else None,
-        matDeltaC_states=x.matDeltaC_states,
-        vecDeltaN_states=x.vecDeltaN_states,
-        vecW=g.vecW,
-        vecAbar=g.vecAbar,
-        vecInvDen=x.normaliser_gradients.vecInvDen,
-        vecDzDen=x.normaliser_gradients.vecDzDen,
-        vecE=g.vecE if recomputes else None,
-        vecU=g.vecU if recomputes else None,
+        gradient_shapes(x, p, column_blocks, rounded_up(p.DHQK, ROWS)),
+        call.tiles.scratch(p, x.matQ.dtype, KernelOptions()),
+        **gradient_operands(x),
         matP=x.scores.matP,
         matDeltaP=x.scores.matDeltaP,
     )
-    # One sum over everything, because XLA runs it as one kernel.
-    inner_n_dn = weighted(x.vecDeltaN_states, x.vecN_states)
-    if recomputes:
-        parts = jnp.concatenate([y["inner_C_dC"], inner_n_dn], axis=-1)
-    else:
-        parts = y["inner_C_dC"][..., : p.DHQK] + inner_n_dn
-    pass_through = weighted(x.gates.scaGamma[..., None], parts).sum(-1)
-    inter = y["q_dot_dq_inter"].sum(1), y["k_dot_dk_inter"].sum(1)
-    return Gradients(
-        y["matDeltaQ"], y["matDeltaK"], y["matDeltaV"], *inter, pass_through, y["tile_sums"]
-    )
-
-
-def by_chunk(p: Problem) -> bool:
-    """Whether one CTA computes P, dP and all gradients of a chunk.
-
-    A warpgroup has registers for 64 x 128 elements of dq and of dk.
-    """
-    return p.L == 128 and p.DHQK <= 128
+    inner_states = y["inner_C_dC"][..., : p.DHQK] + weighted(x.vecDeltaN_states, x.vecN_states)
+    return gradients_of(x, y, inner_states)
 
 
 def _columns(p: Problem) -> int:
@@ -510,21 +470,14 @@ def _columns(p: Problem) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelBwDQKVTiles(RingTiles):
-    """siz_b_DHHV: columns of an item, also of dq and dk; with computes_scores of a tile.
-
-    computes_scores: whether one CTA computes P, dP and all gradients of a chunk.
-    """
+    """siz_b_DHHV: columns of an item, also of dq and dk."""
 
     siz_b_DHHV: int
-    computes_scores: bool
 
     def items(self, p: Problem) -> int:
-        items_per_chunk = _items_per_chunk(_items(p, self.siz_b_DHHV))
-        return p.BNH * p.NC * (1 if self.computes_scores else items_per_chunk)
+        return p.BNH * p.NC * _items_per_chunk(_items(p, self.siz_b_DHHV))
 
     def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
-        if self.computes_scores:
-            return chunkwise.scratch(p, self, dtype, normalise=options.normalise)
         columns, atom = self.siz_b_DHHV, atom_columns(p)
         tiles = functools.partial(shared_tiles, self.num_stages, dtype=dtype, atom=atom)
         # All shapes of a tile have equally many bytes, so a slot has the same place in all of them.
@@ -539,19 +492,13 @@ class ParallelBwDQKVTiles(RingTiles):
 
     @classmethod
     def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
-        """At DHQK 128, six stages by chunk: more would leave spilled registers too little L1."""
-        if by_chunk(p):
-            columns, stages = chunkwise.tile_columns(p), 7 if p.DHQK <= 64 else 6
-        else:
-            columns, stages = _columns(p), 3 if p.DHQK >= 512 else 4
-        for num_stages in range(stages, 2, -1):
-            yield cls(num_stages, options.gpu.sms, columns, by_chunk(p))
+        for num_stages in range(3 if p.DHQK >= 512 else 4, 2, -1):
+            yield cls(num_stages, options.gpu.sms, _columns(p))
 
     def divides(self, p: Problem, options: KernelOptions) -> bool:
-        """A warpgroup holds three slots at once, so with fewer stages the kernel would deadlock."""
-        if self.computes_scores != by_chunk(p) or p.L % ROWS:
-            return False
-        if self.computes_scores:
-            return self.siz_b_DHHV == chunkwise.tile_columns(p) and self.num_stages >= 4
-        # A tile of dC, ROWS x DEPTH, lies in a slot of columns x DEPTH elements.
-        return self.siz_b_DHHV in (ROWS, 192, 256) and self.num_stages >= 3
+        """A warpgroup holds three slots at once, so with fewer stages the kernel would deadlock.
+
+        A tile of dC, ROWS x DEPTH, lies in a slot of columns x DEPTH elements.
+        """
+        fits = self.siz_b_DHHV in (ROWS, 192, 256) and self.num_stages >= 3
+        return fits and p.L % ROWS == 0

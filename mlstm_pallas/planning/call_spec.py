@@ -214,13 +214,13 @@ def options_of(spec: CallSpec, name: str, lowering: Lowering) -> KernelOptions:
         return of_kernel(has_vector=True)
     if name == "recurrent_bw_dC":
         recurrences = 1 + spec.recompute_states_in_bw
-        return of_kernel(recurrences=recurrences, has_h=_computes_scores(spec, lowering))
+        return of_kernel(recurrences=recurrences, has_h=_by_chunk(spec, lowering))
     return of_kernel(has_h=name == "parallel_bw_dP", stores_states=name != "split_products")
 
 
-def _computes_scores(spec: CallSpec, lowering: Lowering) -> bool:
-    tiles = launch_of(spec, "parallel_bw_dQKV", lowering).tiles
-    return getattr(tiles, "computes_scores", False)
+def _by_chunk(spec: CallSpec, lowering: Lowering) -> bool:
+    """Whether chunk_gradients has a kernel, which is faster than the stages that it replaces."""
+    return launch_of(spec, "chunk_gradients", lowering).tiles is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,8 +238,6 @@ class Plan:
       scan_problem: the problem in the chunks of the fused scan.
       num_splits: splits of each sequence in the fused scan; 0: the states are materialised.
       summary_splits: splits of each shard of a sequence, where its devices exchange summaries.
-      computes_scores: whether parallel_bw_dQKV computes P and dP, and recurrent_bw_dC before it
-        delta. Otherwise parallel_bw_dP computes all three, and P and dP are in memory.
       in_list: the plan of the backward pass of packed segments with states, whose rows are copied
         to the order of their ``ChunkList``.
     """
@@ -254,13 +252,17 @@ class Plan:
     scan_problem: Any = None
     num_splits: int = 0
     summary_splits: int = 1
-    computes_scores: bool = False
     in_list: Any = None
 
     @property
     def uses_fused_scan(self) -> bool:
         """True: the forward pass is the fused scan. False: it materialises the states."""
         return self.num_splits > 0
+
+    @property
+    def by_chunk(self) -> bool:
+        """True: chunk_gradients. False: parallel_bw_dP and parallel_bw_dQKV, P and dP in memory."""
+        return "chunk_gradients" in self.backward
 
     @property
     def is_plain(self) -> bool:
@@ -327,10 +329,12 @@ def plan_of(spec: CallSpec, lowering: Lowering) -> Plan:
         if num_splits > 1:
             forward |= launches("split_products", problem=scan_problem, num_splits=num_splits)
         forward |= launches("recurrent_fw_H", problem=scan_problem.split(num_splits))
-    computes_scores = _computes_scores(spec, lowering)
-    names = () if computes_scores else ("parallel_bw_dP",)
-    backward = launches("chunk_gates", *names, "recurrent_bw_dC", "parallel_bw_dQKV")
-    scores = backward["parallel_bw_dQKV" if computes_scores else "parallel_bw_dP"]
+    if _by_chunk(spec, lowering):
+        backward = launches("chunk_gates", "recurrent_bw_dC", "chunk_gradients")
+        scores = backward["chunk_gradients"]
+    else:
+        backward = launches("chunk_gates", "parallel_bw_dP", "recurrent_bw_dC", "parallel_bw_dQKV")
+        scores = backward["parallel_bw_dP"]
     backward |= launches(*SMALL, lowering=scores.lowering)
     summary: Launches = {}
     if spec.scan:
@@ -347,7 +351,6 @@ def plan_of(spec: CallSpec, lowering: Lowering) -> Plan:
         scan_problem,
         num_splits,
         summary_splits,
-        computes_scores,
     )
 
 

@@ -181,7 +181,7 @@ def _backward_bytes(spec: CallSpec) -> int:
     p, itemsize = spec.problem, spec.dtype.itemsize
     n = 4 * p.BNH * p.NC * p.DHQK
     C = n // 4 * p.DHV * itemsize
-    P = 0 if spec.plan.computes_scores else p.BNH * p.S * p.L * itemsize
+    P = 0 if spec.plan.by_chunk else p.BNH * p.S * p.L * itemsize
     return 4 * 16 * p.BNH * p.S + 2 * (P + C + n)
 
 

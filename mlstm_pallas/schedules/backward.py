@@ -20,14 +20,14 @@ from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, Residuals, States, StoredStates
 from mlstm_pallas.schedules.forward import key_states, key_sums, run_gates, segments_of
 from mlstm_pallas.stages import (
+    chunk_gradients,
     parallel_bw_dP,
     parallel_bw_dQKV,
     recurrent_bw_dC,
     step_sums,
     vector_states,
 )
-from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
-from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
+from mlstm_pallas.stages.parallel_bw_dP import ScoreTiles
 from mlstm_pallas.stages.recurrent_bw_dC import StateGradients
 from mlstm_pallas.stages.stage import ScaledRows, by_head
 from mlstm_pallas.vectors import step_gradients
@@ -37,7 +37,7 @@ class BackwardCarry(NamedTuple):
     """The results of the first half of the backward pass, which the second half reads."""
 
     gates: ChunkGates
-    scores: ScoreGradients  # P, dP and tile_sums
+    scores: ScoreTiles | None  # None: chunk_gradients computes them
     states: StateGradients  # without delta
     normaliser_gradients: NormaliserGradients
     vecDeltaN_added: Array | None  # (B * NH, NC, DHQK); None without a normaliser
@@ -83,10 +83,10 @@ def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Back
     g = gates.per_step()
     gradients_for = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
     r = query_scale(g.vecW, spec.problem.qk_scale, gradients_for(delta=None).vecInvDen)
-    if plan.computes_scores:
-        scores = ScoreGradients(queries=ScaledRows(x.q, r), keys=ScaledRows(x.k, g.vecAbar))
-    else:
-        scores = stage("parallel_bw_dP", launches)(
+    queries, keys = ScaledRows(x.q, r), ScaledRows(x.k, g.vecAbar)
+    scores = delta = dn_added = None
+    if not plan.by_chunk:
+        scores, queries, keys, delta, dn_added = stage("parallel_bw_dP", launches)(
             parallel_bw_dP.Operands(
                 matQ=x.q,
                 matK=x.k,
@@ -102,31 +102,31 @@ def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Back
         )
     states: StateGradients = stage("recurrent_bw_dC", launches)(
         recurrent_bw_dC.Operands(
-            queries=scores.queries,
+            queries=queries,
             matDeltaH=dh,
             scaGamma=gates.scaGamma,
             matDeltaC_last=last.c,
-            keys=scores.keys if recompute else None,
+            keys=keys if recompute else None,
             matV=x.v,
             matC_initial=x.initial.c,
-            matH=h if scores.vecDelta is None else None,
+            matH=h if plan.by_chunk else None,
             active=active,
         ),
         return_initial=x.initial.c is not None,
         return_last=spec.return_last_states,
     )
-    delta = states.vecDelta if scores.vecDelta is None else scores.vecDelta
+    if plan.by_chunk:
+        delta = states.vecDelta
     # Undefined values of delta would reach active chunks, through dm and dn. All other undefined
     # values stay in their chunks.
     delta = _mask_inactive(active, delta)
     if read is not None and delta is not None:
         delta = jnp.where(read, delta, 0.0)
-    normaliser, dn_added = gradients_for(delta=delta), scores.vecDeltaN_added
+    normaliser = gradients_for(delta=delta)
     if normaliser.vecDzDen is not None and dn_added is None:
         dn_added = stage("step_sums", launches)(
             step_sums.Operands(rows=x.q, weights=weighted(r, normaliser.vecDzDen))
         )
-    scores = ScoreGradients(scores.matP, scores.matDeltaP, tile_sums=scores.tile_sums)
     return BackwardCarry(gates, scores, states._replace(vecDelta=None), normaliser, dn_added)
 
 
@@ -170,29 +170,32 @@ def second_half(
         ),
         backward=not spec.problem.reverse,
     )
-    gradients: Gradients = stage("parallel_bw_dQKV", launches)(
-        parallel_bw_dQKV.Operands(
-            matQ=x.q,
-            matK=x.k,
-            matV=x.v,
-            matDeltaH=dh,
-            gates=gates,
-            normaliser_gradients=normaliser,
-            scores=scores,
-            matC_states=C,
-            vecN_states=n,
-            matDeltaC_states=dC,
-            vecDeltaN_states=dn,
-            active=active,
-        )
+    operands = chunk_gradients.Operands(
+        matQ=x.q,
+        matK=x.k,
+        matV=x.v,
+        matDeltaH=dh,
+        gates=gates,
+        normaliser_gradients=normaliser,
+        matC_states=C,
+        vecN_states=n,
+        matDeltaC_states=dC,
+        vecDeltaN_states=dn,
+        active=active,
     )
+    if scores is None:
+        gradients, tile_sums = stage("chunk_gradients", launches)(operands)
+    else:
+        gradients = stage("parallel_bw_dQKV", launches)(
+            parallel_bw_dQKV.Operands(**operands._asdict(), scores=scores)
+        )
+        tile_sums = scores.tile_sums
 
     dm = normaliser.vecDm if spec.stabilised else None
     if dm is not None and spec.return_last_states:
         # The true state is exp(m) (C, n), so the part of dm that rescales C and n is removed.
         dm_last = last.m - inner(last.c, C_last, 2) - inner(last.n, stored.n_last)
         dm = dm.at[:, 0 if spec.problem.reverse else -1].add(dm_last)
-    tile_sums = gradients.tile_sums if scores.tile_sums is None else scores.tile_sums
     di, df, dm_initial = stage("step_gradients", launches)(
         step_gradients.Operands(
             x.f,

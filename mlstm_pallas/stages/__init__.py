@@ -27,6 +27,7 @@ STAGES = _stages(
     parallel_bw_dP="",
     recurrent_bw_dC="recurrence",
     parallel_bw_dQKV="",
+    chunk_gradients="",
     recurrent_step="",
     ring_step="",
 )

@@ -40,24 +40,28 @@ class Operands(NamedTuple):
     active: ChunkList | None = None  # the chunks with steps are active; None: all
 
 
-class ScoreGradients(NamedTuple):
-    """Tiles and operands in the kernel dtype, sums in float32.
+class ScoreTiles(NamedTuple):
+    """P and dP in the kernel dtype, and sums of W_ts = dP_ts scale q_t . k_s.
 
     A tile's column is s - the chunk's first step. Above the diagonal P and dP are 0 in the diagonal
-    blocks of MAX_TILE steps and undefined elsewhere. P, dP, tile_sums and delta may be undefined in
-    inactive chunks. matP, matDeltaP and tile_sums are None if parallel_bw_dQKV computes them;
-    it does not read the other fields.
+    blocks of MAX_TILE steps and undefined elsewhere. All may be undefined in inactive chunks.
     """
 
-    matP: Any = None  # (B * NH, S, L)
-    matDeltaP: Any = None  # (B * NH, S, L), times scale
-    queries: Any = None  # (B * NH, S, DHQK), scaled: qbar
-    keys: ScaledRows | None = None  # (B * NH, S, DHQK), scaled: kbar; None if C is not recomputed
-    tile_sums: Any = None  # TileSums
-    vecDelta: Array | None = None  # (B * NH, S); None without matH
+    matP: Array  # (B * NH, S, L)
+    matDeltaP: Array  # (B * NH, S, L), times scale
+    tile_sums: TileSums  # float32
+
+
+class ScoreGradients(NamedTuple):
+    """Matrices in the kernel dtype, sums in float32."""
+
+    scores: ScoreTiles
+    queries: ScaledRows  # (B * NH, S, DHQK), scaled: qbar
+    keys: ScaledRows | None  # (B * NH, S, DHQK), scaled: kbar; None if C is not recomputed
+    vecDelta: Array | None  # (B * NH, S), may be undefined in inactive chunks; None without matH
     # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser, and on Mosaic GPU,
     # where step_sums computes it
-    vecDeltaN_added: Array | None = None
+    vecDeltaN_added: Array | None
 
 
 def delta_and_gradients(
@@ -68,6 +72,27 @@ def delta_and_gradients(
     if x.matH is not None:
         delta = by_head(inner(x.matDeltaH, x.matH), g.vecM.shape[-1])
     return delta, normaliser_gradients(normaliser, delta, x.vecZ, g.vecM)
+
+
+def score_tiles(x: Any, gradients: NormaliserGradients, call: Launch) -> ScoreTiles:
+    """The tiles by XLA; x: operands with q, k, v, dh and the gates."""
+    p, gates = call.problem, x.gates
+    q, k, v, dh = map(call.chunks, (x.matQ, x.matK, x.matV, x.matDeltaH))
+    D, scores = decay_matrix(gates, p), call.product("nctk,ncsk->ncts", q, k) * p.qk_scale
+    P, dA = scores, call.product("nctv,ncsv->ncts", dh, v)
+    if gradients.vecInvDen is not None:
+        of_steps = gradients.vecInvDen, gradients.vecDzDen
+        inv_den, dz_den = (call.chunks(y)[..., None] for y in of_steps)
+        P, dA = P * inv_den, (dA + dz_den) * inv_den
+    P, dP = weighted(D, P, p), weighted(D, dA, p)
+    n, T = p.L // p.T, p.T
+    W = weighted(dP, scores, p)
+    strict = causal(W, p, offset=-1).reshape(p.BNH, p.NC, n, T, n, T)
+    sums = jnp.moveaxis(jnp.sum(strict, axis=-1), -1, 1), jnp.moveaxis(jnp.sum(strict, -3), 2, 1)
+    per_query, per_key = (y.reshape(p.BNH, n, p.S) for y in sums)
+    diagonal = jnp.diagonal(W, axis1=-2, axis2=-1).reshape(p.BNH, p.S)
+    P, dP = (y.reshape(p.BNH, p.S, p.L).astype(q.dtype) for y in (P, dP * p.qk_scale))
+    return ScoreTiles(P, dP, TileSums(per_query, per_key, diagonal))
 
 
 def parallel_bw_dP(
@@ -85,32 +110,19 @@ def parallel_bw_dP(
     """
     delta, gradients = delta_and_gradients(x, normaliser)
     p, gates = call.problem, x.gates
-    q, k, v, dh = map(call.chunks, (x.matQ, x.matK, x.matV, x.matDeltaH))
-    D, scores = decay_matrix(gates, p), call.product("nctk,ncsk->ncts", q, k) * p.qk_scale
-    P, dA = scores, call.product("nctv,ncsv->ncts", dh, v)
-    inv_den = dz_den = None
+    q, k = map(call.chunks, (x.matQ, x.matK))
+    acc, inv_den, dz_den = gates.vecW.dtype, None, None
     if gradients.vecInvDen is not None:
-        inv_den, dz_den = fusion_barrier(
-            (call.chunks(gradients.vecInvDen), call.chunks(gradients.vecDzDen)), gradients.vecInvDen
-        )
-        P, dA = P * inv_den[..., None], (dA + dz_den[..., None]) * inv_den[..., None]
-    P, dP = weighted(D, P, p), weighted(D, dA, p)
-    n, T = p.L // p.T, p.T
-    W = weighted(dP, scores, p)
-    strict = causal(W, p, offset=-1).reshape(p.BNH, p.NC, n, T, n, T)
-    sums = jnp.moveaxis(jnp.sum(strict, axis=-1), -1, 1), jnp.moveaxis(jnp.sum(strict, -3), 2, 1)
-    per_query, per_key = (y.reshape(p.BNH, n, p.S) for y in sums)
-    diagonal = jnp.diagonal(W, axis1=-2, axis2=-1).reshape(p.BNH, p.S)
-    tile_sums = TileSums(per_query, per_key, diagonal)
-    acc = gates.vecW.dtype
+        read = gradients._replace(vecDz=None, vecDm=None)
+        gradients = fusion_barrier(read, gradients.vecInvDen)
+        inv_den, dz_den = call.chunks(gradients.vecInvDen), call.chunks(gradients.vecDzDen)
     r = query_scale(gates.vecW, p.qk_scale, inv_den)[..., None]
     qbar = q.astype(acc) * r
     kbar = k.astype(acc) * gates.vecAbar[..., None]
-    P, dP, Q_scaled, K_scaled = (
-        y.reshape(p.BNH, p.S, y.shape[-1]).astype(q.dtype) for y in (P, dP * p.qk_scale, qbar, kbar)
-    )
+    Q_scaled, K_scaled = (y.reshape(p.BNH, p.S, p.DHQK).astype(q.dtype) for y in (qbar, kbar))
     dn_added = None
     if dz_den is not None:
         dn_added = jnp.sum(q.astype(acc) * weighted(r, dz_den[..., None], p), axis=2)
     keys = ScaledRows(K_scaled, None) if return_keys else None
-    return ScoreGradients(P, dP, ScaledRows(Q_scaled, None), keys, tile_sums, delta, dn_added)
+    scores = score_tiles(x, gradients, call)
+    return ScoreGradients(scores, ScaledRows(Q_scaled, None), keys, delta, dn_added)

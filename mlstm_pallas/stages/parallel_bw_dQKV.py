@@ -8,7 +8,7 @@
 parallel_bw_dP computes P, which includes 1 / den, and scale dP.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax import Array
 
@@ -17,7 +17,7 @@ from mlstm_pallas.formulas.gate_gradients import inner, only
 from mlstm_pallas.formulas.gates import ChunkGates, causal
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.formulas.tiles import weighted
-from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
+from mlstm_pallas.stages.parallel_bw_dP import ScoreTiles
 from mlstm_pallas.stages.stage import Launch
 
 
@@ -28,7 +28,7 @@ class Operands(NamedTuple):
     matDeltaH: Array  # (B * NH, S, DHV)
     gates: ChunkGates
     normaliser_gradients: NormaliserGradients
-    scores: ScoreGradients  # its matP is None if the kernel computes P and dP
+    scores: ScoreTiles
     matC_states: Array  # (B * NH, NC, DHQK, DHV) before each chunk
     vecN_states: Array  # (B * NH, NC, DHQK) float32
     matDeltaC_states: Array  # (B * NH, NC, DHQK, DHV) after each chunk
@@ -48,7 +48,6 @@ class Gradients(NamedTuple):
     q_dot_dq_inter: Array  # (B * NH, S) float32: q_t with the inter-chunk part of dq_t
     k_dot_dk_inter: Array  # (B * NH, S) float32: k_s with the inter-chunk part of dk_s
     pass_through: Array  # (B * NH, NC) float32: gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1})
-    tile_sums: Any = None  # TileSums, with n = 2; None if parallel_bw_dP returns them
 
 
 def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:

@@ -6,8 +6,7 @@ The operands are qbar = r q and kbar = abar k, or q and k with these weights. C 
 forward pass did not keep it. Both are recurrences over the chunks, dC backward in time
 (``recurrence.py``). They share a launch, because with few heads one alone does not fill a GPU.
 
-delta_t = dh_t . h_t is computed here if parallel_bw_dQKV recomputes P and dP, because no earlier
-stage needs it then.
+delta_t = dh_t . h_t is computed here before chunk_gradients, because no earlier stage needs it.
 """
 
 from collections.abc import Callable

@@ -79,7 +79,7 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
     "num_stages": functools.partial(check_integer, least=1, most=8),
     "num_splits": functools.partial(check_integer, least=1, power_of_two=True),
     "num_ctas": functools.partial(check_integer, least=1),
-    **dict.fromkeys(("keep_q", "computes_scores"), check_flag),
+    "keep_q": check_flag,
 }
 
 

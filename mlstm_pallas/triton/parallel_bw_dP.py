@@ -36,7 +36,12 @@ from mlstm_pallas.formulas.tiles import (
 )
 from mlstm_pallas.problem.dimensions import MAX_TILE, Problem, next_power_of_two
 from mlstm_pallas.problem.gpu import Gpu
-from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients, delta_and_gradients
+from mlstm_pallas.stages.parallel_bw_dP import (
+    Operands,
+    ScoreGradients,
+    ScoreTiles,
+    delta_and_gradients,
+)
 from mlstm_pallas.stages.stage import KernelOptions, Launch, ScaledRows, least_padding
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
@@ -179,12 +184,11 @@ def parallel_bw_dP(
     dn_added = y["vecDeltaN_added"]
     if dn_added is not None:
         dn_added = jnp.sum(dn_added, axis=2)
+    tile_sums = TileSums(y["per_query"], y["per_key"], y["diagonal"])
     return ScoreGradients(
-        y["matP"],
-        y["matDeltaP"],
+        ScoreTiles(y["matP"], y["matDeltaP"], tile_sums),
         ScaledRows(y["matQbar"], None),
         ScaledRows(y["matKbar"], None) if return_keys else None,
-        TileSums(y["per_query"], y["per_key"], y["diagonal"]),
         delta,
         dn_added,
     )

@@ -42,7 +42,6 @@ from mlstm_pallas.problem.validation import (
 from mlstm_pallas.schedules.backward import backward as backward_schedule
 from mlstm_pallas.schedules.sharding import on_shards, sharded_alike
 from mlstm_pallas.stages import STAGES
-from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.stage import FIELDS, ScaledRows
 from mlstm_pallas.vectors.chunk_gates import joined_gates, local_gates, stabilisers
 from mlstm_pallas.vectors.scan import Scan, by_chunk
@@ -351,22 +350,27 @@ class _Shard:
 
     def parallel_bw_dQKV(self) -> Arrays:
         """dQ, dK and dV in the kernel dtype, from C before and dC after each chunk."""
-        spec, x, scores = self.spec, self.x, ScoreGradients()
-        if not self.plan.computes_scores:
+        spec, x = self.spec, self.x
+        if not self.plan.by_chunk:
             x["vecZ"] = x["vecN_out"]
-            scores = self.core("parallel_bw_dP", normaliser=spec.normaliser, return_keys=False)
+            x["scores"], *_ = self.core(
+                "parallel_bw_dP", normaliser=spec.normaliser, return_keys=False
+            )
         # dz is 0, so n does not matter, and its gradient is 0.
         p = spec.problem
         n = jnp.zeros((p.BNH, p.NC, p.DHQK), x["vecW"].dtype)
         x |= dict(
-            scores=scores,
             normaliser_gradients=normaliser_gradients(
                 spec.normaliser, None, x["vecN_out"], x["vecM"]
             ),
             vecN_states=n,
             vecDeltaN_states=n,
         )
-        dq, dk, dv, *_ = self.core("parallel_bw_dQKV")
+        if self.plan.by_chunk:
+            gradients, _ = self.core("chunk_gradients")
+        else:
+            gradients = self.core("parallel_bw_dQKV")
+        dq, dk, dv, *_ = gradients
         return dict(matDeltaQ=dq, matDeltaK=dk, matDeltaV=dv)
 
     def forward(self) -> Arrays:

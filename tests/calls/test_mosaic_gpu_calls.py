@@ -283,8 +283,8 @@ def launch(stage, sizes, tiles):
 TILES = [
     # An item waits for three steps at once.
     param("parallel_bw_dQKV", (8, 8, 8192, 256, 512), num_stages=2),
-    # A CTA makes a chunk, and a step holds v, dC, C and dh at once.
-    param("parallel_bw_dQKV", (8, 16, 8192, 128, 256), num_stages=3),
+    # A step holds v, dC, C and dh at once.
+    param("chunk_gradients", (8, 16, 8192, 128, 256), num_stages=3),
     # A stage is free when the next one's product runs.
     param("recurrent_bw_dC", (8, 8, 8192, 256, 512), num_stages=1),
     # of 32 chunks
@@ -340,13 +340,12 @@ def test_recurrences_of_heads_beyond_the_grid_run_on_triton():
     recurrences = {"recurrent_fw_C", "recurrent_bw_dC"}
 
     def stages(NH, S, **config):
-        """Those with the fused scan and with materialised states, but for the gradients of a
-        chunk."""
+        """Those with the fused scan and with materialised states, but for the gradients."""
         both = (
             mosaic_stages(1, NH, S, 64, 128, config=KernelConfig(fused=x, **config))
             for x in (True, False)
         )
-        return set.union(*both) & ALL - {"parallel_bw_dP", "parallel_bw_dQKV"}
+        return set.union(*both) & ALL - {"parallel_bw_dP", "parallel_bw_dQKV", "chunk_gradients"}
 
     assert stages(32_767, 64) == always | recurrences
     assert stages(32_768, 64) == stages(65_536, 64) == always

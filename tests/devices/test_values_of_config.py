@@ -118,8 +118,7 @@ def test_refusals_name_the_field():
         (
             "config.triton_parallel_fw_H: foo is no field, expected one like siz_b_LQ, "
             "siz_b_LKV, siz_b_L, siz_b_DHQK, siz_b_DHHV, block_k, state_rows, state_columns, "
-            "num_warps, score_warps, num_stages, num_splits, num_ctas, keep_q, "
-            "computes_scores"
+            "num_warps, score_warps, num_stages, num_splits, num_ctas, keep_q"
         ),
         lambda: KernelConfig(triton_parallel_fw_H=dict(foo=1)),
     )

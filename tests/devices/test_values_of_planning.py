@@ -39,7 +39,7 @@ def test_summaries_of_a_shard():
     ) == (True, 4, 32, 65, 1)
     fused = KernelConfig(fused=True, num_splits=8)  # more than 260 chunks can be divided into
     assert spec(1, 8, 8320, 256, 512, chunk_size=128, config=fused).plan.num_splits == 4
-    assert repr((x.computes_scores, x.scan.lowering)) == "(False, <Lowering.TRITON: 'triton'>)"
+    assert repr((x.by_chunk, x.scan.lowering)) == "(False, <Lowering.TRITON: 'triton'>)"
 
 
 def test_launches_of_the_fused_scan():

@@ -20,11 +20,13 @@ from oracle import (
     slow_param,
     token_at,
 )
-from stage_calls import STAGES, Launch, Lowering, Problem, tiles_class
+from stage_calls import STAGES as ALL_STAGES
+from stage_calls import Launch, Lowering, Problem, tiles_class
 
 from mlstm_pallas import KernelConfig, mlstm_recurrent_step
 from mlstm_pallas.triton import launch
 
+STAGES = {name: x for name, x in ALL_STAGES.items() if tiles_class(name, "triton")}
 HEADS, DHQK, DHV = 3, 32, 16
 SIZES = ("siz_b_LQ", "siz_b_LKV", "siz_b_L", "siz_b_DHQK", "siz_b_DHHV", "block_k", "state_rows")
 WIDE = "siz_b_DHQK", "siz_b_DHHV", "block_k", "state_rows"

@@ -63,7 +63,7 @@ def checked_rows(device, heads, dtype, stages=(), **options):
         if row["stage"] in STAGES:
             assert row["config"] == config[f"triton_{row['stage']}"]
             assert row["num_warps"] == row["config"]["num_warps"]
-    of_call = *roofline.FORWARD[spec.plan.uses_fused_scan], *roofline.backward_stages()
+    of_call = *roofline.FORWARD[spec.plan.uses_fused_scan], *roofline.BACKWARD[False]
     assert {row["stage"] for row in rows} - HELPERS == {*(stages or of_call)}
     return rows, spec
 

@@ -90,8 +90,14 @@ def test_a_stage_on_mosaic_gpu_by_itself(monkeypatch):
     assert "mosaic_gpu_recurrent_fw_H" in scan["config"]
     assert {*scores["errors"]} == {"matP", "keys", "vecR", "vecZ"}
     assert {*scan["errors"]} == {"matH", "matC_last"}
-    message = "skipped: UnsupportedError: parallel_bw_dP has no Mosaic GPU kernel"
+    message = "skipped: UnsupportedError: parallel_bw_dP has no mosaic_gpu kernel"
     assert none["note"].startswith(message)
+    code, [of_chunk] = measured(
+        "--stage=chunk_gradients", "--impl=mosaic_gpu", "--chunk_size=128", "--shape=1x2x256x64x64"
+    )
+    assert code == 0
+    assert "mosaic_gpu_chunk_gradients" in of_chunk["config"]
+    assert {"matDeltaQ", "pass_through", "per_query", "diagonal"} <= {*of_chunk["errors"]}
 
 
 # ---------------- reports

@@ -13,7 +13,6 @@ from mosaic_gpu_cases import ALL, Recurrences, stages_on_mosaic_gpu
 from oracle import HELPERS, needs_compiler, needs_mosaic_gpu, param
 
 from mlstm_pallas import KernelConfig
-from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV import by_chunk
 
 pytestmark = [needs_mosaic_gpu, needs_compiler, pytest.mark.slow]
 H200 = compile_report.DEVICES["H200"]
@@ -49,8 +48,7 @@ def compiled():
 
 
 def max_spill_bytes(stage, spec):
-    """No spill is in a loop over steps, except for addresses of barriers in the kernel whose CTAs
-    compute all gradients of a chunk.
+    """No spill is in a loop over steps, except for addresses of barriers in chunk_gradients.
 
     What is the same for all chunks, or is carried from chunk to chunk, may be in local memory once
     per chunk where it does not fit beside the accumulators: in that kernel, and in recurrent_fw_C
@@ -61,7 +59,7 @@ def max_spill_bytes(stage, spec):
     p = spec.problem
     if stage == "recurrent_fw_C" and spec.plan.forward[stage].tiles.state_rows == 128:
         return 148
-    if stage == "parallel_bw_dQKV" and by_chunk(p):
+    if stage == "chunk_gradients":
         return 172 if p.DHQK % 64 else 112
     return 64
 

@@ -420,8 +420,12 @@ def test_a_launch_forgets_one_that_was_refused():
 
 
 def test_persistent_kernels_have_two_ctas():
-    for stage in ("parallel_bw_dP", "parallel_bw_dQKV"):
-        p = Problem(8, 8, 512, 256, 256, 256, 1.0)
+    for stage, D, L in (
+        ("parallel_bw_dP", 256, 256),
+        ("parallel_bw_dQKV", 256, 256),
+        ("chunk_gradients", 128, 128),
+    ):
+        p = Problem(8, 8, 512, D, D, L, 1.0)
         assert launch_of(stage, p, "bfloat16", Lowering.MOSAIC_GPU).tiles.num_ctas == 2
 
 

@@ -1,4 +1,4 @@
-"""parallel_bw_dQKV on Mosaic GPU, with one CTA that computes P, dP and all gradients of a chunk.
+"""chunk_gradients on Mosaic GPU: one CTA computes P, dP and all gradients of a chunk.
 
 L is 128, and DHQK is at most 128. An item of ``persistent.py`` is a chunk. Each of the two
 warpgroups has 64 rows of it. Tiles of 64 or 96 columns are copied num_stages tiles ahead, across
@@ -20,8 +20,8 @@ because the last columns of v and dh are still in the L2.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -36,7 +36,13 @@ from mlstm_pallas.mosaic_gpu.common.fragments import (
     across_rows,
     load_by_rows,
     rows_and_columns,
+    w_sum_shapes,
     write_tiles,
+)
+from mlstm_pallas.mosaic_gpu.common.gradients import (
+    gradient_operands,
+    gradient_shapes,
+    gradients_of,
 )
 from mlstm_pallas.mosaic_gpu.common.launch import (
     BY_COLUMNS,
@@ -52,38 +58,49 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
     shared_tiles,
 )
 from mlstm_pallas.mosaic_gpu.common.limits import RingTiles
-from mlstm_pallas.mosaic_gpu.common.persistent import PersistentKernel
+from mlstm_pallas.mosaic_gpu.common.persistent import PersistentKernel, persistent_call
 from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.mosaic_gpu.common.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.stages.chunk_gradients import ChunkGradients, Operands
+from mlstm_pallas.stages.stage import KernelOptions, Launch
 
 CHUNK = 128  # steps of a chunk
 HALF = 32  # keys of the block below the diagonal, per warpgroup
 _E_HI, _E_LO, _DN, _N = range(4)  # rows of the vectors in shared memory; N only with a normaliser
 
 
-def tile_columns(p: Problem) -> int:
+def _tile_columns(p: Problem) -> int:
     """The columns of a tile: 96 if all tiles are full, because fewer steps take less time."""
     return 96 if p.DHQK == 96 and p.DHV % 96 == 0 else 64
 
 
-class Kernel(PersistentKernel):
+class _Kernel(PersistentKernel):
     """Runs a CTA.
 
-    Inputs in global memory: all of ``parallel_bw_dQKV._Kernel`` except matP and matDeltaP;
-    and vecE and vecU, two (B * NH, S) each.
+    Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
+      matQ, matK: D = DHQK.
+      matV, matDeltaH: D = DHV.
+    Other inputs:
+      matC_states, matDeltaC_states: (B * NH, NC, DHQK, DHV).
+      vecN_states, vecDeltaN_states: (B * NH, NC, DHQK); vecN_states is absent without a
+        normaliser.
+      vecE, vecU: two (B * NH, S) each.
+      vecW, vecAbar, vecInvDen, vecDzDen: (B * NH, S); the last two are absent without a
+        normaliser.
+      active: ``ChunkList.active_first``, absent if all chunks are active.
     Outputs:
       matDeltaQ, matDeltaK, matDeltaV: like q, k and v.
       q_dot_dq_inter, k_dot_dk_inter: (B * NH, 1, S).
       inner_C_dC: (B * NH, NC, 128), parts of <C_c, dC_{c+1}>.
       tile_sums: see ``w_sum_shapes``. The part of per_query whose keys are all later is scratch.
-    Shared memory and barriers: see ``scratch``.
+    Shared memory and barriers: see ``ChunkGradientsTiles.scratch``.
     """
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
         refs, p, chunks = self.refs, self.p, self.num_items
-        self.depth = tile_columns(p)
+        self.depth = _tile_columns(p)
         blocks, self.parts = blocks_over(p.DHV, self.depth), blocks_over(p.DHQK, self.depth)
         self.state_rows = rounded_up(p.DHQK, WG_ROWS)  # in a tile: 64 or 128
         q, v, dh = (
@@ -152,7 +169,7 @@ class _Chunk:
       out_tile: for an output.
     """
 
-    def __init__(self, cta: Kernel, index) -> None:
+    def __init__(self, cta: _Kernel, index) -> None:
         self.refs, self.p, self.index = cta.refs, cta.p, index
         self.depth, self.parts, self.state_rows = cta.depth, cta.parts, cta.state_rows
         self.wg = lax.optimization_barrier(cta.wg)  # keeps what is derived from it out of registers
@@ -473,29 +490,67 @@ def _run_chunk(c: _Chunk) -> None:
     _store_dq_and_dk(c, inter, aligned(diagonal.row, WG_ROWS))
 
 
-def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[str, Any]:
-    """Shared memory of the kernel."""
-    tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom_columns(p))
-    depth = tile_columns(p)
-    parts = blocks_over(p.DHQK, depth)
-    k_stages = 2 if p.DHQK <= 64 else 1  # chunks whose k is in shared memory
-    P_blocks = tiles(3 * WG_ROWS, WG_ROWS)
-    sums = plgpu.SMEM((2, WG_ROWS * depth * dtype.itemsize // 4), jnp.float32)
-    return {
-        # Columns of q, v or dh, or of a state, which has up to 128 rows.
-        "tiles_smem": tiles(config.num_stages, CHUNK, depth),
-        "k_smem": tiles(k_stages, parts * CHUNK, depth),
-        # Blocks of 64 x 64, transposed: block s + t has the keys of block s and the queries of t,
-        # numbered in processing order.
-        "P_smem": P_blocks,
-        "dP_smem": P_blocks,
-        # Per warpgroup a tile of an output, or sums over queries in the same place.
-        "staging_smem": plgpu.RefUnion(tiles(2, WG_ROWS, depth), sums),
-        "vectors_smem": plgpu.SMEM((k_stages, 4, CHUNK), jnp.float32),  # see _E_HI
-        "barriers": ring_barriers(config.num_stages, copies=1),
-        "k_barriers": ring_barriers(k_stages, copies=parts + 3 + normalise),
-        # P and dP are written, and so are the sums that warpgroup 0 hands to warpgroup 1.
-        "tiles_full": plgpu.Barrier(num_arrivals=2, num_barriers=1),
-        # With one stage of k both warpgroups wait for the next k anyway before they write.
-        "tiles_empty": plgpu.Barrier(num_arrivals=2, num_barriers=1) if k_stages > 1 else None,
-    }
+def chunk_gradients(x: Operands, *, call: Launch) -> ChunkGradients:
+    """Runs the stage: ``stages/chunk_gradients.py``. The sums of W are in tiles of 64 steps."""
+    p, g = call.problem, x.gates.per_step()
+    normalise = x.normaliser_gradients.vecInvDen is not None
+    y = persistent_call(
+        _Kernel,
+        "chunk_gradients",
+        x,
+        call,
+        gradient_shapes(x, p, column_blocks=1, inner_parts=CHUNK) | {"tile_sums": w_sum_shapes(p)},
+        call.tiles.scratch(p, x.matQ.dtype, KernelOptions(normalise=normalise)),
+        **gradient_operands(x),
+        vecE=g.vecE,
+        vecU=g.vecU,
+    )
+    # One sum over everything, because XLA runs it as one kernel.
+    inner_n_dn = weighted(x.vecDeltaN_states, x.vecN_states)
+    inner_states = jnp.concatenate([y["inner_C_dC"], inner_n_dn], axis=-1)
+    return ChunkGradients(gradients_of(x, y, inner_states), y["tile_sums"])
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkGradientsTiles(RingTiles):
+    def items(self, p: Problem) -> int:
+        return p.BNH * p.NC
+
+    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
+        tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom_columns(p))
+        depth = _tile_columns(p)
+        parts = blocks_over(p.DHQK, depth)
+        k_stages = 2 if p.DHQK <= 64 else 1  # chunks whose k is in shared memory
+        P_blocks = tiles(3 * WG_ROWS, WG_ROWS)
+        sums = plgpu.SMEM((2, WG_ROWS * depth * dtype.itemsize // 4), jnp.float32)
+        return {
+            # Columns of q, v or dh, or of a state, which has up to 128 rows.
+            "tiles_smem": tiles(self.num_stages, CHUNK, depth),
+            "k_smem": tiles(k_stages, parts * CHUNK, depth),
+            # Blocks of 64 x 64, transposed: block s + t has the keys of block s and the queries of
+            # t, numbered in processing order.
+            "P_smem": P_blocks,
+            "dP_smem": P_blocks,
+            # Per warpgroup a tile of an output, or sums over queries in the same place.
+            "staging_smem": plgpu.RefUnion(tiles(2, WG_ROWS, depth), sums),
+            "vectors_smem": plgpu.SMEM((k_stages, 4, CHUNK), jnp.float32),  # see _E_HI
+            "barriers": ring_barriers(self.num_stages, copies=1),
+            "k_barriers": ring_barriers(k_stages, copies=parts + 3 + options.normalise),
+            # P and dP are written, and so are the sums that warpgroup 0 hands to warpgroup 1.
+            "tiles_full": plgpu.Barrier(num_arrivals=2, num_barriers=1),
+            # With one stage of k both warpgroups wait for the next k anyway before they write.
+            "tiles_empty": plgpu.Barrier(num_arrivals=2, num_barriers=1) if k_stages > 1 else None,
+        }
+
+    @classmethod
+    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
+        """At DHQK 128, six stages: more would leave spilled registers too little L1."""
+        for num_stages in range(7 if p.DHQK <= 64 else 6, 3, -1):
+            yield cls(num_stages, options.gpu.sms)
+
+    def divides(self, p: Problem, options: KernelOptions) -> bool:
+        """A warpgroup has registers for 64 x 128 elements of dq and of dk.
+
+        A repeat of the phase "gradients" holds four slots.
+        """
+        return p.L == CHUNK and p.DHQK <= 128 and self.num_stages >= 4
