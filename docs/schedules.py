@@ -86,7 +86,7 @@ BACKWARD = [
         "parallel_bw_dP",
         [
             "matQ, matK, matV   matDeltaH, matH (B, NH, S, DHV)   vecZ",
-            "where chunk_gradients runs, delta is of recurrent_bw_dC",
+            "not run before chunk_gradients, which computes P and dP",
         ],
     ),
     [
