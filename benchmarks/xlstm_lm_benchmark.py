@@ -3,6 +3,7 @@ r"""Times a training step of an xLSTM language model, with mlstm_pallas and with
     python benchmarks/xlstm_lm_benchmark.py                               # 1.3b on a GPU, else tiny
     python benchmarks/xlstm_lm_benchmark.py --impl=triton,mosaic_gpu --jsonl=lm.jsonl
     python benchmarks/xlstm_lm_benchmark.py --batch=4 --sequence=16384
+    python benchmarks/xlstm_lm_benchmark.py --mesh=one,data,fsdp --jsonl=lm_gpus.jsonl
 
 The model has the blocks of xLSTM-7B (arXiv:2503.13427): RMS norm, mLSTM layer, RMS norm, gated MLP,
 each of the two beside a residual connection. The mLSTM layer projects to q, k, v, an output gate
@@ -26,16 +27,28 @@ in memory at a time, and that matrices are cast to bfloat16 once per step:
     fewer_products_unrolled
                          the same, but k and one of two wide products of the MLP are computed again
 
+A mesh spreads the step over devices, each of which has --batch sequences or, where sequences are
+split, --sequence steps of them (lm_mesh.py):
+
+    one                  no mesh: one device
+    data                 each device has all parameters
+    fsdp                 parameters, gradients and moments are sharded over all devices
+    sequence             a sequence is split over devices; each has all parameters
+    fsdp_sequence        the same, with sharded parameters
+
 FLOPs of the model are 6 for each token and parameter of a matrix product, and three times the
 forward products of the mLSTM in chunks of 128. Neither the embedding nor what is computed again
 counts. MFU is the share of the data sheet's dense bfloat16 rate, "of measured" that of the rate in
 roofline.py. Memory is what the compiled step needs: its arguments, which it updates in place, and
 temporary arrays. On a GPU one more step is profiled: the milliseconds of matrix products, of the
-mLSTM, of elementwise kernels with reductions among them, and of copies.
+mLSTM, of elementwise kernels with reductions among them, of copies and of collectives, how long
+nothing but collectives runs ("exposed"), and how long nothing does ("idle"). All of these, the MFU
+and the memory are per device. Efficiency is the rate of tokens per device, relative to the row of
+one device with as many tokens per device.
 
-Every implementation and recipe starts from the same parameters and tokens. Its losses and its first
-gradient norm are compared with those of the first row. Exit code 1 when they differ or mlstm_pallas
-fails, 2 when the request makes no sense, 130 after Ctrl-C.
+Every row starts from the same parameters. Its losses and its first gradient norm are compared with
+those of the first row of the same shape, which has the same tokens. Exit code 1 when they differ or
+mlstm_pallas fails, 2 when the request makes no sense, 130 after Ctrl-C.
 """
 
 import dataclasses
@@ -50,6 +63,7 @@ import command
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import lm_mesh
 import optax
 import peers
 import profiles
@@ -58,9 +72,9 @@ import roofline
 import runner
 from command import RequestError
 from jax.ad_checkpoint import checkpoint_name
+from lm_mesh import OneDevice
 from shapes import Shape
 
-from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.problem.validation import BACKENDS
 
 DTYPE = "bfloat16"
@@ -234,6 +248,7 @@ class Network(NamedTuple):
     model: Model
     mlstm: MLSTM
     recipe: Recipe
+    spread: OneDevice = OneDevice()
 
     def blocks(self, params, x):
         """x (B, S, width) -> the same, through all blocks."""
@@ -243,7 +258,7 @@ class Network(NamedTuple):
         # In a scan the compiler cannot merge what is computed again with what was computed before.
         @functools.partial(jax.checkpoint, policy=policy, prevent_cse=not self.recipe.scan)
         def of_block(params, x):
-            return block.apply({"params": params}, x)
+            return block.apply({"params": self.spread.gather(params)}, x)
 
         if self.recipe.scan:
             return jax.lax.scan(lambda x, y: (of_block(y, x), None), x, params)[0]
@@ -251,22 +266,25 @@ class Network(NamedTuple):
             x = of_block(of_one, x)
         return x
 
-    def loss(self, params, tokens):
-        """Mean nats of every token (B, S + 1) but the first, given those before it."""
+    def loss(self, params, inputs, targets):
+        """Mean nats of the targets (B, S), the tokens that follow the inputs (B, S)."""
 
         def cast(path, x):
             matrix = self.recipe.cast_once and path[-1].key == "kernel"
             return x.astype(DTYPE) if matrix else x
 
         blocks = jax.tree.map_with_path(cast, params["blocks"])
-        x = self.blocks(blocks, params["embedding"].astype(DTYPE)[tokens[:, :-1]])
-        head, targets = (params["norm"], params["unembedding"]), tokens[:, 1:]
+        x = self.blocks(blocks, self.spread.embed(params["embedding"].astype(DTYPE), inputs))
+        head = params["norm"], params["unembedding"]
+        return self.spread.sum_over_tokens(self.nats)(head, x, targets) / targets.size
+
+    def nats(self, head, x, targets):
+        """The sum over targets (B, S); x (B, S, width)."""
         if self.recipe.loss_parts == 1:
             logits = capped(raw_logits(head, x), LOGIT_CAP)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+            return optax.softmax_cross_entropy_with_integer_labels(logits, targets).sum()
         shape = self.recipe.loss_parts, -1
-        x, targets = x.reshape(*shape, x.shape[-1]), targets.reshape(shape)
-        return nats_in_parts(head, x, targets) / targets.size
+        return nats_in_parts(head, x.reshape(*shape, x.shape[-1]), targets.reshape(shape))
 
 
 def raw_logits(head, x):
@@ -276,7 +294,7 @@ def raw_logits(head, x):
 
 
 @jax.checkpoint
-def nats(logits, targets):
+def nats_of(logits, targets):
     """The sum over targets (T,) of raw logits (T, vocabulary): one pass over them.
 
     The gradient is one more, because it needs the raw logits alone and has no scatter. The sum of
@@ -297,13 +315,14 @@ def nats_in_parts(head, x, targets):
 
 def sum_of_parts(head, x, targets):
     def nats_of_part(head, x, targets):
-        return nats(raw_logits(head, x), targets)
+        return nats_of(raw_logits(head, x), targets)
 
     def add(total, part):
         of_part, (of_head, of_x) = jax.value_and_grad(nats_of_part, (0, 1))(head, *part)
         return jax.tree.map(jnp.add, total, (of_part, of_head)), of_x
 
-    zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), head))
+    # Both vary over the axes of a mesh as the head does.
+    zeros = jnp.zeros_like(head[0], jnp.float32, ()), jax.tree.map(jnp.zeros_like, head)
     (total, of_head), of_x = jax.lax.scan(add, zeros, (x, targets))
     return total, (of_head, of_x)
 
@@ -318,10 +337,9 @@ nats_in_parts.defvjp(sum_of_parts, scaled_gradients)
 # ---------------------------------------------------------------- implementations of the mLSTM
 
 
-def ours(backend, recipe):
+def ours(backend, recipe, spread):
     """The states of one block at a time are kept for the backward pass, unless h of all is."""
-    options = dict(backend=backend, recompute_states_in_bw="mlstm_h" in recipe.keep)
-    return functools.partial(mlstm_chunkwise, layout="BTNH", **options)
+    return spread.mlstm(backend=backend, recompute_states_in_bw="mlstm_h" in recipe.keep)
 
 
 PEERS = {"mlstm_kernels_limit_chunk": peers.limit_chunk, "jla": peers.jla}
@@ -358,7 +376,7 @@ def initial_state(model, scan=True):
 def initial_params(model):
     """Blocks are stacked; a short sequence on backend "xla" tells the shapes."""
     key, *keys = jax.random.split(jax.random.key(0), 3)
-    block = Block(model, ours("xla", Recipe()))
+    block = Block(model, ours("xla", Recipe(), OneDevice()))
 
     def of_block(key):
         return block.init(key, jnp.zeros((1, 8, model.width), DTYPE))["params"]
@@ -370,8 +388,8 @@ def initial_params(model):
 
 
 def train_step(network, state, tokens):
-    """One update; the metrics are those before it."""
-    loss, gradients = jax.value_and_grad(network.loss)(state.params, tokens)
+    """One update; the metrics are those before it. tokens: the inputs and the targets."""
+    loss, gradients = jax.value_and_grad(network.loss)(state.params, *tokens)
     updates, optimizer = OPTIMIZER.update(gradients, state.optimizer, state.params)
     metrics = Metrics(loss, optax.tree.norm(gradients))
     return State(optax.apply_updates(state.params, updates), optimizer), metrics
@@ -380,15 +398,28 @@ def train_step(network, state, tokens):
 # ---------------------------------------------------------------- measuring
 
 
-def measure(row, network, first, options):
-    """Fills the row and compares it with the first one, {} if there is none."""
+def first_state(network, batch, sequence):
+    """The state before the first step, and the inputs and targets, on their devices."""
+    shape = batch, sequence + 1
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, network.model.vocabulary)
+    # Shifted before they are split, so that no device needs a token of another one.
+    tokens = network.spread.place_tokens((tokens[:, :-1], tokens[:, 1:]))
+    return network.spread.place_state(initial_state(network.model, network.recipe.scan)), tokens
+
+
+def compiled_step(network, state, tokens):
+    """For these arrays or their shapes with shardings, under ``Spread.context``."""
+    options = dict(donate_argnums=0, out_shardings=(network.spread.shardings(state), None))
+    step = jax.jit(functools.partial(train_step, network), **options)
+    return step.lower(state, tokens).compile()
+
+
+def measure(row, network, others, options):
+    """Fills the row and compares it with others, the rows before it that are right."""
     B, _, S, *_ = row["shape"]
-    model, _, recipe = network
-    tokens = jax.random.randint(jax.random.key(1), (B, S + 1), 0, model.vocabulary)
-    state = jax.block_until_ready(initial_state(model, recipe.scan))
+    state, tokens = jax.block_until_ready(first_state(network, B, S))
     start = time.perf_counter()
-    step = jax.jit(functools.partial(train_step, network), donate_argnums=0)
-    compiled = step.lower(state, tokens).compile()
+    compiled = compiled_step(network, state, tokens)
     times, losses, norms = [], [], []
     for _ in range(options.warmup + options.steps):
         state, metrics = jax.block_until_ready(compiled(state, tokens))
@@ -401,21 +432,36 @@ def measure(row, network, first, options):
     arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     peak = roofline.of_device(PEAK_FLOPS, row["device"])
     measured, _ = roofline.device_rates(row["device"], DTYPE)
+    flops = row["flops"] / row["devices"]
     row |= dict(
         first_call_s=times[0],
         losses=losses,
         gradient_norms=norms,
         tokens_per_s=B * S / seconds,
+        tokens_per_s_per_device=B * S / seconds / row["devices"],
         peak_mib=(arrays - memory.alias_size_in_bytes) / 2**20,
-        mfu_pct=peak and 100 * row["flops"] / seconds / peak,
-        measured_pct=measured and 100 * row["flops"] / seconds / measured,
+        mfu_pct=peak and 100 * flops / seconds / peak,
+        measured_pct=measured and 100 * flops / seconds / measured,
     )
     if runner.on_gpu():
         times = profiles.milliseconds(lambda: compiled(state, tokens))
         row |= {f"{kind}_ms": x for kind, x in times.items()}
     if row["impl"] in PEERS:
         row["versions"] |= peers.jax_versions(row["impl"])
-    compare(row, first or row)
+    row["efficiency_pct"] = efficiency(row, others)
+    compare(row, next((x for x in others if x["shape"] == row["shape"]), row))
+
+
+def efficiency(row, others):
+    """In percent of the tokens per second of one device, None without its row."""
+
+    def setting(row):
+        B, _, S, *_ = row["shape"]
+        return row["impl"], row["recipe"], B * S // row["devices"]
+
+    alone = [x for x in others if x["mesh"] == "one" and setting(x) == setting(row)]
+    key = "tokens_per_s_per_device"
+    return 100 * row[key] / alone[0][key] if alone else None
 
 
 def compare(row, first):
@@ -428,6 +474,23 @@ def compare(row, first):
     runner.check(row, errors, limits | {"gradient norm": GRADIENT_NORM_TOLERANCE})
 
 
+def meshes(options, impls):
+    """The name of each mesh, the kind of its axes and the spread; raises RequestError."""
+    present, count = jax.local_devices(), options.devices or len(jax.local_devices())
+    split = options.split or count
+    if count > len(present):
+        raise RequestError(f"--devices={count}: there are {len(present)}")
+    if count % split:
+        raise RequestError(f"--split={split} does not divide {count} devices")
+    if options.mesh != ["one"] and (others := [x for x in impls if x in PEERS]):
+        raise RequestError(f"--impl={others[0]} runs on one device, expected --mesh=one")
+    for name, axes in itertools.product(options.mesh, options.axes):
+        if name != "one":
+            yield name, axes, lm_mesh.spread(name, axes, present[:count], split)
+        elif axes == options.axes[0]:
+            yield name, None, OneDevice()
+
+
 def measured_rows(options):
     """A row for each implementation, and before them a line about the model."""
     gpu = runner.on_gpu()
@@ -436,24 +499,29 @@ def measured_rows(options):
     name = options.model or ("1.3b" if gpu else "tiny")
     model = MODELS[name]
     batch, sequence = options.batch or (8 if gpu else 2), options.sequence or (8192 if gpu else 64)
-    shape, flops = model.mlstm_shape(batch, sequence), model.flops(batch, sequence)
     parameters, _ = model.parameters()
-    keys = dict(parameters=parameters, flops=flops, model=dataclasses.asdict(model))
+    keys = dict(parameters=parameters, model=dataclasses.asdict(model))
     keys |= dict(direction="train", dtype=DTYPE)
-    step = f"{batch * sequence:,} tokens and {flops:.3e} FLOP per step"
-    print(f"{name}: {parameters:,} parameters, {step}", flush=True)
-    first = {}
-    for recipe_name, impl in itertools.product(options.recipe, impls):
+    print(f"{name}: {parameters:,} parameters", flush=True)
+    right = []
+    product = itertools.product(options.recipe, meshes(options, impls), impls)
+    for recipe_name, (mesh, axes, spread), impl in product:
         recipe = RECIPES[recipe_name]
         if (batch * sequence) % recipe.loss_parts:
             tokens = f"{batch} x {sequence} tokens"
             raise RequestError(
                 f"--recipe={recipe_name} has {recipe.loss_parts} parts, not {tokens}"
             )
-        row = runner.new_row(options, name, shape, impl, recipe=recipe_name, **keys)
-        network = Network(model, PEERS.get(impl) or ours(impl, recipe), recipe)
-        yield runner.attempt(row, impl in BACKENDS, measure, network, first, options)
-        first = first or (row if row["status"] == "ok" else {})
+        size = batch * spread.batch, sequence * spread.sequence
+        keys |= dict(recipe=recipe_name, mesh=mesh, axes=axes, devices=spread.size)
+        keys |= dict(flops=model.flops(*size))
+        row = runner.new_row(options, name, model.mlstm_shape(*size), impl, **keys)
+        mlstm = PEERS.get(impl) or ours(impl, recipe, spread)
+        network = Network(model, mlstm, recipe, spread)
+        with spread.context():
+            row = runner.attempt(row, impl in BACKENDS, measure, network, right, options)
+        yield row
+        right += [row] * (row["status"] == "ok")
 
 
 # ---------------------------------------------------------------- the command
@@ -465,9 +533,13 @@ model           name
 tokens          tokens
 recipe          recipe
 impl            impl
+mesh            mesh
+axes            axes
+devices         devices         d
 ms              ms              .1f
 spread %        spread          .1%
 tokens/s        tokens_per_s    .0f
+efficiency %    efficiency_pct  .1f
 MFU %           mfu_pct         .1f
 of measured %   measured_pct    .1f
 peak MiB        peak_mib        .0f
@@ -475,6 +547,9 @@ products ms     products_ms     .0f
 mLSTM ms        mlstm_ms        .0f
 elementwise ms  elementwise_ms  .0f
 copies ms       copies_ms       .0f
+collectives ms  collectives_ms  .0f
+exposed ms      exposed_ms      .0f
+idle ms         idle_ms         .0f
 first call s    first_call_s    .1f
 error           error           .1e
 note            note
@@ -489,8 +564,14 @@ def define_flags(define):
     define.names("impl", [], (*BACKENDS, *PEERS), f"implementation of the mLSTM; {default}")
     define.names("recipe", ["inputs_in_parts"], RECIPES, "how the step is written; see above.")
     define.enum("model", None, list(MODELS), "None: 1.3b, without a GPU tiny.")
-    define.integer("batch", None, "Sequences; none: 8, without a GPU 2.", lower_bound=1)
-    define.integer("sequence", None, "Steps; none: 8192, without a GPU 64.", lower_bound=1)
+    define.names("mesh", ["one"], ("one", *lm_mesh.KINDS), "how it is spread; see above.")
+    define.names("axes", ["auto"], lm_mesh.AXIS_TYPES, "the kind of a mesh's axes.")
+    define.integer("devices", None, "Of a mesh; none: all of this process.", lower_bound=1)
+    define.integer("split", None, "Devices per sequence; none: --devices.", lower_bound=1)
+    batch = "Sequences, times the devices that they are spread over; none: 8, without a GPU 2."
+    define.integer("batch", None, batch, lower_bound=1)
+    sequence = "Steps, times the devices per sequence; none: 8192, without a GPU 64."
+    define.integer("sequence", None, sequence, lower_bound=1)
     define.integer("warmup", 2, warmup, lower_bound=1)
     define.integer("steps", 5, "Steps that are timed; the median counts.", lower_bound=1)
     define.shared("commit", "from_jsonl", "jsonl")

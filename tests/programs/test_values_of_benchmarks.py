@@ -639,6 +639,7 @@ def test_a_nan_is_the_error_of_its_row():
         ("loop_dynamic_update_slice_fusion_1", "copies"),
         ("input_add_reduce_fusion_3", "elementwise"),
         ("wrapped_convert_9", "elementwise"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage)", "collectives"),
         ("parallel_bw_dQKV_mosaic_gpu_kernel", "mlstm"),
         ("chunk_gates__1", "mlstm"),
         ("mlstm_chunkwise__parallel_fw_Hintra_kernel", "mlstm"),
@@ -648,21 +649,31 @@ def test_kinds_of_kernels_in_a_profile(kernel, kind):
     assert profiles.kind(kernel) == kind
 
 
-def test_a_profile_has_the_milliseconds_of_one_call_on_all_streams(monkeypatch):
-    def line(name, *events):
-        events = [SimpleNamespace(name=x, duration_ns=1e6 * ms) for x, ms in events]
-        return SimpleNamespace(name=name, events=events)
+def test_a_profile_has_the_milliseconds_of_one_call_per_gpu(monkeypatch):
+    """On all streams; while an all-gather runs from 2 to 7, other kernels run from 0 to 3.5 and
+    from 6 to 6.25, nothing from 7 to 8."""
 
+    def line(name, *events):
+        keys = "name", "start_ns", "duration_ns"
+        times = ((x, 1e6 * start, 1e6 * ms) for x, start, ms in events)
+        return SimpleNamespace(
+            name=name, events=[SimpleNamespace(**dict(zip(keys, x, strict=True))) for x in times]
+        )
+
+    compute = line("Stream #13(Compute)", ("nvjet_a", 0, 3.0), ("memcpy128", 3, 0.5))
     lines = [
-        line("Stream #13(Compute)", ("nvjet_a", 3.0), ("memcpy128", 0.5), ("nvjet_b", 1.0)),
-        line("Stream #14(Memset)", ("Memset", 0.25), ("recurrent_fw_H", 2.0)),
-        line("XLA Modules", ("jit_step", 100.0)),
+        compute,
+        line("Stream #14(Memset)", ("Memset", 6, 0.25), ("recurrent_fw_H", 8, 2.0)),
+        line("Stream #15", ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)", 2, 5.0)),
+        line("XLA Modules", ("jit_step", 0, 100.0)),
     ]
-    planes = [("/device:GPU:0", lines), ("/device:GPU:1", lines[:1]), ("/host:CPU", lines)]
+    planes = [("/device:GPU:0", lines), ("/device:GPU:1", [compute]), ("/host:CPU", lines)]
+    planes.append(("/device:GPU:2", lines[-1:]))
     planes = [SimpleNamespace(name=name, lines=lines) for name, lines in planes]
     profile = mock.Mock(from_file=lambda path: SimpleNamespace(planes=planes))
     monkeypatch.setattr(jax.profiler, "ProfileData", profile)
     calls = []
     found = profiles.milliseconds(lambda: calls.append(1))
     assert calls == [1]
-    assert found == dict(products=8.0, copies=1.25, elementwise=0.0, mlstm=2.0)
+    kinds = dict(collectives=2.5, products=3.0, copies=0.625, elementwise=0.0, mlstm=1.0)
+    assert found == kinds | dict(exposed=(2.5 + 0.75) / 2, idle=0.5)

@@ -19,7 +19,7 @@ def test_measures_a_model_refuses_a_peer_that_differs_and_skips_one_that_is_not_
     def other(q, *others):
         return quick_mlstm(-q, *others, layout="BTNH")
 
-    monkeypatch.setattr(benchmark, "mlstm_chunkwise", quick_mlstm)
+    monkeypatch.setattr(benchmark.lm_mesh, "mlstm_chunkwise", quick_mlstm)
     monkeypatch.setattr(benchmark.peers, "jax_versions", lambda _: {})
     monkeypatch.setitem(benchmark.PEERS, "mlstm_kernels_limit_chunk", other)
     monkeypatch.setitem(benchmark.PEERS, "absent", benchmark_runs.missing)
@@ -51,14 +51,22 @@ def test_figures_of_a_training_step(monkeypatch):
         device.now += 5.0
         return mock.Mock(side_effect=step, memory_analysis=lambda: mock.Mock(**memory))
 
-    monkeypatch.setattr(benchmark, "initial_state", lambda *_: "state")
+    monkeypatch.setattr(benchmark, "first_state", lambda *_: ("state", "tokens"))
     lowered = mock.Mock(compile=compiled)
     monkeypatch.setattr(jax, "jit", lambda *_, **__: mock.Mock(lower=lambda *_: lowered))
     row = dict(impl="xla", device="NVIDIA H200", shape=Shape(2, 4, 16, 8, 8), flops=6e12)
+    row |= dict(recipe="inputs", mesh="data", devices=2)
     options = mock.Mock(warmup=1, steps=3)
-    benchmark.measure(row, benchmark.Network(MODELS["tiny"], None, benchmark.Recipe()), {}, options)
+    # Of the rows before it the second has as many tokens per device, the third the same shape.
+    other = row | dict(mesh="one", devices=1, tokens_per_s_per_device=3.0)
+    half = other | dict(shape=Shape(1, 4, 16, 8, 8), tokens_per_s_per_device=20 / 3)
+    same = row | dict(losses=[4.004, 3.5, 3.0, 2.5], gradient_norms=[0.5])
+    before = [other | dict(shape=Shape(3, 4, 16, 8, 8)), half, same]
+    network = benchmark.Network(MODELS["tiny"], None, benchmark.Recipe())
+    benchmark.measure(row, network, before, options)
     figures = dict(first_call_s=14.0, ms=3e3, spread=5 / 3, tokens_per_s=32 / 3, peak_mib=11)
-    benchmark_runs.assert_row(row, **figures, mfu_pct=200 / 989, measured_pct=200 / 790)
+    figures |= dict(tokens_per_s_per_device=16 / 3, efficiency_pct=80, error=0.004 / 4.004)
+    benchmark_runs.assert_row(row, **figures, mfu_pct=100 / 989, measured_pct=100 / 790)
     assert (row["losses"], row["gradient_norms"]) == ([4.0, 3.5, 3.0, 2.5], [0.5] * 4)
 
 
@@ -74,7 +82,8 @@ def recipe_step(name, monkeypatch):
     network = benchmark.Network(MODELS["tiny"], mlstm, recipe)
     params = benchmark.initial_state(MODELS["tiny"], recipe.scan).params
     tokens = jax.random.randint(jax.random.key(2), (2, 13), 0, MODELS["tiny"].vocabulary)
-    loss, gradients = jax.jit(jax.value_and_grad(network.loss))(params, tokens)
+    step = jax.jit(jax.value_and_grad(network.loss))
+    loss, gradients = step(params, tokens[:, :-1], tokens[:, 1:])
     if not recipe.scan:
         gradients["blocks"] = jax.tree.map(lambda *x: jnp.stack(x), *gradients["blocks"])
     return loss, gradients
