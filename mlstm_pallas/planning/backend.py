@@ -9,10 +9,12 @@ import jax
 from mlstm_pallas.planning.dispatch import HAS_TRITON
 from mlstm_pallas.problem.annotations import BackendName
 from mlstm_pallas.problem.gpu import UNKNOWN, Gpu
-from mlstm_pallas.problem.validation import MOSAIC_GPU_JAX, check_backend
+from mlstm_pallas.problem.validation import check_backend
 from mlstm_pallas.stages.stage import Lowering
 
 VARIABLE = "MLSTM_PALLAS_BACKEND"
+# The first jax that compiles the Mosaic GPU kernels, and the first that is not tested.
+MOSAIC_GPU_JAX = (0, 11, 2), (0, 13)
 # The backends of the with statements that a thread or task is in, the innermost last. None of them
 # is kept on a use_backend, which several threads may have entered.
 _entered: ContextVar[tuple[str | None, ...]] = ContextVar("entered", default=())

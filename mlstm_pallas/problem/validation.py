@@ -22,17 +22,12 @@ from jax.export import is_symbolic_dim
 from mlstm_pallas.problem.annotations import BackendName, LayoutName
 from mlstm_pallas.problem.dimensions import MIN_CHUNK_SIZE, InputGate, Layout, is_power_of_two
 
-# On Triton the grid of the fused scan has the parts of a row on its second axis, which CUDA limits
-# to 65,535; two parts are behind the segments.
-MAX_SEGMENTS = 2**16 - 3
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 INPUT_DTYPES = (*KERNEL_DTYPES, "float64")
 FLOAT64 = '; float64 needs backend="xla" and jax_enable_x64'
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 # Of the environment: whether indices are checked that are on a device or traced.
 CHECKS = "MLSTM_PALLAS_CHECKS"
-# The first version that compiles the Mosaic GPU kernels, and the first that is not tested.
-MOSAIC_GPU_JAX = (0, 11, 2), (0, 13)
 
 SYMBOLIC_HINTS = {
     "B": ', or backend "xla", which takes a symbolic B',
@@ -403,22 +398,6 @@ def check_integer(
 
 
 check_chunk_size = functools.partial(check_integer, least=MIN_CHUNK_SIZE, power_of_two=True)
-
-
-def check_segments_fit(num_segments: int, backend: str | None, negative_segments: int = 0) -> None:
-    """Raises for more segments than the grid of a kernel has places for.
-
-    negative_segments: of ``CallSpec``.
-    """
-    if backend != "xla" and num_segments + negative_segments > MAX_SEGMENTS:
-        less = (
-            "; one less with initial states and segment_ids that may be negative"
-            * negative_segments
-        )
-        raise ValueError(
-            f"num_segments is {num_segments}, expected at most {MAX_SEGMENTS}, the limit of a "
-            f"kernel's grid, or backend 'xla'{less}"
-        )
 
 
 def check_lengths(lengths: Any) -> list[np.ndarray]:
