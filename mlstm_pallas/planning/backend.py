@@ -1,13 +1,13 @@
 """The backend that a call asks for: its argument, ``use_backend`` or the environment."""
 
 import os
-import warnings
 from contextvars import ContextVar
 
 import jax
 
 from mlstm_pallas.planning.dispatch import HAS_TRITON
 from mlstm_pallas.problem.annotations import BackendName
+from mlstm_pallas.problem.callers import warn_caller
 from mlstm_pallas.problem.gpu import UNKNOWN, Gpu
 from mlstm_pallas.problem.validation import check_backend
 from mlstm_pallas.stages.stage import Lowering
@@ -72,10 +72,9 @@ class use_backend:
 
     def __del__(self) -> None:
         if not self._used:
-            warnings.warn(
+            warn_caller(
                 f"use_backend({self._backend!r}) did nothing: it is for a with statement",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
 

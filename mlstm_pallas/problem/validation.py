@@ -8,7 +8,6 @@ import math
 import numbers
 import operator
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar, cast, get_args
@@ -20,6 +19,7 @@ from jax import lax
 from jax.export import is_symbolic_dim
 
 from mlstm_pallas.problem.annotations import BackendName, LayoutName
+from mlstm_pallas.problem.callers import warn_caller
 from mlstm_pallas.problem.dimensions import MIN_CHUNK_SIZE, InputGate, Layout, is_power_of_two
 
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
@@ -230,7 +230,7 @@ DEFAULT_LAYOUT = cast(LayoutName, _DefaultLayout(Layout.BNTH))
 
 
 def check_layout_is_meant(layout: Any, sizes: Mapping[str, int], *states: Any) -> None:
-    """Warns, at the caller of the public function, if the default layout may not be meant.
+    """Warns if the default layout may not be meant.
 
     states: arrays or None; with other sizes than S = NH, existing ones would have failed the shape
     check in the other layout.
@@ -241,10 +241,9 @@ def check_layout_is_meant(layout: Any, sizes: Mapping[str, int], *states: Any) -
     if (S != NH or NH == 1) if any(x is not None for x in states) else S >= NH:
         return
     found = "S = NH, as many steps as heads" if S == NH else "S < NH, fewer steps than heads"
-    warnings.warn(
+    warn_caller(
         f'layout="BNTH", the default, reads q as (B, NH, S, DHQK) and finds {found}: pass '
-        'layout="BTNH" if it is (B, S, NH, DHQK), else layout="BNTH"',
-        stacklevel=4,  # called by prepare or prepare_steps, which public functions call
+        'layout="BTNH" if it is (B, S, NH, DHQK), else layout="BNTH"'
     )
 
 

@@ -547,6 +547,38 @@ def test_more_heads_than_steps_get_a_warning_at_each_line_that_names_no_layout(f
     assert str(default) == "layout: Literal['BNTH', 'BTNH'] = 'BNTH'"
 
 
+@pytest.mark.quick("mlstm_recurrent", "chunkwise")
+@pytest.mark.parametrize(
+    "function",
+    [
+        mlstm_chunkwise,
+        partial(mlstm_chunkwise_states, every=16),
+        mlstm_recurrent_sequence,
+        reference.chunkwise,
+        reference.recurrence,
+        partial(mlstm_chunkwise_sequence_parallel, axis_name="s"),
+    ],
+    ids=lambda x: getattr(x, "func", x).__name__,
+)
+def test_a_warning_is_at_the_line_of_the_caller_however_deep_in_the_package(function):
+    file, scope = f"{mlstm_pallas.__path__[0]}/folder/file.py", {}
+    exec(compile("def inside(call, **x): return call(**x)", file, "exec"), scope)
+    x = zeros(BTNH)
+    for depth in (0, 1, 7):  # functions of the package between the caller and the function
+        call = function
+        for _ in range(depth):
+            call = partial(scope["inside"], call)
+
+        def caller(_):
+            return call(**x)
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            jax.eval_shape(jax.vmap(jax.jit(caller), axis_name="s"), array(1))
+        line = caller.__code__.co_firstlineno + 1
+        assert [(y.filename, y.lineno) for y in caught] == [(__file__, line)]
+
+
 @pytest.mark.parametrize("function", STEPS)
 def test_slots_are_refused_by_name(function):
     check_arguments(partial(function, **zeros(arrays_of(function, 5))), dict(slots=SLOTS))
