@@ -569,7 +569,7 @@ def test_a_warning_is_at_the_line_of_the_caller_however_deep_in_the_package(func
         for _ in range(depth):
             call = partial(scope["inside"], call)
 
-        def caller(_):
+        def caller(_, call=call):
             return call(**x)
 
         with warnings.catch_warnings(record=True) as caught:
