@@ -75,8 +75,8 @@ def mlstm_chunkwise(
       DHQK  head dimension of q and k
       DHV   head dimension of v and h
 
-    f_t = -inf resets the state and i_t = -inf stores nothing, as values below
-    -1e6 do. A NaN stays in its batch entry and head. First derivatives in
+    f_t = -inf resets the state and i_t = -inf stores nothing, as values of -1e6
+    and below do. A NaN stays in its batch entry and head. First derivatives in
     reverse mode are exact, with respect to all float arrays;
     ``mlstm_pallas.reference.chunkwise`` has all others. jit, vmap, remat, scan
     and shard_map work. Shards of B and NH stay on their devices;
