@@ -445,7 +445,10 @@ def check_axis_name(x: Any) -> None:
 
 def check_instance(name: str, x: Any, kind: type) -> Any:
     if x is not None and not isinstance(x, kind):
-        raise wrong(name, x, f"a {kind.__name__} or None", TypeError)
+        expected = f"a {kind.__name__} or None"
+        if (type(x).__module__, type(x).__qualname__) == (kind.__module__, kind.__qualname__):
+            expected += " of the same import of mlstm_pallas, which has been imported again"
+        raise wrong(name, x, expected, TypeError)
     return x
 
 
