@@ -1,10 +1,8 @@
 """mlstm_chunkwise: the chunkwise mLSTM of whole sequences; pack_lengths: its packed prompts."""
 
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, Unpack, overload
+from collections.abc import Sequence
+from typing import Literal, Unpack, overload
 
 import jax
 import numpy as np
@@ -77,8 +75,8 @@ def mlstm_chunkwise(
       DHQK  head dimension of q and k
       DHV   head dimension of v and h
 
-    f_t = -inf resets the state and i_t = -inf stores nothing, as values below
-    -1e6 do. A NaN stays in its batch entry and head. First derivatives in
+    f_t = -inf resets the state and i_t = -inf stores nothing, as values of -1e6
+    and below do. A NaN stays in its batch entry and head. First derivatives in
     reverse mode are exact, with respect to all float arrays;
     ``mlstm_pallas.reference.chunkwise`` has all others. jit, vmap, remat, scan
     and shard_map work. Shards of B and NH stay on their devices;
@@ -164,47 +162,6 @@ def mlstm_chunkwise(
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
     spec, x = prepare(x, options, layout)
     return mlstm(spec, x)
-
-
-_Public = TypeVar("_Public")
-
-
-def with_arguments_of(
-    public: _Public, shards: Callable[..., int] = lambda: 1, **fixed: Any
-) -> Callable[[Callable[..., Any]], _Public]:
-    """Gives a function the arguments of ``mlstm_chunkwise`` but num_segments and reverse, checked.
-
-    It decorates (spec, Arguments, **keyword-only arguments, which are added) -> results.
-
-    Args:
-      public: ``mlstm_chunkwise``; Any for type checkers where arguments are added.
-      shards: the number of shards of the sequence, from the arguments that are added.
-      fixed: options that do not depend on the caller's.
-    """
-
-    def decorate(run: Callable[..., Any]) -> Any:
-        others = [x for x in inspect.signature(run).parameters.values() if x.kind is x.KEYWORD_ONLY]
-        parameters = dict(inspect.signature(mlstm_chunkwise).parameters)
-        del parameters["num_segments"], parameters["reverse"]
-        signature = inspect.Signature([*parameters.values(), *others])
-
-        @functools.wraps(run)
-        def call(*args: Any, **keywords: Any) -> Any:
-            try:
-                bound = signature.bind(*args, **keywords)
-            except TypeError as error:
-                raise TypeError(f"{run.__name__}() {error}") from None
-            bound.apply_defaults()
-            values = bound.arguments
-            x = Arguments(*(values.pop(name, None) for name in Arguments._fields))
-            added = {other.name: values.pop(other.name) for other in others}
-            options = dataclasses.replace(Options(**values), **fixed)
-            return run(*prepare(x, options, values["layout"], shards(**added)), **added)
-
-        call.__signature__ = signature  # type: ignore[attr-defined]
-        return call
-
-    return decorate
 
 
 def mlstm_chunkwise_states(

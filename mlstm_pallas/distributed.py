@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.api import mlstm_chunkwise, with_arguments_of
+from mlstm_pallas.api import mlstm_chunkwise
 from mlstm_pallas.formulas.gate_gradients import inner
 from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, mark_segment_starts
 from mlstm_pallas.formulas.splits import decays_in_splits, other_decays
@@ -46,7 +46,7 @@ from mlstm_pallas.formulas.tiles import blocks_over, weighted
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
 from mlstm_pallas.planning.call_spec import CallSpec, Plan, plan_of
 from mlstm_pallas.planning.dispatch import stage
-from mlstm_pallas.prepare import Arguments, padded, results
+from mlstm_pallas.prepare import Arguments, padded, results, with_arguments_of
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, Residuals, States
 from mlstm_pallas.problem.validation import check_axis_name
 from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half

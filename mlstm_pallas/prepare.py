@@ -1,16 +1,21 @@
-"""Before and after a call runs: checks, its CallSpec, casts, padding and what is cut off again."""
+"""Before and after a call runs: checks, its CallSpec, casts, padding and what is cut off again.
+
+``with_arguments_of`` is ``prepare`` as a decorator.
+"""
 
 import dataclasses
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from mlstm_pallas.formulas.chunk_list import check_segments_fit
 from mlstm_pallas.formulas.gates import CARRIES_ON, mark_segment_starts, steps_within
 from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.planning.call_spec import CallSpec, call_spec
@@ -27,6 +32,7 @@ from mlstm_pallas.problem.annotations import (
 from mlstm_pallas.problem.arrays import Inputs, States, Token
 from mlstm_pallas.problem.dimensions import Layout, Problem, accumulator_dtype
 from mlstm_pallas.problem.gpu import target_gpu
+from mlstm_pallas.problem.signatures import bind
 from mlstm_pallas.schedules.sharding import sharded_alike
 
 _log = logging.getLogger("mlstm_pallas")
@@ -104,7 +110,7 @@ def prepare(
     spec = call_spec(options, sizes, x.q.dtype)
     if N is not None:
         negative_segments = int(x.c_initial is not None and _may_be_negative(x.segment_ids))
-        validation.check_segments_fit(N, spec.backend, negative_segments)
+        check_segments_fit(N, spec.backend, negative_segments)
         spec = dataclasses.replace(
             spec, num_segments=N + negative_segments, negative_segments=negative_segments
         )
@@ -115,6 +121,42 @@ def prepare(
     validation.check_layout_is_meant(layout, sizes, x.c_initial, x.segment_ids)
     _log.debug("%s", spec)
     return spec, constants(x)
+
+
+_Public = TypeVar("_Public", bound=Callable[..., Any])
+
+
+def with_arguments_of(
+    public: _Public, shards: Callable[..., int] = lambda: 1, **fixed: Any
+) -> Callable[[Callable[..., Any]], _Public]:
+    """Gives a function the arguments of a public one but num_segments and reverse, prepared.
+
+    It decorates (spec, Arguments, **keyword-only arguments, which are added) -> results.
+
+    Args:
+      public: ``mlstm_chunkwise``; Any for type checkers where arguments are added.
+      shards: the number of shards of the sequence, from the arguments that are added.
+      fixed: options that do not depend on the caller's.
+    """
+
+    def decorate(run: Callable[..., Any]) -> Any:
+        others = [x for x in inspect.signature(run).parameters.values() if x.kind is x.KEYWORD_ONLY]
+        parameters = dict(inspect.signature(public).parameters)
+        del parameters["num_segments"], parameters["reverse"]
+        signature = inspect.Signature([*parameters.values(), *others])
+
+        @functools.wraps(run)
+        def call(*args: Any, **keywords: Any) -> Any:
+            values = bind(run, signature, args, keywords)
+            x = Arguments(*(values.pop(name, None) for name in Arguments._fields))
+            added = {other.name: values.pop(other.name) for other in others}
+            options = dataclasses.replace(Options(**values), **fixed)
+            return run(*prepare(x, options, values["layout"], shards(**added)), **added)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
 def prepare_steps(

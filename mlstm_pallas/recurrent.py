@@ -21,6 +21,7 @@ from mlstm_pallas.problem.annotations import (
     StatesTuple,
 )
 from mlstm_pallas.problem.arrays import States, Token
+from mlstm_pallas.problem.callers import warn_caller
 from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype
 from mlstm_pallas.schedules.sharding import run_step, sharded_alike
 from mlstm_pallas.stages.recurrent_step import Operands, split_token
@@ -136,11 +137,11 @@ def mlstm_recurrent_step(
     if the caller does not use them afterwards: in a jitted loop, or if they are
     donated to jax.jit (donate_argnums). Otherwise they are copied first.
     In a loop with few other operations, a small batch is faster in a CUDA graph
-    (XLA_FLAGS=--xla_gpu_graph_min_graph_size=1): 6.2 instead of 13 us per step
-    at B = 1 on an H200.
+    (XLA_FLAGS=--xla_gpu_graph_min_graph_size=1): on an H200 a step at B = 1
+    takes 7.3 us in one, about half the time.
 
     States in bfloat16 have half the bytes: on an H200, with 8 heads of 256/512,
-    a step takes 55 % of its time with float32 states at B = 37 and 128. Each
+    a step at B = 128 takes 52 % of its time with float32 states. Each
     state has its own dtype: cast c alone, and keep n and m, 1 / DHV of the
     bytes, in float32. A rounded c keeps its error for as long as it remembers:
     for heads of 64/128 after 8192 steps with f near 0, 4, 6 and 10, h is off by
@@ -233,11 +234,11 @@ def mlstm_recurrent_sequence(
     layout: LayoutName = validation.DEFAULT_LAYOUT, backend: BackendName | None = None,
     config: KernelConfig | None = None,
 ) -> tuple[jax.Array, StatesTuple]:  # fmt: skip
-    """Advances the mLSTM by a few tokens, one after the other.
+    """Advances the mLSTM by a few tokens, one after the other. Deprecated.
 
-    It is ``mlstm_recurrent_step`` in a loop, for speculative tokens and short
-    prompts; for many tokens ``mlstm_chunkwise`` is faster. The loop of
-    speculative decoding is in docs/serving.md.
+    ``mlstm_ring_step`` checks drafts in one call and takes them back to the
+    bit, ``mlstm_chunkwise`` reads short prompts, with sequence_lengths too, and
+    ``jax.lax.scan`` over ``mlstm_recurrent_step`` is this loop.
 
     Args:
       q: queries, (B, NH, S, DHQK), or (B, S, NH, DHQK) with layout "BTNH".
@@ -267,8 +268,14 @@ def mlstm_recurrent_sequence(
       TypeError, ValueError: as ``mlstm_recurrent_step``.
 
     Warns:
+      DeprecationWarning: always.
       UserWarning: as ``mlstm_chunkwise``, where layout is left out.
     """
+    warn_caller(
+        "mlstm_recurrent_sequence is deprecated: use mlstm_ring_step for drafts, mlstm_chunkwise "
+        "for short prompts, or jax.lax.scan over mlstm_recurrent_step",
+        DeprecationWarning,
+    )
     options = Options(
         eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
         input_gate=input_gate, normalize=normalize, layout=layout, backend=backend, config=config,

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.api import mlstm_chunkwise, with_arguments_of
+from mlstm_pallas.api import mlstm_chunkwise
 from mlstm_pallas.formulas.gates import log_forget_gate, log_input_gate, mark_segment_starts
 from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.options import Options
-from mlstm_pallas.prepare import Arguments, padded, prepare, results
+from mlstm_pallas.prepare import Arguments, padded, prepare, results, with_arguments_of
 from mlstm_pallas.problem.annotations import Array, InputGateName, LayoutName, StatesTuple
 from mlstm_pallas.problem.arrays import Forward
 from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype

@@ -42,7 +42,6 @@ HELPERS = {
     "stabiliser_scan",
     "m_summaries",
     "m_carry_scan",
-    "key_sums",
     "step_sums",
     "vector_states",
     "step_gradients",

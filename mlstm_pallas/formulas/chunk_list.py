@@ -21,6 +21,26 @@ from mlstm_pallas.formulas.tiles import divide, remainder, rounded_up
 from mlstm_pallas.problem.arrays import heads_as_rows, rows_as_heads
 from mlstm_pallas.problem.dimensions import Problem
 
+# On Triton the grid of the fused scan has the parts of a row on its second axis, which CUDA limits
+# to 65,535; two parts are behind the segments.
+MAX_SEGMENTS = 2**16 - 3
+
+
+def check_segments_fit(num_segments: int, backend: str | None, negative_segments: int = 0) -> None:
+    """Raises for more segments than the grid of a kernel has places for.
+
+    negative_segments: of ``CallSpec``.
+    """
+    if backend != "xla" and num_segments + negative_segments > MAX_SEGMENTS:
+        less = (
+            "; one less with initial states and segment_ids that may be negative"
+            * negative_segments
+        )
+        raise ValueError(
+            f"num_segments is {num_segments}, expected at most {MAX_SEGMENTS}, the limit of a "
+            f"kernel's grid, or backend 'xla'{less}"
+        )
+
 
 class Parts(NamedTuple):
     """The parts of each row: N segments, the remainder, the padding, and the end of the row."""

@@ -4,12 +4,13 @@ import dataclasses
 import math
 from typing import Any
 
+from mlstm_pallas.formulas.chunk_list import check_segments_fit
 from mlstm_pallas.planning.call_spec import SMALL, CallSpec, call_spec, options_of
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.annotations import BackendName, LayoutName
 from mlstm_pallas.problem.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
-from mlstm_pallas.problem.validation import check_dtype, check_integer, check_segments_fit
+from mlstm_pallas.problem.validation import check_dtype, check_integer
 from mlstm_pallas.stages.stage import Launch
 
 

@@ -117,14 +117,27 @@ def known_gpu(device_kind: Any) -> Gpu | None:
     return None
 
 
+def _is_nvidia(device: Any) -> bool:
+    """Whether a GPU is NVIDIA's, as far as its client tells; jax calls ROCm's platform "gpu" too.
+
+    The client of a device at hand says "cuda 12090", that of one to compile for the device's name.
+    """
+    client = getattr(device, "client", None)
+    if client is None:  # an abstract device
+        return bool(device.platform != "rocm")
+    return "cuda" in client.platform_version or device.device_kind in client.platform_version
+
+
 def gpu_of(device: Any) -> Gpu:
     """The facts of a jax device; its name tells what it does not. UNKNOWN for another platform."""
     kind = device.device_kind
     if device.platform not in ("gpu", "cuda", "rocm"):
         return TPU if device.platform == "tpu" else UNKNOWN
     gpu = known_gpu(kind) or dataclasses.replace(UNKNOWN, name=kind)
+    if not _is_nvidia(device):
+        gpu = dataclasses.replace(gpu, capability=0, shared_bytes=_shared_bytes(0))
     capability, shared_bytes = gpu.capability, gpu.shared_bytes
-    if reported := getattr(device, "compute_capability", None):
+    if capability and (reported := getattr(device, "compute_capability", None)):
         numbers = re.fullmatch(r"\d+\.\d+", reported)  # not of another vendor: "gfx942"
         capability = round(10 * float(reported)) if numbers else 0
         shared_bytes = _shared_bytes(capability)

@@ -8,7 +8,6 @@ import math
 import numbers
 import operator
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar, cast, get_args
@@ -20,19 +19,15 @@ from jax import lax
 from jax.export import is_symbolic_dim
 
 from mlstm_pallas.problem.annotations import BackendName, LayoutName
+from mlstm_pallas.problem.callers import warn_caller
 from mlstm_pallas.problem.dimensions import MIN_CHUNK_SIZE, InputGate, Layout, is_power_of_two
 
-# On Triton the grid of the fused scan has the parts of a row on its second axis, which CUDA limits
-# to 65,535; two parts are behind the segments.
-MAX_SEGMENTS = 2**16 - 3
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 INPUT_DTYPES = (*KERNEL_DTYPES, "float64")
 FLOAT64 = '; float64 needs backend="xla" and jax_enable_x64'
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 # Of the environment: whether indices are checked that are on a device or traced.
 CHECKS = "MLSTM_PALLAS_CHECKS"
-# The first version that compiles the Mosaic GPU kernels, and the first that is not tested.
-MOSAIC_GPU_JAX = (0, 11, 2), (0, 13)
 
 SYMBOLIC_HINTS = {
     "B": ', or backend "xla", which takes a symbolic B',
@@ -235,7 +230,7 @@ DEFAULT_LAYOUT = cast(LayoutName, _DefaultLayout(Layout.BNTH))
 
 
 def check_layout_is_meant(layout: Any, sizes: Mapping[str, int], *states: Any) -> None:
-    """Warns, at the caller of the public function, if the default layout may not be meant.
+    """Warns if the default layout may not be meant.
 
     states: arrays or None; with other sizes than S = NH, existing ones would have failed the shape
     check in the other layout.
@@ -246,10 +241,9 @@ def check_layout_is_meant(layout: Any, sizes: Mapping[str, int], *states: Any) -
     if (S != NH or NH == 1) if any(x is not None for x in states) else S >= NH:
         return
     found = "S = NH, as many steps as heads" if S == NH else "S < NH, fewer steps than heads"
-    warnings.warn(
+    warn_caller(
         f'layout="BNTH", the default, reads q as (B, NH, S, DHQK) and finds {found}: pass '
-        'layout="BTNH" if it is (B, S, NH, DHQK), else layout="BNTH"',
-        stacklevel=4,  # called by prepare or prepare_steps, which public functions call
+        'layout="BTNH" if it is (B, S, NH, DHQK), else layout="BNTH"'
     )
 
 
@@ -405,22 +399,6 @@ def check_integer(
 check_chunk_size = functools.partial(check_integer, least=MIN_CHUNK_SIZE, power_of_two=True)
 
 
-def check_segments_fit(num_segments: int, backend: str | None, negative_segments: int = 0) -> None:
-    """Raises for more segments than the grid of a kernel has places for.
-
-    negative_segments: of ``CallSpec``.
-    """
-    if backend != "xla" and num_segments + negative_segments > MAX_SEGMENTS:
-        less = (
-            "; one less with initial states and segment_ids that may be negative"
-            * negative_segments
-        )
-        raise ValueError(
-            f"num_segments is {num_segments}, expected at most {MAX_SEGMENTS}, the limit of a "
-            f"kernel's grid, or backend 'xla'{less}"
-        )
-
-
 def check_lengths(lengths: Any) -> list[np.ndarray]:
     """The lengths of packed prompts as one array per row."""
     expected = "the steps of each prompt, integers >= 0, of one row or of each of several"
@@ -467,7 +445,10 @@ def check_axis_name(x: Any) -> None:
 
 def check_instance(name: str, x: Any, kind: type) -> Any:
     if x is not None and not isinstance(x, kind):
-        raise wrong(name, x, f"a {kind.__name__} or None", TypeError)
+        expected = f"a {kind.__name__} or None"
+        if (type(x).__module__, type(x).__qualname__) == (kind.__module__, kind.__qualname__):
+            expected += " of the same import of mlstm_pallas, which has been imported again"
+        raise wrong(name, x, expected, TypeError)
     return x
 
 

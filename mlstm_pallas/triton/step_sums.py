@@ -18,7 +18,7 @@ from mlstm_pallas.triton.parallel_fw_P import ParallelFwPTiles as StepSumsTiles
 __all__ = ["StepSumsTiles", "step_sums"]
 
 
-def _key_sums_kernel(
+def _step_sums_kernel(
     entries,  # of ``ChunkList``: () each; absent without a list
     rows,  # (L, DHQK), or (S, DHQK) with a list
     weights,  # (L,)
@@ -36,7 +36,7 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
     """Runs the stage: ``stages/step_sums.py``."""
     p = call.problem
     return kernel_call(
-        _key_sums_kernel,
+        _step_sums_kernel,
         operands(x.chunks, entries="bc")
         | operands(x, rows="bt0" if x.chunks is None else "bs0", weights="bt"),
         dict(sums=(floats(p.BNH, p.NC, p.DHQK), "bc0")),

@@ -6,9 +6,10 @@ of v and h, NC chunks of L steps.
 
 import dataclasses
 import functools
+import inspect
 import re
-from types import FunctionType
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from mlstm_pallas.planning.options import CHECKS, Options
 from mlstm_pallas.prepare import pad
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, Residuals, States, StoredStates
 from mlstm_pallas.problem.dimensions import InputGate, accumulator_dtype
+from mlstm_pallas.problem.signatures import bind
 from mlstm_pallas.problem.validation import (
     INPUT_DTYPES,
     KERNEL_DTYPES,
@@ -70,20 +72,22 @@ GRADIENTS = {name: f"{name[:3]}Delta{name[3:]}" for name in INPUTS}
 # What the flags add to the results.
 ASKED = {"return_last_states": ("matC_last", "vecN_last", "scaM_last"), "return_all_states": STATES}
 
-Function = TypeVar("Function")
+Function = TypeVar("Function", bound=Callable[..., Any])
 Arrays = dict[str, Any]  # by name, of a documented function with its other arguments
+Names = tuple[str, ...]
 
 
-def renamed(function: Function, name: str, module: str) -> Function:
-    """A copy under another name, which error messages about its arguments then show."""
-    original: Any = function
-    code = original.__code__.replace(co_name=name, co_qualname=name)
-    copy: Any = FunctionType(
-        code, original.__globals__, name, original.__defaults__, original.__closure__
-    )
-    copy.__doc__, copy.__annotations__ = original.__doc__, original.__annotations__
-    copy.__module__ = module
-    return copy
+def with_name(function: Function, name: str, module: str) -> Function:
+    """The function under the name that a system documents, which errors of its arguments show."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **keywords: Any) -> Any:
+        return function(**bind(call, signature, args, keywords))
+
+    call.__name__ = call.__qualname__ = name
+    call.__module__ = module
+    return cast(Function, call)
 
 
 # Each checks an argument that is no array, under the name that it has in a function.
@@ -153,32 +157,67 @@ def check_arrays(arrays: Arrays, contracts: dict[str, Shapes], statics: Arrays) 
     return check_shapes(arrays, contracts, sizes)
 
 
-def run(stage: str, arguments: Arrays, *names: Any, **tiles: str) -> tuple[Any, ...]:
-    """The results of a stage for the arguments of a documented function, which it checks.
-
-    Initial states that are None are zeros.
+def documented(stage: str, *names: str, **tiles: str) -> Callable[[Function], Function]:
+    """Gives a documented function, which is its signature and its docstring, what it runs.
 
     Args:
       stage: a method of ``_Shard``; the kernel of this name may have tiles among the arguments.
-      names: of the results. An argument of the name of a result is a buffer, which is not read.
-        Flags among the arguments add ``ASKED``.
+      names: of the results.
       tiles: the arguments that are fields of the kernel's tiles under another name, by field; "":
         none is.
     """
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **keywords: Any) -> Any:
+            results = run(stage, bind(call, signature, args, keywords), names, tiles)
+            return results if len(results) > 1 else results[0]
+
+        return cast(Function, call)
+
+    return decorate
+
+
+def dtypes_of_results(stage: str, arrays: Arrays, names: Names, statics: Arrays) -> Arrays:
+    """The dtypes of results that are documented with another one than their stage's, by name.
+
+    Those of the backward pass are the gradients of the arguments that are not None.
+    """
+    if stage == "backward":
+        return {y: arrays[x].dtype for x, y in GRADIENTS.items() if arrays[x] is not None}
+    if stage == "parallel_bw_dQKV" and "output_dtype" in statics:
+        return dict.fromkeys(names, statics["output_dtype"])
+    buffers = {canonical(name): x for name, x in arrays.items() if x is not None}
+    return {name: buffers[name].dtype for name in names if name in buffers}
+
+
+def run(stage: str, arguments: Arrays, names: Names, tiles: dict[str, str]) -> tuple[Any, ...]:
+    """The results of a stage for the arguments of a ``documented`` function, which it checks.
+
+    Initial states that are None are zeros. An argument of the name of a result is a buffer at all
+    chunk boundaries, which is not read. Flags among the arguments add ``ASKED``.
+    """
     statics = check_statics(arguments)
     arrays = {name: x for name, x in arguments.items() if name in CONTRACTS}
-    contracts = {name: CONTRACTS[name][canonical(name) in names :] for name in arrays}
+    contracts = {
+        name: CONTRACTS[name][-1:] if canonical(name) in names else CONTRACTS[name]
+        for name in arrays
+    }
     if "num_chunks" not in statics:
         contracts["vecF"] = CONTRACTS["vecM"]
     if stage not in STAGES:
         contracts["vecI"] = CONTRACTS["vecM"]
     sizes = check_arrays(arrays, contracts, statics)
+    dtypes = dtypes_of_results(stage, arrays, names, statics)
+    results: Any = *(names or dtypes), *(ASKED[flag] for flag in ASKED if statics.get(flag))
     fields: Arrays = {x: statics[name] for x in FIELDS if (name := tiles.get(x, x)) in statics}
     fields = {f"triton_{stage}": fields} if fields else {}
     # In the backward functions the denominator, to which eps is added, is a constant.
     options: Arrays = dict(
         eps=0.0,
-        norm_val=float("vecN_out" not in arrays),
+        norm_val=0.0 if "vecN_out" in arrays else 1.0,
         recompute_states_in_bw=False,
         config=KernelConfig(**fields),
     )
@@ -191,14 +230,17 @@ def run(stage: str, arguments: Arrays, *names: Any, **tiles: str) -> tuple[Any, 
     if "qk_scale" in statics:
         problem = dataclasses.replace(spec.problem, qk_scale=statics["qk_scale"])
         spec = dataclasses.replace(spec, problem=problem)
-    results = _run(
+    values = _run(
         spec,
         {canonical(name): x for name, x in arrays.items() if canonical(name) not in names},
         stage=stage,
-        names=(*names, *(ASKED[flag] for flag in ASKED if statics.get(flag))),
+        names=results,
         output_dtype=statics.get("output_dtype", spec.dtype),
     )
-    return tuple(results)
+    return tuple(
+        x.astype(dtypes[name]) if name in dtypes else x
+        for name, x in zip(results, values, strict=True)
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "stage", "names", "output_dtype"))
@@ -400,13 +442,3 @@ class _Shard:
         )
         gradients = dx.q, dx.k, dx.v, dx.i, dx.f, *dx.initial
         return dict(zip(GRADIENTS.values(), gradients, strict=True))
-
-
-def backward(arguments: Arrays) -> tuple[jax.Array, ...]:
-    """The gradients of q, k, v, i, f and, if there are any, of the initial states.
-
-    The states before each chunk are recomputed where they are None.
-    """
-    inputs = {name: arguments[name] for name in GRADIENTS if arguments[name] is not None}
-    gradients = run("backward", arguments, *map(GRADIENTS.get, inputs))
-    return tuple(y.astype(x.dtype) for x, y in zip(inputs.values(), gradients, strict=True))

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from mlstm_pallas.problem.annotations import Array, StatesTuple
-from mlstm_pallas.xlstm_jax._common import STATES, backward, renamed, run
+from mlstm_pallas.xlstm_jax._common import STATES, documented, with_name
 from mlstm_pallas.xlstm_jax.triton_stablef import (
     _get_chunkwise_fwbw_kernel,
     _mlstm_chunkwise_fwbw_generator,
@@ -40,11 +40,12 @@ __all__ = [
     "mlstm_chunkwise_max_triton",
 ]
 
-mlstm_chunkwise_max_triton = renamed(
+mlstm_chunkwise_max_triton = with_name(
     mlstm_chunkwise_triton_stablef, "mlstm_chunkwise_max_triton", __name__
 )
 
 
+@documented("recurrent_fw_C", *STATES)
 def _mlstm_chunkwise__recurrent_fw_C(
     matK: Array, matV: Array, vecB: Array, vecI: Array, matC_states: Array | None = None,
     vecN_states: Array | None = None, scaMinter_states: Array | None = None,
@@ -60,20 +61,18 @@ def _mlstm_chunkwise__recurrent_fw_C(
       matC_initial, vecN_initial, scaMinter_initial: (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH);
         all or none (zeros).
     """
-    states = run("recurrent_fw_C", locals(), *STATES)
-    pairs = zip(states, (matC_states, vecN_states, scaMinter_states), strict=True)
-    return tuple(x if buffer is None else x.astype(buffer.dtype) for x, buffer in pairs)
 
 
+@documented("parallel_fw_H", "matH", "vecN_out")
 def _mlstm_chunkwise__parallel_fw_H(
     matQ: Array, matK: Array, matV: Array, matC_states: Array, vecN_states: Array,
     scaMinter_states: Array, vecI: Array, vecB: Array, qk_scale: float | None = None,
     CHUNK_SIZE: int = 64, NUM_CHUNKS: int = 1, EPS: float = 1e-6,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """H (B, NH, S, DHHV) in the dtype of matQ, and vecN_out, from the states before each chunk."""
-    return run("parallel_fw_H", locals(), "matH", "vecN_out")
 
 
+@documented("forward", "matH", "vecN_out", "scaM_last")
 def _mlstm_chunkwise_fw(
     matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array,
     matC_initial: Array | None = None, vecN_initial: Array | None = None,
@@ -86,9 +85,9 @@ def _mlstm_chunkwise_fw(
     vecI, vecF: pre-activations (B, NH, S). return_last_states adds the last states (C, N, M) in
     float32, and return_all_states adds the states at all chunk boundaries.
     """
-    return run("forward", locals(), "matH", "vecN_out", "scaM_last")
 
 
+@documented("recurrent_bw_dC", "matDeltaC_all")
 def _mlstm_chunkwise__recurrent_bw_dC(
     matQ: Array, vecI: Array, vecB: Array, scaMinter_states: Array, vecN_out: Array,
     matDeltaH: Array, matDeltaC_last: Array | None = None, qk_scale: float | None = None,
@@ -98,10 +97,9 @@ def _mlstm_chunkwise__recurrent_bw_dC(
 
     matDeltaC_last: the gradient of the last C, (B, NH, DHQK, DHHV).
     """
-    dC: jax.Array = run("recurrent_bw_dC", locals(), "matDeltaC_all")[0]
-    return dC
 
 
+@documented("parallel_bw_dQKV", "matDeltaQ", "matDeltaK", "matDeltaV")
 def _mlstm_chunkwise__parallel_bw_dQKV(
     matQ: Array, matK: Array, matV: Array, vecI: Array, vecB: Array, scaMinter_states: Array,
     matC_states: Array, vecN_out: Array, matDeltaH: Array, matDeltaC_states: Array,
@@ -112,9 +110,9 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
     matC_states are before each chunk and matDeltaC_states after each chunk, or both are at all
     boundaries.
     """
-    return run("parallel_bw_dQKV", locals(), "matDeltaQ", "matDeltaK", "matDeltaV")
 
 
+@documented("backward")
 def _mlstm_chunkwise_bw(
     matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array,
     matC_initial: Array | None = None, vecN_initial: Array | None = None,
@@ -128,4 +126,3 @@ def _mlstm_chunkwise_bw(
     See ``triton_stablef._mlstm_chunkwise_bw``. vecN_out is required; it is the one that
     ``_mlstm_chunkwise_fw`` returns, and EPS is added to it.
     """
-    return backward(locals())

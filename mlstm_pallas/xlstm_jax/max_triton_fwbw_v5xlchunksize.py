@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mlstm_pallas.problem.annotations import Array, StatesTuple
-from mlstm_pallas.xlstm_jax._common import STATES, backward, renamed, run
+from mlstm_pallas.xlstm_jax._common import STATES, documented, with_name
 from mlstm_pallas.xlstm_jax.triton_stablef import (
     _get_chunkwise_fwbw_kernel,
     _mlstm_chunkwise_fwbw_generator,
@@ -48,14 +48,15 @@ __all__ = [
 ]
 
 
-mlstm_chunkwise_max_triton = renamed(
+mlstm_chunkwise_max_triton = with_name(
     mlstm_chunkwise_triton_stablef, "mlstm_chunkwise_max_triton", __name__
 )
-mlstm_chunkwise__xl_chunk = renamed(
+mlstm_chunkwise__xl_chunk = with_name(
     mlstm_chunkwise_triton_stablef, "mlstm_chunkwise__xl_chunk", __name__
 )
 
 
+@documented("recurrent_fw_C", *STATES, siz_b_L="siz_b_LKV", siz_b_LKV="")
 def mlstm_chunkwise__recurrent_fw_C(
     matK: Array, matV: Array, vecF: Array, vecI: Array, matC_initial: Array | None = None,
     vecN_initial: Array | None = None, scaM_initial: Array | None = None,
@@ -64,10 +65,9 @@ def mlstm_chunkwise__recurrent_fw_C(
     num_stages: int | None = None,
 ) -> StatesTuple:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
-    tiles = dict(siz_b_L="siz_b_LKV", siz_b_LKV="")
-    return run("recurrent_fw_C", locals(), *STATES, **tiles)
 
 
+@documented("parallel_fw_H", "matH", "vecN_out")
 def mlstm_chunkwise__parallel_fw_Hintra(
     matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array, matC_all: Array,
     vecN_all: Array, scaM_all: Array, qk_scale: float | None = None, chunk_size: int = 64,
@@ -79,9 +79,9 @@ def mlstm_chunkwise__parallel_fw_Hintra(
 
     H is the whole output, with the inter-chunk part, despite the name.
     """
-    return run("parallel_fw_H", locals(), "matH", "vecN_out")
 
 
+@documented("forward", "matH", "vecN_out", "vecM_out")
 def mlstm_chunkwise_fw(
     matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array,
     matC_initial: Array | None = None, vecN_initial: Array | None = None,
@@ -94,9 +94,9 @@ def mlstm_chunkwise_fw(
     vecI, vecF: pre-activations (B, NH, S). return_last_states adds the last states (C, N, M) in
     float32, and return_all_states adds the states at all chunk boundaries.
     """
-    return run("forward", locals(), "matH", "vecN_out", "vecM_out")
 
 
+@documented("recurrent_bw_dC", "matDeltaC_all", siz_b_L="siz_b_LQ", siz_b_LQ="")
 def mlstm_chunkwise__recurrent_bw_dC(
     matQ: Array, vecI: Array, vecF: Array, scaM_all: Array, vecN_out: Array, matDeltaH: Array,
     matDeltaC_last: Array | None = None, qk_scale: float | None = None, chunk_size: int = 64,
@@ -104,14 +104,14 @@ def mlstm_chunkwise__recurrent_bw_dC(
     num_warps: int | None = None, num_stages: int | None = None, eps: float = 0.0,
 ) -> jax.Array:  # fmt: skip
     """The gradients of C at the chunk boundaries, shaped as matC_all, in the dtype of matQ."""
-    dC: jax.Array
-    (dC,) = run("recurrent_bw_dC", locals(), "matDeltaC_all", siz_b_L="siz_b_LQ", siz_b_LQ="")
-    return dC
 
 
 def _gradient(name: str) -> Callable[..., jax.Array]:
     """The function for the gradient of V, or its counterpart for Q or K."""
+    # parallel_bw_dQKV calls the rows of its output tiles siz_b_LQ, for keys too.
+    rows = "siz_b_LQ" if name == "Q" else "siz_b_LKV"
 
+    @documented("parallel_bw_dQKV", f"matDelta{name}", siz_b_LQ=rows, siz_b_LKV="")
     def gradient(
         matQ: Array, matK: Array, matV: Array, vecI: Array, vecA: Array, vecB: Array,
         matC_all: Array, vecN_all: Array, scaM_all: Array, vecN_out: Array, vecM_out: Array,
@@ -134,12 +134,8 @@ def _gradient(name: str) -> Callable[..., jax.Array]:
           siz_b_LKV, for Q siz_b_LQ: the rows of the gradient in a tile. The other one is not read.
           eps: the eps of the forward pass, which is added to vecN_out.
         """
-        # parallel_bw_dQKV calls the rows of its output tiles siz_b_LQ, for keys too.
-        rows = "siz_b_LQ" if name == "Q" else "siz_b_LKV"
-        (x,) = run("parallel_bw_dQKV", locals(), f"matDelta{name}", siz_b_LQ=rows, siz_b_LKV="")
-        return jnp.astype(x, output_dtype)
 
-    return renamed(gradient, f"mlstm_chunkwise__parallel_bw_d{name}", __name__)
+    return with_name(gradient, f"mlstm_chunkwise__parallel_bw_d{name}", __name__)
 
 
 mlstm_chunkwise__parallel_bw_dV = _gradient("V")
@@ -147,6 +143,7 @@ mlstm_chunkwise__parallel_bw_dQ = _gradient("Q")
 mlstm_chunkwise__parallel_bw_dK = _gradient("K")
 
 
+@documented("backward")
 def mlstm_chunkwise_bw(
     matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array,
     matC_initial: Array | None = None, vecN_initial: Array | None = None,
@@ -159,4 +156,3 @@ def mlstm_chunkwise_bw(
     See ``triton_stablef._mlstm_chunkwise_bw``. vecN_out is required; it is the one that
     ``mlstm_chunkwise_fw`` returns, and the eps of the forward pass is added to it.
     """
-    return backward(locals())

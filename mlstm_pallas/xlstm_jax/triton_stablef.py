@@ -31,7 +31,7 @@ from mlstm_pallas.fwbw import mlstm
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import Arguments, prepare
 from mlstm_pallas.problem.annotations import Array, StatesTuple
-from mlstm_pallas.xlstm_jax._common import STATES, backward, run
+from mlstm_pallas.xlstm_jax._common import STATES, documented
 
 __all__ = [
     "_get_chunkwise_fwbw_kernel",
@@ -46,15 +46,16 @@ __all__ = [
 ]
 
 
+@documented("recurrent_fw_C", *STATES)
 def _mlstm_chunkwise__recurrent_fw_C(
     matK: Array, matV: Array, vecF: Array, vecI: Array, matC_initial: Array | None = None,
     vecN_initial: Array | None = None, scaMinter_initial: Array | None = None,
     qk_scale: float | None = None, chunk_size: int = 64, num_chunks: int = 1,
 ) -> StatesTuple:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
-    return run("recurrent_fw_C", locals(), *STATES)
 
 
+@documented("parallel_fw_H", "matH", "vecN_with_eps", "vecM_out")
 def _mlstm_chunkwise__parallel_fw_H(
     matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array, matC_states: Array,
     vecN_states: Array, scaM_inter: Array, qk_scale: float | None = None, chunk_size: int = 64,
@@ -65,9 +66,9 @@ def _mlstm_chunkwise__parallel_fw_H(
 
     The states are those before each chunk.
     """
-    return run("parallel_fw_H", locals(), "matH", "vecN_with_eps", "vecM_out")
 
 
+@documented("forward", "matH", "vecN_with_eps", "vecM_out")
 def _mlstm_chunkwise_fw(
     matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array,
     matC_initial: Array | None = None, vecN_initial: Array | None = None,
@@ -80,9 +81,9 @@ def _mlstm_chunkwise_fw(
     vecI, vecF: pre-activations (B, H, T). return_last_states adds the last states (C, N, M) in
     float32, and return_all_states adds the states at all chunk boundaries.
     """
-    return run("forward", locals(), "matH", "vecN_with_eps", "vecM_out")
 
 
+@documented("recurrent_bw_dC", "matDeltaC_states", "matDeltaC_initial")
 def _mlstm_chunkwise__recurrent_bw_dC(
     matQ: Array, vecF: Array, scaM_inter: Array, vecM: Array, vecN_out: Array, matDeltaH: Array,
     matDeltaC_last: Array | None = None, qk_scale: float | None = None, chunk_size: int = 64,
@@ -98,9 +99,9 @@ def _mlstm_chunkwise__recurrent_bw_dC(
       matDeltaC_last: the gradient of the last C (B, H, DHQK, DHHV).
       store_initial_state: not read; the gradient of the first C is always returned.
     """
-    return run("recurrent_bw_dC", locals(), "matDeltaC_states", "matDeltaC_initial")
 
 
+@documented("parallel_bw_dQKV", "matDeltaQ", "matDeltaK", "matDeltaV")
 def _mlstm_chunkwise__parallel_bw_dQKV(
     matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array, vecM_combine: Array,
     scaM_inter: Array, matC_states: Array, matDeltaH: Array, vecN_out: Array,
@@ -116,9 +117,9 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
       matDeltaC_states: the gradients of C after each chunk, as from
         ``_mlstm_chunkwise__recurrent_bw_dC``, or at all boundaries.
     """
-    return run("parallel_bw_dQKV", locals(), "matDeltaQ", "matDeltaK", "matDeltaV")
 
 
+@documented("backward")
 def _mlstm_chunkwise_bw(
     matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array,
     matC_initial: Array | None = None, vecN_initial: Array | None = None,
@@ -141,7 +142,6 @@ def _mlstm_chunkwise_bw(
       vecN_out, matDeltaH: (B, H, T), (B, H, T, V); needed, despite their defaults.
       matDeltaC_last: the gradient of the last C (B, H, DHQK, DHHV).
     """
-    return backward(locals())
 
 
 def _mlstm_chunkwise_fwbw_generator(

@@ -107,8 +107,9 @@ def test_a_wrong_backend_of_the_environment_is_named(monkeypatch):
 
 def test_use_backend_that_is_never_entered_warns():
     message = r"^use_backend\('interpret'\) did nothing: it is for a with statement$"
-    with pytest.warns(RuntimeWarning, match=message):
+    with pytest.warns(RuntimeWarning, match=message) as caught:
         use_backend("interpret")
+    assert [x.filename for x in caught] == [__file__]
     with use_backend("xla"):  # and one that is entered does not
         pass
 

@@ -516,7 +516,7 @@ def test_num_segments_and_rows_of_prompts_may_be_exactly_their_limits():
 
 
 @pytest.mark.quick("mlstm_recurrent", "recurrence")
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize(
     "function",
     [mlstm_chunkwise, mlstm_recurrent_sequence, reference.chunkwise, reference.recurrence],
@@ -534,6 +534,7 @@ def test_more_heads_than_steps_get_a_warning_at_each_line_that_names_no_layout(f
         for _ in range(2):
             jax.eval_shape(lambda: function(**x))
         jax.eval_shape(lambda: function(**x))
+    caught = [x for x in caught if x.category is UserWarning]
     assert [str(x.message) for x in caught] == [message] * 2
     assert [(x.filename, x.lineno - line) for x in caught] == [(__file__, 4), (__file__, 5)]
     few = inputs(B, NH, 1)
@@ -545,6 +546,40 @@ def test_more_heads_than_steps_get_a_warning_at_each_line_that_names_no_layout(f
     trace(stablef.mlstm_chunkwise_triton_stablef, BTNH)
     default = inspect.signature(function).parameters["layout"]
     assert str(default) == "layout: Literal['BNTH', 'BTNH'] = 'BNTH'"
+
+
+@pytest.mark.quick("mlstm_recurrent", "chunkwise")
+@pytest.mark.parametrize(
+    "function",
+    [
+        mlstm_chunkwise,
+        partial(mlstm_chunkwise_states, every=16),
+        mlstm_recurrent_sequence,
+        reference.chunkwise,
+        reference.recurrence,
+        partial(mlstm_chunkwise_sequence_parallel, axis_name="s"),
+    ],
+    ids=lambda x: getattr(x, "func", x).__name__,
+)
+def test_a_warning_is_at_the_line_of_the_caller_however_deep_in_the_package(function):
+    file, scope = f"{mlstm_pallas.__path__[0]}/folder/file.py", {}
+    exec(compile("def inside(call, **x): return call(**x)", file, "exec"), scope)
+    x = zeros(BTNH)
+    for depth in (0, 1, 7):  # functions of the package between the caller and the function
+        call = function
+        for _ in range(depth):
+            call = partial(scope["inside"], call)
+
+        def caller(_, call=call):
+            return call(**x)
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            jax.eval_shape(jax.vmap(jax.jit(caller), axis_name="s"), array(1))
+        line = caller.__code__.co_firstlineno + 1
+        assert {(y.filename, y.lineno) for y in caught} == {(__file__, line)}
+        deprecated = [DeprecationWarning] * (function is mlstm_recurrent_sequence)
+        assert [y.category for y in caught] == [*deprecated, UserWarning]
 
 
 @pytest.mark.parametrize("function", STEPS)

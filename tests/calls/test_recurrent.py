@@ -427,6 +427,17 @@ def test_compiles_without_spills(device, dtype, variant):
         assert (row["note"], row["spill_store_bytes"]) == ("", 0)
 
 
+def test_a_sequence_is_deprecated():
+    x = random_inputs(0, 1, 1, 2, 16, 16)
+    message = (
+        "mlstm_recurrent_sequence is deprecated: use mlstm_ring_step for drafts, mlstm_chunkwise "
+        "for short prompts, or jax.lax.scan over mlstm_recurrent_step"
+    )
+    with pytest.warns(DeprecationWarning, match=f"^{message}$") as caught:
+        mlstm_recurrent_sequence(**x, layout="BNTH")
+    assert [y.filename for y in caught] == [__file__]
+
+
 def test_joined_arrays_of_wrong_shapes():
     x = random_token(3, 2, 3, 1, 48, 80)
     qkvo, *others = token = joined_arrays(*x)

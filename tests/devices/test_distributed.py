@@ -258,7 +258,7 @@ def test_splits_of_a_shard_take_their_products_from_its_summary():
     compare(OUTPUTS, *map(jax.tree.leaves, (result, jax.jit(whole)(*x))), BOUND)
     launches = compile_report.equations(run.trace(*x).jaxpr.jaxpr, "pallas_call")
     names = Counter(x.params["name"] for x in launches)
-    assert (names["key_sums"], names["split_products"]) == (1, 1)
+    assert (names["step_sums"], names["split_products"]) == (1, 1)
 
 
 def test_no_batch_at_all():

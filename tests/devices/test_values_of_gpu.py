@@ -50,6 +50,21 @@ def test_facts_of_a_device_before_those_of_its_name():
     )
 
 
+def test_a_gpu_of_another_vendor_has_no_compute_capability_even_if_it_reports_numbers():
+    def client(version):
+        return types.SimpleNamespace(platform_version=version)
+
+    x = dict(compute_capability="9.4")
+    for version in "rocm 60300", "PJRT C API\nrocm 60300", "another 1":
+        assert facts("Foo", client=client(version), **x) == ("Foo", 0, 108, 65536)
+        assert facts("Foo", client=client(version)) == ("Foo", 0, 108, 65536)
+    assert facts("Foo", "rocm", **x) == ("Foo", 0, 108, 65536)
+    for others in {}, dict(client=client("PJRT C API\nAMD Instinct MI300X")):
+        assert facts("AMD Instinct MI300X", **x, **others)[1:] == (0, 304, 65536)
+    for version in "cuda 12090", "PJRT C API\ncuda 13000", "PJRT C API\nNVIDIA Foo":
+        assert facts("NVIDIA Foo", client=client(version), **x)[1:3] == (94, 108)
+
+
 def test_what_follows_from_the_facts():
     """What follows from them: CTAs that fill a GPU, bytes per SM, and what kernels may use."""
     assert [

@@ -3,6 +3,7 @@
 As a script it reloads every module, one at a time, each in a package that is imported anew.
 """
 
+import functools
 import importlib
 import os
 import pkgutil
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import run_python
+from oracle import refused, run_python
 
 import mlstm_pallas
 from mlstm_pallas.planning.backend import jax_has_mosaic_gpu
@@ -54,6 +55,24 @@ def check(package, before):
     )
     loaded = jax.export.deserialize(exported.serialize())
     return lambda: jax.jit(lambda *x: loaded.call(*x))(*token(), before)
+
+
+def test_a_config_of_another_import_is_refused_with_the_cause():
+    before, old = modules(), mlstm_pallas.KernelConfig()
+    q, *_, gate = (x[:, :, None] for x in token())
+    message = (
+        "config is KernelConfig(), expected a KernelConfig or None of the same import of "
+        "mlstm_pallas, which has been imported again"
+    )
+    try:
+        package = imported_again()
+        for call, config in (package, old), (mlstm_pallas, package.KernelConfig()):
+            run = functools.partial(call.mlstm_chunkwise, layout="BNTH", config=config)
+            refused(TypeError, message, run, q, q, q, gate, gate)
+    finally:
+        for name in modules():
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 @pytest.mark.slow

@@ -459,10 +459,10 @@ BACKWARD += "step_gradients fffff 0, XLA {}"
 def test_what_triton_kernels_round():
     """h once, not in each of eight launches of the scan."""
     assert roundings("triton", fused=True, triton_recurrent_fw_H=dict(state_rows=32)) == (
-        GATES + "key_sums f 0, parallel_fw_P hfhf 3, "
+        GATES + "step_sums f 0, parallel_fw_P hfhf 3, "
         "recurrent_fw_H f 1, recurrent_fw_H h 2, " + BACKWARD.format("split_products hf 2, ", 1)
     )
     assert roundings("triton", fused=False) == (
         GATES + "split_products hf 2, recurrent_fw_C h 1, "
-        "key_sums f 0, parallel_fw_H hf 2, " + BACKWARD.format("", 2)
+        "step_sums f 0, parallel_fw_H hf 2, " + BACKWARD.format("", 2)
     )
