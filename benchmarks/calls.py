@@ -3,8 +3,6 @@
 import dataclasses
 import json
 
-from roofline import BACKWARD, FORWARD
-
 from mlstm_pallas import KernelConfig, stages
 from mlstm_pallas.planning.call_spec import launch_of as planned_launch
 from mlstm_pallas.problem.validation import check_chunk_size
@@ -84,8 +82,7 @@ def config_row(spec, stages=()):
     row = dict(chunk_size=spec.problem.L, fused=plan.uses_fused_scan)
     if plan.uses_fused_scan:
         row["num_splits"] = plan.num_splits
-    of_call = *FORWARD[plan.uses_fused_scan], *BACKWARD[plan.by_chunk]
-    for stage in stages or dict.fromkeys(of_call):
+    for stage in stages or [x for x in plan.forward | plan.backward if x in STAGES]:
         launch = launch_of(spec, stage)
         if launch.tiles is not None:
             row[f"{launch.lowering.folder}_{stage}"] = dict(vars(launch.tiles))

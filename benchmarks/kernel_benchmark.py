@@ -44,7 +44,6 @@ import shapes
 from calls import STAGES, Stage, config_row, launch_of, padded
 from command import RequestError
 from peers import random_inputs, swap_heads
-from roofline import BACKWARD
 from runner import UnsupportedError, WrongOutputError
 
 from mlstm_pallas import mlstm_chunkwise
@@ -222,9 +221,9 @@ class MlstmPallasStage(MlstmPallas):
             raise ValueError(f"a stage by itself is not padded: its tiles need {sizes}")
         self.call = launch_of(self.spec, stage)
         self.config |= config_row(self.spec, [stage])
-        scores = BACKWARD[self.spec.plan.by_chunk][1]
         # Whether recurrent_bw_dC has queries and keys with their weights.
-        calls = (launch_of(self.spec, name) for name in (scores, "recurrent_bw_dC"))
+        backward, before = self.spec.plan.backward, ("parallel_bw_dP", "recurrent_bw_dC")
+        calls = (backward[name] for name in before if name in backward)
         self.weighted = all(call.lowering.folder == "mosaic_gpu" for call in calls)
         if Lowering(backend).folder != self.call.lowering.folder:
             raise UnsupportedError(f"{stage} has no {backend} kernel for this shape and dtype")

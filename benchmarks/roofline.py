@@ -16,18 +16,9 @@ REFERENCE_CHUNK = 128
 DEVICE_RATES = {"H200": (790e12, 4.27e12)}
 
 
-# The stages of the forward pass, by whether it is the fused scan.
-FORWARD = {
-    False: ("chunk_gates", "recurrent_fw_C", "parallel_fw_H"),
-    True: ("chunk_gates", "parallel_fw_P", "recurrent_fw_H"),
-}
-
-
-# The stages of the backward pass, by whether one stage computes all gradients of a chunk.
-BACKWARD = {
-    False: ("chunk_gates", "parallel_bw_dP", "recurrent_bw_dC", "parallel_bw_dQKV"),
-    True: ("chunk_gates", "recurrent_bw_dC", "chunk_gradients"),
-}
+# The stages whose products are counted: those of materialised and of recomputed states.
+FORWARD = "recurrent_fw_C", "parallel_fw_H"
+BACKWARD = "parallel_bw_dP", "recurrent_bw_dC", "parallel_bw_dQKV"
 
 
 def _flops(shape, stages):
@@ -43,7 +34,7 @@ def forward(shape, itemsize):
     Bytes: q, k, v, h and, in float32, i, f. The states stay on the chip.
     """
     moved = itemsize * (2 * shape.DHQK + 2 * shape.DHV) + 8
-    return Cost(_flops(shape, FORWARD[False]), shape.steps * moved)
+    return Cost(_flops(shape, FORWARD), shape.steps * moved)
 
 
 def backward(shape, itemsize):
@@ -53,7 +44,7 @@ def backward(shape, itemsize):
     the chip.
     """
     moved = itemsize * (4 * shape.DHQK + 4 * shape.DHV) + 24
-    return Cost(_flops(shape, BACKWARD[False]), shape.steps * moved)
+    return Cost(_flops(shape, BACKWARD), shape.steps * moved)
 
 
 def mlstm(shape, itemsize, direction):

@@ -227,12 +227,11 @@ def _by_chunk(spec: CallSpec, lowering: Lowering) -> bool:
 class Plan:
     """What runs in a call: the launches of all its stages, and what schedules branch on.
 
-    It is complete when it is made, by ``plan_of`` alone.
+    It is complete when it is made, by ``plan_of`` alone, and every launch runs.
 
     Attributes:
       lowering: of the kernels, before those that a kernel falls to; "xla": all is plain jnp.
-      forward, backward: the launches of the passes, in order but for the small ones. Those of a
-        step are ``forward``.
+      forward, backward: the launches of the passes, in order. Those of a step are ``forward``.
       summary: the launches for what the devices of a sequence exchange.
       scan: the fused scan without splits, whose tiles have its chunks, used or not.
       scan_problem: the problem in the chunks of the fused scan.
@@ -283,39 +282,50 @@ class Plan:
         return self.is_plain and bool(self.spec.config.batch_invariant)
 
 
+def _launches(spec: CallSpec, *names: str, lowering: Lowering, **options: Any) -> Launches:
+    """The launches of stages, by ``launch_of``."""
+    return {name: launch_of(spec, name, lowering, **options) for name in names}
+
+
+def _until_scan(spec: CallSpec, lowering: Lowering, scan: Launch) -> tuple[Launches, Launches]:
+    """The launches up to the fused scan, in its chunks, in two parts.
+
+    The first part is what the devices of a sequence compute for their exchange as well. What is
+    small has the lowering of parallel_fw_P.
+    """
+    of = functools.partial(_launches, spec, problem=scan.problem)
+    scores = of("parallel_fw_P", lowering=scan.lowering)
+    small = functools.partial(of, lowering=scores["parallel_fw_P"].lowering)
+    gates_and_sums = of("chunk_gates", lowering=lowering) | small("step_sums")
+    return gates_and_sums, small("vector_states") | scores
+
+
+def _backward(spec: CallSpec, lowering: Lowering, *, key_sums: bool = False) -> Launches:
+    """The launches of the backward pass.
+
+    What is small has the lowering of the kernel that computes the scores. On Mosaic GPU that kernel
+    leaves the sums of queries to step_sums.
+
+    key_sums: whether the pass sums keys, because no forward pass has kept n.
+    """
+    by_chunk = _by_chunk(spec, lowering)
+    first = [] if by_chunk else ["parallel_bw_dP"]
+    last = "chunk_gradients" if by_chunk else "parallel_bw_dQKV"
+    scores = launch_of(spec, last if by_chunk else "parallel_bw_dP", lowering).lowering
+    query_sums = spec.normaliser is not None and scores is Lowering.MOSAIC_GPU
+    sums = ["step_sums"] if query_sums or key_sums else []
+    between = *sums, "vector_states"
+    names = "chunk_gates", *first, "recurrent_bw_dC", *between, last, "step_gradients"
+    return {x: launch_of(spec, x, scores if x in SMALL else lowering) for x in names}
+
+
 def plan_of(spec: CallSpec, lowering: Lowering) -> Plan:
     """The plan of a call, or of a shard, in a lowering."""
-    p, N = spec.problem, spec.num_segments
-
-    def launches(*names: str, lowering: Lowering = lowering, **options: Any) -> Launches:
-        return {name: launch_of(spec, name, lowering, **options) for name in names}
-
-    def until_scan(p: Problem, lowering: Lowering) -> Launches:
-        """The launches up to the fused scan, in its chunks; lowering: the scan's."""
-        scores = launches("parallel_fw_P", lowering=lowering, problem=p)
-        small = launches(*SMALL, lowering=scores["parallel_fw_P"].lowering, problem=p)
-        return launches("chunk_gates", problem=p) | scores | small
-
     if spec.stage is not None:
-        return Plan(spec, lowering, launches(spec.stage))
-    if N is not None:
-        # The fused scan over a list of chunks. Its segments run side by side, as heads do.
-        scan = launch_of(spec, "recurrent_fw_H", lowering, dataclasses.replace(p, NH=p.NH * N))
-
-        def in_list(L: int) -> Problem:
-            return dataclasses.replace(p, S=num_entries(spec.steps, N, L) * L, L=L)
-
-        scan = dataclasses.replace(scan, problem=in_list(scan.tiles.siz_b_L if scan.tiles else p.L))
-        forward = until_scan(scan.problem, scan.lowering) | dict(recurrent_fw_H=scan)
-        sequence = dataclasses.replace(
-            spec.forward_only,
-            problem=in_list(p.L),
-            layout=Layout.BNTH,
-            num_segments=None,
-            return_last_states=False,
-        )
-        return Plan(spec, lowering, forward, in_list=plan_of(sequence, lowering))
-
+        return Plan(spec, lowering, _launches(spec, spec.stage, lowering=lowering))
+    if spec.num_segments is not None:
+        return _plan_of_segments(spec, lowering, spec.num_segments)
+    p, of = spec.problem, functools.partial(_launches, spec, lowering=lowering)
     scan = launch_of(spec, "recurrent_fw_H", lowering)
     L, splits = spec.scan or (scan.tiles.siz_b_L if scan.tiles else p.L, None)
     scan_problem = p.in_chunks_of(L)
@@ -323,34 +333,61 @@ def plan_of(spec: CallSpec, lowering: Lowering) -> Plan:
     summary_splits = _summary_splits(p, num_splits)
     if scan.tiles is None:
         num_splits = 0
-    forward = launches("chunk_gates", "recurrent_fw_C", "parallel_fw_H")
+
+    def products(splits: int) -> Launches:
+        return of("split_products", problem=scan_problem, num_splits=splits)
+
+    first, scores = Launches(), Launches()
+    if num_splits or spec.scan:
+        in_scan = dataclasses.replace(scan, problem=scan_problem)
+        first, scores = _until_scan(spec, lowering, in_scan)
+    forward = of("chunk_gates", "recurrent_fw_C", "parallel_fw_H")
     if num_splits:
-        forward = until_scan(scan_problem, scan.lowering)
-        if num_splits > 1:
-            forward |= launches("split_products", problem=scan_problem, num_splits=num_splits)
-        forward |= launches("recurrent_fw_H", problem=scan_problem.split(num_splits))
-    if _by_chunk(spec, lowering):
-        backward = launches("chunk_gates", "recurrent_bw_dC", "chunk_gradients")
-        scores = backward["chunk_gradients"]
-    else:
-        backward = launches("chunk_gates", "parallel_bw_dP", "recurrent_bw_dC", "parallel_bw_dQKV")
-        scores = backward["parallel_bw_dP"]
-    backward |= launches(*SMALL, lowering=scores.lowering)
-    summary: Launches = {}
-    if spec.scan:
-        summary = until_scan(scan_problem, scan.lowering) | launches(
-            "split_products", problem=scan_problem, num_splits=summary_splits
-        )
+        forward = scores if spec.scan else first | scores
+        if num_splits > 1 and not (spec.scan and summary_splits == num_splits):
+            forward |= products(num_splits)
+        forward |= of("recurrent_fw_H", problem=scan_problem.split(num_splits))
     return Plan(
         spec,
         lowering,
         forward,
-        backward,
-        summary,
-        scan,
-        scan_problem,
-        num_splits,
-        summary_splits,
+        backward=_backward(spec, lowering),
+        summary=first | products(summary_splits) if spec.scan else {},
+        scan=scan,
+        scan_problem=scan_problem,
+        num_splits=num_splits,
+        summary_splits=summary_splits,
+    )
+
+
+def _plan_of_segments(spec: CallSpec, lowering: Lowering, N: int) -> Plan:
+    """The plan of N packed segments per row, whose states are returned.
+
+    The forward pass is the fused scan over a list of chunks, whose segments run side by side, as
+    heads do. The backward pass runs over another list.
+    """
+    p = spec.problem
+    scan = launch_of(spec, "recurrent_fw_H", lowering, dataclasses.replace(p, NH=p.NH * N))
+
+    def in_list(L: int) -> Problem:
+        return dataclasses.replace(p, S=num_entries(spec.steps, N, L) * L, L=L)
+
+    scan = dataclasses.replace(scan, problem=in_list(scan.tiles.siz_b_L if scan.tiles else p.L))
+    first, scores = _until_scan(spec, lowering, scan)
+    sequence = dataclasses.replace(
+        spec.forward_only,
+        problem=in_list(p.L),
+        layout=Layout.BNTH,
+        num_segments=None,
+        return_last_states=False,
+    )
+    backward = _backward(sequence, lowering, key_sums=True)
+    return Plan(
+        spec,
+        lowering,
+        first | scores | dict(recurrent_fw_H=scan),
+        scan_problem=scan.problem,
+        in_list=Plan(sequence, lowering, {}, backward),
     )
 
 

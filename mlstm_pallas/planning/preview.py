@@ -66,10 +66,10 @@ class CallPlan:
     backward_bytes: int
 
     def __str__(self) -> str:
-        parts = (
-            f"{self.num_segments} segments" if self.num_segments else f"{self.num_splits} splits"
-        )
-        schedule = f"fused scan in {parts}" if self.fused else "states in memory"
+        parts = f" in {self.num_splits} splits" if self.num_splits > 1 else ""
+        if self.num_segments:
+            parts = f" in {self.num_segments} segments"
+        schedule = f"fused scan{parts}" if self.fused else "states in memory"
         rows = [("stage", "lowering", "CTAs", "per SM", "KiB", "tiles")]
         for x in self.launches:
             tiles = ", ".join(f"{name} {value}" for name, value in x.tiles.items())
@@ -159,7 +159,7 @@ def _call_plan(spec: CallSpec) -> CallPlan:
     p, plan, num_segments = spec.problem, spec.plan, spec.num_segments
     forward, backward = plan.forward, plan.backward
     if num_segments is not None:
-        p = forward["recurrent_fw_H"].problem
+        p = plan.scan_problem
     launches = (
         _planned(spec, name, x, backward=schedule is backward)
         for schedule in (forward, backward)

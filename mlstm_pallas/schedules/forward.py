@@ -85,8 +85,7 @@ def packed(plan: Plan, x: Inputs) -> Forward:
     It is the fused scan over a list of chunks, whose segments run side by side. Segments beyond
     the first N have no states; they reset them where they begin.
     """
-    spec, launches = plan.spec, plan.forward
-    L = launches["recurrent_fw_H"].problem.L
+    spec, launches, L = plan.spec, plan.forward, plan.scan_problem.L
     chunks, (C, n, m) = segments_of(spec, x, L)
     i, f, segment_starts = chunks.gates(x.i, x.f, x.segment_starts, m, L)
     in_list = x._replace(i=i, f=f, segment_starts=segment_starts, lengths=None)

@@ -1,5 +1,7 @@
 """call_spec.py: what runs where, in which chunks, splits and tiles, for a problem and a GPU."""
 
+import dataclasses
+import functools
 import itertools
 import re
 from functools import partial
@@ -12,15 +14,17 @@ import plans
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracle import HELPERS, call_shapes, for_device, mesh_for, results_of
+from oracle import HELPERS, call_shapes, for_device, mesh_for, needs_mosaic_gpu, results_of
 from plans import plan
 from stage_calls import spec_of
 from test_gpu_facts import NAMED
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise
+from mlstm_pallas import KernelConfig, distributed, mlstm_chunkwise
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.planning import backend
 from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.problem.gpu import known_gpu
+from mlstm_pallas.schedules import sharding
 
 WIDE = 256, 512  # heads wide enough for sequences to be split
 
@@ -29,6 +33,85 @@ WIDE = 256, 512  # heads wide enough for sequences to be split
 def any_jax(monkeypatch):
     """Plans of Mosaic GPU kernels, by a jax that need not have them."""
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+
+
+PASSES = "forward", "backward", "summary"
+
+
+def recording(plan_of, planned, ran):
+    """plan_of, whose plans put into both, by pass, what is planned and what runs, in order."""
+
+    class Recorded(dict):
+        def __init__(self, name, launches):
+            super().__init__(launches)
+            self.name = name
+
+        def __getitem__(self, stage):
+            ran[self.name][stage] = planned[self.name][tuple(self)] = None
+            return super().__getitem__(stage)
+
+    def recorded(plan):
+        passes = {name: Recorded(name, getattr(plan, name)) for name in PASSES}
+        in_list = plan.in_list and recorded(plan.in_list)
+        return dataclasses.replace(plan, **passes, in_list=in_list)
+
+    return lambda *args: recorded(plan_of(*args))
+
+
+def in_two_shards(*x, **options):
+    """A sequence over two devices."""
+    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", **options)
+    split = P(None, None, "s")
+    return jax.shard_map(run, in_specs=(split,) * 5, out_specs=split, check_vma=False)(*x)
+
+
+def in_two_segments(*x, **options):
+    ids = jnp.arange(x[0].shape[2])[None] // 300
+    return mlstm_chunkwise(*x, segment_ids=ids, num_segments=2, return_last_states=True, **options)
+
+
+FUSED, IN_SPLITS = KernelConfig(fused=True), KernelConfig(fused=True, num_splits=2)
+PLANS = {
+    "materialised": (mlstm_chunkwise, dict(config=KernelConfig(fused=False))),
+    "fused": (mlstm_chunkwise, dict(config=FUSED)),
+    "splits": (mlstm_chunkwise, dict(config=IN_SPLITS)),
+    "unnormalised": (mlstm_chunkwise, dict(config=FUSED, input_gate="sigmoid", normalize=False)),
+    "stored": (mlstm_chunkwise, dict(config=FUSED, recompute_states_in_bw=False)),
+    "segments": (in_two_segments, {}),
+    "shards": (in_two_shards, {}),
+    "shards_materialised": (in_two_shards, dict(config=KernelConfig(fused=False))),
+    "shards_in_splits": (in_two_shards, dict(config=IN_SPLITS)),
+    "shards_in_splits_of_unequal_chunks": (
+        in_two_shards,
+        dict(config=KernelConfig(fused=True, num_splits=8)),
+    ),
+}
+
+
+ON = [
+    *(("triton", name, WIDE) for name in PLANS),
+    *(("xla", name, WIDE) for name in ("materialised", "segments", "shards")),
+    *(pytest.param("mosaic_gpu", name, (64, 128), marks=needs_mosaic_gpu) for name in PLANS),
+    pytest.param("mosaic_gpu", "fused", WIDE, marks=needs_mosaic_gpu),
+]
+
+
+@pytest.mark.parametrize(("on", "name", "heads"), ON)
+def test_every_launch_that_is_planned_runs_in_this_order(on, name, heads, monkeypatch):
+    run, options = PLANS[name]
+    mesh = ((2,), "s") if run is in_two_shards else ()
+    planned, ran = ({x: {} for x in PASSES} for _ in range(2))
+    for module in (sharding, distributed):
+        monkeypatch.setattr(module, "plan_of", recording(module.plan_of, planned, ran))
+    with jax.sharding.use_abstract_mesh(mesh_for("NVIDIA H200", *mesh)):
+        jax.make_jaxpr(results_of(partial(run, backend=on, **options)))(
+            *call_shapes(1, 2, 1024, *heads)
+        )
+    for x in PASSES:
+        assert [*planned[x]] == ([tuple(ran[x])] if ran[x] else []), x
+    assert ran["forward"]
+    assert ran["backward"]
+    assert bool(ran["summary"]) == (run is in_two_shards)
 
 
 def test_the_table_of_plans(any_jax):
