@@ -15,7 +15,6 @@ import functools
 from collections.abc import Iterable
 from typing import Any, Self
 
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -23,7 +22,6 @@ from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, que
 from mlstm_pallas.formulas.tiles import blocks, fori, loop, weighted
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
-    CopyRing,
     copy_in,
     copy_out,
     head_of,
@@ -53,6 +51,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
     unravel,
 )
 from mlstm_pallas.mosaic_gpu.common.limits import KERNEL_DTYPE, HopperTiles
+from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
 from mlstm_pallas.stages.stage import KernelOptions, Launch, largest_block, sequence_shape
@@ -60,10 +59,10 @@ from mlstm_pallas.stages.stage import KernelOptions, Launch, largest_block, sequ
 FEW_CTAS = 528  # four per SM of an H200
 
 
-def _cta_tile(p: Problem, config: "ParallelFwHTiles"):
+def _cta_tile(p: Problem, tiles: "ParallelFwHTiles"):
     """A CTA's column block of h, block of queries in the chunk, head and chunk."""
     index = lax.axis_index("program")
-    column_blocks, query_blocks = blocks(p.DHV, config.siz_b_DHHV), blocks(p.L, config.siz_b_LQ)
+    column_blocks, query_blocks = blocks(p.DHV, tiles.siz_b_DHHV), blocks(p.L, tiles.siz_b_LQ)
     index, column = unravel(index, column_blocks)
     chunks = p.BNH * p.NC
     few = chunks * query_blocks * column_blocks <= FEW_CTAS
@@ -72,18 +71,18 @@ def _cta_tile(p: Problem, config: "ParallelFwHTiles"):
     return column, query_blocks - 1 - i, *unravel(chunk, p.NC)
 
 
-def _add_q_C(acc, q_smem, C_smem, wg, ring):
-    """acc += q C, over the first steps of the ring."""
-    _, steps, _, atom = q_smem.shape
+def _add_q_C(acc, q_smem, C_smem, wg, ring, steps):
+    """acc += q C; steps(j): the step of the ring with the j-th rows of C."""
+    _, parts, _, atom = q_smem.shape
 
-    @fori(steps)
-    def add(x):
-        q = q_smem.at[wg, x]
-        ring.mma(x, lambda slot: products.add(acc, q, C_smem.at[slot, :atom]), follows=x > 0)
+    @fori(parts)
+    def add(j):
+        (step,), q = steps(j), q_smem.at[wg, j]
+        ring.mma(step, lambda slot: products.add(acc, q, C_smem.at[slot, :atom]), follows=j > 0)
 
     products.wait(0)
     if ring.num_slots > 1:
-        ring.advance(np.int32(steps - 1))
+        ring.advance(*steps(parts - 1))
 
 
 def _add_q_k(acc, q, k):
@@ -130,37 +129,43 @@ def _kernel(
     v_barriers,
     *,
     p: Problem,
-    config: "ParallelFwHTiles",
+    tiles: "ParallelFwHTiles",
     normaliser: Normaliser | None,
 ) -> None:
-    wg, siz_b_DHHV = lax.axis_index("wg"), config.siz_b_DHHV
-    warpgroups = config.siz_b_LQ // WG_ROWS
-    column, i, head, chunk = _cta_tile(p, config)
-    _, steps_k, _, atom = q_smem.shape
+    wg, siz_b_DHHV = lax.axis_index("wg"), tiles.siz_b_DHHV
+    warpgroups = tiles.siz_b_LQ // WG_ROWS
+    column, i, head, chunk = _cta_tile(p, tiles)
+    _, parts, _, atom = q_smem.shape
     num_tiles = (i + 1) * warpgroups
     q, k, v = (head_of(x, head, p) for x in (matQ, matK, matV))
 
-    def steps(tile):  # in processing order
+    def rows_of(tile):  # in processing order
         return block(chunk * (p.L // WG_ROWS) + p.memory_index(tile, p.L // WG_ROWS), WG_ROWS)
 
-    def load_k(j, copy):
-        copy(k.at[steps(j)], k_smem)
+    def copy_k(j, copy):
+        copy(k.at[rows_of(j)], k_smem)
 
-    def load_v(step, copy):
-        C_rows = matC_states.at[head, chunk, block(step, atom), block(column, siz_b_DHHV)]
-        v_rows = v.at[steps(step - steps_k), block(column, siz_b_DHHV)]
-        pl.when(step < steps_k)(lambda: copy(C_rows, v_smem, slice(atom)))
-        pl.when(step >= steps_k)(lambda: copy(v_rows, v_smem))
+    def copy_C(x, copy):
+        C_rows = matC_states.at[head, chunk, block(x, atom), block(column, siz_b_DHHV)]
+        copy(C_rows, v_smem, slice(atom))
 
-    k_ring = CopyRing(k_barriers, num_tiles, load_k, readers=warpgroups)
-    v_ring = CopyRing(v_barriers, num_tiles + steps_k, load_v, readers=warpgroups)
+    def copy_v(j, copy):
+        copy(v.at[rows_of(j), block(column, siz_b_DHHV)], v_smem)
+
+    k_phases = Phases(keys=Phase(num_tiles, (copy_k,)))
+    v_phases = Phases(state=Phase(parts, (copy_C,)), values=Phase(num_tiles, (copy_v,)))
+    k_ring, v_ring = (
+        phases.ring(barriers, readers=warpgroups)
+        for phases, barriers in ((k_phases, k_barriers), (v_phases, v_barriers))
+    )
+    k_steps, v_steps = k_phases.of_item(), v_phases.of_item()
     tile = i * warpgroups + wg  # the warpgroup's 64 queries in the chunk, in processing order
-    for x in range(steps_k):
-        source = q.at[steps(tile), block(x, atom)]
+    for x in range(parts):
+        source = q.at[rows_of(tile), block(x, atom)]
         copy_in(source, q_smem.at[wg, x], q_full.at[wg])
     v_ring.prologue()
     k_ring.prologue()
-    rows = steps(tile)
+    rows = rows_of(tile)
     # Loaded before the products and used after them, so that their latency is hidden.
     u = [load_by_rows(x, head, rows) for x in vecU]
     w, m = (load_by_rows(x, head, rows) for x in (vecW, vecM))
@@ -169,31 +174,31 @@ def _kernel(
     def join_keys(j, carry):
         """Adds a tile of keys and values to the numerators and to the sums of P."""
         num, z = carry
-        keys = steps(j)
+        keys, (step,) = rows_of(j), k_steps("keys", j)
         e = [load(x.at[head, keys], BY_COLUMNS, optimized=False) for x in vecE]
-        slot = k_ring.wait(j)
+        slot = k_ring.wait(step)
         S = products.from_zeros(
             lambda acc: _add_q_k(acc, q_smem.at[wg], k_smem.at[slot]), WG_ROWS, WG_ROWS
         )
-        k_ring.advance(j)
+        k_ring.advance(step)
         P = causal_scores(S, decay_tile(e, u), p, (tile - j) * WG_ROWS)
         if normaliser is not None:
             z += products.sum_over_columns(P)
-        step = j + steps_k
-        slot_v = v_ring.wait(step)
+        (step_v,) = v_steps("values", j)
+        slot_v = v_ring.wait(step_v)
 
         def add(acc):
             products.add(acc, P.astype(matQ.dtype), v_smem.at[slot_v])
             products.wait(0)
 
         (num,) = products.onto(add, num)
-        v_ring.advance(step)
+        v_ring.advance(step_v)
         return num, z
 
     def skip_keys(x):
         """Skips a tile of keys that only the other warpgroup reads."""
         j = tile + 1 + x
-        for ring, step in ((k_ring, j), (v_ring, j + steps_k)):
+        for ring, (step,) in ((k_ring, k_steps("keys", j)), (v_ring, v_steps("values", j))):
             ring.wait(step)
             ring.advance(step)
 
@@ -202,8 +207,9 @@ def _kernel(
     if normaliser is not None:
         q_n = q_times_n(lambda x: q_smem.at[wg, x], atom, vecN_states, head, chunk)
         z += weighted(row_scale, products.sum_over_columns(q_n), p)
+    state = functools.partial(v_steps, "state")
     num = products.from_zeros(
-        lambda acc: _add_q_C(acc, q_smem, v_smem, wg, v_ring), WG_ROWS, siz_b_DHHV
+        lambda acc: _add_q_C(acc, q_smem, v_smem, wg, v_ring, state), WG_ROWS, siz_b_DHHV
     )
     num = weighted(across_columns(row_scale, siz_b_DHHV), num, p)
     num, z = loop(tile + 1, join_keys, (num, z))
@@ -215,7 +221,7 @@ def _kernel(
         def _():
             vecZ.at[head, rows][...] = z
 
-    free = [q_smem.at[wg, x] for x in range(steps_k)]  # no product reads the queries any more
+    free = [q_smem.at[wg, x] for x in range(parts)]  # no product reads the queries any more
     _store_h(num, free, head_of(matH, head, p), rows, column)
     k_ring.epilogue()
     v_ring.epilogue()
@@ -228,17 +234,17 @@ def parallel_fw_H(
     call: Launch,
 ) -> Outputs:
     """Runs the stage: ``stages/parallel_fw_H.py``."""
-    p, config, dtype = call.problem, call.tiles, x.matQ.dtype
+    p, tiles, dtype = call.problem, call.tiles, x.matQ.dtype
     y = mosaic_call(
-        functools.partial(_kernel, p=p, config=config, normaliser=normaliser),
+        functools.partial(_kernel, p=p, tiles=tiles, normaliser=normaliser),
         name="parallel_fw_H",
-        grid={"program": config.grid(p)[0]},
-        warpgroups=config.siz_b_LQ // WG_ROWS,
+        grid={"program": tiles.grid(p)[0]},
+        warpgroups=tiles.siz_b_LQ // WG_ROWS,
         outputs={
             "matH": sequence_shape(x.matV, p.DHV, dtype),
             "vecZ": None if normaliser is None else float32(p.BNH, p.S),
         },
-        scratch=config.scratch(p, dtype, KernelOptions()),
+        scratch=tiles.scratch(p, dtype, KernelOptions()),
     )(**score_operands(x, normaliser), matV=x.matV, matC_states=x.matC_states)
     return Outputs(y["matH"], y["vecZ"])
 

@@ -35,7 +35,6 @@ from mlstm_pallas.formulas.splits import group_splits, split_states, splits_of
 from mlstm_pallas.formulas.tiles import blocks_over, loop, remainder, rounded_up, weighted
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
-    CopyRing,
     copy_out,
     head_of,
     ring_barriers,
@@ -60,6 +59,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
     write,
 )
 from mlstm_pallas.mosaic_gpu.common.limits import HEADS, HopperTiles
+from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.mosaic_gpu.common.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages import recurrent_bw_dC as dC
@@ -131,26 +131,26 @@ def _recurrence(
     def chunk_at(index):
         return num_chunks - 1 - index if x.backward else index
 
-    def steps_of(index, tile):  # of the index-th chunk
-        return block(chunk_at(index) * n + tile, STEPS)
+    def in_sequence(chunk, tile):
+        return block(chunk * n + tile, STEPS)
 
-    def copy_operands(index, tile, copy):
-        steps = steps_of(index, tile)
-        copy(head_of(x.a, head, p).at[steps, block_rows], a_smem)
-        copy(head_of(x.b, head, p).at[steps, block_columns], b_smem)
+    def copy_operands(chunk, tile, copy):
+        copy(head_of(x.a, head, p).at[in_sequence(chunk, tile), block_rows], a_smem)
+        copy(head_of(x.b, head, p).at[in_sequence(chunk, tile), block_columns], b_smem)
         if x.r is not None:
-            copy(x.r.at[head, steps], weights_smem)
+            copy(x.r.at[head, in_sequence(chunk, tile)], weights_smem)
 
-    def copy_h(index, tile, copy):
-        copy(head_of(x.h, head, p).at[steps_of(index, tile), block_columns], h_smem)
+    def copy_h(chunk, tile, copy):
+        copy(head_of(x.h, head, p).at[in_sequence(chunk, tile), block_columns], h_smem)
 
-    ring = CopyRing(barriers, num_chunks * n, copy_operands, readers, n)
-    h_ring = CopyRing(h_barriers, num_chunks * n, copy_h, readers, n)
+    phases, h_phases = (Phases(tiles=Phase(n, (y,))) for y in (copy_operands, copy_h))
+    items = num_chunks, lambda index: (chunk_at(index),), readers
+    ring, h_ring = phases.ring(barriers, *items), h_phases.ring(h_barriers, *items)
     rings = [ring, h_ring] if stores_inner else [ring]
 
     def add(index, accumulator):
         """Adds b^T a of the index-th chunk, and with an x returns the sum of r a."""
-        start, unrolled = index * n, 2 - n % 2
+        unrolled, steps, h_steps = 2 - n % 2, phases.of_item(index), h_phases.of_item(index)
 
         def issue(slot):
             weights = None if x.r is None else weights_smem.at[slot]
@@ -159,9 +159,9 @@ def _recurrence(
 
         def beside(tile, total, slot):
             if stores_inner:
-                b = b_smem.at[slot, :, tile_columns]
-                inner = h_ring.row_products(start + tile, b, h_smem, slice(None), tile_columns)
-                out.inner.at[head, part, steps_of(index, tile)][...] = inner
+                (h,), b = h_steps("tiles", tile), b_smem.at[slot, :, tile_columns]
+                inner = h_ring.row_products(h, b, h_smem, slice(None), tile_columns)
+                out.inner.at[head, part, in_sequence(chunk_at(index), tile)][...] = inner
             if sums_vector:
                 a = load_float32(a_smem.at[slot, :, block(x_part, x_size)])
                 total += a * across_columns(load(weights_smem.at[slot], BY_ROWS), x_size)
@@ -170,13 +170,13 @@ def _recurrence(
         def tiles(i, total):
             for j in range(unrolled):  # so that each left operand has registers of its own
                 tile = i * unrolled + j
-                beside_it = functools.partial(beside, tile, total)
-                total = ring.mma(start + tile, issue, beside_it, follows=(j > 0) | (i > 0))
+                (step,), beside_it = steps("tiles", tile), functools.partial(beside, tile, total)
+                total = ring.mma(step, issue, beside_it, follows=(j > 0) | (i > 0))
             return total
 
         total = loop(n // unrolled, tiles, products.zeros(WG_ROWS, x_size) if sums_vector else None)
         products.wait(0)
-        ring.release(start + n - 1)
+        ring.release(*steps("tiles", n - 1))
         return total
 
     stores_vector = pl.when(rows > WG_ROWS or wg == 0)

@@ -32,7 +32,6 @@ from mlstm_pallas.formulas.tiles import (
 )
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
-    CopyRing,
     copy_out,
     head_of,
     load_transposed,
@@ -56,6 +55,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
     unravel,
 )
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
+from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
 from mlstm_pallas.stages.stage import KernelOptions, Launch, largest_block, sequence_shape
@@ -67,13 +67,13 @@ PIECE = 256  # the most rows of C to which one product adds
 class _Operands(NamedTuple):
     """What is copied of every chunk, each to the tile of its name in shared memory."""
 
-    q: Any  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
-    k: Any
-    v: Any  # (B * NH, S, DHV) or (B, S, NH, DHV)
+    matQ: Any  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    matK: Any
+    matV: Any  # (B * NH, S, DHV) or (B, S, NH, DHV)
     partial: Any  # like v: h of the preceding launch, None in the first launch
-    P: Any  # (B * NH, S, L), None after the first launch
-    r: Any  # (B * NH, S)
-    abar: Any  # (B * NH, S)
+    matP: Any  # (B * NH, S, L), None after the first launch
+    vecR: Any  # (B * NH, S)
+    vecAbar: Any  # (B * NH, S)
 
 
 class _Part(NamedTuple):
@@ -121,13 +121,13 @@ def _kernel(
     *,
     p: Problem,
     launch: int,
-    config: "RecurrentFwHTiles",
+    tiles: "RecurrentFwHTiles",
     store_every: int,
 ) -> None:
     index, wg = lax.axis_index("program"), lax.axis_index("wg")
-    column_blocks, atom = blocks_over(p.DHV, config.siz_b_DHHV), atom_columns(p)
+    column_blocks, atom = blocks_over(p.DHV, tiles.siz_b_DHHV), atom_columns(p)
     head, column_block = unravel(index, column_blocks)
-    L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, h_smem.dtype
+    L, rows, siz_b_DHHV, dtype = p.L, tiles.state_rows, tiles.siz_b_DHHV, h_smem.dtype
     in_list = parts is not None
     state_rows, v_columns = pl.ds(launch * rows, rows), block(column_block, siz_b_DHHV)
     # The columns of the warpgroup, in a tile and in the arrays.
@@ -144,40 +144,42 @@ def _kernel(
     in_head = functools.partial(head_of, n=head, p=p, any_step=in_list)
     h, h_tile = in_head(matH), h_smem.at[wg]
 
-    def steps_of(chunk):  # in q, k, v and h
+    def in_sequence(chunk):  # in q, k, v and h
         return pl.ds(part.begin + chunk * L, L) if in_list else block(chunk, L)
 
     def h_of(chunk):
-        return h.at[steps_of(chunk), columns]
+        return h.at[in_sequence(chunk), columns]
 
-    chunk_at = functools.partial(p.memory_index, count=part.num_chunks)
+    columns_of = dict(matQ=state_rows, matK=state_rows, matV=v_columns, partial=v_columns)
 
-    def load_slot(index, copy):
-        chunk = chunk_at(index)
+    def copy_chunk(chunk, copy):
         for name, x in operands._asdict().items():
-            if name in ("P", "r", "abar") and x is not None:
-                copy(x.at[head, block(part.first_chunk + chunk, L)], slots[name])
+            if name in columns_of and x is not None:
+                copy(in_head(x).at[in_sequence(chunk), columns_of[name]], slots[name])
             elif x is not None:
-                columns = state_rows if name in "qk" else v_columns
-                copy(in_head(x).at[steps_of(chunk), columns], slots[name])
+                copy(x.at[head, block(part.first_chunk + chunk, L)], slots[name])
+
+    phases = Phases(chunks=Phase(part.num_chunks, (copy_chunk,), descending=p.reverse))
+    chunk_at, steps = phases["chunks"].nth, phases.of_item()
 
     def join(index, carry):
         """Stores h of a chunk and C before it, and adds the chunk to C."""
         (CT, gamma), chunk = carry, chunk_at(index)
-        pl.when(index > 0)(lambda: ring.refill(index - 1))
-        slot = ring.wait(index)
-        tiles = {name: x.at[slot] for name, x in slots.items()}
+        pl.when(index > 0)(lambda: ring.refill(*steps("chunks", index - 1)))
+        (step,) = steps("chunks", index)
+        slot = ring.wait(step)
+        smem = {name: x.at[slot] for name, x in slots.items()}
         following = chunk_at(lax.min(index + 1, part.num_chunks - 1))
         next_gamma = scaGamma[head, part.first_chunk + following]
         size = lax.min(part.end - part.begin - chunk * L, np.int32(L)) if in_list else None
-        r, abar = (across_rows(load(tiles[x], BY_COLUMNS)) for x in ("r", "abar"))
+        r, abar = (across_rows(load(smem[x], BY_COLUMNS)) for x in ("vecR", "vecAbar"))
 
         def inter(hT_acc):
             for j, start in enumerate(range(0, rows, atom)):
                 atom_rows = pl.ds(start, atom)
                 in_piece = slice(start % PIECE, start % PIECE + atom)
                 CT_tile = CT[start // PIECE][:, in_piece].astype(dtype)
-                products.add(hT_acc, CT_tile, tiles["q"].at[:, atom_rows].T)
+                products.add(hT_acc, CT_tile, smem["matQ"].at[:, atom_rows].T)
                 products.wait(1)  # at most two rounded tiles are live
                 if matC_states is not None:  # predicated, because a branch costs registers
                     stored = divide(chunk, store_every)
@@ -188,20 +190,20 @@ def _kernel(
 
         hT = weighted(r, products.from_zeros(inter, WG_ROWS, L), p)
         if operands.partial is not None:
-            hT += load_float32(tiles["partial"].at[:, in_tile].T)
-        vT = load(tiles["v"].at[:, in_tile].T)
+            hT += load_float32(smem["partial"].at[:, in_tile].T)
+        vT = load(smem["matV"].at[:, in_tile].T)
         scaled = (vT.astype(jnp.float32) * abar).astype(dtype)
 
         def intra(hT_acc, *CT_accs):
-            if operands.P is not None:
-                products.add(hT_acc, vT, tiles["P"].T)
+            if operands.matP is not None:
+                products.add(hT_acc, vT, smem["matP"].T)
             for CT_acc, piece in zip(CT_accs, pieces, strict=True):
-                products.add(CT_acc, scaled, tiles["k"].at[:, pl.ds(*piece)])
+                products.add(CT_acc, scaled, smem["matK"].at[:, pl.ds(*piece)])
             write_out(h_tile.T, products.read(hT_acc, len(pieces)), 0)
             copy_out(h_tile, h_of(chunk), within, size)
 
         CT = [*products.onto(intra, hT, *(weighted(gamma, x, p) for x in CT))[1:]]
-        ring.release(index)
+        ring.release(step)
         return CT, next_gamma
 
     def store_last():
@@ -213,7 +215,7 @@ def _kernel(
         write_out(h_tile, products.zeros(*h_tile.shape), 0)
         fori(part.zeros)(lambda chunk: copy_out(h_tile, h_of(chunk), within))
 
-    (ring := CopyRing(barriers, part.num_chunks, load_slot)).prologue()
+    (ring := phases.ring(barriers)).prologue()
     rows_of = (pl.ds(launch * rows + start, size) for start, size in pieces)
     CT = [_initial(matC_initial, part, x, columns) for x in rows_of]
     first = part.first_chunk + lax.max(chunk_at(np.int32(0)), np.int32(0))  # there may be no chunks
@@ -231,9 +233,9 @@ def recurrent_fw_H(
 ) -> FusedScan:
     """Runs the stage: ``stages/recurrent_fw_H.py``."""
     matQ, matV, scores, scaGamma, matC_initial, chunks = x
-    p, config, dtype, keys = call.problem, call.tiles, matQ.dtype, scores.keys
+    p, tiles, dtype, keys = call.problem, call.tiles, matQ.dtype, scores.keys
     N, parts = (1, 1) if chunks is None else (chunks.N, chunks.N + 2)
-    C_initial, columns = None, rounded_up(p.DHV, config.siz_b_DHHV)
+    C_initial, columns = None, rounded_up(p.DHV, tiles.siz_b_DHHV)
     if matC_initial is not None:
         C_initial = matC_initial.reshape(N * p.BNH, p.DHQK, p.DHV)
         C_initial = jnp.pad(C_initial, [(0, 0), (0, 0), (0, columns - p.DHV)])
@@ -246,18 +248,18 @@ def recurrent_fw_H(
         states = jax.ShapeDtypeStruct((p.BNH, p.NC // store_every, p.DHQK, p.DHV), dtype)
     outputs = {
         "matH": sequence_shape(matV, p.DHV, dtype),
-        "matC_last": float32(N * p.BNH, config.state_rows, columns) if return_last else None,
+        "matC_last": float32(N * p.BNH, tiles.state_rows, columns) if return_last else None,
         "matC_states": states,
     }
     lasts = []
-    for launch in range(blocks(p.DHQK, config.state_rows)):
+    for launch in range(blocks(p.DHQK, tiles.state_rows)):
         y = mosaic_call(
-            functools.partial(_kernel, p=p, launch=launch, config=config, store_every=store_every),
+            functools.partial(_kernel, p=p, launch=launch, tiles=tiles, store_every=store_every),
             name="recurrent_fw_H",
-            grid={"program": parts * math.prod(config.grid(p))},
-            warpgroups=config.warpgroups,
+            grid={"program": parts * math.prod(tiles.grid(p))},
+            warpgroups=tiles.warpgroups,
             outputs=outputs,
-            scratch=config.scratch(
+            scratch=tiles.scratch(
                 p,
                 dtype,
                 KernelOptions(
@@ -272,7 +274,7 @@ def recurrent_fw_H(
             scaGamma=scaGamma,
             matC_initial=C_initial,
         )
-        operands = operands._replace(partial=y["matH"], P=None)
+        operands = operands._replace(partial=y["matH"], matP=None)
         lasts.append(y["matC_last"])
     last = jnp.concatenate(lasts, axis=1)[..., : p.DHV] if return_last else None
     if last is not None and chunks is not None:
@@ -312,13 +314,13 @@ class RecurrentFwHTiles(HopperTiles):
     def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
         vectors, columns, atom = (self.num_stages, p.L), self.siz_b_DHHV, atom_columns(p)
         tiles, readers = functools.partial(shared_tiles, dtype=dtype, atom=atom), self.warpgroups
-        widths = dict(q=self.state_rows, k=self.state_rows, v=columns)
+        widths = dict(matQ=self.state_rows, matK=self.state_rows, matV=columns)
         slots = {x: tiles(*vectors, width) for x, width in widths.items()}
         if options.adds_to_h:
             slots["partial"] = tiles(*vectors, columns)
         else:
-            slots["P"] = shared_tiles(*vectors, p.L, dtype=dtype)
-        slots |= {x: plgpu.SMEM(vectors, jnp.float32) for x in ("r", "abar")}
+            slots["matP"] = shared_tiles(*vectors, p.L, dtype=dtype)
+        slots |= {x: plgpu.SMEM(vectors, jnp.float32) for x in ("vecR", "vecAbar")}
         states = tiles(readers, 2, atom, WG_ROWS)
         return {
             "slots": slots,

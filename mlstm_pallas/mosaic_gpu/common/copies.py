@@ -180,10 +180,8 @@ class CopyRing:
       copies: copies(step, copy) starts the copies of a step. It calls copy(source, buffer, *index)
         for each, where index selects a part of the buffer's slot. It is None if ``steps`` is.
       readers: the number of warpgroups that read the slots.
-      item_steps: the number of steps per item. ``copies`` is then copies(item, step, copy),
-        where the step is counted from the item's first.
-      item: the item of the steps that are released, or the item before; None: not known. It saves a
-        division per refill.
+      item: the item of the steps that are released (see ``phases.py``), or the item before, passed
+        on as copies(step, copy, item); None: not known. It saves a division per refill.
       has_producer: whether a dedicated warpgroup copies; otherwise the readers share the copying.
     """
 
@@ -191,7 +189,6 @@ class CopyRing:
     steps: Any
     copies: Any
     readers: int = 2
-    item_steps: int | None = None
     item: Any = None
     has_producer: bool = False
 
@@ -213,18 +210,12 @@ class CopyRing:
             copy_in(source, buffer.at[(slot, *index)], self.barriers.full.at[slot])
 
         pl.when(step >= self.num_slots)(lambda: products.wait_empty(self.barriers.empty.at[slot]))
-        (copies or functools.partial(self.copies, *self._position(step)))(copy)
-
-    def _position(self, step) -> tuple[Any, ...]:
-        """The arguments of ``copies`` that name a step."""
-        n, item = self.item_steps, self.item
-        if n is None:
-            return (step,)
-        if item is None:
-            return unravel(step, n)
-        x = step - lax.optimization_barrier(item) * n
-        here = x < n
-        return jnp.where(here, item, item + 1), jnp.where(here, x, x - n)
+        if copies is not None:
+            copies(copy)
+        elif self.item is None:
+            self.copies(step, copy)
+        else:
+            self.copies(step, copy, self.item)
 
     def wait(self, step):
         """Waits for the copies of a step and returns its slot."""

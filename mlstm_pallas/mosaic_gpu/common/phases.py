@@ -7,6 +7,8 @@ and dh of index 0. ``ring`` makes the ring that copies them, and a consumer name
 
     steps = phases.of_item(index)
     v, C, dh = steps("gradients", j)
+
+If a CTA has one item, its phases may have any number of repeats, known when the kernel runs.
 """
 
 import functools
@@ -16,6 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.tiles import fori
@@ -61,9 +65,13 @@ class Phases(dict[str, Phase]):
         repeats, count = range(x.repeats) if j is None else [j], len(x.operands)
         return [start + j * count + n for j in repeats for n in range(count)]
 
-    def of_item(self, index) -> Callable[..., list[Any]]:
-        """steps(name, j) of a CTA's index-th item, if all its items have equally many steps."""
-        return functools.partial(self.steps, index * self.num_steps)
+    def of_item(self, index=None) -> Callable[..., list[Any]]:
+        """steps(name, j) of a CTA's index-th item, if all its items have equally many steps.
+
+        index: None: of its only item.
+        """
+        start = np.int32(0) if index is None else index * self.num_steps
+        return functools.partial(self.steps, start)
 
     def load(self, ring: CopyRing, start) -> None:
         """Loads all steps of an item, which the operands know, into the ring of a producer."""
@@ -74,20 +82,46 @@ class Phases(dict[str, Phase]):
                 for step, operand in zip(self.steps(start, name, j), x.operands, strict=True):
                     ring.load(step, functools.partial(operand, x.nth(j)))
 
-    def ring(self, barriers: RingBarriers, num_items, item: Callable[[Any], Any]) -> CopyRing:
-        """The ring of a CTA; item(index): what operands get to know of the CTA's items."""
+    def ring(
+        self,
+        barriers: RingBarriers,
+        num_items: Any = None,
+        item: Callable[[Any], Sequence[Any]] = lambda index: (),
+        readers: int = 2,
+    ) -> CopyRing:
+        """The ring of a CTA.
 
-        def copies(index, step, copy):
+        num_items: None: the CTA has one item, which the operands know.
+        item: item(index): what operands get to know of the CTA's items.
+        """
+
+        def copies(step, copy, near=None):
+            index, step = (0, step) if num_items is None else self._position(step, near)
             self._copy(item(index), step, copy)
 
-        return CopyRing(barriers, num_items * self.num_steps, copies, item_steps=self.num_steps)
+        num_steps = self.num_steps * (1 if num_items is None else num_items)
+        return CopyRing(barriers, num_steps, copies, readers)
+
+    def _position(self, step, near=None) -> tuple[Any, Any]:
+        """The item of a step, and the step counted from the item's first.
+
+        near: this item or the one before; None: not known.
+        """
+        n = self.num_steps
+        if near is None:
+            return unravel(step, n)
+        x = step - lax.optimization_barrier(near) * n
+        here = x < n
+        return jnp.where(here, near, near + 1), jnp.where(here, x, x - n)
 
     def _copy(self, item: Sequence[Any], step, copy) -> None:
         """Starts the copies of a step, counted from the item's first.
 
-        An operand of several phases has one body, because copies are long code.
+        An operand of several phases has one body, because copies are long code. Its index is then
+        chosen with its number, and so are the indices of all others.
         """
         operands: list[Operand] = []
+        indices: list[Any] = []
         chosen: Any = None
         for name, x in self.items():
             j, place = unravel(step - self.first[name], len(x.operands))
@@ -96,8 +130,12 @@ class Phases(dict[str, Phase]):
             select = functools.partial(jnp.where, step >= self.first[name])
             chosen = jax.tree.map(select, candidate, chosen) if chosen else candidate
             operands += x.operands
+            indices += [x.nth(j)] * len(x.operands)
         number, index = chosen
-        for operand in dict.fromkeys(operands):
+        bodies = list(dict.fromkeys(operands))
+        if len(bodies) < len(operands):
+            indices = [index] * len(bodies)
+        for operand, at in zip(bodies, indices, strict=True):
             places = (number == n for n, x in enumerate(operands) if x == operand)
             is_chosen = functools.reduce(operator.or_, places)
-            pl.when(is_chosen)(functools.partial(operand, *item, index, copy))
+            pl.when(is_chosen)(functools.partial(operand, *item, at, copy))
