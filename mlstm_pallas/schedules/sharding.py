@@ -50,7 +50,7 @@ from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import TPU
 from mlstm_pallas.problem.version import __version__
 from mlstm_pallas.schedules.derivatives import NO_SUCH_DERIVATIVE, not_differentiated
-from mlstm_pallas.stages.recurrent_step import on_rows, one_at_a_time
+from mlstm_pallas.stages.plain_forms import on_rows, one_at_a_time
 from mlstm_pallas.stages.stage import Lowering, largest_block
 
 # The public functions whose tokens run a stage.
