@@ -47,7 +47,7 @@ from mlstm_pallas.fwbw import forward_once, named, residuals_of
 from mlstm_pallas.planning.call_spec import CallSpec, Plan, plan_of
 from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.prepare import Arguments, padded, results, with_arguments_of
-from mlstm_pallas.problem.arrays import Cotangents, Inputs, Residuals, States
+from mlstm_pallas.problem.arrays import Cotangents, Forward, Inputs, Residuals, States
 from mlstm_pallas.problem.validation import check_axis_name
 from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half
 from mlstm_pallas.schedules.forward import PrecomputedStates, run_gates
@@ -264,7 +264,7 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     n = n_first + jnp.sum(_weighted(weights[:, :, index], n_all), axis=2)
     before = named(States(C_first + _sum_over(axis, weights, C), n, m))
     x = x._replace(initial=before)
-    outputs = named(on_shards(forward_once, spec, x, precomputed))
+    outputs = named(on_shards(forward_once, spec, x, precomputed, results=Forward))
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
 
@@ -296,8 +296,8 @@ def _backward(
     dC, dn, dm = dlast
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
     cotangents = Cotangents(dh, States(dC, dn, dm))
-    spec, on = plan.spec, dict(lowering=plan.lowering)
-    carry, local, dC_before = on_shards(_first_half, spec, residuals, cotangents, **on)
+    spec, on = plan.spec, functools.partial(on_shards, lowering=plan.lowering)
+    carry, local, dC_before = on(_first_half, spec, residuals, cotangents)
     gamma, dm_all, passes, dn_all = _gathered(axis, *local)
     weights, passes = (_weights(y).swapaxes(2, 3) for y in (gamma, passes))
     dC_after = _sum_over(axis, weights, dC_before)
@@ -305,7 +305,8 @@ def _backward(
     dm = dm + jnp.sum(_weighted(passes[:, :, index], dm_all), axis=2)
     dm = dm + inner(dC, last.c, 2) + inner(dn, last.n)
     cotangents = Cotangents(dh, States(dC, dn, dm))
-    gradients: Inputs = on_shards(_second_half, spec, residuals, cotangents, carry, dC_after, **on)
+    arrays = residuals, cotangents, carry, dC_after
+    gradients: Inputs = on(_second_half, spec, *arrays, results=Inputs)
     initial = jax.tree.map(lambda y: jnp.where(index == 0, y, 0.0), gradients.initial)
     return gradients._replace(initial=initial)
 

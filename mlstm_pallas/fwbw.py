@@ -41,7 +41,9 @@ def mlstm_with_states(spec: CallSpec, every: int, x: Arguments) -> Any:
     none.
     """
     message = "mlstm_chunkwise_states has no derivatives; mlstm_chunkwise has them"
-    outputs: Forward = on_shards(forward_once, spec, padded(spec, x), message=message)
+    outputs: Forward = on_shards(
+        forward_once, spec, padded(spec, x), results=Forward, message=message
+    )
     stored, stride = outputs.states, every // spec.problem.L
     S = x.i.shape[1 + (spec.layout is Layout.BNTH)]
     C, n = (
@@ -58,19 +60,20 @@ def mlstm_with_states(spec: CallSpec, every: int, x: Arguments) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlstm(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, Any]:
-    outputs: Forward = on_shards(_passes(spec)[0], spec.forward_only, inputs)
+    outputs: Forward = on_shards(_passes(spec)[0], spec.forward_only, inputs, results=Forward)
     return outputs.h, outputs.last
 
 
 def _mlstm_fwd(spec: CallSpec, inputs: Inputs) -> tuple[Any, ...]:
-    outputs = named(on_shards(_passes(spec)[0], spec, inputs))
+    outputs = named(on_shards(_passes(spec)[0], spec, inputs, results=Forward))
     return (outputs.h, outputs.last), residuals_of(spec, inputs, outputs)
 
 
 def _mlstm_bwd(
     spec: CallSpec, residuals: Residuals, cotangents: tuple[jax.Array, Any]
 ) -> tuple[Any, ...]:
-    return (on_shards(_passes(spec)[1], spec, residuals, Cotangents(*cotangents)),)
+    dy = Cotangents(*cotangents)
+    return (on_shards(_passes(spec)[1], spec, residuals, dy, results=Inputs),)
 
 
 _mlstm.defvjp(_mlstm_fwd, _mlstm_bwd)

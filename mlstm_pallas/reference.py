@@ -22,7 +22,7 @@ from mlstm_pallas.problem.arrays import Forward
 from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype
 from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_flag
 from mlstm_pallas.schedules.forward import forward
-from mlstm_pallas.schedules.sharding import Work, heads_first, on_shard
+from mlstm_pallas.schedules.sharding import Work, on_shard
 from mlstm_pallas.stages.stage import Lowering
 
 _INF = float("inf")
@@ -163,7 +163,6 @@ def chunkwise(spec: CallSpec, x: Arguments) -> Any:
       TypeError, ValueError: as ``mlstm_chunkwise``.
     """
     # On one shard, because ``on_shards`` has no derivatives.
-    work = Work(forward, spec, Lowering.XLA)
-    inputs = heads_first(spec, padded(spec, x))
-    outputs: Forward = heads_first(spec, on_shard(work, None, inputs))
+    work = Work(forward, spec, Forward, Lowering.XLA)
+    outputs: Forward = on_shard(work, None, padded(spec, x))
     return results(spec, x, outputs.h, outputs.last)

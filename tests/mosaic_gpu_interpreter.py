@@ -84,7 +84,7 @@ def interpreted_mosaic_gpu() -> Iterator[None]:
             mock.patch.object(plgpu, "kernel", kernel),
             mock.patch.object(Lowering, "interpret", interprets),
             mock.patch.object(
-                sharding, "_partitioned", lambda work: functools.partial(sharding.on_shard, work)
+                sharding, "_partitioned", lambda work, _: functools.partial(sharding.on_shard, work)
             ),
             *map(_two_ctas, ("parallel_bw_dP", "parallel_bw_dQKV", "chunk_gradients")),
             mock.patch.object(thread_map, "_run_jaxpr", _run_in_numpy),

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mlstm_pallas.problem.dimensions import Layout
+
 
 class Token(NamedTuple):
     """One step of every head, or with an axis of steps behind NH several."""
@@ -88,8 +90,19 @@ class Residuals(NamedTuple):
     states: Any  # StoredStates, or the States of segments that the forward pass returned
 
 
-# The fields that have the layout of the call; with "BTNH" they are (B, S, NH, D).
+# The fields that have the layout of the call; with "BTNH" they are (B, S, NH, D). They lead in
+# Inputs and Forward.
 IN_LAYOUT = {"q", "k", "v", "h"}
+
+
+def heads_axes(tree: Any, layout: Layout) -> list[int]:
+    """The axis of NH in each array of a tree, where B is axis 0; the fields' names tell it."""
+
+    def axis(path: Any) -> int:
+        in_layout = layout is Layout.BTNH and getattr(path[-1], "name", "") in IN_LAYOUT
+        return 1 + in_layout
+
+    return [axis(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def varying_axes(tree: Any) -> frozenset[str]:

@@ -14,10 +14,9 @@ shards of these two axes (``on_shards``). How it learns its shards depends on th
   ``jax.shard_map`` over those axes lowers without devices (AbstractMesh), and exports.
 * Manual axes, inside the user's shard_map: the arrays are the shard.
 
-Arrays cross the boundary of the sharded region as (B, NH, ...) in either layout. They are
-transposed there and back, and XLA cancels the transposes. Shardings of other axes
-(sequence, head dimensions) are undone first: by XLA on auto axes, by ``jax.sharding.reshard`` on
-explicit ones.
+Arrays cross the boundary of the sharded region in their layout: ``arrays.heads_axes`` says which
+axis is NH. Shardings of other axes (sequence, head dimensions) are undone first: by XLA on auto
+axes, by ``jax.sharding.reshard`` on explicit ones.
 
 On its shard a function takes the lowering of the platform that it is lowered for: ``by_platform``.
 Plain jnp may run for a few heads at a time: ``_few_heads_at_a_time``.
@@ -26,8 +25,9 @@ Plain jnp may run for a few heads at a time: ``_few_heads_at_a_time``.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -45,12 +45,12 @@ from jax.sharding import PartitionSpec as P
 from mlstm_pallas.planning.backend import lowering_on_gpu
 from mlstm_pallas.planning.call_spec import CallSpec, Plan, plan_of
 from mlstm_pallas.planning.dispatch import stage
-from mlstm_pallas.problem.arrays import IN_LAYOUT, Inputs, Residuals, varying_axes
-from mlstm_pallas.problem.dimensions import Layout
+from mlstm_pallas.problem.arrays import Inputs, Residuals, heads_as_rows, heads_axes, varying_axes
+from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import TPU
 from mlstm_pallas.problem.version import __version__
 from mlstm_pallas.schedules.derivatives import NO_SUCH_DERIVATIVE, not_differentiated
-from mlstm_pallas.stages.recurrent_step import on_rows, one_at_a_time
+from mlstm_pallas.stages.plain_forms import on_rows, one_at_a_time
 from mlstm_pallas.stages.stage import Lowering, largest_block
 
 # The public functions whose tokens run a stage.
@@ -61,26 +61,10 @@ TOKEN_FUNCTIONS: dict[Any, str] = {
 VMEM_STATES = 2**24  # bytes of float32 states of all chunks; VMEM also holds tiles and operands
 
 
-def _map(spec: CallSpec, function: Callable[[Array, bool], Any], tree: Any) -> Any:
-    """Applies function(array, whether it is (B, S, NH, ...)) to all arrays but those beside pools.
-
-    Fields of the types in ``problem.arrays`` tell it by their names.
-    """
-
-    def apply(path: Sequence[Any], x: Array) -> Any:
-        steps_first = spec.layout is Layout.BTNH and getattr(path[-1], "name", "") in IN_LAYOUT
-        return function(x, steps_first)
-
-    return tree if spec.pooled else jax.tree_util.tree_map_with_path(apply, tree)
-
-
-def heads_first(spec: CallSpec, tree: Any, mapped: int = 0) -> Any:
-    """Transposes the arrays to (B, NH, ...), or back, behind the mapped axes."""
-
-    def transpose(x: Array, steps_first: bool) -> Array:
-        return jnp.swapaxes(x, mapped + 1, mapped + 2) if steps_first else x
-
-    return _map(spec, transpose, tree)
+def _map(function: Callable[[Any, int], Any], tree: Any, axes: Iterable[int]) -> Any:
+    """The tree of function(array, the axis of its NH)."""
+    arrays, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [*map(function, arrays, axes)])
 
 
 def sharded_alike(spec: CallSpec, tree: Any) -> Any:
@@ -91,7 +75,7 @@ def sharded_alike(spec: CallSpec, tree: Any) -> Any:
     """
     mesh = jax.typeof(jax.tree.leaves(tree)[0]).sharding.mesh
     if mesh.explicit_axes:
-        tree = heads_first(spec, _resharded(spec, heads_first(spec, tree), mesh)[0])
+        tree, _ = _resharded(spec, tree, heads_axes(tree, spec.layout), mesh)
     return _varying_as(tree, tree)
 
 
@@ -106,11 +90,17 @@ def _varying_as(inputs: Any, tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def _common_spec(spec: CallSpec, specs: Iterable[P], mapped: int) -> P:
-    """For each axis up to NH, the first mesh axes in the specs that are unused."""
+def _common_spec(spec: CallSpec, specs: Iterable[P], axes: Iterable[int], mapped: int) -> P:
+    """For each axis up to B, and for NH, the first mesh axes in the specs that are unused.
+
+    axes: of NH, one for each spec.
+    """
     used: set[str] = set()
     common: list[Any] = [None] * spec.pooled
-    shardings = (_padded(x, mapped + 2)[spec.pooled :] for x in specs)
+    shardings = []
+    for sharding, axis in zip(specs, axes, strict=True):
+        up_to_heads = _padded(sharding, axis + 1)
+        shardings.append([*up_to_heads[spec.pooled : mapped + 1], up_to_heads[axis]])
     for entries in zip(*shardings, strict=True):
         choices = ({x} if isinstance(x, str) else x or () for x in entries)
         names = next((x for x in choices if x and not used.intersection(x)), ())
@@ -119,13 +109,23 @@ def _common_spec(spec: CallSpec, specs: Iterable[P], mapped: int) -> P:
     return P(*common)
 
 
-def _resharded(spec: CallSpec, tree: Any, mesh: Any, mapped: int = 0) -> tuple[Any, P]:
-    """The arrays with one sharding of their axes up to NH, and that sharding."""
+def _resharded(
+    spec: CallSpec, tree: Any, axes: Sequence[int], mesh: Any, mapped: int = 0
+) -> tuple[Any, P]:
+    """The arrays with one sharding of their axes up to B and of NH, and that sharding."""
     specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)]
-    common = _common_spec(spec, specs, mapped)
+    common = _common_spec(spec, specs, axes, mapped)
 
-    shardings = jax.tree.map(lambda x: NamedSharding(mesh, _padded(common, x.ndim)), tree)
-    return jax.sharding.reshard(tree, shardings), common
+    def sharding(x: Array, axis: int) -> NamedSharding:
+        return NamedSharding(mesh, _padded(_placed(common, axis), x.ndim))
+
+    return jax.sharding.reshard(tree, _map(sharding, tree, axes)), common
+
+
+def _placed(common: P, axis: int) -> P:
+    """The common sharding, of an array whose NH is the axis."""
+    *batch, heads = common
+    return P(*batch, *(None,) * (axis - len(batch)), heads)
 
 
 def _padded(spec: P, ndim: int) -> P:
@@ -137,15 +137,36 @@ class Work:
     """What runs on shards: the arguments of ``on_shards`` without the arrays.
 
     Attributes:
+      results: the record that the function returns, where fields of it have the layout of the call.
       options: the keywords of the function, as items.
-      mapped: axes of vmap before B and NH.
+      mapped: axes of vmap before B.
     """
 
     function: Callable[..., Any]
     spec: CallSpec
+    results: Any = None
     lowering: Lowering | None = None
     options: tuple[tuple[str, Any], ...] = ()
     mapped: int = 0
+
+    def axes_of(self, args: Any) -> list[int]:
+        """The axis of NH in each array of the arguments."""
+        return [self.mapped + axis for axis in heads_axes(args, self.spec.layout)]
+
+    def axes_of_results(self) -> Any:
+        """The axis of NH in each field of the results, or in all results."""
+        if self.results is None:
+            return self.mapped + 1
+        return self.results(*self.axes_of(self.results._make(self.results._fields)))
+
+    def axis_of_each_result(self) -> Iterator[int]:
+        """The axes of NH in the results, one after the other, and then without an end.
+
+        Fields in the layout of the call are arrays and lead, so it is no matter how many arrays the
+        others have.
+        """
+        fields = jax.tree.leaves(self.axes_of_results())
+        return itertools.chain(fields, itertools.repeat(self.mapped + 1))
 
     def identity(self) -> Any:
         """An operand that distinguishes what runs in the compiled module.
@@ -164,25 +185,28 @@ def on_shards(
     function: Callable[..., Any],
     spec: CallSpec,
     *args: Any,
+    results: type[Any] | None = None,
     lowering: Lowering | None = None,
     message: str = NO_SUCH_DERIVATIVE,
     **options: Any,
 ) -> Any:
-    """Runs a function on shards of B and NH, the first axes of all arrays, without derivatives.
+    """Runs a function on shards of B and NH, without derivatives.
 
-    The function gets B and NH as one axis. Fields in ``arrays.IN_LAYOUT`` are (B, S, NH, D) with
-    layout "BTNH", here and in the function. A shard's spec is spec.with_heads(B, NH).
+    The function gets B and NH, the first axes of arrays, as one axis. Fields in
+    ``arrays.IN_LAYOUT`` are (B, S, NH, D) with layout "BTNH", here and in the function. A shard's
+    spec is spec.with_heads(B, NH).
 
     If spec.pooled, they stay two axes, of which NH alone is sharded. The first array then has them;
     others are pools, (P, NH, ...), or have no NH.
 
     Args:
       function: (plan, *pytrees of arrays of a shard, **options) -> pytree of such arrays.
+      results: the type that the function returns, if it has fields in ``arrays.IN_LAYOUT``.
       lowering: None: that of spec.backend on the platform of the computation.
       message: of the TypeError that a derivative raises.
       options: static keywords of the function.
     """
-    work = Work(function, spec, lowering, tuple(options.items()))
+    work = Work(function, spec, results, lowering, tuple(options.items()))
     return _mappable(work)(*not_differentiated(args, message=message))
 
 
@@ -210,7 +234,7 @@ def _run_step(plan: Plan, x: Any, *, axes: int) -> Any:
 
 
 def _mappable(work: Work) -> Callable[..., Any]:
-    """The work on arrays; a mapped axis becomes one more axis before B and NH."""
+    """The work on arrays; a mapped axis becomes one more axis before B."""
     call = custom_vmap(functools.partial(_on_mesh, work))
 
     @call.def_vmap
@@ -243,16 +267,16 @@ def _on_mesh(work: Work, *args: Any) -> Any:
         if context.empty
         else math.prod(context.shape[axis] for axis in context.auto_axes) == 1
     )
-    args = heads_first(work.spec, args, work.mapped)
     if mesh.explicit_axes:
-        args, common = _resharded(work.spec, args, mesh, work.mapped)
+        axes = work.axes_of(args)
+        args, common = _resharded(work.spec, args, axes, mesh, work.mapped)
         # An empty set is all axes but those that vmap holds, which only shard_map knows.
         some = len(mesh.explicit_axes) < len(mesh.axis_names)
         outputs = jax.shard_map(
             functools.partial(on_shard, work, None),
             mesh=None if mesh == context else mesh,
-            in_specs=jax.tree.map(lambda x: _padded(common, x.ndim), args),
-            out_specs=common,
+            in_specs=_map(lambda x, axis: _padded(_placed(common, axis), x.ndim), args, axes),
+            out_specs=jax.tree.map(lambda axis: _placed(common, axis), work.axes_of_results()),
             axis_names=set(mesh.explicit_axes) if some else set(),
             check_vma=False,
         )(*args)
@@ -260,100 +284,95 @@ def _on_mesh(work: Work, *args: Any) -> Any:
     elif one_device:
         outputs = on_shard(work, None, *args)
     else:
-        outputs = _partitioned(work)(work.identity(), *args)
-    return heads_first(work.spec, outputs, work.mapped)
+        outputs = _partitioned(work, tuple(work.axes_of(args)))(work.identity(), *args)
+    return outputs
 
 
 def on_shard(work: Work, identity: Any, *args: Any) -> Any:
-    """The work on the arrays of a shard, (B, NH, ...), whose mapped axes, B and NH become one.
+    """The work on the arrays of a shard, whose mapped axes, B and NH become one axis.
 
     identity: of the work; it is not read.
     """
-    mapped, spec, leaves = work.mapped, work.spec, jax.tree.leaves(args)
-    shapes = {x.shape[: mapped + 2] for x in leaves}
-    if len(shapes) > 1 and not spec.pooled:
+    mapped, spec, axes = work.mapped, work.spec, work.axes_of(args)
+    heads, *others = dict.fromkeys(
+        (*x.shape[: mapped + 1], *x.shape[axis : axis + 1])
+        for x, axis in zip(jax.tree.leaves(args), axes, strict=True)
+    )
+    if others and not spec.pooled:
         raise ValueError(
-            f"arguments have shards of {' and '.join(map(str, sorted(shapes)))} batch entries "
-            "and heads, expected one: inside a shard_map that leaves mesh axes to the compiler "
-            "constrain them with jax.lax.with_sharding_constraint"
+            f"arguments have shards of {' and '.join(map(str, sorted([heads, *others])))} batch "
+            "entries and heads, expected one: inside a shard_map that leaves mesh axes to the "
+            "compiler constrain them with jax.lax.with_sharding_constraint"
         )
-    *batch, NH = heads = leaves[0].shape[: mapped + 2]
     if spec.config.batch_invariant and math.prod(heads) == 1 and not spec.pooled:
         # Pallas replaces the indices of one CTA by constants, so Triton may lay out tiles otherwise
         # than beside other entries.
         twice = jax.tree.map(lambda x: jnp.concatenate([x, x], axis=mapped), args)
         outputs = on_shard(work, identity, *twice)
         return jax.tree.map(lambda x: jax.lax.slice_in_dim(x, 0, 1, axis=mapped), outputs)
+    *batch, NH = heads
     spec = spec.with_heads(math.prod(batch), NH)
     run = functools.partial(work.function, **dict(work.options))
     # Some lowering may run a sequence for a few heads at a time.
-    few = (spec.gpu is TPU or spec.config.batch_invariant) and (
+    if (spec.gpu is TPU or spec.config.batch_invariant) and (
         isinstance(args[0], Inputs | Residuals) and not is_symbolic_dim(spec.problem.B)
-    )
-    if few:
-        run = functools.partial(_few_heads_at_a_time, run, mapped + 2)
-    else:
-        args = _merged(spec, args, mapped + 2)
+    ):
+        run = functools.partial(_few_heads_at_a_time, run, work)
+    if not spec.pooled:
+        args = _map(functools.partial(_merged, work, spec.problem), args, axes)
     lowering = work.lowering or known_lowering(spec.backend)
     outputs = run(plan_of(spec, lowering), *args) if lowering else by_platform(spec, run, *args)
-    return outputs if few else _split(spec, outputs, heads)
+    if spec.pooled:
+        return outputs
+    return _map(functools.partial(_split, work, heads), outputs, work.axis_of_each_result())
 
 
-def _merged(spec: CallSpec, args: Any, axes: int) -> Any:
-    """Arrays (B, NH, ...), with so many first axes, as (B * NH, ...) or (B, S, NH, D)."""
-    B, NH = spec.problem.B, spec.problem.NH
-
-    def merged(x: Array, steps_first: bool) -> Array:
-        sizes = x.shape[axes:]
-        return (
-            jnp.swapaxes(x.reshape(B, NH, *sizes), 1, 2)
-            if steps_first
-            else x.reshape(B * NH, *sizes)
-        )
-
-    return _map(spec, merged, args)
+def _merged(work: Work, p: Problem, x: Array, axis: int) -> Array:
+    """An array of a shard as (B * NH, ...) or, if axis, that of NH, is behind S, (B, S, NH, D)."""
+    steps_first = axis > work.mapped + 1
+    return x.reshape(p.B if steps_first else p.BNH, *x.shape[work.mapped + 2 - steps_first :])
 
 
-def _split(spec: CallSpec, outputs: Any, heads: Sequence[int]) -> Any:
-    """The inverse of ``_merged``; heads: the sizes of the first axes."""
-
-    def split(x: Array, steps_first: bool) -> Array:
-        x = jnp.swapaxes(x, 1, 2) if steps_first else x
-        return x.reshape(*heads, *x.shape[1 + steps_first :])
-
-    return _map(spec, split, outputs)
+def _split(work: Work, heads: Sequence[int], x: Array, axis: int) -> Array:
+    """The inverse of ``_merged``; heads: the sizes of the mapped axes, B and NH."""
+    steps_first = axis > work.mapped + 1
+    return x.reshape(*(heads[:-1] if steps_first else heads), *x.shape[1:])
 
 
-def _few_heads_at_a_time(run: Callable[..., Any], axes: int, plan: Plan, *args: Any) -> Any:
-    """run(plan, *args) on arrays (B, NH, ...), with so many first axes.
+def _few_heads_at_a_time(run: Callable[..., Any], work: Work, plan: Plan, *args: Any) -> Any:
+    """run(plan, *args) on arrays (B * NH, ...) or (B, S, NH, D).
 
     On a TPU the intermediate arrays of a few heads fit in VMEM.
     """
-    p, heads = plan.spec.problem, jax.tree.leaves(args)[0].shape[:axes]
-    alone, most = plan.one_head_at_a_time, p.BNH
+    p, alone = plan.spec.problem, plan.one_head_at_a_time
+    most = p.BNH
     if alone:
         most = 1
     elif plan.spec.gpu is TPU:
         most = VMEM_STATES // (4 * p.NC * p.DHQK * p.DHV)
     few = largest_block(p.BNH, min(most, p.BNH), 1) or 1
-    loops = alone or few < p.BNH
-    if loops:
-        plan = plan_of(plan.spec.with_heads(1, few), plan.lowering)
+    if not alone and few == p.BNH:
+        return run(plan, *args)
+    plan = plan_of(plan.spec.with_heads(1, few), plan.lowering)
 
-    def on_some(args: Any, heads: Sequence[int]) -> Any:
-        outputs = run(plan, *_merged(plan.spec, args, len(heads)))
-        return _split(plan.spec, outputs, heads)
+    def by_few(x: Array, axis: int) -> Array:
+        x = heads_as_rows(x) if axis > work.mapped + 1 else x
+        return x.reshape(-1, few, *x.shape[1:])
 
-    if not loops:
-        return on_some(args, heads)
-    args = jax.tree.map(lambda x: x.reshape(-1, 1, few, *x.shape[axes:]), args)
-    outputs = one_at_a_time(functools.partial(on_some, heads=(1, few)))(args)
-    return jax.tree.map(lambda x: x.reshape(*heads, *x.shape[3:]), outputs)
+    def joined(x: Array, axis: int) -> Array:
+        x = x.reshape(-1, *x.shape[2:])
+        if axis > work.mapped + 1:
+            x = jnp.swapaxes(x.reshape(p.B, p.NH, *x.shape[1:]), 1, 2)
+        return x
+
+    args = _map(by_few, args, work.axes_of(args))
+    outputs = one_at_a_time(lambda args: run(plan, *args))(args)
+    return _map(joined, outputs, work.axis_of_each_result())
 
 
 @functools.lru_cache(256)  # shapes are among the keys
-def _partitioned(work: Work) -> Callable[..., Any]:
-    """The work on its identity and arrays (B, NH, ...), which XLA can partition.
+def _partitioned(work: Work, axes: tuple[int, ...]) -> Callable[..., Any]:
+    """The work on its identity and arrays, which XLA can partition; axes: those of NH.
 
     custom_partitioning with static_argnums fails under jax_check_tracer_leaks (jax 0.12). So the
     static arguments are in closures, one set per kind of work.
@@ -370,45 +389,56 @@ def _partitioned(work: Work) -> Callable[..., Any]:
         return mesh, of_shard, out_shardings, in_shardings
 
     partitioned = custom_partitioning(run)
-    rule = functools.partial(_sharding_rule, work)
+    rule = functools.partial(_sharding_rule, work, axes)
     partitioned.def_partition(partition, sharding_rule=rule)
     return partitioned
 
 
-def _sharding_rule(work: Work, mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
-    """The axes up to NH of all arrays but the identity are free; all others are replicated.
+def _sharding_rule(
+    work: Work, axes: Sequence[int], mesh: Any, operands: Any, results: Any
+) -> tuple[Any, ...]:
+    """The axes up to B, and NH, of all arrays but the identity are free; others are replicated.
 
     Beside pools only NH is free.
     """
-    replicated, pooled = list[str](), work.spec.pooled
-    free = [f"free{axis}" for axis in range(pooled, work.mapped + 2)]
+    replicated: list[str] = []
+    batch = range(0 if work.spec.pooled else work.mapped + 1)
 
-    def axes(x: Any, free: Sequence[str]) -> str:
-        free = free[: x.rank - pooled]
-        others = [f"replicated{len(replicated) + n}" for n in range(x.rank - len(free))]
-        replicated.extend(others)
-        return " ".join([*others[:pooled], *free, *others[pooled:]])
+    def factors(x: Any, axis: int | None) -> str:
+        names = []
+        for n in range(x.rank):
+            if axis is not None and (n == axis or n in batch):
+                names.append("heads" if n == axis else f"batch{n}")
+            else:
+                names.append(f"replicated{len(replicated)}")
+                replicated.append(names[-1])
+        return " ".join(names)
 
-    identity, *inputs = operands
-    text = ", ".join([axes(identity, ()), *(axes(x, free) for x in inputs)])
-    text += " -> " + ", ".join([axes(x, free) for x in results])
+    operands = [*map(factors, operands, [None, *axes])]
+    results = [*map(factors, results, work.axis_of_each_result())]
+    text = f"{', '.join(operands)} -> {', '.join(results)}"
     return text, {"need_replication_factors": tuple(replicated)}
 
 
 def _common_shardings(work: Work, args: Any, results: Any) -> tuple[Any, Any]:
     """One sharding of the free axes and none of other axes, for all operands and results."""
     identity, *arrays = args
-    leaves = jax.tree.leaves((results, arrays))
+    tree = results, arrays
+    leaves, axes = jax.tree.leaves(tree), work.axes_of(tree)
     # Inside a shard_map over some of the axes shardings have no names. Those of the results follow
     # the rule.
-    by_rank = {len(x.shape): x.sharding for x in reversed(leaves)}
+    pairs = [*zip(leaves, axes, strict=True)]
+    by_kind = {(len(x.shape), axis): x.sharding for x, axis in reversed(pairs)}
     if isinstance(leaves[0].sharding, NamedSharding):
         mesh = leaves[0].sharding.mesh
-        common = _common_spec(work.spec, [x.sharding.spec for x in leaves], work.mapped)
-        by_rank = {rank: NamedSharding(mesh, _padded(common, rank)) for rank in by_rank}
+        common = _common_spec(work.spec, [x.sharding.spec for x in leaves], axes, work.mapped)
+        by_kind = {
+            (rank, axis): NamedSharding(mesh, _padded(_placed(common, axis), rank))
+            for rank, axis in by_kind
+        }
     elif work.spec.pooled:  # arrays of one rank differ
-        by_rank = dict.fromkeys(by_rank, identity.sharding)
-    arrays, results = jax.tree.map(lambda x: by_rank[len(x.shape)], (arrays, results))
+        by_kind = dict.fromkeys(by_kind, identity.sharding)
+    results, arrays = _map(lambda x, axis: by_kind[len(x.shape), axis], tree, axes)
     return (identity.sharding, *arrays), results
 
 

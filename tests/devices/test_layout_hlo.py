@@ -1,6 +1,7 @@
 """layout="BTNH" moves no array of q, k, v, h or their gradients, and neither does a length that
 does not fill a chunk or a head size of 16 * n: what is compiled for a GPU has no transpose, copy,
-reversal, pad or slice of one; and nor does reverse=True."""
+reversal, pad or slice of one; and nor does reverse=True. What is traced has no transpose either, on
+one device or on shards."""
 
 import math
 import re
@@ -11,9 +12,19 @@ from unittest import mock
 
 import jax
 import pytest
-from compile_report import on_a_hopper
+from compile_report import equations, on_a_hopper
 from jax.experimental import pallas as pl
-from oracle import call_shapes, config_in_splits, for_device, needs_compiler, slow, swapped
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracle import (
+    call_shapes,
+    config_in_splits,
+    for_device,
+    mesh_for,
+    needs_compiler,
+    slow,
+    swapped,
+)
 
 from mlstm_pallas import KernelConfig, distributed, mlstm_chunkwise
 
@@ -141,6 +152,58 @@ def test_the_transposes_of_a_caller_are_seen():
 @pytest.mark.parametrize(("case", "dtype", "backward"), [*QUICK, *(slow(*x) for x in SLOW)])
 def test_nothing_moves_in_what_is_compiled_without_a_gpu(case, dtype, backward):
     check(compiled_for_an_h200(case, dtype, backward), case)
+
+
+def mapped(call):
+    """The call, of each batch entry."""
+    return jax.vmap(lambda *x: call(*(y[None] for y in x))[0])
+
+
+def transposed_inside(call):
+    """The call with the other layout, for this one."""
+    return lambda *x: swapped(call(*map(swapped, x), layout="BNTH"))
+
+
+TWO_AXES = (2, 2), "xy"
+MESHES = {
+    "device": mesh_for("NVIDIA H200"),
+    "automatic": mesh_for("NVIDIA H200", *TWO_AXES),
+    "explicit": mesh_for("NVIDIA H200", *TWO_AXES, AxisType.Explicit),
+}
+
+
+def transposes(case, mesh, transform):
+    """How many arrays as large as q of a shard the jaxpr of both passes transposes."""
+    config, (B, NH, S, DHQK, DHV), options = CASES[case]
+    options = dict(layout="BTNH", backend="triton", config=CONFIGS[config]) | options
+    sharding = NamedSharding(mesh, P("x", None, "y")) if mesh.explicit_axes else None
+
+    def run(*x, **others):
+        return jax.tree.leaves(mlstm_chunkwise(*x, **options | others))[0]
+
+    def both(*x):
+        h, vjp = jax.vjp(transform(run), *x)
+        return vjp(h)
+
+    x = call_shapes(B, NH, S, DHQK, DHV, "bfloat16", "BTNH", sharding)
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.make_jaxpr(both)(*x)
+    assert [*equations(jaxpr, "pallas_call")]
+    of_shard = B * NH * S * min(DHQK, DHV) // math.prod(mesh.axis_sizes)
+    return sum(y.outvars[0].aval.size >= of_shard for y in equations(jaxpr, "transpose"))
+
+
+@pytest.mark.parametrize("transform", [lambda call: call, mapped], ids=["call", "vmap"])
+@pytest.mark.parametrize(
+    ("mesh", "case"),
+    [("device", "materialised"), ("automatic", "fused_odd"), ("explicit", "fused_partial")],
+)
+def test_nothing_is_transposed_in_what_is_traced(mesh, case, transform):
+    assert transposes(case, MESHES[mesh], transform) == 0
+
+
+def test_what_is_transposed_in_a_jaxpr_is_seen():
+    assert transposes("materialised", MESHES["device"], transposed_inside) >= 8
 
 
 @needs_compiler
