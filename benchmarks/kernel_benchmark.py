@@ -55,9 +55,10 @@ from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.dimensions import MAX_TILE, Problem
 from mlstm_pallas.problem.validation import BACKENDS
 from mlstm_pallas.stages.chunk_gradients import ChunkGradients
+from mlstm_pallas.stages.lowering import Lowering
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients, ScoreTiles
 from mlstm_pallas.stages.parallel_fw_P import ScanOperands
-from mlstm_pallas.stages.stage import Lowering, ScaledRows
+from mlstm_pallas.stages.scaled_rows import ScaledRows
 
 # Relative norms of the error, of outputs and of gradients. bfloat16 has steps of 2**-8, and its
 # gradients are made of products of rounded products; float16 has steps of an eighth of that;

@@ -23,7 +23,7 @@ from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype
 from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_flag
 from mlstm_pallas.schedules.forward import forward
 from mlstm_pallas.schedules.sharding import Work, on_shard
-from mlstm_pallas.stages.stage import Lowering
+from mlstm_pallas.stages.lowering import Lowering
 
 _INF = float("inf")
 

@@ -36,7 +36,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import plgpu
 from mlstm_pallas.mosaic_gpu.common.references import Region, base, selected, tiling
 from mlstm_pallas.planning.dispatch import tiles_class
 from mlstm_pallas.schedules import sharding
-from mlstm_pallas.stages.stage import Lowering
+from mlstm_pallas.stages.lowering import Lowering
 
 gpu_interpreter: Any = gpu_callbacks  # jax 0.10 lacks parts of it
 # An ``Interpreter`` has methods of these names.

@@ -63,7 +63,8 @@ from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.mosaic_gpu.common.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.chunk_gradients import ChunkGradients, Operands
-from mlstm_pallas.stages.stage import KernelOptions, Launch
+from mlstm_pallas.stages.kernel_tiles import KernelOptions
+from mlstm_pallas.stages.launch import Launch
 
 CHUNK = 128  # steps of a chunk
 HALF = 32  # keys of the block below the diagonal, per warpgroup

@@ -59,8 +59,10 @@ from mlstm_pallas.mosaic_gpu.common.persistent import PersistentKernel, persiste
 from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.mosaic_gpu.common.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.stages.kernel_tiles import KernelOptions
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients, ScoreTiles
-from mlstm_pallas.stages.stage import KernelOptions, Launch, ScaledRows
+from mlstm_pallas.stages.scaled_rows import ScaledRows
 
 TILE = 128  # queries per item, and keys
 DEPTH = 64  # columns that a step multiplies

@@ -61,8 +61,9 @@ from mlstm_pallas.mosaic_gpu.common.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.common.persistent import PersistentKernel, persistent_call
 from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.stages.kernel_tiles import KernelOptions
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
-from mlstm_pallas.stages.stage import KernelOptions, Launch
 
 ROWS = 128  # per item
 DEPTH = 64  # columns that a step multiplies

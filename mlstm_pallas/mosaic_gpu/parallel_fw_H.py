@@ -19,6 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.formulas.rows import sequence_shape
+from mlstm_pallas.formulas.tile_sizes import largest_block
 from mlstm_pallas.formulas.tiles import blocks, fori, loop, weighted
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
@@ -53,8 +55,9 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 from mlstm_pallas.mosaic_gpu.common.limits import KERNEL_DTYPE, HopperTiles
 from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.stages.kernel_tiles import KernelOptions
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
-from mlstm_pallas.stages.stage import KernelOptions, Launch, largest_block, sequence_shape
 
 FEW_CTAS = 528  # four per SM of an H200
 

@@ -41,8 +41,10 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.stages.kernel_tiles import KernelOptions
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
-from mlstm_pallas.stages.stage import KernelOptions, Launch, ScaledRows
+from mlstm_pallas.stages.scaled_rows import ScaledRows
 
 
 def _kernel(entries, vecR, vecZ, *, p: Problem, **refs) -> None:

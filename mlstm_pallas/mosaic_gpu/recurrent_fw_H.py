@@ -20,6 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.chunk_list import state_of
+from mlstm_pallas.formulas.rows import sequence_shape
+from mlstm_pallas.formulas.tile_sizes import largest_block
 from mlstm_pallas.formulas.tiles import (
     blocks,
     blocks_over,
@@ -57,8 +59,9 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.stages.kernel_tiles import KernelOptions
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
-from mlstm_pallas.stages.stage import KernelOptions, Launch, largest_block, sequence_shape
 
 MOST_ROWS = {128: 320, 192: 128}  # of C, by the columns of a CTA
 PIECE = 256  # the most rows of C to which one product adds

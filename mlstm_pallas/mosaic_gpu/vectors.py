@@ -35,7 +35,8 @@ from mlstm_pallas.mosaic_gpu.common.chunk_scans import (
 from mlstm_pallas.mosaic_gpu.common.launch import WG_ROWS, block, float32, mosaic_call, unravel
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.stage import KernelOptions, Launch
+from mlstm_pallas.stages.kernel_tiles import KernelOptions
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.vectors import chunk_gates as gates_stage
 from mlstm_pallas.vectors import step_gradients as gradients_stage
 from mlstm_pallas.vectors.scan import vector_of

@@ -10,7 +10,7 @@ from mlstm_pallas.problem.annotations import BackendName
 from mlstm_pallas.problem.callers import warn_caller
 from mlstm_pallas.problem.gpu import UNKNOWN, Gpu
 from mlstm_pallas.problem.validation import check_backend
-from mlstm_pallas.stages.stage import Lowering
+from mlstm_pallas.stages.lowering import Lowering
 
 VARIABLE = "MLSTM_PALLAS_BACKEND"
 # The first jax that compiles the Mosaic GPU kernels, and the first that is not tested.

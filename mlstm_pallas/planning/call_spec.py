@@ -22,7 +22,9 @@ from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.dimensions import Layout, Problem, make_problem, next_power_of_two
 from mlstm_pallas.problem.gpu import HOPPER, UNKNOWN, Gpu, target_gpu
 from mlstm_pallas.problem.validation import check_constant, kernel_dtype
-from mlstm_pallas.stages.stage import KernelOptions, Launch, Lowering
+from mlstm_pallas.stages.kernel_tiles import KernelOptions
+from mlstm_pallas.stages.launch import Launch
+from mlstm_pallas.stages.lowering import Lowering
 
 # Splits of the fused scan cost a launch and a product over their steps, which shorter splits and
 # narrower heads (a smaller DHQK * DHV) do not repay.

@@ -11,7 +11,8 @@ from jax import lax
 from mlstm_pallas.formulas.tiles import Precision
 from mlstm_pallas.planning.dispatch import kernels
 from mlstm_pallas.problem.validation import check_chunk_size, check_instance, or_none, wrong
-from mlstm_pallas.stages.stage import BLOCK, FIELDS, Lowering
+from mlstm_pallas.stages.kernel_tiles import BLOCK, FIELDS
+from mlstm_pallas.stages.lowering import Lowering
 
 Fields = tuple[tuple[str, Any], ...]
 

@@ -14,7 +14,9 @@ from importlib.machinery import PathFinder
 from typing import Any
 
 from mlstm_pallas.stages import HELPERS, STAGES
-from mlstm_pallas.stages.stage import Launch, Lowering, Tiles
+from mlstm_pallas.stages.kernel_tiles import Tiles
+from mlstm_pallas.stages.launch import Launch
+from mlstm_pallas.stages.lowering import Lowering
 
 # jax will remove the Triton backend of Pallas. find_spec looks for it without importing it.
 HAS_TRITON = importlib.util.find_spec("jax.experimental.pallas.triton") is not None

@@ -11,7 +11,7 @@ from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.annotations import BackendName, LayoutName
 from mlstm_pallas.problem.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
 from mlstm_pallas.problem.validation import check_dtype, check_integer
-from mlstm_pallas.stages.stage import Launch
+from mlstm_pallas.stages.launch import Launch
 
 
 @dataclasses.dataclass(frozen=True)

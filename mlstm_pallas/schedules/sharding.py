@@ -42,6 +42,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mlstm_pallas.formulas.tile_sizes import largest_block
 from mlstm_pallas.planning.backend import lowering_on_gpu
 from mlstm_pallas.planning.call_spec import CallSpec, Plan, plan_of
 from mlstm_pallas.planning.dispatch import stage
@@ -50,8 +51,8 @@ from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import TPU
 from mlstm_pallas.problem.version import __version__
 from mlstm_pallas.schedules.derivatives import NO_SUCH_DERIVATIVE, not_differentiated
+from mlstm_pallas.stages.lowering import Lowering
 from mlstm_pallas.stages.plain_forms import on_rows, one_at_a_time
-from mlstm_pallas.stages.stage import Lowering, largest_block
 
 # The public functions whose tokens run a stage.
 TOKEN_FUNCTIONS: dict[Any, str] = {

@@ -1,7 +1,7 @@
 """The contracts of the stages, one file each: equations, operands, outputs, plain jnp form.
 
-stage.py says what a stage and a launch are, plain_forms.py how heads and rows run in plain jnp. It
-imports formulas/ and below.
+stage.py says what a stage is, lowering.py, launch.py and kernel_tiles.py how it runs,
+plain_forms.py how heads and rows run in plain jnp. It imports formulas/ and below.
 """
 
 import importlib

@@ -25,8 +25,10 @@ from mlstm_pallas.formulas.normaliser import (
     normaliser_gradients,
     query_scale,
 )
+from mlstm_pallas.formulas.rows import by_head
 from mlstm_pallas.formulas.tiles import weighted
-from mlstm_pallas.stages.stage import Launch, ScaledRows, by_head
+from mlstm_pallas.stages.launch import Launch
+from mlstm_pallas.stages.scaled_rows import ScaledRows
 
 
 class Operands(NamedTuple):

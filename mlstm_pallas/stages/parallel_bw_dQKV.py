@@ -17,8 +17,8 @@ from mlstm_pallas.formulas.gate_gradients import inner, only
 from mlstm_pallas.formulas.gates import ChunkGates, causal
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.formulas.tiles import weighted
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_bw_dP import ScoreTiles
-from mlstm_pallas.stages.stage import Launch
 
 
 class Operands(NamedTuple):

@@ -16,7 +16,7 @@ from jax import Array
 from mlstm_pallas.formulas.gates import ChunkGates, causal, decay_matrix
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.formulas.tiles import weighted
-from mlstm_pallas.stages.stage import Launch
+from mlstm_pallas.stages.launch import Launch
 
 
 class Operands(NamedTuple):

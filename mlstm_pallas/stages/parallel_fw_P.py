@@ -17,7 +17,8 @@ from mlstm_pallas.formulas.chunk_list import ChunkList
 from mlstm_pallas.formulas.gates import ChunkGates, causal, decay_matrix
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.formulas.tiles import weighted
-from mlstm_pallas.stages.stage import Launch, ScaledRows
+from mlstm_pallas.stages.launch import Launch
+from mlstm_pallas.stages.scaled_rows import ScaledRows
 
 
 class Operands(NamedTuple):

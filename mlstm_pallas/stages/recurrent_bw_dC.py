@@ -17,8 +17,10 @@ from jax import Array
 
 from mlstm_pallas.formulas.chunk_list import ChunkList
 from mlstm_pallas.formulas.gate_gradients import inner
+from mlstm_pallas.formulas.rows import by_head
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
-from mlstm_pallas.stages.stage import Launch, ScaledRows, by_head
+from mlstm_pallas.stages.scaled_rows import ScaledRows
 
 
 class Operands(NamedTuple):

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
-from mlstm_pallas.stages.stage import Launch
 
 
 class Operands(NamedTuple):

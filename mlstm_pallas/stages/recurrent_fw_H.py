@@ -13,8 +13,8 @@ from jax import Array, lax
 
 from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length
 from mlstm_pallas.formulas.tiles import weighted
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_fw_P import ScanOperands
-from mlstm_pallas.stages.stage import Launch
 
 
 class Operands(NamedTuple):

@@ -26,8 +26,8 @@ from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.problem.arrays import States, Token
 from mlstm_pallas.problem.dimensions import accumulator_dtype
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.plain_forms import on_rows
-from mlstm_pallas.stages.stage import Launch
 
 _INF = float("inf")
 

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.formulas.chunk_list import ChunkList
-from mlstm_pallas.stages.stage import Launch, as_factors
+from mlstm_pallas.formulas.rows import as_factors
+from mlstm_pallas.stages.launch import Launch
 
 
 class Operands(NamedTuple):

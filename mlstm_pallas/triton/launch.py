@@ -22,7 +22,8 @@ from mlstm_pallas.formulas.tiles import divide, remainder
 from mlstm_pallas.problem.arrays import varying_axes
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu, export_gpu
-from mlstm_pallas.stages.stage import KernelOptions, Launch, Tiles
+from mlstm_pallas.stages.kernel_tiles import KernelOptions, Tiles
+from mlstm_pallas.stages.launch import Launch
 
 plgpu: Any
 try:

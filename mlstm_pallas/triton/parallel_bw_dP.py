@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.gate_gradients import TileSums
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.formulas.tile_sizes import least_padding
 from mlstm_pallas.formulas.tiles import (
     block_at,
     blocks,
@@ -36,13 +37,15 @@ from mlstm_pallas.formulas.tiles import (
 )
 from mlstm_pallas.problem.dimensions import MAX_TILE, Problem, next_power_of_two
 from mlstm_pallas.problem.gpu import Gpu
+from mlstm_pallas.stages.kernel_tiles import KernelOptions
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_bw_dP import (
     Operands,
     ScoreGradients,
     ScoreTiles,
     delta_and_gradients,
 )
-from mlstm_pallas.stages.stage import KernelOptions, Launch, ScaledRows, least_padding
+from mlstm_pallas.stages.scaled_rows import ScaledRows
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     depth_and_stages,

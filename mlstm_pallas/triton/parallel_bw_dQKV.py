@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.gate_gradients import inner
 from mlstm_pallas.formulas.normaliser import query_scale
+from mlstm_pallas.formulas.tile_sizes import least_padding
 from mlstm_pallas.formulas.tiles import (
     block_at,
     blocks,
@@ -33,8 +34,9 @@ from mlstm_pallas.formulas.tiles import (
     weighted,
 )
 from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.stages.kernel_tiles import KernelOptions
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
-from mlstm_pallas.stages.stage import KernelOptions, Launch, least_padding
 from mlstm_pallas.triton.launch import floats, kernel_call, operands, stages_that_fit
 from mlstm_pallas.triton.parallel_bw_dP import BlockedTiles
 

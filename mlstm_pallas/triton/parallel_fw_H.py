@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.formulas.rows import sequence_shape
+from mlstm_pallas.formulas.tile_sizes import least_padding
 from mlstm_pallas.formulas.tiles import (
     block_at,
     blocks,
@@ -35,8 +37,9 @@ from mlstm_pallas.formulas.tiles import (
     weighted,
 )
 from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.stages.kernel_tiles import KernelOptions
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
-from mlstm_pallas.stages.stage import KernelOptions, Launch, least_padding, sequence_shape
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.formulas.tiles import causal_scores, dot, pieces, weighted
 from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.stages.kernel_tiles import KernelOptions, Tiles
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
-from mlstm_pallas.stages.stage import KernelOptions, Launch, ScaledRows, Tiles
+from mlstm_pallas.stages.scaled_rows import ScaledRows
 from mlstm_pallas.triton.launch import entry_rows, floats, kernel_call, operands
 
 

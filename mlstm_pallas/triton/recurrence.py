@@ -32,6 +32,7 @@ from mlstm_pallas.formulas.splits import (
     splits_as_heads,
     splits_of,
 )
+from mlstm_pallas.formulas.tile_sizes import dividing, least_padding
 from mlstm_pallas.formulas.tiles import (
     block_at,
     blocks,
@@ -45,9 +46,10 @@ from mlstm_pallas.formulas.tiles import (
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages import recurrent_bw_dC as dC
 from mlstm_pallas.stages import recurrent_fw_C as fw_C
+from mlstm_pallas.stages.kernel_tiles import KernelOptions
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
-from mlstm_pallas.stages.stage import KernelOptions, Launch, dividing, least_padding
 from mlstm_pallas.stages.step_sums import Operands as StepSums
 from mlstm_pallas.stages.vector_states import Operands as VectorStates
 from mlstm_pallas.stages.vector_states import vector_states

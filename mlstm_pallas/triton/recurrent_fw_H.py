@@ -29,6 +29,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.chunk_list import state_of
+from mlstm_pallas.formulas.rows import sequence_shape
+from mlstm_pallas.formulas.tile_sizes import least_padding
 from mlstm_pallas.formulas.tiles import (
     block_at,
     blocks,
@@ -41,8 +43,9 @@ from mlstm_pallas.formulas.tiles import (
     weighted,
 )
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
+from mlstm_pallas.stages.kernel_tiles import KernelOptions
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
-from mlstm_pallas.stages.stage import KernelOptions, Launch, least_padding, sequence_shape
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,

@@ -24,8 +24,9 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.formulas.tiles import block_at, blocks_over, loop, weighted
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
+from mlstm_pallas.stages.kernel_tiles import KernelOptions, Tiles
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.recurrent_step import Operands, rounded, step_gates
-from mlstm_pallas.stages.stage import KernelOptions, Launch, Tiles
 from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store
 
 

@@ -26,6 +26,8 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.formulas.tiles import blocks_over, dot, fori, loop, sum_of, weighted
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem
+from mlstm_pallas.stages.kernel_tiles import KernelOptions
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.recurrent_step import rounded
 from mlstm_pallas.stages.ring_step import (
     Operands,
@@ -35,7 +37,6 @@ from mlstm_pallas.stages.ring_step import (
     pending_tokens,
     ring_weights,
 )
-from mlstm_pallas.stages.stage import KernelOptions, Launch
 from mlstm_pallas.triton.launch import barrier, floats, kernel_call, masked_load, masked_store
 from mlstm_pallas.triton.recurrent_step import (
     RecurrentStepTiles,

@@ -20,7 +20,8 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.tiles import block_at, blocks_over, loop, rounded_up
 from mlstm_pallas.problem.dimensions import Problem, next_power_of_two
-from mlstm_pallas.stages.stage import KernelOptions, Launch, Tiles
+from mlstm_pallas.stages.kernel_tiles import KernelOptions, Tiles
+from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.triton.launch import barrier, floats, kernel_call, masked_load
 from mlstm_pallas.vectors import chunk_gates as gates_stage
 from mlstm_pallas.vectors import step_gradients as gradients_stage

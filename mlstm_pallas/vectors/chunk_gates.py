@@ -23,7 +23,7 @@ from mlstm_pallas.problem.dimensions import InputGate
 from mlstm_pallas.vectors.scan import Scan, scan_chunks, vector_call
 
 if TYPE_CHECKING:
-    from mlstm_pallas.stages.stage import Launch
+    from mlstm_pallas.stages.launch import Launch
 
 _INF = float("inf")
 

@@ -13,7 +13,7 @@ from mlstm_pallas.formulas.gates import fusion_barrier
 from mlstm_pallas.formulas.tiles import divide, loop
 
 if TYPE_CHECKING:
-    from mlstm_pallas.stages.stage import Launch
+    from mlstm_pallas.stages.launch import Launch
 
 Join = Callable[..., Any]  # (arrays of the steps so far, of further ones) -> joined arrays
 _MOST_UNROLLED = 8  # tiles of a chunk

@@ -30,7 +30,7 @@ from mlstm_pallas.formulas.tiles import divide, remainder
 from mlstm_pallas.vectors.scan import Scan, VectorOf, scan_chunks, vector_call
 
 if TYPE_CHECKING:
-    from mlstm_pallas.stages.stage import Launch
+    from mlstm_pallas.stages.launch import Launch
 
 
 class Operands(NamedTuple):

@@ -44,7 +44,8 @@ from mlstm_pallas.problem.validation import (
 from mlstm_pallas.schedules.backward import backward as backward_schedule
 from mlstm_pallas.schedules.sharding import on_shards, sharded_alike
 from mlstm_pallas.stages import STAGES
-from mlstm_pallas.stages.stage import FIELDS, ScaledRows
+from mlstm_pallas.stages.kernel_tiles import FIELDS
+from mlstm_pallas.stages.scaled_rows import ScaledRows
 from mlstm_pallas.vectors.chunk_gates import joined_gates, local_gates, stabilisers
 from mlstm_pallas.vectors.scan import Scan, by_chunk
 

@@ -43,7 +43,7 @@ from test_stages import launch_of
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.mosaic_gpu.common.limits import HEADS
 from mlstm_pallas.problem.dimensions import make_problem
-from mlstm_pallas.stages.stage import Lowering
+from mlstm_pallas.stages.lowering import Lowering
 
 MODULE = Path(__file__).stem
 FUSED = KernelConfig(fused=True)

@@ -8,10 +8,11 @@ from stage_calls import spec_of
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.formulas.normaliser import Normaliser
+from mlstm_pallas.formulas.tile_sizes import least_padding
 from mlstm_pallas.planning.call_spec import launch_of, options_of
 from mlstm_pallas.problem.dimensions import InputGate
 from mlstm_pallas.problem.gpu import HOPPER, UNKNOWN
-from mlstm_pallas.stages.stage import Lowering, least_padding
+from mlstm_pallas.stages.lowering import Lowering
 
 bfloat16 = jnp.dtype("bfloat16")
 

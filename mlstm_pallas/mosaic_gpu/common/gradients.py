@@ -4,11 +4,11 @@ from typing import Any
 
 from jax import Array
 
+from mlstm_pallas.formulas.rows import sequence_shape
 from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.mosaic_gpu.common.launch import float32
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
-from mlstm_pallas.stages.stage import sequence_shape
 
 
 def gradient_operands(x: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from mlstm_pallas.formulas.tiles import rounded_up
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.stage import KernelOptions, Tiles
+from mlstm_pallas.stages.kernel_tiles import KernelOptions, Tiles
 
 KERNEL_DTYPE = jnp.dtype("bfloat16")  # float16 has the same size
 SHARED_BYTES = 232_448  # the most per CTA

@@ -24,7 +24,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.mosaic_gpu.common.limits import RingTiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.stage import Launch
+from mlstm_pallas.stages.launch import Launch
 
 
 class PersistentKernel:

@@ -1,0 +1,107 @@
+"""The tiles of a kernel, what they depend on, and the checks of their fields."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax.numpy as jnp
+
+from mlstm_pallas.formulas.tile_sizes import dividing
+from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
+from mlstm_pallas.problem.gpu import UNKNOWN, Gpu
+from mlstm_pallas.problem.validation import check_flag, check_integer
+
+# Triton's blocks have at most 2**20 elements, and a side has at least MIN_TILE.
+MAX_TILE_SIZE = 2**20 // MIN_TILE
+
+_SIZE = functools.partial(check_integer, least=MIN_TILE, most=MAX_TILE_SIZE, power_of_two=True)
+BLOCK = functools.partial(check_integer, least=MIN_TILE, most=1024)
+# The checks of the fields of tiles. Each gets the field as messages name it, and its value.
+FIELDS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(
+        ("siz_b_LQ", "siz_b_LKV", "siz_b_L", "siz_b_DHQK", "siz_b_DHHV", "block_k"), _SIZE
+    ),
+    **dict.fromkeys(("state_rows", "state_columns"), BLOCK),
+    **dict.fromkeys(
+        ("num_warps", "score_warps"),
+        functools.partial(check_integer, least=1, most=16, power_of_two=True),
+    ),
+    "num_stages": functools.partial(check_integer, least=1, most=8),
+    "num_splits": functools.partial(check_integer, least=1, power_of_two=True),
+    "num_ctas": functools.partial(check_integer, least=1),
+    "keep_q": check_flag,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelOptions:
+    """What the tiles of a kernel depend on beside the problem and the dtype.
+
+    A kernel reads the fields that concern it. The defaults are those of most calls.
+
+    Attributes:
+      gpu: that the kernel is compiled for.
+      normalise: whether the gradients have a normaliser.
+      recurrences: how many recurrences share the launch.
+      weighted, has_vector, has_h: whether the kernel of a recurrence reads the weights r, computes
+        x, and reads h; has_h also of parallel_bw_dP.
+      stores_states: whether the states at the chunk boundaries are stored.
+      in_list: whether the fused scan runs over a ``ChunkList``.
+      adds_to_h: whether a preceding launch of the fused scan has computed a part of h.
+    """
+
+    gpu: Gpu = UNKNOWN
+    normalise: bool = True
+    recurrences: int = 1
+    weighted: bool = True
+    has_vector: bool = False
+    has_h: bool = False
+    stores_states: bool = True
+    in_list: bool = False
+    adds_to_h: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The base of the tiles of a kernel: what it reads, and what planning asks of it.
+
+    Fields of several kernels:
+      siz_b_LQ, siz_b_LKV, siz_b_L: queries, keys, or both in a tile, along the sequence.
+      siz_b_DHQK, siz_b_DHHV: columns of q and k, and of v and h, in a tile.
+      block_k: columns that an iteration of a loop over a head dimension reads.
+      state_rows, state_columns: the block of the state that a CTA holds in registers.
+      num_splits: parts of the sequence that run at the same time.
+      num_warps, num_stages: warps per CTA, and tiles in flight.
+      num_ctas: CTAs of a persistent kernel.
+    """
+
+    @classmethod
+    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self | None:
+        """The tiles for a problem; None: the kernel does not support it."""
+        return cls()
+
+    def supports(self, p: Problem, options: KernelOptions) -> bool:
+        """Whether the kernel can run with these tiles."""
+        return True
+
+    def grid(self, p: Problem) -> tuple[int, ...]:
+        """The CTAs of a launch, by axis; p: with splits as heads. By default one per chunk."""
+        return p.NC, p.BNH
+
+    def shared_bytes(self, p: Problem, dtype: Any, options: KernelOptions) -> int:
+        """The shared memory of a CTA; an estimate for Triton, whose compiler decides."""
+        return 0
+
+    def clamped(self, p: Problem) -> Self:
+        """The tiles with sizes up to the dimensions; those of steps divide a chunk."""
+        L, K, V = p.L, p.DHQK, p.DHV
+        sizes = dict.fromkeys(("siz_b_LQ", "siz_b_LKV", "siz_b_L"), L)
+        sizes |= dict(siz_b_DHQK=next_power_of_two(K), siz_b_DHHV=next_power_of_two(V))
+        sizes |= dict(state_rows=K, state_columns=V)  # which need not be powers of two
+        fields = {
+            name: dividing(x, L) if "siz_b_L" in name else min(x, sizes[name])
+            for name, x in vars(self).items()
+            if name in sizes
+        }
+        return dataclasses.replace(self, **fields)
