@@ -111,6 +111,8 @@ FILE = re.compile(
 )
 # Links to documents outside of docs/, of which a page there includes all or a part.
 OUTSIDE = re.compile(r"\]\(((?:\.\./)*)\.\./(README|benchmarks/README)\.md\b")
+# What a page shows where directives are not run, such as on a forge.
+OFF_SITE = re.compile(r"^Outside of the site .*\n\n", re.MULTILINE)
 
 
 def write_types(app, what, name, obj, options, signature, returns):
@@ -133,7 +135,7 @@ def link_pages(app, docname, source):
     def link(match):
         return f"]({match[1]}{'benchmarks' if '/' in match[2] else 'index'}.md"
 
-    source[0] = OUTSIDE.sub(link, source[0])
+    source[0] = OUTSIDE.sub(link, OFF_SITE.sub("", source[0]))
 
 
 def add_links(app, doctree):

@@ -72,6 +72,14 @@ def test_names_exist(page):
     assert not [a + b for a, b in names if not exists(a or b, page)]
 
 
+@pytest.mark.parametrize("page", SITE)
+def test_what_a_directive_shows_has_a_link_too(page):
+    """For readers outside of the site, where directives are not run."""
+    text = (ROOT / page).read_text()
+    if re.search(r"^```{(include|eval-rst|literalinclude)}", text, re.M):
+        assert re.search(r"^Outside of the site .*\]\(\.\./.*\)\.\n\n", text, re.M)
+
+
 def test_the_file_map_names_every_file():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     block = text.rpartition("## Files")[2].partition("```")[2].partition("```")[0]
