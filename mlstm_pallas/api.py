@@ -81,7 +81,7 @@ def mlstm_chunkwise(
     ``mlstm_pallas.reference.chunkwise`` has all others. jit, vmap, remat, scan
     and shard_map work. Shards of B and NH stay on their devices;
     ``mlstm_pallas.distributed`` shards S. docs/arguments.md has edge cases,
-    docs/plans.md the names of residuals for ``jax.checkpoint``.
+    docs/training.md the names of residuals for ``jax.checkpoint``.
 
     Example::
 

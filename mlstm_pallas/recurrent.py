@@ -137,8 +137,8 @@ def mlstm_recurrent_step(
     if the caller does not use them afterwards: in a jitted loop, or if they are
     donated to jax.jit (donate_argnums). Otherwise they are copied first.
     In a loop with few other operations, a small batch is faster in a CUDA graph
-    (XLA_FLAGS=--xla_gpu_graph_min_graph_size=1): on an H200 a step at B = 1
-    takes 7.3 us in one, about half the time.
+    (XLA_FLAGS=--xla_gpu_graph_min_graph_size=1), at B = 1 on an H200 twice as
+    fast; benchmarks/README.md has the times.
 
     States in bfloat16 have half the bytes: on an H200, with 8 heads of 256/512,
     a step at B = 128 takes 52 % of its time with float32 states. Each

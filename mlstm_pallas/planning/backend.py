@@ -30,9 +30,8 @@ class use_backend:
       stay on Triton. One setting for all machines.
     * "triton": Triton kernels, on NVIDIA GPUs from compute capability 8.0.
       Another GPU raises a ValueError.
-    * "mosaic_gpu": Mosaic GPU kernels, on Hopper in 16-bit dtypes. They take
-      10 to 50 % less time than Triton's at most shapes, but 27 % more in the
-      forward pass of heads of 16 dimensions.
+    * "mosaic_gpu": Mosaic GPU kernels, on Hopper in 16-bit dtypes. They are
+      faster than Triton's with few exceptions ("Where it loses" in README.md).
       Stages without such a kernel run the Triton kernel, or plain jnp if jax has
       no Triton backend. Another GPU or an unsupported jax raises a ValueError.
     * "xla": plain jnp, on any device.
