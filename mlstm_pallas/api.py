@@ -76,11 +76,15 @@ def mlstm_chunkwise(
       DHV   head dimension of v and h
 
     f_t = -inf resets the state and i_t = -inf stores nothing, as values of -1e6
-    and below do. A NaN stays in its batch entry and head. First derivatives in
-    reverse mode are exact, with respect to all float arrays;
-    ``mlstm_pallas.reference.chunkwise`` has all others. jit, vmap, remat, scan
-    and shard_map work. Shards of B and NH stay on their devices;
-    ``mlstm_pallas.distributed`` shards S. docs/arguments.md has edge cases,
+    and below do. A NaN stays in its batch entry and head. A reset without
+    segment_ids and sequence_lengths multiplies the state by 0, so one that has
+    overflowed becomes NaN; with either argument not even inf passes.
+    docs/debugging.md has what a NaN reaches, docs/numerics.md the errors.
+
+    First derivatives in reverse mode are exact, with respect to all float
+    arrays; ``mlstm_pallas.reference.chunkwise`` has all others. jit, vmap,
+    remat, scan and shard_map work. Shards of B and NH stay on their devices;
+    ``mlstm_pallas.distributed`` shards S. docs/plans.md has the memory,
     docs/training.md the names of residuals for ``jax.checkpoint``.
 
     Example::
@@ -97,7 +101,8 @@ def mlstm_chunkwise(
 
     Args:
       q: unscaled queries, (B, NH, S, DHQK), or (B, S, NH, DHQK) with layout
-        "BTNH", in bfloat16, float16 or float32; in float64 with backend "xla".
+        "BTNH", in bfloat16, float16 or float32; in float64 with backend "xla"
+        and jax_enable_x64.
       k: keys, shaped as q. k and v have the dtype of q, unless
         autocast_kernel_dtype is set.
       v: values, (B, NH, S, DHV) or (B, S, NH, DHV).
@@ -110,8 +115,12 @@ def mlstm_chunkwise(
       m_initial: stabiliser m before the first step, (B, NH). The true states
         are exp(m) C and exp(m) n.
       return_last_states: whether to return the states after the last step.
-      eps: added to the denominator; as norm_val, 0 or normal in float32.
-      chunk_size: steps per chunk, a power of two from 16 up. None: planned.
+      eps: added to the denominator. It and norm_val are Python or NumPy numbers
+        (``float(x)`` of a JAX scalar), 0 or from 1.2e-38 to 3.4e38, the normal
+        float32 numbers.
+      chunk_size: steps per chunk, a power of two from 16 up. One beyond S
+        becomes the least of these that is S or more. None: planned, without a
+        GPU 64 to 256 by the heads and S.
       autocast_kernel_dtype: dtype of q, k and v in products. None: that of q.
       stabilize_correctly: False: norm_val is the floor, not norm_val exp(-m_t).
       norm_val: factor in the floor of the denominator, at least 0.
@@ -129,13 +138,17 @@ def mlstm_chunkwise(
       reverse: True runs from the last step (of sequence_lengths) to the first,
         as the call of flipped sequences does, without flipping them. Initial
         states enter at the last step, last states leave at step 0, and segments
-        begin at their last steps. Not with num_segments.
+        begin at their last steps. Not with num_segments. docs/bidirectional.md
+        has layers that read in both directions.
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376): i_t becomes
-        log sigmoid(i_t), every m_t is 0, and m_initial None or zeros.
+        log sigmoid(i_t), every m_t is 0, and m_initial None or zeros. A traced
+        m_initial is not read, and the m that is returned, zeros, need not be
+        passed back.
       normalize: False leaves out the denominator; with the sigmoid gate only.
       recompute_states_in_bw: False keeps C at the chunk boundaries (DHQK * DHV
         per chunk and head): from 9 % less to 1 % more time on an H200.
-      state_dtype: dtype of the returned c. None: that of n and m.
+      state_dtype: dtype of the returned c, which is rounded once, and of its
+        cotangent. None: that of n and m.
       layout: "BNTH", or "BTNH", the layout of a model's projections.
       backend: one that ``use_backend`` lists. None: that of use_backend or
         MLSTM_PALLAS_BACKEND, else Triton on NVIDIA GPUs, plain jnp elsewhere.
@@ -151,8 +164,10 @@ def mlstm_chunkwise(
         are read from NumPy arrays; from others with MLSTM_PALLAS_CHECKS=1.
 
     Warns:
-      UserWarning: once per line of the caller, if layout is left out and S < NH
-        without initial states or segment_ids, or S = NH with them.
+      UserWarning: once per line of the caller that leaves layout out, where the
+        shapes suggest the other layout: fewer steps than heads; or, with
+        initial states or segment_ids, as many steps as heads. Any other mix-up
+        of these is a ValueError.
     """
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
