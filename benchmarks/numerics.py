@@ -115,7 +115,7 @@ def errors_by_head(outputs, expected):
 
 
 def bounds(shape, dtype, gates, operands):
-    """By output, the largest error that the README or docs/background.md promises, if they do."""
+    """By output, the largest error that the README or docs/numerics.md promises, if they do."""
     bounded = (gates.i_scale <= 1 and 0 <= gates.f_mean <= 40) or 0 < gates.cap <= 15
     if not bounded or shape.S > 1024 or operands != "positive":
         return {}

@@ -347,7 +347,7 @@ PROMISED = {"bfloat16": (5e-3, 2e-2), "float16": (1e-3, 4e-3), "float32": (1e-5,
 # Products in smaller results are subnormal, and a device may drop them.
 SMALLEST = {"bfloat16": 1e-24, "float16": 2.0**-14, "float32": 1e-24}
 GRADIENTS = ["dq", "dk", "dv", "di", "df", "dc_initial", "dn_initial", "dm_initial"]
-# Where n . q or dh . h cancels, docs/background.md promises so many times the change that one more
+# Where n . q or dh . h cancels, docs/numerics.md promises so many times the change that one more
 # rounding of q, k, v and h makes; of others 3 times, or 8 where every token rounds the states.
 FACTORS = dict(dq=8, dk=8, di=32, df=32, dm_initial=32)
 ROUNDINGS = 8  # of which the change is the root mean square

@@ -1,5 +1,5 @@
 """Calls of several tiles, chunks and splits, of values of any size and of ones that cancel, as the
-self-check draws and bounds them; and the errors that docs/background.md promises.
+self-check draws and bounds them; and the errors that docs/numerics.md promises.
 
 These are of wider gates where n . q cancels. Their bound has a rounding of each column of C^T q,
 which the self-check's, of one more column of q and k, cannot have.
@@ -223,6 +223,6 @@ def check_wide(dtype, backend, seed):
     ],
 )
 def test_errors_are_those_of_one_more_rounding_whatever_cancels(dtype, backend, seed):
-    """As docs/background.md promises."""
+    """As docs/numerics.md promises."""
     check_wide(dtype, backend, seed)
     check_draws(functools.partial(check_wide, dtype, backend), dtype, EXAMPLES // 4)
