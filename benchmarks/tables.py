@@ -72,12 +72,12 @@ def row_of(run, selector):
 
 
 def figure(run, selector, bold):
-    """A cell, which is empty without a row."""
+    """A cell, which is empty without a row or its figure."""
     if (row := row_of(run, selector)) is None:
         return ""
     key = (re.findall(r":([a-z]\w*)", selector) or ["ms"])[0]
-    if (x := row.get(key)) is None:
-        return row["status"]
+    if (x := row.get(key)) is None:  # null where a right row has no such figure
+        return "" if key in row and row["status"] == "ok" else row["status"]
     text = (f"{x:,.0f}" if x >= 999.5 else f"{x:#.3g}").rstrip(".")
     text += " %" * key.endswith("pct")
     if key.endswith("error"):  # 1.2e-4, 3.4

@@ -262,6 +262,7 @@ CALLS = [
         triton_parallel_fw_H=dict(siz_b_LQ=128, siz_b_DHHV=256),
     ),
     Call.of(printed_lines, (1, 8, 8192, 256, 512), "NVIDIA H200"),
+    Call.of(printed_lines, (8, 16, 2048, 64, 128), "NVIDIA H200", backend="mosaic_gpu"),
     Call.of(printed_lines, (4, 4, 1000, 64, 64), "NVIDIA A100-SXM4-80GB", "float32"),
     Call.of(printed_lines, (2, 4, 1001, 256, 512), "NVIDIA B200", num_segments=13),
     Call.of(plan_lines, (1, 16, 8192, 256, 512), "NVIDIA A100-SXM4-80GB"),

@@ -77,27 +77,49 @@ def _tile_columns(p: Problem) -> int:
     return 96 if p.DHQK == 96 and p.DHV % 96 == 0 else 64
 
 
-class _Kernel(PersistentKernel):
-    """Runs a CTA.
+class _References(NamedTuple):
+    """None: absent. Shared memory and barriers: see ``ChunkGradientsTiles.scratch``."""
 
-    Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
-      matQ, matK: D = DHQK.
-      matV, matDeltaH: D = DHV.
-    Other inputs:
-      matC_states, matDeltaC_states: (B * NH, NC, DHQK, DHV).
-      vecN_states, vecDeltaN_states: (B * NH, NC, DHQK); vecN_states is absent without a
-        normaliser.
-      vecE, vecU: two (B * NH, S) each.
-      vecW, vecAbar, vecInvDen, vecDzDen: (B * NH, S); the last two are absent without a
-        normaliser.
-      active: ``ChunkList.active_first``, absent if all chunks are active.
-    Outputs:
-      matDeltaQ, matDeltaK, matDeltaV: like q, k and v.
-      q_dot_dq_inter, k_dot_dk_inter: (B * NH, 1, S).
-      inner_C_dC: (B * NH, NC, 128), parts of <C_c, dC_{c+1}>.
-      tile_sums: see ``w_sum_shapes``. The part of per_query whose keys are all later is scratch.
-    Shared memory and barriers: see ``ChunkGradientsTiles.scratch``.
-    """
+    matQ: Any  # (B * NH, S, DHQK); with the layout "BTNH" (B, S, NH, DHQK)
+    matK: Any  # like matQ
+    matV: Any  # likewise, of DHV columns
+    matDeltaH: Any  # like matV
+    active: Any  # ``ChunkList.active_first``; None if all chunks are active
+    matC_states: Any  # (B * NH, NC, DHQK, DHV)
+    vecN_states: Any  # (B * NH, NC, DHQK); None without a normaliser
+    matDeltaC_states: Any  # (B * NH, NC, DHQK, DHV)
+    vecDeltaN_states: Any  # (B * NH, NC, DHQK)
+    vecW: Any  # (B * NH, S)
+    vecAbar: Any  # (B * NH, S)
+    vecInvDen: Any  # (B * NH, S); None without a normaliser
+    vecDzDen: Any  # (B * NH, S); None without a normaliser
+    vecE: Any  # two (B * NH, S)
+    vecU: Any  # two (B * NH, S)
+    matDeltaQ: Any  # out, like matQ
+    q_dot_dq_inter: Any  # out (B * NH, 1, S)
+    matDeltaK: Any  # out, like matK
+    k_dot_dk_inter: Any  # out (B * NH, 1, S)
+    matDeltaV: Any  # out, like matV
+    inner_C_dC: Any  # out (B * NH, NC, 128), parts of <C_c, dC_{c+1}>
+    # Out, see ``w_sum_shapes``. The part of per_query whose keys are all later is scratch.
+    tile_sums: Any
+    tiles_smem: Any
+    k_smem: Any
+    P_smem: Any
+    dP_smem: Any
+    staging_smem: Any
+    vectors_smem: Any
+    barriers: Any
+    k_barriers: Any
+    tiles_full: Any
+    tiles_empty: Any
+
+
+class _Kernel(PersistentKernel):
+    """Runs a CTA."""
+
+    References = _References
+    refs: _References
 
     def __init__(self, *args) -> None:
         super().__init__(*args)

@@ -19,7 +19,7 @@ twice as much through the L2.
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -76,20 +76,36 @@ def _items_per_chunk(p: Problem) -> int:
     return num_tiles * (num_tiles + 1) // 2
 
 
+class _References(NamedTuple):
+    """None: absent. Shared memory and barriers: see ``ParallelBwDPTiles.scratch``."""
+
+    matQ: Any  # (B * NH, S, DHQK); with the layout "BTNH" (B, S, NH, DHQK)
+    matK: Any  # like matQ
+    matV: Any  # likewise, of DHV columns
+    matDeltaH: Any  # like matV
+    matH: Any  # like matV; None if delta is not computed
+    active: Any  # ``ChunkList.active_first``; None if all chunks are active
+    vecE: Any  # two (B * NH, S)
+    vecU: Any  # two (B * NH, S)
+    vecInvDen: Any  # (B * NH, S); None without a normaliser
+    vecSlope: Any  # (B * NH, S); None without a normaliser or matH
+    matP: Any  # out (B * NH, S, L)
+    matDeltaP: Any  # out (B * NH, S, L)
+    tile_sums: Any  # out, see ``w_sum_shapes``
+    vecDelta: Any  # out (B * NH, S); None without matH
+    operands_smem: Any
+    h_smem: Any
+    out_smem: Any
+    sums_smem: Any
+    barriers: Any
+    h_barriers: Any
+
+
 class _Kernel(PersistentKernel):
-    """Runs a CTA.
+    """Runs a CTA."""
 
-    Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
-      matQ, matK: D = DHQK.
-      matV, matDeltaH, matH: D = DHV. matH is absent if delta is not computed.
-    Inputs (B * NH, S): vecE and vecU, two each; vecInvDen, absent without a normaliser;
-      vecSlope, absent without a normaliser or matH.
-    Input active: ``ChunkList.active_first``, absent if all chunks are active.
-    Outputs: matP, matDeltaP, (B * NH, S, L); tile_sums, see ``w_sum_shapes``; vecDelta,
-      (B * NH, S), absent without matH.
-    Shared memory and barriers: see ``ParallelBwDPTiles.scratch``.
-    """
-
+    References = _References
+    refs: _References
     h_ring: Any  # None without h
 
     def __init__(self, *args) -> None:

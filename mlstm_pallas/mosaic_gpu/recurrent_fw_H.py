@@ -289,10 +289,10 @@ def recurrent_fw_H(
 class RecurrentFwHTiles(HopperTiles):
     """siz_b_L: steps of its chunks; state_rows: rows of C per launch."""
 
-    siz_b_L: int
     siz_b_DHHV: int
     state_rows: int
     num_stages: int
+    siz_b_L: ClassVar[int] = WG_ROWS  # as in parallel_fw_P
     ctas_per_sm: ClassVar[int] = 1
     least_share: ClassVar[float] = 0.48
 
@@ -339,15 +339,15 @@ class RecurrentFwHTiles(HopperTiles):
         rows = largest_block(p.DHQK, MOST_ROWS[128], atom_columns(p))
         three = rows <= MOST_ROWS[192] and rounded_up(p.DHV, 192) < rounded_up(p.DHV, 128)
         for stages in (3, 2) if p.DHQK <= 128 else (2,):
-            yield cls(WG_ROWS, 192 if three else 128, rows, stages)
+            yield cls(192 if three else 128, rows, stages)
 
     def divides(self, p: Problem, options: KernelOptions) -> bool:
-        """At most two launches, and chunks of 64 steps, as in parallel_fw_P."""
-        L, rows = min(p.L, self.siz_b_L), self.state_rows
+        """At most two launches."""
+        rows = self.state_rows
         return (
             0 < rows <= MOST_ROWS.get(self.siz_b_DHHV, 0)
             and p.DHQK % rows == rows % atom_columns(p) == 0
             and p.DHV > WG_ROWS
-            and L == WG_ROWS
+            and p.L >= WG_ROWS
             and 2 * rows >= p.DHQK
         )

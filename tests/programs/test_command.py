@@ -165,6 +165,10 @@ step_benchmark --slots=1 --impl=xla --shape=2x1x1x16x16: --slots=1, expected at 
 step_benchmark --impl=mosaic_gpu: unknown mosaic_gpu, known are
 xlstm_lm_benchmark --model=7b: flag --model=7b: value should be one of <1.3b|tiny>
 xlstm_lm_benchmark --impl=triton: --impl=triton needs a GPU
+xlstm_lm_benchmark --mesh=data --devices=4096: --devices=4096: there are
+xlstm_lm_benchmark --mesh=sequence --devices=2 --split=3: --split=3 does not divide 2 devices
+xlstm_lm_benchmark --mesh=data --impl=jla: --impl=jla runs on one device, expected --mesh=one
+xlstm_lm_benchmark --mesh=both: flag --mesh=both: unknown both, known are one, data,
 xlstm_7b: either --checkpoint
 xlstm_7b --random {CHECKPOINT}: either --checkpoint
 xlstm_7b {CHECKPOINT}: no prompt

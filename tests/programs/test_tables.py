@@ -131,6 +131,18 @@ def test_pages_are_written_and_lack_no_commit(named, code, pages, capsys):
     assert capsys.readouterr().err == ("\n" if named else missing)
 
 
+@pytest.mark.parametrize(
+    ("row", "cell"),
+    [
+        (dict(status="ok", x_pct=None), ""),
+        (dict(status="ok"), "ok"),  # no such key, or another spelling
+        (dict(status="wrong", x_pct=None), "wrong"),
+    ],
+)
+def test_a_cell_without_a_figure(row, cell):
+    assert tables.figure([row | {"impl": "a"}], "a+:x_pct", False) == cell
+
+
 # Three digits, from 1,000 on all before the point.
 FIGURES = """
 0.0 0.00

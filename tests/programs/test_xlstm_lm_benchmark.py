@@ -7,9 +7,14 @@ from unittest import mock
 import benchmark_runs
 import jax
 import jax.numpy as jnp
+import lm_mesh
+import numpy as np
 import pytest
 import xlstm_lm_benchmark as benchmark
 from benchmark_runs import quick_mlstm
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from oracle import collectives
 from shapes import Shape
 from xlstm_lm_benchmark import MODELS
 
@@ -70,12 +75,16 @@ def test_figures_of_a_training_step(monkeypatch):
     assert (row["losses"], row["gradient_norms"]) == ([4.0, 3.5, 3.0, 2.5], [0.5] * 4)
 
 
-def recipe_step(name, monkeypatch):
-    """Loss and gradients of a recipe in float32; those of its blocks are stacked."""
+def in_float32(monkeypatch):
     monkeypatch.setattr(benchmark, "DTYPE", "float32")
     for layer in (benchmark.dense, benchmark.norm):
         monkeypatch.setitem(layer.keywords, "dtype", "float32")
     benchmark.initial_params.clear_cache()
+
+
+def recipe_step(name, monkeypatch):
+    """Loss and gradients of a recipe in float32; those of its blocks are stacked."""
+    in_float32(monkeypatch)
     recipe = benchmark.RECIPES[name]
     recipe = recipe._replace(loss_parts=min(recipe.loss_parts, 3))
     mlstm = functools.partial(quick_mlstm, layout="BTNH")
@@ -96,3 +105,81 @@ def test_a_recipe_has_the_gradients_of_the_first(monkeypatch, name):
     pair = (recipe_step(x, monkeypatch) for x in (name, "inputs"))
     for x, y in zip(*map(jax.tree.leaves, pair), strict=True):
         assert jnp.linalg.norm(x - y) <= 1e-5 * jnp.linalg.norm(y)
+
+
+def test_a_mesh_splits_sequences_or_steps_and_the_longest_axis_of_parameters():
+    """Of each block for itself: the axis of the layers is whole."""
+    names = ("data", "auto"), ("fsdp_sequence", "explicit")
+    data, both = (lm_mesh.spread(*x, jax.devices()[:8], 4) for x in names)
+    assert [(x.batch, x.sequence, x.size) for x in (data, both)] == [(8, 1, 8), (2, 4, 8)]
+    assert {*data.mesh.axis_types} == {AxisType.Auto}
+    assert {*both.mesh.axis_types} == {AxisType.Explicit}
+    shapes = (24, 64, 192), (192, 64), (4096,), (1016,), (3, 1001)
+    split = P(None, None, lm_mesh.AXES), P(lm_mesh.AXES), P(lm_mesh.AXES), P(), P()
+    x = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    assert tuple(map(both.spec, x)) == split
+    assert {*map(data.spec, x)} == {P()}
+
+
+# In the program of a step, in which a block is there once: of its 8 matrices and of the two outside
+# of it, forward and backward; of gradients in a block, and of all others with the loss. Of the
+# mLSTM: two sums and P - 1 = 3 permutations forward, and with the block once more, one sum and 3
+# permutations backward; XLA then has another sum for the gradients of a block.
+GATHERS = {"all-gather": 18, "reduce-scatter": 2}
+OF_MLSTM = {"all-reduce": 8, "collective-permute": 9}
+COLLECTIVES = {
+    "data": {"all-reduce": 2},
+    "fsdp": GATHERS | {"all-reduce": 2},
+    "sequence": OF_MLSTM,
+    "fsdp_sequence": GATHERS | OF_MLSTM,
+}
+
+
+@functools.cache
+def drawn_state():
+    """Of the tiny model, on the host, in float32 for activations of any dtype."""
+    return jax.tree.map(np.asarray, benchmark.initial_state(MODELS["tiny"]))
+
+
+def losses_of_ten_steps(spread):
+    """And the compiled step."""
+    recipe = benchmark.RECIPES["inputs_in_parts"]
+    mlstm = benchmark.ours("xla", recipe, spread)
+    network = benchmark.Network(MODELS["tiny"], mlstm, recipe, spread)
+    drawn, losses = drawn_state(), []
+    with spread.context():
+        with mock.patch.object(benchmark, "initial_state", return_value=drawn):
+            state, tokens = benchmark.first_state(network, 8, 64)
+        compiled = benchmark.compiled_step(network, state, tokens)
+        for _ in range(10):
+            state, metrics = jax.block_until_ready(compiled(state, tokens))
+            losses.append(float(metrics.loss))
+    return np.array(losses), compiled
+
+
+@functools.cache
+def losses_of_one_device(dtype):
+    """dtype: of the activations, which the caller has set."""
+    return losses_of_ten_steps(lm_mesh.OneDevice())[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "name", "axes"),
+    [
+        *(("float32", name, axes) for name in lm_mesh.KINDS for axes in lm_mesh.AXIS_TYPES),
+        *(("bfloat16", name, "explicit") for name in lm_mesh.KINDS),
+    ],
+)
+def test_ten_steps_on_a_mesh_have_the_losses_of_one_device(monkeypatch, dtype, name, axes):
+    """And no collectives but those of docs/devices.md."""
+    if dtype == "float32":
+        in_float32(monkeypatch)
+    spread = lm_mesh.spread(name, axes, jax.devices()[:8], 4)
+    losses, compiled = losses_of_ten_steps(spread)
+    assert collectives(compiled) == COLLECTIVES[name]
+    expected = losses_of_one_device(dtype)
+    bounds = np.full(10, 1e-5)
+    if dtype == "bfloat16":
+        bounds = np.where(np.arange(10), benchmark.LATER_TOLERANCE, benchmark.FIRST_TOLERANCE)
+    assert (abs(losses - expected) <= bounds * expected[0]).all()

@@ -164,8 +164,8 @@ def test_the_compile_report_has_both_kinds_of_kernels():
 
     [row] = report("H200", config=KernelConfig(fused=True), stages=["recurrent_fw_H"])
     assert row["note"] == ""
-    assert row["config"].keys() == {"siz_b_L", "siz_b_DHHV", "state_rows", "num_stages"}
-    assert row["chunk_size"] == row["config"]["siz_b_L"]
+    assert row["config"].keys() == {"siz_b_DHHV", "state_rows", "num_stages"}
+    assert row["chunk_size"] == 64
     assert row["num_warps"] == 8  # two warpgroups, which copy as well
     [cause] = {row["note"] for row in report("A100")}
     assert "expected a Hopper GPU" in cause

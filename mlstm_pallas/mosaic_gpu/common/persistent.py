@@ -4,7 +4,6 @@ There is at most one CTA per SM, and each processes every num_ctas-th item. Two 
 consumers. Either they share the copying, or a third warpgroup is the producer.
 """
 
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ class PersistentKernel:
 
     Attributes:
       has_producer: whether a third warpgroup copies; otherwise the consumers share the copying.
-      refs: the references of the kernel, by name.
+      References: the type of refs: the kernel's inputs, outputs, shared memory and barriers.
       program: the index of the CTA.
       num_items: the number of its items.
       active: references to ``ChunkList.active_first``: the CTAs share the items of these chunks;
@@ -43,6 +42,7 @@ class PersistentKernel:
     """
 
     has_producer = False
+    References: type[Any]
     ring: CopyRing
     rings: Sequence[CopyRing] = ()
 
@@ -134,7 +134,7 @@ def persistent_call(
     """Runs a kernel, with ``mosaic_call``; x: the operands of a backward stage."""
 
     def entry(**refs):
-        kernel(types.SimpleNamespace(**refs), call.problem, call.tiles).run()
+        kernel(kernel.References(**refs), call.problem, call.tiles).run()
 
     return mosaic_call(
         entry,
