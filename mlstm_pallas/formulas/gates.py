@@ -9,7 +9,7 @@ Inside a chunk of L steps, with b_t the running sum of log sigmoid(f) through t 
 
 The stabilisers need no matrix product, so the kernels never rescale an accumulator. The functions
 come in the order in which ``vectors/chunk_gates.py`` calls them, and lower to Triton and to Mosaic
-GPU, but for those of packed segments and of L x L tiles.
+GPU, but for those of packed segments.
 
 With the sigmoid input gate (mLSTMsig of the TFLA paper) log sigmoid(i_t) replaces i_t, every m_t is
 0 and u_t = -b_t. A packed segment that begins at step r starts from m = 0, so m_r is at least
@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mlstm_pallas.problem.dimensions import InputGate, Problem
+from mlstm_pallas.problem.dimensions import InputGate
 
 TwoFloat = tuple[Array, Array]  # an unevaluated sum hi + lo
 
@@ -360,19 +360,6 @@ def join_flags(
     flows, flags = bits(from_previous, M_GRAD_FLOWS), bits(from_previous, M_FROM_PREVIOUS)
     flags += flows if is_start is None else jnp.where(is_start, 0, flows)
     return flags + jnp.where(is_boundary, 0, bits(nonzero, DECAY_NONZERO))
-
-
-def causal(x: Array, p: Problem, *, offset: int = 0, fill: float = 0.0) -> Array:
-    """x_ts where s <= t + offset, in reverse where t <= s + offset, else fill; (..., L, L)."""
-    mask = jnp.tri(x.shape[-1], k=offset, dtype=bool)
-    return jnp.where(jnp.broadcast_to(mask.T if p.reverse else mask, x.shape), x, fill)
-
-
-def decay_matrix(gates: ChunkGates, p: Problem) -> Array:
-    """D_ts = exp(e_s - u_t) where ``causal``, else 0: (B * NH, NC, L, L)."""
-    (e_hi, e_lo), (u_hi, u_lo) = gates.vecE, gates.vecU
-    exponent = (e_hi[..., None, :] - u_hi[..., :, None]) + (e_lo[..., None, :] - u_lo[..., :, None])
-    return jnp.exp(causal(exponent, p, fill=-_INF))
 
 
 def fusion_barrier(tree: Any, at_least_zero: Array) -> Any:

@@ -3,8 +3,7 @@
 Functions without a matrix product lower to Triton and to Mosaic GPU.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -16,9 +15,6 @@ from mlstm_pallas.problem.dimensions import Problem
 
 Precision = lax.Precision | lax.DotAlgorithmPreset | None
 
-_NEG_INF = float("-inf")
-LOG2_E = math.log2(math.e)
-
 
 def dot(a: Array, b: Array, precision: Precision, *, a_axis: int = 1, b_axis: int = 0) -> Array:
     """Contracts axis a_axis of the tile a with axis b_axis of the tile b, with float32 sums."""
@@ -29,48 +25,12 @@ def dot(a: Array, b: Array, precision: Precision, *, a_axis: int = 1, b_axis: in
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def causal_mask(
-    shape: tuple[int, ...], distance: Array | int, *, reverse: bool = False, strict: bool = False
-) -> Array:
-    """True where key s (columns) is not later than query t (rows); strict: where it is earlier.
-
-    distance: from the first key of the tile to the first query, in memory.
-    """
-    t = distance + lax.broadcasted_iota(jnp.int32, shape, 0)
-    s = lax.broadcasted_iota(jnp.int32, shape, 1)
-    first, second = (t, s) if reverse else (s, t)
-    return first < second if strict else first <= second
-
-
-def decay_tile(e: Iterable[Array], u: Iterable[Array], mask: Array | None) -> Array:
-    """D_ts = exp(e_s - u_t) where mask holds, else 0, (rows t, columns s).
-
-    mask None: the caller masks the result, because the exponent is unbounded where s > t.
-    """
-    (e_hi, e_lo), (u_hi, u_lo) = e, u
-    hi = e_hi[None, :] - u_hi[:, None]
-    lo = (e_lo * LOG2_E)[None, :] - (u_lo * LOG2_E)[:, None]
-    exponent = hi * LOG2_E + lo
-    return jnp.exp2(exponent if mask is None else jnp.where(mask, exponent, _NEG_INF))
-
-
 def weighted(w: Array, x: Array, p: Problem | None = None) -> Array:
     """w x, and 0 where w is 0, even if x is inf or NaN; with p only if ``p.isolates``."""
     if p is None or p.isolates:
         shape = jnp.broadcast_shapes(w.shape, x.shape)
         x = jnp.where(jnp.broadcast_to(w == 0, shape), 0.0, x)
     return w * x
-
-
-def causal_scores(
-    scores: Array, e: Iterable[Any], u: Iterable[Any], p: Problem, distance: Any
-) -> Array:
-    """P_ts = D_ts scale q_t . k_s where ``causal_mask``, else 0.
-
-    It is masked after the product, not before, so that a NaN in k reaches no earlier step.
-    """
-    D, mask = decay_tile(e, u, None), causal_mask(scores.shape, distance, reverse=p.reverse)
-    return jnp.where(mask, weighted(D * p.qk_scale, scores, p), 0.0)
 
 
 Carry = TypeVar("Carry")

@@ -28,6 +28,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
+from mlstm_pallas.formulas.scores import tile_steps
 from mlstm_pallas.formulas.tiles import blocks_over, fori, loop, remainder, rounded_up, weighted
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_out, head_of, ring_barriers
@@ -35,7 +36,7 @@ from mlstm_pallas.mosaic_gpu.common.fragments import (
     across_columns,
     across_rows,
     load_by_rows,
-    rows_and_columns,
+    tile_iota,
     w_sum_shapes,
     write_tiles,
 )
@@ -350,8 +351,7 @@ def _write_diagonal(c: _Chunk, diagonal: _Block) -> None:
     refs, sum_over_columns = c.refs, products.sum_over_columns
     diagonal_sums, earlier_sums = [], []
     for start in range(0, WG_ROWS, HALF):
-        t, s = rows_and_columns(WG_ROWS, HALF, c.p.reverse)
-        s += -start if c.p.reverse else start
+        t, s = tile_steps((WG_ROWS, HALF), -start, c.p, tile_iota)
         W = _write_keys(c, diagonal, start, s <= t)
         diagonal_sums.append(sum_over_columns(jnp.where(s == t, W, 0.0)))
         W = jnp.where(s < t, W, 0.0)

@@ -31,12 +31,13 @@ from mlstm_pallas.formulas.normaliser import (
     NormaliserGradients,
     query_scale,
 )
+from mlstm_pallas.formulas.scores import tile_steps
 from mlstm_pallas.formulas.tiles import blocks, blocks_over, fori, loop, triangle_tile
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.common.fragments import (
     load_by_rows,
-    rows_and_columns,
+    tile_iota,
     w_sum_shapes,
     write_tiles,
 )
@@ -207,24 +208,23 @@ def _run_item(cta: _Kernel, index) -> None:
     dz_den = None if slope is None else jnp.where(slope == 0.0, 0.0, slope * delta)
     (weights,) = cta.phases.of_item(index)("weights")
     slot = cta.ring.wait(weights)
-    t, s = rows_and_columns(WG_ROWS, SLICE)
     on_diagonal = 0.0
 
     def write(start):
         """Writes P and dP of SLICE keys; returns the sums over them of W_tt and of W_ts, s < t."""
         columns = slice(start, start + SLICE)
         in_tile = pl.ds(start % WG_ROWS, SLICE)
-        same_step = t + ((i - j) * TILE + wg * WG_ROWS - start)  # the key of a query's own step
-        key, last_seen = (same_step, s) if cta.p.reverse else (s, same_step)
+        distance = (i - j) * TILE + wg * WG_ROWS - start
+        t, s = tile_steps((WG_ROWS, SLICE), distance, cta.p, tile_iota)
         e = (load(x.at[slot, columns], BY_COLUMNS) for x in (cta.e_hi, cta.e_lo))
         P, dP = (refs.out_smem.at[wg, x, :, in_tile] for x in range(2))
         operands = scores[:, columns], dA[:, columns], e, (*queries, dz_den)
-        W = write_tiles(P, dP, *operands, key <= last_seen, cta.p)
-        earlier = jnp.where(key < last_seen, W, 0.0)
+        W = write_tiles(P, dP, *operands, s <= t, cta.p)
+        earlier = jnp.where(s < t, W, 0.0)
         keys = aligned(cta.tile(chunk, j) * TILE + start, SLICE)
         sums = products.sum_over_rows(earlier, refs.sums_smem.at[wg])
         refs.tile_sums.per_key.at[head, i * (TILE // WG_ROWS) + wg, keys][...] = sums
-        at_t = products.sum_over_columns(jnp.where(key == last_seen, W, 0.0))
+        at_t = products.sum_over_columns(jnp.where(s == t, W, 0.0))
         return at_t, products.sum_over_columns(earlier)
 
     for b in range(TILE // WG_ROWS):

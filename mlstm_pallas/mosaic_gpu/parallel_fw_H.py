@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.formulas.rows import sequence_shape
+from mlstm_pallas.formulas.scores import causal_scores, decays, tile_steps
 from mlstm_pallas.formulas.tile_sizes import largest_block
 from mlstm_pallas.formulas.tiles import blocks, fori, loop, weighted
 from mlstm_pallas.mosaic_gpu.common import products
@@ -32,11 +33,10 @@ from mlstm_pallas.mosaic_gpu.common.copies import (
 )
 from mlstm_pallas.mosaic_gpu.common.fragments import (
     across_columns,
-    causal_scores,
-    decay_tile,
     load_by_rows,
     q_times_n,
     score_operands,
+    tile_iota,
 )
 from mlstm_pallas.mosaic_gpu.common.launch import (
     BY_COLUMNS,
@@ -184,7 +184,8 @@ def _kernel(
             lambda acc: _add_q_k(acc, q_smem.at[wg], k_smem.at[slot]), WG_ROWS, WG_ROWS
         )
         k_ring.advance(step)
-        P = causal_scores(S, decay_tile(e, u), p, (tile - j) * WG_ROWS)
+        t, s = tile_steps(S.shape, rows.start - keys.start, p, tile_iota)
+        P = causal_scores(S, decays(e, u), s <= t, p)
         if normaliser is not None:
             z += products.sum_over_columns(P)
         (step_v,) = v_steps("values", j)

@@ -15,16 +15,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.formulas.scores import causal_scores, decays, tile_steps
 from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import copy_in, copy_out, head_of
 from mlstm_pallas.mosaic_gpu.common.fragments import (
     across_columns,
-    causal_scores,
-    decay_tile,
     load_by_rows,
     q_times_n,
     score_operands,
+    tile_iota,
 )
 from mlstm_pallas.mosaic_gpu.common.launch import (
     BY_COLUMNS,
@@ -93,13 +93,14 @@ def _chunk(
         in_head = head_of(x, head, p, any_step=entries is not None)
         copy_in(in_head.at[in_row], tile, full)
     e = (load(x.at[head, steps], BY_COLUMNS, optimized=False) for x in vecE)
-    D = decay_tile(e, (load_by_rows(x, head, steps) for x in vecU))
+    D = decays(e, (load_by_rows(x, head, steps) for x in vecU))
     row_scale = query_scale(load_by_rows(vecW, head, steps), p.qk_scale)
     m = load_by_rows(vecM, head, steps)
     plgpu.barrier_wait(full)
 
     S = products.from_zeros(lambda acc: products.add(acc, q_smem, k_smem.T), WG_ROWS, WG_ROWS)
-    P = causal_scores(S, D, p)
+    t, s = tile_steps(S.shape, 0, p, tile_iota)
+    P = causal_scores(S, D, s <= t, p)
     if normaliser is not None:
         atom = atom_columns(p)
         # A loop, because unrolled, with all of n in registers, an SM would hold only two CTAs.

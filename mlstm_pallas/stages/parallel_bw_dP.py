@@ -17,7 +17,7 @@ from jax import Array
 
 from mlstm_pallas.formulas.chunk_list import ChunkList
 from mlstm_pallas.formulas.gate_gradients import TileSums, inner
-from mlstm_pallas.formulas.gates import ChunkGates, causal, decay_matrix, fusion_barrier
+from mlstm_pallas.formulas.gates import ChunkGates, fusion_barrier
 from mlstm_pallas.formulas.normaliser import (
     DEFAULT_NORMALISER,
     Normaliser,
@@ -26,6 +26,7 @@ from mlstm_pallas.formulas.normaliser import (
     query_scale,
 )
 from mlstm_pallas.formulas.rows import by_head
+from mlstm_pallas.formulas.scores import decays, score_gradients, tile_steps
 from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.scaled_rows import ScaledRows
@@ -80,20 +81,18 @@ def score_tiles(x: Any, gradients: NormaliserGradients, call: Launch) -> ScoreTi
     """The tiles by XLA; x: operands with q, k, v, dh and the gates."""
     p, gates = call.problem, x.gates
     q, k, v, dh = map(call.chunks, (x.matQ, x.matK, x.matV, x.matDeltaH))
-    D, scores = decay_matrix(gates, p), call.product("nctk,ncsk->ncts", q, k) * p.qk_scale
-    P, dA = scores, call.product("nctv,ncsv->ncts", dh, v)
-    if gradients.vecInvDen is not None:
-        of_steps = gradients.vecInvDen, gradients.vecDzDen
-        inv_den, dz_den = (call.chunks(y)[..., None] for y in of_steps)
-        P, dA = P * inv_den, (dA + dz_den) * inv_den
-    P, dP = weighted(D, P, p), weighted(D, dA, p)
+    qk, dh_v = call.product("nctk,ncsk->ncts", q, k), call.product("nctv,ncsv->ncts", dh, v)
+    normaliser = gradients.vecInvDen, gradients.vecDzDen
+    inv_den, dz_den = (None if y is None else call.chunks(y) for y in normaliser)
+    t, s = tile_steps(qk.shape, 0, p)
+    D = decays(gates.vecE, gates.vecU, s <= t)
+    P, dP, W = score_gradients(qk, dh_v, D, p, inv_den, dz_den)
     n, T = p.L // p.T, p.T
-    W = weighted(dP, scores, p)
-    strict = causal(W, p, offset=-1).reshape(p.BNH, p.NC, n, T, n, T)
+    strict = jnp.where(s < t, W, 0.0).reshape(p.BNH, p.NC, n, T, n, T)
     sums = jnp.moveaxis(jnp.sum(strict, axis=-1), -1, 1), jnp.moveaxis(jnp.sum(strict, -3), 2, 1)
     per_query, per_key = (y.reshape(p.BNH, n, p.S) for y in sums)
     diagonal = jnp.diagonal(W, axis1=-2, axis2=-1).reshape(p.BNH, p.S)
-    P, dP = (y.reshape(p.BNH, p.S, p.L).astype(q.dtype) for y in (P, dP * p.qk_scale))
+    P, dP = (y.reshape(p.BNH, p.S, p.L).astype(q.dtype) for y in (P, dP))
     return ScoreTiles(P, dP, TileSums(per_query, per_key, diagonal))
 
 

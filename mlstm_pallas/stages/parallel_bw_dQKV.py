@@ -10,12 +10,14 @@ parallel_bw_dP computes P, which includes 1 / den, and scale dP.
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.formulas.chunk_list import ChunkList
 from mlstm_pallas.formulas.gate_gradients import inner, only
-from mlstm_pallas.formulas.gates import ChunkGates, causal
+from mlstm_pallas.formulas.gates import ChunkGates
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, query_scale
+from mlstm_pallas.formulas.scores import tile_steps
 from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_bw_dP import ScoreTiles
@@ -59,7 +61,8 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     if x.active is not None:  # undefined in other chunks
         C, dC, P, dP = (only(y, x.active.has_steps, 0, 1) for y in (C, dC, P, dP))
     if p.L > p.T:  # parallel_bw_dP leaves tiles above the diagonal undefined
-        P, dP = (causal(y, p) for y in (P, dP))
+        t, s = tile_steps(P.shape, 0, p)
+        P, dP = (jnp.where(s <= t, y, 0.0) for y in (P, dP))
     abar, inv_den = gates.vecAbar[..., None], None
     dq = product("nctv,nckv->nctk", dh, C)
     if gradients.vecInvDen is not None:

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.formulas.gates import ChunkGates, causal, decay_matrix
+from mlstm_pallas.formulas.gates import ChunkGates
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.formulas.scores import causal_scores, decays, tile_steps
 from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.stages.launch import Launch
 
@@ -43,9 +44,10 @@ def parallel_fw_H(
     """Runs the stage; h has output_dtype, by default the dtype of matQ."""
     output_dtype = x.matQ.dtype if output_dtype is None else output_dtype
     p, gates, (q, k, v) = call.problem, x.gates, map(call.chunks, (x.matQ, x.matK, x.matV))
-    # Masked after the product, so that a NaN in k reaches no earlier step.
-    D = decay_matrix(gates, p) * p.qk_scale
-    P = causal(weighted(D, call.product("nctk,ncsk->ncts", q, k), p), p)
+    qk = call.product("nctk,ncsk->ncts", q, k)
+    t, s = tile_steps(qk.shape, 0, p)
+    mask = s <= t
+    P = causal_scores(qk, decays(gates.vecE, gates.vecU, mask), mask, p)
     w = query_scale(gates.vecW, p.qk_scale)
     num = weighted(w[..., None], call.product("nctk,nckv->nctv", q, x.matC_states), p)
     num += call.product("ncts,ncsv->nctv", P.astype(q.dtype), v)

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.formulas.chunk_list import ChunkList
-from mlstm_pallas.formulas.gates import ChunkGates, causal, decay_matrix
+from mlstm_pallas.formulas.gates import ChunkGates
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.formulas.scores import causal_scores, decays, tile_steps
 from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.scaled_rows import ScaledRows
@@ -50,8 +51,10 @@ def parallel_fw_P(
     q, k = (call.chunks(y) if chunks is None else chunks.gather(y, p.L) for y in (x.matQ, x.matK))
     kbar = k.astype(gates.vecW.dtype) * gates.vecAbar[..., None]
     n = x.vecN_states
-    D = decay_matrix(gates, p) * p.qk_scale
-    P = causal(weighted(D, call.product("nctk,ncsk->ncts", q, k), p), p)
+    qk = call.product("nctk,ncsk->ncts", q, k)
+    t, s = tile_steps(qk.shape, 0, p)
+    mask = s <= t
+    P = causal_scores(qk, decays(gates.vecE, gates.vecU, mask), mask, p)
     r, z = query_scale(gates.vecW, p.qk_scale), None
     if normaliser is not None:
         z = weighted(r, jnp.sum(q.astype(n.dtype) * n[:, :, None], axis=-1), p) + jnp.sum(

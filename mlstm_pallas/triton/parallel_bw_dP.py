@@ -11,7 +11,6 @@ itemsize.
 """
 
 import dataclasses
-import functools
 from typing import Any, Self
 
 import jax
@@ -21,13 +20,12 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.gate_gradients import TileSums
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.formulas.scores import decays, score_gradients, tile_steps
 from mlstm_pallas.formulas.tile_sizes import least_padding
 from mlstm_pallas.formulas.tiles import (
     block_at,
     blocks,
     blocks_over,
-    causal_mask,
-    decay_tile,
     fori,
     product,
     remainder,
@@ -94,29 +92,25 @@ def _parallel_bw_dP_kernel(
         row, column = p.memory_index(i, n), p.memory_index(j, n)
         queries, keys = block_at(row, T), block_at(column, T)
 
-        dA, scores = (
+        dh_v, qk = (
             product(a, b, queries, keys, block_k, call.precision, b_axis=1)
             for a, b in ((matDeltaH, matV), (matQ, matK))
         )
-        scores *= scale
         e, u = [ref[keys] for ref in vecE], [ref[queries] for ref in vecU]
-        mask = functools.partial(causal_mask, (T, T), (row - column) * T, reverse=p.reverse)
-        D, P = decay_tile(e, u, mask()), scores
-        if vecInvDen is not None:
-            inv_den = vecInvDen[queries][:, None]
-            P, dA = scores * inv_den, (dA + vecDzDen[queries][:, None]) * inv_den
-        P, dP, strict = weighted(D, P, p), weighted(D, dA, p), mask(strict=True)
-        W = weighted(dP, scores, p)
-        before = jnp.where(strict, W, 0.0)
+        normaliser = vecInvDen, vecDzDen
+        inv_den, dz_den = (None if ref is None else ref[queries] for ref in normaliser)
+        t, s = tile_steps((T, T), (row - column) * T, p)
+        P, dP, W = score_gradients(qk, dh_v, decays(e, u, s <= t), p, inv_den, dz_den)
+        before = jnp.where(s < t, W, 0.0)
         per_query[column, queries] = jnp.sum(before, axis=1)
         per_key[row, keys] = jnp.sum(before, axis=0)
         matP[queries, keys] = P.astype(matP.dtype)
-        matDeltaP[queries, keys] = (dP * scale).astype(matP.dtype)
+        matDeltaP[queries, keys] = dP.astype(matP.dtype)
 
         # Every tile computes this sum, because a branch that reads W would take fifty registers.
         masked_store(
             diagonal.at[queries],
-            jnp.sum(jnp.where(strict, 0.0, W), axis=1),
+            jnp.sum(jnp.where(s < t, 0.0, W), axis=1),
             jnp.full((T,), i == j),
         )
 

@@ -20,12 +20,12 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.formulas.rows import sequence_shape
+from mlstm_pallas.formulas.scores import causal_scores, decays, tile_steps
 from mlstm_pallas.formulas.tile_sizes import least_padding
 from mlstm_pallas.formulas.tiles import (
     block_at,
     blocks,
     blocks_over,
-    causal_scores,
     divide,
     dot,
     loop,
@@ -99,7 +99,8 @@ def _parallel_fw_H_kernel(
         else:
             scores = product(matQ, matK, queries, keys, siz_b_DHQK, precision, b_axis=1)
         e = [ref[keys] for ref in vecE]
-        P = causal_scores(scores, e, u, p, tile * LQ - keys.start)
+        t, s = tile_steps(scores.shape, tile * LQ - keys.start, p)
+        P = causal_scores(scores, decays(e, u), s <= t, p)
         num += dot(P.astype(matV.dtype), matV[keys, :], precision)
         return num, [x + jnp.sum(P, axis=1) for x in z]
 

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.formulas.tiles import causal_scores, dot, pieces, weighted
+from mlstm_pallas.formulas.scores import causal_scores, decays, tile_steps
+from mlstm_pallas.formulas.tiles import dot, pieces, weighted
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.kernel_tiles import KernelOptions, Tiles
 from mlstm_pallas.stages.launch import Launch
@@ -52,7 +53,8 @@ def _parallel_fw_P_kernel(
         kbar = k.astype(jnp.float32) * vecAbar[...][:, None]
         matKbar[:, columns] = kbar.astype(matKbar.dtype)
     e, u = ([ref[...] for ref in pair] for pair in (vecE, vecU))
-    P = causal_scores(scores, e, u, call.problem, 0)
+    t, s = tile_steps((L, L), 0, call.problem)
+    P = causal_scores(scores, decays(e, u), s <= t, call.problem)
     r = query_scale(vecW[...], scale)
     if normaliser is not None:
         z = weighted(r, q_n, call.problem) + jnp.sum(P, axis=1)

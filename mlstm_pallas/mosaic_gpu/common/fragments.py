@@ -4,17 +4,18 @@ A vector has one element per row of a tile (BY_ROWS) or per column (BY_COLUMNS).
 compute P write tiles of P and dP, and sum W = dP * scores over them.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.gate_gradients import TileSums
 from mlstm_pallas.formulas.normaliser import Normaliser
-from mlstm_pallas.formulas.tiles import LOG2_E, blocks, loop, weighted
+from mlstm_pallas.formulas.scores import decays, score_gradients
+from mlstm_pallas.formulas.tiles import blocks, loop
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.launch import (
     BY_COLUMNS,
@@ -27,6 +28,8 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
     plgpu,
 )
 from mlstm_pallas.problem.dimensions import Problem
+
+tile_iota = functools.partial(plgpu.broadcasted_iota, layout=plgpu.Layout.WGMMA)
 
 
 def across_columns(x: jax.Array, columns: int = WG_ROWS) -> jax.Array:
@@ -50,18 +53,6 @@ def load_or_zeros(ref, index, layout=plgpu.Layout.WGMMA):
 def load_by_rows(ref, *index):
     """A vector from global memory; None if the reference is absent."""
     return None if ref is None else load(ref.at[index], BY_ROWS, optimized=False)
-
-
-def rows_and_columns(rows: int, columns: int, reverse: bool = False) -> list[jax.Array]:
-    """The row and the column of each element of a tile, or in reverse the column and the row.
-
-    So the same comparison says whether a query, in a row, sees a key, in a column.
-    """
-    layout = plgpu.Layout.WGMMA
-    return [
-        plgpu.broadcasted_iota(jnp.int32, (rows, columns), axis, layout=layout)
-        for axis in sorted((0, 1), reverse=reverse)
-    ]
 
 
 def q_times_n(q_tile: Callable[[Any], Any], columns: int, n, *chunk) -> jax.Array:
@@ -96,61 +87,29 @@ def score_operands(x, normaliser: Normaliser | None) -> dict[str, Any]:
     )
 
 
-def decay_tile(e: Iterable[jax.Array], u: Iterable[jax.Array]) -> jax.Array:
-    """exp(e_s - u_t) with queries t in rows and keys s in columns; e and u are (hi, lo).
-
-    It is unbounded where s > t.
-    """
-    hi, lo = (across_rows(x) - across_columns(y, x.size) for x, y in zip(e, u, strict=True))
-    return jnp.exp2(hi * LOG2_E + lo * LOG2_E)
-
-
-def causal_scores(S: jax.Array, D: jax.Array, p: Problem, distance: Any = 0) -> jax.Array:
-    """P_ts = D_ts scale q_t . k_s, where s <= t, else 0.
-
-    It is masked after the product, not before, so that a NaN in k reaches no earlier step.
-
-    distance: from the first key of the tile to the first query, in time.
-    """
-    t, s = rows_and_columns(WG_ROWS, WG_ROWS, p.reverse)
-    return jnp.where(s <= t + distance, weighted(D * p.qk_scale, S, p), 0.0)
-
-
 def write_tiles(
     P,
     dP,
-    scores: jax.Array,
-    dA: jax.Array,
+    qk: jax.Array,
+    dh_v: jax.Array,
     e: Iterable[jax.Array],
     queries: Sequence[Any],
     mask: jax.Array | None,
     p: Problem,
 ) -> jax.Array:
-    """Writes P and dP to shared memory; returns W.
+    """Writes P and dP to shared memory; returns W. See ``score_gradients``.
 
     Args:
       P, dP: references to one tile each.
-      scores, dA: q k^T and dh v^T.
-      e: see ``decay_tile``.
-      queries: u_hi, u_lo, 1 / den_t and dz_t den_t. The last two are None without a normaliser; the
-        last one is also None if it is 0 everywhere.
+      e: see ``decays``.
+      queries: u_hi, u_lo, inv_den and dz_den.
       mask: where s <= t; None: everywhere.
     """
     *u, inv_den, dz_den = queries
-    columns = scores.shape[1]
-
-    def scaled(x):
-        return x * (
-            p.qk_scale if inv_den is None else across_columns(inv_den * p.qk_scale, columns)
-        )
-
-    D = decay_tile(e, u)
-    D = D if mask is None else jnp.where(mask, D, 0.0)
-    products.store(P, weighted(D, scaled(scores), p).astype(P.dtype))
-    dA = scaled(dA if dz_den is None else dA + across_columns(dz_den, columns))
-    dA = weighted(D, dA, p)
-    products.store(dP, dA.astype(dP.dtype))
-    return weighted(dA, scores, p)
+    *tiles, W = score_gradients(qk, dh_v, decays(e, u, mask), p, inv_den, dz_den)
+    for ref, tile in zip((P, dP), tiles, strict=True):
+        products.store(ref, tile.astype(ref.dtype))
+    return W
 
 
 def w_sum_shapes(p: Problem) -> TileSums:
