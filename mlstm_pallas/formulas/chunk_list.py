@@ -1,7 +1,7 @@
 """Lists of chunks: the chunks of a row whose parts do not begin at multiples of L steps.
 
 A row of S steps has N segments, each with states of its own, a remainder, and padding in which h is
-0. The parts follow one another. Each of the first N + 1 has chunks of its own, the last of which
+0. These parts follow one another. Each but the padding has chunks of its own, the last of which
 may have fewer than L steps. The list has all chunks of a row. Gates, P and all else that is
 computed per step are in the chunks of the list. q, k, v and h stay as they are: the kernels read
 and write the steps of a chunk where they are in the row.
@@ -11,6 +11,7 @@ the state, and its input gate is the m with which the part starts. So the recurr
 need not know where parts start.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -21,9 +22,14 @@ from mlstm_pallas.formulas.tiles import divide, remainder, rounded_up
 from mlstm_pallas.problem.arrays import heads_as_rows, rows_as_heads
 from mlstm_pallas.problem.dimensions import Problem
 
-# On Triton the grid of the fused scan has the parts of a row on its second axis, which CUDA limits
-# to 65,535; two parts are behind the segments.
-MAX_SEGMENTS = 2**16 - 3
+BEHIND_SEGMENTS = 2  # parts of a row: the remainder and the padding
+# On Triton the grid of the fused scan has the parts of a row on its second axis, which CUDA limits.
+MAX_SEGMENTS = 2**16 - 1 - BEHIND_SEGMENTS
+
+
+def num_parts(N: int) -> int:
+    """The parts of a row with N segments."""
+    return N + BEHIND_SEGMENTS
 
 
 def check_segments_fit(num_segments: int, backend: str | None, negative_segments: int = 0) -> None:
@@ -42,11 +48,54 @@ def check_segments_fit(num_segments: int, backend: str | None, negative_segments
         )
 
 
-class Parts(NamedTuple):
-    """The parts of each row: N segments, the remainder, the padding, and the end of the row."""
+class Part(NamedTuple):
+    """A part of a row, as a kernel sees it. The defaults are those of a row without a list."""
 
-    start_steps: Array  # (B * NH, N + 3) int32, in steps
-    first: Array  # (B * NH, N + 3) int32, the entry of the first chunk; the last two are not read
+    num_chunks: Any  # that are computed
+    # The entry of its first chunk. Kernels read ahead there, also in a part without chunks.
+    first_entry: Any = 0
+    has_state: Any = True
+    begin: Any = 0  # the first step
+    end: Any = None  # the step behind the last one
+    num_zeros: Any = 0  # chunks that are not computed, in which h is 0
+
+    def start_step(self, chunk: Any, L: int) -> Any:
+        """Where a chunk of the part begins in the row."""
+        return self.begin + chunk * L
+
+    def size(self, chunk: Any, L: int) -> Any:
+        """The number of steps of a chunk, in a list."""
+        return lax.min(self.end - self.begin - chunk * L, np.int32(L))
+
+
+class Parts(NamedTuple):
+    """The parts of each row and the end of the row; in a kernel, references, also to one row."""
+
+    start_steps: Array  # (B * NH, N + 3) int32
+    first: Array  # (B * NH, N + 3) int32, the entry of the first chunk; not used of the last two
+
+    @property
+    def N(self) -> int:
+        """The number of segments."""
+        return self.start_steps.shape[-1] - 1 - BEHIND_SEGMENTS
+
+    def part(self, index: Any, *row: Any, p: Problem) -> Part:
+        """A part of a row, which references to several rows have to be told."""
+        begin, end = (self.start_steps[(*row, index + x)] for x in range(2))
+        chunks, none = divide(end - begin + (p.L - 1), p.L), np.int32(0)
+        is_padding = index > self.N
+        return Part(
+            lax.select(is_padding, none, chunks),
+            lax.min(self.first[(*row, index)], np.int32(p.NC - 1)),
+            index < self.N,
+            begin,
+            end,
+            lax.select(is_padding, chunks, none),
+        )
+
+    def problem_of_part(self, p: Problem) -> Problem:
+        """The problem in a part. Of several segments each has a part, which isolates it."""
+        return dataclasses.replace(p, isolates=p.packed and self.N == 1)
 
 
 class Entries(NamedTuple):
@@ -64,7 +113,11 @@ class ChunkList(NamedTuple):
     @property
     def N(self) -> int:
         """The number of segments with states."""
-        return self.parts.start_steps.shape[1] - 3
+        return self.parts.N
+
+    @property
+    def num_parts(self) -> int:
+        return num_parts(self.N)
 
     @property
     def NC(self) -> int:
