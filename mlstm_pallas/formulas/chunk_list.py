@@ -18,9 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from mlstm_pallas.formulas.gates import segment_ends
 from mlstm_pallas.formulas.tiles import divide, remainder, rounded_up
 from mlstm_pallas.problem.arrays import heads_as_rows, rows_as_heads
 from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.steps import Steps
 
 BEHIND_SEGMENTS = 2  # parts of a row: the remainder and the padding
 # On Triton the grid of the fused scan has the parts of a row on its second axis, which CUDA limits.
@@ -105,10 +107,18 @@ class Entries(NamedTuple):
     sizes: Array  # (B * NH, NC) int32, the number of steps, at most L; 0: no steps
 
 
+class ActiveFirst(NamedTuple):
+    """The entries of all rows, places in (B * NH, NC), those with steps first; int32."""
+
+    num_active: Array  # (1,), the number of entries with steps
+    entries: Array  # (B * NH * NC,)
+
+
 class ChunkList(NamedTuple):
     parts: Parts
     entries: Entries
     entry_parts: Array  # (B * NH, NC) int32
+    active_first: ActiveFirst | None = None  # of ``active_chunks``
 
     @property
     def N(self) -> int:
@@ -129,14 +139,22 @@ class ChunkList(NamedTuple):
         """Which entries have steps, (B * NH, NC)."""
         return self.entries.sizes > 0
 
-    def active_first(self) -> tuple[Array, Array]:
-        """The number of entries with steps, (1,), and the entries of all rows, those first; int32.
+    @property
+    def num_active(self) -> Array:
+        """The number of each row's entries with steps, (B * NH,) int32."""
+        return jnp.sum(self.has_steps, axis=1, dtype=jnp.int32)
 
-        An entry is a place in (B * NH, NC).
-        """
+    def with_active_first(self) -> "ChunkList":
         active = self.has_steps.reshape(-1)
         order = jnp.argsort(~active, stable=True).astype(jnp.int32)
-        return jnp.sum(active, dtype=jnp.int32, keepdims=True), order
+        num_active = jnp.sum(active, dtype=jnp.int32, keepdims=True)
+        return self._replace(active_first=ActiveFirst(num_active, order))
+
+    def states(self, C: Array | None, p: Problem) -> Array | None:
+        """States of the segments, (B * NH, N, ...), or of one each, as (B, N, NH, ...)."""
+        if C is None:
+            return None
+        return jnp.swapaxes(C.reshape(p.B, p.NH, self.N, *C.shape[-2:]), 1, 2)
 
     def gates(
         self, i: Array, f: Array, segment_starts: Any, m: Array, L: int
@@ -227,6 +245,29 @@ def num_entries(S: int, N: int, L: int) -> int:
     One more entry follows, and kernels of the gates prefer multiples of 8.
     """
     return rounded_up(S // L + 2 * (N + 1) + 1, 8)
+
+
+def chunks_of_segments(rows: Steps, N: int, S: int, L: int) -> ChunkList:
+    """The list of rows of S steps with N segments, the steps of their ids."""
+    BNH = len(rows.segment_ids)
+    end = jnp.full((BNH,), S, jnp.int32) if rows.lengths is None else rows.lengths
+    return chunks_by_segment(segment_ends(rows, N), end, S, L)
+
+
+def chunks_that_count(rows: Steps, S: int, p: Problem) -> ChunkList | None:
+    """The list in which chunk c has those of its steps that count; None: all steps do."""
+    return None if rows.lengths is None else chunks_by_length(rows.lengths, S, p)
+
+
+def active_chunks(rows: Steps, S: int, p: Problem) -> ChunkList | None:
+    """The list of chunks that a backward pass computes, those with steps; None: all.
+
+    The first chunk of a row is always one, so that every recurrence has one. All others have no
+    gradients.
+    """
+    if rows.lengths is None:
+        return None
+    return chunks_by_length(jnp.maximum(rows.lengths, 1), S, p).with_active_first()
 
 
 def chunks_by_segment(ends: Array, end: Array, S: int, L: int) -> ChunkList:
