@@ -150,11 +150,9 @@ class ChunkList(NamedTuple):
         num_active = jnp.sum(active, dtype=jnp.int32, keepdims=True)
         return self._replace(active_first=ActiveFirst(num_active, order))
 
-    def states(self, C: Array | None, p: Problem) -> Array | None:
-        """States of the segments, (B * NH, N, ...), or of one each, as (B, N, NH, ...)."""
-        if C is None:
-            return None
-        return jnp.swapaxes(C.reshape(p.B, p.NH, self.N, *C.shape[-2:]), 1, 2)
+    def states(self, C: Array, p: Problem) -> Array:
+        """C of the segments, (B * NH, N, ...), as the fused scan reads it, (B, N, NH, ...)."""
+        return jnp.swapaxes(C.reshape(p.B, p.NH, *C.shape[1:]), 1, 2)
 
     def gates(
         self, i: Array, f: Array, segment_starts: Any, m: Array, L: int

@@ -100,7 +100,7 @@ def packed(plan: Plan, x: Inputs) -> Forward:
             matV=x.v,
             scan=operands._replace(vecZ=None),
             scaGamma=gates.scaGamma,
-            matC_initial=chunks.states(C, spec.problem),
+            matC_initial=None if C is None else chunks.states(C, spec.problem),
             chunks=chunks,
         )
     )
@@ -147,11 +147,13 @@ def fused_scan(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> 
     Stored states are those at the boundaries of the call's chunks.
     """
     spec, launches, p, num_splits = plan.spec, plan.forward, plan.scan_problem, plan.num_splits
-    gates = run_gates(spec, launches, x) if precomputed is None else precomputed.gates
-    q, v, gamma, chunks = x.q, x.v, gates.scaGamma, None
-    if plan.skips_chunks:
-        chunks = chunks_that_count(x.steps, v.shape[1], p)
-    added = key_sums(launches, x.k, gates, chunks) if precomputed is None else precomputed.n
+    chunks = chunks_that_count(x.steps, x.v.shape[1], p) if plan.skips_chunks else None
+    if precomputed is None:
+        gates = run_gates(spec, launches, x)
+        added = key_sums(launches, x.k, gates, chunks)
+    else:
+        gates, added = precomputed.gates, precomputed.n
+    q, v, gamma = x.q, x.v, gates.scaGamma
     n, n_last = key_states(launches, added, gates, x.initial.n)
     scan = stage("parallel_fw_P", launches)(
         parallel_fw_P.Operands(x.q, x.k, gates, n, chunks), normaliser=spec.normaliser
@@ -159,8 +161,6 @@ def fused_scan(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> 
     z, scan, C_initial = scan.vecZ, scan._replace(vecZ=None), x.initial.c
     if precomputed is not None:  # C while parallel_fw_P runs
         scan, C_initial = lax.optimization_barrier((scan, C_initial))
-    if chunks is not None:
-        C_initial = chunks.states(C_initial, p)
     if num_splits > 1:
         if precomputed is not None and plan.summary_splits == num_splits:
             added = precomputed.matX[:, :-1]
