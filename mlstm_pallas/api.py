@@ -130,7 +130,8 @@ def mlstm_chunkwise(
       sequence_lengths: (B,) integers, 0 to S, for padded batches. The last
         states are the states after sequence_lengths[b] steps. Beyond these
         steps h and all gradients are 0, even if the padding holds NaN gates or
-        any finite q, k and v.
+        any finite q, k and v. Kernels of the backward pass and a fused scan
+        without splits skip chunks beyond; states in memory are of all chunks.
       num_segments: N, with return_last_states, for packed prompts. Segment n is
         the steps with id n; ids ascend, up to padding of 0. Those below 0, from
         N on or behind a descent are of no segment. It returns the states at the

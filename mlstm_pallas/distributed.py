@@ -64,7 +64,7 @@ def _boundaries(plan: Plan, x: Inputs) -> tuple[jax.Array, jax.Array]:
     """m and the log decay after each chunk from an empty start, (B * NH, NC) each."""
     run = stage("chunk_gates", plan.summary)
     empty = jnp.full_like(x.initial.m, -jnp.inf)
-    operands = chunk_gates.Operands(x.i, x.f, empty, x.segment_starts)
+    operands = chunk_gates.Operands(x.i, x.f, empty, x.steps.segment_starts)
     m, g = run(operands, input_gate=plan.spec.input_gate, only_boundaries=True)
     return m, jnp.cumsum(g, axis=1)
 

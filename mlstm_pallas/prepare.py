@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from mlstm_pallas.formulas.chunk_list import check_segments_fit
-from mlstm_pallas.formulas.gates import CARRIES_ON, mark_segment_starts, steps_within
+from mlstm_pallas.formulas.gates import CARRIES_ON, mark_segment_starts
 from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.planning.call_spec import CallSpec, call_spec
 from mlstm_pallas.planning.config import KernelConfig
@@ -33,6 +33,7 @@ from mlstm_pallas.problem.arrays import Inputs, States, Token
 from mlstm_pallas.problem.dimensions import Layout, Problem, accumulator_dtype
 from mlstm_pallas.problem.gpu import target_gpu
 from mlstm_pallas.problem.signatures import bind
+from mlstm_pallas.problem.steps import Steps
 from mlstm_pallas.schedules.sharding import sharded_alike
 
 _log = logging.getLogger("mlstm_pallas")
@@ -237,15 +238,16 @@ def padded(
     if lengths is not None:
         lengths = jnp.clip(as_int32(lengths) - shard * S, 0, S)
         lengths = jnp.broadcast_to(lengths[:, None], (B, NH))
-    x = sharded_alike(spec, Inputs(q, k, v, i, f, States(c, n, m), None, lengths, ids, segments))
-    i, f, segment_starts, ids = x.i, x.f, None, x.segment_ids
-    if x.lengths is not None:  # as the padding does, these gates carry the states on
-        within = steps_within(x.lengths, S)
+    steps = Steps(lengths, segment_ids=ids)
+    x = sharded_alike(spec, Inputs(q, k, v, i, f, States(c, n, m), steps, segments))
+    i, f, steps = x.i, x.f, x.steps
+    within, ids = steps.that_count(S), steps.segment_ids
+    if within is not None:  # as the padding does, these gates carry the states on
         i = jnp.where(within, i.astype(acc), CARRIES_ON[0])
         f = jnp.where(within, f.astype(acc), CARRIES_ON[1])
     if ids is not None:
         segment_starts = starts_of(ids).astype(jnp.int32)
-        segment_starts = segment_starts if lengths is None else jnp.where(within, segment_starts, 0)
+        segment_starts = segment_starts if within is None else jnp.where(within, segment_starts, 0)
         if p.reverse:  # a segment begins where the next one in memory ends
             segment_starts = jnp.roll(segment_starts, -1, 2)
         segment_starts = pad(segment_starts, segment_starts.dtype, p.S)
@@ -255,6 +257,7 @@ def padded(
             if N is None
             else as_int32(ids, -1, N - spec.negative_segments) + spec.negative_segments
         )
+        steps = steps._replace(segment_starts=segment_starts, segment_ids=ids)
     return Inputs(
         pad(x.q, dtype, p.DHQK),
         pad(x.k, dtype, p.DHQK),
@@ -266,9 +269,7 @@ def padded(
             pad(x.initial.n, acc, p.DHQK),
             pad(x.initial.m, acc),
         ),
-        segment_starts,
-        x.lengths,
-        ids,
+        steps,
         x.segments,
     )
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.formulas.gates import steps_within
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
@@ -23,6 +22,7 @@ from mlstm_pallas.problem.annotations import (
 from mlstm_pallas.problem.arrays import States, Token
 from mlstm_pallas.problem.callers import warn_caller
 from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype
+from mlstm_pallas.problem.steps import Steps
 from mlstm_pallas.schedules.sharding import run_step, sharded_alike
 from mlstm_pallas.stages.recurrent_step import Operands, split_token
 
@@ -35,10 +35,9 @@ def _sequence(
     x: of a token, with an axis S behind NH; lengths: (B, NH), beyond which states stay and h is 0;
     None: all tokens count.
     """
-    tokens, within = x.token, None
-    if lengths is not None:
+    tokens, within = x.token, Steps(lengths).that_count(x.token.i.shape[2])
+    if within is not None:
         q, k, v, i, f = tokens
-        within = steps_within(lengths, i.shape[2])
         q, k, v = (jnp.where(within[..., None], y, 0) for y in (q, k, v))  # 0 times NaN is NaN
         tokens = Token(q, k, v, jnp.where(within, i, -jnp.inf), jnp.where(within, f, jnp.inf))
 

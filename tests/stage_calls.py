@@ -29,6 +29,7 @@ from mlstm_pallas.planning import dispatch
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.dimensions import MAX_TILE, InputGate, Problem, make_problem  # noqa: F401
 from mlstm_pallas.problem.gpu import UNKNOWN, gpu_of, known_gpu  # noqa: F401
+from mlstm_pallas.problem.steps import Steps  # noqa: F401
 from mlstm_pallas.stages import HELPERS
 from mlstm_pallas.stages import STAGES as ALL_STAGES
 from mlstm_pallas.stages.kernel_tiles import KernelOptions  # noqa: F401

@@ -1,7 +1,7 @@
 """Lists of chunks: the chunks of a row whose parts do not begin at multiples of L steps.
 
 A row of S steps has N segments, each with states of its own, a remainder, and padding in which h is
-0. The parts follow one another. Each of the first N + 1 has chunks of its own, the last of which
+0. These parts follow one another. Each but the padding has chunks of its own, the last of which
 may have fewer than L steps. The list has all chunks of a row. Gates, P and all else that is
 computed per step are in the chunks of the list. q, k, v and h stay as they are: the kernels read
 and write the steps of a chunk where they are in the row.
@@ -11,19 +11,27 @@ the state, and its input gate is the m with which the part starts. So the recurr
 need not know where parts start.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from mlstm_pallas.formulas.gates import segment_ends
 from mlstm_pallas.formulas.tiles import divide, remainder, rounded_up
 from mlstm_pallas.problem.arrays import heads_as_rows, rows_as_heads
 from mlstm_pallas.problem.dimensions import Problem
+from mlstm_pallas.problem.steps import Steps
 
-# On Triton the grid of the fused scan has the parts of a row on its second axis, which CUDA limits
-# to 65,535; two parts are behind the segments.
-MAX_SEGMENTS = 2**16 - 3
+BEHIND_SEGMENTS = 2  # parts of a row: the remainder and the padding
+# On Triton the grid of the fused scan has the parts of a row on its second axis, which CUDA limits.
+MAX_SEGMENTS = 2**16 - 1 - BEHIND_SEGMENTS
+
+
+def num_parts(N: int) -> int:
+    """The parts of a row with N segments."""
+    return N + BEHIND_SEGMENTS
 
 
 def check_segments_fit(num_segments: int, backend: str | None, negative_segments: int = 0) -> None:
@@ -42,11 +50,54 @@ def check_segments_fit(num_segments: int, backend: str | None, negative_segments
         )
 
 
-class Parts(NamedTuple):
-    """The parts of each row: N segments, the remainder, the padding, and the end of the row."""
+class Part(NamedTuple):
+    """A part of a row, as a kernel sees it. The defaults are those of a row without a list."""
 
-    start_steps: Array  # (B * NH, N + 3) int32, in steps
-    first: Array  # (B * NH, N + 3) int32, the entry of the first chunk; the last two are not read
+    num_chunks: Any  # that are computed
+    # The entry of its first chunk. Kernels read ahead there, also in a part without chunks.
+    first_entry: Any = 0
+    has_state: Any = True
+    begin: Any = 0  # the first step
+    end: Any = None  # the step behind the last one
+    num_zeros: Any = 0  # chunks that are not computed, in which h is 0
+
+    def start_step(self, chunk: Any, L: int) -> Any:
+        """Where a chunk of the part begins in the row."""
+        return self.begin + chunk * L
+
+    def size(self, chunk: Any, L: int) -> Any:
+        """The number of steps of a chunk, in a list."""
+        return lax.min(self.end - self.begin - chunk * L, np.int32(L))
+
+
+class Parts(NamedTuple):
+    """The parts of each row and the end of the row; in a kernel, references, also to one row."""
+
+    start_steps: Array  # (B * NH, N + 3) int32
+    first: Array  # (B * NH, N + 3) int32, the entry of the first chunk; not used of the last two
+
+    @property
+    def N(self) -> int:
+        """The number of segments."""
+        return self.start_steps.shape[-1] - 1 - BEHIND_SEGMENTS
+
+    def part(self, index: Any, *row: Any, p: Problem) -> Part:
+        """A part of a row, which references to several rows have to be told."""
+        begin, end = (self.start_steps[(*row, index + x)] for x in range(2))
+        chunks, none = divide(end - begin + (p.L - 1), p.L), np.int32(0)
+        is_padding = index > self.N
+        return Part(
+            lax.select(is_padding, none, chunks),
+            lax.min(self.first[(*row, index)], np.int32(p.NC - 1)),
+            index < self.N,
+            begin,
+            end,
+            lax.select(is_padding, chunks, none),
+        )
+
+    def problem_of_part(self, p: Problem) -> Problem:
+        """The problem in a part. Of several segments each has a part, which isolates it."""
+        return dataclasses.replace(p, isolates=p.packed and self.N == 1)
 
 
 class Entries(NamedTuple):
@@ -56,15 +107,27 @@ class Entries(NamedTuple):
     sizes: Array  # (B * NH, NC) int32, the number of steps, at most L; 0: no steps
 
 
+class ActiveFirst(NamedTuple):
+    """The entries of all rows, places in (B * NH, NC), those with steps first; int32."""
+
+    num_active: Array  # (1,), the number of entries with steps
+    entries: Array  # (B * NH * NC,)
+
+
 class ChunkList(NamedTuple):
     parts: Parts
     entries: Entries
     entry_parts: Array  # (B * NH, NC) int32
+    active_first: ActiveFirst | None = None  # of ``active_chunks``
 
     @property
     def N(self) -> int:
         """The number of segments with states."""
-        return self.parts.start_steps.shape[1] - 3
+        return self.parts.N
+
+    @property
+    def num_parts(self) -> int:
+        return num_parts(self.N)
 
     @property
     def NC(self) -> int:
@@ -76,14 +139,20 @@ class ChunkList(NamedTuple):
         """Which entries have steps, (B * NH, NC)."""
         return self.entries.sizes > 0
 
-    def active_first(self) -> tuple[Array, Array]:
-        """The number of entries with steps, (1,), and the entries of all rows, those first; int32.
+    @property
+    def num_active(self) -> Array:
+        """The number of each row's entries with steps, (B * NH,) int32."""
+        return jnp.sum(self.has_steps, axis=1, dtype=jnp.int32)
 
-        An entry is a place in (B * NH, NC).
-        """
+    def with_active_first(self) -> "ChunkList":
         active = self.has_steps.reshape(-1)
         order = jnp.argsort(~active, stable=True).astype(jnp.int32)
-        return jnp.sum(active, dtype=jnp.int32, keepdims=True), order
+        num_active = jnp.sum(active, dtype=jnp.int32, keepdims=True)
+        return self._replace(active_first=ActiveFirst(num_active, order))
+
+    def states(self, C: Array, p: Problem) -> Array:
+        """C of the segments, (B * NH, N, ...), as the fused scan reads it, (B, N, NH, ...)."""
+        return jnp.swapaxes(C.reshape(p.B, p.NH, *C.shape[1:]), 1, 2)
 
     def gates(
         self, i: Array, f: Array, segment_starts: Any, m: Array, L: int
@@ -174,6 +243,29 @@ def num_entries(S: int, N: int, L: int) -> int:
     One more entry follows, and kernels of the gates prefer multiples of 8.
     """
     return rounded_up(S // L + 2 * (N + 1) + 1, 8)
+
+
+def chunks_of_segments(rows: Steps, N: int, S: int, L: int) -> ChunkList:
+    """The list of rows of S steps with N segments, the steps of their ids."""
+    BNH = len(rows.segment_ids)
+    end = jnp.full((BNH,), S, jnp.int32) if rows.lengths is None else rows.lengths
+    return chunks_by_segment(segment_ends(rows, N), end, S, L)
+
+
+def chunks_that_count(rows: Steps, S: int, p: Problem) -> ChunkList | None:
+    """The list in which chunk c has those of its steps that count; None: all steps do."""
+    return None if rows.lengths is None else chunks_by_length(rows.lengths, S, p)
+
+
+def active_chunks(rows: Steps, S: int, p: Problem) -> ChunkList | None:
+    """The list of chunks that a backward pass computes, those with steps; None: all.
+
+    The first chunk of a row is always one, so that every recurrence has one. All others have no
+    gradients.
+    """
+    if rows.lengths is None:
+        return None
+    return chunks_by_length(jnp.maximum(rows.lengths, 1), S, p).with_active_first()
 
 
 def chunks_by_segment(ends: Array, end: Array, S: int, L: int) -> ChunkList:

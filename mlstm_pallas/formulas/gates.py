@@ -37,6 +37,7 @@ import numpy as np
 from jax import Array, lax
 
 from mlstm_pallas.problem.dimensions import InputGate
+from mlstm_pallas.problem.steps import Steps
 
 TwoFloat = tuple[Array, Array]  # an unevaluated sum hi + lo
 
@@ -188,25 +189,19 @@ def mark_segment_starts(segment_ids: Array) -> Array:
     )
 
 
-def steps_within(lengths: Array, S: int) -> Array:
-    """Which of S steps are within lengths, (...,): (..., S)."""
-    steps = lax.broadcasted_iota(jnp.int32, (1,) * lengths.ndim + (S,), lengths.ndim)
-    return steps < lengths[..., None]
-
-
-def segment_ends(ids: Array, num_segments: int, lengths: Array | None) -> Array:
+def segment_ends(rows: Steps, num_segments: int) -> Array:
     """The number of steps up to the end of each segment, ascending: (B * NH, num_segments) int32.
 
     Segment n is the steps with id n, before the first id that is less than the previous one. It has
     no steps if no id is n, and ends where the previous segment does. The first segment that has
     steps begins at step 0, with the steps whose ids are -1.
-
-    ids: (B * NH, S) int32, from -1; lengths: (B * NH,), the steps that count; None: all.
     """
+    ids = rows.segment_ids
+    within = rows.that_count(ids.shape[1])
     descends = ids < jnp.pad(ids[:, :-1], [(0, 0), (1, 0)], constant_values=-1)
     outside = jnp.cumsum(descends, axis=1) > 0
-    if lengths is not None:
-        outside |= ~steps_within(lengths, ids.shape[1])
+    if within is not None:
+        outside |= ~within
     ids = jnp.where(outside, num_segments, ids)
     numbers = lax.broadcasted_iota(jnp.int32, (len(ids), num_segments + 1), 1) - 1
     # A binary search, bit by bit. jnp.searchsorted has a primitive (jax 0.12) that

@@ -1,6 +1,6 @@
 """recurrent_fw_H on Mosaic GPU: the fused scan of ``stages/recurrent_fw_H.py``.
 
-Grid (B * NH * DHV / siz_b_DHHV); with a list of chunks (B * NH * (N + 2) * DHV / siz_b_DHHV),
+Grid (B * NH * DHV / siz_b_DHHV); with a list of chunks (B * NH * num_parts * DHV / siz_b_DHHV),
 because its parts run side by side. A CTA has two or three warpgroups. Each owns 64 columns of C and
 of h. Its columns of C stay transposed in registers, 64 x state_rows floats, as the left operand of
 C^T q. The last CTA's columns may reach beyond a head. Copies run up to num_stages chunks ahead. The
@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.chunk_list import state_of
+from mlstm_pallas.formulas.chunk_list import Part, num_parts, state_of
 from mlstm_pallas.formulas.rows import sequence_shape
 from mlstm_pallas.formulas.tile_sizes import largest_block
 from mlstm_pallas.formulas.tiles import (
@@ -79,38 +79,16 @@ class _Operands(NamedTuple):
     vecAbar: Any  # (B * NH, S)
 
 
-class _Part(NamedTuple):
-    """The chunks of a CTA: a whole row, or a part of a ``ChunkList``."""
-
-    first_chunk: Any  # in the arrays that are not in the caller's steps
-    num_chunks: Any
-    state: Any  # the place of its states
-    has_state: Any = True
-    begin: Any = None  # steps
-    end: Any = None
-    zeros: Any = None  # how many chunks of zeros to write to h
-
-
-def _part_of(parts, head, part, p: Problem) -> _Part:
-    N = parts.start_steps.shape[1] - 3
-    begin, end = (parts.start_steps[head, part + x] for x in range(2))
-    chunks, none = divide(end - begin + (p.L - 1), p.L), np.int32(0)
-    has_steps, state = part <= N, state_of(p, N, head, part)
-    counts = lax.select(has_steps, chunks, none), lax.select(has_steps, none, chunks)
-    first = lax.min(parts.first[head, part], np.int32(p.NC - 1))  # read ahead, also without chunks
-    return _Part(first, counts[0], state, part < N, begin, end, counts[1])
-
-
-def _initial(states, part, rows, columns):
-    """The transposed block of the initial state."""
-    if states is None or part.begin is None:
-        return load_or_zeros(states, (part.state, columns, rows))
-    CT = load_transposed(states.at[part.state, rows, columns])
-    return jnp.where(jnp.broadcast_to(part.has_state, CT.shape), CT, 0.0)
+def _initial(states, state, has_state, rows, columns):
+    """The transposed block of the initial state, which is at the place ``state``."""
+    if states is None or has_state is True:
+        return load_or_zeros(states, (state, columns, rows))
+    CT = load_transposed(states.at[state, rows, columns])
+    return jnp.where(jnp.broadcast_to(has_state, CT.shape), CT, 0.0)
 
 
 def _kernel(
-    parts,  # of ``ChunkList``: (B * NH, N + 3) each, None without a list
+    parts,  # of ``ChunkList``, None without a list
     operands,  # _Operands
     scaGamma,  # (B * NH, NC)
     matC_initial,  # (B * NH, DHV, DHQK), with a list (B * N * NH, DHQK, DHV), may be None
@@ -138,17 +116,16 @@ def _kernel(
     columns = pl.ds(v_columns.start + in_tile.start, WG_ROWS)
     within, pending = starts_within((columns, siz_b_DHHV, p.DHV))
     pieces = [(start, min(rows - start, PIECE)) for start in range(0, rows, PIECE)]
-    part = _Part(0, np.int32(p.NC), head)
+    part, state = Part(np.int32(p.NC)), head
     if in_list:
-        num_parts = parts.start_steps.shape[1] - 1
-        p = dataclasses.replace(p, isolates=p.packed and num_parts == 3)  # of more each has its CTA
-        head, part_index = unravel(head, num_parts)
-        part = _part_of(parts, head, part_index, p)
+        p, N = parts.problem_of_part(p), parts.N
+        head, part_index = unravel(head, num_parts(N))
+        part, state = parts.part(part_index, head, p=p), state_of(p, N, head, part_index)
     in_head = functools.partial(head_of, n=head, p=p, any_step=in_list)
     h, h_tile = in_head(matH), h_smem.at[wg]
 
     def in_sequence(chunk):  # in q, k, v and h
-        return pl.ds(part.begin + chunk * L, L) if in_list else block(chunk, L)
+        return pl.ds(part.start_step(chunk, L), L) if in_list else block(chunk, L)
 
     def h_of(chunk):
         return h.at[in_sequence(chunk), columns]
@@ -160,7 +137,7 @@ def _kernel(
             if name in columns_of and x is not None:
                 copy(in_head(x).at[in_sequence(chunk), columns_of[name]], slots[name])
             elif x is not None:
-                copy(x.at[head, block(part.first_chunk + chunk, L)], slots[name])
+                copy(x.at[head, block(part.first_entry + chunk, L)], slots[name])
 
     phases = Phases(chunks=Phase(part.num_chunks, (copy_chunk,), descending=p.reverse))
     chunk_at, steps = phases["chunks"].nth, phases.of_item()
@@ -173,8 +150,8 @@ def _kernel(
         slot = ring.wait(step)
         smem = {name: x.at[slot] for name, x in slots.items()}
         following = chunk_at(lax.min(index + 1, part.num_chunks - 1))
-        next_gamma = scaGamma[head, part.first_chunk + following]
-        size = lax.min(part.end - part.begin - chunk * L, np.int32(L)) if in_list else None
+        next_gamma = scaGamma[head, part.first_entry + following]
+        size = part.size(chunk, L) if in_list else None
         r, abar = (across_rows(load(smem[x], BY_COLUMNS)) for x in ("vecR", "vecAbar"))
 
         def inter(hT_acc):
@@ -211,22 +188,22 @@ def _kernel(
 
     def store_last():
         for piece, x in zip(pieces, CT, strict=True):
-            store_transposed(matC_last.at[part.state, pl.ds(*piece), columns], x)
+            store_transposed(matC_last.at[state, pl.ds(*piece), columns], x)
 
     def clear():
         """Stores zeros in chunks of h."""
         write_out(h_tile, products.zeros(*h_tile.shape), 0)
-        fori(part.zeros)(lambda chunk: copy_out(h_tile, h_of(chunk), within))
+        fori(part.num_zeros)(lambda chunk: copy_out(h_tile, h_of(chunk), within))
 
     (ring := phases.ring(barriers)).prologue()
     rows_of = (pl.ds(launch * rows + start, size) for start, size in pieces)
-    CT = [_initial(matC_initial, part, x, columns) for x in rows_of]
-    first = part.first_chunk + lax.max(chunk_at(np.int32(0)), np.int32(0))  # there may be no chunks
+    CT = [_initial(matC_initial, state, part.has_state, x, columns) for x in rows_of]
+    first = part.first_entry + lax.max(chunk_at(np.int32(0)), np.int32(0))  # there may be no chunks
     CT, _ = loop(part.num_chunks, join, (CT, scaGamma[head, first]))
     if matC_last is not None:
         pl.when(part.has_state)(store_last)
     if in_list:
-        pl.when(part.zeros > 0)(clear)
+        pl.when(part.num_zeros > 0)(clear)
     plgpu.wait_smem_to_gmem(0)
     ring.epilogue()
 
@@ -237,7 +214,7 @@ def recurrent_fw_H(
     """Runs the stage: ``stages/recurrent_fw_H.py``."""
     matQ, matV, scores, scaGamma, matC_initial, chunks = x
     p, tiles, dtype, keys = call.problem, call.tiles, matQ.dtype, scores.keys
-    N, parts = (1, 1) if chunks is None else (chunks.N, chunks.N + 2)
+    N, parts = (1, 1) if chunks is None else (chunks.N, chunks.num_parts)
     C_initial, columns = None, rounded_up(p.DHV, tiles.siz_b_DHHV)
     if matC_initial is not None:
         C_initial = matC_initial.reshape(N * p.BNH, p.DHQK, p.DHV)

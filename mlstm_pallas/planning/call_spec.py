@@ -261,6 +261,11 @@ class Plan:
         return self.num_splits > 0
 
     @property
+    def skips_chunks(self) -> bool:
+        """Whether the fused scan skips chunks beyond a length: it has no splits and stores no C."""
+        return self.num_splits == 1 and self.spec.recompute_states_in_bw
+
+    @property
     def by_chunk(self) -> bool:
         """True: chunk_gradients. False: parallel_bw_dP and parallel_bw_dQKV, P and dP in memory."""
         return "chunk_gradients" in self.backward

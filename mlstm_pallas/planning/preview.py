@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from mlstm_pallas.formulas.chunk_list import check_segments_fit
+from mlstm_pallas.formulas.chunk_list import check_segments_fit, num_parts
 from mlstm_pallas.planning.call_spec import SMALL, CallSpec, call_spec, options_of
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
@@ -198,6 +198,5 @@ def _planned(spec: CallSpec, name: str, x: Launch, *, backward: bool) -> Planned
         grid = tiles.grid(dataclasses.replace(p, NH=p.NH * options.recurrences))
         shared = tiles.shared_bytes(p, spec.dtype, options)
         if spec.num_segments is not None and name == "recurrent_fw_H":
-            parts = spec.num_segments + 2  # with the remainder and the padding
-            grid = grid[0], parts, grid[1]
+            grid = grid[0], num_parts(spec.num_segments), grid[1]
     return PlannedLaunch(name, backward, x.lowering, fields, grid, shared)

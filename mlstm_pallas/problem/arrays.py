@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.problem.dimensions import Layout
+from mlstm_pallas.problem.steps import Steps
 
 
 class Token(NamedTuple):
@@ -36,8 +37,7 @@ class States(NamedTuple):
 class Inputs(NamedTuple):
     """Padded and cast: q, k, v in the kernel dtype, gates and states float32.
 
-    Gates and segment_starts have whole chunks of steps; q, k and v have the caller's steps and
-    layout.
+    Gates have whole chunks of steps; q, k and v have the caller's steps and layout.
     """
 
     q: Array
@@ -47,10 +47,7 @@ class Inputs(NamedTuple):
     f: Array
     # n and m are arrays; c is None where the states start from zeros, without gradients.
     initial: States = States()
-    segment_starts: Array | None = None  # int32, 1 where a packed segment begins
-    lengths: Array | None = None  # (B, NH) int32, h is 0 from this step on; None: nowhere
-    # (B, NH, S) int32, where states of segments are asked for
-    segment_ids: Any = None
+    steps: Steps = Steps()
     segments: States | None = None  # the initial states of segments, in place of initial.c
 
 

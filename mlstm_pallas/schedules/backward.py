@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length
+from mlstm_pallas.formulas.chunk_list import ChunkList, active_chunks
 from mlstm_pallas.formulas.gate_gradients import inner, only
 from mlstm_pallas.formulas.gates import ChunkGates, input_gate_gradient, only_outputs
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
@@ -19,6 +19,7 @@ from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.planning.call_spec import Plan, plain
 from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, Residuals, States, StoredStates
+from mlstm_pallas.problem.steps import Steps
 from mlstm_pallas.schedules.forward import key_states, key_sums, run_gates, segments_of
 from mlstm_pallas.stages import (
     chunk_gradients,
@@ -52,8 +53,8 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Inputs
 
 def prepared(
     plan: Plan, residuals: Residuals, cotangents: Cotangents
-) -> tuple[Residuals, Cotangents]:
-    """The arrays of both halves."""
+) -> tuple[Residuals, Cotangents, ChunkList | None]:
+    """The arrays of both halves, and the active chunks; None: all, as in plain jnp."""
     x = residuals.inputs
     if residuals.states.C is None:
         # Without the barrier XLA finds the same states in the forward pass and keeps those. On CPUs
@@ -65,10 +66,13 @@ def prepared(
             x = x._replace(k=k, v=v)
     if cotangents.last is None:
         cotangents = cotangents._replace(last=States(n=jnp.zeros_like(x.initial.n)))
-    return residuals._replace(inputs=x), cotangents
+    active = None if plan.is_plain else active_chunks(x.steps, x.f.shape[1], plan.spec.problem)
+    return residuals._replace(inputs=x), cotangents, active
 
 
-def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> BackwardCarry:
+def first_half(
+    plan: Plan, residuals: Residuals, cotangents: Cotangents, active: ChunkList | None
+) -> BackwardCarry:
     """The gates, P and dP, the states, and their gradients at the chunk boundaries.
 
     Of these only dC depends on the gradients of the last states; it is linear in that of C. The
@@ -76,9 +80,9 @@ def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Back
     """
     (x, h, z, stored), (dh, last) = residuals, cotangents
     spec, launches = plan.spec, plan.backward
-    recompute, active = stored.C is None, _active_chunks(plan, x)
+    recompute = stored.C is None
     gates, read = run_gates(spec, launches, x, stored.m, with_flags=True), None
-    if x.segment_starts is not None and plan.drops_unread:
+    if x.steps.are_packed and plan.drops_unread:
         read = by_head(jnp.any(dh != 0, axis=-1), x.f.shape[1])
         gates = only_outputs(gates, read)
     g = gates.per_step()
@@ -131,27 +135,20 @@ def first_half(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> Back
     return BackwardCarry(gates, scores, states._replace(vecDelta=None), normaliser, dn_added)
 
 
-def _active_chunks(plan: Plan, x: Inputs) -> ChunkList | None:
-    """The chunks that are computed, those with steps; None: all, as in plain jnp.
-
-    The first chunk of a row is always one, so that every recurrence has one. All others have no
-    gradients.
-    """
-    if x.lengths is None or plan.is_plain:
-        return None
-    return chunks_by_length(jnp.maximum(x.lengths, 1), x.f.shape[1], plan.spec.problem)
-
-
-def _mask_inactive(chunks: ChunkList | None, x: Any) -> Any:
+def _mask_inactive(active: ChunkList | None, x: Any) -> Any:
     """x, (B * NH, S), with 0 in inactive chunks, where it may be undefined."""
-    if chunks is None or x is None:
+    if active is None or x is None:
         return x
-    in_chunks = x.reshape(*chunks.has_steps.shape, -1)
-    return only(in_chunks, chunks.has_steps, 0, 1).reshape(x.shape)
+    in_chunks = x.reshape(*active.has_steps.shape, -1)
+    return only(in_chunks, active.has_steps, 0, 1).reshape(x.shape)
 
 
 def second_half(
-    plan: Plan, residuals: Residuals, cotangents: Cotangents, carry: BackwardCarry
+    plan: Plan,
+    residuals: Residuals,
+    cotangents: Cotangents,
+    active: ChunkList | None,
+    carry: BackwardCarry,
 ) -> tuple[Inputs, Array]:
     """The gradients of the inputs, where None is zeros, and those of n at the chunk boundaries.
 
@@ -161,7 +158,7 @@ def second_half(
     gates, scores, (dC, dC_initial, C, C_last, _), normaliser, dn_added = carry
     if stored.C is not None:
         C, C_last = stored.C, stored.C_last
-    spec, launches, active = plan.spec, plan.backward, _active_chunks(plan, x)
+    spec, launches = plan.spec, plan.backward
     gamma, n = gates.scaGamma, stored.n
     dn, dn_initial = stage("vector_states", launches)(
         vector_states.Operands(
@@ -234,18 +231,19 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
         lambda y: chunks.gather(y, L).reshape(p.BNH, p.S, -1),
         (x.q, x.k, x.v, residuals.h, cotangents.h, z),
     )
-    i, f, segment_starts = chunks.gates(x.i, x.f, x.segment_starts, before.m, L)
-    inputs = Inputs(q, k, v, i, f, x.initial._replace(c=None), segment_starts)
+    i, f, segment_starts = chunks.gates(x.i, x.f, x.steps.segment_starts, before.m, L)
+    steps = Steps(segment_starts=segment_starts)
+    inputs = Inputs(q, k, v, i, f, x.initial._replace(c=None), steps)
     z = None if z is None else z[..., 0]
     dy = Cotangents(dh, States(n=jnp.zeros_like(x.initial.n)))
     stored = StoredStates(None, None, None, None, None)
-    carry = first_half(plan, Residuals(inputs, h, z, stored), dy)
+    carry = first_half(plan, Residuals(inputs, h, z, stored), dy, None)
 
     added = chunks.with_initial(key_sums(plan.backward, k, carry.gates), before.n)
     n, n_last = key_states(plan.backward, added, carry.gates, x.initial.n)
     list_residuals = Residuals(inputs, h, z, stored._replace(n=n, n_last=n_last))
     carry = _with_segments(plan, chunks, carry, x.segments, residuals.states, cotangents.last)
-    dx, dn = second_half(plan, list_residuals, dy, carry)
+    dx, dn = second_half(plan, list_residuals, dy, None, carry)
 
     dq, dk, dv = (chunks.scatter(d, y, L) for d, y in ((dx.q, x.q), (dx.k, x.k), (dx.v, x.v)))
     di, df = (chunks.scatter_steps(d, x.i, L) for d in (dx.i, dx.f))

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length, chunks_by_segment
-from mlstm_pallas.formulas.gates import ChunkGates, only_outputs, segment_ends, steps_within
+from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_of_segments, chunks_that_count
+from mlstm_pallas.formulas.gates import ChunkGates, only_outputs
 from mlstm_pallas.formulas.splits import decays_in_splits, split_states, splits_as_heads
 from mlstm_pallas.planning.call_spec import CallSpec, Plan
 from mlstm_pallas.planning.dispatch import Launches, stage
 from mlstm_pallas.problem.arrays import Forward, Inputs, States, StoredStates
+from mlstm_pallas.problem.steps import Steps
 from mlstm_pallas.stages import (
     parallel_fw_H,
     parallel_fw_P,
@@ -44,10 +45,9 @@ def run_gates(
     spec: CallSpec, launches: Launches, x: Inputs, m_states: Array | None = None, **options: Any
 ) -> ChunkGates:
     """Runs chunk_gates; m_states: the stabilisers at the chunk boundaries, if already known."""
-    operands = chunk_gates.Operands(x.i, x.f, x.initial.m, x.segment_starts, m_states)
+    operands = chunk_gates.Operands(x.i, x.f, x.initial.m, x.steps.segment_starts, m_states)
     gates = stage("chunk_gates", launches)(operands, input_gate=spec.input_gate, **options)
-    steps = None if x.lengths is None else steps_within(x.lengths, x.f.shape[1])
-    return only_outputs(gates, steps)
+    return only_outputs(gates, x.steps.that_count(x.f.shape[1]))
 
 
 def key_sums(
@@ -70,9 +70,8 @@ def key_states(
 
 def segments_of(spec: CallSpec, x: Inputs, L: int) -> tuple[ChunkList, States]:
     """The chunks of L steps of rows of packed segments, and the segments' initial states."""
-    S, N, BNH = x.v.shape[1], cast(int, spec.num_segments), spec.problem.BNH
-    end = jnp.full((BNH,), S, jnp.int32) if x.lengths is None else x.lengths
-    chunks = chunks_by_segment(segment_ends(x.segment_ids, N, x.lengths), end, S, L)
+    N, BNH = cast(int, spec.num_segments), spec.problem.BNH
+    chunks = chunks_of_segments(x.steps, N, x.v.shape[1], L)
     if x.segments is not None:
         return chunks, x.segments
     zeros = x.initial._replace(c=None)
@@ -87,28 +86,25 @@ def packed(plan: Plan, x: Inputs) -> Forward:
     """
     spec, launches, L = plan.spec, plan.forward, plan.scan_problem.L
     chunks, (C, n, m) = segments_of(spec, x, L)
-    i, f, segment_starts = chunks.gates(x.i, x.f, x.segment_starts, m, L)
-    in_list = x._replace(i=i, f=f, segment_starts=segment_starts, lengths=None)
+    i, f, segment_starts = chunks.gates(x.i, x.f, x.steps.segment_starts, m, L)
+    in_list = x._replace(i=i, f=f, steps=Steps(segment_starts=segment_starts))
     gates = run_gates(spec, launches, in_list)
     added = chunks.with_initial(key_sums(launches, x.k, gates, chunks), n)
     n_states, _ = key_states(launches, added, gates, x.initial.n)
     operands = stage("parallel_fw_P", launches)(
         parallel_fw_P.Operands(x.q, x.k, gates, n_states, chunks), normaliser=spec.normaliser
     )
-    p = spec.problem
-    if C is not None:  # the kernel reads (B, N, NH, DHQK, DHV)
-        C = jnp.swapaxes(C.reshape(p.B, p.NH, *C.shape[1:]), 1, 2)
     H, C_last, _ = stage("recurrent_fw_H", launches)(
         recurrent_fw_H.Operands(
             matQ=x.q,
             matV=x.v,
             scan=operands._replace(vecZ=None),
             scaGamma=gates.scaGamma,
-            matC_initial=C,
+            matC_initial=None if C is None else chunks.states(C, spec.problem),
             chunks=chunks,
         )
     )
-    C_last = jnp.swapaxes(C_last, 1, 2).reshape(*n.shape, p.DHV)
+    C_last = jnp.swapaxes(C_last, 1, 2).reshape(*n.shape, spec.problem.DHV)
     n, m = (y[chunks.behind_segments()] for y in (n_states, gates.scaM_states))
     z = operands.vecZ
     z = None if z is None else chunks.scatter_steps(z, x.i, L)
@@ -151,11 +147,13 @@ def fused_scan(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> 
     Stored states are those at the boundaries of the call's chunks.
     """
     spec, launches, p, num_splits = plan.spec, plan.forward, plan.scan_problem, plan.num_splits
-    gates = run_gates(spec, launches, x) if precomputed is None else precomputed.gates
-    q, v, gamma, chunks = x.q, x.v, gates.scaGamma, None
-    if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
-        chunks = chunks_by_length(x.lengths, v.shape[1], p)
-    added = key_sums(launches, x.k, gates, chunks) if precomputed is None else precomputed.n
+    chunks = chunks_that_count(x.steps, x.v.shape[1], p) if plan.skips_chunks else None
+    if precomputed is None:
+        gates = run_gates(spec, launches, x)
+        added = key_sums(launches, x.k, gates, chunks)
+    else:
+        gates, added = precomputed.gates, precomputed.n
+    q, v, gamma = x.q, x.v, gates.scaGamma
     n, n_last = key_states(launches, added, gates, x.initial.n)
     scan = stage("parallel_fw_P", launches)(
         parallel_fw_P.Operands(x.q, x.k, gates, n, chunks), normaliser=spec.normaliser
@@ -163,8 +161,6 @@ def fused_scan(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> 
     z, scan, C_initial = scan.vecZ, scan._replace(vecZ=None), x.initial.c
     if precomputed is not None:  # C while parallel_fw_P runs
         scan, C_initial = lax.optimization_barrier((scan, C_initial))
-    if chunks is not None and C_initial is not None:
-        C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHV)
     if num_splits > 1:
         if precomputed is not None and plan.summary_splits == num_splits:
             added = precomputed.matX[:, :-1]

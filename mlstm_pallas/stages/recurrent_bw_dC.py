@@ -12,7 +12,6 @@ delta_t = dh_t . h_t is computed here before chunk_gradients, because no earlier
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.formulas.chunk_list import ChunkList
@@ -64,7 +63,7 @@ def recurrent_bw_dC(
       recurrences: ``recurrence.recurrences`` of a lowering.
     """
     (q, r), keys, gamma, reverse = x.queries, x.keys, x.scaGamma, call.problem.reverse
-    num_active = None if x.active is None else jnp.sum(x.active.has_steps, axis=1, dtype=jnp.int32)
+    num_active = None if x.active is None else x.active.num_active
     operands = q, x.matDeltaH, gamma, x.matDeltaC_last, return_initial
     each = [Recurrence(*operands, backward=not reverse, r=r, h=x.matH, num_active=num_active)]
     if keys is not None and x.matV is not None:

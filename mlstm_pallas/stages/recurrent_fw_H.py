@@ -22,7 +22,8 @@ class Operands(NamedTuple):
     matV: Array  # (B * NH, S, DHV)
     scan: ScanOperands
     scaGamma: Array  # (B * NH, NC) float32
-    # (B * NH, DHQK, DHV) float32, with a list of chunks (B, N, NH, DHQK, DHV); None: zeros
+    # (B * NH, DHQK, DHV) float32, with a list of chunks (B, N, NH, DHQK, DHV), of one segment
+    # either; None: zeros
     matC_initial: Array | None
     # None: chunk c of q, v and h begins at step c L. Everything else is in the chunks of the list.
     chunks: ChunkList | None = None
@@ -30,7 +31,9 @@ class Operands(NamedTuple):
 
 class FusedScan(NamedTuple):
     matH: Array  # (B * NH, S, DHV) in the dtype of q
-    matC_last: Array | None  # shaped as the initial one, float32; None without return_last
+    # float32, without a list (B * NH, DHQK, DHV), else (B, N, NH, DHQK, DHV); None without
+    # return_last
+    matC_last: Array | None
     # (B * NH, NC / store_every, DHQK, DHV) in the kernel dtype; None without store_every
     matC_states: Array | None
 

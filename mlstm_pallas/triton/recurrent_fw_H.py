@@ -1,7 +1,7 @@
 """recurrent_fw_H in Triton.
 
-Grid (DHV / siz_b_DHHV, B * NH); with a list of chunks (DHV / siz_b_DHHV, N + 2, B * NH), because
-its parts run side by side. A CTA owns siz_b_DHHV columns of C, in float32 registers, and of
+Grid (DHV / siz_b_DHHV, B * NH); with a list of chunks (DHV / siz_b_DHHV, num_parts, B * NH),
+because its parts run side by side. A CTA owns siz_b_DHHV columns of C, in float32 registers, and of
 h, and loops over the chunks. The state is kept transposed, as the left operand of C^T q: the next
 product reads it from registers, rounded to the kernel dtype, and no state goes through shared
 memory. The state is held as tiles of siz_b_DHQK rows, because only one rounded tile fits beside it.
@@ -28,14 +28,13 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.chunk_list import state_of
+from mlstm_pallas.formulas.chunk_list import Part, state_of
 from mlstm_pallas.formulas.rows import sequence_shape
 from mlstm_pallas.formulas.tile_sizes import least_padding
 from mlstm_pallas.formulas.tiles import (
     block_at,
     blocks,
     blocks_over,
-    divide,
     dot,
     fori,
     loop,
@@ -57,7 +56,7 @@ from mlstm_pallas.triton.launch import (
 
 
 def _recurrent_fw_H_kernel(
-    parts,  # of ``ChunkList``: (N + 3,) each; absent without a list
+    parts,  # of ``ChunkList``, of the row; absent without a list
     matQ,  # (S, state_rows)
     matKbar,  # (S, state_rows)
     matV,  # (S, siz_b_DHHV)
@@ -75,30 +74,23 @@ def _recurrent_fw_H_kernel(
 ):
     p, L, precision = call.problem, call.problem.L, call.precision
     row_tiles = [*pieces(matQ.shape[1], call.tiles.siz_b_DHQK)]
-    begin: Any = 0
-    first: Any = 0
-    chunks, has_state = p.NC, True
+    part = Part(p.NC)
 
     def steps_of(chunk):
         """The steps of a chunk in q, v and h."""
-        return pl.ds(begin + chunk * L, L)
+        return pl.ds(part.start_step(chunk, L), L)
 
     if parts is not None:
-        part, N = pl.program_id(1), parts.start_steps.shape[0] - 3
-        p = dataclasses.replace(p, isolates=p.packed and N == 1)  # of more each has its CTA
-        begin, end = parts.start_steps[part], parts.start_steps[part + 1]
-        # It is read ahead, also by a part without chunks.
-        first = lax.min(parts.first[part], np.int32(p.NC - 1))
-        has_state = part < N
+        p, part = parts.problem_of_part(p), parts.part(pl.program_id(1), p=p)
         matQ, matV, matH_before, matH = (
-            x if x is None else up_to(end, x) for x in (matQ, matV, matH_before, matH)
+            x if x is None else up_to(part.end, x) for x in (matQ, matV, matH_before, matH)
         )
-        all_chunks = divide(end - begin + (L - 1), L)
-        chunks = lax.select(part > N, np.int32(0), all_chunks)
 
-        @fori(all_chunks - chunks)
+        @fori(part.num_zeros)
         def _(chunk):
             matH[steps_of(chunk), :] = jnp.zeros((L, matV.shape[1]), matH.dtype)
+
+    first, chunks, has_state = part.first_entry, part.num_chunks, part.has_state
 
     def entry_of(chunk):
         """The chunk in all other arrays."""
@@ -188,7 +180,7 @@ def recurrent_fw_H(
     N, grid = 1, call.tiles.grid(p)
     if chunks is not None:
         N = chunks.N
-        grid = grid[0], N + 2, grid[1]
+        grid = grid[0], chunks.num_parts, grid[1]
     if C_initial is not None:
         C_initial = C_initial.reshape(-1, p.DHQK, p.DHV)
     stored = blocks(p.NC, store_every or p.NC)

@@ -32,6 +32,7 @@ from mlstm_pallas import KernelConfig, mlstm_chunkwise, pack_lengths
 from mlstm_pallas.formulas.gates import segment_ends
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.prepare import Arguments, as_int32, padded, prepare
+from mlstm_pallas.problem.steps import Steps
 from mlstm_pallas.problem.validation import check_indices
 
 S, L = 90, 32
@@ -305,7 +306,7 @@ def test_ids_are_refused_if_a_segment_would_lose_steps(dtype):
         ids = draw.integers(-2 if dtype.startswith("i") else 0, 6, size=(1, 5)).astype(dtype)
         with jax.enable_x64(True):
             clipped = as_int32(jnp.asarray(ids), -1, count)
-        ends = [0, *np.asarray(segment_ends(clipped, count, None))[0].tolist()]
+        ends = [0, *np.asarray(segment_ends(Steps(segment_ids=clipped), count))[0].tolist()]
         lost = [t for t, n in enumerate(ids[0]) if n in (1, 2) and not ends[n] <= t < ends[n + 1]]
         try:
             check_indices("segment_ids", count, ids)
@@ -362,7 +363,10 @@ def test_ends_of_segments_take_no_array_of_steps_by_segments(count, lengths):
     if lengths is not None:
         lengths = np.array(lengths, "int32")
         number[np.arange(60) >= lengths[:, None]] = count
-    run = functools.partial(segment_ends, num_segments=count, lengths=lengths)
+
+    def run(ids):
+        return segment_ends(Steps(lengths, segment_ids=ids), count)
+
     ids = ids.astype("int32")
     expected = [[np.sum(row <= n) for n in range(count)] for row in number]
     assert np.array_equal(run(ids), expected)

@@ -17,6 +17,7 @@ from stage_calls import (
     InputGate,
     Lowering,
     Problem,
+    Steps,
     TileSums,
     check_drawn,
     gate_gradients,
@@ -97,7 +98,7 @@ def gates_of(
     result = run_stage("chunk_gates", call, input_gate=input_gate, **options, **x)
     if only_boundaries:
         return result
-    steps = None if lengths is None else gates.steps_within(lengths, i.shape[1])
+    steps = Steps(lengths).that_count(i.shape[1])
     return gates.only_outputs(call.processing_order(result), steps)
 
 

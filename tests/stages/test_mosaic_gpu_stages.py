@@ -168,7 +168,7 @@ def test_gradients_of_active_chunks(stage, heads, tiles):
     """All CTAs share the items of the active chunk, even if they are few; in the other chunk every
     column is cleared, and undefined operands reach nothing."""
     x, is_active = case("bfloat16", 128, 256, (1, 1), *heads), np.array([[True, False]])
-    active = ChunkList(None, Entries(None, np.int32(128 * is_active)), None)
+    active = ChunkList(None, Entries(None, jnp.int32(128 * is_active)), None).with_active_first()
     inputs = dict(x.inputs)
     for name in ("matC_states", "matDeltaC_states"):
         inputs[name] = inputs[name].at[:, 1].set(jnp.nan)

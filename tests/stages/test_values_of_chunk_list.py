@@ -301,10 +301,11 @@ def test_active_chunks():
     rows."""
     x = call(chunk_list.chunks_by_length, np.int32([1, 4, 5, 12]), S=12, p=p)
     check_arrays(
-        [*call(x.active_first), x.has_steps],
+        [*call(x.with_active_first).active_first, call(lambda: x.num_active), x.has_steps],
         [
             ("int32", [7]),
             ("int32", [0, 3, 6, 7, 9, 10, 11, 1, 2, 4, 5, 8]),
+            ("int32", [1, 1, 2, 3]),
             (
                 "bool",
                 [

@@ -52,7 +52,7 @@ class PersistentKernel:
         self.atom = atom_columns(p)
         self.active, items = refs.active, tiles.items(p)
         if self.active is not None:
-            items = self.active[0][0] * (items // (p.BNH * p.NC))
+            items = self.active.num_active[0] * (items // (p.BNH * p.NC))
         self.num_items = self.share_of(items)
 
     def share_of(self, items):
@@ -69,7 +69,7 @@ class PersistentKernel:
         It starts with the active ones.
         """
         if self.active is not None:
-            index = self.active[1][index]
+            index = self.active.entries[index]
         return unravel(index, self.p.NC)
 
     def consume(self) -> None:
@@ -87,7 +87,7 @@ class PersistentKernel:
         """
         if self.active is None:
             return
-        p, num_active = self.p, self.active[0][0]
+        p, num_active = self.p, self.active.num_active[0]
         write_out(tile, products.zeros(*tile.shape), 0)
 
         @fori(self.share_of(p.BNH * p.NC - num_active))
@@ -148,6 +148,6 @@ def persistent_call(
         matK=x.matK,
         matV=x.matV,
         matDeltaH=x.matDeltaH,
-        active=x.active and x.active.active_first(),
+        active=x.active and x.active.active_first,
         **inputs,
     )
