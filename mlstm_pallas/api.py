@@ -76,16 +76,13 @@ def mlstm_chunkwise(
       DHV   head dimension of v and h
 
     f_t = -inf resets the state and i_t = -inf stores nothing, as values of -1e6
-    and below do. A NaN stays in its batch entry and head. A reset without
-    segment_ids and sequence_lengths multiplies the state by 0, so one that has
-    overflowed becomes NaN; with either argument not even inf passes.
-    docs/debugging.md has what a NaN reaches, docs/numerics.md the errors.
+    and below do. A NaN stays in its batch entry and head. docs/debugging.md has
+    what NaN and inf reach, docs/numerics.md the errors.
 
     First derivatives in reverse mode are exact, with respect to all float
     arrays; ``mlstm_pallas.reference.chunkwise`` has all others. jit, vmap,
     remat, scan and shard_map work. Shards of B and NH stay on their devices;
-    ``mlstm_pallas.distributed`` shards S. docs/plans.md has the memory,
-    docs/training.md the names of residuals for ``jax.checkpoint``.
+    ``mlstm_pallas.distributed`` shards S. docs/training.md has the residuals.
 
     Example::
 
@@ -115,23 +112,17 @@ def mlstm_chunkwise(
       m_initial: stabiliser m before the first step, (B, NH). The true states
         are exp(m) C and exp(m) n.
       return_last_states: whether to return the states after the last step.
-      eps: added to the denominator. It and norm_val are Python or NumPy numbers
-        (``float(x)`` of a JAX scalar), 0 or from 1.2e-38 to 3.4e38, the normal
-        float32 numbers.
-      chunk_size: steps per chunk, a power of two from 16 up. One beyond S
-        becomes the least of these that is S or more. None: planned, without a
-        GPU 64 to 256 by the heads and S.
+      eps: added to the denominator; it and norm_val: 0, or normal float32.
+      chunk_size: steps per chunk, a power of two from 16 up; one beyond S
+        becomes the next from S on. None: planned, by the heads, S and the GPU.
       autocast_kernel_dtype: dtype of q, k and v in products. None: that of q.
       stabilize_correctly: False: norm_val is the floor, not norm_val exp(-m_t).
       norm_val: factor in the floor of the denominator, at least 0.
-      segment_ids: (B, S) integers, for packed segments: where the id changes,
-        a step starts from zero states. Initial states are the first segment's,
-        last states the last one's.
+      segment_ids: (B, S) integers, for packed segments: where the id changes the
+        states are 0. Initial states are the first's, last states the last's.
       sequence_lengths: (B,) integers, 0 to S, for padded batches. The last
-        states are the states after sequence_lengths[b] steps. Beyond these
-        steps h and all gradients are 0, even if the padding holds NaN gates or
-        any finite q, k and v. Kernels of the backward pass and a fused scan
-        without splits skip chunks beyond; states in memory are of all chunks.
+        states are those after sequence_lengths[b] steps, beyond which h and all
+        gradients are 0, even with NaN gates or any finite q, k and v there.
       num_segments: N, with return_last_states, for packed prompts. Segment n is
         the steps with id n; ids ascend, up to padding of 0. Those below 0, from
         N on or behind a descent are of no segment. It returns the states at the
@@ -139,20 +130,16 @@ def mlstm_chunkwise(
       reverse: True runs from the last step (of sequence_lengths) to the first,
         as the call of flipped sequences does, without flipping them. Initial
         states enter at the last step, last states leave at step 0, and segments
-        begin at their last steps. Not with num_segments. docs/bidirectional.md
-        has layers that read in both directions.
+        begin at their last steps. Not with num_segments.
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376): i_t becomes
-        log sigmoid(i_t), every m_t is 0, and m_initial None or zeros. A traced
-        m_initial is not read, and the m that is returned, zeros, need not be
-        passed back.
+        log sigmoid(i_t), every m_t is 0, and m_initial None or zeros, which
+        are not checked in a traced array. The m that is returned is zeros.
       normalize: False leaves out the denominator; with the sigmoid gate only.
-      recompute_states_in_bw: False keeps C at the chunk boundaries (DHQK * DHV
-        per chunk and head): from 9 % less to 1 % more time on an H200.
-      state_dtype: dtype of the returned c, which is rounded once, and of its
-        cotangent. None: that of n and m.
+      recompute_states_in_bw: False keeps C of every chunk: from 9 % less to 1 %
+        more time on an H200.
+      state_dtype: dtype of the returned c and its cotangent. None: that of n.
       layout: "BNTH", or "BTNH", the layout of a model's projections.
-      backend: one that ``use_backend`` lists. None: that of use_backend or
-        MLSTM_PALLAS_BACKEND, else Triton on NVIDIA GPUs, plain jnp elsewhere.
+      backend: one that ``use_backend`` lists, with what None means.
       config: overrides of the plan, which mlstm_pallas.plan shows.
 
     Returns:
@@ -165,10 +152,8 @@ def mlstm_chunkwise(
         are read from NumPy arrays; from others with MLSTM_PALLAS_CHECKS=1.
 
     Warns:
-      UserWarning: once per line of the caller that leaves layout out, where the
-        shapes suggest the other layout: fewer steps than heads; or, with
-        initial states or segment_ids, as many steps as heads. Any other mix-up
-        of these is a ValueError.
+      UserWarning: if layout is left out and there are fewer steps than heads,
+        or as many and states or segment_ids.
     """
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,

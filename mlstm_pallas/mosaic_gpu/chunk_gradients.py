@@ -49,6 +49,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
     BY_COLUMNS,
     BY_ROWS,
     WG_ROWS,
+    Ref,
     aligned,
     anywhere,
     atom_columns,
@@ -80,39 +81,39 @@ def _tile_columns(p: Problem) -> int:
 class _References(NamedTuple):
     """None: absent. Shared memory and barriers: see ``ChunkGradientsTiles.scratch``."""
 
-    matQ: Any  # (B * NH, S, DHQK); with the layout "BTNH" (B, S, NH, DHQK)
-    matK: Any  # like matQ
-    matV: Any  # likewise, of DHV columns
-    matDeltaH: Any  # like matV
-    active: Any  # ``ChunkList.active_first``; None if all chunks are active
-    matC_states: Any  # (B * NH, NC, DHQK, DHV)
-    vecN_states: Any  # (B * NH, NC, DHQK); None without a normaliser
-    matDeltaC_states: Any  # (B * NH, NC, DHQK, DHV)
-    vecDeltaN_states: Any  # (B * NH, NC, DHQK)
-    vecW: Any  # (B * NH, S)
-    vecAbar: Any  # (B * NH, S)
-    vecInvDen: Any  # (B * NH, S); None without a normaliser
-    vecDzDen: Any  # (B * NH, S); None without a normaliser
-    vecE: Any  # two (B * NH, S)
-    vecU: Any  # two (B * NH, S)
-    matDeltaQ: Any  # out, like matQ
-    q_dot_dq_inter: Any  # out (B * NH, 1, S)
-    matDeltaK: Any  # out, like matK
-    k_dot_dk_inter: Any  # out (B * NH, 1, S)
-    matDeltaV: Any  # out, like matV
-    inner_C_dC: Any  # out (B * NH, NC, 128), parts of <C_c, dC_{c+1}>
+    matQ: Ref  # (B * NH, S, DHQK); with the layout "BTNH" (B, S, NH, DHQK)
+    matK: Ref  # like matQ
+    matV: Ref  # likewise, of DHV columns
+    matDeltaH: Ref  # like matV
+    active: Ref  # ``ChunkList.active_first``; None if all chunks are active
+    matC_states: Ref  # (B * NH, NC, DHQK, DHV)
+    vecN_states: Ref  # (B * NH, NC, DHQK); None without a normaliser
+    matDeltaC_states: Ref  # (B * NH, NC, DHQK, DHV)
+    vecDeltaN_states: Ref  # (B * NH, NC, DHQK)
+    vecW: Ref  # (B * NH, S)
+    vecAbar: Ref  # (B * NH, S)
+    vecInvDen: Ref  # (B * NH, S); None without a normaliser
+    vecDzDen: Ref  # (B * NH, S); None without a normaliser
+    vecE: Ref  # two (B * NH, S)
+    vecU: Ref  # two (B * NH, S)
+    matDeltaQ: Ref  # out, like matQ
+    q_dot_dq_inter: Ref  # out (B * NH, 1, S)
+    matDeltaK: Ref  # out, like matK
+    k_dot_dk_inter: Ref  # out (B * NH, 1, S)
+    matDeltaV: Ref  # out, like matV
+    inner_C_dC: Ref  # out (B * NH, NC, 128), parts of <C_c, dC_{c+1}>
     # Out, see ``w_sum_shapes``. The part of per_query whose keys are all later is scratch.
-    tile_sums: Any
-    tiles_smem: Any
-    k_smem: Any
-    P_smem: Any
-    dP_smem: Any
-    staging_smem: Any
-    vectors_smem: Any
-    barriers: Any
-    k_barriers: Any
-    tiles_full: Any
-    tiles_empty: Any
+    tile_sums: Ref
+    tiles_smem: Ref
+    k_smem: Ref
+    P_smem: Ref
+    dP_smem: Ref
+    staging_smem: Ref
+    vectors_smem: Ref
+    barriers: Ref
+    k_barriers: Ref
+    tiles_full: Ref
+    tiles_empty: Ref
 
 
 class _Kernel(PersistentKernel):

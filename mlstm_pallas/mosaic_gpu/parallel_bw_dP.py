@@ -45,6 +45,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
     BY_COLUMNS,
     BY_ROWS,
     WG_ROWS,
+    Ref,
     aligned,
     atom_columns,
     block,
@@ -79,26 +80,26 @@ def _items_per_chunk(p: Problem) -> int:
 class _References(NamedTuple):
     """None: absent. Shared memory and barriers: see ``ParallelBwDPTiles.scratch``."""
 
-    matQ: Any  # (B * NH, S, DHQK); with the layout "BTNH" (B, S, NH, DHQK)
-    matK: Any  # like matQ
-    matV: Any  # likewise, of DHV columns
-    matDeltaH: Any  # like matV
-    matH: Any  # like matV; None if delta is not computed
-    active: Any  # ``ChunkList.active_first``; None if all chunks are active
-    vecE: Any  # two (B * NH, S)
-    vecU: Any  # two (B * NH, S)
-    vecInvDen: Any  # (B * NH, S); None without a normaliser
-    vecSlope: Any  # (B * NH, S); None without a normaliser or matH
-    matP: Any  # out (B * NH, S, L)
-    matDeltaP: Any  # out (B * NH, S, L)
-    tile_sums: Any  # out, see ``w_sum_shapes``
-    vecDelta: Any  # out (B * NH, S); None without matH
-    operands_smem: Any
-    h_smem: Any
-    out_smem: Any
-    sums_smem: Any
-    barriers: Any
-    h_barriers: Any
+    matQ: Ref  # (B * NH, S, DHQK); with the layout "BTNH" (B, S, NH, DHQK)
+    matK: Ref  # like matQ
+    matV: Ref  # likewise, of DHV columns
+    matDeltaH: Ref  # like matV
+    matH: Ref  # like matV; None if delta is not computed
+    active: Ref  # ``ChunkList.active_first``; None if all chunks are active
+    vecE: Ref  # two (B * NH, S)
+    vecU: Ref  # two (B * NH, S)
+    vecInvDen: Ref  # (B * NH, S); None without a normaliser
+    vecSlope: Ref  # (B * NH, S); None without a normaliser or matH
+    matP: Ref  # out (B * NH, S, L)
+    matDeltaP: Ref  # out (B * NH, S, L)
+    tile_sums: Ref  # out, see ``w_sum_shapes``
+    vecDelta: Ref  # out (B * NH, S); None without matH
+    operands_smem: Ref
+    h_smem: Ref
+    out_smem: Ref
+    sums_smem: Ref
+    barriers: Ref
+    h_barriers: Ref
 
 
 class _Kernel(PersistentKernel):

@@ -47,6 +47,7 @@ from mlstm_pallas.mosaic_gpu.common.gradients import (
 from mlstm_pallas.mosaic_gpu.common.launch import (
     BY_COLUMNS,
     WG_ROWS,
+    Ref,
     aligned,
     atom_columns,
     block,
@@ -124,30 +125,30 @@ class _Item(NamedTuple):
 class _References(NamedTuple):
     """None: absent. Shared memory and barriers: see ``ParallelBwDQKVTiles.scratch``."""
 
-    matQ: Any  # (B * NH, S, DHQK); with the layout "BTNH" (B, S, NH, DHQK)
-    matK: Any  # like matQ
-    matV: Any  # likewise, of DHV columns
-    matDeltaH: Any  # like matV
-    active: Any  # ``ChunkList.active_first``; None if all chunks are active
-    matC_states: Any  # (B * NH, NC, DHQK, DHV)
-    vecN_states: Any  # (B * NH, NC, DHQK); None without a normaliser
-    matDeltaC_states: Any  # (B * NH, NC, DHQK, DHV)
-    vecDeltaN_states: Any  # (B * NH, NC, DHQK)
-    vecW: Any  # (B * NH, S)
-    vecAbar: Any  # (B * NH, S)
-    vecInvDen: Any  # (B * NH, S); None without a normaliser
-    vecDzDen: Any  # (B * NH, S); None without a normaliser
-    matP: Any  # (B * NH, S, L)
-    matDeltaP: Any  # (B * NH, S, L)
-    matDeltaQ: Any  # out, like matQ
-    q_dot_dq_inter: Any  # out (B * NH, column blocks, S)
-    matDeltaK: Any  # out, like matK
-    k_dot_dk_inter: Any  # out (B * NH, column blocks, S)
-    matDeltaV: Any  # out, like matV
-    inner_C_dC: Any  # out (B * NH, NC, whole blocks of DHQK), sums over the columns
-    operands_smem: Any
-    out_smem: Any
-    barriers: Any
+    matQ: Ref  # (B * NH, S, DHQK); with the layout "BTNH" (B, S, NH, DHQK)
+    matK: Ref  # like matQ
+    matV: Ref  # likewise, of DHV columns
+    matDeltaH: Ref  # like matV
+    active: Ref  # ``ChunkList.active_first``; None if all chunks are active
+    matC_states: Ref  # (B * NH, NC, DHQK, DHV)
+    vecN_states: Ref  # (B * NH, NC, DHQK); None without a normaliser
+    matDeltaC_states: Ref  # (B * NH, NC, DHQK, DHV)
+    vecDeltaN_states: Ref  # (B * NH, NC, DHQK)
+    vecW: Ref  # (B * NH, S)
+    vecAbar: Ref  # (B * NH, S)
+    vecInvDen: Ref  # (B * NH, S); None without a normaliser
+    vecDzDen: Ref  # (B * NH, S); None without a normaliser
+    matP: Ref  # (B * NH, S, L)
+    matDeltaP: Ref  # (B * NH, S, L)
+    matDeltaQ: Ref  # out, like matQ
+    q_dot_dq_inter: Ref  # out (B * NH, column blocks, S)
+    matDeltaK: Ref  # out, like matK
+    k_dot_dk_inter: Ref  # out (B * NH, column blocks, S)
+    matDeltaV: Ref  # out, like matV
+    inner_C_dC: Ref  # out (B * NH, NC, whole blocks of DHQK), sums over the columns
+    operands_smem: Ref
+    out_smem: Ref
+    barriers: Ref
 
 
 class _Kernel(PersistentKernel):

@@ -21,6 +21,7 @@ from mlstm_pallas.problem.arrays import varying_axes
 from mlstm_pallas.problem.dimensions import Problem
 
 plgpu: Any = mosaic_gpu  # it has no type annotations
+Ref = Any  # a reference to global or shared memory, or to barriers; a tuple of some; None: absent
 # The layouts of a vector with one element per row or per column of a tile.
 BY_ROWS, BY_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 WG_ROWS = 64  # rows of an accumulator in the registers of one warpgroup
