@@ -118,8 +118,8 @@ def mlstm_chunkwise(
       autocast_kernel_dtype: dtype of q, k and v in products. None: that of q.
       stabilize_correctly: False: norm_val is the floor, not norm_val exp(-m_t).
       norm_val: factor in the floor of the denominator, at least 0.
-      segment_ids: (B, S) integers, for packed segments: where the id changes the
-        states are 0. Initial states are the first's, last states the last's.
+      segment_ids: (B, S) integers, for packed segments: a change of the id sets
+        states to 0. Initial states are the first's, last states the last's.
       sequence_lengths: (B,) integers, 0 to S, for padded batches. The last
         states are those after sequence_lengths[b] steps, beyond which h and all
         gradients are 0, even with NaN gates or any finite q, k and v there.
