@@ -46,19 +46,21 @@ def _per_key(x: Array, shape: Shape) -> Array:
     return lax.broadcast_in_dim(x, shape, (*range(x.ndim - 1), x.ndim))
 
 
-def decays(e: Iterable[Any], u: Iterable[Any], mask: Any = None) -> Any:
+def decays(e: Iterable[Any], u: Iterable[Any], mask: Any = None, *, in_kernel: bool = True) -> Any:
     """D_ts = exp(e_s - u_t), and 0 where the mask is False.
 
     Args:
       e, u: (hi, lo), (..., s) and (..., t).
       mask: None: the caller masks what it computes from D, because D is unbounded where s > t.
+      in_kernel: a GPU has powers of 2 alone; exp of other devices has no rounded product before it.
     """
+    factor, power = (_LOG2_E, jnp.exp2) if in_kernel else (1.0, jnp.exp)
     (e_hi, e_lo), (u_hi, u_lo) = e, u
     shape = *u_hi.shape, e_hi.shape[-1]
     hi = _per_key(e_hi, shape) - _per_query(u_hi, shape)
-    lo = _per_key(e_lo * _LOG2_E, shape) - _per_query(u_lo * _LOG2_E, shape)
-    exponent = hi * _LOG2_E + lo
-    return jnp.exp2(exponent if mask is None else jnp.where(mask, exponent, _NEG_INF))
+    lo = _per_key(e_lo * factor, shape) - _per_query(u_lo * factor, shape)
+    exponent = hi * factor + lo
+    return power(exponent if mask is None else jnp.where(mask, exponent, _NEG_INF))
 
 
 def causal_scores(qk: Array, D: Array, mask: Any, p: Problem) -> Array:

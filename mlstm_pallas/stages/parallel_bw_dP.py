@@ -85,7 +85,7 @@ def score_tiles(x: Any, gradients: NormaliserGradients, call: Launch) -> ScoreTi
     normaliser = gradients.vecInvDen, gradients.vecDzDen
     inv_den, dz_den = (None if y is None else call.chunks(y) for y in normaliser)
     t, s = tile_steps(qk.shape, 0, p)
-    D = decays(gates.vecE, gates.vecU, s <= t)
+    D = decays(gates.vecE, gates.vecU, s <= t, in_kernel=False)
     P, dP, W = score_gradients(qk, dh_v, D, p, inv_den, dz_den)
     n, T = p.L // p.T, p.T
     strict = jnp.where(s < t, W, 0.0).reshape(p.BNH, p.NC, n, T, n, T)

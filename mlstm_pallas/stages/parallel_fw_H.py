@@ -47,7 +47,8 @@ def parallel_fw_H(
     qk = call.product("nctk,ncsk->ncts", q, k)
     t, s = tile_steps(qk.shape, 0, p)
     mask = s <= t
-    P = causal_scores(qk, decays(gates.vecE, gates.vecU, mask), mask, p)
+    D = decays(gates.vecE, gates.vecU, mask, in_kernel=False)
+    P = causal_scores(qk, D, mask, p)
     w = query_scale(gates.vecW, p.qk_scale)
     num = weighted(w[..., None], call.product("nctk,nckv->nctv", q, x.matC_states), p)
     num += call.product("ncts,ncsv->nctv", P.astype(q.dtype), v)

@@ -54,7 +54,8 @@ def parallel_fw_P(
     qk = call.product("nctk,ncsk->ncts", q, k)
     t, s = tile_steps(qk.shape, 0, p)
     mask = s <= t
-    P = causal_scores(qk, decays(gates.vecE, gates.vecU, mask), mask, p)
+    D = decays(gates.vecE, gates.vecU, mask, in_kernel=False)
+    P = causal_scores(qk, D, mask, p)
     r, z = query_scale(gates.vecW, p.qk_scale), None
     if normaliser is not None:
         z = weighted(r, jnp.sum(q.astype(n.dtype) * n[:, :, None], axis=-1), p) + jnp.sum(
