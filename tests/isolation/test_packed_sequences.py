@@ -256,7 +256,7 @@ def test_ids_of_any_integer_dtype():
             spec, _ = prepare(call, options, None)
             front = states and limits.min < 0  # a segment of ids below 0
             expected = np.array([max(limits.min, -1), 1, 2, min(limits.max, count)]) + front
-            assert np.array_equal(padded(spec, call).segment_ids, [[expected]])
+            assert np.array_equal(padded(spec, call).steps.segment_ids, [[expected]])
             assert (spec.num_segments, spec.negative_segments) == (count + front, front)
 
 
