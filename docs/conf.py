@@ -77,7 +77,6 @@ DESCRIPTIONS = {
     "build_notes": "The design of the package, its equations, rules and decisions; how to release.",
     "contributing": "The tests of mlstm_pallas, its planted defects, and where each file is.",
     "devices": "Batch, heads and sequence of the mLSTM over a mesh, and what gathers.",
-    "kernels": "Decisions inside single Triton and Mosaic GPU kernels, with their measurements.",
     "licence": "The package has the Apache licence, version 2.0.",
     "migrating": "From xlstm-jax, mlstm_kernels, transformers, xlstm or FLA to mlstm_pallas.",
     "numerics": "The rounding errors of the mLSTM: bounds, measured errors, where n . q cancels.",

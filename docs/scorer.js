@@ -1,6 +1,6 @@
 // Sphinx's scores of search results, with the pages for engineers behind those for users.
 const ENGINEERS =
-  /^(benchmarks|build_notes|changelog|contributing|failed_experiments|kernels|licence)$|_stages$/;
+  /^(benchmarks|build_notes|changelog|contributing|licence|mosaic_gpu|triton)$|_stages$/;
 var Scorer = {
   score: ([page, title, anchor, description, score]) => score - 4 * ENGINEERS.test(page),
   objNameMatch: 11,
