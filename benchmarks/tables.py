@@ -10,7 +10,8 @@ A comment in front of a table says which rows its figures are of:
 A figure is of the row that has all words of its column and of its line, joined by +, among its
 values. KEY=VALUE asks for one key's value, KEY= for none. :KEY names the key that is shown, instead
 of ms; us is ms in microseconds. {a,b} stands for a and for b. The line "-" stays as it is, and so
-do labels in the columns before the figures, and bold type.
+do labels in the columns before the figures, and bold type. A row whose commit ends in -dirty is
+refused.
 
 A section names the commits of the rows of its tables, and a commit if it has a figure in ms, us,
 tokens/s, TFLOP/s, TB/s, MiB or %. What a page says before its first heading, table or picture holds
@@ -63,12 +64,18 @@ def setting(row):
 
 
 def row_of(run, selector):
-    """The row of a cell, or none; raises ValueError if it could show several settings."""
+    """The row of a cell, or none.
+
+    Raises ValueError if the cell could show several settings, or if nobody has the row's tree.
+    """
     words = re.sub(r":[a-z]\w*", "", selector).strip("+").split("+")
     found = [row for row in run if all(has(row, word) for word in words)]
     if len({*map(setting, found)}) > 1:
         raise ValueError(f"rows of several settings have {selector}")
-    return found[0] if found else None
+    row = found[0] if found else None
+    if row and str(row.get("commit")).endswith("-dirty"):
+        raise ValueError(f"{selector} has a row of a tree with changes, {row['commit']}")
+    return row
 
 
 def figure(run, selector, bold):

@@ -51,7 +51,7 @@ PAGE = """# Rows are of commit 1111111{page}.
 @pytest.mark.parametrize(
     ("page", "section", "missing"),
     [
-        ("", "Rows are of abcdef1 and 2222222-dirty.", ["abcdef2"]),
+        ("", "Rows are of abcdef1 and 2222222.", ["abcdef2"]),
         ("", "Rows are of commits abcdef2 and abcdef1.", []),
         (" and abcdef2", "Rows are of abcdef1.", []),
         ("", "`abcdef1` are rows of its own: 1048576.", ["abcdef2"]),
@@ -64,7 +64,7 @@ def test_a_commit_that_a_section_does_not_name(tmp_path, monkeypatch, page, sect
     monkeypatch.setattr(tables, "HERE", tmp_path)
     (tmp_path / "results").mkdir()
     rows = '{"impl": "a", "ms": 1, "commit": "abcdef1"}\n'
-    rows += '{"impl": "b", "ms": 2, "commit": "abcdef234567-dirty"}\n'
+    rows += '{"impl": "b", "ms": 2, "commit": "abcdef234567"}\n'
     (tmp_path / "results" / "x.jsonl").write_text(rows)
     text = PAGE.format(page=page, section=section)
     expected = [f"## Section: it does not name the commit {x}" for x in missing]
@@ -117,6 +117,14 @@ def test_a_figure_of_a_row_replaces_what_is_there(pages):
     assert tables.TABLE.sub(tables.written, text + old) == text + new
     with pytest.raises(ValueError, match="argument 2 is longer"):
         tables.TABLE.sub(tables.written, text + old.partition("| z")[0])
+
+
+@pytest.mark.parametrize("commit", ["abcdef234567-dirty", "abcdef2-dirty"])
+def test_a_row_of_a_tree_with_changes_is_refused(commit):
+    rows = [dict(impl="a", ms=2, commit=commit), dict(impl="b", ms=2, commit=commit[:7])]
+    with pytest.raises(ValueError, match=f"^a has a row of a tree with changes, {commit}$"):
+        tables.figure(rows, "a", False)
+    assert tables.figure(rows, "b", False) == "2.00"
 
 
 @pytest.mark.parametrize(("named", "code"), [("", 1), (" (commit 1234567)", 0)])
