@@ -25,8 +25,7 @@ a prompt that begins with one of them is read from there on.
 --draft=7 drafts up to seven tokens per step, those that followed the last two tokens where they
 stood before, and checks them in one call of the model, so that text that repeats itself comes
 faster. A call of several tokens rounds otherwise than a step of one, so that sometimes another
-token is the likeliest: 23 of 100 answers of 200 tokens differ from those of --draft=0 in bfloat16,
-none in float32 (random models of --size=tiny, whose logits are flat; benchmarks/draft_tokens.py).
+token is the likeliest; benchmarks/README.md, "Generation", has how many answers differ.
 
 A prompt begins with what the post-processor of its tokenizer adds, or else, where config.json has
 force_bos_token_insert, as that of NX-AI/xLSTM-7b, with bos_token_id.
