@@ -58,11 +58,11 @@ NAMED = {
         "8x16x8192x256x256 8x8x8192x256x512 8x8x8192x512x512"
     ),
 }
-KNOWN = f"{', '.join(NAMED)} and BxNHxSxDHQKxDHHV"
+KNOWN = f"{', '.join(NAMED)} and BxNHxSxDHQKxDHV"
 
 
 def parse(text):
-    """The shapes of one name, or of BxNHxSxDHQKxDHHV, each by its name in tables."""
+    """The shapes of one name, or of BxNHxSxDHQKxDHV, each by its name in tables."""
     known = {}
     for shape in NAMED.get(text, text).split(" "):
         if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){4}", shape):

@@ -43,7 +43,7 @@ def expanded(text):
 
 
 def rows(names):
-    """The rows of files, each with its versions and BxNHxSxDHQKxDHHV among its values."""
+    """The rows of files, each with its versions and BxNHxSxDHQKxDHV among its values."""
     texts = [(HERE / "results" / name).read_text() for name in expanded(names)]
     read = [json.loads(line) for line in "".join(texts).splitlines()]
     for row in read:
