@@ -80,6 +80,13 @@ def test_what_a_directive_shows_has_a_link_too(page):
         assert re.search(r"^Outside of the site .*\]\(\.\./.*\)\.\n\n", text, re.M)
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_the_site_leaves_out_no_line(page):
+    """MyST takes a line that begins with % for a comment."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S)
+    assert not re.findall(r"^ *%.*", text, re.M)
+
+
 def test_the_file_map_names_every_file():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     block = text.rpartition("## Files")[2].partition("```")[2].partition("```")[0]
