@@ -526,7 +526,7 @@ DRAWN = (
 def examples(row):
     if row.function is sharded_call:  # most draws have no neighbour at the end of a shard
         return EXAMPLES // 2
-    return EXAMPLES // (6 if row.backend == "interpret" else 4)
+    return EXAMPLES // 4
 
 
 def functions_of(row):
