@@ -11,7 +11,7 @@
 # It is issue 1200 of grain.
 #
 # Seen, ten records, shuffled, the first eight repeated three times:
-#     shuffle, slice, repeat: the second epoch reads both validation records, and the third reads one
+#     shuffle, slice, repeat: the second epoch reads both validation records, the third one of them
 #     slice, shuffle, repeat: no epoch reads any
 #
 # Needs Python 3.11 or newer; PYTHON names it (default: python3). Ends with 0 while this is so.
