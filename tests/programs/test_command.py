@@ -130,6 +130,8 @@ def test_a_file_is_written_by_one_run_at_a_time(tmp_path):
 
 # program, arguments: what the message has.
 REQUESTS = f"""
+compare_versions --before=/no/such: flag --before=/no/such: there is no /no/such/mlstm_pallas
+compare_versions --shape=tiny: --before is missing, expected a folder with mlstm_pallas
 plant_defects --patch=/no/such: flag --patch=/no/such: there is no /no/such
 plant_defects --mosaic_gpu_python=no_python: flag --mosaic_gpu_python=no_python: there is no program
 plant_defects --seconds=0: flag --seconds=0
@@ -247,9 +249,9 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(request_line, capsys, monke
 
 
 PROGRAMS = """
-chunkwise compile_report draft_tokens kernel_benchmark layer_benchmark numerics plant_defects
-prefill_benchmark scaling_benchmark schedules step_benchmark train_byte_lm transformers_xlstm_7b
-xlstm_7b xlstm_lm_benchmark
+chunkwise compare_versions compile_report draft_tokens kernel_benchmark layer_benchmark numerics
+plant_defects prefill_benchmark scaling_benchmark schedules step_benchmark train_byte_lm
+transformers_xlstm_7b xlstm_7b xlstm_lm_benchmark
 """
 
 
