@@ -7,8 +7,8 @@
 # model that trains with padding computes another h than it does in inference, and a model with
 # autocast_kernel_dtype="float32" asks its kernel for bfloat16.
 #
-# Seen (torch 2.13.0, CPU) for eps 0.01, chunk_size 16 and "float32": what the kernel is called with,
-# and the largest difference of h from the h of mode "train", relative to the largest h:
+# Seen (torch 2.13.0, CPU) for eps 0.01, chunk_size 16 and "float32": what the kernel is called
+# with, and the largest difference of h from the h of mode "train", relative to the largest h:
 #     train: (0.01, 16, torch.float32), difference 0
 #     train_with_padding: (1e-06, 64, torch.bfloat16), difference 0.0042
 #
