@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # transformers 5.24.0: with its cache, slow heads of a bfloat16 xLSTM never forget.
 #
-# inference_state_dtype, float32 by default, is documented as the dtype of states in inference. Each
-# step computes in it, but the cache has the dtype of the embeddings and rounds C, n and m to it
-# after every call. m is a logarithm, which falls by -log(sigmoid(f)) per token. Where that is less
-# than half the distance of two bfloat16 numbers, m stays, and what the head holds decays no more. A
-# new model has such heads, because its forget gates have biases from 3 to 6. generate makes this
-# cache, and so does every call with use_cache, which is the default. A float32 xLSTMCache that the
-# caller passes has the right states.
+# inference_state_dtype, float32 by default, is documented as the dtype of states in inference.
+# Each step computes in it, but the cache has the dtype of the embeddings and rounds C, n and m to
+# it after every call. m is a logarithm, which falls by -log(sigmoid(f)) per token. Where that is
+# less than half the distance of two bfloat16 numbers, m stays, and what the head holds decays no
+# more. A new model has such heads, because its forget gates have biases from 3 to 6. generate
+# makes this cache, and so does every call with use_cache, which is the default. A float32
+# xLSTMCache, which a call of the model takes, has the right states.
 #
 # Seen (torch 2.13.0, CPU), one token per call, in the head with a bias of 6; n is |n| exp(m) by the
 # default cache, divided by the same by a float32 cache:
