@@ -15,22 +15,28 @@ import numpy as np
 import pytest
 from arguments import option
 from oracle import (
+    NAMES,
     PUBLIC,
     array,
     assert_close,
     assert_same_bits,
     call_shapes,
+    cotangents_for,
+    gradients_of_call,
     param,
     random_inputs,
     refused,
     slow,
     slow_param,
+    token_at,
     tolerance,
 )
 
 from mlstm_pallas import (
     mlstm_chunkwise,
     mlstm_recurrent_step,
+    mlstm_ring_states,
+    mlstm_ring_step,
     reference,
     use_backend,
 )
@@ -134,6 +140,36 @@ def test_dtypes(given, autocast):
         rounded = {name: array(x, autocast) if name in "qkv" else x for name, x in inputs.items()}
         bound = tolerance("bfloat16" if given == "float16" else given, 32)
         assert_close(run(**inputs), array(mlstm_chunkwise(**rounded), "float32"), bound)
+
+
+OF_16_BITS = dict(
+    i="bfloat16", f="float16", c_initial="bfloat16", n_initial="float16", m_initial="bfloat16"
+)
+
+
+def test_gates_and_states_of_16_bits_are_those_of_the_same_values_in_float32():
+    """Gates of any function, and the initial states of mlstm_chunkwise; steps return states in the
+    dtypes of theirs. Gradients have the dtypes of the arrays."""
+    x = random_inputs(1, 1, 2, 20, 16, 8)
+    x |= {name: array(x[name], dtype) for name, dtype in OF_16_BITS.items()}
+    wide = {name: array(y, "float32") for name, y in x.items()}
+    run, cotangents = gradients_of_call(backend="xla"), cotangents_for(wide, "float32")
+    (outputs, gradients), (expected, desired) = (run(y, cotangents) for y in (x, wide))
+    assert {y.dtype.name for y in outputs} == {"float32"}
+    assert_same_bits(outputs, expected)
+    for name, y in x.items():
+        assert gradients[name].dtype == y.dtype
+        assert_same_bits(gradients[name], array(desired[name], y.dtype))
+
+    @jax.jit
+    def steps(x):
+        x = token_at(x, 0)
+        q, k, v, i, f, *states = (x[name] for name in NAMES)
+        rings = mlstm_ring_states(*states, dtype="float32")
+        return mlstm_recurrent_step(**x), mlstm_ring_step(q, k, v, i, f, rings)
+
+    gates = {name: x[name] for name in "if"}
+    assert_same_bits(steps(wide | gates), steps(wide))
 
 
 # A function, the dtype of C, options.

@@ -408,7 +408,7 @@ def test_wrong_indices_are_refused_with_their_place(monkeypatch, kind, message, 
     monkeypatch.setenv("MLSTM_PALLAS_CHECKS", "1")
     with pytest.raises((kind, jax.errors.JaxRuntimeError)) as error:
         jax.block_until_ready(run(**jax.tree.map(jnp.asarray, arrays)))
-    assert message in str(error.value)
+    assert str(error.value).strip().splitlines()[-1].endswith(message)
     jax.effects_barrier()
 
 
@@ -507,12 +507,19 @@ def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones(function, poo
 
 
 def test_num_segments_and_rows_of_prompts_may_be_exactly_their_limits():
-    """A segment of ids below 0 has a place too, where there are initial states."""
-    ids = SEGMENTS["segment_ids"]
-    for states, dtype in ({}, "int32"), (INITIAL, "uint32"):
-        arrays = PLAIN | states | {"segment_ids": ids.update(dtype=dtype)}
-        trace(mlstm_chunkwise, arrays | dict(num_segments=MOST, return_last_states=True))
+    """A segment of ids below 0 has a place too, where there are initial states and any may be.
+    Plain jnp has no limit."""
+    ids, options = SEGMENTS["segment_ids"], dict(num_segments=MOST, return_last_states=True)
+    for states, row in (
+        ({}, ids),
+        (INITIAL, ids.update(dtype="uint32")),
+        (INITIAL, np.zeros(ids.shape, "int32")),
+    ):
+        trace(mlstm_chunkwise, PLAIN | states | options | {"segment_ids": row})
+    more = options | dict(num_segments=MOST + 1, backend="xla")
+    trace(mlstm_chunkwise, PLAIN | INITIAL | more | {"segment_ids": ids})
     assert pack_lengths([[3, 5], [2]], 8)[0].shape == (2, 8)
+    assert pack_lengths([0])[0].shape == (1, 1)  # S is at least 1
 
 
 @pytest.mark.quick("mlstm_recurrent", "recurrence")

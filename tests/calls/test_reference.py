@@ -65,6 +65,7 @@ def by_definition(
         dict(eps=0.3, norm_val=2.0, stabilize_correctly=False),
         dict(input_gate="sigmoid"),
         dict(input_gate="sigmoid", normalize=False),
+        dict(normalize=False),
     ],
     ids=str,
 )

@@ -177,6 +177,20 @@ def test_a_full_ring_resumes():
     assert_close(h, oracle(x)[0][:, :, 8:], 1e-6)
 
 
+@pytest.mark.quick("xla")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_accepted_tokens_than_are_pending_are_these(backend):
+    """In a step and in a flush; before the first call none is pending."""
+    x, run, most = random_inputs(10, 2, 2, 4, 8, 8), runner_of(backend=backend), np.int8([127, 3])
+    states = ring_of(x)
+    for start, pending in (0, 0), (2, 2):
+        tokens, as_many = tokens_of(x, start, start + 2), np.full(2, pending, "int8")
+        result, expected = (run(tokens, states, accepted) for accepted in (most, as_many))
+        assert_same_bits(result, expected)
+        states = result[1]
+    assert_same_bits(*(mlstm_ring_flush(states, accepted=y) for y in (most, as_many)))
+
+
 @pytest.mark.quick("interpret")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_entries_without_a_row(backend):

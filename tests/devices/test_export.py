@@ -141,6 +141,14 @@ def test_shards_of_explicit_axes_are_exported():
     assert_close(result, run(*x), BOUND)
 
 
+def test_automatic_axes_are_refused_by_jax():
+    """With its error, which is not that of MLSTM_PALLAS_CHECKS."""
+    mesh = mesh_of((2,), AxisType.Auto)
+    x = call_shapes(2, 2, 32, 16, 16, sharding=NamedSharding(mesh, P("x")))
+    with pytest.raises(NotImplementedError):
+        export(partial(mlstm_chunkwise, chunk_size=16, backend="xla"), *x, platform="cpu")
+
+
 TOKEN = [jax.ShapeDtypeStruct((4, 2, *x), "float32") for x in ((8,), (8,), (8,), (), ())]
 
 

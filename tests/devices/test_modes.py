@@ -4,6 +4,7 @@ As a script, test_modes.py MODE,..., it makes the calls under these modes togeth
 """
 
 import argparse
+import asyncio
 import contextlib
 import functools
 import os
@@ -321,6 +322,24 @@ def test_a_use_backend_is_entered_twice_and_by_two_threads():
     thread.join(20)
     assert seen == ["interpret", None]
     assert requested_backend() is None
+
+
+def test_a_use_backend_holds_in_its_asyncio_task():
+    seen, both = [], asyncio.Barrier(2)
+
+    async def task(*contexts):
+        with contextlib.ExitStack() as entered:
+            for context in contexts:
+                entered.enter_context(context)
+            await both.wait()
+            seen.append(requested_backend())
+            await both.wait()
+
+    async def tasks():
+        await asyncio.gather(task(use_backend("xla")), task())
+
+    asyncio.run(tasks())
+    assert sorted(seen, key=str) == [None, "xla"]
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def jitted(backend, reverse):
 
 
 @pytest.mark.quick("xla-False", "interpret-True")
-@pytest.mark.parametrize("name", "qkvif")
+@pytest.mark.parametrize("name", [*"qkvif", "i=inf"])
 @pytest.mark.parametrize(
     ("backend", "reverse"),
     [
@@ -64,9 +64,10 @@ def jitted(backend, reverse):
 )
 def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, reverse, name):
     """In q it reaches its own step only; in v its own column, where 0 times NaN spares no earlier
-    step of its chunk, see mlstm_chunkwise."""
+    step of its chunk, see mlstm_chunkwise. An inf in i may reach its whole chunk, too."""
+    name, _, value = name.partition("=")
     x = np.array(INPUTS[name])
-    x[BATCH, HEAD, STEP, COLUMN if name in "qkv" else ...] = np.nan
+    x[BATCH, HEAD, STEP, COLUMN if name in "qkv" else ...] = float(value or "nan")
 
     def of_others(results):
         h, (c, n, _) = results
@@ -76,7 +77,8 @@ def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, reverse, name)
     expected, h = (np.array(h[BATCH, HEAD]) for h, _ in results)
     reached = {"q": np.s_[STEP], "v": np.s_[STEP:, COLUMN]}.get(name, np.s_[STEP:])
     assert np.isnan(h[reached]).all()
-    may_be = np.s_[STEP // L * L :, COLUMN] if name == "v" else reached
+    of_chunk = STEP // L * L
+    may_be = np.s_[of_chunk:, COLUMN] if name == "v" else np.s_[of_chunk:] if value else reached
     h[may_be] = expected[may_be]
     # A NaN in k or in a gate changes how other steps of its chunk are rounded.
     assert_close(h, expected, 0.0 if name in "qv" else tolerance("float32", S + 16))
@@ -95,20 +97,27 @@ def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, reverse, name)
         (reference.recurrence, None),
     ],
 )
-def test_a_nan_in_n_initial_reaches_all_of_its_head(function, backend):
-    """All steps and all gradients, though no product of q, k and v has it."""
+def test_a_nan_in_an_initial_state_reaches_all_of_its_head(function, backend):
+    """In n and m all steps and all gradients, though no product of q, k and v has it; in c all
+    steps of its column alone. Each is in a head of its own, beside one without."""
     run = functools.partial(function, backend=backend) if backend else function
     if function is not mlstm_recurrent_sequence or backend == "xla":  # it has derivatives
         run = results_of(run)
     x = random_inputs(2, B, NH, 32, 16, 16)
-    poisoned = x | dict(n_initial=x["n_initial"].at[BATCH, HEAD, COLUMN].set(np.nan))
+    of_c, of_n, of_m, clean = itertools.product(range(B), range(NH))
+    places = dict(c_initial=(*of_c, 5, COLUMN), n_initial=(*of_n, 5), m_initial=of_m)
+    poisoned = x | {name: x[name].at[place].set(np.nan) for name, place in places.items()}
 
     def h_and_gradients(x):
         h, _, _, _, *gradients = jax.tree.leaves(run(*x.values()))
         return h, *gradients
 
-    _, reached = check_isolated(h_and_gradients, x, poisoned, lambda y: [z[OTHERS] for z in y])
-    assert all(np.isnan(y[BATCH, HEAD]).all() for y in reached)
+    def unaffected(results):
+        return [y[clean] for y in results], np.delete(results[0][of_c], COLUMN, axis=-1)
+
+    _, reached = check_isolated(h_and_gradients, x, poisoned, unaffected)
+    assert np.isnan(reached[0][*of_c, ..., COLUMN]).all()
+    assert all(np.isnan(y[place]).all() for y in reached for place in (of_n, of_m))
 
 
 @pytest.mark.slow

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from call_checks import check_call, recurrence
+from numpy_evaluator import in_numpy
 from oracle import (
     NAMES,
     OUTPUTS,
     array,
+    assert_same_bits,
     check_isolated,
     compare,
     cotangents_for,
@@ -258,6 +260,19 @@ def test_ids_of_any_integer_dtype():
             expected = np.array([max(limits.min, -1), 1, 2, min(limits.max, count)]) + front
             assert np.array_equal(padded(spec, call).steps.segment_ids, [[expected]])
             assert (spec.num_segments, spec.negative_segments) == (count + front, front)
+
+
+def test_ids_are_compared_in_64_bits_under_x64():
+    """Those of JAX; test_errors.py has NumPy's, which are refused beyond 32 bits."""
+    x = random_inputs(3, 1, 1, 8, 8, 8, states=False)
+
+    @in_numpy
+    def run(x, ids):
+        return mlstm_chunkwise(**x, segment_ids=ids, backend="xla")
+
+    ids = np.repeat([[7, 7 + 2**32]], 4, axis=1)
+    with jax.enable_x64(True):
+        assert_same_bits(run(x, jnp.asarray(ids)), run(x, jnp.asarray(ids // 2**32)))
 
 
 # Rows of ids for 3 segments. Documents of grain, MaxText and T5X are 1 to N, with padding of 0.

@@ -5,12 +5,14 @@ import functools
 import itertools
 import re
 import sys
+import tomllib
 from importlib import metadata
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xlstm_server
 from compile_report import equations
 from oracle import collectives, mesh_for, needs_mosaic_gpu, shapes_and_dtypes, slow
 from plans import plan
@@ -27,7 +29,9 @@ from mlstm_pallas import (
     mlstm_recurrent_step,
     mlstm_ring_states,
     mlstm_ring_step,
+    selfcheck,
 )
+from mlstm_pallas.planning.backend import MOSAIC_GPU_JAX
 
 ROOT = PACKAGE.parent
 FILES = [x for y in ("mlstm_pallas", "[tbe]*") for x in ROOT.glob(f"{y}/**/*.py")]
@@ -125,6 +129,41 @@ def test_limits_of_mosaic_gpu(kernel):
         launches = plan((2, 8, 2048, DHQK, 256), backend="mosaic_gpu", config=config).launches
         runs = (kernel, "mosaic_gpu") in [(x.stage, x.lowering) for x in launches]
         assert runs == (DHQK in widths)
+
+
+def test_versions_of_python_and_jax():
+    """Those of the README are the bounds of the package and of the Mosaic GPU kernels."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    first, end = (".".join(map(str, version)) for version in MOSAIC_GPU_JAX)
+    python, (jax_bounds, jaxlib_bounds) = project["requires-python"], project["dependencies"]
+    assert jaxlib_bounds == jax_bounds.replace("jax", "jaxlib")
+    least, below = re.fullmatch(r"jax>=([\d.]+),<([\d.]+)", jax_bounds).groups()
+    words = " ".join(README.split())
+    assert f"Python {python.replace('>=', '>= ')} and jax >= {least}, < {below} are" in words
+    assert f"{least} to 0.{int(below.split('.')[1]) - 1};" in words
+    assert f"it needs jax >= {first}, hence Python >= 3.12" in words
+    assert below == end  # no jax that is accepted is too new for them
+    classifiers = [x for x in project["classifiers"] if re.search(r":: 3\.\d+$", x)]
+    assert f">={classifiers[0].rpartition(' ')[2]}" == python
+
+
+def test_limits_of_programs():
+    """Of the self-check, and of the server that docs/serving.md describes."""
+    debugging, serving = (
+        " ".join((ROOT / "docs" / f"{name}.md").read_text().split())
+        for name in ("debugging", "serving")
+    )
+    assert f"has no result after {selfcheck.SECONDS} s |" in debugging
+    assert f"under {selfcheck.LEAST} calls, none of a function, or more than a tenth" in debugging
+    assert selfcheck.MOST_LOST == 1 / 10
+    assert "gets four draws of data." in debugging
+    assert sorted(map(str, selfcheck.KINDS_OF_DATA)) == ["None", "None", "any size", "cancels"]
+    heads = min(selfcheck.HEADS), max(selfcheck.HEADS)
+    assert "heads from {} to {},".format(*heads) in debugging
+    most, piece = xlstm_server.MOST_STEPS, xlstm_server.PIECES["gpu"]
+    assert f"prefills have at most {most:,} steps." in serving
+    assert f"of more than {2 * most:,} tokens is read in pieces of {piece} steps" in serving
+    assert f"at most {xlstm_server.LONGEST_WAIT} of a loop's time" in serving
 
 
 # The code blocks of a page, and the cells of a notebook, share their names.

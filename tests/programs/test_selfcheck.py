@@ -270,7 +270,8 @@ def test_every_function_is_called_with_the_backend(monkeypatch):
     ("wrong", "error"), [(1.0, 0), (np.nan, np.inf), (np.inf, np.inf), (-np.inf, np.inf)]
 )
 def test_a_nan_or_infinity_is_wrong_where_nothing_else_is_left(wrong, error):
-    """The first of two heads changes by itself in a rounding, so 1 is as good as 2 there."""
+    """The first of two heads changes by itself in a rounding, so 1 is as good as 2 there. So it is
+    where a rounding changes a third of h."""
     fields = dict(B=1, NH=2, outputs=1, derivatives=False, tokens=False, dtype="float32")
     p = types.SimpleNamespace(**fields, dtypes=["float32"] * 4)
     desired, rounded = np.full((1, 2, 1, 2), 2.0), np.full((1, 2, 1, 2), 2.0)
@@ -286,6 +287,9 @@ def test_a_nan_or_infinity_is_wrong_where_nothing_else_is_left(wrong, error):
     rounded[0, 1] = 4.0  # nothing is left of the other head either
     found = errors()
     assert (found["h"][0], found[selfcheck.LOST]) == (error, (2, 2))
+    for changed, lost in (0.32, 1), (0.34, 2):
+        rounded[0, 1] = 2.0 * (1 + changed)
+        assert errors()[selfcheck.LOST] == (lost, 2)
     rounded[0, 1], actual[0] = 2.0, desired[0] + 1e-3
     off, bound = errors()["h"]
     assert off == pytest.approx(5e-4)
