@@ -1,6 +1,6 @@
 r"""Times two versions of mlstm_pallas in turns on one GPU: that of another folder, and this one.
 
-    git worktree add ../before v0.4.0
+    git worktree add ../before HEAD~1
     python tools/compare_versions.py --before=../before
     python tools/compare_versions.py --before=../before --shape=7b-8k,few-2k --direction=fwbw \
         --backend=mosaic_gpu --variant=plain,BTNH,lengths --at_most=1.01
@@ -219,9 +219,11 @@ def compile_all(versions, cases, threads):
 
 def row_of(case, versions, failures, repeats):
     """What the two versions take for one call, and what their results differ by."""
-    for failed, verb in zip(failures, ("failed before", "fails now"), strict=True):
-        if case in failed:
-            return dict(note=f"{verb}: {failed[case]}")
+    failed_before, fails = failures
+    if case in fails:
+        return dict(note=f"fails now: {fails[case]}")
+    if case in failed_before:
+        return dict(note=f"failed before: {failed_before[case]}")
     try:
         parts = [x("prepare", case, seconds=CALL_SECONDS) for x in versions]
         times = [], []

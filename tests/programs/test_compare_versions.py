@@ -46,6 +46,18 @@ def test_the_same_version_has_the_same_bits(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("1x2x64x16x16 xla fwd plain bfloat16 ")
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "note"),
+    [
+        ({"x": "old"}, {}, "failed before: old"),
+        ({}, {"x": "new"}, "fails now: new"),
+        ({"x": "old"}, {"x": "new"}, "fails now: new"),
+    ],
+)
+def test_a_call_that_fails_in_both_versions_fails_now(before, now, note):
+    assert compare_versions.row_of("x", [], (before, now), 2) == dict(note=note)
+
+
 @pytest.mark.slow
 def test_a_version_that_differs(tmp_path, capsys):
     """In its numbers, in what it can run, and by more than is allowed in its time."""
