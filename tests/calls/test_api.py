@@ -142,9 +142,7 @@ def test_dtypes(given, autocast):
         assert_close(run(**inputs), array(mlstm_chunkwise(**rounded), "float32"), bound)
 
 
-OF_16_BITS = dict(
-    i="bfloat16", f="float16", c_initial="bfloat16", n_initial="float16", m_initial="bfloat16"
-)
+OF_16_BITS = dict.fromkeys(("i", "f", "c_initial", "n_initial", "m_initial"), "bfloat16")
 
 
 def test_gates_and_states_of_16_bits_are_those_of_the_same_values_in_float32():
