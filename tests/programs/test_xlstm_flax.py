@@ -18,7 +18,7 @@ import xlstm_nnx
 from byte_lm_mesh import make_mesh
 from flax import nnx
 from numpy_evaluator import jaxprs_in
-from oracle import assert_close, tolerance
+from oracle import error, tolerance
 from xlstm_model import Config
 
 from mlstm_pallas import mlstm_chunkwise
@@ -71,7 +71,8 @@ def model_of(kind, tokens):
 def test_documents_of_a_packed_row_compute_what_they_compute_alone(kind, by):
     """Logits, and gradients of the parameters; alone, each document has a row and padding behind.
 
-    Weights of the loss are 0 in the padding.
+    Weights of the loss are 0 in the padding. The gradients may differ by a few times what they
+    change by where all parameters are rounded once.
     """
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, SIZES["vocabulary"], IDS.shape)
@@ -99,8 +100,14 @@ def test_documents_of_a_packed_row_compute_what_they_compute_alone(kind, by):
     for row, (b, n) in enumerate(DOCUMENTS):
         steps = IDS[b] == n
         np.testing.assert_allclose(logits[b, steps], logits_alone[row, : sum(steps)], atol=bound)
-    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
-        assert_close(x, y, 2 * bound)  # forward and backward
+
+    def rounded(x):
+        return x * (1 + 2.0**-23 * draw.choice([-1, 1], x.shape)).astype("float32")
+
+    changed, _ = gradients(jax.tree.map(rounded, params), tokens, weights, packed)
+    leaves = zip(*map(jax.tree.leaves, (grads, expected, changed)), strict=True)
+    errors = [(error(x, y), error(z, x)) for x, y, z in leaves]
+    assert max(x for x, _ in errors) <= 4 * max(y for _, y in errors) < 2e-4
 
 
 @pytest.mark.slow
