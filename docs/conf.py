@@ -111,6 +111,7 @@ FILE = re.compile(
 )
 # Links to documents outside of docs/, of which a page there includes all or a part.
 OUTSIDE = re.compile(r"\]\(((?:\.\./)*)\.\./(README|benchmarks/README)\.md\b")
+ROOT_PAGE = re.compile(r"\]\((BUILD_NOTES|CONTRIBUTING)\.md\)")
 # What a page shows where directives are not run, such as on a forge.
 OFF_SITE = re.compile(r"^Outside of the site .*\n\n", re.MULTILINE)
 
@@ -136,6 +137,11 @@ def link_pages(app, docname, source):
         return f"]({match[1]}{'benchmarks' if '/' in match[2] else 'index'}.md"
 
     source[0] = OUTSIDE.sub(link, OFF_SITE.sub("", source[0]))
+
+
+def link_root(app, path, docname, source):
+    """Links of an included text to documents beside it lead to the pages that include these."""
+    source[0] = ROOT_PAGE.sub(lambda x: f"](docs/{x[1].lower()}.md)", source[0])
 
 
 def add_links(app, doctree):
@@ -222,6 +228,7 @@ def setup(app):
     app.connect("autodoc-process-signature", write_types)
     app.connect("source-read", add_index)
     app.connect("source-read", link_pages)
+    app.connect("include-read", link_root)
     app.connect("doctree-read", add_links)
     app.connect("html-collect-pages", program_pages)
     app.connect("html-page-context", add_description)

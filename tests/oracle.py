@@ -226,6 +226,18 @@ def tolerance(dtype, terms):
     return math.sqrt(4 / 3) * 2.0**-bits + math.sqrt(terms) * 2.0 ** -max(bits, 24)
 
 
+def changes_by_rounding(function, params):
+    """By how much each array of a function's tree changes, as ``error`` has it, where all
+    parameters, float32, are rounded once more: an exact one may be off by a few times the most."""
+    draw = np.random.default_rng(0)
+
+    def rounded(x):
+        return x * (1 + 2.0**-23 * draw.choice([-1, 1], x.shape)).astype("float32")
+
+    exact, changed = map(jax.tree.leaves, map(function, (params, jax.tree.map(rounded, params))))
+    return [error(x, y) for x, y in zip(changed, exact, strict=True)]
+
+
 def assert_close(actual, expected, bound, what=""):
     result = error(actual, expected)
     assert result <= bound, f"{what}: relative error {result:.2e} above {bound:.2e}"

@@ -30,6 +30,7 @@ from flax import nnx
 from oracle import (
     MOSAIC_CALL,
     assert_close,
+    changes_by_rounding,
     compare,
     error,
     oracle,
@@ -716,7 +717,8 @@ def test_transformers_leaves_three_fields_aside(transformers):
 
 
 def test_transformers_loads_a_checkpoint_that_was_trained_and_written(transformers, tmp_path):
-    """The gradients here are those of PyTorch, and after a step with them so are the logits."""
+    """The gradients here are those of PyTorch, to a few times what they change by where all
+    parameters are rounded once; and after a step with them so are the logits."""
     torch, kind = package("torch"), transformers[1].xLSTMForCausalLM
     model, source = transformers_model(transformers), tmp_path / "source"
     model.save_pretrained(source)
@@ -731,7 +733,8 @@ def test_transformers_loads_a_checkpoint_that_was_trained_and_written(transforme
     gradients = jax.grad(loss)(params)
     tokens = torch.tensor(TOKENS)
     model.train()(tokens, labels=tokens, use_cache=False).loss.backward()
-    bound = 2 * ROUNDING  # forward and backward
+    bound = 4 * max(changes_by_rounding(jax.grad(loss), params))
+    assert bound < 2e-4
     for name, x in model.named_parameters():
         result = checkpoint.tensor_of(config, gradients, tensors, name)
         assert_close(result, x.grad.numpy(), bound, name)
