@@ -227,8 +227,9 @@ def tolerance(dtype, terms):
 
 
 def changes_by_rounding(function, params):
-    """By how much each array of a function's tree changes, as ``error`` has it, where all
-    parameters, float32, are rounded once more: an exact one may be off by a few times the most."""
+    """By how much each array of a function's results changes, as ``error`` has it, where all
+    float32 parameters are rounded once more. Two right computations may differ by a few times the
+    largest of these."""
     draw = np.random.default_rng(0)
 
     def rounded(x):
