@@ -364,11 +364,11 @@ def step_block(
     config: Config, p: Params, x: jax.Array, state: State, accepted: jax.Array | None = None
 ) -> tuple[jax.Array, State]:
     def mlstm(qkvo: jax.Array, gates: jax.Array) -> tuple[jax.Array, State]:
+        token = qkvo, None, None, gates, None  # joined
         if not isinstance(state, RingStates):
             return mlstm_recurrent_step(
-                qkvo, None, None, gates, None, *state, eps=config.eps, input_gate=config.input_gate
+                *token, *state, eps=config.eps, input_gate=config.input_gate
             )
-        token = separate(config, qkvo, gates)
         options: dict[str, Any] = dict(accepted=accepted, layout="BTNH", eps=config.eps)
         return mlstm_ring_step(*token, state, **options)
 

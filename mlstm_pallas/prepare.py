@@ -35,6 +35,7 @@ from mlstm_pallas.problem.gpu import target_gpu
 from mlstm_pallas.problem.signatures import bind
 from mlstm_pallas.problem.steps import Steps
 from mlstm_pallas.schedules.sharding import sharded_alike
+from mlstm_pallas.stages.recurrent_step import split_token
 
 _log = logging.getLogger("mlstm_pallas")
 
@@ -178,7 +179,7 @@ def prepare_steps(
     )
     validation.check_constant(sizes, backend)
     validation.check_one_dtype(arrays)
-    c = arrays.get("states.c", arrays.get("c_initial"))
+    c = _states_of(arrays)
     validation.check_layout_is_meant(layout, sizes, c)
     B, NH, DHQK, DHV = (sizes[name] for name in ("B", "NH", "DHQK", "DHV"))
     S = sizes.get("S", 1)
@@ -193,6 +194,31 @@ def prepare_steps(
         stage=stage,
         pooled=arrays["slots"] is not None,
     )
+
+
+_split_token = jax.jit(split_token, static_argnums=(1, 2))  # transfers nothing
+
+
+def _states_of(arrays: Mapping[str, Any]) -> Any:
+    return arrays.get("states.c", arrays.get("c_initial"))
+
+
+def in_parts(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arrays of a token by name, joined ones in parts, for the checks."""
+    if arrays["k"] is not None:
+        return arrays
+    token, c = Token(*(arrays[name] for name in Token._fields)), _states_of(arrays)
+    for name in "qi":
+        validation.check_is_array(name, arrays[name])
+    q, i, states = (tuple(getattr(x, "shape", ())) for x in (token.q, token.i, c))
+    joined = token.v is None and token.f is None and len(states) == 4 and q and i[-1:] == (2,)
+    if not joined or q[-1] < 2 * states[2] + states[3]:
+        raise ValueError(
+            "k is None, expected v and f None too, q with q, k and v on its last axis, (..., "
+            "2 * DHQK + DHV or more), i (..., 2) and the states; the shapes of q, i and c are "
+            f"{q}, {i} and {states}"
+        )
+    return {**arrays, **_split_token(constants(token), *states[2:])._asdict()}
 
 
 def constants(tree: Any) -> Any:

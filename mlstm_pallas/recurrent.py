@@ -10,7 +10,7 @@ from jax import lax
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
-from mlstm_pallas.prepare import Arguments, constants, per_head, prepare_steps
+from mlstm_pallas.prepare import Arguments, constants, in_parts, per_head, prepare_steps
 from mlstm_pallas.problem import validation
 from mlstm_pallas.problem.annotations import (
     Array,
@@ -24,7 +24,7 @@ from mlstm_pallas.problem.callers import warn_caller
 from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype
 from mlstm_pallas.problem.steps import Steps
 from mlstm_pallas.schedules.sharding import run_step, sharded_alike
-from mlstm_pallas.stages.recurrent_step import Operands, split_token
+from mlstm_pallas.stages.recurrent_step import Operands
 
 
 def _sequence(
@@ -82,24 +82,6 @@ def _mlstm(
     if m_after is None:  # the sigmoid gate has no m
         m_after = jnp.broadcast_to(m[:, None], n.shape[:-1]) if return_all else m
     return heads_first(h), (c, n, m_after)
-
-
-_split_token = jax.jit(split_token, static_argnums=(2, 3))  # transfers nothing
-
-
-def _parts(x: Arguments) -> Arguments:
-    """The arguments with joined arrays in parts, for the checks."""
-    validation.check_is_array("q", x.q)
-    validation.check_is_array("i", x.i)
-    q, i, states = (tuple(getattr(y, "shape", ())) for y in (x.q, x.i, x.c_initial))
-    dims = len(q) == len(i) == 3 and len(states) == 4 and x.v is None and x.f is None
-    if not dims or i[2] != 2 or q[2] < 2 * states[2] + states[3]:
-        raise ValueError(
-            "k is None, expected v and f None too, q with q, k and v on its last axis, (B, NH, "
-            "2 * DHQK + DHV or more), i (B, NH, 2) and the states; the shapes of q, i and c are "
-            f"{q}, {i} and {states}"
-        )
-    return x._replace(**_split_token(*constants((x.q, x.i)), *states[2:])._asdict())
 
 
 def mlstm_recurrent_step(
@@ -219,8 +201,7 @@ def mlstm_recurrent_step(
         input_gate=input_gate, normalize=normalize, backend=backend, config=config,
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, slots=slots)
-    arrays = (_parts(x) if k is None else x)._asdict()
-    spec = prepare_steps("recurrent_step", arrays, options, steps=False)
+    spec = prepare_steps("recurrent_step", in_parts(x._asdict()), options, steps=False)
     return _mlstm(spec, None, False, constants(x))
 
 

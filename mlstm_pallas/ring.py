@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
-from mlstm_pallas.prepare import constants, per_head, prepare_steps
+from mlstm_pallas.prepare import constants, in_parts, per_head, prepare_steps
 from mlstm_pallas.problem import validation
 from mlstm_pallas.problem.annotations import (
     Array,
@@ -120,8 +120,8 @@ def _phases(phase: Any, B: int, L: int) -> jax.Array:
 
 
 def mlstm_ring_step(
-    q: Array, k: Array, v: Array, i: Array, f: Array, states: RingStates, *,
-    accepted: Array | None = None, eps: float = 1e-6, norm_val: float = 1.0,
+    q: Array, k: Array | None, v: Array | None, i: Array, f: Array | None, states: RingStates,
+    *, accepted: Array | None = None, eps: float = 1e-6, norm_val: float = 1.0,
     stabilize_correctly: bool = True, normalize: bool = True, slots: Array | None = None,
     layout: LayoutName = DEFAULT_LAYOUT, backend: BackendName | None = None,
     config: KernelConfig | None = None,
@@ -173,7 +173,8 @@ def mlstm_ring_step(
       q: query, (B, NH, DHQK), or those of T tokens, (B, NH, T, DHQK), up to
         T = L / 2. bfloat16, float16 or float32; float64 with backend "xla" and
         jax_enable_x64.
-      k: key, shaped as q, in its dtype, which is that of the ring.
+      k: key, shaped as q, in its dtype, which is that of the ring. None: q and
+        i are joined, as for ``mlstm_recurrent_step``.
       v: value, (B, NH, DHV) or (B, NH, T, DHV).
       i: input gate pre-activation, (B, NH) or (B, NH, T), any float dtype.
       f: forget gate pre-activation, shaped as i.
@@ -206,12 +207,12 @@ def mlstm_ring_step(
     )  # fmt: skip
     arrays |= dict(accepted=accepted, slots=slots)
     spec = prepare_steps(
-        "ring_step", arrays, options, steps=drafts, layout=layout if drafts else None
+        "ring_step", in_parts(arrays), options, steps=drafts, layout=layout if drafts else None
     )
     p, L = spec.problem, _length(states)
-    for name, x, ring in ("k", k, states.k), ("v", v, states.v):
-        if x.dtype != ring.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype}, expected {ring.dtype}, that of the ring")
+    for name, ring in ("k", states.k), ("v", states.v):
+        if q.dtype != ring.dtype:  # that of k and v
+            raise TypeError(f"{name} has dtype {q.dtype}, expected {ring.dtype}, that of the ring")
     if 2 * p.S > L:
         raise ValueError(
             f"q has {p.S} tokens, expected at most {L // 2}, half the ring's length {L}"
@@ -223,7 +224,7 @@ def mlstm_ring_step(
 
     accepted, slots = constants((accepted, slots))
     counts = per_head(accepted, (p.B, p.NH))
-    tokens = Token(*map(heads_first, (q, k, v, i, f)))
+    tokens = jax.tree.map(heads_first, Token(q, k, v, i, f))
     h, states = _step(spec, sharded_alike(spec, Operands(tokens, states, counts, slots)))
     h = jnp.moveaxis(h, 2, axis)
     return h if drafts else h.squeeze(axis), states

@@ -45,7 +45,7 @@ from mlstm_pallas.problem.gpu import target_gpu
 def call(function, x, layout="BNTH", **options):
     """What a function of arrays in this layout returns, h with the heads first."""
     axis = 1 + (layout == "BTNH")
-    tokens = (y.swapaxes(1, axis) for y in x[:5])
+    tokens = (None if y is None else y.swapaxes(1, axis) for y in x[:5])
     result = function(*tokens, *x[5:], layout=layout, **options)
     h, *states = result if isinstance(result, tuple) else (result,)
     return h.swapaxes(1, axis), *states
@@ -101,13 +101,18 @@ def in_pools(run):
     return pooled
 
 
+def as_passed(token, joined):
+    """q, k, v, i and f as arguments of a step, joined or not."""
+    if not joined:
+        return token
+    return jnp.concatenate(token[:3], -1), None, None, jnp.stack(token[3:], -1), None
+
+
 @in_pools
 def steps(x, data, joined, **options):
     def one(states, token):
-        if joined:
-            token = jnp.concatenate(token[:3], -1), None, None, jnp.stack(token[3:], -1), None
         function = mlstm_pallas.mlstm_recurrent_step
-        return function(*token, *states, **data["keywords"], **options)[::-1]
+        return function(*as_passed(token, joined), *states, **data["keywords"], **options)[::-1]
 
     states, h = lax.scan(one, tuple(x[5:]), [jnp.moveaxis(y, 2, 0) for y in x[:5]])
     return jnp.moveaxis(h, 0, 2), *with_axis(states)
@@ -120,7 +125,7 @@ def sequence(x, data, **options):
 
 
 @in_pools
-def ring(x, data, T, length, phase, rollback, input_gate="exp", layout="BNTH", **options):
+def ring(x, data, T, length, phase, rollback, joined, input_gate="exp", layout="BNTH", **options):
     """Calls of T drafts, of which data["accepted"], (B, calls), count."""
     function, options = mlstm_pallas.mlstm_ring_states, options | data["keywords"]
     kept = dict(length=length, phase=phase, input_gate=input_gate)
@@ -131,9 +136,9 @@ def ring(x, data, T, length, phase, rollback, input_gate="exp", layout="BNTH", *
         (rings, accepted), (drafts, count) = carry, drafts_and_count
         step = functools.partial(mlstm_pallas.mlstm_ring_step, accepted=accepted, **options)
         if T > 1:
-            h, rings = call(step, [*drafts, rings], layout)
+            h, rings = call(step, [*as_passed(drafts, joined), rings], layout)
         else:  # a token has no axis T
-            h, rings = step(*(y[:, :, 0] for y in drafts), rings)
+            h, rings = step(*as_passed([y[:, :, 0] for y in drafts], joined), rings)
         return (rings, count), h.reshape(drafts[2].shape)
 
     counts = data["accepted"].T
@@ -187,7 +192,8 @@ SPLITS = rows_of(
 RECOMPUTE = [[dict(recompute_states_in_bw=True), dict(recompute_states_in_bw=False), {}]]
 ROUNDED = [{}, {}, dict(state_dtype="bfloat16")]
 DRAFTS = [dict(T=x, length=y) for x, y in ((1, 16), (3, 8), (8, 16), (1, 8))]
-RINGS = [DRAFTS, *rows_of(rollback=[True, True, False], phase=[None, 0])]
+JOINED = rows_of(joined=[False, True])
+RINGS = [DRAFTS, *JOINED, *rows_of(rollback=[True, True, False], phase=[None, 0])]
 # What is called, and the values of its shapes and keywords: a program has one of each row by
 # chance, an edge case the first one.
 FUNCTIONS = {
@@ -208,7 +214,7 @@ FUNCTIONS = {
         LONG,
         [[LAST], *LAYOUT, *RECOMPUTE, *rows_of(shards=[4, 1, 2])],
     ),
-    "mlstm_recurrent_step": (steps, TOKENS, rows_of(joined=[False, True])),
+    "mlstm_recurrent_step": (steps, TOKENS, JOINED),
 }
 ROTATION = [*FUNCTIONS, "mlstm_chunkwise", "mlstm_chunkwise"]
 # The first calls on Mosaic GPU: tiles have columns beyond those of the narrower head.

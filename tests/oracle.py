@@ -428,6 +428,12 @@ def in_layout(layout, names, arrays):
     )
 
 
+def joined_arrays(q, k, v, i, f, *states):
+    """The same token with q, k, v and an output gate in one array, i and f in another."""
+    qkvo = jnp.concatenate([q, k, v, v], axis=-1)
+    return [qkvo, None, None, jnp.stack([i, f], axis=-1), None, *states]
+
+
 def head_norms(x):
     """The norms of x over all axes but batch and head."""
     x = np.asarray(x, "float64")

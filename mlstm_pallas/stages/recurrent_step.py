@@ -35,8 +35,7 @@ _INF = float("inf")
 class Operands(NamedTuple):
     """Floats of any dtype of at most 32 bits.
 
-    token.q may hold q, k and v, on its last axis, and token.i then i and f: k, v and f are None. A
-    kernel reads its operands from memory, so XLA would copy slices of the joined arrays.
+    A token may be joined, as ``split_token`` takes it: XLA would copy slices for a kernel.
     """
 
     token: Token  # of (B * NH, ...)
@@ -69,10 +68,24 @@ def step_gates(
     return jnp.exp(carried - m_safe), jnp.exp(i - m_safe), m_new
 
 
-def split_token(qkv: Array, gates: Array, DHQK: int, DHV: int) -> Token:
-    """The token of joined arrays."""
-    q, k, v = jnp.split(qkv[..., : 2 * DHQK + DHV], (DHQK, 2 * DHQK), axis=-1)
-    return Token(q, k, v, gates[..., 0], gates[..., 1])
+def _part(x: Array, start: int, size: int | None) -> Array:
+    return x[..., start] if size is None else x[..., start : start + size]
+
+
+def split_token(
+    token: Token, DHQK: int, DHV: int, part: Callable[[Any, int, int | None], Any] = _part
+) -> Token:
+    """The token in parts.
+
+    A joined one has q, k, v and what follows them on the last axis of q, and i and f on that of i;
+    its k, v and f are None.
+
+    part: (array, start, size) -> so many places of the last axis; size None: one, without the axis.
+    """
+    if token.k is not None:
+        return token
+    q, k, v = (part(token.q, *x) for x in ((0, DHQK), (DHQK, DHQK), (2 * DHQK, DHV)))
+    return Token(q, k, v, part(token.i, 0, None), part(token.i, 1, None))
 
 
 def recurrent_step(
@@ -85,9 +98,7 @@ def recurrent_step(
     if x.slots is not None:
         step = functools.partial(recurrent_step, normaliser=normaliser, call=call)
         return on_rows(step, x)
-    token, states = x.token, x.states
-    if token.k is None:
-        token = split_token(token.q, token.i, *states.c.shape[-2:])
+    token, states = split_token(x.token, *x.states.c.shape[-2:]), x.states
     acc = accumulator_dtype(*(y.dtype for y in (*token, states.c, states.n)))
     (q, k, v, i, f), (c, n, m) = jax.tree.map(lambda y: y.astype(acc), (token, states))
     m_dtype = acc if states.m is None else states.m.dtype

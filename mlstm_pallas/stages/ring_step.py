@@ -38,7 +38,7 @@ from mlstm_pallas.problem.arrays import Token
 from mlstm_pallas.problem.dimensions import InputGate, accumulator_dtype
 from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.plain_forms import on_rows, one_at_a_time
-from mlstm_pallas.stages.recurrent_step import rounded
+from mlstm_pallas.stages.recurrent_step import rounded, split_token
 
 _INF = float("inf")
 
@@ -90,7 +90,7 @@ if not _later:
 class Operands(NamedTuple):
     """With slots, B and NH are two axes; the states are pools, (P, NH, ...)."""
 
-    tokens: Token  # of (B * NH, T, ...), any float dtypes of at most 32 bits
+    tokens: Token  # of (B * NH, T, ...), any float dtypes of at most 32 bits; may be joined
     states: Any  # RingStates of (B * NH, ...), whose m is None with the sigmoid input gate
     accepted: Array | None = None  # (B * NH,) int32, how many drafts fill; None: all
     slots: Any = None  # (B,), of any integer dtype
@@ -233,6 +233,7 @@ def ring_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
 ) -> tuple[Array, RingStates]:
     """Runs the stage: h (B * NH, T, DHV) in the dtype of q, and the new states."""
+    x = x._replace(tokens=split_token(x.tokens, *x.states.c.shape[-2:]))
     run = functools.partial(_head, normaliser=normaliser, qk_scale=call.problem.qk_scale)
 
     def on_heads(x: Operands) -> Any:

@@ -88,6 +88,27 @@ _KNOWN_TO_JAX = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA A100
 Operand = tuple[Any, str]
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Neighbouring places of an array's last axis: an operand of its own, which nothing copies.
+
+    Attributes:
+      size: how many places; None: one, without the axis.
+    """
+
+    array: Any
+    start: int
+    size: int | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.array.shape[:-1], *(() if self.size is None else (self.size,))
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+
 def operands(source: Any, **axes: str) -> dict[str, Operand]:
     """Operands that are fields of a NamedTuple, with their letters; source None: None."""
     return {
@@ -153,7 +174,7 @@ def kernel_call(
         refs = jax.tree.map(guarded, [*refs], blocks, arrays)
         kernel(**dict(zip(all_operands, refs, strict=True)), call=call, **statics)
 
-    passed = arrays[:count]
+    passed = jax.tree.map(lambda x: x.array if isinstance(x, Part) else x, arrays[:count])
     # A shard_map with check_vma needs the axes over which outputs vary.
     kind = jax.sharding.ManualAxisType(varying=varying_axes(passed))
     launch = pl.pallas_call(
@@ -191,6 +212,12 @@ def _block_spec(
     Rows of steps (s, t, or q for a tile of queries) may be in either layout, and splits of theirs
     may count as heads. The last block of an axis may reach beyond it.
     """
+    if isinstance(x, Part):
+        whole: Any = _block_spec(at, p, sizes, index, x.array)
+        last = None if x.size is None else pl.Element(x.size)
+        return pl.BlockSpec(
+            (*whole.block_shape[:-1], last), lambda *grid: (*whole.index_map(*grid)[:-1], x.start)
+        )
 
     def index_map(*grid):
         by_letter = index(*grid)
@@ -268,6 +295,8 @@ class _PartialBlock:
 
 def _guarded(grid: tuple[int, ...], ref: Any, spec: Any, x: Any) -> Any:
     """The reference to a block of x, guarded along axes that blocks reach beyond."""
+    if isinstance(x, Part):
+        return ref
     axes = [axis for axis, size in enumerate(spec.block_shape) if size is not None]
 
     def left_from(*grid):

@@ -26,8 +26,8 @@ from mlstm_pallas.formulas.tiles import block_at, blocks_over, loop, weighted
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
 from mlstm_pallas.stages.kernel_tiles import KernelOptions, Tiles
 from mlstm_pallas.stages.launch import Launch
-from mlstm_pallas.stages.recurrent_step import Operands, rounded, step_gates
-from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store
+from mlstm_pallas.stages.recurrent_step import Operands, rounded, split_token, step_gates
+from mlstm_pallas.triton.launch import Part, kernel_call, masked_load, masked_store
 
 
 def _recurrent_step_kernel(*, slots, **head):
@@ -63,7 +63,7 @@ def _advance(
     part,  # the index of the CTA's columns
     columns,
     in_columns,  # a mask, or None
-    token,  # q (DHQK,), v (DHV,), i (); or q has q, k and v, (2 * DHQK + DHV or more,), i i and f
+    token,  # q (DHQK,), k (DHQK,), v (DHV,), i (), f ()
     states,  # c (DHQK, DHV), the whole head's; n (DHQK,), m (); in pools with an axis P in front
     before,  # (DHQK + 1,), a copy of n and m; absent: the head has one CTA, and no slots
     states_new,  # out, in place
@@ -76,19 +76,13 @@ def _advance(
     siz_b_DHQK = call.tiles.siz_b_DHQK
     num_blocks = blocks_over(DHQK, siz_b_DHQK)
 
-    *qk, v_at = (token.q, 0), (token.k, 0), (token.v, 0)
-    if token.k is None:
-        *qk, v_at = (token.q, 0), (token.q, DHQK), (token.q, 2 * DHQK)
-
-    def load_vector(at, block, inside):
-        ref, offset = at
-        block = pl.ds(block.start + offset, block.size)
+    def load_vector(ref, block, inside):
         return masked_load(ref.at[block], inside).astype(jnp.float32)
 
     def load(ik):
         rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
         C = masked_load(states.c.at[(*row, rows, columns)], outer_mask(in_rows, in_columns))
-        q, k = (load_vector(at, rows, in_rows)[:, None] for at in qk)
+        q, k = (load_vector(ref, rows, in_rows)[:, None] for ref in (token.q, token.k))
         return C, q, k
 
     def update(ik, loaded, num):
@@ -101,13 +95,11 @@ def _advance(
 
     # The first block is loaded before anything waits.
     loaded = load(jnp.zeros((), jnp.int32))
-    i, f = token.i, token.f
-    gates = (i[0], i[1]) if f is None else (i[...], f[...])
-    i, f = (gate.astype(jnp.float32) for gate in gates)
-    v = load_vector(v_at, columns, in_columns)
+    i, f = (gate[...].astype(jnp.float32) for gate in (token.i, token.f))
+    v = load_vector(token.v, columns, in_columns)
     all_rows, in_all = covering(DHQK)
-    q, k = (load_vector(at, all_rows, in_all) for at in qk)
-    n = load_vector((states.n if before is None else before, 0), all_rows, in_all)
+    ns = states.n if before is None else before
+    q, k, n = (load_vector(ref, all_rows, in_all) for ref in (token.q, token.k, ns))
     m = None
     if states.m is not None:
         m = (states.m[...] if before is None else before[DHQK]).astype(jnp.float32)
@@ -163,7 +155,7 @@ def recurrent_step(
 ) -> tuple[Any, Any]:
     """Runs the stage: ``stages/recurrent_step.py``."""
     (C, n, m), q, before = x.states, x.token.q, None
-    DHV = C.shape[-1]
+    DHQK, DHV = C.shape[-2:]
     token, states, grid = entries(call, x.slots)
     # Every CTA of a head reads n and m, and one updates them.
     if x.slots is not None or call.tiles.siz_b_DHHV < DHV:
@@ -175,7 +167,11 @@ def recurrent_step(
         before = jnp.concatenate(pair, axis=-1)
     y = kernel_call(
         _recurrent_step_kernel,
-        dict(token=(x.token, token), before=(before, token), slots=(x.slots, token)),
+        dict(
+            token=(split_token(x.token, DHQK, DHV, Part), token),
+            before=(before, token),
+            slots=(x.slots, token),
+        ),
         dict(vecH=(jax.ShapeDtypeStruct((*q.shape[:-1], DHV), q.dtype), token)),
         updates=dict(states=(x.states, states)),
         grid=grid,

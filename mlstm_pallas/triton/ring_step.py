@@ -28,7 +28,7 @@ from mlstm_pallas.formulas.tiles import blocks_over, dot, fori, loop, sum_of, we
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem
 from mlstm_pallas.stages.kernel_tiles import KernelOptions
 from mlstm_pallas.stages.launch import Launch
-from mlstm_pallas.stages.recurrent_step import rounded
+from mlstm_pallas.stages.recurrent_step import rounded, split_token
 from mlstm_pallas.stages.ring_step import (
     Operands,
     ages,
@@ -37,7 +37,14 @@ from mlstm_pallas.stages.ring_step import (
     pending_tokens,
     ring_weights,
 )
-from mlstm_pallas.triton.launch import barrier, floats, kernel_call, masked_load, masked_store
+from mlstm_pallas.triton.launch import (
+    Part,
+    barrier,
+    floats,
+    kernel_call,
+    masked_load,
+    masked_store,
+)
 from mlstm_pallas.triton.recurrent_step import (
     RecurrentStepTiles,
     at_least_a_tile,
@@ -270,8 +277,9 @@ def ring_step(
     x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
 ) -> tuple[Any, ...]:
     """Runs the stage: ``stages/ring_step.py``."""
-    q, (*heads, T, DHV) = x.tokens.q, x.tokens.v.shape
-    size, C = x.states.i.shape[-1], x.states.c
+    (*heads, T, _), C, size = x.tokens.q.shape, x.states.c, x.states.i.shape[-1]
+    DHQK, DHV = C.shape[-2:]
+    x = x._replace(tokens=split_token(x.tokens, DHQK, DHV, Part))
     token, states, grid = entries(call, x.slots)
     weights = Weights(
         floats(*heads, T, size),
@@ -295,11 +303,11 @@ def ring_step(
         _ring_read_kernel,
         dict(
             slots=(x.slots, token),
-            matQ=(q, token),
+            matQ=(x.tokens.q, token),
             states=(after, states),
             weights=(y["weights"], token),
         ),
-        dict(matH=(jax.ShapeDtypeStruct((*heads, T, DHV), q.dtype), token)),
+        dict(matH=(jax.ShapeDtypeStruct((*heads, T, DHV), x.tokens.q.dtype), token)),
         updates=dict(matC=(C, states)),
         grid=grid,
         call=call,

@@ -620,6 +620,10 @@ OTHERS = {
         dict(zip("cnm", STATES, strict=True)) | dict(phase=COUNTS),
     ),
     "ring_step": (mlstm_ring_step, TOKEN | RINGS | dict(accepted=COUNTS, slots=COUNTS)),
+    "ring_joined": (
+        partial(mlstm_ring_step, k=None, v=None, f=None),
+        dict(q=array(B, NH, 2 * DHQK + DHV), i=array(B, NH, 2)) | RINGS,
+    ),
     "ring_flush": (mlstm_ring_flush, RINGS | dict(accepted=COUNTS)),
 }
 

@@ -22,11 +22,13 @@ from oracle import (
     head_norms,
     in_float64,
     in_layout,
+    joined_arrays,
     lowered_for_cuda,
     oracle,
     outputs_and_gradients,
     param,
     random_inputs,
+    refused,
     strict,
     token_at,
     tolerance,
@@ -51,12 +53,6 @@ def random_token(seed, *shape, **options):
 
 
 # ---------------- numbers
-
-
-def joined_arrays(q, k, v, i, f, *states):
-    """The same token with q, k, v and an output gate in one array, i and f in another."""
-    qkvo = jnp.concatenate([q, k, v, v], axis=-1)
-    return [qkvo, None, None, jnp.stack([i, f], axis=-1), None, *states]
 
 
 def run_of(
@@ -377,14 +373,16 @@ IN_PLACE = [
 ]
 
 
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize(("input_gate", "dtype", "DHQK", "DHV", "rows"), IN_PLACE)
-def test_a_step_is_one_launch_in_place(input_gate, dtype, DHQK, DHV, rows):
+def test_a_step_is_one_launch_in_place(input_gate, dtype, DHQK, DHV, rows, joined):
     """It writes the states where it reads them. Several CTAs of a head read n and m from a copy;
-    only n and m of slots are gathered."""
+    only n and m of slots are gathered, and nothing is sliced."""
     x, slots = inputs_of(5, 2, 1, DHQK, DHV, rows=rows, dtype=dtype)
     step = functools.partial(mlstm_recurrent_step, input_gate=input_gate, backend="triton")
     run = jax.jit(lambda slots, *token: step(*token, slots=slots))
-    text = lowered_for_cuda(run, slots, *token_at(x, 0).values())
+    token = token_at(x, 0).values()
+    text = lowered_for_cuda(run, slots, *(joined_arrays(*token) if joined else token))
     operations = {*re.findall(r"stablehlo\.(\w+)[ (]", text)} - {"reshape"}
     copies, copied = {"broadcast_in_dim", "concatenate", "constant", "convert"}, DHQK == 300
     if not rows:
@@ -446,6 +444,8 @@ def test_joined_arrays_of_wrong_shapes():
     for wrong in ([narrow, *others], [*token[:2], x[2], *token[3:]], of_i, token[:5]):
         with pytest.raises(ValueError, match="k is None, expected v and f None too, q with q, k"):
             mlstm_recurrent_step(*wrong)
+    sequence = functools.partial(mlstm_recurrent_sequence, layout="BNTH")
+    refused(TypeError, "k is a NoneType, expected an array", sequence, *token)
 
 
 def entries_and_pools(rows):

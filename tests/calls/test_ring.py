@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from typing import NamedTuple
 
 import compile_report
@@ -19,6 +20,7 @@ from oracle import (
     error,
     in_float64,
     in_layout,
+    joined_arrays,
     loss_of,
     lowered_for_cuda,
     oracle,
@@ -76,7 +78,7 @@ def generate(x, states, run, T, seed=0):
     return swapped(h), states, accepted
 
 
-def runner_of(*, layout="BNTH", slots=None, **options):
+def runner_of(*, layout="BNTH", slots=None, joined=False, **options):
     """A jitted call for ``generate``; one token has no axis T."""
 
     @jax.jit
@@ -85,6 +87,8 @@ def runner_of(*, layout="BNTH", slots=None, **options):
         drafts = in_layout(layout, TOKEN, drafts)
         if one:
             drafts = [y[:, :, 0] for y in drafts]
+        if joined:
+            drafts = joined_arrays(*drafts)
         h, states = mlstm_ring_step(
             *drafts, states, accepted=accepted, layout=layout, slots=slots, **options
         )
@@ -105,6 +109,8 @@ CASES = [
     param(3, dtype="bfloat16", state_dtype="bfloat16", length=16),
     param(3, dtype="float16", state_dtype="float16", layout="BTNH"),
     param(2, dtype="float32", slots=True),
+    param(1, dtype="float32", heads=(80, 37), joined=True),
+    param(3, dtype="bfloat16", gate="sigmoid", layout="BTNH", joined=True, slots=True),
 ]
 
 
@@ -118,7 +124,7 @@ def test_calls_are_the_recurrence(backend, T, options):
 
 def check_calls(
     T, backend, config=None, *, dtype, gate="exp", normalize=True, slots=False, heads=(40, 37),
-    S=25, f_shift=2.0, state_dtype=None, length=8, layout="BNTH",
+    S=25, f_shift=2.0, state_dtype=None, length=8, layout="BNTH", joined=False,
 ):  # fmt: skip
     recipe = dict(resets=True, f_shift=f_shift, m_initial=gate == "exp")
     x = random_inputs(3, 3, 2, S, *heads, dtype=dtype, **recipe)
@@ -127,11 +133,12 @@ def check_calls(
     index = np.array([4, 0, 2], "int32") if slots else None
     if slots:
         states = jax.tree.map(lambda y: y[np.array([1, 0, 2, 0, 0])], states)
-    run = runner_of(layout=layout, slots=index, backend=backend, config=config, **options)
+    options |= dict(backend=backend, config=config)
+    run = runner_of(layout=layout, slots=index, joined=joined, **options)
     h, states, accepted = generate(x, states, run, T)
     if slots:
         states = jax.tree.map(lambda y: y[index], states)
-    expected_h, *expected = oracle(x, input_gate=gate, **options)
+    expected_h, *expected = oracle(x, input_gate=gate, normalize=normalize)
     bound = max(tolerance(dtype, heads[0]), tolerance(state_dtype or "float32", heads[0]))
     assert_close(h, expected_h, bound, "h")
     last = mlstm_ring_flush(states, accepted=accepted)
@@ -230,16 +237,18 @@ def test_gradients_through_xla():
         assert_close(result[name], y, 1e-4, name)
 
 
-def test_a_step_updates_the_states_in_place():
-    """It is two launches."""
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_step_updates_the_states_in_place(joined):
+    """It is two launches, and nothing is sliced."""
     x = random_inputs(11, 2, 2, 1, 32, 48, dtype="bfloat16")
     run = functools.partial(mlstm_ring_step, backend="triton")
     tokens = [x[name][:, :, 0] for name in TOKEN]
+    tokens = joined_arrays(*tokens) if joined else tokens
     text = lowered_for_cuda(jax.jit(run), *tokens, ring_of(x))
     calls = [line for line in text.splitlines() if "custom_call @__gpu" in line]
     assert len(calls) == 2
     assert sum(line.count("operand_index") for line in calls) == 10
-    assert "stablehlo.concatenate" not in text
+    assert not {"concatenate", "slice"} & {*re.findall(r"stablehlo\.(\w+)", text)}
 
 
 @pytest.mark.slow
@@ -356,6 +365,13 @@ MESSAGES = [
         TypeError,
         "k has dtype float32, expected bfloat16, that of the ring",
         lambda x: mlstm_ring_step(*x.first, ring_of(x.inputs, dtype="bfloat16")),
+    ),
+    refusal(
+        ValueError,
+        "k is None, expected v and f None too, q with q, k and v on its last axis, (..., "
+        "2 * DHQK + DHV or more), i (..., 2) and the states; the shapes of q, i and c are "
+        "(2, 2, 2, 16), (2, 2, 2) and (2, 2, 16, 8)",
+        lambda x: mlstm_ring_step(x.first[0], None, None, x.first[3], None, x.states),
     ),
     refusal(
         ValueError,

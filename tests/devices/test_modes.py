@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from mesh_calls import both_passes
 from oracle import (
     assert_close,
+    joined_arrays,
     mesh_of,
     random_inputs,
     run_python,
@@ -94,7 +95,7 @@ def calls():
     few = [y[:, :, :3] for y in plain]
     yield "steps", mlstm_recurrent_sequence, few
     yield "lengths", functools.partial(mlstm_recurrent_sequence, sequence_lengths=lengths), plain
-    yield "joined", mlstm_recurrent_step, joined(token)
+    yield "joined", mlstm_recurrent_step, joined_arrays(*token)
     yield "ring", mlstm_ring_step, [*few, jax.jit(ring_of)(token)]
     yield "flush", mlstm_ring_flush, [jax.jit(ring_of)(token)]
     yield "states", functools.partial(mlstm_chunkwise_states, every=16), x
@@ -108,12 +109,6 @@ def calls():
         yield system.__name__, both_passes(system), inputs(64)[:5]
 
 
-def joined(token):
-    """The arguments of a step with q, k, v as one array and i, f as another."""
-    q, k, v, i, f, *states = token
-    return [jnp.concatenate([q, k, v], -1), None, None, jnp.stack([i, f], -1), None, *states]
-
-
 def ring_of(token):
     return mlstm_ring_states(*token[5:], dtype="float32")
 
@@ -125,7 +120,7 @@ def calls_with_slots():
     for options in dict(sequence_lengths=np.array([2])), dict(return_all_states=True):
         yield functools.partial(mlstm_recurrent_sequence, **options), x[:5]
     yield functools.partial(mlstm_recurrent_step, slots=np.array([2])), token[:5] + pools
-    yield mlstm_recurrent_step, joined(token)
+    yield mlstm_recurrent_step, joined_arrays(*token)
 
 
 @pytest.mark.slow

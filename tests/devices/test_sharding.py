@@ -20,6 +20,7 @@ from oracle import (
     assert_close,
     compare,
     in_layout,
+    joined_arrays,
     loss_of,
     mesh_of,
     param,
@@ -333,10 +334,12 @@ def test_steps_and_heads_of_pools_stay_sharded(backend, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-def test_batch_and_heads_of_rings_stay_sharded(kind):
+def test_batch_and_heads_of_rings_stay_sharded(kind, joined):
     x = [*random_inputs(10, 4, 2, 3, 16, 16).values()]
-    operands = np.zeros(4, "int32"), mlstm_ring_states(*x[5:], dtype="float32", length=8), *x[:5]
+    states = mlstm_ring_states(*x[5:], dtype="float32", length=8)
+    operands = np.zeros(4, "int32"), states, *(joined_arrays(*x[:5]) if joined else x[:5])
 
     @jax.jit
     def run(accepted, states, *tokens):

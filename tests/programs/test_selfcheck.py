@@ -30,7 +30,7 @@ SMALL = dict(backend="xla", B=2, NH=1, DHQK=8, DHV=8, dtype="float32", initial=T
 TOKENS = SMALL | dict(states=["float32"] * 3, slots=False)
 LAST = dict(return_last_states=True, recompute_states_in_bw=True)
 INVARIANT = dict(config=dict(batch_invariant=True))
-DRAFTS = dict(T=3, length=8, phase=0, rollback=True)
+DRAFTS = dict(T=3, length=8, phase=0, rollback=True, joined=False)
 PROGRAMS = dict(
     mlstm_chunkwise=SMALL | dict(S=20, lengths=True, options=LAST),
     mlstm_chunkwise_states=SMALL | dict(S=40, segments=True, options=dict(every=16)),
@@ -79,7 +79,7 @@ MORE = [
     ("mlstm_recurrent_step", dict(options=dict(joined=True, input_gate="sigmoid") | INVARIANT)),
     ("mlstm_ring_step", dict(dtype="bfloat16", states=["bfloat16"] * 3)),
     ("mlstm_ring_step", dict(options=dict(T=1, rollback=False, input_gate="sigmoid"))),
-    ("mlstm_ring_step", dict(options=dict(layout="BTNH") | INVARIANT)),
+    ("mlstm_ring_step", dict(options=dict(layout="BTNH", joined=True) | INVARIANT)),
 ]
 
 
