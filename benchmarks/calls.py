@@ -55,7 +55,7 @@ STAGES = {
         Stage("chunk_gates", "gates"),
         Stage("recurrent_fw_C"),
         Stage("parallel_fw_H"),
-        Stage("parallel_fw_P", "scan", fused=True),
+        Stage("parallel_fw_P", "scores_and_keys", fused=True),
         Stage("recurrent_fw_H", fused=True),
         Stage("parallel_bw_dP"),
         Stage("recurrent_bw_dC"),
@@ -69,7 +69,7 @@ def launch_of(spec, stage):
     """How a stage runs, with sequences that are not split."""
     plan = spec.plan
     if stage in STAGES and STAGES[stage].fused:
-        return planned_launch(spec, stage, plan.scan.lowering, plan.scan_problem)
+        return planned_launch(spec, stage, plan.fused_launch.lowering, plan.fused_problem)
     return planned_launch(spec, stage, plan.lowering)
 
 

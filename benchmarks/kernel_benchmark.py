@@ -57,7 +57,7 @@ from mlstm_pallas.problem.validation import BACKENDS
 from mlstm_pallas.stages.chunk_gradients import ChunkGradients
 from mlstm_pallas.stages.lowering import Lowering
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients, ScoreTiles
-from mlstm_pallas.stages.parallel_fw_P import ScanOperands
+from mlstm_pallas.stages.parallel_fw_P import ScoresAndKeys
 from mlstm_pallas.stages.scaled_rows import ScaledRows
 
 # Relative norms of the error, of outputs and of gradients. bfloat16 has steps of 2**-8, and its
@@ -132,7 +132,7 @@ def written(outputs, L):
     """
     if isinstance(outputs, ChunkGradients):
         return outputs._replace(tile_sums=over_chunks(outputs.tile_sums, L))
-    if isinstance(outputs, ScanOperands):
+    if isinstance(outputs, ScoresAndKeys):
         return outputs._replace(keys=outputs.keys.product())
     return _written(outputs, L) if isinstance(outputs, ScoreGradients) else outputs
 
@@ -239,7 +239,7 @@ class MlstmPallasStage(MlstmPallas):
         arrays, name = dict(inputs), self.stage.name
         if self.call.lowering.folder == "mosaic_gpu" and name == "recurrent_fw_H":
             keys = ScaledRows(inputs["matK"], inputs["gates"].per_step().vecAbar)
-            arrays["scan"] = inputs["scan"]._replace(keys=keys)
+            arrays["scores_and_keys"] = inputs["scores_and_keys"]._replace(keys=keys)
         if self.weighted and name == "recurrent_bw_dC":
             g, inverse = inputs["gates"].per_step(), inputs["normaliser_gradients"].vecInvDen
             r = query_scale(g.vecW, self.call.problem.qk_scale, inverse)

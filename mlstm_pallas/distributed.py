@@ -73,7 +73,7 @@ def _from_zeros(
     plan: Plan, x: Inputs, m_states: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, PrecomputedStates]:
     """What C and n of zeros give: Gamma, n and C after the shard, and the states."""
-    p, launches, num_splits = plan.scan_problem, plan.summary, plan.summary_splits
+    p, launches, num_splits = plan.fused_problem, plan.summary, plan.summary_splits
     gates = run_gates(plan.spec, launches, x, m_states)
     abar, gamma = gates.per_step().vecAbar, gates.scaGamma
     n = stage("step_sums", launches)(step_sums.Operands(x.k, abar))
@@ -242,7 +242,9 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     """
     index, m_states = lax.axis_index(axis.name), None
     # Shards have the chunks and the splits of the call's fused scan.
-    spec = dataclasses.replace(spec, scan=(spec.plan.scan_problem.L, spec.plan.num_splits))
+    spec = dataclasses.replace(
+        spec, chunk_and_splits=(spec.plan.fused_problem.L, spec.plan.num_splits)
+    )
     C_first, n_first, m = x.initial
     C_first, n_first = (jnp.where(index == 0, y, 0.0) for y in (C_first, n_first))
     if spec.stabilised:

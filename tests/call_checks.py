@@ -287,8 +287,8 @@ def splits(num_splits, fused=True):
     return config_in_splits(num_splits, fused, dict(state_rows=32), **tiles)
 
 
-def fused(**scan):
-    return KernelConfig(fused=True, triton_recurrent_fw_H=scan)
+def fused(**tiles):
+    return KernelConfig(fused=True, triton_recurrent_fw_H=tiles)
 
 
 MATERIALISED, BTNH = KernelConfig(fused=False), dict(layout="BTNH")
@@ -786,10 +786,10 @@ OF_1000 = dict(lengths=np.array([0, 1, 384, 700, 1000])) | TWO_LOWERINGS
 OF_1001 = dict(lengths=np.array([0, 1, 384, 700, 1001])) | TWO_LOWERINGS
 
 
-def stored_scan(num_splits, num_stages):
+def stored_by_fused_scan(num_splits, num_stages):
     """The states that the fused scan stored."""
-    scan = dict(siz_b_L=32, state_rows=256, num_stages=num_stages)
-    config = KernelConfig(fused=True, num_splits=num_splits, triton_recurrent_fw_H=scan)
+    tiles = dict(siz_b_L=32, state_rows=256, num_stages=num_stages)
+    config = KernelConfig(fused=True, num_splits=num_splits, triton_recurrent_fw_H=tiles)
     return dict(config=config) | STORED
 
 
@@ -813,10 +813,10 @@ ON_A_GPU = [
     gpu_row("fused", "float32", 1, 2, 2048, 128, 256, config=fused()),
     gpu_row("splits", "bfloat16", 1, 2, 2048, 128, 256, config=FOUR_SPLITS),
     gpu_row("splits", "float32", 1, 2, 2048, 256, 512, config=FOUR_SPLITS),
-    gpu_row("stored_in_1_splits", "bfloat16", 1, 2, 2048, 64, 64, **stored_scan(1, 3)),
-    gpu_row("stored_in_4_splits", "bfloat16", 1, 2, 2048, 256, 512, **stored_scan(4, 3)),
-    gpu_row("stored_in_1_splits", "float32", 1, 2, 2048, 128, 256, **stored_scan(1, 2)),
-    gpu_row("stored_in_4_splits", "float32", 1, 2, 2048, 128, 256, **stored_scan(4, 2)),
+    gpu_row("stored_in_1_splits", "bfloat16", 1, 2, 2048, 64, 64, **stored_by_fused_scan(1, 3)),
+    gpu_row("stored_in_4_splits", "bfloat16", 1, 2, 2048, 256, 512, **stored_by_fused_scan(4, 3)),
+    gpu_row("stored_in_1_splits", "float32", 1, 2, 2048, 128, 256, **stored_by_fused_scan(1, 2)),
+    gpu_row("stored_in_4_splits", "float32", 1, 2, 2048, 128, 256, **stored_by_fused_scan(4, 2)),
     gpu_row("chunks_of_16", "bfloat16", 1, 2, 2048, 128, 256, chunk_size=16),
     gpu_row("chunks_of_1024", "float32", 1, 2, 2048, 128, 256, chunk_size=1024),
     gpu_row("chunks_of_2048", "bfloat16", 1, 2, 2048, 128, 256, chunk_size=2048),

@@ -40,7 +40,7 @@ import mlstm_pallas
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.planning.call_spec import SMALL
 
-SCAN = {"parallel_fw_P", "recurrent_fw_H"}
+FUSED_STAGES = {"parallel_fw_P", "recurrent_fw_H"}
 
 
 def skip_unless_hopper():
@@ -57,14 +57,14 @@ ALL = {
 RACE = "RACE DETECTED"  # which GPU interpret mode prints
 
 
-def fused(num_splits=None, **scan):
+def fused(num_splits=None, **tiles):
     """The fused scan with these tiles of its Mosaic GPU kernel; in the backward pass chunks of 128,
     and states in CTAs of two warpgroups."""
     return KernelConfig(
         chunk_size=128,
         fused=True,
         num_splits=num_splits,
-        mosaic_gpu_recurrent_fw_H=dict(num_stages=2) | scan,
+        mosaic_gpu_recurrent_fw_H=dict(num_stages=2) | tiles,
         mosaic_gpu_recurrent_bw_dC=dict(state_columns=128),
     )
 

@@ -386,16 +386,16 @@ def strict():
         yield
 
 
-def config_in_splits(num_splits, fused=True, scan=None, **tiles):
+def config_in_splits(num_splits, fused=True, fused_tiles=None, **tiles):
     """A config with all recurrences in so many splits, if these are whole chunks.
 
-    tiles: fields that the Triton kernels share; scan: others of the fused scan.
+    tiles: fields that the Triton kernels share; fused_tiles: others of the fused scan.
     """
     parts = tiles | dict(num_splits=num_splits)
     return KernelConfig(
         fused=fused,
         num_splits=num_splits,
-        triton_recurrent_fw_H=tiles | (scan or {}),
+        triton_recurrent_fw_H=tiles | (fused_tiles or {}),
         triton_recurrent_fw_C=parts,
         triton_recurrent_bw_dC=parts,
     )

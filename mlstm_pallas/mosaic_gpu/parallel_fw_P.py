@@ -43,7 +43,7 @@ from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.kernel_tiles import KernelOptions
 from mlstm_pallas.stages.launch import Launch
-from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
+from mlstm_pallas.stages.parallel_fw_P import Operands, ScoresAndKeys
 from mlstm_pallas.stages.scaled_rows import ScaledRows
 
 
@@ -121,7 +121,7 @@ def parallel_fw_P(
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     call: Launch,
-) -> ScanOperands:
+) -> ScoresAndKeys:
     """Runs the stage: ``stages/parallel_fw_P.py``. It returns unscaled keys with their weights."""
     p, dtype = call.problem, x.matQ.dtype
     per_step = float32(p.BNH, p.S)
@@ -139,7 +139,7 @@ def parallel_fw_P(
         entries=None if x.chunks is None else x.chunks.entries,
         **score_operands(x, normaliser),
     )
-    return ScanOperands(
+    return ScoresAndKeys(
         y["matP"], ScaledRows(x.matK, x.gates.per_step().vecAbar), y["vecR"], y["vecZ"]
     )
 

@@ -61,7 +61,7 @@ from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.kernel_tiles import KernelOptions
 from mlstm_pallas.stages.launch import Launch
-from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
+from mlstm_pallas.stages.recurrent_fw_H import Operands, Outputs
 
 MOST_ROWS = {128: 320, 192: 128}  # of C, by the columns of a CTA
 PIECE = 256  # the most rows of C to which one product adds
@@ -210,7 +210,7 @@ def _kernel(
 
 def recurrent_fw_H(
     x: Operands, *, return_last: bool = True, store_every: int = 0, call: Launch
-) -> FusedScan:
+) -> Outputs:
     """Runs the stage: ``stages/recurrent_fw_H.py``."""
     matQ, matV, scores, scaGamma, matC_initial, chunks = x
     p, tiles, dtype, keys = call.problem, call.tiles, matQ.dtype, scores.keys
@@ -259,7 +259,7 @@ def recurrent_fw_H(
     last = jnp.concatenate(lasts, axis=1)[..., : p.DHV] if return_last else None
     if last is not None and chunks is not None:
         last = last.reshape(p.B, N, p.NH, p.DHQK, p.DHV)
-    return FusedScan(y["matH"], last, y["matC_states"])
+    return Outputs(y["matH"], last, y["matC_states"])
 
 
 @dataclasses.dataclass(frozen=True)

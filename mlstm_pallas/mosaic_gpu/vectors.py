@@ -1,8 +1,8 @@
 """Launches of the bodies of vectors/ on Mosaic GPU; one warpgroup per CTA.
 
 chunk_summaries, chunk_gates, m_summaries, step_gradients: grid (B * NH * S / 512, rounded up). A
-CTA owns 512 consecutive steps, which are one or several chunks; ``chunk_scans.py`` has the scans
-over the steps of a chunk, and which steps a thread holds.
+CTA owns 512 consecutive steps, which are one or several chunks; ``prefix_scans.py`` has the
+prefix scans over the steps of a chunk, and which steps a thread holds.
 stabiliser_scan, m_carry_scan: grid (B * NH). A CTA reads the summaries of up to 512 chunks of its
 head at a time. It does not run for sequences of up to 16 chunks whose steps fill whole CTAs,
 because a launch takes longer than joining their summaries in each CTA of the next kernel.
@@ -21,10 +21,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.tiles import blocks_over, loop, rounded_up
-from mlstm_pallas.mosaic_gpu.common.chunk_scans import (
+from mlstm_pallas.mosaic_gpu.common.launch import WG_ROWS, block, float32, mosaic_call, unravel
+from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
+from mlstm_pallas.mosaic_gpu.common.prefix_scans import (
     LANES,
     STEPS,
-    Scan,
+    PrefixScan,
     Slots,
     across,
     chunk_columns,
@@ -32,8 +34,6 @@ from mlstm_pallas.mosaic_gpu.common.chunk_scans import (
     scan_buffers,
     store_rows,
 )
-from mlstm_pallas.mosaic_gpu.common.launch import WG_ROWS, block, float32, mosaic_call, unravel
-from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.kernel_tiles import KernelOptions
 from mlstm_pallas.stages.launch import Launch
@@ -67,7 +67,7 @@ def _cta_chunks(p):
 
 
 class _OneChunk:
-    """The scan of a body that appends one chunk."""
+    """The ``PrefixScan`` of a body that appends one chunk."""
 
     @staticmethod
     def running(join, x, identities):
@@ -122,7 +122,7 @@ def _kernel(
     **scans_smem,
 ):
     cta, chunks = lax.axis_index("cta"), _cta_chunks(p)
-    scan = Scan(p.L // STEPS, Slots([*scans_smem.values()]), p.reverse)
+    scan = PrefixScan(p.L // STEPS, Slots([*scans_smem.values()]), p.reverse)
 
     def vector(ref):
         if ref is None or len(ref.shape) == 3:
@@ -228,7 +228,7 @@ def _chunk_scan_kernel(
     *,
     body,
 ):
-    head, scan = lax.axis_index("head"), Scan(LANES, Slots([scan_smem]))
+    head, scan = lax.axis_index("head"), PrefixScan(LANES, Slots([scan_smem]))
 
     def one(j, before):
         at = head, block(j, LANES)

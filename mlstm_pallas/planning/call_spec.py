@@ -30,7 +30,7 @@ from mlstm_pallas.stages.lowering import Lowering
 # narrower heads (a smaller DHQK * DHV) do not repay.
 MIN_SPLIT_STEPS, MIN_SPLIT_STATE = 1024, 2**15
 MIN_FUSED_STATE = 2**13  # DHQK * DHV
-SCAN_SHARE = 0.6  # the share of the places for CTAs that the fused scan should fill
+FUSED_SHARE = 0.6  # the share of the places for CTAs that the fused scan should fill
 # The DHQK and DHV up to which Triton's forward pass is faster than Mosaic GPU's.
 FASTEST_ON_TRITON = 16
 # Stages between the others, in the lowering of the kernel that computes or reads the scores.
@@ -54,8 +54,9 @@ class CallSpec(Options):
       negative_segments: 1: the first of num_segments is of ids below 0, because the initial states
         of the next one enter behind its steps; else 0.
       stage: the stage that a call of tokens runs; None: the call is of sequences.
-      scan: steps per chunk and splits of the fused scan, where the devices of a sequence exchange
-        what depends on them, so that they are those of the whole call; None: they are planned.
+      chunk_and_splits: steps per chunk and splits of the fused scan, where the devices of a
+        sequence exchange what depends on them, so that they are those of the whole call; None: they
+        are planned.
     """
 
     problem: Problem
@@ -65,7 +66,7 @@ class CallSpec(Options):
     pooled: bool = False
     negative_segments: int = 0
     stage: str | None = None
-    scan: tuple[int, int] | None = None
+    chunk_and_splits: tuple[int, int] | None = None
 
     @property
     def lowering(self) -> Lowering:
@@ -235,8 +236,8 @@ class Plan:
       lowering: of the kernels, before those that a kernel falls to; "xla": all is plain jnp.
       forward, backward: the launches of the passes, in order. Those of a step are ``forward``.
       summary: the launches for what the devices of a sequence exchange.
-      scan: the fused scan without splits, whose tiles have its chunks, used or not.
-      scan_problem: the problem in the chunks of the fused scan.
+      fused_launch: of recurrent_fw_H without splits, whose tiles have its chunks, used or not.
+      fused_problem: the problem in the chunks of the fused scan.
       num_splits: splits of each sequence in the fused scan; 0: the states are materialised.
       summary_splits: splits of each shard of a sequence, where its devices exchange summaries.
       in_list: the plan of the backward pass of packed segments with states, whose rows are copied
@@ -249,8 +250,8 @@ class Plan:
     forward: Launches = dataclasses.field(compare=False)
     backward: Launches = dataclasses.field(default_factory=dict, compare=False)
     summary: Launches = dataclasses.field(default_factory=dict, compare=False)
-    scan: Any = None
-    scan_problem: Any = None
+    fused_launch: Any = None
+    fused_problem: Any = None
     num_splits: int = 0
     summary_splits: int = 1
     in_list: Any = None
@@ -294,14 +295,16 @@ def _launches(spec: CallSpec, *names: str, lowering: Lowering, **options: Any) -
     return {name: launch_of(spec, name, lowering, **options) for name in names}
 
 
-def _until_scan(spec: CallSpec, lowering: Lowering, scan: Launch) -> tuple[Launches, Launches]:
+def _until_fused_scan(
+    spec: CallSpec, lowering: Lowering, fused: Launch
+) -> tuple[Launches, Launches]:
     """The launches up to the fused scan, in its chunks, in two parts.
 
     The first part is what the devices of a sequence compute for their exchange as well. What is
     small has the lowering of parallel_fw_P.
     """
-    of = functools.partial(_launches, spec, problem=scan.problem)
-    scores = of("parallel_fw_P", lowering=scan.lowering)
+    of = functools.partial(_launches, spec, problem=fused.problem)
+    scores = of("parallel_fw_P", lowering=fused.lowering)
     small = functools.partial(of, lowering=scores["parallel_fw_P"].lowering)
     gates_and_sums = of("chunk_gates", lowering=lowering) | small("step_sums")
     return gates_and_sums, small("vector_states") | scores
@@ -333,35 +336,35 @@ def plan_of(spec: CallSpec, lowering: Lowering) -> Plan:
     if spec.num_segments is not None:
         return _plan_of_segments(spec, lowering, spec.num_segments)
     p, of = spec.problem, functools.partial(_launches, spec, lowering=lowering)
-    scan = launch_of(spec, "recurrent_fw_H", lowering)
-    L, splits = spec.scan or (scan.tiles.siz_b_L if scan.tiles else p.L, None)
-    scan_problem = p.in_chunks_of(L)
-    num_splits = _num_splits(spec, scan_problem, scan.tiles) if splits is None else splits
+    fused = launch_of(spec, "recurrent_fw_H", lowering)
+    L, splits = spec.chunk_and_splits or (fused.tiles.siz_b_L if fused.tiles else p.L, None)
+    fused_problem = p.in_chunks_of(L)
+    num_splits = _num_splits(spec, fused_problem, fused.tiles) if splits is None else splits
     summary_splits = _summary_splits(p, num_splits)
-    if scan.tiles is None:
+    if fused.tiles is None:
         num_splits = 0
 
     def products(splits: int) -> Launches:
-        return of("split_products", problem=scan_problem, num_splits=splits)
+        return of("split_products", problem=fused_problem, num_splits=splits)
 
     first, scores = Launches(), Launches()
-    if num_splits or spec.scan:
-        in_scan = dataclasses.replace(scan, problem=scan_problem)
-        first, scores = _until_scan(spec, lowering, in_scan)
+    if num_splits or spec.chunk_and_splits:
+        in_chunks = dataclasses.replace(fused, problem=fused_problem)
+        first, scores = _until_fused_scan(spec, lowering, in_chunks)
     forward = of("chunk_gates", "recurrent_fw_C", "parallel_fw_H")
     if num_splits:
-        forward = scores if spec.scan else first | scores
-        if num_splits > 1 and not (spec.scan and summary_splits == num_splits):
+        forward = scores if spec.chunk_and_splits else first | scores
+        if num_splits > 1 and not (spec.chunk_and_splits and summary_splits == num_splits):
             forward |= products(num_splits)
-        forward |= of("recurrent_fw_H", problem=scan_problem.split(num_splits))
+        forward |= of("recurrent_fw_H", problem=fused_problem.split(num_splits))
     return Plan(
         spec,
         lowering,
         forward,
         backward=_backward(spec, lowering),
-        summary=first | products(summary_splits) if spec.scan else {},
-        scan=scan,
-        scan_problem=scan_problem,
+        summary=first | products(summary_splits) if spec.chunk_and_splits else {},
+        fused_launch=fused,
+        fused_problem=fused_problem,
         num_splits=num_splits,
         summary_splits=summary_splits,
     )
@@ -374,13 +377,13 @@ def _plan_of_segments(spec: CallSpec, lowering: Lowering, N: int) -> Plan:
     heads do. The backward pass runs over another list.
     """
     p = spec.problem
-    scan = launch_of(spec, "recurrent_fw_H", lowering, dataclasses.replace(p, NH=p.NH * N))
+    fused = launch_of(spec, "recurrent_fw_H", lowering, dataclasses.replace(p, NH=p.NH * N))
 
     def in_list(L: int) -> Problem:
         return dataclasses.replace(p, S=num_entries(spec.steps, N, L) * L, L=L)
 
-    scan = dataclasses.replace(scan, problem=in_list(scan.tiles.siz_b_L if scan.tiles else p.L))
-    first, scores = _until_scan(spec, lowering, scan)
+    fused = dataclasses.replace(fused, problem=in_list(fused.tiles.siz_b_L if fused.tiles else p.L))
+    first, scores = _until_fused_scan(spec, lowering, fused)
     sequence = dataclasses.replace(
         spec.forward_only,
         problem=in_list(p.L),
@@ -392,8 +395,8 @@ def _plan_of_segments(spec: CallSpec, lowering: Lowering, N: int) -> Plan:
     return Plan(
         spec,
         lowering,
-        first | scores | dict(recurrent_fw_H=scan),
-        scan_problem=scan.problem,
+        first | scores | dict(recurrent_fw_H=fused),
+        fused_problem=fused.problem,
         in_list=Plan(sequence, lowering, {}, backward),
     )
 
@@ -402,7 +405,7 @@ def _num_splits(spec: CallSpec, p: Problem, tiles: Any) -> int:
     """Splits of a sequence in the fused scan; 0: the states are materialised."""
     if tiles is None:
         return 0
-    splits = _scan_splits(spec, spec.planned_for(p), tiles)
+    splits = _fused_splits(spec, spec.planned_for(p), tiles)
     stores = tiles.state_rows == p.DHQK and spec.problem.NC % max(splits, 1) == 0
     return splits * (spec.recompute_states_in_bw or stores)
 
@@ -419,12 +422,12 @@ def _summary_splits(p: Problem, num_splits: int) -> int:
     return math.gcd(p.NC, 1 << (enough.bit_length() - 1))
 
 
-def _scan_splits(spec: CallSpec, p: Problem, tiles: Any) -> int:
+def _fused_splits(spec: CallSpec, p: Problem, tiles: Any) -> int:
     """Splits of a sequence into whole chunks of the fused scan; 0: the states are materialised.
 
-    The scan has a CTA for each head and block of columns. Where these are few it is split; a
-    sequence too short for splits is scanned only if the CTAs fill a share of the places. A third
-    launch, which reads and writes h once more, is slower than states in memory.
+    recurrent_fw_H has a CTA for each head and block of columns. Where these are few, the sequence
+    is split; one too short for splits has the fused scan only if the CTAs fill a share of the
+    places. A third launch, which reads and writes h once more, is slower than states in memory.
     """
     config, whole_chunks = spec.config, p.NC & -p.NC
     if config.fused is False:
@@ -435,9 +438,9 @@ def _scan_splits(spec: CallSpec, p: Problem, tiles: Any) -> int:
         return 0
     ctas = p.BNH * blocks_over(p.DHV, tiles.siz_b_DHHV)
     places = tiles.ctas_per_sm * spec.gpu.sms
-    if ctas >= SCAN_SHARE * places:
+    if ctas >= FUSED_SHARE * places:
         return 1
-    splits = next_power_of_two(math.ceil(SCAN_SHARE * places / max(ctas, 1)))
+    splits = next_power_of_two(math.ceil(FUSED_SHARE * places / max(ctas, 1)))
     long = p.DHQK * p.DHV >= MIN_SPLIT_STATE and p.S // splits >= MIN_SPLIT_STEPS
     if long and splits <= whole_chunks:
         return splits

@@ -159,7 +159,7 @@ def _call_plan(spec: CallSpec) -> CallPlan:
     p, plan, num_segments = spec.problem, spec.plan, spec.num_segments
     forward, backward = plan.forward, plan.backward
     if num_segments is not None:
-        p = plan.scan_problem
+        p = plan.fused_problem
     launches = (
         _planned(spec, name, x, backward=schedule is backward)
         for schedule in (forward, backward)

@@ -31,7 +31,7 @@ from mlstm_pallas.vectors import chunk_gates
 class PrecomputedStates(NamedTuple):
     """What the devices of a sequence have computed for their exchange; float32."""
 
-    gates: ChunkGates  # in the chunks of the scan
+    gates: ChunkGates  # in the chunks of the fused scan
     n: Array  # (B * NH, NC, DHQK), what each chunk adds to n
     matX: Array  # (B * NH, num_splits, DHQK, DHV), what each split adds to C
 
@@ -84,21 +84,21 @@ def packed(plan: Plan, x: Inputs) -> Forward:
     It is the fused scan over a list of chunks, whose segments run side by side. Segments beyond
     the first N have no states; they reset them where they begin.
     """
-    spec, launches, L = plan.spec, plan.forward, plan.scan_problem.L
+    spec, launches, L = plan.spec, plan.forward, plan.fused_problem.L
     chunks, (C, n, m) = segments_of(spec, x, L)
     i, f, segment_starts = chunks.gates(x.i, x.f, x.steps.segment_starts, m, L)
     in_list = x._replace(i=i, f=f, steps=Steps(segment_starts=segment_starts))
     gates = run_gates(spec, launches, in_list)
     added = chunks.with_initial(key_sums(launches, x.k, gates, chunks), n)
     n_states, _ = key_states(launches, added, gates, x.initial.n)
-    operands = stage("parallel_fw_P", launches)(
+    scores_and_keys = stage("parallel_fw_P", launches)(
         parallel_fw_P.Operands(x.q, x.k, gates, n_states, chunks), normaliser=spec.normaliser
     )
     H, C_last, _ = stage("recurrent_fw_H", launches)(
         recurrent_fw_H.Operands(
             matQ=x.q,
             matV=x.v,
-            scan=operands._replace(vecZ=None),
+            scores_and_keys=scores_and_keys._replace(vecZ=None),
             scaGamma=gates.scaGamma,
             matC_initial=None if C is None else chunks.states(C, spec.problem),
             chunks=chunks,
@@ -106,7 +106,7 @@ def packed(plan: Plan, x: Inputs) -> Forward:
     )
     C_last = jnp.swapaxes(C_last, 1, 2).reshape(*n.shape, spec.problem.DHV)
     n, m = (y[chunks.behind_segments()] for y in (n_states, gates.scaM_states))
-    z = operands.vecZ
+    z = scores_and_keys.vecZ
     z = None if z is None else chunks.scatter_steps(z, x.i, L)
     return Forward(H, States(C_last, n, m), z, None)
 
@@ -146,7 +146,7 @@ def fused_scan(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> 
 
     Stored states are those at the boundaries of the call's chunks.
     """
-    spec, launches, p, num_splits = plan.spec, plan.forward, plan.scan_problem, plan.num_splits
+    spec, launches, p, num_splits = plan.spec, plan.forward, plan.fused_problem, plan.num_splits
     chunks = chunks_that_count(x.steps, x.v.shape[1], p) if plan.skips_chunks else None
     if precomputed is None:
         gates = run_gates(spec, launches, x)
@@ -155,33 +155,40 @@ def fused_scan(plan: Plan, x: Inputs, precomputed: PrecomputedStates | None) -> 
         gates, added = precomputed.gates, precomputed.n
     q, v, gamma = x.q, x.v, gates.scaGamma
     n, n_last = key_states(launches, added, gates, x.initial.n)
-    scan = stage("parallel_fw_P", launches)(
+    scores_and_keys = stage("parallel_fw_P", launches)(
         parallel_fw_P.Operands(x.q, x.k, gates, n, chunks), normaliser=spec.normaliser
     )
-    z, scan, C_initial = scan.vecZ, scan._replace(vecZ=None), x.initial.c
+    z, C_initial = scores_and_keys.vecZ, x.initial.c
+    scores_and_keys = scores_and_keys._replace(vecZ=None)
     if precomputed is not None:  # C while parallel_fw_P runs
-        scan, C_initial = lax.optimization_barrier((scan, C_initial))
+        scores_and_keys, C_initial = lax.optimization_barrier((scores_and_keys, C_initial))
     if num_splits > 1:
         if precomputed is not None and plan.summary_splits == num_splits:
             added = precomputed.matX[:, :-1]
         else:
+            keys = scores_and_keys.keys
             added = stage("split_products", launches)(
                 split_products.Operands(
-                    a=scan.keys.array,
+                    a=keys.array,
                     b=v,
-                    r=scan.keys.times(decays_in_splits(gamma, num_splits, p.S, backward=p.reverse)),
+                    r=keys.times(decays_in_splits(gamma, num_splits, p.S, backward=p.reverse)),
                 ),
                 num_splits=num_splits,
                 backward=p.reverse,
             )
         C_initial = split_states(added, gamma, C_initial, backward=p.reverse)
-        q, v, gamma, scan = jax.tree.map(
-            lambda y: splits_as_heads(y, num_splits, p.S), (q, v, gamma, scan)
+        q, v, gamma, scores_and_keys = jax.tree.map(
+            lambda y: splits_as_heads(y, num_splits, p.S), (q, v, gamma, scores_and_keys)
         )
     stride = spec.problem.L // p.L
     H, C_last, C = stage("recurrent_fw_H", launches)(
         recurrent_fw_H.Operands(
-            matQ=q, matV=v, scan=scan, scaGamma=gamma, matC_initial=C_initial, chunks=chunks
+            matQ=q,
+            matV=v,
+            scores_and_keys=scores_and_keys,
+            scaGamma=gamma,
+            matC_initial=C_initial,
+            chunks=chunks,
         ),
         return_last=spec.return_last_states,
         store_every=0 if spec.recompute_states_in_bw else stride,

@@ -31,8 +31,8 @@ class Operands(NamedTuple):
     chunks: ChunkList | None = None
 
 
-class ScanOperands(NamedTuple):
-    """The operands of h, except v."""
+class ScoresAndKeys(NamedTuple):
+    """What recurrent_fw_H reads besides q, v, gamma and the initial states; and z."""
 
     matP: Array  # (B * NH, S, L) in the kernel dtype, column s - the chunk's first step
     keys: ScaledRows  # (B * NH, S, DHQK) in the kernel dtype, scaled: kbar
@@ -45,7 +45,7 @@ def parallel_fw_P(
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     call: Launch,
-) -> ScanOperands:
+) -> ScoresAndKeys:
     """Runs the stage, in the chunks of recurrent_fw_H."""
     p, gates, chunks = call.problem, x.gates, x.chunks
     q, k = (call.chunks(y) if chunks is None else chunks.gather(y, p.L) for y in (x.matQ, x.matK))
@@ -69,4 +69,4 @@ def parallel_fw_P(
         y.reshape(p.BNH, p.S, *y.shape[3:]) for y in (P.astype(q.dtype), kbar.astype(q.dtype), r)
     )
     z = None if z is None else z.reshape(p.BNH, p.S)
-    return ScanOperands(P, ScaledRows(kbar, None), r, z)
+    return ScoresAndKeys(P, ScaledRows(kbar, None), r, z)

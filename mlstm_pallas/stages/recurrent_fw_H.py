@@ -14,13 +14,13 @@ from jax import Array, lax
 from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length
 from mlstm_pallas.formulas.tiles import weighted
 from mlstm_pallas.stages.launch import Launch
-from mlstm_pallas.stages.parallel_fw_P import ScanOperands
+from mlstm_pallas.stages.parallel_fw_P import ScoresAndKeys
 
 
 class Operands(NamedTuple):
     matQ: Array  # (B * NH, S, DHQK) in the kernel dtype
     matV: Array  # (B * NH, S, DHV)
-    scan: ScanOperands
+    scores_and_keys: ScoresAndKeys
     scaGamma: Array  # (B * NH, NC) float32
     # (B * NH, DHQK, DHV) float32, with a list of chunks (B, N, NH, DHQK, DHV), of one segment
     # either; None: zeros
@@ -29,7 +29,7 @@ class Operands(NamedTuple):
     chunks: ChunkList | None = None
 
 
-class FusedScan(NamedTuple):
+class Outputs(NamedTuple):
     matH: Array  # (B * NH, S, DHV) in the dtype of q
     # float32, without a list (B * NH, DHQK, DHV), else (B, N, NH, DHQK, DHV); None without
     # return_last
@@ -44,7 +44,7 @@ def recurrent_fw_H(
     return_last: bool = True,
     store_every: int = 0,
     call: Launch,
-) -> FusedScan:
+) -> Outputs:
     """Runs the stage.
 
     Args:
@@ -76,7 +76,8 @@ def recurrent_fw_H(
         after = jnp.where((size > 0)[:, None, None], after, C)
         return states.at[heads, part].set(after), (h, C.astype(q.dtype) if store_every else None)
 
-    kbar, P, r = map(call.chunks, (x.scan.keys.product(), x.scan.matP, x.scan.vecR))
+    P, keys, r, _ = x.scores_and_keys
+    kbar, P, r = map(call.chunks, (keys.product(), P, r))
     operands = parts, sizes, q, kbar, v, P, r, x.scaGamma
     C, (h, states) = lax.scan(
         step, C, tuple(jnp.moveaxis(y, 1, 0) for y in operands), reverse=p.reverse
@@ -88,4 +89,4 @@ def recurrent_fw_H(
     stored = None
     if store_every:
         stored = jnp.moveaxis(states, 0, 1)[:, p.memory_index(0, store_every) :: store_every]
-    return FusedScan(H, last, stored)
+    return Outputs(H, last, stored)

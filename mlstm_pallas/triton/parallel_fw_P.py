@@ -18,7 +18,7 @@ from mlstm_pallas.formulas.tiles import dot, pieces, weighted
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.kernel_tiles import KernelOptions, Tiles
 from mlstm_pallas.stages.launch import Launch
-from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
+from mlstm_pallas.stages.parallel_fw_P import Operands, ScoresAndKeys
 from mlstm_pallas.stages.scaled_rows import ScaledRows
 from mlstm_pallas.triton.launch import entry_rows, floats, kernel_call, operands
 
@@ -70,7 +70,7 @@ def parallel_fw_P(
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     call: Launch,
-) -> ScanOperands:
+) -> ScoresAndKeys:
     """Runs the stage: ``stages/parallel_fw_P.py``."""
     p, g = call.problem, x.gates.per_step()
     kbar_steps = x.matK.shape[1] if x.chunks is None else p.S
@@ -91,7 +91,7 @@ def parallel_fw_P(
         call=call,
         normaliser=normaliser,
     )
-    return ScanOperands(y["matP"], ScaledRows(y["matKbar"], None), y["vecR"], y["vecZ"])
+    return ScoresAndKeys(y["matP"], ScaledRows(y["matKbar"], None), y["vecR"], y["vecZ"])
 
 
 @dataclasses.dataclass(frozen=True)

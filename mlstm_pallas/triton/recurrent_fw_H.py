@@ -8,7 +8,7 @@ memory. The state is held as tiles of siz_b_DHQK rows, because only one rounded 
 If C has more than state_rows rows, each launch handles up to state_rows of them and adds to the
 output of the preceding launch.
 
-The backward pass may need C before every n-th chunk. The scan then stores it, and the loop over
+The backward pass may need C before every n-th chunk. The kernel then stores it, and the loop over
 chunks becomes two nested loops.
 
 No pipelined tile feeds both a product and other arithmetic (see parallel_fw_H).
@@ -44,7 +44,7 @@ from mlstm_pallas.formulas.tiles import (
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
 from mlstm_pallas.stages.kernel_tiles import KernelOptions
 from mlstm_pallas.stages.launch import Launch
-from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
+from mlstm_pallas.stages.recurrent_fw_H import Operands, Outputs
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,
@@ -169,9 +169,9 @@ def recurrent_fw_H(
     return_last: bool = True,
     store_every: int = 0,
     call: Launch,
-) -> FusedScan:
+) -> Outputs:
     """Runs the stage: ``stages/recurrent_fw_H.py``."""
-    p, dtype, kbar = call.problem, x.matQ.dtype, x.scan.keys.product()
+    p, dtype, kbar = call.problem, x.matQ.dtype, x.scores_and_keys.keys.product()
     siz_b, rows = call.tiles.siz_b_DHHV, call.tiles.state_rows
     launches = blocks_over(p.DHQK, rows)
     if store_every and launches > 1:
@@ -203,8 +203,8 @@ def recurrent_fw_H(
                 matQ=(x.matQ, "bsk"),
                 matKbar=(kbar, "bsk"),
                 matV=(x.matV, "bsi"),
-                matP=(None if index else x.scan.matP, "bs0"),
-                vecR=(x.scan.vecR, "bs"),
+                matP=(None if index else x.scores_and_keys.matP, "bs0"),
+                vecR=(x.scores_and_keys.vecR, "bs"),
                 scaGamma=(x.scaGamma, "b0"),
                 matC_initial=(C_initial, "nki"),
                 matH_before=(y["matH"], "bsi"),
@@ -229,7 +229,7 @@ def recurrent_fw_H(
     last = jnp.concatenate(lasts, axis=-2) if return_last else None
     if last is not None and chunks is not None:
         last = last.reshape(p.B, N, p.NH, p.DHQK, p.DHV)
-    return FusedScan(y["matH"], last, y["matC_states"])
+    return Outputs(y["matH"], last, y["matC_states"])
 
 
 @dataclasses.dataclass(frozen=True)

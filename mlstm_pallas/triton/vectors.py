@@ -3,7 +3,7 @@
 chunk_summaries, chunk_gates, m_summaries, step_gradients: grid (NC, B * NH).
 stabiliser_scan, m_carry_scan: grid (1, B * NH); a CTA scans up to 512 chunks of its head at a time.
 
-Triton scans nothing but sums, so the other scans exchange their vectors through global memory, in
+Of prefix scans Triton has only sums, so the others exchange their vectors through global memory, in
 log4(L) rounds.
 """
 
@@ -25,7 +25,7 @@ from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.triton.launch import barrier, floats, kernel_call, masked_load
 from mlstm_pallas.vectors import chunk_gates as gates_stage
 from mlstm_pallas.vectors import step_gradients as gradients_stage
-from mlstm_pallas.vectors.scan import Join, Scan
+from mlstm_pallas.vectors.scan import Join, PrefixScan
 
 _SCAN_BLOCK = 512  # chunks that a CTA scans at a time
 _RADIX = 4  # vectors that are joined per round
@@ -34,8 +34,8 @@ _STEPS_PER_WARP = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scan(Scan):
-    """Scans of vectors (L,), whose results per chunk are scalars.
+class _PrefixScan(PrefixScan):
+    """Prefix scans of vectors (L,), whose results per chunk are scalars.
 
     Attributes:
       workspace: references to vectors (L,) in global memory, which only this CTA reads.
@@ -96,7 +96,7 @@ def _kernel(
     **steps,  # (L,) or (n, L) each; may be absent
 ):
     p, c = call.problem, pl.program_id(0)
-    scan = _Scan(p.L, workspace, call)
+    scan = _PrefixScan(p.L, workspace, call)
     at = p.memory_index(scan.step, p.L) if p.reverse else slice(None)
 
     def load(ref):
@@ -167,7 +167,7 @@ def _chunk_scan_kernel(
     body,
     block,
 ):
-    p, scan = call.problem, _Scan(block, workspace, call)
+    p, scan = call.problem, _PrefixScan(block, workspace, call)
 
     def step(j, before):
         chunks = block_at(j, block)

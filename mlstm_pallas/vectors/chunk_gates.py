@@ -3,10 +3,10 @@
 It runs three bodies:
 
 summaries: what each chunk does to m, from the gate pre-activations.
-stabilisers: m at the chunk boundaries, a scan over the chunks of a head.
+stabilisers: m at the chunk boundaries, a prefix scan over the chunks of a head.
 step_gates: the gates of every step, from the pre-activations and m, and in the backward pass their
-flags (``gates.join_flags``). It scans each chunk again, which is faster than to write and read the
-scans of ``summaries``. If m is known, it is the only body.
+flags (``gates.join_flags``). It repeats the prefix scans of ``summaries``, which is faster than to
+write and read them. If m is known, it is the only body.
 
 Bytes of the kernels: 11 vectors of B NH S float32, one more with flags; no matrix product.
 """
@@ -20,7 +20,7 @@ from jax import Array
 from mlstm_pallas.formulas import gates
 from mlstm_pallas.formulas.gates import ChunkGates, LocalGates
 from mlstm_pallas.problem.dimensions import InputGate
-from mlstm_pallas.vectors.scan import Scan, scan_chunks, vector_call
+from mlstm_pallas.vectors.scan import PrefixScan, scan_chunks, vector_call
 
 if TYPE_CHECKING:
     from mlstm_pallas.stages.launch import Launch
@@ -38,7 +38,7 @@ class Operands(NamedTuple):
 
 
 def local_gates(
-    scan: Scan,
+    scan: PrefixScan,
     log_i: Array,
     log_f: Array,
     reset: Array,
@@ -69,20 +69,20 @@ def local_gates(
     return LocalGates(b, e, emax, offset)
 
 
-def summaries(scan: Scan, i: Array, f: Array, starts: Any, *, input_gate: InputGate) -> Any:
+def summaries(scan: PrefixScan, i: Array, f: Array, starts: Any, *, input_gate: InputGate) -> Any:
     """No output per step, and ``gates.summary`` of each chunk."""
     is_start = None if starts is None else starts > 0
     local = local_gates(scan, *gates.log_gates(i, f, input_gate), is_start, input_gate)
     return (), gates.summary(local)
 
 
-def stabilisers(scan: Scan, g: Array, a: Array, m_initial: Array) -> Array:
+def stabilisers(scan: PrefixScan, g: Array, a: Array, m_initial: Array) -> Array:
     """m after each chunk, from the chunks' summaries; the steps of ``scan`` are the chunks."""
     added, largest = scan.running(gates.join_summaries, (g, a), (0.0, -_INF))
     return jnp.maximum(added + m_initial, largest)
 
 
-def joined_gates(scan: Scan, local: LocalGates, m: Any, input_gate: InputGate) -> Any:
+def joined_gates(scan: PrefixScan, local: LocalGates, m: Any, input_gate: InputGate) -> Any:
     """Outputs per step in the order of ``ChunkGates``, and gamma; m: before and after the chunk."""
     p, gamma = gates.join_ends(*scan.last(*local.vecB, local.vecOffset), *m)
     u, w, m_steps, abar = gates.join_steps(local, m[0], p, input_gate)
@@ -90,7 +90,14 @@ def joined_gates(scan: Scan, local: LocalGates, m: Any, input_gate: InputGate) -
 
 
 def step_gates(
-    scan: Scan, i: Array, f: Array, starts: Any, *, m: Any, input_gate: InputGate, with_flags: bool
+    scan: PrefixScan,
+    i: Array,
+    f: Array,
+    starts: Any,
+    *,
+    m: Any,
+    input_gate: InputGate,
+    with_flags: bool,
 ) -> Any:
     """``joined_gates``, and with the flags behind the other outputs per step."""
     is_start = None if starts is None else starts > 0

@@ -32,11 +32,11 @@ def vector_of(vectors: Any) -> VectorOf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scan:
-    """Scans over the L steps of a chunk, in processing order; an array has one element per step.
+class PrefixScan:
+    """Prefix scans over the L steps of a chunk, in processing order.
 
-    A lowering has a class with the same methods, for chunks in its form. What a method returns per
-    chunk broadcasts against arrays.
+    An array has one element per step; what a method returns per chunk broadcasts against arrays. A
+    lowering has a class with the same methods, for chunks in its form.
     """
 
     L: int
@@ -52,14 +52,14 @@ class Scan:
         return [jnp.cumsum(y.reshape(tiles), axis=1).reshape(self.L) for y in x]
 
     def against(self, function: Callable[..., Array], *x: Array) -> Array:
-        """``function(scan, *x)`` with a scan from the last step to the first."""
+        """``function(scan, *x)`` with prefix scans from the last step to the first."""
         return jnp.flip(function(self, *map(jnp.flip, x)))
 
     def running(self, join: Join, x: Sequence[Array], identities: Sequence[float]) -> Any:
-        """Inclusive scans; identities: the neutral element of join, per array."""
+        """Inclusive prefix scans; identities: the neutral element of join, per array."""
 
         def double(n: Array, x: Any) -> Any:
-            """The scans of 2 ** n steps to those of twice as many."""
+            """The prefix scans of 2 ** n steps to those of twice as many."""
             pairs = zip(identities, x, strict=True)
             left = [jnp.concatenate([jnp.full_like(y, e), y]) for e, y in pairs]
             return join([lax.dynamic_slice(y, [self.L - 2**n], [self.L]) for y in left], x)
@@ -129,7 +129,7 @@ def vector_call(
       The outputs per step, those per chunk, and m at the chunk boundaries, (B * NH, NC + 1).
     """
     del name
-    scan = Scan(call.problem.L)
+    scan = PrefixScan(call.problem.L)
 
     def run(steps: Any, chunks: Any, given: Any) -> Any:
         steps = [vector_of(x) if x is not None and x.ndim == 2 else x for x in steps]
@@ -164,7 +164,7 @@ def scan_chunks(
     after: whether to return only m after each chunk, (B * NH, NC), in processing order.
     """
     del name
-    m = jax.vmap(lambda *x: body(Scan(call.problem.NC), *x))(*summaries, m_initial)
+    m = jax.vmap(lambda *x: body(PrefixScan(call.problem.NC), *x))(*summaries, m_initial)
     if after:
         return m
     return call.processing_order(jnp.append(m_initial[:, None], m, axis=1))

@@ -10,7 +10,7 @@ i_t. In the second it goes to f_t and, unless a packed segment begins at t, on t
 It runs three bodies, all against time: the first step and the first tile are the last in time.
 
 m_summaries: what each chunk passes on to the m before it.
-m_carries: what reaches m at the chunk boundaries, a scan over the chunks of a head.
+m_carries: what reaches m at the chunk boundaries, a prefix scan over the chunks of a head.
 gradients: the gradients of every step. If m is a constant, it is the only body.
 
 Bytes of the kernels: 2 L / T + 10 vectors of B NH S float32; no matrix product.
@@ -27,7 +27,7 @@ from jax import Array
 from mlstm_pallas.formulas.gate_gradients import TileSums
 from mlstm_pallas.formulas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
 from mlstm_pallas.formulas.tiles import divide, remainder
-from mlstm_pallas.vectors.scan import Scan, VectorOf, scan_chunks, vector_call
+from mlstm_pallas.vectors.scan import PrefixScan, VectorOf, scan_chunks, vector_call
 
 if TYPE_CHECKING:
     from mlstm_pallas.stages.launch import Launch
@@ -48,20 +48,20 @@ def _join(later: Any, x: Any) -> Any:
     return x[0] + jnp.where(x[1] > 0, later[0], 0.0), x[1] * later[1]
 
 
-def m_summaries(scan: Scan, dm: Array, flags: Array) -> Any:
+def m_summaries(scan: PrefixScan, dm: Array, flags: Array) -> Any:
     """No output per step, and the two of ``_join`` for each chunk."""
     flows = jnp.where((flags & M_GRAD_FLOWS) > 0, 1.0, 0.0)
     return (), scan.running(_join, (jnp.where(flows > 0, dm, 0.0), flows), (0.0, 1.0))
 
 
-def m_carries(scan: Scan, passed: Array, flows: Array, carry: Array) -> Array:
+def m_carries(scan: PrefixScan, passed: Array, flows: Array, carry: Array) -> Array:
     """What each chunk passes on to the m before it; the steps of ``scan`` are the chunks."""
     passed, flows = scan.running(_join, (passed, flows), (0.0, 1.0))
     return passed + jnp.where(flows > 0, carry, 0.0)
 
 
 def gradients(
-    scan: Scan,
+    scan: PrefixScan,
     per_query: VectorOf,
     per_key: VectorOf,
     diagonal: Array,
@@ -104,7 +104,7 @@ def gradients(
     sums, through = scan.over_tiles(n, add_tile, (q_inter, k_inter, diagonal, q_inter))
     queries, keys, keys_intra, _ = sums
 
-    def sums_before(scan: Scan, x: Array) -> Any:
+    def sums_before(scan: PrefixScan, x: Array) -> Any:
         return scan.sums(scan.shifted(x, 0.0), T=T)[0]
 
     # What is later reaches nothing before a step that reads nothing from before it, even as inf.

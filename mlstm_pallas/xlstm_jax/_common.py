@@ -47,7 +47,7 @@ from mlstm_pallas.stages import STAGES
 from mlstm_pallas.stages.kernel_tiles import FIELDS
 from mlstm_pallas.stages.scaled_rows import ScaledRows
 from mlstm_pallas.vectors.chunk_gates import joined_gates, local_gates, stabilisers
-from mlstm_pallas.vectors.scan import Scan, by_chunk
+from mlstm_pallas.vectors.scan import PrefixScan, by_chunk
 
 # The dimensions of arguments and results. States at chunk boundaries may include the last one.
 CONTRACTS = shapes_by_name(
@@ -340,14 +340,16 @@ class _Shard:
             else:
                 reset = x["vecF"] <= gates.MASKED
                 logs = i, jnp.where(reset, 0.0, x["vecF"]), reset
-            chunk_gates = functools.partial(local_gates, Scan(p.L), is_start=None, input_gate=gate)
+            chunk_gates = functools.partial(
+                local_gates, PrefixScan(p.L), is_start=None, input_gate=gate
+            )
             local = by_chunk(chunk_gates)(*logs)
         count = m.shape[1] - 1  # chunks with a known m
         if count < p.NC:
             g, a = (y[:, count:, -1] for y in gates.summary(local))
-            m_after = jax.vmap(functools.partial(stabilisers, Scan(p.NC - count)))
+            m_after = jax.vmap(functools.partial(stabilisers, PrefixScan(p.NC - count)))
             m = jnp.append(m, m_after(g, a, m[:, count]), axis=1)
-        joined = by_chunk(lambda local, *m: joined_gates(Scan(p.L), local, m, gate))
+        joined = by_chunk(lambda local, *m: joined_gates(PrefixScan(p.L), local, m, gate))
         per_step, gamma = joined(local, m[:, :-1], m[:, 1:])
         return gates.as_chunk_gates(per_step, gamma, m)
 

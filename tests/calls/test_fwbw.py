@@ -32,12 +32,14 @@ from mlstm_pallas import (
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 
 S, L, DHQK, DHV = 64, 16, 16, 24
-SCAN = KernelConfig(fused=True, triton_recurrent_fw_H=dict(siz_b_L=16))
+FUSED = KernelConfig(fused=True, triton_recurrent_fw_H=dict(siz_b_L=16))
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["recomputed", "stored"])
 @pytest.mark.parametrize("normaliser", [{}, dict(input_gate="sigmoid", normalize=False)], ids=str)
-@pytest.mark.parametrize("config", [KernelConfig(fused=False), SCAN], ids=["materialised", "fused"])
+@pytest.mark.parametrize(
+    "config", [KernelConfig(fused=False), FUSED], ids=["materialised", "fused"]
+)
 def test_the_forward_pass_holds_what_the_backward_pass_reads(config, normaliser, stored):
     """Residuals beside the inputs are h and z for the normaliser, and the states of the chunks if
     they are not recomputed."""
@@ -52,14 +54,14 @@ def test_the_forward_pass_holds_what_the_backward_pass_reads(config, normaliser,
     assert shapes.count((1, 2, S // L, DHQK, 32)) == stored
     # Without a backward pass the fused scan stores none.
     states = f"[2,{S // L},{DHQK},32]"
-    assert (states in str(jax.make_jaxpr(run)(*x))) == (config is not SCAN)
+    assert (states in str(jax.make_jaxpr(run)(*x))) == (config is not FUSED)
 
 
 COUNTED = dict(chunk_size=L, backend="interpret", return_last_states=True)
 SHARDS = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", **COUNTED)
 RESIDUAL_NAMES = {f"mlstm_{x}" for x in "hcnmz"}
 NAMED = {
-    "fused": functools.partial(mlstm_chunkwise, config=SCAN, **COUNTED),
+    "fused": functools.partial(mlstm_chunkwise, config=FUSED, **COUNTED),
     "stored": functools.partial(
         mlstm_chunkwise,
         config=KernelConfig(fused=False),

@@ -13,8 +13,8 @@ import pytest
 from call_checks import PROMISED
 from mosaic_gpu_cases import (
     ALL,
+    FUSED_STAGES,
     RACE,
-    SCAN,
     check_case,
     fused,
     materialised,
@@ -118,7 +118,7 @@ def test_shard_map_lowers():
     mesh = mesh_for("NVIDIA H200", (2,), "s")
     run = results_of(h_over(mesh, config=fused(), backend="mosaic_gpu"))
     text = lowered_for_cuda(run, *call_shapes(1, 1, 512, 256, 256), mesh=mesh)
-    assert text.count(MOSAIC_CALL) >= len(SCAN) + 1
+    assert text.count(MOSAIC_CALL) >= len(FUSED_STAGES) + 1
 
 
 @needs_mosaic_gpu
@@ -336,7 +336,7 @@ def test_tiles_of_h_fit_where_delta_is_computed():
 
 @needs_mosaic_gpu
 def test_recurrences_of_heads_beyond_the_grid_run_on_triton():
-    always = {"chunk_gates", "parallel_fw_H"} | SCAN
+    always = {"chunk_gates", "parallel_fw_H"} | FUSED_STAGES
     recurrences = {"recurrent_fw_C", "recurrent_bw_dC"}
 
     def stages(NH, S, **config):

@@ -20,9 +20,9 @@ from call_checks import (
 )
 from mosaic_gpu_cases import (
     CASES,
+    FUSED_STAGES,
     PAIRS,
     RECURRENCES,
-    SCAN,
     check_case,
     mosaic_stages,
     skip_unless_hopper,
@@ -104,7 +104,7 @@ def columns_on_a_gpu(DHQK, DHV, is_fused):
 def plan_on_a_gpu(*shape):
     """Outputs and all eight gradients against float64, with the fused scan and as users get it."""
     stages = mosaic_stages(*shape, config=FUSED)
-    assert stages >= SCAN, shape
+    assert stages >= FUSED_STAGES, shape
     assert stages & LAST, shape
     of_scan, of_default = (BTNH, STORED) if shape[2] % 64 else (STORED, BTNH)
     several = dict(config=FUSED) | of_scan, dict(config=None) | of_default
@@ -158,7 +158,7 @@ def repeats_on_a_gpu(B, NH, S, DHQK, DHV):
     shape = B, NH, S, DHQK, DHV
     x, dh = inputs_on_device(shape, "bfloat16", 4.0)
     stages, states = mosaic_stages(*shape), {"recurrent_fw_C", "parallel_fw_H"}
-    assert stages >= SCAN or stages >= states
+    assert stages >= FUSED_STAGES or stages >= states
     assert stages >= {"chunk_gates", "recurrent_bw_dC"}
     assert stages >= {"chunk_gradients"} or stages >= {"parallel_bw_dP", "parallel_bw_dQKV"}
     x = dict(zip("qkvif", x, strict=True))

@@ -42,12 +42,12 @@ TILED = dict(
     triton_parallel_bw_dP=dict(siz_b_LQ=16, block_k=16),
     triton_parallel_bw_dQKV=dict(siz_b_LQ=16, siz_b_DHQK=16, siz_b_DHHV=16, block_k=16),
 )
-SCAN = dict(siz_b_L=16, state_rows=16)  # two launches at 32 rows of the state
+FUSED_TILES = dict(siz_b_L=16, state_rows=16)  # two launches at 32 rows of the state
 IN_SPLITS = dict(siz_b_L=16, num_splits=4)
 SPLITS = dict(
     fused=True,
     num_splits=4,
-    triton_recurrent_fw_H=SCAN,
+    triton_recurrent_fw_H=FUSED_TILES,
     triton_recurrent_fw_C=IN_SPLITS,
     triton_recurrent_bw_dC=IN_SPLITS,
 )
@@ -57,7 +57,9 @@ CASES = {
     "packed_tiles": case((1, 2, 50, 16, 16), 32, initial=False, config=TILED, **UNSTABILISED),
     "bfloat16": case((1, 2, 64, 16, 16), 32, "bfloat16", segments=False),
     "bfloat16_packed": case((2, 1, 48, 16, 16), 32, "bfloat16", config=TILED),
-    "fused": case((1, 2, 50, 24, 16), 32, config=dict(fused=True, triton_recurrent_fw_H=SCAN)),
+    "fused": case(
+        (1, 2, 50, 24, 16), 32, config=dict(fused=True, triton_recurrent_fw_H=FUSED_TILES)
+    ),
     "splits": case((1, 2, 64, 16, 32), 16, config=SPLITS),
     "sigmoid": case((1, 2, 64, 16, 16), 32, input_gate="sigmoid", normalize=False),
     "long": case((1, 2, 512, 16, 16), 64, "float16", segments=False),

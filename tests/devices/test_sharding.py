@@ -244,7 +244,7 @@ CHANGES = dict(
     **dict(recompute_states_in_bw=False, layout="BTNH", backend="interpret", num_segments=2),
     **dict(config=KernelConfig(fused=True), state_dtype="float16", reverse=True, gpu=HOPPER),
     **dict(problem=SPEC.problem.in_chunks_of(16), dtype=np.dtype("float16"), negative_segments=1),
-    **dict(pooled=True, steps=63, stage="recurrent_step", scan=(16, 2)),
+    **dict(pooled=True, steps=63, stage="recurrent_step", chunk_and_splits=(16, 2)),
 )
 CONFIGS = dict(chunk_size=32, precision=jax.lax.Precision.HIGH, fused=False, num_splits=2)
 CONFIGS["batch_invariant"] = True

@@ -34,13 +34,13 @@ def test_summaries_of_a_shard():
     assert (
         x.uses_fused_scan,
         x.num_splits,
-        x.scan_problem.L,
+        x.fused_problem.L,
         x.spec.problem.NC,
         x.summary_splits,
     ) == (True, 4, 32, 65, 1)
     fused = KernelConfig(fused=True, num_splits=8)  # more than 260 chunks can be divided into
     assert spec(1, 8, 8320, 256, 512, chunk_size=128, config=fused).plan.num_splits == 4
-    assert repr((x.by_chunk, x.scan.lowering)) == "(False, <Lowering.TRITON: 'triton'>)"
+    assert repr((x.by_chunk, x.fused_launch.lowering)) == "(False, <Lowering.TRITON: 'triton'>)"
 
 
 def test_launches_of_the_fused_scan():
@@ -52,7 +52,9 @@ def test_launches_of_the_fused_scan():
     assert [
         spec(8, 8, 8192, DHQK, 512, gpu=UNKNOWN).plan.uses_fused_scan for DHQK in (512, 528)
     ] == [True, False]
-    tiles = [spec(8, 8, 8192, DHQK, 512).plan.scan.tiles for DHQK in (96, 320, 336, 448, 768)]
+    tiles = [
+        spec(8, 8, 8192, DHQK, 512).plan.fused_launch.tiles for DHQK in (96, 320, 336, 448, 768)
+    ]
     assert [x.state_rows for x in tiles] == [96, 320, 192, 256, 256]
 
 

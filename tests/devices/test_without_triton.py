@@ -65,7 +65,7 @@ CASES = """
 jax.config.update("jax_disable_most_optimizations", {interpreted})
 import contextlib
 from mosaic_gpu_interpreter import interpreted_mosaic_gpu
-from mosaic_gpu_cases import CASES, SCAN, case, check_case, fused, materialised
+from mosaic_gpu_cases import CASES, FUSED_STAGES, case, check_case, fused, materialised
 
 assert not mlstm_pallas.planning.dispatch.HAS_TRITON
 CASES.update(
@@ -79,7 +79,7 @@ CASES.update(
             mosaic_gpu_recurrent_bw_dC=dict(state_columns=128),
         ),
         shape=(1, 2, 128, 64, 128),
-        stages=SCAN | {{"chunk_gates", "recurrent_bw_dC"}},
+        stages=FUSED_STAGES | {{"chunk_gates", "recurrent_bw_dC"}},
     ),
     few_heads=case(materialised(2), shape=(1, 1, 256, 64, 128)),
     splits=case(fused(2), shape=(1, 1, 256, 128, 128)),

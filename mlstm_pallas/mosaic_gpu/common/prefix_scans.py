@@ -1,4 +1,4 @@
-"""``vectors.scan.Scan`` on Mosaic GPU: scans over the steps of each chunk.
+"""``vectors.scan.PrefixScan`` on Mosaic GPU.
 
 A thread holds whole rows of up to 4 consecutive steps, 16 bytes, which it reads and writes at once.
 A scan first runs inside the rows. The totals of the rows then meet in shared memory, in
@@ -76,8 +76,10 @@ class Slots:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scan:
-    """``vectors.scan.Scan`` of tiles (rows, steps); what it returns per chunk is such a tile, too.
+class PrefixScan:
+    """``vectors.scan.PrefixScan`` of tiles (rows, steps).
+
+    What it returns per chunk is such a tile, too.
 
     Attributes:
       chunk_rows: rows of a chunk, a power of two.
@@ -120,7 +122,7 @@ class Scan:
         return at
 
     def running(self, join: Join, x: Sequence[Array], identities: Sequence[float]) -> Any:
-        """Inclusive scans over the steps of each chunk."""
+        """Inclusive prefix scans over the steps of each chunk."""
         x = [plgpu.layout_cast(y, rows_layout()) for y in x]
         columns: list[Sequence[Array]] = list(zip(*map(split_columns, x), strict=True))
         if self.backward:
