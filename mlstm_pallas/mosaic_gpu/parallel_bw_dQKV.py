@@ -489,7 +489,7 @@ def _columns(p: Problem) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelBwDQKVTiles(RingTiles):
-    """siz_b_DHHV: columns of an item, also of dq and dk."""
+    """siz_b_DHHV: columns of an item, of dv as well as of dq and dk."""
 
     siz_b_DHHV: int
 

@@ -66,7 +66,7 @@ class KernelOptions:
 class Tiles:
     """The base of the tiles of a kernel: what it reads, and what planning asks of it.
 
-    Fields of several kernels:
+    Fields of several kernels. Tiles that give one a second meaning say so in their docstring.
       siz_b_LQ, siz_b_LKV, siz_b_L: queries, keys, or both in a tile, along the sequence.
       siz_b_DHQK, siz_b_DHHV: columns of q and k, and of v and h, in a tile.
       block_k: columns that an iteration of a loop over a head dimension reads.

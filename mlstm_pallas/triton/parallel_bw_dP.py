@@ -1,10 +1,10 @@
 """parallel_bw_dP in Triton; XLA computes delta, in a pass over h and dh.
 
-Grid (CTAs per chunk, NC, B * NH). With T = siz_b_LQ a chunk has n = L / T tiles of queries, and
-n (n + 1) / 2 CTAs own one T x T tile of P and dP each, and read block_k columns of q, k, v and dh
-at a time. They sum W_ts = dP_ts scale q_t . k_s over the queries and over the keys of their tile,
-for the gradients of the gates. n more CTAs scale T queries and keys each, and sum what these steps
-add to dn.
+Grid (CTAs per chunk, NC, B * NH). With T = siz_b_LQ a chunk has n = L / T tiles of queries and n
+of keys. n (n + 1) / 2 CTAs own one T x T tile of P and dP each, and read block_k columns of q, k, v
+and dh at a time. They sum W_ts = dP_ts scale q_t . k_s over the queries and over the keys of their
+tile, for the gradients of the gates. n more CTAs scale T queries and keys each, and sum what these
+steps add to dn.
 
 FLOPs: tokens (L + 1) (K + V). Bytes: q, k, v, dh, h, qbar, kbar, P and dP, tokens (4 K + 3 V + 2 L)
 itemsize.
@@ -195,7 +195,7 @@ class BlockedTiles(PipelinedTiles):
     """Tiles with a block_k: columns that an iteration reads, along either head dimension."""
 
     def clamped(self, p: Problem) -> Self:
-        """Also clamps the queries to a tile of ``Problem.T`` steps."""
+        """Also clamps siz_b_LQ to ``Problem.T`` steps."""
         x: Any = super().clamped(p)
         block_k = min(x.block_k, next_power_of_two(min(p.DHQK, p.DHV)))
         return dataclasses.replace(x, siz_b_LQ=min(x.siz_b_LQ, p.T), block_k=block_k)
@@ -209,6 +209,8 @@ class BlockedTiles(PipelinedTiles):
 
 @dataclasses.dataclass(frozen=True)
 class ParallelBwDPTiles(BlockedTiles):
+    """siz_b_LQ: queries of a tile of P and dP, which has equally many keys."""
+
     siz_b_LQ: int
     block_k: int
     num_warps: int

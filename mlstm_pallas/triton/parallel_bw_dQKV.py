@@ -195,6 +195,8 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelBwDQKVTiles(BlockedTiles):
+    """siz_b_LQ: steps of a block of gradients, which are queries in dq and keys in dk and dv."""
+
     siz_b_LQ: int
     siz_b_DHQK: int
     siz_b_DHHV: int
