@@ -323,9 +323,11 @@ class RingStepTiles(RecurrentStepTiles):
 
     @classmethod
     def plan(cls, p: Problem, dtype: Any, options: KernelOptions) -> Self:
-        """Few CTAs have narrow blocks, so that there are more of them, with all rows in flight.
+        """Where blocks of 64 x 64 make few CTAs, 256 x 32 make more, each with all rows in flight.
 
-        With several tokens, whose products need registers, only where each has an SM of its own.
+        With one token, fewer than 12 per SM are few. With several tokens, fewer than one per SM
+        are, because products with 256 rows need so many registers that a CTA should have an SM of
+        its own.
         """
         if not options.gpu.filled_by(math.prod(cls().grid(p)), 12 if p.S == 1 else 1):
             return cls(256, 32)
