@@ -1,7 +1,8 @@
 """Tiles of scores: the decays D, the scores P, and in the backward pass P, dP and W.
 
-A tile has the queries t in its rows and the keys s in its columns. The functions serve plain jnp,
-where tiles have leading axes, Triton and Mosaic GPU.
+A tile has the queries t in its rows and the keys s in its columns. Tiles that are called P have
+P_ts / den_t in the backward pass and in parallel_fw_P, and those called dP have scale dP_ts. The
+functions serve plain jnp, where tiles have leading axes, Triton and Mosaic GPU.
 """
 
 import math
@@ -74,9 +75,9 @@ def causal_scores(qk: Array, D: Array, mask: Any, p: Problem) -> Array:
 def score_gradients(
     qk: Array, dh_v: Array, D: Array, p: Problem, inv_den: Any = None, dz_den: Any = None
 ) -> tuple[Array, Array, Array]:
-    """P, dP times scale, and W of the backward pass.
+    """P_ts / den_t, scale dP_ts and W_ts of the backward pass.
 
-        P_ts  = D_ts scale q_t . k_s / den_t
+        P_ts  = D_ts scale q_t . k_s
         dP_ts = D_ts (dh_t . v_s + dz_t den_t) / den_t
         W_ts  = scale dP_ts q_t . k_s
 

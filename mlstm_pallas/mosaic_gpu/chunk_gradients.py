@@ -252,7 +252,7 @@ class _Block(NamedTuple):
     row: Any  # its row in the shared memory of P
     vectors: Sequence[Any]  # u_hi, u_lo, inv_den and dz_den of the queries
     scores: Any = None
-    dA: Any = None
+    dh_v: Any = None
 
 
 def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
@@ -275,7 +275,7 @@ def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
     return diagonal, below, weights, load_by_rows(refs.vecAbar, c.head, c.rows)
 
 
-def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
+def _scores_and_dh_v(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
     """The blocks with their q k^T and dh v^T."""
     ring, slots, num_steps = c.ring, c.refs.tiles_smem, c.phases["scores"].repeats
 
@@ -285,12 +285,12 @@ def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
             products.add(x, left.at[part.tile_rows], right.T.at[:, keys])
 
     def issue(*sums):
-        scores, dA = sums[:2], sums[2:]
+        scores, dh_v = sums[:2], sums[2:]
 
         @fori(num_steps)
         def add(j):
             dh, v = c.steps("scores", j)
-            add_blocks(dA, slots.at[ring.wait(dh)], slots.at[ring.wait(v)])
+            add_blocks(dh_v, slots.at[ring.wait(dh)], slots.at[ring.wait(v)])
             products.wait(2)
 
             pl.when(j > 0)(lambda: ring.advance(*c.steps("scores", j - 1)))
@@ -311,7 +311,7 @@ def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
 
     shapes = [(WG_ROWS, part.keys) for part in both]
     _, *sums = products.all_from_zeros(issue, *shapes, *shapes)
-    return [x._replace(scores=sums[j], dA=sums[2 + j]) for j, x in enumerate(both)]
+    return [x._replace(scores=sums[j], dh_v=sums[2 + j]) for j, x in enumerate(both)]
 
 
 def _write_keys(c: _Chunk, x: _Block, start: int, mask: Array | None = None):
@@ -321,8 +321,8 @@ def _write_keys(c: _Chunk, x: _Block, start: int, mask: Array | None = None):
     at = pl.ds(row, HALF)
     e = (c.vector(y, key, HALF) for y in (_E_HI, _E_LO))
     tiles = refs.P_smem.at[at].T, refs.dP_smem.at[at].T
-    scores, dA = x.scores[:, columns], x.dA[:, columns]
-    return write_tiles(*tiles, scores, dA, e, x.vectors, mask, c.p)
+    scores, dh_v = x.scores[:, columns], x.dh_v[:, columns]
+    return write_tiles(*tiles, scores, dh_v, e, x.vectors, mask, c.p)
 
 
 def _write_below(c: _Chunk, below: _Block):
@@ -489,7 +489,7 @@ def _run_chunk(c: _Chunk) -> None:
     """Runs both phases of a chunk."""
     refs = c.refs
     diagonal, below, weights, key_weights = _blocks_and_weights(c)
-    diagonal, below = _scores_and_dA(c, (diagonal, below))
+    diagonal, below = _scores_and_dh_v(c, (diagonal, below))
     # Waits because the previous chunk stores its gradients from the shared memory of P and dP.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if refs.tiles_empty is not None:

@@ -118,13 +118,13 @@ class _Kernel(PersistentKernel):
         dh_and_v = functools.partial(self.copy_tiles, refs.matDeltaH, refs.matV)
         self.phases = Phases(
             scores=Phase(steps_k, (q_and_k,)),
-            dA=Phase(steps_v, (dh_and_v,)),
+            dh_v=Phase(steps_v, (dh_and_v,)),
             weights=Phase(1, (self.copy_e,)),
         )
         self.ring = self.phases.ring(refs.barriers, self.num_items, self.item)
         self.rings, self.h_ring = [self.ring], None
         if refs.matH is not None:
-            self.h_phases = Phases(dA=Phase(steps_v, (self.copy_h,)))
+            self.h_phases = Phases(dh_v=Phase(steps_v, (self.copy_h,)))
             self.h_ring = self.h_phases.ring(refs.h_barriers, self.num_items, self.item)
             self.rings.append(self.h_ring)
 
@@ -159,37 +159,37 @@ class _Kernel(PersistentKernel):
         fori(self.num_items)(functools.partial(_run_item, self))
 
 
-def _scores_dA_and_delta(cta: _Kernel, index, tile_rows):
+def _scores_dh_v_and_delta(cta: _Kernel, index, tile_rows):
     """Returns delta, or None without h, and q k^T and dh v^T.
 
     tile_rows: the warpgroup's rows in the tile.
     """
     ring, h_ring = dataclasses.replace(cta.ring, item=index), cta.h_ring
-    steps, steps_v = cta.phases.of_item(index), cta.phases["dA"].repeats
+    steps, steps_v = cta.phases.of_item(index), cta.phases["dh_v"].repeats
 
     def add_to(accumulator):
         return lambda slot: products.add(
             accumulator, cta.left.at[slot, tile_rows], cta.right.at[slot].T
         )
 
-    def issue(scores_acc, dA_acc):
+    def issue(scores_acc, dh_v_acc):
         @fori(cta.phases["scores"].repeats)
         def add_scores(j):
             (step,) = steps("scores", j)
             ring.mma(step, add_to(scores_acc), follows=j > 0)
 
-        def add_dA(j, delta):
+        def add_dh_v(j, delta):
             def add_delta(slot):
-                (h,), dh = cta.h_phases.of_item(index)("dA", j), cta.left.at[slot, tile_rows]
+                (h,), dh = cta.h_phases.of_item(index)("dh_v", j), cta.left.at[slot, tile_rows]
                 return delta + h_ring.row_products(h, dh, cta.refs.h_smem, tile_rows)
 
-            (step,) = steps("dA", j)
-            return ring.mma(step, add_to(dA_acc), add_delta if h_ring else None)
+            (step,) = steps("dh_v", j)
+            return ring.mma(step, add_to(dh_v_acc), add_delta if h_ring else None)
 
         delta = products.zeros(WG_ROWS, layout=BY_ROWS) if h_ring else None
-        delta = loop(steps_v, add_dA, delta)
+        delta = loop(steps_v, add_dh_v, delta)
         products.wait(0)
-        ring.advance(*steps("dA", steps_v - 1))
+        ring.advance(*steps("dh_v", steps_v - 1))
         return delta
 
     return products.all_from_zeros(issue, (WG_ROWS, TILE), (WG_ROWS, TILE))
@@ -204,7 +204,7 @@ def _run_item(cta: _Kernel, index) -> None:
     # Loaded before the products and used after them, so that their latency is hidden.
     vectors = *refs.vecU, refs.vecInvDen, refs.vecSlope
     *queries, slope = (load_by_rows(x, head, rows) for x in vectors)
-    delta, scores, dA = _scores_dA_and_delta(cta, index, tile_rows)
+    delta, scores, dh_v = _scores_dh_v_and_delta(cta, index, tile_rows)
     # No gradient flows back where the floor is larger, even if h is inf.
     dz_den = None if slope is None else jnp.where(slope == 0.0, 0.0, slope * delta)
     (weights,) = cta.phases.of_item(index)("weights")
@@ -219,7 +219,7 @@ def _run_item(cta: _Kernel, index) -> None:
         t, s = tile_steps((WG_ROWS, SLICE), distance, cta.p, tile_iota)
         e = (load(x.at[slot, columns], BY_COLUMNS) for x in (cta.e_hi, cta.e_lo))
         P, dP = (refs.out_smem.at[wg, x, :, in_tile] for x in range(2))
-        operands = scores[:, columns], dA[:, columns], e, (*queries, dz_den)
+        operands = scores[:, columns], dh_v[:, columns], e, (*queries, dz_den)
         W = write_tiles(P, dP, *operands, s <= t, cta.p)
         earlier = jnp.where(s < t, W, 0.0)
         keys = aligned(cta.tile(chunk, j) * TILE + start, SLICE)

@@ -1,13 +1,17 @@
 """Stage parallel_bw_dP: the operands of recurrent_bw_dC and parallel_bw_dQKV, tiles in parallel.
 
-    P_ts    = D_ts scale q_t . k_s / den_t        s <= t inside the chunk
-    dP_ts   = D_ts (dnum_t . v_s + dz_t)          likewise
+    P_ts    = D_ts scale q_t . k_s             s <= t inside the chunk
+    dP_ts   = D_ts (dnum_t . v_s + dz_t)       likewise
+    W_ts    = dP_ts scale q_t . k_s
     kbar_s  = abar_s k_s
     qbar_t  = w_t scale / den_t q_t
     dnum_t  = dh_t / den_t
     delta_t = dh_t . h_t
+    dn_c    = gamma_c dn_{c+1} + sum_t w_t scale dz_t q_t
 
-The normaliser's gradients, dz among them, are multiples of delta, which is 0 without h.
+The tiles that it returns have P_ts / den_t and scale dP_ts. Of W_ts it returns sums over the keys
+and over the queries of a tile, and of dn_c the sum over t. normaliser.py has den_t and dz_t, which
+is a multiple of delta_t. Without h dz_t is 0; without a normaliser dz_t is 0 and den_t is 1.
 """
 
 from typing import Any, NamedTuple
@@ -44,14 +48,15 @@ class Operands(NamedTuple):
 
 
 class ScoreTiles(NamedTuple):
-    """P and dP in the kernel dtype, and sums of W_ts = dP_ts scale q_t . k_s.
+    """Tiles in the kernel dtype, and sums of W_ts.
 
-    A tile's column is s - the chunk's first step. Above the diagonal P and dP are 0 in the diagonal
-    blocks of MAX_TILE steps and undefined elsewhere. All may be undefined in inactive chunks.
+    A tile's column is s - the chunk's first step. Above the diagonal both tiles are 0 in the
+    diagonal blocks of MAX_TILE steps and undefined elsewhere. All may be undefined in inactive
+    chunks.
     """
 
-    matP: Array  # (B * NH, S, L)
-    matDeltaP: Array  # (B * NH, S, L), times scale
+    matP: Array  # (B * NH, S, L) P_ts / den_t
+    matDeltaP: Array  # (B * NH, S, L) scale dP_ts
     tile_sums: TileSums  # float32
 
 

@@ -2,10 +2,10 @@
 
     dq_t = r_t (C_c dh_t + dz_t den_t n_c) + sum_s scale dP_ts k_s
     dk_s = abar_s (dC_{c+1} v_s + dn_{c+1}) + sum_t scale dP_ts q_t
-    dv_s = abar_s dC_{c+1}^T k_s + sum_t P_ts dh_t
+    dv_s = abar_s dC_{c+1}^T k_s + sum_t (P_ts / den_t) dh_t
     r_t  = w_t scale / den_t
 
-parallel_bw_dP computes P, which includes 1 / den, and scale dP.
+parallel_bw_dP computes P_ts / den_t and scale dP_ts.
 """
 
 from typing import NamedTuple

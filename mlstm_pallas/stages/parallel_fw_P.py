@@ -1,11 +1,12 @@
 """Stage parallel_fw_P: the operands of recurrent_fw_H, all chunks in parallel.
 
-    P_ts   = D_ts scale q_t . k_s / den_t        s <= t inside the chunk
+    P_ts   = D_ts scale q_t . k_s        s <= t inside the chunk
     r_t    = w_t scale / den_t
     kbar_s = abar_s k_s
-    z_t    = w_t scale n_c . q_t + den_t sum_s P_ts
+    z_t    = w_t scale n_c . q_t + sum_s P_ts
 
-normaliser.py has den_t. Without a normaliser it is 1, and z is not computed.
+The tiles that it returns have P_ts / den_t. normaliser.py has den_t. Without a normaliser it is 1,
+and z is not computed.
 """
 
 from typing import NamedTuple
@@ -34,7 +35,8 @@ class Operands(NamedTuple):
 class ScoresAndKeys(NamedTuple):
     """What recurrent_fw_H reads besides q, v, gamma and the initial states; and z."""
 
-    matP: Array  # (B * NH, S, L) in the kernel dtype, column s - the chunk's first step
+    # (B * NH, S, L) P_ts / den_t in the kernel dtype, column s - the chunk's first step
+    matP: Array
     keys: ScaledRows  # (B * NH, S, DHQK) in the kernel dtype, scaled: kbar
     vecR: Array  # (B * NH, S) float32, like what follows
     vecZ: Array | None  # (B * NH, S) the signed z_t; None without a normaliser

@@ -1,9 +1,9 @@
 """Stage recurrent_fw_H: the outputs by a fused scan, which keeps the state on the chip.
 
-    h_t     = r_t C_c^T q_t + sum_s P_ts v_s
+    h_t     = r_t C_c^T q_t + sum_s (P_ts / den_t) v_s
     C_{c+1} = gamma_c C_c + sum_s kbar_s v_s^T
 
-parallel_fw_P computes P, r and kbar.
+parallel_fw_P computes P_ts / den_t, r and kbar.
 """
 
 from typing import Any, NamedTuple
