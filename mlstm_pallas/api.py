@@ -152,8 +152,9 @@ def mlstm_chunkwise(
         are read from NumPy arrays; from others with MLSTM_PALLAS_CHECKS=1.
 
     Warns:
-      UserWarning: if layout is left out and there are fewer steps than heads,
-        or as many and states or segment_ids.
+      UserWarning: if layout is left out and S < NH. With initial states or
+        segment_ids, whose shapes tell the layout if S and NH differ, only if
+        S = NH > 1.
     """
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,

@@ -67,6 +67,16 @@ DIMS = shapes_by_name(
 )
 COUNTERS = "states.start", "states.fill", "states.pending"
 INDICES = "segment_ids", "sequence_lengths", "slots", "accepted"
+# Which integers of 32 bits are expected, or which ones mean the same.
+_OF_32_BITS = {
+    "segment_ids": (
+        "without num_segments, np.unique(segment_ids, return_inverse=True)[1] has the same segments"
+    ),
+    "sequence_lengths": "0 to S",
+    "slots": "-1 for none, or a row of the pools",
+    "accepted": "0 to the number of tokens of the call before",
+    "phase": "phase % length has the same phases",
+}
 OPTIONAL = "c_initial", "n_initial", "m_initial", "states.m", "m", *INDICES
 
 Choice = TypeVar("Choice", InputGate, Layout)
@@ -119,11 +129,7 @@ def check_integers(name: str, x: Any) -> None:
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype")
     if isinstance(x, np.ndarray) and x.itemsize > 4 and np.any(x != x.astype("int32")):
-        raise wrong(
-            name,
-            x,
-            "integers of 32 bits; for ids, np.unique(ids, return_inverse=True)[1] has those",
-        )
+        raise wrong(name, x, f"integers of 32 bits: {_OF_32_BITS[name]}")
 
 
 def check_zeros(name: str, x: Any) -> None:

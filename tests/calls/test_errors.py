@@ -419,19 +419,18 @@ def test_numpy_integers_beyond_32_bits_are_refused_by_name(x):
     new = partial(mlstm_ring_states, *states[:3], dtype="float32")
     row = np.full((B,), x)
     step = partial(mlstm_recurrent_step, **zeros(arrays_of(mlstm_recurrent_step, 5)))
-    for name, run in dict(
-        segment_ids=partial(mlstm_chunkwise, **zeros(PLAIN)),
-        sequence_lengths=partial(mlstm_chunkwise, **zeros(PLAIN)),
-        slots=step,
-        accepted=partial(mlstm_ring_flush, states),
-        phase=new,
+    sequences, flush = partial(mlstm_chunkwise, **zeros(PLAIN)), partial(mlstm_ring_flush, states)
+    unique = "np.unique(segment_ids, return_inverse=True)[1] has the same segments"
+    for name, (run, expected) in dict(
+        segment_ids=(sequences, f"without num_segments, {unique}"),
+        sequence_lengths=(sequences, "0 to S"),
+        slots=(step, "-1 for none, or a row of the pools"),
+        accepted=(flush, "0 to the number of tokens of the call before"),
+        phase=(new, "phase % length has the same phases"),
     ).items():
         bad = np.broadcast_to(row[:, None], (B, S)) if name == "segment_ids" else row
-        message = (
-            f"{name} is an array of shape {bad.shape}, expected integers of 32 bits; for ids, "
-            "np.unique(ids, return_inverse=True)[1] has those"
-        )
-        refused(ValueError, message, run, **{name: bad})
+        message = f"{name} is an array of shape {bad.shape}, expected integers of 32 bits: "
+        refused(ValueError, message + expected, run, **{name: bad})
 
 
 @pytest.mark.slow
