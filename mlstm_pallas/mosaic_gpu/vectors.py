@@ -50,9 +50,9 @@ class _Stabilisers(NamedTuple):
 
     m_precomputed: Any = None  # (B * NH, NC + 1) m at the chunk boundaries; None: from the others
     summaries: Any = None  # two (B * NH, padded NC); None unless the CTAs join them
-    m_after: Any = None  # (B * NH, padded NC), of the scan over chunks; None unless it ran
+    m_after: Any = None  # (B * NH, padded NC), of the prefix scan over chunks; None unless it ran
     m_initial: Any = None  # (B * NH,); None if m is precomputed
-    join: Any = None  # the body of the scan over chunks; no array, and absent in the kernel
+    join: Any = None  # the body of that prefix scan; no array, and absent in the kernel
 
 
 def _cta_chunks(p):

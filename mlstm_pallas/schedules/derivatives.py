@@ -17,8 +17,8 @@ def _refuse(*_: Any, message: str) -> NoReturn:
 
 
 # The identity of several arrays. It is no custom_jvp, because jax drops the rule of a custom_jvp in
-# the first of two reverse passes through a scan. One primitive binds all arrays, because with one
-# per array some would be copied.
+# the first of two reverse passes through a lax.scan. One primitive binds all arrays, because with
+# one per array some would be copied.
 _not_differentiated = Primitive("not_differentiated")
 _not_differentiated.multiple_results = True
 _not_differentiated.def_abstract_eval(lambda *xs, message: xs)
