@@ -197,7 +197,7 @@ def mlstm_ring_step(
       TypeError, ValueError: as ``mlstm_recurrent_step``.
 
     Warns:
-      UserWarning: if layout is left out and there are as many tokens as heads.
+      UserWarning: if layout is left out and T = NH > 1.
     """
     drafts, arrays = getattr(q, "ndim", 0) == 4, dict(q=q, k=k, v=v, i=i, f=f) | _fields(states)
     options = Options(
