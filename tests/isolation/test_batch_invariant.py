@@ -354,7 +354,14 @@ def test_bits_on_a_gpu(function, call):
 def test_one_head_alone_has_the_bits_of_a_batch(backend, dtype, seed):
     """With seeds of which a launch of one CTA, whose indices are constants, has other bits. The
     rows of this head are at no multiple of 16 bytes."""
-    options = {"layout": "BNTH", "T": 1, "length": 16, "rollback": False, "phase": 0}
+    options = {
+        "layout": "BNTH",
+        "T": 1,
+        "length": 16,
+        "rollback": False,
+        "phase": 0,
+        "joined": False,
+    }
     errors = selfcheck.check(
         function="mlstm_ring_step",
         backend=backend,
