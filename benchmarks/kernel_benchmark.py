@@ -379,6 +379,7 @@ def measured_rows(options):
     default = "triton" if gpu else "xla"
     groups = dict(all=[default, *peers.PEERS], peers=[*peers.PEERS])
     impls = [impl for name in options.impl or [default] for impl in groups.get(name, [name])]
+    impls = [*dict.fromkeys(impls)]  # one by its name and in a group has one row
     runner.check_gpu(impls)
     if options.stage and options["direction"].present:
         raise RequestError("--stage has one direction: give it or --direction, not both")

@@ -63,6 +63,14 @@ def test_a_wrong_output_is_not_timed(line, monkeypatch, capsys):
 # ---------------- records
 
 
+def test_one_by_its_name_and_in_a_group_has_one_row(monkeypatch):
+    peer = dict(times=2.0, gradient=2.0, checked=())
+    monkeypatch.setattr(peers, "PEERS", dict(doubling=type("Peer", (Doubling,), peer)))
+    benchmark_runs.timed(monkeypatch)
+    code, rows = measured("--impl=doubling,xla,peers", "--shape=1x1x16x16x16", "--repeats=3")
+    assert (code, [row["impl"] for row in rows]) == (0, ["doubling", "xla"])
+
+
 def test_a_config_reaches_the_stages(tmp_path):
     """As JSON, or as a file; the row has the tiles that run, and is a config itself."""
     scan = {"siz_b_L": 16, "num_warps": 8}
