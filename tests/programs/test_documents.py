@@ -35,7 +35,9 @@ from mlstm_pallas.planning.backend import MOSAIC_GPU_JAX
 
 ROOT = PACKAGE.parent
 FILES = [x for y in ("mlstm_pallas", "[tbe]*") for x in ROOT.glob(f"{y}/**/*.py")]
-WORDS = {x.name: {x.stem, *re.findall(r"\w+", x.read_text())} for x in FILES}
+WORDS: dict[str, set[str]] = {}  # of all files of a name
+for x in FILES:
+    WORDS.setdefault(x.name, {x.stem}).update(re.findall(r"\w+", x.read_text()))
 # Names of jax, of LLVM, of NCCL, of an experiment that failed, and of other packages.
 FOREIGN = """
 segment_sum async_prefetch barrier_arrive ClusterBarrier maxnumf operand_maps pmean pth
