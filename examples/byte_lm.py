@@ -86,8 +86,9 @@ def logits_of(model: Model, params: Params, tokens: jax.Array) -> jax.Array:
     config, run = model.config, functools.partial(function, layout="BTNH")
     mlstm = jax.shard_map(run, mesh=model.mesh, in_specs=HEADS, out_specs=HEADS)
     place, where = lax.with_sharding_constraint, NamedSharding(model.mesh, RESIDUAL_STREAM)
+    # Rows come before the cast, because their gradients are summed in the dtype of the table.
+    x = place(params["embeddings"][tokens].astype(model.dtype), where)
     params = cast(params, model.dtype)
-    x = place(params["embeddings"][tokens], where)
     for p in params["blocks"]:
         x, _ = block(config, p, x, lambda *joined: (mlstm(*separate(config, *joined)), None))
         x = place(x, where)

@@ -81,7 +81,10 @@ class LanguageModel(nn.Module):
             in_axes=(0, nn.broadcast, nn.broadcast),  # states of each block, and of all
             length=self.layers,
         )
-        x = nn.Embed(self.vocabulary, self.width, name="embed")(tokens)
+        # Embed reads float32 rows, also from a bfloat16 table, and so sums their gradients.
+        embed = nn.Embed(self.vocabulary, self.width, dtype=jnp.float32, name="embed")
+        x = embed(tokens)
+        x = x.astype(embed.embedding.dtype)
         x, states = run(self.heads, name="blocks")(x, states, segment_ids, resets)
         x = nn.RMSNorm(name="norm")(x)
         # Logits are float32, also those of bfloat16 weights.

@@ -84,8 +84,6 @@ class LanguageModel(nnx.Module):
     ):
         self.embed_sharding = embed_sharding
         self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
-        # Otherwise rows of a bfloat16 copy of the table would have the dtype of the initial table.
-        self.embed.dtype = None
         make = nnx.vmap(lambda rngs: Block(width, heads, mlstm=mlstm, rngs=rngs))
         self.blocks = make(rngs.split(layers))
         self.norm = nnx.RMSNorm(width, rngs=rngs)
@@ -105,6 +103,8 @@ class LanguageModel(nnx.Module):
         def run(block: Block, x: jax.Array, states):
             return block(x, states, segment_ids=segment_ids, resets=resets)
 
+        # Embed reads float32 rows, also from a bfloat16 table, and so sums their gradients.
         x = self.embed(tokens, out_sharding=self.embed_sharding)
+        x = x.astype(self.embed.embedding.dtype)
         x, states = run(self.blocks, x, states)
         return soft_cap(self.unembed(self.norm(x)), 30.0), states

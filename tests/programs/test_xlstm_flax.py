@@ -127,14 +127,14 @@ def of_page():
     return space
 
 
-def products(jaxpr):
-    """The products of a model, beside the mLSTM: the elements per token and the dtype of each."""
+def results_of(primitive, jaxpr):
+    """In a model, beside the mLSTM: the elements per token and the dtype of each result."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
+        if eqn.primitive.name == primitive:
             aval = eqn.outvars[0].aval  # (B, S, ...)
             yield math.prod(aval.shape[2:]), aval.dtype.name
         for inner in () if eqn.params.get("name") == "mlstm" else jaxprs_in(eqn):
-            yield from products(getattr(inner, "jaxpr", inner))
+            yield from results_of(primitive, getattr(inner, "jaxpr", inner))
 
 
 @pytest.fixture
@@ -187,9 +187,11 @@ def test_mixed_precision_has_the_dtypes_of_its_table(model, seen):
     assert seen.items() <= expected.items()  # byte_lm.py has no states
     NH = SIZES["heads"]
     float32 = {SIZES["vocabulary"], NH, 2 * NH}  # the logits and the gates; byte_lm.py joins both
-    found = {*products(traced.jaxpr)}
+    found = {*results_of("dot_general", traced.jaxpr)}
     assert {dtype for n, dtype in found if n in float32} == {"float32"}
     assert {dtype for n, dtype in found if n not in float32} == {"bfloat16"}
+    # The gradients of the embedding's rows are summed in the dtype of the rows.
+    assert (SIZES["width"], "float32") in {*results_of("gather", traced.jaxpr)}
 
 
 @pytest.mark.slow
