@@ -323,7 +323,9 @@ def forward(
         return mlstm_chunkwise(*arrays, segment_ids=segment_ids, **options), None
 
     run = jax.checkpoint(lambda p, x: block(config, p, x, mlstm)[0])
-    x = params["embeddings"][tokens]
+    table = params["embeddings"]
+    # The gradients of rows are summed in the dtype of the rows.
+    x = table.astype(jnp.float32)[tokens].astype(table.dtype)
     for p in params["blocks"]:
         x = run(p, x)
     return next_logits(config, params, x)
