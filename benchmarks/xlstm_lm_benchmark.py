@@ -274,7 +274,9 @@ class Network(NamedTuple):
             return x.astype(DTYPE) if matrix else x
 
         blocks = jax.tree.map_with_path(cast, params["blocks"])
-        x = self.blocks(blocks, self.spread.embed(params["embedding"].astype(DTYPE), inputs))
+        # Rows come before the cast, because their gradients are summed in the dtype of the table.
+        x = self.spread.embed(params["embedding"], inputs).astype(DTYPE)
+        x = self.blocks(blocks, x)
         head = params["norm"], params["unembedding"]
         return self.spread.sum_over_tokens(self.nats)(head, x, targets) / targets.size
 

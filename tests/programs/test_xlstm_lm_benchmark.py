@@ -107,6 +107,22 @@ def test_a_recipe_has_the_gradients_of_the_first(monkeypatch, name):
         assert jnp.linalg.norm(x - y) <= 1e-5 * jnp.linalg.norm(y)
 
 
+def test_the_gradient_of_a_frequent_token_has_the_error_of_bfloat16(monkeypatch):
+    """The terms of 2,048 tokens are rounded one by one; a sum in bfloat16 is off by half."""
+    mlstm = functools.partial(quick_mlstm, layout="BTNH")
+    network = benchmark.Network(MODELS["tiny"], mlstm, benchmark.RECIPES["inputs_in_parts"])
+    tokens = jnp.zeros((1, 2048), int)
+
+    def gradient():
+        params = benchmark.initial_state(MODELS["tiny"]).params
+        return jax.jit(jax.grad(network.loss))(params, tokens, tokens + 1)["embedding"][0]
+
+    found = gradient()
+    in_float32(monkeypatch)
+    expected = gradient()
+    assert jnp.linalg.norm(found - expected) <= 0.03 * jnp.linalg.norm(expected)
+
+
 def test_a_mesh_splits_sequences_or_steps_and_the_longest_axis_of_parameters():
     """Of each block for itself: the axis of the layers is whole."""
     names = ("data", "auto"), ("fsdp_sequence", "explicit")
