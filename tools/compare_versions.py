@@ -11,6 +11,9 @@ A line has the median times of both, the median of the ratios of neighbouring ba
 with its quartiles, and the largest relative norm by which an output or gradient differs in the
 first and the last head of the first sequence; 0 where no number does.
 
+A call of less than some 0.1 ms takes what the host needs for its launches, so its ratio differs
+from run to run.
+
 Exit code 1 if a call fails in this version or takes more than --at_most times as long.
 """
 
