@@ -79,10 +79,9 @@ def mlstm_chunkwise(
     and below do. A NaN stays in its batch entry and head. docs/debugging.md has
     what NaN and inf reach, docs/numerics.md the errors.
 
-    First derivatives in reverse mode are exact, with respect to all float
-    arrays; ``mlstm_pallas.reference.chunkwise`` has all others. jit, vmap,
-    remat, scan and shard_map work. Shards of B and NH stay on their devices;
-    ``mlstm_pallas.distributed`` shards S. docs/training.md has the residuals.
+    First derivatives in reverse mode are exact, for all float arrays;
+    ``mlstm_pallas.reference.chunkwise`` has all others. jit, vmap, remat, scan
+    and shard_map work; docs/devices.md has shards, docs/training.md residuals.
 
     Example::
 

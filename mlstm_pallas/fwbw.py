@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mlstm_pallas.planning.call_spec import CallSpec
-from mlstm_pallas.prepare import Arguments, padded, results
-from mlstm_pallas.problem.arrays import Cotangents, Forward, Inputs, Residuals
+from mlstm_pallas.prepare import Arguments, padded, results, returned_states
+from mlstm_pallas.problem.arrays import Cotangents, Forward, Inputs, Residuals, States
 from mlstm_pallas.problem.dimensions import Layout
 from mlstm_pallas.schedules.backward import backward, packed_backward
 from mlstm_pallas.schedules.forward import forward, packed
@@ -50,12 +50,11 @@ def mlstm_with_states(spec: CallSpec, every: int, x: Arguments) -> Any:
         jnp.concatenate([before, last[:, :, None].astype(before.dtype)], axis=2)
         for before, last in ((stored.C, stored.C_last), (stored.n, stored.n_last))
     )
-    c, n, m = (
-        jnp.moveaxis(y[:, :, stride::stride][:, :, : S // every], 2, 1) for y in (C, n, stored.m)
+    states = States(
+        *(jnp.moveaxis(y[:, :, stride::stride][:, :, : S // every], 2, 1) for y in (C, n, stored.m))
     )
     h, last = results(spec, x, outputs.h, outputs.last)
-    c = c[..., : x.q.shape[-1], : x.v.shape[-1]].astype(spec.state_dtype or n.dtype)
-    return h, last, (c, n[..., : x.q.shape[-1]], m)
+    return h, last, returned_states(spec, x, states)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -304,14 +304,25 @@ def results(
     spec: CallSpec, x: Arguments, h: jax.Array, last: States | None
 ) -> jax.Array | tuple[jax.Array, StatesTuple]:
     """What the public function returns, without the padding of the heads."""
-    DHQK, DHV = x.q.shape[-1], x.v.shape[-1]
-    h = h[..., :DHV].astype(x.q.dtype)
+    h = h[..., : x.v.shape[-1]].astype(x.q.dtype)
     if last is None or not spec.return_last_states:
         return h
     if spec.num_segments is not None:
         last = jax.tree.map(lambda y: jnp.swapaxes(y[:, :, spec.negative_segments :], 1, 2), last)
-    c, n, m = last
-    return h, (c[..., :DHQK, :DHV].astype(spec.state_dtype or c.dtype), n[..., :DHQK], m)
+    return h, returned_states(spec, x, last)
+
+
+def returned_states(spec: CallSpec, x: Arguments, states: States) -> StatesTuple:
+    """States without the padding of the heads, c in ``state_dtype``.
+
+    Where they are the initial states of the next call, XLA may drop the cast of c to 16 bits and
+    back. It does so for two heads and not for one, so batch_invariant keeps it.
+    """
+    (c, n, m), DHQK = states, x.q.shape[-1]
+    c = c[..., :DHQK, : x.v.shape[-1]].astype(spec.state_dtype or n.dtype)
+    if spec.state_dtype and spec.config.batch_invariant:
+        c = jax.lax.optimization_barrier(c)
+    return c, n[..., :DHQK], m
 
 
 def _may_be_negative(ids: Any) -> bool:

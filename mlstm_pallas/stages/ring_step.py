@@ -207,13 +207,19 @@ def _map_heads(
 ) -> Any:
     """run(x) of each head in the dtype of sums, in the dtypes of ``like``; states: those in x."""
     acc, m = accumulator_dtype(*(y.dtype for y in jax.tree.leaves(x))), states.m
-    run = functools.partial(run, m_dtype=acc if m is None else m.dtype)
+    m_dtype = acc if m is None else m.dtype
+
+    # Each loop casts: between two loops XLA may drop a cast to 16 bits and back, which it does for
+    # two heads and not for one.
+    def one(x: Any) -> Any:
+        x = jax.tree.map(lambda y: y if y.dtype == "int32" else y.astype(acc), x)
+        return jax.tree.map(lambda y, like: y.astype(like.dtype), run(x, m_dtype=m_dtype), like)
+
     if in_loops:
-        run = one_at_a_time(run, states.fill.ndim)
-    for _ in () if in_loops else states.fill.shape:
-        run = jax.vmap(run)
-    y = run(jax.tree.map(lambda y: y if y.dtype == "int32" else y.astype(acc), x))
-    return jax.tree.map(lambda y, like: y.astype(like.dtype), y, like)
+        return one_at_a_time(one, states.fill.ndim)(x)
+    for _ in states.fill.shape:
+        one = jax.vmap(one)
+    return one(x)
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -3,14 +3,25 @@
 import contextlib
 import dataclasses
 import functools
+import re
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compile_report import on_a_hopper
 from mosaic_gpu_interpreter import interpreted_mosaic_gpu
-from oracle import NAMES, needs_mosaic_gpu, quick_code, random_inputs, slow, swapped
+from oracle import (
+    NAMES,
+    for_device,
+    needs_compiler,
+    needs_mosaic_gpu,
+    quick_code,
+    random_inputs,
+    slow,
+    swapped,
+)
 from stage_calls import Problem, spec_of
 
 from mlstm_pallas import (
@@ -215,7 +226,7 @@ ring_step.__name__, ring_of_drafts.__name__ = "ring_step", "ring_of_drafts"
 
 
 def ring_flush(call, x):
-    """Of rings from 3 to 10 tokens, 3 of them pending."""
+    """Of rings from 3 to 10 tokens, 3 of them pending, whose C has the dtype of k."""
     rings = rings_of(call, x)
     c, n, _ = states_of(x)
     rows = np.arange(2 * LENGTH)
@@ -225,9 +236,20 @@ def ring_flush(call, x):
         v=jnp.asarray(np.cos(rows)[:, None] * c[:, :, :1], call.dtype),
         i=jnp.asarray(gates),
         f=jnp.asarray(2 + gates),
+        c=rings.c.astype(call.dtype),
         pending=jnp.full_like(rings.fill, 3),
     )
     return mlstm_ring_flush(rings, accepted=x["accepted"], config=call.config)
+
+
+@compiled
+def chained_prompts(call, x):
+    """Two prompts in one program, of which the second begins with the states of the first."""
+    options = call.of_sequences | dict(state_dtype="bfloat16", return_last_states=True)
+    arrays, states = [x[name] for name in NAMES[:5]], ()
+    for _ in range(2):
+        h, states = mlstm_chunkwise(*arrays, *states, **options)
+    return h, states
 
 
 CHUNKWISE = prompts, padded_prompts, packed_prompts, states_after_chunks
@@ -335,6 +357,15 @@ ON_A_GPU = [
     # Mosaic GPU has kernels for whole sequences in 16 bits.
     if backend == "triton" or (function in CHUNKWISE and call.dtype != "float32")
 ]
+OF_ONE_HEAD = GPU_CALLS[3]
+ON_A_GPU += [
+    pytest.param(function, OF_ONE_HEAD._replace(backend=backend), id=f"{backend}-{name}-one_head")
+    for function, backend, name in (
+        (ring_flush, "xla", "ring_flush"),
+        (chained_prompts, "triton", "chained_prompts"),
+        (chained_prompts, "mosaic_gpu", "chained_prompts"),
+    )
+]
 
 
 @pytest.mark.gpu
@@ -378,3 +409,41 @@ def test_one_head_alone_has_the_bits_of_a_batch(backend, dtype, seed):
         options=options | {"config": {"batch_invariant": True}},
     )
     assert errors["bits in a batch"] == (0, 1)
+
+
+@compiled
+def flushed_rings(call, x):
+    return mlstm_ring_flush(x["rings"], config=call.config)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("function", "backend", "dtype"),
+    [
+        (flushed_rings, "xla", "bfloat16"),
+        (flushed_rings, "xla", "float16"),
+        (chained_prompts, "xla", "bfloat16"),
+        slow(chained_prompts, "triton", "bfloat16"),
+        slow(chained_prompts, "mosaic_gpu", "bfloat16"),
+    ],
+)
+def test_c_of_one_head_is_rounded_as_in_a_batch_where_compiled_for_a_gpu(function, backend, dtype):
+    """The casts of c from and to 16 bits, of which XLA may drop neighbours, are as many for one
+    head as for several."""
+
+    def casts_of_c(B):
+        call, sharding = Call(1, 128, 96, 192, dtype, backend=backend), on_a_hopper()
+        x = drawn(call, 0, B)
+        if function is flushed_rings:
+            x["c_initial"] = x["c_initial"].astype(dtype)
+            x = dict(rings=rings_of(call, x))
+        x = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=sharding), x)
+        with for_device("NVIDIA H200"):
+            lowered = function.lower(call, x)
+            text = lowered.compile().as_text()
+        # Mosaic GPU has C^T.
+        return len(re.findall(r"\[(?:\d+,)*(?:96,192|192,96)\]\S* convert\(", text))
+
+    of_one_head = casts_of_c(1)
+    assert of_one_head > 1
+    assert [casts_of_c(B) for B in (2, 3)] == [of_one_head] * 2
