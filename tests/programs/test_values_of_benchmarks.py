@@ -25,7 +25,7 @@ from shapes import Shape
 
 from mlstm_pallas import KernelConfig, reference
 
-first = dict(losses=[10.0, 9.0], gradient_norms=[1.0] * 2)
+first = dict(losses=[10.0, 9.0, 8.0, 7.0], gradient_norms=[1.0] * 2)
 run = [
     *[dict(impl="a", direction="fwd", ms=0.04449), dict(impl="a", pooled="", ms=1999.6, pct=32.46)],
     *[dict(impl="b", ms=4.0, x="fwd"), dict(impl="b", ms=5.0, x="fwd"), dict(impl="c", ms=1.0)],
@@ -69,6 +69,8 @@ def counted(impl, direction, shape=LAYER):
 
 
 def compare(*losses, norm):
+    """With the losses of the row to compare with where they are left out."""
+    losses = *losses, *first["losses"][len(losses) :]
     lm.compare(dict(losses=losses, gradient_norms=[norm] * 2), first)
 
 
@@ -340,8 +342,19 @@ def test_parameters_and_flops_of_a_language_model(capsys):
 
 
 def test_losses_and_gradient_norms_are_compared():
-    """Two losses and a gradient norm, compared with 10, 9 and 1."""
+    """Losses and a gradient norm, compared with 10, 9, 8, 7 and 1. Later losses are finite."""
     compare(10.005, 9.05, norm=1.01)
+    compare(10, 9, 8, 6, norm=1)
+    refused(
+        runner.WrongOutputError,
+        "error 1.0e-01 in loss 2, at most 1e-02",
+        lambda: compare(10, 9, 7, norm=1),
+    )
+    refused(
+        runner.WrongOutputError,
+        "error nan in loss 3, at most 1e-02",
+        lambda: compare(10, 9, 8, math.nan, norm=1),
+    )
     refused(
         runner.WrongOutputError,
         "error 2.0e-03 in loss 0, at most 1e-03",
