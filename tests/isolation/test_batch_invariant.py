@@ -256,7 +256,7 @@ CHUNKWISE = prompts, padded_prompts, packed_prompts, states_after_chunks
 STEPS = step, step_in_pools, several_steps, ring_step, ring_of_drafts
 KERNELS = *CHUNKWISE, *STEPS
 # Not promised: sums beside the kernels make the gradients, which plain jnp computes by head.
-FUNCTIONS = *KERNELS, gradients, ring_flush
+FUNCTIONS = *KERNELS, gradients, ring_flush, chained_prompts
 
 
 def differences(function, call, batches):
