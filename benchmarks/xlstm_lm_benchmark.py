@@ -85,8 +85,8 @@ PEAK_FLOPS = {"H200": 989e12}
 # Differences of losses are shares of the first loss, since later ones come close to 0. The first
 # loss differs by rounding alone. Adam's first updates have the size of the learning rate whatever
 # the gradient's size is, so the losses of later steps also differ by updates of noise: among 15
-# rows of 1.3b by up to 1.4e-4, 8.2e-4, 2.8e-3, 8.4e-3 and 2.1e-2, which no longer tells right from
-# wrong.
+# rows of 1.3b (commits 810c485 to c40828d) the losses 0 to 4 by up to 1.4e-4, 8.2e-4, 2.8e-3,
+# 8.4e-3 and 2.1e-2, which no longer tells right from wrong.
 FIRST_TOLERANCE, LATER_TOLERANCE, GRADIENT_NORM_TOLERANCE = 1e-3, 1e-2, 2e-2
 COMPARED_LOSSES = 3  # later ones have to be finite
 
