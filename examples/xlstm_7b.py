@@ -314,7 +314,8 @@ def unchecked(model: Model, new_tokens: int, per_call: list[float]) -> Iterator[
         for end, states in read_pieces(config, params, prompt, MOST_STEPS):
             prompts, initial = {n: prompt[end:]}, (states, np.array([0]))
     S = -(-sum(map(len, prompts.values())) // MULTIPLE) * MULTIPLE
-    states = empty_states(config, params, B, rings=FLAGS.draft > 0 or rings_are_faster(B))
+    rings = FLAGS.draft > 0 or rings_are_faster(config, B)
+    states = empty_states(config, params, B, rings=rings)
     states, token = first_tokens(setup, prompts, S, (states, np.arange(B)), initial)
     yield np.asarray(token)[None]
     if FLAGS.draft:
@@ -445,7 +446,7 @@ def benchmark(model: Model) -> dict[str, Any]:
     if not config.tie_word_embeddings:
         del weights["backbone.embeddings.weight"]
     # A step reads and writes the states; with ring buffers of 16 tokens it writes a 16th of them.
-    moves = 1 + 1 / 16 if FLAGS.draft or rings_are_faster(B) else 2
+    moves = 1 + 1 / 16 if FLAGS.draft or rings_are_faster(config, B) else 2
     moved = bytes_per_device(weights) + moves * B * state_bytes(config, devices)
     products = sum(
         x.size for name, x in weights.items() if ".blocks." in name and len(x.shape) == 2

@@ -55,12 +55,8 @@ LOOP_OPTIONS = dict(
 )
 NO_TOKEN = -1  # where logits are not finite
 MOST_STEPS = 4096  # of a prefill; with these it uses all of a GPU
-RING_BATCH = 16  # with fewer prompts the two launches of a step with a ring take longer
-
-
-def rings_are_faster(B: int) -> bool:
-    """Whether a step of B prompts is; on a CPU it takes two to nine times as long."""
-    return jax.default_backend() == "gpu" and B >= RING_BATCH
+# Prompts with float32 states. With fewer bytes the two launches of a step with a ring take longer.
+RING_BATCH = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +97,12 @@ class Config:
     @property
     def head_dims(self) -> tuple[int, int]:
         return self.qk_dim // self.num_heads, self.v_dim // self.num_heads
+
+
+def rings_are_faster(config: Config, B: int) -> bool:
+    """Whether a step of B prompts is; on a CPU it takes two to nine times as long."""
+    in_float32 = B * jnp.dtype(config.inference_state_dtype).itemsize / 4
+    return jax.default_backend() == "gpu" and in_float32 >= RING_BATCH
 
 
 class Sampling(NamedTuple):

@@ -208,7 +208,7 @@ def serve(
     failed: dict[int, list[int]] = {}  # by number, the tokens before logits that are not finite
     long, most_pieces = None, 1
     piece = min(PIECES.get(jax.default_backend(), 64), MOST_STEPS, BLOCK)
-    rings = rings_are_faster(slots) or draft > 0 if rings is None else rings
+    rings = rings_are_faster(config, slots) or draft > 0 if rings is None else rings
     states = empty_states(config, params, slots, rings=rings)
     size = bucket(max(len(prompts[n]) + limits[n] for n in prompts) + steps * (1 + draft))
     known = np.zeros(slots, np.int32)  # tokens in the texts of the rows

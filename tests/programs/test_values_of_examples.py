@@ -24,9 +24,10 @@ from oracle import refused
 FIXTURE = Path(__file__).with_name("xlstm_7b")
 
 
-def rings(platform):
+def batches_with_rings(platform, state_dtype):
+    config = model.Config(inference_state_dtype=state_dtype)
     with mock.patch("jax.default_backend", return_value=platform):
-        return [*map(model.rings_are_faster, (1, 15, 16, 64))]
+        return [B for B in (1, 15, 16, 31, 32, 64) if model.rings_are_faster(config, B)]
 
 
 def ffn_dim(name, text):
@@ -82,12 +83,11 @@ def test_tokens_of_a_config():
 
 
 def test_rings_are_for_many_prompts_on_a_gpu():
-    """Rings are for many prompts on a GPU."""
-    assert (rings("gpu"), rings("cpu"), rings("tpu")) == (
-        [False, False, True, True],
-        [False, False, False, False],
-        [False, False, False, False],
-    )
+    """Of as many bytes of states, whatever their dtype."""
+    assert batches_with_rings("gpu", "float32") == [16, 31, 32, 64]
+    assert batches_with_rings("gpu", "bfloat16") == [32, 64]
+    assert batches_with_rings("gpu", "float16") == [32, 64]
+    assert batches_with_rings("cpu", "float32") == batches_with_rings("tpu", "float32") == []
 
 
 def test_the_fullest_device_decides_what_is_free():
@@ -314,7 +314,7 @@ def test_bytes_and_medians_of_a_token(line):
     config = dataclasses.replace(config, **values.get(case, {}))
     benchmark_runs.parse(xlstm_7b, "--new_tokens=24", *([case] if "--" in case else []))
     runs = iter([(2.0, 4.6), (1.0, 9.2), (9.0, 2.3)])
-    stubs = dict(copy_rate=lambda: 1e6, rings_are_faster=lambda B: case == "rings" and B == 4)
+    stubs = dict(copy_rate=lambda: 1e6, rings_are_faster=lambda _, B: case == "rings" and B == 4)
     tensors = checkpoint.tensors_of(config, "float32", 1)
     model = xlstm_7b.Model(config, tensors, {}, {n: [1] * 5 for n in range(4)}, set(), None)
     with mock.patch.multiple(xlstm_7b, **stubs, run=lambda *_: next(runs)):

@@ -289,7 +289,7 @@ def test_states_have_rings_where_these_are_faster_or_drafts_need_them(line, monk
     case, expected = line.split(": ")
     count, kind, draft = case.split()
     for module in (server, xlstm_7b):
-        monkeypatch.setattr(module, "rings_are_faster", lambda B: B == 8)
+        monkeypatch.setattr(module, "rings_are_faster", lambda _, B: B == 8)
     prompts = {n: [1] for n in range(int(count))}
     POOLS.clear()
     if kind == "slots":
