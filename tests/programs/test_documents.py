@@ -48,7 +48,7 @@ mLSTMBackendConfig xLSTMConfig xLSTMForCausalLM xLSTMLarge g_gamma Config mode
 pack_alignment_struct ncclGetPeerDevicePointer psum_scatter jax_default_matmul_precision
 on_get_value _mosaic_gpu_kernel XLA_CLIENT_MEM_FRACTION
 MultiSteps apply_if_finite inject_hyperparams ConcatThenSplitIterDataset best_fn metrics
-WindowShuffleMapDataset one_hot get_weight_decay_optim_groups
+WindowShuffleMapDataset one_hot get_weight_decay_optim_groups xLSTMLMModel
 """
 README, NOTES = ((ROOT / name).read_text() for name in ("README.md", "BUILD_NOTES.md"))
 SITE = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md"))]
