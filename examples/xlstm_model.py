@@ -55,8 +55,7 @@ LOOP_OPTIONS = dict(
 )
 NO_TOKEN = -1  # where logits are not finite
 MOST_STEPS = 4096  # of a prefill; with these it uses all of a GPU
-# Prompts with float32 states. With fewer bytes the two launches of a step with a ring take longer.
-RING_BATCH = 16
+RING_BATCH = 16  # in float32; with fewer bytes the two launches of a step with a ring take longer
 
 
 @dataclasses.dataclass(frozen=True)

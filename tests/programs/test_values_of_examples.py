@@ -83,7 +83,7 @@ def test_tokens_of_a_config():
 
 
 def test_rings_are_for_many_prompts_on_a_gpu():
-    """Of as many bytes of states, whatever their dtype."""
+    """Rings are for as many bytes of states, whatever their dtype."""
     assert batches_with_rings("gpu", "float32") == [16, 31, 32, 64]
     assert batches_with_rings("gpu", "bfloat16") == [32, 64]
     assert batches_with_rings("gpu", "float16") == [32, 64]
