@@ -56,8 +56,11 @@ def mlstm_chunkwise(
 ) -> jax.Array | tuple[jax.Array, StatesTuple]:  # fmt: skip
     """Applies the mLSTM of xLSTM to whole sequences, for training and prefill.
 
+    It is causal and scales q by s = DHQK ** -0.5. docs/migrating.md has what there
+    is for scale, cu_seqlens, initial_state and head_first of other packages.
+
     For every batch entry and head it computes equations 19 to 27 of
-    arXiv:2405.04517 in chunks (arXiv:2503.14376), with s = DHQK ** -0.5:
+    arXiv:2405.04517 in chunks (arXiv:2503.14376):
 
     .. math::
 
@@ -76,12 +79,9 @@ def mlstm_chunkwise(
       DHV   head dimension of v and h
 
     f_t = -inf resets the state and i_t = -inf stores nothing, as values of -1e6
-    and below do. A NaN stays in its batch entry and head. docs/debugging.md has
-    what NaN and inf reach, docs/numerics.md the errors.
-
+    and below do. A NaN stays in its batch entry and head (docs/debugging.md).
     First derivatives in reverse mode are exact, for all float arrays;
-    ``mlstm_pallas.reference.chunkwise`` has all others. jit, vmap, remat, scan
-    and shard_map work; docs/devices.md has shards, docs/training.md residuals.
+    ``mlstm_pallas.reference.chunkwise`` has all others.
 
     Example::
 
@@ -112,8 +112,8 @@ def mlstm_chunkwise(
         are exp(m) C and exp(m) n.
       return_last_states: whether to return the states after the last step.
       eps: added to the denominator; it and norm_val: 0, or normal float32.
-      chunk_size: steps per chunk, a power of two from 16 up; one beyond S
-        becomes the next from S on. None: planned, by the heads, S and the GPU.
+      chunk_size: steps per chunk, a power of two from 16 up, cut to the least
+        that is >= S. None: config's, or planned by the heads, S and the GPU.
       autocast_kernel_dtype: dtype of q, k and v in products. None: that of q.
       stabilize_correctly: False: norm_val is the floor, not norm_val exp(-m_t).
       norm_val: factor in the floor of the denominator, at least 0.
@@ -126,10 +126,9 @@ def mlstm_chunkwise(
         the steps with id n; ids ascend, up to padding of 0. Those below 0, from
         N on or behind a descent are of no segment. It returns the states at the
         ends of segments, (B, N, NH, ...). Initial states may be so too.
-      reverse: True runs from the last step (of sequence_lengths) to the first,
-        as the call of flipped sequences does, without flipping them. Initial
-        states enter at the last step, last states leave at step 0, and segments
-        begin at their last steps. Not with num_segments.
+      reverse: True runs from the last step (of sequence_lengths) to the first:
+        initial states enter at the last step, last states leave at step 0, and
+        segments begin at their last steps. Not with num_segments.
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376): i_t becomes
         log sigmoid(i_t), every m_t is 0, and m_initial None or zeros, which
         are not checked in a traced array. The m that is returned is zeros.
@@ -146,14 +145,15 @@ def mlstm_chunkwise(
       the states shaped as the initial ones, in float32 (float64 for float64).
 
     Raises:
-      TypeError: for wrong types and dtypes, traced options, other derivatives.
-      ValueError: for wrong shapes and values. Lengths, and ids of num_segments,
-        are read from NumPy arrays; from others with MLSTM_PALLAS_CHECKS=1.
+      TypeError: for wrong dtypes, traced options and other derivatives.
+      ValueError: for wrong shapes and values, and numbers of wrong types. Lengths,
+        and ids of num_segments, are read from NumPy arrays; from others with
+        MLSTM_PALLAS_CHECKS=1.
 
     Warns:
-      UserWarning: if layout is left out and S < NH. With initial states or
-        segment_ids, whose shapes tell the layout if S and NH differ, only if
-        S = NH > 1.
+      UserWarning: if layout is left out and S < NH, or S = NH > 1 with initial
+        states or segment_ids, whose shapes tell the layout otherwise; for tiles
+        in config of kernels that the call does not run.
     """
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
@@ -193,7 +193,6 @@ def mlstm_chunkwise_states(
       This c has been rounded to the dtype of q, once; n and m are float32.
     """
     N = validation.check_chunk_size("every", every)
-
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
 
     options = Options(
@@ -202,10 +201,13 @@ def mlstm_chunkwise_states(
         autocast_kernel_dtype=autocast_kernel_dtype, state_dtype=state_dtype, layout=layout,
         backend=backend, config=config,
     )  # fmt: skip
+    L = options.config.chunk_size
+    if L and L > N:
+        raise ValueError(f"config.chunk_size is {L}, expected at most every = {N}")
     spec, x = prepare(x, options, layout)
     # The fused scan has chunks of its own, and stores states at those of the call.
     if spec.plan.uses_fused_scan or spec.problem.L > N:
-        spec, x = prepare(x, dataclasses.replace(options, chunk_size=N), layout)
+        spec, x = prepare(x, dataclasses.replace(options, chunk_size=L or N), layout)
     return mlstm_with_states(spec, N, x)
 
 

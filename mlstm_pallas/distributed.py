@@ -50,6 +50,7 @@ from mlstm_pallas.prepare import Arguments, padded, results, with_arguments_of
 from mlstm_pallas.problem.arrays import Cotangents, Forward, Inputs, Residuals, States
 from mlstm_pallas.problem.validation import check_axis_name
 from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half
+from mlstm_pallas.schedules.derivatives import reverse_mode_only
 from mlstm_pallas.schedules.forward import PrecomputedStates, run_gates
 from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shards
 from mlstm_pallas.stages import split_products, step_sums
@@ -325,7 +326,8 @@ def _mlstm(axis: Axis, spec: CallSpec, x: Arguments) -> Any:
     if inputs.initial.c is None:  # every later shard has initial states
         zeros = jnp.broadcast_to(n[..., None], (*n.shape, spec.problem.DHV))
         inputs = inputs._replace(initial=inputs.initial._replace(c=zeros))
-    h, states = _sequence(axis, dataclasses.replace(spec, return_last_states=True), inputs)
+    spec = dataclasses.replace(spec, return_last_states=True)
+    h, states = _sequence(axis, spec, reverse_mode_only(inputs))
     last = jax.tree.map(
         lambda y: lax.psum(jnp.where(index == axis.size - 1, y, 0.0), axis.name), states
     )

@@ -12,6 +12,7 @@ from mlstm_pallas.prepare import Arguments, padded, results, returned_states
 from mlstm_pallas.problem.arrays import Cotangents, Forward, Inputs, Residuals, States
 from mlstm_pallas.problem.dimensions import Layout
 from mlstm_pallas.schedules.backward import backward, packed_backward
+from mlstm_pallas.schedules.derivatives import reverse_mode_only
 from mlstm_pallas.schedules.forward import forward, packed
 from mlstm_pallas.schedules.sharding import on_shards
 
@@ -30,7 +31,7 @@ def _passes(spec: CallSpec) -> tuple[Any, Any]:
 @functools.partial(jax.jit, static_argnums=0)
 def mlstm(spec: CallSpec, x: Arguments) -> Any:
     """h, and the last states or those of the segments if the caller asks for them."""
-    return results(spec, x, *_mlstm(spec, padded(spec, x)))
+    return results(spec, x, *_mlstm(spec, reverse_mode_only(padded(spec, x))))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -100,10 +100,12 @@ def prepare(
     arrays, N = x._asdict(), options.num_segments
     if N is not None and x.segment_ids is None:
         raise ValueError(f"num_segments is {N} without segment_ids, expected both")
-    if N is not None and not options.return_last_states:
-        raise ValueError(
-            f"num_segments is {N} with return_last_states=False, expected return_last_states=True"
-        )
+    of_states = dict(num_segments=N, state_dtype=options.state_dtype)
+    for name, value in of_states.items() if not options.return_last_states else ():
+        if value is not None:
+            raise ValueError(
+                f"{name} is {value} with return_last_states=False, expected return_last_states=True"
+            )
     sizes = validation.check_inputs(
         arrays, options.input_gate, options.layout, num_segments=N, shards=shards
     )

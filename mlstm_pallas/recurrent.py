@@ -94,8 +94,9 @@ def mlstm_recurrent_step(
 ) -> tuple[jax.Array, StatesTuple]:  # fmt: skip
     """Advances the mLSTM of xLSTM by one token, for generation.
 
-    It returns h of the token and the states after it, for every batch entry and
-    head (arXiv:2405.04517, equations 19 to 27), with s = DHQK ** -0.5:
+    It returns h of the token and always the states after it, for every batch
+    entry and head (arXiv:2405.04517, equations 19 to 27), with s = DHQK ** -0.5.
+    A token has no axis of steps, hence no layout:
 
     .. math::
 
@@ -117,12 +118,11 @@ def mlstm_recurrent_step(
     The kernel reads and writes every state once. It updates c, n and m in place
     if the caller does not use them afterwards: in a jitted loop, or if they are
     donated to jax.jit (donate_argnums). Otherwise they are copied first.
-    In a loop with few other operations, a small batch is faster in a CUDA graph
-    (XLA_FLAGS=--xla_gpu_graph_min_graph_size=1), at B = 1 on an H200 twice as
-    fast; benchmarks/README.md has the times.
+    In a loop with few other operations, a CUDA graph
+    (XLA_FLAGS=--xla_gpu_graph_min_graph_size=1) takes half the time at B = 1.
 
     States in bfloat16 have half the bytes: on an H200, with 8 heads of 256/512,
-    a step at B = 128 takes 52 % of its time with float32 states. Each
+    a step at B = 128 takes 53 % of its time with float32 states. Each
     state has its own dtype: cast c alone, and keep n and m, 1 / DHV of the
     bytes, in float32. c is rounded at every step, and the errors add up over
     the memory of the forget gate: for heads of 64/128 after 8192 steps with f

@@ -1,10 +1,11 @@
 """mlstm_ring_states, mlstm_ring_step, mlstm_ring_flush: generation that seldom writes C."""
 
 import functools
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from mlstm_pallas.planning.call_spec import CallSpec
@@ -34,12 +35,12 @@ def _step(spec: CallSpec, x: Operands) -> tuple[jax.Array, RingStates]:
     return run_step(spec, x)
 
 
-def _fields(states: Any) -> dict[str, Any]:
-    """The fields of the states, by the names of ``validation.DIMS``."""
-    if not isinstance(states, RingStates):
+def _fields(states: Any, *others: Any) -> dict[str, Any]:
+    """The fields of the states, by the names of ``validation.DIMS``; others: refused."""
+    if others or not isinstance(states, RingStates):
         raise TypeError(
-            f"states is a {type(states).__name__}, expected RingStates, as "
-            "mlstm_ring_states returns them"
+            f"states has type {type(states).__name__}, expected RingStates alone: "
+            "mlstm_ring_states(c, n, m, dtype=q.dtype) makes them, and keeps the input gate"
         )
     return {f"states.{name}": x for name, x in states._asdict().items()}
 
@@ -58,8 +59,9 @@ def _length(states: RingStates) -> int:
 
 
 def mlstm_ring_states(
-    c: Array, n: Array, m: Array | None, *, dtype: DTypeLike, length: int | None = None,
-    phase: Array | int | None = None, input_gate: InputGateName = "exp",
+    c: Array, n: Array | None = None, m: Array | None = None, *, dtype: DTypeLike,
+    length: int | None = None, phase: Array | int | None = None,
+    input_gate: InputGateName = "exp",
 ) -> RingStates:  # fmt: skip
     """States with an empty ring buffer, from those of a prefill or from zeros.
 
@@ -81,47 +83,48 @@ def mlstm_ring_states(
       input_gate: "exp" or "sigmoid", of all steps. The states keep it.
 
     Returns:
-      RingStates, whose c, n and m are these arrays. With the sigmoid gate its m
-      is None.
+      RingStates with copies of c, n and m, where these are sharded. With the
+      sigmoid gate its m is None.
     """
     gate = validation.check_choice("input_gate", input_gate, InputGate)
     arrays = dict(c=c, n=n, m=m)
-    B, NH, DHQK, DHV = validation.check_inputs(arrays, gate, Layout.BNTH).values()
+    B = validation.check_inputs(arrays, gate, Layout.BNTH)["B"]
     L = validation.check_integer(
         "length", DEFAULT_LENGTH if length is None else length, MIN_LENGTH, MAX_LENGTH,
         power_of_two=True,
     )  # fmt: skip
     kind = validation.check_dtype("dtype", dtype, validation.INPUT_DTYPES)
-    if not gate.stabilised:
-        m = None
-    elif m is None:
-        m = jnp.zeros(n.shape[:-1], accumulator_dtype(n.dtype))
-    head_phases = jnp.arange(NH, dtype="int32") * L // max(NH, 1)
-    fill = jnp.broadcast_to((head_phases + _phases(phase, B, L)) % L, (B, NH))
+    if phase is not None:
+        if not isinstance(phase, jax.Array | np.ndarray):
+            phase = np.asarray(validation.check_integer("phase", phase, 0, 2**31 - 1))
+        validation.check_integers("phase", phase)
+        dims = ("B",) * bool(phase.ndim)
+        validation.check_shapes(dict(phase=phase), dict(phase=(dims,)), dict(B=B))
+    return _rings(gate, kind, L, *constants((c, n, m if gate.stabilised else None, phase)))
+
+
+# One program also where the caller does not jit: all results are on the devices of the states.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _rings(gate: InputGate, kind: Any, L: int, c: Any, n: Any, m: Any, phase: Any) -> RingStates:
+    """Copies of the states, with empty rings."""
+    B, NH, DHQK, DHV = c.shape
     heads, acc = (B, NH, 2 * L), accumulator_dtype(kind)
+    if m is None and gate.stabilised:
+        m = jnp.zeros(n.shape[:-1], accumulator_dtype(n.dtype))
+    phase = (jnp.arange(B) if phase is None else phase).reshape(-1, 1) % L
+    fill = (jnp.arange(NH, dtype="int32")[None] * L // max(NH, 1) + phase.astype("int32")) % L
+    fill, none = jnp.broadcast_to(fill, (B, NH)), jnp.zeros((B, NH), "int32")
     # Tokens that store nothing and decay nothing are before the first.
-    return RingStates(
+    states = RingStates(
         c, n, m, jnp.zeros((*heads, DHQK), kind), jnp.zeros((*heads, DHV), kind),
-        jnp.full(heads, -jnp.inf, acc), jnp.full(heads, jnp.inf, acc),
-        jnp.zeros_like(fill), fill, jnp.zeros_like(fill),
+        jnp.full(heads, -jnp.inf, acc), jnp.full(heads, jnp.inf, acc), none, fill, none,
     )  # fmt: skip
-
-
-def _phases(phase: Any, B: int, L: int) -> jax.Array:
-    """The phases of entries, (B, 1) or (1, 1)."""
-    if phase is None:
-        phase = jnp.arange(B, dtype="int32")
-    elif not validation.is_array(phase):
-        phase = jnp.asarray(validation.check_integer("phase", phase, 0, 2**31 - 1))
-    validation.check_integers("phase", phase)
-    if phase.ndim:
-        validation.check_shapes(dict(phase=phase), dict(phase=(("B",),)), dict(B=B))
-    return (phase.reshape(-1, 1) % L).astype("int32")
+    return jax.tree.map(jnp.copy, states)
 
 
 def mlstm_ring_step(
     q: Array, k: Array | None, v: Array | None, i: Array, f: Array | None, states: RingStates,
-    *, accepted: Array | None = None, eps: float = 1e-6, norm_val: float = 1.0,
+    *others: Never, accepted: Array | None = None, eps: float = 1e-6, norm_val: float = 1.0,
     stabilize_correctly: bool = True, normalize: bool = True, slots: Array | None = None,
     layout: LayoutName = DEFAULT_LAYOUT, backend: BackendName | None = None,
     config: KernelConfig | None = None,
@@ -199,7 +202,10 @@ def mlstm_ring_step(
     Warns:
       UserWarning: if layout is left out and T = NH > 1.
     """
-    drafts, arrays = getattr(q, "ndim", 0) == 4, dict(q=q, k=k, v=v, i=i, f=f) | _fields(states)
+    drafts, arrays = (
+        getattr(q, "ndim", 0) == 4,
+        dict(q=q, k=k, v=v, i=i, f=f) | _fields(states, *others),
+    )
     options = Options(
         eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
         input_gate=_gate(states), normalize=normalize, layout=layout, backend=backend,

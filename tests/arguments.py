@@ -229,9 +229,13 @@ def is_on_host(x):
 
 
 def bad_arrays(x):
-    """No arrays, the host's memory, other dtypes, an axis more, and each axis longer by one."""
+    """No arrays, the host's memory, another byte order, other dtypes, an axis more, and each axis
+    longer by one."""
     for y in NO_ARRAYS:
-        yield TypeError, y, f"is a {type(y).__name__}, expected an array$"
+        yield TypeError, y, f"has type {type(y).__name__}, expected an array( \\(B.*|$)"
+    swapped = np.zeros(x.shape, np.dtype(x.dtype).newbyteorder())
+    if not swapped.dtype.isnative:
+        yield TypeError, swapped, f"has dtype {swapped.dtype}, expected the byte order of"
     yield ValueError, on_host(x), re.escape(HOST).replace(r"\{\}", r"\w+")
     integer = jnp.issubdtype(x.dtype, jnp.integer)
     for dtype in ("float32", "bool") if integer else ("int32",):

@@ -5,7 +5,8 @@ of the call without a mesh. This writes the page anew:
 
     JAX_NUM_CPU_DEVICES=4 PYTHONPATH=. python tests/mesh_table.py
 
-A new kind of mesh is a line of AXES, a new call one of CALLS.
+A new kind of mesh is a line of AXES, a new call one of CALLS. The column TPU has what compiles for
+four TPUs, for which libtpu has to be installed.
 """
 
 import functools
@@ -19,9 +20,19 @@ import command
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import topologies
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from oracle import assert_close, loss_of, mesh_of, random_inputs, results_of, sharded, tolerance
+from oracle import (
+    COLLECTIVE,
+    assert_close,
+    loss_of,
+    mesh_of,
+    random_inputs,
+    results_of,
+    sharded,
+    tolerance,
+)
 
 from mlstm_pallas import (
     mlstm_chunkwise,
@@ -36,7 +47,7 @@ from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 
 PAGE = Path(__file__).parents[1] / "docs" / "devices.md"
 TABLE = re.compile(r"(?<=<!-- python tests/mesh_table.py -->\n)(?:\|.*\n)+")
-RUNS, NOT_IN_JAX = "runs", "fails in jax"
+RUNS, COMPILES, NOT_IN_JAX, TPU = "runs", "compiles", "fails in jax", "TPU"
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 # The kinds of x and y, and the axes of each shard_map around the call, from outside.
@@ -178,15 +189,40 @@ def alone(name):
     return jax.jit(call.around(call.alone or call.function))(*call.arrays)
 
 
-def traced(axes, call):
-    """The arrays on the mesh, and the call traced."""
+def traced(axes, call, place=sharded):
+    """The arrays on the mesh, and the call traced; place: puts arrays on it."""
     (_, levels), run = AXES[axes], call.function
     for level in reversed(levels):
         ins, outs = (specs(call, dims, level) for dims in (call.dims, call.results))
         run = jax.shard_map(run, in_specs=ins, out_specs=outs, axis_names={*level})
     mesh = jax.sharding.get_mesh()
-    x = sharded(call.arrays, mesh, *specs(call, call.dims, "xy"))
+    x = place(call.arrays, mesh, *specs(call, call.dims, "xy"))
     return x, jax.jit(call.around(run)).trace(*x)
+
+
+def abstract(arrays, mesh, *shardings):
+    """As ``sharded``, for a mesh of devices that are not here."""
+    places = [jax.sharding.NamedSharding(mesh, spec) for spec in shardings]
+    return [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+        for x, place in zip(arrays, places, strict=True)
+    ]
+
+
+def tpu_cell(axes, *names, topology="v5e:2x2"):
+    """That calls, or those of a training step and of decoding, compile for TPUs.
+
+    No call exchanges anything, but for what jax gathers where x and y are of different kinds.
+    """
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(2, 2), ("x", "y"), axis_types=AXES[axes][0])
+    for name in names or ("gradient inside", "step"):
+        with jax.set_mesh(mesh):
+            program = traced(axes, CALLS[name], abstract)[1].lower().compile()
+        found = COLLECTIVE.findall(program.as_text())
+        allowed = {EXPLICIT, AUTO} == {*AXES[axes][0]} and "x" not in AXES[axes][1]
+        assert allowed or not found, (name, found)
+    return COMPILES
 
 
 def is_lowered(call):
@@ -224,8 +260,9 @@ def cell(axes, name):
 
 def written(cells):
     """The table, of the cells by their rows and columns."""
-    lines = [["", *CALLS], ["---"] * (1 + len(CALLS))]
-    lines += [[axes, *(cells[axes, name] for name in CALLS)] for axes in AXES]
+    columns = *CALLS, TPU
+    lines = [["", *columns], ["---"] * (1 + len(columns))]
+    lines += [[axes, *(cells[axes, name] for name in columns)] for axes in AXES]
     return "".join("|" + "".join(f" {x} |" if x else " |" for x in y) + "\n" for y in lines)
 
 
@@ -240,6 +277,7 @@ def cells_of_page():
 
 def main(_):
     cells = {(axes, name): cell(axes, name) for axes in AXES for name in CALLS}
+    cells |= {(axes, TPU): tpu_cell(axes) for axes in AXES}
     PAGE.write_text(TABLE.sub(lambda _: written(cells), PAGE.read_text()))
 
 

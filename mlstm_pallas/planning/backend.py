@@ -1,5 +1,6 @@
 """The backend that a call asks for: its argument, ``use_backend`` or the environment."""
 
+import contextlib
 import os
 from contextvars import ContextVar
 
@@ -7,7 +8,6 @@ import jax
 
 from mlstm_pallas.planning.dispatch import HAS_TRITON
 from mlstm_pallas.problem.annotations import BackendName
-from mlstm_pallas.problem.callers import warn_caller
 from mlstm_pallas.problem.gpu import UNKNOWN, Gpu
 from mlstm_pallas.problem.validation import check_backend
 from mlstm_pallas.stages.lowering import Lowering
@@ -20,8 +20,8 @@ MOSAIC_GPU_JAX = (0, 11, 2), (0, 13)
 _entered: ContextVar[tuple[str | None, ...]] = ContextVar("entered", default=())
 
 
-class use_backend:
-    """Sets the backend of calls that pass none, inside a with statement.
+class use_backend(contextlib.ContextDecorator):
+    """Sets the backend of calls that pass none, in a with statement or a decorated function.
 
     * None: "triton" where the computation is lowered for an NVIDIA GPU from
       compute capability 8.0, "xla" elsewhere.
@@ -57,30 +57,29 @@ class use_backend:
       ValueError: for the name of another backend.
     """
 
-    _used = True  # no warning where check_backend raises
-
     def __init__(self, backend: BackendName | None):
-        self._backend, self._used = check_backend("backend", backend), False
+        self._backend = check_backend("backend", backend)
 
     def __enter__(self) -> None:
-        self._used = True
         _entered.set((*_entered.get(), self._backend))
 
     def __exit__(self, *_: object) -> None:
         _entered.set(_entered.get()[:-1])
 
-    def __del__(self) -> None:
-        if not self._used:
-            warn_caller(
-                f"use_backend({self._backend!r}) did nothing: it is for a with statement",
-                RuntimeWarning,
-            )
+
+def named_backend(backend: str | None = None) -> tuple[str, str | None]:
+    """The backend of a call, and what sets it: its argument, ``use_backend`` or the environment."""
+    if backend is not None:
+        return "backend", backend
+    if entered := _entered.get():
+        return "backend of use_backend", entered[-1]
+    return VARIABLE, check_backend(VARIABLE, os.environ.get(VARIABLE) or None)
 
 
 def requested_backend(
     backend: str | None = None, gpu: Gpu = UNKNOWN, *, mosaic_gpu: bool = True
 ) -> str | None:
-    """The backend of a call, from its argument, ``use_backend`` or the environment.
+    """The backend of a call by ``named_backend``, where it runs.
 
     None and "fastest" leave other platforms than CUDA to plain jnp, when the call is lowered. On
     CUDA they are Triton, or plain jnp if jax has none, and Mosaic GPU; "xla" for a GPU on which no
@@ -93,16 +92,11 @@ def requested_backend(
     Raises:
       ValueError: where the kernels cannot run, and for a wrong MLSTM_PALLAS_BACKEND.
     """
-    name, entered = "backend", _entered.get()
-    if backend is None and entered:
-        backend = entered[-1]
-    elif backend is None:
-        name, backend = VARIABLE, os.environ.get(VARIABLE) or None
-        check_backend(VARIABLE, backend)
+    name, backend = named_backend(backend)
     if not gpu.runs_kernels and backend != Lowering.INTERPRET:
         if backend in (Lowering.TRITON, Lowering.MOSAIC_GPU):
             raise ValueError(
-                f"{name} is '{backend}' and the device is a {gpu.name}, expected an NVIDIA GPU "
+                f"{name} is '{backend}' and the device is {gpu.name}, expected an NVIDIA GPU "
                 "from compute capability 8.0, or backend None or 'xla' (plain jnp)"
             )
         return Lowering.XLA
@@ -135,6 +129,6 @@ def check_mosaic_gpu(name: str, gpu: Gpu) -> None:
         )
     if gpu is not UNKNOWN and not gpu.hopper:
         raise ValueError(
-            f"{name} is 'mosaic_gpu' and the GPU is a {gpu.name}, expected a Hopper GPU "
+            f"{name} is 'mosaic_gpu' and the GPU is {gpu.name}, expected a Hopper GPU "
             "(H100, H200, H800, H20, GH200) or backend None"
         )

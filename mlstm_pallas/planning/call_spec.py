@@ -16,9 +16,10 @@ from jax import lax
 
 from mlstm_pallas.formulas.chunk_list import num_entries
 from mlstm_pallas.formulas.tiles import blocks_over
-from mlstm_pallas.planning.backend import lowering_on_gpu, requested_backend
+from mlstm_pallas.planning.backend import lowering_on_gpu, named_backend, requested_backend
 from mlstm_pallas.planning.dispatch import HAS_TRITON, Launches, lowerings, tiles_class
 from mlstm_pallas.planning.options import Options
+from mlstm_pallas.problem.callers import warn_caller
 from mlstm_pallas.problem.dimensions import Layout, Problem, make_problem, next_power_of_two
 from mlstm_pallas.problem.gpu import HOPPER, UNKNOWN, Gpu, target_gpu
 from mlstm_pallas.problem.validation import check_constant, kernel_dtype
@@ -132,6 +133,11 @@ def call_spec(
     check_constant(sizes, backend)
     *shape, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
     dtype = kernel_dtype(options.autocast_kernel_dtype, q_dtype, backend)
+    if backend == Lowering.MOSAIC_GPU and dtype.itemsize > 2:
+        raise TypeError(
+            f"{named_backend(options.backend)[0]} is 'mosaic_gpu' and q, k and v are {dtype} in "
+            "products, expected bfloat16 or float16, or backend None or 'fastest'"
+        )
     if backend == "fastest" and HAS_TRITON and max(shape[-1], DHV) <= FASTEST_ON_TRITON:
         backend = None
     if 0 in shape:
@@ -147,7 +153,23 @@ def call_spec(
         steps=sizes["S"],
     )
     L = options.chunk_size or spec.config.chunk_size or chunk_size_for(spec)
-    return dataclasses.replace(spec, problem=make(L))
+    spec = dataclasses.replace(spec, problem=make(L))
+    if spec.config.tiles and gpu is not UNKNOWN:
+        _warn_of_unread_tiles(spec)
+    return spec
+
+
+def _warn_of_unread_tiles(spec: CallSpec) -> None:
+    """Warns of tiles of the config whose stage another one replaces in the call's plan."""
+    plan = spec.plan.in_list or spec.plan
+    launched = spec.plan.forward | plan.backward | plan.summary
+    for kernel, _ in spec.config.tiles:
+        name = kernel.removeprefix(f"{spec.lowering.folder}_")
+        if name != kernel and name not in launched:
+            warn_caller(
+                f"config.{kernel} is not read, because the call has no {name}: it runs "
+                f"{', '.join(launched)}"
+            )
 
 
 def plain(problem: Problem) -> Launch:

@@ -76,7 +76,7 @@ class KernelConfig:
             if (fields := tiles.get(name))
         }
         vars(self).update(
-            chunk_size=or_none(check_chunk_size)("chunk_size", chunk_size),
+            chunk_size=or_none(check_chunk_size)("config.chunk_size", chunk_size),
             precision=precision,
             fused=fused,
             num_splits=or_none(FIELDS["num_splits"])("config.num_splits", num_splits),

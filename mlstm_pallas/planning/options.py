@@ -76,7 +76,11 @@ class Options:
                 f"normalize is False with input_gate {self.input_gate.value!r}, expected "
                 'input_gate="sigmoid"'
             )
-
+        if self.chunk_size and self.config.chunk_size not in (None, self.chunk_size):
+            raise ValueError(
+                f"chunk_size is {self.chunk_size} and config.chunk_size {self.config.chunk_size}, "
+                "expected one of them"
+            )
         if self.reverse and self.num_segments:
             raise ValueError(
                 f"reverse is True with num_segments {self.num_segments}, expected one of them"

@@ -9,7 +9,7 @@ from mlstm_pallas.planning.call_spec import SMALL, CallSpec, call_spec, options_
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.annotations import BackendName, LayoutName
-from mlstm_pallas.problem.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
+from mlstm_pallas.problem.gpu import UNKNOWN, Gpu, is_one_of_family, known_gpu, target_gpu
 from mlstm_pallas.problem.validation import check_dtype, check_integer
 from mlstm_pallas.stages.launch import Launch
 
@@ -83,7 +83,9 @@ class CallPlan:
             for align, column in zip("<<>>><", zip(*rows, strict=True), strict=True)
         ]
         lines = ["  ".join(map(format, row, formats)).rstrip() for row in rows]
-        head = f"{self.gpu.name}, {self.gpu.sms} SMs: chunks of {self.chunk_size} steps, {schedule}"
+        about = "about " * (known_gpu(self.gpu.name) == self.gpu and is_one_of_family(self.gpu))
+        gpu = f"{self.gpu.name}, {about}{self.gpu.sms} SMs"
+        head = f"{gpu}: chunks of {self.chunk_size} steps, {schedule}"
         if MiB := self.backward_bytes / 2**20:
             lines.append(f"the backward pass takes {MiB:.0f} MiB beside its inputs and outputs")
         return "\n".join([head, *lines])
@@ -104,9 +106,10 @@ def plan(
     recompute_states_in_bw: bool = True,
     config: KernelConfig | None = None,
 ) -> CallPlan:
-    """What ``mlstm_chunkwise`` and its gradient will run on a GPU.
+    """What ``mlstm_chunkwise`` and its gradient run on one GPU, with the arguments below.
 
-    It needs neither a GPU nor arrays, and compiles nothing.
+    It needs neither a GPU nor arrays, and compiles nothing. Steps, ``mlstm_chunkwise_states`` and
+    shards have no plan here, and the other options of a call are the defaults.
 
     Args:
       B, NH, S: batch entries, heads, steps.
@@ -117,7 +120,8 @@ def plan(
       backend: as for ``mlstm_chunkwise``; None is "triton" here, and "xla", plain jnp, for a GPU
         on which no kernel runs.
       gpu: the GPU's device_kind in jax, such as "NVIDIA H20", or the facts of any GPU, a ``Gpu``;
-        None: the GPU of this process.
+        None: the GPU of this process. The name of a GeForce, a workstation GPU or a slice has the
+        SMs of one model of its family, printed as "about": pass a ``Gpu`` to plan for others.
       recompute_states_in_bw, config: as for ``mlstm_chunkwise``.
 
     Raises:

@@ -36,9 +36,10 @@ class Gpu:
     shared_bytes: int
 
     def __post_init__(self) -> None:
-        check_integer("gpu.capability", self.capability, 0)
+        ten_times = ", ten times the compute capability (89 for 8.9), or 0"
+        check_integer("gpu.capability", self.capability or 10, 10, unit=ten_times)
         check_integer("gpu.sms", self.sms, 1)
-        check_integer("gpu.shared_bytes", self.shared_bytes, 1024)
+        check_integer("gpu.shared_bytes", self.shared_bytes, 1024, unit=" bytes")
 
     @property
     def runs_kernels(self) -> bool:
@@ -115,6 +116,12 @@ def known_gpu(device_kind: Any) -> Gpu | None:
                     sms = int(slices[1]) * round(sms / (4 if sms in (56, 188) else 8))
                 return Gpu(device_kind, capability, sms, _shared_bytes(capability))
     return None
+
+
+def is_one_of_family(gpu: Gpu) -> bool:
+    """Whether other GPUs, with other numbers of SMs, have the same pattern among the names."""
+    data_center = gpu.capability in (70, 80, 90, 100, 103)
+    return not data_center or bool(re.search(_SLICES, gpu.name))
 
 
 def _is_nvidia(device: Any) -> bool:

@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.export import is_symbolic_dim
+from jax.sharding import PartitionSpec as P
 
 from mlstm_pallas.problem.annotations import BackendName, LayoutName
 from mlstm_pallas.problem.callers import warn_caller
@@ -109,7 +111,17 @@ def is_array(x: Any) -> bool:
 
 def check_is_array(name: str, x: Any) -> None:
     if not is_array(x) or isinstance(x, np.ma.MaskedArray):  # which jax refuses
-        raise TypeError(f"{name} is a {type(x).__name__}, expected an array")
+        advice = ""
+        if name in INDICES:
+            advice = f" {tuple(DIMS[name][0])} of integers, np.array([...])".replace("'", "")
+        elif isinstance(x, tuple | list) and len(x) == 3:
+            advice = ": pass the three states as *states"
+        raise TypeError(f"{name} has type {type(x).__name__}, expected an array{advice}")
+    if not x.dtype.isnative:
+        raise TypeError(
+            f"{name} has dtype {x.dtype}, expected the byte order of this machine: "
+            f"{name}.astype({name}.dtype.newbyteorder('='))"
+        )
     if isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host:
         argument = name.partition(".")[0]
         raise ValueError(
@@ -127,7 +139,9 @@ def check_array(name: str, x: Any, dtypes: Sequence[str], backend: str | None = 
 def check_integers(name: str, x: Any) -> None:
     check_is_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype")
+        mask = name == "sequence_lengths" and x.dtype == bool
+        advice = ": a mask has the lengths np.sum(mask, axis=1)" * mask
+        raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype{advice}")
     if isinstance(x, np.ndarray) and x.itemsize > 4 and np.any(x != x.astype("int32")):
         raise wrong(name, x, f"integers of 32 bits: {_OF_32_BITS[name]}")
 
@@ -187,13 +201,26 @@ def check_shapes(
 
 
 def _advice(name: str, found: Sequence[int], shape: Sequence[str], sizes: Mapping[str, int]) -> str:
-    """What mends the two likeliest mistakes, or nothing."""
-    expected = [sizes.get(dim) for dim in shape]
-    if len(found) != len(shape) or "NH" not in shape:
+    """What mends the likeliest mistakes, or nothing."""
+
+    def fits(*sizes_found: int) -> bool:
+        pairs = zip(shape, sizes_found, strict=False)
+        return len(shape) == len(sizes_found) and all(sizes.get(dim, n) == n for dim, n in pairs)
+
+    for axis in reversed(range(len(found))):
+        if found[axis] == 1 and fits(*found[:axis], *found[axis + 1 :]):
+            return f": drop axis {axis}, {name}.squeeze({axis})"
+    if fits(1, *found):
+        return f": add an axis for the batch, {name}[None], or map the call with jax.vmap"
+    if "NH" not in shape:
         return ""
-    if [*found[:1], *found[2:0:-1], *found[3:]] == expected:
+    if "S" in shape and fits(*found[:1], *found[2:0:-1], *found[3:]):
         return ": axes 1 and 2 are swapped, as the other layout has them"
-    if sizes.get("NH"):
+    if "S" not in shape and fits(*found[:-2], *found[:-3:-1]):
+        return f": its last two axes are swapped, {name}.mT"
+    if "S" not in shape and len(found) == len(shape) + 1:
+        return ": several steps are for mlstm_chunkwise or mlstm_ring_step"
+    if len(found) == len(shape) and sizes.get("NH"):
         axis = shape.index("NH")
         heads, times = found[axis], sizes["NH"] // max(found[axis], 1)
         if times > 1 and heads * times == sizes["NH"]:
@@ -212,9 +239,10 @@ def check_constant(sizes: Mapping[str, Any], backend: str | None) -> None:
 def check_states_complete(states: Mapping[str, Any]) -> None:
     missing = [name for name, x in states.items() if x is None]
     if 0 < len(missing) < len(states):
+        verb = "is" if len(missing) == 1 else "are"
         raise ValueError(
-            f"{', '.join(missing)} is None, expected all initial states ({', '.join(states)}) or "
-            "none"
+            f"{', '.join(missing)} {verb} None, expected all initial states ({', '.join(states)}) "
+            "or none"
         )
 
 
@@ -355,7 +383,24 @@ def check_indices(name: str, size: int, *x: Any) -> None:
     if all(isinstance(y, np.ndarray) for y in x):
         _check_indices(name, size, *x)
     elif checks_indices():
-        jax.debug.callback(functools.partial(_check_indices, name, size), *x)
+        check, mesh = (
+            functools.partial(_check_indices, name, size),
+            jax.sharding.get_abstract_mesh(),
+        )
+        if not any(isinstance(y, jax.core.Tracer) for y in x):
+            return check(*map(_whole, x))
+        # A callback runs on process 0 alone, unless every device has the arrays.
+        everywhere = jax.process_count() > 1 and not (mesh.empty or mesh.manual_axes)
+        if everywhere:
+            x = tuple(lax.with_sharding_constraint(jax.sharding.reshard(y, P()), P()) for y in x)
+        jax.debug.callback(check, *x, partitioned=everywhere)
+
+
+def _whole(x: Any) -> Any:
+    """An array of several processes, on each of them."""
+    if isinstance(x, np.ndarray) or x.is_fully_addressable:
+        return x
+    return multihost_utils.process_allgather(x, tiled=True)
 
 
 def _check_indices(name: str, size: int, *arrays: Any) -> None:
@@ -387,11 +432,17 @@ def check_scalar(name: str, x: Any, *, signed: bool = False) -> float:
 
 
 def check_integer(
-    name: str, x: Any, least: int, most: float = math.inf, *, power_of_two: bool = False
+    name: str,
+    x: Any,
+    least: int,
+    most: float = math.inf,
+    *,
+    power_of_two: bool = False,
+    unit: str = "",
 ) -> int:
     """x, Python's or NumPy's integer or a concrete JAX scalar, as an int."""
     limits = f">= {least}" if most == math.inf else f"from {least} to {most}"
-    expected = f"{'a power of two' if power_of_two else 'an integer'} {limits}"
+    expected = f"{'a power of two' if power_of_two else 'an integer'} {limits}{unit}"
     try:
         number = operator.index(x)
     except TypeError:

@@ -1,5 +1,6 @@
 """The derivatives that a call refuses, by a mark that compiled programs do not contain."""
 
+import functools
 from typing import Any, NoReturn
 
 import jax
@@ -16,19 +17,45 @@ def _refuse(*_: Any, message: str) -> NoReturn:
     raise TypeError(message)
 
 
-# The identity of several arrays. It is no custom_jvp, because jax drops the rule of a custom_jvp in
-# the first of two reverse passes through a lax.scan. One primitive binds all arrays, because with
-# one per array some would be copied.
-_not_differentiated = Primitive("not_differentiated")
-_not_differentiated.multiple_results = True
-_not_differentiated.def_abstract_eval(lambda *xs, message: xs)
-_not_differentiated.def_impl(lambda *xs, message: xs)
-batching.primitive_batchers[_not_differentiated] = lambda xs, axes, message: (
-    _not_differentiated.bind(*xs, message=message),
-    axes,
-)
-mlir.register_lowering(_not_differentiated, lambda _, *xs, message: xs)
+def _identity(name: str) -> Primitive:
+    """The identity of several arrays, which are bound together, because some would be copied."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *xs, **_: xs)
+    primitive.def_impl(lambda *xs, **_: xs)
+    mlir.register_lowering(primitive, lambda _, *xs, **__: xs)
+
+    def batched(xs: Any, axes: Any, **params: Any) -> tuple[Any, Any]:
+        return primitive.bind(*xs, **params), axes
+
+    batching.primitive_batchers[primitive] = batched
+    return primitive
+
+
+# It is no custom_jvp, because jax drops the rule of a custom_jvp in the first of two reverse passes
+# through a jax.lax.scan.
+_not_differentiated = _identity("not_differentiated")
 ad.primitive_jvps[_not_differentiated] = _refuse
+# The tangents of reverse_mode_only: reverse mode transposes them, forward mode evaluates them.
+_reverse_mode_only, _tangents = _identity("reverse_mode_only"), _identity("tangents")
+_forward_mode = functools.partial(_refuse, message=NO_SUCH_DERIVATIVE)
+_tangents.def_impl(_forward_mode)
+mlir.register_lowering(_tangents, _forward_mode)
+batching.primitive_batchers[_tangents] = ad.primitive_jvps[_tangents] = _forward_mode
+ad.primitive_transposes[_tangents] = lambda cotangents, *_: cotangents
+
+
+def _jvp(xs: Any, tangents: Any) -> tuple[Any, list[Any]]:
+    return xs, [x if isinstance(x, ad.Zero) else _tangents.bind(x)[0] for x in tangents]
+
+
+ad.primitive_jvps[_reverse_mode_only] = _jvp
+
+
+def reverse_mode_only(tree: Any) -> Any:
+    """The arrays, which go into a custom_vjp; forward mode raises a TypeError of this package."""
+    arrays, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, _reverse_mode_only.bind(*arrays))
 
 
 def not_differentiated(tree: Any, message: str) -> Any:

@@ -43,7 +43,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mlstm_pallas.formulas.tile_sizes import largest_block
-from mlstm_pallas.planning.backend import lowering_on_gpu
+from mlstm_pallas.planning.backend import lowering_on_gpu, named_backend
 from mlstm_pallas.planning.call_spec import CallSpec, Plan, plan_of
 from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.problem.arrays import Inputs, Residuals, heads_as_rows, heads_axes, varying_axes
@@ -141,6 +141,7 @@ class Work:
       results: the record that the function returns, where fields of it have the layout of the call.
       options: the keywords of the function, as items.
       mapped: axes of vmap before B.
+      at_once: heads of a device that run with each head of the function, on several TPUs.
     """
 
     function: Callable[..., Any]
@@ -149,6 +150,7 @@ class Work:
     lowering: Lowering | None = None
     options: tuple[tuple[str, Any], ...] = ()
     mapped: int = 0
+    at_once: int = 1
 
     def axes_of(self, args: Any) -> list[int]:
         """The axis of NH in each array of the arguments."""
@@ -263,11 +265,9 @@ def _on_mesh(work: Work, *args: Any) -> Any:
     """Finds the shards as the axes of the mesh ask; the module's docstring has the cases."""
     mesh = jax.typeof(jax.tree.leaves(args)[0]).sharding.mesh
     context = jax.sharding.get_abstract_mesh()
-    one_device = (
-        context.abstract_device is not None
-        if context.empty
-        else math.prod(context.shape[axis] for axis in context.auto_axes) == 1
-    )
+    devices = math.prod(context.shape[axis] for axis in context.auto_axes)
+    if context.empty and context.abstract_device is None:
+        devices = 0  # their number is not known
     if mesh.explicit_axes:
         axes = work.axes_of(args)
         args, common = _resharded(work.spec, args, axes, mesh, work.mapped)
@@ -282,11 +282,45 @@ def _on_mesh(work: Work, *args: Any) -> Any:
             check_vma=False,
         )(*args)
         outputs = _varying_as(args, outputs)  # check_vma=False forgets the manual axes outside
-    elif one_device:
+    elif devices == 1 or (work.spec.gpu is TPU and work.spec.pooled):
         outputs = on_shard(work, None, *args)
+    elif work.spec.gpu is TPU:
+        outputs = _in_groups(work, devices or jax.device_count(), *args)
     else:
         outputs = _partitioned(work, tuple(work.axes_of(args)))(work.identity(), *args)
     return outputs
+
+
+def _in_groups(work: Work, devices: int, *args: Any) -> Any:
+    """The work, mapped over the heads and over a group of batch entries per device.
+
+    libtpu has no custom_partitioning. XLA partitions mapped axes by itself, where it would gather
+    the axis that ``on_shard`` makes of B and NH.
+    """
+    batch = range(work.mapped + 1)
+    first, heads = jax.tree.leaves(args)[0], work.axes_of(args)[0]
+    sizes = [math.gcd(first.shape[n], devices) for n in batch] + [first.shape[heads]]
+
+    def in_groups(x: Array, axis: int) -> Array:
+        shape = [*x.shape]
+        for at, size in zip((axis, *batch[::-1]), sizes[::-1], strict=True):
+            shape[at : at + 1] = size, shape[at] // max(size, 1)
+        places = [at + n for n, at in enumerate((*batch, axis))]
+        return jnp.moveaxis(x.reshape(shape), places, range(len(sizes)))
+
+    def joined(x: Array, axis: int) -> Array:
+        shape = [*x.shape[len(sizes) :]]
+        for at, size in zip((*batch, axis), sizes, strict=True):
+            shape[at] *= size
+        places = [at + n for n, at in enumerate((*batch, axis))]
+        return jnp.moveaxis(x, range(len(sizes)), places).reshape(shape)
+
+    alone = dataclasses.replace(work, at_once=max(math.prod(sizes) // devices, 1))
+    run: Any = functools.partial(on_shard, alone, None)
+    for _ in sizes:
+        run = jax.vmap(run)
+    outputs = run(*_map(in_groups, args, work.axes_of(args)))
+    return _map(joined, outputs, work.axis_of_each_result())
 
 
 def on_shard(work: Work, identity: Any, *args: Any) -> Any:
@@ -350,7 +384,7 @@ def _few_heads_at_a_time(run: Callable[..., Any], work: Work, plan: Plan, *args:
     if alone:
         most = 1
     elif plan.spec.gpu is TPU:
-        most = VMEM_STATES // (4 * p.NC * p.DHQK * p.DHV)
+        most = VMEM_STATES // (4 * p.NC * p.DHQK * p.DHV * work.at_once)
     few = largest_block(p.BNH, min(most, p.BNH), 1) or 1
     if not alone and few == p.BNH:
         return run(plan, *args)
@@ -483,10 +517,11 @@ def _lowered(
     platform: str | None, ctx: Any, *args: Any, backend: str | None, cuda: Any, other: Any
 ) -> Any:
     if platform != "cuda" and other is None:
+        name, named = named_backend()
         raise ValueError(
-            f"backend is {backend!r}, whose kernels are for NVIDIA GPUs, and the computation is "
-            "lowered for another device: expected backend None or 'xla' (plain jnp), or "
-            "'interpret' (the Triton kernels, interpreted)"
+            f"{name if named == backend else 'backend'} is {backend!r}, whose kernels are for "
+            "NVIDIA GPUs, and the computation is lowered for another device: expected backend None "
+            "or 'xla' (plain jnp), or 'interpret' (the Triton kernels, interpreted)"
         )
     module = ctx.module_context
     # jax keeps the lowered form of inner jits without their platforms: the CPU would call a

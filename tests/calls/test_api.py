@@ -94,6 +94,7 @@ def test_the_backend_is_the_argument_then_that_of_use_backend_then_that_of_the_e
         assert threads.submit(traced).result() == "interpreted"
         with use_backend(None):
             assert both() == "compiled"
+        assert use_backend(None)(both)() == "compiled"  # as a decorator
         with pytest.raises(KeyError):
             fails()
         assert both() == "xla"
@@ -109,15 +110,6 @@ def test_a_wrong_backend_of_the_environment_is_named(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
     with pytest.raises(ValueError, match=rf"^{VARIABLE} is 'mosaic_gpu' and jax is "):
         mlstm_chunkwise(*SMALL)
-
-
-def test_use_backend_that_is_never_entered_warns():
-    message = r"^use_backend\('interpret'\) did nothing: it is for a with statement$"
-    with pytest.warns(RuntimeWarning, match=message) as caught:
-        use_backend("interpret")
-    assert [x.filename for x in caught] == [__file__]
-    with use_backend("xla"):  # and one that is entered does not
-        pass
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from oracle import (
 
 import mlstm_pallas
 from mlstm_pallas import (
+    Gpu,
     KernelConfig,
     export,
     mlstm_chunkwise,
@@ -106,8 +107,7 @@ CALLS = [
     *(slow(all_of(x, stage_arrays(x))) for x in STAGES),
     *map(all_of, (plan, pack_lengths, entered)),
     (lambda **x: generate(**x)(*zeros(PLAIN).values()), *all_of(generate)[1:]),
-    (KernelConfig, dict(chunk_size=16), ""),
-    (KernelConfig, accepted(("precision", "fused", "num_splits")), "config."),
+    (KernelConfig, accepted(("chunk_size", "precision", "fused", "num_splits")), "config."),
     (lambda **x: tiles(**x)(), accepted(TILES), f"{TILED}: "),
     (partial(export.export, jnp.sin, 1.0), accepted(("platform", "device_kind")), ""),
 ]
@@ -137,6 +137,7 @@ SWAPPED = (
     "{} has shape (2, 3, 40), expected (B, S, NH) = (2, 40, 3), as q has shape (2, 40, 3, 16): "
     "axes 1 and 2 are swapped, as the other layout has them"
 )
+AS_STATES = ": pass the three states as *states"
 FLOAT64 = '; float64 needs backend="xla" and jax_enable_x64'
 WITHOUT_STATES = dict.fromkeys(INITIAL)
 HALF_STATES = WITHOUT_STATES | dict(input_gate="sigmoid", n_initial=INITIAL["n_initial"])
@@ -258,11 +259,13 @@ BAD_CALLS = [
         "matQ has shape (1, 2, 64, 24), expected S = 64 to be 1 chunks of 16 steps",
         stage("__parallel_bw_dQKV", num_chunks=1),
     ),
-    refusal(TypeError, "vecN_out is a NoneType, expected an array", stage("_bw", vecN_out=None)),
+    refusal(
+        TypeError, "vecN_out has type NoneType, expected an array", stage("_bw", vecN_out=None)
+    ),
     refusal(
         ValueError,
         (
-            "vecN_initial, scaM_initial is None, expected all initial states (matC_initial, "
+            "vecN_initial, scaM_initial are None, expected all initial states (matC_initial, "
             "vecN_initial, scaM_initial) or none"
         ),
         stage("_fw", vecN_initial=None, scaM_initial=None),
@@ -334,7 +337,116 @@ BAD_CALLS = [
         "eps is traced, expected a Python float: mark it static in jit",
         partial(jax.eval_shape, ZEROS, eps=0.5),
     ),
-    refusal(TypeError, "c_initial is a tuple, expected an array", dict(c_initial=(1, np.zeros(1)))),
+    refusal(
+        TypeError, "c_initial has type tuple, expected an array", dict(c_initial=(1, np.zeros(1)))
+    ),
+    *(
+        refusal(TypeError, f"c{name} has type tuple, expected an array{AS_STATES}", call)
+        for name, call in (
+            ("_initial", partial(mlstm_chunkwise, *zeros(PLAIN).values(), STATES)),
+            ("_initial", partial(mlstm_recurrent_step, *zeros(TOKEN).values(), STATES)),
+            ("", partial(mlstm_ring_states, STATES, dtype="float32")),
+        )
+    ),
+    *(
+        refusal(
+            TypeError,
+            f"states has type {kind}, expected RingStates alone: mlstm_ring_states(c, n, m, "
+            "dtype=q.dtype) makes them, and keeps the input gate",
+            partial(mlstm_ring_step, *TOKEN.values(), *states),
+        )
+        for kind, states in (("ShapeDtypeStruct", STATES), ("tuple", [STATES]))
+    ),
+    *(
+        refusal(
+            TypeError,
+            f"{name} has type {type(x).__name__}, expected an array {dims} of integers, "
+            "np.array([...])",
+            partial(call, **{name: x}),
+        )
+        for name, x, dims, call in (
+            ("sequence_lengths", [4, 4], "(B,)", ZEROS),
+            ("segment_ids", 0, "(B, S)", ZEROS),
+            ("slots", [0, 1], "(B,)", partial(mlstm_recurrent_step, *zeros(TOKEN).values())),
+        )
+    ),
+    refusal(
+        TypeError,
+        "sequence_lengths has dtype bool, expected an integer dtype: a mask has the lengths "
+        "np.sum(mask, axis=1)",
+        dict(sequence_lengths=array(B, S, dtype="bool")),
+    ),
+    refusal(
+        TypeError,
+        "v has dtype >f4, expected the byte order of this machine: "
+        "v.astype(v.dtype.newbyteorder('='))",
+        partial(ZEROS, v=np.zeros(PLAIN["v"].shape, ">f4")),
+    ),
+    refusal(
+        ValueError,
+        "i has shape (2, 3, 40, 1), expected (B, NH, S) = (2, 3, 40), as q has shape (2, 3, 40, "
+        "16): drop axis 3, i.squeeze(3)",
+        dict(i=array(B, NH, S, 1)),
+    ),
+    refusal(
+        ValueError,
+        "q has shape (3, 40, 16), expected (B, NH, S, DHQK): add an axis for the batch, q[None], "
+        "or map the call with jax.vmap",
+        inputs(NH, S),
+    ),
+    refusal(
+        ValueError,
+        "c_initial has shape (2, 3, 24, 16), expected (B, NH, DHQK, DHV) = (2, 3, 16, 24), as q "
+        "has shape (2, 3, 40, 16): its last two axes are swapped, c_initial.mT",
+        dict(c_initial=array(B, NH, DHV, DHQK)),
+    ),
+    *(
+        refusal(
+            ValueError,
+            f"q has shape (2, {steps}, 3, 16), expected (B, NH, DHQK): {advice}",
+            partial(mlstm_recurrent_step, **zeros(inputs(B, steps, NH))),
+        )
+        for steps, advice in (
+            (1, "drop axis 1, q.squeeze(1)"),
+            (2, "several steps are for mlstm_chunkwise or mlstm_ring_step"),
+        )
+    ),
+    refusal(
+        ValueError,
+        "state_dtype is bfloat16 with return_last_states=False, expected return_last_states=True",
+        dict(state_dtype="bfloat16"),
+    ),
+    refusal(
+        ValueError,
+        "chunk_size is 32 and config.chunk_size 64, expected one of them",
+        dict(chunk_size=32, config=KernelConfig(chunk_size=64)),
+    ),
+    refusal(
+        ValueError,
+        "config.chunk_size is 64, expected at most every = 16",
+        partial(
+            mlstm_chunkwise_states, *PLAIN.values(), every=16, config=KernelConfig(chunk_size=64)
+        ),
+    ),
+    refusal(
+        ValueError,
+        "config.chunk_size is 100, expected a power of two >= 16",
+        config(chunk_size=100),
+    ),
+    *(
+        refusal(
+            ValueError,
+            f"gpu.capability is {x}, expected an integer >= 10, ten times the compute capability "
+            "(89 for 8.9), or 0",
+            partial(Gpu, "NVIDIA Foo", x, 60, 2**16),
+        )
+        for x in (8.9, 9, True)
+    ),
+    refusal(
+        ValueError,
+        "gpu.shared_bytes is 227, expected an integer >= 1024 bytes",
+        partial(Gpu, "NVIDIA Foo", 90, 132, 227),
+    ),
     refusal(
         TypeError,
         "config.chunksize is no field, expected one like chunk_size",
@@ -650,13 +762,31 @@ def layers(q):
     return jax.lax.scan(layer, q, None, length=2)[0]
 
 
-def test_a_second_derivative_is_refused_by_name():
+def of_sequence(q):
+    run = partial(mlstm_chunkwise_sequence_parallel, **SQUARE | {"q": q}, axis_name="s")
+    return jax.vmap(lambda _: run(), axis_name="s", axis_size=1)(jnp.zeros(1))
+
+
+FORWARD_MODE = [
+    lambda q: jax.jvp(layers, (q,), (q,)),
+    jax.jit(lambda q: jax.jvp(layers, (q,), (q,))),
+    lambda q: jax.linearize(layers, q)[1](q),
+    jax.jacfwd(layers),
+    jax.hessian(layers),
+    jax.grad(lambda q: jnp.sum(jax.jvp(layers, (q,), (q,))[1])),
+    lambda q: jax.jvp(jax.checkpoint(layers), (q,), (q,)),
+    lambda q: jax.jvp(of_sequence, (q,), (q,)),
+]
+
+
+def test_second_derivatives_and_forward_mode_are_refused_by_name():
     message = (
         "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and "
         "forward mode use mlstm_pallas.reference.chunkwise or mlstm_pallas.reference.recurrence"
     )
     second = jax.grad(lambda q: jnp.sum(jax.grad(lambda q: jnp.sum(layers(q)))(q) ** 2))
-    refused(TypeError, message, second, SQUARE["q"])
+    for derivative in second, *FORWARD_MODE:
+        refused(TypeError, message, derivative, SQUARE["q"])
 
 
 def test_the_plain_function_takes_the_call_as_it_is():

@@ -445,7 +445,7 @@ def test_joined_arrays_of_wrong_shapes():
         with pytest.raises(ValueError, match="k is None, expected v and f None too, q with q, k"):
             mlstm_recurrent_step(*wrong)
     sequence = functools.partial(mlstm_recurrent_sequence, layout="BNTH")
-    refused(TypeError, "k is a NoneType, expected an array", sequence, *token)
+    refused(TypeError, "k has type NoneType, expected an array", sequence, *token)
 
 
 def entries_and_pools(rows):

@@ -350,7 +350,8 @@ MESSAGES = [
     ),
     refusal(
         TypeError,
-        "states is a tuple, expected RingStates, as mlstm_ring_states returns them",
+        "states has type tuple, expected RingStates alone: mlstm_ring_states(c, n, m, "
+        "dtype=q.dtype) makes them, and keeps the input gate",
         lambda x: mlstm_ring_step(*x.first, tuple(x.states)),
     ),
     refusal(

@@ -41,5 +41,5 @@ def test_the_table_of_kinds_of_axes_is_what_happens(axes, call):
 
 def test_the_table_of_kinds_of_axes_has_every_call():
     assert [*mesh_table.cells_of_page()] == [
-        (axes, call) for axes in mesh_table.AXES for call in mesh_table.CALLS
+        (axes, call) for axes in mesh_table.AXES for call in (*mesh_table.CALLS, mesh_table.TPU)
     ]

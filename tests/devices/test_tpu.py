@@ -1,6 +1,12 @@
-"""Plain jnp as it is planned for a TPU, a few heads at a time, compiled for the CPU."""
+"""Plain jnp as it is planned for TPUs: a few heads at a time, with its values on the CPU, and
+compiled for several TPUs by libtpu."""
+
+import importlib.util
+import os
+import sys
 
 import jax
+import mesh_table
 import pytest
 from call_checks import (
     ALONE,
@@ -14,9 +20,10 @@ from call_checks import (
     calls_of,
     check_call,
 )
-from oracle import for_device, random_inputs
+from oracle import for_device, random_inputs, run_python, slow
 
 from mlstm_pallas import mlstm_chunkwise
+from mlstm_pallas.problem.gpu import TPU, export_gpu
 from mlstm_pallas.schedules import sharding
 
 CALLS = [
@@ -26,6 +33,8 @@ CALLS = [
     calls("lengths", 32, [], slow=["xla"], **WITH_IDS, **BTNH),
     calls("sigmoid", 32, [], slow=["xla"], eps=0.1, input_gate="sigmoid", **NO_M, **STEPS),
 ]
+
+AUTOMATIC, OTHERS = "x and y automatic", ("`num_segments`", "states of steps", "step", "ring step")
 
 
 @pytest.fixture
@@ -39,6 +48,42 @@ def tpu(monkeypatch):
 @pytest.mark.parametrize("call", [*calls_of(CALLS)])
 def test_against_float64(tpu, call):
     check_call(**call)
+
+
+@pytest.mark.parametrize("name", ["gradient inside", *map(slow, OTHERS)])
+def test_calls_on_automatic_axes_have_their_values(name):
+    """On CPU devices. XLA partitions the axes that libtpu has no custom_partitioning for."""
+    mesh_table.alone(name)
+    token = export_gpu.set(TPU)
+    try:
+        assert mesh_table.cell(AUTOMATIC, name) == mesh_table.RUNS
+    finally:
+        export_gpu.reset(token)
+
+
+COMPILE = """
+import sys
+import mesh_table
+axes, topology, *names = sys.argv[1:]
+print(mesh_table.tpu_cell(axes, *names, topology=topology))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+@pytest.mark.parametrize(
+    ("axes", "topology", "names"),
+    [
+        *((axes, "v5e:2x2", ()) for axes in mesh_table.AXES),
+        (AUTOMATIC, "v5e:2x2", OTHERS),
+        (AUTOMATIC, "v6e:2x2", ("gradient inside", "ring step")),
+    ],
+)
+def test_calls_compile_for_several_tpus_and_exchange_nothing(axes, topology, names):
+    settings = dict(ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
+    settings |= dict(PYTHONPATH=os.pathsep.join(sys.path), JAX_PLATFORMS="cpu")
+    output = run_python("-c", COMPILE, axes, topology, *names, **settings)
+    assert output.splitlines()[-1] == mesh_table.cells_of_page()[axes, mesh_table.TPU]
 
 
 def test_a_few_heads_at_a_time(tpu):

@@ -403,13 +403,13 @@ ERRORS = [
     Refused(
         "n-None",
         TypeError,
-        "n is a NoneType, expected an array",
+        "n has type NoneType, expected an array",
         lambda: mlstm_ring_states(C, None, None, dtype="float32"),
     ),
     Refused(
         "c-None",
         TypeError,
-        "c is a NoneType, expected an array",
+        "c has type NoneType, expected an array",
         lambda: mlstm_ring_states(None, N, M, dtype="float32"),
     ),
     Refused(
@@ -446,7 +446,7 @@ ERRORS = [
     Refused(
         "rings-as-c",
         TypeError,
-        "c_initial is a RingStates, expected an array",
+        "c_initial has type RingStates, expected an array",
         lambda: mlstm_recurrent_step(*token_of(), new()),
     ),
     Refused(

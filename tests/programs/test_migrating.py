@@ -214,7 +214,10 @@ def theirs_of(step, q, k, v, i, f, c, n, m):
         "c_state": c / DHQK**0.5,
         "n_state": n[..., None] / DHQK**0.5,
         "m_state": m[..., None, None],
-        "qk_scale": DHQK**-0.5,
+        "qk_scale scale": DHQK**-0.5,
+        "head_first output_final_state": True,
+        "initial_state": (c, n, m),
+        "mask": jnp.ones((B, S), bool),
         "EPS": 1e-6,
         "CHUNK_SIZE": 32,
         "autocast_kernel_dtype dtype_state": jnp.float32,
@@ -222,7 +225,9 @@ def theirs_of(step, q, k, v, i, f, c, n, m):
     return {name: x for names, x in values.items() for name in names.split()}
 
 
-@pytest.mark.parametrize("package", ["xlstm-jax", "mlstm_kernels", "transformers", "xlstm"])
+@pytest.mark.parametrize(
+    "package", ["another name", "xlstm-jax", "mlstm_kernels", "transformers", "xlstm"]
+)
 def test_each_row_is_our_call(package):
     inputs = random_inputs(3, B, NH, S, DHQK, DHV)
     for cell, code in rows(package):
