@@ -350,6 +350,12 @@ def reset_at(step, x):
     return x | {"f": x["f"].at[:, 0, step].set(-jnp.inf)}
 
 
+def reset_between(before, after, x):
+    """Input gates of two sizes, with a reset of the first head between them."""
+    steps = jnp.arange(x["i"].shape[2])
+    return reset_at(17, x | {"i": x["i"] + jnp.where(steps < 17, before, after)})
+
+
 def both_closed(x):
     """Both gates of a step are closed."""
     return x | dict.fromkeys("if", jnp.asarray([[[0.0, -61.0, 0.0]]]))
@@ -572,12 +578,32 @@ CALLS = [
     calls(
         "reset_at-17",
         16,
-        ["xla"],
-        slow=["default"],
+        [],
+        slow=["default", "xla"],
         seed=5,
         shape=(1, 2, 40, 16, 16),
         change=partial(reset_at, 17),
     ),
+    calls(
+        "reset_between_60_and_0",
+        16,
+        ["xla"],
+        slow=["fused", "materialised"],
+        seed=5,
+        shape=(1, 2, 40, 16, 16),
+        change=partial(reset_between, 60.0, 0.0),
+    ),
+    calls(
+        "reset_between_0_and_60",
+        16,
+        [],
+        slow=["fused", "xla", "materialised"],
+        seed=5,
+        shape=(1, 2, 40, 16, 16),
+        change=partial(reset_between, 0.0, 60.0),
+    ),
+    # More than an int16 has, and than Mosaic GPU's recurrences have.
+    calls("32_800_heads", 16, [], slow=["xla"], seed=6, shape=(1, 32_800, 2, 1, 1)),
     calls(
         "left_padding",
         16,

@@ -110,14 +110,20 @@ def test_states_of_a_step_beyond_float16_are_inf():
 # ---------------- states after every N-th step
 
 
-@pytest.mark.quick("32-True-None-xla", "16-False-lengths1-interpret")
+@pytest.mark.quick("64-32-None-lengths3-xla", "83-16-False-lengths1-interpret")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("N", "fused", "lengths"), [(32, True, None), (16, False, [70, 33]), (128, None, None)]
+    ("S", "N", "fused", "lengths"),
+    [
+        (83, 32, True, None),
+        (83, 16, False, [70, 33]),
+        (83, 128, None, None),
+        (64, 32, None, [64, 33]),
+    ],
 )
-def test_states_after_every_nth_step(backend, N, fused, lengths):
-    """Heads are padded, and so is the last chunk."""
-    S, x = 83, random_inputs(1, 2, 2, 83, 20, 37, resets=True)
+def test_states_after_every_nth_step(backend, S, N, fused, lengths):
+    """Heads are padded, and so is the last chunk, or these states end with those that return."""
+    x = random_inputs(1, 2, 2, S, 20, 37, resets=True)
     run = functools.partial(
         mlstm_chunkwise_states,
         every=N,

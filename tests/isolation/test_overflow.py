@@ -27,6 +27,7 @@ from oracle import (
     array,
     check_draws,
     cotangents_for,
+    gradients_of_call,
     mesh_of,
     needs_mosaic_gpu,
     outputs_and_gradients,
@@ -38,6 +39,7 @@ from oracle import (
 from stage_calls import planning
 
 from mlstm_pallas import (
+    KernelConfig,
     distributed,
     mlstm_chunkwise,
     mlstm_chunkwise_states,
@@ -600,6 +602,26 @@ def test_what_overflows_reaches_no_neighbour_on_a_gpu(backend, name, dtype):
         mosaic_gpu_cases.skip_unless_hopper()
     row = on(backend, ON_A_GPU[name])
     check_draws(functools.partial(check, row, dtype), f"{name} {dtype}", EXAMPLES // 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "backend", ["xla", "interpret", pytest.param("mosaic_gpu", marks=needs_mosaic_gpu)]
+)
+def test_a_document_that_overflows_has_no_gradients_if_nothing_reads_it(backend, request):
+    """In float16 its state is inf after a chunk, and the gradient of the state is 0."""
+    if backend == "mosaic_gpu":
+        request.getfixturevalue("interpreted")
+    S, first = 384, np.arange(384) < 256
+    x = random_inputs(3, 1, 1, S, 64, 64, dtype="float16", states=False, f_shift=20.0)
+    large = {name: jnp.where(first[:, None], np.float16(256), x[name]) for name in "kv"}
+    dh, *_ = cotangents_for(x, "float16")
+    run = gradients_of_call(backend=backend, return_last_states=False, config=KernelConfig(128))
+    ids = 1 - first[None].astype("int32")
+    _, gradients = run(x | large, [jnp.where(first[:, None], 0, dh)], segment_ids=ids)
+    for name, y in gradients.items():
+        assert np.isfinite(np.float64(y)).all(), f"d{name} is not finite"
+        assert not np.any(np.asarray(y)[:, :, first]), f"d{name} of the document is not 0"
 
 
 OF_MOSAIC_GPU = [

@@ -96,7 +96,7 @@ def prompts_alone(ends, sizes):
 
 
 def check_prompts(
-    count, DHQK, DHV, *, go_on=False, rows=None, states=True, others=(0, 0), **options
+    count, DHQK, DHV, *, go_on=False, rows=None, states=True, others=(0, 0), padding=4, **options
 ):
     """check_call of a prefill of packed prompts: h, the states of each prompt and all gradients are
     those of the prompts alone in float64.
@@ -109,9 +109,10 @@ def check_prompts(
     Args:
       states: whether there are initial states.
       others: so many of the first and of the last segments have ids that are none of a state.
+      padding: so many steps are behind the longest row; 0: its last segment ends with the row.
     """
     rows = rows or ([*np.random.default_rng(0).integers(1, 11, size=count)], [5, 40, 1])
-    ids, ends = pack_lengths(rows, max(map(sum, rows)) + 4)
+    ids, ends = pack_lengths(rows, max(map(sum, rows)) + padding)
     sizes = np.diff(ends, axis=1, prepend=0, append=ends[:, -1:])
     (B, S), segments, (front, behind) = ids.shape, sizes.shape[1], others
     of_call, count = slice(front, segments - behind), segments - front - behind
@@ -157,7 +158,9 @@ PROMPTS = [
     slow_param(
         9, id="prompts_are_read_at_once-plain", backend="xla", layout="BTNH", input_gate="sigmoid"
     ),
-    param(9, id="prompts_are_read_at_once-plain_go_on", backend="xla", layout="BTNH", go_on=True),
+    slow_param(
+        9, id="prompts_are_read_at_once-plain_go_on", backend="xla", layout="BTNH", go_on=True
+    ),
     slow_param(
         0, id="prompts_are_read_at_once-triton_go_on", backend="interpret", go_on=True, rows=ODD
     ),
@@ -192,6 +195,26 @@ PROMPTS = [
     ),
     slow_param(
         0, id="belong_to_no_segment-without_states", backend="interpret", states=False, **OUTSIDE
+    ),
+    # A segment ends with the row; the longest rows have 1, 31, 32 and 33 steps.
+    *(
+        (param if quick else slow_param)(
+            0,
+            id=f"end_with_a_row_of_{sum(rows[0])}-{backend}",
+            backend=backend,
+            layout="BTNH",
+            go_on=True,
+            padding=0,
+            rows=rows,
+        )
+        for rows, backend, quick in (
+            ([[0, 1], [1]], "xla", False),
+            ([[1, 0, 30], [31]], "xla", False),
+            ([[1, 0, 31], [32], [31, 1, 0]], "xla", True),
+            ([[1, 0, 32], [33]], "xla", False),
+            ([[0, 1], [1]], "interpret", False),
+            ([[1, 0, 31], [32], [31, 1, 0]], "interpret", False),
+        )
     ),
 ]
 
@@ -367,17 +390,20 @@ def test_the_states_of_a_segment_see_no_nan_of_the_next(backend):
     check_isolated(run, inputs, poisoned, lambda states: states)
 
 
-@pytest.mark.quick("6-", "1-")
+@pytest.mark.quick("6-", "1-", "8-32")
 @pytest.mark.parametrize("lengths", [None, (0, 3, 7, 24, 60)])
-@pytest.mark.parametrize("count", [1, 6, 70])
-def test_ends_of_segments_take_no_array_of_steps_by_segments(count, lengths):
-    """Ids skip numbers, and come again."""
-    ids = np.sort(np.random.default_rng(0).integers(8, size=(5, 15))).repeat(4, axis=1)
-    ids[1, 40:44] = 0
+@pytest.mark.parametrize(
+    ("count", "S"), [(1, 60), (6, 60), (70, 60), (8, 1), (8, 31), (8, 32), (8, 33)]
+)
+def test_ends_of_segments_take_no_array_of_steps_by_segments(count, S, lengths):
+    """Ids skip numbers, and come again; the last of 8 segments ends with the row."""
+    ids = np.sort(np.random.default_rng(0).integers(8, size=(5, -(-S // 4))))
+    ids = ids.repeat(4, axis=1)[:, :S]
+    ids[1, 2 * S // 3 :][:4] = 0
     number = np.where(np.logical_or.accumulate(np.diff(ids, prepend=0) < 0, axis=1), count, ids)
     if lengths is not None:
-        lengths = np.array(lengths, "int32")
-        number[np.arange(60) >= lengths[:, None]] = count
+        lengths = np.minimum(lengths, S).astype("int32")
+        number[np.arange(S) >= lengths[:, None]] = count
 
     def run(ids):
         return segment_ends(Steps(lengths, segment_ids=ids), count)
@@ -386,4 +412,4 @@ def test_ends_of_segments_take_no_array_of_steps_by_segments(count, lengths):
     expected = [[np.sum(row <= n) for n in range(count)] for row in number]
     assert np.array_equal(run(ids), expected)
     shapes = re.findall(r"\[([\d,]+)\]", str(jax.make_jaxpr(run)(ids)))
-    assert max(np.prod([*map(int, shape.split(","))]) for shape in shapes) <= 5 * (60 + count)
+    assert max(np.prod([*map(int, shape.split(","))]) for shape in shapes) <= 5 * (S + count)

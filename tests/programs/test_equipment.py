@@ -3,6 +3,7 @@ skips a file, draws can be repeated, and what checks results refuses wrong ones.
 has the checks of the interpreter."""
 
 import ast
+import contextlib
 import functools
 import inspect
 import itertools
@@ -124,6 +125,39 @@ def test_a_file_whose_package_is_not_installed_is_skipped(tmp_path):
     assert "sybil is not installed" in output
     code, output = run_tests(tmp_path, test_a=NEEDS.format(package="oracles"))
     assert (code, "No module named 'oracles'" in output) == (2, True), output
+
+
+@pytest.mark.parametrize(
+    ("names", "arguments", "refused"),
+    [
+        (["xla"], ["tests"], False),
+        (["xla", "gone"], ["tests"], True),
+        (["xl", "interpret-2"], ["tests"], True),
+        (["xla", "gone"], ["tests/test_x.py::test_x"], False),
+    ],
+)
+def test_a_quick_mark_names_rows(names, arguments, refused):
+    """Of rows xla-1 and interpret-1; other rows become slow."""
+
+    def item(row):
+        marks = [pytest.mark.quick(*names).mark]
+        return SimpleNamespace(
+            nodeid=row,
+            function=item,
+            module=oracle,
+            callspec=SimpleNamespace(id=row),
+            marks=marks,
+            iter_markers=lambda name=None: [x for x in marks if name in (None, x.name)],
+            get_closest_marker=lambda name: next((x for x in marks if x.name == name), None),
+            add_marker=lambda x: marks.append(getattr(pytest.mark, x) if x == str(x) else x),
+        )
+
+    items = [item("xla-1"), item("interpret-1")]
+    config = SimpleNamespace(args=arguments, getoption=lambda name, default: default)
+    with pytest.raises(pytest.UsageError) if refused else contextlib.nullcontext():
+        conftest.pytest_collection_modifyitems(config, items)
+    slow = {x.nodeid for x in items if any(y.name == "slow" for y in x.marks)}
+    assert slow == {"interpret-1"}
 
 
 def seeds(name, count, failing=None):

@@ -171,6 +171,12 @@ def nan_of_later_drafts(function, q, k, v, i, f, states, **options):
     return h + 0 * jnp.sum(v, axis=2, keepdims=True), states
 
 
+def reads_every_gate(function, q, k, v, i, f, *x, **options):
+    """A NaN of a gate beyond a length is in the results."""
+    h, states = function(q, k, v, i, f, *x, **options)
+    return h + 0 * jnp.sum(i + f), states
+
+
 def flushed_wrong(function, *x, **options):
     c, n, m = function(*x, **options)
     return c * 1.01, n, m
@@ -194,6 +200,7 @@ PLANTS = [
     ("mlstm_recurrent_step", None, other_slots, "h"),
     *(("mlstm_recurrent_step", None, plant, "bits in a batch") for plant in ONE_BIT),
     ("mlstm_recurrent_sequence", None, changed(n=times(1.001)), "n"),
+    ("mlstm_recurrent_sequence", None, reads_every_gate, "h"),
     ("mlstm_ring_step", None, changed(h=times(1.01)), "h"),
     ("mlstm_ring_step", None, one_draft_more, "h"),
     ("mlstm_ring_step", None, nan_of_later_drafts, "h"),
@@ -294,6 +301,59 @@ def test_a_nan_or_infinity_is_wrong_where_nothing_else_is_left(wrong, error):
     off, bound = errors()["h"]
     assert off == pytest.approx(5e-4)
     assert off > bound
+
+
+@pytest.mark.parametrize("name", "cnm")
+def test_the_states_of_a_head_of_which_nothing_is_left_are_compared(name):
+    """A rounding changes h of the first of two heads by itself, and no state."""
+    fields = dict(B=1, NH=2, outputs=4, derivatives=False, tokens=False, dtype="float32")
+    p = types.SimpleNamespace(**fields, dtypes=["float32"] * 4)
+    desired = [np.full((1, 2, 1, *size), 2.0) for size in ((2,), (2, 2), (2,), ())]
+    rounded = [y.copy() for y in desired]
+    rounded[0][0, 0] = 4.0
+    x, within = [np.zeros(1)] * 5, np.ones((1, 1, 1), bool)
+
+    for factor, right in (1.0, True), (1.001, False):
+        actual = [y.copy() for y in desired]
+        actual["hcnm".index(name)][0, 0] *= factor
+        errors = selfcheck.compared(p, x, within, [], actual, desired, [rounded])
+        assert errors[selfcheck.LOST] == (1, 2)
+        assert (errors[name][0] <= errors[name][1]) == right, errors
+
+
+@pytest.mark.parametrize("dtype", selfcheck.PROMISED)
+def test_bounds_are_those_of_the_readme(dtype):
+    """An error of 0.9 bounds is right, one of two bounds is wrong."""
+    text = (PACKAGE.parent / "README.md").read_text()
+    promised = re.search(rf"^ *\| {dtype}[^|]* \| (\S+) \| (\S+) \|$", text, re.M).groups()
+    fields = dict(B=1, NH=1, outputs=4, derivatives=True, tokens=False, dtype=dtype)
+    p = types.SimpleNamespace(**fields, dtypes=[dtype] * 4)
+    names, steps = [*"hcnm", *selfcheck.GRADIENTS], (1, 1, 3)
+    shapes = [(*steps, 2), (1, 1, 1, 2, 2), (1, 1, 1, 2), (1, 1, 1), *[(*steps, 2)] * 3]
+    desired = [np.ones(shape) for shape in (*shapes, steps, steps, (1, 1, 2, 2), (1, 1, 2), (1, 1))]
+    x, within = [np.zeros(1)] * 8, np.ones((1, 1, 3), bool)
+    for name, (factor, right) in itertools.product(names, [(0.9, True), (2.0, False)]):
+        error = factor * float(promised[name in selfcheck.GRADIENTS])
+        actual = [y * (1 + error * (z == name)) for y, z in zip(desired, names, strict=True)]
+        result, bound = selfcheck.compared(p, x, within, [], actual, desired, [])[name]
+        assert (result <= bound) == right, (name, result, bound)
+
+
+def test_the_steps_of_draws():
+    """Lengths from none to all, ids of segments that nobody has, slots that are not used, drafts of
+    which none or all count."""
+    r = np.random.default_rng(0)
+    call = dict(B=2, S=24, lengths=True, segments=True, slots=True)
+    options = dict(T=3, rollback=True, num_segments=3)
+    p, draws = types.SimpleNamespace(**call, options=options), []
+    for _ in range(50):
+        data, (_, _, kept) = selfcheck.drawn_steps(r, p)
+        keywords = data["keywords"]
+        draws.append((keywords["sequence_lengths"], data["used"], data["accepted"], kept))
+        assert (np.diff(keywords["segment_ids"]) >= 0).all()
+    lengths, *others = ({*np.ravel([x[j] for x in draws]).tolist()} for j in range(4))
+    assert lengths == {0, 8, 23, 24}
+    assert others == [{False, True}, {0, 1, 2, 3}, {False, True}]
 
 
 def test_an_error_without_a_bound_is_the_worst():

@@ -392,6 +392,21 @@ def test_each_check_of_the_interpreter_has_a_kernel():
     assert raising == {"_refuse"}
 
 
+def test_regions_overlap_where_they_have_an_element_in_common():
+    """Parts of an axis of four elements, alone and beside another axis; a region that names no
+    axis is all of its buffer."""
+    overlap, parts = (
+        mosaic_gpu_interpreter._overlap,
+        [(a, n) for a in range(4) for n in range(1, 5 - a)],
+    )
+    for x, y in itertools.product(parts, repeat=2):
+        common = not {*range(x[0], sum(x))}.isdisjoint(range(y[0], sum(y)))
+        assert overlap([x], [y]) == overlap([(1, 1), x], [(0, 2), y]) == common, (x, y)
+        assert not overlap([(0, 1), x], [(1, 1), y])
+        assert overlap([x], [])
+        assert overlap([], [y])
+
+
 def test_clocks_are_ordered_as_in_jax():
     from jax._src.pallas.mosaic.interpret.vector_clock import NpVectorClock  # of jax >= 0.11
 
