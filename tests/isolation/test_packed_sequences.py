@@ -196,7 +196,7 @@ PROMPTS = [
     slow_param(
         0, id="belong_to_no_segment-without_states", backend="interpret", states=False, **OUTSIDE
     ),
-    # A segment ends with the row; the longest rows have 1, 31, 32 and 33 steps.
+    # A segment ends with the row; the rows have 1, 63, 64 and 65 steps.
     *(
         (param if quick else slow_param)(
             0,
@@ -209,11 +209,11 @@ PROMPTS = [
         )
         for rows, backend, quick in (
             ([[0, 1], [1]], "xla", False),
-            ([[1, 0, 30], [31]], "xla", False),
-            ([[1, 0, 31], [32], [31, 1, 0]], "xla", True),
-            ([[1, 0, 32], [33]], "xla", False),
+            ([[1, 0, 62], [63]], "xla", False),
+            ([[1, 0, 63], [31, 33]], "xla", True),
+            ([[1, 0, 64], [65]], "xla", False),
             ([[0, 1], [1]], "interpret", False),
-            ([[1, 0, 31], [32], [31, 1, 0]], "interpret", False),
+            ([[1, 0, 63], [31, 33]], "interpret", False),
         )
     ),
 ]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import xlstm_server
 from compile_report import equations
-from oracle import collectives, mesh_for, needs_mosaic_gpu, shapes_and_dtypes, slow
+from oracle import collectives, compare, mesh_for, needs_mosaic_gpu, shapes_and_dtypes, slow
 from plans import plan
 from sybil import Sybil
 from sybil.evaluators.python import PythonEvaluator
@@ -188,6 +188,39 @@ def test_the_code_of_a_page_runs(page):
         assert shapes_and_dtypes(gradients) == shapes_and_dtypes(inputs)
     if page == "docs/training.md":
         check_gathers(*(document.namespace[x] for x in ("programs", "state")))
+        check_residuals(*(document.namespace[x] for x in ("remat", "Block")))
+    if page == "docs/packing.md":
+        document.namespace["f"] += 8.0  # so that a window remembers the one before
+        check_windows(*(document.namespace[x] for x in ("loss_of_window", *"kvif")))
+
+
+def check_windows(loss_of_window, *kvif):
+    """Windows that go on end with the states of the whole document."""
+    (_, S, NH, D), windows, weight = kvif[0].shape, 3, jnp.eye(kvif[0].shape[-1])
+    x = jax.random.normal(jax.random.key(9), (windows, 1, S, NH, D))
+    states = tuple(jnp.zeros((1, NH, *size)) for size in ((D, D), (D,), ()))
+    for window in x:
+        _, states = loss_of_window(weight, window, states)
+    document = [jnp.concatenate(x, 1), *(jnp.concatenate([y] * windows, 1) for y in kvif)]
+    _, expected = mlstm_chunkwise(*document, layout="BTNH", return_last_states=True)
+    compare("cnm", states, expected, 1e-5)
+
+
+def check_residuals(remat, block):
+    """With the residuals saved the forward kernels run once, and without them twice."""
+    from flax import nnx
+
+    graph, params = nnx.split(block(32, 2, rngs=nnx.Rngs(0)))
+    x = jax.ShapeDtypeStruct((1, 64, 32), "float32")
+
+    def launches(loss):
+        gradient = jax.grad(lambda params, x: loss(nnx.merge(graph, params), x))
+        jaxpr = jax.make_jaxpr(gradient)(params, x).jaxpr
+        names = [y.params["name"] for y in equations(jaxpr, "pallas_call")]
+        return sum(name in ("parallel_fw_H", "recurrent_fw_H") for name in names)
+
+    assert launches(remat) == 1
+    assert launches(nnx.remat(lambda block, x: block(x)[0].sum())) == 2
 
 
 def check_gathers(programs, state):
