@@ -100,7 +100,7 @@ def parse_config(text):
     """The keywords of a KernelConfig, as JSON or as the path of a file with it."""
     try:
         if not text.lstrip().startswith("{"):
-            with open(text) as file:
+            with open(text, encoding="utf-8") as file:
                 text = file.read()
         return KernelConfig(**json.loads(text))
     except (OSError, TypeError) as error:

@@ -6,7 +6,7 @@ stdout cannot be written.
 """
 
 import contextlib
-import fcntl
+import errno
 import functools
 import io
 import os
@@ -18,6 +18,11 @@ from pathlib import Path
 import extras  # noqa: F401
 import shapes
 from absl import flags
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # on Windows
+    fcntl = None
 
 flags.disclaim_key_flags()  # the flags defined here are those of the program
 
@@ -46,17 +51,38 @@ def naming(flag):
 def open_alone(flag, path):
     """Opens a file to append to, or raises RequestError while another process has it open so.
 
-    The kernel ends the lock with the process, however it ends.
+    The kernel ends the lock with the process, however it ends. Windows and some file systems have
+    no such lock; then a line on stderr says so.
     """
     with naming(flag), contextlib.ExitStack() as files:
-        file = files.enter_context(open(path, "a"))
+        file = files.enter_context(open(path, "a", encoding="utf-8"))
         try:
             if Path(path).is_file():  # others, such as /dev/null, may be shared
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(file)
         except BlockingIOError:
             raise ValueError(f"another run is writing {path}") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            reason = f"{path} cannot be locked ({error.strerror})"
+            print(f"{reason}: nothing protects it from a second run", file=sys.stderr)
         files.pop_all()
         return file
+
+
+NO_LOCKS = errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK
+
+
+def lock(file):
+    if fcntl is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def printable(text):
+    """The text with escapes in place of the characters that stdout cannot encode."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def check_temperature(values):
@@ -140,7 +166,7 @@ def run(argv, values, start, refused=RequestError, about=""):
     """
 
     if sys.stderr is None:  # it is closed, and print would write to stdout instead
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = open(os.devnull, "w", errors="backslashreplace")  # noqa: SIM115
 
     def code_of_start():
         if sys.stdout is None:

@@ -15,7 +15,7 @@ import statistics
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 import command
 import jax
 import numpy as np

@@ -3,6 +3,7 @@
 ``command.py`` imports this before anything that may be missing.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -31,3 +32,7 @@ def end(kind, error, traceback):
 
 
 sys.excepthook = end
+# The programs draw to files. The environment may name the backend of a notebook, whose package need
+# not be installed; then matplotlib cannot be imported. A notebook itself keeps its backend.
+if "ipykernel" not in sys.modules:
+    os.environ["MPLBACKEND"] = "agg"

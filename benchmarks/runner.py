@@ -160,7 +160,7 @@ def measure(row, impl, call, repeats):
 
 def read_rows(path):
     """The rows of a file; raises ValueError at a line that is no row."""
-    with open(path) as file:
+    with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
@@ -204,7 +204,7 @@ def run(measured, columns, options, report=lambda rows: None, plot=None):
         read = [row for file in stored for row in read_rows(file)]
     with contextlib.ExitStack() as files:
         with naming("jsonl"):
-            jsonl = files.enter_context(open(options.jsonl or os.devnull, "a"))
+            jsonl = files.enter_context(open(options.jsonl or os.devnull, "a", encoding="utf-8"))
             if not ends_a_line(jsonl.name):
                 print(file=jsonl)
         try:

@@ -42,7 +42,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 import command
 import jax
 import numpy as np

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import command
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 DOCUMENTS = HERE.parent
 DATED = DOCUMENTS / "README.md", HERE / "README.md", *sorted((DOCUMENTS / "docs").glob("*.md"))
 PAGES = [path for path in DATED if "<!-- rows" in path.read_text()]

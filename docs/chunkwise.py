@@ -6,7 +6,7 @@ python docs/chunkwise.py
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import command
 import reporting
 from absl import flags
@@ -57,7 +57,7 @@ def draw_scan(axes):
 
 
 def define_flags(define: command.Define) -> None:
-    define.string("output", str(Path(__file__).with_suffix(".png")), "File to write.")
+    define.string("output", str(Path(__file__).resolve().with_suffix(".png")), "File to write.")
 
 
 def run(options: flags.FlagValues) -> None:

@@ -12,7 +12,7 @@ from latex2mathml.converter import convert
 from sphinx import addnodes
 from sphinx.pycode import ModuleAnalyzer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 # The tutorial's kernel, which runs in docs/, finds the package and the models too.
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])

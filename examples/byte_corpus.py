@@ -1,5 +1,6 @@
 """The text that train_byte_lm.py learns: files, training and held-out text."""
 
+import os
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,12 +18,25 @@ class UserError(ValueError):
 
 
 def corpus_files(corpus: Path | None) -> list[Path]:
-    """``corpus`` is a file or a folder; None: the standard library's sources."""
+    """``corpus`` is a file or a folder; None: the standard library's sources.
+
+    A file that has several names, by symbolic or hard links, is there once. Folders that are links
+    are left out.
+    """
     if corpus and not corpus.is_dir():
         return [corpus]
     root = corpus or Path(sysconfig.get_path("stdlib"))
+    names: dict[tuple[int, int], Path] = {}  # by device and inode
     paths = sorted(path for path in root.rglob("*" if corpus else "*.py") if path.is_file())
-    return [x for x in paths if corpus or not NOT_EVERYWHERE & {*x.relative_to(root).parts}]
+    for path in sorted(paths, key=Path.is_symlink):  # a link does not replace its file
+        if corpus or not NOT_EVERYWHERE & {*path.relative_to(root).parts}:
+            names.setdefault(((status := path.stat()).st_dev, status.st_ino), path)
+    return sorted(names.values())
+
+
+def real(path: Path) -> Path:
+    """Without links; Path.resolve raises RuntimeError for a link to itself, before Python 3.13."""
+    return Path(os.path.realpath(path))
 
 
 def read_corpus(
@@ -39,8 +53,8 @@ def read_corpus(
       OSError: a file that cannot be read.
     """
     source = "the standard library" if corpus is None else f"corpus {corpus}"
-    outputs = {path.resolve() for path in written}
-    files = [x for x in corpus_files(corpus) if outputs.isdisjoint([y := x.resolve(), *y.parents])]
+    outputs = {*map(real, written)}
+    files = [x for x in corpus_files(corpus) if outputs.isdisjoint([y := real(x), *y.parents])]
     texts = [text for path in files if (text := path.read_bytes())]
     if not texts:
         raise UserError(f"{source} has no text")

@@ -45,7 +45,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import command
 import jax
 import numpy as np
@@ -162,7 +162,7 @@ class Log:
 
     def write(self, **line: Any) -> None:
         self.lines.append({"seconds": round(time.perf_counter() - self._started, 3)} | line)
-        with self._path.open("a") as file:
+        with self._path.open("a", encoding="utf-8") as file:
             print(json.dumps(self.lines[-1]), file=file)
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
@@ -402,7 +402,9 @@ class Output:
         """Each text is flushed when it is written."""
 
 
-SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+SIGHUP = getattr(signal, "SIGHUP", None)  # Windows has none
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *filter(None, [SIGHUP]))
+LIBC = ctypes.CDLL(None if os.name == "posix" else "ucrtbase")
 SAME_SIGNAL = 0.5  # seconds in which timeout and others send one signal more than once
 
 
@@ -423,13 +425,13 @@ def stop_on_signals() -> Iterator[Stop]:
         since = math.inf
         while number := reader.recv(1):  # until the training has ended
             now = time.monotonic()
-            if now > since + SAME_SIGNAL and number[0] != signal.SIGHUP:
-                ctypes.CDLL(None).signal(number[0], None)  # to the default
+            if now > since + SAME_SIGNAL and number[0] != SIGHUP:
+                LIBC.signal(number[0], None)  # to the default
                 os.kill(os.getpid(), number[0])
             since = min(since, now)
 
-    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
-    handlers = {x: signal.signal(x, first) for x in SIGNALS if x not in ignored}
+    ignored = SIGHUP and signal.getsignal(SIGHUP) == signal.SIG_IGN
+    handlers = {x: signal.signal(x, first) for x in SIGNALS if not (ignored and x == SIGHUP)}
     previous, thread = (
         signal.set_wakeup_fd(writer.fileno()),
         threading.Thread(target=kill_at_the_second),
@@ -468,7 +470,7 @@ def end_alone(message: str, code: int = 1) -> NoReturn:
 
     At a normal exit jax.distributed would wait for the others, and abort after a minute.
     """
-    os.write(2, f"\ntrain_byte_lm: {message}\n".encode())
+    os.write(2, f"\ntrain_byte_lm: {message}\n".encode(errors="backslashreplace"))
     os._exit(code)
 
 
@@ -480,7 +482,7 @@ def on_abort(_: int) -> None:
 def say(text: str) -> None:
     """Prints above the progress bar, in the first process."""
     if jax.process_index() == 0:
-        tqdm.write(text)
+        tqdm.write(command.printable(text))
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
@@ -561,7 +563,7 @@ def start_processes() -> None:
         reason = " ".join(str(error).split())
         raise UserError(f"--coordinator_address={address}: {reason}") from None
     # The threads of jax.distributed abort a process that waits for one that is gone.
-    ctypes.CDLL(None).signal(signal.SIGABRT, on_abort)
+    LIBC.signal(signal.SIGABRT, on_abort)
 
 
 def start(_: flags.FlagValues) -> int:

@@ -48,6 +48,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import re
 import statistics
 import sys
@@ -57,7 +58,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import command
 import jax
 import jax.numpy as jnp
@@ -257,9 +258,10 @@ def check_output() -> str:
     Raises:
       CheckpointError: it is one.
     """
-    path = Path(FLAGS.output).resolve()
-    of_the_checkpoint = FLAGS.checkpoint and path.parent == Path(FLAGS.checkpoint).resolve()
-    if (FLAGS.prompts and path == Path(FLAGS.prompts).resolve()) or (
+    named = FLAGS.output, FLAGS.prompts or "", FLAGS.checkpoint or ""
+    path, prompts, checkpoint = (Path(os.path.realpath(x)) for x in named)
+    of_the_checkpoint = FLAGS.checkpoint and path.parent == checkpoint
+    if (FLAGS.prompts and path == prompts) or (
         of_the_checkpoint and path.suffix in (".json", ".yaml", ".safetensors")
     ):
         raise CheckpointError(f"--output: {path} is for --prompts or --checkpoint")
@@ -373,12 +375,12 @@ def stream(model: Model) -> None:
             answer += itertools.takewhile(lambda token: token not in stop, column)
             text = model.text(answer)
             if not text.endswith("\ufffd"):  # otherwise the rest of a character is still to come
-                print(text[printed:], end="", flush=True)
+                print(command.printable(text[printed:]), end="", flush=True)
                 printed = len(text)
             if not stop.isdisjoint(column):
                 break
     finally:  # also after Ctrl-C the line ends before anything is written to stderr
-        print(text[printed:], flush=True)
+        print(command.printable(text[printed:]), flush=True)
     rest = time.perf_counter() - times[1]
     rate = f"{(len(answer) - 1) / rest:.1f} tokens/s" if len(answer) > 1 else "no more"
     print_drafts(per_call)
@@ -409,7 +411,7 @@ def write_answers(model: Model) -> None:
                 row = dict(prompt=n, answer=text, tokens=tokens)
                 print(json.dumps(row), file=output, flush=True)
             else:
-                tqdm.write(f"[{n}] {text}")
+                tqdm.write(command.printable(f"[{n}] {text}"))
                 sys.stdout.flush()
 
 

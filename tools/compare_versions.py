@@ -29,12 +29,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import command
 import shapes
 from worker import ProcessEnded, Worker
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 BATCH_SECONDS, MAX_CALLS = 0.05, 200
 COMPILE_SECONDS, CALL_SECONDS = 1800, 300
 DOCUMENT = 1000  # steps of a packed document

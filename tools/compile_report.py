@@ -33,7 +33,7 @@ from pathlib import Path
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import command
 import reporting
 import runner

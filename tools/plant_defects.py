@@ -39,11 +39,11 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import command
 from anchors import Stale, anchored, planted, sources_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "results")
 VERDICTS = {0: "survived", 1: "caught", 5: "no test"}  # by exit codes of pytest
 # A defect that is planted leaves its patch no place, which is no catch.
@@ -129,7 +129,7 @@ def interpreter(text):
 
 
 def define_flags(define):
-    defects = str(Path(__file__).with_name("planted_defects"))
+    defects = str(ROOT / "tools" / "planted_defects")
     define.items("patch", [defects], existing, "Files, or folders of such files.")
     define.parsed("mosaic_gpu_python", interpreter, "A Python with jax >= 0.11.2.")
     define.float("seconds", 60.0, "Per defect, at the most.", lower_bound=1.0)

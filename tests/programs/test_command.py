@@ -1,5 +1,6 @@
 """The benchmarks, tools and examples as programs: wrong requests, exit codes."""
 
+import errno
 import os
 import re
 import subprocess
@@ -89,7 +90,7 @@ def test_a_closed_stderr_takes_nothing(code, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", None)
 
     def start(options):
-        print("for stderr", file=sys.stderr)
+        print("for stderr: \udcff", file=sys.stderr)  # of the name of a file
         if code:
             raise command.RequestError("refused")
 
@@ -126,6 +127,74 @@ def test_a_file_is_written_by_one_run_at_a_time(tmp_path):
     assert path.read_text() == "keptkept"
     with command.open_alone("output", os.devnull), command.open_alone("output", os.devnull):
         pass
+
+
+@pytest.mark.parametrize("name", ["ENOSYS", "EOPNOTSUPP", "ENOLCK", "no fcntl"])
+def test_where_nothing_can_be_locked_a_line_says_so(name, tmp_path, monkeypatch, capsys):
+    def flock(*_):
+        raise OSError(number := getattr(errno, name), os.strerror(number))
+
+    if name == "no fcntl":
+        monkeypatch.setattr(command, "fcntl", None)
+    else:
+        monkeypatch.setattr(command.fcntl, "flock", flock)
+    path = tmp_path / "rows"
+    for _ in range(2):
+        with command.open_alone("output", path) as file:
+            file.write("kept")
+        error = os.strerror(getattr(errno, name, errno.ENOSYS))
+        expected = f"{path} cannot be locked ({error}): nothing protects it from a second run\n"
+        assert capsys.readouterr().err == expected
+    assert path.read_text() == "keptkept"
+    with command.open_alone("output", os.devnull):  # may be shared
+        assert capsys.readouterr().err == ""
+
+
+def test_an_error_of_a_lock_that_is_there_is_refused(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(command.fcntl, "flock", flock)
+    with pytest.raises(command.RequestError, match=r"^--output: \[Errno 5\]"):
+        command.open_alone("output", tmp_path / "rows")
+
+
+# Python runs it first: what Windows lacks.
+SITE = """
+import signal, sys
+del signal.SIGHUP
+sys.modules["fcntl"] = None
+"""
+
+
+LINKED = """
+examples/train_byte_lm examples/xlstm_7b benchmarks/draft_tokens benchmarks/server_benchmark
+docs/chunkwise docs/schedules tools/compare_versions tools/compile_report tools/plant_defects
+"""
+
+
+@pytest.mark.quick("examples/train_byte_lm-program", "docs/chunkwise")
+@pytest.mark.parametrize("link", ["program", "folder"])
+@pytest.mark.parametrize("program", LINKED.split())
+def test_a_program_starts_from_a_link_without_a_display_or_a_lock(program, link, tmp_path):
+    """The link is to the program or to its folder. MPLBACKEND is a notebook's."""
+    folder, name = program.split("/")
+    path = BENCHMARKS.parent / folder
+    if link == "program":
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / f"{name}.py").symlink_to(path / f"{name}.py")
+    else:
+        (tmp_path / "bin").symlink_to(path)
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    settings = {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, BENCHMARKS.parent)))}
+    process = subprocess.run(
+        [sys.executable, tmp_path / "bin" / f"{name}.py", "--help"],
+        env=os.environ | settings | {"MPLBACKEND": "module://matplotlib_inline.no_backend"},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    assert "\n  --" in process.stdout  # its flags
 
 
 # program, arguments: what the message has.

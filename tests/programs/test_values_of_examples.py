@@ -1,7 +1,9 @@
 """The examples: values that a hand can check."""
 
 import dataclasses
+import io
 import json
+import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -371,6 +373,31 @@ def test_an_answer_is_printed_as_its_characters_come(line, monkeypatch, capsys):
     assert errors == f"first token after 2.000 s, then {speed}\n"
 
 
+PRINTED = {
+    "ascii": r"\u20ac\u65e5\udcff",
+    "cp1252": "\u20ac" r"\u65e5\udcff",
+    "utf-8": "\u20ac\u65e5" r"\udcff",
+}
+
+
+@pytest.mark.parametrize("encoding", PRINTED)
+def test_what_stdout_cannot_encode_is_printed_as_escapes(encoding, monkeypatch):
+    """A sample, an answer as it comes, and answers as they end; command.run is not around them."""
+    text = "\u20ac\u65e5\udcff"
+    benchmark_runs.parse(xlstm_7b)
+    monkeypatch.setattr(xlstm_7b, "generate", lambda *_: iter([np.array([[1]])]))
+    monkeypatch.setattr(xlstm_7b, "answers", lambda *_: iter([(7, [1])]))
+    monkeypatch.setattr(xlstm_7b.Model, "text", lambda *_: text)
+    of_one_prompt = xlstm_7b.Model(None, {}, {}, {0: [1]}, set(), None)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding, newline="\n"))
+    lm.say(text)
+    xlstm_7b.stream(of_one_prompt)
+    xlstm_7b.write_answers(of_one_prompt)
+    sys.stdout.flush()
+    lines = sys.stdout.buffer.getvalue().decode(encoding).splitlines()
+    assert lines == [x + PRINTED[encoding] for x in ("", "", "[7] ")]
+
+
 # force_bos_token_insert and bos_token_id of a config; -: there is none.
 BOS = """
 true 5: [5]
@@ -447,6 +474,35 @@ def test_sources_of_the_standard_library_that_are_everywhere(tmp_path, monkeypat
     assert found == ["a.py", "b/tester/a.py"]
     assert len(byte_corpus.corpus_files(tmp_path)) == len(names)
     assert byte_corpus.corpus_files(tmp_path / "a.txt") == [tmp_path / "a.txt"]
+
+
+def test_a_file_with_several_names_is_in_the_text_once(tmp_path):
+    """Links to files and folders, inside of the corpus and out of it, and links that lead nowhere
+    leave the text as it is."""
+    corpus, outside = tmp_path / "corpus", tmp_path / "outside"
+    (corpus / "sub").mkdir(parents=True)
+    outside.write_text("outside")
+    for n in range(3):
+        (corpus / "sub" / f"{n}").write_text(f"text {n}")
+    (corpus / "sub" / "a.py").write_text("source")
+    before = byte_corpus.corpus_files(corpus)
+    (corpus / "0").symlink_to("sub/1")  # sorted, it is the first
+    (corpus / "sub" / "a link to a link").symlink_to("../0")
+    (corpus / "sub" / "z").hardlink_to(corpus / "sub" / "0")
+    (corpus / "a folder").symlink_to("sub")
+    (corpus / "sub" / "up").symlink_to("..")
+    (corpus / "nowhere").symlink_to("no such file")
+    (corpus / "itself").symlink_to("itself")
+    assert byte_corpus.corpus_files(corpus) == before
+    for name in "xy":
+        (corpus / name).symlink_to(outside)
+    assert byte_corpus.corpus_files(corpus) == [*before, corpus / "x"]
+    (tmp_path / "link").symlink_to(corpus)
+    train, held_out = byte_corpus.read_corpus(tmp_path / "link", 1, [corpus / "itself"])
+    text = b"\n".join([bytes(held_out), bytes(train)])
+    assert text == b"\n".join(x.read_bytes() for x in (*before, outside))
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        byte_corpus.read_corpus(corpus / "itself", 1)
 
 
 def test_the_learning_rate_rises_for_a_twentieth_and_falls_to_a_tenth():
