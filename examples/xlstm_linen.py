@@ -20,7 +20,9 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, states=None, segment_ids=None, resets=None):
-        """x (B, S, width), or one token, (B, width) with the states (c, n, m) before it.
+        """x (B, S, width), or one token, (B, width), and the states (c, n, m) before it.
+
+        states: None before the first token.
 
         segment_ids: (B, S), the documents of a packed row, each from zero states.
         resets: (B, S), or (B,) for one token; where it is True the states before count no more.
@@ -47,7 +49,7 @@ class Block(nn.Module):
         if resets is not None:
             f = jnp.where(resets[..., None], -jnp.inf, f)
         if x.ndim == 2:
-            h, states = mlstm_recurrent_step(q, k, v, i, f, *states)
+            h, states = mlstm_recurrent_step(q, k, v, i, f, *(states or ()))
         else:
             options = dict(segment_ids=segment_ids, return_last_states=True, layout="BTNH")
             h, states = mlstm_chunkwise(q, k, v, i, f, *(states or ()), **options)
@@ -69,7 +71,7 @@ class LanguageModel(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array, states=None, *, segment_ids=None, resets=None):
-        """tokens (B, S), or (B,) with states -> float32 logits (..., vocabulary), states.
+        """tokens (B, S), or (B,) for a step -> float32 logits (..., vocabulary), states.
 
         The states of all blocks are stacked on their first axis. segment_ids and resets are those
         of a block.
@@ -92,3 +94,9 @@ class LanguageModel(nn.Module):
         options = dict(use_bias=False, dot_general=product)
         logits = nn.Dense(self.vocabulary, **options, name="unembed")(x)
         return soft_cap(logits, 30.0), states
+
+
+def empty_states(model: LanguageModel, params, B: int):
+    """The states of all blocks before the first token, which are zeros."""
+    _, states = jax.eval_shape(model.apply, params, jax.ShapeDtypeStruct((B,), jnp.int32))
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), states)

@@ -39,7 +39,9 @@ class Block(nnx.Module):
         self.down = linear(2 * width, width)
 
     def __call__(self, x: jax.Array, states=None, *, segment_ids=None, resets=None):
-        """x (B, S, width), or one token, (B, width) with the states (c, n, m) before it.
+        """x (B, S, width), or one token, (B, width), and the states (c, n, m) before it.
+
+        states: None before the first token.
 
         segment_ids: (B, S), the documents of a packed row, each from zero states.
         resets: (B, S), or (B,) for one token; where it is True the states before count no more.
@@ -55,7 +57,7 @@ class Block(nnx.Module):
         if resets is not None:
             f = jnp.where(resets[..., None], -jnp.inf, f)
         if x.ndim == 2:
-            h, states = mlstm_recurrent_step(q, k, v, i, f, *states)
+            h, states = mlstm_recurrent_step(q, k, v, i, f, *(states or ()))
         else:
             options = dict(segment_ids=segment_ids, return_last_states=True, layout="BTNH")
             h, states = self.mlstm(q, k, v, i, f, *(states or ()), **options)
@@ -92,7 +94,7 @@ class LanguageModel(nnx.Module):
         self.unembed = nnx.Linear(width, vocabulary, **options, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, states=None, *, segment_ids=None, resets=None):
-        """tokens (B, S), or (B,) with states -> float32 logits (..., vocabulary), states.
+        """tokens (B, S), or (B,) for a step -> float32 logits (..., vocabulary), states.
 
         The states of all blocks are stacked on their first axis. segment_ids and resets are those
         of a block.
@@ -108,3 +110,10 @@ class LanguageModel(nnx.Module):
         x = x.astype(self.embed.embedding.dtype)
         x, states = run(self.blocks, x, states)
         return soft_cap(self.unembed(self.norm(x)), 30.0), states
+
+
+def empty_states(model: LanguageModel, B: int):
+    """The states of all blocks before the first token, which are zeros."""
+    tokens = jax.ShapeDtypeStruct((B,), jnp.int32)
+    _, states = nnx.eval_shape(lambda model, tokens: model(tokens), model, tokens)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), states)

@@ -119,6 +119,26 @@ def test_a_step_after_a_reset_is_the_first_one(kind):
     np.testing.assert_allclose(logits, [first[0, 0], expected[1, 3]], atol=bound)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_the_first_token_has_no_states_or_empty_ones(kind):
+    tokens = np.array([[1, 2], [5, 6]])
+    run, params = model_of(kind, tokens)
+    run = jax.jit(run)
+    expected, last = run(params, tokens)
+    if kind == "nnx":
+        empty = xlstm_nnx.empty_states(xlstm_nnx.LanguageModel(**SIZES, rngs=nnx.Rngs(0)), 2)
+    else:
+        empty = xlstm_linen.empty_states(xlstm_linen.LanguageModel(**SIZES), params, 2)
+    assert jax.tree.map(jnp.shape, empty) == jax.tree.map(jnp.shape, last)
+    bound = 20 * tolerance("float32", SIZES["width"])
+    for states in (), (empty,), (None,):
+        logits, after = run(params, tokens[:, 0], *states, resets=np.array([True, False]))
+        np.testing.assert_allclose(logits, expected[:, 0], atol=bound)
+        logits, _ = run(params, tokens[:, 1], after)
+        np.testing.assert_allclose(logits, expected[:, 1], atol=bound)
+
+
 def of_page():
     """The names of the first two blocks of the page."""
     space = {}
