@@ -198,11 +198,16 @@ def arguments(code, theirs):
 def theirs_of(step, q, k, v, i, f, c, n, m):
     """Our arguments, by what the packages call them."""
     values = {
-        "q matQ vecQ query queries": q,
+        "q": q[:, :, None] if step else q,
+        "k": k[:, :, None] if step else k,
+        "v": v[:, :, None] if step else v,
+        "matQ vecQ query queries": q,
         "matK vecK key keys": k,
         "matV vecV value values": v,
-        "i scaI igate_preact": i[..., None],
-        "f scaF fgate_preact": f[..., None],
+        "i scaI": i[..., None],
+        "f scaF": f[..., None],
+        "igate_preact": i[..., None, None] if step else i[..., None],
+        "fgate_preact": f[..., None, None] if step else f[..., None],
         "vecI": i,
         "vecF": f,
         "igate": i[..., None] if step else i,
@@ -238,6 +243,26 @@ def test_each_row_is_our_call(package):
         result = call(*[changed.pop(x) for x in NAMES], **changed)
         pair = map(jax.tree.leaves, (result, call(*ours.values())))
         compare([f"{x} of {cell}" for x in OUTPUTS], *pair, bound("float32"))
+
+
+def test_states_for_xlstm_are_ours_on_the_way_back():
+    [back] = re.findall(r"^\| step: what it returns \| `(.*)` \|$", PAGE, re.M)
+    c, n, m = (
+        x for name, x in random_inputs(3, B, NH, S, DHQK, DHV).items() if name not in "qkvif"
+    )
+    h, states = eval(back, dict(h=jnp.zeros((B, NH, DHV)), c=c, n=n, m=m, DHQK=DHQK))
+    assert [x.shape for x in (h, *states)] == [
+        (B, NH, 1, DHV),
+        (B, NH, DHQK, DHV),
+        (B, NH, DHQK, 1),
+        (B, NH, 1, 1),
+    ]
+    theirs, ours = dict(zip(("c_state", "n_state", "m_state"), states, strict=True)), {}
+    for cell, code in rows("xlstm"):
+        if re.match("`._state`", cell):
+            ours |= arguments(code, theirs)
+    for x, y in zip(ours.values(), (c, n, m), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
