@@ -622,7 +622,8 @@ def work():
 
 def start():
     """A process that works, and the file of what it prints."""
-    log = tempfile.TemporaryFile("w+")  # noqa: SIM115, it is read after the process has ended
+    # It is read after the process has ended.
+    log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
     return subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, **pipes), log
 
@@ -630,7 +631,9 @@ def start():
 def end(process):
     """Ends a process and those that it has started."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
     return process.wait()
 
 
@@ -795,4 +798,6 @@ if __name__ == "__main__":
     os.environ |= dict(XLA_PYTHON_CLIENT_ALLOCATOR="platform", JAX_NUM_CPU_DEVICES="8")
     if platforms := os.environ.get("JAX_PLATFORMS"):
         os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"  # for float64
+    for stream in sys.stdout, sys.stderr:  # the locale may lack characters of a message
+        stream.reconfigure(errors="backslashreplace")
     sys.exit(main())
