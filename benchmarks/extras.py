@@ -1,10 +1,13 @@
-"""A program without one of its packages ends with a line that says what to install.
+"""A program without one of its packages ends with a line that says what to install, one on several
+GPUs has the flag of XLA that it needs, and none needs a display.
 
-``command.py`` imports this before anything that may be missing.
+``command.py`` imports this before anything that may be missing, and before JAX starts.
 """
 
+import importlib.util
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 
 BENCHMARK, EXAMPLES = (f"'mlstm_pallas[{extra}]'" for extra in ("benchmark", "examples"))
@@ -36,3 +39,33 @@ sys.excepthook = end
 # not be installed; then matplotlib cannot be imported. A notebook itself keeps its backend.
 if "ipykernel" not in sys.modules:
     os.environ["MPLBACKEND"] = "agg"
+
+# All-reduces of a few floats between GPUs fail in XLA's one-shot kernel (docs/devices.md).
+NO_ONE_SHOT = "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false"
+
+
+def has_plugins():
+    """Whether JAX finds plugins, in the two places where it looks for them."""
+    places = importlib.util.find_spec("jax_plugins"), metadata.entry_points(group="jax_plugins")
+    return any(places)
+
+
+def flags_of_gpus(jaxlib, plugins, gpus):
+    """XLA's flags for a version, with plugins or not, beside so many GPUs.
+
+    XLA ends the process at a flag that it does not know, so they are for versions that were tried.
+    A GPU plugin has its own XLA.
+    """
+    return [NO_ONE_SHOT] if jaxlib.startswith("0.12.") and plugins and gpus > 1 else []
+
+
+def add_flags(environ, added):
+    """Adds those flags to XLA_FLAGS that it does not have; none if it is empty."""
+    flags = environ.get("XLA_FLAGS", " ")
+    added = [x for x in added if x.partition("=")[0] not in flags]
+    if flags and added:
+        environ["XLA_FLAGS"] = " ".join([*added, flags])
+
+
+if (gpus := len([*Path("/dev").glob("nvidia[0-9]*")])) > 1:
+    add_flags(os.environ, flags_of_gpus(metadata.version("jaxlib"), has_plugins(), gpus))

@@ -4,7 +4,6 @@ cheap."""
 import contextlib
 import functools
 import gc
-import importlib.util
 import os
 import re
 import tempfile
@@ -18,6 +17,7 @@ from unittest import mock
 # they wait for a core, would take a fifth of the CPU time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import extras
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,31 +36,13 @@ QUICK_CODE = (
 )
 
 
-# All-reduces of a few floats between GPUs fail in XLA's one-shot kernel (docs/devices.md).
-NO_ONE_SHOT = "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false"
-
-# What JAX finds of plugins, in the two places where it looks for them.
-PLUGINS = importlib.util.find_spec("jax_plugins") or metadata.entry_points(group="jax_plugins")
+def quick_flags(jaxlib, plugins):
+    """XLA's flags for tests: for a version, with plugins, which have their own XLA, or not."""
+    return QUICK_CODE.split() if jaxlib.startswith("0.10.") and not plugins else []
 
 
-def added_flags(jaxlib, plugins, gpus):
-    """XLA's flags for tests: for a version, with GPU plugins or not, beside so many GPUs.
-
-    XLA ends the process at a flag that it does not know, so each is for versions that were tried. A
-    GPU plugin has its own XLA.
-    """
-    if jaxlib.startswith("0.10.") and not plugins:
-        return QUICK_CODE
-    if jaxlib.startswith("0.12.") and plugins and gpus > 1:
-        return NO_ONE_SHOT
-    return ""
-
-
-flags = os.environ.get("XLA_FLAGS", " ")  # with XLA_FLAGS= tests run what users get
-device_files = [*Path("/dev").glob("nvidia[0-9]*")]  # before JAX starts
-added = added_flags(metadata.version("jaxlib"), PLUGINS, len(device_files))
-if added and flags:
-    os.environ["XLA_FLAGS"] = f"{added} {flags}"
+# With XLA_FLAGS= tests run what users get. `extras` adds the flags of several GPUs.
+extras.add_flags(os.environ, quick_flags(metadata.version("jaxlib"), extras.has_plugins()))
 # Freed memory goes back to the GPU, which xdist's workers share with the processes that tests
 # start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")

@@ -21,6 +21,7 @@ import arguments
 import benchmark_runs
 import call_checks
 import conftest
+import extras
 import jax
 import jax.numpy as jnp
 import mesh_calls
@@ -59,14 +60,30 @@ def run_tests(folder, *arguments, **files):
         ("0.10.2", False, 0, conftest.QUICK_CODE),
         ("0.10.2", True, 2, ""),
         ("0.11.2", True, 2, ""),
-        ("0.12.0.1", True, 2, conftest.NO_ONE_SHOT),
+        ("0.12.0.1", True, 2, extras.NO_ONE_SHOT),
         ("0.12.0.1", True, 1, ""),
         ("0.12.0.1", False, 2, ""),
         ("0.13.0", True, 2, ""),
     ],
 )
 def test_xla_gets_flags_that_it_knows(jaxlib, plugins, gpus, flags):
-    assert conftest.added_flags(jaxlib, plugins, gpus) == flags
+    added = extras.flags_of_gpus(jaxlib, plugins, gpus)
+    assert [*added, *conftest.quick_flags(jaxlib, plugins)] == flags.split()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"XLA_FLAGS": "--a=1 --b=2  "}),
+        ({"XLA_FLAGS": "--c"}, {"XLA_FLAGS": "--a=1 --b=2 --c"}),
+        ({"XLA_FLAGS": "--a=3"}, {"XLA_FLAGS": "--b=2 --a=3"}),
+        ({"XLA_FLAGS": "--b --a"}, {"XLA_FLAGS": "--b --a"}),
+        ({"XLA_FLAGS": ""}, {"XLA_FLAGS": ""}),
+    ],
+)
+def test_flags_of_the_user_stay(before, after):
+    extras.add_flags(before, ["--a=1", "--b=2"])
+    assert before == after
 
 
 TOO_SLOW = """
