@@ -1,0 +1,207 @@
+"""Two processes with two CPU devices each run the program of docs/hosts.md, the checkpoints of
+docs/training.md, and the functions of the package that read values on the host.
+
+As a script it is one of the processes, and runs one of its functions.
+"""
+
+import functools
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.multihost_utils import process_allgather
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mlstm_pallas
+
+PAGE = Path(__file__).parents[2] / "docs" / "hosts.md"
+SECONDS = 400
+
+
+def initialize():
+    """As the page does."""
+    numbers = int(os.environ["PROCESSES"]), int(os.environ["PROCESS"])
+    jax.distributed.initialize(os.environ["COORDINATOR"], *numbers)
+    return jax.make_mesh((jax.device_count(),), ("devices",), axis_types=(AxisType.Auto,))
+
+
+def check_a_restore_in_other_processes(folder, restore):
+    """It is refused in each process. The file has a state of one more process."""
+    [path] = Path(folder).glob("*/loaders/metadata")
+    states = json.loads(path.read_text())
+    process_allgather(np.int32(0))
+    if jax.process_index() == 0:
+        path.write_text(json.dumps([*states, states[0]]))
+    process_allgather(np.int32(0))
+    with pytest.raises(ValueError, match="has the loaders of 3 processes"):
+        restore()
+
+
+def page():
+    space = {}
+    exec("\n".join(re.findall("```python\n(.*?)```", PAGE.read_text(), re.S)), space)
+    from oracle import collectives
+
+    index, step = jax.process_index(), space["step"]
+    assert (jax.process_count(), jax.device_count()) == (2, 4)
+    first = space["batch"](space["Loader"]())
+    counts = collectives(step.lower(space["initial"](), first).compile())
+    assert counts.keys() == {"all-reduce"}
+    counts = collectives(space["split"].lower(space["x"]).compile())
+    assert counts.keys() == {"all-reduce", "collective-permute"}
+
+    rows = [np.random.default_rng(n).normal(size=(64, 2, 16)) for n in (0, 2, 1, 3)]
+    rows = np.stack(rows).astype(np.float32)
+    assert np.array_equal(process_allgather(first, tiled=True), rows)
+    alone = step(jax.tree.map(np.asarray, space["initial"]()), rows)  # on one device
+    for actual, expected in zip(
+        jax.tree.leaves((space["weights"], space["loss"])), jax.tree.leaves(alone), strict=True
+    ):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+    x = space["whole"]
+    whole = mlstm_pallas.mlstm_chunkwise(x, x, x, x[..., 0], x[..., 1] + 3, layout="BTNH")
+    h = process_allgather(space["h"], tiled=True)
+    np.testing.assert_allclose(h, whole, rtol=1e-4, atol=1e-4)
+
+    rows, batch = np.ones((2 + 2 * index, 64, 2, 16), np.float32), first.sharding
+    spread = functools.partial(jax.make_array_from_process_local_data, batch, rows)
+    assert spread().shape[0] == len(rows) * 2 // (1 + index)
+    with pytest.raises(ValueError, match="Invalid host data"):
+        spread((6, 64, 2, 16))
+
+    assert space["again"].get_state() == dict(next_index=4 + index)
+    for x, y in zip(*map(jax.tree.leaves, (space["restored"], space["weights"])), strict=True):
+        assert x.sharding == y.sharding
+        assert np.array_equal(x, y)
+    restore = functools.partial(space["restore"], space["folder"], space["weights"])
+    check_a_restore_in_other_processes(
+        space["folder"], functools.partial(restore, space["Loader"]())
+    )
+
+
+def training():
+    """The loaders' states are texts of different lengths."""
+    initialize()
+    import test_fsdp
+
+    space = {}
+    exec(test_fsdp.definitions(), space)
+    folder, state = os.environ["CHECKPOINTS"], dict(next_index=10**4 ** jax.process_index())
+    mesh = space["fsdp_mesh"]((2, 2))
+    saved = jax.jit(space["initial"], out_shardings=space["shardings_of"](mesh))()
+    loader = space["Loader"]()
+    loader.set_state(state)
+    space["save"](folder, saved, loader)
+    for other in map(space["fsdp_mesh"], ((4, 1), (1, 4))):
+        loader = space["Loader"]()
+        restored = space["restore"](folder, other, loader)
+        assert loader.get_state() == state
+        for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(saved), strict=True):
+            assert x.sharding == space["sharding_of"](other, x)
+            assert np.array_equal(*process_allgather((x, y), tiled=True))
+    restore = functools.partial(space["restore"], folder, mesh, loader)
+    check_a_restore_in_other_processes(folder, restore)
+
+
+def checks():
+    """MLSTM_PALLAS_CHECKS=1: the process that has a wrong value raises, eagerly and under jit."""
+    os.environ["MLSTM_PALLAS_CHECKS"] = "1"
+    mesh = initialize()
+    spread = functools.partial(global_array, mesh)
+    x, gate = spread(np.ones((4, 32, 2, 16), np.float32)), spread(np.ones((4, 32, 2), np.float32))
+    call = functools.partial(mlstm_pallas.mlstm_chunkwise, layout="BTNH")
+    for run in call, jax.jit(call):
+        h = run(x, x, x, gate, gate, sequence_lengths=spread(np.int32([10, 32, 0, 20])))
+        zero = np.all(process_allgather(h, tiled=True) == 0, axis=(2, 3))
+        assert np.array_equal(zero, np.arange(32) >= np.array([[10], [32], [0], [20]]))
+        for wrong in range(4):
+            lengths = np.int32([10, 32, 0, 20])
+            lengths[wrong] = 33
+            text = ""
+            try:
+                h = run(x, x, x, gate, gate, sequence_lengths=spread(lengths))
+                jax.block_until_ready(h)
+                jax.effects_barrier()
+            except (ValueError, jax.errors.JaxRuntimeError) as error:
+                text = str(error)
+            assert ("sequence_lengths" in text) == (wrong // 2 == jax.process_index()), text
+
+
+def rings():
+    """States of all processes become rings of all processes, eagerly and under jit."""
+    mesh = initialize()
+    spread = functools.partial(global_array, mesh)
+    states = [spread(np.ones((4, 2, 16, 16)[:n], np.float32)) for n in (4, 3, 2)]
+    q, gate = spread(np.ones((4, 2, 16), np.float32)), spread(np.ones((4, 2), np.float32))
+    expected = mlstm_pallas.mlstm_recurrent_step(q, q, q, gate, gate, *states)[0]
+    make = functools.partial(mlstm_pallas.mlstm_ring_states, dtype="float32")
+    for run in make, jax.jit(make):
+        made = run(*states)
+        for x in jax.tree.leaves(made):
+            assert x.sharding.device_set == states[0].sharding.device_set
+        h = jax.jit(mlstm_pallas.mlstm_ring_step)(q, q, q, gate, gate, made)[0]
+        both = process_allgather((h, expected), tiled=True)
+        np.testing.assert_allclose(*both, rtol=1e-5)
+
+
+def global_array(mesh, x):
+    """Split by its first axis; each process adds its part."""
+    part = np.split(x, jax.process_count())[jax.process_index()]
+    sharding = NamedSharding(mesh, P("devices"))
+    return jax.make_array_from_process_local_data(sharding, part, x.shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [page, training, checks, rings])
+def test_two_processes(run, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = dict(
+        PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
+        JAX_PLATFORMS="cpu",
+        JAX_NUM_CPU_DEVICES="2",
+        COORDINATOR=address,
+        PROCESSES="2",
+        CHECKPOINTS=str(tmp_path / "checkpoints"),
+        no_proxy="127.0.0.1",
+    )
+    texts, processes = [tmp_path / f"{n}.txt" for n in range(2)], []
+    try:
+        for n, path in enumerate(texts):
+            with path.open("w") as file:
+                process = subprocess.Popen(
+                    [sys.executable, __file__, run.__name__],
+                    env=os.environ | settings | dict(PROCESS=str(n)),
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            processes.append(process)
+        end = time.monotonic() + SECONDS
+        while {None} <= {x.poll() for x in processes} <= {None, 0} and time.monotonic() < end:
+            time.sleep(0.1)
+        codes = [process.poll() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0, 0], "\n".join(path.read_text()[-4000:] for path in texts)
+
+
+if __name__ == "__main__":
+    try:
+        {x.__name__: x for x in (page, training, checks, rings)}[sys.argv[1]]()
+    except BaseException:  # the other process waits for one that ends as usual
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
