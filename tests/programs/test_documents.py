@@ -48,13 +48,15 @@ mLSTMBackendConfig xLSTMConfig xLSTMForCausalLM xLSTMLarge g_gamma Config mode
 pack_alignment_struct ncclGetPeerDevicePointer psum_scatter jax_default_matmul_precision
 on_get_value _mosaic_gpu_kernel XLA_CLIENT_MEM_FRACTION
 MultiSteps apply_if_finite inject_hyperparams ConcatThenSplitIterDataset best_fn metrics
-WindowShuffleMapDataset one_hot get_weight_decay_optim_groups xLSTMLMModel
+WindowShuffleMapDataset one_hot get_weight_decay_optim_groups xLSTMLMModel CheckpointSave
+addressable_shards shutdown_timeout_seconds heartbeat_timeout_seconds initialization_timeout
+http_proxy https_proxy grpc_proxy no_proxy os._exit _exit
 """
 README, NOTES = ((ROOT / name).read_text() for name in ("README.md", "BUILD_NOTES.md"))
 SITE = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md"))]
 PAGES = "README.md", "BUILD_NOTES.md", "CONTRIBUTING.md", "benchmarks/README.md", *SITE
 SLOW = "packing", "serving", "devices", "debugging", "exporting", "training", "bidirectional"
-SLOW += ("examples/xlstm_7b",)
+SLOW += "hosts", "examples/xlstm_7b"
 
 
 def exists(name, page):

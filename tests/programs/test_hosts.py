@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import mlstm_pallas
 
 PAGE = Path(__file__).parents[2] / "docs" / "hosts.md"
-SECONDS = 400
+SECONDS = 600  # 50 on two idle cores
 
 
 def initialize():
@@ -75,9 +75,9 @@ def page():
 
     rows, batch = np.ones((2 + 2 * index, 64, 2, 16), np.float32), first.sharding
     spread = functools.partial(jax.make_array_from_process_local_data, batch, rows)
-    assert spread().shape[0] == len(rows) * 2 // (1 + index)
+    assert spread().shape[0] == 2 * len(rows)
     with pytest.raises(ValueError, match="Invalid host data"):
-        spread((6, 64, 2, 16))
+        spread((12, 64, 2, 16))
 
     assert space["again"].get_state() == dict(next_index=4 + index)
     for x, y in zip(*map(jax.tree.leaves, (space["restored"], space["weights"])), strict=True):
@@ -171,6 +171,7 @@ def test_two_processes(run, tmp_path):
         PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
         JAX_PLATFORMS="cpu",
         JAX_NUM_CPU_DEVICES="2",
+        JAX_DISABLE_MOST_OPTIMIZATIONS="1",
         COORDINATOR=address,
         PROCESSES="2",
         CHECKPOINTS=str(tmp_path / "checkpoints"),
