@@ -50,7 +50,7 @@ on_get_value _mosaic_gpu_kernel XLA_CLIENT_MEM_FRACTION
 MultiSteps apply_if_finite inject_hyperparams ConcatThenSplitIterDataset best_fn metrics
 WindowShuffleMapDataset one_hot get_weight_decay_optim_groups xLSTMLMModel CheckpointSave
 addressable_shards shutdown_timeout_seconds heartbeat_timeout_seconds initialization_timeout
-http_proxy https_proxy grpc_proxy no_proxy os._exit _exit
+http_proxy https_proxy grpc_proxy no_proxy HTTP_PROXY _exit
 """
 README, NOTES = ((ROOT / name).read_text() for name in ("README.md", "BUILD_NOTES.md"))
 SITE = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md"))]
