@@ -37,7 +37,8 @@ class Gpu:
 
     def __post_init__(self) -> None:
         ten_times = ", ten times the compute capability (89 for 8.9), or 0"
-        check_integer("gpu.capability", self.capability or 10, 10, unit=ten_times)
+        capability = 10 if self.capability == 0 else self.capability
+        check_integer("gpu.capability", capability, 10, unit=ten_times)
         check_integer("gpu.sms", self.sms, 1)
         check_integer("gpu.shared_bytes", self.shared_bytes, 1024, unit=" bytes")
 

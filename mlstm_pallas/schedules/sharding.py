@@ -266,8 +266,8 @@ def _on_mesh(work: Work, *args: Any) -> Any:
     mesh = jax.typeof(jax.tree.leaves(args)[0]).sharding.mesh
     context = jax.sharding.get_abstract_mesh()
     devices = math.prod(context.shape[axis] for axis in context.auto_axes)
-    if context.empty and context.abstract_device is None:
-        devices = 0  # their number is not known
+    if context.empty and context.abstract_device is None:  # the devices are not known
+        devices = jax.device_count() if work.spec.gpu is TPU else 0
     if mesh.explicit_axes:
         axes = work.axes_of(args)
         args, common = _resharded(work.spec, args, axes, mesh, work.mapped)
@@ -285,7 +285,7 @@ def _on_mesh(work: Work, *args: Any) -> Any:
     elif devices == 1 or (work.spec.gpu is TPU and work.spec.pooled):
         outputs = on_shard(work, None, *args)
     elif work.spec.gpu is TPU:
-        outputs = _in_groups(work, devices or jax.device_count(), *args)
+        outputs = _in_groups(work, devices, *args)
     else:
         outputs = _partitioned(work, tuple(work.axes_of(args)))(work.identity(), *args)
     return outputs
