@@ -7,6 +7,7 @@ launchers and schedules read what is decided here.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -36,6 +37,11 @@ FUSED_SHARE = 0.6  # the share of the places for CTAs that the fused scan should
 FASTEST_ON_TRITON = 16
 # Stages between the others, in the lowering of the kernel that computes or reads the scores.
 SMALL = "step_sums", "vector_states", "step_gradients"
+# Stages of which a plan has the first or the second ones.
+ALTERNATIVES = (
+    ({"recurrent_fw_C", "parallel_fw_H"}, {"parallel_fw_P", "recurrent_fw_H"}),
+    ({"parallel_bw_dP", "parallel_bw_dQKV"}, {"chunk_gradients"}),
+)
 SUMMARY_STEPS = 4096  # of a split of a shard's summary: enough work per CTA, and enough CTAs
 
 
@@ -160,16 +166,17 @@ def call_spec(
 
 
 def _warn_of_unread_tiles(spec: CallSpec) -> None:
-    """Warns of tiles of the config whose stage another one replaces in the call's plan."""
-    plan = spec.plan.in_list or spec.plan
-    launched = spec.plan.forward | plan.backward | plan.summary
-    for kernel, _ in spec.config.tiles:
-        name = kernel.removeprefix(f"{spec.lowering.folder}_")
-        if name != kernel and name not in launched:
-            warn_caller(
-                f"config.{kernel} is not read, because the call has no {name}: it runs "
-                f"{', '.join(launched)}"
-            )
+    """Warns of tiles of a kernel in whose place others run, for which the config has none."""
+    folder, plan = f"{spec.lowering.folder}_", spec.plan.in_list or spec.plan
+    launched = {*spec.plan.forward, *plan.backward}
+    named = {x.removeprefix(folder) for x, _ in spec.config.tiles if x.startswith(folder)}
+    for pair in ALTERNATIVES:
+        for stages, others in itertools.permutations(pair):
+            for name in named.intersection(stages) - launched if not named & others else ():
+                warn_caller(
+                    f"config.{folder}{name} is not read: the call runs "
+                    f"{' and '.join(sorted(others))} in its place"
+                )
 
 
 def plain(problem: Problem) -> Launch:

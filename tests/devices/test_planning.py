@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import warnings
 from functools import partial
 
 import costs
@@ -19,6 +20,7 @@ from plans import plan
 from stage_calls import spec_of
 from test_gpu_facts import NAMED
 
+import mlstm_pallas
 from mlstm_pallas import KernelConfig, distributed, mlstm_chunkwise
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.planning import backend
@@ -161,6 +163,45 @@ def test_a_plan_shows_the_launches_of_a_call_with_num_segments():
     with for_device("NVIDIA H200"):
         traced = grids_in(jax.make_jaxpr(run)(*call_shapes(*sizes)))
     assert traced == grids_of(plan(sizes, **options))
+
+
+INSTEAD = "config.{} is not read: the call runs {} in its place"
+FORWARD = "triton_parallel_fw_H", "triton_recurrent_fw_H"
+# What a config and a backend that are not read get, and what is nothing to warn of.
+UNREAD = [
+    (dict(fused=True), FORWARD[:1], INSTEAD.format(FORWARD[0], "parallel_fw_P and recurrent_fw_H")),
+    (
+        dict(fused=False),
+        FORWARD[1:],
+        INSTEAD.format(FORWARD[1], "parallel_fw_H and recurrent_fw_C"),
+    ),
+    (
+        dict(backend="mosaic_gpu"),
+        ["mosaic_gpu_parallel_bw_dQKV"],
+        INSTEAD.format("mosaic_gpu_parallel_bw_dQKV", "chunk_gradients"),
+    ),
+    (
+        dict(backend="mosaic_gpu", dtype="float32"),
+        [],
+        "backend is 'mosaic_gpu' and products are in float32: its kernels are for bfloat16 and "
+        "float16, so others run",
+    ),
+    (dict(fused=True), FORWARD, None),
+    (dict(fused=True), ["triton_recurrent_step", "mosaic_gpu_parallel_fw_H"], None),
+    (dict(backend="mosaic_gpu"), ["triton_parallel_bw_dQKV"], None),
+    (dict(backend="fastest", dtype="float32"), [], None),
+]
+
+
+@pytest.mark.parametrize(("options", "tiles", "message"), UNREAD)
+def test_what_a_plan_does_not_read_is_warned_of(any_jax, options, tiles, message):
+    options, shape = dict(options), dict(B=8, NH=8, S=2048, DHQK=128, DHV=128, gpu="NVIDIA H200")
+    config = KernelConfig(fused=options.pop("fused", None), **{x: {"num_stages": 2} for x in tiles})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mlstm_pallas.plan(**shape, **options, config=config)
+    assert [str(x.message) for x in caught] == ([message] if message else [])
+    assert {x.filename for x in caught} <= {__file__}
 
 
 @pytest.mark.slow
