@@ -181,7 +181,7 @@ def mlstm_ring_step(
       v: value, (B, NH, DHV) or (B, NH, T, DHV).
       i: input gate pre-activation, (B, NH) or (B, NH, T), any float dtype.
       f: forget gate pre-activation, shaped as i.
-      states: of ``mlstm_ring_states`` or of this function.
+      states: of ``mlstm_ring_states`` or of this function, as one argument.
       accepted: (B,) integers, how many tokens of the call before count, from 0
         to their number; a larger number is taken for theirs. None: all. Before
         the first call there are none.
@@ -202,10 +202,8 @@ def mlstm_ring_step(
     Warns:
       UserWarning: if layout is left out and T = NH > 1.
     """
-    drafts, arrays = (
-        getattr(q, "ndim", 0) == 4,
-        dict(q=q, k=k, v=v, i=i, f=f) | _fields(states, *others),
-    )
+    drafts = getattr(q, "ndim", 0) == 4
+    arrays = dict(q=q, k=k, v=v, i=i, f=f) | _fields(states, *others)
     options = Options(
         eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
         input_gate=_gate(states), normalize=normalize, layout=layout, backend=backend,

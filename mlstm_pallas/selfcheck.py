@@ -798,6 +798,8 @@ if __name__ == "__main__":
     os.environ |= dict(XLA_PYTHON_CLIENT_ALLOCATOR="platform", JAX_NUM_CPU_DEVICES="8")
     if platforms := os.environ.get("JAX_PLATFORMS"):
         os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"  # for float64
-    for stream in sys.stdout, sys.stderr:  # the locale may lack characters of a message
+    for stream in filter(
+        None, (sys.stdout, sys.stderr)
+    ):  # the locale may lack characters of a message
         stream.reconfigure(errors="backslashreplace")
     sys.exit(main())

@@ -383,13 +383,11 @@ def check_indices(name: str, size: int, *x: Any) -> None:
     if all(isinstance(y, np.ndarray) for y in x):
         _check_indices(name, size, *x)
     elif checks_indices():
-        check, mesh = (
-            functools.partial(_check_indices, name, size),
-            jax.sharding.get_abstract_mesh(),
-        )
+        check = functools.partial(_check_indices, name, size)
         if not any(isinstance(y, jax.core.Tracer) for y in x):
             return check(*map(_whole, x))
         # A callback runs on process 0 alone, unless every device has the arrays.
+        mesh = jax.sharding.get_abstract_mesh()
         everywhere = jax.process_count() > 1 and not (mesh.empty or mesh.manual_axes)
         if everywhere:
             x = tuple(lax.with_sharding_constraint(jax.sharding.reshard(y, P()), P()) for y in x)
