@@ -515,7 +515,7 @@ def check_dtype(
         # NumPy reads None as float64 and an array as its dtype.
         if x is None or is_array(x):
             raise TypeError
-        dtype: jnp.dtype = jnp.dtype(x)
+        dtype: jnp.dtype = jnp.dtype(x).newbyteorder("=")
     except (TypeError, ValueError, SyntaxError):  # NumPy parses strings with commas
         raise wrong(name, x, f"one of {', '.join(dtypes)}", TypeError) from None
     return _check_dtype(f"{name} is", dtype, dtypes, backend)

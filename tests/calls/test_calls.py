@@ -40,6 +40,7 @@ from mlstm_pallas import (
     mlstm_chunkwise,
     mlstm_chunkwise_states,
     mlstm_recurrent_step,
+    mlstm_ring_states,
 )
 
 
@@ -164,3 +165,12 @@ def test_other_steps_are_refused():
     x = random_inputs(3, 1, 2, 32, 16, 16).values()
     message = "every is 24, expected a power of two >= 16"
     refused(ValueError, message, mlstm_chunkwise_states, *x, layout="BNTH", every=24)
+
+
+def test_dtypes_may_be_of_the_other_byte_order():
+    """As those of arrays from files are."""
+    x = random_inputs(0, 1, 2, 16, 16, 16, states=False).values()
+    options = dict(autocast_kernel_dtype=">f2", state_dtype=">f2", return_last_states=True)
+    h, (c, n, m) = mlstm_chunkwise(*x, **options)
+    ring = mlstm_ring_states(c, n, m, dtype=np.dtype(">f4"))
+    assert (h.dtype, c.dtype, ring.k.dtype) == ("float32", "float16", "float32")
