@@ -37,7 +37,9 @@ def _step(spec: CallSpec, x: Operands) -> tuple[jax.Array, RingStates]:
 
 def _fields(states: Any, *others: Any) -> dict[str, Any]:
     """The fields of the states, by the names of ``validation.DIMS``; others: refused."""
-    if others or not isinstance(states, RingStates):
+    if others and isinstance(states, RingStates):
+        raise TypeError("states is the last positional argument, expected accepted=... behind it")
+    if not isinstance(states, RingStates):
         raise TypeError(
             f"states has type {type(states).__name__}, expected RingStates alone: "
             "mlstm_ring_states(c, n, m, dtype=q.dtype) makes them, and keeps the input gate"
@@ -96,7 +98,9 @@ def mlstm_ring_states(
     kind = validation.check_dtype("dtype", dtype, validation.INPUT_DTYPES)
     if phase is not None:
         if not isinstance(phase, jax.Array | np.ndarray):
-            phase = np.asarray(validation.check_integer("phase", phase, 0, 2**31 - 1))
+            phase = np.asarray(
+                validation.check_integer("phase", phase, 0, 2**31 - 1, unit=" or an array (B,)")
+            )
         validation.check_integers("phase", phase)
         dims = ("B",) * bool(phase.ndim)
         validation.check_shapes(dict(phase=phase), dict(phase=(dims,)), dict(B=B))

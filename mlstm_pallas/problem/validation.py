@@ -79,6 +79,7 @@ _OF_32_BITS = {
     "accepted": "0 to the number of tokens of the call before",
     "phase": "phase % length has the same phases",
 }
+MASK = ": a mask has the lengths np.sum(mask, axis=1)"
 OPTIONAL = "c_initial", "n_initial", "m_initial", "states.m", "m", *INDICES
 
 Choice = TypeVar("Choice", InputGate, Layout)
@@ -139,8 +140,7 @@ def check_array(name: str, x: Any, dtypes: Sequence[str], backend: str | None = 
 def check_integers(name: str, x: Any) -> None:
     check_is_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        mask = name == "sequence_lengths" and x.dtype == bool
-        advice = ": a mask has the lengths np.sum(mask, axis=1)" * mask
+        advice = MASK * (name == "sequence_lengths" and x.dtype == bool and x.ndim == 2)
         raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype{advice}")
     if isinstance(x, np.ndarray) and x.itemsize > 4 and np.any(x != x.astype("int32")):
         raise wrong(name, x, f"integers of 32 bits: {_OF_32_BITS[name]}")
@@ -207,23 +207,34 @@ def _advice(name: str, found: Sequence[int], shape: Sequence[str], sizes: Mappin
         pairs = zip(shape, sizes_found, strict=False)
         return len(shape) == len(sizes_found) and all(sizes.get(dim, n) == n for dim, n in pairs)
 
-    for axis in reversed(range(len(found))):
-        if found[axis] == 1 and fits(*found[:axis], *found[axis + 1 :]):
-            return f": drop axis {axis}, {name}.squeeze({axis})"
+    dropped = {n: (*found[:n], *found[n + 1 :]) for n, size in enumerate(found) if size == 1}
+    dropped = {n: sizes_left for n, sizes_left in dropped.items() if fits(*sizes_left)}
+    if dropped:
+        axis = max(dropped)
+        certain = f"axis {axis}, {name}.squeeze({axis})"
+        return f": drop {certain if len({*dropped.values()}) == 1 else 'an axis of size 1'}"
+    if name == "sequence_lengths" and len(found) == 2 and fits(found[0]):
+        return MASK
+    axis = shape.index("NH") if "NH" in shape else 0
+    missing = []
     if fits(1, *found):
-        return f": add an axis for the batch, {name}[None], or map the call with jax.vmap"
-    if "NH" not in shape:
+        missing.append(f"for the batch, {name}[None], or map the call with jax.vmap")
+    if axis and fits(*found[:axis], 1, *found[axis:]):
+        missing.append(f"for one head, jnp.expand_dims({name}, {axis})")
+    if missing:
+        return f": add an axis {'; '.join(missing)}"
+    if not axis:
         return ""
     if "S" in shape and fits(*found[:1], *found[2:0:-1], *found[3:]):
         return ": axes 1 and 2 are swapped, as the other layout has them"
     if "S" not in shape and fits(*found[:-2], *found[:-3:-1]):
         return f": its last two axes are swapped, {name}.mT"
-    if "S" not in shape and len(found) == len(shape) + 1:
+    if name in "qkvif" and "S" not in shape and len(found) == len(shape) + 1:
         return ": several steps are for mlstm_chunkwise or mlstm_ring_step"
-    if len(found) == len(shape) and sizes.get("NH"):
-        axis = shape.index("NH")
-        heads, times = found[axis], sizes["NH"] // max(found[axis], 1)
-        if times > 1 and heads * times == sizes["NH"]:
+    heads = sizes.get("NH", 0)
+    if len(found) == len(shape) and fits(*found[:axis], heads, *found[axis + 1 :]):
+        times, rest = divmod(heads, max(found[axis], 1))
+        if times > 1 and not rest:
             return f": repeat its heads, jnp.repeat({name}, {times}, axis={axis})"
     return ""
 

@@ -58,6 +58,7 @@ def zeros(arrays):
 
 PLAIN, BTNH, TOKEN = inputs(B, NH, S), inputs(B, S, NH), inputs(B, NH)
 STATES = array(B, NH, DHQK, DHV), array(B, NH, DHQK), array(B, NH)
+ZERO_STATES = [*zeros(dict(enumerate(STATES))).values()]
 IDS = dict(segment_ids=array(B, S, dtype="int32"))
 SEGMENTS = IDS | dict(num_segments=2, return_last_states=True)
 OPTIONAL = IDS | dict(sequence_lengths=array(B, dtype="int32"))
@@ -357,6 +358,16 @@ BAD_CALLS = [
         )
         for kind, states in (("ShapeDtypeStruct", STATES), ("tuple", [STATES]))
     ),
+    refusal(
+        TypeError,
+        "states is the last positional argument, expected accepted=... behind it",
+        lambda: mlstm_ring_step(*TOKEN.values(), mlstm_ring_states(*ZERO_STATES, dtype="f4"), 0),
+    ),
+    refusal(
+        ValueError,
+        "phase is [0, 1], expected an integer from 0 to 2147483647 or an array (B,)",
+        partial(mlstm_ring_states, *ZERO_STATES, dtype="float32", phase=[0, 1]),
+    ),
     *(
         refusal(
             TypeError,
@@ -391,8 +402,31 @@ BAD_CALLS = [
     refusal(
         ValueError,
         "q has shape (3, 40, 16), expected (B, NH, S, DHQK): add an axis for the batch, q[None], "
-        "or map the call with jax.vmap",
+        "or map the call with jax.vmap; for one head, jnp.expand_dims(q, 1)",
         inputs(NH, S),
+    ),
+    refusal(
+        ValueError,
+        "sequence_lengths has shape (2, 40), expected (B,) = (2,), as q has shape (2, 3, 40, 16): "
+        "a mask has the lengths np.sum(mask, axis=1)",
+        dict(sequence_lengths=array(B, S, dtype="int32")),
+    ),
+    refusal(
+        ValueError,
+        "q has shape (1, 40, 1, 16, 1), expected (B, NH, S, DHQK): drop an axis of size 1",
+        dict(q=array(1, S, 1, DHQK, 1)),
+    ),
+    refusal(  # neither several steps nor, for another batch, repeated heads
+        ValueError,
+        "c_initial has shape (2, 4, 3, 16, 24), expected (B, NH, DHQK, DHV) = (2, 3, 16, 24), as q "
+        "has shape (2, 3, 40, 16)",
+        dict(c_initial=array(B, 4, NH, DHQK, DHV)),
+    ),
+    refusal(
+        ValueError,
+        "k has shape (5, 1, 40, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16), as q has shape "
+        "(2, 3, 40, 16)",
+        dict(k=array(5, 1, S, DHQK)),
     ),
     refusal(
         ValueError,
