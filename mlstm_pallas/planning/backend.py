@@ -1,8 +1,10 @@
 """The backend that a call asks for: its argument, ``use_backend`` or the environment."""
 
 import contextlib
+import inspect
 import os
 from contextvars import ContextVar
+from typing import Any
 
 import jax
 
@@ -59,6 +61,15 @@ class use_backend(contextlib.ContextDecorator):
 
     def __init__(self, backend: BackendName | None):
         self._backend = check_backend("backend", backend)
+
+    def __call__(self, function: Any) -> Any:
+        kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+        if any(is_kind(function) for is_kind in kinds):
+            raise TypeError(
+                f"{function.__name__} runs after its call has returned, expected a with statement "
+                "inside of it"
+            )
+        return super().__call__(function)
 
     def __enter__(self) -> None:
         _entered.set((*_entered.get(), self._backend))

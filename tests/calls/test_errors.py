@@ -92,6 +92,10 @@ def entered(backend):
         pass
 
 
+def generator():
+    yield
+
+
 def all_of(function, arrays=(), without=()):
     """A call with all arguments of a function."""
     names = [x for x in inspect.signature(function).parameters if x not in without]
@@ -362,6 +366,11 @@ BAD_CALLS = [
         TypeError,
         "states is the last positional argument, expected accepted=... behind it",
         lambda: mlstm_ring_step(*TOKEN.values(), mlstm_ring_states(*ZERO_STATES, dtype="f4"), 0),
+    ),
+    refusal(
+        TypeError,
+        "generator runs after its call has returned, expected a with statement inside of it",
+        lambda: use_backend("xla")(generator),
     ),
     refusal(
         ValueError,
