@@ -56,8 +56,8 @@ def mlstm_chunkwise(
 ) -> jax.Array | tuple[jax.Array, StatesTuple]:  # fmt: skip
     """Applies the mLSTM of xLSTM to whole sequences, for training and prefill.
 
-    It is causal and scales q by s = DHQK ** -0.5. docs/migrating.md has what there
-    is for scale, cu_seqlens, initial_state and head_first of other packages.
+    It is causal and scales q by s = DHQK ** -0.5. docs/migrating.md has what
+    stands for scale, cu_seqlens, initial_state and head_first of others.
 
     For every batch entry and head it computes equations 19 to 27 of
     arXiv:2405.04517 in chunks (arXiv:2503.14376):
@@ -146,9 +146,9 @@ def mlstm_chunkwise(
 
     Raises:
       TypeError: for wrong dtypes, traced options and other derivatives.
-      ValueError: for wrong shapes and values, and numbers of wrong types. Lengths,
-        and ids of num_segments, are read from NumPy arrays; from others with
-        MLSTM_PALLAS_CHECKS=1.
+      ValueError: for wrong shapes and values, and numbers of wrong types.
+        Lengths, and ids of num_segments, are read from NumPy arrays; from
+        others with MLSTM_PALLAS_CHECKS=1.
 
     Warns:
       UserWarning: if layout is left out and S < NH, or S = NH > 1 with initial

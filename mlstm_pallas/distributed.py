@@ -326,8 +326,8 @@ def _mlstm(axis: Axis, spec: CallSpec, x: Arguments) -> Any:
     if inputs.initial.c is None:  # every later shard has initial states
         zeros = jnp.broadcast_to(n[..., None], (*n.shape, spec.problem.DHV))
         inputs = inputs._replace(initial=inputs.initial._replace(c=zeros))
-    spec = dataclasses.replace(spec, return_last_states=True)
-    h, states = _sequence(axis, spec, reverse_mode_only(inputs))
+    inputs = reverse_mode_only(inputs)
+    h, states = _sequence(axis, dataclasses.replace(spec, return_last_states=True), inputs)
     last = jax.tree.map(
         lambda y: lax.psum(jnp.where(index == axis.size - 1, y, 0.0), axis.name), states
     )

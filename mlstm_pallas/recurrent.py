@@ -95,8 +95,8 @@ def mlstm_recurrent_step(
     """Advances the mLSTM of xLSTM by one token, for generation.
 
     It returns h of the token and always the states after it, for every batch
-    entry and head (arXiv:2405.04517, equations 19 to 27), with s = DHQK ** -0.5.
-    A token has no axis of steps, hence no layout:
+    entry and head (arXiv:2405.04517, equations 19 to 27); there is no axis of
+    steps and no layout. With s = DHQK ** -0.5:
 
     .. math::
 

@@ -186,6 +186,7 @@ def mlstm_ring_step(
       i: input gate pre-activation, (B, NH) or (B, NH, T), any float dtype.
       f: forget gate pre-activation, shaped as i.
       states: of ``mlstm_ring_states`` or of this function, as one argument.
+      others: none.
       accepted: (B,) integers, how many tokens of the call before count, from 0
         to their number; a larger number is taken for theirs. None: all. Before
         the first call there are none.

@@ -170,7 +170,8 @@ def _warn_of_unread_tiles(spec: CallSpec) -> None:
     folder, plan = f"{spec.lowering.folder}_", spec.plan.in_list or spec.plan
     launched = {*spec.plan.forward, *plan.backward}
     named = {x.removeprefix(folder) for x, _ in spec.config.tiles if x.startswith(folder)}
-    for pair in ALTERNATIVES:
+    # Without config.fused the heads of a shard decide on the first ones.
+    for pair in ALTERNATIVES[spec.config.fused is None :]:
         for stages, others in itertools.permutations(pair):
             for name in named.intersection(stages) - launched if not named & others else ():
                 warn_caller(

@@ -477,6 +477,7 @@ def checks():
     return result
 
 
+@pytest.mark.filterwarnings("ignore:backend is 'mosaic_gpu' and products are in float32")
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_check_accepts_what_is_right_and_refuses_what_is_wrong(name):
     """Each check of the function refuses one of its rows."""
