@@ -201,13 +201,14 @@ def mlstm_chunkwise_states(
         autocast_kernel_dtype=autocast_kernel_dtype, state_dtype=state_dtype, layout=layout,
         backend=backend, config=config,
     )  # fmt: skip
-    L = options.config.chunk_size
-    if L and L > N:
+    if (options.config.chunk_size or 0) > N:
+        L = options.config.chunk_size
         raise ValueError(f"config.chunk_size is {L}, expected at most every = {N}")
     spec, x = prepare(x, options, layout)
     # The fused scan has chunks of its own, and stores states at those of the call.
     if spec.plan.uses_fused_scan or spec.problem.L > N:
-        spec, x = prepare(x, dataclasses.replace(options, chunk_size=L or N), layout)
+        config = options.config | KernelConfig(chunk_size=N)
+        spec, x = prepare(x, dataclasses.replace(options, config=config), layout)
     return mlstm_with_states(spec, N, x)
 
 

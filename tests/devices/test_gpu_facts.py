@@ -134,7 +134,7 @@ def test_the_default_and_the_plan_of_a_gpu(gpu):
         default = None if gpu.runs_kernels else "xla"
         assert chosen == {None: default, "xla": "xla", "interpret": "interpret"}
         for backend in () if gpu.runs_kernels else ("triton", "mosaic_gpu"):
-            message = f"backend is '{backend}' and the device is a {gpu.name}, expected an NVIDIA "
+            message = f"backend is '{backend}' and the device is {gpu.name}, expected an NVIDIA "
             with pytest.raises(ValueError, match=f"^{re.escape(message)}GPU from compute cap"):
                 requested_backend(backend, gpu, **options)
     planned = [plan(**SIZES, gpu=x) for x in ([gpu.name] if known else []) + [gpu]]
@@ -142,9 +142,20 @@ def test_the_default_and_the_plan_of_a_gpu(gpu):
     assert lowerings == {"triton" if gpu.runs_kernels else "xla"}
     assert {x.gpu for x in planned} == {gpu}
     assert len({str(x) for x in planned}) == 1
-    assert str(planned[0]).startswith(f"{gpu.name}, {gpu.sms} SMs: ")
+    assert re.match(rf"{re.escape(gpu.name)}, (about )?{gpu.sms} SMs: ", str(planned[0]))
     available = [x.shared_bytes <= gpu.shared_bytes for x in planned[0].launches]
     assert all(available)
+
+
+def test_a_plan_by_name_says_whether_the_name_tells_the_sms():
+    """One of a family has the pattern of GPUs with other numbers; its own facts are exact."""
+    about = {x.name for x in ALL if "about" in str(plan(**SIZES, gpu=x.name)).splitlines()[0]}
+    of_families = "NVIDIA GeForce RTX 4070", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "GRID A100-1-5C"
+    exact = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA B200", "Tesla V100-SXM2-16GB"
+    assert about.issuperset(of_families)
+    assert about.isdisjoint(exact)
+    mine = dataclasses.replace(known_gpu("NVIDIA GeForce RTX 4070"), sms=36)
+    assert str(plan(**SIZES, gpu=mine)).startswith("NVIDIA GeForce RTX 4070, 36 SMs: ")
 
 
 def lowered_for(run, x, kind):
@@ -167,7 +178,7 @@ def test_an_export_for_a_gpu_has_the_kernels(kind):
 def test_an_export_for_a_gpu_without_kernels_is_plain_jnp(kind):
     assert "custom_call" not in lowered_for(mlstm_recurrent_step, TOKEN, kind)
     export(mlstm_recurrent_step, *TOKEN, platform=("cpu", "cuda"), device_kind=kind)
-    message = f"^backend is 'triton' and the device is a {kind}, expected"
+    message = f"^backend is 'triton' and the device is {kind}, expected"
     with pytest.raises(ValueError, match=message):
         lowered_for(partial(mlstm_recurrent_step, backend="triton"), TOKEN, kind)
 
@@ -200,7 +211,7 @@ def test_a_call_traced_for_a_device_without_kernels_has_none(kind):
             (mlstm_recurrent_step, TOKEN),
         ):
             assert "pallas_call" not in str(jax.make_jaxpr(run)(*x))
-            with pytest.raises(ValueError, match=r"^backend is 'triton' and the device is a "):
+            with pytest.raises(ValueError, match=r"^backend is 'triton' and the device is "):
                 jax.eval_shape(partial(run, backend="triton"), *x)
 
 

@@ -92,7 +92,7 @@ def test_refusals_name_the_field():
     )
     refused(
         ValueError,
-        "chunk_size is 8, expected a power of two >= 16",
+        "config.chunk_size is 8, expected a power of two >= 16",
         lambda: KernelConfig(chunk_size=8),
     )
     refused(

@@ -380,7 +380,7 @@ PHASES = [
     Refused(
         f"phase-{phase}",
         ValueError,
-        f"phase is {phase}, expected an integer from 0 to 2147483647",
+        f"phase is {phase}, expected an integer from 0 to 2147483647 or an array (B,)",
         functools.partial(new, phase=phase),
     )
     for phase in (0.5, np.nan, True, 2**40, -1)
