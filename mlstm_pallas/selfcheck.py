@@ -249,6 +249,8 @@ def draw(seed, number, backends):
     options = dict(item for row in [GATES, *rows] for item in choose(row).items())
     for key, x in edge.items():
         (call if key in call else options)[key] = x
+    if name == "mlstm_chunkwise" and "return_last_states" not in options:
+        options.pop("state_dtype", None)
     if r.random() < 0.25 and "shards" not in options:
         call["B"] += 1
         options["config"] = options.get("config", {}) | dict(batch_invariant=True)
