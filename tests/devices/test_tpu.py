@@ -86,8 +86,12 @@ def test_calls_compile_for_several_tpus_and_exchange_nothing(axes, topology, nam
     assert output.splitlines()[-1] == mesh_table.cells_of_page()[axes, mesh_table.TPU]
 
 
-def test_a_few_heads_at_a_time(tpu):
-    """14 heads, 32 KiB of states each: one at a time, under vmap too; on a CPU all at once."""
+@pytest.mark.parametrize("vmem", [2**15, 2**15 - 1])
+def test_a_few_heads_at_a_time(tpu, monkeypatch, vmem):
+    """14 heads, 32 KiB of states each, which fit or do not: one at a time, under vmap too; on a CPU
+    all at once."""
+    monkeypatch.setattr(sharding, "VMEM_STATES", vmem)
+    jax.clear_caches()  # it is in no key
     x = random_inputs(1, 2, 7, 128, 32, 64, states=False).values()
 
     def call(*x):
