@@ -1,0 +1,202 @@
+"""What has to hold of a call: relations(call, backend) that raise AssertionError. Which of them a
+row has follows from its steps and its function."""
+
+import functools
+from dataclasses import replace
+
+import engine
+import jax.numpy as jnp
+import numpy as np
+from engine import KINDS, STATES, TOKENS, Drafts, Ids, Slots, arrays, exact, kept, over, run
+from numpy_evaluator import compiled_kernels
+from oracle import quick_code
+
+
+def below(errors):
+    wrong = {x: f"{a:.1e} above {b:.1e}" for x, (a, b) in errors.items() if not a <= b}
+    assert not wrong, wrong
+
+
+def same(a, b, counts=lambda name, y: np.ones(y.shape, bool)):
+    """Two results have the same bits where they count."""
+    for name, y in a.items():
+        mask = np.broadcast_to(counts(name, y), y.shape)
+        assert np.array_equal(y[mask], b[name][mask], equal_nan=True), name
+
+
+@functools.lru_cache(8)
+def clean(call, backend, kind):
+    """Arrays and results that relations share; nobody writes into them."""
+    x = arrays(call, 1, kind)
+    return x, run(call, x, backend)
+
+
+def value(call, backend, kinds=KINDS):
+    """The results are those of the recurrence in float64, for arrays of each kind."""
+    for kind in kinds:
+        x, actual = clean(call, backend, kind)
+        below(engine.errors(call, x, actual, exact(call, x), kind))
+        if (slots := call.get(Slots)) and not call.get(Drafts):  # rows of nobody
+            rest = np.setdiff1d(np.arange(slots.P), slots.of)
+            same({y: x[y][rest] for y in STATES}, {y: actual[y][rest] for y in STATES})
+
+
+def repeated(call, backend):
+    """A second call returns the same bits."""
+    x, results = clean(call, backend, "model")
+    same(results, run(call, x, backend))
+
+
+def largest(y):
+    return np.full(y.shape, float(jnp.finfo(y.dtype).max) / 2, y.dtype)
+
+
+def poisoned(x, names, mask, value):
+    """The arrays where the mask, (B, S), holds replaced by a value, or by a function of them."""
+    result = dict(x)
+    for name in names:
+        y, at = x[name], over(mask[:, None], x[name])
+        result[name] = np.where(at, value(y) if callable(value) else value, y).astype(y.dtype)
+    return result
+
+
+def of_steps(call):
+    """Which steps the states keep, (B, S), in the order of the arrays."""
+    masks, result = kept(call), np.zeros(call.shape[::2][:2], bool)
+    np.put_along_axis(result, masks.order, masks.keep, 1)
+    return result
+
+
+def by_nan(call, backend):
+    """A NaN stays in its head and batch entry, and one in rows of nobody there."""
+    x, before = clean(call, backend, "model")
+    slots, head = call.get(Slots), -1
+
+    def axis(name, y):
+        name = name[-1]
+        return y.ndim - {"c": 3, "n": 2, "m": 1}.get(name, y.ndim - 1)
+
+    def others(name, y):
+        mask = np.ones(y.shape, bool)
+        row = slots.of[0] if slots and name in STATES else 0
+        np.moveaxis(mask, axis(name, y), 1)[row, head] = False
+        return mask
+
+    x2 = {name: y.copy() for name, y in x.items()}
+    for name in "qkvc":
+        if name in x2:
+            row = slots.of[0] if slots and name in STATES else 0
+            np.moveaxis(x2[name], axis(name, x2[name]), 1)[row, head] = np.nan
+    results = run(call, x2, backend)
+    assert np.isnan(np.float64(results["h"][0, head])).any() or not of_steps(call)[0].any()
+    same(before, results, others)
+    if slots:
+        for name in STATES:
+            x2[name] = x[name].copy()
+            x2[name][np.setdiff1d(np.arange(slots.P), slots.of)] = np.nan
+        results = run(call, x | {name: x2[name] for name in STATES}, backend)
+        rows = [s for s in slots.of if 0 <= s < slots.P]
+        same({"h": before["h"]}, results)
+        same({y: before[y][rows] for y in STATES}, {y: results[y][rows] for y in STATES})
+
+
+def by_beyond(call, backend):
+    """What steps hold that the states do not keep reaches nothing: NaN in gates, the largest
+    numbers in q, k, v and dh, NaN there, too, in functions of tokens; any ids."""
+    (x, before), keep = clean(call, backend, "model"), of_steps(call)
+    wild = largest if call.differentiable or "every" in call.options else np.nan
+    x2 = poisoned(x, "if", ~keep, np.nan)
+    x2 = poisoned(x2, [*"qkv"] + ["dh"] * call.differentiable, ~keep, wild)
+    if "segment_ids" in x:
+        garbage = np.random.default_rng(4).integers(-9, 9, keep.shape)
+        x2["segment_ids"] = np.where(keep, x["segment_ids"], garbage).astype("int32")
+
+    def counts(name, y):  # h of a draft that does not count is one of NaN
+        drafts = name == "h" and call.get(Drafts)
+        return over(keep[:, None], y) if drafts else np.ones(y.shape, bool)
+
+    results = run(call, x2, backend)
+    same(before, results, counts)
+    if not call.get(Drafts):
+        below(engine.errors(call, x, results, exact(call, x)))
+
+
+def by_overflow(call, backend):
+    """What the largest numbers in a document overflow to stays in it."""
+    (x, before), ids, keep = clean(call, backend, "model"), call.get(Ids), of_steps(call)
+    given = ids.array(call.shape[2])
+    documents = np.unique(given[0, keep[0]]) if keep[0].any() else [given[0, 0]]
+    document = documents[-1] if len(documents) < 3 else documents[1]
+    inside = np.zeros(keep.shape, bool)
+    inside[0] = given[0] == document
+
+    def counts(name, y):
+        mask = np.ones(y.shape, bool)
+        if name in {"h", *(f"d{g}" for g in TOKENS)}:
+            return ~over(inside[:, None], y) & mask
+        several = ids.states and y.ndim == {"c": 5, "n": 4, "m": 3}[name[-1]]
+        mask[0, slice(document, document + 1) if several else slice(None)] = False
+        return mask
+
+    same(before, run(call, poisoned(x, "qkv", inside, largest), backend), counts)
+
+
+def by_reset(call, backend):
+    """Nothing from before a reset passes it: not what is 1e30 times too large; in functions of
+    tokens not even NaN."""
+    x, at = dict(clean(call, backend, "model")[0]), call.shape[2] // 2
+    x["f"] = x["f"].copy()
+    x["f"][:, :, at] = -np.inf
+    keep, behind = of_steps(call), np.arange(call.shape[2]) >= at
+    huge = 100 if call.dtype == "float16" else 1e30
+    wild = np.nan if call.one_by_one else lambda y: y * np.float32(huge)
+    before = keep & (behind if call.options.get("reverse") else ~behind)
+    before[:, at] = False
+    x2 = poisoned(x, "kv" if call.one_by_one else "v", before, wild)
+    if call.differentiable and call.states and not getattr(call.get(Ids), "own", False):
+        x2["c"] = x["c"] * np.float32(huge)
+    results = run(call, x2, backend)
+    counts = keep & ~before & keep[:, at : at + 1]
+    same({"h": run(call, x, backend)["h"]}, results, lambda name, y: over(counts[:, None], y))
+
+
+def entry_of(values, b):
+    return None if values is None else values[b : b + 1]
+
+
+def batch_invariant(call, backend):
+    """An entry alone has the bits that it has in a batch, compiled as users do: in NumPy bits
+    depend on strides."""
+    x, slots = arrays(call, 1), call.get(Slots)
+    pools = STATES if slots else ""
+
+    def results(call, x):
+        with compiled_kernels(), quick_code(backend != "xla"):
+            results = engine.program.__wrapped__(call, backend)(x)
+        return {name: np.asarray(y) for name, y in results.items() if name not in pools}
+
+    together = results(call, x)
+    for b in (0, call.shape[0] - 1):
+        alone = {name: y if name in pools else y[b : b + 1] for name, y in x.items()}
+        fields = ((y, "accepted" if isinstance(y, Drafts) else "of") for y in call.steps)
+        steps = tuple(replace(y, **{f: entry_of(getattr(y, f), b)}) for y, f in fields)
+        one = replace(call, shape=(1, *call.shape[1:]), steps=steps)
+        if (ids := call.get(Ids)) and ids.count != one.get(Ids).count:
+            continue  # N is that of the batch
+        same({name: y[b : b + 1] for name, y in together.items()}, results(one, alone))
+
+
+RELATIONS = value, repeated, by_nan, by_beyond, by_overflow, by_reset, batch_invariant
+
+
+def has(call, relation, backend):
+    """Whether a row has a relation."""
+    if relation is by_beyond:
+        return not of_steps(call).all()
+    if relation is by_overflow:
+        return call.get(Ids) is not None
+    if relation is by_reset:
+        return call.shape[2] > 1
+    if relation is batch_invariant:
+        return bool(call.options.get("config", {}).get("batch_invariant"))
+    return True
