@@ -35,7 +35,7 @@ def value(call, backend, kinds=KINDS):
     """The results are those of the recurrence in float64, for arrays of each kind."""
     for kind in kinds:
         x, actual = clean(call, backend, kind)
-        below(engine.errors(call, x, actual, exact(call, x), kind))
+        below(engine.errors(call, x, actual, exact(call, x), kind, backend))
         if (slots := call.get(Slots)) and not call.get(Drafts):  # rows of nobody
             rest = np.setdiff1d(np.arange(slots.P), slots.of)
             same({y: x[y][rest] for y in STATES}, {y: actual[y][rest] for y in STATES})
@@ -78,7 +78,7 @@ def by_nan(call, backend):
 
     def others(name, y):
         mask = np.ones(y.shape, bool)
-        row = slots.of[0] if slots and name in STATES else 0
+        row = slots.of[0] if slots and name[-1] in STATES else 0
         np.moveaxis(mask, axis(name, y), 1)[row, head] = False
         return mask
 
@@ -104,25 +104,29 @@ def by_beyond(call, backend):
     """What steps hold that the states do not keep reaches nothing: NaN in gates, the largest
     numbers in q, k, v and dh, NaN there, too, in functions of tokens; any ids."""
     (x, before), keep = clean(call, backend, "model"), of_steps(call)
-    wild = largest if call.differentiable or "every" in call.options else np.nan
+    wild = np.nan if call.one_by_one else largest
     x2 = poisoned(x, "if", ~keep, np.nan)
-    x2 = poisoned(x2, [*"qkv"] + ["dh"] * call.differentiable, ~keep, wild)
+    x2 = poisoned(x2, [*"qkv"] + ["dh"] * (not call.one_by_one), ~keep, wild)
     if "segment_ids" in x:
         garbage = np.random.default_rng(4).integers(-9, 9, keep.shape)
         x2["segment_ids"] = np.where(keep, x["segment_ids"], garbage).astype("int32")
 
-    def counts(name, y):  # h of a draft that does not count is one of NaN
-        drafts = name == "h" and call.get(Drafts)
-        return over(keep[:, None], y) if drafts else np.ones(y.shape, bool)
+    def counts(name, y):
+        """h of a draft that does not count is one of NaN; so may be gradients of entries that have
+        no row."""
+        if name == "h" and call.get(Drafts):
+            return over(keep[:, None], y)
+        return np.full(y.shape, not (name.startswith("d") and call.get(Slots)))
 
     results = run(call, x2, backend)
     same(before, results, counts)
-    if not call.get(Drafts):
+    if not (call.get(Drafts) or call.get(Slots)):
         below(engine.errors(call, x, results, exact(call, x)))
 
 
 def by_overflow(call, backend):
-    """What the largest numbers in a document overflow to stays in it."""
+    """What the largest numbers in a document overflow to stays in it; a loss that does not read it
+    has no gradients there, and finite ones elsewhere."""
     (x, before), ids, keep = clean(call, backend, "model"), call.get(Ids), of_steps(call)
     given = ids.array(call.shape[2])
     documents = np.unique(given[0, keep[0]]) if keep[0].any() else [given[0, 0]]
@@ -130,34 +134,68 @@ def by_overflow(call, backend):
     inside = np.zeros(keep.shape, bool)
     inside[0] = given[0] == document
 
+    def of_states(y, name):
+        """What is the document's of states of this name."""
+        several = y.ndim == {"c": 5, "n": 4, "m": 3}[name]
+        return np.s_[0, document : document + 1] if several else np.s_[0]
+
     def counts(name, y):
         mask = np.ones(y.shape, bool)
         if name in {"h", *(f"d{g}" for g in TOKENS)}:
             return ~over(inside[:, None], y) & mask
-        several = ids.states and y.ndim == {"c": 5, "n": 4, "m": 3}[name[-1]]
-        mask[0, slice(document, document + 1) if several else slice(None)] = False
+        mask[of_states(y, name[-1])] = False
         return mask
 
-    same(before, run(call, poisoned(x, "qkv", inside, largest), backend), counts)
+    unread = poisoned(x, ["dh"], inside, 0)
+    for name in STATES:
+        if ids.states or document == documents[-1 if not call.options.get("reverse") else 0]:
+            unread[f"d{name}"] = x[f"d{name}"].copy()
+            unread[f"d{name}"][of_states(x[f"d{name}"], name)] = 0
+    for names, power, forget in (("qkv", 1, False), ("kv", 0.5, True)):
+        x2 = poisoned(unread, names, inside, lambda y, power=power: largest(y) ** power)
+        x2 = poisoned(x2, "f", inside & forget, 40)
+        if ids.own and document in range(ids.count):  # and its states
+            x2["c"] = x["c"].copy()
+            x2["c"][0, document] = 3e38
+        results = run(call, x2, backend)
+        same(before, results, counts)
+        for name, y in results.items():
+            if name.startswith("d"):
+                assert np.isfinite(np.float64(y)).all(), f"{name} is not finite"
+                if name[1] in TOKENS:
+                    assert not y[over(inside[:, None], y) & np.ones(y.shape, bool)].any(), name
 
 
 def by_reset(call, backend):
-    """Nothing from before a reset passes it: not what is 1e30 times too large; in functions of
-    tokens not even NaN."""
-    x, at = dict(clean(call, backend, "model")[0]), call.shape[2] // 2
+    """Nothing from before a reset passes it: in functions of tokens not even NaN, elsewhere not
+    what is 1e30 times too large."""
+    x, at, slots = dict(clean(call, backend, "model")[0]), call.shape[2] // 2, call.get(Slots)
     x["f"] = x["f"].copy()
     x["f"][:, :, at] = -np.inf
     keep, behind = of_steps(call), np.arange(call.shape[2]) >= at
-    huge = 100 if call.dtype == "float16" else 1e30
-    wild = np.nan if call.one_by_one else lambda y: y * np.float32(huge)
     before = keep & (behind if call.options.get("reverse") else ~behind)
     before[:, at] = False
-    x2 = poisoned(x, "kv" if call.one_by_one else "v", before, wild)
-    if call.differentiable and call.states and not getattr(call.get(Ids), "own", False):
-        x2["c"] = x["c"] * np.float32(huge)
-    results = run(call, x2, backend)
-    counts = keep & ~before & keep[:, at : at + 1]
-    same({"h": run(call, x, backend)["h"]}, results, lambda name, y: over(counts[:, None], y))
+    if call.one_by_one:
+        x2 = poisoned(x, TOKENS, before, np.nan)
+        used = kept(call).rows[keep[:, at]]
+        for name in call.sources[len(TOKENS) :]:
+            x2[name] = x[name].copy()
+            x2[name][used] = np.nan
+    else:
+        huge = np.float32(100 if call.dtype == "float16" else 1e30)
+        x2 = poisoned(x, "v", before, lambda y: y * huge)
+        if call.states and not getattr(call.get(Ids), "own", False):
+            x2["c"] = x["c"] * huge
+
+    def counts(name, y):
+        if name == "h":
+            return over((keep & ~before & keep[:, at : at + 1])[:, None], y)
+        mask = np.zeros(len(y), bool)
+        if name in STATES and not call.several:
+            mask[kept(call).rows[keep[:, at]] if slots else keep[:, at]] = True
+        return over(mask, y)
+
+    same(run(call, x, backend), run(call, x2, backend), counts)
 
 
 def entry_of(values, b):
@@ -166,14 +204,15 @@ def entry_of(values, b):
 
 def batch_invariant(call, backend):
     """An entry alone has the bits that it has in a batch, compiled as users do: in NumPy bits
-    depend on strides."""
+    depend on strides. Of gradients only plain jnp promises it."""
     x, slots = arrays(call, 1), call.get(Slots)
-    pools = STATES if slots else ""
+    pools = {*STATES, "dc", "dn", "dm"} if slots else ()
 
     def results(call, x):
         with compiled_kernels(), quick_code(backend != "xla"):
             results = engine.program.__wrapped__(call, backend)(x)
-        return {name: np.asarray(y) for name, y in results.items() if name not in pools}
+        others = {*pools} | {x for x in results if x.startswith("d") and backend != "xla"}
+        return {name: np.asarray(y) for name, y in results.items() if name not in others}
 
     together = results(call, x)
     for b in (0, call.shape[0] - 1):

@@ -8,6 +8,7 @@ from engine import Call, Drafts, Ids, Lengths, Slots
 
 HALF, MIXED = ("bfloat16",) * 3, ("bfloat16", "float32", "float32")
 HEADS = dict(a=(16, 16), b=(37, 50), c=(64, 128), d=(24, 8), e=(320, 640))
+HEADS |= dict(f=(128, 256), g=(256, 512), h=(384, 256), i=(250, 24))
 
 
 def row(function, S, heads, *steps, dtype="float32", states=("float32",) * 3, NH=2, **options):
@@ -216,6 +217,28 @@ RINGS = (
     ring(24, "b", SOME, drafts(4, 4, 6, length=8), **SIGMOID, **BF, states=HALF),
     ring(24, "a", SOME, Drafts(1, length=8), **UNSTABLE, **FLOOR),
     ring(24, "a", SOME, Drafts(2), **PLAIN, **NT),
+    # Alone a head is one CTA, whose indices are constants; its rows are at no multiple of 16 bytes.
+    ring(48, "i", Drafts(1, phase=0), **F16, states=MIXED, **ALONE, NH=1),
+)
+# For a GPU: the sizes of models, many prompts, and more heads than a GPU has multiprocessors.
+SHORT = tuple(1 + 7 * n % 10 for n in range(37))
+MANY = Lengths(tuple(1 + 37 * n % 256 for n in range(63)))
+ON_A_GPU = (
+    chunkwise(220, "g", packed(SHORT, (5, 40, 1)), last=True, **BF, **NT),
+    chunkwise(396, "h", packed((1, 2, 0, 63, 64, 65, 200), (0, 130), own=True), last=True, **BF,
+        **NT),
+    chunkwise(300, "c", Ids(((100, 200), (37, 64, 199))), last=True, **F16, **NT),
+    chunkwise(257, "f", Lengths((257, 100)), last=True, reverse=True, **BF, **PLAIN, **KEPT),
+    chunkwise(256, "c", MANY, last=True, **BF, **NT, **ALONE, NH=4),
+    prefixes(128, "c", Lengths(MANY.of[:31]), every=64, **F16, **ALONE, NH=8),
+)  # fmt: skip
+STEPS_ON_A_GPU = (
+    step(3, "g", **BF, joined=True),
+    step(3, "f", SOME, **BF, states=("float16", "bfloat16", "float32"), NH=8),
+    step(1, "e", **F16, states=("float16",) * 3),
+    sequence(3, "g", SOME, Lengths((3, 2, 0, 1)), **NT),
+    ring(24, "g", SOME, drafts(4, 4, 6, length=8), **BF, states=HALF, **NT),
+    ring(24, "f", Drafts(1), **ALONE, **BF, NH=40),
 )
 CALLS = CHUNKWISE + EVERY + PARALLEL + BY_TOKEN + RINGS
 

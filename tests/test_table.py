@@ -14,11 +14,12 @@ QUICK = {
 }
 
 
-def shown(number):
-    call = CALLS[number]
+def shown(call):
+    """The function, S, the heads and the kind of steps, and the number of a row."""
+    place = f"{CALLS.index(call)}-" if call in CALLS else ""
     heads = "/".join(map(str, call.shape[3:]))
     name = call.function.removeprefix("mlstm_")
-    return f"{number}-{name}-{call.shape[2]}-{heads}-{name_of(call.steps)}"
+    return f"{place}{name}-{call.shape[2]}-{heads}-{name_of(call.steps)}"
 
 
 def runs(call, backend):
@@ -26,20 +27,8 @@ def runs(call, backend):
     return backend != "interpret" or np.prod(call.shape[:3]) <= 1000
 
 
-ROWS = [
-    pytest.param(number, backend, id=f"{shown(number)}-{backend}",
-                 marks=[pytest.mark.slow] * (number not in QUICK[backend]))
-    for number, call in enumerate(CALLS)
-    for backend in BACKENDS
-    if runs(call, backend)
-]  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:mlstm_recurrent_sequence is deprecated")
-@pytest.mark.parametrize(("number", "backend"), ROWS)
-def test_call(number, backend):
-    """What fails is said with a line that makes the call again."""
-    call = CALLS[number]
+def check(call, backend):
+    """All relations of a call; a failure has a line that makes the call again."""
     for relation in RELATIONS:
         if has(call, relation, backend):
             try:
@@ -47,6 +36,20 @@ def test_call(number, backend):
             except Exception as failure:
                 failure.add_note(f"{relation.__name__} of {call!r} on {backend}")
                 raise
+
+
+ROWS = [
+    pytest.param(call, backend, id=f"{shown(call)}-{backend}",
+                 marks=[pytest.mark.slow] * (number not in QUICK[backend]))
+    for number, call in enumerate(CALLS)
+    for backend in BACKENDS
+    if runs(call, backend)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "backend"), ROWS)
+def test_call(call, backend):
+    check(call, backend)
 
 
 def test_the_table_has_every_pair():

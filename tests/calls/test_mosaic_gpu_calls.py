@@ -38,10 +38,11 @@ from oracle import (
     slow,
     tolerance,
 )
+from relations import by_overflow
 from sanitize import FEATURES
 from stage_calls import tiles_class
+from table import BF, chunkwise, packed
 from test_distributed import h_over
-from test_packed_sequences import check_large_states
 from test_stages import roundings
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, use_backend
@@ -69,9 +70,10 @@ def test_interpreted_kernels_against_float64(name, capsys):
 @needs_mosaic_gpu
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("is_fused", [True, slow(False)], ids=["fused", "materialised"])
-def test_large_states_stay_in_their_segments(is_fused):
-    config = KernelConfig(chunk_size=64, fused=is_fused)
-    check_large_states("mosaic_gpu", config, "bfloat16", NH=1, DHQK=64, DHV=128, L=64)
+def test_states_that_overflow_stay_in_their_segments(is_fused):
+    config = dict(chunk_size=64, fused=is_fused)
+    documents = packed((67, 59, 40), own=True)
+    by_overflow(chunkwise(192, "c", documents, last=True, **BF, NH=1, config=config), "mosaic_gpu")
 
 
 @needs_mosaic_gpu

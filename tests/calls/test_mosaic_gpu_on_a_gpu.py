@@ -37,7 +37,6 @@ from oracle import (
     run_python,
 )
 from test_gpu_huge import inputs_on_device
-from test_packed_sequences import ODD_ON_A_GPU, check_prompts
 from test_stages import launch_of
 
 from mlstm_pallas import KernelConfig
@@ -169,12 +168,6 @@ def repeats_on_a_gpu(B, NH, S, DHQK, DHV):
         assert jax.tree.all(jax.tree.map(equal, run(), first)), call
 
 
-def prompts_on_a_gpu():
-    options = dict(dtype="bfloat16", layout="BTNH", backend="mosaic_gpu")
-    check_prompts(37, 256, 512, **options)
-    check_prompts(0, 384, 256, rows=ODD_ON_A_GPU, go_on=True, **options)
-
-
 # Of the quick selection.
 SMOKE = [(cases_on_a_gpu, "splits"), (recurrences_on_a_gpu,)]
 OTHERS = [name for name in CASES | PAIRS if not any(name in check for check in SMOKE)]
@@ -198,7 +191,6 @@ GPU_CHECKS = [
     (repeats_on_a_gpu, 8, 8, 8192, 256, 512),
     (repeats_on_a_gpu, 8, 32, 8192, 64, 128),
     (repeats_on_a_gpu, 1, 4, 2048, 256, 512),
-    (prompts_on_a_gpu,),
 ]
 
 

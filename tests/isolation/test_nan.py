@@ -1,5 +1,5 @@
 """Where a NaN goes: to its own batch element and head, to later steps only; and JAX's NaN checks
-pass for good inputs. test_packed_sequences has NaN in segments, test_ring_states in drafts."""
+pass for good inputs. The table has NaN in heads, drafts, slots and before resets."""
 
 import functools
 import itertools
@@ -12,7 +12,6 @@ from call_checks import reversed_in_time
 from oracle import (
     BACKENDS,
     assert_close,
-    assert_same_bits,
     check_isolated,
     loss_of,
     random_inputs,
@@ -24,7 +23,6 @@ from mlstm_pallas import (
     KernelConfig,
     mlstm_chunkwise,
     mlstm_recurrent_sequence,
-    mlstm_recurrent_step,
     reference,
 )
 
@@ -133,52 +131,3 @@ def test_nan_checks_of_jax_are_silent(backend):
     with jax.debug_nans(True), jax.enable_checks(True):
         for f in (gradient, jax.jit(gradient)) if backend == "xla" else (gradient,):
             assert all(jnp.isfinite(y).all() for y in jax.tree.leaves(f(*x)))
-
-
-# ---------------- the request before
-
-# One batch entry for each: a state, or an array of the token before the reset, that is not finite.
-BAD = np.nan, np.inf, -np.inf
-FORMER = [*itertools.product(("c_initial", "n_initial", "m_initial", *"qkvif"), BAD)]
-
-
-@functools.cache
-def steps_of(backend, gate, pooled, tokens):
-    """A jitted function of arrays by name: h from the reset on and the rows of the states."""
-    slots = np.random.default_rng(0).permutation(len(FORMER)) if pooled else None
-    options = dict(input_gate=gate, backend=backend, slots=slots)
-
-    def run(x):
-        if pooled:
-            x = x | {name: y[np.argsort(slots)] for name, y in x.items() if "initial" in name}
-        if tokens == 1:
-            x = {name: y if "initial" in name else y[:, :, 0] for name, y in x.items()}
-            h, states = mlstm_recurrent_step(**x, **options)
-        else:
-            h, states = mlstm_recurrent_sequence(**x, layout="BNTH", **options)
-            h = h[:, :, 1:]
-        return h, [y[slots] for y in states] if pooled else states
-
-    return jax.jit(run)
-
-
-@pytest.mark.quick("interpret-step-exp-pools", "interpret-sequence-exp-states", "xla")
-@pytest.mark.parametrize("pooled", [False, True], ids=["states", "pools"])
-@pytest.mark.parametrize("gate", ["exp", "sigmoid"])
-@pytest.mark.parametrize("tokens", [1, 3], ids=["step", "sequence"])
-@pytest.mark.parametrize("backend", ["xla", "interpret"])
-def test_nothing_of_a_former_request_passes_a_reset(backend, tokens, gate, pooled):
-    """f = -inf leaves the former states out, whatever they are. A sequence resets at its second
-    step."""
-    names = (*"qkvif", "c_initial", "n_initial", *["m_initial"] * (gate == "exp"))
-    drawn = random_inputs(3, len(FORMER), 2, tokens, 8, 8)
-    run, results = steps_of(backend, gate, pooled, tokens), []
-    for poisoned in False, True:
-        x = {name: np.array(drawn[name]) for name in names}
-        x["f"][:, :, int(tokens > 1)] = -np.inf
-        for b, (name, value) in enumerate(FORMER):
-            if name in x and ("initial" in name or tokens > 1):
-                x[name][(b, 0) if "initial" in name else (b, 0, 0)] = value if poisoned else 2.0
-        results.append(run(x))
-    assert_same_bits(*results)
-    assert all(np.isfinite(y).all() for y in jax.tree.leaves(results))

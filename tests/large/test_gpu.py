@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from call_checks import PROMISED, check_call, gpu_call
 from jax.lax import DotAlgorithmPreset
+from mosaic_gpu_cases import skip_unless_hopper
 from oracle import (
     call_shapes,
     check_outputs,
     random_inputs,
     token_at,
 )
-from test_packed_sequences import ODD_ON_A_GPU, check_prompts
+from table import CALLS, ON_A_GPU, STEPS_ON_A_GPU
+from test_table import check, shown
 
 from mlstm_pallas import (
     KernelConfig,
@@ -108,16 +110,28 @@ def test_three_products_do_not_have_them():
     assert min(gradients[name] for name in "qkv") > BOUNDS[1]
 
 
-# ---------------- lengths and packed prompts
+# ---------------- lengths
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_lengths_and_states_of_packed_prompts(fused):
+def test_lengths(fused):
     options = dict(dtype="bfloat16", backend="triton", config=KernelConfig(fused=fused))
     shape, lengths = (3, 2, 1000, 128, 256), np.array([0, 700, 1000])
     check_call(shape, seed=6, lengths=lengths, bounds=PROMISED["bfloat16"], **options)
-    check_prompts(37, 128, 256, layout="BTNH", go_on=fused, **options)
-    check_prompts(0, 128, 256, rows=ODD_ON_A_GPU, go_on=fused, **options)
+
+
+# ---------------- the table
+
+
+@pytest.mark.parametrize("call", CALLS + ON_A_GPU + STEPS_ON_A_GPU, ids=shown)
+def test_call(call):
+    check(call, "triton")
+
+
+@pytest.mark.parametrize("call", ON_A_GPU, ids=shown)
+def test_call_on_mosaic_gpu(call):
+    skip_unless_hopper()
+    check(call, "mosaic_gpu")
 
 
 # ---------------- one token at a time

@@ -1,8 +1,7 @@
-"""Calls of several tiles, chunks and splits, of values of any size and of ones that cancel, as the
-self-check draws and bounds them; and the errors that docs/numerics.md promises.
+"""The errors that docs/numerics.md promises, of wide gates and where n . q and dh . h cancel.
 
-These are of wider gates where n . q cancels. Their bound has a rounding of each column of C^T q,
-which the self-check's, of one more column of q and k, cannot have.
+The bound has a rounding of each column of C^T q, which the engine's, of one more column of q and k,
+cannot have.
 """
 
 import functools
@@ -22,111 +21,9 @@ from oracle import (
     random_inputs,
 )
 
-from mlstm_pallas import reference, selfcheck
+from mlstm_pallas import reference
 
-EXAMPLES = int(os.environ.get("MLSTM_PALLAS_EXAMPLES", "20"))  # of a class
-GPU_EXAMPLES = 60
-
-
-def case(sizes, chunk_size, dtype="float32", segments=True, initial=True, config=(), **options):
-    """A program of the self-check; sizes: B, NH, S, DHQK, DHV."""
-    call = dict(zip(("B", "NH", "S", "DHQK", "DHV"), sizes, strict=True), dtype=dtype)
-    options |= dict(chunk_size=chunk_size, config=dict(config), return_last_states=True)
-    options |= dict(recompute_states_in_bw=True)
-    return call | dict(
-        function="mlstm_chunkwise", initial=initial, segments=segments, options=options
-    )
-
-
-TILED = dict(
-    triton_parallel_bw_dP=dict(siz_b_LQ=16, block_k=16),
-    triton_parallel_bw_dQKV=dict(siz_b_LQ=16, siz_b_DHQK=16, siz_b_DHHV=16, block_k=16),
-)
-FUSED_TILES = dict(siz_b_L=16, state_rows=16)  # two launches at 32 rows of the state
-IN_SPLITS = dict(siz_b_L=16, num_splits=4)
-SPLITS = dict(
-    fused=True,
-    num_splits=4,
-    triton_recurrent_fw_H=FUSED_TILES,
-    triton_recurrent_fw_C=IN_SPLITS,
-    triton_recurrent_bw_dC=IN_SPLITS,
-)
-UNSTABILISED = dict(stabilize_correctly=False, norm_val=0.5, eps=0.1)
-CASES = {
-    "padded": case((3, 2, 41, 12, 20), 32, segments=False),
-    "packed_tiles": case((1, 2, 50, 16, 16), 32, initial=False, config=TILED, **UNSTABILISED),
-    "bfloat16": case((1, 2, 64, 16, 16), 32, "bfloat16", segments=False),
-    "bfloat16_packed": case((2, 1, 48, 16, 16), 32, "bfloat16", config=TILED),
-    "fused": case(
-        (1, 2, 50, 24, 16), 32, config=dict(fused=True, triton_recurrent_fw_H=FUSED_TILES)
-    ),
-    "splits": case((1, 2, 64, 16, 32), 16, config=SPLITS),
-    "sigmoid": case((1, 2, 64, 16, 16), 32, input_gate="sigmoid", normalize=False),
-    "long": case((1, 2, 512, 16, 16), 64, "float16", segments=False),
-}
-
-
-def check_drawn(name, backend, count):
-    lost = heads = 0
-
-    def check(seed):
-        nonlocal lost, heads
-        # Odd seeds have data beyond those of a model.
-        errors = selfcheck.check(seed | 1, backend=backend, **CASES[name])
-        assert selfcheck.worst_of(errors)[0] <= 1, errors
-        lost, heads = lost + errors[selfcheck.LOST][0], heads + errors[selfcheck.LOST][1]
-
-    check_draws(check, name, count)
-    assert lost <= selfcheck.MOST_LOST * heads
-
-
-# The interpreter has packed sequences of bfloat16 in the same tiles.
-ON_A_CPU = dict.fromkeys(CASES.keys() - {"bfloat16"}, "interpret") | {"padded": "xla"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "backend"), [*sorted(ON_A_CPU.items()), ("packed_tiles", "xla")])
-def test_any_values(name, backend):
-    check_drawn(name, backend, EXAMPLES if backend == "xla" else EXAMPLES // 2)
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [
-        323734781,  # eps is relative to m, which is rounded
-        1608686209,  # so are h and dq where eps is most of the denominator
-        1364525425,  # what is left of the sums of later steps is in df
-        121496033,  # m is a small difference of large gates
-    ],
-)
-@pytest.mark.slow
-def test_draws_that_rounding_had_put_out_of_bounds(seed):
-    errors = selfcheck.check(seed, backend="xla", **CASES["padded"])
-    assert selfcheck.worst_of(errors)[0] <= 1, errors
-
-
-@pytest.mark.slow
-def test_a_large_old_state_before_tiny_keys(monkeypatch):
-    """Found by these tests."""
-    drawn_arrays = selfcheck.drawn_arrays
-
-    def drawn(r, p, kind):
-        q, k, v, i, f, c, n, m = drawn_arrays(r, p, None)
-        return [q * 1e4, k * 1e-30, v, 0.01 * i, 0.01 * f, c, n, 100 * m]
-
-    monkeypatch.setattr(selfcheck, "drawn_arrays", drawn)
-    for seed in range(1, 4 * selfcheck.DRAWS, selfcheck.DRAWS):
-        errors = selfcheck.check(seed, backend="xla", **CASES["padded"])
-        assert selfcheck.worst_of(errors)[0] <= 1, errors
-        assert errors[selfcheck.LOST][0] == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
-def test_any_values_on_a_gpu(name):
-    check_drawn(name, "triton", GPU_EXAMPLES)
-
-
+EXAMPLES = int(os.environ.get("MLSTM_PALLAS_EXAMPLES", "5"))  # of a row
 SIZES, L = (1, 2, 512, 16, 16), 64  # B, NH, S, DHQK, DHV
 # Below this numbers and products of them may be subnormal in float32, which a device may take for
 # 0.
@@ -227,4 +124,4 @@ def check_wide(dtype, backend, seed):
 def test_errors_are_those_of_one_more_rounding_whatever_cancels(dtype, backend, seed):
     """As docs/numerics.md promises."""
     check_wide(dtype, backend, seed)
-    check_draws(functools.partial(check_wide, dtype, backend), dtype, EXAMPLES // 4)
+    check_draws(functools.partial(check_wide, dtype, backend), dtype, EXAMPLES)
