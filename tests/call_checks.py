@@ -83,14 +83,6 @@ def without_floor(gradients, desired, inputs):
 # ---------------- the comparison
 
 
-def restabilised(states, m):
-    """c and n of c, n and another m, with this m, in float64."""
-    c, n, other = map(np.float64, states)
-    finite = np.isfinite(m) & np.isfinite(other)
-    factor = np.exp(np.subtract(other, m, where=finite, out=np.zeros(other.shape)))
-    return c * factor[..., None, None], n * factor[..., None]
-
-
 SEGMENT = 512
 
 

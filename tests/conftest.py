@@ -180,11 +180,11 @@ def pytest_runtest_protocol(item):
 GPU_SECONDS = {
     r"kernels_are_clean\[|test_lengths_segments_and_slots_are_clean": 200,
     r"cases_on_a_gpu-.*-|any_heads_on_a_gpu|recurrences_on_a_gpu|kernels_run_on_a_gpu": 150,
-    r"test_mosaic_gpu_on_a_gpu.py.*(columns|plan|prompts)|overflows_reaches_no.*on_a_gpu": 100,
-    r"test_bits_on_a_gpu\[mosaic_gpu-p|test_lengths_and_states|test_memory_of_odd": 60,
+    r"test_mosaic_gpu_on_a_gpu.py.*(columns|plan)": 100,
+    r"test_lengths|test_memory_of_odd|test_call_on_mosaic_gpu": 60,
     r"test_mosaic_gpu_on_a_gpu.py": 50,
     r"test_against_float64\[(odd_lengths|reverse|lengths|long)|shards_on_one_gpu": 45,
-    r"test_bits_on_a_gpu|test_any_values_on_a_gpu|plan_of_another_gpu|192\)": 30,
+    r"test_call|plan_of_another_gpu|192\)": 30,
     r"test_gpu(_huge)?.py|test_canaries.py": 15,
 }
 
@@ -341,9 +341,6 @@ AS_USERS_DO = {
     "test_pipelines",
     "test_compile_report",
 }
-# Modules whose interpreted kernels are compiled: the first compares the bits that a compiler makes,
-# the second runs a kernel a hundred times, which takes longer in NumPy.
-COMPILED = {"test_batch_invariant", "test_ring_states"}
 
 
 @pytest.fixture(autouse=True)
@@ -363,7 +360,7 @@ def quick_compilation(request):
     name, folder = request.module.__name__, request.path.parent.name
     with contextlib.ExitStack() as stack:
         stack.enter_context(quick_code(name not in AS_USERS_DO))
-        if name not in COMPILED and folder != "devices":
+        if folder != "devices":
             stack.enter_context(kernels_in_numpy())
         yield
     jax.clear_caches()
