@@ -394,6 +394,10 @@ FUNCTIONS = dict(
 )
 
 
+def has_gradients(call, backend):
+    return call.differentiable and (backend == "xla" or not call.one_by_one)
+
+
 @functools.lru_cache(4)
 def program(call, backend):
     """A compiled function of arrays: results by name."""
@@ -411,7 +415,7 @@ def program(call, backend):
             return function(tokens, states, **integers)
 
         given = {name: x[name] for name in TOKENS + STATES * bool(call.states)}
-        if not call.differentiable or (call.one_by_one and backend != "xla"):
+        if not has_gradients(call, backend):
             return dict(zip(call.outputs, outputs(given), strict=True))
         wrt = {name: given.pop(name) for name in call.sources}
         y, pull = jax.vjp(lambda wrt: outputs(given | wrt), wrt)
@@ -584,6 +588,8 @@ def errors(call, x, actual, desired, kind="model", backend="xla"):
     masks, m = kept(call), desired.get("m")
     read = np.zeros(masks.read.shape, bool)
     np.put_along_axis(read, masks.order, masks.read, 1)
+    if not has_gradients(call, backend):
+        desired = {name: desired[name] for name in call.outputs}
     shapes = ({name: y.shape for name, y in z.items()} for z in (actual, desired))
     assert next(shapes) == next(shapes)
     actual, result, changed = aligned(actual, m), {}, []

@@ -121,7 +121,7 @@ def by_beyond(call, backend):
     results = run(call, x2, backend)
     same(before, results, counts)
     if not (call.get(Drafts) or call.get(Slots)):
-        below(engine.errors(call, x, results, exact(call, x)))
+        below(engine.errors(call, x, results, exact(call, x), backend=backend))
 
 
 def by_overflow(call, backend):

@@ -7,6 +7,7 @@ import functools
 from engine import Call, Drafts, Ids, Lengths, Slots
 
 HALF, MIXED = ("bfloat16",) * 3, ("bfloat16", "float32", "float32")
+ROUNDED_M = "float32", "float32", "bfloat16"
 HEADS = dict(a=(16, 16), b=(37, 50), c=(64, 128), d=(24, 8), e=(320, 640))
 HEADS |= dict(f=(128, 256), g=(256, 512), h=(384, 256), i=(250, 24))
 
@@ -187,6 +188,7 @@ BY_TOKEN = (
     step(1, "a", **PLAIN, joined=True),
     step(1, "b", **F16, states=("float16",) * 3, joined=True, **COLUMNS),
     step(3, "e", joined=True, **FLOOR),
+    step(6, "a", states=ROUNDED_M),
     step(5, "b", **BF, states=MIXED, joined=True),
     step(4, "c", **UNSTABLE, **FLOOR, states=HALF, **BF),
     step(5, "a", **SIGMOID, joined=True, **ALONE),
@@ -208,7 +210,7 @@ BY_TOKEN = (
 RINGS = (
     ring(24, "a", Drafts(1), **COLUMNS),
     ring(24, "b", Drafts(1, length=8, phase=0), joined=True, **BF, states=HALF),
-    ring(24, "a", drafts(2, 3, 8, length=8), **NT, **FLOOR),
+    ring(24, "a", drafts(2, 3, 8, length=8), states=ROUNDED_M, **NT, **FLOOR),
     ring(24, "c", drafts(2, 8, 3), joined=True, **BF, states=MIXED, **UNSTABLE),
     ring(32, "a", drafts(2, 4, 8, length=8, phase=3), **SIGMOID, **NT, joined=True),
     ring(24, "a", drafts(2, 2, 12, length=8, phase=0), **ALONE, **F16, states=MIXED),
