@@ -610,6 +610,8 @@ def errors(call, x, actual, desired, kind="model", backend="xla"):
         if name == "c":
             bound += unit(call.options.get("state_dtype", "float32"))
         size = np.linalg.norm(np.maximum(abs(b), 1) if name == "m" else b)
+        if name == "m" and call.one_by_one:  # it is rounded after each token
+            bound += 2 * call.shape[2] ** 0.5 * unit(call.states[2] if call.states else "float32")
         if name == "dn":  # n is one more column of C
             size = math.hypot(size, np.linalg.norm(desired["dc"]))
         if name == "dm":  # a sum whose terms may cancel

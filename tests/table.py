@@ -208,9 +208,9 @@ BY_TOKEN = (
     sequence(4, "a", SOME, **UNSTABLE, **FLOOR),
 )
 RINGS = (
-    ring(24, "a", Drafts(1), **COLUMNS),
+    ring(24, "a", Drafts(1), states=ROUNDED_M, **COLUMNS),
     ring(24, "b", Drafts(1, length=8, phase=0), joined=True, **BF, states=HALF),
-    ring(24, "a", drafts(2, 3, 8, length=8), states=ROUNDED_M, **NT, **FLOOR),
+    ring(24, "a", drafts(2, 3, 8, length=8), **NT, **FLOOR),
     ring(24, "c", drafts(2, 8, 3), joined=True, **BF, states=MIXED, **UNSTABLE),
     ring(32, "a", drafts(2, 4, 8, length=8, phase=3), **SIGMOID, **NT, joined=True),
     ring(24, "a", drafts(2, 2, 12, length=8, phase=0), **ALONE, **F16, states=MIXED),
