@@ -36,14 +36,14 @@ class Ids:
     """segment_ids of packed documents: their numbers of steps in each row.
 
     Behind the last of a row are steps with id ``behind``, or with the number of documents. states:
-    num_segments is passed, so that states of every document return; own: and are passed. front: so
-    many steps with id -1 are before the first.
+    num_segments is passed, so that states of every document return; own: and are passed. front:
+    numbers of steps of documents before the first, whose ids end with -1.
     """
 
     of: tuple
     states: bool = False
     own: bool = False
-    front: int = 0
+    front: tuple = ()
     behind: int | None = None
 
     @property
@@ -54,9 +54,8 @@ class Ids:
         """(B, S)"""
         ids = np.full((len(self.of), S), self.count if self.behind is None else self.behind)
         for row, sizes in zip(ids, self.of, strict=True):
-            given = np.repeat(np.arange(len(sizes)), sizes)
-            row[: self.front] = -1
-            row[self.front : self.front + len(given)] = given
+            given = np.repeat(np.arange(-len(self.front), len(sizes)), self.front + sizes)
+            row[: len(given)] = given
         return ids
 
 
@@ -179,12 +178,12 @@ def kept(call):
         order = np.where(keep, length - 1 - at, at)
     if ids := call.get(Ids):
         given = np.take_along_axis(ids.array(S), order, 1)
-        first = np.diff(given, axis=1, prepend=given[:, :1] if not ids.states else -2) != 0
+        first = np.diff(given, axis=1, prepend=given[:, :1] if not ids.states else -9) != 0
         start = np.where(first, ids.count, -1)
         if ids.states:
             N = np.arange(ids.count)
             valid = (given >= 0) & (given < ids.count)
-            valid &= np.logical_and.accumulate(np.diff(given, axis=1, prepend=-2) >= 0, axis=1)
+            valid &= np.logical_and.accumulate(np.diff(given, axis=1, prepend=-9) >= 0, axis=1)
             enter = valid & ((given == 0) | ids.own)
             start = np.where(first & enter, given, start)
             steps = (given[:, None] == N[:, None]) & (keep & valid)[:, None]

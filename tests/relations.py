@@ -127,43 +127,54 @@ def by_beyond(call, backend):
 def by_overflow(call, backend):
     """What the largest numbers in a document overflow to stays in it; a loss that does not read it
     has no gradients there, and finite ones elsewhere."""
-    (x, before), ids, keep = clean(call, backend, "model"), call.get(Ids), of_steps(call)
-    given = ids.array(call.shape[2])
-    documents = np.unique(given[0, keep[0]]) if keep[0].any() else [given[0, 0]]
-    document = documents[-1] if len(documents) < 3 else documents[1]
-    inside = np.zeros(keep.shape, bool)
-    inside[0] = given[0] == document
+    ids, keep = call.get(Ids), of_steps(call)
+    documents = ids.array(call.shape[2])[0][keep[0]] if keep[0].any() else np.zeros(1, int)
+    first, last = documents[:: -1 if call.options.get("reverse") else 1][[0, -1]]
+    several, reads_states = np.unique(documents), 0 if ids.states else first
+    for document, power in {(first, 0.5), (several[len(several) // 2], 1), (last, 1), (last, 0.5)}:
+        inside = np.zeros(keep.shape, bool)
+        inside[0] = ids.array(call.shape[2])[0] == document
+        touched = document == reads_states, document == last
+        overflow_in(call, backend, document, inside, *touched, power)
 
-    def of_states(y, name):
-        """What is the document's of states of this name."""
-        several = y.ndim == {"c": 5, "n": 4, "m": 3}[name]
-        return np.s_[0, document : document + 1] if several else np.s_[0]
+
+def overflow_in(call, backend, document, inside, is_first, is_last, power):
+    """power: of the largest numbers, of which 0.5 comes with gates that forget nothing."""
+    (x, before), ids = clean(call, backend, "model"), call.get(Ids)
+    if power < 1:  # which changes how a chunk is rounded
+        x = poisoned(x, "f", inside, 40)
+        before = run(call, x, backend)
+
+    def of_document(name, y, touched):
+        """Where states of this name are the document's."""
+        if "every" in call.options:
+            return np.s_[:1]
+        if y.ndim == {"c": 5, "n": 4, "m": 3}[name[-1]]:
+            return np.s_[0, max(document, 0) : max(document + 1, 0)]
+        return np.s_[:1] if touched else np.s_[:0]
 
     def counts(name, y):
         mask = np.ones(y.shape, bool)
         if name in {"h", *(f"d{g}" for g in TOKENS)}:
             return ~over(inside[:, None], y) & mask
-        mask[of_states(y, name[-1])] = False
+        mask[of_document(name, y, is_first if name.startswith("d") else is_last)] = False
         return mask
 
-    unread = poisoned(x, ["dh"], inside, 0)
-    for name in STATES:
-        if ids.states or document == documents[-1 if not call.options.get("reverse") else 0]:
-            unread[f"d{name}"] = x[f"d{name}"].copy()
-            unread[f"d{name}"][of_states(x[f"d{name}"], name)] = 0
-    for names, power, forget in (("qkv", 1, False), ("kv", 0.5, True)):
-        x2 = poisoned(unread, names, inside, lambda y, power=power: largest(y) ** power)
-        x2 = poisoned(x2, "f", inside & forget, 40)
-        if ids.own and document in range(ids.count):  # and its states
-            x2["c"] = x["c"].copy()
-            x2["c"][0, document] = 3e38
-        results = run(call, x2, backend)
-        same(before, results, counts)
-        for name, y in results.items():
-            if name.startswith("d"):
-                assert np.isfinite(np.float64(y)).all(), f"{name} is not finite"
-                if name[1] in TOKENS:
-                    assert not y[over(inside[:, None], y) & np.ones(y.shape, bool)].any(), name
+    x2 = poisoned(x, ["dh"], inside, 0)
+    for name in ("dc", "dn", "dm") if call.outputs != "h" else ():
+        x2[name] = x[name].copy()
+        x2[name][of_document(name, x2[name], is_last)] = 0
+    x2 = poisoned(x2, "qkv" if power == 1 else "kv", inside, lambda y: largest(y) ** power)
+    if ids.own and document in range(ids.count):  # and its states
+        x2["c"] = x["c"].copy()
+        x2["c"][0, document] = 3e38
+    results = run(call, x2, backend)
+    same(before, results, counts)
+    for name, y in results.items():
+        if name.startswith("d"):
+            assert np.isfinite(np.float64(y)).all(), f"{name} is not finite"
+            if name[1] in TOKENS:
+                assert not y[over(inside[:, None], y) & np.ones(y.shape, bool)].any(), name
 
 
 def by_reset(call, backend):

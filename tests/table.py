@@ -100,12 +100,12 @@ CHUNKWISE = (
     chunkwise(128, "a", packed((64, 0, 64), (1, 127), own=True), last=True, **FUSED, **BF,
         **STATE16),
     chunkwise(65, "b", packed((65,), (0,), (16, 16)), last=True, **UNSTABLE, **FLOOR, **CAST),
-    chunkwise(64, "a", packed((3, 40), (20,), front=3, behind=0), last=True, **KEPT, **PLAIN),
+    chunkwise(64, "a", packed((3, 40), (20,), front=(2, 1), behind=0), last=True, **KEPT, **PLAIN),
     chunkwise(128, "c", packed((100, 28), (0, 0, 128), own=True), last=True, **UNFUSED),
     chunkwise(64, "a", packed((20, 30), (0, 40)), Lengths((50, 40)), last=True, **FLOOR,
         **UNSTABLE, **KEPT, **ALONE, **CAST),
-    chunkwise(64, "a", packed((20, 30), (55,), own=True, front=5), Lengths((45, 0)), last=True, **PLAIN,
-        **NT, **STATE16, chunk_size=16),
+    chunkwise(64, "a", packed((20, 30), (55,), own=True, front=(1, 4)), Lengths((45, 0)), last=True,
+        **PLAIN, **NT, **STATE16, chunk_size=16),
     chunkwise(128, "a", packed((64, 32, 32), (10, 10, 10, 98)), last=True, **F16, **SPLIT,
         chunk_size=16),
     chunkwise(1, "a", last=True, reverse=True, **FLOOR, **UNSTABLE, **FUSED, **STATE16, **CAST,
@@ -180,6 +180,7 @@ PARALLEL = (
         **KEPT,
         **UNFUSED,
     ),
+    sharded(128, "a", Ids(((40, 88), (100, 28))), shards=2, config=dict(chunk_size=16)),
     sharded(64, "a", shards=1, states=None, **UNFUSED, **PLAIN, **KEPT),
     sharded(64, "a", shards=2, **UNSTABLE),
 )
@@ -288,7 +289,7 @@ def places(call):
     yield call.options.get("layout", "BNTH")
     yield call.dtype
     if ids := call.get(Ids):
-        yield from {"a document ends at S" for row in ids.of if sum(row) + ids.front == S}
+        yield from {"a document ends at S" for row in ids.of if sum(ids.front + row) == S}
         yield from {"a document of no steps" for row in ids.of if ids.states and 0 in row}
 
 
