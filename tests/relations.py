@@ -2,6 +2,7 @@
 row has follows from its steps and its function."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import engine
@@ -124,57 +125,58 @@ def by_beyond(call, backend):
         below(engine.errors(call, x, results, exact(call, x), backend=backend))
 
 
+# Arrays of other documents, the power of the largest number that they hold, and whether their gates
+# forget nothing, which changes how a chunk is rounded.
+OVERFLOWS = ("qkv", 1, False), ("kv", 0.5, True), ("k", 1, True), ("v", 1, False)
+
+
 def by_overflow(call, backend):
-    """What the largest numbers in a document overflow to stays in it; a loss that does not read it
-    has no gradients there, and finite ones elsewhere."""
+    """A document of a row has the same bits beside others that overflow. A loss that reads it alone
+    has no gradients in others, and finite ones everywhere."""
     ids, keep = call.get(Ids), of_steps(call)
-    documents = ids.array(call.shape[2])[0][keep[0]] if keep[0].any() else np.zeros(1, int)
+    row = ids.array(call.shape[2])[0]
+    documents = row[keep[0]] if keep[0].any() else row[:1]
     first, last = documents[:: -1 if call.options.get("reverse") else 1][[0, -1]]
-    several, reads_states = np.unique(documents), 0 if ids.states else first
-    for document, power in {(first, 0.5), (several[len(several) // 2], 1), (last, 1), (last, 0.5)}:
-        inside = np.zeros(keep.shape, bool)
-        inside[0] = ids.array(call.shape[2])[0] == document
-        touched = document == reads_states, document == last
-        overflow_in(call, backend, document, inside, *touched, power)
+    several = np.unique(documents)
+    several = [several[len(several) // 2], first, last]
+    cases = [*itertools.product(several, OVERFLOWS)]
+    for document, overflow in cases if backend == "xla" else zip(several, OVERFLOWS, strict=False):
+        reads_states = document == (0 if ids.states else first)
+        beside_others(call, backend, document, reads_states, document == last, *overflow)
 
 
-def overflow_in(call, backend, document, inside, is_first, is_last, power):
-    """power: of the largest numbers, of which 0.5 comes with gates that forget nothing."""
+def beside_others(call, backend, document, is_first, is_last, names, power, forget_nothing):
     (x, before), ids = clean(call, backend, "model"), call.get(Ids)
-    if power < 1:  # which changes how a chunk is rounded
-        x = poisoned(x, "f", inside, 40)
+    others = np.zeros((call.shape[0], call.shape[2]), bool)
+    others[0] = ids.array(call.shape[2])[0] != document
+    if forget_nothing:
+        x = poisoned(x, "f", others, 40)
         before = run(call, x, backend)
 
-    def of_document(name, y, touched):
-        """Where states of this name are the document's."""
-        if "every" in call.options:
-            return np.s_[:1]
-        if y.ndim == {"c": 5, "n": 4, "m": 3}[name[-1]]:
-            return np.s_[0, max(document, 0) : max(document + 1, 0)]
-        return np.s_[:1] if touched else np.s_[:0]
-
     def counts(name, y):
-        mask = np.ones(y.shape, bool)
         if name in {"h", *(f"d{g}" for g in TOKENS)}:
-            return ~over(inside[:, None], y) & mask
-        mask[of_document(name, y, is_first if name.startswith("d") else is_last)] = False
+            return over(~others[:, None], y)
+        mask = np.ones(y.shape, bool)
+        mask[0] = is_first if name.startswith("d") else is_last and "every" not in call.options
+        if y.ndim == {"c": 5, "n": 4, "m": 3}[name[-1]] and "every" not in call.options:
+            mask[0] = False
+            mask[0, max(document, 0) : max(document + 1, 0)] = True
         return mask
 
-    x2 = poisoned(x, ["dh"], inside, 0)
+    x2 = poisoned(x, ["dh"], others, 0)
     for name in ("dc", "dn", "dm") if call.outputs != "h" else ():
-        x2[name] = x[name].copy()
-        x2[name][of_document(name, x2[name], is_last)] = 0
-    x2 = poisoned(x2, "qkv" if power == 1 else "kv", inside, lambda y: largest(y) ** power)
-    if ids.own and document in range(ids.count):  # and its states
-        x2["c"] = x["c"].copy()
-        x2["c"][0, document] = 3e38
+        x2[name] = np.where(counts(name[1], x[name]), x[name], 0).astype(x[name].dtype)
+    x2 = poisoned(x2, names, others, lambda y: largest(y) ** power)
+    if ids.own:  # and their states
+        x2["c"] = np.where(counts("dc", x["c"]), x["c"], x["c"].dtype.type(3e38))
+        x2["c"][1:] = x["c"][1:]
     results = run(call, x2, backend)
     same(before, results, counts)
     for name, y in results.items():
         if name.startswith("d"):
             assert np.isfinite(np.float64(y)).all(), f"{name} is not finite"
             if name[1] in TOKENS:
-                assert not y[over(inside[:, None], y) & np.ones(y.shape, bool)].any(), name
+                assert not y[over(others[:, None], y) & np.ones(y.shape, bool)].any(), name
 
 
 def by_reset(call, backend):
