@@ -75,7 +75,7 @@ smartquotes = False  # of flags, --name
 DESCRIPTIONS = {
     "background": "The mLSTM and its chunkwise form in equations, its lowerings, and words.",
     "build_notes": "The design of the package, its equations, rules and decisions; how to release.",
-    "contributing": "The tests of mlstm_pallas, its planted defects, and where each file is.",
+    "contributing": "The tests of mlstm_pallas, and where each file is.",
     "devices": "Batch, heads and sequence of the mLSTM over a mesh, and what gathers.",
     "licence": "The package has the Apache licence, version 2.0.",
     "migrating": "From xlstm-jax, mlstm_kernels, transformers, xlstm or FLA to mlstm_pallas.",

@@ -247,16 +247,27 @@ def pytest_make_collect_report(collector):
     return report
 
 
+# What CI repeats on the newest Python: how calls are traced, lowered, partitioned and exported.
+OF_JAX = (
+    r"test_(api|export|modes|sharding|tpu)\.py|test_mesh.*24-Auto interpret cpu"
+    r"|test_mesh.*y inside one over x-forward"
+)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """The quick selection has only those rows that a mark names, and those GPU tests that are
-    marked smoke. Tests that the oldest Python skips are marked."""
+    marked smoke. Tests that the oldest Python skips, and those of OF_JAX, are marked. Those that
+    need JAX's compiler for CUDA are slow, because the environment of README's command lacks it."""
     gpus = gpu_count()
     newer, unused = [needs_compiler.mark, needs_mosaic_gpu.mark], {}
     items.sort(key=gpu_order)
     for item in items:
-        if any(mark in newer for mark in item.iter_markers("skipif")):
+        needed = [mark for mark in item.iter_markers("skipif") if mark in newer]
+        if needed or re.search(OF_JAX, item.nodeid):
             item.add_marker("newer_python")
+        if needs_compiler.mark in needed:
+            item.add_marker("slow")
         for mark in item.iter_markers("quick"):
             begun = {x for x in mark.args if item.callspec.id.startswith(x)}
             unused.setdefault(item.function, {*mark.args}).difference_update(begun)

@@ -7,11 +7,16 @@ their tests catch.
 
 The defects are those of mutmut. It cannot run them here: it forks a process in which tests have
 run, where JAX's threads deadlock, and it leaves out properties, cached functions and constants.
-Here each mutant is planted in a copy of the project, as plant_defects.py plants patches.
+Here each mutant is planted in a copy of the project that is thrown away, and its tests run there in
+a process group of their own.
 """
 
 import os
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,8 +26,10 @@ import command
 import libcst
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
-from plant_defects import ROOT, outcome
 
+ROOT = Path(__file__).resolve().parents[1]
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "results")
+VERDICTS = {0: "survived", 1: "caught", 5: "no test"}  # by exit codes of pytest
 SECONDS = 120  # of a mutant, after which it counts as killed: it waits or it loops
 # By module, its tests, the quickest first, and the functions that count; none: all.
 MODULES = {
@@ -81,19 +88,37 @@ class Mutants(libcst.CSTVisitor):
 def in_its_folder(tests):
     """The path from ROOT of a test file, or of one test, which is named without its folder."""
     file, *test = tests.split("::")
-    [path] = ROOT.glob(f"tests/*/test_{file}")
+    [path] = ROOT.glob(f"tests/**/test_{file}")
     return "::".join([str(path.relative_to(ROOT)), *test])
 
 
 def verdict(path, source):
-    """What the tests of a file say where it has this source, as plant_defects says it."""
-
-    def plant(folder):
-        Path(folder, path).write_text(source)
-        return ""
-
+    """What the tests of a file say where it has this source: caught, survived or hung, "no test"
+    where none was selected, or "broken" where they could not be collected; and the first test that
+    failed."""
     tests = ["-m", "not slow", *map(in_its_folder, MODULES[path][0].split())]
-    return outcome(plant, tests, SECONDS)
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT, folder, ignore=LEFT_OUT, dirs_exist_ok=True)
+        Path(folder, path).write_text(source)
+        run = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", *tests],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": folder, "JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            lines = run.communicate(timeout=SECONDS)[0].splitlines()
+        except subprocess.TimeoutExpired:
+            return "hung", ""
+        finally:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGKILL)
+                run.communicate()
+    detail = next((line for line in lines if line.startswith("FAILED tests")), lines[-1])
+    return VERDICTS.get(run.returncode, "broken"), detail
 
 
 def mutate(path, pool, every):

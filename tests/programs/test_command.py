@@ -169,7 +169,7 @@ sys.modules["fcntl"] = None
 
 LINKED = """
 examples/train_byte_lm examples/xlstm_7b benchmarks/draft_tokens benchmarks/server_benchmark
-docs/chunkwise docs/schedules tools/compare_versions tools/compile_report tools/plant_defects
+docs/chunkwise docs/schedules tools/compare_versions tools/compile_report
 """
 
 
@@ -201,9 +201,6 @@ def test_a_program_starts_from_a_link_without_a_display_or_a_lock(program, link,
 REQUESTS = f"""
 compare_versions --before=/no/such: flag --before=/no/such: there is no /no/such/mlstm_pallas
 compare_versions --shape=tiny: --before is missing, expected a folder with mlstm_pallas
-plant_defects --patch=/no/such: flag --patch=/no/such: there is no /no/such
-plant_defects --mosaic_gpu_python=no_python: flag --mosaic_gpu_python=no_python: there is no program
-plant_defects --seconds=0: flag --seconds=0
 prefill_benchmark --backend=triton: --backend=triton needs a GPU
 prefill_benchmark --segments=0: flag --segments=0
 scaling_benchmark --mode=both: flag --mode=both: unknown both, known are
@@ -319,7 +316,7 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(request_line, capsys, monke
 
 PROGRAMS = """
 chunkwise compare_versions compile_report draft_tokens kernel_benchmark layer_benchmark numerics
-plant_defects prefill_benchmark scaling_benchmark schedules step_benchmark train_byte_lm
+prefill_benchmark scaling_benchmark schedules step_benchmark train_byte_lm
 transformers_xlstm_7b xlstm_7b xlstm_lm_benchmark
 """
 
