@@ -73,12 +73,6 @@ def page():
     h = process_allgather(space["h"], tiled=True)
     np.testing.assert_allclose(h, whole, rtol=1e-4, atol=1e-4)
 
-    rows, batch = np.ones((2 + 2 * index, 64, 2, 16), np.float32), first.sharding
-    spread = functools.partial(jax.make_array_from_process_local_data, batch, rows)
-    assert spread().shape[0] == 2 * len(rows)
-    with pytest.raises(ValueError, match="Invalid host data"):
-        spread((12, 64, 2, 16))
-
     assert space["again"].get_state() == dict(next_index=4 + index)
     for x, y in zip(*map(jax.tree.leaves, (space["restored"], space["weights"])), strict=True):
         assert x.sharding == y.sharding

@@ -1,7 +1,6 @@
 """What docs/migrating.md and docs/packing.md say of our function beside that of other packages, by
 running both on a CPU. A test is skipped if its package is not installed; .ci/run installs them."""
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -187,31 +186,6 @@ def test_jla_gets_what_its_reference_returns(states, jla_with_the_page):
     leaves, others = jax.tree.leaves(result), jax.tree.leaves(expected)
     assert shapes_and_dtypes(leaves) == shapes_and_dtypes(others)
     compare("hcnm"[: len(others)], leaves, others, tolerance("bfloat16", T))
-
-
-@pytest.mark.slow
-def test_jla_has_the_gradients_of_its_model(jla_with_the_page):
-    """Rematerialised blocks in a scan, of packed documents."""
-    equinox, models = package("equinox", "jla"), package("jla.models", "equinox")
-    draw = np.random.default_rng(0)
-    tokens = draw.integers(0, 512, size=(2, T))
-    ids = np.cumsum(draw.random((2, T)) < 0.1, axis=1).astype("int32")
-    dy = draw.normal(size=(2, T, 64))
-
-    def gradients(implementation):
-        config = models.get_preset("tiny-mlstm")
-        mixer = dataclasses.replace(config.linear_attention, implementation=implementation)
-        config = config.replace(compute_dtype="float32", linear_attention=mixer)
-        model = models.build_model(config, key=jax.random.key(0))
-
-        def loss(model):
-            return jnp.vdot(model(tokens, segment_ids=ids).hidden, dy)
-
-        return jax.tree.leaves(equinox.filter_jit(equinox.filter_grad(loss))(model))
-
-    result, expected = gradients("auto"), gradients("reference")
-    assert jla_with_the_page.chunkwise.called
-    compare(range(len(expected)), result, expected, 1e-5)
 
 
 def test_jla_is_a_peer_of_the_kernel_benchmark(monkeypatch):

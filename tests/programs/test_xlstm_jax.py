@@ -28,7 +28,6 @@ from oracle import (
     refused,
     tolerance,
 )
-from test_api import traced
 
 from mlstm_pallas import mlstm_chunkwise, use_backend
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3
@@ -368,25 +367,14 @@ def test_resets_where_the_forget_gate_itself_comes_in():
     h, *last_expected = oracle(x, eps=EPS)
     forward = partial(run, scale=None, inputs=x)
     H, den, rows, last, every = forward(v5, "_fw", **BOTH)
-    again = forward(v5, "__parallel_fw_Hintra", states=every)
-    stable, stable_den, _ = forward(stablef, "__parallel_fw_H", states=every)
-    compare("HHHCnm", (H, again[0], stable, *last), (h, h, h, *last_expected), ROUNDING)
-    # Infinite where nothing is stored; elsewhere z is a sum of positive terms. Four standard
-    # deviations of each of two sums.
-    np.testing.assert_allclose(again[1], den, rtol=8 * ROUNDING)
-    np.testing.assert_allclose(stable_den, den + EPS, rtol=8 * ROUNDING)
+    again, _ = forward(v5, "__parallel_fw_Hintra", states=every)
+    stable, *_ = forward(stablef, "__parallel_fw_H", states=every)
+    compare("HHHCnm", (H, again, stable, *last), (h, h, h, *last_expected), ROUNDING)
     compare("Cnm", forward(stablef, "__recurrent_fw_C"), every, ROUNDING)
     backward = dict(states=every, vecm=rows, matdeltah=x["v"], matdeltac_last=None)
     expected = forward(v5, "__recurrent_bw_dC", vecn_out=den, **backward)
     dC, _ = forward(stablef, "__recurrent_bw_dC", vecn_out=den + EPS, **backward)
     assert_close(dC, np.float64(expected[:, :, DHQK:]), ROUNDING, "dC")
-
-
-@pytest.mark.parametrize(("backend", "how"), [(None, "compiled"), ("xla", "xla")])
-def test_the_lowering_platform_decides_on_the_kernels(backend, how):
-    case("bfloat16", SCALE)  # made here, not while the function is traced
-    with use_backend(backend):
-        assert traced(lambda *_: run(v5, "__parallel_bw_dV", "bfloat16")) == how
 
 
 def test_stages_take_float64_on_the_plain_path():
@@ -425,14 +413,10 @@ def test_entries(dtype):
 def test_the_generator_gives_the_same_function():
     """For the same arguments, so that it is compiled once, and all systems share it. 1 is no flag,
     and stays no flag for the cache."""
-    get = stablef._get_chunkwise_fwbw_kernel
-    same = [generate(jnp.bfloat16), generate("bfloat16", False, True, np.int64(64))]
-    same += [get("bfloat16", chunk_size=64)]
-    for x in SYSTEMS.values():
-        same += [x._mlstm_chunkwise_fwbw_generator(), x._get_chunkwise_fwbw_kernel("bfloat16")]
-    assert {*same} == {generate()}
-    others = [generate(x) for x in ("bfloat16", "float32", None)]
-    assert len({*others, generate(chunk_size=32)}) == 4
+    same = {generate(), generate("bfloat16", False, True, np.int64(64))}
+    same |= {x._get_chunkwise_fwbw_kernel(jnp.bfloat16, chunk_size=64) for x in SYSTEMS.values()}
+    assert len(same) == 1
+    assert len(same | {generate("float32"), generate(None), generate(chunk_size=32)}) == 4
     message = "return_last_states is 1, expected a Python bool"
     refused(TypeError, message, generate, return_last_states=1)
 
