@@ -1,4 +1,4 @@
-"""What docs/migrating.md and docs/packing.md say of our function beside that of other packages, by
+"""What docs/migrating.md says of our function beside that of other packages, by
 running both on a CPU. A test is skipped if its package is not installed; .ci/run installs them."""
 
 import functools
@@ -25,7 +25,6 @@ from oracle import (
     changes_by_rounding,
     compare,
     error,
-    oracle,
     random_inputs,
     shapes_and_dtypes,
     tolerance,
@@ -49,29 +48,6 @@ def package(name, *others):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of packages, when they are imported
         return importlib.import_module(name)
-
-
-def test_documents_that_grain_packs_have_the_states_that_they_have_alone():
-    """Its ids count from 1, and 0 is padding."""
-    grain = package("grain")
-    lengths, S = (3, 5, 4, 2, 6, 3), 8
-    draw = np.random.default_rng(0)
-    documents = [dict(x=draw.normal(size=(n, 3, 8)).astype("float32")) for n in lengths]
-    dataset = grain.MapDataset.source(documents).to_iter_dataset()
-    pack = grain.experimental.FirstFitPackIterDataset
-    [batch] = pack(dataset, length_struct=dict(x=S), num_packing_bins=4).batch(4)
-    x, ids = batch["x"], batch["x_segment_ids"]
-    q, k, v = (x[:, :, None, j] for j in range(3))
-    arrays = dict(q=q, k=k, v=v, i=q[..., 0], f=3 + k[..., 0])
-    options = dict(num_segments=3, return_last_states=True, layout="BTNH")
-    _, (c, n, m) = mlstm_chunkwise(**arrays, segment_ids=ids, **options)
-    packed = {(b, number) for b, row in enumerate(ids) for number in row if number}
-    assert len(packed) == len(lengths)
-    for b, number in packed:
-        steps = ids[b] == number
-        alone = {name: y[b : b + 1, steps].swapaxes(1, 2) for name, y in arrays.items()}
-        result = [y[b : b + 1, number] for y in (c, n, m)]
-        compare("cnm", result, oracle(alone)[1:], tolerance("float32", S))
 
 
 # ---------------- jax-linear-attention

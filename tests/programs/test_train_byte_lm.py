@@ -73,13 +73,13 @@ def read_log(folder, name=""):
 def test_what_a_run_writes_is_no_text_of_the_next_one(tmp_path):
     """The output folder is in the corpus, or is the corpus; or a file there is."""
     (tmp_path / "text.txt").write_text("text " * 9)
-    for output in (tmp_path / "runs" / "output", tmp_path):
+    before = b"".join(corpus.read_corpus(tmp_path, 1, []))
+    for output in (tmp_path / "runs", tmp_path):
         written = [output / name for name in lm.WRITTEN]
-        before = [x.tobytes() for x in corpus.read_corpus(tmp_path, 1, written)]
         (output / "checkpoints" / "10").mkdir(parents=True)
         for path in (*written[:-1], written[-1] / "10" / "data"):
             path.write_text("other " * 9)
-        assert before == [x.tobytes() for x in corpus.read_corpus(tmp_path, 1, written)]
+        assert before == b"".join(corpus.read_corpus(tmp_path, 1, written))
         with pytest.raises(corpus.UserError, match="has no text"):
             corpus.read_corpus(written[2], 1, written)
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
