@@ -13,10 +13,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import peers
 import pytest
 import xlstm_checkpoint
-from oracle import NAMES, OUTPUTS, assert_close, compare, in_float64, random_inputs, tolerance
+from oracle import NAMES, OUTPUTS, compare, in_float64, random_inputs, tolerance
 from xlstm_model import Config
 
 import mlstm_pallas
@@ -154,42 +153,48 @@ def decay_rows():
     return {cell: code for cell, code in rows("FLA") if code.startswith("f=")}
 
 
-@pytest.mark.slow
-def test_the_rows_of_fla_are_its_function():
-    """With two sequences, of which the second goes on from the state after the first."""
-    x = random_inputs(3, 1, NH, S, DHQK, DHV, states=False).values()
-    q, k, v, _, f = (np.swapaxes(y, 1, 2) for y in x)
-    g = jax.nn.log_sigmoid(f)
-    weights = jnp.exp(jnp.cumsum(g[:, 14::-1], axis=1)[:, ::-1] - g[:, :15])  # of 15 steps
-    state = jnp.einsum("bth,bthk,bthv->bhkv", weights, k[:, :15], v[:, :15])
-    arrays, states = dict(q=q, k=k, v=v), jnp.stack([0 * state, state], axis=1)
-    theirs = arrays | dict(g=g, scale=2 * DHQK**-0.5, cu_seqlens=[0, 15, S], initial_state=states)
-    theirs |= dict(head_first=False, output_final_state=True)
-    of_g, of_gamma, of_neither = decay_rows().values()
-    for _, code in rows("FLA"):
-        if code not in (of_gamma, of_neither):
-            arrays |= arguments(code, theirs)
-    h, (c, *_) = mlstm_chunkwise(**arrays)
-    expected = 2 * in_float64(jax.jit(peers.no_input_gate), *x)
-    assert_close(np.swapaxes(h, 1, 2), expected, BOUND)
-    assert c.shape == states.shape
-    decays = dict(q=q, g_gamma=g[0, 0], g=jnp.broadcast_to(g[:, :1], g.shape))
-    np.testing.assert_array_equal(*(arguments(x, decays)["f"] for x in (of_g, of_gamma)))
-    no_decay = [arguments(x, decays | dict(g=0 * g))["f"] for x in (of_g, of_neither)]
-    np.testing.assert_allclose(*map(jax.nn.log_sigmoid, no_decay), atol=1e-15)
-
-
+@jax.jit
 def simple_gla(q, k, v, g):
-    """FLA's function, (B, T, H, D), step by step."""
+    """FLA's function, (B, T, H, D), step by step: h and the last state."""
 
     def step(state, x):
         q, k, v, g = x
         state = state * jnp.exp(g)[..., None, None] + k[..., :, None] * v[..., None, :]
         return state, jnp.einsum("bhk,bhkv->bhv", q * q.shape[-1] ** -0.5, state)
 
-    steps = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g))
+    steps = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, g)]
     state = jnp.zeros((*q.shape[:1], *q.shape[2:], v.shape[-1]), q.dtype)
-    return jnp.moveaxis(jax.lax.scan(step, state, steps)[1], 0, 1)
+    state, h = jax.lax.scan(step, state, steps)
+    return jnp.moveaxis(h, 0, 1), state
+
+
+def gla_inputs():
+    """q, k, v and g of one sequence."""
+    x = random_inputs(4, 1, NH, S, DHQK, DHV, states=False)
+    g = -jax.random.uniform(jax.random.key(0), (1, S, NH))
+    return *(jnp.swapaxes(x[name], 1, 2) for name in "qkv"), g
+
+
+@pytest.mark.slow
+def test_the_rows_of_fla_are_its_function():
+    """With two sequences, of which the second goes on from the state after the first."""
+    q, k, v, g = x = gla_inputs()
+    h, last = in_float64(simple_gla, *x)
+    _, state = in_float64(simple_gla, *(y[:, :15] for y in x))
+    states = jnp.stack([0 * state, state], axis=1).astype("float32")
+    arrays = dict(q=q, k=k, v=v)
+    theirs = arrays | dict(g=g, scale=2 * DHQK**-0.5, cu_seqlens=[0, 15, S], initial_state=states)
+    theirs |= dict(head_first=False, output_final_state=True)
+    of_g, of_gamma, of_neither = decay_rows().values()
+    for _, code in rows("FLA"):
+        if code not in (of_gamma, of_neither):
+            arrays |= arguments(code, theirs)
+    result, (c, *_) = mlstm_chunkwise(**arrays)
+    compare("hc", (result, c), (2 * h, np.stack([state, last], axis=1)), BOUND)
+    decays = dict(q=q, g_gamma=g[0, 0], g=jnp.broadcast_to(g[:, :1], g.shape))
+    np.testing.assert_array_equal(*(arguments(x, decays)["f"] for x in (of_g, of_gamma)))
+    no_decay = [arguments(x, decays | dict(g=0 * g))["f"] for x in (of_g, of_neither)]
+    np.testing.assert_allclose(*map(jax.nn.log_sigmoid, no_decay), atol=1e-15)
 
 
 # The edges of the decays that FLA takes: none, less than a rounding, subnormal, a reset.
@@ -209,26 +214,23 @@ DECAYS = {
 @pytest.mark.parametrize("cotangent", [1.0, 1e-12], ids=["plain", "small_cotangents"])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_the_gate_of_fla_has_the_gradient_of_its_decay(decay, cotangent):
-    x = random_inputs(4, 1, NH, S, DHQK, DHV, states=False)
-    q, k, v = (jnp.swapaxes(x[name], 1, 2) for name in "qkv")
-    dh = cotangent * jax.random.normal(jax.random.key(1), v.shape)
-    g = DECAYS[decay](-jax.random.uniform(jax.random.key(0), q.shape[:3]))
-    codes = decay_rows()["`g`, logarithms"], dict(rows("FLA"))["no input gate, no normaliser"]
+    q, k, v, g = gla_inputs()
+    g, dh = DECAYS[decay](g), cotangent * jax.random.normal(jax.random.key(1), v.shape)
+    table = dict(rows("FLA"))
 
-    def ours(g):
+    def ours(q, k, v, g):
         options = dict(layout="BTNH", backend="xla")
-        for code in codes:
-            options |= arguments(code, dict(q=q, g=g))
+        for cell in ("no input gate, no normaliser", "`g`, logarithms"):
+            options |= arguments(table[cell], dict(q=q, g=g))
         return mlstm_chunkwise(q, k, v, **options)
 
-    def both(function, g, dh):
-        h, pullback = jax.vjp(function, g)
-        return h, pullback(dh)[0]
+    def both(function, q, k, v, g, dh):
+        h, pullback = jax.vjp(partial(function, q, k, v), g)
+        return h, *pullback(dh)
 
-    def theirs(q, k, v, g, dh):
-        return both(partial(simple_gla, q, k, v), g, dh)
-
-    compare(("h", "dg"), both(ours, g, dh), in_float64(jax.jit(theirs), q, k, v, g, dh), BOUND)
+    theirs = partial(both, lambda *x: simple_gla(*x)[0])
+    expected = in_float64(jax.jit(theirs), q, k, v, g, dh)
+    compare(("h", "dg"), both(ours, q, k, v, g, dh), expected, BOUND)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
