@@ -18,7 +18,7 @@ import xlstm_nnx
 from byte_lm_mesh import make_mesh
 from flax import nnx
 from numpy_evaluator import jaxprs_in
-from oracle import changes_by_rounding, error, tolerance
+from oracle import tolerance
 from xlstm_model import Config
 
 from mlstm_pallas import mlstm_chunkwise
@@ -89,37 +89,18 @@ IDS = np.array([np.repeat([1, 2, 0], [5, 9, 2]), np.repeat([1, 2, 3], [8, 1, 7])
 @pytest.mark.parametrize("by", ["segment_ids", "resets"])
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_documents_of_a_packed_row_compute_what_they_compute_alone(kind, by):
-    """Logits, and gradients of the parameters; alone, each document has a row and padding behind.
-
-    Weights of the loss are 0 in the padding. The gradients may differ by a few times what they
-    change by where all parameters are rounded once.
-    """
-    draw = np.random.default_rng(0)
-    tokens = draw.integers(0, SIZES["vocabulary"], IDS.shape)
-    weights = np.where(IDS > 0, draw.normal(size=IDS.shape), 0).astype("float32")
+    """Alone, each document has a row and padding behind."""
+    tokens = np.random.default_rng(0).integers(0, SIZES["vocabulary"], IDS.shape)
     places = [(b, IDS[b] == n) for b, row in enumerate(IDS) for n in np.unique(row) if n]
-    alone = [np.zeros((len(places), IDS.shape[1]), x.dtype) for x in (tokens, weights)]
-    for rows, x in zip(alone, (tokens, weights), strict=True):
-        for row, place in zip(rows, places, strict=True):
-            row[: sum(place[1])] = x[place]
+    alone = np.zeros((len(places), IDS.shape[1]), int)
+    for row, place in zip(alone, places, strict=True):
+        row[: sum(place[1])] = tokens[place]
     run, params, _ = model_of(kind)
-
-    @jax.jit
-    def gradients(params, tokens, weights, options):
-        def loss(params):
-            logits, _ = run(params, tokens, **options)
-            return jnp.sum(jnp.sin(logits) * weights[..., None]), logits
-
-        return jax.grad(loss, has_aux=True)(params)
-
     packed = {by: IDS if by == "segment_ids" else np.diff(IDS, axis=1, prepend=-1) != 0}
-    grads, logits = gradients(params, tokens, weights, packed)
-    expected, logits_alone = gradients(params, *alone, {})
-    for row, place in zip(logits_alone, places, strict=True):
+    logits, _ = jax.jit(run)(params, tokens, **packed)
+    expected, _ = jax.jit(run)(params, alone)
+    for row, place in zip(expected, places, strict=True):
         assert_equal(logits[place], row[: sum(place[1])])
-    changes = changes_by_rounding(lambda x: gradients(x, tokens, weights, packed)[0], params)
-    errors = map(error, *map(jax.tree.leaves, (grads, expected)))
-    assert max(errors) <= 4 * max(changes) < 2e-4
 
 
 def of_page():
