@@ -43,8 +43,9 @@ def test_figures_of_a_training_step(monkeypatch):
     """5 s to compile and four steps of 9, 2, 3 and 7 s, the first of which is not timed."""
     device = benchmark_runs.Device(monkeypatch, benchmark)
     sizes = dict(argument=7, output=6, temp=3, alias=5)
-    memory = {f"{name}_size_in_bytes": x * 2**20 for name, x in sizes.items()}
-    steps = iter([(9.0, 4.0), (2.0, 3.5), (3.0, 3.0), (7.0, 2.5)])
+    memory = mock.Mock(**{f"{name}_size_in_bytes": x * 2**20 for name, x in sizes.items()})
+    losses = [4.0, 3.5, 3.0, 2.5]
+    steps = zip((9.0, 2.0, 3.0, 7.0), losses, strict=True)
 
     def step(*_):
         seconds, loss = next(steps)
@@ -52,25 +53,24 @@ def test_figures_of_a_training_step(monkeypatch):
 
     def compiled(*_):
         device.now += 5.0
-        return mock.Mock(side_effect=step, memory_analysis=lambda: mock.Mock(**memory))
+        return mock.Mock(side_effect=step, memory_analysis=lambda: memory)
 
     monkeypatch.setattr(benchmark, "first_state", lambda *_: ("state", "tokens"))
     lowered = mock.Mock(compile=compiled)
     monkeypatch.setattr(jax, "jit", lambda *_, **__: mock.Mock(lower=lambda *_: lowered))
     row = dict(impl="xla", device="NVIDIA H200", shape=Shape(2, 4, 16, 8, 8), flops=6e12)
     row |= dict(recipe="inputs", mesh="data", devices=2)
-    options = mock.Mock(warmup=1, steps=3)
     # Of the rows before it the second has as many tokens per device, the third the same shape.
     other = row | dict(mesh="one", devices=1, tokens_per_s_per_device=3.0)
     half = other | dict(shape=Shape(1, 4, 16, 8, 8), tokens_per_s_per_device=20 / 3)
-    same = row | dict(losses=[4.004, 3.5, 3.0, 2.5], gradient_norms=[0.5])
+    same = row | dict(losses=[4.004, *losses[1:]], gradient_norms=[0.5])
     before = [other | dict(shape=Shape(3, 4, 16, 8, 8)), half, same]
     network = benchmark.Network(MODELS["tiny"], None, benchmark.Recipe())
-    benchmark.measure(row, network, before, options)
+    benchmark.measure(row, network, before, mock.Mock(warmup=1, steps=3))
     figures = dict(first_call_s=14.0, ms=3e3, spread=5 / 3, tokens_per_s=32 / 3, peak_mib=11)
     figures |= dict(tokens_per_s_per_device=16 / 3, efficiency_pct=80, error=0.004 / 4.004)
     benchmark_runs.assert_row(row, **figures, mfu_pct=100 / 989, measured_pct=100 / 790)
-    assert (row["losses"], row["gradient_norms"]) == ([4.0, 3.5, 3.0, 2.5], [0.5] * 4)
+    assert (row["losses"], row["gradient_norms"]) == (losses, [0.5] * 4)
 
 
 def in_float32(monkeypatch):
