@@ -1,5 +1,5 @@
-"""What docs/migrating.md says of our function beside that of other packages, by
-running both on a CPU. A test is skipped if its package is not installed; .ci/run installs them."""
+"""What docs/migrating.md says of our function beside that of other packages, by running both on a
+CPU. A test is skipped if its package is not installed; .ci/run installs them."""
 
 import functools
 import importlib
