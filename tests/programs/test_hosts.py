@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
+import types
 from pathlib import Path
 
 import jax
@@ -52,41 +53,29 @@ def page():
     exec("\n".join(re.findall("```python\n(.*?)```", PAGE.read_text(), re.S)), space)
     from oracle import collectives
 
-    index, step = jax.process_index(), space["step"]
+    x = types.SimpleNamespace(**space)
+    index, first = jax.process_index(), x.batch(x.Loader())
     assert (jax.process_count(), jax.device_count()) == (2, 4)
-    first = space["batch"](space["Loader"]())
-    counts = collectives(step.lower(space["initial"](), first).compile())
+    counts = collectives(x.step.lower(x.initial(), first).compile())
     assert counts.keys() == {"all-reduce"}
-    counts = collectives(space["split"].lower(space["x"]).compile())
+    counts = collectives(x.split.lower(x.x).compile())
     assert counts.keys() == {"all-reduce", "collective-permute"}
 
     rows = [np.random.default_rng(n).normal(size=(64, 2, 16)) for n in (0, 2, 1, 3)]
     rows = np.stack(rows).astype(np.float32)
     assert np.array_equal(process_allgather(first, tiled=True), rows)
-    alone = step(jax.tree.map(np.asarray, space["initial"]()), rows)  # on one device
-    for actual, expected in zip(
-        jax.tree.leaves((space["weights"], space["loss"])), jax.tree.leaves(alone), strict=True
-    ):
-        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
-    x = space["whole"]
-    whole = mlstm_pallas.mlstm_chunkwise(x, x, x, x[..., 0], x[..., 1] + 3, layout="BTNH")
-    h = process_allgather(space["h"], tiled=True)
-    np.testing.assert_allclose(h, whole, rtol=1e-4, atol=1e-4)
+    alone = x.step(jax.tree.map(np.asarray, x.initial()), rows)  # on one device
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, (x.weights, x.loss), alone)
+    q = x.whole
+    whole = mlstm_pallas.mlstm_chunkwise(q, q, q, q[..., 0], q[..., 1] + 3, layout="BTNH")
+    close(process_allgather(x.h, tiled=True), whole, atol=1e-4)
 
-    rows, batch = np.ones((2 + 2 * index, 64, 2, 16), np.float32), first.sharding
-    spread = functools.partial(jax.make_array_from_process_local_data, batch, rows)
-    assert spread().shape[0] == 2 * len(rows)
-    with pytest.raises(ValueError, match="Invalid host data"):
-        spread((12, 64, 2, 16))
-
-    assert space["again"].get_state() == dict(next_index=4 + index)
-    for x, y in zip(*map(jax.tree.leaves, (space["restored"], space["weights"])), strict=True):
-        assert x.sharding == y.sharding
-        assert np.array_equal(x, y)
-    restore = functools.partial(space["restore"], space["folder"], space["weights"])
-    check_a_restore_in_other_processes(
-        space["folder"], functools.partial(restore, space["Loader"]())
-    )
+    assert x.again.get_state() == dict(next_index=4 + index)
+    for actual, expected in zip(*map(jax.tree.leaves, (x.restored, x.weights)), strict=True):
+        assert actual.sharding == expected.sharding
+        assert np.array_equal(actual, expected)
+    check_a_restore_in_other_processes(x.folder, lambda: x.restore(x.folder, x.weights, x.Loader()))
 
 
 def training():
@@ -96,21 +85,20 @@ def training():
 
     space = {}
     exec(test_fsdp.definitions(), space)
+    x = types.SimpleNamespace(**space)
     folder, state = os.environ["CHECKPOINTS"], dict(next_index=10**4 ** jax.process_index())
-    mesh = space["fsdp_mesh"]((2, 2))
-    saved = jax.jit(space["initial"], out_shardings=space["shardings_of"](mesh))()
-    loader = space["Loader"]()
+    mesh, loader = x.fsdp_mesh((2, 2)), x.Loader()
+    saved = jax.jit(x.initial, out_shardings=x.shardings_of(mesh))()
     loader.set_state(state)
-    space["save"](folder, saved, loader)
-    for other in map(space["fsdp_mesh"], ((4, 1), (1, 4))):
-        loader = space["Loader"]()
-        restored = space["restore"](folder, other, loader)
+    x.save(folder, saved, loader)
+    for other in map(x.fsdp_mesh, ((4, 1), (1, 4))):
+        loader = x.Loader()
+        restored = x.restore(folder, other, loader)
         assert loader.get_state() == state
-        for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(saved), strict=True):
-            assert x.sharding == space["sharding_of"](other, x)
-            assert np.array_equal(*process_allgather((x, y), tiled=True))
-    restore = functools.partial(space["restore"], folder, mesh, loader)
-    check_a_restore_in_other_processes(folder, restore)
+        for actual, expected in zip(*map(jax.tree.leaves, (restored, saved)), strict=True):
+            assert actual.sharding == x.sharding_of(other, actual)
+            assert np.array_equal(*process_allgather((actual, expected), tiled=True))
+    check_a_restore_in_other_processes(folder, lambda: x.restore(folder, mesh, loader))
 
 
 def checks():

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from unittest import mock
 
 import byte_corpus as corpus
@@ -23,7 +22,6 @@ import numpy as np
 import pytest
 import train_byte_lm as lm
 from benchmark_runs import Device, error_of, parse, records, run
-from byte_lm_mesh import make_mesh
 from oracle import assert_close
 from xlstm_model import Config
 
@@ -69,33 +67,69 @@ def read_log(folder, name=""):
     return [line[name] for line in lines if name in line] if name else lines
 
 
+# ---------------- the text
+
+
 def test_what_a_run_writes_is_no_text_of_the_next_one(tmp_path):
     """The output folder is in the corpus, or is the corpus; or a file there is."""
     (tmp_path / "text.txt").write_text("text " * 9)
-    for output in (tmp_path / "runs" / "output", tmp_path):
+    before = b"".join(corpus.read_corpus(tmp_path, 1, []))
+    for output in (tmp_path / "runs", tmp_path):
         written = [output / name for name in lm.WRITTEN]
-        before = [x.tobytes() for x in corpus.read_corpus(tmp_path, 1, written)]
         (output / "checkpoints" / "10").mkdir(parents=True)
         for path in (*written[:-1], written[-1] / "10" / "data"):
             path.write_text("other " * 9)
-        assert before == [x.tobytes() for x in corpus.read_corpus(tmp_path, 1, written)]
+        assert before == b"".join(corpus.read_corpus(tmp_path, 1, written))
         with pytest.raises(corpus.UserError, match="has no text"):
             corpus.read_corpus(written[2], 1, written)
         shutil.rmtree(tmp_path / "runs", ignore_errors=True)
 
 
-def test_split_is_by_files(tmp_path):
-    names = {str(n) for n in range(45)}
-    for name in names:
+def test_a_twentieth_is_held_out(tmp_path):
+    """Of the files, or of a single one its end."""
+    for name in range(45):
         (tmp_path / f"{name}.txt").write_text(f"<{name}>" * 9)
     parts = corpus.read_corpus(tmp_path, 4)
     train, held_out = ({*re.findall(r"\d+", part.tobytes().decode())} for part in parts)
-    assert (len(train), len(held_out), train | held_out) == (42, 3, names)
-    book = tmp_path / "book"  # a single file
-    book.write_bytes(bytes(range(200)))
-    train, held_out = corpus.read_corpus(book, 4)
-    assert [*train, *held_out] == [*range(200)]
-    assert len(held_out) == 10
+    assert (len(train), len(held_out), len(train | held_out)) == (42, 3, 45)
+    for size, train in ((20, 19), (39, 38), (40, 38)):
+        (tmp_path / "x").write_bytes(data := bytes(range(size)))
+        parts = map(bytes, corpus.read_corpus(tmp_path / "x", 0))
+        assert [*parts] == [data[:train], data[train:]]
+        with pytest.raises(corpus.UserError, match=r"has \d+ bytes of .* fewer than the"):
+            corpus.read_corpus(tmp_path / "x", size - train)
+
+
+def test_files_of_a_corpus(tmp_path, monkeypatch):
+    """By default those of the standard library that are everywhere, in Python. A file with several
+    names is there once, and links that lead nowhere or up are not."""
+    names = "a.py", "a.txt", "test/a.py", "b/tests/a.py", "site-packages/a.py", "b/tester/a.py"
+    for name in names:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda _: str(tmp_path))
+    found = [str(x.relative_to(tmp_path)) for x in corpus.corpus_files(None)]
+    assert found == ["a.py", "b/tester/a.py"]
+    before = corpus.corpus_files(tmp_path)
+    assert len(before) == len(names)
+    links = {"0": "a.py", "b/a link": "../0", "folder": "b", "b/up": "..", "no": "such", "it": "it"}
+    for name, target in links.items():  # sorted, "0" is the first
+        (tmp_path / name).symlink_to(target)
+    (tmp_path / "hard").hardlink_to(tmp_path / "a.py")
+    assert corpus.corpus_files(tmp_path) == before
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        corpus.read_corpus(tmp_path / "it", 1)
+
+
+# ---------------- the model
+
+
+def test_bits_of_a_model_of_frequencies():
+    """Of three bytes twice 0 and once 1, with one added to each of 256 counts."""
+    train, held_out = (np.array(x, np.uint8) for x in ([0, 1, 0], [0, 1, 255, 255]))
+    bits = -np.mean(np.log2(np.array([3, 2, 1, 1]) / 259))
+    assert corpus.unigram_bits(train, held_out) == pytest.approx(bits, rel=1e-12)
 
 
 @pytest.mark.slow
@@ -107,20 +141,27 @@ def test_the_model_that_generates_is_the_one_that_is_trained():
         p["gate_bias"] *= jnp.array([0.0, 1.0])
     parse(lm, "--temperature=0", "--sample_length=12")
     text, _ = lm.sample(config, params)
-    tokens = np.array([[*b"\n\n", *text]])
-    logits = np.asarray(byte_lm.logits_of(byte_lm.Model(config, make_mesh("")), params, tokens))
-    chosen = np.take_along_axis(logits[0, -13:-1], tokens[0, -12:, None], axis=-1)
-    assert_close(chosen[:, 0], np.max(logits[0, -13:-1], axis=-1), 1e-5)
+    tokens, trained = np.array([[*b"\n\n", *text]]), byte_lm.Model(config, lm.make_mesh(""))
+    logits = np.asarray(byte_lm.logits_of(trained, params, tokens))[0, -13:-1]
+    chosen = np.take_along_axis(logits, tokens[0, -12:, None], axis=-1)
+    assert_close(chosen[:, 0], np.max(logits, axis=-1), 1e-5)
 
 
-@pytest.mark.slow
-def test_bfloat16_reaches_the_mlstm():
-    config = Config(256, 16, num_blocks=1, num_heads=2)
-    params = byte_lm.initial_params(config, jax.random.key(0))
-    model = byte_lm.Model(config, make_mesh(""), "bfloat16")
-    loss = functools.partial(byte_lm.cross_entropy, model)
-    chunks_of_values = "bf16[2,1,16,16]"  # (B * NH, NC, L, DHV), in the plain form alone
-    assert chunks_of_values in str(jax.make_jaxpr(loss)(params, np.ones((1, 17), "int32")))
+def test_the_learning_rate_rises_for_a_twentieth_and_falls_to_a_tenth():
+    """AdamW makes an update of the rate from gradients that do not change; larger ones are clipped
+    to the same norm. Matrices also decay by a tenth of it."""
+    parse(lm, "--steps=40", "--learning_rate=3.0")
+    optimizer, steps = lm.make_optimizer(), np.arange(41)
+    params = dict(qkvo=jnp.full(1, 2.0), norm=jnp.full(1, 2.0))
+    state, rates = optimizer.init(params), []
+    update = jax.jit(optimizer.update)
+    for step in steps:
+        gradients = {name: x * 1e3 ** (step % 2) for name, x in params.items()}
+        updates, state = update(gradients, state, params)
+        rates.append([-float(updates[name][0]) for name in ("norm", "qkvo")])
+    falling = 0.3 + 2.7 * (1 + np.cos(np.pi * (steps - 2) / 38)) / 2
+    expected = np.where(steps < 2, 3.0 * steps / 2, falling)[:, None] * [1, 1.2]
+    np.testing.assert_allclose(rates, expected, rtol=1e-4, atol=1e-6)
 
 
 # ---------------- whole runs
@@ -145,8 +186,7 @@ def interrupted(tmp_path_factory):
         return asked_to_end(stop, until, step)
 
     folder = tmp_path_factory.mktemp("interrupted")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm, "asked_to_end", interrupt)
+    with mock.patch.object(lm, "asked_to_end", interrupt):
         assert train(folder, checkpoint_every=5) == 143
     return folder
 
@@ -164,41 +204,6 @@ def test_interrupted_run_has_learned(interrupted):
     assert evaluation["held_out_bits_per_byte"] < 0.7 * first["unigram_bits_per_byte"]
     assert {*os.listdir(interrupted)} >= {"loss.png", "sample.txt"}
     assert {*os.listdir(interrupted / "checkpoints")} == {"10", "13"}
-
-
-def test_figures_of_steps_evaluations_and_a_sample(monkeypatch):
-    """A step takes a second and has a loss of its number, a batch of an evaluation 50 seconds, and
-    a sample first 9 seconds and then 2."""
-    parse(lm, *arguments(""))
-    device, seconds = Device(monkeypatch, lm), iter((9.0, 2.0))
-    training = object.__new__(lm.Training)
-
-    def advance():
-        device.now += 1.0
-        training.losses.append(float(training.step))
-        training.step += 1
-
-    def after(seconds, outputs):
-        device.now += seconds
-        return outputs
-
-    vars(training).update(step=0, losses=[], log=mock.Mock(), advance=advance, save=mock.Mock())
-    vars(training).update(held_out=np.arange(71.0)[:, None], model=None, state=[None])
-    stubs = dict(
-        cross_entropy=lambda model, params, batch: after(50.0, batch.mean()),
-        prefill=lambda *_: (None, None),
-        decode=lambda *_: after(next(seconds), [np.ones((8, 1), int)]),
-    )
-    with mock.patch.multiple(lm, **stubs):
-        lm.train(training, lambda step: False)
-        assert lm.sample(None, None)[1] == 8 / 2
-    lines = [call.kwargs for call in training.log.write.call_args_list]
-    for n, line in enumerate(line for line in lines if "loss" in line):
-        bits = pytest.approx((10 * n + 4.5) / np.log(2))
-        figures = dict(loss=10 * n + 4.5, train_bits_per_byte=bits, tokens_per_second=128.0)
-        assert line == dict(step=10 * n + 10) | figures
-    bits = [line["held_out_bits_per_byte"] for line in lines if "loss" not in line]
-    assert bits == pytest.approx([35 / np.log(2)] * 2)
 
 
 def curve(folder):
@@ -233,76 +238,11 @@ def test_noresume_starts_over(copied):
     assert read_log(copied, "step") == [1, 1]
 
 
-def test_a_folder_has_one_run_at_a_time(interrupted):
-    path = interrupted / lm.LOG
-    with command.open_alone("output_dir", path):
-        message = error_of(train, interrupted)
-    assert message == f"train_byte_lm: --output_dir: another run is writing {path}"
-
-
-def test_a_state_that_is_not_finite_is_not_read(copied, monkeypatch):
-    def read(training, step, read=lm.Training.read, **item):
-        value = read(training, step, **item)
-        if "state" in item:
-            value[0]["blocks"][0]["gates"] *= np.inf
-        return value
-
-    monkeypatch.setattr(lm.Training, "read", read)
-    message = f"the checkpoint {copied}/checkpoints/13: 0.blocks.0.gates is not finite"
-    assert error_of(train, copied) == f"train_byte_lm: {message}"
-
-
-def test_a_state_that_is_not_finite_or_cannot_be_written_ends_the_training(monkeypatch):
-    """So does a loss of held-out text, in each case with the checkpoint before it."""
-    parse(lm, *arguments(""))
-    training = object.__new__(lm.Training)
-    vars(training).update(step=7, losses=[1.0], text=np.zeros(3, np.uint8), log=mock.Mock(lines=[]))
-    vars(training).update(rng=np.random.default_rng(0), held_out=np.ones((9, 1)), model=None)
-    training.checkpoints = mock.Mock(directory=Path("folder"))
-    for bad in (jnp.nan, -jnp.inf):
-        training.state = dict(weights=jnp.ones(3), moments=[jnp.array([1.0, bad])]), 3
-        with pytest.raises(FloatingPointError, match=r"^0.moments.0 of the state is not finite by"):
-            training.save()
-        monkeypatch.setattr(lm, "cross_entropy", lambda *_, bad=bad: bad)
-        with pytest.raises(FloatingPointError, match=r"^the loss of held-out text is .* by step 7"):
-            training.evaluate()
-    training.checkpoints.save.assert_not_called()
-    assert all({*call.kwargs} == {"step", "error"} for call in training.log.write.call_args_list)
-    training.state = [jnp.ones(3)]
-    training.checkpoints.save.side_effect = ValueError("No space\nleft")
-    with pytest.raises(OSError, match=r"^the checkpoint folder/7 cannot be written: No space"):
-        training.save()
-
-
-def test_a_run_is_not_finished_with_the_sample_of_an_earlier_end(tmp_path):
-    """It is killed between the last checkpoint and its sample."""
-    parse(lm, *arguments(""))
-    training = object.__new__(lm.Training)
-    vars(training).update(losses=[1.0], text=np.zeros(3, np.uint8), log=mock.Mock(lines=[]))
-    vars(training).update(rng=np.random.default_rng(0), state=[jnp.ones(3)])
-    training.checkpoints = mock.Mock(directory=tmp_path / "checkpoints")
-    (tmp_path / lm.SAMPLE).touch()
-    for step, exists in ((49, True), (50, False), (50, False)):
-        training.step = step
-        training.save()
-        assert (tmp_path / lm.SAMPLE).exists() == exists
-
-
-def test_a_file_that_is_not_complete_does_not_get_its_name(tmp_path):
-    path = tmp_path / lm.SAMPLE
-    lm.write_whole(path, lambda other: other.write_text("first"))
-
-    def half(other):
-        other.write_text("sec")
-        raise OSError("No space left")
-
-    with pytest.raises(OSError, match="No space"):
-        lm.write_whole(path, half)
-    assert path.read_text() == "first"
-    assert {x.name for x in tmp_path.iterdir()} <= {*lm.WRITTEN}
-
-
 def test_a_run_does_not_go_on_with_what_does_not_fit(text_folder, interrupted, copied, tmp_path):
+    """Nor in the folder of a run."""
+    with command.open_alone("output_dir", interrupted / lm.LOG):
+        message = error_of(train, interrupted)
+    assert message == f"train_byte_lm: --output_dir: another run is writing {interrupted / lm.LOG}"
     checkpoint = interrupted / "checkpoints" / "13"
     for name, before, x in (("layers", 1, 2), ("dtype", "float32", "bfloat16")):
         message = error_of(train, interrupted, **{name: x})
@@ -319,6 +259,105 @@ def test_a_run_does_not_go_on_with_what_does_not_fit(text_folder, interrupted, c
         assert f"the checkpoint {copied}/checkpoints/13 cannot be read: " in message
         shutil.copy(checkpoint / item, damaged)
     assert read_log(copied) == read_log(interrupted)
+
+
+def test_a_state_that_is_not_finite_is_not_read(copied, monkeypatch):
+    def read(training, step, read=lm.Training.read, **item):
+        value = read(training, step, **item)
+        if "state" in item:
+            value[0]["blocks"][0]["gates"] *= np.inf
+        return value
+
+    monkeypatch.setattr(lm.Training, "read", read)
+    message = f"the checkpoint {copied}/checkpoints/13: 0.blocks.0.gates is not finite"
+    assert error_of(train, copied) == f"train_byte_lm: {message}"
+
+
+@pytest.fixture
+def training(tmp_path):
+    """Without a model and a text."""
+    parse(lm, *arguments(""))
+    training = object.__new__(lm.Training)
+    checkpoints = mock.Mock(directory=tmp_path / "checkpoints")
+    vars(training).update(step=7, losses=[], log=mock.Mock(lines=[]), checkpoints=checkpoints)
+    vars(training).update(text=np.zeros(3, np.uint8), rng=np.random.default_rng(0), model=None)
+    vars(training).update(state=[jnp.ones(3)], held_out=np.arange(71.0)[:, None])
+    return training
+
+
+def test_figures_of_steps_evaluations_and_a_sample(training, monkeypatch):
+    """A step takes a second and has a loss of its number, a batch of an evaluation 50 seconds, and
+    a sample first 9 seconds and then 2."""
+    device, seconds = Device(monkeypatch, lm), iter((9.0, 2.0))
+
+    def advance():
+        device.now += 1.0
+        training.losses.append(float(training.step))
+        training.step += 1
+
+    def after(seconds, outputs):
+        device.now += seconds
+        return outputs
+
+    vars(training).update(step=0, advance=advance, save=mock.Mock())
+    stubs = dict(
+        cross_entropy=lambda model, params, batch: after(50.0, batch.mean()),
+        prefill=lambda *_: (None, None),
+        decode=lambda *_: after(next(seconds), [np.ones((8, 1), int)]),
+    )
+    with mock.patch.multiple(lm, **stubs):
+        lm.train(training, lambda step: False)
+        assert lm.sample(None, None)[1] == 8 / 2
+    lines = [call.kwargs for call in training.log.write.call_args_list]
+    for n, line in enumerate(line for line in lines if "loss" in line):
+        bits = pytest.approx((10 * n + 4.5) / np.log(2))
+        figures = dict(loss=10 * n + 4.5, train_bits_per_byte=bits, tokens_per_second=128.0)
+        assert line == dict(step=10 * n + 10) | figures
+    bits = [line["held_out_bits_per_byte"] for line in lines if "loss" not in line]
+    assert bits == pytest.approx([35 / np.log(2)] * 2)
+
+
+def test_a_state_that_is_not_finite_or_cannot_be_written_ends_the_training(training, monkeypatch):
+    """So does a loss of held-out text, in each case with the checkpoint before it."""
+    save = training.checkpoints.save
+    save.side_effect = ValueError("No space\nleft")
+    with pytest.raises(OSError, match=r"^the checkpoint .*/7 cannot be written: No space left"):
+        training.save()
+    training.state = dict(weights=jnp.ones(3), moments=[jnp.array([1.0, -jnp.inf])]), 3
+    with pytest.raises(FloatingPointError, match=r"^0.moments.0 of the state is not finite by"):
+        training.save()
+    monkeypatch.setattr(lm, "cross_entropy", lambda *_: jnp.nan)
+    with pytest.raises(FloatingPointError, match=r"^the loss of held-out text is .* by step 7"):
+        training.evaluate()
+    save.assert_called_once()
+    assert all({*call.kwargs} == {"step", "error"} for call in training.log.write.call_args_list)
+
+
+def test_a_run_is_not_finished_with_the_sample_of_an_earlier_end(training, tmp_path):
+    """It is killed between the last checkpoint and its sample, or while that is written."""
+    path = tmp_path / lm.SAMPLE
+    for step, exists in ((49, True), (50, False)):
+        path.touch()
+        training.step = step
+        training.save()
+        assert path.exists() == exists
+
+    def half(other):
+        other.write_text("sec")
+        raise OSError("No space left")
+
+    with pytest.raises(OSError, match="No space"):
+        lm.write_whole(path, half)
+    assert {x.name for x in tmp_path.iterdir()} <= {*lm.WRITTEN} - {lm.SAMPLE}
+
+
+@pytest.mark.slow
+def test_loss_that_is_not_finite(tmp_path):
+    message = "the loss is nan by step 10"
+    assert message in error_of(train, tmp_path, code=1, learning_rate=float("inf"))
+    assert read_log(tmp_path, "error") == [message]
+    assert read_log(tmp_path, "flags")[0]["learning_rate"] == "inf"
+    assert "Infinity" not in (tmp_path / lm.LOG).read_text()
 
 
 # ---------------- several devices and processes
@@ -339,6 +378,9 @@ def test_a_run_goes_on_along_the_curve_on_a_mesh(output, copied):
     assert_same_curve(copied, output)
 
 
+SETTINGS = dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), JAX_PLATFORMS="cpu")
+
+
 def end_of_processes(folder, end=lambda *_: None):
     """Exit codes and what two processes printed; ``end`` gets them once they have logged a loss."""
     with socket.socket() as free:
@@ -346,12 +388,7 @@ def end_of_processes(folder, end=lambda *_: None):
         address = f"localhost:{free.getsockname()[1]}"
     options = dict(mesh="data:2", num_processes=2, coordinator_address=address)
     command = [sys.executable, lm.__file__, *arguments(folder, **options)]
-    settings = dict(
-        PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
-        JAX_PLATFORMS="cpu",
-        JAX_DISABLE_MOST_OPTIMIZATIONS="1",
-        JAX_NUM_CPU_DEVICES="1",
-    )
+    settings = SETTINGS | dict(JAX_DISABLE_MOST_OPTIMIZATIONS="1", JAX_NUM_CPU_DEVICES="1")
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     processes = [
         subprocess.Popen([*command, f"--process_id={n}"], env=os.environ | settings, **pipes)
@@ -418,9 +455,8 @@ with train_byte_lm.stop_on_signals() as stop:
     ],
 )
 def test_a_second_signal_ends_at_once(first, second):
-    settings = dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), JAX_PLATFORMS="cpu")
     with subprocess.Popen(
-        [sys.executable, "-c", BUSY], env=os.environ | settings, stdout=subprocess.PIPE
+        [sys.executable, "-c", BUSY], env=os.environ | SETTINGS, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(first)
@@ -434,29 +470,29 @@ def test_a_second_signal_ends_at_once(first, second):
 
 
 @pytest.mark.usefixtures("without_nohup")
-def test_the_first_signal_decides_on_the_exit_code():
-    """Handlers are those of before afterwards."""
+def test_the_first_signal_decides_on_the_exit_code(monkeypatch):
+    """Handlers are those of before afterwards. A hangup after another signal does not kill, and one
+    that is ignored stays so, as nohup has it."""
+    monkeypatch.setattr(lm, "SAME_SIGNAL", 0.0)
     before = [*map(signal.getsignal, lm.SIGNALS)]
     for first in lm.SIGNALS:
         with lm.stop_on_signals() as stop:
             assert not lm.asked_to_end(stop, np.inf, 1)
-            for number in (first, first, *lm.SIGNALS):  # at once, as timeout and shells send them
+            for number in (first, signal.SIGHUP, signal.SIGHUP):
                 signal.raise_signal(number)
+                time.sleep(0.01)
             assert lm.asked_to_end(stop, np.inf, 2)
             assert stop.signal == first
         assert [*map(signal.getsignal, lm.SIGNALS)] == before
-
-
-def test_a_hangup_that_is_ignored_stays_so():
-    """As nohup has it."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with lm.stop_on_signals() as stop:
-            signal.raise_signal(signal.SIGHUP)
-            assert not stop.signal
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    monkeypatch.setattr(lm, "SAME_SIGNAL", 60.0)
+    with lm.stop_on_signals() as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # at once, as shells do
+            signal.raise_signal(number)
+        assert stop.signal == signal.SIGTERM
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with lm.stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert not stop.signal
 
 
 @pytest.mark.slow
@@ -470,22 +506,3 @@ def test_text_that_is_lost_ends_a_run_with_a_checkpoint(name, tmp_path, monkeypa
         assert train(tmp_path) == 1
     assert {*os.listdir(tmp_path)} >= {"loss.png", "sample.txt"}
     assert os.listdir(tmp_path / "checkpoints") == ["1"]
-
-
-@pytest.mark.usefixtures("without_nohup")
-def test_a_hangup_after_another_signal_does_not_kill(monkeypatch):
-    monkeypatch.setattr(lm, "SAME_SIGNAL", 0.0)
-    with lm.stop_on_signals() as stop:
-        for _ in range(3):
-            signal.raise_signal(signal.SIGHUP)
-            time.sleep(0.01)
-        assert stop.signal == signal.SIGHUP
-
-
-@pytest.mark.slow
-def test_loss_that_is_not_finite(tmp_path):
-    message = "the loss is nan by step 10"
-    assert message in error_of(train, tmp_path, code=1, learning_rate=float("inf"))
-    assert read_log(tmp_path, "error") == [message]
-    assert read_log(tmp_path, "flags")[0]["learning_rate"] == "inf"
-    assert "Infinity" not in (tmp_path / lm.LOG).read_text()
