@@ -2,6 +2,7 @@
 lines tells: which tokens an answer has, whatever its prompt shares slots, prefills, pieces, a cache
 and drafts with."""
 
+import functools
 import itertools
 import sys
 
@@ -19,6 +20,7 @@ VOCABULARY, PRIME = 101, 32749
 BAD, STOP = 100, {3, 50}  # what stands for logits that are not finite, and tokens to stop at
 PREFILLS = []  # steps, and the lengths of prompts
 POOLS = []  # rows, and whether the states have rings
+PARTS = []  # the prompts of which tokens come, in their order
 
 
 def after(state, token):
@@ -34,9 +36,7 @@ def next_token(state, number=0):
 def expected(n, prompt, limit, stop=STOP, drafts=False):
     """The tokens of an answer, and whether logits that are not finite have ended it. With drafts no
     token is drawn but the first."""
-    state, answer = 0, []
-    for token in prompt:
-        state = after(state, token)
+    state, answer = functools.reduce(after, prompt, 0), []
     for t in range(limit):
         number = 0 if drafts and t else server.MOST_TOKENS * n + t
         token = int(next_token(state, number))
@@ -153,11 +153,13 @@ def served(prompts, limits, slots, steps, continuous=True, stop=STOP, entries=0,
     cache = server.PrefixCache(*setup[:2], entries) if entries else None
     options = dict(draft=draft, cache=cache, rings=draft > 0) | more
     PREFILLS.clear()
+    PARTS.clear()
     answers, ended, failed = {n: [] for n in prompts}, [], {}
     parts = server.serve(setup, prompts, limits, stop, slots, steps, continuous, **options)
     try:
         for n, tokens, last in itertools.islice(parts, 10_000):
             assert n not in ended
+            PARTS.append(n)
             answers[n] += tokens
             ended += [n] * last
     except FloatingPointError as error:
@@ -213,33 +215,23 @@ def test_prompt_and_answer_fill_a_bucket(beyond, draft):
         check(prompts, limits, 2, steps, stop=set(), draft=draft)
 
 
-def test_the_time_of_a_cached_block_begins_when_it_is_read_or_needed():
-    """Prompts of 1 to 4 blocks against a list of blocks in the order of their last use."""
-    draw, longest = np.random.default_rng(0), 4 * server.BLOCK + 1
-    setup = Config(), dict(embeddings=np.zeros(1))
-    stems = [draw.integers(VOCABULARY, size=longest).tolist() for _ in range(4)]
-    stems += [stems[0][: 2 * server.BLOCK] + stems[1]]
-    for entries in (4, 5, 9):
-        cache, order, read = server.PrefixCache(*setup, entries), [], 0
-        for _ in range(80):
-            blocks = int(draw.integers(5))
-            prompt = stems[draw.integers(5)][: blocks * server.BLOCK + 1 + int(draw.integers(9))]
-            ends = [server.BLOCK * n for n in range(1, len(prompt[:-1]) // server.BLOCK + 1)]
-            begins = [tuple(prompt[:end]) for end in ends]
-            there = max((n for n, x in enumerate(begins, 1) if x in order), default=0)
-            # The last one that is there is needed, and those behind it are read.
-            for x in begins[max(there - 1, 0) :]:
-                order = [y for y in order if y != x] + [x]
-            read += len(begins) - there
-            order = order[-entries:]
-            [pool], rows = cache.states([prompt], 2)
-            state = 0
-            for token in prompt[: ends[-1] if ends else 0]:
-                state = after(state, token)
-            assert pool[rows].tolist() == [state, 0]
-            assert [*cache.rows] == order
-            assert cache.blocks_read == read
-            assert sorted([*cache.rows.values(), *cache.free]) == [*range(1, 1 + entries)]
+@pytest.mark.parametrize("entries", [4, 5, 9])
+def test_the_time_of_a_cached_block_begins_when_it_is_read_or_needed(entries):
+    """Prompts of up to 4 blocks against a list of blocks in the order of their last use."""
+    draw, order, size = np.random.default_rng(entries), [], server.BLOCK
+    cache = server.PrefixCache(Config(), dict(embeddings=np.zeros(1)), entries)
+    stems = draw.integers(VOCABULARY, size=(5, 4 * size)).tolist()
+    stems[4][: 2 * size] = stems[0][: 2 * size]
+    for _ in range(80):
+        prompt = stems[draw.integers(5)][: size * int(draw.integers(5))]
+        begins = [tuple(prompt[:end]) for end in range(size, len(prompt) + 1, size)]
+        there = max((n for n, x in enumerate(begins) if x in order), default=0)
+        # The last one that is there is needed, and those behind it are read.
+        for x in begins[there:]:
+            order = [*(y for y in order if y != x), x][-entries:]
+        [pool], rows = cache.states([[*prompt, 1]], 2)
+        assert pool[rows].tolist() == [functools.reduce(after, prompt, 0), 0]
+        assert [*cache.rows] == order
 
 
 @pytest.mark.parametrize("entries", [0, 20])
@@ -248,16 +240,10 @@ def test_fixed_batches_start_together_when_all_have_ended(entries):
     sizes, limits = (5, 200, 9, 7, 130, 3, 200, 8), [3, 9, 5, 7, 4, 8, 6, 2]
     prompts = {n: [n] * size for n, size in enumerate(sizes)}
     for continuous in (False, True):
-        model = Config(vocab_size=VOCABULARY), dict(embeddings=np.zeros(1))
-        cache = server.PrefixCache(*model, entries) if entries else None
-        queue = (*model, Sampling(), None), prompts, limits, set(), 3, 2
-        order = [n for n, _, _ in server.serve(*queue, continuous, cache=cache)]
-        if continuous:
-            assert [n // 3 for n in order] != sorted(n // 3 for n in order)
-            continue
-        batches = [[*x] for _, x in itertools.groupby(order, lambda n: n // 3)]
+        served(prompts, limits, 3, 2, continuous, stop=set(), entries=entries)
+        batches = [[*x] for _, x in itertools.groupby(PARTS, lambda n: n // 3)]
         firsts = [{*x[: len({*x})]} for x in batches]
-        assert firsts == [{0, 1, 2}, {3, 4, 5}, {6, 7}]
+        assert (firsts == [{0, 1, 2}, {3, 4, 5}, {6, 7}]) != continuous
 
 
 def test_prefills_are_filled_by_what_is_not_cached(monkeypatch):
@@ -271,33 +257,32 @@ def test_prefills_are_filled_by_what_is_not_cached(monkeypatch):
     assert [*[(32, [32])] * 2, *expected] == PREFILLS
 
 
-# Slots and drafts, or prompts at once and drafts: whether states have rings, faster for 8 rows.
-RINGS = """
-1 slots 0: False
-8 slots 0: True
-8 slots 3: True
-9 slots 3: True
-9 slots 0: False
-8 prompts 0: True
-2 prompts 0: False
-1 prompts 3: True
-"""
-
-
-@pytest.mark.parametrize("line", RINGS.strip().splitlines())
-def test_states_have_rings_where_these_are_faster_or_drafts_need_them(line, monkeypatch):
-    case, expected = line.split(": ")
-    count, kind, draft = case.split()
+@pytest.mark.parametrize(
+    ("slots", "count", "draft", "rings"),
+    [
+        (True, 1, 0, False),
+        (True, 8, 0, True),
+        (True, 9, 3, True),
+        (True, 9, 0, False),
+        (False, 8, 0, True),
+        (False, 2, 0, False),
+        (False, 1, 3, True),
+    ],
+)
+def test_states_have_rings_where_these_are_faster_or_drafts_need_them(
+    slots, count, draft, rings, monkeypatch
+):
+    """They are faster for 8 rows."""
     for module in (server, xlstm_7b):
         monkeypatch.setattr(module, "rings_are_faster", lambda _, B: B == 8)
-    prompts = {n: [1] for n in range(int(count))}
+    prompts = {n: [1] for n in range(count)}
     POOLS.clear()
-    if kind == "slots":
-        served(prompts, [1] * 9, int(count), 1, draft=int(draft), rings=None)
+    parse(f"--draft={draft}")
+    if slots:
+        served(prompts, [1] * 9, count, 1, draft=draft, rings=None)
     else:
-        parse(f"--draft={draft}")
         generated(prompts, 2)
-    assert [(int(count), expected == "True")] == POOLS
+    assert [(count, rings)] == POOLS
 
 
 # Tokens of a prompt, and of what it is read in; the second time, too, with a cache of 20 blocks.
@@ -345,27 +330,16 @@ def asked(monkeypatch, *flags):
 def test_a_day_has_a_row_for_each_case(monkeypatch):
     """The answers are the same; without drafts a call adds a token, with three one to four."""
     rows = asked(monkeypatch, "--requests=9", "--cache=20,0")
-    keys = "text", "cache", "states", "draft"
-    cases = [tuple(row[x] for x in keys) for row in rows]
-    cached = [("random", 20, "ring", 0), ("random", 20, "ring", 3), ("random", 20, "step", 0)]
-    repeated = [("repeated", 20, "ring", 3), ("repeated", 0, "ring", 3)]
-    expected = [*cached, *((x, 0, y, z) for x, _, y, z in cached), *repeated]
-    assert cases == expected
+    cases = [(row["text"], row["cache"], row["states"], row["draft"]) for row in rows]
+    draws = ("random", "ring", 0), ("random", "ring", 3), ("random", "step", 0)
+    draws = *itertools.product((20, 0), draws), *((x, ("repeated", "ring", 3)) for x in (20, 0))
+    assert cases == [(text, cache, *others) for cache, (text, *others) in draws]
     assert {row["requests"] for row in rows} == {9}
     assert len({row["new_tokens"] for row in rows}) == 1
     for row in rows:
         assert row["same_pct"] == 100
         calls = row["tokens_per_call"]
         assert 1 < calls < 4 if row["draft"] else calls == 1
-        assert row["shape"] == [3, 4, max(row["shape"][2], 17), 16, 32]
-
-
-def test_a_long_prompt_has_a_row_without_it_before(monkeypatch):
-    rows = asked(monkeypatch, "--long_prompt=300", "--cache=0", "--draft=0", "--states=step")
-    assert [(row["long_prompt"], row["shape"][2]) for row in rows] == [(0, 300), (300, 300)]
-    without, beside = rows
-    assert beside["token_95_ratio"] == beside["token_95_ms"] / without["token_95_ms"]
-    assert beside["first_token_ms"] == beside["ms"] > 0
 
 
 # ---------------- xlstm_7b.py without slots

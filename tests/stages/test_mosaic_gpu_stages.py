@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_gates
-from jax.experimental import pallas as pl
 from mosaic_gpu_cases import RACE, RECURRENCES, quick_and_slow
 from oracle import (
     assert_close,
@@ -268,32 +267,6 @@ def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group():
             whole = first + 64 <= S // 8 * 8
             assert groups_alone(first, S, 64) == (0 if whole else 8), (S, first)
         assert groups_alone(3, S, 64) == 8  # it begins inside a group
-
-
-@pytest.mark.parametrize(("B", "NH", "num_splits"), [(2, 3, 1), (2, 1, 2)])
-def test_tiles_that_are_copied_by_groups_are_where_they_should_be(B, NH, num_splits):
-    """The array, index by index, of a tile that is selected in two steps."""
-    from mlstm_pallas.mosaic_gpu.common.copies import head_of
-    from mlstm_pallas.mosaic_gpu.common.references import selected
-
-    S, D, rows, columns = 102, 64, 16, 32
-    p = Problem(B, NH * num_splits, S // num_splits, D, D, S // num_splits, 1.0)
-    x = np.arange(B * NH * S * D).reshape(B * NH, num_splits, p.S, D)
-    for array in (x.reshape(-1, S, D), np.swapaxes(x.reshape(B, NH, S, D), 1, 2)):
-
-        @jax.jit
-        def tile_of(n, array=array):
-            steps = head_of(jax.new_ref(array), n, p)
-            assert steps.reference.shape == (p.S, D)
-            steps = steps.at[pl.ds(8, 2 * rows)].at[pl.ds(rows, rows), pl.ds(columns, columns)]
-            region, _ = selected(steps.reference)
-            return steps.reference[...], [start for start, _ in region]
-
-        for n in range(p.BNH):
-            tile, starts = jax.tree.map(np.asarray, tile_of(n))
-            head = x.reshape(-1, p.S, D)[n]
-            assert np.array_equal(tile, head[8 + rows : 8 + 2 * rows, columns : 2 * columns])
-            assert array[tuple(starts)] == tile[0, 0]
 
 
 # Lines of test_gates.check_line.
