@@ -168,7 +168,7 @@ docs/chunkwise docs/schedules tools/compare_versions tools/compile_report tools/
 """
 
 
-@pytest.mark.quick("examples/train_byte_lm-program", "docs/chunkwise")
+@pytest.mark.quick("docs/chunkwise-folder")
 @pytest.mark.parametrize("link", ["program", "folder"])
 @pytest.mark.parametrize("program", LINKED.split())
 def test_a_program_starts_from_a_link_without_a_display_or_a_lock(program, link, tmp_path):

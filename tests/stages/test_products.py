@@ -348,12 +348,14 @@ def ids(column):
 RIGHT = {name: x[:2] for name, x in zip(ids(1), CHECKS, strict=True)}
 
 
+@pytest.mark.quick("sum_of_squares", "steps_copied start=80")
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_kernel_that_waits_is_right(name):
     kernel, arguments = RIGHT[name]
     kernel(**arguments)
 
 
+@pytest.mark.quick("sum_of_squares in_loop", "sum_of_squares unread", "two_squares waits")
 @pytest.mark.timeout(45, method="thread")  # a signal does not end a kernel that waits
 @pytest.mark.parametrize(("kernel", "right", "wrong", "message"), CHECKS, ids=ids(2))
 def test_a_defect_is_refused(kernel, right, wrong, message, capsys):
@@ -365,6 +367,7 @@ def test_a_defect_is_refused(kernel, right, wrong, message, capsys):
     assert re.search(who + re.escape(message), said)
 
 
+@pytest.mark.slow
 def test_arrays_that_share_memory_overwrite_each_other():
     def kernel(x, y, both, full):
         first, second = both
