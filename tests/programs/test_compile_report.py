@@ -1,9 +1,6 @@
 """The compile report, and through it: every stage of the default configs compiles for H200 and A100
 and fits them."""
 
-import os
-import time
-
 import benchmark_runs
 import compile_report
 import costs
@@ -12,7 +9,7 @@ from calls import config_row
 from oracle import HELPERS, param
 from plans import plan
 from stage_calls import STAGES
-from worker import ProcessEnded, Worker
+from worker import ProcessEnded
 
 from mlstm_pallas import KernelConfig
 
@@ -99,38 +96,6 @@ def test_one_kernel_too_large_and_one_that_fails_leave_the_others(monkeypatch):
     expected = {"recurrent_fw_C": "register allocation failed", "parallel_fw_H": excess}
     assert (code, causes) == (1, expected)
     assert benchmark_runs.run(*request, "--device=H200", "--stage=parallel_fw_H") == 0
-
-
-def crash(*_):
-    os.write(2, b"python: SLPVectorizer.cpp:1: Assertion `false' failed.\n")
-    os._exit(1)
-
-
-def test_a_process_has_a_time_limit_and_variables(monkeypatch):
-    monkeypatch.setenv("INHERITED", "here")
-    sleeping, reading = (Worker(x, {"OTHER": "there"}) for x in (time.sleep, os.getenv))
-    with pytest.raises(ProcessEnded, match=r"no answer within 0\.1 s"):
-        sleeping(600, seconds=0.1)
-    with pytest.raises(ProcessEnded, match="TypeError"):
-        sleeping("a while", seconds=60)
-    assert [reading(name, seconds=60) for name in ("OTHER", "INHERITED")] == ["there", "here"]
-    assert "OTHER" not in os.environ
-    sleeping.close()
-    reading.close()
-
-
-@pytest.mark.slow
-def test_a_crash_of_the_compiler_is_a_cause(monkeypatch):
-    pytest.importorskip("triton")
-    causes = {
-        "crashes": "the process ended with exit code 1; Assertion `false' failed",
-        "nonsense": "error: custom op 'nonsense' is unknown",
-    }
-    monkeypatch.setattr(compile_report, "COMPILER", Worker(crash))
-    for ir, cause in causes.items():
-        with pytest.raises(ProcessEnded, match=cause):
-            compile_report.compile_kernel(ir, 4, 2, 90)
-        monkeypatch.undo()
 
 
 LOGS = {

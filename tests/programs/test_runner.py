@@ -44,19 +44,6 @@ def test_times_are_per_call_of_batches_that_end_when_the_device_is_done(device):
     assert batches == [*first, *counts.items()] + 2 * [*counts.items()]
 
 
-def test_the_first_call_is_built_run_and_waited_for(device):
-    def build(*arguments):
-        device.now += 1.0
-        return lambda: device.call(4.0, arguments)
-
-    versions = dict(torch="2")
-    impl = SimpleNamespace(build=build, synchronise=device.wait, versions=lambda: versions)
-    row = dict(versions=dict(jax="1"))
-    call, outputs = runner.first_call(row, impl, "x", "fwd")
-    assert outputs == call() == ("x", "fwd")
-    assert row == dict(first_call_s=5.0, versions=dict(jax="1", torch="2"))
-
-
 def test_rows_of_transformers(device, monkeypatch, capsys):
     """1 s to the first token, 9 s for 65 tokens, 4 s for 64 steps of a CUDA graph, in the median of
     the calls after the first; the clock is read when the device is done."""

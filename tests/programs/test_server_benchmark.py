@@ -1,13 +1,9 @@
 """The benchmark of a server's day: times of tokens, requests, answers that lack tokens."""
 
 import contextlib
-import threading
 import types
-from unittest import mock
 
 import benchmark_runs
-import jax
-import numpy as np
 import pytest
 import runner
 import server_benchmark as benchmark
@@ -72,21 +68,6 @@ def test_an_answer_with_other_tokens_is_wrong(n, tokens, monkeypatch):
         measured(monkeypatch, {}, limits)
 
 
-def test_the_peak_of_memory_that_rises_and_falls(monkeypatch):
-    sizes, read = iter([3, 9, 5]), threading.Event()
-
-    def memory_stats():
-        size = next(sizes, 0)
-        if not size:
-            read.set()
-        return dict(bytes_in_use=size)
-
-    monkeypatch.setattr(jax, "devices", lambda: [mock.Mock(memory_stats=memory_stats)])
-    with benchmark.peak_memory() as peak:
-        assert read.wait(60)
-    assert peak == [9]
-
-
 def test_time_between_tokens_beside_a_long_prompt(monkeypatch):
     """The second run counts, between loops of 2 tokens for each of two answers. They are 1 s apart
     without the long prompt, which is number 2, and up to its first token 1, 8 and 2 s in turns. A
@@ -124,14 +105,3 @@ def test_requests_begin_with_system_prompts():
     ranges = sorted((min(x), max(x)) for x in sizes.values())
     assert ranges == sorted((16 * n + 3, 16 * n + 33) for n in (1, 2, 3, 4, 1, 2))
     assert (len(prompts), min(limits), max(limits)) == (1500, 4, 50)
-
-
-def test_a_token_decides_on_the_next_one(monkeypatch):
-    """Cycles of four tokens, the last one of three, whatever is added to the embeddings, whose rows
-    of norm 1 are 10 per element then."""
-    monkeypatch.setattr(benchmark, "CYCLE", 4)
-    x = np.arange(28.0).reshape(7, 4)
-    weights = benchmark.repeating(dict(embeddings=x, other=1))
-    assert weights["lm_head"].tolist() == x[[3, 0, 1, 2, 6, 4, 5]].tolist()
-    assert weights["embeddings"].tolist() == (10 * 2 * x).tolist()
-    assert weights["other"] == 1

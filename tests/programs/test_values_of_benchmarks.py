@@ -1,6 +1,5 @@
 """The benchmarks: figures that a hand can check, and what makes an output wrong."""
 
-import itertools
 import math
 import re
 from types import SimpleNamespace
@@ -12,12 +11,10 @@ import numpy as np
 import peers
 import profiles
 import pytest
-import reporting
 import roofline
 import runner
 import scaling_benchmark as scaling
 import xlstm_lm_benchmark as lm
-from benchmark_runs import measured
 from oracle import refused
 from shapes import Shape
 
@@ -41,22 +38,6 @@ def test_an_output_is_wrong_beyond_its_limit_or_if_it_is_not_a_number():
     errors = dict(dk=0.5, h=math.nan, dq=0.25)
     refused(runner.WrongOutputError, message, lambda: runner.check(row, errors, limits))
     assert math.isnan(row["error"])
-
-
-@pytest.mark.parametrize(
-    ("error", "ours", "expected"),
-    [
-        (None, True, ["ok", ""]),
-        (runner.WrongOutputError("h"), False, ["wrong", "wrong: h"]),
-        (runner.UnsupportedError("x\ny"), True, ["skipped", "skipped: UnsupportedError: x y"]),
-        (TypeError("x"), True, ["failed", "failed: TypeError: x"]),
-        (TypeError("x"), False, ["skipped", "skipped: TypeError: x"]),
-    ],
-)
-def test_an_exception_becomes_a_status_of_the_row(error, ours, expected):
-    row = dict(status="ok", note="")
-    runner.attempt(row, ours, mock.Mock(side_effect=error))
-    assert [*row.values()] == expected
 
 
 def test_which_heads_are_checked_and_how_closely():
@@ -227,35 +208,3 @@ def test_a_profile_has_the_milliseconds_of_one_call_per_gpu(monkeypatch):
     found = profiles.milliseconds(lambda: None)
     assert found == kinds | dict(exposed=(2.5 + 0.75) / 2, idle=0.5)
     assert profiles.kind("input_add_reduce_fusion_3") == "elementwise"
-
-
-# ---------------- rows and plots
-
-
-@pytest.mark.parametrize(("present", "counts"), [(1, [1]), (6, [1, 2, 4])])
-def test_numbers_of_devices(present, counts, monkeypatch):
-    """Powers of two up to those that there are, for each mode, direction and mean."""
-    monkeypatch.setattr(scaling, "prepare", mock.Mock())
-    monkeypatch.setattr(jax, "local_devices", lambda: [None] * present)
-    flags = "--shape=2x2x32x16x16", "--direction=fwd,fwbw", "--mode=weak-heads,strong-sequence"
-    code, rows = measured(scaling, *flags, "--commit=a")
-    keys = "mode", "direction", "mean_f", "devices"
-    cases = ("weak-heads", "strong-sequence"), ("fwd", "fwbw"), (4, 10), counts
-    assert [tuple(row[x] for x in keys) for row in rows] == [*itertools.product(*cases)]
-    assert code == 0
-    assert [row["shape"] for row in rows[: len(counts)]] == [[2, 2 * n, 32, 16, 16] for n in counts]
-    small = scaling.MODES["strong-sequence"].reduced(Shape(8, 8, 8192, 256, 512), 4)
-    assert small == Shape(1, 1, 1024, 256, 512)
-
-
-def test_a_plot_has_the_last_row_of_each_point_in_the_order_of_x():
-    """A panel per direction, a curve per implementation."""
-    keys = dict(dtype="bfloat16", device="H200")
-    cases = (("xla", "fwd", 2048, 4.0), ("xla", "fwd", 512, 1.5), ("triton", "fwd", 512, 1.0))
-    cases += (("xla", "fwd", 512, 2.0), ("xla", "fwbw", 512, 9.0), ("xla", "fwbw", 64, None))
-    rows = [keys | dict(impl=x, direction=y, S=S, ms=ms) for x, y, S, ms in cases]
-    figures, figure = [], pytest.importorskip("matplotlib.figure").Figure
-    with mock.patch.object(figure, "savefig", lambda figure, *_, **__: figures.append(figure)):
-        reporting.plot(rows, "", lambda row: row["impl"], lambda row: row["S"], xlabel="S")
-    points = [[[*map(tuple, x.get_xydata())] for x in axes.lines] for axes in figures[0].axes]
-    assert points == [[[(512, 2.0), (2048, 4.0)], [(512, 1.0)]], [[(512, 9.0)], []]]

@@ -20,7 +20,6 @@ VOCABULARY, PRIME = 101, 32749
 BAD, STOP = 100, {3, 50}  # what stands for logits that are not finite, and tokens to stop at
 PREFILLS = []  # steps, and the lengths of prompts
 POOLS = []  # rows, and whether the states have rings
-PARTS = []  # the prompts of which tokens come, in their order
 
 
 def after(state, token):
@@ -153,13 +152,11 @@ def served(prompts, limits, slots, steps, continuous=True, stop=STOP, entries=0,
     cache = server.PrefixCache(*setup[:2], entries) if entries else None
     options = dict(draft=draft, cache=cache, rings=draft > 0) | more
     PREFILLS.clear()
-    PARTS.clear()
     answers, ended, failed = {n: [] for n in prompts}, [], {}
     parts = server.serve(setup, prompts, limits, stop, slots, steps, continuous, **options)
     try:
         for n, tokens, last in itertools.islice(parts, 10_000):
             assert n not in ended
-            PARTS.append(n)
             answers[n] += tokens
             ended += [n] * last
     except FloatingPointError as error:
@@ -215,37 +212,6 @@ def test_prompt_and_answer_fill_a_bucket(beyond, draft):
         check(prompts, limits, 2, steps, stop=set(), draft=draft)
 
 
-@pytest.mark.parametrize("entries", [4, 5, 9])
-def test_the_time_of_a_cached_block_begins_when_it_is_read_or_needed(entries):
-    """Prompts of up to 4 blocks against a list of blocks in the order of their last use."""
-    draw, order, size = np.random.default_rng(entries), [], server.BLOCK
-    cache = server.PrefixCache(Config(), dict(embeddings=np.zeros(1)), entries)
-    stems = draw.integers(VOCABULARY, size=(5, 4 * size)).tolist()
-    stems[4][: 2 * size] = stems[0][: 2 * size]
-    for _ in range(80):
-        prompt = stems[draw.integers(5)][: size * int(draw.integers(5))]
-        begins = [tuple(prompt[:end]) for end in range(size, len(prompt) + 1, size)]
-        there = max((n for n, x in enumerate(begins) if x in order), default=0)
-        # The last one that is there is needed, and those behind it are read.
-        for x in begins[there:]:
-            order = [*(y for y in order if y != x), x][-entries:]
-        [pool], rows = cache.states([[*prompt, 1]], 2)
-        assert pool[rows].tolist() == [functools.reduce(after, prompt, 0), 0]
-        assert [*cache.rows] == order
-
-
-@pytest.mark.parametrize("entries", [0, 20])
-def test_fixed_batches_start_together_when_all_have_ended(entries):
-    """Also with a prompt that is read in pieces; otherwise the next one starts in a free slot."""
-    sizes, limits = (5, 200, 9, 7, 130, 3, 200, 8), [3, 9, 5, 7, 4, 8, 6, 2]
-    prompts = {n: [n] * size for n, size in enumerate(sizes)}
-    for continuous in (False, True):
-        served(prompts, limits, 3, 2, continuous, stop=set(), entries=entries)
-        batches = [[*x] for _, x in itertools.groupby(PARTS, lambda n: n // 3)]
-        firsts = [{*x[: len({*x})]} for x in batches]
-        assert (firsts == [{0, 1, 2}, {3, 4, 5}, {6, 7}]) != continuous
-
-
 def test_prefills_are_filled_by_what_is_not_cached(monkeypatch):
     """Of prompts with two blocks and 2 to 32 tokens, in their order, up to 64 steps of three; the
     blocks are read once."""
@@ -260,12 +226,10 @@ def test_prefills_are_filled_by_what_is_not_cached(monkeypatch):
 @pytest.mark.parametrize(
     ("slots", "count", "draft", "rings"),
     [
-        (True, 1, 0, False),
         (True, 8, 0, True),
         (True, 9, 3, True),
         (True, 9, 0, False),
         (False, 8, 0, True),
-        (False, 2, 0, False),
         (False, 1, 3, True),
     ],
 )
@@ -376,22 +340,3 @@ def generated(prompts, new_tokens, per_call=None):
     except FloatingPointError as error:
         return parts, str(error).removeprefix("prompts without an answer: ")
     return parts, ""
-
-
-def test_tokens_of_prompts_in_a_batch():
-    """Loops of four tokens. Logits that are not finite end all; the first ones are named."""
-    parse("--stream_every=4")
-    draw, all_named = np.random.default_rng(1), set()
-    for count, new_tokens in itertools.product((2, 5), (1, 4, 5, 6, 9, 30)):
-        prompts = {3 * n: draw.integers(VOCABULARY, size=9 + n).tolist() for n in range(count)}
-        each = {n: expected(n, x, new_tokens, set()) for n, x in prompts.items()}
-        length = min(len(answer) for answer, _ in each.values())
-        bad = [n for n, (answer, is_bad) in each.items() if is_bad and len(answer) == length]
-        parts, named = generated(prompts, new_tokens)
-        assert np.concatenate(parts).T.tolist() == [x[:length] for x, _ in each.values()]
-        sizes = [1, *[4] * 8][: 1 + -(-(new_tokens - 1) // 4)]
-        assert bad or [*map(len, parts)] == [*sizes[:-1], new_tokens - sum(sizes[:-1])]
-        text = "".join(f"; of prompt {n}, not finite: {prompts[n] + each[n][0]}" for n in bad[:1])
-        assert named == ", ".join(map(str, bad)) + text
-        all_named.add(len(bad))
-    assert all_named >= {0, 1}

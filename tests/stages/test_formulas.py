@@ -132,7 +132,7 @@ def test_lists_of_chunks_by_segment(ends, end, S):
         lists = *x.entries, x.entry_parts
         equal(np.stack([y[row, : len(entries)] for y in lists], 1), entries)
         before = [n for n, (_, size, _) in enumerate(entries) if not size]
-        assert len(entries) < x.NC
+        assert len(entries) < x.NC <= len(entries) + 11
         assert x.parts.first[row, : N + 1].tolist() == [n + 1 for n in before]
         expected = np.full((5, x.NC, L), np.array([0, 0, -np.inf, np.inf, 0])[:, None, None])
         for n, (t, size, part) in enumerate(entries):
@@ -148,11 +148,6 @@ def test_lists_of_chunks_by_segment(ends, end, S):
         steps[row, end[row] :] = 0
     equal(scattered[0], steps)
     equal(scattered[1], steps[None].swapaxes(1, 2))
-
-
-def test_the_size_of_a_list():
-    assert [chunk_list.num_entries(S, 0, 4) for S in (19, 20, 51, 52)] == [8, 8, 16, 16]
-    assert chunk_list.num_entries(20, 2, 4) == 16
 
 
 def test_lists_of_chunks_by_length():
@@ -226,15 +221,6 @@ def test_h_is_finite_for_any_m_and_nan_stays():
 
     assert np.isnan(run(nan, 0 * m[None, 4:5])).all()
     equal(normaliser.at_least(np.float32([1, 3, np.nan]), 2.0), [2, 3, np.nan])
-
-
-def test_a_normaliser_that_is_not_there_and_its_defaults():
-    default = Normaliser(eps=1e-6, norm_val=1.0, stabilize_correctly=True)
-    assert default == normaliser.DEFAULT_NORMALISER == Normaliser()
-    assert normaliser.normaliser_gradients(None, None, None, None) == (None,) * 4
-    x = np.float32([2, 4]), np.zeros(2)
-    of_none = in_numpy(lambda *x: normaliser.normaliser_gradients(default, None, *x))(*x)
-    close(of_none, [[0.5, 0.25], [0, 0], [0, 0], [0, 0]], rtol=1e-6)
 
 
 def test_a_query_of_weight_0_has_scale_0_whatever_its_denominator():

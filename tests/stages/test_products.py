@@ -292,15 +292,8 @@ CHECKS = [
     (steps_copied, dict(start=88), dict(start=88, pieces=1), "copies 8 steps, expected 16 steps"),
     (steps_copied, OUT, OUT | dict(pieces=1), "copies 8 steps, expected 16 steps"),
     (steps_copied, ONE_ATOM, ONE_ATOM | dict(pieces=4), "copies 4 steps, expected 5 steps"),
-    (steps_copied, ONE_ATOM, ONE_ATOM | dict(pieces=0), "copies 16 steps, expected 5 steps"),
     # TMA has no index along an axis of which the array and the copy have one block.
     (copied, TILE | dict(index=WITHIN), TILE | dict(index=BEYOND), OF_64.format(64)),
-    (
-        copied,
-        TILE | dict(index=WITHIN, out=True),
-        TILE | dict(index=BEYOND, out=True),
-        OF_64.format(64),
-    ),
     (
         copied,
         TILE | dict(index=BEYOND, out=True, where=False),
@@ -312,13 +305,6 @@ CHECKS = [
         dict(tile=FIVE_AXES, shape=FIVE_AXES),
         dict(tile=SIX_AXES, shape=SIX_AXES),
         f"copies {SIX_AXES} of {SIX_AXES} in blocks of (), expected five axes or fewer",
-    ),
-    # Axes that the tile lacks become one.
-    (
-        copied,
-        dict(tile=FIVE_AXES[1:], shape=SIX_AXES, index=(1, 1)),
-        dict(tile=FIVE_AXES, shape=SIX_AXES, index=(1,)),
-        f"copies {FIVE_AXES} of {SIX_AXES} in blocks of (), expected five axes or fewer",
     ),
     (
         copied,
