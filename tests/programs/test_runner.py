@@ -11,7 +11,6 @@ import pytest
 import reporting
 import runner
 import transformers_xlstm_7b
-from command import RequestError
 from shapes import Shape
 
 
@@ -117,20 +116,3 @@ def test_a_row_does_not_go_on_with_a_part_of_another_one(tmp_path):
         rows.write_text(before)
         assert run([ROW], rows) == 0
         assert rows.read_text() == f"{before}\n{right}\n"
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (dict(shape=[1, 2]), "Shape.__new__() missing 3"),
-        (dict(shape=None), "must be an iterable"),
-        (dict(dtype=None), "it has no dtype"),
-    ],
-)
-def test_a_line_that_is_no_row_is_named(change, reason, tmp_path):
-    rows, wrong = tmp_path / "rows", ROW | change
-    lines = ROW, {x: y for x, y in wrong.items() if y is not None or x == "shape"}
-    rows.write_text("\n".join(map(json.dumps, lines)))
-    with pytest.raises(RequestError, match=f"^--from_jsonl: {rows}, line 2 is no row: ") as caught:
-        run(None, from_jsonl=[str(rows)])
-    assert reason in str(caught.value)

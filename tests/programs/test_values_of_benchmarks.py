@@ -40,6 +40,22 @@ def test_an_output_is_wrong_beyond_its_limit_or_if_it_is_not_a_number():
     assert math.isnan(row["error"])
 
 
+@pytest.mark.parametrize(
+    ("error", "ours", "expected"),
+    [
+        (None, True, ["ok", ""]),
+        (runner.WrongOutputError("h"), False, ["wrong", "wrong: h"]),
+        (runner.UnsupportedError("x\ny"), True, ["skipped", "skipped: UnsupportedError: x y"]),
+        (TypeError("x"), True, ["failed", "failed: TypeError: x"]),
+        (TypeError("x"), False, ["skipped", "skipped: TypeError: x"]),
+    ],
+)
+def test_an_exception_becomes_a_status_of_the_row(error, ours, expected):
+    row = dict(status="ok", note="")
+    runner.attempt(row, ours, mock.Mock(side_effect=error))
+    assert [*row.values()] == expected
+
+
 def test_which_heads_are_checked_and_how_closely():
     """The first, a middle and the last one; beyond 32768 steps the last alone. A stage without
     matrices has the limits of float32."""
