@@ -317,18 +317,18 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(request_line, capsys, monke
 
 
 @pytest.mark.parametrize(
-    ("module", "packages"),
+    ("module", "program", "packages"),
     [
-        ("flax", "'mlstm_pallas[benchmark]'"),
-        ("absl", "'mlstm_pallas[examples]'"),
-        ("torch", extras.PEERS),
+        ("flax", "xlstm_lm_benchmark", "'mlstm_pallas[benchmark]'"),
+        ("absl", "xlstm_7b", "'mlstm_pallas[examples]'"),
+        ("torch", "make_fixture", extras.PEERS),
     ],
 )
-def test_a_missing_package_is_one_line(module, packages, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["program.py"])
+def test_a_missing_package_is_one_line(module, program, packages, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{program}.py"])
     error = ModuleNotFoundError(f"No module named {module!r}", name=f"{module}.part")
     with pytest.raises(SystemExit) as caught:
         extras.end(ModuleNotFoundError, error, None)
     assert caught.value.code == 2
-    expected = f"program: {module}.part is missing: pip install {packages}\n"
+    expected = f"{program}: {module}.part is missing: pip install {packages}\n"
     assert capsys.readouterr().err == expected
