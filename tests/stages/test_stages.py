@@ -208,8 +208,9 @@ def summed(gates):
     return gates._replace(vecE=e, vecU=u)
 
 
-F32, NARROW = dict(dtype="float32"), dict(siz_b_DHQK=16, siz_b_DHHV=32)
-SMALL, WIDE = dict(siz_b_L=16) | NARROW, dict(siz_b_DHQK=32, siz_b_DHHV=64)
+# As many blocks of rows as of columns would hide which is which.
+F32, NARROW = dict(dtype="float32"), dict(siz_b_DHQK=16, siz_b_DHHV=16)
+SMALL, WIDE = dict(siz_b_L=16) | NARROW, dict(siz_b_DHQK=64, siz_b_DHHV=32)
 PARTIAL = dict(dtype="float32", layout="BTNH")
 OF_CASE = {"dtype", "heads", "layout", "normalised", "resets", "f_shift"}
 OF_CHECK = {"store_every", "return_keys"}
