@@ -84,7 +84,13 @@ CALLS = [
     param("recurrent_fw_H", (64, 2, 96, 96), **BTNH),
     # Three warpgroups.
     param("recurrent_fw_H", (64, 2, 96, 192), **BTNH),
-    param("recurrent_fw_C", (64, 2, 128, 192), **BTNH, state_rows=64, state_columns=192),
+    param(
+        *("recurrent_fw_C", (64, 2, 128, 192)),
+        **BTNH,
+        state_rows=64,
+        state_columns=192,
+        num_stages=3,
+    ),
     # Items of three parts of 64 columns, so that the next item stores to the tile that was last.
     param("parallel_bw_dQKV", (128, 2, 192, 192), **BTNH, normalised=False),
     # Items reach beyond the only block of columns of all outputs, or of one.
