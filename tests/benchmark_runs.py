@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import math
 import tempfile
 from unittest import mock
 
@@ -14,7 +13,6 @@ import peers
 import pytest
 import runner
 from absl import flags
-from compile_report import inner_jaxprs
 
 
 def parse(example, *arguments):
@@ -135,15 +133,3 @@ def quick_mlstm(q, k, v, i, f, *, layout="BNTH", return_last_states=False, **_):
     weights = jnp.exp(i) * jax.nn.sigmoid(f) * jnp.sum(q.astype(jnp.float32) * k, -1)
     h = jnp.cumsum(weights[..., None] * v, axis=layout.index("T")).astype(q.dtype)
     return (h, (h, i, f)) if return_last_states else h
-
-
-def dot_flops(jaxpr):
-    """The FLOPs of the matrix products of a jaxpr and of the jaxprs inside it."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            ((contracted, _), _), (x, _) = eqn.params["dimension_numbers"], eqn.invars
-            contracted_size = math.prod(x.aval.shape[axis] for axis in contracted)
-            total += 2 * eqn.outvars[0].aval.size * contracted_size
-        total += eqn.params.get("length", 1) * sum(map(dot_flops, inner_jaxprs(eqn)))
-    return total

@@ -36,10 +36,10 @@ MODULES = {
     "mlstm_pallas/planning/call_spec.py": ("values_of_planning.py planning.py",),
     "mlstm_pallas/planning/config.py": ("values_of_config.py",),
     "mlstm_pallas/problem/gpu.py": ("values_of_gpu.py gpu_facts.py planning.py",),
-    "mlstm_pallas/problem/dimensions.py": ("values_of_problem.py",),
-    "mlstm_pallas/formulas/chunk_list.py": ("values_of_chunk_list.py",),
-    "mlstm_pallas/formulas/splits.py": ("values_of_splits.py",),
-    "mlstm_pallas/formulas/normaliser.py": ("values_of_normaliser.py",),
+    "mlstm_pallas/problem/dimensions.py": ("formulas.py",),
+    "mlstm_pallas/formulas/chunk_list.py": ("formulas.py",),
+    "mlstm_pallas/formulas/splits.py": ("formulas.py",),
+    "mlstm_pallas/formulas/normaliser.py": ("formulas.py",),
     "mlstm_pallas/planning/preview.py": (
         "planning.py "
         "errors.py::test_every_argument_is_refused_by_name_and_accepted_at_its_bounds[plan]",

@@ -78,23 +78,23 @@ slow kernel --direction=fwd,fwbw --dtype=float32 --shape=1x1x32x16x16 --chunk_si
 | unnormalised fwbw 7.765e-08 8.533e-09 11.65 h+dq+dk+dv+di+df 9
 | states_kept fwbw 7.765e-08 8.533e-09 11.65 h+dq+dk+dv+di+df 6
 | transposed fwbw 7.765e-08 8.533e-09 11.65 h+dq+dk+dv+di+df 6
-stand_in layer --shape=2x2x32x16x32 --direction=fwd,fwbw --impl=xla,without_mlstm --repeats=3
+stand_in layer --shape=2x2x32x16x32 --direction=fwd --impl=xla,without_mlstm --repeats=3
     --layout=BNTH,BTNH
 | impl layout direction ms spread peak_mib tokens_per_s product_flops elementwise_bytes
     product_floor_ms elementwise_floor_ms product_pct
 | xla BNTH fwd 3000 1.667 1.5 21.33 2129920 26112 532.5 261.1 17.75
 | xla BTNH fwd 3000 1.667 1.5 21.33 2129920 26112 532.5 261.1 17.75
 | without_mlstm None fwd 3000 1.667 1.5 21.33 2129920 26112 532.5 261.1 17.75
-| xla BNTH fwbw 3000 1.667 1.5 21.33 6389760 69120 1597 691.2 53.25
-| xla BTNH fwbw 3000 1.667 1.5 21.33 6389760 69120 1597 691.2 53.25
-| without_mlstm None fwbw 3000 1.667 1.5 21.33 6389760 69120 1597 691.2 53.25
 slow layer --shape=2x2x32x16x32 --direction=fwbw --layout=BNTH,BTNH --repeats=3
-| impl layout note errors
-| xla BNTH y+query+key+value+input_gate+forget_gate+norm_scale+output_gate+output+x
-| xla BTNH y+query+key+value+input_gate+forget_gate+norm_scale+output_gate+output+x
-| without_mlstm None y+value+norm_scale+output_gate+output+x
-| products None y+value+norm_scale+output+x
-| mlstm_kernels_limit_chunk None skipped: ModuleNotFoundError: No module named 'torch'
+| impl layout product_flops elementwise_bytes product_pct note errors
+| xla BNTH 6389760 69120 53.25
+    y+query+key+value+input_gate+forget_gate+norm_scale+output_gate+output+x
+| xla BTNH 6389760 69120 53.25
+    y+query+key+value+input_gate+forget_gate+norm_scale+output_gate+output+x
+| without_mlstm None 6389760 69120 53.25 y+value+norm_scale+output_gate+output+x
+| products None 6389760 69120 53.25 y+value+norm_scale+output+x
+| mlstm_kernels_limit_chunk None 6389760 69120 None skipped: ModuleNotFoundError: \
+No module named 'torch'
 stand_in prefill --shape=2x2x64x16x32 --segments=4 --repeats=3 --backend=xla
 | variant ms spread peak_mib state_mib tokens/s tokens segments tflops tbps errors asked
 | plain 3000 1.667 1.5 0 42.67 128 4 7.031e-07 1.707e-08 h
@@ -106,12 +106,6 @@ stand_in prefill --shape=2x2x64x16x32 --segments=4 --repeats=3 --backend=xla
 | lengths 3000 1.667 1.5 0.03229 19 57 4 1.836e-07 1.889e-08 h+c+n+m
     sequence_lengths+return_last_states
 slow prefill --shape=2x2x64x16x32 --segments=4 --repeats=3 --backend=xla --odd
-| variant errors
-| plain h
-| states h+c+n+m
-| initial h+c+n+m
-| lengths h+c+n+m
-slow prefill --shape=2x2x64x16x32 --segments=4 --repeats=3 --backend=xla
 | variant errors
 | plain h
 | states h+c+n+m

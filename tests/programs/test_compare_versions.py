@@ -9,7 +9,6 @@ import benchmark_runs
 import compare_versions
 import numpy as np
 import pytest
-from compare_versions import difference
 
 CALL = "--shape=1x2x64x16x16", "--backend=xla", "--direction=fwd", "--repeats=2", "--threads=1"
 # A version of which h is a quarter larger, and which knows no layout.
@@ -46,18 +45,6 @@ def test_the_same_version_has_the_same_bits(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("1x2x64x16x16 xla fwd plain bfloat16 ")
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "note"),
-    [
-        ({"x": "old"}, {}, "failed before: old"),
-        ({}, {"x": "new"}, "fails now: new"),
-        ({"x": "old"}, {"x": "new"}, "fails now: new"),
-    ],
-)
-def test_a_call_that_fails_in_both_versions_fails_now(before, now, note):
-    assert compare_versions.row_of("x", [], (before, now), 2) == dict(note=note)
-
-
 @pytest.mark.slow
 def test_a_version_that_differs(tmp_path, capsys):
     """In its numbers, in what it can run, and by more than is allowed in its time."""
@@ -69,37 +56,19 @@ def test_a_version_that_differs(tmp_path, capsys):
     assert "ratio" not in layout
 
 
-X, Y = np.ones((2, 3), "float32"), np.full((2, 3), 1.5, "float32")
-NAN, LARGER = np.where(X.cumsum().reshape(X.shape) > 5, np.nan, X), np.ones((2, 4), "float32")
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "expected"),
-    [
-        ([X, Y], [X, Y], 0.0),
-        ([NAN], [NAN], 0.0),
-        ([X, X], [X, Y], 0.5),
-        ([Y], [X], 1 / 3),
-        ([X], [NAN], math.inf),
-        ([X * np.inf], [X * -np.inf], math.inf),
-        ([X], [LARGER], math.inf),
-        ([X], [X, X], math.inf),
-    ],
-)
-def test_differences(before, now, expected):
-    assert difference(before, now) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("row", "text"),
-    [
-        (dict(note="fails now: ValueError: no"), "fails now: ValueError: no"),
-        (
-            dict(before_ms=1.5, ms=1.25, ratio=0.8333, low=0.82, high=0.85, difference=0.0),
-            "   1.5000    1.2500 ms  0.833 (0.820 to 0.850)  0.0e+00",
-        ),
-    ],
-)
-def test_lines(row, text):
-    case = compare_versions.Case("tiny", None, "xla", "fwd", "plain", "float32")
-    assert compare_versions.line(case, row) == f"{'tiny xla fwd plain float32':44} {text}"
+def test_notes_and_differences():
+    """A call that fails in both versions fails now. NaN and inf are equal to themselves alone."""
+    for now in ({}, {"x": "old"}):
+        expected = dict(note="fails now: old" if now else "failed before: old")
+        assert compare_versions.row_of("x", [], ({"x": "old"}, now), 2) == expected
+    x, nan, inf = np.ones(4, "float32"), *np.full((2, 4), [[np.nan], [np.inf]], "float32")
+    for before, now, expected in (
+        ([x, 1.5 * x, nan, inf], [x, 1.5 * x, nan, inf], 0.0),
+        ([x, x], [x, 1.5 * x], 0.5),
+        ([1.5 * x], [x], 1 / 3),
+        ([x], [nan], math.inf),
+        ([inf], [-inf], math.inf),
+        ([x], [x[:3]], math.inf),
+        ([x], [x, x], math.inf),
+    ):
+        assert compare_versions.difference(before, now) == pytest.approx(expected)

@@ -1,22 +1,15 @@
 """The compile report, and through it: every stage of the default configs compiles for H200 and A100
 and fits them."""
 
-import os
-import time
-
 import benchmark_runs
 import compile_report
 import costs
 import pytest
 from calls import config_row
-from oracle import (
-    HELPERS,
-    param,
-    slow_param,
-)
+from oracle import HELPERS, param
 from plans import plan
 from stage_calls import STAGES
-from worker import ProcessEnded, Worker
+from worker import ProcessEnded
 
 from mlstm_pallas import KernelConfig
 
@@ -74,8 +67,8 @@ def checked_rows(device, heads, dtype, stages=(), **options):
         param("H200", "256/512", "bfloat16", "exp"),
         param("H200", "192/320", "float32", "packed", fused=True),
         param("H200", "64/64", "bfloat16", "unnormalised", fused=False),
-        slow_param("A100", "256/512", "float32", "BTNH"),
-        slow_param("H200", "192/320", "bfloat16", "sigmoid"),
+        param("A100", "256/512", "float32", "BTNH"),
+        param("H200", "192/320", "bfloat16", "sigmoid"),
     ],
 )
 def test_every_stage_lowers(device, heads, dtype, variant, fields, monkeypatch):
@@ -105,37 +98,38 @@ def test_one_kernel_too_large_and_one_that_fails_leave_the_others(monkeypatch):
     assert benchmark_runs.run(*request, "--device=H200", "--stage=parallel_fw_H") == 0
 
 
-def crash(*_):
-    os.write(2, b"python: SLPVectorizer.cpp:1: Assertion `false' failed.\n")
-    os._exit(1)
+LOGS = {
+    "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+    "ptxas info    : Used 168 registers, used 1 barriers": ((168, 0, 0), ()),
+    "ptxas info    : (C7519) warpgroup.arrive is injected in around line 3057 by compiler to allow "
+    "use of registers in GMMA\n"
+    "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are "
+    "serialized due to insufficient register resources\n"
+    "ptxas warning : Registers are spilled to local memory in function 'dQKV', 116 bytes "
+    "spill stores, 164 bytes spill loads\n"
+    "ptxas-blackwell info    : Function properties for dQKV\n"
+    "    160 bytes stack frame, 116 bytes spill stores, 164 bytes spill loads\n"
+    "ptxas-blackwell info    : Used 168 registers, used 16 barriers, 1 bytes smem": (
+        (168, 116, 164),
+        ("wgmma serialized", "C7512", "C7519"),
+    ),
+}
+RESOURCES = (
+    "Resources(smem_scratch_bytes=231424, tmem_scratch_cols=0, "
+    "barrier_counts=Counter({ClusterBarrier(collective_dims=(<Dimension.x: 0>,), "
+    "arrival_count=2, num_barriers=4, leader_tracked=False): 1, Barrier(arrival_count=2, "
+    "num_barriers=2, orders_tensor_core=False): 6}))"
+)
 
 
-def test_a_process_has_a_time_limit_and_variables(monkeypatch):
-    monkeypatch.setenv("INHERITED", "here")
-    sleeping, reading = (Worker(x, {"OTHER": "there"}) for x in (time.sleep, os.getenv))
-    with pytest.raises(ProcessEnded, match=r"no answer within 0\.1 s"):
-        sleeping(600, seconds=0.1)
-    with pytest.raises(ProcessEnded, match="TypeError"):
-        sleeping("a while", seconds=60)
-    assert sleeping(0.0, seconds=60) is None
-    assert [reading(name, seconds=60) for name in ("OTHER", "INHERITED")] == ["there", "here"]
-    assert "OTHER" not in os.environ
-    sleeping.close()
-    reading.close()
-
-
-@pytest.mark.slow
-def test_a_crash_of_the_compiler_is_a_cause(monkeypatch):
-    pytest.importorskip("triton")
-    causes = {
-        "crashes": "the process ended with exit code 1; Assertion `false' failed",
-        "nonsense": "error: custom op 'nonsense' is unknown",
-    }
-    monkeypatch.setattr(compile_report, "COMPILER", Worker(crash))
-    for ir, cause in causes.items():
-        with pytest.raises(ProcessEnded, match=cause):
-            compile_report.compile_kernel(ir, 4, 2, 90)
-        monkeypatch.undo()
+def test_registers_spills_messages_and_shared_memory_are_read():
+    """A warning has the spills a second time. A barrier has 8 bytes."""
+    for log, expected in LOGS.items():
+        assert (compile_report.parse_ptxas(log), compile_report.messages_of(log)) == expected
+    assert compile_report.parse_resources(RESOURCES) == 231424 + 8 * (4 + 2 * 6)
+    for read in (compile_report.parse_ptxas, compile_report.parse_resources):
+        with pytest.raises(ValueError, match=r"^no .*: '11 bytes gmem'"):
+            read("11 bytes gmem")
 
 
 @pytest.mark.slow

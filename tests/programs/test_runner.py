@@ -2,24 +2,16 @@
 
 import itertools
 import json
-import os
 import sys
 from types import SimpleNamespace
 from unittest import mock
 
 import benchmark_runs
-import command
-import jax
-import jaxlib
 import pytest
 import reporting
 import runner
 import transformers_xlstm_7b
-from command import RequestError
 from shapes import Shape
-
-SHAPE = Shape(1, 2, 3, 4, 5)
-OPTIONS = dict(from_jsonl=[], jsonl=None, plot=None)
 
 
 @pytest.fixture
@@ -51,19 +43,6 @@ def test_times_are_per_call_of_batches_that_end_when_the_device_is_done(device):
     assert batches == [*first, *counts.items()] + 2 * [*counts.items()]
 
 
-def test_the_first_call_is_built_run_and_waited_for(device):
-    def build(*arguments):
-        device.now += 1.0
-        return lambda: device.call(4.0, arguments)
-
-    versions = dict(torch="2")
-    impl = SimpleNamespace(build=build, synchronise=device.wait, versions=lambda: versions)
-    row = dict(versions=dict(jax="1"))
-    call, outputs = runner.first_call(row, impl, "x", "fwd")
-    assert outputs == call() == ("x", "fwd")
-    assert row == dict(first_call_s=5.0, versions=dict(jax="1", torch="2"))
-
-
 def test_rows_of_transformers(device, monkeypatch, capsys):
     """1 s to the first token, 9 s for 65 tokens, 4 s for 64 steps of a CUDA graph, in the median of
     the calls after the first; the clock is read when the device is done."""
@@ -85,104 +64,55 @@ def test_rows_of_transformers(device, monkeypatch, capsys):
     assert [[row[x] for x in figures] for row in rows] == expected
 
 
-# ---------------- rows and reports
+# ---------------- rows and exit codes
 
 
-def test_a_row_says_what_was_measured_where(monkeypatch):
-    monkeypatch.setattr(command, "git_commit", lambda: "abc")
-    where = dict(jax=jax.__version__)
-    row = runner.new_row(SimpleNamespace(commit=None), "name", SHAPE, "xla", stage="s")
-    kind = jax.devices()[0].device_kind
-    expected = dict(name="name", shape=SHAPE, impl="xla", stage="s", device=kind, commit="abc")
-    expected |= dict(versions=where | dict(jaxlib=jaxlib.__version__), status="ok", note="")
-    assert row == expected | dict(xla_flags=os.environ.get("XLA_FLAGS", ""))
+ROW = dict(name="a", shape=Shape(1, 2, 3, 4, 5), direction="fwd", dtype="float32", device="cpu")
+ROW |= dict(status="ok", note="", ms=1.0)
 
 
-COLUMNS = reporting.columns(
-    """
-name      name
-S         steps   d
-spread %  spread  .1%
-ms        ms      .2f
-note      note
-""",
-    steps=lambda row: row["shape"].S,
-)
-ROW = dict(name="a", shape=SHAPE, direction="fwd", dtype="float32", device="cpu", note="")
-ROWS = [
-    ROW | dict(status="ok", ms=1.0, spread=0.125),
-    ROW | dict(status="skipped", name="long", note="skipped: x"),
-]
-LINES = """
-name  S  spread %    ms  note
-a     3      12.5  1.00
-long  3         -     -  skipped: x
-"""
-
-
-def run(rows, **options):
-    reports = dict(
-        report=lambda rows: print(len(rows), "rows"), plot=lambda *x: print("plot", x[1])
-    )
-    options = SimpleNamespace(**OPTIONS | options)
-    return runner.run(lambda _: iter(rows), COLUMNS, options, **reports)
+def run(rows, jsonl=None, from_jsonl=()):
+    options = SimpleNamespace(jsonl=jsonl and str(jsonl), from_jsonl=[*from_jsonl], plot=None)
+    columns = reporting.columns("name  name\nms  ms  .2f")
+    return runner.run(lambda _: iter(rows), columns, options)
 
 
 def test_after_ctrl_c_what_was_measured_is_there(tmp_path, capsys):
     def interrupted():
-        yield ROWS[0]
+        yield ROW
         yield runner.attempt({}, True, mock.Mock(side_effect=KeyboardInterrupt))
 
     rows = tmp_path / "rows"
-    assert run(interrupted(), jsonl=str(rows)) == 130
+    assert run(interrupted(), rows) == 130
     assert len(benchmark_runs.records(rows)) == 1
-    printed = capsys.readouterr()
-    assert printed.out.endswith("\na     3      12.5  1.00\n1 rows\n")
-    assert printed.err == "interrupted\n"
+    assert capsys.readouterr().out.endswith("\na     1.00\n")
 
 
-def test_rows_are_printed_stored_and_reported(tmp_path, capsys):
-    rows, plot = tmp_path / "rows", str(tmp_path / "plot.png")
-    rows.write_text("")
-    assert run(ROWS, jsonl=str(rows)) == 0
-    lines = "a: S 3, spread % 12.5, ms 1.00\nlong: S 3, skipped: x\n"
-    table = f"{LINES}2 rows\n"
-    assert capsys.readouterr().out == lines + table
-    assert run(None, from_jsonl=[str(rows)] * 2) == 0  # measures nothing
-    *_, last = capsys.readouterr().out.splitlines()
-    assert last == "4 rows"
-    assert runner.Shape(*benchmark_runs.records(rows)[0]["shape"]) == SHAPE
-    for status, code in (("failed", 1), ("wrong", 1), ("skipped", 0), ("ok", 0)):
-        assert run([ROWS[0] | dict(status=status), ROWS[1]]) == code
+def test_rows_are_stored_at_once_and_read_again(tmp_path, capsys):
+    rows = tmp_path / "rows"
+
+    def measured():
+        yield ROW
+        assert len(benchmark_runs.records(rows)) == 1
+        yield ROW
+
+    assert run(measured(), rows) == 0
     capsys.readouterr()
-    assert run(ROWS, plot=plot) == 0
-    assert capsys.readouterr().out.endswith(f"plot {plot}\n")
-    assert run(ROWS[1:], plot=plot) == 0
-    assert capsys.readouterr().out.endswith(f"nothing was measured: {plot} is not written\n")
-    assert run([], plot=plot) == 0
-    assert capsys.readouterr().out == ""
+    assert run(None, from_jsonl=[str(rows)] * 2) == 0  # measures nothing
+    assert capsys.readouterr().out.count("\na     1.00") == 4
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [("failed", 1), ("wrong", 1), ("skipped", 0), ("ok", 0)]
+)
+def test_the_exit_code_is_that_of_the_worst_row(status, code):
+    assert run([ROW | dict(status=status), ROW]) == code
 
 
 def test_a_row_does_not_go_on_with_a_part_of_another_one(tmp_path):
     """As a full disk leaves it."""
-    rows, right = tmp_path / "rows", json.dumps(ROWS[0])
+    rows, right = tmp_path / "rows", json.dumps(ROW)
     for before in (f"{right}\n{right[:9]}", right):
         rows.write_text(before)
-        assert run(ROWS[:1], jsonl=str(rows)) == 0
+        assert run([ROW], rows) == 0
         assert rows.read_text() == f"{before}\n{right}\n"
-
-
-def test_a_line_that_is_no_row_is_named(tmp_path):
-    rows, right = tmp_path / "rows", json.dumps(ROWS[0])
-    lacking = json.dumps({x: y for x, y in ROW.items() if x != "dtype"})
-    reasons = {
-        lacking: "it has no dtype, status",
-        json.dumps(dict(name="a")): "'shape'",
-        json.dumps(ROW | dict(shape=[1, 2])): "Shape.__new__() missing 3",
-        "[": "Expecting value",
-    }
-    for line, reason in reasons.items():
-        rows.write_text(f"{right}\n{line}\n")
-        with pytest.raises(RequestError) as caught:
-            run(None, from_jsonl=[str(rows)])
-        assert f"--from_jsonl: {rows}, line 2 is no row: {reason}" in str(caught.value)

@@ -1,14 +1,9 @@
 """The benchmark of a server's day: times of tokens, requests, answers that lack tokens."""
 
 import contextlib
-import itertools
-import threading
 import types
-from unittest import mock
 
 import benchmark_runs
-import jax
-import numpy as np
 import pytest
 import runner
 import server_benchmark as benchmark
@@ -65,31 +60,12 @@ def test_figures_of_fewer_requests_than_clients(monkeypatch):
     assert [*map(len, first.values())] == LIMITS
 
 
-@pytest.mark.parametrize(("n", "tokens"), [(0, 7), (0, 9), (3, 5), (5, 1)])
+@pytest.mark.parametrize(("n", "tokens"), [(0, 7), (3, 5), (5, 1)])
 def test_an_answer_with_other_tokens_is_wrong(n, tokens, monkeypatch):
     limits = [*LIMITS, 0]
     limits[n] = tokens
     with pytest.raises(runner.WrongOutputError, match=f"answer {n} has not {tokens} tokens"):
         measured(monkeypatch, {}, limits)
-
-
-def test_the_peak_of_memory_that_rises_and_falls(monkeypatch):
-    sizes, read = iter([3, 9, 5]), threading.Event()
-
-    def memory_stats():
-        size = next(sizes, 0)
-        if not size:
-            read.set()
-        return dict(bytes_in_use=size)
-
-    monkeypatch.setattr(jax, "devices", lambda: [mock.Mock(memory_stats=memory_stats)])
-    with benchmark.peak_memory() as peak:
-        assert read.wait(60)
-    assert peak == [9]
-    monkeypatch.setattr(jax, "devices", lambda: [mock.Mock(memory_stats=lambda: None)])
-    with benchmark.peak_memory() as peak:
-        pass
-    assert peak == []
 
 
 def test_time_between_tokens_beside_a_long_prompt(monkeypatch):
@@ -129,49 +105,3 @@ def test_requests_begin_with_system_prompts():
     ranges = sorted((min(x), max(x)) for x in sizes.values())
     assert ranges == sorted((16 * n + 3, 16 * n + 33) for n in (1, 2, 3, 4, 1, 2))
     assert (len(prompts), min(limits), max(limits)) == (1500, 4, 50)
-    assert {*itertools.chain(*prompts.values())} == {*range(100)}
-
-
-def test_a_token_decides_on_the_next_one(monkeypatch):
-    """Cycles of four tokens, the last one of three, whatever is added to the embeddings, whose rows
-    of norm 1 are 10 per element then."""
-    monkeypatch.setattr(benchmark, "CYCLE", 4)
-    x = np.arange(28.0).reshape(7, 4)
-    weights = benchmark.repeating(dict(embeddings=x, other=1))
-    assert weights["lm_head"].tolist() == x[[3, 0, 1, 2, 6, 4, 5]].tolist()
-    assert weights["embeddings"].tolist() == (10 * 2 * x).tolist()
-    assert weights["other"] == 1
-
-
-# Flags of texts, states and drafts; the rows: texts, states and drafts by their first letters.
-CASES = """
-random,repeated ring,step 0,3: raR0 raR3 raS0 reR3
-random ring 0: raR0
-repeated ring,step 0,7: reR7
-random step 0,3: raS0
-"""
-
-
-@pytest.mark.parametrize("line", CASES.strip().splitlines())
-def test_drafts_are_for_rings_and_repeated_texts_for_drafts(line):
-    flags, expected = line.split(": ")
-    texts, states, drafts = (x.split(",") for x in flags.split())
-    options = types.SimpleNamespace(
-        text=texts, cache=[64], states=states, draft=[*map(int, drafts)]
-    )
-    cases = benchmark.cases_of(options)
-    assert [f"{x[:2]}{y[0].upper()}{z}" for x, _, y, z in cases] == expected.split()
-    assert {entries for _, entries, _, _ in cases} == {64}
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--cache=0,16"], "--cache"),
-        (["--draft=8"], "--draft"),
-        (["--states=step", "--draft=3"], "--draft"),
-        (["--text=repeated", "--draft=0"], "--text"),
-    ],
-)
-def test_requests_that_make_no_sense(flags, named):
-    assert named in benchmark_runs.error_of(benchmark_runs.run, benchmark, *flags)

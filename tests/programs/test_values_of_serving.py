@@ -2,6 +2,7 @@
 lines tells: which tokens an answer has, whatever its prompt shares slots, prefills, pieces, a cache
 and drafts with."""
 
+import functools
 import itertools
 import sys
 
@@ -34,9 +35,7 @@ def next_token(state, number=0):
 def expected(n, prompt, limit, stop=STOP, drafts=False):
     """The tokens of an answer, and whether logits that are not finite have ended it. With drafts no
     token is drawn but the first."""
-    state, answer = 0, []
-    for token in prompt:
-        state = after(state, token)
+    state, answer = functools.reduce(after, prompt, 0), []
     for t in range(limit):
         number = 0 if drafts and t else server.MOST_TOKENS * n + t
         token = int(next_token(state, number))
@@ -213,53 +212,6 @@ def test_prompt_and_answer_fill_a_bucket(beyond, draft):
         check(prompts, limits, 2, steps, stop=set(), draft=draft)
 
 
-def test_the_time_of_a_cached_block_begins_when_it_is_read_or_needed():
-    """Prompts of 1 to 4 blocks against a list of blocks in the order of their last use."""
-    draw, longest = np.random.default_rng(0), 4 * server.BLOCK + 1
-    setup = Config(), dict(embeddings=np.zeros(1))
-    stems = [draw.integers(VOCABULARY, size=longest).tolist() for _ in range(4)]
-    stems += [stems[0][: 2 * server.BLOCK] + stems[1]]
-    for entries in (4, 5, 9):
-        cache, order, read = server.PrefixCache(*setup, entries), [], 0
-        for _ in range(80):
-            blocks = int(draw.integers(5))
-            prompt = stems[draw.integers(5)][: blocks * server.BLOCK + 1 + int(draw.integers(9))]
-            ends = [server.BLOCK * n for n in range(1, len(prompt[:-1]) // server.BLOCK + 1)]
-            begins = [tuple(prompt[:end]) for end in ends]
-            there = max((n for n, x in enumerate(begins, 1) if x in order), default=0)
-            # The last one that is there is needed, and those behind it are read.
-            for x in begins[max(there - 1, 0) :]:
-                order = [y for y in order if y != x] + [x]
-            read += len(begins) - there
-            order = order[-entries:]
-            [pool], rows = cache.states([prompt], 2)
-            state = 0
-            for token in prompt[: ends[-1] if ends else 0]:
-                state = after(state, token)
-            assert pool[rows].tolist() == [state, 0]
-            assert [*cache.rows] == order
-            assert cache.blocks_read == read
-            assert sorted([*cache.rows.values(), *cache.free]) == [*range(1, 1 + entries)]
-
-
-@pytest.mark.parametrize("entries", [0, 20])
-def test_fixed_batches_start_together_when_all_have_ended(entries):
-    """Also with a prompt that is read in pieces; otherwise the next one starts in a free slot."""
-    sizes, limits = (5, 200, 9, 7, 130, 3, 200, 8), [3, 9, 5, 7, 4, 8, 6, 2]
-    prompts = {n: [n] * size for n, size in enumerate(sizes)}
-    for continuous in (False, True):
-        model = Config(vocab_size=VOCABULARY), dict(embeddings=np.zeros(1))
-        cache = server.PrefixCache(*model, entries) if entries else None
-        queue = (*model, Sampling(), None), prompts, limits, set(), 3, 2
-        order = [n for n, _, _ in server.serve(*queue, continuous, cache=cache)]
-        if continuous:
-            assert [n // 3 for n in order] != sorted(n // 3 for n in order)
-            continue
-        batches = [[*x] for _, x in itertools.groupby(order, lambda n: n // 3)]
-        firsts = [{*x[: len({*x})]} for x in batches]
-        assert firsts == [{0, 1, 2}, {3, 4, 5}, {6, 7}]
-
-
 def test_prefills_are_filled_by_what_is_not_cached(monkeypatch):
     """Of prompts with two blocks and 2 to 32 tokens, in their order, up to 64 steps of three; the
     blocks are read once."""
@@ -271,33 +223,30 @@ def test_prefills_are_filled_by_what_is_not_cached(monkeypatch):
     assert [*[(32, [32])] * 2, *expected] == PREFILLS
 
 
-# Slots and drafts, or prompts at once and drafts: whether states have rings, faster for 8 rows.
-RINGS = """
-1 slots 0: False
-8 slots 0: True
-8 slots 3: True
-9 slots 3: True
-9 slots 0: False
-8 prompts 0: True
-2 prompts 0: False
-1 prompts 3: True
-"""
-
-
-@pytest.mark.parametrize("line", RINGS.strip().splitlines())
-def test_states_have_rings_where_these_are_faster_or_drafts_need_them(line, monkeypatch):
-    case, expected = line.split(": ")
-    count, kind, draft = case.split()
+@pytest.mark.parametrize(
+    ("slots", "count", "draft", "rings"),
+    [
+        (True, 8, 0, True),
+        (True, 9, 3, True),
+        (True, 9, 0, False),
+        (False, 8, 0, True),
+        (False, 1, 3, True),
+    ],
+)
+def test_states_have_rings_where_these_are_faster_or_drafts_need_them(
+    slots, count, draft, rings, monkeypatch
+):
+    """They are faster for 8 rows."""
     for module in (server, xlstm_7b):
         monkeypatch.setattr(module, "rings_are_faster", lambda _, B: B == 8)
-    prompts = {n: [1] for n in range(int(count))}
+    prompts = {n: [1] for n in range(count)}
     POOLS.clear()
-    if kind == "slots":
-        served(prompts, [1] * 9, int(count), 1, draft=int(draft), rings=None)
+    parse(f"--draft={draft}")
+    if slots:
+        served(prompts, [1] * 9, count, 1, draft=draft, rings=None)
     else:
-        parse(f"--draft={draft}")
         generated(prompts, 2)
-    assert [(int(count), expected == "True")] == POOLS
+    assert [(count, rings)] == POOLS
 
 
 # Tokens of a prompt, and of what it is read in; the second time, too, with a cache of 20 blocks.
@@ -345,27 +294,16 @@ def asked(monkeypatch, *flags):
 def test_a_day_has_a_row_for_each_case(monkeypatch):
     """The answers are the same; without drafts a call adds a token, with three one to four."""
     rows = asked(monkeypatch, "--requests=9", "--cache=20,0")
-    keys = "text", "cache", "states", "draft"
-    cases = [tuple(row[x] for x in keys) for row in rows]
-    cached = [("random", 20, "ring", 0), ("random", 20, "ring", 3), ("random", 20, "step", 0)]
-    repeated = [("repeated", 20, "ring", 3), ("repeated", 0, "ring", 3)]
-    expected = [*cached, *((x, 0, y, z) for x, _, y, z in cached), *repeated]
-    assert cases == expected
+    cases = [(row["text"], row["cache"], row["states"], row["draft"]) for row in rows]
+    draws = ("random", "ring", 0), ("random", "ring", 3), ("random", "step", 0)
+    draws = *itertools.product((20, 0), draws), *((x, ("repeated", "ring", 3)) for x in (20, 0))
+    assert cases == [(text, cache, *others) for cache, (text, *others) in draws]
     assert {row["requests"] for row in rows} == {9}
     assert len({row["new_tokens"] for row in rows}) == 1
     for row in rows:
         assert row["same_pct"] == 100
         calls = row["tokens_per_call"]
         assert 1 < calls < 4 if row["draft"] else calls == 1
-        assert row["shape"] == [3, 4, max(row["shape"][2], 17), 16, 32]
-
-
-def test_a_long_prompt_has_a_row_without_it_before(monkeypatch):
-    rows = asked(monkeypatch, "--long_prompt=300", "--cache=0", "--draft=0", "--states=step")
-    assert [(row["long_prompt"], row["shape"][2]) for row in rows] == [(0, 300), (300, 300)]
-    without, beside = rows
-    assert beside["token_95_ratio"] == beside["token_95_ms"] / without["token_95_ms"]
-    assert beside["first_token_ms"] == beside["ms"] > 0
 
 
 # ---------------- xlstm_7b.py without slots
@@ -402,22 +340,3 @@ def generated(prompts, new_tokens, per_call=None):
     except FloatingPointError as error:
         return parts, str(error).removeprefix("prompts without an answer: ")
     return parts, ""
-
-
-def test_tokens_of_prompts_in_a_batch():
-    """Loops of four tokens. Logits that are not finite end all; the first ones are named."""
-    parse("--stream_every=4")
-    draw, all_named = np.random.default_rng(1), set()
-    for count, new_tokens in itertools.product((2, 5), (1, 4, 5, 6, 9, 30)):
-        prompts = {3 * n: draw.integers(VOCABULARY, size=9 + n).tolist() for n in range(count)}
-        each = {n: expected(n, x, new_tokens, set()) for n, x in prompts.items()}
-        length = min(len(answer) for answer, _ in each.values())
-        bad = [n for n, (answer, is_bad) in each.items() if is_bad and len(answer) == length]
-        parts, named = generated(prompts, new_tokens)
-        assert np.concatenate(parts).T.tolist() == [x[:length] for x, _ in each.values()]
-        sizes = [1, *[4] * 8][: 1 + -(-(new_tokens - 1) // 4)]
-        assert bad or [*map(len, parts)] == [*sizes[:-1], new_tokens - sum(sizes[:-1])]
-        text = "".join(f"; of prompt {n}, not finite: {prompts[n] + each[n][0]}" for n in bad[:1])
-        assert named == ", ".join(map(str, bad)) + text
-        all_named.add(len(bad))
-    assert all_named >= {0, 1}

@@ -7,15 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_gates
-from jax.experimental import pallas as pl
-from mosaic_gpu_cases import RACE, RECURRENCES, quick_and_slow
+from mosaic_gpu_cases import RACE, RECURRENCES
 from oracle import (
     assert_close,
     check_isolated,
     needs_mosaic_gpu,
     param,
-    slow,
-    slow_param,
     tolerance,
 )
 from stage_calls import (
@@ -47,116 +44,79 @@ def no_race(capsys):
     assert RACE not in capsys.readouterr().out
 
 
-# Rows of check_row.
+# Rows of check_row. A GPU has heads of 64 and 192, 192 and 384, 320 and 640 and of 448 too
+# (test_gpu.py).
+BTNH, STAGES_OF_2 = dict(layout="BTNH"), dict(num_stages=2)
 CALLS = [
-    # chunks of several tiles, more items than CTAs
+    # Chunks of several tiles, more items than CTAs.
     param("parallel_bw_dP", (256, 2, 128, 128), num_stages=3),
     # Two warpgroups, which have not as many keys, and two column blocks.
-    param(
-        "parallel_fw_H",
-        (256, 2, 128, 256),
-        layout="BTNH",
-        siz_b_LQ=128,
-        siz_b_DHHV=128,
-        num_stages=2,
-    ),
+    param("parallel_fw_H", (256, 2, 128, 256), **BTNH, **STAGES_OF_2, siz_b_LQ=128, siz_b_DHHV=128),
     # Two steps through one slot, and two parts of h through the memory of one part of q.
     param("parallel_fw_H", (64, 2, 64, 128), siz_b_LQ=64, siz_b_DHHV=128, num_stages=1),
+    param("parallel_fw_H", (128, 2, 320, 256), normalised=False, siz_b_LQ=64, num_stages=1),
     param("parallel_fw_P", (64, 2, 384, 64)),
     param(
-        "recurrent_fw_C",
-        (64, 4, 64, 64),
-        layout="BTNH",
+        *("recurrent_fw_C", (64, 4, 64, 64)),
+        **BTNH,
+        **STAGES_OF_2,
         state_rows=64,
         state_columns=64,
-        num_stages=2,
         num_splits=4,
     ),
     # n in two column blocks, of which one stores it: once, or each warpgroup the half.
+    param(*("recurrent_fw_C", (128, 2, 64, 256)), **STAGES_OF_2, state_rows=64, state_columns=128),
     param(
-        "recurrent_fw_C",
-        (128, 2, 64, 256),
-        state_rows=64,
-        state_columns=128,
-        num_stages=2,
-        num_splits=1,
+        *("recurrent_fw_C", (128, 2, 128, 256)), **STAGES_OF_2, state_rows=128, state_columns=128
     ),
-    param("chunk_gradients", (128, 1, 128, 128), layout="BTNH", num_stages=4),
+    # Half of each tile of q and k is beyond the head; more items, or chunks, than CTAs.
     param("chunk_gradients", (128, 2, 64, 256), num_stages=4),
-    # half of each tile of q and k is beyond the head
     param("chunk_gradients", (128, 2, 32, 64), num_stages=4),
+    param("chunk_gradients", (128, 3, 128, 256), **BTNH, num_stages=4),
     # Heads of 96: three parts of a swizzle, and tiles of 64, of 128 or of 128 rows that reach
-    # beyond.
-    param("parallel_fw_H", (64, 2, 96, 96), layout="BTNH"),
-    param("parallel_fw_P", (64, 2, 96, 96), layout="BTNH"),
-    param("parallel_bw_dP", (128, 1, 96, 96), layout="BTNH", num_stages=3),
-    param("chunk_gradients", (128, 1, 96, 64), layout="BTNH", num_stages=4),
-    # or tiles of 96
-    param("chunk_gradients", (128, 1, 96, 96), layout="BTNH", num_stages=4),
-    param("recurrent_fw_C", (64, 2, 96, 96), layout="BTNH", state_rows=32, state_columns=128),
-    param("recurrent_fw_H", (64, 2, 96, 96), layout="BTNH"),
-    # three warpgroups
-    param("recurrent_fw_H", (64, 2, 96, 192), layout="BTNH"),
+    # beyond; or tiles of 96.
+    param("parallel_fw_H", (64, 2, 96, 96), **BTNH),
+    param("parallel_fw_P", (64, 2, 96, 96), **BTNH),
+    param("parallel_bw_dP", (128, 1, 96, 96), **BTNH, num_stages=3),
+    param("chunk_gradients", (128, 1, 96, 64), **BTNH, num_stages=4),
+    param("chunk_gradients", (128, 1, 96, 96), **BTNH, heads=(1, 1), num_stages=4),
+    param("recurrent_fw_C", (64, 2, 96, 96), **BTNH, state_rows=32, state_columns=128),
+    param("recurrent_fw_H", (64, 2, 96, 96), **BTNH),
+    # Three warpgroups.
+    param("recurrent_fw_H", (64, 2, 96, 192), **BTNH),
     param(
-        "recurrent_fw_C",
-        (64, 2, 128, 192),
-        layout="BTNH",
+        *("recurrent_fw_C", (64, 2, 128, 192)),
+        **BTNH,
         state_rows=64,
         state_columns=192,
         num_stages=3,
     ),
     # Items of three parts of 64 columns, so that the next item stores to the tile that was last.
-    param("parallel_bw_dQKV", (128, 2, 192, 192), layout="BTNH", normalised=False),
-    # Items reach beyond the only block of columns of all outputs.
-    param("parallel_bw_dQKV", (256, 1, 64, 64), layout="BTNH"),
+    param("parallel_bw_dQKV", (128, 2, 192, 192), **BTNH, normalised=False),
+    # Items reach beyond the only block of columns of all outputs, or of one.
+    param("parallel_bw_dQKV", (256, 1, 64, 64), **BTNH),
+    param("parallel_bw_dQKV", (128, 1, 64, 64), heads=(1, 1)),
+    param("parallel_bw_dQKV", (128, 1, 160, 16), **BTNH),
+    # Parts of 32 columns: nine of the keys, an odd number of tiles of 64, items of five.
+    param("parallel_fw_H", (64, 1, 288, 96), **BTNH),
+    param("parallel_bw_dP", (128, 2, 160, 96), **BTNH, normalised=False, num_stages=4),
+    param("recurrent_fw_H", (64, 2, 160, 96), **BTNH, state_rows=160),
 ]
-# A GPU has heads of 64 and 192, 192 and 384, 320 and 640 and of 448 too (test_gpu.py).
-SLOW_CALLS = [
-    slow_param("parallel_bw_dP", (512, 1, 128, 128), layout="BTNH", normalised=False, num_stages=3),
-    slow_param(
-        "parallel_fw_H",
-        (128, 2, 320, 256),
-        normalised=False,
-        siz_b_LQ=64,
-        siz_b_DHHV=256,
-        num_stages=1,
-    ),
-    slow_param(
-        "recurrent_fw_C",
-        (128, 2, 128, 256),
-        state_rows=128,
-        state_columns=128,
-        num_stages=2,
-        num_splits=1,
-    ),
-    # More items, or chunks, than CTAs, which have not all as many.
-    slow_param("chunk_gradients", (128, 3, 128, 256), layout="BTNH", num_stages=4),
-    # Parts of 32 columns: nine of the keys, an odd number of tiles of 64, items of five; items that
-    # reach beyond the columns of both, or of one.
-    slow_param("parallel_fw_H", (64, 1, 288, 96), layout="BTNH"),
-    slow_param("parallel_fw_P", (64, 1, 288, 96), layout="BTNH"),
-    slow_param("parallel_bw_dP", (128, 2, 160, 96), layout="BTNH", normalised=False, num_stages=4),
-    slow_param(
-        "recurrent_fw_C",
-        (64, 2, 96, 192),
-        layout="BTNH",
-        state_rows=32,
-        state_columns=192,
-        num_splits=2,
-    ),
-    slow_param("recurrent_fw_H", (64, 2, 160, 96), layout="BTNH", state_rows=160),
-    slow_param("chunk_gradients", (128, 2, 96, 192), layout="BTNH", normalised=False),
-    slow_param("parallel_bw_dQKV", (128, 1, 160, 16), layout="BTNH"),
-    slow_param("parallel_bw_dQKV", (128, 1, 160, 320), layout="BTNH", siz_b_DHHV=192),
-]
+HEADS_OF_96 = "parallel_fw_H", "parallel_fw_P", "recurrent_fw_C", "recurrent_fw_H"
 
 
-@pytest.mark.parametrize(("stage", "sizes", "options"), CALLS + SLOW_CALLS)
+# Interpreted, each kernel runs in one quick test.
+@pytest.mark.quick(
+    *(f"{stage} 64-2-96-96" for stage in HEADS_OF_96),
+    *("parallel_bw_dP 128-1-96-96", "chunk_gradients 128-1-96-96", "parallel_bw_dQKV 128-1-64-64"),
+)
+@pytest.mark.parametrize(("stage", "sizes", "options"), CALLS)
 def test_the_kernel_agrees_with_the_plain_form(stage, sizes, options):
     heads = 1, 3 if stage in ("parallel_bw_dQKV", "chunk_gradients") else 2
     check_row(stage, sizes, options, **ON, heads=heads, f_shift=6.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "heads", "tiles"),
     [
@@ -198,12 +158,14 @@ def with_floors_of_one():
     return run, x, (h, h.at[0, 33].set(jnp.inf))
 
 
+@pytest.mark.slow
 def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
     run, _, hs = with_floors_of_one()
     stage = functools.partial(run, "parallel_bw_dP", normaliser=Normaliser())
     check_isolated(stage, *hs, lambda y: y.scores)
 
 
+@pytest.mark.slow
 def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger():
     """recurrent_bw_dC computes delta, and step_sums what dn is made of."""
     stage, x, hs = with_floors_of_one()
@@ -223,6 +185,7 @@ def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger(
     assert np.any(gradients[2])
 
 
+@pytest.mark.quick("sizes0-True-False")
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "has_dm"),
@@ -231,8 +194,8 @@ def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger(
         ((1, 1536, 512, 64, 0.99), True),  # one chunk per CTA, each of which joins the others
         ((1, 1536, 256, 64, 1.0), True),  # runs over chunks that a CTA joins
         ((1, 2560, 128, 64, 1.0), True),  # over more chunks
-        slow((1, 512, 256, 64, 0.5), False),  # two chunks per CTA
-        slow((1, 512, 128, 64, 0.99), True),  # four chunks per CTA
+        ((1, 512, 256, 64, 0.5), False),  # two chunks per CTA
+        ((1, 512, 128, 64, 0.99), True),  # four chunks per CTA
     ],
 )
 def test_step_gradients_by_definition(sizes, has_dm, reverse):
@@ -255,6 +218,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.quick("step_sums 2-2-128-96", "vector_states 1-2-320-96")
 @pytest.mark.parametrize(("stage", "sizes", "options"), SMALL)
 def test_small_stages(stage, sizes, options):
     check_small_row(stage, sizes, options, **ON)
@@ -270,32 +234,6 @@ def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group():
         assert groups_alone(3, S, 64) == 8  # it begins inside a group
 
 
-@pytest.mark.parametrize(("B", "NH", "num_splits"), [(2, 3, 1), (2, 1, 2)])
-def test_tiles_that_are_copied_by_groups_are_where_they_should_be(B, NH, num_splits):
-    """The array, index by index, of a tile that is selected in two steps."""
-    from mlstm_pallas.mosaic_gpu.common.copies import head_of
-    from mlstm_pallas.mosaic_gpu.common.references import selected
-
-    S, D, rows, columns = 102, 64, 16, 32
-    p = Problem(B, NH * num_splits, S // num_splits, D, D, S // num_splits, 1.0)
-    x = np.arange(B * NH * S * D).reshape(B * NH, num_splits, p.S, D)
-    for array in (x.reshape(-1, S, D), np.swapaxes(x.reshape(B, NH, S, D), 1, 2)):
-
-        @jax.jit
-        def tile_of(n, array=array):
-            steps = head_of(jax.new_ref(array), n, p)
-            assert steps.reference.shape == (p.S, D)
-            steps = steps.at[pl.ds(8, 2 * rows)].at[pl.ds(rows, rows), pl.ds(columns, columns)]
-            region, _ = selected(steps.reference)
-            return steps.reference[...], [start for start, _ in region]
-
-        for n in range(p.BNH):
-            tile, starts = jax.tree.map(np.asarray, tile_of(n))
-            head = x.reshape(-1, p.S, D)[n]
-            assert np.array_equal(tile, head[8 + rows : 8 + 2 * rows, columns : 2 * columns])
-            assert array[tuple(starts)] == tile[0, 0]
-
-
 # Lines of test_gates.check_line.
 GATES = [
     "plain-64-192 exp packed lengths",
@@ -306,8 +244,6 @@ GATES = [
     # two CTAs, which join the chunks of their head
     "plain-128-1024 exp packed",
     "plain-128-1024 exp packed reverse",
-]
-SLOW_GATES = [
     # one chunk per CTA
     "plain-512-1024 exp",
     "resets-64-192 sigmoid reverse",
@@ -317,18 +253,16 @@ SLOW_GATES = [
 ]
 
 
+@pytest.mark.quick("plain-64-192 exp packed lengths")
 @pytest.mark.parametrize(
     "line",
-    [
-        *(f"{case}-64-192 exp packed" for case in test_gates.CASES if case != "plain"),
-        *GATES,
-        *map(slow, SLOW_GATES),
-    ],
+    [*(f"{case}-64-192 exp packed" for case in test_gates.CASES if case != "plain"), *GATES],
 )
 def test_gates_are_those_of_the_recurrence(line):
     test_gates.check_line(line, Lowering.MOSAIC_GPU)
 
 
+@pytest.mark.slow
 def test_the_stabiliser_scan_of_many_chunks():
     """In several blocks; with chunks that hold a reset (g is -inf), or that store nothing."""
     from mlstm_pallas.mosaic_gpu.vectors import scan_chunks
@@ -348,12 +282,7 @@ def test_the_stabiliser_scan_of_many_chunks():
         np.testing.assert_allclose(result[:, c], m, rtol=0, atol=bound)
 
 
-QUICK_RECURRENCES = (
-    *("weighted", "delta", "splits"),
-    *("columns_of_192", "delta_beyond_the_columns", "beyond_the_rows", "beyond_the_only_columns"),
-)
-
-
-@pytest.mark.parametrize("name", quick_and_slow(RECURRENCES, quick=QUICK_RECURRENCES))
+@pytest.mark.quick("one_block_of_rows")
+@pytest.mark.parametrize("name", RECURRENCES)
 def test_interpreted_recurrences_against_float64(name):
     RECURRENCES[name].check(Lowering.MOSAIC_GPU)

@@ -1,11 +1,8 @@
 """GPU interpret mode refuses what a running product still uses, where only a GPU would compute
 wrong numbers, and what makes warpgroups wait for ever."""
 
-import ast
 import contextlib
 import functools
-import inspect
-import itertools
 import re
 from pathlib import Path
 from unittest import mock
@@ -13,7 +10,6 @@ from unittest import mock
 import compile_report
 import jax
 import jax.numpy as jnp
-import mosaic_gpu_interpreter
 import numpy as np
 import pytest
 from jax import lax
@@ -26,7 +22,7 @@ from oracle import (
     random_inputs,
     shown,
 )
-from stage_calls import Lowering, Problem, launch_of
+from stage_calls import Problem
 
 from mlstm_pallas.mosaic_gpu.common import copies, products
 from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_in, copy_out, ring_barriers
@@ -40,7 +36,6 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 
 pytestmark = [pytest.mark.usefixtures("interpreted"), needs_mosaic_gpu]
 
-SOURCE = ast.parse(inspect.getsource(mosaic_gpu_interpreter))
 R, STEPS, SLOTS = 64, 5, 2
 X = np.random.default_rng(0).normal(size=(STEPS * R, R)).astype(jnp.bfloat16)
 X_TILES = X.astype("float32").reshape(STEPS, R, R)
@@ -297,15 +292,8 @@ CHECKS = [
     (steps_copied, dict(start=88), dict(start=88, pieces=1), "copies 8 steps, expected 16 steps"),
     (steps_copied, OUT, OUT | dict(pieces=1), "copies 8 steps, expected 16 steps"),
     (steps_copied, ONE_ATOM, ONE_ATOM | dict(pieces=4), "copies 4 steps, expected 5 steps"),
-    (steps_copied, ONE_ATOM, ONE_ATOM | dict(pieces=0), "copies 16 steps, expected 5 steps"),
     # TMA has no index along an axis of which the array and the copy have one block.
     (copied, TILE | dict(index=WITHIN), TILE | dict(index=BEYOND), OF_64.format(64)),
-    (
-        copied,
-        TILE | dict(index=WITHIN, out=True),
-        TILE | dict(index=BEYOND, out=True),
-        OF_64.format(64),
-    ),
     (
         copied,
         TILE | dict(index=BEYOND, out=True, where=False),
@@ -317,13 +305,6 @@ CHECKS = [
         dict(tile=FIVE_AXES, shape=FIVE_AXES),
         dict(tile=SIX_AXES, shape=SIX_AXES),
         f"copies {SIX_AXES} of {SIX_AXES} in blocks of (), expected five axes or fewer",
-    ),
-    # Axes that the tile lacks become one.
-    (
-        copied,
-        dict(tile=FIVE_AXES[1:], shape=SIX_AXES, index=(1, 1)),
-        dict(tile=FIVE_AXES, shape=SIX_AXES, index=(1,)),
-        f"copies {FIVE_AXES} of {SIX_AXES} in blocks of (), expected five axes or fewer",
     ),
     (
         copied,
@@ -353,12 +334,14 @@ def ids(column):
 RIGHT = {name: x[:2] for name, x in zip(ids(1), CHECKS, strict=True)}
 
 
+@pytest.mark.quick("sum_of_squares", "steps_copied start=80")
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_kernel_that_waits_is_right(name):
     kernel, arguments = RIGHT[name]
     kernel(**arguments)
 
 
+@pytest.mark.quick("sum_of_squares in_loop", "sum_of_squares unread", "two_squares waits")
 @pytest.mark.timeout(45, method="thread")  # a signal does not end a kernel that waits
 @pytest.mark.parametrize(("kernel", "right", "wrong", "message"), CHECKS, ids=ids(2))
 def test_a_defect_is_refused(kernel, right, wrong, message, capsys):
@@ -370,80 +353,7 @@ def test_a_defect_is_refused(kernel, right, wrong, message, capsys):
     assert re.search(who + re.escape(message), said)
 
 
-CHECKED_BY = {"_refuse", "_check_unread", "_end", "expect"}
-
-
-def test_each_check_of_the_interpreter_has_a_kernel():
-    """What a check says, from its text, is said of some kernel in the table."""
-    calls = [x for x in ast.walk(SOURCE) if isinstance(x, ast.Call)]
-    calls = [x for x in calls if getattr(x.func, "attr", getattr(x.func, "id", 0)) in CHECKED_BY]
-    texts = [
-        [getattr(part, "value", None) for part in getattr(x, "values", [x])]
-        for call in calls
-        for x in call.args[:2]
-        if isinstance(x, ast.Constant | ast.JoinedStr)
-    ]
-    assert len(texts) >= 15
-    for text in texts:
-        pattern = "".join(re.escape(x) if isinstance(x, str) else ".+" for x in text)
-        assert any(re.search(rf"\b{pattern}", message) for *_, message in CHECKS), pattern
-    functions = (x for x in ast.walk(SOURCE) if isinstance(x, ast.FunctionDef))
-    raising = {x.name for x in functions if any(isinstance(y, ast.Raise) for y in x.body)}
-    assert raising == {"_refuse"}
-
-
-def test_regions_overlap_where_they_have_an_element_in_common():
-    """Parts of an axis of four elements, alone and beside another axis; a region that names no
-    axis is all of its buffer."""
-    overlap, parts = (
-        mosaic_gpu_interpreter._overlap,
-        [(a, n) for a in range(4) for n in range(1, 5 - a)],
-    )
-    for x, y in itertools.product(parts, repeat=2):
-        common = not {*range(x[0], sum(x))}.isdisjoint(range(y[0], sum(y)))
-        assert overlap([x], [y]) == overlap([(1, 1), x], [(0, 2), y]) == common, (x, y)
-        assert not overlap([(0, 1), x], [(1, 1), y])
-        assert overlap([x], [])
-        assert overlap([], [y])
-
-
-def test_clocks_are_ordered_as_in_jax():
-    from jax._src.pallas.mosaic.interpret.vector_clock import NpVectorClock  # of jax >= 0.11
-
-    clocks = []
-    for counts in itertools.product((0, 1, 2, 255, 256), repeat=3):
-        clocks.append(NpVectorClock(3))
-        clocks[-1].clock[:] = counts
-    for x, y in itertools.product(clocks, repeat=2):
-        assert mosaic_gpu_interpreter._ordered(x, y) == (x.lt(y) or y.lt(x))
-
-
-def test_a_launch_forgets_one_that_was_refused():
-    def kernel(x, y, tile, full, empty):
-        copy_in(x.at[:R], tile, full)
-        products.acquire(full, empty)
-        pl.when(x[0, 0] == 1)(lambda: products.release(empty))
-
-    barrier = plgpu.Barrier(num_barriers=1)
-    run = program(
-        kernel, "launch", tile=plgpu.SMEM((R, R), jnp.bfloat16), full=barrier, empty=barrier
-    )
-    for _ in range(2):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="ends with empty, expected release"):
-            run(0 * X)
-    run(0 * X + 1)
-
-
-def test_persistent_kernels_have_two_ctas():
-    for stage, D, L in (
-        ("parallel_bw_dP", 256, 256),
-        ("parallel_bw_dQKV", 256, 256),
-        ("chunk_gradients", 128, 128),
-    ):
-        p = Problem(8, 8, 512, D, D, L, 1.0)
-        assert launch_of(stage, p, "bfloat16", Lowering.MOSAIC_GPU).tiles.num_ctas == 2
-
-
+@pytest.mark.slow
 def test_arrays_that_share_memory_overwrite_each_other():
     def kernel(x, y, both, full):
         first, second = both
@@ -475,6 +385,7 @@ def blocks_of(jaxpr):
         yield from blocks_of(inner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["states_BTNH", "splits"])
 def test_kernels_with_products_write_shared_memory_by_products_store(name):
     """What asks whether a product reads the tile, a callback, comes right before each write."""

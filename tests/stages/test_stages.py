@@ -208,7 +208,9 @@ def summed(gates):
     return gates._replace(vecE=e, vecU=u)
 
 
-F32, SMALL = dict(dtype="float32"), dict(siz_b_L=16, siz_b_DHQK=16, siz_b_DHHV=32)
+# As many blocks of rows as of columns would hide which is which.
+F32, NARROW = dict(dtype="float32"), dict(siz_b_DHQK=16, siz_b_DHHV=16)
+SMALL, WIDE = dict(siz_b_L=16) | NARROW, dict(siz_b_DHQK=64, siz_b_DHHV=32)
 PARTIAL = dict(dtype="float32", layout="BTNH")
 OF_CASE = {"dtype", "heads", "layout", "normalised", "resets", "f_shift"}
 OF_CHECK = {"store_every", "return_keys"}
@@ -224,140 +226,43 @@ def check_row(stage, sizes, options, lowering=Lowering.INTERPRET, **of_case):
     x.check(stage, tiles, lowering, **options)
 
 
-# Most of the default tiles are tested in bfloat16, most others in float32. Interpreted, what a
-# kernel reads beyond an array is NaN.
+# The default tiles are tested in bfloat16, most others in float32. Interpreted, what a kernel reads
+# beyond an array is NaN.
 CALLS = [
-    slow_param("chunk_gates", (64, 2, 32, 64), **F32),
-    slow_param("chunk_gates", (64, 2, 32, 64), **F32, num_warps=2),
-    slow_param(
-        "recurrent_fw_C",
-        (16, 8, 32, 64),
-        **F32,
-        siz_b_L=16,
-        siz_b_DHQK=16,
-        siz_b_DHHV=16,
-        num_splits=1,
-    ),
     param("recurrent_fw_C", (64, 2, 32, 64), **F32, siz_b_L=32, siz_b_DHQK=64, siz_b_DHHV=64),
-    slow_param(
-        "parallel_fw_H",
-        (64, 2, 32, 64),
-        **F32,
-        siz_b_LQ=16,
-        siz_b_LKV=16,
-        siz_b_DHQK=16,
-        siz_b_DHHV=16,
-    ),
-    slow_param(
-        "parallel_fw_H",
-        (64, 2, 32, 64),
-        **F32,
-        siz_b_LQ=64,
-        siz_b_LKV=16,
-        siz_b_DHQK=32,
-        siz_b_DHHV=16,
-    ),
-    param(
-        "parallel_fw_H",
-        (64, 2, 32, 64),
-        **F32,
-        siz_b_LQ=16,
-        siz_b_LKV=32,
-        siz_b_DHQK=16,
-        siz_b_DHHV=32,
-        keep_q=True,
-    ),
-    param("parallel_fw_P", (16, 8, 32, 64), **F32, siz_b_DHQK=16),
-    # two launches
-    param("recurrent_fw_H", (16, 8, 32, 64), **F32, siz_b_DHQK=16, siz_b_DHHV=16, state_rows=16),
-    param("recurrent_fw_H", (64, 2, 32, 64), **F32, siz_b_DHQK=16, siz_b_DHHV=64, state_rows=32),
-    param("parallel_bw_dP", (16, 8, 32, 64), **F32, siz_b_LQ=16, block_k=16),
-    slow_param("parallel_bw_dP", (256, 1, 32, 64), **F32, siz_b_LQ=32, block_k=16),
-    param("recurrent_bw_dC", (64, 2, 32, 64), **F32, siz_b_L=16, siz_b_DHQK=16, siz_b_DHHV=32),
-    param(
-        "parallel_bw_dQKV",
-        (64, 2, 32, 64),
-        **F32,
-        siz_b_LQ=64,
-        siz_b_DHQK=16,
-        siz_b_DHHV=64,
-        block_k=16,
-    ),
-    slow_param(
-        "parallel_bw_dQKV",
-        (256, 1, 32, 64),
-        **F32,
-        siz_b_LQ=32,
-        siz_b_DHQK=32,
-        siz_b_DHHV=16,
-        block_k=32,
-    ),
-    # Blocks and pieces of columns that do not divide the heads.
-    slow_param(
-        "recurrent_fw_C",
-        (16, 4, 48, 80),
-        **PARTIAL,
-        siz_b_L=16,
-        siz_b_DHQK=32,
-        siz_b_DHHV=64,
-        num_splits=1,
-    ),
-    param(
-        "recurrent_fw_C",
-        (16, 4, 48, 80),
-        **PARTIAL,
-        siz_b_L=16,
-        siz_b_DHQK=64,
-        siz_b_DHHV=32,
-        num_splits=2,
-    ),
-    slow_param(
-        "parallel_fw_H", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=32, siz_b_DHHV=64, keep_q=True
-    ),
-    param("parallel_fw_H", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=64, siz_b_DHHV=128, keep_q=False),
-    param("parallel_fw_P", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=64),
-    # two launches
-    param(
-        "recurrent_fw_H", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=16, siz_b_DHHV=64, state_rows=32
-    ),
-    param(
-        "recurrent_fw_H", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=64, siz_b_DHHV=32, state_rows=64
-    ),
-    param("parallel_bw_dP", (16, 4, 48, 80), **PARTIAL, block_k=32),
-    slow_param(
-        "recurrent_bw_dC", (16, 4, 48, 80), **PARTIAL, siz_b_L=16, siz_b_DHQK=64, siz_b_DHHV=32
-    ),
-    param("parallel_bw_dQKV", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=32, siz_b_DHHV=64, block_k=64),
-    slow_param(
-        "parallel_bw_dQKV", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=64, siz_b_DHHV=128, block_k=32
-    ),
     param(
         "recurrent_fw_C", (16, 8, 32, 64), **F32, **SMALL, num_splits=8, resets=True, f_shift=6.0
     ),
-    slow_param("recurrent_fw_C", (128, 2, 32, 64), **SMALL, num_splits=2, f_shift=6.0),
-    slow_param(
-        "recurrent_bw_dC", (16, 8, 32, 64), **F32, **SMALL, num_splits=8, resets=True, f_shift=6.0
+    param(
+        "parallel_fw_H", (64, 2, 32, 64), **F32, siz_b_LQ=16, siz_b_LKV=32, **NARROW, keep_q=True
     ),
-    slow_param("recurrent_bw_dC", (128, 2, 32, 64), **SMALL, num_splits=2, f_shift=6.0),
     param("parallel_fw_H", (64, 2, 32, 64), **F32, resets=True, normalised=False),
+    param("parallel_fw_P", (16, 8, 32, 64), **F32, siz_b_DHQK=16),
+    # two launches
+    param("recurrent_fw_H", (16, 8, 32, 64), **F32, **NARROW, state_rows=16),
     param("recurrent_fw_H", (16, 4, 32, 64), **F32, store_every=2),
+    param("parallel_bw_dP", (16, 8, 32, 64), **F32, siz_b_LQ=16, block_k=16),
     param("parallel_bw_dP", (32, 2, 32, 64), return_keys=False),  # C is recomputed
+    param("recurrent_bw_dC", (64, 2, 32, 64), **F32, **SMALL),
+    param("parallel_bw_dQKV", (64, 2, 32, 64), **F32, siz_b_LQ=64, **NARROW, block_k=16),
+    # Blocks and pieces of columns that do not divide the heads.
+    param("recurrent_fw_C", (16, 4, 48, 80), **PARTIAL, **SMALL, num_splits=2),
+    param("parallel_fw_H", (16, 4, 48, 80), **PARTIAL, **WIDE, keep_q=False),
+    param("parallel_fw_P", (16, 4, 48, 80), **PARTIAL, siz_b_DHQK=64),
+    param("recurrent_fw_H", (16, 4, 48, 80), **PARTIAL, **WIDE, state_rows=64),
+    param("parallel_bw_dP", (16, 4, 48, 80), **PARTIAL, block_k=32),
+    param("parallel_bw_dQKV", (16, 4, 48, 80), **PARTIAL, **WIDE, block_k=64),
 ]
-# MAX_TILE steps per CTA.
 SLOW_CALLS = [
-    slow_param(
-        "parallel_fw_H",
-        (256, 1, 32, 64),
-        siz_b_LQ=64,
-        siz_b_LKV=16,
-        siz_b_DHQK=32,
-        siz_b_DHHV=16,
-        keep_q=True,
-    ),
+    slow_param("chunk_gates", (64, 2, 32, 64), **F32, num_warps=2),
+    slow_param("parallel_fw_H", (64, 2, 32, 64), **F32, siz_b_LQ=64, siz_b_LKV=16, **NARROW),
+    slow_param("recurrent_fw_H", (16, 4, 48, 80), **PARTIAL, **NARROW, state_rows=32),
+    slow_param("recurrent_bw_dC", (16, 4, 48, 80), **PARTIAL, siz_b_L=16, **WIDE),
+    slow_param("recurrent_bw_dC", (16, 8, 32, 64), **F32, **SMALL, num_splits=8, resets=True),
+    # MAX_TILE steps per CTA
+    slow_param("parallel_fw_H", (256, 1, 32, 64), siz_b_LQ=64, siz_b_LKV=16, keep_q=True),
     slow_param("parallel_bw_dP", (256, 1, 32, 64), siz_b_LQ=128, block_k=32),
-    slow_param(
-        "parallel_bw_dQKV", (256, 1, 32, 64), siz_b_LQ=256, siz_b_DHQK=32, siz_b_DHHV=64, block_k=32
-    ),
+    slow_param("parallel_bw_dQKV", (256, 1, 32, 64), siz_b_LQ=256, block_k=32),
 ]
 
 
@@ -381,29 +286,16 @@ def test_recurrent_fw_H_stores_no_states_of_several_launches():
 # ---------------- splits of a sequence that run at the same time
 
 # Of every split but the last, backward but the first; or of all. Then in three blocks of columns.
+SIZES = (1, 2, 128, 32, 64, 16)
 SPLITS = [
-    param(
-        "split_products",
-        (1, 2, 128, 32, 64, 16),
-        num_splits=4,
-        tiles=dict(siz_b_DHQK=16, siz_b_DHHV=32, siz_b_L=16),
+    *(
+        param("split_products", SIZES, num_splits=4, tiles=SMALL, **options)
+        for options in ({}, dict(backward=True), dict(all_splits=True))
     ),
-    param(
-        "split_products",
-        (1, 2, 128, 32, 64, 16),
-        backward=True,
-        num_splits=4,
-        tiles=dict(siz_b_DHQK=16, siz_b_DHHV=32, siz_b_L=16),
+    *(
+        param("step_sums", (2, 2, 64, 48, 16, 32), tiles=dict(siz_b_DHQK=16), layout=layout)
+        for layout in ("BNTH", "BTNH")
     ),
-    param(
-        "split_products",
-        (1, 2, 128, 32, 64, 16),
-        all_splits=True,
-        num_splits=4,
-        tiles=dict(siz_b_DHQK=16, siz_b_DHHV=32, siz_b_L=16),
-    ),
-    param("step_sums", (2, 2, 64, 48, 16, 32), tiles=dict(siz_b_DHQK=16)),
-    param("step_sums", (2, 2, 64, 48, 16, 32), tiles=dict(siz_b_DHQK=16), layout="BTNH"),
 ]
 
 
