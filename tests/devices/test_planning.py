@@ -25,9 +25,10 @@ from mlstm_pallas import KernelConfig, distributed, mlstm_chunkwise
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.planning import backend
 from mlstm_pallas.planning.backend import requested_backend
-from mlstm_pallas.problem.gpu import known_gpu
+from mlstm_pallas.problem.gpu import HOPPER, UNKNOWN, known_gpu
 from mlstm_pallas.schedules import sharding
 
+HIGH, X3 = jax.lax.Precision.HIGH, jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
 WIDE = 256, 512  # heads wide enough for sequences to be split
 
 
@@ -119,8 +120,8 @@ def test_every_launch_that_is_planned_runs_in_this_order(on, name, heads, monkey
 @pytest.mark.filterwarnings("ignore:backend is 'mosaic_gpu' and products are in float32")
 def test_the_table_of_plans(any_jax):
     """``plans.py`` says how to write the table anew."""
-    for call, lines in zip(plans.CALLS, plans.table(), strict=True):
-        assert call.lines() == lines
+    for (call, lines), block in zip(plans.CALLS.items(), plans.table(), strict=True):
+        assert [call, *lines()] == block
 
 
 SMALL = HELPERS - {"split_products"}
@@ -271,3 +272,70 @@ def test_narrower_heads_move_no_more_bytes_and_need_no_more_flops(any_jax, gpu, 
     assert len(pairs) >= 300
     grow = [(x, y) for x, y in pairs if (sums[x] > sums[y]).any()]
     assert not grow
+
+
+# ---------------- values that a hand can check
+
+
+def test_configs_are_joined_and_equal_by_value():
+    """What one leaves None is from the other, all tiles of a kernel too; repr makes it."""
+    P, H, rows = dict(num_warps=2), dict(siz_b_LQ=32), dict(siz_b_DHQK=16)
+    one = KernelConfig(64, HIGH, False, 2, triton_parallel_fw_P=P)
+    assert (one.tiles_of("triton_parallel_fw_P"), one.tiles_of("triton_parallel_fw_H")) == (P, {})
+    assert KernelConfig(128, triton_parallel_fw_P=P) | KernelConfig(32, fused=True) == KernelConfig(
+        32, fused=True, triton_parallel_fw_P=P
+    )
+    assert one | KernelConfig(triton_parallel_fw_P=rows) == KernelConfig(
+        64, HIGH, False, 2, triton_parallel_fw_P=rows
+    )
+    same = KernelConfig(64, triton_parallel_fw_P=P, mosaic_gpu_parallel_fw_H=H)
+    other = KernelConfig(
+        64, mosaic_gpu_parallel_fw_H=H, triton_parallel_fw_P=P, triton_recurrent_fw_C=None
+    )
+    assert {same, other} == {same} != {KernelConfig(64, triton_parallel_fw_P=P)}
+    assert all(eval(repr(x)) == x for x in (one, same, KernelConfig(precision=X3, fused=False)))
+    with pytest.raises(TypeError, match=r"^config\.triton_parallel_fw_H is 3, expected a Map"):
+        KernelConfig(triton_parallel_fw_H=3)
+
+
+@pytest.mark.parametrize(
+    ("precision", "compiled", "interpreted"),
+    [(None, "BF16_BF16_F32_X6", "HIGHEST"), (HIGH, "HIGH", "HIGH"), (X3, X3.name, "HIGHEST")],
+)
+def test_the_precision_of_products(precision, compiled, interpreted):
+    """Of float32; interpreted products are full float32, where the algorithms of tensor cores are
+    not."""
+    of = KernelConfig(precision=precision).dot_precision
+    assert [of(jnp.dtype("float32"), x).name for x in (False, True)] == [compiled, interpreted]
+    assert of(jnp.dtype("bfloat16"), False) is None
+    assert of(jnp.dtype("bfloat16"), True).name == "HIGHEST"
+
+
+def spec(*shape, gpu=HOPPER, **options):
+    return spec_of(shape, "bfloat16", gpu, "triton", **options)
+
+
+def test_summaries_of_a_shard():
+    """They are of the splits of its forward pass, or of about 4096 steps each, as far as its chunks
+    can be divided; a config's splits, too."""
+    assert [spec(1, 8, S, *WIDE).plan.summary_splits for S in (8192, 8256, 4096)] == [4, 1, 4]
+    steps = 64, 4096, 8192, 32768, 49152, 65536
+    splits = [spec(1, 1, S, 64, 64).plan.summary_splits for S in steps]
+    assert splits == [1, 1, 2, 8, 8, 16]
+    for asked in (4, 8):  # 260 chunks of the fused scan
+        config = KernelConfig(fused=True, num_splits=asked)
+        x = spec(1, 8, 8320, *WIDE, chunk_size=128, config=config)
+        assert (x.plan.num_splits, x.plan.fused_problem.L, x.problem.NC) == (4, 32, 65)
+        assert x.plan.summary_splits == 1
+
+
+@pytest.mark.parametrize(("gpu", "most"), [(HOPPER, 640), (UNKNOWN, 512)], ids=["H100", "unknown"])
+def test_the_fused_scan_has_at_most_two_launches(gpu, most):
+    """Of up to 320 rows of the state each on Hopper, otherwise 256."""
+    assert spec(8, 8, 8192, most, 512, gpu=gpu).plan.uses_fused_scan
+    assert not spec(8, 8, 8192, most + 16, 512, gpu=gpu).plan.uses_fused_scan
+
+
+def test_rows_of_a_fused_scan():
+    rows = [spec(8, 8, 8192, x, 512).plan.fused_launch.tiles for x in (96, 320, 336, 448, 768)]
+    assert [x.state_rows for x in rows] == [96, 320, 192, 256, 256]
