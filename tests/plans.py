@@ -61,11 +61,8 @@ def printed_lines(*args, **options):
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 A100, B200, RTX4090 = "NVIDIA A100-SXM4-80GB", "NVIDIA B200", "NVIDIA GeForce RTX 4090"
-MOSAIC, FLOAT32, STORED = (
-    dict(backend="mosaic_gpu"),
-    dict(dtype="float32"),
-    dict(recompute_states_in_bw=False),
-)
+MOSAIC, FLOAT32 = dict(backend="mosaic_gpu"), dict(dtype="float32")
+STORED = dict(recompute_states_in_bw=False)
 PUBLISHED = "7b-8k tfla-8k b1-8k small-8k few-2k x125m-2k x760m-2k x2b7-2k vil-t small-64 small-128"
 CALLS = {}  # by the first line of a block, functions that return the others
 
@@ -85,16 +82,16 @@ def config(**options):
 
 add(plan_lines, H200, PUBLISHED)
 add(plan_lines, H200, PUBLISHED, **MOSAIC)
-add(plan_lines, A100, "7b-8k tfla-8k small-8k small-64 1x16x8192x256x512")
+add(plan_lines, A100, "7b-8k tfla-8k small-8k small-64 1x16x8192x256x512 8x8x4096x128x256")
 add(plan_lines, A100, "7b-8k", **FLOAT32)
 add(plan_lines, A100, "8x64x8192x256x32", **STORED)
 add(plan_lines, H200, "1x1x65536x64x64 1x4x2048x48x80 1x1x300x256x512")
 add(plan_lines, H200, "1x1x1x256x512", **config(chunk_size=1024))
 add(plan_lines, H200, "4x8x8320x256x512", **config(chunk_size=128, fused=True, num_splits=4))
-add(
-    *(plan_lines, H200, "1x8x8320x128x512"),
-    **STORED | config(chunk_size=128, fused=True, num_splits=4),
-)
+splits = dict(fused=True, num_splits=4)
+long = "1x8x8192x128x512 1x8x8192x512x512"
+add(plan_lines, H200, "1x8x8320x128x512", **STORED, **config(chunk_size=128, **splits))
+add(plan_lines, H200, long, **STORED, **config(chunk_size=256, **splits))
 tiles = dict(triton_parallel_fw_H=dict(siz_b_LQ=16, num_warps=8))
 tiles |= dict(triton_recurrent_fw_C=dict(num_splits=8))
 add(plan_lines, H200, "4x8x8192x256x512", **config(fused=False, **tiles))
@@ -121,6 +118,7 @@ add("recurrent_step", RTX4090, "512x16x1x64x72")
 step = dict(triton_recurrent_step=dict(siz_b_DHHV=128))
 add("recurrent_step", RTX4090, "4x4x1x8x24", **FLOAT32, **step)
 add("ring_step", H200, "256mib 64x8x4x256x512 1x8x4x256x512", **FLOAT32)
+add("step_sums", H200, "b1-8k", **MOSAIC)
 add("vector_states", H200, "1x1x131072x128x256 1x1x8192x80x96", **MOSAIC)
 add("recurrent_fw_C", H200, "1x64x8192x256x512 1x16x8192x256x512", **MOSAIC, chunk_size=256)
 add("recurrent_bw_dC", H200, "1x64x8192x256x512 1x3x8192x256x512", **MOSAIC, chunk_size=256)
