@@ -15,7 +15,14 @@ from jax.sharding import PartitionSpec as P
 from oracle import assert_close, collectives, mesh_for, mesh_of
 from relations import below
 
-from mlstm_pallas import KernelConfig, reference, use_backend
+from mlstm_pallas import (
+    KernelConfig,
+    mlstm_ring_flush,
+    mlstm_ring_states,
+    mlstm_ring_step,
+    reference,
+    use_backend,
+)
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.export import CUSTOM_CALL_TARGET, export
 from mlstm_pallas.xlstm_jax import (
@@ -34,11 +41,24 @@ def in_shards(call, tokens, states, config, **options):
     return h, *last
 
 
-engine.FUNCTIONS["in_shards"] = in_shards
+def ring_calls(call, tokens, states, accepted, **options):
+    """Calls of drafts one after the other: in a scan inside of a shard_map the type of the ring
+    would change, because it begins to vary."""
+    T, rings = call.get(Drafts).T, mlstm_ring_states(*states, dtype=call.dtype, length=8)
+    h, before = [], None
+    for t in range(0, tokens[0].shape[2], T):
+        x, of_step = (y[:, :, t : t + T] for y in tokens), dict(accepted=before, layout="BNTH")
+        y, rings = mlstm_ring_step(*x, rings, **of_step, **options)
+        h.append(y)
+        before = accepted[:, t // T]
+    return jnp.concatenate(h, 2), *mlstm_ring_flush(rings, accepted=before)
+
+
+engine.FUNCTIONS |= dict(in_shards=in_shards, ring_calls=ring_calls)
 SHAPE, FEW = (2, 4, 32, 16, 8), (2, 4, 4, 16, 8)
 IDS = (7, 20, 5), (27, 5)
 LAST, CHUNKS = dict(chunk_size=16, return_last_states=True), dict(chunk_size=16)
-CALLS = {  # those before "slots" are columns of the table of docs/devices.md
+CALLS = {  # those before "reverse" are columns of the table of docs/devices.md
     "forward": Call("mlstm_chunkwise", SHAPE, states=None, options=CHUNKS),
     "gradient outside": Call("mlstm_chunkwise", SHAPE, options=LAST),
     "gradient inside": Call("mlstm_chunkwise", SHAPE, options=LAST),
@@ -49,8 +69,14 @@ CALLS = {  # those before "slots" are columns of the table of docs/devices.md
     "states of steps": Call("mlstm_chunkwise_states", SHAPE, options=dict(every=16)),
     "step": Call("mlstm_recurrent_step", FEW),
     "steps": Call("mlstm_recurrent_sequence", FEW, steps=(Lengths((3, 4)),)),
-    "ring step": Call("mlstm_ring_step", FEW, steps=(Drafts(2, ((1, 2), (0, 1)), length=8),)),
+    "ring step": Call("ring_calls", FEW, steps=(Drafts(2, ((1, 2), (0, 1))),)),
     "sequence parallel": Call("in_shards", SHAPE, options=LAST),
+    "reverse": Call(
+        "mlstm_chunkwise",
+        SHAPE,
+        steps=(Ids(IDS), Lengths((30, 32))),
+        options=LAST | dict(reverse=True),
+    ),
     "slots": Call("mlstm_recurrent_step", FEW, steps=(Slots((2, -1), 3),)),
     "joined": Call("mlstm_recurrent_step", FEW, "bfloat16", options=dict(joined=True)),
     "bfloat16": Call("mlstm_chunkwise", SHAPE, "bfloat16", None, options=CHUNKS),
