@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 from oracle import COLLECTIVE, mesh_of
-from relations_devices import AXES, CALLS, abstract, exchanges, on_axes, on_mesh
+from relations_devices import AXES, CALLS, abstract, exchanges, on_axes, on_mesh, shardings
 
 PAGE = Path(__file__).parents[1] / "docs" / "devices.md"
 TABLE = re.compile(r"(?<=<!-- python tests/mesh_table.py -->\n)(?:\|.*\n)+")
@@ -48,8 +48,10 @@ def fails_in_jax(axes):
     for level in reversed(AXES[axes][1]):
         spec = P("x" if "x" in level else None, "y" if "y" in level else None)
         run = jax.shard_map(run, in_specs=spec, out_specs=spec, axis_names={*level})
+    places = shardings(dict(x=P("x", "y")))
+    x = jax.ShapeDtypeStruct((2, 4), "float32", sharding=places["x"])
     try:
-        jax.jit(jax.grad(lambda x: jnp.sum(run(x)))).lower(jnp.ones((2, 4)))
+        jax.jit(jax.grad(lambda x: jnp.sum(run(x)))).lower(x)
     except ValueError as error:
         return str(error).startswith("Cannot lower jaxpr with verifier errors")
     return False
