@@ -137,8 +137,9 @@ OTHERS |= {
 }
 
 
-def program(name, backend="xla"):
-    """A function of arrays by name, which is traced anew, and its arrays."""
+def program(name, backend=None):
+    """A function of arrays by name, which is traced anew, and its arrays. Functions of tokens have
+    gradients on backend "xla" alone."""
     if name in CALLS:
         return fresh(CALLS[name], backend), arrays(CALLS[name], 1)
     run, S = OTHERS[name]
@@ -162,15 +163,16 @@ SWITCHES = [
     lambda: jax.enable_custom_prng(True),
     lambda: jax.threefry_partitionable(not jax.config.jax_threefry_partitionable),
 ]
+X64 = [
+    lambda: jax.enable_x64(True),
+    lambda: jax.explain_cache_misses(True),
+    lambda: jax.log_compiles(True),
+]
 MODES = {
     "no jit": [lambda: jax.disable_jit(True)],
     "NaNs": [lambda: jax.debug_nans(True), lambda: jax.debug_infs(True)],
-    "x64": [
-        lambda: jax.enable_x64(True),
-        lambda: jax.transfer_guard("disallow"),
-        lambda: jax.explain_cache_misses(True),
-        lambda: jax.log_compiles(True),
-    ],
+    "x64": X64,
+    "x64, guarded": [*X64, lambda: jax.transfer_guard("disallow")],
     "leaks": [lambda: jax.checking_leaks()],
 }
 
@@ -187,7 +189,7 @@ def same_program(name):
     """The jaxpr of both lowerings, of kernels and of plain jnp, is that without the switches."""
 
     def text():
-        run, x = program(name, None)
+        run, x = program(name)
         return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(run)(x)))
 
     expected = text()
@@ -209,7 +211,7 @@ def compare(call, x, results, desired):
 def in_mode(name, backend, mode):
     """The results are right under the mode, in which the call is traced; without jit, where it may
     be, because that checks more values."""
-    (run, x), x64 = program(name, backend), mode == "x64"
+    (run, x), x64 = program(name, backend), "x64" in mode
     expected = None if name in CALLS else jax.jit(run)(x)
     with jax.enable_x64(x64):
         placed = jax.device_put(wide(x) if x64 else x)
@@ -246,7 +248,7 @@ BATCH_AND_HEADS, STEPS_AND_HEADS = dict(b="x", h="y"), dict(s="x", h="y")
 
 def dims_of(x, names):
     """Those of arrays and of results, which may be of several documents or steps."""
-    several = {y: f"b-{DIMS[y][1:]}" if x["dc"].ndim > 4 else DIMS[y] for y in STATES}
+    several = {y: f"b-{DIMS[y][1:]}" if np.ndim(x.get("dc", 0)) > 4 else DIMS[y] for y in STATES}
     outputs = dict(h="bhsv") | several
     arrays = DIMS | {f"d{y}": z for y, z in outputs.items()}
     results = outputs | {f"d{y}": DIMS[y] for y in TOKENS + STATES}
@@ -315,10 +317,11 @@ def on_axes(name, axes, backend=None, place=jax.device_put):
             return of_all(x | dict(f=jnp.broadcast_to(x["f"], x["i"].shape)))
 
     for level in reversed(levels):
+        of_others = P(*(a if a in level else None for a in "xy"))
         run = jax.shard_map(
             run,
             in_specs=(specs(dims, shards, level),),
-            out_specs=specs(results, shards, level) if call else P("x"),
+            out_specs=specs(results, shards, level) if call else of_others,
             axis_names={*level},
             check_vma=backend != "interpret",
         )
@@ -379,7 +382,7 @@ def lowered_on_mesh(name, axes, platform):
 def exported(name, x64):
     """An export for CPUs and for H200s that is read again has the kernels, the dtypes and shapes of
     results and gradients, and the right values here; under x64 with integers of 64 bits."""
-    call, (run, x) = CALLS[name], program(name, None)
+    call, (run, x) = CALLS[name], program(name)
     with jax.enable_x64(x64):
         passed = wide(x) if x64 else x
         made = export(run, passed, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
@@ -387,7 +390,7 @@ def exported(name, x64):
         results = loaded.call(passed)
     assert CUSTOM_CALL_TARGET in loaded.mlir_module()
     assert loaded.platforms == ("cpu", "cuda")
-    expected = jax.eval_shape(program(name, "xla")[0], x)
+    expected = jax.eval_shape(program(name)[0], x)
     for y, z in expected.items():
         assert (results[y].shape, results[y].dtype) == (z.shape, z.dtype), y
     check(call, x, results)

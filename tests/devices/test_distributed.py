@@ -27,6 +27,7 @@ from oracle import (
     compare,
     emptied,
     errors_of,
+    in_layout,
     mesh_of,
     needs_mosaic_gpu,
     random_inputs,
@@ -353,6 +354,7 @@ def test_packed_sequences_exchange_where_they_start(gate):
     entry ends in the second shard, the other in the last."""
     rows = np.repeat([4, 2, 2, 5, 1], [10, 26, 8, 70, 30]), np.repeat([0, 9], [36, 108])
     options = dict(ids=np.stack(rows).astype("int32"), sequence_lengths=np.array([70, S - 3]))
-    x = [*CASES["open"].values()][:5]
-    run = h_over(mesh_of_shards(4), chunk_size=16, backend="xla", **options, **gate)
+    options |= dict(layout="BTNH", chunk_size=16, backend="xla")
+    x = [*in_layout("BTNH", NAMES, CASES["open"].values())][:5]
+    run = h_over(mesh_of_shards(4), (P(None, "s"), WHOLE), **options, **gate)
     compiled_for(jax.jit(run), x, exchanged(4, passes=1, segment_starts=1, m=not gate))
