@@ -163,16 +163,11 @@ SWITCHES = [
     lambda: jax.enable_custom_prng(True),
     lambda: jax.threefry_partitionable(not jax.config.jax_threefry_partitionable),
 ]
-X64 = [
-    lambda: jax.enable_x64(True),
-    lambda: jax.explain_cache_misses(True),
-    lambda: jax.log_compiles(True),
-]
 MODES = {
     "no jit": [lambda: jax.disable_jit(True)],
     "NaNs": [lambda: jax.debug_nans(True), lambda: jax.debug_infs(True)],
-    "x64": X64,
-    "x64, guarded": [*X64, lambda: jax.transfer_guard("disallow")],
+    "x64": [lambda: jax.enable_x64(True)],
+    "x64, guarded": [lambda: jax.enable_x64(True), lambda: jax.transfer_guard("disallow")],
     "leaks": [lambda: jax.checking_leaks()],
 }
 
