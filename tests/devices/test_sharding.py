@@ -112,7 +112,8 @@ MESHES = [
 @pytest.mark.quick("cannot_be_kept-disagreement")
 @pytest.mark.parametrize(("shape", "kinds", "options"), MESHES)
 def test_numbers_on_a_mesh_are_those_of_one_device(expected, shape, kinds, options):
-    mesh, layout = mesh_of(shape, *kinds), options.pop("layout", "BNTH")
+    options, mesh = dict(options), mesh_of(shape, *kinds)
+    layout = options.pop("layout", "BNTH")
     x, expected = in_layout(layout, NAMES, INPUTS), in_layout(layout, RESULTS, expected)
     check(x=x, expected=expected, mesh=mesh, **dict(run=run_on()) | options)
 
