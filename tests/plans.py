@@ -4,17 +4,17 @@ A block is a call and its plan. This writes all plans anew, for a review of the 
 
     PYTHONPATH=. python tests/plans.py
 
-It needs a jax that has the Mosaic GPU kernels. A new problem is a line of CALLS.
+It needs a jax that has the Mosaic GPU kernels. A new problem is a shape in CALLS.
 """
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import command
+import shapes
 from oracle import shown
 from stage_calls import UNKNOWN, known_gpu, make_problem, spec_of
 
@@ -59,366 +59,77 @@ def printed_lines(*args, **options):
     return str(plan(*args, **options)).splitlines()
 
 
-class Call(NamedTuple):
-    """A call of one of the functions above, which are named without "_lines"."""
-
-    function: Callable[..., list[str]]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-    @classmethod
-    def of(cls, function, *args, **options):
-        return cls(function, args, options)
-
-    def __str__(self):
-        arguments = filter(None, (*map(shown, self.args), shown(self.options)[5:-1]))
-        return f"{self.function.__name__.removesuffix('_lines')}({', '.join(arguments)})"
-
-    def lines(self):
-        return [str(self), *self.function(*self.args, **self.options)]
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+A100, B200, RTX4090 = "NVIDIA A100-SXM4-80GB", "NVIDIA B200", "NVIDIA GeForce RTX 4090"
+MOSAIC, FLOAT32 = dict(backend="mosaic_gpu"), dict(dtype="float32")
+STORED = dict(recompute_states_in_bw=False)
+PUBLISHED = "7b-8k tfla-8k b1-8k small-8k few-2k x125m-2k x760m-2k x2b7-2k vil-t small-64 small-128"
+CALLS = {}  # by the first line of a block, functions that return the others
 
 
-CALLS = [
-    Call.of(plan_lines, (8, 8, 8192, 256, 512), "NVIDIA A100-SXM4-80GB"),
-    Call.of(plan_lines, (8, 8, 8192, 256, 512), "NVIDIA A100-SXM4-80GB", "float32"),
-    Call.of(plan_lines, (8, 16, 2048, 64, 64), "NVIDIA A100-SXM4-80GB"),
-    Call.of(plan_lines, (8, 8, 4096, 128, 128), "NVIDIA A100-SXM4-80GB", "float16"),
-    Call.of(plan_lines, (8, 8, 4096, 128, 256), "NVIDIA A100-SXM4-80GB"),
-    Call.of(plan_lines, (4, 4, 1000, 64, 64), "NVIDIA A100-SXM4-80GB", "float32"),
-    Call.of(plan_lines, (1, 4, 8192, 256, 512), "NVIDIA A100-SXM4-80GB"),
-    Call.of(plan_lines, (8, 8, 8192, 256, 512), "NVIDIA GeForce RTX 4090"),
-    Call.of(plan_lines, (8, 8, 8192, 256, 512), "NVIDIA GeForce RTX 4090", "float32"),
-    Call.of(plan_lines, (8, 16, 4096, 64, 128), "NVIDIA GeForce RTX 4090"),
-    Call.of(plan_lines, (8, 16, 4096, 128, 256), "NVIDIA GeForce RTX 4090"),
-    Call.of(plan_lines, (2, 6, 4096, 192, 384), "NVIDIA GeForce RTX 4090"),
-    Call.of(plan_lines, (1, 2, 8192, 512, 1024), "NVIDIA GeForce RTX 4090"),
-    Call.of(plan_lines, (1, 1, 1, 8, 24), "NVIDIA GeForce RTX 4090", "float32"),
-    Call.of(plan_lines, (8, 16, 8192, 128, 256), "NVIDIA H100 80GB HBM3"),
-    Call.of(plan_lines, (8, 16, 8192, 128, 256), "NVIDIA H100 80GB HBM3", backend="mosaic_gpu"),
-    Call.of(
-        plan_lines,
-        (8, 8, 4096, 128, 128),
-        "NVIDIA H100 80GB HBM3",
-        backend="mosaic_gpu",
-        recompute_states_in_bw=False,
-    ),
-    Call.of(plan_lines, (8, 8, 4096, 512, 512), "NVIDIA H100 80GB HBM3", backend="mosaic_gpu"),
-    Call.of(
-        plan_lines, (8, 8, 4096, 512, 512), "NVIDIA H100 80GB HBM3", "float32", backend="mosaic_gpu"
-    ),
-    Call.of(plan_lines, (2, 4, 2000, 32, 64), "NVIDIA H100 80GB HBM3", backend="mosaic_gpu"),
-    Call.of(plan_lines, (8, 8, 8192, 256, 512), "NVIDIA H200"),
-    Call.of(plan_lines, (8, 8, 8192, 256, 512), "NVIDIA H200", backend="mosaic_gpu"),
-    Call.of(
-        plan_lines, (8, 8, 8192, 256, 512), "NVIDIA H200", "float32", recompute_states_in_bw=False
-    ),
-    Call.of(plan_lines, (1, 8, 8192, 256, 512), "NVIDIA H200", layout="BTNH"),
-    Call.of(plan_lines, (1, 8, 8192, 256, 512), "NVIDIA H200", recompute_states_in_bw=False),
-    Call.of(plan_lines, (1, 8, 8192, 256, 512), "NVIDIA H200", "float16", backend="mosaic_gpu"),
-    Call.of(plan_lines, (1, 4, 4096, 256, 512), "NVIDIA H200"),
-    Call.of(plan_lines, (1, 4, 8192, 256, 512), "NVIDIA H200"),
-    Call.of(plan_lines, (1, 8, 8256, 256, 512), "NVIDIA H200"),
-    Call.of(plan_lines, (1, 2, 2048, 256, 512), "NVIDIA H200", backend="mosaic_gpu"),
-    Call.of(plan_lines, (1, 1, 65536, 64, 64), "NVIDIA H200"),
-    Call.of(plan_lines, (1, 1, 65536, 128, 128), "NVIDIA H200", backend="mosaic_gpu"),
-    Call.of(plan_lines, (2, 4, 2048, 192, 384), "NVIDIA H200", backend="mosaic_gpu"),
-    Call.of(
-        plan_lines,
-        (4, 8, 8320, 256, 512),
-        "NVIDIA H200",
-        config=KernelConfig(chunk_size=128, fused=True, num_splits=4),
-    ),
-    Call.of(
-        plan_lines,
-        (4, 8, 8192, 256, 512),
-        "NVIDIA H200",
-        config=KernelConfig(
-            fused=False,
-            triton_parallel_fw_H=dict(siz_b_LQ=16, num_warps=8),
-            triton_recurrent_fw_C=dict(num_splits=8),
-        ),
-    ),
-    Call.of(plan_lines, (1, 8, 1001, 128, 256), "NVIDIA H200", num_segments=40),
-    Call.of(
-        plan_lines, (2, 4, 1001, 256, 512), "NVIDIA H200", num_segments=13, backend="mosaic_gpu"
-    ),
-    Call.of(plan_lines, (32, 4, 2048, 96, 192), "NVIDIA H200"),
-    Call.of(plan_lines, (256, 4, 196, 96, 96), "NVIDIA H200"),
-    Call.of(plan_lines, (8, 4, 2048, 320, 640), "NVIDIA H200"),
-    Call.of(plan_lines, (1, 4, 2048, 48, 80), "NVIDIA H200"),
-    Call.of(plan_lines, (1, 4, 2048, 112, 192), "NVIDIA H200", config=KernelConfig(fused=False)),
-    Call.of(plan_lines, (1, 4, 2048, 72, 136), "NVIDIA H200", "float32"),
-    Call.of(plan_lines, (8, 8, 8192, 256, 512), "NVIDIA B200"),
-    Call.of(plan_lines, (8, 8, 8192, 256, 512), "NVIDIA B200", "float32"),
-    Call.of(plan_lines, (16, 16, 1024, 64, 64), "NVIDIA B200"),
-    Call.of(plan_lines, (2, 2, 512, 80, 96), "NVIDIA B200", "float16", num_segments=3),
-    Call.of(plan_lines, (1, 16, 16384, 128, 128), "NVIDIA B200"),
-    Call.of(plan_lines, (1, 1, 65536, 1024, 1024), "NVIDIA B200"),
-    Call.of(plan_lines, (8, 8, 4096, 128, 256), "NVIDIA H200", config=KernelConfig(fused=False)),
-    Call.of(
-        plan_lines,
-        (8, 8, 4096, 128, 256),
-        "NVIDIA B200",
-        "float32",
-        config=KernelConfig(fused=False),
-    ),
-    Call.of(
-        plan_lines,
-        (8, 8, 4096, 256, 256),
-        "NVIDIA GeForce RTX 4090",
-        config=KernelConfig(fused=False),
-    ),
-    Call.of(
-        plan_lines,
-        (8, 8, 4096, 256, 256),
-        "NVIDIA A100-SXM4-80GB",
-        config=KernelConfig(fused=False),
-    ),
-    Call.of(
-        plan_lines, (8, 64, 8192, 256, 32), "NVIDIA A100-SXM4-80GB", recompute_states_in_bw=False
-    ),
-    Call.of(
-        plan_lines,
-        (1, 8, 8192, 128, 512),
-        "NVIDIA H200",
-        recompute_states_in_bw=False,
-        config=KernelConfig(chunk_size=256, fused=True, num_splits=4),
-    ),
-    Call.of(
-        plan_lines,
-        (1, 8, 8320, 128, 512),
-        "NVIDIA H200",
-        recompute_states_in_bw=False,
-        config=KernelConfig(chunk_size=128, fused=True, num_splits=4),
-    ),
-    Call.of(
-        plan_lines,
-        (1, 8, 8192, 512, 512),
-        "NVIDIA H200",
-        recompute_states_in_bw=False,
-        config=KernelConfig(chunk_size=256, fused=True, num_splits=4),
-    ),
-    Call.of(plan_lines, (1, 1, 300, 256, 512), "NVIDIA H200"),
-    Call.of(launch_lines, "recurrent_step", (256, 8, 1, 256, 512), "NVIDIA H200"),
-    Call.of(launch_lines, "recurrent_step", (1, 8, 1, 256, 512), "NVIDIA H200"),
-    Call.of(launch_lines, "recurrent_step", (256, 8, 1, 256, 512), "NVIDIA H200", "float32"),
-    Call.of(launch_lines, "recurrent_step", (64, 8, 1, 1024, 1024), "NVIDIA B200", "float32"),
-    Call.of(
-        launch_lines, "recurrent_step", (1, 8, 1, 256, 512), "NVIDIA A100-SXM4-80GB", "float32"
-    ),
-    Call.of(launch_lines, "recurrent_step", (512, 16, 1, 1024, 1024), "NVIDIA A100-SXM4-80GB"),
-    Call.of(launch_lines, "recurrent_step", (512, 16, 1, 64, 72), "NVIDIA GeForce RTX 4090"),
-    Call.of(
-        launch_lines,
-        "recurrent_step",
-        (4, 4, 1, 8, 24),
-        "NVIDIA GeForce RTX 4090",
-        "float32",
-        triton_recurrent_step=dict(siz_b_DHHV=128),
-    ),
-    Call.of(launch_lines, "ring_step", (64, 8, 1, 256, 512), "NVIDIA H200", "float32"),
-    Call.of(launch_lines, "ring_step", (64, 8, 4, 256, 512), "NVIDIA H200", "float32"),
-    Call.of(launch_lines, "ring_step", (64, 8, 4, 256, 512), "NVIDIA H200"),
-    Call.of(launch_lines, "ring_step", (1, 8, 4, 256, 512), "NVIDIA H200", "float32"),
-    Call.of(launch_lines, "ring_step", (4, 8, 1, 256, 512), "NVIDIA H200", "float32"),
-    Call.of(launch_lines, "ring_step", (4, 8, 4, 256, 512), "NVIDIA H200", "float32"),
-    Call.of(launch_lines, "ring_step", (4, 8, 4, 256, 512), "NVIDIA H200"),
-    Call.of(launch_lines, "step_sums", (1, 8, 8192, 256, 512), "NVIDIA H200"),
-    Call.of(launch_lines, "step_sums", (1, 8, 8192, 256, 512), "NVIDIA H200", backend="mosaic_gpu"),
-    Call.of(
-        launch_lines, "vector_states", (8, 8, 8192, 256, 512), "NVIDIA H200", backend="mosaic_gpu"
-    ),
-    Call.of(
-        launch_lines, "vector_states", (1, 1, 131072, 128, 256), "NVIDIA H200", backend="mosaic_gpu"
-    ),
-    Call.of(
-        launch_lines, "vector_states", (1, 8, 131072, 256, 256), "NVIDIA H200", backend="mosaic_gpu"
-    ),
-    Call.of(
-        launch_lines, "vector_states", (1, 1, 8192, 128, 128), "NVIDIA H200", backend="mosaic_gpu"
-    ),
-    Call.of(
-        launch_lines, "vector_states", (1, 1, 8192, 80, 96), "NVIDIA H200", backend="mosaic_gpu"
-    ),
-    Call.of(
-        launch_lines, "step_gradients", (1, 8, 8192, 256, 512), "NVIDIA H200", backend="mosaic_gpu"
-    ),
-    Call.of(launch_lines, "chunk_gates", (1, 1, 4096, 128, 128), None, backend="xla"),
-    Call.of(launch_lines, "chunk_gates", (1, 1, 1024, 256, 512), None, backend="xla"),
-    Call.of(launch_lines, "chunk_gates", (1, 1, 640, 256, 512), None, backend="xla"),
-    Call.of(launch_lines, "chunk_gates", (1, 1, 300, 256, 512), None, backend="xla"),
-    Call.of(launch_lines, "parallel_fw_H", (1, 1, 640, 256, 512), None),
-    Call.of(
-        launch_lines, "parallel_fw_H", (8, 8, 8192, 100, 200), None, "float32", backend="interpret"
-    ),
-    Call.of(launch_lines, "parallel_bw_dP", (8, 8, 8192, 256, 512), None, backend="mosaic_gpu"),
-    Call.of(
-        launch_lines,
-        "parallel_fw_H",
-        (1, 8, 128, 16, 32),
-        "NVIDIA H200",
-        "float32",
-        "mosaic_gpu",
-        triton_parallel_fw_H=dict(siz_b_LQ=128, siz_b_DHHV=256),
-    ),
-    Call.of(printed_lines, (1, 8, 8192, 256, 512), "NVIDIA H200"),
-    Call.of(printed_lines, (8, 16, 2048, 64, 128), "NVIDIA H200", backend="mosaic_gpu"),
-    Call.of(printed_lines, (4, 4, 1000, 64, 64), "NVIDIA A100-SXM4-80GB", "float32"),
-    Call.of(printed_lines, (2, 4, 1001, 256, 512), "NVIDIA B200", num_segments=13),
-    Call.of(plan_lines, (1, 16, 8192, 256, 512), "NVIDIA A100-SXM4-80GB"),
-    Call.of(plan_lines, (1, 17, 8192, 256, 512), "NVIDIA A100-SXM4-80GB"),
-    Call.of(plan_lines, (8, 32, 4096, 64, 128), "NVIDIA GeForce RTX 4090"),
-    Call.of(launch_lines, "recurrent_step", (100, 1, 1, 256, 512), "NVIDIA H200", "float32"),
-    Call.of(
-        launch_lines,
-        "recurrent_fw_C",
-        (1, 64, 8192, 256, 512),
-        "NVIDIA H200",
-        backend="mosaic_gpu",
-        chunk_size=256,
-    ),
-    Call.of(
-        launch_lines,
-        "recurrent_bw_dC",
-        (1, 64, 8192, 256, 512),
-        "NVIDIA H200",
-        backend="mosaic_gpu",
-        chunk_size=256,
-    ),
-    Call.of(
-        launch_lines,
-        "recurrent_fw_C",
-        (1, 16, 8192, 256, 512),
-        "NVIDIA H200",
-        backend="mosaic_gpu",
-        chunk_size=256,
-    ),
-    Call.of(
-        launch_lines,
-        "recurrent_bw_dC",
-        (1, 16, 8192, 256, 512),
-        "NVIDIA H200",
-        backend="mosaic_gpu",
-        chunk_size=256,
-    ),
-    Call.of(
-        launch_lines,
-        "recurrent_fw_C",
-        (1, 3, 8192, 256, 512),
-        "NVIDIA H200",
-        backend="mosaic_gpu",
-        chunk_size=256,
-    ),
-    Call.of(
-        launch_lines,
-        "recurrent_bw_dC",
-        (1, 3, 8192, 256, 512),
-        "NVIDIA H200",
-        backend="mosaic_gpu",
-        chunk_size=256,
-    ),
-    Call.of(
-        launch_lines,
-        "recurrent_fw_C",
-        (1, 512, 8192, 192, 128),
-        "NVIDIA H200",
-        backend="mosaic_gpu",
-        chunk_size=256,
-    ),
-    Call.of(
-        launch_lines,
-        "recurrent_bw_dC",
-        (1, 512, 8192, 192, 128),
-        "NVIDIA H200",
-        backend="mosaic_gpu",
-        chunk_size=256,
-    ),
-    Call.of(
-        launch_lines,
-        "recurrent_bw_dC",
-        (1, 2, 8192, 64, 64),
-        "NVIDIA H200",
-        backend="mosaic_gpu",
-        chunk_size=1024,
-    ),
-    Call.of(
-        launch_lines,
-        "recurrent_bw_dC",
-        (1, 2, 5120, 64, 64),
-        "NVIDIA H200",
-        backend="mosaic_gpu",
-        chunk_size=1024,
-    ),
-    Call.of(
-        launch_lines,
-        "recurrent_bw_dC",
-        (1, 2, 12288, 64, 64),
-        "NVIDIA H200",
-        backend="mosaic_gpu",
-        chunk_size=1024,
-    ),
-    Call.of(
-        launch_lines, "recurrent_fw_C", (1, 512, 8192, 256, 512), "NVIDIA H200", chunk_size=128
-    ),
-    Call.of(launch_lines, "recurrent_fw_C", (1, 64, 8192, 256, 512), "NVIDIA H200", chunk_size=128),
-    Call.of(launch_lines, "recurrent_fw_C", (1, 16, 8192, 256, 512), "NVIDIA H200", chunk_size=128),
-    Call.of(launch_lines, "recurrent_fw_C", (1, 8, 8192, 256, 512), "NVIDIA H200", chunk_size=128),
-    Call.of(launch_lines, "recurrent_fw_C", (1, 4, 8192, 256, 512), "NVIDIA H200", chunk_size=128),
-    Call.of(launch_lines, "recurrent_fw_C", (1, 1, 8192, 256, 512), "NVIDIA H200", chunk_size=128),
-    Call.of(
-        plan_lines, (8, 8, 8192, 256, 512), "NVIDIA H200", backend="mosaic_gpu", num_segments=2000
-    ),
-    Call.of(plan_lines, (32, 4, 2048, 96, 192), "NVIDIA H200", backend="mosaic_gpu"),
-    Call.of(
-        plan_lines,
-        (32, 4, 2048, 96, 192),
-        "NVIDIA H100 80GB HBM3",
-        backend="mosaic_gpu",
-        config=KernelConfig(fused=False),
-    ),
-    Call.of(plan_lines, (16, 4, 2048, 192, 384), "NVIDIA H200", backend="mosaic_gpu"),
-    Call.of(
-        plan_lines,
-        (16, 4, 2048, 192, 384),
-        "NVIDIA H100 80GB HBM3",
-        backend="mosaic_gpu",
-        config=KernelConfig(fused=False),
-    ),
-    Call.of(plan_lines, (8, 4, 2048, 320, 640), "NVIDIA H200", backend="mosaic_gpu"),
-    Call.of(
-        plan_lines,
-        (8, 4, 2048, 320, 640),
-        "NVIDIA H100 80GB HBM3",
-        backend="mosaic_gpu",
-        config=KernelConfig(fused=False),
-    ),
-    Call.of(plan_lines, (256, 4, 196, 96, 96), "NVIDIA H200", backend="mosaic_gpu"),
-    Call.of(
-        plan_lines,
-        (256, 4, 196, 96, 128),
-        "NVIDIA H100 80GB HBM3",
-        backend="mosaic_gpu",
-        config=KernelConfig(fused=False),
-    ),
-    Call.of(plan_lines, (32, 4, 2048, 128, 192), "NVIDIA H200", backend="mosaic_gpu"),
-    Call.of(
-        plan_lines,
-        (32, 4, 2048, 128, 192),
-        "NVIDIA H100 80GB HBM3",
-        backend="mosaic_gpu",
-        config=KernelConfig(fused=False),
-    ),
-    Call.of(plan_lines, (32, 4, 2048, 160, 320), "NVIDIA H200", backend="mosaic_gpu"),
-    Call.of(
-        plan_lines,
-        (32, 4, 2048, 160, 320),
-        "NVIDIA H100 80GB HBM3",
-        backend="mosaic_gpu",
-        config=KernelConfig(fused=False),
-    ),
-    Call.of(plan_lines, (1, 1, 1, 256, 512), "NVIDIA H200", config=KernelConfig(chunk_size=1024)),
-    Call.of(plan_lines, (1, 1, 100, 256, 512), "NVIDIA H200", config=KernelConfig(chunk_size=1024)),
-]
+def add(what, gpu, names, **options):
+    """A call of each shape; what: a function above, or the name of a kernel."""
+    function = functools.partial(launch_lines, what) if isinstance(what, str) else what
+    for name in names.split():
+        [sizes] = shapes.parse(name).values()
+        head = filter(None, (shown(what).strip('"'), gpu, name, shown(options)[5:-1]))
+        CALLS[" ".join(head)] = functools.partial(function, tuple(sizes), gpu, **options)
+
+
+def config(**options):
+    return dict(config=KernelConfig(**options))
+
+
+add(plan_lines, H200, PUBLISHED)
+add(plan_lines, H200, PUBLISHED, **MOSAIC)
+add(plan_lines, A100, "7b-8k tfla-8k small-8k small-64 1x16x8192x256x512 8x8x4096x128x256")
+add(plan_lines, A100, "7b-8k", **FLOAT32)
+add(plan_lines, A100, "8x64x8192x256x32", **STORED)
+add(plan_lines, H200, "1x1x65536x64x64 1x4x2048x48x80 1x1x300x256x512")
+add(plan_lines, H200, "1x1x1x256x512", **config(chunk_size=1024))
+add(plan_lines, H200, "4x8x8320x256x512", **config(chunk_size=128, fused=True, num_splits=4))
+splits = dict(fused=True, num_splits=4)
+long = "1x8x8192x128x512 1x8x8192x512x512"
+add(plan_lines, H200, "1x8x8320x128x512", **STORED, **config(chunk_size=128, **splits))
+add(plan_lines, H200, long, **STORED, **config(chunk_size=256, **splits))
+tiles = dict(triton_parallel_fw_H=dict(siz_b_LQ=16, num_warps=8))
+tiles |= dict(triton_recurrent_fw_C=dict(num_splits=8))
+add(plan_lines, H200, "4x8x8192x256x512", **config(fused=False, **tiles))
+shapes_of_mosaic = "1x2x2048x256x512 1x1x65536x128x128 2x4x2048x192x384 32x4x2048x160x320"
+add(plan_lines, H200, shapes_of_mosaic, **MOSAIC)
+add(plan_lines, H100, "8x8x4096x512x512 2x4x2000x32x64", **MOSAIC)
+add(plan_lines, H100, "8x8x4096x512x512", **MOSAIC, **FLOAT32)
+add(plan_lines, H100, "8x8x4096x128x128", **MOSAIC, **STORED)
+add(plan_lines, H200, "7b-8k", **MOSAIC, num_segments=2000)
+add(plan_lines, H200, "1x8x1001x128x256", num_segments=40)
+add(printed_lines, H200, "b1-8k")
+add(printed_lines, A100, "4x4x1000x64x64", **FLOAT32)
+# Less shared memory, more SMs.
+add(plan_lines, RTX4090, "1x2x8192x512x1024")
+add(plan_lines, RTX4090, "1x1x1x8x24", **FLOAT32)
+add(plan_lines, B200, "1x16x16384x128x128")
+add(plan_lines, B200, "2x2x512x80x96", dtype="float16", num_segments=3)
+add(printed_lines, B200, "2x4x1001x256x512", num_segments=13)
+# Kernels that no plan shows.
+add("recurrent_step", H200, "1gib")
+add("recurrent_step", H200, "1gib", **FLOAT32)
+add("recurrent_step", A100, "512x16x1x1024x1024")
+add("recurrent_step", RTX4090, "512x16x1x64x72")
+step = dict(triton_recurrent_step=dict(siz_b_DHHV=128))
+add("recurrent_step", RTX4090, "4x4x1x8x24", **FLOAT32, **step)
+add("ring_step", H200, "256mib 64x8x4x256x512 1x8x4x256x512", **FLOAT32)
+add("step_sums", H200, "b1-8k", **MOSAIC)
+add("vector_states", H200, "1x1x131072x128x256 1x1x8192x80x96", **MOSAIC)
+add("recurrent_fw_C", H200, "1x64x8192x256x512 1x16x8192x256x512", **MOSAIC, chunk_size=256)
+add("recurrent_bw_dC", H200, "1x64x8192x256x512 1x3x8192x256x512", **MOSAIC, chunk_size=256)
+add("recurrent_fw_C", H200, "1x512x8192x256x512 1x16x8192x256x512", chunk_size=128)
+# GPUs that are not known.
+add("chunk_gates", None, "1x1x4096x128x128 1x1x1024x256x512", backend="xla")
+add("parallel_fw_H", None, "1x1x640x256x512")
+add("parallel_fw_H", None, "8x8x8192x100x200", **FLOAT32, backend="interpret")
+add("parallel_bw_dP", None, "7b-8k", **MOSAIC)
+too_large = dict(triton_parallel_fw_H=dict(siz_b_LQ=128, siz_b_DHHV=256))
+add("parallel_fw_H", H200, "1x8x128x16x32", **FLOAT32, **MOSAIC, **too_large)
 
 
 def table():
@@ -427,7 +138,8 @@ def table():
 
 
 def write(_):
-    TABLE.write_text("\n".join("\n".join(call.lines()) + "\n" for call in CALLS))
+    blocks = ("\n".join([head, *lines()]) for head, lines in CALLS.items())
+    TABLE.write_text("\n\n".join(blocks) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ from oracle import (
     slow,
     tolerance,
 )
+from relations_devices import CALLS, exported
 
 from mlstm_pallas import (
     mlstm_chunkwise,
-    mlstm_recurrent_sequence,
     mlstm_recurrent_step,
     use_backend,
 )
@@ -105,13 +105,6 @@ def test_processes_run_an_export_lower_alike_and_share_the_compilation_cache(tmp
     compare(RESULTS, result, results_of(function)(*x), BOUND)
 
 
-@pytest.mark.slow
-def test_lowering_again_gives_the_same_module():
-    first = module_for_cuda()
-    assert module_for_cuda() == first
-    assert CUSTOM_CALL_TARGET in first
-
-
 @pytest.mark.parametrize(
     ("backend", "config"),
     [("triton", None), pytest.param("mosaic_gpu", fused(), marks=needs_mosaic_gpu)],
@@ -149,23 +142,29 @@ def test_automatic_axes_are_refused_by_jax():
         export(partial(mlstm_chunkwise, chunk_size=16, backend="xla"), *x, platform="cpu")
 
 
+NOT_AGAIN = "step", "sequence parallel", "shards", "gradient outside", "forward"
+EXPORTED = [x for x in CALLS if x not in NOT_AGAIN]
+
+
+@pytest.mark.filterwarnings("ignore:mlstm_recurrent_sequence is deprecated")
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("name", ["step", *map(slow, EXPORTED)])
+def test_an_export_for_cpus_and_cuda_has_the_kernels_and_the_values(name, x64):
+    exported(name, x64)
+
+
 TOKEN = [jax.ShapeDtypeStruct((4, 2, *x), "float32") for x in ((8,), (8,), (8,), (), ())]
+SHARDED = [
+    (mlstm_recurrent_step, TOKEN),
+    (results_of(mlstm_chunkwise), call_shapes(4, 2, 32, 16, 16)),
+]
 
 
-@pytest.mark.quick("step")
 @pytest.mark.parametrize(
     ("kind", "inside"),
     [(AxisType.Auto, True), (AxisType.Explicit, True), (AxisType.Explicit, False)],
 )
-@pytest.mark.parametrize(
-    ("run", "x"),
-    [
-        (mlstm_recurrent_step, TOKEN),
-        slow(mlstm_recurrent_sequence, call_shapes(4, 2, 3, 16, 16)),
-        (results_of(mlstm_chunkwise), call_shapes(4, 2, 32, 16, 16)),
-    ],
-    ids=["step", "sequence", "chunkwise"],
-)
+@pytest.mark.parametrize(("run", "x"), [SHARDED[0], slow(*SHARDED[1])], ids=["step", "chunkwise"])
 def test_shards_are_exported_for_the_gpu_that_the_caller_names(run, x, inside, kind):
     """The mesh has devices of this process, which has no GPU."""
     gpus, mesh = [], mesh_of((2,), kind)
@@ -179,19 +178,10 @@ def test_shards_are_exported_for_the_gpu_that_the_caller_names(run, x, inside, k
 
     on_shards = jax.shard_map(function, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
     call = on_shards if inside else function
-    exported = export(call, *shards, platform="cuda", device_kind="NVIDIA H200")
-    assert CUSTOM_CALL_TARGET in exported.mlir_module()
+    made = export(call, *shards, platform="cuda", device_kind="NVIDIA H200")
+    assert CUSTOM_CALL_TARGET in made.mlir_module()
     assert {*gpus} == {"NVIDIA H200"}
     assert target_gpu() is UNKNOWN
-
-
-@pytest.mark.slow
-def test_an_export_for_cpu_and_cuda_has_the_kernels_and_runs_on_the_cpu():
-    x = INPUTS.values()
-    exported = export(function, *x, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
-    assert exported.platforms == ("cpu", "cuda")
-    assert CUSTOM_CALL_TARGET in exported.mlir_module()
-    compare(OUTPUTS, *map(jax.tree.leaves, (exported.call(*x), function(*x))), BOUND)
 
 
 @pytest.mark.slow

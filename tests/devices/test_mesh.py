@@ -1,36 +1,13 @@
-"""Every public function traces and lowers under any mesh: tests/mesh_calls.py, each time in a fresh
-process; and what runs on which kinds of axes, with which numbers: tests/mesh_table.py."""
-
-import os
-import sys
-from pathlib import Path
+"""What runs on which kinds of mesh axes, with which numbers (tests/mesh_table.py), and that the
+kernels of every public function are lowered there."""
 
 import mesh_table
 import pytest
-from oracle import run_python
+from oracle import slow
+from relations_devices import CALLS, OTHERS, lowered_on_mesh, on_mesh
 
-SCRIPT = Path(__file__).parents[1] / "mesh_calls.py"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "arguments"),
-    [
-        (24, "Auto interpret cpu"),
-        # Processes: what is traced is lowered too, for explicit axes (which automatic ones refuse),
-        # for CPUs, where XLA traces the shards, and for manual axes, between both kinds.
-        (18, "Explicit None export"),
-        (10, "Auto interpret cpu lowered"),
-        (6, "Auto None export"),
-    ],
-)
-def test_calls_of_a_fresh_process_under_a_mesh(count, arguments):
-    settings = dict(PYTHONPATH=os.pathsep.join(sys.path), JAX_DISABLE_MOST_OPTIMIZATIONS="1")
-    output = run_python(SCRIPT, *arguments.split(), **settings)
-    assert output.splitlines()[-1] == f"{count} calls"
-
-
-CELLS = [(axes, call) for call in mesh_table.CALLS for axes in mesh_table.AXES]
+pytestmark = pytest.mark.filterwarnings("ignore:mlstm_recurrent_sequence is deprecated")
+CELLS = [(axes, call) for call in mesh_table.COLUMNS for axes in mesh_table.AXES]
 
 
 @pytest.mark.slow
@@ -41,5 +18,29 @@ def test_the_table_of_kinds_of_axes_is_what_happens(axes, call):
 
 def test_the_table_of_kinds_of_axes_has_every_call():
     assert [*mesh_table.cells_of_page()] == [
-        (axes, call) for axes in mesh_table.AXES for call in (*mesh_table.CALLS, mesh_table.TPU)
+        (axes, call) for axes in mesh_table.AXES for call in (*mesh_table.COLUMNS, mesh_table.TPU)
     ]
+
+
+AUTOMATIC, EXPLICIT, _, INSIDE, SOME, *_ = mesh_table.AXES
+OTHER_CALLS = [("slots", EXPLICIT), *(slow(x, AUTOMATIC) for x in ("slots", "joined", "reverse"))]
+OTHER_CALLS += [slow("joined", INSIDE), slow("reverse", SOME)]
+
+
+@pytest.mark.parametrize(("name", "axes"), OTHER_CALLS)
+def test_calls_that_are_not_in_the_table(name, axes):
+    on_mesh(name, axes)
+
+
+# Inside of a shard_map every other one is exported.
+WITHOUT = "shards", "forward", "gradient outside", "reference", "recurrence"
+NAMES = [x for x in (*CALLS, *OTHERS) if x not in WITHOUT]
+LOWERED = [(name, AUTOMATIC, "cpu") for name in NAMES] + [(x, EXPLICIT, "cuda") for x in NAMES]
+LOWERED = [x for x in LOWERED if x[0] != "sequence parallel"]
+LOWERED += [(name, INSIDE, ("cpu", "cuda")[at % 2]) for at, name in enumerate(NAMES)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "axes", "platform"), LOWERED)
+def test_kernels_are_lowered(name, axes, platform):
+    lowered_on_mesh(name, axes, platform)

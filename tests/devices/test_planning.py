@@ -1,7 +1,5 @@
 """call_spec.py: what runs where, in which chunks, splits and tiles, for a problem and a GPU."""
 
-import dataclasses
-import functools
 import itertools
 import re
 import warnings
@@ -15,19 +13,18 @@ import plans
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracle import HELPERS, call_shapes, for_device, mesh_for, needs_mosaic_gpu, results_of
+from oracle import HELPERS, call_shapes, for_device, mesh_for, results_of
 from plans import plan
 from stage_calls import spec_of
 from test_gpu_facts import NAMED
 
 import mlstm_pallas
-from mlstm_pallas import KernelConfig, distributed, mlstm_chunkwise
-from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
+from mlstm_pallas import KernelConfig, mlstm_chunkwise
 from mlstm_pallas.planning import backend
 from mlstm_pallas.planning.backend import requested_backend
-from mlstm_pallas.problem.gpu import known_gpu
-from mlstm_pallas.schedules import sharding
+from mlstm_pallas.problem.gpu import HOPPER, UNKNOWN, known_gpu
 
+HIGH, X3 = jax.lax.Precision.HIGH, jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
 WIDE = 256, 512  # heads wide enough for sequences to be split
 
 
@@ -37,90 +34,11 @@ def any_jax(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
 
 
-PASSES = "forward", "backward", "summary"
-
-
-def recording(plan_of, planned, ran):
-    """plan_of, whose plans put into both, by pass, what is planned and what runs, in order."""
-
-    class Recorded(dict):
-        def __init__(self, name, launches):
-            super().__init__(launches)
-            self.name = name
-
-        def __getitem__(self, stage):
-            ran[self.name][stage] = planned[self.name][tuple(self)] = None
-            return super().__getitem__(stage)
-
-    def recorded(plan):
-        passes = {name: Recorded(name, getattr(plan, name)) for name in PASSES}
-        in_list = plan.in_list and recorded(plan.in_list)
-        return dataclasses.replace(plan, **passes, in_list=in_list)
-
-    return lambda *args: recorded(plan_of(*args))
-
-
-def in_two_shards(*x, **options):
-    """A sequence over two devices."""
-    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", **options)
-    split = P(None, None, "s")
-    return jax.shard_map(run, in_specs=(split,) * 5, out_specs=split, check_vma=False)(*x)
-
-
-def in_two_segments(*x, **options):
-    ids = jnp.arange(x[0].shape[2])[None] // 300
-    return mlstm_chunkwise(*x, segment_ids=ids, num_segments=2, return_last_states=True, **options)
-
-
-FUSED, IN_SPLITS = KernelConfig(fused=True), KernelConfig(fused=True, num_splits=2)
-PLANS = {
-    "materialised": (mlstm_chunkwise, dict(config=KernelConfig(fused=False))),
-    "fused": (mlstm_chunkwise, dict(config=FUSED)),
-    "splits": (mlstm_chunkwise, dict(config=IN_SPLITS)),
-    "unnormalised": (mlstm_chunkwise, dict(config=FUSED, input_gate="sigmoid", normalize=False)),
-    "stored": (mlstm_chunkwise, dict(config=FUSED, recompute_states_in_bw=False)),
-    "segments": (in_two_segments, {}),
-    "shards": (in_two_shards, {}),
-    "shards_materialised": (in_two_shards, dict(config=KernelConfig(fused=False))),
-    "shards_in_splits": (in_two_shards, dict(config=IN_SPLITS)),
-    "shards_in_splits_of_unequal_chunks": (
-        in_two_shards,
-        dict(config=KernelConfig(fused=True, num_splits=8)),
-    ),
-}
-
-
-ON = [
-    *(("triton", name, WIDE) for name in PLANS),
-    *(("xla", name, WIDE) for name in ("materialised", "segments", "shards")),
-    *(pytest.param("mosaic_gpu", name, (64, 128), marks=needs_mosaic_gpu) for name in PLANS),
-    pytest.param("mosaic_gpu", "fused", WIDE, marks=needs_mosaic_gpu),
-]
-
-
-@pytest.mark.parametrize(("on", "name", "heads"), ON)
-def test_every_launch_that_is_planned_runs_in_this_order(on, name, heads, monkeypatch):
-    run, options = PLANS[name]
-    mesh = ((2,), "s") if run is in_two_shards else ()
-    planned, ran = ({x: {} for x in PASSES} for _ in range(2))
-    for module in (sharding, distributed):
-        monkeypatch.setattr(module, "plan_of", recording(module.plan_of, planned, ran))
-    with jax.sharding.use_abstract_mesh(mesh_for("NVIDIA H200", *mesh)):
-        jax.make_jaxpr(results_of(partial(run, backend=on, **options)))(
-            *call_shapes(1, 2, 1024, *heads)
-        )
-    for x in PASSES:
-        assert [*planned[x]] == ([tuple(ran[x])] if ran[x] else []), x
-    assert ran["forward"]
-    assert ran["backward"]
-    assert bool(ran["summary"]) == (run is in_two_shards)
-
-
 @pytest.mark.filterwarnings("ignore:backend is 'mosaic_gpu' and products are in float32")
 def test_the_table_of_plans(any_jax):
     """``plans.py`` says how to write the table anew."""
-    for call, lines in zip(plans.CALLS, plans.table(), strict=True):
-        assert call.lines() == lines
+    for (call, lines), block in zip(plans.CALLS.items(), plans.table(), strict=True):
+        assert [call, *lines()] == block
 
 
 SMALL = HELPERS - {"split_products"}
@@ -137,15 +55,22 @@ def grids_of(call):
     return {(x.stage, x.grid) for x in call.launches if not x.backward}
 
 
+CONFIGS = {
+    "materialised": KernelConfig(fused=False),
+    "fused": KernelConfig(fused=True),
+    "splits": KernelConfig(fused=True, num_splits=2),
+}
+
+
 @pytest.mark.quick("recomputed-materialised", "stored-fused")
-@pytest.mark.parametrize("fused", [False, True], ids=["materialised", "fused"])
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "stored"])
-def test_the_grids_of_a_plan_are_those_that_run(recompute, fused):
+def test_the_grids_of_a_plan_are_those_that_run(recompute, config):
     """Each launch of the plan is one of the traced ones, with its grid, and no stage is left."""
-    sizes, options = (1, 2, 64, 16, 32), dict(recompute_states_in_bw=recompute, backend="triton")
-    call = plan(sizes, dtype="float32", config=KernelConfig(chunk_size=32, fused=fused), **options)
-    assert (call.fused, call.chunk_size) == (fused, 32)
-    run = partial(mlstm_chunkwise, chunk_size=32, config=KernelConfig(fused=fused), **options)
+    sizes, config = (1, 2, 64, 16, 32), CONFIGS[config]
+    options = dict(recompute_states_in_bw=recompute, backend="triton")
+    call = plan(sizes, dtype="float32", config=KernelConfig(chunk_size=32) | config, **options)
+    run = partial(mlstm_chunkwise, chunk_size=32, config=config, **options)
     x = call_shapes(*sizes, "float32")
     with for_device("NVIDIA H200"):
         forward, both = (grids_in(jax.make_jaxpr(y)(*x)) for y in (run, results_of(run)))
@@ -241,9 +166,7 @@ MODEL_HEADS = """
 """
 
 
-@pytest.mark.parametrize(
-    "call", [(8, 8, 8192), (8, 16, 2048), (1, 4, 2048), (1, 8, 131072)], ids=str
-)
+@pytest.mark.parametrize("call", [(8, 8, 8192), (1, 4, 2048)], ids=str)
 @pytest.mark.parametrize(
     ("gpu", "backend"),
     [
@@ -271,3 +194,70 @@ def test_narrower_heads_move_no_more_bytes_and_need_no_more_flops(any_jax, gpu, 
     assert len(pairs) >= 300
     grow = [(x, y) for x, y in pairs if (sums[x] > sums[y]).any()]
     assert not grow
+
+
+# ---------------- values that a hand can check
+
+
+def test_configs_are_joined_and_equal_by_value():
+    """What one leaves None is from the other, all tiles of a kernel too; repr makes it."""
+    P, H, rows = dict(num_warps=2), dict(siz_b_LQ=32), dict(siz_b_DHQK=16)
+    one = KernelConfig(64, HIGH, False, 2, triton_parallel_fw_P=P)
+    assert (one.tiles_of("triton_parallel_fw_P"), one.tiles_of("triton_parallel_fw_H")) == (P, {})
+    assert KernelConfig(128, triton_parallel_fw_P=P) | KernelConfig(32, fused=True) == KernelConfig(
+        32, fused=True, triton_parallel_fw_P=P
+    )
+    assert one | KernelConfig(triton_parallel_fw_P=rows) == KernelConfig(
+        64, HIGH, False, 2, triton_parallel_fw_P=rows
+    )
+    same = KernelConfig(64, triton_parallel_fw_P=P, mosaic_gpu_parallel_fw_H=H)
+    other = KernelConfig(
+        64, mosaic_gpu_parallel_fw_H=H, triton_parallel_fw_P=P, triton_recurrent_fw_C=None
+    )
+    assert {same, other} == {same} != {KernelConfig(64, triton_parallel_fw_P=P)}
+    assert all(eval(repr(x)) == x for x in (one, same, KernelConfig(precision=X3, fused=False)))
+    with pytest.raises(TypeError, match=r"^config\.triton_parallel_fw_H is 3, expected a Map"):
+        KernelConfig(triton_parallel_fw_H=3)
+
+
+@pytest.mark.parametrize(
+    ("precision", "compiled", "interpreted"),
+    [(None, "BF16_BF16_F32_X6", "HIGHEST"), (HIGH, "HIGH", "HIGH"), (X3, X3.name, "HIGHEST")],
+)
+def test_the_precision_of_products(precision, compiled, interpreted):
+    """Of float32; interpreted products are full float32, where the algorithms of tensor cores are
+    not."""
+    of = KernelConfig(precision=precision).dot_precision
+    assert [of(jnp.dtype("float32"), x).name for x in (False, True)] == [compiled, interpreted]
+    assert of(jnp.dtype("bfloat16"), False) is None
+    assert of(jnp.dtype("bfloat16"), True).name == "HIGHEST"
+
+
+def spec(*shape, gpu=HOPPER, **options):
+    return spec_of(shape, "bfloat16", gpu, "triton", **options)
+
+
+def test_summaries_of_a_shard():
+    """They are of the splits of its forward pass, or of about 4096 steps each, as far as its chunks
+    can be divided; a config's splits, too."""
+    assert [spec(1, 8, S, *WIDE).plan.summary_splits for S in (8192, 8256, 4096)] == [4, 1, 4]
+    steps = 64, 4096, 8192, 32768, 49152, 65536
+    splits = [spec(1, 1, S, 64, 64).plan.summary_splits for S in steps]
+    assert splits == [1, 1, 2, 8, 8, 16]
+    for asked in (4, 8):  # 260 chunks of the fused scan
+        config = KernelConfig(fused=True, num_splits=asked)
+        x = spec(1, 8, 8320, *WIDE, chunk_size=128, config=config)
+        assert (x.plan.num_splits, x.plan.fused_problem.L, x.problem.NC) == (4, 32, 65)
+        assert x.plan.summary_splits == 1
+
+
+@pytest.mark.parametrize(("gpu", "most"), [(HOPPER, 640), (UNKNOWN, 512)], ids=["H100", "unknown"])
+def test_the_fused_scan_has_at_most_two_launches(gpu, most):
+    """Of up to 320 rows of the state each on Hopper, otherwise 256."""
+    assert spec(8, 8, 8192, most, 512, gpu=gpu).plan.uses_fused_scan
+    assert not spec(8, 8, 8192, most + 16, 512, gpu=gpu).plan.uses_fused_scan
+
+
+def test_rows_of_a_fused_scan():
+    rows = [spec(8, 8, 8192, x, 512).plan.fused_launch.tiles for x in (96, 320, 336, 448, 768)]
+    assert [x.state_rows for x in rows] == [96, 320, 192, 256, 256]
