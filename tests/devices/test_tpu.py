@@ -8,47 +8,36 @@ import sys
 import jax
 import mesh_table
 import pytest
-from call_checks import (
-    ALONE,
-    BACK,
-    BTNH,
-    NO_M,
-    PADDED,
-    STEPS,
-    WITH_IDS,
-    calls,
-    calls_of,
-    check_call,
-)
+from engine import program
 from oracle import for_device, random_inputs, run_python, slow
+from relations import clean, value
 from relations_devices import on_mesh
+from table import CALLS
+from test_table import shown
 
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.problem.gpu import TPU, export_gpu
 from mlstm_pallas.schedules import sharding
-
-CALLS = [
-    calls("states", 64, [], slow=["xla", "xla_stored"], **PADDED),
-    calls("h_alone", 16, [], slow=["xla"], recipe=dict(states=False, resets=True), **ALONE),
-    calls("reverse", 32, [], slow=["xla"], **BACK, **BTNH),
-    calls("lengths", 32, [], slow=["xla"], **WITH_IDS, **BTNH),
-    calls("sigmoid", 32, [], slow=["xla"], eps=0.1, input_gate="sigmoid", **NO_M, **STEPS),
-]
 
 AUTOMATIC, OTHERS = "x and y automatic", ("`num_segments`", "states of steps", "step", "ring step")
 
 
 @pytest.fixture
 def tpu(monkeypatch):
-    """Two or three heads at a time of most calls above."""
-    monkeypatch.setattr(sharding, "VMEM_STATES", 2**15)
+    """One or two heads at a time."""
+    monkeypatch.setattr(sharding, "VMEM_STATES", 2**11)
+    for cached in (program, clean):
+        cached.cache_clear()
     with for_device("TPU v6 lite"):
         yield
+    for cached in (program, clean):
+        cached.cache_clear()
 
 
-@pytest.mark.parametrize("call", [*calls_of(CALLS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [CALLS[n] for n in (2, 5, 8, 12, 20, 28)], ids=shown)
 def test_against_float64(tpu, call):
-    check_call(**call)
+    value(call, "xla", ("model",))
 
 
 @pytest.mark.parametrize("name", ["gradient inside", *map(slow, OTHERS)])
