@@ -65,6 +65,11 @@ SPLITS = config(
     triton_recurrent_fw_C=dict(siz_b_L=16, num_splits=4, **SMALL),
     triton_recurrent_bw_dC=dict(siz_b_L=16, num_splits=4, **SMALL),
 )
+OF_STATES = config(
+    fused=False,
+    triton_recurrent_fw_C=dict(siz_b_L=16, num_splits=4, **SMALL),
+    triton_recurrent_bw_dC=dict(siz_b_L=16, num_splits=4, **SMALL),
+)
 COLUMNS = config(triton_recurrent_step=SMALL, triton_ring_step=SMALL)
 SOME = Slots((3, -1, 0, 5), 5)  # 5 is no row, 1, 2 and 4 are rows of nobody
 ENDS = Lengths((0, 63, 64, 1))
@@ -86,7 +91,7 @@ CHUNKWISE = (
         autocast_kernel_dtype="float32"),
     chunkwise(128, "a", Lengths((128, 17)), last=True, **SIGMOID, **SPLIT, chunk_size=32),
     chunkwise(63, "a", Lengths((30, 63)), **PLAIN, **F16, **CAST, **KEPT, states=None),
-    chunkwise(64, "a", Ids(((64,), (20, 44), (1, 1, 62))), last=True, **NT, **FUSED, **CAST,
+    chunkwise(64, "a", Ids(((20, 44), (64,), (1, 1, 62))), last=True, **NT, **FUSED, **CAST,
         chunk_size=16),
     chunkwise(65, "b", Ids(((64, 1), (20, 30))), last=True, **UNSTABLE, reverse=True),
     chunkwise(128, "a", Ids(((64, 64), (20, 30))), last=True, **BF, **STATE16, **KEPT, **FLOOR,
@@ -96,7 +101,8 @@ CHUNKWISE = (
     chunkwise(63, "a", Ids(((10, 53), (5, 5, 5))), **PLAIN, **UNFUSED, states=None),
     chunkwise(64, "b", Ids(((5, 6, 7), (60,))), Lengths((0, 50)), last=True, reverse=True, **NT,
         **FLOOR, **UNSTABLE, **KEPT, **STATE16),
-    chunkwise(63, "a", Ids(((5, 58), (60,))), Lengths((63, 50)), **PLAIN, **CAST),
+    chunkwise(63, "a", Ids(((5, 30, 28), (60,))), Lengths((50, 50)), **PLAIN, **CAST, **FUSED,
+        chunk_size=16),
     chunkwise(64, "a", packed((20, 44), (0, 64)), last=True, **NT),
     chunkwise(128, "a", packed((64, 0, 64), (1, 127), own=True), last=True, **FUSED, **BF,
         **STATE16),
@@ -121,6 +127,7 @@ CHUNKWISE = (
     chunkwise(50, "d", Ids(((20, 30), (40,))), last=True, **F16, **LAUNCHES, **CAST, reverse=True,
         chunk_size=32),
     chunkwise(64, "a", Lengths((64, 50)), last=True, **SPLITS, **KEPT, chunk_size=16),
+    chunkwise(64, "a", Ids(((20, 44), (40, 24))), last=True, **OF_STATES, chunk_size=16),
     # All 8 entries of a list of chunks are used.
     chunkwise(64, "a", packed((17, 33), (18, 17)), last=True, chunk_size=16),
     chunkwise(16, "a", packed((1,) * 16, (2,) * 8, own=True), last=True, chunk_size=16),
