@@ -10,6 +10,7 @@ from unittest import mock
 import compile_report
 import jax
 import jax.numpy as jnp
+import mosaic_gpu_interpreter
 import numpy as np
 import pytest
 from jax import lax
@@ -404,3 +405,18 @@ def test_kernels_with_products_write_shared_memory_by_products_store(name):
     ]
     assert len(before_writes) > 4
     assert {*before_writes} == {"io_callback"}
+
+
+def test_regions_overlap_where_they_have_an_element_in_common():
+    """Parts of an axis of four elements, alone and beside another axis; a region that names no
+    axis is all of its buffer."""
+    overlap, parts = (
+        mosaic_gpu_interpreter._overlap,
+        [(a, n) for a in range(4) for n in range(1, 5 - a)],
+    )
+    for x, y in itertools.product(parts, repeat=2):
+        common = not {*range(x[0], sum(x))}.isdisjoint(range(y[0], sum(y)))
+        assert overlap([x], [y]) == overlap([(1, 1), x], [(0, 2), y]) == common, (x, y)
+        assert not overlap([(0, 1), x], [(1, 1), y])
+        assert overlap([x], [])
+        assert overlap([], [y])
