@@ -3,6 +3,7 @@ wrong numbers, and what makes warpgroups wait for ever."""
 
 import contextlib
 import functools
+import itertools
 import re
 from pathlib import Path
 from unittest import mock
