@@ -104,7 +104,7 @@ CHUNKWISE = (
     chunkwise(63, "a", Ids(((5, 30, 28), (60,))), Lengths((50, 50)), **PLAIN, **CAST, **FUSED,
         chunk_size=16),
     chunkwise(64, "a", packed((20, 44), (0, 64)), last=True, **NT),
-    chunkwise(128, "a", packed((64, 0, 64), (1, 127), own=True), last=True, **FUSED, **BF,
+    chunkwise(128, "a", packed((64, 0, 64), (1, 60), own=True), last=True, **FUSED, **BF,
         **STATE16),
     chunkwise(65, "b", packed((65,), (0,), (16, 16)), last=True, **UNSTABLE, **FLOOR, **CAST),
     chunkwise(64, "a", packed((3, 40), (20,), front=(2, 1), behind=0), last=True, **KEPT, **PLAIN,
