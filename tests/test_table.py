@@ -3,23 +3,35 @@
 import jax
 import numpy as np
 import pytest
+from oracle import slow
 from relations import RELATIONS, has
 from table import CALLS, missing, name_of
 
 BACKENDS = "xla", "interpret"
-# In the quick selection: each function, kind of steps and relation, in a second or two.
+# The quick selection has each function, kind of steps and relation, in a second or two.
 QUICK = {
-    "xla": (0, 12, 20, 28, 46, 54, 67, 79, 91),
-    "interpret": (1, 31, 64, 68, 84, 90),
+    *("0-chunkwise-1-16/16---float32-xla", "12-chunkwise-65-16/16-Lengths-bfloat16-xla"),
+    "20-chunkwise-64-37/50-Ids+Lengths-float32-xla",
+    "28-chunkwise-64-16/16-States+Lengths-float32-xla",
+    "47-chunkwise_states-64-16/16-Lengths-float32-xla",
+    "55-chunkwise_sequence_parallel-64-16/16-Lengths-float32-xla",
+    "69-recurrent_step-5-16/16---float32-xla",
+    "81-recurrent_sequence-4-16/16-Slots+Lengths-float32-xla",
+    "93-ring_step-24-16/16-Slots+Drafts-float32-xla",
+    *("1-chunkwise-16-37/50---float32-interpret", "31-chunkwise-15-16/16-States-float32-interpret"),
+    "66-recurrent_step-6-16/16---float32-interpret",
+    "70-recurrent_step-4-16/16-Slots-float32-interpret",
+    "86-ring_step-24-16/16-Drafts-float32-interpret",
+    "92-ring_step-24-37/50-Slots+Drafts-bfloat16-interpret",
 }
 
 
 def shown(call):
-    """The function, S, the heads and the kind of steps, and the number of a row."""
+    """The number of a row, the function, S, the heads, the kind of steps and the dtype."""
     place = f"{CALLS.index(call)}-" if call in CALLS else ""
     heads = "/".join(map(str, call.shape[3:]))
     name = call.function.removeprefix("mlstm_")
-    return f"{place}{name}-{call.shape[2]}-{heads}-{name_of(call.steps)}"
+    return f"{place}{name}-{call.shape[2]}-{heads}-{name_of(call.steps)}-{call.dtype}"
 
 
 def runs(call, backend):
@@ -38,22 +50,22 @@ def check(call, backend):
                 raise
 
 
-ROWS = [
-    pytest.param(call, backend, id=f"{shown(call)}-{backend}",
-                 marks=[pytest.mark.slow] * (number not in QUICK[backend]))
-    for number, call in enumerate(CALLS)
+ROWS = {
+    f"{shown(call)}-{backend}": (call, backend)
+    for call in CALLS
     for backend in BACKENDS
     if runs(call, backend)
-]  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("call", "backend"), ROWS)
-def test_call(call, backend):
-    check(call, backend)
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in ROWS])
+def test_call(name):
+    check(*ROWS[name])
 
 
 def test_the_table_has_every_pair():
     assert len(set(map(repr, CALLS))) == len(CALLS)
     assert all(eval(repr(x), vars(__import__("engine"))) == x for x in CALLS)
     assert not missing()
+    assert ROWS.keys() >= QUICK
     assert jax.device_count() >= 4  # of sequences in shards

@@ -112,7 +112,7 @@ def test_states_of_a_step_beyond_float16_are_inf():
 @pytest.mark.parametrize(
     "backend", ["xla", "interpret", pytest.param("mosaic_gpu", marks=needs_mosaic_gpu)]
 )
-def test_a_document_that_overflows_has_no_gradients_if_nothing_reads_it(backend, request):
+def test_a_document_that_overflows_float16_has_no_gradients_if_nothing_reads_it(backend, request):
     """In float16 its state is inf after a chunk, and the gradient of the state is 0."""
     if backend == "mosaic_gpu":
         request.getfixturevalue("interpreted")
