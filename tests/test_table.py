@@ -18,7 +18,7 @@ QUICK = {
     "69-recurrent_step-5-16/16---float32-xla",
     "81-recurrent_sequence-4-16/16-Slots+Lengths-float32-xla",
     "93-ring_step-24-16/16-Slots+Drafts-float32-xla",
-    *("1-chunkwise-16-37/50---float32-interpret", "31-chunkwise-15-16/16-States-float32-interpret"),
+    "1-chunkwise-16-37/50---float32-interpret",
     "66-recurrent_step-6-16/16---float32-interpret",
     "70-recurrent_step-4-16/16-Slots-float32-interpret",
     "86-ring_step-24-16/16-Drafts-float32-interpret",

@@ -121,7 +121,7 @@ def test_a_nan_in_an_initial_state_reaches_all_of_its_head(function, backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_checks_of_jax_are_silent(backend):
-    """Resets, masked input gates, padded steps and columns, skipped chunks: no NaN on the way.
+    """jax_debug_nans: resets, masked input gates, padded steps, skipped chunks, no NaN on the way.
 
     In one jit only what comes out is checked.
     """
