@@ -69,7 +69,8 @@ def test_interpreted_kernels_against_float64(name, capsys):
 
 @needs_mosaic_gpu
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("is_fused", [True, slow(False)], ids=["fused", "materialised"])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "materialised"])
 def test_states_that_overflow_stay_in_their_segments(is_fused):
     config = dict(chunk_size=64, fused=is_fused)
     documents = packed((67, 59, 40), own=True)
