@@ -20,7 +20,6 @@ from oracle import (
     array,
     cotangents_for,
     for_device,
-    slow,
     tolerance,
 )
 from stage_calls import (
@@ -239,10 +238,6 @@ def check_case(name, backend):
     if call["dtype"] == "bfloat16":
         call["bounds"] = tolerance("bfloat16", S + DHQK), PROMISED["bfloat16"][1]
     check_call(**call)
-
-
-def quick_and_slow(names, quick):
-    return [name if name in quick else slow(name) for name in names]
 
 
 RECURRENCE = "recurrent_bw_dC"

@@ -255,13 +255,6 @@ def check_outputs(result, inputs, bound, **options):
     compare(OUTPUTS, jax.tree.leaves(result), oracle(inputs, **options), bound)
 
 
-def assert_values(arrays, expected, decimals=None):
-    """Arrays have these values; decimals: how many the values are rounded to."""
-    atol = 0.0 if decimals is None else 0.5001 * 10.0**-decimals
-    for x, y in zip(arrays, expected, strict=True):
-        np.testing.assert_allclose(np.asarray(x), y, rtol=1e-6, atol=atol)
-
-
 def shapes_and_dtypes(arrays):
     return [(x.shape, x.dtype) for x in arrays]
 
