@@ -49,10 +49,11 @@ from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, us
 from mlstm_pallas.export import CUSTOM_CALL_TARGET
 from mlstm_pallas.xlstm_jax import triton_stablef
 
-QUICK = "states_BTNH", "one_block_of_rows_stored_float16", "reverse_lengths_of_one_block"
+QUICK = ("states_BTNH",)
 # Interpreted, each feature comes once. Each pair, and the states of packed prompts, come on a GPU;
 # test_mosaic_gpu_stages.py has the stages of all rows.
 SLOW = (
+    *("one_block_of_rows_stored_float16", "reverse_lengths_of_one_block"),
     "reverse_heads_of_96_in_splits_stored_lengths_packed_BTNH",
     "reverse_materialised_in_splits_stored_lengths_packed_BTNH",
     "padded_in_splits_and_two_launches",
@@ -115,6 +116,7 @@ def test_sequence_parallelism_on_one_device():
     compare("hqkvif", results_of(run)(*x), expected, PROMISED["bfloat16"][1])
 
 
+@pytest.mark.slow
 @needs_mosaic_gpu
 def test_shard_map_lowers():
     """Outputs and what is inside the kernels say over which mesh axes they vary."""
@@ -124,6 +126,7 @@ def test_shard_map_lowers():
     assert text.count(MOSAIC_CALL) >= len(FUSED_STAGES) + 1
 
 
+@pytest.mark.slow
 @needs_mosaic_gpu
 def test_programs_share_their_kernels_with_jax_0_12():
     """jaxlib keeps compiled kernels by these hashes, which nothing around a call may change.
@@ -144,6 +147,7 @@ def test_programs_share_their_kernels_with_jax_0_12():
     assert len({*first} & {*second}) == both_have
 
 
+@pytest.mark.slow
 @needs_mosaic_gpu
 def test_reverse_flips_nothing():
     options = dict(backend="mosaic_gpu", reverse=True, return_last_states=True)
@@ -224,6 +228,7 @@ def test_gradients_trace_in_strict_modes(heads, config):
         assert [*jax.eval_shape(results_of(run), *x)] == [x[2], *x]
 
 
+@pytest.mark.slow
 @needs_mosaic_gpu
 def test_gradients_lower_without_jit():
     """As test_gpu_sanitizer.py runs them. Loops are traced all the same, because constant

@@ -106,7 +106,7 @@ def run_cases(names, layouts, *, interpreted):
     "backends",
     [
         slow((None, "xla")),
-        pytest.param(("mosaic_gpu",), marks=needs_mosaic_gpu),
+        pytest.param(("mosaic_gpu",), marks=[needs_mosaic_gpu, pytest.mark.slow]),
     ],
     ids=str,
 )
@@ -138,11 +138,13 @@ for kind, backend in {"NVIDIA H200": "fastest", "NVIDIA A100-SXM4-80GB": None}.i
 """
 
 
+@pytest.mark.slow
 @needs_mosaic_gpu
 def test_a_step_runs_in_plain_form_and_the_default_is_mosaic_gpu_on_hopper_in_16_bits():
     run(STEP + DEFAULT)
 
 
+@pytest.mark.slow
 @needs_mosaic_gpu
 def test_mosaic_gpu_kernels_run_interpreted():
     """The Mosaic GPU kernels run, and the other stages in plain form."""
