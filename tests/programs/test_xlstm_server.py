@@ -50,7 +50,9 @@ def test_cached_beginnings_and_drafts_change_no_token(long, monkeypatch):
         monkeypatch.setattr(server, name, value)
     cache = server.PrefixCache(config, params, 5 if long else 3)
     setup = config, params, model.Sampling(), jax.random.key(0)
-    order, limits = (3, 2, 1, 3, 0) if long else (2, 3, 1, 0, 2, 3), [24, 9, 1, 14, 7, 20]
+    order, limits = (2, 3, 1, 0, 2, 3), [24, 9, 1, 14, 7, 20]
+    if long:
+        order, limits = (3, 2, 1, 3, 0), [20, 9, 24, 14, 7]
     prompts = {n: PROMPTS[m].tolist() for n, m in enumerate(order)}
     expected = {n: GREEDY[m][: limits[n]].tolist() for n, m in enumerate(order)}
     for continuous in (True, False) if long else (True,):
