@@ -48,7 +48,7 @@ MODULES = {
         "distributed.py",
         "_boundaries _from_zeros _gathered _between _of_earlier _weights _weighted _sum_over",
     ),
-    "examples/xlstm_checkpoint.py": ("values_of_examples.py xlstm_7b.py xlstm_checkpoints.py",),
+    "examples/xlstm_checkpoint.py": ("xlstm_7b.py xlstm_checkpoints.py",),
     "benchmarks/runner.py": ("values_of_benchmarks.py runner.py command.py kernel_benchmark.py",),
     "benchmarks/roofline.py": ("values_of_benchmarks.py",),
 }
