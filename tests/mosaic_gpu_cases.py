@@ -3,25 +3,15 @@ on a GPU."""
 
 import dataclasses
 import math
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from call_checks import (
-    BTNH,
-    PROMISED,
-    STORED,
-    UNNORMALISED,
-    check_call,
-)
-from oracle import (
-    array,
-    cotangents_for,
-    for_device,
-    tolerance,
-)
+from engine import SMALL, Call, Ids, Lengths
+from oracle import array, for_device
+from relations import repeated, value
 from stage_calls import (
     KernelOptions,
     Launch,
@@ -34,10 +24,11 @@ from stage_calls import (
     run_stage,
     tiles_class,
 )
+from table import KEPT, NT, PLAIN, chunkwise
 
 import mlstm_pallas
 from mlstm_pallas import KernelConfig
-from mlstm_pallas.planning.call_spec import SMALL
+from mlstm_pallas.planning.call_spec import SMALL as SMALL_STAGES
 
 FUSED_STAGES = {"parallel_fw_P", "recurrent_fw_H"}
 
@@ -56,11 +47,11 @@ ALL = {
 RACE = "RACE DETECTED"  # which GPU interpret mode prints
 
 
-def fused(num_splits=None, **tiles):
-    """The fused scan with these tiles of its Mosaic GPU kernel; in the backward pass chunks of 128,
-    and states in CTAs of two warpgroups."""
-    return KernelConfig(
-        chunk_size=128,
+def of_scan(num_splits=None, chunk_size=128, **tiles):
+    """The config of the fused scan with these tiles of its Mosaic GPU kernel; in the backward pass
+    states in CTAs of two warpgroups."""
+    return dict(
+        chunk_size=chunk_size,
         fused=True,
         num_splits=num_splits,
         mosaic_gpu_recurrent_fw_H=dict(num_stages=2) | tiles,
@@ -68,10 +59,10 @@ def fused(num_splits=None, **tiles):
     )
 
 
-def materialised(num_splits=None, chunk_size=128):
-    """Materialised states."""
+def of_states(num_splits=None, chunk_size=128):
+    """The config of materialised states."""
     splits = dict(num_splits=num_splits) if num_splits else {}
-    return KernelConfig(
+    return dict(
         chunk_size=chunk_size,
         fused=False,
         mosaic_gpu_recurrent_fw_C=splits,
@@ -79,73 +70,79 @@ def materialised(num_splits=None, chunk_size=128):
     )
 
 
-def wide(num_splits=None):
-    """Materialised states, in chunks of 256."""
-    return materialised(num_splits, chunk_size=256)
+def fused(*args, **tiles):
+    return KernelConfig(**of_scan(*args, **tiles))
+
+
+def materialised(*args, **options):
+    return KernelConfig(**of_states(*args, **options))
 
 
 def stages_on_mosaic_gpu(spec):
     """The stages of a call's plan that run on Mosaic GPU, in one pass or in both."""
     launches = [*spec.plan.forward.items(), *spec.plan.backward.items()]
-    return {name for name, x in launches if x.lowering.folder == "mosaic_gpu"} - {*SMALL}
+    return {name for name, x in launches if x.lowering.folder == "mosaic_gpu"} - {*SMALL_STAGES}
 
 
-def planned(B, NH, S, DHQK, DHV, **options):
-    """The plan of a call, for an H200 where there is no GPU; and its stages that run on Mosaic GPU,
-    in one pass or in both."""
+def mosaic_stages(B, NH, S, DHQK, DHV, **options):
+    """The stages of a call that run on Mosaic GPU, in one pass or in both, for an H200 where there
+    is no GPU."""
     gpu = None if jax.default_backend() == "gpu" else "NVIDIA H200"
-    result = mlstm_pallas.plan(B=B, NH=NH, S=S, DHQK=DHQK, DHV=DHV, gpu=gpu, **options)
-    return result, {x.stage for x in result.launches if x.lowering.startswith("mosaic_gpu")}
+    options = dict(backend="mosaic_gpu", gpu=gpu) | options
+    plan = mlstm_pallas.plan(B=B, NH=NH, S=S, DHQK=DHQK, DHV=DHV, **options)
+    return {x.stage for x in plan.launches if x.lowering.startswith("mosaic_gpu")}
 
 
-def mosaic_stages(*shape, **options):
-    """The stages of a call of this shape that run on Mosaic GPU."""
-    return planned(*shape, backend="mosaic_gpu", **options)[1]
+class Case(NamedTuple):
+    """stages: those that have to run on Mosaic GPU, with the schedule of the config."""
+
+    call: Call
+    kind: str
+    stages: set
 
 
-NARROW = dict(shape=(1, 2, 256, 128, 128))
+def case(config, S=256, heads=(256, 256), *steps, kind="model", without=(), B=1, NH=1, **options):
+    """In bfloat16. Products of the gradients are in parallel_bw_dP and parallel_bw_dQKV, or of
+    chunks of 128 steps with heads of 128 or less in chunk_gradients."""
+    one = config["chunk_size"] == 128 and heads[0] <= 128
+    others = {"parallel_bw_dP", "parallel_bw_dQKV"} if one else {"chunk_gradients"}
+    others |= {"recurrent_fw_C", "parallel_fw_H"} if config["fused"] else FUSED_STAGES
+    options = dict(dtype="bfloat16", config=config) | options
+    call = chunkwise(S, heads, *steps, B=B, NH=NH, last=True, **options)
+    return Case(call, kind, ALL - others - {*without})
 
 
-def small_cotangents(*of):
-    return [2.0**-10 * x for x in cotangents_for(*of)]
+def documents(S, B=1):
+    """Documents that begin inside a chunk and inside a tile, one over two."""
+    return Ids(((100, 29, S - 129),) * B)
 
 
-GATES, NO_CHUNKS = dict(recipe=dict(f_shift=6.0)), dict(stages=ALL - {"parallel_bw_dQKV"})
-
-
-def case(config=None, **call):
-    """Arguments of check_call, and the stages that run on Mosaic GPU at the least."""
-    default = dict(shape=(1, 1, 256, 256, 256), dtype="bfloat16", stages=ALL)
-    return SimpleNamespace(config=config or fused(), **default | call)
-
-
+F16, BACK, TWO = dict(dtype="float16"), dict(reverse=True), dict(NH=2)
+NO_STATES, NO_M = dict(states=None), dict(states=("float32",) * 2)
+DQKV = ["parallel_bw_dQKV"]
 CASES = {
-    # Chunks whose gamma is not nearly 0: 64 steps keep exp(-0.16) of the state.
-    "states_BTNH": case(**GATES, **BTNH),
-    "heads": case(shape=(2, 2, 256, 256, 256), **BTNH),
-    "float16": case(dtype="float16"),
-    "reverse_lengths_of_one_block": case(
-        shape=(2, 1, 256, 64, 128), lengths=np.array([200, 0]), reverse=True
-    ),
-    "padded": case(shape=(1, 1, 201, 250, 200), **BTNH),
-    "resets": case(recipe=dict(resets=True)),
+    # Chunks whose gamma is not nearly 0.
+    "states_BTNH": case(of_scan(), kind="long", **NT),
+    "heads": case(of_scan(), B=2, **TWO, **NT),
+    "float16": case(of_scan(), **F16),
+    "reverse_lengths_of_one_block": case(of_scan(), 256, (64, 128), Lengths((200, 0)), **BACK),
+    "padded": case(of_scan(), 201, (250, 200), **NT),
+    "resets": case(of_scan(), kind="any size"),
     # A CTA makes all gradients of a chunk, to which dn comes from the next one. r dh falls below
     # the normal numbers of float16.
     "one_block_of_rows_stored_float16": case(
-        shape=(1, 2, 256, 64, 128), dtype="float16", draw=small_cotangents, **GATES, **STORED
+        of_scan(), 256, (64, 128), **TWO, **F16, kind=SMALL, **KEPT
     ),
-    "three_blocks_of_rows": case(shape=(1, 2, 256, 192, 128), **NO_CHUNKS),
-    "splits": case(config=fused(2), **NARROW),
-    "materialised": case(config=materialised(), shape=(1, 2, 256, 64, 192), **GATES),
-    "two_launches": case(config=fused(state_rows=64), **NARROW),
-    "reverse": case(shape=(1, 1, 201, 128, 128), reverse=True),
-    "reverse_float16": case(
-        shape=(1, 1, 200, 64, 128), dtype="float16", draw=small_cotangents, reverse=True
-    ),
-    "reverse_wide": case(config=wide(), shape=(1, 1, 300, 128, 256), reverse=True, **NO_CHUNKS),
+    "three_blocks_of_rows": case(of_scan(), 256, (192, 128), **TWO, without=DQKV),
+    "splits": case(of_scan(2), 256, (128, 128), **TWO),
+    "materialised": case(of_states(), 256, (64, 192), kind="long", **TWO),
+    "two_launches": case(of_scan(state_rows=64), 256, (128, 128), **TWO),
+    "reverse": case(of_scan(), 201, (128, 128), **BACK),
+    "reverse_float16": case(of_scan(), 200, (64, 128), **F16, kind=SMALL, **BACK),
+    "reverse_wide": case(of_states(chunk_size=256), 300, (128, 256), without=DQKV, **BACK),
     # Tiles that reach beyond the heads, or have three or five parts of a swizzle.
-    "heads_of_96_and_192": case(config=fused(num_stages=3), shape=(1, 2, 131, 96, 192), **BTNH),
-    "heads_of_160_and_320": case(shape=(1, 1, 131, 160, 320), **BTNH),
+    "heads_of_96_and_192": case(of_scan(num_stages=3), 131, (96, 192), **TWO, **NT),
+    "heads_of_160_and_320": case(of_scan(), 131, (160, 320), **NT),
 }
 
 # With "states_BTNH", "one_block_of_rows_stored_float16" and "reverse_lengths_of_one_block" each
@@ -154,90 +151,62 @@ CASES = {
 # the splits. Heads are of three kinds, by the kernels of their gradients: a CTA makes a chunk;
 # there are more rows, or longer chunks; tiles reach beyond the heads. A GPU has CASES and these,
 # the interpreter some of them.
-NO_STATES, NO_M = dict(recipe=dict(states=False)), dict(recipe=dict(m_initial=False))
 PAIRS = {
     "reverse_heads_of_96_in_splits_stored_lengths_packed_BTNH": case(
-        config=fused(2, num_stages=3),
-        shape=(1, 2, 196, 96, 192),
-        lengths=np.array([131]),
-        packed=True,
-        reverse=True,
-        **NO_STATES,
-        **UNNORMALISED,
-        **STORED,
-        **BTNH,
+        of_scan(2, num_stages=3),
+        196,
+        (96, 192),
+        *(documents(196), Lengths((131,))),
+        **(TWO | BACK | NO_STATES | PLAIN | KEPT | NT),
     ),
     "wide_in_splits_packed": case(
-        config=wide(2),
-        shape=(1, 1, 300, 128, 256),
-        packed=True,
-        **NO_STATES,
-        **UNNORMALISED,
-        **NO_CHUNKS,
+        of_states(2, chunk_size=256),
+        300,
+        (128, 256),
+        documents(300),
+        without=DQKV,
+        **(NO_STATES | PLAIN),
     ),
     "reverse_heads_of_96_materialised_float16": case(
-        config=materialised(),
-        shape=(1, 2, 131, 96, 96),
-        dtype="float16",
-        draw=small_cotangents,
-        reverse=True,
-        **NO_M,
-        **UNNORMALISED,
+        of_states(), 131, (96, 96), kind=SMALL, **(TWO | F16 | BACK | PLAIN | NO_M)
     ),
     "reverse_materialised_in_splits_stored_lengths_packed_BTNH": case(
-        config=materialised(2),
-        shape=(1, 2, 256, 128, 128),
-        lengths=np.array([200]),
-        packed=True,
-        reverse=True,
-        **STORED,
-        **BTNH,
+        of_states(2),
+        256,
+        (128, 128),
+        *(documents(256), Lengths((200,))),
+        **(TWO | BACK | KEPT | NT),
     ),
-    "padded_in_splits_and_two_launches": case(
-        config=fused(2, state_rows=128), shape=(1, 1, 201, 250, 200)
-    ),
+    "padded_in_splits_and_two_launches": case(of_scan(2, state_rows=128), 201, (250, 200)),
     "three_blocks_of_rows_materialised_stored_lengths_packed_BTNH": case(
-        config=materialised(),
-        shape=(1, 2, 256, 192, 128),
-        lengths=np.array([200]),
-        packed=True,
-        **NO_STATES,
-        **STORED,
-        **BTNH,
-        **NO_CHUNKS,
+        of_states(),
+        256,
+        (192, 128),
+        *(documents(256), Lengths((200,))),
+        without=DQKV,
+        **(TWO | NO_STATES | KEPT | NT),
     ),
     "reverse_lengths_packed_BTNH": case(
-        shape=(2, 2, 256, 64, 128),
-        lengths=np.array([130, 0]),
-        packed=True,
-        reverse=True,
-        **NO_STATES,
-        **UNNORMALISED,
-        **BTNH,
+        of_scan(),
+        256,
+        (64, 128),
+        *(documents(256, 2), Lengths((130, 0))),
+        **(TWO | BACK | NO_STATES | PLAIN | NT),
     ),
-    "reverse_materialised_in_splits": case(
-        config=materialised(2), reverse=True, **NO_STATES, **UNNORMALISED
-    ),
+    "reverse_materialised_in_splits": case(of_states(2), **(BACK | NO_STATES | PLAIN)),
 }
 
 
-def check_case(name, backend):
-    """Outputs and the gradients of all inputs of a case against float64."""
-    call = dict(seed=5, packed=False, backend=backend) | vars((CASES | PAIRS)[name])
-    stages, config, (B, _, S, DHQK, _) = call.pop("stages"), call["config"], call["shape"]
-    if call.pop("packed"):  # segments that begin inside a chunk and inside a tile, one over two
-        call["segment_ids"] = np.repeat([[3, 0, 7]] * B, [100, 29, S - 129], axis=1)
-    of_plan = {name: call[name] for name in ("dtype", "config", "backend", *STORED) if name in call}
-    plan, on_mosaic_gpu = planned(*call["shape"], **of_plan)
-    chunk_per_cta = plan.chunk_size == 128 and DHQK <= 128
-    of_plan = {x.stage for x in plan.launches}
-    one, two = {"chunk_gradients"}, {"parallel_bw_dP", "parallel_bw_dQKV"}
-    assert of_plan & (one | two) == (one if chunk_per_cta else two)
-    assert on_mosaic_gpu >= stages & of_plan
-    assert (plan.fused, plan.num_splits) == (config.fused, config.num_splits or 1)
-    if call["dtype"] == "bfloat16":
-        call["bounds"] = tolerance("bfloat16", S + DHQK), PROMISED["bfloat16"][1]
-    check_call(**call)
+def check_case(case, backend="mosaic_gpu"):
+    """The values of a case, and on a GPU the bits of a second call."""
+    call = case.call
+    of_plan = {x: call.options[x] for x in KEPT if x in call.options}
+    config = KernelConfig(**call.options["config"])
+    stages = mosaic_stages(*call.shape, dtype=call.dtype, config=config, **of_plan)
+    assert stages >= case.stages, case.stages - stages
+    value(call, backend, [case.kind])
+    if jax.default_backend() == "gpu":
+        repeated(call, backend)
 
 
 RECURRENCE = "recurrent_bw_dC"

@@ -38,8 +38,8 @@ def in_numpy(function):
     return evaluated
 
 
-def jit(function):
-    """Like jax.jit, but programs with interpreted kernels run in NumPy."""
+def jit(function, always=False):
+    """Like jax.jit, but programs with interpreted kernels, or all, run in NumPy."""
     jitted = jax.jit(function)
 
     @functools.wraps(function)
@@ -47,7 +47,7 @@ def jit(function):
         if any(isinstance(y, jax.core.Tracer) for y in jax.tree.leaves((x, more))):
             return jitted(*x, **more)
         traced = jitted.trace(*x, **more)
-        if not _interprets(traced.jaxpr):
+        if not (always or _interprets(traced.jaxpr)):
             return jitted(*x, **more)
         outputs = evaluate(traced.jaxpr, *jax.tree.leaves((x, more)))
         return jax.tree.unflatten(jax.tree.structure(traced.out_info), map(np.asarray, outputs))

@@ -526,3 +526,51 @@ def errors_of(inputs, result, expected):
 def assert_below(errors, bound):
     is_below = all(e < bound for e in errors.values())  # not of a NaN
     assert is_below, {name: f"{e:.1e}" for name, e in errors.items()}
+
+
+def reversed_in_time(run, lengths):
+    """The function on sequences that run from their last step to their first; all of these are
+    within the lengths."""
+
+    def flipped(x, axis):
+        S = x.shape[axis]
+        ends = np.full(len(x), S) if lengths is None else np.clip(lengths, 0, S)
+        steps, ends = np.arange(S), ends[:, None]
+        places = np.where(steps < ends, ends - 1 - steps, steps)
+        return jax.vmap(functools.partial(jnp.take, axis=axis - 1))(x, places)
+
+    def run_flipped(*, segment_ids=None, **x):
+        x |= {name: flipped(x[name], 2) for name in "qkvif"}
+        ids = None if segment_ids is None else flipped(segment_ids, 1)
+        h, states = run(**x, segment_ids=ids)
+        return flipped(h, 2), states
+
+    return run_flipped
+
+
+def check_middle_head(run, x):
+    """The second of three heads, (1, 3, ...), has the same bits beside finite ones and beside NaN,
+    and again; what an interpreted kernel does not write is NaN."""
+    poisoned = jax.tree.map(lambda y: y.at[:, ::2].set(jnp.nan), x)
+    first, _ = check_isolated(run, x, poisoned, functools.partial(jax.tree.map, lambda y: y[:, 1]))
+    assert_same_bits(run(x), first)
+    assert all(np.isfinite(y).all() for y in jax.tree.leaves(first))
+
+
+def check_neighbours(backend, shape, layout="BNTH", config=None, dtype="bfloat16", **options):
+    """check_middle_head of outputs and gradients; returns the function and its arguments.
+
+    In the layout "BTNH" the columns of the next head follow those of a head.
+    """
+    inputs = random_inputs(11, *shape, dtype=dtype)
+    x = inputs, cotangents_for(inputs, dtype)
+    config = config or KernelConfig(fused=True)
+    run = gradients_of_call(config=config, backend=backend, layout=layout, **options)
+    check_middle_head(lambda x: run(*x), x)
+    return run, x
+
+
+def masked(mask, x):
+    """Steps count where the mask, (S,), is True, by the recipe of docs/serving.md."""
+    qkv = {name: jnp.where(mask[:, None], x[name], 0) for name in "qkv"}
+    return x | qkv | dict(i=jnp.where(mask, x["i"], -np.inf), f=jnp.where(mask, x["f"], np.inf))

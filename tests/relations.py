@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 import engine
+import jax
 import jax.numpy as jnp
 import numpy as np
 from engine import KINDS, STATES, TOKENS, Drafts, Ids, Slots, arrays, exact, kept, over, run
@@ -87,7 +88,7 @@ def by_nan(call, backend):
         return mask
 
     x2 = {name: y.copy() for name, y in x.items()}
-    for name in "qkvc":
+    for name in [*"qkvc", "dh"]:
         if name in x2:
             row = slots.of[0] if slots and name in STATES else 0
             np.moveaxis(x2[name], axis(name, x2[name]), 1)[row, head] = np.nan
@@ -221,18 +222,20 @@ def entry_of(values, b):
 
 
 def batch_invariant(call, backend):
-    """An entry alone has the bits that it has in a batch, compiled as users do: in NumPy bits
-    depend on strides. Of gradients only plain jnp promises it."""
+    """An entry alone has the bits that it has in a batch, and the values, compiled as users do: in
+    NumPy bits depend on strides. Of gradients only plain jnp promises it."""
     x, slots = arrays(call, 1), call.get(Slots)
     pools = {*STATES, "dc", "dn", "dm"} if slots else ()
 
     def results(call, x):
         with compiled_kernels(), quick_code(backend != "xla"):
-            results = engine.program.__wrapped__(call, backend)(x)
+            results = jax.jit(engine.function_of(call, backend))(x)
         others = {*pools} | {x for x in results if x.startswith("d") and backend != "xla"}
         return {name: np.asarray(y) for name, y in results.items() if name not in others}
 
-    together = results(call, x)
+    together, desired = results(call, x), exact(call, x)
+    desired = {name: desired[name] for name in together}
+    below(engine.errors(call, x, together, desired, backend=backend))
     for b in (0, call.shape[0] - 1):
         alone = {name: y if name in pools else y[b : b + 1] for name, y in x.items()}
         fields = ((y, "accepted" if isinstance(y, Drafts) else "of") for y in call.steps)

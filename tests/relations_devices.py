@@ -100,7 +100,7 @@ def forward(call, backend):
 
 def fresh(call, backend):
     """A program that nobody has traced."""
-    return engine.program.__wrapped__(call, backend).__wrapped__
+    return engine.function_of(call, backend)
 
 
 def both_passes(system):

@@ -12,12 +12,12 @@ HEADS = dict(a=(16, 16), b=(37, 50), c=(64, 128), d=(24, 8), e=(320, 640))
 HEADS |= dict(f=(128, 256), g=(256, 512), h=(384, 256), i=(250, 24))
 
 
-def row(function, S, heads, *steps, dtype="float32", states=("float32",) * 3, NH=2, **options):
-    """A call of two heads; its batch is that of its steps, or of two entries."""
-    B = next((len(x.of) for x in steps if hasattr(x, "of")), 2)
+def row(function, S, heads, *steps, dtype="float32", states=("float32",) * 3, B=2, NH=2, **options):
+    """A call of heads by their letter or their sizes; its batch is that of its steps."""
+    B = next((len(x.of) for x in steps if hasattr(x, "of")), B)
     if options.pop("last", function == "mlstm_chunkwise_sequence_parallel"):
         options["return_last_states"] = True
-    return Call(function, (B, NH, S, *HEADS[heads]), dtype, states, steps, options)
+    return Call(function, (B, NH, S, *HEADS.get(heads, heads)), dtype, states, steps, options)
 
 
 chunkwise, prefixes, sharded, step, sequence, ring = (
@@ -83,7 +83,7 @@ CHUNKWISE = (
     chunkwise(64, "a", last=True, **BF, **STATE16, **NT),
     chunkwise(64, "c", last=True, **F16, states=None, **UNFUSED, chunk_size=32),
     chunkwise(65, "a", last=True, **SIGMOID, reverse=True, **NT),
-    chunkwise(64, "b", **PLAIN, **KEPT, chunk_size=32),
+    chunkwise(64, "b", **PLAIN, **KEPT, chunk_size=32, states=("float32",) * 2),
     chunkwise(64, "a", last=True, **ALONE, **BF),
     chunkwise(64, "a", ENDS, last=True, **NT, **FUSED, **FLOOR),
     chunkwise(64, "b", ENDS, last=True, reverse=True, **UNSTABLE, **UNFUSED),
@@ -230,26 +230,6 @@ RINGS = (
     ring(24, "a", SOME, Drafts(2), **PLAIN, **NT),
     # Alone a head is one CTA, whose indices are constants; its rows are at no multiple of 16 bytes.
     ring(48, "i", Drafts(1, phase=0), **F16, states=MIXED, **ALONE, NH=1),
-)
-# For a GPU: the sizes of models, many prompts, and more heads than a GPU has multiprocessors.
-SHORT = tuple(1 + 7 * n % 10 for n in range(37))
-MANY = Lengths(tuple(1 + 37 * n % 256 for n in range(63)))
-ON_A_GPU = (
-    chunkwise(220, "g", packed(SHORT, (5, 40, 1)), last=True, **BF, **NT),
-    chunkwise(396, "h", packed((1, 2, 0, 63, 64, 65, 200), (0, 130), own=True), last=True, **BF,
-        **NT),
-    chunkwise(300, "c", Ids(((100, 200), (37, 64, 199))), last=True, **F16, **NT),
-    chunkwise(257, "f", Lengths((257, 100)), last=True, reverse=True, **BF, **PLAIN, **KEPT),
-    chunkwise(256, "c", MANY, last=True, **BF, **NT, **ALONE, NH=4),
-    prefixes(128, "c", Lengths(MANY.of[:31]), every=64, **F16, **ALONE, NH=8),
-)  # fmt: skip
-STEPS_ON_A_GPU = (
-    step(3, "g", **BF, joined=True),
-    step(3, "f", SOME, **BF, states=("float16", "bfloat16", "float32"), NH=8),
-    step(1, "e", **F16, states=("float16",) * 3),
-    sequence(3, "g", SOME, Lengths((3, 2, 0, 1)), **NT),
-    ring(24, "g", SOME, drafts(4, 4, 6, length=8), **BF, states=HALF, **NT),
-    ring(24, "f", Drafts(1), **ALONE, **BF, NH=40),
 )
 CALLS = CHUNKWISE + EVERY + PARALLEL + BY_TOKEN + RINGS
 

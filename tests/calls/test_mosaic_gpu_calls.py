@@ -10,10 +10,12 @@ import jax
 import jax.extend.core
 import plans
 import pytest
-from call_checks import PROMISED
+from engine import PROMISED
 from mosaic_gpu_cases import (
     ALL,
+    CASES,
     FUSED_STAGES,
+    PAIRS,
     RACE,
     check_case,
     fused,
@@ -64,7 +66,7 @@ SLOW = (
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", [*QUICK, *map(slow, SLOW)])
 def test_interpreted_kernels_against_float64(name, capsys):
-    check_case(name, "mosaic_gpu")
+    check_case((CASES | PAIRS)[name])
     assert RACE not in capsys.readouterr().out
 
 

@@ -60,35 +60,31 @@ with interpreted_mosaic_gpu():
 for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     assert np.linalg.norm(x - y) <= 1e-6 * np.linalg.norm(y)
 """
-# Calls in bfloat16 against float64, with the bounds of mosaic_gpu_cases.py.
+# Calls in bfloat16 against float64.
 CASES = """
 jax.config.update("jax_disable_most_optimizations", {interpreted})
 import contextlib
 from mosaic_gpu_interpreter import interpreted_mosaic_gpu
-from mosaic_gpu_cases import CASES, FUSED_STAGES, case, check_case, fused, materialised
+from mosaic_gpu_cases import FUSED_STAGES, case, check_case, of_scan, of_states
 
 assert not mlstm_pallas.planning.dispatch.HAS_TRITON
-CASES.update(
-    fused=case(),
+CASES = dict(
+    fused=case(of_scan()),
     # parallel_bw_dP and parallel_bw_dQKV have no kernel for chunks of 64.
     plain_stages=case(
-        mlstm_pallas.KernelConfig(
-            chunk_size=64,
-            fused=True,
-            mosaic_gpu_recurrent_fw_H=dict(num_stages=2),
-            mosaic_gpu_recurrent_bw_dC=dict(state_columns=128),
-        ),
-        shape=(1, 2, 128, 64, 128),
-        stages=FUSED_STAGES | {{"chunk_gates", "recurrent_bw_dC"}},
+        of_scan(chunk_size=64),
+        128,
+        (64, 128),
+        NH=2,
+        without=["parallel_bw_dP", "parallel_bw_dQKV"],
+        layout="BTNH",
     ),
-    few_heads=case(materialised(2), shape=(1, 1, 256, 64, 128)),
-    splits=case(fused(2), shape=(1, 1, 256, 128, 128)),
+    few_heads=case(of_states(2), 256, (64, 128)),
+    splits=case(of_scan(2), 256, (128, 128)),
 )
 for name in {names}:
-    for layout in {layouts}:
-        CASES[name].layout = layout
-        with interpreted_mosaic_gpu() if {interpreted} else contextlib.nullcontext():
-            check_case(name, "mosaic_gpu")
+    with interpreted_mosaic_gpu() if {interpreted} else contextlib.nullcontext():
+        check_case(CASES[name])
 """
 
 
@@ -97,9 +93,8 @@ def run(body, timeout=300):
     return run_python("-c", script, timeout=timeout)
 
 
-def run_cases(names, layouts, *, interpreted):
-    body = CASES.format(interpreted=interpreted, names=names, layouts=layouts)
-    return run(body, timeout=600)
+def run_cases(*names, interpreted):
+    return run(CASES.format(interpreted=interpreted, names=names), timeout=600)
 
 
 @pytest.mark.parametrize(
@@ -148,14 +143,12 @@ def test_a_step_runs_in_plain_form_and_the_default_is_mosaic_gpu_on_hopper_in_16
 @needs_mosaic_gpu
 def test_mosaic_gpu_kernels_run_interpreted():
     """The Mosaic GPU kernels run, and the other stages in plain form."""
-    assert RACE not in run_cases(("plain_stages",), ("BTNH",), interpreted=True)
+    assert RACE not in run_cases("plain_stages", interpreted=True)
 
 
 @needs_mosaic_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("layout", "names"), [("BNTH", ("fused", "plain_stages")), ("BTNH", ("few_heads", "splits"))]
-)
-def test_mosaic_gpu_kernels_run_on_a_gpu(layout, names):
+@pytest.mark.parametrize("names", [("fused", "plain_stages"), ("few_heads", "splits")])
+def test_mosaic_gpu_kernels_run_on_a_gpu(names):
     skip_unless_hopper()
-    run_cases(names, (layout,), interpreted=False)
+    run_cases(*names, interpreted=False)

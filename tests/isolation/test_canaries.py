@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from call_checks import check_middle_head, check_neighbours
 from jax.experimental import pallas as pl
 from mosaic_gpu_cases import fused
 from oracle import (
     HELPERS,
+    check_middle_head,
+    check_neighbours,
     needs_mosaic_gpu,
     param,
     random_inputs,

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from call_checks import masked
 from oracle import (
     emptied,
+    masked,
     random_inputs,
     token_at,
 )

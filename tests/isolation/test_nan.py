@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from call_checks import reversed_in_time
 from oracle import (
     BACKENDS,
     assert_close,
@@ -16,6 +15,7 @@ from oracle import (
     loss_of,
     random_inputs,
     results_of,
+    reversed_in_time,
     tolerance,
 )
 

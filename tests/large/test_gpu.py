@@ -4,11 +4,12 @@ recurrence, repeats bitwise equal."""
 import functools
 import math
 
-import call_checks
+import engine
 import jax
 import numpy as np
 import pytest
-from call_checks import PROMISED, check_call, gpu_call
+import table_gpu
+from engine import PROMISED, arrays, errors, exact
 from jax.lax import DotAlgorithmPreset
 from mosaic_gpu_cases import skip_unless_hopper
 from oracle import (
@@ -17,11 +18,11 @@ from oracle import (
     random_inputs,
     token_at,
 )
-from table import CALLS, ON_A_GPU, STEPS_ON_A_GPU
+from relations import below, clean, repeated
+from table import CALLS
 from test_table import check, shown
 
 from mlstm_pallas import (
-    KernelConfig,
     mlstm_chunkwise,
     mlstm_recurrent_step,
 )
@@ -38,16 +39,46 @@ def test_forward_8192(dtype, DHQK, DHV):
     check_outputs(jax.jit(run)(**inputs), inputs, PROMISED[dtype][0])
 
 
+def values(call, backend, kind="model", bounds=None):
+    """The errors of a call, below its bounds or these; a second call has the same bits."""
+    x, results = clean(call, backend, kind)
+    found = errors(call, x, results, exact(call, x), kind, backend)
+    if bounds:
+        found = {name: (y, bounds[len(name) - 1]) for name, (y, _) in found.items()}
+    below(found)
+    repeated(call, backend)
+    return {name: y for name, (y, _) in found.items()}
+
+
 @pytest.mark.parametrize("gpu", ["NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090"])
 def test_the_plan_of_another_gpu_is_right_on_this_one(gpu, monkeypatch):
     """Tiles for 163 and 99 KiB of shared memory."""
     monkeypatch.setattr(call_spec, "target_gpu", lambda: known_gpu(gpu))
-    check_call(**gpu_call("bfloat16", 1, 40, 1000, 128, 256))  # the fused scan
+    call = table_gpu.model(1000, "f", NH=40)  # the fused scan
+    x = arrays(call, 1)
+    results = jax.jit(engine.function_of(call, "triton"))(x)
+    below(errors(call, x, jax.tree.map(np.asarray, results), exact(call, x), backend="triton"))
 
 
-@pytest.mark.parametrize("call", [*call_checks.gpu_calls()])
-def test_against_float64(call):
-    check_call(**call)
+TRITON = *table_gpu.ON_TRITON, *table_gpu.of_any_heads("triton"), *table_gpu.ON_BOTH
+ROWS = [(call, "triton") for call in TRITON] + [(call, "mosaic_gpu") for call in table_gpu.ON_BOTH]
+
+
+@pytest.mark.parametrize(
+    ("call", "backend"),
+    [
+        pytest.param(*x, marks=[pytest.mark.smoke] * (x[0] in table_gpu.SMOKE), id=f"{x!r}")
+        for x in ROWS
+    ],
+)
+def test_values(call, backend):
+    if backend == "mosaic_gpu":
+        skip_unless_hopper()
+    values(call, backend)
+
+
+def test_values_of_a_long_sequence():
+    values(table_gpu.LONG, "triton", "long")
 
 
 @pytest.mark.parametrize(("backend", "layout"), [("triton", "BNTH"), ("mosaic_gpu", "BTNH")])
@@ -91,44 +122,32 @@ def float32_bound(products):
 BOUNDS = float32_bound(2), float32_bound(6)
 
 
-SHAPE, LARGER = ("float32", 1, 2, 1000, 128, 256), ("float32", 1, 2, 1000, 256, 512)
+WIDE = table_gpu.F32
 
 
-@pytest.mark.parametrize(
-    ("shape", "config"),
-    [(SHAPE, None), (SHAPE, call_checks.fused()), (LARGER, call_checks.fused())],
-    ids=str,
-)
-def test_float32_has_the_digits_of_six_products(shape, config):
-    check_call(**gpu_call(*shape, config=config, bounds=BOUNDS))
+@pytest.mark.parametrize("heads", ["f", "g"])
+@pytest.mark.parametrize("schedule", [{}, table_gpu.FUSED], ids=["planned", "fused"])
+def test_float32_has_the_digits_of_six_products(heads, schedule):
+    values(table_gpu.model(1000, heads, WIDE, **schedule), "triton", bounds=BOUNDS)
 
 
 def test_three_products_do_not_have_them():
-    config = KernelConfig(precision=DotAlgorithmPreset.BF16_BF16_F32_X3)
-    outputs, gradients = check_call(**gpu_call(*SHAPE, config=config, bounds=(math.inf, math.inf)))
-    assert outputs["h"] > BOUNDS[0]
-    assert min(gradients[name] for name in "qkv") > BOUNDS[1]
-
-
-# ---------------- lengths
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_lengths(fused):
-    options = dict(dtype="bfloat16", backend="triton", config=KernelConfig(fused=fused))
-    shape, lengths = (3, 2, 1000, 128, 256), np.array([0, 700, 1000])
-    check_call(shape, seed=6, lengths=lengths, bounds=PROMISED["bfloat16"], **options)
+    precision = table_gpu.config(precision=DotAlgorithmPreset.BF16_BF16_F32_X3)
+    call = table_gpu.model(1000, "f", WIDE, **precision)
+    found = values(call, "triton", bounds=(math.inf, math.inf))
+    assert found["h"] > BOUNDS[0]
+    assert min(found[f"d{name}"] for name in "qkv") > BOUNDS[1]
 
 
 # ---------------- the table
 
 
-@pytest.mark.parametrize("call", CALLS + ON_A_GPU + STEPS_ON_A_GPU, ids=shown)
+@pytest.mark.parametrize("call", CALLS + table_gpu.CHUNKED + table_gpu.BY_TOKEN, ids=shown)
 def test_call(call):
     check(call, "triton")
 
 
-@pytest.mark.parametrize("call", ON_A_GPU, ids=shown)
+@pytest.mark.parametrize("call", table_gpu.CHUNKED, ids=shown)
 def test_call_on_mosaic_gpu(call):
     skip_unless_hopper()
     check(call, "mosaic_gpu")

@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from call_checks import PROMISED
+from engine import PROMISED
 from oracle import NAMES, OUTPUTS, compare, cotangents_for, expected_of, in_float64, tolerance
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise

@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import compile_report
+import engine
 import jax
 import jax.numpy as jnp
 import mosaic_gpu_interpreter
@@ -18,10 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from mosaic_gpu_cases import CASES, RACE
 from oracle import (
-    cotangents_for,
-    gradients_of_call,
     needs_mosaic_gpu,
-    random_inputs,
     shown,
 )
 from stage_calls import Problem
@@ -391,10 +389,9 @@ def blocks_of(jaxpr):
 @pytest.mark.parametrize("name", ["states_BTNH", "splits"])
 def test_kernels_with_products_write_shared_memory_by_products_store(name):
     """What asks whether a product reads the tile, a callback, comes right before each write."""
-    case = CASES[name]
-    inputs = random_inputs(5, *case.shape, dtype=case.dtype)
-    run = gradients_of_call(config=case.config, backend="mosaic_gpu")
-    traced = jax.make_jaxpr(run)(inputs, cotangents_for(inputs, case.dtype)).jaxpr
+    call = CASES[name].call
+    run = engine.program(call, "mosaic_gpu")
+    traced = jax.make_jaxpr(run)(engine.arrays(call, 1)).jaxpr
     kernels = (x.params["jaxprs"][0] for x in compile_report.equations(traced, "mpmd_map"))
     before_writes = [
         before
