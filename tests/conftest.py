@@ -245,7 +245,7 @@ def pytest_make_collect_report(collector):
     return report
 
 
-# Slow tests that CI runs on the newest Python alone: how calls are traced, partitioned and exported.
+# Slow tests that CI runs on the newest Python alone: of tracing, partitioning and exporting.
 OF_JAX = r"test_(api|export|modes|sharding|tpu)\.py|test_mesh.*y inside one over x-forward"
 
 
