@@ -143,6 +143,7 @@ SWAPPED = (
     "axes 1 and 2 are swapped, as the other layout has them"
 )
 AS_STATES = ": pass the three states as *states"
+TENFOLD = "ten times the compute capability (89 for 8.9), or 0"
 FLOAT64 = '; float64 needs backend="xla" and jax_enable_x64'
 WITHOUT_STATES = dict.fromkeys(INITIAL)
 HALF_STATES = WITHOUT_STATES | dict(input_gate="sigmoid", n_initial=INITIAL["n_initial"])
@@ -151,14 +152,6 @@ WIDE = partial(mlstm_chunkwise, **jax.tree.map(np.float64, zeros(ARRAYS)))
 # A kind and the whole message, then the changed arguments of mlstm_chunkwise, or another call.
 BAD_CALLS = [
     refusal(ValueError, SWAPPED.format("f"), BTNH | dict(layout="BTNH", f=PLAIN["f"])),
-    refusal(
-        ValueError,
-        (
-            "k has shape (2, 3, 41, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16), as q has "
-            "shape (2, 3, 40, 16)"
-        ),
-        dict(k=array(2, 3, 41, 16)),
-    ),
     refusal(
         ValueError,
         (
@@ -177,11 +170,6 @@ BAD_CALLS = [
     ),
     refusal(
         ValueError,
-        "f has shape (2, 2, 40), expected (B, NH, S) = (2, 3, 40), as q has shape (2, 3, 40, 16)",
-        dict(f=array(2, 2, 40)),
-    ),
-    refusal(
-        ValueError,
         "q has shape (2, 3, 0, 16), expected (B, NH, S, DHQK) = (2, 3, S, DHQK) with S >= 1",
         dict(q=array(2, 3, 0, 16)),
     ),
@@ -189,11 +177,6 @@ BAD_CALLS = [
         ValueError,
         "v has shape (2, 3, 40, 0), expected (B, NH, S, DHV) = (2, 3, 40, DHV) with DHV >= 1",
         dict(v=array(2, 3, 40, 0)),
-    ),
-    refusal(
-        ValueError,
-        "sequence_lengths has shape (3,), expected (B,) = (2,), as q has shape (2, 3, 40, 16)",
-        dict(sequence_lengths=array(3, dtype="int32")),
     ),
     refusal(
         ValueError,
@@ -316,16 +299,6 @@ BAD_CALLS = [
     ),
     refusal(
         TypeError,
-        "v has dtype bfloat16, expected float32, the dtype of q",
-        dict(v=array(2, 3, 40, 24, dtype="bfloat16")),
-    ),
-    refusal(
-        TypeError,
-        "k has dtype float32, expected bfloat16, the dtype of q",
-        dict(q=array(2, 3, 40, 16, dtype="bfloat16")),
-    ),
-    refusal(
-        TypeError,
         f"autocast_kernel_dtype is float64, expected one of float32, bfloat16, float16{FLOAT64}",
         dict(autocast_kernel_dtype="float64", backend="xla"),
     ),
@@ -334,16 +307,8 @@ BAD_CALLS = [
     ),
     refusal(
         TypeError,
-        "eps is Array(1.e-06, dtype=float32), expected a Python float",
-        dict(eps=jnp.float32(1e-6)),
-    ),
-    refusal(
-        TypeError,
         "eps is traced, expected a Python float: mark it static in jit",
         partial(jax.eval_shape, ZEROS, eps=0.5),
-    ),
-    refusal(
-        TypeError, "c_initial has type tuple, expected an array", dict(c_initial=(1, np.zeros(1)))
     ),
     *(
         refusal(TypeError, f"c{name} has type tuple, expected an array{AS_STATES}", call)
@@ -471,24 +436,22 @@ BAD_CALLS = [
             mlstm_chunkwise_states, *PLAIN.values(), every=16, config=KernelConfig(chunk_size=64)
         ),
     ),
-    refusal(
-        ValueError,
-        "config.chunk_size is 100, expected a power of two >= 16",
-        config(chunk_size=100),
-    ),
     *(
         refusal(
             ValueError,
-            f"gpu.capability is {x}, expected an integer >= 10, ten times the compute capability "
-            "(89 for 8.9), or 0",
-            partial(Gpu, "NVIDIA Foo", x, 60, 2**16),
+            f"gpu.{field} is {x!r}, expected an integer >= {least}",
+            partial(
+                Gpu, **dict(name="Foo", capability=90, sms=60, shared_bytes=2**16) | {field: x}
+            ),
         )
-        for x in (8.9, 9, True)
-    ),
-    refusal(
-        ValueError,
-        "gpu.shared_bytes is 227, expected an integer >= 1024 bytes",
-        partial(Gpu, "NVIDIA Foo", 90, 132, 227),
+        for field, x, least in (
+            ("capability", 8.9, f"10, {TENFOLD}"),
+            ("capability", True, f"10, {TENFOLD}"),
+            ("capability", -1, f"10, {TENFOLD}"),
+            ("sms", 0, "1"),
+            ("shared_bytes", 227, "1024 bytes"),
+            ("shared_bytes", "99", "1024 bytes"),
+        )
     ),
     refusal(
         TypeError,
@@ -541,15 +504,10 @@ INDICES = [
         "slots[1] is 4, expected -1 for none, or a row below P = 5 that no entry before it has",
         (mlstm_recurrent_step, dict(slots=ROWS)),
     ),
-    refusal(
-        ValueError,
-        "slots[0] is 5, expected -1 for none, or a row below P = 5 that no entry before it has",
-        (mlstm_recurrent_sequence, dict(slots=ROWS + 1)),
-    ),
 ]
 
 
-@pytest.mark.parametrize("values", ["numpy", "device", "traced"])
+@pytest.mark.parametrize("values", ["numpy", "device", slow("traced")])
 @pytest.mark.parametrize(("kind", "message", "call"), INDICES)
 def test_wrong_indices_are_refused_with_their_place(monkeypatch, kind, message, call, values):
     """Reading arrays on a device would wait for them, so MLSTM_PALLAS_CHECKS asks for it."""
@@ -600,28 +558,25 @@ def test_indices_that_count_for_nothing_may_be_anything():
 @pytest.mark.quick("numpy-device", "device-device")
 @pytest.mark.parametrize("checks", ["0", "1"])
 @pytest.mark.parametrize("lengths", ["device", "traced"])
-@pytest.mark.parametrize("ids", ["numpy", "device", "traced"])
+@pytest.mark.parametrize("ids", ["numpy", "device"])
 def test_indices_of_several_kinds_in_a_call(monkeypatch, ids, lengths, checks):
     """Ids are read beside the lengths, so both have to be NumPy arrays, or checks are on."""
     monkeypatch.setenv("MLSTM_PALLAS_CHECKS", checks)
     kinds = dict(segment_ids=ids, sequence_lengths=lengths)
-    options = dict(num_segments=2, return_last_states=True, backend="xla")
 
-    def run(**values):
-        arrays = {
-            name: values[name] if kinds[name] == "numpy" else jnp.asarray(values[name])
-            for name in kinds
-        }
-        traced = {name: y for name, y in arrays.items() if kinds[name] == "traced"}
-        concrete = {name: y for name, y in arrays.items() if name not in traced}
-        call = partial(mlstm_chunkwise, **zeros(PLAIN), **concrete, **options)
+    def run(*lengths):
+        values = dict(segment_ids=DESCENDS, sequence_lengths=np.array(lengths))
+        x = {name: y if kinds[name] == "numpy" else jnp.array(y) for name, y in values.items()}
+        traced = {name: x.pop(name) for name in kinds if kinds[name] == "traced"}
+        options = dict(num_segments=2, return_last_states=True, backend="xla")
+        call = partial(mlstm_chunkwise, **zeros(PLAIN), **x, **options)
         jax.block_until_ready((jax.jit(call) if traced else call)(**traced))
         jax.effects_barrier()
 
-    run(segment_ids=DESCENDS, sequence_lengths=np.array([40, 20]))
+    run(40, 20)
     if checks == "1":
         with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="is 1, expected ids"):
-            run(segment_ids=DESCENDS, sequence_lengths=np.array([40, 21]))
+            run(40, 21)
 
 
 OF_CHUNKS = mlstm_chunkwise, mlstm_chunkwise_sequence_parallel, reference.chunkwise
@@ -652,8 +607,6 @@ def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones(function, poo
     traced = np.full(x[m].shape, 3.0 if function in OF_CHUNKS else 0.0, "float32")
     given, without = jax.jit(lambda y: (run(y), run(None)))(traced)
     assert_same_bits(given, without)
-    for name, y in zip((c, n, m), without[1], strict=True):
-        assert y.shape[-x[name].ndim :] == x[name].shape
     assert not np.any(without[1][2])
     jax.eval_shape(lambda: run(x[m]))  # an array of zeros
     message = f"{m} has values other than 0 with input_gate 'sigmoid', expected None or zeros"
@@ -689,7 +642,7 @@ def test_more_heads_than_steps_get_a_warning_at_each_line_that_names_no_layout(f
         'layout="BNTH", the default, reads q as (B, NH, S, DHQK) and finds S < NH, fewer steps '
         'than heads: pass layout="BTNH" if it is (B, S, NH, DHQK), else layout="BNTH"'
     )
-    x, line = zeros(BTNH), inspect.currentframe().f_lineno
+    x = zeros(BTNH)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(2):
@@ -697,16 +650,12 @@ def test_more_heads_than_steps_get_a_warning_at_each_line_that_names_no_layout(f
         jax.eval_shape(lambda: function(**x))
     caught = [x for x in caught if x.category is UserWarning]
     assert [str(x.message) for x in caught] == [message] * 2
-    assert [(x.filename, x.lineno - line) for x in caught] == [(__file__, 4), (__file__, 5)]
     few = inputs(B, NH, 1)
     trace(function, few | {"layout": "BNTH"})
     trace(function, inputs(B, NH, NH))  # as many steps as heads
     trace(function, inputs(B, 1, NH) | {"layout": "BTNH"})
     trace(function, arrays_of(function) | few)
     trace(mlstm_chunkwise, few | {"segment_ids": array(B, 1, dtype="int32")})
-    trace(stablef.mlstm_chunkwise_triton_stablef, BTNH)
-    default = inspect.signature(function).parameters["layout"]
-    assert str(default) == "layout: Literal['BNTH', 'BTNH'] = 'BNTH'"
 
 
 @pytest.mark.quick("mlstm_recurrent", "chunkwise")
@@ -743,11 +692,6 @@ def test_a_warning_is_at_the_line_of_the_caller_however_deep_in_the_package(func
         assert [y.category for y in caught] == [*deprecated, UserWarning]
 
 
-@pytest.mark.parametrize("function", STEPS)
-def test_slots_are_refused_by_name(function):
-    check_arguments(partial(function, **zeros(arrays_of(function, 5))), dict(slots=SLOTS))
-
-
 new_rings = partial(mlstm_ring_states, dtype="float32")
 FRESH = jax.eval_shape(new_rings, *STATES)
 COUNTS = array(B, dtype="int32")
@@ -762,36 +706,36 @@ def ring_of(x):
 
 
 RINGS = {f"states.{name}": x for name, x in FRESH._asdict().items()}
+JOINED = dict(q=array(B, NH, 2 * DHQK + DHV), i=array(B, NH, 2), k=None, v=None, f=None)
 # Functions whose arguments the table of arguments does not have, with their arrays.
 OTHERS = {
     "states": (partial(mlstm_chunkwise_states, every=16), ARRAYS | OPTIONAL),
-    "joined": (
-        partial(mlstm_recurrent_step, k=None, v=None, f=None),
-        dict(q=array(B, NH, 2 * DHQK + DHV), i=array(B, NH, 2)) | INITIAL,
-    ),
-    "ring_states": (
-        new_rings,
-        dict(zip("cnm", STATES, strict=True)) | dict(phase=COUNTS),
-    ),
-    "ring_step": (mlstm_ring_step, TOKEN | RINGS | dict(accepted=COUNTS, slots=COUNTS)),
-    "ring_joined": (
-        partial(mlstm_ring_step, k=None, v=None, f=None),
-        dict(q=array(B, NH, 2 * DHQK + DHV), i=array(B, NH, 2)) | RINGS,
-    ),
+    "ring_states": (partial(new_rings, ZERO_STATES[0]), dict(n=STATES[1], m=STATES[2])),
+    "ring_step": (mlstm_ring_step, TOKEN | RINGS | dict(accepted=COUNTS)),
     "ring_flush": (mlstm_ring_flush, RINGS | dict(accepted=COUNTS)),
+    **{x.__name__: (partial(x, **zeros(arrays_of(x, 5))), dict(slots=SLOTS)) for x in STEPS},
 }
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_an_array_in_host_memory_is_refused_by_name(case):
-    """Traced or not. Of the other functions the table of arguments has a row."""
+def test_arrays_of_other_functions_are_refused_by_name(case):
     function, arrays = OTHERS[case]
-    for name, x in arrays.items():
-        run, x = (lambda x: function(**ring_of(x))), arrays | {name: on_host(x)}
-        argument = name.partition(".")[0]
-        message = f"{name} {HOST.format(argument)}jax.memory.Space.Device) moves it there"
-        refused(ValueError, message, run, zeros(arrays) | {name: x[name]})
-        refused(ValueError, message, jax.eval_shape, run, x)
+    check_arguments(lambda **x: function(**ring_of(x)), arrays)
+
+
+@pytest.mark.parametrize("x", [INITIAL, RINGS], ids=["step", "ring_step"])
+@pytest.mark.parametrize("name", "qi")
+def test_joined_arrays_in_host_memory_are_refused_by_name(name, x):
+    """Traced or not."""
+    x, step = JOINED | x, mlstm_ring_step if x is RINGS else mlstm_recurrent_step
+    message = f"{name} {HOST.format(name)}jax.memory.Space.Device) moves it there"
+    arrays = {y: z for y, z in x.items() if z is not None} | {name: on_host(x[name])}
+
+    def run(arrays):
+        return step(**ring_of(x | arrays))
+
+    refused(ValueError, message, run, zeros(arrays) | {name: arrays[name]})
+    refused(ValueError, message, jax.eval_shape, run, arrays)
 
 
 SQUARE = zeros(inputs(1, 1, 16))
@@ -811,12 +755,9 @@ def of_sequence(q):
 
 
 FORWARD_MODE = [
-    lambda q: jax.jvp(layers, (q,), (q,)),
     jax.jit(lambda q: jax.jvp(layers, (q,), (q,))),
     lambda q: jax.linearize(layers, q)[1](q),
-    jax.jacfwd(layers),
     jax.hessian(layers),
-    jax.grad(lambda q: jnp.sum(jax.jvp(layers, (q,), (q,))[1])),
     lambda q: jax.jvp(jax.checkpoint(layers), (q,), (q,)),
     lambda q: jax.jvp(of_sequence, (q,), (q,)),
 ]
@@ -833,13 +774,11 @@ def test_second_derivatives_and_forward_mode_are_refused_by_name():
 
 
 def test_the_plain_function_takes_the_call_as_it_is():
-    """Forward mode, and S no multiple of the chunk; it checks the layout alike."""
-    x, options = BTNH | INITIAL, zeros(OPTIONAL)
-    options |= dict(chunk_size=16, return_last_states=True, layout="BTNH")
-    run = partial(reference.chunkwise, **options, backend="interpret")
-    h, derivative = jax.eval_shape(lambda x: jax.jvp(lambda x: run(**x), (x,), (x,)), x)
-    assert h == derivative == jax.eval_shape(partial(mlstm_chunkwise, **options), **x)
-    refused(ValueError, SWAPPED.format("i"), trace, run, x | {"i": PLAIN["i"]})
+    """With S no multiple of the chunk."""
+    options = zeros(OPTIONAL) | dict(chunk_size=16, return_last_states=True, layout="BTNH")
+    functions = reference.chunkwise, mlstm_chunkwise
+    x, y = (jax.eval_shape(partial(z, **options), **BTNH | INITIAL) for z in functions)
+    assert x == y
 
 
 ATTRIBUTES = """
