@@ -143,6 +143,7 @@ SWAPPED = (
     "axes 1 and 2 are swapped, as the other layout has them"
 )
 AS_STATES = ": pass the three states as *states"
+FACTS = dict(name="NVIDIA Foo", capability=90, sms=60, shared_bytes=2**16)
 TENFOLD = "ten times the compute capability (89 for 8.9), or 0"
 FLOAT64 = '; float64 needs backend="xla" and jax_enable_x64'
 WITHOUT_STATES = dict.fromkeys(INITIAL)
@@ -440,9 +441,7 @@ BAD_CALLS = [
         refusal(
             ValueError,
             f"gpu.{field} is {x!r}, expected an integer >= {least}",
-            partial(
-                Gpu, **dict(name="Foo", capability=90, sms=60, shared_bytes=2**16) | {field: x}
-            ),
+            partial(Gpu, **FACTS | {field: x}),
         )
         for field, x, least in (
             ("capability", 8.9, f"10, {TENFOLD}"),

@@ -2,19 +2,13 @@
 it, and an interpreted kernel runs. Values of kernels see the rest."""
 
 import functools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy_evaluator
 import pytest
 from jax import lax
-from jax._src.pallas import hlo_interpreter
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
-from numpy_evaluator import in_numpy, interpret_kernel, jit, kernels_in_numpy
-from oracle import assert_same_bits
+from numpy_evaluator import in_numpy
 
 MODES = ("clip", {}), ("fill", {}), ("fill", dict(fill_value=5.0)), ("promise_in_bounds", {})
 
@@ -64,38 +58,3 @@ def test_operations_are_those_of_xla(function):
     for y, z in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         assert y.dtype == z.dtype
         np.testing.assert_allclose(y, z, rtol=1e-14, atol=1e-14)
-
-
-def kernel(x_ref, y_ref):
-    """Of blocks of 4 rows, the last of which reaches beyond x: row sums in turn, with a mask."""
-    i, rows = pl.program_id(0), lax.iota("int32", 4)
-
-    def step(j, total):
-        column = plgpu.load(x_ref.at[:, j], mask=4 * i + rows < 6, other=0.0)
-        return total + column
-
-    total = lax.fori_loop(0, x_ref.shape[1] - i, step, jnp.zeros(4, x_ref.dtype))
-    y_ref[:, 0] = total
-    y_ref[:, 1] = jnp.full(4, i, x_ref.dtype)
-
-
-def of_blocks(x):
-    blocks = dict(in_specs=[pl.BlockSpec((4, x.shape[1]), lambda i: (i, 0))])
-    blocks |= dict(out_specs=pl.BlockSpec((4, 2), lambda i: (i, 0)), grid=pl.cdiv(len(x), 4))
-    shape = jax.ShapeDtypeStruct((len(x), 2), x.dtype)
-    return 2 * pl.pallas_call(kernel, out_shape=shape, interpret=True, **blocks)(x)
-
-
-def test_an_interpreted_kernel_runs_in_numpy():
-    """As a part of what is compiled, and as a part of what runs in NumPy."""
-    x, dtype = np.arange(18).reshape(6, 3), "bfloat16"
-    sums = [*x[:4].sum(1), *x[4:, :2].sum(1)]
-    expected = 2 * np.stack([sums, [0] * 4 + [1] * 2], 1).astype(dtype)
-    compiled = mock.patch.object(hlo_interpreter, "pallas_call_hlo_interpret", interpret_kernel)
-    ways = (jax.jit, compiled, 0), (jax.jit, kernels_in_numpy(), 1), (jit, compiled, 1)
-    for run, context, count in ways:
-        used = mock.patch.object(numpy_evaluator, "evaluate", wraps=numpy_evaluator.evaluate)
-        with context, used as calls:
-            assert_same_bits(run(of_blocks)(x.astype(dtype)), expected)
-            assert calls.call_count == count
-        jax.clear_caches()

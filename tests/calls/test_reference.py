@@ -1,7 +1,6 @@
 """The recurrence against its definition written out in numpy, and the plain chunkwise form against
 the recurrence."""
 
-import call_checks
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +10,6 @@ from oracle import (
     assert_same_bits,
     check_outputs,
     compare,
-    cotangents_for,
-    error,
-    expected_of,
     in_float64,
     oracle,
     random_inputs,
@@ -119,24 +115,3 @@ def test_normalise_has_no_nan_where_the_floor_overflows():
     assert h[0, 0] == 0.0
     for gradient in jax.jit(jax.grad(total, (0, 1, 2)))(num, z, m):
         assert jnp.isfinite(gradient).all()
-
-
-def test_the_error_norm_sees_a_wrong_token():
-    h = np.ones((4, 4))
-    wrong = h.copy()
-    wrong[1] = 0
-    assert error(wrong, h) == pytest.approx(0.5)
-    wrong[1] = np.nan
-    assert error(wrong, h) == np.inf
-
-
-@pytest.mark.parametrize("states", [False, True])
-def test_the_oracle_of_long_sequences_is_the_recurrence(states, monkeypatch):
-    """In segments, of which the last one is filled with steps that keep the state."""
-    x = random_inputs(0, 2, 1, 70, 8, 12, resets=True, states=states)
-    cotangents = cotangents_for(x, "float32")
-    expected = expected_of(x, cotangents)
-    monkeypatch.setattr(call_checks, "SEGMENT", 32)
-    result = expected_of(x, cotangents, call_checks.recurrence)
-    for y, desired in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
-        np.testing.assert_allclose(y, desired, rtol=1e-12, atol=1e-12)

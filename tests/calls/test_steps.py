@@ -351,14 +351,6 @@ def test_heads_and_entries_begin_at_their_phases(heads, length):
         assert not np.any(states.pending)
 
 
-def test_pools_of_two_gates_do_not_mix():
-    x = random_inputs(1, 2, 2, 1, 8, 8)
-    pools = ring_of(x), ring_of(x | dict(m_initial=0 * x["m_initial"]), input_gate="sigmoid")
-    for states in pools, pools[::-1]:
-        with pytest.raises((TypeError, ValueError), match="None"):
-            jax.tree.map(lambda pool, y: pool.at[:1].set(y[:1]), *states)
-
-
 @pytest.mark.parametrize("function", [mlstm_ring_step, mlstm_recurrent_sequence])
 def test_as_many_tokens_as_heads_get_a_warning(function):
     """In both layouts such arrays have one shape. Where the shapes tell, none is given."""

@@ -147,28 +147,6 @@ def test_what_devices_exchange_and_hold(sliced, monkeypatch):
     assert not sliced or held[1] < 1.25 * held[0]
 
 
-@pytest.mark.parametrize(("NC", "dtype"), [(5, "float32"), (16, "bfloat16"), (64, "float32")])
-def test_dC_of_later_shards_reaches_every_chunk_with_a_decay(NC, dtype):
-    """The decays of one head never vanish, those of the other do 3 chunks before the end. An inf in
-    dC of later shards reaches no chunk of decay 0."""
-    rng = np.random.default_rng(NC)
-    dC = rng.standard_normal((2, NC, 3, 4)).astype(dtype)
-    dC_after = rng.standard_normal((2, 3, 4)).astype("float32")
-    dC_after[1, 2, 3] = np.inf
-    decays = np.full((2, NC), 0.9, "float32") ** np.arange(NC)[::-1]
-    decays[1, : NC - 3] = 0
-    for heads in (slice(0, 2), slice(0, 1), slice(1, 2)):
-        x = dC[heads], decays[heads], dC_after[heads]
-        result = jax.jit(distributed._with_later_shards)(*x)
-        added = np.zeros_like(dC[heads], "float32")
-        decayed = x[1] > 0
-        terms = x[1][..., None, None] * np.where(np.isinf(x[2]), 0, x[2])[:, None]
-        added[decayed] = (terms + np.where(np.isinf(x[2]), np.inf, 0)[:, None])[decayed]
-        expected = (x[0].astype("float32") + added).astype(dtype)
-        eps = float(jnp.finfo(dtype).eps)  # of a sum of terms below 8
-        np.testing.assert_allclose(*map(np.float64, (result, expected)), rtol=eps, atol=8 * eps)
-
-
 @functools.cache
 def compiled_over(shards):
     """Each shard is summarised in splits where it has several chunks, as long ones are."""

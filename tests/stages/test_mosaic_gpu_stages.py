@@ -221,16 +221,6 @@ def test_small_stages(stage, sizes, options):
     check_small_row(stage, sizes, options, **ON)
 
 
-def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group():
-    from mlstm_pallas.mosaic_gpu.common.inline_mlir import groups_alone
-
-    for S in (192, 200, 201, 255):
-        for first in range(0, S, 64):
-            whole = first + 64 <= S // 8 * 8
-            assert groups_alone(first, S, 64) == (0 if whole else 8), (S, first)
-        assert groups_alone(3, S, 64) == 8  # it begins inside a group
-
-
 # Lines of test_gates.check_line.
 GATES = [
     "plain-64-192 exp packed lengths",
