@@ -49,22 +49,6 @@ def test_more_heads_than_an_int16_counts():
     value(call, "xla", ("model",))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["int8", "uint32"])
-def test_any_integer_dtype_is_clipped(dtype):
-    """S does not fit int8, and int32 does not have all of uint32."""
-    x = random_inputs(2, 2, 1, 300, 16, 16, states=False).values()
-    bounds = np.iinfo(dtype)
-    result, expected = (
-        mlstm_chunkwise(*x, sequence_lengths=lengths, backend="xla")
-        for lengths in (
-            jnp.array([bounds.min, bounds.max], dtype),
-            jnp.array([0, min(bounds.max, 300)]),
-        )
-    )
-    assert_close(result, expected, tolerance("float32", 300 + 16))
-
-
 # ---------------- what is beyond the largest number of float16
 
 

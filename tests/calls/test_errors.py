@@ -150,268 +150,135 @@ WITHOUT_STATES = dict.fromkeys(INITIAL)
 HALF_STATES = WITHOUT_STATES | dict(input_gate="sigmoid", n_initial=INITIAL["n_initial"])
 ZEROS = partial(mlstm_chunkwise, **zeros(ARRAYS))
 WIDE = partial(mlstm_chunkwise, **jax.tree.map(np.float64, zeros(ARRAYS)))
-# A kind and the whole message, then the changed arguments of mlstm_chunkwise, or another call.
-BAD_CALLS = [
-    refusal(ValueError, SWAPPED.format("f"), BTNH | dict(layout="BTNH", f=PLAIN["f"])),
-    refusal(
-        ValueError,
-        (
-            "k has shape (2, 1, 40, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16), as q has "
-            "shape (2, 3, 40, 16): repeat its heads, jnp.repeat(k, 3, axis=1)"
-        ),
+# The whole message, and the changed arguments of mlstm_chunkwise, or another call.
+VALUE_ERRORS = [
+    (SWAPPED.format("f"), BTNH | dict(layout="BTNH", f=PLAIN["f"])),
+    (
+        "k has shape (2, 1, 40, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16), as q has "
+        "shape (2, 3, 40, 16): repeat its heads, jnp.repeat(k, 3, axis=1)",
         dict(k=array(2, 1, 40, 16)),
     ),
-    refusal(
-        ValueError,
-        (
-            "v has shape (2, 40, 2, 24), expected (B, S, NH, DHV) = (2, 40, 6, DHV), as q has "
-            "shape (2, 40, 6, 16): repeat its heads, jnp.repeat(v, 3, axis=2)"
-        ),
+    (
+        "v has shape (2, 40, 2, 24), expected (B, S, NH, DHV) = (2, 40, 6, DHV), as q has "
+        "shape (2, 40, 6, 16): repeat its heads, jnp.repeat(v, 3, axis=2)",
         {**dict.fromkeys("qk", array(2, 40, 6, 16)), "v": array(2, 40, 2, 24), "layout": "BTNH"},
     ),
-    refusal(
-        ValueError,
+    (
         "q has shape (2, 3, 0, 16), expected (B, NH, S, DHQK) = (2, 3, S, DHQK) with S >= 1",
         dict(q=array(2, 3, 0, 16)),
     ),
-    refusal(
-        ValueError,
+    (
         "v has shape (2, 3, 40, 0), expected (B, NH, S, DHV) = (2, 3, 40, DHV) with DHV >= 1",
         dict(v=array(2, 3, 40, 0)),
     ),
-    refusal(
-        ValueError,
+    (
         "n_initial is None, expected all initial states (c_initial, n_initial, m_initial) or none",
         dict(n_initial=None),
     ),
-    refusal(
-        ValueError,
-        "c_initial is None, expected all initial states (c_initial, n_initial) or none",
-        HALF_STATES,
-    ),
-    refusal(
-        ValueError,
-        (
-            "c_initial has shape (2, 4, 3, 16, 24), expected (B, N, NH, DHQK, DHV) = (2, 2, 3, 16, "
-            "24)"
-        ),
+    ("c_initial is None, expected all initial states (c_initial, n_initial) or none", HALF_STATES),
+    (
+        "c_initial has shape (2, 4, 3, 16, 24), expected (B, N, NH, DHQK, DHV) = (2, 2, 3, 16, 24)",
         SEGMENTS | dict(c_initial=array(2, 4, 3, 16, 24)),
     ),
-    refusal(
-        ValueError,
-        "num_segments is 2 without segment_ids, expected both",
-        SEGMENTS | dict(segment_ids=None),
-    ),
-    refusal(
-        ValueError,
+    ("num_segments is 2 without segment_ids, expected both", SEGMENTS | dict(segment_ids=None)),
+    (
         "num_segments is 2 with return_last_states=False, expected return_last_states=True",
         SEGMENTS | dict(return_last_states=False),
     ),
-    refusal(
-        ValueError,
-        "reverse is True with num_segments 2, expected one of them",
-        SEGMENTS | dict(reverse=True),
-    ),
-    refusal(
-        ValueError,
+    ("reverse is True with num_segments 2, expected one of them", SEGMENTS | dict(reverse=True)),
+    (
         "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\"",
         dict(normalize=False),
     ),
-    refusal(
-        ValueError,
-        (
-            "eps is an integer of 16610 bits, expected 0 or a number from 1.1754944e-38 to "
-            "3.4028235e+38, the range of float32"
-        ),
+    (
+        "eps is an integer of 16610 bits, expected 0 or a number from 1.1754944e-38 to "
+        "3.4028235e+38, the range of float32",
         dict(eps=10**5000),
     ),
-    refusal(
-        ValueError,
-        (
-            "backend is 'triton', whose kernels are for NVIDIA GPUs, and the computation is "
-            "lowered for another device: expected backend None or 'xla' (plain jnp), or "
-            "'interpret' (the Triton kernels, interpreted)"
-        ),
+    (
+        "backend is 'triton', whose kernels are for NVIDIA GPUs, and the computation is "
+        "lowered for another device: expected backend None or 'xla' (plain jnp), or "
+        "'interpret' (the Triton kernels, interpreted)",
         partial(ZEROS, backend="triton"),
     ),
-    refusal(
-        ValueError,
-        (
-            "device_kind is None, expected the name of a known NVIDIA GPU, such as 'NVIDIA H200' "
-            "or 'NVIDIA A100-SXM4-80GB', or of this process's; for an unknown one, that of a known "
-            "GPU of its compute capability"
-        ),
+    (
+        "device_kind is None, expected the name of a known NVIDIA GPU, such as 'NVIDIA H200' "
+        "or 'NVIDIA A100-SXM4-80GB', or of this process's; for an unknown one, that of a known "
+        "GPU of its compute capability",
         partial(export.export, jnp.sin, 1.0, platform="cuda"),
     ),
-    refusal(
-        ValueError,
+    (
         "matQ has shape (1, 2, 64, 24), expected S = 64 to be 1 chunks of 16 steps",
         stage("__parallel_bw_dQKV", num_chunks=1),
     ),
-    refusal(
-        TypeError, "vecN_out has type NoneType, expected an array", stage("_bw", vecN_out=None)
-    ),
-    refusal(
-        ValueError,
-        (
-            "vecN_initial, scaM_initial are None, expected all initial states (matC_initial, "
-            "vecN_initial, scaM_initial) or none"
-        ),
+    (
+        "vecN_initial, scaM_initial are None, expected all initial states (matC_initial, "
+        "vecN_initial, scaM_initial) or none",
         stage("_fw", vecN_initial=None, scaM_initial=None),
     ),
-    refusal(
-        ValueError,
+    (
         "c_initial is None with slots, expected a pool (P, NH, DHQK, DHV)",
         pooled(mlstm_recurrent_step, **WITHOUT_STATES),
     ),
-    refusal(
-        ValueError,
-        (
-            "n_initial has shape (2, 3, 16), expected (P, NH, DHQK) = (5, 3, 16), as c_initial has "
-            "shape (5, 3, 16, 24)"
-        ),
+    (
+        "n_initial has shape (2, 3, 16), expected (P, NH, DHQK) = (5, 3, 16), as c_initial has "
+        "shape (5, 3, 16, 24)",
         pooled(mlstm_recurrent_sequence, n_initial=STATES[1]),
     ),
-    refusal(
-        ValueError,
-        (
-            "return_all_states is True with slots, expected False: without slots, pass the rows of "
-            "the pools, c_initial[slots] and so on"
-        ),
+    (
+        "return_all_states is True with slots, expected False: without slots, pass the rows of "
+        "the pools, c_initial[slots] and so on",
         pooled(mlstm_recurrent_sequence, return_all_states=True),
     ),
-    refusal(
-        ValueError,
-        (
-            "num_segments is 65533, expected at most 65533, the limit of a kernel's grid, or "
-            "backend 'xla'; one less with initial states and segment_ids that may be negative"
-        ),
+    (
+        "num_segments is 65533, expected at most 65533, the limit of a kernel's grid, or "
+        "backend 'xla'; one less with initial states and segment_ids that may be negative",
         SEGMENTS | dict(num_segments=MOST),
     ),
-    refusal(
-        ValueError,
+    (
         "lengths has 8 steps in row 1, expected at most S = 7",
         partial(pack_lengths, [[2], [3, 5]], 7),
     ),
-    refusal(
-        TypeError,
-        "k has dtype bfloat16, expected float32, the dtype of q",
-        dict(k=array(2, 3, 40, 16, dtype="bfloat16")),
-    ),
-    refusal(
-        TypeError,
-        f"autocast_kernel_dtype is float64, expected one of float32, bfloat16, float16{FLOAT64}",
-        dict(autocast_kernel_dtype="float64", backend="xla"),
-    ),
-    refusal(
-        TypeError, f"q has dtype float64, expected one of float32, bfloat16, float16{FLOAT64}", WIDE
-    ),
-    refusal(
-        TypeError,
-        "eps is traced, expected a Python float: mark it static in jit",
-        partial(jax.eval_shape, ZEROS, eps=0.5),
-    ),
-    *(
-        refusal(TypeError, f"c{name} has type tuple, expected an array{AS_STATES}", call)
-        for name, call in (
-            ("_initial", partial(mlstm_chunkwise, *zeros(PLAIN).values(), STATES)),
-            ("_initial", partial(mlstm_recurrent_step, *zeros(TOKEN).values(), STATES)),
-            ("", partial(mlstm_ring_states, STATES, dtype="float32")),
-        )
-    ),
-    *(
-        refusal(
-            TypeError,
-            f"states has type {kind}, expected RingStates alone: mlstm_ring_states(c, n, m, "
-            "dtype=q.dtype) makes them, and keeps the input gate",
-            partial(mlstm_ring_step, *TOKEN.values(), *states),
-        )
-        for kind, states in (("ShapeDtypeStruct", STATES), ("tuple", [STATES]))
-    ),
-    refusal(
-        TypeError,
-        "states is the last positional argument, expected accepted=... behind it",
-        lambda: mlstm_ring_step(*TOKEN.values(), mlstm_ring_states(*ZERO_STATES, dtype="f4"), 0),
-    ),
-    refusal(
-        TypeError,
-        "generator runs after its call has returned, expected a with statement inside of it",
-        lambda: use_backend("xla")(generator),
-    ),
-    refusal(
-        ValueError,
+    (
         "phase is [0, 1], expected an integer from 0 to 2147483647 or an array (B,)",
         partial(mlstm_ring_states, *ZERO_STATES, dtype="float32", phase=[0, 1]),
     ),
-    *(
-        refusal(
-            TypeError,
-            f"{name} has type {type(x).__name__}, expected an array {dims} of integers, "
-            "np.array([...])",
-            partial(call, **{name: x}),
-        )
-        for name, x, dims, call in (
-            ("sequence_lengths", [4, 4], "(B,)", ZEROS),
-            ("segment_ids", 0, "(B, S)", ZEROS),
-            ("slots", [0, 1], "(B,)", partial(mlstm_recurrent_step, *zeros(TOKEN).values())),
-        )
-    ),
-    refusal(
-        TypeError,
-        "sequence_lengths has dtype bool, expected an integer dtype: a mask has the lengths "
-        "np.sum(mask, axis=1)",
-        dict(sequence_lengths=array(B, S, dtype="bool")),
-    ),
-    refusal(
-        TypeError,
-        "v has dtype >f4, expected the byte order of this machine: "
-        "v.astype(v.dtype.newbyteorder('='))",
-        partial(ZEROS, v=np.zeros(PLAIN["v"].shape, ">f4")),
-    ),
-    refusal(
-        ValueError,
+    (
         "i has shape (2, 3, 40, 1), expected (B, NH, S) = (2, 3, 40), as q has shape (2, 3, 40, "
         "16): drop axis 3, i.squeeze(3)",
         dict(i=array(B, NH, S, 1)),
     ),
-    refusal(
-        ValueError,
+    (
         "q has shape (3, 40, 16), expected (B, NH, S, DHQK): add an axis for the batch, q[None], "
         "or map the call with jax.vmap; for one head, jnp.expand_dims(q, 1)",
         inputs(NH, S),
     ),
-    refusal(
-        ValueError,
+    (
         "sequence_lengths has shape (2, 40), expected (B,) = (2,), as q has shape (2, 3, 40, 16): "
         "a mask has the lengths np.sum(mask, axis=1)",
         dict(sequence_lengths=array(B, S, dtype="int32")),
     ),
-    refusal(
-        ValueError,
+    (
         "q has shape (1, 40, 1, 16, 1), expected (B, NH, S, DHQK): drop an axis of size 1",
         dict(q=array(1, S, 1, DHQK, 1)),
     ),
-    refusal(  # neither several steps nor, for another batch, repeated heads
-        ValueError,
+    (
         "c_initial has shape (2, 4, 3, 16, 24), expected (B, NH, DHQK, DHV) = (2, 3, 16, 24), as q "
         "has shape (2, 3, 40, 16)",
         dict(c_initial=array(B, 4, NH, DHQK, DHV)),
     ),
-    refusal(
-        ValueError,
+    (
         "k has shape (5, 1, 40, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16), as q has shape "
         "(2, 3, 40, 16)",
         dict(k=array(5, 1, S, DHQK)),
     ),
-    refusal(
-        ValueError,
+    (
         "c_initial has shape (2, 3, 24, 16), expected (B, NH, DHQK, DHV) = (2, 3, 16, 24), as q "
         "has shape (2, 3, 40, 16): its last two axes are swapped, c_initial.mT",
         dict(c_initial=array(B, NH, DHV, DHQK)),
     ),
     *(
-        refusal(
-            ValueError,
+        (
             f"q has shape (2, {steps}, 3, 16), expected (B, NH, DHQK): {advice}",
             partial(mlstm_recurrent_step, **zeros(inputs(B, steps, NH))),
         )
@@ -420,26 +287,22 @@ BAD_CALLS = [
             (2, "several steps are for mlstm_chunkwise or mlstm_ring_step"),
         )
     ),
-    refusal(
-        ValueError,
+    (
         "state_dtype is bfloat16 with return_last_states=False, expected return_last_states=True",
         dict(state_dtype="bfloat16"),
     ),
-    refusal(
-        ValueError,
+    (
         "chunk_size is 32 and config.chunk_size 64, expected one of them",
         dict(chunk_size=32, config=KernelConfig(chunk_size=64)),
     ),
-    refusal(
-        ValueError,
+    (
         "config.chunk_size is 64, expected at most every = 16",
         partial(
             mlstm_chunkwise_states, *PLAIN.values(), every=16, config=KernelConfig(chunk_size=64)
         ),
     ),
     *(
-        refusal(
-            ValueError,
+        (
             f"gpu.{field} is {x!r}, expected an integer >= {least}",
             partial(Gpu, **FACTS | {field: x}),
         )
@@ -452,28 +315,82 @@ BAD_CALLS = [
             ("shared_bytes", "99", "1024 bytes"),
         )
     ),
-    refusal(
-        TypeError,
-        "config.chunksize is no field, expected one like chunk_size",
-        config(chunksize=64),
+]
+TYPE_ERRORS = [
+    ("vecN_out has type NoneType, expected an array", stage("_bw", vecN_out=None)),
+    (
+        "k has dtype bfloat16, expected float32, the dtype of q",
+        dict(k=array(2, 3, 40, 16, dtype="bfloat16")),
     ),
-    refusal(
-        TypeError,
-        f"{TILED}: num_warp is no field, expected one like num_warps, num_ctas",
-        tiles(num_warp=4),
+    (
+        f"autocast_kernel_dtype is float64, expected one of float32, bfloat16, float16{FLOAT64}",
+        dict(autocast_kernel_dtype="float64", backend="xla"),
     ),
-    refusal(
-        TypeError,
+    (f"q has dtype float64, expected one of float32, bfloat16, float16{FLOAT64}", WIDE),
+    (
+        "eps is traced, expected a Python float: mark it static in jit",
+        partial(jax.eval_shape, ZEROS, eps=0.5),
+    ),
+    *(
+        (f"c{name} has type tuple, expected an array{AS_STATES}", call)
+        for name, call in (
+            ("_initial", partial(mlstm_chunkwise, *zeros(PLAIN).values(), STATES)),
+            ("_initial", partial(mlstm_recurrent_step, *zeros(TOKEN).values(), STATES)),
+            ("", partial(mlstm_ring_states, STATES, dtype="float32")),
+        )
+    ),
+    *(
         (
-            f"{TILED} has block_k, expected some of its fields siz_b_LQ, siz_b_LKV, siz_b_DHQK, "
-            "siz_b_DHHV, num_warps, num_stages, keep_q"
-        ),
+            f"states has type {kind}, expected RingStates alone: mlstm_ring_states(c, n, m, "
+            "dtype=q.dtype) makes them, and keeps the input gate",
+            partial(mlstm_ring_step, *TOKEN.values(), *states),
+        )
+        for kind, states in (("ShapeDtypeStruct", STATES), ("tuple", [STATES]))
+    ),
+    (
+        "states is the last positional argument, expected accepted=... behind it",
+        lambda: mlstm_ring_step(*TOKEN.values(), mlstm_ring_states(*ZERO_STATES, dtype="f4"), 0),
+    ),
+    (
+        "generator runs after its call has returned, expected a with statement inside of it",
+        lambda: use_backend("xla")(generator),
+    ),
+    *(
+        (
+            f"{name} has type {type(x).__name__}, expected an array {dims} of integers, "
+            "np.array([...])",
+            partial(call, **{name: x}),
+        )
+        for name, x, dims, call in (
+            ("sequence_lengths", [4, 4], "(B,)", ZEROS),
+            ("segment_ids", 0, "(B, S)", ZEROS),
+            ("slots", [0, 1], "(B,)", partial(mlstm_recurrent_step, *zeros(TOKEN).values())),
+        )
+    ),
+    (
+        "sequence_lengths has dtype bool, expected an integer dtype: a mask has the lengths "
+        "np.sum(mask, axis=1)",
+        dict(sequence_lengths=array(B, S, dtype="bool")),
+    ),
+    (
+        "v has dtype >f4, expected the byte order of this machine: "
+        "v.astype(v.dtype.newbyteorder('='))",
+        partial(ZEROS, v=np.zeros(PLAIN["v"].shape, ">f4")),
+    ),
+    ("config.chunksize is no field, expected one like chunk_size", config(chunksize=64)),
+    (f"{TILED}: num_warp is no field, expected one like num_warps, num_ctas", tiles(num_warp=4)),
+    (
+        f"{TILED} has block_k, expected some of its fields siz_b_LQ, siz_b_LKV, siz_b_DHQK, "
+        "siz_b_DHHV, num_warps, num_stages, keep_q",
         dict(backend="interpret", config=tiles(block_k=16)()),
     ),
 ]
 
 
-@pytest.mark.parametrize(("kind", "message", "bad"), BAD_CALLS)
+@pytest.mark.parametrize(
+    ("kind", "message", "bad"),
+    [refusal(ValueError, *x) for x in VALUE_ERRORS] + [refusal(TypeError, *x) for x in TYPE_ERRORS],
+)
 def test_bad_calls(kind, message, bad):
     call = bad if callable(bad) else partial(trace, mlstm_chunkwise, ARRAYS | bad)
     refused(kind, message, call)
