@@ -1,5 +1,5 @@
-"""Calls that no row of the table is: no heads, very many, integers of any dtype, what is beyond the
-largest number of float16, and dtypes of other bytes."""
+"""Calls that no row of the table is: no heads, very many, what is beyond the largest number of
+float16, and dtypes of other bytes."""
 
 import functools
 

@@ -182,24 +182,6 @@ def test_donated_pools_are_updated_in_place(backend):
     assert [y.unsafe_buffer_pointer() for y in compiled(pools, x)] == before
 
 
-@pytest.mark.parametrize("rows", [0, 5])
-@pytest.mark.parametrize("backend", ["xla", "interpret"])
-def test_vmap_over_states_or_slots(backend, rows):
-    """A mapped element has pools of its own, also where the pools are not mapped."""
-    x, slots = pooled_token(40, 37, rows)
-    pools = {name: x.pop(name) for name in INITIAL if rows}
-
-    @jax.jit
-    def run(x, slots):
-        return mlstm_recurrent_step(**x, **pools, slots=slots, backend=backend)
-
-    each = [(x, slots), jax.tree.map(lambda y: y[::-1].copy(), (x, slots))]
-    desired = jax.tree.map(lambda *y: np.stack(y), *(run(*y) for y in each))
-    result = jax.jit(jax.vmap(run))(*jax.tree.map(lambda *y: np.stack(y), *each))
-    for y, z in zip(*map(jax.tree.leaves, (result, desired)), strict=True):
-        np.testing.assert_allclose(y, z, rtol=1e-5, atol=1e-6)
-
-
 # ---------------- rings
 
 
@@ -257,19 +239,16 @@ def test_a_step_updates_the_states_in_place():
     assert not {"concatenate", "slice"} & {*re.findall(r"stablehlo\.(\w+)", text)}
 
 
-@pytest.mark.parametrize("pooled", [False, True], ids=["states", "slots"])
+@pytest.mark.parametrize("rows", [0, 5], ids=["states", "slots"])
 @pytest.mark.parametrize("step", [mlstm_recurrent_step, mlstm_ring_step])
-def test_vmap_joins_its_axis_to_the_batch_unless_there_are_slots(step, pooled):
+def test_vmap_joins_its_axis_to_the_batch_unless_there_are_slots(step, rows):
     """One launch of all mapped elements, or a loop over them, as the docstring says."""
-    B, NH, D = 2, 2, 16
-    rows, gates = jnp.zeros((B, NH, D)), jnp.zeros((B, NH))
-    states = jnp.zeros((B, NH, D, D)), rows, gates
-    if step is mlstm_ring_step:
-        states = [mlstm_ring_states(*states, dtype=rows.dtype)]
-    slots = jnp.arange(B) if pooled else None
 
-    def run(states, slots):
-        return step(rows, rows, rows, gates, gates, *states, slots=slots, backend="interpret")
+    def run(x, slots):
+        *tokens, c, n, m = (x[name] for name in NAMES)
+        ring = step is mlstm_ring_step
+        states = [mlstm_ring_states(c, n, m, dtype="float32")] if ring else [c, n, m]
+        return step(*tokens, *states, slots=slots, backend="interpret")
 
     def launched(run, *operands):
         """How many instances of a kernel each launch has, and the loops, also in kernels."""
@@ -278,10 +257,15 @@ def test_vmap_joins_its_axis_to_the_batch_unless_there_are_slots(step, pooled):
         loops = [y for x in ("scan", "while") for y in compile_report.equations(jaxpr, x)]
         return [math.prod(x.params["grid_mapping"].grid) for x in launches], len(loops)
 
-    alone, loops = launched(run, states, slots)
-    operands = jax.tree.map(lambda x: jnp.stack([x] * 3), (states, slots))
-    expected = (alone, loops + 1) if pooled else ([3 * n for n in alone], loops)
-    assert launched(jax.vmap(run), *operands) == expected
+    x = pooled_token(40, 37, rows)
+    both = [x, jax.tree.map(lambda y: y[::-1].copy(), x)]
+    mapped, operands = jax.vmap(run), jax.tree.map(lambda *y: np.stack(y), *both)
+    alone, loops = launched(run, *x)
+    expected = (alone, loops + 1) if rows else ([2 * n for n in alone], loops)
+    assert launched(mapped, *operands) == expected
+    desired = jax.tree.map(lambda *y: np.stack(y), *(jax.jit(run)(*y) for y in both))
+    for y, z in zip(*map(jax.tree.leaves, (jax.jit(mapped)(*operands), desired)), strict=True):
+        np.testing.assert_allclose(y, z, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
