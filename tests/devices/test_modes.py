@@ -26,8 +26,8 @@ from mlstm_pallas import (
 from mlstm_pallas.planning.backend import requested_backend
 
 QUICK = "step", "joined", "bfloat16"  # traced within a second
-REST = ("`num_segments`", "states of steps", "steps", "ring step", "slots", "generator")
-REST += ("reverse", "max_triton_fwbw_v5xlchunksize", "reference", "recurrence")
+REST = ("`num_segments`", "states of steps", "steps", "ring step", "slots", "reference")
+REST += ("max_triton_fwbw_v5xlchunksize",)
 # Each mode with calls that differ in what it changes. Empty places of a ring have infinite gates.
 IN_MODES = {
     "no jit": ("slots", "steps", "generator"),
