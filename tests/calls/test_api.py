@@ -1,7 +1,4 @@
-"""The contract of mlstm_chunkwise: backends, dtypes and defaults.
-
-Gradients: test_calls.py; errors: test_errors.py.
-"""
+"""The contract of mlstm_chunkwise: backends, dtypes and defaults."""
 
 import inspect
 import re

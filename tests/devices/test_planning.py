@@ -212,7 +212,8 @@ def test_configs_are_joined_and_equal_by_value():
         64, mosaic_gpu_parallel_fw_H=H, triton_parallel_fw_P=P, triton_recurrent_fw_C=None
     )
     assert {same, other} == {same} != {KernelConfig(64, triton_parallel_fw_P=P)}
-    assert all(eval(repr(x)) == x for x in (one, same, KernelConfig(precision=X3, fused=False)))
+    alone = KernelConfig(precision=X3, fused=False, batch_invariant=True)
+    assert all(eval(repr(x)) == x for x in (one, same, alone))
     with pytest.raises(TypeError, match=r"^config\.triton_parallel_fw_H is 3, expected a Map"):
         KernelConfig(triton_parallel_fw_H=3)
 
