@@ -206,8 +206,7 @@ SMALL = [
     param("step_sums", (1, 1, 1024, 64, 64, 512), layout="BTNH"),
     param("step_sums", (1, 2, 192, 320, 320, 64)),
     param("step_sums", (2, 2, 128, 96, 96, 128), layout="BTNH"),
-    # Less than a group of chunks, one, and four splits of two with five chunks more.
-    param("vector_states", (1, 2, 320, 128, 128, 64), tiles=dict(num_splits=1), backward=False),
+    # One group of chunks, four splits of two with five chunks more, and less than a group.
     param("vector_states", (1, 2, 1024, 128, 128, 64), tiles=dict(num_splits=1), backward=True),
     param("vector_states", (1, 2, 9472, 128, 128, 64), tiles=dict(num_splits=4), backward=False),
     param("vector_states", (1, 2, 9472, 128, 128, 64), tiles=dict(num_splits=4), backward=True),
@@ -226,14 +225,11 @@ GATES = [
     "plain-64-192 exp packed lengths",
     "resets-64-192 sigmoid",
     # two CTAs, of which the second has fewer chunks
-    "resets-64-448 exp",
     "resets-64-448 exp packed reverse",
     # two CTAs, which join the chunks of their head
-    "plain-128-1024 exp packed",
     "plain-128-1024 exp packed reverse",
     # one chunk per CTA
     "plain-512-1024 exp",
-    "resets-64-192 sigmoid reverse",
     # a scan over the chunks
     "resets-64-1536 exp reverse",
     "plain-512-1024 exp reverse",
