@@ -105,6 +105,7 @@ def test_processes_run_an_export_lower_alike_and_share_the_compilation_cache(tmp
     compare(RESULTS, result, results_of(function)(*x), BOUND)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "config"),
     [("triton", None), pytest.param("mosaic_gpu", fused(), marks=needs_mosaic_gpu)],
