@@ -25,11 +25,7 @@ from mlstm_pallas import (
 )
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.export import CUSTOM_CALL_TARGET, export
-from mlstm_pallas.xlstm_jax import (
-    max_triton_fwbw_v3noslice,
-    max_triton_fwbw_v5xlchunksize,
-    triton_stablef,
-)
+from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize, triton_stablef
 
 # ---------------- calls
 
@@ -126,7 +122,7 @@ def with_gradients(run):
     return both
 
 
-SYSTEMS = max_triton_fwbw_v3noslice, max_triton_fwbw_v5xlchunksize, triton_stablef
+SYSTEMS = max_triton_fwbw_v5xlchunksize, triton_stablef
 generated = triton_stablef._mlstm_chunkwise_fwbw_generator(None, True, chunk_size=16)
 # Functions of q, k, v, i and f that are in no row of the table, and their number of steps.
 OTHERS = {x.__name__.rpartition(".")[2]: (both_passes(x), 64) for x in SYSTEMS}

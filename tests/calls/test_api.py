@@ -1,7 +1,4 @@
-"""The contract of mlstm_chunkwise: backends, dtypes and defaults.
-
-Gradients: test_calls.py; errors: test_errors.py.
-"""
+"""The contract of mlstm_chunkwise: backends, dtypes and defaults."""
 
 import inspect
 import re
@@ -11,14 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
-import numpy as np
 import pytest
 from arguments import option
 from oracle import (
     NAMES,
     PUBLIC,
     array,
-    assert_close,
     assert_same_bits,
     call_shapes,
     cotangents_for,
@@ -26,10 +21,8 @@ from oracle import (
     param,
     random_inputs,
     refused,
-    slow,
     slow_param,
     token_at,
-    tolerance,
 )
 
 from mlstm_pallas import (
@@ -113,25 +106,15 @@ def test_a_wrong_backend_of_the_environment_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "autocast"),
-    [
-        ("float32", "bfloat16"),
-        ("float32", None),
-        slow("float32", "float16"),
-        slow("float16", "float32"),
-    ],
+    ("given", "autocast"), [("float32", "bfloat16"), ("float32", None), ("float16", "float32")]
 )
 def test_dtypes(given, autocast):
-    inputs = random_inputs(1, 1, 2, 16, 16, 16, dtype=given)
+    x = random_inputs(1, 1, 2, 16, 16, 16, dtype=given)
     if autocast:  # of any dtypes
-        inputs["v"] = array(inputs["v"], autocast)
-    run = partial(mlstm_chunkwise, autocast_kernel_dtype=autocast)
-    h, states = jax.eval_shape(partial(run, return_last_states=True), *inputs.values())
-    assert (h.dtype, {x.dtype.name for x in states}) == (given, {"float32"})
-    if autocast:
-        rounded = {name: array(x, autocast) if name in "qkv" else x for name, x in inputs.items()}
-        bound = tolerance("bfloat16" if given == "float16" else given, 32)
-        assert_close(run(**inputs), array(mlstm_chunkwise(**rounded), "float32"), bound)
+        x["v"] = array(x["v"], autocast)
+    run = partial(mlstm_chunkwise, autocast_kernel_dtype=autocast, return_last_states=True)
+    h, states = jax.eval_shape(run, *x.values())
+    assert (h.dtype, {y.dtype.name for y in states}) == (given, {"float32"})
 
 
 OF_16_BITS = dict.fromkeys(("i", "f", "c_initial", "n_initial", "m_initial"), "bfloat16")
@@ -165,14 +148,6 @@ def test_gates_and_states_of_16_bits_are_those_of_the_same_values_in_float32():
 # A function, the dtype of C, options.
 ROUNDED = [
     param(mlstm_chunkwise, "bfloat16", id="alone-bfloat16"),
-    param(mlstm_chunkwise, "float32", id="alone-float32"),
-    param(
-        mlstm_chunkwise,
-        "float16",
-        id="segments-float16",
-        segment_ids=np.array([[0] * 9 + [1] * 7]),
-        num_segments=2,
-    ),
     slow_param(mlstm_chunkwise_sequence_parallel, "bfloat16", id="shards-bfloat16", axis_name="s"),
     param(reference.chunkwise, "float16", id="reference-float16"),
 ]
@@ -193,9 +168,8 @@ def test_c_has_the_dtype_that_the_caller_asks_for(function, dtype, options):
     assert_same_bits(result, (h, (array(c, dtype), n, m)))
     dtypes = [y.dtype.name for y in jax.tree.leaves(result)]
     assert dtypes == ["float32", dtype, "float32", "float32"]
-    if "num_segments" not in options:
-        wide = jax.vjp(call, *x)[1]((h, (*map(partial(array, dtype="float32"), result[1]),)))
-        assert_same_bits(jax.vjp(partial(call, state_dtype=dtype), *x)[1](result), wide)
+    wide = jax.vjp(call, *x)[1]((h, (*map(partial(array, dtype="float32"), result[1]),)))
+    assert_same_bits(jax.vjp(partial(call, state_dtype=dtype), *x)[1](result), wide)
 
 
 DEFAULTS = dict(

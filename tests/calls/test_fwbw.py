@@ -12,7 +12,6 @@ from oracle import (
     assert_close,
     assert_same_bits,
     call_shapes,
-    mesh_of,
     random_inputs,
     refusal,
     refused,
@@ -20,7 +19,6 @@ from oracle import (
 
 from mlstm_pallas import (
     KernelConfig,
-    fwbw,
     mlstm_chunkwise,
     mlstm_chunkwise_states,
     mlstm_recurrent_sequence,
@@ -109,27 +107,6 @@ def test_saved_residuals_keep_the_forward_kernels_from_running_again(case):
         assert again > once, names
 
 
-@pytest.mark.quick("xla")
-@pytest.mark.parametrize("backend", ["xla", "interpret"])
-def test_names_are_not_in_a_lowered_program(backend, monkeypatch):
-    """Where no policy reads them it is the program without them."""
-    run, x = functools.partial(mlstm_chunkwise, **COUNTED | {"backend": backend}), inputs_of("")
-    names = []
-
-    def lowered():
-        fwbw.mlstm.clear_cache()
-        with jax.set_mesh(mesh_of((1,), names="s")):  # without the address of a callback
-            traced = gradients(run).trace(*x)
-        named = compile_report.equations(traced.jaxpr.jaxpr, "name")
-        names.append({y.params["name"] for y in named})
-        return traced.lower().as_text()
-
-    text = lowered()
-    monkeypatch.setattr(fwbw, "checkpoint_name", lambda x, _: x)
-    assert lowered() == text
-    assert names == [RESIDUAL_NAMES, set()]
-
-
 FIRST = (
     "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and "
     "forward mode use mlstm_pallas.reference.chunkwise or mlstm_pallas.reference.recurrence"
@@ -140,9 +117,6 @@ STEPS = (
 )
 WITHOUT_DERIVATIVES = [
     refusal(TypeError, STEPS, lambda x: mlstm_recurrent_step(*x.token, *x.states)),
-    refusal(
-        TypeError, STEPS, lambda x: mlstm_recurrent_step(*x.token, *x.states, backend="triton")
-    ),
     refusal(
         TypeError,
         STEPS,

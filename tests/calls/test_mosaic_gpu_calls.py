@@ -2,7 +2,6 @@
 refused."""
 
 import functools
-import itertools
 import re
 import warnings
 
@@ -41,7 +40,6 @@ from oracle import (
     tolerance,
 )
 from relations import by_overflow
-from sanitize import FEATURES
 from stage_calls import tiles_class
 from table import BF, chunkwise, packed
 from test_distributed import h_over
@@ -230,19 +228,6 @@ def test_gradients_trace_in_strict_modes(heads, config):
         assert [*jax.eval_shape(results_of(run), *x)] == [x[2], *x]
 
 
-@pytest.mark.slow
-@needs_mosaic_gpu
-def test_gradients_lower_without_jit():
-    """As test_gpu_sanitizer.py runs them. Loops are traced all the same, because constant
-    indices cannot be lowered."""
-    x = random_inputs(0, 3, 2, 200, 64, 128, dtype="bfloat16").values()
-    options = dict(backend="mosaic_gpu", config=materialised(), return_last_states=True)
-    run = functools.partial(mlstm_chunkwise, **options, **FEATURES["prompts"])
-    with for_device("NVIDIA H200"), jax.disable_jit():
-        traced = jax.make_jaxpr(results_of(run))(*x)
-    assert MOSAIC_CALL in lowered_for_cuda(jax.jit(jax.extend.core.jaxpr_as_fun(traced)), *x)
-
-
 @needs_mosaic_gpu
 def test_what_mosaic_gpu_kernels_round():
     gates, sums = "chunk_summaries ff 0, chunk_gates fffffffff 0, ", "step_sums f 0, "
@@ -266,19 +251,6 @@ def test_the_filters_of_the_caller_decide_about_the_deprecation_of_triton():
         lowered_for_cuda(run, *HALF)
         assert warnings.filters == before
     assert {"Triton backend is deprecated" in str(x.message) for x in said} == {True}
-
-
-@needs_mosaic_gpu
-def test_what_is_interpreted_and_what_is_compiled_are_traced_apart():
-    """A CPU still refuses what an interpreter ran before."""
-    run = jax.jit(functools.partial(mlstm_chunkwise, backend="mosaic_gpu", config=fused()))
-    for _ in range(2):
-        assert "io_callback" not in str(run.trace(*HALF).jaxpr)
-        with pytest.raises(ValueError, match=r"^backend is 'mosaic_gpu', whose kernels"):
-            run.lower(*HALF)
-        with interpreted_mosaic_gpu():
-            assert "io_callback" in str(run.trace(*HALF).jaxpr)
-            run.lower(*HALF)
 
 
 def launch(stage, sizes, tiles):
@@ -305,21 +277,12 @@ TILES = [
     param("parallel_fw_H", (1, 8, 2048, 64, 576), siz_b_DHHV=288, num_stages=1),
     param("parallel_fw_H", (1, 8, 2048, 64, 576), siz_b_LQ=32),
     param("recurrent_fw_C", (8, 8, 8192, 256, 512), state_rows=320, state_columns=64, num_stages=2),
-    param(
-        "recurrent_bw_dC", (8, 8, 8192, 256, 512), state_rows=192, state_columns=192, num_stages=2
-    ),
-    param(
-        "recurrent_bw_dC", (8, 8, 8192, 256, 512), state_rows=64, state_columns=256, num_stages=2
-    ),
     param("vector_states", (8, 8, 8192, 256, 512), num_splits=64),
     # too few registers
     param("recurrent_fw_H", (8, 8, 8192, 256, 512), siz_b_DHHV=256),
     # It computes delta of h.
     param(
         "recurrent_bw_dC", (8, 16, 8192, 128, 256), state_rows=128, state_columns=128, num_stages=5
-    ),
-    param(
-        "recurrent_bw_dC", (8, 16, 8192, 128, 256), state_rows=128, state_columns=128, num_stages=6
     ),
 ]
 
@@ -333,14 +296,6 @@ def test_tiles_that_a_kernel_cannot_have_are_refused(stage, sizes, tiles):
     message += f"of {DHQK}/{DHV} in chunks of {DHQK} steps, such as {class_name}("
     with pytest.raises(ValueError, match=re.escape(message)):
         launch(stage, sizes, tiles)
-
-
-@needs_mosaic_gpu
-def test_tiles_of_h_fit_where_delta_is_computed():
-    tiles = dict(state_rows=128, state_columns=128, num_stages=4)
-    launch("recurrent_bw_dC", (8, 16, 8192, 128, 256), tiles)
-    for heads, DHQK in itertools.product((2, 16, 128, 512), (64, 128)):
-        assert "recurrent_bw_dC" in mosaic_stages(1, heads, 8192, DHQK, 2 * DHQK)
 
 
 @needs_mosaic_gpu

@@ -6,7 +6,6 @@ import itertools
 import math
 import re
 import warnings
-from typing import Any, NamedTuple
 
 import compile_report
 import jax
@@ -17,7 +16,6 @@ from engine import Call, Slots, arrays
 from oracle import (
     BACKENDS,
     NAMES,
-    assert_close,
     assert_same_bits,
     error,
     head_norms,
@@ -32,7 +30,6 @@ from oracle import (
 )
 
 from mlstm_pallas import (
-    RingStates,
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
     mlstm_ring_flush,
@@ -89,17 +86,16 @@ def pooled_token(DHQK, DHV, rows, dtype="float32"):
 
 # The rows are those of a pool; 0: none.
 IN_PLACE = [
-    ("exp", "bfloat16", 20, 37, 0),
-    ("sigmoid", "float32", 20, 37, 0),
-    ("exp", "float32", 300, 500, 0),
-    ("sigmoid", "bfloat16", 300, 500, 0),
-    ("exp", "float32", 40, 37, 5),
-    ("sigmoid", "float32", 40, 37, 5),
+    ("exp", "bfloat16", 20, 37, 0, False),
+    ("sigmoid", "float32", 20, 37, 0, True),
+    ("exp", "float32", 300, 500, 0, True),
+    ("sigmoid", "bfloat16", 300, 500, 0, False),
+    ("exp", "float32", 40, 37, 5, True),
+    ("sigmoid", "float32", 40, 37, 5, False),
 ]
 
 
-@pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize(("input_gate", "dtype", "DHQK", "DHV", "rows"), IN_PLACE)
+@pytest.mark.parametrize(("input_gate", "dtype", "DHQK", "DHV", "rows", "joined"), IN_PLACE)
 def test_a_step_is_one_launch_in_place(input_gate, dtype, DHQK, DHV, rows, joined):
     """It writes the states where it reads them. Several CTAs of a head read n and m from a copy;
     only n and m of slots are gathered, and nothing is sliced."""
@@ -164,9 +160,8 @@ def test_a_sequence_is_deprecated():
 def test_joined_arrays_of_wrong_shapes():
     x = [*token_at(random_inputs(3, 2, 3, 1, 48, 80), 0).values()]
     qkvo, *others = token = joined_arrays(*x)
-    narrow = qkvo[..., :175]  # q, k and v have 176
     of_i = [*token[:3], x[3], *token[4:]]
-    for wrong in ([narrow, *others], [*token[:2], x[2], *token[3:]], of_i, token[:5]):
+    for wrong in ([qkvo[..., :175], *others], [*token[:2], x[2], *token[3:]], of_i, token[:5]):
         with pytest.raises(ValueError, match="k is None, expected v and f None too, q with q, k"):
             mlstm_recurrent_step(*wrong)
     sequence = functools.partial(mlstm_recurrent_sequence, layout="BNTH")
@@ -185,24 +180,6 @@ def test_donated_pools_are_updated_in_place(backend):
     compiled = jax.jit(step, donate_argnums=0).lower(pools, x).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < pools[INITIAL[0]].nbytes / 10
     assert [y.unsafe_buffer_pointer() for y in compiled(pools, x)] == before
-
-
-@pytest.mark.parametrize("rows", [0, 5])
-@pytest.mark.parametrize("backend", ["xla", "interpret"])
-def test_vmap_over_states_or_slots(backend, rows):
-    """A mapped element has pools of its own, also where the pools are not mapped."""
-    x, slots = pooled_token(40, 37, rows)
-    pools = {name: x.pop(name) for name in INITIAL if rows}
-
-    @jax.jit
-    def run(x, slots):
-        return mlstm_recurrent_step(**x, **pools, slots=slots, backend=backend)
-
-    each = [(x, slots), jax.tree.map(lambda y: y[::-1].copy(), (x, slots))]
-    desired = jax.tree.map(lambda *y: np.stack(y), *(run(*y) for y in each))
-    result = jax.jit(jax.vmap(run))(*jax.tree.map(lambda *y: np.stack(y), *each))
-    for y, z in zip(*map(jax.tree.leaves, (result, desired)), strict=True):
-        np.testing.assert_allclose(y, z, rtol=1e-5, atol=1e-6)
 
 
 # ---------------- rings
@@ -224,8 +201,7 @@ def ring_of(x, *, state_dtype=None, **options):
     return mlstm_ring_states(c.astype(state_dtype or c.dtype), n, *(m or [None]), **options)
 
 
-@pytest.mark.quick("3-1-8")
-@pytest.mark.parametrize(("B", "NH", "L"), [(4, 4, 8), (1, 8, 16), (3, 1, 8)])
+@pytest.mark.parametrize(("B", "NH", "L"), [(1, 8, 16), (3, 1, 8)])
 def test_flushes_are_spread_over_steps(B, NH, L):
     x = random_inputs(5, B, NH, 2 * L, 4, 4)
     states, run, flushes = ring_of(x, length=L), step_on("xla"), []
@@ -235,19 +211,6 @@ def test_flushes_are_spread_over_steps(B, NH, L):
         flushes.append(int(np.sum(states.start != before)))
     assert max(flushes) <= -(-B * NH // L)
     assert sum(flushes[L:]) == B * NH
-
-
-def test_a_full_ring_resumes():
-    x = random_inputs(6, 1, 1, 12, 8, 8)
-    states, run = ring_of(x, phase=0), step_on("xla")
-    for t in range(8):
-        _, states = run(*tokens_of(x, t, t + 1), states)
-    assert np.all(states.fill + states.pending == 8)
-    stored = jax.tree.map(np.asarray, states)
-    first = {name: y if name in INITIAL else y[:, :, :8] for name, y in x.items()}
-    assert_close(mlstm_ring_flush(stored)[0], oracle(first)[1], 1e-6)
-    h, _ = run(*tokens_of(x, 8), stored, accepted=np.array([1]))
-    assert_close(h, oracle(x)[0][:, :, 8:], 1e-6)
 
 
 @pytest.mark.quick("xla")
@@ -264,13 +227,11 @@ def test_more_accepted_tokens_than_are_pending_are_these(backend):
     assert_same_bits(*(mlstm_ring_flush(states, accepted=y) for y in (most, as_many)))
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_a_step_updates_the_states_in_place(joined):
+def test_a_step_updates_the_states_in_place():
     """It is two launches, and nothing is sliced."""
     x = random_inputs(11, 2, 2, 1, 32, 48, dtype="bfloat16")
     run = functools.partial(mlstm_ring_step, backend="triton")
-    tokens = [x[name][:, :, 0] for name in TOKEN]
-    tokens = joined_arrays(*tokens) if joined else tokens
+    tokens = joined_arrays(*(x[name][:, :, 0] for name in TOKEN))
     text = lowered_for_cuda(jax.jit(run), *tokens, ring_of(x))
     calls = [line for line in text.splitlines() if "custom_call @__gpu" in line]
     assert len(calls) == 2
@@ -278,19 +239,16 @@ def test_a_step_updates_the_states_in_place(joined):
     assert not {"concatenate", "slice"} & {*re.findall(r"stablehlo\.(\w+)", text)}
 
 
-@pytest.mark.parametrize("pooled", [False, True], ids=["states", "slots"])
+@pytest.mark.parametrize("rows", [0, 5], ids=["states", "slots"])
 @pytest.mark.parametrize("step", [mlstm_recurrent_step, mlstm_ring_step])
-def test_vmap_joins_its_axis_to_the_batch_unless_there_are_slots(step, pooled):
+def test_vmap_joins_its_axis_to_the_batch_unless_there_are_slots(step, rows):
     """One launch of all mapped elements, or a loop over them, as the docstring says."""
-    B, NH, D = 2, 2, 16
-    rows, gates = jnp.zeros((B, NH, D)), jnp.zeros((B, NH))
-    states = jnp.zeros((B, NH, D, D)), rows, gates
-    if step is mlstm_ring_step:
-        states = [mlstm_ring_states(*states, dtype=rows.dtype)]
-    slots = jnp.arange(B) if pooled else None
 
-    def run(states, slots):
-        return step(rows, rows, rows, gates, gates, *states, slots=slots, backend="interpret")
+    def run(x, slots):
+        *tokens, c, n, m = (x[name] for name in NAMES)
+        ring = step is mlstm_ring_step
+        states = [mlstm_ring_states(c, n, m, dtype="float32")] if ring else [c, n, m]
+        return step(*tokens, *states, slots=slots, backend="interpret")
 
     def launched(run, *operands):
         """How many instances of a kernel each launch has, and the loops, also in kernels."""
@@ -299,20 +257,22 @@ def test_vmap_joins_its_axis_to_the_batch_unless_there_are_slots(step, pooled):
         loops = [y for x in ("scan", "while") for y in compile_report.equations(jaxpr, x)]
         return [math.prod(x.params["grid_mapping"].grid) for x in launches], len(loops)
 
-    alone, loops = launched(run, states, slots)
-    operands = jax.tree.map(lambda x: jnp.stack([x] * 3), (states, slots))
-    expected = (alone, loops + 1) if pooled else ([3 * n for n in alone], loops)
-    assert launched(jax.vmap(run), *operands) == expected
+    x = pooled_token(40, 37, rows)
+    both = [x, jax.tree.map(lambda y: y[::-1].copy(), x)]
+    mapped, operands = jax.vmap(run), jax.tree.map(lambda *y: np.stack(y), *both)
+    alone, loops = launched(run, *x)
+    expected = (alone, loops + 1) if rows else ([2 * n for n in alone], loops)
+    assert launched(mapped, *operands) == expected
+    desired = jax.tree.map(lambda *y: np.stack(y), *(jax.jit(run)(*y) for y in both))
+    for y, z in zip(*map(jax.tree.leaves, (jax.jit(mapped)(*operands), desired)), strict=True):
+        np.testing.assert_allclose(y, z, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("forget", "S"),
-    [(6.0, 1024), (10.0, 1024), *((forget, 8192) for forget in (0.0, 4.0, 6.0, 10.0))],
-)
-def test_16_bits_round_less_often(forget, S):
+@pytest.mark.parametrize("forget", [6.0, 10.0])
+def test_16_bits_round_less_often(forget):
     """h of the last tokens has a smaller error than that of steps that round C at every token."""
-    x = random_inputs(13, 1, 2, S, 32, 16, f_shift=forget)
+    x = random_inputs(13, 1, 2, 1024, 32, 16, f_shift=forget)
     x |= {name: 0 * x[name] for name in INITIAL}
     ring, expected = ring_of(x, state_dtype="bfloat16", length=16), oracle(x)[0]
     steps = [jnp.moveaxis(y, 2, 0) for y in tokens_of(x)]
@@ -357,17 +317,11 @@ def test_fresh_rows_in_a_used_pool_are_those_of_a_fresh_pool(backend):
     assert_same_bits(*(jax.tree.map(lambda y: y[rows], x) for x in (pools, fresh)))
 
 
-@pytest.mark.quick("1-8", "67-16")
-@pytest.mark.parametrize("length", [8, 16, 32, 64])
-@pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 12, 67])
+@pytest.mark.parametrize(("heads", "length"), [(1, 8), (3, 64), (67, 16)])
 def test_heads_and_entries_begin_at_their_phases(heads, length):
     phases = {
         "left out": (None, range(4)),
-        "5": (5, [5] * 4),
-        "200": (200, [200] * 4),
-        "int64 scalar": (np.int64(7), [7] * 4),
         "int8": (np.array([0, 3, 127, 64], "int8"), [0, 3, 127, 64]),
-        "uint8": (np.array([255, 1, 0, 9], "uint8"), [255, 1, 0, 9]),
         "uint32": (np.array([2**32 - 1, 2**31, 0, 5], "uint32"), [2**32 - 1, 2**31, 0, 5]),
         "int32 on a device": (jnp.array([2**31 - 1, 4, 4, 100]), [2**31 - 1, 4, 4, 100]),
     }
@@ -381,68 +335,36 @@ def test_heads_and_entries_begin_at_their_phases(heads, length):
         assert not np.any(states.pending)
 
 
-def test_pools_of_two_gates_do_not_mix():
-    x = random_inputs(1, 2, 2, 1, 8, 8)
-    pools = ring_of(x), ring_of(x | dict(m_initial=0 * x["m_initial"]), input_gate="sigmoid")
-    for states in pools, pools[::-1]:
-        with pytest.raises((TypeError, ValueError), match="None"):
-            jax.tree.map(lambda pool, y: pool.at[:1].set(y[:1]), *states)
-
-
-def shapes(heads, T, layout="BNTH", D=8):
-    """q, k, v, i and f as shapes."""
-    lead = (2, heads, T) if layout == "BNTH" else (2, T, heads)
-    x, gate = jax.ShapeDtypeStruct((*lead, D), "float32"), jax.ShapeDtypeStruct(lead, "float32")
-    return x, x, x, gate, gate
-
-
-def ring_call(heads, *tokens, **options):
-    c, n = jnp.zeros((2, heads, 8, 8)), jnp.zeros((2, heads, 8))
-    states = mlstm_ring_states(c, n, None, dtype="float32")
-    return jax.eval_shape(lambda *x: mlstm_ring_step(*x, states, backend="xla", **options), *tokens)
-
-
-def sequence_call(heads, *tokens, **options):
-    states = jnp.zeros((2, heads, 8, 8)), jnp.zeros((2, heads, 8)), jnp.zeros((2, heads))
-    return jax.eval_shape(
-        lambda *x: mlstm_recurrent_sequence(*x, *states, backend="xla", **options), *tokens
-    )
-
-
-@pytest.mark.quick("sequence")
-@pytest.mark.parametrize("call", [ring_call, sequence_call], ids=["ring_step", "sequence"])
-def test_as_many_tokens_as_heads_get_a_warning(call):
+@pytest.mark.parametrize("function", [mlstm_ring_step, mlstm_recurrent_sequence])
+def test_as_many_tokens_as_heads_get_a_warning(function):
     """In both layouts such arrays have one shape. Where the shapes tell, none is given."""
+
+    def call(heads, T, **options):
+        lead = (2, T, heads) if options.get("layout") == "BTNH" else (2, heads, T)
+        x, gate, gates = jnp.zeros((*lead, 8)), jnp.zeros(lead), jnp.zeros((2, heads))
+        states = jnp.zeros((2, heads, 8, 8)), jnp.zeros((2, heads, 8)), gates
+        if function is mlstm_ring_step:
+            states = [mlstm_ring_states(*states, dtype="float32")]
+        run = functools.partial(function, **options)
+        jax.eval_shape(lambda *x: run(*x, backend="xla"), x, x, x, gate, gate, *states)
+
     with pytest.warns(
         UserWarning, match='layout="BNTH", the default, reads q as .* S = NH'
     ) as said:
-        call(8, *shapes(8, 8))
+        call(8, 8)
     assert {x.filename for x in said} == {__file__}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         for layout in "BNTH", "BTNH":
-            call(8, *shapes(8, 8, layout), layout=layout)
+            call(8, 8, layout=layout)
         for heads, T in (8, 7), (2, 8), (8, 1), (1, 1), (1, 4):
-            call(heads, *shapes(heads, T))
-
-
-class Refused(NamedTuple):
-    """What is said of wrong arguments of a function."""
-
-    name: str
-    kind: type[Exception]
-    message: str
-    call: Any
+            call(heads, T)
 
 
 C, N, M = jnp.zeros((2, 2, 16, 8)), jnp.zeros((2, 2, 16)), jnp.zeros((2, 2))
-new = functools.partial(mlstm_ring_states, C, N, M, dtype="float32")
-
-
-def token_of(**dtypes):
-    """A token whose arrays are float32 but for these."""
-    sizes = dict(q=(16,), k=(16,), v=(8,), i=(), f=())
-    return [jnp.zeros((2, 2, *y), dtypes.get(name, "float32")) for name, y in sizes.items()]
+OF_NEW = dict(c=C, n=N, m=M, dtype="float32", length=8)
+new = functools.partial(mlstm_ring_states, **OF_NEW)
+TOKENS = tokens_of(random_inputs(16, 2, 2, 2, 16, 8))
 
 
 def rings_of_rows(count):
@@ -452,95 +374,77 @@ def rings_of_rows(count):
     return type(states)(*states[:3], *rows, *states[7:])
 
 
-def with_slots(*slots):
-    return mlstm_ring_step(*token_of(), new(), slots=np.array(slots))
+def new_error(kind, message, **options):
+    return refusal(kind, message, lambda: mlstm_ring_states(**OF_NEW | options))
 
 
-PHASES = [
-    Refused(
-        f"phase-{phase}",
-        ValueError,
-        f"phase is {phase}, expected an integer from 0 to 2147483647 or an array (B,)",
-        functools.partial(new, phase=phase),
-    )
-    for phase in (0.5, np.nan, True, 2**40, -1)
-]
+def step_error(kind, message, states=None, **options):
+    def call():
+        return mlstm_ring_step(*TOKENS, states() if states else new(), **options)
+
+    return refusal(kind, message, call)
+
+
 ROWS = "expected a power of two from 16 to 128"
-ERRORS = [
-    *PHASES,
-    Refused(
-        "phase-floats",
+# test_errors.py has wrong arrays of each argument.
+REFUSED = [
+    *(
+        new_error(
+            ValueError,
+            f"phase is {x}, expected an integer from 0 to 2147483647 or an array (B,)",
+            phase=x,
+        )
+        for x in (0.5, np.nan, True, 2**40, -1)
+    ),
+    new_error(ValueError, "phase has shape (3,), expected (B,) = (2,)", phase=np.zeros(3, int)),
+    new_error(
+        TypeError, "phase has dtype float32, expected an integer dtype", phase=np.zeros(2, "f4")
+    ),
+    new_error(ValueError, "length is 12, expected a power of two from 8 to 64", length=12),
+    new_error(TypeError, "c has type NoneType, expected an array", c=None),
+    new_error(
+        ValueError,
+        "m has values other than 0 with input_gate 'sigmoid', expected None or zeros",
+        m=M + 1,
+        input_gate="sigmoid",
+    ),
+    step_error(
         TypeError,
-        "phase has dtype float32, expected an integer dtype",
-        lambda: new(phase=np.zeros(2, "float32")),
+        "k has dtype float32, expected bfloat16, that of the ring",
+        lambda: new(dtype="bfloat16"),
     ),
-    Refused(
-        "phase-shape",
+    step_error(ValueError, f"states.i.shape[2] is 24, {ROWS}", lambda: rings_of_rows(24)),
+    refusal(
+        ValueError, f"states.i.shape[2] is 8, {ROWS}", lambda: mlstm_ring_flush(rings_of_rows(8))
+    ),
+    step_error(
         ValueError,
-        "phase has shape (3,), expected (B,) = (2,)",
-        lambda: new(phase=np.zeros(3, int)),
+        "slots[1] is 1, expected -1 for none, or a row below P = 2 that no entry before it has",
+        slots=np.array([1, 1]),
     ),
-    Refused(
-        "n-None",
-        TypeError,
-        "n has type NoneType, expected an array",
-        lambda: mlstm_ring_states(C, None, None, dtype="float32"),
-    ),
-    Refused(
-        "c-None",
-        TypeError,
-        "c has type NoneType, expected an array",
-        lambda: mlstm_ring_states(None, N, M, dtype="float32"),
-    ),
-    Refused(
-        "n-shape",
-        ValueError,
-        "n has shape (2, 2, 15), expected (B, NH, DHQK) = (2, 2, 16), as c has shape (2, 2, 16, 8)",
-        lambda: mlstm_ring_states(C, N[..., 1:], M, dtype="float32"),
-    ),
-    Refused(
-        "m-shape",
-        ValueError,
-        "m has shape (2, 1), expected (B, NH) = (2, 2), as c has shape (2, 2, 16, 8): repeat its "
-        "heads, jnp.repeat(m, 2, axis=1)",
-        lambda: mlstm_ring_states(C, N, M[:, 1:], dtype="float32"),
-    ),
-    Refused(
-        "v-dtype",
-        TypeError,
-        "v has dtype float32, expected bfloat16, that of the ring",
-        lambda: mlstm_ring_step(*token_of(), new()._replace(v=new().v.astype("bfloat16"))),
-    ),
-    Refused(
-        "rows-24",
-        ValueError,
-        f"states.i.shape[2] is 24, {ROWS}",
-        lambda: mlstm_ring_step(*token_of(), rings_of_rows(24)),
-    ),
-    Refused(
-        "rows-8",
-        ValueError,
-        f"states.i.shape[2] is 8, {ROWS}",
-        lambda: mlstm_ring_flush(rings_of_rows(8)),
-    ),
-    Refused(
-        "rings-as-c",
+    refusal(
         TypeError,
         "c_initial has type RingStates, expected an array",
-        lambda: mlstm_recurrent_step(*token_of(), new()),
+        lambda: mlstm_recurrent_step(*(x[:, :, 0] for x in TOKENS), new()),
     ),
-    Refused(
-        "slots-twice",
+    refusal(
         ValueError,
-        "slots[1] is 0, expected -1 for none, or a row below P = 2 that no entry before it has",
-        lambda: with_slots(0, 0),
+        "q has 5 tokens, expected at most 4, half the ring's length 8",
+        lambda: mlstm_ring_step(*tokens_of(random_inputs(16, 2, 2, 5, 16, 8)), new()),
+    ),
+    refusal(
+        ValueError,
+        "k is None, expected v and f None too, q with q, k and v on its last axis, (..., "
+        "2 * DHQK + DHV or more), i (..., 2) and the states; the shapes of q, i and c are "
+        "(2, 2, 2, 16), (2, 2, 2) and (2, 2, 16, 8)",
+        lambda: mlstm_ring_step(TOKENS[0], None, None, TOKENS[3], None, new()),
     ),
 ]
 
 
-@pytest.mark.parametrize("case", ERRORS, ids=[case.name for case in ERRORS])
-def test_arguments_are_refused_by_name(case):
-    refused(case.kind, case.message, case.call)
+@pytest.mark.parametrize(("kind", "message", "call"), REFUSED)
+def test_arguments_are_refused_by_name(kind, message, call):
+    refused(kind, message, call)
 
 
 SLOTS = np.array([1, 0])
@@ -553,15 +457,15 @@ def pooled(slots, states, *token):
 @pytest.mark.slow
 def test_a_step_is_exported_with_its_states():
     """RingStates are serialised by their name."""
-    operands = SLOTS, new(), *token_of()
+    operands = SLOTS, new(), *TOKENS
     data = jax.export.export(jax.jit(pooled))(*operands).serialize()
     h, states = jax.export.deserialize(data).call(*operands)
     expected, after = jax.jit(pooled)(*operands)
     assert type(states) is type(after)
     assert_same_bits((h, states), (expected, after))
     sigmoid = new(input_gate="sigmoid")
-    data = export(pooled, SLOTS, sigmoid, *token_of(), platform="cpu").serialize()
-    assert jax.export.deserialize(data).call(SLOTS, sigmoid, *token_of())[1].m is None
+    data = export(pooled, SLOTS, sigmoid, *TOKENS, platform="cpu").serialize()
+    assert jax.export.deserialize(data).call(SLOTS, sigmoid, *TOKENS)[1].m is None
 
 
 @pytest.mark.parametrize("value", ["0", "", None, "1", "yes"])
@@ -570,7 +474,7 @@ def test_checks_are_on_if_the_variable_is_1(monkeypatch, value):
     monkeypatch.setenv("MLSTM_PALLAS_CHECKS", value or "")
     if value is None:
         monkeypatch.delenv("MLSTM_PALLAS_CHECKS")
-    operands = SLOTS, new(), *token_of()
+    operands = SLOTS, new(), *TOKENS
     run = jax.jit(lambda *x: pooled(*x))
     if value == "yes":
         refused(ValueError, "MLSTM_PALLAS_CHECKS is 'yes', expected 0 or 1", run.lower, *operands)
@@ -581,86 +485,3 @@ def test_checks_are_on_if_the_variable_is_1(monkeypatch, value):
         refused(ValueError, message, export, run, *operands, platform="cpu")
     else:
         export(run, *operands, platform="cpu")
-
-
-class Arguments(NamedTuple):
-    inputs: dict[str, jax.Array]
-    tokens: list[jax.Array]
-    states: RingStates
-    first: list[jax.Array]  # two tokens
-
-
-MESSAGES = [
-    refusal(
-        ValueError,
-        "q has 5 tokens, expected at most 4, half the ring's length 8",
-        lambda x: mlstm_ring_step(*x.tokens, x.states),
-    ),
-    refusal(
-        TypeError,
-        "states has type tuple, expected RingStates alone: mlstm_ring_states(c, n, m, "
-        "dtype=q.dtype) makes them, and keeps the input gate",
-        lambda x: mlstm_ring_step(*x.first, tuple(x.states)),
-    ),
-    refusal(
-        ValueError,
-        (
-            "states.n has shape (2, 2, 15), expected (B, NH, DHQK) = (2, 2, 16), as states.c has "
-            "shape (2, 2, 16, 8)"
-        ),
-        lambda x: mlstm_ring_flush(x.states._replace(n=x.states.n[..., 1:])),
-    ),
-    refusal(
-        TypeError,
-        "k has dtype float32, expected bfloat16, that of the ring",
-        lambda x: mlstm_ring_step(*x.first, ring_of(x.inputs, dtype="bfloat16")),
-    ),
-    refusal(
-        ValueError,
-        "k is None, expected v and f None too, q with q, k and v on its last axis, (..., "
-        "2 * DHQK + DHV or more), i (..., 2) and the states; the shapes of q, i and c are "
-        "(2, 2, 2, 16), (2, 2, 2) and (2, 2, 16, 8)",
-        lambda x: mlstm_ring_step(x.first[0], None, None, x.first[3], None, x.states),
-    ),
-    refusal(
-        ValueError,
-        "accepted has shape (3,), expected (B,) = (2,), as q has shape (2, 2, 2, 16)",
-        lambda x: mlstm_ring_step(*x.first, x.states, accepted=np.zeros(3, int)),
-    ),
-    refusal(
-        ValueError,
-        "slots[1] is 1, expected -1 for none, or a row below P = 2 that no entry before it has",
-        lambda x: mlstm_ring_step(*x.first, x.states, slots=np.array([1, 1])),
-    ),
-    refusal(
-        TypeError,
-        "accepted has dtype float64, expected an integer dtype",
-        lambda x: mlstm_ring_step(*x.first, x.states, accepted=np.zeros(2)),
-    ),
-    refusal(
-        ValueError,
-        "length is 12, expected a power of two from 8 to 64",
-        lambda x: ring_of(x.inputs, length=12),
-    ),
-    refusal(
-        TypeError,
-        "states.fill has dtype float32, expected int32",
-        lambda x: mlstm_ring_step(*x.first, x.states._replace(fill=x.states.m)),
-    ),
-    refusal(
-        TypeError,
-        "states.start has dtype float32, expected int32",
-        lambda x: mlstm_ring_flush(x.states._replace(start=x.states.m)),
-    ),
-    refusal(
-        ValueError,
-        "m has values other than 0 with input_gate 'sigmoid', expected None or zeros",
-        lambda x: ring_of(x.inputs, input_gate="sigmoid"),
-    ),
-]
-
-
-@pytest.mark.parametrize(("kind", "message", "call"), MESSAGES)
-def test_messages(kind, message, call):
-    x = random_inputs(16, 2, 2, 5, 16, 8)
-    refused(kind, message, call, Arguments(x, tokens_of(x), ring_of(x), tokens_of(x, 0, 2)))

@@ -30,7 +30,7 @@ from oracle import (
     slow,
     tolerance,
 )
-from relations_devices import CALLS, exported
+from relations_devices import exported
 
 from mlstm_pallas import (
     mlstm_chunkwise,
@@ -105,6 +105,7 @@ def test_processes_run_an_export_lower_alike_and_share_the_compilation_cache(tmp
     compare(RESULTS, result, results_of(function)(*x), BOUND)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "config"),
     [("triton", None), pytest.param("mosaic_gpu", fused(), marks=needs_mosaic_gpu)],
@@ -142,29 +143,30 @@ def test_automatic_axes_are_refused_by_jax():
         export(partial(mlstm_chunkwise, chunk_size=16, backend="xla"), *x, platform="cpu")
 
 
-NOT_AGAIN = "step", "sequence parallel", "shards", "gradient outside", "forward"
-EXPORTED = [x for x in CALLS if x not in NOT_AGAIN]
+X64 = "`num_segments`", "ring step", "slots"
+EXPORTED = [slow(x, True) for x in X64] + [slow(x, False) for x in ("states of steps", "bfloat16")]
 
 
-@pytest.mark.filterwarnings("ignore:mlstm_recurrent_sequence is deprecated")
-@pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize("name", ["step", *map(slow, EXPORTED)])
+@pytest.mark.parametrize(
+    ("name", "x64"), [("step", False), ("step", True), *EXPORTED, slow("reverse", False)]
+)
 def test_an_export_for_cpus_and_cuda_has_the_kernels_and_the_values(name, x64):
     exported(name, x64)
 
 
 TOKEN = [jax.ShapeDtypeStruct((4, 2, *x), "float32") for x in ((8,), (8,), (8,), (), ())]
-SHARDED = [
-    (mlstm_recurrent_step, TOKEN),
-    (results_of(mlstm_chunkwise), call_shapes(4, 2, 32, 16, 16)),
-]
+GRADIENTS = results_of(mlstm_chunkwise), call_shapes(4, 2, 32, 16, 16)
 
 
 @pytest.mark.parametrize(
-    ("kind", "inside"),
-    [(AxisType.Auto, True), (AxisType.Explicit, True), (AxisType.Explicit, False)],
+    ("run", "x", "inside", "kind"),
+    [
+        (mlstm_recurrent_step, TOKEN, True, AxisType.Auto),
+        (mlstm_recurrent_step, TOKEN, False, AxisType.Explicit),
+        slow(*GRADIENTS, True, AxisType.Explicit),
+    ],
+    ids=["step in a shard_map", "step", "chunkwise"],
 )
-@pytest.mark.parametrize(("run", "x"), [SHARDED[0], slow(*SHARDED[1])], ids=["step", "chunkwise"])
 def test_shards_are_exported_for_the_gpu_that_the_caller_names(run, x, inside, kind):
     """The mesh has devices of this process, which has no GPU."""
     gpus, mesh = [], mesh_of((2,), kind)

@@ -22,7 +22,7 @@ from mlstm_pallas import (
 )
 from mlstm_pallas.export import CUSTOM_CALL_TARGET, export
 from mlstm_pallas.planning.backend import requested_backend
-from mlstm_pallas.problem.gpu import HOPPER, TPU, UNKNOWN, gpu_of, known_gpu, target_gpu
+from mlstm_pallas.problem.gpu import TPU, UNKNOWN, gpu_of, known_gpu, target_gpu
 
 H200 = Gpu("NVIDIA H200", 90, 132, 227 * 1024)
 
@@ -191,7 +191,7 @@ def test_an_export_for_an_unknown_gpu_names_what_works(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FEW[-4:])
+@pytest.mark.parametrize("kind", FEW[-2:])
 def test_gradients_and_rings_are_exported_for_a_gpu(kind):
     x = call_shapes(1, 2, 128, 64, 64)
     assert CUSTOM_CALL_TARGET in lowered_for(results_of(mlstm_chunkwise), x, kind)
@@ -225,14 +225,6 @@ def test_kernels_are_refused_where_the_platform_has_none(platform):
 
 
 @pytest.mark.parametrize(
-    ("field", "x"), [("capability", 8.9), ("capability", -1), ("sms", 0), ("shared_bytes", "99")]
-)
-def test_wrong_facts_are_refused_by_name(field, x):
-    with pytest.raises(ValueError, match=f"^gpu.{field} is {x!r}, expected an integer >= "):
-        dataclasses.replace(H200, **{field: x})
-
-
-@pytest.mark.parametrize(
     ("kind", "cores", "platform", "expected"),
     [
         ("NVIDIA H200", 16, "gpu", dataclasses.replace(H200, sms=16)),
@@ -256,7 +248,6 @@ ROCM = client("PJRT C API\nrocm 60300")
 # A name, what its device reports, the facts: its own before those of its name, or those of its
 # capability. A GPU of another vendor has no capability, even if it reports numbers.
 REPORTED = [
-    ("NVIDIA H200", dict(platform="cuda"), (90, 132, 227)),
     ("NVIDIA H200", dict(core_count=16, shared_memory_per_block_optin=102_400), (90, 16, 100)),
     (
         "NVIDIA H200",
@@ -264,21 +255,12 @@ REPORTED = [
         (90, 132, 227),
     ),
     ("NVIDIA H200", dict(compute_capability="12.0"), (120, 132, 99)),
-    ("NVIDIA H200", dict(compute_capability="13.0"), (130, 132, 99)),
     ("NVIDIA FOO", {}, (80, 108, 99)),
     ("NVIDIA FOO", dict(compute_capability="10.3"), (103, 108, 227)),
     ("NVIDIA FOO", dict(compute_capability="9.4") | client("cuda 12090"), (94, 108, 227)),
-    (
-        "NVIDIA FOO",
-        dict(compute_capability="9.4") | client("PJRT C API\nNVIDIA FOO"),
-        (94, 108, 227),
-    ),
     ("Foo", dict(compute_capability="gfx942"), (0, 108, 64)),
     ("Foo", dict(compute_capability="9.4", platform="rocm"), (0, 108, 64)),
-    ("Foo", dict(compute_capability="9.4") | ROCM, (0, 108, 64)),
     ("Foo", dict(compute_capability="9.4") | client("another 1"), (0, 108, 64)),
-    ("Foo", ROCM, (0, 108, 64)),
-    ("AMD Instinct MI300X", dict(platform="rocm"), (0, 304, 64)),
     ("AMD Instinct MI300X", dict(compute_capability="9.4") | ROCM, (0, 304, 64)),
 ]
 
@@ -287,15 +269,3 @@ REPORTED = [
 def test_the_facts_that_a_device_reports(kind, reported, expected):
     gpu = gpu_of(SimpleNamespace(**dict(platform="gpu", device_kind=kind) | reported))
     assert (gpu.name, gpu.capability, gpu.sms, gpu.shared_bytes / 1024) == (kind, *expected)
-
-
-def test_what_follows_from_the_facts():
-    """CTAs that fill a GPU, bytes per SM, and what kernels may use."""
-    cpu, tpu = (SimpleNamespace(platform=x, device_kind="v6") for x in ("cpu", "tpu"))
-    assert (gpu_of(cpu), gpu_of(tpu)) == (UNKNOWN, TPU)
-    filled = [(HOPPER.filled_by(x), HOPPER.filled_by(x, per_sm=2)) for x in (125, 126, 250, 251)]
-    assert filled == [(False, False), (True, False), (True, False), (True, True)]
-    assert HOPPER.sm_shared_bytes // 1024 == 228
-    gpus = [dataclasses.replace(HOPPER, capability=x) for x in (80, 89, 90, 100, 103, 120)]
-    assert [x.capability for x in gpus if x.hopper] == [90]
-    assert [x.capability for x in gpus if x.multiplies_from_shared] == [90, 100, 103]

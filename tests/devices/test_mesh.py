@@ -1,17 +1,30 @@
-"""What runs on which kinds of mesh axes, with which numbers (tests/mesh_table.py), and that the
-kernels of every public function are lowered there."""
+"""What runs on which kinds of mesh axes, with which numbers, and that kernels are lowered there.
+
+tests/mesh_table.py runs all of the table of docs/devices.md."""
 
 import mesh_table
 import pytest
 from oracle import slow
-from relations_devices import CALLS, OTHERS, lowered_on_mesh, on_mesh
+from relations_devices import lowered_on_mesh, on_mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore:mlstm_recurrent_sequence is deprecated")
-CELLS = [(axes, call) for call in mesh_table.COLUMNS for axes in mesh_table.AXES]
+AUTOMATIC, EXPLICIT, MIXED, INSIDE, SOME, SOME_EXPLICIT, OUTSIDE, NESTED, ALL = mesh_table.AXES
+# Each kind of axes, and each call, comes with what differs in how it is partitioned.
+CELLS = {
+    AUTOMATIC: ("gradient inside", "`num_segments`"),
+    EXPLICIT: ("gradient outside", "`segment_ids`"),
+    MIXED: ("forward", "states of steps", "sequence parallel"),
+    INSIDE: ("steps", "sequence parallel"),
+    SOME: ("gradient inside", "ring step"),
+    SOME_EXPLICIT: ("`segment_ids`", "step"),
+    OUTSIDE: ("gradient outside", "states of steps"),
+    NESTED: ("forward", "sequence parallel"),
+    ALL: ("gradient outside", "steps", "ring step"),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("axes", "call"), CELLS)
+@pytest.mark.parametrize(("axes", "call"), [(x, y) for x, calls in CELLS.items() for y in calls])
 def test_the_table_of_kinds_of_axes_is_what_happens(axes, call):
     assert mesh_table.cells_of_page()[axes, call] == mesh_table.cell(axes, call)
 
@@ -20,27 +33,25 @@ def test_the_table_of_kinds_of_axes_has_every_call():
     assert [*mesh_table.cells_of_page()] == [
         (axes, call) for axes in mesh_table.AXES for call in (*mesh_table.COLUMNS, mesh_table.TPU)
     ]
+    assert {y for calls in CELLS.values() for y in calls} == {*mesh_table.COLUMNS}
 
 
-AUTOMATIC, EXPLICIT, _, INSIDE, SOME, *_ = mesh_table.AXES
-OTHER_CALLS = [("slots", EXPLICIT), *(slow(x, AUTOMATIC) for x in ("slots", "joined", "reverse"))]
-OTHER_CALLS += [slow("joined", INSIDE), slow("reverse", SOME)]
+@pytest.mark.parametrize("axes", [EXPLICIT, slow(AUTOMATIC)])
+def test_slots_are_not_in_the_table(axes):
+    on_mesh("slots", axes)
 
 
-@pytest.mark.parametrize(("name", "axes"), OTHER_CALLS)
-def test_calls_that_are_not_in_the_table(name, axes):
-    on_mesh(name, axes)
-
-
-# Inside of a shard_map every other one is exported.
-WITHOUT = "shards", "forward", "gradient outside", "reference", "recurrence"
-NAMES = [x for x in (*CALLS, *OTHERS) if x not in WITHOUT]
-LOWERED = [(name, AUTOMATIC, "cpu") for name in NAMES] + [(x, EXPLICIT, "cuda") for x in NAMES]
-LOWERED = [x for x in LOWERED if x[0] != "sequence parallel"]
-LOWERED += [(name, INSIDE, ("cpu", "cuda")[at % 2]) for at, name in enumerate(NAMES)]
+# On automatic axes calls whose arrays have other axes than those of gradients.
+LOWERED = {
+    (AUTOMATIC, "cpu"): ("`num_segments`", "ring step", "slots"),
+    (EXPLICIT, "cuda"): ("states of steps", "joined", "ring step", "slots", "generator"),
+    (INSIDE, "cuda"): ("`segment_ids`", "sequence parallel"),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "axes", "platform"), LOWERED)
+@pytest.mark.parametrize(
+    ("name", "axes", "platform"), [(y, *x) for x, names in LOWERED.items() for y in names]
+)
 def test_kernels_are_lowered(name, axes, platform):
     lowered_on_mesh(name, axes, platform)

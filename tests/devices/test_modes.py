@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from numpy_evaluator import kernels_in_numpy
 from oracle import assert_close, joined_arrays, random_inputs, slow, tolerance
-from relations_devices import CALLS, OTHERS, in_mode, same_program
+from relations_devices import in_mode, same_program
 
 from mlstm_pallas import (
     KernelConfig,
@@ -27,16 +26,18 @@ from mlstm_pallas import (
 from mlstm_pallas.planning.backend import requested_backend
 
 QUICK = "step", "joined", "bfloat16"  # traced within a second
-REST = [x for x in (*CALLS, *OTHERS) if x not in (*QUICK, "sequence parallel", "gradient outside")]
-STATEFUL = "`num_segments`", "slots", "steps", "ring step"
-# Empty places of a ring have infinite gates. jax finds a leak in the jitted gradient of every
-# shard_map that sums by axis_index.
+REST = ("`num_segments`", "states of steps", "steps", "ring step", "slots", "reference")
+REST += ("max_triton_fwbw_v5xlchunksize",)
+# Each mode with calls that differ in what it changes. Empty places of a ring have infinite gates.
 IN_MODES = {
-    "no jit": (*STATEFUL, "shards", "generator"),
-    "NaNs": [x for x in (*QUICK, *REST) if x not in ("ring step", "forward", "`num_segments`")],
+    "no jit": ("slots", "steps", "generator"),
+    "NaNs": (
+        *("slots", "steps", "joined", "states of steps", "reverse", "triton_stablef"),
+        *("reference", "recurrence"),
+    ),
     "x64": ("shards",),
-    "x64, guarded": (*STATEFUL, "gradient inside", "states of steps", "recurrence"),
-    "leaks": (*STATEFUL, "states of steps", "generator"),
+    "x64, guarded": ("slots", "ring step", "`num_segments`", "recurrence"),
+    "leaks": ("steps", "ring step", "states of steps", "generator"),
 }
 
 
@@ -53,10 +54,9 @@ def test_calls_in_modes(mode, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gradient inside", "`num_segments`", "reverse"])
-def test_interpreted_kernels_under_x64(name):
+def test_interpreted_kernels_under_x64():
     with kernels_in_numpy():
-        in_mode(name, "interpret", "x64")
+        in_mode("reverse", "interpret", "x64")
 
 
 # ---------------- NumPy arrays of 64 bits that are closed over
@@ -86,15 +86,14 @@ def calls_with_constants():
     }
 
 
-@pytest.mark.parametrize("first", [False, slow(True)])
 @pytest.mark.parametrize(
-    "name", ["step", "ring", *map(slow, ("chunkwise", "reference", "recurrence"))]
+    "name", ["step", *map(slow, ("ring", "chunkwise", "reference", "recurrence"))]
 )
-def test_numpy_constants_of_a_live_program_before_and_after_x64(name, first):
+def test_numpy_constants_of_a_live_program_before_and_after_x64(name):
     """jax would keep the NumPy array in the width of the first program."""
     run, x = calls_with_constants()[name]
     jitted, results = jax.jit(run), []
-    for x64 in (True, False, True) if first else (False, True):
+    for x64 in (True, False, True):
         with jax.enable_x64(x64):
             results += [jax.tree.leaves(function(*x)) for function in (jitted, run)]
     for result in results[1:]:
@@ -130,29 +129,14 @@ def test_a_second_call_without_jit_compiles_and_transfers_nothing(caplog, name):
     assert "Finished XLA compilation" not in caplog.text
 
 
-def test_a_use_backend_is_entered_twice_and_by_two_threads():
-    xla, interpret, seen = use_backend("xla"), use_backend("interpret"), []
-    entered, left = threading.Event(), threading.Event()
-
-    def other():
-        with xla, interpret:
-            entered.set()
-            left.wait(20)
-            seen.append(requested_backend())
-        seen.append(requested_backend())
-
-    thread = threading.Thread(target=other)
+def test_a_use_backend_is_entered_twice():
+    xla, interpret = use_backend("xla"), use_backend("interpret")
     with interpret:
-        thread.start()
-        entered.wait(20)
         with xla:
             with interpret:
                 assert requested_backend() == "interpret"
             assert requested_backend() == "xla"
         assert requested_backend() == "interpret"
-    left.set()
-    thread.join(20)
-    assert seen == ["interpret", None]
     assert requested_backend() is None
 
 

@@ -22,7 +22,7 @@ import mlstm_pallas
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
 from mlstm_pallas.planning import backend
 from mlstm_pallas.planning.backend import requested_backend
-from mlstm_pallas.problem.gpu import HOPPER, UNKNOWN, known_gpu
+from mlstm_pallas.problem.gpu import known_gpu
 
 HIGH, X3 = jax.lax.Precision.HIGH, jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
 WIDE = 256, 512  # heads wide enough for sequences to be split
@@ -166,7 +166,6 @@ MODEL_HEADS = """
 """
 
 
-@pytest.mark.parametrize("call", [(8, 8, 8192), (1, 4, 2048)], ids=str)
 @pytest.mark.parametrize(
     ("gpu", "backend"),
     [
@@ -176,7 +175,7 @@ MODEL_HEADS = """
     ],
     ids=["H200", "A100", "mosaic_gpu"],
 )
-def test_narrower_heads_move_no_more_bytes_and_need_no_more_flops(any_jax, gpu, backend, call):
+def test_narrower_heads_move_no_more_bytes_and_need_no_more_flops(any_jax, gpu, backend):
     """The sums over all launches, for all pairs of heads of which none is wider in a dimension.
 
     Not every multiple of 16 is a head here: where the chunk
@@ -185,15 +184,13 @@ def test_narrower_heads_move_no_more_bytes_and_need_no_more_flops(any_jax, gpu, 
 
     sums = {}
     for x in ((*map(int, x.split("/")),) for x in MODEL_HEADS.split()):
-        kernels = spec_of((*call, *x), "bfloat16", known_gpu(gpu), backend).plan
+        kernels = spec_of((8, 8, 8192, *x), "bfloat16", known_gpu(gpu), backend).plan
         launches = *kernels.forward.items(), *kernels.backward.items()
         launches = [y for y in launches if y[0] not in SMALL]
         sums[x] = np.sum([costs.launch_cost(*y, itemsize=2) for y in launches], axis=0)
     ordered = itertools.permutations(sums, 2)
     pairs = [(x, y) for x, y in ordered if x[0] <= y[0] and x[1] <= y[1]]
-    assert len(pairs) >= 300
-    grow = [(x, y) for x, y in pairs if (sums[x] > sums[y]).any()]
-    assert not grow
+    assert not [(x, y) for x, y in pairs if (sums[x] > sums[y]).any()]
 
 
 # ---------------- values that a hand can check
@@ -215,7 +212,8 @@ def test_configs_are_joined_and_equal_by_value():
         64, mosaic_gpu_parallel_fw_H=H, triton_parallel_fw_P=P, triton_recurrent_fw_C=None
     )
     assert {same, other} == {same} != {KernelConfig(64, triton_parallel_fw_P=P)}
-    assert all(eval(repr(x)) == x for x in (one, same, KernelConfig(precision=X3, fused=False)))
+    alone = KernelConfig(precision=X3, fused=False, batch_invariant=True)
+    assert all(eval(repr(x)) == x for x in (one, same, alone))
     with pytest.raises(TypeError, match=r"^config\.triton_parallel_fw_H is 3, expected a Map"):
         KernelConfig(triton_parallel_fw_H=3)
 
@@ -231,33 +229,3 @@ def test_the_precision_of_products(precision, compiled, interpreted):
     assert [of(jnp.dtype("float32"), x).name for x in (False, True)] == [compiled, interpreted]
     assert of(jnp.dtype("bfloat16"), False) is None
     assert of(jnp.dtype("bfloat16"), True).name == "HIGHEST"
-
-
-def spec(*shape, gpu=HOPPER, **options):
-    return spec_of(shape, "bfloat16", gpu, "triton", **options)
-
-
-def test_summaries_of_a_shard():
-    """They are of the splits of its forward pass, or of about 4096 steps each, as far as its chunks
-    can be divided; a config's splits, too."""
-    assert [spec(1, 8, S, *WIDE).plan.summary_splits for S in (8192, 8256, 4096)] == [4, 1, 4]
-    steps = 64, 4096, 8192, 32768, 49152, 65536
-    splits = [spec(1, 1, S, 64, 64).plan.summary_splits for S in steps]
-    assert splits == [1, 1, 2, 8, 8, 16]
-    for asked in (4, 8):  # 260 chunks of the fused scan
-        config = KernelConfig(fused=True, num_splits=asked)
-        x = spec(1, 8, 8320, *WIDE, chunk_size=128, config=config)
-        assert (x.plan.num_splits, x.plan.fused_problem.L, x.problem.NC) == (4, 32, 65)
-        assert x.plan.summary_splits == 1
-
-
-@pytest.mark.parametrize(("gpu", "most"), [(HOPPER, 640), (UNKNOWN, 512)], ids=["H100", "unknown"])
-def test_the_fused_scan_has_at_most_two_launches(gpu, most):
-    """Of up to 320 rows of the state each on Hopper, otherwise 256."""
-    assert spec(8, 8, 8192, most, 512, gpu=gpu).plan.uses_fused_scan
-    assert not spec(8, 8, 8192, most + 16, 512, gpu=gpu).plan.uses_fused_scan
-
-
-def test_rows_of_a_fused_scan():
-    rows = [spec(8, 8, 8192, x, 512).plan.fused_launch.tiles for x in (96, 320, 336, 448, 768)]
-    assert [x.state_rows for x in rows] == [96, 320, 192, 256, 256]

@@ -19,7 +19,9 @@ from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.problem.gpu import TPU, export_gpu
 from mlstm_pallas.schedules import sharding
 
-AUTOMATIC, OTHERS = "x and y automatic", ("`num_segments`", "states of steps", "step", "ring step")
+AUTOMATIC = "x and y automatic"
+# On other axes what is compiled differs less.
+COMPILED = [*mesh_table.AXES][::2]
 
 
 @pytest.fixture
@@ -35,12 +37,12 @@ def tpu(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", [CALLS[n] for n in (2, 5, 8, 12, 20, 28)], ids=shown)
+@pytest.mark.parametrize("call", [CALLS[n] for n in (2, 12, 28)], ids=shown)
 def test_against_float64(tpu, call):
     value(call, "xla", ("model",))
 
 
-@pytest.mark.parametrize("name", ["gradient inside", *map(slow, OTHERS)])
+@pytest.mark.parametrize("name", ["gradient inside", slow("`num_segments`"), slow("ring step")])
 def test_calls_on_automatic_axes_have_their_values(name):
     """On CPU devices. XLA partitions the axes that libtpu has no custom_partitioning for."""
     token = export_gpu.set(TPU)
@@ -53,26 +55,20 @@ def test_calls_on_automatic_axes_have_their_values(name):
 COMPILE = """
 import sys
 import mesh_table
-axes, topology, *names = sys.argv[1:]
-print(mesh_table.tpu_cell(axes, *names, topology=topology))
+for axes in sys.argv[1:]:
+    print(mesh_table.tpu_cell(axes))
+print(mesh_table.tpu_cell(sys.argv[1], *mesh_table.COLUMNS[4:6], "ring step", topology="v6e:2x2"))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
-@pytest.mark.parametrize(
-    ("axes", "topology", "names"),
-    [
-        *((axes, "v5e:2x2", ()) for axes in mesh_table.AXES),
-        (AUTOMATIC, "v5e:2x2", OTHERS),
-        (AUTOMATIC, "v6e:2x2", ("gradient inside", "ring step")),
-    ],
-)
-def test_calls_compile_for_several_tpus_and_exchange_nothing(axes, topology, names):
+def test_calls_compile_for_several_tpus_and_exchange_nothing():
     settings = dict(ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_SKIP_MDS_QUERY="1")
     settings |= dict(PYTHONPATH=os.pathsep.join(sys.path), JAX_PLATFORMS="cpu")
-    output = run_python("-c", COMPILE, axes, topology, *names, **settings)
-    assert output.splitlines()[-1] == mesh_table.cells_of_page()[axes, mesh_table.TPU]
+    *said, other = run_python("-c", COMPILE, *COMPILED, **settings).splitlines()[-6:]
+    assert said == [mesh_table.cells_of_page()[axes, mesh_table.TPU] for axes in COMPILED]
+    assert other == mesh_table.COMPILES
 
 
 @pytest.mark.parametrize("vmem", [2**15, 2**15 - 1])

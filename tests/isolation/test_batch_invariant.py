@@ -6,11 +6,9 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from compile_report import on_a_hopper
-from oracle import NAMES, assert_same_bits, for_device, needs_compiler, random_inputs, slow
+from oracle import NAMES, for_device, needs_compiler, random_inputs, slow
 from stage_calls import Problem, spec_of
 
 from mlstm_pallas import (
@@ -75,24 +73,6 @@ def chained_prompts(backend, x):
     for _ in range(2):
         h, states = mlstm_chunkwise(*(x[name] for name in NAMES[:5]), *states, **options)
     return h, states
-
-
-@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
-def test_bits_of_a_flush_do_not_depend_on_the_batch(dtype):
-    """Of rings of 3 to 10 tokens, 3 of them pending."""
-    x = random_inputs(1, 7, 2, 16, 40, 24)
-    c, n, m = (x[name] for name in NAMES[5:])
-    rings = mlstm_ring_states(c, n, m, dtype=dtype, length=8, phase=np.arange(7))
-    tokens = {name: x[name].astype(y.dtype) for name, y in zip("kvif", rings[3:7], strict=True)}
-    rings = rings._replace(**tokens, pending=jnp.full_like(rings.fill, 3))
-    accepted = np.arange(7) % 3 + 1
-    flush = functools.partial(mlstm_ring_flush, config=CONFIG)
-    together = flush(rings, accepted=accepted)
-    for b in (0, 3, 6):
-        alone = flush(
-            jax.tree.map(lambda y, b=b: y[b : b + 1], rings), accepted=accepted[b : b + 1]
-        )
-        assert_same_bits(alone, [y[b : b + 1] for y in together])
 
 
 @needs_compiler

@@ -89,8 +89,7 @@ def test_a_recurrent_step_with_a_gate_at_minus_1e6(backend, gate, value):
 @pytest.mark.quick("interpret")
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
 def test_masked_steps_keep_states_to_the_bit(backend):
-    """Those of a call, and that of mlstm_recurrent_step; test_calls.py has masked steps in front of
-    others, left_padding."""
+    """Those of a call, and that of mlstm_recurrent_step."""
     x = masked(np.zeros(40, bool), random_inputs(4, 1, 2, 40, 16, 16))
     states = [x[name] for name in ("c_initial", "n_initial", "m_initial")]
     for call, arguments in (

@@ -283,18 +283,17 @@ def check_step_gradients(form, sizes, reverse=False, **options):
     )
 
 
-@pytest.mark.quick("sizes0", "sizes1-True-xla")
+@pytest.mark.quick("sizes0", "sizes1")
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "reverse"),
     [
-        (6, 16, 16, 16, 0.5),  # one chunk of one tile
-        (6, 128, 128, 16, 1.0),  # of several
-        (2, 1024, 64, 32, 0.97),  # runs over several chunks
-        (2, 640, 128, 64, 0.0),  # no run
-        (1, 512, 256, 16, 1.0),  # of more tiles than loops are unrolled for
-        (2, 16640, 16, 16, 0.9999),  # runs over three blocks of 512 chunks
+        ((6, 16, 16, 16, 0.5), False),  # one chunk of one tile
+        ((6, 128, 128, 16, 1.0), True),  # of several
+        ((2, 1024, 64, 32, 0.97), True),  # runs over several chunks
+        ((2, 640, 128, 64, 0.0), False),  # no run
+        ((1, 512, 256, 16, 1.0), False),  # of more tiles than loops are unrolled for
+        ((2, 16640, 16, 16, 0.9999), True),  # runs over three blocks of 512 chunks
     ],
 )
 def test_gradients_of_gates_are_those_by_definition(form, sizes, reverse):
