@@ -121,8 +121,10 @@ quick step --shape=2x3x9x16x32 --steps=3 --repeats=3 --impl=xla,mlstm_kernels_tr
 | xla sigmoid h
 | mlstm_kernels_triton_step sigmoid skipped: UnsupportedError: it has no variant sigmoid
 quick step --shape=2x3x9x16x32 --steps=3 --repeats=3 --impl=xla --variant=unnormalised
-| impl variant errors note
-| xla unnormalised h
+    --loop=scan,while
+| impl variant loop errors note
+| xla unnormalised scan h
+| xla unnormalised while h
 slow step --shape=2x3x9x16x32 --steps=3 --repeats=3 --impl=xla --slots=5 --ring=8 --tokens=1,2
 | pooled ring tokens tokens/s errors
 | 0 1 2 h

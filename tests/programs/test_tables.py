@@ -34,31 +34,6 @@ def test_commits_that_are_named_exist():
     assert [x for x in answers if x.endswith("missing")] == []
 
 
-HEAD = "# Rows{}\n\n<!-- rows x.jsonl | {{a,b}} a+:us | 9 - 1x2x30x4x5 1234567890ab -->\n"
-TABLE = "| | ms | of b | us |\n|---|---|---|---|\n"
-OLD = "| x | **3** | | |\n| *others* | | | |\n| y | 3 | 4 | |\n| z | 5 | 6 | |\n"
-NEW = "| x | **2.00** | | 2,000 |\n| *others* | | | |\n| y | 2.00 | | 2,000 |\n| z | | wrong | |\n"
-
-
-@pytest.mark.parametrize(("named", "code"), [("", 1), (" (commit 1234567)", 0)])
-def test_pages_are_written_and_lack_no_commit(named, code, tmp_path, monkeypatch, capsys):
-    """The version of jax and the sizes are values of a row. A wrong one has no figure."""
-    monkeypatch.setattr(tables, "HERE", tmp_path)
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "x.jsonl").write_text(
-        '{"impl": "a", "ms": 2, "versions": {"jax": "9"}, "shape": [1, 2, 30, 4, 5]}\n'
-        '{"impl": "b", "ms": null, "status": "wrong", "commit": "1234567890ab"}\n'
-    )
-    page, head = tmp_path / "x.md", HEAD.format(named)
-    for name in ("PAGES", "DATED"):
-        monkeypatch.setattr(tables, name, [page])
-    page.write_text(head + TABLE + OLD)
-    assert tables.main(None) == code
-    assert page.read_text() == head + TABLE + NEW
-    missing = "x.md: # Rows: it does not name the commit 1234567\n"
-    assert capsys.readouterr().err == ("\n" if named else missing)
-
-
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
@@ -72,33 +47,3 @@ def test_pages_are_written_and_lack_no_commit(named, code, tmp_path, monkeypatch
 )
 def test_a_figure_without_a_commit(text, wrong):
     assert bool([*tables.without_commit(f"# Page\n\n## Section\n\n{text}\n")]) == wrong
-
-
-def test_a_row_of_a_tree_with_changes_is_refused():
-    row = dict(impl="a", ms=2, commit="abcdef2-dirty")
-    with pytest.raises(ValueError, match=r"^a has a row of a tree with changes, abcdef2-dirty$"):
-        tables.figure([row], "a", False)
-
-
-# Three digits, from 1,000 on all before the point; of errors two.
-FIGURES = """
-0.0 0.00 0.0
-0.099949 0.0999 1.0e-1
-9.994 9.99 1.0e1
-9.996 10.0 1.0e1
-99.96 100 1.0e2
-999.4 999 1.0e3
-999.5 1,000 1.0e3
-1234567.5 1,234,568 1.2e6
-"""
-
-
-@pytest.mark.parametrize("line", FIGURES.strip().splitlines())
-def test_digits_of_figures(line):
-    x, figure, error = line.split()
-    row = dict(impl="a", status="ok", x_pct=None) | dict.fromkeys(("ms", "of_pct"), float(x))
-    shown = [tables.figure([row | {"h_error": float(x)}], f"a+:{y}", False) for y in ROW_KEYS]
-    assert shown == [figure, f"{figure} %", error, ""]
-
-
-ROW_KEYS = "ms", "of_pct", "h_error", "x_pct"

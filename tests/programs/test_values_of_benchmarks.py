@@ -68,14 +68,6 @@ def test_which_heads_are_checked_and_how_closely():
         assert case.limits(impl, names) == dict.fromkeys(names, limit)
 
 
-def test_the_last_states_within_the_offsets_of_a_peer():
-    """2**14 states of 2**17 elements. Beyond, it would write to other addresses."""
-    shape = Shape(1, 1, 64 * (2**14 - 1), 256, 512)
-    peers.check_state_size(shape, 64)
-    with pytest.raises(ValueError, match=f"would have {2**31 + 2**17} elements"):
-        peers.check_state_size(shape._replace(S=shape.S + 64), 64)
-
-
 def test_losses_and_gradient_norms_are_compared():
     """Later losses are finite."""
     first = dict(losses=[10.0, 9.0, 8.0, 7.0], gradient_norms=[1.0] * 2)
@@ -176,14 +168,6 @@ def test_parameters_and_flops_of_a_language_model():
 
 
 # ---------------- times and memory
-
-
-def test_peak_memory_is_beyond_the_inputs():
-    sizes = dict(temp=5, output=3, argument=100, alias=1000)
-    memory = SimpleNamespace(**{f"{name}_size_in_bytes": x for name, x in sizes.items()})
-    impl = peers.JaxImplementation()
-    impl.compiled = SimpleNamespace(memory_analysis=lambda: memory)
-    assert impl.peak_memory_bytes(None) == 8
 
 
 def test_efficiencies_are_of_rounds():

@@ -86,8 +86,7 @@ IDS = np.array([np.repeat([1, 2, 0], [5, 9, 2]), np.repeat([1, 2, 3], [8, 1, 7])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", ["segment_ids", "resets"])
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize(("kind", "by"), [("nnx", "segment_ids"), ("linen", "resets")])
 def test_documents_of_a_packed_row_compute_what_they_compute_alone(kind, by):
     """Alone, each document has a row and padding behind."""
     tokens = np.random.default_rng(0).integers(0, SIZES["vocabulary"], IDS.shape)
