@@ -15,7 +15,6 @@ from unittest import mock
 
 import benchmark_runs
 import command
-import draft_tokens
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -201,23 +200,6 @@ def test_accepted_drafts_do_not_change_the_likeliest_tokens(capsys):
     output, errors = capsys.readouterr()
     assert output == answer
     assert float(re.search(r"(\S+) tokens per call of at most 8\n", errors)[1]) > 1.5
-
-
-def test_answers_that_drafts_change_are_counted(monkeypatch, capsys):
-    """Of the seeds 1, 3 and 6, at the token of that number and at the last one."""
-    flags = xlstm_7b.FLAGS
-
-    def generate(_, new_tokens):
-        assert (flags.random, flags.size, flags.dtype) == (True, "tiny", "float32")
-        tokens = np.arange(new_tokens)[:, None]
-        tokens[[flags.seed, -1]] += flags.draft * (flags.seed in (1, 3, 6))
-        return [tokens[:1], tokens[1:]]
-
-    monkeypatch.setattr(xlstm_7b, "build", lambda: None)
-    monkeypatch.setattr(xlstm_7b, "generate", generate)
-    assert benchmark_runs.run(draft_tokens, "--seeds=7", "--dtype=float32") == 0
-    row = json.loads(capsys.readouterr().out)
-    assert row == row | dict(answers=7, differ=3, equal_before=3, draft=7, new_tokens=200)
 
 
 def test_control_c_ends_the_line_of_an_answer(capsys):
