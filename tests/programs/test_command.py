@@ -81,22 +81,6 @@ def test_what_stdout_cannot_take_is_one_line(file, code, message, flush, tmp_pat
     assert re.fullmatch(message, process.stderr)
 
 
-@pytest.mark.parametrize("code", [0, 2])
-def test_a_closed_stderr_takes_nothing(code, monkeypatch, capsys):
-    """Otherwise print would write to stdout, and tqdm would fail."""
-    monkeypatch.setattr(sys, "stderr", None)
-
-    def start(options):
-        print("for stderr: \udcff", file=sys.stderr)  # of the name of a file
-        if code:
-            raise command.RequestError("refused")
-
-    values = command.flags.FlagValues()
-    assert command.run(["program"], values, start) == code
-    sys.stderr.close()
-    assert capsys.readouterr().out == ""
-
-
 LOCK = """
 import sys, command
 file = command.open_alone("output", sys.argv[1])

@@ -1,9 +1,6 @@
 """The benchmark of errors: what an error is, which errors have a bound, and its random inputs."""
 
-import functools
-
 import benchmark_runs
-import jax
 import jax.numpy as jnp
 import numerics
 import numpy as np
@@ -47,27 +44,6 @@ def test_what_is_not_finite_is_an_infinite_error():
     off = x.copy()
     off[0, :, 0, 0] = np.inf, np.nan
     assert np.isinf(numerics.errors_by_head([off], [x])[0]).all()
-
-
-def test_inputs_follow_from_the_seed_and_the_gates():
-    draw = functools.partial(numerics.random_inputs, SHAPE, "float32")
-    gates, other = numerics.Gates(2.0, 10.0, 15.0), numerics.Gates(4.0, 10.0)
-    x, y, z = draw(gates, "random", 1), draw(other, "positive", 1), draw(gates, "random", 2)
-    np.testing.assert_allclose(x.f, 15 * np.tanh(y.f / 15), rtol=1e-5)
-    np.testing.assert_allclose(y.q, np.abs(x.q) + 0.2, rtol=1e-6)
-    assert not np.any(x.v == z.v)
-
-
-def test_cotangents_through_a_norm_are_at_right_angles_to_h():
-    """But for eight roundings to the dtype; cosines of random vectors are some 0.3."""
-    x = numerics.random_inputs(SHAPE, "bfloat16", numerics.Gates(1.0, 4.0), "random", 0)
-    with jax.enable_x64(True):
-        through = numerics.through_norm(x)
-        (h, *_), _ = numerics.exact(numerics.in_float64(through))
-    h, dh = np.asarray(h), np.asarray(through.dh, "float64")
-    sizes = np.linalg.norm(dh, axis=-1) * np.linalg.norm(h, axis=-1)
-    assert np.all(sizes > 0)
-    assert np.max(np.abs(np.sum(dh * h, -1)) / sizes) < 2.0**-8
 
 
 # What README promises of h and of gradients.

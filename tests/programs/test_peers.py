@@ -10,12 +10,9 @@ import types
 import warnings
 from unittest import mock
 
-import benchmark_runs
 import jax
 import jax.numpy as jnp
-import kernel_benchmark
 import numpy as np
-import peers
 import pytest
 import xlstm_checkpoint as checkpoint
 from oracle import (
@@ -25,8 +22,6 @@ from oracle import (
     compare,
     error,
     random_inputs,
-    shapes_and_dtypes,
-    tolerance,
 )
 from test_migrating import PAGE, arguments, rows
 from test_xlstm_7b import ROUNDING, read
@@ -140,35 +135,6 @@ def test_jla_runs_the_function_of_the_page_as_its_own(packed, jla_with_the_page)
     impls = (functools.partial(of_jla, impl=y, **options) for y in ("auto", "reference"))
     compare(["h", "C", "N", *x], *(with_gradients(run, x) for run in impls), 1e-5)
     assert jla_with_the_page.chunkwise.call_count == 1
-
-
-@pytest.mark.parametrize("states", [False, True], ids=["h_alone", "states"])
-def test_jla_gets_what_its_reference_returns(states, jla_with_the_page):
-    """From its empty state, in bfloat16: a prefill of its layers, whose next steps it runs."""
-    x = jla_inputs(states=False)
-    x |= {name: x[name].astype("bfloat16") for name in "qkv"}
-    ops = jla_with_the_page.ops
-    gates = dict(g=jax.nn.log_sigmoid(x["f"]), i=x["i"], chunk_size=16, output_final_state=states)
-    if states:
-        gates["initial_state"] = ops.reference.mlstm_empty_state(B, NH, DHQK, DHV)
-    run = functools.partial(ops.linear_attention, "mlstm", x["q"], x["k"], x["v"], **gates)
-    result, expected = run(impl="mosaic_gpu"), run(impl="reference")
-    assert jla_with_the_page.chunkwise.call_count == 1
-    assert jax.tree.structure(result) == jax.tree.structure(expected)
-    leaves, others = jax.tree.leaves(result), jax.tree.leaves(expected)
-    assert shapes_and_dtypes(leaves) == shapes_and_dtypes(others)
-    compare("hcnm"[: len(others)], leaves, others, tolerance("bfloat16", T))
-
-
-def test_jla_is_a_peer_of_the_kernel_benchmark(monkeypatch):
-    """Checked against float64 in both directions, by its chunked implementation."""
-    package("jla.ops").available("mlstm")
-    benchmark_runs.timed(monkeypatch)
-    monkeypatch.setattr(peers.Jla, "config", dict(impl="chunked"))
-    request = "--impl=jla", "--direction=fwd,fwbw", "--dtype=float32", "--shape=1x2x80x16x32"
-    code, found = benchmark_runs.measured(kernel_benchmark, *request)
-    assert (code, [row["note"] for row in found]) == (0, ["", ""])
-    assert [[*row["errors"]] for row in found] == [["h"], ["h", "dq", "dk", "dv", "di", "df"]]
 
 
 # ---------------- PyTorch

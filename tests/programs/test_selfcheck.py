@@ -64,7 +64,6 @@ def program(name, **changes):
 
 MORE = [
     ("mlstm_chunkwise", dict(options=dict(reverse=True), segments=True)),
-    ("mlstm_chunkwise", dict(options=dict(num_segments=3, layout="BTNH"), segments=True)),
     ("mlstm_recurrent_sequence", dict(options=dict(return_all_states=True))),
     ("mlstm_ring_step", dict(options=dict(layout="BTNH", joined=True) | INVARIANT)),
 ]
@@ -127,6 +126,12 @@ def other_gradients(function, q, k, v, i, f, *x, **options):
     return h + 1e-9 * (v - jax.lax.stop_gradient(v)), states
 
 
+def larger_gradients(function, *x, **options):
+    """By two bounds."""
+    results = function(*x, **options)
+    return jax.tree.map(lambda y: y + 2e-4 * (y - jax.lax.stop_gradient(y)), results)
+
+
 def no_gradient_of_f(function, q, k, v, i, f, *x, **options):
     return function(q, k, v, i, jax.lax.stop_gradient(f), *x, **options)
 
@@ -180,6 +185,8 @@ def one_chunk_late(function, *x, **options):
 # that shows it.
 PLANTS = [
     ("mlstm_chunkwise", other_gradients, "dv"),
+    ("mlstm_chunkwise", larger_gradients, "dv"),
+    ("mlstm_chunkwise", changed("h", times(1 + 2e-5)), "h"),
     ("mlstm_chunkwise", no_gradient_of_f, "df"),
     ("mlstm_chunkwise", states_without_gradients, "dv"),
     ("mlstm_chunkwise", clipped_gates, "h"),
@@ -218,46 +225,28 @@ def test_a_wrong_forward_pass_without_derivatives_is_found(monkeypatch):
     assert errors["h"][0] > errors["h"][1]
 
 
-def compared(actual, desired, rounded=(), dtype="float32"):
-    """Errors of results h, c, n, m and gradients, or of the first of them."""
-    shape = desired[0].shape[:3]
-    fields = dict(B=shape[0], NH=shape[1], outputs=min(len(desired), 4), tokens=False, dtype=dtype)
-    p = types.SimpleNamespace(**fields, derivatives=len(desired) > 4, dtypes=[dtype] * 4)
-    x, within = [np.zeros(1)] * 8, np.ones(shape, bool)[:, :1]
-    copies = ([y.copy() for y in results] for results in (actual, *rounded))
-    return selfcheck.compared(p, x, within, [], next(copies), desired, [*copies])
-
-
 @pytest.mark.parametrize("name", "hcnm")
 def test_a_head_of_which_nothing_is_left(name):
     """A rounding changes h of the first of two heads by itself, and no state. In its h all is right
     but a NaN or an infinity; the states and the other head are compared."""
     desired = [np.full((1, 2, 1, *size), 2.0) for size in ((2,), (2, 2), (2,), ())]
-    rounded = [y.copy() for y in desired]
-    rounded[0][0, 0] = 4.0
+    call = dict(B=1, NH=2, outputs=4, tokens=False, dtype="float32", dtypes=["float32"])
+    p, within = types.SimpleNamespace(**call), np.ones((1, 1, 1), bool)
     rows = [(0, 1.0, 0), (0, 2.0, name != "h"), (1, 1.001, 1)]
     for head, factor, wrong in [*rows, *((0, x, 1) for x in (np.nan, np.inf, -np.inf))]:
-        actual = [y.copy() for y in desired]
+        actual, rounded = ([y.copy() for y in desired] for _ in range(2))
         actual["hcnm".index(name)][0, head] *= factor
-        errors = compared(actual, desired, [rounded])
+        rounded[0][0, 0] = 4.0
+        errors = selfcheck.compared(p, [], within, [], actual, desired, [rounded])
         assert errors[selfcheck.LOST] == (1, 2)
         assert (errors[name][0] > errors[name][1]) == wrong, (head, factor, errors)
 
 
 @pytest.mark.parametrize("dtype", selfcheck.PROMISED)
 def test_bounds_are_those_of_the_readme(dtype):
-    """An error of 0.9 bounds is right, one of two bounds is wrong."""
     text = (PACKAGE.parent / "README.md").read_text()
     promised = re.search(rf"^ *\| {dtype}[^|]* \| (\S+) \| (\S+) \|$", text, re.M).groups()
-    names, steps = [*"hcnm", *selfcheck.GRADIENTS], (1, 1, 3)
-    shapes = [(*steps, 2), (1, 1, 1, 2, 2), (1, 1, 1, 2), (1, 1, 1), *[(*steps, 2)] * 3]
-    desired = [np.ones(shape) for shape in (*shapes, steps, steps, (1, 1, 2, 2), (1, 1, 2), (1, 1))]
-    for name in names:
-        for factor in (0.9, 2.0):
-            error = factor * float(promised[name in selfcheck.GRADIENTS])
-            actual = [y * (1 + error * (z == name)) for y, z in zip(desired, names, strict=True)]
-            result, bound = compared(actual, desired, dtype=dtype)[name]
-            assert (result <= bound) == (factor < 1), (name, result, bound)
+    assert (*map(float, promised),) == selfcheck.PROMISED[dtype]
 
 
 def test_an_error_without_a_bound_is_the_worst():
@@ -267,12 +256,9 @@ def test_an_error_without_a_bound_is_the_worst():
 
 def test_a_run_draws_every_gate_and_kind_of_steps_of_every_function():
     """The same ones in each run; among the first calls of a lowering is one of each function."""
-    backends = "mosaic_gpu", "triton"
-    calls = [selfcheck.draw(5, number, backends) for number in range(500)]
-    assert selfcheck.draw(5, 7, backends) == calls[7]
-    for backend in backends:
-        names = [call["function"] for call in calls if call["backend"] == backend]
-        assert {*names[: selfcheck.LEAST]} == {*PROGRAMS}
+    calls = [selfcheck.draw(5, number, ["triton"]) for number in range(300)]
+    assert selfcheck.draw(5, 7, ["triton"]) == calls[7]
+    assert {call["function"] for call in calls[: selfcheck.LEAST]} == {*PROGRAMS}
     for name, (_, table, _) in selfcheck.FUNCTIONS.items():
         rows = [call for call in calls if call["function"] == name]
         for key in {"lengths", "segments", "slots"} & {*table}:
@@ -374,14 +360,6 @@ def test_exit_codes(answers, code, rows, monkeypatch, capsys):
     if WRONG in answers:
         assert "print(check(B=" in out
         assert "\n# dv: error 1.0e+00, bound 2.0e-02\n" in out
-
-
-def test_a_call_that_ctrl_c_ends_does_not_count(monkeypatch):
-    run = selfcheck.Run(types.SimpleNamespace(minutes=1), ["xla"])
-    run.interrupted = True
-    monkeypatch.setattr(selfcheck, "ask", lambda *_: {"exit code -9": (math.inf, 1)})
-    run.check((None, None), {})
-    assert not run.calls
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The benchmark of a server's day: times of tokens, requests, answers that lack tokens."""
 
 import contextlib
-import types
 
 import benchmark_runs
 import pytest
@@ -90,15 +89,3 @@ def test_time_between_tokens_beside_a_long_prompt(monkeypatch):
     benchmark_runs.assert_row(rows[0], token_ms=500.0, token_95_ms=500.0, ms=65e3)
     figures = dict(token_ms=1e3, token_95_ms=4000.0, token_95_ratio=8.0)
     benchmark_runs.assert_row(rows[1], **figures, ms=284e3, first_token_ms=284e3)
-
-
-def test_requests_begin_with_system_prompts():
-    """Of 16, 32, 48 and 64 tokens; 3 to 33 of their own follow, and answers have 4 to 50."""
-    options = types.SimpleNamespace(systems=4, requests=1500, tail=33, new_tokens=50)
-    prompts, limits = benchmark.random_requests(options, 100, 16)
-    sizes = {}
-    for prompt in prompts.values():
-        sizes.setdefault((*prompt[:16],), []).append(len(prompt))
-    ranges = sorted((min(x), max(x)) for x in sizes.values())
-    assert ranges == [(16 * n + 3, 16 * n + 33) for n in (1, 2, 3, 4)]
-    assert (len(prompts), min(limits), max(limits)) == (1500, 4, 50)

@@ -106,8 +106,7 @@ def test_files_of_a_corpus(tmp_path, monkeypatch):
     assert corpus.corpus_files(None) == [tmp_path / "a.py", tmp_path / "b/tester/a.py"]
     before = corpus.corpus_files(tmp_path)
     assert len(before) == len(names)
-    links = {"0": "a.py", "b/a link": "../0", "folder": "b", "b/up": "..", "no": "such"}
-    for name, target in links.items():  # sorted, "0" is the first
+    for name, target in {"0": "a.py", "b/up": "..", "no": "such"}.items():  # sorted, "0" is first
         (tmp_path / name).symlink_to(target)
     (tmp_path / "hard").hardlink_to(tmp_path / "a.py")
     assert corpus.corpus_files(tmp_path) == before
@@ -240,18 +239,6 @@ def test_a_run_does_not_go_on_with_what_does_not_fit(text_folder, interrupted, c
         assert f"the checkpoint {copied}/checkpoints/13 cannot be read: " in message
         shutil.copy(checkpoint / item, damaged)
     assert read_log(copied) == read_log(interrupted)
-
-
-def test_a_state_that_is_not_finite_is_not_read(copied, monkeypatch):
-    def read(training, step, read=lm.Training.read, **item):
-        value = read(training, step, **item)
-        if "state" in item:
-            value[0]["blocks"][0]["gates"] *= np.inf
-        return value
-
-    monkeypatch.setattr(lm.Training, "read", read)
-    message = f"the checkpoint {copied}/checkpoints/13: 0.blocks.0.gates is not finite"
-    assert error_of(train, copied) == f"train_byte_lm: {message}"
 
 
 @pytest.fixture

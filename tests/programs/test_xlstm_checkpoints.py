@@ -218,7 +218,7 @@ OF_XLSTM = [
 ]
 
 
-@pytest.mark.quick("sigmoid")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensors", "values"), OF_XLSTM)
 def test_checkpoints_of_xlstm(name, tensors, values, tmp_path):
     (tmp_path / "config.yaml").write_text(YAML.format(**values))
@@ -308,14 +308,12 @@ BASE = "embedding_dim: 9600\nnum_heads: 4\nnum_blocks: 2\nvocab_size: 97\n"
 @pytest.mark.parametrize(
     ("lines", "name", "value"),
     [
-        ("'gate_soft_cap' : 5.0", "gate_soft_cap", 5.0),
         ("gate_soft_cap: +.5e1", "gate_soft_cap", 5.0),
         ("gate_soft_cap:", "gate_soft_cap", None),
         ("eps: 1E-6", "eps", 1e-6),
         ("add_out_norm: no", "add_out_norm", False),
         # xlstm's factor is 2.6667 and transformers' 2.667.
         ("mode: train\nffn_round_up_to_multiple_of: 1", "ffn_dim", 25600),
-        ("autocast_kernel_dtype: bfloat16\nnorm_reduction_force_float32: true", "num_heads", 4),
         ("weight_mode: single\npad_token_id: 1\nbos_token_id: 0\neos_token_id: 2", "num_heads", 4),
     ],
 )
@@ -329,10 +327,9 @@ def test_config_yaml_in_any_form(lines, name, value, tmp_path):
     [
         ("gate_softcap: 5.0", "there is no field gate_softcap; is it gate_soft_cap?"),
         ("gate_soft_cap : 5.0\nother: 1", "there is no field other"),
-        ("eps: 1e-6 x", "eps is '1e-6 x' and must be a number"),
         ("gate_soft_cap: .inf", "gate_soft_cap is inf and must be a number"),
         ("vocab_size: 98", "vocab_size is there twice"),
-        *((x, "cannot read") for x in ("a: [", "a: 5: 6", "a\n", "a: !!python/name:os.system")),
+        *((x, "cannot read") for x in ("a: [", "a: !!python/name:os.system")),
     ],
 )
 def test_config_yaml_that_is_wrong(lines, message, tmp_path):
@@ -342,25 +339,19 @@ def test_config_yaml_that_is_wrong(lines, message, tmp_path):
     assert str(tmp_path / "config.yaml") in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["config.json", "config.yaml"])
-@pytest.mark.parametrize("content", ["", "[[1, 2]]", "null", "3", '"a"'])
-def test_a_config_that_is_no_mapping_is_named(name, content, tmp_path):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(checkpoint.CheckpointError, match=f"cannot read {tmp_path / name}: "):
-        checkpoint.read_config(tmp_path)
-
-
 # Beyond 1e-30 and 1e30 float32 has no reciprocal, and no array has so many elements.
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("model_type", "llama"), ("use_bias", 1), ("tie_word_embeddings", None)),
-        *(("add_qk_norm", True), ("weight_mode", "shared"), ("inference_state_dtype", "int8")),
-        *(("input_gate", "softplus"), ("chunkwise_kernel", "chunkwise--triton_xl_chunk_relug")),
-        *(("force_bos_token_insert", 1), ("num_heads", 3), ("num_blocks", 10001)),
-        *(("vocab_size", 0), ("vocab_size", 2**31), ("ffn_round_up_to_multiple_of", 4.0)),
-        *(("hidden_size", True), ("embedding_dim", 128), ("embedding_dim", "64")),
-        *(("norm_eps", None), ("eps", 1e-310), ("gate_soft_cap", np.nan), ("eps", 0)),
+        *(
+            ("model_type", "llama"),
+            ("use_bias", 1),
+            ("add_qk_norm", True),
+            ("input_gate", "softplus"),
+        ),
+        *(("chunkwise_kernel", "chunkwise--triton_xl_chunk_relug"), ("force_bos_token_insert", 1)),
+        *(("num_heads", 3), ("num_blocks", 10001), ("vocab_size", 2**31), ("hidden_size", True)),
+        *(("embedding_dim", 128), ("norm_eps", None), ("eps", 1e-310), ("gate_soft_cap", np.nan)),
         *(("output_logit_soft_cap", 1e40), ("v_dim_factor", 1e-9), ("ffn_proj_factor", 1e9)),
     ],
 )
@@ -394,12 +385,8 @@ def test_config_json_may_have_fields_that_are_not_the_models(tmp_path):
     assert checkpoint.read_config(tmp_path)[0] == checkpoint.read_config(FOLDER)[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "known"), [("gate_softcap", "gate_soft_cap"), ("Hidden_Size", "hidden_size")]
-)
-def test_a_misspelt_field_of_config_json_is_named(name, known, tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(VALUES | {name: 5}))
-    message = f"{path}: there is no field {name}; is it {known}?"
+def test_a_misspelt_field_of_config_json_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(VALUES | dict(Hidden_Size=5)))
+    message = "config.json: there is no field Hidden_Size; is it hidden_size?"
     with pytest.raises(checkpoint.CheckpointError, match=re.escape(message)):
         checkpoint.read_config(tmp_path)

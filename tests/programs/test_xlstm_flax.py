@@ -100,12 +100,10 @@ def test_documents_of_a_packed_row_compute_what_they_compute_alone(kind, by):
         assert_equal(logits[place], row[: sum(place[1])])
 
 
-def of_page():
-    """The names of the first two blocks of the page."""
-    space = {}
-    for code in re.findall("```python\n(.*?)```", PAGE, re.S)[:2]:
-        exec(compile(code, "docs/training.md", "exec"), space)
-    return space
+def cast_of_page():
+    [code] = re.findall("```python\n(def cast.*?)```", PAGE, re.S)
+    exec(compile(code, "docs/training.md", "exec"), space := dict(jnp=jnp))
+    return space["cast"]
 
 
 def results_of(primitive, jaxpr):
@@ -140,10 +138,11 @@ def seen(monkeypatch):
 @pytest.mark.parametrize("model", ["nnx", "linen", "byte_lm"])
 def test_mixed_precision_has_the_dtypes_of_its_table(model, seen):
     """Those of docs/training.md; byte_lm.py has the same ones with --dtype=bfloat16."""
-    cast, tokens = of_page()["cast"], jnp.zeros((1, 16), jnp.int32)
+    cast, tokens = cast_of_page(), jnp.zeros((1, 16), jnp.int32)
     mlstm = seen.pop("function")
     if model == "nnx":
-        graph, params = nnx.split(xlstm_nnx.LanguageModel(**SIZES, mlstm=mlstm, rngs=nnx.Rngs(0)))
+        make = functools.partial(xlstm_nnx.LanguageModel, **SIZES, mlstm=mlstm)
+        graph, params = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
 
         def logits_of(params):
             return nnx.merge(graph, jax.tree.map_with_path(cast, params))(tokens)[0]
