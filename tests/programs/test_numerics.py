@@ -1,4 +1,4 @@
-"""The benchmark of errors: what an error is, which errors have a bound, and its random inputs."""
+"""The benchmark of errors: what an error is, and which errors have a bound."""
 
 import benchmark_runs
 import jax.numpy as jnp

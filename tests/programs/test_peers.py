@@ -23,7 +23,7 @@ from oracle import (
     error,
     random_inputs,
 )
-from test_migrating import PAGE, arguments, rows
+from test_migrating import PAGE, arguments, by_rows_of_fla, rows
 from test_xlstm_7b import ROUNDING, read
 from xlstm_model import forward
 
@@ -150,15 +150,7 @@ def test_fla_has_the_gradients_of_our_rows():
     x = [torch.tensor(y, requires_grad=True) for y in (q, k, v, g)]
     h, _ = fla.naive_recurrent_simple_gla(*x)
     h.backward(torch.tensor(dh))
-    table = dict(rows("FLA"))
-
-    def ours(q, k, v, g):
-        options = dict(layout="BTNH")
-        for cell in ("no input gate, no normaliser", "`g`, logarithms"):
-            options |= arguments(table[cell], dict(q=q, g=g))
-        return mlstm_chunkwise(q, k, v, **options)
-
-    result, pullback = jax.vjp(ours, q, k, v, g)
+    result, pullback = jax.vjp(by_rows_of_fla, q, k, v, g)
     expected = [h.detach().numpy(), *(y.grad.numpy() for y in x)]
     compare(["h", *"qkvg"], [result, *pullback(dh)], expected, 1e-5)
 

@@ -1,4 +1,4 @@
-"""The benchmark of a language model: parameters, FLOPs, comparison, records."""
+"""The benchmark of a language model: comparison, figures, losses on meshes."""
 
 import functools
 import math
