@@ -32,18 +32,3 @@ def test_commits_that_are_named_exist():
     options = dict(cwd=tables.HERE, capture_output=True, text=True, check=True)
     answers = subprocess.run(command, input=request, **options).stdout.splitlines()
     assert [x for x in answers if x.endswith("missing")] == []
-
-
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("It takes 1.5 ms.", True),
-        ("It takes 1.5 ms (commit 1234567).", False),
-        ("It takes 1234567 us.", True),
-        ("It needs 3 GPUs, or 3 ms/step.", False),
-        ("```\nIt takes 3 ms\n```", False),
-        ("At abc1234.\n\n## Other\n\nIt saves 30 %.", True),
-    ],
-)
-def test_a_figure_without_a_commit(text, wrong):
-    assert bool([*tables.without_commit(f"# Page\n\n## Section\n\n{text}\n")]) == wrong

@@ -7,11 +7,8 @@ from unittest import mock
 
 import jax
 import kernel_benchmark
-import numpy as np
-import peers
 import profiles
 import pytest
-import roofline
 import runner
 import scaling_benchmark as scaling
 import xlstm_lm_benchmark as lm
@@ -20,17 +17,12 @@ from shapes import Shape
 
 from mlstm_pallas import KernelConfig
 
-SMALL = Shape(2, 3, 64, 16, 32)
-
 
 # ---------------- outputs
 
 
 def test_an_output_is_wrong_beyond_its_limit_or_if_it_is_not_a_number():
     """What has no limit is not compared. A NaN is the error of its row, wherever it stands."""
-    x = np.array([3.0, 4.0])
-    assert runner.relative_error(x, x * 1.25) == pytest.approx(0.2)
-    assert runner.relative_error(x * 1e-30, 0 * x) == pytest.approx(5.0)
     row, limits = {}, dict(h=0.1, dq=0.2, dk=0.5)
     runner.check(row, errors := dict(h=0.1, dq=0.1, di=9.0), limits)
     assert row == dict(errors=errors, error=9.0)
@@ -50,8 +42,7 @@ def test_which_heads_are_checked():
 @pytest.mark.parametrize(
     ("losses", "norm", "message"),
     [
-        ([10.005, 9.05, 8, 7], 1.01, ""),
-        ([10, 9, 8, 6], 1.0, ""),
+        ([10.005, 9.05, 8, 6], 1.01, ""),
         ([10, 9, 7, 7], 1.0, "error 1.0e-01 in loss 2, at most 1e-02"),
         ([10, 9, 8, math.nan], 1.0, "error nan in loss 3, at most 1e-02"),
         ([10.02, 9, 8, 7], 1.0, "error 2.0e-03 in loss 0, at most 1e-03"),
@@ -69,30 +60,6 @@ def test_losses_and_gradient_norms_are_compared(losses, norm, message):
 
 
 # ---------------- FLOPs, bytes and floors
-
-
-def nbytes(tree):
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def test_floors():
-    """In each phase the slower of products and traffic. The FLOPs are those of 7b-8k in chunks of
-    128 steps, whichever kernels run; h is as large as its cotangent, and the backward pass reads z
-    and m in float32."""
-    steps, inter, triangle = 8 * 8 * 8192, 2 * 256 * 512, 129
-    forward, backward = roofline.mlstm(Shape(8, 8, 8192, 256, 512), 2, "fwbw")
-    assert forward.flops == steps * (2 * inter + triangle * (256 + 512))
-    assert backward.flops == steps * (5 * inter + triangle * (3 * 256 + 2 * 512))
-    inputs = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), SMALL, "bfloat16"))
-    forward, backward = roofline.mlstm(SMALL, 2, "fwbw")
-    assert (forward,) == roofline.mlstm(SMALL, 2, "fwd")
-    assert forward.bytes == nbytes(inputs)
-    assert backward.bytes == 2 * nbytes(inputs) + 2 * 4 * SMALL.steps
-    assert roofline.floor_seconds([roofline.Cost(6, 1), roofline.Cost(1, 8)], 2.0, 4.0) == 5.0
-    rates = dict(bfloat16=790e12, float16=790e12, float32=790e12 / 6)
-    for dtype, rate in rates.items():
-        assert roofline.device_rates("NVIDIA H200", dtype) == (rate, 4.27e12)
-    assert roofline.device_rates("cpu", "float32") == (None, None)
 
 
 # FLOPs and bytes in bfloat16: once the arrays that a kernel reads and writes, and products of
