@@ -17,7 +17,6 @@ from shapes import Shape
 
 from mlstm_pallas import KernelConfig
 
-
 # ---------------- outputs
 
 
