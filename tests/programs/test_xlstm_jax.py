@@ -404,6 +404,8 @@ def test_entries(dtype):
     assert jax.eval_shape(generate(dtype), *x) == (jax.eval_shape(entry, *x), None, None, None)
     for other in ENTRIES:
         assert signature(other) == signature(entry)
+        with pytest.raises(TypeError, match=rf"^{other.__name__}\(\) got an unexpected"):
+            other(*x, reduce_slicing=True)
 
 
 NOT_READ = dict(dQ="siz_b_LKV", dK="siz_b_LQ", dV="siz_b_LQ")
