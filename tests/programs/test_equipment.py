@@ -37,7 +37,9 @@ def test_x(x):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("text", "code", "said"), [(HANGS, 1, "in test_hangs"), (QUICK, 4, "test_x: {'gone'}")]
+    ("text", "code", "said"),
+    [(HANGS, 1, "in test_hangs"), (QUICK, 4, "test_x: {'gone'}")],
+    ids=["hangs", "quick"],
 )
 def test_a_project_with_this_conftest(text, code, said, tmp_path):
     (tmp_path / "test_a.py").write_text(text)
