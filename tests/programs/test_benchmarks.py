@@ -1,17 +1,25 @@
-"""The rows of the benchmarks: a table of commands, each with the cells of its rows."""
+"""The rows of the benchmarks: a table of commands, each with the cells of its rows; configs that
+they read, and committed rows."""
 
 import importlib
+import json
 import re
+from pathlib import Path
 from unittest import mock
 
 import benchmark_runs
 import jax
 import jax.numpy as jnp
+import kernel_benchmark
 import peers
 import pytest
 import roofline
 import step_benchmark
+from calls import parse_config
 from oracle import slow
+from shapes import Shape
+
+from mlstm_pallas import KernelConfig
 
 # program, function that is wrong there, arguments: the output, and the limit in the note.
 WRONG = """
@@ -121,8 +129,10 @@ quick step --shape=2x3x9x16x32 --steps=3 --repeats=3 --impl=xla,mlstm_kernels_tr
 | xla sigmoid h
 | mlstm_kernels_triton_step sigmoid skipped: UnsupportedError: it has no variant sigmoid
 quick step --shape=2x3x9x16x32 --steps=3 --repeats=3 --impl=xla --variant=unnormalised
-| impl variant errors note
-| xla unnormalised h
+    --loop=scan,while
+| impl variant loop errors note
+| xla unnormalised scan h
+| xla unnormalised while h
 slow step --shape=2x3x9x16x32 --steps=3 --repeats=3 --impl=xla --slots=5 --ring=8 --tokens=1,2
 | pooled ring tokens tokens/s errors
 | 0 1 2 h
@@ -186,3 +196,28 @@ def test_rows_of_a_command(command, monkeypatch, capsys):
         assert cells == " ".join(line.split())
     assert code == 0
     assert kind == "stand_in" or all(error is None or error > 0 for error in errors)
+
+
+def test_a_config_reaches_the_stages(tmp_path):
+    """As JSON, or as a file; the row has the tiles that run, and is a config itself."""
+    scan = {"siz_b_L": 16, "num_warps": 8}
+    row = {"fused": True, "num_splits": 2, "triton_recurrent_fw_H": scan}
+    file, text = tmp_path / "row.json", json.dumps(row)
+    file.write_text(text)
+    config, call = parse_config(text), ("interpret", Shape(1, 2, 128, 128, 128), "bfloat16")
+    assert config == parse_config(str(file))
+    found = kernel_benchmark.MlstmPallas(*call, 64, config).config
+    tiles = found["triton_recurrent_fw_H"] | scan
+    assert found == found | row | dict(chunk_size=64, triton_recurrent_fw_H=tiles)
+    assert kernel_benchmark.MlstmPallas(*call, None, KernelConfig(**found)).config == found
+
+
+RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_committed_results_can_be_reported(path, capsys):
+    assert benchmark_runs.run(kernel_benchmark, f"--from_jsonl={path}") == 0
+    _, *lines = capsys.readouterr().out.strip().splitlines()
+    for row, line in zip(benchmark_runs.records(path), lines, strict=True):
+        assert row["ms"] is None or f" {row['ms']:.3f} " in line

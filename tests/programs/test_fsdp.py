@@ -1,4 +1,4 @@
-"""FSDP as docs/training.md shows it, beyond what the page runs."""
+"""FSDP as docs/training.md shows it, beyond what the page runs. test_hosts.py has checkpoints."""
 
 import functools
 import re
@@ -7,11 +7,10 @@ from pathlib import Path
 import compile_report
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
-from oracle import collectives, needs_compiler, run_python
+from oracle import collectives, needs_compiler
 
 from mlstm_pallas import use_backend
 
@@ -25,38 +24,6 @@ def definitions():
     [fsdp] = [x.partition("\nshape = ")[0] for x in blocks if "def gather(" in x]
     [orbax] = [x.partition("\nloader = ")[0] for x in blocks if "class Loader" in x]
     return "\n".join((blocks[0], fsdp, orbax))
-
-
-OTHER_PROCESS = """
-import sys
-sys.path.append({examples!r})
-import jax
-jax.config.update("jax_num_cpu_devices", 2)
-exec({definitions!r})
-assert jax.device_count() == 2
-loader = Loader()
-for mesh in fsdp_mesh((1, 2)), fsdp_mesh((2, 1), AxisType.Explicit):
-    state = restore({folder!r}, mesh, loader)
-    assert loader.get_state() == dict(next_index=3)
-    expected = np.load({leaves!r})
-    for n, x in enumerate(jax.tree.leaves(state)):
-        assert x.sharding == sharding_of(mesh, x)
-        assert np.array_equal(x, expected[str(n)])
-"""
-
-
-@pytest.mark.slow
-def test_a_process_with_other_devices_restores_the_state(tmp_path):
-    space = {}
-    exec(compile(definitions(), str(PAGE), "exec"), space)
-    state = jax.device_put(space["initial"](), space["shardings_of"](space["fsdp_mesh"]((4, 2))))
-    loader = space["Loader"]()
-    loader.set_state(dict(next_index=3))
-    space["save"](tmp_path / "saved", state, loader)
-    np.savez(tmp_path / "leaves.npz", **{str(n): x for n, x in enumerate(jax.tree.leaves(state))})
-    names = dict(examples=str(EXAMPLES), folder=str(tmp_path / "saved"))
-    names |= dict(leaves=str(tmp_path / "leaves.npz"), definitions=definitions())
-    run_python("-c", OTHER_PROCESS.format(**names), JAX_PLATFORMS="cpu")
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 """docs/migrating.md: its diffs keep the function, each row of its tables is a call that computes
 the same, its fields exist. The kernels of other packages are stood for by the recurrence."""
 
-import dataclasses
-import inspect
 import re
 import sys
 import textwrap
@@ -14,9 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import xlstm_checkpoint
 from oracle import NAMES, OUTPUTS, compare, in_float64, random_inputs, tolerance
-from xlstm_model import Config
 
 import mlstm_pallas
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step, reference
@@ -42,10 +38,9 @@ def test_diff_keeps_the_function(diff, monkeypatch):
     """Both sides run, one behind the other in each hunk, with arrays in the model's layout."""
     x = random_inputs(3, B, NH, S, DHQK, DHV)
     states = [x.pop(name) for name in ("c_initial", "n_initial", "m_initial")]
-    ours = types.ModuleType("triton_fwbw")
-    ours.mlstm_chunkwise_triton_stablef = kernel
     package = "xlstm_jax.kernels.mlstm_chunkwise.triton_stablef.triton_fwbw"
-    monkeypatch.setitem(sys.modules, package, ours)
+    theirs = types.SimpleNamespace(mlstm_chunkwise_triton_stablef=kernel)
+    monkeypatch.setitem(sys.modules, package, theirs)
     results = []
     for sign in "-+":
         names = {name: jnp.swapaxes(y, 1, 2) for name, y in x.items()}
@@ -137,20 +132,12 @@ def test_each_row_is_our_call(package):
         compare("cnm", states, expected, 1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("table", "scale"), [("mlstm_kernels", "qk_scale"), ("FLA", "scale")])
-def test_the_default_scale_leaves_every_bit_of_q(table, scale, dtype):
-    """A factor of q that is not 1 rounds it; the default is 1, in any dtype."""
-    code = dict(rows(table))[f"`{scale}`"]
-    for width in (3, 64, 96, 128):
-        q = jax.random.normal(jax.random.key(width), (40, width)).astype(dtype)
-        scaled = arguments(code, {"q": q, scale: width**-0.5, "DHQK": width})["q"]
-        assert (scaled.dtype, scaled.tolist()) == (q.dtype, q.tolist())
-
-
-def decay_rows():
-    """The rows of FLA with a forget gate, by their first cell."""
-    return {cell: code for cell, code in rows("FLA") if code.startswith("f=")}
+def by_rows_of_fla(q, k, v, g):
+    """Our call, with a gate for each step."""
+    table, options = dict(rows("FLA")), dict(layout="BTNH")
+    for cell in ("no input gate, no normaliser", "`g`, logarithms"):
+        options |= arguments(table[cell], dict(q=q, g=g))
+    return mlstm_chunkwise(q, k, v, **options)
 
 
 @jax.jit
@@ -185,8 +172,9 @@ def test_the_rows_of_fla_are_its_function():
     arrays = dict(q=q, k=k, v=v)
     theirs = arrays | dict(g=g, scale=2 * DHQK**-0.5, cu_seqlens=[0, 15, S], initial_state=states)
     theirs |= dict(head_first=False, output_final_state=True)
-    of_g, of_gamma, of_neither = decay_rows().values()
-    for _, code in rows("FLA"):
+    codes = [code for _, code in rows("FLA")]
+    of_g, of_gamma, of_neither = (code for code in codes if code.startswith("f="))
+    for code in codes:
         if code not in (of_gamma, of_neither):
             arrays |= arguments(code, theirs)
     result, (c, *_) = mlstm_chunkwise(**arrays)
@@ -200,59 +188,24 @@ def test_the_rows_of_fla_are_its_function():
 # The edges of the decays that FLA takes: none, less than a rounding, subnormal, a reset.
 DECAYS = {
     "none_at_some_steps": lambda g: g.at[:, ::3].set(0.0),
-    "none": jnp.zeros_like,
     "tiny": lambda g: 1e-9 * g,
-    "least_normal": lambda g: jnp.full_like(g, -1.2e-38),
     "subnormal": lambda g: jnp.full_like(g, -1e-40),
     "very_negative": lambda g: 300 * g,
-    "reset_at_a_step": lambda g: g.at[:, 17].set(-1e4),
     "infinite_at_a_step": lambda g: g.at[:, 17].set(-jnp.inf),
 }
 
 
 @pytest.mark.quick("infinite_at")
-@pytest.mark.parametrize("cotangent", [1.0, 1e-12], ids=["plain", "small_cotangents"])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_the_gate_of_fla_has_the_gradient_of_its_decay(decay, cotangent):
+def test_the_gate_of_fla_has_the_gradient_of_its_decay(decay):
+    """Also with small cotangents."""
     q, k, v, g = gla_inputs()
-    g, dh = DECAYS[decay](g), cotangent * jax.random.normal(jax.random.key(1), v.shape)
-    table = dict(rows("FLA"))
+    g, dh = DECAYS[decay](g), jax.random.normal(jax.random.key(1), v.shape)
 
-    def ours(q, k, v, g):
-        options = dict(layout="BTNH", backend="xla")
-        for cell in ("no input gate, no normaliser", "`g`, logarithms"):
-            options |= arguments(table[cell], dict(q=q, g=g))
-        return mlstm_chunkwise(q, k, v, **options)
-
-    def both(function, q, k, v, g, dh):
+    def results(function, q, k, v, g, dh):
         h, pullback = jax.vjp(partial(function, q, k, v), g)
-        return h, *pullback(dh)
+        return h, *pullback(dh), *pullback(1e-12 * dh)
 
-    theirs = partial(both, lambda *x: simple_gla(*x)[0])
+    theirs = partial(results, lambda *x: simple_gla(*x)[0])
     expected = in_float64(jax.jit(theirs), q, k, v, g, dh)
-    compare(("h", "dg"), both(ours, q, k, v, g, dh), expected, BOUND)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_gate_of_fla_is_as_exact_as_a_decay_of_16_bits(dtype):
-    g = -jnp.asarray([0.0, 1e-4, 1e-3, 0.01, 0.1, 1.0, 30.0], dtype)
-    f = arguments(decay_rows()["`g`, logarithms"], dict(g=g))["f"]
-    assert f.dtype == "float32"
-    np.testing.assert_allclose(jax.nn.log_sigmoid(f), g.astype("float32"), rtol=1e-5, atol=1e-15)
-
-
-def test_fields_of_the_configurations_are_known_here():
-    """To the reader of checkpoints, but for two of functions; those of the example's Config with
-    its defaults; and what stands for the others is an argument."""
-    [table] = re.findall(r"^\| Field \| Here \|\n\|---\|---\|\n((?:\|.*\n)*)", PAGE, re.M)
-    example = {x.name: x.default for x in dataclasses.fields(Config)}
-    functions = mlstm_chunkwise, mlstm_recurrent_step
-    named = set().union(*(inspect.signature(x).parameters for x in functions))
-    fields = xlstm_checkpoint.MODEL_FIELDS | xlstm_checkpoint.OTHER_FIELDS
-    for field, ours in re.findall(r"\| (.*?) \| (.*) \|", table):
-        for name, default in re.findall(r"`(\w+)=(.*?)`", field):
-            assert name in fields | {"normalize_siging", "stable_fgate"}
-            if "`Config`" in ours:
-                assert eval(default) in (example[name], None), name
-        known = {*named, *example, *dir(mlstm_pallas), "Config"}
-        assert {*re.findall(r"`(\w+)[`=]", ours)} <= known, ours
+    compare(("h", "dg", "small dg"), results(by_rows_of_fla, q, k, v, g, dh), expected, BOUND)

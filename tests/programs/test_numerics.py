@@ -1,9 +1,6 @@
-"""The benchmark of errors: what an error is, which errors have a bound, and its random inputs."""
-
-import functools
+"""The benchmark of errors: what an error is, and which errors have a bound."""
 
 import benchmark_runs
-import jax
 import jax.numpy as jnp
 import numerics
 import numpy as np
@@ -11,17 +8,11 @@ import peers
 import pytest
 from shapes import Shape
 
-SHAPE = Shape(1, 2, 24, 4, 8)
+SHAPE, NAMES = Shape(1, 2, 24, 4, 8), ["h", "dq", "dk", "dv", "di", "df"]
 
 
-@pytest.mark.parametrize(
-    ("gates", "operands", "status"),
-    [
-        ("1:4", "positive", "wrong"),
-        ("1:4", "random", "ok"),
-    ],
-)
-def test_a_result_that_is_off_by_a_share(gates, operands, status, monkeypatch):
+@pytest.mark.parametrize(("operands", "status"), [("positive", "wrong"), ("random", "ok")])
+def test_a_result_that_is_off_by_a_share(operands, status, monkeypatch):
     """One head of two is; where the promise has a bound the row is wrong."""
 
     def mlstm_chunkwise(*inputs, backend):
@@ -30,17 +21,14 @@ def test_a_result_that_is_off_by_a_share(gates, operands, status, monkeypatch):
 
     monkeypatch.setattr(numerics, "mlstm_chunkwise", mlstm_chunkwise)
     numerics.results.clear_cache()
-    request = f"--shape={SHAPE}", "--impl=xla", "--dtype=float32", f"--gates={gates}"
+    request = f"--shape={SHAPE}", "--impl=xla", "--dtype=float32", "--gates=1:4"
     code, [row] = benchmark_runs.measured(numerics, *request, f"--operands={operands}")
     numerics.results.clear_cache()
     assert (code, row["status"]) == (int(status == "wrong"), status)
-    assert [*row["errors"]] == ["h", "dq", "dk", "dv", "di", "df"]
-    assert [*row["errors"].values()] == pytest.approx([0.03] * 6, rel=2e-2)
-    assert [*row["medians"].values()] == pytest.approx([0.015] * 6, rel=2e-2)
-    assert row["d_error"] == max(row["errors"][x] for x in ("dq", "dk", "dv", "di", "df"))
-    assert (
-        row["kappa"] == pytest.approx(1, abs=1e-2) if operands == "positive" else row["kappa"] > 1
-    )
+    assert row["errors"] == pytest.approx(dict.fromkeys(NAMES, 0.03), rel=2e-2)
+    assert row["medians"] == pytest.approx(dict.fromkeys(NAMES, 0.015), rel=2e-2)
+    assert row["d_error"] == max(row["errors"][x] for x in NAMES[1:])
+    assert row["kappa"] > 0.99
 
 
 def test_rows_of_plain_jnp():
@@ -54,29 +42,8 @@ def test_rows_of_plain_jnp():
 def test_what_is_not_finite_is_an_infinite_error():
     x = np.ones((1, 2, 3, 4))
     off = x.copy()
-    off[0, 0, 0, 0], off[0, 1, 2, 3] = np.inf, np.nan
+    off[0, :, 0, 0] = np.inf, np.nan
     assert np.isinf(numerics.errors_by_head([off], [x])[0]).all()
-
-
-def test_inputs_follow_from_the_seed_and_the_gates():
-    draw = functools.partial(numerics.random_inputs, SHAPE, "float32")
-    gates, other = numerics.Gates(2.0, 10.0, 15.0), numerics.Gates(4.0, 10.0)
-    x, y, z = draw(gates, "random", 1), draw(other, "positive", 1), draw(gates, "random", 2)
-    np.testing.assert_allclose(x.f, 15 * np.tanh(y.f / 15), rtol=1e-5)
-    np.testing.assert_allclose(y.q, np.abs(x.q) + 0.2, rtol=1e-6)
-    assert not np.any(x.v == z.v)
-
-
-def test_cotangents_through_a_norm_are_at_right_angles_to_h():
-    """But for eight roundings to the dtype; cosines of random vectors are some 0.3."""
-    x = numerics.random_inputs(SHAPE, "bfloat16", numerics.Gates(1.0, 4.0), "random", 0)
-    with jax.enable_x64(True):
-        through = numerics.through_norm(x)
-        (h, *_), _ = numerics.exact(numerics.in_float64(through))
-    h, dh = np.asarray(h), np.asarray(through.dh, "float64")
-    sizes = np.linalg.norm(dh, axis=-1) * np.linalg.norm(h, axis=-1)
-    assert np.all(sizes > 0)
-    assert np.max(np.abs(np.sum(dh * h, -1)) / sizes) < 2.0**-8
 
 
 # What README promises of h and of gradients.

@@ -10,27 +10,20 @@ import types
 import warnings
 from unittest import mock
 
-import benchmark_runs
 import jax
 import jax.numpy as jnp
-import kernel_benchmark
 import numpy as np
-import peers
 import pytest
 import xlstm_checkpoint as checkpoint
 from oracle import (
-    MOSAIC_CALL,
     NAMES,
     assert_close,
     changes_by_rounding,
     compare,
     error,
     random_inputs,
-    shapes_and_dtypes,
-    tolerance,
 )
-from shapes import Shape
-from test_migrating import PAGE, arguments, rows
+from test_migrating import PAGE, arguments, by_rows_of_fla, rows
 from test_xlstm_7b import ROUNDING, read
 from xlstm_model import forward
 
@@ -144,50 +137,6 @@ def test_jla_runs_the_function_of_the_page_as_its_own(packed, jla_with_the_page)
     assert jla_with_the_page.chunkwise.call_count == 1
 
 
-@pytest.mark.parametrize("states", [False, True], ids=["h_alone", "states"])
-def test_jla_gets_what_its_reference_returns(states, jla_with_the_page):
-    """From its empty state, in bfloat16: a prefill of its layers, whose next steps it runs."""
-    x = jla_inputs(states=False)
-    q, k, v = (x[name].astype("bfloat16") for name in "qkv")
-    ops = jla_with_the_page.ops
-    options = dict(g=jax.nn.log_sigmoid(x["f"]), i=x["i"], chunk_size=16, output_final_state=states)
-    if states:
-        options["initial_state"] = ops.reference.mlstm_empty_state(B, NH, DHQK, DHV)
-    result, expected = (
-        ops.linear_attention("mlstm", q, k, v, impl=impl, **options)
-        for impl in ("mosaic_gpu", "reference")
-    )
-    assert jla_with_the_page.chunkwise.call_count == 1
-    assert jax.tree.structure(result) == jax.tree.structure(expected)
-    leaves, others = jax.tree.leaves(result), jax.tree.leaves(expected)
-    assert shapes_and_dtypes(leaves) == shapes_and_dtypes(others)
-    compare("hcnm"[: len(others)], leaves, others, tolerance("bfloat16", T))
-
-
-def test_jla_is_a_peer_of_the_kernel_benchmark(monkeypatch):
-    """Checked against float64 in both directions, by its chunked implementation. Its own kernels
-    lower for Hopper as the benchmark calls them."""
-    package("jla.ops").available("mlstm")
-    benchmark_runs.timed(monkeypatch)
-    with mock.patch.object(peers.Jla, "config", dict(impl="chunked")):
-        request = "--impl=jla", "--direction=fwd,fwbw", "--dtype=float32", "--shape=1x2x80x16x32"
-        code, found = benchmark_runs.measured(kernel_benchmark, *request)
-    assert (code, [row["note"] for row in found]) == (0, ["", ""])
-    assert [[*row["errors"]] for row in found] == [["h"], ["h", "dq", "dk", "dv", "di", "df"]]
-    for name, module in [*sys.modules.items()]:
-        if name.startswith("jla.") and hasattr(module, "is_hopper"):
-            monkeypatch.setattr(module, "is_hopper", lambda: True)
-    shape = Shape(1, 2, 128, 256, 512)
-    inputs = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), shape, "bfloat16"))
-
-    def run(*x):
-        function, arguments = peers.Jla().computation(peers.Inputs(*x), "fwbw")
-        return function(*arguments)
-
-    lowered = jax.jit(run).trace(*inputs).lower(lowering_platforms=("cuda",))
-    assert MOSAIC_CALL in lowered.as_text()
-
-
 # ---------------- PyTorch
 
 
@@ -201,26 +150,9 @@ def test_fla_has_the_gradients_of_our_rows():
     x = [torch.tensor(y, requires_grad=True) for y in (q, k, v, g)]
     h, _ = fla.naive_recurrent_simple_gla(*x)
     h.backward(torch.tensor(dh))
-    table = dict(rows("FLA"))
-
-    def ours(q, k, v, g):
-        options = dict(layout="BTNH")
-        for cell in ("no input gate, no normaliser", "`g`, logarithms"):
-            options |= arguments(table[cell], dict(q=q, g=g))
-        return mlstm_chunkwise(q, k, v, **options)
-
-    result, pullback = jax.vjp(ours, q, k, v, g)
+    result, pullback = jax.vjp(by_rows_of_fla, q, k, v, g)
     expected = [h.detach().numpy(), *(y.grad.numpy() for y in x)]
     compare(["h", *"qkvg"], [result, *pullback(dh)], expected, 1e-5)
-
-
-TOKENS = np.random.default_rng(0).integers(3, 50, size=(2, 21))
-
-
-def logits_of(model):
-    torch = package("torch")
-    with torch.no_grad():
-        return model(torch.tensor(TOKENS), use_cache=False).logits.float().numpy()
 
 
 def test_transformers_loads_a_checkpoint_that_was_trained_and_written(tmp_path, monkeypatch):
@@ -241,24 +173,26 @@ def test_transformers_loads_a_checkpoint_that_was_trained_and_written(tmp_path, 
     model.save_pretrained(source)
     config, params = read(source)
     tensors = checkpoint.tensors_of(config, "float32", 1)
+    tokens = np.random.default_rng(0).integers(3, 50, size=(2, 21))
 
     @jax.jit
     def loss(params):
-        logits = jax.nn.log_softmax(forward(config, params, TOKENS[:, :-1]))
-        return -jnp.mean(jnp.take_along_axis(logits, TOKENS[:, 1:, None], axis=-1))
+        logits = jax.nn.log_softmax(forward(config, params, tokens[:, :-1]))
+        return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1))
 
     gradients = jax.grad(loss)(params)
-    tokens = torch.tensor(TOKENS)
-    model.train()(tokens, labels=tokens, use_cache=False).loss.backward()
+    given = torch.tensor(tokens)
+    model.train()(given, labels=given, use_cache=False).loss.backward()
     bound = 4 * max(changes_by_rounding(jax.grad(loss), params))
     assert bound < 2e-4
     for name, x in model.named_parameters():
         result = checkpoint.tensor_of(config, gradients, tensors, name)
         assert_close(result, x.grad.numpy(), bound, name)
     trained = jax.tree.map(lambda x, g: x - 0.1 * g, params, gradients)
-    checkpoint.write(source, tmp_path / "written", trained)
-    written = tmp_path / "written"
-    written = transformers.xLSTMForCausalLM.from_pretrained(written, dtype=torch.float32).eval()
-    logits = forward(config, trained, TOKENS)
-    assert_close(logits, logits_of(written), ROUNDING)
-    assert error(logits, logits_of(model.eval())) > 10 * ROUNDING
+    checkpoint.write(source, written := tmp_path / "written", trained)
+    loaded = transformers.xLSTMForCausalLM.from_pretrained(written, dtype=torch.float32)
+    with torch.no_grad():
+        before, after = (x.eval()(given, use_cache=False).logits.numpy() for x in (model, loaded))
+    logits = forward(config, trained, tokens)
+    assert_close(logits, after, ROUNDING)
+    assert error(logits, before) > 10 * ROUNDING

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,7 +9,6 @@ import benchmark_runs
 import pytest
 import reporting
 import runner
-import transformers_xlstm_7b
 from shapes import Shape
 
 
@@ -41,27 +39,6 @@ def test_times_are_per_call_of_batches_that_end_when_the_device_is_done(device):
     batches = [(name, len([*calls])) for name, calls in itertools.groupby(order)]
     first = [(name, 3) for name in counts]
     assert batches == [*first, *counts.items()] + 2 * [*counts.items()]
-
-
-def test_rows_of_transformers(device, monkeypatch, capsys):
-    """1 s to the first token, 9 s for 65 tokens, 4 s for 64 steps of a CUDA graph, in the median of
-    the calls after the first; the clock is read when the device is done."""
-    monkeypatch.setattr(transformers_xlstm_7b, "time", device)
-    times = iter((9.0, 1.0, 4.0, 0.5, 1e3, 9.0, 8.0, 10.0, *[9.0] * 64, *[1 / 16] * 192))
-    torch = mock.MagicMock(__version__="2", **{"cuda.synchronize": device.wait})
-    torch.cuda.get_device_name.return_value = "H200"
-    torch.randint.return_value.numel.return_value = 6
-    torch.cuda.CUDAGraph().replay = lambda: device.call(next(times))
-    transformers = mock.MagicMock(__version__="5")
-    model = transformers.xLSTMForCausalLM().eval()
-    model.generate = lambda *_, **__: device.call(next(times))
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setitem(sys.modules, "transformers", transformers)
-    assert benchmark_runs.run(transformers_xlstm_7b, "--size=tiny", "--batch=2") == 0
-    rows = map(json.loads, capsys.readouterr().out.splitlines())
-    figures = "first_token_ms", "ms_per_token", "tokens_per_s", "prompt_tokens", "new_tokens"
-    expected = [[1e3, 125.0, 16.0, 6, 65], [1e3, 62.5, 32.0, 6, 65]]
-    assert [[row[x] for x in figures] for row in rows] == expected
 
 
 # ---------------- rows and exit codes

@@ -1,7 +1,6 @@
 """The benchmark of a server's day: times of tokens, requests, answers that lack tokens."""
 
 import contextlib
-import types
 
 import benchmark_runs
 import pytest
@@ -70,38 +69,23 @@ def test_an_answer_with_other_tokens_is_wrong(n, tokens, monkeypatch):
 
 def test_time_between_tokens_beside_a_long_prompt(monkeypatch):
     """The second run counts, between loops of 2 tokens for each of two answers. They are 1 s apart
-    without the long prompt, which is number 2, and up to its first token 1, 8 and 2 s in turns. A
-    loop may have no token of an answer."""
+    without the long prompt, which is number 2, and up to its first token 1, 8 and 2 s in turns."""
     device, rows = benchmark_runs.Device(monkeypatch, benchmark), [{}, {}]
     runs = iter((50.0, 1.0, 50.0, 1.0))
 
-    def answer(times, long):
+    def answer(times, ended=()):
         scale = next(runs)
         yield from ((n, [1], False) for n in (0, 1))
         for seconds in times:
             device.now += scale * seconds
             yield from ((n, [1, 1], False) for n in (0, 1))
-        yield from ((n, [1], True) for n in ([2] if long else ()))
+        yield from ((n, [1], True) for n in ended)
         device.now += 100.0
-        yield 0, [], False
+        yield 0, [], False  # a loop may have no token of an answer
 
-    ones, some = [1.0] * 66, [9.0, *[1.0, 8.0, 2.0] * 25]
-    benchmark.measure_gaps(rows[0], lambda: answer(ones, False), None, None)
-    benchmark.measure_gaps(rows[1], lambda: answer(some, True), 2, rows[0])
+    benchmark.measure_gaps(rows[0], lambda: answer([1.0] * 66), None, None)
+    some = [9.0, *[1.0, 8.0, 2.0] * 25]
+    benchmark.measure_gaps(rows[1], lambda: answer(some, [2]), 2, rows[0])
     benchmark_runs.assert_row(rows[0], token_ms=500.0, token_95_ms=500.0, ms=65e3)
     figures = dict(token_ms=1e3, token_95_ms=4000.0, token_95_ratio=8.0)
     benchmark_runs.assert_row(rows[1], **figures, ms=284e3, first_token_ms=284e3)
-    assert "first_token_ms" not in rows[0]
-
-
-def test_requests_begin_with_system_prompts():
-    """Of 16, 32, 48 and 64 tokens, then of 16 and 32; 3 to 33 of their own follow, and answers have
-    4 to 50."""
-    options = types.SimpleNamespace(systems=6, requests=1500, tail=33, new_tokens=50)
-    prompts, limits = benchmark.random_requests(options, 100, 16)
-    sizes = {}
-    for prompt in prompts.values():
-        sizes.setdefault((*prompt[:16],), set()).add(len(prompt))
-    ranges = sorted((min(x), max(x)) for x in sizes.values())
-    assert ranges == sorted((16 * n + 3, 16 * n + 33) for n in (1, 2, 3, 4, 1, 2))
-    assert (len(prompts), min(limits), max(limits)) == (1500, 4, 50)

@@ -18,8 +18,11 @@ from xlstm_model import NO_TOKEN, Config, Sampling
 
 VOCABULARY, PRIME = 101, 32749
 BAD, STOP = 100, {3, 50}  # what stands for logits that are not finite, and tokens to stop at
-PREFILLS = []  # steps, and the lengths of prompts
-POOLS = []  # rows, and whether the states have rings
+PREFILLS = set()  # their steps
+
+
+class NotFiniteError(Exception):
+    """Of the texts by the numbers of their prompts."""
 
 
 def after(state, token):
@@ -55,7 +58,7 @@ def prefill(config, params, tokens, segment_ids, ends, initial=None, into=None):
     assert len({*written}) == len(written)
     (tokens,), begin, x = tokens, 0, np.zeros(tokens.size, int)
     assert ends[-1] <= len(tokens)
-    PREFILLS.append((len(tokens), [x for x in np.diff(ends, prepend=0).tolist() if x]))
+    PREFILLS.add(len(tokens))
     for n, end in enumerate(np.asarray(ends)):
         state = states[rows[n]]
         for t in range(begin, end):
@@ -101,7 +104,6 @@ class Drafts:
 
 
 def empty_states(config, params, B, dtype=None, rings=False):
-    POOLS.append((B, rings))
     return [np.zeros(B, int)]
 
 
@@ -128,7 +130,7 @@ def small_model(monkeypatch):
         next_logits=lambda config, params, x: x,
         sample=lambda sampling, logits, key, number: next_token(logits, number),
         with_texts=with_texts,
-        first_not_finite=lambda config, params, text: text,
+        not_finite_error=lambda config, params, texts: NotFiniteError(texts),
         MOST_STEPS=64,
         MOST_PROMPTS=3,
         BLOCK=16,
@@ -159,14 +161,13 @@ def served(prompts, limits, slots, steps, continuous=True, stop=STOP, entries=0,
             assert n not in ended
             answers[n] += tokens
             ended += [n] * last
-    except FloatingPointError as error:
-        names, text = str(error).removeprefix("prompts without an answer: ").split("; of prompt ")
-        failed = {int(n): answers.pop(int(n)) for n in names.split(", ")}
-        n, text = text.split(", not finite: ")
-        assert [*map(int, text[1:-1].split(","))] == prompts[int(n)] + failed[int(n)]
+    except NotFiniteError as error:
+        for n, text in error.args[0].items():
+            assert text == prompts[n] + answers[n]
+            failed[n] = answers.pop(n)
     assert sorted(ended) == sorted(answers)
     # Few sizes are compiled: those of pieces and blocks, and buckets.
-    assert {size for size, _ in PREFILLS} <= {8, 16, 32, 48, 64, 96, 128}
+    assert PREFILLS.issubset((8, 16, 32, 48, 64, 96, 128))
     if cache:
         assert sorted([*cache.rows.values(), *cache.free]) == [*range(1, 1 + entries)]
     return answers, failed
@@ -212,96 +213,56 @@ def test_prompt_and_answer_fill_a_bucket(beyond, draft):
         check(prompts, limits, 2, steps, stop=set(), draft=draft)
 
 
-def test_prefills_are_filled_by_what_is_not_cached(monkeypatch):
-    """Of prompts with two blocks and 2 to 32 tokens, in their order, up to 64 steps of three; the
-    blocks are read once."""
-    monkeypatch.setattr(server, "BLOCK", 32)
-    sizes = 12, 12, 12, 32, 32, 31, 32, 2
-    prompts = {n: [*range(64)] + [n + 60] * size for n, size in enumerate(sizes)}
-    served(prompts, [2] * 8, 8, 2, entries=4, stop=set())
-    expected = [(48, [12, 12, 12]), (64, [32, 32]), (64, [31, 32]), (32, [2])]
-    assert [*[(32, [32])] * 2, *expected] == PREFILLS
+class Late:
+    """Tokens of a loop, for which the host waits 10 s."""
+
+    def __init__(self, device, tokens):
+        self.device, self.tokens = device, tokens
+
+    def __array__(self, dtype=None, copy=None):
+        self.device.now += 10.0
+        return self.tokens
 
 
-@pytest.mark.parametrize(
-    ("slots", "count", "draft", "rings"),
-    [
-        (True, 8, 0, True),
-        (True, 9, 3, True),
-        (True, 9, 0, False),
-        (False, 8, 0, True),
-        (False, 1, 3, True),
-    ],
-)
-def test_states_have_rings_where_these_are_faster_or_drafts_need_them(
-    slots, count, draft, rings, monkeypatch
-):
-    """They are faster for 8 rows."""
-    for module in (server, xlstm_7b):
-        monkeypatch.setattr(module, "rings_are_faster", lambda _, B: B == 8)
-    prompts = {n: [1] for n in range(count)}
-    POOLS.clear()
-    parse(f"--draft={draft}")
-    if slots:
-        served(prompts, [1] * 9, count, 1, draft=draft, rings=None)
-    else:
-        generated(prompts, 2)
-    assert [(count, rings)] == POOLS
+def test_pieces_of_a_long_prompt_take_a_share_of_the_time(monkeypatch):
+    """A piece takes one second and a loop ten: once this is known, four come between two loops. A
+    prompt is read at once if no answer goes on."""
+    device, events = benchmark_runs.Device(monkeypatch, server), []
 
+    def reading(*x):
+        events.append("start" if x[6:] else "-")
+        device.now += 1.0
+        return prefill(*x)
 
-# Tokens of a prompt, and of what it is read in; the second time, too, with a cache of 20 blocks.
-ALONE = """
-64: 64
-65: 64 1
-127: 64 63
-128: 64 64
-129: 8*16 1
-200: 8*24 8
-64 cached: 16*3 16, 16
-65 cached: 16*4 1, 1
-128 cached: 16*7 16, 16
-129 cached: 8*16 1, 1
-200 cached: 8*24 8, 8
-"""
+    def looping(*x):
+        events.append("loop")
+        *others, tokens = decode(*x)
+        return *others, Late(device, tokens)
 
-
-@pytest.mark.parametrize("line", ALONE.strip().splitlines())
-def test_a_prompt_is_read_at_once_or_in_pieces(line):
-    """In pieces of 8 steps if it has more than 128 that are not cached."""
-    prompt, expected = line.split(": ")
-    size, *cached = prompt.split()
-    numbers = [x.partition("*") for x in expected.replace(",", "").split()]
-    expected = [int(x) for x, _, times in numbers for _ in range(int(times or 1))]
-    prompts = {n: [5] * int(size) for n in range(1 + len(cached))}
-    served(prompts, [1] * 2, 1, 1, entries=20 * len(cached), stop=set())
-    assert [x for _, lengths in PREFILLS for x in lengths] == expected
+    monkeypatch.setattr(server, "prefill", reading)
+    monkeypatch.setattr(server, "decode", looping)
+    prompts, limits = {0: [1], 1: [1] * 8 * 17, 2: [1], 3: [1] * 8 * 20}, [24, 1, 1, 1]
+    check(prompts, limits, 2, 4, stop=set())
+    each = "".join(events).split("loop")
+    pieces = "-", "----", "----", "----", "--start", "start----", 15 * "-" + "start"
+    assert each == ["start-", *pieces, ""]
 
 
 # ---------------- the day of the server's benchmark
 
 
-def asked(monkeypatch, *flags):
-    """Its rows; no answer ends but at its limit."""
+def test_a_day_has_a_row_for_each_case(monkeypatch):
+    """The answers, which end at their limits, are the same; without drafts a call adds a token,
+    with three one to four."""
     monkeypatch.setattr(sys.modules[__name__], "next_token", lambda state, _=0: state % VOCABULARY)
     weights = dict(embeddings=np.ones((256, 4)), lm_head=np.ones((256, 4)), blocks=[])
     monkeypatch.setattr(checkpoint, "load", lambda *_: weights)
     sizes = "--size=tiny", "--slots=3", "--steps=2", "--tail=20", "--new_tokens=20", "--systems=2"
-    code, rows = benchmark_runs.measured(server_benchmark, *sizes, *flags)
-    assert (code, {row["status"] for row in rows}) == (0, {"ok"})
-    return rows
-
-
-def test_a_day_has_a_row_for_each_case(monkeypatch):
-    """The answers are the same; without drafts a call adds a token, with three one to four."""
-    rows = asked(monkeypatch, "--requests=9", "--cache=20,0")
-    cases = [(row["text"], row["cache"], row["states"], row["draft"]) for row in rows]
-    draws = ("random", "ring", 0), ("random", "ring", 3), ("random", "step", 0)
-    draws = *itertools.product((20, 0), draws), *((x, ("repeated", "ring", 3)) for x in (20, 0))
-    assert cases == [(text, cache, *others) for cache, (text, *others) in draws]
-    assert {row["requests"] for row in rows} == {9}
-    assert len({row["new_tokens"] for row in rows}) == 1
+    request = *sizes, "--requests=9", "--cache=20,0"
+    code, rows = benchmark_runs.measured(server_benchmark, *request)
+    assert (code, len({(x["text"], x["cache"], x["states"], x["draft"]) for x in rows})) == (0, 8)
     for row in rows:
-        assert row["same_pct"] == 100
+        assert (row["status"], row["requests"], row["same_pct"]) == ("ok", 9, 100)
         calls = row["tokens_per_call"]
         assert 1 < calls < 4 if row["draft"] else calls == 1
 
@@ -318,17 +279,13 @@ def test_tokens_of_a_prompt_alone(size, draft):
         parse("--stream_every=4", f"--draft={draft}", f"--new_tokens={new_tokens}")
         answer, is_bad = expected(5, prompt, new_tokens, set(), draft > 0)
         per_call = []
-        PREFILLS.clear()
         parts, error = generated({5: prompt}, new_tokens, per_call)
-        assert error == (f"5; of prompt 5, not finite: {prompt + answer}" if is_bad else "")
+        assert error == ({5: prompt + answer} if is_bad else {})
         assert np.concatenate(parts)[:, 0].tolist() == answer
         assert is_bad or len(answer) == new_tokens
         assert len(parts[0]) == min(1, len(answer))
-        pieces = [64] * ((size - 1) // 64)
-        assert [(64, [x]) for x in (*pieces, size - sum(pieces))] == PREFILLS
         if draft and new_tokens > 1 and not is_bad:
             assert 1 <= per_call[-1] <= 1 + draft
-            assert len(per_call) == len(parts) - 1
 
 
 def generated(prompts, new_tokens, per_call=None):
@@ -337,6 +294,6 @@ def generated(prompts, new_tokens, per_call=None):
     parts = []
     try:
         parts.extend(xlstm_7b.generate(xlstm_7b.Model(*model), new_tokens, per_call))
-    except FloatingPointError as error:
-        return parts, str(error).removeprefix("prompts without an answer: ")
-    return parts, ""
+    except NotFiniteError as error:
+        return parts, error.args[0]
+    return parts, {}

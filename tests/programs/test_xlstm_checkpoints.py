@@ -72,22 +72,6 @@ def renamed(tensors, *pairs):
 TO_XLSTM = "backbone.embeddings", "embedding"
 OLDER = (".q.", ".query."), (".k.", ".key."), (".v.", ".value.")
 SIGING = "chunkwise--triton_xl_chunk_siging"
-# What config.json has unlike the fixture's, and the model's tensors as the file has them.
-SAME = [
-    param(fused(TENSORS), id="fused", weight_mode="fused"),
-    param(
-        renamed(TENSORS, *OLDER), id="older", num_blocks=None, embedding_dim=None, v_dim_factor=2
-    ),
-    param(TENSORS, id="first", num_hidden_layers=None, hidden_size=None),
-    param(TENSORS, id="out_norm_all_the_same", add_out_norm=False),
-    param(
-        TENSORS,
-        id="kernels",
-        chunkwise_kernel="parallel--native_stablef_custbw",
-        sequence_kernel="native_sequence__triton",
-        step_kernel="triton",
-    ),
-]
 
 
 def write(folder, file=TENSORS, **changed):
@@ -95,12 +79,46 @@ def write(folder, file=TENSORS, **changed):
     save_file(file, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(("tensors", "changed"), SAME)
+def contents(folder):
+    """The bytes of the texts, and of each file of weights its tensors and metadata."""
+    files = {}
+    for path in folder.iterdir():
+        if path.suffix != ".safetensors":
+            files[path.name] = path.read_bytes()
+            continue
+        with safe_open(path, framework="numpy") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            arrays = {name: (x.dtype, x.shape, x.tobytes()) for name, x in tensors.items()}
+            files[path.name] = arrays, file.metadata()
+    return files
+
+
+# The model's tensors as the file has them, and what config.json has unlike the fixture's.
+SAME = {
+    "fused": (fused(TENSORS), dict(weight_mode="fused")),
+    "older": (renamed(TENSORS, *OLDER), dict(num_blocks=None, embedding_dim=None, v_dim_factor=2)),
+    "first": (TENSORS, dict(num_hidden_layers=None, hidden_size=None, add_out_norm=False)),
+    "kernels": (
+        TENSORS,
+        dict(
+            chunkwise_kernel="parallel--native_stablef_custbw",
+            sequence_kernel="native_sequence__triton",
+            step_kernel="triton",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("tensors", "changed"), SAME.values(), ids=SAME)
 def test_files_that_have_the_same_model(tensors, changed, tmp_path):
-    write(tmp_path, tensors, **changed)
-    (config, params), (expected_config, expected) = read(tmp_path), read(FOLDER)
+    """What was read is written as it was."""
+    (source := tmp_path / "source").mkdir()
+    write(source, tensors, **changed)
+    (config, params), (expected_config, expected) = read(source), read(FOLDER)
     assert config == dataclasses.replace(expected_config, add_out_norm=config.add_out_norm)
     jax.tree.map(np.testing.assert_array_equal, params, expected)
+    checkpoint.write(source, tmp_path / "written", params)
+    assert contents(tmp_path / "written") == contents(source)
 
 
 def check(folder, name):
@@ -200,7 +218,7 @@ OF_XLSTM = [
 ]
 
 
-@pytest.mark.quick("sigmoid")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensors", "values"), OF_XLSTM)
 def test_checkpoints_of_xlstm(name, tensors, values, tmp_path):
     (tmp_path / "config.yaml").write_text(YAML.format(**values))
@@ -211,7 +229,7 @@ def test_checkpoints_of_xlstm(name, tensors, values, tmp_path):
     check(tmp_path, name)
 
 
-DOWN = "backbone.blocks.1.ffn.proj_down.weight"
+DOWN, LAST = "backbone.blocks.1.ffn.proj_down.weight", "lm_head.weight"
 EMBEDDINGS = "backbone.embeddings.weight"
 PART = "backbone.blocks.1.mlstm_layer.qkv_opreact.weight"
 # The tensors of a file, and what is said of them.
@@ -225,26 +243,12 @@ WRONG = [
         TENSORS | {DOWN: TENSORS[DOWN].T.copy()},
         r"proj_down.weight is F32 \[96, 64\], .* \[64, 96\]",
     ),
-    (
-        TENSORS | {DOWN: TENSORS[DOWN].astype("int8")},
-        r"proj_down.weight is I8, expected one of F32, BF16",
-    ),
-    (
-        TENSORS | {DOWN: TENSORS[DOWN].astype("float64")},
-        r"safetensors: .* is F64, expected one of F32,",
-    ),
-    (
-        TENSORS | {"lm_head.weight": TENSORS["lm_head.weight"].astype("float64")},
-        r"lm_head\.weight is F64, expected one of",
-    ),
+    (TENSORS | {DOWN: TENSORS[DOWN].astype("int8")}, r"down.weight is I8, expected one of F32, BF"),
+    (TENSORS | {LAST: TENSORS[LAST].astype("float64")}, r"lm_head\.weight is F64, expected one of"),
     (TENSORS | dict(foreign=TENSORS[DOWN]), r"has, unlike the model, 1 tensors: foreign"),
     (fused(TENSORS) | TENSORS, r" is in (\S+model.safetensors) and in \1"),
     (biased(True), r"unlike the model, .*\.bias"),
     (without_out_norm(TENSORS), r"lacks 1 tensors: .*out_norm\.weight"),
-    (
-        TENSORS | {DOWN: np.where(TENSORS[DOWN] > 0.1, np.nan, TENSORS[DOWN])},
-        f"^{DOWN} has values that",
-    ),
     (
         TENSORS | {EMBEDDINGS: np.where(np.arange(64) == 63, -np.inf, TENSORS[EMBEDDINGS])},
         f"^{EMBEDDINGS} has values that are not finite in float32$",
@@ -262,29 +266,10 @@ def test_wrong_files_are_named(tensors, message, tmp_path):
 # ---------------- back to a checkpoint
 
 
-def contents(folder):
-    """The bytes of the texts, and of each file of weights its tensors and metadata."""
-    files = {}
-    for path in folder.iterdir():
-        if path.suffix != ".safetensors":
-            files[path.name] = path.read_bytes()
-            continue
-        with safe_open(path, framework="numpy") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            arrays = {name: (x.dtype, x.shape, x.tobytes()) for name, x in tensors.items()}
-            files[path.name] = arrays, file.metadata()
-    return files
-
-
 FORMS = {
-    "single": (TENSORS, {}),
-    "fused": (fused(biased(False)), dict(use_bias=True, weight_mode="fused")),
-    "older": (renamed(TENSORS, *OLDER), {}),
+    "biased": (fused(biased(False)), dict(use_bias=True, weight_mode="fused")),
     "no_out_norm": (without_out_norm(TENSORS), dict(add_out_norm=False)),
-    "tied": (
-        TENSORS | {"lm_head.weight": TENSORS["backbone.embeddings.weight"]},
-        dict(tie_word_embeddings=True),
-    ),
+    "tied": (TENSORS | {LAST: TENSORS[EMBEDDINGS]}, dict(tie_word_embeddings=True)),
 }
 
 
@@ -295,8 +280,7 @@ def test_what_was_read_is_written_with_the_same_bits(form, tmp_path):
         (source := tmp_path / "source").mkdir()
         tensors, changed = FORMS[form]
         write(source, tensors, **changed)
-    _, params = read(source)
-    checkpoint.write(source, tmp_path / "written", params)
+    checkpoint.write(source, tmp_path / "written", read(source)[1])
     expected = {x: y for x, y in contents(source).items() if not x.endswith((".npz", ".py"))}
     assert contents(tmp_path / "written") == expected
     assert {x.name for x in tmp_path.iterdir()} <= {"source", "written"}
@@ -318,22 +302,18 @@ def test_only_a_checkpoint_that_is_complete_appears(tmp_path):
 # ---------------- fields and forms of the configuration
 
 
-BASE = "embedding_dim: 64\nnum_heads: 4\nnum_blocks: 2\nvocab_size: 97\n"
+BASE = "embedding_dim: 9600\nnum_heads: 4\nnum_blocks: 2\nvocab_size: 97\n"
 
 
 @pytest.mark.parametrize(
     ("lines", "name", "value"),
     [
-        ("'gate_soft_cap' : 5.0", "gate_soft_cap", 5.0),
-        ("? gate_soft_cap\n: 5.0", "gate_soft_cap", 5.0),
-        ("gate_soft_cap: 5", "gate_soft_cap", 5.0),
         ("gate_soft_cap: +.5e1", "gate_soft_cap", 5.0),
         ("gate_soft_cap:", "gate_soft_cap", None),
         ("eps: 1E-6", "eps", 1e-6),
-        ("ffn_proj_factor: 1e0", "ffn_proj_factor", 1.0),
         ("add_out_norm: no", "add_out_norm", False),
-        ("mode: train\nchunk_size: 64\nreturn_last_states: false", "ffn_dim", 192),
-        ("autocast_kernel_dtype: bfloat16\nnorm_reduction_force_float32: true", "num_heads", 4),
+        # xlstm's factor is 2.6667 and transformers' 2.667.
+        ("mode: train\nffn_round_up_to_multiple_of: 1", "ffn_dim", 25600),
         ("weight_mode: single\npad_token_id: 1\nbos_token_id: 0\neos_token_id: 2", "num_heads", 4),
     ],
 )
@@ -342,52 +322,47 @@ def test_config_yaml_in_any_form(lines, name, value, tmp_path):
     assert getattr(checkpoint.read_config(tmp_path)[0], name) == value
 
 
-NO_MAPPINGS = "", "[]", "[[1, 2]]", "null", "3", '"a"', "[" * 3000
-
-
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
         ("gate_softcap: 5.0", "there is no field gate_softcap; is it gate_soft_cap?"),
         ("gate_soft_cap : 5.0\nother: 1", "there is no field other"),
-        ("gate_soft_cap: '5.0'", "gate_soft_cap is '5.0' and must be a number"),
-        ("eps: 1e-6 x", "eps is '1e-6 x' and must be a number"),
         ("gate_soft_cap: .inf", "gate_soft_cap is inf and must be a number"),
-        ("ffn_round_up_to_multiple_of: 64.0", "ffn_round_up_to_multiple_of is 64.0 and must be"),
-        ("use_bias: 'no'", "use_bias is 'no' and must be"),
         ("vocab_size: 98", "vocab_size is there twice"),
-        *(
-            (x, "cannot read")
-            for x in ("a: [", "a: 5: 6", "a\n", "a: \0", "a: !!python/name:os.system")
-        ),
+        *((x, "cannot read") for x in ("a: [", "a: !!python/name:os.system")),
     ],
 )
 def test_config_yaml_that_is_wrong(lines, message, tmp_path):
     (tmp_path / "config.yaml").write_text(BASE + lines)
-    with pytest.raises(checkpoint.CheckpointError) as caught:
+    with pytest.raises(checkpoint.CheckpointError, match=re.escape(message)) as caught:
         checkpoint.read_config(tmp_path)
-    assert message in str(caught.value)
     assert str(tmp_path / "config.yaml") in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["config.json", "config.yaml"])
-def test_a_config_that_is_no_mapping_is_named(name, tmp_path):
-    """And a field by the name that it has there."""
-    for content in NO_MAPPINGS:
-        (tmp_path / name).write_text(content)
-        with pytest.raises(checkpoint.CheckpointError, match=f"cannot read {tmp_path / name}: "):
-            checkpoint.read_config(tmp_path)
-    (tmp_path / name).write_text('{"embedding_dim": "64"}')
-    with pytest.raises(checkpoint.CheckpointError, match=f"{name}: embedding_dim is '64' and must"):
+# Beyond 1e-30 and 1e30 float32 has no reciprocal, and no array has so many elements.
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            ("model_type", "llama"),
+            ("use_bias", 1),
+            ("add_qk_norm", True),
+            ("input_gate", "softplus"),
+        ),
+        *(("chunkwise_kernel", "chunkwise--triton_xl_chunk_relug"), ("force_bos_token_insert", 1)),
+        *(("num_heads", 3), ("num_blocks", 10001), ("vocab_size", 2**31), ("hidden_size", True)),
+        *(("embedding_dim", 128), ("norm_eps", None), ("eps", 1e-310), ("gate_soft_cap", np.nan)),
+        *(("output_logit_soft_cap", 1e40), ("v_dim_factor", 1e-9), ("ffn_proj_factor", 1e9)),
+    ],
+)
+def test_wrong_values_of_the_config_are_named(name, value, tmp_path):
+    # num_hidden_layers would stand in for num_blocks, and embedding_dim for hidden_size.
+    others = {} if name == "embedding_dim" else dict(embedding_dim=None, num_hidden_layers=None)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(VALUES | others | {name: value}))
+    message = re.escape(f"{path}: {name} is {value!r} and must be ")
+    with pytest.raises(checkpoint.CheckpointError, match=message):
         checkpoint.read_config(tmp_path)
-
-
-def test_widths_of_the_feed_forward_by_default(tmp_path):
-    """xlstm's factor is 2.6667 and transformers' 2.667."""
-    for name, expected in (("config.yaml", 25600), ("config.json", 25603)):
-        values = dict(embedding_dim=9600, ffn_round_up_to_multiple_of=1)
-        (tmp_path / name).write_text(json.dumps(values))
-        assert checkpoint.read_config(tmp_path)[0].ffn_dim == expected
 
 
 # What transformers and users write into config.json, and fields that only NX-AI/xLSTM-7b has.
@@ -410,13 +385,8 @@ def test_config_json_may_have_fields_that_are_not_the_models(tmp_path):
     assert checkpoint.read_config(tmp_path)[0] == checkpoint.read_config(FOLDER)[0]
 
 
-MISSPELT = dict(gate_softcap="gate_soft_cap", Hidden_Size="hidden_size", n_heads="num_heads")
-
-
-@pytest.mark.parametrize("name", MISSPELT)
-def test_a_misspelt_field_of_config_json_is_named(name, tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(VALUES | {name: 5}))
-    message = f"{path}: there is no field {name}; is it {MISSPELT[name]}?"
+def test_a_misspelt_field_of_config_json_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(VALUES | dict(Hidden_Size=5)))
+    message = "config.json: there is no field Hidden_Size; is it hidden_size?"
     with pytest.raises(checkpoint.CheckpointError, match=re.escape(message)):
         checkpoint.read_config(tmp_path)
