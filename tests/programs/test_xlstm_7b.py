@@ -1,6 +1,7 @@
 """examples/xlstm_7b.py, xlstm_model.py, xlstm_checkpoint.py: the logits and tokens of transformers'
 xLSTM for the checkpoint in xlstm_7b/, how tokens are drawn, the command, its figures and errors."""
 
+import contextlib
 import dataclasses
 import functools
 import io
@@ -432,3 +433,40 @@ def test_stop_tokens_of_the_generation_config_come_first(generation, config, exp
 def test_tokens_that_are_none_are_named(token):
     with pytest.raises(checkpoint.CheckpointError, match=r"^config\.json: .* is no token"):
         checkpoint.check_ids(CONFIG, "config.json", token)
+
+
+def test_no_device_has_all_of_a_weight_that_is_split():
+    block = read(devices=2)[1]["blocks"][1]
+    for name in {*block} - {"norm_mlstm", "norm_ffn"}:
+        assert block[name].addressable_shards[0].data.nbytes == block[name].nbytes // 2
+
+
+def test_prompts_fit_to_the_byte():
+    """Norms, the biases of gates and m are float32."""
+    big, small = checkpoint.Config(), dict(inference_state_dtype="bfloat16")
+    for needed, config, *placed in (
+        (283_968, CONFIG, "float32", 2),
+        (14_002_060_672, big, "bfloat16", 1),
+        (13_867_580_800, dataclasses.replace(big, **small), "bfloat16", 1),
+    ):
+        tensors, largest = checkpoint.tensors_of(config, *placed), config.vocab_size - 1
+        for token, free, message in (
+            (largest, needed, None),
+            (largest, needed - 1, "GiB per device"),
+            (largest + 1, needed, "prompt 1 has no token, or one beyond"),
+        ):
+            with (
+                mock.patch.object(checkpoint, "free_bytes", return_value=free),
+                pytest.raises(checkpoint.CheckpointError, match=message)
+                if message
+                else contextlib.nullcontext(),
+            ):
+                checkpoint.check_prompts(config, tensors, {0: [1], 1: [token, 0]})
+
+
+def test_the_fullest_device_decides_what_is_free():
+    """A device that does not say has room."""
+    stats = dict(bytes_limit=10, bytes_in_use=3), None, dict(bytes_limit=9, bytes_in_use=5)
+    devices = np.array([mock.Mock(memory_stats=lambda x=x: x) for x in stats])
+    assert checkpoint.free_bytes(mock.Mock(devices=devices)) == 4
+    assert checkpoint.free_bytes(mock.Mock(devices=devices[1:2])) == float("inf")
