@@ -228,6 +228,24 @@ def test_logits_that_are_not_finite_are_an_error(flags, copied, monkeypatch, cap
 
 
 @pytest.mark.slow
+def test_the_first_that_is_not_finite_is_named():
+    """A weight, else the block whose output or states are, else the logits."""
+    config = model.Config(vocab_size=8, hidden_size=16, num_blocks=2, num_heads=1)
+    tensors = checkpoint.tensors_of(config, "float32", 1)
+    params = checkpoint.load(config, tensors, checkpoint.random_tensors(0))
+    first, second = params["blocks"]
+    huge = second | dict(down=second["down"].at[3].set(3e38))
+    bad = first | dict(up=first["up"].at[0, 0, 0].set(-jnp.inf))
+    for name, blocks in (
+        ("the logits", [first, second]),
+        ("block 1 of 2", [first, huge]),
+        ("blocks.0.up", [bad, huge]),
+    ):
+        with mock.patch.object(model, "MOST_STEPS", 2):
+            assert model.first_not_finite(config, params | dict(blocks=blocks), [1, 2, 3]) == name
+
+
+@pytest.mark.slow
 def test_answers_that_are_there_stay_until_there_is_a_model(copied, tmp_path):
     """And while another run writes to their file, which is read as it was written."""
     path, line = tmp_path / "answers.jsonl", '{"prompt": 0, "answer": "a", "tokens": [1]}\n'
