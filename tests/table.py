@@ -127,7 +127,7 @@ CHUNKWISE = (
     chunkwise(50, "d", Ids(((20, 30), (40,))), last=True, **F16, **LAUNCHES, **CAST, reverse=True,
         chunk_size=32),
     chunkwise(64, "a", Lengths((64, 50)), last=True, **SPLITS, **KEPT, chunk_size=16),
-    chunkwise(64, "a", Ids(((20, 44), (40, 24))), last=True, **OF_STATES, chunk_size=16),
+    chunkwise(96, "a", Ids(((20, 76), (40, 24))), last=True, **OF_STATES, chunk_size=16),
     # All 8 entries of a list of chunks are used.
     chunkwise(64, "a", packed((17, 33), (18, 17)), last=True, chunk_size=16),
     chunkwise(16, "a", packed((1,) * 16, (2,) * 8, own=True), last=True, chunk_size=16),

@@ -14,6 +14,7 @@ from oracle import (
     call_shapes,
     cotangents_for,
     gradients_of_call,
+    in_float64,
     needs_mosaic_gpu,
     random_inputs,
     refused,
@@ -47,6 +48,21 @@ def test_no_batch_and_no_heads(backend, shape):
 def test_more_heads_than_an_int16_counts():
     call = Call("mlstm_chunkwise", (1, 32_800, 2, 1, 1), options=dict(return_last_states=True))
     value(call, "xla", ("model",))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint32"])
+def test_any_integer_dtype_is_clipped(dtype):
+    """S does not fit int8, and int32 does not have all of uint32."""
+    x = random_inputs(2, 2, 1, 300, 16, 16, states=False).values()
+    bounds = np.iinfo(dtype)
+    result, expected = (
+        mlstm_chunkwise(*x, sequence_lengths=lengths, backend="xla")
+        for lengths in (
+            jnp.array([bounds.min, bounds.max], dtype),
+            jnp.array([0, min(bounds.max, 300)]),
+        )
+    )
+    assert_close(result, expected, tolerance("float32", 300 + 16))
 
 
 # ---------------- what is beyond the largest number of float16
@@ -115,6 +131,8 @@ def test_c_is_rounded_once_to_the_dtype_of_q():
     run = functools.partial(mlstm_chunkwise_states, every=32, layout="BNTH", backend="xla")
     *_, (c, n, m) = run(*x.values())
     assert {y.dtype.name for y in (c, n, m)} == {"float32"}
+    *_, wide = in_float64(lambda x: run(**x), x)
+    assert {y.dtype.name for y in wide} == {"float64"}
     assert jnp.array_equal(c, c.astype("bfloat16").astype("float32"))
 
 
