@@ -42,7 +42,8 @@ def runs(call, backend):
     heads = np.prod(call.shape[3:])
     return backend != "interpret" or (
         np.prod(call.shape[:3]) <= 1000
-        and not (several and heads > 256)
+        and heads <= 10_000
+        and not (several and (heads > 256 or call.get(Ids).count > 8))
         and call.options.get("shards", 4) == 4
     )
 
