@@ -180,7 +180,7 @@ def pytest_runtest_protocol(item):
 GPU_SECONDS = {
     r"kernels_are_clean\[|test_lengths_segments_and_slots_are_clean": 200,
     r"(cases|calls|columns)_on_a_gpu|recurrences_on_a_gpu|kernels_run_on_a_gpu": 150,
-    r"test_memory_of_odd|test_call_on_mosaic_gpu|test_values.*(2048|4095|4096)|of_a_long": 60,
+    r"test_memory_of_odd|test_call_on_mosaic_gpu|test_values.*(2048|4095|4096|32768)": 60,
     r"test_mosaic_gpu_on_a_gpu.py|shards_on_one_gpu": 50,
     r"test_call|test_values|plan_of_another_gpu": 30,
     r"test_gpu(_huge)?.py|test_canaries.py": 15,

@@ -25,18 +25,18 @@ from table import (
     step,
 )
 
-# ---------------- all relations, for arrays of each kind
+# ---------------- all relations; of some more heads than a GPU has multiprocessors
 
 SHORT = tuple(1 + 7 * n % 10 for n in range(37))
-MANY = Lengths(tuple(1 + 37 * n % 256 for n in range(63)))
+MANY = tuple(1 + 37 * n % 256 for n in range(45))
 CHUNKED = (
     chunkwise(220, "g", packed(SHORT, (5, 40, 1)), last=True, **BF, **NT),
     chunkwise(396, "h", packed((1, 2, 0, 63, 64, 65, 200), (0, 130), own=True), last=True, **BF,
         **NT),
     chunkwise(300, "c", Ids(((100, 200), (37, 64, 199))), last=True, **F16, **NT),
     chunkwise(257, "f", Lengths((257, 100)), last=True, reverse=True, **BF, **PLAIN, **KEPT),
-    chunkwise(256, "c", MANY, last=True, **BF, **NT, **ALONE, NH=1),
-    prefixes(128, "c", Lengths(MANY.of[:31]), every=64, **F16, **ALONE, NH=5),
+    chunkwise(256, "c", Lengths(MANY), last=True, **BF, **NT, **ALONE, NH=3),
+    prefixes(128, "c", Lengths(MANY[:31]), every=64, **F16, **ALONE, NH=5),
 )  # fmt: skip
 BY_TOKEN = (
     step(3, "g", **BF, joined=True),
@@ -123,6 +123,7 @@ ON_TRITON = (
     model(1024, "f", chunk_size=16),
     model(2048, (64, 128), F32, chunk_size=1024),
     model(2048, (64, 128), chunk_size=2048),
+    model(32768, (64, 64), NH=1),  # one long cumulative sum would lose digits of the gradient of f
     chunkwise(1000, "f", Lengths((0, 700, 1000)), last=True, **BF, **FUSED),
     chunkwise(1000, "f", Lengths((0, 700, 1000)), last=True, **BF, **UNFUSED),
     model(1000, "f", F32, reverse=True),
@@ -146,8 +147,6 @@ ON_BOTH = (
     model(1500, (96, 192), NH=8, reverse=True, **NT, **FUSED, **KEPT),
     model(4096, "g", NH=1, reverse=True, **FUSED),  # in splits
 )
-# One long reversed cumulative sum would lose all digits of the gradient of f here.
-LONG = model(32768, (64, 64), NH=1)
 # With the fused scan and as users get it; of 128/256 more chunks than a GPU has multiprocessors.
 PLANS = (
     model(2040, "g", **FUSED, **NT),

@@ -30,7 +30,10 @@ from mlstm_pallas.problem.dimensions import make_problem
 from mlstm_pallas.stages.lowering import Lowering
 
 MODULE = Path(__file__).stem
-OF_ANY_HEADS = tuple(table_gpu.of_any_heads("mosaic_gpu"))
+TABLES = {
+    "plans": table_gpu.PLANS,
+    "any_heads": tuple(table_gpu.of_any_heads("mosaic_gpu")),
+}
 LAST = {"parallel_bw_dQKV", "chunk_gradients"}
 SECONDS = 300  # of a check: a kernel that waits for ever hangs its process
 
@@ -70,7 +73,7 @@ def vector_states_on_a_gpu():
 
 def calls_on_a_gpu(name, first, step):
     """Values of calls of a table, and bits of second calls; all run their backward pass there."""
-    for call in getattr(table_gpu, name, OF_ANY_HEADS)[first::step]:
+    for call in TABLES[name][first::step]:
         print(call, flush=True)
         config = KernelConfig(**call.options.get("config", {}))
         stages = mosaic_stages(*call.shape, config=config)
@@ -114,8 +117,8 @@ OTHERS = [name for name in CASES | PAIRS if not any(name in check for check in S
 GPU_CHECKS = [
     *SMOKE,
     *((cases_on_a_gpu, *OTHERS[part::6]) for part in range(6)),
-    *((calls_on_a_gpu, "PLANS", part, 4) for part in range(4)),
-    *((calls_on_a_gpu, "OF_ANY_HEADS", part, 4) for part in range(4)),
+    *((calls_on_a_gpu, "plans", part, 4) for part in range(4)),
+    *((calls_on_a_gpu, "any_heads", part, 4) for part in range(4)),
     (vector_states_on_a_gpu,),
     (columns_on_a_gpu,),
     (repeats_on_a_gpu, 8, 8, 8192, 256, 512),

@@ -40,14 +40,14 @@ def test_forward_8192(dtype, DHQK, DHV):
 
 
 @functools.lru_cache(1)
-def desired(call, kind):
-    return exact(call, arrays(call, 1, kind))
+def desired(call):
+    return exact(call, arrays(call, 1))
 
 
-def values(call, backend, kind="model", bounds=None):
+def values(call, backend, bounds=None):
     """The errors of a call, below its bounds or these; a second call has the same bits."""
-    x, results = clean(call, backend, kind)
-    found = errors(call, x, results, desired(call, kind), kind, backend)
+    x, results = clean(call, backend, "model")
+    found = errors(call, x, results, desired(call), backend=backend)
     if bounds:
         found = {name: (y, bounds[len(name) - 1]) for name, (y, _) in found.items()}
     below(found)
@@ -81,10 +81,6 @@ def test_values(call, backends):
         if backend == "mosaic_gpu":
             skip_unless_hopper()
         values(call, backend)
-
-
-def test_values_of_a_long_sequence():
-    values(table_gpu.LONG, "triton", "long")
 
 
 @pytest.mark.parametrize(("backend", "layout"), [("triton", "BNTH"), ("mosaic_gpu", "BTNH")])
@@ -128,18 +124,15 @@ def float32_bound(products):
 BOUNDS = float32_bound(2), float32_bound(6)
 
 
-WIDE = table_gpu.F32
-
-
 @pytest.mark.parametrize("heads", ["f", "g"])
 @pytest.mark.parametrize("schedule", [{}, table_gpu.FUSED], ids=["planned", "fused"])
 def test_float32_has_the_digits_of_six_products(heads, schedule):
-    values(table_gpu.model(1000, heads, WIDE, **schedule), "triton", bounds=BOUNDS)
+    values(table_gpu.model(1000, heads, table_gpu.F32, **schedule), "triton", bounds=BOUNDS)
 
 
 def test_three_products_do_not_have_them():
     precision = table_gpu.config(precision=DotAlgorithmPreset.BF16_BF16_F32_X3)
-    call = table_gpu.model(1000, "f", WIDE, **precision)
+    call = table_gpu.model(1000, "f", table_gpu.F32, **precision)
     found = values(call, "triton", bounds=(math.inf, math.inf))
     assert found["h"] > BOUNDS[0]
     assert min(found[f"d{name}"] for name in "qkv") > BOUNDS[1]
