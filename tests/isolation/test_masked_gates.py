@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from oracle import (
     emptied,
-    masked,
     random_inputs,
     token_at,
 )
@@ -24,6 +23,12 @@ STEP = 20  # of 32, in the second of two chunks
 
 BOTH_GATES = pytest.mark.parametrize("gate", ["i", "f"])
 BOTH_VALUES = pytest.mark.parametrize("value", [AT, ABOVE], ids=["at_-1e6", "above_-1e6"])
+
+
+def masked(mask, x):
+    """Steps count where the mask, (S,), is True, by the recipe of docs/serving.md."""
+    qkv = {name: jnp.where(mask[:, None], x[name], 0) for name in "qkv"}
+    return x | qkv | dict(i=jnp.where(mask, x["i"], -np.inf), f=jnp.where(mask, x["f"], np.inf))
 
 
 @functools.cache

@@ -15,7 +15,6 @@ from oracle import (
     loss_of,
     random_inputs,
     results_of,
-    reversed_in_time,
     tolerance,
 )
 
@@ -35,6 +34,26 @@ TILES = KernelConfig(
         siz_b_LQ=16, siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, keep_q=False
     ),
 )
+
+
+def reversed_in_time(run, lengths):
+    """The function on sequences that run from their last step to their first; all of these are
+    within the lengths."""
+
+    def flipped(x, axis):
+        S = x.shape[axis]
+        ends = np.full(len(x), S) if lengths is None else np.clip(lengths, 0, S)
+        steps, ends = np.arange(S), ends[:, None]
+        places = np.where(steps < ends, ends - 1 - steps, steps)
+        return jax.vmap(functools.partial(jnp.take, axis=axis - 1))(x, places)
+
+    def run_flipped(*, segment_ids=None, **x):
+        x |= {name: flipped(x[name], 2) for name in "qkvif"}
+        ids = None if segment_ids is None else flipped(segment_ids, 1)
+        h, states = run(**x, segment_ids=ids)
+        return flipped(h, 2), states
+
+    return run_flipped
 
 
 INPUTS = random_inputs(0, B, NH, S, 16, 16, resets=True)
