@@ -179,7 +179,7 @@ def pytest_runtest_protocol(item):
 # is not here takes 10 or less. The pattern that comes first counts.
 GPU_SECONDS = {
     r"kernels_are_clean\[|test_lengths_segments_and_slots_are_clean": 200,
-    r"(cases|calls|columns)_on_a_gpu|recurrences_on_a_gpu|kernels_run_on_a_gpu": 150,
+    r"(cases|calls)_on_a_gpu|recurrences_on_a_gpu|kernels_run_on_a_gpu": 150,
     r"test_memory_of_odd|test_call_on_mosaic_gpu|test_values.*(2048|4095|4096|32768)": 60,
     r"test_mosaic_gpu_on_a_gpu.py|shards_on_one_gpu": 50,
     r"test_call|test_values|plan_of_another_gpu": 30,

@@ -16,7 +16,15 @@ def over(condition, y):
 
 def select(condition, x, y):
     """Arrays of x where the condition holds, else those of y."""
+    if condition.all():
+        return x
     return [np.where(over(condition, a), a, b) for a, b in zip(x, y, strict=True)]
+
+
+def scaled(factor, y):
+    """factor * y, in which a factor of 0 makes 0 of anything."""
+    product = over(factor, y) * y
+    return product if factor.all() else np.where(over(factor == 0, y), 0, product)
 
 
 def outer(a, b):
@@ -80,15 +88,16 @@ class Recurrence:
         """The step t and what is saved behind it."""
         state = saved if self.masks.back[t] else state
         enter = self.masks.start[:, t]
-        c, n, m = select(enter >= 0, [y[self.entry, enter] for y in self.initial], state)
+        c, n, m = state
+        if (enter >= 0).any():
+            c, n, m = select(enter >= 0, [y[self.entry, enter] for y in self.initial], state)
         carried = self.log_f[t] + m
         new = m if self.sigmoid else np.maximum(carried, self.log_i[t])
         safe = np.where(new == -np.inf, 0, new)
         decay, gain = np.exp(carried - safe), np.exp(self.log_i[t] - safe)
-        # What a decay of 0 multiplies may be anything.
-        kept = (np.where(over(decay == 0, y), 0, over(decay, y) * y) for y in (c, n))
         stored = gain[..., None] * self.k[t]
-        after = [y + z for y, z in zip(kept, (outer(stored, self.v[t]), stored), strict=True)]
+        after = [scaled(decay, c), scaled(decay, n) + stored]
+        after[0] += outer(stored, self.v[t])
         z = self.scale * dot(self.q[t], after[1])
         floor = self.norm_val * (np.exp(-safe) if self.floor_of_m else np.ones(z.shape))
         if self.floor_of_m and self.norm_val:
@@ -142,7 +151,7 @@ class Recurrence:
                     for y, z in zip(d, d_last, strict=True):
                         y[b] += z[b, n]
                 keep, enter = self.masks.keep[:, t], self.masks.start[:, t]
-                kept = [np.where(over(keep, y), y, 0) for y in d]
+                kept = [scaled(keep, y) for y in d]
                 gradients, before = self.step_backward(t, step, kept, dh[t], noisy[t])
                 for y, z in zip(result, gradients, strict=True):
                     y[t] = z
@@ -174,7 +183,7 @@ class Recurrence:
         dk = step.gain[..., None] * of_k
         dv = step.gain[..., None] * times(np.swapaxes(dc, -1, -2), k)
         di = step.gain * dot(k, of_k)
-        carried = step.decay * (np.sum(dc * c0, (-1, -2)) + dot(dn, n0))
+        carried = step.decay * (np.einsum("...kv,...kv", dc, c0) + dot(dn, n0))
         if not self.sigmoid:
             dm = dm - di - carried
             di = di + np.where(step.carries, 0, dm)

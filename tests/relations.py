@@ -34,9 +34,9 @@ def clean(call, backend, kind):
 
 
 def value(call, backend, kinds=KINDS):
-    """The results are those of the recurrence in float64, for arrays of each kind. Interpreted
-    documents take long: two kinds of these."""
-    if backend == "interpret" and call.get(Ids):
+    """The results are those of the recurrence in float64, for arrays of each kind: of two kinds
+    where that takes long, in large calls and interpreted documents."""
+    if call.large or (backend == "interpret" and call.get(Ids)):
         kinds = [x for x in kinds if x in ("model", "any size")]
     for kind in kinds:
         x, actual = clean(call, backend, kind)
