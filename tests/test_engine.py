@@ -22,6 +22,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.quick("{}-model", "{}-cancels")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_oracle_is_the_reference_and_its_derivative(options, kind):

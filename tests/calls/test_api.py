@@ -40,6 +40,7 @@ VARIABLE = "MLSTM_PALLAS_BACKEND"
 SMALL = random_inputs(1, 1, 1, 16, 16, 16, states=False).values()
 
 
+@pytest.mark.slow
 def test_default_backend_on_a_cpu_is_xla():
     """The compiled programs have the same operations, each as often."""
 
@@ -120,6 +121,7 @@ def test_dtypes(given, autocast):
 OF_16_BITS = dict.fromkeys(("i", "f", "c_initial", "n_initial", "m_initial"), "bfloat16")
 
 
+@pytest.mark.slow
 def test_gates_and_states_of_16_bits_are_those_of_the_same_values_in_float32():
     """Gates of any function, and the initial states of mlstm_chunkwise; steps return states in the
     dtypes of theirs. Gradients have the dtypes of the arrays."""

@@ -32,6 +32,7 @@ from mlstm_pallas import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(0, 2, 20, 16, 24), (2, 0, 20, 16, 24)], ids=str)
 @pytest.mark.parametrize("backend", ["xla", "interpret"])
 def test_no_batch_and_no_heads(backend, shape):
@@ -50,6 +51,7 @@ def test_more_heads_than_an_int16_counts():
     value(call, "xla", ("model",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "uint32"])
 def test_any_integer_dtype_is_clipped(dtype):
     """S does not fit int8, and int32 does not have all of uint32."""
@@ -74,6 +76,7 @@ def overflowing(S, q, k, v):
     return {name: jnp.full_like(x[name], y) for name, y in zip("qkvif", rows, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_is_beyond_float16_is_inf_or_right(fused):
     """C = 8 * 2048 t after t steps, beyond 65504 after a chunk of 16; the steps of the first chunk
@@ -136,6 +139,7 @@ def test_c_is_rounded_once_to_the_dtype_of_q():
     assert jnp.array_equal(c, c.astype("bfloat16").astype("float32"))
 
 
+@pytest.mark.slow
 def test_backend_and_config_are_those_of_the_call():
     """They change what runs, not the results."""
 

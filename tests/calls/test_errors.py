@@ -471,7 +471,7 @@ def test_indices_that_count_for_nothing_may_be_anything():
     pooled(mlstm_recurrent_step, slots=np.array([-1, -1]))()
 
 
-@pytest.mark.quick("numpy-device", "device-device")
+@pytest.mark.slow
 @pytest.mark.parametrize("checks", ["0", "1"])
 @pytest.mark.parametrize("lengths", ["device", "traced"])
 @pytest.mark.parametrize("ids", ["numpy", "device"])
@@ -498,7 +498,7 @@ def test_indices_of_several_kinds_in_a_call(monkeypatch, ids, lengths, checks):
 OF_CHUNKS = mlstm_chunkwise, mlstm_chunkwise_sequence_parallel, reference.chunkwise
 
 
-@pytest.mark.quick("mlstm_chunkwise-False", "mlstm_recurrent", "recurrence")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "pooled"), [*((x, False) for x in PUBLIC), *((x, True) for x in STEPS)]
 )
@@ -529,6 +529,7 @@ def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones(function, poo
     refused(ValueError, message, run, x[m] + 1)
 
 
+@pytest.mark.slow
 def test_num_segments_and_rows_of_prompts_may_be_exactly_their_limits():
     """A segment of ids below 0 has a place too, where there are initial states and any may be.
     Plain jnp has no limit."""
@@ -633,6 +634,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
 def test_arrays_of_other_functions_are_refused_by_name(case):
     function, arrays = OTHERS[case]
@@ -679,6 +681,7 @@ FORWARD_MODE = [
 ]
 
 
+@pytest.mark.slow
 def test_second_derivatives_and_forward_mode_are_refused_by_name():
     message = (
         "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and "
@@ -689,6 +692,7 @@ def test_second_derivatives_and_forward_mode_are_refused_by_name():
         refused(TypeError, message, derivative, SQUARE["q"])
 
 
+@pytest.mark.slow
 def test_the_plain_function_takes_the_call_as_it_is():
     """With S no multiple of the chunk."""
     options = zeros(OPTIONAL) | dict(chunk_size=16, return_last_states=True, layout="BTNH")

@@ -60,6 +60,7 @@ SLOW = (
 )
 
 
+@pytest.mark.slow
 @needs_mosaic_gpu
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", [*QUICK, *map(slow, SLOW)])
@@ -78,6 +79,7 @@ def test_states_that_overflow_stay_in_their_segments(is_fused):
     by_overflow(chunkwise(192, "c", documents, last=True, **BF, NH=1, config=config), "mosaic_gpu")
 
 
+@pytest.mark.slow
 @needs_mosaic_gpu
 @pytest.mark.parametrize(
     ("kind", "dtype", "target"),
@@ -197,6 +199,7 @@ def test_another_jax_or_gpu_is_refused(jax_version, gpu, message, monkeypatch):
         assert jax.eval_shape(step, *HALF)[0].shape == (1, 1, 256)
 
 
+@pytest.mark.slow
 @needs_mosaic_gpu
 @pytest.mark.filterwarnings("ignore:backend of use_backend is 'mosaic_gpu' and products are in")
 @pytest.mark.parametrize("run", [mlstm_chunkwise, a_step, adapter])
@@ -216,6 +219,7 @@ def test_a_step_runs_its_triton_kernel():
     assert (MOSAIC_CALL in text, CUSTOM_CALL_TARGET in text) == (False, True)
 
 
+@pytest.mark.slow
 @needs_mosaic_gpu
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("heads", "config"), [((128, 128), fused()), ((64, 64), materialised(2))])
@@ -228,6 +232,7 @@ def test_gradients_trace_in_strict_modes(heads, config):
         assert [*jax.eval_shape(results_of(run), *x)] == [x[2], *x]
 
 
+@pytest.mark.slow
 @needs_mosaic_gpu
 def test_what_mosaic_gpu_kernels_round():
     gates, sums = "chunk_summaries ff 0, chunk_gates fffffffff 0, ", "step_sums f 0, "

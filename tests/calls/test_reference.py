@@ -74,6 +74,7 @@ def test_recurrence_is_the_unstabilised_definition(options):
     compare(OUTPUTS, result, by_definition(*arrays, **options), 40 * tolerance("float64", 40))
 
 
+@pytest.mark.slow
 def test_recurrence_in_the_layout_of_projections():
     inputs = random_inputs(0, 2, 3, 5, 7, 5)
     swapped = {x: np.swapaxes(y, 1, 2) if x in "qkvif" else y for x, y in inputs.items()}
@@ -102,6 +103,7 @@ def test_a_chunk_of_4096_steps_loses_no_digits_of_its_gates():
     check_outputs(result, inputs, tolerance("float32", 4096), **options)
 
 
+@pytest.mark.slow
 def test_normalise_has_no_nan_where_the_floor_overflows():
     m = jnp.asarray([-jnp.inf, -1e4, -100.0, 0.0, 100.0, 1e4])
     z = jnp.asarray([0.0, 1.0, -1.0, 0.5, 2.0, 0.0])

@@ -79,7 +79,7 @@ def test_ids_of_loaders_are_read_alike_from_numpy_and_jax(loader):
         compare(OUTPUTS, (other * counts, *last), (h * counts, *states), tolerance("float32", 27))
 
 
-@pytest.mark.quick("int64")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int64", "uint8"])
 def test_ids_are_refused_if_a_segment_would_lose_steps(dtype):
     """Of random rows: NumPy arrays are refused where ``segment_ends`` leaves out an id above 0."""

@@ -201,6 +201,7 @@ def ring_of(x, *, state_dtype=None, **options):
     return mlstm_ring_states(c.astype(state_dtype or c.dtype), n, *(m or [None]), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("B", "NH", "L"), [(1, 8, 16), (3, 1, 8)])
 def test_flushes_are_spread_over_steps(B, NH, L):
     x = random_inputs(5, B, NH, 2 * L, 4, 4)
@@ -213,7 +214,7 @@ def test_flushes_are_spread_over_steps(B, NH, L):
     assert sum(flushes[L:]) == B * NH
 
 
-@pytest.mark.quick("xla")
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_more_accepted_tokens_than_are_pending_are_these(backend):
     """In a step and in a flush; before the first call none is pending."""
@@ -239,6 +240,7 @@ def test_a_step_updates_the_states_in_place():
     assert not {"concatenate", "slice"} & {*re.findall(r"stablehlo\.(\w+)", text)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [0, 5], ids=["states", "slots"])
 @pytest.mark.parametrize("step", [mlstm_recurrent_step, mlstm_ring_step])
 def test_vmap_joins_its_axis_to_the_batch_unless_there_are_slots(step, rows):
@@ -317,6 +319,7 @@ def test_fresh_rows_in_a_used_pool_are_those_of_a_fresh_pool(backend):
     assert_same_bits(*(jax.tree.map(lambda y: y[rows], x) for x in (pools, fresh)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "length"), [(1, 8), (3, 64), (67, 16)])
 def test_heads_and_entries_begin_at_their_phases(heads, length):
     phases = {
@@ -335,6 +338,7 @@ def test_heads_and_entries_begin_at_their_phases(heads, length):
         assert not np.any(states.pending)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [mlstm_ring_step, mlstm_recurrent_sequence])
 def test_as_many_tokens_as_heads_get_a_warning(function):
     """In both layouts such arrays have one shape. Where the shapes tell, none is given."""
@@ -468,6 +472,7 @@ def test_a_step_is_exported_with_its_states():
     assert jax.export.deserialize(data).call(SLOTS, sigmoid, *TOKENS)[1].m is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["0", "", None, "1", "yes"])
 def test_checks_are_on_if_the_variable_is_1(monkeypatch, value):
     """With 0 they are off, as without the variable: nothing calls the host, and exports work."""

@@ -194,7 +194,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shards", MESHES)
 def test_shards_give_the_numbers_of_the_whole(shards, case):
@@ -234,6 +234,7 @@ def test_splits_of_a_shard_take_their_products_from_its_summary():
     assert (names["step_sums"], names["split_products"]) == (1, 1)
 
 
+@pytest.mark.slow
 def test_no_batch_at_all():
     x = [y[:0] for y in CASES["open"].values()]
     h, _ = jax.jit(over(mesh_of_shards(2), backend="xla", **OPTIONS))(*x)
@@ -276,6 +277,7 @@ def test_a_mapped_axis_does_for_a_mesh_axis(gradients):
     check(on_one_device(3, gradients, **OPTIONS)(*x), alone(*x), x)
 
 
+@pytest.mark.slow
 def test_a_mapped_axis_traces_where_fewer_heads_take_other_chunks():
     """Each of the two mapped devices plans for the heads of one, and the call for those of both."""
     run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", backend="triton")

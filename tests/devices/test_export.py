@@ -147,6 +147,7 @@ X64 = "`num_segments`", "ring step", "slots"
 EXPORTED = [slow(x, True) for x in X64] + [slow(x, False) for x in ("states of steps", "bfloat16")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "x64"), [("step", False), ("step", True), *EXPORTED, slow("reverse", False)]
 )

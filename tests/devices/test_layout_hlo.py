@@ -193,6 +193,7 @@ def transposes(case, mesh, transform):
     return sum(y.outvars[0].aval.size >= of_shard for y in equations(jaxpr, "transpose"))
 
 
+@pytest.mark.quick("device-materialised-call")
 @pytest.mark.parametrize("transform", [lambda call: call, mapped], ids=["call", "vmap"])
 @pytest.mark.parametrize(
     ("mesh", "case"),

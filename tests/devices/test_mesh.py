@@ -36,6 +36,7 @@ def test_the_table_of_kinds_of_axes_has_every_call():
     assert {y for calls in CELLS.values() for y in calls} == {*mesh_table.COLUMNS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [EXPLICIT, slow(AUTOMATIC)])
 def test_slots_are_not_in_the_table(axes):
     on_mesh("slots", axes)

@@ -41,6 +41,7 @@ IN_MODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*QUICK, *map(slow, REST)])
 def test_switches_of_jax_change_no_program(name):
     same_program(name)
@@ -86,6 +87,7 @@ def calls_with_constants():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["step", *map(slow, ("ring", "chunkwise", "reference", "recurrence"))]
 )
@@ -120,6 +122,7 @@ def calls_without_jit():
     yield "joined", mlstm_recurrent_step, joined
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["configured", "recurrence", "lengths", "joined"])
 def test_a_second_call_without_jit_compiles_and_transfers_nothing(caplog, name):
     [(run, x)] = [y for other, *y in calls_without_jit() if other == name]

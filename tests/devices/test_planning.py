@@ -62,7 +62,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.quick("recomputed-materialised", "stored-fused")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "stored"])
 def test_the_grids_of_a_plan_are_those_that_run(recompute, config):

@@ -108,7 +108,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.quick("cannot_be_kept-disagreement")
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "kinds", "options"), MESHES)
 def test_numbers_on_a_mesh_are_those_of_one_device(expected, shape, kinds, options):
     options, mesh = dict(options), mesh_of(shape, *kinds)
@@ -125,6 +125,7 @@ def test_vmap_over_an_axis_that_is_sharded_explicitly(expected):
     compare(RESULTS, [y[:, 0] for y in result], expected, BOUND)
 
 
+@pytest.mark.slow
 def test_vmap_over_no_examples():
     none = [jnp.zeros((0, *x.shape)) for x in INPUTS]
     shapes = jax.eval_shape(jax.vmap(results_of(run_on(None))), *none)
@@ -133,6 +134,7 @@ def test_vmap_over_no_examples():
     assert h.shape == none[2][:, :, :, 0].shape
 
 
+@pytest.mark.slow
 def test_one_of_several_devices_runs_the_plain_module():
     on_one = jax.device_put(INPUTS, jax.devices("cpu")[3])
     on_eight = sharded(INPUTS, mesh_of((8,)), BATCH)
@@ -256,6 +258,7 @@ def test_shards_of_entries_and_of_rows_of_pools_are_gathered(backend, kind):
     compare(OUTPUTS, result, step(of_all, *TOKEN), BOUND)
 
 
+@pytest.mark.slow
 def test_slots_on_automatic_axes_inside_a_shard_map():
     """A shard of slots is gathered there too."""
     x, step = (SLOTS, *TOKEN[:-1], 0 * TOKEN[-1]), step_of(input_gate="sigmoid")

@@ -42,6 +42,7 @@ def test_against_float64(tpu, call):
     value(call, "xla", ("model",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gradient inside", slow("`num_segments`"), slow("ring step")])
 def test_calls_on_automatic_axes_have_their_values(name):
     """On CPU devices. XLA partitions the axes that libtpu has no custom_partitioning for."""
@@ -71,6 +72,7 @@ def test_calls_compile_for_several_tpus_and_exchange_nothing():
     assert other == mesh_table.COMPILES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vmem", [2**15, 2**15 - 1])
 def test_a_few_heads_at_a_time(tpu, monkeypatch, vmem):
     """14 heads, 32 KiB of states each, which fit or do not: one at a time, under vmap too; on a CPU

@@ -64,7 +64,7 @@ def gradients_and_m(inputs, backend):
     return jax.grad(loss, has_aux=True)(inputs)
 
 
-@pytest.mark.quick("xla-i")
+@pytest.mark.slow
 @BOTH_VALUES
 @BOTH_GATES
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
@@ -91,7 +91,7 @@ def test_a_recurrent_step_with_a_gate_at_minus_1e6(backend, gate, value):
     assert np.any(h != 0) == (value == ABOVE)
 
 
-@pytest.mark.quick("interpret")
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
 def test_masked_steps_keep_states_to_the_bit(backend):
     """Those of a call, and that of mlstm_recurrent_step."""

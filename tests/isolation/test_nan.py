@@ -101,7 +101,7 @@ def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, reverse, name)
     assert_close(h, expected, 0.0 if name in "qv" else tolerance("float32", S + 16))
 
 
-@pytest.mark.quick("mlstm_recurrent_sequence-xla", "recurrence")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "backend"),
     [

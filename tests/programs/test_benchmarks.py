@@ -35,7 +35,7 @@ step mlstm_recurrent_step --impl=xla --dtype=float32 --state_dtype=float16: h, a
 """
 
 
-@pytest.mark.quick("kernel", "prefill", "scaling")
+@pytest.mark.quick("kernel")
 @pytest.mark.parametrize("line", WRONG.strip().splitlines())
 def test_a_wrong_output_is_not_timed(line, monkeypatch):
     request, message = line.split(": ")
@@ -163,7 +163,7 @@ def cell(x):
     return f"{x:.4g}" if isinstance(x, float) else str(x)
 
 
-@pytest.mark.quick("layer", "kernel", "step shape=2x3x9x16x32 steps=3 repeats=3 impl=xla variant")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [slow(x) if x.startswith("slow") else x for x in COMMANDS],

@@ -60,7 +60,7 @@ def checked_rows(device, heads, dtype, stages=(), **options):
     return rows, spec
 
 
-@pytest.mark.quick("H200 64/64")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "heads", "dtype", "variant", "fields"),
     [

@@ -32,7 +32,7 @@ def kernel(*x, return_last_states=False, sigmoid=False, eps=1e-6, **_):
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
 
 
-@pytest.mark.quick("layout")
+@pytest.mark.slow
 @pytest.mark.parametrize("diff", DIFFS, ids=["import", "layout", "mlstm_kernels", "siging"])
 def test_diff_keeps_the_function(diff, monkeypatch):
     """Both sides run, one behind the other in each hunk, with arrays in the model's layout."""
@@ -110,6 +110,7 @@ def theirs_of(step, q, k, v, i, f, c, n, m):
 PACKAGES = "another name", "xlstm-jax", "mlstm_kernels", "transformers", "xlstm"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_each_row_is_our_call(package):
     """For xlstm so is the way back of the states."""
@@ -195,7 +196,7 @@ DECAYS = {
 }
 
 
-@pytest.mark.quick("infinite_at")
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", DECAYS)
 def test_the_gate_of_fla_has_the_gradient_of_its_decay(decay):
     """Also with small cotangents."""

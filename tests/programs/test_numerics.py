@@ -11,6 +11,7 @@ from shapes import Shape
 SHAPE, NAMES = Shape(1, 2, 24, 4, 8), ["h", "dq", "dk", "dv", "di", "df"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operands", "status"), [("positive", "wrong"), ("random", "ok")])
 def test_a_result_that_is_off_by_a_share(operands, status, monkeypatch):
     """One head of two is; where the promise has a bound the row is wrong."""
@@ -31,6 +32,7 @@ def test_a_result_that_is_off_by_a_share(operands, status, monkeypatch):
     assert row["kappa"] > 0.99
 
 
+@pytest.mark.slow
 def test_rows_of_plain_jnp():
     request = f"--shape={SHAPE}", "--dtype=float32", "--gates=1:4,1:10:15", "--operands=positive"
     code, rows = benchmark_runs.measured(numerics, *request, "--cotangents=random,normalised")

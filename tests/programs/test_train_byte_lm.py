@@ -39,6 +39,9 @@ TINY = dict(
 )
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module", autouse=True)
 def text_folder(tmp_path_factory):
     """The corpus of TINY. Its text is files whose bytes follow each other in a fixed order: easy to
@@ -115,7 +118,6 @@ def test_files_of_a_corpus(tmp_path, monkeypatch):
 # ---------------- the model
 
 
-@pytest.mark.slow
 def test_the_model_that_generates_is_the_one_that_is_trained():
     """Greedily; with open input gates, so that much of the logits comes from the states."""
     config = Config(256, 32, num_blocks=2, num_heads=2)
@@ -194,7 +196,6 @@ def curve(folder):
     return [line | dict.fromkeys(differ) for line in read_log(folder)]
 
 
-@pytest.mark.slow
 def test_interrupted_run_goes_on_along_the_curve(output, copied, capsys):
     with (copied / "log.jsonl").open("a") as file:  # what a kill after the checkpoint leaves
         file.write(json.dumps(dict(step=20, loss=0.0, seconds=1e3)) + '\n{"step": 30, "lo')
@@ -212,7 +213,6 @@ def test_interrupted_run_goes_on_along_the_curve(output, copied, capsys):
     assert read_log(copied) == before
 
 
-@pytest.mark.slow
 def test_noresume_starts_over(copied):
     assert train(copied, resume=False, seed=1, max_minutes=0.0) == 75
     assert os.listdir(copied / "checkpoints") == ["1"]
@@ -313,7 +313,6 @@ def test_a_run_is_not_finished_with_the_sample_of_an_earlier_end(training, tmp_p
     assert {x.name for x in tmp_path.iterdir()} <= {*lm.WRITTEN} - {lm.SAMPLE}
 
 
-@pytest.mark.slow
 def test_loss_that_is_not_finite(tmp_path):
     message = "the loss is nan by step 10"
     assert message in error_of(train, tmp_path, code=1, learning_rate=float("inf"))
@@ -332,7 +331,6 @@ def assert_same_curve(folder, single):
         assert read_log(folder, name)[-len(expected) :] == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_along_the_curve_on_a_mesh(output, copied):
     if jax.device_count() < 8:
         pytest.skip("too few devices")
@@ -369,7 +367,6 @@ def end_of_processes(folder, end=lambda *_: None):
             process.kill()
 
 
-@pytest.mark.slow
 def test_processes_end_together_and_have_the_curve_of_a_single_device(output, tmp_path):
     end = functools.partial(end_of_processes, tmp_path)
     codes, *printed = end(lambda first, second: second.send_signal(signal.SIGTERM))
@@ -406,7 +403,6 @@ with train_byte_lm.stop_on_signals() as stop:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("without_nohup")
 @pytest.mark.parametrize(
     ("first", "second"),
@@ -452,7 +448,6 @@ def test_the_first_signal_decides_on_the_exit_code(monkeypatch):
         assert stop.signal == signal.SIGTERM
 
 
-@pytest.mark.slow
 def test_text_that_is_lost_ends_a_run_with_a_checkpoint(tmp_path, monkeypatch):
     """As where the reader of stdout and of stderr ends."""
     reader, writer = os.pipe()

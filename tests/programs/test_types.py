@@ -129,6 +129,7 @@ def test_a_docstring_has_an_entry_for_each_argument_in_80_columns(function):
     assert sorted(named) == sorted(inspect.signature(function).parameters)
 
 
+@pytest.mark.quick("chunkwise", "use_backend", "plan")
 @pytest.mark.parametrize("function", [*FUNCTIONS, mlstm_pallas.use_backend, mlstm_pallas.plan])
 def test_the_example_of_a_docstring_runs(function, monkeypatch):
     [example] = doctest.DocTestFinder(recurse=False).find(function, function.__name__, globs={})

@@ -95,6 +95,7 @@ def test_costs_of_stages(lines):
         assert [*impl.phases(shape, 2, "fwd")] == [tuple(map(int, cost))], stage
 
 
+@pytest.mark.slow
 def test_parameters_and_flops_of_a_language_model():
     """All parameters, those of matrix products, and the FLOPs of a step of two sequences of 256
     tokens: three times those of the forward products and of the mLSTM in chunks of 128."""

@@ -38,6 +38,9 @@ CONFIG, _ = checkpoint.read_config(FOLDER)
 S, LOOP = 256, 23
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module", autouse=True)
 def one_length():
     with mock.patch.object(xlstm_7b, "MULTIPLE", S):
@@ -75,7 +78,6 @@ BFLOAT16 = 2 * (2 * 14 + 2) ** 0.5 * 2.0**-9
 # ---------------- the function
 
 
-@pytest.mark.quick("bfloat16")
 @pytest.mark.parametrize(
     ("dtype", "bound", "of_largest"),
     [("float32", ROUNDING, ROUNDING), ("bfloat16", BFLOAT16, 2 * BFLOAT16)],
@@ -95,7 +97,6 @@ def test_logits_are_those_of_transformers(dtype, bound, of_largest):
         assert np.abs(logits - expected).max() < of_largest * np.abs(expected).max()
 
 
-@pytest.mark.slow
 def test_the_logits_of_a_packed_row_are_those_of_transformers():
     """Of the forward pass with derivatives, whose prompts share a row with padding behind them."""
     _, params = read()
@@ -130,7 +131,6 @@ def test_tokens_are_drawn_from_the_likeliest(sampling):
     assert np.all(off <= np.where(expected % 1 > 0, 3 * 0.5 / 50, 1e-9))
 
 
-@pytest.mark.slow
 def test_the_least_temperatures_take_the_likeliest_token():
     """Which float32 flushes or cannot divide by, also of logits whose difference is infinite.
     Logits that are NaN or inf, or all -inf, have none, in their row alone; one of -inf has the mass
@@ -169,7 +169,6 @@ ANSWER = text(GREEDY[2])
 STOP = GREEDY[2][12]
 
 
-@pytest.mark.quick("-24", "--new", "--stop")
 @pytest.mark.parametrize(
     ("flags", "tokens"),
     [
@@ -185,7 +184,6 @@ def test_command_streams_what_transformers_generates(flags, tokens, capsys):
     assert capsys.readouterr().out == ANSWER[:tokens] + "\n"
 
 
-@pytest.mark.slow
 def test_accepted_drafts_do_not_change_the_likeliest_tokens(capsys):
     request = HERE, "--prompt=" + 16 * "dnxy", *FLOAT32
     run(*request)
@@ -207,7 +205,6 @@ def test_control_c_ends_the_line_of_an_answer(capsys):
     assert errors.endswith("\ninterrupted\n")
 
 
-@pytest.mark.quick("flags0")
 @pytest.mark.parametrize("flags", [[], ["--draft=7"], [f"--prompt={text(PROMPTS[0])}"]])
 def test_logits_that_are_not_finite_are_an_error(flags, copied, monkeypatch, capsys):
     """What was right before is printed; of two prompts the other's answer is complete."""
@@ -228,7 +225,6 @@ def test_logits_that_are_not_finite_are_an_error(flags, copied, monkeypatch, cap
     assert output == (f"[1] {text(GREEDY[0])}" if several else text(answer[: end + 1])) + "\n"
 
 
-@pytest.mark.slow
 def test_the_first_that_is_not_finite_is_named():
     """A weight, else the block whose output or states are, else the logits."""
     config = model.Config(vocab_size=8, hidden_size=16, num_blocks=2, num_heads=1)
@@ -246,7 +242,6 @@ def test_the_first_that_is_not_finite_is_named():
             assert model.first_not_finite(config, params | dict(blocks=blocks), [1, 2, 3]) == name
 
 
-@pytest.mark.slow
 def test_answers_that_are_there_stay_until_there_is_a_model(copied, tmp_path):
     """And while another run writes to their file, which is read as it was written."""
     path, line = tmp_path / "answers.jsonl", '{"prompt": 0, "answer": "a", "tokens": [1]}\n'

@@ -109,6 +109,7 @@ SAME = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tensors", "changed"), SAME.values(), ids=SAME)
 def test_files_that_have_the_same_model(tensors, changed, tmp_path):
     """What was read is written as it was."""
@@ -158,7 +159,7 @@ OF_TRANSFORMERS = [
 ]
 
 
-@pytest.mark.quick("biased_sigmoid")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tensors", "changed"), OF_TRANSFORMERS)
 def test_checkpoints_of_transformers(name, tensors, changed, tmp_path):
     write(tmp_path, tensors, **changed)
@@ -273,6 +274,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["fixture", *FORMS])
 def test_what_was_read_is_written_with_the_same_bits(form, tmp_path):
     source = FOLDER

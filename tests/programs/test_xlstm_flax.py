@@ -134,7 +134,7 @@ def seen(monkeypatch):
     return dtypes
 
 
-@pytest.mark.quick("nnx", "linen")
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["nnx", "linen", "byte_lm"])
 def test_mixed_precision_has_the_dtypes_of_its_table(model, seen):
     """Those of docs/training.md; byte_lm.py has the same ones with --dtype=bfloat16."""

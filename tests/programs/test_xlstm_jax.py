@@ -297,14 +297,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.quick(
-    "v3 _fw",
-    "stablef _fw",
-    "v3 _bw gradients shorter",
-    "v5 __parallel_bw_dQ",
-    "v5 __parallel_fw_Hintra h den-None",
-    "v5 __recurrent_bw_dC",
-)
+@pytest.mark.slow
 @pytest.mark.parametrize(("system", "name", "results", "changes", "backend"), ROWS)
 def test_values(system, name, results, changes, backend):
     dtype = changes.get("dtype", "float32")
@@ -376,6 +369,7 @@ def test_resets_where_the_forget_gate_itself_comes_in():
     assert_close(dC, np.float64(expected[:, :, DHQK:]), ROUNDING, "dC")
 
 
+@pytest.mark.slow
 def test_stages_take_float64_on_the_plain_path():
     x, *_, expected = case(scale=None)
     with use_backend("xla"):
@@ -389,7 +383,7 @@ entry, generate = stablef.mlstm_chunkwise_triton_stablef, stablef._mlstm_chunkwi
 ENTRIES = v3.mlstm_chunkwise_max_triton, v5.mlstm_chunkwise_max_triton, v5.mlstm_chunkwise__xl_chunk
 
 
-@pytest.mark.quick("bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_entries(dtype):
     """Every option reaches mlstm_chunkwise, also through the generator."""
@@ -411,7 +405,7 @@ def test_entries(dtype):
 NOT_READ = dict(dQ="siz_b_LKV", dK="siz_b_LQ", dV="siz_b_LQ")
 
 
-@pytest.mark.quick("mlstm_chunkwise__recurrent_bw_dC")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in v5.__all__ if re.search("__[pr]", name)])
 def test_every_documented_tile_changes_the_launch(name):
     function = getattr(v5, name)
@@ -429,7 +423,7 @@ def test_every_documented_tile_changes_the_launch(name):
         text(siz_b_L=16)
 
 
-@pytest.mark.quick("v3", "v5")
+@pytest.mark.slow
 @ALL_SYSTEMS
 def test_derivatives_of_the_passes_are_refused(system):
     q = case("float32", None)[0]["q"]  # outside of the trace, which would leak into the cache

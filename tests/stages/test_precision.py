@@ -77,6 +77,7 @@ def test_every_product_in_a_kernel_is_six_products_of_bfloat16(case):
     assert ("recurrent_fw_H" in names) == (case == "fused")
 
 
+@pytest.mark.slow
 @BOTH
 def test_every_product_of_an_interpreted_kernel_is_in_float32(case):
     """CPUs have no split algorithms, and jaxlib 0.10 lacks some products of bfloat16."""
@@ -92,6 +93,7 @@ def test_products_of_plain_stages_are_exact_to_float32(dtype, case):
     assert {x.params["precision"] for x in products} == {(Precision.HIGHEST, Precision.HIGHEST)}
 
 
+@pytest.mark.slow
 @BOTH
 def test_no_product_runs_outside_of_kernels(case):
     jaxpr = jaxpr_of(case)
@@ -99,6 +101,7 @@ def test_no_product_runs_outside_of_kernels(case):
     assert {*map(id, compile_report.equations(jaxpr, "dot_general"))} == in_kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision", [DotAlgorithmPreset.BF16_BF16_F32_X3, Precision.HIGHEST], ids=str
 )

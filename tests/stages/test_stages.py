@@ -319,6 +319,7 @@ BACKWARD += "parallel_bw_dQKV hfhfhf 3, m_summaries fffff 0, m_carry_scan fff 0,
 BACKWARD += "step_gradients fffff 0, XLA {}"
 
 
+@pytest.mark.slow
 def test_what_triton_kernels_round():
     """h once, not in each of eight launches of the scan."""
     assert roundings("triton", fused=True, triton_recurrent_fw_H=dict(state_rows=32)) == (
