@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "results")
 VERDICTS = {0: "survived", 1: "caught", 5: "no test"}  # by exit codes of pytest
 SECONDS = 120  # of a mutant, after which it counts as killed: it waits or it loops
-# By module, its tests, the quickest first, and the functions that count; none: all.
+# By module, its tests, the quickest first, and the functions that count; none: all. Of a file those
+# that are not slow run.
 MODULES = {
     "mlstm_pallas/planning/call_spec.py": ("planning.py",),
     "mlstm_pallas/planning/config.py": ("planning.py",),
@@ -45,11 +46,13 @@ MODULES = {
         "errors.py::test_every_argument_is_refused_by_name_and_accepted_at_its_bounds[plan]",
     ),
     "mlstm_pallas/distributed.py": (
-        "distributed.py",
+        "distributed.py::test_shards_give_the_numbers_of_the_whole[3-open]",
         "_boundaries _from_zeros _gathered _between _of_earlier _weights _weighted _sum_over",
     ),
-    "examples/xlstm_checkpoint.py": ("xlstm_7b.py xlstm_checkpoints.py",),
-    "benchmarks/runner.py": ("values_of_benchmarks.py runner.py command.py kernel_benchmark.py",),
+    "examples/xlstm_checkpoint.py": (
+        "xlstm_checkpoints.py xlstm_7b.py::test_logits_are_those_of_transformers[bfloat16]",
+    ),
+    "benchmarks/runner.py": ("values_of_benchmarks.py runner.py command.py",),
     "benchmarks/roofline.py": ("values_of_benchmarks.py",),
 }
 
@@ -96,12 +99,14 @@ def verdict(path, source):
     """What the tests of a file say where it has this source: caught, survived or hung, "no test"
     where none was selected, or "broken" where they could not be collected; and the first test that
     failed."""
-    tests = ["-m", "not slow", *map(in_its_folder, MODULES[path][0].split())]
+    tests = MODULES[path][0].split()
+    marks = "" if any("::" in x for x in tests) else "not slow"
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(ROOT, folder, ignore=LEFT_OUT, dirs_exist_ok=True)
         Path(folder, path).write_text(source)
         run = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", *tests],
+            [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-m", marks]
+            + [*map(in_its_folder, tests)],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": folder, "JAX_PLATFORMS": "cpu"},
             stdout=subprocess.PIPE,
