@@ -7,7 +7,7 @@ from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.preview import plan
 from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.problem.version import __version__
-from mlstm_pallas.recurrent import mlstm_recurrent_sequence, mlstm_recurrent_step
+from mlstm_pallas.recurrent import mlstm_recurrent_step
 from mlstm_pallas.ring import mlstm_ring_flush, mlstm_ring_states, mlstm_ring_step
 from mlstm_pallas.stages.ring_step import RingStates
 
@@ -20,7 +20,6 @@ __all__ = [
     "export",
     "mlstm_chunkwise",
     "mlstm_chunkwise_states",
-    "mlstm_recurrent_sequence",
     "mlstm_recurrent_step",
     "mlstm_ring_flush",
     "mlstm_ring_states",

@@ -1,87 +1,36 @@
-"""mlstm_recurrent_step, mlstm_recurrent_sequence: the mLSTM token by token, as in generation."""
+"""mlstm_recurrent_step: the mLSTM token by token, as in generation."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from mlstm_pallas.planning.call_spec import CallSpec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
-from mlstm_pallas.prepare import Arguments, constants, in_parts, per_head, prepare_steps
-from mlstm_pallas.problem import validation
-from mlstm_pallas.problem.annotations import (
-    Array,
-    BackendName,
-    InputGateName,
-    LayoutName,
-    StatesTuple,
-)
-from mlstm_pallas.problem.arrays import States, Token
-from mlstm_pallas.problem.callers import warn_caller
-from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype
-from mlstm_pallas.problem.steps import Steps
+from mlstm_pallas.prepare import Arguments, constants, in_parts, prepare_steps
+from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, StatesTuple
+from mlstm_pallas.problem.arrays import States
+from mlstm_pallas.problem.dimensions import accumulator_dtype
 from mlstm_pallas.schedules.sharding import run_step, sharded_alike
 from mlstm_pallas.stages.recurrent_step import Operands
 
 
-def _sequence(
-    spec: CallSpec, x: Operands, lengths: jax.Array | None, return_all: bool
-) -> tuple[jax.Array, States]:
-    """h (B, NH, S, DHV) and the last states, or those after each token, (B, S, NH, ...).
-
-    x: of a token, with an axis S behind NH; lengths: (B, NH), beyond which states stay and h is 0;
-    None: all tokens count.
-    """
-    tokens, within = x.token, Steps(lengths).that_count(x.token.i.shape[2])
-    if within is not None:
-        q, k, v, i, f = tokens
-        q, k, v = (jnp.where(within[..., None], y, 0) for y in (q, k, v))  # 0 times NaN is NaN
-        tokens = Token(q, k, v, jnp.where(within, i, -jnp.inf), jnp.where(within, f, jnp.inf))
-
-    def one(states: States, token: Token) -> tuple[States, Any]:
-        h, after = run_step(spec, Operands(token, states, x.slots))
-        return after, (h, after if return_all else None)
-
-    tokens = jax.tree.map(lambda y: jnp.moveaxis(y, 2, 0), tokens)
-    last, (h, every) = lax.scan(one, x.states, tokens)
-    h = jnp.moveaxis(h, 0, 2)
-    if within is not None:
-        h = jnp.where(within[..., None], h, 0)
-    return h, jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), every) if return_all else last
-
-
 # One program also where the caller does not jit: no array is transferred for it.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _mlstm(
-    spec: CallSpec, layout: Layout | None, return_all: bool, x: Arguments
-) -> tuple[jax.Array, StatesTuple]:
-    """h and the last states, or those after each token; layout: of x, None: x is one token."""
-
-    def heads_first(y: jax.Array) -> jax.Array:
-        return jnp.swapaxes(y, 1, 2) if layout is Layout.BTNH else y
-
+@functools.partial(jax.jit, static_argnums=0)
+def _mlstm(spec: CallSpec, x: Arguments) -> tuple[jax.Array, StatesTuple]:
     p, acc = spec.problem, accumulator_dtype(x.q.dtype)
-    (c, n, m), lengths = x.initial, per_head(x.sequence_lengths, (p.B, p.NH))
+    c, n, m = x.initial
     if c is None:
         c, n = jnp.zeros((p.B, p.NH, p.DHQK, p.DHV), acc), jnp.zeros((p.B, p.NH, p.DHQK), acc)
     if m is None:
         m = jnp.zeros(c.shape[:2], acc)
-    operands = Operands(jax.tree.map(heads_first, x.steps), States(c, n, m), x.slots)
-    operands, lengths = sharded_alike(spec, (operands, lengths))
+    operands = sharded_alike(spec, Operands(x.steps, States(c, n, m), x.slots))
     m = operands.states.m
-    if not spec.stabilised:
+    if not spec.stabilised:  # the sigmoid gate has no m
         operands = operands._replace(states=operands.states._replace(m=None))
-    if layout is None:
-        h, after = run_step(spec, operands)
-    else:
-        h, after = _sequence(spec, operands, lengths, return_all)
-    c, n, m_after = after
-    if m_after is None:  # the sigmoid gate has no m
-        m_after = jnp.broadcast_to(m[:, None], n.shape[:-1]) if return_all else m
-    return heads_first(h), (c, n, m_after)
+    h, (c, n, m_after) = run_step(spec, operands)
+    return h, (c, n, m if m_after is None else m_after)
 
 
 def mlstm_recurrent_step(
@@ -202,72 +151,4 @@ def mlstm_recurrent_step(
     )  # fmt: skip
     x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, slots=slots)
     spec = prepare_steps("recurrent_step", in_parts(x._asdict()), options, steps=False)
-    return _mlstm(spec, None, False, constants(x))
-
-
-def mlstm_recurrent_sequence(
-    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None, *, eps: float = 1e-6,
-    norm_val: float = 1.0, stabilize_correctly: bool = True, input_gate: InputGateName = "exp",
-    normalize: bool = True, sequence_lengths: Array | None = None,
-    return_all_states: bool = False, slots: Array | None = None,
-    layout: LayoutName = validation.DEFAULT_LAYOUT, backend: BackendName | None = None,
-    config: KernelConfig | None = None,
-) -> tuple[jax.Array, StatesTuple]:  # fmt: skip
-    """Advances the mLSTM by a few tokens, one after the other. Deprecated.
-
-    ``mlstm_ring_step`` checks drafts in one call and takes them back to the
-    bit, ``mlstm_chunkwise`` reads short prompts, with sequence_lengths too, and
-    ``jax.lax.scan`` over ``mlstm_recurrent_step`` is this loop.
-
-    Args:
-      q: queries, (B, NH, S, DHQK), or (B, S, NH, DHQK) with layout "BTNH".
-      k: keys, shaped as q.
-      v: values, (B, NH, S, DHV), or (B, S, NH, DHV) with layout "BTNH".
-      i: input gate pre-activations, (B, NH, S), or (B, S, NH) with "BTNH".
-      f: forget gate pre-activations, shaped as i.
-      sequence_lengths: (B,) integers, 0 to S: entry b advances by its first
-        tokens. Beyond them h is 0 and the states stay as they are, to the
-        bit, whatever the arrays hold there. None: all S tokens.
-      return_all_states: whether the states returned are those after each token;
-        not with slots, where rows of the pools can be passed as states.
-      layout: "BNTH" or "BTNH", of q, k, v, i, f and h. The states have the
-        same shapes in both.
-      c_initial, n_initial, m_initial, eps, norm_val: as for
-        ``mlstm_recurrent_step``.
-      stabilize_correctly, input_gate, normalize, slots, backend, config: as for
-        ``mlstm_recurrent_step``.
-
-    Returns:
-      h, shaped as v, in the dtype of q, and the states (c, n, m) after the last
-      token, in the dtypes of the states before the first token. With
-      return_all_states they have an axis of tokens behind that of the batch:
-      c (B, S, NH, DHQK, DHV), n (B, S, NH, DHQK), m (B, S, NH).
-
-    Raises:
-      TypeError, ValueError: as ``mlstm_recurrent_step``.
-
-    Warns:
-      DeprecationWarning: always.
-      UserWarning: as ``mlstm_chunkwise``, where layout is left out.
-    """
-    warn_caller(
-        "mlstm_recurrent_sequence is deprecated: use mlstm_ring_step for drafts, mlstm_chunkwise "
-        "for short prompts, or jax.lax.scan over mlstm_recurrent_step",
-        DeprecationWarning,
-    )
-    options = Options(
-        eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val,
-        input_gate=input_gate, normalize=normalize, layout=layout, backend=backend, config=config,
-    )  # fmt: skip
-    return_all = validation.check_flag("return_all_states", return_all_states)
-    x = Arguments(
-        q, k, v, i, f, c_initial, n_initial, m_initial, None, sequence_lengths, slots
-    )  # fmt: skip
-    spec = prepare_steps("recurrent_step", x._asdict(), options, steps=True, layout=layout)
-    if slots is not None and return_all:
-        raise ValueError(
-            "return_all_states is True with slots, expected False: without slots, pass the rows "
-            "of the pools, c_initial[slots] and so on"
-        )
-    return _mlstm(spec, options.layout, return_all, constants(x))
+    return _mlstm(spec, constants(x))

@@ -119,12 +119,6 @@ def steps(x, data, joined, **options):
 
 
 @in_pools
-def sequence(x, data, **options):
-    h, states = call(mlstm_pallas.mlstm_recurrent_sequence, x, **data["keywords"], **options)
-    return h, *with_axis(states, "return_all_states" in options)
-
-
-@in_pools
 def ring(x, data, T, length, phase, rollback, joined, input_gate="exp", layout="BNTH", **options):
     """Calls of T drafts, of which data["accepted"], (B, calls), count."""
     function, options = mlstm_pallas.mlstm_ring_states, options | data["keywords"]
@@ -203,11 +197,6 @@ FUNCTIONS = {
         chunkwise_states,
         LONG,
         [ROUNDED, *LAYOUT, *rows_of(every=[64, 16, 32], config=CONFIGS)],
-    ),
-    "mlstm_recurrent_sequence": (
-        sequence,
-        TOKENS | dict(lengths=[False, True]),
-        [[{}, dict(return_all_states=True)], *LAYOUT],
     ),
     "mlstm_chunkwise_sequence_parallel": (
         sequence_parallel,

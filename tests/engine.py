@@ -135,8 +135,7 @@ class Call:
     def several(self):
         """Whether states of several steps or documents return."""
         ids = self.get(Ids)
-        options = {"every", "return_all_states"} & {*self.options}
-        return bool(options or (ids and ids.states))
+        return "every" in self.options or bool(ids and ids.states)
 
     @property
     def stabilised(self):
@@ -182,8 +181,6 @@ def kept(call):
     ends = np.full((B, 1), S)
     if every := call.options.get("every"):
         ends = np.tile([*range(every, S + 1, every), S], (B, 1))
-    if call.options.get("return_all_states"):
-        ends = np.tile(at + 1, (B, 1))
     if lengths := call.get(Lengths):
         keep &= at < np.array(lengths.of)[:, None]
         read &= keep
@@ -352,12 +349,6 @@ def sequence_parallel(call, tokens, states, shards, layout="BNTH", **options):
     return h, *last
 
 
-def sequence(call, tokens, states, layout="BNTH", **options):
-    function = in_layout(mlstm_pallas.mlstm_recurrent_sequence, layout)
-    h, last = function(*tokens, *states, **options)
-    return h, *last
-
-
 def steps(call, tokens, states, joined=False, **options):
     def one(states, token):
         step = mlstm_pallas.mlstm_recurrent_step
@@ -403,7 +394,6 @@ FUNCTIONS = dict(
     mlstm_chunkwise=chunkwise,
     mlstm_chunkwise_states=chunkwise_states,
     mlstm_chunkwise_sequence_parallel=sequence_parallel,
-    mlstm_recurrent_sequence=sequence,
     mlstm_recurrent_step=steps,
     mlstm_ring_step=ring,
 )

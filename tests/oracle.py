@@ -21,7 +21,6 @@ from numpy_evaluator import in_numpy, jit
 from mlstm_pallas import (
     KernelConfig,
     mlstm_chunkwise,
-    mlstm_recurrent_sequence,
     mlstm_recurrent_step,
     reference,
 )
@@ -51,7 +50,6 @@ HELPERS = {
 PUBLIC = (
     mlstm_chunkwise,
     mlstm_chunkwise_sequence_parallel,
-    mlstm_recurrent_sequence,
     mlstm_recurrent_step,
     reference.chunkwise,
     reference.recurrence,
@@ -281,9 +279,9 @@ def check_draws(check, name, count):
             raise
 
 
-def token_at(inputs, t=None):
-    """Arguments of mlstm_recurrent_step, of the token t; of mlstm_recurrent_sequence without it."""
-    return {name: x if t is None or "initial" in name else x[:, :, t] for name, x in inputs.items()}
+def token_at(inputs, t):
+    """Arguments of mlstm_recurrent_step, of the token t."""
+    return {name: x if "initial" in name else x[:, :, t] for name, x in inputs.items()}
 
 
 def check_isolated(run, x, poisoned, unaffected):

@@ -64,7 +64,6 @@ CALLS = {  # those before "reverse" are columns of the table of docs/devices.md
     ),
     "states of steps": Call("mlstm_chunkwise_states", SHAPE, options=dict(every=16)),
     "step": Call("mlstm_recurrent_step", FEW),
-    "steps": Call("mlstm_recurrent_sequence", FEW, steps=(Lengths((3, 4)),)),
     "ring step": Call("ring_calls", FEW, steps=(Drafts(2, ((1, 2), (0, 1))),)),
     "sequence parallel": Call("in_shards", SHAPE, options=LAST),
     "reverse": Call(

@@ -20,11 +20,11 @@ def row(function, S, heads, *steps, dtype="float32", states=("float32",) * 3, B=
     return Call(function, (B, NH, S, *HEADS.get(heads, heads)), dtype, states, steps, options)
 
 
-chunkwise, prefixes, sharded, step, sequence, ring = (
+chunkwise, prefixes, sharded, step, ring = (
     functools.partial(row, f"mlstm_{name}")
     for name in (
         *("chunkwise", "chunkwise_states", "chunkwise_sequence_parallel"),
-        *("recurrent_step", "recurrent_sequence", "ring_step"),
+        *("recurrent_step", "ring_step"),
     )
 )
 
@@ -204,17 +204,6 @@ BY_TOKEN = (
     step(4, "a", SOME, joined=True, **FLOOR),
     step(4, "b", SOME, **PLAIN, **BF, states=HALF),
     step(3, "a", SOME, **UNSTABLE, **F16, states=MIXED, **ALONE),
-    sequence(1, "e", return_all_states=True),
-    sequence(3, "b", return_all_states=True, **BF, states=MIXED),
-    sequence(4, "a", return_all_states=True, **F16, **SIGMOID),
-    sequence(5, "a", return_all_states=True, **NT, **FLOOR, **UNSTABLE, **ALONE),
-    sequence(1, "a", **PLAIN, states=None),
-    sequence(16, "b", Lengths((0, 7, 16)), **FLOOR, **BF, states=MIXED, **NT, **UNSTABLE),
-    sequence(5, "a", Lengths((5, 2)), return_all_states=True, **PLAIN, **ALONE),
-    sequence(5, "a", SOME, Lengths((5, 2, 0, 3)), **UNSTABLE, **NT, **FLOOR, **ALONE),
-    sequence(4, "a", SOME, Lengths((4, 2, 0, 3)), **PLAIN),
-    sequence(4, "d", SOME, **PLAIN, **NT, **ALONE),
-    sequence(4, "a", SOME, **UNSTABLE, **FLOOR),
 )
 RINGS = (
     ring(24, "a", Drafts(1), states=ROUNDED_M, **COLUMNS),
@@ -241,7 +230,6 @@ OPTIONS = {
     "mlstm_chunkwise": CHUNKED | {"reverse", "recompute_states_in_bw", "chunk_size"},
     "mlstm_chunkwise_states": CHUNKED,
     "mlstm_chunkwise_sequence_parallel": CHUNKED | {"recompute_states_in_bw"},
-    "mlstm_recurrent_sequence": EVERYWHERE | {"return_all_states"},
     "mlstm_recurrent_step": EVERYWHERE | {"joined"},
     "mlstm_ring_step": EVERYWHERE | {"joined"},
 }
@@ -250,15 +238,13 @@ STEPS = {
     "mlstm_chunkwise": ("-", "Lengths", "Ids", "Ids+Lengths", "States", "States+Lengths"),
     "mlstm_chunkwise_states": ("-", "Lengths", "Ids", "Ids+Lengths"),
     "mlstm_chunkwise_sequence_parallel": ("-", "Lengths", "Ids", "Ids+Lengths"),
-    "mlstm_recurrent_sequence": ("-", "Lengths", "Slots", "Slots+Lengths"),
     "mlstm_recurrent_step": ("-", "Slots"),
     "mlstm_ring_step": ("Drafts", "Slots+Drafts"),
 }
 REFUSED = {
-    *((x, f"a document {end}") for x in ("joined", "return_all_states") for end in ENDINGS),
+    *(("joined", f"a document {end}") for end in ENDINGS),
     ("reverse", "a document of no steps"),
     *(("reverse", f"States{x}") for x in ("", "+Lengths")),
-    *(("return_all_states", f"Slots{x}") for x in ("", "+Lengths")),
 }
 
 

@@ -21,7 +21,6 @@ from table import (
     packed,
     prefixes,
     ring,
-    sequence,
     step,
 )
 
@@ -42,7 +41,6 @@ BY_TOKEN = (
     step(3, "g", **BF, joined=True),
     step(3, "f", SOME, **BF, states=("float16", "bfloat16", "float32"), NH=8),
     step(1, "e", **F16, states=("float16",) * 3),
-    sequence(3, "g", SOME, Lengths((3, 2, 0, 1)), **NT),
     ring(24, "g", SOME, drafts(4, 4, 6, length=8), **BF, states=HALF, **NT),
     ring(24, "f", Drafts(1), **ALONE, **BF, NH=40),
 )

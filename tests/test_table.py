@@ -15,11 +15,10 @@ QUICK = {
     "20-chunkwise-64-37/50-Ids+Lengths-float32-xla",
     "28-chunkwise-64-16/16-States+Lengths-float32-xla",
     "47-chunkwise_states-64-16/16-Lengths-float32-xla",
-    "81-recurrent_sequence-4-16/16-Slots+Lengths-float32-xla",
     "1-chunkwise-16-37/50---float32-interpret",
     "66-recurrent_step-6-16/16---float32-interpret",
     "70-recurrent_step-4-16/16-Slots-float32-interpret",
-    "86-ring_step-24-16/16-Drafts-float32-interpret",
+    "75-ring_step-24-16/16-Drafts-float32-interpret",
 }
 
 

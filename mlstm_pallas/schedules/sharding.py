@@ -54,11 +54,6 @@ from mlstm_pallas.schedules.derivatives import NO_SUCH_DERIVATIVE, not_different
 from mlstm_pallas.stages.lowering import Lowering
 from mlstm_pallas.stages.plain_forms import on_rows, one_at_a_time
 
-# The public functions whose tokens run a stage.
-TOKEN_FUNCTIONS: dict[Any, str] = {
-    "recurrent_step": "mlstm_recurrent_step and mlstm_recurrent_sequence",
-    "ring_step": "mlstm_ring_step",
-}
 VMEM_STATES = 2**24  # bytes of float32 states of all chunks; VMEM also holds tiles and operands
 
 
@@ -221,8 +216,7 @@ def run_step(spec: CallSpec, x: Any) -> Any:
     """
     if spec.backend == "xla":
         return _run_step(plan_of(spec, Lowering.XLA), x, axes=2)
-    functions = TOKEN_FUNCTIONS[spec.stage]
-    message = f'the kernels of {functions} have no derivatives; backend="xla" has them'
+    message = f'the kernels of mlstm_{spec.stage} have no derivatives; backend="xla" has them'
     return on_shards(_run_step, spec, x, message=message, axes=1 + spec.pooled)
 
 

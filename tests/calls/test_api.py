@@ -183,7 +183,6 @@ DEFAULTS = dict(
     stabilize_correctly=True,
     input_gate="exp",
     normalize=True,
-    return_all_states=False,
     reverse=False,
 )
 

@@ -27,7 +27,6 @@ from mlstm_pallas import (
     export,
     mlstm_chunkwise,
     mlstm_chunkwise_states,
-    mlstm_recurrent_sequence,
     mlstm_recurrent_step,
     mlstm_ring_flush,
     mlstm_ring_states,
@@ -130,12 +129,14 @@ def stage(name, **changed):
 
 
 MOST, SLOTS = 2**16 - 3, array(B, dtype="uint8")
-STEPS = mlstm_recurrent_step, mlstm_recurrent_sequence
 
 
-def pooled(function, **changed):
-    """A call of a function of steps with slots and pools of five rows."""
-    return partial(trace, function, arrays_of(function, 5) | {"slots": SLOTS} | changed)
+POOLED = arrays_of(mlstm_recurrent_step, 5)
+
+
+def pooled(**changed):
+    """A step with slots and pools of five rows."""
+    return partial(trace, mlstm_recurrent_step, POOLED | {"slots": SLOTS} | changed)
 
 
 SWAPPED = (
@@ -218,17 +219,12 @@ VALUE_ERRORS = [
     ),
     (
         "c_initial is None with slots, expected a pool (P, NH, DHQK, DHV)",
-        pooled(mlstm_recurrent_step, **WITHOUT_STATES),
+        pooled(**WITHOUT_STATES),
     ),
     (
         "n_initial has shape (2, 3, 16), expected (P, NH, DHQK) = (5, 3, 16), as c_initial has "
         "shape (5, 3, 16, 24)",
-        pooled(mlstm_recurrent_sequence, n_initial=STATES[1]),
-    ),
-    (
-        "return_all_states is True with slots, expected False: without slots, pass the rows of "
-        "the pools, c_initial[slots] and so on",
-        pooled(mlstm_recurrent_sequence, return_all_states=True),
+        pooled(n_initial=STATES[1]),
     ),
     (
         "num_segments is 65533, expected at most 65533, the limit of a kernel's grid, or "
@@ -407,7 +403,7 @@ INDICES = [
     refusal(
         ValueError,
         "sequence_lengths[0] is -3, expected 0 to S = 40",
-        (mlstm_recurrent_sequence, dict(sequence_lengths=-LENGTHS)),
+        (mlstm_chunkwise, dict(sequence_lengths=-LENGTHS)),
     ),
     refusal(
         ValueError,
@@ -500,7 +496,7 @@ OF_CHUNKS = mlstm_chunkwise, mlstm_chunkwise_sequence_parallel, reference.chunkw
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("function", "pooled"), [*((x, False) for x in PUBLIC), *((x, True) for x in STEPS)]
+    ("function", "pooled"), [*((x, False) for x in PUBLIC), (mlstm_recurrent_step, True)]
 )
 def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones(function, pooled):
     """m is among them: None, zeros or traced, when its values are unknown. It is 0 whatever a call
@@ -546,11 +542,11 @@ def test_num_segments_and_rows_of_prompts_may_be_exactly_their_limits():
     assert pack_lengths([0])[0].shape == (1, 1)  # S is at least 1
 
 
-@pytest.mark.quick("mlstm_recurrent", "recurrence")
+@pytest.mark.quick("recurrence")
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize(
     "function",
-    [mlstm_chunkwise, mlstm_recurrent_sequence, reference.chunkwise, reference.recurrence],
+    [mlstm_chunkwise, reference.chunkwise, reference.recurrence],
     ids=lambda x: x.__name__,
 )
 def test_more_heads_than_steps_get_a_warning_at_each_line_that_names_no_layout(function):
@@ -575,13 +571,12 @@ def test_more_heads_than_steps_get_a_warning_at_each_line_that_names_no_layout(f
     trace(mlstm_chunkwise, few | {"segment_ids": array(B, 1, dtype="int32")})
 
 
-@pytest.mark.quick("mlstm_recurrent", "chunkwise")
+@pytest.mark.quick("chunkwise")
 @pytest.mark.parametrize(
     "function",
     [
         mlstm_chunkwise,
         partial(mlstm_chunkwise_states, every=16),
-        mlstm_recurrent_sequence,
         reference.chunkwise,
         reference.recurrence,
         partial(mlstm_chunkwise_sequence_parallel, axis_name="s"),
@@ -605,8 +600,7 @@ def test_a_warning_is_at_the_line_of_the_caller_however_deep_in_the_package(func
             jax.eval_shape(jax.vmap(jax.jit(caller), axis_name="s"), array(1))
         line = caller.__code__.co_firstlineno + 1
         assert {(y.filename, y.lineno) for y in caught} == {(__file__, line)}
-        deprecated = [DeprecationWarning] * (function is mlstm_recurrent_sequence)
-        assert [y.category for y in caught] == [*deprecated, UserWarning]
+        assert [y.category for y in caught] == [UserWarning]
 
 
 new_rings = partial(mlstm_ring_states, dtype="float32")
@@ -630,7 +624,7 @@ OTHERS = {
     "ring_states": (partial(new_rings, ZERO_STATES[0]), dict(n=STATES[1], m=STATES[2])),
     "ring_step": (mlstm_ring_step, TOKEN | RINGS | dict(accepted=COUNTS)),
     "ring_flush": (mlstm_ring_flush, RINGS | dict(accepted=COUNTS)),
-    **{x.__name__: (partial(x, **zeros(arrays_of(x, 5))), dict(slots=SLOTS)) for x in STEPS},
+    "step": (partial(mlstm_recurrent_step, **zeros(POOLED)), dict(slots=SLOTS)),
 }
 
 

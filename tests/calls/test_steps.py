@@ -30,7 +30,6 @@ from oracle import (
 )
 
 from mlstm_pallas import (
-    mlstm_recurrent_sequence,
     mlstm_recurrent_step,
     mlstm_ring_flush,
     mlstm_ring_states,
@@ -146,17 +145,6 @@ def test_compiles_without_spills(device, dtype, variant):
         assert (row["note"], row["spill_store_bytes"]) == ("", 0)
 
 
-def test_a_sequence_is_deprecated():
-    x = random_inputs(0, 1, 1, 2, 16, 16)
-    message = (
-        "mlstm_recurrent_sequence is deprecated: use mlstm_ring_step for drafts, mlstm_chunkwise "
-        "for short prompts, or jax.lax.scan over mlstm_recurrent_step"
-    )
-    with pytest.warns(DeprecationWarning, match=f"^{message}$") as caught:
-        mlstm_recurrent_sequence(**x, layout="BNTH")
-    assert [y.filename for y in caught] == [__file__]
-
-
 def test_joined_arrays_of_wrong_shapes():
     x = [*token_at(random_inputs(3, 2, 3, 1, 48, 80), 0).values()]
     qkvo, *others = token = joined_arrays(*x)
@@ -164,8 +152,6 @@ def test_joined_arrays_of_wrong_shapes():
     for wrong in ([qkvo[..., :175], *others], [*token[:2], x[2], *token[3:]], of_i, token[:5]):
         with pytest.raises(ValueError, match="k is None, expected v and f None too, q with q, k"):
             mlstm_recurrent_step(*wrong)
-    sequence = functools.partial(mlstm_recurrent_sequence, layout="BNTH")
-    refused(TypeError, "k has type NoneType, expected an array", sequence, *token)
 
 
 @pytest.mark.parametrize("backend", ["xla", None])
@@ -339,18 +325,16 @@ def test_heads_and_entries_begin_at_their_phases(heads, length):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", [mlstm_ring_step, mlstm_recurrent_sequence])
-def test_as_many_tokens_as_heads_get_a_warning(function):
+def test_as_many_tokens_as_heads_get_a_warning():
     """In both layouts such arrays have one shape. Where the shapes tell, none is given."""
 
     def call(heads, T, **options):
         lead = (2, T, heads) if options.get("layout") == "BTNH" else (2, heads, T)
         x, gate, gates = jnp.zeros((*lead, 8)), jnp.zeros(lead), jnp.zeros((2, heads))
         states = jnp.zeros((2, heads, 8, 8)), jnp.zeros((2, heads, 8)), gates
-        if function is mlstm_ring_step:
-            states = [mlstm_ring_states(*states, dtype="float32")]
-        run = functools.partial(function, **options)
-        jax.eval_shape(lambda *x: run(*x, backend="xla"), x, x, x, gate, gate, *states)
+        rings = mlstm_ring_states(*states, dtype="float32")
+        run = functools.partial(mlstm_ring_step, backend="xla", **options)
+        jax.eval_shape(lambda *x: run(*x), x, x, x, gate, gate, rings)
 
     with pytest.warns(
         UserWarning, match='layout="BNTH", the default, reads q as .* S = NH'

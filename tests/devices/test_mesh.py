@@ -7,19 +7,18 @@ import pytest
 from oracle import slow
 from relations_devices import lowered_on_mesh, on_mesh
 
-pytestmark = pytest.mark.filterwarnings("ignore:mlstm_recurrent_sequence is deprecated")
 AUTOMATIC, EXPLICIT, MIXED, INSIDE, SOME, SOME_EXPLICIT, OUTSIDE, NESTED, ALL = mesh_table.AXES
 # Each kind of axes, and each call, comes with what differs in how it is partitioned.
 CELLS = {
     AUTOMATIC: ("gradient inside", "`num_segments`"),
     EXPLICIT: ("gradient outside", "`segment_ids`"),
     MIXED: ("forward", "states of steps", "sequence parallel"),
-    INSIDE: ("steps", "sequence parallel"),
+    INSIDE: ("step", "sequence parallel"),
     SOME: ("gradient inside", "ring step"),
     SOME_EXPLICIT: ("`segment_ids`", "step"),
     OUTSIDE: ("gradient outside", "states of steps"),
     NESTED: ("forward", "sequence parallel"),
-    ALL: ("gradient outside", "steps", "ring step"),
+    ALL: ("gradient outside", "ring step"),
 }
 
 

@@ -15,7 +15,6 @@ from relations_devices import in_mode, same_program
 from mlstm_pallas import (
     KernelConfig,
     mlstm_chunkwise,
-    mlstm_recurrent_sequence,
     mlstm_recurrent_step,
     mlstm_ring_flush,
     mlstm_ring_states,
@@ -26,18 +25,18 @@ from mlstm_pallas import (
 from mlstm_pallas.planning.backend import requested_backend
 
 QUICK = "step", "joined", "bfloat16"  # traced within a second
-REST = ("`num_segments`", "states of steps", "steps", "ring step", "slots", "reference")
+REST = ("`num_segments`", "states of steps", "ring step", "slots", "reference")
 REST += ("max_triton_fwbw_v5xlchunksize",)
 # Each mode with calls that differ in what it changes. Empty places of a ring have infinite gates.
 IN_MODES = {
-    "no jit": ("slots", "steps", "generator"),
+    "no jit": ("slots", "generator"),
     "NaNs": (
-        *("slots", "steps", "joined", "states of steps", "reverse", "triton_stablef"),
+        *("slots", "joined", "states of steps", "reverse", "triton_stablef"),
         *("reference", "recurrence"),
     ),
     "x64": ("shards",),
     "x64, guarded": ("slots", "ring step", "`num_segments`", "recurrence"),
-    "leaks": ("steps", "ring step", "states of steps", "generator"),
+    "leaks": ("step", "ring step", "states of steps", "generator"),
 }
 
 
@@ -48,7 +47,6 @@ def test_switches_of_jax_change_no_program(name):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:mlstm_recurrent_sequence is deprecated")
 @pytest.mark.parametrize(("mode", "name"), [(x, y) for x, names in IN_MODES.items() for y in names])
 def test_calls_in_modes(mode, name):
     in_mode(name, None, mode)
@@ -114,11 +112,10 @@ def configured(*x):
 
 def calls_without_jit():
     x, lengths = [*random_inputs(0, 1, 1, 16, 8, 8).values()], jax.device_put(np.array([13]))
-    sequence = functools.partial(mlstm_recurrent_sequence, sequence_lengths=lengths)
     joined = joined_arrays(*(y[:, :, 0] for y in x[:5]), *x[5:])
     yield "configured", configured, x
     yield "recurrence", reference.recurrence, x
-    yield "lengths", sequence, x
+    yield "lengths", functools.partial(mlstm_chunkwise, sequence_lengths=lengths), x
     yield "joined", mlstm_recurrent_step, joined
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mlstm_pallas
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_sequence
+from mlstm_pallas import KernelConfig, mlstm_chunkwise
 from mlstm_pallas import mlstm_recurrent_step, use_backend
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.xlstm_jax.max_triton_fwbw_v3noslice import mlstm_chunkwise_max_triton
@@ -68,9 +68,6 @@ mlstm_chunkwise(x, x, x, gate, gate, return_last_states=True).shape  # type: ign
 token = x[:, :, 0]
 h, states = mlstm_recurrent_step(token, token, token, gate[..., 0], gate[..., 0], c, n, m)
 assert_type(states, States)
-assert_type(
-    mlstm_recurrent_sequence(x, x, x, gate, gate, *states, layout="BTNH"), tuple[Array, States]
-)
 for run in (mlstm_chunkwise_triton_stablef, mlstm_chunkwise_max_triton):
     assert_type(run(x, x, x, gate, gate), Array)
     assert_type(run(x, x, x, gate, gate, return_last_states=True), tuple[Array, States])
@@ -110,13 +107,12 @@ def test_a_client_passes_strict_mypy(tmp_path):
 
 
 WITHOUT_EXAMPLE = (
-    mlstm_pallas.mlstm_recurrent_sequence,
     mlstm_pallas.mlstm_ring_states,
     mlstm_pallas.mlstm_ring_flush,
     mlstm_pallas.mlstm_chunkwise_states,
     reference.recurrence,
 )
-FUNCTIONS = *PUBLIC, mlstm_pallas.pack_lengths, mlstm_pallas.mlstm_ring_step, *WITHOUT_EXAMPLE[1:4]
+FUNCTIONS = *PUBLIC, mlstm_pallas.pack_lengths, mlstm_pallas.mlstm_ring_step, *WITHOUT_EXAMPLE[:3]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
