@@ -69,7 +69,8 @@ def launch_of(spec, stage):
     """How a stage runs, with sequences that are not split."""
     plan = spec.plan
     if stage in STAGES and STAGES[stage].fused:
-        return planned_launch(spec, stage, plan.fused_launch.lowering, plan.fused_problem)
+        fused = planned_launch(spec, "recurrent_fw_H", plan.lowering)
+        return planned_launch(spec, stage, fused.lowering, plan.fused_problem)
     return planned_launch(spec, stage, plan.lowering)
 
 

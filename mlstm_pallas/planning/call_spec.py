@@ -266,7 +266,6 @@ class Plan:
       lowering: of the kernels, before those that a kernel falls to; "xla": all is plain jnp.
       forward, backward: the launches of the passes, in order. Those of a step are ``forward``.
       summary: the launches for what the devices of a sequence exchange.
-      fused_launch: of recurrent_fw_H without splits, whose tiles have its chunks, used or not.
       fused_problem: the problem in the chunks of the fused scan.
       num_splits: splits of each sequence in the fused scan; 0: the states are materialised.
       summary_splits: splits of each shard of a sequence, where its devices exchange summaries.
@@ -280,7 +279,6 @@ class Plan:
     forward: Launches = dataclasses.field(compare=False)
     backward: Launches = dataclasses.field(default_factory=dict, compare=False)
     summary: Launches = dataclasses.field(default_factory=dict, compare=False)
-    fused_launch: Any = None
     fused_problem: Any = None
     num_splits: int = 0
     summary_splits: int = 1
@@ -393,7 +391,6 @@ def plan_of(spec: CallSpec, lowering: Lowering) -> Plan:
         forward,
         backward=_backward(spec, lowering),
         summary=first | products(summary_splits) if spec.chunk_and_splits else {},
-        fused_launch=fused,
         fused_problem=fused_problem,
         num_splits=num_splits,
         summary_splits=summary_splits,

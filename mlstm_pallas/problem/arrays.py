@@ -57,11 +57,11 @@ class StoredStates(NamedTuple):
     C is in the kernel dtype, the rest float32.
     """
 
-    C: Any  # (B, NH, NC, DHQK, DHV); None: recomputed
-    n: Any  # (B, NH, NC, DHQK)
-    m: Any  # (B, NH, NC + 1); None: recomputed
-    C_last: Any  # (B, NH, DHQK, DHV); None where C is None or the last states are not returned
-    n_last: Any  # (B, NH, DHQK)
+    C: Any = None  # (B, NH, NC, DHQK, DHV); None: recomputed
+    n: Any = None  # (B, NH, NC, DHQK)
+    m: Any = None  # (B, NH, NC + 1); None: recomputed
+    C_last: Any = None  # (B, NH, DHQK, DHV); None without C, or if no last states are returned
+    n_last: Any = None  # (B, NH, DHQK)
 
 
 class Forward(NamedTuple):

@@ -236,12 +236,11 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
     inputs = Inputs(q, k, v, i, f, x.initial._replace(c=None), steps)
     z = None if z is None else z[..., 0]
     dy = Cotangents(dh, States(n=jnp.zeros_like(x.initial.n)))
-    stored = StoredStates(None, None, None, None, None)
-    carry = first_half(plan, Residuals(inputs, h, z, stored), dy, None)
+    carry = first_half(plan, Residuals(inputs, h, z, StoredStates()), dy, None)
 
     added = chunks.with_initial(key_sums(plan.backward, k, carry.gates), before.n)
     n, n_last = key_states(plan.backward, added, carry.gates, x.initial.n)
-    list_residuals = Residuals(inputs, h, z, stored._replace(n=n, n_last=n_last))
+    list_residuals = Residuals(inputs, h, z, StoredStates(n=n, n_last=n_last))
     carry = _with_segments(plan, chunks, carry, x.segments, residuals.states, cotangents.last)
     dx, dn = second_half(plan, list_residuals, dy, None, carry)
 

@@ -437,7 +437,7 @@ class _Shard:
             Inputs(q, k, v, i, f, States(c, n, m)),
             None,
             x["vecN_out"],
-            StoredStates(C, n_states, None, None, None),
+            StoredStates(C, n_states),
         )
         last = States(x.get("matDeltaC_last"), jnp.zeros_like(n))
         dx = backward_schedule(
