@@ -20,7 +20,6 @@ from mlstm_pallas.problem.annotations import (
     LayoutName,
     StatesTuple,
 )
-from mlstm_pallas.problem.validation import DEFAULT_LAYOUT
 
 
 @overload
@@ -51,7 +50,7 @@ def mlstm_chunkwise(
     norm_val: float = 1.0, *, segment_ids: Array | None = None,
     sequence_lengths: Array | None = None, num_segments: int | None = None, reverse: bool = False,
     input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    state_dtype: DTypeLike | None = None, layout: LayoutName = DEFAULT_LAYOUT,
+    state_dtype: DTypeLike | None = None, layout: LayoutName | None = None,
     backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, StatesTuple]:  # fmt: skip
     """Applies the mLSTM of xLSTM to whole sequences, for training and prefill.
@@ -136,7 +135,7 @@ def mlstm_chunkwise(
       recompute_states_in_bw: False keeps C of every chunk: from 9 % less to 1 %
         more time on an H200.
       state_dtype: dtype of the returned c and its cotangent. None: that of n.
-      layout: "BNTH", or "BTNH", the layout of a model's projections.
+      layout: "BNTH", or "BTNH", the layout of a model's projections. None: BNTH.
       backend: one that ``use_backend`` lists, with what None means.
       config: overrides of the plan, which mlstm_pallas.plan shows.
 
@@ -171,7 +170,7 @@ def mlstm_chunkwise_states(
     segment_ids: Array | None = None, sequence_lengths: Array | None = None, eps: float = 1e-6,
     norm_val: float = 1.0, stabilize_correctly: bool = True, input_gate: InputGateName = "exp",
     normalize: bool = True, autocast_kernel_dtype: DTypeLike | None = None,
-    state_dtype: DTypeLike | None = None, layout: LayoutName = DEFAULT_LAYOUT,
+    state_dtype: DTypeLike | None = None, layout: LayoutName | None = None,
     backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> tuple[jax.Array, StatesTuple, StatesTuple]:  # fmt: skip
     """``mlstm_chunkwise`` with the states after every N-th step.

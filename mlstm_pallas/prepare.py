@@ -51,7 +51,7 @@ class SequenceKeywords(TypedDict, total=False):
     normalize: bool
     recompute_states_in_bw: bool
     state_dtype: DTypeLike | None
-    layout: LayoutName
+    layout: LayoutName | None
     backend: BackendName | None
     config: KernelConfig | None
 
@@ -95,7 +95,7 @@ def prepare(
 ) -> tuple[CallSpec, Arguments]:
     """The CallSpec of ``mlstm_chunkwise``, after all checks, and the ``constants`` of x.
 
-    layout: as it was passed; shards: of the sequence, of which x has one.
+    layout: as it was passed, None: left out; shards: of the sequence, of which x has one.
     """
     arrays, N = x._asdict(), options.num_segments
     if N is not None and x.segment_ids is None:
@@ -172,7 +172,7 @@ def prepare_steps(
       stage: that every token runs.
       arrays: by the names of ``validation.DIMS``.
       steps: whether q has an axis of steps.
-      layout: as it was passed, where that may be wrong.
+      layout: as it was passed, of steps.
     """
     gpu = target_gpu()
     backend = requested_backend(options.backend, gpu, mosaic_gpu=False)
@@ -182,7 +182,8 @@ def prepare_steps(
     validation.check_constant(sizes, backend)
     validation.check_one_dtype(arrays)
     c = _states_of(arrays)
-    validation.check_layout_is_meant(layout, sizes, c)
+    if steps:
+        validation.check_layout_is_meant(layout, sizes, c)
     B, NH, DHQK, DHV = (sizes[name] for name in ("B", "NH", "DHQK", "DHV"))
     S = sizes.get("S", 1)
     if B * NH == 0:

@@ -20,7 +20,7 @@ from mlstm_pallas.prepare import Arguments, padded, prepare, results, with_argum
 from mlstm_pallas.problem.annotations import Array, InputGateName, LayoutName, StatesTuple
 from mlstm_pallas.problem.arrays import Forward
 from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype
-from mlstm_pallas.problem.validation import DEFAULT_LAYOUT, check_flag
+from mlstm_pallas.problem.validation import check_flag
 from mlstm_pallas.schedules.forward import forward
 from mlstm_pallas.schedules.sharding import Work, on_shard
 from mlstm_pallas.stages.lowering import Lowering
@@ -44,7 +44,7 @@ def recurrence(
     norm_val: float = 1.0,
     input_gate: InputGateName = "exp",
     normalize: bool = True,
-    layout: LayoutName = DEFAULT_LAYOUT,
+    layout: LayoutName | None = None,
 ) -> tuple[jax.Array, StatesTuple]:
     """The mLSTM as it is defined, one step at a time, in plain jnp.
 

@@ -22,7 +22,6 @@ from mlstm_pallas.problem.annotations import (
 )
 from mlstm_pallas.problem.arrays import Token
 from mlstm_pallas.problem.dimensions import InputGate, Layout, accumulator_dtype
-from mlstm_pallas.problem.validation import DEFAULT_LAYOUT
 from mlstm_pallas.schedules.sharding import run_step, sharded_alike
 from mlstm_pallas.stages.ring_step import Operands, RingStates, flushed
 
@@ -130,7 +129,7 @@ def mlstm_ring_step(
     q: Array, k: Array | None, v: Array | None, i: Array, f: Array | None, states: RingStates,
     *others: Never, accepted: Array | None = None, eps: float = 1e-6, norm_val: float = 1.0,
     stabilize_correctly: bool = True, normalize: bool = True, slots: Array | None = None,
-    layout: LayoutName = DEFAULT_LAYOUT, backend: BackendName | None = None,
+    layout: LayoutName | None = None, backend: BackendName | None = None,
     config: KernelConfig | None = None,
 ) -> tuple[jax.Array, RingStates]:  # fmt: skip
     """Advances the mLSTM by one token or by T drafts, and reads C once.
@@ -193,7 +192,7 @@ def mlstm_ring_step(
       slots: (B,) integers: entry b reads and writes row slots[b] of states
         (P, NH, ...), as in ``mlstm_recurrent_step``.
       layout: "BNTH", or "BTNH": q, k, v and h of T tokens are (B, T, NH, D), i
-        and f (B, T, NH).
+        and f (B, T, NH). None: BNTH.
       eps, norm_val, stabilize_correctly, normalize, backend: as for
         ``mlstm_recurrent_step``. The input gate is that of the states.
       config: overrides of the tiles of ring_step.
@@ -215,9 +214,7 @@ def mlstm_ring_step(
         config=config,
     )  # fmt: skip
     arrays |= dict(accepted=accepted, slots=slots)
-    spec = prepare_steps(
-        "ring_step", in_parts(arrays), options, steps=drafts, layout=layout if drafts else None
-    )
+    spec = prepare_steps("ring_step", in_parts(arrays), options, steps=drafts, layout=layout)
     p, L = spec.problem, _length(states)
     for name, ring in ("k", states.k), ("v", states.v):
         if q.dtype != ring.dtype:  # that of k and v

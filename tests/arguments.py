@@ -125,7 +125,7 @@ OPTIONS = {
     **options(
         "layout",
         "one of BNTH, BTNH",
-        accepted=["BNTH", "BNTH"],
+        accepted=["BNTH", None],
         type_errors=[TRACED, 1],
         value_errors=["BSNH"],
     ),

@@ -25,7 +25,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = dict(
         functools.partial(validation.check_dtype, dtypes=validation.INPUT_DTYPES)
     ),
     input_gate=functools.partial(validation.check_choice, kind=InputGate),
-    layout=functools.partial(validation.check_choice, kind=Layout),
+    layout=lambda name, x: Layout.BNTH if x is None else validation.check_choice(name, x, Layout),
     backend=validation.check_backend,
     config=_config,
     state_dtype=or_none(validation.check_dtype),

@@ -10,7 +10,7 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.export import is_symbolic_dim
 from jax.sharding import PartitionSpec as P
 
-from mlstm_pallas.problem.annotations import BackendName, LayoutName
+from mlstm_pallas.problem.annotations import BackendName
 from mlstm_pallas.problem.callers import warn_caller
 from mlstm_pallas.problem.dimensions import MIN_CHUNK_SIZE, InputGate, Layout, is_power_of_two
 
@@ -267,20 +267,13 @@ def check_one_dtype(arrays: Mapping[str, Any]) -> None:
             )
 
 
-class _DefaultLayout(str):
-    """A layout that the caller did not choose."""
-
-
-DEFAULT_LAYOUT = cast(LayoutName, _DefaultLayout(Layout.BNTH))
-
-
 def check_layout_is_meant(layout: Any, sizes: Mapping[str, int], *states: Any) -> None:
-    """Warns if the default layout may not be meant.
+    """Warns if the layout is None and the default, BNTH, may not be meant.
 
     states: arrays or None; with other sizes than S = NH, existing ones would have failed the shape
     check in the other layout.
     """
-    if not isinstance(layout, _DefaultLayout):
+    if layout is not None:
         return
     S, NH = sizes["S"], sizes["NH"]
     if (S != NH or NH == 1) if any(x is not None for x in states) else S >= NH:

@@ -177,7 +177,6 @@ def test_c_has_the_dtype_that_the_caller_asks_for(function, dtype, options):
 DEFAULTS = dict(
     return_last_states=False,
     recompute_states_in_bw=True,
-    layout="BNTH",
     eps=1e-6,
     norm_val=1.0,
     stabilize_correctly=True,
