@@ -56,6 +56,8 @@ from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shar
 from mlstm_pallas.stages import split_products, step_sums
 from mlstm_pallas.vectors import chunk_gates
 
+__all__ = ["mlstm_chunkwise_sequence_parallel"]
+
 # The most shards that send their C to every other one. More of them exchange slices of C, although
 # XLA then replicates C over mesh axes that are left to the compiler.
 MOST_AT_ONCE = 8

@@ -13,6 +13,8 @@ from mlstm_pallas.planning.backend import requested_backend, use_backend
 from mlstm_pallas.problem.gpu import UNKNOWN, Gpu, export_gpu, gpu_of, known_gpu, target_gpu
 from mlstm_pallas.problem.validation import CHECKS, checks_indices, wrong
 
+__all__ = ["export"]
+
 PLATFORMS = ("cpu", "cuda")
 # The call target of Triton kernels; importing jax's constant for it would import that backend.
 CUSTOM_CALL_TARGET = "__gpu$xla.gpu.triton"

@@ -25,6 +25,8 @@ from mlstm_pallas.schedules.forward import forward
 from mlstm_pallas.schedules.sharding import Work, on_shard
 from mlstm_pallas.stages.lowering import Lowering
 
+__all__ = ["chunkwise", "recurrence"]
+
 _INF = float("inf")
 
 

@@ -78,6 +78,10 @@ def test_the_api_reference_has_the_public_names():
     assert dir(mlstm_pallas) == sorted(mlstm_pallas.__all__)
     text = "".join(x.read_text() for x in ROOT.glob("docs/api/*.md"))
     assert {x for x in dir(mlstm_pallas) if x[0] != "_"} <= {*re.findall(r"\w+", text)}
+    for name in ("distributed", "export", "reference"):  # import * and help() show no other names
+        page = (ROOT / f"docs/api/{name}.md").read_text()
+        documented = re.findall(r"(?:autofunction:: [\w.]+\.|members: |, )(\w+)", page)
+        assert sorted(getattr(mlstm_pallas, name).__all__) == sorted(documented)
 
 
 def test_versions():
