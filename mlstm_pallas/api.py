@@ -135,7 +135,7 @@ def mlstm_chunkwise(
       recompute_states_in_bw: False keeps C of every chunk: from 9 % less to 1 %
         more time on an H200.
       state_dtype: dtype of the returned c and its cotangent. None: that of n.
-      layout: "BNTH", or "BTNH", the layout of a model's projections. None: BNTH.
+      layout: "BNTH", also if None, or "BTNH", as a model's projections have it.
       backend: one that ``use_backend`` lists, with what None means.
       config: overrides of the plan, which mlstm_pallas.plan shows.
 
