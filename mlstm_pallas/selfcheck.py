@@ -308,8 +308,8 @@ def run(name: str) -> tuple[float, str, float]:
             return math.nan, config[0], seconds
         return math.inf, f"exit code {process.returncode} {lines[-1]}", seconds
     errors = json.loads(out.splitlines()[-1])
-    worst = max(errors, key=errors.get)
-    return errors[worst], worst, seconds
+    error, worst = max((math.inf if math.isnan(x) else x, label) for label, x in errors.items())
+    return error, worst, seconds
 
 
 def package_hash() -> str:
@@ -353,6 +353,7 @@ def main() -> int:
     try:
         for future in as_completed(futures):
             name, (error, of, seconds), done = futures[future], future.result(), done + 1
+            worst, where = max((worst, where), (error, f"{of} of {name}"))
             text = f"{error:.2f} of its bound, {of}" if error < math.inf else of
             verdict = "right" if error <= 1 else "not checked" if math.isnan(error) else "WRONG"
             print(f"[{done}/{len(names)}] {verdict} {name}: {text}, {seconds:.0f} s", flush=True)
@@ -360,7 +361,6 @@ def main() -> int:
                 wrong += 1
                 print(f"    python -m mlstm_pallas.selfcheck --only={name}", flush=True)
             unchecked += [f"{name} ({of})"] * math.isnan(error)
-            worst, where = max((worst, where), (error, f"{of} of {name}"))
     except KeyboardInterrupt:
         print("stopped")
         unchecked.append(f"{len(names) - done} calls that had not ended")

@@ -6,7 +6,6 @@ Wrong functions are planted into a right package; each has to be found by one ca
 import functools
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -130,6 +129,10 @@ def empty_rows_forget(function, *x, sequence_lengths, **options):
 
 CHUNKWISE, STEP, RING = "mlstm_chunkwise", "mlstm_recurrent_step", "mlstm_ring_step"
 PARALLEL = "mlstm_chunkwise_sequence_parallel"
+FUNCTIONS = dict.fromkeys(selfcheck.TABLE, CHUNKWISE) | dict(
+    shards=PARALLEL, blocks="mlstm_chunkwise_states", loop="mlstm_recurrent_sequence", steps=STEP,
+    pools=STEP, drafts=RING, rings=RING,
+)  # fmt: skip
 # The row, the function for which what is planted, and the result that shows it.
 PLANTS = [
     ("steps", STEP, scaled("h"), "h"),
@@ -150,16 +153,39 @@ PLANTS = [
     ("lengths", CHUNKWISE, empty_rows_forget, "c"),
     ("gates", CHUNKWISE, clipped_gates, "h"),
     ("reverse", CHUNKWISE, wrong_where("reverse"), "dq"),
-    ("packed", CHUNKWISE, wrong_where("segment_ids"), "dq"),
-    ("documents", CHUNKWISE, wrong_where("num_segments"), "dq"),
+    pytest.param("packed", CHUNKWISE, wrong_where("segment_ids"), "dq", marks=pytest.mark.slow),
+    pytest.param("documents", CHUNKWISE, wrong_where("num_segments"), "dq", marks=pytest.mark.slow),
     ("blocks", "mlstm_chunkwise_states", one_chunk_late, "c"),
-    ("shards", PARALLEL, scaled("h"), "h"),
+    pytest.param("shards", PARALLEL, scaled("h"), "h", marks=pytest.mark.slow),
 ]
 
 
+@pytest.mark.quick("prefill", "pools", "loop", "drafts")
 @pytest.mark.parametrize("row", selfcheck.TABLE)
-def test_right_calls_are_within_the_bounds(row, in_numpy):
+def test_right_calls_are_within_the_bounds(row, in_numpy, monkeypatch):
+    """On the backend that they name; shards compile."""
+    backends = set()
+
+    def recording(function, *x, **options):
+        backends.add(options.get("backend"))
+        return function(*x, **options)
+
+    planted(monkeypatch, FUNCTIONS[row], recording)
+    if row == "shards":
+        monkeypatch.setattr(selfcheck, "jit", jax.jit)
     assert max(errors(row).values()) < 1
+    assert backends == {"xla"}
+
+
+def test_the_table_calls_every_public_function_at_every_head():
+    public = {x for x in mlstm_pallas.__all__ if x.startswith("mlstm_")}
+    assert public | {PARALLEL} == {*FUNCTIONS.values(), "mlstm_ring_states", "mlstm_ring_flush"}
+    for backend in ("triton", "mosaic_gpu"):
+        names = [name.split("/") for name in selfcheck.calls(backend, on_gpu=True)]
+        assert {heads for _, _, heads, _ in names} == {f"{K}x{V}" for K, V in selfcheck.HEADS}
+        assert {dtype for *_, dtype in names} == {*selfcheck.DTYPES[backend]}
+        rows = {row for _, row, *_ in names}
+        assert rows == {*selfcheck.TABLE} - {*selfcheck.SKIPPED[backend]}
 
 
 @pytest.mark.parametrize(
@@ -167,4 +193,115 @@ def test_right_calls_are_within_the_bounds(row, in_numpy):
 )
 def test_a_wrong_function_is_found(row, name, plant, result, monkeypatch, in_numpy):
     planted(monkeypatch, name, plant)
+    if row == "shards":
+        monkeypatch.setattr(selfcheck, "jit", jax.jit)
     assert errors(row)[result] > 1
+
+
+def test_bits_that_differ_the_second_time_are_wrong(monkeypatch, in_numpy):
+    calls = iter(range(99))
+    jit = selfcheck.jit
+
+    def another_each_time(function):
+        program = jit(function)
+        return lambda *x: [y * (1 + 1e-6 * (next(calls) == 0)) for y in program(*x)]
+
+    monkeypatch.setattr(selfcheck, "jit", another_each_time)
+    assert errors("loop")["h"] == np.inf
+
+
+@pytest.mark.parametrize("dtype", selfcheck.PROMISED)
+def test_bounds_are_those_of_the_readme(dtype):
+    text = (PACKAGE.parent / "README.md").read_text()
+    promised = re.search(rf"^ *\| {dtype}[^|]* \| (\S+) \| (\S+) \|$", text, re.M).groups()
+    assert (*map(float, promised),) == selfcheck.PROMISED[dtype]
+
+
+# ---------------- processes: what one does, and what is said of its call
+
+RIGHT, WRONG = "print('noise', '{\"h\": 0.25}', sep='\\n')", 'print(\'{"h": 0.25, "dv": 3.0}\')'
+WORKERS = [
+    (RIGHT, 0, "right xla/loop/24x40/float32: 0.25 of its bound, h, "),
+    (WRONG, 1, "WRONG xla/loop/24x40/float32: 3.00 of its bound, dv, "),
+    ("import time; time.sleep(60)", 1, "WRONG xla/loop/24x40/float32: no result in 1 s, "),
+    ("import os; os.abort()", 1, "WRONG xla/loop/24x40/float32: exit code -6 "),
+    ("raise RuntimeError('no GPU')", 1, "exit code 1 RuntimeError: no GPU, "),
+    ("raise ValueError('q has')", 1, "WRONG xla/loop/24x40/float32: exit code 1 ValueError: q has"),
+    (
+        "raise ValueError('config.x is')",
+        0,
+        "not checked xla/loop/24x40/float32: ValueError: config.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("worker", "code", "line"), WORKERS)
+def test_exit_codes(worker, code, line, monkeypatch, capsys):
+    """A worker that ends well prints errors last; the others are said, with a line that repeats
+    them."""
+    monkeypatch.setattr(selfcheck, "WORKER", worker)
+    monkeypatch.setattr(selfcheck, "SECONDS", 1 if "sleep" in worker else 180)
+    monkeypatch.setattr(sys, "argv", ["", "--backend=xla", "--only=loop"])
+    assert selfcheck.main() == code
+    out = capsys.readouterr().out
+    assert line in out
+    assert ("python -m mlstm_pallas.selfcheck --only=xla/loop/24x40/float32\n" in out) == code
+    *_, unchecked, versions = out.splitlines()
+    assert unchecked.startswith("not checked: mosaic_gpu needs a Hopper GPU")
+    assert ("loop" in unchecked) == ("config." in worker)
+    assert f"files {selfcheck.package_hash()}, jax {jax.__version__}, " in versions
+
+
+def test_an_error_of_nan_is_wrong(monkeypatch, capsys):
+    monkeypatch.setattr(selfcheck, "WORKER", "print('{\"h\": NaN, \"n\": 0.1}')")
+    monkeypatch.setattr(sys, "argv", ["", "--backend=xla", "--only=loop"])
+    assert selfcheck.main() == 1
+
+
+@pytest.mark.parametrize("flag", ["--backend=tpu", "--only=nothing"])
+def test_settings_that_check_nothing(flag, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["", flag])
+    with pytest.raises(SystemExit, match="2"):
+        selfcheck.main()
+    assert f"error: argument {flag.partition('=')[0]}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_stops_and_says_what_it_found(number, monkeypatch, capsys):
+    """The first call is right; the others hang until the signal, which comes with its line."""
+    hangs = "import sys, time; time.sleep(60 * ('loop' not in sys.argv[1])); "
+    monkeypatch.setattr(selfcheck, "WORKER", hangs + RIGHT)
+    monkeypatch.setattr(selfcheck, "calls", lambda *_: ["xla/loop/x", "xla/steps/x", "xla/ring/x"])
+    monkeypatch.setattr(sys, "argv", ["", "--backend=xla"])
+    handler, start = signal.getsignal(signal.SIGTERM), time.monotonic()
+    monkeypatch.setattr(selfcheck, "print", stopping(number), raising=False)
+    try:
+        assert selfcheck.main() == 2
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    out = capsys.readouterr().out
+    assert "\nstopped\n1 of 3 calls, 0 wrong, worst 0.25 of its bound: h of xla/loop/x\n" in out
+    assert "2 calls that had not ended" in out
+    assert time.monotonic() - start < 30
+    assert all(process.poll() is not None for process in selfcheck.RUNNING)
+
+
+def stopping(number):
+    """print, which sends a signal with the line of a call that is right."""
+
+    def said(*x, **options):
+        print(*x, **options)
+        if "right" in x[0]:
+            signal.raise_signal(number)
+
+    return said
+
+
+@pytest.mark.slow  # processes that compile
+@pytest.mark.timeout(1200)
+def test_the_program():
+    out = run_python("-m", "mlstm_pallas.selfcheck", timeout=1100, PYTHONPATH=str(PACKAGE.parent))
+    names = [x for backend in ("xla", "interpret") for x in selfcheck.calls(backend, on_gpu=False)]
+    lines = re.findall(r"^\[\d+/\d+\] right (\S+): 0\.\d\d of its bound, \w+, \d+ s$", out, re.M)
+    assert sorted(lines) == sorted(names)
+    assert f"{len(names)} of {len(names)} calls, 0 wrong, worst 0." in out
