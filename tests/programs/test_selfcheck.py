@@ -253,7 +253,7 @@ def test_exit_codes(worker, code, line, monkeypatch, capsys):
 
 
 def test_an_error_of_nan_is_wrong(monkeypatch, capsys):
-    monkeypatch.setattr(selfcheck, "WORKER", "print('{\"h\": NaN, \"n\": 0.1}')")
+    monkeypatch.setattr(selfcheck, "WORKER", 'print(\'{"h": NaN, "n": 0.1}\')')
     monkeypatch.setattr(sys, "argv", ["", "--backend=xla", "--only=loop"])
     assert selfcheck.main() == 1
 
