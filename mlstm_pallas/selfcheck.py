@@ -115,10 +115,10 @@ TABLE: dict[str, tuple[Any, tuple[tuple[int, int], ...], dict[str, Any]]] = {
     "shards": (shards, HEADS[1:2], LAST),
     "prefill": (sequence, HEADS[:2], LAST | dict(state_dtype="bfloat16")),
     "blocks": (sequence, HEADS[:2], LENGTHS | dict(name="mlstm_chunkwise_states", every=64)),
-    "steps": (steps, HEADS[::5], {}),
+    "steps": (steps, HEADS[:2] + HEADS[5:], {}),
     "pools": (steps, HEADS[:1], dict(slots=SLOTS)),
     "loop": (sequence, HEADS[:1], dict(name="mlstm_recurrent_sequence")),
-    "drafts": (ring, HEADS[::5], dict(accepted=ACCEPTED)),
+    "drafts": (ring, HEADS[:2] + HEADS[5:], dict(accepted=ACCEPTED)),
     "rings": (ring, HEADS[:1], dict(accepted=ACCEPTED, slots=SLOTS, length=16)),
 }  # fmt: skip
 TOKEN_NAMES = "h", "dq", "dk", "dv", "di", "df"
