@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
@@ -117,17 +116,16 @@ TABLE: dict[str, tuple[Any, tuple[tuple[int, int], ...], dict[str, Any]]] = {
     "blocks": (sequence, HEADS[:2], LENGTHS | dict(name="mlstm_chunkwise_states", every=64)),
     "steps": (steps, HEADS[:2] + HEADS[5:], {}),
     "pools": (steps, HEADS[:1], dict(slots=SLOTS)),
-    "loop": (sequence, HEADS[:1], dict(name="mlstm_recurrent_sequence")),
     "drafts": (ring, HEADS[:2] + HEADS[5:], dict(accepted=ACCEPTED)),
     "rings": (ring, HEADS[:1], dict(accepted=ACCEPTED, slots=SLOTS, length=16)),
 }  # fmt: skip
 TOKEN_NAMES = "h", "dq", "dk", "dv", "di", "df"
-FORWARD_ONLY, OF_TOKENS = ("prefill", "blocks"), ("steps", "pools", "loop", "drafts", "rings")
+FORWARD_ONLY, OF_TOKENS = ("prefill", "blocks"), ("steps", "pools", "drafts", "rings")
 DTYPES = dict(
     mosaic_gpu=("bfloat16", "float16"), triton=("bfloat16", "float32", "float16"),
     xla=("float32", "bfloat16", "float16"), interpret=("float32", "bfloat16"),
 )  # fmt: skip
-INTERPRETED = "lengths", "shards", "blocks", *OF_TOKENS[:4]
+INTERPRETED = "lengths", "shards", "blocks", *OF_TOKENS[:3]
 SKIPPED = dict(  # what a lowering has no program of its own for; an interpreted one takes long
     mosaic_gpu=OF_TOKENS, triton=(), xla=("materialised", "fused", "splits"),
     interpret={*TABLE} - {*INTERPRETED},
@@ -247,10 +245,8 @@ def check(name: str) -> dict[str, float]:
         h = jnp.where(read[0], h, 0) if "accepted" in o else h  # that of other drafts is of no use
         return h, *(y[np.argsort(POOL)] if pools else y for y in states)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        program = jit(partial(results, actual))
-        found, again = ([np.asarray(y) for y in program(given, dy)] for _ in range(2))
+    program = jit(partial(results, actual))
+    found, again = ([np.asarray(y) for y in program(given, dy)] for _ in range(2))
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         wide, oracle = jax.tree.map(np.float64, (x, dy)), partial(exact, o=o, keep=keep)
         desired = [np.asarray(y) for y in jit(partial(results, oracle))(*wide)]

@@ -104,9 +104,9 @@ def verdict(path, source):
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(ROOT, folder, ignore=LEFT_OUT, dirs_exist_ok=True)
         Path(folder, path).write_text(source)
+        pytest = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-m", marks]
         run = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-m", marks]
-            + [*map(in_its_folder, tests)],
+            [*pytest, *map(in_its_folder, tests)],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": folder, "JAX_PLATFORMS": "cpu"},
             stdout=subprocess.PIPE,

@@ -130,7 +130,7 @@ def empty_rows_forget(function, *x, sequence_lengths, **options):
 CHUNKWISE, STEP, RING = "mlstm_chunkwise", "mlstm_recurrent_step", "mlstm_ring_step"
 PARALLEL = "mlstm_chunkwise_sequence_parallel"
 FUNCTIONS = dict.fromkeys(selfcheck.TABLE, CHUNKWISE) | dict(
-    shards=PARALLEL, blocks="mlstm_chunkwise_states", loop="mlstm_recurrent_sequence", steps=STEP,
+    shards=PARALLEL, blocks="mlstm_chunkwise_states", steps=STEP,
     pools=STEP, drafts=RING, rings=RING,
 )  # fmt: skip
 # The row, the function for which what is planted, and the result that shows it.
@@ -139,7 +139,7 @@ PLANTS = [
     ("steps", STEP, no_gradient_of(4), "df"),
     ("steps", STEP, larger_gradients, "dv"),
     ("pools", STEP, other_slots, "c"),
-    ("loop", "mlstm_recurrent_sequence", scaled("n"), "n"),
+    ("pools", STEP, scaled("n"), "n"),
     ("drafts", RING, one_draft_more, "c"),
     ("drafts", RING, nan_of_later_drafts, "h"),
     ("drafts", "mlstm_ring_flush", flushed_wrong, "c"),
@@ -160,7 +160,7 @@ PLANTS = [
 ]
 
 
-@pytest.mark.quick("prefill", "pools", "loop", "drafts")
+@pytest.mark.quick("prefill", "pools", "drafts")
 @pytest.mark.parametrize("row", selfcheck.TABLE)
 def test_right_calls_are_within_the_bounds(row, in_numpy, monkeypatch):
     """On the backend that they name; shards compile."""
@@ -207,7 +207,7 @@ def test_bits_that_differ_the_second_time_are_wrong(monkeypatch, in_numpy):
         return lambda *x: [y * (1 + 1e-6 * (next(calls) == 0)) for y in program(*x)]
 
     monkeypatch.setattr(selfcheck, "jit", another_each_time)
-    assert errors("loop")["h"] == np.inf
+    assert errors("pools")["h"] == np.inf
 
 
 @pytest.mark.parametrize("dtype", selfcheck.PROMISED)
@@ -221,16 +221,20 @@ def test_bounds_are_those_of_the_readme(dtype):
 
 RIGHT, WRONG = "print('noise', '{\"h\": 0.25}', sep='\\n')", 'print(\'{"h": 0.25, "dv": 3.0}\')'
 WORKERS = [
-    (RIGHT, 0, "right xla/loop/24x40/float32: 0.25 of its bound, h, "),
-    (WRONG, 1, "WRONG xla/loop/24x40/float32: 3.00 of its bound, dv, "),
-    ("import time; time.sleep(60)", 1, "WRONG xla/loop/24x40/float32: no result in 1 s, "),
-    ("import os; os.abort()", 1, "WRONG xla/loop/24x40/float32: exit code -6 "),
+    (RIGHT, 0, "right xla/pools/24x40/float32: 0.25 of its bound, h, "),
+    (WRONG, 1, "WRONG xla/pools/24x40/float32: 3.00 of its bound, dv, "),
+    ("import time; time.sleep(60)", 1, "WRONG xla/pools/24x40/float32: no result in 1 s, "),
+    ("import os; os.abort()", 1, "WRONG xla/pools/24x40/float32: exit code -6 "),
     ("raise RuntimeError('no GPU')", 1, "exit code 1 RuntimeError: no GPU, "),
-    ("raise ValueError('q has')", 1, "WRONG xla/loop/24x40/float32: exit code 1 ValueError: q has"),
+    (
+        "raise ValueError('q has')",
+        1,
+        "WRONG xla/pools/24x40/float32: exit code 1 ValueError: q has",
+    ),
     (
         "raise ValueError('config.x is')",
         0,
-        "not checked xla/loop/24x40/float32: ValueError: config.",
+        "not checked xla/pools/24x40/float32: ValueError: config.",
     ),
 ]
 
@@ -241,20 +245,20 @@ def test_exit_codes(worker, code, line, monkeypatch, capsys):
     them."""
     monkeypatch.setattr(selfcheck, "WORKER", worker)
     monkeypatch.setattr(selfcheck, "SECONDS", 1 if "sleep" in worker else 180)
-    monkeypatch.setattr(sys, "argv", ["", "--backend=xla", "--only=loop"])
+    monkeypatch.setattr(sys, "argv", ["", "--backend=xla", "--only=pools"])
     assert selfcheck.main() == code
     out = capsys.readouterr().out
     assert line in out
-    assert ("python -m mlstm_pallas.selfcheck --only=xla/loop/24x40/float32\n" in out) == code
+    assert ("python -m mlstm_pallas.selfcheck --only=xla/pools/24x40/float32\n" in out) == code
     *_, unchecked, versions = out.splitlines()
     assert unchecked.startswith("not checked: mosaic_gpu needs a Hopper GPU")
-    assert ("loop" in unchecked) == ("config." in worker)
+    assert ("pools" in unchecked) == ("config." in worker)
     assert f"files {selfcheck.package_hash()}, jax {jax.__version__}, " in versions
 
 
 def test_an_error_of_nan_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr(selfcheck, "WORKER", 'print(\'{"h": NaN, "n": 0.1}\')')
-    monkeypatch.setattr(sys, "argv", ["", "--backend=xla", "--only=loop"])
+    monkeypatch.setattr(sys, "argv", ["", "--backend=xla", "--only=pools"])
     assert selfcheck.main() == 1
 
 
@@ -269,9 +273,9 @@ def test_settings_that_check_nothing(flag, monkeypatch, capsys):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_stops_and_says_what_it_found(number, monkeypatch, capsys):
     """The first call is right; the others hang until the signal, which comes with its line."""
-    hangs = "import sys, time; time.sleep(60 * ('loop' not in sys.argv[1])); "
+    hangs = "import sys, time; time.sleep(60 * ('pools' not in sys.argv[1])); "
     monkeypatch.setattr(selfcheck, "WORKER", hangs + RIGHT)
-    monkeypatch.setattr(selfcheck, "calls", lambda *_: ["xla/loop/x", "xla/steps/x", "xla/ring/x"])
+    monkeypatch.setattr(selfcheck, "calls", lambda *_: ["xla/pools/x", "xla/steps/x", "xla/ring/x"])
     monkeypatch.setattr(sys, "argv", ["", "--backend=xla"])
     handler, start = signal.getsignal(signal.SIGTERM), time.monotonic()
     monkeypatch.setattr(selfcheck, "print", stopping(number), raising=False)
@@ -280,7 +284,7 @@ def test_it_stops_and_says_what_it_found(number, monkeypatch, capsys):
     finally:
         signal.signal(signal.SIGTERM, handler)
     out = capsys.readouterr().out
-    assert "\nstopped\n1 of 3 calls, 0 wrong, worst 0.25 of its bound: h of xla/loop/x\n" in out
+    assert "\nstopped\n1 of 3 calls, 0 wrong, worst 0.25 of its bound: h of xla/pools/x\n" in out
     assert "2 calls that had not ended" in out
     assert time.monotonic() - start < 30
     assert all(process.poll() is not None for process in selfcheck.RUNNING)
