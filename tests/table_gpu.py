@@ -42,7 +42,7 @@ BY_TOKEN = (
     step(3, "f", SOME, **BF, states=("float16", "bfloat16", "float32"), NH=8),
     step(1, "e", **F16, states=("float16",) * 3),
     ring(24, "g", SOME, drafts(4, 4, 6, length=8), **BF, states=HALF, **NT),
-    ring(24, "f", Drafts(1), **ALONE, **BF, NH=40),
+    ring(24, "f", Drafts(1, phase=0), **ALONE, **BF, NH=40),
 )
 
 # ---------------- values and bits of a second call, for gates of a model; on Mosaic GPU of any
