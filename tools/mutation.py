@@ -31,16 +31,26 @@ ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "results")
 VERDICTS = {0: "survived", 1: "caught", 5: "no test"}  # by exit codes of pytest
 SECONDS = 120  # of a mutant, after which it counts as killed: it waits or it loops
-# By module, its tests, the quickest first, and the functions that count; none: all. Of a file those
-# that are not slow run.
+ROW = "table.py::test_call[{}-xla]".format
+# By module, its tests, the quickest first, and the functions that count; none: all. Of files alone
+# those tests run that are not slow.
 MODULES = {
     "mlstm_pallas/planning/call_spec.py": ("planning.py",),
     "mlstm_pallas/planning/config.py": ("planning.py",),
     "mlstm_pallas/problem/gpu.py": ("gpu_facts.py planning.py",),
-    "mlstm_pallas/problem/dimensions.py": ("formulas.py",),
-    "mlstm_pallas/formulas/chunk_list.py": ("formulas.py",),
-    "mlstm_pallas/formulas/splits.py": ("formulas.py",),
-    "mlstm_pallas/formulas/normaliser.py": ("formulas.py",),
+    "mlstm_pallas/problem/dimensions.py": ("formulas.py planning.py",),
+    "mlstm_pallas/formulas/chunk_list.py": (
+        f"formulas.py {ROW('29-chunkwise-64-16/16-States-float16')} "
+        + ROW("20-chunkwise-64-37/50-Ids+Lengths-float32"),
+    ),
+    "mlstm_pallas/formulas/splits.py": (
+        f"formulas.py {ROW('29-chunkwise-64-16/16-States-float16')} "
+        + ROW("13-chunkwise-64-16/16-Lengths-float32"),
+    ),
+    "mlstm_pallas/formulas/normaliser.py": (
+        f"formulas.py {ROW('3-chunkwise-64-16/16---float32')} "
+        + ROW("4-chunkwise-65-37/50---float32"),
+    ),
     "mlstm_pallas/planning/preview.py": (
         "planning.py "
         "errors.py::test_every_argument_is_refused_by_name_and_accepted_at_its_bounds[plan]",
