@@ -464,7 +464,7 @@ def test_indices_that_count_for_nothing_may_be_anything():
     packed = partial(mlstm_chunkwise, return_last_states=True, segment_ids=DESCENDS)
     for options in {}, dict(num_segments=2, sequence_lengths=np.array([40, 20])):
         trace(packed, PLAIN | options)
-    pooled(mlstm_recurrent_step, slots=np.array([-1, -1]))()
+    pooled(slots=np.array([-1, -1]))()
 
 
 @pytest.mark.slow
