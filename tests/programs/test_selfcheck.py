@@ -270,19 +270,24 @@ def test_settings_that_check_nothing(flag, monkeypatch, capsys):
     assert f"error: argument {flag.partition('=')[0]}: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+SIGNALS = signal.SIGINT, signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_it_stops_and_says_what_it_found(number, monkeypatch, capsys):
     """The first call is right; the others hang until the signal, which comes with its line."""
     hangs = "import sys, time; time.sleep(60 * ('pools' not in sys.argv[1])); "
     monkeypatch.setattr(selfcheck, "WORKER", hangs + RIGHT)
     monkeypatch.setattr(selfcheck, "calls", lambda *_: ["xla/pools/x", "xla/steps/x", "xla/ring/x"])
     monkeypatch.setattr(sys, "argv", ["", "--backend=xla"])
-    handler, start = signal.getsignal(signal.SIGTERM), time.monotonic()
+    handlers, start = {x: signal.getsignal(x) for x in SIGNALS}, time.monotonic()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     monkeypatch.setattr(selfcheck, "print", stopping(number), raising=False)
     try:
         assert selfcheck.main() == 2
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
     out = capsys.readouterr().out
     assert "\nstopped\n1 of 3 calls, 0 wrong, worst 0.25 of its bound: h of xla/pools/x\n" in out
     assert "2 calls that had not ended" in out
