@@ -4,6 +4,7 @@ pass for good inputs. The table has NaN in heads, drafts, slots and before reset
 import functools
 import itertools
 
+import engine
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,7 @@ from oracle import (
     tolerance,
 )
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, reference
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
 
 B, NH, S, L = 2, 2, 64, 32
 BATCH, HEAD, COLUMN = 1, 0, 3
@@ -98,12 +99,8 @@ def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, reverse, name)
 
 def steps(*x, backend):
     """mlstm_recurrent_step, token by token."""
-
-    def one(states, token):
-        return mlstm_recurrent_step(*token, *states, backend=backend)[::-1]
-
-    states, h = jax.lax.scan(one, x[5:], [jnp.moveaxis(y, 2, 0) for y in x[:5]])
-    return jnp.moveaxis(h, 0, 2), states
+    h, *states = engine.steps(None, x[:5], x[5:], backend=backend)
+    return h, states
 
 
 @pytest.mark.slow
