@@ -220,7 +220,8 @@ def check(name: str) -> dict[str, float]:
     if row in OF_TOKENS:  # their kernels have no derivatives
         forward_only = (backend, row, dtype) != ("xla", "steps", "float32")
     forward_only |= backend == "interpret" and row != "lengths"
-    keep, at = np.ones((1, B, T), bool), np.arange(T)
+    keep: Any = np.ones((1, B, T), bool)
+    at = np.arange(T)
     if "sequence_lengths" in o:
         keep = keep & (at < o["sequence_lengths"][:, None])
     if "segment_ids" in o:
@@ -254,10 +255,8 @@ def check(name: str) -> dict[str, float]:
     norm, errors = np.linalg.norm, {}
     right = dict(zip(names, desired, strict=False))
     for label, a, b, c in zip(names, map(np.float64, found), desired, again, strict=False):
-        size, bound = (
-            norm(np.maximum(abs(b), 1) if label == "m" else b),
-            PROMISED[dtype][label[0] == "d"],
-        )
+        size = float(norm(np.maximum(abs(b), 1) if label == "m" else b))
+        bound = PROMISED[dtype][label[0] == "d"]
         if label == "dn":  # n is one more column of C
             size = math.hypot(size, norm(right["dc"]))
         if label == "dm":  # a sum whose terms may cancel
@@ -265,7 +264,7 @@ def check(name: str) -> dict[str, float]:
                 norm(right[f"d{y}"]) * norm(np.float64(z))
                 for y, z in zip("cn", x[5:], strict=False)
             )
-            size = max(size, *terms)
+            size = max(size, *map(float, terms))
         if label in "hc" and (pools or "state_dtype" in o):  # c is rounded, in pools at every step
             bound += (T if pools else 1) ** 0.5 * 2**-9
         beyond = np.where(read[int(a.ndim < 4)], 0, a) if label in TOKEN_NAMES else 0
