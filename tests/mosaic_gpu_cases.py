@@ -2,6 +2,7 @@
 on a GPU."""
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -232,6 +233,7 @@ class Recurrences:
     alone: bool = False  # dC without C
     delta: bool = False  # whether delta is wanted
     dtype: str = "bfloat16"
+    cotangents: float = 1  # how large dh and the last dC are
 
     @property
     def problem(self):
@@ -282,7 +284,8 @@ class Recurrences:
     def check(self, lowering):
         """The outputs against the plain form in float64."""
         draw = np.random.default_rng(0)
-        draws = [draw.normal] * 5 + [draw.uniform] * 3 + [draw.normal] * 2
+        small = functools.partial(draw.normal, 0, self.cotangents)
+        draws = [draw.normal, small, *[draw.normal] * 3, *[draw.uniform] * 3, small, draw.normal]
         x = zip(draws, self.shapes(), strict=True)
         operands, options = self.operands(*(array(drawn(size=y.shape), y.dtype) for drawn, y in x))
 
@@ -323,4 +326,8 @@ RECURRENCES = {
     ),
     "beyond_the_only_columns": Recurrences(shape=(1, 2, 256, 64, 64), rows=64, columns=128),
     "delta_scaled_float16": Recurrences(weighted=False, dtype="float16", delta=True),
+    # r dh falls below the normal numbers.
+    "weighted_float16": Recurrences(
+        shape=(1, 2, 256, 64, 128), dtype="float16", cotangents=2.0**-15
+    ),
 }

@@ -212,7 +212,8 @@ RINGS = (
     ring(24, "c", drafts(2, 8, 3), joined=True, **BF, states=MIXED, **UNSTABLE),
     ring(32, "a", drafts(2, 4, 8, length=8, phase=3), **SIGMOID, **NT, joined=True),
     ring(24, "a", drafts(2, 2, 12, length=8, phase=0), **ALONE, **F16, states=MIXED),
-    ring(24, "b", drafts(2, 1, 24, length=8), **PLAIN),
+    # Two entries of four heads: XLA would flush the rings of one entry in another order.
+    ring(24, "b", drafts(2, 1, 24, length=8, phase=0), **PLAIN, **ALONE, NH=4),
     ring(24, "a", SOME, drafts(4, 3, 8, length=8, phase=0), joined=True, **NT, **ALONE),
     ring(24, "b", SOME, drafts(4, 4, 6, length=8), **SIGMOID, **BF, states=HALF),
     ring(24, "a", SOME, Drafts(1, length=8), **UNSTABLE, **FLOOR),

@@ -9,7 +9,7 @@ import jax
 import jax.extend.core
 import plans
 import pytest
-from engine import PROMISED
+from engine import PROMISED, Ids
 from mosaic_gpu_cases import (
     ALL,
     CASES,
@@ -20,6 +20,8 @@ from mosaic_gpu_cases import (
     fused,
     materialised,
     mosaic_stages,
+    of_scan,
+    of_states,
 )
 from mosaic_gpu_interpreter import interpreted_mosaic_gpu
 from oracle import (
@@ -41,7 +43,7 @@ from oracle import (
 )
 from relations import by_overflow
 from stage_calls import tiles_class
-from table import BF, chunkwise, packed
+from table import BF, F16, chunkwise, packed
 from test_distributed import h_over
 from test_stages import roundings
 
@@ -72,11 +74,17 @@ def test_interpreted_kernels_against_float64(name, capsys):
 @needs_mosaic_gpu
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.slow
-@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "materialised"])
-def test_states_that_overflow_stay_in_their_segments(is_fused):
-    config = dict(chunk_size=64, fused=is_fused)
-    documents = packed((67, 59, 40), own=True)
-    by_overflow(chunkwise(192, "c", documents, last=True, **BF, NH=1, config=config), "mosaic_gpu")
+@pytest.mark.parametrize(
+    ("S", "documents", "options"),
+    [
+        (192, packed((67, 59, 40), own=True), dict(BF, last=True, config=of_states(None, 64))),
+        (192, packed((67, 59, 40), own=True), dict(BF, last=True, config=of_scan(None, 64))),
+        (256, Ids(((67, 100, 89),)), dict(F16, config=of_scan())),
+    ],
+    ids=["materialised", "fused", "float16"],
+)
+def test_what_overflows_stays_in_its_segments(S, documents, options):
+    by_overflow(chunkwise(S, "c", documents, NH=1, **options), "mosaic_gpu")
 
 
 @pytest.mark.slow
@@ -230,6 +238,17 @@ def test_gradients_trace_in_strict_modes(heads, config):
     x = call_shapes(1, 2, 256, *heads)
     with jax.enable_x64(True):
         assert [*jax.eval_shape(results_of(run), *x)] == [x[2], *x]
+
+
+@pytest.mark.slow
+@needs_mosaic_gpu
+def test_gradients_lower_without_jit():
+    """As test_gpu_sanitizer.py runs them. Loops are traced all the same, because constant indices
+    cannot be lowered."""
+    run, x = functools.partial(mlstm_chunkwise, backend="mosaic_gpu"), small_inputs()
+    with for_device("NVIDIA H200"), jax.disable_jit():
+        traced = jax.make_jaxpr(results_of(run))(*x)
+    assert MOSAIC_CALL in lowered_for_cuda(jax.jit(jax.extend.core.jaxpr_as_fun(traced)), *x)
 
 
 @pytest.mark.slow

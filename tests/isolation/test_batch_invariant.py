@@ -3,17 +3,19 @@ bits."""
 
 import dataclasses
 import functools
+import math
 import re
 
 import jax
 import pytest
 from compile_report import on_a_hopper
-from oracle import NAMES, for_device, needs_compiler, random_inputs, slow
+from oracle import NAMES, for_device, lowered_for_cuda, needs_compiler, random_inputs, slow
 from stage_calls import Problem, spec_of
 
 from mlstm_pallas import (
     KernelConfig,
     mlstm_chunkwise,
+    mlstm_recurrent_step,
     mlstm_ring_flush,
     mlstm_ring_states,
 )
@@ -55,6 +57,15 @@ def test_plans_are_those_of_a_batch_of_one(plan, S, backend):
     assert plans[0] == plans[1] == plans[2]
     assert plan(64, S, backend, None) != plans[2]
     assert plan(1, S, backend, None) == plans[0]
+
+
+def test_one_head_alone_runs_as_two():
+    """Pallas makes constants of the indices of a grid of one, and Triton may lay out tiles
+    otherwise than beside other heads."""
+    x = [*random_inputs(0, 1, 1, 1, 16, 16).values()]
+    step = jax.jit(functools.partial(mlstm_recurrent_step, backend="triton", config=CONFIG))
+    text = lowered_for_cuda(step, *(y[:, :, 0] for y in x[:5]), *x[5:8])
+    assert math.prod(map(int, re.findall(r"grid_\w = (\d+)", text))) == 2
 
 
 # ---------------- roundings

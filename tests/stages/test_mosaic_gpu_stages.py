@@ -71,6 +71,8 @@ CALLS = [
     ),
     # Half of each tile of q and k is beyond the head; more items, or chunks, than CTAs.
     param("chunk_gradients", (128, 2, 32, 64), num_stages=4),
+    # With 64 rows of C and dC the two warpgroups take turns to sum them, over several tiles.
+    param("chunk_gradients", (128, 2, 64, 256), num_stages=4),
     param("chunk_gradients", (128, 3, 128, 256), **BTNH, num_stages=4),
     # Heads of 96: three parts of a swizzle, and tiles of 64, of 128 or of 128 rows that reach
     # beyond; or tiles of 96.
@@ -266,3 +268,12 @@ def test_the_stabiliser_scan_of_many_chunks():
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_interpreted_recurrences_against_float64(name):
     RECURRENCES[name].check(Lowering.MOSAIC_GPU)
+
+
+@pytest.mark.parametrize("S", [192, 200, 201, 255])
+def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group(S):
+    from mlstm_pallas.mosaic_gpu.common.inline_mlir import groups_alone
+
+    for first in 0, 64, 128, 192, 3:  # the last begins inside a group
+        at_once = first % 8 == 0 and first + 64 <= S // 8 * 8
+        assert groups_alone(first, S, 64) == (0 if at_once else 8), first
