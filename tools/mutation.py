@@ -30,39 +30,45 @@ from mutmut.mutation.mutators import mutation_operators
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "results")
 VERDICTS = {0: "survived", 1: "caught", 5: "no test"}  # by exit codes of pytest
+ON_A_CPU = "not gpu and not gpu_multi"
 SECONDS = 120  # of a mutant, after which it counts as killed: it waits or it loops
-ROW = "table.py::test_call[{}-xla]".format
-# By module, its tests, the quickest first, and the functions that count; none: all. Of files alone
-# those tests run that are not slow.
+ROW = "table.py::test_call[{}]".format
+ARGUMENTS = (
+    "errors.py::test_every_argument_is_refused_by_name_and_accepted_at_its_bounds[{}]".format
+)
+# By module, its tests, the quickest first, and the functions that count; none: all.
 MODULES = {
-    "mlstm_pallas/planning/call_spec.py": ("planning.py",),
-    "mlstm_pallas/planning/config.py": ("planning.py",),
-    "mlstm_pallas/problem/gpu.py": ("gpu_facts.py planning.py",),
-    "mlstm_pallas/problem/dimensions.py": ("formulas.py planning.py",),
+    "mlstm_pallas/planning/call_spec.py": (
+        "planning.py " + ROW("28-chunkwise-64-16/16-States+Lengths-float32-xla"),
+    ),
+    "mlstm_pallas/planning/config.py": (
+        f"planning.py {ARGUMENTS('KernelConfig')} errors.py::test_bad_calls",
+    ),
+    "mlstm_pallas/problem/gpu.py": ("gpu_facts.py planning.py errors.py::test_bad_calls",),
+    "mlstm_pallas/problem/dimensions.py": (
+        f"formulas.py {ROW('0-chunkwise-1-16/16---float32-xla')} "
+        + ROW("20-chunkwise-64-37/50-Ids+Lengths-float32-xla"),
+    ),
     "mlstm_pallas/formulas/chunk_list.py": (
-        f"formulas.py {ROW('29-chunkwise-64-16/16-States-float16')} "
-        + ROW("20-chunkwise-64-37/50-Ids+Lengths-float32"),
+        f"formulas.py {ROW('29-chunkwise-64-16/16-States-float16-xla')} "
+        + ROW("20-chunkwise-64-37/50-Ids+Lengths-float32-xla"),
     ),
     "mlstm_pallas/formulas/splits.py": (
-        f"formulas.py {ROW('29-chunkwise-64-16/16-States-float16')} "
-        + ROW("13-chunkwise-64-16/16-Lengths-float32"),
+        "formulas.py " + ROW("13-chunkwise-64-16/16-Lengths-float32-interpret"),
     ),
     "mlstm_pallas/formulas/normaliser.py": (
-        f"formulas.py {ROW('3-chunkwise-64-16/16---float32')} "
-        + ROW("4-chunkwise-65-37/50---float32"),
+        f"formulas.py {ROW('3-chunkwise-64-16/16---float32-xla')} "
+        + ROW("4-chunkwise-65-37/50---float32-xla"),
     ),
-    "mlstm_pallas/planning/preview.py": (
-        "planning.py "
-        "errors.py::test_every_argument_is_refused_by_name_and_accepted_at_its_bounds[plan]",
-    ),
+    "mlstm_pallas/planning/preview.py": (f"planning.py {ARGUMENTS('plan')}",),
     "mlstm_pallas/distributed.py": (
         "distributed.py::test_shards_give_the_numbers_of_the_whole[3-open]",
         "_boundaries _from_zeros _gathered _between _of_earlier _weights _weighted _sum_over",
     ),
-    "examples/xlstm_checkpoint.py": (
-        "xlstm_checkpoints.py xlstm_7b.py::test_logits_are_those_of_transformers[bfloat16]",
+    "examples/xlstm_checkpoint.py": ("xlstm_checkpoints.py xlstm_7b.py",),
+    "benchmarks/runner.py": (
+        "values_of_benchmarks.py runner.py benchmarks.py::test_a_wrong_output_is_not_timed",
     ),
-    "benchmarks/runner.py": ("values_of_benchmarks.py runner.py command.py",),
     "benchmarks/roofline.py": ("values_of_benchmarks.py",),
 }
 
@@ -110,11 +116,10 @@ def verdict(path, source):
     where none was selected, or "broken" where they could not be collected; and the first test that
     failed."""
     tests = MODULES[path][0].split()
-    marks = "" if any("::" in x for x in tests) else "not slow"
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(ROOT, folder, ignore=LEFT_OUT, dirs_exist_ok=True)
         Path(folder, path).write_text(source)
-        pytest = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-m", marks]
+        pytest = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-m", ON_A_CPU]
         run = subprocess.Popen(
             [*pytest, *map(in_its_folder, tests)],
             cwd=folder,

@@ -7,8 +7,10 @@ from unittest import mock
 
 import jax
 import kernel_benchmark
+import numpy as np
 import profiles
 import pytest
+import roofline
 import runner
 import scaling_benchmark as scaling
 import xlstm_lm_benchmark as lm
@@ -18,6 +20,27 @@ from shapes import Shape
 from mlstm_pallas import KernelConfig
 
 # ---------------- outputs
+
+
+def test_relative_errors():
+    x = np.array([3.0, 4.0])
+    errors = [runner.relative_error(*y) for y in ((x, x * 1.25), (x * 1e-30, 0 * x))]
+    assert errors == pytest.approx([0.2, 5], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("error", "ours", "status", "note"),
+    [
+        (runner.WrongOutputError("h"), False, "wrong", "wrong: h"),
+        (runner.UnsupportedError("x\ny"), True, "skipped", "skipped: UnsupportedError: x y"),
+        (TypeError("x"), True, "failed", "failed: TypeError: x"),
+        (TypeError("x"), False, "skipped", "skipped: TypeError: x"),
+    ],
+)
+def test_an_exception_becomes_the_status_of_a_row(error, ours, status, note):
+    """A failure of mlstm_pallas is one; a peer that fails is skipped."""
+    row = runner.attempt(dict(ms=2), ours, mock.Mock(side_effect=error))
+    assert row == dict(ms=2, status=status, note=note)
 
 
 def test_an_output_is_wrong_beyond_its_limit_or_if_it_is_not_a_number():
@@ -93,6 +116,24 @@ def test_costs_of_stages(lines):
             args = stage, backend, shape, "bfloat16", int(L), config
             impl = kernel_benchmark.MlstmPallasStage(*args)
         assert [*impl.phases(shape, 2, "fwd")] == [tuple(map(int, cost))], stage
+
+
+def test_the_roofline():
+    """Of 7b-8k by step and head, in chunks of 128 steps, whichever kernels run; of attention, whose
+    6 heads have 15 pairs of 5 steps; and the slower of products and traffic in each phase."""
+    steps, inter, triangle, arrays = 8 * 8 * 8192, 2 * 256 * 512, 129, 2 * 2 * (256 + 512)
+    phases = (
+        (steps * (2 * inter + triangle * (256 + 512)), steps * (arrays + 2 * 4)),
+        (steps * (5 * inter + triangle * (3 * 256 + 2 * 512)), steps * (2 * arrays + 6 * 4)),
+    )
+    shape = Shape(8, 8, 8192, 256, 512)
+    assert [roofline.mlstm(shape, 2, x) for x in ("fwbw", "fwd")] == [phases, phases[:1]]
+    phases = (90 * 2 * 2 * 16, 4 * 960), (90 * 5 * 2 * 16, 8 * 960)
+    assert roofline.attention(2, 3, 5, 16, 2, "fwbw") == phases
+    assert roofline.attention(2, 3, 5, 16, 2, "fwd") == phases[:1]
+    assert roofline.floor_seconds([roofline.Cost(6, 1), roofline.Cost(1, 8)], 2.0, 4.0) == 5
+    rates = [roofline.device_rates("NVIDIA H200", x)[0] for x in ("bfloat16", "float32")]
+    assert (rates, roofline.device_rates("cpu", "float32")) == ([790e12, 790e12 / 6], (None, None))
 
 
 @pytest.mark.slow
