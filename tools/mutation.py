@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "results")
 VERDICTS = {0: "survived", 1: "caught", 5: "no test"}  # by exit codes of pytest
 ON_A_CPU = "not gpu and not gpu_multi"
-SECONDS = 120  # of a mutant, after which it counts as killed: it waits or it loops
+SECONDS = 300  # of a mutant, after which it counts as killed: it waits or it loops
 ROW = "table.py::test_call[{}]".format
 ARGUMENTS = (
     "errors.py::test_every_argument_is_refused_by_name_and_accepted_at_its_bounds[{}]".format
@@ -66,9 +66,7 @@ MODULES = {
         "_boundaries _from_zeros _gathered _between _of_earlier _weights _weighted _sum_over",
     ),
     "examples/xlstm_checkpoint.py": ("xlstm_checkpoints.py xlstm_7b.py",),
-    "benchmarks/runner.py": (
-        "values_of_benchmarks.py runner.py benchmarks.py::test_a_wrong_output_is_not_timed",
-    ),
+    "benchmarks/runner.py": ("values_of_benchmarks.py runner.py benchmarks.py",),
     "benchmarks/roofline.py": ("values_of_benchmarks.py",),
 }
 
