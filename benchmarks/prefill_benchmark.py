@@ -1,4 +1,4 @@
-r"""Times the prefill of packed prompts: the forward pass of mlstm_pallas with segment_ids.
+r"""Times the prefill of packed prompts: the forward pass of mlstm_pallas.
 
     python benchmarks/prefill_benchmark.py        # p64 and r8 on a GPU, a tiny shape without
     python benchmarks/prefill_benchmark.py --backend=mosaic_gpu,triton --jsonl=prefill.jsonl
@@ -8,7 +8,7 @@ r"""Times the prefill of packed prompts: the forward pass of mlstm_pallas with s
 A row of S steps has N prompts. The variants are
 
     plain     segment_ids alone, without states
-    states    with the last states of each prompt (num_segments=N, return_last_states=True)
+    states    with the last states of each prompt (segment_lengths, return_last_states=True)
     initial   the same, where each prompt starts from initial states of its own
     lengths   as many prompts in a padded batch, each in a row of S // N steps of which it fills
               45 % on average (sequence_lengths), with their last states
@@ -40,7 +40,7 @@ VARIANTS = {"plain": 0, "states": 1, "initial": 2, "lengths": 1}  # how often st
 
 class Prefill(peers.JaxImplementation):
     def computation(self, arrays, options):
-        # The ids are arguments, because XLA may evaluate in advance what depends on constants.
+        # Ids are arguments, because XLA may evaluate in advance what depends on constants.
         return lambda x: mlstm_chunkwise(**x, **options), [arrays]
 
 
@@ -57,9 +57,11 @@ def measure(row, odd, repeats):
         )
         row["tokens"] = int(x["sequence_lengths"].sum())
     else:
-        ends = random.choice(S - 1, N - 1, replace=False) if odd else np.arange(1, N) * S // N - 1
-        x = dict(segment_ids=np.tile(np.searchsorted(np.sort(ends), np.arange(S)), (B, 1)))
-        options |= dict(num_segments=N) if moved else {}
+        starts = random.choice(S - 1, N - 1, replace=False) + 1 if odd else np.arange(1, N) * S // N
+        lengths = np.diff(np.sort(starts), prepend=0, append=S)
+        ids = np.repeat(np.arange(N), lengths)
+        named = dict(segment_lengths=lengths) if moved else dict(segment_ids=ids)
+        x = {name: np.tile(y, (B, 1)) for name, y in named.items()}
     if moved > 1:
         _, states = step_benchmark.random_inputs(prompts, dtype, "float32")
         named = zip(("c_initial", "n_initial", "m_initial"), states, strict=True)

@@ -350,7 +350,7 @@ def sample(config: Config, params: Params) -> tuple[bytes, float]:
     tokens, key = np.array([[*b"\n\n", *prompt]]), jax.random.key(FLAGS.seed)
     for _ in range(2):
         start = time.perf_counter()
-        _, states = prefill(config, params, tokens[:, :-1], None, np.array([len(prompt) + 1]))
+        _, states = prefill(config, params, tokens[:, :-1], np.array([len(prompt) + 1]))
         loop = config, sampling, FLAGS.sample_length, params, states, tokens[:, -1], key, 0
         generated = np.asarray(decode(*loop)[-1])[:, 0]
     speed = FLAGS.sample_length / (time.perf_counter() - start)

@@ -231,21 +231,20 @@ def placed_zeros(
     return lax.with_sharding_constraint(states, placed)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 7))
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 6))
 def prefill_block(
     config: Config,
     p: Params,
     x: jax.Array,
-    segment_ids: jax.Array | None,
-    ends: jax.Array,
+    lengths: jax.Array,
     initial: State | None,
     initial_rows: jax.Array | None,
     pool: State | None,
     rows: jax.Array | None,
 ) -> tuple[jax.Array, State]:
     """x (1, S, D) after a block, and its states as ``prefill`` has them."""
-    B = len(ends)
-    packed = dict(segment_ids=segment_ids, num_segments=B) if B > 1 else {}
+    B = len(lengths)
+    of_prompts = dict(segment_lengths=lengths[None]) if B > 1 else dict(sequence_lengths=lengths)
     before = [y[None] if B > 1 else y for y in take_rows(initial, initial_rows) or ()]
 
     def mlstm(qkvo: jax.Array, gates: jax.Array) -> tuple[jax.Array, State]:
@@ -254,9 +253,8 @@ def prefill_block(
             *separate(config, qkvo, gates),
             *before,
             return_last_states=True,
-            sequence_lengths=ends[-1:],
             **options,
-            **packed,
+            **of_prompts,
         )
 
     x, states = block(config, p, x, mlstm)
@@ -273,19 +271,18 @@ def prefill(
     config: Config,
     params: Params,
     tokens: jax.Array,
-    segment_ids: jax.Array | None,
-    ends: jax.Array,
+    lengths: jax.Array,
     initial: Rows | None = None,
     into: Rows | None = None,
 ) -> tuple[jax.Array, list[State]]:
-    """Reads prompts that ``pack_lengths`` has put into one row.
+    """Reads prompts, one after the other in one row.
 
     All blocks have the same shapes, so the loop over them compiles one, which also takes initial
     states from rows of a pool and puts states into rows of another one.
 
     Args:
-      tokens, segment_ids: (1, S); a single prompt needs no segment_ids.
-      ends: (B,), the steps up to the end of each prompt.
+      tokens: (1, S).
+      lengths: (B,), the tokens of each prompt.
       initial: the states before each prompt, rows (B,) of a pool. None: zeros.
       into: where the states after each prompt go, rows (B,) of another pool, which is updated in
         place; the states of rows beyond it go nowhere. None: into an array for the B prompts.
@@ -297,11 +294,10 @@ def prefill(
     initial, initial_rows = initial or (repeat(None), None)
     pool, rows = into or (repeat(None), None)
     # Once, not for each block.
-    tokens, *others = jax.device_put((tokens, segment_ids, ends, initial_rows, rows))
-    segment_ids, ends, initial_rows, rows = others
+    tokens, lengths, initial_rows, rows = jax.device_put((tokens, lengths, initial_rows, rows))
     x, states = take_rows(params["embeddings"], tokens), []
     for p, before, state in zip(params["blocks"], initial, pool, strict=False):
-        x, state = prefill_block(config, p, x, segment_ids, ends, before, initial_rows, state, rows)
+        x, state = prefill_block(config, p, x, lengths, before, initial_rows, state, rows)
         states.append(state)
     return x, states
 

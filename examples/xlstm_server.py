@@ -45,8 +45,6 @@ from xlstm_model import (
     take_rows,
 )
 
-from mlstm_pallas import pack_lengths
-
 FEWEST_STEPS = 256  # of a prefill; one of fewer waits for the weights as long
 # Steps of a piece: a GPU takes hardly less time for fewer, a CPU as much less.
 PIECES, LONGEST_WAIT = dict(gpu=512), 0.4
@@ -141,7 +139,7 @@ def read_pieces(
     while end + steps < len(prompt):
         piece = np.array([prompt[end : end + steps]])
         rows = states, np.array([0])
-        _, states = prefill(config, params, piece, None, np.array([steps]), rows)
+        _, states = prefill(config, params, piece, np.array([steps]), rows)
         end += steps
         if cache and end % BLOCK == 0:
             cache.add(prompt[:end], states, used)
@@ -158,10 +156,10 @@ def first_tokens(
     Returns the pool with the states after the prompts, and the token after each of N segments.
     """
     (config, params, sampling, key), lists, N = setup, [*prompts.values()], len(into[1])
-    segment_ids, (ends,) = pack_lengths([*map(len, lists), *[0] * (N - len(lists))], S=S)
-    tokens = np.resize(np.concatenate(lists), segment_ids.shape)
-    x, states = prefill(config, params, tokens, segment_ids, ends, initial, into)
-    logits = next_logits(config, params, take_rows(x, (0, ends - 1)))
+    lengths = np.array([*map(len, lists), *[0] * (N - len(lists))])
+    tokens = np.resize(np.concatenate(lists), (1, S))
+    x, states = prefill(config, params, tokens, lengths, initial, into)
+    logits = next_logits(config, params, take_rows(x, (0, np.cumsum(lengths) - 1)))
     return states, sample(sampling, logits, key, MOST_TOKENS * np.resize([*prompts], N))
 
 

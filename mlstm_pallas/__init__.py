@@ -1,7 +1,7 @@
 """mlstm_pallas: the chunkwise-parallel mLSTM of xLSTM as JAX Pallas kernels."""
 
 from mlstm_pallas import distributed, export, reference, xlstm_jax
-from mlstm_pallas.api import mlstm_chunkwise, mlstm_chunkwise_states, pack_lengths
+from mlstm_pallas.api import mlstm_chunkwise, mlstm_chunkwise_states
 from mlstm_pallas.planning.backend import use_backend
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.preview import plan
@@ -24,7 +24,6 @@ __all__ = [
     "mlstm_ring_flush",
     "mlstm_ring_states",
     "mlstm_ring_step",
-    "pack_lengths",
     "plan",
     "reference",
     "use_backend",

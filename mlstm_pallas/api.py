@@ -1,11 +1,9 @@
-"""mlstm_chunkwise: the chunkwise mLSTM of whole sequences; pack_lengths: its packed prompts."""
+"""mlstm_chunkwise: the chunkwise mLSTM of whole sequences."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Literal, Unpack, overload
 
 import jax
-import numpy as np
 from jax.typing import DTypeLike
 
 from mlstm_pallas.fwbw import mlstm, mlstm_with_states
@@ -48,10 +46,11 @@ def mlstm_chunkwise(
     return_last_states: bool = False, eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, segment_ids: Array | None = None,
-    sequence_lengths: Array | None = None, num_segments: int | None = None, reverse: bool = False,
-    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    state_dtype: DTypeLike | None = None, layout: LayoutName | None = None,
-    backend: BackendName | None = None, config: KernelConfig | None = None,
+    sequence_lengths: Array | None = None, segment_lengths: Array | None = None,
+    reverse: bool = False, input_gate: InputGateName = "exp", normalize: bool = True,
+    recompute_states_in_bw: bool = True, state_dtype: DTypeLike | None = None,
+    layout: LayoutName | None = None, backend: BackendName | None = None,
+    config: KernelConfig | None = None, num_segments: None = None,
 ) -> jax.Array | tuple[jax.Array, StatesTuple]:  # fmt: skip
     """Applies the mLSTM of xLSTM to whole sequences, for training and prefill.
 
@@ -121,13 +120,14 @@ def mlstm_chunkwise(
       sequence_lengths: (B,) integers, 0 to S, for padded batches. The last
         states are those after sequence_lengths[b] steps, beyond which h and all
         gradients are 0, even with NaN gates or any finite q, k and v there.
-      num_segments: N, with return_last_states, for packed prompts. Segment n is
-        the steps with id n; ids ascend, up to padding of 0. Those below 0, from
-        N on or behind a descent are of no segment. It returns the states at the
-        ends of segments, (B, N, NH, ...). Initial states may be so too.
+      segment_lengths: (B, N) integers, with return_last_states, for documents
+        with states of their own: document n of a row has so many steps, behind
+        those of document n - 1, and h is 0 behind the last one. The states are
+        those at their ends, (B, N, NH, ...). Initial states may be so, too, or
+        a row's, for its first document. Not with the two arguments above.
       reverse: True runs from the last step (of sequence_lengths) to the first:
         initial states enter at the last step, last states leave at step 0, and
-        segments begin at their last steps. Not with num_segments.
+        segments begin at their last steps. Not with segment_lengths.
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376): i_t becomes
         log sigmoid(i_t), every m_t is 0, and m_initial None or zeros, which
         are not checked in a traced array. The m that is returned is zeros.
@@ -138,6 +138,7 @@ def mlstm_chunkwise(
       layout: "BNTH", also if None, or "BTNH", as a model's projections have it.
       backend: one that ``use_backend`` lists, with what None means.
       config: overrides of the plan, which mlstm_pallas.plan shows.
+      num_segments: removed; segment_lengths are in its place.
 
     Returns:
       h, shaped as v, in the dtype of q; with return_last_states (h, (c, n, m)),
@@ -146,8 +147,8 @@ def mlstm_chunkwise(
     Raises:
       TypeError: for wrong dtypes, traced options and other derivatives.
       ValueError: for wrong shapes and values, and numbers of wrong types.
-        Lengths, and ids of num_segments, are read from NumPy arrays; from
-        others with MLSTM_PALLAS_CHECKS=1.
+        Lengths are read from NumPy arrays; from others with
+        MLSTM_PALLAS_CHECKS=1.
 
     Warns:
       UserWarning: if layout is left out and S < NH, or S = NH > 1 with initial
@@ -157,9 +158,17 @@ def mlstm_chunkwise(
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
         input_gate, normalize, recompute_states_in_bw, layout, backend, config, state_dtype,
-        num_segments, reverse,
+        reverse,
     )  # fmt: skip
-    x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths)
+    if num_segments is not None:
+        raise ValueError(
+            f"num_segments is {num_segments}, expected segment_lengths in its place, which are "
+            f"(segment_ids[:, :, None] == jnp.arange({num_segments})).sum(1) of ids that ascend"
+        )
+    x = Arguments(
+        q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths,
+        segment_lengths=segment_lengths,
+    )  # fmt: skip
     spec, x = prepare(x, options, layout)
     return mlstm(spec, x)
 
@@ -209,65 +218,3 @@ def mlstm_chunkwise_states(
         config = options.config | KernelConfig(chunk_size=N)
         spec, x = prepare(x, dataclasses.replace(options, config=config), layout)
     return mlstm_with_states(spec, N, x)
-
-
-def pack_lengths(
-    lengths: Sequence[int] | Sequence[Sequence[int]] | Array, S: int | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Packs prompts into rows for one prefill: segment ids and prompt ends.
-
-    Prompt n of row b takes steps ends[b, n] - lengths[b][n] to ends[b, n] - 1.
-    To get h of each prompt's last token and the prompt's last states::
-
-      >>> import jax.numpy as jnp
-      >>> import numpy as np
-      >>> from mlstm_pallas import mlstm_chunkwise, pack_lengths
-      >>> segment_ids, ends = pack_lengths([[3, 5], [6]], S=10)
-      >>> segment_ids
-      array([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2],
-             [0, 0, 0, 0, 0, 0, 2, 2, 2, 2]], dtype=int32)
-      >>> ends
-      array([[3, 8],
-             [6, 6]], dtype=int32)
-      >>> q = k = v = jnp.ones((2, 10, 4, 16))  # B, S, NH, DHQK
-      >>> i, f = jnp.zeros((2, 10, 4)), jnp.ones((2, 10, 4))
-      >>> h, (c, n, m) = mlstm_chunkwise(
-      ...     q, k, v, i, f, return_last_states=True, layout="BTNH",
-      ...     segment_ids=segment_ids, num_segments=ends.shape[1],
-      ...     sequence_lengths=ends[:, -1],  # h is 0 beyond the prompts
-      ... )
-      >>> h_last = h[np.arange(2)[:, None], ends - 1]
-      >>> h_last.shape, c.shape, m.shape  # (B, N, NH, ...)
-      ((2, 2, 4, 16), (2, 2, 4, 16, 16), (2, 2, 4))
-
-    c[1, 1] is zeros here, because row 1 has only one prompt, and h_last[1, 1]
-    repeats h_last[1, 0]. A prompt without steps is alike: its states are its
-    initial states, and no h is its own.
-
-    Args:
-      lengths: steps of each prompt, at least 0, for one row, (N,), or for
-        each of B rows, as lists or as (B, N) with zeros after the last prompt.
-      S: steps per row. None: as many as the longest row needs, at least 1.
-
-    Returns:
-      Two int32 NumPy arrays: segment_ids (B, S), which is n at the steps of
-      prompt n and N after the last prompt, and ends (B, N), the number of steps
-      up to the end of each prompt; after a row's last prompt it repeats.
-
-    Raises:
-      TypeError: for what are no integers, or traced.
-      ValueError: for no prompts, a negative length, and rows longer than S.
-    """
-    rows = validation.check_lengths(lengths)
-    sizes = np.zeros((len(rows), max(map(len, rows))), int)
-    for b, row in enumerate(rows):
-        sizes[b, : len(row)] = row
-    ends = np.cumsum(sizes, axis=1)
-    longest = int(ends.max())
-    S = max(longest, 1) if S is None else validation.check_integer("S", S, 1)
-    if longest > S:
-        b = int(np.argmax(ends[:, -1]))
-        raise ValueError(f"lengths has {longest} steps in row {b}, expected at most S = {S}")
-    steps = np.arange(S)
-    segment_ids = [np.searchsorted(row, steps, side="right") for row in ends]
-    return np.asarray(segment_ids, np.int32), ends.astype(np.int32)

@@ -353,10 +353,10 @@ def _shards(axis_name: str) -> int:
 def mlstm_chunkwise_sequence_parallel(spec: CallSpec, x: Arguments, *, axis_name: str) -> Any:
     """Applies the mLSTM to a sequence that is split over a mesh axis.
 
-    It is ``mlstm_chunkwise``, but for num_segments and reverse, for use inside
-    ``jax.shard_map``: device j of P holds steps j S / P to (j + 1) S / P of the
-    whole sequence of S steps. Gradients are exact, including those of the
-    initial states. The dimensions are::
+    It is ``mlstm_chunkwise`` without segment_lengths and reverse, for use
+    inside ``jax.shard_map``: device j of P holds steps j S / P to (j + 1) S / P
+    of the whole sequence of S steps. Gradients are exact, including those of
+    the initial states. The dimensions are::
 
       B     batch
       S     steps of the whole sequence

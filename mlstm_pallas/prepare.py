@@ -8,14 +8,14 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypedDict, TypeVar, cast
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
-from mlstm_pallas.formulas.chunk_list import check_segments_fit
 from mlstm_pallas.formulas.gates import CARRIES_ON, mark_segment_starts
 from mlstm_pallas.planning.backend import requested_backend
 from mlstm_pallas.planning.call_spec import CallSpec, call_spec
@@ -45,7 +45,7 @@ class SequenceKeywords(TypedDict, total=False):
 
     segment_ids: Array | None
     sequence_lengths: Array | None
-    num_segments: int | None
+    segment_lengths: Array | None
     reverse: bool
     input_gate: InputGateName
     normalize: bool
@@ -80,6 +80,7 @@ class Arguments(NamedTuple):
     segment_ids: Any = None
     sequence_lengths: Any = None
     slots: Any = None
+    segment_lengths: Any = None
 
     @property
     def steps(self) -> Token:
@@ -97,28 +98,27 @@ def prepare(
 
     layout: as it was passed, None: left out; shards: of the sequence, of which x has one.
     """
-    arrays, N = x._asdict(), options.num_segments
-    if N is not None and x.segment_ids is None:
-        raise ValueError(f"num_segments is {N} without segment_ids, expected both")
-    of_states = dict(num_segments=N, state_dtype=options.state_dtype)
-    for name, value in of_states.items() if not options.return_last_states else ():
-        if value is not None:
+    arrays = x._asdict()
+    documents = x.segment_lengths is not None
+    for name, value in dict(segment_lengths=documents, state_dtype=options.state_dtype).items():
+        if value and not options.return_last_states:
+            value = "passed" if value is True else value
             raise ValueError(
                 f"{name} is {value} with return_last_states=False, expected return_last_states=True"
             )
-    sizes = validation.check_inputs(
-        arrays, options.input_gate, options.layout, num_segments=N, shards=shards
+    excluded = dict(
+        segment_ids=x.segment_ids is not None,
+        sequence_lengths=x.sequence_lengths is not None,
+        reverse=options.reverse,
     )
+    for name in excluded if documents else ():
+        if excluded[name]:
+            raise ValueError(f"{name} is passed with segment_lengths, expected one of them")
+    sizes = validation.check_inputs(arrays, options.input_gate, options.layout, shards=shards)
     if options.autocast_kernel_dtype is None:
         validation.check_one_dtype(arrays)
     spec = call_spec(options, sizes, x.q.dtype)
-    if N is not None:
-        negative_segments = int(x.c_initial is not None and _may_be_negative(x.segment_ids))
-        check_segments_fit(N, spec.backend, negative_segments)
-        spec = dataclasses.replace(
-            spec, num_segments=N + negative_segments, negative_segments=negative_segments
-        )
-    packed = x.segment_ids is not None
+    packed = documents or x.segment_ids is not None
     if packed or x.sequence_lengths is not None:
         p = dataclasses.replace(spec.problem, isolates=True, packed=packed)
         spec = dataclasses.replace(spec, problem=p)
@@ -133,7 +133,7 @@ _Public = TypeVar("_Public", bound=Callable[..., Any])
 def with_arguments_of(
     public: _Public, shards: Callable[..., int] = lambda: 1, **fixed: Any
 ) -> Callable[[Callable[..., Any]], _Public]:
-    """Gives a function the arguments of a public one but num_segments and reverse, prepared.
+    """Gives a function the arguments of a public one but segment_lengths and reverse, prepared.
 
     It decorates (spec, Arguments, **keyword-only arguments, which are added) -> results.
 
@@ -146,7 +146,8 @@ def with_arguments_of(
     def decorate(run: Callable[..., Any]) -> Any:
         others = [x for x in inspect.signature(run).parameters.values() if x.kind is x.KEYWORD_ONLY]
         parameters = dict(inspect.signature(public).parameters)
-        del parameters["num_segments"], parameters["reverse"]
+        for name in "segment_lengths", "reverse", "num_segments":
+            del parameters[name]
         signature = inspect.Signature([*parameters.values(), *others])
 
         @functools.wraps(run)
@@ -256,7 +257,7 @@ def padded(
     B, NH, S = i.shape
     segments = None
     if N is not None and c is not None:
-        segments = _segment_states(spec, c, n, m)
+        segments = _segment_states(spec, N, c, n, m)
         c = m = None
     if c is None:
         n = jnp.zeros((B, NH, p.DHQK), acc)
@@ -267,7 +268,13 @@ def padded(
     if lengths is not None:
         lengths = jnp.clip(as_int32(lengths) - shard * S, 0, S)
         lengths = jnp.broadcast_to(lengths[:, None], (B, NH))
-    steps = Steps(lengths, segment_ids=ids)
+    ends = arguments.segment_lengths
+    if ends is not None:  # lengths beyond S, which nobody has checked, do not overflow
+        capped = functools.partial(lax.associative_scan, lambda x, y: jnp.minimum(x + y, S), axis=1)
+        ends = capped(as_int32(ends, 0, S))
+        ends = jnp.broadcast_to(ends[:, None], (B, NH, N))
+        lengths = ends[..., -1]
+    steps = Steps(lengths, segment_ids=ids, segment_ends=ends)
     x = sharded_alike(spec, Inputs(q, k, v, i, f, States(c, n, m), steps, segments))
     i, f, steps = x.i, x.f, x.steps
     within, ids = steps.that_count(S), steps.segment_ids
@@ -280,13 +287,7 @@ def padded(
         if p.reverse:  # a segment begins where the next one in memory ends
             segment_starts = jnp.roll(segment_starts, -1, 2)
         segment_starts = pad(segment_starts, segment_starts.dtype, p.S)
-        # An id below 0 is -1, and one beyond N is N.
-        ids = (
-            None
-            if N is None
-            else as_int32(ids, -1, N - spec.negative_segments) + spec.negative_segments
-        )
-        steps = steps._replace(segment_starts=segment_starts, segment_ids=ids)
+        steps = steps._replace(segment_starts=segment_starts, segment_ids=None)
     return Inputs(
         pad(x.q, dtype, p.DHQK),
         pad(x.k, dtype, p.DHQK),
@@ -311,7 +312,7 @@ def results(
     if last is None or not spec.return_last_states:
         return h
     if spec.num_segments is not None:
-        last = jax.tree.map(lambda y: jnp.swapaxes(y[:, :, spec.negative_segments :], 1, 2), last)
+        last = jax.tree.map(lambda y: jnp.swapaxes(y, 1, 2), last)
     return h, returned_states(spec, x, last)
 
 
@@ -328,22 +329,13 @@ def returned_states(spec: CallSpec, x: Arguments, states: States) -> StatesTuple
     return c, n[..., :DHQK], m
 
 
-def _may_be_negative(ids: Any) -> bool:
-    """Whether an id may be below 0; NumPy arrays are read, of others the dtype is known."""
-    if isinstance(ids, np.ndarray):
-        return bool(np.any(ids < 0))
-    return jnp.issubdtype(ids.dtype, jnp.signedinteger)
-
-
-def _segment_states(spec: CallSpec, c: Any, n: Any, m: Any) -> States:
+def _segment_states(spec: CallSpec, N: int, c: Any, n: Any, m: Any) -> States:
     """The initial states of all segments; those of a row, (B, NH, ...), are segment 0's."""
-    p, dtype, N = spec.problem, accumulator_dtype(spec.dtype), cast(int, spec.num_segments)
+    p, dtype = spec.problem, accumulator_dtype(spec.dtype)
     m = jnp.zeros(n.shape[:-1], dtype) if m is None else m
     one_row = c.ndim == 4
     c, n, m = (x[:, :, None] if one_row else jnp.swapaxes(x, 1, 2) for x in (c, n, m))
     c, n, m = pad(c, dtype, N, p.DHQK, p.DHV), pad(n, dtype, N, p.DHQK), pad(m, dtype, N)
-    if spec.negative_segments:  # the last one, of zeros, is the first
-        c, n, m = (jnp.roll(x, 1, axis=2) for x in (c, n, m))
     return States(c, n, m)
 
 

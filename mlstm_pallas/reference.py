@@ -131,9 +131,9 @@ def _recurrence(options: Options, normalize: bool, x: Arguments) -> tuple[jax.Ar
 def chunkwise(spec: CallSpec, x: Arguments) -> Any:
     """``mlstm_chunkwise`` in plain jnp, without a derivative rule of its own.
 
-    It takes the arguments of ``mlstm_chunkwise`` but num_segments and reverse,
-    and has derivatives of every order, in both modes. The chunkwise form is
-    that of arXiv:2503.14376, section 3; it equals ``recurrence`` up to
+    Its arguments are those of ``mlstm_chunkwise`` but segment_lengths and
+    reverse. It has derivatives of every order, in both modes. The chunkwise
+    form is that of arXiv:2503.14376, section 3; it equals ``recurrence`` up to
     rounding.
 
     Example, a derivative in forward mode::

@@ -26,7 +26,7 @@ from jax import jit
 from jax.sharding import Mesh, PartitionSpec
 
 import mlstm_pallas
-from mlstm_pallas import KernelConfig, pack_lengths
+from mlstm_pallas import KernelConfig
 from mlstm_pallas.planning.backend import jax_has_mosaic_gpu
 from mlstm_pallas.planning.dispatch import HAS_TRITON
 from mlstm_pallas.problem.gpu import target_gpu
@@ -93,9 +93,8 @@ HEADS = (64, 128), (256, 512), (128, 128), (96, 192), (16, 16), (37, 50)
 B, NH, S, TOKENS, DRAFTS = 3, 2, 200, 24, 4
 LAST = dict(return_last_states=True)
 LENGTHS = dict(sequence_lengths=np.array([0, 77, S], "int32"))
-PACKED = dict(segment_ids=pack_lengths([[90, 110], [1, 199], [64, 136]])[0], layout="BTNH")
-IDS, ENDS = pack_lengths([[90, 70], [1, 199], [64]], S)  # row 2 has one document
-DOCUMENTS = dict(segment_ids=IDS, sequence_lengths=ENDS[:, -1], num_segments=2)
+PACKED = dict(segment_ids=(np.arange(S) >= [[90], [1], [64]]).astype("int32"), layout="BTNH")
+DOCUMENTS = dict(segment_lengths=np.array([[90, 70], [1, 199], [64, 0]], "int32"))
 ACCEPTED = np.add.outer(range(B), range(TOKENS // DRAFTS)).astype("int32") % (DRAFTS + 1)
 SLOTS, POOL = np.array([2, 0, -1], "int32"), np.array([1, 2, 0])  # POOL: the entry of each row
 # What is called, at which heads, and with what; with several heads the first have all dtypes.
@@ -148,7 +147,7 @@ def calls(backend: str, on_gpu: bool) -> list[str]:
 def inputs(row: str, heads: str, dtype: str) -> tuple[list[Any], list[Any]]:
     """x and cotangents of a call; q, k and n are such that nothing cancels in n . q."""
     r, o, (K, V) = np.random.default_rng(0), TABLE[row][2], map(int, heads.split("x"))
-    T, own = TOKENS if row in OF_TOKENS else S, (2,) if "num_segments" in o else ()
+    T, own = TOKENS if row in OF_TOKENS else S, (2,) if "segment_lengths" in o else ()
     tokens = [(B, NH, T, *size) for size in ((K,), (K,), (V,), (), ())]
     shapes = tokens + [(B, *own, NH, *size) for size in ((K, V), (K,), ())]
     q, k, v, i, f, c, n, m = map(r.standard_normal, shapes)
@@ -176,7 +175,7 @@ def exact(x: Any, o: dict[str, Any], keep: np.ndarray) -> Any:
     """h and states of a call in its quadratic form: step t reads step s with a weight D of
     exp(F_t - F_s + log i_s - m_t), and the initial states with one of ``first``; n is one more
     column of c. keep: the steps of each document that count, (N, B, T)."""
-    order, own = np.s_[:, :, :: -1 if "reverse" in o else 1], "num_segments" in o
+    order, own = np.s_[:, :, :: -1 if "reverse" in o else 1], "segment_lengths" in o
     (q, k, v, i, f), (N, _, T), every = (y[order] for y in x[:5]), keep.shape, o.get("every")
     v, scale, sigmoid = (
         jnp.append(v, jnp.ones_like(i)[..., None], -1),
@@ -226,6 +225,9 @@ def check(name: str) -> dict[str, float]:
         keep = keep & (at < o["sequence_lengths"][:, None])
     if "segment_ids" in o:
         keep = keep & (o["segment_ids"] == np.arange(2)[:, None, None])
+    if "segment_lengths" in o:
+        ends = np.cumsum(o["segment_lengths"], 1)[None].T
+        keep = keep & (at < ends) & (at >= ends - o["segment_lengths"][None].T)
     if "accepted" in o:
         keep = keep & (at % DRAFTS < o["accepted"].repeat(DRAFTS, 1))
     if pools:

@@ -21,7 +21,7 @@ from oracle import quick_code
 import mlstm_pallas
 
 TOKENS, STATES, OUTPUTS = "qkvif", "cnm", "hcnm"
-INTEGERS = "sequence_lengths", "segment_ids", "slots", "accepted"
+INTEGERS = "sequence_lengths", "segment_ids", "segment_lengths", "slots", "accepted"
 
 # ---------------- what is called
 
@@ -35,18 +35,9 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Ids:
-    """segment_ids of packed documents: their numbers of steps in each row.
-
-    Behind the last of a row are steps with id ``behind``, or with the number of documents. states:
-    num_segments is passed, so that states of every document return; own: and are passed. front:
-    numbers of steps of documents before the first, whose ids end with -1.
-    """
+    """segment_ids of packed documents: their numbers of steps in each row; one is behind them."""
 
     of: tuple
-    states: bool = False
-    own: bool = False
-    front: tuple = ()
-    behind: int | None = None
 
     @property
     def count(self):
@@ -54,11 +45,22 @@ class Ids:
 
     def array(self, S):
         """(B, S)"""
-        ids = np.full((len(self.of), S), self.count if self.behind is None else self.behind)
+        ids = np.full((len(self.of), S), self.count)
         for row, sizes in zip(ids, self.of, strict=True):
-            given = np.repeat(np.arange(-len(self.front), len(sizes)), self.front + sizes)
-            row[: len(given)] = given
+            row[: sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
         return ids
+
+
+@dataclass(frozen=True)
+class Documents(Ids):
+    """segment_lengths: documents whose states return; own: and are passed."""
+
+    own: bool = False
+
+    @property
+    def lengths(self):
+        """(B, N)"""
+        return np.array([sizes + (0,) * (self.count - len(sizes)) for sizes in self.of])
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,7 @@ class Call:
     @property
     def several(self):
         """Whether states of several steps or documents return."""
-        ids = self.get(Ids)
-        return "every" in self.options or bool(ids and ids.states)
+        return "every" in self.options or bool(self.get(Documents))
 
     @property
     def stabilised(self):
@@ -189,16 +190,13 @@ def kept(call):
         order = np.where(keep, length - 1 - at, at)
     if ids := call.get(Ids):
         given = np.take_along_axis(ids.array(S), order, 1)
-        first = np.diff(given, axis=1, prepend=given[:, :1] if not ids.states else -9) != 0
-        start = np.where(first, ids.count, -1)
-        if ids.states:
-            N = np.arange(ids.count)
-            valid = (given >= 0) & (given < ids.count)
-            valid &= np.logical_and.accumulate(np.diff(given, axis=1, prepend=-9) >= 0, axis=1)
-            enter = valid & ((given == 0) | ids.own)
-            start = np.where(first & enter, given, start)
-            steps = (given[:, None] == N[:, None]) & (keep & valid)[:, None]
-            ends = np.where(steps.any(2), S - np.argmax(steps[:, :, ::-1], 2), -1)
+        start = np.where(np.diff(given, axis=1, prepend=given[:, :1]), ids.count, -1)
+    if documents := call.get(Documents):
+        read = keep = given < documents.count
+        enter = (given == 0) | documents.own
+        first = np.diff(given, axis=1, prepend=-1) != 0
+        start = np.where(first, np.where(enter, given, documents.count), -1)
+        ends = np.where(documents.lengths, np.cumsum(documents.lengths, 1), -1)
     if drafts := call.get(Drafts):
         back = at % drafts.T == 0
         accepted = np.full((B, S // drafts.T), drafts.T)
@@ -234,14 +232,16 @@ def gate(r, shape, edges, largest):
 def sizes_of(call):
     """The shapes of arrays by name, with those of cotangents."""
     B, NH, S, K, V = call.shape
-    ids, slots = call.get(Ids), call.get(Slots)
+    documents, slots = call.get(Documents), call.get(Slots)
     lead, N = (slots.P if slots else B,), kept(call).ends.shape[1]
     several = (B, N) if call.several else lead
     inner = dict(
         zip("qkvif" + STATES, ((S, K), (S, K), (S, V), (S,), (S,), (K, V), (K,), ()), strict=True)
     )
     shapes = {name: (B, NH, *inner[name]) for name in TOKENS}
-    shapes |= {x: (*(several if ids and ids.own else lead), NH, *inner[x]) for x in STATES}
+    shapes |= {
+        x: (*(several if documents and documents.own else lead), NH, *inner[x]) for x in STATES
+    }
     shapes |= {"dh": shapes["v"]}
     return shapes | {f"d{x}": (*several, NH, *inner[x]) for x in STATES}
 
@@ -282,7 +282,9 @@ def arrays(call, seed, kind="model"):
         x["dm"] = np.where(np.isfinite(stabilisers(call, x)), x["dm"], 0).astype(wide)
     if lengths := call.get(Lengths):
         integers["sequence_lengths"] = lengths.of
-    if ids := call.get(Ids):
+    if documents := call.get(Documents):
+        integers["segment_lengths"] = documents.lengths
+    elif ids := call.get(Ids):
         integers["segment_ids"] = ids.array(call.shape[2])
     if slots := call.get(Slots):
         integers["slots"] = slots.of
@@ -320,8 +322,6 @@ def as_passed(tokens, joined):
 
 def chunkwise(call, tokens, states, layout="BNTH", **options):
     function = in_layout(mlstm_pallas.mlstm_chunkwise, layout)
-    ids = call.get(Ids)
-    options |= dict(num_segments=ids.count) if ids and ids.states else {}
     h, *last = function(*tokens, *states, **options)
     return h, *sum(last, ())
 
@@ -450,14 +450,15 @@ def run(call, x, backend):
 def initial_of(call, x, masks):
     """c, n and m of each entry and document, and zeros, (B, N + 1, NH, ...)."""
     B, NH, _, K, V = call.shape
-    ids, result = call.get(Ids), []
+    documents, several = (call.get(kind) for kind in (Documents, Ids))
+    result = []
     for name, inner in zip(STATES, ((K, V), (K,), ()), strict=True):
-        zeros = np.zeros((B, (ids.count if ids else 1) + 1, NH, *inner))
+        zeros = np.zeros((B, (several.count if several else 1) + 1, NH, *inner))
         if name in x:
             first = np.float64(x[name])
             if call.get(Slots):  # of an entry without a row nothing is read
                 first = np.where(over(masks.rows < 0, first[masks.rows]), 0, first[masks.rows])
-            first = first if ids and ids.own else first[:, None]
+            first = first if documents and documents.own else first[:, None]
             zeros[:, : first.shape[1]] = first
         result.append(zeros)
     return result
@@ -503,7 +504,7 @@ def exact(call, x):
         d_last = d_last if call.several else [y[:, None] for y in d_last]
     noise = run.ordered(x["noise"]) if "noise" in x else 0
     tokens, initial = run.backward(h, x["dh"], d_last, noise)
-    own = getattr(call.get(Ids), "own", False)
+    own = getattr(call.get(Documents), "own", False)
     initial = [y[:, :-1] if own else y[:, 0] for y in initial]
     if call.get(Slots):
         initial = [in_rows(x[f"d{name}"], y) for name, y in zip(STATES, initial, strict=True)]

@@ -9,7 +9,20 @@ import engine
 import jax
 import jax.numpy as jnp
 import numpy as np
-from engine import KINDS, STATES, TOKENS, Drafts, Ids, Slots, arrays, exact, kept, over, run
+from engine import (
+    KINDS,
+    STATES,
+    TOKENS,
+    Documents,
+    Drafts,
+    Ids,
+    Slots,
+    arrays,
+    exact,
+    kept,
+    over,
+    run,
+)
 from numpy_evaluator import compiled_kernels
 from oracle import quick_code
 
@@ -145,7 +158,7 @@ def by_overflow(call, backend):
     several = [several[len(several) // 2], first, last]
     cases = [*itertools.product(several, OVERFLOWS)]
     for document, overflow in cases if backend == "xla" else zip(several, OVERFLOWS, strict=False):
-        reads_states = document == (0 if ids.states else first)
+        reads_states = document == (0 if call.get(Documents) else first)
         beside_others(call, backend, document, reads_states, document == last, *overflow)
 
 
@@ -164,14 +177,14 @@ def beside_others(call, backend, document, is_first, is_last, names, power, forg
         mask[0] = is_first if name.startswith("d") else is_last and "every" not in call.options
         if y.ndim == {"c": 5, "n": 4, "m": 3}[name[-1]] and "every" not in call.options:
             mask[0] = False
-            mask[0, max(document, 0) : max(document + 1, 0)] = True
+            mask[0, document : document + 1] = True
         return mask
 
     x2 = poisoned(x, ["dh"], others, 0)
     for name in ("dc", "dn", "dm") if call.outputs != "h" else ():
         x2[name] = np.where(counts(name[1], x[name]), x[name], 0).astype(x[name].dtype)
     x2 = poisoned(x2, names, others, lambda y: largest(y) ** power)
-    if ids.own:  # and their states
+    if getattr(ids, "own", False):  # and their states
         x2["c"] = np.where(counts("dc", x["c"]), x["c"], x["c"].dtype.type(3e38))
         x2["c"][1:] = x["c"][1:]
     results = run(call, x2, backend)
@@ -203,7 +216,7 @@ def by_reset(call, backend):
     else:
         huge = np.float32(100 if call.dtype == "float16" else 1e30)
         x2 = poisoned(x, "v", before, lambda y: y * huge)
-        if call.states and not getattr(call.get(Ids), "own", False):
+        if call.states and not getattr(call.get(Documents), "own", False):
             x2["c"] = x["c"] * huge
 
     def counts(name, y):

@@ -9,7 +9,19 @@ import engine
 import jax
 import jax.numpy as jnp
 import numpy as np
-from engine import INTEGERS, STATES, TOKENS, Call, Drafts, Ids, Lengths, Slots, arrays, exact
+from engine import (
+    INTEGERS,
+    STATES,
+    TOKENS,
+    Call,
+    Documents,
+    Drafts,
+    Ids,
+    Lengths,
+    Slots,
+    arrays,
+    exact,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import assert_close, collectives, mesh_for, mesh_of
@@ -59,9 +71,7 @@ CALLS = {  # those before "reverse" are columns of the table of docs/devices.md
     "gradient outside": Call("mlstm_chunkwise", SHAPE, options=LAST),
     "gradient inside": Call("mlstm_chunkwise", SHAPE, options=LAST),
     "`segment_ids`": Call("mlstm_chunkwise", SHAPE, steps=(Ids(IDS),), options=LAST),
-    "`num_segments`": Call(
-        "mlstm_chunkwise", SHAPE, steps=(Ids(IDS, states=True), Lengths((30, 32))), options=LAST
-    ),
+    "`segment_lengths`": Call("mlstm_chunkwise", SHAPE, steps=(Documents(IDS),), options=LAST),
     "states of steps": Call("mlstm_chunkwise_states", SHAPE, options=dict(every=16)),
     "step": Call("mlstm_recurrent_step", FEW),
     "ring step": Call("ring_calls", FEW, steps=(Drafts(2, ((1, 2), (0, 1))),)),
@@ -232,7 +242,7 @@ AXES = {
 }
 # The dimensions of arrays, a letter each.
 DIMS = dict(q="bhsk", k="bhsk", v="bhsv", i="bhs", f="bhs", c="bhkv", n="bhk", m="bh")
-DIMS |= dict(segment_ids="bs", sequence_lengths="b", accepted="b-", slots="-")
+DIMS |= dict(segment_ids="bs", sequence_lengths="b", segment_lengths="b-", accepted="b-", slots="-")
 BATCH_AND_HEADS, STEPS_AND_HEADS = dict(b="x", h="y"), dict(s="x", h="y")
 
 

@@ -22,7 +22,6 @@ from mlstm_pallas import (
     KernelConfig,
     mlstm_chunkwise,
     mlstm_recurrent_step,
-    pack_lengths,
 )
 from mlstm_pallas.stages import STAGES
 
@@ -59,15 +58,12 @@ def run_kernels():
 # Of three rows, the first and the last one have no steps: what is read before or beyond the chunks
 # of these rows is before or beyond the array.
 LENGTHS = np.array([0, 77, 0])
-SEGMENTS = pack_lengths([[0, 90, 0], [37, 50, 60], [0, 0, 0]], 200)[0]
+DOCUMENTS = np.array([[0, 90, 0], [37, 50, 60], [0, 0, 0]])
 FEATURES = {
     "lengths": dict(sequence_lengths=LENGTHS),
     "reverse": dict(sequence_lengths=LENGTHS, reverse=True),
-    "segments": dict(segment_ids=SEGMENTS),
-    "prompts": dict(segment_ids=SEGMENTS, num_segments=3),
-    "prompts_of_lengths": dict(
-        segment_ids=SEGMENTS, num_segments=3, sequence_lengths=np.array([90, 77, 0])
-    ),
+    "segments": dict(segment_ids=np.arange(200) // np.array([[90], [37], [200]])),
+    "documents": dict(segment_lengths=DOCUMENTS),
     "slots": None,
 }
 

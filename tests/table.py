@@ -4,7 +4,7 @@ that no row has."""
 
 import functools
 
-from engine import Call, Drafts, Ids, Lengths, Slots
+from engine import Call, Documents, Drafts, Ids, Lengths, Slots
 
 HALF, MIXED = ("bfloat16",) * 3, ("bfloat16", "float32", "float32")
 ROUNDED_M = "float32", "float32", "bfloat16"
@@ -31,7 +31,7 @@ chunkwise, prefixes, sharded, step, ring = (
 
 def packed(*rows, **options):
     """Documents whose states return."""
-    return Ids(rows, states=True, **options)
+    return Documents(rows, **options)
 
 
 def drafts(B, T, calls, **options):
@@ -107,12 +107,12 @@ CHUNKWISE = (
     chunkwise(64, "a", packed((32, 0, 32), (1, 30), own=True), last=True, **FUSED, **BF,
         **STATE16, chunk_size=16),
     chunkwise(65, "b", packed((65,), (0,), (16, 16)), last=True, **UNSTABLE, **FLOOR, **CAST),
-    chunkwise(64, "a", packed((3, 40), (20,), front=(2, 1), behind=0), last=True, **KEPT, **PLAIN,
+    chunkwise(64, "a", packed((3, 40), (20,)), last=True, **KEPT, **PLAIN,
         **UNFUSED, chunk_size=16),
     chunkwise(64, "c", packed((50, 14), (0, 0, 64), own=True), last=True, **UNFUSED),
-    chunkwise(64, "a", packed((20, 30), (0, 40)), Lengths((50, 40)), last=True, **FLOOR,
+    chunkwise(64, "a", packed((20, 30), (0, 40)), last=True, **FLOOR,
         **UNSTABLE, **KEPT, **ALONE, **CAST),
-    chunkwise(64, "a", packed((20, 30), (55,), own=True, front=(1, 4)), Lengths((45, 0)), last=True,
+    chunkwise(64, "a", packed((20, 25), (0,), own=True), last=True,
         **PLAIN, **NT, **STATE16, **FUSED, chunk_size=16),
     chunkwise(64, "a", packed((32, 16, 16), (10, 10, 10, 34)), last=True, **F16, **SPLIT,
         chunk_size=16),
@@ -236,7 +236,7 @@ OPTIONS = {
 }
 ENDINGS = "ends at S", "of no steps"
 STEPS = {
-    "mlstm_chunkwise": ("-", "Lengths", "Ids", "Ids+Lengths", "States", "States+Lengths"),
+    "mlstm_chunkwise": ("-", "Lengths", "Ids", "Ids+Lengths", "Documents"),
     "mlstm_chunkwise_states": ("-", "Lengths", "Ids", "Ids+Lengths"),
     "mlstm_chunkwise_sequence_parallel": ("-", "Lengths", "Ids", "Ids+Lengths"),
     "mlstm_recurrent_step": ("-", "Slots"),
@@ -245,14 +245,13 @@ STEPS = {
 REFUSED = {
     *(("joined", f"a document {end}") for end in ENDINGS),
     ("reverse", "a document of no steps"),
-    *(("reverse", f"States{x}") for x in ("", "+Lengths")),
+    ("reverse", "Documents"),
 }
 
 
 def name_of(steps):
     """The kind of steps, as STEPS has it."""
-    kinds = ("States" if getattr(x, "states", False) else type(x).__name__ for x in steps)
-    return "+".join(kinds) or "-"
+    return "+".join(type(x).__name__ for x in steps) or "-"
 
 
 def places(call):
@@ -265,8 +264,8 @@ def places(call):
     yield call.options.get("layout", "BNTH")
     yield call.dtype
     if ids := call.get(Ids):
-        yield from {"a document ends at S" for row in ids.of if sum(ids.front + row) == S}
-        yield from {"a document of no steps" for row in ids.of if ids.states and 0 in row}
+        yield from {"a document ends at S" for row in ids.of if sum(row) == S}
+        yield from {"a document of no steps" for row in ids.of if 0 in row}
 
 
 PLACES = {

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from engine import Ids
+from engine import Documents
 from oracle import slow
 from relations import RELATIONS, has
 from table import CALLS, missing, name_of
@@ -33,12 +33,12 @@ def shown(call):
 def runs(call, backend):
     """Whether a call is small enough for the interpreter; shards of sequences have its kernels, and
     some of these rows are enough."""
-    several = getattr(call.get(Ids), "states", False)
+    several = call.get(Documents)
     heads = np.prod(call.shape[3:])
     return backend != "interpret" or (
         np.prod(call.shape[:3]) <= 1000
         and heads <= 10_000
-        and not (several and (heads > 256 or call.get(Ids).count > 8))
+        and not (several and (heads > 256 or several.count > 8))
         and call.options.get("shards", 4) == 4
     )
 

@@ -87,11 +87,12 @@ def function_and_inputs(folder, case):
     elif case.variant == "lengths":
         drawn = np.random.default_rng(0).integers(0, S + 1, B)
         options |= dict(sequence_lengths=drawn.astype("int32"))
-    elif case.variant != "plain":
-        ids = steps // DOCUMENT if case.variant == "packed" else steps * SEGMENTS // S
-        options |= dict(segment_ids=np.broadcast_to(ids.astype("int32"), (B, S)))
-    if case.variant == "segments":
-        options |= dict(num_segments=SEGMENTS, return_last_states=True)
+    elif case.variant == "packed":
+        ids = (steps // DOCUMENT).astype("int32")
+        options |= dict(segment_ids=np.broadcast_to(ids, (B, S)))
+    elif case.variant == "segments":
+        lengths = np.full((B, SEGMENTS), S // SEGMENTS, "int32")
+        options |= dict(segment_lengths=lengths, return_last_states=True)
 
     forward = functools.partial(package.mlstm_chunkwise, **options)
 

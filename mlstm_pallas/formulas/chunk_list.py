@@ -1,14 +1,14 @@
 """Lists of chunks: the chunks of a row whose parts do not begin at multiples of L steps.
 
-A row of S steps has N segments, each with states of its own, a remainder, and padding in which h is
-0. These parts follow one another. Each but the padding has chunks of its own, the last of which
-may have fewer than L steps. The list has all chunks of a row. Gates, P and all else that is
+A row of S steps has N segments, each with states of its own, and padding in which h is 0. These
+parts follow one another. A segment has chunks of its own, the last of which may have fewer than L
+steps. The list has all chunks of a row. Gates, P and all else that is
 computed per step are in the chunks of the list. q, k, v and h stay as they are: the kernels read
 and write the steps of a chunk where they are in the row.
 
-``chunks_by_segment`` puts an entry without steps before each part. The gates of this entry reset
-the state, and its input gate is the m with which the part starts. So the recurrences over chunks
-need not know where parts start.
+``chunks_by_segment`` puts an entry without steps before each segment, and one behind the last. The
+gates of this entry reset the state, and its input gate is the m with which the segment starts. So
+the recurrences over chunks need not know where segments start.
 """
 
 import dataclasses
@@ -18,36 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mlstm_pallas.formulas.gates import segment_ends
 from mlstm_pallas.formulas.tiles import divide, remainder, rounded_up
 from mlstm_pallas.problem.arrays import heads_as_rows, rows_as_heads
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.steps import Steps
 
-BEHIND_SEGMENTS = 2  # parts of a row: the remainder and the padding
 # On Triton the grid of the fused scan has the parts of a row on its second axis, which CUDA limits.
-MAX_SEGMENTS = 2**16 - 1 - BEHIND_SEGMENTS
+MAX_SEGMENTS = 2**16 - 2
 
 
 def num_parts(N: int) -> int:
-    """The parts of a row with N segments."""
-    return N + BEHIND_SEGMENTS
-
-
-def check_segments_fit(num_segments: int, backend: str | None, negative_segments: int = 0) -> None:
-    """Raises for more segments than the grid of a kernel has places for.
-
-    negative_segments: of ``CallSpec``.
-    """
-    if backend != "xla" and num_segments + negative_segments > MAX_SEGMENTS:
-        less = (
-            "; one less with initial states and segment_ids that may be negative"
-            * negative_segments
-        )
-        raise ValueError(
-            f"num_segments is {num_segments}, expected at most {MAX_SEGMENTS}, the limit of a "
-            f"kernel's grid, or backend 'xla'{less}"
-        )
+    """The parts of a row with N segments: these and the padding."""
+    return N + 1
 
 
 class Part(NamedTuple):
@@ -73,23 +55,23 @@ class Part(NamedTuple):
 class Parts(NamedTuple):
     """The parts of each row and the end of the row; in a kernel, references, also to one row."""
 
-    start_steps: Array  # (B * NH, N + 3) int32
-    first: Array  # (B * NH, N + 3) int32, the entry of the first chunk; not used of the last two
+    start_steps: Array  # (B * NH, N + 2) int32
+    first: Array  # (B * NH, N + 2) int32, the entry of the first chunk; not used of the last
 
     @property
     def N(self) -> int:
         """The number of segments."""
-        return self.start_steps.shape[-1] - 1 - BEHIND_SEGMENTS
+        return self.start_steps.shape[-1] - 2
 
     def part(self, index: Any, *row: Any, p: Problem) -> Part:
         """A part of a row, which references to several rows have to be told."""
         begin, end = (self.start_steps[(*row, index + x)] for x in range(2))
         chunks, none = divide(end - begin + (p.L - 1), p.L), np.int32(0)
-        is_padding = index > self.N
+        is_padding = index == self.N
         return Part(
             lax.select(is_padding, none, chunks),
             lax.min(self.first[(*row, index)], np.int32(p.NC - 1)),
-            index < self.N,
+            ~is_padding,
             begin,
             end,
             lax.select(is_padding, chunks, none),
@@ -154,13 +136,11 @@ class ChunkList(NamedTuple):
         """C of the segments, (B * NH, N, ...), as the fused scan reads it, (B, N, NH, ...)."""
         return jnp.swapaxes(C.reshape(p.B, p.NH, *C.shape[1:]), 1, 2)
 
-    def gates(
-        self, i: Array, f: Array, segment_starts: Any, m: Array, L: int
-    ) -> tuple[Array, Array, Array]:
-        """The gates and the resets of the entries' steps, (B * NH, NC * L).
+    def gates(self, i: Array, f: Array, m: Array, L: int) -> tuple[Array, Array]:
+        """The gates of the entries' steps, (B * NH, NC * L).
 
         The entry before a segment resets the state and stores something with the input gate m,
-        (B * NH, N): the segment starts with this stabiliser. Before the remainder m is 0.
+        (B * NH, N): the segment starts with this stabiliser.
         """
         index, within = self.steps(L)
 
@@ -168,33 +148,21 @@ class ChunkList(NamedTuple):
             return jnp.where(where, jnp.take_along_axis(x, index, axis=1, mode="clip"), beyond)
 
         i, f = gathered(i, within, -jnp.inf), gathered(f, within, jnp.inf)
-        segment_starts, (rows, first) = gathered(segment_starts, within, 0), self.before_parts()
-        i = i.at[rows, first * L].set(jnp.pad(m, [(0, 0), (0, 1)]))
-        f = f.at[rows, first * L].set(-jnp.inf)
-        return i, f, segment_starts.at[rows, (first + 1) * L].set(0)
+        rows, entries = self.before_segments()
+        return i.at[rows, entries * L].set(m), f.at[rows, entries * L].set(-jnp.inf)
 
     def with_initial(self, x: Array, initial: Array) -> Array:
-        """x, (B * NH, NC, ...), with ``initial``, (B * NH, N, ...), before the segments.
+        """x, (B * NH, NC, ...), with ``initial``, (B * NH, N, ...), before the segments."""
+        return x.at[self.before_segments()].set(initial)
 
-        It is 0 before the remainder.
-        """
-        initial = jnp.pad(initial, [(0, 0), (0, 1), *[(0, 0)] * (initial.ndim - 2)])
-        return x.at[self.before_parts()].set(initial)
-
-    def before_parts(self) -> tuple[Array, Array]:
-        """The rows and the entries before the segments and the remainder."""
-        rows = lax.broadcasted_iota(jnp.int32, (len(self.parts.first), 1), 0)
-        return rows, self.parts.first[:, : self.N + 1] - 1
-
-    def before_segments(self) -> tuple[Array, Array]:
+    def before_segments(self, behind: int = 0) -> tuple[Array, Array]:
         """The rows and the entries before the segments: the indices of an array (B * NH, NC)."""
-        rows, entries = self.before_parts()
-        return rows, entries[:, :-1]
+        rows = lax.broadcasted_iota(jnp.int32, (len(self.parts.first), 1), 0)
+        return rows, self.parts.first[:, behind : self.N + behind] - 1
 
     def behind_segments(self) -> tuple[Array, Array]:
         """The rows and the entries behind the segments."""
-        rows, entries = self.before_parts()
-        return rows, entries[:, 1:]
+        return self.before_segments(1)
 
     def steps(self, L: int) -> tuple[Array, Array]:
         """The steps of all entries, and which of them are of the entry: (B * NH, NC * L) each."""
@@ -230,7 +198,7 @@ class ChunkList(NamedTuple):
 def state_of(p: Problem, N: int, head: Array, part: Array) -> Array:
     """The place of a segment's state in an array (B, N, NH, ...), as if its axes were one.
 
-    It is the last segment's for the remainder and the padding, which have no states.
+    It is the last segment's for the padding, which has no state.
     """
     segment = lax.min(part, np.int32(N - 1)) if isinstance(part, Array) else min(part, N - 1)
     return (divide(head, p.NH) * N + segment) * p.NH + remainder(head, p.NH)
@@ -239,17 +207,10 @@ def state_of(p: Problem, N: int, head: Array, part: Array) -> Array:
 def num_entries(S: int, N: int, L: int) -> int:
     """The entries of the list of a row of S steps with N segments.
 
-    Each part has an entry without steps, and its chunks hold at most L - 1 steps more than it has.
-    One more entry follows, and kernels of the gates prefer multiples of 8.
+    Each has an entry without steps, and its chunks hold at most L - 1 steps more than it has. One
+    more entry follows, and kernels of the gates prefer multiples of 8.
     """
-    return rounded_up(S // L + 2 * (N + 1) + 1, 8)
-
-
-def chunks_of_segments(rows: Steps, N: int, S: int, L: int) -> ChunkList:
-    """The list of rows of S steps with N segments, the steps of their ids."""
-    BNH = len(rows.segment_ids)
-    end = jnp.full((BNH,), S, jnp.int32) if rows.lengths is None else rows.lengths
-    return chunks_by_segment(segment_ends(rows, N), end, S, L)
+    return rounded_up(S // L + 2 * N + 2, 8)
 
 
 def chunks_that_count(rows: Steps, S: int, p: Problem) -> ChunkList | None:
@@ -268,23 +229,20 @@ def active_chunks(rows: Steps, S: int, p: Problem) -> ChunkList | None:
     return chunks_by_length(jnp.maximum(rows.lengths, 1), S, p).with_active_first()
 
 
-def chunks_by_segment(ends: Array, end: Array, S: int, L: int) -> ChunkList:
+def chunks_by_segment(ends: Array, S: int, L: int) -> ChunkList:
     """The list of rows with N segments.
 
     Args:
       ends: (B * NH, N) int32, the number of steps up to the end of each segment, ascending.
-      end: (B * NH,) int32, the end of the remainder.
       S: steps of a row.
     """
-    rows, N = ends.shape
-    start_steps = jnp.concatenate(
-        [jnp.zeros((rows, 1), jnp.int32), ends, end[:, None], jnp.full((rows, 1), S, jnp.int32)],
-        axis=1,
-    )
+    N = ends.shape[1]
+    start_steps = jnp.pad(ends, [(0, 0), (1, 0)])
+    start_steps = jnp.pad(start_steps, [(0, 0), (0, 1)], constant_values=S)
     counts = lax.div(start_steps[:, 1:] - start_steps[:, :-1] + np.int32(L - 1), np.int32(L))
     first = jnp.cumsum(counts + 1, axis=1, dtype=jnp.int32) - counts
     entry = lax.broadcasted_iota(jnp.int32, (1, num_entries(S, N, L)), 1)
-    begun = first[:, None, 1 : N + 1] - 1 <= entry[..., None]
+    begun = first[:, None, 1:] - 1 <= entry[..., None]
     part = jnp.sum(begun, axis=-1, dtype=jnp.int32)
 
     def at_part(x: Array) -> Array:
@@ -292,9 +250,10 @@ def chunks_by_segment(ends: Array, end: Array, S: int, L: int) -> ChunkList:
 
     chunk = entry - at_part(first)
     steps = at_part(start_steps) + chunk * L
-    sizes = jnp.where(chunk < 0, 0, jnp.clip(at_part(start_steps[:, 1:]) - steps, 0, L))
+    sizes = jnp.clip(at_part(start_steps[:, 1:]) - steps, 0, L)
+    sizes = jnp.where((chunk < 0) | (part == N), 0, sizes)
     entries = Entries(jnp.where(sizes > 0, steps, 0), sizes)
-    return ChunkList(Parts(start_steps, jnp.pad(first, [(0, 0), (0, 1)])), entries, part)
+    return ChunkList(Parts(start_steps, first), entries, part)
 
 
 def chunks_by_length(lengths: Array, S: int, p: Problem) -> ChunkList:
@@ -307,7 +266,7 @@ def chunks_by_length(lengths: Array, S: int, p: Problem) -> ChunkList:
       S: steps of a row.
     """
     zeros = jnp.zeros_like(lengths)
-    start_steps = jnp.stack([zeros, lengths, lengths, jnp.full_like(lengths, S)], axis=1)
+    start_steps = jnp.stack([zeros, lengths, jnp.full_like(lengths, S)], axis=1)
     steps = lax.broadcasted_iota(jnp.int32, (len(lengths), p.NC), 1) * p.L
     entries = Entries(steps, jnp.clip(lengths[:, None] - steps, 0, p.L))
     return ChunkList(

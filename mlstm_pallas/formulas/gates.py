@@ -37,7 +37,6 @@ import numpy as np
 from jax import Array, lax
 
 from mlstm_pallas.problem.dimensions import InputGate
-from mlstm_pallas.problem.steps import Steps
 
 TwoFloat = tuple[Array, Array]  # an unevaluated sum hi + lo
 
@@ -187,31 +186,6 @@ def mark_segment_starts(segment_ids: Array) -> Array:
     return jnp.pad(
         segment_ids[..., 1:] != segment_ids[..., :-1], [(0, 0)] * (segment_ids.ndim - 1) + [(1, 0)]
     )
-
-
-def segment_ends(rows: Steps, num_segments: int) -> Array:
-    """The number of steps up to the end of each segment, ascending: (B * NH, num_segments) int32.
-
-    Segment n is the steps with id n, before the first id that is less than the previous one. It has
-    no steps if no id is n, and ends where the previous segment does. The first segment that has
-    steps begins at step 0, with the steps whose ids are -1.
-    """
-    ids = rows.segment_ids
-    within = rows.that_count(ids.shape[1])
-    descends = ids < jnp.pad(ids[:, :-1], [(0, 0), (1, 0)], constant_values=-1)
-    outside = jnp.cumsum(descends, axis=1) > 0
-    if within is not None:
-        outside |= ~within
-    ids = jnp.where(outside, num_segments, ids)
-    numbers = lax.broadcasted_iota(jnp.int32, (len(ids), num_segments + 1), 1) - 1
-    # A binary search, bit by bit. jnp.searchsorted has a primitive (jax 0.12) that
-    # custom_partitioning cannot lower here.
-    S, ends = ids.shape[1], jnp.zeros_like(numbers)
-    for bit in reversed(range(S.bit_length())):
-        further = ends + (1 << bit)
-        last = jnp.take_along_axis(ids, further - 1, axis=1, mode="clip")
-        ends = jnp.where((further <= S) & (last <= numbers), further, ends)
-    return jnp.where(ends > ends[:, :1], ends, 0)[:, 1:]
 
 
 def reset_offset(i_min: Array, i_max: Array, total_decay: Array) -> Array:

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.formulas.chunk_list import num_entries
+from mlstm_pallas.formulas.chunk_list import MAX_SEGMENTS, num_entries
 from mlstm_pallas.formulas.tiles import blocks_over
 from mlstm_pallas.planning.backend import lowering_on_gpu, named_backend, requested_backend
 from mlstm_pallas.planning.dispatch import HAS_TRITON, Launches, lowerings, tiles_class
@@ -58,8 +58,7 @@ class CallSpec(Options):
       pooled: whether the states of a step are in pools, (P, NH, ...), with slots (B,). Then NH is
         the only axis that is sharded.
       steps: of a row, before padding.
-      negative_segments: 1: the first of num_segments is of ids below 0, because the initial states
-        of the next one enter behind its steps; else 0.
+      num_segments: segments of a row, whose states are returned; None: it is one sequence.
       stage: the stage that a call of tokens runs; None: the call is of sequences.
       chunk_and_splits: steps per chunk and splits of the fused scan, where the devices of a
         sequence exchange what depends on them, so that they are those of the whole call; None: they
@@ -71,7 +70,7 @@ class CallSpec(Options):
     gpu: Gpu
     steps: int
     pooled: bool = False
-    negative_segments: int = 0
+    num_segments: int | None = None
     stage: str | None = None
     chunk_and_splits: tuple[int, int] | None = None
 
@@ -157,7 +156,13 @@ def call_spec(
         dtype=dtype,
         gpu=gpu,
         steps=sizes["S"],
+        num_segments=(N := sizes.get("N")),
     )
+    if N is not None and N > MAX_SEGMENTS and spec.lowering is not Lowering.XLA:
+        raise ValueError(
+            f"segment_lengths has {N} documents per row, expected at most {MAX_SEGMENTS}, the "
+            "limit of a kernel's grid, or backend 'xla'"
+        )
     L = options.chunk_size or spec.config.chunk_size or chunk_size_for(spec)
     spec = dataclasses.replace(spec, problem=make(L))
     if spec.config.tiles and gpu is not UNKNOWN:

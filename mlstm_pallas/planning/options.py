@@ -29,8 +29,6 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = dict(
     backend=validation.check_backend,
     config=_config,
     state_dtype=or_none(validation.check_dtype),
-    # Of int32 indices.
-    num_segments=or_none(functools.partial(validation.check_integer, least=1, most=2**31 - 1)),
     **dict.fromkeys(
         (
             "return_last_states",
@@ -64,7 +62,6 @@ class Options:
     backend: str | None = None
     config: Any = None
     state_dtype: Any = None
-    num_segments: int | None = None
     reverse: bool = False
 
     def __post_init__(self) -> None:
@@ -80,10 +77,6 @@ class Options:
             raise ValueError(
                 f"chunk_size is {self.chunk_size} and config.chunk_size {self.config.chunk_size}, "
                 "expected one of them"
-            )
-        if self.reverse and self.num_segments:
-            raise ValueError(
-                f"reverse is True with num_segments {self.num_segments}, expected one of them"
             )
 
     @property

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from mlstm_pallas.formulas.chunk_list import check_segments_fit, num_parts
+from mlstm_pallas.formulas.chunk_list import num_parts
 from mlstm_pallas.planning.call_spec import SMALL, CallSpec, call_spec, options_of
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
@@ -116,7 +116,7 @@ def plan(
       DHQK, DHV: dimensions of the heads of q and k, and of v.
       dtype: the dtype of q, k and v.
       layout: the layout of q, k and v; it changes no launch.
-      num_segments: as for ``mlstm_chunkwise``; the plan has the forward pass alone.
+      num_segments: N of segment_lengths; the plan has the forward pass alone.
       backend: as for ``mlstm_chunkwise``; None is "triton" here, and "xla", plain jnp, for a GPU
         on which no kernel runs.
       gpu: the GPU's device_kind in jax, such as "NVIDIA H20", or the facts of any GPU, a ``Gpu``;
@@ -137,6 +137,8 @@ def plan(
     """
     sizes = dict(B=B, NH=NH, S=S, DHQK=DHQK, DHV=DHV)
     sizes = {name: check_integer(name, x, 1) for name, x in sizes.items()}
+    if num_segments is not None:
+        sizes["N"] = check_integer("num_segments", num_segments, 1)
     facts = gpu if isinstance(gpu, Gpu) else known_gpu(gpu)
     if gpu is None and target_gpu() is not UNKNOWN:
         facts = target_gpu()
@@ -151,11 +153,8 @@ def plan(
         layout=layout,
         backend=backend,
         config=config,
-        num_segments=num_segments,
     )
     spec = call_spec(options, sizes, check_dtype("dtype", dtype), gpu=facts)
-    if spec.num_segments is not None:
-        check_segments_fit(spec.num_segments, spec.backend)
     return _call_plan(spec)
 
 

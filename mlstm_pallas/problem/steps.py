@@ -12,11 +12,8 @@ class Steps(NamedTuple):
     lengths: Any = None  # (B, NH) int32, the steps that count; None: all
     # (B, NH, S), in whole chunks, int32, 1 where a packed segment begins; None: there are none
     segment_starts: Any = None
-    segment_ids: Any = None  # (B, NH, S) int32, where states of segments are asked for
-
-    @property
-    def are_packed(self) -> bool:
-        return self.segment_starts is not None
+    segment_ids: Any = None  # (B, NH, S), before segment_starts are known
+    segment_ends: Any = None  # (B, NH, N) int32, ascending, of segments with states
 
     def that_count(self, S: int) -> Array | None:
         """Which of S steps count, (B, NH, S); None: all.

@@ -61,6 +61,7 @@ DIMS = shapes_by_name(
         "B, NH, DHQK": "n_initial states.n n",
         "B, NH": "m_initial states.m m states.start states.fill states.pending",
         "B, S": "segment_ids",
+        "B, N": "segment_lengths",
         "B": "sequence_lengths slots accepted",
         "B, NH, 2 L, DHQK": "states.k",
         "B, NH, 2 L, DHV": "states.v",
@@ -68,12 +69,11 @@ DIMS = shapes_by_name(
     }
 )
 COUNTERS = "states.start", "states.fill", "states.pending"
-INDICES = "segment_ids", "sequence_lengths", "slots", "accepted"
+INDICES = "segment_ids", "sequence_lengths", "segment_lengths", "slots", "accepted"
 # Which integers of 32 bits are expected, or which ones mean the same.
 _OF_32_BITS = {
-    "segment_ids": (
-        "without num_segments, np.unique(segment_ids, return_inverse=True)[1] has the same segments"
-    ),
+    "segment_ids": "np.unique(segment_ids, return_inverse=True)[1] has the same segments",
+    "segment_lengths": "0 to S",
     "sequence_lengths": "0 to S",
     "slots": "-1 for none, or a row of the pools",
     "accepted": "0 to the number of tokens of the call before",
@@ -293,7 +293,6 @@ def check_inputs(
     backend: str | None = None,
     cast: bool = True,
     steps: bool = True,
-    num_segments: int | None = None,
     shards: int = 1,
 ) -> dict[str, int]:
     """Checks the arrays of a public function; returns the sizes of their dimensions.
@@ -304,7 +303,6 @@ def check_inputs(
       backend: that computes in the dtype of q.
       cast: whether the call casts all arrays; otherwise gates alone.
       steps: whether there is an axis of steps.
-      num_segments: N; the initial states may then be (B, N, NH, ...).
       shards: of a sequence; sequence_lengths are those of all shards.
     """
     states = {name: x for name, x in arrays.items() if name.endswith("_initial")}
@@ -322,7 +320,7 @@ def check_inputs(
     pooled = "slots" in arrays
     if pooled and states and arrays.get("c_initial") is None:
         raise ValueError("c_initial is None with slots, expected a pool (P, NH, DHQK, DHV)")
-    has_segments = num_segments is not None and getattr(arrays.get("c_initial"), "ndim", 0) == 5
+    has_segments = "segment_lengths" in arrays and getattr(arrays.get("c_initial"), "ndim", 0) == 5
 
     def dims_of(name: str) -> Sequence[str]:
         (dims,) = DIMS[name]
@@ -334,33 +332,22 @@ def check_inputs(
         return [dim for dim in dims if steps or dim != "S"]
 
     dims = {name: [dims_of(name)] for name in arrays}
-    sizes = check_shapes(arrays, dims, {"N": num_segments} if num_segments else {})
-    lengths = [arrays[name] for name in ("sequence_lengths",) if name in arrays]
-    if lengths:
-        check_indices("sequence_lengths", sizes["S"] * shards, *lengths)
-    if num_segments:
-        check_indices("segment_ids", num_segments, arrays["segment_ids"], *lengths)
-    if pooled:
-        check_indices("slots", sizes["P"], arrays["slots"])
+    sizes = check_shapes(arrays, dims)
+    S = sizes.get("S", 1)
+    most = dict(sequence_lengths=S * shards, segment_lengths=S, slots=sizes.get("P", 0))
+    for name in arrays.keys() & most.keys():
+        check_indices(name, most[name], arrays[name])
     for name in () if gate.stabilised else ("m_initial", "m"):
         check_zeros(name, arrays.get(name))
     return sizes
 
 
-def _descending(N: int, x: Any, lengths: Any = np.inf) -> Any:
-    """Which ids of segments 1 to N - 1 are behind a descent, as ``segment_ends`` has it."""
-    ids = np.clip(x.astype(float), -1, N)
-    behind = np.maximum.accumulate(ids < np.maximum.accumulate(ids, axis=1), axis=1)
-    within = np.arange(x.shape[1]) < np.reshape(lengths, (-1, 1))
-    return behind & within & (ids > 0) & (ids < N)
-
-
 # Which values are wrong, and what was expected.
 _WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "sequence_lengths": (lambda S, x: (x < 0) | (x > S), "0 to S = {}"),
-    "segment_ids": (
-        _descending,
-        "ids that ascend, up to padding of 0 at the end, as num_segments is set",
+    "segment_lengths": (
+        lambda S, x: (x < 0) | (np.cumsum(x.astype(float), axis=1) > S),
+        "0 to S = {}, as all lengths of a row together",
     ),
     "slots": (
         lambda P, x: (
@@ -379,23 +366,20 @@ def checks_indices() -> bool:
     return value == "1"
 
 
-def check_indices(name: str, size: int, *x: Any) -> None:
-    """Checks the values of NumPy arrays; with CHECKS also of others, which waits for them.
-
-    x: the array; behind segment_ids the lengths, beyond which ids do not count.
-    """
-    if all(isinstance(y, np.ndarray) for y in x):
-        _check_indices(name, size, *x)
+def check_indices(name: str, size: int, x: Any) -> None:
+    """Checks the values of a NumPy array; with CHECKS also of others, which waits for them."""
+    if isinstance(x, np.ndarray):
+        _check_indices(name, size, x)
     elif checks_indices():
         check = functools.partial(_check_indices, name, size)
-        if not any(isinstance(y, jax.core.Tracer) for y in x):
-            return check(*map(_whole, x))
+        if not isinstance(x, jax.core.Tracer):
+            return check(_whole(x))
         # A callback runs on process 0 alone, unless every device has the arrays.
         mesh = jax.sharding.get_abstract_mesh()
         everywhere = jax.process_count() > 1 and not (mesh.empty or mesh.manual_axes)
         if everywhere:
-            x = tuple(lax.with_sharding_constraint(jax.sharding.reshard(y, P()), P()) for y in x)
-        jax.debug.callback(check, *x, partitioned=everywhere)
+            x = lax.with_sharding_constraint(jax.sharding.reshard(x, P()), P())
+        jax.debug.callback(check, x, partitioned=everywhere)
 
 
 def _whole(x: Any) -> Any:
@@ -405,10 +389,10 @@ def _whole(x: Any) -> Any:
     return multihost_utils.process_allgather(x, tiled=True)
 
 
-def _check_indices(name: str, size: int, *arrays: Any) -> None:
-    x, (wrong, expected) = [np.asarray(y) for y in arrays], _WRONG[name]
-    for index in np.argwhere(wrong(size, *x)).tolist():
-        raise ValueError(f"{name}{index} is {x[0][*index]}, expected {expected.format(size)}")
+def _check_indices(name: str, size: int, x: Any) -> None:
+    x, (wrong, expected) = np.asarray(x), _WRONG[name]
+    for index in np.argwhere(wrong(size, x)).tolist():
+        raise ValueError(f"{name}{index} is {x[*index]}, expected {expected.format(size)}")
 
 
 def check_choice(name: str, x: Any, kind: type[Choice]) -> Choice:
@@ -456,23 +440,6 @@ def check_integer(
 
 
 check_chunk_size = functools.partial(check_integer, least=MIN_CHUNK_SIZE, power_of_two=True)
-
-
-def check_lengths(lengths: Any) -> list[np.ndarray]:
-    """The lengths of packed prompts as one array per row."""
-    expected = "the steps of each prompt, integers >= 0, of one row or of each of several"
-    try:
-        values = np.asarray(lengths) if isinstance(lengths, jax.Array) else lengths
-        several = any(np.ndim(x) for x in values)
-        rows = [
-            np.array([operator.index(x) for x in row], int)
-            for row in (values if several else [values])
-        ]
-    except (TypeError, OverflowError):
-        raise wrong("lengths", lengths, expected, TypeError) from None
-    if not any(row.size for row in rows) or any(np.any(row < 0) for row in rows):
-        raise wrong("lengths", lengths, expected)
-    return rows
 
 
 def check_flag(name: str, x: Any) -> bool:

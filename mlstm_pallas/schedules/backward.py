@@ -82,7 +82,7 @@ def first_half(
     spec, launches = plan.spec, plan.backward
     recompute = stored.C is None
     gates, read = run_gates(spec, launches, x, stored.m, with_flags=True), None
-    if x.steps.are_packed and plan.drops_unread:
+    if spec.problem.packed and plan.drops_unread:
         read = by_head(jnp.any(dh != 0, axis=-1), x.f.shape[1])
         gates = only_outputs(gates, read)
     g = gates.per_step()
@@ -231,9 +231,8 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
         lambda y: chunks.gather(y, L).reshape(p.BNH, p.S, -1),
         (x.q, x.k, x.v, residuals.h, cotangents.h, z),
     )
-    i, f, segment_starts = chunks.gates(x.i, x.f, x.steps.segment_starts, before.m, L)
-    steps = Steps(segment_starts=segment_starts)
-    inputs = Inputs(q, k, v, i, f, x.initial._replace(c=None), steps)
+    i, f = chunks.gates(x.i, x.f, before.m, L)
+    inputs = Inputs(q, k, v, i, f, x.initial._replace(c=None), Steps())
     z = None if z is None else z[..., 0]
     dy = Cotangents(dh, States(n=jnp.zeros_like(x.initial.n)))
     carry = first_half(plan, Residuals(inputs, h, z, StoredStates()), dy, None)
@@ -272,8 +271,7 @@ def _with_segments(
     gates, _, states, normaliser, dn_added = carry
     gamma = gates.scaGamma
     begin, end = chunks.before_segments(), chunks.behind_segments()
-    # Behind the last segment nothing arrives, because the remainder starts with a reset.
-    segment = jnp.minimum(chunks.entry_parts, chunks.N - 1)
+    segment = jnp.minimum(chunks.entry_parts, chunks.N - 1)  # nothing arrives behind the last one
 
     def plus(C: Array, at: Any, by_segment: Array, **backward: bool) -> Array:
         """C, and the states that enter at these entries, decayed to each chunk boundary."""

@@ -3,13 +3,13 @@
 Arrays belong to a shard, (B * NH, ...); q, k, v and h are (B, S, NH, D) with layout="BTNH".
 """
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_of_segments, chunks_that_count
+from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_segment, chunks_that_count
 from mlstm_pallas.formulas.gates import ChunkGates, only_outputs
 from mlstm_pallas.formulas.splits import decays_in_splits, split_states, splits_as_heads
 from mlstm_pallas.planning.call_spec import CallSpec, Plan
@@ -70,24 +70,22 @@ def key_states(
 
 def segments_of(spec: CallSpec, x: Inputs, L: int) -> tuple[ChunkList, States]:
     """The chunks of L steps of rows of packed segments, and the segments' initial states."""
-    N, BNH = cast(int, spec.num_segments), spec.problem.BNH
-    chunks = chunks_of_segments(x.steps, N, x.v.shape[1], L)
+    chunks = chunks_by_segment(x.steps.segment_ends, x.v.shape[1], L)
     if x.segments is not None:
         return chunks, x.segments
-    zeros = x.initial._replace(c=None)
-    return chunks, jax.tree.map(lambda y: jnp.zeros((BNH, N, *y.shape[1:]), y.dtype), zeros)
+    zeros = jax.tree.map(jnp.zeros_like, x.initial._replace(c=None))
+    return chunks, jax.tree.map(lambda y: jnp.repeat(y[:, None], chunks.N, axis=1), zeros)
 
 
 def packed(plan: Plan, x: Inputs) -> Forward:
     """The forward pass of rows of packed segments, with the states before and after each.
 
-    It is the fused scan over a list of chunks, whose segments run side by side. Segments beyond
-    the first N have no states; they reset them where they begin.
+    It is the fused scan over a list of chunks, whose segments run side by side.
     """
     spec, launches, L = plan.spec, plan.forward, plan.fused_problem.L
     chunks, (C, n, m) = segments_of(spec, x, L)
-    i, f, segment_starts = chunks.gates(x.i, x.f, x.steps.segment_starts, m, L)
-    in_list = x._replace(i=i, f=f, steps=Steps(segment_starts=segment_starts))
+    i, f = chunks.gates(x.i, x.f, m, L)
+    in_list = x._replace(i=i, f=f, steps=Steps())
     gates = run_gates(spec, launches, in_list)
     added = chunks.with_initial(key_sums(launches, x.k, gates, chunks), n)
     n_states, _ = key_states(launches, added, gates, x.initial.n)

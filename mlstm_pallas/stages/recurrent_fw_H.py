@@ -64,7 +64,7 @@ def recurrent_fw_H(
         C = jnp.swapaxes(C, 1, 2).reshape(shape)
     q, v = (chunks.gather(y, p.L) for y in (x.matQ, x.matV))
     parts, sizes = chunks.entry_parts, chunks.entries.sizes
-    C = jnp.pad(C, [(0, 0), (0, 1), (0, 0), (0, 0)])  # the remainder
+    C = jnp.pad(C, [(0, 0), (0, 1), (0, 0), (0, 0)])  # the padding
 
     def step(states: Array, chunk: Any) -> tuple[Array, Any]:
         """From the states of all parts; the chunk belongs to one of them."""

@@ -31,7 +31,6 @@ from mlstm_pallas import (
     mlstm_ring_flush,
     mlstm_ring_states,
     mlstm_ring_step,
-    pack_lengths,
     plan,
     reference,
     use_backend,
@@ -59,7 +58,7 @@ PLAIN, BTNH, TOKEN = inputs(B, NH, S), inputs(B, S, NH), inputs(B, NH)
 STATES = array(B, NH, DHQK, DHV), array(B, NH, DHQK), array(B, NH)
 ZERO_STATES = [*zeros(dict(enumerate(STATES))).values()]
 IDS = dict(segment_ids=array(B, S, dtype="int32"))
-SEGMENTS = IDS | dict(num_segments=2, return_last_states=True)
+SEGMENTS = dict(segment_lengths=array(B, 2, dtype="int32"), return_last_states=True)
 OPTIONAL = IDS | dict(sequence_lengths=array(B, dtype="int32"))
 
 
@@ -102,14 +101,15 @@ def all_of(function, arrays=(), without=()):
 
 
 TILES = "siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "num_warps", "num_stages", "keep_q"
+OTHERS = "slots", "segment_lengths", "num_segments"  # not beside the arguments of a sequence
 # Functions, all their arguments, and the prefix of names in messages.
 CALLS = [
     *(
-        all_of(x, arrays_of(x) | OPTIONAL, "slots")
+        all_of(x, arrays_of(x) | OPTIONAL, OTHERS)
         for x in (*PUBLIC, stablef.mlstm_chunkwise_triton_stablef)
     ),
     *(slow(all_of(x, stage_arrays(x))) for x in STAGES),
-    *map(all_of, (plan, pack_lengths, entered)),
+    *map(all_of, (plan, entered)),
     (lambda **x: generate(**x)(*zeros(PLAIN).values()), *all_of(generate)[1:]),
     (KernelConfig, accepted(("chunk_size", "precision", "fused", "num_splits")), "config."),
     (lambda **x: tiles(**x)(), accepted(TILES), f"{TILED}: "),
@@ -128,7 +128,7 @@ def stage(name, **changed):
     return partial(trace, function, all_of(function, stage_arrays(function))[1] | changed)
 
 
-MOST, SLOTS = 2**16 - 3, array(B, dtype="uint8")
+MOST, SLOTS = 2**16 - 2, array(B, dtype="uint8")
 
 
 POOLED = arrays_of(mlstm_recurrent_step, 5)
@@ -178,15 +178,25 @@ VALUE_ERRORS = [
     ),
     ("c_initial is None, expected all initial states (c_initial, n_initial) or none", HALF_STATES),
     (
-        "c_initial has shape (2, 4, 3, 16, 24), expected (B, N, NH, DHQK, DHV) = (2, 2, 3, 16, 24)",
-        SEGMENTS | dict(c_initial=array(2, 4, 3, 16, 24)),
+        "segment_lengths has shape (2, 40), expected (B, N) = (2, 2), as c_initial has shape (2, "
+        "2, 3, 16, 24)",
+        SEGMENTS
+        | {name: array(B, 2, *x.shape[1:]) for name, x in INITIAL.items()}
+        | dict(segment_lengths=array(B, S, dtype="int32")),
     ),
-    ("num_segments is 2 without segment_ids, expected both", SEGMENTS | dict(segment_ids=None)),
     (
-        "num_segments is 2 with return_last_states=False, expected return_last_states=True",
+        "num_segments is 2, expected segment_lengths in its place, which are (segment_ids[:, :, "
+        "None] == jnp.arange(2)).sum(1) of ids that ascend",
+        OPTIONAL | dict(num_segments=2, return_last_states=True),
+    ),
+    (
+        "segment_lengths is passed with return_last_states=False, expected return_last_states=True",
         SEGMENTS | dict(return_last_states=False),
     ),
-    ("reverse is True with num_segments 2, expected one of them", SEGMENTS | dict(reverse=True)),
+    *(
+        (f"{name} is passed with segment_lengths, expected one of them", SEGMENTS | {name: value})
+        for name, value in (OPTIONAL | dict(reverse=True)).items()
+    ),
     (
         "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\"",
         dict(normalize=False),
@@ -227,13 +237,9 @@ VALUE_ERRORS = [
         pooled(n_initial=STATES[1]),
     ),
     (
-        "num_segments is 65533, expected at most 65533, the limit of a kernel's grid, or "
-        "backend 'xla'; one less with initial states and segment_ids that may be negative",
-        SEGMENTS | dict(num_segments=MOST),
-    ),
-    (
-        "lengths has 8 steps in row 1, expected at most S = 7",
-        partial(pack_lengths, [[2], [3, 5]], 7),
+        "segment_lengths has 65535 documents per row, expected at most 65534, the limit of a "
+        "kernel's grid, or backend 'xla'",
+        SEGMENTS | dict(segment_lengths=array(B, MOST + 1, dtype="int32")),
     ),
     (
         "phase is [0, 1], expected an integer from 0 to 2147483647 or an array (B,)",
@@ -392,7 +398,7 @@ def test_bad_calls(kind, message, bad):
     refused(kind, message, call)
 
 
-LENGTHS, ROWS, DESCENDS = np.array([3, 41]), np.array([4, 4]), np.repeat([[0, 1], [2, 1]], 20, 1)
+LENGTHS, ROWS, DOCUMENTS = np.array([3, 41]), np.array([4, 4]), np.array([[20, 20], [30, 11]])
 # What is said of wrong values, and by which function.
 INDICES = [
     refusal(
@@ -407,9 +413,13 @@ INDICES = [
     ),
     refusal(
         ValueError,
-        "segment_ids[1, 20] is 1, expected ids that ascend, up to padding of 0 at the end, as "
-        "num_segments is set",
-        (mlstm_chunkwise, dict(segment_ids=DESCENDS, num_segments=2, return_last_states=True)),
+        "segment_lengths[1, 1] is 11, expected 0 to S = 40, as all lengths of a row together",
+        (mlstm_chunkwise, dict(segment_lengths=DOCUMENTS, return_last_states=True)),
+    ),
+    refusal(
+        ValueError,
+        "segment_lengths[0, 0] is -20, expected 0 to S = 40, as all lengths of a row together",
+        (mlstm_chunkwise, dict(segment_lengths=-DOCUMENTS, return_last_states=True)),
     ),
     refusal(
         ValueError,
@@ -445,50 +455,24 @@ def test_numpy_integers_beyond_32_bits_are_refused_by_name(x):
     row = np.full((B,), x)
     step = partial(mlstm_recurrent_step, **zeros(arrays_of(mlstm_recurrent_step, 5)))
     sequences, flush = partial(mlstm_chunkwise, **zeros(PLAIN)), partial(mlstm_ring_flush, states)
+    documents = partial(sequences, return_last_states=True)
     unique = "np.unique(segment_ids, return_inverse=True)[1] has the same segments"
     for name, (run, expected) in dict(
-        segment_ids=(sequences, f"without num_segments, {unique}"),
+        segment_ids=(sequences, unique),
+        segment_lengths=(documents, "0 to S"),
         sequence_lengths=(sequences, "0 to S"),
         slots=(step, "-1 for none, or a row of the pools"),
         accepted=(flush, "0 to the number of tokens of the call before"),
         phase=(new, "phase % length has the same phases"),
     ).items():
-        bad = np.broadcast_to(row[:, None], (B, S)) if name == "segment_ids" else row
+        bad = np.broadcast_to(row[:, None], (B, S)) if name.startswith("segment") else row
         message = f"{name} is an array of shape {bad.shape}, expected integers of 32 bits: "
         refused(ValueError, message + expected, run, **{name: bad})
 
 
 @pytest.mark.slow
-def test_indices_that_count_for_nothing_may_be_anything():
-    """Ids beyond a length or without num_segments, several slots of -1, no entries."""
-    packed = partial(mlstm_chunkwise, return_last_states=True, segment_ids=DESCENDS)
-    for options in {}, dict(num_segments=2, sequence_lengths=np.array([40, 20])):
-        trace(packed, PLAIN | options)
+def test_slots_of_none_may_repeat():
     pooled(slots=np.array([-1, -1]))()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checks", ["0", "1"])
-@pytest.mark.parametrize("lengths", ["device", "traced"])
-@pytest.mark.parametrize("ids", ["numpy", "device"])
-def test_indices_of_several_kinds_in_a_call(monkeypatch, ids, lengths, checks):
-    """Ids are read beside the lengths, so both have to be NumPy arrays, or checks are on."""
-    monkeypatch.setenv("MLSTM_PALLAS_CHECKS", checks)
-    kinds = dict(segment_ids=ids, sequence_lengths=lengths)
-
-    def run(*lengths):
-        values = dict(segment_ids=DESCENDS, sequence_lengths=np.array(lengths))
-        x = {name: y if kinds[name] == "numpy" else jnp.array(y) for name, y in values.items()}
-        traced = {name: x.pop(name) for name in kinds if kinds[name] == "traced"}
-        options = dict(num_segments=2, return_last_states=True, backend="xla")
-        call = partial(mlstm_chunkwise, **zeros(PLAIN), **x, **options)
-        jax.block_until_ready((jax.jit(call) if traced else call)(**traced))
-        jax.effects_barrier()
-
-    run(40, 20)
-    if checks == "1":
-        with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="is 1, expected ids"):
-            run(40, 21)
 
 
 OF_CHUNKS = mlstm_chunkwise, mlstm_chunkwise_sequence_parallel, reference.chunkwise
@@ -526,20 +510,12 @@ def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones(function, poo
 
 
 @pytest.mark.slow
-def test_num_segments_and_rows_of_prompts_may_be_exactly_their_limits():
-    """A segment of ids below 0 has a place too, where there are initial states and any may be.
-    Plain jnp has no limit."""
-    ids, options = SEGMENTS["segment_ids"], dict(num_segments=MOST, return_last_states=True)
-    for states, row in (
-        ({}, ids),
-        (INITIAL, ids.update(dtype="uint32")),
-        (INITIAL, np.zeros(ids.shape, "int32")),
-    ):
-        trace(mlstm_chunkwise, PLAIN | states | options | {"segment_ids": row})
-    more = options | dict(num_segments=MOST + 1, backend="xla")
-    trace(mlstm_chunkwise, PLAIN | INITIAL | more | {"segment_ids": ids})
-    assert pack_lengths([[3, 5], [2]], 8)[0].shape == (2, 8)
-    assert pack_lengths([0])[0].shape == (1, 1)  # S is at least 1
+def test_documents_of_a_row_may_be_as_many_as_a_grid_has_places():
+    """Plain jnp has no limit."""
+    for states, N, backend in ({}, MOST, None), (INITIAL, MOST + 1, "xla"):
+        lengths = array(B, N, dtype="int32")
+        options = dict(segment_lengths=lengths, return_last_states=True, backend=backend)
+        trace(mlstm_chunkwise, PLAIN | states | options)
 
 
 @pytest.mark.quick("recurrence")

@@ -143,7 +143,7 @@ def test_automatic_axes_are_refused_by_jax():
         export(partial(mlstm_chunkwise, chunk_size=16, backend="xla"), *x, platform="cpu")
 
 
-X64 = "`num_segments`", "ring step", "slots"
+X64 = "`segment_lengths`", "ring step", "slots"
 EXPORTED = [slow(x, True) for x in X64] + [slow(x, False) for x in ("states of steps", "bfloat16")]
 
 

@@ -10,7 +10,7 @@ from relations_devices import lowered_on_mesh, on_mesh
 AUTOMATIC, EXPLICIT, MIXED, INSIDE, SOME, SOME_EXPLICIT, OUTSIDE, NESTED, ALL = mesh_table.AXES
 # Each kind of axes, and each call, comes with what differs in how it is partitioned.
 CELLS = {
-    AUTOMATIC: ("gradient inside", "`num_segments`"),
+    AUTOMATIC: ("gradient inside", "`segment_lengths`"),
     EXPLICIT: ("gradient outside", "`segment_ids`"),
     MIXED: ("forward", "states of steps", "sequence parallel"),
     INSIDE: ("step", "sequence parallel"),
@@ -43,7 +43,7 @@ def test_slots_are_not_in_the_table(axes):
 
 # On automatic axes calls whose arrays have other axes than those of gradients.
 LOWERED = {
-    (AUTOMATIC, "cpu"): ("`num_segments`", "ring step", "slots"),
+    (AUTOMATIC, "cpu"): ("`segment_lengths`", "ring step", "slots"),
     (EXPLICIT, "cuda"): ("states of steps", "joined", "ring step", "slots", "generator"),
     (INSIDE, "cuda"): ("`segment_ids`", "sequence parallel"),
 }

@@ -25,7 +25,7 @@ from mlstm_pallas import (
 from mlstm_pallas.planning.backend import requested_backend
 
 QUICK = "step", "joined", "bfloat16"  # traced within a second
-REST = ("`num_segments`", "states of steps", "ring step", "slots", "reference")
+REST = ("`segment_lengths`", "states of steps", "ring step", "slots", "reference")
 REST += ("max_triton_fwbw_v5xlchunksize",)
 # Each mode with calls that differ in what it changes. Empty places of a ring have infinite gates.
 IN_MODES = {
@@ -35,7 +35,7 @@ IN_MODES = {
         *("reference", "recurrence"),
     ),
     "x64": ("shards",),
-    "x64, guarded": ("slots", "ring step", "`num_segments`", "recurrence"),
+    "x64, guarded": ("slots", "ring step", "`segment_lengths`", "recurrence"),
     "leaks": ("step", "ring step", "states of steps", "generator"),
 }
 
@@ -69,8 +69,10 @@ def calls_with_constants():
     token, pools = [y[:, :, 0] for y in few[:5]], [jnp.concatenate([y, y]) for y in few[5:]]
     rings = mlstm_ring_states(*pools, dtype="float32", phase=np.array([3, 1, 4, 2]))
     slots, accepted, gates = np.array([2, 0]), np.array([0, 2]), np.asarray(token[3], "float64")
-    options = dict(segment_ids=ids, sequence_lengths=lengths, chunk_size=16)
-    packed = functools.partial(mlstm_chunkwise, num_segments=2, return_last_states=True, **options)
+    options = dict(return_last_states=True, chunk_size=16)
+    documents = functools.partial(mlstm_chunkwise, segment_lengths=np.full((2, 2), 16), **options)
+    options |= dict(segment_ids=ids, sequence_lengths=lengths)
+    packed = functools.partial(mlstm_chunkwise, **options)
 
     def ring(*x):
         _, y = mlstm_ring_step(*x, gates, gates, rings, slots=slots, accepted=accepted)
@@ -78,6 +80,7 @@ def calls_with_constants():
 
     return {
         "chunkwise": (lambda *x: packed(*x, i, f), x[:3]),
+        "documents": (lambda *x: documents(*x, i, f), x[:3]),
         "step": (lambda *x: mlstm_recurrent_step(*x, gates, gates, *pools, slots=slots), token[:3]),
         "ring": (ring, token[:3]),
         "reference": (lambda *x: reference.chunkwise(*x, i, f, **options), x[:3]),

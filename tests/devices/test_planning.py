@@ -78,15 +78,15 @@ def test_the_grids_of_a_plan_are_those_that_run(recompute, config):
     assert both == {(y.stage, y.grid) for y in call.launches}
 
 
-def test_a_plan_shows_the_launches_of_a_call_with_num_segments():
+def test_a_plan_shows_the_launches_of_a_call_with_segment_lengths():
     """1001 steps are no whole chunks, and each of 13 segments has chunks of its own."""
     sizes = 2, 4, 1001, *WIDE
-    options = dict(num_segments=13, backend="triton")
-    ids = jnp.zeros((2, 1001), int)
-    run = partial(mlstm_chunkwise, segment_ids=ids, return_last_states=True, **options)
+    lengths = jnp.zeros((2, 13), int)
+    options = dict(return_last_states=True, backend="triton")
+    run = partial(mlstm_chunkwise, segment_lengths=lengths, **options)
     with for_device("NVIDIA H200"):
         traced = grids_in(jax.make_jaxpr(run)(*call_shapes(*sizes)))
-    assert traced == grids_of(plan(sizes, **options))
+    assert traced == grids_of(plan(sizes, num_segments=13, backend="triton"))
 
 
 INSTEAD = "config.{} is not read: the call runs {} in its place"

@@ -43,7 +43,7 @@ def test_against_float64(tpu, call):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gradient inside", slow("`num_segments`"), slow("ring step")])
+@pytest.mark.parametrize("name", ["gradient inside", slow("`segment_lengths`"), slow("ring step")])
 def test_calls_on_automatic_axes_have_their_values(name):
     """On CPU devices. XLA partitions the axes that libtpu has no custom_partitioning for."""
     token = export_gpu.set(TPU)

@@ -108,9 +108,9 @@ stand_in prefill --shape=2x2x64x16x32 --segments=4 --repeats=3 --backend=xla
 | plain 3000 1.667 1.5 0 42.67 128 4 7.031e-07 1.707e-08 h
     segment_ids
 | states 3000 1.667 1.5 0.03229 42.67 128 4 7.031e-07 2.835e-08 h+c+n+m
-    segment_ids+return_last_states+num_segments
+    segment_lengths+return_last_states
 | initial 3000 1.667 1.5 0.06458 42.67 128 4 7.031e-07 3.964e-08 h+c+n+m
-    c_initial+m_initial+n_initial+segment_ids+return_last_states+num_segments
+    c_initial+m_initial+n_initial+segment_lengths+return_last_states
 | lengths 3000 1.667 1.5 0.03229 19 57 4 1.836e-07 1.889e-08 h+c+n+m
     sequence_lengths+return_last_states
 slow prefill --shape=2x2x64x16x32 --segments=4 --repeats=3 --backend=xla --odd

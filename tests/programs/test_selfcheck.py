@@ -154,7 +154,9 @@ PLANTS = [
     ("gates", CHUNKWISE, clipped_gates, "h"),
     ("reverse", CHUNKWISE, wrong_where("reverse"), "dq"),
     pytest.param("packed", CHUNKWISE, wrong_where("segment_ids"), "dq", marks=pytest.mark.slow),
-    pytest.param("documents", CHUNKWISE, wrong_where("num_segments"), "dq", marks=pytest.mark.slow),
+    pytest.param(
+        "documents", CHUNKWISE, wrong_where("segment_lengths"), "dq", marks=pytest.mark.slow
+    ),
     ("blocks", "mlstm_chunkwise_states", one_chunk_late, "c"),
     pytest.param("shards", PARALLEL, scaled("h"), "h", marks=pytest.mark.slow),
 ]

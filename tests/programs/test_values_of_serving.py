@@ -49,20 +49,19 @@ def expected(n, prompt, limit, stop=STOP, drafts=False):
     return answer, False
 
 
-def prefill(config, params, tokens, segment_ids, ends, initial=None, into=None):
+def prefill(config, params, tokens, lengths, initial=None, into=None):
     """As xlstm_model's, whose x has the states here. A row of the pool is written once."""
-    (states,), rows = initial or ([np.zeros(len(ends), int)], np.arange(len(ends)))
-    (pool,), where = into or ([np.zeros(len(ends), int)], np.arange(len(ends)))
+    (states,), rows = initial or ([np.zeros(len(lengths), int)], np.arange(len(lengths)))
+    (pool,), where = into or ([np.zeros(len(lengths), int)], np.arange(len(lengths)))
     pool, where = pool.copy(), np.asarray(where)
     written = where[where < len(pool)]
     assert len({*written}) == len(written)
     (tokens,), begin, x = tokens, 0, np.zeros(tokens.size, int)
-    assert ends[-1] <= len(tokens)
+    assert sum(lengths) <= len(tokens)
     PREFILLS.add(len(tokens))
-    for n, end in enumerate(np.asarray(ends)):
+    for n, end in enumerate(np.cumsum(lengths)):
         state = states[rows[n]]
         for t in range(begin, end):
-            assert segment_ids is None or segment_ids[0, t] == n
             x[t] = state = after(state, tokens[t])
         if where[n] < len(pool):
             pool[where[n]] = state
@@ -230,7 +229,7 @@ def test_pieces_of_a_long_prompt_take_a_share_of_the_time(monkeypatch):
     device, events = benchmark_runs.Device(monkeypatch, server), []
 
     def reading(*x):
-        events.append("start" if x[6:] else "-")
+        events.append("start" if x[5:] else "-")
         device.now += 1.0
         return prefill(*x)
 

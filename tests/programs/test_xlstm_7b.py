@@ -91,7 +91,7 @@ def test_logits_are_those_of_transformers(dtype, bound, of_largest):
     assert params["out_norm"].dtype == params["blocks"][0]["gate_bias"].dtype == "float32"
     for prompt, positions, expected in zip(PROMPTS, POSITIONS, LOGITS, strict=True):
         row = np.resize(prompt, (1, S)).astype("int32")
-        x, _ = model.prefill(CONFIG, params, row, None, np.array([len(prompt)]))
+        x, _ = model.prefill(CONFIG, params, row, np.array([len(prompt)]))
         logits = model.next_logits(CONFIG, params, x[0, positions])
         assert_close(logits, expected, bound)
         assert np.abs(logits - expected).max() < of_largest * np.abs(expected).max()

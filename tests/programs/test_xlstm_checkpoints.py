@@ -130,7 +130,7 @@ def check(folder, name):
     """
     config, params = read(folder)
     dtype, [*before, last] = config.inference_state_dtype, LOGITS[name]
-    x, states = model.prefill(config, params, PROMPT[None], None, np.array([len(PROMPT) - 1]))
+    x, states = model.prefill(config, params, PROMPT[None], np.array([len(PROMPT) - 1]))
     assert_close(model.next_logits(config, params, x[0, :-1][EVERY]), np.array(before), ROUNDING)
     logits, after = jax.jit(model.step, static_argnums=0)(config, params, states, PROMPT[-1:])
     for state in (*states, *after):
