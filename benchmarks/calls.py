@@ -69,9 +69,9 @@ def launch_of(spec, stage):
     """How a stage runs, with sequences that are not split."""
     plan = spec.plan
     if stage in STAGES and STAGES[stage].fused:
-        fused = planned_launch(spec, "recurrent_fw_H", plan.lowering)
+        fused = planned_launch(spec, "recurrent_fw_H", spec.lowering)
         return planned_launch(spec, stage, fused.lowering, plan.fused_problem)
-    return planned_launch(spec, stage, plan.lowering)
+    return planned_launch(spec, stage, spec.lowering)
 
 
 def config_row(spec, stages=()):

@@ -53,6 +53,7 @@ from mlstm_pallas.planning import call_spec as planning
 from mlstm_pallas.planning import dispatch
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.dimensions import MAX_TILE, Problem
+from mlstm_pallas.problem.gpu import target_gpu
 from mlstm_pallas.problem.validation import BACKENDS
 from mlstm_pallas.stages.chunk_gradients import ChunkGradients
 from mlstm_pallas.stages.lowering import Lowering
@@ -187,7 +188,9 @@ class MlstmPallas(peers.JaxImplementation):
             backend=backend,
             config=config,
         )
-        self.spec = planning.call_spec(options, shape._asdict(), jnp.dtype(dtype), gpu=gpu)
+        self.spec = planning.call_spec(
+            options, shape._asdict(), jnp.dtype(dtype), gpu or target_gpu()
+        )
         self.steps_first = variant in STEPS_FIRST
         self.config = config_row(self.spec)
 

@@ -44,7 +44,7 @@ from mlstm_pallas.formulas.gates import M_GRAD_FLOWS, mark_segment_starts
 from mlstm_pallas.formulas.splits import decays_in_splits, other_decays
 from mlstm_pallas.formulas.tiles import blocks_over, weighted
 from mlstm_pallas.fwbw import forward_once, named, residuals_of
-from mlstm_pallas.planning.call_spec import CallSpec, Plan, plan_of
+from mlstm_pallas.planning.call_spec import CallSpec, Plan
 from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.prepare import Arguments, padded, results, with_arguments_of
 from mlstm_pallas.problem.arrays import Cotangents, Forward, Inputs, Residuals, States
@@ -52,7 +52,7 @@ from mlstm_pallas.problem.validation import check_axis_name
 from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half
 from mlstm_pallas.schedules.derivatives import reverse_mode_only
 from mlstm_pallas.schedules.forward import PrecomputedStates, run_gates
-from mlstm_pallas.schedules.sharding import by_platform, known_lowering, on_shards
+from mlstm_pallas.schedules.sharding import on_shards
 from mlstm_pallas.stages import split_products, step_sums
 from mlstm_pallas.vectors import chunk_gates
 
@@ -171,13 +171,10 @@ class Axis(NamedTuple):
 
     name: str
     size: int  # jax does not tell it to the backward pass of a vmap that is differentiated
-    mapped: bool  # the axis of a vmap, not of a mesh
 
 
 def _axis(name: str) -> Axis:
-    names = {name} if isinstance(name, str) else {*name}
-    mapped = not names <= {*jax.sharding.get_abstract_mesh().manual_axes}
-    return Axis(name, lax.axis_size(name), mapped)
+    return Axis(name, lax.axis_size(name))
 
 
 def _gathered(axis: Axis, *x: jax.Array) -> list[jax.Array]:
@@ -276,44 +273,24 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
 def _sequence_bwd(
     axis: Axis,
     spec: CallSpec,
-    residuals_and_last: Any,
+    residuals_and_last: tuple[Residuals, States, jax.Array],
     cotangents: tuple[jax.Array, States],
-) -> tuple[Any, ...]:
-    # The arrays that the halves exchange depend on the lowering.
-    run = functools.partial(_backward, axis)
-    args = *residuals_and_last, *cotangents
-    if lowering := known_lowering(spec.backend):
-        return (run(plan_of(spec, lowering), *args),)
-    mapped = [(axis.name, axis.size)] if axis.mapped else []
-    return (by_platform(spec, run, *args, mapped=mapped),)
-
-
-def _backward(
-    axis: Axis,
-    plan: Plan,
-    residuals: Residuals,
-    last: States,
-    index: jax.Array,
-    dh: jax.Array,
-    dlast: States,
-) -> Inputs:
-    """The gradients of the inputs; dh, dlast: those of h and of the shard's last states."""
-    dC, dn, dm = dlast
+) -> tuple[Inputs]:
+    """The gradients of the inputs."""
+    (residuals, last, index), (dh, (dC, dn, dm)) = residuals_and_last, cotangents
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
-    cotangents = Cotangents(dh, States(dC, dn, dm))
-    spec, on = plan.spec, functools.partial(on_shards, lowering=plan.lowering)
-    carry, local, dC_before = on(_first_half, spec, residuals, cotangents)
+    dy = Cotangents(dh, States(dC, dn, dm))
+    carry, local, dC_before = on_shards(_first_half, spec, residuals, dy)
     gamma, dm_all, passes, dn_all = _gathered(axis, *local)
     weights, passes = (_weights(y).swapaxes(2, 3) for y in (gamma, passes))
     dC_after = _sum_over(axis, weights, dC_before)
     dC, dn = dC + dC_after, dn + jnp.sum(_weighted(weights[:, :, index], dn_all), axis=2)
     dm = dm + jnp.sum(_weighted(passes[:, :, index], dm_all), axis=2)
     dm = dm + inner(dC, last.c, 2) + inner(dn, last.n)
-    cotangents = Cotangents(dh, States(dC, dn, dm))
-    arrays = residuals, cotangents, carry, dC_after
-    gradients: Inputs = on(_second_half, spec, *arrays, results=Inputs)
+    arrays = residuals, Cotangents(dh, States(dC, dn, dm)), carry, dC_after
+    gradients: Inputs = on_shards(_second_half, spec, *arrays, results=Inputs)
     initial = jax.tree.map(lambda y: jnp.where(index == 0, y, 0.0), gradients.initial)
-    return gradients._replace(initial=initial)
+    return (gradients._replace(initial=initial),)
 
 
 _sequence.defvjp(_sequence_fwd, _sequence_bwd)

@@ -1,16 +1,15 @@
 """Functions that call mlstm_chunkwise, exported with jax.export."""
 
 import contextlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.export import DisabledSafetyCheck, Exported, is_symbolic_dim
+from jax.export import DisabledSafetyCheck, Exported
 from jax.export import export as jax_export
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from mlstm_pallas.planning.backend import requested_backend, use_backend
-from mlstm_pallas.problem.gpu import UNKNOWN, Gpu, export_gpu, gpu_of, known_gpu, target_gpu
+from mlstm_pallas.problem.gpu import UNKNOWN, export_gpu, gpu_of, known_gpu, target_gpu
 from mlstm_pallas.problem.validation import CHECKS, checks_indices, wrong
 
 __all__ = ["export"]
@@ -23,7 +22,7 @@ CUSTOM_CALL_TARGET = "__gpu$xla.gpu.triton"
 def export(
     function: Callable[..., Any],
     *args: Any,
-    platform: str | Sequence[str],
+    platform: str,
     device_kind: str | None = None,
     **kwargs: Any,
 ) -> Exported:
@@ -52,7 +51,8 @@ def export(
     Args:
       function: the function to export; it is jitted here unless it already is.
       args, kwargs: its arguments, or jax.ShapeDtypeStructs of them.
-      platform: "cpu", "cuda", or both, ("cpu", "cuda"); no GPU is needed to export for "cuda".
+      platform: "cpu" or "cuda"; no GPU is needed to export for "cuda". Two platforms are two
+        exports.
       device_kind: the GPU that tiles are chosen for and kernels are lowered for ("NVIDIA H200").
         None: this process's first GPU. On a GPU below compute capability 8.0 all is plain jnp.
 
@@ -63,44 +63,31 @@ def export(
     """
     if not callable(function):
         raise wrong("function", function, "a callable", TypeError)
-    platforms: tuple[str, ...] = ()
-    if isinstance(platform, Sequence | Set):
-        platforms = (platform,) if isinstance(platform, str) else tuple(platform)
-    if not platforms or not all(isinstance(x, str) and x in PLATFORMS for x in platforms):
-        expected = f"one of {', '.join(PLATFORMS)}, or a sequence of them"
-        raise wrong("platform", platform, expected)
-    gpu: Gpu | None = target_gpu()
-    if device_kind is not None:
-        here = (gpu_of(x) for x in jax.devices() if x.device_kind == device_kind)
-        gpu = next(here, known_gpu(device_kind))
-    if gpu is None or ("cuda" in platforms and (gpu is UNKNOWN or not gpu.capability)):
+    if not isinstance(platform, str) or platform not in PLATFORMS:
+        raise wrong("platform", platform, f"one of {', '.join(PLATFORMS)}; two are two exports")
+    here = target_gpu()
+    of_process = (gpu_of(x) for x in jax.devices() if x.device_kind == device_kind)
+    gpu = here if device_kind is None else next(of_process, known_gpu(device_kind))
+    if gpu is None or (platform == "cuda" and (gpu is UNKNOWN or not gpu.capability)):
         raise wrong(
             "device_kind",
             device_kind,
             "the name of a known NVIDIA GPU, such as 'NVIDIA H200' or 'NVIDIA A100-SXM4-80GB', or "
             "of this process's; for an unknown one, that of a known GPU of its compute capability",
         )
+    gpu = gpu if platform == "cuda" else UNKNOWN
     jitted: Any = function if hasattr(function, "trace") else jax.jit(function)
-    dims = [dim for x in jax.tree.leaves((args, kwargs)) for dim in getattr(x, "shape", ())]
+    exported = jax_export(
+        jitted,
+        platforms=(platform,),
+        disabled_checks=[DisabledSafetyCheck.custom_call(CUSTOM_CALL_TARGET)],
+    )
     with contextlib.ExitStack() as contexts:
-        if device_kind is not None:
-            device = AbstractDevice(device_kind, None, "gpu" if "cuda" in platforms else "cpu")
+        if gpu != here:  # jit keeps traces for other devices apart by the device of the mesh
+            device = AbstractDevice(gpu.name, None, "gpu" if platform == "cuda" else "cpu")
             mesh = AbstractMesh((), (), abstract_device=device)
             contexts.callback(export_gpu.reset, export_gpu.set(gpu))
             contexts.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        # Backend None also traces the kernels. Calls of constant shapes must not be traced for
-        # "xla" alone: jit would use that trace for the same call on a GPU.
-        if (
-            set(platforms) == {"cpu"}
-            and any(map(is_symbolic_dim, dims))
-            and requested_backend() is None
-        ):
-            contexts.enter_context(use_backend("xla"))
-        exported = jax_export(
-            jitted,
-            platforms=platforms,
-            disabled_checks=[DisabledSafetyCheck.custom_call(CUSTOM_CALL_TARGET)],
-        )
         try:
             return exported(*args, **kwargs)
         except NotImplementedError as error:  # of jax, about callbacks to the host

@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mlstm_pallas.formulas.gates import CARRIES_ON, mark_segment_starts
-from mlstm_pallas.planning.backend import requested_backend
+from mlstm_pallas.planning.backend import requested_lowering
 from mlstm_pallas.planning.call_spec import CallSpec, call_spec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
@@ -35,6 +35,7 @@ from mlstm_pallas.problem.gpu import target_gpu
 from mlstm_pallas.problem.signatures import bind
 from mlstm_pallas.problem.steps import Steps
 from mlstm_pallas.schedules.sharding import sharded_alike
+from mlstm_pallas.stages.lowering import Lowering
 from mlstm_pallas.stages.recurrent_step import split_token
 
 _log = logging.getLogger("mlstm_pallas")
@@ -117,7 +118,7 @@ def prepare(
     sizes = validation.check_inputs(arrays, options.input_gate, options.layout, shards=shards)
     if options.autocast_kernel_dtype is None:
         validation.check_one_dtype(arrays)
-    spec = call_spec(options, sizes, x.q.dtype)
+    spec = call_spec(options, sizes, x.q.dtype, target_gpu(x.q))
     packed = documents or x.segment_ids is not None
     if packed or x.sequence_lengths is not None:
         p = dataclasses.replace(spec.problem, isolates=True, packed=packed)
@@ -175,12 +176,12 @@ def prepare_steps(
       steps: whether q has an axis of steps.
       layout: as it was passed, of steps.
     """
-    gpu = target_gpu()
-    backend = requested_backend(options.backend, gpu, mosaic_gpu=False)
+    gpu = target_gpu(arrays["q"])
+    lowering = requested_lowering(options.backend, gpu)
     sizes = validation.check_inputs(
-        arrays, options.input_gate, options.layout, backend=backend, cast=False, steps=steps
+        arrays, options.input_gate, options.layout, backend=lowering, cast=False, steps=steps
     )
-    validation.check_constant(sizes, backend)
+    validation.check_constant(sizes, lowering)
     validation.check_one_dtype(arrays)
     c = _states_of(arrays)
     if steps:
@@ -188,9 +189,10 @@ def prepare_steps(
     B, NH, DHQK, DHV = (sizes[name] for name in ("B", "NH", "DHQK", "DHV"))
     S = sizes.get("S", 1)
     if B * NH == 0:
-        backend = "xla"  # a kernel has no empty grid
+        lowering = Lowering.XLA  # a kernel has no empty grid
     return CallSpec(
-        **vars(options) | dict(backend=backend, layout=Layout.BNTH),  # of every token
+        **vars(options) | dict(layout=Layout.BNTH),  # of every token
+        lowering=lowering,
         problem=Problem(B, NH, S, DHQK, DHV, S, DHQK**-0.5),
         dtype=accumulator_dtype(arrays["q"].dtype) if c is None else c.dtype,
         gpu=gpu,

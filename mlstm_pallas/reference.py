@@ -23,7 +23,6 @@ from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype
 from mlstm_pallas.problem.validation import check_flag
 from mlstm_pallas.schedules.forward import forward
 from mlstm_pallas.schedules.sharding import Work, on_shard
-from mlstm_pallas.stages.lowering import Lowering
 
 __all__ = ["chunkwise", "recurrence"]
 
@@ -165,6 +164,6 @@ def chunkwise(spec: CallSpec, x: Arguments) -> Any:
       TypeError, ValueError: as ``mlstm_chunkwise``.
     """
     # On one shard, because ``on_shards`` has no derivatives.
-    work = Work(forward, spec, Forward, Lowering.XLA)
+    work = Work(forward, spec, Forward)
     outputs: Forward = on_shard(work, None, padded(spec, x))
     return results(spec, x, outputs.h, outputs.last)

@@ -164,22 +164,15 @@ OPTIONS = {
     ),
     **options(
         "platform",
-        "one of cpu, cuda, or a sequence of them",
-        accepted=["cpu", ["cpu"]],
-        value_errors=["gpu", [3], ()],
+        "one of cpu, cuda; two are two exports",
+        accepted=["cpu", "cpu"],
+        value_errors=["gpu", 3, ("cpu", "cuda")],
     ),
     **options(
         "device_kind",
         "the name of a known NVIDIA GPU, such as",
         accepted=[None, "cpu"],
         value_errors=["NVIDIA FOO", 3],
-    ),
-    **options(
-        "lengths",
-        "the steps of each prompt, integers >= 0, of one row or of each of several",
-        accepted=[[0], [[1], [1, 0]]],
-        type_errors=[TRACED, 3, [1.5], [[1], 2]],
-        value_errors=[[], [[], []], [3, -1]],
     ),
 }
 

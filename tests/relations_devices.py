@@ -389,7 +389,7 @@ def lowered_on_mesh(name, axes, platform):
     ):
         run, x, _ = on_axes(name, axes, "interpret" if interpret else None, abstract)
         if not interpret:
-            assert CUSTOM_CALL_TARGET in export(run, x, platform=("cpu", "cuda")).mlir_module()
+            assert CUSTOM_CALL_TARGET in export(run, x, platform="cuda").mlir_module()
             return
         lowered = run.trace(x).lower()
         if "CustomSPMDPartitioning" in lowered.as_text():
@@ -400,16 +400,16 @@ def lowered_on_mesh(name, axes, platform):
 
 
 def exported(name, x64):
-    """An export for CPUs and for H200s that is read again has the kernels, the dtypes and shapes of
-    results and gradients, and the right values here; under x64 with integers of 64 bits."""
+    """An export for H200s has the kernels. One for CPUs that is read again has the right dtypes,
+    shapes and values of results and gradients; under x64 with integers of 64 bits."""
     call, (run, x) = CALLS[name], program(name)
     with jax.enable_x64(x64):
         passed = wide(x) if x64 else x
-        made = export(run, passed, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
-        loaded = jax.export.deserialize(made.serialize())
+        of_gpu = export(run, passed, platform="cuda", device_kind="NVIDIA H200")
+        loaded = jax.export.deserialize(export(run, passed, platform="cpu").serialize())
         results = loaded.call(passed)
-    assert CUSTOM_CALL_TARGET in loaded.mlir_module()
-    assert loaded.platforms == ("cpu", "cuda")
+    assert CUSTOM_CALL_TARGET in of_gpu.mlir_module()
+    assert "custom_call @" not in loaded.mlir_module()
     expected = jax.eval_shape(program(name)[0], x)
     for y, z in expected.items():
         assert (results[y].shape, results[y].dtype) == (z.shape, z.dtype), y

@@ -3,7 +3,7 @@ the comparison refuses."""
 
 import numpy as np
 import pytest
-from engine import KINDS, Call, Drafts, Ids, Lengths, Slots, arrays, errors, exact
+from engine import KINDS, Call, Documents, Drafts, Lengths, Slots, arrays, errors, exact
 from oracle import in_float64, outputs_and_gradients
 from relations import below
 
@@ -43,7 +43,7 @@ LENGTHS = Call("mlstm_chunkwise", (2, 2, 20, 16, 8), steps=(Lengths((12, 0)),), 
 PACKED = Call(
     "mlstm_chunkwise",
     (2, 2, 20, 16, 8),
-    steps=(Ids(((10, 0, 10), (5, 5, 5)), states=True, own=True),),
+    steps=(Documents(((10, 0, 10), (5, 5, 5)), own=True),),
     options=LAST,
 )
 DRAFTS = Call("mlstm_ring_step", (1, 2, 8, 16, 8), steps=(Drafts(4, ((2, 3),)),))

@@ -13,7 +13,7 @@ BACKENDS = "xla", "interpret"
 QUICK = {
     *("0-chunkwise-1-16/16---float32-xla", "12-chunkwise-65-16/16-Lengths-bfloat16-xla"),
     "20-chunkwise-64-37/50-Ids+Lengths-float32-xla",
-    "28-chunkwise-64-16/16-States+Lengths-float32-xla",
+    "28-chunkwise-64-16/16-Documents-float32-xla",
     "47-chunkwise_states-64-16/16-Lengths-float32-xla",
     "1-chunkwise-16-37/50---float32-interpret",
     "66-recurrent_step-6-16/16---float32-interpret",

@@ -1,4 +1,4 @@
-"""The backend that a call asks for: its argument, ``use_backend`` or the environment."""
+"""The backend that a call asks for, and its lowering on the device of the call."""
 
 import contextlib
 import inspect
@@ -17,6 +17,8 @@ from mlstm_pallas.stages.lowering import Lowering
 VARIABLE = "MLSTM_PALLAS_BACKEND"
 # The first jax that compiles the Mosaic GPU kernels, and the first that is not tested.
 MOSAIC_GPU_JAX = (0, 11, 2), (0, 13)
+# The DHQK and DHV up to which Triton's forward pass is faster than Mosaic GPU's.
+FASTEST_ON_TRITON = 16
 # The backends of the with statements that a thread or task is in, the innermost last. None of them
 # is kept on a use_backend, which several threads may have entered.
 _entered: ContextVar[tuple[str | None, ...]] = ContextVar("entered", default=())
@@ -25,8 +27,9 @@ _entered: ContextVar[tuple[str | None, ...]] = ContextVar("entered", default=())
 class use_backend(contextlib.ContextDecorator):
     """Sets the backend of calls that pass none, in a with statement or a decorated function.
 
-    * None: "triton" where the computation is lowered for an NVIDIA GPU from
-      compute capability 8.0, "xla" elsewhere.
+    * None: "triton" on an NVIDIA GPU from compute capability 8.0, "xla"
+      elsewhere. The device is that of the arrays, if they are not traced, else
+      of the mesh that is set, else jax's default device.
     * "fastest": the same, but "mosaic_gpu" where it runs: on Hopper with
       jax >= 0.11.2, in bfloat16 and float16. Heads of 16 and fewer dimensions
       stay on Triton. One setting for all machines.
@@ -87,42 +90,34 @@ def named_backend(backend: str | None = None) -> tuple[str, str | None]:
     return VARIABLE, check_backend(VARIABLE, os.environ.get(VARIABLE) or None)
 
 
-def requested_backend(
-    backend: str | None = None, gpu: Gpu = UNKNOWN, *, mosaic_gpu: bool = True
-) -> str | None:
-    """The backend of a call by ``named_backend``, where it runs.
-
-    None and "fastest" leave other platforms than CUDA to plain jnp, when the call is lowered. On
-    CUDA they are Triton, or plain jnp if jax has none, and Mosaic GPU; "xla" for a GPU on which no
-    kernel runs.
+def requested_lowering(
+    backend: str | None, gpu: Gpu, heads: tuple[int, int] | None = None
+) -> Lowering:
+    """The lowering of a call by ``named_backend``, which the device of the call decides.
 
     Args:
-      gpu: that kernels are compiled for.
-      mosaic_gpu: whether the call has Mosaic GPU kernels; others run on that backend with any jax.
+      gpu: that the call is traced for; UNKNOWN: none.
+      heads: DHQK and DHV; None: of a step, which has no Mosaic GPU kernel.
 
     Raises:
       ValueError: where the kernels cannot run, and for a wrong MLSTM_PALLAS_BACKEND.
     """
     name, backend = named_backend(backend)
-    if not gpu.runs_kernels and backend != Lowering.INTERPRET:
-        if backend in (Lowering.TRITON, Lowering.MOSAIC_GPU):
-            raise ValueError(
-                f"{name} is '{backend}' and the device is {gpu.name}, expected an NVIDIA GPU "
-                "from compute capability 8.0, or backend None or 'xla' (plain jnp)"
-            )
-        return Lowering.XLA
-    if backend == "fastest" or (backend is None and not HAS_TRITON):
-        return "fastest" if mosaic_gpu and gpu.hopper and jax_has_mosaic_gpu() else None
-    if backend == Lowering.MOSAIC_GPU and mosaic_gpu:
+    if backend in (Lowering.TRITON, Lowering.MOSAIC_GPU) and not gpu.runs_kernels:
+        raise ValueError(
+            f"{name} is '{backend}' and the device is {gpu.name}, expected an NVIDIA GPU "
+            "from compute capability 8.0, or backend None or 'xla' (plain jnp)"
+        )
+    if backend == Lowering.MOSAIC_GPU and heads:
         check_mosaic_gpu(name, gpu)
-    return backend
-
-
-def lowering_on_gpu(backend: str | None) -> Lowering:
-    """The lowering of a ``requested_backend`` on an NVIDIA GPU."""
-    if backend == "fastest":
+    if backend not in (None, "fastest"):
+        return Lowering(backend)
+    if gpu is UNKNOWN or not gpu.runs_kernels:
+        return Lowering.XLA
+    fastest = backend == "fastest" and heads is not None and max(heads) > FASTEST_ON_TRITON
+    if (fastest or (heads and not HAS_TRITON)) and gpu.hopper and jax_has_mosaic_gpu():
         return Lowering.MOSAIC_GPU
-    return Lowering(backend or (Lowering.TRITON if HAS_TRITON else Lowering.XLA))
+    return Lowering.TRITON if HAS_TRITON else Lowering.XLA
 
 
 def jax_has_mosaic_gpu() -> bool:

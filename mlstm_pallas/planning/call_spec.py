@@ -17,12 +17,12 @@ from jax import lax
 
 from mlstm_pallas.formulas.chunk_list import MAX_SEGMENTS, num_entries
 from mlstm_pallas.formulas.tiles import blocks_over
-from mlstm_pallas.planning.backend import lowering_on_gpu, named_backend, requested_backend
-from mlstm_pallas.planning.dispatch import HAS_TRITON, Launches, lowerings, tiles_class
+from mlstm_pallas.planning.backend import named_backend, requested_lowering
+from mlstm_pallas.planning.dispatch import Launches, lowerings, tiles_class
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.callers import warn_caller
 from mlstm_pallas.problem.dimensions import Layout, Problem, make_problem, next_power_of_two
-from mlstm_pallas.problem.gpu import HOPPER, UNKNOWN, Gpu, target_gpu
+from mlstm_pallas.problem.gpu import HOPPER, UNKNOWN, Gpu
 from mlstm_pallas.problem.validation import check_constant, kernel_dtype
 from mlstm_pallas.stages.kernel_tiles import KernelOptions
 from mlstm_pallas.stages.launch import Launch
@@ -33,8 +33,6 @@ from mlstm_pallas.stages.lowering import Lowering
 MIN_SPLIT_STEPS, MIN_SPLIT_STATE = 1024, 2**15
 MIN_FUSED_STATE = 2**13  # DHQK * DHV
 FUSED_SHARE = 0.6  # the share of the places for CTAs that the fused scan should fill
-# The DHQK and DHV up to which Triton's forward pass is faster than Mosaic GPU's.
-FASTEST_ON_TRITON = 16
 # Stages between the others, in the lowering of the kernel that computes or reads the scores.
 SMALL = "step_sums", "vector_states", "step_gradients"
 # Stages of which a plan has the first or the second ones.
@@ -49,9 +47,8 @@ SUMMARY_STEPS = 4096  # of a split of a shard's summary: enough work per CTA, an
 class CallSpec(Options):
     """What a call is asked for, from which its plan follows.
 
-    backend is the one that ``requested_backend`` found, or "xla" without heads.
-
     Attributes:
+      lowering: of the kernels, before those that a kernel falls to; "xla": all is plain jnp.
       problem: padded.
       dtype: the dtype of q, k, v in the matrix products; in a step, of the state C.
       gpu: the GPU that the kernels are planned for.
@@ -65,6 +62,7 @@ class CallSpec(Options):
         are planned.
     """
 
+    lowering: Lowering
     problem: Problem
     dtype: jnp.dtype
     gpu: Gpu
@@ -74,15 +72,10 @@ class CallSpec(Options):
     stage: str | None = None
     chunk_and_splits: tuple[int, int] | None = None
 
-    @property
-    def lowering(self) -> Lowering:
-        """The lowering of the kernels, before those that a kernel falls to."""
-        return lowering_on_gpu(self.backend or "triton")
-
     @functools.cached_property
     def plan(self) -> "Plan":
-        """The plan of the call's kernels."""
-        return plan_of(self, self.lowering)
+        """The plan of the call, or of the shard."""
+        return _plan_of(self)
 
     def planned_for(self, p: Problem) -> Problem:
         """The problem that tiles and splits follow from."""
@@ -123,35 +116,33 @@ def call_spec(
     options: Options,
     sizes: Mapping[str, Any],
     q_dtype: Any,
-    *,
-    gpu: Gpu | None = None,
+    gpu: Gpu,
 ) -> CallSpec:
-    """The spec of a call with B, NH, S, DHQK and DHV of these sizes.
+    """The spec of a call with B, NH, S, DHQK and DHV of these sizes, traced for this GPU.
 
     The options decide the chunk size, then their config, then the rule.
 
     Raises:
       TypeError, ValueError: for a dtype and for symbolic sizes that the backend does not support.
     """
-    gpu = gpu or target_gpu()
-    backend = requested_backend(options.backend, gpu)
-    check_constant(sizes, backend)
     *shape, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
-    dtype = kernel_dtype(options.autocast_kernel_dtype, q_dtype, backend)
+    lowering = requested_lowering(options.backend, gpu, (shape[-1], DHV))
+    check_constant(sizes, lowering)
+    dtype = kernel_dtype(options.autocast_kernel_dtype, q_dtype, lowering)
+    name, backend = named_backend(options.backend)
     if backend == Lowering.MOSAIC_GPU and dtype.itemsize > 2:
         warn_caller(
-            f"{named_backend(options.backend)[0]} is 'mosaic_gpu' and products are in {dtype}: its "
-            "kernels are for bfloat16 and float16, so others run"
+            f"{name} is 'mosaic_gpu' and products are in {dtype}: its kernels are for bfloat16 and "
+            "float16, so others run"
         )
-    if backend == "fastest" and HAS_TRITON and max(shape[-1], DHV) <= FASTEST_ON_TRITON:
-        backend = None
     if 0 in shape:
-        backend = "xla"  # a kernel has no empty grid
+        lowering = Lowering.XLA  # a kernel has no empty grid
     make = functools.partial(
-        make_problem, shape, DHV, pad_heads=backend != Lowering.XLA, reverse=options.reverse
+        make_problem, shape, DHV, pad_heads=lowering is not Lowering.XLA, reverse=options.reverse
     )
     spec = CallSpec(
-        **vars(options) | dict(backend=backend),
+        **vars(options),
+        lowering=lowering,
         problem=make(1),
         dtype=dtype,
         gpu=gpu,
@@ -265,10 +256,9 @@ def _by_chunk(spec: CallSpec, lowering: Lowering) -> bool:
 class Plan:
     """What runs in a call: the launches of all its stages, and what schedules branch on.
 
-    It is complete when it is made, by ``plan_of`` alone, and every launch runs.
+    It is complete when it is made, by ``CallSpec.plan`` alone, and every launch runs.
 
     Attributes:
-      lowering: of the kernels, before those that a kernel falls to; "xla": all is plain jnp.
       forward, backward: the launches of the passes, in order. Those of a step are ``forward``.
       summary: the launches for what the devices of a sequence exchange.
       fused_problem: the problem in the chunks of the fused scan.
@@ -279,8 +269,7 @@ class Plan:
     """
 
     spec: CallSpec
-    lowering: Lowering
-    # Not compared, because they follow from the spec and the lowering.
+    # Not compared, because they follow from the spec.
     forward: Launches = dataclasses.field(compare=False)
     backward: Launches = dataclasses.field(default_factory=dict, compare=False)
     summary: Launches = dataclasses.field(default_factory=dict, compare=False)
@@ -307,7 +296,7 @@ class Plan:
     @property
     def is_plain(self) -> bool:
         """Whether all is plain jnp, as on CPUs."""
-        return self.lowering is Lowering.XLA
+        return self.spec.lowering is Lowering.XLA
 
     @property
     def drops_unread(self) -> bool:
@@ -315,7 +304,7 @@ class Plan:
 
         XLA finds them in dh, which takes a pass on Mosaic GPU. There only float16 has it.
         """
-        return self.lowering is not Lowering.MOSAIC_GPU or self.spec.dtype == jnp.float16
+        return self.spec.lowering is not Lowering.MOSAIC_GPU or self.spec.dtype == jnp.float16
 
     @property
     def one_head_at_a_time(self) -> bool:
@@ -328,9 +317,7 @@ def _launches(spec: CallSpec, *names: str, lowering: Lowering, **options: Any) -
     return {name: launch_of(spec, name, lowering, **options) for name in names}
 
 
-def _until_fused_scan(
-    spec: CallSpec, lowering: Lowering, fused: Launch
-) -> tuple[Launches, Launches]:
+def _until_fused_scan(spec: CallSpec, fused: Launch) -> tuple[Launches, Launches]:
     """The launches up to the fused scan, in its chunks, in two parts.
 
     The first part is what the devices of a sequence compute for their exchange as well. What is
@@ -339,11 +326,11 @@ def _until_fused_scan(
     of = functools.partial(_launches, spec, problem=fused.problem)
     scores = of("parallel_fw_P", lowering=fused.lowering)
     small = functools.partial(of, lowering=scores["parallel_fw_P"].lowering)
-    gates_and_sums = of("chunk_gates", lowering=lowering) | small("step_sums")
+    gates_and_sums = of("chunk_gates", lowering=spec.lowering) | small("step_sums")
     return gates_and_sums, small("vector_states") | scores
 
 
-def _backward(spec: CallSpec, lowering: Lowering, *, key_sums: bool = False) -> Launches:
+def _backward(spec: CallSpec, *, key_sums: bool = False) -> Launches:
     """The launches of the backward pass.
 
     What is small has the lowering of the kernel that computes the scores. On Mosaic GPU that kernel
@@ -351,6 +338,7 @@ def _backward(spec: CallSpec, lowering: Lowering, *, key_sums: bool = False) -> 
 
     key_sums: whether the pass sums keys, because no forward pass has kept n.
     """
+    lowering = spec.lowering
     by_chunk = _by_chunk(spec, lowering)
     first = [] if by_chunk else ["parallel_bw_dP"]
     last = "chunk_gradients" if by_chunk else "parallel_bw_dQKV"
@@ -362,14 +350,13 @@ def _backward(spec: CallSpec, lowering: Lowering, *, key_sums: bool = False) -> 
     return {x: launch_of(spec, x, scores if x in SMALL else lowering) for x in names}
 
 
-def plan_of(spec: CallSpec, lowering: Lowering) -> Plan:
-    """The plan of a call, or of a shard, in a lowering."""
+def _plan_of(spec: CallSpec) -> Plan:
+    p, of = spec.problem, functools.partial(_launches, spec, lowering=spec.lowering)
     if spec.stage is not None:
-        return Plan(spec, lowering, _launches(spec, spec.stage, lowering=lowering))
+        return Plan(spec, of(spec.stage))
     if spec.num_segments is not None:
-        return _plan_of_segments(spec, lowering, spec.num_segments)
-    p, of = spec.problem, functools.partial(_launches, spec, lowering=lowering)
-    fused = launch_of(spec, "recurrent_fw_H", lowering)
+        return _plan_of_segments(spec, spec.num_segments)
+    fused = launch_of(spec, "recurrent_fw_H", spec.lowering)
     L, splits = spec.chunk_and_splits or (fused.tiles.siz_b_L if fused.tiles else p.L, None)
     fused_problem = p.in_chunks_of(L)
     num_splits = _num_splits(spec, fused_problem, fused.tiles) if splits is None else splits
@@ -383,7 +370,7 @@ def plan_of(spec: CallSpec, lowering: Lowering) -> Plan:
     first, scores = Launches(), Launches()
     if num_splits or spec.chunk_and_splits:
         in_chunks = dataclasses.replace(fused, problem=fused_problem)
-        first, scores = _until_fused_scan(spec, lowering, in_chunks)
+        first, scores = _until_fused_scan(spec, in_chunks)
     forward = of("chunk_gates", "recurrent_fw_C", "parallel_fw_H")
     if num_splits:
         forward = scores if spec.chunk_and_splits else first | scores
@@ -392,9 +379,8 @@ def plan_of(spec: CallSpec, lowering: Lowering) -> Plan:
         forward |= of("recurrent_fw_H", problem=fused_problem.split(num_splits))
     return Plan(
         spec,
-        lowering,
         forward,
-        backward=_backward(spec, lowering),
+        backward=_backward(spec),
         summary=first | products(summary_splits) if spec.chunk_and_splits else {},
         fused_problem=fused_problem,
         num_splits=num_splits,
@@ -402,20 +388,21 @@ def plan_of(spec: CallSpec, lowering: Lowering) -> Plan:
     )
 
 
-def _plan_of_segments(spec: CallSpec, lowering: Lowering, N: int) -> Plan:
+def _plan_of_segments(spec: CallSpec, N: int) -> Plan:
     """The plan of N packed segments per row, whose states are returned.
 
     The forward pass is the fused scan over a list of chunks, whose segments run side by side, as
     heads do. The backward pass runs over another list.
     """
     p = spec.problem
-    fused = launch_of(spec, "recurrent_fw_H", lowering, dataclasses.replace(p, NH=p.NH * N))
+    heads = dataclasses.replace(p, NH=p.NH * N)
+    fused = launch_of(spec, "recurrent_fw_H", spec.lowering, heads)
 
     def in_list(L: int) -> Problem:
         return dataclasses.replace(p, S=num_entries(spec.steps, N, L) * L, L=L)
 
     fused = dataclasses.replace(fused, problem=in_list(fused.tiles.siz_b_L if fused.tiles else p.L))
-    first, scores = _until_fused_scan(spec, lowering, fused)
+    first, scores = _until_fused_scan(spec, fused)
     sequence = dataclasses.replace(
         spec.forward_only,
         problem=in_list(p.L),
@@ -423,13 +410,12 @@ def _plan_of_segments(spec: CallSpec, lowering: Lowering, N: int) -> Plan:
         num_segments=None,
         return_last_states=False,
     )
-    backward = _backward(sequence, lowering, key_sums=True)
+    backward = _backward(sequence, key_sums=True)
     return Plan(
         spec,
-        lowering,
         first | scores | dict(recurrent_fw_H=fused),
         fused_problem=fused.problem,
-        in_list=Plan(sequence, lowering, {}, backward),
+        in_list=Plan(sequence, {}, backward),
     )
 
 

@@ -154,7 +154,7 @@ def plan(
         backend=backend,
         config=config,
     )
-    spec = call_spec(options, sizes, check_dtype("dtype", dtype), gpu=facts)
+    spec = call_spec(options, sizes, check_dtype("dtype", dtype), facts)
     return _call_plan(spec)
 
 

@@ -154,8 +154,18 @@ def gpu_of(device: Any) -> Gpu:
     return Gpu(kind, capability, sms, optin or shared_bytes)
 
 
-def target_gpu() -> Gpu:
-    """The GPU of the computation: of an export, of the abstract mesh in use, or this process's."""
-    abstract, first = jax.sharding.get_abstract_mesh().abstract_device, jax.devices()[0]
+def target_gpu(x: Any = None) -> Gpu:
+    """The GPU that a call of an array is traced for; UNKNOWN: another device than a GPU or TPU.
+
+    It is that of an export, of x, if it is on a device, of the mesh that is set, or of jax's
+    default device.
+    """
+    if gpu := export_gpu.get():
+        return gpu
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
+        return gpu_of(next(iter(x.sharding.device_set)))
+    first = jax.config.jax_default_device or jax.devices()[0]
+    first = jax.devices(first)[0] if isinstance(first, str) else first
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
     here = abstract is None or abstract.device_kind == first.device_kind
-    return export_gpu.get() or gpu_of(first if here else abstract)
+    return gpu_of(first if here else abstract)

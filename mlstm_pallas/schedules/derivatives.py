@@ -1,4 +1,7 @@
-"""The derivatives that a call refuses, by a mark that compiled programs do not contain."""
+"""What a call refuses later: derivatives, and kernels on another platform than CUDA.
+
+The marks on its arrays are the identity, which compiled programs do not contain.
+"""
 
 import functools
 from typing import Any, NoReturn
@@ -35,7 +38,22 @@ def _identity(name: str) -> Primitive:
 # It is no custom_jvp, because jax drops the rule of a custom_jvp in the first of two reverse passes
 # through a jax.lax.scan.
 _not_differentiated = _identity("not_differentiated")
-ad.primitive_jvps[_not_differentiated] = _refuse
+ad.primitive_jvps[_not_differentiated] = lambda *_, message, **__: _refuse(message=message)
+
+
+def _lowered_elsewhere(_: Any, *xs: Any, message: str, kernels: str | None) -> Any:
+    """The lowering for all platforms but CUDA."""
+    if kernels:
+        raise ValueError(
+            f"backend: a call was traced for the {kernels} kernels, which are for NVIDIA GPUs, and "
+            "is lowered for another device: expected backend 'xla' (plain jnp), or backend None "
+            "and jax.default_device or jax.set_mesh of that device around the call"
+        )
+    return xs
+
+
+mlir.register_lowering(_not_differentiated, _lowered_elsewhere)
+mlir.register_lowering(_not_differentiated, lambda _, *xs, **__: xs, platform="cuda")
 # The tangents of reverse_mode_only: reverse mode transposes them, forward mode evaluates them.
 _reverse_mode_only, _tangents = _identity("reverse_mode_only"), _identity("tangents")
 _forward_mode = functools.partial(_refuse, message=NO_SUCH_DERIVATIVE)
@@ -58,7 +76,12 @@ def reverse_mode_only(tree: Any) -> Any:
     return jax.tree.unflatten(structure, _reverse_mode_only.bind(*arrays))
 
 
-def not_differentiated(tree: Any, message: str) -> Any:
-    """The arrays; their derivative raises a TypeError with the message."""
+def not_differentiated(tree: Any, message: str, kernels: str | None) -> Any:
+    """The arrays; their derivative raises a TypeError with the message.
+
+    kernels: the kernels that they go to, for which lowering for another platform than CUDA raises a
+      ValueError; None: plain jnp, or interpreted ones.
+    """
     arrays, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, _not_differentiated.bind(*arrays, message=message))
+    marked = _not_differentiated.bind(*arrays, message=message, kernels=kernels)
+    return jax.tree.unflatten(structure, marked)

@@ -18,7 +18,6 @@ Arrays cross the boundary of the sharded region in their layout: ``arrays.heads_
 axis is NH. Shardings of other axes (sequence, head dimensions) are undone first: by XLA on auto
 axes, by ``jax.sharding.reshard`` on explicit ones.
 
-On its shard a function takes the lowering of the platform that it is lowered for: ``by_platform``.
 Plain jnp may run for a few heads at a time: ``_few_heads_at_a_time``.
 """
 
@@ -37,14 +36,11 @@ from jax import Array
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.export import is_symbolic_dim
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mlstm_pallas.formulas.tile_sizes import largest_block
-from mlstm_pallas.planning.backend import lowering_on_gpu, named_backend
-from mlstm_pallas.planning.call_spec import CallSpec, Plan, plan_of
+from mlstm_pallas.planning.call_spec import CallSpec, Plan
 from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.problem.arrays import Inputs, Residuals, heads_as_rows, heads_axes, varying_axes
 from mlstm_pallas.problem.dimensions import Problem
@@ -142,7 +138,6 @@ class Work:
     function: Callable[..., Any]
     spec: CallSpec
     results: Any = None
-    lowering: Lowering | None = None
     options: tuple[tuple[str, Any], ...] = ()
     mapped: int = 0
     at_once: int = 1
@@ -175,7 +170,7 @@ class Work:
         """
         functions = ("", self.function), *self.options
         names = [(name, getattr(x, "__name__", x)) for name, x in functions]
-        identity = repr((__version__, names, self.spec, self.lowering, self.mapped))
+        identity = repr((__version__, names, self.spec, self.mapped))
         return np.frombuffer(hashlib.sha256(identity.encode()).digest(), np.uint32)
 
 
@@ -184,7 +179,6 @@ def on_shards(
     spec: CallSpec,
     *args: Any,
     results: type[Any] | None = None,
-    lowering: Lowering | None = None,
     message: str = NO_SUCH_DERIVATIVE,
     **options: Any,
 ) -> Any:
@@ -200,12 +194,13 @@ def on_shards(
     Args:
       function: (plan, *pytrees of arrays of a shard, **options) -> pytree of such arrays.
       results: the type that the function returns, if it has fields in ``arrays.IN_LAYOUT``.
-      lowering: None: that of spec.backend on the platform of the computation.
       message: of the TypeError that a derivative raises.
       options: static keywords of the function.
     """
-    work = Work(function, spec, results, lowering, tuple(options.items()))
-    return _mappable(work)(*not_differentiated(args, message=message))
+    work = Work(function, spec, results, tuple(options.items()))
+    runs_anywhere = spec.lowering.interpret or spec.lowering is Lowering.XLA
+    kernels = None if runs_anywhere else spec.lowering
+    return _mappable(work)(*not_differentiated(args, message, kernels))
 
 
 def run_step(spec: CallSpec, x: Any) -> Any:
@@ -214,8 +209,8 @@ def run_step(spec: CallSpec, x: Any) -> Any:
     B and NH are the first axes, but of pools and slots. m is None with the sigmoid input gate. Only
     plain jnp is differentiable.
     """
-    if spec.backend == "xla":
-        return _run_step(plan_of(spec, Lowering.XLA), x, axes=2)
+    if spec.lowering is Lowering.XLA:
+        return _run_step(spec.plan, x, axes=2)
     message = f'the kernels of mlstm_{spec.stage} have no derivatives; backend="xla" has them'
     return on_shards(_run_step, spec, x, message=message, axes=1 + spec.pooled)
 
@@ -349,8 +344,7 @@ def on_shard(work: Work, identity: Any, *args: Any) -> Any:
         run = functools.partial(_few_heads_at_a_time, run, work)
     if not spec.pooled:
         args = _map(functools.partial(_merged, work, spec.problem), args, axes)
-    lowering = work.lowering or known_lowering(spec.backend)
-    outputs = run(plan_of(spec, lowering), *args) if lowering else by_platform(spec, run, *args)
+    outputs = run(spec.plan, *args)
     if spec.pooled:
         return outputs
     return _map(functools.partial(_split, work, heads), outputs, work.axis_of_each_result())
@@ -382,7 +376,7 @@ def _few_heads_at_a_time(run: Callable[..., Any], work: Work, plan: Plan, *args:
     few = largest_block(p.BNH, min(most, p.BNH), 1) or 1
     if not alone and few == p.BNH:
         return run(plan, *args)
-    plan = plan_of(plan.spec.with_heads(1, few), plan.lowering)
+    plan = plan.spec.with_heads(1, few).plan
 
     def by_few(x: Array, axis: int) -> Array:
         x = heads_as_rows(x) if axis > work.mapped + 1 else x
@@ -469,114 +463,3 @@ def _common_shardings(work: Work, args: Any, results: Any) -> tuple[Any, Any]:
         by_kind = dict.fromkeys(by_kind, identity.sharding)
     results, arrays = _map(lambda x, axis: by_kind[len(x.shape), axis], tree, axes)
     return (identity.sharding, *arrays), results
-
-
-# What ``lax.platform_dependent`` does, but each function is lowered for its own platforms alone.
-# Where a computation is lowered for several, jax lowers every branch for all of them, and Pallas
-# refuses to lower kernels for a CPU, with a message that does not name ``backend``.
-_by_platform = Primitive("by_platform")
-_by_platform.multiple_results = True
-_by_platform.def_abstract_eval(lambda *_, backend, cuda, other: cuda.out_avals)
-
-
-class _Later:
-    """A function of arrays, without collectives, whose jaxpr is traced when it is lowered.
-
-    In a program for GPUs the plain form never is. The mesh and the 64-bit types are the caller's.
-    """
-
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self.function = function
-        self.args = [*map(jax.typeof, args)]
-        self.mesh, self.x64 = jax.sharding.get_abstract_mesh(), jax.enable_x64.value
-
-    def __call__(self, *args: Any) -> Any:
-        return jaxpr_as_fun(self.jaxpr)(*args)
-
-    @functools.cached_property
-    def jaxpr(self) -> Any:
-        with jax.sharding.use_abstract_mesh(self.mesh), jax.enable_x64(self.x64):
-            return jax.make_jaxpr(self.function)(*self.args)
-
-
-def _evaluated(*args: Any, **params: Any) -> Any:
-    with jax.disable_jit(False):  # jax_disable_jit would lead here again
-        return jax.jit(functools.partial(_by_platform.bind, **params))(*args)
-
-
-_by_platform.def_impl(_evaluated)
-
-
-def _lowered(
-    platform: str | None, ctx: Any, *args: Any, backend: str | None, cuda: Any, other: Any
-) -> Any:
-    if platform != "cuda" and other is None:
-        name, named = named_backend()
-        raise ValueError(
-            f"{name if named == backend else 'backend'} is {backend!r}, whose kernels are for "
-            "NVIDIA GPUs, and the computation is lowered for another device: expected backend None "
-            "or 'xla' (plain jnp), or 'interpret' (the Triton kernels, interpreted)"
-        )
-    module = ctx.module_context
-    # jax keeps the lowered form of inner jits without their platforms: the CPU would call a
-    # function lowered for CUDA, and XLA for CPUs aborts at the cumsum of jax 0.12 for GPUs.
-    lowered = module.cached_primitive_lowerings
-    if ctx.platforms is not None:
-        lowered = lowered.setdefault((_by_platform, *ctx.platforms), {})
-    ctx = ctx.replace(module_context=module.replace(cached_primitive_lowerings=lowered))
-    return mlir.lower_fun(jaxpr_as_fun(cuda) if platform == "cuda" else other)(ctx, *args)
-
-
-def _batched(
-    axis: Any, args: Any, dims: Any, backend: Any, cuda: Any, other: Any
-) -> tuple[Any, Any]:
-    def mapped(function: Callable[..., Any]) -> Callable[..., Any]:
-        names = dict(axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
-        return jax.vmap(function, tuple(dims), **names)
-
-    cuda = jax.make_jaxpr(mapped(jaxpr_as_fun(cuda)))(*args)
-    if isinstance(other, _Later):
-        other = _Later(mapped(other), *args)
-    elif other is not None:
-        other = jaxpr_as_fun(jax.make_jaxpr(mapped(other))(*args))
-    results = _by_platform.bind(*args, backend=backend, cuda=cuda, other=other)
-    return results, [0] * len(results)
-
-
-batching.fancy_primitive_batchers[_by_platform] = _batched
-for _platform in (None, "cpu", "cuda"):  # None: all others
-    _rule = functools.partial(_lowered, _platform)
-    mlir.register_lowering(_by_platform, _rule, platform=_platform)
-
-
-def known_lowering(backend: str | None) -> Lowering | None:
-    """The lowering on every platform; None: ``by_platform`` decides or refuses one."""
-    lowering = lowering_on_gpu(backend)
-    return lowering if lowering.interpret or lowering is Lowering.XLA else None
-
-
-def by_platform(
-    spec: CallSpec,
-    run: Callable[..., Any],
-    *args: Any,
-    mapped: Sequence[tuple[str, int]] | None = None,
-) -> Any:
-    """run(plan, *args), for a backend without a ``known_lowering``.
-
-    mapped: (name, size) of the axes of a vmap that run names, where jax may have left the vmap;
-      None: run has no collectives.
-
-    None and "fastest" are XLA where the computation is not lowered for CUDA.
-    """
-    (leaves, tree), backend = jax.tree.flatten(args), spec.backend
-
-    def on(lowering: Lowering) -> Callable[..., Any]:
-        return lambda *x: run(plan_of(spec, lowering), *jax.tree.unflatten(tree, x))
-
-    trace: Any = functools.partial(jax.make_jaxpr, axis_env=mapped or (), return_shape=True)
-    (cuda, outputs), other = trace(on(lowering_on_gpu(backend)))(*leaves), None
-    if backend in (None, "fastest"):
-        plain = on(Lowering.XLA)
-        other = _Later(plain, *leaves) if mapped is None else jaxpr_as_fun(trace(plain)(*leaves)[0])
-    results = _by_platform.bind(*leaves, backend=backend, cuda=cuda, other=other)
-    return jax.tree.unflatten(jax.tree.structure(outputs), results)

@@ -11,8 +11,8 @@ call ``mlstm_pallas.mlstm_chunkwise``.
 * qk_scale None is DHQK ** -0.5. It scales q alone, so the states C, N and M do not depend on it.
 * The functions of whole sequences and ``_mlstm_chunkwise_fwbw_generator`` have exact gradients. The
   backward functions (``*_bw*``) treat the denominator of H as a constant, as documented.
-* The kernels run where a computation is lowered for an NVIDIA GPU, plain jnp elsewhere, unless
-  ``mlstm_pallas.use_backend`` overrides that.
+* The kernels run on an NVIDIA GPU, plain jnp elsewhere; ``mlstm_pallas.use_backend`` says how the
+  device is found, and overrides it.
 
 Signatures are laid out as in the documents, hence ``fmt: skip``.
 """

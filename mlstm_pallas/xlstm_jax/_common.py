@@ -18,14 +18,15 @@ from jax import lax
 from mlstm_pallas.formulas import gates
 from mlstm_pallas.formulas.gates import ChunkGates, LocalGates
 from mlstm_pallas.formulas.normaliser import at_least, normaliser_gradients, query_scale
-from mlstm_pallas.planning.backend import requested_backend
-from mlstm_pallas.planning.call_spec import CallSpec, Plan, call_spec, launch_of, plan_of
+from mlstm_pallas.planning.backend import requested_lowering
+from mlstm_pallas.planning.call_spec import CallSpec, Plan, call_spec, launch_of
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.dispatch import lowerings, stage
 from mlstm_pallas.planning.options import CHECKS, Options
 from mlstm_pallas.prepare import pad
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, Residuals, States, StoredStates
 from mlstm_pallas.problem.dimensions import InputGate, accumulator_dtype
+from mlstm_pallas.problem.gpu import target_gpu
 from mlstm_pallas.problem.signatures import bind
 from mlstm_pallas.problem.validation import (
     INPUT_DTYPES,
@@ -126,7 +127,8 @@ def check_arrays(arrays: Arrays, contracts: dict[str, Shapes], statics: Arrays) 
     """
     initial = {name: x for name, x in arrays.items() if name.endswith("_initial")}
     check_states_complete(initial)
-    first, backend = next(iter(arrays)), requested_backend()
+    first = next(iter(arrays))
+    backend = requested_lowering(None, target_gpu(arrays[first]))
     optional = "vecM_out|matDeltaC_last|.*_initial"
     if initial:  # from which the other states follow
         optional += "|.*_states|.*_all"
@@ -223,11 +225,9 @@ def run(stage: str, arguments: Arrays, names: Names, tiles: dict[str, str]) -> t
         config=KernelConfig(**fields),
     )
     options |= statics
-    spec = call_spec(
-        Options(**{name: options[name] for name in vars(Options()) if name in options}),
-        sizes,
-        next(iter(arrays.values())).dtype,
-    )
+    first = next(iter(arrays.values()))
+    of_call = Options(**{name: options[name] for name in vars(Options()) if name in options})
+    spec = call_spec(of_call, sizes, first.dtype, target_gpu(first))
     if "qk_scale" in statics:
         problem = dataclasses.replace(spec.problem, qk_scale=statics["qk_scale"])
         spec = dataclasses.replace(spec, problem=problem)
@@ -308,7 +308,7 @@ class _Shard:
     def core(self, name: str, **options: Any) -> Any:
         """Runs a stage of the core. Its operands are found in x by name; None: x lacks them."""
         operands = STAGES[name].operands
-        run = stage(name, {name: launch_of(self.spec, name, self.plan.lowering)})
+        run = stage(name, {name: launch_of(self.spec, name, self.spec.lowering)})
         return run(operands(*map(self.x.get, operands._fields)), **options)
 
     @property
@@ -372,9 +372,10 @@ class _Shard:
         options = dict(normaliser=normaliser)
         if self.output_dtype != self.spec.dtype:
             options |= dict(output_dtype=self.output_dtype)
-            first = self.plan.lowering
+            first = self.spec.lowering
             if first.folder == "mosaic_gpu":  # whose kernel writes H in its own dtype alone
-                self.plan = plan_of(self.spec, lowerings(first)[1])
+                spec = dataclasses.replace(self.spec, lowering=lowerings(first)[1])
+                self.plan = spec.plan
         H, z = self.core("parallel_fw_H", **options)
         m = self.x["vecM"]
         den = at_least(jnp.abs(z), normaliser.floor(m))
@@ -440,8 +441,6 @@ class _Shard:
             StoredStates(C, n_states),
         )
         last = States(x.get("matDeltaC_last"), jnp.zeros_like(n))
-        dx = backward_schedule(
-            plan_of(spec, self.plan.lowering), residuals, Cotangents(x["matDeltaH"], last)
-        )
+        dx = backward_schedule(spec.plan, residuals, Cotangents(x["matDeltaH"], last))
         gradients = dx.q, dx.k, dx.v, dx.i, dx.f, *dx.initial
         return dict(zip(GRADIENTS.values(), gradients, strict=True))

@@ -17,6 +17,7 @@ from oracle import (
     assert_same_bits,
     call_shapes,
     cotangents_for,
+    for_device,
     gradients_of_call,
     param,
     random_inputs,
@@ -54,8 +55,9 @@ def test_default_backend_on_a_cpu_is_xla():
 
 
 def traced(call=mlstm_chunkwise, **options):
-    """How a call runs: with "compiled" or "interpreted" kernels, or in "xla"."""
-    text = str(jax.make_jaxpr(lambda: call(*SMALL, **options))())
+    """How a call runs on a GPU: with "compiled" or "interpreted" kernels, or in "xla"."""
+    with for_device("NVIDIA H200"):
+        text = str(jax.make_jaxpr(lambda: call(*SMALL, **options))())
     kernels = "interpreted" if "interpret=True" in text else "compiled"
     return kernels if "pallas_call" in text else "xla"
 

@@ -207,9 +207,9 @@ VALUE_ERRORS = [
         dict(eps=10**5000),
     ),
     (
-        "backend is 'triton', whose kernels are for NVIDIA GPUs, and the computation is "
-        "lowered for another device: expected backend None or 'xla' (plain jnp), or "
-        "'interpret' (the Triton kernels, interpreted)",
+        "backend: a call was traced for the triton kernels, which are for NVIDIA GPUs, and is "
+        "lowered for another device: expected backend 'xla' (plain jnp), or backend None and "
+        "jax.default_device or jax.set_mesh of that device around the call",
         partial(ZEROS, backend="triton"),
     ),
     (
@@ -239,7 +239,7 @@ VALUE_ERRORS = [
     (
         "segment_lengths has 65535 documents per row, expected at most 65534, the limit of a "
         "kernel's grid, or backend 'xla'",
-        SEGMENTS | dict(segment_lengths=array(B, MOST + 1, dtype="int32")),
+        SEGMENTS | dict(segment_lengths=array(B, MOST + 1, dtype="int32"), backend="triton"),
     ),
     (
         "phase is [0, 1], expected an integer from 0 to 2147483647 or an array (B,)",
@@ -512,7 +512,7 @@ def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones(function, poo
 @pytest.mark.slow
 def test_documents_of_a_row_may_be_as_many_as_a_grid_has_places():
     """Plain jnp has no limit."""
-    for states, N, backend in ({}, MOST, None), (INITIAL, MOST + 1, "xla"):
+    for states, N, backend in ({}, MOST, "triton"), (INITIAL, MOST + 1, "xla"):
         lengths = array(B, N, dtype="int32")
         options = dict(segment_lengths=lengths, return_last_states=True, backend=backend)
         trace(mlstm_chunkwise, PLAIN | states | options)

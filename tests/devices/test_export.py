@@ -191,7 +191,7 @@ def test_shards_are_exported_for_the_gpu_that_the_caller_names(run, x, inside, k
 def test_the_batch_may_be_symbolic_in_plain_jnp():
     (B,) = jax.export.symbolic_shape("B")
     x = random_inputs(0, 2, 2, 20, 16, 8, states=False).values()
-    run = partial(mlstm_chunkwise, chunk_size=16)  # for a CPU alone this is "xla"
+    run = partial(mlstm_chunkwise, chunk_size=16)
     results = results_of(run)
     of_any_batch = [jax.ShapeDtypeStruct((B, *y.shape[1:]), y.dtype) for y in x]
     exported = export(results, *of_any_batch, platform="cpu")
@@ -208,7 +208,6 @@ OR_XLA = 'expected a constant, or backend "xla", which takes'
     [
         ("S", "xla", "cuda", "q has a symbolic S = S, expected a constant: .* Export once per l"),
         ("B", None, "cuda", f"q has a symbolic B = B, {OR_XLA}"),
-        # Without it a CPU alone has "xla".
         ("B", "triton", "cpu", f"q has a symbolic B = B, {OR_XLA}"),
     ],
 )

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
-from oracle import call_shapes, for_device, refused, results_of
+from oracle import assert_same_bits, call_shapes, for_device, refused, results_of
 
 from mlstm_pallas import (
     Gpu,
@@ -21,7 +22,7 @@ from mlstm_pallas import (
     plan,
 )
 from mlstm_pallas.export import CUSTOM_CALL_TARGET, export
-from mlstm_pallas.planning.backend import requested_backend
+from mlstm_pallas.planning.backend import requested_lowering
 from mlstm_pallas.problem.gpu import TPU, UNKNOWN, gpu_of, known_gpu, target_gpu
 
 H200 = Gpu("NVIDIA H200", 90, 132, 227 * 1024)
@@ -127,14 +128,14 @@ def test_the_default_and_the_plan_of_a_gpu(gpu):
     if known:
         by_name = dict.fromkeys(("core_count", "shared_memory_per_block_optin"))
         assert gpu_of(device_of(gpu, **by_name)) == gpu
-    for options in ({}, dict(mosaic_gpu=False)):  # of a call, of a step
-        chosen = {x: requested_backend(x, gpu, **options) for x in (None, "xla", "interpret")}
-        default = None if gpu.runs_kernels else "xla"
+    for heads in (16, 16), None:  # of a call, of a step
+        chosen = {x: requested_lowering(x, gpu, heads) for x in (None, "xla", "interpret")}
+        default = "triton" if gpu.runs_kernels else "xla"
         assert chosen == {None: default, "xla": "xla", "interpret": "interpret"}
         for backend in () if gpu.runs_kernels else ("triton", "mosaic_gpu"):
             message = f"backend is '{backend}' and the device is {gpu.name}, expected an NVIDIA "
             with pytest.raises(ValueError, match=f"^{re.escape(message)}GPU from compute cap"):
-                requested_backend(backend, gpu, **options)
+                requested_lowering(backend, gpu, heads)
     planned = [plan(**SIZES, gpu=x) for x in ([gpu.name] if known else []) + [gpu]]
     lowerings = {x.lowering for call in planned for x in call.launches}
     assert lowerings == {"triton" if gpu.runs_kernels else "xla"}
@@ -174,7 +175,6 @@ def test_an_export_for_a_gpu_has_the_kernels(kind):
 @pytest.mark.parametrize("kind", [x.name for x in rows(PLAIN) if x.capability])
 def test_an_export_for_a_gpu_without_kernels_is_plain_jnp(kind):
     assert "custom_call" not in lowered_for(mlstm_recurrent_step, TOKEN, kind)
-    export(mlstm_recurrent_step, *TOKEN, platform=("cpu", "cuda"), device_kind=kind)
     message = f"^backend is 'triton' and the device is {kind}, expected"
     with pytest.raises(ValueError, match=message):
         lowered_for(partial(mlstm_recurrent_step, backend="triton"), TOKEN, kind)
@@ -217,7 +217,7 @@ def test_kernels_are_refused_where_the_platform_has_none(platform):
     """Lowered by a process that does not know for which device."""
     step = jax.jit(partial(mlstm_recurrent_step, backend="triton")).trace(*TOKEN)
     with pytest.raises(
-        ValueError, match=r"^backend is 'triton', whose kernels are for NVIDIA GPUs,"
+        ValueError, match=r"^backend: a call was traced for the triton kernels, which are for NV"
     ):
         step.lower(lowering_platforms=(platform,))
     default = jax.jit(mlstm_recurrent_step).trace(*TOKEN)
@@ -238,6 +238,20 @@ def test_the_target_is_the_abstract_device(kind, cores, platform, expected):
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(kind, cores, platform))
     with jax.sharding.use_abstract_mesh(mesh):
         assert target_gpu() == expected
+
+
+@pytest.mark.gpu
+def test_a_computation_on_the_cpu_of_a_machine_with_a_gpu():
+    """It is plain jnp where the arrays or the default device say so. What is traced for the GPU is
+    refused on the CPU in a sentence that says what to write."""
+    cpu = jax.devices("cpu")[0]
+    x = [jax.device_put(np.ones((1, 1, 32, *y), "float32"), cpu) for y in ((16,),) * 3 + ((),) * 2]
+    with jax.default_device(cpu):
+        expected = jax.jit(mlstm_chunkwise)(*map(np.asarray, x))
+    assert_same_bits(mlstm_chunkwise(*x), expected)
+    assert expected.devices() == {cpu}
+    with pytest.raises(ValueError, match=r"^backend: a call was traced for the triton kernels, "):
+        jax.jit(mlstm_chunkwise)(*x)
 
 
 def client(version):

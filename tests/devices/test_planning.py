@@ -21,7 +21,7 @@ from test_gpu_facts import NAMED
 import mlstm_pallas
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
 from mlstm_pallas.planning import backend
-from mlstm_pallas.planning.backend import requested_backend
+from mlstm_pallas.planning.backend import requested_lowering
 from mlstm_pallas.problem.gpu import known_gpu
 
 HIGH, X3 = jax.lax.Precision.HIGH, jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
@@ -144,15 +144,15 @@ def test_only_hopper_gets_mosaic_gpu_kernels(any_jax, monkeypatch):
     names = (line.partition(": ")[2].split(", ") for line in NAMED.strip().splitlines())
     for kind in (f"NVIDIA {name}" for name in itertools.chain(*names)):
         gpu, sizes = known_gpu(kind), (64, 8, 256, 64, 128)
-        chosen, hopper = requested_backend("fastest", gpu), gpu.capability == 90
-        assert chosen == ("fastest" if hopper else None)
+        hopper, chosen = gpu.capability == 90, requested_lowering("fastest", gpu, (64, 128))
+        assert chosen == ("mosaic_gpu" if hopper else "triton")
         launches = plan(sizes, kind, backend="fastest").launches
         assert {x.lowering for x in launches} == {"mosaic_gpu" if hopper else "triton"}
-        for heads, expected in ((16, 16), None), ((16, 17), chosen), ((17, 16), chosen):
-            assert spec_of((*sizes[:3], *heads), "bfloat16", gpu, "fastest").backend == expected
+        for heads, expected in ((16, 16), "triton"), ((16, 17), chosen), ((17, 16), chosen):
+            assert spec_of((*sizes[:3], *heads), "bfloat16", gpu, "fastest").lowering == expected
         with monkeypatch.context() as patch:
             patch.setattr(backend, "HAS_TRITON", False)
-            assert requested_backend(None, gpu) == chosen
+            assert requested_lowering(None, gpu, (64, 128)) == chosen if hopper else "xla"
         if not hopper:
             with pytest.raises(ValueError, match=rf"^backend is 'mosaic_gpu' and .* {kind},"):
                 plan(sizes, kind, backend="mosaic_gpu")

@@ -112,7 +112,7 @@ def test_the_plain_form_runs_and_a_triton_kernel_says_what_is_missing(backends):
 
 DEFAULT = """
 from jax.sharding import AbstractDevice, AbstractMesh
-from mlstm_pallas.planning.backend import requested_backend
+from mlstm_pallas.planning.backend import requested_lowering
 from mlstm_pallas.problem.gpu import target_gpu
 
 config = mlstm_pallas.KernelConfig(fused=True)
@@ -120,13 +120,13 @@ call = jax.jit(lambda *x: mlstm_pallas.mlstm_chunkwise(*x, config=config))
 half = [jax.ShapeDtypeStruct((1, 2, 256, D), "bfloat16") for D in (64, 64, 128)]
 narrow = [jax.ShapeDtypeStruct((1, 2, 256, 16), "bfloat16")] * 3
 gates = [jax.ShapeDtypeStruct((1, 2, 256), "float32")] * 2
-for kind, backend in {"NVIDIA H200": "fastest", "NVIDIA A100-SXM4-80GB": None}.items():
+for kind, lowering in {"NVIDIA H200": "mosaic_gpu", "NVIDIA A100-SXM4-80GB": "xla"}.items():
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
-        assert requested_backend(None, target_gpu()) == backend, kind
+        assert requested_lowering(None, target_gpu(), (64, 128)) == lowering, kind
         for x in half, narrow:
             text = call.trace(*x, *gates).lower(lowering_platforms=("cuda",)).as_text()
-            assert ("mosaic_gpu" in text) == (backend is not None), kind
+            assert ("mosaic_gpu" in text) == (lowering == "mosaic_gpu"), kind
         wide = [jax.ShapeDtypeStruct(x.shape, "float32") for x in half]
         lowered = call.trace(*wide, *gates).lower(lowering_platforms=("cuda",))
         assert "mosaic_gpu" not in lowered.as_text()

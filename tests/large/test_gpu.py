@@ -22,11 +22,7 @@ from relations import below, clean, repeated
 from table import CALLS
 from test_table import check, shown
 
-from mlstm_pallas import (
-    mlstm_chunkwise,
-    mlstm_recurrent_step,
-)
-from mlstm_pallas.planning import call_spec
+from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step, prepare
 from mlstm_pallas.problem.gpu import known_gpu
 
 pytestmark = pytest.mark.gpu
@@ -58,7 +54,7 @@ def values(call, backend, bounds=None):
 @pytest.mark.parametrize("gpu", ["NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090"])
 def test_the_plan_of_another_gpu_is_right_on_this_one(gpu, monkeypatch):
     """Tiles for 163 and 99 KiB of shared memory."""
-    monkeypatch.setattr(call_spec, "target_gpu", lambda: known_gpu(gpu))
+    monkeypatch.setattr(prepare, "target_gpu", lambda _: known_gpu(gpu))
     call = table_gpu.model(300, "f", NH=40)  # the fused scan
     x = arrays(call, 1)
     results = jax.jit(engine.function_of(call, "triton"))(x)
