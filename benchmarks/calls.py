@@ -35,7 +35,7 @@ class Stage:
     @property
     def operands(self):
         """The NamedTuple of its operands."""
-        return (stages.STAGES | stages.HELPERS)[self.name].operands
+        return (stages.STAGES | stages.HELPERS)[self.name].Operands
 
     @property
     def inputs(self):

@@ -2,7 +2,6 @@
 of stages import these names from here."""
 
 import dataclasses
-import sys
 from unittest import mock
 
 import jax
@@ -42,12 +41,12 @@ plain, tiles_class = planning.plain, dispatch.tiles_class
 
 def plain_form(name):
     """The function of a stage's contract."""
-    return getattr(sys.modules[(ALL_STAGES | HELPERS)[name].operands.__module__], name)
+    return getattr((ALL_STAGES | HELPERS)[name], name)
 
 
 def run_stage(name, call, **inputs):
     """Runs a stage as its launch says; inputs: its operands and its options."""
-    operands = (ALL_STAGES | HELPERS)[name].operands
+    operands = (ALL_STAGES | HELPERS)[name].Operands
     arrays = {x: inputs.pop(x) for x in operands._fields if x in inputs}
     return dispatch.stage(name, {name: call})(operands(**arrays), **inputs)
 

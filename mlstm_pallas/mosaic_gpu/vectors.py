@@ -26,8 +26,8 @@ from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.mosaic_gpu.common.prefix_scans import (
     LANES,
     STEPS,
-    PrefixScan,
     Slots,
+    TilePrefixScan,
     across,
     chunk_columns,
     load_rows,
@@ -122,7 +122,7 @@ def _kernel(
     **scans_smem,
 ):
     cta, chunks = lax.axis_index("cta"), _cta_chunks(p)
-    scan = PrefixScan(p.L // STEPS, Slots([*scans_smem.values()]), p.reverse)
+    scan = TilePrefixScan(p.L // STEPS, Slots([*scans_smem.values()]), p.reverse)
 
     def vector(ref):
         if ref is None or len(ref.shape) == 3:
@@ -228,7 +228,7 @@ def _chunk_scan_kernel(
     *,
     body,
 ):
-    head, scan = lax.axis_index("head"), PrefixScan(LANES, Slots([scan_smem]))
+    head, scan = lax.axis_index("head"), TilePrefixScan(LANES, Slots([scan_smem]))
 
     def one(j, before):
         at = head, block(j, LANES)

@@ -1,16 +1,14 @@
 """Where a stage runs: in plain jnp, or as a kernel of a lowering.
 
-A stage has one name and one signature in every folder: ``stages/`` (plain jnp), ``triton/`` and
-``mosaic_gpu/``, whose file of the stage has its kernel, if there is one. A folder is imported when
-``call_spec.py``, which decides what runs where, first asks for one of its kernels.
+A stage has one name and one signature in ``stages/`` (plain jnp), ``triton/`` and ``mosaic_gpu/``.
+A lowering's folder is imported when ``call_spec.py``, which decides what runs where, first asks for
+one of its kernels.
 """
 
 import functools
+import importlib
 import importlib.util
-import os
-import sys
 from collections.abc import Callable
-from importlib.machinery import PathFinder
 from typing import Any
 
 from mlstm_pallas.stages import HELPERS, STAGES
@@ -23,36 +21,56 @@ HAS_TRITON = importlib.util.find_spec("jax.experimental.pallas.triton") is not N
 
 Launches = dict[str, Launch]  # by stage
 
-_STAGES = STAGES | HELPERS
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+# The kernels: by folder and stage the file and the class of its tiles.
+KERNELS = {
+    "triton": {
+        "chunk_gates": ("vectors", "VectorsTiles"),
+        "recurrent_fw_C": ("recurrence", "RecurrenceTiles"),
+        "parallel_fw_H": ("parallel_fw_H", "ParallelFwHTiles"),
+        "parallel_fw_P": ("parallel_fw_P", "ParallelFwPTiles"),
+        "recurrent_fw_H": ("recurrent_fw_H", "RecurrentFwHTiles"),
+        "parallel_bw_dP": ("parallel_bw_dP", "ParallelBwDPTiles"),
+        "recurrent_bw_dC": ("recurrence", "RecurrenceTiles"),
+        "parallel_bw_dQKV": ("parallel_bw_dQKV", "ParallelBwDQKVTiles"),
+        "recurrent_step": ("recurrent_step", "RecurrentStepTiles"),
+        "ring_step": ("ring_step", "RingStepTiles"),
+        "split_products": ("recurrence", "RecurrenceTiles"),
+        "step_gradients": ("vectors", "VectorsTiles"),
+        "step_sums": ("step_sums", "StepSumsTiles"),
+    },
+    "mosaic_gpu": {
+        "chunk_gates": ("vectors", "VectorsTiles"),
+        "recurrent_fw_C": ("recurrence", "RecurrenceTiles"),
+        "parallel_fw_H": ("parallel_fw_H", "ParallelFwHTiles"),
+        "parallel_fw_P": ("parallel_fw_P", "ParallelFwPTiles"),
+        "recurrent_fw_H": ("recurrent_fw_H", "RecurrentFwHTiles"),
+        "parallel_bw_dP": ("parallel_bw_dP", "ParallelBwDPTiles"),
+        "recurrent_bw_dC": ("recurrence", "RecurrenceTiles"),
+        "parallel_bw_dQKV": ("parallel_bw_dQKV", "ParallelBwDQKVTiles"),
+        "chunk_gradients": ("chunk_gradients", "ChunkGradientsTiles"),
+        "split_products": ("recurrence", "RecurrenceTiles"),
+        "step_gradients": ("vectors", "VectorsTiles"),
+        "step_sums": ("step_sums", "StepSumsTiles"),
+        "vector_states": ("vector_states", "VectorStatesTiles"),
+    },
+}
 
 
-@functools.cache
 def kernels() -> tuple[str, ...]:
     """The kernels as KernelConfig names them: folder and stage."""
-    return tuple(
-        f"{folder}_{name}"
-        for folder in ("triton", "mosaic_gpu")
-        for name in sorted(_STAGES)
-        # Not importlib.util.find_spec, which imports the folder.
-        if PathFinder.find_spec(_STAGES[name].file, [os.path.join(_PACKAGE, folder)])
-    )
+    return tuple(f"{folder}_{name}" for folder in KERNELS for name in sorted(KERNELS[folder]))
 
 
 def _module(folder: str, name: str) -> Any:
     if folder == "stages":  # the plain form, which is where the contract is
-        return sys.modules[_STAGES[name].operands.__module__]
-    return importlib.import_module(f"mlstm_pallas.{folder}.{_STAGES[name].file}")
+        return (STAGES | HELPERS)[name]
+    return importlib.import_module(f"mlstm_pallas.{folder}.{KERNELS[folder][name][0]}")
 
 
-@functools.cache
 def tiles_class(name: str, folder: str) -> type[Tiles] | None:
     """The tiles of a stage's kernel; None: the folder has none."""
-    if f"{folder}_{name}" not in kernels():
-        return None
-    words = _STAGES[name].file.split("_")
-    class_name = "".join(word[0].upper() + word[1:] for word in words) + "Tiles"
-    return getattr(_module(folder, name), class_name)
+    kernel = KERNELS.get(folder, {}).get(name)
+    return getattr(_module(folder, name), kernel[1]) if kernel else None
 
 
 def lowerings(preferred: Lowering) -> tuple[Lowering, ...]:

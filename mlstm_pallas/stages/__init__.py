@@ -1,41 +1,47 @@
 """The contracts of the stages, one file each: equations, operands, outputs, plain jnp form.
 
-stage.py says what a stage is, lowering.py, launch.py and kernel_tiles.py how it runs,
-plain_forms.py how heads and rows run in plain jnp. It imports formulas/ and below.
+By its name a stage has its contract, its function in every lowering, the fields of KernelConfig for
+its kernels, the flag of the benchmark, its test ids and its rows in a profile. lowering.py,
+launch.py and kernel_tiles.py say how a stage runs. It imports formulas/ and below.
 """
 
-import importlib
+from types import ModuleType
 
-from mlstm_pallas.stages.stage import Stage
+from mlstm_pallas.stages import (
+    chunk_gradients,
+    parallel_bw_dP,
+    parallel_bw_dQKV,
+    parallel_fw_H,
+    parallel_fw_P,
+    recurrent_bw_dC,
+    recurrent_fw_C,
+    recurrent_fw_H,
+    recurrent_step,
+    ring_step,
+    split_products,
+    step_sums,
+    vector_states,
+)
+from mlstm_pallas.vectors import chunk_gates, step_gradients
 
 
-def _stages(**files: str) -> dict[str, Stage]:
-    """The stages by name; files: of their kernels, "" where it is the name of the stage."""
-    stages = {}
-    for name, file in files.items():
-        folder = "vectors" if file == "vectors" else "stages"
-        module = importlib.import_module(f"mlstm_pallas.{folder}.{name}")
-        stages[name] = Stage(module.Operands, file or name)
-    return stages
+def _by_name(*contracts: ModuleType) -> dict[str, ModuleType]:
+    return {contract.__name__.rpartition(".")[2]: contract for contract in contracts}
 
 
-STAGES = _stages(
-    chunk_gates="vectors",
-    recurrent_fw_C="recurrence",
-    parallel_fw_H="",
-    parallel_fw_P="",
-    recurrent_fw_H="",
-    parallel_bw_dP="",
-    recurrent_bw_dC="recurrence",
-    parallel_bw_dQKV="",
-    chunk_gradients="",
-    recurrent_step="",
-    ring_step="",
+# The contracts by the name of the stage: ``Operands`` and the function in plain jnp.
+STAGES = _by_name(
+    chunk_gates,
+    recurrent_fw_C,
+    parallel_fw_H,
+    parallel_fw_P,
+    recurrent_fw_H,
+    parallel_bw_dP,
+    recurrent_bw_dC,
+    parallel_bw_dQKV,
+    chunk_gradients,
+    recurrent_step,
+    ring_step,
 )
 # Small stages between the others.
-HELPERS = _stages(
-    split_products="recurrence",
-    step_gradients="vectors",
-    step_sums="",
-    vector_states="",
-)
+HELPERS = _by_name(split_products, step_gradients, step_sums, vector_states)

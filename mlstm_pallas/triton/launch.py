@@ -89,7 +89,7 @@ Operand = tuple[Any, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Columns:
     """Neighbouring places of an array's last axis: an operand of its own, which nothing copies.
 
     Attributes:
@@ -174,7 +174,7 @@ def kernel_call(
         refs = jax.tree.map(guarded, [*refs], blocks, arrays)
         kernel(**dict(zip(all_operands, refs, strict=True)), call=call, **statics)
 
-    passed = jax.tree.map(lambda x: x.array if isinstance(x, Part) else x, arrays[:count])
+    passed = jax.tree.map(lambda x: x.array if isinstance(x, Columns) else x, arrays[:count])
     # A shard_map with check_vma needs the axes over which outputs vary.
     kind = jax.sharding.ManualAxisType(varying=varying_axes(passed))
     launch = pl.pallas_call(
@@ -212,7 +212,7 @@ def _block_spec(
     Rows of steps (s, t, or q for a tile of queries) may be in either layout, and splits of theirs
     may count as heads. The last block of an axis may reach beyond it.
     """
-    if isinstance(x, Part):
+    if isinstance(x, Columns):
         whole: Any = _block_spec(at, p, sizes, index, x.array)
         last = None if x.size is None else pl.Element(x.size)
         return pl.BlockSpec(
@@ -295,7 +295,7 @@ class _PartialBlock:
 
 def _guarded(grid: tuple[int, ...], ref: Any, spec: Any, x: Any) -> Any:
     """The reference to a block of x, guarded along axes that blocks reach beyond."""
-    if isinstance(x, Part):
+    if isinstance(x, Columns):
         return ref
     axes = [axis for axis, size in enumerate(spec.block_shape) if size is not None]
 

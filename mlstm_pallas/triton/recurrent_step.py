@@ -27,7 +27,7 @@ from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
 from mlstm_pallas.stages.kernel_tiles import KernelOptions, Tiles
 from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.recurrent_step import Operands, rounded, split_token, step_gates
-from mlstm_pallas.triton.launch import Part, kernel_call, masked_load, masked_store
+from mlstm_pallas.triton.launch import Columns, kernel_call, masked_load, masked_store
 
 
 def _recurrent_step_kernel(*, slots, **head):
@@ -168,7 +168,7 @@ def recurrent_step(
     y = kernel_call(
         _recurrent_step_kernel,
         dict(
-            token=(split_token(x.token, DHQK, DHV, Part), token),
+            token=(split_token(x.token, DHQK, DHV, Columns), token),
             before=(before, token),
             slots=(x.slots, token),
         ),

@@ -38,7 +38,7 @@ from mlstm_pallas.stages.ring_step import (
     ring_weights,
 )
 from mlstm_pallas.triton.launch import (
-    Part,
+    Columns,
     barrier,
     floats,
     kernel_call,
@@ -279,7 +279,7 @@ def ring_step(
     """Runs the stage: ``stages/ring_step.py``."""
     (*heads, T, _), C, size = x.tokens.q.shape, x.states.c, x.states.i.shape[-1]
     DHQK, DHV = C.shape[-2:]
-    x = x._replace(tokens=split_token(x.tokens, DHQK, DHV, Part))
+    x = x._replace(tokens=split_token(x.tokens, DHQK, DHV, Columns))
     token, states, grid = entries(call, x.slots)
     weights = Weights(
         floats(*heads, T, size),

@@ -34,7 +34,7 @@ _STEPS_PER_WARP = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class _PrefixScan(PrefixScan):
+class _BlockPrefixScan(PrefixScan):
     """Prefix scans of vectors (L,), whose results per chunk are scalars.
 
     Attributes:
@@ -96,7 +96,7 @@ def _kernel(
     **steps,  # (L,) or (n, L) each; may be absent
 ):
     p, c = call.problem, pl.program_id(0)
-    scan = _PrefixScan(p.L, workspace, call)
+    scan = _BlockPrefixScan(p.L, workspace, call)
     at = p.memory_index(scan.step, p.L) if p.reverse else slice(None)
 
     def load(ref):
@@ -167,7 +167,7 @@ def _chunk_scan_kernel(
     body,
     block,
 ):
-    p, scan = call.problem, _PrefixScan(block, workspace, call)
+    p, scan = call.problem, _BlockPrefixScan(block, workspace, call)
 
     def step(j, before):
         chunks = block_at(j, block)

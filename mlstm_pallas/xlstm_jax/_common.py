@@ -307,7 +307,7 @@ class _Shard:
 
     def core(self, name: str, **options: Any) -> Any:
         """Runs a stage of the core. Its operands are found in x by name; None: x lacks them."""
-        operands = STAGES[name].operands
+        operands = STAGES[name].Operands
         run = stage(name, {name: launch_of(self.spec, name, self.spec.lowering)})
         return run(operands(*map(self.x.get, operands._fields)), **options)
 

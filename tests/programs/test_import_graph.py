@@ -31,7 +31,6 @@ LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 # Modules that import others by computed names, and where those are.
 LAZY = {
     "planning.dispatch": ("stages", "triton", "mosaic_gpu"),
-    "stages": ("stages", "vectors"),
 }
 
 

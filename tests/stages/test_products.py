@@ -221,7 +221,7 @@ def steps_copied(start, *, columns=2 * R, pieces=None, size=16, out=False):
     scratch = dict(tile=shared_tiles(rows, columns, dtype=x.dtype), full=plgpu.Barrier())
     with contextlib.ExitStack() as stack:
         if pieces is not None:
-            of_tile = mock.patch.object(copies.Steps, "pieces", return_value=pieces)
+            of_tile = mock.patch.object(copies.StepsReference, "pieces", return_value=pieces)
             stack.enter_context(of_tile)
         y = launch(kernel, "steps_copied", x, y=(x.shape, x.dtype), **scratch)
     copied = min(size, 100 - start)

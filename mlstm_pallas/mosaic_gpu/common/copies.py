@@ -43,7 +43,7 @@ from mlstm_pallas.problem.dimensions import Problem
 
 
 @dataclasses.dataclass(frozen=True)
-class Steps:
+class StepsReference:
     """A reference to steps of a head, of an array whose number of steps is no multiple of 8.
 
     Like a reference it has ``at``, which selects a block of the steps, or of the steps and columns.
@@ -52,11 +52,11 @@ class Steps:
     reference: Any
 
     @property
-    def at(self) -> "Steps":
+    def at(self) -> "StepsReference":
         return self
 
-    def __getitem__(self, index) -> "Steps":
-        return Steps(self.reference.at[index])
+    def __getitem__(self, index) -> "StepsReference":
+        return StepsReference(self.reference.at[index])
 
     @property
     def start_and_count(self) -> tuple[Any, int]:
@@ -96,7 +96,7 @@ def head_of(ref, n, p: Problem, *, any_step: bool = False):
         steps = pl.ds(split * p.S, p.S)
     batch, head = unravel(n, NH)
     head_steps = ref.at[(batch, steps, head) if strided else (n, steps)]
-    return Steps(head_steps) if any_step or ref.shape[1] % GROUP else head_steps
+    return StepsReference(head_steps) if any_step or ref.shape[1] % GROUP else head_steps
 
 
 def load_transposed(array):
@@ -115,7 +115,7 @@ def store_transposed(array, tile) -> None:
 
 def copy_in(source, tile, barrier) -> None:
     """Starts a copy to shared memory that arrives on the barrier."""
-    if isinstance(source, Steps):
+    if isinstance(source, StepsReference):
         copy_steps(source.reference, tile, source.pieces(tile), barrier)
     else:
         plgpu.copy_gmem_to_smem(source, tile, barrier)
@@ -126,7 +126,7 @@ def copy_out(tile, destination, where=None, size=None) -> None:
 
     Whether a copy that does not start counts as pending depends on the kind of array.
     """
-    if isinstance(destination, Steps):
+    if isinstance(destination, StepsReference):
         pieces = destination.pieces(tile, size)
         start = functools.partial(copy_steps, destination.reference, tile, pieces)
         pl.when(where is None or where)(start)

@@ -76,7 +76,7 @@ class Slots:
 
 
 @dataclasses.dataclass(frozen=True)
-class PrefixScan:
+class TilePrefixScan:
     """``vectors.scan.PrefixScan`` of tiles (rows, steps).
 
     What it returns per chunk is such a tile, too.
