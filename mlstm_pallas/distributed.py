@@ -50,9 +50,9 @@ from mlstm_pallas.prepare import Arguments, padded, results, with_arguments_of
 from mlstm_pallas.problem.arrays import Cotangents, Forward, Inputs, Residuals, States
 from mlstm_pallas.problem.validation import check_axis_name
 from mlstm_pallas.schedules.backward import BackwardCarry, first_half, prepared, second_half
-from mlstm_pallas.schedules.derivatives import reverse_mode_only
 from mlstm_pallas.schedules.forward import PrecomputedStates, run_gates
-from mlstm_pallas.schedules.sharding import on_shards
+from mlstm_pallas.sharding.marks import reverse_mode_only
+from mlstm_pallas.sharding.on_shards import on_shards
 from mlstm_pallas.stages import split_products, step_sums
 from mlstm_pallas.vectors import chunk_gates
 

@@ -12,9 +12,9 @@ from mlstm_pallas.prepare import Arguments, padded, results, returned_states
 from mlstm_pallas.problem.arrays import Cotangents, Forward, Inputs, Residuals, States
 from mlstm_pallas.problem.dimensions import Layout
 from mlstm_pallas.schedules.backward import backward, packed_backward
-from mlstm_pallas.schedules.derivatives import reverse_mode_only
 from mlstm_pallas.schedules.forward import forward, packed
-from mlstm_pallas.schedules.sharding import on_shards
+from mlstm_pallas.sharding.marks import reverse_mode_only
+from mlstm_pallas.sharding.on_shards import on_shards
 
 # The custom_vjp traces both its function and its forward rule. With jit, jax >= 0.11 traces the
 # kernels once where both have the same spec: with recompute_states_in_bw.

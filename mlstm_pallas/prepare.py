@@ -34,7 +34,7 @@ from mlstm_pallas.problem.dimensions import Layout, Problem, accumulator_dtype
 from mlstm_pallas.problem.gpu import target_gpu
 from mlstm_pallas.problem.signatures import bind
 from mlstm_pallas.problem.steps import Steps
-from mlstm_pallas.schedules.sharding import sharded_alike
+from mlstm_pallas.sharding.axes import sharded_alike
 from mlstm_pallas.stages.lowering import Lowering
 from mlstm_pallas.stages.recurrent_step import split_token
 

@@ -12,7 +12,8 @@ from mlstm_pallas.prepare import Arguments, constants, in_parts, prepare_steps
 from mlstm_pallas.problem.annotations import Array, BackendName, InputGateName, StatesTuple
 from mlstm_pallas.problem.arrays import States
 from mlstm_pallas.problem.dimensions import accumulator_dtype
-from mlstm_pallas.schedules.sharding import run_step, sharded_alike
+from mlstm_pallas.sharding.axes import sharded_alike
+from mlstm_pallas.sharding.on_shards import run_step
 from mlstm_pallas.stages.recurrent_step import Operands
 
 

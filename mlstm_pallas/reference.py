@@ -22,7 +22,7 @@ from mlstm_pallas.problem.arrays import Forward
 from mlstm_pallas.problem.dimensions import Layout, accumulator_dtype
 from mlstm_pallas.problem.validation import check_flag
 from mlstm_pallas.schedules.forward import forward
-from mlstm_pallas.schedules.sharding import Work, on_shard
+from mlstm_pallas.sharding.work import Work, on_shard
 
 __all__ = ["chunkwise", "recurrence"]
 

@@ -22,7 +22,8 @@ from mlstm_pallas.problem.annotations import (
 )
 from mlstm_pallas.problem.arrays import Token
 from mlstm_pallas.problem.dimensions import InputGate, Layout, accumulator_dtype
-from mlstm_pallas.schedules.sharding import run_step, sharded_alike
+from mlstm_pallas.sharding.axes import sharded_alike
+from mlstm_pallas.sharding.on_shards import run_step
 from mlstm_pallas.stages.ring_step import Operands, RingStates, flushed
 
 DEFAULT_LENGTH, MIN_LENGTH, MAX_LENGTH = 16, 8, 64

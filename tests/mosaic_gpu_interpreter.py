@@ -35,7 +35,8 @@ from mlstm_pallas.mosaic_gpu.common import copies, products
 from mlstm_pallas.mosaic_gpu.common.launch import plgpu
 from mlstm_pallas.mosaic_gpu.common.references import Region, base, selected, tiling
 from mlstm_pallas.planning.dispatch import tiles_class
-from mlstm_pallas.schedules import sharding
+from mlstm_pallas.sharding import on_shards
+from mlstm_pallas.sharding.work import on_shard
 from mlstm_pallas.stages.lowering import Lowering
 
 gpu_interpreter: Any = gpu_callbacks  # jax 0.10 lacks parts of it
@@ -84,7 +85,7 @@ def interpreted_mosaic_gpu() -> Iterator[None]:
             mock.patch.object(plgpu, "kernel", kernel),
             mock.patch.object(Lowering, "interpret", interprets),
             mock.patch.object(
-                sharding, "_partitioned", lambda work, _: functools.partial(sharding.on_shard, work)
+                on_shards, "partitioned", lambda work, _: functools.partial(on_shard, work)
             ),
             *map(_two_ctas, ("parallel_bw_dP", "parallel_bw_dQKV", "chunk_gradients")),
             mock.patch.object(thread_map, "_run_jaxpr", _run_in_numpy),

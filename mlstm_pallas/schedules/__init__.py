@@ -1,4 +1,4 @@
-"""The order of the stages, forward and backward, and the shards on which they run.
+"""The order of the stages, forward and backward.
 
 It imports planning/ and below.
 """

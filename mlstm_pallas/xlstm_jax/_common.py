@@ -43,7 +43,8 @@ from mlstm_pallas.problem.validation import (
     shapes_by_name,
 )
 from mlstm_pallas.schedules.backward import backward as backward_schedule
-from mlstm_pallas.schedules.sharding import on_shards, sharded_alike
+from mlstm_pallas.sharding.axes import sharded_alike
+from mlstm_pallas.sharding.on_shards import on_shards
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.stages.kernel_tiles import FIELDS
 from mlstm_pallas.stages.scaled_rows import ScaledRows

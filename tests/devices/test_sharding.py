@@ -34,7 +34,8 @@ from mlstm_pallas import (
     mlstm_chunkwise,
     mlstm_recurrent_step,
 )
-from mlstm_pallas.schedules.sharding import Work, on_shards
+from mlstm_pallas.sharding.on_shards import on_shards
+from mlstm_pallas.sharding.work import Work
 
 B, NH, S = 8, 4, 24
 BOUND = 4 * tolerance("float32", S + 16)  # the same sums in another order

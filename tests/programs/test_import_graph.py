@@ -19,7 +19,7 @@ LAYERS = (
     ("api",),  # whose arguments others have
     ("fwbw",),
     ("prepare",),
-    ("schedules",),
+    ("schedules", "sharding"),
     ("planning",),
     ("triton", "mosaic_gpu"),
     ("stages",),
