@@ -313,7 +313,7 @@ def _transposed(XT: jax.Array, p: Problem) -> jax.Array:
 
 
 def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
-    """``recurrences`` of stages/recurrence.py, in one launch, or in two with splits.
+    """Runs recurrences of stages/recurrence.py, in one launch, or in two with splits.
 
     They scale v and dh in registers instead of k and q. In float16 r dh would fall below the normal
     numbers, so there XLA scales q and k.
@@ -342,8 +342,19 @@ def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOu
     ]
 
 
-recurrent_fw_C = functools.partial(fw_C.recurrent_fw_C, recurrences=recurrences)
-recurrent_bw_dC = functools.partial(dC.recurrent_bw_dC, recurrences=recurrences)
+def recurrent_fw_C(x: fw_C.Operands, *, return_last: bool = True, call: Launch) -> fw_C.ChunkStates:
+    """Runs the stage: ``stages/recurrent_fw_C.py``."""
+    recurrence = fw_C.recurrence(x, return_last, call)
+    (outputs,) = recurrences("recurrent_fw_C", recurrence, call=call)
+    return fw_C.chunk_states(outputs)
+
+
+def recurrent_bw_dC(
+    x: dC.Operands, *, return_initial: bool = True, return_last: bool = True, call: Launch
+) -> dC.StateGradients:
+    """Runs the stage: ``stages/recurrent_bw_dC.py``."""
+    each = dC.recurrences(x, return_initial, return_last, call)
+    return dC.state_gradients(x, recurrences("recurrent_bw_dC", *each, call=call), call)
 
 
 def split_products(

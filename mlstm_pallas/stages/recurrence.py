@@ -71,12 +71,8 @@ class RecurrenceOutputs(NamedTuple):
     inner: Any = None  # (B * NH, S) b_t . h_t; None without h, and where no kernel computes it
 
 
-def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
-    """The recurrences of the stage ``name``, which are independent of each other."""
-    return [_recurrence(x, call) for x in each]
-
-
-def _recurrence(x: Recurrence, call: Launch) -> RecurrenceOutputs:
+def run(x: Recurrence, call: Launch) -> RecurrenceOutputs:
+    """The recurrence in plain jnp."""
     a = call.chunks(x.a)
     if x.r is not None:
         a = a.astype(x.gamma.dtype) * call.chunks(x.r)[..., None]

@@ -9,7 +9,6 @@ forward pass did not keep it. Both are recurrences over the chunks, dC backward 
 delta_t = dh_t . h_t is computed here before chunk_gradients, because no earlier stage needs it.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax import Array
@@ -18,7 +17,7 @@ from mlstm_pallas.formulas.chunk_list import ChunkList
 from mlstm_pallas.formulas.gate_gradients import inner
 from mlstm_pallas.formulas.rows import by_head
 from mlstm_pallas.stages.launch import Launch
-from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
+from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, run
 from mlstm_pallas.stages.scaled_rows import ScaledRows
 
 
@@ -47,21 +46,10 @@ class StateGradients(NamedTuple):
     vecDelta: Any  # (B * NH, S) float32
 
 
-def recurrent_bw_dC(
-    x: Operands,
-    *,
-    return_initial: bool = True,
-    return_last: bool = True,
-    recurrences: Callable[..., list[RecurrenceOutputs]] = recurrences,
-    call: Launch,
-) -> StateGradients:
-    """Runs the stage.
-
-    Args:
-      return_initial: whether to return the gradient of the initial C.
-      return_last: whether to return the last C.
-      recurrences: ``recurrence.recurrences`` of a lowering.
-    """
+def recurrences(
+    x: Operands, return_initial: bool, return_last: bool, call: Launch
+) -> list[Recurrence]:
+    """The recurrences that a lowering computes, in one launch: C, if it is recomputed, and dC."""
     (q, r), keys, gamma, reverse = x.queries, x.keys, x.scaGamma, call.problem.reverse
     num_active = None if x.active is None else x.active.num_active
     operands = q, x.matDeltaH, gamma, x.matDeltaC_last, return_initial
@@ -71,9 +59,27 @@ def recurrent_bw_dC(
         each.insert(
             0, Recurrence(*operands, backward=reverse, r=keys.weights, num_active=num_active)
         )
-    *C, dC = recurrences("recurrent_bw_dC", *each, call=call)
+    return each
+
+
+def state_gradients(x: Operands, outputs: list[RecurrenceOutputs], call: Launch) -> StateGradients:
+    """The results of the stage, from those of ``recurrences``."""
+    *C, dC = outputs
     delta = dC.inner
     if x.matH is not None and delta is None:
         delta = by_head(inner(x.matDeltaH, x.matH), call.problem.S)
     C_states, C_last = C[0][:2] if C else (None, None)
     return StateGradients(dC.matX, dC.matX_last, C_states, C_last, delta)
+
+
+def recurrent_bw_dC(
+    x: Operands, *, return_initial: bool = True, return_last: bool = True, call: Launch
+) -> StateGradients:
+    """Runs the stage.
+
+    Args:
+      return_initial: whether to return the gradient of the initial C.
+      return_last: whether to return the last C.
+    """
+    each = recurrences(x, return_initial, return_last, call)
+    return state_gradients(x, [run(y, call) for y in each], call)

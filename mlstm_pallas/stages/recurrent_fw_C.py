@@ -5,13 +5,12 @@
 It is a recurrence over the chunks, forward in time: ``recurrence.py``.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax import Array
 
 from mlstm_pallas.stages.launch import Launch
-from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
+from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, run
 
 
 class Operands(NamedTuple):
@@ -30,20 +29,9 @@ class ChunkStates(NamedTuple):
     vecN_last: Array  # (B * NH, DHQK)
 
 
-def recurrent_fw_C(
-    x: Operands,
-    *,
-    return_last: bool = True,
-    recurrences: Callable[..., list[RecurrenceOutputs]] = recurrences,
-    call: Launch,
-) -> ChunkStates:
-    """Runs the stage.
-
-    Args:
-      return_last: whether to return the last C.
-      recurrences: ``recurrence.recurrences`` of a lowering.
-    """
-    C_recurrence = Recurrence(
+def recurrence(x: Operands, return_last: bool, call: Launch) -> Recurrence:
+    """The recurrence that a lowering computes."""
+    return Recurrence(
         x.matK,
         x.matV,
         x.scaGamma,
@@ -53,5 +41,17 @@ def recurrent_fw_C(
         r=x.vecAbar,
         vecX_initial=x.vecN_initial,
     )
-    (outputs,) = recurrences("recurrent_fw_C", C_recurrence, call=call)
+
+
+def chunk_states(outputs: RecurrenceOutputs) -> ChunkStates:
+    """The results of the stage, from those of ``recurrence``."""
     return ChunkStates(*outputs[:4])
+
+
+def recurrent_fw_C(x: Operands, *, return_last: bool = True, call: Launch) -> ChunkStates:
+    """Runs the stage.
+
+    Args:
+      return_last: whether to return the last C.
+    """
+    return chunk_states(run(recurrence(x, return_last, call), call))

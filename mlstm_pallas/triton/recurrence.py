@@ -150,7 +150,7 @@ def split_products(
 def recurrences(
     name: str, *each: Recurrence, call: Launch, splits: range | None = None
 ) -> list[RecurrenceOutputs]:
-    """``recurrences`` of stages/recurrence.py, without inner products.
+    """Runs recurrences of stages/recurrence.py, without inner products.
 
     One launch has all of them. With splits, one launch per recurrence before it computes what the
     splits add, and n has kernels of its own. Without splits, a recurrence with x scales a in the
@@ -203,8 +203,19 @@ def recurrences(
     return outputs
 
 
-recurrent_fw_C = functools.partial(fw_C.recurrent_fw_C, recurrences=recurrences)
-recurrent_bw_dC = functools.partial(dC.recurrent_bw_dC, recurrences=recurrences)
+def recurrent_fw_C(x: fw_C.Operands, *, return_last: bool = True, call: Launch) -> fw_C.ChunkStates:
+    """Runs the stage: ``stages/recurrent_fw_C.py``."""
+    recurrence = fw_C.recurrence(x, return_last, call)
+    (outputs,) = recurrences("recurrent_fw_C", recurrence, call=call)
+    return fw_C.chunk_states(outputs)
+
+
+def recurrent_bw_dC(
+    x: dC.Operands, *, return_initial: bool = True, return_last: bool = True, call: Launch
+) -> dC.StateGradients:
+    """Runs the stage: ``stages/recurrent_bw_dC.py``."""
+    each = dC.recurrences(x, return_initial, return_last, call)
+    return dC.state_gradients(x, recurrences("recurrent_bw_dC", *each, call=call), call)
 
 
 def _in_splits(x: Recurrence, call: Launch) -> Recurrence:
