@@ -524,7 +524,7 @@ def chunk_gradients(x: Operands, *, call: Launch) -> ChunkGradients:
         x,
         call,
         gradient_shapes(x, p, column_blocks=1, inner_parts=CHUNK) | {"tile_sums": w_sum_shapes(p)},
-        call.tiles.scratch(p, x.matQ.dtype, KernelOptions(normalise=normalise)),
+        call.tiles.scratch(p, x.matQ.dtype, normalise),
         **gradient_operands(x),
         vecE=g.vecE,
         vecU=g.vecU,
@@ -540,7 +540,7 @@ class ChunkGradientsTiles(RingTiles):
     def items(self, p: Problem) -> int:
         return p.BNH * p.NC
 
-    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype, normalise=True) -> dict[str, Any]:
         tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom_columns(p))
         depth = _tile_columns(p)
         parts = blocks_over(p.DHQK, depth)
@@ -559,7 +559,7 @@ class ChunkGradientsTiles(RingTiles):
             "staging_smem": plgpu.RefUnion(tiles(2, WG_ROWS, depth), sums),
             "vectors_smem": plgpu.SMEM((k_stages, 4, CHUNK), jnp.float32),  # see _E_HI
             "barriers": ring_barriers(self.num_stages, copies=1),
-            "k_barriers": ring_barriers(k_stages, copies=parts + 3 + options.normalise),
+            "k_barriers": ring_barriers(k_stages, copies=parts + 3 + normalise),
             # P and dP are written, and so are the sums that warpgroup 0 hands to warpgroup 1.
             "tiles_full": plgpu.Barrier(num_arrivals=2, num_barriers=1),
             # With one stage of k both warpgroups wait for the next k anyway before they write.
@@ -572,7 +572,7 @@ class ChunkGradientsTiles(RingTiles):
         for num_stages in range(7 if p.DHQK <= 64 else 6, 3, -1):
             yield cls(num_stages, options.gpu.sms)
 
-    def divides(self, p: Problem, options: KernelOptions) -> bool:
+    def divides(self, p: Problem) -> bool:
         """A warpgroup has registers for 64 x 128 elements of dq and of dk.
 
         A repeat of the phase "gradients" holds four slots.

@@ -272,7 +272,7 @@ def parallel_bw_dP(
         x,
         call,
         {"matP": matrix, "matDeltaP": matrix, "tile_sums": w_sum_shapes(p), "vecDelta": delta},
-        call.tiles.scratch(p, dtype, KernelOptions(has_h=reads_h)),
+        call.tiles.scratch(p, dtype, reads_h),
         matH=x.matH,
         vecE=g.vecE,
         vecU=g.vecU,
@@ -290,7 +290,7 @@ class ParallelBwDPTiles(RingTiles):
     def items(self, p: Problem) -> int:
         return p.BNH * p.NC * _items_per_chunk(p)
 
-    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype, has_h=True) -> dict[str, Any]:
         # The tile and the vector have equally many bytes, so a slot has the same place in both.
         tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom_columns(p))
         tile = tiles(self.num_stages, TILE, DEPTH)
@@ -298,17 +298,17 @@ class ParallelBwDPTiles(RingTiles):
         transforms = tile_transforms(SLICE, dtype.itemsize)
         return {
             "operands_smem": [plgpu.RefUnion(tile, vector) for _ in range(2)],  # left and right
-            "h_smem": tiles(H_STAGES, TILE, DEPTH) if options.has_h else None,
+            "h_smem": tiles(H_STAGES, TILE, DEPTH) if has_h else None,
             # One entry per warpgroup:
             "out_smem": plgpu.SMEM((2, 2, WG_ROWS, WG_ROWS), dtype, transforms=transforms),  # P, dP
             "sums_smem": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
             "barriers": ring_barriers(self.num_stages, copies=2),
-            "h_barriers": ring_barriers(H_STAGES, copies=1) if options.has_h else None,
+            "h_barriers": ring_barriers(H_STAGES, copies=1) if has_h else None,
         }
 
     @classmethod
     def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
         return [cls(4, num_ctas=options.gpu.sms)]
 
-    def divides(self, p: Problem, options: KernelOptions) -> bool:
+    def divides(self, p: Problem) -> bool:
         return self.num_stages >= 2 and p.L % TILE == 0

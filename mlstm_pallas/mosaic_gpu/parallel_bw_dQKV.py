@@ -471,7 +471,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         x,
         call,
         gradient_shapes(x, p, column_blocks, rounded_up(p.DHQK, ROWS)),
-        call.tiles.scratch(p, x.matQ.dtype, KernelOptions()),
+        call.tiles.scratch(p, x.matQ.dtype),
         **gradient_operands(x),
         matP=x.scores.matP,
         matDeltaP=x.scores.matDeltaP,
@@ -496,7 +496,7 @@ class ParallelBwDQKVTiles(RingTiles):
     def items(self, p: Problem) -> int:
         return p.BNH * p.NC * _items_per_chunk(_items(p, self.siz_b_DHHV))
 
-    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype) -> dict[str, Any]:
         columns, atom = self.siz_b_DHHV, atom_columns(p)
         tiles = functools.partial(shared_tiles, self.num_stages, dtype=dtype, atom=atom)
         # All shapes of a tile have equally many bytes, so a slot has the same place in all of them.
@@ -514,7 +514,7 @@ class ParallelBwDQKVTiles(RingTiles):
         for num_stages in range(3 if p.DHQK >= 512 else 4, 2, -1):
             yield cls(num_stages, options.gpu.sms, _columns(p))
 
-    def divides(self, p: Problem, options: KernelOptions) -> bool:
+    def divides(self, p: Problem) -> bool:
         """A warpgroup holds three slots at once, so with fewer stages the kernel would deadlock.
 
         A tile of dC, ROWS x DEPTH, lies in a slot of columns x DEPTH elements.

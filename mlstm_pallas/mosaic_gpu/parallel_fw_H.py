@@ -248,7 +248,7 @@ def parallel_fw_H(
             "matH": sequence_shape(x.matV, p.DHV, dtype),
             "vecZ": None if normaliser is None else float32(p.BNH, p.S),
         },
-        scratch=tiles.scratch(p, dtype, KernelOptions()),
+        scratch=tiles.scratch(p, dtype),
     )(**score_operands(x, normaliser), matV=x.matV, matC_states=x.matC_states)
     return Outputs(y["matH"], y["vecZ"])
 
@@ -262,7 +262,7 @@ class ParallelFwHTiles(HopperTiles):
     def grid(self, p: Problem) -> tuple[int, ...]:
         return (p.BNH * p.NC * blocks(p.L, self.siz_b_LQ) * blocks(p.DHV, self.siz_b_DHHV),)
 
-    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype) -> dict[str, Any]:
         warpgroups, n, atom = self.siz_b_LQ // WG_ROWS, self.num_stages, atom_columns(p)
         tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom)
         parts = p.DHQK // atom
@@ -295,7 +295,7 @@ class ParallelFwHTiles(HopperTiles):
         ):
             yield cls(*sizes)
 
-    def divides(self, p: Problem, options: KernelOptions) -> bool:
+    def divides(self, p: Problem) -> bool:
         LQ, columns = self.siz_b_LQ, self.siz_b_DHHV
         supported = columns <= 256 and LQ in (WG_ROWS, 2 * WG_ROWS)
         return supported and p.DHV % columns == columns % atom_columns(p) == p.L % LQ == 0

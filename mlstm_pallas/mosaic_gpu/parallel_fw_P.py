@@ -41,7 +41,6 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.kernel_tiles import KernelOptions
 from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScoresAndKeys
 from mlstm_pallas.stages.scaled_rows import ScaledRows
@@ -134,7 +133,7 @@ def parallel_fw_P(
             "vecR": per_step,
             "vecZ": None if normaliser is None else per_step,
         },
-        scratch=call.tiles.scratch(p, dtype, KernelOptions()),
+        scratch=call.tiles.scratch(p, dtype),
     )(
         entries=None if x.chunks is None else x.chunks.entries,
         **score_operands(x, normaliser),
@@ -148,7 +147,7 @@ class ParallelFwPTiles(HopperTiles):
     def grid(self, p: Problem) -> tuple[int, ...]:
         return p.BNH, p.NC
 
-    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype) -> dict[str, Any]:
         operand = shared_tiles(WG_ROWS, p.DHQK, dtype=dtype, atom=atom_columns(p))
         return {
             "q_smem": operand,
@@ -157,6 +156,6 @@ class ParallelFwPTiles(HopperTiles):
             "full": plgpu.Barrier(num_arrivals=2),
         }
 
-    def divides(self, p: Problem, options: KernelOptions) -> bool:
+    def divides(self, p: Problem) -> bool:
         """Shared memory holds all of q and k of a chunk."""
         return p.L == WG_ROWS

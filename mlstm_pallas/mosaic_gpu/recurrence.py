@@ -34,6 +34,7 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.splits import group_splits, split_states, splits_of
 from mlstm_pallas.formulas.tile_sizes import largest_block
 from mlstm_pallas.formulas.tiles import blocks_over, loop, remainder, rounded_up, weighted
+from mlstm_pallas.mosaic_gpu.chunk_gradients import ChunkGradientsTiles
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
     copy_out,
@@ -59,7 +60,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
     unravel,
     write,
 )
-from mlstm_pallas.mosaic_gpu.common.limits import HEADS, HopperTiles
+from mlstm_pallas.mosaic_gpu.common.limits import HEADS, HopperTiles, bytes_of
 from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.mosaic_gpu.common.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
@@ -259,12 +260,6 @@ def _launch(
       states of (B * NH * sums); 0: it computes the states.
     """
     p, dtype, tiles = call.problem.split(num_splits), each[0].a.dtype, call.tiles
-    options = KernelOptions(
-        weighted=each[0].r is not None,
-        has_h=any(x.h is not None for x in each),
-        has_vector=any(x.vecX_initial is not None for x in each),
-        stores_states=not sums,
-    )
     as_heads = functools.partial(jax.tree.map, lambda x: x.reshape(p.BNH, -1))
     inputs = [dataclasses.replace(x, gamma=as_heads(x.gamma), r=as_heads(x.r)) for x in each]
     if sums:  # from zeros
@@ -289,7 +284,14 @@ def _launch(
         grid={"head": len(each) * heads * computed, "rows": row_blocks, "columns": column_blocks},
         warpgroups=tiles.state_columns // WG_ROWS,
         outputs={"outputs": outputs},
-        scratch=tiles.scratch(p, dtype, options),
+        scratch=tiles.scratch(
+            p,
+            dtype,
+            weighted=each[0].r is not None,
+            has_h=any(x.h is not None for x in each),
+            has_vector=any(x.vecX_initial is not None for x in each),
+            stores_states=not sums,
+        ),
     )(each=inputs)["outputs"]
 
 
@@ -384,6 +386,11 @@ def _columns(p: Problem) -> int:
     return WG_ROWS if p.DHV % 128 == WG_ROWS else 128
 
 
+def _has_vector(options: KernelOptions) -> bool:
+    """Whether the stage computes an x."""
+    return options.stage == "recurrent_fw_C"
+
+
 def _rows(p: Problem, columns: int, most: int, has_vector: bool) -> int:
     """The rows of X per CTA: blocks of equal size, up to most.
 
@@ -414,29 +421,39 @@ class RecurrenceTiles(HopperTiles):
         """The columns and the rows of X that the blocks cover."""
         return rounded_up(p.DHV, self.state_columns), rounded_up(p.DHQK, self.state_rows)
 
-    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
+    def shared_bytes(self, p: Problem, dtype, options: KernelOptions) -> int:
+        """Where chunk_gradients follows, recurrent_bw_dC reads h."""
+        is_dC = options.stage == "recurrent_bw_dC"
+        scratch = self.scratch(
+            p,
+            dtype,
+            has_h=is_dC and ChunkGradientsTiles.plan(p, dtype, options) is not None,
+            has_vector=_has_vector(options),
+            stores_states=options.stage != "split_products",
+        )
+        return bytes_of(scratch)
+
+    def scratch(
+        self, p: Problem, dtype, *, weighted=True, has_h=False, has_vector=False, stores_states=True
+    ) -> dict[str, Any]:
         atom, n = atom_columns(p), self.num_stages
         tiles = functools.partial(shared_tiles, dtype=dtype, atom=atom)
         columns, readers = self.state_columns, self.state_columns // WG_ROWS
         return {
             "a_smem": tiles(n, STEPS, self.state_rows),
             "b_smem": tiles(n, STEPS, columns),
-            "weights_smem": plgpu.SMEM((n, STEPS), jnp.float32) if options.weighted else None,
-            "h_smem": tiles(H_STAGES, STEPS, columns) if options.has_h else None,
-            "out_smem": tiles(readers, 2, atom, WG_ROWS) if options.stores_states else None,
-            "sum_smem": plgpu.SMEM((readers, SUM_SCRATCH), jnp.float32)
-            if options.has_vector
-            else None,
-            "barriers": ring_barriers(n, copies=3 if options.weighted else 2, readers=readers),
-            "h_barriers": ring_barriers(H_STAGES, copies=1, readers=readers)
-            if options.has_h
-            else None,
+            "weights_smem": plgpu.SMEM((n, STEPS), jnp.float32) if weighted else None,
+            "h_smem": tiles(H_STAGES, STEPS, columns) if has_h else None,
+            "out_smem": tiles(readers, 2, atom, WG_ROWS) if stores_states else None,
+            "sum_smem": plgpu.SMEM((readers, SUM_SCRATCH), jnp.float32) if has_vector else None,
+            "barriers": ring_barriers(n, copies=3 if weighted else 2, readers=readers),
+            "h_barriers": ring_barriers(H_STAGES, copies=1, readers=readers) if has_h else None,
         }
 
     @classmethod
     def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
         """The most rows per block with which the launch fills the GPU; else splits."""
-        columns, gpu, has_vector = _columns(p), options.gpu, options.has_vector
+        columns, gpu, has_vector = _columns(p), options.gpu, _has_vector(options)
         sizes = [
             _rows(p, columns, min(size, ROWS[columns]), has_vector) for size in (256, 128, WG_ROWS)
         ]
@@ -449,14 +466,15 @@ class RecurrenceTiles(HopperTiles):
         for stages in (6 if has_vector and rows <= WG_ROWS else 4, 3, 2):
             yield cls(rows, columns, stages, splits)
 
-    def divides(self, p: Problem, options: KernelOptions) -> bool:
+    def supports(self, p: Problem, options: KernelOptions) -> bool:
         rows, columns = self.state_rows, self.state_columns
         return (
             columns in ROWS
             and rows <= ROWS[columns]
             and rows % atom_columns(p) == p.L % STEPS == 0
-            and not (options.has_vector and (p.DHQK % rows or rows not in (32, WG_ROWS, columns)))
+            and not (_has_vector(options) and (p.DHQK % rows or rows not in (32, WG_ROWS, columns)))
             and self.num_stages >= 2  # a slot becomes free while the next step's product runs
             and p.NC % self.num_splits == 0
             and 2 * p.BNH * self.num_splits <= HEADS
+            and super().supports(p, options)
         )

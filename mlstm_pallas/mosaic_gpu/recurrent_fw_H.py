@@ -56,7 +56,7 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
     shared_tiles,
     unravel,
 )
-from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
+from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles, bytes_of
 from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.kernel_tiles import KernelOptions
@@ -242,11 +242,9 @@ def recurrent_fw_H(
             scratch=tiles.scratch(
                 p,
                 dtype,
-                KernelOptions(
-                    adds_to_h=launch > 0,
-                    stores_states=store_every > 0,
-                    in_list=chunks is not None,
-                ),
+                adds_to_h=launch > 0,
+                stores_states=store_every > 0,
+                in_list=chunks is not None,
             ),
         )(
             parts=None if chunks is None else chunks.parts,
@@ -286,17 +284,18 @@ class RecurrentFwHTiles(HopperTiles):
         Only a single launch stores states.
         """
         p, one = p.in_chunks_of(self.siz_b_L), self.state_rows == p.DHQK
-        options = dataclasses.replace(options, stores_states=one and options.stores_states)
-        launches = (dataclasses.replace(options, adds_to_h=x) for x in {False, not one})
-        bytes_of = super().shared_bytes
-        return max(bytes_of(p, dtype, x) for x in launches)
+        of = functools.partial(self.scratch, stores_states=one and options.stores_states)
+        return max(bytes_of(of(p, dtype, adds_to_h=x)) for x in {False, not one})
 
-    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
+    def scratch(
+        self, p: Problem, dtype, *, adds_to_h=False, stores_states=True, in_list=False
+    ) -> dict[str, Any]:
+        """adds_to_h: whether a preceding launch has computed a part of h."""
         vectors, columns, atom = (self.num_stages, p.L), self.siz_b_DHHV, atom_columns(p)
         tiles, readers = functools.partial(shared_tiles, dtype=dtype, atom=atom), self.warpgroups
         widths = dict(matQ=self.state_rows, matK=self.state_rows, matV=columns)
         slots = {x: tiles(*vectors, width) for x, width in widths.items()}
-        if options.adds_to_h:
+        if adds_to_h:
             slots["partial"] = tiles(*vectors, columns)
         else:
             slots["matP"] = shared_tiles(*vectors, p.L, dtype=dtype)
@@ -306,8 +305,8 @@ class RecurrentFwHTiles(HopperTiles):
             "slots": slots,
             "barriers": ring_barriers(self.num_stages, copies=len(slots), readers=readers),
             # Copies of single rows need tiles that are one swizzle atom wide.
-            "h_smem": tiles(readers, p.L, WG_ROWS, atom=WG_ROWS if options.in_list else atom),
-            "C_smem": states if options.stores_states else None,
+            "h_smem": tiles(readers, p.L, WG_ROWS, atom=WG_ROWS if in_list else atom),
+            "C_smem": states if stores_states else None,
         }
 
     @classmethod
@@ -318,7 +317,7 @@ class RecurrentFwHTiles(HopperTiles):
         for stages in (3, 2) if p.DHQK <= 128 else (2,):
             yield cls(192 if three else 128, rows, stages)
 
-    def divides(self, p: Problem, options: KernelOptions) -> bool:
+    def divides(self, p: Problem) -> bool:
         """At most two launches."""
         rows = self.state_rows
         return (

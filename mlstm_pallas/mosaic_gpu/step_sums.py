@@ -40,7 +40,6 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.kernel_tiles import KernelOptions
 from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.step_sums import Operands
 
@@ -142,5 +141,5 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
 
 
 class StepSumsTiles(HopperTiles):
-    def divides(self, p: Problem, options: KernelOptions) -> bool:
+    def divides(self, p: Problem) -> bool:
         return p.L % TILE == 0 and p.L <= STEPS

@@ -141,5 +141,5 @@ class VectorStatesTiles(HopperTiles):
         most = min(p.NC // MIN_SPLIT_CHUNKS, MOST_CTAS * _columns(p.DHQK) // (p.BNH * p.DHQK))
         yield cls(splits_of(p.NC, most))
 
-    def divides(self, p: Problem, options: KernelOptions) -> bool:
+    def divides(self, p: Problem) -> bool:
         return p.DHQK % 32 == 0 and p.NC % self.num_splits == 0

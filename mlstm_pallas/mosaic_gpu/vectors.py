@@ -35,7 +35,6 @@ from mlstm_pallas.mosaic_gpu.common.prefix_scans import (
     store_rows,
 )
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.kernel_tiles import KernelOptions
 from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.vectors import chunk_gates as gates_stage
 from mlstm_pallas.vectors import step_gradients as gradients_stage
@@ -208,7 +207,7 @@ def vector_call(
             "per_chunk_gmem": [chunk_values] * per_chunk,
             "m_states_gmem": float32(p.BNH, p.NC + 1) if computed else None,
         },
-        scratch=call.tiles.scratch(p, None, KernelOptions()),
+        scratch=call.tiles.scratch(p, None),
         infer_layouts=False,
         approx_math=False,
     )(
@@ -273,13 +272,13 @@ chunk_gates, step_gradients = (
 
 
 class VectorsTiles(HopperTiles):
-    def divides(self, p: Problem, options: KernelOptions) -> bool:
+    def divides(self, p: Problem) -> bool:
         return p.L % 64 == 0 and p.L <= _BLOCK
 
     def grid(self, p: Problem) -> tuple[int, ...]:
         return _by_cta(p)[:1]
 
-    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
+    def scratch(self, p: Problem, dtype) -> dict[str, Any]:
         """Shared memory of the scans of all bodies."""
         n = p.L // WG_ROWS  # tiles of a chunk, whose sums ``step_gradients`` adds at once
         arrays = 2, 3, 4, *[n] * (n > 4)

@@ -81,6 +81,10 @@ class CallSpec(Options):
         """The problem that tiles and splits follow from."""
         return dataclasses.replace(p, B=1) if self.config.batch_invariant and p.B else p
 
+    def kernel_options(self, stage: str) -> KernelOptions:
+        """What the tiles of a stage's kernels follow from, beside the problem and the dtype."""
+        return KernelOptions(stage, self.gpu, stores_states=not self.recompute_states_in_bw)
+
     @property
     def forward_only(self) -> "CallSpec":
         """The spec of a forward pass without a backward pass, which stores no states."""
@@ -199,23 +203,21 @@ def launch_of(
     p = problem = problem or spec.problem
     if name == "split_products":
         p = problem.split(num_splits).in_splits(1)
-    options = options_of(spec, name, lowering)
     for possible in lowerings(lowering):
-        if tiles := _tiles(spec, name, possible, p, options):
+        if tiles := _tiles(spec, name, possible, p):
             precision = spec.config.dot_precision(spec.dtype, possible.interpret)
             return Launch(problem, tiles, precision, possible)
     return plain(problem)
 
 
-def _tiles(
-    spec: CallSpec, name: str, lowering: Lowering, p: Problem, options: KernelOptions
-) -> Any:
+def _tiles(spec: CallSpec, name: str, lowering: Lowering, p: Problem) -> Any:
     """The tiles of a kernel, with the overrides of the config; None: it does not run."""
     kernel, field = tiles_class(name, lowering.folder), f"{lowering.folder}_{name}"
     if kernel is None:
         return None
+    options = spec.kernel_options(name)
     if spec.gpu is UNKNOWN and lowering.folder == "mosaic_gpu":
-        options = dataclasses.replace(options, gpu=HOPPER)
+        options = options._replace(gpu=HOPPER)
     planned: Any = kernel.plan(spec.planned_for(p), spec.dtype, options)
     if planned is None:
         return None
@@ -232,24 +234,6 @@ def _tiles(
         f"config.{field} is {fields}, expected tiles that the kernel has for heads of "
         f"{p.DHQK}/{p.DHV} in chunks of {p.L} steps, such as {planned}"
     )
-
-
-def options_of(spec: CallSpec, name: str, lowering: Lowering) -> KernelOptions:
-    """The options of a kernel as far as the call decides them."""
-    of_kernel = functools.partial(KernelOptions, spec.gpu)
-    if name == "recurrent_fw_H":
-        return of_kernel(stores_states=not spec.recompute_states_in_bw)
-    if name == "recurrent_fw_C":
-        return of_kernel(has_vector=True)
-    if name == "recurrent_bw_dC":
-        recurrences = 1 + spec.recompute_states_in_bw
-        return of_kernel(recurrences=recurrences, has_h=_by_chunk(spec, lowering))
-    return of_kernel(has_h=name == "parallel_bw_dP", stores_states=name != "split_products")
-
-
-def _by_chunk(spec: CallSpec, lowering: Lowering) -> bool:
-    """Whether chunk_gradients has a kernel, which is faster than the stages that it replaces."""
-    return launch_of(spec, "chunk_gradients", lowering).tiles is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,7 +323,8 @@ def _backward(spec: CallSpec, *, key_sums: bool = False) -> Launches:
     key_sums: whether the pass sums keys, because no forward pass has kept n.
     """
     lowering = spec.lowering
-    by_chunk = _by_chunk(spec, lowering)
+    # Its kernel is faster than the stages that it replaces.
+    by_chunk = launch_of(spec, "chunk_gradients", lowering).tiles is not None
     first = [] if by_chunk else ["parallel_bw_dP"]
     last = "chunk_gradients" if by_chunk else "parallel_bw_dQKV"
     scores = launch_of(spec, last if by_chunk else "parallel_bw_dP", lowering).lowering

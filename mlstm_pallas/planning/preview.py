@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from mlstm_pallas.formulas.chunk_list import num_parts
-from mlstm_pallas.planning.call_spec import SMALL, CallSpec, call_spec, options_of
+from mlstm_pallas.planning.call_spec import SMALL, CallSpec, call_spec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.annotations import BackendName, LayoutName
@@ -196,7 +196,7 @@ def _planned(spec: CallSpec, name: str, x: Launch, *, backward: bool) -> Planned
         p = dataclasses.replace(p.split(splits), NH=p.NH * (splits - 1))
     fields, grid, shared = dict[str, Any](), tuple[int, ...](), 0
     if tiles is not None:
-        fields, options = dict(vars(tiles)), options_of(spec, name, spec.lowering)
+        fields, options = dict(vars(tiles)), spec.kernel_options(name)
         p = p.split(fields.get("num_splits", 1))
         grid = tiles.grid(dataclasses.replace(p, NH=p.NH * options.recurrences))
         shared = tiles.shared_bytes(p, spec.dtype, options)

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 
 from mlstm_pallas.formulas.tile_sizes import dividing
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
-from mlstm_pallas.problem.gpu import UNKNOWN, Gpu
+from mlstm_pallas.problem.gpu import Gpu
 from mlstm_pallas.problem.validation import check_flag, check_integer
 
 # Triton's blocks have at most 2**20 elements, and a side has at least MIN_TILE.
@@ -34,32 +34,23 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelOptions:
+class KernelOptions(NamedTuple):
     """What the tiles of a kernel depend on beside the problem and the dtype.
 
-    A kernel reads the fields that concern it. The defaults are those of most calls.
-
     Attributes:
+      stage: that the kernel runs.
       gpu: that the kernel is compiled for.
-      normalise: whether the gradients have a normaliser.
-      recurrences: how many recurrences share the launch.
-      weighted, has_vector, has_h: whether the kernel of a recurrence reads the weights r, computes
-        x, and reads h; has_h also of parallel_bw_dP.
-      stores_states: whether the states at the chunk boundaries are stored.
-      in_list: whether the fused scan runs over a ``ChunkList``.
-      adds_to_h: whether a preceding launch of the fused scan has computed a part of h.
+      stores_states: whether the forward pass stores C for the backward pass.
     """
 
-    gpu: Gpu = UNKNOWN
-    normalise: bool = True
-    recurrences: int = 1
-    weighted: bool = True
-    has_vector: bool = False
-    has_h: bool = False
-    stores_states: bool = True
-    in_list: bool = False
-    adds_to_h: bool = False
+    stage: str
+    gpu: Gpu
+    stores_states: bool
+
+    @property
+    def recurrences(self) -> int:
+        """How many share a launch: with dC runs C, unless it is stored."""
+        return 2 if self.stage == "recurrent_bw_dC" and not self.stores_states else 1
 
 
 @dataclasses.dataclass(frozen=True)

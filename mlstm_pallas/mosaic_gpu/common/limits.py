@@ -17,6 +17,13 @@ SHARED_BYTES = 232_448  # the most per CTA
 HEADS = 65_535  # the most CTAs along a CUDA grid axis other than the first
 
 
+def bytes_of(scratch: dict[str, Any]) -> int:
+    """Each array begins at a multiple of 1024 bytes; so do the barriers."""
+    buffers = jax.tree.leaves(scratch)
+    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in buffers if hasattr(x, "dtype")]
+    return 1024 + sum(rounded_up(size, 1024) for size in sizes)
+
+
 class HopperTiles(Tiles):
     """The tiles of a Hopper kernel for 16-bit dtypes."""
 
@@ -31,27 +38,28 @@ class HopperTiles(Tiles):
             return None
         return next((x for x in cls.candidates(p, options) if x.supports(p, options)), None)
 
-    def scratch(self, p: Problem, dtype, options: KernelOptions) -> dict[str, Any]:
-        """The kernel's shared memory and barriers by name, at most what a call may need."""
+    def scratch(self, p: Problem, dtype) -> dict[str, Any]:
+        """The kernel's shared memory and barriers by name.
+
+        Keywords say what a launch reads, computes and stores.
+        """
         return {}
 
     def shared_bytes(self, p: Problem, dtype, options: KernelOptions) -> int:
-        """Each array begins at a multiple of 1024 bytes; so do the barriers."""
-        buffers = jax.tree.leaves(self.scratch(p, dtype, options))
-        sizes = [math.prod(x.shape) * x.dtype.itemsize for x in buffers if hasattr(x, "dtype")]
-        return 1024 + sum(rounded_up(size, 1024) for size in sizes)
+        """At most, for all calls with these options."""
+        return bytes_of(self.scratch(p, dtype))
 
     def clamped(self, p: Problem) -> Self:
         """Keeps the columns of tiles of v, which may reach beyond a head."""
         columns = {x: y for x, y in vars(self).items() if x in ("siz_b_DHHV", "state_columns")}
         return dataclasses.replace(super().clamped(p), **columns)
 
-    def divides(self, p: Problem, options: KernelOptions) -> bool:
+    def divides(self, p: Problem) -> bool:
         """Whether the kernel has such tiles for the problem, and CUDA such a grid."""
-        raise NotImplementedError
+        return True
 
     def supports(self, p: Problem, options: KernelOptions) -> bool:
-        fits = self.divides(p, options)
+        fits = self.divides(p)
         return fits and self.shared_bytes(p, KERNEL_DTYPE, options) <= SHARED_BYTES
 
 
