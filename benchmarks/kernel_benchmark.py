@@ -49,6 +49,8 @@ from runner import UnsupportedError, WrongOutputError
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.formulas.gate_gradients import TileSums
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, query_scale
+from mlstm_pallas.launches.lowering import Lowering
+from mlstm_pallas.operands.scaled_rows import ScaledRows
 from mlstm_pallas.planning import call_spec as planning
 from mlstm_pallas.planning import dispatch
 from mlstm_pallas.planning.options import Options
@@ -56,10 +58,8 @@ from mlstm_pallas.problem.dimensions import MAX_TILE, Problem
 from mlstm_pallas.problem.gpu import target_gpu
 from mlstm_pallas.problem.validation import BACKENDS
 from mlstm_pallas.stages.chunk_gradients import ChunkGradients
-from mlstm_pallas.stages.lowering import Lowering
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients, ScoreTiles
 from mlstm_pallas.stages.parallel_fw_P import ScoresAndKeys
-from mlstm_pallas.stages.scaled_rows import ScaledRows
 
 # Relative norms of the error, of outputs and of gradients. bfloat16 has steps of 2**-8, and its
 # gradients are made of products of rounded products; float16 has steps of an eighth of that;

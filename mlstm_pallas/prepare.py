@@ -17,6 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mlstm_pallas.formulas.gates import CARRIES_ON, mark_segment_starts
+from mlstm_pallas.launches.lowering import Lowering
 from mlstm_pallas.planning.backend import requested_lowering
 from mlstm_pallas.planning.call_spec import CallSpec, call_spec
 from mlstm_pallas.planning.config import KernelConfig
@@ -35,7 +36,6 @@ from mlstm_pallas.problem.gpu import target_gpu
 from mlstm_pallas.problem.signatures import bind
 from mlstm_pallas.problem.steps import Steps
 from mlstm_pallas.sharding.axes import sharded_alike
-from mlstm_pallas.stages.lowering import Lowering
 from mlstm_pallas.stages.recurrent_step import split_token
 
 _log = logging.getLogger("mlstm_pallas")

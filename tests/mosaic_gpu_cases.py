@@ -15,7 +15,7 @@ from oracle import array, for_device
 from relations import repeated, value
 from stage_calls import (
     UNKNOWN,
-    KernelOptions,
+    KernelSpec,
     Launch,
     Lowering,
     ScaledRows,
@@ -244,7 +244,7 @@ class Recurrences:
         kind, (*_, K, V) = tiles_class(RECURRENCE, "mosaic_gpu"), self.shape
         rows, columns = self.rows or largest_block(K), self.columns or (64 if V % 128 else 128)
         tiles = kind(rows, columns, self.num_stages, self.num_splits)
-        assert tiles.supports(self.problem, KernelOptions(RECURRENCE, UNKNOWN, self.alone))
+        assert tiles.supports(self.problem, KernelSpec(RECURRENCE, UNKNOWN, self.alone))
         return Launch(self.problem, tiles, None, lowering)
 
     def shapes(self):

@@ -31,13 +31,13 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from numpy_evaluator import evaluate, kernels_in_numpy, on_host
 
+from mlstm_pallas.launches.lowering import Lowering
 from mlstm_pallas.mosaic_gpu.common import copies, products
 from mlstm_pallas.mosaic_gpu.common.launch import plgpu
 from mlstm_pallas.mosaic_gpu.common.references import Region, base, selected, tiling
 from mlstm_pallas.planning.dispatch import tiles_class
 from mlstm_pallas.sharding import on_shards
 from mlstm_pallas.sharding.work import on_shard
-from mlstm_pallas.stages.lowering import Lowering
 
 gpu_interpreter: Any = gpu_callbacks  # jax 0.10 lacks parts of it
 # An ``Interpreter`` has methods of these names.

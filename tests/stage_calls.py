@@ -19,10 +19,14 @@ from oracle import (
 
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.formulas import gate_gradients, gates  # noqa: F401
-from mlstm_pallas.formulas.chunk_list import ChunkList, Entries  # noqa: F401
 from mlstm_pallas.formulas.gate_gradients import TileSums, only  # noqa: F401
 from mlstm_pallas.formulas.normaliser import Normaliser, normaliser_gradients  # noqa: F401
 from mlstm_pallas.formulas.tile_sizes import largest_block  # noqa: F401
+from mlstm_pallas.launches.kernel_tiles import KernelSpec  # noqa: F401
+from mlstm_pallas.launches.launch import Launch  # noqa: F401
+from mlstm_pallas.launches.lowering import Lowering  # noqa: F401
+from mlstm_pallas.operands.chunk_list import ChunkList, Entries  # noqa: F401
+from mlstm_pallas.operands.scaled_rows import ScaledRows  # noqa: F401
 from mlstm_pallas.planning import call_spec as planning
 from mlstm_pallas.planning import dispatch
 from mlstm_pallas.planning.options import Options
@@ -31,10 +35,6 @@ from mlstm_pallas.problem.gpu import UNKNOWN, gpu_of, known_gpu  # noqa: F401
 from mlstm_pallas.problem.steps import Steps  # noqa: F401
 from mlstm_pallas.stages import HELPERS
 from mlstm_pallas.stages import STAGES as ALL_STAGES
-from mlstm_pallas.stages.kernel_tiles import KernelOptions  # noqa: F401
-from mlstm_pallas.stages.launch import Launch  # noqa: F401
-from mlstm_pallas.stages.lowering import Lowering  # noqa: F401
-from mlstm_pallas.stages.scaled_rows import ScaledRows  # noqa: F401
 
 plain, tiles_class = planning.plain, dispatch.tiles_class
 

@@ -1,4 +1,4 @@
-"""The arithmetic that plain forms and kernels share: gates, normaliser, splits, lists of chunks.
+"""The arithmetic that plain forms and kernels share: gates, normaliser, splits, tiles.
 
 It imports problem/.
 """

@@ -30,6 +30,8 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.normaliser import query_scale
 from mlstm_pallas.formulas.scores import tile_steps
 from mlstm_pallas.formulas.tiles import blocks_over, fori, loop, remainder, rounded_up, weighted
+from mlstm_pallas.launches.kernel_tiles import KernelSpec
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.common.fragments import (
@@ -65,8 +67,6 @@ from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.mosaic_gpu.common.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages.chunk_gradients import ChunkGradients, Operands
-from mlstm_pallas.stages.kernel_tiles import KernelOptions
-from mlstm_pallas.stages.launch import Launch
 
 CHUNK = 128  # steps of a chunk
 HALF = 32  # keys of the block below the diagonal, per warpgroup
@@ -567,10 +567,10 @@ class ChunkGradientsTiles(RingTiles):
         }
 
     @classmethod
-    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
+    def candidates(cls, p: Problem, kernel: KernelSpec) -> Iterable[Self]:
         """At DHQK 128, six stages: more would leave spilled registers too little L1."""
         for num_stages in range(7 if p.DHQK <= 64 else 6, 3, -1):
-            yield cls(num_stages, options.gpu.sms)
+            yield cls(num_stages, kernel.gpu.sms)
 
     def divides(self, p: Problem) -> bool:
         """A warpgroup has registers for 64 x 128 elements of dq and of dk.

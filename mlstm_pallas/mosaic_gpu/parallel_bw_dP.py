@@ -33,6 +33,8 @@ from mlstm_pallas.formulas.normaliser import (
 )
 from mlstm_pallas.formulas.scores import tile_steps
 from mlstm_pallas.formulas.tiles import blocks, blocks_over, fori, loop, triangle_tile
+from mlstm_pallas.launches.kernel_tiles import KernelSpec
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import copy_out, head_of, ring_barriers
 from mlstm_pallas.mosaic_gpu.common.fragments import (
@@ -60,11 +62,9 @@ from mlstm_pallas.mosaic_gpu.common.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.common.persistent import PersistentKernel, persistent_call
 from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.mosaic_gpu.common.products import SUM_SCRATCH
+from mlstm_pallas.operands.scaled_rows import ScaledRows
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.kernel_tiles import KernelOptions
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients, ScoreTiles
-from mlstm_pallas.stages.scaled_rows import ScaledRows
 
 TILE = 128  # queries per item, and keys
 DEPTH = 64  # columns that a step multiplies
@@ -307,8 +307,8 @@ class ParallelBwDPTiles(RingTiles):
         }
 
     @classmethod
-    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
-        return [cls(4, num_ctas=options.gpu.sms)]
+    def candidates(cls, p: Problem, kernel: KernelSpec) -> Iterable[Self]:
+        return [cls(4, num_ctas=kernel.gpu.sms)]
 
     def divides(self, p: Problem) -> bool:
         return self.num_stages >= 2 and p.L % TILE == 0

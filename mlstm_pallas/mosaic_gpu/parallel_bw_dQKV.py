@@ -25,6 +25,8 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import query_scale
 from mlstm_pallas.formulas.tiles import blocks_over, fori, loop, rounded_up, weighted
+from mlstm_pallas.launches.kernel_tiles import KernelSpec
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
     CopyRing,
@@ -62,8 +64,6 @@ from mlstm_pallas.mosaic_gpu.common.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.common.persistent import PersistentKernel, persistent_call
 from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.kernel_tiles import KernelOptions
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
 
 ROWS = 128  # per item
@@ -510,9 +510,9 @@ class ParallelBwDQKVTiles(RingTiles):
         }
 
     @classmethod
-    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
+    def candidates(cls, p: Problem, kernel: KernelSpec) -> Iterable[Self]:
         for num_stages in range(3 if p.DHQK >= 512 else 4, 2, -1):
-            yield cls(num_stages, options.gpu.sms, _columns(p))
+            yield cls(num_stages, kernel.gpu.sms, _columns(p))
 
     def divides(self, p: Problem) -> bool:
         """A warpgroup holds three slots at once, so with fewer stages the kernel would deadlock.

@@ -23,6 +23,8 @@ from mlstm_pallas.formulas.rows import sequence_shape
 from mlstm_pallas.formulas.scores import causal_scores, decays, tile_steps
 from mlstm_pallas.formulas.tile_sizes import largest_block
 from mlstm_pallas.formulas.tiles import blocks, fori, loop, weighted
+from mlstm_pallas.launches.kernel_tiles import KernelSpec
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
     copy_in,
@@ -55,8 +57,6 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 from mlstm_pallas.mosaic_gpu.common.limits import KERNEL_DTYPE, HopperTiles
 from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.kernel_tiles import KernelOptions
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
 
 FEW_CTAS = 528  # four per SM of an H200
@@ -276,7 +276,7 @@ class ParallelFwHTiles(HopperTiles):
         }
 
     @classmethod
-    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
+    def candidates(cls, p: Problem, kernel: KernelSpec) -> Iterable[Self]:
         """Tiles with which an SM has room for two CTAs of 64 queries, or else for one of 128.
 
         With 64 queries, DHQK 256 and 256 columns ptxas spills at least 132 bytes.
@@ -285,7 +285,7 @@ class ParallelFwHTiles(HopperTiles):
         columns = next((x for x in (256, 128) if p.DHV % x == 0), largest_block(p.DHV, unit=atom))
         few = min(columns, 128)
         two = cls(WG_ROWS, columns, 2)
-        if 2 * (two.shared_bytes(p, KERNEL_DTYPE, options) + 1024) <= options.gpu.sm_shared_bytes:
+        if 2 * (two.shared_bytes(p, KERNEL_DTYPE, kernel) + 1024) <= kernel.gpu.sm_shared_bytes:
             yield two
         for sizes in (
             (128, columns, 2),

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.formulas.scores import causal_scores, decays, tile_steps
 from mlstm_pallas.formulas.tiles import weighted
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import copy_in, copy_out, head_of
 from mlstm_pallas.mosaic_gpu.common.fragments import (
@@ -40,10 +41,9 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
     unravel,
 )
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
+from mlstm_pallas.operands.scaled_rows import ScaledRows
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScoresAndKeys
-from mlstm_pallas.stages.scaled_rows import ScaledRows
 
 
 def _kernel(entries, vecR, vecZ, *, p: Problem, **refs) -> None:

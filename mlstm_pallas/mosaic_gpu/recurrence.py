@@ -34,6 +34,8 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.formulas.splits import group_splits, split_states, splits_of
 from mlstm_pallas.formulas.tile_sizes import largest_block
 from mlstm_pallas.formulas.tiles import blocks_over, loop, remainder, rounded_up, weighted
+from mlstm_pallas.launches.kernel_tiles import KernelSpec
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.mosaic_gpu.chunk_gradients import ChunkGradientsTiles
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
@@ -66,8 +68,6 @@ from mlstm_pallas.mosaic_gpu.common.products import SUM_SCRATCH
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages import recurrent_bw_dC as dC
 from mlstm_pallas.stages import recurrent_fw_C as fw_C
-from mlstm_pallas.stages.kernel_tiles import KernelOptions
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
 
@@ -386,9 +386,9 @@ def _columns(p: Problem) -> int:
     return WG_ROWS if p.DHV % 128 == WG_ROWS else 128
 
 
-def _has_vector(options: KernelOptions) -> bool:
+def _has_vector(kernel: KernelSpec) -> bool:
     """Whether the stage computes an x."""
-    return options.stage == "recurrent_fw_C"
+    return kernel.stage == "recurrent_fw_C"
 
 
 def _rows(p: Problem, columns: int, most: int, has_vector: bool) -> int:
@@ -421,15 +421,15 @@ class RecurrenceTiles(HopperTiles):
         """The columns and the rows of X that the blocks cover."""
         return rounded_up(p.DHV, self.state_columns), rounded_up(p.DHQK, self.state_rows)
 
-    def shared_bytes(self, p: Problem, dtype, options: KernelOptions) -> int:
+    def shared_bytes(self, p: Problem, dtype, kernel: KernelSpec) -> int:
         """Where chunk_gradients follows, recurrent_bw_dC reads h."""
-        is_dC = options.stage == "recurrent_bw_dC"
+        is_dC = kernel.stage == "recurrent_bw_dC"
         scratch = self.scratch(
             p,
             dtype,
-            has_h=is_dC and ChunkGradientsTiles.plan(p, dtype, options) is not None,
-            has_vector=_has_vector(options),
-            stores_states=options.stage != "split_products",
+            has_h=is_dC and ChunkGradientsTiles.plan(p, dtype, kernel) is not None,
+            has_vector=_has_vector(kernel),
+            stores_states=kernel.stage != "split_products",
         )
         return bytes_of(scratch)
 
@@ -451,13 +451,13 @@ class RecurrenceTiles(HopperTiles):
         }
 
     @classmethod
-    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
+    def candidates(cls, p: Problem, kernel: KernelSpec) -> Iterable[Self]:
         """The most rows per block with which the launch fills the GPU; else splits."""
-        columns, gpu, has_vector = _columns(p), options.gpu, _has_vector(options)
+        columns, gpu, has_vector = _columns(p), kernel.gpu, _has_vector(kernel)
         sizes = [
             _rows(p, columns, min(size, ROWS[columns]), has_vector) for size in (256, 128, WG_ROWS)
         ]
-        each = options.recurrences * p.BNH * blocks_over(p.DHV, columns)  # CTAs per block of rows
+        each = kernel.recurrences * p.BNH * blocks_over(p.DHV, columns)  # CTAs per block of rows
         rows = next((x for x in sizes if gpu.filled_by(each * blocks_over(p.DHQK, x))), sizes[-1])
         ctas = each * blocks_over(p.DHQK, rows)
         splits = splits_of(p.NC, min(gpu.sms // max(ctas, 1), p.S // MIN_SPLIT_STEPS))
@@ -466,15 +466,15 @@ class RecurrenceTiles(HopperTiles):
         for stages in (6 if has_vector and rows <= WG_ROWS else 4, 3, 2):
             yield cls(rows, columns, stages, splits)
 
-    def supports(self, p: Problem, options: KernelOptions) -> bool:
+    def supports(self, p: Problem, kernel: KernelSpec) -> bool:
         rows, columns = self.state_rows, self.state_columns
         return (
             columns in ROWS
             and rows <= ROWS[columns]
             and rows % atom_columns(p) == p.L % STEPS == 0
-            and not (_has_vector(options) and (p.DHQK % rows or rows not in (32, WG_ROWS, columns)))
+            and not (_has_vector(kernel) and (p.DHQK % rows or rows not in (32, WG_ROWS, columns)))
             and self.num_stages >= 2  # a slot becomes free while the next step's product runs
             and p.NC % self.num_splits == 0
             and 2 * p.BNH * self.num_splits <= HEADS
-            and super().supports(p, options)
+            and super().supports(p, kernel)
         )

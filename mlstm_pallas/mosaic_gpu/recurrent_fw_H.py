@@ -19,7 +19,6 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.chunk_list import Part, num_parts, state_of
 from mlstm_pallas.formulas.rows import sequence_shape
 from mlstm_pallas.formulas.tile_sizes import largest_block
 from mlstm_pallas.formulas.tiles import (
@@ -32,6 +31,8 @@ from mlstm_pallas.formulas.tiles import (
     rounded_up,
     weighted,
 )
+from mlstm_pallas.launches.kernel_tiles import KernelSpec
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import (
     copy_out,
@@ -58,9 +59,8 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles, bytes_of
 from mlstm_pallas.mosaic_gpu.common.phases import Phase, Phases
+from mlstm_pallas.operands.chunk_list import Part, num_parts, state_of
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.kernel_tiles import KernelOptions
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.recurrent_fw_H import Operands, Outputs
 
 MOST_ROWS = {128: 320, 192: 128}  # of C, by the columns of a CTA
@@ -278,13 +278,13 @@ class RecurrentFwHTiles(HopperTiles):
     def grid(self, p: Problem) -> tuple[int, ...]:
         return p.BNH, blocks_over(p.DHV, self.siz_b_DHHV)
 
-    def shared_bytes(self, p: Problem, dtype, options: KernelOptions) -> int:
+    def shared_bytes(self, p: Problem, dtype, kernel: KernelSpec) -> int:
         """The first launch reads P, and the second one reads h of the first.
 
         Only a single launch stores states.
         """
         p, one = p.in_chunks_of(self.siz_b_L), self.state_rows == p.DHQK
-        of = functools.partial(self.scratch, stores_states=one and options.stores_states)
+        of = functools.partial(self.scratch, stores_states=one and kernel.stores_states)
         return max(bytes_of(of(p, dtype, adds_to_h=x)) for x in {False, not one})
 
     def scratch(
@@ -310,7 +310,7 @@ class RecurrentFwHTiles(HopperTiles):
         }
 
     @classmethod
-    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
+    def candidates(cls, p: Problem, kernel: KernelSpec) -> Iterable[Self]:
         """Three warpgroups instead of two if their blocks reach less far beyond a head."""
         rows = largest_block(p.DHQK, MOST_ROWS[128], atom_columns(p))
         three = rows <= MOST_ROWS[192] and rounded_up(p.DHV, 192) < rounded_up(p.DHV, 128)

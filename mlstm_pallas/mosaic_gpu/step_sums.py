@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.tile_sizes import largest_block
 from mlstm_pallas.formulas.tiles import blocks, fori, loop
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import copy_in, head_of
 from mlstm_pallas.mosaic_gpu.common.fragments import across_columns
@@ -40,7 +41,6 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.step_sums import Operands
 
 ELEMENTS = 2**15  # of x per CTA, at most

@@ -24,6 +24,8 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.splits import split_states, splits_of
 from mlstm_pallas.formulas.tiles import blocks, loop, weighted
+from mlstm_pallas.launches.kernel_tiles import KernelSpec
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.mosaic_gpu.common.launch import (
     block,
     by_lanes,
@@ -34,8 +36,6 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.kernel_tiles import KernelOptions
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.vector_states import Operands
 
 AHEAD = 16  # chunks
@@ -137,7 +137,7 @@ class VectorStatesTiles(HopperTiles):
     num_splits: int
 
     @classmethod
-    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
+    def candidates(cls, p: Problem, kernel: KernelSpec) -> Iterable[Self]:
         most = min(p.NC // MIN_SPLIT_CHUNKS, MOST_CTAS * _columns(p.DHQK) // (p.BNH * p.DHQK))
         yield cls(splits_of(p.NC, most))
 

@@ -21,6 +21,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.tiles import blocks_over, loop, rounded_up
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.mosaic_gpu.common.launch import WG_ROWS, block, float32, mosaic_call, unravel
 from mlstm_pallas.mosaic_gpu.common.limits import HopperTiles
 from mlstm_pallas.mosaic_gpu.common.prefix_scans import (
@@ -35,7 +36,6 @@ from mlstm_pallas.mosaic_gpu.common.prefix_scans import (
     store_rows,
 )
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.vectors import chunk_gates as gates_stage
 from mlstm_pallas.vectors import step_gradients as gradients_stage
 from mlstm_pallas.vectors.scan import vector_of

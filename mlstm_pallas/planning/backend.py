@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
+from mlstm_pallas.launches.lowering import Lowering
 from mlstm_pallas.planning.dispatch import HAS_TRITON
 from mlstm_pallas.problem.annotations import BackendName
 from mlstm_pallas.problem.gpu import UNKNOWN, Gpu
 from mlstm_pallas.problem.validation import check_backend
-from mlstm_pallas.stages.lowering import Lowering
 
 VARIABLE = "MLSTM_PALLAS_BACKEND"
 # The first jax that compiles the Mosaic GPU kernels, and the first that is not tested.

@@ -15,8 +15,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.formulas.chunk_list import MAX_SEGMENTS, num_entries
 from mlstm_pallas.formulas.tiles import blocks_over
+from mlstm_pallas.launches.kernel_tiles import KernelSpec
+from mlstm_pallas.launches.launch import Launch
+from mlstm_pallas.launches.lowering import Lowering
+from mlstm_pallas.operands.chunk_list import MAX_SEGMENTS, num_entries
 from mlstm_pallas.planning.backend import named_backend, requested_lowering
 from mlstm_pallas.planning.dispatch import Launches, lowerings, tiles_class
 from mlstm_pallas.planning.options import Options
@@ -24,9 +27,6 @@ from mlstm_pallas.problem.callers import warn_caller
 from mlstm_pallas.problem.dimensions import Layout, Problem, make_problem, next_power_of_two
 from mlstm_pallas.problem.gpu import HOPPER, UNKNOWN, Gpu
 from mlstm_pallas.problem.validation import check_constant, kernel_dtype
-from mlstm_pallas.stages.kernel_tiles import KernelOptions
-from mlstm_pallas.stages.launch import Launch
-from mlstm_pallas.stages.lowering import Lowering
 
 # Splits of the fused scan cost a launch and a product over their steps, which shorter splits and
 # narrower heads (a smaller DHQK * DHV) do not repay.
@@ -81,9 +81,9 @@ class CallSpec(Options):
         """The problem that tiles and splits follow from."""
         return dataclasses.replace(p, B=1) if self.config.batch_invariant and p.B else p
 
-    def kernel_options(self, stage: str) -> KernelOptions:
-        """What the tiles of a stage's kernels follow from, beside the problem and the dtype."""
-        return KernelOptions(stage, self.gpu, stores_states=not self.recompute_states_in_bw)
+    def kernel_spec(self, stage: str) -> KernelSpec:
+        """The kernels of a stage in the call."""
+        return KernelSpec(stage, self.gpu, stores_states=not self.recompute_states_in_bw)
 
     @property
     def forward_only(self) -> "CallSpec":
@@ -212,13 +212,13 @@ def launch_of(
 
 def _tiles(spec: CallSpec, name: str, lowering: Lowering, p: Problem) -> Any:
     """The tiles of a kernel, with the overrides of the config; None: it does not run."""
-    kernel, field = tiles_class(name, lowering.folder), f"{lowering.folder}_{name}"
-    if kernel is None:
+    tiles_type, field = tiles_class(name, lowering.folder), f"{lowering.folder}_{name}"
+    if tiles_type is None:
         return None
-    options = spec.kernel_options(name)
+    kernel = spec.kernel_spec(name)
     if spec.gpu is UNKNOWN and lowering.folder == "mosaic_gpu":
-        options = options._replace(gpu=HOPPER)
-    planned: Any = kernel.plan(spec.planned_for(p), spec.dtype, options)
+        kernel = kernel._replace(gpu=HOPPER)
+    planned: Any = tiles_type.plan(spec.planned_for(p), spec.dtype, kernel)
     if planned is None:
         return None
     fields = spec.config.tiles_of(field)
@@ -228,8 +228,13 @@ def _tiles(spec: CallSpec, name: str, lowering: Lowering, p: Problem) -> Any:
             f"fields {', '.join(vars(planned)) or '(it has none)'}"
         )
     tiles = dataclasses.replace(planned, **fields).clamped(p)
-    if tiles.supports(p, options):
+    if tiles.supports(p, kernel):
         return tiles
+    if not fields:
+        raise ValueError(
+            f"config.batch_invariant is True and B * NH is {p.BNH}, expected fewer for the kernel "
+            f"{field}, or another backend"
+        )
     raise ValueError(
         f"config.{field} is {fields}, expected tiles that the kernel has for heads of "
         f"{p.DHQK}/{p.DHV} in chunks of {p.L} steps, such as {planned}"

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.formulas.tiles import Precision
+from mlstm_pallas.launches.kernel_tiles import BLOCK, FIELDS
+from mlstm_pallas.launches.lowering import Lowering
 from mlstm_pallas.planning.dispatch import kernels
 from mlstm_pallas.problem.validation import check_chunk_size, check_instance, or_none, wrong
-from mlstm_pallas.stages.kernel_tiles import BLOCK, FIELDS
-from mlstm_pallas.stages.lowering import Lowering
 
 Fields = tuple[tuple[str, Any], ...]
 

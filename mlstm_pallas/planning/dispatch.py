@@ -11,10 +11,10 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
+from mlstm_pallas.launches.kernel_tiles import Tiles
+from mlstm_pallas.launches.launch import Launch
+from mlstm_pallas.launches.lowering import Lowering
 from mlstm_pallas.stages import HELPERS, STAGES
-from mlstm_pallas.stages.kernel_tiles import Tiles
-from mlstm_pallas.stages.launch import Launch
-from mlstm_pallas.stages.lowering import Lowering
 
 # jax will remove the Triton backend of Pallas. find_spec looks for it without importing it.
 HAS_TRITON = importlib.util.find_spec("jax.experimental.pallas.triton") is not None

@@ -4,14 +4,14 @@ import dataclasses
 import math
 from typing import Any
 
-from mlstm_pallas.formulas.chunk_list import num_parts
+from mlstm_pallas.launches.launch import Launch
+from mlstm_pallas.operands.chunk_list import num_parts
 from mlstm_pallas.planning.call_spec import SMALL, CallSpec, call_spec
 from mlstm_pallas.planning.config import KernelConfig
 from mlstm_pallas.planning.options import Options
 from mlstm_pallas.problem.annotations import BackendName, LayoutName
 from mlstm_pallas.problem.gpu import UNKNOWN, Gpu, is_one_of_family, known_gpu, target_gpu
 from mlstm_pallas.problem.validation import check_dtype, check_integer
-from mlstm_pallas.stages.launch import Launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,10 +196,10 @@ def _planned(spec: CallSpec, name: str, x: Launch, *, backward: bool) -> Planned
         p = dataclasses.replace(p.split(splits), NH=p.NH * (splits - 1))
     fields, grid, shared = dict[str, Any](), tuple[int, ...](), 0
     if tiles is not None:
-        fields, options = dict(vars(tiles)), spec.kernel_options(name)
+        fields, kernel = dict(vars(tiles)), spec.kernel_spec(name)
         p = p.split(fields.get("num_splits", 1))
-        grid = tiles.grid(dataclasses.replace(p, NH=p.NH * options.recurrences))
-        shared = tiles.shared_bytes(p, spec.dtype, options)
+        grid = tiles.grid(dataclasses.replace(p, NH=p.NH * kernel.recurrences))
+        shared = tiles.shared_bytes(p, spec.dtype, kernel)
         if spec.num_segments is not None and name == "recurrent_fw_H":
             grid = grid[0], num_parts(spec.num_segments), grid[1]
     return PlannedLaunch(name, backward, x.lowering, fields, grid, shared)

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.formulas.chunk_list import ChunkList, active_chunks
 from mlstm_pallas.formulas.gate_gradients import inner, only
 from mlstm_pallas.formulas.gates import ChunkGates, input_gate_gradient, only_outputs
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
 from mlstm_pallas.formulas.rows import by_head
 from mlstm_pallas.formulas.tiles import weighted
+from mlstm_pallas.operands.chunk_list import ChunkList, active_chunks
+from mlstm_pallas.operands.scaled_rows import ScaledRows
 from mlstm_pallas.planning.call_spec import Plan, plain
 from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.problem.arrays import Cotangents, Inputs, Residuals, States, StoredStates
@@ -31,7 +32,6 @@ from mlstm_pallas.stages import (
 )
 from mlstm_pallas.stages.parallel_bw_dP import ScoreTiles
 from mlstm_pallas.stages.recurrent_bw_dC import StateGradients
-from mlstm_pallas.stages.scaled_rows import ScaledRows
 from mlstm_pallas.vectors import step_gradients
 
 

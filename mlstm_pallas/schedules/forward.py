@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_segment, chunks_that_count
 from mlstm_pallas.formulas.gates import ChunkGates, only_outputs
 from mlstm_pallas.formulas.splits import decays_in_splits, split_states, splits_as_heads
+from mlstm_pallas.operands.chunk_list import ChunkList, chunks_by_segment, chunks_that_count
 from mlstm_pallas.planning.call_spec import CallSpec, Plan
 from mlstm_pallas.planning.dispatch import Launches, stage
 from mlstm_pallas.problem.arrays import Forward, Inputs, States, StoredStates

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_batching import custom_vmap
 
+from mlstm_pallas.launches.lowering import Lowering
 from mlstm_pallas.planning.call_spec import CallSpec, Plan
 from mlstm_pallas.planning.dispatch import stage
 from mlstm_pallas.problem.gpu import TPU
@@ -19,7 +20,6 @@ from mlstm_pallas.sharding.marks import NO_SUCH_DERIVATIVE, not_differentiated
 from mlstm_pallas.sharding.partitioned import partitioned
 from mlstm_pallas.sharding.tpu import in_groups
 from mlstm_pallas.sharding.work import Work, on_shard
-from mlstm_pallas.stages.lowering import Lowering
 from mlstm_pallas.stages.plain_forms import on_rows, one_at_a_time
 
 

@@ -1,8 +1,9 @@
 """The contracts of the stages, one file each: equations, operands, outputs, plain jnp form.
 
 By its name a stage has its contract, its function in every lowering, the fields of KernelConfig for
-its kernels, the flag of the benchmark, its test ids and its rows in a profile. lowering.py,
-launch.py and kernel_tiles.py say how a stage runs. It imports formulas/ and below.
+its kernels, the flag of the benchmark, its test ids and its rows in a profile.
+
+It imports vectors/ and below.
 """
 
 from types import ModuleType

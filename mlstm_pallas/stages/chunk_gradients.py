@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from jax import Array
 
-from mlstm_pallas.formulas.chunk_list import ChunkList
 from mlstm_pallas.formulas.gate_gradients import TileSums
 from mlstm_pallas.formulas.gates import ChunkGates
 from mlstm_pallas.formulas.normaliser import NormaliserGradients
+from mlstm_pallas.launches.launch import Launch
+from mlstm_pallas.operands.chunk_list import ChunkList
 from mlstm_pallas.stages import parallel_bw_dQKV
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_bw_dP import score_tiles
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.formulas.chunk_list import ChunkList
 from mlstm_pallas.formulas.gate_gradients import TileSums, inner
 from mlstm_pallas.formulas.gates import ChunkGates, fusion_barrier
 from mlstm_pallas.formulas.normaliser import (
@@ -32,8 +31,9 @@ from mlstm_pallas.formulas.normaliser import (
 from mlstm_pallas.formulas.rows import by_head
 from mlstm_pallas.formulas.scores import decays, score_gradients, tile_steps
 from mlstm_pallas.formulas.tiles import weighted
-from mlstm_pallas.stages.launch import Launch
-from mlstm_pallas.stages.scaled_rows import ScaledRows
+from mlstm_pallas.launches.launch import Launch
+from mlstm_pallas.operands.chunk_list import ChunkList
+from mlstm_pallas.operands.scaled_rows import ScaledRows
 
 
 class Operands(NamedTuple):

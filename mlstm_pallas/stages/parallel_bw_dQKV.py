@@ -13,13 +13,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.formulas.chunk_list import ChunkList
 from mlstm_pallas.formulas.gate_gradients import inner, only
 from mlstm_pallas.formulas.gates import ChunkGates
 from mlstm_pallas.formulas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.formulas.scores import tile_steps
 from mlstm_pallas.formulas.tiles import weighted
-from mlstm_pallas.stages.launch import Launch
+from mlstm_pallas.launches.launch import Launch
+from mlstm_pallas.operands.chunk_list import ChunkList
 from mlstm_pallas.stages.parallel_bw_dP import ScoreTiles
 
 

@@ -17,7 +17,7 @@ from mlstm_pallas.formulas.gates import ChunkGates
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.formulas.scores import causal_scores, decays, tile_steps
 from mlstm_pallas.formulas.tiles import weighted
-from mlstm_pallas.stages.launch import Launch
+from mlstm_pallas.launches.launch import Launch
 
 
 class Operands(NamedTuple):

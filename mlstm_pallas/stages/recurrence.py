@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mlstm_pallas.formulas.tiles import weighted
-from mlstm_pallas.stages.launch import Launch
-from mlstm_pallas.stages.scaled_rows import ScaledRows
+from mlstm_pallas.launches.launch import Launch
+from mlstm_pallas.operands.scaled_rows import ScaledRows
 from mlstm_pallas.stages.vector_states import Operands, vector_states
 
 _STATIC = dict(static=True)

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from mlstm_pallas.formulas.chunk_list import ChunkList
 from mlstm_pallas.formulas.gate_gradients import inner
 from mlstm_pallas.formulas.rows import by_head
-from mlstm_pallas.stages.launch import Launch
+from mlstm_pallas.launches.launch import Launch
+from mlstm_pallas.operands.chunk_list import ChunkList
+from mlstm_pallas.operands.scaled_rows import ScaledRows
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, run
-from mlstm_pallas.stages.scaled_rows import ScaledRows
 
 
 class Operands(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from mlstm_pallas.stages.launch import Launch
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, run
 
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.formulas.chunk_list import ChunkList, chunks_by_length
 from mlstm_pallas.formulas.tiles import weighted
-from mlstm_pallas.stages.launch import Launch
+from mlstm_pallas.launches.launch import Launch
+from mlstm_pallas.operands.chunk_list import ChunkList, chunks_by_length
 from mlstm_pallas.stages.parallel_fw_P import ScoresAndKeys
 
 

@@ -24,9 +24,9 @@ from jax import Array, lax
 from mlstm_pallas.formulas.gates import MASKED, log_sigmoid
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.formulas.tiles import weighted
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.problem.arrays import States, Token
 from mlstm_pallas.problem.dimensions import accumulator_dtype
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.plain_forms import on_rows
 
 _INF = float("inf")

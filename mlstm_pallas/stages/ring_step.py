@@ -34,9 +34,9 @@ from jax.export import register_namedtuple_serialization
 from mlstm_pallas.formulas.gates import MASKED, log_input_gate, log_sigmoid
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.formulas.tiles import weighted
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.problem.arrays import Token
 from mlstm_pallas.problem.dimensions import InputGate, accumulator_dtype
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.plain_forms import on_rows, one_at_a_time
 from mlstm_pallas.stages.recurrent_step import rounded, split_token
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from jax import Array
 
-from mlstm_pallas.stages.launch import Launch
-from mlstm_pallas.stages.scaled_rows import ScaledRows
+from mlstm_pallas.launches.launch import Launch
+from mlstm_pallas.operands.scaled_rows import ScaledRows
 
 
 class Operands(NamedTuple):

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.formulas.chunk_list import ChunkList
 from mlstm_pallas.formulas.rows import as_factors
-from mlstm_pallas.stages.launch import Launch
+from mlstm_pallas.launches.launch import Launch
+from mlstm_pallas.operands.chunk_list import ChunkList
 
 
 class Operands(NamedTuple):

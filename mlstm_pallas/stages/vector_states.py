@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mlstm_pallas.formulas.tiles import weighted
-from mlstm_pallas.stages.launch import Launch
+from mlstm_pallas.launches.launch import Launch
 
 
 class Operands(NamedTuple):

@@ -19,11 +19,11 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas.formulas.tiles import divide, remainder
+from mlstm_pallas.launches.kernel_tiles import KernelSpec, Tiles
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.problem.arrays import varying_axes
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import Gpu, export_gpu
-from mlstm_pallas.stages.kernel_tiles import KernelOptions, Tiles
-from mlstm_pallas.stages.launch import Launch
 
 plgpu: Any
 try:
@@ -41,9 +41,9 @@ class PipelinedTiles(Tiles):
         """The elements that an iteration reads, and those that stay in shared memory."""
         raise NotImplementedError
 
-    def shared_bytes(self, p: Problem, dtype: Any, options: KernelOptions) -> int:
+    def shared_bytes(self, p: Problem, dtype: Any, kernel: KernelSpec) -> int:
         """The estimate of ``stages_that_fit``."""
-        (iteration, kept), mma = self.elements(p), not options.gpu.multiplies_from_shared
+        (iteration, kept), mma = self.elements(p), not kernel.gpu.multiplies_from_shared
         return ((self.num_stages - mma) * iteration + kept) * dtype.itemsize + 8192 * mma
 
 

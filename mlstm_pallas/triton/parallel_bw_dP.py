@@ -33,17 +33,17 @@ from mlstm_pallas.formulas.tiles import (
     triangle_tile,
     weighted,
 )
+from mlstm_pallas.launches.kernel_tiles import KernelSpec
+from mlstm_pallas.launches.launch import Launch
+from mlstm_pallas.operands.scaled_rows import ScaledRows
 from mlstm_pallas.problem.dimensions import MAX_TILE, Problem, next_power_of_two
 from mlstm_pallas.problem.gpu import Gpu
-from mlstm_pallas.stages.kernel_tiles import KernelOptions
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_bw_dP import (
     Operands,
     ScoreGradients,
     ScoreTiles,
     delta_and_gradients,
 )
-from mlstm_pallas.stages.scaled_rows import ScaledRows
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     depth_and_stages,
@@ -224,11 +224,11 @@ class ParallelBwDPTiles(BlockedTiles):
         return 2 * self.siz_b_LQ * self.block_k, 0
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self:
+    def plan(cls, p: Problem, dtype: jnp.dtype, kernel: KernelSpec) -> Self:
         """Tiles of 64 x 64; P, dP and their gradients take a third of an SM's registers."""
         # In narrow heads 32 columns, for as many iterations as stages.
         depth = 32 if dtype.itemsize > 2 or p.DHQK + p.DHV <= 128 else 128
         # A head that is one masked block would have no pipeline.
         depth = min(depth, 128 if p.DHQK % 128 == p.DHV % 128 == 0 else 64)
         depth = least_padding(depth, p.DHQK, p.DHV, overhead=16)
-        return cls(64, depth, 4, 3).clamped(p).fitted(p, dtype, options.gpu)
+        return cls(64, depth, 4, 3).clamped(p).fitted(p, dtype, kernel.gpu)

@@ -33,9 +33,9 @@ from mlstm_pallas.formulas.tiles import (
     rounded_up,
     weighted,
 )
+from mlstm_pallas.launches.kernel_tiles import KernelSpec
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.kernel_tiles import KernelOptions
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
 from mlstm_pallas.triton.launch import floats, kernel_call, operands, stages_that_fit
 from mlstm_pallas.triton.parallel_bw_dP import BlockedTiles
@@ -216,16 +216,16 @@ class ParallelBwDQKVTiles(BlockedTiles):
         return self.block_k * (self.siz_b_LQ + max(self.siz_b_DHQK, self.siz_b_DHHV)), 0
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self:
+    def plan(cls, p: Problem, dtype: jnp.dtype, kernel: KernelSpec) -> Self:
         """Blocks of 128 x 128, or of 64 x 64 in float32 and for short chunks."""
         wide = dtype.itemsize > 2
         size = 64 if wide or p.L < 128 else 128
         depth = least_padding(32 if wide or p.DHQK <= 64 else 64, p.DHQK, p.DHV, overhead=16)
         K, V = least_padding(size, p.DHQK), least_padding(size, p.DHV)
-        tiles = cls(size, K, V, depth, 4, 3).clamped(p).fitted(p, dtype, options.gpu)
+        tiles = cls(size, K, V, depth, 4, 3).clamped(p).fitted(p, dtype, kernel.gpu)
         stages = tiles.num_stages
         if wide:
-            stages = max(stages_that_fit(options.gpu, tiles.elements(p)[0] * dtype.itemsize), 1)
+            stages = max(stages_that_fit(kernel.gpu, tiles.elements(p)[0] * dtype.itemsize), 1)
         elif size == tiles.block_k == 64:
             stages = 2  # for seven CTAs per SM
         return dataclasses.replace(tiles, num_stages=stages)

@@ -36,9 +36,9 @@ from mlstm_pallas.formulas.tiles import (
     sum_of,
     weighted,
 )
+from mlstm_pallas.launches.kernel_tiles import KernelSpec
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.kernel_tiles import KernelOptions
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
@@ -169,7 +169,7 @@ class ParallelFwHTiles(PipelinedTiles):
         return keys + LKV * self.siz_b_DHHV, LQ * p.DHQK * self.keep_q
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self:
+    def plan(cls, p: Problem, dtype: jnp.dtype, kernel: KernelSpec) -> Self:
         """As many columns as possible, up to 256, because each block repeats the scores.
 
         An SM has two CTAs of 64 queries, or one of 128 where the queries take half of it.
@@ -191,7 +191,7 @@ class ParallelFwHTiles(PipelinedTiles):
             loops = (depth * (x.siz_b_LQ + x.siz_b_DHHV), 0), x.elements(p)
             return all(
                 stages_that_fit(
-                    options.gpu, size * itemsize, kept * itemsize, x.num_stages, ctas_per_sm=1
+                    kernel.gpu, size * itemsize, kept * itemsize, x.num_stages, ctas_per_sm=1
                 )
                 == x.num_stages
                 for size, kept in loops

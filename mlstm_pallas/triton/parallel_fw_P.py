@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.formulas.scores import causal_scores, decays, tile_steps
 from mlstm_pallas.formulas.tiles import dot, pieces, weighted
+from mlstm_pallas.launches.kernel_tiles import KernelSpec, Tiles
+from mlstm_pallas.launches.launch import Launch
+from mlstm_pallas.operands.scaled_rows import ScaledRows
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.kernel_tiles import KernelOptions, Tiles
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScoresAndKeys
-from mlstm_pallas.stages.scaled_rows import ScaledRows
 from mlstm_pallas.triton.launch import entry_rows, floats, kernel_call, operands
 
 
@@ -99,11 +99,11 @@ class ParallelFwPTiles(Tiles):
     siz_b_DHQK: int
     num_warps: int
 
-    def shared_bytes(self, p: Problem, dtype: Any, options: KernelOptions) -> int:
+    def shared_bytes(self, p: Problem, dtype: Any, kernel: KernelSpec) -> int:
         return 2 * p.L * self.siz_b_DHQK * dtype.itemsize
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self:
+    def plan(cls, p: Problem, dtype: jnp.dtype, kernel: KernelSpec) -> Self:
         """Tiles of q and k of 4096 elements; one warp per 16 steps, more in float32."""
         if dtype.itemsize > 2:
             return cls(64, num_warps=4).clamped(p)

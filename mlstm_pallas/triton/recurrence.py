@@ -43,11 +43,11 @@ from mlstm_pallas.formulas.tiles import (
     remainder,
     weighted,
 )
+from mlstm_pallas.launches.kernel_tiles import KernelSpec
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.stages import recurrent_bw_dC as dC
 from mlstm_pallas.stages import recurrent_fw_C as fw_C
-from mlstm_pallas.stages.kernel_tiles import KernelOptions
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
 from mlstm_pallas.stages.step_sums import Operands as StepSums
@@ -269,7 +269,7 @@ class RecurrenceTiles(PipelinedTiles):
         )
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self:
+    def plan(cls, p: Problem, dtype: jnp.dtype, kernel: KernelSpec) -> Self:
         """Blocks of 128 x 128, the most that registers hold for two CTAs per SM.
 
         They are halved where CTAs are few. If that is not enough the sequence is split.
@@ -277,11 +277,11 @@ class RecurrenceTiles(PipelinedTiles):
         K, V = (least_padding(64 if dtype.itemsize > 2 else 128, size) for size in (p.DHQK, p.DHV))
 
         def ctas():
-            return options.recurrences * p.BNH * blocks_over(p.DHQK, K) * blocks_over(p.DHV, V)
+            return kernel.recurrences * p.BNH * blocks_over(p.DHQK, K) * blocks_over(p.DHV, V)
 
-        while max(K, V) > 64 and not options.gpu.filled_by(ctas(), CTAS_PER_SM):
+        while max(K, V) > 64 and not kernel.gpu.filled_by(ctas(), CTAS_PER_SM):
             K, V = (K, V // 2) if V >= K else (K // 2, V)
         # The pipeline copies one operand; the other one passes through registers.
-        steps, stages = depth_and_stages(options.gpu, max(K, V), dividing(64, p.L), dtype)
-        splits = splits_of(p.NC, CTAS_PER_SM * options.gpu.sms // max(ctas(), 1))
+        steps, stages = depth_and_stages(kernel.gpu, max(K, V), dividing(64, p.L), dtype)
+        splits = splits_of(p.NC, CTAS_PER_SM * kernel.gpu.sms // max(ctas(), 1))
         return cls(steps, K, V, num_warps=4, num_stages=stages, num_splits=splits)

@@ -28,7 +28,6 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.formulas.chunk_list import Part, state_of
 from mlstm_pallas.formulas.rows import sequence_shape
 from mlstm_pallas.formulas.tile_sizes import least_padding
 from mlstm_pallas.formulas.tiles import (
@@ -41,9 +40,10 @@ from mlstm_pallas.formulas.tiles import (
     pieces,
     weighted,
 )
+from mlstm_pallas.launches.kernel_tiles import KernelSpec
+from mlstm_pallas.launches.launch import Launch
+from mlstm_pallas.operands.chunk_list import Part, state_of
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
-from mlstm_pallas.stages.kernel_tiles import KernelOptions
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.recurrent_fw_H import Operands, Outputs
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
@@ -257,14 +257,14 @@ class RecurrentFwHTiles(PipelinedTiles):
         return dataclasses.replace(super().clamped(p), state_rows=rows, siz_b_DHQK=siz_b_DHQK)
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self:
+    def plan(cls, p: Problem, dtype: jnp.dtype, kernel: KernelSpec) -> Self:
         """A state of 16384 floats takes half of the registers of a CTA, with two CTAs per SM.
 
         Hopper reads operands of products from shared memory and has room for 20480. If heads are
         narrow or CTAs would be few, 8192 floats leave room for chunks of 64 steps. float32 also
         has 8192.
         """
-        wide, gpu = dtype.itemsize > 2, options.gpu
+        wide, gpu = dtype.itemsize > 2, kernel.gpu
         launches = blocks_over(p.DHQK, 128 if wide else 320 if gpu.hopper else 256)
         rows = min(p.DHQK, blocks_over(p.DHQK, 64 * launches) * 64)
         V = least_padding(64 if wide or rows > 128 or p.DHV <= p.DHQK else 128, p.DHV)

@@ -23,9 +23,9 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.formulas.tiles import block_at, blocks_over, loop, weighted
+from mlstm_pallas.launches.kernel_tiles import KernelSpec, Tiles
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem, next_power_of_two
-from mlstm_pallas.stages.kernel_tiles import KernelOptions, Tiles
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.recurrent_step import Operands, rounded, split_token, step_gates
 from mlstm_pallas.triton.launch import Columns, kernel_call, masked_load, masked_store
 
@@ -190,14 +190,14 @@ class RecurrentStepTiles(Tiles):
     num_warps: int = 4
 
     @classmethod
-    def plan(cls, p: Problem, dtype: Any, options: KernelOptions) -> Self:
+    def plan(cls, p: Problem, dtype: Any, kernel: KernelSpec) -> Self:
         """With 16-bit states and many CTAs, a CTA has one warp, which waits for no other."""
         if dtype.itemsize > 2:
             return cls()
         tiles = cls(16, 256, 1)
         # With longer vectors or with masks, one warp spills registers.
         in_registers = p.DHQK <= 512 and p.DHV % tiles.siz_b_DHHV == 0
-        if in_registers and options.gpu.filled_by(math.prod(tiles.grid(p)), 4):
+        if in_registers and kernel.gpu.filled_by(math.prod(tiles.grid(p)), 4):
             return tiles
         return cls(32, 128)
 

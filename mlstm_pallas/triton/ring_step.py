@@ -25,9 +25,9 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.formulas.tiles import blocks_over, dot, fori, loop, sum_of, weighted
+from mlstm_pallas.launches.kernel_tiles import KernelSpec
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.problem.dimensions import MIN_TILE, Problem
-from mlstm_pallas.stages.kernel_tiles import KernelOptions
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.stages.recurrent_step import rounded, split_token
 from mlstm_pallas.stages.ring_step import (
     Operands,
@@ -322,14 +322,14 @@ class RingStepTiles(RecurrentStepTiles):
     score_warps: int = 2  # of ring_scores
 
     @classmethod
-    def plan(cls, p: Problem, dtype: Any, options: KernelOptions) -> Self:
+    def plan(cls, p: Problem, dtype: Any, kernel: KernelSpec) -> Self:
         """Where blocks of 64 x 64 make few CTAs, 256 x 32 make more, each with all rows in flight.
 
         With one token, fewer than 12 per SM are few. With several tokens, fewer than one per SM
         are, because products with 256 rows need so many registers that a CTA should have an SM of
         its own.
         """
-        if not options.gpu.filled_by(math.prod(cls().grid(p)), 12 if p.S == 1 else 1):
+        if not kernel.gpu.filled_by(math.prod(cls().grid(p)), 12 if p.S == 1 else 1):
             return cls(256, 32)
         # A product splits float32 states into three parts, in registers.
         return cls(64, 32) if p.S > 1 and dtype.itemsize > 2 else cls()

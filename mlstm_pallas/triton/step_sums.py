@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.formulas.tiles import pieces
-from mlstm_pallas.stages.launch import Launch
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.stages.step_sums import Operands
 from mlstm_pallas.triton.launch import entry_rows, floats, kernel_call, operands
 from mlstm_pallas.triton.parallel_fw_P import ParallelFwPTiles as StepSumsTiles

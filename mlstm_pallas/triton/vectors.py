@@ -19,9 +19,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.tiles import block_at, blocks_over, loop, rounded_up
+from mlstm_pallas.launches.kernel_tiles import KernelSpec, Tiles
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.problem.dimensions import Problem, next_power_of_two
-from mlstm_pallas.stages.kernel_tiles import KernelOptions, Tiles
-from mlstm_pallas.stages.launch import Launch
 from mlstm_pallas.triton.launch import barrier, floats, kernel_call, masked_load
 from mlstm_pallas.vectors import chunk_gates as gates_stage
 from mlstm_pallas.vectors import step_gradients as gradients_stage
@@ -224,5 +224,5 @@ class VectorsTiles(Tiles):
     num_warps: int = 1
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self | None:
+    def plan(cls, p: Problem, dtype: jnp.dtype, kernel: KernelSpec) -> Self | None:
         return None if p.L > _MOST_STEPS else cls(min(max(p.L // _STEPS_PER_WARP, 1), 16))

@@ -12,18 +12,16 @@ Bytes of the kernels: 11 vectors of B NH S float32, one more with flags; no matr
 """
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.formulas import gates
 from mlstm_pallas.formulas.gates import ChunkGates, LocalGates
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.problem.dimensions import InputGate
 from mlstm_pallas.vectors.scan import PrefixScan, scan_chunks, vector_call
-
-if TYPE_CHECKING:
-    from mlstm_pallas.stages.launch import Launch
 
 _INF = float("inf")
 
@@ -118,7 +116,7 @@ def chunk_gates(
     input_gate: InputGate = InputGate.EXP,
     with_flags: bool = False,
     only_boundaries: bool = False,
-    call: "Launch",
+    call: Launch,
     vector_call: Any = vector_call,
     scan_chunks: Any = scan_chunks,
 ) -> ChunkGates | tuple[Array, Array]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,7 @@ from jax import Array, lax
 
 from mlstm_pallas.formulas.gates import fusion_barrier
 from mlstm_pallas.formulas.tiles import divide, loop
-
-if TYPE_CHECKING:
-    from mlstm_pallas.stages.launch import Launch
+from mlstm_pallas.launches.launch import Launch
 
 Join = Callable[..., Any]  # (arrays of the steps so far, of further ones) -> joined arrays
 _MOST_UNROLLED = 8  # tiles of a chunk
@@ -108,7 +106,7 @@ def vector_call(
     per_chunk: int = 0,
     *,
     name: str,
-    call: "Launch",
+    call: Launch,
     chunks: Sequence[Array] = (),
     m: Array | None = None,
 ) -> tuple[Any, Any, Array | None]:
@@ -156,7 +154,7 @@ def scan_chunks(
     m_initial: Array,
     *,
     name: str,
-    call: "Launch",
+    call: Launch,
     after: bool = False,
 ) -> Array:
     """m at the chunk boundaries, (B * NH, NC + 1), from ``body(scan, *summaries, m_initial)``.

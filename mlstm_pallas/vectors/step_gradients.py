@@ -18,7 +18,7 @@ Bytes of the kernels: 2 L / T + 10 vectors of B NH S float32; no matrix product.
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,8 @@ from jax import Array
 from mlstm_pallas.formulas.gate_gradients import TileSums
 from mlstm_pallas.formulas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
 from mlstm_pallas.formulas.tiles import divide, remainder
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.vectors.scan import PrefixScan, VectorOf, scan_chunks, vector_call
-
-if TYPE_CHECKING:
-    from mlstm_pallas.stages.launch import Launch
 
 
 class Operands(NamedTuple):
@@ -128,7 +126,7 @@ def gradients(
 
 
 def step_gradients(
-    x: Operands, *, call: "Launch", vector_call: Any = vector_call, scan_chunks: Any = scan_chunks
+    x: Operands, *, call: Launch, vector_call: Any = vector_call, scan_chunks: Any = scan_chunks
 ) -> tuple[Array, Array, Array]:
     """The gradients of log i_t and f_t, (B * NH, S), and the one of the initial m, (B * NH,)."""
     p, m, dm_initial = call.problem, None, jnp.zeros_like(x.vecF[:, 0])

@@ -18,6 +18,8 @@ from jax import lax
 from mlstm_pallas.formulas import gates
 from mlstm_pallas.formulas.gates import ChunkGates, LocalGates
 from mlstm_pallas.formulas.normaliser import at_least, normaliser_gradients, query_scale
+from mlstm_pallas.launches.kernel_tiles import FIELDS
+from mlstm_pallas.operands.scaled_rows import ScaledRows
 from mlstm_pallas.planning.backend import requested_lowering
 from mlstm_pallas.planning.call_spec import CallSpec, Plan, call_spec, launch_of
 from mlstm_pallas.planning.config import KernelConfig
@@ -46,8 +48,6 @@ from mlstm_pallas.schedules.backward import backward as backward_schedule
 from mlstm_pallas.sharding.axes import sharded_alike
 from mlstm_pallas.sharding.on_shards import on_shards
 from mlstm_pallas.stages import STAGES
-from mlstm_pallas.stages.kernel_tiles import FIELDS
-from mlstm_pallas.stages.scaled_rows import ScaledRows
 from mlstm_pallas.vectors.chunk_gates import joined_gates, local_gates, stabilisers
 from mlstm_pallas.vectors.scan import PrefixScan, by_chunk
 

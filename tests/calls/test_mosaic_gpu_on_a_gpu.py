@@ -25,9 +25,9 @@ from test_gpu_huge import inputs_on_device
 from test_stages import launch_of
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
+from mlstm_pallas.launches.lowering import Lowering
 from mlstm_pallas.mosaic_gpu.common.limits import HEADS
 from mlstm_pallas.problem.dimensions import make_problem
-from mlstm_pallas.stages.lowering import Lowering
 
 MODULE = Path(__file__).stem
 TABLES = {

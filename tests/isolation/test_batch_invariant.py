@@ -40,6 +40,13 @@ def chunkwise_plan(B, S, backend, config):
     return plan.num_splits, tiles_in(plan.forward | plan.backward)
 
 
+def test_more_heads_than_a_grid_has_places_are_refused():
+    """In another lowering an entry would have other bits."""
+    message = "config.batch_invariant is True and B * NH is 40000, expected fewer for the kernel "
+    with pytest.raises(ValueError, match=rf"^{re.escape(message)}mosaic_gpu_recurrent_fw_C, or "):
+        chunkwise_plan(5000, 1024, "mosaic_gpu", CONFIG)
+
+
 def step_plan(B, T, backend, config):
     """Of steps of T tokens, which have no chunks."""
     p = Problem(B, 8, T, 256, 512, T, 1 / 16)

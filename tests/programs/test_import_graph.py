@@ -24,6 +24,8 @@ LAYERS = (
     ("triton", "mosaic_gpu"),
     ("stages",),
     ("vectors",),
+    ("launches",),
+    ("operands",),
     ("formulas",),
     ("problem",),
 )

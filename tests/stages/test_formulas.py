@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from numpy_evaluator import in_numpy
 
-from mlstm_pallas.formulas import chunk_list, normaliser
+from mlstm_pallas.formulas import normaliser
 from mlstm_pallas.formulas.normaliser import Normaliser
+from mlstm_pallas.operands import chunk_list
 from mlstm_pallas.problem.dimensions import Problem
 
 equal, close = np.testing.assert_array_equal, np.testing.assert_allclose

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from mlstm_pallas.formulas.tiles import rounded_up
+from mlstm_pallas.launches.kernel_tiles import KernelSpec, Tiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.kernel_tiles import KernelOptions, Tiles
 
 KERNEL_DTYPE = jnp.dtype("bfloat16")  # float16 has the same size
 SHARED_BYTES = 232_448  # the most per CTA
@@ -28,15 +28,15 @@ class HopperTiles(Tiles):
     """The tiles of a Hopper kernel for 16-bit dtypes."""
 
     @classmethod
-    def candidates(cls, p: Problem, options: KernelOptions) -> Iterable[Self]:
+    def candidates(cls, p: Problem, kernel: KernelSpec) -> Iterable[Self]:
         """Tiles to choose from, the best first."""
         return [cls()]
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self | None:
+    def plan(cls, p: Problem, dtype: jnp.dtype, kernel: KernelSpec) -> Self | None:
         if dtype.itemsize != 2:
             return None
-        return next((x for x in cls.candidates(p, options) if x.supports(p, options)), None)
+        return next((x for x in cls.candidates(p, kernel) if x.supports(p, kernel)), None)
 
     def scratch(self, p: Problem, dtype) -> dict[str, Any]:
         """The kernel's shared memory and barriers by name.
@@ -45,8 +45,8 @@ class HopperTiles(Tiles):
         """
         return {}
 
-    def shared_bytes(self, p: Problem, dtype, options: KernelOptions) -> int:
-        """At most, for all calls with these options."""
+    def shared_bytes(self, p: Problem, dtype, kernel: KernelSpec) -> int:
+        """At most, for all launches of such a kernel."""
         return bytes_of(self.scratch(p, dtype))
 
     def clamped(self, p: Problem) -> Self:
@@ -58,9 +58,9 @@ class HopperTiles(Tiles):
         """Whether the kernel has such tiles for the problem, and CUDA such a grid."""
         return True
 
-    def supports(self, p: Problem, options: KernelOptions) -> bool:
+    def supports(self, p: Problem, kernel: KernelSpec) -> bool:
         fits = self.divides(p)
-        return fits and self.shared_bytes(p, KERNEL_DTYPE, options) <= SHARED_BYTES
+        return fits and self.shared_bytes(p, KERNEL_DTYPE, kernel) <= SHARED_BYTES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.formulas.tiles import blocks_over, divide, fori
+from mlstm_pallas.launches.launch import Launch
 from mlstm_pallas.mosaic_gpu.common import products
 from mlstm_pallas.mosaic_gpu.common.copies import CopyRing, copy_out, head_of, write_out
 from mlstm_pallas.mosaic_gpu.common.launch import (
@@ -23,7 +24,6 @@ from mlstm_pallas.mosaic_gpu.common.launch import (
 )
 from mlstm_pallas.mosaic_gpu.common.limits import RingTiles
 from mlstm_pallas.problem.dimensions import Problem
-from mlstm_pallas.stages.launch import Launch
 
 
 class PersistentKernel:

@@ -34,8 +34,8 @@ FIELDS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-class KernelOptions(NamedTuple):
-    """What the tiles of a kernel depend on beside the problem and the dtype.
+class KernelSpec(NamedTuple):
+    """A kernel of a call: what its tiles depend on beside the problem and the dtype.
 
     Attributes:
       stage: that the kernel runs.
@@ -68,11 +68,11 @@ class Tiles:
     """
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, options: KernelOptions) -> Self | None:
+    def plan(cls, p: Problem, dtype: jnp.dtype, kernel: KernelSpec) -> Self | None:
         """The tiles for a problem; None: the kernel does not support it."""
         return cls()
 
-    def supports(self, p: Problem, options: KernelOptions) -> bool:
+    def supports(self, p: Problem, kernel: KernelSpec) -> bool:
         """Whether the kernel can run with these tiles."""
         return True
 
@@ -80,7 +80,7 @@ class Tiles:
         """The CTAs of a launch, by axis; p: with splits as heads. By default one per chunk."""
         return p.NC, p.BNH
 
-    def shared_bytes(self, p: Problem, dtype: Any, options: KernelOptions) -> int:
+    def shared_bytes(self, p: Problem, dtype: Any, kernel: KernelSpec) -> int:
         """The shared memory of a CTA; an estimate for Triton, whose compiler decides."""
         return 0
 

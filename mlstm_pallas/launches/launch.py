@@ -9,9 +9,9 @@ from jax import Array
 
 from mlstm_pallas.formulas.rows import with_steps
 from mlstm_pallas.formulas.tiles import Precision
+from mlstm_pallas.launches.lowering import Lowering
 from mlstm_pallas.problem.arrays import heads_as_rows, rows_as_heads
 from mlstm_pallas.problem.dimensions import Problem, accumulator_dtype
-from mlstm_pallas.stages.lowering import Lowering
 
 
 @dataclasses.dataclass(frozen=True)
