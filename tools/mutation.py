@@ -49,8 +49,8 @@ MODULES = {
         f"formulas.py {ROW('0-chunkwise-1-16/16---float32-xla')} "
         + ROW("20-chunkwise-64-37/50-Ids+Lengths-float32-xla"),
     ),
-    "mlstm_pallas/formulas/chunk_list.py": (
-        f"formulas.py {ROW('29-chunkwise-64-16/16-States-float16-xla')} "
+    "mlstm_pallas/operands/chunk_list.py": (
+        f"formulas.py {ROW('29-chunkwise-64-16/16-Documents-float16-xla')} "
         + ROW("20-chunkwise-64-37/50-Ids+Lengths-float32-xla"),
     ),
     "mlstm_pallas/formulas/splits.py": (
