@@ -39,7 +39,7 @@ ARGUMENTS = (
 # By module, its tests, the quickest first, and the functions that count; none: all.
 MODULES = {
     "mlstm_pallas/planning/call_spec.py": (
-        "planning.py " + ROW("28-chunkwise-64-16/16-States+Lengths-float32-xla"),
+        "planning.py " + ROW("28-chunkwise-64-16/16-Documents-float32-xla"),
     ),
     "mlstm_pallas/planning/config.py": (
         f"planning.py {ARGUMENTS('KernelConfig')} errors.py::test_bad_calls",
