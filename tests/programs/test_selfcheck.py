@@ -129,6 +129,7 @@ def empty_rows_forget(function, *x, sequence_lengths, **options):
 
 CHUNKWISE, STEP, RING = "mlstm_chunkwise", "mlstm_recurrent_step", "mlstm_ring_step"
 PARALLEL = "mlstm_chunkwise_sequence_parallel"
+HEADS = "64x128 256x512 128x128 96x192 16x16 37x50"
 FUNCTIONS = dict.fromkeys(selfcheck.TABLE, CHUNKWISE) | dict(
     shards=PARALLEL, blocks="mlstm_chunkwise_states", steps=STEP,
     pools=STEP, drafts=RING, rings=RING,
@@ -184,10 +185,10 @@ def test_the_table_calls_every_public_function_at_every_head():
     assert public | {PARALLEL} == {*FUNCTIONS.values(), "mlstm_ring_states", "mlstm_ring_flush"}
     for backend in ("triton", "mosaic_gpu"):
         names = [name.split("/") for name in selfcheck.calls(backend, on_gpu=True)]
-        assert {heads for _, _, heads, _ in names} == {f"{K}x{V}" for K, V in selfcheck.HEADS}
-        assert {dtype for *_, dtype in names} == {*selfcheck.DTYPES[backend]}
-        rows = {row for _, row, *_ in names}
-        assert rows == {*selfcheck.TABLE} - {*selfcheck.SKIPPED[backend]}
+        dtypes, skipped = selfcheck.LOWERINGS[backend]
+        assert {heads for _, _, heads, _ in names} == {*HEADS.split()}
+        assert {dtype for *_, dtype in names} == {*dtypes.split()}
+        assert {row for _, row, *_ in names} == {*selfcheck.TABLE} - {*skipped}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_bounds_are_those_of_the_readme(dtype):
 
 # ---------------- processes: what one does, and what is said of its call
 
-RIGHT, WRONG = "print('noise', '{\"h\": 0.25}', sep='\\n')", 'print(\'{"h": 0.25, "dv": 3.0}\')'
+RIGHT, WRONG = "print('noise', '0.25 h', sep='\\n')", "print('3.0 dv')"
 WORKERS = [
     (RIGHT, 0, "right xla/pools/24x40/float32: 0.25 of its bound, h, "),
     (WRONG, 1, "WRONG xla/pools/24x40/float32: 3.00 of its bound, dv, "),
@@ -243,8 +244,8 @@ WORKERS = [
 
 @pytest.mark.parametrize(("worker", "code", "line"), WORKERS)
 def test_exit_codes(worker, code, line, monkeypatch, capsys):
-    """A worker that ends well prints errors last; the others are said, with a line that repeats
-    them."""
+    """A worker that ends well prints its worst error last; the others are said, with a line that
+    repeats them."""
     monkeypatch.setattr(selfcheck, "WORKER", worker)
     monkeypatch.setattr(selfcheck, "SECONDS", 1 if "sleep" in worker else 180)
     monkeypatch.setattr(sys, "argv", ["", "--backend=xla", "--only=pools"])
@@ -259,9 +260,15 @@ def test_exit_codes(worker, code, line, monkeypatch, capsys):
 
 
 def test_an_error_of_nan_is_wrong(monkeypatch, capsys):
-    monkeypatch.setattr(selfcheck, "WORKER", 'print(\'{"h": NaN, "n": 0.1}\')')
+    monkeypatch.setattr(selfcheck, "WORKER", "print('nan h')")
     monkeypatch.setattr(sys, "argv", ["", "--backend=xla", "--only=pools"])
     assert selfcheck.main() == 1
+
+
+def test_a_value_of_nan_is_wrong(monkeypatch, in_numpy):
+    exact = selfcheck.exact
+    monkeypatch.setattr(selfcheck, "exact", lambda *x, **y: [np.nan * z for z in exact(*x, **y)])
+    assert set(errors("pools").values()) == {np.inf}
 
 
 @pytest.mark.parametrize("flag", ["--backend=tpu", "--only=nothing"])
