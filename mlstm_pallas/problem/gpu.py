@@ -164,7 +164,8 @@ def target_gpu(x: Any = None) -> Gpu:
         return gpu
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
         return gpu_of(next(iter(x.sharding.device_set)))
-    first = jax.config.jax_default_device or jax.devices()[0]
+    config: Any = jax.config
+    first = config.jax_default_device or jax.devices()[0]
     first = jax.devices(first)[0] if isinstance(first, str) else first
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     here = abstract is None or abstract.device_kind == first.device_kind
