@@ -296,7 +296,7 @@ def main() -> int:
     gpu, platform, devices = target_gpu(), jax.default_backend(), jax.devices()
     has_gpu = platform == "gpu" and gpu.runs_kernels
     needs = {  # what each lowering needs, and whether this machine has it
-        "mosaic_gpu": ("a Hopper GPU, jax >= 0.11.2, < 0.13", gpu.hopper and jax_has_mosaic_gpu()),
+        "mosaic_gpu": ("a Hopper GPU and a jax for it", gpu.hopper and jax_has_mosaic_gpu()),
         "triton": ("an NVIDIA GPU from 8.0, Pallas' Triton", has_gpu and HAS_TRITON),
         "xla": ("nothing", True),
         "interpret": ("a CPU, Pallas' Triton", platform == "cpu" and HAS_TRITON),
