@@ -106,8 +106,7 @@ def mlstm_chunkwise(
       c_initial: state C before the first step, (B, NH, DHQK, DHV). All three
         initial states are passed, or none: zeros.
       n_initial: state n before the first step, (B, NH, DHQK).
-      m_initial: stabiliser m before the first step, (B, NH). The true states
-        are exp(m) C and exp(m) n.
+      m_initial: stabiliser m, (B, NH). True states are exp(m) C and exp(m) n.
       return_last_states: whether to return the states after the last step.
       eps: added to the denominator; it and norm_val: 0, or normal float32.
       chunk_size: steps per chunk, a power of two from 16 up, cut to the least
@@ -120,14 +119,12 @@ def mlstm_chunkwise(
       sequence_lengths: (B,) integers, 0 to S, for padded batches. The last
         states are those after sequence_lengths[b] steps, beyond which h and all
         gradients are 0, even with NaN gates or any finite q, k and v there.
-      segment_lengths: (B, N) integers, with return_last_states, for documents
-        with states of their own: document n of a row has so many steps, behind
-        those of document n - 1, and h is 0 behind the last one. The states are
-        those at their ends, (B, N, NH, ...). Initial states may be so, too, or
-        a row's, for its first document. Not with the two arguments above.
+      segment_lengths: (B, N) integers, in place of these two and reverse, for
+        documents one after the other, behind which h is 0. The last states are
+        (B, N, NH, ...); initial ones too, or a row's, for its first document.
       reverse: True runs from the last step (of sequence_lengths) to the first:
         initial states enter at the last step, last states leave at step 0, and
-        segments begin at their last steps. Not with segment_lengths.
+        segments begin at their last steps.
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376): i_t becomes
         log sigmoid(i_t), every m_t is 0, and m_initial None or zeros, which
         are not checked in a traced array. The m that is returned is zeros.
@@ -146,9 +143,8 @@ def mlstm_chunkwise(
 
     Raises:
       TypeError: for wrong dtypes, traced options and other derivatives.
-      ValueError: for wrong shapes and values, and numbers of wrong types.
-        Lengths are read from NumPy arrays; from others with
-        MLSTM_PALLAS_CHECKS=1.
+      ValueError: for wrong shapes and values, and numbers of wrong types. Only
+        MLSTM_PALLAS_CHECKS=1 reads lengths in other arrays than NumPy's.
 
     Warns:
       UserWarning: if layout is left out and S < NH, or S = NH > 1 with initial
@@ -157,18 +153,11 @@ def mlstm_chunkwise(
     """
     options = Options(
         return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
-        input_gate, normalize, recompute_states_in_bw, layout, backend, config, state_dtype,
-        reverse,
+        input_gate, normalize, recompute_states_in_bw, layout, backend, config, state_dtype, reverse
     )  # fmt: skip
-    if num_segments is not None:
-        raise ValueError(
-            f"num_segments is {num_segments}, expected segment_lengths in its place, which are "
-            f"(segment_ids[:, :, None] == jnp.arange({num_segments})).sum(1) of ids that ascend"
-        )
-    x = Arguments(
-        q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths,
-        segment_lengths=segment_lengths,
-    )  # fmt: skip
+    validation.check_removed(num_segments)
+    of_rows = segment_ids, sequence_lengths, segment_lengths
+    x = Arguments(q, k, v, i, f, c_initial, n_initial, m_initial, *of_rows)
     spec, x = prepare(x, options, layout)
     return mlstm(spec, x)
 

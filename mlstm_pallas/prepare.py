@@ -80,8 +80,8 @@ class Arguments(NamedTuple):
     m_initial: Any = None
     segment_ids: Any = None
     sequence_lengths: Any = None
-    slots: Any = None
     segment_lengths: Any = None
+    slots: Any = None
 
     @property
     def steps(self) -> Token:

@@ -247,6 +247,15 @@ def check_constant(sizes: Mapping[str, Any], backend: str | None) -> None:
             raise ValueError(f"q has a symbolic {dim} = {size}, expected a constant{hint}")
 
 
+def check_removed(num_segments: Any) -> None:
+    """Raises for the argument that segment_lengths replace."""
+    if num_segments is not None:
+        raise ValueError(
+            f"num_segments is {num_segments}, expected segment_lengths in its place, which are "
+            f"(segment_ids[:, :, None] == jnp.arange({num_segments})).sum(1) of ids that ascend"
+        )
+
+
 def check_states_complete(states: Mapping[str, Any]) -> None:
     missing = [name for name, x in states.items() if x is None]
     if 0 < len(missing) < len(states):

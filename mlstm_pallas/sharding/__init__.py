@@ -19,8 +19,8 @@ Arrays cross the boundary of the sharded region in their layout: ``arrays.heads_
 axis is NH. Shardings of other axes (sequence, head dimensions) are undone first: by XLA on auto
 axes, by ``jax.sharding.reshard`` on explicit ones.
 
-Plain jnp may run for a few heads at a time (few_heads.py). marks.py refuses derivatives, and
-kernels on other platforms than CUDA.
+Plain jnp may run for a few heads at a time (work.py). marks.py refuses derivatives, and kernels on
+other platforms than CUDA.
 
 It imports planning/ and below.
 """

@@ -1,4 +1,7 @@
-"""The work of a shard: what runs there, and the arrays (B * NH, ...) on which it runs."""
+"""The work of a shard: what runs there, and the arrays (B * NH, ...) on which it runs.
+
+Plain jnp may run for a few heads at a time.
+"""
 
 import dataclasses
 import functools
@@ -14,13 +17,16 @@ import numpy as np
 from jax import Array
 from jax.export import is_symbolic_dim
 
-from mlstm_pallas.planning.call_spec import CallSpec
-from mlstm_pallas.problem.arrays import Inputs, Residuals, heads_axes
+from mlstm_pallas.formulas.tile_sizes import largest_block
+from mlstm_pallas.planning.call_spec import CallSpec, Plan
+from mlstm_pallas.problem.arrays import Inputs, Residuals, heads_as_rows, heads_axes
 from mlstm_pallas.problem.dimensions import Problem
 from mlstm_pallas.problem.gpu import TPU
 from mlstm_pallas.problem.version import __version__
 from mlstm_pallas.sharding.axes import map_with_axes
-from mlstm_pallas.sharding.few_heads import few_heads_at_a_time
+from mlstm_pallas.stages.plain_forms import one_at_a_time
+
+VMEM_STATES = 2**24  # bytes of float32 states of all chunks; VMEM also holds tiles and operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +108,7 @@ def on_shard(work: Work, identity: Any, *args: Any) -> Any:
     if (spec.gpu is TPU or spec.config.batch_invariant) and (
         isinstance(args[0], Inputs | Residuals) and not is_symbolic_dim(spec.problem.B)
     ):
-        run = functools.partial(few_heads_at_a_time, run, work)
+        run = functools.partial(_few_heads_at_a_time, run, work)
     if not spec.pooled:
         args = map_with_axes(functools.partial(_merged, work, spec.problem), args, axes)
     outputs = run(spec.plan, *args)
@@ -123,3 +129,34 @@ def _split(work: Work, heads: Sequence[int], x: Array, axis: int) -> Array:
     """The inverse of ``_merged``; heads: the sizes of the mapped axes, B and NH."""
     steps_first = axis > work.mapped + 1
     return x.reshape(*(heads[:-1] if steps_first else heads), *x.shape[1:])
+
+
+def _few_heads_at_a_time(run: Callable[..., Any], work: Work, plan: Plan, *args: Any) -> Any:
+    """run(plan, *args) on arrays (B * NH, ...) or (B, S, NH, D).
+
+    On a TPU the intermediate arrays of a few heads fit in VMEM.
+    """
+    p, alone = plan.spec.problem, plan.one_head_at_a_time
+    most = p.BNH
+    if alone:
+        most = 1
+    elif plan.spec.gpu is TPU:
+        most = VMEM_STATES // (4 * p.NC * p.DHQK * p.DHV * work.at_once)
+    few = largest_block(p.BNH, min(most, p.BNH), 1) or 1
+    if not alone and few == p.BNH:
+        return run(plan, *args)
+    plan = plan.spec.with_heads(1, few).plan
+
+    def by_few(x: Array, axis: int) -> Array:
+        x = heads_as_rows(x) if axis > work.mapped + 1 else x
+        return x.reshape(-1, few, *x.shape[1:])
+
+    def joined(x: Array, axis: int) -> Array:
+        x = x.reshape(-1, *x.shape[2:])
+        if axis > work.mapped + 1:
+            x = jnp.swapaxes(x.reshape(p.B, p.NH, *x.shape[1:]), 1, 2)
+        return x
+
+    args = map_with_axes(by_few, args, work.axes_of(args))
+    outputs = one_at_a_time(lambda args: run(plan, *args))(args)
+    return map_with_axes(joined, outputs, work.axis_of_each_result())

@@ -17,7 +17,7 @@ from test_table import shown
 
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.problem.gpu import TPU, export_gpu
-from mlstm_pallas.sharding import few_heads
+from mlstm_pallas.sharding import work
 
 AUTOMATIC = "x and y automatic"
 # On other axes what is compiled differs less.
@@ -27,7 +27,7 @@ COMPILED = [*mesh_table.AXES][::2]
 @pytest.fixture
 def tpu(monkeypatch):
     """One or two heads at a time."""
-    monkeypatch.setattr(few_heads, "VMEM_STATES", 2**11)
+    monkeypatch.setattr(work, "VMEM_STATES", 2**11)
     for cached in (program, clean):
         cached.cache_clear()
     with for_device("TPU v6 lite"):
@@ -77,7 +77,7 @@ def test_calls_compile_for_several_tpus_and_exchange_nothing():
 def test_a_few_heads_at_a_time(tpu, monkeypatch, vmem):
     """14 heads, 32 KiB of states each, which fit or do not: one at a time, under vmap too; on a CPU
     all at once."""
-    monkeypatch.setattr(few_heads, "VMEM_STATES", vmem)
+    monkeypatch.setattr(work, "VMEM_STATES", vmem)
     jax.clear_caches()  # it is in no key
     x = random_inputs(1, 2, 7, 128, 32, 64, states=False).values()
 
