@@ -10,7 +10,7 @@ from jax.export import export as jax_export
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas.problem.gpu import UNKNOWN, export_gpu, gpu_of, known_gpu, target_gpu
-from mlstm_pallas.problem.validation import CHECKS, checks_indices, wrong
+from mlstm_pallas.problem.validation import CHECKS_VARIABLE, checks_indices, wrong
 
 __all__ = ["export"]
 
@@ -93,4 +93,6 @@ def export(
         except NotImplementedError as error:  # of jax, about callbacks to the host
             if not checks_indices():
                 raise
-            raise ValueError(f"{CHECKS} is 1, expected 0: its checks cannot be exported") from error
+            raise ValueError(
+                f"{CHECKS_VARIABLE} is 1, expected 0: its checks cannot be exported"
+            ) from error

@@ -1,7 +1,8 @@
 """Where a stage runs: in plain jnp, or as a kernel of a lowering.
 
-A stage has one name and one signature in ``stages/`` (plain jnp), ``triton/`` and ``mosaic_gpu/``.
-A lowering's folder is imported when ``call_spec.py``, which decides what runs where, first asks for
+A stage has one name, one record of operands and the same keywords in ``stages/`` (plain jnp),
+``triton/`` and ``mosaic_gpu/``, except that parallel_fw_H of Mosaic GPU has no output_dtype. A
+lowering's folder is imported when ``call_spec.py``, which decides what runs where, first asks for
 one of its kernels.
 """
 

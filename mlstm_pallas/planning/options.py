@@ -46,7 +46,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = dict(
 class Options:
     """The static arguments of ``mlstm_chunkwise``, which documents them, as Python objects.
 
-    The constructor applies ``CHECKS``.
+    The constructor applies ``CHECKS``, and ``api.py`` passes them in this order.
     """
 
     return_last_states: bool = False

@@ -29,7 +29,7 @@ INPUT_DTYPES = (*KERNEL_DTYPES, "float64")
 FLOAT64 = '; float64 needs backend="xla" and jax_enable_x64'
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 # Of the environment: whether indices are checked that are on a device or traced.
-CHECKS = "MLSTM_PALLAS_CHECKS"
+CHECKS_VARIABLE = "MLSTM_PALLAS_CHECKS"
 
 SYMBOLIC_HINTS = {
     "B": ', or backend "xla", which takes a symbolic B',
@@ -369,14 +369,14 @@ _WRONG: dict[str, tuple[Callable[..., Any], str]] = {
 
 def checks_indices() -> bool:
     """Whether the host checks indices that are on a device or traced."""
-    value = os.environ.get(CHECKS, "")
+    value = os.environ.get(CHECKS_VARIABLE, "")
     if value not in ("", "0", "1"):
-        raise wrong(CHECKS, value, "0 or 1")
+        raise wrong(CHECKS_VARIABLE, value, "0 or 1")
     return value == "1"
 
 
 def check_indices(name: str, size: int, x: Any) -> None:
-    """Checks the values of a NumPy array; with CHECKS also of others, which waits for them."""
+    """Checks the values of a NumPy array; with the variable also of others, and waits for them."""
     if isinstance(x, np.ndarray):
         _check_indices(name, size, x)
     elif checks_indices():

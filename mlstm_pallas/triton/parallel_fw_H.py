@@ -95,12 +95,12 @@ def _parallel_fw_H_kernel(
         keys = block_at(p.memory_index(j, blocks(p.L, siz_b_LKV)), siz_b_LKV)
         if keep_q:
             parts = (dot(q, matK[keys, at], precision, b_axis=1) for at, q in whole_q)
-            scores = functools.reduce(operator.add, parts)
+            qk = functools.reduce(operator.add, parts)
         else:
-            scores = product(matQ, matK, queries, keys, siz_b_DHQK, precision, b_axis=1)
+            qk = product(matQ, matK, queries, keys, siz_b_DHQK, precision, b_axis=1)
         e = [ref[keys] for ref in vecE]
-        t, s = tile_steps(scores.shape, tile * LQ - keys.start, p)
-        P = causal_scores(scores, decays(e, u), s <= t, p)
+        t, s = tile_steps(qk.shape, tile * LQ - keys.start, p)
+        P = causal_scores(qk, decays(e, u), s <= t, p)
         num += dot(P.astype(matV.dtype), matV[keys, :], precision)
         return num, [x + jnp.sum(P, axis=1) for x in z]
 

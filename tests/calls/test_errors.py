@@ -37,6 +37,7 @@ from mlstm_pallas import (
     xlstm_jax,
 )
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
+from mlstm_pallas.planning.options import CHECKS, Options
 
 B, NH, S, DHQK, DHV = 2, 3, 40, 16, 24
 TRAILING = (DHQK,), (DHQK,), (DHV,), (), ()
@@ -690,3 +691,7 @@ def test_modules_are_attributes_without_an_import_of_their_own():
     for module in (mlstm_pallas, mlstm_pallas.xlstm_jax):
         message = f"module '{module.__name__}' has no attribute 'no_such_module'"
         refused(AttributeError, message, getattr, module, "no_such_module")
+
+
+def test_every_option_has_a_check():
+    assert CHECKS.keys() == vars(Options()).keys()
