@@ -171,15 +171,19 @@ def test_the_rows_of_fla_are_its_function():
     _, state = in_float64(simple_gla, *(y[:, :15] for y in x))
     states = jnp.stack([0 * state, state], axis=1).astype("float32")
     arrays = dict(q=q, k=k, v=v)
-    theirs = arrays | dict(g=g, scale=2 * DHQK**-0.5, cu_seqlens=[0, 15, S], initial_state=states)
+    ends = jnp.array([0, 15, S])
+    theirs = arrays | dict(g=g, scale=2 * DHQK**-0.5, cu_seqlens=ends, initial_state=states)
     theirs |= dict(head_first=False, output_final_state=True)
     codes = [code for _, code in rows("FLA")]
     of_g, of_gamma, of_neither = (code for code in codes if code.startswith("f="))
+    [of_ids] = (code for code in codes if code.startswith("segment_ids="))
     for code in codes:
-        if code not in (of_gamma, of_neither):
+        if code not in (of_gamma, of_neither, of_ids):
             arrays |= arguments(code, theirs)
     result, (c, *_) = mlstm_chunkwise(**arrays)
     compare("hc", (result, c), (2 * h, np.stack([state, last], axis=1)), BOUND)
+    ids = arguments(of_ids, theirs)["segment_ids"]
+    np.testing.assert_array_equal(ids, 1 + (np.arange(S) >= 15)[None])
     decays = dict(q=q, g_gamma=g[0, 0], g=jnp.broadcast_to(g[:, :1], g.shape))
     np.testing.assert_array_equal(*(arguments(x, decays)["f"] for x in (of_g, of_gamma)))
     no_decay = [arguments(x, decays | dict(g=0 * g))["f"] for x in (of_g, of_neither)]
