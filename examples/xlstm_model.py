@@ -349,7 +349,7 @@ def first_not_finite(config: Config, params: Params, tokens: list[int]) -> str:
         some = np.array([tokens[n : n + MOST_STEPS]])
         x, after = take_rows(params["embeddings"], some), []
         for number, (p, before) in enumerate(zip(params["blocks"], states, strict=True)):
-            rows = None, np.array([some.size]), before, np.array([0]), None, None
+            rows = np.array([some.size]), before, np.array([0]), None, None
             x, state = prefill_block(config, p, x, *rows)
             if not_finite((x, state)):
                 return f"block {number} of {len(states)}"

@@ -14,7 +14,6 @@ from engine import SMALL, Call, Ids, Lengths
 from oracle import array, for_device
 from relations import repeated, value
 from stage_calls import (
-    UNKNOWN,
     KernelSpec,
     Launch,
     Lowering,
@@ -31,6 +30,7 @@ from table import KEPT, NT, PLAIN, chunkwise
 import mlstm_pallas
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.planning.call_spec import SMALL as SMALL_STAGES
+from mlstm_pallas.problem.gpu import HOPPER
 
 FUSED_STAGES = {"parallel_fw_P", "recurrent_fw_H"}
 
@@ -244,7 +244,7 @@ class Recurrences:
         kind, (*_, K, V) = tiles_class(RECURRENCE, "mosaic_gpu"), self.shape
         rows, columns = self.rows or largest_block(K), self.columns or (64 if V % 128 else 128)
         tiles = kind(rows, columns, self.num_stages, self.num_splits)
-        assert tiles.supports(self.problem, KernelSpec(RECURRENCE, UNKNOWN, self.alone))
+        assert tiles.supports(self.problem, KernelSpec(RECURRENCE, HOPPER, self.alone))
         return Launch(self.problem, tiles, None, lowering)
 
     def shapes(self):

@@ -13,7 +13,6 @@ from mlstm_pallas.launches.kernel_tiles import KernelSpec, Tiles
 from mlstm_pallas.problem.dimensions import Problem
 
 KERNEL_DTYPE = jnp.dtype("bfloat16")  # float16 has the same size
-SHARED_BYTES = 232_448  # the most per CTA
 HEADS = 65_535  # the most CTAs along a CUDA grid axis other than the first
 
 
@@ -60,7 +59,7 @@ class HopperTiles(Tiles):
 
     def supports(self, p: Problem, kernel: KernelSpec) -> bool:
         fits = self.divides(p)
-        return fits and self.shared_bytes(p, KERNEL_DTYPE, kernel) <= SHARED_BYTES
+        return fits and self.shared_bytes(p, KERNEL_DTYPE, kernel) <= kernel.gpu.shared_bytes
 
 
 @dataclasses.dataclass(frozen=True)
