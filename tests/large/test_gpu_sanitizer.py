@@ -119,7 +119,7 @@ def test_lengths_segments_and_slots_are_clean(run):
 
 
 @needs_mosaic_gpu
-@pytest.mark.parametrize("feature", ["prompts_of_lengths", "reverse"])
+@pytest.mark.parametrize("feature", ["documents", "reverse"])
 def test_mosaic_gpu_kernels_are_clean(feature, run):
     """One process per feature, because the tool may hang on these kernels. The first has lengths
     and prompts in one call."""
