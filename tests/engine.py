@@ -38,6 +38,7 @@ class Ids:
     """segment_ids of packed documents: their numbers of steps in each row; one is behind them."""
 
     of: tuple
+    own = False
 
     @property
     def count(self):
@@ -232,16 +233,14 @@ def gate(r, shape, edges, largest):
 def sizes_of(call):
     """The shapes of arrays by name, with those of cotangents."""
     B, NH, S, K, V = call.shape
-    documents, slots = call.get(Documents), call.get(Slots)
+    ids, slots = call.get(Ids), call.get(Slots)
     lead, N = (slots.P if slots else B,), kept(call).ends.shape[1]
     several = (B, N) if call.several else lead
     inner = dict(
         zip("qkvif" + STATES, ((S, K), (S, K), (S, V), (S,), (S,), (K, V), (K,), ()), strict=True)
     )
     shapes = {name: (B, NH, *inner[name]) for name in TOKENS}
-    shapes |= {
-        x: (*(several if documents and documents.own else lead), NH, *inner[x]) for x in STATES
-    }
+    shapes |= {x: (*(several if ids and ids.own else lead), NH, *inner[x]) for x in STATES}
     shapes |= {"dh": shapes["v"]}
     return shapes | {f"d{x}": (*several, NH, *inner[x]) for x in STATES}
 
@@ -450,15 +449,14 @@ def run(call, x, backend):
 def initial_of(call, x, masks):
     """c, n and m of each entry and document, and zeros, (B, N + 1, NH, ...)."""
     B, NH, _, K, V = call.shape
-    documents, several = (call.get(kind) for kind in (Documents, Ids))
-    result = []
+    ids, result = call.get(Ids), []
     for name, inner in zip(STATES, ((K, V), (K,), ()), strict=True):
-        zeros = np.zeros((B, (several.count if several else 1) + 1, NH, *inner))
+        zeros = np.zeros((B, (ids.count if ids else 1) + 1, NH, *inner))
         if name in x:
             first = np.float64(x[name])
             if call.get(Slots):  # of an entry without a row nothing is read
                 first = np.where(over(masks.rows < 0, first[masks.rows]), 0, first[masks.rows])
-            first = first if documents and documents.own else first[:, None]
+            first = first if ids and ids.own else first[:, None]
             zeros[:, : first.shape[1]] = first
         result.append(zeros)
     return result
@@ -504,7 +502,7 @@ def exact(call, x):
         d_last = d_last if call.several else [y[:, None] for y in d_last]
     noise = run.ordered(x["noise"]) if "noise" in x else 0
     tokens, initial = run.backward(h, x["dh"], d_last, noise)
-    own = getattr(call.get(Documents), "own", False)
+    own = getattr(call.get(Ids), "own", False)
     initial = [y[:, :-1] if own else y[:, 0] for y in initial]
     if call.get(Slots):
         initial = [in_rows(x[f"d{name}"], y) for name, y in zip(STATES, initial, strict=True)]

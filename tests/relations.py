@@ -184,7 +184,7 @@ def beside_others(call, backend, document, is_first, is_last, names, power, forg
     for name in ("dc", "dn", "dm") if call.outputs != "h" else ():
         x2[name] = np.where(counts(name[1], x[name]), x[name], 0).astype(x[name].dtype)
     x2 = poisoned(x2, names, others, lambda y: largest(y) ** power)
-    if getattr(ids, "own", False):  # and their states
+    if ids.own:  # and their states
         x2["c"] = np.where(counts("dc", x["c"]), x["c"], x["c"].dtype.type(3e38))
         x2["c"][1:] = x["c"][1:]
     results = run(call, x2, backend)

@@ -152,7 +152,7 @@ def test_only_hopper_gets_mosaic_gpu_kernels(any_jax, monkeypatch):
             assert spec_of((*sizes[:3], *heads), "bfloat16", gpu, "fastest").lowering == expected
         with monkeypatch.context() as patch:
             patch.setattr(backend, "HAS_TRITON", False)
-            assert requested_lowering(None, gpu, (64, 128)) == chosen if hopper else "xla"
+            assert requested_lowering(None, gpu, (64, 128)) == (chosen if hopper else "xla")
         if not hopper:
             with pytest.raises(ValueError, match=rf"^backend is 'mosaic_gpu' and .* {kind},"):
                 plan(sizes, kind, backend="mosaic_gpu")
