@@ -1,7 +1,10 @@
-"""What GPUs do in a call: milliseconds by kind of kernel, and of waiting, from a profile."""
+"""What a GPU does in a call: milliseconds by kind of kernel, and of waiting, from a profile; and the
+most memory in use."""
 
+import contextlib
 import re
 import tempfile
+import threading
 from pathlib import Path
 
 import jax
@@ -67,3 +70,21 @@ def covered(intervals):
         length += max(0, end - max(start, last))
         last = max(last, end)
     return length
+
+
+@contextlib.contextmanager
+def peak_memory():
+    """A list with the most bytes in use on the device meanwhile; empty where it tells none."""
+    device, peak, done = jax.devices()[0], [], threading.Event()
+
+    def watch():
+        while (stats := device.memory_stats()) and not done.wait(0.002):
+            peak[:] = [max([stats["bytes_in_use"], *peak])]
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()

@@ -24,8 +24,10 @@ in memory at a time, and that matrices are cast to bfloat16 once per step:
     inputs_in_parts      the same with parts
     products             results of products and of the mLSTM are kept; parts; one scan
     products_unrolled    the same, with one block after the other in the program
-    fewer_products_unrolled
-                         the same, but k and one of two wide products of the MLP are computed again
+    products_by_block    the same, but a block is a program, which is compiled once each way
+
+--parts=2 sums the gradients of two halves of the batch in float32 before the update, so that the
+activations of one half are in memory at a time.
 
 A mesh spreads the step over devices, each of which has --batch sequences or, where sequences are
 split, --sequence steps of them (lm_mesh.py):
@@ -40,7 +42,7 @@ FLOPs of the model are 6 for each token and parameter of a matrix product, and t
 forward products of the mLSTM in chunks of 128. Neither the embedding nor what is computed again
 counts. MFU is the share of the data sheet's dense bfloat16 rate, "of measured" that of the rate in
 roofline.py. Memory is what the compiled step needs: its arguments, which it updates in place, and
-temporary arrays. On a GPU one more step is profiled: the milliseconds of matrix products, of the
+temporary arrays; of several programs, the most that is in use during a step. On a GPU one more step is profiled: the milliseconds of matrix products, of the
 mLSTM, of elementwise kernels with reductions among them, of copies and of collectives, how long
 nothing but collectives runs ("exposed"), and how long nothing does ("idle"). All of these, the MFU
 and the memory are per device. Efficiency is the rate of tokens per device, relative to the row of
@@ -101,12 +103,15 @@ class Recipe(NamedTuple):
     scan: the blocks are one scan, whose results are stacked, and not one after the other in the
       program.
     cast_once: the matrices become bfloat16 before the blocks and not in each of them.
+    by_block: the step is not one program but calls several: one for the embedding, for a block, for
+      the loss and for the update. All blocks share the two programs of a block.
     """
 
     keep: tuple[str, ...] = ()
     loss_parts: int = 1
     scan: bool = True
     cast_once: bool = False
+    by_block: bool = False
 
 
 MLSTM = Callable[..., jax.Array]  # q, k, v, i, f as (B, S, NH, ...) -> h (B, S, NH, DHV)
@@ -155,15 +160,13 @@ OF_MLSTM = "mlstm_h", "mlstm_n", "mlstm_m", "mlstm_z"
 # Of these the backward pass needs nothing but the elementwise parts of a block.
 PRODUCTS = (*OF_MLSTM, "query", "key", "value", "gates", "output_gate")
 PRODUCTS += "residual", "gate", "up"
-# A product of "key" or "up" takes as much time per byte that it saves as any other.
-FEWER_PRODUCTS = tuple(x for x in PRODUCTS if x not in ("key", "up"))
 
 RECIPES = {
     "inputs": Recipe(),
     "inputs_in_parts": Recipe(loss_parts=8, cast_once=True),
     "products": Recipe(PRODUCTS, 8, cast_once=True),
     "products_unrolled": Recipe(PRODUCTS, 8, scan=False, cast_once=True),
-    "fewer_products_unrolled": Recipe(FEWER_PRODUCTS, 8, scan=False, cast_once=True),
+    "products_by_block": Recipe(PRODUCTS, 8, scan=False, cast_once=True, by_block=True),
 }
 
 
@@ -246,7 +249,8 @@ class Block(nn.Module):
         return x + GatedMLP(self.model)(norm()(x))
 
 
-class Network(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Network:
     """A language model of a recipe; the parameters of its blocks are one tree, or one each."""
 
     model: Model
@@ -254,35 +258,57 @@ class Network(NamedTuple):
     recipe: Recipe
     spread: OneDevice = OneDevice()
 
-    def blocks(self, params, x):
-        """x (B, S, width) -> the same, through all blocks."""
+    def program(self, function, **options):
+        """A program of its own, or a part of that of the step."""
+        return jax.jit(function, **options) if self.recipe.by_block else function
+
+    @functools.cached_property
+    def cast(self):
+        """The parameters as ``loss`` takes them."""
+
+        def cast(path, x):
+            return x.astype(DTYPE) if path[-1].key == "kernel" else x
+
+        if not self.recipe.cast_once:
+            return lambda params: params
+        return self.program(
+            lambda params: params | dict(blocks=jax.tree.map_with_path(cast, params["blocks"]))
+        )
+
+    @functools.cached_property
+    def embed(self):
+        """The table and tokens (B, S) -> (B, S, width)."""
+        # Rows come before the cast, because their gradients are summed in the dtype of the table.
+        return self.program(lambda *inputs: self.spread.embed(*inputs).astype(DTYPE))
+
+    @functools.cached_property
+    def block(self):
+        """The parameters of a block and x (B, S, width) -> the same."""
         policy = jax.checkpoint_policies.save_only_these_names(*self.recipe.keep)
         block = Block(self.model, self.mlstm)
+        # What is computed again can merge with what was computed before in one program alone, where
+        # no scan is between them.
+        one_program = not (self.recipe.scan or self.recipe.by_block)
 
-        # In a scan the compiler cannot merge what is computed again with what was computed before.
-        @functools.partial(jax.checkpoint, policy=policy, prevent_cse=not self.recipe.scan)
+        @functools.partial(jax.checkpoint, policy=policy, prevent_cse=one_program)
         def of_block(params, x):
             return block.apply({"params": self.spread.gather(params)}, x)
 
+        return self.program(of_block)
+
+    def blocks(self, params, x):
+        """x (B, S, width) -> the same, through all blocks."""
         if self.recipe.scan:
-            return jax.lax.scan(lambda x, y: (of_block(y, x), None), x, params)[0]
+            return jax.lax.scan(lambda x, y: (self.block(y, x), None), x, params)[0]
         for of_one in params:
-            x = of_block(of_one, x)
+            x = self.block(of_one, x)
         return x
 
-    def loss(self, params, inputs, targets):
-        """Mean nats of the targets (B, S), the tokens that follow the inputs (B, S)."""
-
-        def cast(path, x):
-            matrix = self.recipe.cast_once and path[-1].key == "kernel"
-            return x.astype(DTYPE) if matrix else x
-
-        blocks = jax.tree.map_with_path(cast, params["blocks"])
-        # Rows come before the cast, because their gradients are summed in the dtype of the table.
-        x = self.spread.embed(params["embedding"], inputs).astype(DTYPE)
-        x = self.blocks(blocks, x)
-        head = params["norm"], params["unembedding"]
-        return self.spread.sum_over_tokens(self.nats)(head, x, targets) / targets.size
+    @functools.cached_property
+    def mean_nats(self):
+        """Of targets (B, S), from the last norm and product, and x (B, S, width)."""
+        of_all = self.spread.sum_over_tokens(self.nats)
+        return self.program(lambda head, x, targets: of_all(head, x, targets) / targets.size)
 
     def nats(self, head, x, targets):
         """The sum over targets (B, S); x (B, S, width)."""
@@ -291,6 +317,53 @@ class Network(NamedTuple):
             return optax.softmax_cross_entropy_with_integer_labels(logits, targets).sum()
         shape = self.recipe.loss_parts, -1
         return nats_in_parts(head, x.reshape(*shape, x.shape[-1]), targets.reshape(shape))
+
+    def loss(self, params, inputs, targets):
+        """Mean nats of the targets (B, S), the tokens that follow the inputs (B, S)."""
+        x = self.blocks(params["blocks"], self.embed(params["embedding"], inputs))
+        return self.mean_nats((params["norm"], params["unembedding"]), x, targets)
+
+    @functools.cached_property
+    def add(self):
+        """A sum in float32, which it updates, and the loss and gradients of a part."""
+        return self.program(
+            lambda total, part: jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, part),
+            donate_argnums=0,
+        )
+
+    def gradients(self, params, tokens):
+        """The mean loss and its gradients, in float32; tokens (parts, B, S) each."""
+        cast = self.cast(params)
+
+        def add(total, part):
+            return self.add(total, jax.value_and_grad(self.loss)(cast, *part)), None
+
+        total = self.zeros(params)
+        if self.recipe.by_block:
+            for part in zip(*tokens, strict=True):
+                total, _ = add(total, part)
+        else:
+            total, _ = jax.lax.scan(add, total, tokens)
+        return total
+
+    @functools.cached_property
+    def zeros(self):
+        """Of the loss and the gradients."""
+        return self.program(
+            lambda params: (jnp.float32(0), jax.tree.map(jnp.zeros_like, params)),
+        )
+
+    @functools.cached_property
+    def update(self):
+        """The state and the loss and gradients that are sums over parts -> the next, metrics."""
+
+        def update(state, total, parts):
+            loss, gradients = jax.tree.map(lambda x: x / parts, total)
+            updates, optimizer = OPTIMIZER.update(gradients, state.optimizer, state.params)
+            metrics = Metrics(loss, optax.tree.norm(gradients))
+            return State(optax.apply_updates(state.params, updates), optimizer), metrics
+
+        return self.program(update, donate_argnums=0, static_argnums=2)
 
 
 def raw_logits(head, x):
@@ -394,27 +467,31 @@ def initial_params(model):
 
 
 def train_step(network, state, tokens):
-    """One update; the metrics are those before it. tokens: the inputs and the targets."""
-    loss, gradients = jax.value_and_grad(network.loss)(state.params, *tokens)
-    updates, optimizer = OPTIMIZER.update(gradients, state.optimizer, state.params)
-    metrics = Metrics(loss, optax.tree.norm(gradients))
-    return State(optax.apply_updates(state.params, updates), optimizer), metrics
+    """One update; the metrics are those before it. tokens: inputs and targets (parts, B, S)."""
+    total = network.gradients(state.params, tokens)
+    return network.update(state, total, len(tokens[0]))
 
 
 # ---------------------------------------------------------------- measuring
 
 
-def first_state(network, batch, sequence):
+def first_state(network, batch, sequence, parts=1):
     """The state before the first step, and the inputs and targets, on their devices."""
     shape = batch, sequence + 1
     tokens = jax.random.randint(jax.random.key(1), shape, 0, network.model.vocabulary)
+    tokens = tokens.reshape(parts, -1, sequence + 1)
     # Shifted before they are split, so that no device needs a token of another one.
-    tokens = network.spread.place_tokens((tokens[:, :-1], tokens[:, 1:]))
+    tokens = network.spread.place_tokens((tokens[..., :-1], tokens[..., 1:]))
     return network.spread.place_state(initial_state(network.model, network.recipe.scan)), tokens
 
 
 def compiled_step(network, state, tokens):
-    """For these arrays or their shapes with shardings, under ``Spread.context``."""
+    """For these arrays or their shapes with shardings, under ``Spread.context``.
+
+    Of a recipe by block, a function that compiles its programs when they are called.
+    """
+    if network.recipe.by_block:
+        return functools.partial(train_step, network)
     options = dict(donate_argnums=0, out_shardings=(network.spread.shardings(state), None))
     step = jax.jit(functools.partial(train_step, network), **options)
     return step.lower(state, tokens).compile()
@@ -423,7 +500,7 @@ def compiled_step(network, state, tokens):
 def measure(row, network, others, options):
     """Fills the row and compares it with others, the rows before it that are right."""
     B, _, S, *_ = row["shape"]
-    state, tokens = jax.block_until_ready(first_state(network, B, S))
+    state, tokens = jax.block_until_ready(first_state(network, B, S, row["parts"]))
     start = time.perf_counter()
     compiled = compiled_step(network, state, tokens)
     times, losses, norms = [], [], []
@@ -434,8 +511,11 @@ def measure(row, network, others, options):
         norms.append(float(metrics.gradient_norm))
         start = time.perf_counter()
     seconds = runner.store_times(row, times[options.warmup :])
-    memory = compiled.memory_analysis()
-    arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    if network.recipe.by_block:
+        with profiles.peak_memory() as in_use:
+            state, _ = jax.block_until_ready(compiled(state, tokens))
+    else:
+        in_use = [bytes_of(compiled.memory_analysis())]
     peak = roofline.of_device(PEAK_FLOPS, row["device"])
     measured, _ = roofline.device_rates(row["device"], DTYPE)
     flops = row["flops"] / row["devices"]
@@ -445,7 +525,7 @@ def measure(row, network, others, options):
         gradient_norms=norms,
         tokens_per_s=B * S / seconds,
         tokens_per_s_per_device=B * S / seconds / row["devices"],
-        peak_mib=(arrays - memory.alias_size_in_bytes) / 2**20,
+        peak_mib=in_use[0] / 2**20 if in_use else None,
         mfu_pct=peak and 100 * flops / seconds / peak,
         measured_pct=measured and 100 * flops / seconds / measured,
     )
@@ -458,12 +538,18 @@ def measure(row, network, others, options):
     compare(row, next((x for x in others if x["shape"] == row["shape"]), row))
 
 
+def bytes_of(memory):
+    """What a program needs, by its memory analysis."""
+    arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return arrays - memory.alias_size_in_bytes
+
+
 def efficiency(row, others):
     """In percent of the tokens per second of one device, None without its row."""
 
     def setting(row):
         B, _, S, *_ = row["shape"]
-        return row["impl"], row["recipe"], B * S // row["devices"]
+        return row["impl"], row["recipe"], row["parts"], B * S // row["devices"]
 
     alone = [x for x in others if x["mesh"] == "one" and setting(x) == setting(row)]
     key = "tokens_per_s_per_device"
@@ -514,16 +600,19 @@ def measured_rows(options):
     keys |= dict(direction="train", dtype=DTYPE)
     print(f"{name}: {parameters:,} parameters", flush=True)
     right = []
+    parts = options.parts
+    if batch % parts:
+        raise RequestError(f"--parts={parts} does not divide a batch of {batch}")
     product = itertools.product(options.recipe, meshes(options, impls), impls)
     for recipe_name, (mesh, axes, spread), impl in product:
         recipe = RECIPES[recipe_name]
-        if (batch * sequence) % recipe.loss_parts:
-            tokens = f"{batch} x {sequence} tokens"
+        if (batch // parts * sequence) % recipe.loss_parts:
+            tokens = f"{batch // parts} x {sequence} tokens"
             raise RequestError(
                 f"--recipe={recipe_name} has {recipe.loss_parts} parts, not {tokens}"
             )
         size = batch * spread.batch, sequence * spread.sequence
-        keys |= dict(recipe=recipe_name, mesh=mesh, axes=axes, devices=spread.size)
+        keys |= dict(recipe=recipe_name, parts=parts, mesh=mesh, axes=axes, devices=spread.size)
         keys |= dict(flops=model.flops(*size))
         row = runner.new_row(options, name, model.mlstm_shape(*size), impl, **keys)
         mlstm = PEERS.get(impl) or ours(impl, recipe, spread)
@@ -542,6 +631,7 @@ COLUMNS = reporting.columns(
 model           name
 tokens          tokens
 recipe          recipe
+parts           parts           d
 impl            impl
 mesh            mesh
 axes            axes
@@ -582,6 +672,7 @@ def define_flags(define):
     define.integer("batch", None, batch, lower_bound=1)
     sequence = "Steps, times the devices per sequence; none: 8192, without a GPU 64."
     define.integer("sequence", None, sequence, lower_bound=1)
+    define.integer("parts", 1, "Of a step, whose gradients are summed.", lower_bound=1)
     define.integer("warmup", 2, warmup, lower_bound=1)
     define.integer("steps", 5, "Steps that are timed; the median counts.", lower_bound=1)
     define.shared("commit", "from_jsonl", "jsonl")
