@@ -48,7 +48,7 @@ class OneDevice:
         return state
 
     def place_tokens(self, tokens):
-        """Of arrays (parts, B, S)."""
+        """Of arrays (B, S)."""
         return tokens
 
     def mlstm(self, **options):
@@ -100,7 +100,7 @@ class Spread(OneDevice):
         return jax.device_put(state, self.shardings(state))
 
     def place_tokens(self, tokens):
-        return jax.device_put(tokens, NamedSharding(self.mesh, P(None, *AXES)))
+        return jax.device_put(tokens, NamedSharding(self.mesh, TOKENS))
 
     def mlstm(self, **options):
         if self.sequence == 1:

@@ -1,5 +1,4 @@
-"""What a GPU does in a call: milliseconds by kind of kernel, and of waiting, from a profile; and the
-most memory in use."""
+"""What GPUs do in a call: milliseconds by kind of kernel, and of waiting; and their memory."""
 
 import contextlib
 import re

@@ -14,6 +14,10 @@ With --ring=8,16 a backend also runs mlstm_ring_step with rings of these lengths
 --tokens=1,4 it does so for calls of so many tokens, all of which are accepted. ms/step is the time
 of a call.
 
+With --layers=1,32 there are rows in which a step updates the states of so many layers in turns, as
+those of a model do: states of one layer may stay in the L2, those of many do not. ms/step is the
+time per layer.
+
 With --slots=192 a backend has two more rows, whose states are at random slots of pools of 192: the
 step with slots ("slots"), and a gather of the states, the step and a scatter ("gathered").
 
@@ -100,17 +104,24 @@ class MlstmPallas(peers.JaxImplementation):
         return h[:, :, -1], (states,)
 
     def build(self, token, states, steps):
-        """A call runs the steps from the states of the call before and returns the last h."""
+        """A call runs the steps from the states of the call before and returns the last h.
+
+        All layers have the same token and begin with the same states.
+        """
         rows = np.random.default_rng(0).permutation(np.arange(self.rows, dtype="int32"))
         slots, pooled = rows[: len(token.q)], self.settings["pooled"]
 
         def run(token, states, steps):
-            def body(_, carry):
+            def of_layer(states):
                 if pooled != "gathered":
-                    return self.step(*token, *carry[1], slots=slots if pooled else None)
-                h, after = self.step(*token, *(pool[slots] for pool in carry[1]))
-                pools = zip(carry[1], after, strict=True)
+                    return self.step(*token, *states, slots=slots if pooled else None)
+                h, after = self.step(*token, *(pool[slots] for pool in states))
+                pools = zip(states, after, strict=True)
                 return h, tuple(pool.at[slots].set(x, unique_indices=True) for pool, x in pools)
+
+            def body(_, carry):
+                outputs, after = zip(*map(of_layer, carry[1]), strict=True)
+                return outputs[-1], list(after)
 
             return lax.fori_loop(0, steps, body, (jnp.zeros_like(token.v), states))
 
@@ -124,6 +135,7 @@ class MlstmPallas(peers.JaxImplementation):
         if pooled:
             pools = jax.tree.map(lambda x: jnp.zeros((self.rows, *x.shape[1:]), x.dtype), current)
             current = jax.tree.map(lambda x, y: x.at[slots].set(y), pools, current)
+        current = [jax.tree.map(jnp.copy, current) for _ in range(self.settings["layers"])]
 
         def call():
             nonlocal current
@@ -136,12 +148,16 @@ class MlstmPallas(peers.JaxImplementation):
 class MlstmKernelsStep(peers.TorchPeer):
     """mlstm_kernels (NX-AI), its Triton step kernel.
 
-    The steps go to and fro between two sets of states; in place they share C, but not n and m,
-    which every CTA of a head reads and one of them writes.
+    The steps of a layer go to and fro between two sets of states; in place they share C, but not n
+    and m, which every CTA of a head reads and one of them writes.
     """
 
     module_name = "mlstm_kernels.torch.recurrent"
     in_place = False
+
+    def __init__(self, layers=1):
+        super().__init__()
+        self.layers = layers
 
     def build(self, token, states, steps):
         torch = self.torch
@@ -150,14 +166,18 @@ class MlstmKernelsStep(peers.TorchPeer):
             return torch_tensor(torch, x if x.ndim > 2 else x[..., None], x.dtype)
 
         token, first = tuple(map(tensor, token)), tuple(map(tensor, states))
-        sets = [tuple(map(torch.empty_like, first)) for _ in range(2)]
-        if self.in_place:
-            sets[1] = (sets[0][0], *sets[1][1:])
+
+        def two_sets():
+            old, new = (tuple(map(torch.empty_like, first)) for _ in range(2))
+            return old, (old[0], *new[1:]) if self.in_place else new
+
+        layers = [two_sets() for _ in range(self.layers)]
 
         def run(count):
-            for x, y in zip(sets[0], first, strict=True):
-                x.copy_(y)
-            for t in range(count):
+            for old, _ in layers:
+                for x, y in zip(old, first, strict=True):
+                    x.copy_(y)
+            for t, sets in itertools.product(range(count), layers):
                 old, into = sets[t % 2], sets[(t + 1) % 2]
                 new = dict(zip(("matC_new", "vecN_new", "scaM_new"), into, strict=True))
                 options = dict(eps=1e-6, dtype_state=first[0].dtype, **new)
@@ -231,7 +251,7 @@ def measure(row, options):
     elif variant != "exp":
         raise UnsupportedError(f"it has no variant {variant}")
     else:
-        impl = PEERS[row["impl"]]()
+        impl = PEERS[row["impl"]](row["layers"])
     token, states = random_inputs(shape, *dtypes)
     index = np.unique([0, shape.B * shape.NH // 2, shape.B * shape.NH - 1])
     expected = expected_h(token, states, index, variant, CHECKED_STEPS * row["tokens"])
@@ -241,7 +261,8 @@ def measure(row, options):
     runner.check(row, dict(h=runner.relative_error(h, expected)), limits)
     call = impl.build(token, states, row["steps"])
     times = runner.time_calls(call, impl.synchronise, options.repeats)
-    seconds = runner.store_times(row, [x / row["steps"] for x in times])
+    steps = row["steps"] * row["layers"]
+    seconds = runner.store_times(row, [x / steps for x in times])
     row["gbps"] = 2 * row["state_mib"] * 2**20 / seconds / 1e9
     row["copy_pct"] = 100 * row["gbps"] / row["copy_gbps"]
     row["tokens/s"] = shape.B * row["tokens"] / seconds
@@ -268,7 +289,8 @@ def measured_rows(options):
         if impl in BACKENDS:
             pooled = ("", *POOLED) if options.slots else pooled
             rings += itertools.product(options.ring, options.tokens)
-        for loop, keys["pooled"], (ring, tokens) in itertools.product(loops, pooled, rings):
+        settings = itertools.product(options.layers, loops, pooled, rings)
+        for keys["layers"], loop, keys["pooled"], (ring, tokens) in settings:
             if ring and keys["pooled"] == "gathered":
                 continue
             keys |= dict(ring=ring, tokens=tokens)
@@ -285,12 +307,13 @@ def plot(rows, path):
 
     def line(row):
         ring = row.get("ring") and f"ring of {row['ring']}, {row['tokens']} per call"
-        names = row["impl"], row["loop"], row.get("pooled"), ring
+        layers = row.get("layers", 1) > 1 and f"{row['layers']} layers"
+        names = row["impl"], row["loop"], row.get("pooled"), ring, layers
         return "memory limit" if row["loop"] == "limit" else ", ".join(filter(None, names))
 
     def panel(row):
         heads = "{1} heads of {3}/{4}".format(*row["shape"])
-        return f"{heads}, {row['state_dtype']} states, one layer"
+        return f"{heads}, {row['state_dtype']} states"
 
     both = [*rows, *map(limit, rows)]
     reporting.plot(
@@ -302,6 +325,7 @@ COLUMNS = reporting.columns(
     """
 shape      name
 impl       impl
+layers     layers
 loop       loop
 pooled     pooled
 ring       ring
@@ -323,6 +347,7 @@ note       note
 def define_flags(define):
     define.names("impl", [], (*BACKENDS, *PEERS), "none: triton and peers, without a GPU xla.")
     define.names("state_dtype", ["float32"], TOLERANCES, "the dtype of C and n; m is float32.")
+    define.items("layers", "1", int, "Whose states are updated in turns.")
     define.integer("slots", None, "Rows of pools; none: no pools.", lower_bound=1)
     define.items("ring", [], int, "Lengths of rings, beside steps without.")
     define.items("tokens", "1", int, "Tokens per call with a ring.")

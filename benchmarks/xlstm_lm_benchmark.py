@@ -24,10 +24,10 @@ in memory at a time, and that matrices are cast to bfloat16 once per step:
     inputs_in_parts      the same with parts
     products             results of products and of the mLSTM are kept; parts; one scan
     products_unrolled    the same, with one block after the other in the program
-    products_by_block    the same, but a block is a program, which is compiled once each way
+    products_by_block    the same, but the host calls two programs for one block after the other,
+                         with half of the batch at a time; it sums the gradients in float32
 
---parts=2 sums the gradients of two halves of the batch in float32 before the update, so that the
-activations of one half are in memory at a time.
+--programs=FILE keeps the programs of products_by_block, with which the next process starts.
 
 A mesh spreads the step over devices, each of which has --batch sequences or, where sequences are
 split, --sequence steps of them (lm_mesh.py):
@@ -42,11 +42,12 @@ FLOPs of the model are 6 for each token and parameter of a matrix product, and t
 forward products of the mLSTM in chunks of 128. Neither the embedding nor what is computed again
 counts. MFU is the share of the data sheet's dense bfloat16 rate, "of measured" that of the rate in
 roofline.py. Memory is what the compiled step needs: its arguments, which it updates in place, and
-temporary arrays; of several programs, the most that is in use during a step. On a GPU one more step is profiled: the milliseconds of matrix products, of the
-mLSTM, of elementwise kernels with reductions among them, of copies and of collectives, how long
-nothing but collectives runs ("exposed"), and how long nothing does ("idle"). All of these, the MFU
-and the memory are per device. Efficiency is the rate of tokens per device, relative to the row of
-one device with as many tokens per device.
+temporary arrays; of several programs, the most that is in use during a step. On a GPU one more step
+is profiled: the milliseconds of matrix products, of the mLSTM, of elementwise kernels with
+reductions among them, of copies and of collectives, how long nothing but collectives runs
+("exposed"), and how long nothing does ("idle"). All of these, the MFU and the memory are per
+device. Efficiency is the rate of tokens per device, relative to the row of one device with as many
+tokens per device.
 
 Every row starts from the same parameters. Its first three losses and its first gradient norm are
 compared with those of the first row of the same shape, which has the same tokens. Exit code 1 when
@@ -58,10 +59,13 @@ import functools
 import itertools
 import math
 import operator
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 import command
 import flax.linen as nn
 import jax
@@ -73,11 +77,13 @@ import profiles
 import reporting
 import roofline
 import runner
+import step_programs
 from command import RequestError
 from jax.ad_checkpoint import checkpoint_name
 from lm_mesh import OneDevice
 from shapes import Shape
 
+import mlstm_pallas
 from mlstm_pallas.problem.validation import BACKENDS
 
 DTYPE = "bfloat16"
@@ -103,15 +109,14 @@ class Recipe(NamedTuple):
     scan: the blocks are one scan, whose results are stacked, and not one after the other in the
       program.
     cast_once: the matrices become bfloat16 before the blocks and not in each of them.
-    by_block: the step is not one program but calls several: one for the embedding, for a block, for
-      the loss and for the update. All blocks share the two programs of a block.
+    by_block: the step is ``ByBlock``, with as many parts of a batch.
     """
 
     keep: tuple[str, ...] = ()
     loss_parts: int = 1
     scan: bool = True
     cast_once: bool = False
-    by_block: bool = False
+    by_block: int = 0
 
 
 MLSTM = Callable[..., jax.Array]  # q, k, v, i, f as (B, S, NH, ...) -> h (B, S, NH, DHV)
@@ -166,7 +171,7 @@ RECIPES = {
     "inputs_in_parts": Recipe(loss_parts=8, cast_once=True),
     "products": Recipe(PRODUCTS, 8, cast_once=True),
     "products_unrolled": Recipe(PRODUCTS, 8, scan=False, cast_once=True),
-    "products_by_block": Recipe(PRODUCTS, 8, scan=False, cast_once=True, by_block=True),
+    "products_by_block": Recipe(PRODUCTS, 8, scan=False, cast_once=True, by_block=2),
 }
 
 
@@ -249,8 +254,7 @@ class Block(nn.Module):
         return x + GatedMLP(self.model)(norm()(x))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Network:
+class Network(NamedTuple):
     """A language model of a recipe; the parameters of its blocks are one tree, or one each."""
 
     model: Model
@@ -258,43 +262,33 @@ class Network:
     recipe: Recipe
     spread: OneDevice = OneDevice()
 
-    def program(self, function, **options):
-        """A program of its own, or a part of that of the step."""
-        return jax.jit(function, **options) if self.recipe.by_block else function
-
-    @functools.cached_property
-    def cast(self):
-        """The parameters as ``loss`` takes them."""
+    def cast(self, params):
+        """The parameters of one block or of all."""
 
         def cast(path, x):
-            return x.astype(DTYPE) if path[-1].key == "kernel" else x
+            matrix = self.recipe.cast_once and path[-1].key == "kernel"
+            return x.astype(DTYPE) if matrix else x
 
-        if not self.recipe.cast_once:
-            return lambda params: params
-        return self.program(
-            lambda params: params | dict(blocks=jax.tree.map_with_path(cast, params["blocks"]))
-        )
+        return jax.tree.map_with_path(cast, params)
 
-    @functools.cached_property
-    def embed(self):
-        """The table and tokens (B, S) -> (B, S, width)."""
+    def embed(self, table, tokens):
+        """table (vocabulary, width), tokens (B, S) -> (B, S, width)."""
         # Rows come before the cast, because their gradients are summed in the dtype of the table.
-        return self.program(lambda *inputs: self.spread.embed(*inputs).astype(DTYPE))
+        return self.spread.embed(table, tokens).astype(DTYPE)
 
-    @functools.cached_property
-    def block(self):
-        """The parameters of a block and x (B, S, width) -> the same."""
+    def block(self, params, x):
+        """x (B, S, width) -> the same."""
         policy = jax.checkpoint_policies.save_only_these_names(*self.recipe.keep)
         block = Block(self.model, self.mlstm)
-        # What is computed again can merge with what was computed before in one program alone, where
-        # no scan is between them.
+        # What is computed again can only merge with what was computed before in one program, and
+        # not across a scan.
         one_program = not (self.recipe.scan or self.recipe.by_block)
 
         @functools.partial(jax.checkpoint, policy=policy, prevent_cse=one_program)
         def of_block(params, x):
             return block.apply({"params": self.spread.gather(params)}, x)
 
-        return self.program(of_block)
+        return of_block(params, x)
 
     def blocks(self, params, x):
         """x (B, S, width) -> the same, through all blocks."""
@@ -304,11 +298,15 @@ class Network:
             x = self.block(of_one, x)
         return x
 
-    @functools.cached_property
-    def mean_nats(self):
-        """Of targets (B, S), from the last norm and product, and x (B, S, width)."""
-        of_all = self.spread.sum_over_tokens(self.nats)
-        return self.program(lambda head, x, targets: of_all(head, x, targets) / targets.size)
+    def mean_nats(self, head, x, targets):
+        """Of targets (B, S); x (B, S, width)."""
+        return self.spread.sum_over_tokens(self.nats)(head, x, targets) / targets.size
+
+    def loss(self, params, inputs, targets):
+        """Mean nats of the targets (B, S), the tokens that follow the inputs (B, S)."""
+        x = self.embed(params["embedding"], inputs)
+        x = self.blocks(self.cast(params["blocks"]), x)
+        return self.mean_nats((params["norm"], params["unembedding"]), x, targets)
 
     def nats(self, head, x, targets):
         """The sum over targets (B, S); x (B, S, width)."""
@@ -317,53 +315,6 @@ class Network:
             return optax.softmax_cross_entropy_with_integer_labels(logits, targets).sum()
         shape = self.recipe.loss_parts, -1
         return nats_in_parts(head, x.reshape(*shape, x.shape[-1]), targets.reshape(shape))
-
-    def loss(self, params, inputs, targets):
-        """Mean nats of the targets (B, S), the tokens that follow the inputs (B, S)."""
-        x = self.blocks(params["blocks"], self.embed(params["embedding"], inputs))
-        return self.mean_nats((params["norm"], params["unembedding"]), x, targets)
-
-    @functools.cached_property
-    def add(self):
-        """A sum in float32, which it updates, and the loss and gradients of a part."""
-        return self.program(
-            lambda total, part: jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, part),
-            donate_argnums=0,
-        )
-
-    def gradients(self, params, tokens):
-        """The mean loss and its gradients, in float32; tokens (parts, B, S) each."""
-        cast = self.cast(params)
-
-        def add(total, part):
-            return self.add(total, jax.value_and_grad(self.loss)(cast, *part)), None
-
-        total = self.zeros(params)
-        if self.recipe.by_block:
-            for part in zip(*tokens, strict=True):
-                total, _ = add(total, part)
-        else:
-            total, _ = jax.lax.scan(add, total, tokens)
-        return total
-
-    @functools.cached_property
-    def zeros(self):
-        """Of the loss and the gradients."""
-        return self.program(
-            lambda params: (jnp.float32(0), jax.tree.map(jnp.zeros_like, params)),
-        )
-
-    @functools.cached_property
-    def update(self):
-        """The state and the loss and gradients that are sums over parts -> the next, metrics."""
-
-        def update(state, total, parts):
-            loss, gradients = jax.tree.map(lambda x: x / parts, total)
-            updates, optimizer = OPTIMIZER.update(gradients, state.optimizer, state.params)
-            metrics = Metrics(loss, optax.tree.norm(gradients))
-            return State(optax.apply_updates(state.params, updates), optimizer), metrics
-
-        return self.program(update, donate_argnums=0, static_argnums=2)
 
 
 def raw_logits(head, x):
@@ -438,16 +389,19 @@ class Metrics(NamedTuple):
 
 
 ADAMW = optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+LARGEST_NORM = 1.0
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(LARGEST_NORM), ADAMW)
 
 
-def initial_state(model, scan=True):
+def initial_state(model, recipe=RECIPES["inputs"]):
     """The same for all implementations."""
     params = initial_params(model)
-    if not scan:  # not in the program that draws them, which would take minutes to compile
+    if not recipe.scan:  # not in the program that draws them, which would take minutes to compile
         blocks = params["blocks"]
         each = (jax.tree.map(operator.itemgetter(n), blocks) for n in range(model.layers))
         params["blocks"] = tuple(each)
+    if recipe.by_block:
+        return State(params, [*map(ADAMW.init, parts_of(params))])
     return State(params, OPTIMIZER.init(params))
 
 
@@ -467,31 +421,169 @@ def initial_params(model):
 
 
 def train_step(network, state, tokens):
-    """One update; the metrics are those before it. tokens: inputs and targets (parts, B, S)."""
-    total = network.gradients(state.params, tokens)
-    return network.update(state, total, len(tokens[0]))
+    """One update; the metrics are those before it. tokens: the inputs and the targets."""
+    loss, gradients = jax.value_and_grad(network.loss)(state.params, *tokens)
+    updates, optimizer = OPTIMIZER.update(gradients, state.optimizer, state.params)
+    metrics = Metrics(loss, optax.tree.norm(gradients))
+    return State(optax.apply_updates(state.params, updates), optimizer), metrics
+
+
+def parts_of(params):
+    """The parameters outside of the blocks, and those of each block; of gradients, the same."""
+    outside = {name: x for name, x in params.items() if name != "blocks"}
+    return [outside, *params["blocks"]]
+
+
+class ByBlock:
+    """``train_step`` as programs that the host calls, of which two serve all blocks.
+
+    What a block saves for its backward pass are arrays, which nothing stacks, and of which only
+    those of one part of the batch are in memory. The update of each block sums the gradients of
+    all parts in float32.
+    """
+
+    def __init__(self, network, state, tokens, path=None, setting=""):
+        """state, tokens: arrays, or their shapes with shardings.
+
+        path: of a file for ``step_programs.compiled``.
+        setting: what decides on the programs beside their code and the shapes of tokens.
+        """
+        self.network, self.parts = network, network.recipe.by_block
+        calls = functools.partial(self.calls, state, tokens)
+        if network.spread.size > 1:  # only the arrays say how what a block saves is sharded
+            self.programs = {name: function for name, (function, _) in calls().items()}
+            return
+        key = dict(setting=setting, tokens=str([x.shape for x in tokens]))
+        code = mlstm_pallas.__file__, step_programs.__file__, __file__
+        key |= step_programs.facts(Path(x).parent for x in code)
+        self.programs = step_programs.compiled(calls, path, key)
+
+    def calls(self, state, tokens):
+        """By name: a program, and its arguments or their shapes."""
+        network, shardings = self.network, self.network.spread.shardings
+        outside, block, *others = parts_of(state.params)
+        table, head = outside["embedding"], (outside["norm"], outside["unembedding"])
+        ids, targets = jax.eval_shape(functools.partial(self.part, n=0), tokens)
+        forward, backward = step_programs.halves(network.block)
+        cast, x = jax.eval_shape(network.cast, block), jax.eval_shape(network.embed, table, ids)
+        _, saved = jax.eval_shape(forward, cast, x)
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        metrics = [scalar] * self.parts, [scalar] * (2 + len(others))
+
+        def update(params, gradients, optimizer):
+            options = dict(donate_argnums=(0, 1), out_shardings=shardings((params, optimizer)))
+            arguments = params, optimizer, [gradients] * self.parts, Metrics(scalar, scalar)
+            return jax.jit(self.updated, **options), arguments
+
+        of_inputs = shardings(cast), None
+        return {  # those that take longest to compile come first
+            "backward": (
+                jax.jit(backward, donate_argnums=2, out_shardings=of_inputs),
+                ((cast, x), saved, x),
+            ),
+            "forward": (jax.jit(forward), (cast, x)),
+            "nats": (
+                jax.jit(jax.value_and_grad(network.mean_nats, (0, 1))),
+                (head, x, targets),
+            ),
+            "update of outside": update(outside, outside, state.optimizer[0]),
+            "update of block": update(block, cast, state.optimizer[1]),
+            "embed": (jax.jit(network.embed), (table, ids)),
+            "embedding_gradient": (jax.jit(self.embedding_gradient), (table, ids, x)),
+            "cast": (jax.jit(network.cast), (block,)),
+            "squares of outside": (jax.jit(self.squares), ([outside] * self.parts,)),
+            "squares of block": (jax.jit(self.squares), ([cast] * self.parts,)),
+            "metrics": (jax.jit(self.metrics), metrics),
+        }
+
+    def embedding_gradient(self, table, tokens, gradient):
+        return jax.vjp(lambda x: self.network.embed(x, tokens), table)[1](gradient)[0]
+
+    @staticmethod
+    def mean(gradients):
+        """In float32, over the parts of a batch."""
+        return jax.tree.map(
+            lambda *x: sum(y.astype(jnp.float32) for y in x) / len(gradients), *gradients
+        )
+
+    def squares(self, gradients):
+        return optax.tree.norm(self.mean(gradients), squared=True)
+
+    @staticmethod
+    def metrics(losses, squares):
+        return Metrics(sum(losses) / len(losses), jnp.sqrt(sum(squares)))
+
+    def updated(self, params, optimizer, gradients, metrics):
+        """As ``OPTIMIZER`` updates them, with the norm of all gradients."""
+        factor = LARGEST_NORM / jnp.maximum(metrics.gradient_norm, LARGEST_NORM)
+        gradients = jax.tree.map(lambda x: factor * x, self.mean(gradients))
+        updates, optimizer = ADAMW.update(gradients, optimizer, params)
+        return optax.apply_updates(params, updates), optimizer
+
+    def gradients(self, params, blocks, inputs, targets):
+        """The loss of a part of a batch, and its gradients as ``parts_of`` has them.
+
+        blocks: their parameters, cast.
+        """
+        call = self.programs
+        x, kept = call["embed"](params["embedding"], inputs), []
+        for block in blocks:
+            y, saved = call["forward"](block, x)
+            kept.append(((block, x), saved))
+            x = y
+        head = params["norm"], params["unembedding"]
+        loss, ((norm, unembedding), gradient) = call["nats"](head, x, targets)
+        gradients = []
+        while kept:  # whose arrays are free after the call
+            of_block, gradient = call["backward"](*kept.pop(), gradient)
+            gradients.append(of_block)
+        embedding = call["embedding_gradient"](params["embedding"], inputs, gradient)
+        outside = dict(embedding=embedding, norm=norm, unembedding=unembedding)
+        return loss, [outside, *reversed(gradients)]
+
+    def part(self, tokens, n):
+        """Every so many sequences from n on, with which they stay on their devices."""
+        parts = (x.reshape(-1, self.parts, x.shape[-1])[:, n] for x in tokens)
+        return self.network.spread.place_tokens(tuple(parts))
+
+    def __call__(self, state, tokens):
+        call, parts = self.programs, parts_of(state.params)
+        blocks = [*map(call["cast"], parts[1:])]
+        results = [
+            self.gradients(state.params, blocks, *self.part(tokens, n)) for n in range(self.parts)
+        ]
+        losses, gradients = zip(*results, strict=True)
+        gradients = [*map(list, zip(*gradients, strict=True))]
+        names = ["outside", *["block"] * len(blocks)]
+        squares = [call[f"squares of {x}"](y) for x, y in zip(names, gradients, strict=True)]
+        metrics = call["metrics"]([*losses], squares)
+        updated = [
+            call[f"update of {name}"](*arrays, metrics)
+            for name, *arrays in zip(names, parts, state.optimizer, gradients, strict=True)
+        ]
+        (outside, *blocks), optimizer = zip(*updated, strict=True)
+        return State(outside | dict(blocks=tuple(blocks)), [*optimizer]), metrics
 
 
 # ---------------------------------------------------------------- measuring
 
 
-def first_state(network, batch, sequence, parts=1):
+def first_state(network, batch, sequence):
     """The state before the first step, and the inputs and targets, on their devices."""
     shape = batch, sequence + 1
     tokens = jax.random.randint(jax.random.key(1), shape, 0, network.model.vocabulary)
-    tokens = tokens.reshape(parts, -1, sequence + 1)
     # Shifted before they are split, so that no device needs a token of another one.
-    tokens = network.spread.place_tokens((tokens[..., :-1], tokens[..., 1:]))
-    return network.spread.place_state(initial_state(network.model, network.recipe.scan)), tokens
+    tokens = network.spread.place_tokens((tokens[:, :-1], tokens[:, 1:]))
+    return network.spread.place_state(initial_state(network.model, network.recipe)), tokens
 
 
-def compiled_step(network, state, tokens):
+def compiled_step(network, state, tokens, *programs):
     """For these arrays or their shapes with shardings, under ``Spread.context``.
 
-    Of a recipe by block, a function that compiles its programs when they are called.
+    programs: the last arguments of ``ByBlock``.
     """
     if network.recipe.by_block:
-        return functools.partial(train_step, network)
+        return ByBlock(network, state, tokens, *programs)
     options = dict(donate_argnums=0, out_shardings=(network.spread.shardings(state), None))
     step = jax.jit(functools.partial(train_step, network), **options)
     return step.lower(state, tokens).compile()
@@ -500,9 +592,11 @@ def compiled_step(network, state, tokens):
 def measure(row, network, others, options):
     """Fills the row and compares it with others, the rows before it that are right."""
     B, _, S, *_ = row["shape"]
-    state, tokens = jax.block_until_ready(first_state(network, B, S, row["parts"]))
+    state, tokens = jax.block_until_ready(first_state(network, B, S))
     start = time.perf_counter()
-    compiled = compiled_step(network, state, tokens)
+    setting = f"{row['name']} {row['recipe']} {row['impl']}"
+    compiled = compiled_step(network, state, tokens, options.programs, setting)
+    row["compile_s"] = time.perf_counter() - start
     times, losses, norms = [], [], []
     for _ in range(options.warmup + options.steps):
         state, metrics = jax.block_until_ready(compiled(state, tokens))
@@ -549,7 +643,7 @@ def efficiency(row, others):
 
     def setting(row):
         B, _, S, *_ = row["shape"]
-        return row["impl"], row["recipe"], row["parts"], B * S // row["devices"]
+        return row["impl"], row["recipe"], B * S // row["devices"]
 
     alone = [x for x in others if x["mesh"] == "one" and setting(x) == setting(row)]
     key = "tokens_per_s_per_device"
@@ -600,19 +694,15 @@ def measured_rows(options):
     keys |= dict(direction="train", dtype=DTYPE)
     print(f"{name}: {parameters:,} parameters", flush=True)
     right = []
-    parts = options.parts
-    if batch % parts:
-        raise RequestError(f"--parts={parts} does not divide a batch of {batch}")
     product = itertools.product(options.recipe, meshes(options, impls), impls)
     for recipe_name, (mesh, axes, spread), impl in product:
         recipe = RECIPES[recipe_name]
-        if (batch // parts * sequence) % recipe.loss_parts:
-            tokens = f"{batch // parts} x {sequence} tokens"
-            raise RequestError(
-                f"--recipe={recipe_name} has {recipe.loss_parts} parts, not {tokens}"
-            )
+        parts = recipe.by_block or 1
+        if batch % parts or (batch // parts * sequence) % recipe.loss_parts:
+            wanted = f"--recipe={recipe_name} has {parts} x {recipe.loss_parts} parts"
+            raise RequestError(f"{wanted}, not {batch} x {sequence} tokens")
         size = batch * spread.batch, sequence * spread.sequence
-        keys |= dict(recipe=recipe_name, parts=parts, mesh=mesh, axes=axes, devices=spread.size)
+        keys |= dict(recipe=recipe_name, mesh=mesh, axes=axes, devices=spread.size)
         keys |= dict(flops=model.flops(*size))
         row = runner.new_row(options, name, model.mlstm_shape(*size), impl, **keys)
         mlstm = PEERS.get(impl) or ours(impl, recipe, spread)
@@ -631,7 +721,6 @@ COLUMNS = reporting.columns(
 model           name
 tokens          tokens
 recipe          recipe
-parts           parts           d
 impl            impl
 mesh            mesh
 axes            axes
@@ -672,7 +761,7 @@ def define_flags(define):
     define.integer("batch", None, batch, lower_bound=1)
     sequence = "Steps, times the devices per sequence; none: 8192, without a GPU 64."
     define.integer("sequence", None, sequence, lower_bound=1)
-    define.integer("parts", 1, "Of a step, whose gradients are summed.", lower_bound=1)
+    define.parsed("programs", Path, "File for those of products_by_block; none: they are not kept.")
     define.integer("warmup", 2, warmup, lower_bound=1)
     define.integer("steps", 5, "Steps that are timed; the median counts.", lower_bound=1)
     define.shared("commit", "from_jsonl", "jsonl")

@@ -191,15 +191,18 @@ class RecurrentStepTiles(Tiles):
 
     @classmethod
     def plan(cls, p: Problem, dtype: Any, kernel: KernelSpec) -> Self:
-        """With 16-bit states and many CTAs, a CTA has one warp, which waits for no other."""
+        """With 16-bit states, the widest columns with which there are four CTAs per SM.
+
+        With fewer, all rows of a CTA are in flight. One warp waits for no other, but with longer
+        vectors or with masks it spills registers.
+        """
         if dtype.itemsize > 2:
             return cls()
-        tiles = cls(16, 256, 1)
-        # With longer vectors or with masks, one warp spills registers.
-        in_registers = p.DHQK <= 512 and p.DHV % tiles.siz_b_DHHV == 0
-        if in_registers and kernel.gpu.filled_by(math.prod(tiles.grid(p)), 4):
-            return tiles
-        return cls(32, 128)
+        candidates = [cls(32, 128), cls(64, 64)]
+        if p.DHQK <= 512 and p.DHV % 256 == 0:
+            candidates.insert(0, cls(16, 256, 1))
+        filling = (x for x in candidates if kernel.gpu.filled_by(math.prod(x.grid(p)), 4))
+        return next(filling, cls(256, 32))
 
     def grid(self, p: Problem) -> tuple[int, ...]:
         return blocks_over(p.DHV, self.siz_b_DHHV), p.BNH

@@ -12,6 +12,7 @@ import pytest
 import xlstm_lm_benchmark as benchmark
 from benchmark_runs import quick_mlstm
 from oracle import collectives
+from runner import relative_error
 from shapes import Shape
 from xlstm_lm_benchmark import MODELS
 
@@ -55,7 +56,9 @@ def test_figures_of_a_training_step(monkeypatch):
     monkeypatch.setattr(benchmark, "first_state", lambda *_: ("state", "tokens"))
     monkeypatch.setattr(jax, "jit", mock.Mock())
     jax.jit.return_value.lower.return_value.compile = compiled
-    row = dict(impl="xla", device="NVIDIA H200", shape=Shape(2, 4, 16, 8, 8), flops=6e12)
+    row = dict(
+        name="tiny", impl="xla", device="NVIDIA H200", shape=Shape(2, 4, 16, 8, 8), flops=6e12
+    )
     row |= dict(recipe="inputs", mesh="data", devices=2)
     # Of the rows before it one has as many tokens per device, the other the same shape.
     half = dict(mesh="one", devices=1, shape=Shape(1, 4, 16, 8, 8), tokens_per_s_per_device=20 / 3)
@@ -90,17 +93,16 @@ COLLECTIVES = {
 
 
 @functools.cache
-def drawn_state():
+def drawn_state(recipe):
     """Of the tiny model, on the host, in float32 for activations of any dtype."""
-    return jax.tree.map(np.asarray, benchmark.initial_state(MODELS["tiny"]))
+    return jax.tree.map(np.asarray, benchmark.initial_state(MODELS["tiny"], recipe))
 
 
-def losses_of_ten_steps(spread):
+def losses_of_ten_steps(spread, recipe=benchmark.RECIPES["inputs_in_parts"]):
     """And the compiled step."""
-    recipe = benchmark.RECIPES["inputs_in_parts"]
     mlstm = benchmark.ours("xla", recipe, spread)
     network = benchmark.Network(MODELS["tiny"], mlstm, recipe, spread)
-    drawn, losses = drawn_state(), []
+    drawn, losses = drawn_state(recipe), []
     with spread.context():
         with mock.patch.object(benchmark, "initial_state", return_value=drawn):
             state, tokens = benchmark.first_state(network, 8, 64)
@@ -138,3 +140,34 @@ def test_ten_steps_on_a_mesh_have_the_losses_of_one_device(monkeypatch, dtype, n
     if dtype == "bfloat16":
         bounds = np.where(np.arange(10), benchmark.LATER_TOLERANCE, benchmark.FIRST_TOLERANCE)
     assert (abs(losses - expected) <= bounds * expected[0]).all()
+
+
+def first_moments(parts):
+    """After one step by block: a tenth of the gradients, clipped, by the names of parameters."""
+    recipe = benchmark.RECIPES["products_by_block"]._replace(by_block=parts)
+    mlstm = benchmark.ours("xla", recipe, lm_mesh.OneDevice())
+    network = benchmark.Network(MODELS["tiny"], mlstm, recipe)
+    state, tokens = benchmark.first_state(network, 8, 64)
+    state, metrics = benchmark.compiled_step(network, state, tokens)(state, tokens)
+    return metrics, jax.tree.leaves_with_path([x[0].mu for x in state.optimizer])
+
+
+@pytest.mark.slow
+def test_gradients_of_parts_of_a_batch_are_those_of_the_batch(monkeypatch):
+    in_float32(monkeypatch)
+    (one, whole), (two, parts) = map(first_moments, (1, 2))
+    np.testing.assert_allclose(two, one, rtol=1e-6)
+    for (name, x), (_, y) in zip(whole, parts, strict=True):
+        assert relative_error(y, x) < 2e-6, jax.tree_util.keystr(name)  # 32 roundings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "axes"), [("one", None), ("data", "auto"), ("fsdp", "auto"), ("fsdp", "explicit")]
+)
+def test_ten_steps_by_block_have_the_losses_of_one_program(monkeypatch, name, axes):
+    in_float32(monkeypatch)
+    spread = lm_mesh.spread(name, axes, jax.devices()[:4], 4)
+    losses, _ = losses_of_ten_steps(spread, benchmark.RECIPES["products_by_block"])
+    expected = losses_of_one_device("float32")
+    assert (abs(losses - expected) <= 1e-5 * expected[0]).all()
