@@ -191,18 +191,23 @@ class RecurrentStepTiles(Tiles):
 
     @classmethod
     def plan(cls, p: Problem, dtype: Any, kernel: KernelSpec) -> Self:
-        """With 16-bit states, the widest columns with which there are four CTAs per SM.
+        """The widest columns with which the CTAs fill the GPU; with few CTAs, many rows in flight.
 
-        With fewer, all rows of a CTA are in flight. One warp waits for no other, but with longer
-        vectors or with masks it spills registers.
+        A head with one CTA needs no copy of n and m. With 16-bit states a CTA of 256 columns has
+        one warp, which waits for no other, but spills registers with longer vectors or with masks.
         """
+
+        def fills(tiles, per_sm):
+            return kernel.gpu.filled_by(math.prod(tiles.grid(p)), per_sm)
+
         if dtype.itemsize > 2:
-            return cls()
+            return cls() if p.DHV <= 64 or fills(cls(), 8) else cls(128, 32)
         candidates = [cls(32, 128), cls(64, 64)]
+        if p.DHV <= 128:
+            return candidates[0]
         if p.DHQK <= 512 and p.DHV % 256 == 0:
             candidates.insert(0, cls(16, 256, 1))
-        filling = (x for x in candidates if kernel.gpu.filled_by(math.prod(x.grid(p)), 4))
-        return next(filling, cls(256, 32))
+        return next((x for x in candidates if fills(x, 4)), cls(256, 32))
 
     def grid(self, p: Problem) -> tuple[int, ...]:
         return blocks_over(p.DHV, self.siz_b_DHHV), p.BNH

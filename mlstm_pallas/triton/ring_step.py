@@ -1,15 +1,13 @@
-"""ring_step in Triton: three launches.
+"""ring_step in Triton: two launches.
 
 ring_scores has one CTA per head. It stores the new tokens in the ring, reads n and the ring's k and
 gates, which are small, flushes n and m, and advances the counters, all in place. It leaves the
-weights of the values, of C and of the flush to the other launches, which repeat no score.
+weights of the values, of C and of the flush to the second launch, which repeats no score.
 
 ring_read, grid (ceil(DHV / siz_b_DHHV), B * NH), with slots (ceil(DHV / siz_b_DHHV), NH, B): a CTA
 owns siz_b_DHHV columns of one head. It reads its part of C once, in blocks of siz_b_DHQK rows, each
-loaded while the preceding block is processed, and adds the values.
-
-ring_flush, the same grid: the CTAs of the heads that flush update C in place, the others end at
-once. In ring_read the last of them would run alone.
+loaded while the preceding block is processed, and adds the values. The CTAs of a head that flushes
+then read C again, from the L2, and update it in place.
 
 FLOPs: 2 T B NH K V. Bytes: C once, B NH K V itemsize, and once more for the heads that flush, one
 in L; beside that the tokens in the ring, up to 2 B NH L (K + V) itemsize.
@@ -60,7 +58,7 @@ from mlstm_pallas.triton.recurrent_step import (
 
 
 class Weights(NamedTuple):
-    """What ring_scores leaves to the other launches, per head; T is padded to 16 or more."""
+    """What ring_scores leaves to ring_read, per head; T is padded to 16 or more."""
 
     vecRing: Any  # (T, 2 L), of the ring's values in h, with the new tokens'
     scaState: Any  # (T,), of C^T q in h
@@ -165,13 +163,13 @@ def _store_tokens(row, first, rings, tokens):
         masked_store(*store)
 
 
-def _ring_read_kernel(slots, matQ, states, weights, matC, matH, *, call):
-    """states: after ring_scores; matH: out (T, DHV)."""
-    run = functools.partial(_read, matQ, states, weights, matC, matH, call)
+def _ring_read_kernel(slots, matQ, states, weights, matC, matC_new, matH, *, call):
+    """states: after ring_scores; matC: in place; matH: out (T, DHV)."""
+    run = functools.partial(_read, matQ, states, weights, matC, matC_new, matH, call)
     for_columns(slots, matC, matH, call, run)
 
 
-def _read(matQ, states, weights, matC, matH, call, row, part, columns, in_columns):
+def _read(matQ, states, weights, matC, matC_new, matH, call, row, part, columns, in_columns):
     """row, columns: as of ``for_columns``."""
     (T, DHQK), size = matQ.shape, weights.vecFlush.shape[0]
     siz_b_DHQK = call.tiles.siz_b_DHQK
@@ -211,7 +209,7 @@ def _read(matQ, states, weights, matC, matH, call, row, part, columns, in_column
         load(zero),
         jnp.zeros((columns.size,) if one else (tokens.size, columns.size), jnp.float32),
     )
-    start, filled = (weights.counters[j] for j in range(2))
+    start, filled, flushes = (weights.counters[j] for j in range(3))
     ring = pl.ds(0, size)
     if num_blocks > 1:
         carry = loop(num_blocks - 1, lambda ik, x: (load(ik + 1), add(*x)), carry)
@@ -225,29 +223,16 @@ def _read(matQ, states, weights, matC, matH, call, row, part, columns, in_column
     inside = in_columns if one else outer_mask(in_tokens, in_columns)
     masked_store(matH.at[(tokens, columns)], h.astype(matH.dtype), inside)
 
-
-def _ring_flush_kernel(slots, states, weights, matH, matC, matC_new, *, call):
-    """states: after ring_scores; matC: in place; matH: of ring_read, which has read C."""
-    run = functools.partial(_flush, states, weights, matC, matC_new, call, pl.program_id(0))
-    for_row(slots, matC, run, lambda: None)
-
-
-def _flush(states, weights, matC, matC_new, call, part, row):
-    """row: as of ``for_row``."""
-    DHQK, DHV = matC.shape[-2:]
-    siz_b_DHQK, size = call.tiles.siz_b_DHQK, weights.vecFlush.shape[0]
-
-    @pl.when(weights.counters[2] != 0)
-    def _():
-        columns, in_columns = masked_block(part, call.tiles.siz_b_DHHV, DHV)
+    @pl.when(flushes != 0)
+    def flush():
         # The flushed tokens are one half of the ring; a product has 16 rows or more.
         L, decay = size // 2, weights.scaDecay[...]
-        ring = pl.ds(weights.counters[0] if L >= MIN_TILE else 0, max(L, MIN_TILE))
+        ring = pl.ds(start if L >= MIN_TILE else 0, max(L, MIN_TILE))
         w = weights.vecFlush[ring]
         V = masked_load(states.v.at[(*row, ring, columns)], outer_mask(w != 0, in_columns))
         V = V.astype(jnp.float32) * w[:, None]
 
-        @fori(blocks_over(DHQK, siz_b_DHQK))
+        @fori(num_blocks)
         def _(ik):
             rows, in_rows = masked_block(ik, siz_b_DHQK, DHQK)
             at, inside = (*row, rows, columns), outer_mask(in_rows, in_columns)
@@ -314,25 +299,20 @@ def ring_step(
         normaliser=normaliser,
     )
     after = y["states_new"]
-    inputs = dict(slots=(x.slots, token), states=(after, states), weights=(y["weights"], token))
-    h = jax.ShapeDtypeStruct((*heads, T, DHV), x.tokens.q.dtype)
-    read = kernel_call(
+    z = kernel_call(
         _ring_read_kernel,
-        inputs | dict(matQ=(x.tokens.q, token), matC=(C, states)),
-        dict(matH=(h, token)),
-        grid=grid,
-        call=call,
-    )
-    # h is an input so that XLA neither copies C nor flushes before it is read.
-    flush = kernel_call(
-        _ring_flush_kernel,
-        inputs | dict(matH=(read["matH"], token)),
-        {},
+        dict(
+            slots=(x.slots, token),
+            matQ=(x.tokens.q, token),
+            states=(after, states),
+            weights=(y["weights"], token),
+        ),
+        dict(matH=(jax.ShapeDtypeStruct((*heads, T, DHV), x.tokens.q.dtype), token)),
         updates=dict(matC=(C, states)),
         grid=grid,
         call=call,
     )
-    return read["matH"], after._replace(c=flush["matC_new"])
+    return z["matH"], after._replace(c=z["matC_new"])
 
 
 @dataclasses.dataclass(frozen=True)
