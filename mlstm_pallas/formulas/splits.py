@@ -54,7 +54,7 @@ def split_states(
       initial: X before the sequence, after it with backward: (B * NH, ...) float32; None: zeros.
     """
     BNH, others = added.shape[:2]
-    gamma = jnp.prod(gamma.reshape(BNH, others + 1, -1), axis=-1)
+    gamma = jnp.prod(gamma.reshape(BNH, others + 1, gamma.shape[1] // (others + 1)), axis=-1)
     gamma = jnp.expand_dims(gamma, tuple(range(2, added.ndim)))
     gamma = gamma[:, 1:] if backward else gamma[:, :-1]
     states = [jnp.zeros_like(added[:, 0]) if initial is None else initial]

@@ -157,7 +157,7 @@ class ChunkList(NamedTuple):
 
     def before_segments(self, behind: int = 0) -> tuple[Array, Array]:
         """The rows and the entries before the segments: the indices of an array (B * NH, NC)."""
-        rows = lax.broadcasted_iota(jnp.int32, (len(self.parts.first), 1), 0)
+        rows = lax.broadcasted_iota(jnp.int32, (self.parts.first.shape[0], 1), 0)
         return rows, self.parts.first[:, behind : self.N + behind] - 1
 
     def behind_segments(self) -> tuple[Array, Array]:
@@ -169,7 +169,8 @@ class ChunkList(NamedTuple):
         steps, sizes = self.entries
         in_chunk = lax.broadcasted_iota(jnp.int32, (1, 1, L), 2)
         index, within = steps[..., None] + in_chunk, in_chunk < sizes[..., None]
-        return index.reshape(len(steps), -1), within.reshape(len(steps), -1)
+        shape = steps.shape[0], steps.shape[1] * L
+        return index.reshape(shape), within.reshape(shape)
 
     def gather(self, x: Array, L: int) -> Array:
         """The steps of x, (B * NH, S, D) or (B, S, NH, D), in chunks: (B * NH, NC, L, D).
@@ -185,9 +186,10 @@ class ChunkList(NamedTuple):
         """The inverse of ``gather``, in the layout of ``like``; zeros in steps of no entry."""
         index, within = self.steps(L)
         S, D = like.shape[1], y.shape[-1]
-        rows, index = lax.broadcasted_iota(jnp.int32, (len(y), 1), 0), jnp.where(within, index, S)
-        x = jnp.zeros((len(y), S, D), y.dtype)
-        x = x.at[rows, index].set(y.reshape(len(y), -1, D), mode="drop")
+        rows = lax.broadcasted_iota(jnp.int32, (y.shape[0], 1), 0)
+        x = jnp.zeros((y.shape[0], S, D), y.dtype)
+        index = jnp.where(within, index, S)
+        x = x.at[rows, index].set(y.reshape(*index.shape, D), mode="drop")
         return rows_as_heads(x, like)
 
     def scatter_steps(self, y: Array, like: Array, L: int) -> Array:
@@ -267,7 +269,7 @@ def chunks_by_length(lengths: Array, S: int, p: Problem) -> ChunkList:
     """
     zeros = jnp.zeros_like(lengths)
     start_steps = jnp.stack([zeros, lengths, jnp.full_like(lengths, S)], axis=1)
-    steps = lax.broadcasted_iota(jnp.int32, (len(lengths), p.NC), 1) * p.L
+    steps = lax.broadcasted_iota(jnp.int32, (lengths.shape[0], p.NC), 1) * p.L
     entries = Entries(steps, jnp.clip(lengths[:, None] - steps, 0, p.L))
     return ChunkList(
         Parts(start_steps, jnp.zeros_like(start_steps)), entries, jnp.zeros_like(steps)

@@ -139,7 +139,8 @@ def _mask_inactive(active: ChunkList | None, x: Any) -> Any:
     """x, (B * NH, S), with 0 in inactive chunks, where it may be undefined."""
     if active is None or x is None:
         return x
-    in_chunks = x.reshape(*active.has_steps.shape, -1)
+    rows, chunks = active.has_steps.shape
+    in_chunks = x.reshape(rows, chunks, x.shape[-1] // chunks)
     return only(in_chunks, active.has_steps, 0, 1).reshape(x.shape)
 
 
@@ -228,7 +229,7 @@ def packed_backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) ->
     p = plan.spec.problem
     z = None if residuals.z is None else residuals.z[..., None]
     q, k, v, h, dh, z = jax.tree.map(
-        lambda y: chunks.gather(y, L).reshape(p.BNH, p.S, -1),
+        lambda y: chunks.gather(y, L).reshape(p.BNH, p.S, y.shape[-1]),
         (x.q, x.k, x.v, residuals.h, cotangents.h, z),
     )
     i, f = chunks.gates(x.i, x.f, before.m, L)

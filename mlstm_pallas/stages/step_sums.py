@@ -20,6 +20,6 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
     """sum_t weights_t rows_t over each chunk, (B * NH, NC, D), products and sums in float32."""
     (rows, weights, chunks), p = x, call.problem
     if chunks is not None:
-        rows = chunks.gather(rows, p.L).reshape(*weights.shape, -1)
+        rows = chunks.gather(rows, p.L).reshape(*weights.shape, rows.shape[-1])
     rows = rows.astype(weights.dtype) * as_factors(weights, rows)
     return jnp.sum(call.chunks(rows), axis=-2)

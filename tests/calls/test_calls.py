@@ -46,6 +46,19 @@ def test_no_batch_and_no_heads(backend, shape):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+def test_no_batch_of_documents(backend):
+    x = random_inputs(0, 0, 2, 20, 16, 24, states=False)
+    lengths = np.zeros((0, 3), "int32")
+    options = dict(segment_lengths=lengths, return_last_states=True, chunk_size=16)
+    run = functools.partial(mlstm_chunkwise, backend=backend, **options)
+    h, states = run(**x)
+    assert (h.shape, [y.shape[:3] for y in states]) == (x["v"].shape, [(0, 3, 2)] * 3)
+    gradients = jax.grad(lambda x: sum(map(jnp.sum, jax.tree.leaves(run(**x)))))(x)
+    assert jax.tree.map(jnp.shape, gradients) == jax.tree.map(jnp.shape, x)
+
+
+@pytest.mark.slow
 def test_more_heads_than_an_int16_counts():
     call = Call("mlstm_chunkwise", (1, 32_800, 2, 1, 1), options=dict(return_last_states=True))
     value(call, "xla", ("model",))

@@ -198,6 +198,12 @@ def test_the_batch_may_be_symbolic_in_plain_jnp():
     compare(("h", *NAMES[:5]), exported.call(*x), results(*x), BOUND)
     by_name = dict(zip("qkvif", of_any_batch, strict=True))
     assert export(run, platform="cpu", **by_name).out_avals[0].shape == (B, 2, 20, 8)
+    lengths = np.array([[20, 0, 0], [3, 4, 5]], np.int32)
+    packed = partial(run, segment_lengths=lengths, return_last_states=True)
+    by_name |= dict(segment_lengths=jax.ShapeDtypeStruct((B, 3), np.int32))
+    exported = export(partial(run, return_last_states=True), platform="cpu", **by_name)
+    found = exported.call(**dict(zip("qkvif", x, strict=False)), segment_lengths=lengths)
+    jax.tree.map(np.testing.assert_array_equal, found, jax.jit(packed)(*[*x][:5]))
 
 
 OR_XLA = 'expected a constant, or backend "xla", which takes'
