@@ -96,13 +96,22 @@ def test_both_batchings_are_measured_with_random_prompts(capsys, monkeypatch):
     """The second run of each, which takes 2 s."""
     device, seconds = benchmark_runs.Device(monkeypatch, xlstm_7b), iter((9.0, 2.0) * 2)
 
-    def serve(setup, prompts, limits, *options, draft, cache):
-        assert {*map(len, prompts.values())} == {*range(5, 51)}
-        assert {*limits} == {*range(3, 25)}
-        device.now += next(seconds)
-        return [(0, [1], False), (1, [4], True), (0, [2, 3], True)]
+    class Engine:
+        def __init__(self, *_, **options):
+            self.requests = []
 
-    monkeypatch.setattr(xlstm_7b, "serve", serve)
+        def add(self, *request):
+            self.requests.append(request)
+
+        def run(self):
+            prompts, limits, *_ = zip(*self.requests, strict=True)
+            assert {*map(len, prompts)} == {*range(5, 51)}
+            assert {*limits} == {*range(3, 25)}
+            device.now += next(seconds)
+            parts = (0, [1], "", ""), (1, [4], "", "stop"), (0, [2, 3], "", "length")
+            return itertools.starmap(server.Part, parts)
+
+    monkeypatch.setattr(xlstm_7b, "Engine", Engine)
     monkeypatch.setattr(xlstm_7b, "load", lambda *_: {})
     sizes = "--batch=999", "--prompt_length=50", "--spread=10", "--size=tiny", "--new_tokens=24"
     run("--random", "--benchmark", *sizes, f"--slots={SLOTS}")
