@@ -375,13 +375,13 @@ class Engine:
             if not self.busy:
                 return parts
             self.start_loop()
-            if self.count and self.long:
-                jax.block_until_ready(self.before)
-            self.read_at = time.perf_counter()
             for rows, token in self.started:
                 parts += map(self.take, rows, np.asarray(token)[: len(rows), None].tolist())
             if self.started:
                 return parts
+            if self.count:
+                jax.block_until_ready(self.before)
+            self.read_at = time.perf_counter()
         if self.draft:
             text, (earlier, self.known) = (
                 np.asarray(self.loop[0]),
