@@ -328,8 +328,9 @@ class Engine:
             with the one that completes the string.
           id: one that no request has that waits or runs. None: the next one.
         """
-        prompt, stop = [*map(operator.index, prompt)], (stop,) if isinstance(stop, str) else stop
+        prompt, limit = [*map(operator.index, prompt)], operator.index(limit)
         id, most = self.next_id if id is None else id, self.setup[0].vocab_size - 1
+        stop = (stop,) if isinstance(stop, str) else (*stop,)
         if not prompt:
             raise ValueError("prompt is empty")
         if min(prompt) < 0 or max(prompt) > most:
@@ -339,8 +340,8 @@ class Engine:
         if self.capacity and len(prompt) + limit > self.capacity:
             tokens = f"prompt and limit have {len(prompt)} + {limit} tokens"
             raise ValueError(f"{tokens}, more than capacity={self.capacity}")
-        if stop and not (self.to_text and all(stop)):
-            raise ValueError(f"{stop=} needs to_text, and no string may be empty")
+        if stop and not (self.to_text and all(isinstance(x, str) and x for x in stop)):
+            raise ValueError(f"{stop=}, expected strings that are not empty, and to_text")
         if id < 0 or id in self.requests:
             raise ValueError(f"{id=} is negative, or that of a request that has not ended")
         text = Text(self.to_text or (lambda tokens: ""), stop)
