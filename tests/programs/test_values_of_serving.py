@@ -246,6 +246,12 @@ def test_strings_to_stop_at_are_held_back(stop, parts, shown, held):
     assert (seen, text.end()) == (shown, held)
 
 
+def test_the_text_of_a_token_depends_on_those_before_it():
+    text = server.Text(lambda tokens: " ".join(map(str, tokens)), ["3 4"])
+    assert [text.add([x]) for x in (12, 5, 3)] == [([12], "12"), ([5], " 5"), ([3], " ")]
+    assert text.add([41, 7]) == ([41], "")
+
+
 @pytest.mark.parametrize("draft", [0, 3])
 @pytest.mark.parametrize("entries", [0, 4])
 @pytest.mark.parametrize("continuous", [True, False], ids=["continuous", "fixed"])
