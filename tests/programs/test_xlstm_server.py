@@ -192,6 +192,9 @@ def test_answers_are_those_of_transformers(tmp_path, capsys):
     for n in range(COUNT):
         tokens = [*itertools.takewhile(lambda x: x not in STOP, GREEDY[n % 4].tolist())]
         expected.append(dict(prompt=n, answer=text(tokens), tokens=tokens))
+    run(*request("--stop='I", "--stop=zz", f"--output={path}"))  # which three of the four have
+    for row in benchmark_runs.records(path):
+        assert row["answer"] == text(GREEDY[row["prompt"] % 4]).partition("'I")[0]
     for batching in ("continuous", "fixed"):
         with mock.patch.object(server, "decode", wraps=model.decode) as decode:
             run(*request(stop, f"--batching={batching}", f"--output={path}"))
