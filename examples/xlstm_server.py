@@ -11,9 +11,10 @@ A prompt with more than twice as many tokens is read in pieces of 512 steps, one
 Between two loops there are as many pieces as take LONGEST_WAIT of the time of a loop, by those
 before, so that running answers go on; shorter prompts behind a long one start before it.
 
-Two options make a server faster where its requests allow it. With a ``PrefixCache`` a prompt starts
-from the states after the blocks of tokens that it has in common with a prompt before it. With
-drafts a call of the model checks several tokens for each row.
+An ``Engine`` takes requests at any time, and cancels them; ``serve`` answers prompts that are known
+beforehand. Two options make them faster where the requests allow it. With a ``PrefixCache`` a
+prompt starts from the states after the blocks of tokens that it has in common with a prompt before
+it. With drafts a call of the model checks several tokens for each row.
 """
 
 import dataclasses
@@ -181,7 +182,7 @@ def with_texts(texts: jax.Array, lengths: jax.Array, token: jax.Array) -> tuple[
 
 
 class Part(NamedTuple):
-    """What is new of a request. Its last part, and no other one, says why its answer has ended.
+    """What is new of a request. Each has one last part, which says why its answer has ended.
 
     ended: "stop" is at a token or a string to stop at, "length" at the limit.
     """
@@ -384,10 +385,7 @@ class Engine:
                 jax.block_until_ready(self.before)
             self.read_at = time.perf_counter()
         if self.draft:
-            text, (earlier, self.known) = (
-                np.asarray(self.loop[0]),
-                (self.known, np.array(self.loop[1])),
-            )
+            text, earlier, self.known = np.asarray(self.loop[0]), self.known, np.array(self.loop[1])
             columns = [text[row, earlier[row] : self.known[row]] for row in range(self.slots)]
         else:
             columns = np.asarray(self.loop[0]).T
@@ -540,36 +538,31 @@ class Engine:
         config, params, *others = self.setup
         short, N = params | dict(blocks=params["blocks"][:1]), min(MOST_PROMPTS, self.slots)
         exact = dataclasses.replace(config, inference_state_dtype="float32")
+        cached = self.cache and (self.cache.pool[:1], np.zeros(N, int))
+        piece = empty_states(exact, short, 1), np.array([0])
         longest = min(2 * MOST_STEPS + 1, (self.capacity or math.inf) - 1)  # of a kind
+        long = longest > 2 * MOST_STEPS
 
-        def read(S: int, N: int, initial: Rows | None) -> Any:
+        def read(initial: Rows | None, N: int, S: int) -> Any:
             into = empty_states(config, short, self.slots, rings=self.rings), np.full(N, self.slots)
             return first_tokens((config, short, *others), {0: [0]}, S, into, initial)
-
-        def read_alone(S: int) -> Any:
-            return read(S, 1, (empty_states(exact, short, 1), np.array([0])))
-
-        def read_packed(S: int) -> Any:
-            cache = self.cache and (self.cache.pool[:1], np.zeros(N, int))
-            return read(S, N, cache)
 
         def read_piece(steps: int) -> Any:
             return [*read_pieces(config, short, [0] * (steps + 1), steps)]
 
-        def sizes(most: int) -> list[int]:
-            return sorted({bucket(x) for x in range(1, most + 1)})
-
-        long = longest > 2 * MOST_STEPS
-        packed = N * (min(longest, BLOCK) if self.cache else longest)
-        alone = long * self.piece if self.cache else longest - MOST_STEPS
-        pieces = {self.piece: long}
-        pieces |= {BLOCK: longest > BLOCK} if self.cache else {MOST_STEPS: longest > MOST_STEPS}
-        jobs = [functools.partial(read_packed, S) for S in sizes(min(packed, MOST_STEPS))]
-        jobs += (functools.partial(read_alone, S) for S in sizes(min(alone, MOST_STEPS)))
-        jobs += (functools.partial(read_piece, steps) for steps, needed in pieces.items() if needed)
+        jobs = list[Callable[[], Any]]()
+        for most, initial, segments in (
+            (N * (min(longest, BLOCK) if self.cache else longest), cached, N),
+            (long * self.piece if self.cache else longest - MOST_STEPS, piece, 1),
+        ):
+            sizes = sorted({bucket(x) for x in range(1, min(most, MOST_STEPS) + 1)})
+            jobs += (functools.partial(read, initial, segments, S) for S in sizes)
+        once = BLOCK if self.cache else MOST_STEPS
+        for steps, needed in {self.piece: long, once: longest > once}.items():
+            jobs += [functools.partial(read_piece, steps)] * needed
         with ThreadPoolExecutor(4) as pool:
             done = pool.map(lambda job: jax.block_until_ready(job()), jobs)
-            for _ in tqdm(done, total=len(jobs), desc="compiling", disable=None):
+            for _ in tqdm(done, total=len(jobs), desc="compiling", unit="program"):
                 pass
         for size in 1, longest, 1:
             self.add([0] * size, 1)
