@@ -127,7 +127,7 @@ def test_clients_of_a_network_come_and_go():
     leaver = dict(prompt=text(PROMPTS[2]), limit=server.MOST_TOKENS)
     application = names["application"](engine, lambda text: [*map(ord, text)])
     with listening(application) as port, concurrent.futures.ThreadPoolExecutor(9) as pool:
-        assert "ValueError" in post(port, prompt="a", limit=0)[1]
+        assert "limit=0, expected 1" in post(port, prompt="a", limit=0)[1]
         leavers = [pool.submit(post, port, most, **leaver) for most in (2, 0)]
         answers = [pool.submit(post, port, **request) for request in requests]
         assert [x.result() for x in answers] == ends
