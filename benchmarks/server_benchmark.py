@@ -39,7 +39,6 @@ import statistics
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
@@ -196,16 +195,22 @@ def measured_rows(options):
         for text, weights in zip(TEXTS, (params, repeating(params)), strict=True)
     }
 
-    def serve(some, case, limits=limits):
+    def options_of(case):
         text, entries, states, draft = case
         cache = server.PrefixCache(*setups[text][:2], entries) if entries else None
-        more = dict(draft=draft, cache=cache, rings=states == "ring")
-        return server.serve(setups[text], some, limits, set(), slots, steps, **more)
+        return dict(draft=draft, cache=cache, rings=states == "ring")
+
+    def serve(some, case, limits=limits):
+        setup = setups[case[0]]
+        return server.serve(setup, some, limits, set(), slots, steps, **options_of(case))
 
     if options.long_prompt:
         yield from rows_with_a_long_prompt(options, config, name, cases, serve)
         return
-    compile_all(server, setups["random"], prompts, limits, slots, cases, serve)
+    capacity = max(len(prompts[n]) + limits[n] for n in prompts)
+    for case in cases:
+        more = dict(capacity=capacity, **options_of(case))
+        server.Engine(setups[case[0]], slots, steps, **more).warm_up()
     for _ in serve({n: prompts[n] for n in range(min(slots, len(prompts)))}, cases[0]):
         pass  # the first answers of a process take longer
     DHQK, DHV = config.head_dims
@@ -239,39 +244,6 @@ def rows_with_a_long_prompt(options, config, name, cases, serve):
             row = runner.attempt(row, True, measure_gaps, answer, long, before)
             before = row
             yield row
-
-
-def compile_all(server, setup, prompts, limits, slots, cases, serve):
-    """Compiles what the cases run: the request with most tokens, and prefills of all lengths.
-
-    These run one block, which is compiled for all.
-    """
-    config, params, *others = setup
-    short = params | dict(blocks=params["blocks"][:1])
-    longest = max(prompts, key=lambda n: len(prompts[n]) + limits[n])
-    N, some = min(server.MOST_PROMPTS, slots), {longest: prompts[longest]}
-    jobs = [functools.partial(lambda case: [*serve(some, case)], case) for case in cases]
-
-    def read(entries, rings, S, alone=False):
-        cache = server.PrefixCache(config, short, entries) if entries else None
-        into = server.empty_states(config, short, slots, rings=rings), np.arange(1 if alone else N)
-        initial = cache and cache.states([], N)
-        if alone:
-            initial = server.empty_states(config, short, 1), np.array([0])
-        return server.first_tokens((config, short, *others), {0: [0]}, S, into, initial)
-
-    for entries, states in {case[1:3] for case in cases}:
-        cut = server.PrefixCache.length if entries else lambda prompt: 0
-        lengths = [len(x) - cut(x) for x in prompts.values()]
-        sizes = {server.bucket(x) for x in range(min(lengths), server.MOST_STEPS + 1)}
-        jobs += (functools.partial(read, entries, states == "ring", S) for S in sorted(sizes))
-        # What follows the first MOST_STEPS of a prompt is read alone.
-        sizes = {server.bucket(x - server.MOST_STEPS) for x in lengths if x > server.MOST_STEPS}
-        jobs += (functools.partial(read, entries, states == "ring", S, True) for S in sorted(sizes))
-    with ThreadPoolExecutor() as pool:
-        done = pool.map(lambda job: jax.block_until_ready(job()), jobs)
-        for _ in tqdm(done, total=len(jobs), desc="compiling"):
-            pass
 
 
 COLUMNS = reporting.columns(

@@ -27,6 +27,9 @@ stood before, and checks them in one call of the model, so that text that repeat
 faster. A call of several tokens rounds otherwise than a step of one, so that sometimes another
 token is the likeliest; benchmarks/README.md, "Generation", has how many answers differ.
 
+--stop=TEXT ends an answer before this text, which is not printed, as --stop_tokens does before
+tokens, or the ids that the checkpoint has for the end of a text.
+
 A prompt begins with what the post-processor of its tokenizer adds, or else, where config.json has
 force_bos_token_insert, as that of NX-AI/xLSTM-7b, with bos_token_id.
 
@@ -101,12 +104,14 @@ from xlstm_server import (
     MOST_ANSWERS,
     MOST_PROMPTS,
     MOST_TOKENS,
+    Engine,
     PrefixCache,
     Setup,
+    Text,
+    first_draw,
     first_tokens,
     not_finite_error,
     read_pieces,
-    serve,
 )
 
 SIZES = {
@@ -132,6 +137,7 @@ for kind, *definition in (
     ("float", "top_p", 1.0, "Draw from the fewest tokens with this mass.", 0.0, 1.0),
     ("integer", "seed", 0, "Seed for sampling, random weights and prompts.", 0, 2**32 - 1),
     ("list", "stop_tokens", None, STOP_TOKENS),
+    ("multi_string", "stop", [], "Text before which an answer ends; may be repeated."),
     ("enum", "dtype", "bfloat16", DTYPES, "Type of the weights."),
     ("integer", "devices", 1, "The heads are split over them.", 1),
     # The host needs a thousandth of a second between two loops, and 16 tokens take 60 or more.
@@ -145,6 +151,7 @@ for kind, *definition in (
 ):
     getattr(flags, f"DEFINE_{kind}")(*definition, flag_values=FLAGS)
 command.check_temperature(FLAGS)
+flags.register_validator("stop", all, "it is empty", FLAGS)
 flags.register_validator("prefix_cache", lambda x: x == 0 or x >= LEAST_ENTRIES, CACHE, FLAGS)
 MOST_RANDOM = 2**28  # tokens of all random prompts
 MULTIPLE = 64  # of the steps of a prefill, so that prompts of similar lengths compile once
@@ -230,6 +237,8 @@ def build() -> Model:
         raise CheckpointError("--draft is for temperature 0, and with --benchmark for --slots")
     if FLAGS.prefix_cache and not slots:
         raise CheckpointError("--prefix_cache is for several prompts")
+    if FLAGS.benchmark and FLAGS.stop:
+        raise CheckpointError("--stop is for text, which --benchmark does not make")
     if FLAGS.benchmark and not slots and FLAGS.new_tokens == 1:
         raise CheckpointError("--benchmark times the tokens after the first, so --new_tokens >= 2")
     # Of a long prompt there are states before and after a part, beside the rows.
@@ -326,7 +335,7 @@ def unchecked(model: Model, new_tokens: int, per_call: list[float]) -> Iterator[
     coming = []
     for number in range(1, new_tokens, FLAGS.stream_every):
         loop = config, sampling, FLAGS.stream_every, params, states, token, key
-        states, token, tokens = decode(*loop, MOST_TOKENS * np.array([*prompts]) + number)
+        states, token, tokens = decode(*loop, first_draw(np.array([*prompts])) + number)
         yield from map(np.asarray, coming)
         coming = [tokens[: new_tokens - number]]
     yield from map(np.asarray, coming)
@@ -365,48 +374,58 @@ def run(model: Model, new_tokens: int) -> tuple[float, float]:
 
 
 def stream(model: Model) -> None:
-    """Prints the answer to a single prompt as it comes, up to a stop token."""
-    answer, printed, times, stop = list[int](), 0, [time.perf_counter()], model.stop_tokens
-    text, per_call = "", list[float]()
+    """Prints the answer to a single prompt as it comes, up to a stop token or text."""
+    text, count, times, stop = (
+        Text(model.text, FLAGS.stop),
+        0,
+        [time.perf_counter()],
+        model.stop_tokens,
+    )
+    per_call = list[float]()
     try:
         for tokens in generate(model, FLAGS.new_tokens, per_call):
             times.append(time.perf_counter())
             column = tokens[:, 0].tolist()
-            answer += itertools.takewhile(lambda token: token not in stop, column)
-            text = model.text(answer)
-            if not text.endswith("\ufffd"):  # otherwise the rest of a character is still to come
-                print(command.printable(text[printed:]), end="", flush=True)
-                printed = len(text)
-            if not stop.isdisjoint(column):
+            answer = [*itertools.takewhile(lambda token: token not in stop, column)]
+            used, shown = text.add(answer)
+            print(command.printable(shown), end="", flush=True)
+            count += len(used)
+            if text.stopped or len(answer) < len(column):
                 break
     finally:  # also after Ctrl-C the line ends before anything is written to stderr
-        print(command.printable(text[printed:]), flush=True)
+        print(command.printable(text.end()), flush=True)
     rest = time.perf_counter() - times[1]
-    rate = f"{(len(answer) - 1) / rest:.1f} tokens/s" if len(answer) > 1 else "no more"
+    rate = f"{(count - 1) / rest:.1f} tokens/s" if count > 1 else "no more"
     print_drafts(per_call)
     print(f"first token after {times[1] - times[0]:.3f} s, then {rate}", file=sys.stderr)
 
 
-def answers(model: Model, batching: str) -> Iterator[tuple[int, list[int]]]:
-    """The numbers of prompts and their answers, as they end."""
-    queue = model.prompts, model.limits, model.stop_tokens, model.slots, FLAGS.stream_every
+def answers(model: Model, batching: str) -> Iterator[tuple[int, list[int], str]]:
+    """The numbers of prompts, their answers and the text of these, as they end."""
     cache = (
         PrefixCache(model.config, model.params, FLAGS.prefix_cache) if FLAGS.prefix_cache else None
     )
-    parts = serve(model.setup(), *queue, batching == "continuous", draft=FLAGS.draft, cache=cache)
+    limits, to_text = model.limits, None if FLAGS.benchmark else model.text
+    capacity = max(len(x) + limits[n] for n, x in model.prompts.items())
+    options = dict(capacity=capacity, to_text=to_text, draft=FLAGS.draft, cache=cache)
+    queue = model.slots, FLAGS.stream_every, batching == "continuous"
+    engine = Engine(model.setup(), *queue, **options)
+    for n, prompt in model.prompts.items():
+        engine.add(prompt, limits[n], model.stop_tokens, FLAGS.stop, n)
     so_far = collections.defaultdict(list)
-    for n, tokens, ended in parts:
-        so_far[n] += tokens
-        if ended:
-            yield n, so_far.pop(n)
+    for part in engine.run():
+        so_far[part.id].append(part)
+        if part.ended in ("stop", "length"):
+            parts = so_far.pop(part.id)
+            tokens = [token for x in parts for token in x.tokens]
+            yield part.id, tokens, "".join(x.text for x in parts)
 
 
 def write_answers(model: Model) -> None:
     """Writes answers as they end; stderr shows how many there are."""
     coming = answers(model, FLAGS.batching)
     with model.output or contextlib.nullcontext() as output:
-        for n, tokens in tqdm(coming, total=len(model.prompts), unit="answer"):
-            text = model.text(tokens)
+        for n, tokens, text in tqdm(coming, total=len(model.prompts), unit="answer"):
             if output:
                 row = dict(prompt=n, answer=text, tokens=tokens)
                 print(json.dumps(row), file=output, flush=True)
@@ -419,7 +438,7 @@ def benchmark_slots(model: Model, batching: str) -> dict[str, Any]:
     """A row of measurements of the second run; the first one compiles."""
     for _ in range(2):
         started = time.perf_counter()
-        count = sum(len(tokens) for _, tokens in answers(model, batching))
+        count = sum(len(tokens) for _, tokens, _ in answers(model, batching))
         seconds = time.perf_counter() - started
     row = dict(batching=batching, slots=model.slots, new_tokens=count, seconds=seconds)
     return row | dict(tokens_per_s=count / seconds)

@@ -40,7 +40,7 @@ def expected(n, prompt, limit, stop=STOP, drafts=False):
     token is drawn but the first."""
     state, answer = functools.reduce(after, prompt, 0), []
     for t in range(limit):
-        number = 0 if drafts and t else server.MOST_TOKENS * n + t
+        number = 0 if drafts and t else server.MOST_TOKENS * (n % 2**16) + t
         token = int(next_token(state, number))
         if token == NO_TOKEN or token in stop:
             return answer, token == NO_TOKEN
@@ -201,6 +201,142 @@ def test_answers_do_not_depend_on_what_runs_beside_them(continuous, entries, dra
     for seed, (slots, steps) in enumerate(((1, 1), (2, 3), (5, 4), (12, 5))):
         prompts, limits = random_prompts(10 * draft + seed)
         check(prompts, limits, slots, steps, continuous, entries=entries, draft=draft)
+
+
+# ---------------- requests that come and go
+
+
+# The bytes of tokens: letters of strings to stop at, and parts of characters.
+BYTES = b"a", b"b", b"aab", b"", b"\xc3", b"\xa9", b"\xe2\x82", b"\xac", b"ab", b"c"
+STRINGS = "aab", "ab", "abab", "aaab", "é", "cé", "€a", "bc", "c", "abcabc", "\ufffda", "ba"
+
+
+def to_text(tokens):
+    return b"".join(BYTES[x % len(BYTES)] for x in tokens).decode(errors="replace")
+
+
+def cut(answer, stop):
+    """Tokens and text up to the string that is complete first, and whether there is one."""
+    text = to_text(answer)
+    for end in range(len(text) + 1):
+        if lengths := [len(x) for x in stop if text[:end].endswith(x)]:
+            known = (len(to_text(answer[:n]).rstrip("\ufffd")) for n in range(len(answer)))
+            count = next((n for n, size in enumerate(known) if size >= end), len(answer))
+            return answer[:count], text[: end - max(lengths)], True
+    return answer, text, False
+
+
+@pytest.mark.parametrize(
+    ("stop", "parts", "shown", "held"),
+    [
+        (["aab"], "aa a b c", ["", "a", ""], ""),
+        (["aab"], "a a c a", ["", "", "aac", ""], "a"),
+        (["ab", "abc"], "xa bc", ["x", ""], ""),
+        (["abcd", "bc"], "a b c", ["", "", "a"], ""),
+        (["bc", "abc"], "xab c", ["x", ""], ""),
+        (["b"], "aab", ["aa"], ""),
+        ([], "aa é", ["aa", "é"], ""),
+    ],
+)
+def test_strings_to_stop_at_are_held_back(stop, parts, shown, held):
+    """The parts are tokens of one byte each."""
+    text = server.Text(lambda tokens: bytes(tokens).decode(errors="replace"), stop)
+    parts = [[*x.encode()] for x in parts.split()]
+    seen = [text.add(part)[1] for part in parts if not text.stopped]
+    assert (seen, text.end()) == (shown, held)
+
+
+def test_the_text_of_a_token_depends_on_those_before_it():
+    text = server.Text(lambda tokens: " ".join(map(str, tokens)), ["3 4"])
+    assert [text.add([x]) for x in (12, 5, 3)] == [([12], "12"), ([5], " 5"), ([3], " ")]
+    assert text.add([41, 7]) == ([41], "")
+
+
+@pytest.mark.parametrize("draft", [0, 3])
+@pytest.mark.parametrize("entries", [0, 4])
+@pytest.mark.parametrize("continuous", [True, False], ids=["continuous", "fixed"])
+def test_requests_that_come_and_go(continuous, entries, draft):
+    """Each has the tokens and the text that it has alone, up to where it is cancelled. With ids
+    beyond 2^16 draws are those of smaller ones."""
+    setup = (
+        Config(vocab_size=VOCABULARY),
+        dict(embeddings=np.zeros(1), blocks=[0]),
+        Sampling(),
+        None,
+    )
+    ends = set()
+    for seed, (slots, steps) in enumerate(2 * ((1, 1), (2, 3), (5, 4), (12, 5))):
+        draw, cancelled = np.random.default_rng(100 * draft + seed), set()
+        cache = server.PrefixCache(*setup[:2], entries) if entries else None
+        options = dict(capacity=250, to_text=to_text, draft=draft, cache=cache)
+        engine = server.Engine(setup, slots, steps, continuous, **options)
+        requests, parts = {}, {}
+        if seed % 2:
+            engine.warm_up()
+
+        def step(engine=engine, parts=parts):
+            for part in engine.step():
+                assert not parts[part.id] or not parts[part.id][-1].ended
+                parts[part.id].append(part)
+
+        for prompt in random_prompts(seed, count=40)[0].values():
+            id = int(draw.integers(2**17)) if draw.integers(4) == 0 else None
+            stop = draw.choice(STRINGS, draw.integers(4), replace=False).tolist()
+            request = prompt, int(draw.integers(1, 30)), [*STOP][: draw.integers(3)], stop
+            requests[id := engine.add(*request, id)] = request
+            parts[id] = []
+            for _ in range(draw.integers(4)):
+                step()
+            if draw.integers(3) == 0:
+                id = int(draw.choice([*requests]))
+                running = not (parts[id] and parts[id][-1].ended) and id not in cancelled
+                assert engine.cancel(id) == running
+                cancelled |= {id} if running else set()
+                assert id not in {*engine.requests, *engine.waiting, *engine.busy.values()}
+        while engine.pending:
+            step()
+        assert not any([engine.requests, engine.waiting, engine.busy, engine.long])
+        for id, (prompt, limit, stop_tokens, stop) in requests.items():
+            tokens = [x for part in parts[id] for x in part.tokens]
+            text = "".join(part.text for part in parts[id])
+            whole, is_bad = expected(id, prompt, limit, stop_tokens, draft > 0)
+            answer, shown, stopped = cut(whole, stop)
+            ended = "not finite" if is_bad else "length" if len(whole) == limit else "stop"
+            ends.add(last := parts[id][-1].ended)
+            if id in cancelled:
+                assert last == "cancelled"
+                answer, shown, _ = cut(answer[: len(tokens)], stop)
+            else:
+                assert last == ("stop" if stopped else ended)
+            assert (tokens, text) == (answer, shown)
+    assert ends >= {"stop", "length", "cancelled"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (dict(prompt=[]), "prompt is empty"),
+        (dict(prompt=[1, VOCABULARY]), "a token that is not in 0 to 100"),
+        (dict(prompt=[-1]), "a token that is not in 0 to 100"),
+        (dict(limit=0), "limit=0, expected 1 to 65536"),
+        (dict(limit=19), r"prompt and limit have 2 \+ 19 tokens, more than capacity=20"),
+        (dict(stop=["a", ""]), "expected strings that are not empty"),
+        (dict(id=-1), "id=-1 is negative"),
+        (dict(id=7), "id=7 is negative, or that of a request that has not ended"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_an_error(request_, message):
+    setup = Config(vocab_size=VOCABULARY), dict(embeddings=np.zeros(1)), Sampling(), None
+    engine = server.Engine(setup, 2, 3, capacity=20, to_text=to_text)
+    engine.add([1], 2, id=7)
+    with pytest.raises(ValueError, match=message):
+        engine.add(**dict(prompt=[1, 2], limit=3) | request_)
+    assert [*engine.requests] == [7]
+    assert engine.add([1], 2) == 8
+    assert not engine.cancel(6)
+    assert engine.cancel(7)
+    assert not engine.cancel(7)
+    assert engine.step()[0] == (7, [], "", "cancelled")
 
 
 @pytest.mark.parametrize("draft", [0, 1, 7])

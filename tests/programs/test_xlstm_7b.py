@@ -175,6 +175,7 @@ STOP = GREEDY[2][12]
         ("", 24),
         ("--new_tokens=8", 8),
         (f"--stop_tokens=5,{STOP}", ANSWER.index(chr(STOP))),
+        ("--stop=zz --stop=QBn", ANSWER.index("QBn")),
         ("--devices=2", 24),
         ("--draft=7", 24),
     ],
@@ -364,6 +365,8 @@ def test_flags_of_how_tokens_are_drawn_and_what_stops():
         built = xlstm_7b.build()
     assert built.setup()[2:] == (model.Sampling(0.5, 0.75), jax.random.key(7))
     assert built.stop_tokens == {255, 0}
+    assert "--stop" in error("--random", "--stop=")
+    assert "--stop is for text" in error("--random", "--size=tiny", "--stop=a", "--benchmark")
 
 
 # ---------------- what a checkpoint and flags may have
