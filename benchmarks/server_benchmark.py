@@ -32,12 +32,10 @@ Exit code 1 when an answer lacks tokens or the server fails, 2 when the request 
 after Ctrl-C.
 """
 
-import contextlib
 import functools
 import itertools
 import statistics
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -45,6 +43,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 import command
 import jax
 import numpy as np
+import profiles
 import reporting
 import runner
 from shapes import Shape
@@ -79,24 +78,6 @@ def repeating(params):
     return params | dict(embeddings=10 * x.shape[1] ** 0.5 * x, lm_head=x[before])
 
 
-@contextlib.contextmanager
-def peak_memory():
-    """A list with the most bytes in use on the device meanwhile; empty where it tells none."""
-    device, peak, done = jax.devices()[0], [], threading.Event()
-
-    def watch():
-        while (stats := device.memory_stats()) and not done.wait(0.002):
-            peak[:] = [max([stats["bytes_in_use"], *peak])]
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield peak
-    finally:
-        done.set()
-        thread.join()
-
-
 def measure(row, answer, limits, slots, steps, first):
     """Fills the row.
 
@@ -105,7 +86,7 @@ def measure(row, answer, limits, slots, steps, first):
     """
     sent, ends = [], []  # times of requests, by number
     answers, firsts, per_call = {}, {}, []
-    with peak_memory() as peak, tqdm(total=len(limits), unit="answer") as bar:
+    with profiles.peak_memory() as peak, tqdm(total=len(limits), unit="answer") as bar:
         started = time.perf_counter()
         for n, tokens, ended in answer():
             now = time.perf_counter()

@@ -22,6 +22,8 @@ Ctrl-C keeps the answers that are there.
 --prefix_cache=64 keeps the states after 64 blocks of 1,024 tokens with which prompts began, so that
 a prompt that begins with one of them is read from there on.
 
+--state_dtype=bfloat16 halves the bytes of the states, which a step rounds at every token.
+
 --draft=7 drafts up to seven tokens per step, those that followed the last two tokens where they
 stood before, and checks them in one call of the model, so that text that repeats itself comes
 faster. A call of several tokens rounds otherwise than a step of one, so that sometimes another
@@ -139,6 +141,7 @@ for kind, *definition in (
     ("list", "stop_tokens", None, STOP_TOKENS),
     ("multi_string", "stop", [], "Text before which an answer ends; may be repeated."),
     ("enum", "dtype", "bfloat16", DTYPES, "Type of the weights."),
+    ("enum", "state_dtype", None, DTYPES, "Type of the states; none: inference_state_dtype."),
     ("integer", "devices", 1, "The heads are split over them.", 1),
     # The host needs a thousandth of a second between two loops, and 16 tokens take 60 or more.
     ("integer", "stream_every", 16, "Steps of the model per loop.", 1, MOST_TOKENS),
@@ -199,6 +202,8 @@ def build() -> Model:
             bos = read_bos(folder, config, values)
             if FLAGS.stop_tokens is None:
                 stop_tokens = read_stop_tokens(folder, config, values)
+    if FLAGS.state_dtype:
+        config = dataclasses.replace(config, inference_state_dtype=FLAGS.state_dtype)
     if FLAGS.stop_tokens is not None:
         with command.naming("stop_tokens"):
             ids = [*map(int, FLAGS.stop_tokens)]
@@ -375,13 +380,8 @@ def run(model: Model, new_tokens: int) -> tuple[float, float]:
 
 def stream(model: Model) -> None:
     """Prints the answer to a single prompt as it comes, up to a stop token or text."""
-    text, count, times, stop = (
-        Text(model.text, FLAGS.stop),
-        0,
-        [time.perf_counter()],
-        model.stop_tokens,
-    )
-    per_call = list[float]()
+    text, stop = Text(model.text, FLAGS.stop), model.stop_tokens
+    count, times, per_call = 0, [time.perf_counter()], list[float]()
     try:
         for tokens in generate(model, FLAGS.new_tokens, per_call):
             times.append(time.perf_counter())

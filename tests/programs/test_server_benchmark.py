@@ -27,7 +27,7 @@ LIMITS = [8, 1, 3, 4, 1]
 def measured(monkeypatch, first, limits=LIMITS, slots=2, peak=()):
     """A row of so many clients and loops of 4 calls."""
     device, row = benchmark_runs.Device(monkeypatch, benchmark), {}
-    monkeypatch.setattr(benchmark, "peak_memory", lambda: contextlib.nullcontext(peak))
+    monkeypatch.setattr(benchmark.profiles, "peak_memory", lambda: contextlib.nullcontext(peak))
 
     def answer():
         for seconds, *part in PARTS:

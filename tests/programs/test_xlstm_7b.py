@@ -365,6 +365,10 @@ def test_flags_of_how_tokens_are_drawn_and_what_stops():
         built = xlstm_7b.build()
     assert built.setup()[2:] == (model.Sampling(0.5, 0.75), jax.random.key(7))
     assert built.stop_tokens == {255, 0}
+    assert built.config.inference_state_dtype == "float32"
+    parse("--random", "--size=tiny", "--state_dtype=bfloat16")
+    with mock.patch.object(xlstm_7b, "load"):
+        assert xlstm_7b.build().config.inference_state_dtype == "bfloat16"
     assert "--stop" in error("--random", "--stop=")
     assert "--stop is for text" in error("--random", "--size=tiny", "--stop=a", "--benchmark")
 
