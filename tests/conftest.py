@@ -227,7 +227,7 @@ def pytest_timeout_cancel_timer(item):
 # The imports of packages that only some tests need. CI has them all.
 OPTIONAL = {
     *("absl", "flax", "matplotlib", "mypy", "optax", "orbax", "safetensors", "sybil", "tokenizers"),
-    *("tqdm", "triton", "yaml"),
+    *("starlette", "tqdm", "triton", "uvicorn", "yaml"),
 }
 
 

@@ -51,3 +51,15 @@ def test_tokens_per_second_and_their_limit_by_batch(tmp_path, monkeypatch):
     (drawn, _, line, *_), _ = plot.call_args
     limits = [row["tokens/s"] for row in drawn if line(row) == "memory limit"]
     assert limits == pytest.approx([8 * 2 * 2**10 / 3.0 / (2 * 2 * 273 * 2)] * 4)
+
+
+@pytest.mark.slow
+def test_layers_take_turns_and_share_the_time(monkeypatch):
+    """A call of 3 steps takes 3 s, whether they are of one layer or of four."""
+    step = observed(monkeypatch, "mlstm_recurrent_step")
+    code, one_and_four = measured("--shape=2x2x1x16x16", "--layers=1,4", "--ring=8")
+    times = [(row["layers"], row["ring"], row["ms"]) for row in one_and_four]
+    assert code == 0
+    assert times == [(1, 0, 1e3), (1, 8, 1e3), (4, 0, 250.0), (4, 8, 250.0)]
+    states = [call.args[5] for call in step.call_args_list]
+    assert (len(states), len({*map(id, states)})) == (2 * (1 + 4), 2 * (1 + 4))
