@@ -103,7 +103,8 @@ def compiled(
             stored = pickle.load(file)
             other = [x for x in key | stored if key.get(x) != stored.get(x)]
             if not other:
-                from jax.experimental.pallas import mosaic_gpu  # noqa: F401, whose library kernels need
+                # Stored Mosaic GPU kernels need a library that this loads.
+                from jax.experimental.pallas import mosaic_gpu  # noqa: F401
 
                 read = functools.partial(
                     serialize_executable.deserialize_and_load, execution_devices=devices
