@@ -44,6 +44,7 @@ EVERY = {*FOREIGN.split()}.union(*WORDS.values())
 README, NOTES = ((ROOT / name).read_text() for name in ("README.md", "BUILD_NOTES.md"))
 SITE = [str(x.relative_to(ROOT)) for x in sorted(ROOT.glob("docs/**/*.md"))]
 PAGES = "README.md", "BUILD_NOTES.md", "CONTRIBUTING.md", "benchmarks/README.md", *SITE
+EXPERIMENTS = [f"mlstm_pallas/{x}/experiments.md" for x in ("triton", "mosaic_gpu")]
 
 
 def words(page):
@@ -58,7 +59,7 @@ def exists(name, page):
     return last in WORDS.get(f"{module}.py", EVERY)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, *EXPERIMENTS])
 def test_names_exist(page):
     """And the site leaves out no line: MyST takes one that begins with % for a comment."""
     page = ROOT / page
